@@ -1,0 +1,53 @@
+package api
+
+import (
+	"regexp"
+
+	"github.com/google/uuid"
+)
+
+// UID names something on a disk: a layer, a replica, an image, a disk. It is stored in the API before any byte is
+// written under it and is never used twice (I7). Text form: a lower-case RFC 4122 UUID.
+type UID string
+
+// NewUID returns a fresh random UID.
+func NewUID() UID { return UID(uuid.NewString()) }
+
+var uidPattern = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`)
+
+// Validate refuses everything but the text form, so that a UID is always safe as a path element.
+func (u UID) Validate() error {
+	if !uidPattern.MatchString(string(u)) {
+		return Errorf(Invalid, "%q is not a UID (a lower-case UUID)", string(u))
+	}
+	return nil
+}
+
+// Sizes that hold everywhere, in bytes.
+const (
+	BlockSize     = 4096            // granularity of maps, heads and replication
+	ChunkSize     = 2 << 20         // granularity of digests and backups
+	SizeUnit      = 2 << 20         // a volume's size is a multiple of this
+	MinVolumeSize = 10 << 20        // smallest volume
+	MaxVolumeSize = int64(64) << 40 // largest volume
+)
+
+// RoundSize rounds a requested size up to a size that a volume can have.
+func RoundSize(n int64) int64 {
+	if n < MinVolumeSize {
+		return MinVolumeSize
+	}
+	return (n + SizeUnit - 1) / SizeUnit * SizeUnit
+}
+
+// Labels and finalizers.
+const (
+	LabelVolume    = "drover.io/volume"
+	LabelNode      = "drover.io/node"
+	LabelDisk      = "drover.io/disk" // a disk's UID
+	LabelImage     = "drover.io/image"
+	Finalizer      = "drover.io/protect"
+	AnnotationMkfs = "drover.io/mkfs" // on a Volume: a filesystem is being made, value = its type; a half-made one may be made again
+	TopologyNode   = "topology.drover.io/node"
+	DriverName     = "drover.io" // the CSI driver's name
+)

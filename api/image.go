@@ -1,0 +1,172 @@
+package api
+
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+// SourceType says where a backing image's bytes come from.
+//
+// +kubebuilder:validation:Enum=download;upload;file;export-from-volume;restore;clone;registry
+type SourceType string
+
+// Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk).
+const (
+	SourceDownload SourceType = "download"
+	SourceUpload   SourceType = "upload"
+	SourceFile     SourceType = "file"
+)
+
+// ImageState is the state of an image, or of its copy on one disk.
+//
+// +kubebuilder:validation:Enum=pending;starting;in-progress;ready-for-transfer;ready;failed;unknown
+type ImageState string
+
+// States as users of the field know them.
+const (
+	ImagePending    ImageState = "pending"            // not begun
+	ImageStarting   ImageState = "starting"           // source is being opened; an upload may be sent now
+	ImageInProgress ImageState = "in-progress"        // bytes arrive
+	ImageTransfer   ImageState = "ready-for-transfer" // written, being verified and named
+	ImageReady      ImageState = "ready"
+	ImageFailed     ImageState = "failed"
+	ImageUnknown    ImageState = "unknown" // the node or disk does not answer
+)
+
+// BackingImage is a named stack of layers that volumes have at the bottom. Status: written by the controller role alone.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=bi,categories=drover
+// +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.state`
+// +kubebuilder:printcolumn:name="Progress",type=integer,JSONPath=`.status.progress`
+// +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.sourceType`
+// +kubebuilder:printcolumn:name="Virtual",type=string,JSONPath=`.status.virtualSizeText`
+// +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
+// +kubebuilder:printcolumn:name="Copies",type=integer,JSONPath=`.status.readyCopies`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type BackingImage struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+	Spec              BackingImageSpec   `json:"spec"`
+	Status            BackingImageStatus `json:"status,omitempty"`
+}
+
+// BackingImageSpec is the wish. Source and checksum cannot change once set.
+//
+// +kubebuilder:validation:XValidation:rule="self.sourceType == oldSelf.sourceType",message="sourceType cannot change"
+// +kubebuilder:validation:XValidation:rule="self.sourceParameters == oldSelf.sourceParameters",message="sourceParameters cannot change"
+type BackingImageSpec struct {
+	SourceType SourceType `json:"sourceType"`
+	// +kubebuilder:default={}
+	SourceParameters map[string]string `json:"sourceParameters"`
+	// Checksum is the expected SHA-512 (128 hex digits) of the source's bytes as the user knows them, or empty.
+	// +kubebuilder:validation:Pattern=`^([0-9a-f]{128})?$`
+	Checksum string `json:"checksum,omitempty"`
+	// +kubebuilder:default=1
+	// +kubebuilder:validation:Minimum=1
+	MinNumberOfCopies int32    `json:"minNumberOfCopies,omitempty"`
+	NodeSelector      []string `json:"nodeSelector,omitempty"`
+	DiskSelector      []string `json:"diskSelector,omitempty"`
+	// CleanupDisks asks for the removal of unused copies on these disks (UIDs), ahead of the wait interval.
+	CleanupDisks []UID `json:"cleanupDisks,omitempty"`
+}
+
+// BackingImageStatus is the fact.
+type BackingImageStatus struct {
+	// UUID exists before any byte is written, and tells this image from an older one of the same name.
+	UUID UID `json:"uuid,omitempty"`
+	// Layers from bottom to top, known as soon as the UUID is.
+	Layers  []UID      `json:"layers,omitempty"`
+	State   ImageState `json:"state,omitempty"`
+	Message string     `json:"message,omitempty"`
+	// Progress of the most advanced copy, percent.
+	Progress int32 `json:"progress,omitempty"`
+	// Size is what the image takes on one disk, bytes.
+	Size int64 `json:"size,omitempty"`
+	// VirtualSize is the size of the disk inside the image, bytes; a volume from it is at least as large.
+	VirtualSize int64 `json:"virtualSize,omitempty"`
+	// Format that was found: raw or qcow2.
+	Format string `json:"format,omitempty"`
+	// Checksum is the SHA-512 of the source's bytes; Digest the root digest of the content.
+	Checksum        string             `json:"checksum,omitempty"`
+	Digest          string             `json:"digest,omitempty"`
+	ReadyCopies     int32              `json:"readyCopies,omitempty"`
+	SizeText        string             `json:"sizeText,omitempty"`
+	VirtualSizeText string             `json:"virtualSizeText,omitempty"`
+	Copies          []ImageCopySummary `json:"copies,omitempty"`
+	Conditions      []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// ImageCopySummary mirrors one ImageCopy into the image, as the field's users expect it there.
+type ImageCopySummary struct {
+	Disk     UID         `json:"disk"`
+	Node     string      `json:"node"`
+	State    ImageState  `json:"state"`
+	Progress int32       `json:"progress,omitempty"`
+	Message  string      `json:"message,omitempty"`
+	LastUsed metav1.Time `json:"lastUsed,omitempty"`
+}
+
+// BackingImageList is a list of BackingImage.
+//
+// +kubebuilder:object:root=true
+type BackingImageList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []BackingImage `json:"items"`
+}
+
+// ImageCopy is an image on a disk. Spec: written by the controller role. Status: by the node role of spec.node alone.
+// Labels: LabelImage, LabelNode, LabelDisk. Name: <image uuid>.<first 8 of the disk's uid>.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,categories=drover
+// +kubebuilder:printcolumn:name="Image",type=string,JSONPath=`.spec.image`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.node`
+// +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.state`
+// +kubebuilder:printcolumn:name="Progress",type=integer,JSONPath=`.status.progress`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
+type ImageCopy struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+	Spec              ImageCopySpec   `json:"spec"`
+	Status            ImageCopyStatus `json:"status,omitempty"`
+}
+
+// ImageCopySpec says which image is wanted on which disk. Deleting the object removes the copy (finalizer).
+type ImageCopySpec struct {
+	Image  string `json:"image"` // BackingImage name
+	UUID   UID    `json:"uuid"`
+	Layers []UID  `json:"layers"`
+	Node   string `json:"node"`
+	Disk   UID    `json:"disk"`
+	// From is the disk of a ready copy to take the layers from; empty: from the image's source.
+	From UID `json:"from,omitempty"`
+}
+
+// ImageCopyStatus is how far it is.
+type ImageCopyStatus struct {
+	State      ImageState  `json:"state,omitempty"`
+	Progress   int32       `json:"progress,omitempty"` // percent
+	BytesDone  int64       `json:"bytesDone,omitempty"`
+	BytesTotal int64       `json:"bytesTotal,omitempty"`
+	Message    string      `json:"message,omitempty"`
+	Attempts   int32       `json:"attempts,omitempty"`
+	NextTry    metav1.Time `json:"nextTry,omitempty"`
+	// UploadURL is where an upload is expected while state is starting (source type upload).
+	UploadURL      string      `json:"uploadURL,omitempty"`
+	Format         string      `json:"format,omitempty"`
+	Size           int64       `json:"size,omitempty"`
+	VirtualSize    int64       `json:"virtualSize,omitempty"`
+	Checksum       string      `json:"checksum,omitempty"`
+	Digest         string      `json:"digest,omitempty"`
+	LastTransition metav1.Time `json:"lastTransition,omitempty"`
+}
+
+// ImageCopyList is a list of ImageCopy.
+//
+// +kubebuilder:object:root=true
+type ImageCopyList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []ImageCopy `json:"items"`
+}

@@ -1,0 +1,127 @@
+// Package block is the one verb of Drover: fill a layer from a source. It holds the seams that the rooms share without
+// knowing each other: Source and Sink (bytes with holes), Copy (parallel, hole-aware, cancellable), Request (one I/O of
+// an attached volume), and Layers (what image movers need of a disk). Standard library only; it starts goroutines only
+// inside Copy, which waits for them.
+package block
+
+import (
+	"context"
+	"io"
+)
+
+// Size is the granularity of every map, in bytes.
+const Size = 4096
+
+// Kind says what a range of a Source or layer holds.
+type Kind uint8
+
+// Kinds of range. Zero differs from Hole in that it hides what lies below.
+const (
+	Hole Kind = iota // nothing here: reads as zeros, or as the layer below
+	Zero             // explicitly zero
+	Data
+)
+
+// Extent is a range [Off, Off+Len) in bytes of one kind.
+type Extent struct {
+	Off, Len int64
+	Kind     Kind
+}
+
+// End is the first byte after the extent.
+func (e Extent) End() int64 { return e.Off + e.Len }
+
+// Source is a finite run of bytes with holes. ReadAt and Next may be called from several goroutines at once.
+type Source interface {
+	io.ReaderAt // full reads, or an error; io.EOF only at Size; holes read as zeros
+	// Size in bytes; need not be a multiple of the block size.
+	Size() int64
+	// Next is the extent that holds off, from off on, as long as is cheap to know. Off must be below Size.
+	Next(off int64) (Extent, error)
+	io.Closer
+}
+
+// Sink takes what a Source holds. WriteAt and ZeroAt may be called from several goroutines at once, for ranges that do
+// not overlap; ranges never given stay holes.
+type Sink interface {
+	io.WriterAt
+	// ZeroAt makes a range explicitly zero.
+	ZeroAt(off, n int64) error
+	// Sync returns once every earlier WriteAt and ZeroAt survives power loss. After an error all of them count as lost.
+	Sync(ctx context.Context) error
+}
+
+// Op is what a Request asks for.
+type Op uint8
+
+// Ops of an attached volume.
+const (
+	OpRead    Op = iota
+	OpWrite      // Buf to Off
+	OpFlush      // all that was acknowledged before is durable when this is done
+	OpDiscard    // content becomes zero; space is given back
+	OpZero       // content becomes zero
+)
+
+// Request is one I/O of an attached volume. It is submitted once and completed once, on the thread of the loop that
+// carries the volume. Whoever submits owns it again after Done; between, the submittee owns Buf too.
+type Request struct {
+	Op  Op
+	FUA bool   // a write that is durable when done
+	Off int64  // bytes; any multiple of 512
+	Len int64  // bytes; any multiple of 512; equals len(Buf) for reads and writes
+	Buf []byte // page-aligned, resident and private memory
+	Err error  // outcome, set before Done is called; a syscall.Errno where the kernel said so
+	// Done is called exactly once, on the loop's thread.
+	Done func(*Request)
+	// Tag belongs to whoever submitted it.
+	Tag uint64
+}
+
+// Submitter starts requests. Submit is called on the loop's thread and must not block.
+type Submitter interface {
+	Submit(*Request)
+}
+
+// Image is what a disk records of a backing image.
+type Image struct {
+	UID         string   `json:"uid"`
+	Name        string   `json:"name"`
+	Layers      []string `json:"layers"`      // bottom first
+	Format      string   `json:"format"`      // of the source: raw, qcow2
+	VirtualSize int64    `json:"virtualSize"` // bytes, as the source says; layers are padded to Size
+	Checksum    string   `json:"checksum"`    // SHA-512 of the source's bytes, hex
+	Digest      string   `json:"digest"`      // root digest of the top layer's content
+}
+
+// Layers is what image movers need of one disk. Implemented by replicas/stack, wired by driver.
+// Methods are safe for concurrent use, also by several processes on the same disk.
+type Layers interface {
+	// UID of the disk, from its own record.
+	UID() string
+	// Create starts a layer of size bytes (rounded up to Size) under uid. A half-made layer of that uid is removed
+	// first; a finished one is an error of kind exists.
+	Create(ctx context.Context, uid string, size int64) (LayerWriter, error)
+	// Open opens a finished layer for reading; it stays readable until closed, whatever happens to its name.
+	Open(uid string) (Source, error)
+	// Digest is the root digest of a finished layer, and the bytes it takes on the disk.
+	Digest(uid string) (root string, allocated int64, err error)
+	// Verify reads a finished layer and compares every chunk's digest.
+	Verify(ctx context.Context, uid string) error
+	// PutImage records an image: the commit point of an import. Its layers must be finished.
+	PutImage(img Image) error
+	// Images lists the images recorded on the disk.
+	Images() ([]Image, error)
+	// RemoveImage forgets an image; layers that nothing names go. No image of that uid: no error.
+	// An image whose layers a replica names is refused with kind in use.
+	RemoveImage(uid string) error
+}
+
+// LayerWriter fills one new layer.
+type LayerWriter interface {
+	Sink
+	// Seal makes the layer durable and immutable, with digests, and publishes it under its uid.
+	Seal(ctx context.Context) (root string, allocated int64, err error)
+	// Abort removes what was written. After Seal it does nothing.
+	Abort() error
+}
