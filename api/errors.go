@@ -36,6 +36,8 @@ func (k Kind) String() string {
 }
 
 // Error is an error with a kind. Its message is written for the user: what happened, to which object, what to do.
+//
+// +kubebuilder:object:generate=false
 type Error struct {
 	Kind Kind
 	err  error
