@@ -58,7 +58,7 @@ type Volume struct {
 // VolumeSpec is the wish. The size can only grow; the image is fixed.
 //
 // +kubebuilder:validation:XValidation:rule="self.size >= oldSelf.size",message="a volume cannot shrink"
-// +kubebuilder:validation:XValidation:rule="(has(self.backingImage) ? self.backingImage : ”) == (has(oldSelf.backingImage) ? oldSelf.backingImage : ”)",message="backingImage cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.backingImage) == has(oldSelf.backingImage) && (!has(self.backingImage) || self.backingImage == oldSelf.backingImage)",message="backingImage cannot change"
 type VolumeSpec struct {
 	// Size in bytes, a multiple of 2 MiB, at least 10 MiB.
 	// +kubebuilder:validation:Minimum=10485760
