@@ -1,0 +1,71 @@
+# Drover: `make help` lists the targets. Tests, demo and bench use real block devices and mounts: they need root.
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+GO          ?= go
+BIN         := bin/drover
+VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
+CONTROLLER_GEN := $(GO) run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0
+GOLANGCI       := nice $(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+TESTFLAGS   ?= -timeout 20m
+KILLS       ?= 200
+FUZZTIME    ?= 60s
+
+.DEFAULT_GOAL := help
+.PHONY: help build test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
+
+help: ## show this list
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+build: ## build bin/drover
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN) .
+
+test: need-root ## run every test (root; real devices, mounts and processes)
+	$(GO) test $(TESTFLAGS) ./...
+
+race: need-root ## the same under the race detector (slow; needs a C compiler)
+	CGO_ENABLED=1 $(GO) test -race -timeout 60m ./...
+
+sanity: need-root ## csi-sanity and the stories of users, verbosely
+	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
+
+test-crash: need-root ## kill -9 of the data process under verified load, KILLS=200 times
+	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'Crash|Kill' ./replicas/... ./sanity/...
+
+fuzz: ## run every fuzz test for FUZZTIME=60s
+	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \
+	  for t in $$(grep -oE '^func Fuzz[A-Za-z0-9_]*' "$$f" | cut -c6-); do \
+	    echo "== $$t in $$(dirname "$$f")"; \
+	    $(GO) test -run '^$$' -fuzz "^$$t\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$f")"; \
+	  done; done
+
+bench: need-root build ## measure against a plain file and the kernel's loop device; writes bench/out.json
+	$(GO) run ./bench -drover $(BIN) -out bench/out.json
+
+demo: ## the tour: images, volumes, kill -9 (installs what is missing; root)
+	@demo/run
+
+lint: ## golangci-lint (built on first use, which takes minutes)
+	$(GOLANGCI) run ./...
+
+walls: ## who may import whom
+	$(GO) test -count=1 -run 'TestWalls' ./sanity
+
+fmt-check:
+	@out=$$(gofmt -l $$(git ls-files '*.go')); if [ -n "$$out" ]; then echo "gofmt these: $$out" >&2; exit 1; fi
+
+generate: ## deep copies and CRDs from the types in api/
+	$(CONTROLLER_GEN) object crd paths=./api/... output:crd:dir=api/crds
+
+check: fmt-check ## gofmt, vet, golangci-lint, walls, generated files up to date
+	$(GO) vet ./...
+	$(MAKE) lint walls
+	@before=$$(cat api/zz_generated.deepcopy.go api/crds/* | sha256sum); $(MAKE) generate; \
+	 after=$$(cat api/zz_generated.deepcopy.go api/crds/* | sha256sum); \
+	 if [ "$$before" != "$$after" ]; then echo "api/ was not generated anew: commit what 'make generate' wrote" >&2; exit 1; fi
+
+clean: ## remove what the build made
+	rm -rf bin bench/out.json
+
+need-root:
+	@if [ "$$(id -u)" != 0 ]; then echo "this needs root (block devices and mounts): sudo make $(MAKECMDGOALS)" >&2; exit 1; fi

@@ -1,0 +1,140 @@
+package sanity_test
+
+import (
+	"encoding/json"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "drover.io/drover"
+
+// golist is what `go list -json` says of a package of ours: without its tests, whose imports may go anywhere.
+type golist struct {
+	ImportPath string
+	Name       string
+	Standard   bool
+	Deps       []string // transitive
+}
+
+func packages(t *testing.T) (ours []golist, standard map[string]bool) {
+	t.Helper()
+	cmd := exec.Command("go", "list", "-deps", "-json=ImportPath,Name,Standard,Deps", "./...")
+	cmd.Dir = ".."
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("go list: %v", err)
+	}
+	standard = map[string]bool{}
+	for dec := json.NewDecoder(strings.NewReader(string(out))); dec.More(); {
+		var p golist
+		if err := dec.Decode(&p); err != nil {
+			t.Fatal(err)
+		}
+		switch {
+		case p.Standard:
+			standard[p.ImportPath] = true
+		case under(p.ImportPath, module):
+			ours = append(ours, p)
+		}
+	}
+	if len(ours) == 0 {
+		t.Fatal("go list found no package of ours")
+	}
+	return ours, standard
+}
+
+// under reports whether package p is root or below it.
+func under(p, root string) bool { return p == root || strings.HasPrefix(p, root+"/") }
+
+func underAny(p string, roots ...string) bool {
+	return slices.ContainsFunc(roots, func(r string) bool { return under(p, module+"/"+r) })
+}
+
+// wall says which packages of ours the packages below `of` may have among their transitive imports.
+type wall struct {
+	of  []string
+	may []string // besides its own tree
+	why string
+}
+
+var walls = []wall{
+	{[]string{"api"}, nil, "api is the contract that everybody imports, so it imports none of ours"},
+	{[]string{"block"}, nil, "block is the one verb; it knows no room"},
+	{[]string{"identity", "controller", "node"}, []string{"api", "block"}, "a door translates requests into objects"},
+	{[]string{"imagestore"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
+	{[]string{"replicas"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
+	{[]string{"backups"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
+	{[]string{"driver/cli", "driver/kubeapi"}, []string{"api", "block"}, "commands and the API server know objects only"},
+}
+
+// breach is the first forbidden import of p, or "".
+func breach(p golist) (dep, why string) {
+	for _, w := range walls {
+		for _, root := range w.of {
+			if !underAny(p.ImportPath, root) {
+				continue
+			}
+			for _, d := range p.Deps {
+				if under(d, module) && !underAny(d, root) && !underAny(d, w.may...) {
+					return d, w.why
+				}
+			}
+		}
+	}
+	return "", ""
+}
+
+func TestWalls(t *testing.T) {
+	ours, standard := packages(t)
+	for _, p := range ours {
+		if dep, why := breach(p); dep != "" {
+			t.Errorf("%s must not import %s: %s", p.ImportPath, dep, why)
+		}
+		if underAny(p.ImportPath, "block") {
+			for _, d := range p.Deps {
+				xsys := under(d, "golang.org/x/sys") && underAny(p.ImportPath, "block/uring")
+				if !standard[d] && !under(d, module) && !xsys {
+					t.Errorf("%s must not import %s: block is standard library only", p.ImportPath, d)
+				}
+			}
+		}
+		if underAny(p.ImportPath, "imagestore", "replicas", "backups", "identity", "controller", "node", "block", "api") {
+			for _, d := range p.Deps {
+				if strings.HasPrefix(d, "k8s.io/apiserver") || strings.HasPrefix(d, "go.etcd.io/etcd/server") {
+					t.Errorf("%s must not import %s: only driver/kubeapi knows the server", p.ImportPath, d)
+				}
+			}
+		}
+		for _, bad := range []string{"util", "utils", "common", "helpers", "helper", "types", "misc", "shared"} {
+			if p.Name == bad || slices.Contains(strings.Split(p.ImportPath, "/"), bad) {
+				t.Errorf("%s: a package is named for what it owns, not %q", p.ImportPath, bad)
+			}
+		}
+	}
+}
+
+// The walls stop what they should stop: without this a typing error in the table would let everything through.
+func TestWallsRefuse(t *testing.T) {
+	for _, c := range []struct {
+		pkg, dep string
+		breach   bool
+	}{
+		{"api", "block", true},
+		{"controller", "replicas/stack", true},
+		{"controller", "api", false},
+		{"imagestore/qcow2", "replicas", true},
+		{"imagestore", "imagestore/qcow2", false},
+		{"replicas/engine", "imagestore/source", true},
+		{"replicas/engine", "block/uring", false},
+		{"block/uring", "api", true},
+		{"driver", "replicas", false},
+		{"driver/cli", "replicas", true},
+	} {
+		dep, _ := breach(golist{ImportPath: module + "/" + c.pkg, Deps: []string{"fmt", module + "/" + c.dep}})
+		if (dep != "") != c.breach {
+			t.Errorf("%s importing %s: breach %v, want %v", c.pkg, c.dep, dep != "", c.breach)
+		}
+	}
+}
