@@ -1,0 +1,172 @@
+package block
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+)
+
+// ChunkSize is the unit of work of Copy and of digests: chunks are aligned to it, so a sink that digests chunks sees a
+// full chunk in one WriteAt wherever the source has no holes in it.
+const ChunkSize = 2 << 20
+
+// CopyOptions says how Copy works. The zero value is usable.
+type CopyOptions struct {
+	// Workers is how many chunks are in flight; 0 means 4.
+	Workers int
+	// Progress, if set, is told how many bytes of the source are dealt with, holes included. Calls do not overlap and
+	// done never falls.
+	Progress func(done, total int64)
+	// Limit, if set, bounds the data read, in bytes per second.
+	Limit int64
+}
+
+type piece struct {
+	Extent
+	holes int64 // bytes of holes before this piece, for the progress
+}
+
+// Copy writes to dst what src holds: data is read and written, zeros are made, holes are left out. It returns the first
+// error after all its goroutines have ended, and never syncs: that is up to the owner of dst.
+func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
+	if o.Workers <= 0 {
+		o.Workers = 4
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	total := src.Size()
+	p := &progress{total: total, tell: o.Progress}
+	pace := &pacer{rate: o.Limit, start: time.Now()}
+	work := make(chan piece)
+	var wg sync.WaitGroup
+	for range o.Workers {
+		wg.Go(func() {
+			var buf []byte
+			for w := range work {
+				if ctx.Err() != nil {
+					continue
+				}
+				if w.Kind == Data && buf == nil {
+					buf = make([]byte, ChunkSize)
+				}
+				if err := copyPiece(ctx, dst, src, w.Extent, buf, pace); err != nil {
+					cancel(err)
+					continue
+				}
+				p.add(w.holes + w.Len)
+			}
+		})
+	}
+	tail, err := plan(ctx, src, total, work)
+	close(work)
+	wg.Wait()
+	if err != nil {
+		return err
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	p.add(tail)
+	return nil
+}
+
+// plan cuts the source into pieces of at most one aligned chunk. It returns the holes after the last piece.
+func plan(ctx context.Context, src Source, total int64, work chan<- piece) (holes int64, err error) {
+	for off := int64(0); off < total; {
+		e, err := src.Next(off)
+		if err != nil {
+			return 0, fmt.Errorf("map of the source at %d: %w", off, err)
+		}
+		if e.Off != off || e.Len <= 0 || e.End() > total {
+			return 0, fmt.Errorf("map of the source at %d: extent [%d, %d) is outside of [%d, %d)", off, e.Off, e.End(), off,
+				total)
+		}
+		if e.Kind == Hole {
+			holes += e.Len
+			off = e.End()
+			continue
+		}
+		n := e.Len
+		if e.Kind == Data {
+			n = min(n, ChunkSize-off%ChunkSize)
+		}
+		select {
+		case work <- piece{Extent{off, n, e.Kind}, holes}:
+		case <-ctx.Done():
+			return 0, context.Cause(ctx)
+		}
+		off, holes = off+n, 0
+	}
+	return holes, nil
+}
+
+func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, pace *pacer) error {
+	if e.Kind == Zero {
+		if err := dst.ZeroAt(e.Off, e.Len); err != nil {
+			return fmt.Errorf("write zeros at %d: %w", e.Off, err)
+		}
+		return nil
+	}
+	if err := pace.wait(ctx, e.Len); err != nil {
+		return err
+	}
+	b := buf[:e.Len]
+	if n, err := src.ReadAt(b, e.Off); n < len(b) {
+		if err == nil || err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
+		return fmt.Errorf("read at %d: %w", e.Off, err)
+	} else if err != nil && err != io.EOF {
+		return fmt.Errorf("read at %d: %w", e.Off, err)
+	}
+	if n, err := dst.WriteAt(b, e.Off); err != nil {
+		return fmt.Errorf("write at %d: %w", e.Off, err)
+	} else if n < len(b) {
+		return fmt.Errorf("write at %d: %w", e.Off, io.ErrShortWrite)
+	}
+	return nil
+}
+
+type progress struct {
+	mu          sync.Mutex
+	done, total int64
+	tell        func(done, total int64)
+}
+
+func (p *progress) add(n int64) {
+	if p.tell == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.done += n
+	p.tell(p.done, p.total)
+}
+
+// pacer spaces data so that its mean rate stays below rate.
+type pacer struct {
+	rate  int64
+	mu    sync.Mutex
+	start time.Time
+	sent  int64
+}
+
+func (p *pacer) wait(ctx context.Context, n int64) error {
+	if p.rate <= 0 {
+		return nil
+	}
+	p.mu.Lock()
+	due := p.start.Add(time.Duration(float64(p.sent) / float64(p.rate) * float64(time.Second)))
+	p.sent += n
+	p.mu.Unlock()
+	t := time.NewTimer(time.Until(due))
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}

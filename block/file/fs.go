@@ -1,0 +1,149 @@
+// Package file is sparse files: as a block.Source, as a block.Sink, and behind a small seam (FS, Handle) through which
+// all writers of on-disk formats go, so that tests can put a back end under them that loses whatever was not synced
+// (package lossy). It starts no goroutines.
+package file
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// FS is the part of a file system that formats need. Names are paths; nothing here follows from the working directory.
+type FS interface {
+	// Open opens a file; flags as in os.OpenFile, O_CLOEXEC is added. A new file is durable after Datasync of it and
+	// SyncDir of its folder.
+	Open(name string, flag int, perm fs.FileMode) (Handle, error)
+	// Mkdir makes a folder, durable after SyncDir of its parent.
+	Mkdir(name string, perm fs.FileMode) error
+	// Rename replaces atomically, durable after SyncDir of the folder of the new name.
+	Rename(from, to string) error
+	// Remove removes a file or an empty folder, durable after SyncDir of its folder.
+	Remove(name string) error
+	ReadDir(name string) ([]fs.DirEntry, error)
+	// SyncDir makes the names in a folder durable.
+	SyncDir(name string) error
+}
+
+// Handle is an open file. ReadAt and WriteAt may be called from several goroutines at once. Whoever writes through Fd
+// goes past the seam.
+type Handle interface {
+	io.ReaderAt
+	io.WriterAt
+	io.Closer
+	Fd() uintptr
+	Stat() (fs.FileInfo, error)
+	Truncate(size int64) error
+	Chmod(mode fs.FileMode) error
+	// Punch makes a hole; the size stays.
+	Punch(off, n int64) error
+	// Datasync returns once all earlier writes, holes and sizes survive power loss.
+	Datasync() error
+}
+
+// OS is the real file system.
+var OS FS = osFS{}
+
+type osFS struct{}
+
+type osFile struct{ *os.File }
+
+func (osFS) Open(name string, flag int, perm fs.FileMode) (Handle, error) {
+	f, err := os.OpenFile(name, flag, perm)
+	if err != nil {
+		return nil, err
+	}
+	return osFile{f}, nil
+}
+
+func (osFS) Mkdir(name string, perm fs.FileMode) error  { return os.Mkdir(name, perm) }
+func (osFS) Rename(from, to string) error               { return os.Rename(from, to) }
+func (osFS) Remove(name string) error                   { return os.Remove(name) }
+func (osFS) ReadDir(name string) ([]fs.DirEntry, error) { return os.ReadDir(name) }
+
+func (osFS) SyncDir(name string) error {
+	d, err := os.Open(name)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	return d.Sync()
+}
+
+func (f osFile) Punch(off, n int64) error {
+	if n <= 0 {
+		return nil
+	}
+	err := retry(func() error {
+		return unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
+	})
+	if err != nil {
+		return &fs.PathError{Op: "punch hole", Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
+func (f osFile) Datasync() error {
+	if err := retry(func() error { return unix.Fdatasync(int(f.Fd())) }); err != nil {
+		return &fs.PathError{Op: "fdatasync", Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
+func retry(f func() error) error {
+	for {
+		if err := f(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// NextData is the first range of data at or after off, cut at size; off == size when there is none.
+func NextData(fd int, off, size int64) (from, to int64, err error) {
+	if off >= size {
+		return size, size, nil
+	}
+	from, err = unix.Seek(fd, off, unix.SEEK_DATA)
+	if errors.Is(err, unix.ENXIO) {
+		return size, size, nil
+	}
+	if err != nil {
+		return 0, 0, fmt.Errorf("SEEK_DATA at %d: %w", off, err)
+	}
+	if from >= size {
+		return size, size, nil
+	}
+	to, err = unix.Seek(fd, from, unix.SEEK_HOLE)
+	if err != nil {
+		return 0, 0, fmt.Errorf("SEEK_HOLE at %d: %w", from, err)
+	}
+	return from, min(to, size), nil
+}
+
+// RemoveAll removes name and what is below it; nothing of that name is no error.
+func RemoveAll(fsys FS, name string) error {
+	err := fsys.Remove(name)
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	entries, derr := fsys.ReadDir(name)
+	if derr != nil {
+		if errors.Is(derr, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	for _, e := range entries {
+		if err := RemoveAll(fsys, name+"/"+e.Name()); err != nil {
+			return err
+		}
+	}
+	if err := fsys.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
