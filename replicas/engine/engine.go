@@ -1,0 +1,400 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/bits"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Loop is the thread that the engine lives on.
+type Loop interface {
+	// Post runs fn on the loop's thread soon. Any goroutine may call it.
+	Post(fn func())
+}
+
+// Member is one replica of the volume as the engine sees it, here or on another node.
+type Member interface {
+	// Submit takes requests of whole 4 KiB blocks. Every request is answered once, in bounded time, and a member that
+	// answers has let go of the buffer. An error of kind denied says that a newer engine was adopted.
+	block.Submitter
+	// Adopt refuses every older session, drains its disk I/O, and makes epoch, incarnation and members durable.
+	Adopt(ctx context.Context, epoch, incarnation int64, members []string) error
+	// Expand makes the member at least size bytes long, durably. Called from any goroutine.
+	Expand(ctx context.Context, size int64) error
+	// Close ends the session. No request is outstanding.
+	Close() error
+}
+
+// Named is a member with the name of its Replica object.
+type Named struct {
+	Name   string
+	Local  bool // reads prefer it
+	Member Member
+}
+
+// MaxMembers of a volume; sets of members are bits of a word.
+const MaxMembers = 64
+
+// Config of an engine. Loop, Size and Members are required; Drop too if there are several members.
+type Config struct {
+	Loop        Loop
+	Size        int64 // bytes, a multiple of the block size
+	Members     []Named
+	Epoch       int64
+	Incarnation int64
+	ReadOnly    bool
+	// Drop takes a member out of the volume's record, which moves from epoch to epoch+1. Nil says that this is so, no
+	// matter whether an earlier call had done it. Denied: the record belongs to another engine. Any other error: the
+	// outcome is unknown, Drop will be called again. Called from a goroutine of the engine.
+	Drop func(ctx context.Context, epoch int64, member string) error
+	// OnDrop tells that a member was dropped and why. Called on the loop's thread, must not block; may be nil.
+	OnDrop func(member string, why error)
+	// OnSpace tells that writes began to wait for room, or that none waits any more. As OnDrop.
+	OnSpace func(full bool)
+	// OnFence tells that this engine was replaced and has stopped. As OnDrop.
+	OnFence func(why error)
+}
+
+// set of members, by index.
+type set uint64
+
+func bit(m int) set          { return 1 << m }
+func (s set) has(m int) bool { return s&bit(m) != 0 }
+func (s set) first() int     { return bits.TrailingZeros64(uint64(s)) }
+func (s set) len() int       { return bits.OnesCount64(uint64(s)) }
+
+// Engine is one attached volume.
+type Engine struct {
+	cfg     Config
+	base    time.Time
+	stats   counters
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	drops   sync.WaitGroup
+	dropped []error // why, by member
+	gone    set     // members that the engine has closed already
+
+	// Loop thread only from here on.
+	size     int64
+	epoch    int64
+	members  set // of the epoch
+	suspect  set // members that failed and are being dropped: no I/O for them
+	dropping bool
+	fenced   error
+	closing  bool
+	drained  chan struct{} // closed when the last operation is done, set by Close
+
+	free     *op  // operations not in use
+	inflight int  // operations in use
+	busy     list // writes, zeros, discards and flushes that hold their range, in the order of admission
+	queue    list // those that wait for a range
+	slow     int  // operations in busy and queue that no overlapping write may pass
+	held     []*op
+	retrying int // formerly held operations that are being tried
+	full     bool
+	reads    [MaxMembers]int // in flight, by member
+	bounceR  bounces
+	bounceW  bounces
+}
+
+// Open makes every member adopt the epoch and returns the engine. It does not own the loop. On an error the members are
+// still the caller's to close.
+func Open(ctx context.Context, cfg Config) (*Engine, error) {
+	n := len(cfg.Members)
+	switch {
+	case n == 0 || n > MaxMembers:
+		return nil, api.Errorf(api.Invalid, "an engine of %d members", n)
+	case n > 1 && cfg.Drop == nil:
+		return nil, api.Errorf(api.Invalid, "an engine of %d members that cannot drop any", n)
+	case cfg.Size <= 0 || cfg.Size%block.Size != 0:
+		return nil, api.Errorf(api.Invalid, "an engine of %d bytes: not a multiple of %d", cfg.Size, block.Size)
+	}
+	names := make([]string, n)
+	for i, m := range cfg.Members {
+		names[i] = m.Name
+	}
+	for _, m := range cfg.Members {
+		if err := m.Member.Adopt(ctx, cfg.Epoch, cfg.Incarnation, names); err != nil {
+			return nil, fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
+		}
+	}
+	e := &Engine{
+		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
+		members: set(1)<<n - 1, dropped: make([]error, n),
+	}
+	e.ctx, e.cancel = context.WithCancel(context.Background())
+	// One buffer each is there from the start, so that merging always gets on, however scarce memory becomes.
+	for _, b := range []*bounces{&e.bounceR, &e.bounceW} {
+		if err := b.grow(); err != nil {
+			e.release()
+			return nil, fmt.Errorf("buffers of an engine: %w", err)
+		}
+	}
+	return e, nil
+}
+
+// acked reports whether the guest may hear "done" (I1): every member of the epoch has it. For reads one is enough.
+func (e *Engine) acked(o *op) bool {
+	if o.isRead() {
+		return o.ok != 0
+	}
+	return e.members&^o.ok == 0
+}
+
+// Submit starts a request. Loop thread.
+func (e *Engine) Submit(r *block.Request) {
+	if err := e.refuse(r); err != nil {
+		r.Err = err
+		r.Done(r)
+		return
+	}
+	o := e.take(r)
+	switch r.Op {
+	case block.OpRead:
+		if o.aligned() {
+			o.read(r.Buf, r.Off)
+			return
+		}
+		o.slow = true // it needs a buffer, but no range
+		o.begin()
+	case block.OpFlush:
+		o.lo, o.hi = 0, 0
+		e.busy.push(o)
+		o.send(block.OpFlush, nil, 0, 0, false)
+	case block.OpWrite:
+		o.slow = !o.aligned()
+		e.admit(o)
+	default:
+		o.slow = true
+		e.admit(o)
+	}
+}
+
+func (e *Engine) refuse(r *block.Request) error {
+	switch {
+	case e.fenced != nil || e.closing:
+		return syscall.EIO
+	case r.Op == block.OpFlush:
+		return nil
+	case r.Op > block.OpZero:
+		return syscall.EOPNOTSUPP
+	case e.cfg.ReadOnly && r.Op != block.OpRead:
+		return syscall.EROFS
+	case r.Off < 0 || r.Len <= 0 || r.Off > e.size-r.Len || (r.Off|r.Len)&511 != 0:
+		return syscall.EINVAL
+	case r.Op <= block.OpWrite && int64(len(r.Buf)) != r.Len:
+		return syscall.EINVAL
+	}
+	return nil
+}
+
+// admit starts an operation that changes a range, or lets it wait for those that it must not pass.
+func (e *Engine) admit(o *op) {
+	if o.slow {
+		e.slow++
+	}
+	if e.conflicts(o, nil) {
+		e.queue.push(o)
+		return
+	}
+	e.busy.push(o)
+	o.begin()
+}
+
+// conflicts reports whether o must wait for an operation in busy, or for one in queue that came before upTo.
+func (e *Engine) conflicts(o *op, upTo *op) bool {
+	if e.slow == 0 && len(e.cfg.Members) == 1 {
+		return false // whole blocks, one member: the order of overlapping writes is the guest's own affair
+	}
+	for b := e.busy.head; b != nil; b = b.next {
+		if e.clash(o, b) {
+			return true
+		}
+	}
+	for b := e.queue.head; b != nil && b != upTo; b = b.next {
+		if e.clash(o, b) {
+			return true
+		}
+	}
+	return false
+}
+
+func (e *Engine) clash(a, b *op) bool {
+	return a != b && a.lo < b.hi && b.lo < a.hi && (a.slow || b.slow || len(e.cfg.Members) > 1)
+}
+
+// requeue starts what no longer has to wait, in order.
+func (e *Engine) requeue() {
+	for o := e.queue.head; o != nil; {
+		next := o.next
+		if !e.conflicts(o, o) {
+			e.queue.remove(o)
+			e.busy.push(o)
+			o.begin()
+			// begin may have finished it and others at once and so changed the queue: look again from the start.
+			next = e.queue.head
+		}
+		o = next
+	}
+}
+
+// finish ends an operation: the guest hears about it.
+func (e *Engine) finish(o *op, err error) {
+	r := o.parent
+	r.Err = nil
+	if err != nil {
+		r.Err = errno(err)
+	}
+	o.waiting = false
+	e.stats.count(r, int64(time.Since(e.base))-o.start)
+	locked := !o.isRead()
+	if locked {
+		e.busy.remove(o)
+		if o.slow {
+			e.slow--
+		}
+	}
+	if o.again {
+		e.retrying--
+	}
+	if o.bounce != nil {
+		o.giveBounce()
+	}
+	e.give(o)
+	r.Done(r)
+	if locked {
+		if e.queue.head != nil {
+			e.requeue()
+		}
+		e.space()
+	}
+	if e.inflight == 0 && e.drained != nil {
+		close(e.drained)
+		e.drained = nil
+	}
+}
+
+// errno is what the guest's kernel understands of an error.
+func errno(err error) error {
+	var no syscall.Errno
+	if errors.As(err, &no) {
+		return no
+	}
+	return syscall.EIO
+}
+
+// Expand makes every member, then the engine, size bytes long. It can be repeated after an error.
+func (e *Engine) Expand(ctx context.Context, size int64) error {
+	if size%block.Size != 0 {
+		return api.Errorf(api.Invalid, "size %d is not a multiple of %d", size, block.Size)
+	}
+	var live set
+	var old int64
+	if err := e.on(ctx, func() { live, old = e.members&^e.suspect, e.size }); err != nil {
+		return err
+	}
+	if size < old {
+		return api.Errorf(api.OutOfRange, "a volume of %d bytes cannot shrink to %d", old, size)
+	}
+	for i, m := range e.cfg.Members {
+		if !live.has(i) {
+			continue
+		}
+		if err := m.Member.Expand(ctx, size); err != nil {
+			return fmt.Errorf("replica %s: %w", m.Name, err)
+		}
+	}
+	return e.on(ctx, func() { e.size = max(e.size, size) })
+}
+
+// on runs fn on the loop's thread and waits for it. After ctx ended fn may still run.
+func (e *Engine) on(ctx context.Context, fn func()) error {
+	done := make(chan struct{})
+	e.cfg.Loop.Post(func() { fn(); close(done) })
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return api.Errorf(api.Unavailable, "the volume's I/O thread does not answer: %w", ctx.Err())
+	}
+}
+
+// Epoch is the epoch now, and the names of its members.
+func (e *Engine) Epoch(ctx context.Context) (epoch int64, members []string, err error) {
+	err = e.on(ctx, func() { epoch, members = e.epoch, e.names(e.members) })
+	return epoch, members, err
+}
+
+func (e *Engine) names(s set) []string {
+	var names []string
+	for i, m := range e.cfg.Members {
+		if s.has(i) {
+			names = append(names, m.Name)
+		}
+	}
+	return names
+}
+
+// Close ends the engine after its device is gone. Operations that members still have are waited for; those that wait
+// for room or for a drop fail. Then the members are closed. The loop must still run.
+func (e *Engine) Close() error {
+	done := make(chan struct{})
+	e.cfg.Loop.Post(func() {
+		e.closing = true
+		e.cancel()
+		if e.inflight == 0 {
+			close(done)
+			return
+		}
+		e.drained = done
+		e.failWaiting()
+	})
+	<-done
+	e.drops.Wait()
+	var gone set
+	_ = e.on(context.Background(), func() { gone = e.gone }) // after whatever the drops had posted
+	var errs []error
+	for i, m := range e.cfg.Members {
+		if !gone.has(i) {
+			if err := m.Member.Close(); err != nil {
+				errs = append(errs, fmt.Errorf("replica %s: %w", m.Name, err))
+			}
+		}
+	}
+	e.release()
+	return errors.Join(errs...)
+}
+
+func (e *Engine) release() {
+	e.bounceR.release()
+	e.bounceW.release()
+}
+
+// failWaiting ends every operation that waits for something else than a member's answer.
+func (e *Engine) failWaiting() {
+	held := e.held
+	e.held = nil
+	for _, o := range held {
+		e.finish(o, syscall.ENOSPC)
+	}
+	for _, o := range e.waiting() {
+		if o.waiting { // not ended by the one before it
+			e.finish(o, syscall.EIO)
+		}
+	}
+	e.requeue() // begin ends them
+	for _, b := range []*bounces{&e.bounceR, &e.bounceW} {
+		for _, o := range slices.Clone(b.queue) {
+			b.forget(o)
+			e.finish(o, syscall.EIO)
+		}
+	}
+}
