@@ -1,0 +1,302 @@
+// Package uring runs asynchronous file I/O on one thread. A Loop is an OS thread with an io_uring; where the kernel or
+// a seccomp filter forbids io_uring, the same Loop works through a few worker goroutines.
+//
+// Everything but New, Post, Do and Close belongs to the loop's thread: the ops are started there and their Done is
+// called there, so the data behind a Loop needs no locks. An Op is reusable as soon as its Done runs, and nothing is
+// allocated per I/O. Ops that are started while completions are handled reach the kernel together, in one system call.
+//
+// The caller's goroutine in Run is the loop's thread; the fallback's goroutines are started and awaited by Run.
+package uring
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrClosed is what Do returns when the loop has ended.
+var ErrClosed = errors.New("uring: the loop has ended")
+
+// Op is one operation. The zero value with a Done is ready; it must not be copied or reused while it is under way.
+type Op struct {
+	// Done is called exactly once per start, on the loop's thread; res is a count of bytes or -errno.
+	Done func(op *Op, res int32)
+	// Tag and Ctx belong to the caller.
+	Tag uint64
+	Ctx any
+
+	code uint8
+	busy bool
+	slot uint32
+	id   uint64
+	fd   int32
+	mode uint32
+	off  int64
+	n    int64
+	buf  []byte // keeps the memory reachable while the kernel uses it
+	prev *Op    // list of polls under way, so that Close can cancel them
+	next *Op
+}
+
+// Codes of ops, as io_uring numbers them.
+const (
+	opFsync     = 3
+	opPollAdd   = 6
+	opCancel    = 14
+	opFallocate = 17
+	opRead      = 22
+	opWrite     = 23
+)
+
+// backend is the io_uring or its stand-in. All but wake is called on the loop's thread only.
+type backend interface {
+	open() error
+	start(op *Op)
+	cancel(op *Op)
+	// wait hands what is queued to the kernel, waits for a completion or a wake unless told not to, and calls done
+	// for what is complete.
+	wait(block bool, done func(op *Op, res int32)) error
+	wake()
+	close()
+}
+
+// Loop is one thread of I/O.
+type Loop struct {
+	be backend
+
+	mu     sync.Mutex
+	posted []func()
+	closed bool // Close was called
+	ran    bool // Run was called
+	ended  bool // nothing posted from now on will run
+	done   chan struct{}
+
+	// The loop's thread only:
+	spare    []func()
+	polls    *Op
+	inflight int
+	complete func(op *Op, res int32)
+}
+
+// New makes a loop whose ring has room for entries submissions at a time; more may be under way.
+func New(entries int) (*Loop, error) {
+	r, err := newRing(uint32(entries))
+	if err == nil {
+		return newLoop(r), nil
+	}
+	if !errors.Is(err, unix.ENOSYS) && !errors.Is(err, unix.EPERM) && !errors.Is(err, unix.EACCES) {
+		return nil, err
+	}
+	w, err := newWorkers(min(entries, 8))
+	if err != nil {
+		return nil, err
+	}
+	return newLoop(w), nil
+}
+
+func newLoop(be backend) *Loop {
+	l := &Loop{be: be, done: make(chan struct{})}
+	l.complete = l.finish
+	return l
+}
+
+// Native reports whether the loop has an io_uring; false means worker goroutines.
+func (l *Loop) Native() bool {
+	_, ok := l.be.(*ring)
+	return ok
+}
+
+// Run is the loop. It returns after Close, when every op has been completed; polls are cancelled (-ECANCELED).
+func (l *Loop) Run() error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	l.mu.Lock()
+	if l.ran || l.ended {
+		l.mu.Unlock()
+		return errors.New("uring: Run called twice, or after Close")
+	}
+	l.ran = true
+	l.mu.Unlock()
+	defer close(l.done)
+	defer l.be.close()
+	if err := l.be.open(); err != nil {
+		l.end()
+		return err
+	}
+	for {
+		if l.runPosted() {
+			for op := l.polls; op != nil; op = op.next {
+				l.be.cancel(op)
+			}
+			if l.inflight == 0 && l.end() {
+				return nil
+			}
+		}
+		if err := l.be.wait(!l.pending(), l.complete); err != nil {
+			l.end()
+			return fmt.Errorf("uring: the loop cannot go on: %w", err)
+		}
+	}
+}
+
+// runPosted runs what was posted and reports whether the loop is to end.
+func (l *Loop) runPosted() bool {
+	l.mu.Lock()
+	fns := l.posted
+	l.posted = l.spare[:0]
+	closed := l.closed
+	l.mu.Unlock()
+	for i, fn := range fns {
+		fn()
+		fns[i] = nil
+	}
+	l.spare = fns
+	return closed
+}
+
+func (l *Loop) pending() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.posted) > 0
+}
+
+// end closes the door for Post, unless something came in.
+func (l *Loop) end() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.posted) > 0 && l.inflight == 0 {
+		return false
+	}
+	l.ended = true
+	return true
+}
+
+// Post has fn run on the loop's thread soon, in the order of the calls. Any goroutine may call it, the loop's own too.
+// It reports false, and fn never runs, once the loop has ended.
+func (l *Loop) Post(fn func()) bool {
+	l.mu.Lock()
+	if l.ended {
+		l.mu.Unlock()
+		return false
+	}
+	l.posted = append(l.posted, fn)
+	first := len(l.posted) == 1
+	if first {
+		l.be.wake() // under the lock, so that the loop cannot end and close it in between
+	}
+	l.mu.Unlock()
+	return true
+}
+
+// Do has fn run on the loop's thread and waits for it. The loop's own thread must not call it.
+func (l *Loop) Do(fn func()) error {
+	ran := make(chan struct{})
+	if !l.Post(func() { fn(); close(ran) }) {
+		return ErrClosed
+	}
+	select {
+	case <-ran:
+		return nil
+	case <-l.done:
+		select {
+		case <-ran:
+			return nil
+		default:
+			return ErrClosed
+		}
+	}
+}
+
+// Close asks the loop to end; Run returns once every op is done. Calling it again does nothing.
+func (l *Loop) Close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return
+	}
+	l.closed = true
+	if !l.ran {
+		l.ended = true
+		l.be.close()
+		return
+	}
+	if !l.ended {
+		l.be.wake()
+	}
+}
+
+func (l *Loop) start(op *Op) {
+	if op.busy {
+		panic("uring: op started while it is under way")
+	}
+	op.busy = true
+	l.inflight++
+	l.be.start(op)
+}
+
+func (l *Loop) finish(op *Op, res int32) {
+	l.inflight--
+	op.busy = false
+	op.buf = nil
+	if op.code == opPollAdd {
+		l.unlink(op)
+	}
+	op.Done(op, res)
+}
+
+func (l *Loop) unlink(op *Op) {
+	if op.prev != nil {
+		op.prev.next = op.next
+	} else {
+		l.polls = op.next
+	}
+	if op.next != nil {
+		op.next.prev = op.prev
+	}
+	op.prev, op.next = nil, nil
+}
+
+// Read reads into buf from off. Fewer bytes than asked for is not an error.
+func (l *Loop) Read(op *Op, fd int, buf []byte, off int64) {
+	op.code, op.fd, op.buf, op.off, op.n = opRead, int32(fd), buf, off, int64(len(buf))
+	l.start(op)
+}
+
+// Write writes buf at off. Fewer bytes than asked for is not an error.
+func (l *Loop) Write(op *Op, fd int, buf []byte, off int64) {
+	op.code, op.fd, op.buf, op.off, op.n = opWrite, int32(fd), buf, off, int64(len(buf))
+	l.start(op)
+}
+
+// Fdatasync makes what was written, and completed before this call, durable.
+func (l *Loop) Fdatasync(op *Op, fd int) {
+	op.code, op.fd, op.off, op.n = opFsync, int32(fd), 0, 0
+	l.start(op)
+}
+
+// Fallocate is fallocate(2).
+func (l *Loop) Fallocate(op *Op, fd int, mode uint32, off, n int64) {
+	op.code, op.fd, op.mode, op.off, op.n = opFallocate, int32(fd), mode, off, n
+	l.start(op)
+}
+
+// PollIn waits once until fd is readable or broken; res is the poll events, or -ECANCELED.
+func (l *Loop) PollIn(op *Op, fd int) {
+	op.code, op.fd, op.off, op.n = opPollAdd, int32(fd), 0, 0
+	if l.polls != nil {
+		l.polls.prev = op
+	}
+	op.prev, op.next, l.polls = nil, l.polls, op
+	l.start(op)
+}
+
+// CancelPoll ends a poll under way with -ECANCELED, unless it completes by itself at the same moment. Its Done still
+// runs, later. A poll that is not under way is left alone.
+func (l *Loop) CancelPoll(op *Op) {
+	if op.busy && op.code == opPollAdd {
+		l.be.cancel(op)
+	}
+}

@@ -1,0 +1,264 @@
+package uring
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The kernel's side of io_uring, as far as this package uses it (include/uapi/linux/io_uring.h).
+const (
+	setupCQSize       = 1 << 3
+	setupRDisabled    = 1 << 6
+	setupSingleIssuer = 1 << 12
+	setupDeferTaskrun = 1 << 13
+
+	enterGetEvents = 1 << 0
+
+	registerEnableRings = 12
+
+	featSingleMmap = 1 << 0
+	featNoDrop     = 1 << 1
+
+	offSQRing = 0
+	offSQEs   = 0x10000000
+
+	fsyncDatasync = 1 << 0
+)
+
+type params struct {
+	sqEntries, cqEntries, flags, cpu, idle, features, wq uint32
+	_                                                    [3]uint32
+	sq                                                   struct {
+		head, tail, mask, entries, flags, dropped, array, _ uint32
+		_                                                   uint64
+	}
+	cq struct {
+		head, tail, mask, entries, overflow, cqes, flags, _ uint32
+		_                                                   uint64
+	}
+}
+
+type sqe struct {
+	opcode, flags uint8
+	ioprio        uint16
+	fd            int32
+	off, addr     uint64
+	len, opFlags  uint32
+	userData      uint64
+	_             [3]uint64
+}
+
+type cqe struct {
+	userData uint64
+	res      int32
+	flags    uint32
+}
+
+// User data that is no op's slot.
+const (
+	tagWake   = ^uint64(0)
+	tagCancel = ^uint64(0) - 1
+	slotMask  = 1<<24 - 1
+)
+
+// one is what an eventfd takes to wake its reader.
+var one = binary.NativeEndian.AppendUint64(nil, 1)
+
+// ring is an io_uring and the table of the ops in it.
+type ring struct {
+	fd       int
+	single   bool // made for one issuer: submitted to by the loop's thread only
+	mem      []byte
+	sqeMem   []byte
+	sqes     []sqe
+	cqes     []cqe
+	sqHead   *uint32
+	sqTail   *uint32
+	cqHead   *uint32
+	cqTail   *uint32
+	sqMask   uint32
+	cqMask   uint32
+	ops      []*Op // by slot; also what keeps ops and their buffers reachable
+	free     []uint32
+	turn     uint64 // counts ops, so that a late cancel cannot hit the slot's next user
+	event    int
+	eventBuf []byte
+}
+
+func setup(entries, flags uint32) (int, *params, error) {
+	p := &params{flags: flags, cqEntries: max(entries*4, 1024)}
+	fd, _, e := unix.Syscall(unix.SYS_IO_URING_SETUP, uintptr(entries), uintptr(unsafe.Pointer(p)), 0)
+	if e != 0 {
+		return -1, nil, e
+	}
+	return int(fd), p, nil
+}
+
+func newRing(entries uint32) (*ring, error) {
+	r := &ring{event: -1, single: true, eventBuf: make([]byte, 8)}
+	var p *params
+	var err error
+	r.fd, p, err = setup(entries, setupCQSize|setupRDisabled|setupSingleIssuer|setupDeferTaskrun)
+	if errors.Is(err, unix.EINVAL) { // before 6.1
+		r.single = false
+		r.fd, p, err = setup(entries, setupCQSize)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("uring: io_uring_setup of %d entries: %w", entries, err)
+	}
+	if p.features&featSingleMmap == 0 || p.features&featNoDrop == 0 {
+		r.close()
+		return nil, fmt.Errorf("uring: this kernel's io_uring is too old (before 5.5): %w", unix.ENOSYS)
+	}
+	size := max(int(p.sq.array+p.sqEntries*4), int(p.cq.cqes+p.cqEntries*16))
+	const prot, flags = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_SHARED | unix.MAP_POPULATE
+	if r.mem, err = unix.Mmap(r.fd, offSQRing, size, prot, flags); err != nil {
+		r.close()
+		return nil, fmt.Errorf("uring: map the rings: %w", err)
+	}
+	if r.sqeMem, err = unix.Mmap(r.fd, offSQEs, int(p.sqEntries)*64, prot, flags); err != nil {
+		r.close()
+		return nil, fmt.Errorf("uring: map the submissions: %w", err)
+	}
+	at := func(off uint32) *uint32 { return (*uint32)(unsafe.Pointer(&r.mem[off])) }
+	r.sqes = unsafe.Slice((*sqe)(unsafe.Pointer(&r.sqeMem[0])), p.sqEntries)
+	r.cqes = unsafe.Slice((*cqe)(unsafe.Pointer(&r.mem[p.cq.cqes])), p.cqEntries)
+	r.sqHead, r.sqTail, r.sqMask = at(p.sq.head), at(p.sq.tail), *at(p.sq.mask)
+	r.cqHead, r.cqTail, r.cqMask = at(p.cq.head), at(p.cq.tail), *at(p.cq.mask)
+	// Submissions are always used in order, so the indirection is filled once.
+	for i, arr := 0, unsafe.Slice(at(p.sq.array), p.sqEntries); i < len(arr); i++ {
+		arr[i] = uint32(i)
+	}
+	if r.event, err = unix.Eventfd(0, unix.EFD_CLOEXEC); err != nil {
+		r.close()
+		return nil, fmt.Errorf("uring: eventfd: %w", err)
+	}
+	return r, nil
+}
+
+// open binds the ring to the calling thread, and listens for wakes.
+func (r *ring) open() error {
+	if r.single {
+		_, _, e := unix.Syscall6(unix.SYS_IO_URING_REGISTER, uintptr(r.fd), registerEnableRings, 0, 0, 0, 0)
+		if e != 0 {
+			return fmt.Errorf("uring: enable the ring: %w", e)
+		}
+	}
+	r.listen()
+	return nil
+}
+
+func (r *ring) listen() {
+	s := r.next()
+	s.opcode, s.fd, s.userData = opRead, int32(r.event), tagWake
+	s.addr, s.len = uint64(uintptr(unsafe.Pointer(&r.eventBuf[0]))), 8
+}
+
+func (r *ring) wake() {
+	_, _ = unix.Write(r.event, one) // EAGAIN: the counter is full, so a wake is under way anyhow
+}
+
+func (r *ring) close() {
+	for _, m := range [][]byte{r.mem, r.sqeMem} {
+		if m != nil {
+			_ = unix.Munmap(m)
+		}
+	}
+	_ = unix.Close(r.fd)
+	if r.event >= 0 {
+		_ = unix.Close(r.event)
+	}
+	r.mem, r.sqeMem = nil, nil
+}
+
+// next is a cleared submission, queued for the next enter.
+func (r *ring) next() *sqe {
+	t := *r.sqTail
+	for t-atomic.LoadUint32(r.sqHead) > r.sqMask {
+		// Full. A failure here is met again, and reported, by wait; only no room at all cannot be survived.
+		if err := r.enter(false); err != nil && err != unix.EBUSY && err != unix.EAGAIN {
+			panic("uring: submission queue is full and stays so: " + err.Error())
+		}
+	}
+	s := &r.sqes[t&r.sqMask]
+	*s = sqe{}
+	atomic.StoreUint32(r.sqTail, t+1)
+	return s
+}
+
+func (r *ring) enter(block bool) error {
+	n := *r.sqTail - atomic.LoadUint32(r.sqHead)
+	var e unix.Errno
+	if block {
+		_, _, e = unix.Syscall6(unix.SYS_IO_URING_ENTER, uintptr(r.fd), uintptr(n), 1, enterGetEvents, 0, 0)
+	} else {
+		// Does not wait: the scheduler need not hear of it.
+		_, _, e = unix.RawSyscall6(unix.SYS_IO_URING_ENTER, uintptr(r.fd), uintptr(n), 0, enterGetEvents, 0, 0)
+	}
+	if e != 0 && e != unix.EINTR {
+		return e
+	}
+	return nil
+}
+
+func (r *ring) start(op *Op) {
+	if len(r.free) == 0 {
+		r.ops = append(r.ops, nil)
+		r.free = append(r.free, uint32(len(r.ops)-1))
+	}
+	op.slot = r.free[len(r.free)-1]
+	r.free = r.free[:len(r.free)-1]
+	r.ops[op.slot] = op
+	r.turn++
+	op.id = uint64(op.slot) | r.turn<<25>>1 // never one of the tags: the top bit is clear
+	s := r.next()
+	s.opcode, s.fd, s.userData = op.code, op.fd, op.id
+	switch op.code {
+	case opRead, opWrite:
+		if len(op.buf) > 0 {
+			s.addr = uint64(uintptr(unsafe.Pointer(&op.buf[0])))
+		}
+		s.len, s.off = uint32(op.n), uint64(op.off)
+	case opFsync:
+		s.opFlags = fsyncDatasync
+	case opFallocate:
+		s.off, s.addr, s.len = uint64(op.off), uint64(op.n), op.mode
+	case opPollAdd:
+		s.opFlags = unix.POLLIN
+	}
+}
+
+func (r *ring) cancel(op *Op) {
+	s := r.next()
+	s.opcode, s.fd, s.userData, s.addr = opCancel, -1, tagCancel, op.id
+}
+
+func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
+	if block && *r.cqHead != atomic.LoadUint32(r.cqTail) {
+		block = false
+	}
+	if err := r.enter(block); err != nil && err != unix.EBUSY && err != unix.EAGAIN {
+		return fmt.Errorf("io_uring_enter: %w", err)
+	}
+	for h := *r.cqHead; h != atomic.LoadUint32(r.cqTail); h = *r.cqHead {
+		c := r.cqes[h&r.cqMask]
+		atomic.StoreUint32(r.cqHead, h+1)
+		switch c.userData {
+		case tagWake:
+			r.listen()
+		case tagCancel: // the poll's own completion tells
+		default:
+			slot := uint32(c.userData) & slotMask
+			op := r.ops[slot]
+			r.ops[slot] = nil
+			r.free = append(r.free, slot)
+			done(op, c.res)
+		}
+	}
+	return nil
+}
