@@ -1,0 +1,510 @@
+package protocol
+
+import "math/bits"
+
+// The model. One region of one volume; a value is the number of the write that made it, 0 the initial content.
+// Every rule that the protocol rests on can be switched off in `rules`.
+
+const (
+	maxReplicas = 3
+	engines     = 2
+)
+
+type rules struct {
+	dropBeforeAck bool // I2: a member leaves the API's record before anything is acknowledged without it
+	fence         bool // I3: a replica refuses what is below the (epoch, incarnation) that it adopted
+	incarnations  bool // rule 3: within an epoch, an older process's late message is refused
+	winner        bool // rule 2: after an unclean end one winner is copied out before anything is read
+	bothIntents   bool // rule 1: equalising copies the union of both sides' intents
+	durableIntent bool // rule 1: the intent is durable before the write
+	keepIntents   bool // rule 1: intents stay while a replica is away
+	// Found by the explorer:
+	bootRecord     bool // a replica whose machine restarted since its last session says so when it is adopted again
+	sessionAnswers bool // an answer counts only while the session that gave it lives
+	intactSurvivor bool // nobody is dropped unless a member with an unbroken session stays
+	syncedJoin     bool // a newcomer's copy is durable before the swap that makes it a member
+}
+
+func allRules() rules { return rules{true, true, true, true, true, true, true, true, true, true, true} }
+
+type limits struct {
+	replicas                                    int
+	writes, epochs, kills, hosts, stops, powers int8
+}
+
+type message struct {
+	on              bool
+	epoch, inc, val int8
+}
+
+type replica struct {
+	up         bool
+	lost       bool // its machine restarted since its last session
+	intent     bool
+	epoch, inc int8
+	cur, dur   int8 // content as read now; content that power loss leaves
+}
+
+type engine struct {
+	phase   int8 // off, claimed, ready
+	epoch   int8
+	inc     int8
+	members uint8
+	adopted uint8
+	copied  uint8 // members that hold the winner's content
+	winner  int8  // replica + 1, 0: none needed
+	pending int8  // guest's write, 0: none
+	got     uint8
+}
+
+const (
+	off     int8 = iota
+	claimed      // has the swap, members must adopt, dirty regions must be copied out
+	ready        // serves the guest
+)
+
+type state struct {
+	rep [maxReplicas]replica
+	eng [engines]engine
+	// msg: a write on its way; late: one of a dead incarnation.
+	msg, late [engines][maxReplicas]message
+	api       struct {
+		epoch   int8
+		members uint8
+		clean   bool
+		engine  int8 // engine + 1
+	}
+	next                      int8 // number of the next write
+	kills, hosts, stops, pows int8 // faults used up
+	// Ghosts, what the guest may count on: floor = oldest content that a read may still show; flushed = the same after
+	// power loss; seen = the newest content that a read has shown.
+	floor, flushed, seen int8
+}
+
+func bit(m int) uint8 { return 1 << m }
+
+func start(l limits) state {
+	var s state
+	for i := range l.replicas {
+		s.rep[i].up = true
+		s.api.members |= bit(i)
+	}
+	s.api.clean, s.next = true, 1
+	return s
+}
+
+type step struct {
+	name string
+	to   state
+	bad  string // an invariant that this very step breaks
+}
+
+// successors lists everything that can happen next.
+func successors(s state, l limits, r rules) []step {
+	var out []step
+	add := func(name string, to state, bad string) { out = append(out, step{name, to, bad}) }
+	for e := range engines {
+		engineSteps(s, e, l, r, add)
+	}
+	for m := range l.replicas {
+		replicaSteps(s, m, l, r, add)
+	}
+	return out
+}
+
+type adder func(name string, to state, bad string)
+
+func engineSteps(s state, e int, l limits, r rules, add adder) {
+	g := &s.eng[e]
+	id := string(rune('A' + e))
+	if g.phase == off {
+		claim(s, e, l, r, add)
+		return
+	}
+	for m := range l.replicas {
+		b := bit(m)
+		if g.members&b != 0 {
+			adopt(s, e, m, r, add)
+			drop(s, e, m, l, r, add)
+			w := max(g.winner-1, 0)
+			if g.winner != 0 && g.adopted == g.members && g.copied&b == 0 && s.rep[m].up &&
+				(!r.fence || s.rep[m].epoch == g.epoch && s.rep[m].inc == g.inc && s.rep[w].epoch == g.epoch) {
+				n := s
+				copyRegion(&n, int(g.winner-1), m, r)
+				n.eng[e].copied |= b
+				settle(&n, e)
+				add(id+" copies the winner out", n, "")
+			}
+		} else {
+			join(s, e, m, l, r, add)
+		}
+	}
+	if g.phase == ready {
+		serve(s, e, l, r, add)
+	}
+	if s.kills < l.kills { // kill -9 of the data process; the holder lives, the guest too
+		n := s
+		n.kills++
+		k := &n.eng[e]
+		for m := range l.replicas {
+			if n.msg[e][m].on {
+				n.late[e][m], n.msg[e][m] = n.msg[e][m], message{}
+			}
+		}
+		k.inc++
+		k.adopted, k.got, k.copied, k.phase = 0, 0, 0, claimed
+		if k.winner != 0 {
+			k.copied = bit(int(k.winner - 1))
+		}
+		add(id+" is killed and resumes", n, "")
+	}
+	if s.hosts < l.hosts { // engine and guest die together
+		n := s
+		n.hosts++
+		for m := range l.replicas {
+			if n.msg[e][m].on {
+				n.late[e][m] = n.msg[e][m]
+			}
+			n.msg[e][m] = message{}
+		}
+		n.eng[e] = engine{}
+		n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
+		add(id+"'s host crashes", n, "")
+	}
+}
+
+// claim is the attach: one swap takes the epoch, and after an unclean end it records a winner.
+func claim(s state, e int, l limits, r rules, add adder) {
+	if s.api.epoch >= l.epochs {
+		return
+	}
+	winners := []int8{0}
+	if r.winner && !s.api.clean && bits.OnesCount8(s.api.members) > 1 {
+		winners = winners[:0]
+		for m := range l.replicas {
+			if s.api.members&bit(m) != 0 && s.rep[m].up {
+				winners = append(winners, int8(m+1))
+			}
+		}
+	}
+	for _, w := range winners {
+		n := s
+		n.api.epoch++
+		if s.api.clean { // all was flushed: a restart since then lost nothing
+			for m := range l.replicas {
+				n.rep[m].lost = false
+			}
+		}
+		n.api.clean, n.api.engine = false, int8(e+1)
+		n.eng[e] = engine{phase: claimed, epoch: n.api.epoch, members: n.api.members, winner: w}
+		if w != 0 {
+			n.eng[e].copied = bit(int(w - 1))
+		}
+		if s.api.engine != 0 && int(s.api.engine-1) != e { // the other guest is given up: only flushed data is promised
+			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
+		}
+		add(string(rune('A'+e))+" attaches", n, "")
+	}
+}
+
+func older(ae, ai, be, bi int8) bool { return ae < be || ae == be && ai < bi }
+
+func adopt(s state, e, m int, r rules, add adder) {
+	g, p := &s.eng[e], &s.rep[m]
+	if g.adopted&bit(m) != 0 || !p.up {
+		return
+	}
+	n := s
+	id := string(rune('A' + e))
+	if r.fence && older(g.epoch, g.inc, p.epoch, p.inc) {
+		n.eng[e] = engine{}
+		add(id+" is refused and stops", n, "")
+		return
+	}
+	// Its unflushed writes may be gone. Only the last member is taken as it is.
+	if r.bootRecord && p.lost && g.members != bit(m) && g.winner == 0 {
+		if !anyIntact(s, g.members) { // nobody knows the newest content any more: the device fails, a new attach decides
+			n.eng[e] = engine{}
+			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
+			add(id+" finds every member restarted and stops", n, "")
+		}
+		return // drop() is what is left
+	}
+	q := &n.rep[m]
+	q.epoch, q.inc, q.lost = g.epoch, g.inc, false
+	n.eng[e].adopted |= bit(m)
+	settle(&n, e)
+	add(id+" is adopted", n, "")
+}
+
+// settle makes an engine ready once all members adopted it and the winner is copied out; what the guest waits for is
+// then sent again to those who did not answer.
+func settle(s *state, e int) {
+	g := &s.eng[e]
+	if g.adopted != g.members || g.winner != 0 && g.copied&g.members != g.members {
+		return
+	}
+	g.phase, g.winner, g.copied = ready, 0, 0
+	if g.pending == 0 {
+		return
+	}
+	for m := range maxReplicas {
+		if g.members&bit(m) != 0 && g.got&bit(m) == 0 && !s.msg[e][m].on {
+			s.msg[e][m] = message{true, g.epoch, g.inc, g.pending}
+		}
+	}
+}
+
+func drop(s state, e, m int, l limits, r rules, add adder) {
+	g := &s.eng[e]
+	b := bit(m)
+	if g.members == b || s.api.epoch >= l.epochs {
+		return
+	}
+	if s.rep[m].up && !s.rep[m].lost && g.pending == 0 { // suspicion may be false, but needs an occasion
+		return
+	}
+	if r.intactSurvivor && g.adopted&^b == 0 {
+		return
+	}
+	n := s
+	h := &n.eng[e]
+	id := string(rune('A' + e))
+	if s.api.epoch != g.epoch || s.api.engine != int8(e+1) {
+		*h = engine{}
+		add(id+" loses a swap and stops", n, "")
+		return
+	}
+	if h.winner == int8(m+1) { // nothing was read yet: another may win
+		w := int8(bits.TrailingZeros8(g.members&^b)) + 1
+		if h.copied&^b != 0 && h.copied != b {
+			w = int8(bits.TrailingZeros8(h.copied&^b)) + 1
+		}
+		h.winner, h.copied = w, bit(int(w-1))
+	}
+	h.members &^= b
+	h.got &^= b
+	n.msg[e][m], n.late[e][m] = message{}, firstOn(s.msg[e][m], s.late[e][m])
+	if !r.dropBeforeAck { // acknowledges without telling anyone
+		settle(&n, e)
+		add(id+" forgets a member", n, "")
+		return
+	}
+	n.api.epoch++
+	n.api.members = h.members
+	h.epoch, h.inc, h.adopted, h.phase = n.api.epoch, 0, 0, claimed
+	for i := range l.replicas { // in flight under the old epoch: sent again under the new one
+		if n.msg[e][i].on {
+			n.late[e][i], n.msg[e][i] = n.msg[e][i], message{}
+		}
+	}
+	add(id+" drops a member", n, "")
+}
+
+func firstOn(a, b message) message {
+	if a.on {
+		return a
+	}
+	return b
+}
+
+func copyRegion(s *state, from, to int, r rules) {
+	a, b := &s.rep[from], &s.rep[to]
+	if a.intent || r.bothIntents && b.intent {
+		b.cur, b.intent = a.cur, true
+	}
+}
+
+// join brings a replica back: under the region's lock, so no write is under way.
+func join(s state, e, m int, l limits, r rules, add adder) {
+	g, p := &s.eng[e], &s.rep[m]
+	if g.phase != ready || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
+		return
+	}
+	if s.api.epoch != g.epoch || s.api.engine != int8(e+1) {
+		return
+	}
+	for i := range l.replicas {
+		if g.members&bit(i) != 0 && !s.rep[i].up {
+			return
+		}
+	}
+	n := s
+	src := bits.TrailingZeros8(g.members)
+	// ADOPT comes first: it stops late writes to the newcomer.
+	q := &n.rep[m]
+	q.epoch, q.inc, q.lost = n.api.epoch+1, 0, false
+	copyRegion(&n, src, m, r)
+	if r.syncedJoin {
+		n.rep[m].dur = n.rep[m].cur
+	}
+	n.api.epoch++
+	h := &n.eng[e]
+	h.members |= bit(m)
+	n.api.members = h.members
+	h.epoch, h.inc, h.adopted, h.phase = n.api.epoch, 0, 0, claimed
+	add(string(rune('A'+e))+" takes a replica back", n, "")
+}
+
+// serve is what a ready engine does for its guest.
+func serve(s state, e int, l limits, r rules, add adder) {
+	g := &s.eng[e]
+	id := string(rune('A' + e))
+	current := s.api.epoch == g.epoch && s.api.engine == int8(e+1)
+	if g.pending == 0 && s.next <= l.writes {
+		n := s
+		n.eng[e].pending, n.eng[e].got = n.next, 0
+		n.next++
+		for m := range l.replicas {
+			if g.members&bit(m) != 0 {
+				n.msg[e][m] = message{true, g.epoch, g.inc, n.eng[e].pending}
+			}
+		}
+		add(id+" writes", n, "")
+	}
+	if g.pending != 0 && g.got&g.members == g.members {
+		n := s
+		bad := ""
+		for m := range l.replicas {
+			// Also a fenced engine may hear its members' answers late, if its successor found the write there.
+			if s.api.members&bit(m) != 0 && s.rep[m].cur < g.pending && !s.rep[m].lost {
+				bad = "acknowledged, but a recorded member does not have the write"
+			}
+		}
+		if current { // a guest given up is promised nothing more
+			n.floor, n.seen = g.pending, g.pending
+		}
+		n.eng[e].pending, n.eng[e].got = 0, 0
+		add(id+" acknowledges", n, bad)
+	}
+	if g.pending != 0 || !current {
+		return // a fenced engine's reads may be stale: documented
+	}
+	up := true
+	for m := range l.replicas {
+		up = up && (g.members&bit(m) == 0 || s.rep[m].up && !s.rep[m].lost)
+	}
+	for m := range l.replicas { // a read, from whichever member
+		if g.members&bit(m) == 0 || !s.rep[m].up || s.rep[m].lost {
+			continue
+		}
+		n := s
+		bad := ""
+		switch v := s.rep[m].cur; {
+		case v < s.floor:
+			bad = "a read lost an acknowledged write"
+		case v < s.seen:
+			bad = "a read went back in time"
+		default:
+			n.seen = v
+		}
+		add(id+" reads", n, bad)
+	}
+	if !up {
+		return
+	}
+	n := s // flush
+	whole := bits.OnesCount8(g.members) == l.replicas
+	for m := range l.replicas {
+		if g.members&bit(m) != 0 {
+			n.rep[m].dur = n.rep[m].cur
+			if whole || !r.keepIntents {
+				n.rep[m].intent = false
+			}
+		}
+	}
+	n.flushed = max(n.flushed, n.floor)
+	add(id+" flushes", n, "")
+	if s.api.engine == int8(e+1) {
+		n.api.clean, n.api.engine = true, 0
+		n.eng[e] = engine{}
+		add(id+" detaches", n, "")
+	}
+}
+
+func replicaSteps(s state, m int, l limits, r rules, add adder) {
+	p := &s.rep[m]
+	for e := range engines {
+		deliver(s, e, m, &s.msg[e][m], func(n *state) *message { return &n.msg[e][m] }, r, add)
+		deliver(s, e, m, &s.late[e][m], func(n *state) *message { return &n.late[e][m] }, r, add)
+	}
+	if !p.up {
+		n := s
+		n.rep[m].up = true
+		add("a replica returns", n, "")
+		return
+	}
+	gone := func(n *state) {
+		n.rep[m].up = false
+		for e := range engines { // its sessions break
+			n.eng[e].adopted &^= bit(m)
+			if r.sessionAnswers {
+				n.eng[e].got &^= bit(m)
+			}
+			if n.eng[e].members&bit(m) != 0 && n.eng[e].phase == ready {
+				n.eng[e].phase = claimed
+			}
+			if n.msg[e][m].on {
+				n.msg[e][m] = message{}
+			}
+		}
+	}
+	if s.stops < l.stops {
+		n := s
+		n.stops++
+		gone(&n)
+		add("a replica's process dies", n, "")
+	}
+	if s.pows < l.powers {
+		n := s
+		n.pows++
+		gone(&n)
+		n.rep[m].lost = true
+		if !r.durableIntent && p.cur == p.dur {
+			n.rep[m].intent = false
+		}
+		// The last copy, or all of them: the guest's unflushed writes may be gone, as with any disk's cache.
+		if others := s.api.members &^ bit(m); !anyIntact(s, others) {
+			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
+		}
+		add("a replica loses power, its cache survives", n, "")
+		n.rep[m].cur = p.dur
+		if !r.durableIntent {
+			n.rep[m].intent = false
+		}
+		add("a replica loses power", n, "")
+	}
+}
+
+func anyIntact(s state, members uint8) bool {
+	for m := range maxReplicas {
+		if members&bit(m) != 0 && !s.rep[m].lost {
+			return true
+		}
+	}
+	return false
+}
+
+func deliver(s state, e, m int, w *message, at func(*state) *message, r rules, add adder) {
+	p := &s.rep[m]
+	if !w.on || !p.up {
+		return
+	}
+	n := s
+	*at(&n) = message{}
+	refuse := r.fence && (w.epoch < p.epoch || r.incarnations && w.epoch == p.epoch && w.inc < p.inc)
+	if p.lost { // the session broke; nothing of it is taken before the next ADOPT
+		refuse = true
+	}
+	if refuse {
+		add("a late write is refused", n, "")
+		return
+	}
+	q := &n.rep[m]
+	q.cur, q.intent = w.val, true
+	g := &n.eng[e]
+	if g.epoch == w.epoch && g.inc == w.inc && g.pending == w.val {
+		g.got |= bit(m)
+	}
+	add("a write arrives", n, "")
+}
