@@ -1,0 +1,115 @@
+package api
+
+import (
+	"maps"
+	"net/url"
+	"path"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Source types that are known by name and not supported yet.
+const (
+	SourceExport   SourceType = "export-from-volume"
+	SourceRestore  SourceType = "restore"
+	SourceClone    SourceType = "clone"
+	SourceRegistry SourceType = "registry"
+)
+
+// sourceParameters lists, for each source type, its parameters and whether each is required.
+var sourceParameters = map[SourceType]map[string]bool{
+	SourceDownload: {"url": true},
+	SourceUpload:   {"size": false},
+	SourceFile:     {"path": true},
+}
+
+var (
+	imageNamePattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$`)
+	checksumPattern  = regexp.MustCompile(`^[0-9a-f]{128}$`)
+)
+
+// ValidateImageName refuses names that an image cannot have. 63 is the longest value of a label.
+func ValidateImageName(name string) error {
+	if len(name) > 63 || !imageNamePattern.MatchString(name) {
+		return Errorf(Invalid, "%q cannot be the name of a backing image: use at most 63 of a-z, 0-9, '-' and '.', "+
+			"beginning and ending with a letter or a digit", name)
+	}
+	return nil
+}
+
+// Normalize puts what people write into the form that the API keeps: the checksum in lower case, without white space.
+func (s *BackingImageSpec) Normalize() {
+	s.Checksum = strings.ToLower(strings.TrimSpace(s.Checksum))
+	if s.SourceParameters == nil {
+		s.SourceParameters = map[string]string{}
+	}
+}
+
+// Validate refuses a wish that can never come true, with kind invalid, or unsupported for what comes later. The checksum
+// is compared without regard to case.
+func (s *BackingImageSpec) Validate() error {
+	known, ok := sourceParameters[s.SourceType]
+	if !ok {
+		switch s.SourceType {
+		case SourceExport, SourceRestore, SourceClone, SourceRegistry:
+			return Errorf(Unsupported, "source type %s is not supported yet: use download, upload or file", s.SourceType)
+		}
+		return Errorf(Invalid, "source type %q is unknown: use download, upload or file", s.SourceType)
+	}
+	for _, k := range slices.Sorted(maps.Keys(s.SourceParameters)) {
+		if _, ok := known[k]; !ok {
+			return Errorf(Invalid, "parameter %q is unknown for source type %s: it takes %s", k, s.SourceType,
+				strings.Join(slices.Sorted(maps.Keys(known)), ", "))
+		}
+	}
+	for _, k := range slices.Sorted(maps.Keys(known)) {
+		if known[k] && s.SourceParameters[k] == "" {
+			return Errorf(Invalid, "source type %s needs the parameter %q", s.SourceType, k)
+		}
+	}
+	if err := s.validateParameters(); err != nil {
+		return err
+	}
+	if c := strings.ToLower(s.Checksum); c != "" && !checksumPattern.MatchString(c) {
+		return Errorf(Invalid, "checksum %q is not a SHA-512 (128 hex digits)", s.Checksum)
+	}
+	if s.MinNumberOfCopies < 0 {
+		return Errorf(Invalid, "minNumberOfCopies is %d: it must be at least 1", s.MinNumberOfCopies)
+	}
+	for _, d := range s.CleanupDisks {
+		if err := d.Validate(); err != nil {
+			return Errorf(Invalid, "cleanupDisks: %w", err)
+		}
+	}
+	return nil
+}
+
+func (s *BackingImageSpec) validateParameters() error {
+	switch s.SourceType {
+	case SourceDownload:
+		u, err := url.Parse(s.SourceParameters["url"])
+		if err != nil {
+			// The error repeats the address, and with it a password.
+			return Errorf(Invalid, "parameter url cannot be read: are special characters escaped?")
+		}
+		if sc := strings.ToLower(u.Scheme); sc != "http" && sc != "https" {
+			return Errorf(Invalid, "parameter url: scheme %q is not supported: use http or https", u.Scheme)
+		}
+		if u.Hostname() == "" {
+			return Errorf(Invalid, "parameter url has no host")
+		}
+	case SourceUpload:
+		if v, ok := s.SourceParameters["size"]; ok {
+			if n, err := strconv.ParseInt(v, 10, 64); err != nil || n <= 0 {
+				return Errorf(Invalid, "parameter size is %q: it must be a number of bytes above 0", v)
+			}
+		}
+	case SourceFile:
+		if p := s.SourceParameters["path"]; !path.IsAbs(p) {
+			return Errorf(Invalid, "parameter path is %q: it must be absolute", p)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,64 @@
+package api
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestBackingImageSpecValidate(t *testing.T) {
+	sum := strings.Repeat("aB", 64)
+	for _, c := range []struct {
+		name string
+		spec BackingImageSpec
+		kind Kind
+		text string // in the message; empty: no error
+	}{
+		{"download", BackingImageSpec{SourceType: SourceDownload, SourceParameters: map[string]string{"url": "https://h/x"}}, 0, ""},
+		{"checksum in capitals", BackingImageSpec{SourceType: SourceDownload, Checksum: sum,
+			SourceParameters: map[string]string{"url": "http://h/x"}}, 0, ""},
+		{"upload", BackingImageSpec{SourceType: SourceUpload}, 0, ""},
+		{"upload of a size", BackingImageSpec{SourceType: SourceUpload, SourceParameters: map[string]string{"size": "5"}}, 0, ""},
+		{"file", BackingImageSpec{SourceType: SourceFile, SourceParameters: map[string]string{"path": "/x"}}, 0, ""},
+		{"no url", BackingImageSpec{SourceType: SourceDownload}, Invalid, `needs the parameter "url"`},
+		{"scheme", BackingImageSpec{SourceType: SourceDownload, SourceParameters: map[string]string{"url": "ftp://h/x"}},
+			Invalid, `scheme "ftp"`},
+		{"no host", BackingImageSpec{SourceType: SourceDownload, SourceParameters: map[string]string{"url": "http:///x"}},
+			Invalid, "no host"},
+		{"secret in a bad url", BackingImageSpec{SourceType: SourceDownload,
+			SourceParameters: map[string]string{"url": "http://u:pw@h:x/%zz"}}, Invalid, "cannot be read"},
+		{"relative path", BackingImageSpec{SourceType: SourceFile, SourceParameters: map[string]string{"path": "x"}},
+			Invalid, "must be absolute"},
+		{"unknown parameter", BackingImageSpec{SourceType: SourceFile,
+			SourceParameters: map[string]string{"path": "/x", "pth": "/y"}}, Invalid, `"pth" is unknown for source type file: it takes path`},
+		{"size", BackingImageSpec{SourceType: SourceUpload, SourceParameters: map[string]string{"size": "-1"}}, Invalid, "above 0"},
+		{"checksum", BackingImageSpec{SourceType: SourceUpload, Checksum: "abc"}, Invalid, "128 hex digits"},
+		{"later", BackingImageSpec{SourceType: SourceRegistry}, Unsupported, "not supported yet"},
+		{"later", BackingImageSpec{SourceType: SourceExport}, Unsupported, "not supported yet"},
+		{"unknown type", BackingImageSpec{SourceType: "tape"}, Invalid, `"tape" is unknown`},
+		{"disk", BackingImageSpec{SourceType: SourceUpload, CleanupDisks: []UID{"../x"}}, Invalid, "not a UID"},
+	} {
+		err := c.spec.Validate()
+		if c.text == "" {
+			if err != nil {
+				t.Errorf("%s: %v", c.name, err)
+			}
+			continue
+		}
+		if !Is(err, c.kind) || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: got %v (kind %v), want %q of kind %v", c.name, err, KindOf(err), c.text, c.kind)
+		}
+		if err != nil && strings.Contains(err.Error(), "pw") {
+			t.Errorf("%s: the message shows the password: %v", c.name, err)
+		}
+	}
+	s := BackingImageSpec{Checksum: " " + sum + "\n"}
+	if s.Normalize(); s.Checksum != strings.ToLower(sum) || s.SourceParameters == nil {
+		t.Errorf("normalized to %+v", s)
+	}
+	for name, ok := range map[string]bool{"debian-12.raw": true, "": false, "-a": false, "A": false,
+		strings.Repeat("a", 64): false, "a/b": false} {
+		if err := ValidateImageName(name); (err == nil) != ok {
+			t.Errorf("name %q: %v", name, err)
+		}
+	}
+}

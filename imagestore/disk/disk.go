@@ -1,0 +1,169 @@
+package disk
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Find looks for the image on the disk. Its own record counts; where that was lost, finished layers with the digest
+// that the image is known to have are named again. Not there: an error of kind not found.
+func Find(on block.Layers, want Want) (Got, error) {
+	imgs, err := on.Images()
+	if err != nil {
+		return Got{}, err
+	}
+	i := slices.IndexFunc(imgs, func(m block.Image) bool { return m.UID == string(want.UID) })
+	if i >= 0 {
+		img := imgs[i]
+		size, err := allocated(on, img.Layers)
+		if err != nil {
+			return Got{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
+		}
+		return Got{img, size}, nil
+	}
+	missing := api.Errorf(api.NotFound, "image %s is not on disk %s", want.Name, on.UID())
+	if want.Digest == "" || want.VirtualSize == 0 || len(want.Layers) == 0 {
+		return Got{}, missing
+	}
+	top := string(want.Layers[len(want.Layers)-1])
+	if root, _, err := on.Digest(top); err != nil || root != want.Digest {
+		return Got{}, missing
+	}
+	size, err := allocated(on, names(want.Layers))
+	if err != nil {
+		return Got{}, missing
+	}
+	img := block.Image{UID: string(want.UID), Name: want.Name, Layers: names(want.Layers), Format: want.Format,
+		VirtualSize: want.VirtualSize, Checksum: want.Checksum, Digest: want.Digest}
+	return Got{img, size}, on.PutImage(img)
+}
+
+func allocated(on block.Layers, layers []string) (sum int64, err error) {
+	for _, l := range layers {
+		_, n, err := on.Digest(l)
+		if err != nil {
+			return 0, err
+		}
+		sum += n
+	}
+	return sum, nil
+}
+
+// Copy brings an image from another disk of this node. The digest of each layer is compared.
+func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (Got, error) {
+	src, err := Find(from, want)
+	if err != nil {
+		return Got{}, err
+	}
+	got := Got{Image: src.Image}
+	var total int64
+	for _, l := range src.Layers {
+		s, err := from.Open(l)
+		if err != nil {
+			return Got{}, err
+		}
+		total += s.Size()
+		_ = s.Close()
+	}
+	p.readTotal.Store(total)
+	var before int64
+	for _, l := range src.Layers {
+		n, size, err := copyLayer(ctx, from, on, l, func(done int64) { p.read.Store(before + done) })
+		if err != nil {
+			return Got{}, explain(on, err)
+		}
+		got.Allocated += n
+		before += size
+	}
+	p.sealing.Store(true)
+	if err := on.PutImage(got.Image); err != nil {
+		return Got{}, explain(on, err)
+	}
+	return got, nil
+}
+
+// copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
+func copyLayer(ctx context.Context, from, on block.Layers, uid string, tell func(int64)) (allocated, size int64, err error) {
+	src, err := from.Open(uid)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer src.Close()
+	root, _, err := from.Digest(uid)
+	if err != nil {
+		return 0, 0, err
+	}
+	if have, n, err := on.Digest(uid); err == nil && have == root {
+		return n, src.Size(), nil
+	}
+	w, err := create(ctx, on, api.UID(uid), src.Size())
+	if err != nil {
+		return 0, 0, err
+	}
+	err = block.Copy(ctx, w, src, block.CopyOptions{Progress: func(done, _ int64) { tell(done) }})
+	var made string
+	if err == nil {
+		made, allocated, err = w.Seal(ctx)
+	}
+	if err != nil {
+		return 0, 0, errors.Join(err, w.Abort())
+	}
+	if made != root {
+		err := api.Errorf(api.Corrupt, "layer %s on disk %s does not match its digest: the copy is thrown away", uid,
+			from.UID())
+		return 0, 0, errors.Join(err, forget(on, uid))
+	}
+	return allocated, src.Size(), nil
+}
+
+// create starts a layer. A finished one of that UID that no image names was left by a crash between its end and the
+// image's record: it goes, unless a replica names it.
+func create(ctx context.Context, on block.Layers, uid api.UID, size int64) (block.LayerWriter, error) {
+	w, err := on.Create(ctx, string(uid), size)
+	if !api.Is(err, api.Exists) {
+		return w, err
+	}
+	if err := forget(on, string(uid)); err != nil {
+		return nil, err
+	}
+	return on.Create(ctx, string(uid), size)
+}
+
+// forget removes a finished layer that no image names.
+func forget(on block.Layers, uid string) error {
+	// What no image names cannot be removed: so it is named, and the name removed with all that it held.
+	if err := on.PutImage(block.Image{UID: uid, Name: "left over", Layers: []string{uid}}); err != nil {
+		return err
+	}
+	return on.RemoveImage(uid)
+}
+
+// Remove makes sure that nothing of the image is on the disk: no record, no layer that only it named, nothing half
+// made. Layers that a replica names: an error of kind in use.
+func Remove(ctx context.Context, on block.Layers, want Want) error {
+	if err := on.RemoveImage(string(want.UID)); err != nil {
+		return err
+	}
+	imgs, err := on.Images()
+	if err != nil {
+		return err
+	}
+	for _, l := range names(want.Layers) {
+		if slices.ContainsFunc(imgs, func(m block.Image) bool { return slices.Contains(m.Layers, l) }) {
+			continue // another image's too
+		}
+		// Making a layer removes a half-made one of that name.
+		w, err := create(ctx, on, api.UID(l), block.Size)
+		if err != nil {
+			return err
+		}
+		if err := w.Abort(); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,265 @@
+package disk
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"hash"
+	"io"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block"
+)
+
+// pieceSize is the unit of the pump: one chunk of a layer, so that a sink sees whole chunks in one piece.
+const pieceSize = block.ChunkSize
+
+// pieces is how many pieces of memory one pump has.
+const pieces = 8
+
+// feed gives the bytes of a source in order: n bytes in buf, or the length of a hole that reads as zeros. io.EOF comes
+// alone, at the end. Only the last piece is shorter than buf.
+type feed interface {
+	fill(buf []byte) (n int, hole int64, err error)
+}
+
+// streamFeed reads a stream whose first bytes were looked at already.
+type streamFeed struct {
+	head []byte
+	r    io.Reader
+}
+
+func (s *streamFeed) fill(buf []byte) (int, int64, error) {
+	n := copy(buf, s.head)
+	s.head = s.head[n:]
+	m, err := io.ReadFull(s.r, buf[n:])
+	if errors.Is(err, io.EOF) || err == io.ErrUnexpectedEOF {
+		err = nil
+		if n+m == 0 {
+			err = io.EOF
+		}
+	}
+	return n + m, 0, err
+}
+
+// fileFeed reads a file and finds its holes, so that they cost neither reads nor a search for zeros.
+type fileFeed struct {
+	f         *os.File
+	off, size int64
+	data, gap int64 // the extent of data that is known: [data, gap)
+	blind     bool  // holes cannot be found here
+}
+
+func (s *fileFeed) fill(buf []byte) (int, int64, error) {
+	if s.off >= s.size {
+		return 0, 0, io.EOF
+	}
+	if !s.blind && s.off >= s.gap {
+		s.seek()
+	}
+	if !s.blind && s.off < s.data {
+		// Up to a whole piece before the data: pieces stay aligned to chunks.
+		if hole := s.data/pieceSize*pieceSize - s.off; hole > 0 {
+			s.off += hole
+			return 0, hole, nil
+		}
+		if s.data >= s.size {
+			hole := s.size - s.off
+			s.off = s.size
+			return 0, hole, nil
+		}
+	}
+	n, err := s.f.ReadAt(buf[:min(int64(len(buf)), s.size-s.off)], s.off)
+	s.off += int64(n)
+	if err == io.EOF && s.off < s.size {
+		return n, 0, io.ErrUnexpectedEOF
+	}
+	if n > 0 && err == io.EOF {
+		err = nil
+	}
+	return n, 0, err
+}
+
+// seek finds the next data at or after off.
+func (s *fileFeed) seek() {
+	fd := int(s.f.Fd())
+	data, err := unix.Seek(fd, s.off, unix.SEEK_DATA)
+	switch {
+	case errors.Is(err, unix.ENXIO):
+		s.data, s.gap = s.size, s.size
+		return
+	case err != nil:
+		s.blind = true
+		return
+	}
+	gap, err := unix.Seek(fd, data, unix.SEEK_HOLE)
+	if err != nil {
+		gap = s.size
+	}
+	s.data, s.gap = min(data, s.size), min(gap, s.size)
+}
+
+// piece is a run of the source on its way.
+type piece struct {
+	off  int64
+	n    int   // bytes in buf
+	hole int64 // or a hole of this length
+	buf  []byte
+	uses atomic.Int32 // hash and put: who is last gives the memory back
+}
+
+// pump carries a source from its first byte to its last: reading, hashing and writing overlap, each piece is in memory
+// once. put gets every piece of data (no hole), from up to writers goroutines, in any order but for writers == 1. tell
+// hears of every piece once it is hashed (or written, where h is nil), from any goroutine. h and put may be nil. All goroutines have ended when pump returns. A blocked fill must
+// be ended by the caller's context, which the caller cancels when stop is called.
+func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64) error, writers int,
+	tell func(n int64), stop func(error)) (int64, error) {
+	free := make(chan []byte, pieces)
+	for range pieces {
+		free <- nil // made when first used
+	}
+	toHash, toPut := make(chan *piece, pieces), make(chan *piece, pieces)
+	var wg sync.WaitGroup
+	var once sync.Once
+	var first error
+	failed := make(chan struct{})
+	fail := func(err error) {
+		once.Do(func() {
+			first = err
+			close(failed)
+			stop(err)
+		})
+	}
+	done := func(p *piece) {
+		if p.uses.Add(-1) == 0 {
+			free <- p.buf
+		}
+	}
+	if h != nil {
+		wg.Go(func() {
+			for p := range toHash {
+				for left := p.hole; left > 0; left -= min(left, int64(len(zeros))) {
+					if ctx.Err() != nil {
+						break
+					}
+					h.Write(zeros[:min(left, int64(len(zeros)))])
+				}
+				h.Write(p.buf[:p.n])
+				if tell != nil {
+					tell(int64(p.n) + p.hole)
+				}
+				done(p)
+			}
+		})
+	}
+	if put != nil {
+		for range writers {
+			wg.Go(func() {
+				for p := range toPut {
+					if p.n > 0 {
+						select {
+						case <-failed:
+						default:
+							if err := put(p.buf[:p.n], p.off); err != nil {
+								fail(err)
+							}
+						}
+					}
+					if h == nil && tell != nil {
+						tell(int64(p.n) + p.hole)
+					}
+					done(p)
+				}
+			})
+		}
+	}
+	var off int64
+	for {
+		var buf []byte
+		select {
+		case buf = <-free:
+		case <-failed:
+		case <-ctx.Done():
+			fail(ctx.Err())
+		}
+		if isClosed(failed) {
+			break
+		}
+		if buf == nil {
+			buf = make([]byte, pieceSize)
+		}
+		n, hole, err := f.fill(buf)
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			fail(err)
+			break
+		}
+		p := &piece{off: off, n: n, hole: hole, buf: buf}
+		off += int64(n) + hole
+		if h != nil {
+			p.uses.Add(1)
+		}
+		if put != nil {
+			p.uses.Add(1)
+		}
+		if h != nil {
+			toHash <- p
+		}
+		if put != nil {
+			toPut <- p
+		}
+	}
+	close(toHash)
+	close(toPut)
+	wg.Wait()
+	if !isClosed(failed) && ctx.Err() != nil {
+		return off, ctx.Err()
+	}
+	return off, first
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+var zeros = make([]byte, 1<<20)
+
+// sparse is a sink that leaves out blocks of zeros: they stay holes. p must begin at a block's start; a last block that
+// is not full is padded.
+func sparse(w io.WriterAt) func(p []byte, off int64) error {
+	zero := zeros[:block.Size]
+	return func(p []byte, off int64) error {
+		if tail := len(p) % block.Size; tail != 0 {
+			// The rest of a piece's memory belongs to this piece.
+			n := len(p)
+			p = p[:n+block.Size-tail]
+			clear(p[n:])
+		}
+		for i := 0; i < len(p); {
+			for i < len(p) && bytes.Equal(p[i:i+block.Size], zero) {
+				i += block.Size
+			}
+			start := i
+			for i < len(p) && !bytes.Equal(p[i:i+block.Size], zero) {
+				i += block.Size
+			}
+			if i > start {
+				if _, err := w.WriteAt(p[start:i], off+int64(start)); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	}
+}
