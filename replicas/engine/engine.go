@@ -87,6 +87,7 @@ type Engine struct {
 	epoch    int64
 	members  set // of the epoch
 	suspect  set // members that failed and are being dropped: no I/O for them
+	weak     set // those of them that have not adopted the epoch
 	dropping bool
 	fenced   error
 	closing  bool
@@ -141,12 +142,13 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// acked reports whether the guest may hear "done" (I1): every member of the epoch has it. For reads one is enough.
+// acked reports whether the guest may hear "done" (I1): every member of the epoch has it and has adopted the epoch. For
+// reads one is enough.
 func (e *Engine) acked(o *op) bool {
-	if o.isRead() {
+	if o.reading {
 		return o.ok != 0
 	}
-	return e.members&^o.ok == 0
+	return (e.members&^o.ok)|e.weak == 0
 }
 
 // Submit starts a request. Loop thread.

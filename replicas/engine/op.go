@@ -65,10 +65,7 @@ func up(n int64) int64   { return (n + block.Size - 1) &^ (block.Size - 1) }
 func (e *Engine) take(r *block.Request) *op {
 	o := e.free
 	if o == nil {
-		o = &op{e: e, subs: make([]block.Request, len(e.cfg.Members))}
-		for i := range o.subs {
-			o.subs[i].Done = func(r *block.Request) { o.answer(i, r.Err) }
-		}
+		o = e.make()
 	} else {
 		e.free = o.next
 	}
@@ -80,6 +77,14 @@ func (e *Engine) take(r *block.Request) *op {
 	o.lo, o.hi = down(o.cur), up(o.end)
 	o.slow, o.reading, o.waiting, o.again, o.probe = false, false, false, false, false
 	o.tried, o.err, o.stage = 0, nil, stageHead
+	return o
+}
+
+func (e *Engine) make() *op {
+	o := &op{e: e, subs: make([]block.Request, len(e.cfg.Members))}
+	for i := range o.subs {
+		o.subs[i].Done = func(r *block.Request) { o.answer(i, r.Err) }
+	}
 	return o
 }
 

@@ -179,6 +179,7 @@ func (e *Engine) settled(d *drop, err error) {
 	}
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
+	e.weak = e.weak&^bit(d.m) | d.weak&e.members
 	e.epoch = d.epoch + 1
 	for m := range e.cfg.Members {
 		if d.weak.has(m) && e.members.has(m) {
