@@ -1,0 +1,199 @@
+package kubeapi
+
+import (
+	"context"
+	"crypto/sha256"
+	_ "embed"
+	"encoding/hex"
+	"fmt"
+	"io/fs"
+	"time"
+
+	apixv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
+	apixclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset/typed/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/yaml"
+
+	"drover.io/drover/api"
+)
+
+// eventCRD lets the ordinary event recorder work on a server without core types.
+//
+//go:embed event.yaml
+var eventCRD []byte
+
+// digestAnnotation tells whether a definition on the server is the one in this binary.
+const digestAnnotation = "drover.io/definition-digest"
+
+// InstallCRDs makes the server behind cfg know the kinds of Drover, and waits until it serves them. The definition of
+// events is added only where the server has none.
+func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
+	cs, err := clientset.NewForConfig(cfg)
+	if err != nil {
+		return fmt.Errorf("definitions: %w", err)
+	}
+	wanted, err := definitions()
+	if err != nil {
+		return err
+	}
+	// A whole cluster has core types, and events of its own. (No core types is no error for this call.)
+	core, err := cs.Discovery().ServerResourcesForGroupVersion("v1")
+	if err != nil {
+		return fmt.Errorf("definitions: %w", err)
+	}
+	if len(core.APIResources) > 0 {
+		wanted = wanted[1:]
+	}
+	crds := cs.ApiextensionsV1().CustomResourceDefinitions()
+	names := map[string]bool{}
+	for i := range wanted {
+		if err := apply(ctx, crds, &wanted[i]); err != nil {
+			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
+		}
+		names[wanted[i].Name] = true
+	}
+	if err := awaitEstablished(ctx, crds, names); err != nil {
+		return fmt.Errorf("definitions: %w", err)
+	}
+	for i := range wanted {
+		if err := awaitDiscovery(ctx, cs.Discovery(), &wanted[i]); err != nil {
+			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
+		}
+	}
+	return nil
+}
+
+// awaitDiscovery returns when clients can find the kind: the server learns of it a moment after it is established, and
+// has no event for that.
+func awaitDiscovery(ctx context.Context, d discovery.DiscoveryInterface, crd *apixv1.CustomResourceDefinition) error {
+	gv := crd.Spec.Group + "/" + crd.Spec.Versions[0].Name
+	retry := time.NewTicker(10 * time.Millisecond)
+	defer retry.Stop()
+	for {
+		list, err := d.ServerResourcesForGroupVersion(gv)
+		if err != nil && !apierrors.IsNotFound(err) {
+			return err
+		}
+		if err == nil {
+			for _, r := range list.APIResources {
+				if r.Name == crd.Spec.Names.Plural {
+					return nil
+				}
+			}
+		}
+		select {
+		case <-retry.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// definitions are those of this binary, events first.
+func definitions() ([]apixv1.CustomResourceDefinition, error) {
+	files := [][]byte{eventCRD}
+	err := fs.WalkDir(api.CRDs, ".", func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		b, err := api.CRDs.ReadFile(path)
+		files = append(files, b)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("definitions: %w", err)
+	}
+	out := make([]apixv1.CustomResourceDefinition, len(files))
+	for i, b := range files {
+		if err := yaml.UnmarshalStrict(b, &out[i]); err != nil {
+			return nil, fmt.Errorf("definition: %w", err)
+		}
+		sum := sha256.Sum256(b)
+		metav1.SetMetaDataAnnotation(&out[i].ObjectMeta, digestAnnotation, hex.EncodeToString(sum[:8]))
+	}
+	return out, nil
+}
+
+func apply(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface,
+	want *apixv1.CustomResourceDefinition) error {
+	for {
+		_, err := crds.Create(ctx, want, metav1.CreateOptions{})
+		if !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+		have, err := crds.Get(ctx, want.Name, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if have.Annotations[digestAnnotation] == want.Annotations[digestAnnotation] {
+			return nil
+		}
+		want.ResourceVersion = have.ResourceVersion
+		_, err = crds.Update(ctx, want, metav1.UpdateOptions{})
+		if !apierrors.IsConflict(err) {
+			return err
+		}
+		want.ResourceVersion = ""
+	}
+}
+
+// awaitEstablished returns when the server serves all of names.
+func awaitEstablished(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface,
+	names map[string]bool) error {
+	list, err := crds.List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return err
+	}
+	for i := range list.Items {
+		if established(&list.Items[i]) {
+			delete(names, list.Items[i].Name)
+		}
+	}
+	w, err := crds.Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
+	if err != nil {
+		return err
+	}
+	defer w.Stop()
+	for len(names) > 0 {
+		select {
+		case ev, ok := <-w.ResultChan():
+			if !ok {
+				return awaitEstablished(ctx, crds, names)
+			}
+			crd, ok := ev.Object.(*apixv1.CustomResourceDefinition)
+			if !ok {
+				return apierrors.FromObject(ev.Object)
+			}
+			if !names[crd.Name] {
+				continue
+			}
+			if established(crd) {
+				delete(names, crd.Name)
+			}
+			for _, c := range crd.Status.Conditions {
+				if c.Type == apixv1.NamesAccepted && c.Status == apixv1.ConditionFalse {
+					return api.Errorf(api.Exists, "%s: %s", crd.Name, c.Message)
+				}
+			}
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+func established(crd *apixv1.CustomResourceDefinition) bool {
+	for _, c := range crd.Status.Conditions {
+		if c.Type == apixv1.Established {
+			return c.Status == apixv1.ConditionTrue
+		}
+	}
+	return false
+}

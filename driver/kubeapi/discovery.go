@@ -1,0 +1,130 @@
+package kubeapi
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+
+	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+	"k8s.io/client-go/kubernetes/scheme"
+)
+
+// finder answers /api and /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in
+// the one that kubectl before 1.26 knows.
+type finder struct {
+	next   http.Handler
+	groups http.Handler
+}
+
+const aggregatedJSON = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
+
+func (d *finder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	path := strings.TrimSuffix(r.URL.Path, "/")
+	if strings.HasPrefix(path, "/apis/events.k8s.io/") {
+		if err := plainJSON(r); err != nil {
+			http.Error(w, err.Error(), http.StatusUnsupportedMediaType)
+			return
+		}
+	}
+	if (path != "/api" && path != "/apis") || r.Method != http.MethodGet {
+		d.next.ServeHTTP(w, r)
+		return
+	}
+	aggregated := strings.Contains(r.Header.Get("Accept"), "as=APIGroupDiscoveryList")
+	switch {
+	case path == "/apis" && aggregated:
+		d.groups.ServeHTTP(w, r)
+	case path == "/api" && aggregated:
+		writeJSON(w, aggregatedJSON, apidiscoveryv2.APIGroupDiscoveryList{TypeMeta: metav1.TypeMeta{
+			Kind: "APIGroupDiscoveryList", APIVersion: "apidiscovery.k8s.io/v2"}})
+	case path == "/api":
+		writeJSON(w, "application/json", metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"},
+			Versions: []string{}, ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{}})
+	default:
+		d.legacyGroups(w, r)
+	}
+}
+
+// legacyGroups turns the aggregated document into an APIGroupList.
+func (d *finder) legacyGroups(w http.ResponseWriter, r *http.Request) {
+	ask := r.Clone(r.Context())
+	ask.Header = http.Header{"Accept": {aggregatedJSON}}
+	var doc body
+	d.groups.ServeHTTP(&doc, ask)
+	var groups apidiscoveryv2.APIGroupDiscoveryList
+	if err := json.Unmarshal(doc.data, &groups); err != nil {
+		http.Error(w, "discovery: "+err.Error(), http.StatusInternalServerError)
+		return
+	}
+	list := metav1.APIGroupList{TypeMeta: metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"},
+		Groups: []metav1.APIGroup{}}
+	for _, g := range groups.Items {
+		out := metav1.APIGroup{Name: g.Name}
+		for _, v := range g.Versions {
+			out.Versions = append(out.Versions, metav1.GroupVersionForDiscovery{
+				GroupVersion: g.Name + "/" + v.Version, Version: v.Version})
+		}
+		if len(out.Versions) == 0 {
+			continue
+		}
+		out.PreferredVersion = out.Versions[0]
+		list.Groups = append(list.Groups, out)
+	}
+	writeJSON(w, "application/json", list)
+}
+
+func writeJSON(w http.ResponseWriter, contentType string, v any) {
+	w.Header().Set("Content-Type", contentType)
+	_ = json.NewEncoder(w).Encode(v) // the client went away
+}
+
+// body is a ResponseWriter that keeps what is written.
+type body struct {
+	header http.Header
+	data   []byte
+}
+
+func (b *body) Header() http.Header {
+	if b.header == nil {
+		b.header = http.Header{}
+	}
+	return b.header
+}
+func (b *body) WriteHeader(int) {}
+func (b *body) Write(p []byte) (int, error) {
+	b.data = append(b.data, p...)
+	return len(p), nil
+}
+
+const protobufType = "application/vnd.kubernetes.protobuf"
+
+// plainJSON makes a request about events one that custom resources understand: clients take events for a built-in kind,
+// and speak protobuf.
+func plainJSON(r *http.Request) error {
+	if strings.Contains(r.Header.Get("Accept"), protobufType) {
+		r.Header.Set("Accept", "application/json")
+	}
+	if !strings.HasPrefix(r.Header.Get("Content-Type"), protobufType) || r.Body == nil {
+		return nil
+	}
+	b, err := io.ReadAll(io.LimitReader(r.Body, 1<<20))
+	if err := errors.Join(err, r.Body.Close()); err != nil {
+		return fmt.Errorf("read event: %w", err)
+	}
+	obj, _, err := protobuf.NewSerializer(scheme.Scheme, scheme.Scheme).Decode(b, nil, nil)
+	if err != nil {
+		return fmt.Errorf("decode event: %w", err)
+	}
+	if b, err = json.Marshal(obj); err != nil {
+		return fmt.Errorf("encode event: %w", err)
+	}
+	r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(b)), int64(len(b))
+	r.Header.Set("Content-Type", "application/json")
+	return nil
+}

@@ -1,0 +1,233 @@
+package kubeapi
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/subtle"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/big"
+	mrand "math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"drover.io/drover/api"
+)
+
+// identity is what lets clients know the server and the server know its clients: authority, token and port.
+type identity struct {
+	dir     string
+	token   string
+	caPEM   []byte
+	port    int
+	serving dynamiccertificates.CertKeyContentProvider
+}
+
+const tenYears = 10 * 365 * 24 * time.Hour
+
+// openIdentity reads <dir>/pki, or makes it.
+func openIdentity(dir string) (*identity, error) {
+	id := &identity{dir: filepath.Join(dir, "pki")}
+	if err := os.MkdirAll(id.dir, 0o700); err != nil {
+		return nil, api.Errorf(api.Unavailable, "pki folder: %w", err)
+	}
+	token, err := id.load("token", func() ([]byte, error) { return []byte(randomToken()), nil })
+	if err != nil {
+		return nil, err
+	}
+	id.token = strings.TrimSpace(string(token))
+	if len(id.token) < 32 {
+		return nil, api.Errorf(api.Corrupt, "%s/token is too short: delete it to get a new one", id.dir)
+	}
+	// One file for certificate and key: they are never of different ages.
+	both, err := id.load("ca.pem", newAuthority)
+	if err != nil {
+		return nil, err
+	}
+	certBlock, rest := pem.Decode(both)
+	keyBlock, _ := pem.Decode(rest)
+	if certBlock == nil || keyBlock == nil {
+		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged: delete it to get a new authority", id.dir)
+	}
+	ca, err := x509.ParseCertificate(certBlock.Bytes)
+	if err != nil {
+		return nil, api.Errorf(api.Corrupt, "%s/ca.pem: %w", id.dir, err)
+	}
+	caKey, err := x509.ParseECPrivateKey(keyBlock.Bytes)
+	if err != nil {
+		return nil, api.Errorf(api.Corrupt, "%s/ca.pem: %w", id.dir, err)
+	}
+	id.caPEM = pem.EncodeToMemory(certBlock)
+	// The serving certificate lives in memory alone and is new at every start, so that it never expires in use.
+	cert, key, err := issue(ca, caKey)
+	if err != nil {
+		return nil, fmt.Errorf("serving certificate: %w", err)
+	}
+	id.serving, err = dynamiccertificates.NewStaticCertKeyContent("serving", cert, key)
+	return id, err
+}
+
+// load reads a file of the pki folder, or makes it, readable by its owner alone.
+func (id *identity) load(name string, make func() ([]byte, error)) ([]byte, error) {
+	path := filepath.Join(id.dir, name)
+	b, err := os.ReadFile(path)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return b, err
+	}
+	if b, err = make(); err != nil {
+		return nil, err
+	}
+	return b, writeFile(path, b)
+}
+
+func newAuthority() ([]byte, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover " + randomToken()[:8]},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(3 * tenYears), IsCA: true,
+		BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature}
+	der, err := x509.CreateCertificate(rand.Reader, t, t, key.Public(), key)
+	if err != nil {
+		return nil, err
+	}
+	return encode(der, key)
+}
+
+func issue(ca *x509.Certificate, caKey *ecdsa.PrivateKey) (cert, key []byte, err error) {
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, nil, err
+	}
+	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(tenYears),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		DNSNames: []string{"localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}
+	der, err := x509.CreateCertificate(rand.Reader, t, ca, k.Public(), caKey)
+	if err != nil {
+		return nil, nil, err
+	}
+	both, err := encode(der, k)
+	return both, both, err
+}
+
+func encode(cert []byte, key *ecdsa.PrivateKey) ([]byte, error) {
+	der, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return nil, err
+	}
+	b := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert})
+	return append(b, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})...), nil
+}
+
+func serial() *big.Int {
+	b := make([]byte, 16)
+	_, _ = rand.Read(b)
+	return new(big.Int).SetBytes(b)
+}
+
+// listen takes the port of the last time, or a free one below those that the kernel gives to outgoing connections.
+func (id *identity) listen() (net.Listener, error) {
+	path := filepath.Join(id.dir, "port")
+	if b, err := os.ReadFile(path); err == nil {
+		if port, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
+			ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+			if err == nil {
+				id.port = port
+				return ln, nil
+			}
+		}
+	}
+	var last error
+	for range 100 {
+		port := 20000 + mrand.IntN(12000)
+		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		if err == nil {
+			id.port = port
+			return ln, writeFile(path, []byte(strconv.Itoa(port)+"\n"))
+		}
+		if last = err; !errors.Is(err, syscall.EADDRINUSE) {
+			break
+		}
+	}
+	return nil, api.Errorf(api.Unavailable, "no port on 127.0.0.1 for the API server: %w", last)
+}
+
+// AuthenticateToken knows one user. Digests are compared, so that neither length nor content shows in the time taken.
+func (id *identity) AuthenticateToken(_ context.Context, token string) (*authenticator.Response, bool, error) {
+	got, want := sha256.Sum256([]byte(token)), sha256.Sum256([]byte(id.token))
+	if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+		return nil, false, nil
+	}
+	return &authenticator.Response{User: &user.DefaultInfo{Name: "admin",
+		Groups: []string{user.SystemPrivilegedGroup}}}, true, nil
+}
+
+func (id *identity) url() string { return "https://127.0.0.1:" + strconv.Itoa(id.port) }
+
+func (id *identity) clientConfig() *rest.Config {
+	return &rest.Config{Host: id.url(), BearerToken: id.token, QPS: -1,
+		TLSClientConfig: rest.TLSClientConfig{CAData: id.caPEM}}
+}
+
+func (id *identity) writeKubeconfig(path string) error {
+	kc := clientcmdapi.NewConfig()
+	kc.Clusters["drover"] = &clientcmdapi.Cluster{Server: id.url(), CertificateAuthorityData: id.caPEM}
+	kc.AuthInfos["drover"] = &clientcmdapi.AuthInfo{Token: id.token}
+	kc.Contexts["drover"] = &clientcmdapi.Context{Cluster: "drover", AuthInfo: "drover"}
+	kc.CurrentContext = "drover"
+	b, err := clientcmd.Write(*kc)
+	if err != nil {
+		return fmt.Errorf("kubeconfig: %w", err)
+	}
+	return writeFile(path, b)
+}
+
+// writeFile replaces path in one step, readable by its owner alone, and survives power loss.
+func writeFile(path string, b []byte) error {
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
+	if err != nil {
+		return api.Errorf(api.Unavailable, "write %s: %w", path, err)
+	}
+	_, err = f.Write(b)
+	err = errors.Join(err, f.Sync(), f.Close())
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	if err == nil {
+		err = syncDir(filepath.Dir(path))
+	}
+	if err != nil {
+		_ = os.Remove(f.Name())
+		return api.Errorf(api.Unavailable, "write %s: %w", path, err)
+	}
+	return nil
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

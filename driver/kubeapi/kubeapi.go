@@ -1,0 +1,240 @@
+// Package kubeapi is the API server inside Drover: k8s.io/apiextensions-apiserver over an embedded etcd, for machines
+// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots and <dir>/kubeconfig.
+//
+// Invariants: it listens on loopback alone; every request carries the token of <dir>/pki/token; port, token and
+// authority survive restarts, so that kubeconfigs and clients stay valid; one process at a time has the folder (flock);
+// what was answered is on disk (etcd syncs every commit). There is no watch cache: with few clients it costs more
+// memory than it saves.
+//
+// Goroutines: Start's context owns them all; Server.Wait returns when the last one is gone.
+package kubeapi
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	noopoteltrace "go.opentelemetry.io/otel/trace/noop"
+	"golang.org/x/sys/unix"
+	apixv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver"
+	crdopts "k8s.io/apiextensions-apiserver/pkg/cmd/server/options"
+	generatedopenapi "k8s.io/apiextensions-apiserver/pkg/generated/openapi"
+	"k8s.io/apiserver/pkg/authentication/request/bearertoken"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
+	openapinamer "k8s.io/apiserver/pkg/endpoints/openapi"
+	genericapiserver "k8s.io/apiserver/pkg/server"
+	genericoptions "k8s.io/apiserver/pkg/server/options"
+	"k8s.io/apiserver/pkg/storage/storagebackend"
+	"k8s.io/apiserver/pkg/util/compatibility"
+	"k8s.io/apiserver/pkg/util/openapi"
+	"k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+
+	"drover.io/drover/api"
+)
+
+// Options say where the server lives.
+type Options struct {
+	// Dir is the state folder. It is created; it must be on a local file system.
+	Dir string
+	// Log takes what the server has to say; nil means slog.Default().
+	Log *slog.Logger
+	// QuotaBytes bounds the database; 0 means 1 GiB.
+	QuotaBytes int64
+	// KeepEvents and MaxEvents bound the events that are kept; 0 means 24 h and 2000.
+	KeepEvents time.Duration
+	MaxEvents  int
+	// Tidy is how often events are pruned, the quota is looked at and a snapshot may be due; 0 means 10 min.
+	Tidy time.Duration
+}
+
+// Server is a running API server.
+type Server struct {
+	// Config is for clients in this process and others on this machine. It has no client-side rate limit.
+	Config *rest.Config
+	// Kubeconfig is the path of the kubeconfig file, readable by its owner alone.
+	Kubeconfig string
+
+	store *store
+	log   *slog.Logger
+	wg    sync.WaitGroup
+	stop  context.CancelFunc
+	once  sync.Once
+	err   error
+	lock  *os.File
+}
+
+// services refuses webhooks that point at Services: there are none here.
+type services struct{}
+
+func (services) ResolveEndpoint(namespace, name string, _ int32) (*url.URL, error) {
+	return nil, fmt.Errorf("no Service %s/%s: the embedded API server has no Services", namespace, name)
+}
+
+// Start runs the server until ctx ends and returns once it serves every kind of Drover. The caller cancels ctx and then
+// calls Wait.
+func Start(ctx context.Context, o Options) (_ *Server, err error) {
+	o = o.withDefaults()
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+		return nil, api.Errorf(api.Unavailable, "state folder: %w", err)
+	}
+	lock, err := takeLock(o.Dir)
+	if err != nil {
+		return nil, err
+	}
+	run, stop := context.WithCancel(ctx)
+	s := &Server{log: o.Log, stop: stop, lock: lock, Kubeconfig: filepath.Join(o.Dir, "kubeconfig")}
+	defer func() {
+		if err != nil {
+			stop()
+			_ = s.Wait()
+			err = fmt.Errorf("embedded API server in %s: %w", o.Dir, err)
+		}
+	}()
+
+	id, err := openIdentity(o.Dir)
+	if err != nil {
+		return nil, err
+	}
+	ln, err := id.listen()
+	if err != nil {
+		return nil, err
+	}
+	s.store, err = openStore(ctx, o)
+	if err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
+
+	rc := genericapiserver.NewRecommendedConfig(apiserver.Codecs)
+	rc.EffectiveVersion = compatibility.DefaultBuildEffectiveVersion()
+	rc.SecureServing = &genericapiserver.SecureServingInfo{Listener: ln, Cert: id.serving, MinTLSVersion: 0x0304}
+	s.Config = id.clientConfig()
+	loopback := rest.CopyConfig(s.Config)
+	loopback.BearerToken = randomToken()
+	rc.LoopbackClientConfig = loopback
+	rc.Authentication.Authenticator = bearertoken.New(id)
+	rc.Authorization.Authorizer = authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)
+	rc.EnableProfiling = false
+	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(generatedopenapi.GetOpenAPIDefinitions)
+	namer := openapinamer.NewDefinitionNamer(apiserver.Scheme, scheme.Scheme)
+	rc.OpenAPIConfig = genericapiserver.DefaultOpenAPIConfig(defs, namer)
+	rc.OpenAPIV3Config = genericapiserver.DefaultOpenAPIV3Config(defs, namer)
+	rc.MergedResourceConfig = apiserver.DefaultAPIResourceConfigSource()
+
+	storage := genericoptions.NewEtcdOptions(storagebackend.NewDefaultConfig("/registry",
+		apiserver.Codecs.LegacyCodec(apixv1.SchemeGroupVersion)))
+	storage.StorageConfig.Transport.ServerList = []string{s.store.endpoint}
+	// The metric of object counts is not served; polling for it is idle load.
+	storage.StorageConfig.CountMetricPollPeriod = 0
+	storage.EnableWatchCache = false
+	if err := storage.ApplyTo(&rc.Config); err != nil {
+		return nil, fmt.Errorf("storage: %w", err)
+	}
+	disc := &finder{}
+	chain := rc.BuildHandlerChainFunc
+	rc.BuildHandlerChainFunc = func(h http.Handler, c *genericapiserver.Config) http.Handler {
+		disc.next = h
+		return chain(disc, c)
+	}
+	cfg := &apiserver.Config{GenericConfig: rc, ExtraConfig: apiserver.ExtraConfig{
+		CRDRESTOptionsGetter: crdopts.NewCRDRESTOptionsGetter(*storage, nil, rc.StorageObjectCountTracker),
+		MasterCount:          1,
+		ServiceResolver:      services{},
+		AuthResolverWrapper: webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, loopback,
+			noopoteltrace.NewTracerProvider()),
+	}}
+	srv, err := cfg.Complete().New(genericapiserver.NewEmptyDelegate())
+	if err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
+	disc.groups = srv.GenericAPIServer.AggregatedDiscoveryGroupManager
+	// Watches never end by themselves; a stop must not wait for them.
+	srv.GenericAPIServer.ShutdownTimeout = 300 * time.Millisecond
+
+	prepared := srv.GenericAPIServer.PrepareRun()
+	s.wg.Go(func() {
+		if err := prepared.RunWithContext(run); err != nil {
+			s.fail(fmt.Errorf("API server: %w", err))
+		}
+		stop()
+	})
+	if err := InstallCRDs(run, s.Config); err != nil {
+		return nil, err
+	}
+	if err := id.writeKubeconfig(s.Kubeconfig); err != nil {
+		return nil, err
+	}
+	s.wg.Go(func() { s.tidy(run, o) })
+	return s, nil
+}
+
+// Wait returns when the server has stopped: nil after a stop that was asked for, otherwise why it stopped.
+func (s *Server) Wait() error {
+	s.wg.Wait()
+	s.stop()
+	s.once.Do(func() {
+		if s.store != nil {
+			s.store.close()
+		}
+		_ = s.lock.Close()
+	})
+	return s.err
+}
+
+// fail is called by the server's own goroutine, before Wait can return.
+func (s *Server) fail(err error) {
+	s.err = err
+	s.log.Error("embedded API server failed", "err", err)
+}
+
+func (o Options) withDefaults() Options {
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	if o.QuotaBytes == 0 {
+		o.QuotaBytes = 1 << 30
+	}
+	if o.KeepEvents == 0 {
+		o.KeepEvents = 24 * time.Hour
+	}
+	if o.MaxEvents == 0 {
+		o.MaxEvents = 2000
+	}
+	if o.Tidy == 0 {
+		o.Tidy = 10 * time.Minute
+	}
+	return o
+}
+
+// takeLock makes this process the only one in the folder. The kernel gives the lock back when the process ends.
+func takeLock(dir string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, "kubeapi.lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "state folder: %w", err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		return nil, api.Errorf(api.InUse,
+			"state folder %s is in use by another process: stop it, or choose another folder", dir)
+	}
+	return f, nil
+}
+
+func randomToken() string {
+	b := make([]byte, 32)
+	_, _ = rand.Read(b) // never fails
+	return hex.EncodeToString(b)
+}
