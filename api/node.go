@@ -108,4 +108,5 @@ var Settings = map[string]string{
 	"allow-private-image-sources":          "false",
 	"default-replica-count":                "1",
 	"default-data-locality":                "disabled",
+	"volume-attach-limit":                  "256", // volumes that one node may have attached
 }

@@ -1,0 +1,105 @@
+// Package await waits for an object to become what a caller needs, by watching that one object: nothing polls.
+//
+// It has no goroutines of its own; the watch ends before a call returns. Errors are those of the Kubernetes client and
+// of the context, unwrapped: the caller knows what it was waiting for and says so.
+package await
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
+)
+
+// Until returns the first version of the named object for which done returns true, or done's error. An object that does
+// not exist, or goes away meanwhile, is the client's NotFound.
+func Until[T client.Object](ctx context.Context, c client.WithWatch, name string, done func(T) (bool, error)) (T, error) {
+	var zero T
+	for {
+		obj := reflect.New(reflect.TypeFor[T]().Elem()).Interface().(T)
+		if err := c.Get(ctx, client.ObjectKey{Name: name}, obj); err != nil {
+			return zero, ended(ctx, err)
+		}
+		if ok, err := done(obj); ok || err != nil {
+			return obj, err
+		}
+		obj, ok, err := next(ctx, c, obj, done)
+		if ok || err != nil {
+			return obj, err
+		}
+	}
+}
+
+// Gone returns once no object of that name and UID exists. see, which may be nil, is shown every version on the way.
+func Gone[T client.Object](ctx context.Context, c client.WithWatch, obj T, see func(T)) error {
+	_, err := Until(ctx, c, obj.GetName(), func(now T) (bool, error) {
+		if see != nil {
+			see(now)
+		}
+		return now.GetUID() != obj.GetUID(), nil
+	})
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	return err
+}
+
+// next watches from obj on. ok false without an error means that the watch ended and the caller must look again.
+func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done func(T) (bool, error)) (T, bool, error) {
+	var zero T
+	gvk, err := apiutil.GVKForObject(obj, c.Scheme())
+	if err != nil {
+		return zero, false, err
+	}
+	made, err := c.Scheme().New(gvk.GroupVersion().WithKind(gvk.Kind + "List"))
+	if err != nil {
+		return zero, false, err
+	}
+	list, isList := made.(client.ObjectList)
+	if !isList {
+		return zero, false, fmt.Errorf("%T is not a list of objects", made)
+	}
+	w, err := c.Watch(ctx, list, client.MatchingFields{"metadata.name": obj.GetName()},
+		&client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: obj.GetResourceVersion()}})
+	if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
+		return zero, false, nil
+	}
+	if err != nil {
+		return zero, false, ended(ctx, err)
+	}
+	defer w.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return zero, false, ctx.Err()
+		case e, open := <-w.ResultChan():
+			if !open || e.Type == watch.Error {
+				return zero, false, ctx.Err()
+			}
+			now, isT := e.Object.(T)
+			if !isT || e.Type == watch.Bookmark {
+				continue
+			}
+			if e.Type == watch.Deleted {
+				return zero, false, nil // the Get that follows says NotFound, or finds a new object of that name
+			}
+			if ok, err := done(now); ok || err != nil {
+				return now, ok, err
+			}
+		}
+	}
+}
+
+// ended prefers the end of the context to the client's words for it.
+func ended(ctx context.Context, err error) error {
+	if c := ctx.Err(); c != nil && !errors.Is(err, c) {
+		return c
+	}
+	return err
+}
