@@ -1,0 +1,47 @@
+package imagestore
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"drover.io/drover/api"
+)
+
+var (
+	imageSize = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backing_image_size_bytes",
+		Help: "Bytes that one copy of a backing image takes on a disk."}, []string{"backing_image"})
+	imageVirtualSize = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backing_image_virtual_size_bytes",
+		Help: "Size of the disk inside a backing image."}, []string{"backing_image"})
+	imageCopies = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backing_image_copies",
+		Help: "Copies of a backing image by state."}, []string{"backing_image", "state"})
+
+	transferBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backing_image_transfer_bytes_total",
+		Help: "Bytes read from the sources of backing images, by kind of source."}, []string{"source"})
+	transferSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name: "drover_backing_image_transfer_duration_seconds", Help: "Time from the start of a transfer to its end.",
+		Buckets: prometheus.ExponentialBuckets(0.1, 4, 9)}, []string{"source", "result"})
+	transfers = prometheus.NewGauge(prometheus.GaugeOpts{Name: "drover_backing_image_transfers",
+		Help: "Transfers under way on this node."})
+)
+
+func init() {
+	metrics.Registry.MustRegister(imageSize, imageVirtualSize, imageCopies, transferBytes, transferSeconds, transfers)
+}
+
+func setImageMetrics(img *api.BackingImage) {
+	imageSize.WithLabelValues(img.Name).Set(float64(img.Status.Size))
+	imageVirtualSize.WithLabelValues(img.Name).Set(float64(img.Status.VirtualSize))
+	n := map[api.ImageState]int{}
+	for _, c := range img.Status.Copies {
+		n[c.State]++
+	}
+	for state := range rank {
+		imageCopies.WithLabelValues(img.Name, string(state)).Set(float64(n[state]))
+	}
+}
+
+func forgetImageMetrics(name string) {
+	imageSize.DeleteLabelValues(name)
+	imageVirtualSize.DeleteLabelValues(name)
+	imageCopies.DeletePartialMatch(prometheus.Labels{"backing_image": name})
+}

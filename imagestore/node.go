@@ -1,0 +1,415 @@
+package imagestore
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strconv"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/recorder"
+	ctrlsource "sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/source"
+)
+
+// NodeOptions of the node role. The zero value of each field but Log stands for its default.
+type NodeOptions struct {
+	Log *slog.Logger
+	// UploadListen is the address that uploads are taken on; 127.0.0.1:0. UploadHost is the name or address that users
+	// reach it by; default: the one listened on.
+	UploadListen, UploadHost string
+	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
+	Parallel int
+	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
+	RetryMin, RetryMax time.Duration
+	// Download tunes downloads.
+	Download source.DownloadOptions
+}
+
+// copies makes the ImageCopy objects of one node true.
+type copies struct {
+	client.Client
+	node    string
+	disks   func(api.UID) (block.Layers, error)
+	opts    NodeOptions
+	events  recorder.EventRecorder
+	log     *slog.Logger
+	movers  *movers
+	uploads *source.Uploads
+
+	mu   sync.Mutex
+	pens map[string]*pen
+}
+
+// pen is what this process, the only writer, holds to be the status of an ImageCopy. The cache may lag behind it.
+type pen struct {
+	object types.UID
+	status api.ImageCopyStatus
+}
+
+// SetupNode adds the loops of the node role to a manager. disks finds a disk of this node by its UID.
+func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers, error), o NodeOptions) error {
+	if o.UploadListen == "" {
+		o.UploadListen = "127.0.0.1:0"
+	}
+	if o.Parallel <= 0 {
+		o.Parallel = 3
+	}
+	if o.RetryMin <= 0 {
+		o.RetryMin = 5 * time.Second
+	}
+	if o.RetryMax <= 0 {
+		o.RetryMax = 5 * time.Minute
+	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	uploads, err := source.ListenUploads(o.UploadListen, o.UploadHost)
+	if err != nil {
+		return err
+	}
+	n := &copies{Client: mgr.GetClient(), node: nodeName, disks: disks, opts: o, uploads: uploads,
+		events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
+		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{}}
+	if err := mgr.Add(uploads); err != nil {
+		return err
+	}
+	if err := mgr.Add(n.movers); err != nil {
+		return err
+	}
+	mine := predicate.NewPredicateFuncs(func(o client.Object) bool {
+		c, ok := o.(*api.ImageCopy)
+		return ok && c.Spec.Node == nodeName
+	})
+	everyNode := false
+	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
+		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode}).
+		Complete(n)
+}
+
+// Reconcile moves one copy a step on.
+func (n *copies) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	c := &api.ImageCopy{}
+	err := n.Get(ctx, req.NamespacedName, c)
+	if apierrors.IsNotFound(err) || err == nil && c.Spec.Node != n.node {
+		n.drop(req.Name)
+		return ctrl.Result{}, nil
+	}
+	if err != nil {
+		return ctrl.Result{}, err
+	}
+	p := n.pen(c)
+	j := n.movers.get(c.Name)
+	if j != nil && (j.object != c.UID || !c.DeletionTimestamp.IsZero()) {
+		if j.cancel(); j.running() {
+			return ctrl.Result{}, nil // its end wakes us
+		}
+		n.movers.forget(c.Name)
+		j = nil
+	}
+	st := p.status
+	var wait time.Duration
+	if !c.DeletionTimestamp.IsZero() {
+		done := false
+		if wait, done = n.remove(ctx, c, &st); done {
+			n.drop(c.Name)
+			if controllerutil.RemoveFinalizer(c, api.Finalizer) {
+				return ctrl.Result{}, again(n.Update(ctx, c))
+			}
+			return ctrl.Result{}, nil
+		}
+	} else if wait, err = n.step(ctx, c, j, &st); err != nil {
+		return ctrl.Result{}, err
+	}
+	return ctrl.Result{RequeueAfter: wait}, n.write(ctx, c, p, st)
+}
+
+// pen finds or begins what we know of a copy.
+func (n *copies) pen(c *api.ImageCopy) *pen {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	p := n.pens[c.Name]
+	if p == nil || p.object != c.UID {
+		p = &pen{object: c.UID, status: c.Status}
+		n.pens[c.Name] = p
+	}
+	return p
+}
+
+// drop forgets a copy that is no more.
+func (n *copies) drop(name string) {
+	if j := n.movers.get(name); j != nil {
+		j.cancel()
+		n.movers.forget(name)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	delete(n.pens, name)
+}
+
+// write brings the status to the API, and to the pen once it is there.
+func (n *copies) write(ctx context.Context, c *api.ImageCopy, p *pen, st api.ImageCopyStatus) error {
+	if st.State != p.status.State {
+		st.LastTransition = metav1.NewTime(time.Now().Truncate(time.Second))
+	}
+	if equality.Semantic.DeepEqual(st, c.Status) {
+		p.status = st
+		return nil
+	}
+	// A patch without a version: there is no other writer, and the cached object may be old.
+	base := c.DeepCopy()
+	base.Status = api.ImageCopyStatus{}
+	next := base.DeepCopy()
+	next.Status = st
+	if err := n.Status().Patch(ctx, next, statusPatch{c.Status, st}); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if st.State != p.status.State {
+		n.log.Info("copy", "image", c.Spec.Image, "disk", c.Spec.Disk, "state", st.State, "message", st.Message)
+		if st.State == api.ImageFailed {
+			n.events.Eventf(c, nil, corev1.EventTypeWarning, "Failed", "Transfer", "%s", clip(st.Message))
+		}
+	}
+	p.status = st
+	return nil
+}
+
+// step decides what the state of a copy becomes, given what its transfer did.
+func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.ImageCopyStatus) (time.Duration, error) {
+	if j != nil && j.running() {
+		g := j.glance()
+		st.State, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = g.state, g.percent, g.done, g.total, g.url
+		st.Message = ""
+		return 0, nil
+	}
+	img := &api.BackingImage{}
+	if err := n.Get(ctx, client.ObjectKey{Name: c.Spec.Image}, img); client.IgnoreNotFound(err) != nil {
+		return 0, err
+	}
+	if j != nil {
+		defer n.movers.forget(c.Name)
+		if j.err == nil {
+			done(st, j.got)
+			return 0, nil
+		}
+		if errors.Is(j.err, context.Canceled) {
+			return 0, nil // the process ends; the next one goes on
+		}
+		return n.failed(c, img.Spec.SourceType, st, j.err), nil
+	}
+	on, err := n.disks(c.Spec.Disk)
+	if err != nil {
+		st.State, st.Message = api.ImageUnknown, err.Error()
+		return n.opts.RetryMin, nil
+	}
+	if img.Status.UUID != c.Spec.UUID {
+		if st.State != api.ImageReady {
+			st.State, st.Message = api.ImagePending, "the image "+c.Spec.Image+" is not there any more"
+		}
+		return 0, nil // the controller deletes this copy
+	}
+	want := n.want(c, img)
+	got, err := disk.Find(on, want)
+	switch {
+	case err == nil:
+		done(st, got)
+		return 0, nil
+	case !api.Is(err, api.NotFound):
+		if st.State == api.ImageFailed && !due(st) {
+			return time.Until(st.NextTry.Time), nil
+		}
+		return n.failed(c, img.Spec.SourceType, st, err), nil
+	}
+	if lost := st.State == api.ImageReady || st.State == api.ImageUnknown && st.Digest != ""; lost {
+		n.log.Warn("copy is gone from its disk", "image", c.Spec.Image, "disk", c.Spec.Disk)
+		n.events.Eventf(c, nil, corev1.EventTypeWarning, "Lost", "Transfer", "the copy is gone from disk %s", c.Spec.Disk)
+	}
+	if st.State == api.ImageFailed && c.Spec.From == "" {
+		if st.NextTry.IsZero() {
+			return 0, nil // for good
+		}
+		if !due(st) {
+			return time.Until(st.NextTry.Time), nil
+		}
+	} else if st.State == api.ImageFailed && !due(st) && !st.NextTry.IsZero() {
+		return time.Until(st.NextTry.Time), nil
+	}
+	if interrupted(st) && c.Spec.From == "" && img.Spec.SourceType == api.SourceUpload {
+		if on != nil {
+			err = disk.Remove(ctx, on, want)
+		}
+		return n.failed(c, img.Spec.SourceType, st, errors.Join(api.Errorf(api.Unavailable,
+			"the upload was cut off by a restart of this node"), err)), nil
+	}
+	if err := n.begin(ctx, c, img, on, want); err != nil {
+		return 0, err
+	}
+	st.State, st.Message, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = api.ImagePending, "", 0, 0, 0, ""
+	st.NextTry = metav1.Time{}
+	return 0, nil
+}
+
+// interrupted reports that bytes were arriving when the last process ended.
+func interrupted(st *api.ImageCopyStatus) bool {
+	return st.State == api.ImageInProgress || st.State == api.ImageTransfer || st.Digest != ""
+}
+
+func due(st *api.ImageCopyStatus) bool {
+	return !st.NextTry.IsZero() && !time.Now().Before(st.NextTry.Time)
+}
+
+// done is the status of a copy that is there.
+func done(st *api.ImageCopyStatus, g disk.Got) {
+	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
+	st.Attempts = 0
+	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
+}
+
+// failed is the status of a copy that could not be made, and the time until it is tried again.
+func (n *copies) failed(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus, err error) time.Duration {
+	st.State, st.Message, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), 0, ""
+	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = "", 0, 0, "", ""
+	st.Attempts++
+	st.NextTry = metav1.Time{}
+	if c.Spec.From == "" && !worthRetry(t, err) {
+		return 0
+	}
+	pause := n.opts.RetryMin << min(st.Attempts-1, 20)
+	if pause > n.opts.RetryMax || pause <= 0 {
+		pause = n.opts.RetryMax
+	}
+	// Whole seconds, because that is what the API keeps.
+	st.NextTry = metav1.NewTime(time.Now().Add(pause + time.Second - 1).Truncate(time.Second))
+	return time.Until(st.NextTry.Time)
+}
+
+// worthRetry reports whether the same again may come out better. What the user sent cannot be asked for again, and an
+// image that is wrong stays wrong until the user changes it.
+func worthRetry(t api.SourceType, err error) bool {
+	if t == api.SourceUpload {
+		return false
+	}
+	switch api.KindOf(err) {
+	case api.Invalid, api.Corrupt, api.Unsupported, api.OutOfRange:
+		return false
+	}
+	return true
+}
+
+func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
+	w := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum}
+	if img.Status.UUID == c.Spec.UUID && img.Status.Digest != "" {
+		w.Checksum, w.Digest = img.Status.Checksum, img.Status.Digest
+		w.Format, w.VirtualSize = img.Status.Format, img.Status.VirtualSize
+	}
+	return w
+}
+
+// begin starts the transfer of a copy.
+func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingImage, on block.Layers,
+	want disk.Want) error {
+	if c.Spec.From != "" {
+		from, err := n.disks(c.Spec.From)
+		if err != nil {
+			return err
+		}
+		_, err = n.movers.start(ctx, c, "disk",
+			func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error) {
+				if err := slot(ctx); err != nil {
+					return disk.Got{}, err
+				}
+				j.is(api.ImageInProgress, "")
+				return disk.Copy(ctx, from, on, want, &j.progress)
+			})
+		return err
+	}
+	spec := img.Spec.DeepCopy()
+	_, err := n.movers.start(ctx, c, string(spec.SourceType),
+		func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error) {
+			return n.bring(ctx, j, slot, spec, on, want)
+		})
+	return err
+}
+
+// bring is one import from the image's source.
+func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
+	on block.Layers, want disk.Want) (got disk.Got, err error) {
+	var up *source.Upload
+	open := func(ctx context.Context) (*source.Stream, error) {
+		if spec.SourceType == api.SourceUpload {
+			size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
+			up = n.uploads.Expect(size)
+			j.is(api.ImageStarting, up.URL)
+			s, err := up.Accept(ctx)
+			if err != nil {
+				return nil, err
+			}
+			if err := slot(ctx); err != nil {
+				_ = s.Close()
+				return nil, err
+			}
+			j.is(api.ImageInProgress, "")
+			return s, nil
+		}
+		if err := slot(ctx); err != nil {
+			return nil, err
+		}
+		j.is(api.ImageStarting, "")
+		s, err := n.open(ctx, spec)
+		if err == nil {
+			j.is(api.ImageInProgress, "")
+		}
+		return s, err
+	}
+	got, err = disk.Import(ctx, on, want, &j.progress, open)
+	if up != nil {
+		up.Close(err)
+	}
+	return got, err
+}
+
+func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec) (*source.Stream, error) {
+	switch spec.SourceType {
+	case api.SourceFile:
+		return source.OpenFile(spec.SourceParameters["path"])
+	case api.SourceDownload:
+		o := n.opts.Download
+		o.Resumed = func(off int64, cause error) {
+			n.log.Warn("download was cut, asking for the rest", "bytes", off, "cause", cause)
+		}
+		return source.Download(ctx, spec.SourceParameters["url"], o)
+	}
+	return nil, api.Errorf(api.Unsupported, "source type %s is not supported yet", spec.SourceType)
+}
+
+// remove takes the copy from its disk.
+func (n *copies) remove(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (time.Duration, bool) {
+	on, err := n.disks(c.Spec.Disk)
+	if err == nil {
+		err = disk.Remove(ctx, on, disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers})
+	}
+	if err == nil {
+		n.log.Info("copy removed", "image", c.Spec.Image, "disk", c.Spec.Disk)
+		return 0, true
+	}
+	st.Message = "the copy cannot be removed yet: " + err.Error()
+	return n.opts.RetryMin, false
+}

@@ -1,0 +1,63 @@
+package imagestore
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+
+	"drover.io/drover/api"
+)
+
+// nodeWatch wakes the images when something about a node changed that placement or mirrored states look at. Heartbeats
+// and the room on disks change all the time and wake nobody; a heartbeat that stays away does.
+type nodeWatch struct {
+	client.Client
+	wake chan event.GenericEvent
+
+	mu   sync.Mutex
+	seen map[string]string // node: what it looked like
+}
+
+func (w *nodeWatch) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	var n api.Node
+	err := w.Get(ctx, req.NamespacedName, &n)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return ctrl.Result{}, err
+	}
+	looks, wait := "", time.Duration(0)
+	if err == nil {
+		disks, alive := disksOf([]api.Node{n}, time.Now())
+		var all []string
+		for _, d := range disks {
+			d.available = min(d.available, 1) // whether there is room at all
+			all = append(all, fmt.Sprintf("%+v", d))
+		}
+		slices.Sort(all)
+		looks = fmt.Sprint(alive[n.Name], strings.Join(all, " "))
+		if alive[n.Name] {
+			wait = time.Until(n.Status.Heartbeat.Add(silence)) + time.Second
+		}
+	}
+	w.mu.Lock()
+	changed := w.seen[req.Name] != looks
+	w.seen[req.Name] = looks
+	if looks == "" {
+		delete(w.seen, req.Name)
+	}
+	w.mu.Unlock()
+	if changed {
+		select {
+		case w.wake <- event.GenericEvent{Object: &n}:
+		case <-ctx.Done():
+		}
+	}
+	return ctrl.Result{RequeueAfter: wait}, nil
+}
