@@ -1,0 +1,111 @@
+package controller
+
+import (
+	"context"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/util/retry"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// change edits a volume's spec; edit returns false where nothing is to be done.
+func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (bool, error)) (*api.Volume, error) {
+	var vol *api.Volume
+	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		v, err := s.volume(ctx, id)
+		if err != nil {
+			return err
+		}
+		if v.DeletionTimestamp != nil {
+			return api.Errorf(api.InUse, "volume %s is being deleted", id)
+		}
+		vol = v
+		if do, err := edit(v); !do || err != nil {
+			return err
+		}
+		return s.client.Update(ctx, v)
+	})
+	if err != nil {
+		return nil, api.Explain(err, "change volume %.80s", id)
+	}
+	return vol, nil
+}
+
+// ControllerExpandVolume grows the volume and waits until every replica, and the device of an attached one, has the size.
+func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (
+	*csi.ControllerExpandVolumeResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if req.GetVolumeId() == "" || req.GetCapacityRange() == nil {
+		return nil, api.Errorf(api.Invalid, "expanding needs a volume and a capacity range")
+	}
+	required, limit, err := sizes(req.GetCapacityRange())
+	if err != nil {
+		return nil, err
+	}
+	if c := req.GetVolumeCapability(); c != nil {
+		if err := supported(c); err != nil {
+			return nil, err
+		}
+	}
+	vol, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
+		if limit > 0 && v.Spec.Size > limit {
+			return false, api.Errorf(api.OutOfRange, "it has %d bytes, over the limit of %d, and cannot shrink", v.Spec.Size, limit)
+		}
+		if required <= v.Spec.Size {
+			return false, nil
+		}
+		n := api.RoundSize(required)
+		if limit > 0 && n > limit {
+			return false, api.Errorf(api.OutOfRange, "the next size is %d bytes, over the limit of %d", n, limit)
+		}
+		v.Spec.Size = n
+		return true, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	want, msg := vol.Spec.Size, ""
+	vol, err = await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
+		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionExpanded); c != nil && c.Status == "False" {
+			msg = " (" + c.Message + ")"
+		}
+		return v.Status.Size >= want, nil
+	})
+	if err != nil {
+		return nil, api.Explain(err, "expand volume %s to %d bytes%s", req.GetVolumeId(), want, msg)
+	}
+	return &csi.ControllerExpandVolumeResponse{
+		CapacityBytes: vol.Status.Size,
+		// A block device grows by itself; a file system is told on the node.
+		NodeExpansionRequired: req.GetVolumeCapability().GetBlock() == nil,
+	}, nil
+}
+
+// ControllerModifyVolume changes the given keys, all or none, and touches no other.
+func (s *Server) ControllerModifyVolume(ctx context.Context, req *csi.ControllerModifyVolumeRequest) (
+	*csi.ControllerModifyVolumeResponse, error) {
+	if _, err := s.volume(ctx, req.GetVolumeId()); err != nil {
+		return nil, err
+	}
+	if err := new(wish).modify(req.GetMutableParameters()); err != nil {
+		return nil, api.Explain(err, "modify volume %s", req.GetVolumeId())
+	}
+	_, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
+		w := &wish{spec: *v.Spec.DeepCopy()}
+		if err := w.modify(req.GetMutableParameters()); err != nil {
+			return false, err
+		}
+		same := w.spec.NumberOfReplicas == v.Spec.NumberOfReplicas && w.spec.DataLocality == v.Spec.DataLocality &&
+			w.spec.StaleReplicaTimeout == v.Spec.StaleReplicaTimeout
+		v.Spec = w.spec
+		return !same, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &csi.ControllerModifyVolumeResponse{}, nil
+}

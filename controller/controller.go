@@ -1,0 +1,154 @@
+// Package controller is the CSI Controller door: it translates requests into objects of drover.io/v1alpha1 and waits,
+// by watching, until the loops of the rooms have made them true. It holds no storage logic and no state but a mutex:
+// every call is idempotent by the object it creates or verifies, so that a repeated call, also to another instance or
+// after a restart, joins the work instead of doing it twice.
+//
+// Errors are api errors; the table that turns their kinds into gRPC codes is the driver's. It starts no goroutines.
+package controller
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"strconv"
+	"sync"
+	"time"
+	"unicode/utf8"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// annotationName keeps the name a volume was asked for, where it is not the object's.
+const annotationName = "drover.io/csi-name"
+
+const (
+	waitDefault = 2 * time.Minute // for callers that set no deadline
+	waitMargin  = 300 * time.Millisecond
+	nameLimit   = 128 // bytes of a name, as CSI limits strings
+)
+
+// Server answers the Controller RPCs.
+type Server struct {
+	csi.UnimplementedControllerServer
+	client client.WithWatch
+	// attach makes counting a node's attachments and adding one a single step, so that the limit holds.
+	attach sync.Mutex
+}
+
+// New makes the door. The client must read from the API server itself, not from a cache: the door looks at what it
+// has just written.
+func New(c client.WithWatch) *Server { return &Server{client: c} }
+
+// ControllerGetCapabilities lists what the Controller RPCs can do.
+func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCapabilitiesRequest) (
+	*csi.ControllerGetCapabilitiesResponse, error) {
+	res := &csi.ControllerGetCapabilitiesResponse{}
+	for _, t := range []csi.ControllerServiceCapability_RPC_Type{
+		csi.ControllerServiceCapability_RPC_CREATE_DELETE_VOLUME,
+		csi.ControllerServiceCapability_RPC_PUBLISH_UNPUBLISH_VOLUME,
+		csi.ControllerServiceCapability_RPC_PUBLISH_READONLY,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUMES,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUMES_PUBLISHED_NODES,
+		csi.ControllerServiceCapability_RPC_GET_CAPACITY,
+		csi.ControllerServiceCapability_RPC_GET_VOLUME,
+		csi.ControllerServiceCapability_RPC_EXPAND_VOLUME,
+		csi.ControllerServiceCapability_RPC_MODIFY_VOLUME,
+		csi.ControllerServiceCapability_RPC_SINGLE_NODE_MULTI_WRITER,
+		csi.ControllerServiceCapability_RPC_GET_VOLUME_HEALTH,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUME_HEALTH,
+	} {
+		res.Capabilities = append(res.Capabilities, &csi.ControllerServiceCapability{
+			Type: &csi.ControllerServiceCapability_Rpc{Rpc: &csi.ControllerServiceCapability_RPC{Type: t}}})
+	}
+	return res, nil
+}
+
+// bound ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
+func bound(ctx context.Context) (context.Context, context.CancelFunc) {
+	if d, ok := ctx.Deadline(); ok {
+		if time.Until(d) > 2*waitMargin {
+			d = d.Add(-waitMargin)
+		}
+		return context.WithDeadline(ctx, d)
+	}
+	return context.WithTimeout(ctx, waitDefault)
+}
+
+// objectName is the name of the object for a name given by a user: the same where it is safe as an object's name, a
+// label's value and a device's name; else a hash of it.
+func objectName(name string) string {
+	if len(validation.IsDNS1123Label(name)) == 0 {
+		return name
+	}
+	sum := sha256.Sum256([]byte(name))
+	return "vol-" + hex.EncodeToString(sum[:16])
+}
+
+// checkName refuses what CSI forbids in names.
+func checkName(name string) error {
+	if name == "" {
+		return api.Errorf(api.Invalid, "the volume needs a name")
+	}
+	if len(name) > nameLimit {
+		return api.Errorf(api.Invalid, "the volume's name has %d bytes, more than the %d that CSI allows", len(name), nameLimit)
+	}
+	if !utf8.ValidString(name) {
+		return api.Errorf(api.Invalid, "the volume's name is not UTF-8")
+	}
+	for _, r := range name {
+		if r <= 8 || r == 0x0b || r == 0x0c || (r >= 0x0e && r <= 0x1f) || (r >= 0x7f && r <= 0x9f) {
+			return api.Errorf(api.Invalid, "the volume's name holds the control character %U", r)
+		}
+	}
+	return nil
+}
+
+// volume reads a volume by its CSI id, which is the object's name. An id that no object can have names no volume.
+func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
+	if id == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no volume")
+	}
+	if !validID(id) {
+		return nil, api.Errorf(api.NotFound, "volume %.80q does not exist", id)
+	}
+	vol := &api.Volume{}
+	if err := s.client.Get(ctx, client.ObjectKey{Name: id}, vol); err != nil {
+		if apierrors.IsNotFound(err) {
+			return nil, api.Errorf(api.NotFound, "volume %s does not exist", id)
+		}
+		return nil, api.Explain(err, "read volume %s", id)
+	}
+	return vol, nil
+}
+
+func validID(id string) bool { return len(validation.IsDNS1123Subdomain(id)) == 0 }
+
+// setting is the value of a cluster-wide setting, or its default.
+func (s *Server) setting(ctx context.Context, name string) (string, error) {
+	set := &api.Setting{}
+	if err := s.client.Get(ctx, client.ObjectKey{Name: name}, set); err != nil {
+		if apierrors.IsNotFound(err) {
+			return api.Settings[name], nil
+		}
+		return "", api.Explain(err, "read setting %s", name)
+	}
+	return set.Value, nil
+}
+
+// number is a setting as a number; one that is none counts as its default.
+func (s *Server) number(ctx context.Context, name string) (int64, error) {
+	v, err := s.setting(ctx, name)
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.ParseInt(v, 10, 64)
+	if err != nil {
+		return strconv.ParseInt(api.Settings[name], 10, 64)
+	}
+	return n, nil
+}

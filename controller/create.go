@@ -1,0 +1,310 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// CreateVolume creates the Volume, or verifies that the one of that name is the same wish, and waits until its bytes
+// have a place. A backing image that is missing is created first, from the parameters.
+func (s *Server) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	w, err := understand(req)
+	if err != nil {
+		return nil, err
+	}
+	vol, err := s.ensure(ctx, req, w)
+	if err != nil {
+		return nil, err
+	}
+	if vol, err = s.placed(ctx, vol); err != nil {
+		return nil, err
+	}
+	out, err := s.describe(ctx, vol)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.CreateVolumeResponse{Volume: out}, nil
+}
+
+// understand checks all of a request that can be checked without looking at any object.
+func understand(req *csi.CreateVolumeRequest) (*wish, error) {
+	if err := checkName(req.GetName()); err != nil {
+		return nil, err
+	}
+	if err := allSupported(req.GetVolumeCapabilities()); err != nil {
+		return nil, err
+	}
+	if req.GetVolumeContentSource() != nil {
+		return nil, api.Errorf(api.Invalid, "volume %.80q: a snapshot or another volume as the source is not supported yet",
+			req.GetName())
+	}
+	w := &wish{spec: api.VolumeSpec{NumberOfReplicas: 1, Parameters: kept(req.GetParameters())}}
+	if err := w.parse(req.GetParameters()); err != nil {
+		return nil, err
+	}
+	if err := w.modify(req.GetMutableParameters()); err != nil {
+		return nil, err
+	}
+	if err := w.image.settle(); err != nil {
+		return nil, err
+	}
+	var err error
+	if w.spec.FSType, err = fsType(w.spec.FSType, req.GetVolumeCapabilities()); err != nil {
+		return nil, err
+	}
+	if w.required, w.limit, err = sizes(req.GetCapacityRange()); err != nil {
+		return nil, err
+	}
+	w.spec.Nodes, err = topologyNodes(req.GetAccessibilityRequirements())
+	return w, err
+}
+
+// sizes checks a capacity range by itself.
+func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
+	required, limit = r.GetRequiredBytes(), r.GetLimitBytes()
+	switch {
+	case required < 0 || limit < 0:
+		return 0, 0, api.Errorf(api.Invalid, "a size is negative")
+	case limit > 0 && required > limit:
+		return 0, 0, api.Errorf(api.Invalid, "the required size, %d bytes, is over the limit, %d bytes", required, limit)
+	case required > api.MaxVolumeSize:
+		return 0, 0, api.Errorf(api.OutOfRange, "%d bytes are more than the largest volume, %d bytes", required,
+			api.MaxVolumeSize)
+	case limit > 0 && limit < api.MinVolumeSize:
+		return 0, 0, api.Errorf(api.OutOfRange, "the limit of %d bytes is below the smallest volume, %d bytes", limit,
+			api.MinVolumeSize)
+	}
+	return required, limit, nil
+}
+
+// defaultSize is given to a blank volume that asks for no size, as other drivers do.
+const defaultSize = 1 << 30
+
+// size is what a new volume gets: what is required, rounded up, never less than its image.
+func (w *wish) size(virtual int64) (int64, error) {
+	n := w.required
+	switch {
+	case n == 0 && virtual > 0:
+		n = virtual
+	case n == 0:
+		n = defaultSize
+		if w.limit > 0 {
+			n = min(n, w.limit/api.SizeUnit*api.SizeUnit)
+		}
+	case n < virtual:
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: ask for more",
+			n, virtual, w.image.name)
+	}
+	n = api.RoundSize(n)
+	if w.limit > 0 && n > w.limit {
+		return 0, api.Errorf(api.OutOfRange, "the smallest volume that fits has %d bytes, over the limit of %d bytes", n, w.limit)
+	}
+	if least := minFSSize[w.spec.FSType]; n < least {
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are too few for a file system of type %s, which needs %d bytes", n,
+			w.spec.FSType, least)
+	}
+	return n, nil
+}
+
+// topologyNodes are the nodes that a topology requirement allows, preferred ones first; nil: any.
+func topologyNodes(r *csi.TopologyRequirement) ([]string, error) {
+	var nodes []string
+	for _, t := range slices.Concat(r.GetPreferred(), r.GetRequisite()) {
+		n, ok := t.GetSegments()[api.TopologyNode]
+		if ok && len(t.GetSegments()) == 1 && !slices.Contains(nodes, n) {
+			nodes = append(nodes, n)
+		}
+	}
+	if len(nodes) == 0 && len(r.GetRequisite()) > 0 {
+		return nil, api.Errorf(api.Full, "no node has the topology that is required; this driver's only key is %s",
+			api.TopologyNode)
+	}
+	return nodes, nil
+}
+
+// ensure creates the object or verifies that it says the same.
+func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wish) (*api.Volume, error) {
+	name := objectName(req.GetName())
+	vol := &api.Volume{}
+	err := s.client.Get(ctx, client.ObjectKey{Name: name}, vol)
+	if err == nil {
+		return vol, verify(vol, req.GetName(), w)
+	}
+	if !apierrors.IsNotFound(err) {
+		return nil, api.Explain(err, "read volume %s", name)
+	}
+	virtual, err := s.imageSize(ctx, w)
+	if err != nil {
+		return nil, err
+	}
+	vol = &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: w.spec}
+	if name != req.GetName() {
+		vol.Annotations = map[string]string{annotationName: req.GetName()}
+	}
+	if vol.Spec.Size, err = w.size(virtual); err != nil {
+		return nil, api.Explain(err, "volume %s", name)
+	}
+	if vol.Spec.DataLocality == "" {
+		if vol.Spec.DataLocality, err = s.setting(ctx, "default-data-locality"); err != nil {
+			return nil, err
+		}
+	}
+	if err = s.client.Create(ctx, vol); apierrors.IsAlreadyExists(err) {
+		if vol, err = s.volume(ctx, name); err != nil {
+			return nil, err
+		}
+		return vol, verify(vol, req.GetName(), w)
+	}
+	return vol, api.Explain(err, "create volume %s", name)
+}
+
+// verify says how an existing volume differs from what is asked for. What may be modified later is not compared.
+func verify(vol *api.Volume, name string, w *wish) error {
+	is := vol.Annotations[annotationName]
+	if is == "" {
+		is = vol.Name
+	}
+	differs := ""
+	switch {
+	case vol.DeletionTimestamp != nil:
+		return api.Errorf(api.Busy, "volume %s of the same name is being deleted: try again", vol.Name)
+	case is != name:
+		differs = fmt.Sprintf("it is named %q", is)
+	case vol.Spec.Size < w.required:
+		differs = fmt.Sprintf("it has %d bytes, less than the %d required", vol.Spec.Size, w.required)
+	case w.limit > 0 && vol.Spec.Size > w.limit:
+		differs = fmt.Sprintf("it has %d bytes, over the limit of %d", vol.Spec.Size, w.limit)
+	case !maps.Equal(vol.Spec.Parameters, w.spec.Parameters):
+		differs = "its parameters differ"
+	case vol.Spec.BackingImage != w.image.name:
+		differs = fmt.Sprintf("its backing image is %q", vol.Spec.BackingImage)
+	case vol.Spec.FSType != w.spec.FSType:
+		differs = fmt.Sprintf("its file system is %q", vol.Spec.FSType)
+	case len(w.spec.Nodes) > 0 && len(vol.Spec.Nodes) > 0 &&
+		!slices.ContainsFunc(vol.Spec.Nodes, func(n string) bool { return slices.Contains(w.spec.Nodes, n) }):
+		differs = fmt.Sprintf("it is placed on %v", vol.Spec.Nodes)
+	}
+	if differs != "" {
+		return api.Errorf(api.Exists, "volume %s exists and is another one: %s", vol.Name, differs)
+	}
+	return nil
+}
+
+// placed waits until the volume has its size on every replica. One for which no disk has room is taken away again, so
+// that the caller may choose another topology.
+func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, error) {
+	var last *api.Volume
+	out, err := await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
+		last = v
+		switch {
+		case v.UID != vol.UID || v.DeletionTimestamp != nil:
+			return false, api.Errorf(api.Busy, "deleted while it was being created: try again")
+		case v.Status.State == api.VolumeFaulted:
+			return false, api.Errorf(api.Unavailable, "faulted: %s", v.Status.Message)
+		}
+		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionScheduled); unschedulable(v, c) {
+			return false, api.Errorf(api.Full, "no disk can take it: %s", c.Message)
+		}
+		return usable(v), nil
+	})
+	if err == nil {
+		return out, nil
+	}
+	if api.Is(err, api.Full) {
+		uid := vol.UID
+		if e := s.client.Delete(ctx, vol, client.Preconditions{UID: &uid}); client.IgnoreNotFound(e) != nil {
+			return nil, api.Explain(e, "take volume %s away, for which there is no room", vol.Name)
+		}
+	}
+	msg := ""
+	if last != nil && last.Status.Message != "" {
+		msg = " (" + last.Status.Message + ")"
+	}
+	return nil, api.Explain(err, "create volume %s%s", vol.Name, msg)
+}
+
+// usable reports whether a volume exists with all its bytes, attached or not.
+func usable(v *api.Volume) bool {
+	switch v.Status.State {
+	case api.VolumeDetached, api.VolumeAttaching, api.VolumeAttached, api.VolumeDetaching:
+		return v.Status.Size > 0
+	}
+	return false
+}
+
+// unschedulable reports whether the planner has said that no disk has room. A volume that waits for its image is not
+// that, and neither is one whose members are there already.
+func unschedulable(v *api.Volume, c *metav1.Condition) bool {
+	return c != nil && c.Status == metav1.ConditionFalse && c.ObservedGeneration >= v.Generation &&
+		len(v.Status.Members) == 0 && !meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionImage)
+}
+
+// describe is a volume in the words of CSI.
+func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, error) {
+	reps := &api.ReplicaList{}
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+		return nil, api.Explain(err, "list the replicas of volume %s", vol.Name)
+	}
+	return inCSI(vol, reps.Items), nil
+}
+
+// inCSI says where a volume is accessible too: today on the nodes that hold it.
+func inCSI(vol *api.Volume, reps []api.Replica) *csi.Volume {
+	out := &csi.Volume{VolumeId: vol.Name, CapacityBytes: vol.Status.Size}
+	var nodes []string
+	for _, r := range reps {
+		if r.DeletionTimestamp == nil && !slices.Contains(nodes, r.Spec.Node) {
+			nodes = append(nodes, r.Spec.Node)
+		}
+	}
+	slices.Sort(nodes)
+	for _, n := range nodes {
+		out.AccessibleTopology = append(out.AccessibleTopology,
+			&csi.Topology{Segments: map[string]string{api.TopologyNode: n}})
+	}
+	return out
+}
+
+// DeleteVolume removes a volume that nobody has attached, and waits until it is gone.
+func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	vol, err := s.volume(ctx, req.GetVolumeId())
+	if api.Is(err, api.NotFound) {
+		return &csi.DeleteVolumeResponse{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	att, err := s.attachment(ctx, vol.Name)
+	if err != nil {
+		return nil, err
+	}
+	if att != nil {
+		return nil, api.Errorf(api.InUse, "volume %s is attached to node %s: detach it before deleting it", vol.Name,
+			att.Spec.Node)
+	}
+	uid := vol.UID
+	if err := s.client.Delete(ctx, vol, client.Preconditions{UID: &uid}); client.IgnoreNotFound(err) != nil {
+		return nil, api.Explain(err, "delete volume %s", vol.Name)
+	}
+	msg := ""
+	see := func(v *api.Volume) { msg = v.Status.Message }
+	if err := await.Gone(ctx, s.client, vol, see); err != nil {
+		return nil, api.Explain(err, "delete volume %s (%s)", vol.Name, msg)
+	}
+	return &csi.DeleteVolumeResponse{}, nil
+}

@@ -1,0 +1,328 @@
+package controller
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"drover.io/drover/api"
+)
+
+// wish is what a request asks for, once understood.
+type wish struct {
+	spec            api.VolumeSpec // without Size
+	required, limit int64
+	image           imageWish
+}
+
+// imageWish is the backing image that parameters name, and how to make it where it is missing.
+type imageWish struct {
+	name         string
+	source       api.SourceType
+	url          string
+	parameters   map[string]string
+	checksum     string
+	copies       int32
+	nodeSelector []string
+	diskSelector []string
+}
+
+// parameter is one key of a StorageClass or VolumeAttributesClass.
+type parameter struct {
+	// set takes the value over; nil: not supported yet.
+	set func(*wish, string) error
+	// neutral are the values of a key that is not supported yet which ask for nothing, and so are accepted.
+	neutral []string
+	// mutable keys may change on an existing volume.
+	mutable bool
+}
+
+// parameters is the one table of keys: those of the field's users, so that their StorageClasses work as they are.
+var parameters = map[string]parameter{
+	"numberOfReplicas":    {set: setReplicas, mutable: true},
+	"staleReplicaTimeout": {set: setStale, mutable: true},
+	"dataLocality":        {set: setLocality, mutable: true},
+	"fsType":              {set: setFSType},
+	"mkfsParams":          {set: func(w *wish, v string) error { w.spec.MkfsParams = v; return nil }},
+	"nodeSelector":        {set: func(w *wish, v string) error { return setTags(&w.spec.NodeSelector, v) }},
+	"diskSelector":        {set: func(w *wish, v string) error { return setTags(&w.spec.DiskSelector, v) }},
+
+	"backingImage":                     {set: setImage},
+	"backingImageName":                 {set: setImage},
+	"backingImageURL":                  {set: func(w *wish, v string) error { w.image.url = v; return nil }},
+	"backingImageDataSourceType":       {set: setImageSource},
+	"backingImageDataSourceParameters": {set: setImageParameters},
+	"backingImageChecksum":             {set: setImageChecksum},
+	"backingImageMinNumberOfCopies":    {set: setImageCopies},
+	"backingImageNodeSelector":         {set: func(w *wish, v string) error { return setTags(&w.image.nodeSelector, v) }},
+	"backingImageDiskSelector":         {set: func(w *wish, v string) error { return setTags(&w.image.diskSelector, v) }},
+
+	"frontend":                    {neutral: []string{"blockdev"}},
+	"dataEngine":                  {neutral: []string{"v1"}},
+	"migratable":                  {neutral: []string{"false"}},
+	"share":                       {neutral: []string{"false"}},
+	"exclusive":                   {neutral: []string{"true", "false"}},
+	"encrypted":                   {neutral: []string{"false"}},
+	"replicaAutoBalance":          {neutral: []string{"ignored", "disabled"}},
+	"disableRevisionCounter":      {neutral: []string{"true", "false"}}, // there is no such counter
+	"unmapMarkSnapChainRemoved":   {neutral: []string{"ignored", "disabled"}},
+	"replicaSoftAntiAffinity":     {neutral: []string{"ignored"}},
+	"replicaZoneSoftAntiAffinity": {neutral: []string{"ignored"}},
+	"replicaDiskSoftAntiAffinity": {neutral: []string{"ignored"}},
+	"freezeFilesystemForSnapshot": {neutral: []string{"ignored", "disabled"}},
+	"fromBackup":                  {},
+	"backupTargetName":            {neutral: []string{"default"}},
+	"backupBlockSize":             {},
+	"dataSource":                  {},
+	"cloneMode":                   {neutral: []string{"full-copy", "linked-clone"}}, // says nothing without a source
+	"recurringJobSelector":        {neutral: []string{"[]"}},
+	"ublkNumberOfQueue":           {},
+	"ublkQueueDepth":              {},
+	"nvmeTcpNrIoQueues":           {},
+	"dataLayout.type":             {neutral: []string{"replicated"}},
+	"dataLayout.mode":             {},
+	"dataLayout.dataChunks":       {},
+	"dataLayout.parityChunks":     {},
+	"dataLayout.stripSizeKB":      {},
+	"nfsOptions":                  {},
+	"strictTopology":              {neutral: []string{"false"}},
+	"volumeTopology":              {neutral: []string{"any"}},
+	"storageCapacityMode":         {neutral: []string{"node"}},
+}
+
+// sidecarPrefix marks keys that belong to the CSI sidecars (names of claims, secrets): none of ours, and not kept.
+const sidecarPrefix = "csi.storage.k8s.io/"
+
+// parse takes the parameters over into w, in the order of their names, so that the same mistake gives the same answer.
+func (w *wish) parse(given map[string]string) error {
+	for _, key := range slices.Sorted(maps.Keys(given)) {
+		if strings.HasPrefix(key, sidecarPrefix) {
+			continue
+		}
+		if err := w.set(key, given[key]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// modify takes over parameters that may change on an existing volume, and refuses all others.
+func (w *wish) modify(given map[string]string) error {
+	for _, key := range slices.Sorted(maps.Keys(given)) {
+		if p, ok := parameters[key]; ok && !p.mutable {
+			return api.Errorf(api.Invalid, "parameter %s cannot change on an existing volume; these can: %s", key,
+				known(func(p parameter) bool { return p.mutable }))
+		}
+		if err := w.set(key, given[key]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (w *wish) set(key, value string) error {
+	p, ok := parameters[key]
+	switch {
+	case !ok:
+		return api.Errorf(api.Invalid, "parameter %.80q is unknown%s; known are: %s", key, meant(key),
+			known(func(p parameter) bool { return p.set != nil }))
+	case p.set == nil && (value == "" || slices.Contains(p.neutral, value)):
+		return nil
+	case p.set == nil:
+		msg := ""
+		if len(p.neutral) > 0 {
+			msg = "; leave it out, or give one of: " + strings.Join(p.neutral, ", ")
+		}
+		return api.Errorf(api.Invalid, "parameter %s=%.80q is not supported yet%s", key, value, msg)
+	}
+	if value == "" {
+		return nil // as if it were not there
+	}
+	if err := p.set(w, value); err != nil {
+		return api.Errorf(api.Invalid, "parameter %s=%.200q: %w", key, value, err)
+	}
+	return nil
+}
+
+func known(want func(parameter) bool) string {
+	var names []string
+	for name, p := range parameters {
+		if want(p) {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return strings.Join(names, ", ")
+}
+
+// meant suggests the key that differs in case alone.
+func meant(key string) string {
+	for name := range parameters {
+		if strings.EqualFold(name, key) {
+			return " (did you mean " + name + "?)"
+		}
+	}
+	return ""
+}
+
+// kept are the parameters that a repeated call must give again.
+func kept(given map[string]string) map[string]string {
+	out := map[string]string{}
+	for k, v := range given {
+		if !strings.HasPrefix(k, sidecarPrefix) {
+			out[k] = v
+		}
+	}
+	if len(out) == 0 {
+		return nil
+	}
+	return out
+}
+
+func setReplicas(w *wish, v string) error {
+	n, err := strconv.ParseInt(v, 10, 32)
+	if err != nil || n < 1 || n > 20 {
+		return fmt.Errorf("want a number from 1 to 20")
+	}
+	if n > 1 {
+		return fmt.Errorf("more than one replica is not supported yet")
+	}
+	w.spec.NumberOfReplicas = int32(n)
+	return nil
+}
+
+func setStale(w *wish, v string) error {
+	n, err := strconv.ParseInt(v, 10, 32)
+	if err != nil || n < 1 {
+		return fmt.Errorf("want minutes, at least 1")
+	}
+	w.spec.StaleReplicaTimeout = int32(n)
+	return nil
+}
+
+func setLocality(w *wish, v string) error {
+	switch v {
+	case "disabled", "best-effort", "strict-local":
+		w.spec.DataLocality = v
+		return nil
+	}
+	return fmt.Errorf("want disabled, best-effort or strict-local")
+}
+
+// minFSSize is the smallest volume that each file system's own tools accept.
+var minFSSize = map[string]int64{"ext4": api.MinVolumeSize, "xfs": 300 << 20, "btrfs": 128 << 20}
+
+func setFSType(w *wish, v string) error {
+	if _, ok := minFSSize[v]; !ok {
+		return fmt.Errorf("want ext4, xfs or btrfs")
+	}
+	w.spec.FSType = v
+	return nil
+}
+
+func setTags(to *[]string, v string) error {
+	*to = nil
+	for tag := range strings.SplitSeq(v, ",") {
+		if tag = strings.TrimSpace(tag); tag == "" {
+			return fmt.Errorf("want tags separated by commas")
+		}
+		*to = append(*to, tag)
+	}
+	return nil
+}
+
+func setImage(w *wish, v string) error {
+	if msgs := validation.IsDNS1123Subdomain(v); len(msgs) > 0 {
+		return fmt.Errorf("not a name that a backing image can have: %s", msgs[0])
+	}
+	if w.image.name != "" && w.image.name != v {
+		return fmt.Errorf("backingImage and backingImageName differ; give one of them")
+	}
+	w.image.name, w.spec.BackingImage = v, v
+	return nil
+}
+
+func setImageSource(w *wish, v string) error {
+	switch t := api.SourceType(v); t {
+	case api.SourceDownload:
+		w.image.source = t
+		return nil
+	case api.SourceUpload, api.SourceFile:
+		return fmt.Errorf("an image of this source must exist before a volume names it: create it first")
+	case "export-from-volume", "restore", "clone", "registry":
+		return fmt.Errorf("not supported yet; supported is: download")
+	}
+	return fmt.Errorf("want download")
+}
+
+func setImageParameters(w *wish, v string) error {
+	var raw map[string]any
+	if err := json.Unmarshal([]byte(v), &raw); err != nil {
+		return fmt.Errorf(`want a JSON object such as {"url":"https://..."}: %w`, err)
+	}
+	w.image.parameters = map[string]string{}
+	for k, x := range raw {
+		switch x := x.(type) {
+		case string:
+			w.image.parameters[k] = x
+		case bool, float64:
+			w.image.parameters[k] = fmt.Sprint(x)
+		default:
+			return fmt.Errorf("the value of %q is neither text nor a number", k)
+		}
+	}
+	return nil
+}
+
+func setImageChecksum(w *wish, v string) error {
+	v = strings.ToLower(v)
+	if len(v) != 128 || strings.Trim(v, "0123456789abcdef") != "" {
+		return fmt.Errorf("want a SHA-512 of 128 hexadecimal digits")
+	}
+	w.image.checksum = v
+	return nil
+}
+
+func setImageCopies(w *wish, v string) error {
+	n, err := strconv.ParseInt(v, 10, 32)
+	if err != nil || n < 1 {
+		return fmt.Errorf("want a number, at least 1")
+	}
+	w.image.copies = int32(n)
+	return nil
+}
+
+// settle joins the two ways to name a download, and refuses image parameters without an image.
+func (i *imageWish) settle() error {
+	if i.name == "" {
+		if i.source != "" || i.url != "" || i.parameters != nil || i.checksum != "" {
+			return api.Errorf(api.Invalid, "parameters describe a backing image, but backingImage does not name it")
+		}
+		return nil
+	}
+	if i.url != "" {
+		if i.source == "" {
+			i.source = api.SourceDownload
+		}
+		if u, ok := i.parameters["url"]; ok && u != i.url {
+			return api.Errorf(api.Invalid, "backingImageURL and the url in backingImageDataSourceParameters differ")
+		}
+		if i.parameters == nil {
+			i.parameters = map[string]string{}
+		}
+		i.parameters["url"] = i.url
+	}
+	if i.parameters != nil && i.source == "" {
+		return api.Errorf(api.Invalid,
+			"backingImageDataSourceParameters needs backingImageDataSourceType to say what they are for")
+	}
+	if i.source == api.SourceDownload && i.parameters["url"] == "" {
+		return api.Errorf(api.Invalid, "a backing image of source download needs a url: give backingImageURL")
+	}
+	return nil
+}
