@@ -1,0 +1,147 @@
+package qcow2
+
+import (
+	"bytes"
+	"io"
+	"os"
+	"testing"
+
+	"math/rand/v2"
+
+	"github.com/klauspost/compress/flate"
+)
+
+func samples(t testing.TB) map[string][]byte {
+	m := map[string][]byte{"zeros": make([]byte, 65536)}
+	rng := rand.New(rand.NewChaCha8([32]byte{1}))
+	random := make([]byte, 65536)
+	for i := range random {
+		random[i] = byte(rng.Uint32())
+	}
+	m["random"] = random
+	for _, period := range []int{1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 100, 257, 259, 5000} {
+		b := make([]byte, 65536)
+		for i := range b {
+			b[i] = random[i%period]
+		}
+		m["period"+string(rune('a'+period%26))+string(rune('a'+period/26%26))] = b
+	}
+	skewed := make([]byte, 65536)
+	for i := range skewed {
+		// Lengths of codes up to the limit, so that there are subtables.
+		v := 0
+		for v < 200 && rng.Uint32()%3 != 0 {
+			v++
+		}
+		skewed[i] = byte(v)
+	}
+	m["skewed"] = skewed
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(exe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m["code"] = b[:1<<20]
+	return m
+}
+
+func deflated(t testing.TB, b []byte, level int) []byte {
+	var z bytes.Buffer
+	w, err := flate.NewWriter(&z, level)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.Write(b); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return z.Bytes()
+}
+
+// TestInflate compares with the input of another implementation's encoder, at every level and block type.
+func TestInflate(t *testing.T) {
+	var d inflater
+	for name, b := range samples(t) {
+		for _, level := range []int{-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9} {
+			z := deflated(t, b, level)
+			for _, n := range []int{len(b), len(b) / 2, 1, 300, 0} {
+				dst := make([]byte, n)
+				if err := d.inflate(dst, z); err != nil {
+					t.Fatalf("%s level %d, %d bytes: %v", name, level, n, err)
+				}
+				if !bytes.Equal(dst, b[:n]) {
+					t.Fatalf("%s level %d, %d bytes: output differs", name, level, n)
+				}
+			}
+			if err := d.inflate(make([]byte, len(b)), z[:len(z)/2]); err == nil {
+				t.Fatalf("%s level %d: half the input gave no error", name, level)
+			}
+			if err := d.inflate(make([]byte, len(b)+1), z); err == nil {
+				t.Fatalf("%s level %d: more output than there is gave no error", name, level)
+			}
+		}
+	}
+}
+
+// FuzzInflate compares with another implementation, on input that is not always deflate data.
+func FuzzInflate(f *testing.F) {
+	for _, b := range samples(f) {
+		b = b[:min(len(b), 4096)]
+		for _, level := range []int{-2, 0, 1, 6, 9} {
+			f.Add(deflated(f, b, level), uint16(len(b)))
+		}
+	}
+	var d inflater
+	f.Fuzz(func(t *testing.T, src []byte, size uint16) {
+		got := make([]byte, int(size)+64)
+		tail := bytes.Repeat([]byte{0xA5}, 64)
+		copy(got[size:], tail)
+		err := d.inflate(got[:size:size], src)
+		if !bytes.Equal(got[size:], tail) {
+			t.Fatal("wrote outside of its output")
+		}
+		want := make([]byte, size)
+		_, wantErr := io.ReadFull(flate.NewReader(bytes.NewReader(src)), want)
+		if (err == nil) != (wantErr == nil) {
+			t.Fatalf("error %v, other decoder: %v", err, wantErr)
+		}
+		if err == nil && !bytes.Equal(got[:size], want) {
+			t.Fatal("output differs from the other decoder's")
+		}
+	})
+}
+
+func BenchmarkInflate(b *testing.B) {
+	data := samples(b)["code"]
+	var chunks [][]byte
+	for off := 0; off+65536 <= len(data); off += 65536 {
+		chunks = append(chunks, deflated(b, data[off:off+65536], 6))
+	}
+	dst := make([]byte, 65536)
+	b.Run("own", func(b *testing.B) {
+		var d inflater
+		b.SetBytes(65536)
+		for i := range b.N {
+			if err := d.inflate(dst, chunks[i%len(chunks)]); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("library", func(b *testing.B) {
+		r := flate.NewReader(bytes.NewReader(nil))
+		b.SetBytes(65536)
+		for i := range b.N {
+			if err := r.(flate.Resetter).Reset(bytes.NewReader(chunks[i%len(chunks)]), nil); err != nil {
+				b.Fatal(err)
+			}
+			if _, err := io.ReadFull(r, dst); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

@@ -1,0 +1,145 @@
+// Package qcow2 reads qcow2 images: versions 2 and 3, every cluster size, zlib and zstd clusters, zero clusters and
+// subclusters. It is written from the format's public specification and treats an image as hostile.
+//
+// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine; each reader decompresses its own
+// clusters straight into its own buffer, so that an import is as parallel as its readers.
+//
+// What an image must stand for by itself is refused with its own message: a backing file, an external data file,
+// encryption, unknown incompatible features, an image marked corrupt. Internal snapshots are ignored. A dirty image is
+// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged; reads
+// never leave the file, and memory does not depend on what the image says beyond the limits.
+package qcow2
+
+import (
+	"fmt"
+	"io"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Image is an open qcow2 image. Its methods may be called from several goroutines at once.
+type Image struct {
+	r        io.ReaderAt
+	fileSize int64
+	limits   Limits
+	h        *header
+	cluster  int64
+	l1       []int64 // offsets of the L2 tables; 0: all holes
+
+	perTableBits uint  // log of the clusters that an L2 table maps
+	sliceBits    uint  // log of the clusters that a cached part of an L2 table maps
+	perSlice     int64 // 1 << sliceBits
+	tables       *cache
+	clusters     *cache // decompressed, for those who read less than a cluster
+}
+
+var _ block.Source = (*Image)(nil)
+
+// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// Errors are of kind Invalid (not qcow2), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or
+// come from r.
+func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
+	im, err := open(r, size, lim.filled())
+	if err != nil {
+		return nil, fmt.Errorf("qcow2: %w", err)
+	}
+	return im, nil
+}
+
+func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
+	im := &Image{r: r, fileSize: size, limits: lim}
+	head := make([]byte, min(size, HeadSize))
+	if err := im.readFull(head, 0, "the header"); err != nil {
+		return nil, err
+	}
+	var err error
+	if im.h, err = parseHeader(head, lim); err != nil {
+		return nil, err
+	}
+	im.cluster = 1 << im.h.clusterBits
+	im.perTableBits = im.h.clusterBits - im.h.entryBits()
+	im.perSlice = min(im.cluster, maxSlice) >> im.h.entryBits()
+	for 1<<im.sliceBits < im.perSlice {
+		im.sliceBits++
+	}
+	im.tables = newCache(lim.Memory / 2)
+	im.clusters = newCache(lim.Memory / 2)
+	if err := im.readL1(); err != nil {
+		return nil, err
+	}
+	if err := im.check(); err != nil {
+		return nil, err
+	}
+	return im, nil
+}
+
+// Info says what the image is.
+func (im *Image) Info() Info { return im.h.info }
+
+// Size is the virtual size in bytes.
+func (im *Image) Size() int64 { return im.h.size }
+
+// Close forgets what is cached. The file stays open: whoever opened it closes it.
+func (im *Image) Close() error {
+	im.tables.clear()
+	im.clusters.clear()
+	return nil
+}
+
+// Next is the extent that holds off, from off on. Unallocated clusters are holes.
+func (im *Image) Next(off int64) (block.Extent, error) {
+	if off < 0 || off >= im.h.size {
+		return block.Extent{}, api.Errorf(api.OutOfRange, "qcow2: offset %d is outside of the %d bytes", off, im.h.size)
+	}
+	e := block.Extent{Off: off}
+	for visits := 0; e.End() < im.h.size && visits < maxSpanVisits; {
+		m, n, err := im.span(e.End(), im.h.size)
+		if err != nil {
+			return block.Extent{}, fmt.Errorf("qcow2: %w", err)
+		}
+		if e.Len > 0 && m.kind != e.Kind {
+			break
+		}
+		e.Kind = m.kind
+		e.Len += m.n
+		visits += n
+	}
+	return e, nil
+}
+
+// ReadAt reads from the virtual disk.
+func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
+	if off < 0 {
+		return 0, api.Errorf(api.OutOfRange, "qcow2: offset %d is negative", off)
+	}
+	if off >= im.h.size {
+		return 0, io.EOF
+	}
+	if int64(len(p)) > im.h.size-off {
+		p, err = p[:im.h.size-off], io.EOF
+	}
+	u := unpackers.Get().(*unpacker)
+	defer unpackers.Put(u)
+	u.reset()
+	for n < len(p) {
+		m, _, err := im.span(off+int64(n), int64(len(p)-n))
+		if err != nil {
+			return n, fmt.Errorf("qcow2: %w", err)
+		}
+		to := p[n : n+int(m.n) : n+int(m.n)]
+		switch {
+		case m.packed:
+			err = im.unpack(u, m, to, off+int64(n), int64(len(p)-n))
+		case m.kind == block.Data:
+			err = im.readFull(to, m.host, "a data cluster")
+		default:
+			clear(to)
+		}
+		if err != nil {
+			return n, fmt.Errorf("qcow2: at %d: %w", off+int64(n), err)
+		}
+		n += len(to)
+	}
+	return n, err
+}
