@@ -1,0 +1,178 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// attachment is the workload's attachment of a volume, or nil.
+func attachment(ctx context.Context, c client.Client, volume string) (*api.Attachment, error) {
+	var att api.Attachment
+	err := c.Get(ctx, client.ObjectKey{Name: volume}, &att)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return &att, explain(ctx, err)
+}
+
+func (a *app) volumeAttach() *cobra.Command {
+	var node string
+	var readOnly bool
+	c := &cobra.Command{
+		Use: "attach NAME", Short: "Make a volume's block device appear on a node",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			if node == "" {
+				if node, err = thisNode(ctx, c); err != nil {
+					return err
+				}
+			}
+			att, err := attach(ctx, c, left[0], node, readOnly, cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), att, func(w io.Writer) {
+				fmt.Fprintf(w, "volume %q attached to node %q: %s, in %s\n", left[0], att.Spec.Node, att.Status.Device,
+					seconds(time.Since(began)))
+			})
+		},
+	}
+	c.Flags().StringVar(&node, "node", "", "node (default: this one)")
+	c.Flags().BoolVar(&readOnly, "read-only", false, "the device refuses writes")
+	return c
+}
+
+// attach creates the attachment or joins the same one, and waits for the device.
+func attach(ctx context.Context, c client.WithWatch, volume, node string, readOnly bool, remarks io.Writer) (
+	*api.Attachment, error) {
+	var v api.Volume
+	if err := get(ctx, c, "volume", volume, &v); err != nil {
+		return nil, err
+	}
+	want := &api.Attachment{Spec: api.AttachmentSpec{Volume: volume, Node: node, ReadOnly: readOnly, Purpose: "workload"}}
+	want.Name = volume
+	want.Labels = map[string]string{api.LabelVolume: volume, api.LabelNode: node}
+	if err := c.Create(ctx, want); err != nil {
+		if !apierrors.IsAlreadyExists(err) {
+			return nil, explain(ctx, err)
+		}
+		have, err := attachment(ctx, c, volume)
+		switch {
+		case err != nil:
+			return nil, err
+		case have == nil:
+			return nil, api.Errorf(api.Busy, "volume %q was being detached: try again", volume)
+		case have.DeletionTimestamp != nil:
+			return nil, api.Errorf(api.Busy, "volume %q is being detached from node %q: try again when that is done",
+				volume, have.Spec.Node)
+		case have.Spec.Node != node:
+			return nil, api.Errorf(api.InUse, "volume %q is attached to node %q: `drover volume detach %s` first", volume,
+				have.Spec.Node, volume)
+		case have.Spec.ReadOnly != readOnly:
+			return nil, api.Errorf(api.InUse, "volume %q is attached with read-only %v: `drover volume detach %s` first",
+				volume, have.Spec.ReadOnly, volume)
+		}
+	}
+	var att *api.Attachment
+	told := ""
+	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", volume)
+	_, err := until(ctx, c, volume, gone, func(t *api.Attachment) (bool, error) {
+		att = t
+		if !t.Status.Ready && t.Status.Message != "" && t.Status.Message != told {
+			told = t.Status.Message
+			fmt.Fprintf(remarks, "volume %q waits: %s\n", volume, told)
+		}
+		return t.Status.Ready && t.Status.Device != "", nil
+	})
+	return att, late(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume, node,
+		colon(told), volume)
+}
+
+func (a *app) volumeDetach() *cobra.Command {
+	return &cobra.Command{
+		Use: "detach NAME...", Short: "Take a volume's device away; refused while it is mounted",
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				was, err := detach(ctx, c, name)
+				if err != nil {
+					return err
+				}
+				if was {
+					a.said(cmd, "volume", name, "detached")
+				} else {
+					a.said(cmd, "volume", name, "was not attached")
+				}
+			}
+			return nil
+		},
+	}
+}
+
+// detach deletes the attachment and waits until the device is gone. It reports whether there was one.
+func detach(ctx context.Context, c client.WithWatch, volume string) (bool, error) {
+	var v api.Volume
+	if err := get(ctx, c, "volume", volume, &v); err != nil {
+		return false, err
+	}
+	att, err := attachment(ctx, c, volume)
+	if att == nil || err != nil {
+		return false, err
+	}
+	if here, err := isHere(ctx, c, att.Spec.Node); err != nil {
+		return true, err
+	} else if here {
+		dirs, err := mountsOf(att.Status.Device)
+		if err != nil {
+			return true, err
+		}
+		if len(dirs) > 0 {
+			return true, api.Errorf(api.InUse, "volume %q is mounted at %s: `drover volume umount %s` first", volume,
+				strings.Join(dirs, ", "), volume)
+		}
+	}
+	err = c.Delete(ctx, att, client.Preconditions{UID: &att.UID})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return true, explain(ctx, err)
+	}
+	return true, untilGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
+}
+
+// isHere reports whether a node is this machine, so that what is mounted here says something about it.
+func isHere(ctx context.Context, c client.Client, node string) (bool, error) {
+	host, err := os.Hostname()
+	if err != nil {
+		return false, err
+	}
+	if strings.EqualFold(host, node) {
+		return true, nil
+	}
+	var list api.NodeList
+	if err := c.List(ctx, &list); err != nil {
+		return false, explain(ctx, err)
+	}
+	return len(list.Items) == 1 && list.Items[0].Name == node, nil
+}

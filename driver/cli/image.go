@@ -1,0 +1,231 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) imageCommand() *cobra.Command {
+	c := group("image", "Golden images that volumes start from", "images", "bi")
+	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup())
+	return c
+}
+
+func (a *app) imageList() *cobra.Command {
+	return &cobra.Command{
+		Use: "list", Short: "List the backing images", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var list api.BackingImageList
+			if err := c.List(ctx, &list); err != nil {
+				return explain(ctx, err)
+			}
+			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE PROGRESS SOURCE VIRTUAL SIZE COPIES AGE",
+				func(o runtime.Object) []string {
+					i := o.(*api.BackingImage)
+					return []string{i.Name, string(i.Status.State), fmt.Sprintf("%d%%", i.Status.Progress),
+						string(i.Spec.SourceType), someBytes(i.Status.VirtualSize), someBytes(i.Status.Size),
+						fmt.Sprint(i.Status.ReadyCopies), age(i.CreationTimestamp)}
+				})
+		},
+	}
+}
+
+func (a *app) imageShow() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show a backing image and where its copies are",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var img api.BackingImage
+			if err := get(ctx, c, "image", left[0], &img); err != nil {
+				return err
+			}
+			users, err := imageUsers(ctx, c, img.Name)
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) { describeImage(w, &img, users) })
+		},
+	}
+}
+
+func describeImage(w io.Writer, img *api.BackingImage, users []string) {
+	s := img.Status
+	from := string(img.Spec.SourceType)
+	for _, k := range []string{"url", "path"} {
+		if v := img.Spec.SourceParameters[k]; v != "" {
+			from += " " + v
+		}
+	}
+	fields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%", s.Progress),
+		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
+		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
+		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, img.Spec.MinNumberOfCopies),
+		"Used by", strings.Join(users, ", "))
+	if len(s.Copies) > 0 {
+		fmt.Fprintln(w, "\nCopies:")
+		var rows [][]string
+		for _, f := range s.Copies {
+			rows = append(rows, []string{f.Node, string(f.Disk), string(f.State), fmt.Sprintf("%d%%", f.Progress), f.Message})
+		}
+		_ = table(w, "NODE DISK STATE PROGRESS MESSAGE", rows)
+	}
+	conditions(w, s.Conditions)
+}
+
+// imageUsers are the names of the volumes that have the image at the bottom.
+func imageUsers(ctx context.Context, c client.Client, image string) ([]string, error) {
+	var vols api.VolumeList
+	if err := c.List(ctx, &vols); err != nil {
+		return nil, explain(ctx, err)
+	}
+	var users []string
+	for _, v := range vols.Items {
+		if v.Spec.BackingImage == image {
+			users = append(users, v.Name)
+		}
+	}
+	return users, nil
+}
+
+func (a *app) imageDelete() *cobra.Command {
+	return &cobra.Command{
+		Use: "delete NAME...", Short: "Delete backing images that no volume uses", Aliases: []string{"rm"},
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(images, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				if err := deleteImage(ctx, c, name); err != nil {
+					return err
+				}
+				a.said(cmd, "backingimage", name, "deleted")
+			}
+			return nil
+		},
+	}
+}
+
+func deleteImage(ctx context.Context, c client.WithWatch, name string) error {
+	var img api.BackingImage
+	if err := get(ctx, c, "image", name, &img); err != nil {
+		return err
+	}
+	users, err := imageUsers(ctx, c, name)
+	if err != nil {
+		return err
+	}
+	if len(users) > 0 {
+		return api.Errorf(api.InUse, "image %q is in use by %s: delete what uses it first", name, someOf("volume", users))
+	}
+	// The precondition keeps a new image of the same name from being deleted in place of this one.
+	err = c.Delete(ctx, &img, client.Preconditions{UID: &img.UID})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return explain(ctx, err)
+	}
+	return untilGone(ctx, c, "image", &img, func(i *api.BackingImage) string { return i.Status.Message })
+}
+
+func (a *app) imageCleanup() *cobra.Command {
+	var disks []string
+	c := &cobra.Command{
+		Use:   "cleanup NAME",
+		Short: "Remove copies of a backing image that no volume needs, without waiting for the clean-up interval",
+		Long: "Asks for the removal of unused copies, on the disks given with --disk or on all of them. Copies that a\n" +
+			"volume needs stay, and so do as many as the image wants at least (minNumberOfCopies).",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var img api.BackingImage
+			if err := get(ctx, c, "image", left[0], &img); err != nil {
+				return err
+			}
+			want, err := cleanupDisks(ctx, c, &img, disks)
+			if err != nil {
+				return err
+			}
+			base := img.DeepCopy()
+			for _, uid := range want {
+				if !slices.Contains(img.Spec.CleanupDisks, uid) {
+					img.Spec.CleanupDisks = append(img.Spec.CleanupDisks, uid)
+				}
+			}
+			if err := c.Patch(ctx, &img, client.MergeFrom(base)); err != nil {
+				return explain(ctx, err)
+			}
+			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("clean-up asked for on %d disk(s)", len(want)))
+			return nil
+		},
+	}
+	c.Flags().StringSliceVar(&disks, "disk", nil, "UID or path of a disk (default: every disk with a copy)")
+	return c
+}
+
+func cleanupDisks(ctx context.Context, c client.Client, img *api.BackingImage, disks []string) ([]api.UID, error) {
+	var out []api.UID
+	if len(disks) == 0 {
+		for _, f := range img.Status.Copies {
+			out = append(out, f.Disk)
+		}
+		return out, nil
+	}
+	for _, d := range disks {
+		found, err := findDisk(ctx, c, "", d)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, found.status.UID)
+	}
+	return out, nil
+}
+
+// said reports a finished act in the form that -o asks for.
+func (a *app) said(cmd *cobra.Command, kind, name, what string) {
+	switch a.output {
+	case "name":
+		fmt.Fprintf(cmd.OutOrStdout(), "%s.%s/%s\n", kind, api.GroupVersion.Group, name)
+	case "table":
+		fmt.Fprintf(cmd.OutOrStdout(), "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
+	}
+}
+
+// someOf lists names, but not a hundred of them.
+func someOf(noun string, names []string) string {
+	if len(names) > 1 {
+		noun += "s"
+	}
+	if len(names) > 5 {
+		return fmt.Sprintf("%s %s and %d more", noun, strings.Join(names[:5], ", "), len(names)-5)
+	}
+	return noun + " " + strings.Join(names, ", ")
+}

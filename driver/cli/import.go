@@ -1,0 +1,339 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// imageFlags are the wishes that every way of making an image shares.
+type imageFlags struct {
+	name, checksum, nodes, disks string
+	copies                       int32
+	background                   bool
+}
+
+func (f *imageFlags) add(c *cobra.Command, canWait bool) {
+	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: from the file's name)")
+	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
+	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
+	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
+	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
+	if canWait {
+		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with `drover image show`")
+	}
+}
+
+func (f *imageFlags) wish(source string, st api.SourceType, params map[string]string) (*api.BackingImage, error) {
+	name := f.name
+	if name == "" {
+		name = nameFrom(source)
+	}
+	if err := api.ValidateImageName(name); err != nil {
+		return nil, fmt.Errorf("%w; choose one with --name", err)
+	}
+	img := &api.BackingImage{Spec: api.BackingImageSpec{
+		SourceType: st, SourceParameters: params, Checksum: f.checksum, MinNumberOfCopies: f.copies,
+		NodeSelector: tags(f.nodes), DiskSelector: tags(f.disks),
+	}}
+	img.Name = name
+	img.Spec.Normalize()
+	return img, img.Spec.Validate()
+}
+
+func (a *app) imageImport() *cobra.Command {
+	var f imageFlags
+	c := &cobra.Command{
+		Use:   "import URL|FILE",
+		Short: "Make a backing image of an http(s) URL or of a file: raw or qcow2",
+		Long: "Makes a backing image and waits until it is ready. A URL is fetched by a node of Drover. A file is read in\n" +
+			"place where this machine is the only node, and uploaded otherwise. The same import again joins the first;\n" +
+			"an image that failed is made anew.",
+		Example: "  drover image import https://example.org/debian-12.qcow2 --name debian\n" +
+			"  drover image import ./golden.img --checksum $(sha512sum golden.img | cut -d' ' -f1)",
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			source := left[0]
+			if u, err := url.Parse(source); err == nil && u.Host != "" {
+				if u.Scheme != "http" && u.Scheme != "https" {
+					return usagef("%s: images are fetched by http or https, not %q", source, u.Scheme)
+				}
+				img, err := f.wish(u.Path, api.SourceDownload, map[string]string{"url": source})
+				if err != nil {
+					return err
+				}
+				return a.makeImage(ctx, cmd, c, img, nil, f.background)
+			}
+			file, err := openImage(source)
+			if err != nil {
+				return err
+			}
+			defer file.Close()
+			local, err := onlyNode(ctx, c)
+			if err != nil {
+				return err
+			}
+			if !local {
+				return a.upload(ctx, cmd, c, &f, file)
+			}
+			img, err := f.wish(source, api.SourceFile, map[string]string{"path": file.Name()})
+			if err != nil {
+				return err
+			}
+			return a.makeImage(ctx, cmd, c, img, nil, f.background)
+		},
+	}
+	f.add(c, true)
+	return c
+}
+
+func (a *app) imageUpload() *cobra.Command {
+	var f imageFlags
+	c := &cobra.Command{
+		Use: "upload FILE", Short: "Make a backing image of a file, sent over HTTP to the node that will hold it",
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			file, err := openImage(left[0])
+			if err != nil {
+				return err
+			}
+			defer file.Close()
+			return a.upload(ctx, cmd, c, &f, file)
+		},
+	}
+	f.add(c, false)
+	return c
+}
+
+// openImage opens a regular file under its absolute, real path: that is what a node will be told.
+func openImage(path string) (*os.File, error) {
+	abs, err := filepath.Abs(path)
+	if err == nil {
+		abs, err = filepath.EvalSymlinks(abs)
+	}
+	if err != nil {
+		return nil, fileError(path, err)
+	}
+	f, err := os.Open(abs)
+	if err != nil {
+		return nil, fileError(path, err)
+	}
+	st, err := f.Stat()
+	if err == nil && !st.Mode().IsRegular() {
+		err = errors.New("not a regular file")
+	} else if err == nil && st.Size() == 0 {
+		err = errors.New("the file is empty")
+	}
+	if err != nil {
+		f.Close()
+		return nil, fileError(path, err)
+	}
+	return f, nil
+}
+
+func fileError(path string, err error) error {
+	var pe *os.PathError
+	if errors.As(err, &pe) {
+		err = pe.Err
+	}
+	kind := api.Invalid
+	if errors.Is(err, os.ErrNotExist) {
+		kind = api.NotFound
+	}
+	return api.Errorf(kind, "image file %s: %w", path, err)
+}
+
+// onlyNode reports whether this machine is the only node, so that a path here is a path there.
+func onlyNode(ctx context.Context, c client.Client) (bool, error) {
+	var list api.NodeList
+	if err := c.List(ctx, &list); err != nil {
+		return false, explain(ctx, err)
+	}
+	host, err := os.Hostname()
+	return err == nil && len(list.Items) == 1 && strings.EqualFold(list.Items[0].Name, host), err
+}
+
+func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags, file *os.File) error {
+	st, err := file.Stat()
+	if err != nil {
+		return err
+	}
+	img, err := f.wish(file.Name(), api.SourceUpload, map[string]string{"size": strconv.FormatInt(st.Size(), 10)})
+	if err != nil {
+		return err
+	}
+	if f.background {
+		return usagef("an upload cannot go on in the background: this command is what sends the bytes")
+	}
+	return a.makeImage(ctx, cmd, c, img, file, false)
+}
+
+// makeImage creates the object, or joins one that is the same wish, and waits until it is ready.
+func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage, body *os.File,
+	background bool) error {
+	began := time.Now()
+	img, err := ensureImage(ctx, c, img)
+	if err != nil {
+		return err
+	}
+	if background {
+		a.said(cmd, "backingimage", img.Name, "is being made: follow it with `drover image show "+img.Name+"`")
+		return nil
+	}
+	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
+	img, err = awaitImage(ctx, c, img, p, body)
+	p.clear()
+	if err != nil {
+		if body == nil && errors.Is(err, context.Canceled) {
+			return fmt.Errorf("%w: the import of %q goes on; `drover image delete` ends it", err, img.Name)
+		}
+		return err
+	}
+	return a.print(cmd.OutOrStdout(), img, func(w io.Writer) {
+		fmt.Fprintf(w, "image %q ready: %s, %s virtual, %s on disk, in %s\n", img.Name, img.Status.Format,
+			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), seconds(time.Since(began)))
+	})
+}
+
+// ensureImage creates the image. One of the same name is joined where it is the same wish, and made anew where it failed.
+func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage) (*api.BackingImage, error) {
+	err := c.Create(ctx, want)
+	if err == nil {
+		return want, nil
+	}
+	if !apierrors.IsAlreadyExists(err) {
+		return nil, explain(ctx, err)
+	}
+	var have api.BackingImage
+	if err := get(ctx, c, "image", want.Name, &have); err != nil {
+		return nil, err
+	}
+	if have.Status.State == api.ImageFailed && have.Status.ReadyCopies == 0 {
+		if err := deleteImage(ctx, c, want.Name); err != nil {
+			return nil, err
+		}
+		want.ResourceVersion, want.UID = "", ""
+		return want, explain(ctx, c.Create(ctx, want))
+	}
+	same := have.Spec.SourceType == want.Spec.SourceType &&
+		maps.Equal(have.Spec.SourceParameters, want.Spec.SourceParameters) &&
+		(want.Spec.Checksum == "" || want.Spec.Checksum == have.Spec.Checksum || want.Spec.Checksum == have.Status.Checksum)
+	if !same {
+		return nil, api.Errorf(api.Exists, "there is an image %q already, made of something else: choose another --name, or "+
+			"`drover image delete %s`", want.Name, want.Name)
+	}
+	return &have, nil
+}
+
+// awaitImage follows image and copies until the image is ready or failed. With a body, it is sent to the copy that
+// asks for it.
+func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *os.File) (
+	*api.BackingImage, error) {
+	name := img.Name
+	errReady := errors.New("ready") // ends the group: whoever still watches or sends can stop
+	g, gctx := errgroup.WithContext(ctx)
+	var mu sync.Mutex
+	last := img
+	g.Go(func() error {
+		gone := api.Errorf(api.NotFound, "image %q was deleted while it was being made", name)
+		_, err := until(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
+			mu.Lock()
+			last = i
+			mu.Unlock()
+			switch i.Status.State {
+			case api.ImageReady:
+				return true, errReady
+			case api.ImageFailed:
+				return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
+			case "", api.ImagePending:
+				p.at("pending", 0, 0)
+			}
+			return false, nil
+		})
+		return err
+	})
+	var once sync.Once
+	g.Go(func() error {
+		return follow(gctx, c, &api.ImageCopyList{}, func(o client.Object) (bool, error) {
+			switch st := o.(*api.ImageCopy).Status; {
+			case body == nil && st.State != "":
+				p.at(string(st.State), st.BytesDone, st.BytesTotal)
+			case body != nil && st.UploadURL != "":
+				once.Do(func() { g.Go(func() error { return send(gctx, st.UploadURL, body, p) }) })
+			}
+			return false, nil
+		}, client.MatchingLabels{api.LabelImage: name})
+	})
+	err := g.Wait()
+	mu.Lock()
+	defer mu.Unlock()
+	if errors.Is(err, errReady) {
+		return last, nil
+	}
+	if ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	return last, late(err, "image %q is %s%s; it goes on, see `drover image show %s`", name, last.Status.State,
+		colon(last.Status.Message), name)
+}
+
+// send streams the file to a node.
+func send(ctx context.Context, to string, body *os.File, p *progress) error {
+	st, err := body.Stat()
+	if err != nil {
+		return err
+	}
+	r := &counter{r: io.NewSectionReader(body, 0, st.Size()), p: p, state: "sending", total: st.Size()}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPut, to, io.NopCloser(r))
+	if err != nil {
+		return err
+	}
+	req.ContentLength = st.Size()
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return api.Errorf(api.Unavailable, "sending %s: %w", body.Name(), err)
+	}
+	defer resp.Body.Close()
+	said, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode/100 != 2 {
+		return api.Errorf(api.Other, "the node refuses the upload of %s: %s", body.Name(),
+			strings.TrimSpace(strings.TrimSpace(resp.Status)+" "+string(said)))
+	}
+	p.at("verifying", 0, 0)
+	return nil
+}

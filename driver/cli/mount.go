@@ -1,0 +1,440 @@
+package cli
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) volumeMount() *cobra.Command {
+	var options string
+	c := &cobra.Command{
+		Use:   "mount NAME DIR",
+		Short: "Attach a volume to this machine and mount its filesystem, making one first where it is blank",
+		Long: "Attaches the volume to this machine and mounts it. A filesystem is made only where the volume's own map\n" +
+			"proves that nothing was ever written to it; a volume that holds data which is no filesystem is refused.",
+		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			m := &mounting{c: c, volume: left[0], dir: left[1], options: options, remarks: cmd.ErrOrStderr()}
+			if err := m.run(ctx); err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), m.att, func(w io.Writer) {
+				fmt.Fprintf(w, "volume %q mounted at %s: %s on %s, in %s\n", m.volume, m.dir, m.fs, m.att.Status.Device,
+					seconds(time.Since(began)))
+			})
+		},
+	}
+	c.Flags().StringVar(&options, "options", "", "mount options: ro,noatime")
+	return c
+}
+
+// mounting is one `volume mount` on its way.
+type mounting struct {
+	c                    client.WithWatch
+	volume, dir, options string
+	remarks              io.Writer
+
+	node string
+	att  *api.Attachment
+	fs   string
+}
+
+func (m *mounting) run(ctx context.Context) (err error) {
+	if m.dir, err = filepath.Abs(m.dir); err != nil {
+		return err
+	}
+	if os.Geteuid() != 0 {
+		return api.Errorf(api.Denied, "mounting needs root: run this with sudo")
+	}
+	if err := checkTarget(m.dir); err != nil {
+		return err
+	}
+	if m.node, err = thisNode(ctx, m.c); err != nil {
+		return err
+	}
+	before, err := attachment(ctx, m.c, m.volume)
+	if err != nil {
+		return err
+	}
+	ro := slices.Contains(strings.Split(m.options, ","), "ro")
+	if m.att, err = attach(ctx, m.c, m.volume, m.node, ro, m.remarks); err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil && before == nil { // leave it as it was found
+			_, derr := detach(context.WithoutCancel(ctx), m.c, m.volume)
+			err = errors.Join(err, derr)
+		}
+	}()
+	if err := m.filesystem(ctx, before != nil); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(m.dir, 0o755); err != nil {
+		return err
+	}
+	if m.fs != "xfs" && m.fs != "btrfs" && !ro { // those two grow when mounted
+		if err := growUnmounted(ctx, m.fs, m.att.Status.Device); err != nil {
+			return err
+		}
+	}
+	if err := m.mount(ctx); err != nil {
+		return err
+	}
+	if !ro {
+		return growFS(ctx, m.fs, m.att.Status.Device, m.dir)
+	}
+	return nil
+}
+
+// checkTarget refuses to hide what is there.
+func checkTarget(dir string) error {
+	entries, err := os.ReadDir(dir)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return nil
+	case err != nil:
+		return api.Errorf(api.Invalid, "cannot mount at %s: %w", dir, err)
+	}
+	on, err := mountsWhere(func(e mountEntry) bool { return e.dir == dir })
+	if err != nil {
+		return err
+	}
+	if len(on) > 0 {
+		return api.Errorf(api.InUse, "something is mounted at %s already", dir)
+	}
+	if len(entries) > 0 {
+		return api.Errorf(api.InUse, "%s is not empty: choose an empty or a new folder", dir)
+	}
+	return nil
+}
+
+// filesystem finds out what is on the device, and makes a filesystem only on a volume that is proven blank.
+// The proof was taken when the device was made; where it stood before this command, somebody may have written to it
+// since, so it is detached and attached again for a fresh one.
+func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
+	var v api.Volume
+	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
+		return err
+	}
+	half := v.Annotations[api.AnnotationMkfs] != "" // an mkfs that did not get to its end: nothing else was written
+	if m.fs, err = probe(ctx, m.att.Status.Device); err != nil {
+		return err
+	}
+	if m.fs != "" && !half {
+		return nil
+	}
+	if !half && stood && m.att.Status.Blank {
+		if _, err := detach(ctx, m.c, m.volume); err != nil {
+			return err
+		}
+		if m.att, err = attach(ctx, m.c, m.volume, m.node, m.att.Spec.ReadOnly, m.remarks); err != nil {
+			return err
+		}
+	}
+	if !half && !m.att.Status.Blank {
+		return api.Errorf(api.InUse, "volume %q (%s) holds data, but no filesystem that could be mounted (a partition table, "+
+			"or raw data?): it is not formatted; use the device itself", m.volume, m.att.Status.Device)
+	}
+	if m.att.Spec.ReadOnly {
+		return api.Errorf(api.InUse, "volume %q is blank: there is nothing to mount read-only", m.volume)
+	}
+	m.fs = v.Spec.FSType
+	if m.fs == "" {
+		m.fs = "ext4"
+	}
+	if err := m.annotate(ctx, m.fs); err != nil {
+		return err
+	}
+	if err := mkfs(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
+		return err
+	}
+	return m.annotate(ctx, "")
+}
+
+// annotate records on the volume that an mkfs is under way, so that a half-made filesystem can be made again.
+func (m *mounting) annotate(ctx context.Context, value string) error {
+	var v api.Volume
+	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
+		return err
+	}
+	base := v.DeepCopy()
+	if value == "" {
+		delete(v.Annotations, api.AnnotationMkfs)
+	} else {
+		if v.Annotations == nil {
+			v.Annotations = map[string]string{}
+		}
+		v.Annotations[api.AnnotationMkfs] = value
+	}
+	return explain(ctx, m.c.Patch(ctx, &v, client.MergeFrom(base)))
+}
+
+func (m *mounting) mount(ctx context.Context) error {
+	opts := m.options
+	if m.fs == "xfs" { // volumes from one image carry the same filesystem UUID
+		opts = strings.Trim(opts+",nouuid", ",")
+	}
+	argv := []string{"-t", m.fs}
+	if opts != "" {
+		argv = append(argv, "-o", opts)
+	}
+	_, err := run(ctx, "mount", append(argv, m.att.Status.Device, m.dir)...)
+	return err
+}
+
+func mkfs(ctx context.Context, fs, params, device string) error {
+	argv, ok := map[string][]string{
+		"ext4":  {"-F", "-q", "-b", "4096", "-E", "nodiscard"},
+		"xfs":   {"-f", "-q", "-K"},
+		"btrfs": {"-f", "-q", "-K"},
+	}[fs]
+	if !ok {
+		return api.Errorf(api.Unsupported, "no filesystem %q: a volume can have ext4, xfs or btrfs", fs)
+	}
+	_, err := run(ctx, "mkfs."+fs, append(append(argv, strings.Fields(params)...), device)...)
+	return err
+}
+
+// probe names the filesystem on a device, or "" where there is no known content.
+func probe(ctx context.Context, device string) (string, error) {
+	out, err := exec.CommandContext(ctx, "blkid", "-p", "-u", "filesystem", "-s", "TYPE", "-o", "value", device).Output()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() == 2 {
+		return "", nil
+	}
+	if err != nil {
+		return "", api.Errorf(api.Other, "cannot tell what is on %s: blkid: %w", device, err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+// run runs a tool; its error carries the tool's own last words.
+func run(ctx context.Context, name string, argv ...string) (string, error) {
+	out, err := exec.CommandContext(ctx, name, argv...).CombinedOutput()
+	if err == nil {
+		return string(out), nil
+	}
+	if errors.Is(err, exec.ErrNotFound) {
+		return "", api.Errorf(api.Unavailable, "%s is not installed: `drover preflight` says which package has it", name)
+	}
+	if ctx.Err() != nil {
+		return "", context.Cause(ctx)
+	}
+	said := strings.Join(strings.Fields(string(out)), " ")
+	return "", api.Errorf(api.Other, "%s %s: %w: %s", name, strings.Join(argv, " "), err, said)
+}
+
+// growMounted grows the filesystem of a volume that is mounted here; it says what it did, for the report.
+func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string, error) {
+	att, err := attachment(ctx, c, v.Name)
+	if att == nil || err != nil {
+		return "", err
+	}
+	here, err := isHere(ctx, c, att.Spec.Node)
+	if !here || err != nil {
+		return "", err
+	}
+	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", v.Name)
+	_, err = until(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) { return t.Status.Size >= v.Spec.Size, nil })
+	if err != nil {
+		return "", late(err, "the device of volume %q has not grown yet", v.Name)
+	}
+	on, err := mountsWhere(onDevice(att.Status.Device))
+	if len(on) == 0 || err != nil {
+		return ", its device too", err
+	}
+	if err := growFS(ctx, on[0].fs, att.Status.Device, on[0].dir); err != nil {
+		return "", fmt.Errorf("volume %q and its device are %s now, but the filesystem at %s did not grow: %w; it grows when it "+
+			"is mounted next", v.Name, api.SizeText(v.Status.Size), on[0].dir, err)
+	}
+	return ", the " + on[0].fs + " filesystem at " + on[0].dir + " too", nil
+}
+
+// growFS makes a mounted filesystem as large as its device. It changes nothing where it is so already.
+func growFS(ctx context.Context, fs, device, dir string) error {
+	var err error
+	switch fs {
+	case "xfs":
+		_, err = run(ctx, "xfs_growfs", "-d", dir)
+	case "btrfs":
+		_, err = run(ctx, "btrfs", "filesystem", "resize", "max", dir)
+	case "ext4", "ext3", "ext2":
+		var smaller bool
+		if smaller, err = extSmaller(ctx, device); smaller {
+			_, err = run(ctx, "resize2fs", device)
+		}
+	}
+	return err
+}
+
+// growUnmounted grows a filesystem that can only, or also, grow while it is not mounted.
+func growUnmounted(ctx context.Context, fs, device string) error {
+	if !strings.HasPrefix(fs, "ext") {
+		return nil
+	}
+	smaller, err := extSmaller(ctx, device)
+	if !smaller || err != nil {
+		return err
+	}
+	// resize2fs insists on a check before. Exit code 1 means that something was repaired: fine.
+	if _, err := run(ctx, "e2fsck", "-f", "-p", device); err != nil {
+		var exit *exec.ExitError
+		if !errors.As(err, &exit) || exit.ExitCode() > 1 {
+			return err
+		}
+	}
+	_, err = run(ctx, "resize2fs", device)
+	return err
+}
+
+// extSmaller reports whether an ext filesystem leaves room on its device that it could use.
+func extSmaller(ctx context.Context, device string) (bool, error) {
+	out, err := run(ctx, "dumpe2fs", "-h", device)
+	if err != nil {
+		return false, err
+	}
+	var count, size int64
+	for line := range strings.Lines(out) {
+		if v, ok := strings.CutPrefix(line, "Block count:"); ok {
+			count, err = strconv.ParseInt(strings.TrimSpace(v), 10, 64)
+		} else if v, ok := strings.CutPrefix(line, "Block size:"); ok {
+			size, err = strconv.ParseInt(strings.TrimSpace(v), 10, 64)
+		}
+		if err != nil {
+			return false, fmt.Errorf("dumpe2fs of %s: %w", device, err)
+		}
+	}
+	f, err := os.Open(device)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	have, err := f.Seek(0, io.SeekEnd)
+	return count*size < have, err
+}
+
+func (a *app) volumeUmount() *cobra.Command {
+	var keep bool
+	c := &cobra.Command{
+		Use: "umount NAME...", Short: "Unmount a volume on this machine and detach it", Aliases: []string{"unmount"},
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				if err := umount(ctx, c, name, keep); err != nil {
+					return err
+				}
+				a.said(cmd, "volume", name, map[bool]string{true: "unmounted", false: "unmounted and detached"}[keep])
+			}
+			return nil
+		},
+	}
+	c.Flags().BoolVar(&keep, "keep-attached", false, "leave the device")
+	return c
+}
+
+func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) error {
+	att, err := attachment(ctx, c, volume)
+	if err != nil {
+		return err
+	}
+	if att == nil {
+		var v api.Volume
+		return get(ctx, c, "volume", volume, &v) // not attached, so not mounted: only say so where it does not exist
+	}
+	here, err := isHere(ctx, c, att.Spec.Node)
+	if err != nil {
+		return err
+	}
+	if !here {
+		return api.Errorf(api.InUse, "volume %q is attached to node %q: unmount it there", volume, att.Spec.Node)
+	}
+	dirs, err := mountsOf(att.Status.Device)
+	if err != nil {
+		return err
+	}
+	for _, dir := range slices.Backward(dirs) { // later mounts may lie below earlier ones
+		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
+			if errors.Is(err, unix.EBUSY) {
+				return api.Errorf(api.InUse, "%s is in use: end what uses it (`fuser -vm %s` lists it) and try again", dir, dir)
+			}
+			return api.Errorf(api.Other, "umount %s: %w", dir, err)
+		}
+	}
+	if keep {
+		return nil
+	}
+	_, err = detach(ctx, c, volume)
+	return err
+}
+
+// mountEntry is one line of this machine's mount table.
+type mountEntry struct{ device, dir, fs string }
+
+func mountsWhere(match func(mountEntry) bool) ([]mountEntry, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	var out []mountEntry
+	for s := bufio.NewScanner(f); s.Scan(); {
+		left, right, ok := strings.Cut(s.Text(), " - ")
+		l, r := strings.Fields(left), strings.Fields(right)
+		if !ok || len(l) < 5 || len(r) < 2 {
+			continue
+		}
+		e := mountEntry{device: unescape(r[1]), dir: unescape(l[4]), fs: r[0]}
+		if match(e) {
+			out = append(out, e)
+		}
+	}
+	return out, nil
+}
+
+// unescape undoes the octal escapes of mountinfo.
+func unescape(s string) string {
+	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
+}
+
+func onDevice(device string) func(mountEntry) bool {
+	return func(e mountEntry) bool { return device != "" && e.device == device }
+}
+
+// mountsOf are the folders where a device is mounted on this machine.
+func mountsOf(device string) ([]string, error) {
+	on, err := mountsWhere(onDevice(device))
+	var dirs []string
+	for _, e := range on {
+		dirs = append(dirs, e.dir)
+	}
+	return dirs, err
+}

@@ -1,0 +1,407 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) nodeCommand() *cobra.Command {
+	c := group("node", "Machines that hold replicas and images", "nodes")
+	c.AddCommand(
+		&cobra.Command{
+			Use: "list", Short: "List the nodes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+			RunE: func(cmd *cobra.Command, _ []string) error {
+				ctx, done := a.bounded(cmd)
+				defer done()
+				c, err := a.connect()
+				if err != nil {
+					return err
+				}
+				var list api.NodeList
+				if err := c.List(ctx, &list); err != nil {
+					return explain(ctx, err)
+				}
+				return a.printList(cmd.OutOrStdout(), &list, "NAME READY DISKS CAPACITY AVAILABLE KERNEL VERSION AGE",
+					func(o runtime.Object) []string {
+						n := o.(*api.Node)
+						return []string{n.Name, nodeReady(n), fmt.Sprint(len(n.Spec.Disks)), n.Status.Capacity,
+							n.Status.Available, n.Status.Kernel, n.Status.Version, age(n.CreationTimestamp)}
+					})
+			},
+		},
+		&cobra.Command{
+			Use: "show NAME", Short: "Show a node and its disks", Args: args(cobra.MaximumNArgs(1)),
+			ValidArgsFunction: a.complete(nodes, true),
+			RunE: func(cmd *cobra.Command, left []string) error {
+				ctx, done := a.bounded(cmd)
+				defer done()
+				c, err := a.connect()
+				if err != nil {
+					return err
+				}
+				n, err := nodeOf(ctx, c, strings.Join(left, ""))
+				if err != nil {
+					return err
+				}
+				return a.print(cmd.OutOrStdout(), n, func(w io.Writer) { describeNode(w, n) })
+			},
+		})
+	return c
+}
+
+// nodeOf reads the named node, or this machine's where no name is given.
+func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error) {
+	if name == "" {
+		var err error
+		if name, err = thisNode(ctx, c); err != nil {
+			return nil, err
+		}
+	}
+	var n api.Node
+	return &n, get(ctx, c, "node", name, &n)
+}
+
+func nodeReady(n *api.Node) string {
+	for _, c := range n.Status.Conditions {
+		if c.Type == api.ConditionReady {
+			return string(c.Status)
+		}
+	}
+	return "Unknown"
+}
+
+func describeNode(w io.Writer, n *api.Node) {
+	s := n.Status
+	fields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
+		fmt.Sprint(n.Spec.Schedulable == nil || *n.Spec.Schedulable), "Tags", strings.Join(n.Spec.Tags, ", "),
+		"Addresses", strings.Join(s.Addresses, ", "), "Kernel", s.Kernel, "Version", s.Version,
+		"Survives kill -9", map[bool]string{true: "yes", false: "no: the kernel lacks FUSE RESEND (6.9)"}[s.Resend])
+	fmt.Fprintln(w, "\nDisks:")
+	var rows [][]string
+	for _, d := range disksOf(n) {
+		rows = append(rows, d.row()[1:])
+	}
+	_ = table(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
+	conditions(w, s.Conditions)
+}
+
+// disk joins what the user wished and what the node found.
+type disk struct {
+	node   string
+	spec   api.DiskSpec
+	status api.DiskStatus
+}
+
+const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
+
+func (d disk) row() []string {
+	msg := d.status.Message
+	switch {
+	case d.spec.EvictionRequested:
+		msg = strings.TrimPrefix(msg+"; being evicted", "; ")
+	case d.spec.Schedulable != nil && !*d.spec.Schedulable:
+		msg = strings.TrimPrefix(msg+"; takes nothing new", "; ")
+	}
+	return []string{d.node, d.spec.Path, string(d.status.UID), fmt.Sprint(d.status.Ready), d.status.FSType,
+		someBytes(d.status.Capacity), someBytes(d.status.Available), strings.Join(d.spec.Tags, ","), msg}
+}
+
+func disksOf(n *api.Node) []disk {
+	var out []disk
+	for _, spec := range n.Spec.Disks {
+		d := disk{node: n.Name, spec: spec}
+		for _, s := range n.Status.Disks {
+			if s.Path == spec.Path {
+				d.status = s
+			}
+		}
+		out = append(out, d)
+	}
+	return out
+}
+
+// findDisk finds a disk by path or UID, on one node or, with node "", anywhere.
+func findDisk(ctx context.Context, c client.Client, node, which string) (disk, error) {
+	var list api.NodeList
+	if err := c.List(ctx, &list); err != nil {
+		return disk{}, explain(ctx, err)
+	}
+	var found []disk
+	for _, n := range list.Items {
+		for _, d := range disksOf(&n) {
+			if (node == "" || node == n.Name) && (d.spec.Path == which || string(d.status.UID) == which) {
+				found = append(found, d)
+			}
+		}
+	}
+	switch {
+	case len(found) == 0:
+		return disk{}, api.Errorf(api.NotFound, "there is no disk %q: `drover disk list` shows those there are", which)
+	case len(found) > 1:
+		return disk{}, usagef("several nodes have a disk %q: say which with --node, or give its UID", which)
+	}
+	return found[0], nil
+}
+
+func (a *app) diskCommand() *cobra.Command {
+	c := group("disk", "Folders, usually file systems of their own, that hold the data", "disks")
+	c.AddCommand(a.diskList(), a.diskAdd(), a.diskEvict(), a.diskRemove())
+	return c
+}
+
+func (a *app) diskList() *cobra.Command {
+	return &cobra.Command{
+		Use: "list", Short: "List the disks of all nodes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var list api.NodeList
+			if err := c.List(ctx, &list); err != nil {
+				return explain(ctx, err)
+			}
+			var disks []disk
+			for _, n := range list.Items {
+				disks = append(disks, disksOf(&n)...)
+			}
+			switch a.output {
+			case "table":
+				var rows [][]string
+				for _, d := range disks {
+					rows = append(rows, d.row())
+				}
+				return table(cmd.OutOrStdout(), diskHeader, rows)
+			case "name":
+				for _, d := range disks {
+					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.node, d.spec.Path)
+				}
+				return nil
+			}
+			out := make([]map[string]any, 0, len(disks)) // a disk is no object of its own
+			for _, d := range disks {
+				out = append(out, map[string]any{"node": d.node, "spec": d.spec, "status": d.status})
+			}
+			return a.encode(cmd.OutOrStdout(), out)
+		},
+	}
+}
+
+func (a *app) diskAdd() *cobra.Command {
+	var node, diskTags, reserved string
+	c := &cobra.Command{
+		Use: "add PATH", Short: "Give a node a folder to keep data in, after a check of its file system",
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			path, err := filepath.Abs(left[0])
+			if err != nil {
+				return err
+			}
+			spec := api.DiskSpec{Path: path, Tags: tags(diskTags)}
+			if reserved != "" {
+				if spec.ReservedBytes, err = parseSize(reserved); err != nil {
+					return err
+				}
+			}
+			n, err := nodeOf(ctx, c, node)
+			if err != nil {
+				return err
+			}
+			if slices.ContainsFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path }) {
+				return api.Errorf(api.Exists, "node %q has a disk at %s already", n.Name, path)
+			}
+			base := n.DeepCopy()
+			n.Spec.Disks = append(n.Spec.Disks, spec)
+			if err := patchNode(ctx, c, n, base); err != nil {
+				return err
+			}
+			d, err := awaitDisk(ctx, c, n.Name, path)
+			if err != nil {
+				return err
+			}
+			a.said(cmd, "disk", path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType, api.SizeText(d.Available)))
+			return nil
+		},
+	}
+	c.Flags().StringVar(&node, "node", "", "node (default: this one)")
+	c.Flags().StringVar(&diskTags, "tags", "", "tags for disk selectors: ssd,fast")
+	c.Flags().StringVar(&reserved, "reserved", "", "leave this much free for others: 20Gi")
+	return c
+}
+
+// patchNode changes a node's spec unless somebody else did so first: the list of disks is replaced as a whole.
+func patchNode(ctx context.Context, c client.Client, n, base *api.Node) error {
+	return explain(ctx, c.Patch(ctx, n, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})))
+}
+
+// awaitDisk waits for the node's verdict. A disk that it refuses is taken out of the spec again.
+func awaitDisk(ctx context.Context, c client.WithWatch, node, path string) (api.DiskStatus, error) {
+	var verdict api.DiskStatus
+	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
+	_, err := until(ctx, c, node, gone, func(n *api.Node) (bool, error) {
+		for _, d := range n.Status.Disks {
+			if d.Path == path && (d.Ready || d.Message != "") {
+				verdict = d
+				return true, nil
+			}
+		}
+		return false, nil
+	})
+	if err != nil {
+		return verdict, late(err, "node %q has not looked at %s yet", node, path)
+	}
+	if !verdict.Ready {
+		refused := api.Errorf(api.Invalid, "node %q refuses %s as a disk: %s", node, path, verdict.Message)
+		return verdict, errors.Join(refused, dropDisk(ctx, c, node, path))
+	}
+	return verdict, nil
+}
+
+func dropDisk(ctx context.Context, c client.Client, node, path string) error {
+	var n api.Node
+	if err := get(ctx, c, "node", node, &n); err != nil {
+		return err
+	}
+	base := n.DeepCopy()
+	n.Spec.Disks = slices.DeleteFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path })
+	return patchNode(ctx, c, &n, base)
+}
+
+// holdings are what lies on a disk: names of volumes and of images.
+func holdings(ctx context.Context, c client.Client, uid api.UID) (vols, imgs []string, err error) {
+	var reps api.ReplicaList
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
+		return nil, nil, explain(ctx, err)
+	}
+	for _, r := range reps.Items {
+		vols = append(vols, r.Spec.Volume)
+	}
+	var copies api.ImageCopyList
+	if err := c.List(ctx, &copies, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
+		return nil, nil, explain(ctx, err)
+	}
+	for _, f := range copies.Items {
+		imgs = append(imgs, f.Spec.Image)
+	}
+	return vols, imgs, nil
+}
+
+func (a *app) diskEvict() *cobra.Command {
+	var node string
+	var undo bool
+	c := &cobra.Command{
+		Use: "evict PATH|UID", Short: "Take nothing new on a disk, and move away what can be moved",
+		Long: "Marks a disk for eviction: nothing new is placed on it, and what can be moved to other disks is moved.\n" +
+			"Prints what is still on it. `drover disk remove` takes it away when nothing is.",
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			d, err := findDisk(ctx, c, node, left[0])
+			if err != nil {
+				return err
+			}
+			n, err := nodeOf(ctx, c, d.node)
+			if err != nil {
+				return err
+			}
+			base := n.DeepCopy()
+			for i := range n.Spec.Disks {
+				if n.Spec.Disks[i].Path == d.spec.Path {
+					take := undo
+					n.Spec.Disks[i].EvictionRequested, n.Spec.Disks[i].Schedulable = !undo, &take
+				}
+			}
+			if err := patchNode(ctx, c, n, base); err != nil {
+				return err
+			}
+			if undo {
+				a.said(cmd, "disk", d.spec.Path, "is in use again")
+				return nil
+			}
+			vols, imgs, err := holdings(ctx, c, d.status.UID)
+			if err != nil {
+				return err
+			}
+			a.said(cmd, "disk", d.spec.Path, "takes nothing new"+stillHolds(vols, imgs))
+			return nil
+		},
+	}
+	c.Flags().StringVar(&node, "node", "", "node, where several have a disk of that path")
+	c.Flags().BoolVar(&undo, "undo", false, "take the wish back")
+	return c
+}
+
+func stillHolds(vols, imgs []string) string {
+	var what []string
+	if len(vols) > 0 {
+		what = append(what, someOf("volume", vols))
+	}
+	if len(imgs) > 0 {
+		what = append(what, someOf("image", imgs))
+	}
+	if len(what) == 0 {
+		return "; it is empty"
+	}
+	return "; on it: " + strings.Join(what, "; ")
+}
+
+func (a *app) diskRemove() *cobra.Command {
+	var node string
+	c := &cobra.Command{
+		Use: "remove PATH|UID", Short: "Take an empty disk away from its node; its files stay", Aliases: []string{"rm"},
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			d, err := findDisk(ctx, c, node, left[0])
+			if err != nil {
+				return err
+			}
+			if d.status.UID != "" {
+				vols, imgs, err := holdings(ctx, c, d.status.UID)
+				if err != nil {
+					return err
+				}
+				if len(vols)+len(imgs) > 0 {
+					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves what can be moved, "+
+						"delete the rest", d.spec.Path, stillHolds(vols, imgs))
+				}
+			}
+			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {
+				return err
+			}
+			a.said(cmd, "disk", d.spec.Path, fmt.Sprintf("removed from node %q", d.node))
+			return nil
+		},
+	}
+	c.Flags().StringVar(&node, "node", "", "node, where several have a disk of that path")
+	return c
+}

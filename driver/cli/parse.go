@@ -1,0 +1,140 @@
+package cli
+
+import (
+	"context"
+	"os"
+	"path"
+	"regexp"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// parseSize reads 10Gi, 10GiB, 10G, 500M or plain bytes.
+func parseSize(s string) (int64, error) {
+	t := strings.TrimSuffix(strings.TrimSuffix(strings.TrimSpace(s), "B"), "b")
+	if n := len(t); n > 0 && strings.ContainsRune("gmtk", rune(t[n-1])) && t[n-1] != 'k' {
+		t = t[:n-1] + strings.ToUpper(t[n-1:]) // 10g means 10G, as with most tools
+	}
+	q, err := resource.ParseQuantity(t)
+	if err != nil || q.Sign() <= 0 {
+		return 0, usagef("%q is not a size: write 10Gi, 500Mi, 20G or a number of bytes", s)
+	}
+	return q.Value(), nil
+}
+
+// volumeSize rounds to what a volume can have and refuses what it cannot.
+func volumeSize(s string) (int64, error) {
+	n, err := parseSize(s)
+	if err != nil {
+		return 0, err
+	}
+	if n > api.MaxVolumeSize {
+		return 0, api.Errorf(api.OutOfRange, "%s is more than a volume can have (%s)", s, api.SizeText(api.MaxVolumeSize))
+	}
+	return api.RoundSize(n), nil
+}
+
+// checkName says early, and in one sentence, what the API server would say in three.
+func checkName(noun, name string) error {
+	if errs := validation.IsDNS1123Subdomain(name); len(errs) > 0 {
+		return api.Errorf(api.Invalid, "%q cannot be the name of a %s: use lower-case letters, digits, '-' and '.', "+
+			"beginning and ending with a letter or digit", name, noun)
+	}
+	return nil
+}
+
+var notInNames = regexp.MustCompile(`[^a-z0-9.-]+`)
+
+// nameFrom makes an image's name of the last part of a path or URL: "…/Debian_12.qcow2.xz" is debian-12.
+func nameFrom(source string) string {
+	base := strings.ToLower(path.Base(strings.SplitN(strings.SplitN(source, "?", 2)[0], "#", 2)[0]))
+	for {
+		cut := base
+		for _, ext := range []string{".qcow2", ".img", ".raw", ".qcow", ".gz", ".xz", ".zst"} {
+			cut = strings.TrimSuffix(cut, ext)
+		}
+		if cut == base {
+			break
+		}
+		base = cut
+	}
+	base = notInNames.ReplaceAllString(base, "-")
+	if len(base) > 63 {
+		base = base[:63]
+	}
+	return strings.Trim(base, "-.")
+}
+
+func tags(s string) []string {
+	var out []string
+	for _, t := range strings.Split(s, ",") {
+		if t = strings.TrimSpace(t); t != "" {
+			out = append(out, t)
+		}
+	}
+	return out
+}
+
+// thisNode finds the Node object of this machine: the one named like the host, or the only one there is.
+func thisNode(ctx context.Context, c client.Client) (string, error) {
+	var nodes api.NodeList
+	if err := c.List(ctx, &nodes); err != nil {
+		return "", explain(ctx, err)
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		return "", err
+	}
+	var names []string
+	for _, n := range nodes.Items {
+		if strings.EqualFold(n.Name, host) {
+			return n.Name, nil
+		}
+		names = append(names, n.Name)
+	}
+	switch len(names) {
+	case 0:
+		return "", api.Errorf(api.Unavailable, "no node has registered yet: is `drover serve` ready?")
+	case 1:
+		return names[0], nil
+	}
+	return "", usagef("this machine (%s) is none of the nodes: name one with --node (%s)", host, strings.Join(names, ", "))
+}
+
+// complete offers the names of objects on <Tab>. Silence where the server does not answer: it is only a help.
+func (a *app) complete(list func() client.ObjectList, once bool) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
+		if once && len(got) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		a.output = "table"
+		c, err := a.connect()
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		l := list()
+		if err := c.List(cmd.Context(), l); err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		var names []string
+		_ = meta.EachListItem(l, func(o runtime.Object) error {
+			if n := o.(client.Object).GetName(); strings.HasPrefix(n, prefix) {
+				names = append(names, n)
+			}
+			return nil
+		})
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+func volumes() client.ObjectList { return &api.VolumeList{} }
+func images() client.ObjectList  { return &api.BackingImageList{} }
+func nodes() client.ObjectList   { return &api.NodeList{} }

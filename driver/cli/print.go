@@ -1,0 +1,176 @@
+package cli
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/duration"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
+	"sigs.k8s.io/yaml"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) checkOutput() error {
+	switch a.output {
+	case "table", "json", "yaml", "name":
+		return nil
+	}
+	return usagef("-o %s is not known: use table, json, yaml or name", a.output)
+}
+
+// print writes one object: as json, yaml or name where asked for, else what human writes.
+func (a *app) print(w io.Writer, obj client.Object, human func(io.Writer)) error {
+	switch a.output {
+	case "table":
+		human(w)
+		return nil
+	case "name":
+		_, err := fmt.Fprintln(w, typedName(obj))
+		return err
+	}
+	if err := dress(obj); err != nil {
+		return err
+	}
+	return a.encode(w, obj)
+}
+
+// printList does the same for a list. row is called for each object in the order of the list.
+func (a *app) printList(w io.Writer, list client.ObjectList, header string, row func(runtime.Object) []string) error {
+	items, err := meta.ExtractList(list)
+	if err != nil {
+		return err
+	}
+	switch a.output {
+	case "name":
+		for _, o := range items {
+			if _, err := fmt.Fprintln(w, typedName(o.(client.Object))); err != nil {
+				return err
+			}
+		}
+		return nil
+	case "table":
+		rows := make([][]string, 0, len(items))
+		for _, o := range items {
+			rows = append(rows, row(o))
+		}
+		return table(w, header, rows)
+	}
+	for _, o := range items {
+		if err := dress(o.(client.Object)); err != nil {
+			return err
+		}
+	}
+	if err := meta.SetList(list, items); err != nil {
+		return err
+	}
+	gvk, err := apiutil.GVKForObject(list, scheme)
+	if err != nil {
+		return err
+	}
+	list.GetObjectKind().SetGroupVersionKind(gvk)
+	return a.encode(w, list)
+}
+
+func (a *app) encode(w io.Writer, v any) error {
+	if a.output == "yaml" {
+		out, err := yaml.Marshal(v)
+		if err != nil {
+			return err
+		}
+		_, err = w.Write(out)
+		return err
+	}
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	e.SetEscapeHTML(false)
+	return e.Encode(v)
+}
+
+// dress gives an object its kind, which typed clients leave out, and takes off what no reader wants.
+func dress(obj client.Object) error {
+	gvk, err := apiutil.GVKForObject(obj, scheme)
+	if err != nil {
+		return err
+	}
+	obj.GetObjectKind().SetGroupVersionKind(gvk)
+	obj.SetManagedFields(nil)
+	return nil
+}
+
+func typedName(obj client.Object) string {
+	gvk, err := apiutil.GVKForObject(obj, scheme)
+	if err != nil {
+		return obj.GetName()
+	}
+	return strings.ToLower(gvk.Kind) + "." + gvk.Group + "/" + obj.GetName()
+}
+
+// table writes aligned columns; empty cells show as "-", so that columns can be counted by scripts too.
+func table(w io.Writer, header string, rows [][]string) error {
+	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
+	fmt.Fprintln(tw, strings.ReplaceAll(header, " ", "\t"))
+	for _, r := range rows {
+		for i := range r {
+			if r[i] == "" {
+				r[i] = "-"
+			}
+		}
+		fmt.Fprintln(tw, strings.Join(r, "\t"))
+	}
+	return tw.Flush()
+}
+
+// fields writes "Name:  value" lines, leaving out those without a value.
+func fields(w io.Writer, pairs ...string) {
+	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
+	for i := 0; i+1 < len(pairs); i += 2 {
+		if pairs[i+1] != "" {
+			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], pairs[i+1])
+		}
+	}
+	_ = tw.Flush()
+}
+
+func conditions(w io.Writer, conds []metav1.Condition) {
+	if len(conds) == 0 {
+		return
+	}
+	fmt.Fprintln(w, "\nConditions:")
+	rows := make([][]string, 0, len(conds))
+	for _, c := range conds {
+		rows = append(rows, []string{c.Type, string(c.Status), c.Reason, age(c.LastTransitionTime), c.Message})
+	}
+	_ = table(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
+}
+
+func age(t metav1.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return duration.HumanDuration(time.Since(t.Time))
+}
+
+// someBytes is a size for people, but nothing for 0: unknown yet.
+func someBytes(n int64) string {
+	if n == 0 {
+		return ""
+	}
+	return api.SizeText(n)
+}
+
+// seconds is a duration for people.
+func seconds(d time.Duration) string {
+	if d < 10*time.Second {
+		return fmt.Sprintf("%.2f s", d.Seconds())
+	}
+	return d.Round(100 * time.Millisecond).String()
+}

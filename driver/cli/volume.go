@@ -1,0 +1,343 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) volumeCommand() *cobra.Command {
+	c := group("volume", "Replicated block devices", "volumes", "vol")
+	c.AddCommand(a.volumeCreate(), a.volumeList(), a.volumeShow(), a.volumeAttach(), a.volumeDetach(), a.volumeMount(),
+		a.volumeUmount(), a.volumeExpand(), a.volumeDelete())
+	return c
+}
+
+func (a *app) volumeCreate() *cobra.Command {
+	var size, nodeTags, diskTags string
+	var v api.Volume
+	c := &cobra.Command{
+		Use:   "create NAME",
+		Short: "Create a volume: blank, or with the content of a backing image",
+		Example: "  drover volume create scratch --size 10Gi\n" +
+			"  drover volume create vm-1 --image debian            # as large as the image\n" +
+			"  drover volume create db --size 100Gi --fs xfs",
+		Args: args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			if err := checkName("volume", left[0]); err != nil {
+				return err
+			}
+			v.Name = left[0]
+			v.Spec.NodeSelector, v.Spec.DiskSelector = tags(nodeTags), tags(diskTags)
+			if v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage); err != nil {
+				return err
+			}
+			if err := c.Create(ctx, &v); err != nil {
+				if apierrors.IsAlreadyExists(err) {
+					return api.Errorf(api.Exists, "there is a volume %q already: see `drover volume show %s`", v.Name, v.Name)
+				}
+				return explain(ctx, err)
+			}
+			vol, err := awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
+				return v.Status.State != "" && v.Status.State != api.VolumeCreating
+			})
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+				from := ""
+				if vol.Spec.BackingImage != "" {
+					from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
+				}
+				fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from, seconds(time.Since(began)))
+			})
+		},
+	}
+	c.Flags().StringVar(&size, "size", "", "size: 10Gi, 500Mi (default with --image: that of the image)")
+	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
+	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
+	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
+	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
+	c.Flags().StringVar(&v.Spec.DataLocality, "data-locality", "", "disabled, best-effort or strict-local")
+	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
+	c.Flags().StringVar(&diskTags, "disk-selector", "", "only disks with these tags: a,b")
+	return c
+}
+
+// wantedSize is the size asked for, or that of the image. An image that is still being made may not know it yet.
+func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (int64, error) {
+	var virtual int64
+	if image != "" {
+		none := api.Errorf(api.NotFound, "there is no image %q: `drover image list` shows those there are", image)
+		_, err := until(ctx, c, image, none, func(i *api.BackingImage) (bool, error) {
+			if i.Status.State == api.ImageFailed {
+				return true, api.Errorf(api.InUse, "image %q failed: %s", image, i.Status.Message)
+			}
+			virtual = i.Status.VirtualSize
+			return virtual > 0, nil
+		})
+		if err != nil {
+			return 0, late(err, "image %q does not know its size yet", image)
+		}
+	}
+	if size == "" {
+		if image == "" {
+			return 0, usagef("how large? say --size 10Gi, or --image to begin with an image's content")
+		}
+		return api.RoundSize(virtual), nil
+	}
+	n, err := volumeSize(size)
+	if err == nil && n < virtual {
+		err = api.Errorf(api.OutOfRange, "%s is less than the %s inside image %q: ask for at least that, or leave --size out",
+			api.SizeText(n), api.SizeText(virtual), image)
+	}
+	return n, err
+}
+
+// awaitVolume waits until ready is content with the volume, and gives up where the volume is faulted. What keeps it
+// waiting is told once, as a remark.
+func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks io.Writer, ready func(*api.Volume) bool) (
+	*api.Volume, error) {
+	var vol *api.Volume
+	told := ""
+	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
+	_, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+		vol = v
+		if v.Status.State == api.VolumeFaulted {
+			return true, api.Errorf(api.Other, "volume %q is faulted: %s", name, v.Status.Message)
+		}
+		if ready(v) {
+			return true, nil
+		}
+		if why := hindrance(v); why != "" && why != told {
+			told = why
+			fmt.Fprintf(remarks, "volume %q waits: %s\n", name, why)
+		}
+		return false, nil
+	})
+	if vol == nil {
+		return nil, late(err, "volume %q", name)
+	}
+	return vol, late(err, "volume %q is %s%s; see `drover volume show %s`", name, vol.Status.State,
+		colon(hindrance(vol)), name)
+}
+
+// hindrance is what the volume itself says against being ready.
+func hindrance(v *api.Volume) string {
+	for _, c := range v.Status.Conditions {
+		if c.Status == "False" && c.Message != "" {
+			return c.Message
+		}
+	}
+	return v.Status.Message
+}
+
+func (a *app) volumeList() *cobra.Command {
+	return &cobra.Command{
+		Use: "list", Short: "List the volumes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var list api.VolumeList
+			var atts api.AttachmentList
+			if err := c.List(ctx, &list); err != nil {
+				return explain(ctx, err)
+			}
+			if err := c.List(ctx, &atts); err != nil {
+				return explain(ctx, err)
+			}
+			device := map[string]string{}
+			for _, t := range atts.Items {
+				device[t.Spec.Volume] = t.Status.Device
+			}
+			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE ROBUSTNESS SIZE USED IMAGE NODE DEVICE AGE",
+				func(o runtime.Object) []string {
+					v := o.(*api.Volume)
+					return []string{v.Name, string(v.Status.State), string(v.Status.Robustness), api.SizeText(v.Spec.Size),
+						api.SizeText(v.Status.Used), v.Spec.BackingImage, v.Status.AttachedNode, device[v.Name],
+						age(v.CreationTimestamp)}
+				})
+		},
+	}
+}
+
+func (a *app) volumeShow() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show a volume, its replicas, and where it is attached",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var v api.Volume
+			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+				return err
+			}
+			var reps api.ReplicaList
+			if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+				return explain(ctx, err)
+			}
+			att, err := attachment(ctx, c, v.Name)
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) { describeVolume(w, &v, reps.Items, att) })
+		},
+	}
+}
+
+func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Attachment) {
+	s := v.Status
+	size := api.SizeText(v.Spec.Size)
+	if s.Size != 0 && s.Size != v.Spec.Size {
+		size += " (now " + api.SizeText(s.Size) + ")"
+	}
+	where, mounted := "", ""
+	if att != nil {
+		where = att.Spec.Node
+		if att.Status.Device != "" {
+			where += ", " + att.Status.Device
+		}
+		if att.Spec.ReadOnly {
+			where += ", read-only"
+		}
+		if att.Status.Message != "" {
+			where += ": " + att.Status.Message
+		}
+		if dirs, err := mountsOf(att.Status.Device); err == nil {
+			mounted = strings.Join(dirs, ", ")
+		}
+	}
+	fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
+		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
+		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
+		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
+	if len(reps) > 0 {
+		fmt.Fprintln(w, "\nReplicas:")
+		var rows [][]string
+		for _, r := range reps {
+			rows = append(rows, []string{r.Name, r.Spec.Node, string(r.Spec.Disk), string(r.Status.Mode),
+				api.SizeText(r.Status.Used), r.Status.Message})
+		}
+		_ = table(w, "NAME NODE DISK MODE USED MESSAGE", rows)
+	}
+	conditions(w, s.Conditions)
+}
+
+func (a *app) volumeExpand() *cobra.Command {
+	c := &cobra.Command{
+		Use: "expand NAME SIZE", Short: "Make a volume larger, attached or not, and the filesystem that is mounted from it",
+		Example: "  drover volume expand db 200Gi\n  drover volume expand db +10Gi",
+		Args:    args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			vol, err := expand(ctx, cmd, c, left[0], left[1])
+			if err != nil {
+				return err
+			}
+			grown, err := growMounted(ctx, c, vol)
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+				fmt.Fprintf(w, "volume %q is %s%s, in %s\n", vol.Name, api.SizeText(vol.Status.Size), grown, seconds(time.Since(began)))
+			})
+		},
+	}
+	return c
+}
+
+func expand(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, size string) (*api.Volume, error) {
+	var v api.Volume
+	if err := get(ctx, c, "volume", name, &v); err != nil {
+		return nil, err
+	}
+	more, plus := strings.CutPrefix(size, "+")
+	n, err := parseSize(more)
+	if err != nil {
+		return nil, err
+	}
+	if plus {
+		n += v.Spec.Size
+	}
+	if n > api.MaxVolumeSize {
+		return nil, api.Errorf(api.OutOfRange, "%s is more than a volume can have (%s)", api.SizeText(n), api.SizeText(api.MaxVolumeSize))
+	}
+	n = api.RoundSize(n)
+	if n < v.Spec.Size {
+		return nil, api.Errorf(api.OutOfRange, "volume %q has %s and cannot shrink to %s", name, api.SizeText(v.Spec.Size), api.SizeText(n))
+	}
+	base := v.DeepCopy()
+	v.Spec.Size = n
+	if err := c.Patch(ctx, &v, client.MergeFrom(base)); err != nil {
+		return nil, explain(ctx, err)
+	}
+	return awaitVolume(ctx, c, name, cmd.ErrOrStderr(), func(v *api.Volume) bool { return v.Status.Size >= n })
+}
+
+func (a *app) volumeDelete() *cobra.Command {
+	return &cobra.Command{
+		Use: "delete NAME...", Short: "Delete detached volumes and their data", Aliases: []string{"rm"},
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				var v api.Volume
+				if err := get(ctx, c, "volume", name, &v); err != nil {
+					return err
+				}
+				att, err := attachment(ctx, c, name)
+				if err != nil {
+					return err
+				}
+				if att != nil {
+					return api.Errorf(api.InUse, "volume %q is attached to node %q: `drover volume detach %s` first",
+						name, att.Spec.Node, name)
+				}
+				err = c.Delete(ctx, &v, client.Preconditions{UID: &v.UID})
+				if err != nil && !apierrors.IsNotFound(err) {
+					return explain(ctx, err)
+				}
+				if err = untilGone(ctx, c, "volume", &v, hindrance); err != nil {
+					return err
+				}
+				a.said(cmd, "volume", name, "deleted")
+			}
+			return nil
+		},
+	}
+}

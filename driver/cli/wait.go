@@ -1,0 +1,164 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// follow lists, then watches, and calls see for every object and every change, in the caller's goroutine, until see
+// says stop. A watch that ends (server restart, expired version) begins again with a list.
+func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see func(client.Object) (bool, error),
+	opts ...client.ListOption) error {
+	for {
+		if err := c.List(ctx, list, opts...); err != nil {
+			return explain(ctx, err)
+		}
+		objs, err := meta.ExtractList(list)
+		if err != nil {
+			return err
+		}
+		for _, o := range objs {
+			if stop, err := see(o.(client.Object)); stop || err != nil {
+				return err
+			}
+		}
+		if stop, err := followWatch(ctx, c, list, see, opts); stop || err != nil {
+			return err
+		}
+	}
+}
+
+func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList,
+	see func(client.Object) (bool, error), opts []client.ListOption) (stop bool, err error) {
+	from := &client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}}
+	w, err := c.Watch(ctx, list, append(slices.Clone(opts), from)...)
+	if err != nil {
+		if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
+			return false, nil
+		}
+		return false, explain(ctx, err)
+	}
+	defer w.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return false, context.Cause(ctx)
+		case e, ok := <-w.ResultChan():
+			if !ok || e.Type == watch.Error {
+				return false, nil
+			}
+			if obj, ok := e.Object.(client.Object); ok && e.Type != watch.Bookmark && e.Type != watch.Deleted {
+				if stop, err := see(obj); stop || err != nil {
+					return stop, err
+				}
+			}
+		}
+	}
+}
+
+// until watches the named object until done is content with it. gone is the error where it does not exist.
+func until[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
+	done func(T) (bool, error)) (T, error) {
+	obj, err := await.Until(ctx, c, name, done)
+	if apierrors.IsNotFound(err) {
+		return obj, gone
+	}
+	return obj, explain(ctx, err)
+}
+
+// untilGone waits until an object is gone. why tells what holds it, for the message when time is up.
+func untilGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
+	held := ""
+	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) { held = why(now) }))
+	return late(err, "the deletion of %s %q goes on%s", noun, obj.GetName(), colon(held))
+}
+
+// late adds to a time-out what was being waited for.
+func late(err error, format string, args ...any) error {
+	if errors.Is(err, errTimeout) {
+		return fmt.Errorf("%w: %s", err, fmt.Sprintf(format, args...))
+	}
+	return err
+}
+
+func colon(s string) string {
+	if s == "" {
+		return ""
+	}
+	return ": " + s
+}
+
+// explain turns what the client library says into a sentence with advice, and gives it a kind.
+func explain(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	var known *api.Error
+	if errors.As(err, &known) {
+		return err
+	}
+	var u *url.Error
+	var op *net.OpError
+	if errors.As(err, &u) || errors.As(err, &op) {
+		where := "the API server"
+		if u != nil {
+			if p, perr := url.Parse(u.URL); perr == nil {
+				where += " at " + p.Host
+			}
+			err = u.Err
+		}
+		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, err)
+	}
+	switch {
+	case apierrors.IsUnauthorized(err), apierrors.IsForbidden(err):
+		return api.Errorf(api.Denied, "the API server refuses this kubeconfig: %w", err)
+	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
+		return api.Errorf(api.Invalid, "the API server refuses this: %s", causes(err))
+	case apierrors.IsConflict(err):
+		return api.Errorf(api.Busy, "somebody changed it at the same time: try again (%w)", err)
+	case meta.IsNoMatchError(err):
+		return api.Errorf(api.Unavailable, "the API server does not know Drover's objects: is it the right one? (%w)", err)
+	}
+	return err
+}
+
+// causes is the part of a validation error that a person needs: which field, and what is wrong with it.
+func causes(err error) string {
+	var s *apierrors.StatusError
+	if !errors.As(err, &s) || s.ErrStatus.Details == nil || len(s.ErrStatus.Details.Causes) == 0 {
+		return err.Error()
+	}
+	out := ""
+	for i, c := range s.ErrStatus.Details.Causes {
+		if i > 0 {
+			out += "; "
+		}
+		out += c.Field + ": " + c.Message
+	}
+	return out
+}
+
+// get reads one object; a missing one is an error of kind not found that says how to list those there are.
+func get(ctx context.Context, c client.Client, noun, name string, obj client.Object) error {
+	err := c.Get(ctx, client.ObjectKey{Name: name}, obj)
+	if apierrors.IsNotFound(err) {
+		return api.Errorf(api.NotFound, "there is no %s %q: `drover %s list` shows those there are", noun, name, noun)
+	}
+	return explain(ctx, err)
+}
