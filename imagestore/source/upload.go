@@ -157,11 +157,21 @@ func (up *Upload) release() {
 	up.taken = nil
 }
 
+// letGo ends the hold on the connection: after its handler it may carry other requests.
+func (up *Upload) letGo() {
+	up.mu.Lock()
+	defer up.mu.Unlock()
+	if !up.ended {
+		_ = up.taken.SetReadDeadline(time.Time{})
+	}
+	up.ended, up.taken = true, nil
+}
+
 // patience gives the sender time for the next bytes.
 func (up *Upload) patience(d time.Duration) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
-	if !up.ended {
+	if !up.ended && up.taken != nil {
 		_ = up.taken.SetReadDeadline(time.Now().Add(d))
 	}
 }
@@ -204,6 +214,7 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	// The body may be read until this handler returns, so the reader has to let go of it first.
 	<-in.done
+	defer up.letGo()
 	if err := <-up.result; err != nil {
 		w.Header().Set("Connection", "close")
 		reply(w, http.StatusUnprocessableEntity, outcome(err))
