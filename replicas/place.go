@@ -1,0 +1,178 @@
+package replicas
+
+import (
+	"fmt"
+	"slices"
+	"sort"
+	"strings"
+
+	"drover.io/drover/api"
+)
+
+// spot is a disk that a replica could be placed on.
+type spot struct {
+	node   string
+	disk   api.UID
+	path   string
+	copy   int   // how far the image is there: 0 not at all, 1 on its way, 2 ready
+	same   int   // replicas of the volume on the same node
+	room   int64 // bytes that may still be promised on the disk
+	volume bool  // a replica of the volume is on this disk
+}
+
+// terrain is what placement looks at.
+type terrain struct {
+	nodes     []api.Node
+	promised  func(disk api.UID) int64 // sum of the sizes of its replicas
+	copies    map[api.UID]api.ImageState
+	mine      []api.Replica // of the volume
+	overPct   int64
+	minFreePc int64
+}
+
+// place finds the best disk for one more replica of v. Without one the error says of each disk why.
+func place(v *api.Volume, t terrain) (spot, error) {
+	var spots []spot
+	var why []string
+	disks := 0
+	for i := range t.nodes {
+		n := &t.nodes[i]
+		if r := nodeRefuses(v, n); r != "" {
+			why = append(why, fmt.Sprintf("node %s: %s", n.Name, r))
+			disks += len(n.Spec.Disks)
+			continue
+		}
+		if len(n.Spec.Disks) == 0 {
+			why = append(why, fmt.Sprintf("node %s: it has no disks, add one", n.Name))
+		}
+		for _, d := range n.Spec.Disks {
+			disks++
+			s, r := t.disk(v, n, d)
+			if r != "" {
+				why = append(why, fmt.Sprintf("disk %s of node %s: %s", d.Path, n.Name, r))
+				continue
+			}
+			spots = append(spots, s)
+		}
+	}
+	if len(spots) == 0 {
+		if len(t.nodes) == 0 {
+			why = []string{"there are no nodes"}
+		}
+		if more := len(why) - 6; more > 0 {
+			why = append(why[:6], fmt.Sprintf("and %d more", more))
+		}
+		return spot{}, api.Errorf(api.Full, "no disk for a replica of %s: %s",
+			bytesText(v.Spec.Size), strings.Join(why, "; "))
+	}
+	sort.SliceStable(spots, func(i, j int) bool {
+		a, b := spots[i], spots[j]
+		switch {
+		case a.volume != b.volume:
+			return b.volume
+		case a.same != b.same: // soft: other nodes first
+			return a.same < b.same
+		case a.copy != b.copy:
+			return a.copy > b.copy
+		}
+		return a.room > b.room
+	})
+	if spots[0].volume {
+		return spot{}, api.Errorf(api.Full, "every disk that suits has a replica of the volume already: add a disk")
+	}
+	return spots[0], nil
+}
+
+func nodeRefuses(v *api.Volume, n *api.Node) string {
+	switch {
+	case n.DeletionTimestamp != nil:
+		return "it is being removed"
+	case n.Spec.Schedulable != nil && !*n.Spec.Schedulable:
+		return "scheduling is turned off"
+	case len(v.Spec.Nodes) > 0 && !slices.Contains(v.Spec.Nodes, n.Name):
+		return "the volume must be on " + strings.Join(v.Spec.Nodes, ", ")
+	}
+	if tag := missing(v.Spec.NodeSelector, n.Spec.Tags); tag != "" {
+		return "it lacks the tag " + tag
+	}
+	return ""
+}
+
+// missing is the first wanted tag that is not there.
+func missing(want, have []string) string {
+	for _, tag := range want {
+		if !slices.Contains(have, tag) {
+			return tag
+		}
+	}
+	return ""
+}
+
+func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string) {
+	i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.Path == d.Path })
+	switch {
+	case d.Schedulable != nil && !*d.Schedulable:
+		return spot{}, "scheduling is turned off"
+	case d.EvictionRequested:
+		return spot{}, "it is being evicted"
+	case i < 0:
+		return spot{}, "the node has not looked at it yet"
+	case !n.Status.Disks[i].Ready:
+		return spot{}, "not ready: " + n.Status.Disks[i].Message
+	}
+	if tag := missing(v.Spec.DiskSelector, d.Tags); tag != "" {
+		return spot{}, "it lacks the tag " + tag
+	}
+	st := n.Status.Disks[i]
+	room, why := t.room(d, st, v.Spec.Size)
+	if why != "" {
+		return spot{}, why
+	}
+	s := spot{node: n.Name, disk: st.UID, path: d.Path, room: room}
+	switch t.copies[st.UID] {
+	case api.ImageReady:
+		s.copy = 2
+	case api.ImagePending, api.ImageStarting, api.ImageInProgress, api.ImageTransfer:
+		s.copy = 1
+	}
+	for _, r := range t.mine {
+		if r.Spec.Node == n.Name {
+			s.same++
+		}
+		if r.Spec.Disk == st.UID {
+			s.volume = true
+		}
+	}
+	return s, ""
+}
+
+// room is what is left to promise on a disk after size more bytes, or why they cannot be promised.
+func (t *terrain) room(d api.DiskSpec, st api.DiskStatus, size int64) (int64, string) {
+	capacity := max(st.Capacity-d.ReservedBytes, 0)
+	if st.Capacity > 0 && st.Available*100 < st.Capacity*t.minFreePc {
+		return 0, fmt.Sprintf("only %s of %s are free, less than %d %% (storage-minimal-available-percentage)",
+			bytesText(st.Available), bytesText(st.Capacity), t.minFreePc)
+	}
+	promised := t.promised(st.UID)
+	limit := capacity / 100 * t.overPct
+	if promised+size > limit {
+		return 0, fmt.Sprintf("%s are promised to volumes and the limit is %s (%d %% of %s, "+
+			"storage-over-provisioning-percentage)", bytesText(promised), bytesText(limit), t.overPct, bytesText(capacity))
+	}
+	return limit - promised - size, ""
+}
+
+// bytesText is a size for people: 10 GiB, 1.5 MiB.
+func bytesText(n int64) string {
+	const units = "KMGTPE"
+	if n < 1024 {
+		return fmt.Sprintf("%d B", n)
+	}
+	f, u := float64(n)/1024, 0
+	for f >= 1024 && u < len(units)-1 {
+		f /= 1024
+		u++
+	}
+	s := strings.TrimSuffix(fmt.Sprintf("%.1f", f), ".0")
+	return fmt.Sprintf("%s %ciB", s, units[u])
+}

@@ -1,0 +1,525 @@
+package replicas
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+)
+
+// Indexes of the cache. The names are this package's own, so that others can index the same kinds.
+const (
+	byVolume = "replicas.volume"
+	byDisk   = "replicas.disk"
+	byImage  = "replicas.image"
+)
+
+type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+
+// planner is the Volume loop of the controller role.
+type planner struct {
+	client client.Client
+	events events.EventRecorder
+	log    *slog.Logger
+
+	mu sync.Mutex
+	// assumed holds Replicas that were created and are not in the cache yet: they must be counted, and not made twice.
+	assumed map[string]assumption
+	// waiting volumes have no disk yet; whatever could change that wakes them.
+	waiting map[string]bool
+}
+
+type assumption struct {
+	replica api.Replica
+	until   time.Time
+}
+
+// SetupController adds the loops of the controller role to mgr.
+func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
+	p := &planner{
+		client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-controller"), log: log,
+		assumed: map[string]assumption{}, waiting: map[string]bool{},
+	}
+	ctx := context.Background()
+	fi := mgr.GetFieldIndexer()
+	if err := fi.IndexField(ctx, &api.Replica{}, byVolume, func(o client.Object) []string {
+		return []string{o.(*api.Replica).Spec.Volume}
+	}); err != nil {
+		return fmt.Errorf("index of replicas: %w", err)
+	}
+	if err := fi.IndexField(ctx, &api.Replica{}, byDisk, func(o client.Object) []string {
+		return []string{string(o.(*api.Replica).Spec.Disk)}
+	}); err != nil {
+		return fmt.Errorf("index of replicas: %w", err)
+	}
+	if err := fi.IndexField(ctx, &api.Volume{}, byImage, func(o client.Object) []string {
+		if image := o.(*api.Volume).Spec.BackingImage; image != "" {
+			return []string{image}
+		}
+		return nil
+	}); err != nil {
+		return fmt.Errorf("index of volumes: %w", err)
+	}
+	if err := fi.IndexField(ctx, &api.ImageCopy{}, byImage, func(o client.Object) []string {
+		return []string{o.(*api.ImageCopy).Spec.Image}
+	}); err != nil {
+		return fmt.Errorf("index of image copies: %w", err)
+	}
+	if err := setupMetrics(mgr.GetClient()); err != nil {
+		return err
+	}
+	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
+		return p.unplaced()
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("volume").
+		For(&api.Volume{}).
+		Watches(&api.Replica{}, handler.Funcs{
+			CreateFunc: func(_ context.Context, e event.CreateEvent, q queue) { p.replicaEvent(e.Object, q, false) },
+			UpdateFunc: func(_ context.Context, e event.UpdateEvent, q queue) { p.replicaEvent(e.ObjectNew, q, false) },
+			DeleteFunc: func(_ context.Context, e event.DeleteEvent, q queue) { p.replicaEvent(e.Object, q, true) },
+		}).
+		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(ofAttachment)).
+		Watches(&api.Node{}, placeable, when(nodeMatters)).
+		Watches(&api.Setting{}, placeable).
+		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4}).
+		Complete(p)
+}
+
+func ofAttachment(_ context.Context, o client.Object) []reconcile.Request {
+	return one(o.(*api.Attachment).Spec.Volume)
+}
+
+func one(name string) []reconcile.Request {
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: name}}}
+}
+
+// replicaEvent wakes the replica's volume, and those that wait for room if it is gone.
+func (p *planner) replicaEvent(o client.Object, q queue, gone bool) {
+	p.mu.Lock()
+	delete(p.assumed, o.GetName())
+	p.mu.Unlock()
+	q.Add(one(o.(*api.Replica).Spec.Volume)[0])
+	if gone {
+		for _, r := range p.unplaced() {
+			q.Add(r)
+		}
+	}
+}
+
+// nodeMatters tells whether a node's change can matter to placement; a heartbeat alone does not.
+func nodeMatters(old, now client.Object) bool {
+	a, b := old.(*api.Node), now.(*api.Node)
+	if a.Generation != b.Generation || len(a.Status.Disks) != len(b.Status.Disks) {
+		return true
+	}
+	for i := range a.Status.Disks {
+		x, y := a.Status.Disks[i], b.Status.Disks[i]
+		if x.Ready != y.Ready || x.UID != y.UID || x.Available/(64<<20) != y.Available/(64<<20) {
+			return true
+		}
+	}
+	return false
+}
+
+func (p *planner) unplaced() []reconcile.Request {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []reconcile.Request
+	for name := range p.waiting {
+		all = append(all, one(name)...)
+	}
+	return all
+}
+
+func (p *planner) setWaiting(name string, on bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if on {
+		p.waiting[name] = true
+	} else {
+		delete(p.waiting, name)
+	}
+}
+
+// ofImage wakes the volumes of an image that are not there yet.
+func (p *planner) ofImage(ctx context.Context, o client.Object) []reconcile.Request {
+	var vols api.VolumeList
+	if err := p.client.List(ctx, &vols, client.MatchingFields{byImage: o.GetName()}); err != nil {
+		p.log.Error("volumes of an image cannot be listed", "image", o.GetName(), "err", err)
+		return nil
+	}
+	var all []reconcile.Request
+	for i := range vols.Items {
+		if len(vols.Items[i].Status.Members) == 0 {
+			all = append(all, one(vols.Items[i].Name)...)
+		}
+	}
+	return all
+}
+
+// Reconcile brings one volume a step nearer to its wish.
+func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var v api.Volume
+	if err := p.client.Get(ctx, req.NamespacedName, &v); err != nil {
+		if apierrors.IsNotFound(err) {
+			p.setWaiting(req.Name, false)
+			return reconcile.Result{}, nil
+		}
+		return reconcile.Result{}, err
+	}
+	old := v.DeepCopy()
+	err := p.plan(ctx, &v)
+	if err == nil || api.KindOf(err) != api.Other {
+		if serr := p.writeStatus(ctx, old, &v); serr != nil {
+			err = serr
+		}
+	}
+	switch {
+	case apierrors.IsConflict(err): // somebody else wrote; the event is on its way
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	case api.KindOf(err) != api.Other: // in the status already, and events will tell when it has changed
+		return reconcile.Result{}, nil
+	}
+	return reconcile.Result{}, err
+}
+
+// plan computes v's status, and creates and changes Replicas. An error with a kind is a fact that the status tells.
+func (p *planner) plan(ctx context.Context, v *api.Volume) error {
+	mine, err := p.replicas(ctx, v)
+	if err != nil {
+		return err
+	}
+	var att api.Attachment
+	attached := true
+	if err := p.client.Get(ctx, types.NamespacedName{Name: v.Name}, &att); apierrors.IsNotFound(err) {
+		attached = false
+	} else if err != nil {
+		return err
+	}
+	if v.DeletionTimestamp != nil {
+		return p.remove(ctx, v, mine, attached)
+	}
+	if controllerutil.AddFinalizer(v, api.Finalizer) {
+		// Before anything of the volume exists. The write brings an event, and that the next step.
+		st := v.Status.DeepCopy()
+		if err := p.client.Update(ctx, v); err != nil {
+			return err
+		}
+		v.Status = *st
+	}
+	if v.Status.UID == "" {
+		v.Status.UID = api.NewUID()
+		v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+		return nil
+	}
+	if len(v.Status.Members) == 0 {
+		if err := p.create(ctx, v, mine); err != nil {
+			p.setWaiting(v.Name, true)
+			v.Status.Message = err.Error()
+			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+			if api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) || api.Is(err, api.Corrupt) {
+				v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
+			}
+			return err
+		}
+		p.setWaiting(v.Name, false)
+	}
+	if len(v.Status.Members) == 0 {
+		return nil
+	}
+	if err := p.expand(ctx, v, mine); err != nil {
+		return err
+	}
+	present := &att
+	if !attached {
+		present = nil
+	}
+	describe(v, mine, present)
+	return nil
+}
+
+// replicas of this very volume, not of an older one of its name. Those created a moment ago count.
+func (p *planner) replicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
+	var list api.ReplicaList
+	if err := p.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+		return nil, err
+	}
+	var mine []api.Replica
+	seen := map[string]bool{}
+	for _, r := range list.Items {
+		seen[r.Name] = true
+		if r.Spec.VolumeUID == v.Status.UID {
+			mine = append(mine, r)
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for name, a := range p.assumed {
+		switch {
+		case seen[name] || time.Now().After(a.until):
+			delete(p.assumed, name)
+		case a.replica.Spec.VolumeUID == v.Status.UID:
+			mine = append(mine, a.replica)
+		}
+	}
+	return mine, nil
+}
+
+// promised is the sum of the sizes of a disk's replicas.
+func (p *planner) promised(ctx context.Context, disk api.UID) (int64, error) {
+	var list api.ReplicaList
+	on := client.MatchingFields{byDisk: string(disk)}
+	if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {
+		return 0, err
+	}
+	var sum int64
+	seen := map[string]bool{}
+	for i := range list.Items {
+		seen[list.Items[i].Name] = true
+		sum += list.Items[i].Spec.Size
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for name, a := range p.assumed {
+		if a.replica.Spec.Disk == disk && !seen[name] {
+			sum += a.replica.Spec.Size
+		}
+	}
+	return sum, nil
+}
+
+// create gives a new volume its replicas and, when they are there, its first members.
+func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica) error {
+	if v.Spec.NumberOfReplicas > 1 {
+		err := api.Errorf(api.Unsupported, "numberOfReplicas %d is not supported yet: set it to 1", v.Spec.NumberOfReplicas)
+		condition(v, api.ConditionScheduled, false, "NotSupported", err.Error())
+		return err
+	}
+	image, err := p.image(ctx, v)
+	if err != nil {
+		return err
+	}
+	if len(mine) == 0 {
+		r, err := p.placeOne(ctx, v, image, mine)
+		if err != nil {
+			if api.Is(err, api.Full) && condition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
+				p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", err)
+			}
+			return err
+		}
+		mine = append(mine, *r)
+	}
+	condition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
+	var members []string
+	size := v.Spec.Size
+	for i := range mine {
+		r := &mine[i]
+		switch r.Status.Mode {
+		case api.ReplicaCurrent:
+			members = append(members, r.Name)
+			size = min(size, r.Status.Size)
+		case api.ReplicaFailed:
+			return api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
+		default:
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, r.Status.Message
+			return nil
+		}
+	}
+	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
+	v.Status.Message = ""
+	p.events.Eventf(v, nil, "Normal", "Created", "Create", "the volume is ready on %s", mine[0].Spec.Node)
+	return nil
+}
+
+// image is the volume's backing image if it can be used, or nil.
+func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
+	name := v.Spec.BackingImage
+	if name == "" {
+		return nil, nil
+	}
+	var img api.BackingImage
+	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
+		err := api.Errorf(api.NotFound, "backing image %s does not exist: import it, the volume waits", name)
+		condition(v, api.ConditionImage, false, "NotFound", err.Error())
+		return nil, err
+	} else if err != nil {
+		return nil, err
+	}
+	switch {
+	case img.DeletionTimestamp != nil:
+		err := api.Errorf(api.Unavailable, "backing image %s is being deleted", name)
+		condition(v, api.ConditionImage, false, "Deleting", err.Error())
+		return nil, err
+	case img.Status.UUID == "" || len(img.Status.Layers) == 0:
+		err := api.Errorf(api.Unavailable, "backing image %s is being prepared", name)
+		condition(v, api.ConditionImage, false, "Pending", err.Error())
+		return nil, err
+	case img.Status.VirtualSize > v.Spec.Size:
+		err := api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of backing image %s: expand the volume",
+			bytesText(v.Spec.Size), bytesText(img.Status.VirtualSize), name)
+		if condition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
+			p.events.Eventf(v, &img, "Warning", "BackingImageIncompatible", "Create", "%s", err)
+		}
+		return nil, err
+	case img.Status.State == api.ImageFailed:
+		err := api.Errorf(api.Unavailable, "backing image %s failed: %s", name, img.Status.Message)
+		condition(v, api.ConditionImage, false, "Failed", err.Error())
+		return nil, err
+	case img.Status.State != api.ImageReady:
+		// Its virtual size is not known for sure before.
+		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
+		condition(v, api.ConditionImage, false, "NotReady", err.Error())
+		return nil, err
+	}
+	condition(v, api.ConditionImage, true, "Ready", "")
+	return &img, nil
+}
+
+// placeOne creates one Replica on the best disk.
+func (p *planner) placeOne(
+	ctx context.Context, v *api.Volume, img *api.BackingImage, mine []api.Replica,
+) (*api.Replica, error) {
+	t := terrain{mine: mine, copies: map[api.UID]api.ImageState{}}
+	var nodes api.NodeList
+	if err := p.client.List(ctx, &nodes); err != nil {
+		return nil, err
+	}
+	t.nodes = nodes.Items
+	var failed error
+	t.promised = func(disk api.UID) int64 {
+		sum, err := p.promised(ctx, disk)
+		if err != nil {
+			failed = err
+		}
+		return sum
+	}
+	if img != nil {
+		var copies api.ImageCopyList
+		if err := p.client.List(ctx, &copies, client.MatchingFields{byImage: img.Name}); err != nil {
+			return nil, err
+		}
+		for _, c := range copies.Items {
+			if c.Spec.UUID == img.Status.UUID {
+				t.copies[c.Spec.Disk] = c.Status.State
+			}
+		}
+	}
+	t.overPct = p.setting(ctx, "storage-over-provisioning-percentage")
+	t.minFreePc = p.setting(ctx, "storage-minimal-available-percentage")
+	s, err := place(v, t)
+	if failed != nil {
+		return nil, failed
+	}
+	if err != nil {
+		return nil, err
+	}
+	uid := api.NewUID()
+	r := &api.Replica{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: v.Name + "." + string(uid[:8]),
+			Labels: map[string]string{
+				api.LabelVolume: label(v.Name), api.LabelNode: label(s.node), api.LabelDisk: string(s.disk)},
+			Finalizers: []string{api.Finalizer},
+		},
+		Spec: api.ReplicaSpec{
+			UID: uid, Volume: v.Name, VolumeUID: v.Status.UID, Node: s.node, Disk: s.disk, Size: v.Spec.Size},
+	}
+	if img != nil {
+		r.Spec.Layers = img.Status.Layers
+		r.Labels[api.LabelImage] = label(img.Name)
+	}
+	if err := p.client.Create(ctx, r); err != nil {
+		return nil, fmt.Errorf("replica %s: %w", r.Name, err)
+	}
+	p.mu.Lock()
+	p.assumed[r.Name] = assumption{replica: *r, until: time.Now().Add(time.Minute)}
+	p.mu.Unlock()
+	p.log.Info("replica placed", "volume", v.Name, "replica", r.Name, "node", s.node, "disk", s.path)
+	return r, nil
+}
+
+// setting is a number set by the user, or its default.
+func (p *planner) setting(ctx context.Context, name string) int64 {
+	var s api.Setting
+	text := api.Settings[name]
+	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &s); err == nil {
+		text = s.Value
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || n < 0 {
+		p.log.Warn("setting is not a number, the default counts", "setting", name, "value", text)
+		n, _ = strconv.ParseInt(api.Settings[name], 10, 64)
+	}
+	return n
+}
+
+// label makes a name fit for a label's value; the spec has the whole one.
+func label(name string) string {
+	if len(name) > 63 {
+		return name[:63]
+	}
+	return name
+}
+
+// writeStatus writes v's status if it differs from old's.
+func (p *planner) writeStatus(ctx context.Context, old, v *api.Volume) error {
+	v.Status.SizeText, v.Status.UsedText = "", ""
+	if v.Status.Size > 0 {
+		v.Status.SizeText, v.Status.UsedText = bytesText(v.Status.Size), bytesText(v.Status.Used)
+	}
+	if equalStatus(&old.Status, &v.Status) {
+		return nil
+	}
+	if err := p.client.Status().Update(ctx, v); err != nil {
+		if apierrors.IsNotFound(err) { // the finalizer was the last thing that held it
+			return nil
+		}
+		return fmt.Errorf("status of volume %s: %w", v.Name, err)
+	}
+	return nil
+}
+
+// condition sets a condition and tells whether its status or reason changed.
+func condition(v *api.Volume, kind string, is bool, reason, message string) bool {
+	return setCondition(&v.Status.Conditions, v.Generation, kind, is, reason, message)
+}
+
+func setCondition(all *[]metav1.Condition, gen int64, kind string, is bool, reason, message string) bool {
+	status := metav1.ConditionFalse
+	if is {
+		status = metav1.ConditionTrue
+	}
+	was := meta.FindStatusCondition(*all, kind)
+	changed := was == nil || was.Status != status || was.Reason != reason
+	meta.SetStatusCondition(all, metav1.Condition{
+		Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: gen})
+	return changed
+}
+
+// when lets updates pass that matter; creations and deletions always do.
+func when(matters func(old, now client.Object) bool) builder.Predicates {
+	return builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		return matters(e.ObjectOld, e.ObjectNew)
+	}})
+}
