@@ -1,0 +1,253 @@
+package device
+
+import (
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// conn is one FUSE connection: the file that one loop device stands on. Fields that change belong to the loop's thread.
+//
+//	start ----> serving ----> stopping ----> idle (fd closed)
+//	                 (stop, or the kernel ended it)
+type conn struct {
+	srv      *server
+	fd       int
+	be       block.Submitter
+	file     string // the file's name
+	name     string // the volume's name, for messages
+	readOnly bool
+	size     int64
+
+	poll     uring.Op
+	armed    bool
+	hungry   bool
+	stopping bool
+	idleDone bool
+	cutDone  bool
+	used     int64 // bytes of the pool
+	inflight int
+	resent   int64         // requests that a predecessor had left unanswered
+	idle     chan struct{} // closed when nothing is under way any more and fd is closed
+	aborted  chan struct{} // closed when fd is closed, answers or not
+}
+
+const forever = 1 << 25 // seconds an answer about names and attributes holds
+
+// start begins to serve; resume asks first for what a predecessor left unanswered.
+func (c *conn) start(resume bool) error {
+	if err := c.srv.prepare(); err != nil {
+		return err
+	}
+	if resume {
+		note := outHeader{length: uint32(outSize), err: notifyResend}
+		if _, err := unix.Write(c.fd, unsafe.Slice((*byte)(unsafe.Pointer(&note)), outSize)); err != nil {
+			return err
+		}
+	}
+	c.poll.Done = c.polled
+	c.arm()
+	return nil
+}
+
+func (c *conn) arm() {
+	c.armed = true
+	c.srv.loop.PollIn(&c.poll, c.fd)
+}
+
+func (c *conn) polled(_ *uring.Op, res int32) {
+	c.armed = false
+	if res == -int32(unix.ECANCELED) {
+		c.stopping = true
+	}
+	if !c.stopping {
+		c.serve()
+	}
+	c.ended()
+}
+
+// stop reads no further request. What is under way is answered, then the descriptor is closed.
+func (c *conn) stop() {
+	c.stopping = true
+	c.srv.loop.CancelPoll(&c.poll)
+	c.ended()
+}
+
+// cut closes the descriptor without waiting for the backend, and then done.
+func (c *conn) cut(done chan struct{}) {
+	c.aborted = done
+	c.stop()
+}
+
+func (c *conn) ended() {
+	if !c.stopping || c.armed {
+		return
+	}
+	if (c.inflight == 0 || c.aborted != nil) && c.fd >= 0 {
+		_ = unix.Close(c.fd)
+		c.fd = -1
+	}
+	if c.aborted != nil && !c.cutDone {
+		c.cutDone = true
+		close(c.aborted)
+	}
+	if c.inflight == 0 && !c.idleDone {
+		c.idleDone = true
+		close(c.idle)
+	}
+}
+
+// serve takes the requests that are there and listens for more.
+func (c *conn) serve() {
+	s := c.srv
+	s.serving = true
+	c.drain()
+	s.serving = false
+	s.feed()
+}
+
+func (c *conn) drain() {
+	s := c.srv
+	for n := 0; !c.stopping; n++ {
+		if !s.may(c) {
+			if !c.hungry {
+				c.hungry = true
+				s.hungry = append(s.hungry, c)
+			}
+			break
+		}
+		if n == batch || !c.read() {
+			if !c.stopping {
+				c.arm()
+			}
+			break
+		}
+	}
+	c.ended()
+}
+
+// read takes one request; false when there is none.
+func (c *conn) read() bool {
+	const head = inSize + ioSize // a WRITE's payload then stands at the buffer's start
+	mem := c.srv.stage.before(head)
+	for {
+		n, _, e := unix.RawSyscall(unix.SYS_READ, uintptr(c.fd), uintptr(unsafe.Pointer(&mem[0])), uintptr(len(mem)))
+		switch e {
+		case 0:
+			c.dispatch(mem, int(n))
+			return true
+		case unix.EINTR, unix.ENOENT: // ENOENT: that request was given up before it was read
+			continue
+		case unix.EAGAIN:
+			return false
+		case unix.ENODEV: // unmounted or aborted
+		default:
+			c.srv.log.Error("a device's connection broke", "device", c.name, "err", e)
+		}
+		c.stopping = true
+		return false
+	}
+}
+
+func (c *conn) dispatch(mem []byte, n int) {
+	h := *view[inHeader](mem)
+	if h.unique>>63 != 0 {
+		c.resent++
+	}
+	body := mem[inSize:]
+	switch h.opcode {
+	case opRead, opWrite:
+		in := *view[ioIn](body)
+		op := block.OpRead
+		if h.opcode == opWrite {
+			op = block.OpWrite
+		}
+		c.submit(h.unique, op, in.offset, uint64(in.size))
+	case opFsync:
+		c.submit(h.unique, block.OpFlush, 0, 0)
+	case opFallocate:
+		in := *view[fallocateIn](body)
+		switch in.mode &^ unix.FALLOC_FL_KEEP_SIZE {
+		case unix.FALLOC_FL_PUNCH_HOLE:
+			c.submit(h.unique, block.OpDiscard, in.offset, in.length)
+		case unix.FALLOC_FL_ZERO_RANGE:
+			c.submit(h.unique, block.OpZero, in.offset, in.length)
+		default:
+			c.reply(c.srv.stage, h.unique, -int32(unix.EOPNOTSUPP), 0)
+		}
+	case opForget, opBatchForget, opInterrupt: // want no answer
+	default:
+		out := c.srv.stage
+		e, k := c.meta(h, body[:n-inSize], out.mem)
+		c.reply(out, h.unique, e, k)
+	}
+}
+
+// submit hands an I/O to the backend.
+func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
+	s := c.srv
+	size := uint64(c.size)
+	if off%512 != 0 || n%512 != 0 || off > size || n > size-off {
+		c.reply(s.stage, unique, -int32(unix.EINVAL), 0)
+		return
+	}
+	if c.readOnly && op != block.OpRead && op != block.OpFlush {
+		c.reply(s.stage, unique, -int32(unix.EROFS), 0)
+		return
+	}
+	r := s.request()
+	r.conn, r.unique, r.Op, r.Off, r.Len = c, unique, op, int64(off), int64(n)
+	if op == block.OpRead || op == block.OpWrite {
+		if n == 0 || n > maxIO {
+			s.free = append(s.free, r)
+			c.reply(s.stage, unique, -int32(unix.EINVAL), 0)
+			return
+		}
+		r.slot = s.take(int(n), op == block.OpWrite)
+		r.Buf = r.slot.mem[:n]
+		c.used += int64(classSize[r.slot.class])
+	}
+	c.inflight++
+	c.be.Submit(&r.Request)
+}
+
+// meta answers what is asked about the file itself.
+func (c *conn) meta(h inHeader, in, out []byte) (e int32, n int) {
+	switch h.opcode {
+	case opLookup:
+		if h.node != nodeRoot || len(in) == 0 || string(in[:len(in)-1]) != c.file {
+			return -int32(unix.ENOENT), 0
+		}
+		return 0, put(out, entryOut{node: nodeFile, entryValid: forever, attrValid: forever, attr: c.attr(nodeFile)})
+	case opGetattr:
+		return 0, put(out, attrOut{valid: forever, attr: c.attr(h.node)})
+	case opSetattr: // Resize tells the kernel in this way
+		sa := *view[setattrIn](in)
+		if sa.valid&setattrSize != 0 && (h.node != nodeFile || sa.size != uint64(c.size)) {
+			return -int32(unix.EPERM), 0
+		}
+		return 0, put(out, attrOut{valid: forever, attr: c.attr(h.node)})
+	case opOpen:
+		return 0, put(out, openOut{flags: openDirectIO | openNoFlush | openParallelWrites})
+	case opOpendir:
+		return 0, put(out, openOut{})
+	case opStatfs: // the loop driver takes its discard granularity from the block size
+		return 0, put(out, statfsOut{blockSize: block.Size, fragSize: block.Size, nameLen: 255, files: 1})
+	case opRelease, opReleasedir, opFlush, opDestroy:
+		return 0, 0
+	}
+	return -int32(unix.ENOSYS), 0
+}
+
+func (c *conn) attr(node uint64) attr {
+	a := attr{ino: node, mode: syscall.S_IFDIR | 0o700, nlink: 2, blockSize: block.Size}
+	if node == nodeFile {
+		a.mode, a.nlink = syscall.S_IFREG|0o600, 1
+		a.size, a.blocks = uint64(c.size), uint64(c.size)/512
+	}
+	return a
+}

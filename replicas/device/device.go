@@ -1,0 +1,304 @@
+package device
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// Device is a block device that this process serves.
+type Device struct {
+	host *Host
+	loop *uring.Loop
+	conn *conn
+	file string // the name of the one file
+
+	mu   sync.Mutex // serialises what follows, not I/O
+	spec Spec
+	dev  int // loop device, -1 when there is none
+	tree int // descriptor of the mount, -1 when closed
+	down bool
+}
+
+// fileName carries the key, so that /sys tells whose a loop device is.
+func fileName(key string) string { return "drover-" + key }
+
+func newDevice(h *Host, spec Spec, loop *uring.Loop, be block.Submitter, fuse, tree int) *Device {
+	d := &Device{host: h, loop: loop, spec: spec, file: fileName(spec.Key), dev: -1, tree: tree}
+	d.conn = &conn{srv: h.server(loop), fd: fuse, be: be, file: d.file, name: spec.Name, readOnly: spec.ReadOnly,
+		size: spec.Size, idle: make(chan struct{})}
+	return d
+}
+
+// start begins to serve; on an error nothing was begun.
+func (d *Device) start(resume bool) error {
+	var err error
+	if lerr := d.loop.Do(func() { err = d.conn.start(resume) }); lerr != nil {
+		return lerr
+	}
+	return err
+}
+
+// present makes the loop device and its link, or finds those that an earlier process made.
+func (d *Device) present(hint int) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.dev = findLoop(d.file, hint)
+	if d.dev < 0 {
+		fd, err := openFile(d.tree, d.file, d.spec.ReadOnly)
+		if err != nil {
+			return fmt.Errorf("open the device's file: %w", err)
+		}
+		d.dev, err = setUpLoop(fd, d.spec.Name, d.spec.ReadOnly)
+		_ = unix.Close(fd)
+		if err != nil {
+			return err
+		}
+		tuneLoop(d.dev)
+	}
+	if d.dev != hint {
+		if err := d.host.keep(record{d.spec, d.dev}); err != nil {
+			return err
+		}
+	}
+	if size, err := loopSize(d.dev); err == nil && size < d.spec.Size {
+		if err := d.grow(); err != nil {
+			return err
+		}
+	}
+	return d.link()
+}
+
+func (d *Device) link() error {
+	if err := os.MkdirAll(linkDir, 0o755); err != nil {
+		return fmt.Errorf("link the device: %w", err)
+	}
+	path := filepath.Join(linkDir, d.spec.Name)
+	if to, err := os.Readlink(path); err == nil && to == loopPath(d.dev) {
+		return nil
+	}
+	tmp := filepath.Join(linkDir, "."+d.spec.Key)
+	_ = os.Remove(tmp)
+	if err := os.Symlink(loopPath(d.dev), tmp); err != nil {
+		return fmt.Errorf("link the device: %w", err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return fmt.Errorf("link the device: %w", err)
+	}
+	return nil
+}
+
+func (d *Device) unlink(dev int) {
+	path := filepath.Join(linkDir, d.spec.Name)
+	if to, err := os.Readlink(path); err == nil && to == loopPath(dev) {
+		_ = os.Remove(path)
+	}
+}
+
+// Path is the device: /dev/loopN.
+func (d *Device) Path() string { return loopPath(d.dev) }
+
+// Link is the path under which the device can be found by the volume's name.
+func (d *Device) Link() string { return filepath.Join(linkDir, d.spec.Name) }
+
+// Spec is what the device is now.
+func (d *Device) Spec() Spec {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.spec
+}
+
+// Resent is how many requests, left unanswered by earlier processes, this one was given again.
+func (d *Device) Resent() (n int64) {
+	_ = d.loop.Do(func() { n = d.conn.resent })
+	return n
+}
+
+func (d *Device) update(change func(*Spec)) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.down {
+		return api.Errorf(api.NotFound, "device %s is detached", d.spec.Name)
+	}
+	spec := d.spec
+	change(&spec)
+	if err := spec.validate(); err != nil {
+		return err
+	}
+	if err := d.host.keep(record{spec, d.dev}); err != nil {
+		return fmt.Errorf("device %s: %w", spec.Name, err)
+	}
+	d.spec = spec
+	return nil
+}
+
+// Resize grows the device, also while it is in use. What stands behind it must have grown before.
+func (d *Device) Resize(ctx context.Context, size int64) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	var old int64
+	err := d.update(func(s *Spec) { old, s.Size = s.Size, max(s.Size, size) })
+	if err == nil && size < old {
+		err = api.Errorf(api.OutOfRange, "device %s has %d bytes and cannot shrink to %d", d.spec.Name, old, size)
+	}
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.down {
+		return api.Errorf(api.NotFound, "device %s is detached", d.spec.Name)
+	}
+	if err := d.grow(); err != nil {
+		return fmt.Errorf("resize device %s: %w", d.spec.Name, err)
+	}
+	return nil
+}
+
+// grow tells the kernel's file system, then the loop device.
+func (d *Device) grow() error {
+	size := d.spec.Size
+	if err := d.loop.Do(func() { d.conn.size = size }); err != nil {
+		return err
+	}
+	if d.spec.ReadOnly {
+		return growLoop(d.dev)
+	}
+	fd, err := openFile(d.tree, d.file, false)
+	if err != nil {
+		return err
+	}
+	err = unix.Ftruncate(fd, size)
+	_ = unix.Close(fd)
+	if err != nil {
+		return fmt.Errorf("tell the kernel the size %d: %w", size, err)
+	}
+	return growLoop(d.dev)
+}
+
+// Detach flushes the device and takes it away. One that somebody uses stays as it is: kind in use.
+func (d *Device) Detach(ctx context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.down {
+		return nil
+	}
+	if err := d.detach(ctx); err != nil {
+		return fmt.Errorf("detach device %s: %w", d.spec.Name, err)
+	}
+	return nil
+}
+
+func (d *Device) detach(ctx context.Context) error {
+	if loopFile(d.dev) == d.file { // else an earlier Detach got so far
+		claim, err := claimLoop(d.dev)
+		if err != nil {
+			return err
+		}
+		if err := clearLoop(ctx, d.dev, claim); err != nil {
+			return err
+		}
+		if err := awaitGone(ctx, d.dev, d.file); err != nil {
+			return err
+		}
+	}
+	d.unlink(d.dev)
+	if err := d.host.hold.delete(d.spec.Key); err != nil {
+		return err
+	}
+	d.closeTree() // the last descriptor of the mount: the kernel ends the connection
+	if err := d.await(ctx); err != nil {
+		return err
+	}
+	d.down = true
+	d.host.forget(d)
+	return nil
+}
+
+func (d *Device) closeTree() {
+	if d.tree >= 0 {
+		_ = unix.Close(d.tree)
+		d.tree = -1
+	}
+}
+
+// await returns when every request is answered and the connection is closed.
+func (d *Device) await(ctx context.Context) error {
+	err := d.loop.Do(d.conn.stop)
+	if errors.Is(err, uring.ErrClosed) {
+		return nil // it ended with nothing under way
+	}
+	select {
+	case <-d.conn.idle:
+		return nil
+	case <-ctx.Done():
+		return api.Errorf(api.Busy, "requests are still under way: %w", ctx.Err())
+	}
+}
+
+// quiesce stops serving and leaves the device to its holder.
+func (d *Device) quiesce(ctx context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.down {
+		return nil
+	}
+	d.down = true
+	d.closeTree()
+	return d.await(ctx)
+}
+
+// Abort fails all of the device's I/O, that which waits and that which comes, and lets the loop device go with its last
+// user. It is for a device whose backend is fenced or lost. Requests given to the backend stay its own until it
+// completes them; nobody hears of them.
+func (d *Device) Abort() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.down {
+		return nil
+	}
+	if err := d.abandonLocked(); err != nil {
+		return fmt.Errorf("abort device %s: %w", d.spec.Name, err)
+	}
+	return nil
+}
+
+func (d *Device) abandon() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.abandonLocked()
+}
+
+func (d *Device) abandonLocked() error {
+	closed := make(chan struct{})
+	err := d.loop.Do(func() { d.conn.cut(closed) })
+	if err == nil {
+		<-closed
+	}
+	err = d.takeDown(d.dev)
+	d.closeTree()
+	d.down = true
+	d.host.forget(d)
+	return err
+}
+
+// takeDown makes the holder's descriptors go, by which the kernel fails what is under way, and then the loop device.
+// This process must have closed its own before.
+func (d *Device) takeDown(hint int) error {
+	err := d.host.hold.delete(d.spec.Key)
+	if n := findLoop(d.file, hint); n >= 0 {
+		d.unlink(n)
+		dropLoop(n)
+	}
+	return err
+}

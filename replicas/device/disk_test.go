@@ -1,0 +1,234 @@
+package device
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// disk is a block.Submitter over a plain file, by direct I/O on the loop.
+type disk struct {
+	loop *uring.Loop
+	fd   int
+	free []*diskOp
+	// hold, when set, decides on the loop's thread which requests wait in held.
+	hold func(*block.Request) bool
+	held []*block.Request
+}
+
+type diskOp struct {
+	uring.Op
+	req *block.Request
+}
+
+func openDisk(loop *uring.Loop, path string, size int64) (*disk, error) {
+	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC|unix.O_DIRECT, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, err
+	}
+	if st.Size < size {
+		if err := unix.Ftruncate(fd, size); err != nil {
+			return nil, err
+		}
+	}
+	return &disk{loop: loop, fd: fd}, nil
+}
+
+// drain waits for direct I/O that a dead process left in the kernel: a fallocate takes the inode's lock and waits.
+func (d *disk) drain(size int64) error {
+	return unix.Fallocate(d.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, (size+4095)&^4095, 4096)
+}
+
+func (d *disk) Submit(r *block.Request) {
+	if d.hold != nil && d.hold(r) {
+		d.held = append(d.held, r)
+		return
+	}
+	var op *diskOp
+	if n := len(d.free); n > 0 {
+		op, d.free = d.free[n-1], d.free[:n-1]
+	} else {
+		op = &diskOp{}
+		op.Done = func(_ *uring.Op, res int32) { d.done(op, res) }
+	}
+	op.req = r
+	switch r.Op {
+	case block.OpRead:
+		d.loop.Read(&op.Op, d.fd, r.Buf, r.Off)
+	case block.OpWrite:
+		d.loop.Write(&op.Op, d.fd, r.Buf, r.Off)
+	case block.OpFlush:
+		d.loop.Fdatasync(&op.Op, d.fd)
+	case block.OpDiscard:
+		d.loop.Fallocate(&op.Op, d.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, r.Off, r.Len)
+	case block.OpZero:
+		d.loop.Fallocate(&op.Op, d.fd, unix.FALLOC_FL_ZERO_RANGE|unix.FALLOC_FL_KEEP_SIZE, r.Off, r.Len)
+	}
+}
+
+func (d *disk) done(op *diskOp, res int32) {
+	r := op.req
+	op.req = nil
+	d.free = append(d.free, op)
+	switch {
+	case res < 0:
+		r.Err = unix.Errno(-res)
+	case r.Op == block.OpRead:
+		clear(r.Buf[res:])
+	case r.Op == block.OpWrite && int64(res) < r.Len:
+		r.Err = unix.EIO
+	}
+	r.Done(r)
+}
+
+// letGo submits what was held; on the loop's thread.
+func (d *disk) letGo() {
+	d.hold = nil
+	held := d.held
+	d.held = nil
+	for _, r := range held {
+		d.Submit(r)
+	}
+}
+
+func (d *disk) close() { _ = unix.Close(d.fd) }
+
+func needRoot(t testing.TB) {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root")
+	}
+	if err := ResendSupported(); err != nil {
+		t.Skip(err)
+	}
+}
+
+func runLoop(t testing.TB) *uring.Loop {
+	t.Helper()
+	l, err := uring.New(256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- l.Run() }()
+	t.Cleanup(func() {
+		l.Close()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// runHolder serves a holder for the length of the test, and checks at the end that nothing is left behind.
+func runHolder(t testing.TB) (runDir string) {
+	t.Helper()
+	needRoot(t)
+	runDir = t.TempDir()
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- RunHolder(ctx, filepath.Join(runDir, "hold.sock")) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if left := ours(); len(left) > 0 {
+			t.Errorf("loop devices left: %v", left)
+		}
+		if b, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(b), " - fuse drover ") {
+			t.Error("a mount is left in the mount table")
+		}
+	})
+	await(t, func() bool {
+		_, err := os.Stat(filepath.Join(runDir, "hold.sock"))
+		return err == nil
+	})
+	return runDir
+}
+
+// ours are the loop devices that tests of this process made.
+func ours() (out []string) {
+	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, f := range files {
+		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(filepath.Base(string(b)), fileName("test-")) {
+			out = append(out, f)
+		}
+	}
+	return out
+}
+
+func await(t testing.TB, cond func() bool) {
+	t.Helper()
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	deadline := time.After(20 * time.Second)
+	for !cond() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			_, file, line, _ := runtime.Caller(1)
+			t.Fatalf("%s:%d: waited too long", filepath.Base(file), line)
+		}
+	}
+}
+
+func openHost(t testing.TB, runDir string) *Host {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	h, err := Open(ctx, runDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var once sync.Once
+	t.Cleanup(func() { once.Do(func() { _ = h.Close() }) })
+	return h
+}
+
+const mib = 1 << 20
+
+// attach makes a device over a new file of a test.
+func attach(t testing.TB, h *Host, l *uring.Loop, name string, size int64) (*Device, *disk) {
+	t.Helper()
+	be, err := openDisk(l, filepath.Join(t.TempDir(), "data"), size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(be.close)
+	d, err := h.Attach(t.Context(), Spec{Key: "test-" + name, Name: "test-" + name, Size: size, Blob: []byte("{}")}, l, be)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Abort() })
+	return d, be
+}
+
+func openDev(t testing.TB, path string, flags int) int {
+	t.Helper()
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatalf("open %s: %v", path, err)
+	}
+	return fd
+}
+
+func aligned(n int) []byte {
+	b := make([]byte, n+page)
+	return b[page-int(uintptr(unsafe.Pointer(&b[0]))&(page-1)):][:n]
+}

@@ -1,0 +1,293 @@
+package device
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"sort"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+)
+
+// The holder's protocol: seqpackets with one JSON ask or answer each; descriptors travel beside it.
+const (
+	askHello  = "hello"  // a new incarnation begins
+	askPut    = "put"    // keep fds and blob under key; without fds only the blob is replaced
+	askGet    = "get"    // blob and fds of key
+	askList   = "list"   // keys
+	askDelete = "delete" // forget key; unknown keys are no error
+
+	maxPacket = 96 << 10
+	maxBlob   = 48 << 10
+	maxFds    = 4
+)
+
+type ask struct {
+	Op    string `json:"op"`
+	Key   string `json:"key,omitempty"`
+	Blob  []byte `json:"blob,omitempty"`
+	After string `json:"after,omitempty"` // list: keys greater than this
+}
+
+type answer struct {
+	Err         string   `json:"err,omitempty"`
+	Kind        api.Kind `json:"kind,omitempty"`
+	Incarnation int64    `json:"incarnation,omitempty"`
+	Keys        []string `json:"keys,omitempty"`
+	More        bool     `json:"more,omitempty"`
+	Blob        []byte   `json:"blob,omitempty"`
+}
+
+// held is what the holder keeps under a key.
+type held struct {
+	fds  []int
+	blob []byte
+}
+
+// holder keeps descriptors. It knows nothing of what they are, so that it never has to change.
+type holder struct {
+	mu          sync.Mutex
+	incarnation int64
+	kept        map[string]held
+	conns       map[*net.UnixConn]bool
+}
+
+// RunHolder is the whole job of the holder's process: on a socket that only root may use it keeps descriptors, with a
+// blob beside them, until they are deleted, no matter which clients come and go. It returns when ctx ends; what it kept
+// is closed then, and the devices fail. A second holder on the same socket is refused with kind exists.
+func RunHolder(ctx context.Context, socket string) error {
+	if err := os.MkdirAll(filepath.Dir(socket), 0o700); err != nil {
+		return fmt.Errorf("holder: %w", err)
+	}
+	lock, err := os.OpenFile(socket+".lock", os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("holder: %w", err)
+	}
+	defer func() { _ = lock.Close() }()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return api.Errorf(api.Exists, "holder: another holder serves %s", socket)
+	}
+	_ = os.Remove(socket) // of a dead holder: the lock is ours
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: socket, Net: "unixpacket"})
+	if err != nil {
+		return fmt.Errorf("holder: %w", err)
+	}
+	if err := os.Chmod(socket, 0o600); err != nil {
+		_ = l.Close()
+		return fmt.Errorf("holder: %w", err)
+	}
+	// Starts above every number that an earlier holder gave, as far as the clock can tell.
+	h := &holder{incarnation: time.Now().UnixMilli() << 10, kept: map[string]held{}, conns: map[*net.UnixConn]bool{}}
+	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
+	defer stop()
+	var wg sync.WaitGroup
+	for {
+		c, err := l.AcceptUnix()
+		if err != nil {
+			_ = l.Close()
+			h.closeAll(&wg)
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("holder: accept: %w", err)
+		}
+		if err := onlyRoot(c); err != nil {
+			_ = c.Close()
+			continue
+		}
+		h.mu.Lock()
+		h.conns[c] = true
+		h.mu.Unlock()
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			h.serve(c)
+		}()
+	}
+}
+
+func (h *holder) closeAll(wg *sync.WaitGroup) {
+	h.mu.Lock()
+	for c := range h.conns {
+		_ = c.Close()
+	}
+	h.mu.Unlock()
+	wg.Wait()
+	for _, k := range h.kept {
+		closeFds(k.fds)
+	}
+}
+
+func onlyRoot(c *net.UnixConn) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	var cerr error
+	err = raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err = errors.Join(err, cerr); err != nil {
+		return err
+	}
+	if cred.Uid != 0 {
+		return api.Errorf(api.Denied, "uid %d is not root", cred.Uid)
+	}
+	return nil
+}
+
+func (h *holder) serve(c *net.UnixConn) {
+	defer func() {
+		h.mu.Lock()
+		delete(h.conns, c)
+		h.mu.Unlock()
+		_ = c.Close()
+	}()
+	buf := make([]byte, 4096) // grown by recv for the rare large one
+	for {
+		var a ask
+		fds, err := receive(c, &buf, &a)
+		if err != nil {
+			closeFds(fds)
+			return
+		}
+		out, send := h.handle(a, fds)
+		if err := transmit(c, out, send); err != nil {
+			return
+		}
+	}
+}
+
+// handle does what a asks for. It owns fds.
+func (h *holder) handle(a ask, fds []int) (answer, []int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if a.Op != askPut {
+		closeFds(fds)
+	}
+	switch a.Op {
+	case askHello:
+		h.incarnation++
+		return answer{Incarnation: h.incarnation}, nil
+	case askPut:
+		k, ok := h.kept[a.Key]
+		if len(fds) == 0 && !ok {
+			return refuse(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
+		}
+		if len(fds) > 0 {
+			closeFds(k.fds)
+			k.fds = fds
+		}
+		k.blob = a.Blob
+		h.kept[a.Key] = k
+		return answer{}, nil
+	case askGet:
+		k, ok := h.kept[a.Key]
+		if !ok {
+			return refuse(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
+		}
+		return answer{Blob: k.blob}, k.fds
+	case askList:
+		return h.list(a.After), nil
+	case askDelete:
+		closeFds(h.kept[a.Key].fds)
+		delete(h.kept, a.Key)
+		return answer{}, nil
+	}
+	return refuse(api.Invalid, "the holder does not know %q", a.Op), nil
+}
+
+// list is a page of keys.
+func (h *holder) list(after string) answer {
+	var out answer
+	for k := range h.kept {
+		if k > after {
+			out.Keys = append(out.Keys, k)
+		}
+	}
+	sort.Strings(out.Keys)
+	if len(out.Keys) > 200 {
+		out.Keys, out.More = out.Keys[:200], true
+	}
+	return out
+}
+
+func refuse(k api.Kind, format string, args ...any) answer {
+	return answer{Err: fmt.Sprintf(format, args...), Kind: k}
+}
+
+func closeFds(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+}
+
+func transmit(c *net.UnixConn, v any, fds []int) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	if len(b) > maxPacket {
+		return api.Errorf(api.OutOfRange, "a message of %d bytes to or from the holder; at most %d", len(b), maxPacket)
+	}
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	_, _, err = c.WriteMsgUnix(b, oob, nil)
+	return err
+}
+
+// receive reads one packet into v; buf grows as packets need.
+func receive(c *net.UnixConn, buf *[]byte, v any) (fds []int, err error) {
+	n, err := packetSize(c)
+	if err != nil {
+		return nil, err
+	}
+	if n > len(*buf) {
+		*buf = make([]byte, n)
+	}
+	oob := make([]byte, unix.CmsgSpace(4*maxFds))
+	n, on, flags, _, err := c.ReadMsgUnix(*buf, oob)
+	if err != nil {
+		return nil, err
+	}
+	if msgs, err := unix.ParseSocketControlMessage(oob[:on]); err == nil {
+		for i := range msgs {
+			if got, err := unix.ParseUnixRights(&msgs[i]); err == nil {
+				fds = append(fds, got...)
+			}
+		}
+	}
+	if n == 0 {
+		return fds, net.ErrClosed
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return fds, api.Errorf(api.Invalid, "a message to or from the holder was cut")
+	}
+	return fds, json.Unmarshal((*buf)[:n], v)
+}
+
+// packetSize waits for a packet and tells its size without taking it.
+func packetSize(c *net.UnixConn) (n int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var rerr error
+	err = raw.Read(func(fd uintptr) bool {
+		n, _, rerr = unix.Recvfrom(int(fd), nil, unix.MSG_PEEK|unix.MSG_TRUNC|unix.MSG_DONTWAIT)
+		return rerr != unix.EAGAIN
+	})
+	if err == nil {
+		err = rerr
+	}
+	return n, err
+}

@@ -1,0 +1,438 @@
+package device
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"regexp"
+	"sort"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// linkDir holds a link per device, named like the volume.
+const linkDir = "/dev/drover"
+
+// Spec is what makes a device.
+type Spec struct {
+	Key      string // names the device for ever: the volume's UID
+	Name     string // the volume's name: /dev/drover/<name>
+	Size     int64
+	ReadOnly bool
+	Blob     []byte // for whoever resumes the device, up to 32 KiB
+}
+
+// record is a Spec as the holder keeps it.
+type record struct {
+	Spec
+	Loop int `json:"loop"` // -1: not set up yet
+}
+
+var keyPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$`)
+
+func (s Spec) validate() error {
+	switch {
+	case !keyPattern.MatchString(s.Key):
+		return api.Errorf(api.Invalid, "%q cannot be a device's key", s.Key)
+	case !keyPattern.MatchString(s.Name):
+		return api.Errorf(api.Invalid, "%q cannot be a device's name", s.Name)
+	case s.Size <= 0 || s.Size%512 != 0:
+		return api.Errorf(api.OutOfRange, "device %s: size %d is no multiple of 512", s.Name, s.Size)
+	case len(s.Blob) > 32<<10:
+		return api.Errorf(api.OutOfRange, "device %s: a blob of %d bytes; at most 32 KiB", s.Name, len(s.Blob))
+	}
+	return nil
+}
+
+// Host is a process's hold on its devices. One process at a time has it.
+type Host struct {
+	hold        *client
+	lock        *os.File
+	incarnation int64
+	log         *slog.Logger
+
+	mu      sync.Mutex // over what follows, for moments only
+	devices map[string]*Device
+	waiting map[string]Spec // held from a predecessor, not resumed yet
+	taken   map[string]bool // being attached or resumed
+	servers map[*uring.Loop]*server
+}
+
+// Open connects to the holder at <runDir>/hold.sock and takes <runDir>/data.lock. It waits until the process that had
+// the lock is really gone, with all its threads, or until ctx ends.
+func Open(ctx context.Context, runDir string) (*Host, error) {
+	lock, err := takeLock(ctx, filepath.Join(runDir, "data.lock"))
+	if err != nil {
+		return nil, err
+	}
+	h := &Host{lock: lock, log: slog.Default(), devices: map[string]*Device{}, waiting: map[string]Spec{},
+		taken: map[string]bool{}, servers: map[*uring.Loop]*server{}}
+	if err := h.connect(ctx, filepath.Join(runDir, "hold.sock")); err != nil {
+		if h.hold != nil {
+			_ = h.hold.close()
+		}
+		_ = lock.Close()
+		return nil, err
+	}
+	// The last to be killed when memory is short: others wait for its I/O to free theirs.
+	if err := os.WriteFile("/proc/self/oom_score_adj", []byte("-999"), 0); err != nil {
+		h.log.Info("oom_score_adj stays as it is", "err", err)
+	}
+	return h, nil
+}
+
+func (h *Host) connect(ctx context.Context, socket string) (err error) {
+	if h.hold, err = dialHolder(ctx, socket); err != nil {
+		return err
+	}
+	if h.incarnation, err = h.hold.hello(); err != nil {
+		return err
+	}
+	keys, err := h.hold.keys()
+	if err != nil {
+		return err
+	}
+	for _, k := range keys {
+		rec, fds, err := h.fetch(k)
+		closeFds(fds)
+		if err != nil {
+			return err
+		}
+		h.waiting[k] = rec.Spec
+	}
+	return nil
+}
+
+func (h *Host) fetch(key string) (rec record, fds []int, err error) {
+	blob, fds, err := h.hold.get(key)
+	if err != nil {
+		return record{}, nil, err
+	}
+	if err := json.Unmarshal(blob, &rec); err != nil || rec.Key != key {
+		closeFds(fds)
+		return record{}, nil, api.Errorf(api.Corrupt, "what the holder keeps for device %s makes no sense: %v", key, err)
+	}
+	return rec, fds, nil
+}
+
+// takeLock waits for the lock's owner to end. The lock goes with its last descriptor; the pidfd then says when every
+// thread of that process is gone too.
+func takeLock(ctx context.Context, path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("lock of the data process: %w", err)
+	}
+	for {
+		old := lockOwner(f)
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil && old != os.Getpid() {
+			err = awaitExit(ctx, old, true)
+		} else if err == unix.EWOULDBLOCK {
+			if err = awaitExit(ctx, old, false); err == nil {
+				continue
+			}
+		}
+		if err == nil {
+			_ = f.Truncate(0)
+			_, err = f.WriteAt([]byte(ownerLine(os.Getpid())), 0)
+		}
+		if err != nil {
+			_ = f.Close()
+			return nil, fmt.Errorf("lock of the data process: %w", err)
+		}
+		return f, nil
+	}
+}
+
+// ownerLine is a process's id and its start time, so that a reused id is not taken for the old process.
+func ownerLine(pid int) string { return fmt.Sprintf("%d %s\n", pid, startTime(pid)) }
+
+func startTime(pid int) string {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return ""
+	}
+	s := string(b)
+	f := strings.Fields(s[strings.LastIndexByte(s, ')')+1:])
+	if len(f) < 20 {
+		return ""
+	}
+	return f[19]
+}
+
+// lockOwner is the process that last had the lock, 0 when it is gone or unknown.
+func lockOwner(f *os.File) int {
+	b := make([]byte, 64)
+	n, _ := f.ReadAt(b, 0)
+	pid, start, ok := strings.Cut(strings.TrimSpace(string(b[:n])), " ")
+	id, err := strconv.Atoi(pid)
+	if !ok || err != nil || id <= 0 || startTime(id) != start {
+		return 0
+	}
+	return id
+}
+
+// awaitExit waits for the process to end: all of it when it let go of the lock already, else for a moment at most,
+// since the lock may change hands without.
+func awaitExit(ctx context.Context, pid int, all bool) error {
+	fd := -1
+	if pid > 0 {
+		var err error
+		if fd, err = unix.PidfdOpen(pid, 0); err == nil {
+			defer func() { _ = unix.Close(fd) }()
+		}
+	}
+	if fd < 0 && all {
+		return ctx.Err()
+	}
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}} // a negative one only waits
+	for {
+		n, err := unix.Poll(fds, 20)
+		if err != nil && err != unix.EINTR {
+			return err
+		}
+		if ctx.Err() != nil {
+			return api.Errorf(api.Busy, "process %d still serves the devices: %w", pid, ctx.Err())
+		}
+		if n > 0 || !all {
+			return nil
+		}
+	}
+}
+
+// Incarnation is this process's number: higher than that of every process before it under the same holder.
+func (h *Host) Incarnation() int64 { return h.incarnation }
+
+// Held lists the devices that a dead predecessor left and that are not resumed yet.
+func (h *Host) Held() []Spec {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	out := make([]Spec, 0, len(h.waiting))
+	for _, s := range h.waiting {
+		out = append(out, s)
+	}
+	sort.Slice(out, func(i, j int) bool { return out[i].Key < out[j].Key })
+	return out
+}
+
+// Devices lists what this process serves.
+func (h *Host) Devices() []*Device {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	out := make([]*Device, 0, len(h.devices))
+	for _, d := range h.devices {
+		out = append(out, d)
+	}
+	sort.Slice(out, func(i, j int) bool { return out[i].spec.Key < out[j].spec.Key })
+	return out
+}
+
+// reserve makes sure that nobody else works on key.
+func (h *Host) reserve(key string, resume bool) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	_, waits := h.waiting[key]
+	switch {
+	case h.taken[key]:
+		return api.Errorf(api.Busy, "device %s is being attached", key)
+	case h.devices[key] != nil:
+		return api.Errorf(api.Exists, "device %s is attached", key)
+	case waits && !resume:
+		return api.Errorf(api.Exists, "device %s is held from an earlier process: resume it", key)
+	case !waits && resume:
+		return api.Errorf(api.NotFound, "no device %s is held", key)
+	}
+	h.taken[key] = true
+	return nil
+}
+
+// release ends what reserve began; d is the device now served, if any, and gone says that the holder has it no more.
+func (h *Host) release(key string, d *Device, gone bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.taken, key)
+	if d != nil {
+		h.devices[key] = d
+	}
+	if d != nil || gone {
+		delete(h.waiting, key)
+	}
+}
+
+// server is the server of a loop.
+func (h *Host) server(loop *uring.Loop) *server {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	s := h.servers[loop]
+	if s == nil {
+		s = newServer(loop, h.log)
+		h.servers[loop] = s
+		loop.Post(func() {
+			// Allocating memory must not wait for I/O that this thread itself would have to do.
+			if err := unix.Prctl(unix.PR_SET_IO_FLUSHER, 1, 0, 0, 0); err != nil {
+				h.log.Info("the I/O thread is no I/O flusher", "err", err)
+			}
+		})
+	}
+	return s
+}
+
+// Attach makes a device for be, which is then called on loop's thread. loop must be running.
+func (h *Host) Attach(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
+	if err := spec.validate(); err != nil {
+		return nil, err
+	}
+	if err := h.reserve(spec.Key, false); err != nil {
+		return nil, err
+	}
+	d, err := h.attach(ctx, spec, loop, be)
+	h.release(spec.Key, d, false)
+	if err != nil {
+		return nil, fmt.Errorf("attach device %s: %w", spec.Name, err)
+	}
+	return d, nil
+}
+
+func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	fuse, tree, _, err := mount()
+	if err != nil {
+		return nil, err
+	}
+	d := newDevice(h, spec, loop, be, fuse, tree)
+	if err := h.keep(record{spec, -1}, fuse, tree); err != nil {
+		closeFds([]int{fuse, tree})
+		return nil, err
+	}
+	if err := d.start(false); err != nil {
+		closeFds([]int{fuse, tree})
+		return nil, errors.Join(err, h.hold.delete(spec.Key))
+	}
+	if err := d.present(-1); err != nil {
+		return nil, errors.Join(err, d.abandon())
+	}
+	return d, nil
+}
+
+// Resume serves a held device again: requests that a predecessor left unanswered are done now. spec.Size may be larger
+// than it was. Where the kernel cannot repeat requests the device is taken down and the error is of kind unsupported.
+func (h *Host) Resume(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
+	if err := spec.validate(); err != nil {
+		return nil, err
+	}
+	if err := h.reserve(spec.Key, true); err != nil {
+		return nil, err
+	}
+	d, gone, err := h.resume(ctx, spec, loop, be)
+	h.release(spec.Key, d, gone)
+	if err != nil {
+		return nil, fmt.Errorf("resume device %s: %w", spec.Name, err)
+	}
+	return d, nil
+}
+
+func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (
+	_ *Device, gone bool, _ error) {
+	if err := ctx.Err(); err != nil {
+		return nil, false, err
+	}
+	rec, fds, err := h.fetch(spec.Key)
+	if err != nil {
+		return nil, false, err
+	}
+	if len(fds) != 2 {
+		closeFds(fds)
+		return nil, false, api.Errorf(api.Corrupt, "the holder keeps %d descriptors, not 2", len(fds))
+	}
+	if spec.Size < rec.Size {
+		closeFds(fds)
+		return nil, false, api.Errorf(api.OutOfRange, "its size is %d, so it cannot become %d", rec.Size, spec.Size)
+	}
+	d := newDevice(h, spec, loop, be, fds[0], fds[1])
+	if err := ResendSupported(); err != nil {
+		closeFds(fds)
+		return nil, true, errors.Join(err, d.takeDown(rec.Loop))
+	}
+	if err := d.start(true); err != nil {
+		closeFds(fds)
+		return nil, false, err
+	}
+	if err := d.present(rec.Loop); err != nil {
+		return nil, false, errors.Join(err, d.quiesce(ctx)) // stays held: the next Resume tries again
+	}
+	return d, false, nil
+}
+
+func (h *Host) keep(rec record, fds ...int) error {
+	blob, err := json.Marshal(rec)
+	if err != nil {
+		return err
+	}
+	return h.hold.put(rec.Key, blob, fds...)
+}
+
+// SetBlob replaces what a later process is told about the device.
+func (h *Host) SetBlob(key string, blob []byte) error {
+	h.mu.Lock()
+	d := h.devices[key]
+	h.mu.Unlock()
+	if d == nil {
+		return api.Errorf(api.NotFound, "no device %s is attached", key)
+	}
+	return d.update(func(s *Spec) { s.Blob = blob })
+}
+
+// Discard takes down a held device without serving it: its I/O fails. For devices that nothing can serve any more.
+func (h *Host) Discard(key string) error {
+	if err := h.reserve(key, true); err != nil {
+		return err
+	}
+	rec, fds, err := h.fetch(key)
+	closeFds(fds)
+	if err == nil {
+		d := &Device{host: h, spec: rec.Spec, file: fileName(key)}
+		err = d.takeDown(rec.Loop)
+	}
+	h.release(key, nil, err == nil)
+	return err
+}
+
+// Close stops serving and leaves the devices to the next process; their I/O waits. The loops must still run. A backend
+// that does not complete what it was given keeps the lock with this process until it exits, so that nobody serves the
+// same requests beside it.
+func (h *Host) Close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	var errs []error
+	for _, d := range h.Devices() {
+		if err := d.quiesce(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("device %s: %w", d.spec.Name, err))
+		}
+		h.forget(d)
+	}
+	errs = append(errs, h.hold.close())
+	if ctx.Err() == nil {
+		errs = append(errs, h.lock.Close())
+	}
+	return errors.Join(errs...)
+}
+
+func (h *Host) forget(d *Device) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.devices, d.spec.Key)
+}
