@@ -1,0 +1,222 @@
+package stack
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"os"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// A finished layer is a folder: data (sparse, offset = offset in the volume), map (which blocks it holds), sums (one
+// digest per chunk), and layer.json, its commit point.
+const (
+	dataFile  = "data"
+	mapFile   = "map"
+	sumsFile  = "sums"
+	layerFile = "layer.json"
+
+	mapMagic  = "DROVERM1"
+	mapHeader = 64
+	mapEntry  = 16
+	mapPage   = pageBlocks / 4 // bytes of a page with 2 bits per block
+
+	entryUniform = 0
+	entryPacked  = 1
+)
+
+// layerRecord is layer.json.
+type layerRecord struct {
+	UID       string    `json:"uid"`
+	Size      int64     `json:"size"`
+	Root      string    `json:"root"`      // digest over the sums and the map
+	Data      int64     `json:"data"`      // bytes in blocks of kind data
+	Zero      int64     `json:"zero"`      // bytes in blocks of kind zero
+	Allocated int64     `json:"allocated"` // bytes on the disk when it was finished
+	Durable   bool      `json:"durable"`   // the data was synced before this was written
+	Created   time.Time `json:"created"`
+}
+
+// layerMap is the opened map of a layer: its table in memory, its pages on the disk.
+type layerMap struct {
+	size  int64
+	pages int
+	table []byte
+	h     io.ReaderAt
+}
+
+// openMap reads and checks the header and the table.
+func openMap(h io.ReaderAt, length, size int64) (*layerMap, error) {
+	var b [mapHeader]byte
+	if _, err := h.ReadAt(b[:], 0); err != nil {
+		return nil, api.Errorf(api.Corrupt, "header of the map: %w", err)
+	}
+	pages := (size + pageSize - 1) / pageSize
+	if string(b[:8]) != mapMagic || binary.LittleEndian.Uint32(b[8:]) != version ||
+		crc32.Checksum(b[:60], castagnoli) != binary.LittleEndian.Uint32(b[60:]) ||
+		int64(binary.LittleEndian.Uint64(b[16:])) != size || int64(binary.LittleEndian.Uint64(b[24:])) != pages ||
+		length < mapHeader+pages*mapEntry {
+		return nil, api.Errorf(api.Corrupt, "header of the map is damaged")
+	}
+	m := &layerMap{size: size, pages: int(pages), table: make([]byte, pages*mapEntry), h: h}
+	if _, err := h.ReadAt(m.table, mapHeader); err != nil {
+		return nil, fmt.Errorf("table of the map: %w", err)
+	}
+	if crc32.Checksum(m.table, castagnoli) != binary.LittleEndian.Uint32(b[32:]) {
+		return nil, api.Errorf(api.Corrupt, "table of the map is damaged")
+	}
+	for p := range m.pages {
+		t, k, off := m.entry(p)
+		if t > entryPacked || k > byte(block.Data) ||
+			t == entryPacked && (off < mapHeader+pages*mapEntry || off > length-mapPage) {
+			return nil, api.Errorf(api.Corrupt, "table of the map: entry %d makes no sense", p)
+		}
+	}
+	return m, nil
+}
+
+func (m *layerMap) entry(p int) (typ, kind byte, off int64) {
+	e := m.table[p*mapEntry:]
+	return e[0], e[1], int64(binary.LittleEndian.Uint64(e[8:]))
+}
+
+// uniform is the one kind of page p, if it has one.
+func (m *layerMap) uniform(p int) (block.Kind, bool) {
+	if p >= m.pages {
+		return block.Hole, true
+	}
+	t, k, _ := m.entry(p)
+	return block.Kind(k), t == entryUniform
+}
+
+// load fills kinds, one byte per block of page p, up to the end of the layer; the rest is holes.
+func (m *layerMap) load(p int, kinds *[pageBlocks]block.Kind) error {
+	end := pageBlocks
+	if last := m.size>>blockBits - int64(p)<<pageBits; last < pageBlocks {
+		end = int(max(last, 0))
+	}
+	clear(kinds[end:])
+	if k, ok := m.uniform(p); ok {
+		for i := range kinds[:end] {
+			kinds[i] = k
+		}
+		return nil
+	}
+	_, _, off := m.entry(p)
+	var b [mapPage]byte
+	if _, err := m.h.ReadAt(b[:], off); err != nil {
+		return fmt.Errorf("page %d of the map: %w", p, err)
+	}
+	if crc32.Checksum(b[:], castagnoli) != binary.LittleEndian.Uint32(m.table[p*mapEntry+4:]) {
+		return api.Errorf(api.Corrupt, "page %d of the map is damaged", p)
+	}
+	for i := range kinds[:end] {
+		k := block.Kind(b[i>>2] >> (i & 3 * 2) & 3)
+		if k > block.Data {
+			return api.Errorf(api.Corrupt, "page %d of the map holds a kind that does not exist", p)
+		}
+		kinds[i] = k
+	}
+	return nil
+}
+
+// encodeMap makes the file of a map from an index whose values are kinds.
+func encodeMap(x *index) []byte {
+	pages := len(x.uniform)
+	out := make([]byte, mapHeader+pages*mapEntry)
+	table := out[mapHeader:]
+	var body []byte
+	for p := range pages {
+		e := table[p*mapEntry:]
+		q := x.packed[p]
+		if q == nil {
+			e[0], e[1] = entryUniform, byte(x.uniform[p])
+			continue
+		}
+		var b [mapPage]byte
+		for i := range q.blocks {
+			b[i>>2] |= byte(q.pal[q.code(i)]) << (i & 3 * 2)
+		}
+		e[0] = entryPacked
+		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b[:], castagnoli))
+		binary.LittleEndian.PutUint64(e[8:], uint64(len(out)+len(body)))
+		body = append(body, b[:]...)
+	}
+	copy(out, mapMagic)
+	binary.LittleEndian.PutUint32(out[8:], version)
+	binary.LittleEndian.PutUint64(out[16:], uint64(x.blocks)<<blockBits)
+	binary.LittleEndian.PutUint64(out[24:], uint64(pages))
+	binary.LittleEndian.PutUint32(out[32:], crc32.Checksum(table, castagnoli))
+	binary.LittleEndian.PutUint32(out[60:], crc32.Checksum(out[:60], castagnoli))
+	return append(out, body...)
+}
+
+// layer is an open, finished layer. It stays readable whatever happens to its name.
+type layer struct {
+	rec     layerRecord
+	m       *layerMap
+	data    file.Handle
+	mapping file.Handle
+}
+
+// openLayer opens a finished layer; flag is added to the flags of the data file.
+func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
+	if err := api.UID(uid).Validate(); err != nil {
+		return nil, fmt.Errorf("layer: %w", err)
+	}
+	l := &layer{}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+			l.close()
+		}
+	}()
+	if l.rec, err = d.layerRecord(uid); err != nil {
+		return nil, err
+	}
+	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil {
+		return nil, err
+	}
+	if l.mapping, err = d.fs.Open(d.path(layersDir, uid, mapFile), os.O_RDONLY, 0); err != nil {
+		return nil, err
+	}
+	st, err := l.mapping.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if l.m, err = openMap(l.mapping, st.Size(), l.rec.Size); err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+func (d *Disk) layerRecord(uid string) (layerRecord, error) {
+	var rec layerRecord
+	err := readMeta(d.fs, d.path(layersDir, uid, layerFile), formatLayer, &rec)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+	case err != nil:
+		return rec, err
+	case rec.UID != uid || rec.Size < 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize:
+		return rec, api.Errorf(api.Corrupt, "%s does not describe this layer", layerFile)
+	}
+	return rec, nil
+}
+
+func (l *layer) close() error {
+	var errs []error
+	for _, h := range []file.Handle{l.data, l.mapping} {
+		if h != nil {
+			errs = append(errs, h.Close())
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,637 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+	"drover.io/drover/block/uring"
+)
+
+// path is the data path of a Replica. All of it belongs to the loop's thread. Nothing is allocated per I/O once the
+// pools have grown to the depth of the queue.
+type path struct {
+	blocks  int64
+	fds     []int // of a value in the index, less fromHead
+	idx     index
+	waiting map[int][]*block.Request // requests that wait until a page of the index is built
+
+	fresh    bool // the head held nothing when it was opened: a page that is not built yet has nothing from it
+	noZeros  bool // the same of the record of zeros
+	inflight int
+	idle     []func() // to call when nothing is in flight
+	holding  int
+	held     []*block.Request
+	failed   error // a sync failed, or the replica is closed: nothing is written any more
+
+	zeros    []span // all-zero writes over lower data, not given to the log yet
+	syncing  int    // rounds of the log under way
+	freeIO   *flight
+	freePart *part
+}
+
+// flight is a request under way.
+type flight struct {
+	r    *Replica
+	q    *block.Request
+	left int
+	err  error
+	next *flight
+}
+
+// part is one operation of a flight on one file.
+type part struct {
+	op   uring.Op
+	f    *flight
+	fd   int
+	buf  []byte
+	off  int64
+	next *part
+}
+
+func (p *path) init(r *Replica, fresh bool) {
+	p.blocks = r.meta.Size >> blockBits
+	p.idx = newIndex(p.blocks, unbuilt)
+	p.waiting = make(map[int][]*block.Request)
+	p.fresh = fresh
+	p.noZeros = r.log.n == 0
+	p.fds = append(p.fds, int(r.head.Fd()))
+	for _, l := range r.layers {
+		p.fds = append(p.fds, int(l.data.Fd()))
+	}
+}
+
+// Submit implements block.Submitter. Offsets and lengths are multiples of 4 KiB, and buffers are page-aligned. Done may
+// be called before Submit returns. The caller keeps discards and zeros apart from any other write to the same blocks;
+// concurrent writes to one block leave one of the two. A write that finds no room has Err ENOSPC: the blocks that were
+// written before it are new, the others old.
+func (r *Replica) Submit(q *block.Request) {
+	if r.holding > 0 {
+		r.held = append(r.held, q)
+		return
+	}
+	r.inflight++
+	q.Err = nil
+	if err := r.check(q); err != nil {
+		r.finish(q, err)
+		return
+	}
+	r.begin(q)
+}
+
+func (r *Replica) check(q *block.Request) error {
+	if r.failed != nil && (q.Op != block.OpRead || errors.Is(r.failed, errClosed)) {
+		return unix.EIO
+	}
+	if q.Op == block.OpFlush {
+		return nil
+	}
+	if (q.Off|q.Len)&(blockSize-1) != 0 || q.Off < 0 || q.Len <= 0 || q.Len>>blockBits > r.idx.blocks ||
+		q.Off>>blockBits > r.idx.blocks-q.Len>>blockBits {
+		return unix.EINVAL
+	}
+	if q.Op == block.OpRead || q.Op == block.OpWrite {
+		if int64(len(q.Buf)) != q.Len || uintptr(unsafe.Pointer(unsafe.SliceData(q.Buf)))&uintptr(blockSize-1) != 0 {
+			return unix.EINVAL
+		}
+	}
+	return nil
+}
+
+// begin starts a request, or parks it until the index knows its blocks, when begin is called again.
+func (r *Replica) begin(q *block.Request) {
+	if q.Op != block.OpFlush && !r.ready(q) {
+		return
+	}
+	switch q.Op {
+	case block.OpRead:
+		r.read(q)
+	case block.OpWrite:
+		r.write(q)
+	case block.OpFlush:
+		r.flush(r.flight(q))
+	case block.OpDiscard, block.OpZero:
+		r.zero(q)
+	default:
+		r.finish(q, unix.EOPNOTSUPP)
+	}
+}
+
+func (r *Replica) finish(q *block.Request, err error) {
+	q.Err = err
+	r.inflight--
+	q.Done(q)
+	if r.inflight == 0 && len(r.idle) > 0 {
+		idle := r.idle
+		r.idle = nil
+		for _, fn := range idle {
+			fn()
+		}
+	}
+}
+
+func (r *Replica) flight(q *block.Request) *flight {
+	f := r.freeIO
+	if f == nil {
+		f = &flight{r: r}
+	} else {
+		r.freeIO = f.next
+	}
+	f.q, f.left, f.err, f.next = q, 0, nil, nil
+	return f
+}
+
+// end finishes a flight's request and takes the flight back.
+func (f *flight) end(err error) {
+	r, q := f.r, f.q
+	f.q, f.next = nil, r.freeIO
+	r.freeIO = f
+	r.finish(q, err)
+}
+
+func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)) *part {
+	r := f.r
+	p := r.freePart
+	if p == nil {
+		p = &part{}
+		p.op.Ctx = p
+	} else {
+		r.freePart = p.next
+	}
+	p.op.Done = done
+	p.f, p.fd, p.buf, p.off, p.next = f, fd, buf, off, nil
+	f.left++
+	return p
+}
+
+// free takes the part back, and reports whether it was the last of its flight.
+func (p *part) free() bool {
+	f := p.f
+	p.f, p.buf, p.next = nil, nil, f.r.freePart
+	f.r.freePart = p
+	f.left--
+	return f.left == 0
+}
+
+func again(res int32) bool {
+	return res == -int32(unix.EINTR) || res == -int32(unix.EAGAIN)
+}
+
+func (r *Replica) read(q *block.Request) {
+	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
+	var f *flight
+	for b < end {
+		v, n := r.idx.run(b, end)
+		buf := q.Buf[b<<blockBits-q.Off:][:n<<blockBits]
+		if v < fromHead {
+			clear(buf)
+		} else {
+			if f == nil {
+				f = r.flight(q)
+			}
+			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
+			r.ring.Read(&p.op, p.fd, p.buf, p.off)
+		}
+		b += n
+	}
+	if f == nil {
+		r.finish(q, nil)
+	}
+}
+
+func readDone(op *uring.Op, res int32) {
+	p := op.Ctx.(*part)
+	f := p.f
+	switch {
+	case int(res) == len(p.buf):
+	case res > 0:
+		p.buf, p.off = p.buf[res:], p.off+int64(res)
+		fallthrough
+	case again(res):
+		f.r.ring.Read(op, p.fd, p.buf, p.off)
+		return
+	case res == 0:
+		f.err = unix.EIO // the file is shorter than its map says
+	default:
+		f.err = unix.Errno(-res)
+	}
+	if p.free() {
+		f.end(f.err)
+	}
+}
+
+func (r *Replica) write(q *block.Request) {
+	if len(r.layers) > 0 {
+		r.noteZeros(q)
+	}
+	f := r.flight(q)
+	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
+	r.ring.Write(&p.op, p.fd, p.buf, p.off)
+}
+
+// noteZeros remembers all-zero blocks that are about to hide lower data: should the file system not keep them as data,
+// the record still says what they are. It becomes durable with the next flush.
+func (r *Replica) noteZeros(q *block.Request) {
+	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
+	for b < end {
+		v, n := r.idx.run(b, end)
+		if v >= fromLayer {
+			for i := b; i < b+n; i++ {
+				if isZero(q.Buf[i<<blockBits-q.Off:][:blockSize]) {
+					r.zeros = addSpan(r.zeros, i<<blockBits, blockSize)
+				}
+			}
+		}
+		b += n
+	}
+}
+
+// addSpan adds a range, to the last one where they touch.
+func addSpan(s []span, off, n int64) []span {
+	if k := len(s) - 1; k >= 0 && s[k].off+s[k].n == off {
+		s[k].n += n
+		return s
+	}
+	return append(s, span{off, n})
+}
+
+func isZero(b []byte) bool {
+	w := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/8)
+	for len(w) >= 8 {
+		if w[0]|w[1]|w[2]|w[3]|w[4]|w[5]|w[6]|w[7] != 0 {
+			return false
+		}
+		w = w[8:]
+	}
+	for _, x := range w {
+		if x != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func writeDone(op *uring.Op, res int32) {
+	p := op.Ctx.(*part)
+	f := p.f
+	r := f.r
+	if res > 0 {
+		// Blocks count as written when they are: until then readers see what was there before.
+		r.idx.set(p.off>>blockBits, (p.off+int64(res))>>blockBits, fromHead)
+		if int(res) < len(p.buf) {
+			whole := int64(res) &^ (blockSize - 1)
+			if whole == 0 {
+				res = -int32(unix.EIO)
+			} else {
+				p.buf, p.off = p.buf[whole:], p.off+whole
+				r.ring.Write(op, p.fd, p.buf, p.off)
+				return
+			}
+		}
+	}
+	if again(res) {
+		r.ring.Write(op, p.fd, p.buf, p.off)
+		return
+	}
+	p.free()
+	switch {
+	case res < 0:
+		f.end(unix.Errno(-res))
+	case res == 0:
+		f.end(unix.EIO)
+	default:
+		f.acknowledge()
+	}
+}
+
+// acknowledge ends a write, a zero or a discard, which are durable first where that was asked for.
+func (f *flight) acknowledge() {
+	if f.q.FUA {
+		f.r.flush(f)
+		return
+	}
+	f.end(nil)
+}
+
+// flush makes everything acknowledged durable: the record of zeros, then the head.
+func (r *Replica) flush(f *flight) {
+	if len(r.zeros) == 0 && r.syncing == 0 {
+		r.syncHead(f)
+		return
+	}
+	spans := r.takeZeros()
+	r.record(spans, func(err error) {
+		if err != nil {
+			r.zeros = append(spans, r.zeros...)
+			f.end(err)
+			return
+		}
+		r.syncHead(f)
+	})
+}
+
+func (r *Replica) takeZeros() []span {
+	spans := r.zeros
+	r.zeros = nil
+	return spans
+}
+
+// record appends to the log and syncs it, in the worker, and calls then on the loop's thread.
+func (r *Replica) record(spans []span, then func(error)) {
+	r.syncing++
+	r.work.put(func() {
+		err := r.log.add(spans)
+		lost := false
+		if err == nil {
+			err = r.log.sync()
+			lost = err != nil
+		}
+		r.ring.Post(func() {
+			r.syncing--
+			if lost {
+				r.fail(err)
+			}
+			then(errnoOf(err))
+		})
+	})
+}
+
+func errnoOf(err error) error {
+	if err == nil {
+		return nil
+	}
+	var e unix.Errno
+	if errors.As(err, &e) {
+		return e
+	}
+	return unix.EIO
+}
+
+// fail stops all writing: after a sync that failed nobody knows what the disk holds.
+func (r *Replica) fail(err error) {
+	if r.failed == nil {
+		r.failed = err
+		slog.Error("replica takes no more writes: a sync failed", "replica", r.dir, "error", err)
+	}
+}
+
+func (r *Replica) syncHead(f *flight) {
+	p := f.part(r.fds[0], nil, 0, syncDone)
+	r.ring.Fdatasync(&p.op, p.fd)
+}
+
+func syncDone(op *uring.Op, res int32) {
+	p := op.Ctx.(*part)
+	f := p.f
+	if again(res) {
+		f.r.ring.Fdatasync(op, p.fd)
+		return
+	}
+	p.free()
+	if res < 0 {
+		f.r.fail(unix.Errno(-res))
+		f.end(unix.EIO)
+		return
+	}
+	f.end(nil)
+}
+
+// zero makes a range read as zeros and gives its space back. Over lower layers the record of it is durable before the
+// punch, which would else expose what lies below.
+func (r *Replica) zero(q *block.Request) {
+	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
+	inHead, below := false, false
+	for i := b; i < end; {
+		v, n := r.idx.run(i, end)
+		inHead = inHead || v == fromHead
+		below = below || v >= fromHead
+		i += n
+	}
+	f := r.flight(q)
+	switch {
+	case !below:
+		f.acknowledge()
+	case len(r.layers) == 0:
+		r.punch(f)
+	default:
+		r.record([]span{{q.Off, q.Len}}, func(err error) {
+			switch {
+			case err != nil:
+				f.end(err)
+			case inHead:
+				r.punch(f)
+			default:
+				r.idx.set(b, end, fromZero)
+				f.acknowledge()
+			}
+		})
+	}
+}
+
+func (r *Replica) punch(f *flight) {
+	p := f.part(r.fds[0], nil, 0, punchDone)
+	r.ring.Fallocate(&p.op, p.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, f.q.Off, f.q.Len)
+}
+
+func punchDone(op *uring.Op, res int32) {
+	p := op.Ctx.(*part)
+	f := p.f
+	r := f.r
+	if again(res) {
+		r.ring.Fallocate(op, p.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, f.q.Off, f.q.Len)
+		return
+	}
+	p.free()
+	if res < 0 {
+		f.end(unix.Errno(-res))
+		return
+	}
+	v := fromNowhere
+	if len(r.layers) > 0 {
+		v = fromZero
+	}
+	r.idx.set(f.q.Off>>blockBits, (f.q.Off+f.q.Len)>>blockBits, v)
+	f.acknowledge()
+}
+
+// ready reports whether the index knows all blocks of q. If not, q waits for the first page that is missing.
+func (r *Replica) ready(q *block.Request) bool {
+	for p := int(q.Off >> (blockBits + pageBits)); p <= int((q.Off+q.Len-1)>>(blockBits+pageBits)); p++ {
+		if r.idx.built(p) || r.buildNow(p) {
+			continue
+		}
+		list, building := r.waiting[p]
+		r.waiting[p] = append(list, q)
+		if !building {
+			r.build(p)
+		}
+		return false
+	}
+	return true
+}
+
+// buildNow builds a page where memory says what it holds.
+func (r *Replica) buildNow(p int) bool {
+	if !r.fresh || !r.noZeros {
+		return false
+	}
+	v, full := fromNowhere, false
+	for k := len(r.layers) - 1; k >= 0 && !full; k-- {
+		m := r.layers[k].m
+		kind, ok := m.uniform(p)
+		if !ok || kind != block.Hole && m.size>>blockBits < int64(p)<<pageBits+int64(r.idx.pageLen(p)) {
+			return false
+		}
+		switch kind {
+		case block.Data:
+			v, full = fromLayer+uint16(k), true
+		case block.Zero:
+			v, full = fromZero, true
+		}
+	}
+	r.idx.uniform[p] = v
+	return true
+}
+
+// build builds a page in the worker and starts what waits for it.
+func (r *Replica) build(p int) {
+	n := r.idx.pageLen(p)
+	r.work.put(func() {
+		vals := make([]uint16, n)
+		err := resolve(vals, p, r.layers, &r.log.zeros, r.fds[0])
+		if err != nil {
+			slog.Error("index of a replica cannot be built; its I/O fails", "replica", r.dir, "page", p, "error", err)
+		}
+		r.ring.Post(func() {
+			list := r.waiting[p]
+			delete(r.waiting, p)
+			if err == nil {
+				r.idx.load(p, vals)
+			}
+			for _, q := range list {
+				if err != nil {
+					r.finish(q, unix.EIO)
+				} else {
+					r.begin(q)
+				}
+			}
+		})
+	})
+}
+
+// resolve fills vals with where the blocks of page p are read from. Layers come bottom first; zeros is the head's
+// record, which the data in the head (-1: none) overrides.
+func resolve(vals []uint16, p int, layers []*layer, zeros *index, head int) error {
+	kinds := new([pageBlocks]block.Kind)
+	for k, l := range layers {
+		if kind, ok := l.m.uniform(p); ok && kind == block.Hole {
+			continue
+		}
+		if err := l.m.load(p, kinds); err != nil {
+			return err
+		}
+		for i := range vals {
+			switch kinds[i] {
+			case block.Data:
+				vals[i] = fromLayer + uint16(k)
+			case block.Zero:
+				vals[i] = fromZero
+			}
+		}
+	}
+	base := int64(p) << pageBits
+	end := base + int64(len(vals))
+	for b := base; b < end; {
+		v, n := zeros.run(b, end)
+		if v == 1 {
+			for i := b; i < b+n; i++ {
+				vals[i-base] = fromZero
+			}
+		}
+		b += n
+	}
+	if head < 0 {
+		return nil
+	}
+	for off := base << blockBits; ; {
+		from, to, err := file.NextData(head, off, end<<blockBits)
+		if err != nil {
+			return err
+		}
+		if from >= end<<blockBits {
+			return nil
+		}
+		for b := from >> blockBits; b < (to+blockSize-1)>>blockBits; b++ {
+			vals[b-base] = fromHead
+		}
+		off = to
+	}
+}
+
+var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
+
+// quiesce holds new I/O back and returns when none is under way. Release lets it go on.
+func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
+	quiet := make(chan struct{})
+	if !r.ring.Post(func() {
+		r.holding++
+		if r.inflight == 0 {
+			close(quiet)
+			return
+		}
+		r.idle = append(r.idle, func() { close(quiet) })
+	}) {
+		return nil, errLoopEnded
+	}
+	release = func() {
+		r.ring.Post(func() {
+			r.holding--
+			if r.holding > 0 {
+				return
+			}
+			held := r.held
+			r.held = nil
+			for _, q := range held {
+				r.Submit(q)
+			}
+		})
+	}
+	select {
+	case <-quiet:
+		return release, nil
+	case <-ctx.Done():
+		release()
+		return nil, api.Errorf(api.Busy, "I/O is still under way: %w", ctx.Err())
+	}
+}
+
+var errLoopEnded = api.Errorf(api.Unavailable, "its loop has ended")
+
+// onLoop runs fn on the loop's thread and waits for it.
+func (r *Replica) onLoop(fn func()) error {
+	ran := make(chan struct{})
+	if !r.ring.Post(func() { fn(); close(ran) }) {
+		return errLoopEnded
+	}
+	<-ran
+	return nil
+}
+
+// shut makes later I/O fail, and reports an error that came before.
+func (r *Replica) shut() error {
+	var failed error
+	err := r.onLoop(func() {
+		failed = r.failed
+		r.failed = errClosed
+	})
+	if err != nil {
+		return err
+	}
+	return failed
+}

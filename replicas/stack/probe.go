@@ -1,0 +1,80 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// Probe checks that the file system at path keeps a map that a head can be recovered from: 4 KiB of zeros written into
+// a hole must be reported as exactly 4 KiB of data, and a punched hole as a hole. File systems with large blocks or
+// clusters, and those that compress, fail this; a head on them would lose or invent blocks.
+func Probe(ctx context.Context, path string) (err error) {
+	name := filepath.Join(path, fmt.Sprintf(".probe-%d", os.Getpid()))
+	os.Remove(name)
+	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return classify(err)
+	}
+	defer func() { err = errors.Join(err, f.Close(), os.Remove(name)) }()
+	fd := int(f.Fd())
+	const size, at = int64(1) << 40, int64(12) << 20
+	if err := f.Truncate(size); err != nil {
+		return api.Errorf(api.Unsupported, "the file system cannot hold a sparse file of 1 TiB: %w", err)
+	}
+	zeros := alignedBuffer(int(blockSize))
+	for _, direct := range []bool{false, true} {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if direct {
+			if _, err := unix.FcntlInt(f.Fd(), unix.F_SETFL, unix.O_DIRECT); err != nil {
+				return api.Errorf(api.Unsupported, "the file system has no direct I/O: %w", err)
+			}
+		}
+		if _, err := unix.Pwrite(fd, zeros, at); err != nil {
+			return classify(fmt.Errorf("write 4 KiB: %w", err))
+		}
+		if err := f.Sync(); err != nil {
+			return classify(err)
+		}
+		from, to, err := file.NextData(fd, 0, size)
+		if err != nil {
+			return api.Errorf(api.Unsupported, "the file system does not report holes: %w", err)
+		}
+		if from != at || to != at+blockSize {
+			return api.Errorf(api.Unsupported, "the file system does not keep a map of 4 KiB blocks: 4 KiB of zeros at %d "+
+				"are reported as [%d, %d); use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression",
+				at, from, to)
+		}
+		mode := uint32(unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE)
+		if err := unix.Fallocate(fd, mode, at, blockSize); err != nil {
+			return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
+		}
+		if from, _, err = file.NextData(fd, 0, size); err != nil {
+			return err
+		} else if from != size {
+			return api.Errorf(api.Unsupported, "the file system still reports data at %d after a hole was punched", from)
+		}
+	}
+	return nil
+}
+
+// alignedBuffer is n bytes that direct I/O accepts.
+func alignedBuffer(n int) []byte {
+	b := make([]byte, n+int(blockSize))
+	skip := int(-uintptr(unsafe.Pointer(&b[0])) & uintptr(blockSize-1))
+	return b[skip : skip+n : skip+n]
+}
+
+func aligned(b []byte, off int64) bool {
+	return len(b) > 0 && (uintptr(unsafe.Pointer(&b[0]))|uintptr(len(b))|uintptr(off))&uintptr(blockSize-1) == 0
+}

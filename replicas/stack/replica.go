@@ -1,0 +1,549 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+	"drover.io/drover/block/uring"
+)
+
+// Files of a replica's folder. Head files carry the name that stack.json gives to the head.
+const (
+	stackFile   = "stack.json"
+	ownerFile   = "lock"
+	intentsFile = "intents"
+	firstHead   = "head"
+	dataSuffix  = ".data"
+	zeroSuffix  = ".zero"
+)
+
+// Meta is what a replica records about itself, so that a disk can be understood without an API server.
+type Meta struct {
+	UID         string
+	Volume      string // the name users know
+	VolumeUID   string
+	Size        int64
+	Epoch       int64 // of the last session that was adopted
+	Incarnation int64
+	Members     []string   // uids of the replicas that make up the volume in this epoch
+	Winner      string     // after an unclean end: the member whose dirty regions count
+	Dirty       bool       // a session was adopted and did not end cleanly, yet
+	Layers      []string   // bottom first
+	Head        string     // name of the head's files
+	Snapshots   []Snapshot // names of sealed layers
+	Created     time.Time
+}
+
+// Snapshot gives a layer of the stack a name.
+type Snapshot struct {
+	UID     string    `json:"uid"`
+	Name    string    `json:"name"`
+	Layer   string    `json:"layer"`
+	Created time.Time `json:"created"`
+}
+
+// stackRecord is stack.json.
+type stackRecord struct {
+	UID         string         `json:"uid"`
+	Volume      string         `json:"volume"`
+	VolumeUID   string         `json:"volumeUID"`
+	Size        int64          `json:"size"`
+	Epoch       int64          `json:"epoch"`
+	Incarnation int64          `json:"incarnation"`
+	Members     []memberRecord `json:"members"`
+	Winner      string         `json:"winner"`
+	Dirty       bool           `json:"dirty"`
+	Layers      []string       `json:"layers"`
+	Head        string         `json:"head"`
+	Snapshots   []Snapshot     `json:"snapshots"`
+	Created     time.Time      `json:"created"`
+}
+
+// memberRecord is one member: an id that says nothing about where it is reached.
+type memberRecord struct {
+	ID string `json:"id"`
+}
+
+func (m Meta) record() stackRecord {
+	members := make([]memberRecord, len(m.Members))
+	for i, id := range m.Members {
+		members[i].ID = id
+	}
+	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
+		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Created}
+}
+
+func (s stackRecord) meta() Meta {
+	members := make([]string, len(s.Members))
+	for i, m := range s.Members {
+		members[i] = m.ID
+	}
+	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
+		s.Head, s.Snapshots, s.Created}
+}
+
+func (m Meta) clone() Meta {
+	m.Members, m.Layers, m.Snapshots = slices.Clone(m.Members), slices.Clone(m.Layers), slices.Clone(m.Snapshots)
+	return m
+}
+
+// validate refuses what this program would never write, whatever its checksum says.
+func (m Meta) validate() error {
+	if err := api.UID(m.UID).Validate(); err != nil {
+		return err
+	}
+	if m.Size <= 0 || m.Size%blockSize != 0 || m.Size > api.MaxVolumeSize {
+		return api.Errorf(api.Corrupt, "size %d", m.Size)
+	}
+	if !headName(m.Head) {
+		return api.Errorf(api.Corrupt, "head %q", m.Head)
+	}
+	if len(m.Layers) > maxLayers {
+		return api.Errorf(api.Corrupt, "%d layers", len(m.Layers))
+	}
+	for _, uid := range m.Layers {
+		if err := api.UID(uid).Validate(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// headName accepts "head" and "head-" with digits.
+func headName(s string) bool {
+	if s == firstHead {
+		return true
+	}
+	if len(s) < 6 || s[:5] != "head-" || len(s) > 24 {
+		return false
+	}
+	for _, c := range s[5:] {
+		if c < '0' || c > '9' {
+			return false
+		}
+	}
+	return true
+}
+
+// Spec says what CreateReplica makes.
+type Spec struct {
+	UID       string
+	Volume    string // name of the volume
+	VolumeUID string
+	Size      int64    // bytes, a multiple of 4 KiB
+	Layers    []string // finished layers of this disk, bottom first
+}
+
+// CreateReplica makes an empty head over the layers. A replica that is there already and matches is fine (it may have
+// grown since); one that differs is an error of kind exists.
+func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("create replica %s on disk %s: %w", s.UID, d.root, classify(err))
+		}
+	}()
+	m := Meta{UID: s.UID, Volume: s.Volume, VolumeUID: s.VolumeUID, Size: s.Size, Layers: slices.Clone(s.Layers),
+		Head: firstHead, Created: time.Now().UTC().Truncate(time.Second)}
+	if err := m.validate(); err != nil {
+		return api.Errorf(api.Invalid, "%w", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	have, err := d.readStack(s.UID)
+	if err == nil {
+		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
+			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
+		}
+		return nil
+	}
+	if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, uid := range s.Layers {
+		rec, err := d.layerRecord(uid)
+		if err != nil {
+			return fmt.Errorf("layer %s: %w", uid, err)
+		}
+		if rec.Size > s.Size {
+			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, rec.Size, s.Size)
+		}
+	}
+	return d.makeReplica(m)
+}
+
+func startsWith(have, want []string) bool {
+	return len(have) >= len(want) && slices.Equal(have[:len(want)], want)
+}
+
+// makeReplica makes the folder. The rename of stack.json commits it; a folder without one is started over.
+func (d *Disk) makeReplica(m Meta) error {
+	dir := d.path(replicaDir, m.UID)
+	if err := file.RemoveAll(d.fs, dir); err != nil {
+		return err
+	}
+	if err := d.fs.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	head, err := d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()); err != nil {
+		return err
+	}
+	if err := writeFile(d.fs, dir+"/"+m.Head+zeroSuffix, zeroHeader()); err != nil {
+		return err
+	}
+	if err := writeFile(d.fs, dir+"/"+intentsFile, encodeIntents(newIntents(m.Size))); err != nil {
+		return err
+	}
+	if err := d.fs.SyncDir(d.path(replicaDir)); err != nil {
+		return err
+	}
+	return writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record())
+}
+
+func (d *Disk) readStack(uid string) (Meta, error) {
+	if err := api.UID(uid).Validate(); err != nil {
+		return Meta{}, err
+	}
+	var rec stackRecord
+	if err := readMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
+		return Meta{}, err
+	}
+	m := rec.meta()
+	if err := m.validate(); err != nil {
+		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s: %w", stackFile, uid, err)
+	}
+	if m.UID != uid {
+		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s is the one of %s", stackFile, uid, m.UID)
+	}
+	return m, nil
+}
+
+// Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
+// listed all the same.
+func (d *Disk) Replicas() ([]Meta, error) {
+	entries, err := d.fs.ReadDir(d.path(replicaDir))
+	if err != nil {
+		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	var list []Meta
+	var errs []error
+	for _, e := range entries {
+		if api.UID(e.Name()).Validate() != nil {
+			continue
+		}
+		m, err := d.readStack(e.Name())
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // half-made
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+			continue
+		}
+		list = append(list, m)
+	}
+	return list, errors.Join(errs...)
+}
+
+// ring is what a Replica needs of its loop.
+type ring interface {
+	Post(fn func()) bool
+	Read(op *uring.Op, fd int, buf []byte, off int64)
+	Write(op *uring.Op, fd int, buf []byte, off int64)
+	Fdatasync(op *uring.Op, fd int)
+	Fallocate(op *uring.Op, fd int, mode uint32, off, n int64)
+}
+
+// Replica is an open stack: immutable layers with one writable head. Submit serves I/O on the loop's thread; the other
+// methods may be called from any other goroutine while the loop runs.
+type Replica struct {
+	disk   *Disk
+	dir    string
+	ring   ring
+	owner  file.Handle // its flock says that somebody has the replica open
+	head   file.Handle
+	layers []*layer
+	log    *zeroLog // the worker's
+	work   *worker
+
+	mu     sync.Mutex // serialises Adopt, Expand and Close
+	metaMu sync.Mutex // guards meta and closed
+	meta   Meta
+	closed bool
+
+	path // the loop thread's
+}
+
+// OpenReplica opens a replica for I/O on loop. It has one opener: while another process or Replica has it, the error is
+// of kind busy. Disk I/O that a dead process left under way is waited for, so that it cannot overtake ours.
+func (d *Disk) OpenReplica(ctx context.Context, uid string, loop *uring.Loop) (*Replica, error) {
+	return d.openReplica(ctx, uid, loop)
+}
+
+func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica, err error) {
+	r := &Replica{disk: d, dir: d.path(replicaDir, uid), ring: on}
+	defer func() {
+		if err != nil {
+			r.closeFiles()
+			err = fmt.Errorf("open replica %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	if _, err = d.readStack(uid); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, api.Errorf(api.NotFound, "there is none: %w", err)
+		}
+		return nil, err
+	}
+	if r.owner, err = d.fs.Open(r.dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return nil, err
+	}
+	if err := flock(r.owner, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, api.Errorf(api.Busy, "another process or session has it open")
+		}
+		return nil, err
+	}
+	// Read again under the lock: the former owner may have written it meanwhile.
+	if r.meta, err = d.readStack(uid); err != nil {
+		return nil, err
+	}
+	base := r.dir + "/" + r.meta.Head
+	if r.head, err = d.fs.Open(base+dataSuffix, os.O_RDWR|d.direct, 0); err != nil {
+		return nil, err
+	}
+	if err := drain(ctx, r.head, r.meta.Size); err != nil {
+		return nil, err
+	}
+	if st, err := r.head.Stat(); err != nil {
+		return nil, err
+	} else if st.Size() < r.meta.Size {
+		return nil, api.Errorf(api.Corrupt, "the head has %d bytes, not %d", st.Size(), r.meta.Size)
+	}
+	for _, l := range r.meta.Layers {
+		lay, err := d.openLayer(l, d.direct)
+		if err != nil {
+			return nil, err
+		}
+		r.layers = append(r.layers, lay)
+	}
+	if r.log, err = openZeroLog(d.fs, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
+		return nil, err
+	}
+	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)
+	if err != nil {
+		return nil, err
+	}
+	r.path.init(r, first == r.meta.Size)
+	r.work = newWorker()
+	return r, nil
+}
+
+// drain waits until disk I/O that a dead owner issued is over. Every such I/O holds a reference to the dead owner's open
+// file, and with it the flock taken here; the fallocate waits for direct I/O in the inode itself.
+func drain(ctx context.Context, h file.Handle, size int64) error {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := flock(h, unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return api.Errorf(api.Busy, "disk I/O of its former owner is still under way: %w", ctx.Err())
+		}
+	}
+	err := retryEINTR(func() error {
+		return unix.Fallocate(int(h.Fd()), unix.FALLOC_FL_KEEP_SIZE, size, blockSize)
+	})
+	if err != nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) && !errors.Is(err, unix.EFBIG) {
+		return fmt.Errorf("wait for disk I/O under way: %w", err)
+	}
+	return h.Punch(size, blockSize)
+}
+
+func (r *Replica) closeFiles() error {
+	var errs []error
+	if r.log != nil {
+		errs = append(errs, r.log.close())
+	}
+	for _, l := range r.layers {
+		errs = append(errs, l.close())
+	}
+	if r.head != nil {
+		errs = append(errs, r.head.Close())
+	}
+	if r.owner != nil {
+		errs = append(errs, r.owner.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Meta is what stack.json says now.
+func (r *Replica) Meta() Meta {
+	r.metaMu.Lock()
+	defer r.metaMu.Unlock()
+	return r.meta.clone()
+}
+
+// Blank reports whether the map proves that nothing was ever written, or all of it discarded again.
+func (r *Replica) Blank() bool {
+	if len(r.layers) > 0 {
+		return false
+	}
+	size := r.Meta().Size
+	first, _, err := file.NextData(int(r.head.Fd()), 0, size)
+	return err == nil && first >= size
+}
+
+// Used is the bytes that the head takes on the disk; layers count for themselves.
+func (r *Replica) Used() int64 {
+	st, err := r.head.Stat()
+	if err != nil {
+		return 0
+	}
+	return allocated(st)
+}
+
+func allocated(st fs.FileInfo) int64 {
+	if s, ok := st.Sys().(*syscall.Stat_t); ok {
+		return s.Blocks * 512
+	}
+	return 0
+}
+
+// commit writes stack.json with what change does to it.
+func (r *Replica) commit(change func(*Meta)) error {
+	m := r.Meta()
+	change(&m)
+	if err := writeMeta(r.disk.fs, r.dir+"/"+stackFile, formatStack, m.record()); err != nil {
+		return classify(err)
+	}
+	r.metaMu.Lock()
+	r.meta = m
+	r.metaMu.Unlock()
+	return nil
+}
+
+func (r *Replica) name(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
+}
+
+// Adopt begins the session (epoch, incarnation): all I/O of earlier ones is over, and the session is durable, when it
+// returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
+func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.Meta()
+	if epoch < m.Epoch || epoch == m.Epoch && incarnation < m.Incarnation {
+		return r.name(api.Errorf(api.Denied, "session %d.%d is older than %d.%d, which was adopted before", epoch,
+			incarnation, m.Epoch, m.Incarnation))
+	}
+	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
+		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
+	}
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		return r.name(err)
+	}
+	defer release()
+	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty {
+		return nil
+	}
+	return r.name(r.commit(func(m *Meta) {
+		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
+	}))
+}
+
+// Expand makes the volume larger. The same size again is fine, a smaller one is refused.
+func (r *Replica) Expand(ctx context.Context, size int64) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.Meta()
+	if size < m.Size {
+		return r.name(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
+	}
+	if size%blockSize != 0 || size > api.MaxVolumeSize {
+		return r.name(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
+	}
+	if size == m.Size {
+		return nil
+	}
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		return r.name(err)
+	}
+	defer release()
+	if err := errors.Join(r.head.Truncate(size), r.head.Datasync()); err != nil {
+		return r.name(classify(err))
+	}
+	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
+		return r.name(err)
+	}
+	r.work.do(func() { r.log.zeros.grow(size>>blockBits, 0) })
+	return r.name(r.onLoop(func() { r.idx.grow(size>>blockBits, fromNowhere) }))
+}
+
+// Close ends the session: I/O under way is waited for, what was acknowledged is made durable, and stack.json says that
+// the end was clean. I/O that comes later fails.
+func (r *Replica) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.metaMu.Lock()
+	was := r.closed
+	r.closed = true
+	r.metaMu.Unlock()
+	if was {
+		return nil
+	}
+	release, err := r.quiesce(context.Background())
+	failed := err
+	if err == nil {
+		failed = r.shut()
+		release()
+	}
+	var errs []error
+	r.work.do(func() { errs = append(errs, r.log.add(r.takeZeros()), r.log.sync()) })
+	r.work.close()
+	if failed == nil {
+		err := errors.Join(append(errs, r.head.Datasync())...)
+		errs = []error{err}
+		if err == nil && r.Meta().Dirty {
+			errs = append(errs, r.commit(func(m *Meta) { m.Dirty = false }))
+		}
+	} else {
+		slog.Warn("replica is closed after an error; its end is not marked clean", "replica", r.meta.UID, "error", failed)
+	}
+	errs = append(errs, r.closeFiles())
+	return r.name(errors.Join(errs...))
+}
+
+var _ block.Submitter = (*Replica)(nil)

@@ -1,0 +1,192 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// view is a whole stack as a block.Source: what a guest would read.
+type view struct {
+	size   int64
+	owner  file.Handle
+	head   file.Handle // nil: layers only
+	layers []*layer
+	log    *zeroLog
+
+	mu  sync.Mutex
+	idx index
+}
+
+// OpenView opens a whole replica for reading. While it is open nobody can open the replica for I/O, and the other way
+// round (kind busy).
+func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
+	v := &view{}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("read replica %s on disk %s: %w", uid, d.root, classify(err))
+			v.Close()
+		}
+	}()
+	m, err := d.readStack(uid)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, api.Errorf(api.NotFound, "there is none: %w", err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	dir := d.path(replicaDir, uid)
+	if v.owner, err = d.fs.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return nil, err
+	}
+	if err := flock(v.owner, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, api.Errorf(api.Busy, "another process or session has it open")
+	} else if err != nil {
+		return nil, err
+	}
+	if m, err = d.readStack(uid); err != nil {
+		return nil, err
+	}
+	if v.head, err = d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDONLY, 0); err != nil {
+		return nil, err
+	}
+	if err := flock(v.head, unix.LOCK_SH|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, api.Errorf(api.Busy, "disk I/O of its former owner is still under way")
+	} else if err != nil {
+		return nil, err
+	}
+	if v.log, err = openZeroLog(d.fs, dir+"/"+m.Head+zeroSuffix, m.Size>>blockBits); err != nil {
+		return nil, err
+	}
+	return v, v.open(d, m.Size, m.Layers)
+}
+
+// OpenStack opens finished layers, bottom first, as one source of size bytes.
+func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
+	v := &view{log: &zeroLog{zeros: newIndex(size>>blockBits, 0)}}
+	if err := v.open(d, size, layers); err != nil {
+		v.Close()
+		return nil, err
+	}
+	return v, nil
+}
+
+func (v *view) open(d *Disk, size int64, layers []string) error {
+	v.size, v.idx = size, newIndex(size>>blockBits, unbuilt)
+	for _, uid := range layers {
+		l, err := d.openLayer(uid, 0)
+		if err != nil {
+			return err
+		}
+		v.layers = append(v.layers, l)
+		if l.rec.Size > size {
+			return api.Errorf(api.Invalid, "layer %s on disk %s is larger than %d bytes", uid, d.root, size)
+		}
+	}
+	return nil
+}
+
+// Size implements block.Source.
+func (v *view) Size() int64 { return v.size }
+
+// run is where block b is read from, and how many blocks, below end and in its page, are read from there too.
+func (v *view) run(b, end int64) (uint16, int64, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	p := int(b >> pageBits)
+	if !v.idx.built(p) {
+		vals := make([]uint16, v.idx.pageLen(p))
+		head := -1
+		if v.head != nil {
+			head = int(v.head.Fd())
+		}
+		if err := resolve(vals, p, v.layers, &v.log.zeros, head); err != nil {
+			return 0, 0, err
+		}
+		v.idx.load(p, vals)
+	}
+	val, n := v.idx.runInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))
+	return val, int64(n), nil
+}
+
+// ReadAt implements io.ReaderAt.
+func (v *view) ReadAt(p []byte, off int64) (int, error) {
+	if off < 0 || off >= v.size {
+		return 0, io.EOF
+	}
+	want := p[:min(int64(len(p)), v.size-off)]
+	for done := 0; done < len(want); {
+		at := off + int64(done)
+		last := off + int64(len(want))
+		from, n, err := v.run(at>>blockBits, (last+blockSize-1)>>blockBits)
+		if err != nil {
+			return done, err
+		}
+		part := want[done:min(int64(len(want)), int64(done)+(at>>blockBits+n)<<blockBits-at)]
+		switch {
+		case from < fromHead:
+			clear(part)
+		case from == fromHead:
+			_, err = v.head.ReadAt(part, at)
+		default:
+			_, err = v.layers[from-fromLayer].data.ReadAt(part, at)
+		}
+		if err != nil && err != io.EOF {
+			return done, err
+		}
+		done += len(part)
+	}
+	if len(want) < len(p) {
+		return len(want), io.EOF
+	}
+	return len(want), nil
+}
+
+// Next implements block.Source.
+func (v *view) Next(off int64) (block.Extent, error) {
+	if off < 0 || off >= v.size {
+		return block.Extent{}, io.EOF
+	}
+	kind := func(val uint16) block.Kind { return block.Kind(min(val, fromHead)) }
+	b, end := off>>blockBits, v.size>>blockBits
+	val, n, err := v.run(b, end)
+	if err != nil {
+		return block.Extent{}, err
+	}
+	k := kind(val)
+	for b += n; b < end && b&(pageBlocks-1) != 0; b += n {
+		if val, n, err = v.run(b, end); err != nil {
+			return block.Extent{}, err
+		}
+		if kind(val) != k {
+			break
+		}
+	}
+	return block.Extent{Off: off, Len: b<<blockBits - off, Kind: k}, nil
+}
+
+// Close implements io.Closer.
+func (v *view) Close() error {
+	var errs []error
+	for _, h := range []file.Handle{v.head, v.owner} {
+		if h != nil {
+			errs = append(errs, h.Close())
+		}
+	}
+	if v.log != nil && v.log.h != nil {
+		errs = append(errs, v.log.close())
+	}
+	for _, l := range v.layers {
+		errs = append(errs, l.close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,514 @@
+package stack
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"iter"
+	"os"
+	"runtime"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+const (
+	sumsMagic  = "DROVERS1"
+	sumsHeader = 64
+	sumSize    = sha256.Size
+)
+
+// layerWriter fills a new layer. The flock on its data file tells other processes that it is being made.
+type layerWriter struct {
+	d      *Disk
+	uid    string
+	dir    string
+	size   int64
+	data   file.Handle // buffered
+	direct file.Handle // for what is aligned
+	sums   file.Handle
+
+	mu    sync.Mutex
+	kinds index          // values are block.Kind
+	known map[int64]bool // chunks whose digest is in sums and true
+	dirty map[int64]int  // WriteAt calls under way per chunk, so that a digest is not noted over a newer write
+	state writerState
+}
+
+type writerState uint8
+
+const (
+	writing writerState = iota
+	sealed
+	aborted
+)
+
+// Create implements block.Layers.
+func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.LayerWriter, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("create layer %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	if err := api.UID(uid).Validate(); err != nil {
+		return nil, err
+	}
+	if size <= 0 || size > api.MaxVolumeSize {
+		return nil, api.Errorf(api.OutOfRange, "%d is not a size that a layer can have", size)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	size = (size + blockSize - 1) &^ (blockSize - 1)
+	unlock, err := d.lock()
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if _, err := d.layerRecord(uid); err == nil {
+		return nil, api.Errorf(api.Exists, "it is finished already")
+	} else if !api.Is(err, api.NotFound) {
+		return nil, err
+	}
+	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: size, kinds: newIndex(size>>blockBits, 0),
+		known: make(map[int64]bool), dirty: make(map[int64]int)}
+	if busy, err := d.held(d.path(layersDir, uid, dataFile)); err != nil {
+		return nil, err
+	} else if busy {
+		return nil, api.Errorf(api.Busy, "somebody else is making it")
+	}
+	if err := file.RemoveAll(d.fs, w.dir); err != nil {
+		return nil, err
+	}
+	if err := w.open(); err != nil {
+		return nil, errors.Join(err, w.closeFiles(), file.RemoveAll(d.fs, w.dir))
+	}
+	return w, nil
+}
+
+func (w *layerWriter) open() (err error) {
+	if err := w.d.fs.Mkdir(w.dir, 0o700); err != nil {
+		return err
+	}
+	name := w.dir + "/" + dataFile
+	if w.data, err = w.d.fs.Open(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+		return err
+	}
+	if err := flock(w.data, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return err
+	}
+	if err := w.data.Truncate(w.size); err != nil {
+		return err
+	}
+	if w.direct, err = w.d.fs.Open(name, os.O_RDWR|w.d.direct, 0); err != nil {
+		return err
+	}
+	w.sums, err = w.d.fs.Open(w.dir+"/"+sumsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	return err
+}
+
+func (w *layerWriter) closeFiles() error {
+	var errs []error
+	for _, h := range []file.Handle{w.data, w.direct, w.sums} {
+		if h != nil {
+			errs = append(errs, h.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (w *layerWriter) name(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("layer %s on disk %s: %w", w.uid, w.d.root, classify(err))
+}
+
+func (w *layerWriter) check(off, n int64) error {
+	if off < 0 || n < 0 || off > w.size-n {
+		return api.Errorf(api.OutOfRange, "range [%d, %d) is outside of %d bytes", off, off+n, w.size)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.state != writing {
+		return api.Errorf(api.Invalid, "it is sealed or aborted")
+	}
+	return nil
+}
+
+// begin counts a writer into the chunks of a range, whose digests are unknown from now on.
+func (w *layerWriter) begin(off, n int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
+		w.dirty[c]++
+		delete(w.known, c)
+	}
+}
+
+// end takes a writer out again. Summed says that it wrote chunk's digest; that counts only if it was there alone.
+func (w *layerWriter) end(off, n int64, summed []int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range summed {
+		if w.dirty[c] == 1 {
+			w.known[c] = true
+		}
+	}
+	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
+		if w.dirty[c]--; w.dirty[c] == 0 {
+			delete(w.dirty, c)
+		}
+	}
+}
+
+// WriteAt implements io.WriterAt. Whole blocks of zeros are recorded and not written.
+func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
+	n := int64(len(p))
+	if err := w.check(off, n); err != nil || n == 0 {
+		return 0, w.name(err)
+	}
+	w.begin(off, n)
+	var summed []int64
+	defer func() { w.end(off, n, summed) }()
+	for at := int64(0); at < n; {
+		end := at + blockSize - (off+at)%blockSize
+		zero := end <= n && end-at == blockSize && isZero(p[at:end])
+		for end < n {
+			next := min(end+blockSize, n)
+			if (next-end == blockSize && isZero(p[end:next])) != zero {
+				break
+			}
+			end = next
+		}
+		end = min(end, n)
+		var err error
+		if zero {
+			err = w.mark(off+at, end-at, block.Zero)
+		} else {
+			err = w.put(p[at:end], off+at)
+		}
+		if err != nil {
+			return int(at), w.name(err)
+		}
+		at = end
+	}
+	// A chunk that came whole is digested while it is in the cache.
+	for c := (off + chunkSize - 1) / chunkSize; c*chunkSize < off+n; c++ {
+		end := min((c+1)*chunkSize, w.size)
+		if end > off+n {
+			break
+		}
+		sum := sha256.Sum256(p[c*chunkSize-off : end-off])
+		if _, err := w.sums.WriteAt(sum[:], sumsHeader+c*sumSize); err != nil {
+			return int(n), w.name(err)
+		}
+		summed = append(summed, c)
+	}
+	return int(n), nil
+}
+
+func (w *layerWriter) put(p []byte, off int64) error {
+	h := w.data
+	if aligned(p, off) {
+		h = w.direct
+	}
+	if _, err := h.WriteAt(p, off); err != nil {
+		return err
+	}
+	end := off + int64(len(p))
+	w.mu.Lock()
+	w.kinds.set(off>>blockBits, (end+blockSize-1)>>blockBits, uint16(block.Data))
+	w.mu.Unlock()
+	return nil
+}
+
+// mark makes whole blocks zero; where they held data, that goes.
+func (w *layerWriter) mark(off, n int64, k block.Kind) error {
+	b, end := off>>blockBits, (off+n)>>blockBits
+	w.mu.Lock()
+	had := false
+	for i := b; i < end && !had; {
+		v, m := w.kinds.run(i, end)
+		had = v == uint16(block.Data)
+		i += m
+	}
+	w.mu.Unlock()
+	if had {
+		if err := w.data.Punch(off, n); err != nil {
+			return err
+		}
+	}
+	w.mu.Lock()
+	w.kinds.set(b, end, uint16(k))
+	w.mu.Unlock()
+	return nil
+}
+
+// ZeroAt implements block.Sink. Parts of blocks at the ends are written as zeros.
+func (w *layerWriter) ZeroAt(off, n int64) error {
+	if err := w.check(off, n); err != nil || n == 0 {
+		return w.name(err)
+	}
+	w.begin(off, n)
+	defer w.end(off, n, nil)
+	end := off + n
+	from, to := (off+blockSize-1)&^(blockSize-1), end&^(blockSize-1)
+	if from > to {
+		return w.name(w.put(make([]byte, n), off))
+	}
+	if off < from {
+		if err := w.put(make([]byte, from-off), off); err != nil {
+			return w.name(err)
+		}
+	}
+	if to < end {
+		if err := w.put(make([]byte, end-to), to); err != nil {
+			return w.name(err)
+		}
+	}
+	if from == to {
+		return nil
+	}
+	return w.name(w.mark(from, to-from, block.Zero))
+}
+
+// Sync implements block.Sink.
+func (w *layerWriter) Sync(context.Context) error {
+	if err := w.check(0, 0); err != nil {
+		return w.name(err)
+	}
+	return w.name(w.data.Datasync())
+}
+
+// Seal implements block.LayerWriter. The rename of layer.json commits it.
+func (w *layerWriter) Seal(ctx context.Context) (root string, allocated int64, err error) {
+	if err := w.check(0, 0); err != nil {
+		return "", 0, w.name(err)
+	}
+	rec, err := w.seal(ctx)
+	if err != nil {
+		return "", 0, w.name(err)
+	}
+	w.mu.Lock()
+	w.state = sealed
+	w.mu.Unlock()
+	return rec.Root, rec.Allocated, w.name(w.closeFiles())
+}
+
+func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
+	rec := layerRecord{UID: w.uid, Size: w.size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
+	err := eachChunk(ctx, &w.kinds, func(c int64, buf []byte) error {
+		w.mu.Lock()
+		known := w.known[c]
+		w.mu.Unlock()
+		if known {
+			return nil
+		}
+		sum, err := chunkSum(w.direct, w.kinds.chunk(c), c, w.size, buf)
+		if err != nil {
+			return err
+		}
+		_, err = w.sums.WriteAt(sum[:], sumsHeader+c*sumSize)
+		return err
+	})
+	if err != nil {
+		return rec, err
+	}
+	if _, err := w.sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
+		return rec, err
+	}
+	if err := w.sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
+		return rec, err
+	}
+	if rec.Root, err = rootDigest(w.sums, w.size, &w.kinds); err != nil {
+		return rec, err
+	}
+	for b := int64(0); b < w.kinds.blocks; {
+		v, n := w.kinds.run(b, w.kinds.blocks)
+		switch block.Kind(v) {
+		case block.Data:
+			rec.Data += n << blockBits
+		case block.Zero:
+			rec.Zero += n << blockBits
+		}
+		b += n
+	}
+	if err := writeFile(w.d.fs, w.dir+"/"+mapFile, encodeMap(&w.kinds)); err != nil {
+		return rec, err
+	}
+	if err := errors.Join(w.data.Datasync(), w.sums.Datasync()); err != nil {
+		return rec, err
+	}
+	if err := errors.Join(w.data.Chmod(0o444), w.sums.Chmod(0o444)); err != nil {
+		return rec, err
+	}
+	st, err := w.data.Stat()
+	if err != nil {
+		return rec, err
+	}
+	rec.Allocated = allocated(st)
+	if err := w.d.fs.SyncDir(w.d.path(layersDir)); err != nil {
+		return rec, err
+	}
+	if err := ctx.Err(); err != nil {
+		return rec, context.Cause(ctx)
+	}
+	return rec, writeMeta(w.d.fs, w.dir+"/"+layerFile, formatLayer, rec)
+}
+
+// Abort implements block.LayerWriter.
+func (w *layerWriter) Abort() error {
+	w.mu.Lock()
+	was := w.state
+	if was == writing {
+		w.state = aborted
+	}
+	w.mu.Unlock()
+	if was != writing {
+		return nil
+	}
+	unlock, err := w.d.lock()
+	if err != nil {
+		return w.name(errors.Join(err, w.closeFiles()))
+	}
+	defer unlock()
+	return w.name(errors.Join(file.RemoveAll(w.d.fs, w.dir), w.closeFiles()))
+}
+
+func encodeSumsHeader(size int64) []byte {
+	b := make([]byte, sumsHeader)
+	copy(b, sumsMagic)
+	binary.LittleEndian.PutUint32(b[8:], version)
+	binary.LittleEndian.PutUint64(b[16:], uint64(size))
+	binary.LittleEndian.PutUint64(b[24:], uint64(chunkSize))
+	return b
+}
+
+// chunkKinds are the kinds of a chunk's blocks, two bits each.
+type chunkKinds struct {
+	bits [chunkBlks / 4]byte
+	data bool // some of them are data
+}
+
+// chunks are the chunks that are not all holes, in order.
+func (x *index) chunks() iter.Seq[int64] {
+	return func(yield func(int64) bool) {
+		for b := int64(0); b < x.blocks; {
+			v, n := x.run(b, x.blocks)
+			if block.Kind(v) == block.Hole && (n >= chunkBlks || b+n == x.blocks) {
+				if b+n == x.blocks {
+					return
+				}
+				b += n - n%chunkBlks
+				continue
+			}
+			if !yield(b / chunkBlks) {
+				return
+			}
+			b += chunkBlks
+		}
+	}
+}
+
+// chunk is what the root digest takes in of chunk c.
+func (x *index) chunk(c int64) (k chunkKinds) {
+	b := c * chunkBlks
+	end := min(b+chunkBlks, x.blocks)
+	for i := b; i < end; {
+		v, n := x.run(i, end)
+		if block.Kind(v) != block.Hole {
+			for j := i - b; j < i-b+n; j++ {
+				k.bits[j>>2] |= byte(v) << (j & 3 * 2)
+			}
+		}
+		k.data = k.data || block.Kind(v) == block.Data
+		i += n
+	}
+	return k
+}
+
+// chunkSum digests the content of a chunk, holes and zeros as zeros.
+func chunkSum(r io.ReaderAt, k chunkKinds, c, size int64, buf []byte) (sum [sumSize]byte, err error) {
+	b := buf[:min(chunkSize, size-c*chunkSize)]
+	if !k.data {
+		clear(b)
+	} else if n, err := r.ReadAt(b, c*chunkSize); n < len(b) {
+		if err == nil || errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return sum, fmt.Errorf("read chunk %d: %w", c, err)
+	}
+	return sha256.Sum256(b), nil
+}
+
+// eachChunk calls fn for every chunk that is not all holes, from as many goroutines as there are processors. Each gets
+// an aligned buffer of a chunk.
+func eachChunk(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	work := make(chan int64)
+	var wg sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		wg.Go(func() {
+			buf := alignedBuffer(int(chunkSize))
+			for c := range work {
+				if ctx.Err() != nil {
+					continue
+				}
+				if err := fn(c, buf); err != nil {
+					cancel(err)
+				}
+			}
+		})
+	}
+	for c := range kinds.chunks() {
+		if ctx.Err() != nil {
+			break
+		}
+		work <- c
+	}
+	close(work)
+	wg.Wait()
+	return context.Cause(ctx)
+}
+
+// rootDigest is the digest over the sums and kinds of all chunks that are not all holes.
+func rootDigest(sums io.ReaderAt, size int64, kinds *index) (string, error) {
+	h := newRoot(size)
+	var sum [sumSize]byte
+	for c := range kinds.chunks() {
+		if _, err := sums.ReadAt(sum[:], sumsHeader+c*sumSize); err != nil {
+			return "", fmt.Errorf("sum of chunk %d: %w", c, err)
+		}
+		addRoot(h, c, sum, kinds.chunk(c))
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+func newRoot(size int64) hash.Hash {
+	h := sha256.New()
+	io.WriteString(h, "drover layer 1\n")
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], uint64(size))
+	h.Write(b[:])
+	return h
+}
+
+func addRoot(h hash.Hash, c int64, sum [sumSize]byte, k chunkKinds) {
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], uint64(c))
+	h.Write(b[:])
+	h.Write(sum[:])
+	h.Write(k.bits[:])
+}
