@@ -226,4 +226,3 @@ func diskSpec(n *api.Node, path string) *api.DiskSpec {
 func hasAll(have, want []string) bool {
 	return !slices.ContainsFunc(want, func(t string) bool { return !slices.Contains(have, t) })
 }
-

@@ -1,0 +1,290 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
+	"k8s.io/mount-utils"
+	utilexec "k8s.io/utils/exec"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// filesystem is how one type of file system is made, checked and grown.
+type filesystem struct {
+	mkfs    []string // before mkfsParams and the device
+	options []string // of every mount
+	// whole is a check that changes nothing and ends well only for a complete file system.
+	whole []string
+	// slack is how much smaller than its device a file system that fills it may be, in bytes.
+	slack int64
+}
+
+var filesystems = map[string]filesystem{
+	// No discard: the device is blank. Lazy: the kernel zeroes inode tables when there is nothing else to do.
+	"ext4": {
+		mkfs:  []string{"mkfs.ext4", "-F", "-q", "-m0", "-b4096", "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1"},
+		whole: []string{"e2fsck", "-fn"}, slack: 4 << 20,
+	},
+	// Volumes of one image have one UUID, and xfs would refuse to mount the second.
+	"xfs": {
+		mkfs: []string{"mkfs.xfs", "-f", "-q", "-K", "-ssize=4096", "-bsize=4096"}, options: []string{"nouuid"},
+		whole: []string{"xfs_repair", "-n"}, slack: 1 << 20,
+	},
+	"btrfs": {
+		mkfs: []string{"mkfs.btrfs", "-f", "-q", "-K"}, whole: []string{"btrfs", "check", "--readonly"}, slack: 1 << 20,
+	},
+}
+
+const defaultFS = "ext4"
+
+// probe names what is on a device: a file system's type, "" for nothing that blkid knows.
+func probe(d device) (string, error) {
+	fs, err := mount.NewSafeFormatAndMount(mount.NewWithoutSystemd(""), utilexec.New()).GetDiskFormat(d.path)
+	if err != nil {
+		return "", api.Errorf(api.Unavailable, "look what is on %s (blkid): %w", d.path, err)
+	}
+	return fs, nil
+}
+
+// run runs a program to its end, whatever the caller's patience: a file system half made or half grown helps nobody.
+func run(ctx context.Context, args ...string) error {
+	out, err := exec.CommandContext(context.WithoutCancel(ctx), args[0], args[1:]...).CombinedOutput()
+	if errors.Is(err, exec.ErrNotFound) {
+		return api.Errorf(api.Unavailable, "%s is not installed on this node", args[0])
+	}
+	if err != nil {
+		return &failure{name: args[0], err: err, out: strings.Join(strings.Fields(string(out)), " ")}
+	}
+	return nil
+}
+
+// failure is a program that ended badly, with what it said.
+type failure struct {
+	name string
+	err  error
+	out  string
+}
+
+func (f *failure) Error() string {
+	out := f.out
+	if len(out) > 600 {
+		out = "..." + out[len(out)-600:]
+	}
+	return f.name + ": " + f.err.Error() + ": " + out
+}
+
+func (f *failure) Unwrap() error { return f.err }
+
+// said reports whether a program failed with these words.
+func said(err error, words string) bool {
+	var f *failure
+	return errors.As(err, &f) && strings.Contains(strings.ToLower(f.out), strings.ToLower(words))
+}
+
+// The mark on a Volume (api.AnnotationMkfs): the type of the file system, and how far its making is.
+const (
+	markStarted = ":started"
+	markDone    = ":done"
+)
+
+// ensureFilesystem returns the type of the file system on the device, after making one where, and only where, that is
+// safe. wanted "" means whatever is there, else the default.
+func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, wanted string,
+	readOnly bool) (string, error) {
+	mark := vol.Annotations[api.AnnotationMkfs]
+	begun, isBegun := strings.CutSuffix(mark, markStarted)
+	found, err := probe(d)
+	if err != nil {
+		return "", err
+	}
+	if found != "" && !isBegun {
+		return found, usable(vol.Name, found, wanted)
+	}
+	made := wanted
+	if made == "" {
+		made = defaultFS
+	}
+	switch {
+	case readOnly:
+		return "", api.Errorf(api.InUse, "volume %s has no file system and is attached read-only: write to it first", vol.Name)
+	case isBegun && found != "" && found != begun:
+		return "", api.Errorf(api.InUse, "volume %s: a %s was being made on it, but it holds %s: it is not formatted",
+			vol.Name, begun, found)
+	case isBegun && found == made && run(ctx, append(filesystems[made].whole, d.path)...) == nil:
+		return made, s.mark(ctx, vol, made+markDone) // it was finished, only the mark was not
+	case isBegun:
+	case strings.HasSuffix(mark, markDone):
+		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system that is not recognised any more: it is not "+
+			"formatted again; repair it, or restore it", vol.Name, strings.TrimSuffix(mark, markDone))
+	default:
+		if err := blank(vol, att, d); err != nil {
+			return "", err
+		}
+	}
+	return made, s.mkfs(ctx, vol, d, made)
+}
+
+// usable refuses what cannot be mounted, or is not what was asked for.
+func usable(name, found, wanted string) error {
+	_, known := filesystems[found]
+	switch {
+	case wanted != "" && wanted != found:
+		return api.Errorf(api.InUse, "volume %s holds %s, but %s is asked for: it is not formatted over data", name, found, wanted)
+	case !known && found != "ext2" && found != "ext3":
+		return api.Errorf(api.InUse, "volume %s holds %s, which cannot be mounted: use it as a block device", name, found)
+	}
+	return nil
+}
+
+// blank is the proof that nothing was ever written: the map's, as of when the device was made, and the kernel's since.
+func blank(vol *api.Volume, att *api.Attachment, d device) error {
+	clean := att.Status.Blank
+	if clean {
+		var err error
+		if clean, err = d.untouched(); err != nil {
+			return err
+		}
+	}
+	if !clean {
+		return api.Errorf(api.InUse, "volume %s holds data but no file system that is known: it is not formatted; "+
+			"use it as a block device", vol.Name)
+	}
+	return nil
+}
+
+func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string) error {
+	if err := s.mark(ctx, vol, fs+markStarted); err != nil {
+		return err
+	}
+	args := append(append([]string{}, filesystems[fs].mkfs...), strings.Fields(vol.Spec.MkfsParams)...)
+	if err := run(ctx, append(args, d.path)...); err != nil {
+		kind := api.KindOf(err)
+		if kind == api.Other {
+			kind = api.Invalid // of its options or its size: the same call will fail again
+		}
+		return api.Errorf(kind, "make a %s file system on volume %s: %w", fs, vol.Name, err)
+	}
+	slog.InfoContext(ctx, "file system made", "volume", vol.Name, "type", fs, "device", d.path)
+	return s.mark(ctx, vol, fs+markDone)
+}
+
+// mark writes the mark durably; "" removes it. It goes on after the caller has lost patience, since what it records
+// has happened.
+func (s *Server) mark(ctx context.Context, vol *api.Volume, value string) error {
+	text := "null"
+	if value != "" {
+		text = `"` + value + `"`
+	}
+	patch := []byte(`{"metadata":{"uid":"` + string(vol.UID) + `","annotations":{"` + api.AnnotationMkfs + `":` + text + `}}}`)
+	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		return s.client.Patch(context.WithoutCancel(ctx), vol, client.RawPatch(types.MergePatchType, patch))
+	})
+	return api.Explain(err, "record the making of a file system on volume %s", vol.Name)
+}
+
+// sizeOf reads from its super block how large a file system is, in bytes; 0: not known.
+func sizeOf(d device, fs string) (int64, error) {
+	f, err := os.Open(d.path)
+	if err != nil {
+		return 0, api.Errorf(api.Unavailable, "read the file system on %s: %w", d.path, err)
+	}
+	defer f.Close()
+	at := func(off int64, n int) []byte {
+		b := make([]byte, n)
+		if err == nil {
+			_, err = io.ReadFull(io.NewSectionReader(f, off, int64(n)), b)
+		}
+		return b
+	}
+	var n int64
+	switch fs {
+	case "ext2", "ext3", "ext4":
+		sb := at(1024, 1024)
+		le := binary.LittleEndian
+		blocks := int64(le.Uint32(sb[4:]))
+		if le.Uint32(sb[0x60:])&0x80 != 0 { // feature 64bit
+			blocks |= int64(le.Uint32(sb[0x150:])) << 32
+		}
+		if bytes.Equal(sb[0x38:0x3a], []byte{0x53, 0xef}) {
+			n = blocks * (1024 << le.Uint32(sb[0x18:]))
+		}
+	case "xfs":
+		if sb := at(0, 512); string(sb[:4]) == "XFSB" {
+			n = int64(binary.BigEndian.Uint64(sb[8:])) * int64(binary.BigEndian.Uint32(sb[4:]))
+		}
+	case "btrfs":
+		if sb := at(64<<10, 4096); string(sb[0x40:0x48]) == "_BHRfS_M" {
+			n = int64(binary.LittleEndian.Uint64(sb[0x70:]))
+		}
+	}
+	if err != nil {
+		return 0, api.Errorf(api.Unavailable, "read the file system on %s: %w", d.path, err)
+	}
+	return n, nil
+}
+
+// small reports whether a file system leaves some of its device unused.
+func small(d device, fs string) (bool, error) {
+	have, err := d.size()
+	if err != nil {
+		return false, err
+	}
+	is, err := sizeOf(d, fs)
+	return err == nil && is > 0 && have-is > filesystems[fs].slack, err
+}
+
+// grow makes a mounted file system as large as its device.
+func grow(ctx context.Context, d device, fs, path string) error {
+	var err error
+	switch fs {
+	case "xfs":
+		err = run(ctx, "xfs_growfs", "-d", path)
+	case "btrfs":
+		err = run(ctx, "btrfs", "filesystem", "resize", "max", path)
+	default:
+		err = run(ctx, "resize2fs", d.path)
+	}
+	if err == nil {
+		slog.InfoContext(ctx, "file system grown", "type", fs, "device", d.path)
+	}
+	return err
+}
+
+// growOffline makes an unmounted ext file system as large as its device.
+func growOffline(ctx context.Context, d device) error {
+	if err := check(ctx, d, "-f"); err != nil {
+		return err
+	}
+	if err := run(ctx, "resize2fs", d.path); err != nil {
+		return api.Errorf(api.Other, "grow the file system on %s: %w", d.path, err)
+	}
+	slog.InfoContext(ctx, "file system grown while not mounted", "device", d.path)
+	return nil
+}
+
+// check repairs what is safe to repair in an ext file system that is not mounted.
+func check(ctx context.Context, d device, flags ...string) error {
+	err := run(ctx, append(append([]string{"e2fsck", "-p"}, flags...), d.path)...)
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() < 4 { // 1 and 2: repaired
+		return nil
+	}
+	if exit != nil && exit.ExitCode()&4 != 0 {
+		return api.Errorf(api.Corrupt, "the file system on %s needs repair by hand: %w", d.path, err)
+	}
+	if err != nil {
+		err = api.Errorf(api.Unavailable, "check the file system on %s: %w", d.path, err)
+	}
+	return err
+}

@@ -1,0 +1,218 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+)
+
+// device is a block device of this node.
+type device struct {
+	path         string // resolved
+	major, minor int
+	// node is the file system that holds the device's own file, by which bind mounts of that file are known.
+	node uint64
+}
+
+func openDevice(path string) (device, error) {
+	real, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return device{}, api.Errorf(api.Unavailable, "device %s: %w", path, err)
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(real, &st); err != nil {
+		return device{}, api.Errorf(api.Unavailable, "device %s: %w", real, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFBLK {
+		return device{}, api.Errorf(api.Unavailable, "%s is not a block device", real)
+	}
+	return device{path: real, major: int(unix.Major(st.Rdev)), minor: int(unix.Minor(st.Rdev)), node: st.Dev}, nil
+}
+
+func (d device) sysfs() string { return fmt.Sprintf("/sys/dev/block/%d:%d", d.major, d.minor) }
+
+// size is the device's size in bytes.
+func (d device) size() (int64, error) {
+	n, err := sysNumbers(filepath.Join(d.sysfs(), "size"))
+	if err != nil || len(n) == 0 {
+		return 0, api.Errorf(api.Unavailable, "size of %s: %w", d.path, err)
+	}
+	return n[0] * 512, nil
+}
+
+// untouched reports whether nothing was written to the device since it was made: the kernel counts it.
+func (d device) untouched() (bool, error) {
+	on, err := sysNumbers(filepath.Join(d.sysfs(), "queue/iostats"))
+	if err != nil || len(on) == 0 || on[0] == 0 {
+		return false, api.Errorf(api.Unavailable, "the kernel does not count the writes to %s: %w", d.path, err)
+	}
+	n, err := sysNumbers(filepath.Join(d.sysfs(), "stat"))
+	if err != nil || len(n) < 14 {
+		return false, api.Errorf(api.Unavailable, "the kernel does not count the writes to %s: %w", d.path, err)
+	}
+	const written, discarded = 6, 13 // sectors, in the order of the kernel's Documentation/block/stat.rst
+	return n[written] == 0 && n[discarded] == 0, nil
+}
+
+func sysNumbers(path string) ([]int64, error) {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	var out []int64
+	for f := range strings.FieldsSeq(string(b)) {
+		var n int64
+		if _, err := fmt.Sscan(f, &n); err != nil {
+			return nil, err
+		}
+		out = append(out, n)
+	}
+	return out, nil
+}
+
+// holds reports whether a line of the mount table is a mount of the device's file system, or of the device's own file.
+func (d device) holds(m *mountinfo.Info) (filesystem, block bool) {
+	filesystem = (m.Major == d.major && m.Minor == d.minor) || (m.FSType == "btrfs" && m.Source == d.path)
+	block = m.Major == int(unix.Major(d.node)) && m.Minor == int(unix.Minor(d.node)) &&
+		filepath.Base(m.Root) == filepath.Base(d.path) && m.Root != "/"
+	return filesystem, block
+}
+
+// resolve follows links in the folder that a path is in, but not the path itself: it may be a dead mount.
+func resolve(path string) (string, error) {
+	path = filepath.Clean(path)
+	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(dir, filepath.Base(path)), nil
+}
+
+// mountAt is the top mount at exactly this path, or nil. It looks into the mount table alone, so that a dead device
+// cannot block it.
+func mountAt(path string) (*mountinfo.Info, error) {
+	real, err := resolve(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, api.Errorf(api.Other, "path %s: %w", path, err)
+	}
+	all, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(real))
+	if err != nil {
+		return nil, api.Errorf(api.Other, "read the mount table: %w", err)
+	}
+	if len(all) == 0 {
+		return nil, nil
+	}
+	return all[len(all)-1], nil
+}
+
+// mountsOf are all mounts of the device's file system or of its file, in the order they were made.
+func mountsOf(d device) ([]*mountinfo.Info, error) {
+	all, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		a, b := d.holds(m)
+		return !a && !b, false
+	})
+	if err != nil {
+		return nil, api.Errorf(api.Other, "read the mount table: %w", err)
+	}
+	return all, nil
+}
+
+// dead reports whether the mount at a path can no longer be used: its device or its server is gone.
+func dead(path string) bool {
+	var st unix.Stat_t
+	err := unix.Lstat(path, &st)
+	for _, e := range []unix.Errno{unix.ENOTCONN, unix.ESTALE, unix.EIO, unix.ENODEV, unix.ENXIO, unix.EHOSTDOWN} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// gone reports whether the device of a mount's file system no longer exists.
+func gone(m *mountinfo.Info) bool {
+	if !strings.HasPrefix(m.Source, "/dev/") || m.Major == 0 {
+		return false
+	}
+	size, err := sysNumbers(fmt.Sprintf("/sys/dev/block/%d:%d/size", m.Major, m.Minor))
+	return errors.Is(err, fs.ErrNotExist) || (err == nil && len(size) == 1 && size[0] == 0)
+}
+
+// unmount takes everything off a path. A dead mount is taken off even while something still uses it.
+func unmount(path string) error {
+	for {
+		m, err := mountAt(path)
+		if m == nil || err != nil {
+			return err
+		}
+		flags := unix.UMOUNT_NOFOLLOW
+		if dead(path) || gone(m) {
+			flags |= unix.MNT_DETACH
+		}
+		switch err := unix.Unmount(m.Mountpoint, flags); {
+		case errors.Is(err, unix.EBUSY):
+			return api.Errorf(api.InUse, "%s is in use: a program has files open there or works in it", path)
+		case err != nil && !errors.Is(err, unix.EINVAL): // EINVAL: somebody was quicker
+			return api.Errorf(api.Other, "unmount %s: %w", path, err)
+		}
+	}
+}
+
+// bind mounts what is at from to the path at, read-only on demand.
+func bind(from, at string, readOnly bool) error {
+	if err := unix.Mount(from, at, "", unix.MS_BIND, ""); err != nil {
+		return api.Errorf(api.Other, "bind %s to %s: %w", from, at, err)
+	}
+	if !readOnly {
+		return nil
+	}
+	// A bind mount takes its flags over from what it shows; they must be said again or the kernel refuses.
+	var st unix.Statfs_t
+	err := unix.Statfs(at, &st)
+	if err == nil {
+		flags := uintptr(unix.MS_BIND | unix.MS_REMOUNT | unix.MS_RDONLY)
+		flags |= uintptr(st.Flags) & (unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC | unix.MS_NOATIME | unix.MS_NODIRATIME)
+		if st.Flags&unix.ST_RELATIME != 0 {
+			flags |= unix.MS_RELATIME
+		}
+		err = unix.Mount("", at, "", flags, "")
+	}
+	if err != nil {
+		err = api.Errorf(api.Other, "make %s read-only: %w", at, err)
+		return errors.Join(err, unmount(at))
+	}
+	return nil
+}
+
+func isReadOnly(m *mountinfo.Info) bool {
+	return slices.Contains(strings.Split(m.Options, ","), "ro")
+}
+
+// removeEmpty removes a path that this door made: an empty folder or an empty file, never anything with content.
+func removeEmpty(path string) error {
+	st, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil:
+		return api.Errorf(api.Other, "path %s: %w", path, err)
+	case !st.IsDir() && !(st.Mode().IsRegular() && st.Size() == 0):
+		return api.Errorf(api.InUse, "%s is neither an empty folder nor an empty file: not removed", path)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return api.Errorf(api.InUse, "remove %s: %w", path, err)
+	}
+	return nil
+}

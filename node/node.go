@@ -1,0 +1,207 @@
+// Package node is the CSI Node door: it brings the device that an Attachment stands for into the paths of workloads, as
+// a mounted file system or as a block device, and tells how they fare. It holds no storage logic.
+//
+// Its invariants: a file system is made only where the map of blocks proves that nothing was ever written, or where an
+// earlier attempt of its own, recorded before it began, did not finish; a path is unmounted or removed only where the
+// mount table says what is there; and what it does to one volume it does once at a time.
+//
+// What is true is read from the mount table and from the objects at each call, so that a restart loses nothing. It
+// starts no goroutines; programs that it runs end before the call returns.
+package node
+
+import (
+	"context"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+const (
+	waitDefault = time.Minute // for callers that set no deadline
+	waitMargin  = 300 * time.Millisecond
+)
+
+// Server answers the Node RPCs.
+type Server struct {
+	csi.UnimplementedNodeServer
+	client client.WithWatch
+	name   string
+
+	mu   sync.Mutex
+	busy map[string]chan struct{} // closed when the call that works on this volume ends
+}
+
+// New makes the door of the node of that name. The client must read from the API server itself, not from a cache.
+func New(c client.WithWatch, nodeName string) *Server {
+	return &Server{client: c, name: nodeName, busy: map[string]chan struct{}{}}
+}
+
+// NodeGetCapabilities lists what the Node RPCs can do.
+func (s *Server) NodeGetCapabilities(context.Context, *csi.NodeGetCapabilitiesRequest) (
+	*csi.NodeGetCapabilitiesResponse, error) {
+	res := &csi.NodeGetCapabilitiesResponse{}
+	for _, t := range []csi.NodeServiceCapability_RPC_Type{
+		csi.NodeServiceCapability_RPC_STAGE_UNSTAGE_VOLUME,
+		csi.NodeServiceCapability_RPC_GET_VOLUME_STATS,
+		csi.NodeServiceCapability_RPC_EXPAND_VOLUME,
+		csi.NodeServiceCapability_RPC_SINGLE_NODE_MULTI_WRITER,
+		csi.NodeServiceCapability_RPC_GET_VOLUME_HEALTH,
+		csi.NodeServiceCapability_RPC_GET_STORAGE_HEALTH,
+	} {
+		res.Capabilities = append(res.Capabilities, &csi.NodeServiceCapability{
+			Type: &csi.NodeServiceCapability_Rpc{Rpc: &csi.NodeServiceCapability_RPC{Type: t}}})
+	}
+	return res, nil
+}
+
+// NodeGetInfo says which node this is, where it is, and how many volumes it takes.
+func (s *Server) NodeGetInfo(ctx context.Context, _ *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
+	const setting = "volume-attach-limit"
+	limit := api.Settings[setting]
+	set := &api.Setting{}
+	if err := s.client.Get(ctx, client.ObjectKey{Name: setting}, set); err == nil {
+		limit = set.Value
+	} else if !apierrors.IsNotFound(err) {
+		return nil, api.Explain(err, "read setting %s", setting)
+	}
+	n, err := strconv.ParseInt(limit, 10, 64)
+	if err != nil || n < 0 {
+		if n, err = strconv.ParseInt(api.Settings[setting], 10, 64); err != nil {
+			return nil, api.Errorf(api.Other, "the default of setting %s: %w", setting, err)
+		}
+	}
+	return &csi.NodeGetInfoResponse{
+		NodeId:             s.name,
+		MaxVolumesPerNode:  n,
+		AccessibleTopology: &csi.Topology{Segments: map[string]string{api.TopologyNode: s.name}},
+	}, nil
+}
+
+// bound ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
+func bound(ctx context.Context) (context.Context, context.CancelFunc) {
+	if d, ok := ctx.Deadline(); ok {
+		if time.Until(d) > 2*waitMargin {
+			d = d.Add(-waitMargin)
+		}
+		return context.WithDeadline(ctx, d)
+	}
+	return context.WithTimeout(ctx, waitDefault)
+}
+
+// lock waits until no other call works on the volume. Two at once could make two file systems.
+func (s *Server) lock(ctx context.Context, id string) (unlock func(), err error) {
+	for {
+		s.mu.Lock()
+		other, taken := s.busy[id]
+		if !taken {
+			mine := make(chan struct{})
+			s.busy[id] = mine
+			s.mu.Unlock()
+			return func() {
+				s.mu.Lock()
+				delete(s.busy, id)
+				s.mu.Unlock()
+				close(mine)
+			}, nil
+		}
+		s.mu.Unlock()
+		select {
+		case <-other:
+		case <-ctx.Done():
+			return nil, api.Errorf(api.Busy, "volume %s: another call is working on it", id)
+		}
+	}
+}
+
+// volume reads a volume by its CSI id, which is the object's name.
+func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
+	if id == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no volume")
+	}
+	vol := &api.Volume{}
+	err := apierrors.NewNotFound(api.GroupVersion.WithResource("volumes").GroupResource(), id)
+	if len(validation.IsDNS1123Subdomain(id)) == 0 {
+		if err := s.client.Get(ctx, client.ObjectKey{Name: id}, vol); !apierrors.IsNotFound(err) {
+			return vol, api.Explain(err, "read volume %s", id)
+		}
+	}
+	return nil, api.Errorf(api.NotFound, "volume %.80q does not exist: %w", id, err)
+}
+
+// attached returns the volume's attachment to this node once its device is there.
+func (s *Server) attached(ctx context.Context, id string) (*api.Attachment, error) {
+	msg := ""
+	att, err := await.Until(ctx, s.client, id, func(a *api.Attachment) (bool, error) {
+		if a.Spec.Node != s.name || a.DeletionTimestamp != nil {
+			return false, api.Errorf(api.InUse, "it is attached to node %s, or leaving", a.Spec.Node)
+		}
+		if msg = a.Status.Message; msg != "" {
+			msg = " (" + msg + ")"
+		}
+		return a.Status.Ready && a.Status.Device != "", nil
+	})
+	if apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.InUse, "volume %s is not attached to node %s: publish it to the node first", id, s.name)
+	}
+	return att, api.Explain(err, "the device of volume %s on node %s%s", id, s.name, msg)
+}
+
+// checkPath wants an absolute path without ways up, fit for a system call.
+func checkPath(what, p string) error {
+	switch {
+	case p == "":
+		return api.Errorf(api.Invalid, "the request has no %s path", what)
+	case !filepath.IsAbs(p) || strings.ContainsRune(p, 0) || filepath.Clean(p) == "/" || len(p) > 4095:
+		return api.Errorf(api.Invalid, "%.200q cannot be a %s path: it must be absolute, and not the root", p, what)
+	}
+	for part := range strings.SplitSeq(p, "/") {
+		if part == ".." {
+			return api.Errorf(api.Invalid, "%.200q cannot be a %s path: it leads up", p, what)
+		}
+	}
+	return nil
+}
+
+// checkCapability wants an access mode and type that a volume can have here.
+func checkCapability(c *csi.VolumeCapability) error {
+	if c == nil {
+		return api.Errorf(api.Invalid, "the request has no volume capability")
+	}
+	switch m := c.GetAccessMode().GetMode(); m {
+	case csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
+		csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
+		csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER,
+		csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER:
+	default:
+		return api.Errorf(api.Invalid, "access mode %s is not supported", m)
+	}
+	if c.GetBlock() == nil && c.GetMount() == nil {
+		return api.Errorf(api.Invalid, "the volume capability says neither block nor mount")
+	}
+	n := 0
+	for _, f := range c.GetMount().GetMountFlags() {
+		n += len(f)
+		if f == "" || strings.ContainsAny(f, "\x00\n") {
+			return api.Errorf(api.Invalid, "%.80q is not a mount flag", f)
+		}
+	}
+	if n > 4096 {
+		return api.Errorf(api.Invalid, "the mount flags have %d bytes, more than 4096", n)
+	}
+	return nil
+}
+
+// readerOnly reports whether the capability itself forbids writing.
+func readerOnly(c *csi.VolumeCapability) bool {
+	return c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
+}

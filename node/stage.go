@@ -1,0 +1,203 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"os"
+	"slices"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/moby/sys/mountinfo"
+	"k8s.io/mount-utils"
+
+	"drover.io/drover/api"
+)
+
+// NodeStageVolume mounts the volume's file system at the staging path, after making it on a blank volume and growing it
+// on a grown one. A block volume needs no staging but its device.
+func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if req.GetVolumeId() == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no volume")
+	}
+	if err := checkPath("staging", req.GetStagingTargetPath()); err != nil {
+		return nil, err
+	}
+	if err := checkCapability(req.GetVolumeCapability()); err != nil {
+		return nil, err
+	}
+	unlock, err := s.lock(ctx, req.GetVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	vol, err := s.volume(ctx, req.GetVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	att, err := s.attached(ctx, vol.Name)
+	if err != nil {
+		return nil, err
+	}
+	d, err := openDevice(att.Status.Device)
+	if err != nil {
+		return nil, err
+	}
+	if req.GetVolumeCapability().GetBlock() != nil {
+		err = s.stageBlock(ctx, vol, att)
+	} else {
+		err = s.stageMount(ctx, vol, att, d, req)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &csi.NodeStageVolumeResponse{}, nil
+}
+
+// stageBlock: from now on the workload may write anything, so that a file system half made before is no longer ours to
+// make again.
+func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment) error {
+	if vol.Annotations[api.AnnotationMkfs] == "" || att.Spec.ReadOnly {
+		return nil
+	}
+	return s.mark(ctx, vol, "")
+}
+
+func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attachment, d device,
+	req *csi.NodeStageVolumeRequest) error {
+	path, fsCap := req.GetStagingTargetPath(), req.GetVolumeCapability().GetMount()
+	readOnly := att.Spec.ReadOnly || readerOnly(req.GetVolumeCapability())
+	m, err := settled(path, d, true)
+	if err != nil {
+		return err
+	}
+	if m != nil {
+		if isReadOnly(m) != readOnly && !slices.Contains(fsCap.GetMountFlags(), "ro") {
+			return api.Errorf(api.Exists, "volume %s is staged at %s with read-only %v", vol.Name, path, isReadOnly(m))
+		}
+		return growIfSmall(ctx, vol, d, m)
+	}
+	wanted := fsCap.GetFsType()
+	if wanted == "" {
+		wanted = vol.Spec.FSType
+	}
+	if _, known := filesystems[wanted]; wanted != "" && !known {
+		return api.Errorf(api.Invalid, "file system %.40q is not supported: ext4, xfs and btrfs are", wanted)
+	}
+	fs, err := s.ensureFilesystem(ctx, vol, att, d, wanted, readOnly)
+	if err != nil {
+		return err
+	}
+	options := slices.Concat(filesystems[fs].options, fsCap.GetMountFlags())
+	if readOnly && !slices.Contains(options, "ro") {
+		options = append(options, "ro")
+	}
+	if err := os.MkdirAll(path, 0o750); err != nil {
+		return api.Errorf(api.Other, "make the staging path of volume %s: %w", vol.Name, err)
+	}
+	return mountGrown(ctx, vol, d, fs, path, options)
+}
+
+// mountGrown mounts the file system, as large as its device.
+func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string, options []string) error {
+	readOnly := slices.Contains(options, "ro")
+	isExt := fs == "ext2" || fs == "ext3" || fs == "ext4"
+	if isExt && !readOnly {
+		if err := check(ctx, d); err != nil {
+			return api.Explain(err, "volume %s", vol.Name)
+		}
+	}
+	do := func() error {
+		err := mount.NewWithoutSystemd("").Mount(d.path, path, fs, options)
+		if err != nil {
+			return api.Errorf(api.Invalid, "mount volume %s (%s, options %v): %w", vol.Name, fs, options, err)
+		}
+		return nil
+	}
+	if err := do(); err != nil || readOnly {
+		return err
+	}
+	more, err := small(d, fs)
+	if err == nil && more {
+		err = grow(ctx, d, fs, path)
+		if err != nil && isExt { // without CAP_SYS_RESOURCE the kernel grows no mounted ext4: take it down for a moment
+			if err = unmount(path); err == nil {
+				if err = growOffline(ctx, d); err == nil {
+					return do()
+				}
+			}
+		}
+	}
+	if err != nil {
+		return errors.Join(api.Explain(err, "grow the file system of volume %s", vol.Name), unmount(path))
+	}
+	return nil
+}
+
+// growIfSmall finishes the growing of a staged file system where the kernel lets it grow while mounted. Where it does
+// not, the file system is used as it is until it is staged anew.
+func growIfSmall(ctx context.Context, vol *api.Volume, d device, m *mountinfo.Info) error {
+	if isReadOnly(m) {
+		return nil
+	}
+	more, err := small(d, m.FSType)
+	if err != nil || !more {
+		return err
+	}
+	err = grow(ctx, d, m.FSType, m.Mountpoint)
+	if refused(err) {
+		return nil
+	}
+	return api.Explain(err, "grow the file system of volume %s", vol.Name)
+}
+
+// refused reports whether the kernel would not let a mounted file system grow.
+func refused(err error) bool {
+	return said(err, "permission denied") || said(err, "operation not permitted")
+}
+
+// settled is the mount of the device that is at path already, or nil where the path is free. A dead mount that an earlier
+// life of the volume left there is taken off; somebody else's is an error.
+func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
+	for {
+		m, err := mountAt(path)
+		if m == nil || err != nil {
+			return nil, err
+		}
+		isFS, isBlock := d.holds(m)
+		switch {
+		case (isFS && filesystem) || (isBlock && !filesystem):
+			if !dead(path) {
+				return m, nil
+			}
+		case !dead(path) && !gone(m):
+			return nil, api.Errorf(api.Exists, "%s is taken by another mount, of %s", path, m.Source)
+		}
+		if err := unmount(path); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// NodeUnstageVolume unmounts the staging path. What is not mounted there is no error, whatever became of the volume.
+func (s *Server) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolumeRequest) (
+	*csi.NodeUnstageVolumeResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if req.GetVolumeId() == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no volume")
+	}
+	if err := checkPath("staging", req.GetStagingTargetPath()); err != nil {
+		return nil, err
+	}
+	unlock, err := s.lock(ctx, req.GetVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if err := unmount(req.GetStagingTargetPath()); err != nil {
+		return nil, api.Explain(err, "unstage volume %.80s", req.GetVolumeId())
+	}
+	return &csi.NodeUnstageVolumeResponse{}, nil
+}
