@@ -49,6 +49,9 @@ func Commands() []*cobra.Command {
 	}
 	for _, c := range cmds {
 		a.addFlags(c.PersistentFlags())
+		c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+			return usagef("%w; see `%s --help`", err, c.CommandPath())
+		})
 		quiet(c)
 	}
 	return cmds

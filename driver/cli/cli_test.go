@@ -1,0 +1,218 @@
+package cli_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli"
+	"drover.io/drover/driver/kubeapi"
+)
+
+// One API server, the real one, serves all tests; each uses names of its own. The tests hold the pens of the other
+// roles: they write the statuses that controller, node and data would write.
+var (
+	server *kubeapi.Server
+	store  client.WithWatch
+)
+
+func TestMain(m *testing.M) {
+	os.Exit(func() int {
+		klog.LogToStderr(false)
+		klog.SetOutput(io.Discard)
+		dir, err := os.MkdirTemp("", "drover-cli-")
+		if err != nil {
+			panic(err)
+		}
+		defer os.RemoveAll(dir)
+		ctx, stop := context.WithCancel(context.Background())
+		defer stop()
+		server, err = kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Log: slog.New(slog.DiscardHandler)})
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		defer func() {
+			stop()
+			_ = server.Wait()
+		}()
+		s := runtime.NewScheme()
+		if err := api.AddToScheme(s); err != nil {
+			panic(err)
+		}
+		if store, err = client.NewWithWatch(server.Config, client.Options{Scheme: s}); err != nil {
+			panic(err)
+		}
+		node := &api.Node{}
+		node.Name = "here"
+		if err := store.Create(ctx, node); err != nil {
+			panic(err)
+		}
+		return m.Run()
+	}())
+}
+
+// result is what a user sees of one command.
+type result struct {
+	out, err string
+	code     int
+}
+
+func drover(t *testing.T, argv ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	return droverIn(ctx, argv...)
+}
+
+func droverIn(ctx context.Context, argv ...string) result {
+	var out, errOut bytes.Buffer
+	root := &cobra.Command{Use: "drover", SilenceErrors: true, SilenceUsage: true}
+	root.AddCommand(cli.Commands()...)
+	root.SetOut(&out)
+	root.SetErr(&errOut)
+	root.SetArgs(argv)
+	code := cli.Report(&errOut, root.ExecuteContext(ctx))
+	return result{out.String(), errOut.String(), code}
+}
+
+// mustSay fails unless the command ended with that code and its output holds all the words.
+func (r result) mustSay(t *testing.T, code int, words ...string) {
+	t.Helper()
+	if r.code != code {
+		t.Fatalf("exit code %d, want %d\nstdout: %s\nstderr: %s", r.code, code, r.out, r.err)
+	}
+	for _, w := range words {
+		if !strings.Contains(r.out+r.err, w) {
+			t.Errorf("no %q in\nstdout: %s\nstderr: %s", w, r.out, r.err)
+		}
+	}
+}
+
+// pen plays the writer of one object's status: once the object exists, write is called on it and stored.
+func pen[T client.Object](t *testing.T, name string, write func(T)) {
+	t.Helper()
+	failed := make(chan error, 1)
+	go func() { failed <- status(t.Context(), name, write) }()
+	t.Cleanup(func() {
+		if err := <-failed; err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("status of %s: %v", name, err)
+		}
+	})
+}
+
+// status waits for the object to exist and writes its status.
+func status[T client.Object](ctx context.Context, name string, write func(T)) error {
+	for {
+		obj, err := await.Until(ctx, store, name, func(T) (bool, error) { return true, nil })
+		if err == nil {
+			write(obj)
+			if err = store.Status().Update(ctx, obj); !apierrors.IsConflict(err) {
+				return err
+			}
+			continue
+		}
+		if client.IgnoreNotFound(err) != nil {
+			return err
+		}
+		if err := created[T](ctx, name); err != nil {
+			return err
+		}
+	}
+}
+
+// created waits until somebody makes an object of that name.
+func created[T client.Object](ctx context.Context, name string) error {
+	var zero T
+	var list client.ObjectList
+	switch any(zero).(type) {
+	case *api.Volume:
+		list = &api.VolumeList{}
+	case *api.BackingImage:
+		list = &api.BackingImageList{}
+	case *api.Attachment:
+		list = &api.AttachmentList{}
+	default:
+		return fmt.Errorf("no pen for %T", zero)
+	}
+	w, err := store.Watch(ctx, list, client.MatchingFields{"metadata.name": name})
+	if err != nil {
+		return err
+	}
+	defer w.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-w.ResultChan():
+		return nil
+	}
+}
+
+func kubeconfig(argv ...string) []string { return append(argv, "--kubeconfig", server.Kubeconfig) }
+
+func TestCommandsInEveryForm(t *testing.T) {
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 10 << 20}}
+	v.Name = "forms"
+	if err := store.Create(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("volume", "list")...).mustSay(t, 0, "NAME", "forms", "10 MiB")
+	drover(t, kubeconfig("volume", "show", "forms", "-o", "name")...).mustSay(t, 0, "volume.drover.io/forms\n")
+	drover(t, kubeconfig("volume", "show", "forms", "-o", "yaml")...).mustSay(t, 0, "apiVersion: drover.io/v1alpha1", "kind: Volume")
+	r := drover(t, kubeconfig("volume", "list", "-o", "json")...)
+	r.mustSay(t, 0)
+	var list api.VolumeList
+	if err := json.Unmarshal([]byte(r.out), &list); err != nil || list.Kind != "VolumeList" || len(list.Items) == 0 ||
+		list.Items[0].Kind != "Volume" {
+		t.Errorf("volume list -o json: %v, %+v", err, list.TypeMeta)
+	}
+	drover(t, kubeconfig("volume", "list", "-o", "xml")...).mustSay(t, 2, "table, json, yaml or name")
+	drover(t, kubeconfig("node", "list")...).mustSay(t, 0, "here")
+	drover(t, kubeconfig("node", "show")...).mustSay(t, 0, "here", "Disks:")
+	drover(t, "version").mustSay(t, 0, "drover ")
+}
+
+func TestWrongUse(t *testing.T) {
+	drover(t, kubeconfig("volume", "create")...).mustSay(t, 2, "usage: drover volume create NAME")
+	drover(t, kubeconfig("volume", "create", "x")...).mustSay(t, 2, "--size 10Gi")
+	drover(t, kubeconfig("volume", "create", "Not_A_Name", "--size", "1Gi")...).mustSay(t, 2, "lower-case")
+	drover(t, kubeconfig("volume", "create", "x", "--size", "much")...).mustSay(t, 2, `"much" is not a size`)
+	drover(t, kubeconfig("volume", "grow", "x")...).mustSay(t, 2, `no command "grow"`)
+	drover(t, kubeconfig("volume", "show", "nosuch")...).mustSay(t, 3, "drover volume list")
+	drover(t, kubeconfig("image", "import", "ftp://a.example/b.img")...).mustSay(t, 2, "http or https")
+	drover(t, kubeconfig("image", "import", "/nosuch.qcow2")...).mustSay(t, 3, "/nosuch.qcow2")
+	drover(t, kubeconfig("image", "import", "/etc/passwd", "--checksum", "abc")...).mustSay(t, 2, "128 hex digits")
+	drover(t, kubeconfig("volume", "list", "--nosuch")...).mustSay(t, 2, "--nosuch", "drover volume list --help")
+}
+
+func TestServerAway(t *testing.T) {
+	t.Setenv("DROVER_KUBECONFIG", "/nosuch/kubeconfig")
+	drover(t, "volume", "list").mustSay(t, 6, "/nosuch/kubeconfig")
+	raw, err := os.ReadFile(server.Kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	host := strings.TrimPrefix(server.Config.Host, "https://")
+	path := t.TempDir() + "/kubeconfig"
+	if err := os.WriteFile(path, []byte(strings.ReplaceAll(string(raw), host, "127.0.0.1:1")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("DROVER_KUBECONFIG", path)
+	drover(t, "volume", "list").mustSay(t, 6, "127.0.0.1:1 does not answer", "drover serve")
+}

@@ -1,0 +1,134 @@
+package cli_test
+
+import (
+	"context"
+	"crypto/rand"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func TestImageImportFailureIsTold(t *testing.T) {
+	pen(t, "broken", func(i *api.BackingImage) {
+		i.Status.State, i.Status.Message = api.ImageFailed, "SHA-512 is 12…, expected 34…"
+	})
+	url := "http://images.example/Broken.qcow2.xz"
+	drover(t, kubeconfig("image", "import", url, "--name", "broken")...).
+		mustSay(t, 1, `image "broken" failed: SHA-512 is 12`)
+	// The same name again replaces what failed.
+	var before, after api.BackingImage
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "broken"}, &before); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("image", "import", url, "--name", "broken", "--background")...).mustSay(t, 0, "image show broken")
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "broken"}, &after); err != nil || after.UID == before.UID {
+		t.Errorf("the failed image was not replaced: %v", err)
+	}
+	drover(t, kubeconfig("image", "import", url+".other", "--name", "broken", "--background")...).mustSay(t, 5, "already")
+}
+
+func TestImageUploadStreamsTheFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "Golden_1.raw")
+	sent := make([]byte, 3<<20)
+	_, _ = rand.Read(sent)
+	if err := os.WriteFile(file, sent, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	node := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		got, err := io.ReadAll(r.Body)
+		switch {
+		case err != nil || r.Method != http.MethodPut || r.ContentLength != int64(len(sent)):
+			http.Error(w, fmt.Sprint("wrong request: ", r.Method, r.ContentLength, err), http.StatusBadRequest)
+		case string(got) != string(sent):
+			http.Error(w, "other bytes", http.StatusBadRequest)
+		default:
+			if err := status(r.Context(), "golden-1", func(i *api.BackingImage) {
+				i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 3<<20, 3<<20
+			}); err != nil {
+				http.Error(w, err.Error(), http.StatusInternalServerError)
+			}
+		}
+	}))
+	defer node.Close()
+	cp := copyAsking(t, "golden-1", node.URL+"/upload")
+	r := drover(t, kubeconfig("image", "upload", file)...)
+	r.mustSay(t, 0, `image "golden-1" ready: raw, 3 MiB virtual`, "sending, 100 %, 3 MiB of 3 MiB")
+	var img api.BackingImage
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "golden-1"}, &img); err != nil ||
+		img.Spec.SourceParameters["size"] != "3145728" {
+		t.Errorf("%v, %+v", err, img.Spec)
+	}
+	if err := store.Delete(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestImageUploadRefused(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "bad.img")
+	if err := os.WriteFile(file, []byte("not much of an image"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	node := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, "the qcow2 header is cut short", http.StatusUnprocessableEntity)
+	}))
+	defer node.Close()
+	copyAsking(t, "bad", node.URL)
+	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 1, "refuses the upload", "the qcow2 header is cut short")
+}
+
+// copyAsking is a copy on some disk that waits for an upload at a URL.
+func copyAsking(t *testing.T, image, url string) *api.ImageCopy {
+	t.Helper()
+	cp := &api.ImageCopy{Spec: api.ImageCopySpec{Image: image, UUID: api.NewUID(), Layers: []api.UID{api.NewUID()},
+		Node: "here", Disk: api.NewUID()}}
+	cp.Name = image + ".x"
+	cp.Labels = map[string]string{api.LabelImage: image}
+	if err := store.Create(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+	cp.Status.State, cp.Status.UploadURL = api.ImageStarting, url
+	if err := store.Status().Update(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+	return cp
+}
+
+func TestDiskRefusedIsTakenBack(t *testing.T) {
+	n := &api.Node{}
+	n.Name = "disks"
+	if err := store.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Delete(context.Background(), n) })
+	n.Status.Disks = []api.DiskStatus{
+		{Path: "/bad", Message: "zeros are not kept as data here"}, {Path: "/good", Ready: true, FSType: "xfs", UID: api.NewUID()}}
+	if err := store.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("disk", "add", "/bad", "--node", "disks")...).mustSay(t, 2, "refuses /bad", "zeros are not kept")
+	drover(t, kubeconfig("disk", "add", "/good", "--node", "disks", "--tags", "ssd,fast")...).mustSay(t, 0, "added", "xfs")
+	drover(t, kubeconfig("disk", "list", "-o", "name")...).mustSay(t, 0, "disks:/good\n")
+	var got api.Node
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "disks"}, &got); err != nil || len(got.Spec.Disks) != 1 {
+		t.Errorf("%v, disks: %+v", err, got.Spec.Disks)
+	}
+	drover(t, kubeconfig("disk", "evict", "/good")...).mustSay(t, 0, "takes nothing new; it is empty")
+	rep := &api.Replica{Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "holder", Node: "disks", Disk: n.Status.Disks[1].UID}}
+	rep.Name, rep.Labels = "holder.1", map[string]string{api.LabelDisk: string(n.Status.Disks[1].UID)}
+	if err := store.Create(t.Context(), rep); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 5, "volume holder")
+	if err := store.Delete(t.Context(), rep); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 0, "removed")
+}

@@ -1,0 +1,82 @@
+package cli
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestNameFrom(t *testing.T) {
+	for in, want := range map[string]string{
+		"https://a.example/x/Debian_12-Generic.qcow2.xz": "debian-12-generic",
+		"/data/golden.img?token=1":                       "golden",
+		"disk.RAW.gz":                                    "disk",
+		"...":                                            "",
+	} {
+		if got := nameFrom(in); got != want {
+			t.Errorf("%s: %q, want %q", in, got, want)
+		}
+	}
+}
+
+func TestParseSize(t *testing.T) {
+	for in, want := range map[string]int64{"10Gi": 10 << 30, "10GiB": 10 << 30, "1G": 1e9, "1g": 1e9, "512": 512, "1.5Mi": 3 << 19} {
+		if got, err := parseSize(in); err != nil || got != want {
+			t.Errorf("%s: %d, %v, want %d", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "-1", "0", "ten", "10Qx"} {
+		if got, err := parseSize(in); err == nil {
+			t.Errorf("%q: %d", in, got)
+		}
+	}
+}
+
+// Off a terminal each state and each tenth is one plain line, however often progress is reported.
+func TestProgressInPlainLines(t *testing.T) {
+	var b strings.Builder
+	p := newProgress(&b, "image x")
+	p.at("starting", 0, 0)
+	for i := int64(0); i <= 1000; i++ {
+		p.at("in-progress", i<<20, 1000<<20)
+	}
+	p.clear()
+	lines := strings.Split(strings.TrimSpace(b.String()), "\n")
+	if len(lines) != 12 || strings.ContainsAny(b.String(), "\r\x1b") || lines[11] != "image x: in-progress, 100 %, 1000 MiB of 1000 MiB" {
+		t.Errorf("%d lines:\n%s", len(lines), b.String())
+	}
+}
+
+// On a terminal the line is drawn anew, never wider than the terminal.
+func TestProgressOnATerminal(t *testing.T) {
+	var b strings.Builder
+	p := newProgress(&b, "image x")
+	p.width = 60
+	p.at("in-progress", 5<<20, 10<<20)
+	for _, frame := range strings.Split(b.String(), "\r")[1:] {
+		if n := len(strings.TrimSuffix(frame, "\x1b[K")); n >= 60 {
+			t.Errorf("%d columns: %q", n, frame)
+		}
+	}
+	if !strings.Contains(b.String(), " 50 %  5 MiB of 10 MiB") {
+		t.Errorf("%q", b.String())
+	}
+}
+
+func TestPreflightTellsOfThisMachine(t *testing.T) {
+	all := preflight([]string{t.TempDir(), "/nosuch/below"})
+	seen := map[string]string{}
+	for _, f := range all {
+		seen[f.Check] = f.Result
+		if f.Result != fine && f.Advice == "" {
+			t.Errorf("%s is %s without advice", f.Check, f.Result)
+		}
+	}
+	for _, c := range []string{"root", "kernel", "fuse", "loop", "mount", "mkfs.ext4"} {
+		if seen[c] != fine && seen[c] != warning {
+			t.Errorf("%s: %q on a machine that runs these tests", c, seen[c])
+		}
+	}
+	if f := checkTool("nosuch-tool", "nosuch", failed); f.Result != failed || !strings.Contains(f.Advice, "package nosuch") {
+		t.Errorf("%+v", f)
+	}
+}

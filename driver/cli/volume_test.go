@@ -1,0 +1,213 @@
+package cli_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func detached(v *api.Volume) { v.Status.State, v.Status.Size = api.VolumeDetached, v.Spec.Size }
+
+func TestVolumeCreateAndDelete(t *testing.T) {
+	pen(t, "made", detached)
+	drover(t, kubeconfig("volume", "create", "made", "--size", "11Mi", "--fs", "xfs")...).
+		mustSay(t, 0, `volume "made" created: 12 MiB`)
+	var v api.Volume
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "made"}, &v); err != nil || v.Spec.FSType != "xfs" {
+		t.Errorf("%v, %+v", err, v.Spec)
+	}
+	drover(t, kubeconfig("volume", "create", "made", "--size", "11Mi")...).mustSay(t, 5, "already")
+	att := &api.Attachment{Spec: api.AttachmentSpec{Volume: "made", Node: "elsewhere"}}
+	att.Name = "made"
+	if err := store.Create(t.Context(), att); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("volume", "delete", "made")...).mustSay(t, 5, `attached to node "elsewhere"`, "volume detach made")
+	drover(t, kubeconfig("volume", "attach", "made")...).mustSay(t, 5, `attached to node "elsewhere"`)
+	if err := store.Delete(t.Context(), att); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("volume", "delete", "made")...).mustSay(t, 0, "deleted")
+	drover(t, kubeconfig("volume", "delete", "made")...).mustSay(t, 3)
+}
+
+func TestVolumeCreateGivesUpButTellsWhy(t *testing.T) {
+	pen(t, "late", func(v *api.Volume) {
+		v.Status.State = api.VolumeCreating
+		v.Status.Conditions = []metav1.Condition{{Type: api.ConditionScheduled, Status: "False", Reason: "NoDisk",
+			Message: "no disk has 1 TiB", LastTransitionTime: metav1.Now()}}
+	})
+	drover(t, kubeconfig("volume", "create", "late", "--size", "1Ti", "--timeout", "1s")...).
+		mustSay(t, 4, "timed out after 1s", "no disk has 1 TiB", "drover volume show late")
+}
+
+func TestVolumeFromImage(t *testing.T) {
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceFile,
+		SourceParameters: map[string]string{"path": "/x"}}}
+	img.Name = "base"
+	if err := store.Create(t.Context(), img); err != nil {
+		t.Fatal(err)
+	}
+	pen(t, "base", func(i *api.BackingImage) { i.Status.State, i.Status.VirtualSize = api.ImageReady, 101<<20 })
+	pen(t, "from-base", detached)
+	drover(t, kubeconfig("volume", "create", "from-base", "--image", "base")...).
+		mustSay(t, 0, `102 MiB from image "base"`)
+	drover(t, kubeconfig("volume", "create", "small", "--image", "base", "--size", "50Mi")...).mustSay(t, 2, "101 MiB", "base")
+	drover(t, kubeconfig("volume", "create", "small", "--image", "nosuch")...).mustSay(t, 3, "drover image list")
+	drover(t, kubeconfig("image", "delete", "base")...).mustSay(t, 5, "in use by volume from-base")
+	drover(t, kubeconfig("image", "show", "base")...).mustSay(t, 0, "from-base")
+}
+
+func TestVolumeExpandOnlyGrows(t *testing.T) {
+	pen(t, "grows", detached)
+	drover(t, kubeconfig("volume", "create", "grows", "--size", "20Mi")...).mustSay(t, 0)
+	drover(t, kubeconfig("volume", "expand", "grows", "10Mi")...).mustSay(t, 2, "cannot shrink")
+	pen(t, "grows", func(v *api.Volume) { v.Status.Size = 30 << 20 })
+	drover(t, kubeconfig("volume", "expand", "grows", "+10Mi")...).mustSay(t, 0, `volume "grows" is 30 MiB`)
+}
+
+// loopDevice is a real block device for a volume's: what the data role would have made.
+func loopDevice(t *testing.T, size int64) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("needs root")
+	}
+	file := filepath.Join(t.TempDir(), "disk")
+	f, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := f.Truncate(size); err != nil {
+		t.Fatal(err)
+	}
+	dev := strings.TrimSpace(tool(t, "losetup", "-f", "--show", file))
+	t.Cleanup(func() { tool(t, "losetup", "-d", dev) })
+	return dev
+}
+
+func tool(t *testing.T, name string, argv ...string) string {
+	t.Helper()
+	out, err := exec.Command(name, argv...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s %v: %v: %s", name, argv, err, out)
+	}
+	return string(out)
+}
+
+// attached makes a volume whose attachments, as often as they are made anew, show the device with the given proof.
+func attached(t *testing.T, name, fs, device string, blank bool, times int) {
+	t.Helper()
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 512 << 20, FSType: fs}}
+	v.Name = name
+	if err := store.Create(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	ready := make(chan struct{})
+	t.Cleanup(func() { <-ready })
+	go func() {
+		defer close(ready)
+		for range times {
+			uid := ""
+			if err := status(t.Context(), name, func(a *api.Attachment) {
+				uid = string(a.UID)
+				a.Status.Ready, a.Status.Device, a.Status.Blank, a.Status.Size = true, device, blank, 512<<20
+			}); err != nil {
+				return
+			}
+			for { // until it is gone, or another one has its name
+				var a api.Attachment
+				err := store.Get(t.Context(), client.ObjectKey{Name: name}, &a)
+				if err != nil || string(a.UID) != uid {
+					break
+				}
+				w, err := store.Watch(t.Context(), &api.AttachmentList{}, client.MatchingFields{"metadata.name": name})
+				if err != nil {
+					return
+				}
+				for e := range w.ResultChan() {
+					if e.Type == "DELETED" {
+						break
+					}
+				}
+				w.Stop()
+			}
+		}
+	}()
+}
+
+func TestMountMakesAFilesystemOnABlankVolumeOnly(t *testing.T) {
+	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(fs, func(t *testing.T) {
+			dev, name, dir := loopDevice(t, 512<<20), "blank-"+fs, filepath.Join(t.TempDir(), "mnt")
+			attached(t, name, fs, dev, true, 2)
+			drover(t, kubeconfig("volume", "mount", name, dir)...).mustSay(t, 0, "mounted at "+dir, fs+" on "+dev)
+			t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
+			var v api.Volume
+			if err := store.Get(t.Context(), client.ObjectKey{Name: name}, &v); err != nil || len(v.Annotations) != 0 {
+				t.Errorf("%v, annotations left: %v", err, v.Annotations)
+			}
+			if err := os.WriteFile(dir+"/kept", []byte("kept"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			drover(t, kubeconfig("volume", "mount", name, dir)...).mustSay(t, 5, "mounted at")
+			drover(t, kubeconfig("volume", "detach", name)...).mustSay(t, 5, "is mounted at "+dir, "volume umount")
+			drover(t, kubeconfig("volume", "show", name)...).mustSay(t, 0, "Mounted:", dir)
+			drover(t, kubeconfig("volume", "umount", name)...).mustSay(t, 0, "unmounted and detached")
+			// The second time the proof is stale and still says blank: what is there must win.
+			drover(t, kubeconfig("volume", "mount", name, dir)...).mustSay(t, 0, "mounted at "+dir)
+			if got, err := os.ReadFile(dir + "/kept"); err != nil || string(got) != "kept" {
+				t.Errorf("after mounting again: %q, %v", got, err)
+			}
+			drover(t, kubeconfig("volume", "umount", name)...).mustSay(t, 0)
+		})
+	}
+}
+
+func TestMountRefusesUnknownData(t *testing.T) {
+	dev, dir := loopDevice(t, 64<<20), filepath.Join(t.TempDir(), "mnt")
+	if err := os.WriteFile(dev, []byte(strings.Repeat("precious", 512)), 0); err != nil {
+		t.Fatal(err)
+	}
+	attached(t, "raw", "", dev, false, 1)
+	drover(t, kubeconfig("volume", "mount", "raw", dir)...).mustSay(t, 5, "holds data", "not formatted")
+	got := make([]byte, 8)
+	f, err := os.Open(dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.Read(got); err != nil || string(got) != "precious" {
+		t.Errorf("the data became %q, %v", got, err)
+	}
+	var a api.Attachment
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "raw"}, &a); client.IgnoreNotFound(err) != nil || err == nil {
+		t.Errorf("a refused mount left the volume attached: %v", err)
+	}
+}
+
+// An mkfs that was cut short leaves its annotation: such a volume is no longer blank, and may be made anew all the same.
+func TestMountMakesAHalfMadeFilesystemAnew(t *testing.T) {
+	dev, dir := loopDevice(t, 64<<20), filepath.Join(t.TempDir(), "mnt")
+	if err := os.WriteFile(dev, []byte(strings.Repeat("halfmade", 512)), 0); err != nil {
+		t.Fatal(err)
+	}
+	attached(t, "half", "ext4", dev, false, 1)
+	var v api.Volume
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "half"}, &v); err != nil {
+		t.Fatal(err)
+	}
+	v.Annotations = map[string]string{api.AnnotationMkfs: "ext4"}
+	if err := store.Update(t.Context(), &v); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("volume", "mount", "half", dir)...).mustSay(t, 0, "ext4")
+	drover(t, kubeconfig("volume", "umount", "half")...).mustSay(t, 0)
+}
