@@ -47,7 +47,8 @@ const (
 	LabelDisk      = "drover.io/disk" // a disk's UID
 	LabelImage     = "drover.io/image"
 	Finalizer      = "drover.io/protect"
-	AnnotationMkfs = "drover.io/mkfs" // on a Volume: a filesystem is being made, value = its type; a half-made one may be made again
+	AnnotationMkfs = "drover.io/mkfs"       // on a Volume: a filesystem is being made, value = its type; a half-made one may be made again
+	AnnotationFS   = "drover.io/filesystem" // on a Volume: a filesystem of this type was made, and is not made again
 	TopologyNode   = "topology.drover.io/node"
 	DriverName     = "drover.io" // the CSI driver's name
 )

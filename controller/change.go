@@ -71,6 +71,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 	want, msg := vol.Spec.Size, ""
 	vol, err = await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
 		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionExpanded); c != nil && c.Status == "False" {
+			if c.Reason == "NoRoom" && c.ObservedGeneration >= v.Generation {
+				return false, api.Errorf(api.Full, "no room: %s", c.Message)
+			}
 			msg = " (" + c.Message + ")"
 		}
 		return v.Status.Size >= want, nil

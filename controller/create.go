@@ -245,11 +245,10 @@ func usable(v *api.Volume) bool {
 	return false
 }
 
-// unschedulable reports whether the planner has said that no disk has room. A volume that waits for its image is not
-// that, and neither is one whose members are there already.
+// unschedulable reports whether the planner has said, of the wish as it is now, that no disk has room.
 func unschedulable(v *api.Volume, c *metav1.Condition) bool {
-	return c != nil && c.Status == metav1.ConditionFalse && c.ObservedGeneration >= v.Generation &&
-		len(v.Status.Members) == 0 && !meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionImage)
+	return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "NoDisk" &&
+		c.ObservedGeneration >= v.Generation && len(v.Status.Members) == 0
 }
 
 // describe is a volume in the words of CSI.

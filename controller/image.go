@@ -31,7 +31,7 @@ func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 		if i.Status.State == api.ImageFailed {
 			return false, api.Errorf(api.Unavailable, "it failed: %s", i.Status.Message)
 		}
-		return i.Status.VirtualSize > 0, nil
+		return i.Status.State == api.ImageReady && i.Status.VirtualSize > 0, nil // not known for sure before
 	})
 	if err != nil {
 		return 0, api.Explain(err, "backing image %s (%s)", w.image.name, progress)

@@ -206,8 +206,8 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 }
 
 func takesReplicas(n *api.Node, w *wish) bool {
-	return (n.Spec.Schedulable == nil || *n.Spec.Schedulable) && hasAll(n.Spec.Tags, w.spec.NodeSelector) &&
-		meta.IsStatusConditionTrue(n.Status.Conditions, api.ConditionReady)
+	return n.DeletionTimestamp == nil && (n.Spec.Schedulable == nil || *n.Spec.Schedulable) &&
+		hasAll(n.Spec.Tags, w.spec.NodeSelector)
 }
 
 func diskTakes(d *api.DiskSpec, w *wish) bool {

@@ -4,15 +4,16 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"io"
 	"log/slog"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/util/retry"
 	"k8s.io/mount-utils"
 	utilexec "k8s.io/utils/exec"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -92,23 +93,16 @@ func said(err error, words string) bool {
 	return errors.As(err, &f) && strings.Contains(strings.ToLower(f.out), strings.ToLower(words))
 }
 
-// The mark on a Volume (api.AnnotationMkfs): the type of the file system, and how far its making is.
-const (
-	markStarted = ":started"
-	markDone    = ":done"
-)
-
 // ensureFilesystem returns the type of the file system on the device, after making one where, and only where, that is
 // safe. wanted "" means whatever is there, else the default.
 func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, wanted string,
 	readOnly bool) (string, error) {
-	mark := vol.Annotations[api.AnnotationMkfs]
-	begun, isBegun := strings.CutSuffix(mark, markStarted)
+	begun, had := vol.Annotations[api.AnnotationMkfs], vol.Annotations[api.AnnotationFS]
 	found, err := probe(d)
 	if err != nil {
 		return "", err
 	}
-	if found != "" && !isBegun {
+	if found != "" && begun == "" {
 		return found, usable(vol.Name, found, wanted)
 	}
 	made := wanted
@@ -118,15 +112,15 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 	switch {
 	case readOnly:
 		return "", api.Errorf(api.InUse, "volume %s has no file system and is attached read-only: write to it first", vol.Name)
-	case isBegun && found != "" && found != begun:
+	case begun != "" && found != "" && found != begun:
 		return "", api.Errorf(api.InUse, "volume %s: a %s was being made on it, but it holds %s: it is not formatted",
 			vol.Name, begun, found)
-	case isBegun && found == made && run(ctx, append(filesystems[made].whole, d.path)...) == nil:
-		return made, s.mark(ctx, vol, made+markDone) // it was finished, only the mark was not
-	case isBegun:
-	case strings.HasSuffix(mark, markDone):
+	case begun != "" && found == made && run(ctx, append(slices.Clone(filesystems[made].whole), d.path)...) == nil:
+		return made, s.mark(ctx, vol, "", made) // it was finished, only the mark was not
+	case begun != "":
+	case had != "":
 		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system that is not recognised any more: it is not "+
-			"formatted again; repair it, or restore it", vol.Name, strings.TrimSuffix(mark, markDone))
+			"formatted again; repair it, or restore it", vol.Name, had)
 	default:
 		if err := blank(vol, att, d); err != nil {
 			return "", err
@@ -164,10 +158,10 @@ func blank(vol *api.Volume, att *api.Attachment, d device) error {
 }
 
 func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string) error {
-	if err := s.mark(ctx, vol, fs+markStarted); err != nil {
+	if err := s.mark(ctx, vol, fs, ""); err != nil {
 		return err
 	}
-	args := append(append([]string{}, filesystems[fs].mkfs...), strings.Fields(vol.Spec.MkfsParams)...)
+	args := slices.Concat(filesystems[fs].mkfs, strings.Fields(vol.Spec.MkfsParams))
 	if err := run(ctx, append(args, d.path)...); err != nil {
 		kind := api.KindOf(err)
 		if kind == api.Other {
@@ -176,20 +170,23 @@ func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string)
 		return api.Errorf(kind, "make a %s file system on volume %s: %w", fs, vol.Name, err)
 	}
 	slog.InfoContext(ctx, "file system made", "volume", vol.Name, "type", fs, "device", d.path)
-	return s.mark(ctx, vol, fs+markDone)
+	return s.mark(ctx, vol, "", fs)
 }
 
-// mark writes the mark durably; "" removes it. It goes on after the caller has lost patience, since what it records
-// has happened.
-func (s *Server) mark(ctx context.Context, vol *api.Volume, value string) error {
-	text := "null"
-	if value != "" {
-		text = `"` + value + `"`
+// mark records on the Volume, durably, which file system is being made, and which was made. It goes on after the caller
+// has lost patience, since what it records has happened.
+func (s *Server) mark(ctx context.Context, vol *api.Volume, making, made string) error {
+	or := func(v string) any {
+		if v == "" {
+			return nil // removes it
+		}
+		return v
 	}
-	patch := []byte(`{"metadata":{"uid":"` + string(vol.UID) + `","annotations":{"` + api.AnnotationMkfs + `":` + text + `}}}`)
-	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		return s.client.Patch(context.WithoutCancel(ctx), vol, client.RawPatch(types.MergePatchType, patch))
-	})
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": vol.UID,
+		"annotations": map[string]any{api.AnnotationMkfs: or(making), api.AnnotationFS: or(made)}}})
+	if err == nil {
+		err = s.client.Patch(context.WithoutCancel(ctx), vol, client.RawPatch(types.MergePatchType, patch))
+	}
 	return api.Explain(err, "record the making of a file system on volume %s", vol.Name)
 }
 

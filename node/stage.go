@@ -58,10 +58,10 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 // stageBlock: from now on the workload may write anything, so that a file system half made before is no longer ours to
 // make again.
 func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment) error {
-	if vol.Annotations[api.AnnotationMkfs] == "" || att.Spec.ReadOnly {
+	if att.Spec.ReadOnly || vol.Annotations[api.AnnotationMkfs] == "" && vol.Annotations[api.AnnotationFS] == "" {
 		return nil
 	}
-	return s.mark(ctx, vol, "")
+	return s.mark(ctx, vol, "", "")
 }
 
 func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attachment, d device,
