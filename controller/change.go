@@ -34,7 +34,8 @@ func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (
 	return vol, nil
 }
 
-// ControllerExpandVolume grows the volume and waits until every replica, and the device of an attached one, has the size.
+// ControllerExpandVolume grows the volume and waits until every replica, and the device of an attached one, has the
+// size.
 func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (
 	*csi.ControllerExpandVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -53,7 +54,8 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 	}
 	vol, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
 		if limit > 0 && v.Spec.Size > limit {
-			return false, api.Errorf(api.OutOfRange, "it has %d bytes, over the limit of %d, and cannot shrink", v.Spec.Size, limit)
+			return false, api.Errorf(api.OutOfRange, "it has %d bytes, over the limit of %d, and cannot shrink",
+				v.Spec.Size, limit)
 		}
 		if required <= v.Spec.Size {
 			return false, nil

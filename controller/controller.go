@@ -95,7 +95,8 @@ func checkName(name string) error {
 		return api.Errorf(api.Invalid, "the volume needs a name")
 	}
 	if len(name) > nameLimit {
-		return api.Errorf(api.Invalid, "the volume's name has %d bytes, more than the %d that CSI allows", len(name), nameLimit)
+		return api.Errorf(api.Invalid, "the volume's name has %d bytes, more than the %d that CSI allows", len(name),
+			nameLimit)
 	}
 	if !utf8.ValidString(name) {
 		return api.Errorf(api.Invalid, "the volume's name is not UTF-8")

@@ -82,7 +82,8 @@ func (i *imageWish) matches(img *api.BackingImage) error {
 		differs = "its checksum is " + img.Status.Checksum
 	}
 	if differs != "" {
-		return api.Errorf(api.Invalid, "backing image %s exists but does not match the parameters: %s", img.Name, differs)
+		return api.Errorf(api.Invalid, "backing image %s exists but does not match the parameters: %s", img.Name,
+			differs)
 	}
 	return nil
 }

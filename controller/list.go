@@ -25,7 +25,8 @@ func page[T any](all []T, name func(T) string, token string, most int32) (out []
 	if token != "" {
 		after, ok := strings.CutPrefix(token, tokenPrefix)
 		if !ok || !validID(after) {
-			return nil, "", api.Errorf(api.Busy, "starting token %.80q is none of this driver: list again from the start", token)
+			return nil, "", api.Errorf(api.Busy, "starting token %.80q is none of this driver: list again from the start",
+				token)
 		}
 		i, found := slices.BinarySearchFunc(all, after, func(v T, n string) int { return strings.Compare(name(v), n) })
 		if found {
@@ -47,7 +48,8 @@ func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (
 		return nil, api.Explain(err, "list volumes")
 	}
 	all := slices.DeleteFunc(vols.Items, func(v api.Volume) bool { return !usable(&v) })
-	shown, next, err := page(all, func(v api.Volume) string { return v.Name }, req.GetStartingToken(), req.GetMaxEntries())
+	name := func(v api.Volume) string { return v.Name }
+	shown, next, err := page(all, name, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}

@@ -59,8 +59,8 @@ var parameters = map[string]parameter{
 	"backingImageDataSourceParameters": {set: setImageParameters},
 	"backingImageChecksum":             {set: setImageChecksum},
 	"backingImageMinNumberOfCopies":    {set: setImageCopies},
-	"backingImageNodeSelector":         {set: func(w *wish, v string) error { return setTags(&w.image.nodeSelector, v) }},
-	"backingImageDiskSelector":         {set: func(w *wish, v string) error { return setTags(&w.image.diskSelector, v) }},
+	"backingImageNodeSelector":         {set: setImageNodes},
+	"backingImageDiskSelector":         {set: setImageDisks},
 
 	"frontend":                    {neutral: []string{"blockdev"}},
 	"dataEngine":                  {neutral: []string{"v1"}},
@@ -235,6 +235,9 @@ func setTags(to *[]string, v string) error {
 	}
 	return nil
 }
+
+func setImageNodes(w *wish, v string) error { return setTags(&w.image.nodeSelector, v) }
+func setImageDisks(w *wish, v string) error { return setTags(&w.image.diskSelector, v) }
 
 func setImage(w *wish, v string) error {
 	if msgs := validation.IsDNS1123Subdomain(v); len(msgs) > 0 {

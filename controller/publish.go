@@ -81,7 +81,8 @@ func (s *Server) knownNode(ctx context.Context, name string) error {
 }
 
 // ensureAttachment creates the attachment or verifies that the one there is the same wish.
-func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node string, readOnly bool) (*api.Attachment, error) {
+func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node string, readOnly bool) (
+	*api.Attachment, error) {
 	s.attach.Lock()
 	defer s.attach.Unlock()
 	att, err := s.attachment(ctx, vol.Name)
@@ -112,7 +113,8 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 	case att == nil || att.DeletionTimestamp != nil:
 		return nil, api.Errorf(api.Busy, "volume %s is being detached: try again", vol.Name)
 	case att.Spec.Node != node:
-		return nil, api.Errorf(api.InUse, "volume %s is attached to node %s: detach it there first", vol.Name, att.Spec.Node)
+		return nil, api.Errorf(api.InUse, "volume %s is attached to node %s: detach it there first", vol.Name,
+			att.Spec.Node)
 	case att.Spec.ReadOnly != readOnly:
 		return nil, api.Errorf(api.Exists, "volume %s is attached to node %s with read-only %v, not %v", vol.Name, node,
 			att.Spec.ReadOnly, readOnly)
@@ -177,7 +179,8 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.Control
 	return done, nil
 }
 
-// ValidateVolumeCapabilities confirms capabilities, the volume's parameters and its context, or says which does not fit.
+// ValidateVolumeCapabilities confirms capabilities, the volume's parameters and its context, or says which does not
+// fit.
 func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.ValidateVolumeCapabilitiesRequest) (
 	*csi.ValidateVolumeCapabilitiesResponse, error) {
 	if req.GetVolumeId() == "" || len(req.GetVolumeCapabilities()) == 0 {

@@ -111,7 +111,8 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 	}
 	switch {
 	case readOnly:
-		return "", api.Errorf(api.InUse, "volume %s has no file system and is attached read-only: write to it first", vol.Name)
+		return "", api.Errorf(api.InUse, "volume %s has no file system and is attached read-only: write to it first",
+			vol.Name)
 	case begun != "" && found != "" && found != begun:
 		return "", api.Errorf(api.InUse, "volume %s: a %s was being made on it, but it holds %s: it is not formatted",
 			vol.Name, begun, found)
@@ -134,9 +135,11 @@ func usable(name, found, wanted string) error {
 	_, known := filesystems[found]
 	switch {
 	case wanted != "" && wanted != found:
-		return api.Errorf(api.InUse, "volume %s holds %s, but %s is asked for: it is not formatted over data", name, found, wanted)
+		return api.Errorf(api.InUse, "volume %s holds %s, but %s is asked for: it is not formatted over data", name,
+			found, wanted)
 	case !known && found != "ext2" && found != "ext3":
-		return api.Errorf(api.InUse, "volume %s holds %s, which cannot be mounted: use it as a block device", name, found)
+		return api.Errorf(api.InUse, "volume %s holds %s, which cannot be mounted: use it as a block device", name,
+			found)
 	}
 	return nil
 }

@@ -183,7 +183,8 @@ func bind(from, at string, readOnly bool) error {
 	err := unix.Statfs(at, &st)
 	if err == nil {
 		flags := uintptr(unix.MS_BIND | unix.MS_REMOUNT | unix.MS_RDONLY)
-		flags |= uintptr(st.Flags) & (unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC | unix.MS_NOATIME | unix.MS_NODIRATIME)
+		flags |= uintptr(st.Flags) &
+			(unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC | unix.MS_NOATIME | unix.MS_NODIRATIME)
 		if st.Flags&unix.ST_RELATIME != 0 {
 			flags |= unix.MS_RELATIME
 		}

@@ -151,7 +151,8 @@ func (s *Server) attached(ctx context.Context, id string) (*api.Attachment, erro
 		return a.Status.Ready && a.Status.Device != "", nil
 	})
 	if apierrors.IsNotFound(err) {
-		return nil, api.Errorf(api.InUse, "volume %s is not attached to node %s: publish it to the node first", id, s.name)
+		return nil, api.Errorf(api.InUse, "volume %s is not attached to node %s: publish it to the node first", id,
+			s.name)
 	}
 	return att, api.Explain(err, "the device of volume %s on node %s%s", id, s.name, msg)
 }

@@ -125,8 +125,8 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 	readOnly := req.GetReadonly() || readerOnly(req.GetVolumeCapability())
 	if readOnly && !att.Spec.ReadOnly {
 		// A read-only mount of a device's file does not stop anybody from writing to the device.
-		return api.Errorf(api.InUse, "volume %s is attached for writing, so that its device cannot be published read-only: "+
-			"attach it read-only", vol.Name)
+		return api.Errorf(api.InUse, "volume %s is attached for writing, so that its device cannot be published "+
+			"read-only: attach it read-only", vol.Name)
 	}
 	at := req.GetTargetPath()
 	m, err := settled(at, d, false)

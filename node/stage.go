@@ -15,7 +15,8 @@ import (
 
 // NodeStageVolume mounts the volume's file system at the staging path, after making it on a blank volume and growing it
 // on a grown one. A block volume needs no staging but its device.
-func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
+func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (
+	*csi.NodeStageVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
@@ -157,8 +158,8 @@ func refused(err error) bool {
 	return said(err, "permission denied") || said(err, "operation not permitted")
 }
 
-// settled is the mount of the device that is at path already, or nil where the path is free. A dead mount that an earlier
-// life of the volume left there is taken off; somebody else's is an error.
+// settled is the mount of the device that is at path already, or nil where the path is free. A dead mount that an
+// earlier life of the volume left there is taken off; somebody else's is an error.
 func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 	for {
 		m, err := mountAt(path)

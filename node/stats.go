@@ -79,8 +79,9 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 		if err != nil {
 			return nil, err
 		}
+		used := min(p.vol.Status.Used, size)
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{
-			{Unit: csi.VolumeUsage_BYTES, Total: size, Used: p.vol.Status.Used, Available: max(size-p.vol.Status.Used, 0)}}}, nil
+			{Unit: csi.VolumeUsage_BYTES, Total: size, Used: used, Available: size - used}}}, nil
 	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(p.m.Mountpoint, &st); err != nil {
@@ -90,7 +91,8 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 	return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{
 		{Unit: csi.VolumeUsage_BYTES, Total: int64(st.Blocks) * unit, Available: int64(st.Bavail) * unit,
 			Used: int64(st.Blocks-st.Bfree) * unit},
-		{Unit: csi.VolumeUsage_INODES, Total: int64(st.Files), Available: int64(st.Ffree), Used: int64(st.Files - st.Ffree)},
+		{Unit: csi.VolumeUsage_INODES, Total: int64(st.Files), Available: int64(st.Ffree),
+			Used: int64(st.Files - st.Ffree)},
 	}}, nil
 }
 
@@ -141,7 +143,8 @@ func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 	switch err := grow(ctx, p.d, p.m.FSType, p.m.Mountpoint); {
 	case refused(err):
 		return nil, api.Errorf(api.InUse, "the kernel of node %s does not let a mounted %s grow (this needs "+
-			"CAP_SYS_RESOURCE): it grows when volume %s is staged the next time: %w", s.name, p.m.FSType, p.vol.Name, err)
+			"CAP_SYS_RESOURCE): it grows when volume %s is staged the next time: %w", s.name, p.m.FSType, p.vol.Name,
+			err)
 	case err != nil:
 		return nil, api.Explain(err, "grow the file system of volume %s", p.vol.Name)
 	}
@@ -176,8 +179,8 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolume
 	case !att.Status.Ready:
 		add(csi.VolumeHealthErrorType_INACCESSIBLE, "DeviceNotReady", att.Status.Message)
 	}
-	if c := meta.FindStatusCondition(append(vol.Status.Conditions, att.Status.Conditions...), api.ConditionSpace); c != nil &&
-		c.Status == "False" {
+	conditions := slices.Concat(att.Status.Conditions, vol.Status.Conditions)
+	if c := meta.FindStatusCondition(conditions, api.ConditionSpace); c != nil && c.Status == "False" {
 		add(csi.VolumeHealthErrorType_DEGRADED, "DiskFull", c.Message)
 	}
 	if vol.Status.Robustness == api.RobustDegraded {

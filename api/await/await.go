@@ -19,7 +19,8 @@ import (
 
 // Until returns the first version of the named object for which done returns true, or done's error. An object that does
 // not exist, or goes away meanwhile, is the client's NotFound.
-func Until[T client.Object](ctx context.Context, c client.WithWatch, name string, done func(T) (bool, error)) (T, error) {
+func Until[T client.Object](ctx context.Context, c client.WithWatch, name string, done func(T) (bool, error)) (
+	T, error) {
 	var zero T
 	for {
 		obj := reflect.New(reflect.TypeFor[T]().Elem()).Interface().(T)
@@ -51,7 +52,8 @@ func Gone[T client.Object](ctx context.Context, c client.WithWatch, obj T, see f
 }
 
 // next watches from obj on. ok false without an error means that the watch ended and the caller must look again.
-func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done func(T) (bool, error)) (T, bool, error) {
+func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done func(T) (bool, error)) (
+	T, bool, error) {
 	var zero T
 	gvk, err := apiutil.GVKForObject(obj, c.Scheme())
 	if err != nil {
