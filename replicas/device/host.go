@@ -37,7 +37,7 @@ type Spec struct {
 // record is a Spec as the holder keeps it.
 type record struct {
 	Spec
-	Loop int `json:"loop"` // -1: not set up yet
+	Loop int `json:"loop"` // loopUnknown: not set up yet
 }
 
 var keyPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$`)
@@ -314,7 +314,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		return nil, err
 	}
 	d := newDevice(h, spec, loop, be, fuse, tree)
-	if err := h.keep(record{spec, -1}, fuse, tree); err != nil {
+	if err := h.keep(record{spec, loopUnknown}, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
 		return nil, err
 	}
@@ -322,7 +322,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		closeFds([]int{fuse, tree})
 		return nil, errors.Join(err, h.hold.delete(spec.Key))
 	}
-	if err := d.present(-1); err != nil {
+	if err := d.present(loopFresh); err != nil {
 		return nil, errors.Join(err, d.abandon())
 	}
 	return d, nil

@@ -91,8 +91,17 @@ func loopFile(n int) string {
 	return filepath.Base(strings.TrimSpace(string(b)))
 }
 
+// Hints for findLoop beside a device's number.
+const (
+	loopUnknown = -1
+	loopFresh   = -2 // there cannot be one
+)
+
 // findLoop is the loop device that stands on the file of that name, or -1; it looks at hint first.
 func findLoop(file string, hint int) int {
+	if hint == loopFresh {
+		return -1
+	}
 	if hint >= 0 && loopFile(hint) == file {
 		return hint
 	}
@@ -207,8 +216,11 @@ func awaitGone(ctx context.Context, n int, file string) error {
 	return nil
 }
 
-// tuneLoop takes away what only costs time on a device that has a queue of its own below.
+// tuneLoop takes away a scheduler, which only costs time on a device that has a queue of its own below. Writing what is
+// set already would cost a wait for all processors too.
 func tuneLoop(n int) {
-	_ = os.WriteFile(loopSys(n, "queue/scheduler"), []byte("none"), 0)
-	_ = os.WriteFile(loopSys(n, "queue/wbt_lat_usec"), []byte("0"), 0)
+	path := loopSys(n, "queue/scheduler")
+	if b, err := os.ReadFile(path); err == nil && !strings.Contains(string(b), "[none]") {
+		_ = os.WriteFile(path, []byte("none"), 0)
+	}
 }
