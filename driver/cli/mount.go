@@ -139,57 +139,63 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
 		return err
 	}
-	half := v.Annotations[api.AnnotationMkfs] != "" // an mkfs that did not get to its end: nothing else was written
+	begun, had := v.Annotations[api.AnnotationMkfs], v.Annotations[api.AnnotationFS]
 	if m.fs, err = probe(ctx, m.att.Status.Device); err != nil {
 		return err
 	}
-	if m.fs != "" && !half {
+	switch {
+	case m.fs != "" && begun == "":
 		return nil
-	}
-	if !half && stood && m.att.Status.Blank {
+	case m.att.Spec.ReadOnly:
+		return api.Errorf(api.InUse, "volume %q has no filesystem yet: there is nothing to mount read-only", m.volume)
+	case begun != "" && m.fs != "" && m.fs != begun:
+		return api.Errorf(api.InUse, "volume %q: a %s filesystem was being made on it, but it holds %s: it is not formatted",
+			m.volume, begun, m.fs)
+	case begun != "": // an mkfs that did not get to its end: nothing else was written, so it may be made again
+	case had != "":
+		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem that is not recognised any more: it is not formatted "+
+			"again; repair it on %s, or restore it", m.volume, had, m.att.Status.Device)
+	case stood && m.att.Status.Blank:
 		if _, err := detach(ctx, m.c, m.volume); err != nil {
 			return err
 		}
-		if m.att, err = attach(ctx, m.c, m.volume, m.node, m.att.Spec.ReadOnly, m.remarks); err != nil {
+		if m.att, err = attach(ctx, m.c, m.volume, m.node, false, m.remarks); err != nil {
 			return err
 		}
 	}
-	if !half && !m.att.Status.Blank {
+	if begun == "" && !m.att.Status.Blank {
 		return api.Errorf(api.InUse, "volume %q (%s) holds data, but no filesystem that could be mounted (a partition table, "+
 			"or raw data?): it is not formatted; use the device itself", m.volume, m.att.Status.Device)
 	}
-	if m.att.Spec.ReadOnly {
-		return api.Errorf(api.InUse, "volume %q is blank: there is nothing to mount read-only", m.volume)
-	}
-	m.fs = v.Spec.FSType
-	if m.fs == "" {
+	if m.fs = v.Spec.FSType; m.fs == "" {
 		m.fs = "ext4"
 	}
-	if err := m.annotate(ctx, m.fs); err != nil {
+	if err := m.mark(ctx, m.fs, ""); err != nil {
 		return err
 	}
 	if err := mkfs(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
 		return err
 	}
-	return m.annotate(ctx, "")
+	return m.mark(ctx, "", m.fs)
 }
 
-// annotate records on the volume that an mkfs is under way, so that a half-made filesystem can be made again.
-func (m *mounting) annotate(ctx context.Context, value string) error {
+// mark records on the volume which filesystem is being made, so that a half-made one can be made again, and which one
+// was made, so that it never is.
+func (m *mounting) mark(ctx context.Context, making, made string) error {
 	var v api.Volume
 	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
 		return err
 	}
 	base := v.DeepCopy()
-	if value == "" {
-		delete(v.Annotations, api.AnnotationMkfs)
-	} else {
-		if v.Annotations == nil {
-			v.Annotations = map[string]string{}
+	for key, value := range map[string]string{api.AnnotationMkfs: making, api.AnnotationFS: made} {
+		if delete(v.Annotations, key); value != "" {
+			if v.Annotations == nil {
+				v.Annotations = map[string]string{}
+			}
+			v.Annotations[key] = value
 		}
-		v.Annotations[api.AnnotationMkfs] = value
 	}
-	return explain(ctx, m.c.Patch(ctx, &v, client.MergeFrom(base)))
+	return explain(ctx, m.c.Patch(context.WithoutCancel(ctx), &v, client.MergeFrom(base)))
 }
 
 func (m *mounting) mount(ctx context.Context) error {
@@ -205,10 +211,11 @@ func (m *mounting) mount(ctx context.Context) error {
 	return err
 }
 
+// mkfs makes a filesystem with the options of the node door: no discard, since the device is blank.
 func mkfs(ctx context.Context, fs, params, device string) error {
 	argv, ok := map[string][]string{
-		"ext4":  {"-F", "-q", "-b", "4096", "-E", "nodiscard"},
-		"xfs":   {"-f", "-q", "-K"},
+		"ext4":  {"-F", "-q", "-m0", "-b4096", "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1"},
+		"xfs":   {"-f", "-q", "-K", "-ssize=4096", "-bsize=4096"},
 		"btrfs": {"-f", "-q", "-K"},
 	}[fs]
 	if !ok {

@@ -151,8 +151,9 @@ func TestMountMakesAFilesystemOnABlankVolumeOnly(t *testing.T) {
 			drover(t, kubeconfig("volume", "mount", name, dir)...).mustSay(t, 0, "mounted at "+dir, fs+" on "+dev)
 			t.Cleanup(func() { _ = exec.Command("umount", dir).Run() })
 			var v api.Volume
-			if err := store.Get(t.Context(), client.ObjectKey{Name: name}, &v); err != nil || len(v.Annotations) != 0 {
-				t.Errorf("%v, annotations left: %v", err, v.Annotations)
+			if err := store.Get(t.Context(), client.ObjectKey{Name: name}, &v); err != nil ||
+				v.Annotations[api.AnnotationFS] != fs || v.Annotations[api.AnnotationMkfs] != "" {
+				t.Errorf("%v, annotations: %v", err, v.Annotations)
 			}
 			if err := os.WriteFile(dir+"/kept", []byte("kept"), 0o600); err != nil {
 				t.Fatal(err)
@@ -210,4 +211,19 @@ func TestMountMakesAHalfMadeFilesystemAnew(t *testing.T) {
 	}
 	drover(t, kubeconfig("volume", "mount", "half", dir)...).mustSay(t, 0, "ext4")
 	drover(t, kubeconfig("volume", "umount", "half")...).mustSay(t, 0)
+}
+
+// A filesystem that was there and is not recognised any more is damaged, not missing.
+func TestMountNeverMakesAFilesystemTwice(t *testing.T) {
+	dev, dir := loopDevice(t, 64<<20), filepath.Join(t.TempDir(), "mnt")
+	attached(t, "was", "ext4", dev, true, 1)
+	var v api.Volume
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "was"}, &v); err != nil {
+		t.Fatal(err)
+	}
+	v.Annotations = map[string]string{api.AnnotationFS: "ext4"}
+	if err := store.Update(t.Context(), &v); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("volume", "mount", "was", dir)...).mustSay(t, 1, "not recognised any more", "not formatted again")
 }
