@@ -13,8 +13,8 @@ import (
 // that the image is known to have are named again. Not there: an error of kind not found.
 func Find(on block.Layers, want Want) (Got, error) {
 	imgs, err := on.Images()
-	if err != nil {
-		return Got{}, err
+	if err != nil && !api.Is(err, api.Corrupt) {
+		return Got{}, err // a damaged record of some image is no reason to do without the others
 	}
 	i := slices.IndexFunc(imgs, func(m block.Image) bool { return m.UID == string(want.UID) })
 	if i >= 0 {
@@ -149,7 +149,7 @@ func Remove(ctx context.Context, on block.Layers, want Want) error {
 		return err
 	}
 	imgs, err := on.Images()
-	if err != nil {
+	if err != nil && !api.Is(err, api.Corrupt) {
 		return err
 	}
 	for _, l := range names(want.Layers) {

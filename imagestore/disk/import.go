@@ -2,7 +2,7 @@
 // layer, copies layers from another disk, finds what is there already, and removes. It sees a disk as block.Layers.
 //
 // The bytes of the source go through once: read, hashed (SHA-512, over the source's bytes, holes included) and written
-// in parallel, zero blocks left out. A raw image streams straight into the layer. A qcow2 image needs random access:
+// in parallel; chunks of zeros stay holes. A raw image streams straight into the layer. A qcow2 image needs random access:
 // from a file of this node it is converted in place, while the file is hashed; from a stream it goes to a nameless
 // scratch file on the same disk, and is converted while it arrives.
 //
@@ -25,6 +25,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/imagestore/qcow2"
 	"drover.io/drover/imagestore/source"
 )
 
@@ -69,7 +70,7 @@ func (p *Progress) Snapshot() (state api.ImageState, percent int32, done, total 
 }
 
 // writers is how many goroutines write one import.
-const writers = 2
+const writers = 4
 
 // Import brings an image from its source to the disk. open gets a context that ends when the import does.
 func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
@@ -101,10 +102,10 @@ func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
 // explain gives errors of the kernel a kind and a message.
 func explain(on block.Layers, err error) error {
 	switch {
-	case api.KindOf(err) != api.Other:
-		return err
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		return api.Errorf(api.Full, "disk %s is full: free some room, or let the image go to a larger disk (%w)", on.UID(), err)
+	case api.KindOf(err) != api.Other:
+		return err
 	case errors.Is(err, io.ErrUnexpectedEOF):
 		return api.Errorf(api.Corrupt, "the source is shorter than it says: %w", err)
 	}
@@ -167,7 +168,7 @@ func (im *importer) raw(f feed) error {
 	if err := im.create(im.s.Size); err != nil {
 		return err
 	}
-	n, err := pump(im.ctx, f, im.sum, sparse(im.w), writers, im.readSome, im.cancel)
+	n, err := pump(im.ctx, f, im.sum, whole(im.w), writers, im.readSome, im.cancel)
 	if err != nil {
 		return err
 	}
@@ -234,7 +235,7 @@ func (im *importer) spooled(f feed) error {
 		if im.format == source.QCOW2 {
 			err = im.convert(sp, size)
 		} else if err = im.create(size); err == nil {
-			_, err = pump(im.ctx, &fileFeed{f: sp.f, size: size}, nil, sparse(im.w), writers, nil, im.cancel)
+			_, err = pump(im.ctx, &fileFeed{f: sp.f, size: size}, nil, whole(im.w), writers, nil, im.cancel)
 		}
 	}
 	if err != nil {
@@ -249,7 +250,7 @@ func (im *importer) spooled(f feed) error {
 
 // convert makes the layer from a qcow2 image.
 func (im *importer) convert(r io.ReaderAt, size int64) error {
-	img, err := openQCOW2(r, size)
+	img, err := qcow2.Open(r, size, qcow2.Limits{})
 	if err != nil {
 		return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
 	}
@@ -258,32 +259,13 @@ func (im *importer) convert(r io.ReaderAt, size int64) error {
 		return err
 	}
 	im.p.makeTotal.Store(img.Size())
-	err = block.Copy(im.ctx, sparseSink{im.w, sparse(im.w)}, img, block.CopyOptions{Workers: writers,
+	err = block.Copy(im.ctx, wholeSink{im.w, whole(im.w)}, wholeSource{img}, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
 	if err != nil && api.KindOf(err) != api.Other {
 		return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
 	}
 	return err
 }
-
-// sparseSink leaves zeros out: below an image there is nothing that an explicit zero would have to hide.
-type sparseSink struct {
-	block.Sink
-	put func([]byte, int64) error
-}
-
-func (s sparseSink) WriteAt(p []byte, off int64) (int, error) {
-	if tail := len(p) % block.Size; tail != 0 {
-		// sparse pads in place: not in memory of the caller.
-		p = append(make([]byte, 0, len(p)+block.Size-tail), p...)
-	}
-	if err := s.put(p, off); err != nil {
-		return 0, err
-	}
-	return len(p), nil
-}
-
-func (s sparseSink) ZeroAt(int64, int64) error { return nil }
 
 // commit compares checksums, makes the layer durable and records the image.
 func (im *importer) commit() (Got, error) {

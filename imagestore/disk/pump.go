@@ -235,31 +235,78 @@ func isClosed(c <-chan struct{}) bool {
 
 var zeros = make([]byte, 1<<20)
 
-// sparse is a sink that leaves out blocks of zeros: they stay holes. p must begin at a block's start; a last block that
-// is not full is padded.
-func sparse(w io.WriterAt) func(p []byte, off int64) error {
-	zero := zeros[:block.Size]
+// whole writes pieces of a layer: one that is nothing but zeros stays a hole, any other is written with the zeros in
+// it. So the digest of a layer follows from the content alone, not from where the source had holes, and the writer of
+// the layer digests each chunk while it is in memory. A last block that is not full is padded.
+func whole(w io.WriterAt) func(p []byte, off int64) error {
 	return func(p []byte, off int64) error {
+		if isZero(p) {
+			return nil
+		}
 		if tail := len(p) % block.Size; tail != 0 {
 			// The rest of a piece's memory belongs to this piece.
 			n := len(p)
 			p = p[:n+block.Size-tail]
 			clear(p[n:])
 		}
-		for i := 0; i < len(p); {
-			for i < len(p) && bytes.Equal(p[i:i+block.Size], zero) {
-				i += block.Size
-			}
-			start := i
-			for i < len(p) && !bytes.Equal(p[i:i+block.Size], zero) {
-				i += block.Size
-			}
-			if i > start {
-				if _, err := w.WriteAt(p[start:i], off+int64(start)); err != nil {
-					return err
-				}
-			}
-		}
-		return nil
+		_, err := w.WriteAt(p, off)
+		return err
 	}
 }
+
+func isZero(p []byte) bool {
+	for len(p) > 0 {
+		n := min(len(p), block.Size)
+		if !bytes.Equal(p[:n], zeros[:n]) {
+			return false
+		}
+		p = p[n:]
+	}
+	return true
+}
+
+// wholeSource gives a source in whole chunks: one that holds any data is data from its start to its end.
+type wholeSource struct{ block.Source }
+
+func (s wholeSource) Next(off int64) (block.Extent, error) {
+	size := s.Size()
+	data := off // the first byte of data at or after off
+	for data < size {
+		e, err := s.Source.Next(data)
+		if err != nil {
+			return e, err
+		}
+		if e.Kind == block.Data {
+			break
+		}
+		data = e.End()
+	}
+	chunk := data / pieceSize * pieceSize
+	switch {
+	case data >= size:
+		return block.Extent{Off: off, Len: size - off, Kind: block.Hole}, nil
+	case chunk > off:
+		return block.Extent{Off: off, Len: chunk - off, Kind: block.Hole}, nil
+	}
+	return block.Extent{Off: off, Len: min(chunk+pieceSize, size) - off, Kind: block.Data}, nil
+}
+
+// wholeSink is whole as a block.Sink. An explicit zero is a hole here: nothing is below an image that it would hide.
+type wholeSink struct {
+	block.Sink
+	put func([]byte, int64) error
+}
+
+func (s wholeSink) WriteAt(p []byte, off int64) (int, error) {
+	n := len(p)
+	if tail := n % block.Size; tail != 0 {
+		// whole pads in place: not in memory of the caller.
+		p = append(make([]byte, 0, n+block.Size-tail), p...)
+	}
+	if err := s.put(p, off); err != nil {
+		return 0, err
+	}
+	return n, nil
+}
+
+func (s wholeSink) ZeroAt(int64, int64) error { return nil }
