@@ -2,6 +2,8 @@ package replicas
 
 import (
 	"context"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -12,7 +14,12 @@ import (
 )
 
 // volumeFacts tells of every volume what the controller's cache knows.
-type volumeFacts struct{ reader client.Reader }
+type volumeFacts struct {
+	once   sync.Once
+	reader atomic.Pointer[client.Reader]
+}
+
+var facts volumeFacts
 
 var (
 	factLabels   = []string{"volume"}
@@ -26,23 +33,25 @@ var (
 )
 
 // setupMetrics puts the planner's metrics into the registry of controller-runtime.
-func setupMetrics(reader client.Reader) error {
-	return metrics.Registry.Register(volumeFacts{reader})
+func setupMetrics(reader client.Reader) (err error) {
+	facts.reader.Store(&reader)
+	facts.once.Do(func() { err = metrics.Registry.Register(&facts) })
+	return err
 }
 
 // Describe implements prometheus.Collector.
-func (volumeFacts) Describe(ch chan<- *prometheus.Desc) {
+func (*volumeFacts) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{descCapacity, descActual, descState, descRobust} {
 		ch <- d
 	}
 }
 
 // Collect implements prometheus.Collector.
-func (f volumeFacts) Collect(ch chan<- prometheus.Metric) {
+func (f *volumeFacts) Collect(ch chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	var list api.VolumeList
-	if err := f.reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	if err := (*f.reader.Load()).List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		ch <- prometheus.NewInvalidMetric(descCapacity, err)
 		return
 	}

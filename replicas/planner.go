@@ -13,7 +13,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
-	"k8s.io/client-go/util/workqueue"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -26,15 +25,6 @@ import (
 
 	"drover.io/drover/api"
 )
-
-// Indexes of the cache. The names are this package's own, so that others can index the same kinds.
-const (
-	byVolume = "replicas.volume"
-	byDisk   = "replicas.disk"
-	byImage  = "replicas.image"
-)
-
-type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
 // planner is the Volume loop of the controller role.
 type planner struct {
@@ -60,30 +50,8 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-controller"), log: log,
 		assumed: map[string]assumption{}, waiting: map[string]bool{},
 	}
-	ctx := context.Background()
-	fi := mgr.GetFieldIndexer()
-	if err := fi.IndexField(ctx, &api.Replica{}, byVolume, func(o client.Object) []string {
-		return []string{o.(*api.Replica).Spec.Volume}
-	}); err != nil {
-		return fmt.Errorf("index of replicas: %w", err)
-	}
-	if err := fi.IndexField(ctx, &api.Replica{}, byDisk, func(o client.Object) []string {
-		return []string{string(o.(*api.Replica).Spec.Disk)}
-	}); err != nil {
-		return fmt.Errorf("index of replicas: %w", err)
-	}
-	if err := fi.IndexField(ctx, &api.Volume{}, byImage, func(o client.Object) []string {
-		if image := o.(*api.Volume).Spec.BackingImage; image != "" {
-			return []string{image}
-		}
-		return nil
-	}); err != nil {
-		return fmt.Errorf("index of volumes: %w", err)
-	}
-	if err := fi.IndexField(ctx, &api.ImageCopy{}, byImage, func(o client.Object) []string {
-		return []string{o.(*api.ImageCopy).Spec.Image}
-	}); err != nil {
-		return fmt.Errorf("index of image copies: %w", err)
+	if err := index(mgr); err != nil {
+		return err
 	}
 	if err := setupMetrics(mgr.GetClient()); err != nil {
 		return err
@@ -102,7 +70,7 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.Node{}, placeable, when(nodeMatters)).
 		Watches(&api.Setting{}, placeable).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: limiter()}).
 		Complete(p)
 }
 

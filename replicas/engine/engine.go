@@ -16,8 +16,8 @@ import (
 
 // Loop is the thread that the engine lives on.
 type Loop interface {
-	// Post runs fn on the loop's thread soon. Any goroutine may call it.
-	Post(fn func())
+	// Post runs fn on the loop's thread soon. Any goroutine may call it. False: the loop has ended, fn never runs.
+	Post(fn func()) bool
 }
 
 // Member is one replica of the volume as the engine sees it, here or on another node.
@@ -320,7 +320,9 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 // on runs fn on the loop's thread and waits for it. After ctx ended fn may still run.
 func (e *Engine) on(ctx context.Context, fn func()) error {
 	done := make(chan struct{})
-	e.cfg.Loop.Post(func() { fn(); close(done) })
+	if !e.cfg.Loop.Post(func() { fn(); close(done) }) {
+		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
 	select {
 	case <-done:
 		return nil
@@ -345,11 +347,17 @@ func (e *Engine) names(s set) []string {
 	return names
 }
 
+// Full reports whether writes wait for room.
+func (e *Engine) Full(ctx context.Context) (full bool, err error) {
+	err = e.on(ctx, func() { full = e.full })
+	return full, err
+}
+
 // Close ends the engine after its device is gone. Operations that members still have are waited for; those that wait
 // for room or for a drop fail. Then the members are closed. The loop must still run.
 func (e *Engine) Close() error {
 	done := make(chan struct{})
-	e.cfg.Loop.Post(func() {
+	alive := e.cfg.Loop.Post(func() {
 		e.closing = true
 		e.cancel()
 		if e.inflight == 0 {
@@ -359,6 +367,9 @@ func (e *Engine) Close() error {
 		e.drained = done
 		e.failWaiting()
 	})
+	if !alive {
+		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
 	<-done
 	e.drops.Wait()
 	var gone set

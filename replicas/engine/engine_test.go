@@ -34,11 +34,12 @@ func newLoop(t testing.TB) *testLoop {
 	return l
 }
 
-func (l *testLoop) Post(fn func()) {
+func (l *testLoop) Post(fn func()) bool {
 	l.mu.Lock()
 	l.queue = append(l.queue, fn)
 	l.mu.Unlock()
 	l.wake.Signal()
+	return true
 }
 
 func (l *testLoop) run() {

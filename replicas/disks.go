@@ -1,0 +1,90 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// Disks are the open disks of this machine, by path and by uid.
+type Disks struct {
+	mu    sync.Mutex
+	paths map[string]*stack.Disk
+	uids  map[api.UID]*stack.Disk
+}
+
+func newDisks() *Disks {
+	return &Disks{paths: map[string]*stack.Disk{}, uids: map[api.UID]*stack.Disk{}}
+}
+
+// Layers is the disk of a uid for those who move images.
+func (d *Disks) Layers(uid api.UID) (block.Layers, error) {
+	disk, err := d.get(uid)
+	if err != nil {
+		return nil, err
+	}
+	return disk, nil
+}
+
+func (d *Disks) get(uid api.UID) (*stack.Disk, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if disk := d.uids[uid]; disk != nil {
+		return disk, nil
+	}
+	return nil, api.Errorf(api.Unavailable, "disk %s is not there: is its file system mounted?", uid)
+}
+
+// open opens the disk at path, or looks at it again. One that was known under a uid must still have it: where a file
+// system is not mounted, a new disk must not be made in the folder below. A disk never seen is made if add is set.
+func (d *Disks) open(ctx context.Context, path string, known api.UID, add bool) (*stack.Disk, error) {
+	now, err := stack.Open(path)
+	if api.Is(err, api.NotFound) && known == "" && add {
+		now, err = stack.Add(ctx, path)
+	}
+	if err == nil && known != "" && api.UID(now.UID()) != known {
+		err = api.Errorf(api.Unavailable, "disk %s: another disk is there, %s instead of %s", path, now.UID(), known)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	was := d.paths[path]
+	if err != nil {
+		if was != nil {
+			delete(d.paths, path)
+			delete(d.uids, api.UID(was.UID()))
+		}
+		return nil, err
+	}
+	if was != nil && was.UID() == now.UID() {
+		return was, now.Close()
+	}
+	d.paths[path], d.uids[api.UID(now.UID())] = now, now
+	return now, nil
+}
+
+// keep forgets the disks at other paths.
+func (d *Disks) keep(paths map[string]bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for path, disk := range d.paths {
+		if !paths[path] {
+			delete(d.paths, path)
+			delete(d.uids, api.UID(disk.UID()))
+		}
+	}
+}
+
+// Close waits for what the disks do in the background.
+func (d *Disks) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for _, disk := range d.paths {
+		errs = append(errs, disk.Close())
+	}
+	return errors.Join(errs...)
+}
