@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/engine"
 )
 
 // volumeFacts tells of every volume what the controller's cache knows.
@@ -65,6 +66,66 @@ func (f *volumeFacts) Collect(ch chan<- prometheus.Metric) {
 		if v.Status.State != "" {
 			gauge(descState, 1, v.Name, string(v.Status.State))
 			gauge(descRobust, 1, v.Name, string(v.Status.Robustness))
+		}
+	}
+}
+
+// ioFacts tells of every attached volume what its engine has counted.
+type ioFacts struct {
+	once sync.Once
+	data atomic.Pointer[Data]
+}
+
+var ioFact ioFacts
+
+var (
+	ioLabels  = []string{"volume", "op"}
+	descOps   = prometheus.NewDesc("drover_volume_ops_total", "Requests done since the attach.", ioLabels, nil)
+	descErrs  = prometheus.NewDesc("drover_volume_errors_total", "Requests that failed.", ioLabels, nil)
+	descBytes = prometheus.NewDesc("drover_volume_bytes_total", "Bytes of requests that succeeded.", ioLabels, nil)
+	descLat   = prometheus.NewDesc("drover_volume_latency_seconds", "Time from request to answer.", ioLabels, nil)
+	descFull  = prometheus.NewDesc("drover_volume_waiting_for_space",
+		"1 while writes wait because the disk is full.", factLabels, nil)
+)
+
+func setupIOMetrics(d *Data) (err error) {
+	ioFact.data.Store(d)
+	ioFact.once.Do(func() { err = metrics.Registry.Register(&ioFact) })
+	return err
+}
+
+// Describe implements prometheus.Collector.
+func (*ioFacts) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{descOps, descErrs, descBytes, descLat, descFull} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
+	for _, s := range f.data.Load().all() {
+		full := 0.0
+		if s.full.Load() {
+			full = 1
+		}
+		ch <- prometheus.MustNewConstMetric(descFull, prometheus.GaugeValue, full, s.Volume)
+		stats := s.engine.Stats()
+		for class, c := range stats {
+			op := engine.Class(class).String()
+			counter := func(d *prometheus.Desc, v uint64) {
+				ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), s.Volume, op)
+			}
+			counter(descOps, c.Ops)
+			counter(descErrs, c.Errors)
+			counter(descBytes, c.Bytes)
+			buckets := map[float64]uint64{}
+			var sum uint64
+			for i, le := range engine.Buckets {
+				sum += c.Latency[i]
+				buckets[le.Seconds()] = sum
+			}
+			sum += c.Latency[len(engine.Buckets)]
+			ch <- prometheus.MustNewConstHistogram(descLat, sum, c.Seconds, buckets, s.Volume, op)
 		}
 	}
 }

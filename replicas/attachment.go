@@ -1,0 +1,354 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// attachmentLoop makes the Attachments of this node true.
+type attachmentLoop struct{ *Data }
+
+// detachTime bounds one try to take a device away; the next one goes on.
+const detachTime = 30 * time.Second
+
+// Reconcile attaches or detaches one volume.
+func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var a api.Attachment
+	err := l.client.Get(ctx, req.NamespacedName, &a)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return reconcile.Result{}, err
+	}
+	if err != nil || a.Spec.Node != l.Node {
+		return l.orphan(ctx, req.Name)
+	}
+	defer l.lock(a.Spec.Volume)()
+	old := a.DeepCopy()
+	if a.DeletionTimestamp != nil {
+		if !controllerutil.ContainsFinalizer(&a, api.Finalizer) {
+			return reconcile.Result{}, nil
+		}
+		err = l.detach(ctx, &a)
+	} else {
+		err = l.attach(ctx, &a)
+	}
+	if err != nil {
+		a.Status.Message = err.Error()
+	}
+	if len(a.Finalizers) > 0 && !equality.Semantic.DeepEqual(old.Status, a.Status) {
+		if serr := l.client.Status().Update(ctx, &a); serr != nil {
+			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
+				return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+			}
+			return reconcile.Result{}, fmt.Errorf("status of attachment %s: %w", a.Name, serr)
+		}
+	}
+	switch {
+	case err == nil || ctx.Err() != nil:
+		return reconcile.Result{}, nil
+	case apierrors.IsConflict(err):
+		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
+	case api.Is(err, api.NotFound) || api.Is(err, api.Unsupported) || api.Is(err, api.Denied):
+		return reconcile.Result{}, nil // the volume, a replica or the node's disks will tell
+	case api.KindOf(err) == api.InUse || api.KindOf(err) == api.Busy:
+		return reconcile.Result{RequeueAfter: time.Second}, nil // nobody tells when a device is free
+	}
+	l.Log.Warn("attachment", "volume", a.Spec.Volume, "err", err)
+	return reconcile.Result{}, err
+}
+
+// orphan takes away the device of a volume that is not wanted here any more: its object went without this node's say.
+func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
+	defer l.lock(volume)()
+	s := l.session(volume)
+	if s == nil {
+		return reconcile.Result{}, nil
+	}
+	// The cache may be behind.
+	var a api.Attachment
+	err := l.reader.Get(ctx, client.ObjectKey{Name: volume}, &a)
+	if err == nil && a.Spec.Node == l.Node {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	if err := l.end(ctx, s); err != nil {
+		l.Log.Warn("a device that no attachment wants cannot be detached yet", "volume", volume, "err", err)
+		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
+	}
+	return reconcile.Result{}, nil
+}
+
+// attach makes the device, or tells what is there.
+func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
+	if controllerutil.AddFinalizer(a, api.Finalizer) {
+		st := a.Status.DeepCopy()
+		if err := l.client.Update(ctx, a); err != nil {
+			return err
+		}
+		a.Status = *st
+	}
+	s := l.session(a.Spec.Volume)
+	if s != nil && (s.fence.Load() != nil || s.ReadOnly != a.Spec.ReadOnly && a.Status.Epoch != s.Epoch) {
+		return l.renewSession(ctx, a, s)
+	}
+	if s == nil {
+		var err error
+		if s, err = l.make(ctx, a); err != nil {
+			a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
+			setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", err.Error())
+			return err
+		}
+		l.events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Node)
+	}
+	if err := l.superseded(ctx, s); err != nil {
+		return err
+	}
+	if a.Status.Epoch != s.Epoch { // not what was written of this very device before
+		a.Status.Blank = s.blank
+	}
+	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
+	a.Status.Epoch, a.Status.Message = s.Epoch, ""
+	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
+	l.tellSpace(a, s)
+	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
+		return err
+	}
+	return nil
+}
+
+// tellSpace writes whether writes wait for room.
+func (l *attachmentLoop) tellSpace(a *api.Attachment, s *session) {
+	if !s.full.Load() {
+		if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
+			a.Status.Message == "" && s.wasFull {
+			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "disk %s has room again, writes go on", s.Path)
+		}
+		s.wasFull = false
+		return
+	}
+	msg := fmt.Sprintf("disk %s of node %s is full: writes to the volume wait; make room there", s.Path, l.Node)
+	a.Status.Message = msg
+	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
+		l.events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
+	}
+	s.wasFull = true
+}
+
+// superseded asks the API whether a resumed session is still the volume's; while it cannot be asked, it is.
+func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
+	var v api.Volume
+	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.Epoch {
+		err := api.Errorf(api.Denied, "the volume is at epoch %d, this engine at %d: it was taken over from node %s",
+			v.Status.Epoch, s.Epoch, v.Status.EngineNode)
+		s.fence.CompareAndSwap(nil, &err)
+		s.wake()
+		return err
+	}
+	return nil
+}
+
+// renewSession ends a session that cannot go on, so that the next look makes a new one.
+func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s *session) error {
+	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
+	if why := s.fence.Load(); why != nil {
+		l.events.Eventf(a, nil, "Warning", "Fenced", "Attach", "%s", *why)
+		if err := s.dev.Abort(); err != nil {
+			return err
+		}
+	}
+	if err := l.end(ctx, s); err != nil {
+		return err
+	}
+	l.stir(s.Volume)
+	return nil
+}
+
+// make claims the volume for this node and makes its device.
+func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session, error) {
+	for _, held := range l.Host.Held() { // a predecessor's, and Resume did not succeed
+		if held.Name == a.Spec.Volume {
+			return l.resumeLocked(ctx, held)
+		}
+	}
+	var v api.Volume
+	if err := l.reader.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.NotFound, "volume %s does not exist", a.Spec.Volume)
+	} else if err != nil {
+		return nil, err
+	}
+	switch {
+	case v.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", v.Name)
+	case len(v.Status.Members) == 0:
+		return nil, api.Errorf(api.NotFound, "volume %s is not ready yet: %s", v.Name, v.Status.Message)
+	case len(v.Status.Members) > 1:
+		return nil, api.Errorf(api.Unsupported, "volume %s has %d replicas, and more than one is not supported yet",
+			v.Name, len(v.Status.Members))
+	}
+	var r api.Replica
+	if err := l.reader.Get(ctx, client.ObjectKey{Name: v.Status.Members[0]}, &r); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.NotFound, "replica %s, the only member of the volume, does not exist", v.Status.Members[0])
+	} else if err != nil {
+		return nil, err
+	}
+	if r.Spec.Node != l.Node {
+		return nil, api.Errorf(api.Unsupported, "the volume's replica is on node %s: attaching it on another node is not "+
+			"supported yet", r.Spec.Node)
+	}
+	disk, err := l.disk(ctx, r.Spec.Disk)
+	if err != nil {
+		return nil, err
+	}
+	b := blob{Volume: v.Name, VolumeUID: v.Status.UID, Replica: r.Spec.UID, Disk: r.Spec.Disk, Path: disk.Path(),
+		ReadOnly: a.Spec.ReadOnly}
+	s, err := l.open(ctx, b, disk, l.dropper(b), func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m) })
+	if err != nil {
+		return nil, err
+	}
+	spec, err := s.spec()
+	if err == nil {
+		s.dev, err = l.Host.Attach(ctx, spec, s.loop.Loop, s.engine)
+	}
+	if err != nil {
+		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.Epoch))
+	}
+	l.keep(s)
+	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch)
+	return s, nil
+}
+
+// claim moves the volume to a new epoch with its engine here, by compare-and-swap.
+func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta) (int64, error) {
+	switch {
+	case m.VolumeUID != string(v.Status.UID):
+		return 0, api.Errorf(api.Corrupt, "the replica on the disk is one of volume %s (%s)", m.Volume, m.VolumeUID)
+	case m.Epoch > v.Status.Epoch:
+		return 0, api.Errorf(api.Denied, "the replica has adopted epoch %d and the API says %d: the API went back in time. "+
+			"Restore a newer state of it, or recover the volume from its disk", m.Epoch, v.Status.Epoch)
+	}
+	v.Status.Epoch++
+	v.Status.EngineNode = d.Node
+	if err := d.client.Status().Update(ctx, v); err != nil {
+		return 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
+	}
+	return v.Status.Epoch, nil
+}
+
+// dropper is the engine's way to take a member out of the volume's record.
+func (d *Data) dropper(b blob) dropper {
+	return func(ctx context.Context, epoch int64, member string) error {
+		var v api.Volume
+		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
+			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
+		} else if err != nil {
+			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
+		}
+		var list api.ReplicaList
+		if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: b.Volume}); err != nil {
+			return api.Errorf(api.Unavailable, "replicas of volume %s: %w", b.Volume, err)
+		}
+		name := ""
+		for _, r := range list.Items {
+			if string(r.Spec.UID) == member {
+				name = r.Name
+			}
+		}
+		there := slices.Index(v.Status.Members, name)
+		switch {
+		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+			return api.Errorf(api.Denied, "volume %s has its engine on node %s", b.Volume, v.Status.EngineNode)
+		case v.Status.Epoch == epoch+1 && there < 0:
+			return nil // an earlier call did it
+		case v.Status.Epoch != epoch:
+			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
+		case there < 0:
+			return api.Errorf(api.Unavailable, "replica %s is not known", member)
+		}
+		v.Status.Members = slices.Delete(v.Status.Members, there, there+1)
+		v.Status.Epoch++
+		if err := d.client.Status().Update(ctx, &v); err != nil {
+			return api.Errorf(api.Unavailable, "drop replica %s: %w", name, err)
+		}
+		return nil
+	}
+}
+
+// detach takes the device away, gives the volume back, and lets the object go.
+func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
+	s := l.session(a.Spec.Volume)
+	if s == nil {
+		for _, held := range l.Host.Held() { // a predecessor's: its last writes must reach the disk
+			if held.Name != a.Spec.Volume {
+				continue
+			}
+			var err error
+			if s, err = l.resumeLocked(ctx, held); err != nil {
+				return err
+			}
+		}
+	}
+	if s != nil {
+		if err := l.renew(ctx, s, true); err != nil && !apierrors.IsConflict(err) {
+			return err
+		}
+		if err := l.end(ctx, s); err != nil {
+			return err
+		}
+	}
+	if err := l.giveBack(ctx, a.Spec.Volume, a.Status.Epoch); err != nil {
+		return err
+	}
+	a.Status.Ready, a.Status.Device, a.Status.Size, a.Status.Message = false, "", 0, ""
+	if controllerutil.RemoveFinalizer(a, api.Finalizer) {
+		return client.IgnoreNotFound(l.client.Update(ctx, a))
+	}
+	return nil
+}
+
+// end takes a session's device away, ends the session, and records a clean end.
+func (d *Data) end(ctx context.Context, s *session) error {
+	dctx, cancel := context.WithTimeout(ctx, detachTime)
+	defer cancel()
+	if err := s.dev.Detach(dctx); err != nil {
+		return err
+	}
+	d.forget(s)
+	if err := d.close(s); err != nil {
+		d.Log.Error("the end of a volume's engine", "volume", s.Volume, "err", err)
+	}
+	return d.giveBack(ctx, s.Volume, s.Epoch)
+}
+
+// giveBack clears the engine's node in the volume if epoch is still the one that this node had claimed.
+func (d *Data) giveBack(ctx context.Context, volume string, epoch int64) error {
+	for {
+		var v api.Volume
+		if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		if v.Status.Epoch != epoch || v.Status.EngineNode != d.Node {
+			return nil
+		}
+		v.Status.EngineNode = ""
+		err := d.client.Status().Update(ctx, &v)
+		if !apierrors.IsConflict(err) {
+			return client.IgnoreNotFound(err)
+		}
+	}
+}

@@ -1,0 +1,326 @@
+package replicas
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// replicaLoop makes the Replicas of this node true.
+type replicaLoop struct{ *Data }
+
+// Reconcile brings one replica to what its spec says.
+func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var r api.Replica
+	if err := l.client.Get(ctx, req.NamespacedName, &r); err != nil {
+		if apierrors.IsNotFound(err) {
+			l.pending.set(req.Name, false)
+			return reconcile.Result{}, nil
+		}
+		return reconcile.Result{}, err
+	}
+	defer l.lock(r.Spec.Volume)()
+	old := r.DeepCopy()
+	err := l.bring(ctx, &r)
+	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
+	l.pending.set(r.Name, waits)
+	if err != nil {
+		r.Status.Message = err.Error()
+		if r.Status.Mode == "" {
+			r.Status.Mode = api.ReplicaCreating
+		}
+	}
+	if len(r.Finalizers) == 0 {
+		return reconcile.Result{}, err
+	}
+	if !equality.Semantic.DeepEqual(old.Status, r.Status) {
+		if serr := l.client.Status().Update(ctx, &r); serr != nil {
+			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
+				return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+			}
+			return reconcile.Result{}, fmt.Errorf("status of replica %s: %w", r.Name, serr)
+		}
+	}
+	switch {
+	case err == nil || waits || r.Status.Mode == api.ReplicaFailed:
+		return reconcile.Result{}, nil
+	case api.KindOf(err) != api.Other: // a fact that may change by itself, and nobody tells
+		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
+	}
+	return reconcile.Result{}, err
+}
+
+func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
+	if r.DeletionTimestamp != nil {
+		return l.remove(ctx, r)
+	}
+	disk, err := l.disk(ctx, r.Spec.Disk)
+	if err != nil {
+		return err
+	}
+	switch r.Status.Mode {
+	case "", api.ReplicaCreating:
+		return l.create(ctx, r, disk)
+	case api.ReplicaFailed:
+		return nil
+	}
+	if !l.onDisk(r.Spec.UID) {
+		r.Status.Mode = api.ReplicaFailed
+		err := api.Errorf(api.NotFound, "the replica's folder is gone from disk %s", disk.Path())
+		l.events.Eventf(r, nil, "Warning", "ReplicaLost", "Look", "%s", err)
+		return err
+	}
+	if r.Status.Size < r.Spec.Size {
+		if err := l.expand(ctx, r, disk); err != nil {
+			return fmt.Errorf("expand to %s: %w", bytesText(r.Spec.Size), err)
+		}
+	}
+	r.Status.Message = ""
+	return nil
+}
+
+// disk is the open disk of a uid. The node role has looked at it and says in the Node where it is.
+func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
+	var n api.Node
+	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.Unavailable, "node %s does not exist", d.Node)
+	} else if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == uid })
+	if i < 0 {
+		return nil, api.Errorf(api.Unavailable, "disk %s is not on node %s", uid, d.Node)
+	}
+	if st := n.Status.Disks[i]; !st.Ready {
+		return nil, api.Errorf(api.Unavailable, "disk %s is not ready: %s", st.Path, st.Message)
+	}
+	disk, err := d.disks.get(uid)
+	if err != nil {
+		if disk, err = d.disks.open(ctx, n.Status.Disks[i].Path, uid, false); err != nil {
+			return nil, err
+		}
+	}
+	return disk, d.list(disk)
+}
+
+// list notes the replicas of a disk, once; those that come later this process makes itself.
+func (d *Data) list(disk *stack.Disk) error {
+	uid := api.UID(disk.UID())
+	d.mu.Lock()
+	done := d.listed[uid]
+	d.mu.Unlock()
+	if done {
+		return nil
+	}
+	have, err := disk.Replicas()
+	if err != nil {
+		d.Log.Error("some replicas cannot be read", "disk", disk.Path(), "err", err)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, m := range have {
+		d.made[api.UID(m.UID)] = true
+	}
+	d.listed[uid] = true
+	return nil
+}
+
+func (d *Data) onDisk(uid api.UID) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.made[uid]
+}
+
+func (d *Data) setOnDisk(uid api.UID, is bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if is {
+		d.made[uid] = true
+	} else {
+		delete(d.made, uid)
+	}
+}
+
+// create makes the stack of a new replica, once the layers it starts from are on the disk.
+func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
+	r.Status.Mode = api.ReplicaCreating
+	if err := l.layersReady(ctx, r); err != nil {
+		return err
+	}
+	layers := make([]string, len(r.Spec.Layers))
+	for i, uid := range r.Spec.Layers {
+		layers[i] = string(uid)
+	}
+	err := disk.CreateReplica(ctx, stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume,
+		VolumeUID: string(r.Spec.VolumeUID), Size: r.Spec.Size, Layers: layers})
+	switch {
+	case err == nil:
+	case api.Is(err, api.Exists) || api.Is(err, api.Invalid):
+		r.Status.Mode = api.ReplicaFailed
+		return err
+	case api.Is(err, api.Full):
+		if r.Status.Message != err.Error() {
+			l.events.Eventf(r, nil, "Warning", "DiskFull", "Create", "%s", err)
+		}
+		return err
+	default:
+		return err
+	}
+	l.setOnDisk(r.Spec.UID, true)
+	r.Status.Mode, r.Status.Message = api.ReplicaCurrent, ""
+	r.Status.Size, r.Status.Layers = r.Spec.Size, r.Spec.Layers
+	return nil
+}
+
+// layersReady waits for the copy of the image that a replica starts from.
+func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
+	if len(r.Spec.Layers) == 0 {
+		return nil
+	}
+	var copies api.ImageCopyList
+	if err := l.client.List(ctx, &copies, client.MatchingFields{byDisk: string(r.Spec.Disk)}); err != nil {
+		return err
+	}
+	for _, c := range copies.Items {
+		if !slices.Equal(c.Spec.Layers, r.Spec.Layers) {
+			continue
+		}
+		switch {
+		case c.DeletionTimestamp != nil:
+			return api.Errorf(api.Unavailable, "the copy of image %s on this disk is being removed", c.Spec.Image)
+		case c.Status.State == api.ImageReady:
+			return nil
+		case c.Status.Message != "":
+			return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s): %s", c.Spec.Image, c.Status.State,
+				c.Status.Message)
+		}
+		return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s)", c.Spec.Image, c.Status.State)
+	}
+	return api.Errorf(api.Unavailable, "waits for a copy of the backing image on this disk")
+}
+
+// expand makes the replica larger, in its session if the volume is attached.
+func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
+	size := r.Spec.Size
+	if s := l.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
+		if err := s.expand(ctx, size); err != nil {
+			return err
+		}
+		r.Status.Size = size
+		l.stir(r.Spec.Volume)
+		return nil
+	}
+	loop, err := l.pick()
+	if err != nil {
+		return err
+	}
+	defer l.putBack(loop)
+	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
+	if err != nil {
+		return err
+	}
+	err = open.Expand(ctx, size)
+	if cerr := open.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		r.Status.Size = size
+	}
+	return err
+}
+
+// remove takes the replica from its disk, then the finalizer from the object.
+func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
+	if s := l.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
+		return api.Errorf(api.InUse, "the volume is attached: it goes when it is detached")
+	}
+	disk, err := l.disk(ctx, r.Spec.Disk)
+	switch {
+	case err == nil:
+		if err := disk.RemoveReplica(string(r.Spec.UID)); err != nil {
+			return err
+		}
+		l.setOnDisk(r.Spec.UID, false)
+		for _, s := range l.all() {
+			if s.Disk == r.Spec.Disk {
+				s.room()
+			}
+		}
+	case api.Is(err, api.Unavailable):
+		gone, gerr := l.diskForgotten(ctx, r.Spec.Disk)
+		if gerr != nil {
+			return gerr
+		}
+		if !gone {
+			return err // it comes back, and then the replica must go
+		}
+		l.events.Eventf(r, nil, "Warning", "DiskForgotten", "Remove",
+			"disk %s is no disk of node %s any more; what is on it stays there", r.Spec.Disk, l.Node)
+	default:
+		return err
+	}
+	if controllerutil.RemoveFinalizer(r, api.Finalizer) {
+		return client.IgnoreNotFound(l.client.Update(ctx, r))
+	}
+	return nil
+}
+
+// diskForgotten reports whether the Node does not speak of the disk any more.
+func (d *Data) diskForgotten(ctx context.Context, uid api.UID) (bool, error) {
+	var n api.Node
+	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
+		return false, client.IgnoreNotFound(err)
+	}
+	return !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == uid || s.UID == "" }), nil
+}
+
+// beat renews the used bytes of attached replicas until ctx ends.
+func (d *Data) beat(ctx context.Context) error {
+	tick := time.NewTicker(d.Heartbeat)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		for _, s := range d.all() {
+			if err := d.renew(ctx, s, false); err != nil && ctx.Err() == nil && !apierrors.IsConflict(err) {
+				d.Log.Warn("used bytes cannot be written", "volume", s.Volume, "err", err)
+			}
+		}
+	}
+}
+
+// renew writes what a session's replica takes on the disk, if it has changed enough or for sure.
+func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
+	var list api.ReplicaList
+	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: s.Volume}); err != nil {
+		return err
+	}
+	for i := range list.Items {
+		r := &list.Items[i]
+		if r.Spec.UID != s.Replica {
+			continue
+		}
+		used, epoch := s.member.Used(), s.member.Meta().Epoch
+		diff := max(used-r.Status.Used, r.Status.Used-used)
+		if epoch == r.Status.Epoch && (diff == 0 || !sure && diff < max(1<<20, used/100)) {
+			return nil
+		}
+		old := r.DeepCopy()
+		r.Status.Used, r.Status.Epoch = used, epoch
+		return client.IgnoreNotFound(d.client.Status().Patch(ctx, r, client.MergeFrom(old)))
+	}
+	return nil
+}
