@@ -1,0 +1,291 @@
+package imagestore_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/driver/kubeapi"
+	"drover.io/drover/imagestore"
+	"drover.io/drover/imagestore/source"
+	"drover.io/drover/replicas/stack"
+)
+
+var apiServer *rest.Config
+
+func TestMain(m *testing.M) {
+	os.Exit(func() int {
+		dir, err := os.MkdirTemp("", "imagestore-api-")
+		if err != nil {
+			panic(err)
+		}
+		defer os.RemoveAll(dir)
+		ctx, cancel := context.WithCancel(context.Background())
+		quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
+		ctrl.SetLogger(logr.FromSlogHandler(quiet.Handler()))
+		s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Log: quiet})
+		if err != nil {
+			panic(err)
+		}
+		defer func() {
+			cancel()
+			_ = s.Wait()
+		}()
+		apiServer = s.Config
+		return m.Run()
+	}())
+}
+
+// world is a cluster of one node with disks, which can be restarted.
+type world struct {
+	t      *testing.T
+	client client.WithWatch
+	disks  []*stack.Disk
+	node   string
+	opts   imagestore.NodeOptions
+
+	mu   sync.Mutex
+	stop func()
+}
+
+func newWorld(t *testing.T, disks int, dirs ...string) *world {
+	t.Helper()
+	scheme := runtime.NewScheme()
+	if err := api.AddToScheme(scheme); err != nil {
+		t.Fatal(err)
+	}
+	c, err := client.NewWithWatch(apiServer, client.Options{Scheme: scheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &world{t: t, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
+		RetryMin: time.Second, RetryMax: 2 * time.Second, Log: slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
+		Download: source.DownloadOptions{Start: time.Second, Stall: time.Second, Pause: time.Millisecond}}}
+	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
+	status := api.NodeStatus{Heartbeat: metav1.Now()}
+	for i := range disks {
+		dir := ""
+		if i < len(dirs) {
+			dir = dirs[i]
+		} else {
+			dir = t.TempDir()
+		}
+		d, err := stack.Add(t.Context(), dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = d.Close() })
+		w.disks = append(w.disks, d)
+		node.Spec.Disks = append(node.Spec.Disks, api.DiskSpec{Path: dir, Tags: []string{fmt.Sprintf("disk-%d", i)}})
+		status.Disks = append(status.Disks, api.DiskStatus{Path: dir, UID: api.UID(d.UID()), Ready: true,
+			Capacity: 100 << 30, Available: 50<<30 - int64(i)})
+	}
+	w.create(node)
+	node.Status = status
+	if err := c.Status().Update(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	w.start()
+	t.Cleanup(func() {
+		w.cleanUp()
+		w.stop()
+	})
+	return w
+}
+
+func (w *world) start() {
+	w.t.Helper()
+	yes := true
+	none := 2 * time.Second
+	mgr, err := ctrl.NewManager(apiServer, ctrl.Options{Scheme: w.client.Scheme(), Metrics: server.Options{BindAddress: "0"},
+		Controller: config.Controller{SkipNameValidation: &yes}, GracefulShutdownTimeout: &none})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if err := imagestore.SetupController(mgr, w.opts.Log); err != nil {
+		w.t.Fatal(err)
+	}
+	find := func(uid api.UID) (block.Layers, error) {
+		i := slices.IndexFunc(w.disks, func(d *stack.Disk) bool { return d.UID() == string(uid) })
+		if i < 0 {
+			return nil, api.Errorf(api.NotFound, "disk %s is not on this node", uid)
+		}
+		return w.disks[i], nil
+	}
+	if err := imagestore.SetupNode(mgr, w.node, find, w.opts); err != nil {
+		w.t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- mgr.Start(ctx) }()
+	w.stop = func() {
+		w.stop = func() {}
+		cancel()
+		if err := <-done; err != nil {
+			w.t.Errorf("the manager ended: %v", err)
+		}
+	}
+}
+
+// cleanUp deletes all objects and looks that the disks are empty.
+func (w *world) cleanUp() {
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	for _, o := range []client.Object{&api.Replica{}, &api.Volume{}, &api.BackingImage{}} {
+		if err := w.client.DeleteAllOf(ctx, o); err != nil {
+			w.t.Error(err)
+		}
+	}
+	w.eventually("all images are gone", func() bool {
+		var imgs api.BackingImageList
+		var copies api.ImageCopyList
+		return w.client.List(ctx, &imgs) == nil && w.client.List(ctx, &copies) == nil && len(imgs.Items)+len(copies.Items) == 0
+	})
+	if err := w.client.DeleteAllOf(ctx, &api.Node{}); err != nil {
+		w.t.Error(err)
+	}
+	for i := range w.disks {
+		w.clean(i)
+	}
+}
+
+// clean looks that nothing is on a disk.
+func (w *world) clean(i int) {
+	w.t.Helper()
+	for _, sub := range []string{"layers", "images"} {
+		entries, err := os.ReadDir(filepath.Join(w.disks[i].Path(), sub))
+		if err != nil {
+			w.t.Error(err)
+		}
+		for _, e := range entries {
+			w.t.Errorf("left on disk %d: %s/%s", i, sub, e.Name())
+		}
+	}
+}
+
+func (w *world) create(o client.Object) {
+	w.t.Helper()
+	if err := w.client.Create(w.t.Context(), o); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *world) image(name string, t api.SourceType, params map[string]string, more ...func(*api.BackingImageSpec)) {
+	w.t.Helper()
+	img := &api.BackingImage{ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec: api.BackingImageSpec{SourceType: t, SourceParameters: params, MinNumberOfCopies: 1}}
+	for _, m := range more {
+		m(&img.Spec)
+	}
+	w.create(img)
+}
+
+func (w *world) delete(o client.Object, name string) {
+	w.t.Helper()
+	o.SetName(name)
+	if err := w.client.Delete(context.Background(), o); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// await watches an image until it is as wanted.
+func (w *world) await(name, what string, ok func(*api.BackingImage) bool) *api.BackingImage {
+	w.t.Helper()
+	var img *api.BackingImage
+	w.eventually("image "+name+" "+what, func() bool {
+		img = &api.BackingImage{}
+		return w.client.Get(context.Background(), client.ObjectKey{Name: name}, img) == nil && ok(img)
+	}, func() string { return fmt.Sprintf("%+v", img.Status) })
+	return img
+}
+
+func (w *world) state(name string, s api.ImageState) *api.BackingImage {
+	w.t.Helper()
+	return w.await(name, "is "+string(s), func(i *api.BackingImage) bool { return i.Status.State == s })
+}
+
+func (w *world) gone(name string) {
+	w.t.Helper()
+	w.eventually("image "+name+" is gone", func() bool {
+		var img api.BackingImage
+		return client.IgnoreNotFound(w.client.Get(context.Background(), client.ObjectKey{Name: name}, &img)) == nil && img.Name == ""
+	})
+}
+
+func (w *world) copies(name string) []api.ImageCopy {
+	w.t.Helper()
+	var list api.ImageCopyList
+	if err := w.client.List(context.Background(), &list, client.MatchingLabels{api.LabelImage: name}); err != nil {
+		w.t.Fatal(err)
+	}
+	return list.Items
+}
+
+// eventually fails the test unless ok comes true within 20 s.
+func (w *world) eventually(what string, ok func() bool, state ...func() string) {
+	w.t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	end := time.NewTimer(20 * time.Second)
+	defer end.Stop()
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-end.C:
+			last := ""
+			for _, s := range state {
+				last = s()
+			}
+			w.t.Fatalf("not in time: %s; last: %s", what, last)
+		}
+	}
+}
+
+// holds looks that disk i has the image with this content.
+func (w *world) holds(i int, img *api.BackingImage, content []byte) {
+	w.t.Helper()
+	src, err := w.disks[i].Open(string(img.Status.Layers[0]))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer src.Close()
+	b := make([]byte, len(content))
+	if _, err := src.ReadAt(b, 0); err != nil && err != io.EOF {
+		w.t.Fatal(err)
+	}
+	if !bytes.Equal(b, content) {
+		w.t.Fatal("the layer holds something else")
+	}
+}
+
+// testLog writes to the log of a test.
+type testLog struct {
+	t  *testing.T
+	mu sync.Mutex
+}
+
+func (l *testLog) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.t.Logf("%s", bytes.TrimSpace(p))
+	return len(p), nil
+}
