@@ -216,7 +216,8 @@ func (d *Disk) makeReplica(m Meta) error {
 	if err := writeFile(d.fs, dir+"/"+intentsFile, encodeIntents(newIntents(m.Size))); err != nil {
 		return err
 	}
-	if err := d.fs.SyncDir(d.path(replicaDir)); err != nil {
+	// All names are durable before the one that says that they are there.
+	if err := errors.Join(d.fs.SyncDir(dir), d.fs.SyncDir(d.path(replicaDir))); err != nil {
 		return err
 	}
 	return writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record())

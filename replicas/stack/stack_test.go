@@ -5,7 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
+	"os"
 	"testing"
 	"time"
 
@@ -13,6 +15,11 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
 )
+
+func TestMain(m *testing.M) {
+	slog.SetDefault(slog.New(slog.DiscardHandler)) // killed processes have a lot to say
+	os.Exit(m.Run())
+}
 
 // startLoop runs a loop until the test ends.
 func startLoop(t testing.TB) *uring.Loop {
@@ -319,7 +326,7 @@ func TestSubmitRefusesNonsense(t *testing.T) {
 		{Op: block.OpRead, Off: 16 << 20, Len: blockSize, Buf: b[:blockSize]},
 		{Op: block.OpRead, Off: 16<<20 - blockSize, Len: 2 * blockSize, Buf: b[:2*blockSize]},
 		{Op: block.OpDiscard, Off: -blockSize, Len: blockSize},
-		{Op: block.OpDiscard, Off: blockSize, Len: 1<<62},
+		{Op: block.OpDiscard, Off: blockSize, Len: 1 << 62},
 		{Op: block.OpDiscard, Off: 0, Len: 0},
 	} {
 		if err := issue(loop, r, q.Op, q.Off, q.Len, q.Buf, false); err == nil {

@@ -358,7 +358,7 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		return rec, err
 	}
 	rec.Allocated = allocated(st)
-	if err := w.d.fs.SyncDir(w.d.path(layersDir)); err != nil {
+	if err := errors.Join(w.d.fs.SyncDir(w.dir), w.d.fs.SyncDir(w.d.path(layersDir))); err != nil {
 		return rec, err
 	}
 	if err := ctx.Err(); err != nil {
