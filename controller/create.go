@@ -48,8 +48,8 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 		return nil, err
 	}
 	if req.GetVolumeContentSource() != nil {
-		return nil, api.Errorf(api.Invalid, "volume %.80q: a snapshot or another volume as the source is not supported "+
-			"yet", req.GetName())
+		return nil, api.Errorf(api.Invalid, "volume %.80q: a snapshot or another volume as the source is not "+
+			"supported yet", req.GetName())
 	}
 	w := &wish{spec: api.VolumeSpec{NumberOfReplicas: 1, Parameters: kept(req.GetParameters())}}
 	if err := w.parse(req.GetParameters()); err != nil {
@@ -106,13 +106,13 @@ func (w *wish) size(virtual int64) (int64, error) {
 			n = min(n, w.limit/api.SizeUnit*api.SizeUnit)
 		}
 	case n < virtual:
-		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: ask "+
-			"for more", n, virtual, w.image.name)
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: "+
+			"ask for more", n, virtual, w.image.name)
 	}
 	n = api.RoundSize(n)
 	if w.limit > 0 && n > w.limit {
-		return 0, api.Errorf(api.OutOfRange, "the smallest volume that fits has %d bytes, over the limit of %d bytes", n,
-			w.limit)
+		return 0, api.Errorf(api.OutOfRange, "the smallest volume that fits has %d bytes, over the limit of %d bytes",
+			n, w.limit)
 	}
 	if least := minFSSize[w.spec.FSType]; n < least {
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are too few for a file system of type %s, which needs %d bytes",

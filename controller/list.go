@@ -25,8 +25,8 @@ func page[T any](all []T, name func(T) string, token string, most int32) (out []
 	if token != "" {
 		after, ok := strings.CutPrefix(token, tokenPrefix)
 		if !ok || !validID(after) {
-			return nil, "", api.Errorf(api.Busy, "starting token %.80q is none of this driver: list again from the start",
-				token)
+			return nil, "", api.Errorf(api.Busy, "starting token %.80q is none of this driver: list again from the "+
+				"start", token)
 		}
 		i, found := slices.BinarySearchFunc(all, after, func(v T, n string) int { return strings.Compare(name(v), n) })
 		if found {

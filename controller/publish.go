@@ -95,7 +95,8 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 		}
 		att = &api.Attachment{
 			ObjectMeta: metav1.ObjectMeta{Name: vol.Name,
-				Labels: map[string]string{api.LabelVolume: vol.Name, api.LabelNode: node}},
+				Labels:      map[string]string{api.LabelVolume: vol.Name, api.LabelNode: node},
+				Annotations: map[string]string{api.AnnotationDoor: "csi"}},
 			Spec: api.AttachmentSpec{Volume: vol.Name, Node: node, ReadOnly: readOnly, Purpose: "workload"},
 		}
 		err := s.client.Create(ctx, att)

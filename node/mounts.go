@@ -1,8 +1,10 @@
 package node
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -49,18 +51,38 @@ func (d device) size() (int64, error) {
 	return n[0] * 512, nil
 }
 
-// untouched reports whether nothing was written to the device since it was made: the kernel counts it.
-func (d device) untouched() (bool, error) {
-	on, err := sysNumbers(filepath.Join(d.sysfs(), "queue/iostats"))
-	if err != nil || len(on) == 0 || on[0] == 0 {
-		return false, api.Errorf(api.Unavailable, "the kernel does not count the writes to %s: %w", d.path, err)
+// looksBlank samples the device: its ends, where labels and tables are, and some blocks between.
+func (d device) looksBlank() (bool, error) {
+	size, err := d.size()
+	if err != nil {
+		return false, err
 	}
-	n, err := sysNumbers(filepath.Join(d.sysfs(), "stat"))
-	if err != nil || len(n) < 14 {
-		return false, api.Errorf(api.Unavailable, "the kernel does not count the writes to %s: %w", d.path, err)
+	f, err := os.Open(d.path)
+	if err != nil {
+		return false, api.Errorf(api.Unavailable, "look at device %s: %w", d.path, err)
 	}
-	const written, discarded = 6, 13 // sectors, in the order of the kernel's Documentation/block/stat.rst
-	return n[written] == 0 && n[discarded] == 0, nil
+	defer f.Close()
+	const ends, samples = 1 << 20, 64
+	buf := make([]byte, ends)
+	zero := make([]byte, ends)
+	look := func(off int64, n int64) (bool, error) {
+		b := buf[:min(n, size-off)]
+		if _, err := io.ReadFull(io.NewSectionReader(f, off, int64(len(b))), b); err != nil {
+			return false, api.Errorf(api.Unavailable, "look at device %s: %w", d.path, err)
+		}
+		return bytes.Equal(b, zero[:len(b)]), nil
+	}
+	for _, off := range []int64{0, max(size-ends, 0)} {
+		if ok, err := look(off, ends); !ok || err != nil {
+			return false, err
+		}
+	}
+	for i := range int64(samples) {
+		if ok, err := look(size/samples*i/api.BlockSize*api.BlockSize, api.BlockSize); !ok || err != nil {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
 func sysNumbers(path string) ([]int64, error) {

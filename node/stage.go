@@ -8,7 +8,9 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/moby/sys/mountinfo"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/mount-utils"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -56,13 +58,23 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 	return &csi.NodeStageVolumeResponse{}, nil
 }
 
-// stageBlock: from now on the workload may write anything, so that a file system half made before is no longer ours to
-// make again.
+// stageBlock records that the workload may write anything from now on: the device is not proven blank any more, and a
+// file system half made before is no longer ours to make again.
 func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment) error {
-	if att.Spec.ReadOnly || vol.Annotations[api.AnnotationMkfs] == "" && vol.Annotations[api.AnnotationFS] == "" {
+	if att.Spec.ReadOnly {
 		return nil
 	}
-	return s.mark(ctx, vol, "", "")
+	if vol.Annotations[api.AnnotationMkfs] != "" || vol.Annotations[api.AnnotationFS] != "" {
+		if err := s.mark(ctx, vol, "", ""); err != nil {
+			return err
+		}
+	}
+	if att.Annotations[api.AnnotationRaw] != "" {
+		return nil
+	}
+	patch := []byte(`{"metadata":{"uid":"` + string(att.UID) + `","annotations":{"` + api.AnnotationRaw + `":"true"}}}`)
+	return api.Explain(s.client.Patch(ctx, att, client.RawPatch(types.MergePatchType, patch)),
+		"record that volume %s is used as a block device", vol.Name)
 }
 
 func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attachment, d device,
