@@ -144,13 +144,13 @@ func usable(name, found, wanted string) error {
 	return nil
 }
 
-// blank is the proof that nothing was ever written. The map gave it when the device was made; since then nobody may have
-// had the device to write to, but for this door's mounts, which need a file system. The samples are for what goes past
-// all doors.
+// blank is the proof that nothing was ever written. The map gave it when the device was made; since then nobody may
+// have had the device to write to, but for this door's mounts, which need a file system. The samples are for what goes
+// past all doors.
 func blank(vol *api.Volume, att *api.Attachment, d device) error {
 	if att.Status.Blank && att.Annotations[api.AnnotationDoor] != "csi" {
-		return api.Errorf(api.InUse, "volume %s was attached by hand, so that it may have been written to since: detach it "+
-			"and publish it again, then a file system can be made", vol.Name)
+		return api.Errorf(api.InUse, "volume %s was attached by hand, so that it may have been written to since: detach "+
+			"it and publish it again, then a file system can be made", vol.Name)
 	}
 	clean := att.Status.Blank && att.Annotations[api.AnnotationRaw] == ""
 	if clean {

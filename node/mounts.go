@@ -133,10 +133,13 @@ func mountAt(path string) (*mountinfo.Info, error) {
 	if err != nil {
 		return nil, api.Errorf(api.Other, "read the mount table: %w", err)
 	}
-	if len(all) == 0 {
-		return nil, nil
+	for _, m := range all {
+		// Stacked mounts are parent and child at one path; neither the table's order nor the ids tell which is newer.
+		if !slices.ContainsFunc(all, func(over *mountinfo.Info) bool { return over.Parent == m.ID }) {
+			return m, nil
+		}
 	}
-	return all[len(all)-1], nil
+	return nil, nil
 }
 
 // mountsOf are all mounts of the device's file system or of its file, in the order they were made.

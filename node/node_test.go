@@ -32,8 +32,8 @@ var (
 	door  *node.Server
 )
 
-// TestMain runs one API server for all tests. The devices are the kernel's loop devices, and the test says of them in the
-// objects what the data role would say.
+// TestMain runs one API server for all tests. The devices are the kernel's loop devices, and the test says of them in
+// the objects what the data role would say.
 func TestMain(m *testing.M) {
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
@@ -108,8 +108,13 @@ type volume struct {
 // attach makes a blank volume of size bytes on a loop device.
 func attach(t *testing.T, size int64, readOnly bool) *volume {
 	t.Helper()
+	name := strings.NewReplacer("/", "-", "_", "-", ",", "").Replace(t.Name())
+	return attachNamed(t, strings.ToLower(name), size, readOnly)
+}
+
+func attachNamed(t *testing.T, name string, size int64, readOnly bool) *volume {
+	t.Helper()
 	dir := t.TempDir()
-	name := strings.ToLower(strings.NewReplacer("/", "-", "_", "-", ",", "").Replace(t.Name()))
 	v := &volume{t: t, name: name, file: filepath.Join(dir, "image"), staging: filepath.Join(dir, "staging"),
 		target: filepath.Join(dir, "target"), target2: filepath.Join(dir, "other target")}
 	f, err := os.Create(v.file)
@@ -233,9 +238,14 @@ func (v *volume) expand(size int64) error {
 	return err
 }
 
+func (v *volume) stats() (*csi.NodeGetVolumeStatsResponse, error) {
+	return door.NodeGetVolumeStats(v.t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.name,
+		VolumePath: v.target})
+}
+
 func (v *volume) total() int64 {
 	v.t.Helper()
-	r, err := door.NodeGetVolumeStats(v.t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.name, VolumePath: v.target})
+	r, err := v.stats()
 	must(v.t, err)
 	return r.Usage[0].Total
 }
@@ -397,8 +407,8 @@ func TestNeverOverData(t *testing.T) {
 	}
 }
 
-// A mkfs that was cut short is done again, also when the map shows what it wrote; one that only its mark did not survive
-// is kept.
+// A mkfs that was cut short is done again, also when the map shows what it wrote; one that only its mark did not
+// survive is kept.
 func TestHalfMade(t *testing.T) {
 	v := attach(t, 512*mib, false)
 	v.annotate(api.AnnotationMkfs, "xfs")
