@@ -2,8 +2,10 @@ package replicas
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"syscall"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -165,6 +167,10 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 		VolumeUID: string(r.Spec.VolumeUID), Size: r.Spec.Size, Layers: layers})
 	switch {
 	case err == nil:
+	case errors.Is(err, syscall.EFBIG):
+		r.Status.Mode = api.ReplicaFailed
+		return api.Errorf(api.OutOfRange, "the file system of disk %s cannot hold a file of %s: %w", disk.Path(),
+			bytesText(r.Spec.Size), err)
 	case api.Is(err, api.Exists) || api.Is(err, api.Invalid):
 		r.Status.Mode = api.ReplicaFailed
 		return err

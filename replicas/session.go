@@ -57,7 +57,8 @@ type dropper func(ctx context.Context, epoch int64, member string) error
 type claimer func(stack.Meta) (epoch int64, err error)
 
 // open opens the replica, claims an epoch, has the replica adopt it, and starts the engine.
-func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper, claim claimer) (_ *session, err error) {
+func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper, claim claimer) (
+	_ *session, err error) {
 	loop, err := d.pick()
 	if err != nil {
 		return nil, err

@@ -1,0 +1,340 @@
+package replicas
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+const mib = 1 << 20
+
+// TestLifeOfAVolume is the whole way: create, attach, write, expand while in use, detach, attach again, read, delete;
+// and then the disk is as empty as before.
+func TestLifeOfAVolume(t *testing.T) {
+	w := newWorld(t)
+	v := w.make("v1", 64*mib)
+	if v.Status.Epoch != 1 || len(v.Status.Members) != 1 || v.Status.Robustness != api.RobustHealthy {
+		t.Fatalf("%+v", v.Status)
+	}
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	if !a.Status.Blank || a.Status.Size != 64*mib || a.Status.Epoch != 2 {
+		t.Fatalf("%+v", a.Status)
+	}
+	v = w.volumeState("v1", api.VolumeAttached)
+	if v.Status.Epoch != 2 || v.Status.EngineNode != testNode || v.Status.AttachedNode != testNode {
+		t.Fatalf("%+v", v.Status)
+	}
+	data := bytes.Repeat([]byte("drover"), mib/6)
+	writeDevice(t, a.Status.Device, 512, data) // begins and ends within blocks
+
+	v.Spec.Size = 128 * mib
+	if err := w.c.Update(w.ctx, v); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeIs("v1", "expanded", func(v *api.Volume) bool { return v.Status.Size == 128*mib })
+	writeDevice(t, a.Status.Device, 127*mib, data)
+
+	// In use: the device stays.
+	hold, err := os.Open(a.Status.Device)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.remove(a)
+	await(w, a, &api.AttachmentList{}, "refused", func(a *api.Attachment) bool { return a.Status.Message != "" })
+	w.remove(v)
+	w.volumeIs("v1", "waiting for its detach", func(v *api.Volume) bool { return strings.Contains(v.Status.Message, "attached") })
+	if err := hold.Close(); err != nil {
+		t.Fatal(err)
+	}
+	gone(w, a, &api.AttachmentList{})
+	gone(w, v, &api.VolumeList{})
+	w.nothingLeft()
+}
+
+// nothingLeft checks that no replica, and nothing of one, is in the API or on a disk.
+func (w *world) nothingLeft() {
+	w.t.Helper()
+	var list api.ReplicaList
+	if err := w.c.List(w.ctx, &list); err != nil {
+		w.t.Fatal(err)
+	}
+	if len(list.Items) > 0 {
+		w.t.Errorf("replicas are left: %+v", list.Items)
+	}
+	left, err := filepath.Glob(filepath.Join(w.dir, "disk", "replicas", "*"))
+	if err != nil || len(left) > 0 {
+		w.t.Errorf("left on the disk: %v %v", left, err)
+	}
+}
+
+func writeDevice(t *testing.T, dev string, off int64, data []byte) {
+	t.Helper()
+	f, err := os.OpenFile(dev, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt(data, off); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Sync(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func checkDevice(t *testing.T, dev string, off int64, want []byte) {
+	t.Helper()
+	f, err := os.Open(dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	got := make([]byte, len(want))
+	if _, err := f.ReadAt(got, off); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Fatalf("%s at %d is not what was written", dev, off)
+	}
+}
+
+func TestDetachedData(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	a := attachment("v1")
+	w.create(a)
+	a = w.attached("v1")
+	data := bytes.Repeat([]byte("0123456789abcdef"), 4096)
+	writeDevice(t, a.Status.Device, 3*mib, data)
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	v := w.volumeState("v1", api.VolumeDetached)
+	if v.Status.EngineNode != "" || v.Status.Used == 0 {
+		t.Fatalf("%+v", v.Status)
+	}
+	// Larger while detached.
+	v.Spec.Size = 32 * mib
+	if err := w.c.Update(w.ctx, v); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeIs("v1", "expanded", func(v *api.Volume) bool { return v.Status.Size == 32*mib })
+	w.create(attachment("v1"))
+	a = w.attached("v1")
+	if a.Status.Blank || a.Status.Size != 32*mib {
+		t.Fatalf("%+v", a.Status)
+	}
+	checkDevice(t, a.Status.Device, 3*mib, data)
+	checkDevice(t, a.Status.Device, 31*mib, make([]byte, mib))
+}
+
+// TestResume stops the data role as its process's end does, and starts it again while the API server is not asked.
+func TestResume(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	data := bytes.Repeat([]byte("0123456789abcdef"), 4096)
+	f, err := os.OpenFile(a.Status.Device, os.O_RDWR, 0) // in use all the time
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	writeDevice(t, a.Status.Device, 0, data)
+	w.stopData()
+	w.startData()
+	if _, err := f.WriteAt(data, mib); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Sync(); err != nil {
+		t.Fatal(err)
+	}
+	checkDevice(t, a.Status.Device, 0, data)
+	checkDevice(t, a.Status.Device, mib, data)
+	a = w.attached("v1")
+	v := w.volumeState("v1", api.VolumeAttached)
+	if v.Status.Epoch != 2 || a.Status.Epoch != 2 {
+		t.Fatalf("resuming is not attaching: epoch %d, %d", v.Status.Epoch, a.Status.Epoch)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+}
+
+// TestAttachmentRemovedWhileDataIsAway: what is not wanted any more is detached, not kept.
+func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	w.stopData()
+	w.remove(a)
+	w.startData()
+	gone(w, a, &api.AttachmentList{})
+	if v := w.volumeState("v1", api.VolumeDetached); v.Status.EngineNode != "" {
+		t.Fatalf("%+v", v.Status)
+	}
+	if len(w.data.all())+len(w.host.Held()) > 0 {
+		t.Fatal("a device is left")
+	}
+}
+
+func TestAPIWentBackInTime(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	v := w.volumeState("v1", api.VolumeDetached)
+	v.Status.Epoch = 1
+	if err := w.c.Status().Update(w.ctx, v); err != nil {
+		t.Fatal(err)
+	}
+	w.create(attachment("v1"))
+	await(w, attachment("v1"), &api.AttachmentList{}, "refused",
+		func(a *api.Attachment) bool { return strings.Contains(a.Status.Message, "back in time") })
+}
+
+func TestTakenOver(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	dev := a.Status.Device
+	f, err := os.OpenFile(dev, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	v := w.volumeState("v1", api.VolumeAttached)
+	v.Status.Epoch++
+	v.Status.EngineNode = "other"
+	if err := w.c.Status().Update(w.ctx, v); err != nil {
+		t.Fatal(err)
+	}
+	await(w, a, &api.AttachmentList{}, "fenced", func(a *api.Attachment) bool { return a.Status.Epoch != 2 || !a.Status.Ready })
+	buf := make([]byte, 4096)
+	if _, err := f.WriteAt(buf, 0); err == nil {
+		if err = f.Sync(); err == nil {
+			t.Fatal("the fenced device still writes")
+		}
+	}
+}
+
+func TestRefusals(t *testing.T) {
+	w := newWorld(t)
+	two := volume("two", 16*mib)
+	two.Spec.NumberOfReplicas = 2
+	tagged := volume("tagged", 16*mib)
+	tagged.Spec.DiskSelector = []string{"nvme"}
+	elsewhere := volume("elsewhere", 16*mib)
+	elsewhere.Spec.Nodes = []string{"n9"}
+	huge := volume("huge", 1<<43)
+	imaged := volume("imaged", 16*mib)
+	imaged.Spec.BackingImage = "debian"
+	w.create(two, tagged, elsewhere, huge, imaged)
+	for name, want := range map[string]string{
+		"two": "not supported yet", "tagged": "lacks the tag nvme", "elsewhere": "must be on n9",
+		"huge": "storage-over-provisioning-percentage", "imaged": "debian does not exist",
+	} {
+		w.volumeIs(name, "explained", func(v *api.Volume) bool { return strings.Contains(v.Status.Message, want) })
+	}
+	// What a change makes possible happens without another push.
+	var n api.Node
+	if err := w.c.Get(w.ctx, client.ObjectKey{Name: testNode}, &n); err != nil {
+		t.Fatal(err)
+	}
+	n.Spec.Disks[0].Tags = append(n.Spec.Disks[0].Tags, "nvme")
+	if err := w.c.Update(w.ctx, &n); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeState("tagged", api.VolumeDetached)
+	w.create(&api.Setting{ObjectMeta: named("storage-over-provisioning-percentage"), Value: "100000000"})
+	w.volumeState("huge", api.VolumeDetached)
+	for _, name := range []string{"two", "tagged", "elsewhere", "huge", "imaged"} {
+		v := &api.Volume{ObjectMeta: named(name)}
+		w.remove(v)
+		gone(w, v, &api.VolumeList{})
+	}
+	w.nothingLeft()
+}
+
+// TestFullDisk fills the disk under a volume: writes wait, with a condition, and go on when there is room.
+func TestFullDisk(t *testing.T) {
+	dir := t.TempDir()
+	mnt := filepath.Join(dir, "small")
+	w := &world{t: t, ctx: t.Context()}
+	w.sh("mkdir " + mnt + "; truncate -s 96M " + dir + "/img; mkfs.ext4 -q -m 0 " + dir + "/img; " +
+		"mount -o loop " + dir + "/img " + mnt)
+	t.Cleanup(func() {
+		if out, err := exec.Command("umount", mnt).CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	})
+	w = newWorld(t, mnt)
+	w.make("v1", 128*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	ballast := filepath.Join(mnt, "ballast")
+	w.sh("fallocate -l 40M " + ballast)
+	done := make(chan error, 1)
+	data := bytes.Repeat([]byte("0123456789abcdef"), 60*mib/16)
+	go func() {
+		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|syscall.O_SYNC, 0)
+		if err == nil {
+			_, err = f.WriteAt(data, 0)
+			err = errors.Join(err, f.Close())
+		}
+		done <- err
+	}()
+	v := w.volumeIs("v1", "full", func(v *api.Volume) bool {
+		return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace)
+	})
+	if !strings.Contains(v.Status.Message, mnt) || v.Status.State != api.VolumeAttached {
+		t.Fatalf("%+v", v.Status)
+	}
+	select {
+	case err := <-done:
+		t.Fatalf("the writer did not wait: %v", err)
+	default:
+	}
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	w.volumeIs("v1", "with room", func(v *api.Volume) bool {
+		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionSpace) && v.Status.Message == ""
+	})
+	checkDevice(t, a.Status.Device, 0, data)
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	var events eventsv1.EventList
+	if err := w.c.List(w.ctx, &events); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for _, e := range events.Items {
+		seen[e.Reason] = true
+	}
+	for _, reason := range []string{"Created", "Attached", "DiskFull", "SpaceAvailable"} {
+		if !seen[reason] {
+			t.Errorf("no event %s, only %v", reason, seen)
+		}
+	}
+}

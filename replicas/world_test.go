@@ -1,0 +1,318 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/klog/v2"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"drover.io/drover/api"
+	"drover.io/drover/driver/kubeapi"
+	"drover.io/drover/replicas/device"
+)
+
+func TestMain(m *testing.M) {
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctrllog.SetLogger(logr.Discard())
+	os.Exit(m.Run())
+}
+
+const testNode = "n1"
+
+// world is a machine: API server, holder, the controller and node roles on one manager, the data role on another.
+type world struct {
+	t      *testing.T
+	ctx    context.Context
+	dir    string
+	server *kubeapi.Server
+	c      client.WithWatch
+	log    *slog.Logger
+	disks  *Disks
+
+	stopRoles, stopData func()
+	data                *Data
+	host                *device.Host
+}
+
+// logTo writes a log to the test's.
+type logTo struct{ t *testing.T }
+
+func (l logTo) Write(b []byte) (int, error) {
+	l.t.Logf("%s", strings.TrimSpace(string(b)))
+	return len(b), nil
+}
+
+func newWorld(t *testing.T, disks ...string) *world {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root: devices are mounted")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	w := &world{t: t, ctx: ctx, dir: t.TempDir()}
+	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))
+	t.Cleanup(cancel)
+
+	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"), Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.server = server
+	t.Cleanup(func() {
+		cancel()
+		if err := server.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	w.c, err = client.NewWithWatch(server.Config, client.Options{Scheme: testScheme(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.holder()
+	if len(disks) == 0 {
+		disks = []string{filepath.Join(w.dir, "disk")}
+	}
+	w.roles(disks)
+	w.startData()
+	t.Cleanup(w.tidy)
+	return w
+}
+
+func testScheme(t *testing.T) *runtime.Scheme {
+	s := runtime.NewScheme()
+	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func (w *world) holder() {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- device.RunHolder(ctx, filepath.Join(w.dir, "run", "hold.sock")) }()
+	w.t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			w.t.Error(err)
+		}
+	})
+}
+
+func (w *world) manager() ctrl.Manager {
+	w.t.Helper()
+	skip, grace := true, 20*time.Second
+	mgr, err := ctrl.NewManager(w.server.Config, ctrl.Options{Scheme: testScheme(w.t),
+		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
+		GracefulShutdownTimeout: &grace, Logger: logr.Discard()})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return mgr
+}
+
+// run starts a manager; what it returns stops it and waits.
+func (w *world) run(mgr ctrl.Manager) func() {
+	ctx, cancel := context.WithCancel(w.ctx)
+	done := make(chan error, 1)
+	go func() { done <- mgr.Start(ctx) }()
+	stopped := false
+	stop := func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		if err := <-done; err != nil {
+			w.t.Error(err)
+		}
+	}
+	w.t.Cleanup(stop)
+	return stop
+}
+
+func (w *world) roles(disks []string) {
+	w.t.Helper()
+	mgr := w.manager()
+	o := NodeOptions{Name: testNode, Log: w.log, Heartbeat: 2 * time.Second}
+	for _, path := range disks {
+		o.Disks = append(o.Disks, api.DiskSpec{Path: path, Tags: []string{filepath.Base(path)}})
+	}
+	var err error
+	if w.disks, err = SetupNode(mgr, o); err != nil {
+		w.t.Fatal(err)
+	}
+	if err := SetupController(mgr, w.log); err != nil {
+		w.t.Fatal(err)
+	}
+	w.stopRoles = w.run(mgr)
+}
+
+// startData does what the data process does: take the devices of the one before, then the loops.
+func (w *world) startData() {
+	w.t.Helper()
+	host, err := device.Open(w.ctx, filepath.Join(w.dir, "run"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.host = host
+	w.data, err = NewData(DataOptions{Node: testNode, Host: host, Log: w.log, Heartbeat: time.Second})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if err := w.data.Resume(w.ctx); err != nil {
+		w.t.Error(err)
+	}
+	w.loops()
+}
+
+func (w *world) loops() {
+	w.t.Helper()
+	mgr := w.manager()
+	if err := SetupData(mgr, w.data); err != nil {
+		w.t.Fatal(err)
+	}
+	stop := w.run(mgr)
+	data := w.data
+	w.stopData = func() {
+		stop()
+		if err := data.Close(); err != nil {
+			w.t.Error(err)
+		}
+	}
+}
+
+// tidy leaves no device behind, whatever the test did.
+func (w *world) tidy() {
+	for _, s := range w.data.all() {
+		if s.dev != nil {
+			if err := s.dev.Abort(); err != nil {
+				w.t.Error(err)
+			}
+		}
+	}
+	w.stopData()
+	w.stopRoles()
+}
+
+// await waits until ok says so of the object, woken by its changes.
+func await[T client.Object](w *world, obj T, list client.ObjectList, what string, ok func(T) bool) T {
+	w.t.Helper()
+	began := time.Now()
+	watch, err := w.c.Watch(w.ctx, list, client.MatchingFields{"metadata.name": obj.GetName()})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer watch.Stop()
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	for {
+		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); err == nil && ok(obj) {
+			w.t.Logf("%s: %s after %v", obj.GetName(), what, time.Since(began).Round(time.Millisecond))
+			return obj
+		}
+		select {
+		case <-watch.ResultChan():
+		case <-ctx.Done():
+			w.t.Fatalf("%s %s never was %s; it is %+v", list.GetObjectKind().GroupVersionKind().Kind, obj.GetName(), what, obj)
+		}
+	}
+}
+
+// gone waits until the object does not exist any more.
+func gone[T client.Object](w *world, obj T, list client.ObjectList) {
+	w.t.Helper()
+	watch, err := w.c.Watch(w.ctx, list, client.MatchingFields{"metadata.name": obj.GetName()})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer watch.Stop()
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	for {
+		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); client.IgnoreNotFound(err) != nil {
+			w.t.Fatal(err)
+		} else if err != nil {
+			return
+		}
+		select {
+		case <-watch.ResultChan():
+		case <-ctx.Done():
+			w.t.Fatalf("%s is still there: %+v", obj.GetName(), obj)
+		}
+	}
+}
+
+func (w *world) create(objs ...client.Object) {
+	w.t.Helper()
+	for _, o := range objs {
+		if err := w.c.Create(w.ctx, o); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+func (w *world) remove(o client.Object) {
+	w.t.Helper()
+	if err := w.c.Delete(w.ctx, o); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func named(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Name: name} }
+
+func volume(name string, size int64) *api.Volume {
+	return &api.Volume{ObjectMeta: named(name), Spec: api.VolumeSpec{Size: size}}
+}
+
+func attachment(name string) *api.Attachment {
+	return &api.Attachment{ObjectMeta: named(name), Spec: api.AttachmentSpec{Volume: name, Node: testNode}}
+}
+
+func (w *world) volumeIs(name string, what string, ok func(*api.Volume) bool) *api.Volume {
+	w.t.Helper()
+	return await(w, &api.Volume{ObjectMeta: named(name)}, &api.VolumeList{}, what, ok)
+}
+
+func (w *world) volumeState(name string, state api.VolumeState) *api.Volume {
+	w.t.Helper()
+	return w.volumeIs(name, string(state), func(v *api.Volume) bool { return v.Status.State == state })
+}
+
+func (w *world) attached(name string) *api.Attachment {
+	w.t.Helper()
+	return await(w, &api.Attachment{ObjectMeta: named(name)}, &api.AttachmentList{}, "ready",
+		func(a *api.Attachment) bool { return a.Status.Ready })
+}
+
+// make creates a volume and waits until it is there.
+func (w *world) make(name string, size int64) *api.Volume {
+	w.t.Helper()
+	w.create(volume(name, size))
+	return w.volumeState(name, api.VolumeDetached)
+}
+
+func (w *world) sh(command string) string {
+	w.t.Helper()
+	out, err := exec.CommandContext(w.ctx, "sh", "-ec", command).CombinedOutput()
+	if err != nil {
+		w.t.Fatalf("%s: %v\n%s", command, err, out)
+	}
+	return string(out)
+}
