@@ -129,7 +129,7 @@ func mountAt(path string) (*mountinfo.Info, error) {
 	if err != nil {
 		return nil, api.Errorf(api.Other, "path %s: %w", path, err)
 	}
-	all, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(real))
+	all, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) { return m.Mountpoint != real, false })
 	if err != nil {
 		return nil, api.Errorf(api.Other, "read the mount table: %w", err)
 	}
