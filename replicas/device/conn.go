@@ -132,13 +132,13 @@ func (c *conn) drain() {
 
 // read takes one request; false when there is none.
 func (c *conn) read() bool {
-	const head = inSize + ioSize // a WRITE's payload then stands at the buffer's start
-	mem := c.srv.stage.before(head)
+	s := c.srv
+	s.vec[1] = iovec{uintptr(unsafe.Pointer(&s.stage.mem[0])), maxIO}
 	for {
-		n, _, e := unix.RawSyscall(unix.SYS_READ, uintptr(c.fd), uintptr(unsafe.Pointer(&mem[0])), uintptr(len(mem)))
+		n, _, e := unix.RawSyscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(s.vec)), 2)
 		switch e {
 		case 0:
-			c.dispatch(mem, int(n))
+			c.dispatch(int(n))
 			return true
 		case unix.EINTR, unix.ENOENT: // ENOENT: that request was given up before it was read
 			continue
@@ -146,14 +146,15 @@ func (c *conn) read() bool {
 			return false
 		case unix.ENODEV: // unmounted or aborted
 		default:
-			c.srv.log.Error("a device's connection broke", "device", c.name, "err", e)
+			s.log.Error("a device's connection broke", "device", c.name, "err", e)
 		}
 		c.stopping = true
 		return false
 	}
 }
 
-func (c *conn) dispatch(mem []byte, n int) {
+func (c *conn) dispatch(n int) {
+	mem := c.srv.head
 	h := *view[inHeader](mem)
 	if h.unique>>63 != 0 {
 		c.resent++
@@ -177,13 +178,11 @@ func (c *conn) dispatch(mem []byte, n int) {
 		case unix.FALLOC_FL_ZERO_RANGE:
 			c.submit(h.unique, block.OpZero, in.offset, in.length)
 		default:
-			c.reply(c.srv.stage, h.unique, -int32(unix.EOPNOTSUPP), 0)
+			c.refuse(h.unique, unix.EOPNOTSUPP)
 		}
 	case opForget, opBatchForget, opInterrupt: // want no answer
 	default:
-		out := c.srv.stage
-		e, k := c.meta(h, body[:n-inSize], out.mem)
-		c.reply(out, h.unique, e, k)
+		c.answer(h, n)
 	}
 }
 
@@ -192,11 +191,11 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	s := c.srv
 	size := uint64(c.size)
 	if off%512 != 0 || n%512 != 0 || off > size || n > size-off {
-		c.reply(s.stage, unique, -int32(unix.EINVAL), 0)
+		c.refuse(unique, unix.EINVAL)
 		return
 	}
 	if c.readOnly && op != block.OpRead && op != block.OpFlush {
-		c.reply(s.stage, unique, -int32(unix.EROFS), 0)
+		c.refuse(unique, unix.EROFS)
 		return
 	}
 	r := s.request()
@@ -204,7 +203,7 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	if op == block.OpRead || op == block.OpWrite {
 		if n == 0 || n > maxIO {
 			s.free = append(s.free, r)
-			c.reply(s.stage, unique, -int32(unix.EINVAL), 0)
+			c.refuse(unique, unix.EINVAL)
 			return
 		}
 		r.slot = s.take(int(n), op == block.OpWrite)
@@ -213,6 +212,21 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	}
 	c.inflight++
 	c.be.Submit(&r.Request)
+}
+
+// answer is for what is rare: the request's parts are put together, the answer built behind them.
+func (c *conn) answer(h inHeader, n int) {
+	stage := c.srv.stage.mem
+	const out = 2 * page // behind the longest name
+	n = min(n, page)
+	copy(stage[headSize:], stage[:max(n-headSize, 0)])
+	copy(stage, c.srv.head)
+	e, k := c.meta(h, stage[inSize:n], stage[out+outSize:])
+	if e != 0 {
+		k = 0
+	}
+	*view[outHeader](stage[out:]) = outHeader{uint32(outSize + k), e, h.unique}
+	c.write(uintptr(unsafe.Pointer(&stage[out])), uintptr(outSize+k))
 }
 
 // meta answers what is asked about the file itself.

@@ -13,12 +13,12 @@ const (
 	poolCap = 64 << 20 // beyond it only a device with nothing under way gets memory
 )
 
-// Classes of slots. The last one is a whole staging buffer: maxIO bytes and a page before them for the headers.
+// Classes of slots. The last one is a whole staging buffer.
 var classSize = [...]int{page, 4 * page, 16 * page, maxIO}
 
 const (
 	bigClass = len(classSize) - 1
-	maxSlab  = 1 << 20
+	slabSize = 2 << 20 // a huge page: its memory is one run for the disk, and quick to pin
 )
 
 // slot is memory of a pool: page-aligned, populated, locked.
@@ -27,50 +27,69 @@ type slot struct {
 	class int
 }
 
-// pool is the memory of all requests of one server. It grows in slabs and gives them back when all of it is free.
-// It belongs to the server's thread. What it hands out never faults.
+// pool is the memory of all requests of one server. It grows in slabs and gives all but the first back when nothing of
+// it is handed out. It belongs to the server's thread. What it hands out never faults.
 type pool struct {
 	free  [len(classSize)][]slot
 	slabs [][]byte
 	used  int64 // bytes handed out
-	size  int64 // bytes mapped
 	warn  func(error)
 }
 
-// locked maps n bytes that stay resident.
-func (p *pool) locked(n int) ([]byte, error) {
-	m, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_POPULATE)
+func (p *pool) size() int64 { return int64(len(p.slabs)) * slabSize }
+
+// locked maps n bytes, a multiple of the page size, that stay resident.
+func locked(n int, warn func(error)) ([]byte, error) {
+	const prot, flags = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_ANON | unix.MAP_PRIVATE
+	whole, err := unix.MmapPtr(-1, 0, nil, uintptr(2*n), prot, flags)
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Mlock(m); err != nil {
-		p.warn(err) // populated all the same: only reclaim could take it away
+	skip := -uintptr(whole) & uintptr(n-1)
+	mem := unsafe.Slice((*byte)(unsafe.Add(whole, skip)), n)
+	if skip > 0 {
+		_ = unix.MunmapPtr(whole, skip)
 	}
-	p.slabs = append(p.slabs, m)
-	p.size += int64(n)
-	return m, nil
+	_ = unix.MunmapPtr(unsafe.Add(whole, skip+uintptr(n)), uintptr(n)-skip)
+	if n >= slabSize {
+		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // small pages do too
+	}
+	if err := unix.Mlock(mem); err != nil {
+		warn(err) // only reclaim could take it away then
+		for i := 0; i < n; i += page {
+			mem[i] = 0
+		}
+	}
+	return mem, nil
 }
 
+func unlock(mem []byte) { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(len(mem))) }
+
+// grow makes slots of a class: big ones from a new slab, small ones from a big one.
 func (p *pool) grow(class int) bool {
-	n := classSize[class]
 	if class == bigClass {
-		m, err := p.locked(page + n)
+		m, err := locked(slabSize, p.warn)
 		if err != nil {
 			p.warn(err)
 			return false
 		}
-		p.free[class] = append(p.free[class], slot{m[page:], class})
+		p.slabs = append(p.slabs, m)
+		p.split(m, bigClass)
 		return true
 	}
-	m, err := p.locked(min(64*n, maxSlab))
-	if err != nil {
-		p.warn(err)
+	if len(p.free[bigClass]) == 0 && !p.grow(bigClass) {
 		return false
 	}
-	for ; len(m) > 0; m = m[n:] {
+	f := p.free[bigClass]
+	p.free[bigClass] = f[:len(f)-1]
+	p.split(f[len(f)-1].mem, class)
+	return true
+}
+
+func (p *pool) split(m []byte, class int) {
+	for n := classSize[class]; len(m) > 0; m = m[n:] {
 		p.free[class] = append(p.free[class], slot{m[:n:n], class})
 	}
-	return true
 }
 
 // get is a slot of at least n bytes, or false when there is no memory.
@@ -79,13 +98,10 @@ func (p *pool) get(n int) (slot, bool) {
 	for classSize[class] < n {
 		class++
 	}
-	f := p.free[class]
-	if len(f) == 0 {
-		if !p.grow(class) {
-			return slot{}, false
-		}
-		f = p.free[class]
+	if len(p.free[class]) == 0 && !p.grow(class) {
+		return slot{}, false
 	}
+	f := p.free[class]
 	s := f[len(f)-1]
 	p.free[class] = f[:len(f)-1]
 	p.used += int64(classSize[class])
@@ -97,18 +113,16 @@ func (p *pool) put(s slot) {
 	p.free[s.class] = append(p.free[s.class], s)
 }
 
-// trim unmaps everything; nothing may be handed out.
+// trim gives memory back; nothing may be handed out.
 func (p *pool) trim() {
-	for _, m := range p.slabs {
-		_ = unix.Munmap(m)
-	}
 	for c := range p.free {
 		p.free[c] = p.free[c][:0]
 	}
-	p.slabs, p.size = p.slabs[:0], 0
-}
-
-// before is the n bytes in front of a big slot's memory.
-func (s slot) before(n int) []byte {
-	return unsafe.Slice((*byte)(unsafe.Add(unsafe.Pointer(&s.mem[0]), -n)), n+len(s.mem))
+	for len(p.slabs) > 1 {
+		unlock(p.slabs[len(p.slabs)-1])
+		p.slabs = p.slabs[:len(p.slabs)-1]
+	}
+	for _, m := range p.slabs {
+		p.split(m, bigClass)
+	}
 }

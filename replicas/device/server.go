@@ -15,6 +15,7 @@ import (
 )
 
 const (
+	headSize = inSize + ioSize // of READ and WRITE: a payload then stands at its buffer's start
 	batch    = 64              // requests read from one connection before another gets its turn
 	copyMax  = 16 * page       // larger requests keep the buffer they were read into
 	trimWait = 5 * time.Second // after which an idle pool is given back
@@ -26,7 +27,9 @@ type server struct {
 	log  *slog.Logger
 	pool pool
 
-	stage    slot // where /dev/fuse is read to; no memory when a request had to keep it
+	stage    slot      // where payloads are read to; no memory when a request had to keep it
+	head     []byte    // where the fixed part of a request is read to: what is longer goes on in stage
+	vec      *[2]iovec // of both
 	free     []*request
 	hungry   []*conn // not polled until there is memory
 	serving  bool    // somewhere up the stack: a backend may complete within Submit
@@ -44,11 +47,13 @@ type request struct {
 	wire   *wire
 }
 
+type iovec struct{ base, length uintptr }
+
 // wire is a reply's fixed part, in locked memory.
 type wire struct {
 	head  outHeader
 	write writeOut
-	vec   [2]struct{ base, length uintptr }
+	vec   [2]iovec
 	_     [8]byte
 }
 
@@ -65,6 +70,15 @@ func newServer(loop *uring.Loop, log *slog.Logger) *server {
 func (s *server) prepare() error {
 	if s.stage.mem != nil || s.pool.used > 0 { // with a request that keeps it, which will give it back
 		return nil
+	}
+	if s.head == nil {
+		m, err := locked(page, s.pool.warn)
+		if err != nil {
+			return err
+		}
+		s.head, s.vec, m = m[:headSize:headSize], view[[2]iovec](m[512:]), m[1024:]
+		s.arena = m
+		s.vec[0] = iovec{uintptr(unsafe.Pointer(&s.head[0])), uintptr(headSize)}
 	}
 	var ok bool
 	if s.stage, ok = s.pool.get(maxIO); !ok {
@@ -87,12 +101,10 @@ func (s *server) request() *request {
 	}
 	const cell = int(unsafe.Sizeof(wire{}))
 	if len(s.arena) < cell {
-		m, err := unix.Mmap(-1, 0, page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_POPULATE)
+		m, err := locked(page, s.pool.warn)
 		if err != nil {
 			s.pool.warn(err)
 			m = make([]byte, page)
-		} else if err := unix.Mlock(m); err != nil {
-			s.pool.warn(err)
 		}
 		s.arena = m
 	}
@@ -148,7 +160,7 @@ func (s *server) feed() {
 
 // settle looks, after a request is done, whether the pool can be given back soon.
 func (s *server) settle() {
-	if s.trimming || s.pool.size <= 2*maxSlab {
+	if s.trimming || s.pool.size() <= slabSize {
 		return
 	}
 	s.trimming = true
@@ -158,7 +170,7 @@ func (s *server) settle() {
 func (s *server) trim() {
 	s.trimming = false
 	if s.stage.mem == nil || s.pool.used != int64(classSize[bigClass]) {
-		if s.pool.size > 2*maxSlab {
+		if s.pool.size() > slabSize {
 			s.settle()
 		}
 		return
@@ -171,14 +183,11 @@ func (s *server) trim() {
 	}
 }
 
-// reply answers with the n bytes that stand before m's memory's header: the buffer that a request was read into.
-func (c *conn) reply(m slot, unique uint64, e int32, n int) {
-	if e != 0 {
-		n = 0
-	}
-	out := m.before(outSize)[:outSize+n]
-	*view[outHeader](out) = outHeader{uint32(outSize + n), e, unique}
-	c.write(uintptr(unsafe.Pointer(&out[0])), uintptr(len(out)))
+// refuse answers with an errno.
+func (c *conn) refuse(unique uint64, e unix.Errno) {
+	w := view[outHeader](c.srv.head)
+	*w = outHeader{uint32(outSize), -int32(e), unique}
+	c.write(uintptr(unsafe.Pointer(w)), uintptr(outSize))
 }
 
 func (c *conn) write(base, n uintptr) {
@@ -205,12 +214,10 @@ func (r *request) finish(*block.Request) {
 		w.head.length = uint32(outSize + writeSize)
 		w.write = writeOut{size: uint32(r.Len)}
 		c.write(base, uintptr(outSize+writeSize))
-	case r.slot.class == bigClass:
-		c.reply(r.slot, r.unique, 0, int(r.Len))
 	default:
 		w.head.length += uint32(r.Len)
-		w.vec[0].base, w.vec[0].length = base, uintptr(outSize)
-		w.vec[1].base, w.vec[1].length = uintptr(unsafe.Pointer(&r.slot.mem[0])), uintptr(r.Len)
+		w.vec[0] = iovec{base, uintptr(outSize)}
+		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.slot.mem[0])), uintptr(r.Len)}
 		_, _, e := unix.RawSyscall(unix.SYS_WRITEV, uintptr(c.fd), uintptr(unsafe.Pointer(&w.vec[0])), 2)
 		c.written(e)
 	}
