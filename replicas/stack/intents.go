@@ -2,9 +2,13 @@ package stack
 
 import (
 	"encoding/binary"
+	"fmt"
 	"hash/crc32"
+	"io"
+	"os"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/file"
 )
 
 // The intents file says which regions of a volume may differ between its members after an unclean end: a header of
@@ -15,6 +19,7 @@ const (
 	intentsPage   = 4096
 	intentsBits   = (intentsPage - 16) * 8 // regions per page
 	intentsRegion = int64(16) << 20
+	maxIntents    = 16 << 20
 )
 
 // intents is the write-intent bitmap of a replica.
@@ -28,6 +33,29 @@ type intents struct {
 func newIntents(size int64) *intents {
 	n := (size + intentsRegion - 1) / intentsRegion
 	return &intents{size: size, region: intentsRegion, bits: make([]uint64, (n+63)/64)}
+}
+
+// fitIntents makes the file cover a volume of size bytes. What is new is clean: nothing was ever written there.
+func fitIntents(fsys file.FS, name string, size int64) error {
+	h, err := fsys.Open(name, os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	data, err := io.ReadAll(io.NewSectionReader(h, 0, maxIntents))
+	if err != nil {
+		return err
+	}
+	t, err := decodeIntents(data)
+	if err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	if t.size >= size {
+		return nil
+	}
+	t.size = size
+	t.bits = append(t.bits, make([]uint64, (t.regions()+63)/64-int64(len(t.bits)))...)
+	return replaceFile(fsys, name, encodeIntents(t))
 }
 
 func (t *intents) regions() int64 { return (t.size + t.region - 1) / t.region }

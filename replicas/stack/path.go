@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -227,29 +228,28 @@ func readDone(op *uring.Op, res int32) {
 }
 
 func (r *Replica) write(q *block.Request) {
-	if len(r.layers) > 0 {
-		r.noteZeros(q)
-	}
 	f := r.flight(q)
 	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
 	r.ring.Write(&p.op, p.fd, p.buf, p.off)
 }
 
-// noteZeros remembers all-zero blocks that are about to hide lower data: should the file system not keep them as data,
-// the record still says what they are. It becomes durable with the next flush.
-func (r *Replica) noteZeros(q *block.Request) {
-	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
-	for b < end {
-		v, n := r.idx.run(b, end)
+// written takes note of blocks that are in the head now. Until then readers see what was there before. All-zero blocks
+// that hide lower data are remembered: should the file system not keep them as data, the record still says what they
+// are. It becomes durable with the next flush.
+func (r *Replica) written(buf []byte, off int64) {
+	b, end := off>>blockBits, (off+int64(len(buf)))>>blockBits
+	for i := b; i < end && len(r.layers) > 0; {
+		v, n := r.idx.run(i, end)
 		if v >= fromLayer {
-			for i := b; i < b+n; i++ {
-				if isZero(q.Buf[i<<blockBits-q.Off:][:blockSize]) {
-					r.zeros = addSpan(r.zeros, i<<blockBits, blockSize)
+			for j := i; j < i+n; j++ {
+				if isZero(buf[(j-b)<<blockBits:][:blockSize]) {
+					r.zeros = addSpan(r.zeros, j<<blockBits, blockSize)
 				}
 			}
 		}
-		b += n
+		i += n
 	}
+	r.idx.set(b, end, fromHead)
 }
 
 // addSpan adds a range, to the last one where they touch.
@@ -281,33 +281,46 @@ func writeDone(op *uring.Op, res int32) {
 	p := op.Ctx.(*part)
 	f := p.f
 	r := f.r
-	if res > 0 {
-		// Blocks count as written when they are: until then readers see what was there before.
-		r.idx.set(p.off>>blockBits, (p.off+int64(res))>>blockBits, fromHead)
-		if int(res) < len(p.buf) {
-			whole := int64(res) &^ (blockSize - 1)
-			if whole == 0 {
-				res = -int32(unix.EIO)
-			} else {
-				p.buf, p.off = p.buf[whole:], p.off+whole
-				r.ring.Write(op, p.fd, p.buf, p.off)
-				return
-			}
-		}
+	whole := int64(max(res, 0)) &^ (blockSize - 1)
+	if whole > 0 {
+		r.written(p.buf[:whole], p.off)
+		p.buf, p.off = p.buf[whole:], p.off+whole
 	}
-	if again(res) {
-		r.ring.Write(op, p.fd, p.buf, p.off)
-		return
-	}
-	p.free()
 	switch {
-	case res < 0:
-		f.end(unix.Errno(-res))
-	case res == 0:
-		f.end(unix.EIO)
-	default:
+	case len(p.buf) == 0:
+		p.free()
 		f.acknowledge()
+	case whole > 0 || again(res):
+		r.ring.Write(op, p.fd, p.buf, p.off)
+	case res >= 0:
+		r.torn(f, p, unix.EIO)
+	default:
+		r.torn(f, p, unix.Errno(-res))
 	}
+}
+
+// torn ends a write that failed. The kernel does not say how much of it reached the file: the file is asked, so that
+// what is read now is what will be read after the next recovery.
+func (r *Replica) torn(f *flight, p *part, err error) {
+	off, end, fd := p.off, p.off+int64(len(p.buf)), p.fd
+	p.free()
+	r.work.put(func() {
+		var found []span
+		for off < end {
+			from, to, serr := file.NextData(fd, off, end)
+			if serr != nil || from >= end {
+				break
+			}
+			found = append(found, span{from, to - from})
+			off = to
+		}
+		r.ring.Post(func() {
+			for _, s := range found {
+				r.idx.set(s.off>>blockBits, (s.off+s.n)>>blockBits, fromHead)
+			}
+			f.end(err)
+		})
+	})
 }
 
 // acknowledge ends a write, a zero or a discard, which are durable first where that was asked for.
@@ -329,10 +342,34 @@ func (r *Replica) flush(f *flight) {
 	r.record(spans, func(err error) {
 		if err != nil {
 			r.zeros = append(spans, r.zeros...)
-			f.end(err)
+			if !errors.Is(err, unix.ENOSPC) {
+				f.end(err)
+				return
+			}
+			r.unrecorded(f, slices.Clone(r.zeros))
 			return
 		}
 		r.syncHead(f)
+	})
+}
+
+// unrecorded goes on with a flush although there is no room for the record of all-zero writes, if the head surely keeps
+// them as data: then the record is not needed. It is tried again with the next flush.
+func (r *Replica) unrecorded(f *flight, spans []span) {
+	fd := r.fds[0]
+	r.work.put(func() {
+		kept := true
+		for _, s := range spans {
+			from, to, err := file.NextData(fd, s.off, s.off+s.n)
+			kept = kept && err == nil && from == s.off && to == s.off+s.n
+		}
+		r.ring.Post(func() {
+			if !kept {
+				f.end(unix.ENOSPC)
+				return
+			}
+			r.syncHead(f)
+		})
 	})
 }
 

@@ -343,12 +343,21 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	}
 	for _, l := range r.meta.Layers {
 		lay, err := d.openLayer(l, d.direct)
+		if api.Is(err, api.NotFound) {
+			return nil, api.Errorf(api.Corrupt, "a layer that it names is missing: %w", err)
+		}
 		if err != nil {
 			return nil, err
 		}
 		r.layers = append(r.layers, lay)
 	}
 	if r.log, err = openZeroLog(d.fs, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
+		return nil, err
+	}
+	if len(r.layers) > 0 {
+		r.log.reserve()
+	}
+	if err := fitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
 	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)
@@ -503,7 +512,8 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 		return r.name(err)
 	}
 	defer release()
-	if err := errors.Join(r.head.Truncate(size), r.head.Datasync()); err != nil {
+	err = errors.Join(r.head.Truncate(size), r.head.Datasync(), fitIntents(r.disk.fs, r.dir+"/"+intentsFile, size))
+	if err != nil {
 		return r.name(classify(err))
 	}
 	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -17,6 +18,10 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if args := strings.Fields(os.Getenv(childEnv)); len(args) == 2 {
+		fmt.Println(child(args[0], args[1]))
+		os.Exit(1)
+	}
 	slog.SetDefault(slog.New(slog.DiscardHandler)) // killed processes have a lot to say
 	os.Exit(m.Run())
 }

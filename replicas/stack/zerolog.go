@@ -9,6 +9,8 @@ import (
 	"io"
 	"os"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
 )
@@ -22,6 +24,7 @@ const (
 	recordZero = 1
 	// compactAt is how many records a log may have before it is rewritten at open.
 	compactAt = 1 << 15
+	reserved  = 64 << 10 // bytes
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -127,6 +130,11 @@ func (l *zeroLog) load() error {
 	return nil
 }
 
+// reserve keeps room on the disk for some records, so that a discard works on a full disk too. Best effort.
+func (l *zeroLog) reserve() {
+	_ = unix.Fallocate(int(l.h.Fd()), unix.FALLOC_FL_KEEP_SIZE, zeroRecord*(l.n+1), reserved)
+}
+
 func (l *zeroLog) mark(off, n int64) {
 	b, end := off>>blockBits, min((off+n)>>blockBits, l.zeros.blocks)
 	if b < end {
@@ -179,8 +187,10 @@ func (l *zeroLog) add(ranges []span) error {
 		putZeroRecord(b[i*zeroRecord:], l.n+int64(i), s.off, s.n)
 	}
 	l.dirty = true
-	if _, err := l.h.WriteAt(b, zeroRecord*(l.n+1)); err != nil {
-		return err
+	end := zeroRecord * (l.n + 1)
+	if _, err := l.h.WriteAt(b, end); err != nil {
+		// None of them may be found at the next open, as none counts now.
+		return errors.Join(err, l.h.Truncate(end))
 	}
 	l.n += int64(len(ranges))
 	for _, s := range ranges {
