@@ -1,0 +1,328 @@
+package driver
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/driver/cli"
+)
+
+// pidFile is what data and hold say about themselves in <state>/run/<role>.pid. The process keeps the file locked for
+// as long as it lives: without the lock the number means nothing.
+type pidFile struct {
+	Pid   int    `json:"pid"`
+	Build string `json:"build"`         // which binary it runs
+	API   string `json:"api,omitempty"` // the API server that it talks to
+}
+
+// build tells this binary from others, rebuilt ones of the same version included.
+func build() string {
+	var st unix.Stat_t
+	if err := unix.Stat("/proc/self/exe", &st); err != nil {
+		return cli.Version
+	}
+	return fmt.Sprintf("%s %d:%d:%d.%d", cli.Version, st.Dev, st.Ino, st.Mtim.Sec, st.Mtim.Nsec)
+}
+
+func pidPath(stateDir, role string) string { return filepath.Join(stateDir, "run", role+".pid") }
+
+// claim makes this process the only one of its role in the state folder. The lock lasts until the process ends; the
+// file must not be collected, so the caller keeps it.
+func claim(stateDir, role, apiServer string) (*os.File, error) {
+	f, err := lockFile(pidPath(stateDir, role))
+	if err != nil {
+		return nil, api.Errorf(api.InUse, "a %s process already serves %s: %w", role, stateDir, err)
+	}
+	b, err := json.Marshal(pidFile{Pid: os.Getpid(), Build: build(), API: apiServer})
+	if err == nil {
+		err = f.Truncate(0)
+	}
+	if err == nil {
+		_, err = f.WriteAt(b, 0)
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, api.Errorf(api.Unavailable, "pid file of %s: %w", role, err)
+	}
+	return f, nil
+}
+
+// lockFile opens path and locks it for this process, or fails at once when another one has it.
+func lockFile(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("lock %s: %w", path, err)
+	}
+	return f, nil
+}
+
+// process is a living data or hold process: a child of ours, or one that an earlier serve started.
+type process struct {
+	pidFile
+	fd  *os.File // pidfd
+	cmd *exec.Cmd
+}
+
+// find returns the living process of a role, or nil.
+func find(stateDir, role string) (*process, error) {
+	path := pidPath(stateDir, role)
+	for range 100 {
+		f, err := lockFile(path)
+		if err == nil {
+			return nil, f.Close() // nobody has it
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, err
+		}
+		p := &process{}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			return nil, err
+		}
+		if json.Unmarshal(b, &p.pidFile) != nil || p.Pid <= 0 {
+			runtime.Gosched() // between its lock and its first line
+			continue
+		}
+		if p.fd, err = openPid(p.Pid); err != nil {
+			continue
+		}
+		// Still locked and still the same number: the descriptor is the holder's.
+		again, err := os.ReadFile(path)
+		if err == nil && string(again) == string(b) {
+			if f, err := lockFile(path); err != nil {
+				return p, nil
+			} else if err := f.Close(); err != nil {
+				return nil, err
+			}
+		}
+		_ = p.fd.Close()
+	}
+	return nil, api.Errorf(api.Busy, "%s: its owner cannot be made out", path)
+}
+
+func openPid(pid int) (*os.File, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("pidfd of %d: %w", pid, err)
+	}
+	return os.NewFile(uintptr(fd), "pidfd"), nil // non-blocking: waits in the runtime's poller
+}
+
+// wait returns when the process is gone, or when ctx ends.
+func (p *process) wait(ctx context.Context) error {
+	raw, err := p.fd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = p.fd.SetReadDeadline(time.Unix(1, 0)) })
+	defer func() {
+		if !stop() {
+			_ = p.fd.SetReadDeadline(time.Time{})
+		}
+	}()
+	err = raw.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		return n > 0 && err == nil
+	})
+	if err != nil {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return fmt.Errorf("wait for process %d: %w", p.Pid, err)
+	}
+	return nil
+}
+
+// release gives up the descriptor; a child that is gone is reaped, and its fate returned.
+func (p *process) release(gone bool) string {
+	_ = p.fd.Close()
+	switch {
+	case p.cmd == nil:
+		return "ended"
+	case !gone:
+		_ = p.cmd.Process.Release()
+		return "left"
+	}
+	_ = p.cmd.Wait()
+	return p.cmd.ProcessState.String()
+}
+
+func (p *process) signal(s syscall.Signal) error {
+	return unix.PidfdSendSignal(int(p.fd.Fd()), s, nil, 0)
+}
+
+// stop ends the process: SIGTERM, and SIGKILL when grace is over.
+func (p *process) stop(grace time.Duration) error {
+	if err := p.signal(syscall.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("stop process %d: %w", p.Pid, err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), grace)
+	defer cancel()
+	if p.wait(ctx) == nil {
+		return nil
+	}
+	if err := p.signal(syscall.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("kill process %d: %w", p.Pid, err)
+	}
+	return p.wait(context.Background())
+}
+
+// child is a role that runs in a process of its own and is always there. Its owner calls run.
+type child struct {
+	role      string
+	stateDir  string
+	args      []string
+	apiServer string
+	log       *slog.Logger
+	// renew replaces a process of another binary, or one that talks to another API server. Only for a role whose work
+	// goes on in its successor.
+	renew bool
+	// ioFlusher marks the process as one that memory reclaim may wait for.
+	ioFlusher bool
+	// keep is asked at the end: true leaves the process alive for the next serve.
+	keep func() bool
+	// adopted is set when a process of an earlier serve is taken over.
+	adopted *atomic.Bool
+}
+
+// A process that dies within young of its start is restarted at once a few times, then with growing pauses.
+const (
+	young     = time.Second
+	atOnce    = 5
+	maxPause  = 5 * time.Second
+	stopGrace = 20 * time.Second
+)
+
+func (c *child) run(ctx context.Context) error {
+	early := 0
+	for {
+		p, err := find(c.stateDir, c.role)
+		if err != nil {
+			return fmt.Errorf("%s process: %w", c.role, err)
+		}
+		if p != nil && c.renew && (p.Build != build() || c.apiServer != "" && p.API != c.apiServer) {
+			c.log.Info("replacing the process of an earlier start", "role", c.role, "pid", p.Pid)
+			if err := p.stop(stopGrace); err != nil {
+				return fmt.Errorf("%s process: %w", c.role, err)
+			}
+			p.release(true)
+			p = nil
+		}
+		if p != nil {
+			c.adopted.Store(true)
+			c.log.Info("adopted", "role", c.role, "pid", p.Pid)
+		} else if p, err = c.start(); err != nil {
+			return err
+		}
+		began := time.Now()
+		if err := p.wait(ctx); err != nil {
+			if ctx.Err() == nil {
+				p.release(false)
+				return err
+			}
+			return c.end(p)
+		}
+		fate := p.release(true)
+		c.log.Warn("process died and is started again", "role", c.role, "pid", p.Pid, "fate", fate)
+		if time.Since(began) > young {
+			early = 0
+		} else if early++; early > atOnce {
+			pause := min(100*time.Millisecond<<(min(early-atOnce, 10)-1), maxPause)
+			select {
+			case <-time.After(pause):
+			case <-ctx.Done():
+				return nil
+			}
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
+	}
+}
+
+func (c *child) end(p *process) error {
+	if c.keep != nil && c.keep() {
+		c.log.Info("left alive: volumes are attached", "role", c.role, "pid", p.Pid)
+		p.release(false)
+		return nil
+	}
+	err := p.stop(stopGrace)
+	p.release(err == nil)
+	return err
+}
+
+// start runs the role in a session of its own, so that it outlives this process.
+func (c *child) start() (*process, error) {
+	out, err := openLog(filepath.Join(c.stateDir, "log", c.role+".log"))
+	if err != nil {
+		return nil, err
+	}
+	defer out.Close()
+	// The file that runs, even when it was replaced or removed meanwhile.
+	cmd := exec.Command("/proc/self/exe", append([]string{c.role}, c.args...)...)
+	cmd.Args[0] = "drover"
+	cmd.Dir = "/"
+	cmd.Stdout, cmd.Stderr = out, out
+	var pidfd int
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, PidFD: &pidfd}
+	if err := c.spawn(cmd); err != nil {
+		return nil, api.Errorf(api.Unavailable, "start %s: %w", c.role, err)
+	}
+	_ = unix.SetNonblock(pidfd, true)
+	c.log.Info("started", "role", c.role, "pid", cmd.Process.Pid)
+	return &process{pidFile: pidFile{Pid: cmd.Process.Pid}, cmd: cmd,
+		fd: os.NewFile(uintptr(pidfd), "pidfd")}, nil
+}
+
+// spawn starts cmd. The mark of an I/O flusher belongs to a thread and is inherited: with it, memory that the process
+// needs is never reclaimed through the devices that it serves.
+func (c *child) spawn(cmd *exec.Cmd) error {
+	if !c.ioFlusher {
+		return cmd.Start()
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := unix.Prctl(unix.PR_SET_IO_FLUSHER, 1, 0, 0, 0); err != nil {
+		c.log.Debug("no right to mark the data process as I/O flusher", "err", err)
+		return cmd.Start()
+	}
+	err := cmd.Start()
+	return errors.Join(err, unix.Prctl(unix.PR_SET_IO_FLUSHER, 0, 0, 0, 0))
+}
+
+const maxLog = 16 << 20
+
+// openLog opens a child's log for appending; a long one is set aside first.
+func openLog(path string) (*os.File, error) {
+	if st, err := os.Stat(path); err == nil && st.Size() > maxLog {
+		if err := os.Rename(path, path+".1"); err != nil {
+			return nil, api.Errorf(api.Unavailable, "log: %w", err)
+		}
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "log: %w", err)
+	}
+	if _, err := f.Seek(0, io.SeekEnd); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}

@@ -1,0 +1,96 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
+)
+
+type dataOptions struct {
+	stateDir, kubeconfig, node string
+	logLevel, logFormat        string
+}
+
+func dataCommand() *cobra.Command {
+	o := dataOptions{}
+	c := &cobra.Command{
+		Use: "data", Hidden: true, Args: cobra.NoArgs,
+		Short: "Serve replicas, engines and devices of this machine (started by serve)",
+		RunE:  func(c *cobra.Command, _ []string) error { return o.run(c.Context()) },
+	}
+	f := c.Flags()
+	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder that serve keeps its state in")
+	f.StringVar(&o.kubeconfig, "kubeconfig", "", "where the API server is")
+	f.StringVar(&o.node, "node", "", "name of this node")
+	addLogFlags(f, &o.logLevel, &o.logFormat)
+	return c
+}
+
+// run is the data process: what its predecessor served goes on first; the API comes after.
+func (o dataOptions) run(ctx context.Context) error {
+	log, err := newLogger(os.Stderr, o.logLevel, o.logFormat)
+	if err != nil {
+		return err
+	}
+	log = log.With("role", "data", "pid", os.Getpid())
+	slog.SetDefault(log)
+	debug.SetGCPercent(50)
+	cfg, err := loadConfig(o.kubeconfig)
+	if err != nil {
+		return err
+	}
+	lock, err := claim(o.stateDir, "data", cfg.Host)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	runDir := filepath.Join(o.stateDir, "run")
+	host, err := device.Open(ctx, runDir)
+	if err != nil {
+		return fmt.Errorf("devices: %w", err)
+	}
+	defer func() { err = errors.Join(err, host.Close()) }()
+
+	mgr, err := ctrl.NewManager(cfg, managerOptions())
+	if err != nil {
+		return fmt.Errorf("data loops: %w", err)
+	}
+	g := newGroup(ctx)
+	ln, err := listenUnix(dataSocket(o.stateDir))
+	if err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", metricsHandler(log))
+	g.run(func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
+	g.run(mgr.Start)
+	trim()
+	return g.wait()
+}
+
+func dataSocket(stateDir string) string { return filepath.Join(stateDir, "run", "data.sock") }
+
+// listenUnix opens a socket for this user alone. Its folder belongs to one process of each role, so what is there is stale.
+func listenUnix(path string) (net.Listener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, api.Errorf(api.Unavailable, "stale socket: %w", err)
+	}
+	ln, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "socket %s: %w", path, err)
+	}
+	return ln, nil
+}

@@ -1,0 +1,195 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/kubernetes-csi/csi-lib-utils/protosanitizer"
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"drover.io/drover/api"
+)
+
+var csiSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+	Name:    "drover_csi_operation_seconds",
+	Help:    "Time that CSI calls took, by method and gRPC code.",
+	Buckets: []float64{.005, .02, .1, .5, 1, 2.5, 10, 60},
+}, []string{"method", "code"})
+
+func init() { metrics.Registry.MustRegister(csiSeconds) }
+
+// doors are the CSI services of one process; those it has no role for are nil.
+type doors struct {
+	identity   csi.IdentityServer
+	controller csi.ControllerServer
+	node       csi.NodeServer
+}
+
+// newServer makes the gRPC server that all doors share.
+func newServer(d doors, log *slog.Logger) *grpc.Server {
+	g := &guard{log: log, busy: map[string]chan struct{}{}}
+	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept))
+	csi.RegisterIdentityServer(s, d.identity)
+	if d.controller != nil {
+		csi.RegisterControllerServer(s, d.controller)
+	}
+	if d.node != nil {
+		csi.RegisterNodeServer(s, d.node)
+	}
+	return s
+}
+
+// listenCSI opens the socket of a CSI endpoint (unix:///path or a path). A socket that nobody answers is replaced; a
+// living one is not.
+func listenCSI(endpoint string) (net.Listener, error) {
+	file := strings.TrimPrefix(strings.TrimPrefix(endpoint, "unix://"), "unix:")
+	if !filepath.IsAbs(file) || strings.Contains(endpoint, "://") && !strings.HasPrefix(endpoint, "unix://") {
+		return nil, api.Errorf(api.Invalid, "CSI endpoint %q is not a unix socket: use unix:///path/to/csi.sock", endpoint)
+	}
+	if len(file) > 107 {
+		return nil, api.Errorf(api.Invalid, "CSI socket %s: the path is longer than the 107 bytes that the kernel allows: "+
+			"choose a shorter one with --csi-endpoint", file)
+	}
+	if err := os.MkdirAll(filepath.Dir(file), 0o750); err != nil {
+		return nil, api.Errorf(api.Unavailable, "CSI socket: %w", err)
+	}
+	if st, err := os.Lstat(file); err == nil {
+		if st.Mode().Type() != os.ModeSocket {
+			return nil, api.Errorf(api.Exists, "CSI socket %s exists and is not a socket: remove it", file)
+		}
+		conn, err := net.DialTimeout("unix", file, time.Second)
+		if err == nil {
+			conn.Close()
+			return nil, api.Errorf(api.InUse, "CSI socket %s is in use by another process: stop it, or choose another "+
+				"one with --csi-endpoint", file)
+		}
+		if err := os.Remove(file); err != nil {
+			return nil, api.Errorf(api.Unavailable, "stale CSI socket: %w", err)
+		}
+	}
+	old := syscall.Umask(0o077)
+	ln, err := net.Listen("unix", file)
+	syscall.Umask(old)
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "CSI socket %s: %w", file, err)
+	}
+	return ln, nil
+}
+
+// guard stands before every call: panics become errors, errors become codes, one call at a time changes a volume, and
+// the log says what was asked, without secrets.
+type guard struct {
+	log  *slog.Logger
+	mu   sync.Mutex
+	busy map[string]chan struct{} // closed when the holder is done
+}
+
+// changes are the methods that change a volume. Those of the controller and of the node do not wait for each other: an
+// unpublish may wait for what only an unstage can give.
+var changes = map[string]string{
+	"CreateVolume": "c", "DeleteVolume": "c", "ControllerPublishVolume": "c", "ControllerUnpublishVolume": "c",
+	"ControllerExpandVolume": "c", "ControllerModifyVolume": "c",
+	"NodeStageVolume": "n", "NodeUnstageVolume": "n", "NodePublishVolume": "n", "NodeUnpublishVolume": "n",
+	"NodeExpandVolume": "n",
+}
+
+func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+	method, began := path.Base(info.FullMethod), time.Now()
+	resp, err := g.call(ctx, method, req, next)
+	err = toStatus(err)
+	took, code := time.Since(began), status.Code(err)
+	csiSeconds.WithLabelValues(method, code.String()).Observe(took.Seconds())
+	attrs := []any{"method", method, "request", sanitized{req}, "took", took}
+	_, change := changes[method]
+	switch {
+	case code == codes.Internal || code == codes.DataLoss || code == codes.Unknown:
+		g.log.Error("CSI call failed", append(attrs, "code", code.String(), "err", err)...)
+	case err != nil:
+		g.log.Warn("CSI call refused", append(attrs, "code", code.String(), "err", err)...)
+	case change:
+		g.log.Info("CSI call", attrs...)
+	default:
+		g.log.Debug("CSI call", attrs...)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return resp, nil
+}
+
+func (g *guard) call(ctx context.Context, method string, req any, next grpc.UnaryHandler) (resp any, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			g.log.Error("CSI call panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
+			err = fmt.Errorf("internal error in %s: %v", method, p)
+		}
+	}()
+	if kind, ok := changes[method]; ok {
+		if name := volumeOf(req); name != "" {
+			done, err := g.enter(ctx, kind+"/"+name)
+			if err != nil {
+				return nil, api.Errorf(api.Busy, "volume %s: another operation is under way: try again", name)
+			}
+			defer done()
+		}
+	}
+	return next(ctx, req)
+}
+
+// volumeOf is the volume that a request is about: its id, or its name where it has no id yet.
+func volumeOf(req any) string {
+	switch r := req.(type) {
+	case interface{ GetVolumeId() string }:
+		return r.GetVolumeId()
+	case interface{ GetName() string }:
+		return r.GetName()
+	}
+	return ""
+}
+
+// enter waits until nobody else is at key. The caller must call done.
+func (g *guard) enter(ctx context.Context, key string) (done func(), err error) {
+	for {
+		g.mu.Lock()
+		other, taken := g.busy[key]
+		if !taken {
+			mine := make(chan struct{})
+			g.busy[key] = mine
+			g.mu.Unlock()
+			return func() {
+				g.mu.Lock()
+				delete(g.busy, key)
+				g.mu.Unlock()
+				close(mine)
+			}, nil
+		}
+		g.mu.Unlock()
+		select {
+		case <-other:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// sanitized prints a request without its secrets, and only when somebody reads it.
+type sanitized struct{ req any }
+
+func (s sanitized) LogValue() slog.Value {
+	return slog.StringValue(protosanitizer.StripSecrets(s.req).String())
+}

@@ -1,0 +1,40 @@
+package driver
+
+import (
+	"path/filepath"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
+)
+
+// holdCommand is in the help only: Main runs hold before anything else is set up.
+func holdCommand() *cobra.Command {
+	c := &cobra.Command{
+		Use: "hold --socket PATH", Hidden: true,
+		Short: "Keep the descriptors of devices while the data process restarts (started by serve)",
+		RunE:  func(_ *cobra.Command, args []string) error { return runHold(args) },
+	}
+	c.Flags().String("socket", "", "socket to serve")
+	return c
+}
+
+// runHold is the holder's process. It does as little as it can, for as long as it can.
+func runHold(args []string) error {
+	if len(args) != 2 || args[0] != "--socket" || !filepath.IsAbs(args[1]) {
+		return api.Errorf(api.Invalid, "usage: drover hold --socket /path/to/hold.sock")
+	}
+	debug.SetGCPercent(20)
+	debug.SetMemoryLimit(16 << 20)
+	ctx := signals()
+	socket := args[1]
+	lock, err := claim(filepath.Dir(filepath.Dir(socket)), "hold", "")
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	trim()
+	return device.RunHolder(ctx, socket)
+}

@@ -1,0 +1,53 @@
+package driver
+
+import (
+	"context"
+	"io"
+	"log/slog"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"drover.io/drover/api"
+)
+
+// newLogger makes the process's log and hands it to the libraries as well, whose remarks count one level less.
+func newLogger(w io.Writer, level, format string) (*slog.Logger, error) {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		return nil, api.Errorf(api.Invalid, "--log-level %q: use debug, info, warn or error", level)
+	}
+	opts := &slog.HandlerOptions{Level: l}
+	var h slog.Handler
+	switch format {
+	case "text":
+		h = slog.NewTextHandler(w, opts)
+	case "json":
+		h = slog.NewJSONHandler(w, opts)
+	default:
+		return nil, api.Errorf(api.Invalid, "--log-format %q: use text or json", format)
+	}
+	log := slog.New(h)
+	slog.SetDefault(log)
+	lib := demoted{h}
+	ctrllog.SetLogger(logr.FromSlogHandler(lib))
+	klog.SetSlogLogger(slog.New(lib))
+	return log, nil
+}
+
+// demoted lowers the level of records: what is information to a library is detail to a user of Drover, and its errors
+// are ones that it handles by itself.
+type demoted struct{ slog.Handler }
+
+func demote(l slog.Level) slog.Level { return l - 4 }
+
+func (d demoted) Enabled(ctx context.Context, l slog.Level) bool {
+	return d.Handler.Enabled(ctx, demote(l))
+}
+func (d demoted) Handle(ctx context.Context, r slog.Record) error {
+	r.Level = demote(r.Level)
+	return d.Handler.Handle(ctx, r)
+}
+func (d demoted) WithAttrs(a []slog.Attr) slog.Handler { return demoted{d.Handler.WithAttrs(a)} }
+func (d demoted) WithGroup(n string) slog.Handler      { return demoted{d.Handler.WithGroup(n)} }

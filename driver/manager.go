@@ -1,0 +1,118 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/discovery"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"drover.io/drover/api"
+)
+
+// inCluster stands for the kubeconfig of the pod's service account.
+const inCluster = "in-cluster"
+
+// loadConfig reads a kubeconfig.
+func loadConfig(path string) (*rest.Config, error) {
+	var cfg *rest.Config
+	var err error
+	if path == inCluster {
+		cfg, err = rest.InClusterConfig()
+	} else {
+		cfg, err = clientcmd.BuildConfigFromFlags("", path)
+	}
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "kubeconfig %s: %w", path, err)
+	}
+	cfg.QPS = -1 // the server decides how much it takes
+	cfg.UserAgent = "drover"
+	return cfg, nil
+}
+
+var scheme = func() *runtime.Scheme {
+	s := runtime.NewScheme()
+	// Events need their references resolved, leases their type.
+	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
+		panic(err) // a kind registered twice: cannot happen in a binary that passed any test
+	}
+	return s
+}()
+
+// mapper knows our kinds, so that nothing begins with a round of discovery, or needs one while the server is away.
+func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
+	m := meta.NewDefaultRESTMapper(nil)
+	for kind := range scheme.KnownTypes(api.GroupVersion) {
+		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
+	}
+	return m, nil
+}
+
+// newClient makes a client that reads from the server itself.
+func newClient(cfg *rest.Config) (client.WithWatch, error) {
+	m, err := mapper(nil, nil)
+	if err != nil {
+		return nil, err
+	}
+	c, err := client.NewWithWatch(cfg, client.Options{Scheme: scheme, Mapper: m})
+	if err != nil {
+		return nil, fmt.Errorf("client of %s: %w", cfg.Host, err)
+	}
+	return c, nil
+}
+
+// managerOptions are what the managers of all roles have in common. Metrics are served by this package, for the process
+// as a whole.
+func managerOptions() ctrl.Options {
+	yes, grace := true, 10*time.Second
+	return ctrl.Options{
+		Scheme:                  scheme,
+		MapperProvider:          mapper,
+		Metrics:                 metricsserver.Options{BindAddress: "0"},
+		GracefulShutdownTimeout: &grace,
+		// What other writers did is of no use to a loop, and half the size of an object.
+		Cache: cache.Options{DefaultTransform: cache.TransformStripManagedFields()},
+		Controller: config.Controller{
+			SkipNameValidation: &yes,
+			// A server that is away for long comes back; meanwhile what is attached is served.
+			CacheSyncTimeout: 10 * 365 * 24 * time.Hour,
+		},
+	}
+}
+
+// withElection adds leader election where the server has leases: several controllers may run in a cluster.
+func withElection(ctx context.Context, o ctrl.Options, cfg *rest.Config, namespace string) (ctrl.Options, error) {
+	d, err := discovery.NewDiscoveryClientForConfig(cfg)
+	if err != nil {
+		return o, err
+	}
+	if _, err := d.ServerResourcesForGroupVersion("coordination.k8s.io/v1"); err != nil {
+		if ctx.Err() != nil || !isNotFound(err) {
+			return o, api.Errorf(api.Unavailable, "API server %s: %w", cfg.Host, err)
+		}
+		return o, nil
+	}
+	if namespace == "" {
+		namespace = "default"
+		if b, err := os.ReadFile("/var/run/secrets/kubernetes.io/serviceaccount/namespace"); err == nil {
+			namespace = strings.TrimSpace(string(b))
+		}
+	}
+	o.LeaderElection, o.LeaderElectionReleaseOnCancel = true, true
+	o.LeaderElectionID, o.LeaderElectionNamespace = "drover-controller", namespace
+	return o, nil
+}

@@ -1,0 +1,81 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"google.golang.org/protobuf/proto"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+)
+
+// gatherData collects the metrics of the data process through its socket and marks them as its own. A process that is
+// not there has none.
+func gatherData(socket string) prometheus.GathererFunc {
+	h := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
+		},
+	}}
+	return func() ([]*dto.MetricFamily, error) {
+		resp, err := h.Get("http://data/metrics")
+		if err != nil {
+			return nil, nil //nolint:nilerr // no data process now: the others' metrics are still wanted
+		}
+		defer resp.Body.Close()
+		parser := expfmt.NewTextParser(model.UTF8Validation)
+		families, err := parser.TextToMetricFamilies(resp.Body)
+		if err != nil {
+			return nil, fmt.Errorf("metrics of the data process: %w", err)
+		}
+		out := make([]*dto.MetricFamily, 0, len(families))
+		for _, f := range families {
+			for _, m := range f.Metric {
+				m.Label = append(m.Label, &dto.LabelPair{Name: proto.String("process"), Value: proto.String("data")})
+			}
+			out = append(out, f)
+		}
+		return out, nil
+	}
+}
+
+// metricsHandler serves what every registry says.
+func metricsHandler(log *slog.Logger, more ...prometheus.Gatherer) http.Handler {
+	all := append(prometheus.Gatherers{metrics.Registry}, more...)
+	return promhttp.HandlerFor(all, promhttp.HandlerOpts{
+		ErrorLog:      slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+		ErrorHandling: promhttp.ContinueOnError,
+	})
+}
+
+// serveHTTP serves until ctx ends.
+func serveHTTP(ctx context.Context, ln net.Listener, h http.Handler) error {
+	s := &http.Server{Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: time.Minute}
+	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
+	defer stop()
+	if err := s.Serve(ln); err != nil && !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("metrics: %w", err)
+	}
+	return nil
+}
+
+// probe answers a health question: 200, or 503 and why not.
+func probe(ask func() error) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		if err := ask(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	}
+}

@@ -1,0 +1,396 @@
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/client-go/rest"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/controller"
+	"drover.io/drover/driver/cli"
+	"drover.io/drover/driver/kubeapi"
+	"drover.io/drover/identity"
+	"drover.io/drover/imagestore"
+	"drover.io/drover/node"
+	"drover.io/drover/replicas"
+)
+
+const cliDefaultState = cli.DefaultStateDir
+
+// Roles of a serve process.
+const (
+	roleController = "controller"
+	roleNode       = "node"
+	roleData       = "data"
+)
+
+type serveOptions struct {
+	roles               []string
+	stateDir            string
+	disks               []string
+	csi                 string
+	kubeconfig          string
+	node                string
+	metrics, upload     string
+	logLevel, logFormat string
+	leaseNamespace      string
+	parsed              []api.DiskSpec
+	controller, onNode  bool
+	data                bool
+}
+
+func addLogFlags(f *pflag.FlagSet, level, format *string) {
+	f.StringVar(level, "log-level", "info", "debug, info, warn or error")
+	f.StringVar(format, "log-format", "text", "text or json")
+}
+
+func serveCommand() *cobra.Command {
+	o := &serveOptions{}
+	c := &cobra.Command{
+		Use:   "serve",
+		Short: "Run Drover on this machine",
+		Long: "Runs Drover on this machine: the CSI driver, the loops behind it and, unless --kubeconfig names another, an\n" +
+			"API server of its own. The data path runs in processes beside it and outlives it while volumes are attached.",
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			if err := o.check(); err != nil {
+				return err
+			}
+			return o.run(c.Context(), c)
+		},
+	}
+	f := c.Flags()
+	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "what this process does")
+	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder for certificates, objects, sockets and logs")
+	f.StringArrayVar(&o.disks, "disk", nil, "folder to keep data in, as path[,tag...]; several times for several disks\n"+
+		"(default: the folder disk in the state folder)")
+	f.StringVar(&o.csi, "csi-endpoint", "", "socket of the CSI driver (default: unix://<state-dir>/csi.sock)")
+	f.StringVar(&o.kubeconfig, "kubeconfig", "", "use the API server of this kubeconfig (or "+inCluster+
+		") and run none")
+	f.StringVar(&o.node, "node-name", "", "name of this node (default: the host's name)")
+	f.StringVar(&o.metrics, "metrics-listen", "127.0.0.1:0", "address of /metrics, /healthz and /readyz, or off")
+	f.StringVar(&o.upload, "upload-listen", "127.0.0.1:0", "address that image uploads are sent to")
+	f.StringVar(&o.leaseNamespace, "leader-election-namespace", "", "namespace of the controller's lease in a cluster\n"+
+		"(default: that of the pod)")
+	addLogFlags(f, &o.logLevel, &o.logFormat)
+	return c
+}
+
+// check completes the options and refuses what cannot work, before anything is touched.
+func (o *serveOptions) check() error {
+	for _, r := range o.roles {
+		switch r {
+		case roleController:
+			o.controller = true
+		case roleNode:
+			o.onNode = true
+		case roleData:
+			o.data = true
+		default:
+			return api.Errorf(api.Invalid, "--roles %q: use controller, node and data, separated by commas", r)
+		}
+	}
+	if len(o.roles) == 0 {
+		return api.Errorf(api.Invalid, "--roles: name at least one of controller, node and data")
+	}
+	if !o.controller && o.kubeconfig == "" {
+		return api.Errorf(api.Invalid, "--roles %s needs the API server of a controller: name it with --kubeconfig",
+			strings.Join(o.roles, ","))
+	}
+	for _, p := range []*string{&o.stateDir, &o.kubeconfig} {
+		if *p == "" || p == &o.kubeconfig && *p == inCluster {
+			continue
+		}
+		abs, err := filepath.Abs(*p)
+		if err != nil {
+			return api.Errorf(api.Invalid, "%s: %w", *p, err)
+		}
+		*p = abs
+	}
+	if o.stateDir == "" {
+		return api.Errorf(api.Invalid, "--state-dir is empty: name a folder")
+	}
+	if o.csi == "" {
+		o.csi = "unix://" + filepath.Join(o.stateDir, "csi.sock")
+	}
+	if o.node == "" {
+		name, err := os.Hostname()
+		if err != nil {
+			return api.Errorf(api.Unavailable, "the host has no name: set one with --node-name: %w", err)
+		}
+		o.node = strings.ToLower(name)
+	}
+	for _, d := range o.disks {
+		path, tags, _ := strings.Cut(d, ",")
+		spec := api.DiskSpec{Path: path}
+		if !filepath.IsAbs(path) {
+			return api.Errorf(api.Invalid, "--disk %q: the path must be absolute", d)
+		}
+		spec.Path = filepath.Clean(path)
+		if tags != "" {
+			spec.Tags = strings.Split(tags, ",")
+			if slices.Contains(spec.Tags, "") {
+				return api.Errorf(api.Invalid, "--disk %q: an empty tag", d)
+			}
+		}
+		if slices.ContainsFunc(o.parsed, func(p api.DiskSpec) bool { return p.Path == spec.Path }) {
+			return api.Errorf(api.Invalid, "--disk %s is named twice", spec.Path)
+		}
+		o.parsed = append(o.parsed, spec)
+	}
+	if _, _, err := net.SplitHostPort(o.metrics); o.metrics != "off" && err != nil {
+		return api.Errorf(api.Invalid, "--metrics-listen %q: use host:port or off", o.metrics)
+	}
+	if _, _, err := net.SplitHostPort(o.upload); err != nil {
+		return api.Errorf(api.Invalid, "--upload-listen %q: use host:port", o.upload)
+	}
+	return nil
+}
+
+// server is one run of serve.
+type server struct {
+	*serveOptions
+	log   *slog.Logger
+	out   func(format string, args ...any)
+	began time.Time
+	ready atomic.Bool
+	// adopted: the data path was there before this process.
+	adopted atomic.Bool
+	cfg     *rest.Config
+	client  client.WithWatch
+	kube    *kubeapi.Server // nil with --kubeconfig
+
+	apis, work, children *group // end in the order work, children, apis
+	stop                 context.CancelCauseFunc
+}
+
+func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
+	if os.Geteuid() != 0 && (o.onNode || o.data) {
+		return api.Errorf(api.Denied, "devices and mounts need root: run this as root")
+	}
+	log, err := newLogger(c.ErrOrStderr(), o.logLevel, o.logFormat)
+	if err != nil {
+		return err
+	}
+	s := &server{serveOptions: o, log: log, began: time.Now(),
+		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
+	lock, err := openState(o.stateDir)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	socket, err := listenCSI(o.csi)
+	if err != nil {
+		return err
+	}
+	defer socket.Close()
+
+	ctx, s.stop = context.WithCancelCause(ctx)
+	defer s.stop(nil)
+	// What has begun to end must end in order, so none of these follows ctx by itself.
+	s.apis, s.work, s.children = newGroup(context.Background()), newGroup(context.Background()), newGroup(context.Background())
+	gs, err := s.start(ctx, socket)
+	if err == nil {
+		<-ctx.Done()
+		if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
+			err = cause
+		}
+		s.log.Info("stopping")
+	}
+	return errors.Join(err, s.end(gs))
+}
+
+// start brings everything up, in the order of who needs whom.
+func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
+	kubeconfig := s.kubeconfig
+	if s.data {
+		s.supervise(&child{role: "hold", args: []string{"--socket", filepath.Join(s.stateDir, "run", "hold.sock")}})
+	}
+	if kubeconfig == "" {
+		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log})
+		if err != nil {
+			return nil, err
+		}
+		s.apis.run(func(context.Context) error {
+			err := s.kube.Wait()
+			s.stop(err)
+			return err
+		})
+		kubeconfig, s.cfg = s.kube.Kubeconfig, s.kube.Config
+	} else if s.cfg, err = loadConfig(kubeconfig); err != nil {
+		return nil, err
+	} else if s.controller {
+		if err := kubeapi.InstallCRDs(ctx, s.cfg); err != nil {
+			return nil, fmt.Errorf("API server %s: %w", s.cfg.Host, err)
+		}
+	}
+	if s.client, err = newClient(s.cfg); err != nil {
+		return nil, err
+	}
+	if s.data {
+		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, ioFlusher: true,
+			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
+				"--log-level", s.logLevel, "--log-format", s.logFormat}})
+	}
+	mgr, err := s.manager(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s.background(s.work, mgr.Start)
+
+	d := doors{identity: identity.New(cli.Version, s.ready.Load)}
+	if s.controller {
+		d.controller = controller.New(s.client)
+	}
+	if s.onNode {
+		d.node = node.New(s.client, s.node)
+	}
+	gs = newServer(d, s.log)
+	s.background(s.work, func(context.Context) error { return gs.Serve(socket) })
+	address, err := s.listenMetrics()
+	if err != nil {
+		return gs, err
+	}
+	if err := s.awaitReady(ctx, mgr); err != nil {
+		return gs, err
+	}
+	s.ready.Store(true)
+	s.announce(kubeconfig, address)
+	trim()
+	return gs, nil
+}
+
+// manager runs the loops of this process's roles.
+func (s *server) manager(ctx context.Context) (ctrl.Manager, error) {
+	o := managerOptions()
+	if s.controller && s.kube == nil {
+		var err error
+		if o, err = withElection(ctx, o, s.cfg, s.leaseNamespace); err != nil {
+			return nil, err
+		}
+	}
+	mgr, err := ctrl.NewManager(s.cfg, o)
+	if err != nil {
+		return nil, fmt.Errorf("loops: %w", err)
+	}
+	if s.controller {
+		if err := errors.Join(imagestore.SetupController(mgr, s.log), replicas.SetupController(mgr, s.log)); err != nil {
+			return nil, fmt.Errorf("controller loops: %w", err)
+		}
+	}
+	return mgr, nil
+}
+
+// background runs f in g; if it fails, all of serve stops.
+func (s *server) background(g *group, f func(context.Context) error) {
+	g.run(func(ctx context.Context) error {
+		err := f(ctx)
+		if err != nil && ctx.Err() == nil {
+			s.stop(err)
+		}
+		return err
+	})
+}
+
+func (s *server) supervise(c *child) {
+	c.stateDir, c.log, c.keep, c.adopted = s.stateDir, s.log, s.attached, &s.adopted
+	s.background(s.children, c.run)
+}
+
+// attached says whether a volume is attached here, or may be: then the data path stays.
+func (s *server) attached() bool {
+	if s.client == nil {
+		return s.adopted.Load() // stopped before the API was up
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	var list api.AttachmentList
+	if err := s.client.List(ctx, &list); err != nil {
+		s.log.Warn("the data path stays: attachments cannot be listed", "err", err)
+		return true
+	}
+	return slices.ContainsFunc(list.Items, func(a api.Attachment) bool {
+		return a.Spec.Node == s.node && (a.Status.Device != "" || len(a.Finalizers) > 0)
+	})
+}
+
+func (s *server) listenMetrics() (address string, err error) {
+	if s.metrics == "off" {
+		return "", nil
+	}
+	ln, err := net.Listen("tcp", s.metrics)
+	if err != nil {
+		return "", api.Errorf(api.Unavailable, "--metrics-listen %s: %w", s.metrics, err)
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", metricsHandler(s.log, gatherData(dataSocket(s.stateDir))))
+	mux.Handle("GET /healthz", probe(func() error { return nil }))
+	mux.Handle("GET /readyz", probe(s.healthy))
+	s.background(s.work, func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
+	return ln.Addr().String(), nil
+}
+
+func (s *server) healthy() error {
+	switch {
+	case !s.ready.Load():
+		return errors.New("starting or stopping")
+	case s.kube != nil:
+		return s.kube.Healthy()
+	}
+	return nil
+}
+
+// awaitReady returns when a request would be served: the loops see the objects.
+func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
+	if !mgr.GetCache().WaitForCacheSync(ctx) {
+		if cause := context.Cause(ctx); cause != nil {
+			return cause
+		}
+		return api.Errorf(api.Unavailable, "API server %s: the objects cannot be read", s.cfg.Host)
+	}
+	return nil
+}
+
+func (s *server) announce(kubeconfig, metrics string) {
+	s.out("kubeconfig  %s", kubeconfig)
+	s.out("CSI socket  %s", s.csi)
+	if metrics != "" {
+		s.out("metrics     http://%s/metrics", metrics)
+	}
+	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
+}
+
+// end stops what start began: first nothing new, then the loops, the data path, and the API last.
+func (s *server) end(gs *grpc.Server) error {
+	s.ready.Store(false)
+	if gs != nil {
+		force := time.AfterFunc(5*time.Second, gs.Stop)
+		gs.GracefulStop()
+		force.Stop()
+	}
+	s.work.cancel()
+	err := s.work.wait()
+	s.children.cancel()
+	err = errors.Join(err, s.children.wait())
+	s.apis.cancel()
+	return errors.Join(err, s.apis.wait())
+}
+
+func isNotFound(err error) bool { return apierrors.IsNotFound(err) }
