@@ -24,6 +24,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/engine"
 )
 
 // DataOptions say what NewData needs.
@@ -60,6 +61,7 @@ type Data struct {
 // ioLoop is an I/O thread and the number of volumes on it.
 type ioLoop struct {
 	*uring.Loop
+	pool  *engine.Pool
 	users int
 	done  chan error
 }
@@ -82,7 +84,12 @@ func NewData(o DataOptions) (*Data, error) {
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("I/O thread: %w", err), d.stopLoops())
 		}
-		il := &ioLoop{Loop: l, done: make(chan error, 1)}
+		pool, err := engine.NewPool()
+		if err != nil {
+			l.Close()
+			return nil, errors.Join(err, d.stopLoops())
+		}
+		il := &ioLoop{Loop: l, pool: pool, done: make(chan error, 1)}
 		go func() {
 			err := l.Run()
 			if err != nil {
@@ -100,6 +107,7 @@ func (d *Data) stopLoops() error {
 	for _, l := range d.loops {
 		l.Close()
 		errs = append(errs, <-l.done)
+		l.pool.Close()
 	}
 	return errors.Join(errs...)
 }

@@ -13,6 +13,7 @@ import (
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"drover.io/drover/api"
 )
@@ -54,7 +55,7 @@ func TestLifeOfAVolume(t *testing.T) {
 	w.remove(a)
 	await(w, a, &api.AttachmentList{}, "refused", func(a *api.Attachment) bool { return a.Status.Message != "" })
 	w.remove(v)
-	w.volumeIs("v1", "waiting for its detach", func(v *api.Volume) bool { return strings.Contains(v.Status.Message, "attached") })
+	w.volumeIs("v1", "waiting for its detach", says("attached"))
 	if err := hold.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -226,7 +227,9 @@ func TestTakenOver(t *testing.T) {
 	if err := w.c.Status().Update(w.ctx, v); err != nil {
 		t.Fatal(err)
 	}
-	await(w, a, &api.AttachmentList{}, "fenced", func(a *api.Attachment) bool { return a.Status.Epoch != 2 || !a.Status.Ready })
+	await(w, a, &api.AttachmentList{}, "fenced", func(a *api.Attachment) bool {
+		return a.Status.Epoch != 2 || !a.Status.Ready
+	})
 	buf := make([]byte, 4096)
 	if _, err := f.WriteAt(buf, 0); err == nil {
 		if err = f.Sync(); err == nil {
@@ -251,7 +254,7 @@ func TestRefusals(t *testing.T) {
 		"two": "not supported yet", "tagged": "lacks the tag nvme", "elsewhere": "must be on n9",
 		"huge": "storage-over-provisioning-percentage", "imaged": "debian does not exist",
 	} {
-		w.volumeIs(name, "explained", func(v *api.Volume) bool { return strings.Contains(v.Status.Message, want) })
+		w.volumeIs(name, "explained", says(want))
 	}
 	// What a change makes possible happens without another push.
 	var n api.Node
@@ -265,12 +268,97 @@ func TestRefusals(t *testing.T) {
 	w.volumeState("tagged", api.VolumeDetached)
 	w.create(&api.Setting{ObjectMeta: named("storage-over-provisioning-percentage"), Value: "100000000"})
 	w.volumeState("huge", api.VolumeDetached)
-	for _, name := range []string{"two", "tagged", "elsewhere", "huge", "imaged"} {
+	w.create(volume("beyond", 1<<44)) // more than a file of ext4 can have
+	v := w.volumeState("beyond", api.VolumeFaulted)
+	if !strings.Contains(v.Status.Message, "cannot hold a file of 16 TiB") {
+		t.Fatal(v.Status.Message)
+	}
+	for _, name := range []string{"beyond", "two", "tagged", "elsewhere", "huge", "imaged"} {
 		v := &api.Volume{ObjectMeta: named(name)}
 		w.remove(v)
 		gone(w, v, &api.VolumeList{})
 	}
 	w.nothingLeft()
+}
+
+// TestImage: a volume waits for its image, then for the copy on its disk, and then holds the image's bytes.
+func TestImage(t *testing.T) {
+	w := newWorld(t)
+	var n api.Node
+	n.Name = testNode
+	await(w, &n, &api.NodeList{}, "ready", func(n *api.Node) bool {
+		return len(n.Status.Disks) == 1 && n.Status.Disks[0].Ready
+	})
+	small, vol := volume("small", 16*mib), volume("v1", 64*mib)
+	small.Spec.BackingImage, vol.Spec.BackingImage = "debian", "debian"
+	w.create(small, vol)
+	img := &api.BackingImage{ObjectMeta: named("debian"), Spec: api.BackingImageSpec{SourceType: api.SourceFile}}
+	w.create(img)
+	w.volumeIs("v1", "waiting", says("being prepared"))
+	layer := api.NewUID()
+	img.Status = api.BackingImageStatus{UUID: api.NewUID(), Layers: []api.UID{layer}, State: api.ImageReady,
+		VirtualSize: 32 * mib}
+	if err := w.c.Status().Update(w.ctx, img); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeIs("small", "refused", func(v *api.Volume) bool {
+		return v.Status.State == api.VolumeFaulted && strings.Contains(v.Status.Message, "less than the 32 MiB")
+	})
+	w.volumeIs("v1", "waiting for a copy", says("copy of"))
+
+	disk, err := w.disks.Layers(n.Status.Disks[0].UID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lw, err := disk.Create(w.ctx, string(layer), 32*mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data := bytes.Repeat([]byte("golden!!"), mib/8)
+	if _, err := lw.WriteAt(data, 5*mib); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := lw.Seal(w.ctx); err != nil {
+		t.Fatal(err)
+	}
+	cp := &api.ImageCopy{ObjectMeta: named("copy"), Spec: api.ImageCopySpec{Image: "debian", UUID: img.Status.UUID,
+		Layers: img.Status.Layers, Node: testNode, Disk: n.Status.Disks[0].UID}}
+	w.create(cp)
+	cp.Status.State = api.ImageReady
+	if err := w.c.Status().Update(w.ctx, cp); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeState("v1", api.VolumeDetached)
+	a := attachment("v1")
+	w.create(a)
+	a = w.attached("v1")
+	if a.Status.Blank {
+		t.Fatal("a volume from an image is not blank")
+	}
+	checkDevice(t, a.Status.Device, 5*mib, data)
+	writeDevice(t, a.Status.Device, 5*mib+512, []byte(strings.Repeat("x", 512)))
+	copy(data[512:], strings.Repeat("x", 512))
+	checkDevice(t, a.Status.Device, 5*mib, data)
+	checkDevice(t, a.Status.Device, 40*mib, make([]byte, mib))
+
+	found := map[string]bool{}
+	families, err := metrics.Registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.Metric {
+			if len(m.Label) > 0 && strings.Contains(m.String(), `value:"v1"`) {
+				found[f.GetName()] = true
+			}
+		}
+	}
+	for _, name := range []string{"capacity_bytes", "actual_size_bytes", "state", "robustness", "ops_total", "bytes_total",
+		"latency_seconds", "waiting_for_space"} {
+		if !found["drover_volume_"+name] {
+			t.Errorf("no metric drover_volume_%s of the volume", name)
+		}
+	}
 }
 
 // TestFullDisk fills the disk under a volume: writes wait, with a condition, and go on when there is room.

@@ -79,7 +79,7 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper,
 	s := &session{blob: b, log: d.Log.With("volume", b.Volume), loop: loop, member: member, blank: member.Blank(),
 		stir: make(chan struct{}, 1), ended: make(chan struct{})}
 	s.engine, err = engine.Open(ctx, engine.Config{
-		Loop: loop, Size: m.Size, Epoch: b.Epoch, Incarnation: d.Host.Incarnation(), ReadOnly: b.ReadOnly,
+		Loop: loop, Pool: loop.pool, Size: m.Size, Epoch: b.Epoch, Incarnation: d.Host.Incarnation(), ReadOnly: b.ReadOnly,
 		Members: []engine.Named{{Name: string(b.Replica), Local: true, Member: member}},
 		Drop:    drop,
 		OnSpace: func(full bool) { s.full.Store(full); s.wake() },

@@ -70,7 +70,8 @@ func newWorld(t *testing.T, disks ...string) *world {
 	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))
 	t.Cleanup(cancel)
 
-	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"), Log: slog.New(slog.DiscardHandler)})
+	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"),
+		Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -288,6 +289,11 @@ func attachment(name string) *api.Attachment {
 func (w *world) volumeIs(name string, what string, ok func(*api.Volume) bool) *api.Volume {
 	w.t.Helper()
 	return await(w, &api.Volume{ObjectMeta: named(name)}, &api.VolumeList{}, what, ok)
+}
+
+// says is about a volume's message.
+func says(part string) func(*api.Volume) bool {
+	return func(v *api.Volume) bool { return strings.Contains(v.Status.Message, part) }
 }
 
 func (w *world) volumeState(name string, state api.VolumeState) *api.Volume {

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"fmt"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -8,11 +9,33 @@ import (
 	"drover.io/drover/block"
 )
 
-// Buffers for partial blocks: page-aligned, resident, few. Reads have their own, so that they get on while writes wait.
 const (
 	bounceSize = 16 * block.Size
-	bounceMax  = 4
+	bounceMax  = 16
 )
+
+// Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share it.
+// Reads have their own buffers, so that they get on while writes wait.
+type Pool struct{ reads, writes bounces }
+
+// NewPool makes a pool. One buffer of each sort is there from the start, so that merging always gets on, however scarce
+// memory becomes.
+func NewPool() (*Pool, error) {
+	p := &Pool{}
+	for _, b := range []*bounces{&p.reads, &p.writes} {
+		if err := b.grow(); err != nil {
+			p.Close()
+			return nil, fmt.Errorf("buffers for partial blocks: %w", err)
+		}
+	}
+	return p, nil
+}
+
+// Close gives the memory back. No engine uses the pool any more.
+func (p *Pool) Close() {
+	p.reads.release()
+	p.writes.release()
+}
 
 type bounces struct {
 	all   [][]byte
@@ -47,9 +70,9 @@ func (b *bounces) forget(o *op) {
 
 func (o *op) bounces() *bounces {
 	if o.isRead() {
-		return &o.e.bounceR
+		return &o.e.pool.reads
 	}
-	return &o.e.bounceW
+	return &o.e.pool.writes
 }
 
 // takeBounce gets a buffer, or queues the operation for one.

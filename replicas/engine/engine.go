@@ -46,6 +46,7 @@ const MaxMembers = 64
 // Config of an engine. Loop, Size and Members are required; Drop too if there are several members.
 type Config struct {
 	Loop        Loop
+	Pool        *Pool // of the loop; nil: the engine has one of its own
 	Size        int64 // bytes, a multiple of the block size
 	Members     []Named
 	Epoch       int64
@@ -102,8 +103,7 @@ type Engine struct {
 	retrying int // formerly held operations that are being tried
 	full     bool
 	reads    [MaxMembers]int // in flight, by member
-	bounceR  bounces
-	bounceW  bounces
+	pool     *Pool
 }
 
 // Open makes every member adopt the epoch and returns the engine. It does not own the loop. On an error the members are
@@ -132,11 +132,10 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		members: set(1)<<n - 1, dropped: make([]error, n),
 	}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
-	// One buffer each is there from the start, so that merging always gets on, however scarce memory becomes.
-	for _, b := range []*bounces{&e.bounceR, &e.bounceW} {
-		if err := b.grow(); err != nil {
-			e.release()
-			return nil, fmt.Errorf("buffers of an engine: %w", err)
+	if e.pool = cfg.Pool; e.pool == nil {
+		var err error
+		if e.pool, err = NewPool(); err != nil {
+			return nil, err
 		}
 	}
 	return e, nil
@@ -382,13 +381,10 @@ func (e *Engine) Close() error {
 			}
 		}
 	}
-	e.release()
+	if e.cfg.Pool == nil {
+		e.pool.Close()
+	}
 	return errors.Join(errs...)
-}
-
-func (e *Engine) release() {
-	e.bounceR.release()
-	e.bounceW.release()
 }
 
 // failWaiting ends every operation that waits for something else than a member's answer.
@@ -404,10 +400,12 @@ func (e *Engine) failWaiting() {
 		}
 	}
 	e.requeue() // begin ends them
-	for _, b := range []*bounces{&e.bounceR, &e.bounceW} {
+	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {
-			b.forget(o)
-			e.finish(o, syscall.EIO)
+			if o.e == e {
+				b.forget(o)
+				e.finish(o, syscall.EIO)
+			}
 		}
 	}
 }

@@ -23,7 +23,8 @@ func TestRandom(t *testing.T) {
 	}
 }
 
-// TestRandomOverlap lets requests overlap as they like: what comes out is the guest's affair, but members must be equal.
+// TestRandomOverlap lets requests overlap as they like: what comes out is the guest's affair, but members must be
+// equal.
 func TestRandomOverlap(t *testing.T) {
 	for seed := range uint64(16) {
 		random(t, seed, 3, true)

@@ -1,0 +1,122 @@
+package replicas
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+const gib = int64(1) << 30
+
+// field is two nodes with two disks each, a0 a1 on a and b0 b1 on b, of 100 GiB each.
+func field() terrain {
+	t := terrain{copies: map[api.UID]api.ImageState{}, overPct: 200, minFreePc: 10}
+	for _, name := range []string{"a", "b"} {
+		n := api.Node{}
+		n.Name = name
+		n.Spec.Tags = []string{"rack-" + name}
+		for i := range 2 {
+			path := fmt.Sprintf("/%s%d", name, i)
+			n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: path, Tags: []string{fmt.Sprint("t", i)}})
+			n.Status.Disks = append(n.Status.Disks, api.DiskStatus{Path: path, UID: api.UID(path[1:]), Ready: true,
+				Capacity: 100 * gib, Available: 90 * gib})
+		}
+		t.nodes = append(t.nodes, n)
+	}
+	t.promised = func(api.UID) int64 { return 0 }
+	return t
+}
+
+func TestPlace(t *testing.T) {
+	off := false
+	for name, c := range map[string]struct {
+		change func(*api.Volume, *terrain)
+		want   api.UID // or
+		why    []string
+	}{
+		"first of equals": {func(*api.Volume, *terrain) {}, "a0", nil},
+		"most room": {func(_ *api.Volume, f *terrain) {
+			f.promised = func(d api.UID) int64 {
+				if d == "b1" {
+					return 0
+				}
+				return gib
+			}
+		}, "b1", nil},
+		"disk tag":   {func(v *api.Volume, _ *terrain) { v.Spec.DiskSelector = []string{"t1"} }, "a1", nil},
+		"node tag":   {func(v *api.Volume, _ *terrain) { v.Spec.NodeSelector = []string{"rack-b"} }, "b0", nil},
+		"topology":   {func(v *api.Volume, _ *terrain) { v.Spec.Nodes = []string{"b"} }, "b0", nil},
+		"image":      {func(_ *api.Volume, f *terrain) { f.copies["b1"] = api.ImageReady }, "b1", nil},
+		"image soon": {func(_ *api.Volume, f *terrain) { f.copies["a1"] = api.ImageInProgress }, "a1", nil},
+		"image ready beats image soon": {func(_ *api.Volume, f *terrain) {
+			f.copies["a1"], f.copies["b0"] = api.ImageInProgress, api.ImageReady
+		}, "b0", nil},
+		"failed copy is none": {func(_ *api.Volume, f *terrain) { f.copies["b1"] = api.ImageFailed }, "a0", nil},
+		"other node first": {func(_ *api.Volume, f *terrain) {
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a1"}}}
+		}, "b0", nil},
+		"same node, other disk": {func(v *api.Volume, f *terrain) {
+			v.Spec.Nodes = []string{"a"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "a1", nil},
+		"never the same disk": {func(v *api.Volume, f *terrain) {
+			v.Spec.DiskSelector, v.Spec.Nodes = []string{"t0"}, []string{"a"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "", []string{"has a replica of the volume already"}},
+		"unschedulable": {func(_ *api.Volume, f *terrain) {
+			f.nodes[0].Spec.Schedulable = &off
+			f.nodes[1].Spec.Disks[0].Schedulable = &off
+		}, "b1", nil},
+		"evicted": {func(_ *api.Volume, f *terrain) { f.nodes[0].Spec.Disks[0].EvictionRequested = true }, "a1", nil},
+		"nothing suits": {func(v *api.Volume, f *terrain) {
+			v.Spec.DiskSelector = []string{"nvme"}
+			f.nodes[1].Status.Disks[0].Ready, f.nodes[1].Status.Disks[0].Message = false, "not mounted"
+			f.nodes[0].Spec.Schedulable = &off
+		}, "", []string{"node a: scheduling is turned off", "disk /b0 of node b: not ready: not mounted",
+			"disk /b1 of node b: it lacks the tag nvme"}},
+		"promised too much": {func(_ *api.Volume, f *terrain) {
+			f.promised = func(api.UID) int64 { return 191 * gib }
+		}, "", []string{"191 GiB are promised to volumes and the limit is 200 GiB (200 % of 100 GiB"}},
+		"just enough": {func(_ *api.Volume, f *terrain) { f.promised = func(api.UID) int64 { return 190 * gib } }, "a0", nil},
+		"the reserve is not ours": {func(_ *api.Volume, f *terrain) {
+			for i := range f.nodes {
+				for j := range f.nodes[i].Spec.Disks {
+					f.nodes[i].Spec.Disks[j].ReservedBytes = 96 * gib
+				}
+			}
+		}, "", []string{"the limit is 8 GiB"}},
+		"nearly full": {func(_ *api.Volume, f *terrain) { f.nodes[0].Status.Disks[0].Available = 9 * gib }, "a1", nil},
+		"no nodes":    {func(_ *api.Volume, f *terrain) { f.nodes = nil }, "", []string{"there are no nodes"}},
+		"no disks": {func(_ *api.Volume, f *terrain) {
+			f.nodes = f.nodes[:1]
+			f.nodes[0].Spec.Disks = nil
+		}, "", []string{"it has no disks, add one"}},
+	} {
+		f := field()
+		v := volume("v", 10*gib)
+		c.change(v, &f)
+		s, err := place(v, f)
+		if s.disk != c.want {
+			t.Errorf("%s: %q, want %q (%v)", name, s.disk, c.want, err)
+		}
+		if (err != nil) != (c.want == "") || err != nil && !api.Is(err, api.Full) {
+			t.Errorf("%s: %v", name, err)
+		}
+		for _, part := range c.why {
+			if err == nil || !strings.Contains(err.Error(), part) {
+				t.Errorf("%s: %v does not say %q", name, err, part)
+			}
+		}
+	}
+}
+
+func TestBytesText(t *testing.T) {
+	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 10 * gib: "10 GiB",
+		1 << 44: "16 TiB"} {
+		if got := bytesText(n); got != want {
+			t.Errorf("%d: %s, want %s", n, got, want)
+		}
+	}
+}
