@@ -473,7 +473,7 @@ func (r *Replica) zero(q *block.Request) {
 
 func (r *Replica) punch(f *flight) {
 	p := f.part(r.fds[0], nil, 0, punchDone)
-	r.ring.Fallocate(&p.op, p.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, f.q.Off, f.q.Len)
+	r.ring.Fallocate(&p.op, p.fd, punchMode, f.q.Off, f.q.Len)
 }
 
 func punchDone(op *uring.Op, res int32) {
@@ -481,7 +481,7 @@ func punchDone(op *uring.Op, res int32) {
 	f := p.f
 	r := f.r
 	if again(res) {
-		r.ring.Fallocate(op, p.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, f.q.Off, f.q.Len)
+		r.ring.Fallocate(op, p.fd, punchMode, f.q.Off, f.q.Len)
 		return
 	}
 	p.free()

@@ -31,6 +31,22 @@ func Probe(ctx context.Context, path string) (err error) {
 		return api.Errorf(api.Unsupported, "the file system cannot hold a sparse file of 1 TiB: %w", err)
 	}
 	zeros := alignedBuffer(int(blockSize))
+	// A block that is half written when the power goes must not become half a block of data over lower data.
+	if _, err := unix.Pwrite(fd, zeros[:512], at); err != nil {
+		return classify(fmt.Errorf("write 512 bytes: %w", err))
+	}
+	if err := f.Sync(); err != nil {
+		return classify(err)
+	}
+	if from, to, err := file.NextData(fd, 0, size); err != nil {
+		return api.Errorf(api.Unsupported, "the file system does not report holes: %w", err)
+	} else if from != at || to != at+blockSize {
+		return api.Errorf(api.Unsupported, "the file system's blocks are not of 4 KiB: 512 bytes at %d are reported as "+
+			"[%d, %d); make it with 4 KiB blocks", at, from, to)
+	}
+	if err := unix.Fallocate(fd, punchMode, at, blockSize); err != nil {
+		return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
+	}
 	for _, direct := range []bool{false, true} {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -55,8 +71,7 @@ func Probe(ctx context.Context, path string) (err error) {
 				"are reported as [%d, %d); use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression",
 				at, from, to)
 		}
-		mode := uint32(unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE)
-		if err := unix.Fallocate(fd, mode, at, blockSize); err != nil {
+		if err := unix.Fallocate(fd, punchMode, at, blockSize); err != nil {
 			return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
 		}
 		if from, _, err = file.NextData(fd, 0, size); err != nil {
@@ -67,6 +82,8 @@ func Probe(ctx context.Context, path string) (err error) {
 	}
 	return nil
 }
+
+const punchMode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 
 // alignedBuffer is n bytes that direct I/O accepts.
 func alignedBuffer(n int) []byte {
