@@ -171,10 +171,7 @@ func (d *Device) grow() error {
 	if err := d.loop.Do(func() { d.conn.size = size }); err != nil {
 		return err
 	}
-	if d.spec.ReadOnly {
-		return growLoop(d.dev)
-	}
-	fd, err := openFile(d.tree, d.file, false)
+	fd, err := openFile(d.tree, d.file, false) // for writing, also of a read-only device: the size is ours
 	if err != nil {
 		return err
 	}

@@ -163,6 +163,15 @@ func TestReadOnly(t *testing.T) {
 	}
 	fd := openDev(t, d.Path(), unix.O_RDONLY|unix.O_DIRECT)
 	mustPread(t, fd, 4096, 0)
+	if err := unix.Ftruncate(be.fd, 32*mib); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Resize(t.Context(), 32*mib); err != nil {
+		t.Error(err)
+	}
+	if n, err := unix.Seek(fd, 0, unix.SEEK_END); err != nil || n != 32*mib {
+		t.Errorf("size %d, %v; want %d", n, err, 32*mib)
+	}
 	_ = unix.Close(fd)
 	if err := d.Detach(t.Context()); err != nil {
 		t.Error(err)

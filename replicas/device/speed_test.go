@@ -11,6 +11,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/uring"
 )
 
 // fio runs one job on a device or file and returns operations per second and the mean completion time in microseconds.
@@ -76,7 +78,7 @@ func TestSpeed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = d.Abort() }()
-	fmt.Printf("%-14s %12s %12s %12s %9s %9s %9s\n", "", "file", "loop", "device", "dev/loop", "loop us", "added us")
+	fmt.Printf("%-14s %12s %12s %12s %9s %9s %9s %9s\n", "", "file", "loop", "device", "dev/loop", "loop us", "added us", "cpu us/op")
 	for _, j := range []struct {
 		name, rw, bs string
 		depth        int
@@ -89,17 +91,32 @@ func TestSpeed(t *testing.T) {
 			continue
 		}
 		var iops, usec [3][]float64
-		var ratios []float64
+		var ratios, cpu []float64
 		for range rounds {
 			for i, path := range []string{file, loopPath(n), d.Path()} {
+				before := cpuTime(l)
 				x, y := fio(t, path, j.rw, j.bs, j.depth, seconds)
 				iops[i], usec[i] = append(iops[i], x), append(usec[i], y)
+				if i == 2 {
+					cpu = append(cpu, (cpuTime(l)-before)/(x*float64(seconds)))
+				}
 			}
 			ratios = append(ratios, iops[2][len(iops[2])-1]/iops[1][len(iops[1])-1])
 		}
-		fmt.Printf("%-14s %12.0f %12.0f %12.0f %9.2f %9.1f %9.1f\n", j.name, median(iops[0]), median(iops[1]),
-			median(iops[2]), median(ratios), median(usec[1]), median(usec[2])-median(usec[1]))
+		fmt.Printf("%-14s %12.0f %12.0f %12.0f %9.2f %9.1f %9.1f %9.2f\n", j.name, median(iops[0]), median(iops[1]),
+			median(iops[2]), median(ratios), median(usec[1]), median(usec[2])-median(usec[1]), median(cpu))
 	}
+}
+
+// cpuTime is what the loop's thread has used, in microseconds.
+func cpuTime(l *uring.Loop) (us float64) {
+	_ = l.Do(func() {
+		var ru unix.Rusage
+		if unix.Getrusage(unix.RUSAGE_THREAD, &ru) == nil {
+			us = float64(ru.Utime.Nano()+ru.Stime.Nano()) / 1000
+		}
+	})
+	return us
 }
 
 func median(v []float64) float64 {
