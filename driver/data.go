@@ -11,11 +11,13 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"time"
 
 	"github.com/spf13/cobra"
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas"
 	"drover.io/drover/replicas/device"
 )
 
@@ -40,7 +42,7 @@ func dataCommand() *cobra.Command {
 }
 
 // run is the data process: what its predecessor served goes on first; the API comes after.
-func (o dataOptions) run(ctx context.Context) error {
+func (o dataOptions) run(ctx context.Context) (err error) {
 	log, err := newLogger(os.Stderr, o.logLevel, o.logFormat)
 	if err != nil {
 		return err
@@ -57,30 +59,77 @@ func (o dataOptions) run(ctx context.Context) error {
 		return err
 	}
 	defer lock.Close()
-	runDir := filepath.Join(o.stateDir, "run")
-	host, err := device.Open(ctx, runDir)
+	data, err := o.resume(ctx, log)
 	if err != nil {
-		return fmt.Errorf("devices: %w", err)
+		return err
 	}
-	defer func() { err = errors.Join(err, host.Close()) }()
+	defer func() { err = errors.Join(err, data.Close()) }()
 
 	mgr, err := ctrl.NewManager(cfg, managerOptions())
 	if err != nil {
 		return fmt.Errorf("data loops: %w", err)
 	}
-	g := newGroup(ctx)
+	if err := replicas.SetupData(mgr, data); err != nil {
+		return fmt.Errorf("data loops: %w", err)
+	}
 	ln, err := listenUnix(dataSocket(o.stateDir))
 	if err != nil {
 		return err
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metricsHandler(log))
+	g := newGroup(ctx)
 	g.run(func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
 	g.run(mgr.Start)
-	trim()
+	g.run(func(ctx context.Context) error {
+		if mgr.GetCache().WaitForCacheSync(ctx) {
+			trim()
+		}
+		return nil
+	})
 	return g.wait()
 }
 
+// resume takes over the devices of the process before this one.
+func (o dataOptions) resume(ctx context.Context, log *slog.Logger) (*replicas.Data, error) {
+	runDir := filepath.Join(o.stateDir, "run")
+	if err := awaitSocket(ctx, "unixpacket", holdSocket(o.stateDir)); err != nil {
+		return nil, fmt.Errorf("the hold process: %w", err)
+	}
+	host, err := device.Open(ctx, runDir)
+	if err != nil {
+		return nil, fmt.Errorf("devices: %w", err)
+	}
+	data, err := replicas.NewData(replicas.DataOptions{Node: o.node, Host: host, Log: log})
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("data role: %w", err), host.Close())
+	}
+	if err := data.Resume(ctx); err != nil {
+		log.Error("not every device goes on yet", "err", err)
+	}
+	return data, nil
+}
+
+// awaitSocket returns when somebody answers on a socket: its process may have been started a moment ago.
+func awaitSocket(ctx context.Context, network, path string) error {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	retry := time.NewTicker(10 * time.Millisecond)
+	defer retry.Stop()
+	for {
+		c, err := (&net.Dialer{}).DialContext(ctx, network, path)
+		if err == nil {
+			return c.Close()
+		}
+		select {
+		case <-retry.C:
+		case <-ctx.Done():
+			return api.Errorf(api.Unavailable, "nobody answers at %s: %w", path, err)
+		}
+	}
+}
+
+func holdSocket(stateDir string) string { return filepath.Join(stateDir, "run", "hold.sock") }
 func dataSocket(stateDir string) string { return filepath.Join(stateDir, "run", "data.sock") }
 
 // listenUnix opens a socket for this user alone. Its folder belongs to one process of each role, so what is there is stale.

@@ -23,6 +23,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 	"drover.io/drover/controller"
 	"drover.io/drover/driver/cli"
 	"drover.io/drover/driver/kubeapi"
@@ -44,7 +45,7 @@ const (
 type serveOptions struct {
 	roles               []string
 	stateDir            string
-	disks               []string
+	diskFlags           []string
 	csi                 string
 	kubeconfig          string
 	node                string
@@ -79,7 +80,7 @@ func serveCommand() *cobra.Command {
 	f := c.Flags()
 	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "what this process does")
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder for certificates, objects, sockets and logs")
-	f.StringArrayVar(&o.disks, "disk", nil, "folder to keep data in, as path[,tag...]; several times for several disks\n"+
+	f.StringArrayVar(&o.diskFlags, "disk", nil, "folder to keep data in, as path[,tag...]; several times for several disks\n"+
 		"(default: the folder disk in the state folder)")
 	f.StringVar(&o.csi, "csi-endpoint", "", "socket of the CSI driver (default: unix://<state-dir>/csi.sock)")
 	f.StringVar(&o.kubeconfig, "kubeconfig", "", "use the API server of this kubeconfig (or "+inCluster+
@@ -137,7 +138,7 @@ func (o *serveOptions) check() error {
 		}
 		o.node = strings.ToLower(name)
 	}
-	for _, d := range o.disks {
+	for _, d := range o.diskFlags {
 		path, tags, _ := strings.Cut(d, ",")
 		spec := api.DiskSpec{Path: path}
 		if !filepath.IsAbs(path) {
@@ -176,6 +177,7 @@ type server struct {
 	cfg     *rest.Config
 	client  client.WithWatch
 	kube    *kubeapi.Server // nil with --kubeconfig
+	disks   *replicas.Disks // nil without the node role
 
 	apis, work, children *group // end in the order work, children, apis
 	stop                 context.CancelCauseFunc
@@ -219,27 +221,12 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 
 // start brings everything up, in the order of who needs whom.
 func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
-	kubeconfig := s.kubeconfig
 	if s.data {
-		s.supervise(&child{role: "hold", args: []string{"--socket", filepath.Join(s.stateDir, "run", "hold.sock")}})
+		s.supervise(&child{role: "hold", args: []string{"--socket", holdSocket(s.stateDir)}})
 	}
-	if kubeconfig == "" {
-		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log})
-		if err != nil {
-			return nil, err
-		}
-		s.apis.run(func(context.Context) error {
-			err := s.kube.Wait()
-			s.stop(err)
-			return err
-		})
-		kubeconfig, s.cfg = s.kube.Kubeconfig, s.kube.Config
-	} else if s.cfg, err = loadConfig(kubeconfig); err != nil {
+	kubeconfig, err := s.connect(ctx)
+	if err != nil {
 		return nil, err
-	} else if s.controller {
-		if err := kubeapi.InstallCRDs(ctx, s.cfg); err != nil {
-			return nil, fmt.Errorf("API server %s: %w", s.cfg.Host, err)
-		}
 	}
 	if s.client, err = newClient(s.cfg); err != nil {
 		return nil, err
@@ -255,7 +242,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	s.background(s.work, mgr.Start)
 
-	d := doors{identity: identity.New(cli.Version, s.ready.Load)}
+	d := doors{identity: identity.New(cli.BuildVersion(), s.ready.Load)}
 	if s.controller {
 		d.controller = controller.New(s.client)
 	}
@@ -277,6 +264,32 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	return gs, nil
 }
 
+// connect finds the API server, or is one, and returns the path of its kubeconfig.
+func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
+	if s.kubeconfig == "" {
+		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log})
+		if err != nil {
+			return "", err
+		}
+		s.apis.run(func(context.Context) error {
+			err := s.kube.Wait()
+			s.stop(err)
+			return err
+		})
+		s.cfg = s.kube.Config
+		return s.kube.Kubeconfig, nil
+	}
+	if s.cfg, err = loadConfig(s.kubeconfig); err != nil {
+		return "", err
+	}
+	if s.controller {
+		if err := kubeapi.InstallCRDs(ctx, s.cfg); err != nil {
+			return "", fmt.Errorf("API server %s: %w", s.cfg.Host, err)
+		}
+	}
+	return s.kubeconfig, nil
+}
+
 // manager runs the loops of this process's roles.
 func (s *server) manager(ctx context.Context) (ctrl.Manager, error) {
 	o := managerOptions()
@@ -295,7 +308,44 @@ func (s *server) manager(ctx context.Context) (ctrl.Manager, error) {
 			return nil, fmt.Errorf("controller loops: %w", err)
 		}
 	}
+	if s.onNode {
+		if err := s.setupNode(ctx, mgr); err != nil {
+			return nil, fmt.Errorf("node loops: %w", err)
+		}
+	}
 	return mgr, nil
+}
+
+func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
+	disks := s.parsed
+	if len(disks) == 0 {
+		var n api.Node
+		err := s.client.Get(ctx, client.ObjectKey{Name: s.node}, &n)
+		if client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("node %s: %w", s.node, err)
+		}
+		if len(n.Spec.Disks) == 0 {
+			disks = []api.DiskSpec{{Path: filepath.Join(s.stateDir, "disk")}}
+		}
+	}
+	s.disks, err = replicas.SetupNode(mgr, replicas.NodeOptions{Name: s.node, Disks: disks, Addresses: addresses(),
+		Version: cli.BuildVersion(), Log: s.log})
+	if err != nil {
+		return err
+	}
+	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, imagestore.NodeOptions{Log: s.log, UploadListen: s.upload})
+}
+
+// addresses are those of this machine that others may reach.
+func addresses() []string {
+	var out []string
+	all, _ := net.InterfaceAddrs() // none known is no reason not to serve
+	for _, a := range all {
+		if ip, ok := a.(*net.IPNet); ok && ip.IP.IsGlobalUnicast() {
+			out = append(out, ip.IP.String())
+		}
+	}
+	return out
 }
 
 // background runs f in g; if it fails, all of serve stops.
@@ -365,7 +415,45 @@ func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
 		}
 		return api.Errorf(api.Unavailable, "API server %s: the objects cannot be read", s.cfg.Host)
 	}
+	if s.data {
+		if err := awaitSocket(ctx, "unix", dataSocket(s.stateDir)); err != nil {
+			return fmt.Errorf("the data process, see %s: %w", filepath.Join(s.stateDir, "log", "data.log"), err)
+		}
+	}
+	if s.onNode {
+		return s.awaitNode(ctx)
+	}
 	return nil
+}
+
+// awaitNode returns when the node has looked at its disks, so that a volume can be made right after. A disk that cannot
+// be used is no reason not to serve the others.
+func (s *server) awaitNode(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
+	defer cancel()
+	looked := func(n *api.Node) (bool, error) {
+		return !n.Status.Heartbeat.Time.Before(s.began.Truncate(time.Second)) &&
+			len(n.Status.Disks) == len(n.Spec.Disks), nil
+	}
+	for {
+		n, err := await.Until(ctx, s.client, s.node, looked)
+		switch {
+		case err == nil:
+			for _, d := range n.Status.Disks {
+				if !d.Ready {
+					s.log.Error("a disk cannot be used", "path", d.Path, "why", d.Message)
+				}
+			}
+			return nil
+		case !isNotFound(err):
+			return api.Errorf(api.Unavailable, "node %s does not become ready: %w", s.node, err)
+		}
+		select {
+		case <-ctx.Done():
+			return api.Errorf(api.Unavailable, "node %s does not register: %w", s.node, err)
+		case <-time.After(20 * time.Millisecond): // an object that does not exist yet cannot be watched by name
+		}
+	}
 }
 
 func (s *server) announce(kubeconfig, metrics string) {
@@ -387,6 +475,9 @@ func (s *server) end(gs *grpc.Server) error {
 	}
 	s.work.cancel()
 	err := s.work.wait()
+	if s.disks != nil {
+		err = errors.Join(err, s.disks.Close())
+	}
 	s.children.cancel()
 	err = errors.Join(err, s.children.wait())
 	s.apis.cancel()
