@@ -120,7 +120,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 		a.Status.Blank = s.blank
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
-	a.Status.Epoch, a.Status.Message = s.Epoch, ""
+	a.Status.Epoch, a.Status.Message = s.Epoch, l.behind(ctx, s)
 	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
 	l.tellSpace(a, s)
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
@@ -133,7 +133,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 func (l *attachmentLoop) tellSpace(a *api.Attachment, s *session) {
 	if !s.full.Load() {
 		if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
-			a.Status.Message == "" && s.wasFull {
+			s.wasFull {
 			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "disk %s has room again, writes go on", s.Path)
 		}
 		s.wasFull = false
@@ -161,6 +161,18 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 		return err
 	}
 	return nil
+}
+
+// behind tells, for people, that the API knows an older epoch than the engine that serves: it went back in time.
+func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
+	var v api.Volume
+	key := client.ObjectKey{Name: s.Volume}
+	if l.client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.Epoch ||
+		l.reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.Epoch {
+		return ""
+	}
+	return fmt.Sprintf("the volume is served in epoch %d and the API says %d: the API went back in time. It cannot be "+
+		"attached again after a detach until a newer state of the API is restored", s.Epoch, v.Status.Epoch)
 }
 
 // renewSession ends a session that cannot go on, so that the next look makes a new one.

@@ -216,14 +216,7 @@ func (d *Data) Close() error {
 			errs = append(errs, fmt.Errorf("volume %s: %w", s.Volume, err))
 		}
 	}
-	errs = append(errs, d.disks.Close())
-	d.mu.Lock()
-	loops := d.loops
-	d.mu.Unlock()
-	errs = append(errs, d.stopLoops())
-	d.mu.Lock()
-	d.loops = d.loops[len(loops):]
-	d.mu.Unlock()
+	errs = append(errs, d.disks.Close(), d.stopLoops())
 	return errors.Join(errs...)
 }
 

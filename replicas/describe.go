@@ -17,16 +17,19 @@ import (
 func equalStatus(a, b *api.VolumeStatus) bool { return equality.Semantic.DeepEqual(a, b) }
 
 // describe computes what the status says of a volume that exists: state, robustness, sizes, conditions.
-func describe(v *api.Volume, mine []api.Replica, att *api.Attachment) {
+func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool) {
 	st := &v.Status
 	st.Message, st.AttachedNode = "", ""
-	current, failed := 0, ""
+	current, failed, unheard := 0, "", ""
 	size, used := int64(0), int64(0)
 	for _, r := range mine {
 		if !slices.Contains(st.Members, r.Name) {
 			continue
 		}
 		used = max(used, r.Status.Used)
+		if silent(r.Spec.Node) {
+			unheard = r.Spec.Node
+		}
 		switch r.Status.Mode {
 		case api.ReplicaCurrent:
 			current++
@@ -41,6 +44,9 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment) {
 		st.Message = failed
 	}
 	switch {
+	case unheard != "" && current > 0:
+		st.Robustness = api.RobustUnknown
+		st.Message = fmt.Sprintf("node %s gives no sign of life", unheard)
 	case current == 0:
 		st.Robustness = api.RobustFaulted
 		if st.Message == "" {

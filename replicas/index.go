@@ -18,6 +18,7 @@ import (
 const (
 	byVolume = "replicas.volume"
 	byDisk   = "replicas.disk"
+	byNode   = "replicas.node"
 	byImage  = "replicas.image"
 )
 
@@ -43,6 +44,7 @@ func index(mgr ctrl.Manager) error {
 	}{
 		{&api.Replica{}, byVolume, func(o client.Object) string { return o.(*api.Replica).Spec.Volume }},
 		{&api.Replica{}, byDisk, func(o client.Object) string { return string(o.(*api.Replica).Spec.Disk) }},
+		{&api.Replica{}, byNode, func(o client.Object) string { return o.(*api.Replica).Spec.Node }},
 		{&api.ImageCopy{}, byDisk, func(o client.Object) string { return string(o.(*api.ImageCopy).Spec.Disk) }},
 		{&api.ImageCopy{}, byImage, func(o client.Object) string { return o.(*api.ImageCopy).Spec.Image }},
 		{&api.Volume{}, byImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},

@@ -9,11 +9,13 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
 )
@@ -210,6 +212,51 @@ func TestAPIWentBackInTime(t *testing.T) {
 		func(a *api.Attachment) bool { return strings.Contains(a.Status.Message, "back in time") })
 }
 
+// TestSilence: what is known of a node without heartbeats is old, until it beats again.
+func TestSilence(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	var n api.Node
+	if err := w.c.Get(w.ctx, client.ObjectKey{Name: testNode}, &n); err != nil {
+		t.Fatal(err)
+	}
+	p := &planner{client: w.mgr.GetClient(), events: w.mgr.GetEventRecorder("test"), log: w.log, silent: map[string]bool{}}
+	s := &silence{p, n.Status.Heartbeat.Add(-time.Hour), time.Hour}
+	req := reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&n)}
+	hear := func() bool {
+		t.Helper()
+		if _, err := s.Reconcile(w.ctx, req); err != nil {
+			t.Fatal(err)
+		}
+		return !p.isSilent(testNode)
+	}
+	describes := func(want api.Robustness) {
+		t.Helper()
+		v := w.volumeState("v1", api.VolumeDetached)
+		mine, err := p.replicas(w.ctx, v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if describe(v, mine, nil, p.isSilent); v.Status.Robustness != want {
+			t.Fatalf("%s: %s", v.Status.Robustness, v.Status.Message)
+		}
+	}
+	if !hear() {
+		t.Fatal("it beats")
+	}
+	describes(api.RobustHealthy)
+	s.limit = 0
+	if hear() {
+		t.Fatal("too long ago")
+	}
+	describes(api.RobustUnknown)
+	s.limit = time.Hour
+	if !hear() {
+		t.Fatal("it beats again")
+	}
+	describes(api.RobustHealthy)
+}
+
 func TestTakenOver(t *testing.T) {
 	w := newWorld(t)
 	w.make("v1", 16*mib)
@@ -366,7 +413,7 @@ func TestFullDisk(t *testing.T) {
 	dir := t.TempDir()
 	mnt := filepath.Join(dir, "small")
 	w := &world{t: t, ctx: t.Context()}
-	w.sh("mkdir " + mnt + "; truncate -s 96M " + dir + "/img; mkfs.ext4 -q -m 0 " + dir + "/img; " +
+	w.sh("mkdir " + mnt + "; truncate -s 96M " + dir + "/img; mkfs.ext4 -q -b 4096 -m 0 " + dir + "/img; " +
 		"mount -o loop " + dir + "/img " + mnt)
 	t.Cleanup(func() {
 		if out, err := exec.Command("umount", mnt).CombinedOutput(); err != nil {

@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
 )
@@ -37,6 +38,8 @@ type planner struct {
 	assumed map[string]assumption
 	// waiting volumes have no disk yet; whatever could change that wakes them.
 	waiting map[string]bool
+	silent  map[string]bool // nodes without a heartbeat
+	queue   queue           // of the Volume loop, once it runs
 }
 
 type assumption struct {
@@ -49,11 +52,15 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 	p := &planner{
 		client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-controller"), log: log,
 		assumed: map[string]assumption{}, waiting: map[string]bool{},
+		silent: map[string]bool{},
 	}
 	if err := index(mgr); err != nil {
 		return err
 	}
 	if err := setupMetrics(mgr.GetClient()); err != nil {
+		return err
+	}
+	if err := p.setupSilence(mgr); err != nil {
 		return err
 	}
 	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
@@ -70,6 +77,12 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.Node{}, placeable, when(nodeMatters)).
 		Watches(&api.Setting{}, placeable).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			p.queue = q
+			return nil
+		})).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: limiter()}).
 		Complete(p)
 }
@@ -223,7 +236,7 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	if !attached {
 		present = nil
 	}
-	describe(v, mine, present)
+	describe(v, mine, present, p.isSilent)
 	return nil
 }
 

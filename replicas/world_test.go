@@ -46,6 +46,7 @@ type world struct {
 	c      client.WithWatch
 	log    *slog.Logger
 	disks  *Disks
+	mgr    ctrl.Manager // of the controller and node roles
 
 	stopRoles, stopData func()
 	data                *Data
@@ -162,6 +163,7 @@ func (w *world) roles(disks []string) {
 	if err := SetupController(mgr, w.log); err != nil {
 		w.t.Fatal(err)
 	}
+	w.mgr = mgr
 	w.stopRoles = w.run(mgr)
 }
 

@@ -1,0 +1,83 @@
+package replicas
+
+import (
+	"context"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+)
+
+// silentAfter is how long a node may be without a heartbeat.
+const silentAfter = 4 * heartbeat
+
+// silence watches the heartbeats: what is known of the volumes of a node that says nothing is old.
+type silence struct {
+	*planner
+	began time.Time
+	limit time.Duration
+}
+
+func (p *planner) setupSilence(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).Named("heartbeat").For(&api.Node{}).
+		Complete(&silence{p, time.Now(), silentAfter})
+}
+
+// Reconcile looks at one node's heartbeat, and again when it will be too old.
+func (s *silence) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var n api.Node
+	err := s.client.Get(ctx, req.NamespacedName, &n)
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	if apierrors.IsNotFound(err) {
+		s.setSilent(ctx, req.Name, true)
+		return reconcile.Result{}, nil
+	}
+	// While the controller itself was away it could hear nothing.
+	age := min(time.Since(n.Status.Heartbeat.Time), time.Since(s.began))
+	if age < s.limit {
+		s.setSilent(ctx, n.Name, false)
+		return reconcile.Result{RequeueAfter: s.limit - age + time.Second}, nil
+	}
+	if s.setSilent(ctx, n.Name, true) {
+		s.events.Eventf(&n, nil, "Warning", "NodeSilent", "Watch", "node %s gave no sign of life since %s", n.Name,
+			n.Status.Heartbeat.UTC().Format(time.RFC3339))
+	}
+	return reconcile.Result{}, nil
+}
+
+// setSilent notes it and wakes the node's volumes if it is news.
+func (p *planner) setSilent(ctx context.Context, node string, is bool) bool {
+	p.mu.Lock()
+	news := p.silent[node] != is
+	if is {
+		p.silent[node] = true
+	} else {
+		delete(p.silent, node)
+	}
+	q := p.queue
+	p.mu.Unlock()
+	if !news || q == nil {
+		return news
+	}
+	var list api.ReplicaList
+	if err := p.client.List(ctx, &list, client.MatchingFields{byNode: node}, client.UnsafeDisableDeepCopy); err != nil {
+		p.log.Error("replicas of a node cannot be listed", "node", node, "err", err)
+		return news
+	}
+	for i := range list.Items {
+		q.Add(one(list.Items[i].Spec.Volume)[0])
+	}
+	return news
+}
+
+func (p *planner) isSilent(node string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.silent[node]
+}
