@@ -132,9 +132,14 @@ func (p *process) wait(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	stop := context.AfterFunc(ctx, func() { _ = p.fd.SetReadDeadline(time.Unix(1, 0)) })
+	woken := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		_ = p.fd.SetReadDeadline(time.Unix(1, 0))
+		close(woken)
+	})
 	defer func() {
 		if !stop() {
+			<-woken
 			_ = p.fd.SetReadDeadline(time.Time{})
 		}
 	}()

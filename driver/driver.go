@@ -23,6 +23,7 @@ import (
 	"os/signal"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -60,7 +61,8 @@ func exit(err error) int {
 
 var signalOnce sync.Once
 
-// signals returns a context that ends with the first SIGTERM or SIGINT. The second one ends the process, whatever it does.
+// signals returns a context that ends with the first SIGTERM or SIGINT. A later one ends the process, whatever it does;
+// one that follows at once is the same one (timeout and terminals signal a process and its group).
 func signals() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	signalOnce.Do(func() {
@@ -70,8 +72,12 @@ func signals() context.Context {
 		go func() {
 			<-c
 			cancel()
-			<-c
-			os.Exit(130)
+			first := time.Now()
+			for range c {
+				if time.Since(first) > time.Second {
+					os.Exit(130)
+				}
+			}
 		}()
 	})
 	return ctx

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"log/slog"
+	"sync/atomic"
 
 	"github.com/go-logr/logr"
 	"k8s.io/klog/v2"
@@ -36,11 +37,19 @@ func newLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 	return log, nil
 }
 
+// stopping is set when the process has begun to end: libraries then complain about what goes away on purpose.
+var stopping atomic.Bool
+
 // demoted lowers the level of records: what is information to a library is detail to a user of Drover, and its errors
 // are ones that it handles by itself.
 type demoted struct{ slog.Handler }
 
-func demote(l slog.Level) slog.Level { return l - 4 }
+func demote(l slog.Level) slog.Level {
+	if stopping.Load() {
+		return l - 12
+	}
+	return l - 4
+}
 
 func (d demoted) Enabled(ctx context.Context, l slog.Level) bool {
 	return d.Handler.Enabled(ctx, demote(l))

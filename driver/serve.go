@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -191,6 +192,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
+	debug.SetGCPercent(50) // most of the time there is little to do
 	s := &server{serveOptions: o, log: log, began: time.Now(),
 		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
 	lock, err := openState(o.stateDir)
@@ -215,6 +217,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 			err = cause
 		}
 		s.log.Info("stopping")
+		stopping.Store(true)
 	}
 	return errors.Join(err, s.end(gs))
 }
@@ -260,7 +263,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	s.ready.Store(true)
 	s.announce(kubeconfig, address)
-	trim()
+	s.background(s.work, settle)
 	return gs, nil
 }
 
@@ -463,6 +466,17 @@ func (s *server) announce(kubeconfig, metrics string) {
 		s.out("metrics     http://%s/metrics", metrics)
 	}
 	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
+}
+
+// settle gives memory back when starting is over, and again when what the start has set going is done.
+func settle(ctx context.Context) error {
+	trim()
+	select {
+	case <-time.After(15 * time.Second):
+		trim()
+	case <-ctx.Done():
+	}
+	return nil
 }
 
 // end stops what start began: first nothing new, then the loops, the data path, and the API last.
