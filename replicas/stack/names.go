@@ -347,8 +347,8 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 		}
 		// A layer that was just finished is about to be named.
 		rec, err := d.layerRecord(uid)
-		if err == nil && now.Sub(rec.Created) < grace {
-			continue
+		if err == nil && now.Sub(rec.Created) < grace || api.Is(err, api.NotFound) {
+			continue // the latter is half-made, and somebody is at it
 		}
 		if err := d.toTrash(layersDir, orphanPrefix, uid); err != nil {
 			return err
