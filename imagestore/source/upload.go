@@ -109,9 +109,10 @@ func (u *Uploads) Expect(size int64) *Upload {
 
 // Accept waits for the sender. When ctx ends, the transfer is cut.
 func (up *Upload) Accept(ctx context.Context) (*Stream, error) {
-	context.AfterFunc(ctx, up.cut)
+	stop := context.AfterFunc(ctx, up.cut)
 	select {
 	case s := <-up.offer:
+		s.ReadCloser.(*incoming).stop = stop
 		return s, nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
@@ -199,6 +200,8 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		reply(w, http.StatusConflict, "this upload is under way already")
 		return
 	}
+	// One image, one connection: whatever cuts the transfer short must not meet another request.
+	w.Header().Set("Connection", "close")
 	in := &incoming{up: up, body: body, size: size, stall: u.Stall, done: make(chan struct{})}
 	if in.stall == 0 {
 		in.stall = 60 * time.Second
@@ -207,6 +210,7 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case up.offer <- &Stream{ReadCloser: in, Size: size, Name: "upload"}:
 	case <-r.Context().Done():
 		up.release()
+		reply(w, http.StatusServiceUnavailable, "the connection ended before the image was asked for")
 		return
 	case err := <-up.result:
 		reply(w, http.StatusGone, outcome(err))
@@ -214,9 +218,7 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	// The body may be read until this handler returns, so the reader has to let go of it first.
 	<-in.done
-	defer up.letGo()
 	if err := <-up.result; err != nil {
-		w.Header().Set("Connection", "close")
 		reply(w, http.StatusUnprocessableEntity, outcome(err))
 		return
 	}
@@ -302,6 +304,7 @@ type incoming struct {
 	off   int64
 	stall time.Duration
 
+	stop func() bool // lets go of the context that would cut it
 	once sync.Once
 	done chan struct{}
 }
@@ -333,6 +336,11 @@ func (up *Upload) isEnded() bool {
 
 // Close lets go of the request's body.
 func (in *incoming) Close() error {
-	in.once.Do(func() { close(in.done) })
+	in.once.Do(func() {
+		in.stop()
+		// Nothing may touch the connection's deadline from here on: other requests come over it.
+		in.up.letGo()
+		close(in.done)
+	})
 	return nil
 }
