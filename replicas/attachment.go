@@ -43,6 +43,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	} else {
 		err = l.attach(ctx, &a)
 	}
+	if apierrors.IsConflict(err) { // somebody else wrote; nothing that a user need know
+		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
+	}
 	if err != nil {
 		a.Status.Message = err.Error()
 	}
@@ -57,8 +60,6 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{}, nil
-	case apierrors.IsConflict(err):
-		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 	case api.Is(err, api.NotFound) || api.Is(err, api.Unsupported) || api.Is(err, api.Denied):
 		return reconcile.Result{}, nil // the volume, a replica or the node's disks will tell
 	case api.KindOf(err) == api.InUse || api.KindOf(err) == api.Busy:
