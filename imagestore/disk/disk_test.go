@@ -320,7 +320,7 @@ func smallFS(t *testing.T, n int) string {
 	}
 	img, dir := filepath.Join(t.TempDir(), "fs"), t.TempDir()
 	command(t, "truncate", "-s", fmt.Sprintf("%dM", n), img)
-	command(t, "mkfs.ext4", "-q", "-m", "0", img)
+	command(t, "mkfs.ext4", "-q", "-b", "4096", "-m", "0", img)
 	command(t, "mount", "-o", "loop", img, dir)
 	t.Cleanup(func() { command(t, "umount", dir) })
 	return dir
