@@ -1,7 +1,7 @@
 # Drover: `make help` lists the targets. Tests, demo and bench use real block devices and mounts: they need root.
 SHELL       := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-GO          ?= go
+GO          ?= $(or $(shell command -v go),/usr/local/go/bin/go)
 BIN         := bin/drover
 VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
@@ -12,12 +12,16 @@ KILLS       ?= 200
 FUZZTIME    ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help build test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
+.PHONY: help build release test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 build: ## build bin/drover
+	@# The flags that compile are those of the tests, so that both share what is compiled.
+	$(GO) build -ldflags '$(LDFLAGS)' -o $(BIN) .
+
+release: ## build bin/drover as it is shipped: static, and the same bytes everywhere
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN) .
 
 test: need-root ## run every test (root; real devices, mounts and processes)

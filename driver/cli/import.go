@@ -274,7 +274,8 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				return true, errReady
 			case api.ImageFailed:
 				return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
-			case "", api.ImagePending:
+			}
+			if len(i.Status.Copies) == 0 { // else the copies tell, below
 				p.at("pending", 0, 0)
 			}
 			return false, nil

@@ -141,7 +141,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 // hindrance is what the volume itself says against being ready.
 func hindrance(v *api.Volume) string {
 	for _, c := range v.Status.Conditions {
-		if c.Status == "False" && c.Message != "" {
+		if c.Status == "False" && c.Message != "" && c.Type != api.ConditionExpanded { // its message is only the progress
 			return c.Message
 		}
 	}

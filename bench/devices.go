@@ -1,0 +1,144 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// job is one way of doing I/O.
+type job struct {
+	name, rw, bs, unit string
+	depth              int
+}
+
+// Reads come before writes: the volume over the image shall read from the image.
+var jobs = []job{
+	{"randread-4k-qd1", "randread", "4k", "iops", 1},
+	{"randread-4k-qd32", "randread", "4k", "iops", 32},
+	{"read-1m", "read", "1m", "MB/s", 8},
+	{"randwrite-4k-qd1", "randwrite", "4k", "iops", 1},
+	{"randwrite-4k-qd32", "randwrite", "4k", "iops", 32},
+	{"write-1m", "write", "1m", "MB/s", 8},
+}
+
+// subject is something that fio can open.
+type subject struct{ name, path string }
+
+// fio does one round of a job and returns IOPS, or MB/s for large blocks.
+func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
+	out, err := tool(ctx, "fio", "--name="+j.name, "--filename="+path, "--rw="+j.rw, "--bs="+j.bs,
+		"--iodepth="+strconv.Itoa(j.depth), "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--direct=1",
+		"--ioengine=libaio", "--time_based", "--runtime="+strconv.Itoa(b.seconds), "--ramp_time=300ms",
+		"--randrepeat=0", "--norandommap", "--output-format=json")
+	if err != nil {
+		return 0, err
+	}
+	type side struct {
+		IOPS  float64 `json:"iops"`
+		Bytes float64 `json:"bw_bytes"`
+	}
+	var rep struct {
+		Jobs []struct {
+			Error int  `json:"error"`
+			Read  side `json:"read"`
+			Write side `json:"write"`
+		} `json:"jobs"`
+	}
+	if i := strings.IndexByte(out, '{'); i > 0 {
+		out = out[i:] // fio puts its warnings before the report
+	}
+	if err := json.Unmarshal([]byte(out), &rep); err != nil || len(rep.Jobs) != 1 || rep.Jobs[0].Error != 0 {
+		return 0, fmt.Errorf("fio %s on %s: %v: %.300s", j.name, path, err, out)
+	}
+	s := rep.Jobs[0].Read
+	if strings.Contains(j.rw, "write") {
+		s = rep.Jobs[0].Write
+	}
+	if j.unit == "iops" {
+		return s.IOPS, nil
+	}
+	return s.Bytes / 1e6, nil
+}
+
+// fill writes all of a subject once, so that nobody is measured on holes.
+func (b *bench) fill(ctx context.Context, path string) error {
+	_, err := tool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write", "--bs=1m", "--iodepth=8", "--direct=1",
+		"--ioengine=libaio", "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--end_fsync=1")
+	return err
+}
+
+// devices measures all jobs on all subjects, round by round.
+func (b *bench) devices(ctx context.Context) (err error) {
+	size := b.sizeMiB << 20
+	plain, looped, raw := filepath.Join(b.dir, "plain"), filepath.Join(b.dir, "looped"), filepath.Join(b.dir, "source.raw")
+	fmt.Fprintln(os.Stderr, "preparing plain file, loop device, a blank volume and one over an image ...")
+	for _, p := range []string{plain, looped} {
+		if err := b.fill(ctx, p); err != nil {
+			return err
+		}
+	}
+	out, err := tool(ctx, "losetup", "--find", "--show", "--direct-io=on", looped)
+	if err != nil {
+		return err
+	}
+	loop := strings.TrimSpace(out)
+	defer func() {
+		if _, lerr := tool(context.Background(), "losetup", "-d", loop); err == nil {
+			err = lerr
+		}
+	}()
+	if err := randomFile(raw, size, false); err != nil {
+		return err
+	}
+	if err := b.in.importFile(ctx, "base", raw); err != nil {
+		return err
+	}
+	if err := os.Remove(raw); err != nil {
+		return err
+	}
+	blank, err := b.in.volume(ctx, "blank", "", size)
+	if err != nil {
+		return err
+	}
+	if err := b.fill(ctx, blank); err != nil {
+		return err
+	}
+	image, err := b.in.volume(ctx, "over-image", "base", size)
+	if err != nil {
+		return err
+	}
+	subjects := []subject{{"plain-file", plain}, {"loop-direct", loop}, {"drover-blank", blank}, {"drover-image", image}}
+	for _, j := range jobs {
+		got := map[string][]float64{}
+		for r := range b.rounds {
+			for _, s := range subjects {
+				v, err := b.fio(ctx, j, s.path)
+				if err != nil {
+					return err
+				}
+				got[s.name] = append(got[s.name], v)
+				fmt.Fprintf(os.Stderr, "\r%s round %d of %d: %s %.0f %s\x1b[K", j.name, r+1, b.rounds, s.name, v, j.unit)
+			}
+		}
+		base := median(got["loop-direct"])
+		for _, s := range subjects {
+			v, note := median(got[s.name]), ""
+			if j.depth == 1 && strings.HasPrefix(s.name, "drover") {
+				note = fmt.Sprintf("%+.0f us per I/O", 1e6/v-1e6/base)
+			}
+			b.add(j.name, s.name, v, j.unit, "loop-direct", base, note)
+		}
+	}
+	fmt.Fprint(os.Stderr, "\r\x1b[K")
+	for _, v := range []string{"blank", "over-image"} {
+		if err := b.in.deleteVolume(ctx, v); err != nil {
+			return err
+		}
+	}
+	return b.in.deleteImage(ctx, "base")
+}

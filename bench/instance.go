@@ -1,0 +1,260 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/go-logr/logr"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// instance is a `drover serve` of our own.
+type instance struct {
+	drover, disk, kubeconfig string
+	cmd                      *exec.Cmd
+	ended                    chan error
+	log                      string
+	client                   client.WithWatch
+	node                     string
+}
+
+// start runs serve and returns when its node has a ready disk.
+func start(ctx context.Context, drover, dir string) (in *instance, err error) {
+	state := filepath.Join(dir, "state")
+	in = &instance{drover: drover, disk: filepath.Join(dir, "disk"), kubeconfig: filepath.Join(state, "kubeconfig"),
+		log: filepath.Join(dir, "serve.log"), ended: make(chan error, 1)}
+	for _, d := range []string{state, in.disk} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	log, err := os.Create(in.log)
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	in.cmd = exec.Command(drover, "serve", "--state-dir", state, "--disk", in.disk)
+	in.cmd.Stderr = log
+	in.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for us: we detach first, then stop it
+	out, err := in.cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := in.cmd.Start(); err != nil {
+		return nil, err
+	}
+	ready := make(chan bool, 1)
+	go func() { // ends with the process
+		s := bufio.NewScanner(out)
+		for s.Scan() {
+			if strings.HasPrefix(s.Text(), "ready") {
+				ready <- true
+			}
+		}
+		close(ready)
+		in.ended <- in.cmd.Wait()
+	}()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, in.stop(), in.tail())
+		}
+	}()
+	select {
+	case ok := <-ready:
+		if !ok {
+			return nil, errors.New("drover serve ended")
+		}
+	case <-time.After(30 * time.Second):
+		return nil, errors.New("drover serve was not ready after 30 s")
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	return in, in.connect(ctx)
+}
+
+func (in *instance) tail() error {
+	raw, err := os.ReadFile(in.log)
+	if err != nil {
+		return err
+	}
+	return fmt.Errorf("log of serve: %s", raw[max(0, len(raw)-2000):])
+}
+
+func (in *instance) connect(ctx context.Context) error {
+	ctrllog.SetLogger(logr.Discard())
+	cfg, err := clientcmd.BuildConfigFromFlags("", in.kubeconfig)
+	if err != nil {
+		return err
+	}
+	cfg.QPS = -1
+	s := runtime.NewScheme()
+	if err := api.AddToScheme(s); err != nil {
+		return err
+	}
+	if in.client, err = client.NewWithWatch(cfg, client.Options{Scheme: s}); err != nil {
+		return err
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		return err
+	}
+	in.node = strings.ToLower(host)
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	_, err = await.Until(ctx, in.client, in.node, func(n *api.Node) (bool, error) {
+		return len(n.Status.Disks) > 0 && n.Status.Disks[0].Ready, nil
+	})
+	return err
+}
+
+// stop detaches everything, so that the data path ends with serve, and waits for the end.
+func (in *instance) stop() error {
+	var errs []error
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	if in.client != nil {
+		var list api.AttachmentList
+		errs = append(errs, in.client.List(ctx, &list))
+		for _, a := range list.Items {
+			errs = append(errs, in.detach(ctx, a.Name))
+		}
+	}
+	errs = append(errs, in.cmd.Process.Signal(syscall.SIGTERM))
+	select {
+	case err := <-in.ended:
+		errs = append(errs, err)
+	case <-ctx.Done():
+		errs = append(errs, errors.New("drover serve did not stop"), in.cmd.Process.Kill())
+	}
+	return errors.Join(errs...)
+}
+
+// volume creates a volume, attaches it and returns its device.
+func (in *instance) volume(ctx context.Context, name, image string, size int64) (string, error) {
+	v := &api.Volume{Spec: api.VolumeSpec{Size: size, BackingImage: image}}
+	v.Name = name
+	if err := in.client.Create(ctx, v); err != nil {
+		return "", err
+	}
+	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: in.node}}
+	a.Name, a.Labels = name, map[string]string{api.LabelVolume: name, api.LabelNode: in.node}
+	if err := in.client.Create(ctx, a); err != nil {
+		return "", err
+	}
+	a, err := await.Until(ctx, in.client, name, func(a *api.Attachment) (bool, error) {
+		return a.Status.Ready && a.Status.Device != "", nil
+	})
+	if err != nil {
+		return "", fmt.Errorf("attach %s: %w", name, err)
+	}
+	return a.Status.Device, nil
+}
+
+func (in *instance) detach(ctx context.Context, name string) error {
+	var a api.Attachment
+	if err := in.client.Get(ctx, client.ObjectKey{Name: name}, &a); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if err := in.client.Delete(ctx, &a); err != nil && !apierrors.IsNotFound(err) {
+		return err
+	}
+	return await.Gone(ctx, in.client, &a, nil)
+}
+
+func (in *instance) deleteVolume(ctx context.Context, name string) error {
+	if err := in.detach(ctx, name); err != nil {
+		return err
+	}
+	var v api.Volume
+	if err := in.client.Get(ctx, client.ObjectKey{Name: name}, &v); err != nil {
+		return err
+	}
+	if err := in.client.Delete(ctx, &v); err != nil {
+		return err
+	}
+	return await.Gone(ctx, in.client, &v, nil)
+}
+
+// importFile makes a backing image of a file and waits for it.
+func (in *instance) importFile(ctx context.Context, name, path string) error {
+	i := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceFile,
+		SourceParameters: map[string]string{"path": path}}}
+	i.Name = name
+	if err := in.client.Create(ctx, i); err != nil {
+		return err
+	}
+	_, err := await.Until(ctx, in.client, name, func(i *api.BackingImage) (bool, error) {
+		if i.Status.State == api.ImageFailed {
+			return true, fmt.Errorf("image %s: %s", name, i.Status.Message)
+		}
+		return i.Status.State == api.ImageReady, nil
+	})
+	return err
+}
+
+func (in *instance) deleteImage(ctx context.Context, name string) error {
+	var i api.BackingImage
+	if err := in.client.Get(ctx, client.ObjectKey{Name: name}, &i); err != nil {
+		return err
+	}
+	if err := in.client.Delete(ctx, &i); err != nil {
+		return err
+	}
+	return await.Gone(ctx, in.client, &i, nil)
+}
+
+// tool runs a program; its error carries what it said.
+func tool(ctx context.Context, name string, args ...string) (string, error) {
+	var said strings.Builder
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Stderr = &said
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s %s: %w: %s", name, strings.Join(args, " "), err, said.String())
+	}
+	return string(out), nil
+}
+
+// randomFile writes a file of size bytes of which every other run of 8 MiB is random and the rest holes.
+func randomFile(path string, size int64, holes bool) error {
+	src, err := os.Open("/dev/urandom")
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	const run = 8 << 20
+	for off := int64(0); off < size; off += run {
+		if holes && off/run%2 == 1 {
+			continue
+		}
+		n := min(run, size-off)
+		if _, err := io.CopyN(io.NewOffsetWriter(f, off), src, n); err != nil {
+			return err
+		}
+	}
+	if err := f.Truncate(size); err != nil {
+		return err
+	}
+	return f.Sync()
+}
