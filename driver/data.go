@@ -49,7 +49,6 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 	}
 	log = log.With("role", "data", "pid", os.Getpid())
 	slog.SetDefault(log)
-	debug.SetGCPercent(50)
 	cfg, err := loadConfig(o.kubeconfig)
 	if err != nil {
 		return err
@@ -64,6 +63,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, data.Close()) }()
+	debug.SetGCPercent(50) // it was started without a collector, to be back soon
 
 	mgr, err := ctrl.NewManager(cfg, managerOptions())
 	if err != nil {

@@ -55,6 +55,9 @@ func (d demoted) Enabled(ctx context.Context, l slog.Level) bool {
 	return d.Handler.Enabled(ctx, demote(l))
 }
 func (d demoted) Handle(ctx context.Context, r slog.Record) error {
+	if !d.Enabled(ctx, r.Level) {
+		return nil // errors come here unasked
+	}
 	r.Level = demote(r.Level)
 	return d.Handler.Handle(ctx, r)
 }

@@ -235,7 +235,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		return nil, err
 	}
 	if s.data {
-		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, ioFlusher: true,
+		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, inPath: true,
 			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
 				"--log-level", s.logLevel, "--log-format", s.logFormat}})
 	}
