@@ -1,0 +1,277 @@
+package sanity_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/go-logr/logr"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+var binary struct {
+	once sync.Once
+	dir  string
+	path string
+	err  error
+}
+
+// TestMain removes the binary that the tests of this package share.
+func TestMain(m *testing.M) {
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctrllog.SetLogger(logr.Discard())
+	slog.SetDefault(slog.New(slog.DiscardHandler))
+	code := m.Run()
+	if binary.dir != "" {
+		os.RemoveAll(binary.dir)
+	}
+	os.Exit(code)
+}
+
+// drover builds the program, once.
+func drover(t *testing.T) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("this test makes real devices and mounts: run it as root")
+	}
+	binary.once.Do(func() {
+		if binary.dir, binary.err = os.MkdirTemp("", "drover-binary-"); binary.err != nil {
+			return
+		}
+		binary.path = filepath.Join(binary.dir, "drover")
+		cmd := exec.Command("go", "build", "-o", binary.path, "..")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			binary.err = fmt.Errorf("go build: %w\n%s", err, out)
+		}
+	})
+	if binary.err != nil {
+		t.Fatal(binary.err)
+	}
+	return binary.path
+}
+
+// world is one `drover serve` with a state folder, a disk and clients: all the real thing.
+type world struct {
+	t    *testing.T
+	dir  string // of everything
+	cmd  *exec.Cmd
+	done chan struct{} // closed when serve has ended
+	err  error         // how; read after done
+	log  *os.File
+
+	conn       *grpc.ClientConn
+	identity   csi.IdentityClient
+	controller csi.ControllerClient
+	node       csi.NodeClient
+	objects    client.WithWatch
+	name       string // of the node
+}
+
+const settle = 30 * time.Second // longer than anything here takes on a busy machine
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	bin := drover(t)
+	// Not t.TempDir: the path of a socket is at most 107 bytes long.
+	dir, err := os.MkdirTemp("", "drover-")
+	must(t, err)
+	w := &world{t: t, dir: dir, name: "node-one"}
+	must(t, os.Mkdir(w.path("disk"), 0o700))
+	w.log, err = os.Create(w.path("log"))
+	must(t, err)
+	t.Cleanup(w.end)
+	w.start(bin)
+	return w
+}
+
+func (w *world) path(elem ...string) string {
+	return filepath.Join(append([]string{w.dir}, elem...)...)
+}
+
+// start runs serve and returns when it is ready and its node has its disk.
+func (w *world) start(bin string) {
+	w.t.Helper()
+	w.cmd = exec.Command(bin, "serve", "--state-dir", w.path("state"), "--disk", w.path("disk"), "--node-name", w.name)
+	w.cmd.Stderr = w.log
+	out, err := w.cmd.StdoutPipe()
+	must(w.t, err)
+	must(w.t, w.cmd.Start())
+	ready := make(chan struct{})
+	w.done = make(chan struct{})
+	go func(cmd *exec.Cmd, done chan struct{}) { // ends with the process
+		for lines := bufio.NewScanner(out); lines.Scan(); {
+			if strings.HasPrefix(lines.Text(), "ready ") {
+				close(ready)
+			}
+		}
+		w.err = cmd.Wait()
+		close(done)
+	}(w.cmd, w.done)
+	select {
+	case <-ready:
+	case <-w.done:
+		w.fatal("serve ended before it was ready: %v", w.err)
+	case <-time.After(2 * settle):
+		w.fatal("serve is not ready")
+	}
+	if w.conn == nil {
+		w.conn, err = grpc.NewClient("unix://"+w.path("state", "csi.sock"), grpc.WithAuthority("localhost"),
+			grpc.WithTransportCredentials(insecure.NewCredentials()))
+		must(w.t, err)
+		w.identity, w.controller = csi.NewIdentityClient(w.conn), csi.NewControllerClient(w.conn)
+		w.node = csi.NewNodeClient(w.conn)
+	}
+	cfg, err := clientcmd.BuildConfigFromFlags("", w.path("state", "kubeconfig"))
+	must(w.t, err)
+	scheme := runtime.NewScheme()
+	must(w.t, api.AddToScheme(scheme))
+	w.objects, err = client.NewWithWatch(cfg, client.Options{Scheme: scheme})
+	must(w.t, err)
+	// However full the machine that runs the tests is: the volumes are thin.
+	w.set("storage-minimal-available-percentage", "0")
+	w.set("storage-over-provisioning-percentage", "100000")
+	w.awaitDisk()
+}
+
+func (w *world) set(name, value string) {
+	w.t.Helper()
+	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
+	if err := w.objects.Create(w.t.Context(), s); err != nil && !apierrors.IsAlreadyExists(err) {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *world) awaitDisk() {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(w.t.Context(), settle)
+	defer cancel()
+	_, err := await.Until(ctx, w.objects, w.name, func(n *api.Node) (bool, error) {
+		return len(n.Status.Disks) == 1 && n.Status.Disks[0].Ready, nil
+	})
+	if err != nil {
+		w.fatal("the disk is not ready: %v", err)
+	}
+}
+
+// fatal ends the test with the last words of the log.
+func (w *world) fatal(format string, args ...any) {
+	w.t.Helper()
+	b, _ := os.ReadFile(w.log.Name())
+	if len(b) > 8000 {
+		b = b[len(b)-8000:]
+	}
+	w.t.Fatalf(format+"\nlog:\n%s", append(args, b)...)
+}
+
+// signal ends serve in one way or another and waits for it.
+func (w *world) signal(s syscall.Signal) {
+	w.t.Helper()
+	must(w.t, w.cmd.Process.Signal(s))
+	select {
+	case <-w.done:
+	case <-time.After(2 * settle):
+		w.fatal("serve does not end after %v", s)
+	}
+	if s == syscall.SIGTERM && w.err != nil {
+		w.fatal("serve ended with %v", w.err)
+	}
+}
+
+// child is the number of the data or hold process, 0 if it does not run.
+func (w *world) child(role string) int {
+	w.t.Helper()
+	b, err := os.ReadFile(w.path("state", "run", role+".pid"))
+	if err != nil {
+		return 0
+	}
+	var p struct{ Pid int }
+	if json.Unmarshal(b, &p) != nil || p.Pid <= 0 {
+		return 0
+	}
+	args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", p.Pid))
+	if err != nil || !strings.Contains(string(args), w.dir) { // gone, or the number is somebody else's
+		return 0
+	}
+	return p.Pid
+}
+
+// end takes the world down and checks that nothing stays behind.
+func (w *world) end() {
+	if w.cmd != nil && w.cmd.Process != nil {
+		select {
+		case <-w.done:
+		default:
+			_ = w.cmd.Process.Signal(syscall.SIGTERM)
+			select {
+			case <-w.done:
+			case <-time.After(2 * settle):
+				w.t.Error("serve does not end")
+				_ = w.cmd.Process.Kill()
+				<-w.done
+			}
+		}
+	}
+	if w.conn != nil {
+		w.conn.Close()
+	}
+	mounts, _ := os.ReadFile("/proc/self/mountinfo")
+	if n := strings.Count(string(mounts), w.dir); n > 0 && !w.t.Failed() {
+		w.t.Errorf("%d mounts stay behind", n)
+	}
+	for line := range strings.Lines(string(mounts)) {
+		if f := strings.Fields(line); strings.HasPrefix(f[4], w.dir) {
+			_ = exec.Command("umount", "-l", f[4]).Run()
+		}
+	}
+	for _, role := range []string{"data", "hold"} {
+		if pid := w.child(role); pid != 0 {
+			if !w.t.Failed() {
+				w.t.Errorf("process %d (%s) stays behind", pid, role)
+			}
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}
+	if w.t.Failed() {
+		if b, err := os.ReadFile(w.log.Name()); err == nil {
+			if len(b) > 6000 {
+				b = b[len(b)-6000:]
+			}
+			w.t.Logf("the end of the log:\n%s", b)
+		}
+	}
+	w.log.Close()
+	if err := os.RemoveAll(w.dir); err != nil {
+		w.t.Errorf("%v", err)
+	}
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
