@@ -3,6 +3,7 @@ package stack
 import (
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"testing"
 )
 
@@ -49,9 +50,9 @@ func TestIndexModel(t *testing.T) {
 	}
 }
 
-// simulate fills an index of 1 TiB as a guest does that writes 32 KiB at random places, until upTo is written.
+// simulate fills an index of 1 TiB as a guest does that writes 128 KiB at random places, until upTo is written.
 func simulate(x *index, upTo float64, rng *rand.Rand) {
-	const run = 8
+	const run = 32
 	order := rng.Perm(pageBlocks / run)
 	for p := range x.packed {
 		for _, i := range order[:int(upTo*pageBlocks/run)] {
@@ -97,7 +98,9 @@ func TestIndexMemory(t *testing.T) {
 		}
 		x.load(0, vals)
 		for p := 1; p < len(x.packed); p++ {
-			x.load(p, vals)
+			q := *x.packed[0]
+			q.pal, q.cnt, q.words = slices.Clone(q.pal), slices.Clone(q.cnt), slices.Clone(q.words)
+			x.packed[p] = &q
 		}
 		used := heap() - before
 		t.Logf("%.2f MiB of heap", float64(used)/(1<<20))

@@ -1,0 +1,183 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+
+	"drover.io/drover/api"
+)
+
+// commit writes stack.json with what change does to it.
+func (r *Replica) commit(change func(*Meta)) error {
+	m := r.Meta()
+	change(&m)
+	if err := writeMeta(r.disk.fs, r.dir+"/"+stackFile, formatStack, m.record()); err != nil {
+		return classify(err)
+	}
+	r.metaMu.Lock()
+	r.meta = m
+	r.metaMu.Unlock()
+	return nil
+}
+
+func (r *Replica) name(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
+}
+
+// Adopt begins the session (epoch, incarnation): all I/O of earlier ones is over, and the session is durable, when it
+// returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
+func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.Meta()
+	if epoch < m.Epoch || epoch == m.Epoch && incarnation < m.Incarnation {
+		return r.name(api.Errorf(api.Denied, "session %d.%d is older than %d.%d, which was adopted before", epoch,
+			incarnation, m.Epoch, m.Incarnation))
+	}
+	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
+		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
+	}
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		return r.name(err)
+	}
+	defer release()
+	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty {
+		return nil
+	}
+	return r.name(r.commit(func(m *Meta) {
+		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
+	}))
+}
+
+// Expand makes the volume larger. The same size again is fine, a smaller one is refused.
+func (r *Replica) Expand(ctx context.Context, size int64) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.Meta()
+	if size < m.Size {
+		return r.name(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
+	}
+	if size%blockSize != 0 || size > api.MaxVolumeSize {
+		return r.name(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
+	}
+	if size == m.Size {
+		return nil
+	}
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		return r.name(err)
+	}
+	defer release()
+	err = errors.Join(r.head.Truncate(size), r.head.Datasync(), fitIntents(r.disk.fs, r.dir+"/"+intentsFile, size))
+	if err != nil {
+		return r.name(classify(err))
+	}
+	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
+		return r.name(err)
+	}
+	r.work.do(func() { r.log.zeros.grow(size>>blockBits, 0) })
+	return r.name(r.onLoop(func() { r.idx.grow(size>>blockBits, fromNowhere) }))
+}
+
+// Close ends the session: I/O under way is waited for, what was acknowledged is made durable, and stack.json says that
+// the end was clean. I/O that comes later fails.
+func (r *Replica) Close() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.metaMu.Lock()
+	was := r.closed
+	r.closed = true
+	r.metaMu.Unlock()
+	if was {
+		return nil
+	}
+	release, err := r.quiesce(context.Background())
+	failed := err
+	if err == nil {
+		failed = r.shut()
+		release()
+	}
+	var errs []error
+	r.work.do(func() { errs = append(errs, r.log.add(r.takeZeros()), r.log.sync()) })
+	r.work.close()
+	if failed == nil {
+		err := errors.Join(append(errs, r.head.Datasync())...)
+		errs = []error{err}
+		if err == nil && r.Meta().Dirty {
+			errs = append(errs, r.commit(func(m *Meta) { m.Dirty = false }))
+		}
+	} else {
+		slog.Warn("replica is closed after an error; its end is not marked clean", "replica", r.meta.UID, "error", failed)
+	}
+	errs = append(errs, r.closeFiles())
+	return r.name(errors.Join(errs...))
+}
+
+var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
+
+// quiesce holds new I/O back and returns when none is under way. Release lets it go on.
+func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
+	quiet := make(chan struct{})
+	if !r.ring.Post(func() {
+		r.holding++
+		if r.inflight == 0 {
+			close(quiet)
+			return
+		}
+		r.idle = append(r.idle, func() { close(quiet) })
+	}) {
+		return nil, errLoopEnded
+	}
+	release = func() {
+		r.ring.Post(func() {
+			r.holding--
+			if r.holding > 0 {
+				return
+			}
+			held := r.held
+			r.held = nil
+			for _, q := range held {
+				r.Submit(q)
+			}
+		})
+	}
+	select {
+	case <-quiet:
+		return release, nil
+	case <-ctx.Done():
+		release()
+		return nil, api.Errorf(api.Busy, "I/O is still under way: %w", ctx.Err())
+	}
+}
+
+var errLoopEnded = api.Errorf(api.Unavailable, "its loop has ended")
+
+// onLoop runs fn on the loop's thread and waits for it.
+func (r *Replica) onLoop(fn func()) error {
+	ran := make(chan struct{})
+	if !r.ring.Post(func() { fn(); close(ran) }) {
+		return errLoopEnded
+	}
+	<-ran
+	return nil
+}
+
+// shut makes later I/O fail, and reports an error that came before.
+func (r *Replica) shut() error {
+	var failed error
+	err := r.onLoop(func() {
+		failed = r.failed
+		r.failed = errClosed
+	})
+	if err != nil {
+		return err
+	}
+	return failed
+}

@@ -1,0 +1,373 @@
+package stack
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file/lossy"
+)
+
+// A step is one operation on metadata, with what must hold after it, whether it happened or not.
+type step struct {
+	name  string
+	setup func(t *testing.T, d *Disk, ids *ids)
+	do    func(d *Disk, p *power, ids *ids) error
+	// check is called after the power came back; done says that do had succeeded.
+	check func(t *testing.T, d *Disk, p *power, ids *ids, done bool)
+}
+
+type ids struct {
+	replica, image, layer, other string
+	e                            expect
+}
+
+func (i *ids) spec(layers ...string) Spec {
+	return Spec{UID: i.replica, Volume: "v", VolumeUID: i.other, Size: 8 << 20, Layers: layers}
+}
+
+func (i *ids) record() block.Image {
+	return block.Image{UID: i.image, Name: "i", Layers: []string{i.layer}, VirtualSize: 4 << 20}
+}
+
+func (i *ids) makeLayer(t *testing.T, d *Disk) {
+	i.layer = filledLayer(t, d, 4<<20, []int64{0, 5, 700}, 7<<32, i.e)
+}
+
+func (i *ids) makeImage(t *testing.T, d *Disk) {
+	i.makeLayer(t, d)
+	if err := d.PutImage(i.record()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (i *ids) makeReplica(t *testing.T, d *Disk) {
+	i.makeImage(t, d)
+	if err := d.CreateReplica(context.Background(), i.spec(i.layer)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func withReplica(do func(r *Replica) error) func(d *Disk, p *power, i *ids) error {
+	return func(d *Disk, p *power, i *ids) error {
+		r, err := d.openReplica(context.Background(), i.replica, p)
+		if err != nil {
+			return err
+		}
+		err = do(r)
+		return errors.Join(err, r.Close())
+	}
+}
+
+func replicaIs(ok func(m Meta, done bool) bool) func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+	return func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+		list, err := d.Replicas()
+		if err != nil || len(list) != 1 || !ok(list[0], done) {
+			t.Fatalf("done=%v: %+v, %v", done, list, err)
+		}
+		i.e.check(t, d, p, i.replica)
+	}
+}
+
+var steps = []step{
+	{name: "create replica", setup: func(t *testing.T, d *Disk, i *ids) { i.makeImage(t, d) },
+		do: func(d *Disk, p *power, i *ids) error { return d.CreateReplica(context.Background(), i.spec(i.layer)) },
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			list, err := d.Replicas()
+			if err != nil || done && len(list) != 1 {
+				t.Fatalf("%+v, %v", list, err)
+			}
+			if err := d.CreateReplica(context.Background(), i.spec(i.layer)); err != nil {
+				t.Fatal(err)
+			}
+			i.e.check(t, d, p, i.replica)
+		}},
+	{name: "adopt", setup: func(t *testing.T, d *Disk, i *ids) { i.makeReplica(t, d) },
+		do: withReplica(func(r *Replica) error { return r.Adopt(context.Background(), 5, 6, []string{r.meta.UID}) }),
+		check: replicaIs(func(m Meta, done bool) bool {
+			if done { // and closed
+				return m.Epoch == 5 && m.Incarnation == 6 && len(m.Members) == 1 && !m.Dirty
+			}
+			return m.Epoch == 5 && m.Incarnation == 6 || m.Epoch == 0 && !m.Dirty
+		})},
+	{name: "expand", setup: func(t *testing.T, d *Disk, i *ids) { i.makeReplica(t, d) },
+		do:    withReplica(func(r *Replica) error { return r.Expand(context.Background(), 80<<20) }),
+		check: replicaIs(func(m Meta, done bool) bool { return m.Size == 80<<20 || !done && m.Size == 8<<20 })},
+	{name: "remove replica", setup: func(t *testing.T, d *Disk, i *ids) { i.makeReplica(t, d) },
+		do: func(d *Disk, p *power, i *ids) error {
+			defer d.Close()
+			return d.RemoveReplica(i.replica)
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			list, err := d.Replicas()
+			if err != nil || done && len(list) > 0 {
+				t.Fatalf("%+v, %v", list, err)
+			}
+			if len(list) == 1 {
+				i.e.check(t, d, p, i.replica)
+			}
+			if err := d.RemoveReplica(i.replica); err != nil {
+				t.Fatal(err)
+			}
+			if err := d.Verify(context.Background(), i.layer); err != nil {
+				t.Fatalf("the image's layer: %v", err)
+			}
+		}},
+	{name: "remove replica with its layers", setup: func(t *testing.T, d *Disk, i *ids) {
+		i.makeLayer(t, d)
+		if err := d.CreateReplica(context.Background(), i.spec(i.layer)); err != nil {
+			t.Fatal(err)
+		}
+	},
+		do: func(d *Disk, p *power, i *ids) error {
+			defer d.Close()
+			return d.RemoveReplica(i.replica)
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			list, err := d.Replicas()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(list) == 1 { // then it is whole
+				i.e.check(t, d, p, i.replica)
+			}
+			if err := errors.Join(d.RemoveReplica(i.replica), d.Close(), d.Collect(context.Background(), 0)); err != nil {
+				t.Fatal(err)
+			}
+			for _, dir := range []string{layersDir, replicaDir, trashDir} {
+				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) > 0 {
+					t.Fatalf("%s holds %v, %v", dir, left, err)
+				}
+			}
+		}},
+	{name: "make layer", setup: func(t *testing.T, d *Disk, i *ids) { i.layer = string(api.NewUID()) },
+		do: func(d *Disk, p *power, i *ids) error {
+			w, err := d.Create(context.Background(), i.layer, 4<<20)
+			if err != nil {
+				return err
+			}
+			buf := alignedBuffer(2 << 20)
+			fill(buf, 99)
+			if _, err := w.WriteAt(buf, 0); err == nil {
+				_, err = w.WriteAt(buf[:blockSize], 3<<20)
+				if err == nil {
+					err = w.ZeroAt(3<<20+blockSize, blockSize)
+				}
+				if err == nil {
+					_, _, err = w.Seal(context.Background())
+				}
+				if err == nil {
+					return nil
+				}
+			}
+			return errors.Join(lossy.ErrKilled, w.Abort())
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			_, _, err := d.Digest(i.layer)
+			if err != nil && (done || !api.Is(err, api.NotFound)) {
+				t.Fatal(err)
+			}
+			if err == nil {
+				if err := d.Verify(context.Background(), i.layer); err != nil {
+					t.Fatal(err)
+				}
+			} else if w, err := d.Create(context.Background(), i.layer, 4<<20); err != nil {
+				t.Fatal(err)
+			} else if err := w.Abort(); err != nil {
+				t.Fatal(err)
+			}
+		}},
+	{name: "put image", setup: func(t *testing.T, d *Disk, i *ids) { i.makeLayer(t, d) },
+		do: func(d *Disk, p *power, i *ids) error { return d.PutImage(i.record()) },
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			list, err := d.Images()
+			if err != nil || done && len(list) != 1 {
+				t.Fatalf("%+v, %v", list, err)
+			}
+			if err := d.PutImage(i.record()); err != nil {
+				t.Fatal(err)
+			}
+		}},
+	{name: "remove image", setup: func(t *testing.T, d *Disk, i *ids) { i.makeImage(t, d) },
+		do: func(d *Disk, p *power, i *ids) error {
+			defer d.Close()
+			return d.RemoveImage(i.image)
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			list, err := d.Images()
+			if err != nil || done && len(list) > 0 {
+				t.Fatalf("%+v, %v", list, err)
+			}
+			if len(list) == 1 {
+				if err := d.Verify(context.Background(), i.layer); err != nil {
+					t.Fatalf("an image without its layer: %v", err)
+				}
+			}
+		}},
+	{name: "collect", setup: func(t *testing.T, d *Disk, i *ids) {
+		filledLayer(t, d, 1<<20, []int64{1}, 1, make(expect)) // an orphan
+		i.makeReplica(t, d)
+	},
+		do: func(d *Disk, p *power, i *ids) error { return d.Collect(context.Background(), 0) },
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			if list, err := d.Replicas(); err != nil || len(list) != 1 {
+				t.Fatalf("%+v, %v", list, err)
+			}
+			i.e.check(t, d, p, i.replica)
+			for range 2 {
+				if err := d.Collect(context.Background(), 0); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for dir, want := range map[string]int{layersDir: 1, trashDir: 0} {
+				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) != want {
+					t.Fatalf("%s holds %v, %v", dir, left, err)
+				}
+			}
+		}},
+	{name: "compact the record of zeros", setup: func(t *testing.T, d *Disk, i *ids) {
+		i.makeReplica(t, d)
+		l, err := openZeroLog(d.fs, d.path(replicaDir, i.replica, "head.zero"), 2048)
+		if err != nil {
+			t.Fatal(err)
+		}
+		spans := make([]span, compactAt)
+		for k := range spans {
+			spans[k] = span{5 << blockBits, blockSize}
+		}
+		if err := errors.Join(l.add(spans), l.sync(), l.close()); err != nil {
+			t.Fatal(err)
+		}
+		i.e.put(5, 0)
+	},
+		do:    withReplica(func(r *Replica) error { return nil }),
+		check: replicaIs(func(m Meta, done bool) bool { return true })},
+}
+
+// TestPowerLossInSteps cuts the power after every single change that an operation makes.
+func TestPowerLossInSteps(t *testing.T) {
+	loop := startLoop(t)
+	for _, s := range steps {
+		t.Run(s.name, func(t *testing.T) {
+			for kill, done := 0, false; !done; kill++ {
+				for seed := range uint64(2) {
+					rng := rand.New(rand.NewPCG(seed, uint64(kill)))
+					i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()),
+						e: make(expect)}
+					p := freshPower(t, loop)
+					s.setup(t, p.disk(t), i)
+					p.fs.KillAfter(kill)
+					err := s.do(p.disk(t), p, i)
+					if err != nil && !p.fs.Killed() {
+						t.Fatalf("not killed: %v", err)
+					}
+					done = !p.fs.Killed()
+					p.disk(t).Close()
+					after := p.crash(t, rng)
+					d := after.disk(t)
+					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e)}, err == nil)
+					d.Close()
+				}
+				if kill > 200 {
+					t.Fatal("the operation never ends")
+				}
+			}
+		})
+	}
+}
+
+// TestRecoveryIsRepeatable kills the recovery itself, at every change it makes.
+func TestRecoveryIsRepeatable(t *testing.T) {
+	loop := startLoop(t)
+	for kill, done := 0, false; !done; kill++ {
+		rng := rand.New(rand.NewPCG(7, uint64(kill)))
+		i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()), e: make(expect)}
+		p := freshPower(t, loop)
+		i.makeReplica(t, p.disk(t))
+		// A torn tail: a record, then half of one, then what looks like a later one.
+		h, err := os.OpenFile(filepath.Join(p.root, replicaDir, i.replica, "head.zero"), os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var rec [3 * zeroRecord]byte
+		putZeroRecord(rec[:], 0, 5<<blockBits, blockSize)
+		putZeroRecord(rec[zeroRecord:], 1, 0, blockSize)
+		putZeroRecord(rec[2*zeroRecord:], 2, 700<<blockBits, blockSize)
+		rec[zeroRecord+20] ^= 1
+		if _, err := h.WriteAt(rec[:], zeroRecord); err != nil {
+			t.Fatal(err)
+		}
+		h.Close()
+		i.e.put(5, 0)
+		p = newPower(t, loop, p.root) // all of that is durable
+		p.fs.KillAfter(kill)
+		r, err := p.disk(t).openReplica(context.Background(), i.replica, p)
+		if err == nil {
+			r.Close()
+		}
+		done = !p.fs.Killed()
+		after := p.crash(t, rng)
+		i.e.check(t, after.disk(t), after, i.replica)
+		name := filepath.Join(after.root, replicaDir, i.replica, "head.zero")
+		if b, err := os.ReadFile(name); err != nil || len(b) != 2*zeroRecord {
+			t.Fatalf("the torn tail is still there: %d bytes, %v", len(b), err)
+		}
+	}
+}
+
+// TestDamagedRecords damages each record: nothing may be collected, removed by mistake, or opened then.
+func TestDamagedRecords(t *testing.T) {
+	loop := startLoop(t)
+	for _, damage := range []string{"stack", "image"} {
+		t.Run(damage, func(t *testing.T) {
+			i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()), e: make(expect)}
+			p := freshPower(t, loop)
+			d := p.disk(t)
+			i.makeReplica(t, d)
+			orphan := filledLayer(t, d, 1<<20, []int64{1}, 1, make(expect))
+			name := d.path(replicaDir, i.replica, stackFile)
+			if damage == "image" {
+				name = d.path(imagesDir, i.image, imageFile)
+			}
+			good, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			bad := bytes.Replace(good, []byte(`"layers"`), []byte(`"leyers"`), 1)
+			if err := os.WriteFile(name, bad, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := d.Collect(context.Background(), 0); !api.Is(err, api.Corrupt) {
+				t.Fatalf("collect: %v", err)
+			}
+			if _, _, err := d.Digest(orphan); err != nil {
+				t.Fatalf("a layer was collected while a record is damaged: %v", err)
+			}
+			if damage == "stack" {
+				if _, err := d.openReplica(context.Background(), i.replica, p); !api.Is(err, api.Corrupt) {
+					t.Fatalf("open: %v", err)
+				}
+				if err := d.CreateReplica(context.Background(), i.spec(i.layer)); !api.Is(err, api.Corrupt) {
+					t.Fatalf("create over it: %v", err)
+				}
+				if err := d.RemoveImage(i.image); err == nil {
+					t.Fatal("an image was removed while its users cannot be told")
+				}
+			}
+			if err := os.WriteFile(name, good, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := d.RemoveImage(i.image); !api.Is(err, api.InUse) {
+				t.Fatalf("remove image in use: %v", err)
+			}
+			i.e.check(t, d, p, i.replica)
+		})
+	}
+}
