@@ -45,7 +45,8 @@ ControllerExpandVolumeSecret: {key: ` + canary + `}
 ControllerModifyVolumeSecret: {key: ` + canary + `}
 `
 
-// TestCSISanity runs the community's tests of CSI drivers against `drover serve`, for file systems and for block devices.
+// TestCSISanity runs the community's tests of CSI drivers against `drover serve`, for file systems and for block
+// devices.
 func TestCSISanity(t *testing.T) {
 	w := newWorld(t)
 	w.set("volume-attach-limit", "5") // the test of the limit attaches as many volumes

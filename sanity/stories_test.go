@@ -85,8 +85,8 @@ func (p *pod) up() error {
 		VolumeCapability: p.cap}); err != nil {
 		return err
 	}
-	_, err := p.w.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: p.id, StagingTargetPath: p.staging,
-		TargetPath: p.target, VolumeCapability: p.cap})
+	_, err := p.w.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: p.id,
+		StagingTargetPath: p.staging, TargetPath: p.target, VolumeCapability: p.cap})
 	return err
 }
 
@@ -409,8 +409,8 @@ func manyAtOnce(t *testing.T, w *world) {
 
 func names(t *testing.T, w *world) {
 	seen := map[string]string{}
-	for _, name := range []string{"Großes Volumen", "../../etc/passwd", "a/b", "数据卷", strings.Repeat("x", 128), "UPPER",
-		"upper", "-dash-", "dots.are.here", strings.Repeat("y", 63)} {
+	for _, name := range []string{"Großes Volumen", "../../etc/passwd", "a/b", "数据卷", strings.Repeat("x", 128),
+		"UPPER", "upper", "-dash-", "dots.are.here", strings.Repeat("y", 63)} {
 		p, err := w.create(name, 16*mib, blockCap())
 		must(t, err)
 		if other := seen[p.id]; other != "" {
@@ -526,7 +526,8 @@ func restarts(t *testing.T, w *world) {
 	during := p.write("during", 8*mib)
 	w.start(drover(t))
 	if w.child("data") != data || w.child("hold") != hold || data == 0 || hold == 0 {
-		t.Errorf("data and hold were %d and %d and are %d and %d: not adopted", data, hold, w.child("data"), w.child("hold"))
+		t.Errorf("data and hold were %d and %d and are %d and %d: not adopted", data, hold,
+			w.child("data"), w.child("hold"))
 	}
 	p.check("before", before)
 	p.check("during", during)
