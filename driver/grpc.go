@@ -165,6 +165,9 @@ func volumeOf(req any) string {
 // enter waits until nobody else is at key. The caller must call done.
 func (g *guard) enter(ctx context.Context, key string) (done func(), err error) {
 	for {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
 		g.mu.Lock()
 		other, taken := g.busy[key]
 		if !taken {

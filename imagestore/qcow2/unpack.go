@@ -21,6 +21,7 @@ type unpacker struct {
 	off     int64
 	inflate inflater
 	zstd    *zstd.Decoder
+	plain   []byte // what zstd makes
 }
 
 func (u *unpacker) reset() { u.buf = u.buf[:0] }
@@ -88,6 +89,9 @@ func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error)
 	return u.buf[:m.bytes], nil
 }
 
+// zstdSlack is the room behind the output that lets the decoder take its fast path: a block and its overshoot.
+const zstdSlack = 128<<10 + 64
+
 var (
 	errZstdShort = errors.New("zstd data ends too early")
 	errZstdData  = errors.New("bad zstd data")
@@ -109,12 +113,19 @@ func (u *unpacker) unzstd(dst, src []byte) error {
 		if err != nil {
 			return err
 		}
-		out, err := u.zstd.DecodeAll(src[:size], dst[n:n:len(dst)])
+		// The decoder is faster where it may write a little beyond its output, so it gets a buffer of its own.
+		if want := len(dst) + zstdSlack; cap(u.plain) < want {
+			u.plain = make([]byte, 0, want)
+		}
+		out, err := u.zstd.DecodeAll(src[:size], u.plain[:0:len(dst)-n+zstdSlack])
 		if err != nil {
 			return fmt.Errorf("%w: %w", errZstdData, err)
 		}
+		if len(out) > len(dst)-n {
+			return errZstdData
+		}
+		n += copy(dst[n:], out)
 		src = src[size:]
-		n += len(out)
 	}
 	return nil
 }

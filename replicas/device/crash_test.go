@@ -65,7 +65,8 @@ func serveUntilKilled(dir string) error {
 	if held := h.Held(); len(held) > 0 {
 		d, err = h.Resume(ctx, held[0], l, be)
 	} else {
-		d, err = h.Attach(ctx, Spec{Key: "test-crash", Name: "test-crash", Size: crashSize}, l, be)
+		key := fmt.Sprintf("test-%d-crash", os.Getppid()) // as testKey of the parent
+		d, err = h.Attach(ctx, Spec{Key: key, Name: "test-crash", Size: crashSize}, l, be)
 	}
 	if err != nil {
 		return err

@@ -149,7 +149,7 @@ func TestReadOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer be.close()
-	spec := Spec{Key: "test-ro", Name: "test-ro", Size: 16 * mib, ReadOnly: true}
+	spec := Spec{Key: testKey("ro"), Name: "test-ro", Size: 16 * mib, ReadOnly: true}
 	d, err := h.Attach(t.Context(), spec, l, be)
 	if err != nil {
 		t.Fatal(err)
@@ -336,9 +336,7 @@ func TestStuckNeighbour(t *testing.T) {
 
 // Every request can need the memory of the staging buffer when there is no other: it still goes on.
 func TestNoMemory(t *testing.T) {
-	p := pool{warn: func(error) {}}
-	s := &server{pool: p}
-	s.pool.warn = p.warn
+	s := &server{pool: pool{warn: func(error) {}}}
 	if err := s.prepare(); err != nil {
 		t.Fatal(err)
 	}
@@ -424,7 +422,7 @@ func TestHandOver(t *testing.T) {
 	l := runLoop(t)
 	h := openHost(t, runDir)
 	d, be := attach(t, h, l, "over", 16*mib)
-	if err := h.SetBlob("test-over", []byte("new")); err != nil {
+	if err := h.SetBlob(testKey("over"), []byte("new")); err != nil {
 		t.Fatal(err)
 	}
 	if err := d.Resize(t.Context(), 16*mib); err != nil {
@@ -496,7 +494,7 @@ func TestDiscard(t *testing.T) {
 		t.Fatal(err)
 	}
 	h2 := openHost(t, runDir)
-	if err := h2.Discard("test-lost"); err != nil {
+	if err := h2.Discard(testKey("lost")); err != nil {
 		t.Fatal(err)
 	}
 	if len(h2.Held()) != 0 || len(ours()) != 0 {

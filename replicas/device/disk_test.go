@@ -2,6 +2,7 @@ package device
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -162,11 +163,14 @@ func runHolder(t testing.TB) (runDir string) {
 	return runDir
 }
 
+// testKey is a key that only tests of this process use: several may run on a machine.
+func testKey(name string) string { return fmt.Sprintf("test-%d-%s", os.Getpid(), name) }
+
 // ours are the loop devices that tests of this process made.
 func ours() (out []string) {
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, f := range files {
-		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(filepath.Base(string(b)), fileName("test-")) {
+		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(filepath.Base(string(b)), fileName(testKey(""))) {
 			out = append(out, f)
 		}
 	}
@@ -211,7 +215,8 @@ func attach(t testing.TB, h *Host, l *uring.Loop, name string, size int64) (*Dev
 		t.Fatal(err)
 	}
 	t.Cleanup(be.close)
-	d, err := h.Attach(t.Context(), Spec{Key: "test-" + name, Name: "test-" + name, Size: size, Blob: []byte("{}")}, l, be)
+	spec := Spec{Key: testKey(name), Name: "test-" + name, Size: size, Blob: []byte("{}")}
+	d, err := h.Attach(t.Context(), spec, l, be)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -73,7 +73,7 @@ func TestSpeed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer be.close()
-	d, err := h.Attach(t.Context(), Spec{Key: "test-speed", Name: "test-speed", Size: 1 << 30}, l, be)
+	d, err := h.Attach(t.Context(), Spec{Key: testKey("speed"), Name: "test-speed", Size: 1 << 30}, l, be)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,6 +105,8 @@ func TestSpeed(t *testing.T) {
 		}
 		fmt.Printf("%-14s %12.0f %12.0f %12.0f %9.2f %9.1f %9.1f %9.2f\n", j.name, median(iops[0]), median(iops[1]),
 			median(iops[2]), median(ratios), median(usec[1]), median(usec[2])-median(usec[1]), median(cpu))
+		slices.Sort(ratios)
+		t.Logf("%s: ratios of device to loop: %.2f", j.name, ratios)
 	}
 }
 
