@@ -11,29 +11,35 @@ TESTFLAGS   ?= -timeout 20m
 KILLS       ?= 200
 FUZZTIME    ?= 60s
 
+# Debian's Go does not fetch the version that go.mod names unless told so.
+export GOTOOLCHAIN ?= auto
+
 .DEFAULT_GOAL := help
-.PHONY: help build release test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
+.PHONY: help setup build release test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 build: ## build bin/drover
 	@# The flags that compile are those of the tests, so that both share what is compiled.
-	$(GO) build -ldflags '$(LDFLAGS)' -o $(BIN) .
+	$(GO) build -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN) .
 
 release: ## build bin/drover as it is shipped: static, and the same bytes everywhere
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN) .
+	CGO_ENABLED=0 $(GO) build -buildvcs=false -trimpath -ldflags '$(LDFLAGS)' -o $(BIN) .
 
-test: need-root ## run every test (root; real devices, mounts and processes)
+setup: ## install what is missing of the tools below (Debian)
+	@.ci/setup
+
+test: need-root setup ## run every test (root; real devices, mounts and processes; installs what is missing)
 	$(GO) test $(TESTFLAGS) ./...
 
-race: need-root ## the same under the race detector (slow; needs a C compiler)
+race: need-root setup ## the same under the race detector (slow; needs a C compiler)
 	CGO_ENABLED=1 $(GO) test -race -timeout 60m ./...
 
-sanity: need-root ## csi-sanity and the stories of users, verbosely
+sanity: need-root setup ## csi-sanity and the stories of users, verbosely
 	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
 
-test-crash: need-root ## kill -9 of the data process under verified load, KILLS=200 times
+test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times
 	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'Crash|Kill' ./replicas/... ./sanity/...
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
@@ -43,10 +49,10 @@ fuzz: ## run every fuzz test for FUZZTIME=60s
 	    $(GO) test -run '^$$' -fuzz "^$$t\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$f")"; \
 	  done; done
 
-bench: need-root build ## measure against a plain file and the kernel's loop device; writes bench/out.json
+bench: need-root setup build ## measure against a plain file and the kernel's loop device; writes bench/out.json
 	$(GO) run ./bench -drover $(BIN) -out bench/out.json
 
-demo: ## the tour: images, volumes, kill -9 (installs what is missing; root)
+demo: need-root setup ## the tour: images, volumes, kill -9 (installs what is missing; root)
 	@demo/run
 
 lint: ## golangci-lint (built on first use, which takes minutes)
