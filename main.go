@@ -1,4 +1,5 @@
-// Command drover is block storage for Kubernetes and for single machines: `drover serve` runs it, the other commands use it.
+// Command drover is block storage for Kubernetes and for single machines: `drover serve` runs it, the other commands
+// use it.
 package main
 
 import (

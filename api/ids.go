@@ -47,10 +47,10 @@ const (
 	LabelDisk      = "drover.io/disk" // a disk's UID
 	LabelImage     = "drover.io/image"
 	Finalizer      = "drover.io/protect"
-	AnnotationMkfs = "drover.io/mkfs"       // on a Volume: a filesystem is being made, value = its type; a half-made one may be made again
+	AnnotationMkfs = "drover.io/mkfs"       // on a Volume: a filesystem is being made; value: its type
 	AnnotationFS   = "drover.io/filesystem" // on a Volume: a filesystem of this type was made, and is not made again
-	AnnotationRaw  = "drover.io/raw"        // on an Attachment: its device may have been written to as it is; Blank no longer holds
-	AnnotationDoor = "drover.io/door"       // on an Attachment: csi, where only the CSI doors have shown the device to anybody
+	AnnotationRaw  = "drover.io/raw"        // on an Attachment: its device was used as it is; Blank no longer holds
+	AnnotationDoor = "drover.io/door"       // on an Attachment: csi, where only the CSI doors showed the device to anybody
 	TopologyNode   = "topology.drover.io/node"
 	DriverName     = "drover.io" // the CSI driver's name
 )

@@ -30,7 +30,7 @@ const (
 	ImageUnknown    ImageState = "unknown" // the node or disk does not answer
 )
 
-// BackingImage is a named stack of layers that volumes have at the bottom. Status: written by the controller role alone.
+// BackingImage is a named stack of layers that volumes have at the bottom. Status: of the controller role alone.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

@@ -2,13 +2,13 @@ package api
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// VolumeState and Robustness as users of the field know them.
-type (
-	// +kubebuilder:validation:Enum=creating;detached;attaching;attached;detaching;faulted;deleting
-	VolumeState string
-	// +kubebuilder:validation:Enum=unknown;healthy;degraded;faulted
-	Robustness string
-)
+// VolumeState is what a volume is doing, in the words that users of the field know.
+// +kubebuilder:validation:Enum=creating;detached;attaching;attached;detaching;faulted;deleting
+type VolumeState string
+
+// Robustness is how many of a volume's replicas are current.
+// +kubebuilder:validation:Enum=unknown;healthy;degraded;faulted
+type Robustness string
 
 // Values of VolumeState and Robustness.
 const (
@@ -177,8 +177,8 @@ type ReplicaList struct {
 }
 
 // Attachment asks for a volume's device on a node. A workload's Attachment has the volume's name, so that there is one
-// at most (I10). Spec: written by the door or the CLI. Status: by the data role of spec.node alone. Finalizer: Finalizer,
-// removed when the device is gone.
+// at most (I10). Spec: written by the door or the CLI. Status: by the data role of spec.node alone. Finalizer:
+// Finalizer, removed when the device is gone.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

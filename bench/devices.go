@@ -53,7 +53,7 @@ func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 		out = out[i:] // fio puts its warnings before the report
 	}
 	if err := json.Unmarshal([]byte(out), &rep); err != nil || len(rep.Jobs) != 1 || rep.Jobs[0].Error != 0 {
-		return 0, fmt.Errorf("fio %s on %s: %v: %.300s", j.name, path, err, out)
+		return 0, fmt.Errorf("fio %s on %s: %w: %.300s", j.name, path, err, out)
 	}
 	s := rep.Jobs[0].Read
 	if strings.Contains(j.rw, "write") {

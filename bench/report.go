@@ -77,7 +77,8 @@ func (b *bench) print(w io.Writer) {
 }
 
 func (b *bench) write(path string) error {
-	out, err := json.MarshalIndent(map[string]any{"machine": machine(), "rounds": b.rounds, "results": b.results}, "", "  ")
+	report := map[string]any{"machine": machine(), "rounds": b.rounds, "results": b.results}
+	out, err := json.MarshalIndent(report, "", "  ")
 	if err != nil {
 		return err
 	}

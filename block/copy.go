@@ -2,6 +2,7 @@ package block
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"sync"
@@ -114,11 +115,11 @@ func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, 
 	}
 	b := buf[:e.Len]
 	if n, err := src.ReadAt(b, e.Off); n < len(b) {
-		if err == nil || err == io.EOF {
+		if err == nil || errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
 		return fmt.Errorf("read at %d: %w", e.Off, err)
-	} else if err != nil && err != io.EOF {
+	} else if err != nil && !errors.Is(err, io.EOF) {
 		return fmt.Errorf("read at %d: %w", e.Off, err)
 	}
 	if n, err := dst.WriteAt(b, e.Off); err != nil {
