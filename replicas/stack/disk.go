@@ -32,7 +32,8 @@ type Disk struct {
 	root   string
 	uid    string
 	fs     file.FS
-	direct int // O_DIRECT where the file system has it
+	direct int                    // O_DIRECT where the file system has it
+	boot   func() (string, error) // the machine's boot id
 
 	background sync.WaitGroup
 }
@@ -111,7 +112,7 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT}
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID}
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
 		d.direct = 0

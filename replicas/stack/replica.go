@@ -2,6 +2,7 @@ package stack
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -44,6 +45,9 @@ type Meta struct {
 	Head        string     // name of the head's files
 	Snapshots   []Snapshot // names of sealed layers
 	Created     time.Time
+	BootID      string // the machine's boot at the time of the last ADOPT
+	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
+	Object json.RawMessage
 }
 
 // Snapshot gives a layer of the stack a name.
@@ -56,19 +60,21 @@ type Snapshot struct {
 
 // stackRecord is stack.json.
 type stackRecord struct {
-	UID         string         `json:"uid"`
-	Volume      string         `json:"volume"`
-	VolumeUID   string         `json:"volumeUID"`
-	Size        int64          `json:"size"`
-	Epoch       int64          `json:"epoch"`
-	Incarnation int64          `json:"incarnation"`
-	Members     []memberRecord `json:"members"`
-	Winner      string         `json:"winner"`
-	Dirty       bool           `json:"dirty"`
-	Layers      []string       `json:"layers"`
-	Head        string         `json:"head"`
-	Snapshots   []Snapshot     `json:"snapshots"`
-	Created     time.Time      `json:"created"`
+	UID         string          `json:"uid"`
+	Volume      string          `json:"volume"`
+	VolumeUID   string          `json:"volumeUID"`
+	Size        int64           `json:"size"`
+	Epoch       int64           `json:"epoch"`
+	Incarnation int64           `json:"incarnation"`
+	Members     []memberRecord  `json:"members"`
+	Winner      string          `json:"winner"`
+	Dirty       bool            `json:"dirty"`
+	Layers      []string        `json:"layers"`
+	Head        string          `json:"head"`
+	Snapshots   []Snapshot      `json:"snapshots"`
+	Created     time.Time       `json:"created"`
+	BootID      string          `json:"bootID,omitempty"`
+	Object      json.RawMessage `json:"object,omitempty"`
 }
 
 // memberRecord is one member: an id that says nothing about where it is reached.
@@ -82,7 +88,8 @@ func (m Meta) record() stackRecord {
 		members[i].ID = id
 	}
 	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
-		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Created}
+		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Created, m.BootID,
+		m.Object}
 }
 
 func (s stackRecord) meta() Meta {
@@ -91,11 +98,12 @@ func (s stackRecord) meta() Meta {
 		members[i] = m.ID
 	}
 	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Created}
+		s.Head, s.Snapshots, s.Created, s.BootID, s.Object}
 }
 
 func (m Meta) clone() Meta {
 	m.Members, m.Layers, m.Snapshots = slices.Clone(m.Members), slices.Clone(m.Layers), slices.Clone(m.Snapshots)
+	m.Object = slices.Clone(m.Object)
 	return m
 }
 
@@ -144,6 +152,7 @@ type Spec struct {
 	VolumeUID string
 	Size      int64    // bytes, a multiple of 4 KiB
 	Layers    []string // finished layers of this disk, bottom first
+	Object    json.RawMessage
 }
 
 // CreateReplica makes an empty head over the layers. A replica that is there already and matches is fine (it may have
@@ -155,7 +164,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		}
 	}()
 	m := Meta{UID: s.UID, Volume: s.Volume, VolumeUID: s.VolumeUID, Size: s.Size, Layers: slices.Clone(s.Layers),
-		Head: firstHead, Created: time.Now().UTC().Truncate(time.Second)}
+		Head: firstHead, Created: time.Now().UTC().Truncate(time.Second), Object: s.Object}
 	if err := m.validate(); err != nil {
 		return api.Errorf(api.Invalid, "%w", err)
 	}

@@ -1,11 +1,15 @@
 package stack
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
+	"strings"
 
 	"drover.io/drover/api"
 )
@@ -30,8 +34,17 @@ func (r *Replica) name(err error) error {
 	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
 }
 
+// ErrRestarted is what Adopt returns where the machine restarted since the replica's last session and that session had
+// no clean end: what it acknowledged and did not flush may be gone.
+var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted during its last session: writes that were not "+
+	"flushed may be gone, it must be made equal to the other members")
+
 // Adopt begins the session (epoch, incarnation): all I/O of earlier ones is over, and the session is durable, when it
 // returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
+//
+// As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
+// that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as it
+// is, like any disk after a power cut.
 func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -43,17 +56,53 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
 		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
 	}
+	boot, err := r.disk.boot()
+	if err != nil {
+		return r.name(err)
+	}
+	restarted := m.Dirty && m.BootID != boot
+	if restarted && len(members) > 1 {
+		return r.name(ErrRestarted)
+	}
 	release, err := r.quiesce(ctx)
 	if err != nil {
 		return r.name(err)
 	}
 	defer release()
-	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty {
+	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty && !restarted {
 		return nil
+	}
+	if restarted {
+		slog.Warn("the machine restarted while the volume was attached: what was not flushed may be gone",
+			"volume", m.Volume, "replica", m.UID)
 	}
 	return r.name(r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
+		m.BootID = boot
 	}))
+}
+
+// bootID tells one run of this machine's kernel from all others.
+func bootID() (string, error) {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("boot id of the machine: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}
+
+// Note records what the API knows of the volume, so that its object can be rebuilt from this disk alone.
+func (r *Replica) Note(object json.RawMessage) error {
+	var compact bytes.Buffer
+	if err := json.Compact(&compact, object); err != nil {
+		return r.name(api.Errorf(api.Invalid, "what is to be noted: %w", err))
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if bytes.Equal(r.Meta().Object, compact.Bytes()) {
+		return nil
+	}
+	return r.name(r.commit(func(m *Meta) { m.Object = compact.Bytes() }))
 }
 
 // Expand makes the volume larger. The same size again is fine, a smaller one is refused.

@@ -310,6 +310,93 @@ func TestAdopt(t *testing.T) {
 	}
 }
 
+// A replica whose machine restarted during a session says so to the sessions of several, again and again; alone, or
+// after a clean end, it is taken as it is.
+func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
+	ctx := context.Background()
+	d, loop := newDisk(t), startLoop(t)
+	boot := "boot one"
+	d.boot = func() (string, error) { return boot, nil }
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 << 20}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	open := func() *Replica {
+		r, err := d.OpenReplica(ctx, spec.UID, loop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	adopt := func(r *Replica, epoch, inc int64, members ...string) error {
+		return r.Adopt(ctx, epoch, inc, append([]string{spec.UID}, members...))
+	}
+	r := open()
+	if err := adopt(r, 1, 1, "other"); err != nil {
+		t.Fatalf("the first session: %v", err)
+	}
+	boot = "boot two"
+	for _, s := range [][2]int64{{1, 1}, {1, 2}, {2, 2}, {2, 2}} {
+		err := adopt(r, s[0], s[1], "other")
+		if !errors.Is(err, ErrRestarted) || !api.Is(err, api.Unavailable) {
+			t.Fatalf("session %v after the machine restarted: %v", s, err)
+		}
+	}
+	if m, err := d.readStack(spec.UID); err != nil || m.Epoch != 1 || m.BootID != "boot one" {
+		t.Fatalf("a refused session was recorded: %+v, %v", m, err)
+	}
+	if err := adopt(r, 3, 1); err != nil {
+		t.Fatalf("alone: %v", err)
+	}
+	if err := adopt(r, 3, 2, "other"); err != nil {
+		t.Fatalf("on the same boot: %v", err)
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	boot = "boot three"
+	r = open()
+	if err := adopt(r, 4, 1, "other"); err != nil {
+		t.Fatalf("after a clean end nothing was lost: %v", err)
+	}
+	if m, err := d.readStack(spec.UID); err != nil || m.BootID != "boot three" {
+		t.Fatalf("boot on disk: %+v, %v", m, err)
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestNote(t *testing.T) {
+	ctx := context.Background()
+	d, loop := newDisk(t), startLoop(t)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 << 20,
+		Object: []byte(`{"spec":{"size":1}}`)}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	is := func(want string) {
+		t.Helper()
+		m, err := d.readStack(spec.UID)
+		if err != nil || string(m.Object) != want {
+			t.Fatalf("%s, %v; want %s", m.Object, err, want)
+		}
+	}
+	is(`{"spec":{"size":1}}`)
+	if err := r.Note([]byte(`{"spec": {"later": "field <&>"}}`)); err != nil {
+		t.Fatal(err)
+	}
+	is(`{"spec":{"later":"field \u003c\u0026\u003e"}}`)
+	if err := r.Note([]byte(`{`)); !api.Is(err, api.Invalid) {
+		t.Fatalf("nonsense: %v", err)
+	}
+}
+
 func TestSubmitRefusesNonsense(t *testing.T) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
