@@ -40,7 +40,8 @@ sanity: need-root setup ## csi-sanity and the stories of users, verbosely
 	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
 
 test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times
-	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'Crash|Kill' ./replicas/... ./sanity/...
+	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'Crash|Kill' ./replicas/device ./replicas/stack
+	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'TestStories/killed' ./sanity
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \

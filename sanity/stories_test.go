@@ -205,6 +205,7 @@ func TestStories(t *testing.T) {
 	run("serve is stopped and started", restarts)
 	run("serve is killed", killServe)
 	run("data is killed under load", killData)
+	run("data is killed under fio", killUnderFio)
 }
 
 func dataStays(t *testing.T, w *world) {
@@ -570,13 +571,9 @@ func killData(t *testing.T, w *world) {
 	stop, ended := make(chan struct{}), make(chan error, 1)
 	progress := make(chan struct{}, 1)
 	go func() { ended <- load(f, 256*mib, stop, progress) }()
-	kills := 5
-	if v := os.Getenv("DROVER_KILLS"); v != "" {
-		_, err := fmt.Sscan(v, &kills)
-		must(t, err)
-	}
+	n := kills(t, 5)
 	var slowest time.Duration
-	for range kills {
+	for range n {
 		pid := w.child("data")
 		began := time.Now()
 		must(t, syscall.Kill(pid, syscall.SIGKILL))
@@ -602,7 +599,7 @@ func killData(t *testing.T, w *world) {
 	close(stop)
 	must(t, <-ended)
 	must(t, f.Close())
-	t.Logf("%d kills, at most %v until I/O went on", kills, slowest.Round(time.Millisecond))
+	t.Logf("%d kills, at most %v until I/O went on", n, slowest.Round(time.Millisecond))
 	do(t, p.down, p.remove)
 }
 
