@@ -82,10 +82,10 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 	g.run(func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
 	g.run(mgr.Start)
 	g.run(func(ctx context.Context) error {
-		if mgr.GetCache().WaitForCacheSync(ctx) {
-			trim()
+		if !mgr.GetCache().WaitForCacheSync(ctx) {
+			return nil
 		}
-		return nil
+		return settle(ctx)
 	})
 	return g.wait()
 }

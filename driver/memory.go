@@ -2,13 +2,50 @@ package driver
 
 import (
 	"bufio"
+	"context"
 	"os"
 	"runtime/debug"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
+
+// Times of settle: until the start is over, between looks, and how long a process may compute between two of them and
+// still count as idle.
+const (
+	settleAfter = 15 * time.Second
+	settleEvery = 2 * time.Minute
+	settleIdle  = settleEvery / 50
+)
+
+// settle gives memory back when starting is over, and after every burst of work, until ctx ends.
+func settle(ctx context.Context) error {
+	trim()
+	tick := time.NewTicker(settleAfter)
+	defer tick.Stop()
+	for last := cpuTime(); ; last = cpuTime() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil
+		}
+		tick.Reset(settleEvery)
+		if cpuTime()-last < settleIdle {
+			trim()
+		}
+	}
+}
+
+// cpuTime is what this process has computed so far.
+func cpuTime() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
 
 // trim gives back what starting up has touched and idling does not need: free heap, and the clean pages of the program
 // itself, which the kernel brings back from its cache when they are wanted.

@@ -468,17 +468,6 @@ func (s *server) announce(kubeconfig, metrics string) {
 	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
 }
 
-// settle gives memory back when starting is over, and again when what the start has set going is done.
-func settle(ctx context.Context) error {
-	trim()
-	select {
-	case <-time.After(15 * time.Second):
-		trim()
-	case <-ctx.Done():
-	}
-	return nil
-}
-
 // end stops what start began: first nothing new, then the loops, the data path, and the API last.
 func (s *server) end(gs *grpc.Server) error {
 	s.ready.Store(false)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -15,15 +16,30 @@ type Disks struct {
 	mu    sync.Mutex
 	paths map[string]*stack.Disk
 	uids  map[api.UID]*stack.Disk
+
+	once   sync.Once
+	looked chan struct{} // closed when the disks were looked at for the first time
 }
 
+// firstLook is how long Layers waits for that. Before it a disk is not missing, only not open yet.
+const firstLook = 10 * time.Second
+
 func newDisks() *Disks {
-	return &Disks{paths: map[string]*stack.Disk{}, uids: map[api.UID]*stack.Disk{}}
+	return &Disks{paths: map[string]*stack.Disk{}, uids: map[api.UID]*stack.Disk{}, looked: make(chan struct{})}
 }
 
 // Layers is the disk of a uid for those who move images.
 func (d *Disks) Layers(uid api.UID) (block.Layers, error) {
 	disk, err := d.get(uid)
+	if err != nil {
+		late := time.NewTimer(firstLook)
+		defer late.Stop()
+		select {
+		case <-d.looked:
+		case <-late.C:
+		}
+		disk, err = d.get(uid)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -66,8 +82,9 @@ func (d *Disks) open(ctx context.Context, path string, known api.UID, add bool) 
 	return now, nil
 }
 
-// keep forgets the disks at other paths.
+// keep forgets the disks at other paths: the first look at all of them is over.
 func (d *Disks) keep(paths map[string]bool) {
+	d.once.Do(func() { close(d.looked) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for path, disk := range d.paths {

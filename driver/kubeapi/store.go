@@ -67,6 +67,9 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 	c.ListenPeerUrls = nil // one member has no peers
 	c.InitialCluster = c.InitialClusterFromName(c.Name)
 	c.SnapshotCount, c.SnapshotCatchUpEntries = 2000, 200 // raft's log in memory stays short
+	// Each tick wakes a processor for an idle server. A single member elects itself within five of them; its log is
+	// synced at every commit, so the database behind it may follow a second later.
+	c.TickMs, c.ElectionMs, c.BackendBatchInterval = 200, 1000, time.Second
 	c.MaxSnapFiles, c.MaxWalFiles = 2, 2
 	c.QuotaBackendBytes = o.QuotaBytes
 	c.BootstrapDefragThresholdMegabytes = 64
