@@ -183,7 +183,8 @@ func (d *Device) grow() error {
 	return growLoop(d.dev)
 }
 
-// Detach flushes the device and takes it away. One that somebody uses stays as it is: kind in use.
+// Detach flushes the device and takes it away. One that somebody uses stays as it is: kind in use. A flush that fails
+// is told in the log, and does not keep the device.
 func (d *Device) Detach(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -198,9 +199,13 @@ func (d *Device) Detach(ctx context.Context) error {
 
 func (d *Device) detach(ctx context.Context) error {
 	if loopFile(d.dev) == d.file { // else an earlier Detach got so far
-		claim, err := claimLoop(d.dev)
+		claim, flush, err := claimLoop(d.dev)
 		if err != nil {
 			return err
+		}
+		if flush != nil {
+			d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
+				"device", d.spec.Name, "path", loopPath(d.dev), "err", flush)
 		}
 		if err := clearLoop(ctx, d.dev, claim); err != nil {
 			return err

@@ -159,13 +159,16 @@ func (h *holder) serve(c *net.UnixConn) {
 			return
 		}
 		out, send := h.handle(a, fds)
-		if err := transmit(c, out, send); err != nil {
+		err = transmit(c, out, send)
+		closeFds(send)
+		if err != nil {
 			return
 		}
 	}
 }
 
-// handle does what a asks for. It owns fds.
+// handle does what a asks for. It owns fds; what it returns is the caller's to close: copies, because another client may
+// delete the key, and their numbers be used anew, before they are sent.
 func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -193,7 +196,11 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 		if !ok {
 			return refuse(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
 		}
-		return answer{Blob: k.blob}, k.fds
+		fds, err := duplicates(k.fds)
+		if err != nil {
+			return refuse(api.Unavailable, "descriptors kept under %q: %v", a.Key, err), nil
+		}
+		return answer{Blob: k.blob}, fds
 	case askList:
 		return h.list(a.After), nil
 	case askDelete:
@@ -227,6 +234,19 @@ func closeFds(fds []int) {
 	for _, fd := range fds {
 		_ = unix.Close(fd)
 	}
+}
+
+// duplicates are copies of descriptors, for the caller to close.
+func duplicates(fds []int) (out []int, err error) {
+	for _, fd := range fds {
+		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			closeFds(out)
+			return nil, err
+		}
+		out = append(out, d)
+	}
+	return out, nil
 }
 
 func transmit(c *net.UnixConn, v any, fds []int) error {

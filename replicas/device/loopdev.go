@@ -138,20 +138,17 @@ func growLoop(n int) error {
 }
 
 // claimLoop opens the device so that nobody can mount it, flushes it and returns it. A device that somebody has
-// claimed, a mounted one for example, is refused with kind in use.
-func claimLoop(n int) (int, error) {
+// claimed, a mounted one for example, is refused with kind in use. A flush that fails does not keep the device: it would
+// fail for ever, since only a new attach opens anew what stands behind it.
+func claimLoop(n int) (fd int, flush, err error) {
 	d, err := openLoop(n, unix.O_RDONLY|unix.O_EXCL)
 	if errors.Is(err, unix.EBUSY) {
-		return -1, api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
+		return -1, nil, api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
 	}
 	if err != nil {
-		return -1, err
+		return -1, nil, err
 	}
-	if err := unix.Fsync(d); err != nil {
-		_ = unix.Close(d)
-		return -1, fmt.Errorf("flush %s: %w", loopPath(n), err)
-	}
-	return d, nil
+	return d, unix.Fsync(d), nil
 }
 
 func holders(n int) string {

@@ -1,0 +1,74 @@
+package device
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// Lost is a loop device whose data process and holder are both dead: all its I/O fails, and nobody can take it up.
+type Lost struct {
+	Path   string
+	Mounts []string // folders where its file system is still mounted
+}
+
+// TakeLost lets the lost loop devices of a volume go, with their last user at the latest, and returns those that are
+// still there. The caller owns the volume's member, so that no other process can be serving it.
+func (h *Host) TakeLost(key, name string) []Lost {
+	h.mu.Lock()
+	d, busy := h.devices[key], h.taken[key]
+	_, held := h.waiting[key]
+	h.mu.Unlock()
+	if held || busy {
+		return nil
+	}
+	var out []Lost
+	for _, n := range loopsOn(fileName(key)) {
+		if d != nil && d.dev == n {
+			continue
+		}
+		dropLoop(n)
+		if link := filepath.Join(linkDir, name); d == nil {
+			if to, err := os.Readlink(link); err == nil && to == loopPath(n) {
+				_ = os.Remove(link)
+			}
+		}
+		if loopFile(n) == fileName(key) {
+			out = append(out, Lost{loopPath(n), mountsOfLoop(n)})
+		}
+	}
+	return out
+}
+
+// loopsOn are the loop devices that stand on a file of that name.
+func loopsOn(file string) []int {
+	var out []int
+	dirs, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, d := range dirs {
+		n, err := strconv.Atoi(strings.TrimPrefix(strings.Split(d, "/")[3], "loop"))
+		if err == nil && loopFile(n) == file {
+			out = append(out, n)
+		}
+	}
+	return out
+}
+
+// mountsOfLoop are the folders where a loop device is mounted in this process's view. Only the mount table is read: the
+// file system itself may not answer.
+func mountsOfLoop(n int) []string {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	var out []string
+	for sc := bufio.NewScanner(f); sc.Scan(); {
+		if l := strings.Fields(sc.Text()); len(l) > 4 && l[2] == fmt.Sprintf("%d:%d", loopMajor, n) {
+			out = append(out, l[4])
+		}
+	}
+	return out
+}
