@@ -113,6 +113,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 			return err
 		}
 		l.events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Node)
+		l.lost(ctx, a, s.dev.Path())
 	}
 	if err := l.superseded(ctx, s); err != nil {
 		return err
@@ -324,6 +325,7 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 			return err
 		}
 	}
+	l.lost(ctx, a, "")
 	if err := l.giveBack(ctx, a.Spec.Volume, a.Status.Epoch); err != nil {
 		return err
 	}
