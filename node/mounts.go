@@ -175,6 +175,20 @@ func gone(m *mountinfo.Info) bool {
 	return errors.Is(err, fs.ErrNotExist) || (err == nil && len(size) == 1 && size[0] == 0)
 }
 
+// replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries the
+// volume's name. Such a device was lost with the processes that served it.
+func (d device) replaces(m *mountinfo.Info) bool {
+	file := func(sysfs string) string {
+		b, err := os.ReadFile(filepath.Join(sysfs, "loop", "backing_file"))
+		if err != nil {
+			return ""
+		}
+		return filepath.Base(strings.TrimSpace(string(b)))
+	}
+	mine := file(d.sysfs())
+	return strings.HasPrefix(mine, "drover-") && mine == file(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
+}
+
 // unmount takes everything off a path. A dead mount is taken off even while something still uses it.
 func unmount(path string) error {
 	for {

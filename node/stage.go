@@ -184,7 +184,7 @@ func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 			if !dead(path) {
 				return m, nil
 			}
-		case !dead(path) && !gone(m):
+		case !dead(path) && !gone(m) && !d.replaces(m):
 			return nil, api.Errorf(api.Exists, "%s is taken by another mount, of %s", path, m.Source)
 		}
 		if err := unmount(path); err != nil {

@@ -369,22 +369,30 @@ func (a *app) volumeUmount() *cobra.Command {
 }
 
 func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) error {
+	var v api.Volume
+	if err := get(ctx, c, "volume", volume, &v); err != nil {
+		return err
+	}
 	att, err := attachment(ctx, c, volume)
 	if err != nil {
 		return err
 	}
-	if att == nil {
-		var v api.Volume
-		return get(ctx, c, "volume", volume, &v) // not attached, so not mounted: only say so where it does not exist
+	devices := lostDevices(v.Status.UID)
+	if att != nil {
+		here, err := isHere(ctx, c, att.Spec.Node)
+		if err != nil {
+			return err
+		}
+		if !here {
+			return api.Errorf(api.InUse, "volume %q is attached to node %q: unmount it there", volume, att.Spec.Node)
+		}
+		devices = append(devices, att.Status.Device)
 	}
-	here, err := isHere(ctx, c, att.Spec.Node)
-	if err != nil {
-		return err
+	var dirs []string
+	on, err := mountsWhere(func(e mountEntry) bool { return e.device != "" && slices.Contains(devices, e.device) })
+	for _, e := range on {
+		dirs = append(dirs, e.dir)
 	}
-	if !here {
-		return api.Errorf(api.InUse, "volume %q is attached to node %q: unmount it there", volume, att.Spec.Node)
-	}
-	dirs, err := mountsOf(att.Status.Device)
 	if err != nil {
 		return err
 	}
@@ -396,11 +404,26 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 			return api.Errorf(api.Other, "umount %s: %w", dir, err)
 		}
 	}
-	if keep {
+	if keep || att == nil {
 		return nil
 	}
 	_, err = detach(ctx, c, volume)
 	return err
+}
+
+// lostDevices are the loop devices of this machine that stand on a volume's file, by the name that the data process
+// gives it. Beside the attachment's there are those that were lost when all of Drover was killed: they may still be
+// mounted, and only give errors.
+func lostDevices(volume api.UID) []string {
+	var out []string
+	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, f := range files {
+		on, err := os.ReadFile(f)
+		if err == nil && volume != "" && filepath.Base(strings.TrimSpace(string(on))) == "drover-"+string(volume) {
+			out = append(out, "/dev/"+strings.Split(f, "/")[3])
+		}
+	}
+	return out
 }
 
 // mountEntry is one line of this machine's mount table.
