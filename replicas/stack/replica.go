@@ -296,10 +296,11 @@ type Replica struct {
 	log    *zeroLog // the worker's
 	work   *worker
 
-	mu     sync.Mutex // serialises Adopt, Expand and Close
-	metaMu sync.Mutex // guards meta and closed
-	meta   Meta
-	closed bool
+	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
+	adopted bool       // this opener began a session, which Close may end
+	metaMu  sync.Mutex // guards meta and closed
+	meta    Meta
+	closed  bool
 
 	path // the loop thread's
 }

@@ -70,16 +70,19 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	}
 	defer release()
 	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty && !restarted {
+		r.adopted = true
 		return nil
 	}
 	if restarted {
 		slog.Warn("the machine restarted while the volume was attached: what was not flushed may be gone",
 			"volume", m.Volume, "replica", m.UID)
 	}
-	return r.name(r.commit(func(m *Meta) {
+	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
 		m.BootID = boot
-	}))
+	})
+	r.adopted = r.adopted || err == nil
+	return r.name(err)
 }
 
 // bootID tells one run of this machine's kernel from all others.
@@ -136,7 +139,8 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 }
 
 // Close ends the session: I/O under way is waited for, what was acknowledged is made durable, and stack.json says that
-// the end was clean. I/O that comes later fails.
+// the end was clean. I/O that comes later fails. Without an Adopt there was no session: one that ended without a clean
+// end before stays so.
 func (r *Replica) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -159,7 +163,7 @@ func (r *Replica) Close() error {
 	if failed == nil {
 		err := errors.Join(append(errs, r.head.Datasync())...)
 		errs = []error{err}
-		if err == nil && r.Meta().Dirty {
+		if err == nil && r.adopted && r.Meta().Dirty {
 			errs = append(errs, r.commit(func(m *Meta) { m.Dirty = false }))
 		}
 	} else {

@@ -335,7 +335,12 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	if err := adopt(r, 1, 1, "other"); err != nil {
 		t.Fatalf("the first session: %v", err)
 	}
+	r.work.close() // it ends without a word
+	if err := r.closeFiles(); err != nil {
+		t.Fatal(err)
+	}
 	boot = "boot two"
+	r = open()
 	for _, s := range [][2]int64{{1, 1}, {1, 2}, {2, 2}, {2, 2}} {
 		err := adopt(r, s[0], s[1], "other")
 		if !errors.Is(err, ErrRestarted) || !api.Is(err, api.Unavailable) {
@@ -344,6 +349,19 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	}
 	if m, err := d.readStack(spec.UID); err != nil || m.Epoch != 1 || m.BootID != "boot one" {
 		t.Fatalf("a refused session was recorded: %+v, %v", m, err)
+	}
+	// Whoever only opens it, or was refused, does not end that session: it never ended.
+	if err := r.Expand(ctx, 32<<20); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+		r = open()
+	}
+	if err := adopt(r, 2, 3, "other"); !errors.Is(err, ErrRestarted) {
+		t.Fatalf("after it was opened and closed: %v", err)
 	}
 	if err := adopt(r, 3, 1); err != nil {
 		t.Fatalf("alone: %v", err)
