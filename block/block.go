@@ -6,6 +6,7 @@ package block
 
 import (
 	"context"
+	"encoding/json"
 	"io"
 )
 
@@ -92,6 +93,8 @@ type Image struct {
 	VirtualSize int64    `json:"virtualSize"` // bytes, as the source says; layers are padded to Size
 	Checksum    string   `json:"checksum"`    // SHA-512 of the source's bytes, hex
 	Digest      string   `json:"digest"`      // root digest of the top layer's content
+	// Object is what the API knew of the image: opaque here, for who rebuilds objects from disks.
+	Object json.RawMessage `json:"object,omitempty"`
 }
 
 // Layers is what image movers need of one disk. Implemented by replicas/stack, wired by driver.

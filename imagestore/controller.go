@@ -137,6 +137,9 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if !deleting && controllerutil.AddFinalizer(img, api.Finalizer) {
 		return ctrl.Result{}, again(r.Update(ctx, img)) // its event brings us back
 	}
+	if _, rebuilt := img.Annotations[api.AnnotationRecovered]; rebuilt && !deleting {
+		return ctrl.Result{}, r.takeOver(ctx, img)
+	}
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
 		img.Status.UUID = api.NewUID()
@@ -158,6 +161,36 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 		return ctrl.Result{}, again(err)
 	}
 	return ctrl.Result{}, r.mirror(ctx, img, v, problem)
+}
+
+// takeOver begins the life of an image that was rebuilt from disks: with its UUID, and with the copies that are there.
+// No other copy is planned before those are objects.
+func (r *images) takeOver(ctx context.Context, img *api.BackingImage) error {
+	found, err := img.Recovered()
+	if err != nil {
+		if img.Status.State == api.ImageFailed && img.Status.Message == err.Error() {
+			return nil
+		}
+		img.Status.State, img.Status.Message = api.ImageFailed, err.Error()
+		return again(r.Status().Update(ctx, img))
+	}
+	if img.Status.UUID == "" {
+		s := &img.Status
+		s.UUID, s.Layers, s.State = found.UUID, found.Layers, api.ImagePending
+		s.Format, s.VirtualSize, s.Checksum, s.Digest = found.Format, found.VirtualSize, found.Checksum, found.Digest
+		return again(r.Status().Update(ctx, img)) // its event brings us back
+	}
+	if img.Status.UUID == found.UUID {
+		for _, c := range found.Copies {
+			err := r.Create(ctx, newCopy(img, wanted{node: c.Node, disk: c.Disk}))
+			if err != nil && !apierrors.IsAlreadyExists(err) {
+				return err
+			}
+		}
+		r.log.Info("image rebuilt from disks", "image", img.Name, "uuid", found.UUID, "copies", len(found.Copies))
+	}
+	delete(img.Annotations, api.AnnotationRecovered)
+	return again(r.Update(ctx, img))
 }
 
 func validate(img *api.BackingImage) error {

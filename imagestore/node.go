@@ -224,7 +224,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		if st.State != api.ImageReady {
 			st.State, st.Message = api.ImagePending, "the image "+c.Spec.Image+" is not there any more"
 		}
-		return 0, nil // the controller deletes this copy
+		return n.opts.RetryMin, nil // the controller deletes this copy, or the cache is behind
 	}
 	want := n.want(c, img)
 	got, err := disk.Find(on, want)
@@ -316,6 +316,11 @@ func worthRetry(t api.SourceType, err error) bool {
 
 func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
 	w := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum}
+	if img.Name != "" {
+		if object, err := img.Record(); err == nil {
+			w.Object = object
+		}
+	}
 	if img.Status.UUID == c.Spec.UUID && img.Status.Digest != "" {
 		w.Checksum, w.Digest = img.Status.Checksum, img.Status.Digest
 		w.Format, w.VirtualSize = img.Status.Format, img.Status.VirtualSize

@@ -242,6 +242,7 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	if err != nil {
 		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.Epoch))
 	}
+	l.note(s, &v)
 	l.keep(s)
 	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch)
 	return s, nil
@@ -318,6 +319,10 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 		}
 	}
 	if s != nil {
+		var v api.Volume
+		if l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) == nil && v.Status.UID == s.VolumeUID {
+			l.note(s, &v)
+		}
 		if err := l.renew(ctx, s, true); err != nil && !apierrors.IsConflict(err) {
 			return err
 		}

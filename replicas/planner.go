@@ -201,8 +201,12 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	if v.DeletionTimestamp != nil {
 		return p.remove(ctx, v, mine, attached)
 	}
-	if controllerutil.AddFinalizer(v, api.Finalizer) {
-		// Before anything of the volume exists. The write brings an event, and that the next step.
+	changed := controllerutil.AddFinalizer(v, api.Finalizer) // before anything of the volume exists
+	if _, rebuilt := v.Annotations[api.AnnotationRecovered]; rebuilt && v.Status.UID != "" {
+		delete(v.Annotations, api.AnnotationRecovered)
+		changed = true
+	}
+	if changed { // the write brings an event, and that the next step
 		st := v.Status.DeepCopy()
 		if err := p.client.Update(ctx, v); err != nil {
 			return err
@@ -210,6 +214,17 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		v.Status = *st
 	}
 	if v.Status.UID == "" {
+		found, err := v.Recovered()
+		if err != nil {
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeFaulted, api.RobustFaulted, err.Error()
+			return err
+		}
+		if found != nil { // rebuilt from disks
+			v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
+			v.Status.Size = found.Size
+			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+			return nil
+		}
 		v.Status.UID = api.NewUID()
 		v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 		return nil

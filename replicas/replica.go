@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -156,15 +157,21 @@ func (d *Data) setOnDisk(uid api.UID, is bool) {
 // create makes the stack of a new replica, once the layers it starts from are on the disk.
 func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	r.Status.Mode = api.ReplicaCreating
-	if err := l.layersReady(ctx, r); err != nil {
+	if !l.onDisk(r.Spec.UID) { // else its own stack names what it needs
+		if err := l.layersReady(ctx, r); err != nil {
+			return err
+		}
+	}
+	object, err := l.record(ctx, r.Spec.Volume)
+	if err != nil {
 		return err
 	}
 	layers := make([]string, len(r.Spec.Layers))
 	for i, uid := range r.Spec.Layers {
 		layers[i] = string(uid)
 	}
-	err := disk.CreateReplica(ctx, stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume,
-		VolumeUID: string(r.Spec.VolumeUID), Size: r.Spec.Size, Layers: layers})
+	err = disk.CreateReplica(ctx, stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume,
+		VolumeUID: string(r.Spec.VolumeUID), Size: r.Spec.Size, Layers: layers, Object: object})
 	switch {
 	case err == nil:
 	case errors.Is(err, syscall.EFBIG):
@@ -186,6 +193,26 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	r.Status.Mode, r.Status.Message = api.ReplicaCurrent, ""
 	r.Status.Size, r.Status.Layers = r.Spec.Size, r.Spec.Layers
 	return nil
+}
+
+// record is what a disk keeps of a volume's object; nil where there is no object.
+func (d *Data) record(ctx context.Context, volume string) (json.RawMessage, error) {
+	var v api.Volume
+	if err := d.client.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+		return nil, client.IgnoreNotFound(err)
+	}
+	return v.Record()
+}
+
+// note brings the record on the disk up to date. Without it a later recovery knows an older wish, nothing worse.
+func (d *Data) note(s *session, v *api.Volume) {
+	object, err := v.Record()
+	if err == nil {
+		err = s.member.Note(object)
+	}
+	if err != nil {
+		d.Log.Warn("the volume's record on the disk stays as it was", "volume", s.Volume, "err", err)
+	}
 }
 
 // layersReady waits for the copy of the image that a replica starts from.

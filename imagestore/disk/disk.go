@@ -1,6 +1,7 @@
 package disk
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"slices"
@@ -23,6 +24,10 @@ func Find(on block.Layers, want Want) (Got, error) {
 		if err != nil {
 			return Got{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
 		}
+		if want.Object != nil && !bytes.Equal(want.Object, img.Object) { // it changed, or an older program wrote this
+			img.Object = want.Object
+			return Got{img, size}, on.PutImage(img)
+		}
 		return Got{img, size}, nil
 	}
 	missing := api.Errorf(api.NotFound, "image %s is not on disk %s", want.Name, on.UID())
@@ -38,7 +43,7 @@ func Find(on block.Layers, want Want) (Got, error) {
 		return Got{}, missing
 	}
 	img := block.Image{UID: string(want.UID), Name: want.Name, Layers: names(want.Layers), Format: want.Format,
-		VirtualSize: want.VirtualSize, Checksum: want.Checksum, Digest: want.Digest}
+		VirtualSize: want.VirtualSize, Checksum: want.Checksum, Digest: want.Digest, Object: want.Object}
 	return Got{img, size}, on.PutImage(img)
 }
 
@@ -60,6 +65,9 @@ func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (G
 		return Got{}, err
 	}
 	got := Got{Image: src.Image}
+	if want.Object != nil {
+		got.Object = want.Object
+	}
 	var total int64
 	for _, l := range src.Layers {
 		s, err := from.Open(l)

@@ -15,6 +15,7 @@ import (
 	"context"
 	"crypto/sha512"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"hash"
 	"io"
@@ -34,10 +35,11 @@ type Want struct {
 	UID         api.UID
 	Name        string
 	Layers      []api.UID
-	Checksum    string // expected SHA-512, or empty
-	Digest      string // known root digest of the top layer, or empty
-	Format      string // known, or empty
-	VirtualSize int64  // known, or 0
+	Checksum    string          // expected SHA-512, or empty
+	Digest      string          // known root digest of the top layer, or empty
+	Format      string          // known, or empty
+	Object      json.RawMessage // what the API knows of the image, to be kept with it; or nil
+	VirtualSize int64           // known, or 0
 }
 
 // Got is the image that is on the disk.
@@ -289,7 +291,8 @@ func (im *importer) commit() (Got, error) {
 		return Got{}, errors.Join(err, Remove(im.ctx, im.on, im.want))
 	}
 	img := block.Image{UID: string(im.want.UID), Name: im.want.Name, Layers: names(im.want.Layers),
-		Format: string(im.format), VirtualSize: im.virtual, Checksum: sum, Digest: root}
+		Format: string(im.format), VirtualSize: im.virtual, Checksum: sum, Digest: root,
+		Object: im.want.Object}
 	if err := im.on.PutImage(img); err != nil {
 		return Got{}, err
 	}
