@@ -316,7 +316,7 @@ func (r *Replica) torn(f *flight, p *part, err error) {
 			for _, s := range found {
 				r.idx.set(s.off>>blockBits, (s.off+s.n)>>blockBits, fromHead)
 			}
-			f.end(err)
+			f.end(errnoOf(err))
 		})
 	})
 }
@@ -397,15 +397,19 @@ func (r *Replica) record(spans []span, then func(error)) {
 	})
 }
 
+// errnoOf is what a request ends with. A quota that is used up is no room, like a full disk.
 func errnoOf(err error) error {
 	if err == nil {
 		return nil
 	}
 	var e unix.Errno
-	if errors.As(err, &e) {
-		return e
+	switch {
+	case !errors.As(err, &e):
+		return unix.EIO
+	case e == unix.EDQUOT:
+		return unix.ENOSPC
 	}
-	return unix.EIO
+	return e
 }
 
 // fail stops all writing: after a sync that failed nobody knows what the disk holds.

@@ -54,7 +54,7 @@ func punchDone(op *uring.Op, res int32) {
 	}
 	p.free()
 	if res < 0 {
-		f.end(unix.Errno(-res))
+		f.end(errnoOf(unix.Errno(-res)))
 		return
 	}
 	v := fromNowhere
