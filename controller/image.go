@@ -31,7 +31,10 @@ func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 		if i.Status.State == api.ImageFailed {
 			return false, api.Errorf(api.Unavailable, "it failed: %s", i.Status.Message)
 		}
-		return i.Status.State == api.ImageReady && i.Status.VirtualSize > 0, nil // not known for sure before
+		if i.Status.State != api.ImageReady || i.Status.VirtualSize == 0 {
+			return false, nil // not known for sure before
+		}
+		return true, w.image.matches(i) // its checksum is known only now
 	})
 	if err != nil {
 		return 0, api.Explain(err, "backing image %s (%s)", w.image.name, progress)
@@ -52,12 +55,18 @@ func (s *Server) ensureImage(ctx context.Context, want *imageWish) (*api.Backing
 		return nil, api.Errorf(api.NotFound, "backing image %s does not exist: create it, or say where to download it "+
 			"from with backingImageURL", want.name)
 	}
+	if err := api.ValidateImageName(want.name); err != nil {
+		return nil, err
+	}
 	img = &api.BackingImage{
 		ObjectMeta: metav1.ObjectMeta{Name: want.name},
 		Spec: api.BackingImageSpec{
 			SourceType: want.source, SourceParameters: want.parameters, Checksum: want.checksum,
 			MinNumberOfCopies: max(want.copies, 1), NodeSelector: want.nodeSelector, DiskSelector: want.diskSelector,
 		},
+	}
+	if err := img.Spec.Validate(); err != nil {
+		return nil, api.Errorf(api.Invalid, "backing image %s: %w", want.name, err)
 	}
 	if err = s.client.Create(ctx, img); apierrors.IsAlreadyExists(err) {
 		img = &api.BackingImage{}

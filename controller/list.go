@@ -47,7 +47,9 @@ func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (
 	if err := s.client.List(ctx, vols); err != nil {
 		return nil, api.Explain(err, "list volumes")
 	}
-	all := slices.DeleteFunc(vols.Items, func(v api.Volume) bool { return !usable(&v) })
+	all := slices.DeleteFunc(vols.Items, func(v api.Volume) bool {
+		return !usable(&v) && !(v.Status.State == api.VolumeFaulted && v.Status.Size > 0)
+	})
 	name := func(v api.Volume) string { return v.Name }
 	shown, next, err := page(all, name, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {

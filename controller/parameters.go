@@ -2,7 +2,9 @@ package controller
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"slices"
 	"strconv"
@@ -265,7 +267,13 @@ func setImageSource(w *wish, v string) error {
 
 func setImageParameters(w *wish, v string) error {
 	var raw map[string]any
-	if err := json.Unmarshal([]byte(v), &raw); err != nil {
+	d := json.NewDecoder(strings.NewReader(v))
+	d.UseNumber() // as they were written
+	err := d.Decode(&raw)
+	if err == nil && d.Decode(new(any)) != io.EOF {
+		err = errors.New("something follows the object")
+	}
+	if err != nil {
 		return fmt.Errorf(`want a JSON object such as {"url":"https://..."}: %w`, err)
 	}
 	w.image.parameters = map[string]string{}
@@ -273,7 +281,7 @@ func setImageParameters(w *wish, v string) error {
 		switch x := x.(type) {
 		case string:
 			w.image.parameters[k] = x
-		case bool, float64:
+		case bool, json.Number:
 			w.image.parameters[k] = fmt.Sprint(x)
 		default:
 			return fmt.Errorf("the value of %q is neither text nor a number", k)
@@ -303,7 +311,8 @@ func setImageCopies(w *wish, v string) error {
 // settle joins the two ways to name a download, and refuses image parameters without an image.
 func (i *imageWish) settle() error {
 	if i.name == "" {
-		if i.source != "" || i.url != "" || i.parameters != nil || i.checksum != "" {
+		if i.source != "" || i.url != "" || i.parameters != nil || i.checksum != "" || i.copies != 0 ||
+			i.nodeSelector != nil || i.diskSelector != nil {
 			return api.Errorf(api.Invalid, "parameters describe a backing image, but backingImage does not name it")
 		}
 		return nil

@@ -191,7 +191,7 @@ func (d device) replaces(m *mountinfo.Info) bool {
 
 // unmount takes everything off a path. A dead mount is taken off even while something still uses it.
 func unmount(path string) error {
-	for {
+	for range 100 { // more than are ever stacked: a mount that another one hides cannot be reached, and stays
 		m, err := mountAt(path)
 		if m == nil || err != nil {
 			return err
@@ -207,6 +207,7 @@ func unmount(path string) error {
 			return api.Errorf(api.Other, "unmount %s: %w", path, err)
 		}
 	}
+	return api.Errorf(api.Other, "unmount %s: it stays mounted; is another mount over a folder above it?", path)
 }
 
 // bind mounts what is at from to the path at, read-only on demand.

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/moby/sys/mountinfo"
@@ -81,8 +82,12 @@ func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return api.Errorf(api.Other, "path %s: %w", req.GetStagingTargetPath(), err)
 	}
+	if slices.ContainsFunc(all, func(m *mountinfo.Info) bool { return m.Mountpoint == target }) {
+		// A repeat. What else is mounted then may be the caller's own: a subPath, a device map.
+		return nil
+	}
 	for _, m := range all {
-		if m.Mountpoint != target && m.Mountpoint != staging {
+		if m.Mountpoint != staging {
 			return api.Errorf(api.InUse, "volume %s is published at %s: its access mode %s allows one path", vol.Name,
 				m.Mountpoint, req.GetVolumeCapability().GetAccessMode().GetMode())
 		}

@@ -48,7 +48,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 		return nil, err
 	}
 	if req.GetVolumeCapability().GetBlock() != nil {
-		err = s.stageBlock(ctx, vol, att)
+		err = s.stageBlock(ctx, vol, att, d, req.GetStagingTargetPath())
 	} else {
 		err = s.stageMount(ctx, vol, att, d, req)
 	}
@@ -60,7 +60,15 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 
 // stageBlock records that the workload may write anything from now on: the device is not proven blank any more, and a
 // file system half made before is no longer ours to make again.
-func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment) error {
+func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, path string) error {
+	if m, err := mountAt(path); err != nil {
+		return err
+	} else if m != nil {
+		if fs, _ := d.holds(m); fs {
+			return api.Errorf(api.Exists, "volume %s is staged at %s with its file system mounted: unstage it before it is "+
+				"used as a block device", vol.Name, path)
+		}
+	}
 	if att.Spec.ReadOnly {
 		return nil
 	}
@@ -81,22 +89,25 @@ func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attac
 	req *csi.NodeStageVolumeRequest) error {
 	path, fsCap := req.GetStagingTargetPath(), req.GetVolumeCapability().GetMount()
 	readOnly := att.Spec.ReadOnly || readerOnly(req.GetVolumeCapability())
-	m, err := settled(path, d, true)
-	if err != nil {
-		return err
-	}
-	if m != nil {
-		if isReadOnly(m) != readOnly && !slices.Contains(fsCap.GetMountFlags(), "ro") {
-			return api.Errorf(api.Exists, "volume %s is staged at %s with read-only %v", vol.Name, path, isReadOnly(m))
-		}
-		return growIfSmall(ctx, vol, d, m)
-	}
 	wanted := fsCap.GetFsType()
 	if wanted == "" {
 		wanted = vol.Spec.FSType
 	}
 	if _, known := filesystems[wanted]; wanted != "" && !known {
 		return api.Errorf(api.Invalid, "file system %.40q is not supported: ext4, xfs and btrfs are", wanted)
+	}
+	m, err := settled(path, d, true)
+	if err != nil {
+		return err
+	}
+	if m != nil {
+		if wanted != "" && m.FSType != wanted {
+			return api.Errorf(api.Exists, "volume %s is staged at %s as %s, not as %s", vol.Name, path, m.FSType, wanted)
+		}
+		if isReadOnly(m) != readOnly && !slices.Contains(fsCap.GetMountFlags(), "ro") {
+			return api.Errorf(api.Exists, "volume %s is staged at %s with read-only %v", vol.Name, path, isReadOnly(m))
+		}
+		return growIfSmall(ctx, vol, d, m)
 	}
 	fs, err := s.ensureFilesystem(ctx, vol, att, d, wanted, readOnly)
 	if err != nil {

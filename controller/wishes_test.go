@@ -1,0 +1,100 @@
+package controller
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// An image that could never become one is refused before an object of it is made.
+func TestImagesThatCannotBe(t *testing.T) {
+	for _, c := range []struct {
+		name       string
+		parameters []string
+		say        string
+	}{
+		{"a name too long", []string{"backingImage", strings.Repeat("i", 64), "backingImageURL", "http://x/y"}, "63"},
+		{"a scheme", []string{"backingImage", "bad-image", "backingImageURL", "ftp://x/y"}, "ftp"},
+		{"no host", []string{"backingImage", "bad-image", "backingImageURL", "http:///y"}, "host"},
+		{"an unknown key", []string{"backingImage", "bad-image", "backingImageDataSourceType", "download",
+			"backingImageDataSourceParameters", `{"url":"http://x/y","uri":"z"}`}, "uri"},
+		{"copies of no image", []string{"backingImageMinNumberOfCopies", "2"}, "backingImage"},
+		{"tags of no image", []string{"backingImageDiskSelector", "ssd"}, "backingImage"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			_, err := door.CreateVolume(ctx, request("of-a-bad-image", c.parameters...))
+			wantKind(t, err, api.Invalid, c.say)
+			imgs := &api.BackingImageList{}
+			must(t, store.List(t.Context(), imgs))
+			for i := range imgs.Items {
+				t.Errorf("image %s was made", imgs.Items[i].Name)
+				must(t, store.Delete(t.Context(), &imgs.Items[i]))
+			}
+		})
+	}
+}
+
+// The checksum that the parameters want is compared with what the image turns out to have, also where the image was not
+// ready when the call began.
+func TestChecksumOfAnImageThatWasNotReady(t *testing.T) {
+	loops(t, ready(t), nil)
+	img := &api.BackingImage{}
+	img.Name = "late"
+	img.Spec = api.BackingImageSpec{SourceType: api.SourceDownload, SourceParameters: map[string]string{"url": "http://x/y"}}
+	must(t, store.Create(t.Context(), img))
+	t.Cleanup(func() { must(t, store.Delete(context.Background(), img)) })
+	ended := make(chan error, 1)
+	go func() {
+		_, err := door.CreateVolume(t.Context(), request("of-late", "backingImage", "late", "backingImageChecksum",
+			strings.Repeat("1", 128)))
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		t.Fatalf("it did not wait: %v", err)
+	case <-time.After(300 * time.Millisecond):
+	}
+	img.Status.State, img.Status.VirtualSize, img.Status.Checksum = api.ImageReady, 48<<20, strings.Repeat("0", 128)
+	must(t, store.Status().Update(t.Context(), img))
+	err := <-ended
+	if err == nil {
+		_, _ = door.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: "of-late"})
+	}
+	wantKind(t, err, api.Invalid, "late", "checksum")
+}
+
+// Numbers in a JSON object stay what they were.
+func TestNumbersInImageParameters(t *testing.T) {
+	w := &wish{}
+	must(t, w.parse(map[string]string{"backingImage": "i", "backingImageDataSourceType": "download",
+		"backingImageDataSourceParameters": `{"url":"http://x/y","n":10737418240}`}))
+	if n := w.image.parameters["n"]; n != "10737418240" {
+		t.Errorf("n is %s", n)
+	}
+}
+
+// A faulted volume exists: who lists must see it.
+func TestFaultedVolumesAreListed(t *testing.T) {
+	loops(t, ready(t), nil)
+	id := create(t, request("will-fault")).VolumeId
+	v := &api.Volume{}
+	must(t, store.Get(t.Context(), client.ObjectKey{Name: id}, v))
+	v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
+	must(t, store.Status().Update(t.Context(), v))
+	r, err := door.ListVolumes(t.Context(), &csi.ListVolumesRequest{})
+	must(t, err)
+	for _, e := range r.Entries {
+		if e.Volume.VolumeId == id {
+			return
+		}
+	}
+	t.Errorf("not in %v", r.Entries)
+}

@@ -1,0 +1,94 @@
+package node_test
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"drover.io/drover/api"
+	"drover.io/drover/node"
+)
+
+// A kubelet that was restarted publishes again, and has made mounts of its own of what it got: a subPath of a file
+// system, a device map of a block volume.
+func TestPublishAgainBesideMountsOfTheCaller(t *testing.T) {
+	mine := func(from, to string) {
+		sh(t, "mount", "--bind", from, to)
+		t.Cleanup(func() { _ = exec.Command("umount", to).Run() })
+	}
+	v := attach(t, 64*mib, false)
+	c := mounted("", singleWriter)
+	must(t, v.stage(c))
+	must(t, v.publish(c, v.target, false))
+	sub := filepath.Join(t.TempDir(), "subpath")
+	must(t, os.Mkdir(sub, 0o700))
+	must(t, os.Mkdir(filepath.Join(v.target, "data"), 0o700))
+	mine(filepath.Join(v.target, "data"), sub)
+	must(t, v.publish(c, v.target, false))
+	wantKind(t, v.publish(c, v.target2, false), api.InUse)
+	sh(t, "umount", sub)
+	must(t, v.unpublish(v.target))
+	must(t, v.unstage())
+
+	b := attachNamed(t, v.name+"-block", 64*mib, false)
+	must(t, b.stage(raw(singleWriter)))
+	must(t, b.publish(raw(singleWriter), b.target, false))
+	device := filepath.Join(t.TempDir(), "map")
+	must(t, os.WriteFile(device, nil, 0o600))
+	mine(b.target, device)
+	must(t, b.publish(raw(singleWriter), b.target, false))
+	wantKind(t, b.publish(raw(singleWriter), b.target2, false), api.InUse)
+	sh(t, "umount", device)
+	must(t, b.unpublish(b.target))
+}
+
+// What is staged already, and differs from what is asked for, is not said to be what is asked for.
+func TestStagedOtherwise(t *testing.T) {
+	v := attach(t, 64*mib, false)
+	must(t, v.stage(mounted("ext4", writer)))
+	must(t, v.stage(mounted("", writer)))
+	wantKind(t, v.stage(mounted("xfs", writer)), api.Exists, "ext4", "xfs")
+	wantKind(t, v.stage(raw(writer)), api.Exists, v.staging)
+	if v.annotation(api.AnnotationFS) != "ext4" {
+		t.Error("the mark of its file system is gone")
+	}
+	must(t, v.unstage())
+	must(t, v.stage(raw(writer)))
+}
+
+// A mount that cannot be taken off, here since another one hides it, is an error and not a wait without end.
+func TestHiddenMount(t *testing.T) {
+	v := attach(t, 64*mib, false)
+	over := filepath.Dir(v.staging)
+	must(t, v.stage(mounted("", writer)))
+	sh(t, "mount", "-t", "tmpfs", "none", over)
+	t.Cleanup(func() { _ = exec.Command("umount", over).Run() })
+	must(t, os.Mkdir(v.staging, 0o700))
+	ended := make(chan error, 1)
+	go func() { ended <- v.unstage() }()
+	select {
+	case err := <-ended:
+		wantKind(t, err, api.Other, v.staging)
+	case <-time.After(10 * time.Second):
+		sh(t, "umount", over)
+		<-ended
+		t.Fatal("unstage did not come back")
+	}
+	sh(t, "umount", over)
+	must(t, v.unstage())
+}
+
+// A call whose caller has lost patience while another one works says so, and does nothing.
+func TestBusy(t *testing.T) {
+	v := attach(t, 64*mib, false)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := node.New(store, nodeName).NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.name,
+		StagingTargetPath: v.staging, VolumeCapability: mounted("", writer)})
+	wantKind(t, err, api.Busy)
+}
