@@ -29,6 +29,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli"
+	"drover.io/drover/driver/recover"
 )
 
 // Main runs the command line and returns the process's exit code.
@@ -45,6 +46,7 @@ func Main(args []string) int {
 	}
 	root.SetArgs(args)
 	root.AddCommand(cli.Commands()...)
+	root.AddCommand(cli.RecoverCommand(recover.Run))
 	root.AddCommand(serveCommand(), dataCommand(), holdCommand())
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return api.Errorf(api.Invalid, "%w; see `%s --help`", err, c.CommandPath())

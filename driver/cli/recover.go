@@ -1,0 +1,151 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// RecoverOptions say what `drover recover` does.
+type RecoverOptions struct {
+	Disks       []string // folders to read; none: the disks of the nodes that are on this machine
+	Apply       bool     // do it; otherwise only tell
+	RaiseEpochs bool
+}
+
+// States of a Finding.
+const (
+	FoundThere    = "there"    // disk and API agree
+	FoundMissing  = "missing"  // on a disk, and not in the API
+	FoundBehind   = "behind"   // the API knows an older epoch than the disk
+	FoundMoved    = "moved"    // the disk is on another node now
+	FoundStale    = "stale"    // a replica that was no member any more
+	FoundLost     = "lost"     // in the API, and not on its disk
+	FoundConflict = "conflict" // both say different things: a person must decide
+	FoundDamaged  = "damaged"  // cannot be read, or is not whole
+)
+
+// Finding is one thing that a disk holds, or the API speaks of, and what recovery does about it.
+type Finding struct {
+	Kind   string  `json:"kind"`
+	Name   string  `json:"name"`
+	UID    api.UID `json:"uid,omitempty"`
+	Disk   string  `json:"disk,omitempty"` // path
+	State  string  `json:"state"`
+	Action string  `json:"action,omitempty"` // create, raise epoch, move; done: created, raised, moved
+	Note   string  `json:"note,omitempty"`
+}
+
+// Recoverer compares disks with objects and, where asked to, makes the objects that are missing. It returns all that it
+// found, also with an error.
+type Recoverer func(ctx context.Context, c client.WithWatch, o RecoverOptions) ([]Finding, error)
+
+// RecoverCommand is `drover recover`. What it does needs more of the house than a command may know, so it is given.
+func RecoverCommand(run Recoverer) *cobra.Command {
+	a := &app{}
+	var o RecoverOptions
+	c := &cobra.Command{
+		Use: "recover", Short: "Rebuild images and volumes in the API from what the disks of this machine say",
+		Long: "Reads the disks of this machine and compares what they hold with the objects of the API server: after the\n" +
+			"state was lost or restored from an old copy, or when a disk came from another machine. It tells what it would\n" +
+			"do; with --yes it creates the missing objects with their old UIDs. It deletes nothing, and touches no data.",
+		Example: "  drover recover\n  drover recover --yes\n  drover recover --disk /mnt/a --yes --raise-epochs",
+		Args:    args(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			all, err := run(ctx, c, o)
+			if perr := a.printFound(cmd, all); perr != nil {
+				return perr
+			}
+			if err != nil {
+				return explain(ctx, err)
+			}
+			return verdict(cmd, all, o)
+		},
+	}
+	f := c.Flags()
+	f.StringArrayVar(&o.Disks, "disk", nil, "folder of a disk to read; several times for several\n"+
+		"(default: all disks of nodes that are on this machine)")
+	f.BoolVar(&o.Apply, "yes", false, "do it")
+	f.BoolVar(&o.RaiseEpochs, "raise-epochs", false, "where the API knows an older epoch than the disk, take the disk's")
+	a.addFlags(c.PersistentFlags())
+	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
+		return usagef("%w; see `%s --help`", err, c.CommandPath())
+	})
+	quiet(c)
+	return c
+}
+
+func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
+	w := cmd.OutOrStdout()
+	switch a.output {
+	case "table":
+		rows := make([][]string, 0, len(all))
+		for _, f := range all {
+			rows = append(rows, []string{f.Kind, f.Name, string(f.UID), f.Disk, f.State, f.Action, f.Note})
+		}
+		return table(w, "KIND NAME UID DISK STATE ACTION NOTE", rows)
+	case "name":
+		for _, f := range all {
+			fmt.Fprintf(w, "%s.%s/%s\n", strings.ToLower(f.Kind), api.GroupVersion.Group, f.Name)
+		}
+		return nil
+	}
+	return a.encode(w, all)
+}
+
+// verdict says in a sentence what is left to do, as an error where something was not done.
+func verdict(cmd *cobra.Command, all []Finding, o RecoverOptions) error {
+	todo, behind := 0, 0
+	var skipped []string
+	for _, f := range all {
+		switch f.State {
+		case FoundConflict, FoundDamaged:
+			skipped = append(skipped, f.Kind+" "+f.Name)
+		case FoundBehind:
+			if f.Action == "" {
+				behind++
+			}
+		}
+		if f.Action != "" {
+			todo++
+		}
+	}
+	say := func(format string, args ...any) { fmt.Fprintf(cmd.ErrOrStderr(), format+"\n", args...) }
+	switch {
+	case todo > 0 && !o.Apply:
+		say("Nothing was changed. With --yes this makes %s.", count(todo, "change"))
+	case todo > 0:
+		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", count(todo, "change"))
+	case len(skipped) == 0 && behind == 0:
+		say("Disks and API agree: nothing to do.")
+	}
+	if behind > 0 {
+		say("The API went back in time: %s cannot be attached before --raise-epochs.", count(behind, "volume"))
+	}
+	switch {
+	case len(skipped) > 0:
+		return api.Errorf(api.Exists, "%s skipped, a person must decide: %s", count(len(skipped), "thing"),
+			strings.Join(skipped, ", "))
+	case behind > 0 && o.Apply:
+		return api.Errorf(api.Exists, "%s behind: repeat with --raise-epochs", count(behind, "volume"))
+	}
+	return nil
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,153 @@
+package recover
+
+import (
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/driver/cli"
+	"drover.io/drover/replicas/stack"
+)
+
+// disk is what one folder holds.
+type disk struct {
+	*stack.Disk
+	node   string // that has it now
+	images []block.Image
+	reps   []stack.Meta
+}
+
+func (d *disk) uid() api.UID { return api.UID(d.UID()) }
+
+// readDisks opens the disks and reads their records. A disk that no node has cannot be recovered: who would serve it?
+func (j *job) readDisks() error {
+	paths := j.options.Disks
+	named := len(paths) > 0
+	if !named {
+		for _, n := range j.nodes {
+			for _, d := range n.Status.Disks {
+				if d.UID != "" && !slices.Contains(paths, d.Path) {
+					paths = append(paths, d.Path)
+				}
+			}
+		}
+	}
+	seen := map[api.UID]*disk{}
+	for _, path := range paths {
+		path, err := filepath.Abs(path)
+		if err != nil {
+			return err
+		}
+		on, err := stack.Open(path)
+		if api.Is(err, api.NotFound) && !named {
+			continue // of another machine, or not mounted: its node says so
+		}
+		if err != nil {
+			j.add(step{Finding: cli.Finding{Kind: "Disk", Name: path, Disk: path, State: cli.FoundDamaged, Note: err.Error()}})
+			continue
+		}
+		d := &disk{Disk: on}
+		f := cli.Finding{Kind: "Disk", Name: path, UID: d.uid(), Disk: path}
+		why := ""
+		d.node, why = j.nodeOf(d)
+		if was := seen[d.uid()]; was != nil {
+			if was.Path() == path {
+				continue
+			}
+			why = fmt.Sprintf("%s has the same uid: one is a copy of the other, take it away", was.Path())
+			j.disks = slices.DeleteFunc(j.disks, func(o *disk) bool { return o == was })
+		}
+		seen[d.uid()] = d
+		if why != "" {
+			f.State, f.Note = cli.FoundConflict, why
+			j.add(step{Finding: f})
+			continue
+		}
+		f.State, f.Note = cli.FoundThere, "on node "+d.node
+		j.add(step{Finding: f})
+		j.readRecords(d)
+		j.disks = append(j.disks, d)
+	}
+	if len(seen) == 0 {
+		return api.Errorf(api.NotFound, "no disk of Drover was found here: start `drover serve --disk PATH` on the machine "+
+			"that has it, or name it with --disk")
+	}
+	return nil
+}
+
+// nodeOf is the node that serves a disk now.
+func (j *job) nodeOf(d *disk) (node, why string) {
+	var ready []string
+	for _, n := range j.nodes {
+		for _, s := range n.Status.Disks {
+			if s.UID == d.uid() && s.Ready {
+				ready = append(ready, n.Name)
+				if s.Path == d.Path() {
+					node = n.Name
+				}
+			}
+		}
+	}
+	switch {
+	case len(ready) == 0:
+		return "", "no node has it: add it with `drover disk add " + d.Path() + "`, then recover"
+	case len(ready) > 1:
+		return "", fmt.Sprintf("nodes %s say that it is theirs: one has a copy of it", strings.Join(ready, " and "))
+	case node == "":
+		return "", fmt.Sprintf("node %s has it at another path: name that path", ready[0])
+	}
+	return node, ""
+}
+
+// readRecords reads what the disk says of itself. Records that cannot be read are told; the others count.
+func (j *job) readRecords(d *disk) {
+	damaged := func(kind, name string, uid api.UID, err error) {
+		j.add(step{Finding: cli.Finding{Kind: kind, Name: name, UID: uid, Disk: d.Path(), State: cli.FoundDamaged,
+			Note: err.Error()}})
+	}
+	images, err := d.Images()
+	if err != nil {
+		damaged("BackingImage", "(unreadable)", "", err)
+	}
+	for _, img := range images {
+		err := d.whole(img.Layers)
+		if err == nil {
+			err = api.ValidateImageName(img.Name)
+		}
+		if err != nil {
+			damaged("BackingImage", img.Name, api.UID(img.UID), err)
+			continue
+		}
+		d.images = append(d.images, img)
+	}
+	reps, err := d.Replicas()
+	if err != nil {
+		damaged("Replica", "(unreadable)", "", err)
+	}
+	for _, m := range reps {
+		if err := d.whole(m.Layers); err != nil {
+			damaged("Replica", replicaName(m.Volume, m.UID), api.UID(m.UID), err)
+			continue
+		}
+		d.reps = append(d.reps, m)
+	}
+}
+
+// whole tells whether layers are finished on the disk.
+func (d *disk) whole(layers []string) error {
+	for _, l := range layers {
+		if _, _, err := d.Digest(l); err != nil {
+			return fmt.Errorf("layer %s: %w", l, err)
+		}
+	}
+	return nil
+}
+
+// replicaName is the name of a Replica object.
+func replicaName(volume, uid string) string { return volume + "." + uid[:min(8, len(uid))] }
+
+// label makes a name fit for a label's value.
+func label(name string) string { return name[:min(63, len(name))] }
