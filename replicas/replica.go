@@ -77,7 +77,9 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 	case api.ReplicaFailed:
 		return nil
 	}
-	if !l.onDisk(r.Spec.UID) {
+	if there, err := l.holds(disk, r.Spec.UID); err != nil {
+		return err // whether it is there is not known: it is not given up
+	} else if !there {
 		r.Status.Mode = api.ReplicaFailed
 		err := api.Errorf(api.NotFound, "the replica's folder is gone from disk %s", disk.Path())
 		l.events.Eventf(r, nil, "Warning", "ReplicaLost", "Look", "%s", err)
@@ -142,6 +144,18 @@ func (d *Data) onDisk(uid api.UID) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.made[uid]
+}
+
+// holds reports whether a replica is on its disk, and looks there if it is not known to be.
+func (d *Data) holds(disk *stack.Disk, uid api.UID) (bool, error) {
+	if d.onDisk(uid) {
+		return true, nil
+	}
+	there, err := disk.Holds(string(uid))
+	if there {
+		d.setOnDisk(uid, true)
+	}
+	return there, err
 }
 
 func (d *Data) setOnDisk(uid api.UID, is bool) {

@@ -249,6 +249,18 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 	return m, nil
 }
 
+// Holds reports whether the replica is on the disk. One whose record cannot be read is an error: it may well be.
+func (d *Disk) Holds(uid string) (bool, error) {
+	_, err := d.readStack(uid)
+	switch {
+	case err == nil:
+		return true, nil
+	case errors.Is(err, fs.ErrNotExist):
+		return false, nil
+	}
+	return false, fmt.Errorf("disk %s: %w", d.root, classify(err))
+}
+
 // Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
 // listed all the same.
 func (d *Disk) Replicas() ([]Meta, error) {
