@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"io/fs"
+	"slices"
 	"time"
 
 	apixv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -40,12 +41,12 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	// A whole cluster has core types, and events of its own. (No core types is no error for this call.)
+	// A whole cluster has events among its core types. (No core types is no error for this call.)
 	core, err := cs.Discovery().ServerResourcesForGroupVersion("v1")
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
-	if len(core.APIResources) > 0 {
+	if slices.ContainsFunc(core.APIResources, func(r metav1.APIResource) bool { return r.Name == "events" }) {
 		wanted = wanted[1:]
 	}
 	crds := cs.ApiextensionsV1().CustomResourceDefinitions()

@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// finder answers /api and /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in
-// the one that kubectl before 1.26 knows.
+// finder answers /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in the one that
+// kubectl before 1.26 knows.
 type finder struct {
 	next   http.Handler
 	groups http.Handler
@@ -32,23 +32,15 @@ func (d *finder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 	}
-	if (path != "/api" && path != "/apis") || r.Method != http.MethodGet {
+	if path != "/apis" || r.Method != http.MethodGet {
 		d.next.ServeHTTP(w, r)
 		return
 	}
-	aggregated := strings.Contains(r.Header.Get("Accept"), "as=APIGroupDiscoveryList")
-	switch {
-	case path == "/apis" && aggregated:
+	if strings.Contains(r.Header.Get("Accept"), "as=APIGroupDiscoveryList") {
 		d.groups.ServeHTTP(w, r)
-	case path == "/api" && aggregated:
-		writeJSON(w, aggregatedJSON, apidiscoveryv2.APIGroupDiscoveryList{TypeMeta: metav1.TypeMeta{
-			Kind: "APIGroupDiscoveryList", APIVersion: "apidiscovery.k8s.io/v2"}})
-	case path == "/api":
-		writeJSON(w, "application/json", metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"},
-			Versions: []string{}, ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{}})
-	default:
-		d.legacyGroups(w, r)
+		return
 	}
+	d.legacyGroups(w, r)
 }
 
 // legacyGroups turns the aggregated document into an APIGroupList.

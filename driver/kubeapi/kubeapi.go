@@ -127,7 +127,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	rc.Authentication.Authenticator = bearertoken.New(id)
 	rc.Authorization.Authorizer = authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)
 	rc.EnableProfiling = false
-	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(generatedopenapi.GetOpenAPIDefinitions)
+	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(withSecrets(generatedopenapi.GetOpenAPIDefinitions))
 	namer := openapinamer.NewDefinitionNamer(apiserver.Scheme, scheme.Scheme)
 	rc.OpenAPIConfig = genericapiserver.DefaultOpenAPIConfig(defs, namer)
 	rc.OpenAPIV3Config = genericapiserver.DefaultOpenAPIV3Config(defs, namer)
@@ -157,6 +157,10 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	}}
 	srv, err := cfg.Complete().New(genericapiserver.NewEmptyDelegate())
 	if err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
+	if err := installSecrets(srv.GenericAPIServer, s.store.endpoint); err != nil {
 		_ = ln.Close()
 		return nil, err
 	}
