@@ -208,10 +208,12 @@ type child struct {
 	adopted *atomic.Bool
 }
 
-// A process that dies within young of its start is restarted at once a few times, then with growing pauses.
+// A process that dies within young of its start is restarted at once a few times, then with growing pauses. One that
+// was killed did not fail by itself, and I/O waits for the next: its pause stays short.
 const (
 	young     = time.Second
 	atOnce    = 5
+	minPause  = 100 * time.Millisecond
 	maxPause  = 5 * time.Second
 	stopGrace = 20 * time.Second
 )
@@ -250,7 +252,10 @@ func (c *child) run(ctx context.Context) error {
 		if time.Since(began) > young {
 			early = 0
 		} else if early++; early > atOnce {
-			pause := min(100*time.Millisecond<<(min(early-atOnce, 10)-1), maxPause)
+			pause := min(minPause<<(min(early-atOnce, 10)-1), maxPause)
+			if fate == "signal: killed" {
+				pause = minPause
+			}
 			select {
 			case <-time.After(pause):
 			case <-ctx.Done():
