@@ -200,6 +200,8 @@ type child struct {
 	// renew replaces a process of another binary, or one that talks to another API server. Only for a role whose work
 	// goes on in its successor.
 	renew bool
+	// anew replaces what an earlier serve started, once.
+	anew bool
 	// inPath is set for the process that everybody's I/O goes through.
 	inPath bool
 	// keep is asked at the end: true leaves the process alive for the next serve.
@@ -225,7 +227,7 @@ func (c *child) run(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("%s process: %w", c.role, err)
 		}
-		if p != nil && c.renew && (p.Build != build() || c.apiServer != "" && p.API != c.apiServer) {
+		if p != nil && c.renew && (c.anew || p.Build != build() || c.apiServer != "" && p.API != c.apiServer) {
 			c.log.Info("replacing the process of an earlier start", "role", c.role, "pid", p.Pid)
 			if err := p.stop(stopGrace); err != nil {
 				return fmt.Errorf("%s process: %w", c.role, err)
@@ -233,6 +235,7 @@ func (c *child) run(ctx context.Context) error {
 			p.release(true)
 			p = nil
 		}
+		c.anew = false
 		if p != nil {
 			c.adopted.Store(true)
 			c.log.Info("adopted", "role", c.role, "pid", p.Pid)
