@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -314,7 +316,9 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 			}
 			var err error
 			if s, err = l.resumeLocked(ctx, held); err != nil {
-				return err
+				if err := l.discard(ctx, a, held, err); err != nil {
+					return err
+				}
 			}
 		}
 	}
@@ -331,13 +335,37 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 		}
 	}
 	l.lost(ctx, a, "")
-	if err := l.giveBack(ctx, a.Spec.Volume, a.Status.Epoch); err != nil {
+	if err := l.giveBack(ctx, a.Spec.Volume, anyEpoch); err != nil {
 		return err
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size, a.Status.Message = false, "", 0, ""
 	if controllerutil.RemoveFinalizer(a, api.Finalizer) {
 		return client.IgnoreNotFound(l.client.Update(ctx, a))
 	}
+	return nil
+}
+
+// discard takes down a held device that nobody will ever serve again: its replica is destroyed, or the user has taken the
+// disk, which is gone, out of the node. Its I/O fails. In any other case it returns why: the device stays, and its I/O waits.
+func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
+	var b blob
+	if err := json.Unmarshal(held.Blob, &b); err == nil {
+		if _, err := l.disks.open(ctx, b.Path, b.Disk, false); err == nil {
+			if !api.Is(why, api.NotFound) && !api.Is(why, api.Corrupt) {
+				return why
+			}
+		} else if gone, err := l.diskForgotten(ctx, b.Disk); err != nil {
+			return err
+		} else if !gone {
+			return why
+		}
+	}
+	if err := l.Host.Discard(held.Key); err != nil {
+		return err
+	}
+	l.events.Eventf(a, nil, "Warning", "DeviceDiscarded", "Detach", "the device of volume %s cannot be served any more, "+
+		"its unanswered I/O failed: %s", held.Name, why)
+	l.Log.Error("a device that cannot be served any more was taken down", "volume", held.Name, "err", why)
 	return nil
 }
 
@@ -355,6 +383,9 @@ func (d *Data) end(ctx context.Context, s *session) error {
 	return d.giveBack(ctx, s.Volume, s.Epoch)
 }
 
+// anyEpoch is for who knows that this node, which has one data process, has no engine of the volume.
+const anyEpoch = -1
+
 // giveBack clears the engine's node in the volume if epoch is still the one that this node had claimed.
 func (d *Data) giveBack(ctx context.Context, volume string, epoch int64) error {
 	for {
@@ -362,7 +393,7 @@ func (d *Data) giveBack(ctx context.Context, volume string, epoch int64) error {
 		if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
 			return client.IgnoreNotFound(err)
 		}
-		if v.Status.Epoch != epoch || v.Status.EngineNode != d.Node {
+		if v.Status.EngineNode != d.Node || v.Status.Epoch != epoch && epoch != anyEpoch {
 			return nil
 		}
 		v.Status.EngineNode = ""

@@ -4,7 +4,10 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -56,4 +59,79 @@ func TestUnreadableReplicaIsNotGivenUp(t *testing.T) {
 	a := w.attached("v1")
 	w.remove(a)
 	gone(w, a, &api.AttachmentList{})
+}
+
+// TestDestroyedReplicaCanBeDetached: the device of a replica that is no more is held for ever, unless its Attachment goes.
+func TestDestroyedReplicaCanBeDetached(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	f, err := os.OpenFile(a.Status.Device, os.O_RDWR|syscall.O_DIRECT, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.stopData()
+	stack := w.stackFile(w.replicaOf("v1"))
+	if err := os.Rename(stack, stack+".away"); err != nil {
+		t.Fatal(err)
+	}
+	w.lost = true
+	w.startData()
+	w.lost = false
+	failed := make(chan error, 1)
+	go func() {
+		_, err := f.ReadAt(make([]byte, 4096), 0) // waits: nobody may decide that the volume is lost but the user
+		failed <- err
+	}()
+	await(w, a, &api.AttachmentList{}, "unserved", func(a *api.Attachment) bool { return a.Status.Message != "" })
+	if held := w.host.Held(); len(held) != 1 {
+		t.Fatalf("held: %v", held)
+	}
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	if err := <-failed; err == nil {
+		t.Error("a read of a volume that is no more succeeded")
+	}
+	_ = f.Close()
+	if len(w.host.Held()) > 0 {
+		t.Error("the device is still held")
+	}
+	w.remove(volume("v1", 0))
+	gone(w, volume("v1", 0), &api.VolumeList{})
+}
+
+// TestDeadDisk: what is on a disk that is gone, and that the user has taken out of the node, can be detached and deleted.
+func TestDeadDisk(t *testing.T) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.make("v2", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	w.stopData()
+	disk := filepath.Join(w.dir, "disk")
+	if err := os.Rename(disk, disk+".away"); err != nil {
+		t.Fatal(err)
+	}
+	w.lost = true
+	w.startData()
+	w.lost = false
+	w.remove(a)
+	w.remove(volume("v2", 0))
+	notReady := func(n *api.Node) bool { return len(n.Status.Disks) == 1 && !n.Status.Disks[0].Ready }
+	n := await(w, &api.Node{ObjectMeta: named(testNode)}, &api.NodeList{}, "without its disk", notReady)
+	await(w, a, &api.AttachmentList{}, "waiting", func(a *api.Attachment) bool { return a.Status.Message != "" })
+	if len(w.host.Held()) != 1 {
+		t.Fatal("a device was given up while its disk may come back")
+	}
+	old := n.DeepCopy()
+	n.Spec.Disks = nil
+	if err := w.c.Patch(w.ctx, n, client.MergeFrom(old)); err != nil {
+		t.Fatal(err)
+	}
+	gone(w, a, &api.AttachmentList{})
+	gone(w, volume("v2", 0), &api.VolumeList{})
+	w.remove(volume("v1", 0))
+	gone(w, volume("v1", 0), &api.VolumeList{})
+	await(w, n, &api.NodeList{}, "rid of the disk", func(n *api.Node) bool { return len(n.Status.Disks) == 0 })
 }

@@ -276,7 +276,7 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 	return one(a.Name)
 }
 
-// unready wakes the Attachments that wait for the node's disks.
+// unready wakes the Attachments that wait for the node's disks, to come or to go.
 func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.AttachmentList
 	if err := d.client.List(ctx, &list); err != nil {
@@ -285,7 +285,7 @@ func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request
 	}
 	var all []reconcile.Request
 	for i := range list.Items {
-		if a := &list.Items[i]; a.Spec.Node == d.Node && !a.Status.Ready {
+		if a := &list.Items[i]; a.Spec.Node == d.Node && (!a.Status.Ready || a.DeletionTimestamp != nil) {
 			all = append(all, one(a.Name)...)
 		}
 	}

@@ -322,13 +322,17 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 	return nil
 }
 
-// diskForgotten reports whether the Node does not speak of the disk any more.
+// diskForgotten reports whether the node has given up the disk: the Node does not speak of it any more, or the user took
+// it out of the spec and it is not there.
 func (d *Data) diskForgotten(ctx context.Context, uid api.UID) (bool, error) {
 	var n api.Node
 	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
 		return false, client.IgnoreNotFound(err)
 	}
-	return !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == uid || s.UID == "" }), nil
+	return !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
+		wanted := s.Ready || slices.ContainsFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == s.Path })
+		return s.UID == uid && wanted || s.UID == ""
+	}), nil
 }
 
 // beat renews the used bytes of attached replicas until ctx ends.

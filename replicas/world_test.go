@@ -51,6 +51,7 @@ type world struct {
 	stopRoles, stopData func()
 	data                *Data
 	host                *device.Host
+	lost                bool // the next Resume is to fail
 }
 
 // logTo writes a log to the test's.
@@ -179,8 +180,8 @@ func (w *world) startData() {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	if err := w.data.Resume(w.ctx); err != nil {
-		w.t.Error(err)
+	if err := w.data.Resume(w.ctx); (err != nil) != w.lost {
+		w.t.Errorf("resume: %v", err)
 	}
 	w.loops()
 }
