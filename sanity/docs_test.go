@@ -7,6 +7,7 @@ import (
 	"go/token"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -243,5 +244,51 @@ func TestDocsExamples(t *testing.T) {
 	}
 	if classes < 4 {
 		t.Errorf("only %d classes found", classes)
+	}
+}
+
+var (
+	subCommand = regexp.MustCompile(`(?m)^  ([a-z]+)  +[A-Z]`)
+	flagLine   = regexp.MustCompile(`(?m)^ +(?:-[a-z], +)?(--[a-z-]+)`)
+)
+
+// TestDocsCommands walks the help of the program as it is built.
+func TestDocsCommands(t *testing.T) {
+	program := drover(t)
+	docs := markdown(t)
+	commands, flags := map[string]bool{}, map[string]bool{}
+	var walk func(path ...string)
+	walk = func(path ...string) {
+		out, err := exec.Command(program, append(path, "--help")...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("help of %v: %v\n%s", path, err, out)
+		}
+		text := string(out)
+		if _, subs, ok := strings.Cut(text, "Available Commands:\n"); ok {
+			subs, _, _ = strings.Cut(subs, "\n\n")
+			for _, m := range subCommand.FindAllStringSubmatch(subs, -1) {
+				if m[1] != "help" && m[1] != "completion" {
+					walk(append(slices.Clone(path), m[1])...)
+				}
+			}
+		} else {
+			commands["drover "+strings.Join(path, " ")] = true
+		}
+		if _, own, ok := strings.Cut(text, "\nFlags:\n"); ok && path != nil && path[0] != "serve" {
+			own, _, _ = strings.Cut(own, "\n\n")
+			for _, m := range flagLine.FindAllStringSubmatch(own, -1) {
+				if m[1] != "--help" {
+					flags[m[1]] = true
+				}
+			}
+		}
+	}
+	walk()
+	mentioned(t, "docs/cli.md", "command", 20, commands)
+	mentioned(t, "docs/cli.md", "flag", 15, flags)
+	for _, m := range regexp.MustCompile("`(--[a-z-]+)").FindAllStringSubmatch(docs["docs/cli.md"], -1) {
+		if !flags[m[1]] {
+			t.Errorf("docs/cli.md describes %s, which is no flag", m[1])
+		}
 	}
 }
