@@ -39,6 +39,8 @@ type NodeOptions struct {
 	Parallel int
 	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
+	// Check is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
+	Check time.Duration
 	// Download tunes downloads.
 	Download source.DownloadOptions
 }
@@ -54,14 +56,21 @@ type copies struct {
 	movers  *movers
 	uploads *source.Uploads
 
-	mu   sync.Mutex
-	pens map[string]*pen
+	mu       sync.Mutex
+	pens     map[string]*pen
+	verdicts map[string]verdict // by name of the ImageCopy
 }
 
 // pen is what this process, the only writer, holds to be the status of an ImageCopy. The cache may lag behind it.
 type pen struct {
 	object types.UID
 	status api.ImageCopyStatus
+}
+
+// verdict is what a verification found of a copy whose files somebody had touched.
+type verdict struct {
+	mark string // which touch
+	err  error  // nil: the content is what it was
 }
 
 // SetupNode adds the loops of the node role to a manager. disks finds a disk of this node by its UID.
@@ -78,6 +87,9 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if o.RetryMax <= 0 {
 		o.RetryMax = 5 * time.Minute
 	}
+	if o.Check <= 0 {
+		o.Check = time.Minute
+	}
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
@@ -87,7 +99,8 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	}
 	n := &copies{Client: mgr.GetClient(), node: nodeName, disks: disks, opts: o, uploads: uploads,
 		events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
-		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{}}
+		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{},
+		verdicts: map[string]verdict{}}
 	if err := mgr.Add(uploads); err != nil {
 		return err
 	}
@@ -163,6 +176,7 @@ func (n *copies) drop(name string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	delete(n.pens, name)
+	delete(n.verdicts, name)
 }
 
 // write brings the status to the API, and to the pen once it is there.
@@ -195,6 +209,9 @@ func (n *copies) write(ctx context.Context, c *api.ImageCopy, p *pen, st api.Ima
 // step decides what the state of a copy becomes, given what its transfer did.
 func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.ImageCopyStatus) (time.Duration, error) {
 	if j != nil && j.running() {
+		if j.source == verifying {
+			return 0, nil
+		}
 		g := j.glance()
 		st.State, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = g.state, g.percent, g.done, g.total, g.url
 		st.Message = ""
@@ -208,12 +225,15 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		defer n.movers.forget(c.Name)
 		if j.err == nil {
 			done(st, j.got)
-			return 0, nil
+			return n.opts.Check, nil
 		}
 		if errors.Is(j.err, context.Canceled) {
 			return 0, nil // the process ends; the next one goes on
 		}
-		return n.failed(c, img.Spec.SourceType, st, j.err), nil
+		if j.source == verifying {
+			return n.damaged(c, img.Spec.SourceType, st, j.err), nil
+		}
+		return n.failed(c, st, j.err, worthRetry(img.Spec.SourceType, j.err)), nil
 	}
 	on, err := n.disks(c.Spec.Disk)
 	if err != nil {
@@ -230,13 +250,32 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	got, err := disk.Find(on, want)
 	switch {
 	case err == nil:
-		done(st, got)
-		return 0, nil
-	case !api.Is(err, api.NotFound):
-		if st.State == api.ImageFailed && !due(st) {
-			return time.Until(st.NextTry.Time), nil
+		var known bool
+		if known, err = n.sound(ctx, c, on, got); !known {
+			return n.opts.Check, err
 		}
-		return n.failed(c, img.Spec.SourceType, st, err), nil
+		if err == nil {
+			done(st, got)
+			return n.opts.Check, nil
+		}
+	}
+	if api.Is(err, api.Corrupt) && st.State == api.ImageFailed && due(st) {
+		// What is there is worth nothing. It goes, unless a replica needs it, and the image is brought again.
+		err = disk.Remove(ctx, on, want)
+		if api.Is(err, api.InUse) && disk.Unmade(on, want) {
+			err = nil // a layer whose record is gone is made again in its place, under those who use it
+		}
+		if err != nil {
+			err = api.Errorf(api.KindOf(err), "the damaged copy cannot be replaced: %w", err)
+			return n.failed(c, st, err, true), nil
+		}
+		err = api.Errorf(api.NotFound, "removed")
+	}
+	if !api.Is(err, api.NotFound) {
+		if st.State == api.ImageFailed && !due(st) {
+			return max(time.Until(st.NextTry.Time), 0), nil
+		}
+		return n.damaged(c, img.Spec.SourceType, st, err), nil
 	}
 	if lost := st.State == api.ImageReady || st.State == api.ImageUnknown && st.Digest != ""; lost {
 		n.log.Warn("copy is gone from its disk", "image", c.Spec.Image, "disk", c.Spec.Disk)
@@ -256,8 +295,12 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		if on != nil {
 			err = disk.Remove(ctx, on, want)
 		}
-		return n.failed(c, img.Spec.SourceType, st, errors.Join(api.Errorf(api.Unavailable,
-			"the upload was cut off by a restart of this node"), err)), nil
+		why := "the upload was cut off by a restart of this node"
+		if st.Digest != "" {
+			why = "the copy is gone from disk " + string(c.Spec.Disk)
+		}
+		return n.failed(c, st, errors.Join(api.Errorf(api.Unavailable, "%s, and an upload cannot be asked for again: "+
+			"delete the image and upload it anew", why), err), false), nil
 	}
 	if err := n.begin(ctx, c, img, on, want); err != nil {
 		return 0, err
@@ -283,13 +326,56 @@ func done(st *api.ImageCopyStatus, g disk.Got) {
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
 }
 
+// verifying is the kind of a job that reads a copy which is there.
+const verifying = "verification"
+
+// sound tells whether a copy's content is what it was: err nil where nobody touched its files, or where a verification
+// found no harm; known is false while that is being found out.
+func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got disk.Got) (known bool, err error) {
+	mark, err := disk.Touched(on, got.Image)
+	if mark == "" || err != nil {
+		return true, err
+	}
+	n.mu.Lock()
+	v, ok := n.verdicts[c.Name]
+	n.mu.Unlock()
+	if ok && v.mark == mark {
+		return true, v.err
+	}
+	n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
+	_, err = n.movers.start(ctx, c, verifying,
+		func(ctx context.Context, _ *job, slot func(context.Context) error) (disk.Got, error) {
+			if err := slot(ctx); err != nil {
+				return disk.Got{}, err
+			}
+			err := disk.Verify(ctx, on, got.Image)
+			if ctx.Err() == nil {
+				n.mu.Lock()
+				n.verdicts[c.Name] = verdict{mark, err}
+				n.mu.Unlock()
+			}
+			return got, err
+		})
+	return false, err
+}
+
+// damaged is the status of a copy that is on the disk and not whole.
+func (n *copies) damaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus, err error) time.Duration {
+	err = api.Errorf(api.KindOf(err), "the copy on disk %s is damaged: %w", c.Spec.Disk, err)
+	n.events.Eventf(c, nil, corev1.EventTypeWarning, "Damaged", "Transfer", "%s", clip(err.Error()))
+	if t == api.SourceUpload && c.Spec.From == "" {
+		err = api.Errorf(api.KindOf(err), "%w; an upload cannot be asked for again: delete the image and upload it anew", err)
+	}
+	return n.failed(c, st, err, t != api.SourceUpload)
+}
+
 // failed is the status of a copy that could not be made, and the time until it is tried again.
-func (n *copies) failed(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus, err error) time.Duration {
+func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, retry bool) time.Duration {
 	st.State, st.Message, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), 0, ""
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = "", 0, 0, "", ""
 	st.Attempts++
 	st.NextTry = metav1.Time{}
-	if c.Spec.From == "" && !worthRetry(t, err) {
+	if c.Spec.From == "" && !retry {
 		return 0
 	}
 	pause := n.opts.RetryMin << min(st.Attempts-1, 20)

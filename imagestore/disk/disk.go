@@ -47,7 +47,45 @@ func Find(on block.Layers, want Want) (Got, error) {
 	return Got{img, size}, on.PutImage(img)
 }
 
+// toucher is a disk that knows when somebody changed a finished layer.
+type toucher interface {
+	Touched(uid string) (mark string, err error)
+}
+
+// Touched names a change that somebody made to the image's layers since they were sealed: the content is to be verified
+// then. Empty: there was none. The mark differs from one change to the next.
+func Touched(on block.Layers, img block.Image) (mark string, err error) {
+	t, ok := on.(toucher)
+	if !ok {
+		return "", nil
+	}
+	for _, l := range img.Layers {
+		m, err := t.Touched(l)
+		if err != nil {
+			return "", err
+		}
+		if m != "" {
+			mark += l + " " + m + "\n"
+		}
+	}
+	return mark, nil
+}
+
+// Verify reads all that the image has on the disk and compares it with its digests.
+func Verify(ctx context.Context, on block.Layers, img block.Image) error {
+	for _, l := range img.Layers {
+		if err := on.Verify(ctx, l); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// allocated is what the layers take; all of them must be there with all their files.
 func allocated(on block.Layers, layers []string) (sum int64, err error) {
+	if _, err := Touched(on, block.Image{Layers: layers}); err != nil {
+		return 0, err
+	}
 	for _, l := range layers {
 		_, n, err := on.Digest(l)
 		if err != nil {
@@ -92,6 +130,16 @@ func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (G
 		return Got{}, explain(on, err)
 	}
 	return got, nil
+}
+
+// Unmade reports whether the image's layers are not finished ones of the disk, so that they can be made.
+func Unmade(on block.Layers, want Want) bool {
+	for _, l := range want.Layers {
+		if _, _, err := on.Digest(string(l)); !api.Is(err, api.NotFound) {
+			return false
+		}
+	}
+	return len(want.Layers) > 0
 }
 
 // copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
