@@ -236,6 +236,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	if s.data {
 		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, inPath: true,
+			anew: s.kube != nil && s.kube.WentBack,
 			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
 				"--log-level", s.logLevel, "--log-format", s.logFormat}})
 	}

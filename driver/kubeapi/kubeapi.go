@@ -65,6 +65,9 @@ type Server struct {
 	Config *rest.Config
 	// Kubeconfig is the path of the kubeconfig file, readable by its owner alone.
 	Kubeconfig string
+	// WentBack is set where the state is another one, or older, than what was last served from this folder. Clients
+	// that live since then must start anew: their watches ask for revisions that are not there.
+	WentBack bool
 
 	store *store
 	log   *slog.Logger
@@ -115,6 +118,14 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	if err != nil {
 		_ = ln.Close()
 		return nil, err
+	}
+	if s.WentBack, err = s.store.follow(ctx, o.Dir); err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
+	if s.WentBack {
+		o.Log.Warn("the state of the API is older than what was served from this folder before, or empty: " +
+			"`drover recover` compares it with the disks")
 	}
 
 	rc := genericapiserver.NewRecommendedConfig(apiserver.Codecs)

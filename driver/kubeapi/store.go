@@ -32,7 +32,9 @@ type store struct {
 	dir      *os.File // keeps the short socket path alive
 	quota    int64
 	snaps    string
-	saved    int64 // revision of the newest snapshot
+	saved    int64  // revision of the newest snapshot
+	lineage  string // file beside the database
+	start    string // mark of this start
 	full     atomic.Bool
 	quiet    atomic.Bool // starting: advice is for clusters; closing: its own listeners go away
 }
@@ -98,6 +100,11 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 }
 
 func (s *store) close() {
+	if s.start != "" {
+		if err := s.note(true); err != nil {
+			s.log.Warn("how far the state is was not noted", "err", err)
+		}
+	}
 	s.quiet.Store(true)
 	s.etcd.Close()
 	_ = s.dir.Close()

@@ -22,6 +22,9 @@ func (s *Server) tidy(ctx context.Context, o Options) {
 		if err := s.store.snapshot(time.Now()); err != nil {
 			s.log.Error("no snapshot of the state database", "err", err)
 		}
+		if err := s.store.note(false); err != nil {
+			s.log.Warn("how far the state is was not noted", "err", err)
+		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
