@@ -164,6 +164,9 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 		s.wake()
 		return err
 	}
+	if v.Status.UID == s.VolumeUID {
+		l.note(s, &v)
+	}
 	return nil
 }
 

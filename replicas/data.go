@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -294,7 +295,11 @@ func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request
 
 // volumeMatters tells whether a volume's change can matter to its Attachment.
 func volumeMatters(old, now client.Object) bool {
-	a, b := old.(*api.Volume).Status, now.(*api.Volume).Status
+	x, y := old.(*api.Volume), now.(*api.Volume)
+	a, b := x.Status, y.Status
+	if x.Generation != y.Generation || !maps.Equal(x.Annotations, y.Annotations) || !maps.Equal(x.Labels, y.Labels) {
+		return true // the disk keeps a record of it
+	}
 	return a.Epoch != b.Epoch || a.EngineNode != b.EngineNode || len(a.Members) != len(b.Members) || a.UID != b.UID
 }
 
