@@ -7,9 +7,12 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"strconv"
 	"strings"
+	"sync"
+	"syscall"
 	"time"
 
 	"drover.io/drover/api"
@@ -29,7 +32,45 @@ type DownloadOptions struct {
 	Client *http.Client
 	// Resumed is told of every resume, for the log. May be nil.
 	Resumed func(off int64, cause error)
+
+	inner func(netip.Addr) bool // for tests; nil: inner
 }
+
+// fence keeps a download that began at a public address away from what only this node can reach: services on it and in
+// its network, the cloud's metadata. A server outside may redirect there, or its name may lead there the second time.
+// An address inside that the user gave is the user's choice.
+type fence struct {
+	inner func(netip.Addr) bool
+
+	mu     sync.Mutex
+	began  bool
+	inside bool // it began inside
+}
+
+// pass is asked before every connection.
+func (f *fence) pass(_, address string, _ syscall.RawConn) error {
+	at, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return api.Errorf(api.Invalid, "address %q cannot be read", address)
+	}
+	inner := f.inner(at.Addr().Unmap())
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.began {
+		f.began, f.inside = true, inner
+	}
+	if inner && !f.inside {
+		return api.Errorf(api.Denied, "it leads from a public address to %s, which is one inside: not followed", at.Addr())
+	}
+	return nil
+}
+
+// inner reports whether an address is not one of the public internet.
+func inner(a netip.Addr) bool {
+	return !a.IsGlobalUnicast() || a.IsPrivate() || shared.Contains(a)
+}
+
+var shared = netip.MustParsePrefix("100.64.0.0/10") // of carriers and of clusters
 
 func (o DownloadOptions) withDefaults() DownloadOptions {
 	def := func(d *time.Duration, v time.Duration) {
@@ -50,6 +91,11 @@ func (o DownloadOptions) withDefaults() DownloadOptions {
 		// One image, one connection: nothing stays open afterwards.
 		tr.DisableKeepAlives = true
 		tr.MaxResponseHeaderBytes = 64 << 10
+		f := &fence{inner: o.inner}
+		if f.inner == nil {
+			f.inner = inner
+		}
+		tr.DialContext = (&net.Dialer{Timeout: 30 * time.Second, Control: f.pass}).DialContext
 		o.Client = &http.Client{Transport: tr}
 	}
 	client := *o.Client
@@ -195,6 +241,9 @@ func (d *download) accept(resp *http.Response, off int64) error {
 			return api.Errorf(api.Unavailable, "%s: the server answered a request for the rest with another range (%q)",
 				d.name, resp.Header.Get("Content-Range"))
 		}
+		if v := validator(resp.Header); v != "" && v != d.validator {
+			return api.Errorf(api.Unavailable, "%s changed on the server after %d bytes", d.name, off)
+		}
 		return nil
 	case off > 0 && resp.StatusCode == http.StatusOK:
 		return api.Errorf(api.Unavailable, "%s changed on the server after %d bytes, or it cannot send the rest alone",
@@ -212,11 +261,16 @@ func (d *download) accept(resp *http.Response, off int64) error {
 	}
 	d.size = resp.ContentLength
 	d.ranges = strings.EqualFold(resp.Header.Get("Accept-Ranges"), "bytes")
-	d.validator = resp.Header.Get("ETag")
-	if d.validator == "" || strings.HasPrefix(d.validator, "W/") {
-		d.validator = resp.Header.Get("Last-Modified")
-	}
+	d.validator = validator(resp.Header)
 	return nil
+}
+
+// validator is a strong ETag, or else a date, or nothing.
+func validator(h http.Header) string {
+	if tag := h.Get("ETag"); tag != "" && !strings.HasPrefix(tag, "W/") {
+		return tag
+	}
+	return h.Get("Last-Modified")
 }
 
 // parseContentRange reads "bytes 5-9/10"; total is -1 for "*".
