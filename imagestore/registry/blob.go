@@ -148,7 +148,7 @@ func (b *blob) resume(err error) error {
 	if b.ctx.Err() != nil {
 		return b.ctx.Err()
 	}
-	what := "the connection was cut (" + clip(err.Error()) + ")"
+	what := "the connection was cut (" + clip(strings.TrimPrefix(err.Error(), b.c.name+": ")) + ")"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		what = "the registry ended the transfer early"
 	}

@@ -109,11 +109,11 @@ func (c *client) failed(ctx context.Context, err error) error {
 	var plain *plainError
 	var op *net.OpError
 	switch {
-	case errors.As(err, &te):
-		return c.refused(te.StatusCode, "")
 	case errors.As(err, &cert):
 		return api.Errorf(api.Unavailable, "%s: the registry's certificate is not trusted (%s): give its CA", c.name,
 			clip(cert.Err.Error()))
+	case errors.As(err, &te):
+		return c.refused(te.StatusCode, "")
 	case errors.As(err, &ae):
 		return api.Errorf(ae.Kind, "%s: %w", c.name, ae)
 	case errors.As(err, &dns) && dns.IsNotFound:

@@ -1,0 +1,465 @@
+package registry
+
+import (
+	"bytes"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/v1/types"
+
+	"drover.io/drover/api"
+)
+
+func isBlob(r *http.Request) bool {
+	return r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/blobs/")
+}
+
+// cutter lets so many bytes of a body through and breaks the connection.
+type cutter struct {
+	http.ResponseWriter
+	left int
+}
+
+func (c *cutter) Write(p []byte) (int, error) {
+	if len(p) > c.left {
+		_, _ = c.ResponseWriter.Write(p[:c.left])
+		_ = http.NewResponseController(c.ResponseWriter).Flush()
+		panic(http.ErrAbortHandler)
+	}
+	c.left -= len(p)
+	return c.ResponseWriter.Write(p)
+}
+
+// flipper changes the byte at a place of a body.
+type flipper struct {
+	http.ResponseWriter
+	at int
+}
+
+func (f *flipper) Write(p []byte) (int, error) {
+	q := bytes.Clone(p)
+	if f.at >= 0 && f.at < len(q) {
+		q[f.at] ^= 1
+	}
+	f.at -= len(q)
+	return f.ResponseWriter.Write(q)
+}
+
+func TestCutsAreResumed(t *testing.T) {
+	body := noise(3 << 20)
+	for _, how := range []string{"none", "gzip", "zstd"} {
+		for _, ranges := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, ranges %v", how, ranges), func(t *testing.T) {
+				w := plainWorld(t)
+				layer := w.blob("r", types.OCILayer, pack(t, how, disked(t, body)))
+				w.manifest("r", "1", types.OCIManifestSchema1, image(types.OCIManifestSchema1, layer))
+				var n atomic.Int32
+				w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+					if isBlob(r) {
+						if !ranges {
+							r.Header.Del("Range")
+						}
+						if i := int(n.Add(1)); i < 5 {
+							left := 700_000
+							if !ranges {
+								left *= i
+							}
+							rw = &cutter{rw, left}
+						}
+					}
+					next.ServeHTTP(rw, r)
+				}
+				var resumed []int64
+				o := quick
+				o.Resumed = func(off int64, _ error) { resumed = append(resumed, off) }
+				same(t, w.ref("r:1"), o, body)
+				all, ranged := w.blobs()
+				if all != 5 || ranged != 4 || len(resumed) != 4 {
+					t.Errorf("%d requests, %d of them for a range, %d resumes; want 5, 4, 4", all, ranged, len(resumed))
+				}
+				for i, off := range resumed {
+					if off != int64(i+1)*700_000 {
+						t.Errorf("resume %d at %d", i, off)
+					}
+				}
+			})
+		}
+	}
+}
+
+func TestFaultyRegistries(t *testing.T) {
+	body := noise(1 << 20)
+	packed := pack(t, "gzip", disked(t, body))
+	flush := func(w http.ResponseWriter) { _ = http.NewResponseController(w).Flush() }
+	type door = func(n int, w http.ResponseWriter, r *http.Request, next http.Handler)
+	first := func(d door) door {
+		return func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			if n == 1 {
+				d(n, w, r, next)
+				return
+			}
+			next.ServeHTTP(w, r)
+		}
+	}
+	hang := func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) { <-r.Context().Done() }
+	some := func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+		w.Header().Set("Content-Length", strconv.Itoa(len(packed)))
+		_, _ = w.Write(packed[:500_000])
+		flush(w)
+		<-r.Context().Done()
+	}
+	status := func(code int, after string) door {
+		return func(_ int, w http.ResponseWriter, _ *http.Request, _ http.Handler) {
+			if after != "" {
+				w.Header().Set("Retry-After", after)
+			}
+			w.WriteHeader(code)
+		}
+	}
+	flip := func(at int) door {
+		return func(_ int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			next.ServeHTTP(&flipper{w, at}, r)
+		}
+	}
+	for name, c := range map[string]struct {
+		at   string // which requests the door is for
+		door door
+		kind api.Kind
+		text string // empty: it works all the same
+	}{
+		"silent before the first answer": {"/v2/", hang, api.Unavailable, "sent nothing within 400ms"},
+		"silent before the manifest":     {"/manifests/", hang, api.Unavailable, "sent nothing within 400ms"},
+		"silent before the layer":        {"/blobs/", hang, api.Unavailable, "sent nothing within 400ms"},
+		"silent once in the layer":       {"/blobs/", first(some), 0, ""},
+		"silent in the layer, always": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			if n == 1 {
+				some(n, w, r, next)
+			}
+			hang(n, w, r, next)
+		}, api.Unavailable, fmt.Sprintf("500000 of %d bytes came", len(packed))},
+		"ends early, always": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			if n == 1 {
+				w.Header().Set("Transfer-Encoding", "chunked")
+				_, _ = w.Write(packed[:1000])
+				return
+			}
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes 1000-%d/%d", len(packed)-1, len(packed)))
+			w.WriteHeader(http.StatusPartialContent)
+			flush(w)
+		}, api.Unavailable, "5 tries to get the rest failed: the registry ended the transfer early"},
+		"busy for a moment":   {"/blobs/", first(status(429, "0")), 0, ""},
+		"busy, no hint":       {"/manifests/", first(status(503, "")), 0, ""},
+		"busy at the door":    {"/v2/", first(status(503, "0")), 0, ""},
+		"busy until a date":   {"/blobs/", first(status(503, time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat))), 0, ""},
+		"busy for hours":      {"/manifests/", status(429, "7200"), api.Unavailable, "busy (HTTP 429 Too Many Requests)"},
+		"busy for ever":       {"/blobs/", status(503, "0"), api.Unavailable, "busy (HTTP 503"},
+		"broken":              {"/manifests/", status(500, ""), api.Unavailable, "answered HTTP 500"},
+		"refuses":             {"/blobs/", status(403, ""), api.Denied, "wants credentials"},
+		"a byte of the disk":  {"/blobs/", flip(700_000), api.Corrupt, ""},
+		"a byte of the start": {"/blobs/", flip(1), api.Corrupt, ""},
+		"a byte of the last":  {"/blobs/", flip(len(packed) - 2), api.Corrupt, ""},
+		"a byte of the manifest": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			next.ServeHTTP(&flipper{w, 20}, r)
+		}, api.Corrupt, "its digest is sha256:"},
+		"another range": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			if n == 1 {
+				next.ServeHTTP(&cutter{w, 5000}, r)
+			}
+			if r.Header.Get("Range") == "" { // the second request asks for all
+				next.ServeHTTP(w, r)
+				return
+			}
+			w.Header().Set("Content-Range", "bytes 0-9/10")
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(packed[:10])
+		}, 0, ""},
+		"no ranges, and it says so": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			if n == 1 {
+				next.ServeHTTP(&cutter{w, 5000}, r)
+			}
+			if r.Header.Get("Range") != "" {
+				w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
+				return
+			}
+			next.ServeHTTP(w, r)
+		}, 0, ""},
+		"packed": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			w.Header().Set("Content-Encoding", "br")
+			next.ServeHTTP(w, r)
+		}, api.Unsupported, "packed the answer (br)"},
+		"endless redirects": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, r.URL.Path+"?signature=x", http.StatusTemporaryRedirect)
+		}, api.Invalid, "more than 10 times"},
+		"redirect to a file": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			w.Header().Set("Location", "file:///etc/passwd")
+			w.WriteHeader(http.StatusFound)
+		}, api.Invalid, `a "file" address`},
+		"redirect to the metadata service": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, "https://169.254.169.254/latest?signature=x", http.StatusTemporaryRedirect)
+		}, api.Denied, "169.254.169.254 is a link-local address"},
+		"redirect to plain http": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, "http://198.51.100.1/blob?signature=x", http.StatusTemporaryRedirect)
+		}, api.Denied, "plain http to 198.51.100.1 is refused"},
+		"token service inside": {"/v2/", func(_ int, w http.ResponseWriter, _ *http.Request, _ http.Handler) {
+			w.Header().Set("WWW-Authenticate", `Bearer realm="https://127.0.0.2:1/token",service="x"`)
+			w.WriteHeader(http.StatusUnauthorized)
+		}, api.Unavailable, "private or link-local"},
+		"token service inside, by name": {"/v2/", func(_ int, w http.ResponseWriter, _ *http.Request, _ http.Handler) {
+			w.Header().Set("WWW-Authenticate", `Bearer realm="https://127.0.0.2.nip.invalid/token",service="x"`)
+			w.WriteHeader(http.StatusUnauthorized)
+		}, api.Unavailable, "has no address"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := plainWorld(t)
+			d := w.manifest("f", "1", types.OCIManifestSchema1,
+				image(types.OCIManifestSchema1, w.blob("f", types.OCILayer, packed)))
+			var n atomic.Int32
+			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+				if c.at == "/v2/" && r.URL.Path == c.at || c.at != "/v2/" && strings.Contains(r.URL.Path, c.at) {
+					c.door(int(n.Add(1)), rw, r, next)
+					return
+				}
+				next.ServeHTTP(rw, r)
+			}
+			ref := w.ref("f@" + d["digest"].(string))
+			if c.kind == 0 {
+				same(t, ref, quick, body)
+				return
+			}
+			_, _, err := fetch(t, ref, quick)
+			fails(t, err, c.kind, c.text)
+		})
+	}
+}
+
+func TestNobodyThere(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := l.Addr().String()
+	_ = l.Close()
+	_, _, err = fetch(t, Scheme+at+"/a", quick)
+	fails(t, err, api.Unavailable, "connection refused")
+	_, _, err = fetch(t, "docker://nowhere.invalid/a", quick)
+	fails(t, err, api.Unavailable, `host "nowhere.invalid" has no address`)
+}
+
+func TestAddressesInside(t *testing.T) {
+	w := plainWorld(t)
+	w.image("a", "1", disked(t, []byte("x")))
+	o := quick
+	o.Allow = nil
+	_, _, err := fetch(t, w.ref("a:1"), o)
+	fails(t, err, api.Denied, "127.0.0.1 is a loopback address")
+	_, port, _ := net.SplitHostPort(w.host)
+	_, _, err = fetch(t, Scheme+"localhost:"+port+"/a:1", o)
+	fails(t, err, api.Denied, "a loopback address")
+	_, _, err = fetch(t, Scheme+"10.255.255.1:5000/a:1", o)
+	fails(t, err, api.Denied, "10.255.255.1")
+	if all, _ := w.blobs(); all != 0 || len(w.log) != 0 {
+		t.Errorf("the registry was asked: %v", w.log)
+	}
+}
+
+// own is an address of this machine that is no loopback one.
+func own(t *testing.T) string {
+	t.Helper()
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil && !n.IP.IsLoopback() {
+			return n.IP.String()
+		}
+	}
+	t.Skip("this machine has no address but loopback ones")
+	return ""
+}
+
+func TestPlainHTTP(t *testing.T) {
+	at := own(t)
+	l, err := net.Listen("tcp", at+":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := newWorld(t, func(s *httptest.Server) {
+		_ = s.Listener.Close()
+		s.Listener = l
+		s.Start()
+	})
+	w.image("a", "1", disked(t, []byte("x")))
+	o := quick
+	o.Allow = func(netip.Addr) bool { return true }
+	_, _, err = fetch(t, w.ref("a:1"), o)
+	fails(t, err, api.Denied, "plain http")
+	if len(w.log) != 0 {
+		t.Errorf("the registry was asked: %v", w.log)
+	}
+	o.PlainHTTP = true
+	same(t, w.ref("a:1"), o, []byte("x"))
+}
+
+func TestTLS(t *testing.T) {
+	var ca []byte
+	w := newWorld(t, func(s *httptest.Server) {
+		s.StartTLS()
+		ca = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw})
+	})
+	body := noise(1 << 20)
+	w.image("a", "1", disked(t, body))
+	_, _, err := fetch(t, w.ref("a:1"), quick)
+	fails(t, err, api.Unavailable, "certificate is not trusted")
+	o := quick
+	o.CA = []byte("nonsense")
+	_, _, err = fetch(t, w.ref("a:1"), o)
+	fails(t, err, api.Invalid, "no certificate in PEM form")
+	o.CA = ca
+	same(t, w.ref("a:1"), o, body)
+
+	// From there, a layer is not taken over plain http either.
+	w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+		if isBlob(r) {
+			http.Redirect(rw, r, "http://10.0.0.1/x?signature=x", http.StatusFound)
+			return
+		}
+		next.ServeHTTP(rw, r)
+	}
+	_, _, err = fetch(t, w.ref("a:1"), o)
+	fails(t, err, api.Denied, "plain http to 10.0.0.1")
+}
+
+// guardian asks for credentials before the registry, as "basic" or as "bearer" with a token of its own service, which
+// expire as often as they are used uses times.
+type guardian struct {
+	how  string
+	uses int32
+
+	base   string
+	left   atomic.Int32
+	tokens atomic.Int32
+}
+
+func (g *guardian) door(w http.ResponseWriter, r *http.Request, next http.Handler) {
+	user, pass, _ := r.BasicAuth()
+	good := user == "robot$x" && pass == "hunter2"
+	deny := func(challenge string) {
+		w.Header().Set("WWW-Authenticate", challenge)
+		w.WriteHeader(http.StatusUnauthorized)
+		_, _ = io.WriteString(w, `{"errors":[{"code":"UNAUTHORIZED","message":"hunter2\nsignature="}]}`)
+	}
+	bearer := fmt.Sprintf(`Bearer realm="%s/token",service="reg",scope="repository:a:pull"`, g.base)
+	switch {
+	case r.URL.Path == "/token" && good && r.URL.Query().Get("scope") == "repository:a:pull":
+		g.left.Store(g.uses)
+		_, _ = fmt.Fprintf(w, `{"access_token":"t%d","expires_in":60}`, g.tokens.Add(1))
+	case r.URL.Path == "/token":
+		deny("Basic")
+	case g.how == "basic" && good:
+		next.ServeHTTP(w, r)
+	case g.how == "basic":
+		deny(`Basic realm="reg"`)
+	case r.URL.Path != "/v2/" && r.Header.Get("Authorization") == fmt.Sprintf("Bearer t%d", g.tokens.Load()) &&
+		g.left.Add(-1) >= 0:
+		next.ServeHTTP(w, r)
+	default:
+		deny(bearer)
+	}
+}
+
+func TestCredentials(t *testing.T) {
+	body := noise(1 << 20)
+	for _, how := range []string{"basic", "bearer"} {
+		t.Run(how, func(t *testing.T) {
+			w := plainWorld(t)
+			g := &guardian{how: how, uses: 100, base: w.url}
+			w.image("a", "1", disked(t, body))
+			w.door = g.door
+			o := quick
+			_, _, err := fetch(t, w.ref("a:1"), o)
+			fails(t, err, api.Denied, "wants credentials")
+			o.Username, o.Password = "robot$x", "wrong hunter2"
+			_, _, err = fetch(t, w.ref("a:1"), o)
+			fails(t, err, api.Denied, "refuses these credentials")
+			o.Password = ""
+			_, _, err = fetch(t, w.ref("a:1"), o)
+			fails(t, err, api.Invalid, "a username and a password")
+			o.Password = "hunter2"
+			same(t, w.ref("a:1"), o, body)
+
+			// A token for two requests: the manifest, the layer; then it is cut, and the token is of no use any more.
+			g.uses = 2
+			var n atomic.Int32
+			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+				if isBlob(r) && r.Header.Get("Authorization") != "" && n.Add(1) == 1 {
+					rw = &cutter{rw, 500_000}
+				}
+				g.door(rw, r, next)
+			}
+			before := g.tokens.Load()
+			same(t, w.ref("a:1"), o, body)
+			if got := g.tokens.Load() - before; how == "bearer" && got != 2 {
+				t.Errorf("%d tokens were fetched, want 2", got)
+			}
+		})
+	}
+}
+
+// Layers often lie on another server: it must not see what the registry is told.
+func TestCredentialsStayWithTheRegistry(t *testing.T) {
+	body := noise(1 << 20)
+	for _, how := range []string{"basic", "bearer"} {
+		t.Run(how, func(t *testing.T) {
+			w := plainWorld(t)
+			g := &guardian{how: how, uses: 100, base: w.url}
+			w.image("a", "1", disked(t, body))
+			var n, leaks atomic.Int32
+			store := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+				if r.Header.Get("Authorization") != "" || r.Header.Get("Cookie") != "" {
+					leaks.Add(1)
+				}
+				if r.URL.Query().Get("signature") != "abc" {
+					rw.WriteHeader(http.StatusForbidden)
+					return
+				}
+				if n.Add(1) == 1 {
+					rw = &cutter{rw, 400_000}
+				}
+				w.reg.ServeHTTP(rw, r)
+			}))
+			t.Cleanup(store.Close)
+			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+				g.door(rw, r, http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+					if isBlob(r) {
+						to, _ := url.Parse(store.URL)
+						to.Path, to.RawQuery = r.URL.Path, "signature=abc"
+						http.Redirect(rw, r, to.String(), http.StatusTemporaryRedirect)
+						return
+					}
+					next.ServeHTTP(rw, r)
+				}))
+			}
+			o := quick
+			o.Username, o.Password = "robot$x", "hunter2"
+			same(t, w.ref("a:1"), o, body)
+			if leaks.Load() != 0 || n.Load() != 2 {
+				t.Errorf("%d requests to the store, %d of them with credentials; want 2 and 0", n.Load(), leaks.Load())
+			}
+			if all, _ := w.blobs(); all < 2 {
+				t.Errorf("the resume did not ask the registry for a new signature: %v", w.log)
+			}
+		})
+	}
+}
