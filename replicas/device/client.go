@@ -3,40 +3,60 @@ package device
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"net"
 	"sync"
+	"time"
 
 	"drover.io/drover/api"
 )
 
-// client talks to the holder, one ask at a time.
+// client talks to the holder, one ask at a time. It remembers what the holder keeps for this process: if the holder dies,
+// the next one knows nothing, and is given all of it again.
 type client struct {
-	mu  sync.Mutex
-	c   *net.UnixConn
-	buf []byte
+	socket string
+
+	mu     sync.Mutex
+	c      *net.UnixConn
+	buf    []byte
+	number int64           // the incarnation that hello gave
+	mine   map[string]held // the descriptors are copies
+	closed bool
+
+	watched *net.UnixConn // ends with the holder; nil without watch
+	ended   chan struct{} // watch has returned
 }
 
+// reachTime bounds one try to reach the holder.
+const reachTime = 2 * time.Second
+
 func dialHolder(ctx context.Context, socket string) (*client, error) {
+	conn, err := reach(ctx, socket)
+	if err != nil {
+		return nil, err
+	}
+	return &client{socket: socket, c: conn, buf: make([]byte, 4096), mine: map[string]held{}}, nil
+}
+
+func reach(ctx context.Context, socket string) (*net.UnixConn, error) {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unixpacket", socket)
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "the holder at %s cannot be reached: %w; is `drover hold` running?",
 			socket, err)
 	}
-	return &client{c: c.(*net.UnixConn), buf: make([]byte, 4096)}, nil
+	return c.(*net.UnixConn), nil
 }
 
 func (c *client) ask(a ask, send []int) (answer, []int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err := transmit(c.c, a, send); err != nil {
-		return answer{}, nil, fmt.Errorf("ask the holder: %w", err)
+	out, fds, err := exchange(c.c, &c.buf, a, send)
+	if err != nil && !c.closed && c.mend() == nil { // every ask can be repeated
+		out, fds, err = exchange(c.c, &c.buf, a, send)
 	}
-	var out answer
-	fds, err := receive(c.c, &c.buf, &out)
 	if err != nil {
-		closeFds(fds)
-		return answer{}, nil, fmt.Errorf("the holder's answer: %w", err)
+		return answer{}, nil, err
 	}
 	if out.Err != "" {
 		return answer{}, nil, api.Errorf(out.Kind, "%s", out.Err)
@@ -44,8 +64,136 @@ func (c *client) ask(a ask, send []int) (answer, []int, error) {
 	return out, fds, nil
 }
 
+// exchange sends one ask and takes its answer; an error is one of the connection.
+func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, fds []int, err error) {
+	if err := transmit(conn, a, send); err != nil {
+		return out, nil, fmt.Errorf("ask the holder: %w", err)
+	}
+	if fds, err = receive(conn, buf, &out); err != nil {
+		closeFds(fds)
+		return out, nil, fmt.Errorf("the holder's answer: %w", err)
+	}
+	return out, fds, nil
+}
+
+// mend connects to the next holder and gives it what is this process's. The caller has mu.
+func (c *client) mend() error {
+	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
+	defer cancel()
+	conn, err := reach(ctx, c.socket)
+	if err != nil {
+		return err
+	}
+	give := []ask{{Op: askHello, Least: c.number}} // whoever comes after this process must have a higher number
+	fds := [][]int{nil}
+	for key, h := range c.mine {
+		give, fds = append(give, ask{Op: askPut, Key: key, Blob: h.blob}), append(fds, h.fds)
+	}
+	for i, a := range give {
+		out, _, err := exchange(conn, &c.buf, a, fds[i])
+		if err == nil && out.Err != "" {
+			err = api.Errorf(out.Kind, "%s", out.Err)
+		}
+		if err != nil {
+			_ = conn.Close()
+			return err
+		}
+	}
+	_ = c.c.Close()
+	c.c = conn
+	return nil
+}
+
+// watch has a new holder learn at once what the dead one kept, until close. One goroutine, which close waits for.
+func (c *client) watch(log *slog.Logger) error {
+	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
+	defer cancel()
+	conn, err := reach(ctx, c.socket)
+	if err != nil {
+		return err
+	}
+	c.watched, c.ended = conn, make(chan struct{})
+	go func() {
+		defer close(c.ended)
+		for {
+			_, _ = packetSize(conn) // the holder never sends here: this is its end, or ours
+			_ = conn.Close()
+			for conn = nil; conn == nil; {
+				var stop bool
+				if conn, stop = c.succeed(log); stop {
+					return
+				}
+			}
+		}
+	}()
+	return nil
+}
+
+// succeed tries to turn to the holder's successor; stop says that the client was closed.
+func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
+	defer cancel()
+	conn, err := reach(ctx, c.socket)
+	c.mu.Lock()
+	if c.closed {
+		stop = true
+	} else if err == nil {
+		err = c.mend()
+	}
+	if stop || err != nil {
+		c.mu.Unlock()
+		if conn != nil {
+			_ = conn.Close()
+		}
+		if !stop {
+			<-time.After(mendStep)
+		}
+		return nil, stop
+	}
+	c.watched = conn
+	n := len(c.mine)
+	c.mu.Unlock()
+	log.Warn("the holder died; the next one has the devices' descriptors again", "devices", n)
+	return conn, false
+}
+
+// mendStep is the pause between two tries to find the holder's successor.
+const mendStep = 50 * time.Millisecond
+
+// remember notes what the holder keeps for this process; without fds, their blob has changed.
+func (c *client) remember(key string, blob []byte, fds ...int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	h := c.mine[key]
+	if len(fds) > 0 {
+		copies, err := duplicates(fds)
+		if err != nil {
+			return fmt.Errorf("descriptors of %s: %w", key, err)
+		}
+		closeFds(h.fds)
+		h.fds = copies
+	}
+	if h.blob = blob; len(h.fds) > 0 {
+		c.mine[key] = h
+	}
+	return nil
+}
+
+// forget closes this process's copies; the holder keeps its own.
+func (c *client) forget(key string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	closeFds(c.mine[key].fds)
+	delete(c.mine, key)
+}
+
 func (c *client) hello() (int64, error) {
 	out, _, err := c.ask(ask{Op: askHello}, nil)
+	if err == nil {
+		c.mu.Lock()
+		c.number = out.Incarnation
+		c.mu.Unlock()
+	}
 	return out.Incarnation, err
 }
 
@@ -53,8 +201,10 @@ func (c *client) put(key string, blob []byte, fds ...int) error {
 	if len(blob) > maxBlob {
 		return api.Errorf(api.OutOfRange, "%d bytes to keep for %s; at most %d", len(blob), key, maxBlob)
 	}
-	_, _, err := c.ask(ask{Op: askPut, Key: key, Blob: blob}, fds)
-	return err
+	if _, _, err := c.ask(ask{Op: askPut, Key: key, Blob: blob}, fds); err != nil {
+		return err
+	}
+	return c.remember(key, blob, fds...)
 }
 
 func (c *client) get(key string) (blob []byte, fds []int, err error) {
@@ -63,6 +213,7 @@ func (c *client) get(key string) (blob []byte, fds []int, err error) {
 }
 
 func (c *client) delete(key string) error {
+	c.forget(key)
 	_, _, err := c.ask(ask{Op: askDelete, Key: key}, nil)
 	return err
 }
@@ -81,4 +232,20 @@ func (c *client) keys() (keys []string, err error) {
 	return keys, nil
 }
 
-func (c *client) close() error { return c.c.Close() }
+func (c *client) close() error {
+	c.mu.Lock()
+	c.closed = true
+	err := c.c.Close()
+	for key, h := range c.mine {
+		closeFds(h.fds)
+		delete(c.mine, key)
+	}
+	if c.watched != nil {
+		_ = c.watched.CloseRead() // ends the read, and leaves the closing to watch
+	}
+	c.mu.Unlock()
+	if c.ended != nil {
+		<-c.ended
+	}
+	return err
+}

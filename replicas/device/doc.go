@@ -19,6 +19,7 @@
 //     loop device can always be found again.
 //   - Per request there is no lock, no goroutine and no allocation: servers, conns and their pools belong to the thread
 //     of one uring.Loop. Host and Device have a mutex each for what happens once per attach.
+//   - If the holder dies, this process gives its devices to the next one: only both deaths at a time lose a device.
 //
-// Goroutines: the package starts none of its own but those of RunHolder, which waits for them.
+// Goroutines: those of RunHolder, which waits for them, and one that watches the holder, which Host.Close waits for.
 package device

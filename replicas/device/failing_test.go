@@ -1,6 +1,7 @@
 package device
 
 import (
+	"context"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -102,4 +103,97 @@ func TestHolderSendsTheRightDescriptors(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// startHolder serves a holder until stop is called, which is like its death for its clients.
+func startHolder(t *testing.T, runDir string) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- RunHolder(ctx, filepath.Join(runDir, "hold.sock")) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	await(t, func() bool {
+		c, err := dialHolder(t.Context(), filepath.Join(runDir, "hold.sock"))
+		if err == nil {
+			_ = c.close()
+		}
+		return err == nil
+	})
+	return stop
+}
+
+// A holder that dies takes nothing with it: the next one has all devices again without being asked for anything, and the
+// data process goes on, may end, and is followed by another.
+func TestHolderDies(t *testing.T) {
+	needRoot(t)
+	runDir := t.TempDir()
+	stop := startHolder(t, runDir)
+	h, l := openHost(t, runDir), runLoop(t)
+	d, be := attach(t, h, l, "heir", 16*mib)
+	gone, _ := attach(t, h, l, "gone", 16*mib)
+	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
+	b := aligned(4096)
+	copy(b, "before")
+	mustPwrite(t, fd, b, 0)
+
+	stop()
+	if err := h.SetBlob(testKey("heir"), []byte("lost")); err == nil {
+		t.Error("something was kept without a holder")
+	}
+	copy(b, "during")
+	mustPwrite(t, fd, b, 4096)
+	stop = startHolder(t, runDir)
+	await(t, func() bool {
+		keys, err := dial(t, runDir).keys()
+		return err == nil && len(keys) == 2
+	})
+	if err := gone.Detach(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	startHolder(t, runDir)
+	if err := unix.Ftruncate(be.fd, 32*mib); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Resize(t.Context(), 32*mib); err != nil { // the first that this holder hears, perhaps
+		t.Fatal(err)
+	}
+	if err := h.Close(); err != nil {
+		t.Fatal(err)
+	}
+	h2 := openHost(t, runDir)
+	held := h2.Held()
+	if len(held) != 1 || held[0].Size != 32*mib || h2.Incarnation() <= h.Incarnation() {
+		t.Fatalf("held: %+v, incarnation %d after %d", held, h2.Incarnation(), h.Incarnation())
+	}
+	d2, err := h2.Resume(t.Context(), held[0], l, be)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for off, want := range map[int64]string{0: "before", 4096: "during"} {
+		if got := mustPread(t, fd, 4096, off); string(got[:6]) != want {
+			t.Errorf("at %d: %q", off, got[:6])
+		}
+	}
+	_ = unix.Close(fd)
+	if err := d2.Detach(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(ours()) != 0 {
+		t.Errorf("left: %v", ours())
+	}
+}
+
+// A clock that went back must not make a later holder give lower numbers.
+func TestIncarnationsGrowAcrossHolders(t *testing.T) {
+	h := &holder{kept: map[string]held{}}
+	if out, _ := h.handle(ask{Op: askHello, Least: 41}, nil); out.Incarnation != 42 {
+		t.Errorf("%d after 41", out.Incarnation)
+	}
 }

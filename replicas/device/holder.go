@@ -35,6 +35,7 @@ type ask struct {
 	Key   string `json:"key,omitempty"`
 	Blob  []byte `json:"blob,omitempty"`
 	After string `json:"after,omitempty"` // list: keys greater than this
+	Least int64  `json:"least,omitempty"` // hello: a number that was given, by an earlier holder
 }
 
 type answer struct {
@@ -177,7 +178,7 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	}
 	switch a.Op {
 	case askHello:
-		h.incarnation++
+		h.incarnation = max(h.incarnation, a.Least) + 1
 		return answer{Incarnation: h.incarnation}, nil
 	case askPut:
 		k, ok := h.kept[a.Key]

@@ -112,7 +112,7 @@ func (h *Host) connect(ctx context.Context, socket string) (err error) {
 		}
 		h.waiting[k] = rec.Spec
 	}
-	return nil
+	return h.hold.watch(h.log)
 }
 
 func (h *Host) fetch(key string) (rec record, fds []int, err error) {
@@ -316,7 +316,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	d := newDevice(h, spec, loop, be, fuse, tree)
 	if err := h.keep(record{spec, loopUnknown}, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
-		return nil, err
+		return nil, errors.Join(err, h.hold.delete(spec.Key)) // it may have got them
 	}
 	if err := d.start(false); err != nil {
 		closeFds([]int{fuse, tree})
@@ -367,11 +367,20 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		closeFds(fds)
 		return nil, true, errors.Join(err, d.takeDown(rec.Loop))
 	}
-	if err := d.start(true); err != nil {
+	blob, err := json.Marshal(rec)
+	if err == nil {
+		err = h.hold.remember(spec.Key, blob, fds...)
+	}
+	if err == nil {
+		err = d.start(true)
+	}
+	if err != nil {
+		h.hold.forget(spec.Key)
 		closeFds(fds)
 		return nil, false, err
 	}
 	if err := d.present(rec.Loop); err != nil {
+		h.hold.forget(spec.Key)
 		return nil, false, errors.Join(err, d.quiesce(ctx)) // stays held: the next Resume tries again
 	}
 	return d, false, nil
