@@ -144,6 +144,9 @@ func (c *conn) read() bool {
 			continue
 		case unix.EAGAIN:
 			return false
+		case unix.EIO, unix.EFAULT, unix.ENOMEM, unix.E2BIG: // it could not be copied: the kernel has failed that one
+			s.log.Error("a request was lost on its way from the kernel", "device", c.name, "err", e)
+			return true
 		case unix.ENODEV: // unmounted or aborted
 		default:
 			s.log.Error("a device's connection broke", "device", c.name, "err", e)

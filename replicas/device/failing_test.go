@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -195,5 +196,40 @@ func TestIncarnationsGrowAcrossHolders(t *testing.T) {
 	h := &holder{kept: map[string]held{}}
 	if out, _ := h.handle(ask{Op: askHello, Least: 41}, nil); out.Incarnation != 42 {
 		t.Errorf("%d after 41", out.Incarnation)
+	}
+}
+
+// A request that cannot be taken over fails alone; the device goes on.
+func TestOneBadRead(t *testing.T) {
+	runDir := runHolder(t)
+	h, l := openHost(t, runDir), runLoop(t)
+	d, _ := attach(t, h, l, "bad", 16*mib)
+	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
+	defer func() { _ = unix.Close(fd) }()
+	protect := func(prot int) {
+		var err error
+		if lerr := l.Do(func() { err = unix.Mprotect(h.server(l).stage.mem, prot) }); lerr != nil || err != nil {
+			t.Fatal(lerr, err)
+		}
+	}
+	protect(unix.PROT_NONE)
+	if _, err := unix.Pwrite(fd, aligned(4096), 0); err == nil {
+		t.Error("a write whose payload could not be read was answered as done")
+	}
+	protect(unix.PROT_READ | unix.PROT_WRITE)
+	done := make(chan error, 1)
+	go func() {
+		_, err := unix.Pwrite(fd, aligned(4096), 0)
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Fatal(err)
+		}
+	case <-time.After(5 * time.Second):
+		t.Error("the device does not serve any more")
+		_ = d.Abort()
+		<-done
 	}
 }
