@@ -16,6 +16,7 @@ type RecoverOptions struct {
 	Disks       []string // folders to read; none: the disks of the nodes that are on this machine
 	Apply       bool     // do it; otherwise only tell
 	RaiseEpochs bool
+	NoWait      bool // do not wait until the loops have taken over what was created
 }
 
 // States of a Finding.

@@ -96,7 +96,7 @@ func (j *job) apply(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, settleTime)
 	defer cancel()
 	for _, s := range j.steps {
-		if s.wait == nil {
+		if s.wait == nil || j.options.NoWait {
 			continue
 		}
 		if err := s.wait(ctx); err != nil {
