@@ -86,6 +86,7 @@ type ring struct {
 	ops      []*Op // by slot; also what keeps ops and their buffers reachable
 	free     []uint32
 	turn     uint64 // counts ops, so that a late cancel cannot hit the slot's next user
+	stowed   []cqe  // taken from the completion queue to make room, not handled yet
 	event    int
 	eventBuf []byte
 }
@@ -180,8 +181,13 @@ func (r *ring) close() {
 func (r *ring) next() *sqe {
 	t := *r.sqTail
 	for t-atomic.LoadUint32(r.sqHead) > r.sqMask {
-		// Full. A failure here is met again, and reported, by wait; only no room at all cannot be survived.
-		if err := r.enter(false); err != nil && err != unix.EBUSY && err != unix.EAGAIN {
+		// Full. A failure here is met again, and reported, by wait; only no room at all cannot be survived. Busy says,
+		// before Linux 5.19, that completions do not fit: nothing is taken until there is room for them.
+		switch err := r.enter(false); err {
+		case nil, unix.EAGAIN:
+		case unix.EBUSY:
+			r.stow()
+		default:
 			panic("uring: submission queue is full and stays so: " + err.Error())
 		}
 	}
@@ -239,15 +245,17 @@ func (r *ring) cancel(op *Op) {
 }
 
 func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
-	if block && *r.cqHead != atomic.LoadUint32(r.cqTail) {
+	if block && (len(r.stowed) > 0 || *r.cqHead != atomic.LoadUint32(r.cqTail)) {
 		block = false
 	}
 	if err := r.enter(block); err != nil && err != unix.EBUSY && err != unix.EAGAIN {
 		return fmt.Errorf("io_uring_enter: %w", err)
 	}
-	for h := *r.cqHead; h != atomic.LoadUint32(r.cqTail); h = *r.cqHead {
-		c := r.cqes[h&r.cqMask]
-		atomic.StoreUint32(r.cqHead, h+1)
+	for {
+		c, ok := r.take()
+		if !ok {
+			return nil
+		}
 		switch c.userData {
 		case tagWake:
 			r.listen()
@@ -260,5 +268,30 @@ func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
 			done(op, c.res)
 		}
 	}
-	return nil
+}
+
+// take is the next completion.
+func (r *ring) take() (c cqe, ok bool) {
+	if len(r.stowed) > 0 {
+		c, r.stowed = r.stowed[0], r.stowed[1:]
+		return c, true
+	}
+	return r.pop()
+}
+
+func (r *ring) pop() (c cqe, ok bool) {
+	h := *r.cqHead
+	if h == atomic.LoadUint32(r.cqTail) {
+		return c, false
+	}
+	c = r.cqes[h&r.cqMask]
+	atomic.StoreUint32(r.cqHead, h+1)
+	return c, true
+}
+
+// stow makes room in the completion queue.
+func (r *ring) stow() {
+	for c, ok := r.pop(); ok; c, ok = r.pop() {
+		r.stowed = append(r.stowed, c)
+	}
 }
