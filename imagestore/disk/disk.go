@@ -160,7 +160,7 @@ func copyLayer(ctx context.Context, from, on block.Layers, uid string, tell func
 	if err != nil {
 		return 0, 0, err
 	}
-	err = block.Copy(ctx, w, src, block.CopyOptions{Progress: func(done, _ int64) { tell(done) }})
+	err = block.Copy(ctx, roomySink{w, newRoom(on)}, src, block.CopyOptions{Progress: func(done, _ int64) { tell(done) }})
 	var made string
 	if err == nil {
 		made, allocated, err = w.Seal(ctx)

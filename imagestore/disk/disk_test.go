@@ -347,7 +347,11 @@ func TestDiskFull(t *testing.T) {
 		"qcow2":  download(server(t, read(t, q), true)),
 		"spool":  download(server(t, content, false)),
 	} {
+		least := watchRoom(t, d)
 		_, err := disk.Import(t.Context(), d, newWant(), new(disk.Progress), open)
+		if n := least(); n < before/40 {
+			t.Errorf("%s: the volumes of the disk had %d bytes left", name, n)
+		}
 		if !api.Is(err, api.Full) || !strings.Contains(err.Error(), "full") {
 			t.Errorf("%s: got %v (kind %v)", name, err, api.KindOf(err))
 		}
@@ -360,6 +364,29 @@ func TestDiskFull(t *testing.T) {
 	if _, err := disk.Import(t.Context(), d, small, new(disk.Progress), file(sparseFile(t, content[:1<<20]))); err != nil {
 		t.Errorf("the disk has room again: %v", err)
 	}
+}
+
+// watchRoom looks at the room on a disk until it is asked what the least was.
+func watchRoom(t *testing.T, d *stack.Disk) func() int64 {
+	t.Helper()
+	stop, least := make(chan struct{}), make(chan int64)
+	go func() {
+		tick := time.NewTicker(2 * time.Millisecond)
+		defer tick.Stop()
+		n := int64(1 << 62)
+		for {
+			select {
+			case <-stop:
+				least <- n
+				return
+			case <-tick.C:
+				if _, free, _, err := d.Statfs(); err == nil {
+					n = min(n, free)
+				}
+			}
+		}
+	}()
+	return func() int64 { close(stop); return <-least }
 }
 
 func TestCopyBetweenDisks(t *testing.T) {

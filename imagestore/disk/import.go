@@ -87,7 +87,7 @@ func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
 		return Got{}, err
 	}
 	defer s.Close()
-	im := &importer{ctx: ctx, cancel: cancel, on: on, want: want, p: p, s: s, sum: sha512.New()}
+	im := &importer{ctx: ctx, cancel: cancel, on: on, want: want, p: p, s: s, sum: sha512.New(), room: newRoom(on)}
 	p.readTotal.Store(s.Size)
 	got, err := im.run()
 	if err != nil {
@@ -123,6 +123,7 @@ type importer struct {
 	s      *source.Stream
 	sum    hash.Hash
 	w      block.LayerWriter
+	room   *room
 
 	format  source.Format
 	virtual int64
@@ -170,7 +171,7 @@ func (im *importer) raw(f feed) error {
 	if err := im.create(im.s.Size); err != nil {
 		return err
 	}
-	n, err := pump(im.ctx, f, im.sum, whole(im.w), writers, im.readSome, im.cancel)
+	n, err := pump(im.ctx, f, im.sum, im.room.within(whole(im.w)), writers, im.readSome, im.cancel)
 	if err != nil {
 		return err
 	}
@@ -220,7 +221,7 @@ func (im *importer) spooled(f feed) error {
 	var arrived error
 	var n int64
 	wg.Go(func() {
-		n, arrived = pump(im.ctx, f, im.sum, sp.put, 1, im.readSome, im.cancel)
+		n, arrived = pump(im.ctx, f, im.sum, im.room.within(sp.put), 1, im.readSome, im.cancel)
 		if arrived == nil {
 			arrived = im.complete(n)
 		}
@@ -237,7 +238,7 @@ func (im *importer) spooled(f feed) error {
 		if im.format == source.QCOW2 {
 			err = im.convert(sp, size)
 		} else if err = im.create(size); err == nil {
-			_, err = pump(im.ctx, &fileFeed{f: sp.f, size: size}, nil, whole(im.w), writers, nil, im.cancel)
+			_, err = pump(im.ctx, &fileFeed{f: sp.f, size: size}, nil, im.room.within(whole(im.w)), writers, nil, im.cancel)
 		}
 	}
 	if err != nil {
@@ -261,7 +262,7 @@ func (im *importer) convert(r io.ReaderAt, size int64) error {
 		return err
 	}
 	im.p.makeTotal.Store(img.Size())
-	err = block.Copy(im.ctx, wholeSink{im.w, whole(im.w)}, wholeSource{img}, block.CopyOptions{
+	err = block.Copy(im.ctx, wholeSink{im.w, im.room.within(whole(im.w))}, wholeSource{img}, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
 	if err != nil && api.KindOf(err) != api.Other {
 		return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
