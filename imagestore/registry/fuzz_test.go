@@ -1,0 +1,123 @@
+package registry
+
+import (
+	"archive/tar"
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/v1/types"
+
+	"drover.io/drover/api"
+)
+
+// FuzzWalk feeds two layers of anything to what looks for the disk. Whatever they are, what is found is one ordinary
+// file with a name and a size that can be, in a place where no upper layer hides it.
+func FuzzWalk(f *testing.F) {
+	x := []byte("some bytes")
+	for _, a := range [][]byte{disked(f, x), archive(f, file{name: "disk/a", body: x}, file{name: "disk/b", body: x}),
+		archive(f, file{name: "etc/x", body: x}), archive(f, file{name: "disk/.wh.disk.img"}, file{name: ".wh.disk"}),
+		archive(f, file{name: "disk/.wh..wh..opq"}), archive(f, file{name: "/disk/../x", kind: tar.TypeSymlink, link: "/"}),
+		archive(f, file{name: "disk/" + string(bytes.Repeat([]byte("n"), 120)), body: x})} {
+		for _, how := range []string{"none", "gzip", "zstd"} {
+			f.Add(pack(f, how, a), pack(f, how, disked(f, x)))
+		}
+	}
+	f.Fuzz(func(t *testing.T, upper, lower []byte) {
+		w := &walk{image: "docker://registry.example.com/a"}
+		found := 0
+		for _, layer := range [][]byte{upper, lower} {
+			files, packed, done, err := unpack(bufio.NewReader(bytes.NewReader(layer)))
+			if err != nil {
+				return
+			}
+			defer done()
+			tr := tar.NewReader(files)
+			for {
+				h, err := w.disk(tr)
+				if errors.Is(err, io.EOF) {
+					break
+				}
+				if err != nil {
+					if len(err.Error()) > 1000 {
+						t.Fatalf("a message of %d bytes", len(err.Error()))
+					}
+					return
+				}
+				if found++; found > 1 {
+					t.Fatal("more than one disk was given out")
+				}
+				at, ok := split(h.Name)
+				if !ok || len(at) != 2 || at[0] != "disk" || at[1] != w.found || w.closed || w.hidden[at[1]] ||
+					h.Typeflag != tar.TypeReg || h.Size < 0 {
+					t.Fatalf("this is a disk: %+v", h)
+				}
+				if w.fits(h, int64(len(layer)), packed) != nil {
+					return
+				}
+				n, err := io.Copy(io.Discard, io.LimitReader(tr, 1<<20))
+				if n > h.Size || err == nil && n < min(h.Size, 1<<20) {
+					t.Fatalf("%d bytes of %d: %v", n, h.Size, err)
+				}
+				if err != nil {
+					return
+				}
+			}
+			w.below()
+		}
+	})
+}
+
+// FuzzManifest feeds anything to what reads manifests: an answer has layers or images, within the limits.
+func FuzzManifest(f *testing.F) {
+	layer := object{"mediaType": types.OCILayer, "size": 10, "digest": digest(nil)}
+	for _, m := range []object{image(types.OCIManifestSchema1, layer), {"schemaVersion": 1, "fsLayers": []object{{}}},
+		{"schemaVersion": 2, "mediaType": types.OCIImageIndex, "manifests": []object{
+			{"digest": digest(nil), "platform": object{"os": "linux", "architecture": "amd64"}},
+			{"digest": digest(nil), "platform": object{"os": "linux", "architecture": "arm64", "variant": "v8"}}}}} {
+		b, err := json.Marshal(m)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b, string(types.OCIImageIndex))
+		f.Add(b, string(types.OCIManifestSchema1))
+	}
+	c := &client{name: "docker://registry.example.com/a", opts: Options{Arch: "amd64"}}
+	f.Fuzz(func(t *testing.T, body []byte, contentType string) {
+		m, err := c.understand(body, contentType)
+		if err != nil {
+			if api.KindOf(err) == api.Other || len(err.Error()) > 1000 {
+				t.Fatalf("not a message: %v", err)
+			}
+			return
+		}
+		if len(m.Layers) > 0 && len(m.Manifests) > 0 || len(m.Layers) > maxEntries || len(m.Manifests) > maxEntries {
+			t.Fatalf("%d layers, %d images", len(m.Layers), len(m.Manifests))
+		}
+		if len(m.Manifests) > 0 {
+			if one, err := c.choose(m.Manifests); err == nil && one.Digest.Hex == "" {
+				t.Fatal("an image without a digest was chosen")
+			}
+		}
+	})
+}
+
+// FuzzReference: what can be read as a reference names a host and a repository, and no way out of the address.
+func FuzzReference(f *testing.F) {
+	for _, s := range []string{"registry.example.com/a:b", "[::1]:5/a@" + digest(nil), "localhost/a/../b", "a:b@c/d"} {
+		f.Add(Scheme + s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		ref, err := parse(s, false)
+		if err != nil {
+			return
+		}
+		if ref.Context().RegistryStr() == "" || ref.Context().RepositoryStr() == "" || ref.Identifier() == "" {
+			t.Fatal(fmt.Sprint(ref))
+		}
+	})
+}
