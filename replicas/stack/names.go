@@ -281,13 +281,14 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	}
 	defer unlock()
 	now := time.Now()
-	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile),
-		d.collectHalfMade(imagesDir, imageFile, ""), d.collectLayers(ctx, now, grace))
+	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.written),
+		d.collectHalfMade(imagesDir, imageFile, "", nil), d.collectLayers(ctx, now, grace))
 	return errors.Join(err, d.collectTrash(ctx, now, grace))
 }
 
-// collectHalfMade removes folders without a commit record that nobody works on.
-func (d *Disk) collectHalfMade(dir, record, lock string) error {
+// collectHalfMade removes folders without a commit record that nobody works on, but for those that keep wants: their
+// record was there once.
+func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (bool, error)) error {
 	entries, err := d.fs.ReadDir(d.path(dir))
 	if err != nil {
 		return err
@@ -301,6 +302,11 @@ func (d *Disk) collectHalfMade(dir, record, lock string) error {
 			return err
 		case there:
 			continue
+		}
+		if keep != nil {
+			if is, err := keep(e.Name()); err != nil || is {
+				continue
+			}
 		}
 		if lock != "" {
 			if held, err := d.held(d.path(dir, e.Name(), lock)); err != nil || held {
@@ -330,7 +336,8 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 	if err != nil {
 		return fmt.Errorf("no layer is collected: %w", err)
 	}
-	if err := d.collectHalfMade(layersDir, layerFile, dataFile); err != nil {
+	isNamed := func(uid string) (bool, error) { return names[uid], nil }
+	if err := d.collectHalfMade(layersDir, layerFile, dataFile, isNamed); err != nil {
 		return err
 	}
 	entries, err := d.fs.ReadDir(d.path(layersDir))

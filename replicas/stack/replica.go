@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -195,6 +197,11 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, rec.Size, s.Size)
 		}
 	}
+	if was, err := d.written(s.UID); err != nil {
+		return err
+	} else if was {
+		return api.Errorf(api.Corrupt, "its folder holds data, but %s is missing", stackFile)
+	}
 	return d.makeReplica(m)
 }
 
@@ -276,7 +283,13 @@ func (d *Disk) Replicas() ([]Meta, error) {
 		}
 		m, err := d.readStack(e.Name())
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // half-made
+			var was bool
+			if was, err = d.written(e.Name()); !was && err == nil {
+				continue // half-made
+			}
+			if was {
+				err = api.Errorf(api.Corrupt, "replica %s holds data, but its %s is missing", e.Name(), stackFile)
+			}
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
@@ -285,6 +298,36 @@ func (d *Disk) Replicas() ([]Meta, error) {
 		list = append(list, m)
 	}
 	return list, errors.Join(errs...)
+}
+
+// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is written
+// before.
+func (d *Disk) written(uid string) (bool, error) {
+	dir := d.path(replicaDir, uid)
+	entries, err := d.fs.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	for _, e := range entries {
+		if !strings.HasSuffix(e.Name(), dataSuffix) {
+			continue
+		}
+		h, err := d.fs.Open(dir+"/"+e.Name(), os.O_RDONLY, 0)
+		if err != nil {
+			return false, err
+		}
+		from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64)
+		if err := errors.Join(err, h.Close()); err != nil {
+			return false, err
+		}
+		if from < math.MaxInt64 {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 // ring is what a Replica needs of its loop.
