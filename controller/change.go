@@ -64,6 +64,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 		if limit > 0 && n > limit {
 			return false, api.Errorf(api.OutOfRange, "the next size is %d bytes, over the limit of %d", n, limit)
 		}
+		if err := s.mayGrow(ctx, v.Name, n); err != nil {
+			return false, err
+		}
 		v.Spec.Size = n
 		return true, nil
 	})
@@ -88,6 +91,50 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 		// A block device grows by itself; a file system is told on the node.
 		NodeExpansionRequired: req.GetVolumeCapability().GetBlock() == nil,
 	}, nil
+}
+
+// mayGrow refuses a size that the planner would have to keep waiting: a wish cannot be taken back, and the caller may
+// want to ask for less.
+func (s *Server) mayGrow(ctx context.Context, volume string, size int64) error {
+	reps, nodes := &api.ReplicaList{}, &api.NodeList{}
+	if err := s.client.List(ctx, reps); err != nil {
+		return api.Explain(err, "list replicas")
+	}
+	if err := s.client.List(ctx, nodes); err != nil {
+		return api.Explain(err, "list nodes")
+	}
+	over, err := s.number(ctx, "storage-over-provisioning-percentage")
+	if err != nil {
+		return err
+	}
+	promised := map[api.UID]int64{}
+	for _, r := range reps.Items {
+		promised[r.Spec.Disk] += r.Spec.Size
+	}
+	for _, r := range reps.Items {
+		if r.Spec.Volume != volume || r.DeletionTimestamp != nil {
+			continue
+		}
+		promised[r.Spec.Disk] += max(size-r.Spec.Size, 0)
+		for i := range nodes.Items {
+			n := &nodes.Items[i]
+			for _, d := range n.Status.Disks {
+				if d.UID != r.Spec.Disk || n.Name != r.Spec.Node {
+					continue
+				}
+				limit := d.Capacity
+				if spec := diskSpec(n, d.Path); spec != nil {
+					limit -= spec.ReservedBytes
+				}
+				if limit = max(limit, 0) / 100 * over; promised[d.UID] > limit {
+					return api.Errorf(api.Full, "no room for %d bytes: disk %s of node %s would promise %d bytes to volumes, and "+
+						"its limit is %d (setting storage-over-provisioning-percentage); the volume keeps its size",
+						size, d.Path, n.Name, promised[d.UID], limit)
+				}
+			}
+		}
+	}
+	return nil
 }
 
 // ControllerModifyVolume changes the given keys, all or none, and touches no other.

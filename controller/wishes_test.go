@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -97,4 +98,33 @@ func TestFaultedVolumesAreListed(t *testing.T) {
 		}
 	}
 	t.Errorf("not in %v", r.Entries)
+}
+
+// An expansion for which there is no room changes nothing: a smaller one works afterwards.
+func TestExpansionWithoutRoomIsNotWished(t *testing.T) {
+	loops(t, ready(t), nil)
+	n := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: "tight"}, Spec: api.NodeSpec{Disks: []api.DiskSpec{{Path: "/d"}}}}
+	must(t, store.Create(t.Context(), n))
+	t.Cleanup(func() { must(t, store.Delete(context.Background(), n)) })
+	n.Status.Disks = []api.DiskStatus{{Path: "/d", UID: "tight-d", Ready: true, Capacity: 100 << 20, Available: 100 << 20}}
+	must(t, store.Status().Update(t.Context(), n)) // 200 % of it: 200 MiB
+	id := create(t, request("grows")).VolumeId
+	r := &api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "grows.r"}, Spec: api.ReplicaSpec{Volume: id, Disk: "tight-d",
+		Node: "tight", Size: 64 << 20}}
+	must(t, store.Create(t.Context(), r))
+	t.Cleanup(func() { must(t, store.Delete(context.Background(), r)) })
+	expand := func(size int64) error {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := door.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: id,
+			CapacityRange: &csi.CapacityRange{RequiredBytes: size}})
+		return err
+	}
+	wantKind(t, expand(1<<30), api.Full, "tight", "storage-over-provisioning-percentage")
+	v, err := door.volume(t.Context(), id)
+	must(t, err)
+	if v.Spec.Size != 64<<20 {
+		t.Errorf("the wish is %d bytes now", v.Spec.Size)
+	}
+	must(t, expand(128<<20))
 }
