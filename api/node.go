@@ -82,6 +82,9 @@ type NodeList struct {
 
 // Setting is one cluster-wide setting; its name is the setting's (see Settings for the known ones and defaults).
 //
+// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['backing-image-cleanup-wait-interval','default-replica-count','storage-minimal-available-percentage','storage-over-provisioning-percentage','volume-attach-limit']) || self.value.matches('^[0-9]{1,9}$')",message="the value of this setting is a whole number, in quotes"
+// +kubebuilder:validation:XValidation:rule="self.metadata.name != 'allow-private-image-sources' || self.value in ['true','false']",message="the value of this setting is true or false, in quotes"
+// +kubebuilder:validation:XValidation:rule="self.metadata.name != 'default-data-locality' || self.value in ['disabled','best-effort','strict-local']",message="the value of this setting is disabled, best-effort or strict-local"
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster,categories=drover
 // +kubebuilder:printcolumn:name="Value",type=string,JSONPath=`.value`

@@ -39,6 +39,7 @@ const (
 // which the engine changes by compare-and-swap on the object's resourceVersion.
 //
 // +kubebuilder:object:root=true
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a volume has at most 128 characters"
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:scope=Cluster,shortName=vol,categories=drover
 // +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.state`
@@ -78,9 +79,11 @@ type VolumeSpec struct {
 	NodeSelector        []string `json:"nodeSelector,omitempty"`
 	DiskSelector        []string `json:"diskSelector,omitempty"`
 	// Nodes where the volume must be placed (from CSI topology); empty: anywhere.
-	Nodes      []string `json:"nodes,omitempty"`
-	FSType     string   `json:"fsType,omitempty"`
-	MkfsParams string   `json:"mkfsParams,omitempty"`
+	Nodes []string `json:"nodes,omitempty"`
+	// FSType of the filesystem made on a blank volume; empty: ext4.
+	// +kubebuilder:validation:Enum="";ext4;xfs;btrfs
+	FSType     string `json:"fsType,omitempty"`
+	MkfsParams string `json:"mkfsParams,omitempty"`
 	// Parameters as given at CreateVolume, kept to answer a repeat with other ones.
 	Parameters map[string]string `json:"parameters,omitempty"`
 }
