@@ -57,6 +57,8 @@ type Options struct {
 	MaxEvents  int
 	// Tidy is how often events are pruned, the quota is looked at and a snapshot may be due; 0 means 10 min.
 	Tidy time.Duration
+	// Compact is how often the past is forgotten; 0 means 5 min. What is younger stays for those who watch.
+	Compact time.Duration
 }
 
 // Server is a running API server.
@@ -149,6 +151,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	storage.StorageConfig.Transport.ServerList = []string{s.store.endpoint}
 	// The metric of object counts is not served; polling for it is idle load.
 	storage.StorageConfig.CountMetricPollPeriod = 0
+	storage.StorageConfig.CompactionInterval = o.Compact
 	storage.EnableWatchCache = false
 	if err := storage.ApplyTo(&rc.Config); err != nil {
 		return nil, fmt.Errorf("storage: %w", err)
@@ -227,6 +230,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.MaxEvents == 0 {
 		o.MaxEvents = 2000
+	}
+	if o.Compact == 0 {
+		o.Compact = storagebackend.DefaultCompactInterval
 	}
 	if o.Tidy == 0 {
 		o.Tidy = 10 * time.Minute

@@ -18,6 +18,8 @@ import (
 // older copy, its revisions begin again below that, and such a watch sees nothing for a long time, without any error. So
 // every start leaves a mark in the database and beside it, and the next start tells whether one goes on from the other.
 
+const lineageFile = "etcd-lineage.json"
+
 // lineage is what <dir>/etcd-lineage.json says of the last server.
 type lineage struct {
 	Start    string `json:"start"`    // the mark that it left in the database
@@ -36,7 +38,7 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 			err = api.Errorf(api.Unavailable, "history of the state database: %w", err)
 		}
 	}()
-	s.lineage = filepath.Join(dir, "etcd-lineage.json")
+	s.lineage = filepath.Join(dir, lineageFile)
 	b, err := os.ReadFile(s.lineage)
 	known := err == nil
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -17,6 +17,7 @@ import (
 
 	etcdserverpb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/etcd/server/v3/storage/mvcc"
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
@@ -38,6 +39,9 @@ type store struct {
 	full     atomic.Bool
 	quiet    atomic.Bool // starting: advice is for clusters; closing: its own listeners go away
 }
+
+// memberName is the name of the only member of the embedded etcd.
+const memberName = "drover"
 
 func init() {
 	// Two log segments are allocated ahead; 64 MB each is a lot for a few thousand objects.
@@ -64,7 +68,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 		return nil, errors.Join(fmt.Errorf("etcd: %w", err), fd.Close())
 	}
 	c := embed.NewConfig()
-	c.Name, c.Dir = "drover", dir
+	c.Name, c.Dir = memberName, dir
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}
 	c.ListenPeerUrls = nil // one member has no peers
 	c.InitialCluster = c.InitialClusterFromName(c.Name)
@@ -114,6 +118,15 @@ func (s *store) close() {
 // room again. A full database refuses all writes but those that free space.
 func (s *store) checkQuota(ctx context.Context) {
 	be := s.etcd.Server.Backend()
+	alarms := s.etcd.Server.Alarms()
+	if len(alarms) > 0 {
+		// The API server's own compaction writes a key first, which is refused: deleted objects would keep their room.
+		_, err := s.etcd.Server.Compact(ctx, &etcdserverpb.CompactionRequest{Revision: s.etcd.Server.KV().Rev(),
+			Physical: true})
+		if err != nil && !errors.Is(err, mvcc.ErrCompacted) {
+			s.log.Warn("the state database cannot be compacted", "err", err)
+		}
+	}
 	if be.Size() > s.quota*8/10 && be.SizeInUse() < be.Size()*7/10 {
 		if err := be.Defrag(); err != nil {
 			s.log.Error("the state database cannot be defragmented", "err", err)
@@ -121,7 +134,6 @@ func (s *store) checkQuota(ctx context.Context) {
 	}
 	full := be.Size() > s.quota*8/10
 	s.full.Store(full)
-	alarms := s.etcd.Server.Alarms()
 	switch {
 	case len(alarms) > 0 && !full:
 		for _, a := range alarms {

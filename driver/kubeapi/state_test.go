@@ -1,0 +1,247 @@
+package kubeapi
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// serving is one server on a folder, until stop.
+type serving struct {
+	*testing.T
+	*Server
+	client client.WithWatch
+	stop   func()
+}
+
+func serve(t *testing.T, o Options) *serving {
+	t.Helper()
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctx, cancel := context.WithCancel(context.Background())
+	s, err := Start(ctx, o)
+	if err != nil {
+		cancel()
+		t.Fatal(err)
+	}
+	v := &serving{T: t, Server: s}
+	v.stop = func() {
+		cancel()
+		if err := s.Wait(); err != nil {
+			t.Errorf("Wait: %v", err)
+		}
+	}
+	t.Cleanup(v.stop)
+	scheme := runtime.NewScheme()
+	if err := api.AddToScheme(scheme); err != nil {
+		t.Fatal(err)
+	}
+	if v.client, err = client.NewWithWatch(s.Config, client.Options{Scheme: scheme}); err != nil {
+		t.Fatal(err)
+	}
+	return v
+}
+
+func (s *serving) put(name, value string) error {
+	obj := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
+	err := s.client.Create(s.Context(), obj)
+	if apierrors.IsAlreadyExists(err) {
+		return s.client.Patch(s.Context(), obj, client.RawPatch("application/merge-patch+json",
+			fmt.Appendf(nil, `{"value":%q}`, value)))
+	}
+	return err
+}
+
+func (s *serving) value(name string) string {
+	s.Helper()
+	var got api.Setting
+	if err := s.client.Get(s.Context(), client.ObjectKey{Name: name}, &got); apierrors.IsNotFound(err) {
+		return "none"
+	} else if err != nil {
+		s.Fatal(err)
+	}
+	return got.Value
+}
+
+func (s *serving) must(err error) {
+	s.Helper()
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+// until asks again until ok, which nobody tells.
+func (s *serving) until(what string, ok func() bool) {
+	s.Helper()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.After(time.Minute); !ok(); {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			s.Fatal("no " + what)
+		}
+	}
+}
+
+// A snapshot can be restored; clients that knew later revisions are told so, and the next start says what happened.
+func TestRestore(t *testing.T) {
+	dir := t.TempDir()
+	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	if s.WentBack {
+		t.Error("a first start went back in time")
+	}
+	s.must(s.put("a", "old"))
+	s.must(s.store.snapshot(time.Now().Add(2 * time.Hour)))
+	s.must(s.put("a", "new"))
+	var list api.SettingList
+	s.must(s.client.List(t.Context(), &list))
+	if _, err := Restore(dir, "x"); !api.Is(err, api.NotFound) {
+		t.Errorf("no such snapshot: %v", err)
+	}
+	snaps, err := Snapshots(dir)
+	if err != nil || len(snaps) == 0 {
+		t.Fatal(snaps, err)
+	}
+	last := snaps[len(snaps)-1]
+	if _, err := Restore(dir, last); !api.Is(err, api.InUse) {
+		t.Errorf("restore under a running server: %v", err)
+	}
+	s.stop()
+	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	if s.WentBack || s.value("a") != "new" {
+		t.Errorf("an ordinary restart went back: %v, %s", s.WentBack, s.value("a"))
+	}
+	s.stop()
+
+	broken := filepath.Join(t.TempDir(), "broken.db")
+	b, err := os.ReadFile(last)
+	s.must(err)
+	b[len(b)/2] ^= 1
+	s.must(os.WriteFile(broken, b, 0o600))
+	if _, err := Restore(dir, broken); !api.Is(err, api.Corrupt) {
+		t.Errorf("a damaged snapshot: %v", err)
+	}
+	aside, err := Restore(dir, last)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(aside, "member")); err != nil {
+		t.Errorf("the former state is not kept: %v", err)
+	}
+	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	if !s.WentBack || s.value("a") != "old" {
+		t.Errorf("after a restore: %v, %s", s.WentBack, s.value("a"))
+	}
+	w, err := s.client.Watch(t.Context(), &api.SettingList{},
+		&client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.ResourceVersion}})
+	if err == nil {
+		defer w.Stop()
+		select {
+		case e := <-w.ResultChan():
+			err = apierrors.FromObject(e.Object)
+		case <-time.After(20 * time.Second):
+			t.Fatal("a watch from a revision that was lost waits for ever")
+		}
+	}
+	if !apierrors.IsResourceExpired(err) && !apierrors.IsGone(err) {
+		t.Errorf("a watch from a revision that was lost: %v", err)
+	}
+}
+
+// A database that was lost or replaced behind the server's back is noticed.
+func TestLostState(t *testing.T) {
+	dir := t.TempDir()
+	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s.must(s.put("a", "1"))
+	s.stop()
+	old := filepath.Join(t.TempDir(), "etcd")
+	s.must(os.CopyFS(old, os.DirFS(filepath.Join(dir, "etcd"))))
+	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s.must(s.put("a", "2"))
+	s.stop()
+	for _, from := range []string{old, ""} {
+		s.must(os.RemoveAll(filepath.Join(dir, "etcd")))
+		want := "none"
+		if from != "" {
+			s.must(os.CopyFS(filepath.Join(dir, "etcd"), os.DirFS(from)))
+			want = "1"
+		}
+		s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+		if !s.WentBack || s.value("a") != want {
+			t.Errorf("%q: went back %v, a is %s", from, s.WentBack, s.value("a"))
+		}
+		s.stop()
+	}
+}
+
+// The past is forgotten, or the database would grow with every heartbeat.
+func TestCompaction(t *testing.T) {
+	s := serve(t, Options{Dir: t.TempDir(), Tidy: time.Hour, Compact: 200 * time.Millisecond})
+	kv := s.store.etcd.Server.KV()
+	i := 0
+	s.until("compaction", func() bool {
+		i++
+		s.must(s.put("a", fmt.Sprint(i)))
+		return kv.FirstRev() > 20
+	})
+	if s.value("a") != fmt.Sprint(i) {
+		t.Error("the present is gone too")
+	}
+}
+
+// A full database refuses writes and says so; once objects are deleted it goes on by itself.
+func TestQuota(t *testing.T) {
+	s := serve(t, Options{Dir: t.TempDir(), QuotaBytes: 4 << 20, Tidy: 100 * time.Millisecond,
+		Compact: 200 * time.Millisecond})
+	big := strings.Repeat("x", 200<<10)
+	var err error
+	n := 0
+	for ; n < 100 && err == nil; n++ {
+		err = s.put(fmt.Sprint("big-", n), big)
+	}
+	if err == nil {
+		t.Fatal("the quota is not held")
+	}
+	s.until("alarm", func() bool { return s.Healthy() != nil })
+	if !api.Is(s.Healthy(), api.Full) {
+		t.Errorf("healthy: %v", s.Healthy())
+	}
+	for i := range n {
+		obj := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("big-", i)}}
+		if err := s.client.Delete(t.Context(), obj); client.IgnoreNotFound(err) != nil {
+			t.Fatalf("delete in a full database: %v", err)
+		}
+	}
+	s.until("recovery", func() bool { return s.Healthy() == nil && s.put("small", "y") == nil })
+}
+
+// There are never more snapshots than are to be kept, and the newest stays.
+func TestSnapshotsRotate(t *testing.T) {
+	dir := t.TempDir()
+	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	at := time.Now()
+	for i := range keepSnapshots + 3 {
+		at = at.Add(2 * snapshotInterval)
+		s.must(s.put("a", fmt.Sprint(i)))
+		s.must(s.store.snapshot(at))
+		s.must(s.store.snapshot(at.Add(time.Minute))) // too soon
+	}
+	snaps, err := Snapshots(dir)
+	if err != nil || len(snaps) != keepSnapshots || !strings.Contains(snaps[keepSnapshots-1], at.UTC().Format(time.RFC3339)) {
+		t.Errorf("%v, %v", snaps, err)
+	}
+}
