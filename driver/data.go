@@ -58,7 +58,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer lock.Close()
-	data, err := o.resume(ctx, log)
+	data, err := o.resume(ctx, log, instance(o.node, cfg))
 	if err != nil {
 		return err
 	}
@@ -91,7 +91,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 }
 
 // resume takes over the devices of the process before this one.
-func (o dataOptions) resume(ctx context.Context, log *slog.Logger) (*replicas.Data, error) {
+func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance string) (*replicas.Data, error) {
 	runDir := filepath.Join(o.stateDir, "run")
 	if err := awaitSocket(ctx, "unixpacket", holdSocket(o.stateDir)); err != nil {
 		return nil, fmt.Errorf("the hold process: %w", err)
@@ -100,7 +100,7 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger) (*replicas.Da
 	if err != nil {
 		return nil, fmt.Errorf("devices: %w", err)
 	}
-	data, err := replicas.NewData(replicas.DataOptions{Node: o.node, Host: host, Log: log})
+	data, err := replicas.NewData(replicas.DataOptions{Node: o.node, Host: host, Instance: instance, Log: log})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("data role: %w", err), host.Close())
 	}

@@ -44,6 +44,9 @@ func loadConfig(path string) (*rest.Config, error) {
 	return cfg, nil
 }
 
+// instance tells this Drover from others on the machine, the same to all processes of a node.
+func instance(node string, cfg *rest.Config) string { return "node " + node + " of " + cfg.Host }
+
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
 	// Events need their references resolved, leases their type.

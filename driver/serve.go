@@ -333,7 +333,7 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 		}
 	}
 	s.disks, err = replicas.SetupNode(mgr, replicas.NodeOptions{Name: s.node, Disks: disks, Addresses: addresses(),
-		Version: cli.BuildVersion(), Log: s.log})
+		Version: cli.BuildVersion(), Instance: instance(s.node, s.cfg), Log: s.log})
 	if err != nil {
 		return err
 	}

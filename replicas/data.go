@@ -33,7 +33,9 @@ type DataOptions struct {
 	Node string
 	Host *device.Host
 	// Loops is how many I/O threads share the volumes; 0: one per CPU, at least two.
-	Loops     int
+	Loops int
+	// Instance is that of NodeOptions.
+	Instance  string
 	Heartbeat time.Duration // of the used bytes; 0: 30 s
 	Log       *slog.Logger
 }
@@ -78,7 +80,8 @@ func NewData(o DataOptions) (*Data, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = heartbeat
 	}
-	d := &Data{DataOptions: o, disks: newDisks(), locks: map[string]*volumeLock{}, sessions: map[string]*session{},
+	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
+		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
 		made: map[api.UID]bool{}, listed: map[api.UID]bool{}}
 	for range o.Loops {
 		l, err := uring.New(ringEntries)

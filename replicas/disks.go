@@ -3,6 +3,7 @@ package replicas
 import (
 	"context"
 	"errors"
+	"os"
 	"sync"
 	"time"
 
@@ -16,6 +17,9 @@ type Disks struct {
 	mu    sync.Mutex
 	paths map[string]*stack.Disk
 	uids  map[api.UID]*stack.Disk
+	// instance is whose disks these are; uses are the open files that say so to others, by path.
+	instance string
+	uses     map[string]*os.File
 
 	once   sync.Once
 	looked chan struct{} // closed when the disks were looked at for the first time
@@ -24,8 +28,9 @@ type Disks struct {
 // firstLook is how long Layers waits for that. Before it a disk is not missing, only not open yet.
 const firstLook = 10 * time.Second
 
-func newDisks() *Disks {
-	return &Disks{paths: map[string]*stack.Disk{}, uids: map[api.UID]*stack.Disk{}, looked: make(chan struct{})}
+func newDisks(instance string) *Disks {
+	return &Disks{paths: map[string]*stack.Disk{}, uids: map[api.UID]*stack.Disk{}, instance: instance,
+		uses: map[string]*os.File{}, looked: make(chan struct{})}
 }
 
 // Layers is the disk of a uid for those who move images.
@@ -69,15 +74,18 @@ func (d *Disks) open(ctx context.Context, path string, known api.UID, add bool) 
 	defer d.mu.Unlock()
 	was := d.paths[path]
 	if err != nil {
-		if was != nil {
-			delete(d.paths, path)
-			delete(d.uids, api.UID(was.UID()))
-		}
+		d.forget(path)
 		return nil, err
 	}
 	if was != nil && was.UID() == now.UID() {
 		return was, now.Close()
 	}
+	d.forget(path)
+	use, err := takeUse(ctx, path, d.instance)
+	if err != nil {
+		return nil, errors.Join(err, now.Close())
+	}
+	d.uses[path] = use
 	d.paths[path], d.uids[api.UID(now.UID())] = now, now
 	return now, nil
 }
@@ -87,11 +95,22 @@ func (d *Disks) keep(paths map[string]bool) {
 	d.once.Do(func() { close(d.looked) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for path, disk := range d.paths {
+	for path := range d.paths {
 		if !paths[path] {
-			delete(d.paths, path)
-			delete(d.uids, api.UID(disk.UID()))
+			d.forget(path)
 		}
+	}
+}
+
+// forget drops what is known of a path. The caller has the lock.
+func (d *Disks) forget(path string) {
+	if disk := d.paths[path]; disk != nil {
+		delete(d.paths, path)
+		delete(d.uids, api.UID(disk.UID()))
+	}
+	if use := d.uses[path]; use != nil {
+		_ = use.Close()
+		delete(d.uses, path)
 	}
 }
 
@@ -100,8 +119,12 @@ func (d *Disks) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var errs []error
-	for _, disk := range d.paths {
+	for path, disk := range d.paths {
 		errs = append(errs, disk.Close())
+		if use := d.uses[path]; use != nil {
+			errs = append(errs, use.Close())
+			delete(d.uses, path)
+		}
 	}
 	return errors.Join(errs...)
 }

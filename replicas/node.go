@@ -33,6 +33,8 @@ type NodeOptions struct {
 	Disks     []api.DiskSpec
 	Addresses []string
 	Version   string
+	// Instance tells this Drover from others on the machine, in words; a disk is one instance's. Empty: not checked.
+	Instance  string
 	Heartbeat time.Duration // 0: 30 s
 	Log       *slog.Logger
 }
@@ -66,7 +68,7 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 		return nil, err
 	}
 	n := &nodeLoop{NodeOptions: o, client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-node"),
-		disks: newDisks(), kernel: kernelRelease(), resend: device.ResendSupported() == nil,
+		disks: newDisks(o.Instance), kernel: kernelRelease(), resend: device.ResendSupported() == nil,
 		tidied: map[api.UID]time.Time{}}
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		<-ctx.Done()

@@ -1,0 +1,48 @@
+package replicas
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+// A disk is one instance's, for several processes of it at once, until the last of them is gone.
+func TestDiskHasOneUser(t *testing.T) {
+	dir, ctx := t.TempDir(), t.Context()
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	var mine []*os.File
+	for range 8 {
+		wg.Go(func() {
+			f, err := takeUse(ctx, dir, "node a of https://one")
+			if err != nil {
+				t.Errorf("of the same instance: %v", err)
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			mine = append(mine, f)
+		})
+	}
+	wg.Wait()
+	for _, f := range mine[1:] {
+		f.Close()
+	}
+	_, err := takeUse(ctx, dir, "node b of https://two")
+	if !api.Is(err, api.InUse) || !strings.Contains(err.Error(), "node a of https://one") {
+		t.Errorf("another instance got the disk, or was not told whose it is: %v", err)
+	}
+	mine[0].Close()
+	f, err := takeUse(ctx, dir, "node b of https://two")
+	if err != nil {
+		t.Fatalf("nobody uses the disk any more: %v", err)
+	}
+	defer f.Close()
+	if b, err := os.ReadFile(filepath.Join(dir, useFile)); err != nil || string(b) != "node b of https://two" {
+		t.Errorf("the disk's user is %q, %v", b, err)
+	}
+}
