@@ -180,9 +180,19 @@ func OpenFile(t testing.TB, open Opener, path string) block.Source {
 	return src
 }
 
-// Compare holds an image to what qemu-img reads: size, content, and reads at odd places from several goroutines. With
-// mapped it also holds its extents to qemu-img map, sector by sector.
-func Compare(t testing.TB, open Opener, format, path string, mapped bool) block.Source {
+// Extents says how far qemu-img map tells what kind a sector is of.
+type Extents int
+
+// What is compared: nothing, what is data, or data, zeros and holes.
+const (
+	NoExtents Extents = iota
+	DataExtents
+	AllExtents
+)
+
+// Compare holds an image to what qemu-img reads: size, content, and reads at odd places from several goroutines. It also
+// holds the image's extents to qemu-img map, sector by sector.
+func Compare(t testing.TB, open Opener, format, path string, extents Extents) block.Source {
 	t.Helper()
 	raw := filepath.Join(t.TempDir(), "raw")
 	Qemu(t, "qemu-img", "convert", "-f", format, "-O", "raw", path, raw)
@@ -192,8 +202,8 @@ func Compare(t testing.TB, open Opener, format, path string, mapped bool) block.
 	}
 	src := OpenFile(t, open, path)
 	got := Same(t, src, want)
-	if mapped {
-		kinds(t, got, Qemu(t, "qemu-img", "map", "--output=json", "-f", format, path))
+	if extents != NoExtents {
+		kinds(t, got, Qemu(t, "qemu-img", "map", "--output=json", "-f", format, path), extents)
 	}
 	return src
 }
@@ -215,7 +225,7 @@ func Same(t testing.TB, src block.Source, want []byte) *Memory {
 	return got
 }
 
-func kinds(t testing.TB, got *Memory, raw []byte) {
+func kinds(t testing.TB, got *Memory, raw []byte, extents Extents) {
 	t.Helper()
 	var runs []struct {
 		Start, Length       int64
@@ -229,7 +239,7 @@ func kinds(t testing.TB, got *Memory, raw []byte) {
 		switch {
 		case r.Data:
 			kind = block.Data
-		case r.Present:
+		case r.Present && extents == AllExtents:
 			kind = block.Zero
 		}
 		for i := r.Start / sector; i*sector < r.Start+r.Length; i++ {

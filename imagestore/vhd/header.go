@@ -1,0 +1,198 @@
+package vhd
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/bits"
+	"strconv"
+	"strings"
+	"unicode/utf16"
+
+	"drover.io/drover/api"
+)
+
+const (
+	cookie        = "conectix"
+	cookieDynamic = "cxsparse"
+
+	sector      = 512
+	footerSize  = 512
+	dynamicSize = 1024
+	maxBlock    = 256 << 20
+	maxBAT      = 4 << 20 // entries
+	maxOffset   = 1 << 62
+
+	kindFixed        = 2
+	kindDynamic      = 3
+	kindDifferencing = 4
+
+	checksumFooter  = 64 // where it is
+	checksumDynamic = 36
+
+	// The largest disk that a geometry can describe; larger ones have this geometry too.
+	maxGeometry = 65535 * 16 * 255
+	maxSectors  = 65535 * 255 * 255
+)
+
+var be = binary.BigEndian
+
+func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
+
+// Detect reports whether a file that starts with head is a dynamic or differencing VHD image: fixed ones start with
+// the disk itself, see DetectEnd. 8 bytes are enough.
+func Detect(head []byte) bool { return bytes.HasPrefix(head, []byte(cookie)) }
+
+// DetectEnd reports whether a file that ends with tail, at least 512 bytes, is a VHD image. One that does not start as
+// a VHD image is a fixed disk.
+func DetectEnd(tail []byte) bool {
+	return len(tail) >= footerSize && Detect(tail[len(tail)-footerSize:])
+}
+
+// checksum is the complement of the sum of all bytes but its own.
+func checksum(b []byte, at int) uint32 {
+	sum := uint32(0)
+	for i, c := range b {
+		if i < at || i >= at+4 {
+			sum += uint32(c)
+		}
+	}
+	return ^sum
+}
+
+type footer struct {
+	kind       uint32
+	dynamic    uint64 // offset of the dynamic header
+	creator    string
+	current    uint64 // bytes
+	geometry   int64  // sectors
+	size       int64  // bytes
+	byGeometry bool
+}
+
+// footer finds the good one of the footer at the end and its copy at the start.
+func (im *Image) footer() (*footer, error) {
+	if im.fileSize < footerSize {
+		return nil, api.Errorf(api.Invalid, "not a VHD image: it has %d bytes", im.fileSize)
+	}
+	front, end := make([]byte, footerSize), make([]byte, footerSize)
+	if err := im.readFull(end, im.fileSize-footerSize, "the footer"); err != nil {
+		return nil, err
+	}
+	if Detect(end) && checksum(end, checksumFooter) == be.Uint32(end[checksumFooter:]) {
+		return parseFooter(end)
+	}
+	if err := im.readFull(front, 0, "the header"); err != nil {
+		return nil, err
+	}
+	switch {
+	case !Detect(front) && !Detect(end):
+		return nil, api.Errorf(api.Invalid, "not a VHD image: neither its start nor its last sector says %s", cookie)
+	case !Detect(front):
+		return nil, corrupt("the footer's checksum is wrong")
+	case checksum(front, checksumFooter) != be.Uint32(front[checksumFooter:]):
+		return nil, corrupt("the checksum of the header is wrong, and there is no good footer at the end")
+	}
+	im.info.FrontCopy = true
+	f, err := parseFooter(front)
+	if err == nil && f.kind == kindFixed {
+		return nil, corrupt("the disk is fixed, but its footer is not at the end: the file was cut off")
+	}
+	return f, err
+}
+
+func parseFooter(b []byte) (*footer, error) {
+	if v := be.Uint32(b[12:]); v>>16 != 1 {
+		return nil, api.Errorf(api.Unsupported, "format version %d.%d cannot be read, only 1", v>>16, v&0xffff)
+	}
+	f := &footer{kind: be.Uint32(b[60:]), dynamic: be.Uint64(b[16:]), creator: string(b[28:32]), current: be.Uint64(b[48:])}
+	f.geometry = int64(be.Uint16(b[56:])) * int64(b[58]) * int64(b[59])
+	switch f.kind {
+	case kindFixed, kindDynamic, kindDifferencing:
+		return f, nil
+	}
+	return nil, api.Errorf(api.Unsupported, "disk type %d cannot be read, only fixed (2) and dynamic (3)", f.kind)
+}
+
+// check finds the size of the disk.
+func (f *footer) check(lim Limits) error {
+	if f.current > uint64(lim.VirtualSize) {
+		return api.Errorf(api.OutOfRange, "the virtual size of %d bytes is above the limit of %d bytes", f.current,
+			lim.VirtualSize)
+	}
+	f.size = int64(f.current) / sector * sector
+	// Both write the size that was asked for next to a geometry that is not of that size.
+	if (f.creator == "vpc " || f.creator == "qemu") && f.geometry != 0 && f.geometry != maxGeometry {
+		f.byGeometry = true
+		f.size = f.geometry * sector
+	}
+	f.creator = strings.TrimRight(f.creator, " \x00")
+	if f.size > lim.VirtualSize || f.size > maxSectors*sector {
+		return api.Errorf(api.OutOfRange, "the virtual size of %d bytes is above the limit of %d bytes", f.size,
+			min(lim.VirtualSize, maxSectors*sector))
+	}
+	return nil
+}
+
+// dynamic header
+type header struct {
+	table   int64 // offset of the allocation table
+	entries int64 // that the size needs
+	block   int64 // bytes
+	own     span
+}
+
+func (im *Image) dynamic(f *footer) (*header, error) {
+	if f.dynamic > maxOffset {
+		return nil, corrupt("the dynamic header's offset %#x is outside of the file", f.dynamic)
+	}
+	b := make([]byte, dynamicSize)
+	if err := im.readFull(b, int64(f.dynamic), "the dynamic header"); err != nil {
+		return nil, err
+	}
+	if !bytes.HasPrefix(b, []byte(cookieDynamic)) {
+		return nil, corrupt("the dynamic header at %#x does not start with %s", f.dynamic, cookieDynamic)
+	}
+	if checksum(b, checksumDynamic) != be.Uint32(b[checksumDynamic:]) {
+		return nil, corrupt("the dynamic header's checksum is wrong")
+	}
+	if f.kind == kindDifferencing {
+		return nil, api.Errorf(api.Unsupported,
+			"it is a differencing disk%s: make one image of both with: qemu-img convert -O vpc, or merge it in Hyper-V",
+			parentName(b[64:576]))
+	}
+	if v := be.Uint32(b[24:]); v>>16 != 1 {
+		return nil, api.Errorf(api.Unsupported, "dynamic header version %d.%d cannot be read, only 1", v>>16, v&0xffff)
+	}
+	h := &header{block: int64(be.Uint32(b[32:])), own: span{int64(f.dynamic), int64(f.dynamic) + dynamicSize}}
+	switch {
+	case h.block < sector || bits.OnesCount64(uint64(h.block)) != 1:
+		return nil, corrupt("the block size is %d bytes: it must be a power of two, of 512 or more", h.block)
+	case h.block > maxBlock:
+		return nil, api.Errorf(api.OutOfRange, "the block size of %d bytes is above the limit of %d", h.block, maxBlock)
+	}
+	h.entries = (f.size + h.block - 1) / h.block
+	if n := int64(be.Uint32(b[28:])); n < h.entries {
+		return nil, corrupt("the allocation table has %d entries, the virtual size of %d bytes needs %d", n, f.size, h.entries)
+	}
+	if h.entries > maxBAT {
+		return nil, api.Errorf(api.OutOfRange, "the allocation table of %d entries is above the limit of %d", h.entries, maxBAT)
+	}
+	off := be.Uint64(b[16:])
+	if off > maxOffset {
+		return nil, corrupt("the allocation table's offset %#x is outside of the file", off)
+	}
+	h.table = int64(off)
+	return h, nil
+}
+
+// parentName is for a message.
+func parentName(b []byte) string {
+	var s []uint16
+	for ; len(b) >= 2 && (b[0] != 0 || b[1] != 0); b = b[2:] {
+		s = append(s, be.Uint16(b))
+	}
+	if len(s) == 0 {
+		return ""
+	}
+	return " over the parent " + strconv.Quote(string(utf16.Decode(s)))
+}
