@@ -29,6 +29,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli"
+	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/driver/recover"
 )
 
@@ -46,7 +47,7 @@ func Main(args []string) int {
 	}
 	root.SetArgs(args)
 	root.AddCommand(cli.Commands()...)
-	root.AddCommand(cli.RecoverCommand(recover.Run))
+	root.AddCommand(cli.RecoverCommand(recover.Run, kubeapi.Restore))
 	root.AddCommand(serveCommand(), dataCommand(), holdCommand())
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return api.Errorf(api.Invalid, "%w; see `%s --help`", err, c.CommandPath())

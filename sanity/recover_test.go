@@ -239,3 +239,36 @@ func TestRecoverOldState(t *testing.T) {
 	}
 	do(t, early.remove, late.remove, taken.remove)
 }
+
+// TestRestoreState: back to a snapshot, then forward again to what the disk says.
+func TestRestoreState(t *testing.T) {
+	w := newWorld(t)
+	p, err := w.create("kept", 256*mib, mountCap("ext4"))
+	must(t, err)
+	must(t, p.up())
+	sum := p.write("file", 8*mib)
+	snaps, err := filepath.Glob(w.path("state", "etcd-snapshots", "state-*.db"))
+	if err != nil || len(snaps) == 0 {
+		w.fatal("no snapshot: %v", err)
+	}
+	data := w.child("data")
+	restore := []string{"recover", "--restore-state", snaps[0], "--state-dir", w.path("state"), "--yes"}
+	if out, err := exec.Command(drover(t), restore...).CombinedOutput(); err == nil || !strings.Contains(string(out), "in use") {
+		t.Fatalf("restored under a running server: %v, %s", err, out)
+	}
+	w.signal(syscall.SIGTERM) // the volume stays mounted
+	if out, err := exec.Command(drover(t), restore...).CombinedOutput(); err != nil {
+		t.Fatalf("restore: %v, %s", err, out)
+	}
+	w.start(drover(t))
+	if now := w.child("data"); now == data || now == 0 {
+		t.Errorf("the data process was %d and is %d: it still waits for changes of the lost state", data, now)
+	}
+	p.check("file", sum)
+	if all, code := w.recover("--yes", "--raise-epochs"); code != 0 || states(all, "Volume", "missing", "created") != 1 {
+		t.Fatalf("recover: code %d", code)
+	}
+	do(t, p.up, p.down, p.up)
+	p.check("file", sum)
+	do(t, p.down, p.remove)
+}

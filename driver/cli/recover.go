@@ -46,10 +46,14 @@ type Finding struct {
 // found, also with an error.
 type Recoverer func(ctx context.Context, c client.WithWatch, o RecoverOptions) ([]Finding, error)
 
+// Restorer makes the API's state in a state folder what a snapshot holds, and returns where the former one is kept.
+type Restorer func(stateDir, snapshot string) (aside string, err error)
+
 // RecoverCommand is `drover recover`. What it does needs more of the house than a command may know, so it is given.
-func RecoverCommand(run Recoverer) *cobra.Command {
+func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	a := &app{}
 	var o RecoverOptions
+	var snapshot, stateDir string
 	c := &cobra.Command{
 		Use: "recover", Short: "Rebuild images and volumes in the API from what the disks of this machine say",
 		Long: "Reads the disks of this machine and compares what they hold with the objects of the API server: after the\n" +
@@ -58,6 +62,9 @@ func RecoverCommand(run Recoverer) *cobra.Command {
 		Example: "  drover recover\n  drover recover --yes\n  drover recover --disk /mnt/a --yes --raise-epochs",
 		Args:    args(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if snapshot != "" {
+				return restoreState(cmd, restore, stateDir, snapshot, o)
+			}
 			ctx, done := a.bounded(cmd)
 			defer done()
 			c, err := a.connect()
@@ -79,12 +86,35 @@ func RecoverCommand(run Recoverer) *cobra.Command {
 		"(default: all disks of nodes that are on this machine)")
 	f.BoolVar(&o.Apply, "yes", false, "do it")
 	f.BoolVar(&o.RaiseEpochs, "raise-epochs", false, "where the API knows an older epoch than the disk, take the disk's")
+	f.StringVar(&snapshot, "restore-state", "", "with drover serve stopped: make the API's state what this snapshot\n"+
+		"holds (<state-dir>/etcd-snapshots/state-*.db); then start it, and recover")
+	f.StringVar(&stateDir, "state-dir", DefaultStateDir, "folder of the state to restore")
 	a.addFlags(c.PersistentFlags())
 	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return usagef("%w; see `%s --help`", err, c.CommandPath())
 	})
 	quiet(c)
 	return c
+}
+
+// restoreState is for a machine whose server is stopped: nothing of the API can be asked.
+func restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o RecoverOptions) error {
+	switch {
+	case len(o.Disks) > 0 || o.RaiseEpochs:
+		return usagef("--restore-state is a step of its own: start `drover serve` after it, then recover from disks")
+	case !o.Apply:
+		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes the state in %s becomes what %s holds.\n", dir, snapshot)
+		return nil
+	}
+	aside, err := restore(dir, snapshot)
+	if err != nil {
+		return err
+	}
+	if aside != "" {
+		fmt.Fprintf(cmd.OutOrStdout(), "former state kept in %s\n", aside)
+	}
+	fmt.Fprintln(cmd.ErrOrStderr(), "Restored. Start `drover serve`, then look with `drover recover --raise-epochs`.")
+	return nil
 }
 
 func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
