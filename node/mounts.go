@@ -19,13 +19,12 @@ import (
 
 // device is a block device of this node.
 type device struct {
+	volume       string // whose it is
 	path         string // resolved
 	major, minor int
-	// node is the file system that holds the device's own file, by which bind mounts of that file are known.
-	node uint64
 }
 
-func openDevice(path string) (device, error) {
+func openDevice(volume, path string) (device, error) {
 	real, err := filepath.EvalSymlinks(path)
 	if err != nil {
 		return device{}, api.Errorf(api.Unavailable, "device %s: %w", path, err)
@@ -37,7 +36,7 @@ func openDevice(path string) (device, error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFBLK {
 		return device{}, api.Errorf(api.Unavailable, "%s is not a block device", real)
 	}
-	return device{path: real, major: int(unix.Major(st.Rdev)), minor: int(unix.Minor(st.Rdev)), node: st.Dev}, nil
+	return device{volume: volume, path: real, major: int(unix.Major(st.Rdev)), minor: int(unix.Minor(st.Rdev))}, nil
 }
 
 func (d device) sysfs() string { return fmt.Sprintf("/sys/dev/block/%d:%d", d.major, d.minor) }
@@ -101,12 +100,11 @@ func sysNumbers(path string) ([]int64, error) {
 	return out, nil
 }
 
-// holds reports whether a line of the mount table is a mount of the device's file system, or of the device's own file.
+// holds reports whether a line of the mount table is a mount of the device's file system, or of the file that shows the
+// volume's device to workloads.
 func (d device) holds(m *mountinfo.Info) (filesystem, block bool) {
 	filesystem = (m.Major == d.major && m.Minor == d.minor) || (m.FSType == "btrfs" && m.Source == d.path)
-	block = m.Major == int(unix.Major(d.node)) && m.Minor == int(unix.Minor(d.node)) &&
-		filepath.Base(m.Root) == filepath.Base(d.path) && m.Root != "/"
-	return filesystem, block
+	return filesystem, d.showsMine(m)
 }
 
 // resolve follows links in the folder that a path is in, but not the path itself: it may be a dead mount.

@@ -47,7 +47,7 @@ func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolu
 	if err != nil {
 		return nil, err
 	}
-	d, err := openDevice(att.Status.Device)
+	d, err := openDevice(vol.Name, att.Status.Device)
 	if err != nil {
 		return nil, err
 	}
@@ -146,7 +146,10 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 		return api.Errorf(api.Exists, "make the target path of volume %s: %w", vol.Name, err)
 	}
 	f.Close()
-	return bind(d.path, at, false)
+	if err := d.show(); err != nil {
+		return err
+	}
+	return bind(d.shown(), at, false)
 }
 
 // NodeUnpublishVolume unmounts the target path and removes it. What is not there is no error.
@@ -169,6 +172,9 @@ func (s *Server) NodeUnpublishVolume(ctx context.Context, req *csi.NodeUnpublish
 		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
 	}
 	if err := removeEmpty(req.GetTargetPath()); err != nil {
+		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
+	}
+	if err := hide(req.GetVolumeId()); err != nil {
 		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
 	}
 	return &csi.NodeUnpublishVolumeResponse{}, nil

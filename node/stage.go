@@ -43,7 +43,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 	if err != nil {
 		return nil, err
 	}
-	d, err := openDevice(att.Status.Device)
+	d, err := openDevice(vol.Name, att.Status.Device)
 	if err != nil {
 		return nil, err
 	}
@@ -191,10 +191,13 @@ func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 		}
 		isFS, isBlock := d.holds(m)
 		switch {
-		case (isFS && filesystem) || (isBlock && !filesystem):
+		case isFS && filesystem:
 			if !dead(path) {
 				return m, nil
 			}
+		case isBlock && !filesystem && d.isAt(path):
+			return m, nil
+		case !filesystem && shows(m): // the device of an earlier life
 		case !dead(path) && !gone(m) && !d.replaces(m):
 			return nil, api.Errorf(api.Exists, "%s is taken by another mount, of %s", path, m.Source)
 		}
@@ -221,6 +224,9 @@ func (s *Server) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolu
 	}
 	defer unlock()
 	if err := unmount(req.GetStagingTargetPath()); err != nil {
+		return nil, api.Explain(err, "unstage volume %.80s", req.GetVolumeId())
+	}
+	if err := hide(req.GetVolumeId()); err != nil {
 		return nil, api.Explain(err, "unstage volume %.80s", req.GetVolumeId())
 	}
 	return &csi.NodeUnstageVolumeResponse{}, nil

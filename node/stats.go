@@ -44,7 +44,7 @@ func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 	if err != nil {
 		return nil, err
 	}
-	d, err := openDevice(att.Status.Device)
+	d, err := openDevice(vol.Name, att.Status.Device)
 	if err != nil {
 		return nil, err
 	}
@@ -56,7 +56,7 @@ func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 		return nil, nowhere
 	}
 	isFS, isBlock := d.holds(m)
-	if !isFS && !isBlock {
+	if !isFS && (!isBlock || !d.isAt(path)) {
 		return nil, nowhere
 	}
 	return &place{vol: vol, att: att, d: d, m: m, block: isBlock}, nil
