@@ -1,0 +1,204 @@
+// Package vhdx reads VHDX images of Hyper-V: fixed and dynamic disks, every block size, logical sectors of 512 and 4096
+// bytes. It is written from Microsoft's open specification [MS-VHDX], checked against qemu-img, and treats an image as
+// hostile.
+//
+// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine and keeps no table: what a read
+// needs of the block allocation table it reads along, which is 8 bytes per block.
+//
+// An image that was not closed has a log of changes to its tables. Open replays it in memory, over the file, which stays
+// as it is: Info.Replayed says so. Open walks the allocation table, so that after it every block is known to be inside
+// the file and to be there once. Differencing disks are refused: their parent is another file. Memory is bounded by the
+// log (Limits.Log, and what of it is replayed once more) and one bit per MiB of the file.
+package vhdx
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Info says what an image is.
+type Info struct {
+	Creator           string
+	Fixed             bool  // blocks are to stay allocated; they need not all be
+	VirtualSize       int64 // bytes
+	BlockSize         int64 // bytes
+	LogicalSectorSize int64 // bytes
+	// Replayed is how many entries of the log were replayed in memory: the image was not closed.
+	Replayed int
+	Data     int64 // bytes of the virtual disk that are data
+}
+
+// Limits bound what an image may ask for. The zero value of each field means its default.
+type Limits struct {
+	VirtualSize int64 // bytes; default 64 TiB
+	Log         int64 // bytes of a log that must be replayed; default 32 MiB
+}
+
+func (l Limits) filled() Limits {
+	if l.VirtualSize <= 0 {
+		l.VirtualSize = 64 << 40
+	}
+	if l.Log <= 0 {
+		l.Log = 32 << 20
+	}
+	return l
+}
+
+// Image is an open VHDX image. Its methods may be called from several goroutines at once.
+type Image struct {
+	r        io.ReaderAt
+	fileSize int64 // also what a replay adds to it
+	realSize int64
+	limits   Limits
+	info     Info
+	changes  []change // what the log says, sorted
+
+	blockBits uint
+	ratioBits uint // log of the blocks between two entries of the table that are of no use here
+	table     int64
+}
+
+var _ block.Source = (*Image)(nil)
+
+var le = binary.LittleEndian
+
+func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
+
+// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// Errors are of kind Invalid (not VHDX), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
+// from r.
+func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
+	im := &Image{r: r, fileSize: size, realSize: size, limits: lim.filled()}
+	if err := im.open(); err != nil {
+		return nil, fmt.Errorf("vhdx: %w", err)
+	}
+	return im, nil
+}
+
+func (im *Image) open() error {
+	if err := im.identify(); err != nil {
+		return err
+	}
+	h, err := im.header()
+	if err != nil {
+		return err
+	}
+	if h.logID != (guid{}) {
+		if err := im.replay(h); err != nil {
+			return fmt.Errorf("the log: %w", err)
+		}
+	}
+	table, metadata, err := im.regions(h)
+	if err != nil {
+		return err
+	}
+	if err := im.metadata(metadata); err != nil {
+		return fmt.Errorf("the metadata: %w", err)
+	}
+	return im.check(table, []span{{0, headersSize}, h.log, table, metadata})
+}
+
+// readFull reads structure what, through the changes that the log makes; a file that ends before it is corrupt.
+func (im *Image) readFull(p []byte, off int64, what string) error {
+	if off > im.fileSize || int64(len(p)) > im.fileSize-off {
+		return corrupt("%s at %#x is not within the file of %d bytes: it was cut off", what, off, im.fileSize)
+	}
+	rest := p
+	if over := off + int64(len(p)) - im.realSize; over > 0 {
+		// The log says that the file is longer than it was when the writer stopped.
+		keep := max(int64(len(p))-over, 0)
+		clear(p[keep:])
+		rest = p[:keep]
+	}
+	n, err := im.r.ReadAt(rest, off)
+	if n < len(rest) {
+		if err == nil || errors.Is(err, io.EOF) {
+			return corrupt("%s at %#x cannot be read: the file ends at %#x", what, off, off+int64(n))
+		}
+		return fmt.Errorf("read %s at %#x: %w", what, off, err)
+	}
+	im.patch(p, off)
+	return nil
+}
+
+// Info says what the image is.
+func (im *Image) Info() Info { return im.info }
+
+// Size is the virtual size in bytes.
+func (im *Image) Size() int64 { return im.info.VirtualSize }
+
+// Close has nothing to give back. The file stays open: whoever opened it closes it.
+func (im *Image) Close() error { return nil }
+
+// Next is the extent that holds off, from off on. Blocks that are not there or were unmapped are holes.
+func (im *Image) Next(off int64) (block.Extent, error) {
+	size := im.Size()
+	if off < 0 || off >= size {
+		return block.Extent{}, api.Errorf(api.OutOfRange, "vhdx: offset %d is outside of the %d bytes", off, size)
+	}
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	e := block.Extent{Off: off}
+	for visits := 0; e.End() < size && visits < maxVisits; visits++ {
+		entries, err := im.entries(s, e.End(), size)
+		if err != nil {
+			return block.Extent{}, fmt.Errorf("vhdx: %w", err)
+		}
+		for ; len(entries) > 0; entries = entries[8:] {
+			kind := kindOf(le.Uint64(entries))
+			if e.Len > 0 && kind != e.Kind {
+				return e, nil
+			}
+			e.Kind = kind
+			next := (e.End()>>im.blockBits + 1) << im.blockBits
+			e.Len = min(next, size) - off
+		}
+	}
+	return e, nil
+}
+
+// ReadAt reads from the virtual disk.
+func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
+	size := im.Size()
+	if off < 0 {
+		return 0, api.Errorf(api.OutOfRange, "vhdx: offset %d is negative", off)
+	}
+	if off >= size {
+		return 0, io.EOF
+	}
+	if int64(len(p)) > size-off {
+		p, err = p[:size-off], io.EOF
+	}
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	for n < len(p) {
+		entries, err := im.entries(s, off+int64(n), off+int64(len(p)))
+		if err != nil {
+			return n, fmt.Errorf("vhdx: %w", err)
+		}
+		for ; len(entries) > 0; entries = entries[8:] {
+			at := off + int64(n)
+			in := at & (1<<im.blockBits - 1)
+			to := p[n:min(int64(len(p)), int64(n)+1<<im.blockBits-in)]
+			entry := le.Uint64(entries)
+			if kindOf(entry) != block.Data {
+				clear(to)
+			} else if err := im.readFull(to, hostOf(entry)+in, "a block"); err != nil {
+				return n, fmt.Errorf("vhdx: at %d: %w", at, err)
+			}
+			n += len(to)
+		}
+	}
+	return n, err
+}
+
+// scratches holds what one reader needs for its time.
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+type scratch struct{ entries [4096]byte }
