@@ -1,5 +1,6 @@
 // Package kubeapi is the API server inside Drover: k8s.io/apiextensions-apiserver over an embedded etcd, for machines
-// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots and <dir>/kubeconfig.
+// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots, <dir>/etcd-lineage.json and
+// <dir>/kubeconfig.
 //
 // Invariants: it listens on loopback alone; every request carries the token of <dir>/pki/token; port, token and
 // authority survive restarts, so that kubeconfigs and clients stay valid; one process at a time has the folder (flock);
