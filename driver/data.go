@@ -110,9 +110,10 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 	return data, nil
 }
 
-// awaitSocket returns when somebody answers on a socket: its process may have been started a moment ago.
+// awaitSocket returns when somebody answers on a socket: its process may have been started a moment ago, after another
+// one was stopped.
 func awaitSocket(ctx context.Context, network, path string) error {
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, stopGrace+10*time.Second)
 	defer cancel()
 	retry := time.NewTicker(10 * time.Millisecond)
 	defer retry.Stop()

@@ -374,6 +374,11 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 
 // end takes a session's device away, ends the session, and records a clean end.
 func (d *Data) end(ctx context.Context, s *session) error {
+	if s.full.Load() && s.fence.Load() == nil {
+		// The flush below would wait in the kernel, where nothing can end it, and this process could not end either.
+		return api.Errorf(api.InUse, "writes to the volume wait because disk %s is full: make room there, or delete what "+
+			"is not needed on it; the volume is detached then", s.Path)
+	}
 	dctx, cancel := context.WithTimeout(ctx, detachTime)
 	defer cancel()
 	if err := s.dev.Detach(dctx); err != nil {

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"time"
@@ -14,20 +16,26 @@ import (
 	"drover.io/drover/api"
 )
 
-// useFile names, on a disk, who works on it. Each process of that instance has a shared lock on the file for as long
-// as it lives; a name that nobody locks means nothing.
-const useFile = "owner"
+// useFile is what the processes of an instance lock, each shared and for as long as it lives. It is made with the disk,
+// so that a full one can be locked. nameFile says in words whose the locks are, where there is room for it.
+const (
+	useFile  = "drover-disk.json"
+	nameFile = "owner"
+)
 
 // useWait is for a process of an earlier start that is being replaced.
 const useWait = 3 * time.Second
 
 // takeUse says that the disk at path is instance's, or refuses where another instance works on it: two would give the
 // same space away twice, and each would miss what the other made. The disk is given up by closing the file.
+//
+// Each instance has a byte of the file to lock, far beyond its end, by its name. One's own byte is locked before the
+// others are looked at, so two that come at once both see each other; then both let go and try again.
 func takeUse(ctx context.Context, path, instance string) (_ *os.File, err error) {
 	if instance == "" {
 		return nil, nil
 	}
-	f, err := os.OpenFile(filepath.Join(path, useFile), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	f, err := os.OpenFile(filepath.Join(path, useFile), os.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "disk %s: %w", path, err)
 	}
@@ -36,47 +44,45 @@ func takeUse(ctx context.Context, path, instance string) (_ *os.File, err error)
 			_ = f.Close()
 		}
 	}()
-	retry := time.NewTicker(20 * time.Millisecond)
-	defer retry.Stop()
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(instance)) // never fails
+	first, mine := int64(1)<<40, int64(1)<<40+int64(h.Sum32())
 	for began := time.Now(); ; {
-		// Alone: the name may be written. The step down to a shared lock is not atomic, so what counts is read under it.
-		if tryLock(f, unix.LOCK_EX) {
-			if err := errors.Join(f.Truncate(0), writeAll(f, instance)); err != nil {
-				return nil, api.Errorf(api.Unavailable, "disk %s: who uses it: %w", path, err)
-			}
+		if err := lockBytes(f, unix.F_OFD_SETLK, unix.F_RDLCK, mine, 1); err != nil {
+			return nil, api.Errorf(api.Unavailable, "disk %s: lock %s: %w", path, useFile, err)
 		}
-		if tryLock(f, unix.LOCK_SH) {
-			b, err := io.ReadAll(io.NewSectionReader(f, 0, 4096))
-			if err != nil {
-				return nil, api.Errorf(api.Unavailable, "disk %s: who uses it: %w", path, err)
-			}
-			if string(b) == instance {
-				return f, nil
-			}
-			if time.Since(began) > useWait {
-				return nil, api.Errorf(api.InUse, "disk %s is in use by another Drover, %s: stop that one, or choose another "+
-					"folder", path, b)
-			}
-			_ = unix.Flock(int(f.Fd()), unix.LOCK_UN) // not in the way of others meanwhile
+		before, err1 := locked(f, first-1, mine-first+1)
+		after, err2 := locked(f, mine+1, 0)
+		switch {
+		case errors.Join(err1, err2) != nil:
+			return nil, api.Errorf(api.Unavailable, "disk %s: lock %s: %w", path, useFile, errors.Join(err1, err2))
+		case !before && !after:
+			// For people only: a full disk need not have room for it.
+			_ = os.WriteFile(filepath.Join(path, nameFile), []byte(instance), 0o600)
+			return f, nil
+		case time.Since(began) > useWait:
+			who, _ := os.ReadFile(filepath.Join(path, nameFile))
+			return nil, api.Errorf(api.InUse, "disk %s is in use by another Drover (%s): stop that one, or choose another "+
+				"folder", path, who)
+		}
+		if err := lockBytes(f, unix.F_OFD_SETLK, unix.F_UNLCK, mine, 1); err != nil {
+			return nil, api.Errorf(api.Unavailable, "disk %s: unlock %s: %w", path, useFile, err)
 		}
 		select {
-		case <-retry.C:
+		case <-time.After(10*time.Millisecond + rand.N(20*time.Millisecond)):
 		case <-ctx.Done():
 			return nil, fmt.Errorf("disk %s: %w", path, ctx.Err())
 		}
 	}
 }
 
-func tryLock(f *os.File, how int) bool {
-	for {
-		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
-		if !errors.Is(err, unix.EINTR) {
-			return err == nil
-		}
-	}
+func lockBytes(f *os.File, cmd int, how int16, from, n int64) error {
+	return unix.FcntlFlock(f.Fd(), cmd, &unix.Flock_t{Type: how, Whence: io.SeekStart, Start: from, Len: n})
 }
 
-func writeAll(f *os.File, s string) error {
-	_, err := f.WriteAt([]byte(s), 0)
-	return err
+// locked reports whether somebody else has a lock on n bytes; 0: all that follow.
+func locked(f *os.File, from, n int64) (bool, error) {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Whence: io.SeekStart, Start: from, Len: n}
+	err := unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &l)
+	return l.Type != unix.F_UNLCK, err
 }

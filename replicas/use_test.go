@@ -13,6 +13,9 @@ import (
 // A disk is one instance's, for several processes of it at once, until the last of them is gone.
 func TestDiskHasOneUser(t *testing.T) {
 	dir, ctx := t.TempDir(), t.Context()
+	if err := os.WriteFile(filepath.Join(dir, useFile), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	var mine []*os.File
@@ -42,7 +45,7 @@ func TestDiskHasOneUser(t *testing.T) {
 		t.Fatalf("nobody uses the disk any more: %v", err)
 	}
 	defer f.Close()
-	if b, err := os.ReadFile(filepath.Join(dir, useFile)); err != nil || string(b) != "node b of https://two" {
+	if b, err := os.ReadFile(filepath.Join(dir, nameFile)); err != nil || string(b) != "node b of https://two" {
 		t.Errorf("the disk's user is %q, %v", b, err)
 	}
 }
