@@ -1,0 +1,117 @@
+package archive
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// TestMain lets the test binary be the program that is measured: it unpacks its standard input to its standard output.
+func TestMain(m *testing.M) {
+	if os.Getenv("DROVER_UNPACK") == "" {
+		os.Exit(m.Run())
+	}
+	if err := unpackTo(os.Stdout, os.Stdin, Limits{}); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+func unpackTo(w io.Writer, f io.ReadSeeker, lim Limits) error {
+	head := make([]byte, HeadSize)
+	n, err := io.ReadFull(f, head)
+	if err != nil && err != io.ErrUnexpectedEOF {
+		return err
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	r, err := NewReader(struct{ io.Reader }{f}, Detect(head[:n]), lim)
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	_, err = io.Copy(w, r)
+	return err
+}
+
+type cost struct {
+	wall, cpu time.Duration
+	rss       int64 // MiB
+}
+
+func (c cost) String() string {
+	return fmt.Sprintf("%6.2f s wall %6.2f s CPU %4d MiB", c.wall.Seconds(), c.cpu.Seconds(), c.rss)
+}
+
+// measure runs a program from one file to another.
+func measure(t testing.TB, from, to string, env []string, args ...string) cost {
+	in, err := os.Open(from)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	out, err := os.Create(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr, cmd.Env = in, out, os.Stderr, append(os.Environ(), env...)
+	start := time.Now()
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("%v: %v", args, err)
+	}
+	s := cmd.ProcessState
+	return cost{time.Since(start), s.SystemTime() + s.UserTime(), s.SysUsage().(*syscall.Rusage).Maxrss >> 10}
+}
+
+// BenchmarkUnpack compares with the tools on the files that DROVER_ARCHIVES names (a folder of *.gz, *.xz, *.zst; without
+// it, one of each is made): the best of three runs each, in turns.
+func BenchmarkUnpack(b *testing.B) {
+	dir := os.Getenv("DROVER_ARCHIVES")
+	if dir == "" {
+		b.Skip("DROVER_ARCHIVES names no folder of archives to unpack")
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "*.*z*"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, f := range files {
+		tool := []string{"gzip", "-dc"}
+		switch {
+		case strings.HasSuffix(f, ".xz"):
+			tool[0] = "xz"
+		case strings.HasSuffix(f, ".zst"):
+			tool = []string{"zstd", "-dcq", "--long=27"}
+		}
+		b.Run(filepath.Base(f), func(b *testing.B) {
+			out := filepath.Join(b.TempDir(), "out")
+			for b.Loop() {
+				var theirs, ours cost
+				for i := range 3 {
+					if c := measure(b, f, out, nil, tool...); i == 0 || c.wall < theirs.wall {
+						theirs = c
+					}
+					if c := measure(b, f, out, []string{"DROVER_UNPACK=1"}, self); i == 0 || c.wall < ours.wall {
+						ours = c
+					}
+				}
+				b.Logf("%-5s %v\nDrover %v, %.2f of its wall time", tool[0], theirs, ours, ours.wall.Seconds()/theirs.wall.Seconds())
+				b.ReportMetric(ours.wall.Seconds()/theirs.wall.Seconds(), "wall-ratio")
+				b.ReportMetric(float64(ours.rss), "MiB-peak")
+			}
+		})
+	}
+}
