@@ -104,15 +104,22 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 		a.Status = *st
 	}
 	s := l.session(a.Spec.Volume)
+	if s != nil {
+		other, err := l.replaced(ctx, s.Volume, s.VolumeUID)
+		if err == nil && other {
+			s, err = nil, l.end(ctx, s)
+		}
+		if err != nil {
+			return notReady(a, err)
+		}
+	}
 	if s != nil && (s.fence.Load() != nil || s.ReadOnly != a.Spec.ReadOnly && a.Status.Epoch != s.Epoch) {
 		return l.renewSession(ctx, a, s)
 	}
 	if s == nil {
 		var err error
 		if s, err = l.make(ctx, a); err != nil {
-			a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
-			setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", err.Error())
-			return err
+			return notReady(a, err)
 		}
 		l.events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Node)
 		l.lost(ctx, a, s.dev.Path())
@@ -131,6 +138,30 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 		return err
 	}
 	return nil
+}
+
+// notReady tells why there is no device.
+func notReady(a *api.Attachment, why error) error {
+	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
+	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", why.Error())
+	return why
+}
+
+// replaced reports whether the volume of that name is another one now than the one that is served: its objects were lost
+// or removed by force, and made anew. While the API cannot be asked, it is the same.
+func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID) (bool, error) {
+	var v api.Volume
+	key := client.ObjectKey{Name: name}
+	if l.client.Get(ctx, key, &v) != nil || v.Status.UID == uid {
+		return false, nil
+	}
+	if err := l.reader.Get(ctx, key, &v); err != nil || v.Status.UID == uid { // the cache may be behind
+		return false, nil
+	}
+	if v.Status.UID == "" {
+		return false, api.Errorf(api.Unavailable, "volume %s is not ready yet", name)
+	}
+	return true, nil
 }
 
 // tellSpace writes whether writes wait for room.
@@ -201,8 +232,22 @@ func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s 
 // make claims the volume for this node and makes its device.
 func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session, error) {
 	for _, held := range l.Host.Held() { // a predecessor's, and Resume did not succeed
-		if held.Name == a.Spec.Volume {
-			return l.resumeLocked(ctx, held)
+		if held.Name != a.Spec.Volume {
+			continue
+		}
+		other, err := l.replaced(ctx, held.Name, api.UID(held.Key))
+		if err != nil {
+			return nil, err
+		}
+		s, err := l.resumeLocked(ctx, held)
+		if !other {
+			return s, err
+		}
+		if err == nil {
+			err = l.end(ctx, s)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("a former volume of that name: %w", err)
 		}
 	}
 	var v api.Volume

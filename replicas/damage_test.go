@@ -1,6 +1,8 @@
 package replicas
 
 import (
+	"bytes"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -134,4 +136,58 @@ func TestDeadDisk(t *testing.T) {
 	w.remove(volume("v1", 0))
 	gone(w, volume("v1", 0), &api.VolumeList{})
 	await(w, n, &api.NodeList{}, "rid of the disk", func(n *api.Node) bool { return len(n.Status.Disks) == 0 })
+}
+
+// TestReplacedVolume: objects that were lost and made anew under the same names never get the device of the old volume.
+func TestReplacedVolume(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restart=%v", restart), func(t *testing.T) { testReplaced(t, restart) })
+	}
+}
+
+func testReplaced(t *testing.T, restart bool) {
+	w := newWorld(t)
+	w.make("v1", 16*mib)
+	w.create(attachment("v1"))
+	a := w.attached("v1")
+	data := bytes.Repeat([]byte("old content here"), 4096)
+	writeDevice(t, a.Status.Device, 0, data)
+	f, err := os.OpenFile(a.Status.Device, os.O_RDWR, 0) // in use
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.stopData()
+	w.stopRoles()
+	for _, o := range []client.Object{a, w.replicaOf("v1"), volume("v1", 0)} {
+		key := client.ObjectKeyFromObject(o)
+		if err := w.c.Get(w.ctx, key, o); err != nil {
+			t.Fatal(err)
+		}
+		o.SetFinalizers(nil)
+		if err := w.c.Update(w.ctx, o); err != nil {
+			t.Fatal(err)
+		}
+		w.remove(o)
+	}
+	start := func() {
+		w.roles([]string{filepath.Join(w.dir, "disk")})
+		w.create(volume("v1", 16*mib), attachment("v1"))
+	}
+	if restart {
+		start()
+		w.startData()
+	} else { // the loops look when the session is there already
+		w.startData()
+		start()
+	}
+	a = await(w, attachment("v1"), &api.AttachmentList{}, "refused",
+		func(a *api.Attachment) bool { return a.Status.Message != "" })
+	if a.Status.Ready {
+		t.Fatalf("the device of another volume: %+v", a.Status)
+	}
+	_ = f.Close()
+	a = w.attached("v1")
+	checkDevice(t, a.Status.Device, 0, make([]byte, len(data)))
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
 }
