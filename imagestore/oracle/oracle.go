@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -350,6 +351,29 @@ func Sound(t *testing.T, open Opener, r io.ReaderAt, size int64) {
 			}
 		}
 	}
+}
+
+// Frugal fails the test unless opening an image allocates less than 128 MiB, whatever comes of it.
+func Frugal(t *testing.T, open Opener, r io.ReaderAt, size int64) error {
+	t.Helper()
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	_, err := open(r, size)
+	runtime.ReadMemStats(&after)
+	if n := after.TotalAlloc - before.TotalAlloc; n >= 128<<20 {
+		t.Fatalf("%d MiB were allocated", n>>20)
+	}
+	return err
+}
+
+// Func is a reader whose bytes follow from their place.
+type Func func(p []byte, off int64)
+
+// ReadAt reads everywhere.
+func (f Func) ReadAt(p []byte, off int64) (int, error) {
+	clear(p)
+	f(p, off)
+	return len(p), nil
 }
 
 // failing is a reader whose disk is gone.

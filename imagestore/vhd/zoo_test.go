@@ -230,6 +230,28 @@ func TestChecksums(t *testing.T) {
 	oracle.Refused(t, limited(Limits{VirtualSize: 1 << 10}), makeTiny().signed(), api.OutOfRange, "limit of 1024")
 }
 
+// TestMemory: the largest table that is allowed, every block of it in the file.
+func TestMemory(t *testing.T) {
+	const size, block = maxSectors * sector, 512 << 10
+	m := makeTiny()
+	both(func(f []byte) { be.PutUint64(f[48:], size) })(m)
+	be.PutUint32(m.b[tinyHeader+28:], 1<<32-1)
+	be.PutUint32(m.b[tinyHeader+32:], block)
+	b := m.signed()
+	err := oracle.Frugal(t, opener, oracle.Func(func(p []byte, off int64) {
+		if off >= tinyTable && off < tinyTable+size/block*4 {
+			for i := range len(p) / 4 {
+				be.PutUint32(p[i*4:], uint32(1<<20+((off-tinyTable)/4+int64(i))*(block/sector+1)))
+			}
+			return
+		}
+		copy(p, b[off%4096:])
+	}), 1<<42)
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something else.
 func TestTruncated(t *testing.T) {
 	m := makeTiny()

@@ -64,12 +64,15 @@ var (
 // Detect reports whether a file that starts with head is a VHDX image. 8 bytes are enough.
 func Detect(head []byte) bool { return bytes.HasPrefix(head, []byte(magic)) }
 
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+var (
+	castagnoli = crc32.MakeTable(crc32.Castagnoli)
+	zeros      [4]byte
+)
 
 // checksum is the CRC-32C of b with the four bytes at 4, where it is kept, as zeros.
 func checksum(b []byte) uint32 {
 	sum := crc32.Update(0, castagnoli, b[:4])
-	sum = crc32.Update(sum, castagnoli, make([]byte, 4))
+	sum = crc32.Update(sum, castagnoli, zeros[:])
 	return crc32.Update(sum, castagnoli, b[8:])
 }
 

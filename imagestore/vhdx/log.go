@@ -3,6 +3,7 @@ package vhdx
 import (
 	"cmp"
 	"fmt"
+	"hash/crc32"
 	"slices"
 
 	"drover.io/drover/api"
@@ -112,7 +113,9 @@ func (r *ring) entry(at int64) (e logEntry, ok bool, err error) {
 	if r.left -= e.length; r.left < 0 {
 		return e, false, corrupt("it is full of entries that are not whole")
 	}
-	return e, checked(r.bytes(at, e.length), "loge"), nil
+	over := max(at+e.length-ring, 0)
+	sum := crc32.Update(checksum(r.b[at:at+e.length-over]), castagnoli, r.b[:over])
+	return e, le.Uint32(b[4:]) == sum, nil
 }
 
 // headLen is how many bytes an entry's header and descriptors take.
@@ -216,10 +219,10 @@ func (r *ring) apply(e logEntry, protected []span) error {
 			if string(s[:4]) != "data" || uint64(le.Uint32(s[4:]))<<32|uint64(le.Uint32(s[4092:])) != e.sequence {
 				return corrupt("data of a descriptor is that of something else")
 			}
-			c.data = make([]byte, logSector)
-			copy(c.data, d[8:16])
-			copy(c.data[8:], s[8:4092])
-			copy(c.data[4092:], d[4:8])
+			// The sector's own head and tail are in the way of what belongs there.
+			copy(s, d[8:16])
+			copy(s[4092:], d[4:8])
+			c.data = s
 		case "zero":
 			c.n = int64(le.Uint64(d[8:]))
 		default:

@@ -228,6 +228,45 @@ func TestLogZoo(t *testing.T) {
 	oracle.Refused(t, opener, m.signed(), api.Corrupt, "full of entries that are not whole")
 }
 
+// TestMemory: the largest log that is allowed, in one entry that goes on at the start of the ring, and a file that is to
+// become as large as a file may.
+func TestMemory(t *testing.T) {
+	const ring = 32 * mib
+	m := makeTiny(512)
+	for i := range 2 {
+		h := m.header(i)
+		copy(h[48:], tinyLogID[:])
+		le.PutUint32(h[68:], ring)
+		le.PutUint64(h[72:], uint64(len(m.b)))
+	}
+	descs := int64(ring/logSector) - 65
+	e := make([]byte, headLen(descs)+descs*logSector)
+	copy(e, "loge")
+	le.PutUint32(e[8:], uint32(len(e)))
+	le.PutUint32(e[12:], ring-logSector)
+	le.PutUint64(e[16:], 7)
+	le.PutUint32(e[24:], uint32(descs))
+	copy(e[32:], tinyLogID[:])
+	le.PutUint64(e[56:], maxEffective)
+	for i := range descs {
+		d := e[entryHead+i*descSize:]
+		copy(d, "desc")
+		le.PutUint64(d[16:], uint64(1<<40+i*logSector))
+		le.PutUint64(d[24:], 7)
+		s := e[headLen(descs)+i*logSector:]
+		copy(s, "data")
+		le.PutUint32(s[4092:], 7)
+	}
+	le.PutUint32(e[4:], checksum(e))
+	log := make([]byte, ring)
+	copy(log[ring-logSector:], e)
+	copy(log, e[logSector:])
+	b := append(m.signed(), log...)
+	if err := oracle.Frugal(t, opener, bytes.NewReader(b), int64(len(b))); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestChanges holds the list of changes to plain memory.
 func TestChanges(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))

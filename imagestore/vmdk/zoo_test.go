@@ -297,6 +297,27 @@ func TestLimits(t *testing.T) {
 	}
 }
 
+// TestMemory: the largest directory that is allowed.
+func TestMemory(t *testing.T) {
+	m := makeTiny(false)
+	le.PutUint64(m.b[20:], 64<<10/sector)
+	le.PutUint64(m.b[12:], maxTables*perTable*(64<<10)/sector)
+	le.PutUint64(m.b[56:], 1<<20)
+	lim := limited(Limits{VirtualSize: 1 << 60})
+	err := oracle.Frugal(t, lim, oracle.Func(func(p []byte, off int64) {
+		copy(p, m.b[min(off, int64(len(m.b))):])
+		if at := off - 1<<20*sector; at >= 0 && at < maxTables*4 {
+			for i := range len(p) / 4 {
+				// The last one is the first once more, so that they need not be walked.
+				le.PutUint32(p[i*4:], 1<<22+(uint32(at)/4+uint32(i))%(maxTables-1)*4)
+			}
+		}
+	}), 1<<40)
+	if !api.Is(err, api.Corrupt) || !strings.Contains(err.Error(), "grain tables 0 and 4194303 overlap") {
+		t.Fatal(err)
+	}
+}
+
 // TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something else.
 func TestTruncated(t *testing.T) {
 	for _, compressed := range []bool{false, true} {
