@@ -115,6 +115,16 @@ func (w *world) path(elem ...string) string {
 // start runs serve and returns when it is ready and its node has its disk.
 func (w *world) start(bin string) {
 	w.t.Helper()
+	w.serve(bin)
+	// However full the machine that runs the tests is: the volumes are thin.
+	w.set("storage-minimal-available-percentage", "0")
+	w.set("storage-over-provisioning-percentage", "100000")
+	w.awaitDisk()
+}
+
+// serve runs serve and returns when it is ready.
+func (w *world) serve(bin string) {
+	w.t.Helper()
 	w.cmd = exec.Command(bin, "serve", "--state-dir", w.path("state"), "--disk", w.path("disk"), "--node-name", w.name)
 	w.cmd.Stderr = w.log
 	out, err := w.cmd.StdoutPipe()
@@ -151,10 +161,6 @@ func (w *world) start(bin string) {
 	must(w.t, api.AddToScheme(scheme))
 	w.objects, err = client.NewWithWatch(cfg, client.Options{Scheme: scheme})
 	must(w.t, err)
-	// However full the machine that runs the tests is: the volumes are thin.
-	w.set("storage-minimal-available-percentage", "0")
-	w.set("storage-over-provisioning-percentage", "100000")
-	w.awaitDisk()
 }
 
 func (w *world) set(name, value string) {
@@ -170,7 +176,7 @@ func (w *world) awaitDisk() {
 	ctx, cancel := context.WithTimeout(w.t.Context(), settle)
 	defer cancel()
 	_, err := await.Until(ctx, w.objects, w.name, func(n *api.Node) (bool, error) {
-		return len(n.Status.Disks) == 1 && n.Status.Disks[0].Ready, nil
+		return len(n.Status.Disks) > 0 && n.Status.Disks[0].Ready, nil
 	})
 	if err != nil {
 		w.fatal("the disk is not ready: %v", err)

@@ -1,0 +1,328 @@
+package sanity_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/sha512"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// command runs a command of the program against this world, as a user would.
+func (w *world) command(args ...string) (out string, code int) {
+	w.t.Helper()
+	args = append(args, "--kubeconfig", w.path("state", "kubeconfig"))
+	if !slices.Contains(args, "--timeout") {
+		args = append(args, "--timeout", "20s")
+	}
+	cmd := exec.CommandContext(w.t.Context(), drover(w.t), args...)
+	b, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		w.t.Fatal(err)
+	}
+	return string(b), cmd.ProcessState.ExitCode()
+}
+
+// must runs a command that has to succeed.
+func (w *world) must(args ...string) string {
+	w.t.Helper()
+	out, code := w.command(args...)
+	if code != 0 {
+		w.fatal("drover %s: exit code %d: %s", strings.Join(args, " "), code, out)
+	}
+	return out
+}
+
+// refused runs a command that has to fail with a code and words.
+func (w *world) refused(code int, words string, args ...string) {
+	w.t.Helper()
+	if out, got := w.command(args...); got != code || !strings.Contains(out, words) {
+		w.t.Errorf("drover %s: exit code %d, want %d with %q: %s", strings.Join(args, " "), got, code, words, out)
+	}
+}
+
+func timeout(t *testing.T) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(t.Context(), settle)
+}
+
+// loopsOf are the loop devices that stand on a volume's file.
+func loopsOf(volume api.UID) (out []string) {
+	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, f := range files {
+		if b, err := os.ReadFile(f); err == nil && strings.Contains(string(b), string(volume)) {
+			out = append(out, strings.Split(f, "/")[3])
+		}
+	}
+	return out
+}
+
+// killAll kills serve, data and hold at once: nothing can be handed over.
+func (w *world) killAll() {
+	w.t.Helper()
+	pids := []int{w.cmd.Process.Pid, w.child("data"), w.child("hold")}
+	for _, pid := range pids {
+		must(w.t, syscall.Kill(pid, syscall.SIGKILL))
+	}
+	<-w.done
+}
+
+func volumeIs(ok func(*api.Volume) bool) func(*api.Volume) (bool, error) {
+	return func(v *api.Volume) (bool, error) { return ok(v), nil }
+}
+
+func (w *world) awaitVolume(name string, ok func(*api.Volume) bool) *api.Volume {
+	w.t.Helper()
+	ctx, cancel := timeout(w.t)
+	defer cancel()
+	v, err := await.Until(ctx, w.objects, name, volumeIs(ok))
+	if err != nil {
+		w.fatal("volume %s: %v; it is %+v", name, err, v)
+	}
+	return v
+}
+
+// TestKillEverything kills all processes with volumes attached and mounted, and with an import, an expansion and a
+// deletion on their way. After a start everything is there and goes on, and what cannot be saved is said.
+func TestKillEverything(t *testing.T) {
+	w := newWorld(t)
+	content := bytes.Repeat([]byte("golden image "), 3<<20) // 39 MiB
+	begun, proceed := make(chan struct{}), make(chan struct{})
+	var first atomic.Bool
+	first.Store(true)
+	src := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet && first.Swap(false) {
+			rw.Header().Set("Content-Length", fmt.Sprint(len(content)))
+			_, _ = rw.Write(content[:len(content)/2])
+			rw.(http.Flusher).Flush()
+			close(begun)
+			select {
+			case <-proceed:
+			case <-r.Context().Done():
+			}
+			return
+		}
+		http.ServeContent(rw, r, "golden.img", time.Time{}, bytes.NewReader(content))
+	}))
+	defer src.Close()
+	defer close(proceed)
+	w.set("allow-private-image-sources", "true")
+
+	mnt := w.path("mnt")
+	w.must("volume", "create", "mounted", "--size", "128Mi")
+	w.must("volume", "mount", "mounted", mnt)
+	data := bytes.Repeat([]byte("flushed "), 1<<20)
+	f, err := os.Create(filepath.Join(mnt, "file"))
+	must(t, err)
+	_, err = f.Write(data)
+	must(t, errors.Join(err, f.Sync(), f.Close()))
+	w.must("volume", "create", "raw", "--size", "64Mi")
+	w.must("volume", "attach", "raw")
+	dev := w.awaitVolume("raw", func(v *api.Volume) bool { return v.Status.State == api.VolumeAttached })
+	lost := loopsOf(dev.Status.UID)
+	if len(lost) != 1 {
+		t.Fatalf("the volume has loop devices %v", lost)
+	}
+	w.must("volume", "create", "doomed", "--size", "64Mi")
+	w.must("volume", "create", "grown", "--size", "64Mi")
+
+	image := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceDownload,
+		SourceParameters: map[string]string{"url": src.URL + "/golden.img"}}}
+	image.Name = "golden"
+	must(t, w.objects.Create(t.Context(), image))
+	select {
+	case <-begun:
+	case <-time.After(settle):
+		w.fatal("the import does not begin")
+	}
+	// Wishes that the data process does not see before its end.
+	must(t, syscall.Kill(w.child("data"), syscall.SIGSTOP))
+	var v api.Volume
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "doomed"}, &v))
+	must(t, w.objects.Delete(t.Context(), &v))
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "grown"}, &v))
+	v.Spec.Size = 128 << 20
+	must(t, w.objects.Update(t.Context(), &v))
+	w.killAll()
+	w.start(drover(t))
+
+	w.awaitVolume("grown", func(v *api.Volume) bool { return v.Status.Size == 128<<20 })
+	ctx, cancel := timeout(t)
+	defer cancel()
+	doomed := &api.Volume{}
+	doomed.Name = "doomed"
+	if err := w.objects.Get(ctx, client.ObjectKey{Name: "doomed"}, doomed); client.IgnoreNotFound(err) != nil {
+		t.Fatal(err)
+	} else if err == nil {
+		must(t, await.Gone(ctx, w.objects, doomed, func(*api.Volume) {}))
+	}
+	img, err := await.Until(ctx, w.objects, "golden", func(i *api.BackingImage) (bool, error) {
+		return i.Status.State == api.ImageReady, nil
+	})
+	if err != nil {
+		w.fatal("the import does not go on: %v: %+v", err, img)
+	}
+	if want := fmt.Sprintf("%x", sha512.Sum512(content)); img.Status.Checksum != want {
+		t.Errorf("the image's checksum is %s, want %s", img.Status.Checksum, want)
+	}
+
+	// The device that nobody uses is gone; the mounted one is told of, and can be taken off.
+	w.awaitVolume("raw", func(v *api.Volume) bool { return v.Status.State == api.VolumeAttached })
+	var att api.Attachment
+	_, err = await.Until(ctx, w.objects, "mounted", func(a *api.Attachment) (bool, error) {
+		att = *a
+		return a.Status.Ready && a.Status.Epoch > 2, nil
+	})
+	if err != nil {
+		w.fatal("the volume is not attached again: %v: %+v", err, att.Status)
+	}
+	if now := loopsOf(dev.Status.UID); len(now) != 1 {
+		t.Errorf("the volume has loop devices %v, before the kill %v", now, lost)
+	}
+	w.must("volume", "umount", "mounted")
+	if b, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(b), mnt) {
+		t.Error("umount left the mount of the lost device")
+	}
+	w.must("volume", "mount", "mounted", mnt)
+	got, err := os.ReadFile(filepath.Join(mnt, "file"))
+	if err != nil || sha256.Sum256(got) != sha256.Sum256(data) {
+		t.Errorf("flushed data is not there: %d bytes, %v", len(got), err)
+	}
+	w.must("volume", "umount", "mounted")
+	w.must("volume", "detach", "raw")
+}
+
+// TestOneServe: a state folder and a disk are one instance's.
+func TestOneServe(t *testing.T) {
+	w := newWorld(t)
+	out, err := exec.Command(drover(t), "serve", "--state-dir", w.path("state")).CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "another `drover serve` runs on state folder") {
+		t.Errorf("a second serve in the state folder: %v: %s", err, out)
+	}
+	other := &world{t: t, dir: w.path("other"), name: "node-two"}
+	must(t, os.MkdirAll(other.dir, 0o700))
+	must(t, os.Symlink(w.path("disk"), other.path("disk")))
+	other.log, err = os.Create(other.path("log"))
+	must(t, err)
+	t.Cleanup(other.end)
+	other.serve(drover(t))
+	ctx, cancel := timeout(t)
+	defer cancel()
+	n, err := await.Until(ctx, other.objects, other.name, func(n *api.Node) (bool, error) {
+		return len(n.Status.Disks) == 1 && n.Status.Disks[0].Message != "", nil
+	})
+	if err != nil {
+		other.fatal("%v", err)
+	}
+	if d := n.Status.Disks[0]; d.Ready || !strings.Contains(d.Message, "in use by another Drover (node node-one") {
+		t.Errorf("the disk of another instance: %+v", d)
+	}
+}
+
+// TestFullDisk: a volume whose disk is full waits, says so everywhere, and goes on when there is room; one on another
+// disk does not notice. Not even a restart of everything that can restart changes that.
+func TestFullDisk(t *testing.T) {
+	w := newWorld(t)
+	small := smallDisk(t, w.path("small"), 256<<20)
+	filler := filepath.Join(small, "filler")
+	must(t, fill(filler, 150<<20))
+	w.must("disk", "add", small, "--tags", "small")
+	w.must("volume", "create", "full", "--size", "1Gi", "--disk-selector", "small")
+	w.must("volume", "create", "other", "--size", "1Gi")
+	w.must("volume", "attach", "full")
+	w.must("volume", "attach", "other")
+	written := make(chan error, 1)
+	go func() { written <- fill("/dev/drover/full", 96<<20) }()
+	full := func(v *api.Volume) bool { return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace) }
+	w.awaitVolume("full", full)
+	if out := w.must("volume", "show", "full"); !strings.Contains(out, "is full: writes to the volume wait") {
+		t.Errorf("volume show does not tell: %s", out)
+	}
+	must(t, fill("/dev/drover/other", 16<<20))
+	w.refused(4, "is full", "volume", "detach", "full", "--timeout", "2s")
+	w.signal(syscall.SIGTERM)
+	w.start(drover(t))
+	must(t, syscall.Kill(w.child("data"), syscall.SIGKILL))
+	select {
+	case err := <-written:
+		t.Fatalf("the write ended before there was room: %v", err)
+	case <-time.After(time.Second):
+	}
+	must(t, os.Remove(filler))
+	select {
+	case err := <-written:
+		if err != nil {
+			t.Errorf("the write that waited: %v", err)
+		}
+	case <-time.After(settle):
+		w.fatal("the write does not go on")
+	}
+	ctx, cancel := timeout(t)
+	defer cancel()
+	att := &api.Attachment{}
+	att.Name = "full"
+	if err := w.objects.Get(ctx, client.ObjectKey{Name: "full"}, att); err == nil {
+		must(t, await.Gone(ctx, w.objects, att, func(*api.Attachment) {})) // the detach that was wished
+	}
+	for _, name := range []string{"full", "other"} {
+		w.must("volume", "detach", name)
+		w.must("volume", "delete", name)
+	}
+	w.must("disk", "remove", small)
+	ctx, cancel = timeout(t)
+	defer cancel()
+	_, err := await.Until(ctx, w.objects, w.name, func(n *api.Node) (bool, error) { return len(n.Status.Disks) == 1, nil })
+	must(t, err)
+}
+
+// smallDisk makes a file system of its own, as large as wanted.
+func smallDisk(t *testing.T, dir string, size int64) string {
+	t.Helper()
+	file := dir + ".img"
+	must(t, os.WriteFile(file, nil, 0o600))
+	must(t, os.Truncate(file, size))
+	must(t, os.Mkdir(dir, 0o700))
+	for _, argv := range [][]string{{"mkfs.ext4", "-q", "-F", "-b4096", file}, {"mount", "-o", "loop", file, dir}} {
+		if out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %v: %s", argv, err, out)
+		}
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmount %s: %v", dir, err)
+		}
+	})
+	return dir
+}
+
+// fill writes n bytes of no zeros to a file or a device.
+func fill(path string, n int64) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	chunk := bytes.Repeat([]byte{0xd0}, 1<<20)
+	for ; n > 0 && err == nil; n -= int64(len(chunk)) {
+		_, err = f.Write(chunk)
+	}
+	return errors.Join(err, f.Sync(), f.Close())
+}
