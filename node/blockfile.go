@@ -9,6 +9,7 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"drover.io/drover/api"
 )
@@ -68,7 +69,7 @@ func (d device) showsMine(m *mountinfo.Info) bool {
 
 // hide removes the file of a volume that is published nowhere any more.
 func hide(volume string) error {
-	if strings.ContainsRune(volume, '/') || volume == "" || volume == "." || volume == ".." {
+	if len(validation.IsDNS1123Subdomain(volume)) > 0 {
 		return nil // no volume has such a name
 	}
 	d := device{volume: volume}

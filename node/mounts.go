@@ -164,13 +164,17 @@ func dead(path string) bool {
 	return false
 }
 
-// gone reports whether the device of a mount's file system no longer exists.
+// gone reports whether the device of a mount's file system no longer exists, or has nobody behind it any more.
 func gone(m *mountinfo.Info) bool {
 	if !strings.HasPrefix(m.Source, "/dev/") || m.Major == 0 {
 		return false
 	}
 	size, err := sysNumbers(fmt.Sprintf("/sys/dev/block/%d:%d/size", m.Major, m.Minor))
-	return errors.Is(err, fs.ErrNotExist) || (err == nil && len(size) == 1 && size[0] == 0)
+	if errors.Is(err, fs.ErrNotExist) || (err == nil && len(size) == 1 && size[0] == 0) {
+		return true
+	}
+	d := device{major: m.Major, minor: m.Minor}
+	return d.isAt(m.Source) && !answers(m.Source)
 }
 
 // replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries the

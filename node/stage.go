@@ -39,11 +39,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 	if err != nil {
 		return nil, err
 	}
-	att, err := s.attached(ctx, vol.Name)
-	if err != nil {
-		return nil, err
-	}
-	d, err := openDevice(vol.Name, att.Status.Device)
+	att, d, err := s.live(ctx, vol)
 	if err != nil {
 		return nil, err
 	}

@@ -204,6 +204,7 @@ func TestStories(t *testing.T) {
 	run("pages", pages)
 	run("serve is stopped and started", restarts)
 	run("serve is killed", killServe)
+	run("all of the node dies", nodeDies)
 	run("data is killed under load", killData)
 	run("data is killed under fio", killUnderFio)
 }

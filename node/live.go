@@ -1,0 +1,57 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// answers reports whether a device still has somebody behind it. The node of a device whose server died stays, its size
+// too, and what the kernel has cached of its file system reads well: only a read past the cache tells.
+func answers(path string) bool {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECT, 0)
+	if err == nil {
+		defer f.Close()
+		var page []byte // aligned, as direct reads want it
+		if page, err = unix.Mmap(-1, 0, api.BlockSize, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_ANON|unix.MAP_PRIVATE); err == nil {
+			_, err = unix.Pread(int(f.Fd()), page, 0)
+			_ = unix.Munmap(page)
+		}
+	}
+	for _, e := range []unix.Errno{unix.EIO, unix.ENXIO, unix.ENODEV, unix.ENOTCONN} {
+		if errors.Is(err, e) {
+			return false
+		}
+	}
+	return true
+}
+
+// live returns the volume's attachment to this node and its device, once that answers: after a crash the attachment
+// tells of the old device until the new one is there.
+func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, device, error) {
+	for {
+		att, err := s.attached(ctx, vol.Name)
+		if err != nil {
+			return nil, device{}, err
+		}
+		d, err := openDevice(vol.Name, att.Status.Device)
+		if err == nil && answers(d.path) {
+			return att, d, nil
+		}
+		if err == nil {
+			err = api.Errorf(api.Unavailable, "device %s of volume %s does not answer", d.path, vol.Name)
+		}
+		if _, e := await.Until(ctx, s.client, vol.Name, func(a *api.Attachment) (bool, error) {
+			return a.UID != att.UID || a.Status.Device != att.Status.Device || a.Status.Epoch != att.Status.Epoch ||
+				a.DeletionTimestamp != nil || !a.Status.Ready, nil
+		}); e != nil {
+			return nil, device{}, err
+		}
+	}
+}

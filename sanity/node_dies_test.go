@@ -1,0 +1,34 @@
+package sanity_test
+
+import (
+	"syscall"
+	"testing"
+)
+
+// nodeDies: everything of the node dies at once, and the mounts stay behind with devices that are no more: what a CO does after
+// that, the same calls again, brings the data back.
+func nodeDies(t *testing.T, w *world) {
+	fs, err := w.create("all-die", 400*mib, mountCap("ext4"))
+	must(t, err)
+	x, err := w.create("all-die-xfs", 400*mib, mountCap("xfs"))
+	must(t, err)
+	b, err := w.create("all-die-block", 64*mib, blockCap())
+	must(t, err)
+	do(t, fs.up, x.up, b.up)
+	sum, sumx := fs.write("file", 4*mib), x.write("file", 4*mib)
+	for _, pid := range []int{w.cmd.Process.Pid, w.child("data"), w.child("hold")} {
+		must(t, syscall.Kill(pid, syscall.SIGKILL))
+	}
+	<-w.done
+	w.start(drover(t))
+	do(t, fs.up, x.up, b.up)
+	fs.check("file", sum)
+	x.check("file", sumx)
+	if n := b.total(); n != 64*mib {
+		t.Errorf("the block volume has %d bytes", n)
+	}
+	fs.write("more", mib)
+	for _, p := range []*pod{fs, x, b} {
+		do(t, p.down, p.remove)
+	}
+}
