@@ -64,8 +64,8 @@ func cpu(b *testing.B, who int) float64 {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano()).Seconds()
 }
 
-// Convert makes an image of a raw disk and converts it back, in turn with qemu-img on two coroutines; medians. On a busy
-// machine the processor time (cpu-s) says more than the clock.
+// Convert makes an image of a raw disk and converts it back, in turn with qemu-img on two coroutines; medians. On a
+// busy machine the processor time (cpu-s) says more than the clock.
 func Convert(b *testing.B, open Opener, raw, format, options string) {
 	dir := b.TempDir()
 	image, out := filepath.Join(dir, "image"), filepath.Join(dir, "out")

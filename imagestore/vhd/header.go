@@ -104,7 +104,8 @@ func parseFooter(b []byte) (*footer, error) {
 	if v := be.Uint32(b[12:]); v>>16 != 1 {
 		return nil, api.Errorf(api.Unsupported, "format version %d.%d cannot be read, only 1", v>>16, v&0xffff)
 	}
-	f := &footer{kind: be.Uint32(b[60:]), dynamic: be.Uint64(b[16:]), creator: string(b[28:32]), current: be.Uint64(b[48:])}
+	f := &footer{kind: be.Uint32(b[60:]), dynamic: be.Uint64(b[16:]), creator: string(b[28:32]),
+		current: be.Uint64(b[48:])}
 	f.geometry = int64(be.Uint16(b[56:])) * int64(b[58]) * int64(b[59])
 	switch f.kind {
 	case kindFixed, kindDynamic, kindDifferencing:
@@ -172,10 +173,12 @@ func (im *Image) dynamic(f *footer) (*header, error) {
 	}
 	h.entries = (f.size + h.block - 1) / h.block
 	if n := int64(be.Uint32(b[28:])); n < h.entries {
-		return nil, corrupt("the allocation table has %d entries, the virtual size of %d bytes needs %d", n, f.size, h.entries)
+		return nil, corrupt("the allocation table has %d entries, the virtual size of %d bytes needs %d", n, f.size,
+			h.entries)
 	}
 	if h.entries > maxBAT {
-		return nil, api.Errorf(api.OutOfRange, "the allocation table of %d entries is above the limit of %d", h.entries, maxBAT)
+		return nil, api.Errorf(api.OutOfRange, "the allocation table of %d entries is above the limit of %d", h.entries,
+			maxBAT)
 	}
 	off := be.Uint64(b[16:])
 	if off > maxOffset {

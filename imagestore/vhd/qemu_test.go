@@ -63,7 +63,8 @@ func TestWritten(t *testing.T) {
 				im := oracle.Compare(t, opener, "vpc", path, extents(fixed)).(*Image)
 				detect(t, path, fixed)
 				info := im.Info()
-				if info.Fixed != fixed || info.ByGeometry == strings.Contains(o, "force") || info.FrontCopy || info.Allocated == 0 ||
+				if info.Fixed != fixed || info.ByGeometry == strings.Contains(o, "force") || info.FrontCopy ||
+					info.Allocated == 0 ||
 					!info.ByGeometry && info.VirtualSize != size || !strings.HasPrefix(info.Creator, "qem") {
 					t.Fatalf("%+v", info)
 				}

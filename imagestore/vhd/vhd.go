@@ -1,15 +1,16 @@
-// Package vhd reads VHD images of Virtual PC and Hyper-V: fixed disks (content, then a footer) and dynamic ones (a block
-// allocation table and a sector bitmap in front of each block). It is written from Microsoft's "Virtual Hard Disk Image
-// Format Specification" 1.0, checked against qemu-img, and treats an image as hostile.
+// Package vhd reads VHD images of Virtual PC and Hyper-V: fixed disks (content, then a footer) and dynamic ones (a
+// block allocation table and a sector bitmap in front of each block). It is written from Microsoft's "Virtual Hard Disk
+// Image Format Specification" 1.0, checked against qemu-img, and treats an image as hostile.
 //
 // An Image is a block.Source: block.Copy over it is the import. It owns no goroutine and keeps the allocation table, at
 // most 16 MiB, twice that while it is opened. Open walks the table, so that after it every block is known to be inside
 // the file and to be there once. Differencing disks are refused: their parent is another file.
 //
 // The size is what the maker of the file takes it for. Virtual PC, and qemu-img unless told otherwise, go by the
-// geometry (cylinders * heads * sectors); everybody else goes by the footer's current size, and so do all for disks that
-// have no geometry, or none that describes them. qemu-img 7.2 is the same for the makers that it knows, but takes those that it does not know
-// (VirtualBox, Azure) for Virtual PC, which cuts off the end of their disks; it is not followed there.
+// geometry (cylinders * heads * sectors); everybody else goes by the footer's current size, and so do all for disks
+// that have no geometry, or none that describes them. qemu-img 7.2 is the same for the makers that it knows, but takes
+// those that it does not know (VirtualBox, Azure) for Virtual PC, which cuts off the end of their disks; it is not
+// followed there.
 //
 // A sector that its bitmap does not mark was never written and is a hole, as the specification says.
 package vhd

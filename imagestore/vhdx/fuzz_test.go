@@ -27,10 +27,13 @@ type sparse map[int64][]byte
 
 func (s sparse) ReadAt(p []byte, off int64) (n int, err error) {
 	p = p[:max(min(int64(len(p)), fuzzSize-off), 0)]
-	clear(p)
-	for i := range p {
-		if at := off + int64(i); at >= tinyData {
-			p[i] = byte(at>>20) ^ byte(at>>9)
+	for i := 0; i < len(p); {
+		at, n := off+int64(i), 0
+		for n = int(min(512-at%512, int64(len(p)-i))); n > 0; n-- {
+			if p[i] = byte(at>>20) ^ byte(at>>9); at < tinyData {
+				p[i] = 0
+			}
+			i++
 		}
 	}
 	for from, b := range s {

@@ -139,7 +139,8 @@ func (im *Image) header() (*header, error) {
 		}
 		return h, nil
 	case length%mib != 0 || off%mib != 0 || off < headersSize || off > uint64(im.fileSize):
-		return nil, corrupt("the log's place in the file (%d bytes at %#x) is not in whole MiB behind the headers", length, off)
+		return nil, corrupt("the log's place in the file (%d bytes at %#x) is not in whole MiB behind the headers", length,
+			off)
 	case length > im.fileSize-int64(off):
 		return nil, corrupt("the log at %#x is not within the file of %d bytes: it was cut off", off, im.fileSize)
 	}
@@ -264,7 +265,8 @@ func (im *Image) metadata(region span) error {
 
 func (im *Image) describe(blockSize, flags uint32, size uint64, logical uint32) error {
 	if flags&flagHasParent != 0 {
-		return api.Errorf(api.Unsupported, "it is a differencing disk, whose parent is another file: merge it in Hyper-V first")
+		return api.Errorf(api.Unsupported, "it is a differencing disk, whose parent is another file: "+
+			"merge it in Hyper-V first")
 	}
 	switch {
 	case blockSize < mib || blockSize > 256*mib || bits.OnesCount32(blockSize) != 1:

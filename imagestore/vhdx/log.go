@@ -18,7 +18,8 @@ const (
 	entryHead  = 64
 	descSize   = 32
 	maxChanges = 32 << 10 // in all; those that were seen make a few
-	maxChecked = 8        // how often the bytes of the log may be summed, on average: entries that are not whole claim any length
+	// How often the bytes of the log may be summed, on average: entries that are not whole claim any length.
+	maxChecked = 8
 )
 
 // change is a range of the file that the log changes: to data, or to zeros where there is none.

@@ -18,7 +18,8 @@ type write struct {
 
 var tinyLogID = guid{1, 2, 3}
 
-// log puts an entry into the log at a place in the ring, and says where the next one goes. tail is that of the sequence.
+// log puts an entry into the log at a place in the ring, and says where the next one goes. tail is that of the
+// sequence.
 func (m *tiny) log(at, tail int64, sequence uint64, writes ...write) int64 {
 	for i := range 2 {
 		copy(m.header(i)[48:], tinyLogID[:])
@@ -101,7 +102,8 @@ var replays = []struct {
 	{"around the end of the ring", 2, false, func(m *tiny) {
 		t := m.table()
 		at := m.log(mib-3*logSector, mib-3*logSector, high+3, write{off: tinyTable, data: make([]byte, logSector)})
-		m.log(at, mib-3*logSector, high+4, write{off: tinyTable, data: t}, write{off: tinyData, data: m.b[tinyData:][:logSector]})
+		m.log(at, mib-3*logSector, high+4, write{off: tinyTable, data: t},
+			write{off: tinyData, data: m.b[tinyData:][:logSector]})
 		clear(m.b[tinyTable : tinyTable+logSector])
 	}},
 	{"a torn entry", 1, false, func(m *tiny) {
@@ -198,7 +200,7 @@ func TestLogZoo(t *testing.T) {
 				copy(e[entryHead+descSize:], e[entryHead:][:descSize])
 			})
 		}, api.Corrupt, "is missing"},
-		{"unknown descriptor", func(m *tiny) { resign(m, func(e []byte) { e[entryHead] = 'x' }) }, api.Corrupt, "unknown kind"},
+		{"unknown descriptor", func(m *tiny) { resign(m, func(e []byte) { e[entryHead] = 'x' }) }, api.Corrupt, "of unknown"},
 		{"askew", func(m *tiny) { m.log(0, 0, 7, write{off: 512, zero: 4096}) }, api.Corrupt, "whole 4 KiB"},
 		{"zeros of no length", func(m *tiny) { m.log(0, 0, 7, write{off: tinyTable}) }, api.Corrupt, "whole 4 KiB"},
 		{"zeros that overflow", func(m *tiny) {
@@ -207,7 +209,9 @@ func TestLogZoo(t *testing.T) {
 		{"changes the headers", func(m *tiny) {
 			m.log(0, 0, 7, write{off: 64 * kib, data: make([]byte, logSector)})
 		}, api.Corrupt, "changes the headers"},
-		{"changes itself", func(m *tiny) { m.log(0, 0, 7, write{off: 0x7f000 + mib, zero: mib}) }, api.Corrupt, "the log itself"},
+		{"changes itself", func(m *tiny) {
+			m.log(0, 0, 7, write{off: 0x7f000 + mib, zero: mib})
+		}, api.Corrupt, "the log itself"},
 		{"breaks the metadata", func(m *tiny) { m.log(0, 0, 7, write{off: tinyMeta, zero: mib}) }, api.Corrupt, "metadata"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -228,8 +232,8 @@ func TestLogZoo(t *testing.T) {
 	oracle.Refused(t, opener, m.signed(), api.Corrupt, "full of entries that are not whole")
 }
 
-// TestMemory: the largest log that is allowed, in one entry that goes on at the start of the ring, and a file that is to
-// become as large as a file may.
+// TestMemory: the largest log that is allowed, in one entry that goes on at the start of the ring, and a file that is
+// to become as large as a file may.
 func TestMemory(t *testing.T) {
 	const ring = 32 * mib
 	m := makeTiny(512)

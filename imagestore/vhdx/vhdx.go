@@ -5,10 +5,10 @@
 // An Image is a block.Source: block.Copy over it is the import. It owns no goroutine and keeps no table: what a read
 // needs of the block allocation table it reads along, which is 8 bytes per block.
 //
-// An image that was not closed has a log of changes to its tables. Open replays it in memory, over the file, which stays
-// as it is: Info.Replayed says so. Open walks the allocation table, so that after it every block is known to be inside
-// the file and to be there once. Differencing disks are refused: their parent is another file. Memory is bounded by the
-// log (Limits.Log, twice that while it is replayed) and one bit per MiB of the file.
+// An image that was not closed has a log of changes to its tables. Open replays it in memory, over the file, which
+// stays as it is: Info.Replayed says so. Open walks the allocation table, so that after it every block is known to be
+// inside the file and to be there once. Differencing disks are refused: their parent is another file. Memory is bounded
+// by the log (Limits.Log, twice that while it is replayed) and one bit per MiB of the file.
 package vhdx
 
 import (

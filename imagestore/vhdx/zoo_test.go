@@ -129,8 +129,8 @@ func TestTiny(t *testing.T) {
 	}
 }
 
-// TestRatio: in large disks an entry of a sector bitmap is behind every chunk of blocks, of a size that follows from the
-// sector size.
+// TestRatio: in large disks an entry of a sector bitmap is behind every chunk of blocks, of a size that follows from
+// the sector size.
 func TestRatio(t *testing.T) {
 	for _, logical := range []uint32{512, 4096} {
 		m := makeTiny(logical)

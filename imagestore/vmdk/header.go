@@ -73,7 +73,8 @@ func refuse(head []byte) error {
 	switch {
 	case isText(head):
 		d := parseText(head)
-		return unsupported("it is only the descriptor (%s) of a disk that is in other files%s: %s", d.kind(), d.named(), oneFile)
+		return unsupported("it is only the descriptor (%s) of a disk that is in other files%s: %s", d.kind(), d.named(),
+			oneFile)
 	case hasMagic(head, magicESX), hasMagic(head, magicSESparse):
 		return unsupported("it is one extent of an ESX server's sparse disk, not a disk by itself: %s", oneFile)
 	case !hasMagic(head, magicSparse):
@@ -152,7 +153,8 @@ func (h *header) checkSizes(lim Limits) error {
 		h.numTables++
 	}
 	if h.numTables > maxTables {
-		return api.Errorf(api.OutOfRange, "the grain directory of %d entries is above the limit of %d", h.numTables, maxTables)
+		return api.Errorf(api.OutOfRange, "the grain directory of %d entries is above the limit of %d", h.numTables,
+			maxTables)
 	}
 	return nil
 }

@@ -107,7 +107,8 @@ func TestRefusedQemu(t *testing.T) {
 	for _, c := range []struct {
 		file, options, says string
 	}{
-		{"flat.vmdk", "subformat=monolithicFlat", `createType "monolithicFlat") of a disk that is in other files ("flat-flat.vmdk")`},
+		{"flat.vmdk", "subformat=monolithicFlat",
+			`createType "monolithicFlat") of a disk that is in other files ("flat-flat.vmdk")`},
 		{"two.vmdk", "subformat=twoGbMaxExtentSparse", `createType "twoGbMaxExtentSparse"`},
 		{"two-s001.vmdk", "", "no descriptor"},
 		{"twoflat.vmdk", "subformat=twoGbMaxExtentFlat", `"twoflat-f001.vmdk"`},

@@ -143,7 +143,8 @@ func (im *Image) checkTable(b []byte, index int64, m *metadata) (stored int64, e
 			return 0, corrupt("grain %d (at %d): its data at %#x is not within the file of %d bytes: it was cut off", number,
 				number<<h.grainBits, host, im.fileSize)
 		case m.hits(host, need):
-			return 0, corrupt("grain %d (at %d): its data at %#x lies in the image's metadata", number, number<<h.grainBits, host)
+			return 0, corrupt("grain %d (at %d): its data at %#x lies in the image's metadata", number,
+				number<<h.grainBits, host)
 		}
 		im.info.Data += n
 		if h.compressed {

@@ -2,14 +2,15 @@
 // directory in front or behind a footer), header versions 1 to 3. It is written from VMware's "Virtual Disk Format 5.0"
 // technical note, checked against qemu-img, and treats an image as hostile.
 //
-// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine; each reader unpacks its own grains
-// straight into its own buffer, so that an import is as parallel as its readers.
+// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine; each reader unpacks its own
+// grains straight into its own buffer, so that an import is as parallel as its readers.
 //
 // No other file is ever opened: a descriptor without data, a descriptor that names further or other files, a delta of a
 // parent and a single extent of a larger disk are each refused with their own message. Open walks the grain directory
-// and all grain tables, so that after it only the data itself can turn out to be damaged; where they are damaged and the
-// image has the redundant ones, those are used as a whole, and Info.Redundant says so. Reads never leave the file. An
-// open image takes 4 bytes of memory per 32 MiB of disk (with grains of 64 KiB), and at most 64 MiB while it is opened.
+// and all grain tables, so that after it only the data itself can turn out to be damaged; where they are damaged and
+// the image has the redundant ones, those are used as a whole, and Info.Redundant says so. Reads never leave the file.
+// An open image takes 4 bytes of memory per 32 MiB of disk (with grains of 64 KiB), and at most 64 MiB while it is
+// opened.
 package vmdk
 
 import (

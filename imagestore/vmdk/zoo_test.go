@@ -229,7 +229,7 @@ func TestZoo(t *testing.T) {
 		}, api.Corrupt, "grain 2 (at 8192): its data at 0x200 lies in"},
 		{"grain in the directory", false, func(m *tiny) { m.grain(9, tinyGD) }, api.Corrupt, "lies in the image's metadata"},
 		{"grain in a table", false, func(m *tiny) { m.grain(9, tinyGT+3) }, api.Corrupt, "lies in the image's metadata"},
-		{"grain reaches into a table", true, func(m *tiny) { m.grain(9, tinyGT) }, api.Corrupt, "lies in the image's metadata"},
+		{"compressed grain in a table", true, func(m *tiny) { m.grain(9, tinyGT) }, api.Corrupt, "lies in the image's"},
 		{"grains twice", false, func(m *tiny) {
 			for g := 10; g < 500; g++ {
 				m.grain(g, tinyData)
@@ -318,7 +318,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something else.
+// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
+// else.
 func TestTruncated(t *testing.T) {
 	for _, compressed := range []bool{false, true} {
 		m := makeTiny(compressed)
