@@ -6,8 +6,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// AnnotationRecovered is on a Volume or BackingImage that was rebuilt from disks: the facts that its status begins with.
-// The controller role takes them in place of new ones, once, and takes the annotation off.
+// AnnotationRecovered is on a Volume or BackingImage that was rebuilt from disks: the facts that its status begins
+// with. The controller role takes them in place of new ones, once, and takes the annotation off.
 const AnnotationRecovered = "drover.io/recovered"
 
 // RecoveredVolume is the annotation's value on a Volume.
@@ -48,7 +48,8 @@ func (v *Volume) Recovered() (*RecoveredVolume, error) {
 		return nil, err
 	}
 	if err := r.UID.Validate(); err != nil || r.Epoch < 1 || r.Size <= 0 || len(r.Members) == 0 {
-		return nil, Errorf(Invalid, "annotation %s of volume %s lacks uid, epoch, size or members", AnnotationRecovered, v.Name)
+		return nil, Errorf(Invalid, "annotation %s of volume %s lacks uid, epoch, size or members",
+			AnnotationRecovered, v.Name)
 	}
 	return &r, nil
 }

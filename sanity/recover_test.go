@@ -24,8 +24,8 @@ type finding struct{ Kind, Name, UID, Disk, State, Action, Note string }
 func (w *world) recover(args ...string) (all []finding, code int) {
 	w.t.Helper()
 	var stderr bytes.Buffer
-	cmd := exec.Command(drover(w.t), append([]string{"recover", "-o", "json", "--kubeconfig", w.path("state", "kubeconfig")},
-		args...)...)
+	cmd := exec.Command(drover(w.t), append([]string{"recover", "-o", "json", "--kubeconfig",
+		w.path("state", "kubeconfig")}, args...)...)
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if cmd.ProcessState == nil {
@@ -253,7 +253,8 @@ func TestRestoreState(t *testing.T) {
 	}
 	data := w.child("data")
 	restore := []string{"recover", "--restore-state", snaps[0], "--state-dir", w.path("state"), "--yes"}
-	if out, err := exec.Command(drover(t), restore...).CombinedOutput(); err == nil || !strings.Contains(string(out), "in use") {
+	out, err := exec.Command(drover(t), restore...).CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "in use") {
 		t.Fatalf("restored under a running server: %v, %s", err, out)
 	}
 	w.signal(syscall.SIGTERM) // the volume stays mounted

@@ -103,7 +103,8 @@ func restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o 
 	case len(o.Disks) > 0 || o.RaiseEpochs:
 		return usagef("--restore-state is a step of its own: start `drover serve` after it, then recover from disks")
 	case !o.Apply:
-		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes the state in %s becomes what %s holds.\n", dir, snapshot)
+		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes the state in %s becomes what %s holds.\n",
+			dir, snapshot)
 		return nil
 	}
 	aside, err := restore(dir, snapshot)

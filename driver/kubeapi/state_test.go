@@ -241,7 +241,8 @@ func TestSnapshotsRotate(t *testing.T) {
 		s.must(s.store.snapshot(at.Add(time.Minute))) // too soon
 	}
 	snaps, err := Snapshots(dir)
-	if err != nil || len(snaps) != keepSnapshots || !strings.Contains(snaps[keepSnapshots-1], at.UTC().Format(time.RFC3339)) {
+	if err != nil || len(snaps) != keepSnapshots ||
+		!strings.Contains(snaps[keepSnapshots-1], at.UTC().Format(time.RFC3339)) {
 		t.Errorf("%v, %v", snaps, err)
 	}
 }

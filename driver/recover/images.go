@@ -20,7 +20,8 @@ type image struct {
 }
 
 func (i *image) finding(state, note string) cli.Finding {
-	return cli.Finding{Kind: "BackingImage", Name: i.Name, UID: api.UID(i.UID), Disk: i.on[0].Path(), State: state, Note: note}
+	return cli.Finding{Kind: "BackingImage", Name: i.Name, UID: api.UID(i.UID), Disk: i.on[0].Path(), State: state,
+		Note: note}
 }
 
 func (j *job) planImages() {
@@ -151,5 +152,6 @@ func metaOf(name string, labels, annotations map[string]string, known any) (meta
 		annotations = map[string]string{}
 	}
 	annotations[api.AnnotationRecovered] = string(text)
-	return metav1.ObjectMeta{Name: name, Labels: labels, Annotations: annotations, Finalizers: []string{api.Finalizer}}, err
+	return metav1.ObjectMeta{Name: name, Labels: labels, Annotations: annotations,
+		Finalizers: []string{api.Finalizer}}, err
 }

@@ -90,7 +90,8 @@ func (w *world) node(name string, ready bool, disks ...*stack.Disk) {
 
 func (w *world) replica(d *stack.Disk, volume string, layers ...string) stack.Spec {
 	w.Helper()
-	s := stack.Spec{UID: string(api.NewUID()), Volume: volume, VolumeUID: string(api.NewUID()), Size: 16 << 20, Layers: layers}
+	s := stack.Spec{UID: string(api.NewUID()), Volume: volume, VolumeUID: string(api.NewUID()), Size: 16 << 20,
+		Layers: layers}
 	w.must(d.CreateReplica(w.Context(), s))
 	return s
 }
@@ -159,7 +160,8 @@ func TestRecordsBecomeObjects(t *testing.T) {
 	var i api.BackingImage
 	w.must(w.client.Get(t.Context(), client.ObjectKey{Name: "golden"}, &i))
 	r, err := i.Recovered()
-	if err != nil || string(r.UUID) != img.UID || r.Digest != img.Digest || len(r.Copies) != 1 || r.Copies[0].Node != "one" {
+	if err != nil || string(r.UUID) != img.UID || r.Digest != img.Digest || len(r.Copies) != 1 ||
+		r.Copies[0].Node != "one" {
 		t.Errorf("image: %+v, %v", r, err)
 	}
 	var v api.Volume

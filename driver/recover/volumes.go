@@ -182,8 +182,8 @@ func (j *job) planReplica(v *volume, r *replica, have *api.Volume) bool {
 	obj := j.reps[name]
 	current := slices.Contains(v.members(), r.UID)
 	if obj != nil && (obj.Spec.UID != api.UID(r.UID) || obj.Spec.VolumeUID != v.uid || obj.Spec.Disk != r.on.uid()) {
-		j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("the API has another replica of this name, %s on disk %s",
-			obj.Spec.UID, obj.Spec.Disk))})
+		j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("the API has another replica of this name, "+
+			"%s on disk %s", obj.Spec.UID, obj.Spec.Disk))})
 		return false
 	}
 	switch {
