@@ -44,6 +44,13 @@ func Main(args []string) int {
 		Short:         "Replicated block volumes, golden images and instant clones",
 		SilenceUsage:  true,
 		SilenceErrors: true,
+		Args: func(c *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return api.Errorf(api.Invalid, "there is no command %q: see `drover --help`", args[0])
+			}
+			return nil
+		},
+		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetArgs(args)
 	root.AddCommand(cli.Commands()...)

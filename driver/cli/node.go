@@ -310,8 +310,8 @@ func (a *app) diskEvict() *cobra.Command {
 	var undo bool
 	c := &cobra.Command{
 		Use: "evict PATH|UID", Short: "Take nothing new on a disk, and move away what can be moved",
-		Long: "Marks a disk for eviction: nothing new is placed on it, and what can be moved to other disks is moved.\n" +
-			"Prints what is still on it. `drover disk remove` takes it away when nothing is.",
+		Long: "Marks a disk for eviction: nothing new is placed on it, and images move to other disks. Volumes cannot be\n" +
+			"moved yet. Prints what is still on it. `drover disk remove` takes the disk away when nothing is.",
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -346,13 +346,26 @@ func (a *app) diskEvict() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.said(cmd, "disk", d.spec.Path, "takes nothing new"+stillHolds(vols, imgs))
+			a.said(cmd, "disk", d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
 			return nil
 		},
 	}
 	c.Flags().StringVar(&node, "node", "", "node, where several have a disk of that path")
 	c.Flags().BoolVar(&undo, "undo", false, "take the wish back")
 	return c
+}
+
+// whatMoves says what becomes of what is on a disk that is evicted, and what the user has to do.
+func whatMoves(vols, imgs []string) string {
+	text := ""
+	if len(imgs) > 0 {
+		text += ". Images move to other disks by themselves, where there is room and no volume here needs them"
+	}
+	if len(vols) > 0 {
+		text += ". Volumes cannot be moved to another disk yet: copy their data to new volumes and delete them, " +
+			"or take the eviction back with --undo"
+	}
+	return text
 }
 
 func stillHolds(vols, imgs []string) string {
@@ -391,8 +404,8 @@ func (a *app) diskRemove() *cobra.Command {
 					return err
 				}
 				if len(vols)+len(imgs) > 0 {
-					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves what can be moved, "+
-						"delete the rest", d.spec.Path, stillHolds(vols, imgs))
+					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves images, "+
+						"volumes have to be deleted", d.spec.Path, stillHolds(vols, imgs))
 				}
 			}
 			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {

@@ -43,6 +43,10 @@ func (a *app) volumeCreate() *cobra.Command {
 			if err := checkName("volume", left[0]); err != nil {
 				return err
 			}
+			if v.Spec.NumberOfReplicas > 1 {
+				return api.Errorf(api.Unsupported, "--replicas %d: more than one replica is not supported yet",
+					v.Spec.NumberOfReplicas)
+			}
 			v.Name = left[0]
 			v.Spec.NodeSelector, v.Spec.DiskSelector = tags(nodeTags), tags(diskTags)
 			if v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage); err != nil {

@@ -48,6 +48,17 @@ func TestVolumeCreateGivesUpButTellsWhy(t *testing.T) {
 		mustSay(t, 4, "timed out after 1s", "no disk has 1 TiB", "drover volume show late")
 }
 
+// What cannot work is refused before anything is made.
+func TestVolumeCreateRefusesAtOnce(t *testing.T) {
+	drover(t, kubeconfig("volume", "create", "three", "--size", "1Gi", "--replicas", "3")...).mustSay(t, 1,
+		"more than one replica is not supported yet")
+	drover(t, kubeconfig("volume", "create", "odd", "--size", "1Gi", "--fs", "ntfs")...).mustSay(t, 2, "fsType", "ext4")
+	drover(t, kubeconfig("volume", "create", strings.Repeat("a", 200), "--size", "1Gi")...).mustSay(t, 2, "128")
+	for _, name := range []string{"three", "odd"} {
+		drover(t, kubeconfig("volume", "show", name)...).mustSay(t, 3)
+	}
+}
+
 func TestVolumeFromImage(t *testing.T) {
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceFile,
 		SourceParameters: map[string]string{"path": "/x"}}}

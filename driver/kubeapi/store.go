@@ -80,6 +80,8 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 	c.QuotaBackendBytes = o.QuotaBytes
 	c.BootstrapDefragThresholdMegabytes = 64
 	c.WatchProgressNotifyInterval = 10 * time.Minute
+	// One disk serves the data too: what etcd calls slow is usual under load.
+	c.WarningApplyDuration, c.WarningUnaryRequestDuration = 2*time.Second, 2*time.Second
 	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(zapTo{s.log, &s.quiet}))
@@ -247,6 +249,9 @@ func (s *store) snapshots() ([]string, error) {
 	return names, nil
 }
 
+// newDatabase is what etcd complains of while a database has no entry yet.
+var newDatabase = map[string]bool{"Failed to detect schema version": true, "failed to update storage version": true}
+
 // zapTo hands etcd's log to slog.
 type zapTo struct {
 	log   *slog.Logger
@@ -267,7 +272,7 @@ func (z zapTo) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.CheckedE
 func (z zapTo) Write(e zapcore.Entry, f []zapcore.Field) error {
 	level := slog.LevelWarn
 	switch {
-	case z.quiet.Load():
+	case z.quiet.Load() || newDatabase[e.Message]:
 		level = slog.LevelDebug
 	case e.Level > zapcore.WarnLevel:
 		level = slog.LevelError
