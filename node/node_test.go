@@ -131,6 +131,8 @@ func attachNamed(t *testing.T, name string, size int64, readOnly bool) *volume {
 			}
 		}
 		v.detach()
+		_ = os.Remove(filepath.Join("/dev/drover-published", name)) // of a volume that the test leaves published
+		_ = os.Remove("/dev/drover-published")                      // if it was the last
 		if err := store.Delete(context.Background(), v.vol); err != nil {
 			t.Error(err)
 		}
