@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"net/url"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -132,15 +133,16 @@ func TestFaultyRegistries(t *testing.T) {
 			next.ServeHTTP(&flipper{w, at}, r)
 		}
 	}
+	past := time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat)
 	for name, c := range map[string]struct {
 		at   string // which requests the door is for
 		door door
 		kind api.Kind
 		text string // empty: it works all the same
 	}{
-		"silent before the first answer": {"/v2/", hang, api.Unavailable, "sent nothing within 400ms"},
-		"silent before the manifest":     {"/manifests/", hang, api.Unavailable, "sent nothing within 400ms"},
-		"silent before the layer":        {"/blobs/", hang, api.Unavailable, "sent nothing within 400ms"},
+		"silent before the first answer": {"/v2/", hang, api.Unavailable, "sent nothing within 1s"},
+		"silent before the manifest":     {"/manifests/", hang, api.Unavailable, "sent nothing within 1s"},
+		"silent before the layer":        {"/blobs/", hang, api.Unavailable, "sent nothing within 1s"},
 		"silent once in the layer":       {"/blobs/", first(some), 0, ""},
 		"silent in the layer, always": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
 			if n == 1 {
@@ -161,7 +163,7 @@ func TestFaultyRegistries(t *testing.T) {
 		"busy for a moment":   {"/blobs/", first(status(429, "0")), 0, ""},
 		"busy, no hint":       {"/manifests/", first(status(503, "")), 0, ""},
 		"busy at the door":    {"/v2/", first(status(503, "0")), 0, ""},
-		"busy until a date":   {"/blobs/", first(status(503, time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat))), 0, ""},
+		"busy until a date":   {"/blobs/", first(status(503, past)), 0, ""},
 		"busy for hours":      {"/manifests/", status(429, "7200"), api.Unavailable, "busy (HTTP 429 Too Many Requests)"},
 		"busy for ever":       {"/blobs/", status(503, "0"), api.Unavailable, "busy (HTTP 503"},
 		"broken":              {"/manifests/", status(500, ""), api.Unavailable, "answered HTTP 500"},
@@ -205,7 +207,7 @@ func TestFaultyRegistries(t *testing.T) {
 			w.Header().Set("Location", "file:///etc/passwd")
 			w.WriteHeader(http.StatusFound)
 		}, api.Invalid, `a "file" address`},
-		"redirect to the metadata service": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+		"redirect to cloud metadata": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
 			http.Redirect(w, r, "https://169.254.169.254/latest?signature=x", http.StatusTemporaryRedirect)
 		}, api.Denied, "169.254.169.254 is a link-local address"},
 		"redirect to plain http": {"/blobs/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
@@ -221,6 +223,11 @@ func TestFaultyRegistries(t *testing.T) {
 		}, api.Unavailable, "has no address"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := quick
+			if strings.HasPrefix(name, "silent") {
+				o.Start, o.Stall = time.Second, time.Second
+			}
 			w := plainWorld(t)
 			d := w.manifest("f", "1", types.OCIManifestSchema1,
 				image(types.OCIManifestSchema1, w.blob("f", types.OCILayer, packed)))
@@ -234,10 +241,10 @@ func TestFaultyRegistries(t *testing.T) {
 			}
 			ref := w.ref("f@" + d["digest"].(string))
 			if c.kind == 0 {
-				same(t, ref, quick, body)
+				same(t, ref, o, body)
 				return
 			}
-			_, _, err := fetch(t, ref, quick)
+			_, _, err := fetch(t, ref, o)
 			fails(t, err, c.kind, c.text)
 		})
 	}
@@ -459,6 +466,83 @@ func TestCredentialsStayWithTheRegistry(t *testing.T) {
 			}
 			if all, _ := w.blobs(); all < 2 {
 				t.Errorf("the resume did not ask the registry for a new signature: %v", w.log)
+			}
+		})
+	}
+}
+
+// What a Stream leaves behind: no connection and no goroutine, read to its end or not.
+func TestNothingStaysBehind(t *testing.T) {
+	w := plainWorld(t)
+	w.image("a", "1", disked(t, noise(4<<20)))
+	before := runtime.NumGoroutine()
+	for i := range 20 {
+		s, err := Open(t.Context(), w.ref("a:1"), quick)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i%2 == 0 {
+			if _, err := io.Copy(io.Discard, s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		_ = s.Close()
+		_, _, err = fetch(t, w.ref("a:none"), quick)
+		fails(t, err, api.NotFound, "none")
+	}
+	// The other sides of closed connections take a moment to see it.
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	deadline := time.After(10 * time.Second)
+	for runtime.NumGoroutine() > before {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			buf := make([]byte, 1<<20)
+			t.Fatalf("%d goroutines instead of %d:\n%s", runtime.NumGoroutine(), before, buf[:runtime.Stack(buf, true)])
+		}
+	}
+}
+
+// Bytes that make an archive, but not the one that the digest names: nothing but the digest tells.
+func TestOtherBytesThanThoseAskedFor(t *testing.T) {
+	body := noise(1 << 20)
+	upper := append(disked(t, body), make([]byte, 8<<10)...) // filled up, as tar does
+	lower := archive(t, file{name: "etc/x", body: noise(10_000)})
+	for name, c := range map[string]struct {
+		layer []byte // the one that is changed
+		at    int
+		cut   bool // changed only after a resume
+	}{
+		"in the disk":        {upper, 700_000, false},
+		"in the disk's last": {upper, 1024 + len(body) - 1, false},
+		"behind the archive": {upper, len(upper) - 1, false},
+		"in the layer below": {lower, 5_000, false},
+		"after a resume":     {upper, 700_000 - 300_000, true},
+		"in the first byte":  {upper, 1024, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := plainWorld(t)
+			var layers []object
+			for _, l := range [][]byte{lower, upper} {
+				layers = append(layers, w.blob("o", types.OCIUncompressedLayer, l))
+			}
+			w.manifest("o", "1", types.OCIManifestSchema1, image(types.OCIManifestSchema1, layers...))
+			same(t, w.ref("o:1"), quick, body)
+			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+				switch {
+				case !strings.HasSuffix(r.URL.Path, digest(c.layer)):
+				case c.cut && r.Header.Get("Range") == "":
+					rw = &cutter{rw, 300_000}
+				default:
+					rw = &flipper{rw, c.at}
+				}
+				next.ServeHTTP(rw, r)
+			}
+			_, size, err := fetch(t, w.ref("o:1"), quick)
+			fails(t, err, api.Corrupt, "the registry sent other bytes than those of layer "+digest(c.layer))
+			if size != int64(len(body)) {
+				t.Errorf("it failed before it was read")
 			}
 		})
 	}

@@ -75,17 +75,19 @@ func TestLayersHideOneAnother(t *testing.T) {
 		layers [][]byte
 		want   []byte
 	}{
-		"a disk over a system":  {[][]byte{base, disked(t, a)}, a},
-		"a disk below others":   {[][]byte{disked(t, a), base, archive(t)}, a},
-		"replaced":              {[][]byte{disked(t, b), disked(t, a)}, a},
-		"another name in place": {[][]byte{archive(t, file{name: "disk/old", body: b}), archive(t, file{name: "disk/.wh.old"}, file{name: "disk/new", body: a})}, a},
-		"opaque folder":         {[][]byte{archive(t, file{name: "disk/old", body: b}), archive(t, file{name: "disk/new", body: a}, file{name: "disk/.wh..wh..opq"})}, a},
+		"a disk over a system": {[][]byte{base, disked(t, a)}, a},
+		"a disk below others":  {[][]byte{disked(t, a), base, archive(t)}, a},
+		"replaced":             {[][]byte{disked(t, b), disked(t, a)}, a},
+		"another name in place": {[][]byte{archive(t, file{name: "disk/old", body: b}),
+			archive(t, file{name: "disk/.wh.old"}, file{name: "disk/new", body: a})}, a},
+		"opaque folder": {[][]byte{archive(t, file{name: "disk/old", body: b}),
+			archive(t, file{name: "disk/new", body: a}, file{name: "disk/.wh..wh..opq"})}, a},
 		"folder removed first": {[][]byte{archive(t, file{name: "disk/old", body: b}), archive(t, file{name: ".wh.disk"}),
 			archive(t, file{name: "disk/new", body: a})}, a},
 		"folders do not count": {[][]byte{archive(t, file{name: "/disk/sub/", kind: tar.TypeDir},
 			file{name: "./disk/sub/x", body: b}, file{name: "/disk//x.img", body: a}, file{name: "mnt/disk/x", body: b})}, a},
-		"a name with dots is none": {[][]byte{archive(t, file{name: "../disk/x", body: b}, file{name: "disk/../../etc/x", body: b},
-			file{name: "disk/x", body: a})}, a},
+		"a name with dots is none": {[][]byte{archive(t, file{name: "../disk/x", body: b},
+			file{name: "disk/../../etc/x", body: b}, file{name: "disk/x", body: a})}, a},
 		"empty file": {[][]byte{disked(t, nil)}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -143,8 +145,8 @@ func TestNoSingleDisk(t *testing.T) {
 		"device":         {[][]byte{archive(t, file{name: "disk/a", kind: tar.TypeBlock})}, api.Unsupported, "no file"},
 		"sparse, GNU":    {[][]byte{load(t, dir, "gnu.tar")}, api.Unsupported, "sparse"},
 		"sparse, PAX":    {[][]byte{load(t, dir, "pax.tar")}, api.Unsupported, "sparse"},
-		"claims 8 EiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1<<63 - 1})}, api.OutOfRange, "more than a volume"},
-		"claims 1 TiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1 << 40})}, api.Corrupt, "claims 1099511627776 bytes"},
+		"claims 8 EiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1<<63 - 1})}, api.OutOfRange, "than a volume"},
+		"claims 1 TiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1 << 40})}, api.Corrupt, "1099511627776 bytes"},
 		"claims 64 KiB":  {[][]byte{claim(tar.Header{Name: "disk/a", Size: 64 << 10})}, api.Corrupt, "damaged"},
 		"huge beside it": {[][]byte{claim(tar.Header{Name: "a", Size: 1 << 50})}, api.OutOfRange, "64 GiB beside the disk"},
 		"long name": {[][]byte{archive(t, file{name: "disk/" + strings.Repeat("n", 5000), body: x})}, api.Corrupt,
@@ -248,7 +250,8 @@ func TestManifestsThatAreNone(t *testing.T) {
 	}
 	const oci, idx = types.OCIManifestSchema1, types.OCIImageIndex
 	good := image(oci, layer)
-	inner := w.manifest("m", "inner", idx, object{"schemaVersion": 2, "manifests": []object{w.manifest("m", "g", oci, good)}})
+	only := []object{w.manifest("m", "g", oci, good)}
+	inner := w.manifest("m", "inner", idx, object{"schemaVersion": 2, "manifests": only})
 	for name, c := range map[string]struct {
 		kind types.MediaType
 		m    object
@@ -260,21 +263,24 @@ func TestManifestsThatAreNone(t *testing.T) {
 		"no end of layers": {oci, image(oci, times(5000, layer)...), api.OutOfRange, "more than 1000 entries"},
 		"a chart": {oci, image(oci, with(layer, "mediaType", "application/vnd.cncf.helm.chart.content.v1.tar+gzip")),
 			api.Invalid, "not a containerDisk"},
-		"encrypted layer": {oci, image(oci, with(layer, "mediaType", types.OCILayer+"+encrypted")), api.Invalid, "+encrypted"},
-		"negative size":   {oci, image(oci, with(layer, "size", -1)), api.Corrupt, "-1 bytes"},
-		"huge size":       {oci, image(oci, with(layer, "size", int64(1)<<62)), api.Corrupt, "4611686018427387904 bytes"},
-		"another size":    {oci, image(oci, with(layer, "size", 99)), api.Corrupt, "and 99 in the manifest"},
-		"no digest":       {oci, image(oci, with(layer, "digest", nil)), api.Corrupt, "cannot be read"},
-		"odd digest":      {oci, image(oci, with(layer, "digest", "sha256:../../x")), api.Corrupt, "cannot be read"},
-		"missing layer":   {oci, image(oci, with(layer, "digest", digest([]byte("gone")))), api.NotFound, "does not have layer"},
+		"encrypted layer": {oci, image(oci, with(layer, "mediaType", types.OCILayer+"+encrypted")), api.Invalid,
+			"+encrypted"},
+		"negative size": {oci, image(oci, with(layer, "size", -1)), api.Corrupt, "-1 bytes"},
+		"huge size":     {oci, image(oci, with(layer, "size", int64(1)<<62)), api.Corrupt, "4611686018427387904 bytes"},
+		"another size":  {oci, image(oci, with(layer, "size", 99)), api.Corrupt, "and 99 in the manifest"},
+		"no digest":     {oci, image(oci, with(layer, "digest", nil)), api.Corrupt, "cannot be read"},
+		"odd digest":    {oci, image(oci, with(layer, "digest", "sha256:../../x")), api.Corrupt, "cannot be read"},
+		"missing layer": {oci, image(oci, with(layer, "digest", digest([]byte("gone")))), api.NotFound,
+			"does not have layer"},
 		"schema 1": {types.DockerManifestSchema1, object{"schemaVersion": 1, "fsLayers": []object{{"blobSum": "x"}}},
 			api.Unsupported, "schema 1"},
-		"both":             {oci, with(good, "manifests", []object{inner}), api.Corrupt, "both an image and an index"},
-		"both, as index":   {idx, with(with(good, "mediaType", idx), "manifests", []object{inner}), api.Corrupt, "both"},
-		"empty index":      {idx, object{"schemaVersion": 2, "mediaType": idx}, api.Invalid, "names no image"},
-		"index of indexes": {idx, object{"schemaVersion": 2, "manifests": []object{inner}}, api.Unsupported, "another index"},
-		"of another type":  {"application/json", object{"schemaVersion": 2}, api.Invalid, `of type "application/json"`},
-		"too large":        {oci, with(good, "annotations", object{"x": strings.Repeat("x", 5<<20)}), api.OutOfRange, "4 MiB"},
+		"both":           {oci, with(good, "manifests", []object{inner}), api.Corrupt, "both an image and an index"},
+		"both, as index": {idx, with(with(good, "mediaType", idx), "manifests", []object{inner}), api.Corrupt, "both"},
+		"empty index":    {idx, object{"schemaVersion": 2, "mediaType": idx}, api.Invalid, "names no image"},
+		"index of indexes": {idx, object{"schemaVersion": 2, "manifests": []object{inner}}, api.Unsupported,
+			"another index"},
+		"of another type": {"application/json", object{"schemaVersion": 2}, api.Invalid, `of type "application/json"`},
+		"too large":       {oci, with(good, "annotations", object{"x": strings.Repeat("x", 5<<20)}), api.OutOfRange, "4 MiB"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w.manifest("m", "1", c.kind, c.m)

@@ -29,12 +29,12 @@ import (
 )
 
 // quick are options for a registry of this test, on 127.0.0.1 alone.
-var quick = Options{Start: 400 * time.Millisecond, Stall: 400 * time.Millisecond, Pause: time.Millisecond,
+var quick = Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond,
 	Arch: "amd64", Allow: func(a netip.Addr) bool { return a == netip.MustParseAddr("127.0.0.1") }}
 
 // world is a real registry, with a door before it that a test may put something into.
 type world struct {
-	t    *testing.T
+	t    testing.TB
 	reg  http.Handler
 	host string
 	url  string
@@ -44,7 +44,7 @@ type world struct {
 	log  []string
 }
 
-func newWorld(t *testing.T, start func(*httptest.Server)) *world {
+func newWorld(t testing.TB, start func(*httptest.Server)) *world {
 	t.Helper()
 	w := &world{t: t, reg: ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))}
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {

@@ -1,0 +1,48 @@
+package registry
+
+import (
+	"encoding/json"
+	"strings"
+
+	"github.com/google/go-containerregistry/pkg/authn"
+
+	"drover.io/drover/api"
+)
+
+// Login finds what a Docker configuration (the .dockerconfigjson of a Secret of type kubernetes.io/dockerconfigjson)
+// holds for an image: the entry of its registry, or the longest one of its registry and a folder of it. Messages show
+// nothing of what is in there.
+func Login(config []byte, ref string) (username, password string, err error) {
+	parsed, err := parse(ref, false)
+	if err != nil {
+		return "", "", err
+	}
+	var file struct {
+		Auths map[string]json.RawMessage `json:"auths"`
+	}
+	if err := json.Unmarshal(config, &file); err != nil {
+		return "", "", api.Errorf(api.Invalid, "the Secret's .dockerconfigjson is no Docker configuration")
+	}
+	host, image := parsed.Context().RegistryStr(), parsed.Context().Name()+"/"
+	best, found := -1, json.RawMessage(nil)
+	for key, entry := range file.Auths {
+		if _, rest, ok := strings.Cut(key, "://"); ok {
+			key = rest
+		}
+		key = strings.TrimRight(key, "/")
+		if at, path, _ := strings.Cut(key, "/"); at == host && (path == "v1" || path == "v2") {
+			key = host // what docker login writes for some registries
+		}
+		if strings.HasPrefix(image, key+"/") && len(key) > best {
+			best, found = len(key), entry
+		}
+	}
+	if best < 0 {
+		return "", "", api.Errorf(api.NotFound, "the Secret's .dockerconfigjson has no credentials for %s", host)
+	}
+	var auth authn.AuthConfig
+	if err := json.Unmarshal(found, &auth); err != nil || auth.Username == "" || auth.Password == "" {
+		return "", "", api.Errorf(api.Invalid, "the Secret's .dockerconfigjson has no username and password for %s", host)
+	}
+	return auth.Username, auth.Password, nil
+}
