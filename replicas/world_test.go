@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -109,13 +110,26 @@ func testScheme(t *testing.T) *runtime.Scheme {
 func (w *world) holder() {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- device.RunHolder(ctx, filepath.Join(w.dir, "run", "hold.sock")) }()
+	socket := filepath.Join(w.dir, "run", "hold.sock")
+	go func() { done <- device.RunHolder(ctx, socket) }()
 	w.t.Cleanup(func() {
 		cancel()
 		if err := <-done; err != nil {
 			w.t.Error(err)
 		}
 	})
+	for tick := time.NewTicker(time.Millisecond); ; { // as the data process does
+		if c, err := net.Dial("unixpacket", socket); err == nil {
+			tick.Stop()
+			_ = c.Close()
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-w.ctx.Done():
+			w.t.Fatal("the holder does not answer")
+		}
+	}
 }
 
 func (w *world) manager() ctrl.Manager {
