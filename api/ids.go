@@ -51,6 +51,8 @@ const (
 	AnnotationFS   = "drover.io/filesystem" // on a Volume: a filesystem of this type was made, and is not made again
 	AnnotationRaw  = "drover.io/raw"        // on an Attachment: its device was used as it is; Blank no longer holds
 	AnnotationDoor = "drover.io/door"       // on an Attachment: csi, where only the CSI doors showed the device to anybody
-	TopologyNode   = "topology.drover.io/node"
-	DriverName     = "drover.io" // the CSI driver's name
+	// AnnotationVerify is on a BackingImage: a new value asks for a verification of all its copies.
+	AnnotationVerify = "drover.io/verify"
+	TopologyNode     = "topology.drover.io/node"
+	DriverName       = "drover.io" // the CSI driver's name
 )

@@ -7,11 +7,14 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // +kubebuilder:validation:Enum=download;upload;file;export-from-volume;restore;clone;registry
 type SourceType string
 
-// Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk).
+// Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
+// clone {backingImage}; registry {url: docker://host[:port]/repo[:tag|@digest]}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"
 	SourceFile     SourceType = "file"
+	SourceClone    SourceType = "clone"
+	SourceRegistry SourceType = "registry"
 )
 
 // ImageState is the state of an image, or of its copy on one disk.
@@ -53,10 +56,13 @@ type BackingImage struct {
 //
 // +kubebuilder:validation:XValidation:rule="self.sourceType == oldSelf.sourceType",message="sourceType cannot change"
 // +kubebuilder:validation:XValidation:rule="self.sourceParameters == oldSelf.sourceParameters",message="sourceParameters cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.secretRef) == has(oldSelf.secretRef) && (!has(self.secretRef) || self.secretRef == oldSelf.secretRef)",message="secretRef cannot change"
 type BackingImageSpec struct {
 	SourceType SourceType `json:"sourceType"`
 	// +kubebuilder:default={}
 	SourceParameters map[string]string `json:"sourceParameters"`
+	// SecretRef names what the source (download, registry) asks for: see SecretUsername and its neighbours.
+	SecretRef *SecretRef `json:"secretRef,omitempty"`
 	// Checksum is the expected SHA-512 (128 hex digits) of the source's bytes as the user knows them, or empty.
 	// +kubebuilder:validation:Pattern=`^([0-9a-f]{128})?$`
 	Checksum string `json:"checksum,omitempty"`
@@ -68,6 +74,25 @@ type BackingImageSpec struct {
 	// CleanupDisks asks for the removal of unused copies on these disks (UIDs), ahead of the wait interval.
 	CleanupDisks []UID `json:"cleanupDisks,omitempty"`
 }
+
+// SecretRef names a Secret.
+type SecretRef struct {
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$`
+	Name string `json:"name"`
+	// +kubebuilder:default=default
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`
+	Namespace string `json:"namespace,omitempty"`
+}
+
+// Keys of an image's Secret. What is not there is not used.
+const (
+	SecretUsername = "username" // with password: basic authentication, or the registry's account
+	SecretPassword = "password"
+	SecretToken    = "token"             // bearer token (download)
+	SecretCA       = "ca.crt"            // PEM: authorities that are trusted besides the system's
+	SecretHeader   = "header."           // followed by a name: an extra header (download)
+	SecretDocker   = ".dockerconfigjson" // accounts of registries
+)
 
 // BackingImageStatus is the fact.
 type BackingImageStatus struct {
@@ -141,6 +166,8 @@ type ImageCopySpec struct {
 	Disk   UID    `json:"disk"`
 	// From is the disk of a ready copy to take the layers from; empty: from the image's source.
 	From UID `json:"from,omitempty"`
+	// Verify is a token; a new one asks for a verification of all that the copy has on its disk.
+	Verify string `json:"verify,omitempty"`
 }
 
 // ImageCopyStatus is how far it is.
@@ -160,6 +187,12 @@ type ImageCopyStatus struct {
 	Checksum       string      `json:"checksum,omitempty"`
 	Digest         string      `json:"digest,omitempty"`
 	LastTransition metav1.Time `json:"lastTransition,omitempty"`
+	// Verified is the token (spec.verify) of the last verification that was asked for and done; LastVerified the time of
+	// the last one of any kind.
+	Verified     string      `json:"verified,omitempty"`
+	LastVerified metav1.Time `json:"lastVerified,omitempty"`
+	// Notice is what a user may want to know of a transfer that is well, such as how much scratch room it takes.
+	Notice string `json:"notice,omitempty"`
 }
 
 // ImageCopyList is a list of ImageCopy.

@@ -82,7 +82,7 @@ type NodeList struct {
 
 // Setting is one cluster-wide setting; its name is the setting's (see Settings for the known ones and defaults).
 //
-// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['backing-image-cleanup-wait-interval','default-replica-count','storage-minimal-available-percentage','storage-over-provisioning-percentage','volume-attach-limit']) || self.value.matches('^[0-9]{1,9}$')",message="the value of this setting is a whole number, in quotes"
+// +kubebuilder:validation:XValidation:rule="!(self.metadata.name in ['backing-image-cleanup-wait-interval','backing-image-verify-interval','concurrent-image-copies-per-sender','default-replica-count','storage-minimal-available-percentage','storage-over-provisioning-percentage','volume-attach-limit']) || self.value.matches('^[0-9]{1,9}$')",message="the value of this setting is a whole number, in quotes"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name != 'allow-private-image-sources' || self.value in ['true','false']",message="the value of this setting is true or false, in quotes"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name != 'default-data-locality' || self.value in ['disabled','best-effort','strict-local']",message="the value of this setting is disabled, best-effort or strict-local"
 // +kubebuilder:object:root=true
@@ -107,7 +107,9 @@ type SettingList struct {
 var Settings = map[string]string{
 	"storage-over-provisioning-percentage": "200", // sum of volume sizes on a disk, in percent of its capacity
 	"storage-minimal-available-percentage": "10",  // no new replica on a disk with less free
-	"backing-image-cleanup-wait-interval":  "60",  // minutes until an unused copy goes
+	"backing-image-cleanup-wait-interval":  "60",  // minutes until an unused copy goes; 0: never
+	"backing-image-verify-interval":        "168", // hours between two verifications of a copy; 0: never
+	"concurrent-image-copies-per-sender":   "3",   // copies that are sent from one disk at once
 	"allow-private-image-sources":          "false",
 	"default-replica-count":                "1",
 	"default-data-locality":                "disabled",

@@ -12,10 +12,8 @@ import (
 
 // Source types that are known by name and not supported yet.
 const (
-	SourceExport   SourceType = "export-from-volume"
-	SourceRestore  SourceType = "restore"
-	SourceClone    SourceType = "clone"
-	SourceRegistry SourceType = "registry"
+	SourceExport  SourceType = "export-from-volume"
+	SourceRestore SourceType = "restore"
 )
 
 // sourceParameters lists, for each source type, its parameters and whether each is required.
@@ -23,6 +21,8 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceDownload: {"url": true},
 	SourceUpload:   {"size": false},
 	SourceFile:     {"path": true},
+	SourceClone:    {"backingImage": true},
+	SourceRegistry: {"url": true},
 }
 
 var (
@@ -53,10 +53,10 @@ func (s *BackingImageSpec) Validate() error {
 	known, ok := sourceParameters[s.SourceType]
 	if !ok {
 		switch s.SourceType {
-		case SourceExport, SourceRestore, SourceClone, SourceRegistry:
-			return Errorf(Unsupported, "source type %s is not supported yet: use download, upload or file", s.SourceType)
+		case SourceExport, SourceRestore:
+			return Errorf(Unsupported, "source type %s is not supported yet: use %s", s.SourceType, sourceTypes())
 		}
-		return Errorf(Invalid, "source type %q is unknown: use download, upload or file", s.SourceType)
+		return Errorf(Invalid, "source type %q is unknown: use %s", s.SourceType, sourceTypes())
 	}
 	for _, k := range slices.Sorted(maps.Keys(s.SourceParameters)) {
 		if _, ok := known[k]; !ok {
@@ -72,6 +72,13 @@ func (s *BackingImageSpec) Validate() error {
 	if err := s.validateParameters(); err != nil {
 		return err
 	}
+	if s.SecretRef != nil && s.SourceType != SourceDownload && s.SourceType != SourceRegistry {
+		return Errorf(Invalid, "secretRef is for the sources download and registry: source %s asks for no secret",
+			s.SourceType)
+	}
+	if s.SecretRef != nil && s.SecretRef.Name == "" {
+		return Errorf(Invalid, "secretRef needs the name of a Secret")
+	}
 	if c := strings.ToLower(s.Checksum); c != "" && !checksumPattern.MatchString(c) {
 		return Errorf(Invalid, "checksum %q is not a SHA-512 (128 hex digits)", s.Checksum)
 	}
@@ -85,6 +92,19 @@ func (s *BackingImageSpec) Validate() error {
 	}
 	return nil
 }
+
+// sourceTypes lists what can be used.
+func sourceTypes() string {
+	var names []string
+	for t := range sourceParameters {
+		names = append(names, string(t))
+	}
+	slices.Sort(names)
+	return strings.Join(names[:len(names)-1], ", ") + " or " + names[len(names)-1]
+}
+
+// RegistryScheme begins the url of an image in a registry.
+const RegistryScheme = "docker://"
 
 func (s *BackingImageSpec) validateParameters() error {
 	switch s.SourceType {
@@ -100,6 +120,18 @@ func (s *BackingImageSpec) validateParameters() error {
 		if u.Hostname() == "" {
 			return Errorf(Invalid, "parameter url has no host")
 		}
+	case SourceRegistry:
+		rest, ok := strings.CutPrefix(s.SourceParameters["url"], RegistryScheme)
+		host, repo, _ := strings.Cut(rest, "/")
+		if strings.Contains(host, "@") {
+			// Not repeated: it may be a password.
+			return Errorf(Invalid, "parameter url holds credentials: they belong in a Secret that secretRef names")
+		}
+		if !ok || host == "" || repo == "" {
+			return Errorf(Invalid, "parameter url must be %sHOST[:PORT]/REPOSITORY[:TAG or @DIGEST]", RegistryScheme)
+		}
+	case SourceClone:
+		return ValidateImageName(s.SourceParameters["backingImage"])
 	case SourceUpload:
 		if v, ok := s.SourceParameters["size"]; ok {
 			if n, err := strconv.ParseInt(v, 10, 64); err != nil || n <= 0 {
