@@ -34,6 +34,7 @@ type Disk struct {
 	fs     file.FS
 	direct int                    // O_DIRECT where the file system has it
 	boot   func() (string, error) // the machine's boot id
+	others func() []*Disk         // the machine's other disks, for layers that are not here yet
 
 	background sync.WaitGroup
 }

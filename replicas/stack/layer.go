@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -80,6 +81,22 @@ func openMap(h io.ReaderAt, length, size int64) (*layerMap, error) {
 		}
 	}
 	return m, nil
+}
+
+// keep reads all pages into memory, so that the map no longer needs its file. A page takes at most 4 KiB per 64 MiB.
+func (m *layerMap) keep() error {
+	end := int64(mapHeader)
+	for p := range m.pages {
+		if t, _, off := m.entry(p); t == entryPacked {
+			end = max(end, off+mapPage)
+		}
+	}
+	b := make([]byte, end)
+	if _, err := m.h.ReadAt(b, 0); err != nil {
+		return fmt.Errorf("map: %w", err)
+	}
+	m.h = bytes.NewReader(b)
+	return nil
 }
 
 func (m *layerMap) entry(p int) (typ, kind byte, off int64) {
@@ -164,6 +181,7 @@ type layer struct {
 	m       *layerMap
 	data    file.Handle
 	mapping file.Handle
+	lent    bool // by another disk, until it is finished here
 }
 
 // openLayer opens a finished layer; flag is added to the flags of the data file.

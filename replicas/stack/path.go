@@ -33,6 +33,9 @@ type path struct {
 	syncing  int    // rounds of the log under way
 	freeIO   *flight
 	freePart *part
+
+	stranded *part // reads of a borrowed layer that failed
+	closing  bool
 }
 
 // flight is a request under way.
@@ -49,6 +52,7 @@ type part struct {
 	op   uring.Op
 	f    *flight
 	fd   int
+	src  int // which of the replica's descriptors it is: 0 the head, then layers
 	buf  []byte
 	off  int64
 	next *part
@@ -164,7 +168,7 @@ func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)
 		r.freePart = p.next
 	}
 	p.op.Done = done
-	p.f, p.fd, p.buf, p.off, p.next = f, fd, buf, off, nil
+	p.f, p.fd, p.src, p.buf, p.off, p.next = f, fd, 0, buf, off, nil
 	f.left++
 	return p
 }
@@ -195,6 +199,7 @@ func (r *Replica) read(q *block.Request) {
 				f = r.flight(q)
 			}
 			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
+			p.src = int(v - fromHead)
 			r.ring.Read(&p.op, p.fd, p.buf, p.off)
 		}
 		b += n
@@ -214,6 +219,8 @@ func readDone(op *uring.Op, res int32) {
 		fallthrough
 	case again(res):
 		f.r.ring.Read(op, p.fd, p.buf, p.off)
+		return
+	case f.r.strand(p):
 		return
 	case res == 0:
 		f.err = unix.EIO // the file is shorter than its map says

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -153,7 +154,7 @@ type Spec struct {
 	Volume    string // name of the volume
 	VolumeUID string
 	Size      int64    // bytes, a multiple of 4 KiB
-	Layers    []string // finished layers of this disk, bottom first
+	Layers    []string // finished layers of this disk, or of one to borrow from; bottom first
 	Object    json.RawMessage
 }
 
@@ -189,7 +190,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		return err
 	}
 	for _, uid := range s.Layers {
-		rec, err := d.layerRecord(uid)
+		rec, err := d.findRecord(uid)
 		if err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		}
@@ -357,6 +358,10 @@ type Replica struct {
 	meta    Meta
 	closed  bool
 
+	lenders []*layer // of other disks, not needed any more; under mu
+	lost    atomic.Bool
+	onLost  func(lost bool)
+
 	path // the loop thread's
 }
 
@@ -406,7 +411,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, api.Errorf(api.Corrupt, "the head has %d bytes, not %d", st.Size(), r.meta.Size)
 	}
 	for _, l := range r.meta.Layers {
-		lay, err := d.openLayer(l, d.direct)
+		lay, err := d.findLayer(l, d.direct)
 		if api.Is(err, api.NotFound) {
 			return nil, api.Errorf(api.Corrupt, "a layer that it names is missing: %w", err)
 		}
@@ -466,7 +471,7 @@ func (r *Replica) closeFiles() error {
 	if r.log != nil {
 		errs = append(errs, r.log.close())
 	}
-	for _, l := range r.layers {
+	for _, l := range append(r.lenders, r.layers...) {
 		errs = append(errs, l.close())
 	}
 	if r.head != nil {

@@ -151,7 +151,11 @@ func (r *Replica) Close() error {
 	if was {
 		return nil
 	}
-	release, err := r.quiesce(context.Background())
+	err := r.onLoop(r.failLost)
+	release := func() {}
+	if err == nil {
+		release, err = r.quiesce(context.Background())
+	}
 	failed := err
 	if err == nil {
 		failed = r.shut()

@@ -83,7 +83,7 @@ func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
 func (v *view) open(d *Disk, size int64, layers []string) error {
 	v.size, v.idx = size, newIndex(size>>blockBits, unbuilt)
 	for _, uid := range layers {
-		l, err := d.openLayer(uid, 0)
+		l, err := d.findLayer(uid, 0)
 		if err != nil {
 			return err
 		}

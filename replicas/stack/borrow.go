@@ -1,0 +1,191 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+)
+
+// A replica may name layers that are not on its disk yet, while another disk of the machine has them: a uid means one
+// content, so reads go there, and come home (Replica.Home) once the layer is finished here. Nothing of that is recorded:
+// who opens the replica looks anew. Should the other disk fail meanwhile, reads of the borrowed layer wait for the own
+// copy; whole-block writes, which need nothing of it, go on.
+
+// Borrow lets layers that are not on the disk be read from the machine's other disks. Before anybody uses the disk.
+func (d *Disk) Borrow(others func() []*Disk) { d.others = others }
+
+// findLayer opens a layer here, else where it is finished.
+func (d *Disk) findLayer(uid string, flag int) (*layer, error) {
+	l, err := d.openLayer(uid, flag)
+	if !api.Is(err, api.NotFound) || d.others == nil {
+		return l, err
+	}
+	for _, o := range d.others() {
+		l, oerr := o.openLayer(uid, flag&o.direct)
+		if oerr != nil {
+			continue
+		}
+		// Which blocks the layer holds must be known when that disk fails.
+		if oerr = l.m.keep(); oerr != nil {
+			_ = l.close()
+			continue
+		}
+		l.lent = true
+		return l, nil
+	}
+	return nil, err
+}
+
+// findRecord is layer.json of a layer that is here, or where it can be borrowed.
+func (d *Disk) findRecord(uid string) (layerRecord, error) {
+	rec, err := d.layerRecord(uid)
+	if !api.Is(err, api.NotFound) || d.others == nil {
+		return rec, err
+	}
+	for _, o := range d.others() {
+		if rec, oerr := o.layerRecord(uid); oerr == nil {
+			return rec, nil
+		}
+	}
+	return layerRecord{}, err
+}
+
+// Borrowed are the layers that the replica reads from other disks, and whether reads wait because such a disk failed.
+func (r *Replica) Borrowed() (uids []string, lost bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, l := range r.layers {
+		if l.lent {
+			uids = append(uids, l.rec.UID)
+		}
+	}
+	return uids, r.lost.Load()
+}
+
+// OnLost has fn called, from the loop's thread, when reads begin or cease to wait for a borrowed layer. Before any I/O.
+func (r *Replica) OnLost(fn func(lost bool)) { r.onLost = fn }
+
+// Home makes the replica read from its own disk what is finished there by now. I/O goes on; that from the other disk is
+// waited for in the end.
+func (r *Replica) Home(ctx context.Context) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.metaMu.Lock()
+	closed := r.closed
+	r.metaMu.Unlock()
+	if closed {
+		return r.name(errClosed)
+	}
+	var old []*layer
+	for i, l := range r.layers {
+		if !l.lent {
+			continue
+		}
+		own, err := r.disk.openLayer(l.rec.UID, r.disk.direct)
+		if api.Is(err, api.NotFound) {
+			continue
+		}
+		if err == nil && (own.rec.Root != l.rec.Root || own.rec.Size != l.rec.Size) {
+			err = errors.Join(api.Errorf(api.Corrupt, "layer %s differs from the one on its other disk", l.rec.UID), own.close())
+		}
+		if err != nil {
+			return r.name(errors.Join(err, r.giveBack(ctx, old)))
+		}
+		// Neither the worker nor the loop uses the list meanwhile.
+		r.work.do(func() {
+			err = r.onLoop(func() {
+				r.layers[i], r.fds[i+1] = own, int(own.data.Fd())
+				r.retryLost()
+			})
+		})
+		if err != nil {
+			return r.name(errors.Join(err, own.close()))
+		}
+		old = append(old, l)
+		slog.Info("layer is on the replica's own disk now", "replica", r.meta.UID, "volume", r.meta.Volume, "layer", l.rec.UID)
+	}
+	return r.name(r.giveBack(ctx, old))
+}
+
+// giveBack closes borrowed layers once no I/O on them is under way.
+func (r *Replica) giveBack(ctx context.Context, old []*layer) error {
+	if len(old) == 0 {
+		return nil
+	}
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		// They stay open until the replica is closed.
+		r.lenders = append(r.lenders, old...)
+		return fmt.Errorf("layers of another disk stay open until the volume is detached: %w", err)
+	}
+	defer release()
+	var errs []error
+	for _, l := range old {
+		errs = append(errs, l.close())
+	}
+	return errors.Join(errs...)
+}
+
+// strand takes a read of a borrowed layer that failed aside, and reports whether it did.
+func (r *Replica) strand(p *part) bool {
+	switch {
+	case p.src == 0 || r.closing:
+		return false
+	case r.fds[p.src] != p.fd: // it came home meanwhile
+		p.fd = r.fds[p.src]
+		r.ring.Read(&p.op, p.fd, p.buf, p.off)
+		return true
+	case !r.layers[p.src-1].lent:
+		return false
+	}
+	p.next, r.stranded = r.stranded, p
+	if !r.lost.Swap(true) {
+		slog.Error("the disk that a layer is borrowed from fails: reads of the layer wait for the own copy",
+			"replica", r.meta.UID, "volume", r.meta.Volume, "layer", r.layers[p.src-1].rec.UID)
+		if r.onLost != nil {
+			r.onLost(true)
+		}
+	}
+	return true
+}
+
+// retryLost does all stranded reads again; those whose layer is still elsewhere may strand again.
+func (r *Replica) retryLost() {
+	if r.stranded == nil {
+		return
+	}
+	list := r.stranded
+	r.stranded = nil
+	r.lost.Store(false)
+	for list != nil {
+		p := list
+		list = p.next
+		p.next, p.fd = nil, r.fds[p.src]
+		r.ring.Read(&p.op, p.fd, p.buf, p.off)
+	}
+	if r.onLost != nil {
+		r.onLost(false)
+	}
+}
+
+// failLost ends all stranded reads: the replica is being closed.
+func (r *Replica) failLost() {
+	r.closing = true
+	list := r.stranded
+	r.stranded = nil
+	for list != nil {
+		p := list
+		list = p.next
+		p.next = nil
+		f := p.f
+		f.err = unix.EIO
+		if p.free() {
+			f.end(f.err)
+		}
+	}
+}
