@@ -65,7 +65,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, data.Close()) }()
 	debug.SetGCPercent(50) // it was started without a collector, to be back soon
 
-	mgr, err := ctrl.NewManager(cfg, managerOptions())
+	mgr, err := ctrl.NewManager(withEvents(cfg), managerOptions())
 	if err != nil {
 		return fmt.Errorf("data loops: %w", err)
 	}

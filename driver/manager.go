@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/discovery"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
@@ -76,6 +77,26 @@ func newClient(cfg *rest.Config) (client.WithWatch, error) {
 		return nil, fmt.Errorf("client of %s: %w", cfg.Host, err)
 	}
 	return c, nil
+}
+
+// eventPatches makes the recorder's way to count a repeated event one that a server of custom resources knows too. The
+// two kinds of patch mean the same for an event.
+type eventPatches struct{ http.RoundTripper }
+
+func (e eventPatches) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.Method == http.MethodPatch && strings.Contains(r.URL.Path, "/events/") &&
+		r.Header.Get("Content-Type") == string(types.StrategicMergePatchType) {
+		r = r.Clone(r.Context())
+		r.Header.Set("Content-Type", string(types.MergePatchType))
+	}
+	return e.RoundTripper.RoundTrip(r)
+}
+
+// withEvents is cfg for a manager whose events are to be kept.
+func withEvents(cfg *rest.Config) *rest.Config {
+	cfg = rest.CopyConfig(cfg)
+	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return eventPatches{rt} })
+	return cfg
 }
 
 // managerOptions are what the managers of all roles have in common. Metrics are served by this package, for the process

@@ -12,29 +12,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Times of settle: until the start is over, between looks, and how long a process may compute between two of them and
-// still count as idle.
+// Times of settle: between two looks, and how long a process may compute between them and still count as idle.
 const (
-	settleAfter = 15 * time.Second
-	settleEvery = 2 * time.Minute
+	settleEvery = 15 * time.Second
 	settleIdle  = settleEvery / 50
 )
 
 // settle gives memory back when starting is over, and after every burst of work, until ctx ends.
 func settle(ctx context.Context) error {
 	trim()
-	tick := time.NewTicker(settleAfter)
+	tick := time.NewTicker(settleEvery)
 	defer tick.Stop()
-	for last := cpuTime(); ; last = cpuTime() {
+	for busy, last := true, cpuTime(); ; {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
 			return nil
 		}
-		tick.Reset(settleEvery)
-		if cpuTime()-last < settleIdle {
+		now := cpuTime()
+		idle := now-last < settleIdle
+		if idle && busy {
 			trim()
+			now = cpuTime()
 		}
+		busy, last = !idle, now
 	}
 }
 

@@ -303,7 +303,7 @@ func (s *server) manager(ctx context.Context) (ctrl.Manager, error) {
 			return nil, err
 		}
 	}
-	mgr, err := ctrl.NewManager(s.cfg, o)
+	mgr, err := ctrl.NewManager(withEvents(s.cfg), o)
 	if err != nil {
 		return nil, fmt.Errorf("loops: %w", err)
 	}
