@@ -31,8 +31,10 @@ const (
 	ConditionScheduled = "Scheduled" // every replica has a disk
 	ConditionImage     = "BackingImageReady"
 	ConditionSpace     = "SpaceAvailable" // False: writes are paused, the disk is full
-	ConditionReady     = "Ready"
-	ConditionExpanded  = "Expanded" // False while size and status.size differ
+	// True: reads wait, the disk that the image is borrowed from fails.
+	ConditionSourceLost = "SourceLost"
+	ConditionReady      = "Ready"
+	ConditionExpanded   = "Expanded" // False while size and status.size differ
 )
 
 // Volume is a replicated block device. Status: written by the controller role, but for epoch, incarnation and members,

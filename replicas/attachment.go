@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -134,6 +136,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	a.Status.Epoch, a.Status.Message = s.Epoch, l.behind(ctx, s)
 	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
 	l.tellSpace(a, s)
+	l.tellSource(a, s)
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
@@ -180,6 +183,27 @@ func (l *attachmentLoop) tellSpace(a *api.Attachment, s *session) {
 		l.events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
 	}
 	s.wasFull = true
+}
+
+// tellSource writes whether reads wait for an image that another disk lent.
+func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
+	from, lost := s.member.Lenders()
+	if !lost {
+		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
+			l.events.Eventf(a, nil, "Normal", "SourceBack", "Read", "the image can be read, reads go on")
+		}
+		return
+	}
+	paths := make([]string, len(from))
+	for i, disk := range from {
+		paths[i] = disk.Path()
+	}
+	msg := fmt.Sprintf("disk %s of node %s fails: reads of the backing image wait until its copy on disk %s is finished",
+		strings.Join(paths, ", "), l.Node, s.Path)
+	a.Status.Message = msg
+	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
+		l.events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
+	}
 }
 
 // superseded asks the API whether a resumed session is still the volume's; while it cannot be asked, it is.
@@ -281,6 +305,7 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	}
 	b := blob{Volume: v.Name, VolumeUID: v.Status.UID, Replica: r.Spec.UID, Disk: r.Spec.Disk, Path: disk.Path(),
 		ReadOnly: a.Spec.ReadOnly}
+	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
 	s, err := l.open(ctx, b, disk, l.dropper(b), func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m) })
 	if err != nil {
 		return nil, err

@@ -3,7 +3,9 @@ package replicas
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -85,9 +87,22 @@ func (d *Disks) open(ctx context.Context, path string, known api.UID, add bool) 
 	if err != nil {
 		return nil, errors.Join(err, now.Close())
 	}
+	now.Borrow(func() []*stack.Disk { return d.except(now) })
 	d.uses[path] = use
 	d.paths[path], d.uids[api.UID(now.UID())] = now, now
 	return now, nil
+}
+
+// except are the open disks but one, in the order of their paths.
+func (d *Disks) except(not *stack.Disk) (list []*stack.Disk) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, path := range slices.Sorted(maps.Keys(d.paths)) {
+		if disk := d.paths[path]; disk != not {
+			list = append(list, disk)
+		}
+	}
+	return list
 }
 
 // keep forgets the disks at other paths: the first look at all of them is over.

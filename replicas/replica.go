@@ -36,7 +36,7 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	old := r.DeepCopy()
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
-	l.pending.set(r.Name, waits)
+	l.pending.set(r.Name, waits || l.borrows(&r))
 	if err != nil {
 		r.Status.Message = err.Error()
 		if r.Status.Mode == "" {
@@ -91,7 +91,55 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	r.Status.Message = ""
+	return l.home(ctx, r)
+}
+
+// borrows reports whether the replica is open and reads layers of other disks.
+func (l *replicaLoop) borrows(r *api.Replica) bool {
+	s := l.session(r.Spec.Volume)
+	if s == nil || s.Replica != r.Spec.UID {
+		return false
+	}
+	from, _ := s.member.Lenders()
+	return len(from) > 0
+}
+
+// home makes an open replica read from its own disk what was copied there meanwhile.
+func (l *replicaLoop) home(ctx context.Context, r *api.Replica) error {
+	if !l.borrows(r) {
+		return nil
+	}
+	s := l.session(r.Spec.Volume)
+	if err := s.member.Home(ctx); err != nil {
+		return err
+	}
+	if from, _ := s.member.Lenders(); len(from) > 0 {
+		r.Status.Message = fmt.Sprintf("reads its backing image from disk %s until the copy here is finished", from[0].Path())
+	}
 	return nil
+}
+
+// openLenders opens the node's other disks, where a layer that a replica names may have to be borrowed.
+func (d *Data) openLenders(ctx context.Context, own api.UID, layers []api.UID) {
+	if len(layers) == 0 {
+		return
+	}
+	var n api.Node
+	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
+		d.Log.Warn("the node's other disks are not known", "err", err)
+		return
+	}
+	for _, st := range n.Status.Disks {
+		if !st.Ready || st.UID == own {
+			continue
+		}
+		if _, err := d.disks.get(st.UID); err == nil {
+			continue
+		}
+		if _, err := d.disks.open(ctx, st.Path, st.UID, false); err != nil {
+			d.Log.Warn("a disk to borrow layers from cannot be opened", "disk", st.Path, "err", err)
+		}
+	}
 }
 
 // disk is the open disk of a uid. The node role has looked at it and says in the Node where it is.
@@ -229,31 +277,56 @@ func (d *Data) note(s *session, v *api.Volume) {
 	}
 }
 
-// layersReady waits for the copy of the image that a replica starts from.
+// layersReady waits for the copy of the image that a replica starts from: on its disk, or on one to borrow it from.
 func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 	if len(r.Spec.Layers) == 0 {
 		return nil
 	}
-	var copies api.ImageCopyList
-	if err := l.client.List(ctx, &copies, client.MatchingFields{byDisk: string(r.Spec.Disk)}); err != nil {
+	own, err := l.copyOn(ctx, r.Spec.Disk, r.Spec.Layers)
+	switch {
+	case err != nil:
+		return err
+	case own != nil && own.DeletionTimestamp != nil:
+		return api.Errorf(api.Unavailable, "the copy of image %s on this disk is being removed", own.Spec.Image)
+	case own != nil && own.Status.State == api.ImageReady:
+		return nil
+	}
+	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
+	disk, err := l.disks.get(r.Spec.Disk)
+	if err != nil {
 		return err
 	}
-	for _, c := range copies.Items {
-		if !slices.Equal(c.Spec.Layers, r.Spec.Layers) {
-			continue
+	for _, other := range l.disks.except(disk) {
+		c, err := l.copyOn(ctx, api.UID(other.UID()), r.Spec.Layers)
+		if err != nil {
+			return err
 		}
-		switch {
-		case c.DeletionTimestamp != nil:
-			return api.Errorf(api.Unavailable, "the copy of image %s on this disk is being removed", c.Spec.Image)
-		case c.Status.State == api.ImageReady:
+		if c != nil && c.DeletionTimestamp == nil && c.Status.State == api.ImageReady {
 			return nil
-		case c.Status.Message != "":
-			return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s): %s", c.Spec.Image, c.Status.State,
-				c.Status.Message)
 		}
-		return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s)", c.Spec.Image, c.Status.State)
 	}
-	return api.Errorf(api.Unavailable, "waits for a copy of the backing image on this disk")
+	switch {
+	case own == nil:
+		return api.Errorf(api.Unavailable, "waits for a copy of the backing image on this disk")
+	case own.Status.Message != "":
+		return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s): %s", own.Spec.Image, own.Status.State,
+			own.Status.Message)
+	}
+	return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s)", own.Spec.Image, own.Status.State)
+}
+
+// copyOn is the copy on a disk of the image that has these layers, or nil.
+func (l *replicaLoop) copyOn(ctx context.Context, disk api.UID, layers []api.UID) (*api.ImageCopy, error) {
+	var copies api.ImageCopyList
+	if err := l.client.List(ctx, &copies, client.MatchingFields{byDisk: string(disk)}); err != nil {
+		return nil, err
+	}
+	for i := range copies.Items {
+		if slices.Equal(copies.Items[i].Spec.Layers, layers) {
+			return &copies.Items[i], nil
+		}
+	}
+	return nil, nil
 }
 
 // expand makes the replica larger, in its session if the volume is attached.

@@ -26,6 +26,13 @@ type blob struct {
 	Path      string  `json:"path"` // of the disk
 	Epoch     int64   `json:"epoch"`
 	ReadOnly  bool    `json:"readOnly,omitempty"`
+	// Lenders are the disks that layers were borrowed from when the device was made.
+	Lenders []lender `json:"lenders,omitempty"`
+}
+
+type lender struct {
+	Disk api.UID `json:"disk"`
+	Path string  `json:"path"`
 }
 
 // session is a volume attached on this node: its member, engine and device.
@@ -76,8 +83,14 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper,
 	if b.Epoch, err = claim(m); err != nil {
 		return nil, errors.Join(err, member.Close())
 	}
+	b.Lenders = nil
+	from, _ := member.Lenders()
+	for _, disk := range from {
+		b.Lenders = append(b.Lenders, lender{api.UID(disk.UID()), disk.Path()})
+	}
 	s := &session{blob: b, log: d.Log.With("volume", b.Volume), loop: loop, member: member, blank: member.Blank(),
 		stir: make(chan struct{}, 1), ended: make(chan struct{})}
+	member.OnLost(func(bool) { s.wake() })
 	s.engine, err = engine.Open(ctx, engine.Config{
 		Loop: loop, Pool: loop.pool, Size: m.Size, Epoch: b.Epoch, Incarnation: d.Host.Incarnation(), ReadOnly: b.ReadOnly,
 		Members: []engine.Named{{Name: string(b.Replica), Local: true, Member: member}},
@@ -221,6 +234,11 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	disk, err := d.disks.open(ctx, b.Path, b.Disk, false)
 	if err != nil {
 		return nil, err
+	}
+	for _, from := range b.Lenders {
+		if _, err := d.disks.open(ctx, from.Path, from.Disk, false); err != nil {
+			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
+		}
 	}
 	s, err := d.open(ctx, b, disk, d.dropper(b), func(m stack.Meta) (int64, error) {
 		if m.VolumeUID != string(b.VolumeUID) || !slices.Contains(m.Members, string(b.Replica)) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -35,7 +36,7 @@ func (d *Disk) findLayer(uid string, flag int) (*layer, error) {
 			_ = l.close()
 			continue
 		}
-		l.lent = true
+		l.lender = o
 		return l, nil
 	}
 	return nil, err
@@ -55,16 +56,16 @@ func (d *Disk) findRecord(uid string) (layerRecord, error) {
 	return layerRecord{}, err
 }
 
-// Borrowed are the layers that the replica reads from other disks, and whether reads wait because such a disk failed.
-func (r *Replica) Borrowed() (uids []string, lost bool) {
+// Lenders are the disks that the replica borrows layers from, and whether reads wait because such a disk failed.
+func (r *Replica) Lenders() (disks []*Disk, lost bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, l := range r.layers {
-		if l.lent {
-			uids = append(uids, l.rec.UID)
+		if l.lender != nil && !slices.Contains(disks, l.lender) {
+			disks = append(disks, l.lender)
 		}
 	}
-	return uids, r.lost.Load()
+	return disks, r.lost.Load()
 }
 
 // OnLost has fn called, from the loop's thread, when reads begin or cease to wait for a borrowed layer. Before any I/O.
@@ -83,7 +84,7 @@ func (r *Replica) Home(ctx context.Context) error {
 	}
 	var old []*layer
 	for i, l := range r.layers {
-		if !l.lent {
+		if l.lender == nil {
 			continue
 		}
 		own, err := r.disk.openLayer(l.rec.UID, r.disk.direct)
@@ -140,7 +141,7 @@ func (r *Replica) strand(p *part) bool {
 		p.fd = r.fds[p.src]
 		r.ring.Read(&p.op, p.fd, p.buf, p.off)
 		return true
-	case !r.layers[p.src-1].lent:
+	case r.layers[p.src-1].lender == nil:
 		return false
 	}
 	p.next, r.stranded = r.stranded, p

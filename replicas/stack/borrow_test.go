@@ -69,8 +69,8 @@ func TestBorrow(t *testing.T) {
 	const size = pageSize + 24<<20
 	a, b, layer, uid, r, loop, model := lend(t, size)
 	ctx := context.Background()
-	if uids, lost := r.Borrowed(); len(uids) != 1 || uids[0] != layer || lost {
-		t.Fatalf("borrowed %v, lost %v", uids, lost)
+	if from, lost := r.Lenders(); len(from) != 1 || from[0] != a || lost {
+		t.Fatalf("lenders %v, lost %v", from, lost)
 	}
 	compareAll(t, loop, r, model)
 	if err := r.Home(ctx); err != nil { // nothing is here yet
@@ -105,8 +105,8 @@ func TestBorrow(t *testing.T) {
 	if err := r.Home(ctx); err != nil {
 		t.Fatal(err)
 	}
-	if uids, _ := r.Borrowed(); len(uids) != 0 {
-		t.Fatalf("still borrowed: %v", uids)
+	if from, _ := r.Lenders(); len(from) != 0 {
+		t.Fatalf("still borrowed from %v", from)
 	}
 	close(stop)
 	if err := <-ended; err != nil {
@@ -167,7 +167,7 @@ func TestBorrowFromALostDisk(t *testing.T) {
 	go func() { waits <- issue(loop, r, block.OpRead, e.Off, blockSize, buf, false) }()
 	select {
 	case lost := <-told:
-		if _, is := r.Borrowed(); !lost || !is {
+		if _, is := r.Lenders(); !lost || !is {
 			t.Errorf("told that lost is %v, and it is %v", lost, is)
 		}
 	case err := <-waits:

@@ -181,7 +181,7 @@ type layer struct {
 	m       *layerMap
 	data    file.Handle
 	mapping file.Handle
-	lent    bool // by another disk, until it is finished here
+	lender  *Disk // the other disk that it is borrowed from, until it is finished here; else nil
 }
 
 // openLayer opens a finished layer; flag is added to the flags of the data file.
