@@ -78,7 +78,8 @@ func checkAddress(addr netip.Addr, allow func(netip.Addr) bool) error {
 	if what == "" || allow != nil && allow(addr.WithZone("").Unmap()) {
 		return nil
 	}
-	return api.Errorf(api.Denied, "%s is %s: images are fetched from there only where the settings allow it", addr, what)
+	return api.Errorf(api.Denied, "%s is %s: images are fetched from there only where the setting "+
+		"allow-private-image-sources is true", addr, what)
 }
 
 // Guard is the Control function of a net.Dialer that connects to the public internet, and elsewhere only where allow

@@ -135,7 +135,7 @@ func TestGuardTransportBehindAProxy(t *testing.T) {
 		if err == nil {
 			resp.Body.Close()
 		}
-		if !api.Is(err, api.Denied) || !strings.Contains(err.Error(), "settings allow it") {
+		if !api.Is(err, api.Denied) || !strings.Contains(err.Error(), "allow-private-image-sources") {
 			t.Errorf("%s: got %v, want that it is refused", target, err)
 		}
 	}

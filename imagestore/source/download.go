@@ -5,14 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"net/http"
-	"net/netip"
 	"net/url"
-	"strconv"
-	"strings"
-	"sync"
-	"syscall"
 	"time"
 
 	"drover.io/drover/api"
@@ -20,57 +13,37 @@ import (
 
 // DownloadOptions tune a download; the zero value is what the product uses.
 type DownloadOptions struct {
+	Access
 	// Start is how long the server may take until its first byte; 30 s.
 	Start time.Duration
 	// Stall is how long the server may be silent in the middle; 60 s. Then the connection counts as cut.
 	Stall time.Duration
-	// Resumes is how many cuts in a row, without a byte between them, are healed by asking for the rest; 5.
+	// Resumes is how many cuts in a row, without a byte between them, are healed by asking for the rest, and how often a
+	// busy server is asked again; 5.
 	Resumes int
 	// Pause before a resume; doubles with each cut in a row. 500 ms.
 	Pause time.Duration
-	// Client carries the requests; nil: one that knows the proxy of the environment and unpacks nothing.
-	Client *http.Client
+	// Connections is how many ranges come at once, each of Piece bytes; 4 of 8 MiB. That is also the memory.
+	Connections int
+	Piece       int64
+	// From is where an earlier download of the same address stopped. The zero value is the beginning.
+	From Mark
 	// Resumed is told of every resume, for the log. May be nil.
 	Resumed func(off int64, cause error)
-
-	inner func(netip.Addr) bool // for tests; nil: inner
 }
 
-// fence keeps a download that began at a public address away from what only this node can reach: services on it and in
-// its network, the cloud's metadata. A server outside may redirect there, or its name may lead there the second time.
-// An address inside that the user gave is the user's choice.
-type fence struct {
-	inner func(netip.Addr) bool
-
-	mu     sync.Mutex
-	began  bool
-	inside bool // it began inside
+// Mark is a place in a download that it can be continued from, as long as the server has the same bytes.
+type Mark struct {
+	Off       int64  `json:"off"`
+	Size      int64  `json:"size"`
+	Validator string `json:"validator"`
 }
 
-// pass is asked before every connection.
-func (f *fence) pass(_, address string, _ syscall.RawConn) error {
-	at, err := netip.ParseAddrPort(address)
-	if err != nil {
-		return api.Errorf(api.Invalid, "address %q cannot be read", address)
-	}
-	inner := f.inner(at.Addr().Unmap())
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if !f.began {
-		f.began, f.inside = true, inner
-	}
-	if inner && !f.inside {
-		return api.Errorf(api.Denied, "it leads from a public address to %s, which is one inside: not followed", at.Addr())
-	}
-	return nil
-}
-
-// inner reports whether an address is not one of the public internet.
-func inner(a netip.Addr) bool {
-	return !a.IsGlobalUnicast() || a.IsPrivate() || shared.Contains(a)
-}
-
-var shared = netip.MustParsePrefix("100.64.0.0/10") // of carriers and of clusters
+const (
+	maxConnections = 4
+	// maxWait is the longest pause that a busy server gets when it asks for one. A longer one is the importer's.
+	maxWait = 2 * time.Minute
+)
 
 func (o DownloadOptions) withDefaults() DownloadOptions {
 	def := func(d *time.Duration, v time.Duration) {
@@ -84,43 +57,19 @@ func (o DownloadOptions) withDefaults() DownloadOptions {
 	if o.Resumes == 0 {
 		o.Resumes = 5
 	}
-	if o.Client == nil {
-		tr := http.DefaultTransport.(*http.Transport).Clone()
-		// The bytes as they are: the checksum is over what the user knows, and lengths must count them.
-		tr.DisableCompression = true
-		// One image, one connection: nothing stays open afterwards.
-		tr.DisableKeepAlives = true
-		tr.MaxResponseHeaderBytes = 64 << 10
-		f := &fence{inner: o.inner}
-		if f.inner == nil {
-			f.inner = inner
-		}
-		tr.DialContext = (&net.Dialer{Timeout: 30 * time.Second, Control: f.pass}).DialContext
-		o.Client = &http.Client{Transport: tr}
+	if o.Connections == 0 {
+		o.Connections = maxConnections
 	}
-	client := *o.Client
-	client.CheckRedirect = func(req *http.Request, via []*http.Request) error {
-		if len(via) >= 10 {
-			return api.Errorf(api.Invalid, "the server redirects more than 10 times")
-		}
-		return checkScheme(req.URL)
+	if o.Piece == 0 {
+		o.Piece = 8 << 20
 	}
-	o.Client = &client
 	return o
 }
 
-func checkScheme(u *url.URL) error {
-	if s := strings.ToLower(u.Scheme); s != "http" && s != "https" {
-		return api.Errorf(api.Invalid, "scheme %q is not supported: use http or https", u.Scheme)
-	}
-	if u.Host == "" {
-		return api.Errorf(api.Invalid, "no host in the address")
-	}
-	return nil
-}
-
-// Download opens an http or https address. It returns once the server agreed to send it, or an error that says why not. A connection that is cut later is continued where it stopped, if the server serves ranges and names the
-// content by an ETag or a date; otherwise Read fails and says how far it came.
+// Download opens an http or https address. It returns once the server agreed to send it, or an error that says why not.
+// A server that serves ranges and names the content by an ETag or a date is asked for several of them at a time, and
+// what a cut left missing is asked for again; any other sends all of it over one connection, and Read fails when that
+// is cut and says how far it came. Stream.Mark tells where a later download could go on.
 func Download(ctx context.Context, address string, opts DownloadOptions) (*Stream, error) {
 	u, err := url.Parse(address)
 	if err != nil {
@@ -128,277 +77,234 @@ func Download(ctx context.Context, address string, opts DownloadOptions) (*Strea
 		return nil, api.Errorf(api.Invalid, "the url cannot be read: is it complete, and are special characters escaped?")
 	}
 	name := redact(u)
-	if err := checkScheme(u); err != nil {
+	if err := errors.Join(checkScheme(u), opts.check()); err != nil {
+		return nil, api.Errorf(api.Invalid, "%s: %w", name, err)
+	}
+	tr, err := opts.transport()
+	if err != nil {
 		return nil, api.Errorf(api.KindOf(err), "%s: %w", name, err)
 	}
-	d := &download{ctx: ctx, url: u, name: name, opts: opts.withDefaults(), size: -1}
-	if err := d.open(0); err != nil {
+	ctx, cancel := context.WithCancel(ctx)
+	d := &download{server: server{ctx: ctx, url: u, at: u, name: name, opts: opts.withDefaults(), http: opts.client(tr)},
+		cancel: cancel, idle: tr.CloseIdleConnections}
+	if err := d.begin(); err != nil {
+		_ = d.Close()
 		return nil, err
 	}
-	return &Stream{ReadCloser: d, Size: d.size, Name: name}, nil
-}
-
-// redact is the address without what may be secret: password and query.
-func redact(u *url.URL) string {
-	c := *u
-	c.User = nil
-	if c.RawQuery != "" {
-		c.RawQuery = "..."
+	s := &Stream{ReadCloser: d, Size: d.size, Name: name}
+	if d.validator != "" && d.size >= 0 {
+		s.Mark = &Mark{Off: d.opts.From.Off, Size: d.size, Validator: d.validator}
 	}
-	c.Fragment = ""
-	return c.String()
+	return s, nil
 }
 
-// download is the body of one address over any number of connections. Owner: the goroutine that reads.
+// download is the bytes of one address, in order. Owner: the goroutine that reads; window has goroutines of its own.
 type download struct {
-	ctx  context.Context
-	url  *url.URL
-	name string
-	opts DownloadOptions
+	server
+	cancel context.CancelFunc
+	idle   func()
 
-	size      int64  // -1: not known
-	off       int64  // next byte
-	validator string // strong ETag or date that names the content
-	ranges    bool   // the server said that it serves ranges
-
-	body   io.ReadCloser
-	cancel context.CancelCauseFunc // ends the current request
-	req    context.Context         // the current request's
-	cuts   int                     // in a row
-	err    error                   // final
+	one  *section // all of it over one connection at a time, or
+	many *window  // several ranges at once
+	err  error    // final
 }
 
-var errStart = errors.New("no answer in time")
-var errStall = errors.New("silent for too long")
-
-// open sends a request for everything from off on.
-func (d *download) open(off int64) error {
-	ctx, cancel := context.WithCancelCause(d.ctx)
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, d.url.String(), nil)
+// begin asks for the first bytes, and finds out how the rest is to be had.
+func (d *download) begin() error {
+	if d.opts.From.Off > 0 {
+		d.size, d.validator = d.opts.From.Size, d.opts.From.Validator
+		return d.divide(nil, d.opts.From.Off)
+	}
+	a, err := d.first()
 	if err != nil {
-		cancel(nil)
-		return api.Errorf(api.Invalid, "%s: the url cannot be used", d.name)
-	}
-	req.Header.Set("User-Agent", "drover")
-	req.Header.Set("Accept-Encoding", "identity")
-	if off > 0 {
-		req.Header.Set("Range", "bytes="+strconv.FormatInt(off, 10)+"-")
-		req.Header.Set("If-Range", d.validator)
-	}
-	timer := time.AfterFunc(d.opts.Start, func() { cancel(errStart) })
-	drop := func(resp *http.Response) {
-		timer.Stop()
-		cancel(nil)
-		if resp != nil {
-			_ = resp.Body.Close()
-		}
-	}
-	resp, err := d.opts.Client.Do(req)
-	if err != nil {
-		cause := context.Cause(ctx)
-		drop(nil)
-		return d.unreachable(err, cause)
-	}
-	if err := d.accept(resp, off); err != nil {
-		drop(resp)
 		return err
 	}
-	timer.Stop()
-	d.body, d.req, d.cancel = resp.Body, ctx, cancel
-	return nil
-}
-
-// unreachable turns a failed request into a message for the user.
-func (d *download) unreachable(err, cause error) error {
-	if d.ctx.Err() != nil {
-		return d.ctx.Err()
-	}
-	if errors.Is(cause, errStart) {
-		return api.Errorf(api.Unavailable, "%s: the server sent nothing within %s", d.name, d.opts.Start)
-	}
-	// *url.Error repeats the address, and with it secrets.
-	var ue *url.Error
-	if errors.As(err, &ue) {
-		err = ue.Err
-	}
-	var ae *api.Error
-	var dns *net.DNSError
-	switch {
-	case errors.As(err, &ae):
-		return api.Errorf(ae.Kind, "%s: %w", d.name, err)
-	case errors.As(err, &dns) && dns.IsNotFound:
-		return api.Errorf(api.Unavailable, "%s: host %q has no address", d.name, d.url.Hostname())
-	}
-	return api.Errorf(api.Unavailable, "%s cannot be reached: %w", d.name, err)
-}
-
-// accept looks at the head of an answer.
-func (d *download) accept(resp *http.Response, off int64) error {
-	switch {
-	case off > 0 && resp.StatusCode == http.StatusPartialContent:
-		from, total, ok := parseContentRange(resp.Header.Get("Content-Range"))
-		if !ok || from != off || d.size >= 0 && total >= 0 && total != d.size {
-			return api.Errorf(api.Unavailable, "%s: the server answered a request for the rest with another range (%q)",
-				d.name, resp.Header.Get("Content-Range"))
-		}
-		if v := validator(resp.Header); v != "" && v != d.validator {
-			return api.Errorf(api.Unavailable, "%s changed on the server after %d bytes", d.name, off)
-		}
+	d.size, d.validator = a.total, a.validator
+	if !a.part {
+		d.one = &section{s: &d.server, end: a.total, fixed: !a.ranges || a.validator == "" || a.total < 0, body: a.body}
 		return nil
-	case off > 0 && resp.StatusCode == http.StatusOK:
-		return api.Errorf(api.Unavailable, "%s changed on the server after %d bytes, or it cannot send the rest alone",
-			d.name, off)
-	case resp.StatusCode == http.StatusOK:
-	case resp.StatusCode == http.StatusNotFound, resp.StatusCode == http.StatusGone:
-		return api.Errorf(api.NotFound, "%s: the server does not have it (HTTP %s)", d.name, resp.Status)
-	case resp.StatusCode == http.StatusUnauthorized, resp.StatusCode == http.StatusForbidden:
-		return api.Errorf(api.Denied, "%s: the server refuses it (HTTP %s)", d.name, resp.Status)
-	default:
-		return api.Errorf(api.Unavailable, "%s: the server answered HTTP %s", d.name, resp.Status)
 	}
-	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
-		return api.Errorf(api.Unsupported, "%s: the server packed the answer (%s) though it was asked not to", d.name, e)
-	}
-	d.size = resp.ContentLength
-	d.ranges = strings.EqualFold(resp.Header.Get("Accept-Ranges"), "bytes")
-	d.validator = validator(resp.Header)
-	return nil
+	return d.divide(a, 0)
 }
 
-// validator is a strong ETag, or else a date, or nothing.
-func validator(h http.Header) string {
-	if tag := h.Get("ETag"); tag != "" && !strings.HasPrefix(tag, "W/") {
-		return tag
+// first is the answer to the first request: a range with all that is needed to ask for others, or everything.
+func (d *download) first() (*answer, error) {
+	a, err := d.get(0, d.opts.Piece, d.opts.Resumes)
+	if err == nil && a.part && (a.validator == "" || a.total < 0) {
+		a.body.Close() // other ranges might be of other bytes
+		a, err = d.get(0, -1, d.opts.Resumes)
+	} else if errors.Is(err, errRange) {
+		a, err = d.get(0, -1, d.opts.Resumes) // nothing is in it, or it knows no ranges
 	}
-	return h.Get("Last-Modified")
+	return a, err
 }
 
-// parseContentRange reads "bytes 5-9/10"; total is -1 for "*".
-func parseContentRange(s string) (from, total int64, ok bool) {
-	rest, found := strings.CutPrefix(s, "bytes ")
-	span, all, slash := strings.Cut(rest, "/")
-	first, _, dash := strings.Cut(span, "-")
-	if !found || !slash || !dash {
-		return 0, 0, false
+// divide asks for the bytes from off on in pieces; a is the answer with the first one, or nil.
+func (d *download) divide(a *answer, off int64) error {
+	if d.size-off <= d.opts.Piece || d.opts.Connections < 2 {
+		d.one = &section{s: &d.server, off: off, end: d.size}
+		if off == d.size && a == nil {
+			return nil // all was there already
+		}
+		if a != nil && d.size <= d.opts.Piece {
+			d.one.body = a.body
+			return nil
+		} else if a != nil {
+			a.body.Close()
+		}
+		return d.one.open(d.opts.Resumes)
 	}
-	from, err := strconv.ParseInt(first, 10, 64)
-	if err != nil {
-		return 0, 0, false
+	w, err := newWindow(&d.server, a, off)
+	if errors.Is(err, errChanged) && off == 0 {
+		// Its parts do not fit together, as with several servers behind one name: then all of it at once.
+		if a, err = d.get(0, -1, d.opts.Resumes); err != nil {
+			return err
+		}
+		d.size, d.validator = a.total, ""
+		d.one = &section{s: &d.server, end: a.total, fixed: true, body: a.body}
+		return nil
 	}
-	if all == "*" {
-		return from, -1, true
-	}
-	total, err = strconv.ParseInt(all, 10, 64)
-	return from, total, err == nil
+	d.many = w
+	return err
 }
 
 // Read gives the next bytes, over a new connection where the old one was cut.
 func (d *download) Read(p []byte) (int, error) {
-	for d.err == nil {
-		limit, silent := d.opts.Stall, errStall
-		if d.off == 0 {
-			limit, silent = d.opts.Start, errStart
+	if d.err != nil || len(p) == 0 {
+		return 0, d.err
+	}
+	var n int
+	if d.many != nil {
+		n, d.err = d.many.Read(p)
+	} else {
+		n, d.err = d.one.Read(p)
+	}
+	return n, d.err
+}
+
+// Close ends the transfer.
+func (d *download) Close() error {
+	d.cancel()
+	if d.many != nil {
+		d.many.close()
+	}
+	if d.one != nil {
+		d.one.drop()
+	}
+	d.idle()
+	if d.err == nil {
+		d.err = api.Errorf(api.Unavailable, "%s: closed", d.name)
+	}
+	return nil
+}
+
+// section is a run of bytes of a server over any number of connections. Owner: the goroutine that reads.
+type section struct {
+	s     *server
+	off   int64 // next byte
+	end   int64 // -1: where the server ends
+	fixed bool  // the rest alone is not to be had
+
+	body *body
+	cuts int // in a row
+}
+
+// open asks for the rest of the section; busy is how often a busy server is asked again.
+func (x *section) open(busy int) error {
+	a, err := x.s.get(x.off, x.end-x.off, busy)
+	if err != nil {
+		return err
+	}
+	if !a.part && (x.off > 0 || a.total != x.s.size || a.validator != x.s.validator) {
+		a.body.Close()
+		return x.s.changed(x.off)
+	}
+	x.body = a.body
+	return nil
+}
+
+// Read gives the next bytes; io.EOF after the last one of the section.
+func (x *section) Read(p []byte) (int, error) {
+	for {
+		if x.end >= 0 {
+			if x.off == x.end {
+				x.drop()
+				return 0, io.EOF
+			}
+			p = p[:min(int64(len(p)), x.end-x.off)]
 		}
-		// The clock runs only while the server is waited for: a slow disk of ours is not its silence.
-		cancel := d.cancel
-		timer := time.AfterFunc(limit, func() { cancel(silent) })
-		n, err := d.body.Read(p)
-		timer.Stop()
-		d.off += int64(n)
+		n, err := x.body.Read(p)
+		x.off += int64(n)
 		if n > 0 {
-			d.cuts = 0
+			x.cuts = 0
 			return n, nil // an error that came with bytes comes again with the next Read
 		}
 		switch {
-		case err == nil:
-			return 0, nil
-		case errors.Is(err, io.EOF) && (d.size < 0 || d.off == d.size):
-			d.drop()
-			d.err = io.EOF
-		default:
-			d.err = d.resume(err)
+		case errors.Is(err, io.EOF) && x.end < 0:
+			x.drop()
+			x.end = x.off
+		case err != nil:
+			if err := x.resume(err); err != nil {
+				return 0, err
+			}
 		}
 	}
-	return 0, d.err
 }
 
 // resume opens the rest after a cut, or says why that is not possible.
-func (d *download) resume(err error) error {
-	cause := context.Cause(d.req)
-	d.drop()
-	if d.ctx.Err() != nil {
-		return d.ctx.Err()
+func (x *section) resume(err error) error {
+	x.drop()
+	s := x.s
+	if s.ctx.Err() != nil {
+		return s.ctx.Err()
 	}
-	if errors.Is(cause, errStart) {
-		return d.unreachable(err, cause)
+	if errors.Is(err, errStart) {
+		return s.unreachable(err, errStart)
 	}
 	what := "the connection was cut"
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
 		what = "the server ended the transfer early"
 	}
-	if errors.Is(cause, errStall) {
-		what = fmt.Sprintf("the server was silent for %s", d.opts.Stall)
+	if errors.Is(err, errStall) {
+		what = fmt.Sprintf("the server was silent for %s", s.opts.Stall)
 	}
 	broken := func(why string) error {
 		of := ""
-		if d.size >= 0 {
-			of = fmt.Sprintf(" of %d", d.size)
+		if s.size >= 0 {
+			of = fmt.Sprintf(" of %d", s.size)
 		}
-		return api.Errorf(api.Unavailable, "%s: %s after %d%s bytes%s", d.name, what, d.off, of, why)
+		return api.Errorf(api.Unavailable, "%s: %s after %d%s bytes%s", s.name, what, x.off, of, why)
 	}
-	if !d.ranges || d.validator == "" || d.size < 0 {
+	if x.fixed {
 		return broken(", and it cannot send the rest alone")
 	}
-	for ; d.cuts < d.opts.Resumes; d.cuts++ {
-		if d.opts.Resumed != nil {
-			d.opts.Resumed(d.off, err)
+	for ; x.cuts < s.opts.Resumes; x.cuts++ {
+		if s.opts.Resumed != nil {
+			s.opts.Resumed(x.off, err)
 		}
-		if err := pause(d.ctx, d.opts.Pause<<d.cuts); err != nil {
+		if err := pause(s.ctx, s.opts.Pause<<x.cuts); err != nil {
 			return err
 		}
-		oerr := d.open(d.off)
+		oerr := x.open(s.opts.Resumes)
 		if oerr == nil {
-			d.cuts++
+			x.cuts++
 			return nil
 		}
-		if d.ctx.Err() != nil {
-			return d.ctx.Err()
+		if s.ctx.Err() != nil {
+			return s.ctx.Err()
 		}
-		if !api.Is(oerr, api.Unavailable) {
+		if !passing(oerr) {
 			return oerr
 		}
 		err = oerr
 	}
-	return broken(fmt.Sprintf("; %d tries to get the rest failed, the last: %v", d.opts.Resumes, err))
-}
-
-// pause waits, unless ctx ends first.
-func pause(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	return broken(fmt.Sprintf("; %d tries to get the rest failed, the last: %v", s.opts.Resumes, err))
 }
 
 // drop ends the current request.
-func (d *download) drop() {
-	if d.body == nil {
-		return
+func (x *section) drop() {
+	if x.body != nil {
+		x.body.Close()
+		x.body = nil
 	}
-	d.cancel(nil)
-	_ = d.body.Close()
-	d.body = nil
-}
-
-// Close ends the transfer.
-func (d *download) Close() error {
-	d.drop()
-	if d.err == nil {
-		d.err = api.Errorf(api.Unavailable, "%s: closed", d.name)
-	}
-	return nil
 }

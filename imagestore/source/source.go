@@ -32,6 +32,8 @@ type Stream struct {
 	Name string
 	// File is set for a file of this node: its bytes can be read in any order and its holes be found.
 	File *os.File
+	// Mark is set where the source can be continued after a restart: it is the place of the first byte of Read.
+	Mark *Mark
 	// Settled is called after the last byte, and says whether the source stayed the same meanwhile. May be nil.
 	Settled func() error
 }
