@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
 )
 
@@ -82,7 +83,20 @@ func serveUntilKilled(dir string) error {
 		}
 	}()
 	line, _ := bufio.NewReader(os.Stdin).ReadString('\n') // the end of the test, or of its process
-	if line == "detach\n" {
+	if line == "stick\n" {                                // detach, with a backend that answers no flush
+		err = l.Do(func() {
+			be.hold = func(q *block.Request) bool {
+				if q.Op == block.OpFlush {
+					fmt.Println("stuck")
+				}
+				return q.Op == block.OpFlush
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if line != "" {
 		err = d.Detach(ctx)
 	}
 	return err
@@ -93,13 +107,15 @@ type child struct {
 	cmd    *exec.Cmd
 	in     *os.File
 	ready  chan string
+	stuck  chan bool
 	ended  chan error
 	resent *atomic.Int64
 }
 
 func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 	t.Helper()
-	c := &child{cmd: exec.Command(os.Args[0]), ready: make(chan string, 1), ended: make(chan error, 1), resent: resent}
+	c := &child{cmd: exec.Command(os.Args[0]), ready: make(chan string, 1), stuck: make(chan bool, 100),
+		ended: make(chan error, 1), resent: resent}
 	c.cmd.Env = append(os.Environ(), "DROVER_TEST_SERVE="+dir, "GOTRACEBACK=all")
 	c.cmd.Stderr = os.Stderr
 	in, w, err := os.Pipe()
@@ -124,6 +140,8 @@ func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 				c.ready <- rest
 			case "resent":
 				resent.Add(n)
+			case "stuck":
+				c.stuck <- true
 			default:
 				fmt.Fprintln(os.Stderr, "child:", s.Text())
 			}
@@ -295,4 +313,48 @@ func TestKill(t *testing.T) {
 		t.Errorf("detach at the end: %v", err)
 	}
 	c.ended <- nil
+}
+
+// A process that is killed while it waits for the last flush of a device, which it serves itself, ends; the next one
+// takes over, and can detach.
+func TestKillWhileDetaching(t *testing.T) {
+	dir := runHolder(t)
+	var resent atomic.Int64
+	c := spawn(t, dir, &resent)
+	path := c.await(t)
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := bytes.Repeat([]byte("to be flushed..."), 1<<16)
+	if _, err := f.WriteAt(want, mib); err != nil { // stays in the page cache
+		t.Fatal(err)
+	}
+	if _, err := c.in.WriteString("stick\n"); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-c.stuck:
+	case <-time.After(10 * time.Second):
+		t.Fatal("the flush does not come")
+	}
+	c.kill()
+	next := spawn(t, dir, &resent)
+	if got := next.await(t); got != path {
+		t.Fatalf("%s became %s", path, got)
+	}
+	got := make([]byte, len(want))
+	if _, err := f.ReadAt(got, mib); err != nil || !bytes.Equal(got, want) {
+		t.Fatalf("what was written is not there: %v", err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := next.in.WriteString("detach\n"); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-next.ended; err != nil {
+		t.Fatal(err)
+	}
+	_ = next.in.Close()
 }

@@ -27,6 +27,8 @@ type Device struct {
 	dev  int // loop device, -1 when there is none
 	tree int // descriptor of the mount, -1 when closed
 	down bool
+
+	flushed <-chan error // a flush for Detach that is under way
 }
 
 // fileName carries the key, so that /sys tells whose a loop device is.
@@ -199,11 +201,23 @@ func (d *Device) Detach(ctx context.Context) error {
 
 func (d *Device) detach(ctx context.Context) error {
 	if loopFile(d.dev) == d.file { // else an earlier Detach got so far
-		claim, flush, err := claimLoop(d.dev)
+		claim, err := claimLoop(d.dev)
 		if err != nil {
 			return err
 		}
+		if d.flushed == nil {
+			d.flushed = flushLoop(d.dev)
+		}
+		var flush error
+		select {
+		case flush = <-d.flushed:
+			d.flushed = nil
+		case <-ctx.Done(): // the next Detach waits for the same one
+			_ = unix.Close(claim)
+			return api.Errorf(api.Busy, "its last flush is still under way: %w", ctx.Err())
+		}
 		if flush != nil {
+			// It does not keep the device: it would fail for ever, since only a new attach opens anew what stands behind it.
 			d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
 				"device", d.spec.Name, "path", loopPath(d.dev), "err", flush)
 		}

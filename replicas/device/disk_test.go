@@ -3,6 +3,7 @@ package device
 import (
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -157,8 +158,8 @@ func runHolder(t testing.TB) (runDir string) {
 		}
 	})
 	await(t, func() bool {
-		_, err := os.Stat(filepath.Join(runDir, "hold.sock"))
-		return err == nil
+		c, err := net.Dial("unixpacket", filepath.Join(runDir, "hold.sock"))
+		return err == nil && c.Close() == nil
 	})
 	return runDir
 }

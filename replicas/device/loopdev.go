@@ -1,10 +1,12 @@
 package device
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -137,18 +139,35 @@ func growLoop(n int) error {
 	return nil
 }
 
-// claimLoop opens the device so that nobody can mount it, flushes it and returns it. A device that somebody has
-// claimed, a mounted one for example, is refused with kind in use. A flush that fails does not keep the device: it would
-// fail for ever, since only a new attach opens anew what stands behind it.
-func claimLoop(n int) (fd int, flush, err error) {
+// claimLoop opens the device so that nobody can mount it. A device that somebody has claimed, a mounted one for example,
+// is refused with kind in use.
+func claimLoop(n int) (int, error) {
 	d, err := openLoop(n, unix.O_RDONLY|unix.O_EXCL)
 	if errors.Is(err, unix.EBUSY) {
-		return -1, nil, api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
+		return -1, api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
 	}
-	if err != nil {
-		return -1, nil, err
+	return d, err
+}
+
+// flushLoop flushes the device from a process of its own. A thread of ours that waits for a device which we serve could
+// not end if we are killed meanwhile; with it our files would stay open, and nobody could take over.
+func flushLoop(n int) <-chan error {
+	done := make(chan error, 1)
+	cmd := exec.Command("sync", loopPath(n)) // of the coreutils: fsync(2)
+	var out bytes.Buffer
+	cmd.Stderr = &out
+	if err := cmd.Start(); err != nil {
+		done <- fmt.Errorf("flush %s: %w", loopPath(n), err)
+		return done
 	}
-	return d, unix.Fsync(d), nil
+	go func() { // ends with the process, which the kernel ends with its I/O
+		if err := cmd.Wait(); err != nil {
+			done <- fmt.Errorf("flush %s: %w: %s", loopPath(n), err, strings.TrimSpace(out.String()))
+			return
+		}
+		done <- nil
+	}()
+	return done
 }
 
 func holders(n int) string {
