@@ -14,6 +14,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -25,11 +26,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/recorder"
 	"sigs.k8s.io/controller-runtime/pkg/source"
@@ -37,14 +40,18 @@ import (
 	"drover.io/drover/api"
 )
 
-// Condition type of a BackingImage besides Ready.
-const ConditionInUse = "InUse" // True while a deletion waits for volumes
+// Condition types of a BackingImage besides Ready.
+const (
+	ConditionInUse    = "InUse"   // of a deletion: True while it waits for volumes, False while copies go
+	ConditionEviction = "Evicted" // False while a copy is on a disk that is to be left; else not there
+)
 
 // Names of the indexes of this room in the manager's cache.
 const (
-	copiesByImage    = "imagestore.copies"
-	volumesByImage   = "imagestore.volumes"
-	replicasByVolume = "imagestore.replicas"
+	copiesByImage   = "imagestore.copies"
+	volumesByImage  = "imagestore.volumes"
+	replicasByLayer = "imagestore.layers"
+	copiesByDisk    = "imagestore.copies.disk"
 )
 
 type images struct {
@@ -62,18 +69,13 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 	for _, i := range []struct {
 		obj   client.Object
 		name  string
-		value func(client.Object) string
+		value func(client.Object) []string
 	}{
-		{&api.ImageCopy{}, copiesByImage, func(o client.Object) string { return o.(*api.ImageCopy).Spec.Image }},
-		{&api.Volume{}, volumesByImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
-		{&api.Replica{}, replicasByVolume, func(o client.Object) string { return o.(*api.Replica).Spec.Volume }},
+		{&api.ImageCopy{}, copiesByImage, func(o client.Object) []string { return some1(o.(*api.ImageCopy).Spec.Image) }},
+		{&api.Volume{}, volumesByImage, func(o client.Object) []string { return some1(o.(*api.Volume).Spec.BackingImage) }},
+		{&api.Replica{}, replicasByLayer, func(o client.Object) []string { return names(o.(*api.Replica).Spec.Layers) }},
 	} {
-		if err := index.IndexField(context.Background(), i.obj, i.name, func(o client.Object) []string {
-			if v := i.value(o); v != "" {
-				return []string{v}
-			}
-			return nil
-		}); err != nil {
+		if err := index.IndexField(context.Background(), i.obj, i.name, i.value); err != nil {
 			return err
 		}
 	}
@@ -81,12 +83,9 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 	if err := ctrl.NewControllerManagedBy(mgr).Named("image-nodes").For(&api.Node{}).Complete(nodes); err != nil {
 		return err
 	}
-	byName := func(name string) []reconcile.Request {
-		if name == "" {
-			return nil
-		}
-		return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: name}}}
-	}
+	all := handler.EnqueueRequestsFromMapFunc(r.every)
+	// What a volume or replica looks like does not matter, only that it is there: there may be thousands.
+	existence := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(event.UpdateEvent) bool { return false }})
 	return ctrl.NewControllerManagedBy(mgr).Named("images").For(&api.BackingImage{}).
 		Watches(&api.ImageCopy{}, handler.EnqueueRequestsFromMapFunc(
 			func(_ context.Context, o client.Object) []reconcile.Request {
@@ -95,29 +94,69 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(
 			func(_ context.Context, o client.Object) []reconcile.Request {
 				return byName(o.(*api.Volume).Spec.BackingImage)
-			})).
-		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(
-			func(ctx context.Context, o client.Object) []reconcile.Request {
-				var vol api.Volume
-				if err := r.Get(ctx, client.ObjectKey{Name: o.(*api.Replica).Spec.Volume}, &vol); err != nil {
-					return nil // the volume's own event comes
-				}
-				return byName(vol.Spec.BackingImage)
-			})).
-		WatchesRawSource(source.Channel(nodes.wake, handler.EnqueueRequestsFromMapFunc(
-			func(ctx context.Context, _ client.Object) []reconcile.Request {
-				var list api.BackingImageList
-				if err := r.List(ctx, &list); err != nil {
-					r.log.Error("images not listed", "error", err)
-				}
-				var out []reconcile.Request
-				for i := range list.Items {
-					out = append(out, byName(list.Items[i].Name)...)
-				}
-				return out
-			}))).
+			}), existence).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.ofReplica), existence).
+		Watches(&api.Setting{}, all, builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
+			return o.GetName() == settingUnused
+		}))).
+		WatchesRawSource(source.Channel(nodes.wake, all)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4}).
 		Complete(r)
+}
+
+func byName(name string) []reconcile.Request { return requests(some1(name)) }
+
+func requests(names []string) []reconcile.Request {
+	var out []reconcile.Request
+	for _, n := range names {
+		out = append(out, reconcile.Request{NamespacedName: types.NamespacedName{Name: n}})
+	}
+	return out
+}
+
+// some1 is a list of one name, or of none where it is empty.
+func some1(name string) []string {
+	if name == "" {
+		return nil
+	}
+	return []string{name}
+}
+
+func names(uids []api.UID) []string {
+	out := make([]string, len(uids))
+	for i, u := range uids {
+		out[i] = string(u)
+	}
+	return out
+}
+
+// every is all images: something changed that matters to all of them.
+func (r *images) every(ctx context.Context, _ client.Object) []reconcile.Request {
+	var list api.BackingImageList
+	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		r.log.Error("images not listed", "error", err)
+	}
+	var names []string
+	for i := range list.Items {
+		names = append(names, list.Items[i].Name)
+	}
+	return requests(names)
+}
+
+// ofReplica is the image below a replica.
+func (r *images) ofReplica(ctx context.Context, o client.Object) []reconcile.Request {
+	rep := o.(*api.Replica)
+	if len(rep.Spec.Layers) == 0 {
+		return nil
+	}
+	if name := rep.Labels[api.LabelImage]; name != "" {
+		return byName(name)
+	}
+	var vol api.Volume
+	if err := r.Get(ctx, client.ObjectKey{Name: rep.Spec.Volume}, &vol); err != nil {
+		return nil // the volume's own event comes
+	}
+	return byName(vol.Spec.BackingImage)
 }
 
 // Reconcile makes one image's copies what they should be, and its status what they are.
@@ -126,7 +165,7 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if err := r.Get(ctx, req.NamespacedName, img); err != nil {
 		if apierrors.IsNotFound(err) {
 			forgetImageMetrics(req.Name)
-			return ctrl.Result{}, nil
+			return ctrl.Result{}, r.orphans(ctx, req.Name)
 		}
 		return ctrl.Result{}, err
 	}
@@ -154,13 +193,13 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if deleting && len(v.users) == 0 {
 		return r.remove(ctx, img, v)
 	}
-	var problem string
+	var p copyPlan
 	if err := validate(img); err != nil {
-		problem = err.Error()
-	} else if problem, err = r.settle(ctx, img, v); err != nil {
+		p.problem = err.Error()
+	} else if p, err = r.settle(ctx, img, v); err != nil {
 		return ctrl.Result{}, again(err)
 	}
-	return ctrl.Result{}, r.mirror(ctx, img, v, problem)
+	return ctrl.Result{RequeueAfter: p.wait}, r.mirror(ctx, img, v, p)
 }
 
 // takeOver begins the life of an image that was rebuilt from disks: with its UUID, and with the copies that are there.
@@ -211,7 +250,7 @@ func again(err error) error {
 // view is what the plan for one image is made from.
 type view struct {
 	copies []api.ImageCopy // of this image, deleting ones included
-	users  []string        // volumes that have the image
+	users  []string        // of an image that is deleted: volumes that hold it
 	needed []need          // disks where a replica of such a volume is
 	disks  []place         // every disk there is
 	nodes  map[string]bool // node: alive
@@ -232,26 +271,35 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 	slices.SortFunc(v.copies, func(a, b api.ImageCopy) int {
 		return strings.Compare(string(a.Spec.Disk)+a.Name, string(b.Spec.Disk)+b.Name)
 	})
-	var vols api.VolumeList
-	if err := r.List(ctx, &vols, client.MatchingFields{volumesByImage: img.Name}); err != nil {
-		return nil, err
-	}
-	for i := range vols.Items {
-		name := vols.Items[i].Name
-		v.users = append(v.users, name)
+	placed := map[string]bool{}
+	if n := len(img.Status.Layers); n > 0 {
 		var reps api.ReplicaList
-		if err := r.List(ctx, &reps, client.MatchingFields{replicasByVolume: name}); err != nil {
+		if err := r.List(ctx, &reps, client.MatchingFields{replicasByLayer: string(img.Status.Layers[n-1])},
+			client.UnsafeDisableDeepCopy); err != nil {
 			return nil, err
 		}
-		for j := range reps.Items {
-			n := need{reps.Items[j].Spec.Node, reps.Items[j].Spec.Disk}
-			if !slices.Contains(v.needed, n) {
-				v.needed = append(v.needed, n)
+		seen := map[need]bool{}
+		for i := range reps.Items {
+			spec := &reps.Items[i].Spec
+			placed[spec.Volume], seen[need{spec.Node, spec.Disk}] = true, true
+		}
+		v.needed = slices.SortedFunc(maps.Keys(seen), func(a, b need) int {
+			return strings.Compare(string(a.disk), string(b.disk))
+		})
+	}
+	if !img.DeletionTimestamp.IsZero() {
+		var vols api.VolumeList
+		if err := r.List(ctx, &vols, client.MatchingFields{volumesByImage: img.Name},
+			client.UnsafeDisableDeepCopy); err != nil {
+			return nil, err
+		}
+		for i := range vols.Items {
+			if vol := &vols.Items[i]; api.HoldsImage(vol, img) {
+				placed[vol.Name] = true
 			}
 		}
+		v.users = slices.Sorted(maps.Keys(placed))
 	}
-	slices.Sort(v.users)
-	slices.SortFunc(v.needed, func(a, b need) int { return strings.Compare(string(a.disk), string(b.disk)) })
 	var nodes api.NodeList
 	if err := r.List(ctx, &nodes); err != nil {
 		return nil, err
@@ -260,31 +308,59 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 	return v, nil
 }
 
-// settle creates and deletes ImageCopy objects. problem says, for people, what it could not do.
-func (r *images) settle(ctx context.Context, img *api.BackingImage, v *view) (problem string, err error) {
-	p := plan(img, v)
+// settle makes the ImageCopy objects what the plan wants.
+func (r *images) settle(ctx context.Context, img *api.BackingImage, v *view) (copyPlan, error) {
+	minutes := time.Duration(number(ctx, r.Client, settingUnused, r.log)) * time.Minute
+	p := plan(img, v, rules{now: time.Now(), unused: minutes})
 	for _, c := range p.drop {
 		if err := r.dropCopy(ctx, v, c); err != nil {
-			return "", err
+			return p, err
 		}
 	}
 	for _, c := range p.create {
 		c := newCopy(img, c)
 		err := r.Create(ctx, c)
 		if err != nil && !apierrors.IsAlreadyExists(err) {
-			return "", err
+			return p, err
 		}
 		if err == nil {
 			r.log.Info("copy wanted", "image", img.Name, "node", c.Spec.Node, "disk", c.Spec.Disk, "from", c.Spec.From)
 		}
 	}
 	for _, c := range p.repair {
-		if err := r.Patch(ctx, c.object, client.RawPatch(types.MergePatchType,
-			fmt.Appendf(nil, `{"spec":{"from":%q}}`, c.from))); err != nil {
-			return "", err
+		if err := r.patch(ctx, c.object, `{"spec":{"from":%q}}`, c.from); err != nil {
+			return p, err
 		}
 	}
-	return p.problem, nil
+	token := img.Annotations[api.AnnotationVerify]
+	for i := range v.copies {
+		if c := &v.copies[i]; c.Spec.UUID == img.Status.UUID && c.Spec.Verify != token && c.DeletionTimestamp.IsZero() {
+			if err := r.patch(ctx, c, `{"spec":{"verify":%q}}`, token); err != nil {
+				return p, err
+			}
+		}
+	}
+	return p, r.cleaned(ctx, img, p)
+}
+
+func (r *images) patch(ctx context.Context, c *api.ImageCopy, format string, args ...any) error {
+	return client.IgnoreNotFound(r.Patch(ctx, c.DeepCopy(),
+		client.RawPatch(types.MergePatchType, fmt.Appendf(nil, format, args...))))
+}
+
+// cleaned takes the wishes for clean-up back that are done with: the copy is gone, or it has to stay.
+func (r *images) cleaned(ctx context.Context, img *api.BackingImage, p copyPlan) error {
+	if len(p.cleaned) == 0 {
+		return nil
+	}
+	base := img.DeepCopy()
+	img.Spec.CleanupDisks = slices.DeleteFunc(img.Spec.CleanupDisks, func(d api.UID) bool {
+		return slices.Contains(p.cleaned, d)
+	})
+	if len(img.Spec.CleanupDisks) == 0 {
+		img.Spec.CleanupDisks = nil
+	}
+	return r.Patch(ctx, img, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 }
 
 // dropCopy deletes a copy; where its node or disk is gone for good, nobody is left to take the finalizer off.
@@ -305,10 +381,14 @@ func (r *images) dropCopy(ctx context.Context, v *view, c *api.ImageCopy) error 
 	return nil
 }
 
+func copyName(image, disk api.UID) string {
+	return string(image) + "." + string(disk)[:min(8, len(disk))]
+}
+
 func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
 	c := &api.ImageCopy{Spec: api.ImageCopySpec{Image: img.Name, UUID: img.Status.UUID, Layers: img.Status.Layers,
-		Node: w.node, Disk: w.disk, From: w.from}}
-	c.Name = string(img.Status.UUID) + "." + string(w.disk)[:min(8, len(w.disk))]
+		Node: w.node, Disk: w.disk, From: w.from, Verify: img.Annotations[api.AnnotationVerify]}}
+	c.Name = copyName(img.Status.UUID, w.disk)
 	c.Finalizers = []string{api.Finalizer}
 	c.Labels = map[string]string{api.LabelImage: img.Name, api.LabelDisk: string(w.disk)}
 	if len(w.node) <= 63 {
@@ -319,44 +399,57 @@ func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
 
 // remove ends an image that no volume uses: all copies first, then the name.
 func (r *images) remove(ctx context.Context, img *api.BackingImage, v *view) (ctrl.Result, error) {
-	// The cache may not know a volume that was made a moment ago.
-	var vols api.VolumeList
-	if err := r.live.List(ctx, &vols); err != nil {
-		return ctrl.Result{}, err
-	}
-	for i := range vols.Items {
-		if vols.Items[i].Spec.BackingImage == img.Name {
-			v.users = append(v.users, vols.Items[i].Name)
-		}
-	}
-	if len(v.users) > 0 {
-		return ctrl.Result{}, r.mirror(ctx, img, v, "")
-	}
 	for i := range v.copies {
 		if err := r.dropCopy(ctx, v, &v.copies[i]); err != nil {
 			return ctrl.Result{}, again(err)
 		}
 	}
 	if len(v.copies) > 0 {
-		return ctrl.Result{}, r.mirror(ctx, img, v, "")
+		return ctrl.Result{}, r.mirror(ctx, img, v, copyPlan{})
 	}
-	// Nor a copy of it.
-	var copies api.ImageCopyList
-	if err := r.live.List(ctx, &copies, client.MatchingLabels{api.LabelImage: img.Name}); err != nil {
-		return ctrl.Result{}, err
-	}
-	if len(copies.Items) > 0 {
-		return ctrl.Result{RequeueAfter: time.Second}, nil
+	// The cache may not know a copy that was made a moment ago. There is one name per disk.
+	for _, d := range v.disks {
+		err := r.live.Get(ctx, client.ObjectKey{Name: copyName(img.Status.UUID, d.uid)}, &api.ImageCopy{})
+		if err == nil {
+			return ctrl.Result{RequeueAfter: 100 * time.Millisecond}, nil
+		}
+		if !apierrors.IsNotFound(err) {
+			return ctrl.Result{}, err
+		}
 	}
 	controllerutil.RemoveFinalizer(img, api.Finalizer)
 	forgetImageMetrics(img.Name)
 	return ctrl.Result{}, again(r.Update(ctx, img))
 }
 
+// orphans removes copies that were asked for while their image went.
+func (r *images) orphans(ctx context.Context, name string) error {
+	var copies api.ImageCopyList
+	if err := r.List(ctx, &copies, client.MatchingFields{copiesByImage: name}); err != nil || len(copies.Items) == 0 {
+		return err
+	}
+	err := r.live.Get(ctx, client.ObjectKey{Name: name}, &api.BackingImage{})
+	if !apierrors.IsNotFound(err) {
+		return err // it is there: its own event comes
+	}
+	var nodes api.NodeList
+	if err := r.List(ctx, &nodes); err != nil {
+		return err
+	}
+	v := &view{}
+	v.disks, v.nodes = disksOf(nodes.Items, time.Now())
+	for i := range copies.Items {
+		if err := r.dropCopy(ctx, v, &copies.Items[i]); err != nil {
+			return again(err)
+		}
+	}
+	return nil
+}
+
 // mirror writes the status, if it changed, and tells of transitions.
-func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, problem string) error {
+func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, p copyPlan) error {
 	before := img.Status.DeepCopy()
-	img.Status = statusOf(img, v, problem)
+	img.Status = statusOf(img, v, p)
 	setImageMetrics(img)
 	if equality.Semantic.DeepEqual(*before, img.Status) {
 		return nil
@@ -375,9 +468,14 @@ func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, pro
 		}
 		r.log.Info("image", "image", img.Name, "state", s.State, "message", s.Message)
 	}
-	was, is := meta.FindStatusCondition(before.Conditions, ConditionInUse), meta.FindStatusCondition(s.Conditions, ConditionInUse)
-	if is != nil && is.Status == metav1.ConditionTrue && (was == nil || was.Message != is.Message) {
-		r.events.Eventf(img, nil, corev1.EventTypeWarning, "InUse", "Delete", "%s", clip(is.Message))
+	for _, tell := range []struct {
+		kind, action string
+		status       metav1.ConditionStatus
+	}{{ConditionInUse, "Delete", metav1.ConditionTrue}, {ConditionEviction, "Evict", metav1.ConditionFalse}} {
+		was, is := meta.FindStatusCondition(before.Conditions, tell.kind), meta.FindStatusCondition(s.Conditions, tell.kind)
+		if is != nil && is.Status == tell.status && is.Reason != "Moving" && (was == nil || was.Message != is.Message) {
+			r.events.Eventf(img, nil, corev1.EventTypeWarning, is.Reason, tell.action, "%s", is.Message)
+		}
 	}
 	return nil
 }

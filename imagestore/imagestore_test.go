@@ -315,9 +315,21 @@ func (w *world) volume(name, image string, disk int) {
 	w.t.Helper()
 	vol := &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: api.VolumeSpec{Size: 10 << 20, BackingImage: image}}
 	w.create(vol)
-	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: name + ".r", Labels: map[string]string{api.LabelVolume: name}},
+	var img api.BackingImage
+	if err := w.client.Get(w.t.Context(), client.ObjectKey{Name: image}, &img); err != nil {
+		w.t.Fatal(err)
+	}
+	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: name + ".r",
+		Labels: map[string]string{api.LabelVolume: name, api.LabelImage: image}},
 		Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: name, VolumeUID: api.NewUID(), Node: w.node,
-			Disk: api.UID(w.disks[disk].UID()), Size: 10 << 20}})
+			Disk: api.UID(w.disks[disk].UID()), Size: 10 << 20, Layers: img.Status.Layers}})
+}
+
+// noVolume deletes a volume with its replica.
+func (w *world) noVolume(name string) {
+	w.t.Helper()
+	w.delete(&api.Replica{}, name+".r")
+	w.delete(&api.Volume{}, name)
 }
 
 func TestDeletionWaitsForVolumes(t *testing.T) {
@@ -332,13 +344,13 @@ func TestDeletionWaitsForVolumes(t *testing.T) {
 		c := meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionInUse)
 		return c != nil && c.Status == metav1.ConditionTrue && strings.Contains(c.Message, "vol-a, vol-b")
 	})
-	w.delete(&api.Volume{}, "vol-a")
+	w.noVolume("vol-a")
 	w.await("golden", "is used by one", func(i *api.BackingImage) bool {
 		c := meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionInUse)
 		return c != nil && strings.HasSuffix(c.Message, ": vol-b")
 	})
 	w.holds(0, img, b)
-	w.delete(&api.Volume{}, "vol-b")
+	w.noVolume("vol-b")
 	w.gone("golden")
 	w.clean(0)
 }

@@ -24,15 +24,68 @@ type movers struct {
 	started chan struct{} // closed when ctx is set
 	ctx     context.Context
 
+	lanes lanes
+
 	mu   sync.Mutex
 	jobs map[string]*job // by name of the ImageCopy
 	wg   sync.WaitGroup
 	done bool
 }
 
+// lanes bound how many jobs of a kind run at once for one disk. A lane is a name; the bound is that of who asks.
+type lanes struct {
+	mu    sync.Mutex
+	busy  map[string]int
+	freed chan struct{} // closed when one is given back
+}
+
+func newLanes() lanes { return lanes{busy: map[string]int{}, freed: make(chan struct{})} }
+
+// try takes a place in a lane, if one is free.
+func (l *lanes) try(lane string, limit int) bool {
+	ok, _ := l.look(lane, limit)
+	return ok
+}
+
+// take waits for a place in a lane.
+func (l *lanes) take(ctx context.Context, lane string, limit int) error {
+	for {
+		ok, freed := l.look(lane, limit)
+		if ok {
+			return nil
+		}
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (l *lanes) look(lane string, limit int) (ok bool, freed chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.busy[lane] >= limit {
+		return false, l.freed
+	}
+	l.busy[lane]++
+	return true, nil
+}
+
+// give leaves a lane.
+func (l *lanes) give(lane string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.busy[lane]--; l.busy[lane] == 0 {
+		delete(l.busy, lane)
+	}
+	close(l.freed)
+	l.freed = make(chan struct{})
+}
+
 func newMovers(parallel int, tick time.Duration) *movers {
 	return &movers{wake: make(chan event.GenericEvent, 16), slots: make(chan struct{}, parallel), tick: tick,
-		started: make(chan struct{}), jobs: map[string]*job{}}
+		started: make(chan struct{}), lanes: newLanes(), jobs: map[string]*job{}}
 }
 
 // Start is the life of all transfers.
@@ -54,6 +107,7 @@ func (m *movers) NeedLeaderElection() bool { return false }
 type job struct {
 	object types.UID // the ImageCopy that it is for
 	source string    // for metrics
+	token  string    // of a verification that was asked for before it began
 	cancel context.CancelFunc
 	ended  chan struct{} // closed at the end; then got and err are set
 	begun  time.Time
@@ -133,7 +187,7 @@ func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
 		return nil, api.Errorf(api.Busy, "a transfer for %s is under way", copy.Name)
 	}
 	jctx, cancel := context.WithCancel(m.ctx)
-	j := &job{object: copy.UID, source: source, cancel: cancel, ended: make(chan struct{}), begun: time.Now(),
+	j := &job{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}), begun: time.Now(),
 		state: api.ImagePending}
 	m.jobs[copy.Name] = j
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}

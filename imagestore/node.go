@@ -59,18 +59,13 @@ type copies struct {
 	mu       sync.Mutex
 	pens     map[string]*pen
 	verdicts map[string]verdict // by name of the ImageCopy
+	doubts   map[string]bool    // ImageCopies that are to be verified: what was copied from them was damaged
 }
 
 // pen is what this process, the only writer, holds to be the status of an ImageCopy. The cache may lag behind it.
 type pen struct {
 	object types.UID
 	status api.ImageCopyStatus
-}
-
-// verdict is what a verification found of a copy whose files somebody had touched.
-type verdict struct {
-	mark string // which touch
-	err  error  // nil: the content is what it was
 }
 
 // SetupNode adds the loops of the node role to a manager. disks finds a disk of this node by its UID.
@@ -100,7 +95,11 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	n := &copies{Client: mgr.GetClient(), node: nodeName, disks: disks, opts: o, uploads: uploads,
 		events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
 		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{},
-		verdicts: map[string]verdict{}}
+		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
+	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.ImageCopy{}, copiesByDisk,
+		func(o client.Object) []string { return some1(string(o.(*api.ImageCopy).Spec.Disk)) }); err != nil {
+		return err
+	}
 	if err := mgr.Add(uploads); err != nil {
 		return err
 	}
@@ -114,6 +113,7 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
 		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
+		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.disksChanged}).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode}).
 		Complete(n)
 }
@@ -177,6 +177,7 @@ func (n *copies) drop(name string) {
 	defer n.mu.Unlock()
 	delete(n.pens, name)
 	delete(n.verdicts, name)
+	delete(n.doubts, name)
 }
 
 // write brings the status to the API, and to the pen once it is there.
@@ -223,12 +224,15 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	}
 	if j != nil {
 		defer n.movers.forget(c.Name)
+		if errors.Is(j.err, context.Canceled) {
+			return 0, nil // the process ends; the next one goes on
+		}
+		if j.err == nil || j.source == verifying {
+			st.Verified, st.LastVerified = j.token, metav1.NewTime(time.Now().Truncate(time.Second))
+		}
 		if j.err == nil {
 			done(st, j.got)
 			return n.opts.Check, nil
-		}
-		if errors.Is(j.err, context.Canceled) {
-			return 0, nil // the process ends; the next one goes on
 		}
 		if j.source == verifying {
 			return n.damaged(c, img.Spec.SourceType, st, j.err), nil
@@ -238,7 +242,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	on, err := n.disks(c.Spec.Disk)
 	if err != nil {
 		st.State, st.Message = api.ImageUnknown, err.Error()
-		return n.opts.RetryMin, nil
+		return n.opts.Check, nil // its disk's return wakes us
 	}
 	if img.Status.UUID != c.Spec.UUID {
 		if st.State != api.ImageReady {
@@ -251,7 +255,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	switch {
 	case err == nil:
 		var known bool
-		if known, err = n.sound(ctx, c, on, got); !known {
+		if known, err = n.sound(ctx, c, on, got, st); !known {
 			return n.opts.Check, err
 		}
 		if err == nil {
@@ -259,7 +263,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 			return n.opts.Check, nil
 		}
 	}
-	if api.Is(err, api.Corrupt) && st.State == api.ImageFailed && due(st) {
+	if api.Is(err, api.Corrupt) && st.State == api.ImageFailed && mayTry(c, st) {
 		// What is there is worth nothing. It goes, unless a replica needs it, and the image is brought again.
 		err = disk.Remove(ctx, on, want)
 		if api.Is(err, api.InUse) && disk.Unmade(on, want) {
@@ -272,7 +276,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		err = api.Errorf(api.NotFound, "removed")
 	}
 	if !api.Is(err, api.NotFound) {
-		if st.State == api.ImageFailed && !due(st) {
+		if st.State == api.ImageFailed && !mayTry(c, st) {
 			return max(time.Until(st.NextTry.Time), 0), nil
 		}
 		return n.damaged(c, img.Spec.SourceType, st, err), nil
@@ -281,15 +285,8 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		n.log.Warn("copy is gone from its disk", "image", c.Spec.Image, "disk", c.Spec.Disk)
 		n.events.Eventf(c, nil, corev1.EventTypeWarning, "Lost", "Transfer", "the copy is gone from disk %s", c.Spec.Disk)
 	}
-	if st.State == api.ImageFailed && c.Spec.From == "" {
-		if st.NextTry.IsZero() {
-			return 0, nil // for good
-		}
-		if !due(st) {
-			return time.Until(st.NextTry.Time), nil
-		}
-	} else if st.State == api.ImageFailed && !due(st) && !st.NextTry.IsZero() {
-		return time.Until(st.NextTry.Time), nil
+	if st.State == api.ImageFailed && !mayTry(c, st) {
+		return max(time.Until(st.NextTry.Time), 0), nil // 0: for good
 	}
 	if interrupted(st) && c.Spec.From == "" && img.Spec.SourceType == api.SourceUpload {
 		if on != nil {
@@ -319,44 +316,17 @@ func due(st *api.ImageCopyStatus) bool {
 	return !st.NextTry.IsZero() && !time.Now().Before(st.NextTry.Time)
 }
 
+// mayTry reports whether a failed copy is to be tried again now. What failed for good is, once another copy is there to
+// take it from.
+func mayTry(c *api.ImageCopy, st *api.ImageCopyStatus) bool {
+	return due(st) || st.NextTry.IsZero() && c.Spec.From != ""
+}
+
 // done is the status of a copy that is there.
 func done(st *api.ImageCopyStatus, g disk.Got) {
 	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
 	st.Attempts = 0
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
-}
-
-// verifying is the kind of a job that reads a copy which is there.
-const verifying = "verification"
-
-// sound tells whether a copy's content is what it was: err nil where nobody touched its files, or where a verification
-// found no harm; known is false while that is being found out.
-func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got disk.Got) (known bool, err error) {
-	mark, err := disk.Touched(on, got.Image)
-	if mark == "" || err != nil {
-		return true, err
-	}
-	n.mu.Lock()
-	v, ok := n.verdicts[c.Name]
-	n.mu.Unlock()
-	if ok && v.mark == mark {
-		return true, v.err
-	}
-	n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
-	_, err = n.movers.start(ctx, c, verifying,
-		func(ctx context.Context, _ *job, slot func(context.Context) error) (disk.Got, error) {
-			if err := slot(ctx); err != nil {
-				return disk.Got{}, err
-			}
-			err := disk.Verify(ctx, on, got.Image)
-			if ctx.Err() == nil {
-				n.mu.Lock()
-				n.verdicts[c.Name] = verdict{mark, err}
-				n.mu.Unlock()
-			}
-			return got, err
-		})
-	return false, err
 }
 
 // damaged is the status of a copy that is on the disk and not whole.
@@ -417,18 +387,29 @@ func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
 // begin starts the transfer of a copy.
 func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingImage, on block.Layers,
 	want disk.Want) error {
+	n.mu.Lock()
+	delete(n.verdicts, c.Name) // they are of what was there before
+	delete(n.doubts, c.Name)
+	n.mu.Unlock()
 	if c.Spec.From != "" {
 		from, err := n.disks(c.Spec.From)
 		if err != nil {
 			return err
 		}
+		sends := max(int(number(ctx, n.Client, settingSends, n.log)), 1)
 		_, err = n.movers.start(ctx, c, "disk",
-			func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error) {
-				if err := slot(ctx); err != nil {
+			func(ctx context.Context, j *job, _ func(context.Context) error) (disk.Got, error) {
+				lane := "send " + from.UID()
+				if err := n.movers.lanes.take(ctx, lane, sends); err != nil {
 					return disk.Got{}, err
 				}
+				defer n.movers.lanes.give(lane)
 				j.is(api.ImageInProgress, "")
-				return disk.Copy(ctx, from, on, want, &j.progress)
+				got, err := disk.Copy(ctx, from, on, want, &j.progress)
+				if api.Is(err, api.Corrupt) {
+					n.doubt(ctx, copyName(c.Spec.UUID, c.Spec.From))
+				}
+				return got, err
 			})
 		return err
 	}
@@ -502,5 +483,9 @@ func (n *copies) remove(ctx context.Context, c *api.ImageCopy, st *api.ImageCopy
 		return 0, true
 	}
 	st.Message = "the copy cannot be removed yet: " + err.Error()
+	if on == nil {
+		st.State = api.ImageUnknown
+		return n.opts.Check, false // its disk's return wakes us
+	}
 	return n.opts.RetryMin, false
 }

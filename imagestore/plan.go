@@ -1,6 +1,7 @@
 package imagestore
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -8,7 +9,6 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
 )
@@ -19,11 +19,13 @@ const silence = 2 * time.Minute
 // place is one disk of a node, as far as placement cares.
 type place struct {
 	uid                api.UID
-	node               string
+	node, path         string
 	nodeTags, diskTags []string
-	alive              bool // node and disk answer
-	open               bool // takes new copies
-	leaving            bool // eviction is requested
+	alive              bool   // node and disk answer
+	open               bool   // takes new copies
+	leaving            bool   // eviction is requested
+	removed            bool   // taken out of the node's spec, and it does not answer
+	message            string // why it does not answer
 	available          int64
 }
 
@@ -39,13 +41,16 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 			if st.UID == "" {
 				continue
 			}
-			d := place{uid: st.UID, node: n.Name, nodeTags: n.Spec.Tags, alive: live && st.Ready, available: st.Available}
+			d := place{uid: st.UID, node: n.Name, path: st.Path, nodeTags: n.Spec.Tags, alive: live && st.Ready,
+				message: st.Message, available: st.Available}
 			j := slices.IndexFunc(n.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == st.Path })
 			if j >= 0 {
 				s := n.Spec.Disks[j]
 				d.diskTags, d.leaving = s.Tags, s.EvictionRequested
 				d.open = !s.EvictionRequested && (s.Schedulable == nil || *s.Schedulable) &&
 					(n.Spec.Schedulable == nil || *n.Spec.Schedulable)
+			} else {
+				d.leaving, d.removed = true, !st.Ready
 			}
 			disks = append(disks, d)
 		}
@@ -61,8 +66,14 @@ func (v *view) disk(uid api.UID) *place {
 	return &v.disks[i]
 }
 
-// gone reports that nobody will ever answer for the disk on that node: the node is no object any more, or the node is
-// alive with all its disks and this one is not among them.
+// alive reports whether the disk answers.
+func (v *view) alive(uid api.UID) bool {
+	d := v.disk(uid)
+	return d != nil && d.alive
+}
+
+// gone reports that nobody will ever answer for the disk on that node: the node is no object any more, or the user took
+// the disk away, or the node is alive with all its disks and this one is not among them.
 func (v *view) gone(node string, uid api.UID) bool {
 	live, known := v.nodes[node]
 	if !known {
@@ -73,7 +84,10 @@ func (v *view) gone(node string, uid api.UID) bool {
 		if d.node != node {
 			continue
 		}
-		if d.uid == uid || !d.alive {
+		if d.uid == uid {
+			return d.removed
+		}
+		if !d.alive && !d.removed {
 			return false
 		}
 		mine++
@@ -86,6 +100,12 @@ func (v *view) used(uid api.UID) bool {
 	return slices.ContainsFunc(v.needed, func(n need) bool { return n.disk == uid })
 }
 
+// rules are what a plan goes by besides the objects.
+type rules struct {
+	now    time.Time
+	unused time.Duration // a copy that nobody needs goes after it; 0: never
+}
+
 type wanted struct {
 	node       string
 	disk, from api.UID
@@ -96,131 +116,344 @@ type repair struct {
 	from   api.UID
 }
 
+// copyPlan is what is to be done, and what is to be told.
 type copyPlan struct {
 	create  []wanted
 	drop    []*api.ImageCopy
 	repair  []repair
-	problem string
+	cleaned []api.UID     // disks whose clean-up is over: nothing is there, or it stays
+	problem string        // what could not be done
+	stays   string        // why a copy is still on a disk that is to be left
+	wait    time.Duration // until time alone changes the plan; 0: it does not
+}
+
+// planning is the making of one plan.
+type planning struct {
+	copyPlan
+	img   *api.BackingImage
+	v     *view
+	rules rules
+	have  []*api.ImageCopy // all that stay, as far as is known before the plan
+	ready []*api.ImageCopy // of those, the ones that can be copied from
+	least int
 }
 
 // plan decides which copies are wanted. It looks at nothing but its arguments.
 //
 // First one copy is made from the source; when that is ready, the others: one on every disk where a replica needs it,
-// and as many more as the minimum asks for. A copy goes when its disk is to be cleaned or left, no replica there needs
-// it, and enough others are ready; the last ready one never goes.
-func plan(img *api.BackingImage, v *view) copyPlan {
-	var p copyPlan
-	deleting := !img.DeletionTimestamp.IsZero()
-	var have, ready []*api.ImageCopy
-	staying := 0 // ready, on disks that are not to be left
-	for i := range v.copies {
-		c := &v.copies[i]
-		if c.Spec.UUID != img.Status.UUID || v.gone(c.Spec.Node, c.Spec.Disk) || !c.DeletionTimestamp.IsZero() {
+// and as many more as the minimum asks for. A copy goes when its disk is to be left or cleaned, or when nobody has
+// needed it for long; but not while a replica there needs it, or another copy is made from it, nor below the minimum.
+// A disk is left even so, where no further disk takes a copy; the last ready one never goes.
+func plan(img *api.BackingImage, v *view, r rules) copyPlan {
+	p := &planning{img: img, v: v, rules: r, least: int(max(img.Spec.MinNumberOfCopies, 1))}
+	p.sort()
+	if len(p.ready) == 0 {
+		p.first()
+	} else {
+		p.whereNeeded()
+		if img.DeletionTimestamp.IsZero() {
+			p.minimum()
+		}
+		p.cleanUp()
+		p.sources()
+	}
+	for _, d := range img.Spec.CleanupDisks {
+		if !p.holds(d) {
+			p.cleaned = append(p.cleaned, d)
+		}
+	}
+	return p.copyPlan
+}
+
+// sort finds out which copies count.
+func (p *planning) sort() {
+	for i := range p.v.copies {
+		c := &p.v.copies[i]
+		if c.Spec.UUID != p.img.Status.UUID || p.v.gone(c.Spec.Node, c.Spec.Disk) || !c.DeletionTimestamp.IsZero() {
 			p.drop = append(p.drop, c)
 			continue
 		}
-		have = append(have, c)
-		if c.Status.State == api.ImageReady && v.nodes[c.Spec.Node] {
-			ready = append(ready, c)
-			if d := v.disk(c.Spec.Disk); d == nil || !d.leaving {
-				staying++
-			}
+		p.have = append(p.have, c)
+		if c.Status.State == api.ImageReady && p.v.alive(c.Spec.Disk) {
+			p.ready = append(p.ready, c)
 		}
 	}
-	holds := func(uid api.UID) bool {
-		return slices.ContainsFunc(v.copies, func(c api.ImageCopy) bool { return c.Spec.Disk == uid })
-	}
-	least := int(max(img.Spec.MinNumberOfCopies, 1))
+}
 
-	// from finds where a copy for a disk comes from; ok is false if there is no way today.
-	from := func(node string) (uid api.UID, ok bool) {
-		for _, c := range ready {
-			if c.Spec.Node == node {
-				return c.Spec.Disk, true
-			}
+// first asks for the copy from the source, unless one is there or under way.
+func (p *planning) first() {
+	for _, c := range p.have {
+		if !p.away(c) && (c.Status.State != api.ImageFailed || !p.leaving(c)) {
+			return // it is made, or tried again
 		}
-		return "", len(have) == 0 || img.Spec.SourceType == api.SourceDownload
 	}
-	add := func(node string, uid api.UID) {
-		f, ok := from(node)
-		if !ok {
-			p.problem = fmt.Sprintf("a copy is needed on node %s: copying between nodes is not supported yet", node)
+	if len(p.have) > 0 && !fetchable(p.img, p.have, "") {
+		return
+	}
+	for _, n := range p.v.needed {
+		if p.v.alive(n.disk) && !p.holds(n.disk) {
+			p.add(n.node, n.disk)
 			return
 		}
-		p.create = append(p.create, wanted{node, uid, f})
 	}
+	if !p.img.DeletionTimestamp.IsZero() {
+		return
+	}
+	if d := choose(p.img, p.v, p.holds, nil); d != nil {
+		p.add(d.node, d.uid)
+	} else if len(p.have) == 0 {
+		p.problem = noDisk(p.img, p.v)
+	}
+}
 
-	if len(have) == 0 {
-		for _, n := range v.needed {
-			if d := v.disk(n.disk); d != nil && d.alive && !holds(n.disk) {
-				add(n.node, n.disk)
-				return p
+// whereNeeded asks for copies where replicas are.
+func (p *planning) whereNeeded() {
+	for _, n := range p.v.needed {
+		if p.v.alive(n.disk) && !p.holds(n.disk) {
+			p.add(n.node, n.disk)
+		}
+	}
+}
+
+// minimum asks for as many copies as the image wants at least, on disks that stay.
+func (p *planning) minimum() {
+	onNode := map[string]int{}
+	coming := 0
+	for _, w := range p.create {
+		onNode[w.node]++
+		if d := p.v.disk(w.disk); d == nil || !d.leaving {
+			coming++
+		}
+	}
+	for _, c := range p.have {
+		onNode[c.Spec.Node]++
+		if !p.leaving(c) && c.Status.State != api.ImageFailed && !p.away(c) {
+			coming++
+		}
+	}
+	for ; coming < p.least; coming++ {
+		d := choose(p.img, p.v, p.holds, onNode)
+		if d == nil {
+			p.problem = fmt.Sprintf("%d of %d copies: %s", coming, p.least, noDisk(p.img, p.v))
+			p.least = max(coming, 1) // more cannot be: a disk that is to be left need not wait for it
+			return
+		}
+		onNode[d.node]++
+		p.add(d.node, d.uid)
+	}
+}
+
+// cleanUp drops what is not needed.
+func (p *planning) cleanUp() {
+	left := 0 // ready, on disks that stay
+	for _, c := range p.ready {
+		if !p.leaving(c) {
+			left++
+		}
+	}
+	// What suits least goes first, then what nobody has needed for longest.
+	order := slices.Clone(p.have)
+	slices.SortStableFunc(order, func(a, b *api.ImageCopy) int {
+		return cmp.Or(cmp.Compare(p.fit(a), p.fit(b)), p.since(a).Compare(p.since(b)))
+	})
+	for _, c := range order {
+		leaving, asked := p.leaving(c), slices.Contains(p.img.Spec.CleanupDisks, c.Spec.Disk)
+		idle := p.idle(c)
+		why := ""
+		switch {
+		case p.v.used(c.Spec.Disk):
+			why = "a volume on it needs it"
+		case p.lends(c):
+			why = "another copy is being made from it"
+		default:
+			after := left
+			if slices.Contains(p.ready, c) && !leaving {
+				after--
 			}
-		}
-		if deleting {
-			return p
-		}
-		if d := choose(img, v, holds, nil); d != nil {
-			add(d.node, d.uid)
-		} else {
-			p.problem = noDisk(img, v)
-		}
-		return p
-	}
-	if len(ready) == 0 {
-		return p
-	}
-	for _, n := range v.needed {
-		if d := v.disk(n.disk); d != nil && d.alive && !holds(n.disk) {
-			add(n.node, n.disk)
-		}
-	}
-	if !deleting {
-		onNode := map[string]int{}
-		coming := len(p.create)
-		for _, c := range have {
-			onNode[c.Spec.Node]++
-			if d := v.disk(c.Spec.Disk); (d == nil || !d.leaving) && c.Status.State != api.ImageFailed {
-				coming++
-			}
-		}
-		taken := func(uid api.UID) bool {
-			return holds(uid) || slices.ContainsFunc(p.create, func(w wanted) bool { return w.disk == uid })
-		}
-		for ; coming < least; coming++ {
-			d := choose(img, v, taken, onNode)
-			if d == nil {
-				p.problem = fmt.Sprintf("%d of %d copies: %s", coming, least, noDisk(img, v))
+			if after >= p.least {
 				break
 			}
-			onNode[d.node]++
-			add(d.node, d.uid)
+			if why = p.problem; why == "" {
+				why = "the others are not ready yet"
+			}
+			if len(p.ready) == 1 && p.ready[0] == c {
+				why = "it is the only one that is ready; " + why
+			}
 		}
-	}
-	for _, c := range have {
-		d := v.disk(c.Spec.Disk)
-		leaving := d != nil && d.leaving
-		if !leaving && !slices.Contains(img.Spec.CleanupDisks, c.Spec.Disk) || v.used(c.Spec.Disk) {
-			continue
-		}
-		left := staying
-		if c.Status.State == api.ImageReady && v.nodes[c.Spec.Node] && !leaving {
-			left--
-		}
-		if left >= least {
+		switch {
+		case why == "" && (leaving || asked || idle == 0):
 			p.drop = append(p.drop, c)
-			staying = left
+			if slices.Contains(p.ready, c) && !leaving {
+				left--
+			}
+			continue
+		case why == "" && idle > 0:
+			p.later(idle)
+		case leaving:
+			p.stays = fmt.Sprintf("the copy stays on disk %s, which is to be left: %s", p.name(c.Spec.Disk), why)
+		}
+		if asked {
+			p.cleaned = append(p.cleaned, c.Spec.Disk)
 		}
 	}
-	for _, c := range have {
-		if c.Status.State != api.ImageFailed {
+}
+
+// sources gives copies that are not ready another place to come from, where the one they have is none any more.
+func (p *planning) sources() {
+	for _, c := range p.have {
+		isSender := slices.ContainsFunc(p.ready, func(s *api.ImageCopy) bool { return s.Spec.Disk == c.Spec.From })
+		switch {
+		case c.Status.State == api.ImageReady:
+		case c.Spec.From == "" && c.Status.State != api.ImageFailed:
+		case c.Spec.From != "" && isSender:
+		default:
+			f, ok := p.from(c.Spec.Node)
+			if ok && f != c.Spec.From && f != c.Spec.Disk {
+				p.repair = append(p.repair, repair{c, f})
+			}
+		}
+	}
+}
+
+// from finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else the image's
+// source. ok is false if there is no way today.
+func (p *planning) from(node string) (uid api.UID, ok bool) {
+	least := 0
+	for _, c := range p.ready {
+		if c.Spec.Node != node {
 			continue
 		}
-		if f, ok := from(c.Spec.Node); ok && f != "" && f != c.Spec.From && f != c.Spec.Disk {
-			p.repair = append(p.repair, repair{c, f})
+		serves := 0
+		for _, r := range p.have {
+			if r.Spec.From == c.Spec.Disk && r.Status.State != api.ImageReady {
+				serves++
+			}
+		}
+		for _, w := range p.create {
+			if w.from == c.Spec.Disk {
+				serves++
+			}
+		}
+		if uid == "" || serves < least {
+			uid, least = c.Spec.Disk, serves
 		}
 	}
-	return p
+	return uid, uid != "" || fetchable(p.img, p.have, node)
+}
+
+// fetchable reports whether the source can be asked again. have are the copies that were made of it.
+func fetchable(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
+	switch img.Spec.SourceType {
+	case api.SourceDownload, api.SourceRegistry:
+		return true
+	case api.SourceFile, api.SourceClone: // on a node that has had it
+		return len(have) == 0 || slices.ContainsFunc(have, func(c *api.ImageCopy) bool {
+			return node == "" || c.Spec.Node == node
+		})
+	}
+	return len(have) == 0
+}
+
+func (p *planning) add(node string, uid api.UID) {
+	f, ok := p.from(node)
+	if !ok {
+		p.problem = fmt.Sprintf("a copy is needed on node %s: copying between nodes is not supported yet", node)
+		return
+	}
+	p.create = append(p.create, wanted{node, uid, f})
+}
+
+// holds reports whether a copy is on the disk, or planned there.
+func (p *planning) holds(uid api.UID) bool {
+	return slices.ContainsFunc(p.v.copies, func(c api.ImageCopy) bool { return c.Spec.Disk == uid }) ||
+		slices.ContainsFunc(p.create, func(w wanted) bool { return w.disk == uid })
+}
+
+// leaving reports whether the copy's disk is to be left.
+func (p *planning) leaving(c *api.ImageCopy) bool {
+	d := p.v.disk(c.Spec.Disk)
+	return d != nil && d.leaving
+}
+
+// away reports whether the copy's disk has not answered for so long that the copy does not count.
+func (p *planning) away(c *api.ImageCopy) bool {
+	if !p.v.nodes[c.Spec.Node] {
+		return true
+	}
+	if p.v.alive(c.Spec.Disk) || c.Status.State != api.ImageUnknown {
+		return false
+	}
+	rest := silence - p.rules.now.Sub(c.Status.LastTransition.Time)
+	if rest > 0 {
+		p.later(rest)
+	}
+	return rest <= 0
+}
+
+// lends reports whether something is read from the copy that does not have its own yet: a copy that is made from it, or
+// a replica on a disk of the node whose copy is not ready.
+func (p *planning) lends(c *api.ImageCopy) bool {
+	if !slices.Contains(p.ready, c) {
+		return false
+	}
+	for _, r := range p.have {
+		if r.Spec.From == c.Spec.Disk && r.Status.State != api.ImageReady && r.Status.State != api.ImageFailed &&
+			p.v.alive(r.Spec.Disk) {
+			return true
+		}
+	}
+	return slices.ContainsFunc(p.v.needed, func(n need) bool {
+		return n.node == c.Spec.Node && p.v.alive(n.disk) &&
+			!slices.ContainsFunc(p.ready, func(r *api.ImageCopy) bool { return r.Spec.Disk == n.disk })
+	})
+}
+
+// fit orders copies by how well their disks suit.
+func (p *planning) fit(c *api.ImageCopy) int {
+	d := p.v.disk(c.Spec.Disk)
+	switch {
+	case d == nil || d.leaving:
+		return 0
+	case !slices.Contains(p.ready, c):
+		return 1
+	case !hasAll(d.nodeTags, p.img.Spec.NodeSelector) || !hasAll(d.diskTags, p.img.Spec.DiskSelector):
+		return 2
+	}
+	return 3
+}
+
+// since is when the copy was last needed; zero: it is, or nobody knows.
+func (p *planning) since(c *api.ImageCopy) time.Time {
+	for _, s := range p.img.Status.Copies {
+		if s.Disk == c.Spec.Disk {
+			return s.LastUsed.Time
+		}
+	}
+	return time.Time{}
+}
+
+// idle is how long it takes until nobody has needed the copy for too long: 0 if that is so now, -1 if it never will.
+func (p *planning) idle(c *api.ImageCopy) time.Duration {
+	since := p.since(c)
+	if p.rules.unused <= 0 || since.IsZero() || !p.v.alive(c.Spec.Disk) {
+		return -1
+	}
+	return max(p.rules.unused-p.rules.now.Sub(since), 0)
+}
+
+func (p *planning) later(d time.Duration) {
+	d += time.Second // times in the API have whole seconds
+	if p.wait == 0 || d < p.wait {
+		p.wait = d
+	}
+}
+
+// name is a disk for people.
+func (p *planning) name(uid api.UID) string {
+	if d := p.v.disk(uid); d != nil && d.path != "" {
+		return d.path + " of node " + d.node
+	}
+	return string(uid)
 }
 
 // choose picks the disk for one more copy: on the node with the fewest copies, there with the most room.
@@ -274,126 +507,4 @@ func plural(n int, what string) string {
 		return "1 " + what
 	}
 	return strconv.Itoa(n) + " " + what + "s"
-}
-
-// rank orders states by how far they are.
-var rank = map[api.ImageState]int{api.ImageFailed: 1, api.ImageUnknown: 2, api.ImagePending: 3, api.ImageStarting: 4,
-	api.ImageInProgress: 5, api.ImageTransfer: 6, api.ImageReady: 7}
-
-// statusOf mirrors the copies into the image: its state is that of the most advanced one.
-func statusOf(img *api.BackingImage, v *view, problem string) api.BackingImageStatus {
-	s := *img.Status.DeepCopy()
-	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, problem, ""
-	var worst string
-	for i := range v.copies {
-		c := &v.copies[i]
-		if c.Spec.UUID != s.UUID {
-			continue
-		}
-		st := c.Status.State
-		if st == "" {
-			st = api.ImagePending
-		}
-		message := explainCopy(c)
-		if !v.nodes[c.Spec.Node] {
-			st, message = api.ImageUnknown, fmt.Sprintf("node %s does not answer", c.Spec.Node)
-		}
-		sum := api.ImageCopySummary{Disk: c.Spec.Disk, Node: c.Spec.Node, State: st, Progress: c.Status.Progress, Message: message}
-		for _, old := range img.Status.Copies {
-			if old.Disk == sum.Disk {
-				sum.LastUsed = old.LastUsed
-			}
-		}
-		if v.used(c.Spec.Disk) {
-			sum.LastUsed = metav1.Time{} // in use: no time since when it is not
-		} else if sum.LastUsed.IsZero() && st == api.ImageReady {
-			sum.LastUsed = metav1.NewTime(time.Now().Truncate(time.Second))
-		}
-		s.Copies = append(s.Copies, sum)
-		if rank[st] > rank[s.State] {
-			s.State = st
-		}
-		s.Progress = max(s.Progress, c.Status.Progress)
-		if st == api.ImageFailed || st == api.ImageUnknown {
-			worst = message
-		}
-		if st == api.ImageReady {
-			s.ReadyCopies++
-			s.Format, s.Checksum, s.Digest = c.Status.Format, c.Status.Checksum, c.Status.Digest
-			s.Size, s.VirtualSize = c.Status.Size, c.Status.VirtualSize
-		}
-	}
-	switch {
-	case s.State != "":
-	case problem != "" && validate(img) != nil:
-		s.State = api.ImageFailed
-	default:
-		s.State = api.ImagePending
-	}
-	if s.Message == "" {
-		s.Message = worst
-	}
-	if s.Size > 0 {
-		s.SizeText, s.VirtualSizeText = api.SizeText(s.Size), api.SizeText(s.VirtualSize)
-	}
-	conditions(img, v, &s)
-	return s
-}
-
-// explainCopy is a copy's message, and when it is tried again.
-func explainCopy(c *api.ImageCopy) string {
-	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed {
-		return c.Status.Message
-	}
-	return fmt.Sprintf("%s (try %d failed, next try at %s)", c.Status.Message, c.Status.Attempts,
-		c.Status.NextTry.UTC().Format(time.RFC3339))
-}
-
-func conditions(img *api.BackingImage, v *view, s *api.BackingImageStatus) {
-	ready := metav1.Condition{Type: api.ConditionReady, Status: metav1.ConditionFalse, Reason: "InProgress",
-		Message: s.Message, ObservedGeneration: img.Generation}
-	least := max(img.Spec.MinNumberOfCopies, 1)
-	switch {
-	case s.State == api.ImageReady && s.ReadyCopies >= least:
-		ready.Status, ready.Reason = metav1.ConditionTrue, "Ready"
-	case s.State == api.ImageReady:
-		ready.Status, ready.Reason = metav1.ConditionTrue, "TooFewCopies"
-	case s.State == api.ImageFailed:
-		ready.Reason = "Failed"
-	case s.State == api.ImageUnknown:
-		ready.Reason = "Unknown"
-	case len(s.Copies) == 0 && s.Message != "":
-		ready.Reason = "NoDisk"
-	}
-	ready.Message = clip(ready.Message)
-	meta.SetStatusCondition(&s.Conditions, ready)
-	if img.DeletionTimestamp.IsZero() {
-		meta.RemoveStatusCondition(&s.Conditions, ConditionInUse)
-		return
-	}
-	use := metav1.Condition{Type: ConditionInUse, Status: metav1.ConditionFalse, Reason: "NoVolume",
-		Message: "copies are being removed", ObservedGeneration: img.Generation}
-	if len(v.users) > 0 {
-		use.Status, use.Reason = metav1.ConditionTrue, "UsedByVolumes"
-		use.Message = fmt.Sprintf("the deletion waits: %s it: %s", usedBy(v.users), some(v.users))
-		if s.Message == "" {
-			s.Message = use.Message
-		}
-	}
-	meta.SetStatusCondition(&s.Conditions, use)
-}
-
-func usedBy(users []string) string {
-	if len(users) == 1 {
-		return "a volume uses"
-	}
-	return plural(len(users), "volume") + " use"
-}
-
-// some names a few, so that a thousand do not fill the message.
-func some(names []string) string {
-	if len(names) > 10 {
-		return strings.Join(names[:10], ", ") + fmt.Sprintf(" and %d more", len(names)-10)
-	}
-	return strings.Join(names, ", ")
 }

@@ -1,0 +1,187 @@
+package imagestore
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"drover.io/drover/api"
+)
+
+// rank orders states by how far they are.
+var rank = map[api.ImageState]int{api.ImageFailed: 1, api.ImageUnknown: 2, api.ImagePending: 3, api.ImageStarting: 4,
+	api.ImageInProgress: 5, api.ImageTransfer: 6, api.ImageReady: 7}
+
+// statusOf mirrors the copies into the image: its state is that of the most advanced one.
+func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus {
+	s := *img.Status.DeepCopy()
+	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
+	var worst string
+	for i := range v.copies {
+		c := &v.copies[i]
+		if c.Spec.UUID != s.UUID {
+			continue
+		}
+		st := c.Status.State
+		if st == "" {
+			st = api.ImagePending
+		}
+		message := explainCopy(c)
+		switch d := v.disk(c.Spec.Disk); {
+		case !v.nodes[c.Spec.Node]:
+			st, message = api.ImageUnknown, fmt.Sprintf("node %s does not answer", c.Spec.Node)
+		case d != nil && !d.alive:
+			st, message = api.ImageUnknown, strings.TrimSuffix(fmt.Sprintf("disk %s is not ready: %s", d.path, d.message), ": ")
+		}
+		sum := api.ImageCopySummary{Disk: c.Spec.Disk, Node: c.Spec.Node, State: st, Progress: c.Status.Progress, Message: message}
+		for _, old := range img.Status.Copies {
+			if old.Disk == sum.Disk {
+				sum.LastUsed = old.LastUsed
+			}
+		}
+		if v.used(c.Spec.Disk) {
+			sum.LastUsed = metav1.Time{} // in use: no time since when it is not
+		} else if sum.LastUsed.IsZero() {
+			sum.LastUsed = metav1.NewTime(time.Now().Truncate(time.Second))
+		}
+		s.Copies = append(s.Copies, sum)
+		if rank[st] > rank[s.State] {
+			s.State = st
+		}
+		s.Progress = max(s.Progress, c.Status.Progress)
+		if st == api.ImageFailed || st == api.ImageUnknown {
+			worst = message
+		}
+		if st == api.ImageReady {
+			s.ReadyCopies++
+			s.Format, s.Checksum, s.Digest = c.Status.Format, c.Status.Checksum, c.Status.Digest
+			s.Size, s.VirtualSize = c.Status.Size, c.Status.VirtualSize
+		}
+	}
+	switch {
+	case s.State != "":
+	case p.problem != "" && validate(img) != nil:
+		s.State = api.ImageFailed
+	default:
+		s.State = api.ImagePending
+	}
+	if s.Message == "" {
+		s.Message = worst
+	}
+	if s.Message == "" {
+		s.Message = p.stays
+	}
+	if s.Size > 0 {
+		s.SizeText, s.VirtualSizeText = api.SizeText(s.Size), api.SizeText(s.VirtualSize)
+	}
+	conditions(img, v, p, &s)
+	return s
+}
+
+// explainCopy is a copy's message, and when it is tried again.
+func explainCopy(c *api.ImageCopy) string {
+	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed {
+		return c.Status.Message
+	}
+	return fmt.Sprintf("%s (try %d failed, next try at %s)", c.Status.Message, c.Status.Attempts,
+		c.Status.NextTry.UTC().Format(time.RFC3339))
+}
+
+func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageStatus) {
+	ready := metav1.Condition{Type: api.ConditionReady, Status: metav1.ConditionFalse, Reason: "InProgress",
+		Message: s.Message, ObservedGeneration: img.Generation}
+	least := max(img.Spec.MinNumberOfCopies, 1)
+	switch {
+	case s.State == api.ImageReady && s.ReadyCopies >= least:
+		ready.Status, ready.Reason = metav1.ConditionTrue, "Ready"
+	case s.State == api.ImageReady:
+		ready.Status, ready.Reason = metav1.ConditionTrue, "TooFewCopies"
+	case s.State == api.ImageFailed:
+		ready.Reason = "Failed"
+	case s.State == api.ImageUnknown:
+		ready.Reason = "Unknown"
+	case len(s.Copies) == 0 && s.Message != "":
+		ready.Reason = "NoDisk"
+	}
+	ready.Message = clip(ready.Message)
+	meta.SetStatusCondition(&s.Conditions, ready)
+	leave(v, p, s, img.Generation)
+	if img.DeletionTimestamp.IsZero() {
+		meta.RemoveStatusCondition(&s.Conditions, ConditionInUse)
+		return
+	}
+	use := metav1.Condition{Type: ConditionInUse, Status: metav1.ConditionFalse, Reason: "NoVolume",
+		Message: "copies are being removed", ObservedGeneration: img.Generation}
+	if len(v.users) > 0 {
+		use.Status, use.Reason = metav1.ConditionTrue, "UsedByVolumes"
+		use.Message = fmt.Sprintf("the deletion waits: %s it: %s", usedBy(v.users), some(v.users))
+	} else if why := hindrance(v); why != "" {
+		use.Reason, use.Message = "CopyStays", "the deletion waits: "+why
+	}
+	if s.Message == "" || len(v.users) == 0 {
+		s.Message = use.Message
+	}
+	use.Message = clip(use.Message)
+	meta.SetStatusCondition(&s.Conditions, use)
+}
+
+// hindrance says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
+func hindrance(v *view) string {
+	for i := range v.copies {
+		c := &v.copies[i]
+		d := v.disk(c.Spec.Disk)
+		switch {
+		case c.DeletionTimestamp.IsZero():
+		case !v.nodes[c.Spec.Node]:
+			return fmt.Sprintf("a copy is on node %s, which does not answer: it goes when the node is back, or was deleted",
+				c.Spec.Node)
+		case d == nil:
+			return fmt.Sprintf("a copy is on disk %s, which is not there: it goes when the disk is back, or was removed with "+
+				"`drover disk remove`", c.Spec.Disk)
+		case !d.alive:
+			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it goes when the disk is back, or was "+
+				"removed with `drover disk remove`", d.path, d.node)
+		case c.Status.Message != "":
+			return fmt.Sprintf("a copy is on disk %s of node %s: %s", d.path, d.node, c.Status.Message)
+		}
+	}
+	return ""
+}
+
+// leave tells of copies on disks that are to be left.
+func leave(v *view, p copyPlan, s *api.BackingImageStatus, generation int64) {
+	on := 0
+	for i := range v.copies {
+		if d := v.disk(v.copies[i].Spec.Disk); d != nil && d.leaving {
+			on++
+		}
+	}
+	if on == 0 {
+		meta.RemoveStatusCondition(&s.Conditions, ConditionEviction)
+		return
+	}
+	c := metav1.Condition{Type: ConditionEviction, Status: metav1.ConditionFalse, Reason: "Moving",
+		Message: "the image moves to other disks", ObservedGeneration: generation}
+	if p.stays != "" {
+		c.Reason, c.Message = "Stays", clip(p.stays)
+	}
+	meta.SetStatusCondition(&s.Conditions, c)
+}
+
+func usedBy(users []string) string {
+	if len(users) == 1 {
+		return "a volume uses"
+	}
+	return plural(len(users), "volume") + " use"
+}
+
+// some names a few, so that a thousand do not fill the message.
+func some(names []string) string {
+	if len(names) > 10 {
+		return strings.Join(names[:10], ", ") + fmt.Sprintf(" and %d more", len(names)-10)
+	}
+	return strings.Join(names, ", ")
+}

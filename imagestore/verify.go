@@ -1,0 +1,117 @@
+package imagestore
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"k8s.io/client-go/util/workqueue"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/disk"
+)
+
+// verifying is the kind of a job that reads a copy which is there.
+const verifying = "verification"
+
+// verdict is what a verification found of a copy.
+type verdict struct {
+	mark string // which touch of its files it is about; empty: none
+	err  error  // nil: the content is what it was
+}
+
+// sound tells whether a copy's content is what it was: err nil where there is no reason to doubt it, or where a
+// verification found no harm; known is false while that is being found out. Reasons are: somebody touched its files,
+// what was copied from it was damaged, the user asks, or the last verification is long ago.
+func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got disk.Got, st *api.ImageCopyStatus) (
+	known bool, err error) {
+	mark, err := disk.Touched(on, got.Image)
+	if err != nil {
+		return true, err
+	}
+	n.mu.Lock()
+	v, ok := n.verdicts[c.Name]
+	doubt := n.doubts[c.Name]
+	n.mu.Unlock()
+	lane := "verify " + on.UID()
+	held := false
+	switch asked := c.Spec.Verify != "" && c.Spec.Verify != st.Verified; {
+	case ok && v.err != nil && v.mark == mark:
+		return true, v.err // until it is replaced
+	case asked, doubt:
+	case mark != "" && (!ok || v.mark != mark):
+		n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
+	case n.old(ctx, st) && n.movers.lanes.try(lane, 1): // else at the next look, when the disk is not busy with others
+		held = true
+	default:
+		return true, nil
+	}
+	_, err = n.movers.start(ctx, c, verifying,
+		func(ctx context.Context, _ *job, _ func(context.Context) error) (disk.Got, error) {
+			if !held {
+				if err := n.movers.lanes.take(ctx, lane, 1); err != nil {
+					return disk.Got{}, err
+				}
+			}
+			defer n.movers.lanes.give(lane)
+			err := disk.Verify(ctx, on, got.Image)
+			if ctx.Err() == nil {
+				n.mu.Lock()
+				n.verdicts[c.Name] = verdict{mark, err}
+				delete(n.doubts, c.Name)
+				n.mu.Unlock()
+			}
+			return got, err
+		})
+	if err != nil && held {
+		n.movers.lanes.give(lane)
+	}
+	return false, err
+}
+
+// old reports whether it is time to verify a copy again.
+func (n *copies) old(ctx context.Context, st *api.ImageCopyStatus) bool {
+	hours := number(ctx, n.Client, settingVerify, n.log)
+	return hours > 0 && time.Since(st.LastVerified.Time) > time.Duration(hours)*time.Hour
+}
+
+// doubt asks for the verification of a copy of this node.
+func (n *copies) doubt(ctx context.Context, name string) {
+	n.mu.Lock()
+	n.doubts[name] = true
+	n.mu.Unlock()
+	n.movers.tell(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: name}}})
+}
+
+// disksChanged wakes the copies on disks of this node that came or went.
+func (n *copies) disksChanged(ctx context.Context, e event.UpdateEvent,
+	q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
+	was, is := e.ObjectOld.(*api.Node), e.ObjectNew.(*api.Node)
+	if is.Name != n.node {
+		return
+	}
+	for _, d := range is.Status.Disks {
+		same := slices.ContainsFunc(was.Status.Disks, func(o api.DiskStatus) bool { return o.UID == d.UID && o.Ready == d.Ready })
+		if same || d.UID == "" {
+			continue
+		}
+		var list api.ImageCopyList
+		if err := n.List(ctx, &list, client.MatchingFields{copiesByDisk: string(d.UID)},
+			client.UnsafeDisableDeepCopy); err != nil {
+			n.log.Error("copies of a disk not listed", "disk", d.UID, "error", err)
+			return
+		}
+		for i := range list.Items {
+			if list.Items[i].Spec.Node == n.node {
+				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: list.Items[i].Name}})
+			}
+		}
+	}
+}
