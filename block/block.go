@@ -42,6 +42,12 @@ type Source interface {
 	io.Closer
 }
 
+// Dropper is what a reader of an image may find behind its io.ReaderAt: scratch room. Drop says that the bytes
+// [off, off+n) were read and will not be asked for again; who asks all the same may get an error.
+type Dropper interface {
+	Drop(off, n int64)
+}
+
 // Sink takes what a Source holds. WriteAt and ZeroAt may be called from several goroutines at once, for ranges that do
 // not overlap; ranges never given stay holes.
 type Sink interface {
@@ -89,7 +95,7 @@ type Image struct {
 	UID         string   `json:"uid"`
 	Name        string   `json:"name"`
 	Layers      []string `json:"layers"`      // bottom first
-	Format      string   `json:"format"`      // of the source: raw, qcow2
+	Format      string   `json:"format"`      // of the source: raw, qcow2, qcow2.xz, ...
 	VirtualSize int64    `json:"virtualSize"` // bytes, as the source says; layers are padded to Size
 	Checksum    string   `json:"checksum"`    // SHA-512 of the source's bytes, hex
 	Digest      string   `json:"digest"`      // root digest of the top layer's content
@@ -123,6 +129,9 @@ type Layers interface {
 // LayerWriter fills one new layer.
 type LayerWriter interface {
 	Sink
+	// Resize gives the layer another size (rounded up to Size): for a source that tells its length only at its end. It
+	// may grow while it is written to; to shrink, no other call may be under way.
+	Resize(size int64) error
 	// Seal makes the layer durable and immutable, with digests, and publishes it under its uid.
 	Seal(ctx context.Context) (root string, allocated int64, err error)
 	// Abort removes what was written. After Seal it does nothing.

@@ -3,6 +3,7 @@ package stack
 import (
 	"bytes"
 	"context"
+	"errors"
 	"math/rand/v2"
 	"os"
 	"testing"
@@ -158,6 +159,27 @@ func TestDigestIsOfContent(t *testing.T) {
 	})
 	if whole != parts || whole != twice {
 		t.Errorf("one content, digests %s, %s, %s", whole, parts, twice)
+	}
+	grown := digest(func(w block.LayerWriter) error { // and shrunk before that, and after
+		junk := bytes.Repeat([]byte("junk"), int(size/4))
+		if _, err := w.WriteAt(junk, 0); err != nil {
+			return err
+		}
+		if err := w.Resize(1<<20 + 777); err != nil {
+			return err
+		}
+		for off := int64(0); off < size; off += 1 << 20 {
+			if err := errors.Join(w.Resize(off+3<<20), write(w, off, 1<<20)); err != nil {
+				return err
+			}
+		}
+		if _, err := w.WriteAt(junk, size); err == nil {
+			return errors.New("written behind the end")
+		}
+		return w.Resize(size)
+	})
+	if grown != whole {
+		t.Errorf("one content, digest %s of one size, %s after others", whole, grown)
 	}
 	holes := digest(func(w block.LayerWriter) error { return write(w, 1<<20, 3<<20) })
 	content[3<<20]++

@@ -128,14 +128,54 @@ func (w *layerWriter) name(err error) error {
 	return fmt.Errorf("layer %s on disk %s: %w", w.uid, w.d.root, classify(err))
 }
 
-func (w *layerWriter) check(off, n int64) error {
-	if off < 0 || n < 0 || off > w.size-n {
-		return api.Errorf(api.OutOfRange, "range [%d, %d) is outside of %d bytes", off, off+n, w.size)
-	}
+// check allows an access, and tells the layer's size.
+func (w *layerWriter) check(off, n int64) (size int64, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if off < 0 || n < 0 || off > w.size-n {
+		return 0, api.Errorf(api.OutOfRange, "range [%d, %d) is outside of %d bytes", off, off+n, w.size)
+	}
 	if w.state != writing {
-		return api.Errorf(api.Invalid, "it is sealed or aborted")
+		return 0, api.Errorf(api.Invalid, "it is sealed or aborted")
+	}
+	return w.size, nil
+}
+
+// Resize implements block.LayerWriter.
+func (w *layerWriter) Resize(size int64) error {
+	if size <= 0 || size > api.MaxVolumeSize {
+		return w.name(api.Errorf(api.OutOfRange, "%d is not a size that a layer can have", size))
+	}
+	if _, err := w.check(0, 0); err != nil {
+		return w.name(err)
+	}
+	size = (size + blockSize - 1) &^ (blockSize - 1)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	// The end of the last chunk moves: what was its digest is that of something else.
+	delete(w.known, min(size, w.size)/chunkSize)
+	if size >= w.size {
+		w.kinds.grow(size>>blockBits, uint16(block.Hole))
+		w.size = size
+		return nil // the file gets its length when it is sealed
+	}
+	if len(w.dirty) > 0 {
+		return w.name(api.Errorf(api.Invalid, "it cannot shrink while it is written to"))
+	}
+	if err := w.data.Truncate(size); err != nil {
+		return w.name(err)
+	}
+	kinds := newIndex(size>>blockBits, uint16(block.Hole))
+	for b := int64(0); b < kinds.blocks; {
+		v, n := w.kinds.run(b, kinds.blocks)
+		kinds.set(b, b+n, v)
+		b += n
+	}
+	w.kinds, w.size = kinds, size
+	for c := range w.known {
+		if c >= (size+chunkSize-1)/chunkSize {
+			delete(w.known, c)
+		}
 	}
 	return nil
 }
@@ -150,12 +190,13 @@ func (w *layerWriter) begin(off, n int64) {
 	}
 }
 
-// end takes a writer out again. Summed says that it wrote chunk's digest; that counts only if it was there alone.
-func (w *layerWriter) end(off, n int64, summed []int64) {
+// end takes a writer out again. Summed says that it wrote chunk's digest; that counts only if it was there alone, and
+// if the chunk still ends where it did when the layer was of size.
+func (w *layerWriter) end(off, n, size int64, summed []int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, c := range summed {
-		if w.dirty[c] == 1 {
+		if w.dirty[c] == 1 && (size == w.size || (c+1)*chunkSize <= size) {
 			w.known[c] = true
 		}
 	}
@@ -169,12 +210,13 @@ func (w *layerWriter) end(off, n int64, summed []int64) {
 // WriteAt implements io.WriterAt. Whole blocks of zeros are recorded and not written.
 func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 	n := int64(len(p))
-	if err := w.check(off, n); err != nil || n == 0 {
+	size, err := w.check(off, n)
+	if err != nil || n == 0 {
 		return 0, w.name(err)
 	}
 	w.begin(off, n)
 	var summed []int64
-	defer func() { w.end(off, n, summed) }()
+	defer func() { w.end(off, n, size, summed) }()
 	for at := int64(0); at < n; {
 		end := at + blockSize - (off+at)%blockSize
 		zero := end <= n && end-at == blockSize && isZero(p[at:end])
@@ -199,7 +241,7 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 	}
 	// A chunk that came whole is digested while it is in the cache.
 	for c := (off + chunkSize - 1) / chunkSize; c*chunkSize < off+n; c++ {
-		end := min((c+1)*chunkSize, w.size)
+		end := min((c+1)*chunkSize, size)
 		if end > off+n {
 			break
 		}
@@ -251,11 +293,11 @@ func (w *layerWriter) mark(off, n int64, k block.Kind) error {
 
 // ZeroAt implements block.Sink. Parts of blocks at the ends are written as zeros.
 func (w *layerWriter) ZeroAt(off, n int64) error {
-	if err := w.check(off, n); err != nil || n == 0 {
+	if _, err := w.check(off, n); err != nil || n == 0 {
 		return w.name(err)
 	}
 	w.begin(off, n)
-	defer w.end(off, n, nil)
+	defer w.end(off, n, 0, nil)
 	end := off + n
 	from, to := (off+blockSize-1)&^(blockSize-1), end&^(blockSize-1)
 	if from > to {
@@ -279,7 +321,7 @@ func (w *layerWriter) ZeroAt(off, n int64) error {
 
 // Sync implements block.Sink.
 func (w *layerWriter) Sync(context.Context) error {
-	if err := w.check(0, 0); err != nil {
+	if _, err := w.check(0, 0); err != nil {
 		return w.name(err)
 	}
 	return w.name(w.data.Datasync())
@@ -287,7 +329,7 @@ func (w *layerWriter) Sync(context.Context) error {
 
 // Seal implements block.LayerWriter. The rename of layer.json commits it.
 func (w *layerWriter) Seal(ctx context.Context) (root string, allocated int64, err error) {
-	if err := w.check(0, 0); err != nil {
+	if _, err := w.check(0, 0); err != nil {
 		return "", 0, w.name(err)
 	}
 	rec, err := w.seal(ctx)
@@ -302,6 +344,9 @@ func (w *layerWriter) Seal(ctx context.Context) (root string, allocated int64, e
 
 func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 	rec := layerRecord{UID: w.uid, Size: w.size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
+	if err := w.data.Truncate(w.size); err != nil {
+		return rec, err
+	}
 	err := eachChunk(ctx, &w.kinds, func(c int64, buf []byte) error {
 		w.mu.Lock()
 		known := w.known[c]
