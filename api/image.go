@@ -8,7 +8,7 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type SourceType string
 
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
-// clone {backingImage}; registry {url: docker://host[:port]/repo[:tag|@digest]}.
+// clone {backingImage}; registry {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"

@@ -22,7 +22,7 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceUpload:   {"size": false},
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
-	SourceRegistry: {"url": true},
+	SourceRegistry: {"url": true, "plainHTTP": false},
 }
 
 var (
@@ -129,6 +129,9 @@ func (s *BackingImageSpec) validateParameters() error {
 		}
 		if !ok || host == "" || repo == "" {
 			return Errorf(Invalid, "parameter url must be %sHOST[:PORT]/REPOSITORY[:TAG or @DIGEST]", RegistryScheme)
+		}
+		if v := s.SourceParameters["plainHTTP"]; v != "" && v != "true" && v != "false" {
+			return Errorf(Invalid, "parameter plainHTTP is %q: it must be true or false", v)
 		}
 	case SourceClone:
 		return ValidateImageName(s.SourceParameters["backingImage"])

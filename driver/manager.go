@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -57,12 +58,13 @@ var scheme = func() *runtime.Scheme {
 	return s
 }()
 
-// mapper knows our kinds, so that nothing begins with a round of discovery, or needs one while the server is away.
+// mapper knows our kinds and those that they refer to, so that nothing begins with a round of discovery, or needs one while the server is away.
 func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
 	}
+	m.Add(corev1.SchemeGroupVersion.WithKind("Secret"), meta.RESTScopeNamespace)
 	return m, nil
 }
 

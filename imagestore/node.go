@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"strconv"
 	"sync"
 	"time"
 
@@ -48,6 +47,7 @@ type NodeOptions struct {
 // copies makes the ImageCopy objects of one node true.
 type copies struct {
 	client.Client
+	secrets client.Reader // not cached: nobody but the transfer that needs one reads them
 	node    string
 	disks   func(api.UID) (block.Layers, error)
 	opts    NodeOptions
@@ -92,8 +92,8 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if err != nil {
 		return err
 	}
-	n := &copies{Client: mgr.GetClient(), node: nodeName, disks: disks, opts: o, uploads: uploads,
-		events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
+	n := &copies{Client: mgr.GetClient(), secrets: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
+		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
 		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{},
 		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
 	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.ImageCopy{}, copiesByDisk,
@@ -419,57 +419,6 @@ func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingIm
 			return n.bring(ctx, j, slot, spec, on, want)
 		})
 	return err
-}
-
-// bring is one import from the image's source.
-func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want disk.Want) (got disk.Got, err error) {
-	var up *source.Upload
-	open := func(ctx context.Context) (*source.Stream, error) {
-		if spec.SourceType == api.SourceUpload {
-			size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
-			up = n.uploads.Expect(size)
-			j.is(api.ImageStarting, up.URL)
-			s, err := up.Accept(ctx)
-			if err != nil {
-				return nil, err
-			}
-			if err := slot(ctx); err != nil {
-				_ = s.Close()
-				return nil, err
-			}
-			j.is(api.ImageInProgress, "")
-			return s, nil
-		}
-		if err := slot(ctx); err != nil {
-			return nil, err
-		}
-		j.is(api.ImageStarting, "")
-		s, err := n.open(ctx, spec)
-		if err == nil {
-			j.is(api.ImageInProgress, "")
-		}
-		return s, err
-	}
-	got, err = disk.Import(ctx, on, want, &j.progress, open)
-	if up != nil {
-		up.Close(err)
-	}
-	return got, err
-}
-
-func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec) (*source.Stream, error) {
-	switch spec.SourceType {
-	case api.SourceFile:
-		return source.OpenFile(spec.SourceParameters["path"])
-	case api.SourceDownload:
-		o := n.opts.Download
-		o.Resumed = func(off int64, cause error) {
-			n.log.Warn("download was cut, asking for the rest", "bytes", off, "cause", cause)
-		}
-		return source.Download(ctx, spec.SourceParameters["url"], o)
-	}
-	return nil, api.Errorf(api.Unsupported, "source type %s is not supported yet", spec.SourceType)
 }
 
 // remove takes the copy from its disk.

@@ -3,6 +3,7 @@ package imagestore_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -14,6 +15,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
@@ -70,7 +73,7 @@ type world struct {
 func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	t.Helper()
 	scheme := runtime.NewScheme()
-	if err := api.AddToScheme(scheme); err != nil {
+	if err := errors.Join(api.AddToScheme(scheme), corev1.AddToScheme(scheme)); err != nil {
 		t.Fatal(err)
 	}
 	c, err := client.NewWithWatch(apiServer, client.Options{Scheme: scheme})
@@ -104,6 +107,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	if err := c.Status().Update(t.Context(), node); err != nil {
 		t.Fatal(err)
 	}
+	w.private(true) // servers of tests are on loopback
 	w.start()
 	t.Cleanup(func() {
 		w.cleanUp()
@@ -179,6 +183,22 @@ func (w *world) clean(i int) {
 		for _, e := range entries {
 			w.t.Errorf("left on disk %d: %s/%s", i, sub, e.Name())
 		}
+	}
+}
+
+// private sets whether sources may be on addresses inside.
+func (w *world) private(allowed bool) {
+	w.t.Helper()
+	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "allow-private-image-sources"}, Value: fmt.Sprint(allowed)}
+	err := w.client.Create(w.t.Context(), s)
+	if apierrors.IsAlreadyExists(err) {
+		if err = w.client.Get(w.t.Context(), client.ObjectKeyFromObject(s), s); err == nil {
+			s.Value = fmt.Sprint(allowed)
+			err = w.client.Update(w.t.Context(), s)
+		}
+	}
+	if err != nil {
+		w.t.Fatal(err)
 	}
 }
 

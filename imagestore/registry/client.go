@@ -125,7 +125,7 @@ func (c *client) failed(ctx context.Context, err error) error {
 		return api.Errorf(api.Denied, "%s: %w", c.name, plain)
 	case errors.Is(err, http.ErrSchemeMismatch):
 		return api.Errorf(api.Denied, "%s: the registry does not speak TLS, and plain http is refused: everybody on the "+
-			"way could change the image; an option allows it", c.name)
+			"way could change the image; the parameter plainHTTP allows it", c.name)
 	}
 	var ue *url.Error
 	if errors.As(err, &ue) {
@@ -203,7 +203,8 @@ func (p *patient) check(u *url.URL) error {
 type plainError struct{ host string }
 
 func (e *plainError) Error() string {
-	return "plain http to " + e.host + " is refused: everybody on the way could change the image; an option allows it"
+	return "plain http to " + e.host + " is refused: everybody on the way could change the image; the parameter " +
+		"plainHTTP allows it"
 }
 
 // once sends a request, and gives the other side Start for its first byte.

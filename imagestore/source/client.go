@@ -33,8 +33,8 @@ type Access struct {
 var ours = map[string]bool{"Range": true, "If-Range": true, "Accept-Encoding": true, "Host": true, "Content-Length": true,
 	"Transfer-Encoding": true, "Connection": true, "Trailer": true, "Te": true, "Upgrade": true}
 
-// check refuses what cannot be sent. No message repeats a value.
-func (a *Access) check() error {
+// Check refuses what cannot be sent. No message repeats a value.
+func (a *Access) Check() error {
 	switch {
 	case a.Token != "" && (a.Username != "" || a.Password != ""):
 		return api.Errorf(api.Invalid, "both a token and a password are given: the server takes one of them")
@@ -55,7 +55,23 @@ func (a *Access) check() error {
 			}
 		}
 	}
-	return nil
+	_, err := a.authorities()
+	return err
+}
+
+// authorities are the system's and those of CA; nil: the system's alone.
+func (a *Access) authorities() (*x509.CertPool, error) {
+	if len(a.CA) == 0 {
+		return nil, nil
+	}
+	pool, err := x509.SystemCertPool()
+	if err != nil {
+		pool = x509.NewCertPool()
+	}
+	if !pool.AppendCertsFromPEM(a.CA) {
+		return nil, api.Errorf(api.Invalid, "%s holds no certificate in PEM form", api.SecretCA)
+	}
+	return pool, nil
 }
 
 // apply puts the credentials on a request to the server that the user named.
@@ -95,15 +111,9 @@ func (a *Access) transport() (*http.Transport, error) {
 		// HTTP/1.1 alone: several ranges at once are to come over several connections.
 		TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{},
 	}
-	if len(a.CA) > 0 {
-		pool, err := x509.SystemCertPool()
-		if err != nil {
-			pool = x509.NewCertPool()
-		}
-		if !pool.AppendCertsFromPEM(a.CA) {
-			return nil, api.Errorf(api.Invalid, "the certificate authority (%s) holds no certificate in PEM form", api.SecretCA)
-		}
-		tr.TLSClientConfig.RootCAs = pool
+	var err error
+	if tr.TLSClientConfig.RootCAs, err = a.authorities(); err != nil {
+		return nil, err
 	}
 	GuardTransport(tr, a.Allow)
 	return tr, nil

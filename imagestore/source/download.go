@@ -77,7 +77,7 @@ func Download(ctx context.Context, address string, opts DownloadOptions) (*Strea
 		return nil, api.Errorf(api.Invalid, "the url cannot be read: is it complete, and are special characters escaped?")
 	}
 	name := redact(u)
-	if err := errors.Join(checkScheme(u), opts.check()); err != nil {
+	if err := errors.Join(checkScheme(u), opts.Check()); err != nil {
 		return nil, api.Errorf(api.Invalid, "%s: %w", name, err)
 	}
 	tr, err := opts.transport()

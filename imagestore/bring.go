@@ -1,0 +1,189 @@
+package imagestore
+
+import (
+	"context"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/registry"
+	"drover.io/drover/imagestore/source"
+)
+
+// settingPrivate lets sources be on addresses inside the network.
+const settingPrivate = "allow-private-image-sources"
+
+// bring is one import from the image's source.
+func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
+	on block.Layers, want disk.Want) (got disk.Got, err error) {
+	var up *source.Upload
+	open := func(ctx context.Context) (*source.Stream, error) {
+		if spec.SourceType == api.SourceUpload {
+			size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
+			up = n.uploads.Expect(size)
+			j.is(api.ImageStarting, up.URL)
+			s, err := up.Accept(ctx)
+			if err != nil {
+				return nil, err
+			}
+			if err := slot(ctx); err != nil {
+				_ = s.Close()
+				return nil, err
+			}
+			j.is(api.ImageInProgress, "")
+			return s, nil
+		}
+		if err := slot(ctx); err != nil {
+			return nil, err
+		}
+		j.is(api.ImageStarting, "")
+		s, err := n.open(ctx, spec)
+		if err == nil {
+			j.is(api.ImageInProgress, "")
+		}
+		return s, err
+	}
+	got, err = disk.Import(ctx, on, want, &j.progress, open)
+	if up != nil {
+		up.Close(err)
+	}
+	return got, err
+}
+
+func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec) (*source.Stream, error) {
+	url := spec.SourceParameters["url"]
+	switch spec.SourceType {
+	case api.SourceFile:
+		return source.OpenFile(spec.SourceParameters["path"])
+	case api.SourceDownload:
+		o := n.opts.Download
+		secret, err := n.secret(ctx, spec.SecretRef)
+		if err == nil {
+			o.Access, err = access(secret)
+		}
+		if err != nil {
+			return nil, ofSecret(spec.SecretRef, err)
+		}
+		if o.Allow, err = n.allowed(ctx); err != nil {
+			return nil, err
+		}
+		o.Resumed = func(off int64, cause error) {
+			n.log.Warn("download was cut, asking for the rest", "bytes", off, "cause", cause)
+		}
+		return source.Download(ctx, url, o)
+	case api.SourceRegistry:
+		d := n.opts.Download
+		o := registry.Options{Start: d.Start, Stall: d.Stall, Pause: d.Pause, Resumes: d.Resumes,
+			PlainHTTP: spec.SourceParameters["plainHTTP"] == "true"}
+		secret, err := n.secret(ctx, spec.SecretRef)
+		if err == nil {
+			err = account(&o, url, secret)
+		}
+		if err != nil {
+			return nil, ofSecret(spec.SecretRef, err)
+		}
+		if o.Allow, err = n.allowed(ctx); err != nil {
+			return nil, err
+		}
+		o.Resumed = func(off int64, cause error) {
+			n.log.Warn("transfer from a registry was cut, asking for the rest", "bytes", off, "cause", cause)
+		}
+		o.Resolved = func(digest string) { n.log.Info("image found in its registry", "url", url, "digest", digest) }
+		return registry.Open(ctx, url, o)
+	}
+	return nil, api.Errorf(api.Unsupported, "source type %s is not supported yet", spec.SourceType)
+}
+
+// allowed says which addresses outside the public internet a source may be on; nil: none.
+func (n *copies) allowed(ctx context.Context) (func(netip.Addr) bool, error) {
+	var s api.Setting
+	err := n.Get(ctx, client.ObjectKey{Name: settingPrivate}, &s)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, api.Explain(err, "read setting %s", settingPrivate)
+	}
+	if err != nil {
+		s.Value = api.Settings[settingPrivate]
+	}
+	if s.Value != "true" {
+		return nil, nil
+	}
+	return func(netip.Addr) bool { return true }, nil
+}
+
+// secret reads what an image's Secret holds; nil where it has none.
+func (n *copies) secret(ctx context.Context, ref *api.SecretRef) (map[string][]byte, error) {
+	if ref == nil {
+		return nil, nil
+	}
+	var s corev1.Secret
+	err := n.secrets.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, &s)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, api.Explain(err, "it cannot be read")
+	}
+	if err != nil {
+		return nil, api.Errorf(api.NotFound, "it does not exist: create it, the image is then tried again")
+	}
+	return s.Data, nil
+}
+
+// ofSecret names the Secret. What is wrong with it can be made right, so no such error is for good.
+func ofSecret(ref *api.SecretRef, err error) error {
+	kind := api.KindOf(err)
+	if ref == nil {
+		return err
+	}
+	if kind == api.Invalid {
+		kind = api.Denied
+	}
+	return api.Errorf(kind, "Secret %s in namespace %s: %w", ref.Name, ref.Namespace, err)
+}
+
+// access is what a Secret says about a download.
+func access(secret map[string][]byte) (source.Access, error) {
+	// Tools that make a Secret of a file often leave a line's end in it.
+	line := func(key string) string { return strings.TrimRight(string(secret[key]), "\r\n") }
+	a := source.Access{Username: line(api.SecretUsername), Password: line(api.SecretPassword),
+		Token: line(api.SecretToken), CA: secret[api.SecretCA], Header: http.Header{}}
+	for key := range secret {
+		if name, ok := strings.CutPrefix(key, api.SecretHeader); ok {
+			a.Header.Set(name, line(key))
+		}
+	}
+	if secret != nil && a.Username == "" && a.Password == "" && a.Token == "" && len(a.CA)+len(a.Header) == 0 {
+		return a, api.Errorf(api.Invalid, "it holds none of %s, %s, %s, %s and %s<name>", api.SecretUsername,
+			api.SecretPassword, api.SecretToken, api.SecretCA, api.SecretHeader)
+	}
+	return a, a.Check()
+}
+
+// account puts what a Secret says about the registry of url into o.
+func account(o *registry.Options, url string, secret map[string][]byte) error {
+	if secret == nil {
+		return nil
+	}
+	a, err := access(map[string][]byte{api.SecretUsername: secret[api.SecretUsername],
+		api.SecretPassword: secret[api.SecretPassword], api.SecretCA: secret[api.SecretCA]})
+	config := secret[api.SecretDocker]
+	switch {
+	case a.Username != "" && a.Password != "" && err == nil:
+		o.Username, o.Password = a.Username, a.Password
+	case config != nil:
+		if o.Username, o.Password, err = registry.Login(config, url); err != nil {
+			return err
+		}
+	case len(a.CA) == 0:
+		return api.Errorf(api.Invalid, "it holds none of %s with %s, %s, and %s", api.SecretUsername, api.SecretPassword,
+			api.SecretDocker, api.SecretCA)
+	case err != nil:
+		return err
+	}
+	o.CA = a.CA
+	return nil
+}
