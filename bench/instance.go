@@ -34,8 +34,8 @@ type instance struct {
 	node                     string
 }
 
-// start runs serve and returns when its node has a ready disk.
-func start(ctx context.Context, drover, dir string) (in *instance, err error) {
+// start runs serve and returns when its node has a ready disk. more are further disks.
+func start(ctx context.Context, drover, dir string, more ...string) (in *instance, err error) {
 	state := filepath.Join(dir, "state")
 	in = &instance{drover: drover, disk: filepath.Join(dir, "disk"), kubeconfig: filepath.Join(state, "kubeconfig"),
 		log: filepath.Join(dir, "serve.log"), ended: make(chan error, 1)}
@@ -49,7 +49,11 @@ func start(ctx context.Context, drover, dir string) (in *instance, err error) {
 		return nil, err
 	}
 	defer log.Close()
-	in.cmd = exec.Command(drover, "serve", "--state-dir", state, "--disk", in.disk)
+	args := []string{"serve", "--state-dir", state, "--disk", in.disk}
+	for _, d := range more {
+		args = append(args, "--disk", d)
+	}
+	in.cmd = exec.Command(drover, args...)
 	in.cmd.Stderr = log
 	in.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for us: we detach first, then stop it
 	out, err := in.cmd.StdoutPipe()

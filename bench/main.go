@@ -21,6 +21,7 @@ type options struct {
 	drover, out, dir string
 	sizeMiB          int64
 	rounds, seconds  int
+	objects          int
 	only             string
 }
 
@@ -32,6 +33,7 @@ func main() {
 	flag.Int64Var(&o.sizeMiB, "size", 1024, "MiB per subject")
 	flag.IntVar(&o.rounds, "rounds", 5, "rounds of each figure; the median counts")
 	flag.IntVar(&o.seconds, "seconds", 2, "seconds per round of the device figures")
+	flag.IntVar(&o.objects, "objects", 1000, "images, and volumes, beside which single operations are timed")
 	flag.StringVar(&o.only, "only", "", "devices or images: measure only these")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -62,6 +64,9 @@ func run(ctx context.Context, o options) (err error) {
 	b := &bench{options: o, dir: dir, in: in}
 	if o.only != "devices" {
 		if err := b.images(ctx); err != nil {
+			return err
+		}
+		if err := b.scale(ctx, o.objects); err != nil {
 			return err
 		}
 	}

@@ -20,6 +20,7 @@ const (
 	byDisk   = "replicas.disk"
 	byNode   = "replicas.node"
 	byImage  = "replicas.image"
+	byLayer  = "replicas.layer" // the topmost of a copy
 )
 
 type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
@@ -47,6 +48,7 @@ func index(mgr ctrl.Manager) error {
 		{&api.Replica{}, byNode, func(o client.Object) string { return o.(*api.Replica).Spec.Node }},
 		{&api.ImageCopy{}, byDisk, func(o client.Object) string { return string(o.(*api.ImageCopy).Spec.Disk) }},
 		{&api.ImageCopy{}, byImage, func(o client.Object) string { return o.(*api.ImageCopy).Spec.Image }},
+		{&api.ImageCopy{}, byLayer, func(o client.Object) string { return top(o.(*api.ImageCopy).Spec.Layers) }},
 		{&api.Volume{}, byImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
 	} {
 		if err := fi.IndexField(context.Background(), ix.kind, ix.name, func(o client.Object) []string {
@@ -63,6 +65,13 @@ func index(mgr ctrl.Manager) error {
 	}
 	indexed.managers[mgr] = true
 	return nil
+}
+
+func top(layers []api.UID) string {
+	if len(layers) == 0 {
+		return ""
+	}
+	return string(layers[len(layers)-1])
 }
 
 // limiter backs off after errors, but not for long: what fails is mostly another part that starts again.

@@ -457,6 +457,33 @@ func TestFullDisk(t *testing.T) {
 		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionSpace) && v.Status.Message == ""
 	})
 	checkDevice(t, a.Status.Device, 0, data)
+
+	// Full again, and this time there is no room: the user ends it by force.
+	go func() {
+		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|syscall.O_SYNC, 0)
+		if err == nil {
+			_, err = f.WriteAt(data, 64*mib)
+			err = errors.Join(err, f.Close())
+		}
+		done <- err
+	}()
+	w.volumeIs("v1", "full again", func(v *api.Volume) bool {
+		return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace)
+	})
+	a = w.attached("v1")
+	a.Annotations = map[string]string{api.AnnotationForce: "true"}
+	if err := w.c.Update(w.ctx, a); err != nil {
+		t.Fatal(err)
+	}
+	w.remove(a)
+	if err := <-done; err == nil {
+		t.Error("a write that found no room succeeded")
+	}
+	gone(w, a, &api.AttachmentList{})
+	w.volumeState("v1", api.VolumeDetached)
+	w.create(attachment("v1"))
+	a = w.attached("v1")
+	checkDevice(t, a.Status.Device, 0, data)
 	w.remove(a)
 	gone(w, a, &api.AttachmentList{})
 	var events eventsv1.EventList
@@ -464,10 +491,17 @@ func TestFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := map[string]bool{}
+	created := map[string]bool{}
 	for _, e := range events.Items {
 		seen[e.Reason] = true
+		if of := string(e.Regarding.UID); e.Reason == "Created" {
+			if created[of] || e.Series != nil {
+				t.Errorf("volume %s was created twice: %s", e.Regarding.Name, e.Note)
+			}
+			created[of] = true
+		}
 	}
-	for _, reason := range []string{"Created", "Attached", "DiskFull", "SpaceAvailable"} {
+	for _, reason := range []string{"Created", "Attached", "DiskFull", "SpaceAvailable", "Forced"} {
 		if !seen[reason] {
 			t.Errorf("no event %s, only %v", reason, seen)
 		}

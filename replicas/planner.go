@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -146,7 +147,8 @@ func (p *planner) setWaiting(name string, on bool) {
 // ofImage wakes the volumes of an image that are not there yet.
 func (p *planner) ofImage(ctx context.Context, o client.Object) []reconcile.Request {
 	var vols api.VolumeList
-	if err := p.client.List(ctx, &vols, client.MatchingFields{byImage: o.GetName()}); err != nil {
+	if err := p.client.List(ctx, &vols, client.MatchingFields{byImage: o.GetName()},
+		client.UnsafeDisableDeepCopy); err != nil {
 		p.log.Error("volumes of an image cannot be listed", "image", o.GetName(), "err", err)
 		return nil
 	}
@@ -174,6 +176,10 @@ func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconci
 	if err == nil || api.KindOf(err) != api.Other {
 		if serr := p.writeStatus(ctx, old, &v); serr != nil {
 			err = serr
+		} else if len(old.Status.Members) == 0 && len(v.Status.Members) > 0 && v.Status.Epoch == 1 {
+			// Told once it is written: a step that lost a race is made again.
+			p.events.Eventf(&v, nil, "Normal", "Created", "Create", "the volume is ready, with the replicas %s",
+				strings.Join(v.Status.Members, ", "))
 		}
 	}
 	switch {
@@ -344,7 +350,6 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 	}
 	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
 	v.Status.Message = ""
-	p.events.Eventf(v, nil, "Normal", "Created", "Create", "the volume is ready on %s", mine[0].Spec.Node)
 	return nil
 }
 
@@ -363,8 +368,9 @@ func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, 
 		return nil, err
 	}
 	switch {
-	case img.DeletionTimestamp != nil:
-		err := api.Errorf(api.Unavailable, "backing image %s is being deleted", name)
+	case !api.HoldsImage(v, &img): // else the deletion waits for this volume
+		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
+			"or import the image again once it is gone", name)
 		condition(v, api.ConditionImage, false, "Deleting", err.Error())
 		return nil, err
 	case img.Status.UUID == "" || len(img.Status.Layers) == 0:

@@ -318,11 +318,11 @@ func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 // copyOn is the copy on a disk of the image that has these layers, or nil.
 func (l *replicaLoop) copyOn(ctx context.Context, disk api.UID, layers []api.UID) (*api.ImageCopy, error) {
 	var copies api.ImageCopyList
-	if err := l.client.List(ctx, &copies, client.MatchingFields{byDisk: string(disk)}); err != nil {
+	if err := l.client.List(ctx, &copies, client.MatchingFields{byLayer: top(layers)}); err != nil {
 		return nil, err
 	}
 	for i := range copies.Items {
-		if slices.Equal(copies.Items[i].Spec.Layers, layers) {
+		if copies.Items[i].Spec.Disk == disk && slices.Equal(copies.Items[i].Spec.Layers, layers) {
 			return &copies.Items[i], nil
 		}
 	}
