@@ -68,9 +68,11 @@ type Limits struct {
 	Output int64
 	// Memory is the most memory of the reader; by default, and at least, DefaultMemory.
 	Memory int64
+	// Scratch is the folder for what a zstd window holds beyond that; by default that for temporary files.
+	Scratch string
 }
 
-// DefaultMemory is enough for the 64 MiB dictionary of xz -9 and of zstd --long=26, and what is beside it.
+// DefaultMemory is enough for the 64 MiB dictionary of xz -9, and what is beside it.
 const DefaultMemory = 80 << 20
 
 // The errors that callers tell apart. Each is wrapped in one with a kind of package api and the place in the archive.

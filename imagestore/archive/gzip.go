@@ -17,12 +17,13 @@ const (
 	gzipName    = 1 << 3
 	gzipComment = 1 << 4
 	gzipUnknown = 0xe0
+	gzipWindow  = 32 << 10
 )
 
 // gunzip decodes one member after the other. Zeros after the last one are padding, as for the gzip program: archives that
 // were on tapes have them.
 func gunzip(u *unpacker) error {
-	g, err := u.ring(32 << 10)
+	g, err := u.ring(gzipWindow, gzipWindow)
 	if err != nil {
 		return err
 	}

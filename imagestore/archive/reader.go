@@ -165,10 +165,8 @@ func (r *reader) Close() error {
 		}
 		r.u.wg.Wait()
 	}
-	r.cur, r.rest, r.begun = nil, nil, true
-	if r.err == nil {
-		r.err = errClosed
-	}
+	r.cur, r.rest, r.begun = nil, nil, false
+	r.err = errClosed
 	return nil
 }
 
@@ -179,17 +177,22 @@ func (r *reader) discard(g *ring) {
 	r.u.drop(g)
 }
 
-// ring makes the window for the next bytes and shows it to the consumer. The decoder must close its out.
-func (u *unpacker) ring(window int) (*ring, error) {
-	return u.show(max(window, minRing)+ringAlign, 32)
+// ring makes the window for the next bytes and shows it to the consumer. The decoder must close its out. What is in a
+// window but not in memory can be fetched.
+func (u *unpacker) ring(memory, window int) (*ring, error) {
+	var f *far
+	if window > memory {
+		f = &far{dir: u.lim.Scratch, size: int64(window)}
+	}
+	return u.show(max(memory, minRing)+ringAlign, 32, f)
 }
 
 // whole makes a ring for so many bytes in all, and a decoder that does not wait for the consumer.
 func (u *unpacker) whole(n int) (*ring, error) {
-	return u.show(n+pieceSize+slack, n/pieceSize+8)
+	return u.show(n+pieceSize+slack, n/pieceSize+8, nil)
 }
 
-func (u *unpacker) show(size, items int) (*ring, error) {
+func (u *unpacker) show(size, items int, f *far) (*ring, error) {
 	need := int64(size)
 	if err := u.mem.Acquire(u.ctx, need); err != nil {
 		return nil, errClosed
@@ -199,7 +202,7 @@ func (u *unpacker) show(size, items int) (*ring, error) {
 		u.mem.Release(need)
 		return nil, err
 	}
-	g.cost = need
+	g.cost, g.far = need, f
 	select {
 	case u.rings <- g:
 		return g, nil
@@ -223,14 +226,10 @@ func (u *unpacker) count(n int) error {
 	return nil
 }
 
-// window refuses what does not fit into memory.
-func (u *unpacker) window(n uint64) (int, error) {
-	if n > uint64(u.lim.Memory-overhead) {
-		return 0, api.Errorf(api.Unsupported, "%s: unpacking needs %d MiB of memory, more than the %d MiB that are allowed: "+
-			"pack it with a smaller window (xz -9 and zstd --long=26 are fine)", u.in.name, (n+1<<20-1)>>20,
-			(u.lim.Memory-overhead)>>20)
-	}
-	return int(n), nil
+// window is the error for one that is too large.
+func (u *unpacker) window(need, most uint64) error {
+	return api.Errorf(api.Unsupported, "%s: it needs a window of %d MiB, more than the %d MiB that are allowed: pack it with "+
+		"a smaller one (xz -9 and zstd --long=27 are fine)", u.in.name, (need+1<<20-1)>>20, most>>20)
 }
 
 // overhead is what a reader needs beside its windows.

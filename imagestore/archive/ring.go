@@ -33,6 +33,9 @@ type ring struct {
 	unread int // committed and not yet released
 	closed bool
 
+	near int  // distances up to this are in b
+	far  *far // the others; nil: there are none
+
 	out   chan item
 	cost  int64             // what it takes of the reader's memory
 	limit func(n int) error // asked before n more bytes are given out
@@ -62,7 +65,7 @@ func newRing(size, items int, limit func(int) error) (*ring, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &ring{b: b, size: size, out: make(chan item, items), limit: limit}
+	r := &ring{b: b, size: size, near: size - ringAlign, out: make(chan item, items), limit: limit}
 	r.cond.L = &r.mu
 	return r, nil
 }
@@ -83,6 +86,9 @@ func release(b []byte) { _ = unix.Munmap(b) }
 func (r *ring) free() {
 	release(r.b)
 	r.b = nil
+	if r.far != nil {
+		r.far.close()
+	}
 }
 
 // reserve waits until a piece can be written without touching what the consumer has not seen.
@@ -102,23 +108,31 @@ func (r *ring) reserve() error {
 func (r *ring) commit() error {
 	n := r.pos - r.sent
 	if n > 0 {
-		r.total += int64(n)
-		r.have += int64(n)
 		if err := r.limit(n); err != nil {
 			return err
 		}
 		// The part beyond the end is a piece of its own, at the front.
-		r.send(r.sent, min(r.pos, r.size))
+		if err := r.send(r.sent, min(r.pos, r.size)); err != nil {
+			return err
+		}
 		r.sent = r.pos
 	}
 	if r.pos >= r.size {
+		if r.far != nil && r.far.f == nil {
+			// From now on b does not hold everything.
+			if err := r.far.open(); err != nil {
+				return err
+			}
+			if err := r.far.write(r.b[:r.size], 0); err != nil {
+				return err
+			}
+		}
 		over := r.pos - r.size
 		copy(r.b[:over], r.b[r.size:r.pos])
-		r.pos, r.sent = over, 0
+		r.pos, r.sent = over, over
 		if over > 0 {
-			r.send(0, over)
+			return r.send(0, over)
 		}
-		r.sent = over
 	}
 	return nil
 }
@@ -131,11 +145,26 @@ func (r *ring) commitPiece() error {
 	return r.commit()
 }
 
-func (r *ring) send(from, to int) {
+func (r *ring) send(from, to int) error {
+	if r.far != nil && r.far.f != nil {
+		if err := r.far.write(r.b[from:to], r.total); err != nil {
+			return err
+		}
+	}
+	r.total += int64(to - from)
+	r.have += int64(to - from)
 	r.mu.Lock()
 	r.unread += to - from
 	r.mu.Unlock()
 	r.out <- item{b: r.b[from:to:to]}
+	return nil
+}
+
+// fetch appends length bytes that start distance before pos, and are not in b any more.
+func (r *ring) fetch(distance, length int) error {
+	err := r.far.read(r.b[r.pos:r.pos+length], r.total+int64(r.pos-r.sent-distance))
+	r.pos += length
+	return err
 }
 
 // begin says that what follows has this checksum; nil is none.

@@ -209,8 +209,11 @@ func (x *unxzer) blockHeader(size int) (b xzBlock, err error) {
 		// No distance is longer than that.
 		dict = max(b.plain, 4096)
 	}
-	b.dict, err = x.unpacker.window(dict)
-	return b, err
+	if most := uint64(x.lim.Memory - overhead); dict > most {
+		return b, x.unpacker.window(dict, most)
+	}
+	b.dict = int(dict)
+	return b, nil
 }
 
 // fields takes the fields of a header apart.
@@ -262,7 +265,7 @@ func (x *unxzer) block(head int) error {
 func (x *unxzer) here(b xzBlock) error {
 	if x.serial == nil || x.window < b.dict {
 		x.endSerial()
-		g, err := x.ring(b.dict)
+		g, err := x.ring(b.dict, b.dict)
 		if err != nil {
 			return err
 		}
