@@ -53,6 +53,8 @@ const (
 	AnnotationDoor = "drover.io/door"       // on an Attachment: csi, where only the CSI doors showed the device to anybody
 	// AnnotationVerify is on a BackingImage: a new value asks for a verification of all its copies.
 	AnnotationVerify = "drover.io/verify"
-	TopologyNode     = "topology.drover.io/node"
-	DriverName       = "drover.io" // the CSI driver's name
+	// AnnotationForce on an Attachment that is deleted: its I/O fails and is not waited for.
+	AnnotationForce = "drover.io/force-detach"
+	TopologyNode    = "topology.drover.io/node"
+	DriverName      = "drover.io" // the CSI driver's name
 )

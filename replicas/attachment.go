@@ -66,6 +66,8 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		return reconcile.Result{}, nil
 	case api.Is(err, api.NotFound) || api.Is(err, api.Unsupported) || api.Is(err, api.Denied):
 		return reconcile.Result{}, nil // the volume, a replica or the node's disks will tell
+	case api.Is(err, api.Full): // each try takes an epoch, and nobody tells of room
+		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	case api.KindOf(err) == api.InUse || api.KindOf(err) == api.Busy:
 		return reconcile.Result{RequeueAfter: time.Second}, nil // nobody tells when a device is free
 	}
@@ -395,6 +397,11 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 			}
 		}
 	}
+	if s != nil && a.Annotations[api.AnnotationForce] != "" {
+		if err := l.force(a, s); err != nil {
+			return err
+		}
+	}
 	if s != nil {
 		var v api.Volume
 		if l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) == nil && v.Status.UID == s.VolumeUID {
@@ -415,6 +422,20 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 	if controllerutil.RemoveFinalizer(a, api.Finalizer) {
 		return client.IgnoreNotFound(l.client.Update(ctx, a))
 	}
+	return nil
+}
+
+// force fails the I/O of a session, which the user does not want to wait for any longer.
+func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
+	if err := s.dev.Abort(); err != nil {
+		return err
+	}
+	if !s.forced {
+		l.events.Eventf(a, nil, "Warning", "Forced", "Detach", "the device of volume %s was taken away by force: I/O that "+
+			"was not answered failed", s.Volume)
+		l.Log.Warn("a device was taken away by force", "volume", s.Volume)
+	}
+	s.forced = true
 	return nil
 }
 
@@ -444,10 +465,10 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 
 // end takes a session's device away, ends the session, and records a clean end.
 func (d *Data) end(ctx context.Context, s *session) error {
-	if s.full.Load() && s.fence.Load() == nil {
+	if s.full.Load() && s.fence.Load() == nil && !s.forced {
 		// The flush below would wait in the kernel, where nothing can end it, and this process could not end either.
 		return api.Errorf(api.InUse, "writes to the volume wait because disk %s is full: make room there, or delete what "+
-			"is not needed on it; the volume is detached then", s.Path)
+			"is not needed on it; the volume is detached then. `drover volume detach --force` fails them instead", s.Path)
 	}
 	dctx, cancel := context.WithTimeout(ctx, detachTime)
 	defer cancel()

@@ -459,6 +459,7 @@ func TestFullDisk(t *testing.T) {
 	checkDevice(t, a.Status.Device, 0, data)
 
 	// Full again, and this time there is no room: the user ends it by force.
+	w.sh("fallocate -l 4M " + ballast)
 	go func() {
 		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|syscall.O_SYNC, 0)
 		if err == nil {
@@ -481,6 +482,9 @@ func TestFullDisk(t *testing.T) {
 	}
 	gone(w, a, &api.AttachmentList{})
 	w.volumeState("v1", api.VolumeDetached)
+	if err := os.Remove(ballast); err != nil {
+		t.Fatal(err)
+	}
 	w.create(attachment("v1"))
 	a = w.attached("v1")
 	checkDevice(t, a.Status.Device, 0, data)

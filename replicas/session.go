@@ -46,6 +46,7 @@ type session struct {
 	blank  bool // when the device was made
 
 	wasFull bool // as the Attachment says; under the volume's lock
+	forced  bool // the device was taken away by force; under the volume's lock
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]
@@ -169,6 +170,7 @@ func (d *Data) close(s *session) error {
 		s.cancel()
 		<-s.ended
 	}
+	s.member.GiveUp()
 	err := s.engine.Close()
 	d.putBack(s.loop)
 	return err

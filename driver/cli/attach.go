@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -106,8 +107,12 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 }
 
 func (a *app) volumeDetach() *cobra.Command {
-	return &cobra.Command{
+	var force bool
+	c := &cobra.Command{
 		Use: "detach NAME...", Short: "Take a volume's device away; refused while it is mounted",
+		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it is mounted or open, and\n" +
+			"waits while writes wait for room.\n\nWith --force nothing is waited for: I/O that was not answered fails, " +
+			"whoever has the device open or\nmounted gets errors, and what was written since the last sync may be lost.",
 		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -117,7 +122,7 @@ func (a *app) volumeDetach() *cobra.Command {
 				return err
 			}
 			for _, name := range left {
-				was, err := detach(ctx, c, name)
+				was, err := detach(ctx, c, name, force)
 				if err != nil {
 					return err
 				}
@@ -130,10 +135,12 @@ func (a *app) volumeDetach() *cobra.Command {
 			return nil
 		},
 	}
+	c.Flags().BoolVar(&force, "force", false, "fail the volume's I/O instead of waiting for it")
+	return c
 }
 
 // detach deletes the attachment and waits until the device is gone. It reports whether there was one.
-func detach(ctx context.Context, c client.WithWatch, volume string) (bool, error) {
+func detach(ctx context.Context, c client.WithWatch, volume string, force bool) (bool, error) {
 	var v api.Volume
 	if err := get(ctx, c, "volume", volume, &v); err != nil {
 		return false, err
@@ -142,7 +149,12 @@ func detach(ctx context.Context, c client.WithWatch, volume string) (bool, error
 	if att == nil || err != nil {
 		return false, err
 	}
-	if here, err := isHere(ctx, c, att.Spec.Node); err != nil {
+	if force {
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, api.AnnotationForce)
+		if err := c.Patch(ctx, att, client.RawPatch(types.MergePatchType, patch)); err != nil {
+			return true, explain(ctx, err)
+		}
+	} else if here, err := isHere(ctx, c, att.Spec.Node); err != nil {
 		return true, err
 	} else if here {
 		dirs, err := mountsOf(att.Status.Device)

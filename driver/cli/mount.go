@@ -85,7 +85,7 @@ func (m *mounting) run(ctx context.Context) (err error) {
 	}
 	defer func() {
 		if err != nil && before == nil { // leave it as it was found
-			_, derr := detach(context.WithoutCancel(ctx), m.c, m.volume)
+			_, derr := detach(context.WithoutCancel(ctx), m.c, m.volume, false)
 			err = errors.Join(err, derr)
 		}
 	}()
@@ -156,7 +156,7 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem that is not recognised any more: it is not formatted "+
 			"again; repair it on %s, or restore it", m.volume, had, m.att.Status.Device)
 	case stood && m.att.Status.Blank:
-		if _, err := detach(ctx, m.c, m.volume); err != nil {
+		if _, err := detach(ctx, m.c, m.volume, false); err != nil {
 			return err
 		}
 		if m.att, err = attach(ctx, m.c, m.volume, m.node, false, m.remarks); err != nil {
@@ -407,7 +407,7 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 	if keep || att == nil {
 		return nil
 	}
-	_, err = detach(ctx, c, volume)
+	_, err = detach(ctx, c, volume, false)
 	return err
 }
 

@@ -174,6 +174,9 @@ func (r *Replica) retryLost() {
 	}
 }
 
+// GiveUp fails the reads that wait for a borrowed layer, and those that would: the replica is about to be closed.
+func (r *Replica) GiveUp() { _ = r.onLoop(r.failLost) }
+
 // failLost ends all stranded reads: the replica is being closed.
 func (r *Replica) failLost() {
 	r.closing = true
