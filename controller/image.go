@@ -65,6 +65,9 @@ func (s *Server) ensureImage(ctx context.Context, want *imageWish) (*api.Backing
 			MinNumberOfCopies: max(want.copies, 1), NodeSelector: want.nodeSelector, DiskSelector: want.diskSelector,
 		},
 	}
+	if want.secret.Name != "" {
+		img.Spec.SecretRef = &want.secret
+	}
 	if err := img.Spec.Validate(); err != nil {
 		return nil, api.Errorf(api.Invalid, "backing image %s: %w", want.name, err)
 	}

@@ -32,6 +32,7 @@ type imageWish struct {
 	copies       int32
 	nodeSelector []string
 	diskSelector []string
+	secret       api.SecretRef
 }
 
 // parameter is one key of a StorageClass or VolumeAttributesClass.
@@ -63,6 +64,8 @@ var parameters = map[string]parameter{
 	"backingImageMinNumberOfCopies":    {set: setImageCopies},
 	"backingImageNodeSelector":         {set: setImageNodes},
 	"backingImageDiskSelector":         {set: setImageDisks},
+	"backingImageSecretName":           {set: setImageSecret},
+	"backingImageSecretNamespace":      {set: setImageSecretNamespace},
 
 	"frontend":                    {neutral: []string{"blockdev"}},
 	"dataEngine":                  {neutral: []string{"v1"}},
@@ -254,15 +257,31 @@ func setImage(w *wish, v string) error {
 
 func setImageSource(w *wish, v string) error {
 	switch t := api.SourceType(v); t {
-	case api.SourceDownload:
+	case api.SourceDownload, api.SourceRegistry, api.SourceClone:
 		w.image.source = t
 		return nil
 	case api.SourceUpload, api.SourceFile:
 		return fmt.Errorf("an image of this source must exist before a volume names it: create it first")
-	case "export-from-volume", "restore", "clone", "registry":
-		return fmt.Errorf("not supported yet; supported is: download")
+	case api.SourceExport, api.SourceRestore:
+		return fmt.Errorf("not supported yet; supported are: clone, download, registry")
 	}
-	return fmt.Errorf("want download")
+	return fmt.Errorf("want clone, download or registry")
+}
+
+func setImageSecret(w *wish, v string) error {
+	if msgs := validation.IsDNS1123Subdomain(v); len(msgs) > 0 {
+		return fmt.Errorf("not a name that a Secret can have: %s", msgs[0])
+	}
+	w.image.secret.Name = v
+	return nil
+}
+
+func setImageSecretNamespace(w *wish, v string) error {
+	if msgs := validation.IsDNS1123Label(v); len(msgs) > 0 {
+		return fmt.Errorf("not a name that a namespace can have: %s", msgs[0])
+	}
+	w.image.secret.Namespace = v
+	return nil
 }
 
 func setImageParameters(w *wish, v string) error {
@@ -308,11 +327,11 @@ func setImageCopies(w *wish, v string) error {
 	return nil
 }
 
-// settle joins the two ways to name a download, and refuses image parameters without an image.
+// settle joins the two ways to name a source's url, and refuses image parameters without an image.
 func (i *imageWish) settle() error {
 	if i.name == "" {
 		if i.source != "" || i.url != "" || i.parameters != nil || i.checksum != "" || i.copies != 0 ||
-			i.nodeSelector != nil || i.diskSelector != nil {
+			i.nodeSelector != nil || i.diskSelector != nil || i.secret != (api.SecretRef{}) {
 			return api.Errorf(api.Invalid, "parameters describe a backing image, but backingImage does not name it")
 		}
 		return nil
@@ -320,6 +339,9 @@ func (i *imageWish) settle() error {
 	if i.url != "" {
 		if i.source == "" {
 			i.source = api.SourceDownload
+			if strings.HasPrefix(i.url, api.RegistryScheme) {
+				i.source = api.SourceRegistry
+			}
 		}
 		if u, ok := i.parameters["url"]; ok && u != i.url {
 			return api.Errorf(api.Invalid, "backingImageURL and the url in backingImageDataSourceParameters differ")
@@ -333,8 +355,18 @@ func (i *imageWish) settle() error {
 		return api.Errorf(api.Invalid,
 			"backingImageDataSourceParameters needs backingImageDataSourceType to say what they are for")
 	}
-	if i.source == api.SourceDownload && i.parameters["url"] == "" {
-		return api.Errorf(api.Invalid, "a backing image of source download needs a url: give backingImageURL")
+	if (i.source == api.SourceDownload || i.source == api.SourceRegistry) && i.parameters["url"] == "" {
+		return api.Errorf(api.Invalid, "a backing image of source %s needs a url: give backingImageURL", i.source)
+	}
+	if i.secret.Namespace != "" && i.secret.Name == "" {
+		return api.Errorf(api.Invalid, "backingImageSecretNamespace without backingImageSecretName")
+	}
+	if i.secret.Name != "" && i.source != api.SourceDownload && i.source != api.SourceRegistry {
+		return api.Errorf(api.Invalid,
+			"backingImageSecretName is for a backing image of a server: give backingImageURL, too")
+	}
+	if i.secret.Name != "" && i.secret.Namespace == "" {
+		i.secret.Namespace = "default"
 	}
 	return nil
 }

@@ -26,6 +26,16 @@ func TestImagesThatCannotBe(t *testing.T) {
 		{"an unknown key", []string{"backingImage", "bad-image", "backingImageDataSourceType", "download",
 			"backingImageDataSourceParameters", `{"url":"http://x/y","uri":"z"}`}, "uri"},
 		{"copies of no image", []string{"backingImageMinNumberOfCopies", "2"}, "backingImage"},
+		{"a secret of no image", []string{"backingImageSecretName", "s"}, "backingImage"},
+		{"a secret of no server", []string{"backingImage", "bad-image", "backingImageSecretName", "s",
+			"backingImageDataSourceType", "clone", "backingImageDataSourceParameters", `{"backingImage":"x"}`}, "of a server"},
+		{"a namespace of no secret", []string{"backingImage", "bad-image", "backingImageURL", "http://x/y",
+			"backingImageSecretNamespace", "n"}, "without backingImageSecretName"},
+		{"a secret that cannot be", []string{"backingImage", "bad-image", "backingImageURL", "http://x/y",
+			"backingImageSecretName", "../s"}, "Secret"},
+		{"no registry", []string{"backingImage", "bad-image", "backingImageURL", "docker://x"}, "docker://HOST"},
+		{"export", []string{"backingImage", "bad-image", "backingImageDataSourceType", "export-from-volume"},
+			"not supported yet"},
 		{"tags of no image", []string{"backingImageDiskSelector", "ssd"}, "backingImage"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -40,6 +50,18 @@ func TestImagesThatCannotBe(t *testing.T) {
 				must(t, store.Delete(t.Context(), &imgs.Items[i]))
 			}
 		})
+	}
+}
+
+// What a class says of the Secret and of a registry is what the image gets.
+func TestImageWishes(t *testing.T) {
+	w := &wish{}
+	must(t, w.parse(map[string]string{"backingImage": "i", "backingImageURL": "docker://h.example/a:b",
+		"backingImageSecretName": "s"}))
+	must(t, w.image.settle())
+	if i := w.image; i.source != api.SourceRegistry || i.parameters["url"] != "docker://h.example/a:b" ||
+		i.secret != (api.SecretRef{Name: "s", Namespace: "default"}) {
+		t.Errorf("%+v", i)
 	}
 }
 

@@ -9,8 +9,10 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -33,6 +35,46 @@ func TestImageImportFailureIsTold(t *testing.T) {
 		t.Errorf("the failed image was not replaced: %v", err)
 	}
 	drover(t, kubeconfig("image", "import", url+".other", "--name", "broken", "--background")...).mustSay(t, 5, "already")
+}
+
+func TestImageImportSources(t *testing.T) {
+	for _, c := range []struct {
+		args []string
+		name string
+		want api.BackingImageSpec
+	}{
+		{[]string{"docker://h.example:5000/disks/fedora:42", "--secret", "logins/images", "--plain-http"}, "fedora",
+			api.BackingImageSpec{SourceType: api.SourceRegistry,
+				SourceParameters: map[string]string{"url": "docker://h.example:5000/disks/fedora:42", "plainHTTP": "true"},
+				SecretRef:        &api.SecretRef{Namespace: "logins", Name: "images"}}},
+		{[]string{"docker://h.example/a/b@sha256:" + strings.Repeat("0", 64)}, "b", api.BackingImageSpec{
+			SourceType:       api.SourceRegistry,
+			SourceParameters: map[string]string{"url": "docker://h.example/a/b@sha256:" + strings.Repeat("0", 64)}}},
+		{[]string{"https://h.example/x.qcow2?sig=1", "--secret", "images"}, "x", api.BackingImageSpec{
+			SourceType: api.SourceDownload, SourceParameters: map[string]string{"url": "https://h.example/x.qcow2?sig=1"},
+			SecretRef: &api.SecretRef{Namespace: "default", Name: "images"}}},
+	} {
+		drover(t, kubeconfig(append([]string{"image", "import", "--background"}, c.args...)...)...).mustSay(t, 0, c.name)
+		var img api.BackingImage
+		if err := store.Get(t.Context(), client.ObjectKey{Name: c.name}, &img); err != nil {
+			t.Fatal(err)
+		}
+		c.want.MinNumberOfCopies = 1
+		if !equality.Semantic.DeepEqual(img.Spec, c.want) {
+			t.Errorf("got %+v, want %+v", img.Spec, c.want)
+		}
+		if err := store.Delete(t.Context(), &img); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for text, args := range map[string][]string{
+		"write NAME":            {"https://h.example/x", "--secret", "a/b/c"},
+		"for images of a regis": {"https://h.example/x", "--plain-http"},
+		"a file needs none":     {"/etc/hostname", "--secret", "a"},
+		"docker://HOST":         {"docker://h.example", "--name", "x"},
+	} {
+		drover(t, kubeconfig(append([]string{"image", "import"}, args...)...)...).mustSay(t, 2, text)
+	}
 }
 
 func TestImageUploadStreamsTheFile(t *testing.T) {

@@ -26,6 +26,8 @@ import (
 // imageFlags are the wishes that every way of making an image shares.
 type imageFlags struct {
 	name, checksum, nodes, disks string
+	secret                       string
+	plainHTTP                    bool
 	copies                       int32
 	background                   bool
 }
@@ -37,7 +39,9 @@ func (f *imageFlags) add(c *cobra.Command, canWait bool) {
 	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
 	if canWait {
-		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with `drover image show`")
+		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
+		c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
+		c.Flags().BoolVar(&f.plainHTTP, "plain-http", false, "a registry may be used without TLS")
 	}
 }
 
@@ -54,6 +58,16 @@ func (f *imageFlags) wish(source string, st api.SourceType, params map[string]st
 		NodeSelector: tags(f.nodes), DiskSelector: tags(f.disks),
 	}}
 	img.Name = name
+	if f.secret != "" {
+		ref := &api.SecretRef{Namespace: "default", Name: f.secret}
+		if namespace, name, ok := strings.Cut(f.secret, "/"); ok {
+			ref.Namespace, ref.Name = namespace, name
+		}
+		if ref.Name == "" || ref.Namespace == "" || strings.Contains(ref.Name, "/") {
+			return nil, usagef("--secret %s: write NAME, or NAMESPACE/NAME", f.secret)
+		}
+		img.Spec.SecretRef = ref
+	}
 	img.Spec.Normalize()
 	return img, img.Spec.Validate()
 }
@@ -62,11 +76,14 @@ func (a *app) imageImport() *cobra.Command {
 	var f imageFlags
 	c := &cobra.Command{
 		Use:   "import URL|FILE",
-		Short: "Make a backing image of an http(s) URL or of a file: raw or qcow2",
+		Short: "Make a backing image of an http(s) URL, of a containerDisk in a registry (docker://...), or of a file",
 		Long: "Makes a backing image and waits until it is ready. A URL is fetched by a node of Drover. A file is read in\n" +
 			"place where this machine is the only node, and uploaded otherwise. The same import again joins the first;\n" +
-			"an image that failed is made anew.",
+			"an image that failed is made anew. Addresses that are loopback, link-local or private are refused unless\n" +
+			"the setting allow-private-image-sources is true.",
 		Example: "  drover image import https://example.org/debian-12.qcow2 --name debian\n" +
+			"  drover image import docker://registry.example.com/disks/fedora:42\n" +
+			"  drover image import https://images.example/golden.img --secret logins/images\n" +
 			"  drover image import ./golden.img --checksum $(sha512sum golden.img | cut -d' ' -f1)",
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -77,15 +94,32 @@ func (a *app) imageImport() *cobra.Command {
 				return err
 			}
 			source := left[0]
+			if rest, ok := strings.CutPrefix(source, api.RegistryScheme); ok {
+				params := map[string]string{"url": source}
+				if f.plainHTTP {
+					params["plainHTTP"] = "true"
+				}
+				img, err := f.wish(repository(rest), api.SourceRegistry, params)
+				if err != nil {
+					return err
+				}
+				return a.makeImage(ctx, cmd, c, img, nil, f.background)
+			}
+			if f.plainHTTP {
+				return usagef("--plain-http is for images of a registry (%s...)", api.RegistryScheme)
+			}
 			if u, err := url.Parse(source); err == nil && u.Host != "" {
 				if u.Scheme != "http" && u.Scheme != "https" {
-					return usagef("%s: images are fetched by http or https, not %q", source, u.Scheme)
+					return usagef("%s: images are fetched by http, https or docker, not %q", source, u.Scheme)
 				}
 				img, err := f.wish(u.Path, api.SourceDownload, map[string]string{"url": source})
 				if err != nil {
 					return err
 				}
 				return a.makeImage(ctx, cmd, c, img, nil, f.background)
+			}
+			if f.secret != "" {
+				return usagef("--secret is for images of a server: a file needs none")
 			}
 			file, err := openImage(source)
 			if err != nil {
@@ -108,6 +142,14 @@ func (a *app) imageImport() *cobra.Command {
 	}
 	f.add(c, true)
 	return c
+}
+
+// repository is what names an image in a registry, without its host, tag and digest.
+func repository(ref string) string {
+	ref, _, _ = strings.Cut(ref, "@")
+	ref = ref[strings.LastIndex(ref, "/")+1:]
+	ref, _, _ = strings.Cut(ref, ":")
+	return ref
 }
 
 func (a *app) imageUpload() *cobra.Command {
@@ -246,6 +288,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 	}
 	same := have.Spec.SourceType == want.Spec.SourceType &&
 		maps.Equal(have.Spec.SourceParameters, want.Spec.SourceParameters) &&
+		(want.Spec.SecretRef == nil || have.Spec.SecretRef != nil && *want.Spec.SecretRef == *have.Spec.SecretRef) &&
 		(want.Spec.Checksum == "" || want.Spec.Checksum == have.Spec.Checksum || want.Spec.Checksum == have.Status.Checksum)
 	if !same {
 		return nil, api.Errorf(api.Exists, "there is an image %q already, made of something else: choose another --name, or "+

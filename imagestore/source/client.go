@@ -30,8 +30,8 @@ type Access struct {
 }
 
 // ours are headers that this package sets, or that say how long a request is.
-var ours = map[string]bool{"Range": true, "If-Range": true, "Accept-Encoding": true, "Host": true, "Content-Length": true,
-	"Transfer-Encoding": true, "Connection": true, "Trailer": true, "Te": true, "Upgrade": true}
+var ours = map[string]bool{"Range": true, "If-Range": true, "Accept-Encoding": true, "Host": true,
+	"Content-Length": true, "Transfer-Encoding": true, "Connection": true, "Trailer": true, "Te": true, "Upgrade": true}
 
 // Check refuses what cannot be sent. No message repeats a value.
 func (a *Access) Check() error {

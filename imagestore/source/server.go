@@ -170,7 +170,8 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 		a.part, a.total = true, total
 	case code == http.StatusOK:
 	case code == http.StatusRequestedRangeNotSatisfiable && n >= 0:
-		return nil, api.Errorf(api.Unavailable, "%s: the server has %w from %d on (HTTP %s)", s.name, errRange, off, resp.Status)
+		return nil, api.Errorf(api.Unavailable, "%s: the server has %w from %d on (HTTP %s)", s.name, errRange, off,
+			resp.Status)
 	case code == http.StatusNotFound, code == http.StatusGone:
 		return nil, api.Errorf(api.NotFound, "%s: the server does not have it (HTTP %s)", s.name, resp.Status)
 	case code == http.StatusUnauthorized, code == http.StatusForbidden, code == http.StatusProxyAuthRequired:
@@ -189,7 +190,8 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 		return nil, api.Errorf(api.Unavailable, "%s: the server answered HTTP %s", s.name, resp.Status)
 	}
 	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
-		return nil, api.Errorf(api.Unsupported, "%s: the server packed the answer (%.40q) though it was asked not to", s.name, e)
+		return nil, api.Errorf(api.Unsupported, "%s: the server packed the answer (%.40q) though it was asked not to",
+			s.name, e)
 	}
 	return a, nil
 }
