@@ -22,6 +22,8 @@ type FS interface {
 	Mkdir(name string, perm fs.FileMode) error
 	// Rename replaces atomically, durable after SyncDir of the folder of the new name.
 	Rename(from, to string) error
+	// Link gives a file a second name, durable after SyncDir of the folder of the new name.
+	Link(from, to string) error
 	// Remove removes a file or an empty folder, durable after SyncDir of its folder.
 	Remove(name string) error
 	ReadDir(name string) ([]fs.DirEntry, error)
@@ -62,6 +64,7 @@ func (osFS) Open(name string, flag int, perm fs.FileMode) (Handle, error) {
 
 func (osFS) Mkdir(name string, perm fs.FileMode) error  { return os.Mkdir(name, perm) }
 func (osFS) Rename(from, to string) error               { return os.Rename(from, to) }
+func (osFS) Link(from, to string) error                 { return os.Link(from, to) }
 func (osFS) Remove(name string) error                   { return os.Remove(name) }
 func (osFS) ReadDir(name string) ([]fs.DirEntry, error) { return os.ReadDir(name) }
 

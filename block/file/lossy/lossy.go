@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 
 	"drover.io/drover/block/file"
 )
@@ -76,22 +77,28 @@ type place struct {
 // New stands on the folder root. What it holds now is durable.
 func New(root string) (*FS, error) {
 	f := &FS{root: filepath.Clean(root), open: make(map[int]*inode), left: -1}
-	top, err := load(f.root)
+	top, err := load(f.root, make(map[uint64]*inode))
 	f.top = top
 	return f, err
 }
 
-func load(name string) (*inode, error) {
+// load reads what name is; seen are the files that have been read, by number: a file may have several names.
+func load(name string, seen map[uint64]*inode) (*inode, error) {
 	st, err := os.Lstat(name)
 	if err != nil {
 		return nil, err
 	}
 	if !st.IsDir() {
+		number := st.Sys().(*syscall.Stat_t).Ino
+		if n := seen[number]; n != nil {
+			return n, nil
+		}
 		f, err := os.Open(name)
 		if err != nil {
 			return nil, err
 		}
 		n := &inode{f: f}
+		seen[number] = n
 		n.content, err = look(f)
 		return n, err
 	}
@@ -101,7 +108,7 @@ func load(name string) (*inode, error) {
 		return nil, err
 	}
 	for _, e := range entries {
-		if n.live[e.Name()], err = load(filepath.Join(name, e.Name())); err != nil {
+		if n.live[e.Name()], err = load(filepath.Join(name, e.Name()), seen); err != nil {
 			return nil, err
 		}
 	}
@@ -305,6 +312,28 @@ func (f *FS) Rename(from, to string) error {
 	return nil
 }
 
+// Link implements file.FS.
+func (f *FS) Link(from, to string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	a, err := f.find(from)
+	if err != nil {
+		return err
+	}
+	b, err := f.find(to)
+	if err != nil {
+		return err
+	}
+	if err := f.step(); err != nil {
+		return err
+	}
+	if err := os.Link(from, to); err != nil {
+		return err
+	}
+	f.change(place{}, b, a.dir.live[a.name])
+	return nil
+}
+
 // Remove implements file.FS.
 func (f *FS) Remove(name string) error {
 	f.mu.Lock()
@@ -442,18 +471,23 @@ func (f *FS) Crash(rng *rand.Rand, into string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.settle(func(*change) bool { return rng.IntN(2) == 0 })
-	return write(f.top, into, rng)
+	return write(f.top, into, rng, make(map[*inode]string))
 }
 
-func write(n *inode, name string, rng *rand.Rand) error {
+// write makes what n is after a crash; seen has the first name of every file that is there.
+func write(n *inode, name string, rng *rand.Rand, seen map[*inode]string) error {
+	if first := seen[n]; first != "" {
+		return os.Link(first, name)
+	}
 	if !n.isDir() {
+		seen[n] = name
 		return writeFile(n, name, rng)
 	}
 	if err := os.Mkdir(name, 0o700); err != nil {
 		return err
 	}
 	for _, e := range slices.Sorted(maps.Keys(n.durable)) {
-		if err := write(n.durable[e], filepath.Join(name, e), rng); err != nil {
+		if err := write(n.durable[e], filepath.Join(name, e), rng, seen); err != nil {
 			return err
 		}
 	}

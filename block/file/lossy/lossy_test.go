@@ -115,3 +115,31 @@ func TestKill(t *testing.T) {
 		t.Fatalf("third change: %v", err)
 	}
 }
+
+// A second name of a file is the same file after a crash too, and is there for sure once its folder is synced.
+func TestLink(t *testing.T) {
+	seen := outcomes(t, func(f *FS, root string) {
+		must(t, f.Mkdir(root+"/d", 0o700), f.SyncDir(root))
+		h := open(t, f, root+"/a")
+		h.WriteAt([]byte("old"), 0)
+		must(t, h.Datasync(), f.SyncDir(root), f.Link(root+"/a", root+"/d/b"))
+		h.WriteAt([]byte("new"), 0)
+	}, func(root string) string {
+		a, b := text(root+"/a"), text(root+"/d/b")
+		if b != "none" && b != a {
+			t.Fatalf("two files of one: %q, %q", a, b)
+		}
+		return b
+	})
+	if seen["none"] == 0 || seen["old"] == 0 || seen["new"] == 0 {
+		t.Fatal(seen)
+	}
+	seen = outcomes(t, func(f *FS, root string) {
+		h := open(t, f, root+"/a")
+		h.WriteAt([]byte("old"), 0)
+		must(t, h.Datasync(), f.Link(root+"/a", root+"/b"), f.SyncDir(root), f.Remove(root+"/a"), f.SyncDir(root))
+	}, func(root string) string { return text(root+"/a") + "," + text(root+"/b") })
+	if len(seen) != 1 || seen["none,old"] == 0 {
+		t.Fatal(seen)
+	}
+}
