@@ -21,6 +21,14 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
+	if os.Getenv("DROVER_PEAK") != "" {
+		status, err := os.ReadFile("/proc/self/status")
+		if err != nil {
+			panic(err)
+		}
+		_, peak, _ := strings.Cut(string(status), "VmHWM:")
+		fmt.Fprint(os.Stderr, "VmHWM:", peak)
+	}
 	os.Exit(0)
 }
 

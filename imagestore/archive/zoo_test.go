@@ -1,5 +1,360 @@
 package archive
 
-import "hash/crc32"
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+)
 
 func crc(b []byte) uint32 { return crc32.ChecksumIEEE(b) }
+
+var le = binary.LittleEndian
+
+// bits writes numbers of so many bits, lowest first.
+type bitWriter struct {
+	b []byte
+	n uint
+}
+
+func (w *bitWriter) put(v uint32, n uint) *bitWriter {
+	for range n {
+		if w.n%8 == 0 {
+			w.b = append(w.b, 0)
+		}
+		w.b[len(w.b)-1] |= byte(v&1) << (w.n % 8)
+		v >>= 1
+		w.n++
+	}
+	return w
+}
+
+// gz puts deflate data into a member that fits.
+func gz(deflated, plain []byte) []byte {
+	b := append([]byte("\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03"), deflated...)
+	return le.AppendUint32(le.AppendUint32(b, crc(plain)), uint32(len(plain)))
+}
+
+// xzFile makes a file of one block. header is the block's without size, padding and CRC.
+func xzFile(check byte, header, packed, sum []byte, plain int) []byte {
+	head := append([]byte{0}, header...)
+	for len(head)%4 != 0 {
+		head = append(head, 0)
+	}
+	head[0] = byte(len(head) / 4)
+	b := xzStart(check)
+	b = le.AppendUint32(append(b, head...), crc(head))
+	b = append(b, packed...)
+	for len(b)%4 != 0 {
+		b = append(b, 0)
+	}
+	b = append(b, sum...)
+	return xzEnd(b, check, len(head)+4+len(packed)+len(sum), plain)
+}
+
+func xzStart(check byte) []byte {
+	b := append([]byte(xzMagic), 0, check)
+	return le.AppendUint32(b, crc(b[6:8]))
+}
+
+// xzEnd appends an index of pairs of numbers, and the footer.
+func xzEnd(b []byte, check byte, records ...int) []byte {
+	index := []byte{0, byte(len(records) / 2)}
+	for _, n := range records {
+		for ; n >= 0x80; n >>= 7 {
+			index = append(index, byte(n)|0x80)
+		}
+		index = append(index, byte(n))
+	}
+	for len(index)%4 != 0 {
+		index = append(index, 0)
+	}
+	index = le.AppendUint32(index, crc(index))
+	foot := append(le.AppendUint32(nil, uint32(len(index)/4-1)), 0, check)
+	b = append(bytes.Clone(b), index...)
+	return append(append(le.AppendUint32(b, crc(foot)), foot...), xzFooterMagic...)
+}
+
+// zs makes a frame of blocks, without checksum; window is its descriptor.
+func zs(window byte, blocks ...[]byte) []byte {
+	b := append(le.AppendUint32(nil, zstdMagic), 0, window)
+	for i, block := range blocks {
+		kind, last := uint32(2), uint32(0)
+		if i == len(blocks)-1 {
+			last = 1
+		}
+		n := uint32(len(block))<<3 | kind<<1 | last
+		b = append(append(b, byte(n), byte(n>>8), byte(n>>16)), block...)
+	}
+	return b
+}
+
+// edit gives a copy that was changed.
+func edit(b []byte, f func([]byte)) []byte {
+	b = bytes.Clone(b)
+	f(b)
+	return b
+}
+
+var (
+	plainLZMA2 = []byte{0x01, 0, 4, 'h', 'e', 'l', 'l', 'o', 0}
+	lzma2Small = []byte{0, 0x21, 1, 0} // flags, LZMA2, a dictionary of 4 KiB
+)
+
+// TestZoo: damaged and hostile archives, and what is said of each.
+func TestZoo(t *testing.T) {
+	text := samples(t)["text"][:50000]
+	g := run(t, text, "gzip", "-nc")
+	x := run(t, text, "xz", "-c")
+	xs := run(t, text, "xz", "-c", "--check=sha256")
+	x32 := run(t, text, "xz", "-c", "--check=crc32")
+	xm := run(t, text, "xz", "-c", "-T2", "--block-size=20000")
+	z := run(t, text, "zstd", "-c")
+	path := filepath.Join(t.TempDir(), "text")
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	zf := run(t, nil, "zstd", "-c", path)
+	hello := []byte("hello")
+	good := xzFile(0, lzma2Small, plainLZMA2, nil, 5)
+	mustUnpack(t, good, hello)
+	mustUnpack(t, gz(new(bitWriter).put(1, 1).put(1, 2).put(0, 7).b, nil), nil)
+	rawLiterals := []byte{5 << 3, 'h', 'e', 'l', 'l', 'o', 0}
+	mustUnpack(t, zs(0, rawLiterals), hello)
+
+	zoo := []struct {
+		name string
+		b    []byte
+		kind api.Kind
+		says string
+		is   error
+	}{
+		{"gzip: garbage after it", cat(g, []byte("garbage")), api.Corrupt, "", ErrTrailing},
+		{"gzip: one byte after it", cat(g, g[:1]), api.Corrupt, "", ErrTrailing},
+		{"gzip: garbage after padding", cat(g, make([]byte, 512), []byte{1}), api.Corrupt, "", ErrTrailing},
+		{"gzip: a member after padding", cat(g, make([]byte, 512), g), api.Corrupt, "", ErrTrailing},
+		{"gzip: its second member is cut", cat(g, g[:len(g)-9]), api.Corrupt, "", ErrTruncated},
+		{"gzip: CRC", edit(g, func(b []byte) { b[len(b)-8]++ }), api.Corrupt, "", ErrChecksum},
+		{"gzip: length", edit(g, func(b []byte) { b[len(b)-4]++ }), api.Corrupt, "length", ErrChecksum},
+		{"gzip: data", edit(g, func(b []byte) { b[len(b)/2] ^= 8 }), api.Corrupt, "", nil},
+		{"gzip: reserved flags", edit(g, func(b []byte) { b[3] = 0x20 }), api.Unsupported, "flags", nil},
+		{"gzip: another method", cat(g, edit(g, func(b []byte) { b[2] = 9 })), api.Unsupported, "method 9", nil},
+		{"gzip: CRC of the header", cat(edit(g[:10], func(b []byte) { b[3] = gzipCRC }), []byte{1, 2}, g[10:]), api.Corrupt,
+			"header", ErrChecksum},
+		{"gzip: a name without end", cat(edit(g[:10], func(b []byte) { b[3] = gzipName }), bytes.Repeat([]byte{'n'}, 1<<20)),
+			api.Corrupt, "", ErrTruncated},
+		{"gzip: block of kind 3", gz(new(bitWriter).put(1, 1).put(3, 2).b, nil), api.Corrupt, "damaged", nil},
+		{"gzip: stored length", gz([]byte{1, 1, 0, 0, 0, 'x'}, []byte("x")), api.Corrupt, "damaged", nil},
+		{"gzip: too many codes", gz(new(bitWriter).put(1, 1).put(2, 2).put(31, 5).put(31, 5).put(0, 4).b, nil), api.Corrupt,
+			"damaged", nil},
+		{"gzip: lengths that no code has", gz(new(bitWriter).put(1, 1).put(2, 2).put(0, 14).put(0o7777, 12).b, nil),
+			api.Corrupt, "damaged", nil},
+		// The fixed codes 257 and 0: three bytes from before the start.
+		{"gzip: a distance before the start", gz(new(bitWriter).put(1, 1).put(1, 2).put(1<<6, 7).put(0, 5).put(0, 7).b, nil),
+			api.Corrupt, "damaged", nil},
+		{"gzip: a distance into the member before", cat(g, gz(new(bitWriter).put(1, 1).put(1, 2).put(1<<6, 7).put(0, 5).
+			put(0, 7).b, nil)), api.Corrupt, "damaged", nil},
+
+		{"xz: garbage after it", cat(x, []byte("garbage!")), api.Corrupt, "", ErrTrailing},
+		{"xz: padding of three", cat(x, make([]byte, 3)), api.Corrupt, "", ErrTrailing},
+		{"xz: garbage after padding", cat(x, make([]byte, 8), []byte("gbg!")), api.Corrupt, "", ErrTrailing},
+		{"xz: its second stream is cut", cat(x, make([]byte, 4), x[:40]), api.Corrupt, "", ErrTruncated},
+		{"xz: header of the stream", edit(x, func(b []byte) { b[8]++ }), api.Corrupt, "header of the stream", nil},
+		{"xz: unknown checksum", xzFile(5, lzma2Small, plainLZMA2, make([]byte, 16), 5), api.Unsupported, "checksums", nil},
+		{"xz: header of a block", edit(x, func(b []byte) { b[16]++ }), api.Corrupt, "header of a block", nil},
+		{"xz: CRC64", edit(x, func(b []byte) { b[len(b)-28]++ }), api.Corrupt, "", ErrChecksum},
+		{"xz: CRC32", edit(x32, func(b []byte) { b[len(b)-26]++ }), api.Corrupt, "", ErrChecksum},
+		{"xz: SHA-256", edit(xs, func(b []byte) { b[len(b)-40]++ }), api.Corrupt, "", ErrChecksum},
+		{"xz: data", edit(x, func(b []byte) { b[len(b)/2]++ }), api.Corrupt, "", nil},
+		{"xz: data of the second of several blocks", edit(xm, func(b []byte) { b[len(b)/2]++ }), api.Corrupt, "", nil},
+		{"xz: BCJ", run(t, text, "xz", "-c", "--x86", "--lzma2"), api.Unsupported, "BCJ x86", nil},
+		{"xz: delta", run(t, text, "xz", "-c", "--delta=dist=4", "--lzma2"), api.Unsupported, "delta", nil},
+		{"xz: unknown filter", xzFile(0, []byte{0, 0x30, 0}, plainLZMA2, nil, 5), api.Unsupported, "filter 0x30", nil},
+		{"xz: a filter twice", xzFile(0, []byte{1, 0x21, 1, 0, 0x21, 1, 0}, plainLZMA2, nil, 5), api.Corrupt, "filters", nil},
+		{"xz: reserved flags of a block", xzFile(0, []byte{4, 0x21, 1, 0}, plainLZMA2, nil, 5), api.Unsupported, "flags", nil},
+		{"xz: a dictionary of 4 GiB", xzFile(0, []byte{0, 0x21, 1, 40}, plainLZMA2, nil, 5), api.Unsupported,
+			"window of 4096 MiB", nil},
+		{"xz: a dictionary that cannot be", xzFile(0, []byte{0, 0x21, 1, 41}, plainLZMA2, nil, 5), api.Corrupt, "filters", nil},
+		{"xz: sizes of a block are too small", xzFile(0, []byte{0xc0, 8, 5, 0x21, 1, 0}, plainLZMA2, nil, 5), api.Corrupt,
+			"longer", nil},
+		{"xz: sizes of a block are too large", xzFile(0, []byte{0xc0, 9, 6, 0x21, 1, 0}, plainLZMA2, nil, 6), api.Corrupt,
+			"not as long", nil},
+		{"xz: sizes of a block are huge", xzFile(0, []byte{0xc0, 0xff, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff, 0xff, 0x7f, 0x21,
+			1, 0}, plainLZMA2, nil, 5), api.Corrupt, "not as long", nil},
+		{"xz: a size that has no end", xzFile(0, append([]byte{0x40}, bytes.Repeat([]byte{0xff}, 20)...), plainLZMA2, nil, 5),
+			api.Corrupt, "cannot be", nil},
+		{"xz: plain size alone is wrong", xzFile(0, []byte{0x80, 6, 0x21, 1, 0}, plainLZMA2, nil, 5), api.Corrupt,
+			"not as long", nil},
+		{"xz: index of another block", xzEnd(good[:len(good)-20], 0, 20, 5), api.Corrupt, "index", nil},
+		{"xz: index without blocks", xzEnd(good[:len(good)-20], 0), api.Corrupt, "lists 0 blocks", nil},
+		{"xz: CRC of the index", edit(good, func(b []byte) { b[len(b)-13]++ }), api.Corrupt, "index is damaged", nil},
+		{"xz: footer", edit(good, func(b []byte) { b[len(b)-12]++ }), api.Corrupt, "end of the stream", nil},
+		{"xz: flags of the footer", xzEnd(good[:len(good)-20], 1, 21, 5), api.Corrupt, "does not fit", nil},
+		{"xz: chunk of no kind", xzFile(0, lzma2Small, []byte{0x01, 0, 0, 1, 3, 0, 0, 0}, nil, 5), api.Corrupt, "kind 0x3", nil},
+		{"xz: chunk that needs what was before", xzFile(0, lzma2Small, []byte{0x02, 0, 0, 0, 0}, nil, 1), api.Corrupt,
+			"first chunk", nil},
+		{"xz: chunk without properties", xzFile(0, lzma2Small, []byte{0x01, 0, 0, 1, 0x80, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0}, nil, 2),
+			api.Corrupt, "properties", nil},
+		{"xz: properties that cannot be", xzFile(0, lzma2Small, []byte{0xe0, 0, 0, 0, 4, 225, 0, 0, 0, 0, 0, 0}, nil, 1),
+			api.Corrupt, "properties", nil},
+		{"xz: chunk without start", xzFile(0, lzma2Small, []byte{0xe0, 0, 0, 0, 4, 0x5d, 1, 0, 0, 0, 0, 0}, nil, 1),
+			api.Corrupt, "no start", nil},
+		{"xz: a copy of nothing", xzFile(0, lzma2Small, []byte{0xe0, 0, 9, 0, 5, 0x5d, 0, 0xff, 0xff, 0xff, 0xf0, 0, 0}, nil, 9),
+			api.Corrupt, "damaged", nil},
+
+		{"zstd: garbage after it", cat(z, []byte("garbage")), api.Corrupt, "", ErrTrailing},
+		{"zstd: zeros after it", cat(z, make([]byte, 512)), api.Corrupt, "", ErrTrailing},
+		{"zstd: two bytes after it", cat(z, z[:2]), api.Corrupt, "", ErrTrailing},
+		{"zstd: a skippable frame is cut", cat(z, skippable(1000)[:900]), api.Corrupt, "", ErrTruncated},
+		{"zstd: its second frame is cut", cat(z, z[:len(z)-1]), api.Corrupt, "", ErrTruncated},
+		{"zstd: checksum", edit(z, func(b []byte) { b[len(b)-1]++ }), api.Corrupt, "", ErrChecksum},
+		{"zstd: data", edit(z, func(b []byte) { b[len(b)/2] ^= 8 }), api.Corrupt, "", nil},
+		{"zstd: more content than it says", edit(zf, func(b []byte) { b[5]-- }), api.Corrupt, "", nil},
+		{"zstd: less content than it says", edit(zf, func(b []byte) { b[5]++ }), api.Corrupt, "not as long", nil},
+		{"zstd: reserved flag", edit(z, func(b []byte) { b[4] |= 8 }), api.Unsupported, "flags", nil},
+		{"zstd: dictionary", append(le.AppendUint32(nil, zstdMagic), 1, 0, 77, 1, 0, 0), api.Unsupported, "dictionary 77", nil},
+		{"zstd: a window of 3.75 TiB", zs(0xff, rawLiterals), api.Unsupported, "window of", nil},
+		{"zstd: content of 16 EiB", append(le.AppendUint32(nil, zstdMagic), bytes.Repeat([]byte{0xe0}, 20)...), api.OutOfRange,
+			"", ErrTooLarge},
+		{"zstd: block of kind 3", append(zs(0), 7, 0, 0), api.Corrupt, "kind 3", nil},
+		{"zstd: a block larger than its window", append(zs(0), 3|(1025&31)<<3, 1025>>5, 0, 0), api.Corrupt, "larger", nil},
+		{"zstd: a block without literals", zs(0, nil), api.Corrupt, "damaged", nil},
+		{"zstd: more literals than there are", zs(0, []byte{5 << 3, 'h', 0}), api.Corrupt, "damaged", nil},
+		{"zstd: literals of a tree that was not sent", zs(0, []byte{3 | 4<<4, 1 << 6, 0, 1, 0}), api.Corrupt, "damaged", nil},
+		{"zstd: a tree that cannot be", zs(0, []byte{2 | 4<<4, 3 << 6, 0, 129, 0xff, 1, 0}), api.Corrupt, "damaged", nil},
+		{"zstd: tables that were not sent", zs(0, []byte{0, 1, 0xfc, 1}), api.Corrupt, "damaged", nil},
+		{"zstd: reserved modes", zs(0, []byte{0, 1, 3, 1}), api.Corrupt, "damaged", nil},
+		{"zstd: codes that cannot be", zs(0, []byte{0, 1, 0x54, 36, 0, 0, 1}), api.Corrupt, "damaged", nil},
+		{"zstd: a table that is too large", zs(0, []byte{0, 1, 0xa8, 0x0f, 0, 0, 1}), api.Corrupt, "damaged", nil},
+		{"zstd: sequences without bits", zs(0, []byte{0, 1, 0x54, 0, 0, 0}), api.Corrupt, "damaged", nil},
+		{"zstd: sequences without end", zs(0, []byte{0, 1, 0x54, 0, 0, 0, 0}), api.Corrupt, "damaged", nil},
+		// One sequence: no literals, a match of 3 at distance 4 (code 0 is repeat 1, but without literals 2).
+		{"zstd: a distance before the start", zs(0, []byte{0, 1, 0x54, 0, 0, 0, 1}), api.Corrupt, "damaged", nil},
+		{"zstd: a distance into the frame before", cat(z, zs(0, []byte{0, 1, 0x54, 0, 0, 0, 1})), api.Corrupt, "damaged", nil},
+	}
+	for _, c := range zoo {
+		_, err := unpack(c.b, Limits{})
+		if !api.Is(err, c.kind) || !strings.Contains(err.Error(), c.says) || c.is != nil && !errors.Is(err, c.is) {
+			t.Errorf("%s: kind %v: %v", c.name, api.KindOf(err), err)
+		}
+	}
+}
+
+// TestCut: an archive that is cut anywhere is said to be, and what was read is its start.
+func TestCut(t *testing.T) {
+	text := samples(t)["text"][:3000]
+	for _, tool := range []string{"gzip", "xz", "xz -T2 --block-size=1000", "zstd", "zstd -19"} {
+		z := run(t, text, append(strings.Fields(tool), "-c")...)
+		for n := range z {
+			r, err := NewReader(bytes.NewReader(z[:n]), Detect(z), Limits{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got bytes.Buffer
+			_, err = got.ReadFrom(r)
+			if !api.Is(err, api.Corrupt) || !errors.Is(err, ErrTruncated) || !bytes.HasPrefix(text, got.Bytes()) {
+				t.Fatalf("%s, %d of %d bytes: %v", tool, n, len(z), err)
+			}
+			r.Close()
+		}
+	}
+}
+
+// TestFlip: whichever byte is wrong, content that is wrong is never said to be right.
+func TestFlip(t *testing.T) {
+	text := samples(t)["text"][:1500]
+	for _, tool := range []string{"gzip", "xz", "xz --check=crc32", "xz -T2 --block-size=500 --check=sha256", "zstd", "zstd -19"} {
+		z := run(t, text, append(strings.Fields(tool), "-c")...)
+		for i := range z {
+			for _, mask := range []byte{1, 0x80} {
+				bad := edit(z, func(b []byte) { b[i] ^= mask })
+				if Detect(bad) == None {
+					continue
+				}
+				if got, err := unpack(bad, Limits{}); err == nil && !bytes.Equal(got, text) {
+					t.Errorf("%s: byte %d with %#x: wrong content without an error", tool, i, mask)
+				} else if err != nil {
+					known(t, err)
+				}
+			}
+		}
+	}
+}
+
+// TestMemory: whatever the headers claim, the memory of a process that unpacks stays below the limit.
+func TestMemory(t *testing.T) {
+	if testing.Short() {
+		t.Skip("some seconds")
+	}
+	dir := t.TempDir()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	packed := filepath.Join(dir, "packed")
+	try := func(in []byte, args ...string) int {
+		z := run(t, in, append(args, "-c")...)
+		if err := os.WriteFile(packed, z, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.Open(packed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		// What the kernel counts for a child begins with its parent: it tells itself.
+		cmd := exec.Command(self)
+		var msg strings.Builder
+		cmd.Stdin, cmd.Stderr = f, &msg
+		cmd.Env = append(os.Environ(), "DROVER_UNPACK=1", "DROVER_PEAK=1", "TMPDIR="+dir)
+		if err := cmd.Run(); err != nil {
+			t.Fatalf("%v: %v %s", args, err, msg.String())
+		}
+		var kib int
+		if _, err := fmt.Sscanf(msg.String(), "VmHWM: %d", &kib); err != nil {
+			t.Fatalf("%v: %v %q", args, err, msg.String())
+		}
+		return kib >> 10
+	}
+	idle := try([]byte("hello"), "gzip")
+	rng := rand.New(rand.NewChaCha8([32]byte{2}))
+	block := make([]byte, 75<<20)
+	for i := 0; i < len(block); i += 8 {
+		le.PutUint64(block[i:], rng.Uint64())
+	}
+	// The second half is copies from 75 MiB before; the first quarter comes once more from 112 MiB before.
+	far := cat(block, block[:len(block)/2], block[:len(block)/4])
+	zeros := make([]byte, 150<<20)
+	for _, c := range []struct {
+		tool string
+		in   []byte
+	}{
+		{"zstd -1 --long=27", far}, {"zstd -1 --long=26", far}, {"xz -0 --lzma2=preset=0,dict=64MiB", zeros},
+		{"xz -0 -T2 --block-size=24MiB", zeros}, {"xz -0 -T2 --block-size=64MiB", zeros}, {"zstd", zeros},
+		{"gzip -1", zeros},
+	} {
+		used := try(c.in, strings.Fields(c.tool)...) - idle
+		t.Logf("%s: %d MiB above the %d when idle", c.tool, used, idle)
+		if used > DefaultMemory>>20 {
+			t.Errorf("%s: %d MiB above idle", c.tool, used)
+		}
+		if c.tool == "zstd -1 --long=27" {
+			b, err := os.ReadFile(packed)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, err := unpack(b, Limits{Scratch: dir}); err != nil || !bytes.Equal(got, far) {
+				t.Errorf("%s: differs: %v", c.tool, err)
+			}
+		}
+	}
+}

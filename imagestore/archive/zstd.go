@@ -177,10 +177,13 @@ func (z *unzstder) frames() error {
 			return z.in.err
 		}
 		var magic uint32
-		if z.in.end-z.in.pos >= 4 {
+		whole := z.in.end-z.in.pos >= 4
+		if whole {
 			magic = binary.LittleEndian.Uint32(z.in.buf[z.in.pos:])
 		}
 		switch {
+		case first && !whole:
+			err = z.in.failed()
 		case magic&skipMask == skipMagic:
 			err = z.skipFrame()
 		case magic == zstdMagic:
