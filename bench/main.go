@@ -34,7 +34,7 @@ func main() {
 	flag.IntVar(&o.rounds, "rounds", 5, "rounds of each figure; the median counts")
 	flag.IntVar(&o.seconds, "seconds", 2, "seconds per round of the device figures")
 	flag.IntVar(&o.objects, "objects", 1000, "images, and volumes, beside which single operations are timed")
-	flag.StringVar(&o.only, "only", "", "devices or images: measure only these")
+	flag.StringVar(&o.only, "only", "", "devices, images or scale: measure only these")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -62,15 +62,17 @@ func run(ctx context.Context, o options) (err error) {
 	}
 	defer func() { err = errors.Join(err, in.stop()) }()
 	b := &bench{options: o, dir: dir, in: in}
-	if o.only != "devices" {
+	if o.only == "" || o.only == "images" {
 		if err := b.images(ctx); err != nil {
 			return err
 		}
+	}
+	if o.only != "devices" {
 		if err := b.scale(ctx, o.objects); err != nil {
 			return err
 		}
 	}
-	if o.only != "images" {
+	if o.only == "" || o.only == "devices" {
 		if err := b.devices(ctx); err != nil {
 			return err
 		}
