@@ -32,9 +32,11 @@ func (d *Disk) findLayer(uid string, flag int) (*layer, error) {
 			continue
 		}
 		// Which blocks the layer holds must be known when that disk fails.
-		if oerr = l.m.keep(); oerr != nil {
-			_ = l.close()
-			continue
+		if m, ok := l.m.(*layerMap); ok {
+			if oerr = m.keep(); oerr != nil {
+				_ = l.close()
+				continue
+			}
 		}
 		l.lender = o
 		return l, nil

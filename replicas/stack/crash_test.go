@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"path/filepath"
 	"slices"
@@ -156,6 +157,31 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 	}
 }
 
+// checkLayers compares layers with values that are known for sure.
+func (e expect) checkLayers(t testing.TB, d *Disk, layers []string, size int64) {
+	t.Helper()
+	src, err := d.OpenStack(layers, size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	got := make([]byte, size)
+	if err := block.Copy(context.Background(), arraySink(got), src, block.CopyOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for s := range size / 512 {
+		want := uint64(0)
+		if len(e[s]) > 0 {
+			want = e[s][0]
+		}
+		for i := s * 512; i < (s+1)*512; i += 8 {
+			if v := binary.LittleEndian.Uint64(got[i:]); v != want {
+				t.Fatalf("snapshot, sector %d: %#x instead of %#x", s, v, want)
+			}
+		}
+	}
+}
+
 func filledLayer(t testing.TB, d *Disk, size int64, blocks []int64, v uint64, e expect) string {
 	t.Helper()
 	uid := string(api.NewUID())
@@ -210,6 +236,11 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 	}
 	next := uint64(1) << 40
 	buf := alignedBuffer(16 << blockBits)
+	type cut struct {
+		layer string
+		want  expect
+	}
+	var cuts []cut
 	for round := range 5 {
 		r, err := d.openReplica(ctx, spec.UID, p)
 		if err != nil {
@@ -221,7 +252,17 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 			b := rng.Int64N(64)
 			n := 1 + rng.Int64N(min(16, 64-b))
 			var err error
-			switch rng.IntN(7) {
+			switch rng.IntN(10) {
+			case 7:
+				s := Snapshot{Layer: string(api.NewUID())}
+				if err = r.Cut(ctx, s); err == nil {
+					e.durable()
+					cuts = append(cuts, cut{s.Layer, maps.Clone(e)})
+				}
+			case 8:
+				if uids, lerr := d.Unfinished(); lerr == nil && len(uids) > 0 {
+					err = d.Finish(ctx, uids[0])
+				}
 			case 0:
 				if err = issue(p, r, block.OpFlush, 0, 0, nil, false); err == nil {
 					e.durable()
@@ -251,9 +292,22 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 		_ = r.Close() // the dead process cannot make anything durable any more
 		p = p.crash(t, rng)
 		d = p.disk(t)
-		if m, err := d.readStack(spec.UID); err != nil || m.Epoch > int64(round+1) {
+		m, err := d.readStack(spec.UID)
+		if err != nil || m.Epoch > int64(round+1) {
 			t.Fatalf("%+v, %v", m, err)
 		}
+		if rng.IntN(2) == 0 {
+			if err := d.Collect(ctx, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
 		e.check(t, d, p, spec.UID)
+		for _, c := range cuts {
+			k := slices.Index(m.Layers, c.layer)
+			if k < 0 {
+				t.Fatalf("layer %s of a cut that was done is not in %v", c.layer, m.Layers)
+			}
+			c.want.checkLayers(t, d, m.Layers[:k+1], size)
+		}
 	}
 }

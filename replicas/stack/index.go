@@ -136,6 +136,21 @@ func (x *index) load(p int, vals []uint16) {
 	}
 }
 
+// change replaces one value by another wherever it is.
+func (x *index) change(from, to uint16) {
+	for p := range x.uniform {
+		if q := x.packed[p]; q != nil {
+			for c, v := range q.pal {
+				if v == from && q.cnt[c] > 0 {
+					q.pal[c] = to
+				}
+			}
+		} else if x.uniform[p] == from {
+			x.uniform[p] = to
+		}
+	}
+}
+
 // memory is the heap that the index takes, in bytes.
 func (x *index) memory() int64 {
 	n := int64(cap(x.uniform))*2 + int64(cap(x.packed))*8

@@ -99,6 +99,8 @@ func (m *layerMap) keep() error {
 	return nil
 }
 
+func (m *layerMap) length() int64 { return m.size }
+
 func (m *layerMap) entry(p int) (typ, kind byte, off int64) {
 	e := m.table[p*mapEntry:]
 	return e[0], e[1], int64(binary.LittleEndian.Uint64(e[8:]))
@@ -178,7 +180,7 @@ func encodeMap(x *index) []byte {
 // layer is an open, finished layer. It stays readable whatever happens to its name.
 type layer struct {
 	rec     layerRecord
-	m       *layerMap
+	m       blockMap
 	data    file.Handle
 	mapping file.Handle
 	lender  *Disk // the other disk that it is borrowed from, until it is finished here; else nil
@@ -196,7 +198,16 @@ func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
 			l.close()
 		}
 	}()
-	if l.rec, err = d.layerRecord(uid); err != nil {
+	if l.rec, err = d.layerRecord(uid); api.Is(err, api.NotFound) {
+		missing := err
+		switch err = d.openFrozen(l, uid, flag); {
+		case err == nil:
+			return l, nil
+		case api.Is(err, api.NotFound):
+			err = missing
+		}
+		return nil, err
+	} else if err != nil {
 		return nil, err
 	}
 	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil {

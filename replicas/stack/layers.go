@@ -112,7 +112,10 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 			err = fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
 		}
 	}()
-	kinds, err := l.m.index()
+	if _, frozen := l.m.(*frozenMap); frozen {
+		return api.Errorf(api.Unavailable, "it has no digests yet")
+	}
+	kinds, err := indexOf(l.m)
 	if err != nil {
 		return err
 	}
@@ -148,11 +151,11 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 	})
 }
 
-// index is the whole map in memory.
-func (m *layerMap) index() (*index, error) {
-	x := newIndex(m.size>>blockBits, uint16(block.Hole))
+// indexOf is a whole map in memory.
+func indexOf(m blockMap) (*index, error) {
+	x := newIndex(m.length()>>blockBits, uint16(block.Hole))
 	kinds := new([pageBlocks]block.Kind)
-	for p := range m.pages {
+	for p := range x.uniform {
 		if k, ok := m.uniform(p); ok {
 			x.uniform[p] = uint16(k)
 			continue

@@ -34,7 +34,7 @@ func (r *Replica) buildNow(p int) bool {
 	for k := len(r.layers) - 1; k >= 0 && !full; k-- {
 		m := r.layers[k].m
 		kind, ok := m.uniform(p)
-		if !ok || kind != block.Hole && m.size>>blockBits < int64(p)<<pageBits+int64(r.idx.pageLen(p)) {
+		if !ok || kind != block.Hole && m.length()>>blockBits < int64(p)<<pageBits+int64(r.idx.pageLen(p)) {
 			return false
 		}
 		switch kind {

@@ -29,6 +29,9 @@ type path struct {
 	held     []*block.Request
 	failed   error // a sync failed, or the replica is closed: nothing is written any more
 
+	cutting  int       // heads that were cut off and are not durable yet
+	afterCut []*flight // flushes that wait for them
+
 	zeros    []span // all-zero writes over lower data, not given to the log yet
 	syncing  int    // rounds of the log under way
 	freeIO   *flight
@@ -339,6 +342,10 @@ func (f *flight) acknowledge() {
 
 // flush makes everything acknowledged durable: the record of zeros, then the head.
 func (r *Replica) flush(f *flight) {
+	if r.cutting > 0 {
+		r.afterCut = append(r.afterCut, f)
+		return
+	}
 	if len(r.zeros) == 0 && r.syncing == 0 {
 		r.syncHead(f)
 		return

@@ -354,7 +354,7 @@ type Replica struct {
 
 	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
 	adopted bool       // this opener began a session, which Close may end
-	metaMu  sync.Mutex // guards meta and closed
+	metaMu  sync.Mutex // guards meta and closed, and head against who does not hold mu
 	meta    Meta
 	closed  bool
 
@@ -429,6 +429,9 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if err := fitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
+	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
+		return nil, err
+	}
 	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)
 	if err != nil {
 		return nil, err
@@ -492,17 +495,22 @@ func (r *Replica) Meta() Meta {
 
 // Blank reports whether the map proves that nothing was ever written, or all of it discarded again.
 func (r *Replica) Blank() bool {
-	if len(r.layers) > 0 {
+	r.metaMu.Lock()
+	head, size, alone := r.head, r.meta.Size, len(r.meta.Layers) == 0
+	r.metaMu.Unlock()
+	if !alone {
 		return false
 	}
-	size := r.Meta().Size
-	first, _, err := file.NextData(int(r.head.Fd()), 0, size)
+	first, _, err := file.NextData(int(head.Fd()), 0, size)
 	return err == nil && first >= size
 }
 
 // Used is the bytes that the head takes on the disk; layers count for themselves.
 func (r *Replica) Used() int64 {
-	st, err := r.head.Stat()
+	r.metaMu.Lock()
+	head := r.head
+	r.metaMu.Unlock()
+	st, err := head.Stat()
 	if err != nil {
 		return 0
 	}

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"drover.io/drover/api"
@@ -231,6 +232,109 @@ var steps = []step{
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
+		}},
+	{name: "cut", setup: func(t *testing.T, d *Disk, i *ids) {
+		i.makeReplica(t, d)
+		i.e.add(3, 1, 33)
+		i.e.add(5, 1, 0)
+	},
+		do: func(d *Disk, p *power, i *ids) error {
+			return withReplica(func(r *Replica) error {
+				buf := alignedBuffer(int(blockSize))
+				fill(buf, 33)
+				err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
+				if err == nil {
+					err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
+				}
+				if err == nil {
+					err = issue(p, r, block.OpDiscard, 5<<blockBits, blockSize, nil, false)
+				}
+				if err == nil {
+					err = r.Cut(context.Background(), Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
+				}
+				if err == nil {
+					i.e.durable()
+				}
+				return err
+			})(d, p, i)
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			if err := d.Collect(context.Background(), 0); err != nil {
+				t.Fatal(err)
+			}
+			replicaIs(func(m Meta, done bool) bool {
+				return len(m.Layers) == 2 && len(m.Snapshots) == 1 || !done && len(m.Layers) == 1 && len(m.Snapshots) == 0
+			})(t, d, p, i, done)
+			list, err := d.Replicas()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for dir, want := range map[string]int{layersDir: len(list[0].Layers), trashDir: 0} {
+				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || dir == layersDir && len(left) != want {
+					t.Fatalf("%s holds %v, %v", dir, left, err)
+				}
+			}
+			// Nothing of another head than the replica's own is left, or the space of its layer would never come back.
+			files, err := d.fs.ReadDir(d.path(replicaDir, i.replica))
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range files {
+				if name := f.Name(); name == stackFile+".cut" || strings.HasPrefix(name, firstHead) &&
+					name != list[0].Head+dataSuffix && name != list[0].Head+zeroSuffix {
+					t.Fatalf("%s is left beside head %s", name, list[0].Head)
+				}
+			}
+		}},
+	{name: "finish", setup: func(t *testing.T, d *Disk, i *ids) { i.makeReplica(t, d) },
+		do: func(d *Disk, p *power, i *ids) error {
+			uids, err := d.Unfinished()
+			if err == nil && len(uids) == 0 { // its first part
+				err = withReplica(func(r *Replica) error {
+					buf := alignedBuffer(int(blockSize))
+					fill(buf, 34)
+					i.e.add(3, 1, 34)
+					err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
+					if err == nil {
+						err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
+					}
+					if err == nil {
+						err = r.Cut(context.Background(), Snapshot{Layer: string(api.NewUID())})
+					}
+					if err == nil {
+						i.e.durable()
+					}
+					return err
+				})(d, p, i)
+				if err == nil {
+					uids, err = d.Unfinished()
+				}
+			}
+			for _, uid := range uids {
+				err = errors.Join(err, d.Finish(context.Background(), uid))
+			}
+			return err
+		},
+		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+			uids, err := d.Unfinished()
+			if err != nil || done && len(uids) > 0 {
+				t.Fatalf("unfinished %v, %v", uids, err)
+			}
+			for _, uid := range uids {
+				if err := d.Finish(context.Background(), uid); err != nil {
+					t.Fatal(err)
+				}
+			}
+			list, err := d.Replicas()
+			if err != nil || len(list) != 1 {
+				t.Fatal(list, err)
+			}
+			for _, uid := range list[0].Layers {
+				if err := d.Verify(context.Background(), uid); err != nil {
+					t.Fatal(err)
+				}
+			}
+			i.e.check(t, d, p, i.replica)
 		}},
 	{name: "compact the record of zeros", setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeReplica(t, d)

@@ -1,0 +1,123 @@
+package stack
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// A frozen layer is a head that was cut off and not finished yet: its folder holds data and zero, which are second names
+// of the head's files, and frozen.json. It is readable as it is; Finish makes map and sums, and a layer like any other
+// of it. It counts only where a stack names it: before that, its data is still a head.
+const (
+	frozenFile   = "frozen.json"
+	zeroFile     = "zero"
+	formatFrozen = "drover-frozen"
+)
+
+// frozenRecord is frozen.json.
+type frozenRecord struct {
+	UID     string    `json:"uid"`
+	Size    int64     `json:"size"`
+	Created time.Time `json:"created"`
+}
+
+// blockMap says which blocks a layer holds.
+type blockMap interface {
+	// length is the size of the layer in bytes.
+	length() int64
+	// uniform is the one kind of page p, if it is known to have one.
+	uniform(p int) (block.Kind, bool)
+	// load fills kinds, one per block of page p, up to the end of the layer; the rest is holes.
+	load(p int, kinds *[pageBlocks]block.Kind) error
+}
+
+// frozenMap is the map of a frozen layer: what the file system says is data, and the record of zeros.
+type frozenMap struct {
+	size  int64
+	data  file.Handle
+	zeros index // 1: zero
+}
+
+func (m *frozenMap) length() int64 { return m.size }
+
+func (m *frozenMap) uniform(p int) (block.Kind, bool) {
+	return block.Hole, int64(p)<<(pageBits+blockBits) >= m.size
+}
+
+func (m *frozenMap) load(p int, kinds *[pageBlocks]block.Kind) error {
+	clear(kinds[:])
+	base := int64(p) << pageBits
+	end := min(base+pageBlocks, m.size>>blockBits)
+	for b := base; b < min(end, m.zeros.blocks); {
+		v, n := m.zeros.run(b, min(end, m.zeros.blocks))
+		for i := b; v == 1 && i < b+n; i++ {
+			kinds[i-base] = block.Zero
+		}
+		b += n
+	}
+	for off := base << blockBits; ; {
+		from, to, err := file.NextData(int(m.data.Fd()), off, end<<blockBits)
+		if err != nil {
+			return err
+		}
+		if from >= end<<blockBits {
+			return nil
+		}
+		for b := from >> blockBits; b < (to+blockSize-1)>>blockBits; b++ {
+			kinds[b-base] = block.Data
+		}
+		off = to
+	}
+}
+
+// frozenRecord reads frozen.json; none is an error of kind not found.
+func (d *Disk) frozenRecord(uid string) (frozenRecord, error) {
+	var rec frozenRecord
+	err := readMeta(d.fs, d.path(layersDir, uid, frozenFile), formatFrozen, &rec)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return rec, api.Errorf(api.NotFound, "no layer of that uid")
+	case err != nil:
+		return rec, err
+	case rec.UID != uid || rec.Size <= 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize:
+		return rec, api.Errorf(api.Corrupt, "%s does not describe this layer", frozenFile)
+	}
+	return rec, nil
+}
+
+// openFrozen opens a frozen layer into l.
+func (d *Disk) openFrozen(l *layer, uid string, flag int) error {
+	rec, err := d.frozenRecord(uid)
+	if err != nil {
+		return err
+	}
+	l.rec = layerRecord{UID: uid, Size: rec.Size, Created: rec.Created}
+	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil {
+		return err
+	}
+	zero, err := d.fs.Open(d.path(layersDir, uid, zeroFile), os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	m := &frozenMap{size: rec.Size, data: l.data, zeros: newIndex(rec.Size>>blockBits, 0)}
+	st, err := zero.Stat()
+	if err == nil {
+		log := zeroLog{zeros: m.zeros}
+		_, err = readZeroLog(bufio.NewReaderSize(io.NewSectionReader(zero, 0, st.Size()), 1<<16), log.mark)
+		m.zeros = log.zeros
+	}
+	if err = errors.Join(err, zero.Close()); err != nil {
+		return fmt.Errorf("%s: %w", zeroFile, err)
+	}
+	l.m = m
+	return nil
+}
