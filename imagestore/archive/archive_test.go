@@ -123,26 +123,35 @@ func mustUnpack(t *testing.T, packed, want []byte) {
 	}
 }
 
-var oracles = []string{
-	"gzip -1", "gzip -6", "gzip -9", "gzip -6 --rsyncable",
-	"xz -0", "xz -1", "xz -6", "xz -6e", "xz -3 --check=none", "xz -3 --check=crc32", "xz -3 --check=crc64",
-	"xz -3 --check=sha256", "xz -3 -T2 --block-size=300KiB", "xz -1 -T2 --block-size=64KiB --check=sha256",
-	"xz -3 --block-list=100000,1,200000,0", "xz --lzma2=preset=6,lc=0,lp=4,pb=0", "xz --lzma2=preset=4,lc=4,lp=0,pb=4",
-	"xz --lzma2=preset=1,dict=4KiB", "xz --lzma2=preset=1,dict=64KiB,nice=273", "xz --lzma2=preset=1,dict=64MiB",
-	"zstd -1", "zstd -3", "zstd -12", "zstd -19", "zstd --ultra -22", "zstd --fast=7", "zstd -3 --long=27", "zstd -3 --rsyncable",
-	"zstd -3 --no-check", "zstd -3 --no-content-size", "zstd -5 -T2 -B512KiB", "zstd -1 --zstd=wlog=10",
-	"zstd -3 --no-compress-literals", "zstd -3 --compress-literals",
+// oracles are ways to pack; few is for those that differ only in what is around the data, or are slow.
+var oracles = []struct {
+	tool string
+	few  bool
+}{
+	{"gzip -1", false}, {"gzip -6", true}, {"gzip -9", false}, {"gzip -6 --rsyncable", true},
+	{"xz -0", false}, {"xz -6", false}, {"xz -6e", true}, {"xz -3 --check=none", true}, {"xz -3 --check=crc32", true},
+	{"xz -3 --check=crc64", true}, {"xz -3 --check=sha256", true}, {"xz -3 -T2 --block-size=300KiB", false},
+	{"xz -1 -T2 --block-size=64KiB --check=sha256", true}, {"xz -3 --block-list=100000,1,200000,0", true},
+	{"xz --lzma2=preset=6,lc=0,lp=4,pb=0", true}, {"xz --lzma2=preset=4,lc=4,lp=0,pb=4", true},
+	{"xz --lzma2=preset=1,dict=4KiB", true}, {"xz --lzma2=preset=1,dict=64KiB,nice=273", true},
+	{"xz --lzma2=preset=1,dict=64MiB", true},
+	{"zstd -1", false}, {"zstd -3", false}, {"zstd -12", false}, {"zstd -19", true}, {"zstd --ultra -22", true},
+	{"zstd --fast=7", false}, {"zstd -3 --long=27", false}, {"zstd -3 --rsyncable", true}, {"zstd -3 --no-check", true},
+	{"zstd -3 --no-content-size", true}, {"zstd -5 -T2 -B512KiB", false}, {"zstd -1 --zstd=wlog=10", false},
+	{"zstd -3 --no-compress-literals", true}, {"zstd -3 --compress-literals", true},
 }
 
 // TestOracles unpacks what the tools pack.
 func TestOracles(t *testing.T) {
 	all := samples(t)
 	for _, o := range oracles {
-		t.Run(o, func(t *testing.T) {
+		t.Run(o.tool, func(t *testing.T) {
 			t.Parallel()
 			for name, want := range all {
-				args := append(strings.Fields(o), "-c")
-				packed := run(t, want, args...)
+				if o.few && name != "disk" && name != "empty" && name != "skewed" {
+					continue
+				}
+				packed := run(t, want, append(strings.Fields(o.tool), "-c")...)
 				t.Run(name, func(t *testing.T) { mustUnpack(t, packed, want) })
 			}
 		})
@@ -152,12 +161,12 @@ func TestOracles(t *testing.T) {
 // TestFiles: packed from a file, the headers say more: names, times, sizes.
 func TestFiles(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "some disk.img")
-	want := samples(t)["disk"][4<<20 : 5<<20]
+	want := samples(t)["disk"][4<<20 : 4<<20+400000]
 	if err := os.WriteFile(path, want, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for _, o := range oracles {
-		mustUnpack(t, run(t, nil, append(strings.Fields(o), "-c", path)...), want)
+		mustUnpack(t, run(t, nil, append(strings.Fields(o.tool), "-c", path)...), want)
 	}
 }
 
