@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -89,7 +90,21 @@ func file(name string) func(context.Context) (*source.Stream, error) {
 func download(url string) func(context.Context) (*source.Stream, error) {
 	return func(ctx context.Context) (*source.Stream, error) {
 		return source.Download(ctx, url, source.DownloadOptions{Pause: time.Millisecond, Start: 2 * time.Second,
-			Stall: 500 * time.Millisecond})
+			Stall: 500 * time.Millisecond, Access: anywhere})
+	}
+}
+
+// anywhere lets tests ask servers of this machine.
+var anywhere = source.Access{Allow: func(netip.Addr) bool { return true }}
+
+// stream is a source that comes in order, of known size or not.
+func stream(b []byte, sized bool) func(context.Context) (*source.Stream, error) {
+	return func(context.Context) (*source.Stream, error) {
+		s := &source.Stream{ReadCloser: io.NopCloser(bytes.NewReader(b)), Size: -1, Name: "a stream"}
+		if sized {
+			s.Size = int64(len(b))
+		}
+		return s, nil
 	}
 }
 
@@ -180,26 +195,60 @@ func read(t testing.TB, name string) []byte {
 	return b
 }
 
-// The same content over every way in: the same bytes, and the same digest for raw and qcow2, file and stream.
+// The same content over every way in: the same bytes, and the same digest for every format and archive, from a file and
+// from a stream.
 func TestImport(t *testing.T) {
 	content := sample(23<<20 + 512) // qcow2 counts sectors
-	raw := sparseFile(t, content)
-	q := qcow2File(t, content, "-c")
-	dir := t.TempDir()
-	d := newDisk(t, dir)
-	digest := ""
-	for _, c := range []struct {
+	plain := sparseFile(t, content)
+	type image struct {
+		format, file string
+	}
+	images := []image{{"raw", plain}}
+	for _, f := range []struct{ format, options string }{
+		{"qcow2", "-c"}, {"qcow2", ""}, {"qcow2", "-c -o compression_type=zstd"}, {"qcow2", "-o cluster_size=512"},
+		{"vmdk", ""}, {"vmdk", "-o subformat=streamOptimized"},
+		{"vhd", "-o subformat=fixed,force_size=on"}, {"vhd", "-o subformat=dynamic,force_size=on"},
+		{"vhdx", ""}, {"vhdx", "-o subformat=fixed"},
+	} {
+		out := filepath.Join(t.TempDir(), "image")
+		qemu := strings.Replace(f.format, "vhd", "vpc", 1)
+		if f.format == "vhdx" {
+			qemu = f.format
+		}
+		command(t, "sh", "-c", fmt.Sprintf("qemu-img convert -f raw -O %s %s %s %s", qemu, f.options, plain, out))
+		images = append(images, image{f.format, out})
+	}
+	type way struct {
 		name, format string
 		bytes        []byte
 		open         func(context.Context) (*source.Stream, error)
-	}{
-		{"raw file", "raw", content, file(raw)},
-		{"raw download", "raw", content, download(server(t, content, true))},
-		{"raw download of unknown size", "raw", content, download(server(t, content, false))},
-		{"qcow2 file", "qcow2", read(t, q), file(q)},
-		{"qcow2 download", "qcow2", read(t, q), download(server(t, read(t, q), true))},
-		{"qcow2 download of unknown size", "qcow2", read(t, q), download(server(t, read(t, q), false))},
-	} {
+	}
+	var ways []way
+	for i, m := range images {
+		b := read(t, m.file)
+		name := fmt.Sprintf("%s %d", m.format, i)
+		ways = append(ways, way{name + " file", m.format, b, file(m.file)},
+			way{name + " stream", m.format, b, stream(b, true)},
+			way{name + " stream of unknown size", m.format, b, stream(b, false)})
+		if i < 2 {
+			ways = append(ways, way{name + " download", m.format, b, download(server(t, b, true))},
+				way{name + " download of unknown size", m.format, b, download(server(t, b, false))})
+		}
+		for tool, ext := range map[string]string{"gzip -1": ".gz", "xz -0": ".xz", "zstd -1 -q": ".zst"} {
+			if i%3 != len(tool)%3 && i > 1 {
+				continue // each format in some archive
+			}
+			out := filepath.Join(t.TempDir(), "packed")
+			command(t, "sh", "-c", tool+" -c "+m.file+" > "+out)
+			b := read(t, out)
+			ways = append(ways, way{name + ext + " file", m.format + ext, b, file(out)},
+				way{name + ext + " stream", m.format + ext, b, stream(b, i%2 == 0)})
+		}
+	}
+	dir := t.TempDir()
+	d := newDisk(t, dir)
+	digest := ""
+	for _, c := range ways {
 		t.Run(c.name, func(t *testing.T) {
 			want := newWant()
 			want.Checksum = strings.ToUpper(sum(c.bytes))
@@ -300,7 +349,7 @@ func TestImportIsCancelled(t *testing.T) {
 			d := newDisk(t, dir)
 			ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 			_, err := disk.Import(ctx, d, newWant(), new(disk.Progress), func(ctx context.Context) (*source.Stream, error) {
-				return source.Download(ctx, s.URL, source.DownloadOptions{})
+				return source.Download(ctx, s.URL, source.DownloadOptions{Access: anywhere})
 			})
 			if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) {
 				t.Errorf("stopped after %d of %d bytes: %v", part, len(b), err)

@@ -2,9 +2,11 @@
 // layer, copies layers from another disk, finds what is there already, and removes. It sees a disk as block.Layers.
 //
 // The bytes of the source go through once: read, hashed (SHA-512, over the source's bytes, holes included) and written
-// in parallel; chunks of zeros stay holes. A raw image streams straight into the layer. A qcow2 image needs random access:
-// from a file of this node it is converted in place, while the file is hashed; from a stream it goes to a nameless
-// scratch file on the same disk, and is converted while it arrives.
+// in parallel; chunks of zeros stay holes. What comes packed (gzip, xz, zstd) is unpacked on the way. A raw image streams
+// straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random access:
+// from a file of this node they are converted in place, while the file is hashed; from a stream they go through a
+// nameless scratch file on the same disk, and are converted while they arrive. What was converted is taken out of that
+// file, and the source waits when it is too far ahead, so that it stays small where the image is in order.
 //
 // The commit point of an import is the record of the image (Layers.PutImage): before it nothing is there, and every
 // failure leaves nothing. The checksum is compared before the layer is sealed. All goroutines end before a function
@@ -12,6 +14,7 @@
 package disk
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha512"
 	"encoding/hex"
@@ -19,6 +22,7 @@ import (
 	"errors"
 	"hash"
 	"io"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,7 +30,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/qcow2"
+	"drover.io/drover/imagestore/archive"
 	"drover.io/drover/imagestore/source"
 )
 
@@ -53,6 +57,16 @@ type Progress struct {
 	read, readTotal atomic.Int64 // bytes of the source
 	made, makeTotal atomic.Int64 // bytes of the content, where it is made in a second step
 	sealing         atomic.Bool
+	scratch         atomic.Int64 // the most bytes that a scratch file took
+}
+
+// Notice is what a user may want to know of it, or empty.
+func (p *Progress) Notice() string {
+	n := p.scratch.Load()
+	if n == 0 {
+		return ""
+	}
+	return "converted while it arrived, by way of a scratch file that took up to " + api.SizeText(n) + " of the disk"
 }
 
 // Snapshot is how far it is; percent reaches 100 only when the image is ready, and is then not asked for here.
@@ -125,57 +139,163 @@ type importer struct {
 	w      block.LayerWriter
 	room   *room
 
-	format  source.Format
-	virtual int64
+	format  format
+	packed  string       // how the image is packed, as its name would end, or empty
+	virtual int64        // bytes of the disk
+	cut     atomic.Int64 // where the disk ends in a raw source
+
+	mu   sync.Mutex
+	size int64 // of the layer, while it grows
+}
+
+// bytesOf is an image as it comes: head, then what r gives.
+type bytesOf struct {
+	head []byte
+	r    io.Reader
+	size int64     // -1: it shows at the end
+	file *os.File  // where it is one
+	sum  hash.Hash // takes the bytes, where they are those of the source
+	tell func(int64)
 }
 
 func (im *importer) run() (Got, error) {
-	head := make([]byte, source.HeadSize)
-	n, err := io.ReadFull(im.s, head)
-	if err != nil && !errors.Is(err, io.EOF) && err != io.ErrUnexpectedEOF {
+	b := bytesOf{r: im.s, size: im.s.Size, file: im.s.File, sum: im.sum, tell: im.readSome}
+	if err := b.look(); err != nil {
 		return Got{}, err
 	}
-	head = head[:n]
-	if im.format, err = source.Detect(head); err != nil {
-		return Got{}, api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
+	packing := archive.Detect(b.head)
+	if packing == archive.None {
+		n, err := im.image(b)
+		if err != nil {
+			return Got{}, im.named(err)
+		}
+		return im.commit(n)
 	}
-	switch {
-	case im.format == source.Raw && im.s.File != nil:
-		err = im.raw(&fileFeed{f: im.s.File, size: im.s.Size})
-	case im.format == source.Raw && im.s.Size >= 0:
-		err = im.raw(&streamFeed{head: head, r: im.s})
-	case im.s.File != nil:
-		err = im.convertFile()
-	default:
-		err = im.spooled(&streamFeed{head: head, r: im.s})
+	all := &tally{r: io.MultiReader(bytes.NewReader(b.head), im.s), sum: im.sum, tell: im.readSome}
+	plain, err := archive.NewReader(all, packing, archive.Limits{})
+	if err != nil {
+		return Got{}, im.named(err)
+	}
+	im.packed = packedNames[packing]
+	b = bytesOf{r: plain, size: -1}
+	if err = b.look(); err == nil && archive.Detect(b.head) != archive.None {
+		err = api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first",
+			archive.Detect(b.head), packing)
+	}
+	if err == nil {
+		_, err = im.image(b)
 	}
 	if err != nil {
-		return Got{}, err
+		im.cancel(err) // ends a read of the source that Close would wait for
 	}
-	return im.commit()
+	if cerr := plain.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return Got{}, im.named(err)
+	}
+	return im.commit(all.n)
+}
+
+// look reads the head.
+func (b *bytesOf) look() error {
+	head := make([]byte, headSize)
+	n, err := io.ReadFull(b.r, head)
+	if err != nil && !errors.Is(err, io.EOF) && err != io.ErrUnexpectedEOF {
+		return err
+	}
+	b.head = head[:n]
+	return nil
+}
+
+// named is an error about the image with the name of its source, where it does not say that itself.
+func (im *importer) named(err error) error {
+	if api.KindOf(err) == api.Other || strings.Contains(err.Error(), im.s.Name) {
+		return err
+	}
+	return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
+}
+
+// tally hashes what is read of a source.
+type tally struct {
+	r    io.Reader
+	sum  hash.Hash
+	tell func(int64)
+	n    int64
+}
+
+func (t *tally) Read(p []byte) (int, error) {
+	n, err := t.r.Read(p)
+	_, _ = t.sum.Write(p[:n])
+	t.n += int64(n)
+	t.tell(int64(n))
+	return n, err
+}
+
+// image makes the layer from an image. It returns how many bytes the image had.
+func (im *importer) image(b bytesOf) (n int64, err error) {
+	if im.format, err = detect(b.head); err != nil {
+		return 0, err
+	}
+	switch {
+	case im.format == raw:
+		return im.raw(b)
+	case b.file != nil:
+		return im.convertFile(b)
+	}
+	return im.spooled(b)
+}
+
+func (im *importer) tooLarge(size int64) error {
+	return api.Errorf(api.OutOfRange, "%d bytes are more than a volume can have (%d)", size, api.MaxVolumeSize)
 }
 
 // create starts the layer of size bytes.
 func (im *importer) create(size int64) (err error) {
 	if size > api.MaxVolumeSize {
-		return api.Errorf(api.OutOfRange, "%s: %d bytes are more than a volume can have (%d)", im.s.Name, size,
-			api.MaxVolumeSize)
+		return im.tooLarge(size)
 	}
-	im.virtual = size
+	if size <= 0 {
+		return api.Errorf(api.Invalid, "the disk in it has no bytes")
+	}
+	im.virtual, im.size = size, size
 	im.w, err = create(im.ctx, im.on, im.want.Layers[0], size)
 	return err
 }
 
-// raw streams a source of known size into the layer.
-func (im *importer) raw(f feed) error {
-	if err := im.create(im.s.Size); err != nil {
-		return err
+// raw carries a raw source into the layer, whose size may show at the end only.
+func (im *importer) raw(b bytesOf) (int64, error) {
+	im.cut.Store(1 << 62)
+	size := b.size
+	if size < 0 {
+		size = 32 * pieceSize
 	}
-	n, err := pump(im.ctx, f, im.sum, im.room.within(whole(im.w)), writers, im.readSome, im.cancel)
+	if err := im.create(size); err != nil {
+		return 0, err
+	}
+	var f feed
+	if b.file != nil {
+		tail, err := tailOf(b.file, b.size)
+		if err == nil {
+			err = im.ended(tail, b.size)
+		}
+		if err != nil {
+			return 0, err
+		}
+		f = &fileFeed{f: b.file, size: b.size}
+	} else {
+		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, end: im.ended}
+	}
+	put := im.clipped(im.fitted(im.room.within(whole(im.w))))
+	n, err := pump(im.ctx, f, b.sum, put, writers, b.tell, im.cancel)
 	if err != nil {
-		return err
+		return n, err
 	}
-	return im.complete(n)
+	im.virtual = min(n, im.cut.Load())
+	if im.virtual == 0 {
+		return n, api.Errorf(api.Invalid, "the disk in it has no bytes")
+	}
+	return n, im.w.Resize(im.virtual)
 }
 
 func (im *importer) readSome(n int64) { im.p.read.Add(n) }
@@ -183,95 +303,84 @@ func (im *importer) readSome(n int64) { im.p.read.Add(n) }
 // complete compares what came with what was announced.
 func (im *importer) complete(n int64) error {
 	if im.s.Size >= 0 && n != im.s.Size {
-		return api.Errorf(api.Corrupt, "%s: %d bytes came instead of %d", im.s.Name, n, im.s.Size)
+		return api.Errorf(api.Corrupt, "%d bytes came instead of %d", n, im.s.Size)
 	}
 	return nil
 }
 
-// convertFile makes the layer from a qcow2 file of this node, while the file is hashed.
-func (im *importer) convertFile() error {
+// convertFile makes the layer from an image in a file of this node, while the file is hashed.
+func (im *importer) convertFile(b bytesOf) (n int64, err error) {
 	var wg sync.WaitGroup
 	var hashed error
-	var n int64
 	wg.Go(func() {
-		n, hashed = pump(im.ctx, &fileFeed{f: im.s.File, size: im.s.Size}, im.sum, nil, 0, im.readSome, im.cancel)
+		n, hashed = pump(im.ctx, &fileFeed{f: b.file, size: b.size}, b.sum, nil, 0, b.tell, im.cancel)
 	})
-	err := im.convert(im.s.File, im.s.Size)
-	if err != nil {
+	if err = im.convert(b.file, b.size, false); err != nil {
 		im.cancel(err)
 	}
 	wg.Wait()
 	if err == nil {
 		err = hashed
 	}
-	if err != nil {
-		return err
-	}
-	return im.complete(n)
+	return n, err
 }
 
 // spooled takes a stream to a scratch file, and makes the layer from there while it comes.
-func (im *importer) spooled(f feed) error {
-	sp, err := newSpool(im.on)
+func (im *importer) spooled(b bytesOf) (n int64, err error) {
+	sp, err := newSpool(im.on, &im.p.scratch)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer sp.Close()
 	var wg sync.WaitGroup
 	var arrived error
-	var n int64
 	wg.Go(func() {
-		n, arrived = pump(im.ctx, f, im.sum, im.room.within(sp.put), 1, im.readSome, im.cancel)
-		if arrived == nil {
-			arrived = im.complete(n)
-		}
+		n, arrived = pump(im.ctx, &streamFeed{head: b.head, r: b.r}, b.sum, im.room.within(sp.put), 1, b.tell, im.cancel)
 		sp.finish(arrived)
 	})
-	size := im.s.Size
-	if size < 0 {
-		if err = sp.wait(1 << 62); err == nil {
-			size = sp.have
-			im.p.readTotal.Store(size)
-		}
+	end := context.AfterFunc(im.ctx, func() { sp.finish(context.Cause(im.ctx)) })
+	defer end()
+	size := b.size
+	if size < 0 && im.format.needsEnd() {
+		size, err = sp.whole()
 	}
 	if err == nil {
-		if im.format == source.QCOW2 {
-			err = im.convert(sp, size)
-		} else if err = im.create(size); err == nil {
-			_, err = pump(im.ctx, &fileFeed{f: sp.f, size: size}, nil, im.room.within(whole(im.w)), writers, nil, im.cancel)
-		}
+		err = im.convert(sp, size, true)
 	}
 	if err != nil {
 		im.cancel(err)
 	}
+	sp.enough()
 	wg.Wait()
 	if arrived != nil && !errors.Is(arrived, context.Canceled) {
-		return arrived // the cause; what the conversion says follows from it
+		return n, arrived // the cause; what the conversion says follows from it
 	}
-	return err
+	return n, err
 }
 
-// convert makes the layer from a qcow2 image.
-func (im *importer) convert(r io.ReaderAt, size int64) error {
-	img, err := qcow2.Open(r, size, qcow2.Limits{})
+// convert makes the layer from an image that is not raw.
+func (im *importer) convert(r io.ReaderAt, size int64, stream bool) error {
+	img, err := im.format.open(r, size, stream)
 	if err != nil {
-		return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
+		return err
 	}
 	defer img.Close()
 	if err := im.create(img.Size()); err != nil {
 		return err
 	}
 	im.p.makeTotal.Store(img.Size())
-	err = block.Copy(im.ctx, wholeSink{im.w, im.room.within(whole(im.w))}, wholeSource{img}, block.CopyOptions{
+	return block.Copy(im.ctx, wholeSink{im.w, im.room.within(whole(im.w))}, &wholeSource{Source: img}, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
-	if err != nil && api.KindOf(err) != api.Other {
-		return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
-	}
-	return err
 }
 
-// commit compares checksums, makes the layer durable and records the image.
-func (im *importer) commit() (Got, error) {
+// commit compares sizes and checksums, makes the layer durable and records the image. n is how many bytes came.
+func (im *importer) commit(n int64) (Got, error) {
+	if err := im.complete(n); err != nil {
+		return Got{}, im.named(err)
+	}
+	if im.s.Size < 0 {
+		im.p.readTotal.Store(n)
+	}
 	if im.s.Settled != nil {
 		if err := im.s.Settled(); err != nil {
 			return Got{}, err
@@ -292,7 +401,7 @@ func (im *importer) commit() (Got, error) {
 		return Got{}, errors.Join(err, Remove(im.ctx, im.on, im.want))
 	}
 	img := block.Image{UID: string(im.want.UID), Name: im.want.Name, Layers: names(im.want.Layers),
-		Format: string(im.format), VirtualSize: im.virtual, Checksum: sum, Digest: root,
+		Format: string(im.format) + im.packed, VirtualSize: im.virtual, Checksum: sum, Digest: root,
 		Object: im.want.Object}
 	if err := im.on.PutImage(img); err != nil {
 		return Got{}, err

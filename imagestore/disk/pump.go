@@ -21,10 +21,11 @@ const pieceSize = block.ChunkSize
 // pieces is how many pieces of memory one pump has.
 const pieces = 8
 
-// feed gives the bytes of a source in order: n bytes in buf, or the length of a hole that reads as zeros. io.EOF comes
-// alone, at the end. Only the last piece is shorter than buf.
+// feed gives the bytes of a source in order: in buf, or in other memory of that size that it gives for buf; or the
+// length of a hole that reads as zeros, and no bytes. io.EOF comes alone, at the end. Only the last piece is shorter
+// than buf.
 type feed interface {
-	fill(buf []byte) (n int, hole int64, err error)
+	fill(buf []byte) (b []byte, hole int64, err error)
 }
 
 // streamFeed reads a stream whose first bytes were looked at already.
@@ -33,7 +34,7 @@ type streamFeed struct {
 	r    io.Reader
 }
 
-func (s *streamFeed) fill(buf []byte) (int, int64, error) {
+func (s *streamFeed) fill(buf []byte) ([]byte, int64, error) {
 	n := copy(buf, s.head)
 	s.head = s.head[n:]
 	m, err := io.ReadFull(s.r, buf[n:])
@@ -43,7 +44,7 @@ func (s *streamFeed) fill(buf []byte) (int, int64, error) {
 			err = io.EOF
 		}
 	}
-	return n + m, 0, err
+	return buf[:n+m], 0, err
 }
 
 // fileFeed reads a file and finds its holes, so that they cost neither reads nor a search for zeros.
@@ -54,9 +55,9 @@ type fileFeed struct {
 	blind     bool  // holes cannot be found here
 }
 
-func (s *fileFeed) fill(buf []byte) (int, int64, error) {
+func (s *fileFeed) fill(buf []byte) ([]byte, int64, error) {
 	if s.off >= s.size {
-		return 0, 0, io.EOF
+		return nil, 0, io.EOF
 	}
 	if !s.blind && s.off >= s.gap {
 		s.seek()
@@ -65,23 +66,23 @@ func (s *fileFeed) fill(buf []byte) (int, int64, error) {
 		// Up to a whole piece before the data: pieces stay aligned to chunks.
 		if hole := s.data/pieceSize*pieceSize - s.off; hole > 0 {
 			s.off += hole
-			return 0, hole, nil
+			return buf[:0], hole, nil
 		}
 		if s.data >= s.size {
 			hole := s.size - s.off
 			s.off = s.size
-			return 0, hole, nil
+			return buf[:0], hole, nil
 		}
 	}
 	n, err := s.f.ReadAt(buf[:min(int64(len(buf)), s.size-s.off)], s.off)
 	s.off += int64(n)
 	if err == io.EOF && s.off < s.size {
-		return n, 0, io.ErrUnexpectedEOF
+		return nil, 0, io.ErrUnexpectedEOF
 	}
 	if n > 0 && err == io.EOF {
 		err = nil
 	}
-	return n, 0, err
+	return buf[:n], 0, err
 }
 
 // seek finds the next data at or after off.
@@ -106,9 +107,8 @@ func (s *fileFeed) seek() {
 // piece is a run of the source on its way.
 type piece struct {
 	off  int64
-	n    int   // bytes in buf
-	hole int64 // or a hole of this length
 	buf  []byte
+	hole int64        // or a hole of this length
 	uses atomic.Int32 // hash and put: who is last gives the memory back
 }
 
@@ -136,7 +136,7 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 	}
 	done := func(p *piece) {
 		if p.uses.Add(-1) == 0 {
-			free <- p.buf
+			free <- p.buf[:pieceSize]
 		}
 	}
 	if h != nil {
@@ -148,9 +148,9 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 					}
 					h.Write(zeros[:min(left, int64(len(zeros)))])
 				}
-				h.Write(p.buf[:p.n])
+				h.Write(p.buf)
 				if tell != nil {
-					tell(int64(p.n) + p.hole)
+					tell(int64(len(p.buf)) + p.hole)
 				}
 				done(p)
 			}
@@ -160,17 +160,17 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 		for range writers {
 			wg.Go(func() {
 				for p := range toPut {
-					if p.n > 0 {
+					if len(p.buf) > 0 {
 						select {
 						case <-failed:
 						default:
-							if err := put(p.buf[:p.n], p.off); err != nil {
+							if err := put(p.buf, p.off); err != nil {
 								fail(err)
 							}
 						}
 					}
 					if h == nil && tell != nil {
-						tell(int64(p.n) + p.hole)
+						tell(int64(len(p.buf)) + p.hole)
 					}
 					done(p)
 				}
@@ -192,7 +192,7 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 		if buf == nil {
 			buf = make([]byte, pieceSize)
 		}
-		n, hole, err := f.fill(buf)
+		b, hole, err := f.fill(buf)
 		if err == io.EOF {
 			break
 		}
@@ -200,8 +200,8 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 			fail(err)
 			break
 		}
-		p := &piece{off: off, n: n, hole: hole, buf: buf}
-		off += int64(n) + hole
+		p := &piece{off: off, hole: hole, buf: b}
+		off += int64(len(b)) + hole
 		if h != nil {
 			p.uses.Add(1)
 		}
@@ -265,16 +265,24 @@ func isZero(p []byte) bool {
 	return true
 }
 
-// wholeSource gives a source in whole chunks: one that holds any data is data from its start to its end.
-type wholeSource struct{ block.Source }
+// wholeSource gives a source in whole chunks: one that holds any data is data from its start to its end. Next is for
+// one goroutine.
+type wholeSource struct {
+	block.Source
+	last block.Extent // of the source: a long one is asked for once
+}
 
-func (s wholeSource) Next(off int64) (block.Extent, error) {
+func (s *wholeSource) Next(off int64) (block.Extent, error) {
 	size := s.Size()
 	data := off // the first byte of data at or after off
 	for data < size {
-		e, err := s.Source.Next(data)
-		if err != nil {
-			return e, err
+		e := s.last
+		if data < e.Off || data >= e.End() {
+			var err error
+			if e, err = s.Source.Next(data); err != nil {
+				return e, err
+			}
+			s.last = e
 		}
 		if e.Kind == block.Data {
 			break

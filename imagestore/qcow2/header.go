@@ -62,6 +62,9 @@ type Limits struct {
 	// Memory bounds the tables and clusters that are kept for the next read, besides the L1 table and the buffers of
 	// the reads under way; default 16 MiB.
 	Memory int64
+	// Lazy leaves the check of each L2 table to its first use, for an image that is still on its way: behind an
+	// io.ReaderAt that waits. Its size may be -1 then, which is: not known yet.
+	Lazy bool
 }
 
 func (l Limits) filled() Limits {

@@ -6,13 +6,17 @@
 //
 // What an image must stand for by itself is refused with its own message: a backing file, an external data file,
 // encryption, unknown incompatible features, an image marked corrupt. Internal snapshots are ignored. A dirty image is
-// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged; reads
-// never leave the file, and memory does not depend on what the image says beyond the limits.
+// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged; or, for
+// an image that is still on its way (Limits.Lazy), each is checked when it is first used. Reads never leave the file, and
+// memory does not depend on what the image says beyond the limits.
 package qcow2
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"sync"
+	"sync/atomic"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -31,12 +35,22 @@ type Image struct {
 	sliceBits    uint  // log of the clusters that a cached part of an L2 table maps
 	perSlice     int64 // 1 << sliceBits
 	tables       *cache
-	clusters     *cache // decompressed, for those who read less than a cluster
+	clusters     *cache             // decompressed, for those who read less than a cluster
+	drop         func(off, n int64) // tells of bytes that were read once and for all; or nil
+
+	mu      sync.Mutex // for what the check of a table changes
+	overlay overlay
+	plain   int64         // bytes in plain clusters, of the tables checked
+	checked []atomic.Bool // by L1 entry; nil: all are
 }
 
 var _ block.Source = (*Image)(nil)
 
-// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// unknownSize stands for the size of a file that is not known yet.
+const unknownSize = 1 << 60
+
+// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open. A
+// block.Dropper behind r is told what was read of data: see it for what follows from that.
 // Errors are of kind Invalid (not qcow2), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or
 // come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
@@ -49,9 +63,17 @@ func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 
 func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, limits: lim}
-	head := make([]byte, min(size, HeadSize))
-	if err := im.readFull(head, 0, "the header"); err != nil {
-		return nil, err
+	if d, ok := r.(block.Dropper); ok {
+		im.drop = d.Drop
+	}
+	if size < 0 {
+		im.fileSize = unknownSize
+	}
+	head := make([]byte, min(im.fileSize, HeadSize))
+	if n, err := im.r.ReadAt(head, 0); err == nil || errors.Is(err, io.EOF) {
+		head = head[:n]
+	} else {
+		return nil, fmt.Errorf("read the header: %w", err)
 	}
 	var err error
 	if im.h, err = parseHeader(head, lim); err != nil {
@@ -75,7 +97,11 @@ func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 }
 
 // Info says what the image is.
-func (im *Image) Info() Info { return im.h.info }
+func (im *Image) Info() Info {
+	im.mu.Lock()
+	defer im.mu.Unlock()
+	return im.h.info
+}
 
 // Size is the virtual size in bytes.
 func (im *Image) Size() int64 { return im.h.size }
@@ -104,6 +130,9 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 		e.Kind = m.kind
 		e.Len += m.n
 		visits += n
+		if im.checked != nil && e.Kind == block.Data && e.End()&(1<<im.h.tableBits()-1) == 0 {
+			break // the next table may not have come yet, the data of this one has
+		}
 	}
 	return e, nil
 }
@@ -132,7 +161,9 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 		case m.packed:
 			err = im.unpack(u, m, to, off+int64(n), int64(len(p)-n))
 		case m.kind == block.Data:
-			err = im.readFull(to, m.host, "a data cluster")
+			if err = im.readFull(to, m.host, "a data cluster"); err == nil && im.drop != nil {
+				im.drop(m.host, int64(len(to)))
+			}
 		default:
 			clear(to)
 		}

@@ -251,12 +251,28 @@ func scribble(rng *rand.Rand, size, cluster int64, pattern string, n int) []stri
 // patternFile is what the writes take: text-like, code-like and random bytes in turn.
 func patternFile(t testing.TB) string {
 	path := filepath.Join(t.TempDir(), "pattern")
-	s := samples(t)
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	code, err := os.ReadFile(exe)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rng := rand.New(rand.NewChaCha8([32]byte{1}))
+	skewed := make([]byte, 2500)
 	var b []byte
 	for i := 0; len(b) < 3<<20; i += 10000 {
-		b = append(b, s["code"][i%900000:][:7000]...)
-		b = append(b, s["random"][i%60000:][:3000]...)
-		b = fmt.Appendf(b, "%x", s["skewed"][i%60000:][:2500])
+		b = append(b, code[i%900000:][:7000]...)
+		for range 3000 {
+			b = append(b, byte(rng.Uint32()))
+		}
+		for i := range skewed {
+			for skewed[i] = 0; skewed[i] < 200 && rng.Uint32()%3 != 0; {
+				skewed[i]++
+			}
+		}
+		b = fmt.Appendf(b, "%x", skewed)
 	}
 	if err := os.WriteFile(path, b, 0o600); err != nil {
 		t.Fatal(err)

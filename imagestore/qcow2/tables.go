@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/bits"
 	"slices"
+	"sync/atomic"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -141,7 +142,7 @@ func (o *overlay) hits(from, n int64) bool {
 
 // check walks all tables once, in the order of the file: after it every offset is known to be inside the file and to
 // hit nothing that it must not hit. A map in which the same cluster is found twice makes loops and bombs; tables are
-// held to be unique, data by its sum.
+// held to be unique, data by its sum. Lazily, it looks at what the L1 table alone says.
 func (im *Image) check() error {
 	h := im.h
 	type table struct {
@@ -155,7 +156,8 @@ func (im *Image) check() error {
 		}
 	}
 	slices.SortFunc(tables, func(a, b table) int { return cmp.Compare(a.off, b.off) })
-	o := &overlay{l1From: h.l1Offset, l1To: h.l1Offset + h.l1Entries*8, cluster: im.cluster}
+	o := &im.overlay
+	o.l1From, o.l1To, o.cluster = h.l1Offset, h.l1Offset+h.l1Entries*8, im.cluster
 	for i, t := range tables {
 		switch {
 		case t.off > im.fileSize-im.cluster:
@@ -170,20 +172,36 @@ func (im *Image) check() error {
 	for _, t := range tables {
 		o.l2 = append(o.l2, t.off)
 	}
-	plain := int64(0)
+	if im.limits.Lazy {
+		im.checked = make([]atomic.Bool, len(im.l1))
+		return nil
+	}
 	for _, t := range tables {
-		n, err := im.checkTable(t.index, o)
-		if err != nil {
+		if err := im.checkNext(t.index); err != nil {
 			return err
 		}
-		if plain += n; plain > im.fileSize {
-			return corrupt("clusters are used more than once: the tables map more data than the file has bytes (%d)",
-				im.fileSize)
-		}
-		if d := im.h.info.Data; d > ratioFrom && d/im.limits.Ratio > im.fileSize {
-			return api.Errorf(api.OutOfRange, "the image of %d bytes unpacks to more than %d times its size", im.fileSize,
-				im.limits.Ratio)
-		}
+	}
+	return nil
+}
+
+// checkNext checks the L2 table of an L1 entry, and the sums over all that were checked.
+func (im *Image) checkNext(index int64) error {
+	before := im.h.info.Data
+	n, err := im.checkTable(index, &im.overlay)
+	if err != nil {
+		return err
+	}
+	if im.plain += n; im.plain > im.fileSize {
+		return corrupt("clusters are used more than once: the tables map more data than the file has bytes (%d)",
+			im.fileSize)
+	}
+	size, counted := im.fileSize, im.h.info.Data
+	if s, ok := im.r.(interface{ Have() int64 }); ok && size == unknownSize {
+		size, counted = s.Have(), before // the data of this table is still on its way
+	}
+	if counted > ratioFrom && counted/im.limits.Ratio > size {
+		return api.Errorf(api.OutOfRange, "the image of %d bytes unpacks to more than %d times its size", size,
+			im.limits.Ratio)
 	}
 	return nil
 }
@@ -193,7 +211,7 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 	h, first := im.h, index<<im.perTableBits
 	last := min(first+1<<im.perTableBits, (h.size+im.cluster-1)>>h.clusterBits)
 	for number := first; number < last; {
-		slice, err := im.slice(number)
+		slice, err := im.load(number)
 		if err != nil {
 			return 0, err
 		}
@@ -234,8 +252,33 @@ func (im *Image) at(number int64, err error) error {
 	return fmt.Errorf("cluster %d (at %d): %w", number, number<<im.h.clusterBits, err)
 }
 
-// slice is the part of an L2 table that maps the cluster of that number; its table must exist.
+// slice is the part of an L2 table that maps the cluster of that number; its table must exist. A table that was not
+// checked yet is.
 func (im *Image) slice(number int64) ([]byte, error) {
+	if index := number >> im.perTableBits; im.checked != nil && !im.checked[index].Load() {
+		if err := im.checkFirst(index); err != nil {
+			return nil, err
+		}
+	}
+	return im.load(number)
+}
+
+// checkFirst checks the L2 table of an L1 entry, unless somebody else just did.
+func (im *Image) checkFirst(index int64) error {
+	im.mu.Lock()
+	defer im.mu.Unlock()
+	if im.checked[index].Load() {
+		return nil
+	}
+	if err := im.checkNext(index); err != nil {
+		return err
+	}
+	im.checked[index].Store(true)
+	return nil
+}
+
+// load is slice without a check.
+func (im *Image) load(number int64) ([]byte, error) {
 	key := number >> im.sliceBits
 	if b, ok := im.tables.get(key); ok {
 		return b, nil
@@ -259,7 +302,7 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 		return nil
 	}
 	if err == nil || errors.Is(err, io.EOF) {
-		return corrupt("%s at %#x cannot be read: the file ends at %#x", what, off, off+int64(n))
+		return corrupt("%s at %#x cannot be read: the file ends at %#x: it was cut off", what, off, off+int64(n))
 	}
 	return fmt.Errorf("read %s at %#x: %w", what, off, err)
 }

@@ -5,9 +5,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"sync"
 
 	"github.com/klauspost/compress/zstd"
+
+	"drover.io/drover/imagestore/inflate"
 )
 
 // window is how much compressed data is read at once where compressed clusters follow each other.
@@ -19,7 +22,7 @@ var unpackers = sync.Pool{New: func() any { return new(unpacker) }}
 type unpacker struct {
 	buf     []byte // compressed bytes of the file, from off on
 	off     int64
-	inflate inflater
+	inflate inflate.Decoder
 	zstd    *zstd.Decoder
 	plain   []byte // what zstd makes
 }
@@ -50,13 +53,17 @@ func (im *Image) unpackTo(u *unpacker, m mapping, to []byte, off, rest int64) er
 	if err != nil {
 		return err
 	}
+	var used int
 	if im.h.compression == compressZstd {
-		err = u.unzstd(to, src)
+		used, err = u.unzstd(to, src)
 	} else {
-		err = u.inflate.inflate(to, src)
+		used, err = u.inflate.Fill(to, src)
 	}
 	if err != nil {
 		return corrupt("compressed data at %#x: %w", m.host, err)
+	}
+	if im.drop != nil {
+		im.drop(m.host, int64(used))
 	}
 	return nil
 }
@@ -82,11 +89,21 @@ func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error)
 		u.buf = make([]byte, max(n, window))
 	}
 	u.buf, u.off = u.buf[:n], m.host
-	if err := im.readFull(u.buf, m.host, "compressed data"); err != nil {
-		u.reset()
-		return nil, err
+	if im.fileSize != unknownSize {
+		err := im.readFull(u.buf, m.host, "compressed data")
+		if err != nil {
+			u.reset()
+		}
+		return u.buf[:min(m.bytes, int64(len(u.buf)))], err
 	}
-	return u.buf[:m.bytes], nil
+	// The last sector of the file need not be there in full.
+	n, err := im.r.ReadAt(u.buf, m.host)
+	u.buf = u.buf[:n]
+	if err != nil && !errors.Is(err, io.EOF) {
+		u.reset()
+		return nil, fmt.Errorf("read compressed data at %#x: %w", m.host, err)
+	}
+	return u.buf[:min(m.bytes, int64(n))], nil
 }
 
 // zstdSlack is the room behind the output that lets the decoder take its fast path: a block and its overshoot.
@@ -98,20 +115,20 @@ var (
 )
 
 // unzstd fills dst from the zstd frames at the start of src. What follows them is not looked at: the last sector of a
-// compressed cluster may hold the next one.
-func (u *unpacker) unzstd(dst, src []byte) error {
+// compressed cluster may hold the next one. It returns the length of those frames.
+func (u *unpacker) unzstd(dst, src []byte) (used int, err error) {
 	if u.zstd == nil {
 		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
 			zstd.WithDecoderMaxWindow(1<<27))
 		if err != nil {
-			return fmt.Errorf("start zstd decoder: %w", err)
+			return 0, fmt.Errorf("start zstd decoder: %w", err)
 		}
 		u.zstd = d
 	}
 	for n := 0; n < len(dst); {
 		size, err := frameSize(src)
 		if err != nil {
-			return err
+			return 0, err
 		}
 		// The decoder is faster where it may write a little beyond its output, so it gets a buffer of its own.
 		if want := len(dst) + zstdSlack; cap(u.plain) < want {
@@ -119,15 +136,16 @@ func (u *unpacker) unzstd(dst, src []byte) error {
 		}
 		out, err := u.zstd.DecodeAll(src[:size], u.plain[:0:len(dst)-n+zstdSlack])
 		if err != nil {
-			return fmt.Errorf("%w: %w", errZstdData, err)
+			return 0, fmt.Errorf("%w: %w", errZstdData, err)
 		}
 		if len(out) > len(dst)-n {
-			return errZstdData
+			return 0, errZstdData
 		}
 		n += copy(dst[n:], out)
 		src = src[size:]
+		used += size
 	}
-	return nil
+	return used, nil
 }
 
 // frameSize is the size of the zstd frame that src starts with (RFC 8878).

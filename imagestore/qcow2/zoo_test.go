@@ -2,6 +2,7 @@ package qcow2
 
 import (
 	"bytes"
+	"compress/flate"
 	"encoding/binary"
 	"fmt"
 	"io"
@@ -438,4 +439,19 @@ func TestMutants(t *testing.T) {
 		}
 		t.Logf("%s: %d of %d mutants read by both", options, both, n)
 	}
+}
+
+func deflated(t testing.TB, b []byte, level int) []byte {
+	var z bytes.Buffer
+	w, err := flate.NewWriter(&z, level)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.Write(b); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return z.Bytes()
 }

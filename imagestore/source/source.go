@@ -1,7 +1,7 @@
 // Package source opens the places that a backing image's bytes come from: a download over http or https, an upload
 // that a user sends to this node, a file of this node. Each becomes a Stream: bytes from the first to the last, with
-// their number where it is known beforehand. What the bytes mean is found in their first piece (Detect) and never from
-// a name or a header.
+// their number where it is known beforehand. What the bytes mean is found in them, by who imports them, and never from a
+// name or a header.
 //
 // Everything that arrives here is hostile input: lengths are checked, messages carry no credentials, and only http and
 // https are spoken. A Stream belongs to one goroutine; the package starts none but those of the upload server, which
@@ -9,14 +9,11 @@
 package source
 
 import (
-	"bytes"
-	"encoding/binary"
 	"errors"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"drover.io/drover/api"
@@ -36,73 +33,6 @@ type Stream struct {
 	Mark *Mark
 	// Settled is called after the last byte, and says whether the source stayed the same meanwhile. May be nil.
 	Settled func() error
-}
-
-// Format is what the bytes are.
-type Format string
-
-// Formats that can be imported.
-const (
-	Raw   Format = "raw"
-	QCOW2 Format = "qcow2"
-)
-
-// HeadSize is how much of the source's beginning Detect wants to see, where there is as much.
-const HeadSize = 4096
-
-// foreign are formats that would otherwise be taken for raw and become a disk nobody can use.
-var foreign = []struct {
-	magic, name, advice string
-}{
-	{"\x1f\x8b", "gzip", "unpack it first"},
-	{"\xfd7zXZ\x00", "xz", "unpack it first"},
-	{"\x28\xb5\x2f\xfd", "zstd", "unpack it first"},
-	{"BZh", "bzip2", "unpack it first"},
-	{"PK\x03\x04", "zip", "unpack it first"},
-	{"KDMV", "VMDK", "convert it with: qemu-img convert -O qcow2"},
-	{"# Disk DescriptorFile", "VMDK", "convert it with: qemu-img convert -O qcow2"},
-	{"vhdxfile", "VHDX", "convert it with: qemu-img convert -O qcow2"},
-	{"conectix", "VHD", "convert it with: qemu-img convert -O qcow2"},
-	{"<<< ", "VDI", "convert it with: qemu-img convert -O qcow2"},
-	{"QED\x00", "QED", "convert it with: qemu-img convert -O qcow2"},
-}
-
-// Detect tells the format by the first bytes of the source (HeadSize of them, or all there are).
-func Detect(head []byte) (Format, error) {
-	if len(head) == 0 {
-		return "", api.Errorf(api.Invalid, "it is empty: not a disk image")
-	}
-	if len(head) >= 8 && string(head[:4]) == "QFI\xfb" {
-		if v := binary.BigEndian.Uint32(head[4:]); v != 2 && v != 3 {
-			return "", api.Errorf(api.Unsupported, "it is qcow version %d: only qcow2 versions 2 and 3 can be read", v)
-		}
-		return QCOW2, nil
-	}
-	for _, f := range foreign {
-		if bytes.HasPrefix(head, []byte(f.magic)) {
-			return "", api.Errorf(api.Unsupported, "it is in %s format, which is not supported yet: %s", f.name, f.advice)
-		}
-	}
-	if markup(head) {
-		return "", api.Errorf(api.Invalid,
-			"it is a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
-	}
-	return Raw, nil
-}
-
-// markup reports whether the bytes are the beginning of a page or of an error document. A disk image has zeros or
-// machine code there; the whole head must be text, so that a boot sector is never taken for a page.
-func markup(head []byte) bool {
-	if bytes.IndexByte(head, 0) >= 0 {
-		return false
-	}
-	text := strings.ToLower(string(bytes.TrimLeft(bytes.TrimPrefix(head, []byte("\xef\xbb\xbf")), " \t\r\n")))
-	for _, p := range []string{"<!doctype", "<html", "<head", "<?xml", "<error", `{"`, "{\n", "<!--"} {
-		if strings.HasPrefix(text, p) {
-			return true
-		}
-	}
-	return false
 }
 
 // OpenFile opens a regular file or a block device of this node.

@@ -201,31 +201,6 @@ func TestUploadTellsTheOutcome(t *testing.T) {
 	}
 }
 
-func TestDetect(t *testing.T) {
-	for name, c := range map[string]struct {
-		head string
-		want Format
-		text string
-	}{
-		"qcow2 v3": {"QFI\xfb\x00\x00\x00\x03rest", QCOW2, ""},
-		"qcow2 v2": {"QFI\xfb\x00\x00\x00\x02rest", QCOW2, ""},
-		"qcow v1":  {"QFI\xfb\x00\x00\x00\x01rest", "", "version 1"},
-		"raw":      {"\xeb\x63\x90\x00", Raw, ""},
-		"zeros":    {"\x00\x00", Raw, ""},
-		"empty":    {"", "", "empty"},
-		"html":     {"\r\n <!DOCTYPE html><html>", "", "text page"},
-		"json":     {`{"error": "not found"}`, "", "text page"},
-		"gzip":     {"\x1f\x8b\x08\x00", "", "gzip"},
-		"xz":       {"\xfd7zXZ\x00\x00", "", "xz"},
-		"vmdk":     {"KDMV\x01", "", "VMDK"},
-	} {
-		got, err := Detect([]byte(c.head))
-		if got != c.want || (err == nil) != (c.text == "") || err != nil && !strings.Contains(err.Error(), c.text) {
-			t.Errorf("%s: %q, %v", name, got, err)
-		}
-	}
-}
-
 func TestOpenFile(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "x")

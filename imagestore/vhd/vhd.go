@@ -47,6 +47,7 @@ type Image struct {
 	r        io.ReaderAt
 	fileSize int64
 	info     Info
+	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
 
 	blockBits  uint
 	bitmapSize int64
@@ -56,6 +57,7 @@ type Image struct {
 var _ block.Source = (*Image)(nil)
 
 // Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// A block.Dropper behind r is told what was read of data.
 // Errors are of kind Invalid (not VHD), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
 // from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
@@ -63,6 +65,9 @@ func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 		lim.VirtualSize = 64 << 40
 	}
 	im := &Image{r: r, fileSize: size}
+	if d, ok := r.(block.Dropper); ok {
+		im.drop = d.Drop
+	}
 	if err := im.open(lim); err != nil {
 		return nil, fmt.Errorf("vhd: %w", err)
 	}
@@ -167,6 +172,8 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 				clear(to)
 			} else if err := im.readFull(to, host, "a block"); err != nil {
 				return n, fmt.Errorf("vhd: at %d: %w", off+int64(n), err)
+			} else if im.drop != nil {
+				im.drop(host, length)
 			}
 			n += len(to)
 		}

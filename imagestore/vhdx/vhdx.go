@@ -57,7 +57,8 @@ type Image struct {
 	realSize int64
 	limits   Limits
 	info     Info
-	changes  []change // what the log says, sorted
+	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
+	changes  []change           // what the log says, sorted
 
 	blockBits uint
 	ratioBits uint // log of the blocks between two entries of the table that are of no use here
@@ -71,10 +72,14 @@ var le = binary.LittleEndian
 func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
 
 // Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// A block.Dropper behind r is told what was read of data.
 // Errors are of kind Invalid (not VHDX), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
 // from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, realSize: size, limits: lim.filled()}
+	if d, ok := r.(block.Dropper); ok {
+		im.drop = d.Drop
+	}
 	if err := im.open(); err != nil {
 		return nil, fmt.Errorf("vhdx: %w", err)
 	}
@@ -191,6 +196,8 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 				clear(to)
 			} else if err := im.readFull(to, hostOf(entry)+in, "a block"); err != nil {
 				return n, fmt.Errorf("vhdx: at %d: %w", at, err)
+			} else if im.drop != nil {
+				im.drop(hostOf(entry)+in, int64(len(to)))
 			}
 			n += len(to)
 		}

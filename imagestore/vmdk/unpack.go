@@ -1,12 +1,10 @@
 package vmdk
 
 import (
-	"bytes"
 	"errors"
-	"io"
 	"sync"
 
-	"github.com/klauspost/compress/zlib"
+	"drover.io/drover/imagestore/inflate"
 )
 
 // unpackers holds what one reader needs for its time. Nothing in it belongs to an image.
@@ -15,11 +13,9 @@ var unpackers = sync.Pool{New: func() any { return new(unpacker) }}
 type unpacker struct {
 	entries [tableSize]byte
 	mark    [markSize]byte
-	rest    [sector]byte
 	packed  []byte
 	plain   []byte // of a grain that is not wanted whole
-	src     bytes.Reader
-	zlib    io.ReadCloser
+	inflate inflate.Decoder
 }
 
 var (
@@ -54,53 +50,27 @@ func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
 		return err
 	}
 	dst := to
-	if len(to) != need {
-		if cap(u.plain) < need {
+	if len(to) != int(h.grain) { // a part of it, or the last one, which may go on behind the disk
+		if cap(u.plain) < int(h.grain) {
 			u.plain = make([]byte, h.grain)
 		}
-		dst = u.plain[:need]
+		dst = u.plain[:h.grain]
 	}
-	if err := u.inflate(dst, packed, int(h.grain)-need); err != nil {
-		return corrupt("compressed data at %#x: %w", host, err)
-	}
-	if len(to) != need {
-		copy(to, dst[off-start:])
-	}
-	return nil
-}
-
-// inflate fills dst from a zlib stream, which may go on for slack bytes and no more.
-func (u *unpacker) inflate(dst, src []byte, slack int) error {
-	u.src.Reset(src)
-	var err error
-	if u.zlib == nil {
-		u.zlib, err = zlib.NewReader(&u.src)
-	} else {
-		err = u.zlib.(zlib.Resetter).Reset(&u.src, nil)
+	n, _, err := u.inflate.Zlib(dst, packed)
+	switch {
+	case errors.Is(err, inflate.ErrLong):
+		err = errLong
+	case err == nil && n < need:
+		err = errShort
 	}
 	if err != nil {
-		return err
+		return corrupt("compressed data at %#x: %w", host, err)
 	}
-	for n := 0; n < len(dst); {
-		k, err := u.zlib.Read(dst[n:])
-		if n += k; err == io.EOF && n < len(dst) {
-			return errShort
-		}
-		if err != nil && err != io.EOF {
-			return err
-		}
+	if len(to) != int(h.grain) {
+		copy(to, dst[off-start:])
 	}
-	// The checksum is at the very end.
-	for {
-		k, err := u.zlib.Read(u.rest[:])
-		if slack -= k; slack < 0 {
-			return errLong
-		}
-		if err == io.EOF {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
+	if im.drop != nil && len(to) == need {
+		im.drop(host, (markSize+size+sector-1)/sector*sector)
 	}
+	return nil
 }

@@ -59,16 +59,21 @@ type Image struct {
 	limits   Limits
 	h        *header
 	info     Info
-	tables   []uint32 // the grain directory: sectors of the grain tables; 0: all holes
+	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
+	tables   []uint32           // the grain directory: sectors of the grain tables; 0: all holes
 }
 
 var _ block.Source = (*Image)(nil)
 
 // Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
+// A block.Dropper behind r is told what was read of data.
 // Errors are of kind Invalid (not VMDK), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
 // from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, limits: lim.filled()}
+	if d, ok := r.(block.Dropper); ok {
+		im.drop = d.Drop
+	}
 	if err := im.open(); err != nil {
 		return nil, fmt.Errorf("vmdk: %w", err)
 	}
@@ -172,7 +177,9 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 			case im.h.compressed:
 				err = im.unpack(u, run.host, to, at)
 			default:
-				err = im.readFull(to, run.host, "a grain")
+				if err = im.readFull(to, run.host, "a grain"); err == nil && im.drop != nil {
+					im.drop(run.host, run.n)
+				}
 			}
 			if err != nil {
 				return n, fmt.Errorf("vmdk: at %d: %w", at, err)

@@ -1,14 +1,16 @@
-package qcow2
+// Package inflate unpacks deflate (RFC 1951) and zlib (RFC 1950) data from one buffer into one buffer. The streaming
+// decoders that exist keep a window and stop at every byte of input; the clusters and grains of a disk image are wholly
+// in memory on both sides, so none of that is needed here, and import speed is the speed of this loop.
+//
+// The input is hostile. Everything is bounds-checked by the language, there is no unsafe code, and nothing is allocated.
+package inflate
 
 import (
 	"encoding/binary"
 	"errors"
+	"hash/adler32"
 )
 
-// Raw deflate (RFC 1951), from one buffer into one buffer. The streaming decoders that exist keep a window and stop at
-// every byte of input; a cluster is wholly in memory on both sides, so none of that is needed here, and import speed is
-// the speed of this loop. Everything is bounds-checked by the language; there is no unsafe code.
-//
 // A table entry holds, from the low bit:
 //
 //	0..7    bits to consume: code length plus extra bits
@@ -39,8 +41,11 @@ const (
 )
 
 var (
-	errDeflateData  = errors.New("bad deflate data")
-	errDeflateShort = errors.New("deflate data ends too early")
+	errData     = errors.New("bad deflate data")
+	errShort    = errors.New("deflate data ends too early")
+	errZlib     = errors.New("it has no zlib header")
+	ErrLong     = errors.New("it unpacks to more than it may")
+	errChecksum = errors.New("its checksum does not match its content")
 
 	litEntries  = makeLitEntries()
 	distEntries = makeDistEntries()
@@ -89,8 +94,8 @@ func makePreEntries() (t [19]uint32) {
 	return t
 }
 
-// inflater holds the tables of one decoder. It serves one call at a time.
-type inflater struct {
+// Decoder holds the tables of one decoder. It serves one call at a time.
+type Decoder struct {
 	lit   [litTable]uint32
 	dist  [distTable]uint32
 	pre   [1 << preBits]uint32
@@ -121,6 +126,9 @@ func (b *bitReader) fill() {
 	}
 }
 
+// used is how many bytes of src are consumed, the one that is begun included.
+func (b *bitReader) used() int { return b.pos - int(b.n>>3) }
+
 // take consumes n bits, which must be at most 32.
 func (b *bitReader) take(n uint) (uint32, bool) {
 	if b.n < n {
@@ -134,61 +142,104 @@ func (b *bitReader) take(n uint) (uint32, bool) {
 	return v, true
 }
 
-// inflate fills dst from src, and stops as soon as dst is full, whatever follows.
-func (d *inflater) inflate(dst, src []byte) error {
+// Fill fills dst from src, whatever follows. Used is the length of the deflate data, or 0 where that does not end with
+// dst.
+func (d *Decoder) Fill(dst, src []byte) (used int, err error) {
 	b := bitReader{src: src}
-	out := 0
-	for out < len(dst) {
-		head, ok := b.take(3)
-		if !ok {
-			return errDeflateShort
-		}
-		var err error
-		switch head >> 1 {
-		case 0:
-			out, err = stored(&b, dst, out)
-		case 1:
-			d.useFixed()
-			out, err = d.block(&b, dst, out)
-		case 2:
-			if err = d.readCodes(&b); err == nil {
-				out, err = d.block(&b, dst, out)
-			}
-		default:
-			err = errDeflateData
-		}
-		if err != nil {
-			return err
-		}
-		if head&1 != 0 && out < len(dst) {
-			return errDeflateShort
-		}
+	n, ended, err := d.run(&b, dst)
+	switch {
+	case err != nil:
+		return 0, err
+	case n < len(dst):
+		return 0, errShort
+	case !ended:
+		return 0, nil
 	}
-	return nil
+	return b.used(), nil
 }
 
-func stored(b *bitReader, dst []byte, out int) (int, error) {
+// Zlib unpacks the zlib stream at the start of src into dst, which has to have room for all of it, and compares its
+// checksum. It returns how many bytes of dst it made, and used of src.
+func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
+	// Deflate with a window of at most 32 KiB, and no dictionary.
+	if len(src) < 2 || src[0]&15 != 8 || src[0]>>4 > 7 || src[1]&32 != 0 || binary.BigEndian.Uint16(src)%31 != 0 {
+		return 0, 0, errZlib
+	}
+	b := bitReader{src: src[2:]}
+	n, ended, err := d.run(&b, dst)
+	if err != nil {
+		return n, 0, err
+	}
+	if !ended {
+		return n, 0, ErrLong
+	}
+	used = 2 + b.used()
+	if len(src)-used < 4 {
+		return n, 0, errShort
+	}
+	if binary.BigEndian.Uint32(src[used:]) != adler32.Checksum(dst[:n]) {
+		return n, 0, errChecksum
+	}
+	return n, used + 4, nil
+}
+
+// run decodes blocks to the end of the data, or until dst is full and it does not end there.
+func (d *Decoder) run(b *bitReader, dst []byte) (out int, ended bool, err error) {
+	for {
+		head, ok := b.take(3)
+		if !ok {
+			err = errShort
+		} else {
+			ended = true
+			switch head >> 1 {
+			case 0:
+				out, ended, err = stored(b, dst, out)
+			case 1:
+				d.useFixed()
+				out, ended, err = d.block(b, dst, out)
+			case 2:
+				if err = d.readCodes(b); err == nil {
+					out, ended, err = d.block(b, dst, out)
+				}
+			default:
+				err = errData
+			}
+		}
+		switch {
+		case err != nil && out == len(dst):
+			return out, false, nil
+		case err != nil || !ended:
+			return out, false, err
+		case head&1 != 0:
+			return out, true, nil
+		}
+	}
+}
+
+// stored copies a block that is not compressed. It reports whether there was room for all of it.
+func stored(b *bitReader, dst []byte, out int) (int, bool, error) {
 	// Whole bytes that are in the bit buffer go back to the source.
-	b.pos -= int(b.n >> 3)
+	b.pos = b.used()
 	b.buf, b.n = 0, 0
 	if len(b.src)-b.pos < 4 {
-		return out, errDeflateShort
+		return out, false, errShort
 	}
 	n := int(binary.LittleEndian.Uint16(b.src[b.pos:]))
 	if n != int(^binary.LittleEndian.Uint16(b.src[b.pos+2:])) {
-		return out, errDeflateData
+		return out, false, errData
 	}
 	b.pos += 4
+	all := n <= len(dst)-out
 	n = min(n, len(dst)-out)
 	if len(b.src)-b.pos < n {
-		return out, errDeflateShort
+		return out, false, errShort
 	}
 	copy(dst[out:out+n], b.src[b.pos:])
 	b.pos += n
-	return out + n, nil
+	return out + n, all, nil
 }
 
-func (d *inflater) useFixed() {
+func (d *Decoder) useFixed() {
 	if d.fixed {
 		return
 	}
@@ -214,26 +265,26 @@ func (d *inflater) useFixed() {
 }
 
 // readCodes reads the head of a dynamic block and builds its tables.
-func (d *inflater) readCodes(b *bitReader) error {
+func (d *Decoder) readCodes(b *bitReader) error {
 	d.fixed = false
 	head, ok := b.take(14)
 	if !ok {
-		return errDeflateShort
+		return errShort
 	}
 	nlit, ndist, npre := int(head&31)+257, int(head>>5&31)+1, int(head>>10)+4
 	if nlit > 286 || ndist > 30 {
-		return errDeflateData
+		return errData
 	}
 	var pre [19]uint8
 	for i := range npre {
 		v, ok := b.take(3)
 		if !ok {
-			return errDeflateShort
+			return errShort
 		}
 		pre[preOrder[i]] = uint8(v)
 	}
 	if !build(d.pre[:], pre[:], preEntries[:], preBits) {
-		return errDeflateData
+		return errData
 	}
 	lens := d.lens[:nlit+ndist]
 	for i := 0; i < len(lens); {
@@ -241,10 +292,10 @@ func (d *inflater) readCodes(b *bitReader) error {
 		e := d.pre[b.buf&(1<<preBits-1)]
 		n := uint(e & 0xff)
 		if e&flagSpecial != 0 {
-			return errDeflateData
+			return errData
 		}
 		if n > b.n {
-			return errDeflateShort
+			return errShort
 		}
 		b.buf >>= n
 		b.n -= n
@@ -258,7 +309,7 @@ func (d *inflater) readCodes(b *bitReader) error {
 		switch sym {
 		case 16:
 			if i == 0 {
-				return errDeflateData
+				return errData
 			}
 			last, extra, repeat = lens[i-1], 2, 3
 		case 17:
@@ -266,11 +317,11 @@ func (d *inflater) readCodes(b *bitReader) error {
 		}
 		v, ok := b.take(extra)
 		if !ok {
-			return errDeflateShort
+			return errShort
 		}
 		repeat += int(v)
 		if repeat > len(lens)-i {
-			return errDeflateData
+			return errData
 		}
 		for range repeat {
 			lens[i] = last
@@ -280,7 +331,7 @@ func (d *inflater) readCodes(b *bitReader) error {
 	// A block that cannot end is no block.
 	if lens[256] == 0 || !build(d.lit[:], lens[:nlit], litEntries[:], litBits) ||
 		!build(d.dist[:], lens[nlit:], distEntries[:], distBits) {
-		return errDeflateData
+		return errData
 	}
 	return nil
 }
@@ -377,18 +428,18 @@ func reverse(code int, n uint) int {
 	return r
 }
 
-// block decodes one compressed block, up to its end or the end of dst.
-func (d *inflater) block(b *bitReader, dst []byte, out int) (int, error) {
+// block decodes one compressed block. It reports whether it came to the block's end, and not only to that of dst.
+func (d *Decoder) block(b *bitReader, dst []byte, out int) (int, bool, error) {
 	out, done, err := d.fast(b, dst, out)
 	if done || err != nil {
-		return out, err
+		return out, done, err
 	}
-	for out < len(dst) {
+	for {
 		b.fill()
 		e := d.lit[b.buf&(1<<litBits-1)]
 		if e&flagLink != 0 {
 			if b.n < litBits {
-				return out, errDeflateShort
+				return out, false, errShort
 			}
 			b.buf >>= litBits
 			b.n -= litBits
@@ -396,56 +447,62 @@ func (d *inflater) block(b *bitReader, dst []byte, out int) (int, error) {
 		}
 		n := uint(e & 0xff)
 		if n > b.n {
-			return out, errDeflateShort
+			return out, false, errShort
 		}
 		saved := b.buf
 		b.buf >>= n & 63
 		b.n -= n
 		if e&flagLiteral != 0 {
+			if out == len(dst) {
+				return out, false, nil
+			}
 			dst[out] = byte(e >> 16)
 			out++
 			continue
 		}
 		if e&flagSpecial != 0 {
 			if e&flagEnd != 0 {
-				return out, nil
+				return out, true, nil
 			}
-			return out, errDeflateData
+			return out, false, errData
 		}
 		length := int(e>>16) + int(saved&(1<<(n&63)-1)>>(e>>8&15))
 		b.fill()
 		e = d.dist[b.buf&(1<<distBits-1)]
 		if e&flagLink != 0 {
 			if b.n < distBits {
-				return out, errDeflateShort
+				return out, false, errShort
 			}
 			b.buf >>= distBits
 			b.n -= distBits
 			e = d.dist[e>>16+uint32(b.buf)&(1<<(e>>8&15)-1)]
 		}
 		if e&flagSpecial != 0 {
-			return out, errDeflateData
+			return out, false, errData
 		}
 		n = uint(e & 0xff)
 		if n > b.n {
-			return out, errDeflateShort
+			return out, false, errShort
 		}
 		distance := int(e>>16) + int(b.buf&(1<<(n&63)-1)>>(e>>8&15))
 		b.buf >>= n & 63
 		b.n -= n
 		if distance > out {
-			return out, errDeflateData
+			return out, false, errData
 		}
+		all := length <= len(dst)-out
 		for length = min(length, len(dst)-out); length > 0; length-- {
 			dst[out] = dst[out-distance]
 			out++
 		}
+		if !all {
+			return out, false, nil
+		}
 	}
-	return out, nil
 }
 
 // fast decodes while it is far from both ends. It reports whether the block ended.
-func (d *inflater) fast(b *bitReader, dst []byte, out int) (int, bool, error) {
+func (d *Decoder) fast(b *bitReader, dst []byte, out int) (int, bool, error) {
 	src, pos, buf, n := b.src, b.pos, b.buf, b.n
 	inEnd, outEnd := len(src)-inMargin, len(dst)-outMargin
 	lit, dist := &d.lit, &d.dist
@@ -497,7 +554,7 @@ func (d *inflater) fast(b *bitReader, dst []byte, out int) (int, bool, error) {
 					n -= uint(e & 63)
 					done = true
 				} else {
-					err = errDeflateData
+					err = errData
 				}
 				break
 			}
@@ -517,7 +574,7 @@ func (d *inflater) fast(b *bitReader, dst []byte, out int) (int, bool, error) {
 				e = dist[e>>16+uint32(buf)&(1<<(e>>8&15)-1)]
 			}
 			if e&flagSpecial != 0 {
-				err = errDeflateData
+				err = errData
 				break
 			}
 		}
@@ -525,7 +582,7 @@ func (d *inflater) fast(b *bitReader, dst []byte, out int) (int, bool, error) {
 		buf >>= e & 63
 		n -= uint(e & 63)
 		if distance > out {
-			err = errDeflateData
+			err = errData
 			break
 		}
 		from := out - distance

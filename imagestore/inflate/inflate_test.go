@@ -1,8 +1,9 @@
-package qcow2
+package inflate
 
 import (
 	"bytes"
 	"compress/flate"
+	"compress/zlib"
 	"errors"
 	"io"
 	"math/rand/v2"
@@ -64,28 +65,69 @@ func deflated(t testing.TB, b []byte, level int) []byte {
 
 // TestInflate compares with the input of another implementation's encoder, at every level and block type.
 func TestInflate(t *testing.T) {
-	var d inflater
+	var d Decoder
 	for name, b := range samples(t) {
 		for _, level := range []int{-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9} {
 			z := deflated(t, b, level)
 			for _, n := range []int{len(b), len(b) / 2, 1, 300, 0} {
 				dst := make([]byte, n)
-				if err := d.inflate(dst, z); err != nil {
+				used, err := d.Fill(dst, z)
+				if err != nil {
 					t.Fatalf("%s level %d, %d bytes: %v", name, level, n, err)
+				}
+				if n == len(b) && used != len(z) {
+					t.Fatalf("%s level %d: used %d of %d bytes", name, level, used, len(z))
 				}
 				if !bytes.Equal(dst, b[:n]) {
 					t.Fatalf("%s level %d, %d bytes: output differs", name, level, n)
 				}
 			}
-			if err := d.inflate(make([]byte, len(b)), z[:len(z)/2]); err == nil {
+			if _, err := d.Fill(make([]byte, len(b)), z[:len(z)/2]); err == nil {
 				t.Fatalf("%s level %d: half the input gave no error", name, level)
 			}
-			if err := d.inflate(make([]byte, len(b)+1), z); err == nil {
+			if _, err := d.Fill(make([]byte, len(b)+1), z); err == nil {
 				t.Fatalf("%s level %d: more output than there is gave no error", name, level)
 			}
 		}
 	}
 }
+
+// TestZlib: whole streams come out whole, and nothing else does.
+func TestZlib(t *testing.T) {
+	var d Decoder
+	for name, b := range samples(t) {
+		var z bytes.Buffer
+		w := zlib.NewWriter(&z)
+		_, _ = w.Write(b)
+		if err := w.Close(); err != nil {
+			t.Fatal(err)
+		}
+		packed := z.Bytes()
+		dst := make([]byte, len(b)+10)
+		n, used, err := d.Zlib(dst, append(bytes.Clone(packed), "and more"...))
+		if err != nil || used != len(packed) || !bytes.Equal(dst[:n], b) {
+			t.Fatalf("%s: %d bytes from %d of %d: %v", name, n, used, len(packed), err)
+		}
+		damaged := bytes.Clone(packed)
+		damaged[len(damaged)-1]++
+		dictionary := bytes.Clone(packed)
+		dictionary[1] |= 32
+		for what, err := range map[string]error{
+			"too small":  third(d.Zlib(dst[:len(b)-1], packed)),
+			"cut":        third(d.Zlib(dst, packed[:len(packed)-1])),
+			"half":       third(d.Zlib(dst, packed[:len(packed)/2])),
+			"damaged":    third(d.Zlib(dst, damaged)),
+			"dictionary": third(d.Zlib(dst, dictionary)),
+			"no header":  third(d.Zlib(dst, packed[2:])),
+		} {
+			if err == nil {
+				t.Errorf("%s, %s: no error", name, what)
+			}
+		}
+	}
+}
+
+func third(_, _ int, err error) error { return err }
 
 // FuzzInflate compares with another implementation, on input that is not always deflate data.
 func FuzzInflate(f *testing.F) {
@@ -95,12 +137,12 @@ func FuzzInflate(f *testing.F) {
 			f.Add(deflated(f, b, level), uint16(len(b)))
 		}
 	}
-	var d inflater
+	var d Decoder
 	f.Fuzz(func(t *testing.T, src []byte, size uint16) {
 		got := make([]byte, int(size)+64)
 		tail := bytes.Repeat([]byte{0xA5}, 64)
 		copy(got[size:], tail)
-		err := d.inflate(got[:size:size], src)
+		_, err := d.Fill(got[:size:size], src)
 		if !bytes.Equal(got[size:], tail) {
 			t.Fatal("wrote outside of its output")
 		}
@@ -127,10 +169,10 @@ func BenchmarkInflate(b *testing.B) {
 	}
 	dst := make([]byte, 65536)
 	b.Run("own", func(b *testing.B) {
-		var d inflater
+		var d Decoder
 		b.SetBytes(65536)
 		for i := range b.N {
-			if err := d.inflate(dst, chunks[i%len(chunks)]); err != nil {
+			if _, err := d.Fill(dst, chunks[i%len(chunks)]); err != nil {
 				b.Fatal(err)
 			}
 		}
