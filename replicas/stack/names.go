@@ -172,7 +172,7 @@ func (d *Disk) RemoveReplica(uid string) (err error) {
 	if err := d.toTrash(replicaDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	return d.dropUnnamed(m.Layers)
+	return d.dropUnnamed(m.all())
 }
 
 // held reports whether somebody has a flock on the file.
@@ -237,8 +237,8 @@ func (d *Disk) named() (map[string]bool, error) {
 		for _, l := range m.Layers {
 			names[l] = true
 		}
-		for _, s := range m.Snapshots {
-			names[s.Layer] = true
+		for _, b := range m.Branches {
+			names[b.Layer] = true
 		}
 	}
 	for _, img := range images {

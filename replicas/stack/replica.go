@@ -47,6 +47,7 @@ type Meta struct {
 	Layers      []string   // bottom first
 	Head        string     // name of the head's files
 	Snapshots   []Snapshot // names of sealed layers
+	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
 	Created     time.Time
 	BootID      string // the machine's boot at the time of the last ADOPT
 	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
@@ -59,6 +60,12 @@ type Snapshot struct {
 	Name    string    `json:"name"`
 	Layer   string    `json:"layer"`
 	Created time.Time `json:"created"`
+}
+
+// Branch is a layer beside the head's, with the one below it; empty: none.
+type Branch struct {
+	Layer string `json:"layer"`
+	Below string `json:"below"`
 }
 
 // stackRecord is stack.json.
@@ -75,6 +82,7 @@ type stackRecord struct {
 	Layers      []string        `json:"layers"`
 	Head        string          `json:"head"`
 	Snapshots   []Snapshot      `json:"snapshots"`
+	Branches    []Branch        `json:"branches,omitempty"`
 	Created     time.Time       `json:"created"`
 	BootID      string          `json:"bootID,omitempty"`
 	Object      json.RawMessage `json:"object,omitempty"`
@@ -91,7 +99,7 @@ func (m Meta) record() stackRecord {
 		members[i].ID = id
 	}
 	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
-		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Created, m.BootID,
+		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Created, m.BootID,
 		m.Object}
 }
 
@@ -101,12 +109,12 @@ func (s stackRecord) meta() Meta {
 		members[i] = m.ID
 	}
 	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Created, s.BootID, s.Object}
+		s.Head, s.Snapshots, s.Branches, s.Created, s.BootID, s.Object}
 }
 
 func (m Meta) clone() Meta {
 	m.Members, m.Layers, m.Snapshots = slices.Clone(m.Members), slices.Clone(m.Layers), slices.Clone(m.Snapshots)
-	m.Object = slices.Clone(m.Object)
+	m.Object, m.Branches = slices.Clone(m.Object), slices.Clone(m.Branches)
 	return m
 }
 
@@ -126,6 +134,16 @@ func (m Meta) validate() error {
 	}
 	for _, uid := range m.Layers {
 		if err := api.UID(uid).Validate(); err != nil {
+			return err
+		}
+	}
+	for _, b := range m.Branches {
+		if err := api.UID(b.Layer).Validate(); err != nil {
+			return err
+		}
+	}
+	for _, s := range m.Snapshots {
+		if _, err := m.Chain(s.Layer); err != nil {
 			return err
 		}
 	}
@@ -190,12 +208,12 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		return err
 	}
 	for _, uid := range s.Layers {
-		rec, err := d.findRecord(uid)
+		size, err := d.sizeOf(uid)
 		if err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		}
-		if rec.Size > s.Size {
-			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, rec.Size, s.Size)
+		if size > s.Size {
+			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, size, s.Size)
 		}
 	}
 	if was, err := d.written(s.UID); err != nil {
@@ -204,6 +222,27 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		return api.Errorf(api.Corrupt, "its folder holds data, but %s is missing", stackFile)
 	}
 	return d.makeReplica(m)
+}
+
+// sizeOf is the size of a layer that may be named: finished, here or on a disk to borrow from, or frozen and named by
+// another stack. The caller has the disk's lock.
+func (d *Disk) sizeOf(uid string) (int64, error) {
+	rec, err := d.findRecord(uid)
+	if !api.Is(err, api.NotFound) {
+		return rec.Size, err
+	}
+	frozen, ferr := d.frozenRecord(uid)
+	if ferr != nil {
+		return 0, err
+	}
+	names, nerr := d.named()
+	if nerr != nil {
+		return 0, nerr
+	}
+	if !names[uid] {
+		return 0, err // still a head
+	}
+	return frozen.Size, nil
 }
 
 func startsWith(have, want []string) bool {

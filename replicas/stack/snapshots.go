@@ -1,0 +1,181 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// Chain is the layers of a stack that ends with the given one, bottom first: what a snapshot of that layer holds.
+func (m Meta) Chain(layer string) ([]string, error) {
+	var above []string
+	for at := layer; ; {
+		if i := slices.Index(m.Layers, at); i >= 0 {
+			slices.Reverse(above)
+			return append(slices.Clone(m.Layers[:i+1]), above...), nil
+		}
+		i := slices.IndexFunc(m.Branches, func(b Branch) bool { return b.Layer == at })
+		if i < 0 || len(above) > len(m.Branches) {
+			return nil, api.Errorf(api.Corrupt, "layer %s is not in the stack", layer)
+		}
+		above = append(above, at)
+		if at = m.Branches[i].Below; at == "" {
+			slices.Reverse(above)
+			return above, nil
+		}
+	}
+}
+
+// all are the layers of the stack and of its branches.
+func (m Meta) all() []string {
+	list := slices.Clone(m.Layers)
+	for _, b := range m.Branches {
+		list = append(list, b.Layer)
+	}
+	return list
+}
+
+// prune takes out branches that no snapshot needs, and returns their layers.
+func (m *Meta) prune() (gone []string) {
+	need := map[string]bool{}
+	for _, s := range m.Snapshots {
+		for at := s.Layer; at != "" && !need[at]; {
+			need[at] = true
+			i := slices.IndexFunc(m.Branches, func(b Branch) bool { return b.Layer == at })
+			if i < 0 {
+				break
+			}
+			at = m.Branches[i].Below
+		}
+	}
+	m.Branches = slices.DeleteFunc(m.Branches, func(b Branch) bool {
+		if !need[b.Layer] {
+			gone = append(gone, b.Layer)
+		}
+		return !need[b.Layer]
+	})
+	return gone
+}
+
+// drop takes a snapshot out, by its uid, and returns the layers that nothing in the stack needs any more.
+func (m *Meta) drop(uid string) (gone []string) {
+	m.Snapshots = slices.DeleteFunc(slices.Clone(m.Snapshots), func(s Snapshot) bool { return s.UID == uid })
+	return m.prune()
+}
+
+// DropSnapshot takes a snapshot's name away; one that is not there is fine. Its layer stays below the head until it is
+// merged; layers beside the head go.
+func (r *Replica) DropSnapshot(uid string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	unlock, err := r.disk.lock()
+	if err != nil {
+		return r.name(err)
+	}
+	defer unlock()
+	var gone []string
+	if err := r.commit(func(m *Meta) { gone = m.drop(uid) }); err != nil {
+		return r.name(err)
+	}
+	return r.name(r.disk.dropUnnamed(gone))
+}
+
+// alone runs change on the stack of a replica that nobody has open, and commits it. What it returns is dropped unless
+// something else names it.
+func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("replica %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	if _, err := d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
+		return api.Errorf(api.NotFound, "there is none: %w", err)
+	} else if err != nil {
+		return err
+	}
+	dir := d.path(replicaDir, uid)
+	owner, err := d.fs.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer owner.Close()
+	if err := flock(owner, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		return api.Errorf(api.Busy, "another process or session has it open")
+	} else if err != nil {
+		return err
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	m, err := d.readStack(uid)
+	if err != nil {
+		return err
+	}
+	gone, err := change(&m)
+	if err != nil {
+		return err
+	}
+	if err := writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()); err != nil {
+		return err
+	}
+	return errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
+}
+
+// DropSnapshot is that of Replica, for one that nobody has open.
+func (d *Disk) DropSnapshot(replica, uid string) error {
+	return d.alone(replica, func(m *Meta) ([]string, error) { return m.drop(uid), nil })
+}
+
+// Revert makes a replica that nobody has open hold what a snapshot holds. What was written since the newest snapshot is
+// gone; newer snapshots stay. The size stays too: beyond that of the snapshot there are zeros.
+func (d *Disk) Revert(ctx context.Context, replica, snapshot string) error {
+	return d.alone(replica, func(m *Meta) ([]string, error) {
+		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
+		if i < 0 {
+			return nil, api.Errorf(api.NotFound, "it has no snapshot %s", snapshot)
+		}
+		chain, err := m.Chain(m.Snapshots[i].Layer)
+		if err != nil {
+			return nil, err
+		}
+		dir := d.path(replicaDir, replica)
+		m.Head = nextHead(m.Head)
+		base := dir + "/" + m.Head
+		for _, name := range []string{base + dataSuffix, base + zeroSuffix} {
+			if err := file.RemoveAll(d.fs, name); err != nil {
+				return nil, err
+			}
+		}
+		head, err := d.fs.Open(base+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return nil, err
+		}
+		if err := errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()); err != nil {
+			return nil, err
+		}
+		if err := errors.Join(writeFile(d.fs, base+zeroSuffix, zeroHeader()), d.fs.SyncDir(dir)); err != nil {
+			return nil, err
+		}
+		// The head's layers that the snapshot has not become a branch; the branch that it was on becomes the head's.
+		below := ""
+		for k, layer := range m.Layers {
+			if k >= len(chain) || chain[k] != layer {
+				m.Branches = append(m.Branches, Branch{layer, below})
+			}
+			below = layer
+		}
+		m.Branches = slices.DeleteFunc(m.Branches, func(b Branch) bool { return slices.Contains(chain, b.Layer) })
+		m.Layers = chain
+		return m.prune(), ctx.Err()
+	})
+}

@@ -1,0 +1,222 @@
+package stack
+
+import (
+	"bytes"
+	"context"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// chained is a replica with snapshots, and what they must hold.
+type chained struct {
+	t     *testing.T
+	d     *Disk
+	loop  *uring.Loop
+	uid   string
+	epoch int64
+	rng   *rand.Rand
+	model []byte
+	snaps map[string][]byte // by uid of the snapshot
+}
+
+// scribble writes at random, and cuts a snapshot after each of n rounds.
+func (c *chained) scribble(n int) (uids []string) {
+	c.t.Helper()
+	ctx := context.Background()
+	c.epoch++
+	r, err := c.d.OpenReplica(ctx, c.uid, c.loop)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, c.epoch, 1, []string{c.uid}); err != nil {
+		c.t.Fatal(err)
+	}
+	size := int64(len(c.model))
+	buf := alignedBuffer(256 << 10)
+	for range n {
+		for range 30 {
+			off := c.rng.Int64N(size>>blockBits) << blockBits
+			n := min((1+c.rng.Int64N(64))<<blockBits, size-off)
+			if c.rng.IntN(4) == 0 {
+				mustIssue(c.t, c.loop, r, block.OpDiscard, off, n, nil)
+				clear(c.model[off : off+n])
+				continue
+			}
+			randomBytes(c.rng, buf[:n])
+			mustIssue(c.t, c.loop, r, block.OpWrite, off, n, buf[:n])
+			copy(c.model[off:], buf[:n])
+		}
+		s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()}
+		s.Name = s.UID
+		if err := r.Cut(ctx, s); err != nil {
+			c.t.Fatal(err)
+		}
+		c.snaps[s.UID] = slices.Clone(c.model)
+		uids = append(uids, s.UID)
+	}
+	if err := r.Close(); err != nil {
+		c.t.Fatal(err)
+	}
+	return uids
+}
+
+// check compares the replica and all its snapshots.
+func (c *chained) check() {
+	c.t.Helper()
+	ctx := context.Background()
+	if err := c.d.Collect(ctx, 0); err != nil {
+		c.t.Fatal(err)
+	}
+	compareView(c.t, c.d, c.uid, c.model)
+	m, err := c.d.readStack(c.uid)
+	if err != nil || len(m.Snapshots) != len(c.snaps) {
+		c.t.Fatalf("%d snapshots: %+v, %v", len(c.snaps), m, err)
+	}
+	for _, s := range m.Snapshots {
+		chain, err := m.Chain(s.Layer)
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		src, err := c.d.OpenStack(chain, int64(len(c.model)))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		got := make([]byte, len(c.model))
+		if err := block.Copy(ctx, arraySink(got), src, block.CopyOptions{}); err != nil {
+			c.t.Fatal(err)
+		}
+		if err := src.Close(); err != nil {
+			c.t.Fatal(err)
+		}
+		if !bytes.Equal(got, c.snaps[s.UID]) {
+			c.t.Fatalf("snapshot %s differs", s.UID)
+		}
+	}
+}
+
+func (c *chained) layersOnDisk() int {
+	c.t.Helper()
+	if err := c.d.Close(); err != nil { // waits for removals
+		c.t.Fatal(err)
+	}
+	list, err := c.d.fs.ReadDir(c.d.path(layersDir))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return len(list)
+}
+
+func newChained(t *testing.T) *chained {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	const size = 16 << 20
+	c := &chained{t: t, d: newDisk(t), loop: startLoop(t), uid: string(api.NewUID()), rng: rand.New(rand.NewPCG(seed, 0)),
+		model: make([]byte, size), snaps: map[string][]byte{}}
+	spec := Spec{UID: c.uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
+	if err := c.d.CreateReplica(context.Background(), spec); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// Reverting keeps newer snapshots beside the head; dropping them gives their layers back, and only theirs.
+func TestRevertAndDrop(t *testing.T) {
+	ctx := context.Background()
+	c := newChained(t)
+	first := c.scribble(3)
+	c.check()
+	if err := c.d.Revert(ctx, c.uid, string(api.NewUID())); !api.Is(err, api.NotFound) {
+		t.Fatalf("a snapshot that is not there: %v", err)
+	}
+	if err := c.d.Revert(ctx, c.uid, first[0]); err != nil {
+		t.Fatal(err)
+	}
+	c.model = slices.Clone(c.snaps[first[0]])
+	c.check()
+	second := c.scribble(2)
+	c.check()
+	if err := c.d.Revert(ctx, c.uid, first[2]); err != nil { // to the other branch
+		t.Fatal(err)
+	}
+	c.model = slices.Clone(c.snaps[first[2]])
+	c.check()
+	if n := c.layersOnDisk(); n != 5 {
+		t.Fatalf("%d layers, want 5", n)
+	}
+	// The newest of the other branch goes with its layer, the one below it stays.
+	drop := func(uid string, left int) {
+		t.Helper()
+		if err := c.d.DropSnapshot(c.uid, uid); err != nil {
+			t.Fatal(err)
+		}
+		delete(c.snaps, uid)
+		c.check()
+		if n := c.layersOnDisk(); n != left {
+			t.Fatalf("%d layers, want %d", n, left)
+		}
+	}
+	drop(second[1], 4)
+	drop(second[0], 3)
+	drop(first[0], 3) // in the head's chain: its layer stays until it is merged
+	drop(first[0], 3)
+	c.scribble(1)
+	c.check()
+}
+
+// A clone is a new head on layers of the source, frozen or finished; either outlives the other.
+func TestClone(t *testing.T) {
+	ctx := context.Background()
+	c := newChained(t)
+	snaps := c.scribble(2)
+	m, err := c.d.readStack(c.uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := m.Chain(m.Snapshots[0].Layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	clone := &chained{t: t, d: c.d, loop: c.loop, uid: string(api.NewUID()), rng: c.rng,
+		model: make([]byte, len(c.model)+8<<20), snaps: map[string][]byte{}}
+	copy(clone.model, c.snaps[snaps[0]])
+	spec := Spec{UID: clone.uid, Volume: "clone", VolumeUID: string(api.NewUID()), Size: int64(len(clone.model)), Layers: chain}
+	if err := c.d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	clone.check()
+	clone.scribble(1)
+	clone.check()
+	c.check()
+	uids, err := c.d.Unfinished()
+	if err != nil || len(uids) != 3 {
+		t.Fatalf("unfinished %v, %v", uids, err)
+	}
+	for _, uid := range uids {
+		if err := c.d.Finish(ctx, uid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	clone.check()
+	c.check()
+	if err := c.d.RemoveReplica(c.uid); err != nil {
+		t.Fatal(err)
+	}
+	clone.check()
+	clone.scribble(1)
+	clone.check()
+	if n := c.layersOnDisk(); n != 3 {
+		t.Fatalf("%d layers, want 3", n)
+	}
+	if err := c.d.RemoveReplica(clone.uid); err != nil {
+		t.Fatal(err)
+	}
+	if n := c.layersOnDisk(); n != 0 {
+		t.Fatalf("%d layers are left", n)
+	}
+}
