@@ -13,13 +13,8 @@ import (
 // Find looks for the image on the disk. Its own record counts; where that was lost, finished layers with the digest
 // that the image is known to have are named again. Not there: an error of kind not found.
 func Find(on block.Layers, want Want) (Got, error) {
-	imgs, err := on.Images()
-	if err != nil && !api.Is(err, api.Corrupt) {
-		return Got{}, err // a damaged record of some image is no reason to do without the others
-	}
-	i := slices.IndexFunc(imgs, func(m block.Image) bool { return m.UID == string(want.UID) })
-	if i >= 0 {
-		img := imgs[i]
+	img, err := record(on, string(want.UID))
+	if err == nil {
 		size, err := allocated(on, img.Layers)
 		if err != nil {
 			return Got{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
@@ -29,6 +24,9 @@ func Find(on block.Layers, want Want) (Got, error) {
 			return Got{img, size}, on.PutImage(img)
 		}
 		return Got{img, size}, nil
+	}
+	if !api.Is(err, api.NotFound) && !api.Is(err, api.Corrupt) {
+		return Got{}, err // a damaged record is as good as none
 	}
 	missing := api.Errorf(api.NotFound, "image %s is not on disk %s", want.Name, on.UID())
 	if want.Digest == "" || want.VirtualSize == 0 || len(want.Layers) == 0 {
@@ -42,9 +40,26 @@ func Find(on block.Layers, want Want) (Got, error) {
 	if err != nil {
 		return Got{}, missing
 	}
-	img := block.Image{UID: string(want.UID), Name: want.Name, Layers: names(want.Layers), Format: want.Format,
+	img = block.Image{UID: string(want.UID), Name: want.Name, Layers: names(want.Layers), Format: want.Format,
 		VirtualSize: want.VirtualSize, Checksum: want.Checksum, Digest: want.Digest, Object: want.Object}
 	return Got{img, size}, on.PutImage(img)
+}
+
+// record is what the disk has recorded of an image. Not there: an error of kind not found.
+func record(on block.Layers, uid string) (block.Image, error) {
+	if d, ok := on.(interface {
+		Image(uid string) (block.Image, error)
+	}); ok {
+		return d.Image(uid) // there may be thousands
+	}
+	imgs, err := on.Images()
+	if i := slices.IndexFunc(imgs, func(m block.Image) bool { return m.UID == uid }); i >= 0 {
+		return imgs[i], nil
+	}
+	if err != nil && !api.Is(err, api.Corrupt) {
+		return block.Image{}, err
+	}
+	return block.Image{}, api.Errorf(api.NotFound, "image %s is not on disk %s", uid, on.UID())
 }
 
 // toucher is a disk that knows when somebody changed a finished layer.
@@ -204,13 +219,15 @@ func Remove(ctx context.Context, on block.Layers, want Want) error {
 	if err := on.RemoveImage(string(want.UID)); err != nil {
 		return err
 	}
-	imgs, err := on.Images()
-	if err != nil && !api.Is(err, api.Corrupt) {
-		return err
-	}
 	for _, l := range names(want.Layers) {
-		if slices.ContainsFunc(imgs, func(m block.Image) bool { return slices.Contains(m.Layers, l) }) {
-			continue // another image's too
+		if _, _, err := on.Digest(l); err == nil { // finished: another image's too, or left over
+			imgs, err := on.Images()
+			if err != nil && !api.Is(err, api.Corrupt) {
+				return err
+			}
+			if slices.ContainsFunc(imgs, func(m block.Image) bool { return slices.Contains(m.Layers, l) }) {
+				continue
+			}
 		}
 		// Making a layer removes a half-made one of that name.
 		w, err := create(ctx, on, api.UID(l), block.Size)
