@@ -136,7 +136,11 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err := d.toTrash(imagesDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	return d.dropUnnamed(img.Layers)
+	names, err := d.namedBy(replicas) // read once: there may be thousands
+	if err != nil {
+		return nil // as in dropUnnamed
+	}
+	return d.dropLayers(img.Layers, names)
 }
 
 // RemoveReplica forgets a replica; layers that nothing names any more go with it. It answers at once: space comes back
@@ -228,6 +232,10 @@ func (d *Disk) named() (map[string]bool, error) {
 	if err != nil {
 		return nil, err
 	}
+	return d.namedBy(replicas)
+}
+
+func (d *Disk) namedBy(replicas []Meta) (map[string]bool, error) {
 	images, err := d.Images()
 	if err != nil {
 		return nil, err
@@ -255,6 +263,10 @@ func (d *Disk) dropUnnamed(layers []string) error {
 	if err != nil {
 		return nil
 	}
+	return d.dropLayers(layers, names)
+}
+
+func (d *Disk) dropLayers(layers []string, names map[string]bool) error {
 	for _, uid := range layers {
 		if names[uid] {
 			continue
