@@ -179,8 +179,10 @@ type ImageCopyStatus struct {
 	Message    string      `json:"message,omitempty"`
 	Attempts   int32       `json:"attempts,omitempty"`
 	NextTry    metav1.Time `json:"nextTry,omitempty"`
-	// UploadURL is where an upload is expected while state is starting (source type upload).
+	// UploadURL is where an upload is expected, and continued where it was cut off (source type upload). UploadCA is the
+	// authority (PEM) by which the server there is known.
 	UploadURL      string      `json:"uploadURL,omitempty"`
+	UploadCA       string      `json:"uploadCA,omitempty"`
 	Format         string      `json:"format,omitempty"`
 	Size           int64       `json:"size,omitempty"`
 	VirtualSize    int64       `json:"virtualSize,omitempty"`

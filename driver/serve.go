@@ -2,6 +2,7 @@ package driver
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -337,7 +338,30 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 	if err != nil {
 		return err
 	}
-	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, imagestore.NodeOptions{Log: s.log, UploadListen: s.upload})
+	o := imagestore.NodeOptions{Log: s.log, UploadListen: s.upload}
+	if o.UploadHost, o.UploadCert, o.UploadCA, err = s.uploadServer(); err != nil {
+		return err
+	}
+	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, o)
+}
+
+// uploadServer is the name under which uploads are sent here, and the certificate for it: of the authority in the
+// kubeconfig where the API server is this process's own.
+func (s *server) uploadServer() (host string, cert *tls.Certificate, ca []byte, err error) {
+	all := addresses()
+	if h, _, err := net.SplitHostPort(s.upload); err == nil {
+		if host = h; host == "" || net.ParseIP(host).IsUnspecified() {
+			if host = "127.0.0.1"; len(all) > 0 {
+				host = all[0]
+			}
+		}
+	}
+	make := kubeapi.NewCertificate
+	if s.kube != nil {
+		make = s.kube.Certificate
+	}
+	c, ca, err := make(append([]string{host, s.node, "localhost", "127.0.0.1", "::1"}, all...)...)
+	return host, &c, ca, err
 }
 
 // addresses are those of this machine that others may reach.

@@ -23,6 +23,9 @@ const settingPrivate = "allow-private-image-sources"
 // bring is one import from the image's source.
 func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
 	on block.Layers, want disk.Want) (got disk.Got, err error) {
+	if spec.SourceType == api.SourceClone {
+		return n.copyOrigin(ctx, j, slot, spec, on, want)
+	}
 	var up *source.Upload
 	open := func(ctx context.Context) (*source.Stream, error) {
 		if spec.SourceType == api.SourceUpload {
@@ -37,7 +40,7 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 				_ = s.Close()
 				return nil, err
 			}
-			j.is(api.ImageInProgress, "")
+			j.is(api.ImageInProgress, up.URL) // what is cut is continued there
 			return s, nil
 		}
 		if err := slot(ctx); err != nil {
@@ -52,7 +55,7 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 	}
 	got, err = disk.Import(ctx, on, want, &j.progress, open)
 	if up != nil {
-		up.Close(err)
+		up.Finish(err)
 	}
 	return got, err
 }

@@ -2,6 +2,7 @@ package imagestore
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"log/slog"
 	"sync"
@@ -34,6 +35,9 @@ type NodeOptions struct {
 	// UploadListen is the address that uploads are taken on; 127.0.0.1:0. UploadHost is the name or address that users
 	// reach it by; default: the one listened on.
 	UploadListen, UploadHost string
+	// UploadCert makes uploads come over TLS; nil: without. UploadCA is the authority (PEM) by which users know it.
+	UploadCert *tls.Certificate
+	UploadCA   []byte
 	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
 	Parallel int
 	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
@@ -88,7 +92,7 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
-	uploads, err := source.ListenUploads(o.UploadListen, o.UploadHost)
+	uploads, err := source.ListenUploads(o.UploadListen, o.UploadHost, o.UploadCert)
 	if err != nil {
 		return err
 	}
@@ -182,6 +186,10 @@ func (n *copies) drop(name string) {
 
 // write brings the status to the API, and to the pen once it is there.
 func (n *copies) write(ctx context.Context, c *api.ImageCopy, p *pen, st api.ImageCopyStatus) error {
+	st.UploadCA = ""
+	if st.UploadURL != "" {
+		st.UploadCA = string(n.opts.UploadCA)
+	}
 	if st.State != p.status.State {
 		st.LastTransition = metav1.NewTime(time.Now().Truncate(time.Second))
 	}

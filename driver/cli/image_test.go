@@ -1,10 +1,14 @@
 package cli_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/pem"
 	"fmt"
+	"hash/crc32"
 	"io"
+	"log"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -108,6 +112,72 @@ func TestImageUploadStreamsTheFile(t *testing.T) {
 		img.Spec.SourceParameters["size"] != "3145728" {
 		t.Errorf("%v, %+v", err, img.Spec)
 	}
+	if err := store.Delete(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The connection is cut twice, and the node is one of its own authority: what it has is not sent again.
+func TestImageUploadIsContinued(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "cut.raw")
+	sent := make([]byte, 6<<20)
+	_, _ = rand.Read(sent)
+	if err := os.WriteFile(file, sent, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var got []byte
+	puts := 0
+	node := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet {
+			fmt.Fprintf(w, `{"offset":%d,"crc32c":%d}`, len(got), crc32.Checksum(got, crc32.MakeTable(crc32.Castagnoli)))
+			return
+		}
+		puts++
+		if want := fmt.Sprintf("bytes %d-%d/%d", len(got), len(sent)-1, len(sent)); puts > 1 &&
+			r.Header.Get("Content-Range") != want {
+			t.Errorf("range %q, want %q", r.Header.Get("Content-Range"), want)
+		}
+		b, _ := io.ReadAll(io.LimitReader(r.Body, 2<<20))
+		if got = append(got, b...); puts < 3 {
+			panic(http.ErrAbortHandler)
+		}
+		if err := status(r.Context(), "cut", func(i *api.BackingImage) {
+			i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 6<<20, 6<<20
+		}); err != nil {
+			t.Error(err)
+		}
+	}))
+	node.Config.ErrorLog = log.New(io.Discard, "", 0)
+	defer node.Close()
+	cp := copyAsking(t, "cut", node.URL)
+	cp.Status.UploadCA = string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: node.Certificate().Raw}))
+	if err := store.Status().Update(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 0, `image "cut" ready`)
+	if !bytes.Equal(got, sent) || puts != 3 {
+		t.Errorf("%d bytes came in %d requests", len(got), puts)
+	}
+	if err := store.Delete(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What the node has of another file is not continued with this one.
+func TestImageUploadOfAnotherFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "other.raw")
+	if err := os.WriteFile(file, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	node := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodGet {
+			w.WriteHeader(http.StatusConflict)
+		}
+		_, _ = io.WriteString(w, `{"message":"65536 bytes came before","offset":65536,"crc32c":7}`)
+	}))
+	defer node.Close()
+	cp := copyAsking(t, "other", node.URL)
+	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 5, "64 KiB of another file")
 	if err := store.Delete(t.Context(), cp); err != nil {
 		t.Fatal(err)
 	}

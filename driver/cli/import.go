@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -325,14 +324,28 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		})
 		return err
 	})
-	var once sync.Once
+	to, stop := "", func() {} // where the body is sent
 	g.Go(func() error {
+		defer func() { stop() }()
 		return follow(gctx, c, &api.ImageCopyList{}, func(o client.Object) (bool, error) {
 			switch st := o.(*api.ImageCopy).Status; {
 			case body == nil && st.State != "":
 				p.at(string(st.State), st.BytesDone, st.BytesTotal)
-			case body != nil && st.UploadURL != "":
-				once.Do(func() { g.Go(func() error { return send(gctx, st.UploadURL, body, p) }) })
+			case body != nil && st.UploadURL != "" && st.UploadURL != to:
+				stop()
+				sctx, cancel := context.WithCancel(gctx)
+				to, stop = st.UploadURL, cancel
+				s, err := newSender(st.UploadURL, st.UploadCA, body, p)
+				if err != nil {
+					return true, err
+				}
+				g.Go(func() error {
+					defer s.http.CloseIdleConnections()
+					if err := s.send(sctx); sctx.Err() == nil {
+						return err
+					}
+					return gctx.Err() // another address is sent to
+				})
 			}
 			return false, nil
 		}, client.MatchingLabels{api.LabelImage: name})
@@ -348,36 +361,4 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	}
 	return last, late(err, "image %q is %s%s; it goes on, see `drover image show %s`", name, last.Status.State,
 		colon(last.Status.Message), name)
-}
-
-// send streams the file to a node.
-func send(ctx context.Context, to string, body *os.File, p *progress) error {
-	st, err := body.Stat()
-	if err != nil {
-		return err
-	}
-	r := &counter{r: io.NewSectionReader(body, 0, st.Size()), p: p, state: "sending", total: st.Size()}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPut, to, io.NopCloser(r))
-	if err != nil {
-		return err
-	}
-	req.ContentLength = st.Size()
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		return api.Errorf(api.Unavailable, "sending %s: %w", body.Name(), err)
-	}
-	defer resp.Body.Close()
-	said, err := io.ReadAll(io.LimitReader(resp.Body, 4096))
-	if err != nil {
-		return err
-	}
-	if resp.StatusCode/100 != 2 {
-		return api.Errorf(api.Other, "the node refuses the upload of %s: %s", body.Name(),
-			strings.TrimSpace(strings.TrimSpace(resp.Status)+" "+string(said)))
-	}
-	p.at("verifying", 0, 0)
-	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
+	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
@@ -38,6 +39,8 @@ type identity struct {
 	dir     string
 	token   string
 	caPEM   []byte
+	ca      *x509.Certificate
+	caKey   *ecdsa.PrivateKey
 	port    int
 	serving dynamiccertificates.CertKeyContentProvider
 }
@@ -63,22 +66,11 @@ func openIdentity(dir string) (*identity, error) {
 	if err != nil {
 		return nil, err
 	}
-	certBlock, rest := pem.Decode(both)
-	keyBlock, _ := pem.Decode(rest)
-	if certBlock == nil || keyBlock == nil {
-		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged: delete it to get a new authority", id.dir)
+	if err := id.authority(both); err != nil {
+		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged (%w): delete it to get a new authority", id.dir, err)
 	}
-	ca, err := x509.ParseCertificate(certBlock.Bytes)
-	if err != nil {
-		return nil, api.Errorf(api.Corrupt, "%s/ca.pem: %w", id.dir, err)
-	}
-	caKey, err := x509.ParseECPrivateKey(keyBlock.Bytes)
-	if err != nil {
-		return nil, api.Errorf(api.Corrupt, "%s/ca.pem: %w", id.dir, err)
-	}
-	id.caPEM = pem.EncodeToMemory(certBlock)
 	// The serving certificate lives in memory alone and is new at every start, so that it never expires in use.
-	cert, key, err := issue(ca, caKey)
+	cert, key, err := id.issue("localhost", "127.0.0.1")
 	if err != nil {
 		return nil, fmt.Errorf("serving certificate: %w", err)
 	}
@@ -114,16 +106,65 @@ func newAuthority() ([]byte, error) {
 	return encode(der, key)
 }
 
-func issue(ca *x509.Certificate, caKey *ecdsa.PrivateKey) (cert, key []byte, err error) {
+// authority reads what newAuthority made.
+func (id *identity) authority(both []byte) (err error) {
+	certBlock, rest := pem.Decode(both)
+	keyBlock, _ := pem.Decode(rest)
+	if certBlock == nil || keyBlock == nil {
+		return errors.New("no certificate, or no key")
+	}
+	if id.ca, err = x509.ParseCertificate(certBlock.Bytes); err != nil {
+		return err
+	}
+	id.caPEM = pem.EncodeToMemory(certBlock)
+	id.caKey, err = x509.ParseECPrivateKey(keyBlock.Bytes)
+	return err
+}
+
+// Certificate is for a server beside this one, reached by these names and addresses. Whoever trusts ca trusts it: that
+// is the authority in the kubeconfig.
+func (s *Server) Certificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
+	return s.id.certificate(hosts)
+}
+
+// NewCertificate is one of an authority of its own, which is not kept.
+func NewCertificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
+	both, err := newAuthority()
+	if err != nil {
+		return cert, nil, err
+	}
+	id := &identity{}
+	if err := id.authority(both); err != nil {
+		return cert, nil, err
+	}
+	return id.certificate(hosts)
+}
+
+func (id *identity) certificate(hosts []string) (cert tls.Certificate, ca []byte, err error) {
+	both, _, err := id.issue(hosts...)
+	if err == nil {
+		cert, err = tls.X509KeyPair(both, both)
+	}
+	return cert, id.caPEM, err
+}
+
+// issue makes a server certificate for names and addresses.
+func (id *identity) issue(hosts ...string) (cert, key []byte, err error) {
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return nil, nil, err
 	}
 	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover"},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(tenYears),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
-		DNSNames: []string{"localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}}
-	der, err := x509.CreateCertificate(rand.Reader, t, ca, k.Public(), caKey)
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}
+	for _, h := range hosts {
+		if ip := net.ParseIP(h); ip != nil {
+			t.IPAddresses = append(t.IPAddresses, ip)
+		} else if h != "" {
+			t.DNSNames = append(t.DNSNames, h)
+		}
+	}
+	der, err := x509.CreateCertificate(rand.Reader, t, id.ca, k.Public(), id.caKey)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -72,6 +72,7 @@ type Server struct {
 	// that live since then must start anew: their watches ask for revisions that are not there.
 	WentBack bool
 
+	id    *identity
 	store *store
 	log   *slog.Logger
 	wg    sync.WaitGroup
@@ -113,6 +114,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	if err != nil {
 		return nil, err
 	}
+	s.id = id
 	ln, err := id.listen()
 	if err != nil {
 		return nil, err

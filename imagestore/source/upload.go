@@ -3,11 +3,10 @@ package source
 import (
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"encoding/json"
-	"errors"
+	"hash/crc32"
 	"io"
-	"mime"
-	"mime/multipart"
 	"net"
 	"net/http"
 	"strconv"
@@ -22,11 +21,14 @@ import (
 const UploadPath = "/v1/upload/"
 
 // Uploads is the HTTP server of a node that takes images from users. An upload is expected first (Expect) and gets an
-// address that nobody can guess; one transfer is taken there. The answer to the user is the outcome of the import, not
-// of the transfer alone.
+// address that nobody can guess. It is sent there in one request, or in several where a connection was cut: what came
+// is kept, and GET says how much that is. The answer to the user is the outcome of the import, not of the transfer
+// alone.
 type Uploads struct {
-	// Stall is how long a sender may be silent; 60 s when zero.
+	// Stall is how long a sender may be silent; 60 s when zero. Then its connection counts as cut.
 	Stall time.Duration
+	// Patience is how long a sender may take to come back; 5 min when zero.
+	Patience time.Duration
 
 	ln   net.Listener
 	base string
@@ -35,8 +37,9 @@ type Uploads struct {
 	waiting map[string]*Upload
 }
 
-// ListenUploads binds the server. host is what users reach this node by; empty: the address of listen.
-func ListenUploads(listen, host string) (*Uploads, error) {
+// ListenUploads binds the server. host is what users reach this node by; empty: the address of listen. With a
+// certificate, TLS is spoken.
+func ListenUploads(listen, host string, cert *tls.Certificate) (*Uploads, error) {
 	ln, err := net.Listen("tcp", listen)
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "uploads cannot be taken on %s: %w", listen, err)
@@ -48,7 +51,12 @@ func ListenUploads(listen, host string) (*Uploads, error) {
 			host = "127.0.0.1"
 		}
 	}
-	base := "http://" + net.JoinHostPort(host, strconv.Itoa(addr.Port)) + UploadPath
+	scheme := "http://"
+	if cert != nil {
+		scheme = "https://"
+		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{*cert}, MinVersion: tls.VersionTLS12})
+	}
+	base := scheme + net.JoinHostPort(host, strconv.Itoa(addr.Port)) + UploadPath
 	return &Uploads{ln: ln, base: base, waiting: map[string]*Upload{}}, nil
 }
 
@@ -81,266 +89,124 @@ func (u *Uploads) Start(ctx context.Context) error {
 // NeedLeaderElection is false: every node takes its own uploads.
 func (u *Uploads) NeedLeaderElection() bool { return false }
 
-// Upload is one expected upload.
-type Upload struct {
-	URL string
-
-	server *Uploads
-	token  string
-	size   int64 // as the image's owner said; 0: the request says it
-	offer  chan *Stream
-	result chan error // one outcome, for the sender
-
-	mu    sync.Mutex
-	taken *http.ResponseController
-	ended bool
-}
-
-// Expect makes an address for one upload of size bytes (0: the request says how many). Close it in the end.
+// Expect makes an address for one upload of size bytes (0: the first request says how many). Close it in the end.
 func (u *Uploads) Expect(size int64) *Upload {
 	token := strings.ToLower(rand.Text())
-	up := &Upload{URL: u.base + token, server: u, token: token, size: size,
-		offer: make(chan *Stream), result: make(chan error, 1)}
+	up := &Upload{URL: u.base + token, server: u, token: token, size: size, parts: make(chan *part),
+		closed: make(chan struct{})}
 	u.mu.Lock()
 	u.waiting[token] = up
 	u.mu.Unlock()
 	return up
 }
 
-// Accept waits for the sender. When ctx ends, the transfer is cut.
-func (up *Upload) Accept(ctx context.Context) (*Stream, error) {
-	stop := context.AfterFunc(ctx, up.cut)
-	select {
-	case s := <-up.offer:
-		s.ReadCloser.(*incoming).stop = stop
-		return s, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
+func (u *Uploads) stall() time.Duration {
+	if u.Stall == 0 {
+		return 60 * time.Second
 	}
+	return u.Stall
 }
 
-// Close tells the sender the outcome and forgets the address. A transfer under way is cut.
-func (up *Upload) Close(outcome error) {
-	up.server.mu.Lock()
-	delete(up.server.waiting, up.token)
-	up.server.mu.Unlock()
-	up.result <- outcome
-	if outcome != nil {
-		up.cut()
+func (u *Uploads) patience() time.Duration {
+	if u.Patience == 0 {
+		return 5 * time.Minute
 	}
+	return u.Patience
 }
 
-// cut makes reads of the transfer fail now.
-func (up *Upload) cut() {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	up.ended = true
-	if up.taken != nil {
-		_ = up.taken.SetReadDeadline(time.Now())
-	}
+// UploadState is what GET says of an upload.
+type UploadState struct {
+	State   api.ImageState `json:"state"`
+	Message string         `json:"message,omitempty"`
+	// Offset is how many bytes are there, and where a request is to continue; CRC32C is over them.
+	Offset int64  `json:"offset"`
+	CRC32C uint32 `json:"crc32c"`
+	Size   int64  `json:"size,omitempty"`
+	// Sending: somebody sends now.
+	Sending bool `json:"sending,omitempty"`
 }
 
-// take makes the transfer the only one.
-func (up *Upload) take(rc *http.ResponseController) bool {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	if up.taken != nil || up.ended {
-		return false
-	}
-	up.taken = rc
-	return true
-}
-
-// release lets another sender try: nothing of this one was read.
-func (up *Upload) release() {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	up.taken = nil
-}
-
-// letGo ends the hold on the connection: after its handler it may carry other requests.
-func (up *Upload) letGo() {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	if !up.ended {
-		_ = up.taken.SetReadDeadline(time.Time{})
-	}
-	up.ended, up.taken = true, nil
-}
-
-// patience gives the sender time for the next bytes.
-func (up *Upload) patience(d time.Duration) {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	if !up.ended && up.taken != nil {
-		_ = up.taken.SetReadDeadline(time.Now().Add(d))
-	}
-}
-
-// ServeHTTP takes PUT with the image as the body, and POST of a multipart form with the image in its first file.
+// ServeHTTP takes PUT with the image as the body, POST of a multipart form with the image in its first file, and GET,
+// which says how far the upload is. A request with Content-Range continues it.
 func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	token, ok := strings.CutPrefix(r.URL.Path, UploadPath)
 	u.mu.Lock()
 	up := u.waiting[token]
 	u.mu.Unlock()
 	if !ok || up == nil {
-		reply(w, http.StatusNotFound, "no upload is expected here")
+		reply(w, http.StatusNotFound, UploadState{State: api.ImageFailed, Message: "no upload is expected here"})
 		return
 	}
-	body, size, err := up.body(r)
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		reply(w, http.StatusOK, up.now())
+		return
+	}
+	refuse := func(code int, message string) {
+		s := up.now()
+		s.State, s.Message = api.ImageFailed, message
+		reply(w, code, s)
+	}
+	p, err := up.read(r)
 	if err != nil {
 		code := http.StatusBadRequest
 		if api.Is(err, api.Unsupported) {
 			code = http.StatusMethodNotAllowed
+			w.Header().Set("Allow", "GET, HEAD, PUT, POST")
 		}
-		reply(w, code, err.Error())
+		refuse(code, err.Error())
 		return
 	}
-	if !up.take(http.NewResponseController(w)) {
-		reply(w, http.StatusConflict, "this upload is under way already")
-		return
-	}
+	p.rc = http.NewResponseController(w)
 	// One image, one connection: whatever cuts the transfer short must not meet another request.
 	w.Header().Set("Connection", "close")
-	in := &incoming{up: up, body: body, size: size, stall: u.Stall, done: make(chan struct{})}
-	if in.stall == 0 {
-		in.stall = 60 * time.Second
+	if err := up.enter(r.Context(), p); err != nil {
+		refuse(http.StatusConflict, err.Error())
+		return
 	}
 	select {
-	case up.offer <- &Stream{ReadCloser: in, Size: size, Name: "upload"}:
+	case up.parts <- p:
 	case <-r.Context().Done():
-		up.release()
-		reply(w, http.StatusServiceUnavailable, "the connection ended before the image was asked for")
+		up.leave(p)
+		refuse(http.StatusServiceUnavailable, "the connection ended before the image was asked for")
 		return
-	case err := <-up.result:
-		reply(w, http.StatusGone, outcome(err))
+	case <-p.kicked:
+		up.leave(p)
+		refuse(http.StatusConflict, "another request continues this upload")
+		return
+	case <-up.closed:
+		up.leave(p)
+		refuse(http.StatusGone, up.said())
 		return
 	}
 	// The body may be read until this handler returns, so the reader has to let go of it first.
-	<-in.done
-	if err := <-up.result; err != nil {
-		reply(w, http.StatusUnprocessableEntity, outcome(err))
+	<-p.done
+	switch {
+	case p.err != nil:
+		refuse(http.StatusConflict, p.err.Error())
+		return
+	case up.going():
+		reply(w, http.StatusAccepted, up.now())
 		return
 	}
-	reply(w, http.StatusOK, "")
-}
-
-func outcome(err error) string {
-	if err == nil {
-		return "this upload is complete already"
+	<-up.closed
+	if up.outcome != nil {
+		refuse(http.StatusUnprocessableEntity, up.said())
+		return
 	}
-	return err.Error()
+	s := up.now()
+	s.State = api.ImageReady
+	reply(w, http.StatusOK, s)
 }
 
-func reply(w http.ResponseWriter, code int, message string) {
+func reply(w http.ResponseWriter, code int, s UploadState) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	state := api.ImageReady
-	if message != "" {
-		state = api.ImageFailed
-	}
-	_ = json.NewEncoder(w).Encode(map[string]string{"state": string(state), "message": message})
+	_ = json.NewEncoder(w).Encode(s)
 }
 
-// body finds the image in the request, and its size.
-func (up *Upload) body(r *http.Request) (io.Reader, int64, error) {
-	size := up.size
-	if q := r.URL.Query().Get("size"); q != "" {
-		n, err := strconv.ParseInt(q, 10, 64)
-		if err != nil || n <= 0 {
-			return nil, 0, api.Errorf(api.Invalid, "size=%q is not a number of bytes", q)
-		}
-		if size != 0 && size != n {
-			return nil, 0, api.Errorf(api.Invalid, "size=%d differs from the image's parameter size (%d)", n, size)
-		}
-		size = n
-	}
-	form := false
-	switch r.Method {
-	case http.MethodPut:
-	case http.MethodPost:
-		kind, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type"))
-		form = kind == "multipart/form-data"
-	default:
-		return nil, 0, api.Errorf(api.Unsupported, "send the image with PUT, or with POST as a multipart form")
-	}
-	if !form {
-		if n := r.ContentLength; n >= 0 {
-			if size != 0 && size != n {
-				return nil, 0, api.Errorf(api.Invalid, "%d bytes are announced, but the size is to be %d", n, size)
-			}
-			size = n
-		}
-		if size == 0 {
-			return nil, 0, api.Errorf(api.Invalid, "the size is missing: add ?size=<bytes> to the address")
-		}
-		return r.Body, size, nil
-	}
-	if size == 0 {
-		return nil, 0, api.Errorf(api.Invalid, "the size is missing: add ?size=<bytes> to the address")
-	}
-	mr, err := r.MultipartReader()
-	if err != nil {
-		return nil, 0, api.Errorf(api.Invalid, "the form cannot be read: %w", err)
-	}
-	for {
-		part, err := mr.NextPart()
-		if err != nil {
-			return nil, 0, api.Errorf(api.Invalid, "no file in the form: %w", err)
-		}
-		if isFile(part) {
-			return part, size, nil
-		}
-	}
-}
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-func isFile(p *multipart.Part) bool { return p.FileName() != "" || p.FormName() == "chunk" }
+// CRC32C continues the checksum of an upload's state.
+func CRC32C(sum uint32, p []byte) uint32 { return crc32.Update(sum, castagnoli, p) }
 
-// incoming is the body of an upload; it ends with an error unless exactly size bytes came.
-type incoming struct {
-	up    *Upload
-	body  io.Reader
-	size  int64
-	off   int64
-	stall time.Duration
-
-	stop func() bool // lets go of the context that would cut it
-	once sync.Once
-	done chan struct{}
-}
-
-func (in *incoming) Read(p []byte) (int, error) {
-	in.up.patience(in.stall)
-	n, err := in.body.Read(p)
-	in.off += int64(n)
-	var ne net.Error
-	switch {
-	case in.off > in.size:
-		return 0, api.Errorf(api.Invalid, "the upload is larger than announced (%d bytes)", in.size)
-	case err == nil:
-		return n, nil
-	case errors.Is(err, io.EOF) && in.off == in.size:
-		return n, io.EOF
-	case errors.As(err, &ne) && ne.Timeout() && !in.up.isEnded():
-		return n, api.Errorf(api.Unavailable, "the upload stopped: the sender was silent for %s after %d of %d bytes",
-			in.stall, in.off, in.size)
-	}
-	return n, api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes", in.off, in.size)
-}
-
-func (up *Upload) isEnded() bool {
-	up.mu.Lock()
-	defer up.mu.Unlock()
-	return up.ended
-}
-
-// Close lets go of the request's body.
-func (in *incoming) Close() error {
-	in.once.Do(func() {
-		in.stop()
-		// Nothing may touch the connection's deadline from here on: other requests come over it.
-		in.up.letGo()
-		close(in.done)
-	})
-	return nil
-}
+var _ io.ReadCloser = (*Upload)(nil)

@@ -19,11 +19,11 @@ import (
 
 func listen(t *testing.T, stall time.Duration) *Uploads {
 	t.Helper()
-	u, err := ListenUploads("127.0.0.1:0", "")
+	u, err := ListenUploads("127.0.0.1:0", "", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	u.Stall = stall
+	u.Stall, u.Patience = stall, 200*time.Millisecond
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- u.Start(ctx) }()
@@ -40,7 +40,7 @@ func listen(t *testing.T, stall time.Duration) *Uploads {
 func receive(up *Upload, ctx context.Context, fail error) (got []byte, err error) {
 	s, err := up.Accept(ctx)
 	if err != nil {
-		up.Close(err)
+		up.Finish(err)
 		return nil, err
 	}
 	if fail == nil {
@@ -49,7 +49,7 @@ func receive(up *Upload, ctx context.Context, fail error) (got []byte, err error
 		err = fail
 	}
 	_ = s.Close()
-	up.Close(err)
+	up.Finish(err)
 	return got, err
 }
 
@@ -145,7 +145,7 @@ func TestUploadRefusals(t *testing.T) {
 		code              int
 	}{
 		{"PUT", u.base + "guess", "hello", 404},
-		{"GET", up.URL, "", 405},
+		{"DELETE", up.URL, "", 405},
 		{"PUT", up.URL + "?size=x", "hello", 400},
 		{"PUT", up.URL + "?size=6", "hello", 400},
 		{"PUT", up.URL, "hello, world", 400},
@@ -171,9 +171,9 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 		return c
 	}
 	for name, end := range map[string]func(c net.Conn, cancel func()){
-		"ended early, after 10 of 1000": func(c net.Conn, _ func()) { _ = c.Close() },
-		"silent for 200ms":              func(net.Conn, func()) {},
-		"ended early":                   func(_ net.Conn, cancel func()) { cancel() },
+		"ended early, after 10 of 1000":    func(c net.Conn, _ func()) { _ = c.Close() },
+		"nobody continued it within 200ms": func(net.Conn, func()) {},
+		"ended early":                      func(_ net.Conn, cancel func()) { cancel() },
 	} {
 		up := u.Expect(0)
 		ctx, cancel := context.WithCancel(t.Context())

@@ -1,0 +1,179 @@
+package cli
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// sender streams a file to a node. A connection that is cut is no end: what the node has is asked for, compared with
+// the file, and the rest is sent.
+type sender struct {
+	to   string
+	body *os.File
+	size int64
+	p    *progress
+	http *http.Client
+
+	tries int // in a row, without a byte that the node took between
+	off   int64
+	mine  bool // the last request there was ours
+}
+
+// said is what a node says of an upload.
+type said struct {
+	Message string `json:"message"`
+	Offset  int64  `json:"offset"`
+	CRC32C  uint32 `json:"crc32c"`
+	Sending bool   `json:"sending"`
+}
+
+const (
+	sendTries = 10
+	sendPause = 250 * time.Millisecond // doubles, up to
+	sendMost  = 10 * time.Second
+)
+
+// newSender is for an address that the API names, whose server has a certificate of that authority (PEM).
+func newSender(to, authority string, body *os.File, p *progress) (*sender, error) {
+	st, err := body.Stat()
+	if err != nil {
+		return nil, err
+	}
+	tr := &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: time.Second,
+		WriteBufferSize: 256 << 10, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12}}
+	if authority != "" {
+		tr.TLSClientConfig.RootCAs = x509.NewCertPool()
+		if !tr.TLSClientConfig.RootCAs.AppendCertsFromPEM([]byte(authority)) {
+			return nil, api.Errorf(api.Corrupt, "the authority of the upload's address holds no certificate")
+		}
+	}
+	return &sender{to: to, body: body, size: st.Size(), p: p, http: &http.Client{Transport: tr}}, nil
+}
+
+// send sends the file, and returns when the node has it, or when it is told elsewhere what became of it.
+func (s *sender) send(ctx context.Context) error {
+	for first := true; ; first = false {
+		answer, code, err := s.put(ctx, first)
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err == nil && code/100 == 2:
+			s.p.at("verifying", 0, 0)
+			return nil
+		case err == nil && code == http.StatusNotFound:
+			return nil // it has ended, or goes on under another address: the image says so
+		case err == nil && code != http.StatusConflict && code < 500:
+			return api.Errorf(api.Other, "the node refuses the upload of %s: %s", s.body.Name(), answer.Message)
+		case err == nil:
+			err = errors.New(answer.Message)
+		}
+		s.mine = code != http.StatusConflict
+		if gone, err := s.wait(ctx, err); err != nil || gone {
+			return err
+		}
+	}
+}
+
+// wait pauses, and asks the node where to continue. gone: the upload is not expected there any more.
+func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
+	for ; ; s.tries++ {
+		if s.tries >= sendTries {
+			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command goes on from %s",
+				s.body.Name(), cause, s.tries, api.SizeText(s.off))
+		}
+		t := time.NewTimer(min(sendPause<<s.tries, sendMost))
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return false, ctx.Err()
+		}
+		req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.to, nil)
+		if err != nil {
+			return false, err
+		}
+		now, code, err := s.do(req)
+		switch {
+		case ctx.Err() != nil:
+			return false, ctx.Err()
+		case err != nil:
+			cause = err
+			continue
+		case code == http.StatusNotFound:
+			return true, nil
+		case code != http.StatusOK:
+			cause = errors.New(now.Message)
+			continue
+		}
+		if now.Offset > s.off || now.Sending && !s.mine {
+			s.tries = 0
+		}
+		s.off = now.Offset
+		s.p.at("sending", s.off, s.size)
+		if now.Sending && !s.mine {
+			continue // somebody else sends it; whoever is silent for too long is sent away by the node
+		}
+		s.tries++
+		return now.Offset == s.size, s.compare(now)
+	}
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// compare refuses to continue what was sent of another file.
+func (s *sender) compare(now said) error {
+	sum := crc32.New(castagnoli)
+	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
+		return fileError(s.body.Name(), err)
+	} else if n != now.Offset || sum.Sum32() != now.CRC32C {
+		return api.Errorf(api.Exists, "the node has %s of another file for this image: delete the image to begin anew",
+			api.SizeText(now.Offset))
+	}
+	return nil
+}
+
+// put sends the rest of the file. The first time, it gives way to whoever sends already.
+func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
+	n := s.size - s.off
+	r := &counter{r: io.NewSectionReader(s.body, s.off, n), p: s.p, state: "sending", done: s.off, total: s.size}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPut, s.to, io.NopCloser(r))
+	if err != nil {
+		return said{}, 0, err
+	}
+	req.ContentLength = n
+	req.Header.Set("Expect", "100-continue")
+	if !first && n > 0 {
+		req.Header.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", s.off, s.size-1, s.size))
+	}
+	return s.do(req)
+}
+
+// do sends a request and reads what the node says.
+func (s *sender) do(req *http.Request) (said, int, error) {
+	resp, err := s.http.Do(req)
+	if err != nil {
+		return said{}, 0, err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	if err != nil {
+		return said{}, 0, err
+	}
+	var a said
+	if json.Unmarshal(b, &a) != nil || a.Message == "" && resp.StatusCode/100 != 2 {
+		a.Message = strings.TrimSpace(resp.Status + " " + string(b))
+	}
+	return a, resp.StatusCode, nil
+}
