@@ -179,6 +179,9 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if _, rebuilt := img.Annotations[api.AnnotationRecovered]; rebuilt && !deleting {
 		return ctrl.Result{}, r.takeOver(ctx, img)
 	}
+	if img.Status.UUID == "" && !deleting && img.Spec.SourceType == api.SourceClone {
+		return r.conceive(ctx, img)
+	}
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
 		img.Status.UUID = api.NewUID()
@@ -253,7 +256,9 @@ type view struct {
 	users  []string        // of an image that is deleted: volumes that hold it
 	needed []need          // disks where a replica of such a volume is
 	disks  []place         // every disk there is
-	nodes  map[string]bool // node: alive
+	// origins are where the layers of a clone are, in copies of the image that it was made of.
+	origins []need
+	nodes   map[string]bool // node: alive
 }
 
 type need struct {
@@ -281,6 +286,9 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 		seen := map[need]bool{}
 		for i := range reps.Items {
 			spec := &reps.Items[i].Spec
+			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != img.Name && len(img.Name) <= 63 {
+				continue // of another image that has the same layers
+			}
 			placed[spec.Volume], seen[need{spec.Node, spec.Disk}] = true, true
 		}
 		v.needed = slices.SortedFunc(maps.Keys(seen), func(a, b need) int {
@@ -305,7 +313,11 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 		return nil, err
 	}
 	v.disks, v.nodes = disksOf(nodes.Items, time.Now())
-	return v, nil
+	origins, err := origins(ctx, r, &img.Spec, img.Status.Layers)
+	for i := range origins {
+		v.origins = append(v.origins, need{origins[i].Spec.Node, origins[i].Spec.Disk})
+	}
+	return v, err
 }
 
 // settle makes the ImageCopy objects what the plan wants.

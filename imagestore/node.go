@@ -223,7 +223,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		}
 		g := j.glance()
 		st.State, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = g.state, g.percent, g.done, g.total, g.url
-		st.Message = ""
+		st.Message, st.Notice = "", j.progress.Notice()
 		return 0, nil
 	}
 	img := &api.BackingImage{}
@@ -239,6 +239,9 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 			st.Verified, st.LastVerified = j.token, metav1.NewTime(time.Now().Truncate(time.Second))
 		}
 		if j.err == nil {
+			if notice := j.progress.Notice(); notice != "" {
+				st.Notice = notice
+			}
 			done(st, j.got)
 			return n.opts.Check, nil
 		}
@@ -349,7 +352,7 @@ func (n *copies) damaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopySt
 
 // failed is the status of a copy that could not be made, and the time until it is tried again.
 func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, retry bool) time.Duration {
-	st.State, st.Message, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), 0, ""
+	st.State, st.Message, st.Notice, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), "", 0, ""
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = "", 0, 0, "", ""
 	st.Attempts++
 	st.NextTry = metav1.Time{}

@@ -199,11 +199,30 @@ func (p *planning) first() {
 	if !p.img.DeletionTimestamp.IsZero() {
 		return
 	}
-	if d := choose(p.img, p.v, p.holds, nil); d != nil {
+	if d := p.byOrigin(); d != nil {
 		p.add(d.node, d.uid)
 	} else if len(p.have) == 0 {
 		p.problem = noDisk(p.img, p.v)
 	}
+}
+
+// byOrigin picks the disk for the first copy: for a clone one that has its layers, or else one of a node that has them.
+func (p *planning) byOrigin() *place {
+	far := func(same func(need, *place) bool) func(api.UID) bool {
+		return func(u api.UID) bool {
+			d := p.v.disk(u)
+			return p.holds(u) || !slices.ContainsFunc(p.v.origins, func(o need) bool { return same(o, d) })
+		}
+	}
+	if len(p.v.origins) > 0 {
+		if d := choose(p.img, p.v, far(func(o need, d *place) bool { return o.disk == d.uid }), nil); d != nil {
+			return d
+		}
+		if d := choose(p.img, p.v, far(func(o need, d *place) bool { return o.node == d.node }), nil); d != nil {
+			return d
+		}
+	}
+	return choose(p.img, p.v, p.holds, nil)
 }
 
 // whereNeeded asks for copies where replicas are.

@@ -117,12 +117,32 @@ func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (G
 	if err != nil {
 		return Got{}, err
 	}
-	got := Got{Image: src.Image}
 	if want.Object != nil {
-		got.Object = want.Object
+		src.Object = want.Object
 	}
+	return copyAll(ctx, from, on, src.Image, p)
+}
+
+// Share brings an image from another disk of this node that has its layers, but under the name of another image. What
+// is known of it (Want) must be all of it.
+func Share(ctx context.Context, from, on block.Layers, want Want, p *Progress) (Got, error) {
+	if root, _, err := from.Digest(string(want.Layers[len(want.Layers)-1])); err != nil || root != want.Digest {
+		return Got{}, errors.Join(api.Errorf(api.NotFound, "disk %s does not have the layers of image %s", from.UID(),
+			want.Name), err)
+	}
+	return copyAll(ctx, from, on, want.image(), p)
+}
+
+// image is what is known of it.
+func (w Want) image() block.Image {
+	return block.Image{UID: string(w.UID), Name: w.Name, Layers: names(w.Layers), Format: w.Format,
+		VirtualSize: w.VirtualSize, Checksum: w.Checksum, Digest: w.Digest, Object: w.Object}
+}
+
+func copyAll(ctx context.Context, from, on block.Layers, img block.Image, p *Progress) (Got, error) {
+	got := Got{Image: img}
 	var total int64
-	for _, l := range src.Layers {
+	for _, l := range img.Layers {
 		s, err := from.Open(l)
 		if err != nil {
 			return Got{}, err
@@ -132,7 +152,7 @@ func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (G
 	}
 	p.readTotal.Store(total)
 	var before int64
-	for _, l := range src.Layers {
+	for _, l := range img.Layers {
 		n, size, err := copyLayer(ctx, from, on, l, func(done int64) { p.read.Store(before + done) })
 		if err != nil {
 			return Got{}, explain(on, err)

@@ -126,9 +126,13 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err != nil {
 		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", err)
 	}
+	others, err := d.otherwiseNamed(uid)
+	if err != nil {
+		return err
+	}
 	for _, m := range replicas {
 		for _, l := range img.Layers {
-			if slices.Contains(m.Layers, l) {
+			if slices.Contains(m.Layers, l) && !others[l] {
 				return api.Errorf(api.InUse, "replica %s of volume %s uses it", m.UID, m.Volume)
 			}
 		}
@@ -141,6 +145,23 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 		return nil // as in dropUnnamed
 	}
 	return d.dropLayers(img.Layers, names)
+}
+
+// otherwiseNamed are the layers that images other than uid name: those of a clone are those of its origin.
+func (d *Disk) otherwiseNamed(uid string) (map[string]bool, error) {
+	images, err := d.Images()
+	if err != nil && !api.Is(err, api.Corrupt) {
+		return nil, err
+	}
+	named := map[string]bool{}
+	for _, img := range images {
+		for _, l := range img.Layers {
+			if img.UID != uid {
+				named[l] = true
+			}
+		}
+	}
+	return named, nil
 }
 
 // RemoveReplica forgets a replica; layers that nothing names any more go with it. It answers at once: space comes back
