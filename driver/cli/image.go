@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -17,7 +16,7 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	c := group("image", "Golden images that volumes start from", "images", "bi")
-	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup())
+	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup(), a.imageVerify())
 	return c
 }
 
@@ -61,19 +60,19 @@ func (a *app) imageShow() *cobra.Command {
 			if err := get(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
-			users, err := imageUsers(ctx, c, img.Name)
+			where, err := whereabouts(ctx, c, &img)
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) { describeImage(w, &img, users) })
+			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) { describeImage(w, &img, where) })
 		},
 	}
 }
 
-func describeImage(w io.Writer, img *api.BackingImage, users []string) {
+func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 	s := img.Status
 	from := string(img.Spec.SourceType)
-	for _, k := range []string{"url", "path"} {
+	for _, k := range []string{"url", "path", "backingImage"} {
 		if v := img.Spec.SourceParameters[k]; v != "" {
 			from += " " + v
 		}
@@ -81,15 +80,11 @@ func describeImage(w io.Writer, img *api.BackingImage, users []string) {
 	fields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%", s.Progress),
 		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
-		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, img.Spec.MinNumberOfCopies),
-		"Used by", strings.Join(users, ", "))
-	if len(s.Copies) > 0 {
+		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, max(img.Spec.MinNumberOfCopies, 1)),
+		"Used by", strings.Join(where.users, ", "))
+	if rows := where.rows(img); len(rows) > 0 {
 		fmt.Fprintln(w, "\nCopies:")
-		var rows [][]string
-		for _, f := range s.Copies {
-			rows = append(rows, []string{f.Node, string(f.Disk), string(f.State), fmt.Sprintf("%d%%", f.Progress), f.Message})
-		}
-		_ = table(w, "NODE DISK STATE PROGRESS MESSAGE", rows)
+		_ = table(w, copyHeader, rows)
 	}
 	conditions(w, s.Conditions)
 }
@@ -121,7 +116,7 @@ func (a *app) imageDelete() *cobra.Command {
 				return err
 			}
 			for _, name := range left {
-				if err := deleteImage(ctx, c, name); err != nil {
+				if err := deleteImage(ctx, c, name, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
 				a.said(cmd, "backingimage", name, "deleted")
@@ -131,7 +126,8 @@ func (a *app) imageDelete() *cobra.Command {
 	}
 }
 
-func deleteImage(ctx context.Context, c client.WithWatch, name string) error {
+// deleteImage waits until the image is gone. What the deletion waits for is told, as a remark.
+func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) error {
 	var img api.BackingImage
 	if err := get(ctx, c, "image", name, &img); err != nil {
 		return err
@@ -148,65 +144,16 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string) error {
 	if err != nil && !apierrors.IsNotFound(err) {
 		return explain(ctx, err)
 	}
-	return untilGone(ctx, c, "image", &img, func(i *api.BackingImage) string { return i.Status.Message })
-}
-
-func (a *app) imageCleanup() *cobra.Command {
-	var disks []string
-	c := &cobra.Command{
-		Use:   "cleanup NAME",
-		Short: "Remove copies of a backing image that no volume needs, without waiting for the clean-up interval",
-		Long: "Asks for the removal of unused copies, on the disks given with --disk or on all of them. Copies that a\n" +
-			"volume needs stay, and so do as many as the image wants at least (minNumberOfCopies).",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
-		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
-			defer done()
-			c, err := a.connect()
-			if err != nil {
-				return err
+	told := ""
+	return untilGone(ctx, c, "image", &img, func(i *api.BackingImage) string {
+		for _, cond := range i.Status.Conditions {
+			if cond.Type == "InUse" && cond.Reason != "NoVolume" && cond.Message != told {
+				told = cond.Message
+				fmt.Fprintf(remarks, "image %q: %s\n", name, told)
 			}
-			var img api.BackingImage
-			if err := get(ctx, c, "image", left[0], &img); err != nil {
-				return err
-			}
-			want, err := cleanupDisks(ctx, c, &img, disks)
-			if err != nil {
-				return err
-			}
-			base := img.DeepCopy()
-			for _, uid := range want {
-				if !slices.Contains(img.Spec.CleanupDisks, uid) {
-					img.Spec.CleanupDisks = append(img.Spec.CleanupDisks, uid)
-				}
-			}
-			if err := c.Patch(ctx, &img, client.MergeFrom(base)); err != nil {
-				return explain(ctx, err)
-			}
-			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("clean-up asked for on %d disk(s)", len(want)))
-			return nil
-		},
-	}
-	c.Flags().StringSliceVar(&disks, "disk", nil, "UID or path of a disk (default: every disk with a copy)")
-	return c
-}
-
-func cleanupDisks(ctx context.Context, c client.Client, img *api.BackingImage, disks []string) ([]api.UID, error) {
-	var out []api.UID
-	if len(disks) == 0 {
-		for _, f := range img.Status.Copies {
-			out = append(out, f.Disk)
 		}
-		return out, nil
-	}
-	for _, d := range disks {
-		found, err := findDisk(ctx, c, "", d)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, found.status.UID)
-	}
-	return out, nil
+		return i.Status.Message
+	})
 }
 
 // said reports a finished act in the form that -o asks for.

@@ -279,7 +279,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 		return nil, err
 	}
 	if have.Status.State == api.ImageFailed && have.Status.ReadyCopies == 0 {
-		if err := deleteImage(ctx, c, want.Name); err != nil {
+		if err := deleteImage(ctx, c, want.Name, io.Discard); err != nil {
 			return nil, err
 		}
 		want.ResourceVersion, want.UID = "", ""

@@ -382,6 +382,38 @@ func stillHolds(vols, imgs []string) string {
 	return "; on it: " + strings.Join(what, "; ")
 }
 
+// forgotten says what goes with a disk that does not answer.
+func forgotten(imgs []string) string {
+	if len(imgs) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; what was on it is forgotten: %s", someOf("image", imgs))
+}
+
+// keptVolumes are those of the volumes that are not being deleted.
+func keptVolumes(ctx context.Context, c client.Client, names []string) (kept []string, err error) {
+	for _, name := range names {
+		var v api.Volume
+		err := c.Get(ctx, client.ObjectKey{Name: name}, &v)
+		if client.IgnoreNotFound(err) != nil {
+			return nil, explain(ctx, err)
+		}
+		if err == nil && v.DeletionTimestamp == nil {
+			kept = append(kept, name)
+		}
+	}
+	return kept, nil
+}
+
+// awaitForgotten waits until a node knows nothing of a disk any more.
+func awaitForgotten(ctx context.Context, c client.WithWatch, node string, uid api.UID) error {
+	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
+	_, err := until(ctx, c, node, gone, func(n *api.Node) (bool, error) {
+		return !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == uid }), nil
+	})
+	return late(err, "node %q has not forgotten disk %s yet", node, uid)
+}
+
 func (a *app) diskRemove() *cobra.Command {
 	var node string
 	c := &cobra.Command{
@@ -398,20 +430,35 @@ func (a *app) diskRemove() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			what, waits := "", false
 			if d.status.UID != "" {
 				vols, imgs, err := holdings(ctx, c, d.status.UID)
 				if err != nil {
 					return err
 				}
-				if len(vols)+len(imgs) > 0 {
+				if d.status.Ready && len(vols)+len(imgs) > 0 {
 					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves images, "+
 						"volumes have to be deleted", d.spec.Path, stillHolds(vols, imgs))
 				}
+				waits = len(vols)+len(imgs) > 0
+				if vols, err = keptVolumes(ctx, c, vols); err != nil {
+					return err
+				}
+				if len(vols) > 0 {
+					return api.Errorf(api.InUse, "disk %s is not ready, and would be forgotten with what is on it%s: bring it "+
+						"back, or give the volumes up with `drover volume delete`", d.spec.Path, stillHolds(vols, nil))
+				}
+				what = forgotten(imgs)
 			}
 			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {
 				return err
 			}
-			a.said(cmd, "disk", d.spec.Path, fmt.Sprintf("removed from node %q", d.node))
+			if waits { // its place is free once what was on it is forgotten
+				if err := awaitForgotten(ctx, c, d.node, d.status.UID); err != nil {
+					return err
+				}
+			}
+			a.said(cmd, "disk", d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
 			return nil
 		},
 	}

@@ -90,6 +90,9 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 	if image != "" {
 		none := api.Errorf(api.NotFound, "there is no image %q: `drover image list` shows those there are", image)
 		_, err := until(ctx, c, image, none, func(i *api.BackingImage) (bool, error) {
+			if i.DeletionTimestamp != nil {
+				return true, api.Errorf(api.InUse, "image %q is being deleted: no volume can begin with it any more", image)
+			}
 			if i.Status.State == api.ImageFailed {
 				return true, api.Errorf(api.InUse, "image %q failed: %s", image, i.Status.Message)
 			}

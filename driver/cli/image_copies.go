@@ -1,0 +1,257 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// where is what there is to tell of an image's copies.
+type where struct {
+	users  []string // volumes that have the image
+	copies map[api.UID]api.ImageCopy
+	paths  map[api.UID]string // of disks
+	using  map[api.UID]int    // replicas per disk that stand on the image
+}
+
+func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*where, error) {
+	w := &where{copies: map[api.UID]api.ImageCopy{}, paths: map[api.UID]string{}, using: map[api.UID]int{}}
+	var err error
+	if w.users, err = imageUsers(ctx, c, img.Name); err != nil {
+		return nil, err
+	}
+	var copies api.ImageCopyList
+	if err := c.List(ctx, &copies, client.MatchingLabels{api.LabelImage: img.Name}); err != nil {
+		return nil, explain(ctx, err)
+	}
+	for _, f := range copies.Items {
+		if f.Spec.UUID == img.Status.UUID {
+			w.copies[f.Spec.Disk] = f
+		}
+	}
+	var nodes api.NodeList
+	if err := c.List(ctx, &nodes); err != nil {
+		return nil, explain(ctx, err)
+	}
+	for _, n := range nodes.Items {
+		for _, d := range n.Status.Disks {
+			w.paths[d.UID] = d.Path
+		}
+	}
+	if len(w.users) == 0 {
+		return w, nil
+	}
+	var reps api.ReplicaList
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: img.Name}); err != nil {
+		return nil, explain(ctx, err)
+	}
+	for _, r := range reps.Items {
+		w.using[r.Spec.Disk]++
+	}
+	return w, nil
+}
+
+const copyHeader = "NODE DISK STATE PROGRESS SIZE USED VERIFIED FROM MESSAGE"
+
+// rows are the image's copies, one per disk.
+func (w *where) rows(img *api.BackingImage) [][]string {
+	var rows [][]string
+	for _, s := range img.Status.Copies {
+		f := w.copies[s.Disk]
+		used := "never"
+		switch n := w.using[s.Disk]; {
+		case n == 1:
+			used = "by 1 volume"
+		case n > 1:
+			used = fmt.Sprintf("by %d volumes", n)
+		case !s.LastUsed.IsZero():
+			used = "not for " + age(s.LastUsed)
+		}
+		verified := ""
+		switch {
+		case s.State == api.ImageReady && f.Spec.Verify != "" && f.Spec.Verify != f.Status.Verified:
+			verified = "under way"
+		case !f.Status.LastVerified.IsZero():
+			verified = age(f.Status.LastVerified) + " ago"
+		}
+		from := "source"
+		if f.Spec.From != "" {
+			from = w.disk(f.Spec.From)
+		}
+		message := s.Message
+		if message == "" {
+			message = f.Status.Notice
+		}
+		rows = append(rows, []string{s.Node, w.disk(s.Disk), string(s.State), fmt.Sprintf("%d%%", s.Progress),
+			someBytes(f.Status.Size), used, verified, from, message})
+	}
+	return rows
+}
+
+// disk is a disk for people: its path, or its UID where it has none any more.
+func (w *where) disk(uid api.UID) string {
+	if p := w.paths[uid]; p != "" {
+		return p
+	}
+	return string(uid)
+}
+
+func (a *app) imageCleanup() *cobra.Command {
+	var disks []string
+	c := &cobra.Command{
+		Use:   "cleanup NAME",
+		Short: "Remove copies of a backing image that no volume needs, without waiting for the clean-up interval",
+		Long: "Removes unused copies, on the disks given with --disk or on all of them. Copies that a volume needs stay,\n" +
+			"and so do as many as the image wants at least (minNumberOfCopies).",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var img api.BackingImage
+			if err := get(ctx, c, "image", left[0], &img); err != nil {
+				return err
+			}
+			want, err := cleanupDisks(ctx, c, &img, disks)
+			if err != nil {
+				return err
+			}
+			base := img.DeepCopy()
+			for _, uid := range want {
+				if !slices.Contains(img.Spec.CleanupDisks, uid) {
+					img.Spec.CleanupDisks = append(img.Spec.CleanupDisks, uid)
+				}
+			}
+			if err := c.Patch(ctx, &img, client.MergeFrom(base)); err != nil {
+				return explain(ctx, err)
+			}
+			gone := api.Errorf(api.NotFound, "image %q was deleted meanwhile", img.Name)
+			now, err := until(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
+				return !slices.ContainsFunc(want, func(d api.UID) bool { return slices.Contains(i.Spec.CleanupDisks, d) }), nil
+			})
+			if err != nil {
+				return late(err, "the clean-up of image %q goes on", img.Name)
+			}
+			kept := slices.DeleteFunc(now.Status.Copies, func(s api.ImageCopySummary) bool { return !slices.Contains(want, s.Disk) })
+			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("cleaned: %d of %d copies stay, which are needed or the last",
+				len(kept), len(want)))
+			return nil
+		},
+	}
+	c.Flags().StringSliceVar(&disks, "disk", nil, "UID or path of a disk (default: every disk with a copy)")
+	return c
+}
+
+func cleanupDisks(ctx context.Context, c client.Client, img *api.BackingImage, disks []string) ([]api.UID, error) {
+	var out []api.UID
+	if len(disks) == 0 {
+		for _, f := range img.Status.Copies {
+			out = append(out, f.Disk)
+		}
+		return out, nil
+	}
+	for _, d := range disks {
+		found, err := findDisk(ctx, c, "", d)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, found.status.UID)
+	}
+	return out, nil
+}
+
+func (a *app) imageVerify() *cobra.Command {
+	var background bool
+	c := &cobra.Command{
+		Use:   "verify NAME",
+		Short: "Read every copy of a backing image and compare it with its digests",
+		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again from another\n" +
+			"one or from the source by itself, unless a volume stands on it. Exit status 1: a copy was damaged, or is away.",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var img api.BackingImage
+			if err := get(ctx, c, "image", left[0], &img); err != nil {
+				return err
+			}
+			if img.Status.ReadyCopies == 0 {
+				return api.Errorf(api.Unavailable, "image %q has no copy that is ready: see `drover image show %s`", img.Name, img.Name)
+			}
+			base := img.DeepCopy()
+			if img.Annotations == nil {
+				img.Annotations = map[string]string{}
+			}
+			token := time.Now().UTC().Format("20060102T150405.000000000Z")
+			img.Annotations[api.AnnotationVerify] = token
+			if err := c.Patch(ctx, &img, client.MergeFrom(base)); err != nil {
+				return explain(ctx, err)
+			}
+			if background {
+				a.said(cmd, "backingimage", img.Name, "is being verified: see `drover image show "+img.Name+"`")
+				return nil
+			}
+			return a.awaitVerified(ctx, cmd, c, &img, token)
+		},
+	}
+	c.Flags().BoolVar(&background, "background", false, "return at once; `drover image show` tells when a copy was verified")
+	return c
+}
+
+// awaitVerified follows the copies until each of those that were ready has been read.
+func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
+	token string) error {
+	verdicts := map[api.UID]string{} // "": well
+	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
+	err := follow(ctx, c, &api.ImageCopyList{}, func(o client.Object) (bool, error) {
+		f := o.(*api.ImageCopy)
+		if f.Spec.UUID == img.Status.UUID {
+			switch st := f.Status; {
+			case st.Verified == token && st.State == api.ImageFailed:
+				verdicts[f.Spec.Disk] = st.Message
+			case st.Verified == token && verdicts[f.Spec.Disk] == "":
+				verdicts[f.Spec.Disk] = ""
+			case st.State == api.ImageUnknown || st.State == api.ImageFailed:
+				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + colon(st.Message)
+			}
+		}
+		p.at(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
+		for _, s := range img.Status.Copies {
+			if _, known := verdicts[s.Disk]; !known && s.State == api.ImageReady {
+				return false, nil
+			}
+		}
+		return true, nil
+	}, client.MatchingLabels{api.LabelImage: img.Name})
+	p.clear()
+	if err != nil {
+		return late(err, "the verification of image %q goes on, see `drover image show %s`", img.Name, img.Name)
+	}
+	var bad []string
+	for disk, why := range verdicts {
+		if why != "" {
+			bad = append(bad, fmt.Sprintf("disk %s: %s", disk, why))
+		}
+	}
+	if len(bad) > 0 {
+		slices.Sort(bad)
+		return api.Errorf(api.Corrupt, "image %q: %d of %d copies are not well: %s", img.Name, len(bad), len(verdicts),
+			strings.Join(bad, "; "))
+	}
+	a.said(cmd, "backingimage", img.Name, fmt.Sprintf("verified: %d copies are what they were", len(verdicts)))
+	return nil
+}
