@@ -83,6 +83,9 @@ func (b *bench) images(ctx context.Context) error {
 			return err
 		}
 	}
+	if err := b.downloads(ctx); err != nil {
+		return fmt.Errorf("download: %w", err)
+	}
 	return b.fromImage(ctx)
 }
 

@@ -197,8 +197,11 @@ func (in *instance) deleteVolume(ctx context.Context, name string) error {
 
 // importFile makes a backing image of a file and waits for it.
 func (in *instance) importFile(ctx context.Context, name, path string) error {
-	i := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceFile,
-		SourceParameters: map[string]string{"path": path}}}
+	return in.importFrom(ctx, name, api.SourceFile, map[string]string{"path": path})
+}
+
+func (in *instance) importFrom(ctx context.Context, name string, t api.SourceType, params map[string]string) error {
+	i := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: t, SourceParameters: params}}
 	i.Name = name
 	if err := in.client.Create(ctx, i); err != nil {
 		return err
