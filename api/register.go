@@ -15,7 +15,7 @@ var (
 		s.AddKnownTypes(GroupVersion,
 			&Node{}, &NodeList{}, &BackingImage{}, &BackingImageList{}, &ImageCopy{}, &ImageCopyList{},
 			&Volume{}, &VolumeList{}, &Replica{}, &ReplicaList{}, &Attachment{}, &AttachmentList{},
-			&Setting{}, &SettingList{})
+			&Snapshot{}, &SnapshotList{}, &Setting{}, &SettingList{})
 		metav1.AddToGroupVersion(s, GroupVersion)
 		return nil
 	})

@@ -62,6 +62,8 @@ type Volume struct {
 //
 // +kubebuilder:validation:XValidation:rule="self.size >= oldSelf.size",message="a volume cannot shrink"
 // +kubebuilder:validation:XValidation:rule="has(self.backingImage) == has(oldSelf.backingImage) && (!has(self.backingImage) || self.backingImage == oldSelf.backingImage)",message="backingImage cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.dataSource) == has(oldSelf.dataSource) && (!has(self.dataSource) || self.dataSource == oldSelf.dataSource)",message="dataSource cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.cloneMode) == has(oldSelf.cloneMode) && (!has(self.cloneMode) || self.cloneMode == oldSelf.cloneMode)",message="cloneMode cannot change"
 type VolumeSpec struct {
 	// Size in bytes, a multiple of 2 MiB, at least 10 MiB.
 	// +kubebuilder:validation:Minimum=10485760
@@ -72,6 +74,14 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:Maximum=20
 	NumberOfReplicas int32  `json:"numberOfReplicas,omitempty"`
 	BackingImage     string `json:"backingImage,omitempty"`
+	// DataSource is what the volume begins with: vol://VOLUME or snap://VOLUME/SNAPSHOT. Its backing image, if it has
+	// one, is the volume's too, and need not be named.
+	// +kubebuilder:validation:MaxLength=600
+	// +kubebuilder:validation:Pattern=`^(vol://[^/]+|snap://[^/]+/[^/]+)?$`
+	DataSource string `json:"dataSource,omitempty"`
+	// CloneMode says how: linked (default) shares the source's layers; full-copy is not supported yet.
+	// +kubebuilder:validation:Enum="";linked;full-copy
+	CloneMode string `json:"cloneMode,omitempty"`
 	// +kubebuilder:validation:Enum=disabled;best-effort;strict-local
 	// +kubebuilder:default=disabled
 	DataLocality string `json:"dataLocality,omitempty"`
@@ -106,8 +116,10 @@ type VolumeStatus struct {
 	// EngineNode is where the engine of this epoch runs, empty after a clean detach.
 	EngineNode string `json:"engineNode,omitempty"`
 	// Members are the replicas (object names) that are current: every one of them has every acknowledged write.
-	Members    []string           `json:"members,omitempty"`
-	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	Members []string `json:"members,omitempty"`
+	// CloneStatus is there where the spec has a data source.
+	CloneStatus *CloneStatus       `json:"cloneStatus,omitempty"`
+	Conditions  []metav1.Condition `json:"conditions,omitempty"`
 }
 
 // VolumeList is a list of Volume.
@@ -160,6 +172,16 @@ type ReplicaSpec struct {
 	Size      int64  `json:"size"`
 	// Layers below the head at creation, bottom first (the image's).
 	Layers []UID `json:"layers,omitempty"`
+	// From is the snapshot on the same disk whose layers the replica shares; those of the image are the lowest of them.
+	From *ReplicaSource `json:"from,omitempty"`
+}
+
+// ReplicaSource names a snapshot in the stack of another replica.
+type ReplicaSource struct {
+	Replica  UID    `json:"replica"`
+	Volume   string `json:"volume"` // of that replica, for people
+	Snapshot UID    `json:"snapshot"`
+	Name     string `json:"name"` // of the snapshot, for people
 }
 
 // ReplicaStatus is the fact.

@@ -1,0 +1,179 @@
+package api
+
+import (
+	"slices"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Snapshot is what a volume held at one instant. Spec: written by who wants it, or by the data role for one that it
+// found on a disk. Status: by the data role of the node that has the volume's replica; where there is no such replica,
+// by the controller role. Labels: LabelVolume. Owner: the Volume. Finalizer: Finalizer. It outlives the deletion of its
+// volume, whose object stays until the last of its snapshots is gone.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a snapshot has at most 128 characters"
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=snap,categories=drover
+// +kubebuilder:printcolumn:name="Volume",type=string,JSONPath=`.spec.volume`
+// +kubebuilder:printcolumn:name="Ready",type=boolean,JSONPath=`.status.readyToUse`
+// +kubebuilder:printcolumn:name="Restore",type=string,JSONPath=`.status.restoreSizeText`
+// +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
+// +kubebuilder:printcolumn:name="Parent",type=string,JSONPath=`.status.parent`
+// +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.creationTime`
+// +kubebuilder:printcolumn:name="Error",type=string,JSONPath=`.status.error`
+type Snapshot struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+	Spec              SnapshotSpec   `json:"spec"`
+	Status            SnapshotStatus `json:"status,omitempty"`
+}
+
+// SnapshotSpec is the wish and cannot change.
+//
+// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot cannot change: delete it and make a new one"
+type SnapshotSpec struct {
+	// Volume that the snapshot is of.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	Volume string `json:"volume"`
+	// CreateSnapshot asks for a new one. Without it the object stands for one that is there, and nothing is made.
+	CreateSnapshot bool `json:"createSnapshot,omitempty"`
+	// +kubebuilder:validation:MaxProperties=64
+	Labels map[string]string `json:"labels,omitempty"`
+}
+
+// SnapshotStatus is the fact.
+type SnapshotStatus struct {
+	// Parent is the snapshot below; empty: none.
+	Parent string `json:"parent,omitempty"`
+	// Children are the snapshots that have this one as their parent, and VolumeHead where the volume itself stands on it.
+	Children    map[string]bool `json:"children,omitempty"`
+	MarkRemoved bool            `json:"markRemoved,omitempty"` // being deleted
+	// UserCreated is false for those that Drover makes for itself, such as to clone a volume.
+	UserCreated bool `json:"userCreated,omitempty"`
+	// CreationTime is the instant of the cut, RFC 3339.
+	CreationTime string            `json:"creationTime,omitempty"`
+	Size         int64             `json:"size,omitempty"` // bytes that its own layer takes on the disk
+	Labels       map[string]string `json:"labels,omitempty"`
+	OwnerID      string            `json:"ownerID,omitempty"` // node that looks after it
+	Error        string            `json:"error,omitempty"`
+	RestoreSize  int64             `json:"restoreSize,omitempty"` // of the volume at that instant, bytes
+	ReadyToUse   bool              `json:"readyToUse,omitempty"`
+	// UID of the snapshot in the replica's stack, and of the layer that it names.
+	UID   UID `json:"uid,omitempty"`
+	Layer UID `json:"layer,omitempty"`
+	// VolumeUID tells the volume from a later one of the same name.
+	VolumeUID       UID    `json:"volumeUID,omitempty"`
+	SizeText        string `json:"sizeText,omitempty"`
+	RestoreSizeText string `json:"restoreSizeText,omitempty"`
+}
+
+// NewSnapshot is the wish for a snapshot of a volume.
+func NewSnapshot(v *Volume, name string) *Snapshot {
+	s := &Snapshot{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: SnapshotSpec{Volume: v.Name, CreateSnapshot: true}}
+	s.Adorn(v)
+	return s
+}
+
+// Adorn gives a snapshot what it has to have beside its spec, and reports whether anything was missing.
+func (s *Snapshot) Adorn(v *Volume) bool {
+	changed := false
+	label := v.Name
+	if len(label) > 63 {
+		label = label[:63]
+	}
+	if s.Labels[LabelVolume] != label {
+		if s.Labels == nil {
+			s.Labels = map[string]string{}
+		}
+		s.Labels[LabelVolume], changed = label, true
+	}
+	if !slices.Contains(s.Finalizers, Finalizer) {
+		s.Finalizers, changed = append(s.Finalizers, Finalizer), true
+	}
+	if !slices.ContainsFunc(s.OwnerReferences, func(o metav1.OwnerReference) bool { return o.UID == v.UID }) {
+		s.OwnerReferences, changed = append(s.OwnerReferences, metav1.OwnerReference{
+			APIVersion: GroupVersion.String(), Kind: "Volume", Name: v.Name, UID: v.UID}), true
+	}
+	return changed
+}
+
+// VolumeHead is, among the children of a snapshot, the volume itself.
+const VolumeHead = "volume-head"
+
+// LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. It goes
+// when the clone is there.
+const LabelClone = "drover.io/clone"
+
+// ConditionKept is True on a Volume that is deleted and stays, hidden, because snapshots of it are there.
+const ConditionKept = "KeptForSnapshots"
+
+// SnapshotList is a list of Snapshot.
+//
+// +kubebuilder:object:root=true
+type SnapshotList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Snapshot `json:"items"`
+}
+
+// CloneState is how far a volume that begins with the content of another one is.
+//
+// +kubebuilder:validation:Enum=initiated;completed;failed
+type CloneState string
+
+// Clone states.
+const (
+	CloneInitiated CloneState = "initiated"
+	CloneCompleted CloneState = "completed"
+	CloneFailed    CloneState = "failed"
+)
+
+// CloneStatus is about a volume's data source.
+type CloneStatus struct {
+	State    CloneState `json:"state,omitempty"`
+	Source   string     `json:"source,omitempty"`   // the volume
+	Snapshot string     `json:"snapshot,omitempty"` // that was, or is being, cloned
+	Message  string     `json:"message,omitempty"`
+}
+
+// CloneLinked shares the source's layers: instant, whatever the size.
+const CloneLinked = "linked"
+
+// DataSource is what a volume begins with.
+//
+// +kubebuilder:object:generate=false
+type DataSource struct {
+	Volume   string
+	Snapshot string // empty: the volume as it is now
+}
+
+// String is its form in Volume.spec.dataSource, and a snapshot's handle in CSI.
+func (s DataSource) String() string {
+	switch {
+	case s.Volume == "":
+		return ""
+	case s.Snapshot == "":
+		return "vol://" + s.Volume
+	}
+	return "snap://" + s.Volume + "/" + s.Snapshot
+}
+
+// ParseDataSource reads vol://VOLUME or snap://VOLUME/SNAPSHOT. Nothing is no source.
+func ParseDataSource(text string) (DataSource, error) {
+	if text == "" {
+		return DataSource{}, nil
+	}
+	if v, ok := strings.CutPrefix(text, "vol://"); ok && v != "" && !strings.Contains(v, "/") {
+		return DataSource{Volume: v}, nil
+	}
+	if rest, ok := strings.CutPrefix(text, "snap://"); ok {
+		v, s, _ := strings.Cut(rest, "/")
+		if v != "" && s != "" && !strings.Contains(s, "/") {
+			return DataSource{v, s}, nil
+		}
+	}
+	return DataSource{}, Errorf(Invalid, "data source %.200q is neither vol://VOLUME nor snap://VOLUME/SNAPSHOT", text)
+}
