@@ -133,16 +133,16 @@ func fixedVHD(tail []byte, size int64) (int64, error) {
 	return img.Size(), nil
 }
 
-// tailReader is a file of which only the end is there.
+// tailReader is a file of which only the end is there: all else is zeros.
 type tailReader struct {
 	tail []byte
 	size int64
 }
 
 func (t tailReader) ReadAt(p []byte, off int64) (int, error) {
-	at := off - (t.size - int64(len(t.tail)))
-	if at < 0 || at+int64(len(p)) > int64(len(t.tail)) {
-		return 0, io.EOF
+	clear(p)
+	if at := off - (t.size - int64(len(t.tail))); at >= 0 && at < int64(len(t.tail)) {
+		copy(p, t.tail[at:])
 	}
-	return copy(p, t.tail[at:]), nil
+	return len(p), nil
 }

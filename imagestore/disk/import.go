@@ -27,6 +27,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -44,6 +45,7 @@ type Want struct {
 	Format      string          // known, or empty
 	Object      json.RawMessage // what the API knows of the image, to be kept with it; or nil
 	VirtualSize int64           // known, or 0
+	Kept        *Kept           // what FindKept found, to be used or dropped by Import; or nil
 }
 
 // Got is the image that is on the disk.
@@ -98,6 +100,9 @@ func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
 	defer cancel(nil)
 	s, err := open(ctx)
 	if err != nil {
+		if want.Kept != nil {
+			err = errors.Join(err, want.Kept.w.Leave())
+		}
 		return Got{}, err
 	}
 	defer s.Close()
@@ -106,7 +111,7 @@ func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
 	got, err := im.run()
 	if err != nil {
 		if im.w != nil {
-			if aerr := im.w.Abort(); aerr != nil {
+			if aerr := im.leave(err); aerr != nil {
 				err = errors.Join(err, api.Errorf(api.Other, "what was written could not be removed: %w", aerr))
 			}
 		}
@@ -144,6 +149,9 @@ type importer struct {
 	virtual int64        // bytes of the disk
 	cut     atomic.Int64 // where the disk ends in a raw source
 
+	from int64        // the first byte of the source that comes; those before were kept
+	kept bool         // something is kept
+
 	mu   sync.Mutex
 	size int64 // of the layer, while it grows
 }
@@ -159,6 +167,14 @@ type bytesOf struct {
 }
 
 func (im *importer) run() (Got, error) {
+	if im.adopt(im.want.Kept) {
+		im.kept = true
+		n, err := im.stream(&bytesOf{r: im.s, size: im.s.Size, sum: im.sum, tell: im.readSome})
+		if err != nil {
+			return Got{}, im.named(err)
+		}
+		return im.commit(n)
+	}
 	b := bytesOf{r: im.s, size: im.s.Size, file: im.s.File, sum: im.sum, tell: im.readSome}
 	if err := b.look(); err != nil {
 		return Got{}, err
@@ -265,7 +281,6 @@ func (im *importer) create(size int64) (err error) {
 
 // raw carries a raw source into the layer, whose size may show at the end only.
 func (im *importer) raw(b bytesOf) (int64, error) {
-	im.cut.Store(1 << 62)
 	size := b.size
 	if size < 0 {
 		size = 32 * pieceSize
@@ -273,6 +288,12 @@ func (im *importer) raw(b bytesOf) (int64, error) {
 	if err := im.create(size); err != nil {
 		return 0, err
 	}
+	return im.stream(&b)
+}
+
+// stream carries the bytes of a raw source into the layer that was begun.
+func (im *importer) stream(b *bytesOf) (int64, error) {
+	im.cut.Store(1 << 62)
 	var f feed
 	if b.file != nil {
 		tail, err := tailOf(b.file, b.size)
@@ -284,11 +305,15 @@ func (im *importer) raw(b bytesOf) (int64, error) {
 		}
 		f = &fileFeed{f: b.file, size: b.size}
 	} else {
-		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, end: im.ended}
+		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, off: im.from, end: im.ended}
+	}
+	if im.s.Mark != nil && im.packed == "" {
+		f = &keepFeed{feed: f, im: im, next: time.Now().Add(keepEvery)}
 	}
 	put := im.clipped(im.fitted(im.room.within(whole(im.w))))
-	n, err := pump(im.ctx, f, b.sum, put, writers, b.tell, im.cancel)
-	if err != nil {
+	n, err := pump(im.ctx, f, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, writers, b.tell,
+		im.cancel)
+	if n += im.from; err != nil {
 		return n, err
 	}
 	im.virtual = min(n, im.cut.Load())

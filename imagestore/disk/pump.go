@@ -104,6 +104,12 @@ func (s *fileFeed) seek() {
 	s.data, s.gap = min(data, s.size), min(gap, s.size)
 }
 
+// resting is a feed that wants the pump to rest now and then: rest is called with all before off hashed and put.
+type resting interface {
+	due(off int64) bool
+	rest(off int64) error
+}
+
 // piece is a run of the source on its way.
 type piece struct {
 	off  int64
@@ -178,7 +184,27 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 		}
 	}
 	var off int64
+	// quiet waits until all that was filled is hashed and put.
+	quiet := func() bool {
+		for range pieces {
+			select {
+			case buf := <-free:
+				defer func() { free <- buf }()
+			case <-failed:
+				return false
+			case <-ctx.Done():
+				return false
+			}
+		}
+		return true
+	}
+	breaks, _ := f.(resting)
 	for {
+		if breaks != nil && breaks.due(off) && quiet() {
+			if err := breaks.rest(off); err != nil {
+				fail(err)
+			}
+		}
 		var buf []byte
 		select {
 		case buf = <-free:
