@@ -36,6 +36,7 @@ type Disk struct {
 	boot   func() (string, error) // the machine's boot id
 	others func() []*Disk         // the machine's other disks, for layers that are not here yet
 
+	names      namings
 	background sync.WaitGroup
 }
 

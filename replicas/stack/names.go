@@ -122,46 +122,30 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 		// Its layers are unknown: the record goes, and what nothing names is an orphan.
 		return d.toTrash(imagesDir, orphanPrefix, uid)
 	}
-	replicas, err := d.Replicas()
-	if err != nil {
-		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", err)
+	all, ofReplicas, ofImages := d.namings()
+	if ofReplicas != nil {
+		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", ofReplicas)
 	}
-	others, err := d.otherwiseNamed(uid)
-	if err != nil {
-		return err
+	if ofImages != nil && !api.Is(ofImages, api.Corrupt) {
+		return ofImages
 	}
-	for _, m := range replicas {
+	others := map[string]bool{} // layers that other images name too: those of a clone are those of its origin
+	for _, n := range all {
+		for _, l := range n.layers {
+			others[l] = others[l] || n.image != "" && n.image != uid
+		}
+	}
+	for _, n := range all {
 		for _, l := range img.Layers {
-			if slices.Contains(m.Layers, l) && !others[l] {
-				return api.Errorf(api.InUse, "replica %s of volume %s uses it", m.UID, m.Volume)
+			if n.replica != "" && slices.Contains(n.layers, l) && !others[l] {
+				return api.Errorf(api.InUse, "replica %s of volume %s uses it", n.replica, n.volume)
 			}
 		}
 	}
 	if err := d.toTrash(imagesDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	names, err := d.namedBy(replicas) // read once: there may be thousands
-	if err != nil {
-		return nil // as in dropUnnamed
-	}
-	return d.dropLayers(img.Layers, names)
-}
-
-// otherwiseNamed are the layers that images other than uid name: those of a clone are those of its origin.
-func (d *Disk) otherwiseNamed(uid string) (map[string]bool, error) {
-	images, err := d.Images()
-	if err != nil && !api.Is(err, api.Corrupt) {
-		return nil, err
-	}
-	named := map[string]bool{}
-	for _, img := range images {
-		for _, l := range img.Layers {
-			if img.UID != uid {
-				named[l] = true
-			}
-		}
-	}
-	return named, nil
+	return d.dropUnnamed(img.Layers)
 }
 
 // RemoveReplica forgets a replica; layers that nothing names any more go with it. It answers at once: space comes back
@@ -249,29 +233,13 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 
 // named are the uids of layers that an image or a replica names. It fails while any record cannot be read.
 func (d *Disk) named() (map[string]bool, error) {
-	replicas, err := d.Replicas()
-	if err != nil {
-		return nil, err
-	}
-	return d.namedBy(replicas)
-}
-
-func (d *Disk) namedBy(replicas []Meta) (map[string]bool, error) {
-	images, err := d.Images()
-	if err != nil {
+	all, ofReplicas, ofImages := d.namings()
+	if err := errors.Join(ofReplicas, ofImages); err != nil {
 		return nil, err
 	}
 	names := make(map[string]bool)
-	for _, m := range replicas {
-		for _, l := range m.Layers {
-			names[l] = true
-		}
-		for _, b := range m.Branches {
-			names[b.Layer] = true
-		}
-	}
-	for _, img := range images {
-		for _, l := range img.Layers {
+	for _, n := range all {
+		for _, l := range n.layers {
 			names[l] = true
 		}
 	}
@@ -284,10 +252,6 @@ func (d *Disk) dropUnnamed(layers []string) error {
 	if err != nil {
 		return nil
 	}
-	return d.dropLayers(layers, names)
-}
-
-func (d *Disk) dropLayers(layers []string, names map[string]bool) error {
 	for _, uid := range layers {
 		if names[uid] {
 			continue

@@ -1,0 +1,86 @@
+package stack
+
+import (
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// What records name is kept only while they are the same files: a record that another process replaced, removed or
+// damaged is seen at once.
+func TestNamingsFollowTheRecords(t *testing.T) {
+	d, err := Add(t.Context(), t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	layer := func() string {
+		t.Helper()
+		uid := string(api.NewUID())
+		w, err := d.Create(t.Context(), uid, 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := w.Seal(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return uid
+	}
+	a, b := layer(), layer()
+	img := block.Image{UID: string(api.NewUID()), Name: "golden", Layers: []string{a}}
+	put := func(layers ...string) {
+		t.Helper()
+		img.Layers = layers
+		other, err := Open(d.Path()) // another process
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := other.PutImage(img); err != nil {
+			t.Fatal(err)
+		}
+	}
+	named := func() (layers []string) {
+		t.Helper()
+		all, bad1, bad2 := d.namings()
+		if bad1 != nil || bad2 != nil {
+			t.Fatal(bad1, bad2)
+		}
+		for _, n := range all {
+			layers = append(layers, n.layers...)
+		}
+		return layers
+	}
+	put(a)
+	<-time.After(settled + 100*time.Millisecond) // the record is old enough to be kept
+	for range 2 {
+		if got := named(); !slices.Equal(got, []string{a}) {
+			t.Fatalf("%v", got)
+		}
+	}
+	if len(d.names.known) != 1 {
+		t.Fatalf("kept: %v", d.names.known)
+	}
+	for i := range 20 { // in quick succession
+		want := []string{[]string{a, b}[i%2]}
+		put(want...)
+		if got := named(); !slices.Equal(got, want) {
+			t.Fatalf("round %d: %v, want %v", i, got, want)
+		}
+	}
+	record := d.path(imagesDir, img.UID, imageFile)
+	if err := os.WriteFile(record, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, bad := d.namings(); !api.Is(bad, api.Corrupt) {
+		t.Fatalf("a damaged record: %v", bad)
+	}
+	if err := os.RemoveAll(d.path(imagesDir, img.UID)); err != nil {
+		t.Fatal(err)
+	}
+	if got := named(); len(got) != 0 || len(d.names.known) != 0 {
+		t.Fatalf("%v, kept %v", got, d.names.known)
+	}
+}
