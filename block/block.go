@@ -137,3 +137,20 @@ type LayerWriter interface {
 	// Abort removes what was written. After Seal it does nothing.
 	Abort() error
 }
+
+// Keeper is a LayerWriter whose half-made layer can be continued by another process (see Resumer).
+type Keeper interface {
+	LayerWriter
+	// Keep records durably that all bytes before upTo, a multiple of ChunkSize, are there, and a note (JSON) of the
+	// caller. No other call may be under way for bytes before upTo.
+	Keep(upTo int64, note []byte) error
+	// Leave ends the work without removing what was kept. After Seal and Abort it does nothing.
+	Leave() error
+}
+
+// Resumer is a Layers that keeps half-made layers over a restart.
+type Resumer interface {
+	// Resume continues a layer with what the last Keep recorded; what was written later is gone. Nothing kept: an error
+	// of kind not found.
+	Resume(ctx context.Context, uid string) (w Keeper, upTo int64, note []byte, err error)
+}

@@ -47,11 +47,15 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 			return nil, err
 		}
 		j.is(api.ImageStarting, "")
-		s, err := n.open(ctx, spec)
+		s, err := n.open(ctx, spec, want.Kept)
 		if err == nil {
 			j.is(api.ImageInProgress, "")
 		}
 		return s, err
+	}
+	want.KeepEvery = n.opts.KeepEvery
+	if spec.SourceType == api.SourceDownload {
+		want.Kept = disk.FindKept(ctx, on, want)
 	}
 	got, err = disk.Import(ctx, on, want, &j.progress, open)
 	if up != nil {
@@ -60,7 +64,8 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 	return got, err
 }
 
-func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec) (*source.Stream, error) {
+// open opens the source; a download where kept (or nil) ends, if the server still has the same.
+func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *disk.Kept) (*source.Stream, error) {
 	url := spec.SourceParameters["url"]
 	switch spec.SourceType {
 	case api.SourceFile:
@@ -80,7 +85,19 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec) (*source.
 		o.Resumed = func(off int64, cause error) {
 			n.log.Warn("download was cut, asking for the rest", "bytes", off, "cause", cause)
 		}
-		return source.Download(ctx, url, o)
+		if kept != nil {
+			o.From = kept.Mark
+		}
+		s, err := source.Download(ctx, url, o)
+		if kept != nil && source.Changed(err) {
+			n.log.Warn("download cannot be continued, it begins anew", "bytes", kept.Mark.Off, "cause", err)
+			kept.Drop()
+			o.From = source.Mark{}
+			s, err = source.Download(ctx, url, o)
+		} else if kept != nil && err == nil {
+			n.log.Info("download continues", "bytes", kept.Mark.Off, "of", kept.Mark.Size)
+		}
+		return s, err
 	case api.SourceRegistry:
 		d := n.opts.Download
 		o := registry.Options{Start: d.Start, Stall: d.Stall, Pause: d.Pause, Resumes: d.Resumes,

@@ -44,6 +44,8 @@ type NodeOptions struct {
 	RetryMin, RetryMax time.Duration
 	// Check is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
 	Check time.Duration
+	// KeepEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
+	KeepEvery time.Duration
 	// Download tunes downloads.
 	Download source.DownloadOptions
 }

@@ -46,6 +46,7 @@ type Want struct {
 	Object      json.RawMessage // what the API knows of the image, to be kept with it; or nil
 	VirtualSize int64           // known, or 0
 	Kept        *Kept           // what FindKept found, to be used or dropped by Import; or nil
+	KeepEvery   time.Duration   // how often a download is kept, at the most; 10 s when zero
 }
 
 // Got is the image that is on the disk.
@@ -149,8 +150,8 @@ type importer struct {
 	virtual int64        // bytes of the disk
 	cut     atomic.Int64 // where the disk ends in a raw source
 
-	from int64        // the first byte of the source that comes; those before were kept
-	kept bool         // something is kept
+	from int64 // the first byte of the source that comes; those before were kept
+	kept bool  // something is kept
 
 	mu   sync.Mutex
 	size int64 // of the layer, while it grows
@@ -167,8 +168,11 @@ type bytesOf struct {
 }
 
 func (im *importer) run() (Got, error) {
-	if im.adopt(im.want.Kept) {
-		im.kept = true
+	adopted, err := im.adopt(im.want.Kept)
+	if err != nil {
+		return Got{}, im.named(err)
+	}
+	if adopted {
 		n, err := im.stream(&bytesOf{r: im.s, size: im.s.Size, sum: im.sum, tell: im.readSome})
 		if err != nil {
 			return Got{}, im.named(err)
@@ -308,7 +312,7 @@ func (im *importer) stream(b *bytesOf) (int64, error) {
 		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, off: im.from, end: im.ended}
 	}
 	if im.s.Mark != nil && im.packed == "" {
-		f = &keepFeed{feed: f, im: im, next: time.Now().Add(keepEvery)}
+		f = &keepFeed{feed: f, im: im, next: time.Now().Add(im.keepEvery())}
 	}
 	put := im.clipped(im.fitted(im.room.within(whole(im.w))))
 	n, err := pump(im.ctx, f, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, writers, b.tell,

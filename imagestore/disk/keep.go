@@ -19,6 +19,13 @@ import (
 // keepEvery is how often that is done, at the most; it costs a sync of the disk.
 const keepEvery = 10 * time.Second
 
+func (im *importer) keepEvery() time.Duration {
+	if im.want.KeepEvery > 0 {
+		return im.want.KeepEvery
+	}
+	return keepEvery
+}
+
 // Kept is what an earlier process left of an import.
 type Kept struct {
 	// Mark is where the source is to be continued.
@@ -58,21 +65,25 @@ func FindKept(ctx context.Context, on block.Layers, want Want) *Kept {
 func (k *Kept) Drop() { _ = k.w.Abort() } // what cannot be removed is when the layer is made
 
 // adopt begins with what was kept, if the source continues there.
-func (im *importer) adopt(k *Kept) bool {
+func (im *importer) adopt(k *Kept) (bool, error) {
 	if k == nil {
-		return false
+		return false, nil
 	}
 	state, ok := im.sum.(encoding.BinaryUnmarshaler)
 	if im.s.Mark == nil || *im.s.Mark != k.Mark || !ok || state.UnmarshalBinary(k.sum) != nil {
 		k.Drop()
 		im.sum.Reset()
-		return false
+		if im.s.Mark != nil && im.s.Mark.Off > 0 {
+			return false, api.Errorf(api.Unavailable, "what was kept of it cannot be used: it begins anew")
+		}
+		return false, nil
 	}
 	im.w, im.format = k.w, raw
 	im.virtual, im.size = k.Mark.Size, k.Mark.Size
 	im.from = k.Mark.Off
 	im.p.read.Store(im.from)
-	return true
+	im.kept = true
+	return true, nil
 }
 
 // leave ends a failed import: what may be continued stays, all else goes.
@@ -96,10 +107,11 @@ func (f *keepFeed) due(int64) bool { return !time.Now().Before(f.next) }
 func (f *keepFeed) rest(off int64) error {
 	im := f.im
 	off += im.from
-	f.next = time.Now().Add(keepEvery)
+	f.next = time.Now().Add(im.keepEvery())
 	w, ok := im.w.(block.Keeper)
 	state, sums := im.sum.(encoding.BinaryMarshaler)
-	if !ok || !sums || off == 0 || off%pieceSize != 0 {
+	// Near the end it is not worth it, and what the end tells must be told by what is read anew.
+	if !ok || !sums || off == 0 || off%pieceSize != 0 || im.s.Mark.Size-off < (heldBack+1)*pieceSize {
 		return nil
 	}
 	sum, err := state.MarshalBinary()

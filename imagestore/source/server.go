@@ -288,5 +288,5 @@ func (b *body) Close() {
 	_ = b.r.Close()
 }
 
-// Changed reports that a server has other bytes than at a Mark.
-func Changed(err error) bool { return errors.Is(err, errChanged) }
+// Changed reports that a server has other bytes than at a Mark, or does not have those behind it.
+func Changed(err error) bool { return errors.Is(err, errChanged) || errors.Is(err, errRange) }

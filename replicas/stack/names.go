@@ -333,8 +333,8 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 	if err != nil {
 		return fmt.Errorf("no layer is collected: %w", err)
 	}
-	isNamed := func(uid string) (bool, error) { return names[uid], nil }
-	if err := d.collectHalfMade(layersDir, layerFile, dataFile, isNamed); err != nil {
+	wanted := func(uid string) (bool, error) { return names[uid] || d.kept(uid, now), nil }
+	if err := d.collectHalfMade(layersDir, layerFile, dataFile, wanted); err != nil {
 		return err
 	}
 	entries, err := d.fs.ReadDir(d.path(layersDir))

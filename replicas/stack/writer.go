@@ -339,6 +339,9 @@ func (w *layerWriter) Seal(ctx context.Context) (root string, allocated int64, e
 	w.mu.Lock()
 	w.state = sealed
 	w.mu.Unlock()
+	for _, f := range []string{keptFile, keptMapFile} {
+		_ = w.d.fs.Remove(w.dir + "/" + f) // of no more use; one that is left harms nobody
+	}
 	return rec.Root, rec.Allocated, w.name(w.closeFiles())
 }
 
