@@ -43,6 +43,9 @@ type Handle interface {
 	Chmod(mode fs.FileMode) error
 	// Punch makes a hole; the size stays.
 	Punch(off, n int64) error
+	// CopyFrom copies a range of another file of the same file system to the same place here, by sharing its blocks
+	// where the file system can.
+	CopyFrom(from Handle, off, n int64) error
 	// Datasync returns once all earlier writes, holes and sizes survive power loss.
 	Datasync() error
 }
@@ -86,6 +89,25 @@ func (f osFile) Punch(off, n int64) error {
 	})
 	if err != nil {
 		return &fs.PathError{Op: "punch hole", Path: f.Name(), Err: err}
+	}
+	return nil
+}
+
+func (f osFile) CopyFrom(from Handle, off, n int64) error {
+	for n > 0 {
+		r, w := off, off
+		var done int
+		err := retry(func() (err error) {
+			done, err = unix.CopyFileRange(int(from.Fd()), &r, int(f.Fd()), &w, int(min(n, 1<<30)), 0)
+			return err
+		})
+		if err == nil && done == 0 {
+			err = io.ErrUnexpectedEOF
+		}
+		if err != nil {
+			return &fs.PathError{Op: "copy range", Path: f.Name(), Err: err}
+		}
+		off, n = off+int64(done), n-int64(done)
 	}
 	return nil
 }

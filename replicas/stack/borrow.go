@@ -21,8 +21,8 @@ import (
 func (d *Disk) Borrow(others func() []*Disk) { d.others = others }
 
 // findLayer opens a layer here, else where it is finished.
-func (d *Disk) findLayer(uid string, flag int) (*layer, error) {
-	l, err := d.openLayer(uid, flag)
+func (d *Disk) findLayer(uid string, flag int, owner bool) (*layer, error) {
+	l, err := d.openLayerAs(uid, flag, owner)
 	if !api.Is(err, api.NotFound) || d.others == nil {
 		return l, err
 	}

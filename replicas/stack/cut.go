@@ -235,7 +235,8 @@ func (c *Cut) commit(ctx context.Context) (*layer, *zeroLog, error) {
 // settle makes the layer durable, lets the flushes go that wait for that, and takes the head's old names away.
 func (c *Cut) settle(old *layer, log *zeroLog) error {
 	r := c.r
-	err := errors.Join(log.sync(), old.data.Datasync(), log.close())
+	// It is no head any more: readers may have it.
+	err := errors.Join(log.sync(), old.data.Datasync(), log.close(), flock(old.data, unix.LOCK_UN))
 	lerr := r.onLoop(func() {
 		if r.cutting--; err != nil {
 			r.fail(err)

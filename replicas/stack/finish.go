@@ -68,7 +68,7 @@ func (d *Disk) Finish(ctx context.Context, uid string) (err error) {
 	if !names[uid] {
 		return api.Errorf(api.Invalid, "no stack names it: its data may still be a head")
 	}
-	l, err := d.openLayer(uid, d.direct)
+	l, err := d.openLayerAs(uid, d.direct, true)
 	if err != nil {
 		return err
 	}

@@ -95,13 +95,13 @@ func (d *Disk) frozenRecord(uid string) (frozenRecord, error) {
 }
 
 // openFrozen opens a frozen layer into l.
-func (d *Disk) openFrozen(l *layer, uid string, flag int) error {
+func (d *Disk) openFrozen(l *layer, uid string, flag int, owner bool) error {
 	rec, err := d.frozenRecord(uid)
 	if err != nil {
 		return err
 	}
 	l.rec = layerRecord{UID: uid, Size: rec.Size, Created: rec.Created}
-	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil {
+	if err := d.openData(l, uid, flag, owner); err != nil {
 		return err
 	}
 	zero, err := d.fs.Open(d.path(layersDir, uid, zeroFile), os.O_RDONLY, 0)

@@ -151,6 +151,34 @@ func (x *index) change(from, to uint16) {
 	}
 }
 
+// changeIn does so in the built part of a range of blocks.
+func (x *index) changeIn(b, end int64, from, to uint16) {
+	for b < end {
+		p := int(b >> pageBits)
+		if !x.built(p) {
+			b = min(end, int64(p+1)<<pageBits)
+			continue
+		}
+		v, n := x.runInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))
+		if v == from {
+			x.set(b, b+int64(n), to)
+		}
+		b += int64(n)
+	}
+}
+
+// remap gives every value a new one.
+func (x *index) remap(to func(uint16) uint16) {
+	for p := range x.uniform {
+		x.uniform[p] = to(x.uniform[p])
+		if q := x.packed[p]; q != nil {
+			for c := range q.pal {
+				q.pal[c] = to(q.pal[c])
+			}
+		}
+	}
+}
+
 // memory is the heap that the index takes, in bytes.
 func (x *index) memory() int64 {
 	n := int64(cap(x.uniform))*2 + int64(cap(x.packed))*8

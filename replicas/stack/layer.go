@@ -11,6 +11,8 @@ import (
 	"os"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
@@ -186,8 +188,13 @@ type layer struct {
 	lender  *Disk // the other disk that it is borrowed from, until it is finished here; else nil
 }
 
-// openLayer opens a finished layer; flag is added to the flags of the data file.
-func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
+// openLayer opens a finished or frozen layer; flag is added to the flags of the data file.
+func (d *Disk) openLayer(uid string, flag int) (*layer, error) {
+	return d.openLayerAs(uid, flag, false)
+}
+
+// openLayerAs opens a layer; its owner may do so while it is being merged.
+func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return nil, fmt.Errorf("layer: %w", err)
 	}
@@ -200,7 +207,7 @@ func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
 	}()
 	if l.rec, err = d.layerRecord(uid); api.Is(err, api.NotFound) {
 		missing := err
-		switch err = d.openFrozen(l, uid, flag); {
+		switch err = d.openFrozen(l, uid, flag, owner); {
 		case err == nil:
 			return l, nil
 		case api.Is(err, api.NotFound):
@@ -210,7 +217,7 @@ func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
 	} else if err != nil {
 		return nil, err
 	}
-	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil {
+	if err = d.openData(l, uid, flag, owner); err != nil {
 		return nil, err
 	}
 	if l.mapping, err = d.fs.Open(d.path(layersDir, uid, mapFile), os.O_RDONLY, 0); err != nil {
@@ -224,6 +231,25 @@ func (d *Disk) openLayer(uid string, flag int) (_ *layer, err error) {
 		return nil, err
 	}
 	return l, nil
+}
+
+// openData opens the data of a layer. Readers other than its owner hold a shared lock on it, so that nobody begins to
+// merge it, and are refused while it is being merged, or is still a head.
+func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) {
+	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil || owner {
+		return err
+	}
+	err = flock(l.data, unix.LOCK_SH|unix.LOCK_NB)
+	if err == nil {
+		var merging bool
+		if merging, err = d.beingMerged(uid); merging {
+			err = unix.EWOULDBLOCK
+		}
+	}
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return api.Errorf(api.Busy, "it is being cut off or merged; try again")
+	}
+	return err
 }
 
 func (d *Disk) layerRecord(uid string) (layerRecord, error) {

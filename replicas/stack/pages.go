@@ -27,7 +27,7 @@ func (r *Replica) ready(q *block.Request) bool {
 
 // buildNow builds a page where memory says what it holds.
 func (r *Replica) buildNow(p int) bool {
-	if !r.fresh || !r.noZeros {
+	if !r.fresh || !r.noZeros || r.merge != nil {
 		return false
 	}
 	v, full := fromNowhere, false
@@ -54,6 +54,7 @@ func (r *Replica) build(p int) {
 	r.work.put(func() {
 		vals := make([]uint16, n)
 		err := resolve(vals, p, r.layers, &r.log.zeros, r.fds[0])
+		r.merge.moved(vals, int64(p)<<pageBits, r.layers)
 		if err != nil {
 			slog.Error("index of a replica cannot be built; its I/O fails", "replica", r.dir, "page", p, "error", err)
 		}

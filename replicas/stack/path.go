@@ -29,6 +29,8 @@ type path struct {
 	held     []*block.Request
 	failed   error // a sync failed, or the replica is closed: nothing is written any more
 
+	merge *Merge // under way: where blocks below its Done are
+
 	cutting  int       // heads that were cut off and are not durable yet
 	afterCut []*flight // flushes that wait for them
 

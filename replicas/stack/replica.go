@@ -48,6 +48,7 @@ type Meta struct {
 	Head        string     // name of the head's files
 	Snapshots   []Snapshot // names of sealed layers
 	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
+	Merge       *Merge     // two layers that are being made one
 	Created     time.Time
 	BootID      string // the machine's boot at the time of the last ADOPT
 	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
@@ -83,6 +84,7 @@ type stackRecord struct {
 	Head        string          `json:"head"`
 	Snapshots   []Snapshot      `json:"snapshots"`
 	Branches    []Branch        `json:"branches,omitempty"`
+	Merge       *Merge          `json:"merge,omitempty"`
 	Created     time.Time       `json:"created"`
 	BootID      string          `json:"bootID,omitempty"`
 	Object      json.RawMessage `json:"object,omitempty"`
@@ -99,7 +101,8 @@ func (m Meta) record() stackRecord {
 		members[i].ID = id
 	}
 	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
-		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Created, m.BootID,
+		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
+		m.Created, m.BootID,
 		m.Object}
 }
 
@@ -109,7 +112,7 @@ func (s stackRecord) meta() Meta {
 		members[i] = m.ID
 	}
 	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Branches, s.Created, s.BootID, s.Object}
+		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.Object}
 }
 
 func (m Meta) clone() Meta {
@@ -135,6 +138,12 @@ func (m Meta) validate() error {
 	for _, uid := range m.Layers {
 		if err := api.UID(uid).Validate(); err != nil {
 			return err
+		}
+	}
+	if g := m.Merge; g != nil {
+		k := slices.Index(m.Layers, g.Lower)
+		if k < 0 || k+1 >= len(m.Layers) || m.Layers[k+1] != g.Upper || g.Done < 0 {
+			return api.Errorf(api.Corrupt, "a merge of layers that are not neighbours")
 		}
 	}
 	for _, b := range m.Branches {
@@ -227,6 +236,11 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 // sizeOf is the size of a layer that may be named: finished, here or on a disk to borrow from, or frozen and named by
 // another stack. The caller has the disk's lock.
 func (d *Disk) sizeOf(uid string) (int64, error) {
+	if merging, err := d.beingMerged(uid); err != nil {
+		return 0, err
+	} else if merging {
+		return 0, api.Errorf(api.Busy, "it is being merged; try again")
+	}
 	rec, err := d.findRecord(uid)
 	if !api.Is(err, api.NotFound) {
 		return rec.Size, err
@@ -397,7 +411,8 @@ type Replica struct {
 	meta    Meta
 	closed  bool
 
-	lenders []*layer // of other disks, not needed any more; under mu
+	merging sync.Mutex // one merge at a time
+	lenders []*layer   // of other disks, not needed any more; under mu
 	lost    atomic.Bool
 	onLost  func(lost bool)
 
@@ -450,7 +465,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, api.Errorf(api.Corrupt, "the head has %d bytes, not %d", st.Size(), r.meta.Size)
 	}
 	for _, l := range r.meta.Layers {
-		lay, err := d.findLayer(l, d.direct)
+		lay, err := d.findLayer(l, d.direct, true)
 		if api.Is(err, api.NotFound) {
 			return nil, api.Errorf(api.Corrupt, "a layer that it names is missing: %w", err)
 		}
@@ -476,6 +491,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, err
 	}
 	r.path.init(r, first == r.meta.Size)
+	r.merge = r.meta.Merge
 	r.work = newWorker()
 	return r, nil
 }

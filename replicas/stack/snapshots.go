@@ -144,6 +144,9 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string) error {
 		if i < 0 {
 			return nil, api.Errorf(api.NotFound, "it has no snapshot %s", snapshot)
 		}
+		if m.Merge != nil {
+			return nil, api.Errorf(api.Busy, "two of its layers are being merged; try again when that is done")
+		}
 		chain, err := m.Chain(m.Snapshots[i].Layer)
 		if err != nil {
 			return nil, err

@@ -220,3 +220,152 @@ func TestClone(t *testing.T) {
 		t.Fatalf("%d layers are left", n)
 	}
 }
+
+// mergeAll merges what can be merged, under random I/O in the upper half of the volume.
+func (c *chained) mergeAll() {
+	c.t.Helper()
+	ctx := context.Background()
+	uids, err := c.d.Unfinished()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	for _, uid := range uids {
+		if err := c.d.Finish(ctx, uid); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+	c.epoch++
+	r, err := c.d.OpenReplica(ctx, c.uid, c.loop)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, c.epoch, 1, []string{c.uid}); err != nil {
+		c.t.Fatal(err)
+	}
+	stop, ended := make(chan struct{}), make(chan error, 1)
+	size := int64(len(c.model))
+	go func() {
+		rng := rand.New(rand.NewPCG(c.rng.Uint64(), 1))
+		buf := alignedBuffer(64 << 10)
+		for {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
+			off := rng.Int64N(size>>blockBits) << blockBits
+			n := min(int64(len(buf)), size-off)
+			if off >= size/2 && rng.IntN(2) == 0 {
+				randomBytes(rng, buf[:n])
+				if err := issue(c.loop, r, block.OpWrite, off, n, buf[:n], false); err != nil {
+					ended <- err
+					return
+				}
+				copy(c.model[off:], buf[:n])
+				continue
+			}
+			if err := issue(c.loop, r, block.OpRead, off, n, buf[:n], false); err != nil {
+				ended <- err
+				return
+			}
+			if !bytes.Equal(buf[:n], c.model[off:off+n]) {
+				ended <- api.Errorf(api.Corrupt, "read of %d at %d", n, off)
+				return
+			}
+		}
+	}()
+	for {
+		did, err := r.Merge(ctx, MergeOptions{})
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		if !did {
+			break
+		}
+	}
+	close(stop)
+	if err := <-ended; err != nil {
+		c.t.Fatal(err)
+	}
+	compareAll(c.t, c.loop, r, c.model)
+	if err := r.Close(); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// Layers whose snapshots were dropped are merged, with I/O going on; what others name stays.
+func TestMerge(t *testing.T) {
+	defer func(was int64) { mergeWindow = was }(mergeWindow)
+	mergeWindow = 3 << 20
+	ctx := context.Background()
+	c := newChained(t)
+	snaps := c.scribble(6)
+	m, err := c.d.readStack(c.uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := m.Chain(m.Snapshots[1].Layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	clone := Spec{UID: string(api.NewUID()), Volume: "clone", VolumeUID: string(api.NewUID()), Size: int64(len(c.model)),
+		Layers: chain}
+	if err := c.d.CreateReplica(ctx, clone); err != nil {
+		t.Fatal(err)
+	}
+	image := slices.Clone(c.snaps[snaps[1]])
+	for _, k := range []int{0, 2, 3} {
+		if err := c.d.DropSnapshot(c.uid, snaps[k]); err != nil {
+			t.Fatal(err)
+		}
+		delete(c.snaps, snaps[k])
+	}
+	c.mergeAll()
+	c.check()
+	// 0 and 1 are the clone's; 2, 3 and 4 became one; 5 is a snapshot.
+	if n := c.layersOnDisk(); n != 4 {
+		t.Fatalf("%d layers, want 4", n)
+	}
+	compareView(t, c.d, clone.UID, image)
+	if err := c.d.RemoveReplica(clone.UID); err != nil {
+		t.Fatal(err)
+	}
+	c.mergeAll()
+	c.check()
+	if n := c.layersOnDisk(); n != 3 {
+		t.Fatalf("%d layers, want 3", n)
+	}
+	list, err := c.d.Replicas()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, uid := range list[0].Layers {
+		if err := c.d.Verify(ctx, uid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// A reader keeps its layers as they are.
+	for _, uid := range []string{snaps[1], snaps[4]} {
+		if err := c.d.DropSnapshot(c.uid, uid); err != nil {
+			t.Fatal(err)
+		}
+		delete(c.snaps, uid)
+	}
+	src, err := c.d.OpenStack(list[0].Layers, int64(len(c.model)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.mergeAll()
+	if n := c.layersOnDisk(); n != 3 {
+		t.Fatalf("%d layers, want 3: they are being read", n)
+	}
+	if err := src.Close(); err != nil {
+		t.Fatal(err)
+	}
+	c.mergeAll()
+	c.check()
+	if n := c.layersOnDisk(); n != 1 {
+		t.Fatalf("%d layers, want 1", n)
+	}
+}

@@ -22,6 +22,7 @@ type view struct {
 	head   file.Handle // nil: layers only
 	layers []*layer
 	log    *zeroLog
+	merge  *Merge // of the replica: blocks below its Done have moved
 
 	mu  sync.Mutex
 	idx index
@@ -67,6 +68,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	if v.log, err = openZeroLog(d.fs, dir+"/"+m.Head+zeroSuffix, m.Size>>blockBits); err != nil {
 		return nil, err
 	}
+	v.merge = m.Merge
 	return v, v.open(d, m.Size, m.Layers)
 }
 
@@ -83,7 +85,7 @@ func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
 func (v *view) open(d *Disk, size int64, layers []string) error {
 	v.size, v.idx = size, newIndex(size>>blockBits, unbuilt)
 	for _, uid := range layers {
-		l, err := d.findLayer(uid, 0)
+		l, err := d.findLayer(uid, 0, v.head != nil)
 		if err != nil {
 			return err
 		}
@@ -112,6 +114,7 @@ func (v *view) run(b, end int64) (uint16, int64, error) {
 		if err := resolve(vals, p, v.layers, &v.log.zeros, head); err != nil {
 			return 0, 0, err
 		}
+		v.merge.moved(vals, int64(p)<<pageBits, v.layers)
 		v.idx.load(p, vals)
 	}
 	val, n := v.idx.runInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))

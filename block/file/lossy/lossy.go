@@ -458,6 +458,16 @@ func (h *handle) Punch(off, n int64) error {
 	return h.Handle.Punch(off, n)
 }
 
+func (h *handle) CopyFrom(from file.Handle, off, n int64) error {
+	if err := h.f.Step(); err != nil {
+		return err
+	}
+	if l, ok := from.(*handle); ok {
+		from = l.Handle
+	}
+	return h.Handle.CopyFrom(from, off, n)
+}
+
 func (h *handle) Close() error {
 	h.f.mu.Lock()
 	delete(h.f.open, int(h.Fd()))

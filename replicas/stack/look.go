@@ -1,0 +1,86 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// Stack is what the record of a replica says, whether it is open or not.
+func (d *Disk) Stack(replica string) (Meta, error) {
+	m, err := d.readStack(replica)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = api.Errorf(api.NotFound, "there is none: %w", err)
+	}
+	if err != nil {
+		return Meta{}, fmt.Errorf("replica %s on disk %s: %w", replica, d.root, classify(err))
+	}
+	return m, nil
+}
+
+// LayerSize is how long a layer of this disk is, and what it takes on it, in bytes.
+func (d *Disk) LayerSize(uid string) (size, used int64, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	rec, err := d.layerRecord(uid)
+	if api.Is(err, api.NotFound) {
+		var frozen frozenRecord
+		if frozen, err = d.frozenRecord(uid); api.Is(err, api.NotFound) { // finished between the two looks
+			rec, err = d.layerRecord(uid)
+		} else {
+			rec.Size = frozen.Size
+		}
+	}
+	if err != nil {
+		return 0, 0, err
+	}
+	h, err := d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY, 0)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer h.Close()
+	st, err := h.Stat()
+	if err != nil {
+		return 0, 0, err
+	}
+	return rec.Size, allocated(st), nil
+}
+
+// Empty is Blank of the whole stack: neither the head nor a layer holds anything but zeros that were never written.
+func (r *Replica) Empty() bool {
+	r.metaMu.Lock()
+	head, m := r.head, r.meta.clone()
+	r.metaMu.Unlock()
+	for _, uid := range m.Layers {
+		if empty, err := r.disk.emptyLayer(uid); err != nil || !empty {
+			return false
+		}
+	}
+	first, _, err := file.NextData(int(head.Fd()), 0, m.Size)
+	return err == nil && first >= m.Size
+}
+
+func (d *Disk) emptyLayer(uid string) (bool, error) {
+	rec, err := d.layerRecord(uid)
+	if !api.Is(err, api.NotFound) {
+		return err == nil && rec.Data == 0 && rec.Zero == 0, err
+	}
+	if _, err := d.frozenRecord(uid); err != nil {
+		return false, err
+	}
+	h, err := d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY, 0)
+	if err != nil {
+		return false, err
+	}
+	defer h.Close()
+	first, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64)
+	return err == nil && first == math.MaxInt64, err
+}
