@@ -308,7 +308,7 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	b := blob{Volume: v.Name, VolumeUID: v.Status.UID, Replica: r.Spec.UID, Disk: r.Spec.Disk, Path: disk.Path(),
 		ReadOnly: a.Spec.ReadOnly}
 	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
-	s, err := l.open(ctx, b, disk, l.dropper(b), func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m) })
+	s, err := l.open(ctx, b, disk, l.dropper(b), func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m, l.Node) })
 	if err != nil {
 		return nil, err
 	}
@@ -325,8 +325,9 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	return s, nil
 }
 
-// claim moves the volume to a new epoch with its engine here, by compare-and-swap.
-func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta) (int64, error) {
+// claim moves the volume to a new epoch with its engine on a node, by compare-and-swap; none: an engine without a device,
+// which is gone before anybody could miss it.
+func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta, node string) (int64, error) {
 	switch {
 	case m.VolumeUID != string(v.Status.UID):
 		return 0, api.Errorf(api.Corrupt, "the replica on the disk is one of volume %s (%s)", m.Volume, m.VolumeUID)
@@ -335,7 +336,7 @@ func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta) (int64, e
 			"Restore a newer state of it, or recover the volume from its disk", m.Epoch, v.Status.Epoch)
 	}
 	v.Status.Epoch++
-	v.Status.EngineNode = d.Node
+	v.Status.EngineNode = node
 	if err := d.client.Status().Update(ctx, v); err != nil {
 		return 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
 	}

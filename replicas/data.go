@@ -59,6 +59,12 @@ type Data struct {
 
 	attachments atomic.Pointer[queue]
 	pending     waiters // replicas that wait for a disk or an image
+
+	snapshots atomic.Pointer[queue]
+	snapWaits waiters              // snapshots that wait for a disk or a device
+	lineages  map[api.UID]*lineage // by replica; under mu
+	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
+	tidier    *tidier
 }
 
 // ioLoop is an I/O thread and the number of volumes on it.
@@ -82,7 +88,8 @@ func NewData(o DataOptions) (*Data, error) {
 	}
 	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
 		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
-		made: map[api.UID]bool{}, listed: map[api.UID]bool{}}
+		made: map[api.UID]bool{}, listed: map[api.UID]bool{},
+		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, tidier: newTidier()}
 	for range o.Loops {
 		l, err := uring.New(ringEntries)
 		if err != nil {
@@ -208,6 +215,7 @@ func (d *Data) stir(volume string) {
 // Close stops serving, leaves the devices to the holder for the next process, and ends everything else. The manager
 // must have stopped.
 func (d *Data) Close() error {
+	d.tidier.close()
 	if err := d.Host.Close(); err != nil {
 		// Requests are still under way, or wait for room. To end their engines would fail them; the next process does
 		// them instead, once this one is gone.
@@ -245,6 +253,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		For(&api.Replica{}, node(func(o client.Object) string { return o.(*api.Replica).Spec.Node })).
 		Watches(&api.ImageCopy{}, waiting, node(func(o client.Object) string { return o.(*api.ImageCopy).Spec.Node })).
 		Watches(&api.Node{}, waiting, node(client.Object.GetName), when(nodeMatters)).
+		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), when(membersMatter)).
 		WithOptions(opts).Complete(&replicaLoop{d})
 	if err != nil {
 		return err
@@ -266,6 +275,9 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		})).
 		WithOptions(opts).Complete(&attachmentLoop{d})
 	if err != nil {
+		return err
+	}
+	if err := d.setupSnapshots(mgr, opts); err != nil {
 		return err
 	}
 	return mgr.Add(manager.RunnableFunc(d.beat))

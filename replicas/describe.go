@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -165,6 +166,20 @@ func (p *planner) remove(ctx context.Context, v *api.Volume, mine []api.Replica,
 		v.Status.Message = "the volume is attached: it goes when it is detached"
 		return nil
 	}
+	if err := p.letGo(ctx, v); err != nil {
+		return err
+	}
+	snaps, err := p.kept(ctx, v)
+	if err != nil {
+		return err
+	}
+	if len(mine) > 0 && len(snaps) > 0 {
+		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), and goes with the "+
+			"last of them", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
+		condition(v, api.ConditionKept, true, "Snapshots", v.Status.Message)
+		return nil
+	}
+	meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionKept)
 	v.Status.Message = ""
 	for i := range mine {
 		r := &mine[i]

@@ -20,7 +20,8 @@ const (
 	byDisk   = "replicas.disk"
 	byNode   = "replicas.node"
 	byImage  = "replicas.image"
-	byLayer  = "replicas.layer" // the topmost of a copy
+	byLayer  = "replicas.layer"  // the topmost of a copy
+	bySource = "replicas.source" // of a clone: the uid of a replica's snapshot, the data source of a volume
 )
 
 type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
@@ -49,6 +50,14 @@ func index(mgr ctrl.Manager) error {
 		{&api.ImageCopy{}, byDisk, func(o client.Object) string { return string(o.(*api.ImageCopy).Spec.Disk) }},
 		{&api.ImageCopy{}, byImage, func(o client.Object) string { return o.(*api.ImageCopy).Spec.Image }},
 		{&api.ImageCopy{}, byLayer, func(o client.Object) string { return top(o.(*api.ImageCopy).Spec.Layers) }},
+		{&api.Replica{}, bySource, func(o client.Object) string {
+			if from := o.(*api.Replica).Spec.From; from != nil {
+				return string(from.Snapshot)
+			}
+			return ""
+		}},
+		{&api.Snapshot{}, byVolume, func(o client.Object) string { return o.(*api.Snapshot).Spec.Volume }},
+		{&api.Volume{}, bySource, func(o client.Object) string { return o.(*api.Volume).Spec.DataSource }},
 		{&api.Volume{}, byImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
 	} {
 		if err := fi.IndexField(context.Background(), ix.kind, ix.name, func(o client.Object) []string {

@@ -28,6 +28,7 @@ type terrain struct {
 	mine      []api.Replica // of the volume
 	overPct   int64
 	minFreePc int64
+	only      api.UID // the disk that a clone's layers are on; empty: any
 }
 
 // place finds the best disk for one more replica of v. Without one the error says of each disk why.
@@ -37,6 +38,9 @@ func place(v *api.Volume, t terrain) (spot, error) {
 	disks := 0
 	for i := range t.nodes {
 		n := &t.nodes[i]
+		if t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == t.only }) {
+			continue
+		}
 		if r := nodeRefuses(v, n); r != "" {
 			why = append(why, fmt.Sprintf("node %s: %s", n.Name, r))
 			disks += len(n.Spec.Disks)
@@ -47,6 +51,9 @@ func place(v *api.Volume, t terrain) (spot, error) {
 		}
 		for _, d := range n.Spec.Disks {
 			disks++
+			if t.elsewhere(n, d) {
+				continue
+			}
 			s, r := t.disk(v, n, d)
 			if r != "" {
 				why = append(why, fmt.Sprintf("disk %s of node %s: %s", d.Path, n.Name, r))
@@ -58,6 +65,9 @@ func place(v *api.Volume, t terrain) (spot, error) {
 	if len(spots) == 0 {
 		if len(t.nodes) == 0 {
 			why = []string{"there are no nodes"}
+		}
+		if t.only != "" {
+			why = append(why, "a clone has to be on the disk of its source: copying to another one is not supported yet")
 		}
 		if more := len(why) - 6; more > 0 {
 			why = append(why[:6], fmt.Sprintf("and %d more", more))
@@ -81,6 +91,13 @@ func place(v *api.Volume, t terrain) (spot, error) {
 		return spot{}, api.Errorf(api.Full, "every disk that suits has a replica of the volume already: add a disk")
 	}
 	return spots[0], nil
+}
+
+// elsewhere reports whether a disk is not the one that it has to be.
+func (t *terrain) elsewhere(n *api.Node, d api.DiskSpec) bool {
+	return t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
+		return s.Path == d.Path && s.UID == t.only
+	})
 }
 
 func nodeRefuses(v *api.Volume, n *api.Node) string {

@@ -64,6 +64,9 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 	if err := p.setupSilence(mgr); err != nil {
 		return err
 	}
+	if err := p.setupOrphans(mgr); err != nil {
+		return err
+	}
 	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return p.unplaced()
 	})
@@ -78,6 +81,7 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.Node{}, placeable, when(nodeMatters)).
 		Watches(&api.Setting{}, placeable).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.ofSnapshot)).
 		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
 			p.mu.Lock()
 			defer p.mu.Unlock()
@@ -240,7 +244,8 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 			p.setWaiting(v.Name, true)
 			v.Status.Message = err.Error()
 			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
-			if api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) || api.Is(err, api.Corrupt) {
+			if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
+				api.Is(err, api.Corrupt) || c != nil && c.State == api.CloneFailed {
 				v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
 			}
 			return err
@@ -249,6 +254,9 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	}
 	if len(v.Status.Members) == 0 {
 		return nil
+	}
+	if err := p.letGo(ctx, v); err != nil {
+		return err
 	}
 	if err := p.expand(ctx, v, mine); err != nil {
 		return err
@@ -318,12 +326,18 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 		condition(v, api.ConditionScheduled, false, "NotSupported", err.Error())
 		return err
 	}
-	image, err := p.image(ctx, v)
-	if err != nil {
-		return err
-	}
 	if len(mine) == 0 {
-		r, err := p.placeOne(ctx, v, image, mine)
+		from, err := p.origin(ctx, v)
+		if err != nil {
+			return err
+		}
+		var image *api.BackingImage
+		if from == nil { // else the source's layers are there, and its replica holds the image
+			if image, err = p.image(ctx, v); err != nil {
+				return err
+			}
+		}
+		r, err := p.placeOne(ctx, v, image, from, mine)
 		if err != nil {
 			if api.Is(err, api.Full) && condition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
 				p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", err)
@@ -342,6 +356,9 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 			members = append(members, r.Name)
 			size = min(size, r.Status.Size)
 		case api.ReplicaFailed:
+			if c := v.Status.CloneStatus; c != nil {
+				c.State, c.Message = api.CloneFailed, r.Status.Message
+			}
 			return api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
 		default:
 			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, r.Status.Message
@@ -350,6 +367,9 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 	}
 	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
 	v.Status.Message = ""
+	if c := v.Status.CloneStatus; c != nil {
+		c.State, c.Message = api.CloneCompleted, ""
+	}
 	return nil
 }
 
@@ -400,9 +420,12 @@ func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, 
 
 // placeOne creates one Replica on the best disk.
 func (p *planner) placeOne(
-	ctx context.Context, v *api.Volume, img *api.BackingImage, mine []api.Replica,
+	ctx context.Context, v *api.Volume, img *api.BackingImage, from *origin, mine []api.Replica,
 ) (*api.Replica, error) {
 	t := terrain{mine: mine, copies: map[api.UID]api.ImageState{}}
+	if from != nil {
+		t.only = from.replica.Spec.Disk
+	}
 	var nodes api.NodeList
 	if err := p.client.List(ctx, &nodes); err != nil {
 		return nil, err
@@ -450,6 +473,14 @@ func (p *planner) placeOne(
 	if img != nil {
 		r.Spec.Layers = img.Status.Layers
 		r.Labels[api.LabelImage] = label(img.Name)
+	}
+	if from != nil {
+		r.Spec.From = &api.ReplicaSource{Replica: from.replica.Spec.UID, Volume: from.replica.Spec.Volume,
+			Snapshot: from.snapshot.Status.UID, Name: from.snapshot.Name}
+		r.Spec.Layers = from.replica.Spec.Layers
+		if from.image != "" {
+			r.Labels[api.LabelImage] = label(from.image)
+		}
 	}
 	if err := p.client.Create(ctx, r); err != nil {
 		return nil, fmt.Errorf("replica %s: %w", r.Name, err)

@@ -57,6 +57,8 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	switch {
 	case err == nil || waits || r.Status.Mode == api.ReplicaFailed:
 		return reconcile.Result{}, nil
+	case api.Is(err, api.Busy) && r.Spec.From != nil: // a layer is being cut off or merged
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 	case api.KindOf(err) != api.Other: // a fact that may change by itself, and nobody tells
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
@@ -91,7 +93,36 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	r.Status.Message = ""
+	if err := l.adopt(ctx, r, disk); err != nil {
+		return err
+	}
 	return l.home(ctx, r)
+}
+
+// share makes a replica over the layers of a snapshot: a clone.
+func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
+	if there, err := l.holds(disk, r.Spec.UID); there || err != nil {
+		return err // whatever became of its source
+	}
+	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
+	from := r.Spec.From
+	for tries := 0; ; tries++ {
+		m, err := disk.Stack(string(from.Replica))
+		if err != nil {
+			return err
+		}
+		i := slices.IndexFunc(m.Snapshots, func(s stack.Snapshot) bool { return s.UID == string(from.Snapshot) })
+		if i < 0 {
+			return api.Errorf(api.NotFound, "snapshot %s of volume %s is gone", from.Name, from.Volume)
+		}
+		if s.Layers, err = m.Chain(m.Snapshots[i].Layer); err != nil {
+			return err
+		}
+		err = disk.CreateReplica(ctx, s)
+		if !api.Is(err, api.NotFound) || tries == 3 { // else a merge was faster
+			return err
+		}
+	}
 }
 
 // borrows reports whether the replica is open and reads layers of other disks.
@@ -183,8 +214,12 @@ func (d *Data) list(disk *stack.Disk) error {
 	defer d.mu.Unlock()
 	for _, m := range have {
 		d.made[api.UID(m.UID)] = true
+		if len(m.Snapshots) > 0 {
+			d.unseen[api.UID(m.UID)] = true
+		}
 	}
 	d.listed[uid] = true
+	d.tidy(disk) // what a former process left
 	return nil
 }
 
@@ -219,7 +254,7 @@ func (d *Data) setOnDisk(uid api.UID, is bool) {
 // create makes the stack of a new replica, once the layers it starts from are on the disk.
 func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	r.Status.Mode = api.ReplicaCreating
-	if !l.onDisk(r.Spec.UID) { // else its own stack names what it needs
+	if r.Spec.From == nil && !l.onDisk(r.Spec.UID) { // else its own stack, or that of its source, names what it needs
 		if err := l.layersReady(ctx, r); err != nil {
 			return err
 		}
@@ -232,15 +267,20 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	for i, uid := range r.Spec.Layers {
 		layers[i] = string(uid)
 	}
-	err = disk.CreateReplica(ctx, stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume,
-		VolumeUID: string(r.Spec.VolumeUID), Size: r.Spec.Size, Layers: layers, Object: object})
+	s := stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume, VolumeUID: string(r.Spec.VolumeUID),
+		Size: r.Spec.Size, Layers: layers, Object: object}
+	if r.Spec.From != nil {
+		err = l.share(ctx, r, disk, s)
+	} else {
+		err = disk.CreateReplica(ctx, s)
+	}
 	switch {
 	case err == nil:
 	case errors.Is(err, syscall.EFBIG):
 		r.Status.Mode = api.ReplicaFailed
 		return api.Errorf(api.OutOfRange, "the file system of disk %s cannot hold a file of %s: %w", disk.Path(),
 			bytesText(r.Spec.Size), err)
-	case api.Is(err, api.Exists) || api.Is(err, api.Invalid):
+	case api.Is(err, api.Exists) || api.Is(err, api.Invalid) || api.Is(err, api.NotFound) && r.Spec.From != nil:
 		r.Status.Mode = api.ReplicaFailed
 		return err
 	case api.Is(err, api.Full):

@@ -89,7 +89,7 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper,
 	for _, disk := range from {
 		b.Lenders = append(b.Lenders, lender{api.UID(disk.UID()), disk.Path()})
 	}
-	s := &session{blob: b, log: d.Log.With("volume", b.Volume), loop: loop, member: member, blank: member.Blank(),
+	s := &session{blob: b, log: d.Log.With("volume", b.Volume), loop: loop, member: member, blank: member.Empty(),
 		stir: make(chan struct{}, 1), ended: make(chan struct{})}
 	member.OnLost(func(bool) { s.wake() })
 	s.engine, err = engine.Open(ctx, engine.Config{

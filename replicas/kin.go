@@ -1,0 +1,134 @@
+package replicas
+
+import (
+	"slices"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// kin is a snapshot in a stack, with its neighbours.
+type kin struct {
+	stack.Snapshot
+	parent   string
+	children map[string]bool
+}
+
+// family finds the neighbours of all snapshots of a stack, by uid, in one pass: each layer is looked at once.
+func family(m stack.Meta) map[string]*kin {
+	below := map[string]string{}
+	for i, l := range m.Layers {
+		if i > 0 {
+			below[l] = m.Layers[i-1]
+		}
+	}
+	for _, b := range m.Branches {
+		below[b.Layer] = b.Below
+	}
+	all := map[string]*kin{}
+	names := map[string]*kin{} // by layer
+	for _, s := range m.Snapshots {
+		k := &kin{Snapshot: s}
+		all[s.UID], names[s.Layer] = k, k
+	}
+	nearest := map[string]*kin{} // the snapshot of a layer, or of the first below that has one
+	find := func(layer string) *kin {
+		var path []string
+		var found *kin
+		for at := layer; at != ""; at = below[at] {
+			if k, known := nearest[at]; known {
+				found = k
+				break
+			}
+			path = append(path, at)
+			if found = names[at]; found != nil {
+				break
+			}
+		}
+		for _, at := range path {
+			nearest[at] = found
+		}
+		return found
+	}
+	child := func(of *kin, name string) {
+		if of.children == nil {
+			of.children = map[string]bool{}
+		}
+		of.children[name] = true
+	}
+	for _, s := range m.Snapshots {
+		if p := find(below[s.Layer]); p != nil {
+			all[s.UID].parent = p.Name
+			child(p, s.Name)
+		}
+	}
+	if n := len(m.Layers); n > 0 {
+		if p := find(m.Layers[n-1]); p != nil {
+			child(p, api.VolumeHead)
+		}
+	}
+	return all
+}
+
+// lineage is what the snapshots of one replica's stack were when it was last looked at.
+type lineage struct {
+	head string // tells a stack that was reverted
+	all  map[string]*kin
+}
+
+// lineageOf reads the snapshots of a replica's stack, once until something about them changes.
+func (d *Data) lineageOf(r *api.Replica, disk *stack.Disk) (*lineage, error) {
+	d.mu.Lock()
+	known := d.lineages[r.Spec.UID]
+	d.mu.Unlock()
+	if known != nil {
+		return known, nil
+	}
+	var m stack.Meta
+	if s := d.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
+		m = s.member.Meta()
+	} else {
+		var err error
+		if m, err = disk.Stack(string(r.Spec.UID)); err != nil {
+			return nil, err
+		}
+	}
+	l := &lineage{m.Head, family(m)}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.lineages[r.Spec.UID] = l
+	return l, nil
+}
+
+// changed has the snapshots of a replica looked at anew: those named, and with a nil list all of them.
+func (d *Data) changed(replica api.UID, names ...string) {
+	d.mu.Lock()
+	delete(d.lineages, replica)
+	d.mu.Unlock()
+	q := d.snapshots.Load()
+	if q == nil {
+		return
+	}
+	slices.Sort(names)
+	for _, name := range slices.Compact(names) {
+		if name != "" && name != api.VolumeHead {
+			(*q).Add(one(name)[0])
+		}
+	}
+}
+
+// neighbours are the names of a snapshot's parent and children.
+func (k *kin) neighbours() []string {
+	if k == nil {
+		return nil
+	}
+	names := []string{k.parent}
+	for name := range k.children {
+		names = append(names, name)
+	}
+	return names
+}
+
+// instant is the time of a cut as an object has it.
+func instant(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }

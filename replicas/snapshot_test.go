@@ -1,0 +1,327 @@
+package replicas
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+func (w *world) snapshot(volume, name string) *api.Snapshot {
+	w.t.Helper()
+	w.create(&api.Snapshot{ObjectMeta: named(name), Spec: api.SnapshotSpec{Volume: volume, CreateSnapshot: true,
+		Labels: map[string]string{"why": "test"}}})
+	return w.ready(name)
+}
+
+func (w *world) snapshotIs(name, what string, ok func(*api.Snapshot) bool) *api.Snapshot {
+	w.t.Helper()
+	return await(w, &api.Snapshot{ObjectMeta: named(name)}, &api.SnapshotList{}, what, ok)
+}
+
+func (w *world) ready(name string) *api.Snapshot {
+	w.t.Helper()
+	return w.snapshotIs(name, "ready", func(s *api.Snapshot) bool { return s.Status.ReadyToUse })
+}
+
+func (w *world) clone(name, source string, size int64) *api.Volume {
+	w.t.Helper()
+	v := volume(name, size)
+	v.Spec.DataSource = source
+	w.create(v)
+	return w.volumeState(name, api.VolumeDetached)
+}
+
+// fill writes text over the first bytes of an attached volume, through to the disk.
+func (w *world) fill(name, text string, at int64) {
+	w.t.Helper()
+	f, err := os.OpenFile("/dev/drover/"+name, os.O_WRONLY|os.O_SYNC, 0)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt([]byte(text), at); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// holds attaches a volume, compares, and detaches it.
+func (w *world) holds(name string, at int64, text string) {
+	w.t.Helper()
+	w.create(attachment(name))
+	w.attached(name)
+	w.reads(name, at, text)
+	w.detach(name)
+}
+
+func (w *world) reads(name string, at int64, text string) {
+	w.t.Helper()
+	f, err := os.Open("/dev/drover/" + name)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, len(text))
+	if _, err := f.ReadAt(b, at); err != nil || string(b) != text {
+		w.t.Errorf("volume %s at %d: %q, %v; not %q", name, at, b, err, text)
+	}
+}
+
+func (w *world) detach(name string) {
+	w.t.Helper()
+	a := attachment(name)
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+}
+
+func TestSnapshotAttached(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.create(attachment("a"))
+	w.attached("a")
+	w.fill("a", "first", 0)
+	s1 := w.snapshot("a", "s1")
+	w.fill("a", "later", 0)
+	s2 := w.snapshot("a", "s2")
+	w.fill("a", "never", 0)
+
+	s1 = w.snapshotIs("s1", "a parent", func(s *api.Snapshot) bool { return s.Status.Children["s2"] })
+	if s1.Status.RestoreSize != 64<<20 || s1.Status.Size == 0 || !s1.Status.UserCreated || s1.Status.OwnerID != testNode ||
+		s1.Status.Labels["why"] != "test" || s1.Labels[api.LabelVolume] != "a" || len(s1.OwnerReferences) != 1 ||
+		s1.Status.Children[api.VolumeHead] || s1.Status.Parent != "" || s1.Status.CreationTime == "" {
+		t.Errorf("s1 is %+v", s1)
+	}
+	if s2.Status.Parent != "s1" || !s2.Status.Children[api.VolumeHead] {
+		t.Errorf("s2 is %+v", s2.Status)
+	}
+	s2.Spec.Labels["why"] = "else"
+	if err := w.c.Update(w.ctx, s2); err == nil {
+		t.Error("the labels of a snapshot were changed")
+	}
+
+	w.clone("c1", "snap://a/s1", 64<<20)
+	w.clone("c2", "snap://a/s2", 128<<20)
+	c3 := w.clone("c3", "vol://a", 64<<20)
+	if c := c3.Status.CloneStatus; c == nil || c.State != api.CloneCompleted || c.Source != "a" || c.Snapshot == "" {
+		t.Errorf("clone status %+v", c)
+	}
+	gone(w, &api.Snapshot{ObjectMeta: named(c3.Status.CloneStatus.Snapshot)}, &api.SnapshotList{})
+	w.holds("c1", 0, "first")
+	w.holds("c2", 0, "later")
+	w.holds("c3", 0, "never")
+	w.reads("a", 0, "never")
+
+	w.create(attachment("c2"))
+	w.attached("c2")
+	w.fill("c2", "own", 100<<20)
+	w.clone("c4", "vol://c2", 128<<20)
+	w.fill("c2", "too", 0)
+	w.holds("c4", 100<<20, "own")
+	w.holds("c4", 0, "later")
+	w.detach("c2")
+
+	w.remove(s1)
+	gone(w, s1, &api.SnapshotList{})
+	w.snapshotIs("s2", "the first", func(s *api.Snapshot) bool { return s.Status.Parent == "" })
+	w.holds("c1", 0, "first")
+
+	w.detach("a")
+	w.remove(volume("a", 0))
+	v := w.volumeIs("a", "kept", says("stays for 1 snapshots"))
+	if v.Status.State != api.VolumeDeleting {
+		t.Errorf("the volume is %s", v.Status.State)
+	}
+	w.clone("c5", "snap://a/s2", 64<<20)
+	w.holds("c5", 0, "later")
+	w.remove(s2)
+	gone(w, v, &api.VolumeList{})
+	for _, c := range []string{"c1", "c2", "c3", "c4", "c5"} {
+		w.remove(volume(c, 0))
+		gone(w, volume(c, 0), &api.VolumeList{})
+	}
+	w.stopData()
+	if left, _ := filepath.Glob(filepath.Join(w.dir, "disk", "layers", "*")); len(left) > 0 {
+		t.Errorf("layers are left: %v", left)
+	}
+	w.startData()
+}
+
+func TestSnapshotDetached(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.create(attachment("a"))
+	w.attached("a")
+	w.fill("a", "first", 0)
+	w.detach("a")
+	before := w.volumeState("a", api.VolumeDetached).Status.Epoch
+	w.snapshot("a", "s1")
+	if now := w.volumeState("a", api.VolumeDetached).Status; now.Epoch != before+1 || now.EngineNode != "" {
+		t.Errorf("epoch %d after %d, engine on %q", now.Epoch, before, now.EngineNode)
+	}
+	w.create(attachment("a"))
+	w.attached("a")
+	w.reads("a", 0, "first")
+	w.fill("a", "later", 0)
+	w.detach("a")
+	w.holds(w.clone("c", "snap://a/s1", 64<<20).Name, 0, "first")
+}
+
+// What the disk says counts: the process may end between the cut and the status, and objects may get lost.
+func TestSnapshotFound(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	s := w.snapshot("a", "s1")
+	created := s.Status.CreationTime
+	w.snapshot("a", "s2")
+	w.stopData()
+	for _, name := range []string{"s1", "s2"} {
+		var s api.Snapshot
+		if err := w.c.Get(w.ctx, client.ObjectKey{Name: name}, &s); err != nil {
+			t.Fatal(err)
+		}
+		if name == "s2" { // the object is lost
+			s.Finalizers = nil
+			if err := w.c.Update(w.ctx, &s); err != nil {
+				t.Fatal(err)
+			}
+			w.remove(&s)
+			continue
+		}
+		s.Status = api.SnapshotStatus{} // what was to be written when the process ended
+		if err := w.c.Status().Update(w.ctx, &s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.startData()
+	if again := w.ready("s1"); again.Status.CreationTime != created {
+		t.Errorf("cut again: %s, then %s", created, again.Status.CreationTime)
+	}
+	if s2 := w.ready("s2"); s2.Spec.CreateSnapshot || s2.Status.UserCreated || s2.Status.Parent != "s1" {
+		t.Errorf("s2 is %+v", s2)
+	}
+	// Now the layers are lost, and the objects stay.
+	disk, err := stack.Open(filepath.Join(w.dir, "disk"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.stopData()
+	have, err := disk.Replicas()
+	if err != nil || len(have) != 1 || len(have[0].Snapshots) != 2 {
+		t.Fatalf("%+v, %v", have, err)
+	}
+	i := slices.IndexFunc(have[0].Snapshots, func(s stack.Snapshot) bool { return s.Name == "s1" })
+	if err := disk.DropSnapshot(have[0].UID, have[0].Snapshots[i].UID); err != nil {
+		t.Fatal(err)
+	}
+	w.startData()
+	s1 := w.snapshotIs("s1", "lost", func(s *api.Snapshot) bool { return s.Status.Error != "" })
+	if s1.Status.ReadyToUse || s1.Status.Error[:4] != "lost" {
+		t.Errorf("s1 is %+v", s1.Status)
+	}
+	w.remove(s1)
+	gone(w, s1, &api.SnapshotList{})
+}
+
+func TestCloneRefused(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.snapshot("a", "s1")
+	for i, c := range []struct {
+		source, mode, why string
+		size              int64
+	}{
+		{"snap://a/none", "", "does not exist", 64 << 20},
+		{"vol://none", "", "does not exist", 64 << 20},
+		{"snap://a/s1", "", "less than", 32 << 20},
+		{"vol://a", "", "less than", 32 << 20},
+		{"snap://a/s1", "full-copy", "not supported yet", 64 << 20},
+	} {
+		v := volume(fmt.Sprintf("c%d", i), c.size)
+		v.Spec.DataSource, v.Spec.CloneMode = c.source, c.mode
+		w.create(v)
+		now := w.volumeIs(v.Name, "failed", func(v *api.Volume) bool {
+			return v.Status.CloneStatus != nil && v.Status.CloneStatus.State == api.CloneFailed
+		})
+		if !says(c.why)(now) || now.Status.State != api.VolumeFaulted {
+			t.Errorf("%s: %s, %s", c.source, now.Status.State, now.Status.Message)
+		}
+		w.remove(v)
+		gone(w, v, &api.VolumeList{})
+	}
+	none := &api.Snapshot{ObjectMeta: named("s9"), Spec: api.SnapshotSpec{Volume: "none", CreateSnapshot: true}}
+	w.create(none)
+	w.snapshotIs("s9", "refused", func(s *api.Snapshot) bool { return s.Status.Error != "" })
+	w.remove(none)
+	gone(w, none, &api.SnapshotList{})
+}
+
+// Snapshots come while the volume is written to, and each holds one instant of it: a counter that is written to two
+// places in turn is at most one apart in them.
+func TestSnapshotUnderLoad(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.create(attachment("a"))
+	w.attached("a")
+	stop, done := make(chan struct{}), make(chan error, 1)
+	go func() {
+		f, err := os.OpenFile("/dev/drover/a", os.O_WRONLY|os.O_SYNC, 0)
+		if err != nil {
+			done <- err
+			return
+		}
+		defer f.Close()
+		for n := 1; ; n++ {
+			for _, at := range []int64{0, 40 << 20} {
+				if _, err := f.WriteAt(fmt.Appendf(nil, "%08d", n), at); err != nil {
+					done <- err
+					return
+				}
+			}
+			select {
+			case <-stop:
+				done <- nil
+				return
+			default:
+			}
+		}
+	}()
+	const many = 20
+	for i := range many {
+		w.snapshot("a", fmt.Sprintf("s%d", i))
+	}
+	close(stop)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	last := 0
+	for i := range many {
+		c := w.clone(fmt.Sprintf("c%d", i), fmt.Sprintf("snap://a/s%d", i), 64<<20)
+		w.create(attachment(c.Name))
+		w.attached(c.Name)
+		f, err := os.Open("/dev/drover/" + c.Name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var n [2]int
+		for k, at := range []int64{0, 40 << 20} {
+			b := make([]byte, 8)
+			if _, err := f.ReadAt(b, at); err != nil {
+				t.Fatal(err)
+			}
+			_, _ = fmt.Sscanf(string(b), "%08d", &n[k])
+		}
+		f.Close()
+		if n[0]-n[1] < 0 || n[0]-n[1] > 1 || n[0] < last {
+			t.Errorf("snapshot %d holds %v, the one before %d", i, n, last)
+		}
+		last = n[0]
+		w.detach(c.Name)
+	}
+	t.Logf("%d writes", last)
+}
