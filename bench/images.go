@@ -9,93 +9,24 @@ import (
 	"time"
 )
 
-// images measures imports against cp and qemu-img, and how soon a volume is there.
+// images measures imports against the tools of the formats, and how soon a volume is there.
 func (b *bench) images(ctx context.Context) error {
 	size := 2 * b.sizeMiB << 20
-	raw, qcow := filepath.Join(b.dir, "image.raw"), filepath.Join(b.dir, "image.qcow2")
-	copied := filepath.Join(b.dir, "copied")
+	raw := filepath.Join(b.dir, "disk.raw")
 	fmt.Fprintln(os.Stderr, "preparing images ...")
-	if err := b.words(ctx, raw, qcow, size); err != nil {
+	if err := sampleFile(raw, size); err != nil {
 		return err
 	}
-	mb := float64(size) / 1e6
-	took := map[string][]float64{}
-	time1 := func(name string, f func() error) error {
-		began := time.Now()
-		if err := f(); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
-		}
-		d := time.Since(began).Seconds()
-		took[name] = append(took[name], d)
-		fmt.Fprintf(os.Stderr, "\r%s: %.2f s\x1b[K", name, d)
-		return nil
+	if err := b.formats(ctx, raw, size); err != nil {
+		return err
 	}
-	steps := []struct {
-		name string
-		do   func() error
-		undo func() error
-	}{
-		{"cp", func() error { return cp(ctx, raw, copied, false) }, func() error { return os.Remove(copied) }},
-		{"cp-synced", func() error { return cp(ctx, raw, copied, true) }, func() error { return os.Remove(copied) }},
-		{"import-raw", func() error { return b.in.importFile(ctx, "raw", raw) },
-			func() error { return b.in.deleteImage(ctx, "raw") }},
-		{"qemu-img", func() error {
-			_, err := tool(ctx, "qemu-img", "convert", "-m", "2", "-O", "raw", qcow, copied)
-			return err
-		}, func() error { return os.Remove(copied) }},
-		{"import-qcow2", func() error { return b.in.importFile(ctx, "qcow", qcow) },
-			func() error { return b.in.deleteImage(ctx, "qcow") }},
-	}
-	for range min(b.rounds, 3) {
-		for _, s := range steps {
-			for _, src := range []string{raw, qcow} { // sources from memory for everybody
-				if err := readAll(src); err != nil {
-					return err
-				}
-			}
-			if _, err := tool(ctx, "sync"); err != nil {
-				return err
-			}
-			if err := time1(s.name, s.do); err != nil {
-				return err
-			}
-			if err := s.undo(); err != nil {
-				return err
-			}
-		}
-	}
-	for name := range took {
-		for i := range took[name] {
-			took[name][i] = mb / took[name][i]
-		}
-	}
-	rate := func(name string) float64 { return median(took[name]) }
-	b.add("image-import-raw", "cp-sparse", rate("cp"), "MB/s", "cp-sparse", rate("cp"), "not durable when it ends")
-	b.add("image-import-raw", "drover", rate("import-raw"), "MB/s", "cp-sparse", rate("cp"),
-		"durable, with SHA-512 and digests")
-	b.add("image-import-raw", "drover", rate("import-raw"), "MB/s", "cp-sparse-synced", rate("cp-synced"), "")
-	b.add("image-import-qcow2", "qemu-img", rate("qemu-img"), "MB/s", "qemu-img", rate("qemu-img"),
-		"not durable when it ends")
-	b.add("image-import-qcow2", "drover", rate("import-qcow2"), "MB/s", "qemu-img", rate("qemu-img"),
-		"durable, with SHA-512 and digests")
-	for _, f := range []string{raw, qcow} {
-		if err := os.Remove(f); err != nil {
-			return err
-		}
+	if err := os.Remove(raw); err != nil {
+		return err
 	}
 	if err := b.downloads(ctx); err != nil {
 		return fmt.Errorf("download: %w", err)
 	}
 	return b.fromImage(ctx)
-}
-
-// words makes an image that compresses like a real one: half its runs are files of this machine, the rest holes.
-func (b *bench) words(ctx context.Context, raw, qcow string, size int64) error {
-	if err := sampleFile(raw, size); err != nil {
-		return err
-	}
-	_, err := tool(ctx, "qemu-img", "convert", "-m", "2", "-W", "-c", "-O", "qcow2", raw, qcow)
-	return err
 }
 
 // fromImage times volumes from images of two sizes, from the request to the device.
@@ -154,7 +85,7 @@ func readAll(path string) error {
 	return err
 }
 
-// sampleFile fills every other run of 8 MiB with programs and texts of this machine.
+// sampleFile fills every other run of 8 MiB with programs and texts of this machine: it packs like a real disk.
 func sampleFile(path string, size int64) error {
 	f, err := os.Create(path)
 	if err != nil {

@@ -1,0 +1,206 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// spent is what one import or conversion took.
+type spent struct {
+	seconds, cpu float64
+	rss          int64 // peak, bytes
+	disk         int64 // of the result, bytes
+}
+
+// formats compares imports of one disk in all formats with the tool of the format: what users would do by hand. The
+// tools neither hash nor wait for the disk; imports do both.
+func (b *bench) formats(ctx context.Context, raw string, size int64) error {
+	const qemu = "qemu-img convert -O raw -m 2 $in $out"
+	copied := filepath.Join(b.dir, "copied")
+	for _, f := range []struct{ name, make, tool string }{
+		{"raw", "cp --sparse=always $in $out", "cp --sparse=always $in $out"},
+		{"raw-synced", "cp --sparse=always $in $out", "cp --sparse=always $in $out && sync $out"},
+		{"qcow2-plain", "qemu-img convert -f raw -O qcow2 $in $out", qemu},
+		{"qcow2-zlib", "qemu-img convert -f raw -O qcow2 -c -W -m 2 $in $out", qemu},
+		{"qcow2-zstd", "qemu-img convert -f raw -O qcow2 -c -o compression_type=zstd -W -m 2 $in $out", qemu},
+		{"vmdk", "qemu-img convert -f raw -O vmdk $in $out", qemu},
+		{"vmdk-stream", "qemu-img convert -f raw -O vmdk -o subformat=streamOptimized $in $out", qemu},
+		{"vhdx", "qemu-img convert -f raw -O vhdx $in $out", qemu},
+		{"gz", "gzip -1 -c $in > $out", "gzip -dc $in > $out"},
+		{"xz", "xz -1 -T2 -c $in > $out", "xz -dc -T2 $in > $out"},
+		{"zst", "zstd -q -T2 -c $in > $out", "zstd -q -dc $in > $out"},
+	} {
+		image := filepath.Join(b.dir, "image."+f.name)
+		if _, err := shell(ctx, f.make, raw, image); err != nil {
+			return err
+		}
+		var own, other []spent
+		for range min(b.rounds, 3) {
+			for _, step := range []func() error{func() error {
+				s, err := b.imported(ctx, f.name, image)
+				own = append(own, s)
+				return err
+			}, func() error {
+				s, err := shell(ctx, f.tool, image, copied)
+				other = append(other, s)
+				return err
+			}} {
+				if err := readAll(image); err != nil { // from memory for everybody
+					return err
+				}
+				if _, err := tool(ctx, "sync"); err != nil {
+					return err
+				}
+				if err := step(); err != nil {
+					return fmt.Errorf("%s: %w", f.name, err)
+				}
+			}
+			if err := os.Remove(copied); err != nil {
+				return err
+			}
+		}
+		var hash []float64
+		for range min(b.rounds, 3) {
+			s, err := shell(ctx, "sha512sum $in > $out", image, copied)
+			if err != nil {
+				return err
+			}
+			hash = append(hash, s.seconds)
+		}
+		b.told(f.name, strings.Fields(f.tool)[0], own, other, median(hash), float64(size)/1e6)
+		for _, name := range []string{image, copied} {
+			if err := os.Remove(name); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// told records what came out for a format.
+func (b *bench) told(format, toolName string, own, other []spent, hash, mb float64) {
+	of := func(all []spent, what func(spent) float64) float64 {
+		var v []float64
+		for _, s := range all {
+			v = append(v, what(s))
+		}
+		return median(v)
+	}
+	rate := func(s spent) float64 { return mb / s.seconds }
+	o, t := of(own, rate), of(other, rate)
+	name, note := "image-import-"+format, "durable, with SHA-512 and digests"
+	if limit := mb / hash; limit < t {
+		note += fmt.Sprintf("; sha512sum of the file alone: %.0f MB/s, ratio to that %.2f", limit, o/limit)
+	}
+	b.add(name, toolName, t, "MB/s", "", 0, "not durable when it ends")
+	b.add(name, "drover", o, "MB/s", toolName, t, note)
+	cpu := func(s spent) float64 { return s.cpu }
+	rss := func(s spent) float64 { return float64(s.rss) / (1 << 20) }
+	du := func(s spent) float64 { return float64(s.disk) / (1 << 20) }
+	b.add(name+"-cpu", "drover", of(own, cpu), "s", toolName, of(other, cpu), "processor time")
+	b.add(name+"-memory", "drover", of(own, rss), "MiB", "", 0, fmt.Sprintf("peak above idle; %s: %.0f MiB in all", toolName,
+		of(other, rss)))
+	b.add(name+"-du", "drover", of(own, du), "MiB", toolName, of(other, du), "on the disk")
+}
+
+// shell runs a command of a shell with $in and $out set.
+func shell(ctx context.Context, command, in, out string) (spent, error) {
+	var said strings.Builder
+	cmd := exec.CommandContext(ctx, "sh", "-c", command)
+	cmd.Env = append(os.Environ(), "in="+in, "out="+out)
+	cmd.Stderr = &said
+	began := time.Now()
+	if err := cmd.Run(); err != nil {
+		return spent{}, fmt.Errorf("%s: %w: %s", command, err, said.String())
+	}
+	s := spent{seconds: time.Since(began).Seconds(),
+		cpu: (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds()}
+	if u, ok := cmd.ProcessState.SysUsage().(*syscall.Rusage); ok {
+		s.rss = u.Maxrss << 10
+	}
+	var st syscall.Stat_t
+	if err := syscall.Stat(out, &st); err != nil {
+		return s, err
+	}
+	s.disk = st.Blocks * 512
+	return s, nil
+}
+
+// imported imports a file and removes the image again.
+func (b *bench) imported(ctx context.Context, name, file string) (s spent, err error) {
+	name = strings.ToLower("fmt-" + name)
+	pid := b.in.cmd.Process.Pid
+	before, cpu, err := status(pid, true)
+	if err != nil {
+		return s, err
+	}
+	began := time.Now()
+	if err := b.in.importFile(ctx, name, file); err != nil {
+		return s, err
+	}
+	s.seconds = time.Since(began).Seconds()
+	peak, after, err := status(pid, false)
+	if err != nil {
+		return s, err
+	}
+	s.cpu, s.rss = after-cpu, peak-before
+	if s.disk, err = allocated(b.in.disk); err != nil {
+		return s, err
+	}
+	return s, b.in.deleteImage(ctx, name)
+}
+
+// status is the peak of a process's memory in bytes, since the last reset, and its processor time in seconds.
+func status(pid int, reset bool) (peak int64, cpu float64, err error) {
+	proc := fmt.Sprintf("/proc/%d/", pid)
+	if reset { // the peak becomes what it has now
+		if err := os.WriteFile(proc+"clear_refs", []byte("5"), 0); err != nil {
+			return 0, 0, err
+		}
+	}
+	lines, err := os.ReadFile(proc + "status")
+	if err != nil {
+		return 0, 0, err
+	}
+	for line := range strings.Lines(string(lines)) {
+		if f := strings.Fields(line); len(f) == 3 && f[0] == "VmHWM:" {
+			peak, err = strconv.ParseInt(f[1], 10, 64)
+		}
+	}
+	stat, serr := os.ReadFile(proc + "stat")
+	if err != nil || serr != nil {
+		return 0, 0, fmt.Errorf("memory of process %d: %w", pid, errors.Join(err, serr))
+	}
+	// utime and stime are the 14th and 15th; the name before them may hold anything but ends with a bracket.
+	f := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+	const tick = 100 // USER_HZ
+	for _, v := range f[11:13] {
+		n, perr := strconv.ParseFloat(v, 64)
+		if perr != nil {
+			return 0, 0, perr
+		}
+		cpu += n / tick
+	}
+	return peak << 10, cpu, nil
+}
+
+// allocated is what the layers of a disk take.
+func allocated(disk string) (n int64, err error) {
+	names, err := filepath.Glob(filepath.Join(disk, "layers", "*", "data"))
+	for _, name := range names {
+		var st syscall.Stat_t
+		if err := syscall.Stat(name, &st); err != nil {
+			return 0, err
+		}
+		n += st.Blocks * 512
+	}
+	return n, err
+}
