@@ -595,6 +595,7 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 	err = eachChunk(ctx, &kinds, func(c int64, buf []byte) error {
 		var sum [sumSize]byte
 		if touched[c] || !whole {
+			var err error
 			if sum, err = chunkSum(w.to, kinds.chunk(c), c, w.size, buf); err != nil {
 				return err
 			}
