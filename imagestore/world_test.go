@@ -67,6 +67,7 @@ type world struct {
 	opts   imagestore.NodeOptions
 
 	mu   sync.Mutex
+	away map[string]bool // UIDs of disks that do not answer
 	stop func()
 }
 
@@ -130,8 +131,10 @@ func (w *world) start() {
 	}
 	find := func(uid api.UID) (block.Layers, error) {
 		i := slices.IndexFunc(w.disks, func(d *stack.Disk) bool { return d.UID() == string(uid) })
-		if i < 0 {
-			return nil, api.Errorf(api.NotFound, "disk %s is not on this node", uid)
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if i < 0 || w.away[string(uid)] {
+			return nil, api.Errorf(api.Unavailable, "disk %s is not there: is its file system mounted?", uid)
 		}
 		return w.disks[i], nil
 	}

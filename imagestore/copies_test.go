@@ -1,0 +1,393 @@
+package imagestore_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/imagestore"
+)
+
+// change edits an image's object.
+func (w *world) change(name string, f func(*api.BackingImage)) {
+	w.t.Helper()
+	w.eventually("image "+name+" takes the change", func() bool {
+		img := &api.BackingImage{}
+		if err := w.client.Get(w.t.Context(), client.ObjectKey{Name: name}, img); err != nil {
+			w.t.Fatal(err)
+		}
+		f(img)
+		return w.client.Update(w.t.Context(), img) == nil
+	})
+}
+
+// nodeIs edits the node's object and then its status.
+func (w *world) nodeIs(spec func(*api.NodeSpec), status func(*api.NodeStatus)) {
+	w.t.Helper()
+	w.eventually("the node takes the change", func() bool {
+		n := &api.Node{}
+		if err := w.client.Get(w.t.Context(), client.ObjectKey{Name: w.node}, n); err != nil {
+			w.t.Fatal(err)
+		}
+		if spec != nil {
+			spec(&n.Spec)
+			if w.client.Update(w.t.Context(), n) != nil {
+				return false
+			}
+		}
+		if status == nil {
+			return true
+		}
+		status(&n.Status)
+		n.Status.Heartbeat = metav1.Now()
+		return w.client.Status().Update(w.t.Context(), n) == nil
+	})
+}
+
+// mounted makes a disk answer, or not.
+func (w *world) mounted(i int, is bool) {
+	w.t.Helper()
+	w.mu.Lock()
+	if w.away == nil {
+		w.away = map[string]bool{}
+	}
+	w.away[w.disks[i].UID()] = !is
+	w.mu.Unlock()
+	w.nodeIs(nil, func(s *api.NodeStatus) {
+		for j := range s.Disks {
+			if string(s.Disks[j].UID) == w.disks[i].UID() {
+				s.Disks[j].Ready, s.Disks[j].Message = is, ""
+				if !is {
+					s.Disks[j].Message = "its file system is not mounted"
+				}
+			}
+		}
+	})
+}
+
+func (w *world) evict(i int, is bool) {
+	w.t.Helper()
+	w.nodeIs(func(s *api.NodeSpec) { s.Disks[i].EvictionRequested = is }, nil)
+}
+
+// on are the disks that have a copy of the image, by number, those being removed too.
+func (w *world) on(img *api.BackingImage) (disks []int) {
+	for _, c := range img.Status.Copies {
+		for i, d := range w.disks {
+			if string(c.Disk) == d.UID() {
+				disks = append(disks, i)
+			}
+		}
+	}
+	slices.Sort(disks)
+	return disks
+}
+
+func (w *world) isOn(name string, disks ...int) *api.BackingImage {
+	w.t.Helper()
+	return w.await(name, fmt.Sprintf("is ready on the disks %v alone", disks), func(i *api.BackingImage) bool {
+		return int(i.Status.ReadyCopies) == len(disks) && slices.Equal(w.on(i), disks)
+	})
+}
+
+func (w *world) condition(name, kind, reason, says string) {
+	w.t.Helper()
+	w.await(name, fmt.Sprintf("has the condition %s %s, %q", kind, reason, says), func(i *api.BackingImage) bool {
+		c := meta.FindStatusCondition(i.Status.Conditions, kind)
+		return c != nil && c.Reason == reason && strings.Contains(c.Message, says)
+	})
+}
+
+// unused makes it look as if nobody had needed the copies for so long.
+func (w *world) unused(name string, since time.Duration) {
+	w.t.Helper()
+	w.eventually("the times are set back", func() bool {
+		var img api.BackingImage
+		if err := w.client.Get(w.t.Context(), client.ObjectKey{Name: name}, &img); err != nil {
+			w.t.Fatal(err)
+		}
+		for i := range img.Status.Copies {
+			if c := &img.Status.Copies[i]; !c.LastUsed.IsZero() {
+				c.LastUsed = metav1.NewTime(time.Now().Add(-since))
+			}
+		}
+		return w.client.Status().Update(w.t.Context(), &img) == nil
+	})
+}
+
+// Copies that nobody has needed for the wait interval go: not below the minimum, and never under a volume.
+func TestUnusedCopiesGo(t *testing.T) {
+	w := newWorld(t, 3)
+	b := content(1<<20, 1)
+	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 3 })
+	img := w.isOn("golden", 0, 1, 2)
+	w.volume("vol", "golden", 2)
+	w.await("golden", "is used on disk 2", func(i *api.BackingImage) bool {
+		return slices.ContainsFunc(i.Status.Copies, func(c api.ImageCopySummary) bool {
+			return string(c.Disk) == w.disks[2].UID() && c.LastUsed.IsZero()
+		})
+	})
+	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 2 })
+	w.unused("golden", 59*time.Minute)
+	w.isOn("golden", 0, 1, 2)
+	w.unused("golden", 61*time.Minute)
+	w.await("golden", "is on two disks", func(i *api.BackingImage) bool { return len(i.Status.Copies) == 2 && i.Status.ReadyCopies == 2 })
+	w.holds(2, img, b)
+	// An hour without a volume, and only the minimum stays: which is one of the two.
+	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 1 })
+	w.unused("golden", 2*time.Hour)
+	w.isOn("golden", 2)
+	w.noVolume("vol")
+	w.await("golden", "is used by nobody", func(i *api.BackingImage) bool { return !i.Status.Copies[0].LastUsed.IsZero() })
+	w.unused("golden", 2*time.Hour)
+	w.holds(2, w.isOn("golden", 2), b)
+
+	// With the setting 0 nothing goes; the setting is obeyed when it changes.
+	never := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "backing-image-cleanup-wait-interval"}, Value: "0"}
+	w.create(never)
+	t.Cleanup(func() { _ = w.client.Delete(context.Background(), never) })
+	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 2 })
+	w.await("golden", "is on two disks", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 2 })
+	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 1 })
+	w.unused("golden", 1000*time.Hour)
+	w.await("golden", "is on two disks still", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 2 })
+	never.Value = "60"
+	if err := w.client.Update(t.Context(), never); err != nil {
+		t.Fatal(err)
+	}
+	w.await("golden", "is on one disk", func(i *api.BackingImage) bool { return len(i.Status.Copies) == 1 })
+}
+
+// A disk that is left: the image moves first; what cannot move stays, and it is said; the minimum does not hold it.
+func TestEviction(t *testing.T) {
+	w := newWorld(t, 3)
+	b := content(1<<20, 1)
+	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	img := w.isOn("golden", 0)
+	w.evict(0, true)
+	w.condition("golden", imagestore.ConditionEviction, "Stays", "the only one that is ready")
+	w.holds(0, w.isOn("golden", 0), b)
+	w.change("golden", func(i *api.BackingImage) { i.Spec.DiskSelector = nil })
+	w.holds(1, w.isOn("golden", 1), b)
+	w.clean(0)
+	w.await("golden", "has nothing to leave", func(i *api.BackingImage) bool {
+		return meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionEviction) == nil
+	})
+	w.evict(0, false)
+
+	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 3 })
+	w.isOn("golden", 0, 1, 2)
+	w.evict(1, true)
+	w.isOn("golden", 0, 2)
+	w.clean(1)
+	w.condition("golden", api.ConditionReady, "TooFewCopies", "2 of 3 copies")
+	w.volume("vol", "golden", 2)
+	w.await("golden", "is used", func(i *api.BackingImage) bool {
+		return i.Status.Copies[1].LastUsed.IsZero() || i.Status.Copies[0].LastUsed.IsZero()
+	})
+	w.evict(2, true)
+	w.condition("golden", imagestore.ConditionEviction, "Stays", "a volume on it needs it")
+	w.noVolume("vol")
+	w.holds(0, w.isOn("golden", 0), b)
+	w.clean(2)
+	w.evict(1, false)
+	w.isOn("golden", 0, 1)
+	w.holds(1, img, b)
+}
+
+// A disk that goes away: its copies are unknown, another one is made where the minimum asks for it, and when it is back
+// it is used as it is. A deletion meanwhile says what it waits for, and ends when the disk is back or was given up.
+func TestDiskGoesAndComesBack(t *testing.T) {
+	w := newWorld(t, 2)
+	b := content(1<<20, 1)
+	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	w.image("other", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	w.isOn("golden", 0)
+	w.isOn("other", 0)
+	w.mounted(0, false)
+	bad := w.state("golden", api.ImageUnknown)
+	if !strings.Contains(bad.Status.Message, "not mounted") {
+		t.Errorf("message %q", bad.Status.Message)
+	}
+	w.mounted(0, true)
+	img := w.isOn("golden", 0)
+	w.holds(0, img, b)
+
+	w.mounted(0, false)
+	w.state("golden", api.ImageUnknown)
+	w.delete(&api.BackingImage{}, "golden")
+	w.delete(&api.BackingImage{}, "other")
+	w.condition("golden", imagestore.ConditionInUse, "CopyStays", "it goes when the disk is back")
+	w.mounted(0, true)
+	w.gone("golden")
+	w.gone("other")
+	w.clean(0)
+
+	// Given up: the disk is taken out of the node while it does not answer.
+	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	img = w.isOn("golden", 0)
+	w.mounted(0, false)
+	w.delete(&api.BackingImage{}, "golden")
+	w.condition("golden", imagestore.ConditionInUse, "CopyStays", "disk remove")
+	var spec api.DiskSpec
+	w.nodeIs(func(s *api.NodeSpec) { spec, s.Disks = s.Disks[0], s.Disks[1:] }, nil)
+	w.gone("golden")
+	if n := len(w.copies("golden")); n != 0 {
+		t.Errorf("%d copies are left", n)
+	}
+	// The same name again, elsewhere, beside the files of the first.
+	w.image("golden", api.SourceFile, imageFile(t, b))
+	again := w.isOn("golden", 1)
+	if again.Status.UUID == img.Status.UUID {
+		t.Error("the same UUID")
+	}
+	w.mounted(0, true)
+	w.nodeIs(func(s *api.NodeSpec) { s.Disks = slices.Insert(s.Disks, 0, spec) }, nil)
+	w.holds(1, w.isOn("golden", 1), b)
+	if err := w.disks[0].RemoveImage(string(img.Status.UUID)); err != nil { // what was given up stays on the disk
+		t.Error(err)
+	}
+}
+
+func (w *world) spoil(i int, img *api.BackingImage, b []byte) {
+	w.t.Helper()
+	f, err := os.OpenFile(filepath.Join(w.disks[i].Path(), "layers", string(img.Status.Layers[0]), "data"), os.O_RDWR, 0)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt([]byte{b[5000] ^ 1}, 5000); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// A verification reads every copy; what is damaged is made again from another copy, also where the source is an upload,
+// which cannot be asked again.
+func TestVerify(t *testing.T) {
+	w := newWorld(t, 2)
+	b := content(3<<20, 1)
+	w.image("sent", api.SourceUpload, map[string]string{}, func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 2 })
+	if code, said := upload(t, w.uploadURL("sent"), strings.NewReader(string(b)), int64(len(b))); code != 200 {
+		t.Fatalf("%d %s", code, said)
+	}
+	img := w.isOn("sent", 0, 1)
+	verified := func(token string) {
+		t.Helper()
+		w.change("sent", func(i *api.BackingImage) { i.Annotations = map[string]string{api.AnnotationVerify: token} })
+		w.eventually("both copies are verified", func() bool {
+			for _, c := range w.copies("sent") {
+				if c.Status.Verified != token || c.Status.LastVerified.IsZero() {
+					return false
+				}
+			}
+			return true
+		})
+	}
+	verified("one")
+	for _, c := range w.copies("sent") {
+		if c.Status.State != api.ImageReady {
+			t.Errorf("disk %s: %s %s", c.Spec.Disk, c.Status.State, c.Status.Message)
+		}
+	}
+	for i := range 2 {
+		w.spoil(i, img, b)
+		verified(fmt.Sprintf("bad-%d", i))
+		w.eventually("the copy is made again from the other", func() bool {
+			return w.disks[i].Verify(t.Context(), string(img.Status.Layers[0])) == nil
+		})
+		w.holds(i, w.isOn("sent", 0, 1), b)
+	}
+	for _, c := range w.copies("sent") {
+		if c.Spec.From == "" || c.Spec.From == c.Spec.Disk {
+			t.Errorf("disk %s: made from %q", c.Spec.Disk, c.Spec.From)
+		}
+	}
+
+	// Without a wish: when the last verification is long ago. The touch of the file itself is older than this process.
+	w.stop()
+	for _, c := range w.copies("sent") {
+		c.Status.LastVerified = metav1.NewTime(time.Now().Add(-169 * time.Hour))
+		if err := w.client.Status().Update(t.Context(), &c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.start()
+	w.eventually("both copies are verified again", func() bool {
+		for _, c := range w.copies("sent") {
+			if time.Since(c.Status.LastVerified.Time) > time.Hour {
+				return false
+			}
+		}
+		return true
+	})
+	w.isOn("sent", 0, 1)
+}
+
+// From one disk only so many copies are sent at once as the setting says.
+func TestSendsPerDisk(t *testing.T) {
+	w := newWorld(t, 5)
+	one := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "concurrent-image-copies-per-sender"}, Value: "1"}
+	w.create(one)
+	t.Cleanup(func() { _ = w.client.Delete(context.Background(), one) })
+	b := content(64<<20, 1)
+	var copies api.ImageCopyList
+	watch, err := w.client.Watch(t.Context(), &copies)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer watch.Stop()
+	most := make(chan int, 1)
+	go func() {
+		sending, top := map[string]bool{}, 0
+		ready := map[string]bool{}
+		for e := range watch.ResultChan() {
+			c, ok := e.Object.(*api.ImageCopy)
+			if !ok || c.Spec.From == "" {
+				continue
+			}
+			s := c.Status.State
+			sending[c.Name] = s == api.ImageInProgress || s == api.ImageTransfer
+			n := 0
+			for _, is := range sending {
+				if is {
+					n++
+				}
+			}
+			top = max(top, n)
+			if ready[c.Name] = s == api.ImageReady; s == api.ImageReady && len(ready) == 4 {
+				all := true
+				for _, is := range ready {
+					all = all && is
+				}
+				if all {
+					break
+				}
+			}
+		}
+		most <- top
+	}()
+	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 5 })
+	img := w.isOn("golden", 0, 1, 2, 3, 4)
+	for i := range w.disks {
+		w.holds(i, img, b)
+	}
+	for _, c := range w.copies("golden") {
+		if c.Spec.From != "" && string(c.Spec.From) != w.disks[0].UID() && c.Status.State != api.ImageReady {
+			t.Errorf("%+v", c)
+		}
+	}
+	// A copy is told to be in progress a moment after it is; the one before it may still be told so then.
+	if n := <-most; n > 2 {
+		t.Errorf("%d copies were sent at once", n)
+	}
+}

@@ -1,0 +1,97 @@
+package imagestore
+
+import (
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"drover.io/drover/api"
+)
+
+// silence is how old a node's heartbeat may be; nodes renew it every 30 s.
+const silence = 2 * time.Minute
+
+// place is one disk of a node, as far as placement cares.
+type place struct {
+	uid                api.UID
+	node, path         string
+	nodeTags, diskTags []string
+	alive              bool   // node and disk answer
+	open               bool   // takes new copies
+	leaving            bool   // eviction is requested
+	removed            bool   // taken out of the node's spec, and it does not answer
+	message            string // why it does not answer
+	available          int64
+}
+
+// disksOf is every disk that the nodes tell of, and which nodes are alive.
+func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]bool) {
+	alive = map[string]bool{}
+	for i := range nodes {
+		n := &nodes[i]
+		live := now.Sub(n.Status.Heartbeat.Time) < silence &&
+			!meta.IsStatusConditionFalse(n.Status.Conditions, api.ConditionReady)
+		alive[n.Name] = live
+		for _, st := range n.Status.Disks {
+			if st.UID == "" {
+				continue
+			}
+			d := place{uid: st.UID, node: n.Name, path: st.Path, nodeTags: n.Spec.Tags, alive: live && st.Ready,
+				message: st.Message, available: st.Available}
+			j := slices.IndexFunc(n.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == st.Path })
+			if j >= 0 {
+				s := n.Spec.Disks[j]
+				d.diskTags, d.leaving = s.Tags, s.EvictionRequested
+				d.open = !s.EvictionRequested && (s.Schedulable == nil || *s.Schedulable) &&
+					(n.Spec.Schedulable == nil || *n.Spec.Schedulable)
+			} else {
+				d.leaving, d.removed = true, !st.Ready
+			}
+			disks = append(disks, d)
+		}
+	}
+	return disks, alive
+}
+
+func (v *view) disk(uid api.UID) *place {
+	i := slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid })
+	if i < 0 {
+		return nil
+	}
+	return &v.disks[i]
+}
+
+// alive reports whether the disk answers.
+func (v *view) alive(uid api.UID) bool {
+	d := v.disk(uid)
+	return d != nil && d.alive
+}
+
+// gone reports that nobody will ever answer for the disk on that node: the node is no object any more, or the user took
+// the disk away, or the node is alive with all its disks and this one is not among them.
+func (v *view) gone(node string, uid api.UID) bool {
+	live, known := v.nodes[node]
+	if !known {
+		return true
+	}
+	mine := 0
+	for _, d := range v.disks {
+		if d.node != node {
+			continue
+		}
+		if d.uid == uid {
+			return d.removed
+		}
+		if !d.alive && !d.removed {
+			return false
+		}
+		mine++
+	}
+	return live && mine > 0
+}
+
+// used reports whether a replica on the disk has the image below it.
+func (v *view) used(uid api.UID) bool {
+	return slices.ContainsFunc(v.needed, func(n need) bool { return n.disk == uid })
+}
