@@ -11,7 +11,7 @@ type lengths struct {
 	choice [2]uint16
 	low    [16][8]uint16
 	mid    [16][8]uint16
-	high   [256]uint16
+	high   [0x100]uint16
 }
 
 // model is what the decoder has learned, by what it decides.
@@ -25,8 +25,8 @@ type model struct {
 	match      lengths
 	rep        lengths
 	slot       [4][64]uint16
-	special    [128]uint16
-	align      [16]uint16
+	special    [16][32]uint16 // by slot
+	align      [32]uint16
 	literal    [literals][0x300]uint16
 }
 
@@ -54,7 +54,9 @@ var even = func() (m model) {
 	for i := range m.slot {
 		half(m.slot[i][:])
 	}
-	half(m.special[:])
+	for i := range m.special {
+		half(m.special[i][:])
+	}
 	half(m.align[:])
 	for i := range m.literal {
 		half(m.literal[i][:])
@@ -77,27 +79,7 @@ type lzma struct {
 	in [inSize]byte
 }
 
-// norm refills the range coder.
-func norm(rng, code uint32, at int, in *[inSize]byte) (uint32, uint32, int) {
-	if rng < 1<<24 {
-		rng <<= 8
-		code = code<<8 | uint32(in[at&(inSize-1)])
-		at++
-	}
-	return rng, code, at
-}
-
-// choose decides one bit, which is appended to sym, without a branch: which way it goes can hardly be predicted.
-func choose(rng, code, sym uint32, p *uint16) (uint32, uint32, uint32) {
-	v := uint32(*p)
-	bound := rng >> 11 * v
-	t := int64(code) - int64(bound)
-	m := uint32(t >> 63) // all ones for a zero
-	r := rng - bound
-	*p = uint16(int32(v) - int32(v+m&(1<<32-2017))>>5)
-	return r ^ (r^bound)&m, uint32(t) + bound&m, sym<<1 + 1 + m
-}
-
+// literalState is the state after a literal.
 var literalState = [16]uint8{0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 4, 5}
 
 // run decodes until the ring is at soft, or beyond it because of a match, but never beyond hard. It reports false for
@@ -131,25 +113,9 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 		if code < bound {
 			rng = bound
 			*p = uint16(v + (2048-v)>>5)
-			lit := &d.literal[((now&lpMask)<<lc+prev>>(8-lc))&(literals-1)]
-			sym = 1
+			lit := &d.literal[((now&lpMask)<<(lc&31)+prev>>((8-lc)&31))&(literals-1)]
 			if state < 7 {
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &lit[sym])
+				rng, code, at, sym = tree8((*[0x100]uint16)(lit[:]), in, rng, code, at)
 			} else {
 				from := pos - int(rep0) - 1
 				if from < 0 {
@@ -158,16 +124,7 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 				if uint(from) >= uint(len(b)) {
 					return false
 				}
-				like := uint32(b[from]) << 1
-				off := uint32(0x100)
-				for sym < 0x100 {
-					m := like & off
-					like <<= 1
-					q := &lit[off+m+sym]
-					rng, code, at = norm(rng, code, at, in)
-					rng, code, sym = choose(rng, code, sym, q)
-					off &= m ^ (sym&1 - 1)
-				}
+				rng, code, at, sym = matched(lit, in, rng, code, at, uint32(b[from]))
 			}
 			prev = sym & 0xff
 			b[pos] = byte(sym)
@@ -283,13 +240,8 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 			rng = bound
 			*p = uint16(v + (2048-v)>>5)
 			t := &l.low[now&pbMask&15]
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&7])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&7])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&7])
-			n = int(sym) - 8 + 2
+			rng, code, at, sym = tree3(t, in, rng, code, at)
+			n = int(sym) + 2
 		} else {
 			rng -= bound
 			code -= bound
@@ -302,73 +254,19 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 				rng = bound
 				*p = uint16(v + (2048-v)>>5)
 				t := &l.mid[now&pbMask&15]
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &t[sym&7])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &t[sym&7])
-				rng, code, at = norm(rng, code, at, in)
-				rng, code, sym = choose(rng, code, sym, &t[sym&7])
-				n = int(sym) - 8 + 10
+				rng, code, at, sym = tree3(t, in, rng, code, at)
+				n = int(sym) + 10
 			} else {
 				rng -= bound
 				code -= bound
 				*p = uint16(v - v>>5)
-				for sym < 0x100 {
-					rng, code, at = norm(rng, code, at, in)
-					rng, code, sym = choose(rng, code, sym, &l.high[sym&0xff])
-				}
+				rng, code, at, sym = tree8(&l.high, in, rng, code, at)
 				n = int(sym) - 256 + 18
 			}
 		}
 
 		if fresh {
-			t := &d.slot[min(n-2, 3)&3]
-			sym = 1
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rng, code, at = norm(rng, code, at, in)
-			rng, code, sym = choose(rng, code, sym, &t[sym&63])
-			rep0 = sym - 64
-			if rep0 >= 4 {
-				bits := rep0>>1 - 1
-				rep0 = 2 | rep0&1
-				if bits < 6 {
-					// Lowest bit first.
-					rep0 <<= bits
-					start := rep0 - (sym - 64)
-					m, add := uint32(1), uint32(0)
-					for k := uint32(0); k < bits; k++ {
-						rng, code, at = norm(rng, code, at, in)
-						rng, code, m = choose(rng, code, m, &d.special[(start+m)&127])
-						add |= (m & 1) << k
-					}
-					rep0 += add
-				} else {
-					for k := bits - 4; k > 0; k-- {
-						rng, code, at = norm(rng, code, at, in)
-						rng >>= 1
-						t := code - rng
-						m := uint32(int32(t) >> 31)
-						code = t + rng&m
-						rep0 = rep0<<1 + m + 1
-					}
-					rep0 <<= 4
-					m := uint32(1)
-					for k := 0; k < 4; k++ {
-						rng, code, at = norm(rng, code, at, in)
-						rng, code, m = choose(rng, code, m, &d.align[m&15])
-						rep0 += (m & 1) << k
-					}
-				}
-			}
+			rng, code, at, rep0 = d.distance(rng, code, at, n)
 		}
 
 		if int(rep0) >= epoch+pos || int(rep0) >= window || n > hard-pos {

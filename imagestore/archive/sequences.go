@@ -6,7 +6,7 @@ import (
 )
 
 // copySlack is how far copies may read and write beyond their end.
-const copySlack = 32
+const copySlack = 64
 
 // sequence is a run of literals, and a copy of what came so far before.
 type sequence struct {
@@ -19,11 +19,7 @@ type seqDecoder struct {
 	ll   table
 	of   table
 	ml   table
-	// The bits of the sequences, behind bitsPad zeros: they are read from the end, and a bit beyond the start.
-	bits []byte
 }
-
-const bitsPad = 16
 
 // table is the current table of an alphabet; states is nil at the start of a frame.
 type table struct {
@@ -34,9 +30,6 @@ type table struct {
 func (d *seqDecoder) reset() {
 	d.reps = [3]uint32{1, 4, 8}
 	d.ll.states, d.of.states, d.ml.states = nil, nil, nil
-	if d.bits == nil {
-		d.bits = make([]byte, bitsPad+maxBlock)
-	}
 }
 
 // pick makes the table that the mode asks for, and tells how much of p it took.
@@ -59,9 +52,10 @@ func (t *table) pick(s *symbols, mode byte, p []byte) (n int, ok bool) {
 	return 0, t.states != nil
 }
 
-// decode appends the sequences of p to seqs. Together with the literals that are left they make size bytes, which is at
-// most most.
-func (d *seqDecoder) decode(seqs []sequence, p []byte, literals, most int) (_ []sequence, size int, ok bool) {
+// decode appends the sequences of block, which start at byte at, to seqs. Together with the literals that are left they
+// make size bytes, which is at most most. There is something, no matter what, in the 8 bytes before at.
+func (d *seqDecoder) decode(seqs []sequence, block []byte, at, literals, most int) (_ []sequence, size int, ok bool) {
+	p := block[at:]
 	if len(p) < 1 {
 		return seqs, 0, false
 	}
@@ -98,13 +92,12 @@ func (d *seqDecoder) decode(seqs []sequence, p []byte, literals, most int) (_ []
 	if len(p) == 0 || p[len(p)-1] == 0 {
 		return seqs, 0, false
 	}
-	copy(d.bits[bitsPad:], p)
 	left := 8*len(p) - 9 + bits.Len8(p[len(p)-1])
 	if cap(seqs)-len(seqs) < n {
 		seqs = append(make([]sequence, 0, len(seqs)+n), seqs...)
 	}
 	out := seqs[len(seqs) : len(seqs)+n]
-	runs, lengths, ok := d.sequences(out, d.bits[:bitsPad+len(p)], left, most)
+	runs, lengths, ok := d.sequences(out, block[len(block)-len(p)-8:], left)
 	if !ok || runs > literals || literals+lengths > most {
 		return seqs, 0, false
 	}
@@ -112,15 +105,12 @@ func (d *seqDecoder) decode(seqs []sequence, p []byte, literals, most int) (_ []
 }
 
 // sequences decodes into out, and gives the sums of the runs and of the lengths.
-func (d *seqDecoder) sequences(out []sequence, src []byte, left, most int) (runs, lengths int, ok bool) {
-	// What is left of src's bits: those below left, from bitsPad on. The next ones are at the top of c.
-	const (
-		base = bitsPad - 8
-		// Of the 57 bits that are there at least, the next states take so many.
-		room = 57 - 9 - 9 - 8
-	)
+func (d *seqDecoder) sequences(out []sequence, src []byte, left int) (runs, lengths int, ok bool) {
+	// What is left of src are the bits below left, behind its first 8 bytes; the next ones are at the top of c. Of the 57
+	// bits that are there at least, the next states take 9, 9 and 8.
+	const room = 57 - 9 - 9 - 8
 	llT, ofT, mlT := &d.ll.t, &d.of.t, &d.ml.t
-	c := peekBits(src, base, left)
+	c := peekBits(src, left)
 	ll := c >> 1 >> (63 - d.ll.log)
 	c <<= d.ll.log
 	of := c >> 1 >> (63 - d.of.log)
@@ -132,7 +122,7 @@ func (d *seqDecoder) sequences(out []sequence, src []byte, left, most int) (runs
 		if left < 0 {
 			return 0, 0, false
 		}
-		c = peekBits(src, base, left)
+		c = peekBits(src, left)
 		llE, ofE, mlE := llT[ll&(maxStates-1)], ofT[of&(maxStates-1)], mlT[ml&(maxStates-1)]
 		llBits, ofBits, mlBits := uint(llE>>8)&0xff, uint(ofE>>8)&0xff, uint(mlE>>8)&0xff
 		value := uint32(ofE>>32) + uint32(c>>1>>((63-ofBits)&63))
@@ -142,7 +132,7 @@ func (d *seqDecoder) sequences(out []sequence, src []byte, left, most int) (runs
 			if left < 0 {
 				return 0, 0, false
 			}
-			c = peekBits(src, base, left)
+			c = peekBits(src, left)
 		}
 		length := uint32(mlE>>32) + uint32(c>>1>>((63-mlBits)&63))
 		c <<= mlBits & 63
@@ -153,7 +143,7 @@ func (d *seqDecoder) sequences(out []sequence, src []byte, left, most int) (runs
 			if left < 0 {
 				return 0, 0, false
 			}
-			c = peekBits(src, base, left)
+			c = peekBits(src, left)
 		}
 		if i < len(out)-1 {
 			nb := uint(llE & 0xff)
@@ -187,18 +177,14 @@ func (d *seqDecoder) sequences(out []sequence, src []byte, left, most int) (runs
 		out[i] = sequence{run, length, rep0}
 		runs += int(run)
 		lengths += int(length)
-		// Neither sum can get far: a block is at most 128 KiB.
-		if lengths > most || runs > most {
-			return 0, 0, false
-		}
 	}
 	d.reps = [3]uint32{rep0, rep1, rep2}
 	return runs, lengths, left == 0
 }
 
 // peekBits gives the 57 or more bits below left at the top of a word.
-func peekBits(src []byte, base, left int) uint64 {
-	return binary.LittleEndian.Uint64(src[base+(left+7)>>3:]) << (uint(-left) & 7)
+func peekBits(src []byte, left int) uint64 {
+	return binary.LittleEndian.Uint64(src[(left+7)>>3:]) << (uint(-left) & 7)
 }
 
 var errDistance = corrupt("zstd: the packed data are damaged")
@@ -213,9 +199,9 @@ func (g *ring) execute(seqs []sequence, lit []byte, window int) error {
 		run, length, distance := int(seqs[i].run), int(seqs[i].length), int(seqs[i].distance)
 		to := b[pos : pos+run+length+copySlack]
 		from := lit[at : at+run+copySlack]
-		*(*[16]byte)(to) = *(*[16]byte)(from)
-		for k := 16; k < run; k += 16 {
-			*(*[16]byte)(to[k:]) = *(*[16]byte)(from[k:])
+		*(*[32]byte)(to) = *(*[32]byte)(from)
+		for k := 32; k < run; k += 32 {
+			*(*[32]byte)(to[k:]) = *(*[32]byte)(from[k:])
 		}
 		at += run
 		pos += run
@@ -244,8 +230,10 @@ func (g *ring) execute(seqs []sequence, lit []byte, window int) error {
 		from = b[back : back+length+copySlack]
 		switch {
 		case distance >= 16:
+			// Not 32 at once: the second 16 may be copies of the first.
 			*(*[16]byte)(to) = *(*[16]byte)(from)
-			for k := 16; k < length; k += 16 {
+			*(*[16]byte)(to[16:]) = *(*[16]byte)(from[16:])
+			for k := 32; k < length; k += 16 {
 				*(*[16]byte)(to[k:]) = *(*[16]byte)(from[k:])
 			}
 			pos += length

@@ -358,9 +358,11 @@ func (z *unzstder) block(most int) (last bool, err error) {
 		if err != nil {
 			return false, err
 		}
-		rest, ok := z.literals(s, b, most)
+		used, ok := z.literals(s, b, most)
 		if ok {
-			s.seqs, size, ok = z.seq.decode(s.seqs, rest, len(s.lit)-copySlack, most)
+			// The decoder looks a bit beyond the start; headers are before it.
+			b = z.in.buf[z.in.pos-n-maxBack : z.in.pos]
+			s.seqs, size, ok = z.seq.decode(s.seqs, b, used+maxBack, len(s.lit)-copySlack, most)
 		}
 		if !ok {
 			return false, z.in.damaged("the packed data are damaged")
@@ -373,10 +375,10 @@ func (z *unzstder) block(most int) (last bool, err error) {
 	return last, nil
 }
 
-// literals decodes the first part of a block, and gives the second one.
-func (z *unzstder) literals(s *step, b []byte, most int) (rest []byte, ok bool) {
+// literals decodes the first part of a block, and tells how long it is.
+func (z *unzstder) literals(s *step, b []byte, most int) (used int, ok bool) {
 	if len(b) < 1 {
-		return nil, false
+		return 0, false
 	}
 	kind, format := b[0]&3, b[0]>>2&3
 	var head uint64
@@ -396,7 +398,7 @@ func (z *unzstder) literals(s *step, b []byte, most int) (rest []byte, ok bool) 
 		size, packed = int(head>>4)&(1<<bits-1), int(head>>(4+bits))&(1<<bits-1)
 	}
 	if n+packed > len(b) || size > most {
-		return nil, false
+		return 0, false
 	}
 	body := b[n : n+packed]
 	lit := s.buf[:size+copySlack]
@@ -413,12 +415,12 @@ func (z *unzstder) literals(s *step, b []byte, most int) (rest []byte, ok bool) 
 		if kind == 2 {
 			z.hasHuff = false
 			if z.huff, body, err = huff0.ReadTable(body, z.huff); err != nil {
-				return nil, false
+				return 0, false
 			}
 			z.hasHuff = true
 		}
 		if !z.hasHuff {
-			return nil, false
+			return 0, false
 		}
 		z.huff.MaxDecodedSize = size
 		var got []byte
@@ -428,8 +430,8 @@ func (z *unzstder) literals(s *step, b []byte, most int) (rest []byte, ok bool) 
 			got, err = z.huff.Decoder().Decompress4X(lit[:0:size], body)
 		}
 		if err != nil || len(got) != size {
-			return nil, false
+			return 0, false
 		}
 	}
-	return b[n+packed:], true
+	return n + packed, true
 }
