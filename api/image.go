@@ -108,7 +108,8 @@ type BackingImageStatus struct {
 	Size int64 `json:"size,omitempty"`
 	// VirtualSize is the size of the disk inside the image, bytes; a volume from it is at least as large.
 	VirtualSize int64 `json:"virtualSize,omitempty"`
-	// Format that was found: raw or qcow2.
+	// Format that was found, and how it was packed: raw, qcow2, vmdk, vhd or vhdx, and .gz, .xz or .zst behind it.
+	// +kubebuilder:validation:Pattern=`^((raw|qcow2|vmdk|vhd|vhdx)(\.(gz|xz|zst))?)?$`
 	Format string `json:"format,omitempty"`
 	// Checksum is the SHA-512 of the source's bytes; Digest the root digest of the content.
 	Checksum        string             `json:"checksum,omitempty"`
