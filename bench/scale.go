@@ -19,60 +19,64 @@ import (
 const few = 10
 
 // scale times single operations beside a few images and volumes, and beside n of each, on two disks. Every image is a
-// file of its own, and every volume stands on one of them.
+// file of its own, and every volume stands on one of them. There are two instances, whose rounds are interleaved.
 func (b *bench) scale(ctx context.Context, n int) (err error) {
-	dir, err := os.MkdirTemp(b.options.dir, "drover-scale.")
-	if err != nil {
-		return err
+	var subjects []*crowd
+	defer func() {
+		for _, s := range subjects {
+			err = errors.Join(err, s.in.stop(), os.RemoveAll(s.dir))
+		}
+	}()
+	for _, count := range []int{few, n} {
+		s := &crowd{took: map[string][]float64{}}
+		if s.dir, err = os.MkdirTemp(b.options.dir, "drover-scale."); err != nil {
+			return err
+		}
+		if s.in, err = start(ctx, b.drover, s.dir, filepath.Join(s.dir, "disk2")); err != nil {
+			return errors.Join(err, os.RemoveAll(s.dir))
+		}
+		subjects = append(subjects, s)
+		s.file = filepath.Join(s.dir, "tiny.raw")
+		if err := randomFile(s.file, 64<<10, false); err != nil {
+			return err
+		}
+		began := time.Now()
+		if err := s.fill(ctx, count); err != nil {
+			return err
+		}
+		if count == n {
+			b.add("images-many", "fill", float64(n)/time.Since(began).Seconds(), "pairs/s", "", 0,
+				fmt.Sprintf("until there are %d images and %d volumes", n, n))
+		}
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	in, err := start(ctx, b.drover, dir, filepath.Join(dir, "disk2"))
-	if err != nil {
-		return err
+	for i := range max(b.rounds, 9) {
+		for _, s := range subjects {
+			if err := s.measure(ctx, i); err != nil {
+				return err
+			}
+		}
 	}
-	defer func() { err = errors.Join(err, in.stop()) }()
-	s := &crowd{in: in, file: filepath.Join(dir, "tiny.raw"), took: map[string][]float64{}}
-	if err := randomFile(s.file, 64<<10, false); err != nil {
-		return err
-	}
-	if err := s.fill(ctx, few); err != nil {
-		return err
-	}
-	before, err := s.measure(ctx, max(b.rounds, 5))
-	if err != nil {
-		return err
-	}
-	began := time.Now()
-	if err := s.fill(ctx, n); err != nil {
-		return err
-	}
-	b.add("images-many", "fill", float64(n-few)/time.Since(began).Seconds(), "pairs/s", "", 0,
-		fmt.Sprintf("until there are %d images and %d volumes", n, n))
-	after, err := s.measure(ctx, max(b.rounds, 5))
-	if err != nil {
-		return err
-	}
-	for _, op := range s.order {
-		b.add("images-many", fmt.Sprintf("%s beside %d", op, n), after[op]*1e3, "ms", fmt.Sprintf("beside %d", few),
-			before[op]*1e3, "")
+	before, after := subjects[0], subjects[1]
+	for _, op := range after.order {
+		b.add("images-many", fmt.Sprintf("%s beside %d", op, n), median(after.took[op])*1e3, "ms",
+			fmt.Sprintf("beside %d", few), median(before.took[op])*1e3, "")
 	}
 	return nil
 }
 
 // crowd is an instance with many images and volumes.
 type crowd struct {
-	in    *instance
-	file  string
-	have  int
-	order []string
-	took  map[string][]float64
+	in        *instance
+	dir, file string
+	order     []string
+	took      map[string][]float64
 }
 
-// fill makes images and volumes until there are n of each.
+// fill makes n images and volumes.
 func (s *crowd) fill(ctx context.Context, n int) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(8)
-	for i := s.have; i < n; i++ {
+	for i := range n {
 		g.Go(func() error {
 			name := fmt.Sprintf("crowd-%d", i)
 			if err := s.in.importFile(ctx, name, s.file); err != nil {
@@ -81,7 +85,6 @@ func (s *crowd) fill(ctx context.Context, n int) error {
 			return s.volume(ctx, name, name)
 		})
 	}
-	s.have = n
 	return g.Wait()
 }
 
@@ -97,40 +100,32 @@ func (s *crowd) volume(ctx context.Context, name, image string) error {
 	return err
 }
 
-// measure times each operation some rounds and returns the medians.
-func (s *crowd) measure(ctx context.Context, rounds int) (map[string]float64, error) {
-	clear(s.took)
-	s.order = nil
-	for i := range rounds {
-		name := fmt.Sprintf("single-%d-%d", s.have, i)
-		for _, step := range []struct {
-			op string
-			do func() error
-		}{
-			{"image-create", func() error { return s.in.importFile(ctx, name, s.file) }},
-			{"volume-create", func() error { return s.volume(ctx, name, name) }},
-			{"volume-attach", func() error { return s.attach(ctx, name) }},
-			{"volume-detach", func() error { return s.in.detach(ctx, name) }},
-			{"volume-get", func() error { return s.in.client.Get(ctx, client.ObjectKey{Name: name}, &api.Volume{}) }},
-			{"image-list-page", func() error { return s.in.client.List(ctx, &api.BackingImageList{}, client.Limit(few)) }},
-			{"volume-delete", func() error { return s.in.deleteVolume(ctx, name) }},
-			{"image-delete", func() error { return s.in.deleteImage(ctx, name) }},
-		} {
-			began := time.Now()
-			if err := step.do(); err != nil {
-				return nil, fmt.Errorf("%s: %w", step.op, err)
-			}
-			if s.took[step.op] == nil {
-				s.order = append(s.order, step.op)
-			}
-			s.took[step.op] = append(s.took[step.op], time.Since(began).Seconds())
+// measure times each operation once.
+func (s *crowd) measure(ctx context.Context, round int) error {
+	name := fmt.Sprintf("single-%d", round)
+	for _, step := range []struct {
+		op string
+		do func() error
+	}{
+		{"image-create", func() error { return s.in.importFile(ctx, name, s.file) }},
+		{"volume-create", func() error { return s.volume(ctx, name, name) }},
+		{"volume-attach", func() error { return s.attach(ctx, name) }},
+		{"volume-detach", func() error { return s.in.detach(ctx, name) }},
+		{"volume-get", func() error { return s.in.client.Get(ctx, client.ObjectKey{Name: name}, &api.Volume{}) }},
+		{"image-list-page", func() error { return s.in.client.List(ctx, &api.BackingImageList{}, client.Limit(few)) }},
+		{"volume-delete", func() error { return s.in.deleteVolume(ctx, name) }},
+		{"image-delete", func() error { return s.in.deleteImage(ctx, name) }},
+	} {
+		began := time.Now()
+		if err := step.do(); err != nil {
+			return fmt.Errorf("%s: %w", step.op, err)
 		}
+		if s.took[step.op] == nil {
+			s.order = append(s.order, step.op)
+		}
+		s.took[step.op] = append(s.took[step.op], time.Since(began).Seconds())
 	}
-	out := map[string]float64{}
-	for op, t := range s.took {
-		out[op] = median(t)
-	}
-	return out, nil
+	return nil
 }
 
 func (s *crowd) attach(ctx context.Context, name string) error {
