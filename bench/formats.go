@@ -106,8 +106,8 @@ func (b *bench) told(format, toolName string, own, other []spent, hash, mb float
 	rss := func(s spent) float64 { return float64(s.rss) / (1 << 20) }
 	du := func(s spent) float64 { return float64(s.disk) / (1 << 20) }
 	b.add(name+"-cpu", "drover", of(own, cpu), "s", toolName, of(other, cpu), "processor time")
-	b.add(name+"-memory", "drover", of(own, rss), "MiB", "", 0, fmt.Sprintf("peak above idle; %s: %.0f MiB in all", toolName,
-		of(other, rss)))
+	b.add(name+"-memory", "drover", of(own, rss), "MiB", "", 0,
+		fmt.Sprintf("peak above idle; %s: %.0f MiB in all", toolName, of(other, rss)))
 	b.add(name+"-du", "drover", of(own, du), "MiB", toolName, of(other, du), "on the disk")
 }
 

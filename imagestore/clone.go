@@ -72,7 +72,8 @@ func (r *images) origin(ctx context.Context, img *api.BackingImage) (*api.Backin
 }
 
 // origins are the ready copies of the image that img is a clone of, as far as they have its layers.
-func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec, layers []api.UID) ([]api.ImageCopy, error) {
+func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec,
+	layers []api.UID) ([]api.ImageCopy, error) {
 	if img.SourceType != api.SourceClone {
 		return nil, nil
 	}

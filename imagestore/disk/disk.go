@@ -178,7 +178,8 @@ func Unmade(on block.Layers, want Want) bool {
 }
 
 // copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
-func copyLayer(ctx context.Context, from, on block.Layers, uid string, tell func(int64)) (allocated, size int64, err error) {
+func copyLayer(ctx context.Context, from, on block.Layers, uid string,
+	tell func(int64)) (allocated, size int64, err error) {
 	src, err := from.Open(uid)
 	if err != nil {
 		return 0, 0, err

@@ -267,7 +267,8 @@ func TestImport(t *testing.T) {
 			} else if digest != got.Digest {
 				t.Errorf("digest %s differs from the first way's, %s", got.Digest, digest)
 			}
-			if state, _, done, total := p.Snapshot(); state != api.ImageTransfer || done != int64(len(c.bytes)) || total != done {
+			state, _, done, total := p.Snapshot()
+			if state != api.ImageTransfer || done != int64(len(c.bytes)) || total != done {
 				t.Errorf("progress ended at %s, %d of %d", state, done, total)
 			}
 			if err := disk.Remove(t.Context(), d, want); err != nil {

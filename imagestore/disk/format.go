@@ -128,7 +128,8 @@ func fixedVHD(tail []byte, size int64) (int64, error) {
 	}
 	defer img.Close()
 	if !img.Info().Fixed {
-		return -1, api.Errorf(api.Corrupt, "vhd: it ends like a dynamic disk, and does not begin like one: its start is damaged")
+		return -1, api.Errorf(api.Corrupt,
+			"vhd: it ends like a dynamic disk and does not begin like one: its start is damaged")
 	}
 	return img.Size(), nil
 }

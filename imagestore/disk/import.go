@@ -2,8 +2,8 @@
 // layer, copies layers from another disk, finds what is there already, and removes. It sees a disk as block.Layers.
 //
 // The bytes of the source go through once: read, hashed (SHA-512, over the source's bytes, holes included) and written
-// in parallel; chunks of zeros stay holes. What comes packed (gzip, xz, zstd) is unpacked on the way. A raw image streams
-// straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random access:
+// in parallel; chunks of zeros stay holes. What comes packed (gzip, xz, zstd) is unpacked on the way. A raw image
+// streams straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random access:
 // from a file of this node they are converted in place, while the file is hashed; from a stream they go through a
 // nameless scratch file on the same disk, and are converted while they arrive. What was converted is taken out of that
 // file, and the source waits when it is too far ahead, so that it stays small where the image is in order.
@@ -125,7 +125,8 @@ func Import(ctx context.Context, on block.Layers, want Want, p *Progress,
 func explain(on block.Layers, err error) error {
 	switch {
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
-		return api.Errorf(api.Full, "disk %s is full: free some room, or let the image go to a larger disk (%w)", on.UID(), err)
+		return api.Errorf(api.Full, "disk %s is full: free some room, or let the image go to a larger disk (%w)", on.UID(),
+			err)
 	case api.KindOf(err) != api.Other:
 		return err
 	case errors.Is(err, io.ErrUnexpectedEOF):

@@ -120,8 +120,9 @@ type piece struct {
 
 // pump carries a source from its first byte to its last: reading, hashing and writing overlap, each piece is in memory
 // once. put gets every piece of data (no hole), from up to writers goroutines, in any order but for writers == 1. tell
-// hears of every piece once it is hashed (or written, where h is nil), from any goroutine. h and put may be nil. All goroutines have ended when pump returns. A blocked fill must
-// be ended by the caller's context, which the caller cancels when stop is called.
+// hears of every piece once it is hashed (or written, where h is nil), from any goroutine. h and put may be nil. All
+// goroutines have ended when pump returns. A blocked fill must be ended by the caller's context, which the caller
+// cancels when stop is called.
 func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64) error, writers int,
 	tell func(n int64), stop func(error)) (int64, error) {
 	free := make(chan []byte, pieces)

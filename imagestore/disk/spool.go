@@ -152,8 +152,8 @@ func (s *spool) ReadAt(p []byte, off int64) (int, error) {
 		p, err = p[:max(have-off, 0)], io.EOF
 	}
 	if at := s.dropped(off, end); at >= 0 {
-		return 0, api.Errorf(api.Corrupt, "the bytes at %#x are used more than once: the image is damaged, or it is one that "+
-			"can be read from a file only", at)
+		return 0, api.Errorf(api.Corrupt, "the bytes at %#x are used more than once: the image is damaged, or it is one "+
+			"that can be read from a file only", at)
 	}
 	n, rerr := s.f.ReadAt(p, off)
 	if rerr == io.EOF {

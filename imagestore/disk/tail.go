@@ -76,8 +76,8 @@ func (im *importer) ended(tail []byte, size int64) error {
 		return err
 	}
 	if size-disk > (heldBack-1)*pieceSize {
-		return api.Errorf(api.Corrupt, "vhd: %d bytes are between the end of the disk of %d bytes and its footer: it is damaged",
-			size-tailSize-disk, disk)
+		return api.Errorf(api.Corrupt, "vhd: %d bytes are between the end of the disk of %d bytes and its footer: "+
+			"it is damaged", size-tailSize-disk, disk)
 	}
 	im.format, im.virtual = isVHD, disk
 	im.cut.Store(disk)

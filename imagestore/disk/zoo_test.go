@@ -261,7 +261,8 @@ func hostile(t *testing.T) []animal {
 	add("an archive in an archive", api.Unsupported, "in an archive", c.packed("xz -0", g))
 	add("an archive of nothing", api.Invalid, "empty", c.packed("gzip", nil))
 	add("an archive of a page", api.Invalid, "text page", c.packed("gzip", []byte("<!DOCTYPE html><html></html>")))
-	add("an archive of a tar", api.Unsupported, "tar", c.packed("zstd -q", cat(make([]byte, 257), []byte("ustar\x00"), content)))
+	add("an archive of a tar", api.Unsupported, "tar",
+		c.packed("zstd -q", cat(make([]byte, 257), []byte("ustar\x00"), content)))
 	add("an archive of half a qcow2", api.Corrupt, "cut off", c.packed("xz -0", q[:len(q)/2]))
 	add("an archive of a lying VMDK", api.OutOfRange, "", c.packed("gzip -1", edit(v, word(12, 1<<50))))
 	add("an archive with a dictionary of 4 GiB", api.Corrupt, "", edit(z, func(b []byte) { b[16] = 40 }))

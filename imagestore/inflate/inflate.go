@@ -2,7 +2,7 @@
 // decoders that exist keep a window and stop at every byte of input; the clusters and grains of a disk image are wholly
 // in memory on both sides, so none of that is needed here, and import speed is the speed of this loop.
 //
-// The input is hostile. Everything is bounds-checked by the language, there is no unsafe code, and nothing is allocated.
+// The input is hostile. Everything is bounds-checked by the language; there is no unsafe code, and no allocation.
 package inflate
 
 import (

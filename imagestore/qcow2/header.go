@@ -119,7 +119,8 @@ func parseHeader(head []byte, lim Limits) (*header, error) {
 	be := binary.BigEndian
 	h := &header{version: be.Uint32(head[4:])}
 	if h.version != 2 && h.version != 3 {
-		return nil, unsupported("version %d cannot be read, only 2 and 3; convert it with: qemu-img convert -O qcow2", h.version)
+		return nil, unsupported("version %d cannot be read, only 2 and 3; convert it with: qemu-img convert -O qcow2",
+			h.version)
 	}
 	length := headerV2
 	if h.version == 3 {

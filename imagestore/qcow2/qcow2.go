@@ -6,9 +6,9 @@
 //
 // What an image must stand for by itself is refused with its own message: a backing file, an external data file,
 // encryption, unknown incompatible features, an image marked corrupt. Internal snapshots are ignored. A dirty image is
-// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged; or, for
-// an image that is still on its way (Limits.Lazy), each is checked when it is first used. Reads never leave the file, and
-// memory does not depend on what the image says beyond the limits.
+// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged;
+// or, for an image that is still on its way (Limits.Lazy), each is checked when it is first used. Reads never leave the
+// file, and memory does not depend on what the image says beyond the limits.
 package qcow2
 
 import (
