@@ -3,10 +3,10 @@
 //
 // The bytes of the source go through once: read, hashed (SHA-512, over the source's bytes, holes included) and written
 // in parallel; chunks of zeros stay holes. What comes packed (gzip, xz, zstd) is unpacked on the way. A raw image
-// streams straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random access:
-// from a file of this node they are converted in place, while the file is hashed; from a stream they go through a
-// nameless scratch file on the same disk, and are converted while they arrive. What was converted is taken out of that
-// file, and the source waits when it is too far ahead, so that it stays small where the image is in order.
+// streams straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random
+// access: from a file of this node they are converted in place, while the file is hashed; from a stream they go through
+// a nameless scratch file on the same disk, and are converted while they arrive. What was converted is taken out of
+// that file, and the source waits when it is too far ahead, so that it stays small where the image is in order.
 //
 // The commit point of an import is the record of the image (Layers.PutImage): before it nothing is there, and every
 // failure leaves nothing. The checksum is compared before the layer is sealed. All goroutines end before a function
