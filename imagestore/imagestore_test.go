@@ -183,7 +183,7 @@ func TestFailures(t *testing.T) {
 		{"wrong-sum", api.SourceFile, imageFile(t, b), sum(nil), "wrong checksum", false},
 		{"empty", api.SourceFile, imageFile(t, nil), "", "empty", false},
 		{"no-file", api.SourceFile, map[string]string{"path": "/nowhere/x"}, "", "not on this node", true},
-		{"later", "registry", map[string]string{}, "", "not supported yet", false},
+		{"later", "restore", map[string]string{}, "", "not supported yet", false},
 		{"unknown", api.SourceFile, map[string]string{"path": "/x", "size": "1"}, "", `"size" is unknown`, false},
 	} {
 		w.image(c.name, c.source, c.params, func(s *api.BackingImageSpec) { s.Checksum = c.sum })
@@ -209,7 +209,7 @@ func TestRetry(t *testing.T) {
 	var hits atomic.Int32
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if hits.Add(1) < 3 {
-			w.WriteHeader(http.StatusServiceUnavailable)
+			w.WriteHeader(http.StatusBadGateway)
 			return
 		}
 		_, _ = w.Write(b)
@@ -380,8 +380,8 @@ func TestDeletionWaitsForStacks(t *testing.T) {
 // Deleting in any state leaves nothing, on the disk or in the API.
 func TestDeleteAtAnyMoment(t *testing.T) {
 	w := newWorld(t, 1)
-	b := content(8<<20, 1)
-	g := newGate(t, b, 5<<20)
+	b := content(16<<20, 1)
+	g := newGate(t, b, 13<<20)
 	w.image("no-disk", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"none"} })
 	w.await("no-disk", "has no disk", func(i *api.BackingImage) bool {
 		return i.Status.State == api.ImagePending && strings.Contains(i.Status.Message, "tags none")
