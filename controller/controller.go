@@ -59,6 +59,10 @@ func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCa
 		csi.ControllerServiceCapability_RPC_EXPAND_VOLUME,
 		csi.ControllerServiceCapability_RPC_MODIFY_VOLUME,
 		csi.ControllerServiceCapability_RPC_SINGLE_NODE_MULTI_WRITER,
+		csi.ControllerServiceCapability_RPC_CREATE_DELETE_SNAPSHOT,
+		csi.ControllerServiceCapability_RPC_LIST_SNAPSHOTS,
+		csi.ControllerServiceCapability_RPC_GET_SNAPSHOT,
+		csi.ControllerServiceCapability_RPC_CLONE_VOLUME,
 		csi.ControllerServiceCapability_RPC_GET_VOLUME_HEALTH,
 		csi.ControllerServiceCapability_RPC_LIST_VOLUME_HEALTH,
 	} {
@@ -123,6 +127,9 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 			return nil, api.Errorf(api.NotFound, "volume %s does not exist", id)
 		}
 		return nil, api.Explain(err, "read volume %s", id)
+	}
+	if kept(vol) {
+		return nil, api.Errorf(api.NotFound, "volume %s is deleted: only snapshots of it are there", id)
 	}
 	return vol, nil
 }

@@ -47,11 +47,7 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	if err := allSupported(req.GetVolumeCapabilities()); err != nil {
 		return nil, err
 	}
-	if req.GetVolumeContentSource() != nil {
-		return nil, api.Errorf(api.Invalid, "volume %.80q: a snapshot or another volume as the source is not "+
-			"supported yet", req.GetName())
-	}
-	w := &wish{spec: api.VolumeSpec{NumberOfReplicas: 1, Parameters: kept(req.GetParameters())}}
+	w := &wish{spec: api.VolumeSpec{NumberOfReplicas: 1, Parameters: given(req.GetParameters())}}
 	if err := w.parse(req.GetParameters()); err != nil {
 		return nil, err
 	}
@@ -60,6 +56,12 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	}
 	if err := w.image.settle(); err != nil {
 		return nil, err
+	}
+	if w.source = req.GetVolumeContentSource(); w.source != nil {
+		if w.cloneMode == "full-copy" {
+			return nil, api.Errorf(api.Invalid, "parameter cloneMode=full-copy is not supported yet: linked-clone is")
+		}
+		w.spec.CloneMode = api.CloneLinked
 	}
 	var err error
 	if w.spec.FSType, err = fsType(w.spec.FSType, req.GetVolumeCapabilities()); err != nil {
@@ -94,7 +96,7 @@ func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
 // defaultSize is given to a blank volume that asks for no size, as other drivers do.
 const defaultSize = 1 << 30
 
-// size is what a new volume gets: what is required, rounded up, never less than its image.
+// size is what a new volume gets: what is required, rounded up, never less than what it begins with.
 func (w *wish) size(virtual int64) (int64, error) {
 	n := w.required
 	switch {
@@ -105,6 +107,9 @@ func (w *wish) size(virtual int64) (int64, error) {
 		if w.limit > 0 {
 			n = min(n, w.limit/api.SizeUnit*api.SizeUnit)
 		}
+	case n < virtual && w.source != nil:
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the source, %s: ask for more", n, virtual,
+			asked(w.source))
 	case n < virtual:
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: "+
 			"ask for more", n, virtual, w.image.name)
@@ -148,7 +153,7 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	if !apierrors.IsNotFound(err) {
 		return nil, api.Explain(err, "read volume %s", name)
 	}
-	virtual, err := s.imageSize(ctx, w)
+	virtual, err := s.contentSize(ctx, w)
 	if err != nil {
 		return nil, err
 	}
@@ -173,6 +178,23 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	return vol, api.Explain(err, "create volume %s", name)
 }
 
+// contentSize is how many bytes the volume begins with, 0 for a blank one.
+func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
+	if w.source == nil {
+		return s.imageSize(ctx, w)
+	}
+	from, size, image, err := s.beginning(ctx, w.source)
+	if err != nil {
+		return 0, err
+	}
+	if w.image.name != "" && w.image.name != image {
+		return 0, api.Errorf(api.Invalid, "parameter backingImage is %s, but the source, %s, stands on %q", w.image.name, from,
+			image)
+	}
+	w.spec.DataSource, w.spec.BackingImage = from, image
+	return size, nil
+}
+
 // verify says how an existing volume differs from what is asked for. What may be modified later is not compared.
 func verify(vol *api.Volume, name string, w *wish) error {
 	is := vol.Annotations[annotationName]
@@ -191,7 +213,9 @@ func verify(vol *api.Volume, name string, w *wish) error {
 		differs = fmt.Sprintf("it has %d bytes, over the limit of %d", vol.Spec.Size, w.limit)
 	case !maps.Equal(vol.Spec.Parameters, w.spec.Parameters):
 		differs = "its parameters differ"
-	case vol.Spec.BackingImage != w.image.name:
+	case vol.Spec.DataSource != asked(w.source):
+		differs = fmt.Sprintf("its source is %q", vol.Spec.DataSource)
+	case w.source == nil && vol.Spec.BackingImage != w.image.name:
 		differs = fmt.Sprintf("its backing image is %q", vol.Spec.BackingImage)
 	case vol.Spec.FSType != w.spec.FSType:
 		differs = fmt.Sprintf("its file system is %q", vol.Spec.FSType)
@@ -214,6 +238,8 @@ func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, erro
 		switch {
 		case v.UID != vol.UID || v.DeletionTimestamp != nil:
 			return false, api.Errorf(api.Busy, "deleted while it was being created: try again")
+		case v.Status.CloneStatus != nil && v.Status.CloneStatus.State == api.CloneFailed:
+			return false, api.Errorf(api.Unavailable, "the source cannot be cloned: %s", v.Status.CloneStatus.Message)
 		case v.Status.State == api.VolumeFaulted:
 			return false, api.Errorf(api.Unavailable, "faulted: %s", v.Status.Message)
 		}
@@ -264,7 +290,7 @@ func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, er
 
 // inCSI says where a volume is accessible too: today on the nodes that hold it.
 func inCSI(vol *api.Volume, reps []api.Replica) *csi.Volume {
-	out := &csi.Volume{VolumeId: vol.Name, CapacityBytes: vol.Status.Size}
+	out := &csi.Volume{VolumeId: vol.Name, CapacityBytes: vol.Status.Size, ContentSource: contentSource(vol)}
 	var nodes []string
 	for _, r := range reps {
 		if r.DeletionTimestamp == nil && !slices.Contains(nodes, r.Spec.Node) {
@@ -303,8 +329,11 @@ func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest)
 		return nil, api.Explain(err, "delete volume %s", vol.Name)
 	}
 	msg := ""
-	see := func(v *api.Volume) { msg = v.Status.Message }
-	if err := await.Gone(ctx, s.client, vol, see); err != nil {
+	_, err = await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
+		msg = v.Status.Message
+		return v.UID != vol.UID || kept(v), nil
+	})
+	if err != nil && !apierrors.IsNotFound(err) {
 		return nil, api.Explain(err, "delete volume %s (%s)", vol.Name, msg)
 	}
 	return &csi.DeleteVolumeResponse{}, nil

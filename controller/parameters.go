@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"drover.io/drover/api"
@@ -20,6 +21,8 @@ type wish struct {
 	spec            api.VolumeSpec // without Size
 	required, limit int64
 	image           imageWish
+	source          *csi.VolumeContentSource
+	cloneMode       string
 }
 
 // imageWish is the backing image that parameters name, and how to make it where it is missing.
@@ -84,7 +87,7 @@ var parameters = map[string]parameter{
 	"backupTargetName":            {neutral: []string{"default"}},
 	"backupBlockSize":             {},
 	"dataSource":                  {},
-	"cloneMode":                   {neutral: []string{"full-copy", "linked-clone"}}, // says nothing without a source
+	"cloneMode":                   {set: setCloneMode}, // says nothing without a source
 	"recurringJobSelector":        {neutral: []string{"[]"}},
 	"ublkNumberOfQueue":           {},
 	"ublkQueueDepth":              {},
@@ -175,10 +178,10 @@ func meant(key string) string {
 	return ""
 }
 
-// kept are the parameters that a repeated call must give again.
-func kept(given map[string]string) map[string]string {
+// given are the parameters that a repeated call must give again.
+func given(all map[string]string) map[string]string {
 	out := map[string]string{}
-	for k, v := range given {
+	for k, v := range all {
 		if !strings.HasPrefix(k, sidecarPrefix) {
 			out[k] = v
 		}
@@ -217,6 +220,15 @@ func setLocality(w *wish, v string) error {
 		return nil
 	}
 	return fmt.Errorf("want disabled, best-effort or strict-local")
+}
+
+func setCloneMode(w *wish, v string) error {
+	switch v {
+	case "full-copy", "linked-clone", api.CloneLinked:
+		w.cloneMode = v
+		return nil
+	}
+	return fmt.Errorf("want linked-clone or full-copy")
 }
 
 // minFSSize is the smallest volume that each file system's own tools accept.

@@ -204,7 +204,7 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.Valida
 	if err := w.parse(req.GetParameters()); err != nil {
 		return no(err.Error())
 	}
-	for k, v := range kept(req.GetParameters()) {
+	for k, v := range given(req.GetParameters()) {
 		if vol.Spec.Parameters[k] != v {
 			return no("parameter " + k + " is not what the volume was created with")
 		}

@@ -103,7 +103,7 @@ type guard struct {
 // unpublish may wait for what only an unstage can give.
 var changes = map[string]string{
 	"CreateVolume": "c", "DeleteVolume": "c", "ControllerPublishVolume": "c", "ControllerUnpublishVolume": "c",
-	"ControllerExpandVolume": "c", "ControllerModifyVolume": "c",
+	"ControllerExpandVolume": "c", "ControllerModifyVolume": "c", "CreateSnapshot": "s", "DeleteSnapshot": "s",
 	"NodeStageVolume": "n", "NodeUnstageVolume": "n", "NodePublishVolume": "n", "NodeUnpublishVolume": "n",
 	"NodeExpandVolume": "n",
 }
@@ -156,6 +156,8 @@ func volumeOf(req any) string {
 	switch r := req.(type) {
 	case interface{ GetVolumeId() string }:
 		return r.GetVolumeId()
+	case interface{ GetSnapshotId() string }:
+		return r.GetSnapshotId()
 	case interface{ GetName() string }:
 		return r.GetName()
 	}

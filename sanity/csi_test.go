@@ -16,18 +16,8 @@ import (
 // notYet are the beginnings of the names of the csi-sanity tests that skip themselves, because the driver does not
 // announce the capability yet. Everything else must run.
 var notYet = []string{
-	// snapshots
-	"ListSnapshots [Controller Server]",
-	"GetSnapshot [Controller Server]",
-	"DeleteSnapshot [Controller Server]",
-	"CreateSnapshot [Controller Server]",
-	"Controller Service [Controller Server] CreateVolume should create volume from an existing source snapshot",
-	"Controller Service [Controller Server] CreateVolume should fail when the volume source snapshot is not found",
 	"GroupController Service [GroupController Server]",
 	"GroupController Service [GroupController VolumeGroupSnapshots]",
-	// clones
-	"Controller Service [Controller Server] CreateVolume should create volume from an existing source volume",
-	"Controller Service [Controller Server] CreateVolume should fail when the volume source volume is not found",
 }
 
 // canary is a secret that must never be seen again.

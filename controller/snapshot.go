@@ -1,0 +1,308 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/protobuf/types/known/timestamppb"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// snapshotTypes are what the VolumeSnapshotClass parameter "type" can say.
+var snapshotTypes = map[string]bool{"": true, "snap": true, "bak": false, "bs": false, "bi": false}
+
+// snapshotClass checks the parameters of a VolumeSnapshotClass.
+func snapshotClass(given map[string]string) error {
+	for key, value := range given {
+		if strings.HasPrefix(key, sidecarPrefix) {
+			continue
+		}
+		if key != "type" {
+			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known: type is", key)
+		}
+		now, known := snapshotTypes[value]
+		switch {
+		case !known:
+			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %.80q is not known: snap is", value)
+		case !now:
+			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %s is not supported yet: snap is", value)
+		}
+	}
+	return nil
+}
+
+// snapshotName is the name of the object for a snapshot's name: as objectName.
+func snapshotName(name string) string {
+	if len(validation.IsDNS1123Label(name)) == 0 {
+		return name
+	}
+	return "snap-" + strings.TrimPrefix(objectName(name), "vol-")
+}
+
+// handle is the CSI id of a snapshot.
+func handle(s *api.Snapshot) string {
+	return api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String()
+}
+
+// snapshot reads a snapshot by its CSI id; one that names nothing is an error of kind not found.
+func (s *Server) snapshot(ctx context.Context, id string) (*api.Snapshot, error) {
+	none := api.Errorf(api.NotFound, "snapshot %.200q does not exist", id)
+	from, err := api.ParseDataSource(id)
+	if err != nil || from.Snapshot == "" || !validID(from.Volume) || !validID(from.Snapshot) {
+		return nil, none
+	}
+	snap := &api.Snapshot{}
+	err = s.client.Get(ctx, client.ObjectKey{Name: from.Snapshot}, snap)
+	if apierrors.IsNotFound(err) || err == nil && snap.Spec.Volume != from.Volume {
+		return nil, none
+	}
+	return snap, api.Explain(err, "read snapshot %s", id)
+}
+
+// CreateSnapshot creates the Snapshot, or verifies that the one of that name is of the same volume, and waits until it
+// can be used.
+func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest) (
+	*csi.CreateSnapshotResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if err := checkName(req.GetName()); err != nil {
+		return nil, err
+	}
+	if req.GetSourceVolumeId() == "" {
+		return nil, api.Errorf(api.Invalid, "snapshot %.80q: the request names no volume", req.GetName())
+	}
+	if err := snapshotClass(req.GetParameters()); err != nil {
+		return nil, err
+	}
+	snap, err := s.ensureSnapshot(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	why := ""
+	uid := snap.UID
+	snap, err = await.Until(ctx, s.client, snap.Name, func(now *api.Snapshot) (bool, error) {
+		if why = now.Status.Error; why != "" {
+			why = " (" + why + ")"
+		}
+		switch {
+		case now.UID != uid || now.DeletionTimestamp != nil:
+			return false, api.Errorf(api.Busy, "deleted while it was being created: try again")
+		case strings.HasPrefix(now.Status.Error, "lost"):
+			return false, api.Errorf(api.Corrupt, "%s", now.Status.Error)
+		}
+		return now.Status.ReadyToUse, nil
+	})
+	if err != nil {
+		return nil, api.Explain(err, "snapshot %s of volume %s%s", req.GetName(), req.GetSourceVolumeId(), why)
+	}
+	return &csi.CreateSnapshotResponse{Snapshot: snapshotInCSI(snap)}, nil
+}
+
+func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest) (*api.Snapshot, error) {
+	name := snapshotName(req.GetName())
+	verify := func(snap *api.Snapshot) (*api.Snapshot, error) {
+		is := snap.Annotations[annotationName]
+		if is == "" {
+			is = snap.Name
+		}
+		switch {
+		case snap.Spec.Volume != req.GetSourceVolumeId():
+			return nil, api.Errorf(api.Exists, "snapshot %s exists and is one of volume %s", req.GetName(), snap.Spec.Volume)
+		case is != req.GetName():
+			return nil, api.Errorf(api.Exists, "snapshot %s exists and is named %q", name, is)
+		case snap.DeletionTimestamp != nil:
+			return nil, api.Errorf(api.Busy, "snapshot %s of the same name is being deleted: try again", name)
+		}
+		return snap, nil
+	}
+	snap := &api.Snapshot{}
+	err := s.client.Get(ctx, client.ObjectKey{Name: name}, snap)
+	if err == nil {
+		return verify(snap)
+	}
+	if !apierrors.IsNotFound(err) {
+		return nil, api.Explain(err, "read snapshot %s", name)
+	}
+	vol, err := s.volume(ctx, req.GetSourceVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	if vol.DeletionTimestamp != nil {
+		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
+	}
+	snap = api.NewSnapshot(vol, name)
+	if name != req.GetName() {
+		snap.Annotations = map[string]string{annotationName: req.GetName()}
+	}
+	if err = s.client.Create(ctx, snap); apierrors.IsAlreadyExists(err) {
+		snap = &api.Snapshot{}
+		if err = s.client.Get(ctx, client.ObjectKey{Name: name}, snap); err == nil {
+			return verify(snap)
+		}
+	}
+	return snap, api.Explain(err, "create snapshot %s", name)
+}
+
+// snapshotInCSI is a snapshot in the words of CSI.
+func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
+	out := &csi.Snapshot{SnapshotId: handle(snap), SourceVolumeId: snap.Spec.Volume, SizeBytes: snap.Status.RestoreSize,
+		ReadyToUse: snap.Status.ReadyToUse}
+	if t, err := time.Parse(time.RFC3339Nano, snap.Status.CreationTime); err == nil {
+		out.CreationTime = timestamppb.New(t)
+	}
+	return out
+}
+
+// DeleteSnapshot removes a snapshot and waits until it is gone. An id that names nothing is no error.
+func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequest) (
+	*csi.DeleteSnapshotResponse, error) {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if req.GetSnapshotId() == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no snapshot")
+	}
+	snap, err := s.snapshot(ctx, req.GetSnapshotId())
+	if api.Is(err, api.NotFound) {
+		return &csi.DeleteSnapshotResponse{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	uid := snap.UID
+	if err := s.client.Delete(ctx, snap, client.Preconditions{UID: &uid}); client.IgnoreNotFound(err) != nil {
+		return nil, api.Explain(err, "delete snapshot %s", snap.Name)
+	}
+	why := ""
+	see := func(now *api.Snapshot) { why = now.Status.Error }
+	if err := await.Gone(ctx, s.client, snap, see); err != nil {
+		return nil, api.Explain(err, "delete snapshot %s (%s)", snap.Name, why)
+	}
+	return &csi.DeleteSnapshotResponse{}, nil
+}
+
+// GetSnapshot is one entry of ListSnapshots.
+func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (*csi.GetSnapshotResponse, error) {
+	if req.GetSnapshotId() == "" {
+		return nil, api.Errorf(api.Invalid, "the request names no snapshot")
+	}
+	snap, err := s.snapshot(ctx, req.GetSnapshotId())
+	if err == nil && !shown(snap) {
+		err = api.Errorf(api.NotFound, "snapshot %.200q does not exist yet", req.GetSnapshotId())
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &csi.GetSnapshotResponse{Snapshot: snapshotInCSI(snap)}, nil
+}
+
+// shown reports whether a snapshot was made, and is not one that Drover made for itself.
+func shown(s *api.Snapshot) bool {
+	return s.Status.CreationTime != "" && s.Spec.Labels[api.LabelClone] == ""
+}
+
+// ListSnapshots lists the snapshots that were made: all, those of a volume, or the one of an id.
+func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsRequest) (
+	*csi.ListSnapshotsResponse, error) {
+	var all []api.Snapshot
+	if id := req.GetSnapshotId(); id != "" {
+		snap, err := s.snapshot(ctx, id)
+		if err != nil && !api.Is(err, api.NotFound) {
+			return nil, err
+		}
+		if err == nil {
+			all = append(all, *snap)
+		}
+	} else {
+		list := &api.SnapshotList{}
+		if err := s.client.List(ctx, list); err != nil {
+			return nil, api.Explain(err, "list snapshots")
+		}
+		all = list.Items
+	}
+	all = slices.DeleteFunc(all, func(snap api.Snapshot) bool {
+		of := req.GetSourceVolumeId()
+		return !shown(&snap) || of != "" && snap.Spec.Volume != of
+	})
+	name := func(s api.Snapshot) string { return s.Name }
+	some, next, err := page(all, name, req.GetStartingToken(), req.GetMaxEntries())
+	if err != nil {
+		return nil, err
+	}
+	res := &csi.ListSnapshotsResponse{NextToken: next}
+	for i := range some {
+		res.Entries = append(res.Entries, &csi.ListSnapshotsResponse_Entry{Snapshot: snapshotInCSI(&some[i])})
+	}
+	return res, nil
+}
+
+// beginning is what a new volume is to begin with: its form in the spec, how many bytes it has, and the backing image that
+// it stands on.
+func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_ string, size int64, image string,
+	err error) {
+	var from api.DataSource
+	var vol *api.Volume
+	switch {
+	case req == nil:
+		return "", 0, "", nil
+	case req.GetSnapshot() != nil:
+		snap, err := s.snapshot(ctx, req.GetSnapshot().GetSnapshotId())
+		if err != nil {
+			return "", 0, "", err
+		}
+		from, size = api.DataSource{Volume: snap.Spec.Volume, Snapshot: snap.Name}, snap.Status.RestoreSize
+		if !snap.Status.ReadyToUse {
+			return "", 0, "", api.Errorf(api.Unavailable, "snapshot %s is not ready: %s", handle(snap), snap.Status.Error)
+		}
+		vol = &api.Volume{} // a deleted one still has its snapshots
+		if err := s.client.Get(ctx, client.ObjectKey{Name: from.Volume}, vol); err != nil {
+			return "", 0, "", api.Explain(err, "read volume %s", from.Volume)
+		}
+	case req.GetVolume() != nil:
+		if vol, err = s.volume(ctx, req.GetVolume().GetVolumeId()); err != nil {
+			return "", 0, "", err
+		}
+		if vol.DeletionTimestamp != nil {
+			return "", 0, "", api.Errorf(api.NotFound, "volume %s, which is to be cloned, is being deleted", vol.Name)
+		}
+		from, size = api.DataSource{Volume: vol.Name}, vol.Spec.Size
+	default:
+		return "", 0, "", api.Errorf(api.Invalid, "the content source is neither a snapshot nor a volume")
+	}
+	return from.String(), size, vol.Spec.BackingImage, nil
+}
+
+// kept reports whether a volume is deleted, and there for its snapshots alone: to CSI it is gone.
+func kept(v *api.Volume) bool {
+	return v.DeletionTimestamp != nil && meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionKept)
+}
+
+// asked is the data source of a request by its words alone, to compare it with a volume that exists.
+func asked(req *csi.VolumeContentSource) string {
+	if v := req.GetVolume(); v != nil {
+		return api.DataSource{Volume: v.GetVolumeId()}.String()
+	}
+	return req.GetSnapshot().GetSnapshotId()
+}
+
+// contentSource is a volume's data source in the words of CSI.
+func contentSource(vol *api.Volume) *csi.VolumeContentSource {
+	from, err := api.ParseDataSource(vol.Spec.DataSource)
+	switch {
+	case err != nil || from.Volume == "":
+		return nil
+	case from.Snapshot == "":
+		return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
+			Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: from.Volume}}}
+	}
+	return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
+		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: from.String()}}}
+}
