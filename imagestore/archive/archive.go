@@ -3,9 +3,9 @@
 //
 // The input is hostile. Whatever its headers claim, a reader holds at most Limits.Memory and gives at most
 // Limits.Output bytes; every checksum in the format is verified; what follows the end of the archive is an error of its
-// own. There is no limit on the ratio: a disk image may well be one zero after another, packed 7000 to 1, so the size of
-// the output is what is limited. A checksum comes after the bytes that it is over, so bytes that were read count only
-// once Read has said io.EOF.
+// own. There is no limit on the ratio: a disk image may well be one zero after another, packed 7000 to 1, so the size
+// of the output is what is limited. A checksum comes after the bytes that it is over, so bytes that were read count
+// only once Read has said io.EOF.
 //
 // A reader works ahead on goroutines of its own: one reads the source, one decodes (two, where the blocks of an xz file
 // say their sizes), while the caller's goroutine verifies and consumes. Close ends them and waits for them; it waits,
@@ -77,13 +77,12 @@ const DefaultMemory = 80 << 20
 
 // The errors that callers tell apart. Each is wrapped in one with a kind of package api and the place in the archive.
 var (
-	ErrTruncated = errors.New("it ends too early")
+	ErrTruncated = errors.New("the archive ends too early")
 	ErrTrailing  = errors.New("something that is not part of it follows its end")
-	ErrChecksum  = errors.New("its checksum does not match its content")
-	ErrTooLarge  = errors.New("it unpacks to more than is allowed")
+	ErrChecksum  = errors.New("the checksum does not match the content")
+	ErrTooLarge  = errors.New("the archive unpacks to more than is allowed")
 )
 
-// errFormat is damage that nothing more is known of.
 func corrupt(format string, args ...any) error {
 	return api.Errorf(api.Corrupt, format, args...)
 }

@@ -189,7 +189,8 @@ func TestConcatenated(t *testing.T) {
 	all := samples(t)
 	a, b, e := all["code-65537"], all["text"], []byte{}
 	want := cat(a, b, a)
-	for _, tool := range []string{"gzip", "xz -0", "xz -T2 -0 --block-size=64KiB", "zstd", "zstd --no-content-size --no-check"} {
+	for _, tool := range []string{"gzip", "xz -0", "xz -T2 -0 --block-size=64KiB", "zstd",
+		"zstd --no-content-size --no-check"} {
 		t.Run(tool, func(t *testing.T) {
 			args := append(strings.Fields(tool), "-c")
 			pa, pb, pe := run(t, a, args...), run(t, b, args...), run(t, e, args...)

@@ -14,7 +14,6 @@ const (
 
 // symbols is one of the three alphabets of sequences.
 type symbols struct {
-	name     string
 	log      uint // of the most states
 	value    []uint64
 	standard []int16 // the counts of the predefined table
@@ -28,14 +27,17 @@ type states struct {
 }
 
 var (
-	litLengths = &symbols{name: "literal lengths", log: 9, value: values(0, 16, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11,
-		12, 13, 14, 15, 16}), stdLog: 6, standard: []int16{4, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2,
-		2, 3, 2, 1, 1, 1, 1, 1, -1, -1, -1, -1}}
-	matchLengths = &symbols{name: "match lengths", log: 9, value: values(3, 32, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9,
-		10, 11, 12, 13, 14, 15, 16}), stdLog: 6, standard: []int16{1, 4, 3, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-		1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1}}
-	offsets = &symbols{name: "offsets", log: 8, value: offsetValues(), stdLog: 5, standard: []int16{1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1,
-		1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1}}
+	litLengths = &symbols{log: 9, stdLog: 6,
+		value: values(0, 16, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}),
+		standard: []int16{4, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3, 2, 1, 1, 1, 1, 1,
+			-1, -1, -1, -1}}
+	matchLengths = &symbols{log: 9, stdLog: 6,
+		value: values(3, 32, []uint8{1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}),
+		standard: []int16{1, 4, 3, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+			1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1}}
+	offsets = &symbols{log: 8, stdLog: 5,
+		value:    offsetValues(),
+		standard: []int16{1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1}}
 )
 
 func init() {

@@ -103,7 +103,8 @@ func FuzzZstd(f *testing.F) {
 }
 
 func FuzzXz(f *testing.F) {
-	seeds(f, []string{"xz", "-0c"}, []string{"xz", "-6c", "--check=none"}, []string{"xz", "-0c", "-T2", "--block-size=4096"})
+	seeds(f, []string{"xz", "-0c"}, []string{"xz", "-6c", "--check=none"},
+		[]string{"xz", "-0c", "-T2", "--block-size=4096"})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if Detect(b) != Xz {
 			return

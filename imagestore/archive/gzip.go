@@ -20,8 +20,8 @@ const (
 	gzipWindow  = 32 << 10
 )
 
-// gunzip decodes one member after the other. Zeros after the last one are padding, as for the gzip program: archives that
-// were on tapes have them.
+// gunzip decodes one member after the other. Zeros after the last one are padding, as for the gzip program: archives
+// that were on tapes have them.
 func gunzip(u *unpacker) error {
 	g, err := u.ring(gzipWindow, gzipWindow)
 	if err != nil {

@@ -284,8 +284,8 @@ func (d *inflater) symbol() (bool, error) {
 	return false, nil
 }
 
-// fast decodes while it is far from the end of the input, and the piece is not full. It reports whether the block ended,
-// and false if it cannot be.
+// fast decodes while it is far from the end of the input, and the piece is not full. It reports whether the block
+// ended, and ok is false if it cannot be.
 func (d *inflater) fast() (done, ok bool) {
 	in, g := d.in, d.g
 	src, pos, bits, n := in.buf[:in.end], in.pos, d.bits, d.n

@@ -297,6 +297,10 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 			for k := 0; k < n; k += 8 {
 				*(*[8]byte)(to[k:]) = *(*[8]byte)(src[k:])
 			}
+		case n >= 32:
+			// Byte by byte, each would wait for the one before it.
+			w.pos = pos
+			w.repeat(dist, n)
 		default:
 			for k := 0; k < n; k++ {
 				to[k] = src[k]

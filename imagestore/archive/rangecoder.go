@@ -28,8 +28,8 @@ func decide(rng, code, v uint32) (_, _, _ uint32, low bool) {
 	return rng, rest, v - uint32((int32(v)-toward)>>5), low
 }
 
-// The functions that follow decode several bits, each with the probability that those before it lead to. What takes time
-// is the chain from bit to bit; so both probabilities that may come next are loaded before it is known which will.
+// The functions that follow decode several bits, each with the probability that those before it lead to. What takes
+// time is the chain from bit to bit; so both probabilities that may come next are loaded before it is known which will.
 
 // tree8 decodes a byte; the one that is set above it stays.
 func tree8(p *[0x100]uint16, in *[inSize]byte, rng, code uint32, at int) (uint32, uint32, int, uint32) {
@@ -118,8 +118,8 @@ func tree6(p *[64]uint16, in *[inSize]byte, rng, code uint32, at int) (uint32, u
 	return rng, code, at, 2*sym + bit - 64
 }
 
-// matched decodes the byte after a match, as tree8 does: it most likely differs from like, which would have continued the
-// match.
+// matched decodes the byte after a match, as tree8 does: it most likely differs from like, which would have continued
+// the match.
 func matched(p *[0x300]uint16, in *[inSize]byte, rng, code uint32, at int, like uint32) (uint32, uint32, int, uint32) {
 	var low bool
 	like <<= 1

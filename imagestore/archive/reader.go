@@ -228,8 +228,8 @@ func (u *unpacker) count(n int) error {
 
 // window is the error for one that is too large.
 func (u *unpacker) window(need, most uint64) error {
-	return api.Errorf(api.Unsupported, "%s: it needs a window of %d MiB, more than the %d MiB that are allowed: pack it with "+
-		"a smaller one (xz -9 and zstd --long=27 are fine)", u.in.name, (need+1<<20-1)>>20, most>>20)
+	return api.Errorf(api.Unsupported, "%s: it needs a window of %d MiB, more than the %d MiB that are allowed: "+
+		"pack it with a smaller one (xz -9 and zstd --long=27 are fine)", u.in.name, (need+1<<20-1)>>20, most>>20)
 }
 
 // overhead is what a reader needs beside its windows.

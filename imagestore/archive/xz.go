@@ -25,8 +25,8 @@ const (
 
 var crc64Table = crc64.MakeTable(crc64.ECMA)
 
-var xzFilters = map[uint64]string{0x03: "delta", 0x04: "BCJ x86", 0x05: "BCJ PowerPC", 0x06: "BCJ IA-64", 0x07: "BCJ ARM",
-	0x08: "BCJ ARM-Thumb", 0x09: "BCJ SPARC", 0x0a: "BCJ ARM64", 0x0b: "BCJ RISC-V"}
+var xzFilters = map[uint64]string{0x03: "delta", 0x04: "BCJ x86", 0x05: "BCJ PowerPC", 0x06: "BCJ IA-64",
+	0x07: "BCJ ARM", 0x08: "BCJ ARM-Thumb", 0x09: "BCJ SPARC", 0x0a: "BCJ ARM64", 0x0b: "BCJ RISC-V"}
 
 // xzSum is one of the four checks. The bytes of a checksum as Go gives them are those of the format, reversed for CRCs.
 type xzSum struct {

@@ -30,8 +30,8 @@ func (s zstdSum) Sum(b []byte) []byte {
 	return binary.BigEndian.AppendUint32(b, uint32(s.Sum64()))
 }
 
-// unzstder takes one zstd file apart: it decodes the literals and the sequences. An executor, on another goroutine, puts
-// them together.
+// unzstder takes one zstd file apart: it decodes the literals and the sequences. An executor, on another goroutine,
+// puts them together.
 type unzstder struct {
 	*unpacker
 	g    *ring
