@@ -45,6 +45,20 @@ func FuzzOpen(f *testing.F) {
 		if err != nil {
 			known(err)
 		}
+		// While it arrives it reads the same, or what is wrong shows later; its size need not be known.
+		for _, size := range []int64{int64(len(b)), -1} {
+			lazy, lazyErr := Open(bytes.NewReader(b), size, Limits{VirtualSize: lim.VirtualSize, Lazy: true})
+			if lazyErr != nil {
+				t.Fatalf("while it arrives: %v", lazyErr)
+			}
+			again, lazyErr := content(lazy)
+			if (lazyErr == nil) != (err == nil) {
+				t.Fatalf("while it arrives: %v, else %v", lazyErr, err)
+			}
+			if err == nil && !bytes.Equal(again.b, whole.b) {
+				t.Fatal("reads otherwise while it arrives")
+			}
+		}
 		for _, step := range []int{len(b), 1000} {
 			p := make([]byte, step)
 			for off := int64(0); off < min(im.Size(), 1<<20); off += int64(step) {
