@@ -125,6 +125,8 @@ func (w *world) unused(name string, since time.Duration) {
 	})
 }
 
+func onDisk0(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} }
+
 // Copies that nobody has needed for the wait interval go: not below the minimum, and never under a volume.
 func TestUnusedCopiesGo(t *testing.T) {
 	w := newWorld(t, 3)
@@ -141,7 +143,9 @@ func TestUnusedCopiesGo(t *testing.T) {
 	w.unused("golden", 59*time.Minute)
 	w.isOn("golden", 0, 1, 2)
 	w.unused("golden", 61*time.Minute)
-	w.await("golden", "is on two disks", func(i *api.BackingImage) bool { return len(i.Status.Copies) == 2 && i.Status.ReadyCopies == 2 })
+	w.await("golden", "is on two disks", func(i *api.BackingImage) bool {
+		return len(i.Status.Copies) == 2 && i.Status.ReadyCopies == 2
+	})
 	w.holds(2, img, b)
 	// An hour without a volume, and only the minimum stays: which is one of the two.
 	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 1 })
@@ -172,7 +176,7 @@ func TestUnusedCopiesGo(t *testing.T) {
 func TestEviction(t *testing.T) {
 	w := newWorld(t, 3)
 	b := content(1<<20, 1)
-	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
 	img := w.isOn("golden", 0)
 	w.evict(0, true)
 	w.condition("golden", imagestore.ConditionEviction, "Stays", "the only one that is ready")
@@ -210,8 +214,8 @@ func TestEviction(t *testing.T) {
 func TestDiskGoesAndComesBack(t *testing.T) {
 	w := newWorld(t, 2)
 	b := content(1<<20, 1)
-	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
-	w.image("other", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
+	w.image("other", api.SourceFile, imageFile(t, b), onDisk0)
 	w.isOn("golden", 0)
 	w.isOn("other", 0)
 	w.mounted(0, false)
@@ -234,7 +238,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	w.clean(0)
 
 	// Given up: the disk is taken out of the node while it does not answer.
-	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} })
+	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
 	img = w.isOn("golden", 0)
 	w.mounted(0, false)
 	w.delete(&api.BackingImage{}, "golden")

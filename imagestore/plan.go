@@ -433,7 +433,8 @@ func noDisk(img *api.BackingImage, v *view) string {
 		why = append(why, "room for "+api.SizeText(n))
 	}
 	why = append(why, "ready and schedulable")
-	return fmt.Sprintf("none of the %s left suits: it must have: %s", plural(len(v.disks), "disk"), strings.Join(why, "; "))
+	return fmt.Sprintf("none of the %s left suits: it must have: %s", plural(len(v.disks), "disk"),
+		strings.Join(why, "; "))
 }
 
 func plural(n int, what string) string {

@@ -53,7 +53,8 @@ func TestPlan(t *testing.T) {
 			problem: "2 of 3 copies"},
 		{name: "left: more wanted, and there is room", disks: "A b c", copies: "a:ready b:ready", least: 2, want: "a>c",
 			stays: "disk a"},
-		{name: "left: failed there, begun elsewhere", disks: "A b", copies: "a:failed", source: api.SourceDownload, want: ">b"},
+		{name: "left: failed there, begun elsewhere", disks: "A b", copies: "a:failed", source: api.SourceDownload,
+			want: ">b"},
 		{name: "a copy is made from it", disks: "a b c", copies: "a:ready~9 b:ready~9 c:in-progress+b", least: 1, want: "-a"},
 		{name: "a volume reads it from there", disks: "a b c", copies: "a:ready~9 b:ready~9 c:pending!", least: 1},
 		{name: "the sender is gone", disks: "a b c", copies: "a:ready b:failed+c", least: 1, want: "b<a"},
@@ -63,7 +64,8 @@ func TestPlan(t *testing.T) {
 		{name: "a disk is away: nothing at first", disks: "-a b", copies: "a:unknown", source: api.SourceDownload},
 		{name: "a disk is away for long", disks: "-a b", copies: "a:unknown^", source: api.SourceDownload, want: ">b"},
 		{name: "away for long, and cannot be asked for again", disks: "-a b", copies: "a:unknown^", source: api.SourceUpload},
-		{name: "away for long: another for the minimum", disks: "-a b c", copies: "a:unknown^ b:ready", least: 2, want: "b>c"},
+		{name: "away for long: another for the minimum", disks: "-a b c", copies: "a:unknown^ b:ready", least: 2,
+			want: "b>c"},
 		{name: "an unused one that is away is not removed", disks: "-a b", copies: "a:unknown~9 b:ready~9"},
 		{name: "deleted but used: no more copies", disks: "a b c", copies: "a:ready!", least: 2, deleting: true},
 		{name: "deleted but used where there is none", disks: "a b", copies: "a:ready b!", deleting: true, want: "a>b"},
@@ -103,7 +105,8 @@ func TestPlan(t *testing.T) {
 				t.Errorf("problem %q, want %q", p.problem, c.problem)
 			}
 			for _, d := range img.Spec.CleanupDisks { // a wish is over, or its copy goes
-				if !slices.Contains(p.cleaned, d) && !slices.ContainsFunc(p.drop, func(c *api.ImageCopy) bool { return c.Spec.Disk == d }) {
+				dropped := slices.ContainsFunc(p.drop, func(c *api.ImageCopy) bool { return c.Spec.Disk == d })
+				if !slices.Contains(p.cleaned, d) && !dropped {
 					t.Errorf("the clean-up of %s never ends", d)
 				}
 			}

@@ -36,7 +36,8 @@ func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus
 		case d != nil && !d.alive:
 			st, message = api.ImageUnknown, strings.TrimSuffix(fmt.Sprintf("disk %s is not ready: %s", d.path, d.message), ": ")
 		}
-		sum := api.ImageCopySummary{Disk: c.Spec.Disk, Node: c.Spec.Node, State: st, Progress: c.Status.Progress, Message: message}
+		sum := api.ImageCopySummary{Disk: c.Spec.Disk, Node: c.Spec.Node, State: st, Progress: c.Status.Progress,
+			Message: message}
 		for _, old := range img.Status.Copies {
 			if old.Disk == sum.Disk {
 				sum.LastUsed = old.LastUsed

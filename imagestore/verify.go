@@ -7,11 +7,10 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-
-	"k8s.io/client-go/util/workqueue"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -98,7 +97,9 @@ func (n *copies) disksChanged(ctx context.Context, e event.UpdateEvent,
 		return
 	}
 	for _, d := range is.Status.Disks {
-		same := slices.ContainsFunc(was.Status.Disks, func(o api.DiskStatus) bool { return o.UID == d.UID && o.Ready == d.Ready })
+		same := slices.ContainsFunc(was.Status.Disks, func(o api.DiskStatus) bool {
+			return o.UID == d.UID && o.Ready == d.Ready
+		})
 		if same || d.UID == "" {
 			continue
 		}

@@ -16,7 +16,8 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	c := group("image", "Golden images that volumes start from", "images", "bi")
-	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup(), a.imageVerify())
+	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(),
+		a.imageCleanup(), a.imageVerify())
 	return c
 }
 

@@ -142,7 +142,9 @@ func (a *app) imageCleanup() *cobra.Command {
 			if err != nil {
 				return late(err, "the clean-up of image %q goes on", img.Name)
 			}
-			kept := slices.DeleteFunc(now.Status.Copies, func(s api.ImageCopySummary) bool { return !slices.Contains(want, s.Disk) })
+			kept := slices.DeleteFunc(now.Status.Copies, func(s api.ImageCopySummary) bool {
+				return !slices.Contains(want, s.Disk)
+			})
 			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("cleaned: %d of %d copies stay, which are needed or the last",
 				len(kept), len(want)))
 			return nil
@@ -175,8 +177,9 @@ func (a *app) imageVerify() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "verify NAME",
 		Short: "Read every copy of a backing image and compare it with its digests",
-		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again from another\n" +
-			"one or from the source by itself, unless a volume stands on it. Exit status 1: a copy was damaged, or is away.",
+		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again by\n" +
+			"itself, from another one or from the source, unless a volume stands on it. Exit status 1: a copy was\n" +
+			"damaged, or is away.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -190,7 +193,8 @@ func (a *app) imageVerify() *cobra.Command {
 				return err
 			}
 			if img.Status.ReadyCopies == 0 {
-				return api.Errorf(api.Unavailable, "image %q has no copy that is ready: see `drover image show %s`", img.Name, img.Name)
+				return api.Errorf(api.Unavailable, "image %q has no copy that is ready: see `drover image show %s`", img.Name,
+					img.Name)
 			}
 			base := img.DeepCopy()
 			if img.Annotations == nil {
@@ -208,7 +212,7 @@ func (a *app) imageVerify() *cobra.Command {
 			return a.awaitVerified(ctx, cmd, c, &img, token)
 		},
 	}
-	c.Flags().BoolVar(&background, "background", false, "return at once; `drover image show` tells when a copy was verified")
+	c.Flags().BoolVar(&background, "background", false, "return at once; `drover image show` tells the outcome")
 	return c
 }
 
