@@ -139,6 +139,9 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	if vol.DeletionTimestamp != nil {
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
 	}
+	if err := s.within(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
+		return nil, err
+	}
 	snap = api.NewSnapshot(vol, name)
 	if name != req.GetName() {
 		snap.Annotations = map[string]string{annotationName: req.GetName()}
@@ -152,10 +155,35 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	return snap, api.Explain(err, "create snapshot %s", name)
 }
 
+// within refuses a topology that none of the volume's replicas is in: its snapshots are where they are.
+func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyRequirement) error {
+	if len(r.GetRequisite()) == 0 {
+		return nil
+	}
+	nodes, err := topologyNodes(r)
+	if err != nil {
+		return err
+	}
+	reps := &api.ReplicaList{}
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+		return api.Explain(err, "list the replicas of volume %s", vol.Name)
+	}
+	for _, r := range reps.Items {
+		if slices.Contains(nodes, r.Spec.Node) {
+			return nil
+		}
+	}
+	return api.Errorf(api.Full, "volume %s has no replica on %s, and its snapshots are where its replicas are", vol.Name,
+		strings.Join(nodes, ", "))
+}
+
 // snapshotInCSI is a snapshot in the words of CSI.
 func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
 	out := &csi.Snapshot{SnapshotId: handle(snap), SourceVolumeId: snap.Spec.Volume, SizeBytes: snap.Status.RestoreSize,
 		ReadyToUse: snap.Status.ReadyToUse}
+	if n := snap.Status.OwnerID; n != "" {
+		out.AccessibleTopology = []*csi.Topology{{Segments: map[string]string{api.TopologyNode: n}}}
+	}
 	if t, err := time.Parse(time.RFC3339Nano, snap.Status.CreationTime); err == nil {
 		out.CreationTime = timestamppb.New(t)
 	}

@@ -135,6 +135,7 @@ func (a *app) complete(list func() client.ObjectList, once bool) cobra.Completio
 	}
 }
 
-func volumes() client.ObjectList { return &api.VolumeList{} }
-func images() client.ObjectList  { return &api.BackingImageList{} }
-func nodes() client.ObjectList   { return &api.NodeList{} }
+func volumes() client.ObjectList   { return &api.VolumeList{} }
+func snapshots() client.ObjectList { return &api.SnapshotList{} }
+func images() client.ObjectList    { return &api.BackingImageList{} }
+func nodes() client.ObjectList     { return &api.NodeList{} }

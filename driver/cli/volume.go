@@ -23,13 +23,14 @@ func (a *app) volumeCommand() *cobra.Command {
 }
 
 func (a *app) volumeCreate() *cobra.Command {
-	var size, nodeTags, diskTags string
+	var size, from, nodeTags, diskTags string
 	var v api.Volume
 	c := &cobra.Command{
 		Use:   "create NAME",
-		Short: "Create a volume: blank, or with the content of a backing image",
+		Short: "Create a volume: blank, or with the content of an image, a snapshot or another volume",
 		Example: "  drover volume create scratch --size 10Gi\n" +
 			"  drover volume create vm-1 --image debian            # as large as the image\n" +
+			"  drover volume create copy --from db                 # a volume as it is now, or a snapshot\n" +
 			"  drover volume create db --size 100Gi --fs xfs",
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -49,7 +50,12 @@ func (a *app) volumeCreate() *cobra.Command {
 			}
 			v.Name = left[0]
 			v.Spec.NodeSelector, v.Spec.DiskSelector = tags(nodeTags), tags(diskTags)
-			if v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage); err != nil {
+			if from != "" {
+				err = begin(ctx, c, &v.Spec, from, size)
+			} else {
+				v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage)
+			}
+			if err != nil {
 				return err
 			}
 			if err := c.Create(ctx, &v); err != nil {
@@ -66,14 +72,17 @@ func (a *app) volumeCreate() *cobra.Command {
 			}
 			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				from := ""
-				if vol.Spec.BackingImage != "" {
+				if vol.Spec.DataSource != "" {
+					from = " from " + vol.Spec.DataSource
+				} else if vol.Spec.BackingImage != "" {
 					from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
 				}
 				fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from, seconds(time.Since(began)))
 			})
 		},
 	}
-	c.Flags().StringVar(&size, "size", "", "size: 10Gi, 500Mi (default with --image: that of the image)")
+	c.Flags().StringVar(&size, "size", "", "size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
+	c.Flags().StringVar(&from, "from", "", "volume or snapshot whose content the volume begins with, by name or handle")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
@@ -82,6 +91,28 @@ func (a *app) volumeCreate() *cobra.Command {
 	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&diskTags, "disk-selector", "", "only disks with these tags: a,b")
 	return c
+}
+
+// begin makes a volume begin with the content of a volume or a snapshot.
+func begin(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, size string) error {
+	if spec.BackingImage != "" {
+		return usagef("--image and --from: a volume begins with one of them; the source's image comes along")
+	}
+	source, least, image, err := sourceOf(ctx, c, from)
+	if err != nil {
+		return err
+	}
+	spec.DataSource, spec.BackingImage, spec.Size = source, image, least
+	if size != "" {
+		if spec.Size, err = volumeSize(size); err != nil {
+			return err
+		}
+	}
+	if spec.Size < least {
+		return api.Errorf(api.OutOfRange, "%s is less than the %s of %s: ask for at least that, or leave --size out",
+			api.SizeText(spec.Size), api.SizeText(least), source)
+	}
+	return nil
 }
 
 // wantedSize is the size asked for, or that of the image. An image that is still being made may not know it yet.
@@ -239,7 +270,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		}
 	}
 	fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
-		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
+		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Source", origin(v), "Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
 		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
 		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
 	if len(reps) > 0 {
@@ -252,6 +283,14 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		_ = table(w, "NAME NODE DISK MODE USED MESSAGE", rows)
 	}
 	conditions(w, s.Conditions)
+}
+
+// origin is what a volume began with, and how far that is.
+func origin(v *api.Volume) string {
+	if c := v.Status.CloneStatus; c != nil {
+		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
+	}
+	return v.Spec.DataSource
 }
 
 func (a *app) volumeExpand() *cobra.Command {
@@ -312,7 +351,8 @@ func expand(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, s
 }
 
 func (a *app) volumeDelete() *cobra.Command {
-	return &cobra.Command{
+	keep := false
+	c := &cobra.Command{
 		Use: "delete NAME...", Short: "Delete detached volumes and their data", Aliases: []string{"rm"},
 		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -335,9 +375,21 @@ func (a *app) volumeDelete() *cobra.Command {
 					return api.Errorf(api.InUse, "volume %q is attached to node %q: `drover volume detach %s` first",
 						name, att.Spec.Node, name)
 				}
+				left, err := userSnapshots(ctx, c, name)
+				if err != nil {
+					return err
+				}
+				if len(left) > 0 && !keep {
+					return api.Errorf(api.InUse, "volume %q has %s: delete those first, or delete the volume alone with "+
+						"--keep-snapshots", name, someOf("snapshot", left))
+				}
 				err = c.Delete(ctx, &v, client.Preconditions{UID: &v.UID})
 				if err != nil && !apierrors.IsNotFound(err) {
 					return explain(ctx, err)
+				}
+				if len(left) > 0 {
+					a.said(cmd, "volume", name, "deleted; its data goes with the last of its snapshots")
+					continue
 				}
 				if err = untilGone(ctx, c, "volume", &v, hindrance); err != nil {
 					return err
@@ -347,4 +399,21 @@ func (a *app) volumeDelete() *cobra.Command {
 			return nil
 		},
 	}
+	c.Flags().BoolVar(&keep, "keep-snapshots", false, "leave the snapshots of the volume; its data goes with the last of them")
+	return c
+}
+
+// userSnapshots are the names of a volume's snapshots, but for those that go by themselves.
+func userSnapshots(ctx context.Context, c client.Client, volume string) ([]string, error) {
+	list, err := snapshotsOf(ctx, c, volume)
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, s := range list.Items {
+		if s.Spec.Labels[api.LabelClone] == "" && s.DeletionTimestamp == nil {
+			names = append(names, s.Name)
+		}
+	}
+	return names, nil
 }

@@ -1,0 +1,233 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) snapshotCommand() *cobra.Command {
+	c := group("snapshot", "What volumes held at an instant", "snapshots", "snap")
+	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotDelete())
+	return c
+}
+
+func (a *app) snapshotCreate() *cobra.Command {
+	var labels map[string]string
+	c := &cobra.Command{
+		Use: "create VOLUME [NAME]", Short: "Take a snapshot of a volume, attached or not",
+		Long: "Takes a snapshot of a volume as it is now. A mounted file system is as after a power cut, and recovers by its\n" +
+			"journal: `sync` first what shall be in it for sure.",
+		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade",
+		Args:    args(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			name := left[0] + "-" + began.UTC().Format("20060102-150405")
+			if len(left) > 1 {
+				name = left[1]
+			}
+			if err := checkName("snapshot", name); err != nil {
+				return err
+			}
+			var v api.Volume
+			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+				return err
+			}
+			s := api.NewSnapshot(&v, name)
+			s.Spec.Labels = labels
+			if err := c.Create(ctx, s); err != nil {
+				if apierrors.IsAlreadyExists(err) {
+					return api.Errorf(api.Exists, "there is a snapshot %q already: see `drover snapshot show %s`", name, name)
+				}
+				return explain(ctx, err)
+			}
+			gone := api.Errorf(api.NotFound, "snapshot %q was deleted meanwhile", name)
+			why := ""
+			s, err = until(ctx, c, name, gone, func(s *api.Snapshot) (bool, error) {
+				if why != s.Status.Error {
+					if why = s.Status.Error; why != "" {
+						fmt.Fprintf(cmd.ErrOrStderr(), "snapshot %q waits: %s\n", name, why)
+					}
+				}
+				return s.Status.ReadyToUse, nil
+			})
+			if err != nil {
+				return late(err, "snapshot %q is not there yet%s", name, colon(why))
+			}
+			return a.print(cmd.OutOrStdout(), s, func(w io.Writer) {
+				fmt.Fprintf(w, "snapshot %q of volume %q created, in %s\n", name, v.Name, seconds(time.Since(began)))
+			})
+		},
+	}
+	c.Flags().StringToStringVar(&labels, "label", nil, "labels to keep with it: a=b,c=d")
+	return c
+}
+
+func (a *app) snapshotList() *cobra.Command {
+	return &cobra.Command{
+		Use: "list [VOLUME]", Short: "List the snapshots, of all volumes or of one", Aliases: []string{"ls"},
+		Args: args(cobra.MaximumNArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			volume := ""
+			if len(left) > 0 {
+				volume = left[0]
+			}
+			list, err := snapshotsOf(ctx, c, volume)
+			if err != nil {
+				return err
+			}
+			return a.printList(cmd.OutOrStdout(), list, "NAME VOLUME READY RESTORE SIZE PARENT AGE ERROR",
+				func(o runtime.Object) []string {
+					s := o.(*api.Snapshot)
+					return []string{s.Name, s.Spec.Volume, fmt.Sprint(s.Status.ReadyToUse), someBytes(s.Status.RestoreSize),
+						someBytes(s.Status.Size), s.Status.Parent, age(s.CreationTimestamp), s.Status.Error}
+				})
+		},
+	}
+}
+
+// snapshotsOf are the snapshots of a volume, or of all, oldest first.
+func snapshotsOf(ctx context.Context, c client.Client, volume string) (*api.SnapshotList, error) {
+	list := &api.SnapshotList{}
+	if err := c.List(ctx, list); err != nil {
+		return nil, explain(ctx, err)
+	}
+	list.Items = slices.DeleteFunc(list.Items, func(s api.Snapshot) bool { return volume != "" && s.Spec.Volume != volume })
+	slices.SortStableFunc(list.Items, func(a, b api.Snapshot) int {
+		if d := strings.Compare(a.Spec.Volume, b.Spec.Volume); d != 0 {
+			return d
+		}
+		return a.CreationTimestamp.Compare(b.CreationTimestamp.Time)
+	})
+	return list, nil
+}
+
+func (a *app) snapshotShow() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show a snapshot",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(snapshots, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var s api.Snapshot
+			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), &s, func(w io.Writer) {
+				st := s.Status
+				var labels []string
+				for _, k := range slices.Sorted(maps.Keys(st.Labels)) {
+					labels = append(labels, k+"="+st.Labels[k])
+				}
+				fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Ready", fmt.Sprint(st.ReadyToUse), "Error", st.Error,
+					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
+					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),
+					"By user", fmt.Sprint(st.UserCreated), "Labels", strings.Join(labels, ", "), "Node", st.OwnerID,
+					"Handle", api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String(), "UID", string(st.UID))
+			})
+		},
+	}
+}
+
+func (a *app) snapshotDelete() *cobra.Command {
+	return &cobra.Command{
+		Use: "delete NAME...", Short: "Delete snapshots; volumes that were made from them stay", Aliases: []string{"rm"},
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(snapshots, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				var s api.Snapshot
+				if err := get(ctx, c, "snapshot", name, &s); err != nil {
+					return err
+				}
+				err = c.Delete(ctx, &s, client.Preconditions{UID: &s.UID})
+				if err != nil && !apierrors.IsNotFound(err) {
+					return explain(ctx, err)
+				}
+				why := func(s *api.Snapshot) string { return s.Status.Error }
+				if err = untilGone(ctx, c, "snapshot", &s, why); err != nil {
+					return err
+				}
+				a.said(cmd, "snapshot", name, "deleted")
+			}
+			return nil
+		},
+	}
+}
+
+// sourceOf finds what --from names: a handle, or the name of a snapshot or a volume. It returns the source, how large it
+// is, and its backing image.
+func sourceOf(ctx context.Context, c client.Client, from string) (source string, size int64, image string, err error) {
+	ds := api.DataSource{}
+	if strings.Contains(from, "://") {
+		if ds, err = api.ParseDataSource(from); err != nil {
+			return "", 0, "", err
+		}
+	} else {
+		var s api.Snapshot
+		serr := c.Get(ctx, client.ObjectKey{Name: from}, &s)
+		verr := c.Get(ctx, client.ObjectKey{Name: from}, &api.Volume{})
+		if err := client.IgnoreNotFound(serr); err != nil {
+			return "", 0, "", explain(ctx, err)
+		}
+		switch {
+		case serr == nil && verr == nil:
+			return "", 0, "", usagef("there is a snapshot %q and a volume %q: say snap://%s/%s or vol://%s", from, from,
+				s.Spec.Volume, from, from)
+		case serr == nil:
+			ds = api.DataSource{Volume: s.Spec.Volume, Snapshot: from}
+		default:
+			ds = api.DataSource{Volume: from}
+		}
+	}
+	var v api.Volume
+	if err := get(ctx, c, "volume", ds.Volume, &v); err != nil {
+		return "", 0, "", err
+	}
+	size = v.Spec.Size
+	if ds.Snapshot != "" {
+		var s api.Snapshot
+		if err := get(ctx, c, "snapshot", ds.Snapshot, &s); err != nil {
+			return "", 0, "", err
+		}
+		if s.Spec.Volume != ds.Volume {
+			return "", 0, "", api.Errorf(api.NotFound, "snapshot %q is one of volume %q", ds.Snapshot, s.Spec.Volume)
+		}
+		if size = s.Status.RestoreSize; size == 0 {
+			return "", 0, "", api.Errorf(api.InUse, "snapshot %q is not there yet%s", ds.Snapshot, colon(s.Status.Error))
+		}
+	}
+	return ds.String(), size, v.Spec.BackingImage, nil
+}
