@@ -64,6 +64,7 @@ type Data struct {
 	snapWaits waiters              // snapshots that wait for a disk or a device
 	lineages  map[api.UID]*lineage // by replica; under mu
 	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
+	untidy    map[string]untidy    // replicas in which layers may be merged, by uid; under mu
 	tidier    *tidier
 }
 
@@ -89,7 +90,7 @@ func NewData(o DataOptions) (*Data, error) {
 	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
 		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
 		made: map[api.UID]bool{}, listed: map[api.UID]bool{},
-		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, tidier: newTidier()}
+		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{}, tidier: newTidier()}
 	for range o.Loops {
 		l, err := uring.New(ringEntries)
 		if err != nil {
@@ -150,6 +151,7 @@ func (d *Data) putBack(l *ioLoop) {
 type volumeLock struct {
 	sync.Mutex
 	users int
+	yield context.CancelFunc // of who has it and gives way; may be nil
 }
 
 // lock takes the lock of a volume; call what it returns to release it.
@@ -161,6 +163,9 @@ func (d *Data) lock(volume string) func() {
 		d.locks[volume] = l
 	}
 	l.users++
+	if l.yield != nil {
+		l.yield()
+	}
 	d.mu.Unlock()
 	l.Lock()
 	return func() {

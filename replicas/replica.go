@@ -217,6 +217,9 @@ func (d *Data) list(disk *stack.Disk) error {
 		if len(m.Snapshots) > 0 {
 			d.unseen[api.UID(m.UID)] = true
 		}
+		if m.Merge != nil || len(m.Layers) > 1 {
+			d.untidy[m.UID] = untidy{disk, m.Volume}
+		}
 	}
 	d.listed[uid] = true
 	d.tidy(disk) // what a former process left

@@ -156,7 +156,7 @@ func memberOn(ctx context.Context, c client.Reader, v *api.Volume, node string) 
 
 func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica) error {
 	if s.DeletionTimestamp != nil {
-		return l.remove(ctx, s, r)
+		return l.remove(ctx, s, v, r)
 	}
 	if s.Adorn(v) { // before anything of it exists
 		st := s.Status.DeepCopy()
@@ -235,15 +235,7 @@ func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
 func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk) error {
 	uid := string(uidOf(s))
 	cut := stack.Snapshot{UID: uid, Name: s.Name, Layer: uid, Created: time.Now().UTC().Truncate(time.Millisecond)}
-	var err error
-	if open := l.session(v.Name); open != nil && open.Replica == r.Spec.UID && open.VolumeUID == v.Status.UID {
-		if why := open.fence.Load(); why != nil {
-			return api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
-		}
-		err = open.member.Cut(ctx, cut)
-	} else {
-		err = l.cutDetached(ctx, v, r, disk, cut)
-	}
+	err := l.cutNow(ctx, v, r, disk, cut)
 	var names []string
 	if lin, lerr := l.lineageOf(r, disk); lerr == nil { // of before: what was below the head is its parent
 		for _, k := range lin.all {
@@ -257,6 +249,18 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 		l.tidy(disk)
 	}
 	return err
+}
+
+func (l *snapshotLoop) cutNow(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
+	cut stack.Snapshot) error {
+	open := l.session(v.Name)
+	if open == nil || open.Replica != r.Spec.UID || open.VolumeUID != v.Status.UID {
+		return l.cutDetached(ctx, v, r, disk, cut)
+	}
+	if why := open.fence.Load(); why != nil {
+		return api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
+	}
+	return open.member.Cut(ctx, cut)
 }
 
 // cutDetached cuts a volume that nobody has attached. The epoch that it claims keeps engines of other nodes out, or is
@@ -329,7 +333,7 @@ func (l *snapshotLoop) describe(s *api.Snapshot, v *api.Volume, r *api.Replica, 
 }
 
 // remove takes the snapshot out of the stack, then the finalizer from the object.
-func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, r *api.Replica) error {
+func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica) error {
 	if len(s.Finalizers) == 0 {
 		return nil
 	}
@@ -347,7 +351,7 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, r *api.Repli
 	disk, err := l.disk(ctx, r.Spec.Disk)
 	switch {
 	case err == nil:
-		if err := l.drop(s, r, disk, string(uid)); err != nil {
+		if err := l.drop(ctx, s, v, r, disk, string(uid)); err != nil {
 			return err
 		}
 	case api.Is(err, api.Unavailable):
@@ -363,7 +367,8 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, r *api.Repli
 	return nil
 }
 
-func (l *snapshotLoop) drop(s *api.Snapshot, r *api.Replica, disk *stack.Disk, uid string) error {
+func (l *snapshotLoop) drop(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk,
+	uid string) error {
 	lin, err := l.lineageOf(r, disk)
 	if api.Is(err, api.NotFound) {
 		return nil
@@ -383,6 +388,14 @@ func (l *snapshotLoop) drop(s *api.Snapshot, r *api.Replica, disk *stack.Disk, u
 	l.changed(r.Spec.UID, k.neighbours()...)
 	if err == nil {
 		l.Log.Info("snapshot removed", "snapshot", s.Name, "volume", s.Spec.Volume)
+		if k.children[api.VolumeHead] && v.DeletionTimestamp == nil {
+			// Its layer is the newest, and merges with a layer alone: what is above it is cut off the head.
+			if err := l.cutNow(ctx, v, r, disk, stack.Snapshot{Layer: string(api.NewUID())}); err != nil {
+				l.Log.Info("the space of the newest snapshot comes back with the next one", "volume", v.Name, "why", err)
+			}
+			l.changed(r.Spec.UID)
+		}
+		l.mergeSoon(disk, string(r.Spec.UID), v.Name)
 		l.tidy(disk)
 	}
 	return err

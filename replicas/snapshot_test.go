@@ -5,7 +5,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
+	"strings"
 	"testing"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -324,4 +327,51 @@ func TestSnapshotUnderLoad(t *testing.T) {
 		w.detach(c.Name)
 	}
 	t.Logf("%d writes", last)
+}
+
+// Space comes back after a snapshot has gone, attached or not, also that of the newest.
+func TestSnapshotSpace(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	used := func() string { return w.sh("du -sk " + filepath.Join(w.dir, "disk", "layers") + " | cut -f1") }
+	shrinks := func(what string, to int) {
+		t.Helper()
+		for tick := time.NewTicker(20 * time.Millisecond); ; {
+			n, err := strconv.Atoi(strings.TrimSpace(used()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if n <= to {
+				tick.Stop()
+				return
+			}
+			select {
+			case <-tick.C:
+			case <-w.ctx.Done():
+				t.Fatalf("%s: %d KiB in layers, not %d", what, n, to)
+			}
+		}
+	}
+	text := strings.Repeat("0123456789abcdef", 16<<20/16)
+	w.create(attachment("a"))
+	w.attached("a")
+	var all []*api.Snapshot
+	for i := range 4 { // each 16 MiB, at the same place
+		w.fill("a", strconv.Itoa(i)+text[1:], 0)
+		all = append(all, w.snapshot("a", fmt.Sprintf("s%d", i)))
+	}
+	drop := func(i int) {
+		w.remove(all[i])
+		gone(w, all[i], &api.SnapshotList{})
+	}
+	drop(1)
+	shrinks("one of the middle", 50<<10)
+	w.fill("a", "9"+text[1:], 0)
+	drop(3)
+	shrinks("the newest", 50<<10) // s0, s2, and what is in the place of s3 and a part of the head
+	w.detach("a")
+	drop(0)
+	shrinks("detached", 34<<10)
+	w.holds("a", 0, "9123")
+	w.holds(w.clone("c", "snap://a/s2", 64<<20).Name, 0, "2123")
 }

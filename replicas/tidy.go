@@ -14,7 +14,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// tidier finishes the layers that snapshots froze, in the background: one disk at a time has one worker, which ends when
+// tidier finishes the layers that snapshots froze, and merges those that nobody needs by themselves any more, in the
+// background: one disk at a time has one worker, which ends when
 // nothing is left to do. What an end of the process interrupts, the next one finds again.
 type tidier struct {
 	ctx    context.Context
@@ -62,6 +63,9 @@ func (d *Data) tidy(disk *stack.Disk) {
 		lowest()
 		for {
 			wait := d.finishAll(t.ctx, disk)
+			merged := make(chan bool)
+			go func() { merged <- d.mergeAll(t.ctx, disk) }() // not of low priority: it holds I/O back for moments
+			wait = <-merged || wait
 			t.mu.Lock()
 			if t.ctx.Err() != nil || !wait && !t.again[disk] {
 				delete(t.again, disk)
@@ -85,6 +89,116 @@ func lowest() {
 	const who, idle = 1, 3 << 13 // IOPRIO_WHO_PROCESS, IOPRIO_CLASS_IDLE
 	_, _, _ = unix.Syscall(unix.SYS_IOPRIO_SET, who, 0, idle)
 	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19)
+}
+
+// mergeRate bounds what merges copy, so that volumes have the disk.
+const mergeRate = 200 << 20
+
+// untidy is a replica in which layers may be merged.
+type untidy struct {
+	disk   *stack.Disk
+	volume string
+}
+
+// mergeAll merges layers of the disk's replicas, and reports whether something is left.
+func (d *Data) mergeAll(ctx context.Context, disk *stack.Disk) (left bool) {
+	d.mu.Lock()
+	all := map[string]string{}
+	for uid, u := range d.untidy {
+		if u.disk == disk {
+			all[uid] = u.volume
+			delete(d.untidy, uid)
+		}
+	}
+	d.mu.Unlock()
+	for uid, volume := range all {
+		if ctx.Err() != nil {
+			return false
+		}
+		did, err := d.merge(ctx, disk, uid, volume)
+		if did {
+			d.changed(api.UID(uid))
+		}
+		switch {
+		case err == nil || ctx.Err() != nil || api.Is(err, api.NotFound):
+			continue
+		case errors.Is(err, context.Canceled): // somebody wanted the volume
+			d.mergeSoon(disk, uid, volume)
+			d.tidy(disk)
+			continue
+		case !api.Is(err, api.Busy):
+			d.Log.Warn("layers cannot be merged yet", "volume", volume, "disk", disk.Path(), "err", err)
+		}
+		d.mergeSoon(disk, uid, volume)
+		left = true
+	}
+	return left
+}
+
+func (d *Data) mergeSoon(disk *stack.Disk, uid, volume string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.untidy[uid] = untidy{disk, volume}
+}
+
+// merge merges what can be merged in one replica: through the session of an attached volume; one that nobody has
+// attached is opened for it, and given up as soon as somebody wants it.
+func (d *Data) merge(ctx context.Context, disk *stack.Disk, uid, volume string) (did bool, err error) {
+	all := func(ctx context.Context, r *stack.Replica) error {
+		for {
+			more, err := r.Merge(ctx, stack.MergeOptions{BytesPerSecond: mergeRate})
+			if did = did || more; err != nil || !more {
+				return err
+			}
+		}
+	}
+	if s := d.session(volume); s != nil && string(s.Replica) == uid {
+		return did, all(ctx, s.member)
+	}
+	ctx, unlock := d.lockYielding(ctx, volume)
+	defer unlock()
+	if d.session(volume) != nil {
+		return false, api.Errorf(api.Busy, "the volume is attached")
+	}
+	for _, held := range d.Host.Held() {
+		if held.Name == volume {
+			return false, api.Errorf(api.Busy, "the device of the volume is being taken over")
+		}
+	}
+	loop, err := d.pick()
+	if err != nil {
+		return false, err
+	}
+	defer d.putBack(loop)
+	r, err := disk.OpenReplica(ctx, uid, loop.Loop)
+	if err != nil {
+		return false, err
+	}
+	err = all(ctx, r)
+	if cerr := r.Close(); err == nil {
+		err = cerr
+	}
+	return did, err
+}
+
+// lockYielding takes the lock of a volume until somebody else wants it: then the context ends.
+func (d *Data) lockYielding(ctx context.Context, volume string) (context.Context, func()) {
+	unlock := d.lock(volume)
+	ctx, cancel := context.WithCancel(ctx)
+	d.mu.Lock()
+	l := d.locks[volume]
+	l.yield = cancel
+	if l.users > 1 {
+		cancel()
+	}
+	d.mu.Unlock()
+	return ctx, func() {
+		d.mu.Lock()
+		l.yield = nil
+		d.mu.Unlock()
+		cancel()
+		unlock()
+	}
 }
 
 // finishAll finishes what is there to finish, and reports whether something is left.
