@@ -145,7 +145,16 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err := d.toTrash(imagesDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	return d.dropUnnamed(img.Layers)
+	if ofImages != nil {
+		return nil // as in dropUnnamed
+	}
+	named := map[string]bool{}
+	for _, n := range all {
+		for _, l := range n.layers {
+			named[l] = named[l] || n.image != uid
+		}
+	}
+	return d.dropLayers(img.Layers, named)
 }
 
 // RemoveReplica forgets a replica; layers that nothing names any more go with it. It answers at once: space comes back
@@ -252,8 +261,12 @@ func (d *Disk) dropUnnamed(layers []string) error {
 	if err != nil {
 		return nil
 	}
+	return d.dropLayers(layers, names)
+}
+
+func (d *Disk) dropLayers(layers []string, named map[string]bool) error {
 	for _, uid := range layers {
-		if names[uid] {
+		if named[uid] {
 			continue
 		}
 		if err := d.toTrash(layersDir, gonePrefix, uid); err != nil && !errors.Is(err, fs.ErrNotExist) {

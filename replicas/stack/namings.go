@@ -9,7 +9,10 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
+	"drover.io/drover/block/file"
 )
 
 // naming is what one record says of layers: that somebody needs them.
@@ -33,30 +36,39 @@ type knownNaming struct {
 
 // fileID tells a file from every other that had its name. Records are replaced, never changed in place.
 type fileID struct {
-	dev, ino    uint64
-	size        int64
-	mtim, ctime syscall.Timespec
+	dev, ino     uint64
+	size         int64
+	mtime, ctime int64
 }
 
 // settled is how old a file must be: of a younger one, times may not tell it from its successor.
 const settled = 2 * time.Second
 
-func (d *Disk) fileID(name string) (id fileID, ok bool, err error) {
-	h, err := d.fs.Open(name, os.O_RDONLY, 0)
-	if err != nil {
-		return id, false, err
+// fileID looks at a record; steady is whether it can be told from its successor.
+func (d *Disk) fileID(name string) (id fileID, steady bool, err error) {
+	if d.fs == file.OS { // straight: this is done for every record on the disk
+		var st unix.Stat_t
+		if err := retryEINTR(func() error { return unix.Stat(name, &st) }); err != nil {
+			return id, false, err
+		}
+		id = fileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
+	} else {
+		h, err := d.fs.Open(name, os.O_RDONLY, 0)
+		if err != nil {
+			return id, false, err
+		}
+		defer h.Close()
+		info, err := h.Stat()
+		if err != nil {
+			return id, false, err
+		}
+		st, is := info.Sys().(*syscall.Stat_t)
+		if !is {
+			return id, false, nil
+		}
+		id = fileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
 	}
-	defer h.Close()
-	info, err := h.Stat()
-	if err != nil {
-		return id, false, err
-	}
-	st, ok := info.Sys().(*syscall.Stat_t)
-	if !ok {
-		return id, false, nil
-	}
-	age := time.Since(time.Unix(st.Ctim.Unix()))
-	return fileID{st.Dev, st.Ino, st.Size, st.Mtim, st.Ctim}, age > settled, nil
+	return id, time.Since(time.Unix(0, id.ctime)) > settled, nil
 }
 
 // namings reads what every replica and image on the disk names, and tells of records that cannot be read. The caller
