@@ -1,0 +1,322 @@
+package sanity_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/grpc/codes"
+
+	"drover.io/drover/api"
+)
+
+// TestSnapshotStories are what users do with snapshots and clones.
+func TestSnapshotStories(t *testing.T) {
+	w := newWorld(t)
+	run := func(name string, story func(t *testing.T, w *world)) {
+		t.Run(name, func(t *testing.T) {
+			w.t = t
+			defer func() { w.t = t }()
+			story(t, w)
+		})
+		w.t = t
+	}
+	run("a mounted volume is cloned", cloneMounted)
+	run("a snapshot is restored, larger", restoreLarger)
+	run("snapshots under load", snapshotLoad)
+	run("data is killed while snapshots are taken", snapshotKilled)
+	run("a volume that was never formatted", cloneBlank)
+	run("command line", snapshotCommands)
+}
+
+func (w *world) snap(volume, name string) (string, error) {
+	ctx, cancel := context.WithTimeout(w.t.Context(), settle)
+	defer cancel()
+	res, err := w.controller.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{SourceVolumeId: volume, Name: name,
+		Parameters: map[string]string{"type": "snap"}})
+	if err != nil {
+		return "", err
+	}
+	if !res.Snapshot.ReadyToUse || res.Snapshot.SizeBytes == 0 || res.Snapshot.CreationTime == nil {
+		return "", fmt.Errorf("snapshot %+v", res.Snapshot)
+	}
+	return res.Snapshot.SnapshotId, nil
+}
+
+func (w *world) unsnap(ids ...string) {
+	w.t.Helper()
+	for _, id := range ids {
+		ctx, cancel := context.WithTimeout(w.t.Context(), settle)
+		_, err := w.controller.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: id})
+		cancel()
+		must(w.t, err)
+	}
+}
+
+// from creates a volume of a snapshot's handle or a volume's id.
+func (w *world) from(source, name string, size int64, c *csi.VolumeCapability) (*pod, error) {
+	req := &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{c}}
+	if size > 0 {
+		req.CapacityRange = &csi.CapacityRange{RequiredBytes: size}
+	}
+	if strings.HasPrefix(source, "snap://") {
+		req.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
+			Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: source}}}
+	} else {
+		req.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
+			Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: source}}}
+	}
+	ctx, cancel := context.WithTimeout(w.t.Context(), settle)
+	defer cancel()
+	res, err := w.controller.CreateVolume(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	if res.Volume.ContentSource == nil {
+		return nil, fmt.Errorf("volume %s has no content source", name)
+	}
+	id := res.Volume.VolumeId
+	return &pod{w: w, id: id, cap: c, staging: w.path(id + "-staging"), target: w.path(id + "-target")}, nil
+}
+
+// cloneMounted clones a volume that is mounted, and the clone, and mounts all of them side by side; then the source goes.
+func cloneMounted(t *testing.T, w *world) {
+	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
+		a, err := w.create("source-"+fs, gib, mountCap(""), "fsType", fs)
+		must(t, err)
+		must(t, a.up())
+		sum := a.write("file", 48*mib)
+		began := time.Now()
+		b, err := w.from(a.id, "clone-"+fs, 0, mountCap(""))
+		must(t, err)
+		took := time.Since(began)
+		later := a.write("later", mib)
+		do(t, b.up)
+		b.check("file", sum)
+		if _, err := os.Stat(b.file("later")); err == nil {
+			t.Errorf("%s: the clone has what was written to the source after it", fs)
+		}
+		own := b.write("own", 8*mib)
+		c, err := w.from(b.id, "clone-of-clone-"+fs, 0, mountCap(""))
+		must(t, err)
+		do(t, c.up)
+		c.check("file", sum)
+		c.check("own", own)
+		a.check("later", later)
+		do(t, a.down, a.remove, b.down, b.up)
+		b.check("file", sum)
+		do(t, b.down, b.remove, c.down, c.up)
+		c.check("file", sum)
+		c.check("own", own)
+		do(t, c.down, c.remove)
+		t.Logf("%s: cloned in %v", fs, took.Round(time.Millisecond))
+	}
+}
+
+func restoreLarger(t *testing.T, w *world) {
+	a, err := w.create("restored", gib, mountCap("ext4"))
+	must(t, err)
+	must(t, a.up())
+	sum := a.write("file", 16*mib)
+	id, err := w.snap(a.id, "of-restored")
+	must(t, err)
+	if again, err := w.snap(a.id, "of-restored"); again != id || err != nil {
+		t.Errorf("again: %s, %v", again, err)
+	}
+	must(t, os.Remove(a.file("file")))
+	do(t, a.down, a.remove) // the snapshot stays
+	_, err = w.controller.ControllerGetVolume(t.Context(), &csi.ControllerGetVolumeRequest{VolumeId: a.id})
+	wantCode(t, err, codes.NotFound, "deleted")
+	_, err = w.from(id, "too-small", gib/2, mountCap("ext4"))
+	wantCode(t, err, codes.OutOfRange, "less than")
+	b, err := w.from(id, "larger", 3*gib, mountCap("ext4"))
+	must(t, err)
+	must(t, b.up())
+	b.check("file", sum)
+	if n := b.total(); n < 28*gib/10 {
+		t.Errorf("the file system has %d bytes", n)
+	}
+	w.unsnap(id)
+	b.check("file", sum)
+	do(t, b.down, b.remove)
+	w.unsnap(id, "snap://no/such", "nonsense")
+	_, err = w.snap("none", "of-none")
+	wantCode(t, err, codes.NotFound)
+	_, err = w.from(id, "of-gone", 0, mountCap("ext4"))
+	wantCode(t, err, codes.NotFound)
+}
+
+// counting writes numbers to a file, each durable before the next, until stop.
+type counting struct {
+	n    atomic.Int64 // the last that is durable
+	stop chan struct{}
+	end  chan error
+}
+
+func (p *pod) count(name string) *counting {
+	c := &counting{stop: make(chan struct{}), end: make(chan error, 1)}
+	f, err := os.Create(p.file(name))
+	must(p.w.t, err)
+	go func() {
+		defer f.Close()
+		for n := int64(1); ; n++ {
+			_, err := f.WriteAt(fmt.Appendf(nil, "%012d", n), 0)
+			if err == nil {
+				err = f.Sync()
+			}
+			if err != nil {
+				c.end <- err
+				return
+			}
+			c.n.Store(n)
+			select {
+			case <-c.stop:
+				c.end <- nil
+				return
+			default:
+			}
+		}
+	}()
+	return c
+}
+
+func (p *pod) counted(name string) (n int64) {
+	b, err := os.ReadFile(p.file(name))
+	must(p.w.t, err)
+	_, err = fmt.Sscan(strings.TrimLeft(string(b), "0"), &n)
+	must(p.w.t, err)
+	return n
+}
+
+// snapshotLoad: a snapshot holds all that was acknowledged before it, and nothing that came after.
+func snapshotLoad(t *testing.T, w *world) {
+	a, err := w.create("load", gib, mountCap("ext4"))
+	must(t, err)
+	must(t, a.up())
+	c := a.count("n")
+	var ids []string
+	var before, after []int64
+	for i := range 10 {
+		before = append(before, c.n.Load())
+		id, err := w.snap(a.id, fmt.Sprintf("load-%d", i))
+		must(t, err)
+		ids, after = append(ids, id), append(after, c.n.Load()+1)
+	}
+	close(c.stop)
+	must(t, <-c.end)
+	for i, id := range ids {
+		p, err := w.from(id, fmt.Sprintf("loaded-%d", i), 0, mountCap("ext4"))
+		must(t, err)
+		must(t, p.up())
+		if n := p.counted("n"); n < before[i] || n > after[i] {
+			t.Errorf("snapshot %d holds %d, which was %d before and %d after", i, n, before[i], after[i])
+		}
+		do(t, p.down, p.remove)
+	}
+	w.unsnap(ids...)
+	do(t, a.down, a.remove)
+	t.Logf("%d synced writes, 10 snapshots", c.n.Load())
+}
+
+// snapshotKilled: whatever moment the data process dies in, a snapshot is taken once, and the load sees no error.
+func snapshotKilled(t *testing.T, w *world) {
+	a, err := w.create("killed", gib, mountCap("ext4"))
+	must(t, err)
+	must(t, a.up())
+	c := a.count("n")
+	var ids []string
+	for i := range kills(t, 12) {
+		done := make(chan error, 1)
+		before := c.n.Load()
+		go func() {
+			id, err := w.snap(a.id, fmt.Sprintf("killed-%d", i))
+			ids = append(ids, id)
+			done <- err
+		}()
+		time.Sleep(time.Duration(i*3) * time.Millisecond) // another moment each time
+		if pid := w.child("data"); pid != 0 {
+			must(t, syscall.Kill(pid, syscall.SIGKILL))
+		}
+		must(t, <-done)
+		after := c.n.Load() + 1
+		p, err := w.from(ids[i], fmt.Sprintf("kill-%d", i), 0, mountCap("ext4"))
+		must(t, err)
+		must(t, p.up())
+		if n := p.counted("n"); n < before || n > after {
+			t.Errorf("snapshot %d holds %d, which was %d before and %d after", i, n, before, after)
+		}
+		do(t, p.down, p.remove)
+	}
+	close(c.stop)
+	must(t, <-c.end)
+	list, err := w.controller.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{SourceVolumeId: a.id})
+	must(t, err)
+	if len(list.Entries) != len(ids) {
+		t.Errorf("%d snapshots, not %d", len(list.Entries), len(ids))
+	}
+	w.unsnap(ids...)
+	do(t, a.down, a.remove)
+}
+
+func cloneBlank(t *testing.T, w *world) {
+	a, err := w.create("blank", gib, mountCap("ext4"))
+	must(t, err)
+	b, err := w.from(a.id, "of-blank", 0, mountCap("ext4"))
+	must(t, err)
+	must(t, b.up())
+	b.write("file", mib)
+	do(t, b.down, b.remove, a.remove)
+	_, err = w.controller.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: "full",
+		VolumeCapabilities: []*csi.VolumeCapability{blockCap()}, Parameters: map[string]string{"cloneMode": "full-copy"},
+		VolumeContentSource: &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
+			Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: a.id}}}})
+	wantCode(t, err, codes.InvalidArgument, "full-copy is not supported yet")
+}
+
+func snapshotCommands(t *testing.T, w *world) {
+	dir := w.path("cli-mount")
+	must(t, os.MkdirAll(dir, 0o700))
+	w.must("volume", "create", "db", "--size", "256Mi")
+	w.must("volume", "mount", "db", dir)
+	must(t, os.WriteFile(filepath.Join(dir, "text"), []byte("first"), 0o600))
+	syscall.Sync()
+	w.must("snapshot", "create", "db", "one", "--label", "why=test")
+	w.refused(5, "already", "snapshot", "create", "db", "one")
+	w.refused(3, "no volume", "snapshot", "create", "none")
+	must(t, os.WriteFile(filepath.Join(dir, "text"), []byte("later"), 0o600))
+	if out := w.must("snapshot", "list", "db"); !strings.Contains(out, "one") || !strings.Contains(out, "true") {
+		t.Errorf("list: %s", out)
+	}
+	if out := w.must("snapshot", "show", "one"); !strings.Contains(out, "snap://db/one") || !strings.Contains(out, "why=test") {
+		t.Errorf("show: %s", out)
+	}
+	w.refused(2, "less than", "volume", "create", "small", "--from", "one", "--size", "100Mi")
+	w.must("volume", "create", "copy", "--from", "one", "--size", "512Mi")
+	if out := w.must("volume", "show", "copy"); !strings.Contains(out, "snap://db/one (completed)") {
+		t.Errorf("show: %s", out)
+	}
+	w.must("volume", "umount", "db")
+	w.must("volume", "mount", "copy", dir)
+	if b, err := os.ReadFile(filepath.Join(dir, "text")); string(b) != "first" {
+		t.Errorf("the copy holds %q, %v", b, err)
+	}
+	w.must("volume", "umount", "copy")
+	w.refused(5, "--keep-snapshots", "volume", "delete", "db")
+	w.must("volume", "delete", "--keep-snapshots", "db")
+	w.must("snapshot", "delete", "one")
+	w.must("volume", "delete", "copy")
+	var left api.VolumeList
+	must(t, w.objects.List(t.Context(), &left))
+	for _, v := range left.Items {
+		if v.Name == "db" && v.DeletionTimestamp == nil || v.Name == "copy" {
+			t.Errorf("volume %s is still there", v.Name)
+		}
+	}
+}
