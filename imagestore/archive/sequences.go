@@ -16,40 +16,42 @@ type sequence struct {
 // seqDecoder decodes the second part of blocks.
 type seqDecoder struct {
 	reps [3]uint32
-	ll   table
-	of   table
-	ml   table
+	t    tables
+	have [3]bool // which of them were sent since the frame began
 }
 
-// table is the current table of an alphabet; states is nil at the start of a frame.
-type table struct {
-	*states
-	own states
-}
+// tables are the current ones of the three alphabets, by its number.
+type tables [3]states
+
+const (
+	literalLength = iota
+	offset
+	matchLength
+)
+
+var alphabets = [3]*symbols{litLengths, offsets, matchLengths}
 
 func (d *seqDecoder) reset() {
 	d.reps = [3]uint32{1, 4, 8}
-	d.ll.states, d.of.states, d.ml.states = nil, nil, nil
+	d.have = [3]bool{}
 }
 
 // pick makes the table that the mode asks for, and tells how much of p it took.
-func (t *table) pick(s *symbols, mode byte, p []byte) (n int, ok bool) {
+func (d *seqDecoder) pick(which int, mode byte, p []byte) (n int, ok bool) {
+	s, t := alphabets[which], &d.t[which]
 	switch mode {
 	case 0:
-		t.states = s.std
-		return 0, true
+		*t = *s.std
+		ok = true
 	case 1:
-		if len(p) < 1 || !t.own.one(s, p[0]) {
-			return 0, false
-		}
-		t.states = &t.own
-		return 1, true
+		n, ok = 1, len(p) > 0 && t.one(s, p[0])
 	case 2:
-		n, ok = t.own.read(s, p)
-		t.states = &t.own
-		return n, ok
+		n, ok = t.read(s, p)
+	default:
+		return 0, d.have[which]
 	}
-	return 0, t.states != nil
+	d.have[which] = ok
+	return n, ok
 }
 
 // decode appends the sequences of block, which start at byte at, to seqs. Together with the literals that are left they
@@ -82,8 +84,8 @@ func (d *seqDecoder) decode(seqs []sequence, block []byte, at, literals, most in
 	}
 	modes := p[0]
 	p = p[1:]
-	for i, t := range []*table{&d.ll, &d.of, &d.ml} {
-		k, ok := t.pick([]*symbols{litLengths, offsets, matchLengths}[i], modes>>(6-2*i)&3, p)
+	for which := range alphabets {
+		k, ok := d.pick(which, modes>>(6-2*which)&3, p)
 		if !ok {
 			return seqs, 0, false
 		}
@@ -97,89 +99,103 @@ func (d *seqDecoder) decode(seqs []sequence, block []byte, at, literals, most in
 		seqs = append(make([]sequence, 0, len(seqs)+n), seqs...)
 	}
 	out := seqs[len(seqs) : len(seqs)+n]
-	runs, lengths, ok := d.sequences(out, block[len(block)-len(p)-8:], left)
-	if !ok || runs > literals || literals+lengths > most {
+	if !d.t.sequences(out, block[len(block)-len(p)-8:], left) {
+		return seqs, 0, false
+	}
+	runs, lengths := d.repeats(out)
+	if runs > literals || literals+lengths > most {
 		return seqs, 0, false
 	}
 	return seqs[:len(seqs)+n], literals + lengths, true
 }
 
-// sequences decodes into out, and gives the sums of the runs and of the lengths.
-func (d *seqDecoder) sequences(out []sequence, src []byte, left int) (runs, lengths int, ok bool) {
+// sequences decodes into out, with distances as they are in the format: 1 to 3 are repeats. It does no more than it
+// must, for what it works with is just about what the processor has registers for.
+func (t *tables) sequences(out []sequence, src []byte, left int) bool {
 	// What is left of src are the bits below left, behind its first 8 bytes; the next ones are at the top of c. Of the 57
 	// bits that are there at least, the next states take 9, 9 and 8.
 	const room = 57 - 9 - 9 - 8
-	llT, ofT, mlT := &d.ll.t, &d.of.t, &d.ml.t
 	c := peekBits(src, left)
-	ll := c >> 1 >> (63 - d.ll.log)
-	c <<= d.ll.log
-	of := c >> 1 >> (63 - d.of.log)
-	c <<= d.of.log
-	ml := c >> 1 >> (63 - d.ml.log)
-	left -= int(d.ll.log + d.of.log + d.ml.log)
-	rep0, rep1, rep2 := d.reps[0], d.reps[1], d.reps[2]
+	ll := c >> 1 >> (63 - t[literalLength].log)
+	c <<= t[literalLength].log
+	of := c >> 1 >> (63 - t[offset].log)
+	c <<= t[offset].log
+	ml := c >> 1 >> (63 - t[matchLength].log)
+	left -= int(t[literalLength].log + t[offset].log + t[matchLength].log)
 	for i := range out {
 		if left < 0 {
-			return 0, 0, false
+			return false
 		}
 		c = peekBits(src, left)
-		llE, ofE, mlE := llT[ll&(maxStates-1)], ofT[of&(maxStates-1)], mlT[ml&(maxStates-1)]
-		llBits, ofBits, mlBits := uint(llE>>8)&0xff, uint(ofE>>8)&0xff, uint(mlE>>8)&0xff
-		value := uint32(ofE>>32) + uint32(c>>1>>((63-ofBits)&63))
+		llE, ofE, mlE := t[literalLength].t[ll%maxStates], t[offset].t[of%maxStates], t[matchLength].t[ml%maxStates]
+		llBits, ofBits, mlBits := uint(uint8(llE>>8)), uint(uint8(ofE>>8)), uint(uint8(mlE>>8))
+		out[i].distance = uint32(ofE>>32) + uint32(c>>1>>((63-ofBits)&63))
 		c <<= ofBits & 63
 		left -= int(ofBits)
 		if ofBits+mlBits+llBits > room {
 			if left < 0 {
-				return 0, 0, false
+				return false
 			}
 			c = peekBits(src, left)
 		}
-		length := uint32(mlE>>32) + uint32(c>>1>>((63-mlBits)&63))
+		out[i].length = uint32(mlE>>32) + uint32(c>>1>>((63-mlBits)&63))
 		c <<= mlBits & 63
-		run := uint32(llE>>32) + uint32(c>>1>>((63-llBits)&63))
+		out[i].run = uint32(llE>>32) + uint32(c>>1>>((63-llBits)&63))
 		c <<= llBits & 63
 		left -= int(mlBits + llBits)
 		if mlBits+llBits > room {
 			if left < 0 {
-				return 0, 0, false
+				return false
 			}
 			c = peekBits(src, left)
 		}
-		if i < len(out)-1 {
-			nb := uint(llE & 0xff)
-			ll = llE>>16&0xffff + c>>1>>((63-nb)&63)
-			c <<= nb & 63
-			left -= int(nb)
-			nb = uint(mlE & 0xff)
-			ml = mlE>>16&0xffff + c>>1>>((63-nb)&63)
-			c <<= nb & 63
-			left -= int(nb)
-			nb = uint(ofE & 0xff)
-			of = ofE>>16&0xffff + c>>1>>((63-nb)&63)
-			left -= int(nb)
+		if i == len(out)-1 {
+			break
 		}
+		nb := uint(uint8(llE))
+		left -= int(nb)
+		ll = uint64(uint16(llE>>16)) + c>>1>>((63-nb)&63)
+		c <<= nb & 63
+		nb = uint(uint8(mlE))
+		left -= int(nb)
+		ml = uint64(uint16(mlE>>16)) + c>>1>>((63-nb)&63)
+		c <<= nb & 63
+		nb = uint(uint8(ofE))
+		left -= int(nb)
+		of = uint64(uint16(ofE>>16)) + c>>1>>((63-nb)&63)
+	}
+	return left == 0
+}
+
+// repeats makes plain distances of repeats, and gives the sums of the runs and of the lengths.
+func (d *seqDecoder) repeats(seqs []sequence) (runs, lengths int) {
+	rep0, rep1, rep2 := d.reps[0], d.reps[1], d.reps[2]
+	for i := range seqs {
+		s := &seqs[i]
+		runs += int(s.run)
+		lengths += int(s.length)
+		value := s.distance
 		if value > 3 {
 			rep0, rep1, rep2 = value-3, rep0, rep1
-		} else {
-			if run == 0 {
-				value++
-			}
-			switch value {
-			case 1:
-			case 2:
-				rep0, rep1 = rep1, rep0
-			case 3:
-				rep0, rep1, rep2 = rep2, rep0, rep1
-			default:
-				rep0, rep1, rep2 = rep0-1, rep0, rep1
-			}
+			s.distance = rep0
+			continue
 		}
-		out[i] = sequence{run, length, rep0}
-		runs += int(run)
-		lengths += int(length)
+		if s.run == 0 {
+			value++
+		}
+		switch value {
+		case 1:
+		case 2:
+			rep0, rep1 = rep1, rep0
+		case 3:
+			rep0, rep1, rep2 = rep2, rep0, rep1
+		default:
+			rep0, rep1, rep2 = rep0-1, rep0, rep1
+		}
+		s.distance = rep0
 	}
 	d.reps = [3]uint32{rep0, rep1, rep2}
-	return runs, lengths, left == 0
+	return runs, lengths
 }
 
 // peekBits gives the 57 or more bits below left at the top of a word.

@@ -4,11 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"hash/crc32"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -298,34 +296,13 @@ func TestMemory(t *testing.T) {
 		t.Skip("some seconds")
 	}
 	dir := t.TempDir()
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
 	packed := filepath.Join(dir, "packed")
 	try := func(in []byte, args ...string) int {
 		z := run(t, in, append(args, "-c")...)
 		if err := os.WriteFile(packed, z, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		f, err := os.Open(packed)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer f.Close()
-		// What the kernel counts for a child begins with its parent: it tells itself.
-		cmd := exec.Command(self)
-		var msg strings.Builder
-		cmd.Stdin, cmd.Stderr = f, &msg
-		cmd.Env = append(os.Environ(), "DROVER_UNPACK=1", "DROVER_PEAK=1", "TMPDIR="+dir)
-		if err := cmd.Run(); err != nil {
-			t.Fatalf("%v: %v %s", args, err, msg.String())
-		}
-		var kib int
-		if _, err := fmt.Sscanf(msg.String(), "VmHWM: %d", &kib); err != nil {
-			t.Fatalf("%v: %v %q", args, err, msg.String())
-		}
-		return kib >> 10
+		return int(unpackSelf(t, packed, os.DevNull, dir).rss)
 	}
 	idle := try([]byte("hello"), "gzip")
 	rng := rand.New(rand.NewChaCha8([32]byte{2}))
