@@ -103,8 +103,8 @@ func (s *Snapshot) Adorn(v *Volume) bool {
 // VolumeHead is, among the children of a snapshot, the volume itself.
 const VolumeHead = "volume-head"
 
-// LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. It goes
-// when the clone is there.
+// LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. It
+// goes when the clone is there.
 const LabelClone = "drover.io/clone"
 
 // ConditionKept is True on a Volume that is deleted and stays, hidden, because snapshots of it are there.
@@ -136,6 +136,23 @@ type CloneStatus struct {
 	State    CloneState `json:"state,omitempty"`
 	Source   string     `json:"source,omitempty"`   // the volume
 	Snapshot string     `json:"snapshot,omitempty"` // that was, or is being, cloned
+	Message  string     `json:"message,omitempty"`
+}
+
+// RevertWish asks for a revert.
+type RevertWish struct {
+	Snapshot string `json:"snapshot"`
+	// ID tells one wish from the next: whatever is new.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=64
+	ID string `json:"id"`
+}
+
+// RevertFact says what became of it.
+type RevertFact struct {
+	Snapshot string     `json:"snapshot,omitempty"`
+	ID       string     `json:"id,omitempty"`
+	State    CloneState `json:"state,omitempty"`
 	Message  string     `json:"message,omitempty"`
 }
 

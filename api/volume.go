@@ -82,6 +82,8 @@ type VolumeSpec struct {
 	// CloneMode says how: linked (default) shares the source's layers; full-copy is not supported yet.
 	// +kubebuilder:validation:Enum="";linked;full-copy
 	CloneMode string `json:"cloneMode,omitempty"`
+	// RevertTo asks for what a snapshot of the volume holds in place of what it holds now, once, if it is detached.
+	RevertTo *RevertWish `json:"revertTo,omitempty"`
 	// +kubebuilder:validation:Enum=disabled;best-effort;strict-local
 	// +kubebuilder:default=disabled
 	DataLocality string `json:"dataLocality,omitempty"`
@@ -118,8 +120,10 @@ type VolumeStatus struct {
 	// Members are the replicas (object names) that are current: every one of them has every acknowledged write.
 	Members []string `json:"members,omitempty"`
 	// CloneStatus is there where the spec has a data source.
-	CloneStatus *CloneStatus       `json:"cloneStatus,omitempty"`
-	Conditions  []metav1.Condition `json:"conditions,omitempty"`
+	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
+	// Reverted is what became of the last RevertTo.
+	Reverted   *RevertFact        `json:"reverted,omitempty"`
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
 
 // VolumeList is a list of Volume.
@@ -174,6 +178,14 @@ type ReplicaSpec struct {
 	Layers []UID `json:"layers,omitempty"`
 	// From is the snapshot on the same disk whose layers the replica shares; those of the image are the lowest of them.
 	From *ReplicaSource `json:"from,omitempty"`
+	// Revert asks for what a snapshot in the replica's own stack holds, once for each ID.
+	Revert *ReplicaRevert `json:"revert,omitempty"`
+}
+
+// ReplicaRevert names a snapshot to go back to.
+type ReplicaRevert struct {
+	ID       string `json:"id"`
+	Snapshot UID    `json:"snapshot"`
 }
 
 // ReplicaSource names a snapshot in the stack of another replica.
@@ -192,6 +204,11 @@ type ReplicaStatus struct {
 	Used    int64       `json:"used,omitempty"` // bytes of head and own layers
 	Epoch   int64       `json:"epoch,omitempty"`
 	Layers  []UID       `json:"layers,omitempty"`
+	// Reverted is the ID of the last Revert that was looked at; RevertError says why nothing was done.
+	Reverted    string `json:"reverted,omitempty"`
+	RevertError string `json:"revertError,omitempty"`
+	// Reverting is written before the revert of an ID: the ID and the head of then. Another head: it was done.
+	Reverting string `json:"reverting,omitempty"`
 }
 
 // ReplicaList is a list of Replica.

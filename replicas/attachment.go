@@ -152,8 +152,8 @@ func notReady(a *api.Attachment, why error) error {
 	return why
 }
 
-// replaced reports whether the volume of that name is another one now than the one that is served: its objects were lost
-// or removed by force, and made anew. While the API cannot be asked, it is the same.
+// replaced reports whether the volume of that name is another one now than the one that is served: its objects were
+// lost or removed by force, and made anew. While the API cannot be asked, it is the same.
 func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID) (bool, error) {
 	var v api.Volume
 	key := client.ObjectKey{Name: name}
@@ -297,6 +297,9 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	} else if err != nil {
 		return nil, err
 	}
+	if err := reverting(&r); err != nil {
+		return nil, err
+	}
 	if r.Spec.Node != l.Node {
 		return nil, api.Errorf(api.Unsupported, "the volume's replica is on node %s: attaching it on another node is not "+
 			"supported yet", r.Spec.Node)
@@ -325,8 +328,8 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	return s, nil
 }
 
-// claim moves the volume to a new epoch with its engine on a node, by compare-and-swap; none: an engine without a device,
-// which is gone before anybody could miss it.
+// claim moves the volume to a new epoch with its engine on a node, by compare-and-swap; none: an engine without a
+// device, which is gone before anybody could miss it.
 func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta, node string) (int64, error) {
 	switch {
 	case m.VolumeUID != string(v.Status.UID):
@@ -440,8 +443,9 @@ func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
 	return nil
 }
 
-// discard takes down a held device that nobody will ever serve again: its replica is destroyed, or the user has taken the
-// disk, which is gone, out of the node. Its I/O fails. In any other case it returns why: the device stays, and its I/O waits.
+// discard takes down a held device that nobody will ever serve again: its replica is destroyed, or the user has taken
+// the disk, which is gone, out of the node. Its I/O fails. In any other case it returns why: the device stays, and its
+// I/O waits.
 func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
 	var b blob
 	if err := json.Unmarshal(held.Blob, &b); err == nil {

@@ -258,6 +258,9 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	if err := p.letGo(ctx, v); err != nil {
 		return err
 	}
+	if err := p.revert(ctx, v, mine, attached); err != nil {
+		return err
+	}
 	if err := p.expand(ctx, v, mine); err != nil {
 		return err
 	}

@@ -93,6 +93,9 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	r.Status.Message = ""
+	if err := l.revert(ctx, r, disk); err != nil {
+		return err
+	}
 	if err := l.adopt(ctx, r, disk); err != nil {
 		return err
 	}
@@ -438,8 +441,8 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 	return nil
 }
 
-// diskForgotten reports whether the node has given up the disk: the Node does not speak of it any more, or the user took
-// it out of the spec and it is not there.
+// diskForgotten reports whether the node has given up the disk: the Node does not speak of it any more, or the user
+// took it out of the spec and it is not there.
 func (d *Data) diskForgotten(ctx context.Context, uid api.UID) (bool, error) {
 	var n api.Node
 	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {

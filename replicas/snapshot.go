@@ -253,6 +253,9 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 
 func (l *snapshotLoop) cutNow(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
 	cut stack.Snapshot) error {
+	if err := reverting(r); err != nil {
+		return err
+	}
 	open := l.session(v.Name)
 	if open == nil || open.Replica != r.Spec.UID || open.VolumeUID != v.Status.UID {
 		return l.cutDetached(ctx, v, r, disk, cut)

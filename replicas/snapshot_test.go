@@ -375,3 +375,57 @@ func TestSnapshotSpace(t *testing.T) {
 	w.holds("a", 0, "9123")
 	w.holds(w.clone("c", "snap://a/s2", 64<<20).Name, 0, "2123")
 }
+
+func (w *world) revert(volume, snapshot, id string) *api.RevertFact {
+	w.t.Helper()
+	v := w.volumeState(volume, api.VolumeDetached)
+	old := v.DeepCopy()
+	v.Spec.RevertTo = &api.RevertWish{Snapshot: snapshot, ID: id}
+	if err := w.c.Patch(w.ctx, v, client.MergeFrom(old)); err != nil {
+		w.t.Fatal(err)
+	}
+	return w.volumeIs(volume, "reverted", func(v *api.Volume) bool {
+		is := v.Status.Reverted
+		return is != nil && is.ID == id && is.State != api.CloneInitiated
+	}).Status.Reverted
+}
+
+func TestRevert(t *testing.T) {
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	for i, text := range []string{"first", "later", "never"} {
+		w.create(attachment("a"))
+		w.attached("a")
+		w.fill("a", text, 0)
+		w.detach("a")
+		if i < 2 {
+			w.snapshot("a", fmt.Sprintf("s%d", i))
+		}
+	}
+	if is := w.revert("a", "s0", "1"); is.State != api.CloneCompleted {
+		t.Errorf("%+v", is)
+	}
+	w.holds("a", 0, "first")
+	s0 := w.snapshotIs("s0", "below the head", func(s *api.Snapshot) bool { return s.Status.Children[api.VolumeHead] })
+	if !s0.Status.Children["s1"] {
+		t.Errorf("s0 is %+v", s0.Status)
+	}
+	w.create(attachment("a"))
+	w.attached("a")
+	w.fill("a", "other", 0)
+	w.detach("a")
+
+	// The same wish is not done again, whatever becomes of the processes; one whose answer was lost neither.
+	w.stopData()
+	w.startData()
+	w.holds("a", 0, "other")
+	if is := w.revert("a", "s1", "2"); is.State != api.CloneCompleted {
+		t.Errorf("%+v", is)
+	}
+	w.holds("a", 0, "later")
+	if is := w.revert("a", "none", "3"); is.State != api.CloneFailed {
+		t.Errorf("%+v", is)
+	}
+	w.holds("a", 0, "later")
+	w.holds(w.clone("c", "snap://a/s0", 64<<20).Name, 0, "first")
+}

@@ -309,6 +309,15 @@ func snapshotCommands(t *testing.T, w *world) {
 	}
 	w.must("volume", "umount", "copy")
 	w.refused(5, "--keep-snapshots", "volume", "delete", "db")
+	w.must("volume", "mount", "db", dir)
+	w.refused(5, "attached", "snapshot", "revert", "one")
+	w.must("volume", "umount", "db")
+	w.must("snapshot", "revert", "one")
+	w.must("volume", "mount", "db", dir)
+	if b, err := os.ReadFile(filepath.Join(dir, "text")); string(b) != "first" {
+		t.Errorf("the reverted volume holds %q, %v", b, err)
+	}
+	w.must("volume", "umount", "db")
 	w.must("volume", "delete", "--keep-snapshots", "db")
 	w.must("snapshot", "delete", "one")
 	w.must("volume", "delete", "copy")

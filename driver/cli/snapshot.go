@@ -19,7 +19,7 @@ import (
 
 func (a *app) snapshotCommand() *cobra.Command {
 	c := group("snapshot", "What volumes held at an instant", "snapshots", "snap")
-	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotDelete())
+	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotDelete(), a.snapshotRevert())
 	return c
 }
 
@@ -187,8 +187,68 @@ func (a *app) snapshotDelete() *cobra.Command {
 	}
 }
 
-// sourceOf finds what --from names: a handle, or the name of a snapshot or a volume. It returns the source, how large it
-// is, and its backing image.
+func (a *app) snapshotRevert() *cobra.Command {
+	return &cobra.Command{
+		Use: "revert NAME", Short: "Make a detached volume hold what a snapshot of it holds",
+		Long: "What was written to the volume since its newest snapshot is gone: take one more before, to be able to come\n" +
+			"back. Other snapshots, newer ones too, stay. The size stays; beyond that of the snapshot there are zeros.",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(snapshots, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			var s api.Snapshot
+			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+				return err
+			}
+			var v api.Volume
+			if err := get(ctx, c, "volume", s.Spec.Volume, &v); err != nil {
+				return err
+			}
+			att, err := attachment(ctx, c, v.Name)
+			if err != nil {
+				return err
+			}
+			if att != nil {
+				return api.Errorf(api.InUse, "volume %q is attached to node %q: `drover volume detach %s` first", v.Name,
+					att.Spec.Node, v.Name)
+			}
+			base, id := v.DeepCopy(), string(api.NewUID())
+			v.Spec.RevertTo = &api.RevertWish{Snapshot: s.Name, ID: id}
+			delete(v.Annotations, api.AnnotationMkfs) // of what is written over
+			delete(v.Annotations, api.AnnotationFS)
+			if err := c.Patch(ctx, &v, client.MergeFrom(base)); err != nil {
+				return explain(ctx, err)
+			}
+			gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", v.Name)
+			vol, err := until(ctx, c, v.Name, gone, func(v *api.Volume) (bool, error) {
+				is := v.Status.Reverted
+				switch {
+				case v.Spec.RevertTo == nil || v.Spec.RevertTo.ID != id:
+					return true, api.Errorf(api.Busy, "somebody else reverted the volume at the same time")
+				case is == nil || is.ID != id || is.State == api.CloneInitiated:
+					return false, nil
+				case is.State == api.CloneFailed:
+					return true, api.Errorf(api.InUse, "volume %q was not reverted: %s", v.Name, is.Message)
+				}
+				return true, nil
+			})
+			if err != nil {
+				return late(err, "volume %q is still being reverted", v.Name)
+			}
+			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+				fmt.Fprintf(w, "volume %q holds what snapshot %q holds, in %s\n", vol.Name, s.Name, seconds(time.Since(began)))
+			})
+		},
+	}
+}
+
+// sourceOf finds what --from names: a handle, or the name of a snapshot or a volume. It returns the source, how large
+// it is, and its backing image.
 func sourceOf(ctx context.Context, c client.Client, from string) (source string, size int64, image string, err error) {
 	ds := api.DataSource{}
 	if strings.Contains(from, "://") {
