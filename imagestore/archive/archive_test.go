@@ -3,6 +3,7 @@ package archive
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -336,7 +337,7 @@ func TestStalled(t *testing.T) {
 	}()
 	select {
 	case err := <-done:
-		if err != io.ErrNoProgress {
+		if !errors.Is(err, io.ErrNoProgress) {
 			t.Errorf("a source that gives nothing: %v", err)
 		}
 	case <-time.After(10 * time.Second):

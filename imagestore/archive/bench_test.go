@@ -1,6 +1,7 @@
 package archive
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -71,7 +72,7 @@ func unpackSelf(t testing.TB, from, to, tmp string) cost {
 func unpackTo(w io.Writer, f io.ReadSeeker, lim Limits) error {
 	head := make([]byte, HeadSize)
 	n, err := io.ReadFull(f, head)
-	if err != nil && err != io.ErrUnexpectedEOF {
+	if err != nil && !errors.Is(err, io.ErrUnexpectedEOF) {
 		return err
 	}
 	if _, err := f.Seek(0, io.SeekStart); err != nil {

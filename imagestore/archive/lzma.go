@@ -235,7 +235,6 @@ func (d *lzma) run(w *ring, soft, hard, window int, have int64) bool {
 		rng, code, at = norm(rng, code, at, in)
 		v = uint32(*p)
 		bound = rng >> 11 * v
-		sym = 1
 		if code < bound {
 			rng = bound
 			*p = uint16(v + (2048-v)>>5)

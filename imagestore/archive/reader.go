@@ -3,6 +3,7 @@ package archive
 import (
 	"bytes"
 	"context"
+	"errors"
 	"hash"
 	"io"
 	"sync"
@@ -135,7 +136,7 @@ func (r *reader) used(n int) {
 func (r *reader) WriteTo(w io.Writer) (int64, error) {
 	total := int64(0)
 	for {
-		if err := r.fill(); err == io.EOF {
+		if err := r.fill(); errors.Is(err, io.EOF) {
 			return total, nil
 		} else if err != nil {
 			return total, err

@@ -207,9 +207,9 @@ var errDistance = corrupt("zstd: the packed data are damaged")
 
 // execute does sequences, and appends what is left of the literals. A distance that reaches beyond what is there or the
 // window is an error. Behind the literals there is copySlack; the runs are of at most that many literals.
-func (g *ring) execute(seqs []sequence, lit []byte, window int) error {
-	b, pos, size := g.b, g.pos, g.size
-	have := int(g.have) - g.sent
+func (r *ring) execute(seqs []sequence, lit []byte, window int) error {
+	b, pos, size := r.b, r.pos, r.size
+	have := int(r.have) - r.sent
 	at := 0
 	for i := range seqs {
 		run, length, distance := int(seqs[i].run), int(seqs[i].length), int(seqs[i].distance)
@@ -226,19 +226,19 @@ func (g *ring) execute(seqs []sequence, lit []byte, window int) error {
 		}
 		back := pos - distance
 		if back < 0 {
-			if distance > g.near {
-				g.pos = pos
-				if err := g.fetch(distance, length); err != nil {
+			if distance > r.near {
+				r.pos = pos
+				if err := r.fetch(distance, length); err != nil {
 					return err
 				}
-				pos = g.pos
+				pos = r.pos
 				continue
 			}
 			back += size
 			if back+length > size {
-				g.pos = pos
-				g.repeat(distance, length)
-				pos = g.pos
+				r.pos = pos
+				r.repeat(distance, length)
+				pos = r.pos
 				continue
 			}
 		}
@@ -259,11 +259,11 @@ func (g *ring) execute(seqs []sequence, lit []byte, window int) error {
 			}
 			pos += length
 		default:
-			g.pos = pos
-			g.repeat(distance, length)
-			pos = g.pos
+			r.pos = pos
+			r.repeat(distance, length)
+			pos = r.pos
 		}
 	}
-	g.pos = pos + copy(b[pos:], lit[at:len(lit)-copySlack])
+	r.pos = pos + copy(b[pos:], lit[at:len(lit)-copySlack])
 	return nil
 }
