@@ -47,8 +47,8 @@ func (s *BackingImageSpec) Normalize() {
 	}
 }
 
-// Validate refuses a wish that can never come true, with kind invalid, or unsupported for what comes later. The checksum
-// is compared without regard to case.
+// Validate refuses a wish that can never come true, with kind invalid, or unsupported for what comes later. The
+// checksum is compared without regard to case.
 func (s *BackingImageSpec) Validate() error {
 	known, ok := sourceParameters[s.SourceType]
 	if !ok {

@@ -30,7 +30,7 @@ func (b *bench) downloads(ctx context.Context) error {
 	go func() { ended <- srv.Serve(ln) }()
 	defer func() {
 		_ = srv.Close()
-		<-ended
+		_ = <-ended
 	}()
 	private := &api.Setting{Value: "true"}
 	private.Name = "allow-private-image-sources"

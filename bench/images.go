@@ -63,18 +63,6 @@ func (b *bench) fromImage(ctx context.Context) error {
 	return os.Remove(filepath.Join(b.dir, "large.raw"))
 }
 
-func cp(ctx context.Context, from, to string, synced bool) error {
-	if _, err := tool(ctx, "cp", "--sparse=always", from, to); err != nil || !synced {
-		return err
-	}
-	f, err := os.Open(to)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return f.Sync()
-}
-
 func readAll(path string) error {
 	f, err := os.Open(path)
 	if err != nil {

@@ -272,8 +272,8 @@ func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsReques
 	return res, nil
 }
 
-// beginning is what a new volume is to begin with: its form in the spec, how many bytes it has, and the backing image that
-// it stands on.
+// beginning is what a new volume is to begin with: its form in the spec, how many bytes it has, and the backing image
+// that it stands on.
 func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_ string, size int64, image string,
 	err error) {
 	var from api.DataSource

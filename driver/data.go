@@ -133,7 +133,8 @@ func awaitSocket(ctx context.Context, network, path string) error {
 func holdSocket(stateDir string) string { return filepath.Join(stateDir, "run", "hold.sock") }
 func dataSocket(stateDir string) string { return filepath.Join(stateDir, "run", "data.sock") }
 
-// listenUnix opens a socket for this user alone. Its folder belongs to one process of each role, so what is there is stale.
+// listenUnix opens a socket for this user alone. Its folder belongs to one process of each role, so what is there is
+// stale.
 func listenUnix(path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, api.Errorf(api.Unavailable, "stale socket: %w", err)

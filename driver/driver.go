@@ -1,15 +1,15 @@
 // Package driver puts the rooms of the house together: it is the only one that imports all of them.
 //
-// It owns the processes and what they share: the command line, the state folder, logs, metrics, the gRPC server with the
-// table of error kinds, the managers that run the rooms' loops, and the supervision of the data and hold processes.
+// It owns the processes and what they share: the command line, the state folder, logs, metrics, the gRPC server with
+// the table of error kinds, the managers that run the rooms' loops, and the supervision of the data and hold processes.
 //
 //	serve ──┬── embedded API server (kubeapi)      <state>/kubeconfig
 //	        ├── controller and node loops, CSI doors <state>/csi.sock
 //	        ├── starts, adopts, restarts ── data     replicas, engines, devices; own session
 //	        └── starts, adopts, restarts ── hold     descriptors of the devices, nothing else; own session
 //
-// Invariants: one serve per state folder (flock); data and hold outlive serve, so that mounts do; they say who they are in
-// pid files that they keep locked, so that a number used again by another process is never taken for them. The data
+// Invariants: one serve per state folder (flock); data and hold outlive serve, so that mounts do; they say who they are
+// in pid files that they keep locked, so that a number used again by another process is never taken for them. The data
 // process resumes what it served before it needs the API.
 //
 // Goroutines: those of serve and data run under one errgroup-like owner each (group), which waits for all of them.

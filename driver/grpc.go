@@ -74,7 +74,7 @@ func listenCSI(endpoint string) (net.Listener, error) {
 		}
 		conn, err := net.DialTimeout("unix", file, time.Second)
 		if err == nil {
-			conn.Close()
+			_ = conn.Close()
 			return nil, api.Errorf(api.InUse, "CSI socket %s is in use by another process: stop it, or choose another "+
 				"one with --csi-endpoint", file)
 		}

@@ -58,7 +58,8 @@ var scheme = func() *runtime.Scheme {
 	return s
 }()
 
-// mapper knows our kinds and those that they refer to, so that nothing begins with a round of discovery, or needs one while the server is away.
+// mapper knows our kinds and those that they refer to, so that nothing begins with a round of discovery, or needs one
+// while the server is away.
 func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {

@@ -30,7 +30,7 @@ func gatherData(socket string) prometheus.GathererFunc {
 	return func() ([]*dto.MetricFamily, error) {
 		resp, err := h.Get("http://data/metrics")
 		if err != nil {
-			return nil, nil //nolint:nilerr // no data process now: the others' metrics are still wanted
+			return nil, nil // no data process now: the others' metrics are still wanted
 		}
 		defer resp.Body.Close()
 		parser := expfmt.NewTextParser(model.UTF8Validation)

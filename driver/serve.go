@@ -205,7 +205,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	defer socket.Close()
+	defer func() { _ = socket.Close() }()
 
 	ctx, s.stop = context.WithCancelCause(ctx)
 	defer s.stop(nil)

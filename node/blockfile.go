@@ -14,9 +14,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// shownDir holds one device file for each volume that is published as a block device. What workloads get is a bind mount
-// of that file: so the mount table says which volume a mount is of. The device's own file cannot tell, since after a
-// crash its number may belong to another volume while old mounts of it are still there.
+// shownDir holds one device file for each volume that is published as a block device. What workloads get is a bind
+// mount of that file: so the mount table says which volume a mount is of. The device's own file cannot tell, since
+// after a crash its number may belong to another volume while old mounts of it are still there.
 const shownDir = "/dev/drover-published"
 
 // shown is the file that is bound to the workloads of a volume.

@@ -87,7 +87,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 	if err := unix.Statfs(p.m.Mountpoint, &st); err != nil {
 		return nil, api.Errorf(api.Unavailable, "statistics of volume %s: %w", p.vol.Name, err)
 	}
-	unit := int64(st.Bsize)
+	unit := st.Bsize
 	return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{
 		{Unit: csi.VolumeUsage_BYTES, Total: int64(st.Blocks) * unit, Available: int64(st.Bavail) * unit,
 			Used: int64(st.Blocks-st.Bfree) * unit},

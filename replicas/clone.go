@@ -14,8 +14,8 @@ import (
 )
 
 // A clone is a head of its own over the layers of a snapshot, on the disk of the snapshot's replica: nothing is copied,
-// and from then on neither needs the other. A clone of a volume as it is now takes a snapshot for itself, and lets go of
-// it when the clone is there.
+// and from then on neither needs the other. A clone of a volume as it is now takes a snapshot for itself, and lets go
+// of it when the clone is there.
 
 // origin is what a clone begins with.
 type origin struct {
@@ -24,8 +24,8 @@ type origin struct {
 	image    string // at the bottom of it
 }
 
-// origin finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any other
-// kind is the end of it, until something changes.
+// origin finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any
+// other kind is the end of it, until something changes.
 func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err error) {
 	if v.Spec.DataSource == "" {
 		return nil, nil

@@ -74,7 +74,7 @@ func Create(name string, size int64, perm fs.FileMode) (*Sink, error) {
 	}
 	if err := h.Truncate(size); err != nil {
 		h.Close()
-		os.Remove(name)
+		_ = os.Remove(name)
 		return nil, err
 	}
 	return &Sink{h}, nil

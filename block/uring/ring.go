@@ -183,9 +183,9 @@ func (r *ring) next() *sqe {
 	for t-atomic.LoadUint32(r.sqHead) > r.sqMask {
 		// Full. A failure here is met again, and reported, by wait; only no room at all cannot be survived. Busy says,
 		// before Linux 5.19, that completions do not fit: nothing is taken until there is room for them.
-		switch err := r.enter(false); err {
-		case nil, unix.EAGAIN:
-		case unix.EBUSY:
+		switch err := r.enter(false); {
+		case err == nil, errors.Is(err, unix.EAGAIN):
+		case errors.Is(err, unix.EBUSY):
 			r.stow()
 		default:
 			panic("uring: submission queue is full and stays so: " + err.Error())
@@ -248,7 +248,7 @@ func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
 	if block && (len(r.stowed) > 0 || *r.cqHead != atomic.LoadUint32(r.cqTail)) {
 		block = false
 	}
-	if err := r.enter(block); err != nil && err != unix.EBUSY && err != unix.EAGAIN {
+	if err := r.enter(block); err != nil && !errors.Is(err, unix.EBUSY) && !errors.Is(err, unix.EAGAIN) {
 		return fmt.Errorf("io_uring_enter: %w", err)
 	}
 	for {

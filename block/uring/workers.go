@@ -1,6 +1,7 @@
 package uring
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 
@@ -121,7 +122,7 @@ func (w *workers) start(op *Op) {
 	w.mu.Unlock()
 	ev := unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLONESHOT, Fd: op.fd}
 	if err := unix.EpollCtl(w.epoll, unix.EPOLL_CTL_ADD, int(op.fd), &ev); err != nil {
-		w.endPoll(op.fd, -int32(err.(unix.Errno)))
+		w.endPoll(op.fd, -errno(err))
 	}
 }
 
@@ -167,12 +168,19 @@ func (op *Op) run() int32 {
 		case opFallocate:
 			err = unix.Fallocate(int(op.fd), op.mode, op.off, op.n)
 		}
-		if err == unix.EINTR {
+		if errors.Is(err, unix.EINTR) {
 			continue
 		}
 		if err != nil {
-			return -int32(err.(unix.Errno))
+			return -errno(err)
 		}
 		return int32(n)
 	}
+}
+
+// errno is the number of an error of a system call.
+func errno(err error) int32 {
+	e := unix.EIO
+	errors.As(err, &e)
+	return int32(e)
 }

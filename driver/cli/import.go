@@ -265,7 +265,8 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 	})
 }
 
-// ensureImage creates the image. One of the same name is joined where it is the same wish, and made anew where it failed.
+// ensureImage creates the image. One of the same name is joined where it is the same wish, and made anew where it
+// failed.
 func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage) (*api.BackingImage, error) {
 	err := c.Create(ctx, want)
 	if err == nil {

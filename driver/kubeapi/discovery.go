@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// finder answers /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in the one that
-// kubectl before 1.26 knows.
+// finder answers /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in the one
+// that kubectl before 1.26 knows.
 type finder struct {
 	next   http.Handler
 	groups http.Handler

@@ -15,8 +15,9 @@ import (
 )
 
 // Who watches asks the database for what comes after the revision it knows. If the database was lost or restored from
-// an older copy, its revisions begin again below that, and such a watch sees nothing for a long time, without any error.
-// So every start leaves a mark in the database and beside it, and the next start tells whether one goes on from the other.
+// an older copy, its revisions begin again below that, and such a watch sees nothing for a long time, without any
+// error. So every start leaves a mark in the database and beside it, and the next start tells whether one goes on from
+// the other.
 
 const lineageFile = "etcd-lineage.json"
 

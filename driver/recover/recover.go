@@ -2,8 +2,9 @@
 // an old copy, or never knew a disk, the images, volumes and replicas on it become objects again, with names and UIDs.
 //
 // Invariants: it only reads the disks, and of the API it deletes nothing. It writes specs, and the annotation from
-// which the controller begins a status: so every status keeps its one writer. The exception is asked for by name: raising a
-// volume's epoch, by compare-and-swap like an engine. What two sources say differently is told and left alone.
+// which the controller begins a status: so every status keeps its one writer. The exception is asked for by name:
+// raising a volume's epoch, by compare-and-swap like an engine. What two sources say differently is told and left
+// alone.
 //
 //	disk:   image.json ──> BackingImage + recovered{uuid, layers, copies} ──controller──> status, ImageCopies
 //	        stack.json ──> Replica spec ──data role finds it on its disk──> mode current

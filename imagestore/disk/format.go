@@ -126,7 +126,7 @@ func fixedVHD(tail []byte, size int64) (int64, error) {
 	if err != nil {
 		return -1, err
 	}
-	defer img.Close()
+	defer func() { _ = img.Close() }()
 	if !img.Info().Fixed {
 		return -1, api.Errorf(api.Corrupt,
 			"vhd: it ends like a dynamic disk and does not begin like one: its start is damaged")

@@ -361,7 +361,7 @@ func (im *importer) spooled(b bytesOf) (n int64, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer sp.Close()
+	defer func() { _ = sp.Close() }()
 	var wg sync.WaitGroup
 	var arrived error
 	wg.Go(func() {

@@ -220,7 +220,7 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 			buf = make([]byte, pieceSize)
 		}
 		b, hole, err := f.fill(buf)
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {

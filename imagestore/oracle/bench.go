@@ -71,7 +71,7 @@ func Convert(b *testing.B, open Opener, raw, format, options string) {
 	image, out := filepath.Join(dir, "image"), filepath.Join(dir, "out")
 	Qemu(b, "qemu-img", "convert", "-f", "raw", "-O", format, "-o", options, raw, image)
 	timed := func(who int, wall, used *[]float64, convert func()) {
-		os.Remove(out)
+		_ = os.Remove(out)
 		syscall.Sync()
 		start, before := time.Now(), cpu(b, who)
 		convert()

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -263,7 +264,7 @@ func pieces(t testing.TB, src block.Source, want []byte) {
 				p := bytes.Repeat([]byte{0xEE}, 1+rng.IntN(1<<uint(rng.IntN(20))))
 				n, err := src.ReadAt(p, off)
 				if end := min(off+int64(len(p)), int64(len(want))); int64(n) != end-off ||
-					(err != nil) != (n < len(p)) || err != nil && err != io.EOF {
+					(err != nil) != (n < len(p)) || err != nil && !errors.Is(err, io.EOF) {
 					t.Errorf("read %d at %d of %d: %d, %v", len(p), off, len(want), n, err)
 				} else if !bytes.Equal(p[:n], want[off:end]) {
 					t.Errorf("read %d at %d differs", len(p), off)
@@ -348,7 +349,7 @@ func Sound(t *testing.T, open Opener, r io.ReaderAt, size int64) {
 				continue
 			}
 			for i := 0; i < n; i += 700 {
-				if _, err := src.ReadAt(small[i:min(i+700, n)], at+int64(i)); err != nil && err != io.EOF {
+				if _, err := src.ReadAt(small[i:min(i+700, n)], at+int64(i)); err != nil && !errors.Is(err, io.EOF) {
 					t.Fatalf("reading at %d: %v, but not in larger pieces", at+int64(i), err)
 				}
 			}

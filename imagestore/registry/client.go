@@ -215,7 +215,7 @@ func (p *patient) once(req *http.Request) (*http.Response, error) {
 	defer timer.Stop()
 	resp, err := p.base.RoundTrip(req.WithContext(ctx))
 	if err != nil {
-		if context.Cause(ctx) == late {
+		if errors.Is(context.Cause(ctx), late) {
 			err = late
 		}
 		cancel(nil)

@@ -1,7 +1,7 @@
 // Package source opens the places that a backing image's bytes come from: a download over http or https, an upload
 // that a user sends to this node, a file of this node. Each becomes a Stream: bytes from the first to the last, with
-// their number where it is known beforehand. What the bytes mean is found in them, by who imports them, and never from a
-// name or a header.
+// their number where it is known beforehand. What the bytes mean is found in them, by who imports them, and never from
+// a name or a header.
 //
 // Everything that arrives here is hostile input: lengths are checked, messages carry no credentials, and only http and
 // https are spoken. A Stream belongs to one goroutine; the package starts none but those of the upload server, which

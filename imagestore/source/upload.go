@@ -82,7 +82,7 @@ func (u *Uploads) Start(ctx context.Context) error {
 	if err != nil {
 		err = srv.Close()
 	}
-	<-done
+	_ = <-done
 	return err
 }
 

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// client talks to the holder, one ask at a time. It remembers what the holder keeps for this process: if the holder dies,
-// the next one knows nothing, and is given all of it again.
+// client talks to the holder, one ask at a time. It remembers what the holder keeps for this process: if the holder
+// dies, the next one knows nothing, and is given all of it again.
 type client struct {
 	socket string
 

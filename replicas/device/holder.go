@@ -168,8 +168,8 @@ func (h *holder) serve(c *net.UnixConn) {
 	}
 }
 
-// handle does what a asks for. It owns fds; what it returns is the caller's to close: copies, because another client may
-// delete the key, and their numbers be used anew, before they are sent.
+// handle does what a asks for. It owns fds; what it returns is the caller's to close: copies, because another client
+// may delete the key, and their numbers be used anew, before they are sent.
 func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

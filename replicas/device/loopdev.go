@@ -139,8 +139,8 @@ func growLoop(n int) error {
 	return nil
 }
 
-// claimLoop opens the device so that nobody can mount it. A device that somebody has claimed, a mounted one for example,
-// is refused with kind in use.
+// claimLoop opens the device so that nobody can mount it. A device that somebody has claimed, a mounted one for
+// example, is refused with kind in use.
 func claimLoop(n int) (int, error) {
 	d, err := openLoop(n, unix.O_RDONLY|unix.O_EXCL)
 	if errors.Is(err, unix.EBUSY) {

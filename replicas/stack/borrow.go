@@ -13,9 +13,9 @@ import (
 )
 
 // A replica may name layers that are not on its disk yet, while another disk of the machine has them: a uid means one
-// content, so reads go there, and come home (Replica.Home) once the layer is finished here. Nothing of that is recorded:
-// who opens the replica looks anew. Should the other disk fail meanwhile, reads of the borrowed layer wait for the own
-// copy; whole-block writes, which need nothing of it, go on.
+// content, so reads go there, and come home (Replica.Home) once the layer is finished here. Nothing of that is
+// recorded: who opens the replica looks anew. Should the other disk fail meanwhile, reads of the borrowed layer wait
+// for the own copy; whole-block writes, which need nothing of it, go on.
 
 // Borrow lets layers that are not on the disk be read from the machine's other disks. Before anybody uses the disk.
 func (d *Disk) Borrow(others func() []*Disk) { d.others = others }

@@ -95,7 +95,7 @@ func (p *power) Fdatasync(op *uring.Op, fd int) {
 // expect says, for every sector of a volume, which values it may have: blocks are filled with one number.
 type expect map[int64][]uint64
 
-const perBlock = int64(blockSize / 512)
+const perBlock = blockSize / 512
 
 // add says that the blocks [b, b+n) may have the value v from now on.
 func (e expect) add(b, n int64, v uint64) {

@@ -20,8 +20,8 @@ import (
 // Cut makes an immutable layer of what an open replica holds, and puts a new head on it. It moves no data.
 //
 // Everything that takes time is done beforehand: the new head is there, the old one has a second name as a layer, and
-// the new stack.json is written beside the old one. I/O is held back only while the rename of that commits, so the pause
-// is that of one sync of a folder. The layer counts as durable when Do returns; until then flushes wait.
+// the new stack.json is written beside the old one. I/O is held back only while the rename of that commits, so the
+// pause is that of one sync of a folder. The layer counts as durable when Do returns; until then flushes wait.
 type Cut struct {
 	r        *Replica
 	snapshot Snapshot
@@ -32,7 +32,8 @@ type Cut struct {
 }
 
 // PrepareCut begins a cut that gives the layer of snapshot.Layer, a new uid, that snapshot's name; without a name it is
-// a layer that no snapshot has. Between it and Do or Abort the replica does nothing else. The replica must be in a session.
+// a layer that no snapshot has. Between it and Do or Abort the replica does nothing else. The replica must be in a
+// session.
 func (r *Replica) PrepareCut(ctx context.Context, s Snapshot) (_ *Cut, err error) {
 	r.mu.Lock()
 	defer func() {

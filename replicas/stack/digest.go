@@ -130,7 +130,7 @@ func rootDigest(sums io.ReaderAt, size int64, kinds *index) (string, error) {
 
 func newRoot(size int64) hash.Hash {
 	h := sha256.New()
-	io.WriteString(h, "drover layer 1\n")
+	h.Write([]byte("drover layer 1\n"))
 	var b [8]byte
 	binary.LittleEndian.PutUint64(b[:], uint64(size))
 	h.Write(b[:])

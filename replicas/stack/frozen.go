@@ -14,9 +14,9 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// A frozen layer is a head that was cut off and not finished yet: its folder holds data and zero, which are second names
-// of the head's files, and frozen.json. It is readable as it is; Finish makes map and sums, and a layer like any other
-// of it. It counts only where a stack names it: before that, its data is still a head.
+// A frozen layer is a head that was cut off and not finished yet: its folder holds data and zero, which are second
+// names of the head's files, and frozen.json. It is readable as it is; Finish makes map and sums, and a layer like any
+// other of it. It counts only where a stack names it: before that, its data is still a head.
 const (
 	frozenFile   = "frozen.json"
 	zeroFile     = "zero"

@@ -12,8 +12,8 @@ import (
 )
 
 // The intents file says which regions of a volume may differ between its members after an unclean end: a header of
-// 4 KiB, then pages of 4 KiB, each a header of 16 bytes and bits, lowest first, one per region. A page whose checksum is
-// wrong counts as all dirty: it was being written when the power went, and copying too much is safe.
+// 4 KiB, then pages of 4 KiB, each a header of 16 bytes and bits, lowest first, one per region. A page whose checksum
+// is wrong counts as all dirty: it was being written when the power went, and copying too much is safe.
 const (
 	intentsMagic  = "DROVERI1"
 	intentsPage   = 4096

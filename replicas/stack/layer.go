@@ -202,7 +202,7 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
-			l.close()
+			_ = l.close()
 		}
 	}()
 	if l.rec, err = d.layerRecord(uid); api.Is(err, api.NotFound) {

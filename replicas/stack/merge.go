@@ -19,10 +19,11 @@ import (
 )
 
 // Two neighbouring layers become one when nothing needs the lower one by itself any more. What the smaller of them has
-// to give is copied into the file of the larger, window by window: copied, synced, recorded in stack.json, and only then
-// taken out of the smaller one. So no more than a window is there twice, and at any moment, after a crash too, each block
-// is surely in one place: below Done in the target, above it where the maps of the two say. In the end the larger file
-// becomes the data of a new layer; a uid keeps meaning one content, and those of the two are never served again.
+// to give is copied into the file of the larger, window by window: copied, synced, recorded in stack.json, and only
+// then taken out of the smaller one. So no more than a window is there twice, and at any moment, after a crash too,
+// each block is surely in one place: below Done in the target, above it where the maps of the two say. In the end the
+// larger file becomes the data of a new layer; a uid keeps meaning one content, and those of the two are never served
+// again.
 
 // Merge is a merge under way, as stack.json has it.
 type Merge struct {

@@ -74,7 +74,8 @@ func (d *Disk) image(uid string) (block.Image, error) {
 	return img, nil
 }
 
-// Images implements block.Layers. Those whose record cannot be read are in the error; the others are listed all the same.
+// Images implements block.Layers. Those whose record cannot be read are in the error; the others are listed all the
+// same.
 func (d *Disk) Images() ([]block.Image, error) {
 	entries, err := d.fs.ReadDir(d.path(imagesDir))
 	if err != nil {
@@ -277,8 +278,8 @@ func (d *Disk) dropLayers(layers []string, named map[string]bool) error {
 }
 
 // Collect brings a disk in order: it deletes what was removed and not deleted yet, removes half-made things that nobody
-// is making, moves finished layers that nothing has named for the grace into the trash, and deletes them from there after
-// the grace again. While any record on the disk cannot be read, it collects no layer and says so.
+// is making, moves finished layers that nothing has named for the grace into the trash, and deletes them from there
+// after the grace again. While any record on the disk cannot be read, it collects no layer and says so.
 func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	defer func() {
 		if err != nil {

@@ -19,7 +19,7 @@ import (
 // clusters, and those that compress, fail this; a head on them would lose or invent blocks.
 func Probe(ctx context.Context, path string) (err error) {
 	name := filepath.Join(path, fmt.Sprintf(".probe-%d", os.Getpid()))
-	os.Remove(name)
+	_ = os.Remove(name)
 	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return classify(err)

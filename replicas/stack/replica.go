@@ -354,8 +354,8 @@ func (d *Disk) Replicas() ([]Meta, error) {
 	return list, errors.Join(errs...)
 }
 
-// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is written
-// before.
+// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is
+// written before.
 func (d *Disk) written(uid string) (bool, error) {
 	dir := d.path(replicaDir, uid)
 	entries, err := d.fs.ReadDir(dir)
@@ -429,7 +429,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	r := &Replica{disk: d, dir: d.path(replicaDir, uid), ring: on}
 	defer func() {
 		if err != nil {
-			r.closeFiles()
+			_ = r.closeFiles()
 			err = fmt.Errorf("open replica %s on disk %s: %w", uid, d.root, classify(err))
 		}
 	}()
@@ -496,8 +496,8 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	return r, nil
 }
 
-// drain waits until disk I/O that a dead owner issued is over. Every such I/O holds a reference to the dead owner's open
-// file, and with it the flock taken here; the fallocate waits for direct I/O in the inode itself.
+// drain waits until disk I/O that a dead owner issued is over. Every such I/O holds a reference to the dead owner's
+// open file, and with it the flock taken here; the fallocate waits for direct I/O in the inode itself.
 func drain(ctx context.Context, h file.Handle, size int64) error {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()

@@ -43,8 +43,8 @@ var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted during its
 // returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
 //
 // As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
-// that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as it
-// is, like any disk after a power cut.
+// that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as
+// it is, like any disk after a power cut.
 func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -23,7 +23,7 @@ func (d *Disk) Touched(uid string) (mark string, err error) {
 		}
 		return "", err
 	}
-	defer l.close()
+	defer func() { _ = l.close() }()
 	st, err := l.data.Stat()
 	if err != nil {
 		return "", fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))

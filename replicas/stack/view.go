@@ -35,7 +35,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("read replica %s on disk %s: %w", uid, d.root, classify(err))
-			v.Close()
+			_ = v.Close()
 		}
 	}()
 	m, err := d.readStack(uid)
@@ -76,7 +76,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
 	v := &view{log: &zeroLog{zeros: newIndex(size>>blockBits, 0)}}
 	if err := v.open(d, size, layers); err != nil {
-		v.Close()
+		_ = v.Close()
 		return nil, err
 	}
 	return v, nil

@@ -1,8 +1,8 @@
 // Package lossy is a back end of the file seam for tests: it stands for a disk that loses power. A folder holds what
-// running programs see. Beside it the FS knows what is durable, by the letter of the seam: content after Datasync, names
-// after SyncDir. Crash writes out what a power loss could leave: everything durable, and of all other changes, data and
-// names alike, a random part, in sectors of 512 bytes and in any order. Only a rename stays whole, and a change of a name
-// comes with the earlier changes of the same name.
+// running programs see. Beside it the FS knows what is durable, by the letter of the seam: content after Datasync,
+// names after SyncDir. Crash writes out what a power loss could leave: everything durable, and of all other changes,
+// data and names alike, a random part, in sectors of 512 bytes and in any order. Only a rename stays whole, and a
+// change of a name comes with the earlier changes of the same name.
 //
 // What goes past the seam, such as writes to Handle.Fd, is seen as well: content is compared with what was durable. A
 // sync that goes past it must be told with Synced. The package starts no goroutines.
