@@ -43,5 +43,7 @@ func setImageMetrics(img *api.BackingImage) {
 func forgetImageMetrics(name string) {
 	imageSize.DeleteLabelValues(name)
 	imageVirtualSize.DeleteLabelValues(name)
-	imageCopies.DeletePartialMatch(prometheus.Labels{"backing_image": name})
+	for state := range rank { // one by one: a partial match looks at those of all images
+		imageCopies.DeleteLabelValues(name, string(state))
+	}
 }
