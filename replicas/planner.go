@@ -232,6 +232,10 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		if found != nil { // rebuilt from disks
 			v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
 			v.Status.Size = found.Size
+			if wish := v.Spec.RevertTo; wish != nil { // of another time: what was written since must not go
+				v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed,
+					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
+			}
 			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 			return nil
 		}

@@ -99,6 +99,14 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 	if err != nil {
 		return err
 	}
+	var v api.Volume
+	if err := l.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+		return err
+	}
+	if m.Epoch > v.Status.Epoch {
+		return done(api.Errorf(api.Denied, "the replica has adopted epoch %d and the API says %d: the API went back in time, "+
+			"and the wish may be an old one", m.Epoch, v.Status.Epoch))
+	}
 	if begun := wish.ID + "/"; len(r.Status.Reverting) > len(begun) && r.Status.Reverting[:len(begun)] == begun {
 		if r.Status.Reverting != begun+m.Head {
 			l.revived(ctx, r)

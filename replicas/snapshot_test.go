@@ -423,6 +423,18 @@ func TestRevert(t *testing.T) {
 		t.Errorf("%+v", is)
 	}
 	w.holds("a", 0, "later")
+	// The answer is lost, between the revert and a write: it is not done again.
+	w.stopData()
+	var reps api.ReplicaList
+	if err := w.c.List(w.ctx, &reps, client.MatchingLabels{api.LabelVolume: "a"}); err != nil || len(reps.Items) != 1 {
+		t.Fatalf("%+v, %v", reps.Items, err)
+	}
+	reps.Items[0].Status.Reverted, reps.Items[0].Status.Reverting = "", "2/head-of-before"
+	if err := w.c.Status().Update(w.ctx, &reps.Items[0]); err != nil {
+		t.Fatal(err)
+	}
+	w.startData()
+	await(w, &reps.Items[0], &api.ReplicaList{}, "reverted", func(r *api.Replica) bool { return r.Status.Reverted == "2" })
 	if is := w.revert("a", "none", "3"); is.State != api.CloneFailed {
 		t.Errorf("%+v", is)
 	}

@@ -13,8 +13,11 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 // TestSnapshotStories are what users do with snapshots and clones.
@@ -328,4 +331,59 @@ func snapshotCommands(t *testing.T, w *world) {
 			t.Errorf("volume %s is still there", v.Name)
 		}
 	}
+}
+
+// TestRecoverSnapshots: the API's state is gone; snapshots come back with their volumes, as old as they were, and a revert
+// of the past is not done again.
+func TestRecoverSnapshots(t *testing.T) {
+	w := newWorld(t)
+	a, err := w.create("a", 256*mib, mountCap("ext4"))
+	must(t, err)
+	must(t, a.up())
+	sum := a.write("first", 8*mib)
+	one, err := w.snap(a.id, "one")
+	must(t, err)
+	do(t, a.down)
+	w.must("snapshot", "revert", "one")
+	do(t, a.up)
+	later := a.write("later", 8*mib)
+	two, err := w.snap(a.id, "two")
+	must(t, err)
+	last := a.write("last", mib)
+	b, err := w.from(one, "b", 0, mountCap("ext4"))
+	must(t, err)
+	do(t, a.down)
+	var before api.Snapshot
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "one"}, &before))
+
+	w.loseState("")
+	if all, code := w.recover("--yes"); code != 0 || states(all, "Volume", "missing", "created") != 2 {
+		w.fatal("recover: code %d", code)
+	}
+	ctx, cancel := timeout(t)
+	defer cancel()
+	for _, name := range []string{"one", "two"} {
+		for { // found after the volume has its member
+			s, err := await.Until(ctx, w.objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
+			if apierrors.IsNotFound(err) {
+				continue
+			}
+			must(t, err)
+			if name == "one" && s.Status.CreationTime != before.Status.CreationTime || s.Spec.CreateSnapshot {
+				t.Errorf("%s is %+v, was %+v", name, s, before)
+			}
+			break
+		}
+	}
+	do(t, a.up, b.up)
+	a.check("first", sum)
+	a.check("later", later)
+	a.check("last", last)
+	b.check("first", sum)
+	c, err := w.from(two, "c", 0, mountCap("ext4"))
+	must(t, err)
+	do(t, c.up)
+	c.check("later", later)
+	do(t, a.down, a.remove, b.down, b.remove, c.down, c.remove)
+	w.unsnap(one, two)
 }
