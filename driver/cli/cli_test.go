@@ -195,7 +195,7 @@ func TestWrongUse(t *testing.T) {
 	drover(t, kubeconfig("volume", "create", "x", "--size", "much")...).mustSay(t, 2, `"much" is not a size`)
 	drover(t, kubeconfig("volume", "grow", "x")...).mustSay(t, 2, `no command "grow"`)
 	drover(t, kubeconfig("volume", "show", "nosuch")...).mustSay(t, 3, "drover volume list")
-	drover(t, kubeconfig("image", "import", "ftp://a.example/b.img")...).mustSay(t, 2, "http or https")
+	drover(t, kubeconfig("image", "import", "ftp://a.example/b.img")...).mustSay(t, 2, "http, https or docker")
 	drover(t, kubeconfig("image", "import", "/nosuch.qcow2")...).mustSay(t, 3, "/nosuch.qcow2")
 	drover(t, kubeconfig("image", "import", "/etc/passwd", "--checksum", "abc")...).mustSay(t, 2, "128 hex digits")
 	drover(t, kubeconfig("volume", "list", "--nosuch")...).mustSay(t, 2, "--nosuch", "drover volume list --help")
