@@ -108,7 +108,8 @@ func (w *wish) size(virtual int64) (int64, error) {
 			n = min(n, w.limit/api.SizeUnit*api.SizeUnit)
 		}
 	case n < virtual && w.source != nil:
-		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the source, %s: ask for more", n, virtual,
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the source, %s: ask for more", n,
+			virtual,
 			asked(w.source))
 	case n < virtual:
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: "+
@@ -188,7 +189,8 @@ func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 		return 0, err
 	}
 	if w.image.name != "" && w.image.name != image {
-		return 0, api.Errorf(api.Invalid, "parameter backingImage is %s, but the source, %s, stands on %q", w.image.name, from,
+		return 0, api.Errorf(api.Invalid, "parameter backingImage is %s, but the source, %s, stands on %q", w.image.name,
+			from,
 			image)
 	}
 	w.spec.DataSource, w.spec.BackingImage = from, image

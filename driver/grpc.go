@@ -108,7 +108,8 @@ var changes = map[string]string{
 	"NodeExpandVolume": "n",
 }
 
-func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any,
+	error) {
 	method, began := path.Base(info.FullMethod), time.Now()
 	resp, err := g.call(ctx, method, req, next)
 	err = toStatus(err)

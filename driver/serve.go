@@ -69,7 +69,8 @@ func serveCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "Run Drover on this machine",
-		Long: "Runs Drover on this machine: the CSI driver, the loops behind it and, unless --kubeconfig names another, an\n" +
+		Long: "Runs Drover on this machine: the CSI driver, the loops behind it and, unless " +
+			"--kubeconfig names another, an\n" +
 			"API server of its own. The data path runs in processes beside it and outlives it while volumes are attached.",
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -82,8 +83,9 @@ func serveCommand() *cobra.Command {
 	f := c.Flags()
 	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "what this process does")
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder for certificates, objects, sockets and logs")
-	f.StringArrayVar(&o.diskFlags, "disk", nil, "folder to keep data in, as path[,tag...]; several times for several disks\n"+
-		"(default: the folder disk in the state folder)")
+	f.StringArrayVar(&o.diskFlags, "disk", nil,
+		"folder to keep data in, as path[,tag...]; several times for several disks\n"+
+			"(default: the folder disk in the state folder)")
 	f.StringVar(&o.csi, "csi-endpoint", "", "socket of the CSI driver (default: unix://<state-dir>/csi.sock)")
 	f.StringVar(&o.kubeconfig, "kubeconfig", "", "use the API server of this kubeconfig (or "+inCluster+
 		") and run none")
@@ -210,7 +212,8 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	ctx, s.stop = context.WithCancelCause(ctx)
 	defer s.stop(nil)
 	// What has begun to end must end in order, so none of these follows ctx by itself.
-	s.apis, s.work, s.children = newGroup(context.Background()), newGroup(context.Background()), newGroup(context.Background())
+	s.apis, s.work = newGroup(context.Background()), newGroup(context.Background())
+	s.children = newGroup(context.Background())
 	gs, err := s.start(ctx, socket)
 	if err == nil {
 		<-ctx.Done()

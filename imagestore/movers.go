@@ -187,7 +187,8 @@ func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
 		return nil, api.Errorf(api.Busy, "a transfer for %s is under way", copy.Name)
 	}
 	jctx, cancel := context.WithCancel(m.ctx)
-	j := &job{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}), begun: time.Now(),
+	j := &job{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}),
+		begun: time.Now(),
 		state: api.ImagePending}
 	m.jobs[copy.Name] = j
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}

@@ -232,7 +232,8 @@ func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
 }
 
 // cut makes the snapshot: through the session of an attached volume, else by a session of its own, without a device.
-func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk) error {
+func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica,
+	disk *stack.Disk) error {
 	uid := string(uidOf(s))
 	cut := stack.Snapshot{UID: uid, Name: s.Name, Layer: uid, Created: time.Now().UTC().Truncate(time.Millisecond)}
 	err := l.cutNow(ctx, v, r, disk, cut)

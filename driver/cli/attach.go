@@ -110,7 +110,8 @@ func (a *app) volumeDetach() *cobra.Command {
 	var force bool
 	c := &cobra.Command{
 		Use: "detach NAME...", Short: "Take a volume's device away; refused while it is mounted",
-		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it is mounted or open, and\n" +
+		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it " +
+			"is mounted or open, and\n" +
 			"waits while writes wait for room.\n\nWith --force nothing is waited for: I/O that was not answered fails, " +
 			"whoever has the device open or\nmounted gets errors, and what was written since the last sync may be lost.",
 		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),

@@ -45,7 +45,8 @@ type app struct {
 func Commands() []*cobra.Command {
 	a := &app{}
 	cmds := []*cobra.Command{
-		a.imageCommand(), a.volumeCommand(), a.snapshotCommand(), a.nodeCommand(), a.diskCommand(), a.preflightCommand(), a.versionCommand(),
+		a.imageCommand(), a.volumeCommand(), a.snapshotCommand(), a.nodeCommand(),
+		a.diskCommand(), a.preflightCommand(), a.versionCommand(),
 	}
 	for _, c := range cmds {
 		a.addFlags(c.PersistentFlags())

@@ -78,7 +78,8 @@ func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 			from += " " + v
 		}
 	}
-	fields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%", s.Progress),
+	fields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
+		s.Progress),
 		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
 		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, max(img.Spec.MinNumberOfCopies, 1)),

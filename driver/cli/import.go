@@ -239,7 +239,8 @@ func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch
 }
 
 // makeImage creates the object, or joins one that is the same wish, and waits until it is ready.
-func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage, body *os.File,
+func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
+	body *os.File,
 	background bool) error {
 	began := time.Now()
 	img, err := ensureImage(ctx, c, img)

@@ -164,7 +164,8 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 		}
 	}
 	if begun == "" && !m.att.Status.Blank {
-		return api.Errorf(api.InUse, "volume %q (%s) holds data, but no filesystem that could be mounted (a partition table, "+
+		return api.Errorf(api.InUse, "volume %q (%s) holds data, but no filesystem that could be "+
+			"mounted (a partition table, "+
 			"or raw data?): it is not formatted; use the device itself", m.volume, m.att.Status.Device)
 	}
 	if m.fs = v.Spec.FSType; m.fs == "" {
@@ -265,7 +266,10 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 		return "", err
 	}
 	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", v.Name)
-	_, err = until(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) { return t.Status.Size >= v.Spec.Size, nil })
+	_, err = until(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) {
+		return t.Status.Size >= v.Spec.Size,
+			nil
+	})
 	if err != nil {
 		return "", late(err, "the device of volume %q has not grown yet", v.Name)
 	}
@@ -274,7 +278,8 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 		return ", its device too", err
 	}
 	if err := growFS(ctx, on[0].fs, att.Status.Device, on[0].dir); err != nil {
-		return "", fmt.Errorf("volume %q and its device are %s now, but the filesystem at %s did not grow: %w; it grows when it "+
+		return "", fmt.Errorf("volume %q and its device are %s now, but the filesystem "+
+			"at %s did not grow: %w; it grows when it "+
 			"is mounted next", v.Name, api.SizeText(v.Status.Size), on[0].dir, err)
 	}
 	return ", the " + on[0].fs + " filesystem at " + on[0].dir + " too", nil

@@ -36,7 +36,8 @@ func (a *app) preflightCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "preflight",
 		Short: "Tell whether this machine can run Drover, and what to do where it cannot",
-		Long: "Looks at the kernel, FUSE, loop devices, io_uring, tools, limits and disks of this machine; changes nothing.\n" +
+		Long: "Looks at the kernel, FUSE, loop devices, io_uring, tools, limits and disks " +
+			"of this machine; changes nothing.\n" +
 			"Exit code 0: everything that is needed is there; 1: something is missing. Warnings do not count.",
 		Args: args(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -93,7 +94,8 @@ func (a *app) printFindings(cmd *cobra.Command, all []finding) error {
 
 // preflight asks all questions. Each one stands alone.
 func preflight(disks []string) []finding {
-	all := []finding{checkRoot(), checkKernel(), checkFUSE(), checkFUSETimeout(), checkLoop(), checkIOURing(), checkHungTask(),
+	all := []finding{checkRoot(), checkKernel(), checkFUSE(), checkFUSETimeout(), checkLoop(), checkIOURing(),
+		checkHungTask(),
 		checkFiles()}
 	for _, t := range []struct{ tool, pkg, need string }{
 		{"mount", "mount", failed}, {"blkid", "util-linux", failed},
@@ -147,7 +149,8 @@ func checkKernel() finding {
 func checkFUSE() finding {
 	f, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 	if err != nil {
-		return finding{"fuse", failed, errText(err), "load the module with `modprobe fuse`; in a container, give it /dev/fuse"}
+		return finding{"fuse", failed, errText(err),
+			"load the module with `modprobe fuse`; in a container, give it /dev/fuse"}
 	}
 	f.Close()
 	return finding{"fuse", fine, "/dev/fuse opens", ""}

@@ -27,7 +27,8 @@ func (a *app) snapshotCreate() *cobra.Command {
 	var labels map[string]string
 	c := &cobra.Command{
 		Use: "create VOLUME [NAME]", Short: "Take a snapshot of a volume, attached or not",
-		Long: "Takes a snapshot of a volume as it is now. A mounted file system is as after a power cut, and recovers by its\n" +
+		Long: "Takes a snapshot of a volume as it is now. A mounted file system is as after a power " +
+			"cut, and recovers by its\n" +
 			"journal: `sync` first what shall be in it for sure.",
 		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade",
 		Args:    args(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.complete(volumes, true),
@@ -115,7 +116,10 @@ func snapshotsOf(ctx context.Context, c client.Client, volume string) (*api.Snap
 	if err := c.List(ctx, list); err != nil {
 		return nil, explain(ctx, err)
 	}
-	list.Items = slices.DeleteFunc(list.Items, func(s api.Snapshot) bool { return volume != "" && s.Spec.Volume != volume })
+	list.Items = slices.DeleteFunc(list.Items, func(s api.Snapshot) bool {
+		return volume != "" &&
+			s.Spec.Volume != volume
+	})
 	slices.SortStableFunc(list.Items, func(a, b api.Snapshot) int {
 		if d := strings.Compare(a.Spec.Volume, b.Spec.Volume); d != 0 {
 			return d

@@ -33,7 +33,8 @@ func (a *app) versionCommand() *cobra.Command {
 			if err := a.checkOutput(); err != nil {
 				return err
 			}
-			v := map[string]string{"version": BuildVersion(), "go": runtime.Version(), "platform": runtime.GOOS + "/" + runtime.GOARCH}
+			v := map[string]string{"version": BuildVersion(), "go": runtime.Version(),
+				"platform": runtime.GOOS + "/" + runtime.GOARCH}
 			switch a.output {
 			case "json", "yaml":
 				return a.encode(cmd.OutOrStdout(), v)

@@ -77,11 +77,13 @@ func (a *app) volumeCreate() *cobra.Command {
 				} else if vol.Spec.BackingImage != "" {
 					from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
 				}
-				fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from, seconds(time.Since(began)))
+				fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
+					seconds(time.Since(began)))
 			})
 		},
 	}
-	c.Flags().StringVar(&size, "size", "", "size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
+	c.Flags().StringVar(&size, "size", "",
+		"size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
 	c.Flags().StringVar(&from, "from", "", "volume or snapshot whose content the volume begins with, by name or handle")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
@@ -150,7 +152,8 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 
 // awaitVolume waits until ready is content with the volume, and gives up where the volume is faulted. What keeps it
 // waiting is told once, as a remark.
-func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks io.Writer, ready func(*api.Volume) bool) (
+func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks io.Writer,
+	ready func(*api.Volume) bool) (
 	*api.Volume, error) {
 	var vol *api.Volume
 	told := ""
@@ -270,7 +273,8 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		}
 	}
 	fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
-		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Source", origin(v), "Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
+		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Source", origin(v),
+		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
 		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
 		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
 	if len(reps) > 0 {
@@ -315,7 +319,8 @@ func (a *app) volumeExpand() *cobra.Command {
 				return err
 			}
 			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
-				fmt.Fprintf(w, "volume %q is %s%s, in %s\n", vol.Name, api.SizeText(vol.Status.Size), grown, seconds(time.Since(began)))
+				fmt.Fprintf(w, "volume %q is %s%s, in %s\n", vol.Name, api.SizeText(vol.Status.Size), grown,
+					seconds(time.Since(began)))
 			})
 		},
 	}
@@ -336,11 +341,13 @@ func expand(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, s
 		n += v.Spec.Size
 	}
 	if n > api.MaxVolumeSize {
-		return nil, api.Errorf(api.OutOfRange, "%s is more than a volume can have (%s)", api.SizeText(n), api.SizeText(api.MaxVolumeSize))
+		return nil, api.Errorf(api.OutOfRange, "%s is more than a volume can have (%s)", api.SizeText(n),
+			api.SizeText(api.MaxVolumeSize))
 	}
 	n = api.RoundSize(n)
 	if n < v.Spec.Size {
-		return nil, api.Errorf(api.OutOfRange, "volume %q has %s and cannot shrink to %s", name, api.SizeText(v.Spec.Size), api.SizeText(n))
+		return nil, api.Errorf(api.OutOfRange, "volume %q has %s and cannot shrink to %s", name, api.SizeText(v.Spec.Size),
+			api.SizeText(n))
 	}
 	base := v.DeepCopy()
 	v.Spec.Size = n
@@ -399,7 +406,8 @@ func (a *app) volumeDelete() *cobra.Command {
 			return nil
 		},
 	}
-	c.Flags().BoolVar(&keep, "keep-snapshots", false, "leave the snapshots of the volume; its data goes with the last of them")
+	c.Flags().BoolVar(&keep, "keep-snapshots", false,
+		"leave the snapshots of the volume; its data goes with the last of them")
 	return c
 }
 

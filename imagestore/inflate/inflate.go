@@ -41,9 +41,9 @@ const (
 )
 
 var (
-	errData     = errors.New("bad deflate data")
-	errShort    = errors.New("deflate data ends too early")
-	errZlib     = errors.New("it has no zlib header")
+	errData  = errors.New("bad deflate data")
+	errShort = errors.New("deflate data ends too early")
+	errZlib  = errors.New("it has no zlib header")
 	// ErrLong is for input that unpacks to more than it may.
 	ErrLong     = errors.New("it unpacks to more than it may")
 	errChecksum = errors.New("its checksum does not match its content")

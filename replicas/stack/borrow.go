@@ -110,7 +110,8 @@ func (r *Replica) Home(ctx context.Context) error {
 			return r.name(errors.Join(err, own.close()))
 		}
 		old = append(old, l)
-		slog.Info("layer is on the replica's own disk now", "replica", r.meta.UID, "volume", r.meta.Volume, "layer", l.rec.UID)
+		slog.Info("layer is on the replica's own disk now", "replica", r.meta.UID, "volume", r.meta.Volume, "layer",
+			l.rec.UID)
 	}
 	return r.name(r.giveBack(ctx, old))
 }

@@ -29,7 +29,8 @@ func (d *Disk) Touched(uid string) (mark string, err error) {
 		return "", fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
 	}
 	if st.Size() != l.rec.Size {
-		return "", api.Errorf(api.Corrupt, "layer %s on disk %s has %d bytes instead of %d", uid, d.root, st.Size(), l.rec.Size)
+		return "", api.Errorf(api.Corrupt, "layer %s on disk %s has %d bytes instead of %d", uid, d.root, st.Size(),
+			l.rec.Size)
 	}
 	h, err := d.fs.Open(d.path(layersDir, uid, layerFile), os.O_RDONLY, 0)
 	if err != nil {
