@@ -114,7 +114,7 @@ func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataS
 		if err := p.client.Create(ctx, made); err != nil && !apierrors.IsAlreadyExists(err) {
 			return nil, fmt.Errorf("snapshot %s: %w", name, err)
 		}
-		return nil, api.Errorf(api.Unavailable, "waits for a snapshot of volume %s", src.Name)
+		return nil, errSoon
 	case apierrors.IsNotFound(err) || err == nil && snap.Spec.Volume != src.Name:
 		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s does not exist", name, src.Name)
 	case err != nil:
@@ -128,8 +128,11 @@ func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataS
 	case snap.Status.Error != "":
 		return nil, api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: %s", name, src.Name, snap.Status.Error)
 	}
-	return nil, api.Errorf(api.Unavailable, "waits for snapshot %s of volume %s", name, src.Name)
+	return nil, errSoon
 }
+
+// errSoon is the snapshot that is being taken: nothing that a user need know.
+var errSoon = api.Errorf(api.Unavailable, "waits for the snapshot")
 
 // cloneSnapshot is the name of the snapshot that a clone takes for itself: new with every clone.
 func cloneSnapshot(v *api.Volume) string { return "clone-" + string(v.Status.UID) }

@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strconv"
@@ -335,6 +336,10 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 	}
 	if len(mine) == 0 {
 		from, err := p.origin(ctx, v)
+		if errors.Is(err, errSoon) {
+			v.Status.Message = ""
+			return nil
+		}
 		if err != nil {
 			return err
 		}

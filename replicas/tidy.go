@@ -58,7 +58,7 @@ func (d *Data) tidy(disk *stack.Disk) {
 	t.wg.Add(1)
 	go func() {
 		defer t.wg.Done()
-		// The thread is not given back: what follows is of the lowest priority, and a thread keeps that.
+		// The thread is not given back: its disk I/O is of the lowest priority, and it keeps that.
 		runtime.LockOSThread()
 		lowest()
 		for {
@@ -84,11 +84,11 @@ func (d *Data) tidy(disk *stack.Disk) {
 	}()
 }
 
-// lowest makes the calling thread give way to all others, at the processor and at the disk.
+// lowest makes the calling thread give way to all others at the disk. Not at the processor: the collector of garbage waits
+// for every thread, and all would wait for one that does not get to run.
 func lowest() {
 	const who, idle = 1, 3 << 13 // IOPRIO_WHO_PROCESS, IOPRIO_CLASS_IDLE
 	_, _, _ = unix.Syscall(unix.SYS_IOPRIO_SET, who, 0, idle)
-	_ = unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19)
 }
 
 // mergeRate bounds what merges copy, so that volumes have the disk.
@@ -120,7 +120,14 @@ func (d *Data) mergeAll(ctx context.Context, disk *stack.Disk) (left bool) {
 			d.changed(api.UID(uid))
 		}
 		switch {
-		case err == nil || ctx.Err() != nil || api.Is(err, api.NotFound):
+		case err == nil:
+			// A layer that was cut off meanwhile has to be finished before it can be merged.
+			if rest, err := disk.Unfinished(); err == nil && len(rest) > 0 {
+				d.mergeSoon(disk, uid, volume)
+				d.tidy(disk)
+			}
+			continue
+		case ctx.Err() != nil || api.Is(err, api.NotFound):
 			continue
 		case errors.Is(err, context.Canceled): // somebody wanted the volume
 			d.mergeSoon(disk, uid, volume)

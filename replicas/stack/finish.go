@@ -105,7 +105,7 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer) error {
 		return err
 	}
 	defer sums.Close()
-	err = eachChunk(ctx, kinds, func(c int64, buf []byte) error {
+	err = eachChunkGently(ctx, kinds, func(c int64, buf []byte) error {
 		sum, err := chunkSum(l.data, kinds.chunk(c), c, rec.Size, buf)
 		if err != nil {
 			return err

@@ -1,11 +1,13 @@
 package stack
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"math"
 	"os"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
@@ -52,6 +54,26 @@ func (d *Disk) LayerSize(uid string) (size, used int64, err error) {
 		return 0, 0, err
 	}
 	return rec.Size, allocated(st), nil
+}
+
+// eachChunkGently is eachChunk on the caller's thread alone, at rest for most of the time: for what nobody waits for.
+func eachChunkGently(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error {
+	const rest = 2 // times what the work took
+	buf := alignedBuffer(int(chunkSize))
+	for c := range kinds.chunks() {
+		began := time.Now()
+		if err := fn(c, buf); err != nil {
+			return err
+		}
+		pause := time.NewTimer(rest * time.Since(began))
+		select {
+		case <-pause.C:
+		case <-ctx.Done():
+			pause.Stop()
+			return context.Cause(ctx)
+		}
+	}
+	return nil
 }
 
 // Empty is Blank of the whole stack: neither the head nor a layer holds anything but zeros that were never written.
