@@ -133,6 +133,21 @@ func restoreLarger(t *testing.T, w *world) {
 	if again, err := w.snap(a.id, "of-restored"); again != id || err != nil {
 		t.Errorf("again: %s, %v", again, err)
 	}
+	on := func(node string) (*csi.CreateSnapshotResponse, error) {
+		return w.controller.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{SourceVolumeId: a.id, Name: "on-" + node,
+			AccessibilityRequirements: &csi.TopologyRequirement{Requisite: []*csi.Topology{
+				{Segments: map[string]string{api.TopologyNode: node}}}}})
+	}
+	_, err = on("elsewhere")
+	wantCode(t, err, codes.ResourceExhausted, "no replica on elsewhere")
+	here, err := on(w.name)
+	must(t, err)
+	is, err := w.controller.GetSnapshot(t.Context(), &csi.GetSnapshotRequest{SnapshotId: here.Snapshot.SnapshotId})
+	must(t, err)
+	if at := is.Snapshot.AccessibleTopology; len(at) != 1 || at[0].Segments[api.TopologyNode] != w.name {
+		t.Errorf("the snapshot is on %v", at)
+	}
+	w.unsnap(here.Snapshot.SnapshotId)
 	must(t, os.Remove(a.file("file")))
 	do(t, a.down, a.remove) // the snapshot stays
 	_, err = w.controller.ControllerGetVolume(t.Context(), &csi.ControllerGetVolumeRequest{VolumeId: a.id})
