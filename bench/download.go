@@ -30,7 +30,7 @@ func (b *bench) downloads(ctx context.Context) error {
 	go func() { ended <- srv.Serve(ln) }()
 	defer func() {
 		_ = srv.Close()
-		_ = <-ended
+		<-ended //nolint:errcheck // its error is that of the cancelled context
 	}()
 	private := &api.Setting{Value: "true"}
 	private.Name = "allow-private-image-sources"

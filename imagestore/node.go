@@ -147,7 +147,7 @@ func (n *copies) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	st := p.status
 	var wait time.Duration
 	if !c.DeletionTimestamp.IsZero() {
-		done := false
+		var done bool
 		if wait, done = n.remove(ctx, c, &st); done {
 			n.drop(c.Name)
 			if controllerutil.RemoveFinalizer(c, api.Finalizer) {

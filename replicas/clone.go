@@ -71,8 +71,8 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 	}
 	st.Snapshot = snap.Name
 	if snap.Status.RestoreSize > v.Spec.Size {
-		return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of snapshot %s of volume %s: expand the "+
-			"volume", bytesText(v.Spec.Size), bytesText(snap.Status.RestoreSize), snap.Name, src.Name)
+		return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of snapshot %s of volume %s: expand "+
+			"the volume", bytesText(v.Spec.Size), bytesText(snap.Status.RestoreSize), snap.Name, src.Name)
 	}
 	r, err := memberOn(ctx, p.client, &src, "")
 	if err != nil {
@@ -86,8 +86,8 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		o.image = r.Labels[api.LabelImage] // of a clone whose spec does not name it
 	}
 	if of := v.Spec.BackingImage; of != "" && label(of) != label(o.image) {
-		return nil, api.Errorf(api.Invalid, "the volume names backing image %s, but its data source, volume %s, stands on %q: "+
-			"leave backingImage out", of, src.Name, o.image)
+		return nil, api.Errorf(api.Invalid, "the volume names backing image %s, but its data source, volume %s, stands on "+
+			"%q: leave backingImage out", of, src.Name, o.image)
 	}
 	return o, nil
 }
@@ -126,7 +126,8 @@ func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataS
 	case snap.Status.CreationTime != "" && strings.HasPrefix(snap.Status.Error, "lost"):
 		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s: %s", name, src.Name, snap.Status.Error)
 	case snap.Status.Error != "":
-		return nil, api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: %s", name, src.Name, snap.Status.Error)
+		return nil, api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: %s", name, src.Name,
+			snap.Status.Error)
 	}
 	return nil, errSoon
 }

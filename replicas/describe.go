@@ -174,8 +174,8 @@ func (p *planner) remove(ctx context.Context, v *api.Volume, mine []api.Replica,
 		return err
 	}
 	if len(mine) > 0 && len(snaps) > 0 {
-		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), and goes with the "+
-			"last of them", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
+		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), and goes with "+
+			"the last of them", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
 		condition(v, api.ConditionKept, true, "Snapshots", v.Status.Message)
 		return nil
 	}

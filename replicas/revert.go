@@ -104,8 +104,8 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 		return err
 	}
 	if m.Epoch > v.Status.Epoch {
-		return done(api.Errorf(api.Denied, "the replica has adopted epoch %d and the API says %d: the API went back in time, "+
-			"and the wish may be an old one", m.Epoch, v.Status.Epoch))
+		return done(api.Errorf(api.Denied, "the replica has adopted epoch %d and the API says %d: the API went back in "+
+			"time, and the wish may be an old one", m.Epoch, v.Status.Epoch))
 	}
 	if begun := wish.ID + "/"; len(r.Status.Reverting) > len(begun) && r.Status.Reverting[:len(begun)] == begun {
 		if r.Status.Reverting != begun+m.Head {

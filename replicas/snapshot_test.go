@@ -89,12 +89,12 @@ func TestSnapshotAttached(t *testing.T) {
 	w.create(attachment("a"))
 	w.attached("a")
 	w.fill("a", "first", 0)
-	s1 := w.snapshot("a", "s1")
+	w.snapshot("a", "s1")
 	w.fill("a", "later", 0)
 	s2 := w.snapshot("a", "s2")
 	w.fill("a", "never", 0)
 
-	s1 = w.snapshotIs("s1", "a parent", func(s *api.Snapshot) bool { return s.Status.Children["s2"] })
+	s1 := w.snapshotIs("s1", "a parent", func(s *api.Snapshot) bool { return s.Status.Children["s2"] })
 	if s1.Status.RestoreSize != 64<<20 || s1.Status.Size == 0 || !s1.Status.UserCreated || s1.Status.OwnerID != testNode ||
 		s1.Status.Labels["why"] != "test" || s1.Labels[api.LabelVolume] != "a" || len(s1.OwnerReferences) != 1 ||
 		s1.Status.Children[api.VolumeHead] || s1.Status.Parent != "" || s1.Status.CreationTime == "" {

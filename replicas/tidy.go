@@ -84,8 +84,8 @@ func (d *Data) tidy(disk *stack.Disk) {
 	}()
 }
 
-// lowest makes the calling thread give way to all others at the disk. Not at the processor: the collector of garbage waits
-// for every thread, and all would wait for one that does not get to run.
+// lowest makes the calling thread give way to all others at the disk. Not at the processor: the collector of garbage
+// waits for every thread, and all would wait for one that does not get to run.
 func lowest() {
 	const who, idle = 1, 3 << 13 // IOPRIO_WHO_PROCESS, IOPRIO_CLASS_IDLE
 	_, _, _ = unix.Syscall(unix.SYS_IOPRIO_SET, who, 0, idle)

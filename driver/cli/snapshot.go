@@ -254,7 +254,7 @@ func (a *app) snapshotRevert() *cobra.Command {
 // sourceOf finds what --from names: a handle, or the name of a snapshot or a volume. It returns the source, how large
 // it is, and its backing image.
 func sourceOf(ctx context.Context, c client.Client, from string) (source string, size int64, image string, err error) {
-	ds := api.DataSource{}
+	var ds api.DataSource
 	if strings.Contains(from, "://") {
 		if ds, err = api.ParseDataSource(from); err != nil {
 			return "", 0, "", err

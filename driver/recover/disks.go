@@ -51,7 +51,7 @@ func (j *job) readDisks() error {
 		}
 		d := &disk{Disk: on}
 		f := cli.Finding{Kind: "Disk", Name: path, UID: d.uid(), Disk: path}
-		why := ""
+		var why string
 		d.node, why = j.nodeOf(d)
 		if was := seen[d.uid()]; was != nil {
 			if was.Path() == path {

@@ -480,7 +480,7 @@ func TestLeftovers(t *testing.T) {
 		return root
 	}
 	want := newWant()
-	root := orphan(want)
+	orphan(want)
 	if _, err := disk.Find(d, want); !api.Is(err, api.NotFound) {
 		t.Fatalf("found without a record: %v", err)
 	}
@@ -494,7 +494,7 @@ func TestLeftovers(t *testing.T) {
 	clean(t, dir)
 
 	want = newWant()
-	root = orphan(want)
+	root := orphan(want)
 	want.Digest, want.VirtualSize, want.Format, want.Checksum = root, int64(len(content)), "raw", sum(content)
 	holds(t, d, want, content) // the digest vouches for it
 	if err := disk.Remove(t.Context(), d, want); err != nil {

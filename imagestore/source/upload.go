@@ -82,7 +82,7 @@ func (u *Uploads) Start(ctx context.Context) error {
 	if err != nil {
 		err = srv.Close()
 	}
-	_ = <-done
+	<-done //nolint:errcheck // the server was closed: that is its error
 	return err
 }
 

@@ -13,8 +13,8 @@
 // Invariants:
 //   - A request's memory is mapped, populated and locked before /dev/fuse is read: a read that faults while the
 //     process is being killed loses its request with an I/O error.
-//   - RESEND is asked for before the new process reads its first request, and only when the old process is gone, so that
-//     no request is served by two.
+//   - RESEND is asked for before the new process reads its first request, and only when the old process is gone, so
+//     that no request is served by two.
 //   - The holder has a device's descriptors before its loop device exists. The file's name carries the key, so a
 //     loop device can always be found again.
 //   - Per request there is no lock, no goroutine and no allocation: servers, conns and their pools belong to the thread

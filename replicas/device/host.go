@@ -139,7 +139,7 @@ func takeLock(ctx context.Context, path string) (*os.File, error) {
 		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if err == nil && old != os.Getpid() {
 			err = awaitExit(ctx, old, true)
-		} else if err == unix.EWOULDBLOCK {
+		} else if errors.Is(err, unix.EWOULDBLOCK) {
 			if err = awaitExit(ctx, old, false); err == nil {
 				continue
 			}

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"errors"
 	"syscall"
 	"time"
 
@@ -262,7 +263,7 @@ func (o *op) answer(m int, err error) {
 	default:
 		o.failed |= bit(m)
 		// A flush that failed is not tried again: the kernel tells of a lost write only once.
-		if errno(err) == syscall.ENOSPC && o.parent.Op != block.OpFlush {
+		if errors.Is(errno(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush {
 			o.full |= bit(m)
 		}
 		o.err = err

@@ -38,7 +38,8 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 			_ = v.Close()
 		}
 	}()
-	m, err := d.readStack(uid)
+	var m Meta
+	_, err = d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, api.Errorf(api.NotFound, "there is none: %w", err)
 	}
@@ -143,7 +144,7 @@ func (v *view) ReadAt(p []byte, off int64) (int, error) {
 		default:
 			_, err = v.layers[from-fromLayer].data.ReadAt(part, at)
 		}
-		if err != nil && err != io.EOF {
+		if err != nil && !errors.Is(err, io.EOF) {
 			return done, err
 		}
 		done += len(part)
