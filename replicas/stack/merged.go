@@ -1,0 +1,202 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// end makes the target the data of the new layer, and puts that in the place of the two: commit 2.
+func (w *merger) end(ctx context.Context) error {
+	r, d, g := w.r, w.r.disk, w.seen
+	dir := d.path(layersDir, g.Result)
+	target := g.Lower
+	if g.Up {
+		target = g.Upper
+	}
+	if err := flock(w.to, unix.LOCK_EX|unix.LOCK_NB); err != nil { // the new folder is being worked on
+		return err
+	}
+	if st, err := w.to.Stat(); err != nil {
+		return err
+	} else if st.Size() < w.size {
+		if err := w.to.Truncate(w.size); err != nil {
+			return err
+		}
+	}
+	if err := file.RemoveAll(d.fs, dir); err != nil {
+		return err
+	}
+	if err := d.fs.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	if err := d.fs.Link(d.path(layersDir, target, dataFile), dir+"/"+dataFile); err != nil {
+		return err
+	}
+	rec, err := w.describe(ctx, dir)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.isOpen(); err != nil {
+		return err
+	}
+	unlock, err := d.lock() // nobody collects what nobody names yet
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := errors.Join(d.fs.SyncDir(dir), d.fs.SyncDir(d.path(layersDir))); err != nil {
+		return err
+	}
+	if err := writeMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
+		return err
+	}
+	own, err := d.openLayerAs(g.Result, d.direct, true)
+	if err != nil {
+		return err
+	}
+	if err := r.commit(func(m *Meta) { m.merged() }); err != nil {
+		return errors.Join(err, own.close())
+	}
+	old, err := r.replace(ctx, g, own)
+	if err != nil {
+		return err
+	}
+	for _, l := range old {
+		err = errors.Join(err, l.close())
+	}
+	slog.Info("layers merged", "volume", r.meta.Volume, "replica", r.meta.UID, "lower", g.Lower, "upper", g.Upper,
+		"result", g.Result, "copied", w.copied)
+	for _, uid := range []string{g.Lower, g.Upper} {
+		err = errors.Join(err, d.toTrash(layersDir, gonePrefix, uid))
+	}
+	return err
+}
+
+// merged puts the result in the place of the two.
+func (m *Meta) merged() {
+	g := m.Merge
+	k := slices.Index(m.Layers, g.Lower)
+	m.Layers = slices.Replace(slices.Clone(m.Layers), k, k+2, g.Result)
+	m.Snapshots = slices.Clone(m.Snapshots)
+	for i := range m.Snapshots {
+		if m.Snapshots[i].Layer == g.Upper {
+			m.Snapshots[i].Layer = g.Result
+		}
+	}
+	m.Merge = nil
+}
+
+// replace gives the data path one layer for two. It returns the two.
+func (r *Replica) replace(ctx context.Context, g Merge, by *layer) (old []*layer, err error) {
+	release, err := r.quiesce(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
+	r.work.do(func() {
+		err = r.onLoop(func() {
+			k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == g.Lower })
+			old = slices.Clone(r.layers[k : k+2])
+			r.layers = slices.Replace(slices.Clone(r.layers), k, k+2, by)
+			r.fds = slices.Replace(slices.Clone(r.fds), k+1, k+3, int(by.data.Fd()))
+			r.idx.remap(func(v uint16) uint16 {
+				if v != unbuilt && v > fromLayer+uint16(k) {
+					return v - 1
+				}
+				return v
+			})
+			r.merge = nil
+		})
+	})
+	return old, err
+}
+
+// describe makes sums and map of the result. Chunks that the merge did not touch keep their digests.
+func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) {
+	d, target := w.r.disk, w.lower
+	if w.seen.Up {
+		target = w.upper
+	}
+	rec := layerRecord{UID: w.seen.Result, Size: w.size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
+	kinds := newIndex(w.size>>blockBits, uint16(block.Hole))
+	touched := map[int64]bool{}
+	for p := range kinds.uniform {
+		lower, upper, err := w.kinds(p)
+		if err != nil {
+			return rec, err
+		}
+		vals := make([]uint16, kinds.pageLen(p))
+		for i := range vals {
+			k := union(lower[i], upper[i])
+			vals[i] = uint16(k)
+			switch k {
+			case block.Data:
+				rec.Data += blockSize
+			case block.Zero:
+				rec.Zero += blockSize
+			}
+			if was := lower[i]; w.act(lower[i], upper[i]) != leaveBlock || !w.seen.Up && k != was ||
+				w.seen.Up && k != upper[i] {
+				touched[(int64(p)<<pageBits+int64(i))/chunkBlks] = true
+			}
+		}
+		kinds.load(p, vals)
+	}
+	was, err := d.fs.Open(d.path(layersDir, target.rec.UID, sumsFile), os.O_RDONLY, 0)
+	if err != nil {
+		return rec, err
+	}
+	defer was.Close()
+	sums, err := d.fs.Open(dir+"/"+sumsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return rec, err
+	}
+	defer sums.Close()
+	whole := target.rec.Size == w.size // else the last chunk of the target was shorter
+	err = eachChunk(ctx, &kinds, func(c int64, buf []byte) error {
+		var sum [sumSize]byte
+		if touched[c] || !whole {
+			var err error
+			if sum, err = chunkSum(w.to, kinds.chunk(c), c, w.size, buf); err != nil {
+				return err
+			}
+		} else if _, err := was.ReadAt(sum[:], sumsHeader+c*sumSize); err != nil {
+			return fmt.Errorf("sum of chunk %d: %w", c, err)
+		}
+		_, err := sums.WriteAt(sum[:], sumsHeader+c*sumSize)
+		return err
+	})
+	if err != nil {
+		return rec, err
+	}
+	if _, err := sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
+		return rec, err
+	}
+	if err := sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
+		return rec, err
+	}
+	if rec.Root, err = rootDigest(sums, w.size, &kinds); err != nil {
+		return rec, err
+	}
+	if err := writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)); err != nil {
+		return rec, err
+	}
+	st, err := w.to.Stat()
+	if err != nil {
+		return rec, err
+	}
+	rec.Allocated = allocated(st)
+	return rec, errors.Join(w.to.Datasync(), sums.Datasync(), sums.Chmod(0o444))
+}
