@@ -87,7 +87,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
 	status := api.NodeStatus{Heartbeat: metav1.Now()}
 	for i := range disks {
-		dir := ""
+		var dir string
 		if i < len(dirs) {
 			dir = dirs[i]
 		} else {
@@ -292,7 +292,7 @@ func (w *world) holds(i int, img *api.BackingImage, content []byte) {
 	}
 	defer src.Close()
 	b := make([]byte, len(content))
-	if _, err := src.ReadAt(b, 0); err != nil && err != io.EOF {
+	if _, err := src.ReadAt(b, 0); err != nil && !errors.Is(err, io.EOF) {
 		w.t.Fatal(err)
 	}
 	if !bytes.Equal(b, content) {

@@ -3,6 +3,7 @@ package uring
 import (
 	"bytes"
 	"crypto/rand"
+	"errors"
 	"os"
 	"path/filepath"
 	"sync"
@@ -267,7 +268,7 @@ func TestPostOrderAndEnd(t *testing.T) {
 		if l.Post(func() { t.Error("ran after the end") }) {
 			t.Error("Post accepted after the end")
 		}
-		if err := l.Do(func() {}); err != ErrClosed {
+		if err := l.Do(func() {}); !errors.Is(err, ErrClosed) {
 			t.Errorf("Do after the end: %v", err)
 		}
 	})

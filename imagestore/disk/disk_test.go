@@ -144,7 +144,7 @@ func holds(t *testing.T, d *stack.Disk, want disk.Want, content []byte) disk.Got
 		t.Fatalf("layer of %d bytes, want %d", src.Size(), padded)
 	}
 	b := make([]byte, src.Size())
-	if _, err := src.ReadAt(b, 0); err != nil && err != io.EOF {
+	if _, err := src.ReadAt(b, 0); err != nil && !errors.Is(err, io.EOF) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(b[:len(content)], content) || len(bytes.TrimLeft(b[len(content):], "\x00")) > 0 {

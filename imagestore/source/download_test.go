@@ -137,13 +137,13 @@ func TestDownloadErrors(t *testing.T) {
 		{name: "no such host", url: "http://nowhere.invalid/x", kind: api.Unavailable, text: "nowhere.invalid"},
 		{name: "404", answer: func(_ int, w http.ResponseWriter, r *http.Request) { http.NotFound(w, r) },
 			kind: api.NotFound, text: "404"},
-		{name: "401", answer: func(_ int, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(401) },
+		{name: "401", answer: func(_ int, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusUnauthorized) },
 			kind: api.Denied, text: "401"},
-		{name: "503", answer: func(_ int, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(503) },
+		{name: "503", answer: func(_ int, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusServiceUnavailable) },
 			kind: api.Unavailable, text: "503"},
 		{name: "redirect to a file", answer: func(_ int, w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Location", "file:///etc/shadow")
-			w.WriteHeader(302)
+			w.WriteHeader(http.StatusFound)
 		}, kind: api.Invalid, text: `scheme "file"`},
 		{name: "redirects without end", answer: func(_ int, w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/again", http.StatusFound)

@@ -28,8 +28,8 @@ type sparse map[int64][]byte
 func (s sparse) ReadAt(p []byte, off int64) (n int, err error) {
 	p = p[:max(min(int64(len(p)), fuzzSize-off), 0)]
 	for i := 0; i < len(p); {
-		at, n := off+int64(i), 0
-		for n = int(min(512-at%512, int64(len(p)-i))); n > 0; n-- {
+		at := off + int64(i)
+		for n := int(min(512-at%512, int64(len(p)-i))); n > 0; n-- {
 			if p[i] = byte(at>>20) ^ byte(at>>9); at < tinyData {
 				p[i] = 0
 			}
