@@ -186,7 +186,7 @@ func pieces(t *testing.T, im *Image, want []byte) {
 				p := bytes.Repeat([]byte{0xEE}, 1+rng.IntN(1<<uint(rng.IntN(20))))
 				n, err := im.ReadAt(p, off)
 				if end := min(off+int64(len(p)), int64(len(want))); int64(n) != end-off ||
-					(err != nil) != (n < len(p)) || err != nil && err != io.EOF {
+					(err != nil) != (n < len(p)) || err != nil && !errors.Is(err, io.EOF) {
 					t.Errorf("read %d at %d of %d: %d, %v", len(p), off, len(want), n, err)
 				} else if !bytes.Equal(p[:n], want[off:end]) {
 					t.Errorf("read %d at %d differs", len(p), off)
@@ -365,7 +365,7 @@ func TestSizes(t *testing.T) {
 			t.Fatalf("first extent %+v, %v, want %+v", e, err, want)
 		}
 		p := make([]byte, 1024)
-		if n, err := im.ReadAt(p, size-512); n != 512 || err != io.EOF || p[511] != 7 {
+		if n, err := im.ReadAt(p, size-512); n != 512 || !errors.Is(err, io.EOF) || p[511] != 7 {
 			t.Fatalf("read %d, %v, last byte %d", n, err, p[511])
 		}
 	}

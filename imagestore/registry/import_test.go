@@ -3,6 +3,7 @@ package registry
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io"
 	"net/http"
 	"os"
@@ -61,7 +62,7 @@ func TestImport(t *testing.T) {
 			}
 			defer src.Close()
 			b := make([]byte, len(raw))
-			if _, err := src.ReadAt(b, 0); err != nil && err != io.EOF || !bytes.Equal(b, raw) {
+			if _, err := src.ReadAt(b, 0); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(b, raw) {
 				t.Fatalf("the layer holds something else: %v", err)
 			}
 
