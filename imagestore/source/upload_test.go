@@ -3,6 +3,7 @@ package source
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"mime/multipart"
@@ -181,7 +182,7 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 		c := dial(up)
 		go func() { _, err := receive(up, ctx, nil); got <- err }()
 		end(c, cancel)
-		if err := <-got; !api.Is(err, api.Unavailable) && err != context.Canceled || err != context.Canceled &&
+		if err := <-got; !api.Is(err, api.Unavailable) && !errors.Is(err, context.Canceled) || !errors.Is(err, context.Canceled) &&
 			!strings.Contains(err.Error(), name) {
 			t.Errorf("got %v, want %q", err, name)
 		}
