@@ -7,15 +7,20 @@ VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo 
 LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
 CONTROLLER_GEN := $(GO) run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0
 GOLANGCI       := nice $(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
-TESTFLAGS   ?= -timeout 20m
+TESTFLAGS   ?= -timeout 45m
+# Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
+PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
+# Those that take longest begin first.
+LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack
 KILLS       ?= 200
 FUZZTIME    ?= 60s
+SCHEDULES   ?= 500
 
 # Debian's Go does not fetch the version that go.mod names unless told so.
 export GOTOOLCHAIN ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build release test race lint check generate sanity test-crash bench fuzz demo clean need-root walls fmt-check
+.PHONY: demo-cluster test-faults help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,7 +36,7 @@ setup: ## install what is missing of the tools below (Debian)
 	@.ci/setup
 
 test: need-root setup ## run every test (root; real devices, mounts and processes; installs what is missing)
-	$(GO) test $(TESTFLAGS) ./...
+	DROVER_MODEL=$(or $(MODEL),1m) $(GO) test -p $(PACKAGES) $(TESTFLAGS) $(LONGEST) ./...
 
 race: need-root setup ## the same under the race detector (slow; needs a C compiler)
 	CGO_ENABLED=1 $(GO) test -race -timeout 60m ./...
@@ -39,22 +44,36 @@ race: need-root setup ## the same under the race detector (slow; needs a C compi
 sanity: need-root setup ## csi-sanity and the stories of users, verbosely
 	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
 
-test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times
-	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'Crash|Kill' ./replicas/device ./replicas/stack
-	DROVER_KILLS=$(KILLS) $(GO) test -timeout 60m -count=1 -v -run 'TestStories/killed' ./sanity
+test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times; scarce memory
+	DROVER_KILLS=$(KILLS) DROVER_OUTCOMES=8 $(GO) test -timeout 60m -count=1 -v -run 'Kill|PowerLoss|DeadOwner' ./replicas/device ./replicas/stack
+	DROVER_KILLS=$(KILLS) DROVER_SECONDS=120 $(GO) test -timeout 60m -count=1 -v -run 'TestStories/(killed|scarce)' ./sanity
+
+test-model: need-root setup ## random programs against byte-exact models, with kills and losses of power, for MODEL=3h
+	DROVER_MODEL=$(or $(MODEL),3h) $(GO) test -timeout 0 -count=1 -v -run Model ./replicas/stack ./sanity
+
+test-faults: need-root setup build ## random faults on a cluster and of replicas under verified load, SCHEDULES=500 times
+	DROVER_FAULTS=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -run TestFaults ./replicas/peer
+	DROVER_BINARY=$(abspath $(BIN)) DROVER_SCHEDULES=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestFaults ./sanity/cluster
+	DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \
 	  for t in $$(grep -oE '^func Fuzz[A-Za-z0-9_]*' "$$f" | cut -c6-); do \
 	    echo "== $$t in $$(dirname "$$f")"; \
-	    $(GO) test -run '^$$' -fuzz "^$$t\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$f")"; \
+	    $(GO) test -run '^$$' -fuzz "^$$t\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 10x "$$(dirname "$$f")" || exit 1; \
 	  done; done
 
-bench: need-root setup build ## measure against a plain file and the kernel's loop device; writes bench/out.json
-	$(GO) run ./bench -drover $(BIN) -out bench/out.json
+bench: need-root setup build ## measure against a plain file and the kernel's loop device; LONG=1: longer rounds, more of them; writes bench/out.json
+	$(GO) run ./bench -drover $(BIN) -out bench/out.json $(if $(LONG),-long) $(BENCHFLAGS)
 
 demo: need-root setup ## the tour: images, volumes, kill -9 (installs what is missing; root)
 	@demo/run
+
+cluster: need-root setup build ## a cluster of three machines on this one to play with; Ctrl-C removes it
+	@$(GO) build -o bin/play ./sanity/cluster/play && exec bin/play -drover $(BIN)
+
+demo-cluster: need-root setup build ## three machines on this one, a volume with three replicas, machines lost under load
+	@$(GO) build -o bin/tour ./sanity/cluster/tour && exec bin/tour -drover $(BIN)
 
 lint: ## golangci-lint (built on first use, which takes minutes)
 	$(GOLANGCI) run ./...

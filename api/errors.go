@@ -62,3 +62,13 @@ func KindOf(err error) Kind {
 
 // Is reports whether err is of kind k.
 func Is(err error, k Kind) bool { return err != nil && KindOf(err) == k }
+
+// KindNamed is the kind that a word stands for (see Kind.String): of an error that came over the wire.
+func KindNamed(word string) Kind {
+	for i, name := range kindNames {
+		if name == word {
+			return Kind(i)
+		}
+	}
+	return Other
+}

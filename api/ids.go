@@ -46,6 +46,7 @@ const (
 	LabelNode      = "drover.io/node"
 	LabelDisk      = "drover.io/disk" // a disk's UID
 	LabelImage     = "drover.io/image"
+	LabelZone      = "topology.kubernetes.io/zone" // on a Node
 	Finalizer      = "drover.io/protect"
 	AnnotationMkfs = "drover.io/mkfs"       // on a Volume: a filesystem is being made; value: its type
 	AnnotationFS   = "drover.io/filesystem" // on a Volume: a filesystem of this type was made, and is not made again
@@ -55,6 +56,10 @@ const (
 	AnnotationVerify = "drover.io/verify"
 	// AnnotationForce on an Attachment that is deleted: its I/O fails and is not waited for.
 	AnnotationForce = "drover.io/force-detach"
+	// AnnotationPrefer is on a Volume: the node that it will be used on first.
+	AnnotationPrefer = "drover.io/prefer-node"
+	// AnnotationRetry is on a Volume whose clone failed: a new value has it tried again.
+	AnnotationRetry = "drover.io/retry-clone"
 	TopologyNode    = "topology.drover.io/node"
 	DriverName      = "drover.io" // the CSI driver's name
 )

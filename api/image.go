@@ -8,11 +8,13 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type SourceType string
 
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
+// export-from-volume {volume-name, snapshot-name} (the volume as it is now, or a snapshot);
 // clone {backingImage}; registry {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"
 	SourceFile     SourceType = "file"
+	SourceExport   SourceType = "export-from-volume"
 	SourceClone    SourceType = "clone"
 	SourceRegistry SourceType = "registry"
 )
@@ -45,6 +47,7 @@ const (
 // +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
 // +kubebuilder:printcolumn:name="Copies",type=integer,JSONPath=`.status.readyCopies`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 type BackingImage struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -108,6 +111,8 @@ type BackingImageStatus struct {
 	Size int64 `json:"size,omitempty"`
 	// VirtualSize is the size of the disk inside the image, bytes; a volume from it is at least as large.
 	VirtualSize int64 `json:"virtualSize,omitempty"`
+	// Export is there for an image that was made of a volume: what it was made of.
+	Export *ExportFact `json:"export,omitempty"`
 	// Format that was found, and how it was packed: raw, qcow2, vmdk, vhd or vhdx, and .gz, .xz or .zst behind it.
 	// +kubebuilder:validation:Pattern=`^((raw|qcow2|vmdk|vhd|vhdx)(\.(gz|xz|zst))?)?$`
 	Format string `json:"format,omitempty"`
@@ -119,6 +124,19 @@ type BackingImageStatus struct {
 	VirtualSizeText string             `json:"virtualSizeText,omitempty"`
 	Copies          []ImageCopySummary `json:"copies,omitempty"`
 	Conditions      []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// ExportFact names a snapshot in the stack of a replica.
+type ExportFact struct {
+	Volume      string `json:"volume"`
+	VolumeUID   UID    `json:"volumeUID"`
+	Snapshot    string `json:"snapshot"`
+	SnapshotUID UID    `json:"snapshotUID"`
+	Replica     UID    `json:"replica"`
+	Node        string `json:"node"`
+	Disk        UID    `json:"disk"`
+	// CreationTime is the instant of the cut, RFC 3339.
+	CreationTime string `json:"creationTime"`
 }
 
 // ImageCopySummary mirrors one ImageCopy into the image, as the field's users expect it there.
@@ -167,6 +185,9 @@ type ImageCopySpec struct {
 	Disk   UID    `json:"disk"`
 	// From is the disk of a ready copy to take the layers from; empty: from the image's source.
 	From UID `json:"from,omitempty"`
+	// Export says that the layers are those of a snapshot; on its own disk the image names them, and they are not its own
+	// alone. Until they are known Layers is empty.
+	Export *ExportFact `json:"export,omitempty"`
 	// Verify is a token; a new one asks for a verification of all that the copy has on its disk.
 	Verify string `json:"verify,omitempty"`
 }
@@ -182,8 +203,10 @@ type ImageCopyStatus struct {
 	NextTry    metav1.Time `json:"nextTry,omitempty"`
 	// UploadURL is where an upload is expected, and continued where it was cut off (source type upload). UploadCA is the
 	// authority (PEM) by which the server there is known.
-	UploadURL      string      `json:"uploadURL,omitempty"`
-	UploadCA       string      `json:"uploadCA,omitempty"`
+	UploadURL string `json:"uploadURL,omitempty"`
+	UploadCA  string `json:"uploadCA,omitempty"`
+	// Layers of a snapshot that is exported, once they are found and held.
+	Layers         []UID       `json:"layers,omitempty"`
 	Format         string      `json:"format,omitempty"`
 	Size           int64       `json:"size,omitempty"`
 	VirtualSize    int64       `json:"virtualSize,omitempty"`

@@ -15,7 +15,8 @@ var (
 		s.AddKnownTypes(GroupVersion,
 			&Node{}, &NodeList{}, &BackingImage{}, &BackingImageList{}, &ImageCopy{}, &ImageCopyList{},
 			&Volume{}, &VolumeList{}, &Replica{}, &ReplicaList{}, &Attachment{}, &AttachmentList{},
-			&Snapshot{}, &SnapshotList{}, &Setting{}, &SettingList{})
+			&Snapshot{}, &SnapshotList{}, &SnapshotGroup{}, &SnapshotGroupList{},
+			&Setting{}, &SettingList{}, &NodeCertificate{}, &NodeCertificateList{})
 		metav1.AddToGroupVersion(s, GroupVersion)
 		return nil
 	})

@@ -8,15 +8,20 @@ import (
 	"drover.io/drover/api"
 )
 
-// The rules of the definition name the settings whose value is a number. A new one must be named there too.
+// The rules of the definition name the settings there are, and say what the value of each can be. A new one must be
+// named in both.
 func TestSettingRules(t *testing.T) {
 	crd, err := api.CRDs.ReadFile("crds/drover.io_settings.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name := range api.Settings {
-		if !strings.Contains(string(crd), "'"+name+"'") {
-			t.Errorf("no rule says what the value of %s can be", name)
+		if n := strings.Count(string(crd), "'"+name+"'"); n != 2 {
+			t.Errorf("%s is named %d times in the rules, want once among all and once where they say what its value can be",
+				name, n)
+		}
+		if !strings.Contains(strings.Join(strings.Fields(string(crd)), " "), " "+name) {
+			t.Errorf("the message about unknown settings does not name %s", name)
 		}
 		if _, err := strconv.Atoi(api.Settings[name]); err != nil && strings.HasSuffix(name, "-percentage") {
 			t.Errorf("%s: %v", name, err)

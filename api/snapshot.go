@@ -32,7 +32,9 @@ type Snapshot struct {
 
 // SnapshotSpec is the wish and cannot change.
 //
-// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot cannot change: delete it and make a new one"
+// What is left out is the same as what is empty: not every client writes it.
+//
+// +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && (has(self.createSnapshot) ? self.createSnapshot : false) == (has(oldSelf.createSnapshot) ? oldSelf.createSnapshot : false) && (has(self.group) && size(self.group) > 0 ? has(oldSelf.group) && self.group == oldSelf.group : !has(oldSelf.group) || size(oldSelf.group) == 0) && (has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0)",message="a snapshot cannot change: delete it and make a new one"
 type SnapshotSpec struct {
 	// Volume that the snapshot is of.
 	// +kubebuilder:validation:MinLength=1
@@ -40,6 +42,9 @@ type SnapshotSpec struct {
 	Volume string `json:"volume"`
 	// CreateSnapshot asks for a new one. Without it the object stands for one that is there, and nothing is made.
 	CreateSnapshot bool `json:"createSnapshot,omitempty"`
+	// Group is the SnapshotGroup that the snapshot is part of: it is cut with the others, and goes with them.
+	// +kubebuilder:validation:MaxLength=100
+	Group string `json:"group,omitempty"`
 	// +kubebuilder:validation:MaxProperties=64
 	Labels map[string]string `json:"labels,omitempty"`
 }
@@ -64,6 +69,9 @@ type SnapshotStatus struct {
 	// UID of the snapshot in the replica's stack, and of the layer that it names.
 	UID   UID `json:"uid,omitempty"`
 	Layer UID `json:"layer,omitempty"`
+	// Checksum is the digest of what the snapshot's own layer holds, sha256:HEX over the digests of its pieces and its
+	// map; empty until it is computed, a moment after the cut. Merged with another layer, it has a new one.
+	Checksum string `json:"checksum,omitempty"`
 	// VolumeUID tells the volume from a later one of the same name.
 	VolumeUID       UID    `json:"volumeUID,omitempty"`
 	SizeText        string `json:"sizeText,omitempty"`
@@ -80,10 +88,7 @@ func NewSnapshot(v *Volume, name string) *Snapshot {
 // Adorn gives a snapshot what it has to have beside its spec, and reports whether anything was missing.
 func (s *Snapshot) Adorn(v *Volume) bool {
 	changed := false
-	label := v.Name
-	if len(label) > 63 {
-		label = label[:63]
-	}
+	label := volumeLabel(v.Name)
 	if s.Labels[LabelVolume] != label {
 		if s.Labels == nil {
 			s.Labels = map[string]string{}
@@ -100,12 +105,23 @@ func (s *Snapshot) Adorn(v *Volume) bool {
 	return changed
 }
 
+// Bare reports whether something of what Adorn gives was taken away.
+func (s *Snapshot) Bare() bool {
+	return s.Labels[LabelVolume] != volumeLabel(s.Spec.Volume) || !slices.Contains(s.Finalizers, Finalizer) ||
+		len(s.OwnerReferences) == 0
+}
+
+func volumeLabel(volume string) string { return volume[:min(len(volume), 63)] }
+
 // VolumeHead is, among the children of a snapshot, the volume itself.
 const VolumeHead = "volume-head"
 
 // LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. It
 // goes when the clone is there.
 const LabelClone = "drover.io/clone"
+
+// LabelExport is there too, beside LabelClone, where it was made for a backing image; value: the image's name.
+const LabelExport = "drover.io/export"
 
 // ConditionKept is True on a Volume that is deleted and stays, hidden, because snapshots of it are there.
 const ConditionKept = "KeptForSnapshots"
@@ -137,6 +153,11 @@ type CloneStatus struct {
 	Source   string     `json:"source,omitempty"`   // the volume
 	Snapshot string     `json:"snapshot,omitempty"` // that was, or is being, cloned
 	Message  string     `json:"message,omitempty"`
+	// Progress is percent of the data that a full copy has, or a linked clone on another disk than its source; a linked
+	// clone on the disk of its source has nothing to copy.
+	Progress int32 `json:"progress,omitempty"`
+	// Retried is the last value of AnnotationRetry that was followed.
+	Retried string `json:"retried,omitempty"`
 }
 
 // RevertWish asks for a revert.
@@ -156,8 +177,11 @@ type RevertFact struct {
 	Message  string     `json:"message,omitempty"`
 }
 
-// CloneLinked shares the source's layers: instant, whatever the size.
-const CloneLinked = "linked"
+// Clone modes: CloneLinked shares the source's layers, and is instant, whatever the size; CloneFull copies them.
+const (
+	CloneLinked = "linked"
+	CloneFull   = "full-copy"
+)
 
 // DataSource is what a volume begins with.
 //

@@ -10,10 +10,14 @@ import (
 	"strings"
 )
 
-// Source types that are known by name and not supported yet.
+// SourceRestore is known by name and not supported yet.
+const SourceRestore SourceType = "restore"
+
+// Parameters of SourceExport. The type is there for those who are used to it: an image is layers, not a file.
 const (
-	SourceExport  SourceType = "export-from-volume"
-	SourceRestore SourceType = "restore"
+	ExportVolume   = "volume-name"
+	ExportSnapshot = "snapshot-name"
+	ExportFormat   = "export-type"
 )
 
 // sourceParameters lists, for each source type, its parameters and whether each is required.
@@ -23,6 +27,7 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
 	SourceRegistry: {"url": true, "plainHTTP": false},
+	SourceExport:   {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
 }
 
 var (
@@ -52,8 +57,7 @@ func (s *BackingImageSpec) Normalize() {
 func (s *BackingImageSpec) Validate() error {
 	known, ok := sourceParameters[s.SourceType]
 	if !ok {
-		switch s.SourceType {
-		case SourceExport, SourceRestore:
+		if s.SourceType == SourceRestore {
 			return Errorf(Unsupported, "source type %s is not supported yet: use %s", s.SourceType, sourceTypes())
 		}
 		return Errorf(Invalid, "source type %q is unknown: use %s", s.SourceType, sourceTypes())
@@ -132,6 +136,10 @@ func (s *BackingImageSpec) validateParameters() error {
 		}
 		if v := s.SourceParameters["plainHTTP"]; v != "" && v != "true" && v != "false" {
 			return Errorf(Invalid, "parameter plainHTTP is %q: it must be true or false", v)
+		}
+	case SourceExport:
+		if v := s.SourceParameters[ExportFormat]; v != "" && v != "raw" && v != "qcow2" {
+			return Errorf(Invalid, "parameter %s is %q: it must be raw or qcow2", ExportFormat, v)
 		}
 	case SourceClone:
 		return ValidateImageName(s.SourceParameters["backingImage"])

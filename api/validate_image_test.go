@@ -49,8 +49,8 @@ func TestBackingImageSpecValidate(t *testing.T) {
 		{"a secret without a name", BackingImageSpec{SourceType: SourceDownload, SecretRef: &SecretRef{},
 			SourceParameters: map[string]string{"url": "https://h/x"}}, Invalid, "the name of a Secret"},
 		{"later", BackingImageSpec{SourceType: SourceRestore}, Unsupported, "not supported yet"},
-		{"later", BackingImageSpec{SourceType: SourceExport}, Unsupported,
-			"not supported yet: use clone, download, file, registry or upload"},
+		{"later", BackingImageSpec{SourceType: SourceRestore}, Unsupported,
+			"not supported yet: use clone, download, export-from-volume, file, registry or upload"},
 		{"unknown type", BackingImageSpec{SourceType: "tape"}, Invalid, `"tape" is unknown`},
 		{"disk", BackingImageSpec{SourceType: SourceUpload, CleanupDisks: []UID{"../x"}}, Invalid, "not a UID"},
 	} {

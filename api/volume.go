@@ -34,7 +34,17 @@ const (
 	// True: reads wait, the disk that the image is borrowed from fails.
 	ConditionSourceLost = "SourceLost"
 	ConditionReady      = "Ready"
-	ConditionExpanded   = "Expanded" // False while size and status.size differ
+	ConditionIntact     = "DataIntact" // False: a scrub found layers that are damaged
+	ConditionEvicted    = "Evicted"    // False while the replica is on a disk that is to be left; else not there
+	ConditionExpanded   = "Expanded"   // False while size and status.size differ
+	// Of an attached volume with data locality best-effort: whether its node has a whole replica.
+	ConditionLocal = "DataLocal"
+	// Of a volume with replicaAutoBalance: False while a replica is to be in a better place.
+	ConditionBalanced = "Balanced"
+	// True: the volume has more snapshots than the setting snapshot-count-warning-threshold says. No limit is near.
+	ConditionTooMany = "TooManySnapshots"
+	// False: layers of a replica cannot be merged, so that deleted snapshots give no space back.
+	ConditionMerged = "LayersMerged"
 )
 
 // Volume is a replicated block device. Status: written by the controller role, but for epoch, incarnation and members,
@@ -48,9 +58,11 @@ const (
 // +kubebuilder:printcolumn:name="Robustness",type=string,JSONPath=`.status.robustness`
 // +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
 // +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.usedText`
+// +kubebuilder:printcolumn:name="Shared",type=string,JSONPath=`.status.sharedText`
 // +kubebuilder:printcolumn:name="Image",type=string,JSONPath=`.spec.backingImage`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.status.attachedNode`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 type Volume struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -64,6 +76,7 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="has(self.backingImage) == has(oldSelf.backingImage) && (!has(self.backingImage) || self.backingImage == oldSelf.backingImage)",message="backingImage cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.dataSource) == has(oldSelf.dataSource) && (!has(self.dataSource) || self.dataSource == oldSelf.dataSource)",message="dataSource cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.cloneMode) == has(oldSelf.cloneMode) && (!has(self.cloneMode) || self.cloneMode == oldSelf.cloneMode)",message="cloneMode cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.dataLocality) || self.dataLocality != 'strict-local' || !has(self.numberOfReplicas) || self.numberOfReplicas == 1",message="a volume with dataLocality strict-local has one replica: set numberOfReplicas to 1, or choose best-effort"
 type VolumeSpec struct {
 	// Size in bytes, a multiple of 2 MiB, at least 10 MiB.
 	// +kubebuilder:validation:Minimum=10485760
@@ -79,14 +92,47 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:MaxLength=600
 	// +kubebuilder:validation:Pattern=`^(vol://[^/]+|snap://[^/]+/[^/]+)?$`
 	DataSource string `json:"dataSource,omitempty"`
-	// CloneMode says how: linked (default) shares the source's layers; full-copy is not supported yet.
+	// CloneMode says how: linked (default) shares the source's layers; full-copy copies what they hold, and shares nothing
+	// but the backing image.
 	// +kubebuilder:validation:Enum="";linked;full-copy
 	CloneMode string `json:"cloneMode,omitempty"`
 	// RevertTo asks for what a snapshot of the volume holds in place of what it holds now, once, if it is detached.
 	RevertTo *RevertWish `json:"revertTo,omitempty"`
+	// Salvage asks, once, to go on with what one replica has, where no member is left: what only others had is given up.
+	Salvage *SalvageWish `json:"salvage,omitempty"`
+	// Trim asks, once for each new value, that the file system of the attached volume gives back what it does not use.
+	// +kubebuilder:validation:MaxLength=64
+	Trim string `json:"trim,omitempty"`
+	// UnmapMarkSnapChainRemoved, enabled: a Trim also deletes the volume's newest snapshot and those below it, down to the
+	// first that something else stands on; ignored: as the setting remove-snapshots-during-filesystem-trim says.
+	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
+	UnmapMarkSnapChainRemoved string `json:"unmapMarkSnapChainRemoved,omitempty"`
+	// DataLocality says whether a replica is to be on the node that uses the volume: best-effort makes one there after an
+	// attach, where it can be; strict-local: the only replica is there, and it is attached nowhere else.
 	// +kubebuilder:validation:Enum=disabled;best-effort;strict-local
 	// +kubebuilder:default=disabled
 	DataLocality string `json:"dataLocality,omitempty"`
+	// ReplicaAutoBalance moves replicas of a healthy volume: least-effort where more nodes or zones have one then,
+	// best-effort also where they are spread more evenly, and off disks that are nearly full; ignored: as the setting
+	// replica-auto-balance says.
+	// +kubebuilder:validation:Enum="";ignored;disabled;least-effort;best-effort
+	ReplicaAutoBalance string `json:"replicaAutoBalance,omitempty"`
+	// Whether replicas may share a node, a zone or a disk where no other suits; ignored: as the setting
+	// replica-soft-anti-affinity, replica-zone-soft-anti-affinity or replica-disk-soft-anti-affinity says.
+	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
+	ReplicaSoftAntiAffinity string `json:"replicaSoftAntiAffinity,omitempty"`
+	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
+	ReplicaZoneSoftAntiAffinity string `json:"replicaZoneSoftAntiAffinity,omitempty"`
+	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
+	ReplicaDiskSoftAntiAffinity string `json:"replicaDiskSoftAntiAffinity,omitempty"`
+	// Whether a file system that is mounted is frozen for the moment of a snapshot; ignored: as the setting
+	// freeze-filesystem-for-snapshot says.
+	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
+	FreezeFilesystemForSnapshot string `json:"freezeFilesystemForSnapshot,omitempty"`
+	// SnapshotDataIntegrity says which layers are compared with their digests at intervals: enabled, all; fast-check,
+	// those whose files were touched; disabled, none; ignored: as the setting snapshot-data-integrity says.
+	// +kubebuilder:validation:Enum="";ignored;enabled;fast-check;disabled
+	SnapshotDataIntegrity string `json:"snapshotDataIntegrity,omitempty"`
 	// StaleReplicaTimeout in minutes.
 	// +kubebuilder:default=2880
 	StaleReplicaTimeout int32    `json:"staleReplicaTimeout,omitempty"`
@@ -104,15 +150,19 @@ type VolumeSpec struct {
 
 // VolumeStatus is the fact.
 type VolumeStatus struct {
-	UID          UID         `json:"uid,omitempty"` // of the content; made by the controller before anything else
-	State        VolumeState `json:"state,omitempty"`
-	Robustness   Robustness  `json:"robustness,omitempty"`
-	Message      string      `json:"message,omitempty"`
-	Size         int64       `json:"size,omitempty"` // that every member really has
-	Used         int64       `json:"used,omitempty"` // bytes on the fullest disk, without shared layers
-	SizeText     string      `json:"sizeText,omitempty"`
-	UsedText     string      `json:"usedText,omitempty"`
-	AttachedNode string      `json:"attachedNode,omitempty"`
+	UID        UID         `json:"uid,omitempty"` // of the content; made by the controller before anything else
+	State      VolumeState `json:"state,omitempty"`
+	Robustness Robustness  `json:"robustness,omitempty"`
+	Message    string      `json:"message,omitempty"`
+	Size       int64       `json:"size,omitempty"` // that every member really has
+	// Used is what the volume with its snapshots takes on the fullest disk, bytes: head and layers. Shared is the part of
+	// it in layers that an image or another volume has too: what would not come back if the volume went.
+	Used         int64  `json:"used,omitempty"`
+	Shared       int64  `json:"shared,omitempty"`
+	SharedText   string `json:"sharedText,omitempty"`
+	SizeText     string `json:"sizeText,omitempty"`
+	UsedText     string `json:"usedText,omitempty"`
+	AttachedNode string `json:"attachedNode,omitempty"`
 	// Epoch counts changes of the engine or of the members; an engine of an older epoch is fenced.
 	Epoch int64 `json:"epoch,omitempty"`
 	// EngineNode is where the engine of this epoch runs, empty after a clean detach.
@@ -122,7 +172,11 @@ type VolumeStatus struct {
 	// CloneStatus is there where the spec has a data source.
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
 	// Reverted is what became of the last RevertTo.
-	Reverted   *RevertFact        `json:"reverted,omitempty"`
+	Reverted *RevertFact `json:"reverted,omitempty"`
+	// Salvaged is what became of the last Salvage.
+	Salvaged *SalvageFact `json:"salvaged,omitempty"`
+	// Trimmed is what became of the last Trim.
+	Trimmed    *TrimFact          `json:"trimmed,omitempty"`
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
 
@@ -157,7 +211,8 @@ const (
 // +kubebuilder:printcolumn:name="Volume",type=string,JSONPath=`.spec.volume`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.node`
 // +kubebuilder:printcolumn:name="Mode",type=string,JSONPath=`.status.mode`
-// +kubebuilder:printcolumn:name="Used",type=integer,JSONPath=`.status.used`
+// +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.usedText`
+// +kubebuilder:printcolumn:name="Copied",type=integer,JSONPath=`.status.copy.progress`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
 type Replica struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -176,16 +231,27 @@ type ReplicaSpec struct {
 	Size      int64  `json:"size"`
 	// Layers below the head at creation, bottom first (the image's).
 	Layers []UID `json:"layers,omitempty"`
-	// From is the snapshot on the same disk whose layers the replica shares; those of the image are the lowest of them.
+	// From is the snapshot whose layers the replica begins with; those of the image are the lowest of them.
 	From *ReplicaSource `json:"from,omitempty"`
+	// Leave asks the engine to take the replica out of the volume's members: it goes then.
+	Leave bool `json:"leave,omitempty"`
+	// Transient: it is where its source is and may not stay there; it goes when others are whole where the volume may be.
+	Transient bool `json:"transient,omitempty"`
+	// Instead is the replica, by name, that goes when this one is whole: it is in a better place.
+	Instead string `json:"instead,omitempty"`
 	// Revert asks for what a snapshot in the replica's own stack holds, once for each ID.
 	Revert *ReplicaRevert `json:"revert,omitempty"`
+	// Scrub asks for a comparison of the replica's layers with their digests, once for each new value.
+	// +kubebuilder:validation:MaxLength=64
+	Scrub string `json:"scrub,omitempty"`
 }
 
 // ReplicaRevert names a snapshot to go back to.
 type ReplicaRevert struct {
 	ID       string `json:"id"`
 	Snapshot UID    `json:"snapshot"`
+	// Epoch of the volume in which its members are reverted: one that is not is out of date.
+	Epoch int64 `json:"epoch,omitempty"`
 }
 
 // ReplicaSource names a snapshot in the stack of another replica.
@@ -194,6 +260,12 @@ type ReplicaSource struct {
 	Volume   string `json:"volume"` // of that replica, for people
 	Snapshot UID    `json:"snapshot"`
 	Name     string `json:"name"` // of the snapshot, for people
+	// Disk that the source is on, if it is another one of the node: layers are read there until they are copied.
+	Disk UID `json:"disk,omitempty"`
+	// Layer is the uid of the layer that all is copied into, for a clone that shares nothing; empty: layers are shared.
+	Layer UID `json:"layer,omitempty"`
+	// Whole: the replica takes the place of the source, with all its snapshots.
+	Whole bool `json:"whole,omitempty"`
 }
 
 // ReplicaStatus is the fact.
@@ -201,14 +273,52 @@ type ReplicaStatus struct {
 	Mode    ReplicaMode `json:"mode,omitempty"`
 	Message string      `json:"message,omitempty"`
 	Size    int64       `json:"size,omitempty"`
-	Used    int64       `json:"used,omitempty"` // bytes of head and own layers
+	Used    int64       `json:"used,omitempty"`   // bytes of the head and of all layers that the replica names
+	Shared  int64       `json:"shared,omitempty"` // of those, bytes in layers that something else on the disk names too
 	Epoch   int64       `json:"epoch,omitempty"`
-	Layers  []UID       `json:"layers,omitempty"`
+	// UsedText is Used for people.
+	UsedText string `json:"usedText,omitempty"`
+	// Joined is the last epoch in which it was a member, LastWrite when its head changed last; both as they were when no
+	// engine had it open.
+	Joined    int64        `json:"joined,omitempty"`
+	LastWrite *metav1.Time `json:"lastWrite,omitempty"`
+	Layers    []UID        `json:"layers,omitempty"`
+	// Pinned: the layers of spec.from stay until they are copied, whatever becomes of the snapshot and its volume.
+	Pinned bool `json:"pinned,omitempty"`
+	// Copy is how far the copying of layers to the replica's disk is; nil: there is nothing to copy.
+	Copy *CopyStatus `json:"copy,omitempty"`
 	// Reverted is the ID of the last Revert that was looked at; RevertError says why nothing was done.
 	Reverted    string `json:"reverted,omitempty"`
 	RevertError string `json:"revertError,omitempty"`
 	// Reverting is written before the revert of an ID: the ID and the head of then. Another head: it was done.
 	Reverting string `json:"reverting,omitempty"`
+	// Scrubbed is the last Scrub that was done, LastScrubbed when the last one ended, whoever had asked.
+	Scrubbed     string       `json:"scrubbed,omitempty"`
+	LastScrubbed *metav1.Time `json:"lastScrubbed,omitempty"`
+	// MergeError is why layers cannot be merged, and so the space of deleted snapshots does not come back; it is tried
+	// again and again.
+	MergeError string `json:"mergeError,omitempty"`
+	// Damage is what scrubs and reads found: ranges whose content is not what its digest says. Reads of them are
+	// answered by another replica, or fail.
+	// +kubebuilder:validation:MaxItems=256
+	Damage []LayerDamage `json:"damage,omitempty"`
+	// BeyondRepair: no other replica shows what the damaged layers held. Another replica takes the place of this one.
+	BeyondRepair bool `json:"beyondRepair,omitempty"`
+}
+
+// CopyStatus is how far something that is copied is.
+type CopyStatus struct {
+	From     UID   `json:"from,omitempty"` // the disk
+	Progress int32 `json:"progress"`       // percent
+	Done     int64 `json:"done"`           // bytes of data
+	Total    int64 `json:"total"`
+}
+
+// LayerDamage is a range of a layer, in bytes; the offset is that in the volume, too.
+type LayerDamage struct {
+	Layer  UID   `json:"layer"`
+	Offset int64 `json:"offset"`
+	Length int64 `json:"length"`
 }
 
 // ReplicaList is a list of Replica.
@@ -241,7 +351,9 @@ type Attachment struct {
 
 // AttachmentSpec is the wish and cannot change.
 //
-// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="an attachment cannot change: delete it and make a new one"
+// What is left out is the same as what is empty: not every client writes it.
+//
+// +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.node == oldSelf.node && (has(self.readOnly) ? self.readOnly : false) == (has(oldSelf.readOnly) ? oldSelf.readOnly : false) && (has(self.purpose) && size(self.purpose) > 0 ? has(oldSelf.purpose) && self.purpose == oldSelf.purpose : !has(oldSelf.purpose) || size(oldSelf.purpose) == 0)",message="an attachment cannot change: delete it and make a new one"
 type AttachmentSpec struct {
 	Volume   string `json:"volume"`
 	Node     string `json:"node"`
@@ -260,8 +372,23 @@ type AttachmentStatus struct {
 	Message string `json:"message,omitempty"`
 	Epoch   int64  `json:"epoch,omitempty"`
 	// Blank: nothing was ever written, the map proves it; taken when the device was made. Only then may mkfs run.
-	Blank      bool               `json:"blank,omitempty"`
+	Blank bool `json:"blank,omitempty"`
+	// Trimmed is what became of the volume's last Trim.
+	Trimmed *TrimFact `json:"trimmed,omitempty"`
+	// Rebuilds are the replicas that the engine is making equal to the members.
+	Rebuilds   []RebuildStatus    `json:"rebuilds,omitempty"`
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// RebuildStatus is how far a replica is on its way to be a member.
+type RebuildStatus struct {
+	Replica string `json:"replica"`
+	// Kind says what is copied: delta, what was written meanwhile, or full.
+	Kind    string `json:"kind,omitempty"`
+	Done    int64  `json:"done,omitempty"`  // bytes looked at
+	Total   int64  `json:"total,omitempty"` // bytes to look at
+	Sent    int64  `json:"sent,omitempty"`  // bytes that differed and travelled
+	Message string `json:"message,omitempty"`
 }
 
 // AttachmentList is a list of Attachment.
@@ -271,4 +398,31 @@ type AttachmentList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []Attachment `json:"items"`
+}
+
+// SalvageWish names the replica whose content is to be the volume's.
+type SalvageWish struct {
+	Replica string `json:"replica"`
+	// ID tells one wish from the next: whatever is new.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=64
+	ID string `json:"id"`
+}
+
+// SalvageFact says what became of it.
+type SalvageFact struct {
+	Replica string `json:"replica,omitempty"`
+	ID      string `json:"id,omitempty"`
+	Done    bool   `json:"done,omitempty"`
+	Message string `json:"message,omitempty"`
+}
+
+// TrimFact says what became of a Trim.
+type TrimFact struct {
+	ID      string     `json:"id,omitempty"` // the value of Trim
+	State   CloneState `json:"state,omitempty"`
+	Message string     `json:"message,omitempty"`
+	Bytes   int64      `json:"bytes,omitempty"` // that the file system has given back
+	// Snapshots that were deleted with it; the space that they alone held comes back in the background.
+	Snapshots []string `json:"snapshots,omitempty"`
 }

@@ -3,11 +3,13 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // job is one way of doing I/O.
@@ -15,6 +17,8 @@ type job struct {
 	name, rw, bs, unit string
 	depth              int
 }
+
+func (j job) writes() bool { return strings.Contains(j.rw, "write") }
 
 // Reads come before writes: the volume over the image shall read from the image.
 var jobs = []job{
@@ -29,11 +33,15 @@ var jobs = []job{
 // subject is something that fio can open.
 type subject struct{ name, path string }
 
+// ramp is the time before a round is measured.
+const ramp = 300 * time.Millisecond
+
 // fio does one round of a job and returns IOPS, or MB/s for large blocks.
 func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 	out, err := tool(ctx, "fio", "--name="+j.name, "--filename="+path, "--rw="+j.rw, "--bs="+j.bs,
 		"--iodepth="+strconv.Itoa(j.depth), "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--direct=1",
-		"--ioengine=libaio", "--time_based", "--runtime="+strconv.Itoa(b.seconds), "--ramp_time=300ms",
+		"--ioengine=libaio", "--time_based", "--runtime="+strconv.Itoa(b.seconds),
+		"--ramp_time="+strconv.FormatInt(ramp.Milliseconds(), 10)+"ms",
 		"--randrepeat=0", "--norandommap", "--output-format=json")
 	if err != nil {
 		return 0, err
@@ -56,7 +64,7 @@ func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 		return 0, fmt.Errorf("fio %s on %s: %w: %.300s", j.name, path, err, out)
 	}
 	s := rep.Jobs[0].Read
-	if strings.Contains(j.rw, "write") {
+	if j.writes() {
 		s = rep.Jobs[0].Write
 	}
 	if j.unit == "iops" {
@@ -72,26 +80,47 @@ func (b *bench) fill(ctx context.Context, path string) error {
 	return err
 }
 
-// devices measures all jobs on all subjects, round by round.
+// loopOn puts a loop device with direct I/O on a file; the function takes it away.
+func loopOn(ctx context.Context, path string) (string, func() error, error) {
+	out, err := tool(ctx, "losetup", "--find", "--show", "--direct-io=on", path)
+	if err != nil {
+		return "", nil, err
+	}
+	dev := strings.TrimSpace(out)
+	return dev, func() error {
+		_, err := tool(context.Background(), "losetup", "-d", dev)
+		return err
+	}, nil
+}
+
+// devices measures all jobs on all subjects, round by round. A volume over an image begins with an empty head, so its
+// writes allocate: it is compared with a loop device on a sparse file as well, which has seen the same writes.
 func (b *bench) devices(ctx context.Context) (err error) {
 	size := b.sizeMiB << 20
 	plain, looped, raw := filepath.Join(b.dir, "plain"), filepath.Join(b.dir, "looped"), filepath.Join(b.dir, "source.raw")
-	fmt.Fprintln(os.Stderr, "preparing plain file, loop device, a blank volume and one over an image ...")
+	thin := filepath.Join(b.dir, "sparse")
+	fmt.Fprintln(os.Stderr, "preparing plain file, loop devices, a blank volume and one over an image ...")
 	for _, p := range []string{plain, looped} {
 		if err := b.fill(ctx, p); err != nil {
 			return err
 		}
 	}
-	out, err := tool(ctx, "losetup", "--find", "--show", "--direct-io=on", looped)
+	if err := os.WriteFile(thin, nil, 0o600); err != nil {
+		return err
+	}
+	if err := os.Truncate(thin, size); err != nil {
+		return err
+	}
+	loop, drop, err := loopOn(ctx, looped)
 	if err != nil {
 		return err
 	}
-	loop := strings.TrimSpace(out)
-	defer func() {
-		if _, lerr := tool(context.Background(), "losetup", "-d", loop); err == nil {
-			err = lerr
-		}
-	}()
+	defer func() { err = errors.Join(err, drop()) }()
+	sparse, dropSparse, err := loopOn(ctx, thin)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dropSparse()) }()
 	if err := randomFile(raw, size, false); err != nil {
 		return err
 	}
@@ -112,11 +141,15 @@ func (b *bench) devices(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	subjects := []subject{{"plain-file", plain}, {"loop-direct", loop}, {"drover-blank", blank}, {"drover-image", image}}
+	subjects := []subject{{"plain-file", plain}, {loopDirect, loop}, {"drover-blank", blank},
+		{"loop-sparse", sparse}, {"drover-image", image}}
 	for _, j := range jobs {
 		got := map[string][]float64{}
 		for r := range b.rounds {
 			for _, s := range subjects {
+				if s.name == "loop-sparse" && !j.writes() {
+					continue // it would read holes
+				}
 				v, err := b.fio(ctx, j, s.path)
 				if err != nil {
 					return err
@@ -125,13 +158,20 @@ func (b *bench) devices(ctx context.Context) (err error) {
 				fmt.Fprintf(os.Stderr, "\r%s round %d of %d: %s %.0f %s\x1b[K", j.name, r+1, b.rounds, s.name, v, j.unit)
 			}
 		}
-		base := median(got["loop-direct"])
-		for _, s := range subjects {
-			v, note := median(got[s.name]), ""
-			if j.depth == 1 && strings.HasPrefix(s.name, "drover") {
-				note = fmt.Sprintf("%+.0f us per I/O", 1e6/v-1e6/base)
+		against := func(subject, baseline string) {
+			v, base := median(got[subject]), median(got[baseline])
+			b.add(j.name, subject, v, j.unit, baseline, base, "")
+			if j.depth == 1 && strings.HasPrefix(subject, "drover") {
+				b.add(j.name+"-added", subject, 1e6/v-1e6/base, "us", baseline, 0, "per I/O")
 			}
-			b.add(j.name, s.name, v, j.unit, "loop-direct", base, note)
+		}
+		for _, s := range subjects {
+			if len(got[s.name]) > 0 {
+				against(s.name, loopDirect)
+			}
+		}
+		if j.writes() {
+			against("drover-image", "loop-sparse")
 		}
 	}
 	fmt.Fprint(os.Stderr, "\r\x1b[K")

@@ -9,26 +9,6 @@ import (
 	"time"
 )
 
-// images measures imports against the tools of the formats, and how soon a volume is there.
-func (b *bench) images(ctx context.Context) error {
-	size := 2 * b.sizeMiB << 20
-	raw := filepath.Join(b.dir, "disk.raw")
-	fmt.Fprintln(os.Stderr, "preparing images ...")
-	if err := sampleFile(raw, size); err != nil {
-		return err
-	}
-	if err := b.formats(ctx, raw, size); err != nil {
-		return err
-	}
-	if err := os.Remove(raw); err != nil {
-		return err
-	}
-	if err := b.downloads(ctx); err != nil {
-		return fmt.Errorf("download: %w", err)
-	}
-	return b.fromImage(ctx)
-}
-
 // fromImage times volumes from images of two sizes, from the request to the device.
 func (b *bench) fromImage(ctx context.Context) error {
 	for _, gib := range []int64{1, 100} {

@@ -6,14 +6,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/go-logr/logr"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/tools/clientcmd"
@@ -27,6 +31,7 @@ import (
 // instance is a `drover serve` of our own.
 type instance struct {
 	drover, disk, kubeconfig string
+	state, metrics           string
 	cmd                      *exec.Cmd
 	ended                    chan error
 	log                      string
@@ -37,8 +42,8 @@ type instance struct {
 // start runs serve and returns when its node has a ready disk. more are further disks.
 func start(ctx context.Context, drover, dir string, more ...string) (in *instance, err error) {
 	state := filepath.Join(dir, "state")
-	in = &instance{drover: drover, disk: filepath.Join(dir, "disk"), kubeconfig: filepath.Join(state, "kubeconfig"),
-		log: filepath.Join(dir, "serve.log"), ended: make(chan error, 1)}
+	in = &instance{drover: drover, state: state, disk: filepath.Join(dir, "disk"),
+		kubeconfig: filepath.Join(state, "kubeconfig"), log: filepath.Join(dir, "serve.log"), ended: make(chan error, 1)}
 	for _, d := range []string{state, in.disk} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
 			return nil, err
@@ -67,6 +72,9 @@ func start(ctx context.Context, drover, dir string, more ...string) (in *instanc
 	go func() { // ends with the process
 		s := bufio.NewScanner(out)
 		for s.Scan() {
+			if f := strings.Fields(s.Text()); len(f) == 2 && f[0] == "metrics" {
+				in.metrics = f[1]
+			}
 			if strings.HasPrefix(s.Text(), "ready") {
 				ready <- true
 			}
@@ -127,16 +135,47 @@ func (in *instance) connect(ctx context.Context) error {
 	return err
 }
 
-// stop detaches everything, so that the data path ends with serve, and waits for the end.
+func (in *instance) pid(role string) (int, error) { return pidIn(in.state, role) }
+
+// told are the last lines of the log of a process.
+func (in *instance) told(role string) string {
+	raw, err := os.ReadFile(filepath.Join(in.state, "log", role+".log"))
+	if err != nil {
+		return err.Error()
+	}
+	return string(raw[max(0, len(raw)-3000):])
+}
+
+// stop detaches everything, so that the data path ends with serve, and waits for the end. What cannot be detached, as
+// its replicas are gone, is taken away by force.
 func (in *instance) stop() error {
 	var errs []error
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 40*time.Second)
 	defer cancel()
+	var left []api.UID
 	if in.client != nil {
 		var list api.AttachmentList
 		errs = append(errs, in.client.List(ctx, &list))
-		for _, a := range list.Items {
-			errs = append(errs, in.detach(ctx, a.Name))
+		ready, end := context.WithTimeout(ctx, 30*time.Second)
+		defer end()
+		each := make([]error, len(list.Items))
+		var g errgroup.Group
+		g.SetLimit(8)
+		for i, a := range list.Items {
+			g.Go(func() error {
+				each[i] = in.detach(ready, a.Name)
+				return nil
+			})
+		}
+		errs = append(errs, g.Wait())
+		for i, err := range each {
+			if err != nil {
+				errs = append(errs, fmt.Errorf("volume %s is not detached: %w", list.Items[i].Name, err))
+				var v api.Volume
+				if err := in.client.Get(ctx, client.ObjectKey{Name: list.Items[i].Name}, &v); err == nil {
+					left = append(left, v.Status.UID)
+				}
+			}
 		}
 	}
 	errs = append(errs, in.cmd.Process.Signal(syscall.SIGTERM))
@@ -144,9 +183,66 @@ func (in *instance) stop() error {
 	case err := <-in.ended:
 		errs = append(errs, err)
 	case <-ctx.Done():
-		errs = append(errs, errors.New("drover serve did not stop"), in.cmd.Process.Kill())
+		errs = append(errs, errors.New("drover serve did not stop"), in.cmd.Process.Kill(), <-in.ended)
+	}
+	if len(left) > 0 {
+		for _, role := range []string{"data", "hold"} {
+			if pid, err := in.pid(role); err == nil {
+				errs = append(errs, syscall.Kill(pid, syscall.SIGKILL))
+			}
+		}
+		for _, uid := range left {
+			errs = append(errs, letGo(uid))
+		}
 	}
 	return errors.Join(errs...)
+}
+
+// letGo takes the loop devices of a volume away that nobody serves any more. By its number alone one may be somebody
+// else's by now; while it is open it changes hands no more.
+func letGo(volume api.UID) error {
+	dirs, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	errs := []error{err}
+	for _, d := range dirs {
+		stands := func() bool {
+			b, err := os.ReadFile(d)
+			return err == nil && strings.Contains(string(b), "drover-"+string(volume))
+		}
+		if !stands() {
+			continue
+		}
+		dev := "/dev/" + strings.Split(d, "/")[3]
+		f, err := os.Open(dev)
+		if err == nil && stands() {
+			err = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CLR_FD, 0)
+		}
+		if f != nil {
+			_ = f.Close()
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+// metric is a counter of a volume, with another label of this value.
+func (in *instance) metric(ctx context.Context, name, volume, label string) (float64, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, in.metrics, nil)
+	if err != nil {
+		return 0, err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, err
+	}
+	defer resp.Body.Close()
+	for s := bufio.NewScanner(resp.Body); s.Scan(); {
+		line := s.Text()
+		if strings.HasPrefix(line, name+"{") && strings.Contains(line, `volume="`+volume+`"`) &&
+			strings.Contains(line, `="`+label+`"`) {
+			return strconv.ParseFloat(line[strings.LastIndexByte(line, ' ')+1:], 64)
+		}
+	}
+	return 0, fmt.Errorf("%s of volume %s is not among the metrics", name, volume)
 }
 
 // volume creates a volume, attaches it and returns its device.
@@ -156,6 +252,11 @@ func (in *instance) volume(ctx context.Context, name, image string, size int64) 
 	if err := in.client.Create(ctx, v); err != nil {
 		return "", err
 	}
+	return in.attach(ctx, name)
+}
+
+// attach attaches a volume and returns its device.
+func (in *instance) attach(ctx context.Context, name string) (string, error) {
 	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: in.node}}
 	a.Name, a.Labels = name, map[string]string{api.LabelVolume: name, api.LabelNode: in.node}
 	if err := in.client.Create(ctx, a); err != nil {

@@ -15,14 +15,16 @@ import (
 	"os/signal"
 	"path/filepath"
 	"syscall"
+	"time"
 )
 
 type options struct {
 	drover, out, dir string
 	sizeMiB          int64
 	rounds, seconds  int
-	objects          int
+	objects, snaps   int
 	only             string
+	long             bool
 }
 
 func main() {
@@ -30,12 +32,21 @@ func main() {
 	flag.StringVar(&o.drover, "drover", "bin/drover", "the binary to measure")
 	flag.StringVar(&o.out, "out", "bench/out.json", "where to write the figures")
 	flag.StringVar(&o.dir, "dir", "/var/tmp", "folder on the disk to measure on")
-	flag.Int64Var(&o.sizeMiB, "size", 1024, "MiB per subject")
-	flag.IntVar(&o.rounds, "rounds", 5, "rounds of each figure; the median counts")
-	flag.IntVar(&o.seconds, "seconds", 2, "seconds per round of the device figures")
-	flag.IntVar(&o.objects, "objects", 1000, "images, and volumes, beside which single operations are timed")
-	flag.StringVar(&o.only, "only", "", "devices, images or scale: measure only these")
+	flag.Int64Var(&o.sizeMiB, "size", 512, "MiB per subject")
+	flag.IntVar(&o.rounds, "rounds", 3, "rounds of each figure; the median counts")
+	flag.IntVar(&o.seconds, "seconds", 1, "seconds per round of the device figures")
+	flag.IntVar(&o.objects, "objects", 300, "images, and volumes, beside which single operations are timed")
+	flag.IntVar(&o.snaps, "snaps", 1000, "snapshots of one volume")
+	flag.BoolVar(&o.long, "long", false, "longer rounds and more of them: as "+
+		"-size 1024 -rounds 5 -seconds 2 -objects 1000")
+	flag.StringVar(&o.only, "only", "", "measure only these, separated by commas: idle, index, devices, transport, "+
+		"replication (or parts of it: members, cuts, kill, outage, rebuild), clones (or parts of it: linked, full-copy, "+
+		"merge), images (or parts of it: download, volumes, formats, or formats by name, as qcow2-zlib), scale, "+
+		"snapshots (or parts of it: pause, chains)")
 	flag.Parse()
+	if o.long {
+		o.sizeMiB, o.rounds, o.seconds, o.objects = 1024, 5, 2, 1000
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, o); err != nil {
@@ -45,6 +56,10 @@ func main() {
 }
 
 func run(ctx context.Context, o options) (err error) {
+	b := &bench{options: o}
+	if err := b.known(); err != nil {
+		return err
+	}
 	if os.Geteuid() != 0 {
 		return errors.New("block devices need root: sudo make bench")
 	}
@@ -61,24 +76,49 @@ func run(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, in.stop()) }()
-	b := &bench{options: o, dir: dir, in: in}
-	if o.only == "" || o.only == "images" {
-		if err := b.images(ctx); err != nil {
-			return err
-		}
+	b = &bench{options: o, dir: dir, in: in, loadBefore: load()}
+	err = b.all(ctx)
+	if len(b.results) > 0 { // what was measured before an error counts too
+		b.print(os.Stdout)
 	}
-	if o.only != "devices" {
-		if err := b.scale(ctx, o.objects); err != nil {
-			return err
+	return errors.Join(err, b.write(o.out))
+}
+
+// sectionTime bounds one section: one that hangs is told of like one that fails.
+const sectionTime = 15 * time.Minute
+
+// all measures one section after the other. One that fails is told of at the end, and keeps no other from being
+// measured.
+func (b *bench) all(ctx context.Context) error {
+	var errs []error
+	for _, s := range b.sections() {
+		if !b.wanted(append(s.parts, s.name)...) {
+			continue
 		}
-	}
-	if o.only == "" || o.only == "devices" {
-		if err := b.devices(ctx); err != nil {
-			return err
+		b.section = s.name
+		limit := sectionTime
+		if b.long {
+			limit *= 4
 		}
+		limited, cancel := context.WithTimeout(ctx, limit)
+		name := s.name
+		if len(s.parts) == 1 {
+			name += " " + s.parts[0]
+		}
+		fmt.Fprintln(os.Stderr, name, "...")
+		began := time.Now()
+		err := s.measure(limited)
+		cancel()
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", name, err))
+			fmt.Fprintln(os.Stderr, "failed:", errs[len(errs)-1])
+		}
+		if ctx.Err() != nil {
+			break
+		}
+		fmt.Fprintf(os.Stderr, "%s: %s\n", name, time.Since(began).Round(time.Second))
 	}
-	b.print(os.Stdout)
-	return b.write(o.out)
+	return errors.Join(errs...)
 }
 
 // bench is one run and what it found.
@@ -86,5 +126,9 @@ type bench struct {
 	options
 	dir     string
 	in      *instance
+	section string // that is measured now
 	results []result
+
+	loadBefore       float64
+	copied, loopback float64 // MB/s of cp, and of the transport: what a rebuild is compared with
 }

@@ -21,15 +21,21 @@ type result struct {
 	Unit     string  `json:"unit"`
 	Baseline string  `json:"baseline,omitempty"`
 	Ratio    float64 `json:"ratio,omitempty"`
+	Goal     string  `json:"goal,omitempty"`
+	Missed   bool    `json:"missed,omitempty"`
+	base     float64
+	section  string
 	note     string
 }
 
 // add records a figure relative to a baseline's value (0: none).
 func (b *bench) add(name, subject string, value float64, unit, baseline string, of float64, note string) {
-	r := result{Name: name, Subject: subject, Value: round(value), Unit: unit, Baseline: baseline, note: note}
+	r := result{Name: name, Subject: subject, Value: round(value), Unit: unit, Baseline: baseline, base: of, note: note,
+		section: b.section}
 	if of > 0 {
 		r.Ratio = round(value / of)
 	}
+	r.judge()
 	b.results = append(b.results, r)
 }
 
@@ -37,6 +43,8 @@ func round(v float64) float64 {
 	switch {
 	case v >= 1000:
 		return float64(int64(v + 0.5))
+	case v < 0:
+		return -round(-v)
 	default:
 		return float64(int64(v*1000+0.5)) / 1000
 	}
@@ -62,22 +70,62 @@ func machine() string {
 	return fmt.Sprintf("%d cores, kernel %s", runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]))
 }
 
+// load is the load average of the last minute.
+func load() float64 {
+	var i unix.Sysinfo_t
+	if unix.Sysinfo(&i) != nil {
+		return 0
+	}
+	return round(float64(i.Loads[0]) / (1 << 16))
+}
+
+// print writes a table for each section, and in the end what misses its goal.
 func (b *bench) print(w io.Writer) {
-	fmt.Fprintf(w, "\n%s; medians of %d rounds\n\n", machine(), b.rounds)
+	fmt.Fprintf(w, "\n%s; medians of %d rounds; load %.1f before, %.1f now\n", machine(), b.rounds, b.loadBefore, load())
 	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
-	fmt.Fprintln(tw, "FIGURE\tSUBJECT\tVALUE\tUNIT\tRATIO\tTO\tNOTE")
+	section, with, missed := "", 0, []result{}
 	for _, r := range b.results {
-		ratio := ""
+		if r.section != section {
+			section = r.section
+			fmt.Fprintf(tw, "\t\t\t\t\t\t\t\n%s\t\t\t\t\t\t\t\n", section)
+			fmt.Fprintln(tw, "FIGURE\tSUBJECT\tVALUE\tUNIT\tRATIO\tTO\tGOAL\tNOTE")
+		}
+		ratio, goal := "", r.Goal
 		if r.Ratio > 0 {
 			ratio = fmt.Sprintf("%.2f", r.Ratio)
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%.4g\t%s\t%s\t%s\t%s\n", r.Name, r.Subject, r.Value, r.Unit, ratio, r.Baseline, r.note)
+		if goal != "" {
+			with++
+		}
+		if r.Missed {
+			goal += " MISSED"
+			missed = append(missed, r)
+		}
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", r.Name, r.Subject, short(r.Value), r.Unit, ratio, r.Baseline,
+			goal, r.note)
 	}
 	_ = tw.Flush()
+	fmt.Fprintf(w, "\n%d of %d goals are reached.\n", with-len(missed), with)
+	for _, r := range missed {
+		said := short(r.Value) + " " + r.Unit
+		if r.Ratio > 0 {
+			said += fmt.Sprintf(", ratio %.2f to %s", r.Ratio, r.Baseline)
+		}
+		fmt.Fprintf(w, "  missed: %s of %s: %s; the goal is %s\n", r.Name, r.Subject, said, r.Goal)
+	}
+}
+
+// short is a figure without digits that say nothing.
+func short(v float64) string {
+	if v >= 1000 || v <= -1000 {
+		return fmt.Sprintf("%.0f", v)
+	}
+	return fmt.Sprintf("%.3g", v)
 }
 
 func (b *bench) write(path string) error {
-	report := map[string]any{"machine": machine(), "rounds": b.rounds, "results": b.results}
+	report := map[string]any{"machine": machine(), "rounds": b.rounds, "load": []float64{b.loadBefore, load()},
+		"results": b.results}
 	out, err := json.MarshalIndent(report, "", "  ")
 	if err != nil {
 		return err

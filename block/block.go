@@ -78,12 +78,22 @@ type Request struct {
 	Off int64  // bytes; any multiple of 512
 	Len int64  // bytes; any multiple of 512; equals len(Buf) for reads and writes
 	Buf []byte // page-aligned, resident and private memory
-	Err error  // outcome, set before Done is called; a syscall.Errno where the kernel said so
+	// Spans of a write are the pieces of Buf that are to be written, ascending, apart, whole blocks from its start: a
+	// fragmented copy, which is written at leisure and is durable with the next flush. The rest of Buf is what is there
+	// already, so who knows no spans may write all of it. Nil: all.
+	Spans []Span
+	Err   error // outcome, set before Done is called; a syscall.Errno where the kernel said so
+	// Lent is set by who answers, with an error, a request whose Buf a disk that hangs may still use; and by who answers
+	// one of which that was a part. Then Buf is not what was submitted any more if it was a read; it holds the answer.
+	Lent *Lent
 	// Done is called exactly once, on the loop's thread.
 	Done func(*Request)
 	// Tag belongs to whoever submitted it.
 	Tag uint64
 }
+
+// Span is a piece of a buffer.
+type Span struct{ Off, Len int64 }
 
 // Submitter starts requests. Submit is called on the loop's thread and must not block.
 type Submitter interface {
@@ -126,6 +136,26 @@ type Layers interface {
 	RemoveImage(uid string) error
 }
 
+// Exporter is a Layers that has snapshots of volumes, of which images can be made.
+type Exporter interface {
+	// Hold finds the layers of a snapshot in a replica, bottom first, and keeps them for an image, whatever becomes of
+	// the snapshot. What was held for it before is told again.
+	Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64, err error)
+	// Name is PutImage for layers that were held; digests that they lack are made first. It lets go of the hold, and
+	// returns the image with its digest.
+	Name(ctx context.Context, img Image) (Image, error)
+	// Forget is RemoveImage for an image whose layers may be those of volumes, which keep them. It ends a hold, too.
+	Forget(image string) error
+	// OpenStack opens layers, bottom first, as one source of size bytes.
+	OpenStack(layers []string, size int64) (Source, error)
+}
+
+// Exact is a LayerWriter that can be held to a layer that there is already: blocks of zeros that are written stay data,
+// and Seal refuses content of another root digest.
+type Exact interface {
+	Exact(root string)
+}
+
 // LayerWriter fills one new layer.
 type LayerWriter interface {
 	Sink
@@ -146,6 +176,23 @@ type Keeper interface {
 	Keep(upTo int64, note []byte) error
 	// Leave ends the work without removing what was kept. After Seal and Abort it does nothing.
 	Leave() error
+	// Beside opens a file that lies beside the layer while it is made, and goes with it; name is a word. It is made where
+	// it is not there. What is in it is for the caller to make durable, and to close.
+	Beside(name string) (Scratch, error)
+	// ReadAt reads what is in the layer so far; what was not written is zero.
+	io.ReaderAt
+}
+
+// Scratch is room for what cannot be in the layer yet.
+type Scratch interface {
+	io.ReaderAt
+	io.WriterAt
+	Truncate(size int64) error
+	// Punch makes a hole; the size stays.
+	Punch(off, n int64) error
+	// Datasync returns once all earlier writes, holes and sizes survive power loss.
+	Datasync() error
+	io.Closer
 }
 
 // Resumer is a Layers that keeps half-made layers over a restart.

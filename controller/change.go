@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"reflect"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -151,8 +152,15 @@ func (s *Server) ControllerModifyVolume(ctx context.Context, req *csi.Controller
 		if err := w.modify(req.GetMutableParameters()); err != nil {
 			return false, err
 		}
-		same := w.spec.NumberOfReplicas == v.Spec.NumberOfReplicas && w.spec.DataLocality == v.Spec.DataLocality &&
-			w.spec.StaleReplicaTimeout == v.Spec.StaleReplicaTimeout
+		if err := strictLocal(&w.spec); err != nil {
+			return false, err
+		}
+		if w.spec.DataLocality != v.Spec.DataLocality {
+			if err := s.mayBeStrict(ctx, v, &w.spec); err != nil {
+				return false, err
+			}
+		}
+		same := reflect.DeepEqual(w.spec, v.Spec)
 		v.Spec = w.spec
 		return !same, nil
 	})

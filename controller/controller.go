@@ -35,6 +35,7 @@ const (
 // Server answers the Controller RPCs.
 type Server struct {
 	csi.UnimplementedControllerServer
+	csi.UnimplementedGroupControllerServer
 	client client.WithWatch
 	// attach makes counting a node's attachments and adding one a single step, so that the limit holds.
 	attach sync.Mutex

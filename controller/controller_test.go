@@ -44,7 +44,7 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		ctx, cancel := context.WithCancel(context.Background())
-		server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir})
+		server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Volatile: true})
 		if err != nil {
 			panic(err)
 		}
@@ -206,13 +206,14 @@ func TestParameters(t *testing.T) {
 	w := &wish{}
 	must(t, w.parse(map[string]string{"csi.storage.k8s.io/pvc/name": "x", "numberOfReplicas": "1", "diskSelector": "ssd, fast",
 		"staleReplicaTimeout": "20", "mkfsParams": "-i 8192", "dataLocality": "strict-local", "fsType": "xfs",
-		"migratable": "false", "frontend": "blockdev", "encrypted": "", "backingImageName": "golden",
+		"freezeFilesystemForSnapshot": "true", "snapshotDataIntegrity": "fast-check", "migratable": "false", "frontend": "blockdev", "encrypted": "", "backingImageName": "golden",
 		"backingImageDataSourceType": "download", "backingImageDataSourceParameters": `{"url":"https://x/y","n":3}`,
 		"backingImageChecksum": strings.Repeat("AB", 64), "backingImageMinNumberOfCopies": "2"}))
 	must(t, w.image.settle())
 	if s := w.spec; s.NumberOfReplicas != 1 || !slices.Equal(s.DiskSelector, []string{"ssd", "fast"}) ||
 		s.StaleReplicaTimeout != 20 || s.MkfsParams != "-i 8192" || s.DataLocality != "strict-local" || s.FSType != "xfs" ||
-		s.BackingImage != "golden" {
+		s.BackingImage != "golden" || s.FreezeFilesystemForSnapshot != "enabled" ||
+		s.SnapshotDataIntegrity != "fast-check" {
 		t.Errorf("spec %+v", s)
 	}
 	if i := w.image; i.source != api.SourceDownload || i.parameters["url"] != "https://x/y" || i.parameters["n"] != "3" ||
@@ -439,13 +440,17 @@ func TestExpandAndModify(t *testing.T) {
 		return err
 	}
 	must(t, modify("staleReplicaTimeout", "7", "dataLocality", "best-effort"))
+	must(t, modify("freezeFilesystemForSnapshot", "ignored"))
+	must(t, modify("snapshotDataIntegrity", "disabled"))
 	for _, bad := range [][]string{{"staleReplicaTimeout", "8", "fsType", "xfs"}, {"staleReplicaTimeout", "9", "nope", "1"},
-		{"staleReplicaTimeout", "10", "numberOfReplicas", "3"}} {
-		wantKind(t, modify(bad...), api.Invalid, bad[2])
+		{"staleReplicaTimeout", "10", "numberOfReplicas", "30"}, {"freezeFilesystemForSnapshot", "yes"},
+		{"snapshotDataIntegrity", "true"}} {
+		wantKind(t, modify(bad...), api.Invalid, bad[len(bad)-2])
 	}
 	v, err := door.volume(t.Context(), id)
 	must(t, err)
-	if v.Spec.StaleReplicaTimeout != 7 || v.Spec.DataLocality != "best-effort" || v.Spec.NumberOfReplicas != 1 {
+	if v.Spec.StaleReplicaTimeout != 7 || v.Spec.DataLocality != "best-effort" || v.Spec.NumberOfReplicas != 1 ||
+		v.Spec.FreezeFilesystemForSnapshot != "ignored" || v.Spec.SnapshotDataIntegrity != "disabled" {
 		t.Errorf("modified in part: %+v", v.Spec)
 	}
 	create2, err := door.CreateVolume(t.Context(), request("expanded")) // a repeat, after all that
@@ -513,6 +518,17 @@ func TestCapacityAndHealth(t *testing.T) {
 	must(t, err)
 	if len(h.VolumeHealth.HealthStatuses) > 0 {
 		t.Errorf("a well volume: %v", h)
+	}
+	v, err := door.volume(t.Context(), "well")
+	must(t, err)
+	for replicas, want := range map[int32]csi.VolumeHealthErrorType{
+		1: csi.VolumeHealthErrorType_DATA_LOSS, 3: csi.VolumeHealthErrorType_DEGRADED} {
+		v.Spec.NumberOfReplicas = replicas
+		v.Status.Conditions = []metav1.Condition{{Type: api.ConditionIntact, Status: "False", Message: "2 MiB at 7"}}
+		got := health(v).HealthStatuses
+		if len(got) != 1 || got[0].Status != want || got[0].Reason != "DataDamaged" || got[0].Message != "2 MiB at 7" {
+			t.Errorf("%d replicas, damage: %v", replicas, got)
+		}
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -47,7 +48,7 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	if err := allSupported(req.GetVolumeCapabilities()); err != nil {
 		return nil, err
 	}
-	w := &wish{spec: api.VolumeSpec{NumberOfReplicas: 1, Parameters: given(req.GetParameters())}}
+	w := &wish{spec: api.VolumeSpec{Parameters: given(req.GetParameters())}}
 	if err := w.parse(req.GetParameters()); err != nil {
 		return nil, err
 	}
@@ -58,10 +59,9 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 		return nil, err
 	}
 	if w.source = req.GetVolumeContentSource(); w.source != nil {
-		if w.cloneMode == "full-copy" {
-			return nil, api.Errorf(api.Invalid, "parameter cloneMode=full-copy is not supported yet: linked-clone is")
+		if w.spec.CloneMode = api.CloneLinked; w.cloneMode == api.CloneFull {
+			w.spec.CloneMode = api.CloneFull
 		}
-		w.spec.CloneMode = api.CloneLinked
 	}
 	var err error
 	if w.spec.FSType, err = fsType(w.spec.FSType, req.GetVolumeCapabilities()); err != nil {
@@ -70,8 +70,13 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	if w.required, w.limit, err = sizes(req.GetCapacityRange()); err != nil {
 		return nil, err
 	}
-	w.spec.Nodes, err = topologyNodes(req.GetAccessibilityRequirements())
-	return w, err
+	if w.spec.Nodes, err = topologyNodes(req.GetAccessibilityRequirements()); err != nil {
+		return nil, err
+	}
+	if len(req.GetAccessibilityRequirements().GetPreferred()) > 0 && len(w.spec.Nodes) > 0 {
+		w.prefer = w.spec.Nodes[0]
+	}
+	return w, strictLocal(&w.spec)
 }
 
 // sizes checks a capacity range by itself.
@@ -162,6 +167,9 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	if name != req.GetName() {
 		vol.Annotations = map[string]string{annotationName: req.GetName()}
 	}
+	if w.content != "" {
+		metav1.SetMetaDataAnnotation(&vol.ObjectMeta, annotationContent, w.content)
+	}
 	if vol.Spec.Size, err = w.size(virtual); err != nil {
 		return nil, api.Explain(err, "volume %s", name)
 	}
@@ -169,6 +177,17 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 		if vol.Spec.DataLocality, err = s.setting(ctx, "default-data-locality"); err != nil {
 			return nil, err
 		}
+	}
+	if err := strictLocal(&vol.Spec); err != nil {
+		return nil, api.Explain(err, "setting default-data-locality")
+	}
+	if vol.Spec.NumberOfReplicas == 0 {
+		if vol.Spec.NumberOfReplicas, err = s.defaultReplicas(ctx, &vol.Spec); err != nil {
+			return nil, err
+		}
+	}
+	if err := s.anywhere(ctx, vol, w.prefer); err != nil {
+		return nil, err
 	}
 	if err = s.client.Create(ctx, vol); apierrors.IsAlreadyExists(err) {
 		if vol, err = s.volume(ctx, name); err != nil {
@@ -179,10 +198,46 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	return vol, api.Explain(err, "create volume %s", name)
 }
 
+// defaultReplicas is for a StorageClass that does not say how many replicas its volumes have.
+func (s *Server) defaultReplicas(ctx context.Context, spec *api.VolumeSpec) (int32, error) {
+	if spec.DataLocality == localStrict {
+		return 1, nil
+	}
+	n, err := s.number(ctx, "default-replica-count")
+	return int32(min(max(n, 1), maxReplicas)), err
+}
+
+// anywhere takes a list of all nodes that there are for none: replicas of the volume may go to nodes that come later.
+func (s *Server) anywhere(ctx context.Context, vol *api.Volume, prefer string) error {
+	if len(vol.Spec.Nodes) == 0 {
+		return nil
+	}
+	nodes := &api.NodeList{}
+	if err := s.client.List(ctx, nodes); err != nil {
+		return api.Explain(err, "list nodes")
+	}
+	for i := range nodes.Items {
+		if !slices.Contains(vol.Spec.Nodes, nodes.Items[i].Name) {
+			return nil
+		}
+	}
+	if len(nodes.Items) < 2 { // it says the same, and names the node
+		return nil
+	}
+	vol.Spec.Nodes = nil
+	if prefer != "" {
+		metav1.SetMetaDataAnnotation(&vol.ObjectMeta, api.AnnotationPrefer, prefer)
+	}
+	return nil
+}
+
 // contentSize is how many bytes the volume begins with, 0 for a blank one.
 func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 	if w.source == nil {
 		return s.imageSize(ctx, w)
+	}
+	if id := w.source.GetSnapshot().GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
+		return s.fromImage(ctx, w, id)
 	}
 	from, size, image, err := s.beginning(ctx, w.source)
 	if err != nil {
@@ -215,8 +270,8 @@ func verify(vol *api.Volume, name string, w *wish) error {
 		differs = fmt.Sprintf("it has %d bytes, over the limit of %d", vol.Spec.Size, w.limit)
 	case !maps.Equal(vol.Spec.Parameters, w.spec.Parameters):
 		differs = "its parameters differ"
-	case vol.Spec.DataSource != asked(w.source):
-		differs = fmt.Sprintf("its source is %q", vol.Spec.DataSource)
+	case vol.Spec.DataSource+vol.Annotations[annotationContent] != asked(w.source):
+		differs = fmt.Sprintf("its source is %q", vol.Spec.DataSource+vol.Annotations[annotationContent])
 	case w.source == nil && vol.Spec.BackingImage != w.image.name:
 		differs = fmt.Sprintf("its backing image is %q", vol.Spec.BackingImage)
 	case vol.Spec.FSType != w.spec.FSType:
@@ -260,7 +315,7 @@ func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, erro
 		}
 	}
 	msg := ""
-	if last != nil && last.Status.Message != "" {
+	if last != nil && last.Status.Message != "" && !strings.Contains(err.Error(), last.Status.Message) {
 		msg = " (" + last.Status.Message + ")"
 	}
 	return nil, api.Explain(err, "create volume %s%s", vol.Name, msg)
@@ -290,21 +345,28 @@ func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, er
 	return inCSI(vol, reps.Items), nil
 }
 
-// inCSI says where a volume is accessible too: today on the nodes that hold it.
+// inCSI says where a volume is accessible too: on every node, but for one that is to be used where its data is.
 func inCSI(vol *api.Volume, reps []api.Replica) *csi.Volume {
 	out := &csi.Volume{VolumeId: vol.Name, CapacityBytes: vol.Status.Size, ContentSource: contentSource(vol)}
-	var nodes []string
-	for _, r := range reps {
-		if r.DeletionTimestamp == nil && !slices.Contains(nodes, r.Spec.Node) {
-			nodes = append(nodes, r.Spec.Node)
-		}
-	}
-	slices.Sort(nodes)
-	for _, n := range nodes {
+	for _, n := range strictNodes(vol, reps) {
 		out.AccessibleTopology = append(out.AccessibleTopology,
 			&csi.Topology{Segments: map[string]string{api.TopologyNode: n}})
 	}
 	return out
+}
+
+// strictNodes are the nodes that a strict-local volume can be used on; nil: it is none.
+func strictNodes(vol *api.Volume, reps []api.Replica) (nodes []string) {
+	if vol.Spec.DataLocality != localStrict {
+		return nil
+	}
+	for _, r := range reps {
+		if slices.Contains(vol.Status.Members, r.Name) && !slices.Contains(nodes, r.Spec.Node) {
+			nodes = append(nodes, r.Spec.Node)
+		}
+	}
+	slices.Sort(nodes)
+	return nodes
 }
 
 // DeleteVolume removes a volume that nobody has attached, and waits until it is gone.

@@ -116,7 +116,18 @@ func health(vol *api.Volume) *csi.VolumeHealth {
 	if c := meta.FindStatusCondition(vol.Status.Conditions, api.ConditionSpace); c != nil && c.Status == "False" {
 		add(csi.VolumeHealthErrorType_DEGRADED, "DiskFull", c.Message)
 	}
+	if c := meta.FindStatusCondition(vol.Status.Conditions, api.ConditionIntact); c != nil && c.Status == "False" {
+		add(damageIs(vol), "DataDamaged", c.Message)
+	}
 	return h
+}
+
+// damageIs is what damage of a replica means: reads of the only one fail, others have the data still.
+func damageIs(vol *api.Volume) csi.VolumeHealthErrorType {
+	if vol.Spec.NumberOfReplicas > 1 {
+		return csi.VolumeHealthErrorType_DEGRADED
+	}
+	return csi.VolumeHealthErrorType_DATA_LOSS
 }
 
 // ControllerGetVolumeHealth tells what ails one volume.

@@ -23,6 +23,8 @@ type wish struct {
 	image           imageWish
 	source          *csi.VolumeContentSource
 	cloneMode       string
+	content         string // the handle of a snapshot of type bi that it begins with
+	prefer          string // the node that it will be used on first, if that is known
 }
 
 // imageWish is the backing image that parameters name, and how to make it where it is missing.
@@ -53,10 +55,27 @@ var parameters = map[string]parameter{
 	"numberOfReplicas":    {set: setReplicas, mutable: true},
 	"staleReplicaTimeout": {set: setStale, mutable: true},
 	"dataLocality":        {set: setLocality, mutable: true},
+	"replicaAutoBalance":  {set: setBalance, mutable: true},
 	"fsType":              {set: setFSType},
 	"mkfsParams":          {set: func(w *wish, v string) error { w.spec.MkfsParams = v; return nil }},
 	"nodeSelector":        {set: func(w *wish, v string) error { return setTags(&w.spec.NodeSelector, v) }},
 	"diskSelector":        {set: func(w *wish, v string) error { return setTags(&w.spec.DiskSelector, v) }},
+
+	"replicaSoftAntiAffinity": {set: func(w *wish, v string) error {
+		return setSoft(&w.spec.ReplicaSoftAntiAffinity, v)
+	}, mutable: true},
+	"replicaZoneSoftAntiAffinity": {set: func(w *wish, v string) error {
+		return setSoft(&w.spec.ReplicaZoneSoftAntiAffinity, v)
+	}, mutable: true},
+	"replicaDiskSoftAntiAffinity": {set: func(w *wish, v string) error {
+		return setSoft(&w.spec.ReplicaDiskSoftAntiAffinity, v)
+	}, mutable: true},
+
+	"freezeFilesystemForSnapshot": {set: setFreeze, mutable: true},
+	"snapshotDataIntegrity":       {set: setIntegrity, mutable: true},
+	"unmapMarkSnapChainRemoved": {set: func(w *wish, v string) error {
+		return setSoft(&w.spec.UnmapMarkSnapChainRemoved, v)
+	}, mutable: true},
 
 	"backingImage":                     {set: setImage},
 	"backingImageName":                 {set: setImage},
@@ -70,37 +89,31 @@ var parameters = map[string]parameter{
 	"backingImageSecretName":           {set: setImageSecret},
 	"backingImageSecretNamespace":      {set: setImageSecretNamespace},
 
-	"frontend":                    {neutral: []string{"blockdev"}},
-	"dataEngine":                  {neutral: []string{"v1"}},
-	"migratable":                  {neutral: []string{"false"}},
-	"share":                       {neutral: []string{"false"}},
-	"exclusive":                   {neutral: []string{"true", "false"}},
-	"encrypted":                   {neutral: []string{"false"}},
-	"replicaAutoBalance":          {neutral: []string{"ignored", "disabled"}},
-	"disableRevisionCounter":      {neutral: []string{"true", "false"}}, // there is no such counter
-	"unmapMarkSnapChainRemoved":   {neutral: []string{"ignored", "disabled"}},
-	"replicaSoftAntiAffinity":     {neutral: []string{"ignored"}},
-	"replicaZoneSoftAntiAffinity": {neutral: []string{"ignored"}},
-	"replicaDiskSoftAntiAffinity": {neutral: []string{"ignored"}},
-	"freezeFilesystemForSnapshot": {neutral: []string{"ignored", "disabled"}},
-	"fromBackup":                  {},
-	"backupTargetName":            {neutral: []string{"default"}},
-	"backupBlockSize":             {},
-	"dataSource":                  {},
-	"cloneMode":                   {set: setCloneMode}, // says nothing without a source
-	"recurringJobSelector":        {neutral: []string{"[]"}},
-	"ublkNumberOfQueue":           {},
-	"ublkQueueDepth":              {},
-	"nvmeTcpNrIoQueues":           {},
-	"dataLayout.type":             {neutral: []string{"replicated"}},
-	"dataLayout.mode":             {},
-	"dataLayout.dataChunks":       {},
-	"dataLayout.parityChunks":     {},
-	"dataLayout.stripSizeKB":      {},
-	"nfsOptions":                  {},
-	"strictTopology":              {neutral: []string{"false"}},
-	"volumeTopology":              {neutral: []string{"any"}},
-	"storageCapacityMode":         {neutral: []string{"node"}},
+	"frontend":                {neutral: []string{"blockdev"}},
+	"dataEngine":              {neutral: []string{"v1"}},
+	"migratable":              {neutral: []string{"false"}},
+	"share":                   {neutral: []string{"false"}},
+	"exclusive":               {neutral: []string{"true", "false"}},
+	"encrypted":               {neutral: []string{"false"}},
+	"disableRevisionCounter":  {neutral: []string{"true", "false"}}, // there is no such counter
+	"fromBackup":              {},
+	"backupTargetName":        {neutral: []string{"default"}},
+	"backupBlockSize":         {},
+	"dataSource":              {},
+	"cloneMode":               {set: setCloneMode}, // says nothing without a source
+	"recurringJobSelector":    {neutral: []string{"[]"}},
+	"ublkNumberOfQueue":       {},
+	"ublkQueueDepth":          {},
+	"nvmeTcpNrIoQueues":       {},
+	"dataLayout.type":         {neutral: []string{"replicated"}},
+	"dataLayout.mode":         {},
+	"dataLayout.dataChunks":   {},
+	"dataLayout.parityChunks": {},
+	"dataLayout.stripSizeKB":  {},
+	"nfsOptions":              {},
+	"strictTopology":          {neutral: []string{"false"}},
+	"volumeTopology":          {neutral: []string{"any"}},
+	"storageCapacityMode":     {neutral: []string{"node"}},
 }
 
 // sidecarPrefix marks keys that belong to the CSI sidecars (names of claims, secrets): none of ours, and not kept.
@@ -192,13 +205,12 @@ func given(all map[string]string) map[string]string {
 	return out
 }
 
+const maxReplicas = 20
+
 func setReplicas(w *wish, v string) error {
 	n, err := strconv.ParseInt(v, 10, 32)
-	if err != nil || n < 1 || n > 20 {
-		return fmt.Errorf("want a number from 1 to 20")
-	}
-	if n > 1 {
-		return fmt.Errorf("more than one replica is not supported yet")
+	if err != nil || n < 1 || n > maxReplicas {
+		return fmt.Errorf("want a number from 1 to %d", maxReplicas)
 	}
 	w.spec.NumberOfReplicas = int32(n)
 	return nil
@@ -222,9 +234,57 @@ func setLocality(w *wish, v string) error {
 	return fmt.Errorf("want disabled, best-effort or strict-local")
 }
 
+func setBalance(w *wish, v string) error {
+	switch v {
+	case "ignored", "disabled", "least-effort", "best-effort":
+		w.spec.ReplicaAutoBalance = v
+		return nil
+	}
+	return fmt.Errorf("want ignored, disabled, least-effort or best-effort")
+}
+
+// strictLocal refuses a volume that is to be on its node alone and has replicas on others.
+func strictLocal(spec *api.VolumeSpec) error {
+	if spec.DataLocality == localStrict && spec.NumberOfReplicas > 1 {
+		return api.Errorf(api.Invalid, "dataLocality strict-local and %d replicas: such a volume has one replica, on the "+
+			"node that uses it; set numberOfReplicas to 1, or choose best-effort", spec.NumberOfReplicas)
+	}
+	return nil
+}
+
+const localStrict = "strict-local"
+
+func setSoft(to *string, v string) error {
+	switch v {
+	case "ignored", "enabled", "disabled":
+		*to = v
+		return nil
+	}
+	return fmt.Errorf("want ignored, enabled or disabled")
+}
+
+func setFreeze(w *wish, v string) error {
+	if word, ok := map[string]string{"true": "enabled", "false": "disabled"}[v]; ok {
+		v = word
+	}
+	if err := setSoft(&w.spec.FreezeFilesystemForSnapshot, v); err != nil {
+		return fmt.Errorf("want true, false or ignored (or enabled, disabled)")
+	}
+	return nil
+}
+
+func setIntegrity(w *wish, v string) error {
+	switch v {
+	case "ignored", "enabled", "fast-check", "disabled":
+		w.spec.SnapshotDataIntegrity = v
+		return nil
+	}
+	return fmt.Errorf("want ignored, enabled, fast-check or disabled")
+}
+
 func setCloneMode(w *wish, v string) error {
 	switch v {
-	case "full-copy", "linked-clone", api.CloneLinked:
+	case api.CloneFull, "linked-clone", api.CloneLinked:
 		w.cloneMode = v
 		return nil
 	}
@@ -269,15 +329,15 @@ func setImage(w *wish, v string) error {
 
 func setImageSource(w *wish, v string) error {
 	switch t := api.SourceType(v); t {
-	case api.SourceDownload, api.SourceRegistry, api.SourceClone:
+	case api.SourceDownload, api.SourceRegistry, api.SourceClone, api.SourceExport:
 		w.image.source = t
 		return nil
 	case api.SourceUpload, api.SourceFile:
 		return fmt.Errorf("an image of this source must exist before a volume names it: create it first")
-	case api.SourceExport, api.SourceRestore:
-		return fmt.Errorf("not supported yet; supported are: clone, download, registry")
+	case api.SourceRestore:
+		return fmt.Errorf("not supported yet; supported are: clone, download, export-from-volume, registry")
 	}
-	return fmt.Errorf("want clone, download or registry")
+	return fmt.Errorf("want clone, download, export-from-volume or registry")
 }
 
 func setImageSecret(w *wish, v string) error {

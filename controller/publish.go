@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 	"slices"
+	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -46,6 +47,9 @@ func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.Controlle
 	if vol.DeletionTimestamp != nil {
 		return nil, api.Errorf(api.InUse, "volume %s is being deleted", vol.Name)
 	}
+	if err := s.strictlyElsewhere(ctx, vol, req.GetNodeId()); err != nil {
+		return nil, err
+	}
 	readOnly := req.GetReadonly() ||
 		req.GetVolumeCapability().GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
 	att, err := s.ensureAttachment(ctx, vol, req.GetNodeId(), readOnly)
@@ -78,6 +82,34 @@ func (s *Server) knownNode(ctx context.Context, name string) error {
 		}
 	}
 	return api.Errorf(api.NotFound, "node %.80q does not exist", name)
+}
+
+// strictlyElsewhere refuses to have a strict-local volume where its data is not.
+func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node string) error {
+	if vol.Spec.DataLocality != localStrict {
+		return nil
+	}
+	reps := &api.ReplicaList{}
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+		return api.Explain(err, "list the replicas of volume %s", vol.Name)
+	}
+	at := strictNodes(vol, reps.Items)
+	if len(at) == 0 || slices.Contains(at, node) {
+		return nil
+	}
+	return api.Errorf(api.InUse, "volume %s cannot be attached to node %s: its dataLocality is strict-local, and its "+
+		"data is on node %s", vol.Name, node, strings.Join(at, ", "))
+}
+
+// mayBeStrict refuses strict-local for a volume that is used where its data is not.
+func (s *Server) mayBeStrict(ctx context.Context, vol *api.Volume, spec *api.VolumeSpec) error {
+	att, err := s.attachment(ctx, vol.Name)
+	if err != nil || att == nil {
+		return err
+	}
+	strict := vol.DeepCopy()
+	strict.Spec.DataLocality = spec.DataLocality
+	return s.strictlyElsewhere(ctx, strict, att.Spec.Node)
 }
 
 // ensureAttachment creates the attachment or verifies that the one there is the same wish.

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -18,26 +19,39 @@ import (
 )
 
 // snapshotTypes are what the VolumeSnapshotClass parameter "type" can say.
-var snapshotTypes = map[string]bool{"": true, "snap": true, "bak": false, "bs": false, "bi": false}
+var snapshotTypes = map[string]bool{"": true, "snap": true, "bak": false, "bs": false, "bi": true}
 
-// snapshotClass checks the parameters of a VolumeSnapshotClass.
-func snapshotClass(given map[string]string) error {
-	for key, value := range given {
+// snapshotClass checks the parameters of a VolumeSnapshotClass. The image is nil but for type bi.
+func snapshotClass(given map[string]string) (*imageClass, error) {
+	c := &imageClass{}
+	for _, key := range slices.Sorted(maps.Keys(given)) {
+		value := given[key]
 		if strings.HasPrefix(key, sidecarPrefix) {
 			continue
 		}
 		if key != "type" {
-			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known: type is", key)
+			if err := c.set(key, value); err != nil {
+				return nil, err
+			}
+			continue
 		}
 		now, known := snapshotTypes[value]
 		switch {
 		case !known:
-			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %.80q is not known: snap is", value)
+			return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %.80q is not known: snap and bi are", value)
 		case !now:
-			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %s is not supported yet: snap is", value)
+			return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %s is not supported yet: snap and bi are",
+				value)
 		}
 	}
-	return nil
+	if given["type"] == "bi" {
+		return c, nil
+	}
+	if c.parameters {
+		return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameters exportType, nodeSelector and diskSelector are "+
+			"for type bi")
+	}
+	return nil, nil
 }
 
 // snapshotName is the name of the object for a snapshot's name: as objectName.
@@ -80,8 +94,10 @@ func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	if req.GetSourceVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "snapshot %.80q: the request names no volume", req.GetName())
 	}
-	if err := snapshotClass(req.GetParameters()); err != nil {
+	if class, err := snapshotClass(req.GetParameters()); err != nil {
 		return nil, err
+	} else if class != nil {
+		return s.createImageSnapshot(ctx, req, class)
 	}
 	snap, err := s.ensureSnapshot(ctx, req)
 	if err != nil {
@@ -105,8 +121,9 @@ func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 		return nil, api.Explain(err, "snapshot %s of volume %s%s", req.GetName(), req.GetSourceVolumeId(), why)
 	}
 	out := snapshotInCSI(snap)
-	if len(req.GetAccessibilityRequirements().GetRequisite()) > 0 {
-		// Who said where it has to be knows; and csi-sanity compares the message itself, with what the encoder notes in it.
+	if len(req.GetAccessibilityRequirements().GetRequisite()) == 1 {
+		// The field is optional, and who named the one place where it has to be knows it. csi-sanity asks so, and compares
+		// the answer's message with its own as Go structures, with what the encoder notes in them: no answer is equal.
 		out.AccessibleTopology = nil
 	}
 	return &csi.CreateSnapshotResponse{Snapshot: out}, nil
@@ -186,6 +203,9 @@ func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyReq
 func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
 	out := &csi.Snapshot{SnapshotId: handle(snap), SourceVolumeId: snap.Spec.Volume, SizeBytes: snap.Status.RestoreSize,
 		ReadyToUse: snap.Status.ReadyToUse}
+	if snap.Spec.Group != "" {
+		out.GroupSnapshotId = groupScheme + snap.Spec.Group
+	}
 	if n := snap.Status.OwnerID; n != "" {
 		out.AccessibleTopology = []*csi.Topology{{Segments: map[string]string{api.TopologyNode: n}}}
 	}
@@ -203,12 +223,25 @@ func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequ
 	if req.GetSnapshotId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot")
 	}
+	if strings.HasPrefix(req.GetSnapshotId(), imageScheme) {
+		return &csi.DeleteSnapshotResponse{}, s.deleteImageSnapshot(ctx, req.GetSnapshotId())
+	}
 	snap, err := s.snapshot(ctx, req.GetSnapshotId())
 	if api.Is(err, api.NotFound) {
 		return &csi.DeleteSnapshotResponse{}, nil
 	}
 	if err != nil {
 		return nil, err
+	}
+	if g := snap.Spec.Group; g != "" && snap.DeletionTimestamp == nil {
+		err := s.client.Get(ctx, client.ObjectKey{Name: g}, &api.SnapshotGroup{})
+		switch {
+		case err == nil:
+			return nil, api.Errorf(api.Invalid, "snapshot %s is part of snapshot group %s%s: delete that",
+				snap.Name, groupScheme, g)
+		case !apierrors.IsNotFound(err):
+			return nil, api.Explain(err, "read snapshot group %s", g)
+		}
 	}
 	uid := snap.UID
 	if err := s.client.Delete(ctx, snap, client.Preconditions{UID: &uid}); client.IgnoreNotFound(err) != nil {
@@ -226,6 +259,13 @@ func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequ
 func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (*csi.GetSnapshotResponse, error) {
 	if req.GetSnapshotId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot")
+	}
+	if id := req.GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
+		img, err := s.snapshotImage(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		return &csi.GetSnapshotResponse{Snapshot: imageInCSI(img, id)}, nil
 	}
 	snap, err := s.snapshot(ctx, req.GetSnapshotId())
 	if err == nil && !shown(snap) {
@@ -245,36 +285,74 @@ func shown(s *api.Snapshot) bool {
 // ListSnapshots lists the snapshots that were made: all, those of a volume, or the one of an id.
 func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsRequest) (
 	*csi.ListSnapshotsResponse, error) {
-	var all []api.Snapshot
-	if id := req.GetSnapshotId(); id != "" {
-		snap, err := s.snapshot(ctx, id)
-		if err != nil && !api.Is(err, api.NotFound) {
-			return nil, err
-		}
-		if err == nil {
-			all = append(all, *snap)
-		}
-	} else {
-		list := &api.SnapshotList{}
-		if err := s.client.List(ctx, list); err != nil {
-			return nil, api.Explain(err, "list snapshots")
-		}
-		all = list.Items
+	all, err := s.listed(ctx, req.GetSnapshotId())
+	if err != nil {
+		return nil, err
 	}
-	all = slices.DeleteFunc(all, func(snap api.Snapshot) bool {
+	all = slices.DeleteFunc(all, func(snap *csi.Snapshot) bool {
 		of := req.GetSourceVolumeId()
-		return !shown(&snap) || of != "" && snap.Spec.Volume != of
+		return of != "" && snap.SourceVolumeId != of
 	})
-	name := func(s api.Snapshot) string { return s.Name }
-	some, next, err := page(all, name, req.GetStartingToken(), req.GetMaxEntries())
+	some, next, err := page(all, snapshotKey, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}
 	res := &csi.ListSnapshotsResponse{NextToken: next}
-	for i := range some {
-		res.Entries = append(res.Entries, &csi.ListSnapshotsResponse_Entry{Snapshot: snapshotInCSI(&some[i])})
+	for _, snap := range some {
+		res.Entries = append(res.Entries, &csi.ListSnapshotsResponse_Entry{Snapshot: snap})
 	}
 	return res, nil
+}
+
+// snapshotKey is a name for every snapshot, in which tokens of lists are written.
+func snapshotKey(s *csi.Snapshot) string {
+	if w, ok := parseImageHandle(s.SnapshotId); ok {
+		return "bi." + w.name
+	}
+	return "snap." + s.SnapshotId[strings.LastIndexByte(s.SnapshotId, '/')+1:]
+}
+
+// listed are all snapshots that were made, or the one of an id, if there is one.
+func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, err error) {
+	switch {
+	case strings.HasPrefix(id, imageScheme):
+		img, err := s.snapshotImage(ctx, id)
+		if err == nil {
+			all = append(all, imageInCSI(img, id))
+		}
+		if api.Is(err, api.NotFound) {
+			err = nil
+		}
+		return all, err
+	case id != "":
+		snap, err := s.snapshot(ctx, id)
+		if err == nil && shown(snap) {
+			all = append(all, snapshotInCSI(snap))
+		}
+		if api.Is(err, api.NotFound) {
+			err = nil
+		}
+		return all, err
+	}
+	snaps, imgs := &api.SnapshotList{}, &api.BackingImageList{}
+	if err := s.client.List(ctx, snaps); err != nil {
+		return nil, api.Explain(err, "list snapshots")
+	}
+	if err := s.client.List(ctx, imgs); err != nil {
+		return nil, api.Explain(err, "list backing images")
+	}
+	for i := range snaps.Items {
+		if shown(&snaps.Items[i]) {
+			all = append(all, snapshotInCSI(&snaps.Items[i]))
+		}
+	}
+	for i := range imgs.Items {
+		img := &imgs.Items[i]
+		if img.Annotations[annotationSnapshot] != "" && img.Status.Export != nil {
+			all = append(all, imageInCSI(img, imageHandle(img)))
+		}
+	}
+	return all, nil
 }
 
 // beginning is what a new volume is to begin with: its form in the spec, how many bytes it has, and the backing image
@@ -328,6 +406,10 @@ func asked(req *csi.VolumeContentSource) string {
 
 // contentSource is a volume's data source in the words of CSI.
 func contentSource(vol *api.Volume) *csi.VolumeContentSource {
+	if id := vol.Annotations[annotationContent]; id != "" {
+		return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
+			Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}}
+	}
 	from, err := api.ParseDataSource(vol.Spec.DataSource)
 	switch {
 	case err != nil || from.Volume == "":

@@ -34,8 +34,9 @@ func TestImagesThatCannotBe(t *testing.T) {
 		{"a secret that cannot be", []string{"backingImage", "bad-image", "backingImageURL", "http://x/y",
 			"backingImageSecretName", "../s"}, "Secret"},
 		{"no registry", []string{"backingImage", "bad-image", "backingImageURL", "docker://x"}, "docker://HOST"},
+		{"restore", []string{"backingImage", "bad-image", "backingImageDataSourceType", "restore"}, "not supported yet"},
 		{"export", []string{"backingImage", "bad-image", "backingImageDataSourceType", "export-from-volume"},
-			"not supported yet"},
+			"volume-name"},
 		{"tags of no image", []string{"backingImageDiskSelector", "ssd"}, "backingImage"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -23,6 +23,7 @@ import (
 
 type dataOptions struct {
 	stateDir, kubeconfig, node string
+	listen                     string
 	logLevel, logFormat        string
 }
 
@@ -37,6 +38,7 @@ func dataCommand() *cobra.Command {
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder that serve keeps its state in")
 	f.StringVar(&o.kubeconfig, "kubeconfig", "", "where the API server is")
 	f.StringVar(&o.node, "node", "", "name of this node")
+	f.StringVar(&o.listen, "listen", "", "address where engines of other nodes reach this node's replicas (default: none)")
 	addLogFlags(f, &o.logLevel, &o.logFormat)
 	return c
 }
@@ -100,7 +102,12 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 	if err != nil {
 		return nil, fmt.Errorf("devices: %w", err)
 	}
-	data, err := replicas.NewData(replicas.DataOptions{Node: o.node, Host: host, Instance: instance, Log: log})
+	peers, err := o.peers()
+	if err != nil {
+		return nil, errors.Join(err, host.Close())
+	}
+	data, err := replicas.NewData(replicas.DataOptions{Node: o.node, Host: host, Instance: instance, Log: log,
+		Peers: peers})
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("data role: %w", err), host.Close())
 	}
@@ -108,6 +115,18 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 		log.Error("not every device goes on yet", "err", err)
 	}
 	return data, nil
+}
+
+// peers is how this process reaches those of other nodes, and is reached.
+func (o dataOptions) peers() (p replicas.PeerOptions, err error) {
+	if p.Identity, err = openNodeIdentity(o.stateDir, o.node); err != nil {
+		return p, err
+	}
+	p.State = filepath.Join(o.stateDir, "run", "peers.json")
+	if o.listen != "" {
+		p.Listener, err = replicas.ListenPeers(o.listen, filepath.Join(o.stateDir, "run"))
+	}
+	return p, err
 }
 
 // awaitSocket returns when somebody answers on a socket: its process may have been started a moment ago, after another

@@ -17,8 +17,6 @@ package driver
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"os"
 	"os/signal"
 	"sync"
@@ -29,6 +27,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli"
+	"drover.io/drover/driver/export"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/driver/recover"
 )
@@ -53,7 +52,7 @@ func Main(args []string) int {
 		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
 	root.SetArgs(args)
-	root.AddCommand(cli.Commands()...)
+	root.AddCommand(cli.Commands(export.Run)...)
 	root.AddCommand(cli.RecoverCommand(recover.Run, kubeapi.Restore))
 	root.AddCommand(serveCommand(), dataCommand(), holdCommand())
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
@@ -62,12 +61,7 @@ func Main(args []string) int {
 	return exit(root.ExecuteContext(signals()))
 }
 
-func exit(err error) int {
-	if err != nil && !errors.Is(err, context.Canceled) {
-		fmt.Fprintln(os.Stderr, "drover:", err)
-	}
-	return cli.ExitCode(err)
-}
+func exit(err error) int { return cli.Report(os.Stderr, err) }
 
 var signalOnce sync.Once
 

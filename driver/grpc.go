@@ -38,15 +38,22 @@ type doors struct {
 	identity   csi.IdentityServer
 	controller csi.ControllerServer
 	node       csi.NodeServer
+	metadata   csi.SnapshotMetadataServer
 }
 
 // newServer makes the gRPC server that all doors share.
 func newServer(d doors, log *slog.Logger) *grpc.Server {
 	g := &guard{log: log, busy: map[string]chan struct{}{}}
-	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept))
+	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept), grpc.StreamInterceptor(g.stream))
 	csi.RegisterIdentityServer(s, d.identity)
 	if d.controller != nil {
 		csi.RegisterControllerServer(s, d.controller)
+		if g, ok := d.controller.(csi.GroupControllerServer); ok {
+			csi.RegisterGroupControllerServer(s, g)
+		}
+	}
+	if d.metadata != nil {
+		csi.RegisterSnapshotMetadataServer(s, d.metadata)
 	}
 	if d.node != nil {
 		csi.RegisterNodeServer(s, d.node)
@@ -104,6 +111,7 @@ type guard struct {
 var changes = map[string]string{
 	"CreateVolume": "c", "DeleteVolume": "c", "ControllerPublishVolume": "c", "ControllerUnpublishVolume": "c",
 	"ControllerExpandVolume": "c", "ControllerModifyVolume": "c", "CreateSnapshot": "s", "DeleteSnapshot": "s",
+	"CreateVolumeGroupSnapshot": "g", "DeleteVolumeGroupSnapshot": "g",
 	"NodeStageVolume": "n", "NodeUnstageVolume": "n", "NodePublishVolume": "n", "NodeUnpublishVolume": "n",
 	"NodeExpandVolume": "n",
 }
@@ -112,6 +120,21 @@ func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerIn
 	error) {
 	method, began := path.Base(info.FullMethod), time.Now()
 	resp, err := g.call(ctx, method, req, next)
+	if err = g.tell(method, req, began, err); err != nil {
+		return nil, err
+	}
+	return resp, nil
+}
+
+// stream stands before the calls that answer with a stream.
+func (g *guard) stream(srv any, s grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	method, began := path.Base(info.FullMethod), time.Now()
+	_, err := g.call(s.Context(), method, nil, func(context.Context, any) (any, error) { return nil, next(srv, s) })
+	return g.tell(method, nil, began, err)
+}
+
+// tell logs a call that has ended, and gives its error a code.
+func (g *guard) tell(method string, req any, began time.Time, err error) error {
 	err = toStatus(err)
 	took, code := time.Since(began), status.Code(err)
 	csiSeconds.WithLabelValues(method, code.String()).Observe(took.Seconds())
@@ -127,10 +150,7 @@ func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerIn
 	default:
 		g.log.Debug("CSI call", attrs...)
 	}
-	if err != nil {
-		return nil, err
-	}
-	return resp, nil
+	return err
 }
 
 func (g *guard) call(ctx context.Context, method string, req any, next grpc.UnaryHandler) (resp any, err error) {
@@ -159,6 +179,8 @@ func volumeOf(req any) string {
 		return r.GetVolumeId()
 	case interface{ GetSnapshotId() string }:
 		return r.GetSnapshotId()
+	case interface{ GetGroupSnapshotId() string }:
+		return r.GetGroupSnapshotId()
 	case interface{ GetName() string }:
 		return r.GetName()
 	}

@@ -68,7 +68,7 @@ func dial(t *testing.T, d *door) (csi.ControllerClient, *bytes.Buffer) {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- s.Serve(ln) }()
+	go func() { done <- serveDoors(s, ln) }()
 	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)
@@ -188,5 +188,18 @@ func TestListenCSI(t *testing.T) {
 		if _, err := listenCSI(bad); !api.Is(err, api.Invalid) {
 			t.Errorf("%q: %v, want kind invalid", bad, err)
 		}
+	}
+}
+
+// TestStoppedEarly: a stop that comes before the doors have opened is none that failed.
+func TestStoppedEarly(t *testing.T) {
+	ln, err := listenCSI("unix://" + filepath.Join(t.TempDir(), "csi.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := newServer(doors{identity: identity.New("v", nil)}, slog.New(slog.DiscardHandler))
+	s.Stop()
+	if err := serveDoors(s, ln); err != nil {
+		t.Error(err)
 	}
 }

@@ -1,6 +1,8 @@
 package driver
 
 import (
+	"context"
+	"errors"
 	"path/filepath"
 	"runtime/debug"
 
@@ -26,8 +28,10 @@ func runHold(args []string) error {
 	if len(args) != 2 || args[0] != "--socket" || !filepath.IsAbs(args[1]) {
 		return api.Errorf(api.Invalid, "usage: drover hold --socket /path/to/hold.sock")
 	}
-	debug.SetGCPercent(20)
-	debug.SetMemoryLimit(16 << 20)
+	// What it allocates is little and seldom: a collection at a limit instead of one every two minutes, which would touch
+	// much of the program.
+	debug.SetGCPercent(-1)
+	debug.SetMemoryLimit(24 << 20)
 	ctx := signals()
 	socket := args[1]
 	lock, err := claim(filepath.Dir(filepath.Dir(socket)), "hold", "")
@@ -35,6 +39,10 @@ func runHold(args []string) error {
 		return err
 	}
 	defer lock.Close()
-	trim()
-	return device.RunHolder(ctx, socket)
+	ctx, stop := context.WithCancel(ctx)
+	g := newGroup(ctx)
+	g.run(settle)
+	err = device.RunHolder(ctx, socket)
+	stop()
+	return errors.Join(err, g.wait())
 }

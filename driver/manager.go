@@ -1,11 +1,9 @@
 package driver
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/http"
-	"os"
 	"strings"
 	"time"
 
@@ -13,7 +11,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/discovery"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -24,6 +21,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/wire"
 )
 
 // inCluster stands for the kubeconfig of the pod's service account.
@@ -43,6 +41,7 @@ func loadConfig(path string) (*rest.Config, error) {
 	}
 	cfg.QPS = -1 // the server decides how much it takes
 	cfg.UserAgent = "drover"
+	cfg.Dial = wire.NewDialer().DialContext
 	return cfg, nil
 }
 
@@ -105,7 +104,7 @@ func withEvents(cfg *rest.Config) *rest.Config {
 // managerOptions are what the managers of all roles have in common. Metrics are served by this package, for the process
 // as a whole.
 func managerOptions() ctrl.Options {
-	yes, grace := true, 10*time.Second
+	yes, grace := true, 15*time.Second
 	return ctrl.Options{
 		Scheme:                  scheme,
 		MapperProvider:          mapper,
@@ -119,27 +118,4 @@ func managerOptions() ctrl.Options {
 			CacheSyncTimeout: 10 * 365 * 24 * time.Hour,
 		},
 	}
-}
-
-// withElection adds leader election where the server has leases: several controllers may run in a cluster.
-func withElection(ctx context.Context, o ctrl.Options, cfg *rest.Config, namespace string) (ctrl.Options, error) {
-	d, err := discovery.NewDiscoveryClientForConfig(cfg)
-	if err != nil {
-		return o, err
-	}
-	if _, err := d.ServerResourcesForGroupVersion("coordination.k8s.io/v1"); err != nil {
-		if ctx.Err() != nil || !isNotFound(err) {
-			return o, api.Errorf(api.Unavailable, "API server %s: %w", cfg.Host, err)
-		}
-		return o, nil
-	}
-	if namespace == "" {
-		namespace = "default"
-		if b, err := os.ReadFile("/var/run/secrets/kubernetes.io/serviceaccount/namespace"); err == nil {
-			namespace = strings.TrimSpace(string(b))
-		}
-	}
-	o.LeaderElection, o.LeaderElectionReleaseOnCancel = true, true
-	o.LeaderElectionID, o.LeaderElectionNamespace = "drover-controller", namespace
-	return o, nil
 }

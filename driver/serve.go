@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/rest"
@@ -26,6 +25,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/wire"
 	"drover.io/drover/controller"
 	"drover.io/drover/driver/cli"
 	"drover.io/drover/driver/kubeapi"
@@ -34,140 +34,6 @@ import (
 	"drover.io/drover/node"
 	"drover.io/drover/replicas"
 )
-
-const cliDefaultState = cli.DefaultStateDir
-
-// Roles of a serve process.
-const (
-	roleController = "controller"
-	roleNode       = "node"
-	roleData       = "data"
-)
-
-type serveOptions struct {
-	roles               []string
-	stateDir            string
-	diskFlags           []string
-	csi                 string
-	kubeconfig          string
-	node                string
-	metrics, upload     string
-	logLevel, logFormat string
-	leaseNamespace      string
-	parsed              []api.DiskSpec
-	controller, onNode  bool
-	data                bool
-}
-
-func addLogFlags(f *pflag.FlagSet, level, format *string) {
-	f.StringVar(level, "log-level", "info", "debug, info, warn or error")
-	f.StringVar(format, "log-format", "text", "text or json")
-}
-
-func serveCommand() *cobra.Command {
-	o := &serveOptions{}
-	c := &cobra.Command{
-		Use:   "serve",
-		Short: "Run Drover on this machine",
-		Long: "Runs Drover on this machine: the CSI driver, the loops behind it and, unless " +
-			"--kubeconfig names another, an\n" +
-			"API server of its own. The data path runs in processes beside it and outlives it while volumes are attached.",
-		Args: cobra.NoArgs,
-		RunE: func(c *cobra.Command, _ []string) error {
-			if err := o.check(); err != nil {
-				return err
-			}
-			return o.run(c.Context(), c)
-		},
-	}
-	f := c.Flags()
-	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "what this process does")
-	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder for certificates, objects, sockets and logs")
-	f.StringArrayVar(&o.diskFlags, "disk", nil,
-		"folder to keep data in, as path[,tag...]; several times for several disks\n"+
-			"(default: the folder disk in the state folder)")
-	f.StringVar(&o.csi, "csi-endpoint", "", "socket of the CSI driver (default: unix://<state-dir>/csi.sock)")
-	f.StringVar(&o.kubeconfig, "kubeconfig", "", "use the API server of this kubeconfig (or "+inCluster+
-		") and run none")
-	f.StringVar(&o.node, "node-name", "", "name of this node (default: the host's name)")
-	f.StringVar(&o.metrics, "metrics-listen", "127.0.0.1:0", "address of /metrics, /healthz and /readyz, or off")
-	f.StringVar(&o.upload, "upload-listen", "127.0.0.1:0", "address that image uploads are sent to")
-	f.StringVar(&o.leaseNamespace, "leader-election-namespace", "", "namespace of the controller's lease in a cluster\n"+
-		"(default: that of the pod)")
-	addLogFlags(f, &o.logLevel, &o.logFormat)
-	return c
-}
-
-// check completes the options and refuses what cannot work, before anything is touched.
-func (o *serveOptions) check() error {
-	for _, r := range o.roles {
-		switch r {
-		case roleController:
-			o.controller = true
-		case roleNode:
-			o.onNode = true
-		case roleData:
-			o.data = true
-		default:
-			return api.Errorf(api.Invalid, "--roles %q: use controller, node and data, separated by commas", r)
-		}
-	}
-	if len(o.roles) == 0 {
-		return api.Errorf(api.Invalid, "--roles: name at least one of controller, node and data")
-	}
-	if !o.controller && o.kubeconfig == "" {
-		return api.Errorf(api.Invalid, "--roles %s needs the API server of a controller: name it with --kubeconfig",
-			strings.Join(o.roles, ","))
-	}
-	for _, p := range []*string{&o.stateDir, &o.kubeconfig} {
-		if *p == "" || p == &o.kubeconfig && *p == inCluster {
-			continue
-		}
-		abs, err := filepath.Abs(*p)
-		if err != nil {
-			return api.Errorf(api.Invalid, "%s: %w", *p, err)
-		}
-		*p = abs
-	}
-	if o.stateDir == "" {
-		return api.Errorf(api.Invalid, "--state-dir is empty: name a folder")
-	}
-	if o.csi == "" {
-		o.csi = "unix://" + filepath.Join(o.stateDir, "csi.sock")
-	}
-	if o.node == "" {
-		name, err := os.Hostname()
-		if err != nil {
-			return api.Errorf(api.Unavailable, "the host has no name: set one with --node-name: %w", err)
-		}
-		o.node = strings.ToLower(name)
-	}
-	for _, d := range o.diskFlags {
-		path, tags, _ := strings.Cut(d, ",")
-		spec := api.DiskSpec{Path: path}
-		if !filepath.IsAbs(path) {
-			return api.Errorf(api.Invalid, "--disk %q: the path must be absolute", d)
-		}
-		spec.Path = filepath.Clean(path)
-		if tags != "" {
-			spec.Tags = strings.Split(tags, ",")
-			if slices.Contains(spec.Tags, "") {
-				return api.Errorf(api.Invalid, "--disk %q: an empty tag", d)
-			}
-		}
-		if slices.ContainsFunc(o.parsed, func(p api.DiskSpec) bool { return p.Path == spec.Path }) {
-			return api.Errorf(api.Invalid, "--disk %s is named twice", spec.Path)
-		}
-		o.parsed = append(o.parsed, spec)
-	}
-	if _, _, err := net.SplitHostPort(o.metrics); o.metrics != "off" && err != nil {
-		return api.Errorf(api.Invalid, "--metrics-listen %q: use host:port or off", o.metrics)
-	}
-	if _, _, err := net.SplitHostPort(o.upload); err != nil {
-		return api.Errorf(api.Invalid, "--upload-listen %q: use host:port", o.upload)
-	}
-	return nil
-}
 
 // server is one run of serve.
 type server struct {
@@ -182,6 +48,8 @@ type server struct {
 	client  client.WithWatch
 	kube    *kubeapi.Server // nil with --kubeconfig
 	disks   *replicas.Disks // nil without the node role
+	// identity is what other nodes know this one by; nil on a controller alone.
+	identity *wire.Identity
 
 	apis, work, children *group // end in the order work, children, apis
 	stop                 context.CancelCauseFunc
@@ -195,7 +63,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	debug.SetGCPercent(50) // most of the time there is little to do
+	debug.SetGCPercent(400) // until it is ready: collections are a fifth of the way there
 	s := &server{serveOptions: o, log: log, began: time.Now(),
 		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
 	lock, err := openState(o.stateDir)
@@ -242,23 +110,31 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, inPath: true,
 			anew: s.kube != nil && s.kube.WentBack,
 			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
-				"--log-level", s.logLevel, "--log-format", s.logFormat}})
+				"--listen", s.nodeAddress(), "--log-level", s.logLevel, "--log-format", s.logFormat}})
 	}
-	mgr, err := s.manager(ctx)
+	elected, err := s.elected(ctx)
+	if err != nil {
+		return nil, err
+	}
+	mgr, err := s.manager(ctx, s.controller && !elected)
 	if err != nil {
 		return nil, err
 	}
 	s.background(s.work, mgr.Start)
+	if elected {
+		s.background(s.work, s.lead)
+	}
 
 	d := doors{identity: identity.New(cli.BuildVersion(), s.ready.Load)}
 	if s.controller {
-		d.controller = controller.New(s.client)
+		c := controller.New(s.client)
+		d.controller, d.metadata = c, controller.NewMetadata(c, s.openChanges)
 	}
 	if s.onNode {
 		d.node = node.New(s.client, s.node)
 	}
 	gs = newServer(d, s.log)
-	s.background(s.work, func(context.Context) error { return gs.Serve(socket) })
+	s.background(s.work, func(context.Context) error { return serveDoors(gs, socket) })
 	address, err := s.listenMetrics()
 	if err != nil {
 		return gs, err
@@ -268,14 +144,24 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	s.ready.Store(true)
 	s.announce(kubeconfig, address)
+	debug.SetGCPercent(50) // most of the time there is little to do
 	s.background(s.work, settle)
 	return gs, nil
+}
+
+// serveDoors serves until the server is stopped, which can be before this has begun.
+func serveDoors(gs *grpc.Server, on net.Listener) error {
+	if err := gs.Serve(on); !errors.Is(err, grpc.ErrServerStopped) {
+		return err
+	}
+	return nil
 }
 
 // connect finds the API server, or is one, and returns the path of its kubeconfig.
 func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
 	if s.kubeconfig == "" {
-		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log})
+		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log, Listen: s.apiListen,
+			Names: s.apiServerNames()})
 		if err != nil {
 			return "", err
 		}
@@ -298,22 +184,40 @@ func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
 	return s.kubeconfig, nil
 }
 
-// manager runs the loops of this process's roles.
-func (s *server) manager(ctx context.Context) (ctrl.Manager, error) {
-	o := managerOptions()
-	if s.controller && s.kube == nil {
-		var err error
-		if o, err = withElection(ctx, o, s.cfg, s.leaseNamespace); err != nil {
-			return nil, err
-		}
+// apiServerNames are those under which other machines reach the API server here.
+func (s *server) apiServerNames() []string {
+	if s.apiListen == "" || len(s.apiNames) > 0 {
+		return s.apiNames
 	}
-	mgr, err := ctrl.NewManager(withEvents(s.cfg), o)
+	host, _, err := net.SplitHostPort(s.apiListen)
+	if err != nil {
+		host = s.apiListen
+	}
+	if ip := net.ParseIP(host); ip == nil || ip.IsUnspecified() {
+		return addresses()
+	}
+	return []string{host}
+}
+
+// manager runs the loops of this process's roles, those of the controller if no other process may be it.
+func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) {
+	mgr, err := ctrl.NewManager(withEvents(s.cfg), managerOptions())
 	if err != nil {
 		return nil, fmt.Errorf("loops: %w", err)
 	}
-	if s.controller {
-		if err := errors.Join(imagestore.SetupController(mgr, s.log), replicas.SetupController(mgr, s.log)); err != nil {
-			return nil, fmt.Errorf("controller loops: %w", err)
+	if alone {
+		if err := s.setupController(mgr); err != nil {
+			return nil, err
+		}
+	}
+	if s.onNode || s.data {
+		id, err := openNodeIdentity(s.stateDir, s.node)
+		if err != nil {
+			return nil, err
+		}
+		s.identity = id
+		if err := setupApplicant(mgr, id); err != nil {
+			return nil, fmt.Errorf("node loops: %w", err)
 		}
 	}
 	if s.onNode {
@@ -336,16 +240,53 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 			disks = []api.DiskSpec{{Path: filepath.Join(s.stateDir, "disk")}}
 		}
 	}
-	s.disks, err = replicas.SetupNode(mgr, replicas.NodeOptions{Name: s.node, Disks: disks, Addresses: addresses(),
-		Version: cli.BuildVersion(), Instance: instance(s.node, s.cfg), Log: s.log})
+	layers, err := s.listenLayers()
 	if err != nil {
 		return err
 	}
-	o := imagestore.NodeOptions{Log: s.log, UploadListen: s.upload}
+	s.disks, err = replicas.SetupNode(mgr, replicas.NodeOptions{Name: s.node, Disks: disks, Addresses: addresses(),
+		LayerAddress: addressOf(layers),
+		Version:      cli.BuildVersion(), Instance: instance(s.node, s.cfg), Heartbeat: s.heartbeat, Log: s.log})
+	if err != nil {
+		return err
+	}
+	o := imagestore.NodeOptions{Log: s.log, UploadListen: s.upload, Identity: s.identity, Layers: layers}
 	if o.UploadHost, o.UploadCert, o.UploadCA, err = s.uploadServer(); err != nil {
 		return err
 	}
 	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, o)
+}
+
+// nodeAddress is where other nodes reach this one; empty where there can be none.
+func (s *server) nodeAddress() string {
+	switch all := addresses(); {
+	case s.address != "":
+		return s.address
+	case s.kube != nil && s.apiListen == "" || len(all) == 0:
+		return ""
+	default:
+		return all[0]
+	}
+}
+
+// listenLayers opens the socket on which layers are served to other nodes; nil: there can be none.
+func (s *server) listenLayers() (net.Listener, error) {
+	at := s.nodeAddress()
+	if at == "" {
+		return nil, nil
+	}
+	ln, err := wire.Listen(net.JoinHostPort(at, "0"))
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "--node-address %s: %w", at, err)
+	}
+	return ln, nil
+}
+
+func addressOf(ln net.Listener) string {
+	if ln == nil {
+		return ""
+	}
+	return ln.Addr().String()
 }
 
 // uploadServer is the name under which uploads are sent here, and the certificate for it: of the authority in the
@@ -489,6 +430,9 @@ func (s *server) awaitNode(ctx context.Context) error {
 
 func (s *server) announce(kubeconfig, metrics string) {
 	s.out("kubeconfig  %s", kubeconfig)
+	if s.kube != nil && s.kube.JoinKubeconfig != "" {
+		s.out("to join     %s", s.kube.JoinKubeconfig)
+	}
 	s.out("CSI socket  %s", s.csi)
 	if metrics != "" {
 		s.out("metrics     http://%s/metrics", metrics)

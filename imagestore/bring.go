@@ -2,6 +2,7 @@ package imagestore
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"net/netip"
 	"strconv"
@@ -20,17 +21,27 @@ import (
 // settingPrivate lets sources be on addresses inside the network.
 const settingPrivate = "allow-private-image-sources"
 
-// bring is one import from the image's source.
+// bring is one import from the image's source. address is where an upload was expected before, or empty. With mend, the
+// image is repaired below the replicas that use it.
 func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want disk.Want) (got disk.Got, err error) {
+	on block.Layers, want disk.Want, address string, mend bool) (got disk.Got, err error) {
 	if spec.SourceType == api.SourceClone {
-		return n.copyOrigin(ctx, j, slot, spec, on, want)
+		return n.copyOrigin(ctx, j, slot, spec, on, want, mend)
+	}
+	whole := want
+	if mend {
+		want = disk.Spare(whole)
 	}
 	var up *source.Upload
 	open := func(ctx context.Context) (*source.Stream, error) {
 		if spec.SourceType == api.SourceUpload {
-			size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
-			up = n.uploads.Expect(size)
+			if want.Kept != nil {
+				up = n.uploads.Continue(want.Kept.Mark)
+				n.log.Info("upload can be continued", "bytes", want.Kept.Mark.Off, "of", want.Kept.Mark.Size)
+			} else {
+				size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
+				up = n.uploads.Expect(size, address)
+			}
 			j.is(api.ImageStarting, up.URL)
 			s, err := up.Accept(ctx)
 			if err != nil {
@@ -54,10 +65,17 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 		return s, err
 	}
 	want.KeepEvery = n.opts.KeepEvery
-	if spec.SourceType == api.SourceDownload {
+	switch spec.SourceType {
+	case api.SourceDownload, api.SourceUpload, api.SourceRegistry:
 		want.Kept = disk.FindKept(ctx, on, want)
 	}
+	if mend {
+		return disk.Remake(ctx, on, whole, want, &j.progress, open)
+	}
 	got, err = disk.Import(ctx, on, want, &j.progress, open)
+	if spec.SourceType == api.SourceUpload && err != nil && !errors.Is(err, context.Canceled) {
+		err = errors.Join(err, disk.Remove(ctx, on, want)) // nobody will be asked for the rest
+	}
 	if up != nil {
 		up.Finish(err)
 	}
@@ -116,7 +134,19 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *dis
 			n.log.Warn("transfer from a registry was cut, asking for the rest", "bytes", off, "cause", cause)
 		}
 		o.Resolved = func(digest string) { n.log.Info("image found in its registry", "url", url, "digest", digest) }
-		return registry.Open(ctx, url, o)
+		if kept != nil {
+			o.From = registry.From{Mark: kept.Mark, State: kept.State, Before: kept.Before()}
+		}
+		s, err := registry.Open(ctx, url, o)
+		if kept != nil && source.Changed(err) {
+			n.log.Warn("transfer from a registry cannot be continued, it begins anew", "bytes", kept.Mark.Off, "cause", err)
+			kept.Drop()
+			o.From = registry.From{}
+			s, err = registry.Open(ctx, url, o)
+		} else if kept != nil && err == nil {
+			n.log.Info("transfer from a registry continues", "bytes", kept.Mark.Off, "of", kept.Mark.Size)
+		}
+		return s, err
 	}
 	return nil, api.Errorf(api.Unsupported, "source type %s is not supported yet", spec.SourceType)
 }
@@ -143,7 +173,7 @@ func (n *copies) secret(ctx context.Context, ref *api.SecretRef) (map[string][]b
 		return nil, nil
 	}
 	var s corev1.Secret
-	err := n.secrets.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, &s)
+	err := n.live.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, &s)
 	if client.IgnoreNotFound(err) != nil {
 		return nil, api.Explain(err, "it cannot be read")
 	}

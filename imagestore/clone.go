@@ -84,9 +84,9 @@ func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec,
 	}), err
 }
 
-// copyOrigin brings a clone to a disk that does not have its layers, from another one of this node.
+// copyOrigin brings a clone to a disk that does not have its layers, from another one: of this node, else of any.
 func (n *copies) copyOrigin(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want disk.Want) (disk.Got, error) {
+	on block.Layers, want disk.Want, mend bool) (disk.Got, error) {
 	if err := slot(ctx); err != nil {
 		return disk.Got{}, err
 	}
@@ -94,21 +94,41 @@ func (n *copies) copyOrigin(ctx context.Context, j *job, slot func(context.Conte
 	if err != nil {
 		return disk.Got{}, err
 	}
-	name := spec.SourceParameters["backingImage"]
-	err = api.Errorf(api.NotFound, "image %s, of which this is a clone, has no copy on node %s", name, n.node)
+	slices.SortStableFunc(copies, func(a, b api.ImageCopy) int {
+		near := func(c api.ImageCopy) int {
+			if c.Spec.Node == n.node {
+				return 0
+			}
+			return 1
+		}
+		return cmp.Compare(near(a), near(b))
+	})
+	want.KeepEvery = n.opts.KeepEvery
+	err = api.Errorf(api.NotFound, "image %s, of which this is a clone, has no copy that is ready",
+		spec.SourceParameters["backingImage"])
 	for i := range copies {
-		if copies[i].Spec.Node != n.node {
+		if mend && string(copies[i].Spec.Disk) == on.UID() {
 			continue
 		}
-		var from block.Layers
-		if from, err = n.disks(copies[i].Spec.Disk); err != nil {
-			continue
+		got, cerr := n.share(ctx, j, &copies[i], on, want, mend)
+		if cerr == nil || ctx.Err() != nil {
+			return got, cerr
 		}
-		j.is(api.ImageInProgress, "")
-		var got disk.Got
-		if got, err = disk.Share(ctx, from, on, want, &j.progress); err == nil || ctx.Err() != nil {
-			return got, err
-		}
+		err = cerr
 	}
 	return disk.Got{}, err
+}
+
+func (n *copies) share(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers, want disk.Want, mend bool) (
+	disk.Got, error) {
+	from, done, err := n.lender(ctx, c.Spec.Disk)
+	if err != nil {
+		return disk.Got{}, err
+	}
+	defer done()
+	j.is(api.ImageInProgress, "")
+	if mend {
+		return disk.Mend(ctx, from, on, want, &j.progress)
+	}
+	return disk.Share(ctx, from, on, want, &j.progress)
 }

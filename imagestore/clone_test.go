@@ -10,6 +10,7 @@ import (
 
 // A clone is there at once where its layers are, has copies of its own, and outlives its origin.
 func TestClone(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 2)
 	b := content(9<<20, 3)
 	of := map[string]string{"backingImage": "golden"}
@@ -57,6 +58,7 @@ func TestClone(t *testing.T) {
 
 // A clone that may not be where its origin is gets a copy of the layers.
 func TestCloneElsewhere(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 2)
 	b := content(9<<20, 4)
 	w.image("golden", api.SourceFile, imageFile(t, b))

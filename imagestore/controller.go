@@ -38,6 +38,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 )
 
 // Condition types of a BackingImage besides Ready.
@@ -80,7 +81,8 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		}
 	}
 	nodes := &nodeWatch{Client: r.Client, seen: map[string]string{}, wake: make(chan event.GenericEvent, 1)}
-	if err := ctrl.NewControllerManagedBy(mgr).Named("image-nodes").For(&api.Node{}).Complete(nodes); err != nil {
+	if err := ctrl.NewControllerManagedBy(mgr).Named("image-nodes").For(&api.Node{}).
+		WithOptions(controller.Options{NewQueue: backlog.New}).Complete(nodes); err != nil {
 		return err
 	}
 	all := handler.EnqueueRequestsFromMapFunc(r.every)
@@ -96,11 +98,12 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 				return byName(o.(*api.Volume).Spec.BackingImage)
 			}), existence).
 		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.ofReplica), existence).
+		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(ofSnapshot)).
 		Watches(&api.Setting{}, all, builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
 			return o.GetName() == settingUnused
 		}))).
 		WatchesRawSource(source.Channel(nodes.wake, all)).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NewQueue: backlog.New}).
 		Complete(r)
 }
 
@@ -185,11 +188,24 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
 		img.Status.UUID = api.NewUID()
-		img.Status.Layers = []api.UID{api.NewUID()}
+		if img.Spec.SourceType != api.SourceExport { // else they are there already
+			img.Status.Layers = []api.UID{api.NewUID()}
+		}
 		img.Status.State = api.ImagePending
 		return ctrl.Result{}, again(r.Status().Update(ctx, img))
 	}
+	if img.Spec.SourceType == api.SourceExport && len(img.Status.Layers) == 0 && !deleting {
+		return r.export(ctx, img)
+	}
+	if deleting || img.Status.State == api.ImageReady {
+		if err := r.released(ctx, img); err != nil {
+			return ctrl.Result{}, err
+		}
+	}
 	v, err := r.look(ctx, img)
+	if err == nil {
+		err = r.known(ctx, img, v)
+	}
 	if err != nil {
 		return ctrl.Result{}, err
 	}
@@ -400,6 +416,12 @@ func copyName(image, disk api.UID) string {
 func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
 	c := &api.ImageCopy{Spec: api.ImageCopySpec{Image: img.Name, UUID: img.Status.UUID, Layers: img.Status.Layers,
 		Node: w.node, Disk: w.disk, From: w.from, Verify: img.Annotations[api.AnnotationVerify]}}
+	if c.Spec.Export = img.Status.Export; c.Spec.Export == nil && img.Spec.SourceType == api.SourceExport {
+		c.Spec.Export = &api.ExportFact{} // rebuilt from a disk
+	}
+	if c.Spec.Layers == nil {
+		c.Spec.Layers = []api.UID{}
+	}
 	c.Name = copyName(img.Status.UUID, w.disk)
 	c.Finalizers = []string{api.Finalizer}
 	c.Labels = map[string]string{api.LabelImage: img.Name, api.LabelDisk: string(w.disk)}

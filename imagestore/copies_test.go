@@ -49,7 +49,7 @@ func (w *world) nodeIs(spec func(*api.NodeSpec), status func(*api.NodeStatus)) {
 			return true
 		}
 		status(&n.Status)
-		n.Status.Heartbeat = metav1.Now()
+		n.Status.Heartbeat = alive()
 		return w.client.Status().Update(w.t.Context(), n) == nil
 	})
 }
@@ -129,6 +129,7 @@ func onDisk0(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} }
 
 // Copies that nobody has needed for the wait interval go: not below the minimum, and never under a volume.
 func TestUnusedCopiesGo(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 3)
 	b := content(1<<20, 1)
 	w.image("golden", api.SourceFile, imageFile(t, b), func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 3 })
@@ -174,6 +175,7 @@ func TestUnusedCopiesGo(t *testing.T) {
 
 // A disk that is left: the image moves first; what cannot move stays, and it is said; the minimum does not hold it.
 func TestEviction(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 3)
 	b := content(1<<20, 1)
 	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
@@ -212,6 +214,7 @@ func TestEviction(t *testing.T) {
 // A disk that goes away: its copies are unknown, another one is made where the minimum asks for it, and when it is back
 // it is used as it is. A deletion meanwhile says what it waits for, and ends when the disk is back or was given up.
 func TestDiskGoesAndComesBack(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 2)
 	b := content(1<<20, 1)
 	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
@@ -278,6 +281,7 @@ func (w *world) spoil(i int, img *api.BackingImage, b []byte) {
 // A verification reads every copy; what is damaged is made again from another copy, also where the source is an upload,
 // which cannot be asked again.
 func TestVerify(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 2)
 	b := content(3<<20, 1)
 	w.image("sent", api.SourceUpload, map[string]string{}, func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 2 })
@@ -339,6 +343,7 @@ func TestVerify(t *testing.T) {
 
 // From one disk only so many copies are sent at once as the setting says.
 func TestSendsPerDisk(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 5)
 	one := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "concurrent-image-copies-per-sender"}, Value: "1"}
 	w.create(one)

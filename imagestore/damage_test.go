@@ -2,6 +2,9 @@ package imagestore_test
 
 import (
 	"bytes"
+	"errors"
+	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,6 +17,7 @@ import (
 
 // Whatever is done by hand to the files of a copy is noticed while the node runs, said, and made good from the source.
 func TestDamageIsSeenAndMadeGood(t *testing.T) {
+	t.Parallel()
 	b := content(3<<20, 1)
 	for _, c := range []struct {
 		name string
@@ -35,6 +39,7 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 		}, "digest"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
 			w.opts.Check = 100 * time.Millisecond
@@ -58,6 +63,7 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 
 // A touch without harm costs one reading of the copy, and nobody sees it fail.
 func TestTouchWithoutHarm(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
 	w.opts.Check = 50 * time.Millisecond
@@ -88,6 +94,7 @@ func TestTouchWithoutHarm(t *testing.T) {
 
 // The copy of an uploaded image cannot be made again: that is said, and what to do.
 func TestLostUpload(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
 	w.opts.Check = 100 * time.Millisecond
@@ -98,53 +105,85 @@ func TestLostUpload(t *testing.T) {
 		t.Fatalf("%d %s", code, said)
 	}
 	img := w.state("sent", api.ImageReady)
+	w.stop() // nobody looks at the disk while only half of it is gone
 	if err := os.RemoveAll(filepath.Join(w.disks[0].Path(), "images", string(img.Status.UUID))); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.RemoveAll(filepath.Join(w.disks[0].Path(), "layers", string(img.Status.Layers[0]))); err != nil {
 		t.Fatal(err)
 	}
+	w.start()
 	bad := w.state("sent", api.ImageFailed)
 	if !strings.Contains(bad.Status.Message, "gone") || !strings.Contains(bad.Status.Message, "upload it anew") {
 		t.Errorf("message %q", bad.Status.Message)
 	}
 }
 
-// What a replica needs is never taken away from under it. A layer whose folder is gone is made again under the replica;
-// one that is only damaged stays, and who looks is told why.
+// What a replica needs is never taken away from under it: it is repaired in place, from its source or from another
+// disk, and who has it open reads on.
 func TestDamageBelowAReplica(t *testing.T) {
-	w := newWorld(t, 1)
-	w.stop()
-	w.opts.Check = 100 * time.Millisecond
-	w.start()
-	b := content(3<<20, 1)
-	w.image("golden", api.SourceFile, imageFile(t, b))
-	img := w.state("golden", api.ImageReady)
-	rep := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 10 << 20,
-		Layers: []string{string(img.Status.Layers[0])}}
-	if err := w.disks[0].CreateReplica(t.Context(), rep); err != nil {
-		t.Fatal(err)
+	t.Parallel()
+	for _, disks := range []int{1, 2} {
+		t.Run(fmt.Sprintf("%d disks", disks), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, disks)
+			w.stop()
+			w.opts.Check = 100 * time.Millisecond
+			w.start()
+			b := content(3<<20, 1)
+			file := imageFile(t, b)
+			w.image("golden", api.SourceFile, file, func(s *api.BackingImageSpec) { s.MinNumberOfCopies = int32(disks) })
+			img := w.await("golden", "is on all disks", func(i *api.BackingImage) bool {
+				return i.Status.ReadyCopies == int32(disks)
+			})
+			if disks > 1 { // the source is not needed then
+				if err := os.Remove(file["path"]); err != nil {
+					t.Fatal(err)
+				}
+			}
+			uid := string(img.Status.Layers[0])
+			rep := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 10 << 20,
+				Layers: []string{uid}}
+			if err := w.disks[0].CreateReplica(t.Context(), rep); err != nil {
+				t.Fatal(err)
+			}
+			open, err := w.disks[0].Open(uid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer open.Close()
+			layer := filepath.Join(w.disks[0].Path(), "layers", uid)
+			for name, damage := range map[string]func() error{
+				"gone": func() error { return os.RemoveAll(layer) },
+				"cut":  func() error { return os.Truncate(filepath.Join(layer, "data"), 1<<20) },
+				"a bit": func() error {
+					f, err := os.OpenFile(filepath.Join(layer, "data"), os.O_RDWR, 0)
+					if err != nil {
+						return err
+					}
+					_, err = f.WriteAt([]byte{b[5000] ^ 1}, 5000)
+					return errors.Join(err, f.Close())
+				},
+				"no record": func() error { return os.Remove(filepath.Join(layer, "layer.json")) },
+			} {
+				if err := damage(); err != nil {
+					t.Fatal(name, err)
+				}
+				bad := func(i *api.BackingImage) bool { return i.Status.ReadyCopies < int32(disks) }
+				w.await("golden", name+" is noticed", bad)
+				now := w.await("golden", name+" is repaired", func(i *api.BackingImage) bool { return !bad(i) })
+				w.holds(0, now, b)
+				got := make([]byte, len(b))
+				if _, err := open.ReadAt(got, 0); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(got, b) {
+					t.Errorf("%s: who had it open reads something else: %v", name, err)
+				}
+			}
+			if err := w.disks[0].RemoveReplica(rep.UID); err != nil {
+				t.Fatal(err)
+			}
+			w.delete(&api.BackingImage{}, "golden")
+			w.gone("golden")
+			w.clean(0)
+		})
 	}
-	layer := filepath.Join(w.disks[0].Path(), "layers", string(img.Status.Layers[0]))
-	if err := os.RemoveAll(layer); err != nil {
-		t.Fatal(err)
-	}
-	w.state("golden", api.ImageFailed)
-	w.holds(0, w.state("golden", api.ImageReady), b)
-
-	f, err := os.OpenFile(filepath.Join(layer, "data"), os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := f.WriteAt([]byte{b[5000] ^ 1}, 5000); err != nil {
-		t.Fatal(err)
-	}
-	_ = f.Close()
-	w.await("golden", "says why it is not made again", func(i *api.BackingImage) bool {
-		return i.Status.State == api.ImageFailed && strings.Contains(i.Status.Message, "volume v uses it")
-	})
-	if err := w.disks[0].RemoveReplica(rep.UID); err != nil {
-		t.Fatal(err)
-	}
-	w.holds(0, w.state("golden", api.ImageReady), b)
 }

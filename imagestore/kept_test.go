@@ -2,10 +2,13 @@ package imagestore_test
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -13,6 +16,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/source"
 )
 
 // slow is a server whose image has a version, and which lets so many bytes through before it waits.
@@ -24,7 +28,11 @@ type slow struct {
 	version string
 	allowed int
 	ranges  []string
+	probe   string // a request for this range is let through as it is: the client throws most of the answer away
 }
+
+// probed is what a download over one connection asks for first.
+const probed = "bytes=0-8388607"
 
 func newSlow(t *testing.T, body []byte, allowed int) (*slow, string) {
 	t.Helper()
@@ -57,8 +65,11 @@ func (s *slow) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.ranges = append(s.ranges, r.Header.Get("Range"))
 	w.Header().Set("ETag", s.version)
 	body := s.body
+	if s.probe == "" || r.Header.Get("Range") != s.probe {
+		w = &gated{w, s}
+	}
 	s.mu.Unlock()
-	http.ServeContent(&gated{w, s}, r, "", time.Time{}, bytes.NewReader(body))
+	http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(body))
 }
 
 type gated struct {
@@ -94,8 +105,10 @@ func first(ranges []string) int {
 
 // A restart in the middle of a download costs what came since the last look at the disk, not all.
 func TestDownloadGoesOnAfterARestart(t *testing.T) {
+	t.Parallel()
 	for _, changed := range []bool{false, true} {
 		t.Run(fmt.Sprintf("changed %v", changed), func(t *testing.T) {
+			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
 			w.opts.KeepEvery = 10 * time.Millisecond
@@ -158,6 +171,7 @@ func TestDownloadGoesOnAfterARestart(t *testing.T) {
 
 // What was kept of an image goes with it.
 func TestKeptDownloadIsDeleted(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
 	w.opts.KeepEvery = 10 * time.Millisecond
@@ -175,4 +189,186 @@ func TestKeptDownloadIsDeleted(t *testing.T) {
 	w.delete(&api.BackingImage{}, "golden")
 	w.gone("golden")
 	w.clean(0)
+}
+
+// keptOf is how many bytes of the source are kept on the first disk.
+func (w *world) keptOf() int {
+	all, _ := filepath.Glob(filepath.Join(w.disks[0].Path(), "layers", "*", "kept.json"))
+	if len(all) != 1 {
+		return 0
+	}
+	b, _ := os.ReadFile(all[0])
+	var rec struct {
+		Body struct {
+			Note struct {
+				Mark struct {
+					Off int `json:"off"`
+				} `json:"mark"`
+			} `json:"note"`
+		} `json:"body"`
+	}
+	_ = json.Unmarshal(b, &rec) // it may be replaced just now
+	return rec.Body.Note.Mark.Off
+}
+
+// converted is content as an image of a format, as qemu-img makes it.
+func converted(t *testing.T, body []byte, format string, options ...string) []byte {
+	t.Helper()
+	dir := t.TempDir()
+	raw, out := filepath.Join(dir, "raw"), filepath.Join(dir, "image")
+	if err := os.WriteFile(raw, body, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	args := append([]string{"convert", "-f", "raw", "-O", format}, options...)
+	if said, err := exec.Command("qemu-img", append(args, raw, out)...).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, said)
+	}
+	b, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// forms are images of one content that are converted on their way.
+func forms(t *testing.T, body []byte) map[string][]byte {
+	return map[string][]byte{
+		"qcow2":       converted(t, body, "qcow2"),
+		"qcow2-zlib":  converted(t, body, "qcow2", "-c", "-W"),
+		"vhdx":        converted(t, body, "vhdx"),
+		"vmdk":        converted(t, body, "vmdk"),
+		"vmdk-stream": converted(t, body, "vmdk", "-o", "subformat=streamOptimized"),
+		"vhd":         converted(t, body, "vpc", "-o", "force_size"),
+	}
+}
+
+// A conversion goes on after a restart as well, from any place, in every format.
+func TestConversionGoesOnAfterARestart(t *testing.T) {
+	t.Parallel()
+	body := content(64<<20, 31)
+	copy(body[46<<20:], content(14<<20, 32))
+	clear(body[12<<20 : 20<<20])
+	for name, file := range forms(t, body) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, 1)
+			w.stop()
+			w.opts.KeepEvery = 5 * time.Millisecond
+			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
+			w.opts.Download.Connections = 1 // what the server lets through are the next bytes then
+			w.start()
+			s, url := newSlow(t, file, len(file)/4)
+			s.probe = probed
+			w.image("golden", api.SourceDownload, map[string]string{"url": url},
+				func(spec *api.BackingImageSpec) { spec.Checksum = sum(file) })
+			last := 0
+			for i := range 3 {
+				// The source is silent by then: what it sent is kept all the same.
+				w.eventually("more was kept", func() bool { return w.keptOf() > last+len(file)/8 })
+				w.stop()
+				last = w.keptOf()
+				if err := w.disks[0].Collect(t.Context(), 0); err != nil { // the disk is put in order meanwhile
+					t.Fatal(err)
+				}
+				s.asked()
+				s.allow(len(file) / 4)
+				w.start()
+				if i < 2 {
+					continue
+				}
+				s.allow(1 << 40)
+			}
+			w.holds(0, w.state("golden", api.ImageReady), body)
+			if from := first(s.asked()); from < last {
+				t.Errorf("%d bytes were kept, and asked again from byte %d on", last, from)
+			}
+			if all, _ := filepath.Glob(filepath.Join(w.disks[0].Path(), "layers", "*", "[kb]e*")); len(all) != 0 {
+				t.Errorf("left behind: %v", all)
+			}
+		})
+	}
+}
+
+// An upload goes on after a restart, from where the node says; what nobody continues leaves nothing.
+func TestUploadGoesOnAfterARestart(t *testing.T) {
+	t.Parallel()
+	body := content(80<<20, 33)[:40<<20]
+	qcow2 := converted(t, body, "qcow2")
+	for name, file := range map[string][]byte{"raw": body, "qcow2": qcow2, "gzip": packedAs(t, body, "gzip", "-1c"),
+		"qcow2.zst": packedAs(t, qcow2, "zstd", "-1c"), "left": body} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, 1)
+			w.stop()
+			w.opts.KeepEvery = 5 * time.Millisecond
+			w.opts.UploadPatience = time.Second
+			if name != "left" {
+				w.opts.UploadPatience = time.Minute
+			}
+			w.start()
+			w.image("golden", api.SourceUpload, map[string]string{"size": fmt.Sprint(len(file))},
+				func(spec *api.BackingImageSpec) { spec.Checksum = sum(file) })
+			r, pw := io.Pipe()
+			url := w.uploadURL("golden")
+			answer := make(chan int, 1)
+			go func() {
+				req, _ := http.NewRequest(http.MethodPut, url, r)
+				req.ContentLength = int64(len(file))
+				resp, err := http.DefaultClient.Do(req)
+				code := 0
+				if err == nil {
+					_ = resp.Body.Close()
+					code = resp.StatusCode
+				}
+				answer <- code
+			}()
+			if _, err := pw.Write(file[:len(file)*2/3]); err != nil {
+				t.Fatal(err)
+			}
+			w.eventually("much was kept", func() bool { return w.keptOf() > len(file)*2/5 })
+			w.stop()
+			_ = pw.CloseWithError(io.ErrClosedPipe)
+			if code := <-answer; code != 0 && code != http.StatusServiceUnavailable {
+				t.Errorf("the sender is told %d", code)
+			}
+			kept := w.keptOf()
+			w.start()
+			if name == "left" {
+				w.await("golden", "fails", func(i *api.BackingImage) bool {
+					return i.Status.State == api.ImageFailed && strings.Contains(i.Status.Message, "nobody continued it")
+				})
+				w.clean(0)
+				return
+			}
+			var again string
+			var now source.UploadState
+			w.eventually("it is expected again", func() bool {
+				again = w.uploadURL("golden")
+				resp, err := http.Get(again)
+				if err != nil {
+					return false // still the old address
+				}
+				defer resp.Body.Close()
+				return json.NewDecoder(resp.Body).Decode(&now) == nil && resp.StatusCode == http.StatusOK
+			})
+			if again[strings.LastIndex(again, "/"):] != url[strings.LastIndex(url, "/"):] {
+				t.Errorf("it was %s, and is %s", url, again)
+			}
+			if now.Offset != int64(kept) || now.CRC32C != source.CRC32C(0, file[:kept]) {
+				t.Fatalf("%+v, of %d bytes", now, kept)
+			}
+			req, _ := http.NewRequest(http.MethodPut, again, bytes.NewReader(file[kept:]))
+			req.Header.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", kept, len(file)-1, len(file)))
+			resp, err := http.DefaultClient.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			said, _ := io.ReadAll(resp.Body)
+			_ = resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				t.Fatalf("%d %s", resp.StatusCode, said)
+			}
+			w.holds(0, w.state("golden", api.ImageReady), body)
+		})
+	}
 }

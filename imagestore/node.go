@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"log/slog"
+	"net"
 	"sync"
 	"time"
 
@@ -24,7 +25,9 @@ import (
 	ctrlsource "sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 	"drover.io/drover/block"
+	"drover.io/drover/block/wire"
 	"drover.io/drover/imagestore/disk"
 	"drover.io/drover/imagestore/source"
 )
@@ -38,14 +41,22 @@ type NodeOptions struct {
 	// UploadCert makes uploads come over TLS; nil: without. UploadCA is the authority (PEM) by which users know it.
 	UploadCert *tls.Certificate
 	UploadCA   []byte
+	// UploadPatience is how long a sender may take to come back; 5 min.
+	UploadPatience time.Duration
 	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
 	Parallel int
 	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
+	// Tell is how often it is told how far a transfer is; 500 ms.
+	Tell time.Duration
 	// Check is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
 	Check time.Duration
 	// KeepEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
 	KeepEvery time.Duration
+	// Identity and Layers, if set, let other nodes read the finished layers on this node's disks there, and this node
+	// those of others.
+	Identity *wire.Identity
+	Layers   net.Listener
 	// Download tunes downloads.
 	Download source.DownloadOptions
 }
@@ -53,7 +64,7 @@ type NodeOptions struct {
 // copies makes the ImageCopy objects of one node true.
 type copies struct {
 	client.Client
-	secrets client.Reader // not cached: nobody but the transfer that needs one reads them
+	live    client.Reader // not cached: for Secrets, and for what a transfer is begun for
 	node    string
 	disks   func(api.UID) (block.Layers, error)
 	opts    NodeOptions
@@ -88,6 +99,9 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if o.RetryMax <= 0 {
 		o.RetryMax = 5 * time.Minute
 	}
+	if o.Tell <= 0 {
+		o.Tell = 500 * time.Millisecond
+	}
 	if o.Check <= 0 {
 		o.Check = time.Minute
 	}
@@ -98,9 +112,10 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if err != nil {
 		return err
 	}
-	n := &copies{Client: mgr.GetClient(), secrets: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
+	uploads.Patience = o.UploadPatience
+	n := &copies{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
 		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
-		movers: newMovers(o.Parallel, 500*time.Millisecond), pens: map[string]*pen{},
+		movers: newMovers(o.Parallel, o.Tell), pens: map[string]*pen{},
 		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
 	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.ImageCopy{}, copiesByDisk,
 		func(o client.Object) []string { return some1(string(o.(*api.ImageCopy).Spec.Disk)) }); err != nil {
@@ -112,6 +127,11 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if err := mgr.Add(n.movers); err != nil {
 		return err
 	}
+	if o.Layers != nil && o.Identity != nil {
+		if err := n.serveLayers(mgr, o.Layers, o.Identity); err != nil {
+			return err
+		}
+	}
 	mine := predicate.NewPredicateFuncs(func(o client.Object) bool {
 		c, ok := o.(*api.ImageCopy)
 		return ok && c.Spec.Node == nodeName
@@ -120,7 +140,7 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
 		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
 		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.disksChanged}).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(n)
 }
 
@@ -263,7 +283,10 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		}
 		return n.opts.RetryMin, nil // the controller deletes this copy, or the cache is behind
 	}
-	want := n.want(c, img)
+	if c.Spec.Export != nil && len(c.Spec.Layers) == 0 {
+		return n.hold(ctx, c, on, st), nil
+	}
+	want, mend := n.want(c, img), false
 	got, err := disk.Find(on, want)
 	switch {
 	case err == nil:
@@ -277,10 +300,11 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		}
 	}
 	if api.Is(err, api.Corrupt) && st.State == api.ImageFailed && mayTry(c, st) {
-		// What is there is worth nothing. It goes, unless a replica needs it, and the image is brought again.
+		// What is there is worth nothing. It goes, and the image is brought again; below replicas it is repaired in place.
 		err = disk.Remove(ctx, on, want)
-		if api.Is(err, api.InUse) && disk.Unmade(on, want) {
-			err = nil // a layer whose record is gone is made again in its place, under those who use it
+		if mend = api.Is(err, api.InUse) && want.Digest != "" && (c.Spec.From != "" ||
+			img.Spec.SourceType != api.SourceUpload && img.Spec.SourceType != api.SourceExport); mend {
+			err = nil
 		}
 		if err != nil {
 			err = api.Errorf(api.KindOf(err), "the damaged copy cannot be replaced: %w", err)
@@ -301,18 +325,14 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	if st.State == api.ImageFailed && !mayTry(c, st) {
 		return max(time.Until(st.NextTry.Time), 0), nil // 0: for good
 	}
-	if interrupted(st) && c.Spec.From == "" && img.Spec.SourceType == api.SourceUpload {
-		if on != nil {
-			err = disk.Remove(ctx, on, want)
-		}
-		why := "the upload was cut off by a restart of this node"
-		if st.Digest != "" {
-			why = "the copy is gone from disk " + string(c.Spec.Disk)
-		}
-		return n.failed(c, st, errors.Join(api.Errorf(api.Unavailable, "%s, and an upload cannot be asked for again: "+
-			"delete the image and upload it anew", why), err), false), nil
+	if st.Digest != "" && c.Spec.From == "" && img.Spec.SourceType == api.SourceUpload {
+		return n.failed(c, st, errors.Join(api.Errorf(api.Unavailable, "the copy is gone from disk %s, and an upload cannot "+
+			"be asked for again: delete the image and upload it anew", c.Spec.Disk), disk.Remove(ctx, on, want)), false), nil
 	}
-	if err := n.begin(ctx, c, img, on, want); err != nil {
+	if yes, err := n.wanted(ctx, c); !yes {
+		return 0, err // the cache's news wakes us
+	}
+	if err := n.begin(ctx, c, img, on, want, st.UploadURL, mend); err != nil {
 		return 0, err
 	}
 	st.State, st.Message, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = api.ImagePending, "", 0, 0, 0, ""
@@ -320,9 +340,14 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	return 0, nil
 }
 
-// interrupted reports that bytes were arriving when the last process ended.
-func interrupted(st *api.ImageCopyStatus) bool {
-	return st.State == api.ImageInProgress || st.State == api.ImageTransfer || st.Digest != ""
+// wanted asks the API itself whether a copy is still to be made. Nothing is begun for one that is on its way out: its
+// end would not wait for that.
+func (n *copies) wanted(ctx context.Context, c *api.ImageCopy) (bool, error) {
+	var now api.ImageCopy
+	if err := n.live.Get(ctx, client.ObjectKeyFromObject(c), &now); err != nil {
+		return false, client.IgnoreNotFound(err)
+	}
+	return now.UID == c.UID && now.DeletionTimestamp.IsZero(), nil
 }
 
 func due(st *api.ImageCopyStatus) bool {
@@ -384,7 +409,8 @@ func worthRetry(t api.SourceType, err error) bool {
 }
 
 func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
-	w := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum}
+	w := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum,
+		Export: c.Spec.Export != nil}
 	if img.Name != "" {
 		if object, err := img.Record(); err == nil {
 			w.Object = object
@@ -397,39 +423,28 @@ func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
 	return w
 }
 
-// begin starts the transfer of a copy.
+// begin starts the transfer of a copy, or with mend its repair. address is where an upload was expected before, or
+// empty.
 func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingImage, on block.Layers,
-	want disk.Want) error {
+	want disk.Want, address string, mend bool) error {
 	n.mu.Lock()
 	delete(n.verdicts, c.Name) // they are of what was there before
 	delete(n.doubts, c.Name)
 	n.mu.Unlock()
 	if c.Spec.From != "" {
-		from, err := n.disks(c.Spec.From)
-		if err != nil {
-			return err
-		}
-		sends := max(int(number(ctx, n.Client, settingSends, n.log)), 1)
-		_, err = n.movers.start(ctx, c, "disk",
+		_, err := n.movers.start(ctx, c, "disk",
 			func(ctx context.Context, j *job, _ func(context.Context) error) (disk.Got, error) {
-				lane := "send " + from.UID()
-				if err := n.movers.lanes.take(ctx, lane, sends); err != nil {
-					return disk.Got{}, err
-				}
-				defer n.movers.lanes.give(lane)
-				j.is(api.ImageInProgress, "")
-				got, err := disk.Copy(ctx, from, on, want, &j.progress)
-				if api.Is(err, api.Corrupt) {
-					n.doubt(ctx, copyName(c.Spec.UUID, c.Spec.From))
-				}
-				return got, err
+				return n.copyFrom(ctx, j, c.DeepCopy(), on, want, mend)
 			})
 		return err
 	}
-	spec := img.Spec.DeepCopy()
+	spec, size := img.Spec.DeepCopy(), img.Status.VirtualSize
 	_, err := n.movers.start(ctx, c, string(spec.SourceType),
 		func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error) {
-			return n.bring(ctx, j, slot, spec, on, want)
+			if spec.SourceType == api.SourceExport {
+				return n.nameExport(ctx, j, slot, on, want, size)
+			}
+			return n.bring(ctx, j, slot, spec, on, want, address, mend)
 		})
 	return err
 }
@@ -438,13 +453,16 @@ func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingIm
 func (n *copies) remove(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (time.Duration, bool) {
 	on, err := n.disks(c.Spec.Disk)
 	if err == nil {
-		err = disk.Remove(ctx, on, disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers})
+		want := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil}
+		if err = disk.Remove(ctx, on, want); err == nil {
+			err = disk.RemoveSpare(ctx, on, want)
+		}
 	}
 	if err == nil {
 		n.log.Info("copy removed", "image", c.Spec.Image, "disk", c.Spec.Disk)
 		return 0, true
 	}
-	st.Message = "the copy cannot be removed yet: " + err.Error()
+	st.Message = notRemoved + err.Error()
 	if on == nil {
 		st.State = api.ImageUnknown
 		return n.opts.Check, false // its disk's return wakes us

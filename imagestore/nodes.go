@@ -43,7 +43,7 @@ func (w *nodeWatch) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resul
 		slices.Sort(all)
 		looks = fmt.Sprint(alive[n.Name], strings.Join(all, " "))
 		if alive[n.Name] {
-			wait = time.Until(n.Status.Heartbeat.Add(silence)) + time.Second
+			wait = time.Until(n.Status.Heartbeat.Add(n.SilentAfter())) + time.Second
 		}
 	}
 	w.mu.Lock()

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// silence is how old a node's heartbeat may be; nodes renew it every 30 s.
-const silence = 2 * time.Minute
+// silence is how long a copy on a disk that does not answer counts still.
+const silence = 40 * time.Second
 
 // place is one disk of a node, as far as placement cares.
 type place struct {
@@ -30,7 +30,7 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 	alive = map[string]bool{}
 	for i := range nodes {
 		n := &nodes[i]
-		live := now.Sub(n.Status.Heartbeat.Time) < silence &&
+		live := now.Sub(n.Status.Heartbeat.Time) < n.SilentAfter() &&
 			!meta.IsStatusConditionFalse(n.Status.Conditions, api.ConditionReady)
 		alive[n.Name] = live
 		for _, st := range n.Status.Disks {
@@ -42,8 +42,8 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 			j := slices.IndexFunc(n.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == st.Path })
 			if j >= 0 {
 				s := n.Spec.Disks[j]
-				d.diskTags, d.leaving = s.Tags, s.EvictionRequested
-				d.open = !s.EvictionRequested && (s.Schedulable == nil || *s.Schedulable) &&
+				d.diskTags, d.leaving = s.Tags, s.EvictionRequested || n.Spec.EvictionRequested
+				d.open = !d.leaving && (s.Schedulable == nil || *s.Schedulable) &&
 					(n.Spec.Schedulable == nil || *n.Spec.Schedulable)
 			} else {
 				d.leaving, d.removed = true, !st.Ready

@@ -101,6 +101,12 @@ func (p *planning) first() {
 	if len(p.have) > 0 && !fetchable(p.img, p.have, "") {
 		return
 	}
+	if x := p.img.Status.Export; x != nil { // there alone is what it is made of
+		if p.img.DeletionTimestamp.IsZero() {
+			p.add(x.Node, x.Disk)
+		}
+		return
+	}
 	for _, n := range p.v.needed {
 		if p.v.alive(n.disk) && !p.holds(n.disk) {
 			p.add(n.node, n.disk)
@@ -239,9 +245,9 @@ func (p *planning) sources() {
 		switch {
 		case c.Status.State == api.ImageReady:
 		case c.Spec.From == "" && c.Status.State != api.ImageFailed:
-		case c.Spec.From != "" && isSender:
+		case c.Spec.From != "" && isSender && (c.Status.State != api.ImageFailed || c.Status.Attempts < 2):
 		default:
-			f, ok := p.from(c.Spec.Node)
+			f, ok := p.from(c.Spec.Node, c.Spec.From)
 			if ok && f != c.Spec.From && f != c.Spec.Disk {
 				p.repair = append(p.repair, repair{c, f})
 			}
@@ -249,15 +255,18 @@ func (p *planning) sources() {
 	}
 }
 
-// from finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else the image's
-// source. ok is false if there is no way today.
-func (p *planning) from(node string) (uid api.UID, ok bool) {
+// from finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else that of any
+// node, else the image's source. ok is false if there is no way today. not is a disk that it has failed from.
+func (p *planning) from(node string, not api.UID) (uid api.UID, ok bool) {
 	least := 0
 	for _, c := range p.ready {
-		if c.Spec.Node != node {
+		if c.Spec.Disk == not {
 			continue
 		}
 		serves := 0
+		if c.Spec.Node != node {
+			serves = 1 << 20 // those of the node are asked first
+		}
 		for _, r := range p.have {
 			if r.Spec.From == c.Spec.Disk && r.Status.State != api.ImageReady {
 				serves++
@@ -289,9 +298,9 @@ func fetchable(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 }
 
 func (p *planning) add(node string, uid api.UID) {
-	f, ok := p.from(node)
+	f, ok := p.from(node, "")
 	if !ok {
-		p.problem = fmt.Sprintf("a copy is needed on node %s: copying between nodes is not supported yet", node)
+		p.problem = fmt.Sprintf("a copy is needed on node %s, and there is none that is ready to take it from", node)
 		return
 	}
 	p.create = append(p.create, wanted{node, uid, f})
@@ -306,7 +315,15 @@ func (p *planning) holds(uid api.UID) bool {
 // leaving reports whether the copy's disk is to be left.
 func (p *planning) leaving(c *api.ImageCopy) bool {
 	d := p.v.disk(c.Spec.Disk)
+	if x := p.img.Status.Export; d != nil && x != nil && x.Disk == d.uid && !p.suits(d) {
+		return true // the image had to be made there
+	}
 	return d != nil && d.leaving
+}
+
+// suits reports whether the image may be on a disk.
+func (p *planning) suits(d *place) bool {
+	return hasAll(d.nodeTags, p.img.Spec.NodeSelector) && hasAll(d.diskTags, p.img.Spec.DiskSelector)
 }
 
 // away reports whether the copy's disk has not answered for so long that the copy does not count.
@@ -350,7 +367,7 @@ func (p *planning) fit(c *api.ImageCopy) int {
 		return 0
 	case !slices.Contains(p.ready, c):
 		return 1
-	case !hasAll(d.nodeTags, p.img.Spec.NodeSelector) || !hasAll(d.diskTags, p.img.Spec.DiskSelector):
+	case !p.suits(d):
 		return 2
 	}
 	return 3

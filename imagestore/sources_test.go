@@ -53,6 +53,7 @@ func (w *world) failing(name, text string) {
 // A server that wants credentials and has its own authority: what the Secret lacks is said, and the image is there once
 // the Secret is right.
 func TestImageOfASecret(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	body := content(3<<20, 7)
 	s := httptest.NewTLSServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
@@ -86,6 +87,7 @@ func TestImageOfASecret(t *testing.T) {
 
 // An address inside is refused until the setting lets it; nothing is asked before.
 func TestPrivateSourcesAreRefused(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	w.private(false)
 	defer w.private(true)
@@ -111,8 +113,8 @@ func TestPrivateSourcesAreRefused(t *testing.T) {
 	})
 }
 
-// pushDisk puts a containerDisk into a registry.
-func pushDisk(t *testing.T, reg http.Handler, repo, tag string, disk []byte) {
+// pushDisk puts a containerDisk into a registry, and tells how large its layer is, which a tool may pack.
+func pushDisk(t *testing.T, reg http.Handler, repo, tag string, disk []byte, pack ...string) int {
 	t.Helper()
 	push := func(method, path, kind string, body []byte) {
 		t.Helper()
@@ -137,17 +139,23 @@ func pushDisk(t *testing.T, reg http.Handler, repo, tag string, disk []byte) {
 	if err = errors.Join(err, tw.Close()); err != nil {
 		t.Fatal(err)
 	}
-	l := describe(layer, b.Bytes())
-	push(http.MethodPost, "/blobs/uploads/?digest="+l["digest"].(string), "application/octet-stream", b.Bytes())
+	blob := b.Bytes()
+	if len(pack) > 0 {
+		blob = packedAs(t, blob, pack...)
+	}
+	l := describe(layer, blob)
+	push(http.MethodPost, "/blobs/uploads/?digest="+l["digest"].(string), "application/octet-stream", blob)
 	m, err := json.Marshal(map[string]any{"schemaVersion": 2, "mediaType": manifest, "layers": []any{l},
 		"config": describe(config, []byte("{}"))})
 	if err != nil {
 		t.Fatal(err)
 	}
 	push(http.MethodPut, "/manifests/"+tag, manifest, m)
+	return len(blob)
 }
 
 func TestImageOfARegistry(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, 1)
 	reg := ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))
 	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {

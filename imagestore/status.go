@@ -129,6 +129,9 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 	meta.SetStatusCondition(&s.Conditions, use)
 }
 
+// notRemoved begins the message of a copy whose node tried in vain to remove it.
+const notRemoved = "the copy cannot be removed yet: "
+
 // hindrance says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
 func hindrance(v *view) string {
 	for i := range v.copies {
@@ -145,7 +148,7 @@ func hindrance(v *view) string {
 		case !d.alive:
 			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it goes when the disk is back, or was "+
 				"removed with `drover disk remove`", d.path, d.node)
-		case c.Status.Message != "":
+		case strings.HasPrefix(c.Status.Message, notRemoved): // others are of what the copy was for
 			return fmt.Sprintf("a copy is on disk %s of node %s: %s", d.path, d.node, c.Status.Message)
 		}
 	}

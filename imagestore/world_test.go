@@ -33,7 +33,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-var apiServer *rest.Config
+// servers are the API servers that no world uses now. Worlds mostly wait, so that there are two at a time.
+var servers = make(chan *rest.Config, 2)
 
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
@@ -43,17 +44,20 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		ctx, cancel := context.WithCancel(context.Background())
+		defer cancel()
 		quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
 		ctrl.SetLogger(logr.FromSlogHandler(quiet.Handler()))
-		s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Log: quiet})
-		if err != nil {
-			panic(err)
+		for i := range cap(servers) {
+			s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, fmt.Sprint(i)), Volatile: true, Log: quiet})
+			if err != nil {
+				panic(err)
+			}
+			defer func() {
+				cancel()
+				_ = s.Wait()
+			}()
+			servers <- s.Config
 		}
-		defer func() {
-			cancel()
-			_ = s.Wait()
-		}()
-		apiServer = s.Config
 		return m.Run()
 	}())
 }
@@ -61,6 +65,7 @@ func TestMain(m *testing.M) {
 // world is a cluster of one node with disks, which can be restarted.
 type world struct {
 	t      *testing.T
+	api    *rest.Config // of a server that this world has for itself
 	client client.WithWatch
 	disks  []*stack.Disk
 	node   string
@@ -77,15 +82,17 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	if err := errors.Join(api.AddToScheme(scheme), corev1.AddToScheme(scheme)); err != nil {
 		t.Fatal(err)
 	}
-	c, err := client.NewWithWatch(apiServer, client.Options{Scheme: scheme})
+	own := <-servers
+	t.Cleanup(func() { servers <- own })
+	c, err := client.NewWithWatch(own, client.Options{Scheme: scheme})
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
-		RetryMin: time.Second, RetryMax: 2 * time.Second, Log: slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
+	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
+		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond, Log: slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
 		Download: source.DownloadOptions{Start: time.Second, Stall: time.Second, Pause: time.Millisecond}}}
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
-	status := api.NodeStatus{Heartbeat: metav1.Now()}
+	status := api.NodeStatus{Heartbeat: alive()}
 	for i := range disks {
 		var dir string
 		if i < len(dirs) {
@@ -117,11 +124,14 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	return w
 }
 
+// alive is the heartbeat of a node that is there for as long as a test takes.
+func alive() metav1.Time { return metav1.NewTime(time.Now().Add(time.Hour)) }
+
 func (w *world) start() {
 	w.t.Helper()
 	yes := true
 	none := 2 * time.Second
-	mgr, err := ctrl.NewManager(apiServer, ctrl.Options{Scheme: w.client.Scheme(), Metrics: server.Options{BindAddress: "0"},
+	mgr, err := ctrl.NewManager(w.api, ctrl.Options{Scheme: w.client.Scheme(), Metrics: server.Options{BindAddress: "0"},
 		Controller: config.Controller{SkipNameValidation: &yes}, GracefulShutdownTimeout: &none})
 	if err != nil {
 		w.t.Fatal(err)
@@ -155,7 +165,7 @@ func (w *world) start() {
 
 // cleanUp deletes all objects and looks that the disks are empty.
 func (w *world) cleanUp() {
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for _, o := range []client.Object{&api.Replica{}, &api.Volume{}, &api.BackingImage{}} {
 		if err := w.client.DeleteAllOf(ctx, o); err != nil {
@@ -178,15 +188,25 @@ func (w *world) cleanUp() {
 // clean looks that nothing is on a disk.
 func (w *world) clean(i int) {
 	w.t.Helper()
+	for _, name := range w.left(i) {
+		w.t.Errorf("left on disk %d: %s", i, name)
+	}
+}
+
+// left is what is on a disk.
+func (w *world) left(i int) []string {
+	w.t.Helper()
+	var all []string
 	for _, sub := range []string{"layers", "images"} {
 		entries, err := os.ReadDir(filepath.Join(w.disks[i].Path(), sub))
 		if err != nil {
 			w.t.Error(err)
 		}
 		for _, e := range entries {
-			w.t.Errorf("left on disk %d: %s/%s", i, sub, e.Name())
+			all = append(all, sub+"/"+e.Name())
 		}
 	}
+	return all
 }
 
 // private sets whether sources may be on addresses inside.
@@ -263,12 +283,12 @@ func (w *world) copies(name string) []api.ImageCopy {
 	return list.Items
 }
 
-// eventually fails the test unless ok comes true within 20 s.
+// eventually fails the test unless ok comes true within a minute.
 func (w *world) eventually(what string, ok func() bool, state ...func() string) {
 	w.t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
-	end := time.NewTimer(20 * time.Second)
+	end := time.NewTimer(time.Minute)
 	defer end.Stop()
 	for !ok() {
 		select {

@@ -46,7 +46,7 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(dir)
 		ctx, cancel := context.WithCancel(context.Background())
-		server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir})
+		server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Volatile: true})
 		if err != nil {
 			panic(err)
 		}

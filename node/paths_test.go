@@ -332,13 +332,15 @@ func TestInfoAndHealth(t *testing.T) {
 	sh(t, "mount", "-o", "remount,ro", v.dev, v.staging) // the file system itself
 	sh(t, "mount", "-o", "remount,bind,rw", v.staging)   // but not its mount: as after an error
 	v.att.Status.Ready, v.att.Status.Message = false, "the disk is gone"
+	v.att.Status.Conditions = []metav1.Condition{{Type: api.ConditionIntact, Status: "False", Reason: "DigestMismatch",
+		LastTransitionTime: metav1.Now(), Message: "2 MiB at 7"}}
 	must(t, store.Status().Update(t.Context(), v.att))
 	var reasons []string
 	for _, e := range health() {
 		reasons = append(reasons, e.Reason)
 	}
 	slices.Sort(reasons)
-	if !slices.Equal(reasons, []string{"DeviceNotReady", "FilesystemReadOnly"}) {
+	if !slices.Equal(reasons, []string{"DataDamaged", "DeviceNotReady", "FilesystemReadOnly"}) {
 		t.Errorf("health says %v", reasons)
 	}
 }

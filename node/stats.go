@@ -183,6 +183,16 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolume
 	if c := meta.FindStatusCondition(conditions, api.ConditionSpace); c != nil && c.Status == "False" {
 		add(csi.VolumeHealthErrorType_DEGRADED, "DiskFull", c.Message)
 	}
+	if c := meta.FindStatusCondition(conditions, api.ConditionIntact); c != nil && c.Status == "False" {
+		t := csi.VolumeHealthErrorType_DATA_LOSS
+		if vol.Spec.NumberOfReplicas > 1 { // others have it still
+			t = csi.VolumeHealthErrorType_DEGRADED
+		}
+		add(t, "DataDamaged", c.Message)
+	}
+	if c := meta.FindStatusCondition(conditions, api.ConditionSourceLost); c != nil && c.Status == "True" {
+		add(csi.VolumeHealthErrorType_DEGRADED, "SourceLost", c.Message)
+	}
 	if vol.Status.Robustness == api.RobustDegraded {
 		add(csi.VolumeHealthErrorType_DEGRADED, "ReplicaMissing", vol.Status.Message)
 	}

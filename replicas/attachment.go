@@ -37,6 +37,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	if err != nil || a.Spec.Node != l.Node {
 		return l.orphan(ctx, req.Name)
 	}
+	if l.beingResumed(a.Spec.Volume) {
+		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+	}
 	defer l.lock(a.Spec.Volume)()
 	old := a.DeepCopy()
 	if a.DeletionTimestamp != nil {
@@ -77,6 +80,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 
 // orphan takes away the device of a volume that is not wanted here any more: its object went without this node's say.
 func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
+	if l.beingResumed(volume) {
+		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+	}
 	defer l.lock(volume)()
 	s := l.session(volume)
 	if s == nil {
@@ -131,14 +137,24 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.superseded(ctx, s); err != nil {
 		return err
 	}
+	if err := l.widen(ctx, s); err != nil {
+		return err
+	}
+	if s.mates.many.Load() {
+		if err := l.growMany(ctx, s); err != nil {
+			return err
+		}
+	}
 	if a.Status.Epoch != s.Epoch { // not what was written of this very device before
 		a.Status.Blank = s.blank
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
 	a.Status.Epoch, a.Status.Message = s.Epoch, l.behind(ctx, s)
+	a.Status.Rebuilds = s.rebuilding()
 	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
-	l.tellSpace(a, s)
+	l.tellSpace(ctx, a, s)
 	l.tellSource(a, s)
+	l.trim(ctx, a, s)
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
@@ -170,16 +186,17 @@ func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID)
 }
 
 // tellSpace writes whether writes wait for room.
-func (l *attachmentLoop) tellSpace(a *api.Attachment, s *session) {
+func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *session) {
 	if !s.full.Load() {
 		if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
-			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "disk %s has room again, writes go on", s.Path)
+			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
+				s.Volume)
 		}
 		s.wasFull = false
 		return
 	}
-	msg := fmt.Sprintf("disk %s of node %s is full: writes to the volume wait; make room there", s.Path, l.Node)
+	msg := l.fullDisks(ctx, s) + ": writes to the volume wait; make room there"
 	a.Status.Message = msg
 	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
 		l.events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
@@ -187,12 +204,17 @@ func (l *attachmentLoop) tellSpace(a *api.Attachment, s *session) {
 	s.wasFull = true
 }
 
-// tellSource writes whether reads wait for an image that another disk lent.
+// tellSource writes whether reads wait for layers that another disk lent.
 func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
-	from, lost := s.member.Lenders()
-	if !lost {
+	m := s.member()
+	if m == nil {
+		return
+	}
+	from, lost := m.Lenders()
+	_, far := m.Hydrates()
+	if !lost && far == nil {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
-			l.events.Eventf(a, nil, "Normal", "SourceBack", "Read", "the image can be read, reads go on")
+			l.events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
 		}
 		return
 	}
@@ -200,8 +222,11 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	for i, disk := range from {
 		paths[i] = disk.Path()
 	}
-	msg := fmt.Sprintf("disk %s of node %s fails: reads of the backing image wait until its copy on disk %s is finished",
+	msg := fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
 		strings.Join(paths, ", "), l.Node, s.Path)
+	if !lost {
+		msg = fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Node, far)
+	}
 	a.Status.Message = msg
 	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
 		l.events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
@@ -214,9 +239,9 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.Epoch {
+	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.at() {
 		err := api.Errorf(api.Denied, "the volume is at epoch %d, this engine at %d: it was taken over from node %s",
-			v.Status.Epoch, s.Epoch, v.Status.EngineNode)
+			v.Status.Epoch, s.at(), v.Status.EngineNode)
 		s.fence.CompareAndSwap(nil, &err)
 		s.wake()
 		return err
@@ -231,12 +256,12 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 	var v api.Volume
 	key := client.ObjectKey{Name: s.Volume}
-	if l.client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.Epoch ||
-		l.reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.Epoch {
+	if l.client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
+		l.reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
 		return ""
 	}
 	return fmt.Sprintf("the volume is served in epoch %d and the API says %d: the API went back in time. It cannot be "+
-		"attached again after a detach until a newer state of the API is restored", s.Epoch, v.Status.Epoch)
+		"attached again after a detach until a newer state of the API is restored", s.at(), v.Status.Epoch)
 }
 
 // renewSession ends a session that cannot go on, so that the next look makes a new one.
@@ -287,9 +312,19 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", v.Name)
 	case len(v.Status.Members) == 0:
 		return nil, api.Errorf(api.NotFound, "volume %s is not ready yet: %s", v.Name, v.Status.Message)
-	case len(v.Status.Members) > 1:
-		return nil, api.Errorf(api.Unsupported, "volume %s has %d replicas, and more than one is not supported yet",
-			v.Name, len(v.Status.Members))
+	}
+	if err := l.wanted(ctx, a); err != nil {
+		return nil, err
+	}
+	many, err := l.many(ctx, &v)
+	if err != nil {
+		return nil, err
+	}
+	if err := l.strictlyHere(ctx, &v); err != nil {
+		return nil, err
+	}
+	if many {
+		return l.makeMany(ctx, a, &v)
 	}
 	var r api.Replica
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: v.Status.Members[0]}, &r); apierrors.IsNotFound(err) {
@@ -300,32 +335,47 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	if err := reverting(&r); err != nil {
 		return nil, err
 	}
-	if r.Spec.Node != l.Node {
-		return nil, api.Errorf(api.Unsupported, "the volume's replica is on node %s: attaching it on another node is not "+
-			"supported yet", r.Spec.Node)
-	}
 	disk, err := l.disk(ctx, r.Spec.Disk)
 	if err != nil {
 		return nil, err
 	}
 	b := blob{Volume: v.Name, VolumeUID: v.Status.UID, Replica: r.Spec.UID, Disk: r.Spec.Disk, Path: disk.Path(),
 		ReadOnly: a.Spec.ReadOnly}
-	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
-	s, err := l.open(ctx, b, disk, l.dropper(b), func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m, l.Node) })
+	l.openLendersOf(ctx, disk, &r)
+	s, err := l.open(ctx, b, disk, func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m, l.Node) })
 	if err != nil {
 		return nil, err
 	}
 	spec, err := s.spec()
 	if err == nil {
+		err = l.alone(ctx, s)
+	}
+	if err == nil {
 		s.dev, err = l.Host.Attach(ctx, spec, s.loop.Loop, s.engine)
 	}
 	if err != nil {
-		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.Epoch))
+		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.at()))
 	}
 	l.note(s, &v)
 	l.keep(s)
 	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch)
 	return s, nil
+}
+
+// wanted asks the API itself whether a volume is still to be attached here. A node that was cut off hears of its
+// engine's end from the members, and may do so before its cache knows that the volume is attached elsewhere by now: it
+// would take the volume back. It is asked after the volume was read, which whoever attaches it from then on changes, so
+// that a claim fails.
+func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
+	var now api.Attachment
+	err := l.reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
+	if client.IgnoreNotFound(err) != nil {
+		return err
+	}
+	if err != nil || now.UID != a.UID || now.Spec.Node != l.Node || now.DeletionTimestamp != nil {
+		return api.Errorf(api.Busy, "volume %s is not to be attached to node %s any more", a.Spec.Volume, l.Node)
+	}
+	return nil
 }
 
 // claim moves the volume to a new epoch with its engine on a node, by compare-and-swap; none: an engine without a
@@ -346,24 +396,14 @@ func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta, node stri
 	return v.Status.Epoch, nil
 }
 
-// dropper is the engine's way to take a member out of the volume's record.
+// dropper is the engine's way to take a member, by the name of its object, out of the volume's record.
 func (d *Data) dropper(b blob) dropper {
-	return func(ctx context.Context, epoch int64, member string) error {
+	return func(ctx context.Context, epoch int64, name string) error {
 		var v api.Volume
 		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
 			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
 		} else if err != nil {
 			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
-		}
-		var list api.ReplicaList
-		if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: b.Volume}); err != nil {
-			return api.Errorf(api.Unavailable, "replicas of volume %s: %w", b.Volume, err)
-		}
-		name := ""
-		for _, r := range list.Items {
-			if string(r.Spec.UID) == member {
-				name = r.Name
-			}
 		}
 		there := slices.Index(v.Status.Members, name)
 		switch {
@@ -374,7 +414,7 @@ func (d *Data) dropper(b blob) dropper {
 		case v.Status.Epoch != epoch:
 			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
 		case there < 0:
-			return api.Errorf(api.Unavailable, "replica %s is not known", member)
+			return api.Errorf(api.Unavailable, "replica %s is no member of volume %s", name, b.Volume)
 		}
 		v.Status.Members = slices.Delete(v.Status.Members, there, there+1)
 		v.Status.Epoch++
@@ -472,8 +512,9 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 func (d *Data) end(ctx context.Context, s *session) error {
 	if s.full.Load() && s.fence.Load() == nil && !s.forced {
 		// The flush below would wait in the kernel, where nothing can end it, and this process could not end either.
-		return api.Errorf(api.InUse, "writes to the volume wait because disk %s is full: make room there, or delete what "+
-			"is not needed on it; the volume is detached then. `drover volume detach --force` fails them instead", s.Path)
+		return api.Errorf(api.InUse, "writes to the volume wait because %s: make room there, or delete what "+
+			"is not needed on it; the volume is detached then. `drover volume detach --force` fails them instead",
+			d.fullDisks(ctx, s))
 	}
 	dctx, cancel := context.WithTimeout(ctx, detachTime)
 	defer cancel()
@@ -484,7 +525,7 @@ func (d *Data) end(ctx context.Context, s *session) error {
 	if err := d.close(s); err != nil {
 		d.Log.Error("the end of a volume's engine", "volume", s.Volume, "err", err)
 	}
-	return d.giveBack(ctx, s.Volume, s.Epoch)
+	return d.giveBack(ctx, s.Volume, s.at())
 }
 
 // anyEpoch is for who knows that this node, which has one data process, has no engine of the volume.

@@ -13,6 +13,7 @@ import (
 // TestBorrow: a volume on a disk that its image is still copied to is attached at once and reads the other disk's copy,
 // also after the data process was renewed, and needs that disk no more when its own copy is there.
 func TestBorrow(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	w := newWorld(t, filepath.Join(dir, "near"), filepath.Join(dir, "far"))
 	var n api.Node
@@ -79,7 +80,7 @@ func TestBorrow(t *testing.T) {
 	var r api.Replica
 	r.Name = w.volumeState("v1", api.VolumeAttached).Status.Members[0]
 	await(w, &r, &api.ReplicaList{}, "borrowing", func(r *api.Replica) bool {
-		return r.Spec.Disk == disk["near"] && strings.Contains(r.Status.Message, "reads its backing image from disk")
+		return r.Spec.Disk == disk["near"] && strings.Contains(r.Status.Message, "reads layers from disk")
 	})
 	own := bytes.Repeat([]byte("own data"), mib/8)
 	writeDevice(t, a.Status.Device, 6*mib, own)

@@ -37,6 +37,7 @@ func (w *world) stackFile(r *api.Replica) string {
 
 // TestUnreadableReplicaIsNotGivenUp: a record that cannot be read for a while is told, and nothing more.
 func TestUnreadableReplicaIsNotGivenUp(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	r := w.replicaOf("v1")
@@ -65,6 +66,7 @@ func TestUnreadableReplicaIsNotGivenUp(t *testing.T) {
 
 // TestDestroyedReplicaCanBeDetached: the device of a replica that is no more is held for ever, unless its Attachment goes.
 func TestDestroyedReplicaCanBeDetached(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.create(attachment("v1"))
@@ -105,6 +107,7 @@ func TestDestroyedReplicaCanBeDetached(t *testing.T) {
 
 // TestDeadDisk: what is on a disk that is gone, and that the user has taken out of the node, can be detached and deleted.
 func TestDeadDisk(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.make("v2", 16*mib)
@@ -140,6 +143,7 @@ func TestDeadDisk(t *testing.T) {
 
 // TestReplacedVolume: objects that were lost and made anew under the same names never get the device of the old volume.
 func TestReplacedVolume(t *testing.T) {
+	t.Parallel()
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart=%v", restart), func(t *testing.T) { testReplaced(t, restart) })
 	}

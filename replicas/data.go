@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"maps"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -23,9 +24,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/peer"
+	"drover.io/drover/replicas/stack"
 )
 
 // DataOptions say what NewData needs.
@@ -37,6 +41,7 @@ type DataOptions struct {
 	// Instance is that of NodeOptions.
 	Instance  string
 	Heartbeat time.Duration // of the used bytes; 0: 30 s
+	Peers     PeerOptions
 	Log       *slog.Logger
 }
 
@@ -55,17 +60,37 @@ type Data struct {
 	sessions map[string]*session // by volume name
 	loops    []*ioLoop
 	made     map[api.UID]bool // replicas known to be on their disk
+	doubts   map[api.UID]bool // replicas that could not be opened, for their files
 	listed   map[api.UID]bool // disks whose replicas are in made
+	resuming map[string]bool  // volumes whose devices are being taken up from a predecessor
+	resumed  chan struct{}    // closed when all of them are, or have failed
 
 	attachments atomic.Pointer[queue]
 	pending     waiters // replicas that wait for a disk or an image
+
+	replicaQueue atomic.Pointer[queue]
+	bringer      *bringer
+	whole        map[api.UID]bool // replicas known to lack no layer on their disk; under mu
 
 	snapshots atomic.Pointer[queue]
 	snapWaits waiters              // snapshots that wait for a disk or a device
 	lineages  map[api.UID]*lineage // by replica; under mu
 	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
 	untidy    map[string]untidy    // replicas in which layers may be merged, by uid; under mu
+	stuck     map[string]stuck     // merges of replicas, by uid; under mu
+	fewer     map[*stack.Disk]bool // disks where something names fewer layers than before; under mu
 	tidier    *tidier
+
+	peers    *peer.Dialer
+	server   *peer.Server      // nil: other nodes are not served
+	served   chan error        // what it ended with
+	lent     map[api.UID]*lent // replicas that other nodes use; under mu
+	far      farLayers
+	upkeep   upkeep
+	watch    *engine.Watch // of the replicas here
+	rebuilds takers        // of replicas that are compared as a whole
+	api      atomic.Bool   // client and reader are set
+	scrubber scrubber
 }
 
 // ioLoop is an I/O thread and the number of volumes on it.
@@ -76,6 +101,9 @@ type ioLoop struct {
 	done  chan error
 }
 
+// usedEvery is how often the used bytes of attached volumes are told.
+const usedEvery = 30 * time.Second
+
 // ringEntries bounds the submissions of one io_uring_enter, not what is under way.
 const ringEntries = 256
 
@@ -85,12 +113,19 @@ func NewData(o DataOptions) (*Data, error) {
 		o.Loops = max(2, runtime.NumCPU())
 	}
 	if o.Heartbeat == 0 {
-		o.Heartbeat = heartbeat
+		o.Heartbeat = usedEvery
 	}
 	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
 		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
-		made: map[api.UID]bool{}, listed: map[api.UID]bool{},
-		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{}, tidier: newTidier()}
+		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
+		resuming: map[string]bool{}, resumed: make(chan struct{}),
+		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{}, tidier: newTidier(),
+		stuck: map[string]stuck{}, fewer: map[*stack.Disk]bool{},
+		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{}}
+	if o.Peers.Identity != nil {
+		d.disks.fetch = d.fetchFar
+	}
+	d.disks.onDamage = d.damaged
 	for range o.Loops {
 		l, err := uring.New(ringEntries)
 		if err != nil {
@@ -111,6 +146,10 @@ func NewData(o DataOptions) (*Data, error) {
 		}()
 		d.loops = append(d.loops, il)
 	}
+	if err := d.startPeers(); err != nil {
+		return nil, errors.Join(err, d.stopLoops())
+	}
+	d.watch = engine.NewWatch()
 	return d, nil
 }
 
@@ -188,7 +227,9 @@ func (d *Data) session(volume string) *session {
 func (d *Data) keep(s *session) {
 	d.mu.Lock()
 	d.sessions[s.Volume] = s
-	d.made[s.Replica] = true
+	if s.Replica != "" {
+		d.made[s.Replica] = true
+	}
 	d.mu.Unlock()
 	s.begin(func() { d.stir(s.Volume) })
 }
@@ -220,7 +261,11 @@ func (d *Data) stir(volume string) {
 // Close stops serving, leaves the devices to the holder for the next process, and ends everything else. The manager
 // must have stopped.
 func (d *Data) Close() error {
+	d.bringer.close()
 	d.tidier.close()
+	if err := d.awaitResumed(); err != nil {
+		return err
+	}
 	if err := d.Host.Close(); err != nil {
 		// Requests are still under way, or wait for room. To end their engines would fail them; the next process does
 		// them instead, once this one is gone.
@@ -233,13 +278,39 @@ func (d *Data) Close() error {
 			errs = append(errs, fmt.Errorf("volume %s: %w", s.Volume, err))
 		}
 	}
-	errs = append(errs, d.disks.Close(), d.stopLoops())
+	if n := d.watch.Waits(); n > 0 {
+		// The kernel has requests of theirs still, and with them the I/O threads cannot end.
+		return errors.Join(append(errs, d.stopPeers(), api.Errorf(api.Unavailable,
+			"%d replicas are left as they are: their disks do not answer", n))...)
+	}
+	d.watch.Close()
+	errs = append(errs, d.stopPeers(), d.disks.Close(), d.stopLoops())
+	d.far.close()
 	return errors.Join(errs...)
+}
+
+// awaitResumed waits for devices that are still being taken up: not for ever, as a disk may hang for so long.
+func (d *Data) awaitResumed() error {
+	d.mu.Lock()
+	left := len(d.resuming)
+	d.mu.Unlock()
+	if left == 0 {
+		return nil
+	}
+	late := time.NewTimer(resumeWait)
+	defer late.Stop()
+	select {
+	case <-d.resumed:
+		return nil
+	case <-late.C:
+		return api.Errorf(api.Unavailable, "devices are left as they are: the disks of %d of them do not answer", left)
+	}
 }
 
 // SetupData adds the Replica and Attachment loops of the data role to mgr.
 func SetupData(mgr ctrl.Manager, d *Data) error {
-	d.client, d.reader = mgr.GetClient(), mgr.GetAPIReader()
+	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
+	d.api.Store(true)
 	d.events = mgr.GetEventRecorder("drover-data")
 	if err := index(mgr); err != nil {
 		return err
@@ -253,12 +324,19 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	waiting := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return d.pending.requests()
 	})
-	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool), RateLimiter: limiter()}
+	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool), RateLimiter: limiter(),
+		NewQueue: backlog.New}
 	err := ctrl.NewControllerManagedBy(mgr).Named("replica").
 		For(&api.Replica{}, node(func(o client.Object) string { return o.(*api.Replica).Spec.Node })).
 		Watches(&api.ImageCopy{}, waiting, node(func(o client.Object) string { return o.(*api.ImageCopy).Spec.Node })).
 		Watches(&api.Node{}, waiting, node(client.Object.GetName), when(nodeMatters)).
 		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), when(membersMatter)).
+		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(d.waitsForDetach)).
+		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
+			d.scrubber.queue.Store(&q)
+			d.replicaQueue.Store(&q)
+			return nil
+		})).
 		WithOptions(opts).Complete(&replicaLoop{d})
 	if err != nil {
 		return err
@@ -269,6 +347,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	err = ctrl.NewControllerManagedBy(mgr).Named("attachment").
 		For(&api.Attachment{}, node(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
 		Watches(&api.Volume{}, mine, when(volumeMatters)).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.widens), when(replicaMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(d.unready),
 			node(client.Object.GetName), when(nodeMatters)).
 		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
@@ -285,6 +364,12 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	if err := d.setupSnapshots(mgr, opts); err != nil {
 		return err
 	}
+	if err := mgr.Add(manager.RunnableFunc(d.announce)); err != nil {
+		return err
+	}
+	if err := mgr.Add(manager.RunnableFunc(d.keepUp)); err != nil {
+		return err
+	}
 	return mgr.Add(manager.RunnableFunc(d.beat))
 }
 
@@ -295,6 +380,29 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 		return nil
 	}
 	return one(a.Name)
+}
+
+// widens wakes the Attachment of a volume that is attached here as one with a single replica: there is a new one. Of a
+// volume with several the engine looks at them.
+func (d *Data) widens(_ context.Context, o client.Object) []reconcile.Request {
+	s := d.session(o.(*api.Replica).Spec.Volume)
+	switch {
+	case s == nil:
+		return nil
+	case s.mates.many.Load():
+		s.mates.lookSoon()
+		return nil
+	}
+	return one(s.Volume)
+}
+
+// replicaMatters tells whether a replica's change can matter to the volume's engine: it can come, is to go, or is
+// damaged.
+func replicaMatters(old, now client.Object) bool {
+	a, b := old.(*api.Replica), now.(*api.Replica)
+	return a.Status.Mode != b.Status.Mode || a.Spec.Leave != b.Spec.Leave ||
+		a.DeletionTimestamp.IsZero() != b.DeletionTimestamp.IsZero() || wantsRepair(a) != wantsRepair(b) ||
+		!slices.Equal(a.Status.Damage, b.Status.Damage)
 }
 
 // unready wakes the Attachments that wait for the node's disks, to come or to go.

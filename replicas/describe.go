@@ -22,17 +22,23 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 	st := &v.Status
 	st.Message, st.AttachedNode = "", ""
 	current, failed, unheard := 0, "", ""
-	size, used := int64(0), int64(0)
+	size := int64(0)
+	st.Used, st.Shared = 0, 0
 	for _, r := range mine {
 		if !slices.Contains(st.Members, r.Name) {
 			continue
 		}
-		used = max(used, r.Status.Used)
+		if r.Status.Used >= st.Used {
+			st.Used, st.Shared = r.Status.Used, r.Status.Shared
+		}
 		if silent(r.Spec.Node) {
 			unheard = r.Spec.Node
 		}
 		switch r.Status.Mode {
 		case api.ReplicaCurrent:
+			if silent(r.Spec.Node) {
+				break // what is known of it is old
+			}
 			current++
 			if size == 0 || r.Status.Size < size {
 				size = r.Status.Size
@@ -45,7 +51,7 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 		st.Message = failed
 	}
 	switch {
-	case unheard != "" && current > 0:
+	case unheard != "" && current == 0:
 		st.Robustness = api.RobustUnknown
 		st.Message = fmt.Sprintf("node %s gives no sign of life", unheard)
 	case current == 0:
@@ -55,9 +61,21 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 		}
 	case current < int(v.Spec.NumberOfReplicas):
 		st.Robustness = api.RobustDegraded
+		if st.Message == "" {
+			st.Message = fmt.Sprintf("%d of %d replicas are whole", current, v.Spec.NumberOfReplicas)
+			if not := notMembers(v, mine); not != "" {
+				st.Message += "; not whole: " + not
+			}
+			if unheard != "" {
+				st.Message += "; node " + unheard + " gives no sign of life"
+			}
+		}
 	default:
 		st.Robustness = api.RobustHealthy
 	}
+	describeDamage(v, mine)
+	describeMerges(v, mine)
+	describeTrim(v, att)
 	switch {
 	case att == nil:
 		st.State = api.VolumeDetached
@@ -86,7 +104,6 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 	if size > 0 {
 		st.Size = size
 	}
-	st.Used = used
 	if st.Size >= v.Spec.Size {
 		condition(v, api.ConditionExpanded, true, "Done", "")
 	} else if c := meta.FindStatusCondition(st.Conditions, api.ConditionExpanded); c == nil || c.Reason != "NoRoom" {
@@ -100,7 +117,7 @@ func (p *planner) expand(ctx context.Context, v *api.Volume, mine []api.Replica)
 	overPct := int64(-1)
 	for i := range mine {
 		r := &mine[i]
-		if r.Spec.Size >= v.Spec.Size || r.DeletionTimestamp != nil {
+		if r.Spec.Size >= v.Spec.Size || r.DeletionTimestamp != nil && !slices.Contains(v.Status.Members, r.Name) {
 			continue
 		}
 		if overPct < 0 {
@@ -161,6 +178,8 @@ func (p *planner) mayGrow(ctx context.Context, r *api.Replica, more, overPct int
 // remove takes a volume away: its replicas first, then its finalizer.
 func (p *planner) remove(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	p.setWaiting(v.Name, false)
+	p.calm(v.Name, false)
+	p.arrived(v.Name)
 	v.Status.State = api.VolumeDeleting
 	if attached {
 		v.Status.Message = "the volume is attached: it goes when it is detached"

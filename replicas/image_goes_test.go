@@ -11,6 +11,7 @@ import (
 // A volume that was made after its image began to go is refused, and does not hold the image; when an image of that
 // name is there again, it is made. One that was made before may still be placed: the deletion waits for it.
 func TestVolumeOfAnImageThatGoes(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	img := &api.BackingImage{ObjectMeta: named("golden"), Spec: api.BackingImageSpec{SourceType: api.SourceFile}}
 	img.Finalizers = []string{api.Finalizer}

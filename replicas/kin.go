@@ -27,9 +27,15 @@ func family(m stack.Meta) map[string]*kin {
 		below[b.Layer] = b.Below
 	}
 	all := map[string]*kin{}
-	names := map[string]*kin{} // by layer
-	for _, s := range m.Snapshots {
+	names := map[string]*kin{} // by layer; of several that hold the same the last one
+	before := map[*kin]*kin{}  // of those, the one before
+	for _, s := range slices.SortedStableFunc(slices.Values(m.Snapshots), func(a, b stack.Snapshot) int {
+		return a.Created.Compare(b.Created)
+	}) {
 		k := &kin{Snapshot: s}
+		if was := names[s.Layer]; was != nil {
+			before[k] = was
+		}
 		all[s.UID], names[s.Layer] = k, k
 	}
 	nearest := map[string]*kin{} // the snapshot of a layer, or of the first below that has one
@@ -58,7 +64,11 @@ func family(m stack.Meta) map[string]*kin {
 		of.children[name] = true
 	}
 	for _, s := range m.Snapshots {
-		if p := find(below[s.Layer]); p != nil {
+		p := before[all[s.UID]]
+		if p == nil {
+			p = find(below[s.Layer])
+		}
+		if p != nil {
 			all[s.UID].parent = p.Name
 			child(p, s.Name)
 		}
@@ -87,7 +97,7 @@ func (d *Data) lineageOf(r *api.Replica, disk *stack.Disk) (*lineage, error) {
 	}
 	var m stack.Meta
 	if s := d.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
-		m = s.member.Meta()
+		m = s.member().Meta()
 	} else {
 		var err error
 		if m, err = disk.Stack(string(r.Spec.UID)); err != nil {

@@ -25,6 +25,7 @@ const mib = 1 << 20
 // TestLifeOfAVolume is the whole way: create, attach, write, expand while in use, detach, attach again, read, delete;
 // and then the disk is as empty as before.
 func TestLifeOfAVolume(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	v := w.make("v1", 64*mib)
 	if v.Status.Epoch != 1 || len(v.Status.Members) != 1 || v.Status.Robustness != api.RobustHealthy {
@@ -114,6 +115,7 @@ func checkDevice(t *testing.T, dev string, off int64, want []byte) {
 }
 
 func TestDetachedData(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	a := attachment("v1")
@@ -144,6 +146,7 @@ func TestDetachedData(t *testing.T) {
 
 // TestResume stops the data role as its process's end does, and starts it again while the API server is not asked.
 func TestResume(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.create(attachment("v1"))
@@ -179,6 +182,7 @@ func TestResume(t *testing.T) {
 
 // TestAttachmentRemovedWhileDataIsAway: what is not wanted any more is detached, not kept.
 func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.create(attachment("v1"))
@@ -196,6 +200,7 @@ func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
 }
 
 func TestAPIWentBackInTime(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.create(attachment("v1"))
@@ -214,6 +219,7 @@ func TestAPIWentBackInTime(t *testing.T) {
 
 // TestSilence: what is known of a node without heartbeats is old, until it beats again.
 func TestSilence(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	var n api.Node
@@ -245,7 +251,7 @@ func TestSilence(t *testing.T) {
 		t.Fatal("it beats")
 	}
 	describes(api.RobustHealthy)
-	s.limit = 0
+	s.limit = time.Nanosecond
 	if hear() {
 		t.Fatal("too long ago")
 	}
@@ -258,6 +264,7 @@ func TestSilence(t *testing.T) {
 }
 
 func TestTakenOver(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.make("v1", 16*mib)
 	w.create(attachment("v1"))
@@ -286,6 +293,7 @@ func TestTakenOver(t *testing.T) {
 }
 
 func TestRefusals(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	two := volume("two", 16*mib)
 	two.Spec.NumberOfReplicas = 2
@@ -298,7 +306,7 @@ func TestRefusals(t *testing.T) {
 	imaged.Spec.BackingImage = "debian"
 	w.create(two, tagged, elsewhere, huge, imaged)
 	for name, want := range map[string]string{
-		"two": "not supported yet", "tagged": "lacks the tag nvme", "elsewhere": "must be on n9",
+		"two": "1 of 2 replicas are whole", "tagged": "lacks the tag nvme", "elsewhere": "must be on n9",
 		"huge": "storage-over-provisioning-percentage", "imaged": "debian does not exist",
 	} {
 		w.volumeIs(name, "explained", says(want))
@@ -410,6 +418,7 @@ func TestImage(t *testing.T) {
 
 // TestFullDisk fills the disk under a volume: writes wait, with a condition, and go on when there is room.
 func TestFullDisk(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	mnt := filepath.Join(dir, "small")
 	w := &world{t: t, ctx: t.Context()}
@@ -482,9 +491,14 @@ func TestFullDisk(t *testing.T) {
 	}
 	gone(w, a, &api.AttachmentList{})
 	w.volumeState("v1", api.VolumeDetached)
-	if err := os.Remove(ballast); err != nil {
-		t.Fatal(err)
-	}
+	// As full as can be, the volume is attached and read.
+	w.sh("dd if=/dev/zero of=" + ballast + "2 bs=4k status=none 2>/dev/null || true; sync -f " + mnt)
+	w.create(attachment("v1"))
+	a = w.attached("v1")
+	checkDevice(t, a.Status.Device, 0, data)
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	w.sh("rm " + ballast + " " + ballast + "2")
 	w.create(attachment("v1"))
 	a = w.attached("v1")
 	checkDevice(t, a.Status.Device, 0, data)

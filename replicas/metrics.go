@@ -26,7 +26,7 @@ var (
 	factLabels   = []string{"volume"}
 	descCapacity = prometheus.NewDesc("drover_volume_capacity_bytes", "Size of the volume.", factLabels, nil)
 	descActual   = prometheus.NewDesc("drover_volume_actual_size_bytes",
-		"Bytes that the volume takes on its fullest disk, without layers it shares.", factLabels, nil)
+		"Bytes that the volume takes on its fullest disk: head and layers, shared ones included.", factLabels, nil)
 	descState = prometheus.NewDesc("drover_volume_state", "1 for the volume's state.",
 		[]string{"volume", "state"}, nil)
 	descRobust = prometheus.NewDesc("drover_volume_robustness", "1 for the volume's robustness.",
@@ -86,6 +86,16 @@ var (
 	descLat   = prometheus.NewDesc("drover_volume_latency_seconds", "Time from request to answer.", ioLabels, nil)
 	descFull  = prometheus.NewDesc("drover_volume_waiting_for_space",
 		"1 while writes wait because the disk is full.", factLabels, nil)
+	descMembers = prometheus.NewDesc("drover_volume_members", "Replicas that get every write.", factLabels, nil)
+	descDropped = prometheus.NewDesc("drover_volume_replicas_dropped_total",
+		"Replicas that the volume went on without, since the attach.", factLabels, nil)
+	descRebuilds = prometheus.NewDesc("drover_volume_rebuilds_total",
+		"Replicas that became current again since the attach: by what was written meanwhile, or compared as a whole.",
+		[]string{"volume", "kind"}, nil)
+	descRebuilt = prometheus.NewDesc("drover_volume_rebuild_bytes_total",
+		"Bytes of replicas on their way that were compared, and that were sent because they differed; bytes of members that "+
+			"were damaged on their disks and were put right.",
+		[]string{"volume", "what"}, nil)
 )
 
 func setupIOMetrics(d *Data) (err error) {
@@ -96,7 +106,8 @@ func setupIOMetrics(d *Data) (err error) {
 
 // Describe implements prometheus.Collector.
 func (*ioFacts) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descOps, descErrs, descBytes, descLat, descFull} {
+	for _, d := range []*prometheus.Desc{descOps, descErrs, descBytes, descLat, descFull, descMembers, descDropped,
+		descRebuilds, descRebuilt} {
 		ch <- d
 	}
 }
@@ -109,6 +120,7 @@ func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
 			full = 1
 		}
 		ch <- prometheus.MustNewConstMetric(descFull, prometheus.GaugeValue, full, s.Volume)
+		s.collectMates(ch)
 		stats := s.engine.Stats()
 		for class, c := range stats {
 			op := engine.Class(class).String()
@@ -128,4 +140,26 @@ func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
 			ch <- prometheus.MustNewConstHistogram(descLat, sum, c.Seconds, buckets, s.Volume, op)
 		}
 	}
+}
+
+// collectMates tells of the replicas of a volume that has several, or has them elsewhere.
+func (s *session) collectMates(ch chan<- prometheus.Metric) {
+	m := &s.mates
+	if !m.many.Load() {
+		return
+	}
+	m.mu.Lock()
+	members := len(s.Members)
+	m.mu.Unlock()
+	ch <- prometheus.MustNewConstMetric(descMembers, prometheus.GaugeValue, float64(members), s.Volume)
+	count := func(d *prometheus.Desc, n *atomic.Int64, labels ...string) {
+		labels = append([]string{s.Volume}, labels...)
+		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(n.Load()), labels...)
+	}
+	count(descDropped, &m.dropped)
+	count(descRebuilds, &m.deltas, "delta")
+	count(descRebuilds, &m.fulls, "full")
+	count(descRebuilt, &m.compared, "compared")
+	count(descRebuilt, &m.sent, "sent")
+	count(descRebuilt, &m.repaired, "repaired")
 }

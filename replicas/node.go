@@ -1,9 +1,11 @@
 package replicas
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -23,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 	"drover.io/drover/replicas/device"
 )
 
@@ -32,16 +35,17 @@ type NodeOptions struct {
 	// Disks are added to the Node's spec where it does not have their path.
 	Disks     []api.DiskSpec
 	Addresses []string
-	Version   string
+	// LayerAddress is where this node's layers are served to other nodes; empty: nowhere.
+	LayerAddress string
+	Version      string
 	// Instance tells this Drover from others on the machine, in words; a disk is one instance's. Empty: not checked.
 	Instance  string
-	Heartbeat time.Duration // 0: 30 s
+	Heartbeat time.Duration // whole seconds; 0: 10 s
 	Log       *slog.Logger
 }
 
 // Times of the node loop.
 const (
-	heartbeat    = 30 * time.Second
 	collectEvery = time.Hour
 	collectGrace = time.Hour
 )
@@ -62,10 +66,13 @@ type nodeLoop struct {
 // are there once the loop has seen the Node. Close them when the manager has stopped.
 func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 	if o.Heartbeat == 0 {
-		o.Heartbeat = heartbeat
+		o.Heartbeat = api.DefaultHeartbeat
 	}
 	if err := index(mgr); err != nil {
 		return nil, err
+	}
+	for _, d := range o.Disks {
+		_ = os.MkdirAll(d.Path, 0o700) // else the disk's status tells
 	}
 	n := &nodeLoop{NodeOptions: o, client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-node"),
 		disks: newDisks(o.Instance), kernel: kernelRelease(), resend: device.ResendSupported() == nil,
@@ -84,7 +91,7 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 			q.Add(one(o.Name)[0]) // the Node may not exist yet
 			return nil
 		})).
-		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: limiter()}).
+		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: limiter(), NewQueue: backlog.New}).
 		Complete(n)
 	return n.disks, err
 }
@@ -164,8 +171,9 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 	for _, d := range st.Disks {
 		was[d.Path] = d
 	}
-	st.Heartbeat = metav1.Now()
+	st.Heartbeat, st.HeartbeatSeconds = metav1.Now(), int32(n.Heartbeat/time.Second)
 	st.Addresses, st.Kernel, st.Version, st.Resend = n.Addresses, n.kernel, n.Version, n.resend
+	st.LayerAddress = n.LayerAddress
 	st.Disks = nil
 	paths := map[string]bool{}
 	var capacity, available int64
@@ -205,12 +213,7 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 			add(d)
 		}
 	}
-	slices.SortFunc(st.Disks, func(a, b api.DiskStatus) int {
-		if a.Path < b.Path {
-			return -1
-		}
-		return 1
-	})
+	st.Disks = mountedElsewhere(st.Disks, node.Spec.Disks)
 	n.disks.keep(paths)
 	st.DiskCount = int32(len(st.Disks))
 	st.Capacity, st.Available = bytesText(capacity), bytesText(available)
@@ -224,6 +227,24 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 		setCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "Ready", "")
 	}
 	return nil
+}
+
+// mountedElsewhere has a disk that is mounted at another path now counted there. Where it was it is told as long as the
+// user has that path in the spec: after the others, since who looks for a disk by its uid takes the first.
+func mountedElsewhere(list []api.DiskStatus, spec []api.DiskSpec) []api.DiskStatus {
+	slices.SortFunc(list, func(a, b api.DiskStatus) int { return cmp.Compare(a.Path, b.Path) })
+	var first, moved []api.DiskStatus
+	for _, d := range list {
+		at := slices.IndexFunc(list, func(o api.DiskStatus) bool { return o.UID == d.UID && o.UID != "" && o.Ready })
+		switch {
+		case d.Ready || at < 0:
+			first = append(first, d)
+		case slices.ContainsFunc(spec, func(s api.DiskSpec) bool { return s.Path == d.Path }):
+			d.Message = "the disk is at " + list[at].Path + " now: `drover disk remove " + d.Path + "`"
+			moved = append(moved, d)
+		}
+	}
+	return append(first, moved...)
 }
 
 // disk is the status of one disk.

@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 )
 
 // orphans looks after the Snapshots that no node does: those whose volume does not exist, or has no replica.
@@ -36,7 +37,7 @@ func (p *planner) setupOrphans(mgr ctrl.Manager) error {
 		Watches(&api.Volume{}, ofVolume, when(func(old, now client.Object) bool {
 			return len(old.(*api.Volume).Status.Members) != len(now.(*api.Volume).Status.Members)
 		})).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: limiter()}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: limiter(), NewQueue: backlog.New}).
 		Complete(&orphans{p})
 }
 

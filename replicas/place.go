@@ -1,9 +1,9 @@
 package replicas
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
-	"sort"
 	"strings"
 
 	"drover.io/drover/api"
@@ -16,41 +16,90 @@ type spot struct {
 	path   string
 	copy   int   // how far the image is there: 0 not at all, 1 on its way, 2 ready
 	same   int   // replicas of the volume on the same node
+	zone   int   // and in the same zone
+	near   bool  // on the node that the volume is to be near to
 	room   int64 // bytes that may still be promised on the disk
 	volume bool  // a replica of the volume is on this disk
 }
 
 // terrain is what placement looks at.
 type terrain struct {
-	nodes     []api.Node
-	promised  func(disk api.UID) int64 // sum of the sizes of its replicas
-	copies    map[api.UID]api.ImageState
-	mine      []api.Replica // of the volume
+	nodes    []api.Node
+	promised func(disk api.UID) int64 // sum of the sizes of its replicas
+	copies   map[api.UID]api.ImageState
+	mine     []api.Replica // of the volume
+	apart
+	// leaving are replicas of the volume that go when the one to be placed is whole: they need not be kept away from.
+	leaving   []string
+	transient bool                   // on the disk only, for a while: whatever speaks against it
+	instead   string                 // the replica that goes when the one to be placed is whole; empty: none
+	silent    func(node string) bool // nil: none is
+	prefer    string                 // the node that a replica should be on, for locality; empty: any
+	on        string                 // the node that it has to be on, for locality; empty: any
 	overPct   int64
 	minFreePc int64
 	only      api.UID // the disk that a clone's layers are on; empty: any
+	near      string  // the node that they are on; empty: any
+	strict    bool    // on no other disk than only
 }
 
 // place finds the best disk for one more replica of v. Without one the error says of each disk why.
 func place(v *api.Volume, t terrain) (spot, error) {
-	var spots []spot
-	var why []string
-	disks := 0
+	spots, why := t.spots(v)
+	if len(spots) == 0 {
+		if len(t.nodes) == 0 {
+			why = []string{"there are no nodes"}
+		}
+		if more := len(why) - 6; more > 0 {
+			why = append(why[:6], fmt.Sprintf("and %d more", more))
+		}
+		return spot{}, api.Errorf(api.Full, "no disk for a replica of %s: %s",
+			bytesText(v.Spec.Size), strings.Join(why, "; "))
+	}
+	return slices.MinFunc(spots, compareSpots), nil
+}
+
+// compareSpots puts the better spot first.
+func compareSpots(a, b spot) int {
+	first := func(is bool) int {
+		if is {
+			return 0
+		}
+		return 1
+	}
+	return cmp.Or(first(!a.volume)-first(!b.volume),
+		a.same-b.same, // soft: other nodes first
+		a.zone-b.zone,
+		first(a.near)-first(b.near),
+		b.copy-a.copy,
+		cmp.Compare(b.room, a.room))
+}
+
+// spots are the disks that one more replica of v could be placed on, and why the others cannot take it.
+func (t *terrain) spots(v *api.Volume) (spots []spot, why []string) {
 	for i := range t.nodes {
 		n := &t.nodes[i]
 		if t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == t.only }) {
 			continue
 		}
-		if r := nodeRefuses(v, n); r != "" {
+		if t.near != "" && t.near != n.Name || t.on != "" && t.on != n.Name {
+			continue
+		}
+		r := ""
+		if !t.transient {
+			r = nodeRefuses(v, n)
+		}
+		if r == "" && t.silent != nil && t.silent(n.Name) {
+			r = "it gives no sign of life"
+		}
+		if r != "" {
 			why = append(why, fmt.Sprintf("node %s: %s", n.Name, r))
-			disks += len(n.Spec.Disks)
 			continue
 		}
 		if len(n.Spec.Disks) == 0 {
 			why = append(why, fmt.Sprintf("node %s: it has no disks, add one", n.Name))
 		}
 		for _, d := range n.Spec.Disks {
-			disks++
 			if t.elsewhere(n, d) {
 				continue
 			}
@@ -62,35 +111,7 @@ func place(v *api.Volume, t terrain) (spot, error) {
 			spots = append(spots, s)
 		}
 	}
-	if len(spots) == 0 {
-		if len(t.nodes) == 0 {
-			why = []string{"there are no nodes"}
-		}
-		if t.only != "" {
-			why = append(why, "a clone has to be on the disk of its source: copying to another one is not supported yet")
-		}
-		if more := len(why) - 6; more > 0 {
-			why = append(why[:6], fmt.Sprintf("and %d more", more))
-		}
-		return spot{}, api.Errorf(api.Full, "no disk for a replica of %s: %s",
-			bytesText(v.Spec.Size), strings.Join(why, "; "))
-	}
-	sort.SliceStable(spots, func(i, j int) bool {
-		a, b := spots[i], spots[j]
-		switch {
-		case a.volume != b.volume:
-			return b.volume
-		case a.same != b.same: // soft: other nodes first
-			return a.same < b.same
-		case a.copy != b.copy:
-			return a.copy > b.copy
-		}
-		return a.room > b.room
-	})
-	if spots[0].volume {
-		return spot{}, api.Errorf(api.Full, "every disk that suits has a replica of the volume already: add a disk")
-	}
-	return spots[0], nil
+	return spots, why
 }
 
 // elsewhere reports whether a disk is not the one that it has to be.
@@ -104,6 +125,8 @@ func nodeRefuses(v *api.Volume, n *api.Node) string {
 	switch {
 	case n.DeletionTimestamp != nil:
 		return "it is being removed"
+	case n.Spec.EvictionRequested:
+		return "it is being evicted"
 	case n.Spec.Schedulable != nil && !*n.Spec.Schedulable:
 		return "scheduling is turned off"
 	case len(v.Spec.Nodes) > 0 && !slices.Contains(v.Spec.Nodes, n.Name):
@@ -127,6 +150,9 @@ func missing(want, have []string) string {
 
 func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string) {
 	i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.Path == d.Path })
+	if t.transient && i >= 0 && n.Status.Disks[i].Ready {
+		return spot{node: n.Name, disk: n.Status.Disks[i].UID, path: d.Path}, ""
+	}
 	switch {
 	case d.Schedulable != nil && !*d.Schedulable:
 		return spot{}, "scheduling is turned off"
@@ -152,15 +178,8 @@ func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string
 	case api.ImagePending, api.ImageStarting, api.ImageInProgress, api.ImageTransfer:
 		s.copy = 1
 	}
-	for _, r := range t.mine {
-		if r.Spec.Node == n.Name {
-			s.same++
-		}
-		if r.Spec.Disk == st.UID {
-			s.volume = true
-		}
-	}
-	return s, ""
+	s.near = t.prefer == n.Name
+	return s, t.neighbours(n, &s)
 }
 
 // room is what is left to promise on a disk after size more bytes, or why they cannot be promised.

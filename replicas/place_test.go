@@ -29,6 +29,20 @@ func field() terrain {
 	return t
 }
 
+// zones puts a and b into one, and adds c in another.
+func zones(f *terrain) {
+	c := *f.nodes[1].DeepCopy()
+	c.Name = "c"
+	for i := range c.Spec.Disks {
+		c.Spec.Disks[i].Path = fmt.Sprint("/c", i)
+		c.Status.Disks[i].Path, c.Status.Disks[i].UID = fmt.Sprint("/c", i), api.UID(fmt.Sprint("c", i))
+	}
+	f.nodes = append(f.nodes, c)
+	for i, zone := range []string{"east", "east", "west"} {
+		f.nodes[i].Labels = map[string]string{api.LabelZone: zone}
+	}
+}
+
 func TestPlace(t *testing.T) {
 	off := false
 	for name, c := range map[string]struct {
@@ -57,7 +71,63 @@ func TestPlace(t *testing.T) {
 		"other node first": {func(_ *api.Volume, f *terrain) {
 			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a1"}}}
 		}, "b0", nil},
+		"one node is not enough": {func(v *api.Volume, f *terrain) {
+			v.Spec.Nodes = []string{"a"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "", []string{"disk /a1 of node a: the node has a replica of the volume already",
+			"replica-soft-anti-affinity", "disk /a0 of node a: it has a replica", "replica-disk-soft-anti-affinity"}},
+		"one that goes is no neighbour": {func(v *api.Volume, f *terrain) {
+			v.Spec.Nodes = []string{"a"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+			f.mine[0].Name = "v.1"
+			f.leaving = []string{"v.1"}
+			f.nodes[0].Spec.Disks[0].EvictionRequested = true
+		}, "a1", nil},
+		"other zone first": {func(_ *api.Volume, f *terrain) {
+			zones(f)
+			f.softZone = true
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "c0", nil},
+		"one zone is not enough": {func(v *api.Volume, f *terrain) {
+			zones(f)
+			v.Spec.Nodes = []string{"a", "b"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "", []string{"zone east has a replica of the volume already", "replica-zone-soft-anti-affinity"}},
+		"same zone where it must be": {func(v *api.Volume, f *terrain) {
+			zones(f)
+			v.Spec.Nodes = []string{"a", "b"}
+			f.softZone = true
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "b0", nil},
+		"node is silent": {func(_ *api.Volume, f *terrain) {
+			f.silent = func(n string) bool { return n == "a" }
+		}, "b0", nil},
+		"all are silent": {func(_ *api.Volume, f *terrain) { f.silent = func(string) bool { return true } }, "",
+			[]string{"node a: it gives no sign of life"}},
+		"on a node that has no room": {func(_ *api.Volume, f *terrain) {
+			f.on, f.promised = "b", func(d api.UID) int64 { return map[api.UID]int64{"b0": 500 * gib, "b1": 500 * gib}[d] }
+		}, "", []string{"disk /b0 of node b: 500 GiB are promised"}},
+		"for a while, whatever speaks against it": {func(v *api.Volume, f *terrain) {
+			f.transient, f.only, v.Spec.Nodes = true, "b1", []string{"a"}
+			f.promised = func(api.UID) int64 { return 500 * gib }
+		}, "b1", nil},
+		"not on a disk that fails": {func(_ *api.Volume, f *terrain) {
+			f.transient, f.only = true, "b1"
+			f.nodes[1].Status.Disks[1].Ready, f.nodes[1].Status.Disks[1].Message = false, "not mounted"
+		}, "", []string{"not ready: not mounted"}},
+		"node is evicted": {func(_ *api.Volume, f *terrain) { f.nodes[0].Spec.EvictionRequested = true }, "b0", nil},
+		"near":            {func(_ *api.Volume, f *terrain) { f.prefer = "b" }, "b0", nil},
+		"apart before near": {func(_ *api.Volume, f *terrain) {
+			f.prefer, f.softNode = "a", true
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "b0", nil},
+		"same disk where it must be": {func(v *api.Volume, f *terrain) {
+			f.softNode, f.softDisk = true, true
+			v.Spec.DiskSelector, v.Spec.Nodes = []string{"t0"}, []string{"a"}
+			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
+		}, "a0", nil},
 		"same node, other disk": {func(v *api.Volume, f *terrain) {
+			f.softNode = true
 			v.Spec.Nodes = []string{"a"}
 			f.mine = []api.Replica{{Spec: api.ReplicaSpec{Node: "a", Disk: "a0"}}}
 		}, "a1", nil},

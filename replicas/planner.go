@@ -2,9 +2,9 @@ package replicas
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -27,11 +27,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 )
 
 // planner is the Volume loop of the controller role.
 type planner struct {
 	client client.Client
+	reader client.Reader // of the API itself: a cache may be behind
 	events events.EventRecorder
 	log    *slog.Logger
 
@@ -40,8 +42,11 @@ type planner struct {
 	assumed map[string]assumption
 	// waiting volumes have no disk yet; whatever could change that wakes them.
 	waiting map[string]bool
-	silent  map[string]bool // nodes without a heartbeat
-	queue   queue           // of the Volume loop, once it runs
+	silent  map[string]bool            // nodes without a heartbeat
+	clones  map[string]map[string]bool // by a volume: those that wait for what it has to give
+	flights flights                    // replicas on their way to better places
+	census  census                     // of snapshots
+	queue   queue                      // of the Volume loop, once it runs
 }
 
 type assumption struct {
@@ -52,9 +57,10 @@ type assumption struct {
 // SetupController adds the loops of the controller role to mgr.
 func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 	p := &planner{
-		client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-controller"), log: log,
+		client: mgr.GetClient(), reader: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-controller"), log: log,
 		assumed: map[string]assumption{}, waiting: map[string]bool{},
-		silent: map[string]bool{},
+		silent: map[string]bool{}, clones: map[string]map[string]bool{}, census: census{},
+		flights: flights{under: map[string]flight{}, since: map[string]time.Time{}},
 	}
 	if err := index(mgr); err != nil {
 		return err
@@ -66,6 +72,9 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		return err
 	}
 	if err := p.setupOrphans(mgr); err != nil {
+		return err
+	}
+	if err := p.setupGroups(mgr); err != nil {
 		return err
 	}
 	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
@@ -80,16 +89,22 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		}).
 		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(ofAttachment)).
 		Watches(&api.Node{}, placeable, when(nodeMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.evicted), when(nodeMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.spread), when(spreadMatters)).
 		Watches(&api.Setting{}, placeable).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.spread),
+			of(settingBalance, settingCalm, settingPressure)).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		Watches(&api.Snapshot{}, p.counting()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.ofSnapshot)).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.counted), of(settingMany)).
 		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
 			p.mu.Lock()
 			defer p.mu.Unlock()
 			p.queue = q
 			return nil
 		})).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: limiter()}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: limiter(), NewQueue: backlog.New}).
 		Complete(p)
 }
 
@@ -172,15 +187,34 @@ func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconci
 	if err := p.client.Get(ctx, req.NamespacedName, &v); err != nil {
 		if apierrors.IsNotFound(err) {
 			p.setWaiting(req.Name, false)
+			p.calm(req.Name, false)
+			p.arrived(req.Name)
+			p.wakeClones(req.Name) // their source is gone
 			return reconcile.Result{}, nil
 		}
 		return reconcile.Result{}, err
 	}
 	old := v.DeepCopy()
 	err := p.plan(ctx, &v)
+	defer p.wakeClones(v.Name)
 	if err == nil || api.KindOf(err) != api.Other {
-		if serr := p.writeStatus(ctx, old, &v); serr != nil {
+		serr := p.writeStatus(ctx, old, &v)
+		if serr == nil && v.DeletionTimestamp == nil {
+			p.turned(old, &v)
+		}
+		if serr != nil {
 			err = serr
+		} else if a, b := old.Status.Robustness, v.Status.Robustness; a != b && a != "" && a != api.RobustUnknown &&
+			b != api.RobustUnknown && v.DeletionTimestamp == nil {
+			kind, reason := "Normal", "Healthy"
+			if b != api.RobustHealthy {
+				kind, reason = "Warning", strings.ToUpper(string(b[:1]))+string(b[1:])
+			}
+			why := ""
+			if v.Status.Message != "" {
+				why = ": " + v.Status.Message
+			}
+			p.events.Eventf(&v, nil, kind, reason, "Watch", "the volume was %s and is %s%s", a, b, why)
 		} else if len(old.Status.Members) == 0 && len(v.Status.Members) > 0 && v.Status.Epoch == 1 {
 			// Told once it is written: a step that lost a race is made again.
 			p.events.Eventf(&v, nil, "Normal", "Created", "Create", "the volume is ready, with the replicas %s",
@@ -208,6 +242,14 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		attached = false
 	} else if err != nil {
 		return err
+	}
+	if attached {
+		gone, later, err := p.release(ctx, v, &att)
+		if err != nil {
+			return err
+		}
+		attached = !gone
+		p.again(v.Name, later)
 	}
 	if v.DeletionTimestamp != nil {
 		return p.remove(ctx, v, mine, attached)
@@ -237,6 +279,10 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 				v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed,
 					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
 			}
+			if v.Spec.Trim != "" { // so must no snapshot
+				v.Status.Trimmed = &api.TrimFact{ID: v.Spec.Trim, State: api.CloneFailed,
+					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
+			}
 			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 			return nil
 		}
@@ -245,8 +291,8 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		return nil
 	}
 	if len(v.Status.Members) == 0 {
+		p.setWaiting(v.Name, true) // before it looks: what changes meanwhile is not missed
 		if err := p.create(ctx, v, mine); err != nil {
-			p.setWaiting(v.Name, true)
 			v.Status.Message = err.Error()
 			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 			if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
@@ -256,9 +302,20 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 			return err
 		}
 		p.setWaiting(v.Name, false)
-	}
-	if len(v.Status.Members) == 0 {
+		if len(v.Status.Members) > 0 {
+			// The first members are recorded before any other replica is made: one that is to be made equal to them must
+			// not be taken for one of them where that record is lost to a conflict.
+			var present *api.Attachment
+			if attached {
+				present = &att
+			}
+			describe(v, mine, present, p.isSilent)
+			copying(v, mine)
+		}
 		return nil
+	}
+	if p.salvage(v, mine, attached) {
+		return nil // the write brings us back
 	}
 	if err := p.letGo(ctx, v); err != nil {
 		return err
@@ -269,11 +326,19 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	if err := p.expand(ctx, v, mine); err != nil {
 		return err
 	}
+	if err := p.evict(ctx, v, mine, attached); err != nil {
+		return err
+	}
 	present := &att
 	if !attached {
 		present = nil
 	}
+	if err := p.keepUp(ctx, v, mine, present); err != nil {
+		return err
+	}
 	describe(v, mine, present, p.isSilent)
+	p.describeCount(ctx, v)
+	copying(v, mine)
 	return nil
 }
 
@@ -304,206 +369,6 @@ func (p *planner) replicas(ctx context.Context, v *api.Volume) ([]api.Replica, e
 	return mine, nil
 }
 
-// promised is the sum of the sizes of a disk's replicas.
-func (p *planner) promised(ctx context.Context, disk api.UID) (int64, error) {
-	var list api.ReplicaList
-	on := client.MatchingFields{byDisk: string(disk)}
-	if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, err
-	}
-	var sum int64
-	seen := map[string]bool{}
-	for i := range list.Items {
-		seen[list.Items[i].Name] = true
-		sum += list.Items[i].Spec.Size
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for name, a := range p.assumed {
-		if a.replica.Spec.Disk == disk && !seen[name] {
-			sum += a.replica.Spec.Size
-		}
-	}
-	return sum, nil
-}
-
-// create gives a new volume its replicas and, when they are there, its first members.
-func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica) error {
-	if v.Spec.NumberOfReplicas > 1 {
-		err := api.Errorf(api.Unsupported, "numberOfReplicas %d is not supported yet: set it to 1", v.Spec.NumberOfReplicas)
-		condition(v, api.ConditionScheduled, false, "NotSupported", err.Error())
-		return err
-	}
-	if len(mine) == 0 {
-		from, err := p.origin(ctx, v)
-		if errors.Is(err, errSoon) {
-			v.Status.Message = ""
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		var image *api.BackingImage
-		if from == nil { // else the source's layers are there, and its replica holds the image
-			if image, err = p.image(ctx, v); err != nil {
-				return err
-			}
-		}
-		r, err := p.placeOne(ctx, v, image, from, mine)
-		if err != nil {
-			if api.Is(err, api.Full) && condition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
-				p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", err)
-			}
-			return err
-		}
-		mine = append(mine, *r)
-	}
-	condition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
-	var members []string
-	size := v.Spec.Size
-	for i := range mine {
-		r := &mine[i]
-		switch r.Status.Mode {
-		case api.ReplicaCurrent:
-			members = append(members, r.Name)
-			size = min(size, r.Status.Size)
-		case api.ReplicaFailed:
-			if c := v.Status.CloneStatus; c != nil {
-				c.State, c.Message = api.CloneFailed, r.Status.Message
-			}
-			return api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
-		default:
-			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, r.Status.Message
-			return nil
-		}
-	}
-	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
-	v.Status.Message = ""
-	if c := v.Status.CloneStatus; c != nil {
-		c.State, c.Message = api.CloneCompleted, ""
-	}
-	return nil
-}
-
-// image is the volume's backing image if it can be used, or nil.
-func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
-	name := v.Spec.BackingImage
-	if name == "" {
-		return nil, nil
-	}
-	var img api.BackingImage
-	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
-		err := api.Errorf(api.NotFound, "backing image %s does not exist: import it, the volume waits", name)
-		condition(v, api.ConditionImage, false, "NotFound", err.Error())
-		return nil, err
-	} else if err != nil {
-		return nil, err
-	}
-	switch {
-	case !api.HoldsImage(v, &img): // else the deletion waits for this volume
-		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
-			"or import the image again once it is gone", name)
-		condition(v, api.ConditionImage, false, "Deleting", err.Error())
-		return nil, err
-	case img.Status.UUID == "" || len(img.Status.Layers) == 0:
-		err := api.Errorf(api.Unavailable, "backing image %s is being prepared", name)
-		condition(v, api.ConditionImage, false, "Pending", err.Error())
-		return nil, err
-	case img.Status.VirtualSize > v.Spec.Size:
-		err := api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of backing image %s: expand the volume",
-			bytesText(v.Spec.Size), bytesText(img.Status.VirtualSize), name)
-		if condition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
-			p.events.Eventf(v, &img, "Warning", "BackingImageIncompatible", "Create", "%s", err)
-		}
-		return nil, err
-	case img.Status.State == api.ImageFailed:
-		err := api.Errorf(api.Unavailable, "backing image %s failed: %s", name, img.Status.Message)
-		condition(v, api.ConditionImage, false, "Failed", err.Error())
-		return nil, err
-	case img.Status.State != api.ImageReady:
-		// Its virtual size is not known for sure before.
-		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
-		condition(v, api.ConditionImage, false, "NotReady", err.Error())
-		return nil, err
-	}
-	condition(v, api.ConditionImage, true, "Ready", "")
-	return &img, nil
-}
-
-// placeOne creates one Replica on the best disk.
-func (p *planner) placeOne(
-	ctx context.Context, v *api.Volume, img *api.BackingImage, from *origin, mine []api.Replica,
-) (*api.Replica, error) {
-	t := terrain{mine: mine, copies: map[api.UID]api.ImageState{}}
-	if from != nil {
-		t.only = from.replica.Spec.Disk
-	}
-	var nodes api.NodeList
-	if err := p.client.List(ctx, &nodes); err != nil {
-		return nil, err
-	}
-	t.nodes = nodes.Items
-	var failed error
-	t.promised = func(disk api.UID) int64 {
-		sum, err := p.promised(ctx, disk)
-		if err != nil {
-			failed = err
-		}
-		return sum
-	}
-	if img != nil {
-		var copies api.ImageCopyList
-		if err := p.client.List(ctx, &copies, client.MatchingFields{byImage: img.Name}); err != nil {
-			return nil, err
-		}
-		for _, c := range copies.Items {
-			if c.Spec.UUID == img.Status.UUID {
-				t.copies[c.Spec.Disk] = c.Status.State
-			}
-		}
-	}
-	t.overPct = p.setting(ctx, "storage-over-provisioning-percentage")
-	t.minFreePc = p.setting(ctx, "storage-minimal-available-percentage")
-	s, err := place(v, t)
-	if failed != nil {
-		return nil, failed
-	}
-	if err != nil {
-		return nil, err
-	}
-	uid := api.NewUID()
-	r := &api.Replica{
-		ObjectMeta: metav1.ObjectMeta{
-			Name: v.Name + "." + string(uid[:8]),
-			Labels: map[string]string{
-				api.LabelVolume: label(v.Name), api.LabelNode: label(s.node), api.LabelDisk: string(s.disk)},
-			Finalizers: []string{api.Finalizer},
-		},
-		Spec: api.ReplicaSpec{
-			UID: uid, Volume: v.Name, VolumeUID: v.Status.UID, Node: s.node, Disk: s.disk, Size: v.Spec.Size},
-	}
-	if img != nil {
-		r.Spec.Layers = img.Status.Layers
-		r.Labels[api.LabelImage] = label(img.Name)
-	}
-	if from != nil {
-		r.Spec.From = &api.ReplicaSource{Replica: from.replica.Spec.UID, Volume: from.replica.Spec.Volume,
-			Snapshot: from.snapshot.Status.UID, Name: from.snapshot.Name}
-		r.Spec.Layers = from.replica.Spec.Layers
-		if from.image != "" {
-			r.Labels[api.LabelImage] = label(from.image)
-		}
-	}
-	if err := p.client.Create(ctx, r); err != nil {
-		return nil, fmt.Errorf("replica %s: %w", r.Name, err)
-	}
-	p.mu.Lock()
-	p.assumed[r.Name] = assumption{replica: *r, until: time.Now().Add(time.Minute)}
-	p.mu.Unlock()
-	p.log.Info("replica placed", "volume", v.Name, "replica", r.Name, "node", s.node, "disk", s.path)
-	return r, nil
-}
-
 // setting is a number set by the user, or its default.
 func (p *planner) setting(ctx context.Context, name string) int64 {
 	var s api.Setting
@@ -529,9 +394,10 @@ func label(name string) string {
 
 // writeStatus writes v's status if it differs from old's.
 func (p *planner) writeStatus(ctx context.Context, old, v *api.Volume) error {
-	v.Status.SizeText, v.Status.UsedText = "", ""
+	v.Status.SizeText, v.Status.UsedText, v.Status.SharedText = "", "", ""
 	if v.Status.Size > 0 {
 		v.Status.SizeText, v.Status.UsedText = bytesText(v.Status.Size), bytesText(v.Status.Used)
+		v.Status.SharedText = bytesText(v.Status.Shared)
 	}
 	if equalStatus(&old.Status, &v.Status) {
 		return nil
@@ -560,6 +426,13 @@ func setCondition(all *[]metav1.Condition, gen int64, kind string, is bool, reas
 	meta.SetStatusCondition(all, metav1.Condition{
 		Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: gen})
 	return changed
+}
+
+// of lets objects of some names pass.
+func of(names ...string) builder.Predicates {
+	return builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
+		return slices.Contains(names, o.GetName())
+	}))
 }
 
 // when lets updates pass that matter; creations and deletions always do.

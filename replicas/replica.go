@@ -6,13 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
@@ -32,8 +34,16 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		}
 		return reconcile.Result{}, err
 	}
+	if at := r.Status.Mode; r.DeletionTimestamp == nil && (at == api.ReplicaCurrent || at == api.ReplicaStale) &&
+		r.Status.Size >= r.Spec.Size && r.Spec.Revert == nil && l.keepsUp(r.Spec.Volume) {
+		return reconcile.Result{RequeueAfter: upkeepEvery}, nil // it would end for nothing
+	}
+	if l.beingResumed(r.Spec.Volume) {
+		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+	}
 	defer l.lock(r.Spec.Volume)()
 	old := r.DeepCopy()
+	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
 	l.pending.set(r.Name, waits || l.borrows(&r))
@@ -57,6 +67,8 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	switch {
 	case err == nil || waits || r.Status.Mode == api.ReplicaFailed:
 		return reconcile.Result{}, nil
+	case api.Is(err, api.Busy) && r.Status.Copy != nil: // it is tried again
+		return reconcile.Result{RequeueAfter: bringRetry}, nil
 	case api.Is(err, api.Busy) && r.Spec.From != nil: // a layer is being cut off or merged
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 	case api.KindOf(err) != api.Other: // a fact that may change by itself, and nobody tells
@@ -80,7 +92,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		return nil
 	}
 	if there, err := l.holds(disk, r.Spec.UID); err != nil {
-		return err // whether it is there is not known: it is not given up
+		return l.unusable(ctx, r, err) // whether a member is there is not known: it is not given up
 	} else if !there {
 		r.Status.Mode = api.ReplicaFailed
 		err := api.Errorf(api.NotFound, "the replica's folder is gone from disk %s", disk.Path())
@@ -93,20 +105,36 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	r.Status.Message = ""
+	if err := l.standing(ctx, r); err != nil {
+		return err
+	}
+	if err := l.tryOut(ctx, r, disk); err != nil {
+		return err
+	}
+	if l.opened(r) == nil {
+		if m, err := disk.Stack(string(r.Spec.UID)); err == nil {
+			r.Status.Epoch, r.Status.Joined = m.Epoch, m.Joined
+		}
+		if at, err := disk.LastWrite(string(r.Spec.UID)); err == nil {
+			r.Status.LastWrite = &metav1.Time{Time: at.Truncate(time.Second)}
+		}
+	}
 	if err := l.revert(ctx, r, disk); err != nil {
 		return err
 	}
 	if err := l.adopt(ctx, r, disk); err != nil {
 		return err
 	}
-	return l.home(ctx, r)
+	if used, shared, err := disk.Space(string(r.Spec.UID)); err == nil {
+		r.Status.Used, r.Status.UsedText, r.Status.Shared = used, bytesText(used), shared
+	}
+	l.merges(r, disk)
+	l.scrub(ctx, r, disk)
+	return errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r))
 }
 
-// share makes a replica over the layers of a snapshot: a clone.
+// share makes a replica over the layers of a snapshot on the same disk: a clone.
 func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
-	if there, err := l.holds(disk, r.Spec.UID); there || err != nil {
-		return err // whatever became of its source
-	}
 	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
 	from := r.Spec.From
 	for tries := 0; ; tries++ {
@@ -121,6 +149,9 @@ func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Dis
 		if s.Layers, err = m.Chain(m.Snapshots[i].Layer); err != nil {
 			return err
 		}
+		if err = l.pinElsewhere(ctx, r, disk, s.Layers); err != nil {
+			return err
+		}
 		err = disk.CreateReplica(ctx, s)
 		if !api.Is(err, api.NotFound) || tries == 3 { // else a merge was faster
 			return err
@@ -130,12 +161,28 @@ func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Dis
 
 // borrows reports whether the replica is open and reads layers of other disks.
 func (l *replicaLoop) borrows(r *api.Replica) bool {
-	s := l.session(r.Spec.Volume)
-	if s == nil || s.Replica != r.Spec.UID {
+	open := l.opened(r)
+	if open == nil {
 		return false
 	}
-	from, _ := s.member.Lenders()
-	return len(from) > 0
+	from, _ := open.Lenders()
+	far, _ := open.Hydrates()
+	return len(from)+len(far) > 0
+}
+
+// opened is a replica that an engine has open, of this node or of another; nil: none has.
+func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
+	if s := l.session(r.Spec.Volume); s != nil {
+		if open := s.local(r.Spec.UID); open != nil {
+			return open
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if lent := l.lent[r.Spec.UID]; lent != nil {
+		return lent.Replica
+	}
+	return nil
 }
 
 // home makes an open replica read from its own disk what was copied there meanwhile.
@@ -143,14 +190,28 @@ func (l *replicaLoop) home(ctx context.Context, r *api.Replica) error {
 	if !l.borrows(r) {
 		return nil
 	}
-	s := l.session(r.Spec.Volume)
-	if err := s.member.Home(ctx); err != nil {
+	open := l.opened(r)
+	if open == nil {
+		return nil
+	}
+	if err := open.Home(ctx); err != nil {
 		return err
 	}
-	if from, _ := s.member.Lenders(); len(from) > 0 {
-		r.Status.Message = fmt.Sprintf("reads its backing image from disk %s until the copy here is finished", from[0].Path())
+	if from, _ := open.Lenders(); len(from) > 0 {
+		r.Status.Message = fmt.Sprintf("reads layers from disk %s until they are copied here", from[0].Path())
+	} else if text := l.farText(ctx, open); text != "" {
+		r.Status.Message = text
 	}
 	return nil
+}
+
+// openLendersOf does so for a replica that names layers which are not on its disk, or may.
+func (d *Data) openLendersOf(ctx context.Context, disk *stack.Disk, r *api.Replica) {
+	layers := r.Spec.Layers
+	if lacks, err := disk.Lacking(string(r.Spec.UID)); err == nil && len(lacks) > 0 {
+		layers = append(slices.Clone(layers), api.UID(lacks[0]))
+	}
+	d.openLenders(ctx, r.Spec.Disk, layers)
 }
 
 // openLenders opens the node's other disks, where a layer that a replica names may have to be borrowed.
@@ -191,13 +252,24 @@ func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 	if st := n.Status.Disks[i]; !st.Ready {
 		return nil, api.Errorf(api.Unavailable, "disk %s is not ready: %s", st.Path, st.Message)
 	}
+	path := n.Status.Disks[i].Path
 	disk, err := d.disks.get(uid)
-	if err != nil {
-		if disk, err = d.disks.open(ctx, n.Status.Disks[i].Path, uid, false); err != nil {
+	if err != nil || disk.Path() != path { // it is not known, or mounted elsewhere by now
+		if disk, err = d.disks.open(ctx, path, uid, false); err != nil {
 			return nil, err
 		}
+		d.disks.only(disk)
 	}
-	return disk, d.list(disk)
+	d.mu.Lock()
+	fresh := !d.listed[uid]
+	d.mu.Unlock()
+	if err := d.list(disk); err != nil || !fresh {
+		return disk, err
+	}
+	if err := d.dropStale(ctx, disk); err != nil {
+		d.Log.Warn("pins of a disk cannot be looked at", "disk", disk.Path(), "err", err)
+	}
+	return disk, nil
 }
 
 // list notes the replicas of a disk, once; those that come later this process makes itself.
@@ -220,7 +292,7 @@ func (d *Data) list(disk *stack.Disk) error {
 		if len(m.Snapshots) > 0 {
 			d.unseen[api.UID(m.UID)] = true
 		}
-		if m.Merge != nil || len(m.Layers) > 1 {
+		if m.Merge != nil || len(m.Layers) > 1 || len(m.Branches) > 1 {
 			d.untidy[m.UID] = untidy{disk, m.Volume}
 		}
 	}
@@ -254,6 +326,8 @@ func (d *Data) setOnDisk(uid api.UID, is bool) {
 		d.made[uid] = true
 	} else {
 		delete(d.made, uid)
+		delete(d.doubts, uid)
+		delete(d.whole, uid)
 	}
 }
 
@@ -276,7 +350,7 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	s := stack.Spec{UID: string(r.Spec.UID), Volume: r.Spec.Volume, VolumeUID: string(r.Spec.VolumeUID),
 		Size: r.Spec.Size, Layers: layers, Object: object}
 	if r.Spec.From != nil {
-		err = l.share(ctx, r, disk, s)
+		err = l.begin(ctx, r, disk, s)
 	} else {
 		err = disk.CreateReplica(ctx, s)
 	}
@@ -288,6 +362,7 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 			bytesText(r.Spec.Size), err)
 	case api.Is(err, api.Exists) || api.Is(err, api.Invalid) || api.Is(err, api.NotFound) && r.Spec.From != nil:
 		r.Status.Mode = api.ReplicaFailed
+		l.events.Eventf(r, nil, "Warning", "ReplicaFailed", "Create", "%s", err)
 		return err
 	case api.Is(err, api.Full):
 		if r.Status.Message != err.Error() {
@@ -299,8 +374,25 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	}
 	l.setOnDisk(r.Spec.UID, true)
 	r.Status.Mode, r.Status.Message = api.ReplicaCurrent, ""
-	r.Status.Size, r.Status.Layers = r.Spec.Size, r.Spec.Layers
+	r.Status.Size, r.Status.Layers, r.Status.Copy = r.Spec.Size, r.Spec.Layers, nil
+	if r.Spec.From != nil {
+		l.tellKin(ctx, r.Spec.From.Volume)
+	}
+	l.tellReplica(r.Name)() // the rest follows in the next step
 	return nil
+}
+
+// tellKin has the replicas of a volume looked at whose layers others came to share, or cease to.
+func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
+	var list api.ReplicaList
+	if err := l.client.List(ctx, &list, client.MatchingFields{byVolume: volume}); err != nil {
+		l.Log.Warn("replicas of a volume cannot be listed", "volume", volume, "err", err)
+	}
+	for i := range list.Items {
+		if list.Items[i].Spec.Node == l.Node {
+			l.tellReplica(list.Items[i].Name)()
+		}
+	}
 }
 
 // record is what a disk keeps of a volume's object; nil where there is no object.
@@ -315,8 +407,8 @@ func (d *Data) record(ctx context.Context, volume string) (json.RawMessage, erro
 // note brings the record on the disk up to date. Without it a later recovery knows an older wish, nothing worse.
 func (d *Data) note(s *session, v *api.Volume) {
 	object, err := v.Record()
-	if err == nil {
-		err = s.member.Note(object)
+	if err == nil && s.member() != nil {
+		err = s.member().Note(object)
 	}
 	if err != nil {
 		d.Log.Warn("the volume's record on the disk stays as it was", "volume", s.Volume, "err", err)
@@ -351,6 +443,9 @@ func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 			return nil
 		}
 	}
+	if far, err := l.readFar(ctx, disk, r.Spec.Layers); err != nil || far {
+		return err
+	}
 	switch {
 	case own == nil:
 		return api.Errorf(api.Unavailable, "waits for a copy of the backing image on this disk")
@@ -378,7 +473,7 @@ func (l *replicaLoop) copyOn(ctx context.Context, disk api.UID, layers []api.UID
 // expand makes the replica larger, in its session if the volume is attached.
 func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	size := r.Spec.Size
-	if s := l.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
+	if s := l.session(r.Spec.Volume); s != nil && s.local(r.Spec.UID) != nil {
 		if err := s.expand(ctx, size); err != nil {
 			return err
 		}
@@ -386,11 +481,21 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 		l.stir(r.Spec.Volume)
 		return nil
 	}
+	if l.server != nil {
+		if info, is := l.server.Info(string(r.Spec.UID)); is { // its engine, on another node, does it
+			if info.Size < size {
+				return api.Errorf(api.Busy, "the volume's engine makes it larger")
+			}
+			r.Status.Size = size
+			return nil
+		}
+	}
 	loop, err := l.pick()
 	if err != nil {
 		return err
 	}
 	defer l.putBack(loop)
+	l.openLendersOf(ctx, disk, r)
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	if err != nil {
 		return err
@@ -405,64 +510,35 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 	return err
 }
 
-// remove takes the replica from its disk, then the finalizer from the object.
-func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
-	if s := l.session(r.Spec.Volume); s != nil && s.Replica == r.Spec.UID {
-		return api.Errorf(api.InUse, "the volume is attached: it goes when it is detached")
-	}
-	disk, err := l.disk(ctx, r.Spec.Disk)
-	switch {
-	case err == nil:
-		if err := disk.RemoveReplica(string(r.Spec.UID)); err != nil {
-			return err
-		}
-		l.setOnDisk(r.Spec.UID, false)
-		for _, s := range l.all() {
-			if s.Disk == r.Spec.Disk {
-				s.room()
-			}
-		}
-	case api.Is(err, api.Unavailable):
-		gone, gerr := l.diskForgotten(ctx, r.Spec.Disk)
-		if gerr != nil {
-			return gerr
-		}
-		if !gone {
-			return err // it comes back, and then the replica must go
-		}
-		l.events.Eventf(r, nil, "Warning", "DiskForgotten", "Remove",
-			"disk %s is no disk of node %s any more; what is on it stays there", r.Spec.Disk, l.Node)
-	default:
-		return err
-	}
-	if controllerutil.RemoveFinalizer(r, api.Finalizer) {
-		return client.IgnoreNotFound(l.client.Update(ctx, r))
-	}
-	return nil
-}
-
-// diskForgotten reports whether the node has given up the disk: the Node does not speak of it any more, or the user
-// took it out of the spec and it is not there.
-func (d *Data) diskForgotten(ctx context.Context, uid api.UID) (bool, error) {
-	var n api.Node
-	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
-		return false, client.IgnoreNotFound(err)
-	}
-	return !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
-		wanted := s.Ready || slices.ContainsFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == s.Path })
-		return s.UID == uid && wanted || s.UID == ""
-	}), nil
-}
-
 // beat renews the used bytes of attached replicas until ctx ends.
 func (d *Data) beat(ctx context.Context) error {
 	tick := time.NewTicker(d.Heartbeat)
 	defer tick.Stop()
-	for {
+	var beside sync.WaitGroup // it may have to wait for a volume
+	defer beside.Wait()
+	var reclaims atomic.Bool
+	for looked := time.Now(); ; {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
+		}
+		d.scrubDue(ctx)
+		look := time.Since(looked) > freedEvery
+		if look { // images are deleted by another process
+			looked = time.Now()
+		}
+		for _, disk := range d.disks.except(nil) {
+			disk.DropHydrating()
+			if look {
+				d.freed(disk)
+			}
+		}
+		if reclaims.CompareAndSwap(false, true) {
+			beside.Go(func() {
+				defer reclaims.Store(false)
+				d.reclaimAll(ctx, look)
+			})
 		}
 		for _, s := range d.all() {
 			if err := d.renew(ctx, s, false); err != nil && ctx.Err() == nil && !apierrors.IsConflict(err) {
@@ -472,7 +548,8 @@ func (d *Data) beat(ctx context.Context) error {
 	}
 }
 
-// renew writes what a session's replica takes on the disk, if it has changed enough or for sure.
+// renew writes what a session's replicas here take on their disks, if it has changed enough or for sure. A disk that
+// cannot be asked is passed over.
 func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 	var list api.ReplicaList
 	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: s.Volume}); err != nil {
@@ -480,17 +557,30 @@ func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 	}
 	for i := range list.Items {
 		r := &list.Items[i]
-		if r.Spec.UID != s.Replica {
+		open := s.local(r.Spec.UID)
+		if open == nil || r.Spec.VolumeUID != s.VolumeUID || r.DeletionTimestamp != nil {
 			continue
 		}
-		used, epoch := s.member.Used(), s.member.Meta().Epoch
-		diff := max(used-r.Status.Used, r.Status.Used-used)
+		disk, err := d.disks.get(r.Spec.Disk)
+		var used, shared int64
+		if err == nil {
+			used, shared, err = disk.Space(string(r.Spec.UID))
+		}
+		if err != nil { // the volume may do without this disk by now
+			s.log.Warn("what a replica takes is not known", "replica", r.Name, "err", err)
+			continue
+		}
+		epoch := open.Meta().Epoch
+		diff := max(used-r.Status.Used, r.Status.Used-used) + max(shared-r.Status.Shared, r.Status.Shared-shared)
 		if epoch == r.Status.Epoch && (diff == 0 || !sure && diff < max(1<<20, used/100)) {
-			return nil
+			continue
 		}
 		old := r.DeepCopy()
-		r.Status.Used, r.Status.Epoch = used, epoch
-		return client.IgnoreNotFound(d.client.Status().Patch(ctx, r, client.MergeFrom(old)))
+		r.Status.Used, r.Status.UsedText = used, bytesText(used)
+		r.Status.Shared, r.Status.Epoch = shared, epoch
+		if err := d.client.Status().Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
+			return err
+		}
 	}
 	return nil
 }

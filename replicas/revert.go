@@ -3,6 +3,7 @@ package replicas
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
@@ -35,6 +36,9 @@ func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica,
 			r = &mine[i]
 		}
 	}
+	if len(mine) > 1 || v.Spec.NumberOfReplicas > 1 {
+		return p.revertMany(ctx, v, mine, attached, end)
+	}
 	if r == nil {
 		end(api.CloneFailed, "the volume has no replica to revert")
 		return nil
@@ -54,22 +58,133 @@ func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica,
 		end(api.CloneFailed, "the volume is attached: detach it first")
 		return nil
 	}
+	snap, err := p.revertTo(ctx, v, end)
+	if snap == nil {
+		return err
+	}
+	if err := p.askRevert(ctx, r, api.ReplicaRevert{ID: wish.ID, Snapshot: snap.Status.UID}); err != nil {
+		return err
+	}
+	end(api.CloneInitiated, "")
+	return nil
+}
+
+type reverted func(state api.CloneState, message string)
+
+// revertTo is the snapshot to go back to; nil: there is none that can be used, or an error.
+func (p *planner) revertTo(ctx context.Context, v *api.Volume, end reverted) (*api.Snapshot, error) {
 	var snap api.Snapshot
-	err := p.client.Get(ctx, types.NamespacedName{Name: wish.Snapshot}, &snap)
+	err := p.client.Get(ctx, types.NamespacedName{Name: v.Spec.RevertTo.Snapshot}, &snap)
 	switch {
 	case client.IgnoreNotFound(err) != nil:
-		return err
+		return nil, err
 	case err != nil || snap.Spec.Volume != v.Name || snap.Status.VolumeUID != v.Status.UID:
 		end(api.CloneFailed, "the volume has no such snapshot")
-		return nil
+		return nil, nil
 	case !snap.Status.ReadyToUse || snap.DeletionTimestamp != nil:
 		end(api.CloneFailed, "the snapshot cannot be used: "+snap.Status.Error)
-		return nil
+		return nil, nil
 	}
+	return &snap, nil
+}
+
+func (p *planner) askRevert(ctx context.Context, r *api.Replica, wish api.ReplicaRevert) error {
 	old := r.DeepCopy()
-	r.Spec.Revert = &api.ReplicaRevert{ID: wish.ID, Snapshot: snap.Status.UID}
+	r.Spec.Revert = &wish
 	if err := p.client.Patch(ctx, r, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{})); err != nil {
 		return fmt.Errorf("replica %s: %w", r.Name, err)
+	}
+	return nil
+}
+
+// revertMany has all members go back. First the volume takes a new epoch, without the members that give no sign of
+// life: whoever is not reverted in it is out of date. Then each is asked; while one has not answered, nobody attaches.
+func (p *planner) revertMany(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool,
+	end reverted) error {
+	wish := v.Spec.RevertTo
+	var members []*api.Replica
+	for i := range mine {
+		if slices.Contains(v.Status.Members, mine[i].Name) {
+			members = append(members, &mine[i])
+		}
+	}
+	leave := func(r *api.Replica) {
+		v.Status.Members = slices.DeleteFunc(slices.Clone(v.Status.Members), func(m string) bool { return m == r.Name })
+		v.Status.Epoch++
+	}
+	var asked, done, failed []*api.Replica
+	why := ""
+	for _, r := range members {
+		if r.Spec.Revert == nil || r.Spec.Revert.ID != wish.ID {
+			continue
+		}
+		asked = append(asked, r)
+		switch {
+		case r.Status.Reverted != wish.ID:
+		case r.Status.RevertError != "":
+			failed = append(failed, r)
+			why = r.Status.RevertError
+		default:
+			done = append(done, r)
+		}
+	}
+	is := v.Status.Reverted
+	switch {
+	case len(asked) > 0 && len(done)+len(failed) < len(members):
+		for _, r := range members { // not asked yet, after a crash here; or it does not answer
+			if len(done) > 0 && p.isSilent(r.Spec.Node) {
+				leave(r)
+			} else if r.Spec.Revert == nil || r.Spec.Revert.ID != wish.ID {
+				if err := p.askRevert(ctx, r, *asked[0].Spec.Revert); err != nil {
+					return err
+				}
+			}
+		}
+		end(api.CloneInitiated, "")
+		return nil
+	case len(asked) > 0 && len(done) == 0:
+		end(api.CloneFailed, why)
+		return nil
+	case len(asked) > 0:
+		for _, r := range failed {
+			leave(r)
+		}
+		end(api.CloneCompleted, "")
+		return nil
+	case attached:
+		end(api.CloneFailed, "the volume is attached: detach it first")
+		return nil
+	}
+	snap, err := p.revertTo(ctx, v, end)
+	if snap == nil {
+		return err
+	}
+	if is == nil || is.ID != wish.ID { // the write of it brings us back
+		heard := 0
+		for _, r := range members {
+			if !p.isSilent(r.Spec.Node) {
+				heard++
+			}
+		}
+		if heard == 0 {
+			end(api.CloneFailed, "no replica of the volume can be reached")
+			return nil
+		}
+		for _, r := range members {
+			if p.isSilent(r.Spec.Node) {
+				leave(r)
+			}
+		}
+		v.Status.Epoch++
+		v.Status.EngineNode = ""
+		end(api.CloneInitiated, "")
+		return nil
+	}
+	for _, r := range members {
+		if err := p.askRevert(ctx, r, api.ReplicaRevert{ID: wish.ID, Snapshot: snap.Status.UID,
+			Epoch: v.Status.Epoch}); err != nil {
+			return err
+		}
 	}
 	end(api.CloneInitiated, "")
 	return nil
@@ -109,6 +224,9 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 	}
 	if begun := wish.ID + "/"; len(r.Status.Reverting) > len(begun) && r.Status.Reverting[:len(begun)] == begun {
 		if r.Status.Reverting != begun+m.Head {
+			if err := disk.Settle(uid); err != nil {
+				return err
+			}
 			l.revived(ctx, r)
 			return done(nil) // and the answer was lost
 		}
@@ -129,7 +247,7 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 			return err
 		}
 	}
-	err = disk.Revert(ctx, uid, string(wish.Snapshot))
+	err = disk.Revert(ctx, uid, string(wish.Snapshot), wish.Epoch)
 	if api.Is(err, api.Busy) || err != nil && api.KindOf(err) == api.Other {
 		return err
 	}

@@ -14,6 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -21,11 +22,17 @@ import (
 type blob struct {
 	Volume    string  `json:"volume"`
 	VolumeUID api.UID `json:"volumeUID"`
-	Replica   api.UID `json:"replica"` // the local member
-	Disk      api.UID `json:"disk"`
-	Path      string  `json:"path"` // of the disk
-	Epoch     int64   `json:"epoch"`
-	ReadOnly  bool    `json:"readOnly,omitempty"`
+	Replica   api.UID `json:"replica,omitempty"` // the local member; empty: all are on other nodes
+	Disk      api.UID `json:"disk,omitempty"`
+	Path      string  `json:"path,omitempty"` // of the disk
+	Epoch     int64   `json:"epoch"`          // that the device was made in
+	// Of a volume with several replicas, or with one elsewhere: the epoch now and its members, and those of a swap whose
+	// outcome is not known.
+	Now      int64        `json:"now,omitempty"`
+	Members  []memberSpec `json:"members,omitempty"`
+	Next     int64        `json:"next,omitempty"`
+	Joining  *memberSpec  `json:"joining,omitempty"`
+	ReadOnly bool         `json:"readOnly,omitempty"`
 	// Lenders are the disks that layers were borrowed from when the device was made.
 	Lenders []lender `json:"lenders,omitempty"`
 }
@@ -38,15 +45,22 @@ type lender struct {
 // session is a volume attached on this node: its member, engine and device.
 type session struct {
 	blob
-	log    *slog.Logger
-	loop   *ioLoop
-	member *stack.Replica
-	engine *engine.Engine
-	dev    *device.Device
-	blank  bool // when the device was made
+	log     *slog.Logger
+	loop    *ioLoop
+	here    atomic.Pointer[stack.Replica] // nil: it has none here. Another one once it was dropped and is back
+	others  sync.Map                      // further replicas that it has, or had, here: *stack.Replica by api.UID
+	engine  *engine.Engine
+	size    atomic.Int64
+	serving atomic.Pointer[engine.Engine] // the engine, once it is open
+	mates   mates                         // what a volume with several replicas has
+	dev     *device.Device
+	blank   bool // when the device was made
 
 	wasFull bool // as the Attachment says; under the volume's lock
 	forced  bool // the device was taken away by force; under the volume's lock
+
+	trim   atomic.Pointer[trimRun] // the last one
+	zeroed atomic.Int64            // of the head when it was last looked at for what can be reclaimed
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]
@@ -65,8 +79,7 @@ type dropper func(ctx context.Context, epoch int64, member string) error
 type claimer func(stack.Meta) (epoch int64, err error)
 
 // open opens the replica, claims an epoch, has the replica adopt it, and starts the engine.
-func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper, claim claimer) (
-	_ *session, err error) {
+func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, claim claimer) (_ *session, err error) {
 	loop, err := d.pick()
 	if err != nil {
 		return nil, err
@@ -76,7 +89,7 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper,
 			d.putBack(loop)
 		}
 	}()
-	member, err := disk.OpenReplica(ctx, string(b.Replica), loop.Loop)
+	member, err := d.openHere(ctx, disk, string(b.Replica), loop)
 	if err != nil {
 		return nil, err
 	}
@@ -84,26 +97,109 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, drop dropper,
 	if b.Epoch, err = claim(m); err != nil {
 		return nil, errors.Join(err, member.Close())
 	}
-	b.Lenders = nil
-	from, _ := member.Lenders()
-	for _, disk := range from {
-		b.Lenders = append(b.Lenders, lender{api.UID(disk.UID()), disk.Path()})
-	}
-	s := &session{blob: b, log: d.Log.With("volume", b.Volume), loop: loop, member: member, blank: member.Empty(),
-		stir: make(chan struct{}, 1), ended: make(chan struct{})}
-	member.OnLost(func(bool) { s.wake() })
-	s.engine, err = engine.Open(ctx, engine.Config{
-		Loop: loop, Pool: loop.pool, Size: m.Size, Epoch: b.Epoch, Incarnation: d.Host.Incarnation(), ReadOnly: b.ReadOnly,
-		Members: []engine.Named{{Name: string(b.Replica), Local: true, Member: member}},
-		Drop:    drop,
-		OnSpace: func(full bool) { s.full.Store(full); s.wake() },
-		OnFence: func(err error) { s.fence.Store(&err); s.wake() },
-	})
-	if err != nil {
+	s := d.newSession(b, loop, member)
+	c := d.config(s, m.Size, b.Epoch)
+	c.Members = []engine.Named{{Name: string(b.Replica), Local: true, Member: peer.NewBackend(member, loop)}}
+	if s.engine, err = engine.Open(ctx, c); err != nil {
 		return nil, errors.Join(err, member.Close())
 	}
+	s.serving.Store(s.engine)
 	return s, nil
 }
+
+// config is what the engines of all sessions have in common.
+func (d *Data) config(s *session, size, epoch int64) engine.Config {
+	s.size.Store(size)
+	return engine.Config{
+		Loop: s.loop, Pool: s.loop.pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
+		Drop: d.manyDropper(s), Add: d.adder(s),
+		OnDrop: func(member string, why error) {
+			s.log.Warn("a replica was dropped", "replica", member, "err", why)
+			s.mates.dropped.Add(1)
+			s.mates.mu.Lock()
+			s.mates.news = append(s.mates.news, news{"Warning", "ReplicaDropped",
+				fmt.Sprintf("the volume is degraded, it goes on without a replica: %v", why)})
+			s.mates.mu.Unlock()
+			s.wake()
+			s.mates.lookSoon()
+		},
+		OnSpace: func(full bool) { s.full.Store(full); s.wake() },
+		OnFence: func(err error) { s.fence.Store(&err); s.wake() },
+	}
+}
+
+// openHere opens a replica of this node for an engine of this node. One of another node that has it loses it.
+func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *ioLoop) (*stack.Replica, error) {
+	if d.server != nil {
+		if err := d.server.Release(uid); err != nil {
+			d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
+		}
+	}
+	return disk.OpenReplica(ctx, uid, loop.Loop)
+}
+
+// newSession is one without an engine yet; member may be nil.
+func (d *Data) newSession(b blob, loop *ioLoop, member *stack.Replica) *session {
+	b.Lenders = nil
+	s := &session{log: d.Log.With("volume", b.Volume), loop: loop,
+		stir: make(chan struct{}, 1), ended: make(chan struct{})}
+	s.mates.look, s.mates.turn = make(chan struct{}, 1), make(chan struct{}, 1)
+	s.mates.joiners, s.mates.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
+	s.blob = b
+	if member != nil {
+		s.has(member)
+		s.blank = member.Empty()
+	}
+	return s
+}
+
+// has notes the replica that a new session has here.
+func (s *session) has(member *stack.Replica) {
+	s.here.Store(member)
+	from, _ := member.Lenders()
+	for _, disk := range from {
+		s.Lenders = append(s.Lenders, lender{api.UID(disk.UID()), disk.Path()})
+	}
+	member.OnLost(func(bool) { s.wake() })
+}
+
+// uses reports whether a replica is one of the engine's.
+func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
+	if _, joins := s.mates.joiners.Load(string(uid)); joins || !s.mates.many.Load() {
+		return true, nil
+	}
+	_, members, err := s.engine.Epoch(ctx)
+	return slices.Contains(members, string(uid)), err
+}
+
+// local is a replica that the session has, or had, here; nil: it had it never.
+func (s *session) local(uid api.UID) *stack.Replica {
+	if uid == s.Replica {
+		return s.member()
+	}
+	if x, is := s.others.Load(uid); is {
+		return x.(*stack.Replica)
+	}
+	return nil
+}
+
+// localMember is a member on a node, or "".
+func (s *session) localMember(node string) api.UID {
+	if !s.mates.many.Load() {
+		return s.Replica
+	}
+	s.mates.mu.Lock()
+	defer s.mates.mu.Unlock()
+	for _, m := range s.Members {
+		if m.Node == node {
+			return m.UID
+		}
+	}
+	return ""
+}
+
+// member is the replica that the session has here, or nil.
+func (s *session) member() *stack.Replica { return s.here.Load() }
 
 func (s *session) wake() {
 	select {
@@ -139,10 +235,10 @@ func (s *session) care(ctx context.Context, changed func()) {
 		}
 		if now := s.full.Load(); now != full {
 			if full = now; full {
-				s.log.Warn("the disk is full, writes wait", "disk", s.Path)
+				s.log.Warn("no replica has room, writes wait")
 				tick.Reset(probeEvery)
 			} else {
-				s.log.Info("the disk has room again, writes go on", "disk", s.Path)
+				s.log.Info("there is room again, writes go on")
 				tick.Stop()
 			}
 		}
@@ -170,7 +266,11 @@ func (d *Data) close(s *session) error {
 		s.cancel()
 		<-s.ended
 	}
-	s.member.GiveUp()
+	s.engine.Hurry() // the device is gone: nobody is waited for any more
+	s.mates.end()
+	if m := s.member(); m != nil {
+		m.GiveUp()
+	}
 	err := s.engine.Close()
 	d.putBack(s.loop)
 	return err
@@ -181,10 +281,11 @@ func (s *session) expand(ctx context.Context, size int64) error {
 	if s.fence.Load() != nil {
 		return api.Errorf(api.Denied, "the volume was taken over by another engine")
 	}
-	if s.member.Meta().Size < size {
+	if s.size.Load() < size {
 		if err := s.engine.Expand(ctx, size); err != nil {
 			return err
 		}
+		s.size.Store(size)
 	}
 	if s.dev.Spec().Size < size {
 		return s.dev.Resize(ctx, size)
@@ -193,33 +294,79 @@ func (s *session) expand(ctx context.Context, size int64) error {
 }
 
 func (s *session) spec() (device.Spec, error) {
-	raw, err := json.Marshal(s.blob)
+	raw, err := s.encoded()
 	if err != nil {
 		return device.Spec{}, fmt.Errorf("volume %s: %w", s.Volume, err)
 	}
-	return device.Spec{Key: string(s.VolumeUID), Name: s.Volume, Size: s.member.Meta().Size, ReadOnly: s.ReadOnly,
+	return device.Spec{Key: string(s.VolumeUID), Name: s.Volume, Size: s.size.Load(), ReadOnly: s.ReadOnly,
 		Blob: raw}, nil
 }
 
+// resumeWait is how long Resume waits for all devices. One whose disk hangs is taken up when the disk goes on, and
+// keeps no other waiting.
+const resumeWait = 5 * time.Second
+
+// resumeAgain is when what waits for a device that is being taken up is looked at again.
+const resumeAgain = time.Second
+
 // Resume takes up the devices that a predecessor left, each on the epoch that its replica has recorded. It needs no
 // API: I/O that waited goes on. A device that cannot be resumed stays held, its I/O waits, and the Attachment loop
-// tries again; the error says which.
+// tries again; the error says which. So does one that takes long: that one goes on by itself, until Close.
 func (d *Data) Resume(ctx context.Context) error {
 	held := d.Host.Held()
-	errs := make([]error, len(held))
+	d.mu.Lock()
+	for _, spec := range held {
+		d.resuming[spec.Name] = true
+	}
+	d.mu.Unlock()
 	var wg sync.WaitGroup
-	for i, spec := range held {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			if _, err := d.resume(ctx, spec); err != nil {
-				errs[i] = fmt.Errorf("volume %s: %w", spec.Name, err)
+	ended := make(chan error, len(held))
+	for _, spec := range held {
+		wg.Go(func() {
+			_, err := d.resume(ctx, spec)
+			if err != nil {
+				err = fmt.Errorf("volume %s: %w", spec.Name, err)
 				d.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
 			}
-		}()
+			d.mu.Lock()
+			delete(d.resuming, spec.Name)
+			d.mu.Unlock()
+			d.stir(spec.Name)
+			ended <- err
+		})
 	}
-	wg.Wait()
+	go func() { // ends with them
+		wg.Wait()
+		close(d.resumed)
+	}()
+	var errs []error
+	late := time.NewTimer(resumeWait)
+	defer late.Stop()
+	for range held {
+		select {
+		case err := <-ended:
+			errs = append(errs, err)
+			continue
+		case <-late.C:
+		}
+		d.mu.Lock()
+		for volume := range d.resuming {
+			errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
+				volume))
+		}
+		d.mu.Unlock()
+		break
+	}
+	d.Host.ThawLeft()
 	return errors.Join(errs...)
+}
+
+// beingResumed reports that a volume's device is being taken up. Who would wait for the volume's lock, as others wait
+// for him, looks again later.
+func (d *Data) beingResumed(volume string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.resuming[volume]
 }
 
 func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
@@ -233,21 +380,28 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {
 		return nil, api.Errorf(api.Corrupt, "what is kept with the device makes no sense: %v", err)
 	}
-	disk, err := d.disks.open(ctx, b.Path, b.Disk, false)
-	if err != nil {
-		return nil, err
+	var disk *stack.Disk
+	var err error
+	if len(b.Members) == 0 {
+		if disk, err = d.disks.open(ctx, b.Path, b.Disk, false); err != nil {
+			return nil, err
+		}
 	}
 	for _, from := range b.Lenders {
 		if _, err := d.disks.open(ctx, from.Path, from.Disk, false); err != nil {
 			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
 		}
 	}
-	s, err := d.open(ctx, b, disk, d.dropper(b), func(m stack.Meta) (int64, error) {
+	if len(b.Members) > 0 {
+		return d.resumeMany(ctx, spec, b)
+	}
+	s, err := d.open(ctx, b, disk, func(m stack.Meta) (int64, error) {
 		if m.VolumeUID != string(b.VolumeUID) || !slices.Contains(m.Members, string(b.Replica)) {
 			return 0, api.Errorf(api.Corrupt, "replica %s is of volume %s, members %v", b.Replica, m.VolumeUID, m.Members)
 		}
 		if len(m.Members) > 1 {
-			return 0, api.Errorf(api.Unsupported, "several replicas are not supported yet")
+			return 0, api.Errorf(api.Corrupt, "replica %s has the members %v, and its device was made for one", b.Replica,
+				m.Members)
 		}
 		return m.Epoch, nil
 	})

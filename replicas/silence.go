@@ -7,24 +7,24 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
 )
-
-// silentAfter is how long a node may be without a heartbeat.
-const silentAfter = 4 * heartbeat
 
 // silence watches the heartbeats: what is known of the volumes of a node that says nothing is old.
 type silence struct {
 	*planner
 	began time.Time
-	limit time.Duration
+	limit time.Duration // 0: what the node says
 }
 
 func (p *planner) setupSilence(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("heartbeat").For(&api.Node{}).
-		Complete(&silence{p, time.Now(), silentAfter})
+		WithOptions(controller.Options{NewQueue: backlog.New}).
+		Complete(&silence{planner: p, began: time.Now()})
 }
 
 // Reconcile looks at one node's heartbeat, and again when it will be too old.
@@ -40,9 +40,13 @@ func (s *silence) Reconcile(ctx context.Context, req reconcile.Request) (reconci
 	}
 	// While the controller itself was away it could hear nothing.
 	age := min(time.Since(n.Status.Heartbeat.Time), time.Since(s.began))
-	if age < s.limit {
+	limit := s.limit
+	if limit == 0 {
+		limit = n.SilentAfter()
+	}
+	if age < limit {
 		s.setSilent(ctx, n.Name, false)
-		return reconcile.Result{RequeueAfter: s.limit - age + time.Second}, nil
+		return reconcile.Result{RequeueAfter: limit - age + time.Second}, nil
 	}
 	if s.setSilent(ctx, n.Name, true) {
 		s.events.Eventf(&n, nil, "Warning", "NodeSilent", "Watch", "node %s gave no sign of life since %s", n.Name,
@@ -72,6 +76,14 @@ func (p *planner) setSilent(ctx context.Context, node string, is bool) bool {
 	}
 	for i := range list.Items {
 		q.Add(one(list.Items[i].Spec.Volume)[0])
+	}
+	for _, name := range p.attachedTo(ctx, node) {
+		q.Add(one(name)[0])
+	}
+	if !is { // it takes replicas again
+		for _, r := range append(p.unplaced(), p.spread(ctx, nil)...) {
+			q.Add(r)
+		}
 	}
 	return news
 }

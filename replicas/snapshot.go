@@ -8,6 +8,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -19,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -34,8 +36,13 @@ func (d *Data) setupSnapshots(mgr ctrl.Manager, opts controller.Options) error {
 		})
 	}
 	mine := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.(*api.Replica).Spec.Node == d.Node })
+	if err := d.setupGroups(mgr, opts); err != nil {
+		return err
+	}
 	return ctrl.NewControllerManagedBy(mgr).Named("snapshot").
-		For(&api.Snapshot{}, when(wishMatters)).
+		For(&api.Snapshot{}, when(func(old, now client.Object) bool {
+			return wishMatters(old, now) || now.(*api.Snapshot).Bare()
+		})).
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume }),
 			builder.WithPredicates(mine)).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
@@ -59,10 +66,12 @@ func wishMatters(old, now client.Object) bool {
 
 func membersMatter(old, now client.Object) bool {
 	a, b := old.(*api.Volume), now.(*api.Volume)
-	return !slices.Equal(a.Status.Members, b.Status.Members) || !a.DeletionTimestamp.Equal(b.DeletionTimestamp)
+	return !slices.Equal(a.Status.Members, b.Status.Members) || !a.DeletionTimestamp.Equal(b.DeletionTimestamp) ||
+		meta.IsStatusConditionTrue(a.Status.Conditions, api.ConditionKept) !=
+			meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionKept)
 }
 
-// unfinished are the snapshots of a volume that are not what their object wants.
+// unfinished are the snapshots of a volume that are not what their object wants, or had no digest yet.
 func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotList
 	err := d.client.List(ctx, &list, client.MatchingFields{byVolume: volume}, client.UnsafeDisableDeepCopy)
@@ -72,7 +81,7 @@ func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Reques
 	}
 	var all []reconcile.Request
 	for i := range list.Items {
-		if s := &list.Items[i]; !s.Status.ReadyToUse || s.DeletionTimestamp != nil {
+		if s := &list.Items[i]; !s.Status.ReadyToUse || s.DeletionTimestamp != nil || s.Status.Checksum == "" {
 			all = append(all, one(s.Name)...)
 		}
 	}
@@ -88,19 +97,36 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		}
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
+	if l.beingResumed(s.Spec.Volume) {
+		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+	}
 	defer l.lock(s.Spec.Volume)()
-	v, r, err := l.home(ctx, &s)
-	if r == nil || err != nil {
-		return reconcile.Result{}, err // another node's, or the controller's
+	v, r, many, err := l.home(ctx, &s)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if r == nil && !many { // another node's, or the controller's
+		if v != nil && (!s.Status.ReadyToUse || s.DeletionTimestamp != nil) && l.mayKeep(ctx, v) {
+			return reconcile.Result{RequeueAfter: l.silentAfter(ctx) / 2}, nil // nobody tells when a node falls silent
+		}
+		return reconcile.Result{}, nil
 	}
 	old := s.DeepCopy()
-	err = l.bring(ctx, &s, v, r)
+	l.snapWaits.set(s.Name, true) // before it looks: what changes meanwhile is not missed
+	if many {
+		err = l.bringMany(ctx, &s, v)
+	} else {
+		err = l.bring(ctx, &s, v, r)
+	}
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 	}
 	l.snapWaits.set(s.Name, api.Is(err, api.Unavailable))
 	s.Status.Error = ""
-	if err != nil {
+	switch {
+	case api.Is(err, api.Busy) && old.Status.ReadyToUse && s.DeletionTimestamp == nil: // it is what it was: for a moment
+		s.Status = *old.Status.DeepCopy()
+	case err != nil:
 		s.Status.ReadyToUse, s.Status.Error = false, err.Error()
 	}
 	if len(s.Finalizers) > 0 && !equality.Semantic.DeepEqual(old.Status, s.Status) {
@@ -119,23 +145,38 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{}, err
 	case api.Busy: // for a moment
 		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
+	case api.Unavailable, api.Denied:
+		if many { // nobody tells when a replica is reached again
+			return reconcile.Result{RequeueAfter: 2 * time.Second}, nil
+		}
 	case api.Full: // nobody tells of room
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, nil
 }
 
-// home is the snapshot's volume and its member on this node; nil: there is none.
-func (l *snapshotLoop) home(ctx context.Context, s *api.Snapshot) (*api.Volume, *api.Replica, error) {
+// home is the snapshot's volume and its member on this node; nil: there is none. many: the volume has several replicas,
+// and this node looks after its snapshots.
+func (l *snapshotLoop) home(ctx context.Context, s *api.Snapshot) (_ *api.Volume, _ *api.Replica, many bool,
+	err error) {
 	var v api.Volume
 	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {
-		return nil, nil, client.IgnoreNotFound(err)
+		return nil, nil, false, client.IgnoreNotFound(err)
 	}
 	if v.Status.UID == "" || s.Status.VolumeUID != "" && s.Status.VolumeUID != v.Status.UID {
-		return nil, nil, nil
+		return nil, nil, false, nil
+	}
+	if len(v.Status.Members) == 0 {
+		return nil, nil, false, nil
+	}
+	if node, _, err := l.keeper(ctx, &v); err != nil || node != l.Node {
+		return &v, nil, false, err
+	}
+	if many, err = l.several(ctx, &v); many || err != nil {
+		return &v, nil, many, err
 	}
 	r, err := memberOn(ctx, l.client, &v, l.Node)
-	return &v, r, err
+	return &v, r, false, err
 }
 
 // memberOn is a volume's member on a node; the node "" is any. Nil: there is none.
@@ -177,11 +218,15 @@ func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume
 	if err != nil {
 		return err
 	}
+	if s.Spec.Group != "" && s.Spec.CreateSnapshot && s.Status.CreationTime == "" {
+		if waits, err := l.ofGroup(ctx, s, k); waits || err != nil {
+			return err
+		}
+	}
 	if k == nil {
 		switch {
 		case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
-			return api.Errorf(api.NotFound, "lost: volume %s has no such snapshot on disk %s; delete the object", v.Name,
-				disk.Path())
+			return l.lostHere(ctx, s, v, r, disk)
 		case v.DeletionTimestamp != nil:
 			return api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
 		}
@@ -196,6 +241,10 @@ func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume
 		}
 		if s.Spec.Labels[api.LabelClone] == "" {
 			l.events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
+		}
+	} else if !s.Status.ReadyToUse { // cut by a process that may have died in it
+		if err := disk.Settle(string(r.Spec.UID), k.Layer); err != nil {
+			return err
 		}
 	}
 	return l.describe(s, v, r, disk, k)
@@ -236,7 +285,9 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 	disk *stack.Disk) error {
 	uid := string(uidOf(s))
 	cut := stack.Snapshot{UID: uid, Name: s.Name, Layer: uid, Created: time.Now().UTC().Truncate(time.Millisecond)}
+	thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
 	err := l.cutNow(ctx, v, r, disk, cut)
+	thaw()
 	var names []string
 	if lin, lerr := l.lineageOf(r, disk); lerr == nil { // of before: what was below the head is its parent
 		for _, k := range lin.all {
@@ -254,86 +305,133 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 
 func (l *snapshotLoop) cutNow(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
 	cut stack.Snapshot) error {
-	if err := reverting(r); err != nil {
+	c, done, err := l.prepare(ctx, v, r, disk, cut)
+	if err != nil {
 		return err
+	}
+	err = c.Do(ctx)
+	if derr := done(); err == nil {
+		err = derr
+	}
+	return err
+}
+
+// prepare prepares a cut, in the session of an attached volume, else in one of its own. Call done after the cut.
+func (l *snapshotLoop) prepare(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
+	cut stack.Snapshot) (_ *stack.Cut, done func() error, err error) {
+	if err := reverting(r); err != nil {
+		return nil, nil, err
 	}
 	open := l.session(v.Name)
 	if open == nil || open.Replica != r.Spec.UID || open.VolumeUID != v.Status.UID {
-		return l.cutDetached(ctx, v, r, disk, cut)
+		return l.prepareDetached(ctx, v, r, disk, cut)
 	}
 	if why := open.fence.Load(); why != nil {
-		return api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
+		return nil, nil, api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
 	}
-	return open.member.Cut(ctx, cut)
+	c, err := open.member().PrepareCut(ctx, cut)
+	return c, func() error { return nil }, err
 }
 
-// cutDetached cuts a volume that nobody has attached. The epoch that it claims keeps engines of other nodes out, or is
-// lost to one that attaches at the same time, which waits for nobody.
-func (l *snapshotLoop) cutDetached(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
-	cut stack.Snapshot) (err error) {
+// prepareDetached does so for a volume that nobody has attached. The epoch that it claims keeps engines of other nodes
+// out, or is lost to one that attaches at the same time, which waits for nobody.
+func (l *snapshotLoop) prepareDetached(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
+	cut stack.Snapshot) (_ *stack.Cut, done func() error, err error) {
 	key := client.ObjectKey{Name: v.Name}
+	var now api.Volume
+	if err := l.reader.Get(ctx, key, &now); err != nil {
+		return nil, nil, err
+	}
+	// Looked at after the volume: who attaches it from now on changes it, and the claim below fails.
 	if err := l.reader.Get(ctx, key, &api.Attachment{}); err == nil {
-		return api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
+		return nil, nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
 	} else if !apierrors.IsNotFound(err) {
-		return err
+		return nil, nil, err
 	}
 	for _, held := range l.Host.Held() {
 		if held.Key == string(v.Status.UID) {
-			return api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows", v.Name)
+			return nil, nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows",
+				v.Name)
 		}
-	}
-	var now api.Volume
-	if err := l.reader.Get(ctx, key, &now); err != nil {
-		return err
 	}
 	if now.UID != v.UID || now.Status.UID != v.Status.UID || now.DeletionTimestamp != nil {
-		return api.Errorf(api.Busy, "volume %s has changed", v.Name)
+		return nil, nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
 	}
-	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
+	l.openLendersOf(ctx, disk, r)
 	loop, err := l.pick()
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
-	defer l.putBack(loop)
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	if err != nil {
-		return err
+		l.putBack(loop)
+		return nil, nil, err
 	}
-	defer func() {
-		if cerr := open.Close(); err == nil {
-			err = cerr
-		}
-	}()
+	done = func() error {
+		defer l.putBack(loop)
+		return open.Close()
+	}
+	var c *stack.Cut
 	epoch, err := l.claim(ctx, &now, open.Meta(), "")
+	if err == nil {
+		err = open.Adopt(ctx, epoch, l.Host.Incarnation(), []string{string(r.Spec.UID)})
+	}
+	if err == nil {
+		c, err = open.PrepareCut(ctx, cut)
+	}
 	if err != nil {
-		return err
+		_ = done() // of what was not begun
+		return nil, nil, err
 	}
-	if err := open.Adopt(ctx, epoch, l.Host.Incarnation(), []string{string(r.Spec.UID)}); err != nil {
-		return err
-	}
-	return open.Cut(ctx, cut)
+	return c, done, nil
 }
 
 // describe writes what the stack says of the snapshot into its status.
 func (l *snapshotLoop) describe(s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk, k *kin) error {
 	st := &s.Status
 	size, used, err := disk.LayerSize(k.Layer)
+	if api.Is(err, api.NotFound) && l.replaced(r, disk, k) {
+		return api.Errorf(api.Busy, "its layer was merged a moment ago")
+	}
 	if err != nil {
 		return err
 	}
-	if st.RestoreSize == 0 {
-		st.RestoreSize = size
-	}
-	st.UID, st.Layer, st.VolumeUID = api.UID(k.UID), api.UID(k.Layer), v.Status.UID
-	st.Parent, st.Children, st.Labels = k.parent, k.children, s.Spec.Labels
-	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), used, l.Node
-	st.UserCreated = s.Spec.CreateSnapshot && s.Spec.Labels[api.LabelClone] == ""
-	st.ReadyToUse, st.MarkRemoved = r.Status.Mode == api.ReplicaCurrent, false
-	st.SizeText, st.RestoreSizeText = bytesText(used), bytesText(st.RestoreSize)
+	l.tell(s, v, k, peer.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
+	st.ReadyToUse = r.Status.Mode == api.ReplicaCurrent
 	if !st.ReadyToUse {
 		return api.Errorf(api.Unavailable, "replica %s is %s: %s", r.Name, r.Status.Mode, r.Status.Message)
 	}
 	return nil
+}
+
+// replaced reports whether a merge has given a snapshot another layer than was known. It is known from then on.
+func (l *snapshotLoop) replaced(r *api.Replica, disk *stack.Disk, k *kin) bool {
+	l.mu.Lock()
+	delete(l.lineages, r.Spec.UID)
+	l.mu.Unlock()
+	lin, err := l.lineageOf(r, disk)
+	if err != nil {
+		return false
+	}
+	now := lin.all[k.UID]
+	return now != nil && now.Layer != k.Layer
+}
+
+// tell writes what is known of a snapshot into its status.
+func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is peer.LayerSize) {
+	st := &s.Status
+	if st.RestoreSize == 0 {
+		st.RestoreSize = is.Size
+	}
+	st.UID, st.Layer, st.VolumeUID = api.UID(k.UID), api.UID(k.Layer), v.Status.UID
+	st.Parent, st.Children, st.Labels = k.parent, k.children, s.Spec.Labels
+	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), is.Used, l.Node
+	st.UserCreated = s.Spec.CreateSnapshot && s.Spec.Labels[api.LabelClone] == ""
+	st.MarkRemoved = false
+	st.SizeText, st.RestoreSizeText = bytesText(is.Used), bytesText(st.RestoreSize)
+	if st.Checksum = ""; is.Root != "" {
+		st.Checksum = "sha256:" + is.Root
+	}
 }
 
 // remove takes the snapshot out of the stack, then the finalizer from the object.
@@ -343,14 +441,8 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 	}
 	s.Status.MarkRemoved, s.Status.ReadyToUse = true, false
 	uid := uidOf(s)
-	var clones api.ReplicaList
-	if err := l.client.List(ctx, &clones, client.MatchingFields{bySource: string(uid)}); err != nil {
+	if err := l.beingCloned(ctx, s); err != nil {
 		return err
-	}
-	for _, c := range clones.Items {
-		if c.DeletionTimestamp == nil && (c.Status.Mode == "" || c.Status.Mode == api.ReplicaCreating) {
-			return api.Errorf(api.Busy, "volume %s is being made from it", c.Spec.Volume)
-		}
 	}
 	disk, err := l.disk(ctx, r.Spec.Disk)
 	switch {
@@ -365,8 +457,26 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 	default:
 		return err
 	}
+	return l.letObjectGo(ctx, s)
+}
+
+func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
 	if controllerutil.RemoveFinalizer(s, api.Finalizer) {
 		return client.IgnoreNotFound(l.client.Update(ctx, s))
+	}
+	return nil
+}
+
+// beingCloned tells of a clone that is being made from a snapshot.
+func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
+	var clones api.ReplicaList
+	if err := l.client.List(ctx, &clones, client.MatchingFields{bySource: string(uidOf(s))}); err != nil {
+		return err
+	}
+	for _, c := range clones.Items {
+		if c.DeletionTimestamp == nil && !c.Status.Pinned && (c.Status.Mode == "" || c.Status.Mode == api.ReplicaCreating) {
+			return api.Errorf(api.Busy, "volume %s is being made from it", c.Spec.Volume)
+		}
 	}
 	return nil
 }
@@ -382,10 +492,10 @@ func (l *snapshotLoop) drop(ctx context.Context, s *api.Snapshot, v *api.Volume,
 	}
 	k := lin.all[uid]
 	if k == nil {
-		return nil
+		return disk.Settle(string(r.Spec.UID)) // a process that died may have dropped it a moment ago
 	}
 	if open := l.session(r.Spec.Volume); open != nil && open.Replica == r.Spec.UID {
-		err = open.member.DropSnapshot(uid)
+		err = open.member().DropSnapshot(uid)
 	} else {
 		err = disk.DropSnapshot(string(r.Spec.UID), uid)
 	}
@@ -453,14 +563,8 @@ func (l *replicaLoop) adopt(ctx context.Context, r *api.Replica, disk *stack.Dis
 	return nil
 }
 
-// unseenOf are the replicas of a volume whose snapshots wait for objects.
+// unseenOf are the replicas of a volume on this node: its members have changed.
 func (d *Data) unseenOf(ctx context.Context, o client.Object) []reconcile.Request {
-	d.mu.Lock()
-	some := len(d.unseen) > 0
-	d.mu.Unlock()
-	if !some {
-		return nil
-	}
 	var list api.ReplicaList
 	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: o.GetName()}); err != nil {
 		d.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)

@@ -62,9 +62,11 @@ func (d *Data) tidy(disk *stack.Disk) {
 		runtime.LockOSThread()
 		lowest()
 		for {
-			wait := d.finishAll(t.ctx, disk)
+			wait, failed := d.finishAll(t.ctx, disk)
+			d.blame(disk, failed)
+			d.findMergeable(disk)
 			merged := make(chan bool)
-			go func() { merged <- d.mergeAll(t.ctx, disk) }() // not of low priority: it holds I/O back for moments
+			go func() { merged <- d.mergeAll(t.ctx, disk, failed) }() // not of low priority: it holds I/O back for moments
 			wait = <-merged || wait
 			t.mu.Lock()
 			if t.ctx.Err() != nil || !wait && !t.again[disk] {
@@ -91,17 +93,15 @@ func lowest() {
 	_, _, _ = unix.Syscall(unix.SYS_IOPRIO_SET, who, 0, idle)
 }
 
-// mergeRate bounds what merges copy, so that volumes have the disk.
-const mergeRate = 200 << 20
-
 // untidy is a replica in which layers may be merged.
 type untidy struct {
 	disk   *stack.Disk
 	volume string
 }
 
-// mergeAll merges layers of the disk's replicas, and reports whether something is left.
-func (d *Data) mergeAll(ctx context.Context, disk *stack.Disk) (left bool) {
+// mergeAll merges layers of the disk's replicas, and reports whether something is left. failed are layers that could
+// not be finished.
+func (d *Data) mergeAll(ctx context.Context, disk *stack.Disk, failed map[string]error) (left bool) {
 	d.mu.Lock()
 	all := map[string]string{}
 	for uid, u := range d.untidy {
@@ -115,31 +115,66 @@ func (d *Data) mergeAll(ctx context.Context, disk *stack.Disk) (left bool) {
 		if ctx.Err() != nil {
 			return false
 		}
+		before := snapshotLayers(disk, uid)
 		did, err := d.merge(ctx, disk, uid, volume)
 		if did {
-			d.changed(api.UID(uid))
+			d.changed(api.UID(uid), otherLayers(before, snapshotLayers(disk, uid))...)
+		}
+		if err == nil {
+			err = unfinished(disk, uid, failed)
 		}
 		switch {
 		case err == nil:
+			d.mergeEnded(ctx, uid, volume, nil)
 			// A layer that was cut off meanwhile has to be finished before it can be merged.
 			if rest, err := disk.Unfinished(); err == nil && len(rest) > 0 {
 				d.mergeSoon(disk, uid, volume)
 				d.tidy(disk)
 			}
 			continue
-		case ctx.Err() != nil || api.Is(err, api.NotFound):
+		case ctx.Err() != nil:
+			continue
+		case api.Is(err, api.NotFound) && replicaGone(disk, uid):
+			d.mergeGone(api.UID(uid))
 			continue
 		case errors.Is(err, context.Canceled): // somebody wanted the volume
 			d.mergeSoon(disk, uid, volume)
 			d.tidy(disk)
 			continue
-		case !api.Is(err, api.Busy):
+		case !api.Is(err, api.Busy) && !api.Is(err, api.Unavailable): // else it was closed in between
 			d.Log.Warn("layers cannot be merged yet", "volume", volume, "disk", disk.Path(), "err", err)
+			d.mergeEnded(ctx, uid, volume, err)
 		}
 		d.mergeSoon(disk, uid, volume)
 		left = true
 	}
 	return left
+}
+
+func replicaGone(disk *stack.Disk, uid string) bool {
+	_, err := disk.Stack(uid)
+	return api.Is(err, api.NotFound)
+}
+
+// snapshotLayers are the layers of a replica's snapshots, by their names.
+func snapshotLayers(disk *stack.Disk, uid string) map[string]string {
+	layers := map[string]string{}
+	if m, err := disk.Stack(uid); err == nil {
+		for _, s := range m.Snapshots {
+			layers[s.Name] = s.Layer
+		}
+	}
+	return layers
+}
+
+// otherLayers are the snapshots that have another layer now, so that another size, too, is to be told of them.
+func otherLayers(before, now map[string]string) (names []string) {
+	for name, layer := range now {
+		if before[name] != layer {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 func (d *Data) mergeSoon(disk *stack.Disk, uid, volume string) {
@@ -153,14 +188,19 @@ func (d *Data) mergeSoon(disk *stack.Disk, uid, volume string) {
 func (d *Data) merge(ctx context.Context, disk *stack.Disk, uid, volume string) (did bool, err error) {
 	all := func(ctx context.Context, r *stack.Replica) error {
 		for {
-			more, err := r.Merge(ctx, stack.MergeOptions{BytesPerSecond: mergeRate})
+			more, err := r.Merge(ctx, stack.MergeOptions{BytesPerSecond: d.number(ctx, "merge-rate-limit") << 20})
 			if did = did || more; err != nil || !more {
 				return err
 			}
 		}
 	}
-	if s := d.session(volume); s != nil && string(s.Replica) == uid {
-		return did, all(ctx, s.member)
+	if s := d.session(volume); s != nil {
+		if open := s.local(api.UID(uid)); open != nil {
+			return did, all(ctx, open)
+		}
+	}
+	if l := d.lentOf(uid); l != nil {
+		return did, all(ctx, l.Replica)
 	}
 	ctx, unlock := d.lockYielding(ctx, volume)
 	defer unlock()
@@ -177,6 +217,9 @@ func (d *Data) merge(ctx context.Context, disk *stack.Disk, uid, volume string) 
 		return false, err
 	}
 	defer d.putBack(loop)
+	if lacks, err := disk.Lacking(uid); err == nil && len(lacks) > 0 {
+		d.openLenders(ctx, api.UID(disk.UID()), []api.UID{api.UID(lacks[0])})
+	}
 	r, err := disk.OpenReplica(ctx, uid, loop.Loop)
 	if err != nil {
 		return false, err
@@ -208,29 +251,72 @@ func (d *Data) lockYielding(ctx context.Context, volume string) (context.Context
 	}
 }
 
-// finishAll finishes what is there to finish, and reports whether something is left.
-func (d *Data) finishAll(ctx context.Context, disk *stack.Disk) (left bool) {
+// finishAll finishes what is there to finish, and reports whether something is left, and what failed.
+func (d *Data) finishAll(ctx context.Context, disk *stack.Disk) (left bool, failed map[string]error) {
 	layers, err := disk.Unfinished()
 	if err != nil {
 		d.Log.Warn("which layers are to be finished is not known", "disk", disk.Path(), "err", err)
-		return true
+		return true, nil
 	}
+	failed = map[string]error{}
+	if more, err := disk.Unchecked(); err == nil {
+		layers = append(layers, more...)
+	}
+	done := map[string]bool{}
+	defer func() { d.tellDigests(disk, done) }()
 	for _, uid := range layers {
 		began := time.Now()
 		err := disk.Finish(ctx, uid)
 		switch {
 		case err == nil:
+			done[uid] = true
 			d.Log.Info("layer finished", "disk", disk.Path(), "layer", uid, "took", time.Since(began).Round(time.Millisecond))
 		case ctx.Err() != nil:
-			return false
+			return false, nil
 		case errors.Is(err, os.ErrNotExist) || api.Is(err, api.NotFound) || api.Is(err, api.Invalid):
 			// It went meanwhile.
 		default:
 			left = true
 			if !api.Is(err, api.Busy) {
 				d.Log.Warn("a layer cannot be finished yet", "disk", disk.Path(), "layer", uid, "err", err)
+				failed[uid] = err
 			}
 		}
 	}
-	return left
+	return left, failed
+}
+
+// digestsTold is when the digests of finished layers are told: by then most of the snapshots are looked at anyway.
+const digestsTold = 2 * time.Second
+
+// tellDigests has the snapshots looked at whose layers have their digests now.
+func (d *Data) tellDigests(disk *stack.Disk, layers map[string]bool) {
+	q := d.snapshots.Load()
+	if q == nil || len(layers) == 0 {
+		return
+	}
+	left := len(layers)
+	tell := func(m stack.Meta) {
+		for _, s := range m.Snapshots {
+			if layers[s.Layer] && s.Name != "" {
+				left--
+				(*q).AddAfter(one(s.Name)[0], digestsTold)
+			}
+		}
+	}
+	for _, s := range d.all() { // mostly theirs
+		if m := s.member(); m != nil && string(s.Disk) == disk.UID() {
+			tell(m.Meta())
+		}
+	}
+	if left <= 0 {
+		return
+	}
+	all, err := disk.Replicas()
+	if err != nil {
+		d.Log.Warn("some replicas cannot be read", "disk", disk.Path(), "err", err)
+	}
+	for _, m := range all {
+		tell(m)
+	}
 }

@@ -57,8 +57,11 @@ func takeUse(ctx context.Context, path, instance string) (_ *os.File, err error)
 		case errors.Join(err1, err2) != nil:
 			return nil, api.Errorf(api.Unavailable, "disk %s: lock %s: %w", path, useFile, errors.Join(err1, err2))
 		case !before && !after:
-			// For people only: a full disk need not have room for it.
-			_ = os.WriteFile(filepath.Join(path, nameFile), []byte(instance), 0o600)
+			// For people only: a full disk need not have room for it. A disk that hangs may hang at this, too.
+			name := filepath.Join(path, nameFile)
+			if is, err := os.ReadFile(name); err != nil || string(is) != instance {
+				_ = os.WriteFile(name, []byte(instance), 0o600)
+			}
 			return f, nil
 		case time.Since(began) > useWait:
 			who, _ := os.ReadFile(filepath.Join(path, nameFile))

@@ -3,6 +3,7 @@ package replicas
 import (
 	"context"
 	"errors"
+	"flag"
 	"io"
 	"log/slog"
 	"net"
@@ -17,9 +18,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/config"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
@@ -33,6 +36,7 @@ func TestMain(m *testing.M) {
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())
+	_ = flag.Set("test.parallel", "4") // most of the time they wait; whoever asks for another number gets it
 	os.Exit(m.Run())
 }
 
@@ -52,7 +56,8 @@ type world struct {
 	stopRoles, stopData func()
 	data                *Data
 	host                *device.Host
-	lost                bool // the next Resume is to fail
+	lost                bool                      // the next Resume is to fail
+	refuse              func(client.Object) error // asked before the controller and node roles write a status
 }
 
 // logTo writes a log to the test's.
@@ -68,12 +73,12 @@ func newWorld(t *testing.T, disks ...string) *world {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: devices are mounted")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	w := &world{t: t, ctx: ctx, dir: t.TempDir()}
 	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))
 	t.Cleanup(cancel)
 
-	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"),
+	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"), Volatile: true,
 		Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
@@ -135,9 +140,23 @@ func (w *world) holder() {
 func (w *world) manager() ctrl.Manager {
 	w.t.Helper()
 	skip, grace := true, 20*time.Second
+	refuse := w.refuse
 	mgr, err := ctrl.NewManager(w.server.Config, ctrl.Options{Scheme: testScheme(w.t),
 		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
-		GracefulShutdownTimeout: &grace, Logger: logr.Discard()})
+		GracefulShutdownTimeout: &grace, Logger: logr.Discard(),
+		NewClient: func(config *rest.Config, o client.Options) (client.Client, error) {
+			c, err := client.NewWithWatch(config, o)
+			if err != nil || refuse == nil {
+				return c, err
+			}
+			return interceptor.NewClient(c, interceptor.Funcs{SubResourceUpdate: func(ctx context.Context, c client.Client,
+				sub string, obj client.Object, o ...client.SubResourceUpdateOption) error {
+				if err := refuse(obj); err != nil {
+					return err
+				}
+				return c.SubResource(sub).Update(ctx, obj, o...)
+			}}), nil
+		}})
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -238,7 +257,7 @@ func await[T client.Object](w *world, obj T, list client.ObjectList, what string
 		w.t.Fatal(err)
 	}
 	defer watch.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, 40*time.Second)
 	defer cancel()
 	for {
 		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); err == nil && ok(obj) {
@@ -261,7 +280,7 @@ func gone[T client.Object](w *world, obj T, list client.ObjectList) {
 		w.t.Fatal(err)
 	}
 	defer watch.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, 40*time.Second)
 	defer cancel()
 	for {
 		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); client.IgnoreNotFound(err) != nil {

@@ -21,6 +21,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -159,9 +161,8 @@ func TestKillEverything(t *testing.T) {
 	var v api.Volume
 	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "doomed"}, &v))
 	must(t, w.objects.Delete(t.Context(), &v))
-	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "grown"}, &v))
-	v.Spec.Size = 128 << 20
-	must(t, w.objects.Update(t.Context(), &v))
+	patch := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"size":134217728}}`))
+	must(t, w.objects.Patch(t.Context(), &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "grown"}}, patch))
 	w.killAll()
 	w.start(drover(t))
 

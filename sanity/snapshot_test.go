@@ -34,8 +34,20 @@ func TestSnapshotStories(t *testing.T) {
 	run("a mounted volume is cloned", cloneMounted)
 	run("a snapshot is restored, larger", restoreLarger)
 	run("snapshots under load", snapshotLoad)
+	run("many snapshots and clones at once", snapshotsAtOnce)
 	run("data is killed while snapshots are taken", snapshotKilled)
 	run("a volume that was never formatted", cloneBlank)
+	run("groups are of one instant", groupOrder)
+	run("changed blocks", snapshotMetadata)
+	run("a damaged layer", damagedLayer)
+	run("trim over a snapshot", trimMounted)
+	run("a trim that removes snapshots", trimRemoves)
+	run("frozen file systems", frozenSnapshots)
+	run("data is killed while a file system is frozen", frozenKilled)
+	run("full copies", fullCopies)
+	run("data is killed while copies are made", copiesKilled)
+	run("snapshots that are images", imageSnapshots)
+	run("the words of CSI", snapshotWords)
 	run("command line", snapshotCommands)
 }
 
@@ -64,12 +76,16 @@ func (w *world) unsnap(ids ...string) {
 }
 
 // from creates a volume of a snapshot's handle or a volume's id.
-func (w *world) from(source, name string, size int64, c *csi.VolumeCapability) (*pod, error) {
-	req := &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{c}}
+func (w *world) from(source, name string, size int64, c *csi.VolumeCapability, parameters ...string) (*pod, error) {
+	req := &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{c},
+		Parameters: map[string]string{}}
+	for i := 0; i < len(parameters); i += 2 {
+		req.Parameters[parameters[i]] = parameters[i+1]
+	}
 	if size > 0 {
 		req.CapacityRange = &csi.CapacityRange{RequiredBytes: size}
 	}
-	if strings.HasPrefix(source, "snap://") {
+	if strings.HasPrefix(source, "snap://") || strings.HasPrefix(source, "bi://") {
 		req.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
 			Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: source}}}
 	} else {
@@ -133,10 +149,13 @@ func restoreLarger(t *testing.T, w *world) {
 	if again, err := w.snap(a.id, "of-restored"); again != id || err != nil {
 		t.Errorf("again: %s, %v", again, err)
 	}
-	on := func(node string) (*csi.CreateSnapshotResponse, error) {
-		return w.controller.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{SourceVolumeId: a.id, Name: "on-" + node,
-			AccessibilityRequirements: &csi.TopologyRequirement{Requisite: []*csi.Topology{
-				{Segments: map[string]string{api.TopologyNode: node}}}}})
+	on := func(nodes ...string) (*csi.CreateSnapshotResponse, error) {
+		r := &csi.TopologyRequirement{}
+		for _, n := range nodes {
+			r.Requisite = append(r.Requisite, &csi.Topology{Segments: map[string]string{api.TopologyNode: n}})
+		}
+		return w.controller.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{SourceVolumeId: a.id,
+			Name: "on-" + strings.Join(nodes, "-or-"), AccessibilityRequirements: r})
 	}
 	_, err = on("elsewhere")
 	wantCode(t, err, codes.ResourceExhausted, "no replica on elsewhere")
@@ -146,6 +165,12 @@ func restoreLarger(t *testing.T, w *world) {
 	must(t, err)
 	if at := is.Snapshot.AccessibleTopology; len(at) != 1 || at[0].Segments[api.TopologyNode] != w.name {
 		t.Errorf("the snapshot is on %v", at)
+	}
+	w.unsnap(here.Snapshot.SnapshotId)
+	here, err = on("elsewhere", w.name)
+	must(t, err)
+	if at := here.Snapshot.AccessibleTopology; len(at) != 1 || at[0].Segments[api.TopologyNode] != w.name {
+		t.Errorf("of two places the snapshot is on %v", at)
 	}
 	w.unsnap(here.Snapshot.SnapshotId)
 	must(t, os.Remove(a.file("file")))
@@ -178,22 +203,29 @@ type counting struct {
 	end  chan error
 }
 
+// count begins with a number that is durable.
 func (p *pod) count(name string) *counting {
 	c := &counting{stop: make(chan struct{}), end: make(chan error, 1)}
 	f, err := os.Create(p.file(name))
 	must(p.w.t, err)
+	write := func(n int64) error {
+		_, err := f.WriteAt(fmt.Appendf(nil, "%012d", n), 0)
+		if err == nil {
+			err = f.Sync()
+		}
+		if err == nil {
+			c.n.Store(n)
+		}
+		return err
+	}
+	must(p.w.t, write(1))
 	go func() {
 		defer f.Close()
-		for n := int64(1); ; n++ {
-			_, err := f.WriteAt(fmt.Appendf(nil, "%012d", n), 0)
-			if err == nil {
-				err = f.Sync()
-			}
-			if err != nil {
+		for n := int64(2); ; n++ {
+			if err := write(n); err != nil {
 				c.end <- err
 				return
 			}
-			c.n.Store(n)
 			select {
 			case <-c.stop:
 				c.end <- nil
@@ -291,11 +323,6 @@ func cloneBlank(t *testing.T, w *world) {
 	must(t, b.up())
 	b.write("file", mib)
 	do(t, b.down, b.remove, a.remove)
-	_, err = w.controller.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: "full",
-		VolumeCapabilities: []*csi.VolumeCapability{blockCap()}, Parameters: map[string]string{"cloneMode": "full-copy"},
-		VolumeContentSource: &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
-			Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: a.id}}}})
-	wantCode(t, err, codes.InvalidArgument, "full-copy is not supported yet")
 }
 
 func snapshotCommands(t *testing.T, w *world) {

@@ -2,11 +2,9 @@ package sanity_test
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -15,173 +13,11 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 )
-
-const (
-	mib = int64(1) << 20
-	gib = int64(1) << 30
-)
-
-func mountCap(fs string) *csi.VolumeCapability {
-	return &csi.VolumeCapability{
-		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
-		AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: fs}},
-	}
-}
-
-func blockCap() *csi.VolumeCapability {
-	return &csi.VolumeCapability{
-		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
-		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
-	}
-}
-
-// pod is a volume used by a workload: what a CO does for it, and where it put it.
-type pod struct {
-	w       *world
-	id      string
-	cap     *csi.VolumeCapability
-	staging string
-	target  string
-}
-
-func (w *world) create(name string, size int64, c *csi.VolumeCapability, parameters ...string) (*pod, error) {
-	req := &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{c},
-		Parameters: map[string]string{}}
-	if size > 0 {
-		req.CapacityRange = &csi.CapacityRange{RequiredBytes: size}
-	}
-	for i := 0; i < len(parameters); i += 2 {
-		req.Parameters[parameters[i]] = parameters[i+1]
-	}
-	ctx, cancel := context.WithTimeout(w.t.Context(), settle)
-	defer cancel()
-	res, err := w.controller.CreateVolume(ctx, req)
-	if err != nil {
-		return nil, err
-	}
-	id := res.Volume.VolumeId
-	return &pod{w: w, id: id, cap: c, staging: w.path(id + "-staging"), target: w.path(id + "-target")}, nil
-}
-
-func (p *pod) up() error {
-	ctx, cancel := context.WithTimeout(p.w.t.Context(), settle)
-	defer cancel()
-	if err := os.MkdirAll(p.staging, 0o700); err != nil {
-		return err
-	}
-	if _, err := p.w.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: p.id,
-		NodeId: p.w.name, VolumeCapability: p.cap}); err != nil {
-		return err
-	}
-	if _, err := p.w.node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: p.id, StagingTargetPath: p.staging,
-		VolumeCapability: p.cap}); err != nil {
-		return err
-	}
-	_, err := p.w.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: p.id,
-		StagingTargetPath: p.staging, TargetPath: p.target, VolumeCapability: p.cap})
-	return err
-}
-
-func (p *pod) down() error {
-	ctx, cancel := context.WithTimeout(p.w.t.Context(), settle)
-	defer cancel()
-	if _, err := p.w.node.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: p.id,
-		TargetPath: p.target}); err != nil {
-		return err
-	}
-	if _, err := p.w.node.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: p.id,
-		StagingTargetPath: p.staging}); err != nil {
-		return err
-	}
-	_, err := p.w.controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: p.id,
-		NodeId: p.w.name})
-	return err
-}
-
-func (p *pod) remove() error {
-	ctx, cancel := context.WithTimeout(p.w.t.Context(), settle)
-	defer cancel()
-	_, err := p.w.controller.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: p.id})
-	return err
-}
-
-func (p *pod) expand(size int64) error {
-	ctx, cancel := context.WithTimeout(p.w.t.Context(), settle)
-	defer cancel()
-	res, err := p.w.controller.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: p.id,
-		CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: p.cap})
-	if err == nil && res.CapacityBytes != size {
-		err = fmt.Errorf("expanded to %d bytes, not %d", res.CapacityBytes, size)
-	}
-	return err
-}
-
-func (p *pod) expandNode(size int64) error {
-	_, err := p.w.node.NodeExpandVolume(p.w.t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: p.id,
-		VolumePath: p.target, CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: p.cap})
-	return err
-}
-
-func (p *pod) total() int64 {
-	p.w.t.Helper()
-	r, err := p.w.node.NodeGetVolumeStats(p.w.t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: p.id,
-		VolumePath: p.target})
-	must(p.w.t, err)
-	return r.Usage[0].Total
-}
-
-func (p *pod) file(name string) string { return filepath.Join(p.target, name) }
-
-// write makes a file of random bytes, durable, and returns its sum.
-func (p *pod) write(name string, size int64) [32]byte {
-	p.w.t.Helper()
-	b := make([]byte, size)
-	seed := sha256.Sum256([]byte(p.id + name))
-	_, _ = rand.NewChaCha8(seed).Read(b)
-	f, err := os.Create(p.file(name))
-	must(p.w.t, err)
-	_, err = f.Write(b)
-	must(p.w.t, err)
-	must(p.w.t, f.Sync())
-	must(p.w.t, f.Close())
-	return sha256.Sum256(b)
-}
-
-func (p *pod) check(name string, sum [32]byte) {
-	p.w.t.Helper()
-	b, err := os.ReadFile(p.file(name))
-	must(p.w.t, err)
-	if sha256.Sum256(b) != sum {
-		p.w.t.Errorf("volume %s: file %s is not what was written", p.id, name)
-	}
-}
-
-func wantCode(t *testing.T, err error, code codes.Code, words ...string) {
-	t.Helper()
-	if status.Code(err) != code {
-		t.Fatalf("code %v, want %v: %v", status.Code(err), code, err)
-	}
-	for _, w := range words {
-		if !strings.Contains(err.Error(), w) {
-			t.Errorf("error %q does not say %q", err, w)
-		}
-	}
-}
-
-func do(t *testing.T, steps ...func() error) {
-	t.Helper()
-	for _, s := range steps {
-		must(t, s())
-	}
-}
 
 // TestStories are what users do, in one world after another state of it.
 func TestStories(t *testing.T) {
@@ -207,6 +43,9 @@ func TestStories(t *testing.T) {
 	run("all of the node dies", nodeDies)
 	run("data is killed under load", killData)
 	run("data is killed under fio", killUnderFio)
+	run("not on a volume of its own", notOnItself)
+	run("memory is its own", ownMemory)
+	run("memory is scarce", scarceMemory)
 }
 
 func dataStays(t *testing.T, w *world) {
@@ -460,7 +299,7 @@ func differs(t *testing.T, w *world) {
 	must(t, p.remove())
 	for _, c := range [][]string{
 		{"noSuchKey", "1", "unknown", "numberOfReplicas"}, {"fstype", "ext4", "did you mean fsType", ""},
-		{"encrypted", "true", "encrypted", "not supported yet"}, {"numberOfReplicas", "3", "not supported yet", ""},
+		{"encrypted", "true", "encrypted", "not supported yet"}, {"numberOfReplicas", "30", "1 to 20", ""},
 		{"fromBackup", "s3://x", "fromBackup", "not supported yet"}, {"dataLocality", "some", "strict-local", ""},
 	} {
 		_, err := w.create("two", 64*mib, mountCap(""), c[0], c[1])
@@ -515,154 +354,4 @@ func pages(t *testing.T, w *world) {
 	}
 	_, err := w.controller.ListVolumes(t.Context(), &csi.ListVolumesRequest{MaxEntries: -1})
 	wantCode(t, err, codes.InvalidArgument)
-}
-
-// restarts: mounts and their I/O go on while serve is away, and the next serve takes them over.
-func restarts(t *testing.T, w *world) {
-	p, err := w.create("restart", 512*mib, mountCap("xfs"))
-	must(t, err)
-	must(t, p.up())
-	before := p.write("before", 8*mib)
-	data, hold := w.child("data"), w.child("hold")
-	w.signal(syscall.SIGTERM)
-	during := p.write("during", 8*mib)
-	w.start(drover(t))
-	if w.child("data") != data || w.child("hold") != hold || data == 0 || hold == 0 {
-		t.Errorf("data and hold were %d and %d and are %d and %d: not adopted", data, hold,
-			w.child("data"), w.child("hold"))
-	}
-	p.check("before", before)
-	p.check("during", during)
-	must(t, p.up()) // all again: nothing to do
-	do(t, p.down, p.up)
-	p.check("during", during)
-	do(t, p.down, p.remove)
-	w.signal(syscall.SIGTERM)
-	if w.child("data") != 0 || w.child("hold") != 0 {
-		t.Error("with no volume attached, data and hold stay behind")
-	}
-	w.start(drover(t))
-}
-
-// killServe: after kill -9 of serve, data and the holder, objects and data are there, and half-done work goes on.
-func killServe(t *testing.T, w *world) {
-	p, err := w.create("killed", 512*mib, mountCap("ext4"))
-	must(t, err)
-	must(t, p.up())
-	sum := p.write("file", 8*mib)
-	must(t, p.down())
-	data, hold := w.child("data"), w.child("hold")
-	w.signal(syscall.SIGKILL)
-	for _, pid := range []int{data, hold} {
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
-	}
-	w.start(drover(t))
-	must(t, p.up())
-	p.check("file", sum)
-	do(t, p.down, p.remove)
-}
-
-// killData kills the data process again and again while verified writes run.
-func killData(t *testing.T, w *world) {
-	p, err := w.create("load", 256*mib, blockCap())
-	must(t, err)
-	must(t, p.up())
-	f, err := os.OpenFile(p.target, os.O_RDWR|syscall.O_DIRECT|syscall.O_EXCL, 0)
-	must(t, err)
-	stop, ended := make(chan struct{}), make(chan error, 1)
-	progress := make(chan struct{}, 1)
-	go func() { ended <- load(f, 256*mib, stop, progress) }()
-	n := kills(t, 5)
-	var slowest time.Duration
-	for range n {
-		pid := w.child("data")
-		began := time.Now()
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
-		// Only work that began after the kill is a sign of life: two are read, since one may have waited here.
-		for range 2 {
-			select {
-			case <-progress:
-			case err := <-ended:
-				t.Fatalf("the load ended: %v", err)
-			case <-time.After(settle):
-				w.fatal("no I/O for %v after a kill", settle)
-			}
-		}
-		slowest = max(slowest, time.Since(began))
-		for w.child("data") == pid || w.child("data") == 0 { // the pid file of the next one comes with its first I/O
-			select {
-			case <-progress:
-			case <-time.After(settle):
-				w.fatal("data was not started again")
-			}
-		}
-	}
-	close(stop)
-	must(t, <-ended)
-	must(t, f.Close())
-	t.Logf("%d kills, at most %v until I/O went on", n, slowest.Round(time.Millisecond))
-	do(t, p.down, p.remove)
-}
-
-// load writes random blocks, reads some back at once and all at the end. Any error or difference ends it.
-func load(f *os.File, size int64, stop, progress chan struct{}) error {
-	const block = 16 << 10
-	versions := make([]uint64, size/block)
-	buf, got := aligned(block), aligned(block)
-	fill := func(b []byte, i int64, v uint64) {
-		rng := rand.NewChaCha8(sha256.Sum256(fmt.Appendf(nil, "%d %d", i, v)))
-		_, _ = rng.Read(b)
-	}
-	verify := func(i int64) error {
-		if _, err := f.ReadAt(got, i*block); err != nil {
-			return fmt.Errorf("read block %d: %w", i, err)
-		}
-		clear(buf)
-		if versions[i] > 0 {
-			fill(buf, i, versions[i])
-		}
-		if !bytes.Equal(buf, got) {
-			return fmt.Errorf("block %d is not what was written, version %d", i, versions[i])
-		}
-		return nil
-	}
-	for n := 0; ; n++ {
-		select {
-		case <-stop:
-			for i := range versions {
-				if err := verify(int64(i)); err != nil {
-					return err
-				}
-			}
-			return nil
-		default:
-		}
-		i := rand.Int64N(int64(len(versions)))
-		fill(buf, i, versions[i]+1)
-		if _, err := f.WriteAt(buf, i*block); err != nil {
-			return fmt.Errorf("write block %d: %w", i, err)
-		}
-		versions[i]++
-		if n%64 == 0 {
-			if err := f.Sync(); err != nil {
-				return err
-			}
-		}
-		if err := verify(rand.Int64N(int64(len(versions)))); err != nil {
-			return err
-		}
-		select {
-		case progress <- struct{}{}:
-		default:
-		}
-	}
-}
-
-// aligned is memory that direct I/O takes.
-func aligned(n int) []byte {
-	b, err := syscall.Mmap(-1, 0, n, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
-	if err != nil {
-		panic(err)
-	}
-	return b // for as long as the test runs
 }

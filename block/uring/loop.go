@@ -3,7 +3,7 @@
 //
 // Everything but New, Post, Do and Close belongs to the loop's thread: the ops are started there and their Done is
 // called there, so the data behind a Loop needs no locks. An Op is reusable as soon as its Done runs, and nothing is
-// allocated per I/O. Ops that are started while completions are handled reach the kernel together, in one system call.
+// allocated per I/O. Ops that are started while completions are handled reach the kernel in small groups.
 //
 // The caller's goroutine in Run is the loop's thread; the fallback's goroutines are started and awaited by Run.
 package uring
@@ -60,6 +60,8 @@ type backend interface {
 	// for what is complete.
 	wait(block bool, done func(op *Op, res int32)) error
 	wake()
+	// widen lets so many more ops block in the kernel at a time than there are from the start.
+	widen(extra int)
 	close()
 }
 
@@ -75,6 +77,7 @@ type Loop struct {
 	done   chan struct{}
 
 	// The loop's thread only:
+	extra    int
 	spare    []func()
 	polls    *Op
 	inflight int
@@ -291,6 +294,13 @@ func (l *Loop) PollIn(op *Op, fd int) {
 	}
 	op.prev, op.next, l.polls = nil, l.polls, op
 	l.start(op)
+}
+
+// Widen lets n more ops block in the kernel at a time, or fewer if it is negative: ops on a disk that hangs keep those
+// there are, and ops on other disks would wait for them. On the loop's thread.
+func (l *Loop) Widen(n int) {
+	l.extra += n
+	l.be.widen(l.extra)
 }
 
 // CancelPoll ends a poll under way with -ECANCELED, unless it completes by itself at the same moment. Its Done still

@@ -20,6 +20,15 @@ const (
 	enterGetEvents = 1 << 0
 
 	registerEnableRings = 12
+	registerIOWQWorkers = 19 // since 5.15
+
+	// What the kernel cannot do at once (writes that allocate, syncs) it gives to threads. Writes of one file take turns
+	// there anyhow, and more threads only fight for the file's lock: on two processors, two of them wrote 1.1 to 1.4
+	// times as fast as the default eight. One would let every write wait for a sync.
+	kernelWorkers = 2
+	// So many reads and writes go to the disk together. Fewer cost system calls; with more the disk idles while they are
+	// gathered.
+	together = 4
 
 	featSingleMmap = 1 << 0
 	featNoDrop     = 1 << 1
@@ -150,8 +159,15 @@ func (r *ring) open() error {
 			return fmt.Errorf("uring: enable the ring: %w", e)
 		}
 	}
+	r.widen(0)
 	r.listen()
 	return nil
+}
+
+func (r *ring) widen(extra int) {
+	limit := [2]uint32{uint32(kernelWorkers + extra), 0} // 0: as it is
+	_, _, _ = unix.Syscall6(unix.SYS_IO_URING_REGISTER, uintptr(r.fd), registerIOWQWorkers,
+		uintptr(unsafe.Pointer(&limit)), 2, 0, 0) // an older kernel does without
 }
 
 func (r *ring) listen() {
@@ -236,6 +252,18 @@ func (r *ring) start(op *Op) {
 		s.off, s.addr, s.len = uint64(op.off), uint64(op.n), op.mode
 	case opPollAdd:
 		s.opFlags = unix.POLLIN
+	}
+	if op.code == opRead || op.code == opWrite {
+		r.push()
+	}
+}
+
+// push starts the disk on what is queued, before more is gathered. A disk with little to do gets each at once.
+func (r *ring) push() {
+	queued := int(*r.sqTail - atomic.LoadUint32(r.sqHead))
+	under := len(r.ops) - len(r.free) - queued
+	if queued >= max(1, min(together, under/2)) {
+		_ = r.enter(false) // what it could not take stays queued; wait meets the error again
 	}
 }
 

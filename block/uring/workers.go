@@ -11,7 +11,8 @@ import (
 // workers stands in for an io_uring: goroutines that block in the kernel, and one that sits in epoll.
 type workers struct {
 	ops   chan *Op
-	count int
+	count int // of them, from the start
+	begun int
 	epoll int
 	event int // ends the poller
 	woken chan struct{}
@@ -49,17 +50,21 @@ func newWorkers(n int) (*workers, error) {
 }
 
 func (w *workers) open() error {
-	w.wg.Add(w.count + 1)
-	for range w.count {
-		go func() {
-			defer w.wg.Done()
+	w.wg.Add(1)
+	go w.poller()
+	w.widen(0)
+	return nil
+}
+
+// widen never makes them fewer.
+func (w *workers) widen(extra int) {
+	for ; w.begun < w.count+extra; w.begun++ {
+		w.wg.Go(func() {
 			for op := range w.ops {
 				w.finish(op, op.run())
 			}
-		}()
+		})
 	}
-	go w.poller()
-	return nil
 }
 
 func (w *workers) close() {

@@ -67,6 +67,9 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	if err := get(ctx, c, "volume", volume, &v); err != nil {
 		return nil, err
 	}
+	if err := strictly(ctx, c, &v, node); err != nil {
+		return nil, err
+	}
 	want := &api.Attachment{Spec: api.AttachmentSpec{Volume: volume, Node: node, ReadOnly: readOnly, Purpose: "workload"}}
 	want.Name = volume
 	want.Labels = map[string]string{api.LabelVolume: volume, api.LabelNode: node}
@@ -104,6 +107,19 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	})
 	return att, late(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume, node,
 		colon(told), volume)
+}
+
+// strictly refuses to attach a strict-local volume where its data is not.
+func strictly(ctx context.Context, c client.Client, v *api.Volume, node string) error {
+	if v.Spec.DataLocality != "strict-local" || len(v.Status.Members) == 0 {
+		return nil
+	}
+	var r api.Replica
+	if err := c.Get(ctx, client.ObjectKey{Name: v.Status.Members[0]}, &r); err != nil || r.Spec.Node == node {
+		return explain(ctx, client.IgnoreNotFound(err))
+	}
+	return api.Errorf(api.InUse, "volume %q cannot be attached to node %q: its data locality is strict-local, and its "+
+		"data is on node %q", v.Name, node, r.Spec.Node)
 }
 
 func (a *app) volumeDetach() *cobra.Command {

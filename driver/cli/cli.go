@@ -13,11 +13,13 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
@@ -39,11 +41,13 @@ type app struct {
 	kubeconfig string
 	output     string
 	timeout    time.Duration
+	exporter   Exporter
 }
 
-// Commands returns everything that a user types but `serve` and the roles: add them to the root command.
-func Commands() []*cobra.Command {
-	a := &app{}
+// Commands returns everything that a user types but `serve` and the roles: add them to the root command. What an export
+// does needs more of the house than a command may know, so it is given.
+func Commands(export Exporter) []*cobra.Command {
+	a := &app{exporter: export}
 	cmds := []*cobra.Command{
 		a.imageCommand(), a.volumeCommand(), a.snapshotCommand(), a.nodeCommand(),
 		a.diskCommand(), a.preflightCommand(), a.versionCommand(),
@@ -54,6 +58,7 @@ func Commands() []*cobra.Command {
 			return usagef("%w; see `%s --help`", err, c.CommandPath())
 		})
 		quiet(c)
+		a.completeFlags(c)
 	}
 	return cmds
 }
@@ -121,12 +126,8 @@ func ExitCode(err error) int {
 // Report writes what a command returned as one sentence, and gives the exit code of the process.
 func Report(w io.Writer, err error) int {
 	code := ExitCode(err)
-	switch {
-	case err == nil:
-	case err == context.Canceled: //nolint:errorlint // only the bare one says nothing
-		fmt.Fprintln(w, "drover: interrupted")
-	default:
-		fmt.Fprintln(w, "drover:", err)
+	if err != nil {
+		fmt.Fprintln(w, "drover:", strings.ReplaceAll(err.Error(), context.Canceled.Error(), "interrupted"))
 	}
 	return code
 }
@@ -166,7 +167,7 @@ func (a *app) kubeconfigPath() (string, error) {
 
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
-	if err := api.AddToScheme(s); err != nil {
+	if err := errors.Join(api.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
 		panic(err) // a kind registered twice: cannot happen in a binary that passed any test
 	}
 	return s
@@ -178,6 +179,7 @@ func mapper() meta.RESTMapper {
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
 	}
+	m.Add(eventsv1.SchemeGroupVersion.WithKind("Event"), meta.RESTScopeNamespace)
 	return m
 }
 

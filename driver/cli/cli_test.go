@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/klog/v2"
@@ -43,7 +44,7 @@ func TestMain(m *testing.M) {
 		defer os.RemoveAll(dir)
 		ctx, stop := context.WithCancel(context.Background())
 		defer stop()
-		server, err = kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Log: slog.New(slog.DiscardHandler)})
+		server, err = kubeapi.Start(ctx, kubeapi.Options{Dir: dir, Volatile: true, Log: slog.New(slog.DiscardHandler)})
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
@@ -53,7 +54,7 @@ func TestMain(m *testing.M) {
 			_ = server.Wait()
 		}()
 		s := runtime.NewScheme()
-		if err := api.AddToScheme(s); err != nil {
+		if err := errors.Join(api.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
 			panic(err)
 		}
 		if store, err = client.NewWithWatch(server.Config, client.Options{Scheme: s}); err != nil {
@@ -84,7 +85,7 @@ func drover(t *testing.T, argv ...string) result {
 func droverIn(ctx context.Context, argv ...string) result {
 	var out, errOut bytes.Buffer
 	root := &cobra.Command{Use: "drover", SilenceErrors: true, SilenceUsage: true}
-	root.AddCommand(cli.Commands()...)
+	root.AddCommand(cli.Commands(nil)...)
 	root.SetOut(&out)
 	root.SetErr(&errOut)
 	root.SetArgs(argv)
@@ -198,7 +199,40 @@ func TestWrongUse(t *testing.T) {
 	drover(t, kubeconfig("image", "import", "ftp://a.example/b.img")...).mustSay(t, 2, "http, https or docker")
 	drover(t, kubeconfig("image", "import", "/nosuch.qcow2")...).mustSay(t, 3, "/nosuch.qcow2")
 	drover(t, kubeconfig("image", "import", "/etc/passwd", "--checksum", "abc")...).mustSay(t, 2, "128 hex digits")
+	drover(t, kubeconfig("volume", "create", "x", "--size", "1Gi", "--fs", "zfs")...).mustSay(t, 2, `"zfs"`, "btrfs\"\n")
 	drover(t, kubeconfig("volume", "list", "--nosuch")...).mustSay(t, 2, "--nosuch", "drover volume list --help")
+}
+
+// What can be typed is offered: names of objects, and the values of flags.
+func TestCompletion(t *testing.T) {
+	t.Setenv("DROVER_KUBECONFIG", server.Kubeconfig)
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 10 << 20}}
+	v.Name = "typed"
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload}}
+	img.Name = "typed-image"
+	n := &api.Node{Spec: api.NodeSpec{Disks: []api.DiskSpec{{Path: "/typed/disk"}}}}
+	n.Name = "typed-node"
+	for _, o := range []client.Object{v, img, n} {
+		if err := store.Create(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = store.Delete(context.Background(), o) })
+	}
+	for typed, want := range map[string]string{
+		"volume show ty":                       "typed\n",
+		"volume create x --image ty":           "typed-image\n",
+		"volume create x --from ty":            "typed\n",
+		"volume create x --fs x":               "xfs\n",
+		"volume create x --auto-balance le":    "least-effort\n",
+		"volume attach typed --node typed":     "typed-node\n",
+		"volume list -o y":                     "yaml\n",
+		"image export typed-image f --format ": "qcow2\n",
+		"disk evict /ty":                       "/typed/disk\n",
+		"image cleanup typed-image --disk /":   "/typed/disk\n",
+	} {
+		argv := append([]string{"__complete"}, strings.Split(typed, " ")...)
+		drover(t, argv...).mustSay(t, 0, want)
+	}
 }
 
 func TestServerAway(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -16,7 +17,8 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	c := group("image", "Golden images that volumes start from", "images", "bi")
-	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageList(), a.imageShow(), a.imageDelete(),
+	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageClone(), a.imageCreate(), a.imageExport(), a.imageList(),
+		a.imageShow(), a.imageDelete(),
 		a.imageCleanup(), a.imageVerify())
 	return c
 }
@@ -65,7 +67,10 @@ func (a *app) imageShow() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) { describeImage(w, &img, where) })
+			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) {
+				describeImage(w, &img, where)
+				describeEvents(w, eventsOf(ctx, c, img.Name, "BackingImage"))
+			})
 		},
 	}
 }
@@ -101,6 +106,15 @@ func imageUsers(ctx context.Context, c client.Client, image string) ([]string, e
 	for _, v := range vols.Items {
 		if v.Spec.BackingImage == image {
 			users = append(users, v.Name)
+		}
+	}
+	var reps api.ReplicaList // a clone stands on the image of its source, whether it names it or not
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: image[:min(len(image), 63)]}); err != nil {
+		return nil, explain(ctx, err)
+	}
+	for _, r := range reps.Items {
+		if !slices.Contains(users, r.Spec.Volume) {
+			users = append(users, r.Spec.Volume)
 		}
 	}
 	return users, nil
@@ -162,7 +176,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 func (a *app) said(cmd *cobra.Command, kind, name, what string) {
 	switch a.output {
 	case "name":
-		fmt.Fprintf(cmd.OutOrStdout(), "%s.%s/%s\n", kind, api.GroupVersion.Group, name)
+		fmt.Fprintf(cmd.OutOrStdout(), "%s.%s/%s\n", strings.ReplaceAll(kind, " ", ""), api.GroupVersion.Group, name)
 	case "table":
 		fmt.Fprintf(cmd.OutOrStdout(), "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
 	}

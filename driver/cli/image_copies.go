@@ -178,8 +178,8 @@ func (a *app) imageVerify() *cobra.Command {
 		Use:   "verify NAME",
 		Short: "Read every copy of a backing image and compare it with its digests",
 		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again by\n" +
-			"itself, from another one or from the source, unless a volume stands on it. Exit status 1: a copy was\n" +
-			"damaged, or is away.",
+			"itself, from another one or from the source; one that volumes stand on is repaired in place. Exit status 1:\n" +
+			"a copy was damaged, or is away.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)

@@ -96,7 +96,7 @@ func TestImageUploadStreamsTheFile(t *testing.T) {
 		case string(got) != string(sent):
 			http.Error(w, "other bytes", http.StatusBadRequest)
 		default:
-			if err := status(r.Context(), "golden-1", func(i *api.BackingImage) {
+			if err := status(t.Context(), "golden-1", func(i *api.BackingImage) {
 				i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 3<<20, 3<<20
 			}); err != nil {
 				http.Error(w, err.Error(), http.StatusInternalServerError)
@@ -141,7 +141,7 @@ func TestImageUploadIsContinued(t *testing.T) {
 		if got = append(got, b...); puts < 3 {
 			panic(http.ErrAbortHandler)
 		}
-		if err := status(r.Context(), "cut", func(i *api.BackingImage) {
+		if err := status(t.Context(), "cut", func(i *api.BackingImage) {
 			i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 6<<20, 6<<20
 		}); err != nil {
 			t.Error(err)
@@ -233,14 +233,18 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 		t.Errorf("%v, disks: %+v", err, got.Spec.Disks)
 	}
 	drover(t, kubeconfig("disk", "evict", "/good")...).mustSay(t, 0, "takes nothing new; it is empty")
+	drover(t, kubeconfig("disk", "evict", "disks:/good", "-o", "name")...).mustSay(t, 0, "disks:/good\n")
 	rep := &api.Replica{Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "holder", Node: "disks", Disk: n.Status.Disks[1].UID}}
 	rep.Name, rep.Labels = "holder.1", map[string]string{api.LabelDisk: string(n.Status.Disks[1].UID)}
 	if err := store.Create(t.Context(), rep); err != nil {
 		t.Fatal(err)
 	}
+	drover(t, kubeconfig("disk", "list")...).mustSay(t, 0, "being evicted; on it: volume holder")
+	drover(t, kubeconfig("disk", "evict", "disks:/good")...).mustSay(t, 0, "volume holder. Replicas move")
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 5, "volume holder")
 	if err := store.Delete(t.Context(), rep); err != nil {
 		t.Fatal(err)
 	}
+	drover(t, kubeconfig("disk", "list")...).mustSay(t, 0, "being evicted; it is empty")
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 0, "removed")
 }

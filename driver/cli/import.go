@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -33,15 +34,20 @@ type imageFlags struct {
 
 func (f *imageFlags) add(c *cobra.Command, canWait bool) {
 	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: from the file's name)")
-	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
-	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
-	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
-	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
+	f.copy(c)
 	if canWait {
 		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 		c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
 		c.Flags().BoolVar(&f.plainHTTP, "plain-http", false, "a registry may be used without TLS")
 	}
+}
+
+// copy adds those that a clone has, too.
+func (f *imageFlags) copy(c *cobra.Command) {
+	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
+	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
+	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
+	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
 }
 
 func (f *imageFlags) wish(source string, st api.SourceType, params map[string]string) (*api.BackingImage, error) {
@@ -140,6 +146,40 @@ func (a *app) imageImport() *cobra.Command {
 		},
 	}
 	f.add(c, true)
+	return c
+}
+
+func (a *app) imageClone() *cobra.Command {
+	var f imageFlags
+	c := &cobra.Command{
+		Use:   "clone IMAGE NAME",
+		Short: "Make a backing image that is the same as another one, under a name of its own",
+		Long: "Makes a backing image of another one, which must be ready. On disks that have the other's content it takes\n" +
+			"no room and is there at once. Its number of copies and its selectors are its own; the other image can be\n" +
+			"deleted afterwards.",
+		Example: "  drover image clone debian-12 golden --min-copies 2",
+		Args:    args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var origin api.BackingImage
+			if err := get(ctx, c, "image", left[0], &origin); err != nil {
+				return err
+			}
+			f.name = left[1]
+			img, err := f.wish(left[1], api.SourceClone, map[string]string{"backingImage": left[0]})
+			if err != nil {
+				return err
+			}
+			return a.makeImage(ctx, cmd, c, img, nil, f.background)
+		},
+	}
+	f.copy(c)
+	c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 	return c
 }
 
@@ -243,7 +283,11 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 	body *os.File,
 	background bool) error {
 	began := time.Now()
-	img, err := ensureImage(ctx, c, img)
+	wish := img
+	img, err := ensureImage(ctx, c, wish)
+	if errors.Is(err, context.Canceled) && isThere(ctx, c, wish) {
+		return interrupted(err, wish.Name, body) // the API took it, and its answer was not waited for
+	}
 	if err != nil {
 		return err
 	}
@@ -254,16 +298,44 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
 	img, err = awaitImage(ctx, c, img, p, body)
 	p.clear()
-	if err != nil {
-		if body == nil && errors.Is(err, context.Canceled) {
-			return fmt.Errorf("%w: the import of %q goes on; `drover image delete` ends it", err, img.Name)
-		}
+	switch {
+	case err == nil:
+	case !errors.Is(err, context.Canceled):
 		return err
+	default:
+		return interrupted(err, img.Name, body)
 	}
 	return a.print(cmd.OutOrStdout(), img, func(w io.Writer) {
 		fmt.Fprintf(w, "image %q ready: %s, %s virtual, %s on disk, in %s\n", img.Name, img.Status.Format,
 			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), seconds(time.Since(began)))
 	})
+}
+
+// interrupted tells who ends a command what becomes of its image.
+func interrupted(err error, image string, body *os.File) error {
+	if body != nil {
+		return fmt.Errorf("%w: what was sent of image %[2]q is kept for 5 minutes: the same command sends the rest, "+
+			"`drover image delete %[2]s` gives it up", err, image)
+	}
+	return fmt.Errorf("%w: image %[2]q is made nevertheless: follow it with `drover image show %[2]s`, end it with "+
+		"`drover image delete %[2]s`", err, image)
+}
+
+// isThere looks, after the end of ctx, whether an image that is the wish is being made.
+func isThere(ctx context.Context, c client.Client, want *api.BackingImage) bool {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
+	defer cancel()
+	var have api.BackingImage
+	return c.Get(ctx, client.ObjectKey{Name: want.Name}, &have) == nil && have.Status.State != api.ImageReady &&
+		isSame(&have, want)
+}
+
+// isSame reports whether an image that is there is what is wanted.
+func isSame(have, want *api.BackingImage) bool {
+	return have.Spec.SourceType == want.Spec.SourceType &&
+		maps.Equal(have.Spec.SourceParameters, want.Spec.SourceParameters) &&
+		(want.Spec.SecretRef == nil || have.Spec.SecretRef != nil && *want.Spec.SecretRef == *have.Spec.SecretRef) &&
+		(want.Spec.Checksum == "" || want.Spec.Checksum == have.Spec.Checksum || want.Spec.Checksum == have.Status.Checksum)
 }
 
 // ensureImage creates the image. One of the same name is joined where it is the same wish, and made anew where it
@@ -287,11 +359,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 		want.ResourceVersion, want.UID = "", ""
 		return want, explain(ctx, c.Create(ctx, want))
 	}
-	same := have.Spec.SourceType == want.Spec.SourceType &&
-		maps.Equal(have.Spec.SourceParameters, want.Spec.SourceParameters) &&
-		(want.Spec.SecretRef == nil || have.Spec.SecretRef != nil && *want.Spec.SecretRef == *have.Spec.SecretRef) &&
-		(want.Spec.Checksum == "" || want.Spec.Checksum == have.Spec.Checksum || want.Spec.Checksum == have.Status.Checksum)
-	if !same {
+	if !isSame(&have, want) {
 		return nil, api.Errorf(api.Exists, "there is an image %q already, made of something else: choose another --name, or "+
 			"`drover image delete %s`", want.Name, want.Name)
 	}
@@ -309,27 +377,29 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	last := img
 	g.Go(func() error {
 		gone := api.Errorf(api.NotFound, "image %q was deleted while it was being made", name)
-		_, err := until(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
-			mu.Lock()
-			last = i
-			mu.Unlock()
-			switch i.Status.State {
-			case api.ImageReady:
-				return true, errReady
-			case api.ImageFailed:
-				return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
-			}
-			if len(i.Status.Copies) == 0 { // else the copies tell, below
-				p.at("pending", 0, 0)
-			}
-			return false, nil
+		return throughRestarts(gctx, p, func() error {
+			_, err := until(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
+				mu.Lock()
+				last = i
+				mu.Unlock()
+				switch i.Status.State {
+				case api.ImageReady:
+					return true, errReady
+				case api.ImageFailed:
+					return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
+				}
+				if len(i.Status.Copies) == 0 { // else the copies tell, below
+					p.at("pending", 0, 0)
+				}
+				return false, nil
+			})
+			return err
 		})
-		return err
 	})
 	to, stop := "", func() {} // where the body is sent
 	g.Go(func() error {
 		defer func() { stop() }()
-		return follow(gctx, c, &api.ImageCopyList{}, func(o client.Object) (bool, error) {
+		see := func(o client.Object) (bool, error) {
 			switch st := o.(*api.ImageCopy).Status; {
 			case body == nil && st.State != "":
 				p.at(string(st.State), st.BytesDone, st.BytesTotal)
@@ -350,7 +420,10 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				})
 			}
 			return false, nil
-		}, client.MatchingLabels{api.LabelImage: name})
+		}
+		return throughRestarts(gctx, p, func() error {
+			return follow(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: name})
+		})
 	})
 	err := g.Wait()
 	mu.Lock()
@@ -363,4 +436,41 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	}
 	return last, late(err, "image %q is %s%s; it goes on, see `drover image show %s`", name, last.Status.State,
 		colon(last.Status.Message), name)
+}
+
+// restartTime is how long an API server that answered before may be silent.
+const restartTime = 2 * time.Minute
+
+// throughRestarts does again what failed because the API server is away for a while: what is being made goes on
+// without it, and after its restart.
+func throughRestarts(ctx context.Context, p *progress, do func() error) error {
+	for since := time.Now(); ; {
+		began := time.Now()
+		err := do()
+		if !silent(err) {
+			return err
+		}
+		if time.Since(began) > 5*time.Second {
+			since = time.Now() // it had answered until then
+		}
+		if time.Since(since) > restartTime {
+			return err
+		}
+		p.at("waiting for the API server", 0, 0)
+		t := time.NewTimer(sendPause)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// silent reports that the API server did not answer, or could not yet.
+func silent(err error) bool {
+	var op *net.OpError
+	return api.Is(err, api.Unavailable) && (errors.As(err, &op) || errors.Is(err, io.EOF) ||
+		errors.Is(err, io.ErrUnexpectedEOF)) || unserved(err) || apierrors.IsServiceUnavailable(err) ||
+		apierrors.IsTooManyRequests(err)
 }

@@ -417,14 +417,15 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 }
 
 // lostDevices are the loop devices of this machine that stand on a volume's file, by the name that the data process
-// gives it. Beside the attachment's there are those that were lost when all of Drover was killed: they may still be
-// mounted, and only give errors.
+// gives it: drover-UID.MARK, without the mark from older versions. Beside the attachment's there are those that were
+// lost when all of Drover was killed: they may still be mounted, and only give errors.
 func lostDevices(volume api.UID) []string {
 	var out []string
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, f := range files {
 		on, err := os.ReadFile(f)
-		if err == nil && volume != "" && filepath.Base(strings.TrimSpace(string(on))) == "drover-"+string(volume) {
+		file, _, _ := strings.Cut(filepath.Base(strings.TrimSpace(string(on))), ".")
+		if err == nil && volume != "" && file == "drover-"+string(volume) {
 			out = append(out, "/dev/"+strings.Split(f, "/")[3])
 		}
 	}

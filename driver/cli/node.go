@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -41,7 +42,7 @@ func (a *app) nodeCommand() *cobra.Command {
 			},
 		},
 		&cobra.Command{
-			Use: "show NAME", Short: "Show a node and its disks", Args: args(cobra.MaximumNArgs(1)),
+			Use: "show [NAME]", Short: "Show a node and its disks (default: this one)", Args: args(cobra.MaximumNArgs(1)),
 			ValidArgsFunction: a.complete(nodes, true),
 			RunE: func(cmd *cobra.Command, left []string) error {
 				ctx, done := a.bounded(cmd)
@@ -54,9 +55,20 @@ func (a *app) nodeCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return a.print(cmd.OutOrStdout(), n, func(w io.Writer) { describeNode(w, n) })
+				rest, err := leaving(ctx, c, n)
+				if err != nil {
+					return err
+				}
+				return a.print(cmd.OutOrStdout(), n, func(w io.Writer) {
+					describeNode(w, n)
+					if len(rest) > 0 {
+						fmt.Fprintln(w, "\nStill there:")
+						_ = table(w, "KIND NAME DISK MESSAGE", rest)
+					}
+				})
 			},
-		})
+		},
+		a.nodeDrain(), a.nodeSet())
 	return c
 }
 
@@ -73,6 +85,9 @@ func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error
 }
 
 func nodeReady(n *api.Node) string {
+	if time.Since(n.Status.Heartbeat.Time) > nodeSilent {
+		return "Unknown"
+	}
 	for _, c := range n.Status.Conditions {
 		if c.Type == api.ConditionReady {
 			return string(c.Status)
@@ -84,7 +99,8 @@ func nodeReady(n *api.Node) string {
 func describeNode(w io.Writer, n *api.Node) {
 	s := n.Status
 	fields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
-		fmt.Sprint(n.Spec.Schedulable == nil || *n.Spec.Schedulable), "Tags", strings.Join(n.Spec.Tags, ", "),
+		fmt.Sprint((n.Spec.Schedulable == nil || *n.Spec.Schedulable) && !n.Spec.EvictionRequested),
+		"Zone", n.Labels[api.LabelZone], "Tags", strings.Join(n.Spec.Tags, ", "),
 		"Addresses", strings.Join(s.Addresses, ", "), "Kernel", s.Kernel, "Version", s.Version,
 		"Survives kill -9", map[bool]string{true: "yes", false: "no: the kernel lacks FUSE RESEND (6.9)"}[s.Resend])
 	fmt.Fprintln(w, "\nDisks:")
@@ -101,6 +117,7 @@ type disk struct {
 	node   string
 	spec   api.DiskSpec
 	status api.DiskStatus
+	left   string // what is still on a disk that is being evicted
 }
 
 const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
@@ -109,7 +126,7 @@ func (d disk) row() []string {
 	msg := d.status.Message
 	switch {
 	case d.spec.EvictionRequested:
-		msg = strings.TrimPrefix(msg+"; being evicted", "; ")
+		msg = strings.TrimPrefix(msg+"; being evicted"+d.left, "; ")
 	case d.spec.Schedulable != nil && !*d.spec.Schedulable:
 		msg = strings.TrimPrefix(msg+"; takes nothing new", "; ")
 	}
@@ -131,8 +148,11 @@ func disksOf(n *api.Node) []disk {
 	return out
 }
 
-// findDisk finds a disk by path or UID, on one node or, with node "", anywhere.
+// findDisk finds a disk by path, UID or the node:path of -o name, on one node or, with node "", anywhere.
 func findDisk(ctx context.Context, c client.Client, node, which string) (disk, error) {
+	if n, path, ok := strings.Cut(which, ":/"); ok && node == "" {
+		node, which = n, "/"+path
+	}
 	var list api.NodeList
 	if err := c.List(ctx, &list); err != nil {
 		return disk{}, explain(ctx, err)
@@ -182,6 +202,13 @@ func (a *app) diskList() *cobra.Command {
 			case "table":
 				var rows [][]string
 				for _, d := range disks {
+					if d.spec.EvictionRequested && d.status.UID != "" {
+						vols, imgs, err := holdings(ctx, c, d.status.UID)
+						if err != nil {
+							return err
+						}
+						d.left = stillHolds(vols, imgs)
+					}
 					rows = append(rows, d.row())
 				}
 				return table(cmd.OutOrStdout(), diskHeader, rows)
@@ -238,7 +265,11 @@ func (a *app) diskAdd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.said(cmd, "disk", path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType, api.SizeText(d.Available)))
+			a.saidDisk(cmd, n.Name, path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType,
+				api.SizeText(d.Available)))
+			if d.FSType == "tmpfs" {
+				fmt.Fprintf(cmd.ErrOrStderr(), "disk %q is memory: what is on it is lost when the machine stops\n", path)
+			}
 			return nil
 		},
 	}
@@ -310,9 +341,10 @@ func (a *app) diskEvict() *cobra.Command {
 	var undo bool
 	c := &cobra.Command{
 		Use: "evict PATH|UID", Short: "Take nothing new on a disk, and move away what can be moved",
-		Long: "Marks a disk for eviction: nothing new is placed on it, and images move to other disks. Volumes cannot be\n" +
-			"moved yet. Prints what is still on it. `drover disk remove` takes the disk away when nothing is.",
-		Args: args(cobra.ExactArgs(1)),
+		Long: "Marks a disk for eviction: nothing new is placed on it, and what is there moves to other disks, the only\n" +
+			"replica of a volume once the volume is detached. Prints what is still on it. `drover disk remove` takes\n" +
+			"the disk away when nothing is.",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
 			defer done()
@@ -339,14 +371,14 @@ func (a *app) diskEvict() *cobra.Command {
 				return err
 			}
 			if undo {
-				a.said(cmd, "disk", d.spec.Path, "is in use again")
+				a.saidDisk(cmd, d.node, d.spec.Path, "is in use again")
 				return nil
 			}
 			vols, imgs, err := holdings(ctx, c, d.status.UID)
 			if err != nil {
 				return err
 			}
-			a.said(cmd, "disk", d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
+			a.saidDisk(cmd, d.node, d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
 			return nil
 		},
 	}
@@ -362,8 +394,7 @@ func whatMoves(vols, imgs []string) string {
 		text += ". Images move to other disks by themselves, where there is room and no volume here needs them"
 	}
 	if len(vols) > 0 {
-		text += ". Volumes cannot be moved to another disk yet: copy their data to new volumes and delete them, " +
-			"or take the eviction back with --undo"
+		text += ". Replicas move where there is room; the only one of a volume goes when the volume is detached"
 	}
 	return text
 }
@@ -418,7 +449,7 @@ func (a *app) diskRemove() *cobra.Command {
 	var node string
 	c := &cobra.Command{
 		Use: "remove PATH|UID", Short: "Take an empty disk away from its node; its files stay", Aliases: []string{"rm"},
-		Args: args(cobra.ExactArgs(1)),
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
 			defer done()
@@ -431,14 +462,18 @@ func (a *app) diskRemove() *cobra.Command {
 				return err
 			}
 			what, waits := "", false
-			if d.status.UID != "" {
+			elsewhere, err := isElsewhere(ctx, c, d)
+			if err != nil {
+				return err
+			}
+			if d.status.UID != "" && !elsewhere {
 				vols, imgs, err := holdings(ctx, c, d.status.UID)
 				if err != nil {
 					return err
 				}
 				if d.status.Ready && len(vols)+len(imgs) > 0 {
-					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves images, "+
-						"volumes have to be deleted", d.spec.Path, stillHolds(vols, imgs))
+					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves it to "+
+						"other disks", d.spec.Path, stillHolds(vols, imgs))
 				}
 				waits = len(vols)+len(imgs) > 0
 				if vols, err = keptVolumes(ctx, c, vols); err != nil {
@@ -458,7 +493,7 @@ func (a *app) diskRemove() *cobra.Command {
 					return err
 				}
 			}
-			a.said(cmd, "disk", d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
+			a.saidDisk(cmd, d.node, d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
 			return nil
 		},
 	}

@@ -7,10 +7,7 @@ import (
 	"regexp"
 	"strings"
 
-	"github.com/spf13/cobra"
-	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -58,7 +55,8 @@ func nameFrom(source string) string {
 	base := strings.ToLower(path.Base(strings.SplitN(strings.SplitN(source, "?", 2)[0], "#", 2)[0]))
 	for {
 		cut := base
-		for _, ext := range []string{".qcow2", ".img", ".raw", ".qcow", ".gz", ".xz", ".zst"} {
+		for _, ext := range []string{".qcow2", ".img", ".raw", ".qcow", ".vmdk", ".vhd", ".vhdx", ".gz", ".xz",
+			".zst"} {
 			cut = strings.TrimSuffix(cut, ext)
 		}
 		if cut == base {
@@ -108,34 +106,3 @@ func thisNode(ctx context.Context, c client.Client) (string, error) {
 	}
 	return "", usagef("this machine (%s) is none of the nodes: name one with --node (%s)", host, strings.Join(names, ", "))
 }
-
-// complete offers the names of objects on <Tab>. Silence where the server does not answer: it is only a help.
-func (a *app) complete(list func() client.ObjectList, once bool) cobra.CompletionFunc {
-	return func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
-		if once && len(got) > 0 {
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		}
-		a.output = "table"
-		c, err := a.connect()
-		if err != nil {
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		}
-		l := list()
-		if err := c.List(cmd.Context(), l); err != nil {
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		}
-		var names []string
-		_ = meta.EachListItem(l, func(o runtime.Object) error {
-			if n := o.(client.Object).GetName(); strings.HasPrefix(n, prefix) {
-				names = append(names, n)
-			}
-			return nil
-		})
-		return names, cobra.ShellCompDirectiveNoFileComp
-	}
-}
-
-func volumes() client.ObjectList   { return &api.VolumeList{} }
-func snapshots() client.ObjectList { return &api.SnapshotList{} }
-func images() client.ObjectList    { return &api.BackingImageList{} }
-func nodes() client.ObjectList     { return &api.NodeList{} }

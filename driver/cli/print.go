@@ -8,6 +8,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -112,6 +113,15 @@ func typedName(obj client.Object) string {
 		return obj.GetName()
 	}
 	return strings.ToLower(gvk.Kind) + "." + gvk.Group + "/" + obj.GetName()
+}
+
+// saidDisk tells what became of a disk; its name is the one that other commands take.
+func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
+	if a.output == "name" {
+		fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", node, path)
+		return
+	}
+	a.said(cmd, "disk", path, what)
 }
 
 // table writes aligned columns; empty cells show as "-", so that columns can be counted by scripts too.

@@ -90,6 +90,7 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 		"holds (<state-dir>/etcd-snapshots/state-*.db); then start it, and recover")
 	f.StringVar(&stateDir, "state-dir", DefaultStateDir, "folder of the state to restore")
 	a.addFlags(c.PersistentFlags())
+	a.completeFlags(c)
 	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return usagef("%w; see `%s --help`", err, c.CommandPath())
 	})

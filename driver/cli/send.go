@@ -73,7 +73,7 @@ func (s *sender) send(ctx context.Context) error {
 			s.p.at("verifying", 0, 0)
 			return nil
 		case err == nil && code == http.StatusNotFound:
-			return nil // it has ended, or goes on under another address: the image says so
+			err = errGone
 		case err == nil && code != http.StatusConflict && code < 500:
 			return api.Errorf(api.Other, "the node refuses the upload of %s: %s", s.body.Name(), answer.Message)
 		case err == nil:
@@ -86,9 +86,16 @@ func (s *sender) send(ctx context.Context) error {
 	}
 }
 
-// wait pauses, and asks the node where to continue. gone: the upload is not expected there any more.
+// errGone is said of an address where nothing is expected.
+var errGone = errors.New("no upload is expected there")
+
+// wait pauses, and asks the node where to continue. gone: the upload is not expected there any more. A node that was
+// just started does not expect it yet.
 func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 	for ; ; s.tries++ {
+		if s.tries >= sendTries && errors.Is(cause, errGone) {
+			return true, nil // it has ended, or goes on under another address: the image says so
+		}
 		if s.tries >= sendTries {
 			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command goes on from %s",
 				s.body.Name(), cause, s.tries, api.SizeText(s.off))
@@ -112,7 +119,8 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 			cause = err
 			continue
 		case code == http.StatusNotFound:
-			return true, nil
+			cause = errGone
+			continue
 		case code != http.StatusOK:
 			cause = errors.New(now.Message)
 			continue

@@ -10,6 +10,8 @@ func TestNameFrom(t *testing.T) {
 		"https://a.example/x/Debian_12-Generic.qcow2.xz": "debian-12-generic",
 		"/data/golden.img?token=1":                       "golden",
 		"disk.RAW.gz":                                    "disk",
+		"/data/windows.vmdk":                             "windows",
+		"https://a.example/appliance.vhdx.zst":           "appliance",
 		"...":                                            "",
 	} {
 		if got := nameFrom(in); got != want {
@@ -71,7 +73,7 @@ func TestPreflightTellsOfThisMachine(t *testing.T) {
 			t.Errorf("%s is %s without advice", f.Check, f.Result)
 		}
 	}
-	for _, c := range []string{"root", "kernel", "fuse", "loop", "mount", "mkfs.ext4"} {
+	for _, c := range []string{"root", "kernel", "fuse", "loop", "io-flusher", "mount", "mkfs.ext4"} {
 		if seen[c] != fine && seen[c] != warning {
 			t.Errorf("%s: %q on a machine that runs these tests", c, seen[c])
 		}

@@ -19,25 +19,36 @@ import (
 
 func (a *app) snapshotCommand() *cobra.Command {
 	c := group("snapshot", "What volumes held at an instant", "snapshots", "snap")
-	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotDelete(), a.snapshotRevert())
+	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotExport(), a.snapshotDelete(),
+		a.snapshotRevert())
 	return c
 }
 
 func (a *app) snapshotCreate() *cobra.Command {
 	var labels map[string]string
+	var group string
 	c := &cobra.Command{
-		Use: "create VOLUME [NAME]", Short: "Take a snapshot of a volume, attached or not",
+		Use: "create VOLUME [NAME]", Short: "Take a snapshot of a volume, or of several at one instant",
 		Long: "Takes a snapshot of a volume as it is now. A mounted file system is as after a power " +
 			"cut, and recovers by its\n" +
-			"journal: `sync` first what shall be in it for sure.",
-		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade",
-		Args:    args(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.complete(volumes, true),
+			"journal: `sync` first what shall be in it for sure.\n\n" +
+			"With --group, a snapshot of each of the volumes, all of one instant: no write that was issued after another\n" +
+			"one was done is in them without that other one, on whatever volumes the two were.",
+		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade\n" +
+			"  drover snapshot create --group nightly db-data db-log",
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
 			defer done()
 			c, err := a.connect()
 			if err != nil {
 				return err
+			}
+			if group != "" {
+				return a.createGroup(ctx, cmd, c, group, left, labels)
+			}
+			if len(left) > 2 {
+				return usagef("a snapshot is of one volume; of several at one instant with --group NAME")
 			}
 			began := time.Now()
 			name := left[0] + "-" + began.UTC().Format("20060102-150405")
@@ -78,6 +89,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 		},
 	}
 	c.Flags().StringToStringVar(&labels, "label", nil, "labels to keep with it: a=b,c=d")
+	c.Flags().StringVar(&group, "group", "", "name of a group: cut all of the volumes named at one instant")
 	return c
 }
 
@@ -100,11 +112,12 @@ func (a *app) snapshotList() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.printList(cmd.OutOrStdout(), list, "NAME VOLUME READY RESTORE SIZE PARENT AGE ERROR",
+			return a.printList(cmd.OutOrStdout(), list, "NAME VOLUME GROUP READY RESTORE SIZE PARENT AGE ERROR",
 				func(o runtime.Object) []string {
 					s := o.(*api.Snapshot)
-					return []string{s.Name, s.Spec.Volume, fmt.Sprint(s.Status.ReadyToUse), someBytes(s.Status.RestoreSize),
-						someBytes(s.Status.Size), s.Status.Parent, age(s.CreationTimestamp), s.Status.Error}
+					return []string{s.Name, s.Spec.Volume, s.Spec.Group, fmt.Sprint(s.Status.ReadyToUse),
+						someBytes(s.Status.RestoreSize), someBytes(s.Status.Size), s.Status.Parent, age(s.CreationTimestamp),
+						s.Status.Error}
 				})
 		},
 	}
@@ -150,7 +163,8 @@ func (a *app) snapshotShow() *cobra.Command {
 				for _, k := range slices.Sorted(maps.Keys(st.Labels)) {
 					labels = append(labels, k+"="+st.Labels[k])
 				}
-				fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Ready", fmt.Sprint(st.ReadyToUse), "Error", st.Error,
+				fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
+					"Error", st.Error,
 					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
 					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),
 					"By user", fmt.Sprint(st.UserCreated), "Labels", strings.Join(labels, ", "), "Node", st.OwnerID,
@@ -161,9 +175,15 @@ func (a *app) snapshotShow() *cobra.Command {
 }
 
 func (a *app) snapshotDelete() *cobra.Command {
-	return &cobra.Command{
+	var group string
+	c := &cobra.Command{
 		Use: "delete NAME...", Short: "Delete snapshots; volumes that were made from them stay", Aliases: []string{"rm"},
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(snapshots, false),
+		Args: func(c *cobra.Command, left []string) error {
+			if group != "" {
+				return args(cobra.NoArgs)(c, left)
+			}
+			return args(cobra.MinimumNArgs(1))(c, left)
+		}, ValidArgsFunction: a.complete(snapshots, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
 			defer done()
@@ -171,10 +191,18 @@ func (a *app) snapshotDelete() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if group != "" {
+				return a.deleteGroup(ctx, cmd, c, group)
+			}
 			for _, name := range left {
 				var s api.Snapshot
 				if err := get(ctx, c, "snapshot", name, &s); err != nil {
 					return err
+				}
+				if s.Spec.Group != "" && client.IgnoreNotFound(c.Get(ctx, client.ObjectKey{Name: s.Spec.Group},
+					&api.SnapshotGroup{})) == nil {
+					return api.Errorf(api.InUse, "snapshot %q is part of group %q: `drover snapshot delete --group %s` deletes it "+
+						"as a whole", name, s.Spec.Group, s.Spec.Group)
 				}
 				err = c.Delete(ctx, &s, client.Preconditions{UID: &s.UID})
 				if err != nil && !apierrors.IsNotFound(err) {
@@ -189,6 +217,8 @@ func (a *app) snapshotDelete() *cobra.Command {
 			return nil
 		},
 	}
+	c.Flags().StringVar(&group, "group", "", "delete a group with all its snapshots")
+	return c
 }
 
 func (a *app) snapshotRevert() *cobra.Command {

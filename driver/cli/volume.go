@@ -18,7 +18,8 @@ import (
 func (a *app) volumeCommand() *cobra.Command {
 	c := group("volume", "Replicated block devices", "volumes", "vol")
 	c.AddCommand(a.volumeCreate(), a.volumeList(), a.volumeShow(), a.volumeAttach(), a.volumeDetach(), a.volumeMount(),
-		a.volumeUmount(), a.volumeExpand(), a.volumeDelete())
+		a.volumeUmount(), a.volumeExpand(), a.volumeScrub(), a.volumeTrim(), a.volumeSalvage(), a.volumeRetry(),
+		a.volumeExport(), a.volumeDelete())
 	return c
 }
 
@@ -31,6 +32,7 @@ func (a *app) volumeCreate() *cobra.Command {
 		Example: "  drover volume create scratch --size 10Gi\n" +
 			"  drover volume create vm-1 --image debian            # as large as the image\n" +
 			"  drover volume create copy --from db                 # a volume as it is now, or a snapshot\n" +
+			"  drover volume create copy --from db --clone-mode full-copy\n" +
 			"  drover volume create db --size 100Gi --fs xfs",
 		Args: args(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -44,12 +46,17 @@ func (a *app) volumeCreate() *cobra.Command {
 			if err := checkName("volume", left[0]); err != nil {
 				return err
 			}
-			if v.Spec.NumberOfReplicas > 1 {
-				return api.Errorf(api.Unsupported, "--replicas %d: more than one replica is not supported yet",
-					v.Spec.NumberOfReplicas)
-			}
 			v.Name = left[0]
 			v.Spec.NodeSelector, v.Spec.DiskSelector = tags(nodeTags), tags(diskTags)
+			if v.Spec.CloneMode == "linked-clone" { // as in a StorageClass
+				v.Spec.CloneMode = api.CloneLinked
+			}
+			switch {
+			case v.Spec.CloneMode != "" && from == "":
+				return usagef("--clone-mode says how to begin with the content of another volume: add --from")
+			case v.Spec.CloneMode != "" && v.Spec.CloneMode != api.CloneLinked && v.Spec.CloneMode != api.CloneFull:
+				return usagef("--clone-mode %q: want %s or %s", v.Spec.CloneMode, api.CloneLinked, api.CloneFull)
+			}
 			if from != "" {
 				err = begin(ctx, c, &v.Spec, from, size)
 			} else {
@@ -85,11 +92,16 @@ func (a *app) volumeCreate() *cobra.Command {
 	c.Flags().StringVar(&size, "size", "",
 		"size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
 	c.Flags().StringVar(&from, "from", "", "volume or snapshot whose content the volume begins with, by name or handle")
+	c.Flags().StringVar(&v.Spec.CloneMode, "clone-mode", "",
+		"with --from: linked (default: at once, layers are shared) or full-copy (all is copied, nothing is shared)")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
 	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
-	c.Flags().StringVar(&v.Spec.DataLocality, "data-locality", "", "disabled, best-effort or strict-local")
+	c.Flags().StringVar(&v.Spec.DataLocality, "data-locality", "",
+		"disabled, best-effort (a replica follows to the node that uses it) or strict-local (it is used where its data is)")
+	c.Flags().StringVar(&v.Spec.ReplicaAutoBalance, "auto-balance", "",
+		"whether replicas move to better places: ignored (as the setting says), disabled, least-effort or best-effort")
 	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&diskTags, "disk-selector", "", "only disks with these tags: a,b")
 	return c
@@ -152,21 +164,32 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 
 // awaitVolume waits until ready is content with the volume, and gives up where the volume is faulted. What keeps it
 // waiting is told once, as a remark.
+//
+// counts, if given, says whether a fault is one of now.
 func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks io.Writer,
-	ready func(*api.Volume) bool) (
+	ready func(*api.Volume) bool, counts ...func(*api.Volume) bool) (
 	*api.Volume, error) {
 	var vol *api.Volume
 	told := ""
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
 	_, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		vol = v
+		for _, is := range counts {
+			if !is(v) {
+				return false, nil
+			}
+		}
 		if v.Status.State == api.VolumeFaulted {
 			return true, api.Errorf(api.Other, "volume %q is faulted: %s", name, v.Status.Message)
 		}
 		if ready(v) {
 			return true, nil
 		}
-		if why := hindrance(v); why != "" && why != told {
+		why := hindrance(v)
+		if c := v.Status.CloneStatus; c != nil && c.State == api.CloneInitiated && c.Progress > 0 {
+			why = fmt.Sprintf("%d %% are copied", c.Progress/10*10)
+		}
+		if why != "" && why != told {
 			told = why
 			fmt.Fprintf(remarks, "volume %q waits: %s\n", name, why)
 		}
@@ -211,12 +234,12 @@ func (a *app) volumeList() *cobra.Command {
 			for _, t := range atts.Items {
 				device[t.Spec.Volume] = t.Status.Device
 			}
-			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE ROBUSTNESS SIZE USED IMAGE NODE DEVICE AGE",
+			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE ROBUSTNESS SIZE USED SHARED IMAGE NODE DEVICE AGE",
 				func(o runtime.Object) []string {
 					v := o.(*api.Volume)
 					return []string{v.Name, string(v.Status.State), string(v.Status.Robustness), api.SizeText(v.Spec.Size),
-						api.SizeText(v.Status.Used), v.Spec.BackingImage, v.Status.AttachedNode, device[v.Name],
-						age(v.CreationTimestamp)}
+						api.SizeText(v.Status.Used), api.SizeText(v.Status.Shared), v.Spec.BackingImage, v.Status.AttachedNode,
+						device[v.Name], age(v.CreationTimestamp)}
 				})
 		},
 	}
@@ -245,7 +268,10 @@ func (a *app) volumeShow() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) { describeVolume(w, &v, reps.Items, att) })
+			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
+				describeVolume(w, &v, reps.Items, att)
+				describeEvents(w, eventsOf(ctx, c, v.Name, "Volume", "Attachment"))
+			})
 		},
 	}
 }
@@ -272,8 +298,12 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 			mounted = strings.Join(dirs, ", ")
 		}
 	}
+	used := api.SizeText(s.Used)
+	if s.Shared > 0 {
+		used += fmt.Sprintf(", of which %s in layers that others have too", api.SizeText(s.Shared))
+	}
 	fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
-		"Size", size, "Used", api.SizeText(s.Used), "Image", v.Spec.BackingImage, "Source", origin(v),
+		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", origin(v),
 		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
 		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
 		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
@@ -282,11 +312,59 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		var rows [][]string
 		for _, r := range reps {
 			rows = append(rows, []string{r.Name, r.Spec.Node, string(r.Spec.Disk), string(r.Status.Mode),
-				api.SizeText(r.Status.Used), r.Status.Message})
+				api.SizeText(r.Status.Used), copied(&r), r.Status.Message})
 		}
-		_ = table(w, "NAME NODE DISK MODE USED MESSAGE", rows)
+		_ = table(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
 	}
 	conditions(w, s.Conditions)
+}
+
+// copied is how much of what is copied to the replica's disk is there; nothing where nothing is copied.
+func copied(r *api.Replica) string {
+	if r.Status.Copy == nil {
+		return ""
+	}
+	return fmt.Sprintf("%d %%", r.Status.Copy.Progress)
+}
+
+func (a *app) volumeRetry() *cobra.Command {
+	return &cobra.Command{
+		Use: "retry NAME", Short: "Try again to begin a volume whose source could not be copied",
+		Long: "A clone that failed (its source was damaged, or its copy made no progress) stays as it is until it is " +
+			"deleted or\ntried again. The copy begins anew.",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var v api.Volume
+			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+				return err
+			}
+			if s := v.Status.CloneStatus; s == nil || s.State != api.CloneFailed {
+				return api.Errorf(api.Invalid, "volume %q is no clone that failed: see `drover volume show %s`", v.Name, v.Name)
+			}
+			old := v.DeepCopy()
+			if v.Annotations == nil {
+				v.Annotations = map[string]string{}
+			}
+			v.Annotations[api.AnnotationRetry] = string(api.NewUID())
+			if err := c.Patch(ctx, &v, client.MergeFrom(old)); err != nil {
+				return explain(ctx, err)
+			}
+			token := v.Annotations[api.AnnotationRetry]
+			_, err = awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
+				return v.Status.State != "" && v.Status.State != api.VolumeCreating && v.Status.State != api.VolumeFaulted
+			}, func(v *api.Volume) bool { return v.Status.CloneStatus.Retried == token })
+			if err != nil {
+				return err
+			}
+			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) { fmt.Fprintf(w, "volume %q created\n", v.Name) })
+		},
+	}
 }
 
 // origin is what a volume began with, and how far that is.

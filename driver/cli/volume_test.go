@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -50,11 +52,9 @@ func TestVolumeCreateGivesUpButTellsWhy(t *testing.T) {
 
 // What cannot work is refused before anything is made.
 func TestVolumeCreateRefusesAtOnce(t *testing.T) {
-	drover(t, kubeconfig("volume", "create", "three", "--size", "1Gi", "--replicas", "3")...).mustSay(t, 1,
-		"more than one replica is not supported yet")
 	drover(t, kubeconfig("volume", "create", "odd", "--size", "1Gi", "--fs", "ntfs")...).mustSay(t, 2, "fsType", "ext4")
 	drover(t, kubeconfig("volume", "create", strings.Repeat("a", 200), "--size", "1Gi")...).mustSay(t, 2, "128")
-	for _, name := range []string{"three", "odd"} {
+	for _, name := range []string{"odd"} {
 		drover(t, kubeconfig("volume", "show", name)...).mustSay(t, 3)
 	}
 }
@@ -73,6 +73,8 @@ func TestVolumeFromImage(t *testing.T) {
 	drover(t, kubeconfig("volume", "create", "small", "--image", "base", "--size", "50Mi")...).mustSay(t, 2, "101 MiB", "base")
 	drover(t, kubeconfig("volume", "create", "small", "--image", "nosuch")...).mustSay(t, 3, "drover image list")
 	drover(t, kubeconfig("image", "delete", "base")...).mustSay(t, 5, "in use by volume from-base")
+	happened(t, "Volume", "from-base", "Created", "made of an image")
+	drover(t, kubeconfig("volume", "show", "from-base")...).mustSay(t, 0, "Events:", "Created", "made of an image")
 	drover(t, kubeconfig("image", "show", "base")...).mustSay(t, 0, "from-base")
 }
 
@@ -237,4 +239,15 @@ func TestMountNeverMakesAFilesystemTwice(t *testing.T) {
 		t.Fatal(err)
 	}
 	drover(t, kubeconfig("volume", "mount", "was", dir)...).mustSay(t, 1, "not recognised any more", "not formatted again")
+}
+
+// happened records an event of an object.
+func happened(t *testing.T, kind, name, reason, note string) {
+	t.Helper()
+	e := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{Name: name + ".1", Namespace: "default"}, Reason: reason,
+		Note: note, Type: "Normal", Action: "Test", ReportingController: "test", ReportingInstance: "test",
+		EventTime: metav1.NowMicro(), Regarding: corev1.ObjectReference{Kind: kind, Name: name}}
+	if err := store.Create(t.Context(), e); err != nil {
+		t.Fatal(err)
+	}
 }

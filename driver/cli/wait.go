@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/url"
 	"slices"
+	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -73,10 +74,21 @@ func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList
 func until[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
 	done func(T) (bool, error)) (T, error) {
 	obj, err := await.Until(ctx, c, name, done)
-	if apierrors.IsNotFound(err) {
+	if apierrors.IsNotFound(err) && !unserved(err) {
 		return obj, gone
 	}
 	return obj, explain(ctx, err)
+}
+
+// unserved reports that the server does not know the kind of object, as one that has just been started.
+func unserved(err error) bool {
+	var s *apierrors.StatusError
+	return apierrors.IsNotFound(err) && errors.As(err, &s) && (s.ErrStatus.Details == nil ||
+		s.ErrStatus.Details.Name == "" ||
+		apierrors.IsUnexpectedServerError(err) ||
+		slices.ContainsFunc(s.ErrStatus.Details.Causes, func(c metav1.StatusCause) bool {
+			return c.Type == metav1.CauseTypeUnexpectedServerResponse
+		}))
 }
 
 // untilGone waits until an object is gone. why tells what holds it, for the message when time is up.
@@ -144,14 +156,17 @@ func causes(err error) string {
 	if !errors.As(err, &s) || s.ErrStatus.Details == nil || len(s.ErrStatus.Details.Causes) == 0 {
 		return err.Error()
 	}
-	out := ""
-	for i, c := range s.ErrStatus.Details.Causes {
-		if i > 0 {
-			out += "; "
+	var out []string
+	for _, c := range s.ErrStatus.Details.Causes {
+		switch {
+		case strings.Contains(c.Message, "some validation rules were not checked"): // for the causes beside it
+		case c.Field == "<nil>": // of the object as a whole
+			out = append(out, c.Message)
+		default:
+			out = append(out, c.Field+": "+c.Message)
 		}
-		out += c.Field + ": " + c.Message
 	}
-	return out
+	return strings.Join(out, "; ")
 }
 
 // get reads one object; a missing one is an error of kind not found that says how to list those there are.

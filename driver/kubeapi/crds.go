@@ -27,11 +27,16 @@ import (
 //go:embed event.yaml
 var eventCRD []byte
 
+// leaseCRD lets several controllers elect one of them on a server without core types.
+//
+//go:embed lease.yaml
+var leaseCRD []byte
+
 // digestAnnotation tells whether a definition on the server is the one in this binary.
 const digestAnnotation = "drover.io/definition-digest"
 
-// InstallCRDs makes the server behind cfg know the kinds of Drover, and waits until it serves them. The definition of
-// events is added only where the server has none.
+// InstallCRDs makes the server behind cfg know the kinds of Drover, and waits until it serves them. The definitions
+// of events and leases are added only where the server is an embedded one.
 func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	cs, err := clientset.NewForConfig(cfg)
 	if err != nil {
@@ -41,13 +46,13 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	// A whole cluster has events among its core types. (No core types is no error for this call.)
+	// A whole cluster has pods among its core types, and more than these. (No core types is no error for this call.)
 	core, err := cs.Discovery().ServerResourcesForGroupVersion("v1")
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
-	if slices.ContainsFunc(core.APIResources, func(r metav1.APIResource) bool { return r.Name == "events" }) {
-		wanted = wanted[1:]
+	if slices.ContainsFunc(core.APIResources, func(r metav1.APIResource) bool { return r.Name == "pods" }) {
+		wanted = wanted[builtIn:]
 	}
 	crds := cs.ApiextensionsV1().CustomResourceDefinitions()
 	names := map[string]bool{}
@@ -57,7 +62,11 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 		}
 		names[wanted[i].Name] = true
 	}
-	if err := awaitEstablished(ctx, crds, names); err != nil {
+	err = awaitEstablished(ctx, crds, names)
+	for tries := 1; apierrors.IsInternalError(err) && tries < 10; tries++ { // a watch may break off: it is begun anew
+		err = awaitEstablished(ctx, crds, names)
+	}
+	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
 	for i := range wanted {
@@ -94,9 +103,12 @@ func awaitDiscovery(ctx context.Context, d discovery.DiscoveryInterface, crd *ap
 	}
 }
 
-// definitions are those of this binary, events first.
+// builtIn is how many definitions stand in for kinds that a whole cluster has.
+const builtIn = 2
+
+// definitions are those of this binary, first those that stand in for built-in kinds.
 func definitions() ([]apixv1.CustomResourceDefinition, error) {
-	files := [][]byte{eventCRD}
+	files := [][]byte{eventCRD, leaseCRD}
 	err := fs.WalkDir(api.CRDs, ".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
 			return err

@@ -32,6 +32,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/wire"
 )
 
 // identity is what lets clients know the server and the server know its clients: authority, token and port.
@@ -41,15 +42,29 @@ type identity struct {
 	caPEM   []byte
 	ca      *x509.Certificate
 	caKey   *ecdsa.PrivateKey
+	host    string // to listen on
+	wish    string // port to listen on, if the user named one
+	names   []string
 	port    int
 	serving dynamiccertificates.CertKeyContentProvider
 }
 
 const tenYears = 10 * 365 * 24 * time.Hour
 
+const loopback = "127.0.0.1"
+
 // openIdentity reads <dir>/pki, or makes it.
-func openIdentity(dir string) (*identity, error) {
-	id := &identity{dir: filepath.Join(dir, "pki")}
+func openIdentity(dir, listen string, names []string) (*identity, error) {
+	id := &identity{dir: filepath.Join(dir, "pki"), host: loopback, names: names}
+	if listen != "" {
+		id.host = listen
+		if h, p, err := net.SplitHostPort(listen); err == nil {
+			id.host, id.wish = h, p
+		}
+		if net.ParseIP(id.host) == nil {
+			return nil, api.Errorf(api.Invalid, "%q is no address to listen on: use one of this machine, or 0.0.0.0", listen)
+		}
+	}
 	if err := os.MkdirAll(id.dir, 0o700); err != nil {
 		return nil, api.Errorf(api.Unavailable, "pki folder: %w", err)
 	}
@@ -70,7 +85,7 @@ func openIdentity(dir string) (*identity, error) {
 		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged (%w): delete it to get a new authority", id.dir, err)
 	}
 	// The serving certificate lives in memory alone and is new at every start, so that it never expires in use.
-	cert, key, err := id.issue("localhost", "127.0.0.1")
+	cert, key, err := id.issue(append([]string{"localhost", loopback, id.host}, names...)...)
 	if err != nil {
 		return nil, fmt.Errorf("serving certificate: %w", err)
 	}
@@ -190,9 +205,17 @@ func serial() *big.Int {
 // listen takes the port of the last time, or a free one below those that the kernel gives to outgoing connections.
 func (id *identity) listen() (net.Listener, error) {
 	path := filepath.Join(id.dir, "port")
+	if id.wish != "" && id.wish != "0" {
+		ln, err := wire.Listen(net.JoinHostPort(id.host, id.wish))
+		if err != nil {
+			return nil, api.Errorf(api.Unavailable, "the API server cannot listen: %w", err)
+		}
+		id.port = ln.Addr().(*net.TCPAddr).Port
+		return ln, writeFile(path, []byte(strconv.Itoa(id.port)+"\n"))
+	}
 	if b, err := os.ReadFile(path); err == nil {
 		if port, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
-			ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+			ln, err := wire.Listen(net.JoinHostPort(id.host, strconv.Itoa(port)))
 			if err == nil {
 				id.port = port
 				return ln, nil
@@ -202,7 +225,7 @@ func (id *identity) listen() (net.Listener, error) {
 	var last error
 	for range 100 {
 		port := 20000 + mrand.IntN(12000)
-		ln, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		ln, err := wire.Listen(net.JoinHostPort(id.host, strconv.Itoa(port)))
 		if err == nil {
 			id.port = port
 			return ln, writeFile(path, []byte(strconv.Itoa(port)+"\n"))
@@ -211,7 +234,7 @@ func (id *identity) listen() (net.Listener, error) {
 			break
 		}
 	}
-	return nil, api.Errorf(api.Unavailable, "no port on 127.0.0.1 for the API server: %w", last)
+	return nil, api.Errorf(api.Unavailable, "no port on %s for the API server: %w", id.host, last)
 }
 
 // AuthenticateToken knows one user. Digests are compared, so that neither length nor content shows in the time taken.
@@ -224,16 +247,35 @@ func (id *identity) AuthenticateToken(_ context.Context, token string) (*authent
 		Groups: []string{user.SystemPrivilegedGroup}}}, true, nil
 }
 
-func (id *identity) url() string { return "https://127.0.0.1:" + strconv.Itoa(id.port) }
+// url is for clients on this machine.
+func (id *identity) url() string {
+	host := id.host
+	if net.ParseIP(host).IsUnspecified() {
+		host = loopback
+	}
+	return "https://" + net.JoinHostPort(host, strconv.Itoa(id.port))
+}
+
+// joinURL is for clients on other machines, or empty.
+func (id *identity) joinURL() string {
+	ip := net.ParseIP(id.host)
+	switch {
+	case ip.IsLoopback():
+		return ""
+	case len(id.names) > 0:
+		return "https://" + net.JoinHostPort(id.names[0], strconv.Itoa(id.port))
+	}
+	return id.url()
+}
 
 func (id *identity) clientConfig() *rest.Config {
 	return &rest.Config{Host: id.url(), BearerToken: id.token, QPS: -1,
 		TLSClientConfig: rest.TLSClientConfig{CAData: id.caPEM}}
 }
 
-func (id *identity) writeKubeconfig(path string) error {
+func (id *identity) writeKubeconfig(path, url string) error {
 	kc := clientcmdapi.NewConfig()
-	kc.Clusters["drover"] = &clientcmdapi.Cluster{Server: id.url(), CertificateAuthorityData: id.caPEM}
+	kc.Clusters["drover"] = &clientcmdapi.Cluster{Server: url, CertificateAuthorityData: id.caPEM}
 	kc.AuthInfos["drover"] = &clientcmdapi.AuthInfo{Token: id.token}
 	kc.Contexts["drover"] = &clientcmdapi.Context{Cluster: "drover", AuthInfo: "drover"}
 	kc.CurrentContext = "drover"

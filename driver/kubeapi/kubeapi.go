@@ -1,8 +1,9 @@
 // Package kubeapi is the API server inside Drover: k8s.io/apiextensions-apiserver over an embedded etcd, for machines
-// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots, <dir>/etcd-lineage.json and
-// <dir>/kubeconfig.
+// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots, <dir>/etcd-lineage.json,
+// <dir>/kubeconfig and <dir>/join.kubeconfig.
 //
-// Invariants: it listens on loopback alone; every request carries the token of <dir>/pki/token; port, token and
+// Invariants: it listens on loopback alone unless told otherwise; every request carries the token of <dir>/pki/token;
+// port, token and
 // authority survive restarts, so that kubeconfigs and clients stay valid; one process at a time has the folder (flock);
 // what was answered is on disk (etcd syncs every commit). There is no watch cache: with few clients it costs more
 // memory than it saves.
@@ -40,6 +41,7 @@ import (
 	"k8s.io/apiserver/pkg/util/openapi"
 	"k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/kubernetes/scheme"
+	eventsclient "k8s.io/client-go/kubernetes/typed/events/v1"
 	"k8s.io/client-go/rest"
 
 	"drover.io/drover/api"
@@ -49,6 +51,10 @@ import (
 type Options struct {
 	// Dir is the state folder. It is created; it must be on a local file system.
 	Dir string
+	// Listen is where others reach the server: an address, or address:port; empty: loopback alone, a free port of its
+	// own for ever. Names (and addresses) are those under which they do; the first one is in JoinKubeconfig.
+	Listen string
+	Names  []string
 	// Log takes what the server has to say; nil means slog.Default().
 	Log *slog.Logger
 	// QuotaBytes bounds the database; 0 means 1 GiB.
@@ -60,6 +66,9 @@ type Options struct {
 	Tidy time.Duration
 	// Compact is how often the past is forgotten; 0 means 5 min. What is younger stays for those who watch.
 	Compact time.Duration
+	// Volatile leaves what is written to the page cache: it outlives the process, but no loss of power. For tests, which
+	// make a thousand small changes and keep none of them.
+	Volatile bool
 }
 
 // Server is a running API server.
@@ -68,6 +77,8 @@ type Server struct {
 	Config *rest.Config
 	// Kubeconfig is the path of the kubeconfig file, readable by its owner alone.
 	Kubeconfig string
+	// JoinKubeconfig is the path of the one for other machines; empty where the server is on loopback alone.
+	JoinKubeconfig string
 	// WentBack is set where the state is another one, or older, than what was last served from this folder. Clients
 	// that live since then must start anew: their watches ask for revisions that are not there.
 	WentBack bool
@@ -110,7 +121,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		}
 	}()
 
-	id, err := openIdentity(o.Dir)
+	id, err := openIdentity(o.Dir, o.Listen, o.Names)
 	if err != nil {
 		return nil, err
 	}
@@ -143,7 +154,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	rc.Authentication.Authenticator = bearertoken.New(id)
 	rc.Authorization.Authorizer = authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)
 	rc.EnableProfiling = false
-	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(withSecrets(generatedopenapi.GetOpenAPIDefinitions))
+	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(withCore(generatedopenapi.GetOpenAPIDefinitions))
 	namer := openapinamer.NewDefinitionNamer(apiserver.Scheme, scheme.Scheme)
 	rc.OpenAPIConfig = genericapiserver.DefaultOpenAPIConfig(defs, namer)
 	rc.OpenAPIV3Config = genericapiserver.DefaultOpenAPIV3Config(defs, namer)
@@ -177,7 +188,11 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		_ = ln.Close()
 		return nil, err
 	}
-	if err := installSecrets(srv.GenericAPIServer, s.store.endpoint); err != nil {
+	events, err := eventsclient.NewForConfig(s.Config)
+	if err == nil {
+		err = installCore(srv.GenericAPIServer, s.store.endpoint, eventView{events})
+	}
+	if err != nil {
 		_ = ln.Close()
 		return nil, err
 	}
@@ -195,8 +210,14 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	if err := InstallCRDs(run, s.Config); err != nil {
 		return nil, err
 	}
-	if err := id.writeKubeconfig(s.Kubeconfig); err != nil {
+	if err := id.writeKubeconfig(s.Kubeconfig, id.url()); err != nil {
 		return nil, err
+	}
+	if url := id.joinURL(); url != "" {
+		s.JoinKubeconfig = filepath.Join(o.Dir, "join.kubeconfig")
+		if err := id.writeKubeconfig(s.JoinKubeconfig, url); err != nil {
+			return nil, err
+		}
 	}
 	s.wg.Go(func() { s.tidy(run, o) })
 	return s, nil

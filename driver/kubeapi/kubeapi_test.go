@@ -92,6 +92,11 @@ func setting(name, value string) *api.Setting {
 	return &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
 }
 
+// anything is an object of a kind that allows every name.
+func anything(name, value string) *api.Node {
+	return &api.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{"value": value}}}
+}
+
 func TestStateSurvivesARestart(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), strings.Repeat("a-long-name", 15))
 	ctx := t.Context()
@@ -158,7 +163,7 @@ func TestStateSurvivesKill(t *testing.T) {
 		if err == nil {
 			c := newClient(t, cfg)
 			for i := range 20 {
-				if err = c.Create(t.Context(), setting(fmt.Sprintf("s-%d-%d", round, i), "x")); err != nil {
+				if err = c.Create(t.Context(), anything(fmt.Sprintf("s-%d-%d", round, i), "x")); err != nil {
 					break
 				}
 			}
@@ -170,7 +175,7 @@ func TestStateSurvivesKill(t *testing.T) {
 		}
 	}
 	s, _ := start(t, kubeapi.Options{Dir: dir})
-	var list api.SettingList
+	var list api.NodeList
 	if err := newClient(t, s.Config).List(t.Context(), &list); err != nil {
 		t.Fatal(err)
 	}
@@ -304,6 +309,11 @@ func TestKubectl(t *testing.T) {
 			t.Errorf("kubectl %s: no %q in\n%s", strings.Join(args, " "), want, out)
 		}
 	}
+	err := c.Create(t.Context(), setting("storage-over-provisionning-percentage", "150"))
+	if err == nil || !strings.Contains(err.Error(), "unknown setting; the known ones are ") ||
+		!strings.Contains(err.Error(), ", default-replica-count, ") {
+		t.Errorf("a setting that there is not: %v", err)
+	}
 	if out := kubectl(t, s, "delete", "setting", "default-replica-count"); !strings.Contains(out, "deleted") {
 		t.Error(out)
 	}
@@ -326,7 +336,7 @@ func TestEvents(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	obj := setting("x", "1")
+	obj := anything("x", "1")
 	if err := c.Create(ctx, obj); err != nil {
 		t.Fatal(err)
 	}
@@ -352,6 +362,26 @@ func TestEvents(t *testing.T) {
 	await("recorded event", func(kind string, e *eventsv1.Event) bool {
 		return kind == "ADDED" && e.Note == "a note on x" && e.Regarding.Name == "x"
 	})
+	if _, err := exec.LookPath("kubectl"); err == nil {
+		for _, want := range []struct {
+			line string
+			args []string
+		}{
+			{"Because", []string{"describe", "node.drover.io", "x"}},
+			{"Node/x", []string{"events", "-A"}},
+			{"a note on x", []string{"get", "events", "-A", "--field-selector", "involvedObject.name=x,type=Warning"}},
+			{"a note on x", []string{"get", "events.events.k8s.io", "-A"}},
+			{"involvedObject", []string{"explain", "events"}},
+		} {
+			if out := kubectl(t, s, want.args...); !strings.Contains(out, want.line) {
+				t.Errorf("kubectl %s: no %q in\n%s", strings.Join(want.args, " "), want.line, out)
+			}
+		}
+		out := kubectl(t, s, "get", "events", "-A", "--field-selector", "involvedObject.name=y")
+		if strings.Contains(out, "note") {
+			t.Errorf("events of y:\n%s", out)
+		}
+	}
 	ec, err := eventsclient.NewForConfig(s.Config)
 	if err != nil {
 		t.Fatal(err)

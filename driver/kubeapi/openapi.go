@@ -7,8 +7,8 @@ import (
 	"k8s.io/kube-openapi/pkg/validation/spec"
 )
 
-// withSecrets adds the schema of Secrets, which `kubectl apply` and `kubectl explain` read, to generated ones.
-func withSecrets(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefinitions {
+// withCore adds the schemas of Secrets and events, which `kubectl apply` and `kubectl explain` read, to generated ones.
+func withCore(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefinitions {
 	text := func(format, description string) spec.Schema {
 		return spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"string"}, Format: format, Description: description}}
 	}
@@ -38,6 +38,23 @@ func withSecrets(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefini
 		defs[many] = object(map[string]spec.Schema{
 			"metadata": to(listMeta),
 			"items":    {SchemaProps: spec.SchemaProps{Type: []string{"array"}, Items: &spec.SchemaOrArray{Schema: &item}}},
+		}, listMeta, one)
+		one, many = corev1.Event{}.OpenAPIModelName(), corev1.EventList{}.OpenAPIModelName()
+		about := spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"object"}, Description: "What it is about."}}
+		whole := spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"integer"}, Format: "int32",
+			Description: "How often it happened."}}
+		occurred := to(one)
+		defs[one] = object(map[string]spec.Schema{
+			"metadata": to(meta), "involvedObject": about, "count": whole,
+			"type":           text("", "Normal or Warning."),
+			"reason":         text("", "What happened, in one word."),
+			"message":        text("", "What happened."),
+			"firstTimestamp": text("date-time", "When it happened first."),
+			"lastTimestamp":  text("date-time", "When it happened last."),
+		}, meta)
+		defs[many] = object(map[string]spec.Schema{
+			"metadata": to(listMeta),
+			"items":    {SchemaProps: spec.SchemaProps{Type: []string{"array"}, Items: &spec.SchemaOrArray{Schema: &occurred}}},
 		}, listMeta, one)
 		return defs
 	}

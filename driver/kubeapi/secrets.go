@@ -24,15 +24,19 @@ import (
 
 // Secrets are the one built-in kind of Kubernetes that Drover's objects refer to, so this server has them too: the same
 // manifests, `kubectl create secret` and the same code work here and in a cluster. Their type is its own internal
-// version; what the cluster's server does beyond that is done in secretStrategy.
+// version; what the cluster's server does beyond that is done in secretStrategy. Beside them in the core group are
+// events, as a view.
 
-func installSecrets(srv *genericapiserver.GenericAPIServer, etcd string) error {
+func installCore(srv *genericapiserver.GenericAPIServer, etcd string, events eventView) error {
 	sch := runtime.NewScheme()
 	v1 := schema.GroupVersion{Version: "v1"}
 	for _, gv := range []schema.GroupVersion{v1, {Version: runtime.APIVersionInternal}} {
 		sch.AddKnownTypes(gv, &corev1.Secret{}, &corev1.SecretList{})
 	}
 	metav1.AddToGroupVersion(sch, v1)
+	if err := addEvents(sch, v1); err != nil {
+		return fmt.Errorf("events: %w", err)
+	}
 	if err := sch.SetVersionPriority(v1); err != nil {
 		return err
 	}
@@ -59,7 +63,7 @@ func installSecrets(srv *genericapiserver.GenericAPIServer, etcd string) error {
 		return fmt.Errorf("secrets: %w", err)
 	}
 	info := genericapiserver.NewDefaultAPIGroupInfo("", sch, metav1.ParameterCodec, codecs)
-	info.VersionedResourcesStorageMap["v1"] = map[string]rest.Storage{"secrets": store}
+	info.VersionedResourcesStorageMap["v1"] = map[string]rest.Storage{"secrets": store, "events": events}
 	return srv.InstallLegacyAPIGroup(genericapiserver.DefaultLegacyAPIPrefix, &info)
 }
 

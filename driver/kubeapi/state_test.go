@@ -56,24 +56,24 @@ func serve(t *testing.T, o Options) *serving {
 }
 
 func (s *serving) put(name, value string) error {
-	obj := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
+	obj := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{"value": value}}}
 	err := s.client.Create(s.Context(), obj)
 	if apierrors.IsAlreadyExists(err) {
 		return s.client.Patch(s.Context(), obj, client.RawPatch("application/merge-patch+json",
-			fmt.Appendf(nil, `{"value":%q}`, value)))
+			fmt.Appendf(nil, `{"metadata":{"annotations":{"value":%q}}}`, value)))
 	}
 	return err
 }
 
 func (s *serving) value(name string) string {
 	s.Helper()
-	var got api.Setting
+	var got api.Node
 	if err := s.client.Get(s.Context(), client.ObjectKey{Name: name}, &got); apierrors.IsNotFound(err) {
 		return "none"
 	} else if err != nil {
 		s.Fatal(err)
 	}
-	return got.Value
+	return got.Annotations["value"]
 }
 
 func (s *serving) must(err error) {
@@ -107,7 +107,7 @@ func TestRestore(t *testing.T) {
 	s.must(s.put("a", "old"))
 	s.must(s.store.snapshot(time.Now().Add(2 * time.Hour)))
 	s.must(s.put("a", "new"))
-	var list api.SettingList
+	var list api.NodeList
 	s.must(s.client.List(t.Context(), &list))
 	if _, err := Restore(dir, "x"); !api.Is(err, api.NotFound) {
 		t.Errorf("no such snapshot: %v", err)
@@ -146,7 +146,7 @@ func TestRestore(t *testing.T) {
 	if !s.WentBack || s.value("a") != "old" {
 		t.Errorf("after a restore: %v, %s", s.WentBack, s.value("a"))
 	}
-	w, err := s.client.Watch(t.Context(), &api.SettingList{},
+	w, err := s.client.Watch(t.Context(), &api.NodeList{},
 		&client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.ResourceVersion}})
 	if err == nil {
 		defer w.Stop()
@@ -221,7 +221,7 @@ func TestQuota(t *testing.T) {
 		t.Errorf("healthy: %v", s.Healthy())
 	}
 	for i := range n {
-		obj := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("big-", i)}}
+		obj := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("big-", i)}}
 		if err := s.client.Delete(t.Context(), obj); client.IgnoreNotFound(err) != nil {
 			t.Fatalf("delete in a full database: %v", err)
 		}

@@ -78,6 +78,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 	c.TickMs, c.ElectionMs, c.BackendBatchInterval = 200, 1000, time.Second
 	c.MaxSnapFiles, c.MaxWalFiles = 2, 2
 	c.QuotaBackendBytes = o.QuotaBytes
+	c.UnsafeNoFsync = o.Volatile
 	c.BootstrapDefragThresholdMegabytes = 64
 	c.WatchProgressNotifyInterval = 10 * time.Minute
 	// One disk serves the data too: what etcd calls slow is usual under load.

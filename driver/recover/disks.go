@@ -35,6 +35,7 @@ func (j *job) readDisks() error {
 			}
 		}
 	}
+	j.paths = paths
 	seen := map[api.UID]*disk{}
 	for _, path := range paths {
 		path, err := filepath.Abs(path)
@@ -128,12 +129,36 @@ func (j *job) readRecords(d *disk) {
 		damaged("Replica", "(unreadable)", "", err)
 	}
 	for _, m := range reps {
-		if err := d.whole(m.Layers); err != nil {
+		if err := j.there(d, m.Layers); err != nil {
 			damaged("Replica", replicaName(m.Volume, m.UID), api.UID(m.UID), err)
 			continue
 		}
 		d.reps = append(d.reps, m)
 	}
+}
+
+// there tells whether layers are on the disk, or on another one that they are read from until they are copied.
+func (j *job) there(d *disk, layers []string) error {
+	lacks, err := d.LackingOf(layers)
+	for _, l := range layers {
+		if !slices.Contains(lacks, l) {
+			if _, _, err := d.LayerSize(l); err != nil {
+				return err
+			}
+		}
+	}
+	for _, path := range j.paths {
+		if err != nil || len(lacks) == 0 {
+			return err
+		}
+		if on, oerr := stack.Open(path); oerr == nil {
+			lacks, err = on.LackingOf(lacks)
+		}
+	}
+	if err == nil && len(lacks) > 0 {
+		err = api.Errorf(api.NotFound, "layer %s is on no disk of this machine", lacks[0])
+	}
+	return err
 }
 
 // whole tells whether layers are finished on the disk.

@@ -43,6 +43,7 @@ type job struct {
 	client  client.WithWatch
 	options cli.RecoverOptions
 	steps   []*step
+	paths   []string // of all disks
 	nodes   []api.Node
 	disks   []*disk
 	images  map[string]*api.BackingImage // by name

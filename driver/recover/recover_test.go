@@ -40,7 +40,7 @@ type world struct {
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
-	s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: t.TempDir()})
+	s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: t.TempDir(), Volatile: true})
 	t.Cleanup(func() {
 		cancel()
 		if s != nil {

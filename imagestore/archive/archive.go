@@ -7,6 +7,10 @@
 // of the output is what is limited. A checksum comes after the bytes that it is over, so bytes that were read count
 // only once Read has said io.EOF.
 //
+// An archive can be gone on with in the middle, by another process: a reader remembers places (Point) at which its
+// decoder knows little, and Continue begins at one. What the decoder must have of the plain bytes before it is read
+// from where the caller put them.
+//
 // A reader works ahead on goroutines of its own: one reads the source, one decodes (two, where the blocks of an xz file
 // say their sizes), while the caller's goroutine verifies and consumes. Close ends them and waits for them; it waits,
 // too, for a read of the source that is under way, so a caller that gives up interrupts its source first.
@@ -93,18 +97,18 @@ func truncated(what string) error {
 
 // NewReader gives the plain bytes of the archive that r holds. Nothing is read before the first Read. The reader must
 // be closed; r stays the caller's.
-func NewReader(r io.Reader, f Format, lim Limits) (io.ReadCloser, error) {
+func NewReader(r io.Reader, f Format, lim Limits) (*Reader, error) {
 	if lim.Output <= 0 {
 		lim.Output = api.MaxVolumeSize
 	}
 	lim.Memory = max(lim.Memory, DefaultMemory)
 	switch f {
 	case Gzip:
-		return newReader(r, "gzip", lim, gunzip), nil
+		return newReader(r, f, lim, gunzip), nil
 	case Xz:
-		return newReader(r, "xz", lim, unxz), nil
+		return newReader(r, f, lim, unxz), nil
 	case Zstd:
-		return newReader(r, "zstd", lim, unzstd), nil
+		return newReader(r, f, lim, unzstd), nil
 	}
 	return nil, api.Errorf(api.Unsupported, "no archive: %v is not gzip, xz or zstd", f)
 }

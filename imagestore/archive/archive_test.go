@@ -256,7 +256,7 @@ func TestDetect(t *testing.T) {
 
 // TestLimit: an archive may unpack to as much as is allowed, and not a byte more, however small it is.
 func TestLimit(t *testing.T) {
-	zeros := make([]byte, 64<<20)
+	zeros := make([]byte, 20<<20)
 	for _, tool := range []string{"gzip -9", "xz -6", "xz -T2 --block-size=4MiB", "zstd -19", "zstd --no-content-size"} {
 		z := run(t, zeros, append(strings.Fields(tool), "-c")...)
 		if got, err := unpack(z, Limits{Output: int64(len(zeros))}); err != nil || len(got) != len(zeros) {
@@ -273,7 +273,7 @@ func TestLimit(t *testing.T) {
 
 // TestClose: a reader that is closed anywhere leaves no goroutine behind, and reads no more.
 func TestClose(t *testing.T) {
-	text := bytes.Repeat(samples(t)["text"], 16)
+	text := bytes.Repeat(samples(t)["text"], 10)
 	for _, tool := range []string{"gzip", "xz -0", "xz -0 -T2 --block-size=1MiB", "zstd", "zstd -B64KiB"} {
 		z := run(t, text, append(strings.Fields(tool), "-c")...)
 		before := runtime.NumGoroutine()

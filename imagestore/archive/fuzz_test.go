@@ -176,3 +176,24 @@ func chunks(b []byte, window int) ([]byte, error) {
 	}
 	return out.Bytes(), err
 }
+
+// FuzzContinue: where an archive unpacks, it does so from every place in it; where it does not, neither does the rest.
+func FuzzContinue(f *testing.F) {
+	seeds(f, []string{"gzip", "-1c"}, []string{"zstd", "-1c"}, []string{"xz", "-0c"},
+		[]string{"xz", "-0c", "--check=none"}, []string{"xz", "-0c", "-T2", "--block-size=4096"},
+		[]string{"zstd", "-c", "--zstd=wlog=10", "--no-check"})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		r, err := NewReader(bytes.NewReader(b), Detect(b), Limits{Output: fuzzMost})
+		if err != nil {
+			return
+		}
+		plain, points, err := pointed(t, r, 1000)
+		for i := 0; i < len(points); i += 1 + len(points)/8 {
+			p := points[i]
+			got, rerr := rest(t, b, plain, p, Limits{Output: fuzzMost})
+			if (err == nil) != (rerr == nil) || err == nil && !bytes.Equal(got, plain[p.Plain:]) {
+				t.Fatalf("from %d: %d bytes and %v, not %d and %v", p.Plain, len(got), rerr, len(plain)-int(p.Plain), err)
+			}
+		}
+	})
+}

@@ -28,14 +28,18 @@ func gunzip(u *unpacker) error {
 		return err
 	}
 	defer close(g.out)
-	d := &inflater{in: u.in, g: g}
-	for {
-		if err := gzipHeader(u.in); err != nil {
+	d := &inflater{in: u.in, g: g, mark: u.gzipPlace}
+	for middle := u.from != nil; ; middle = false {
+		if middle {
+			err = u.gzipAgain(d)
+		} else if err = gzipHeader(u.in); err == nil {
+			d.bits, d.n, g.have = 0, 0, int64(g.sent-g.pos)
+			g.begin(crc32.NewIEEE())
+		}
+		if err != nil {
 			return err
 		}
-		g.have = int64(g.sent - g.pos)
-		start := g.total + int64(g.pos-g.sent)
-		g.begin(crc32.NewIEEE())
+		start := g.total - g.have
 		if err := d.inflate(); err != nil {
 			return err
 		}
@@ -55,6 +59,44 @@ func gunzip(u *unpacker) error {
 			return err
 		}
 	}
+}
+
+// gzipState is what is known between two blocks.
+type gzipState struct {
+	Have int64 `json:"have"` // bytes of the member
+	Bit  uint  `json:"bit"`  // where the next block begins in its first byte
+}
+
+// gzipPlace tells of a place between two blocks.
+func (u *unpacker) gzipPlace(d *inflater) error {
+	g := d.g
+	if !u.due(u.total.Load() + int64(g.pos-g.sent)) {
+		return nil
+	}
+	if err := g.commit(); err != nil {
+		return err
+	}
+	g.place(&place{packed: u.in.off - int64(d.n+7)/8, plain: u.total.Load(), window: min(g.have, gzipWindow),
+		know: gzipState{Have: g.have, Bit: -d.n & 7}})
+	return nil
+}
+
+// gzipAgain goes to where an earlier reader was.
+func (u *unpacker) gzipAgain(d *inflater) error {
+	var st gzipState
+	state, err := u.restore(&st)
+	if err != nil {
+		return err
+	}
+	sum, err := u.resumed(crc32.NewIEEE(), state)
+	if err == nil {
+		err = u.refill(d.g, st.Have)
+	}
+	if err != nil {
+		return err
+	}
+	d.g.begin(sum)
+	return d.take(st.Bit & 7)
 }
 
 // gzipNext tells whether another member follows.

@@ -30,37 +30,41 @@ type model struct {
 	literal    [literals][0x300]uint16
 }
 
+// each gives all probabilities, always in the same order.
+func (m *model) each(do func([]uint16)) {
+	do(m.isMatch[:])
+	do(m.isRep0Long[:])
+	do(m.isRep[:])
+	do(m.isRep0[:])
+	do(m.isRep1[:])
+	do(m.isRep2[:])
+	for _, l := range []*lengths{&m.match, &m.rep} {
+		do(l.choice[:])
+		for i := range l.low {
+			do(l.low[i][:])
+			do(l.mid[i][:])
+		}
+		do(l.high[:])
+	}
+	for i := range m.slot {
+		do(m.slot[i][:])
+	}
+	for i := range m.special {
+		do(m.special[i][:])
+	}
+	do(m.align[:])
+	for i := range m.literal {
+		do(m.literal[i][:])
+	}
+}
+
 // even is a model that has learned nothing.
 var even = func() (m model) {
-	half := func(p []uint16) {
+	m.each(func(p []uint16) {
 		for i := range p {
 			p[i] = 1 << 10
 		}
-	}
-	half(m.isMatch[:])
-	half(m.isRep0Long[:])
-	half(m.isRep[:])
-	half(m.isRep0[:])
-	half(m.isRep1[:])
-	half(m.isRep2[:])
-	for _, l := range []*lengths{&m.match, &m.rep} {
-		half(l.choice[:])
-		for i := range l.low {
-			half(l.low[i][:])
-			half(l.mid[i][:])
-		}
-		half(l.high[:])
-	}
-	for i := range m.slot {
-		half(m.slot[i][:])
-	}
-	for i := range m.special {
-		half(m.special[i][:])
-	}
-	half(m.align[:])
-	for i := range m.literal {
-		half(m.literal[i][:])
-	}
+	})
 	return m
 }()
 
@@ -74,6 +78,7 @@ type lzma struct {
 	lc        uint32
 	lpMask    uint32
 	pbMask    uint32
+	need      needs // of the next chunk
 
 	at int // in in
 	in [inSize]byte

@@ -7,10 +7,28 @@ type source interface {
 	next(n int) ([]byte, error)
 }
 
+// needs are what the next chunk must bring along.
+type needs struct {
+	Dict  bool `json:"dict,omitempty"`
+	Props bool `json:"props,omitempty"`
+	State bool `json:"state,omitempty"`
+}
+
 // lzma2 decodes the chunks of one LZMA2 stream, up to its end mark, and gives everything to the consumer.
 func (d *lzma) lzma2(w *ring, src source, window int) error {
-	needDict, needProps, needState := true, true, true
+	d.need = needs{true, true, true}
+	return d.chunks(w, src, window)
+}
+
+// chunks is the rest of one.
+func (d *lzma) chunks(w *ring, src source, window int) error {
+	need := &d.need
 	for {
+		if w.mark != nil {
+			if err := w.mark(); err != nil {
+				return err
+			}
+		}
 		head, err := src.next(1)
 		if err != nil {
 			return err
@@ -21,8 +39,8 @@ func (d *lzma) lzma2(w *ring, src source, window int) error {
 		}
 		if control >= 0xe0 || control == 1 {
 			w.have = int64(w.sent - w.pos) // counts from pos once that is committed
-			needDict, needProps = false, true
-		} else if needDict {
+			need.Dict, need.Props = false, true
+		} else if need.Dict {
 			return corrupt("xz: the first chunk of a block needs what was before it")
 		}
 		if control < 0x80 {
@@ -59,14 +77,14 @@ func (d *lzma) lzma2(w *ring, src source, window int) error {
 			if !d.props(head[0]) {
 				return corrupt("xz: properties of LZMA2 that cannot be (%d)", head[0])
 			}
-			needProps, needState = false, false
+			need.Props, need.State = false, false
 			d.reset()
-		case needProps:
+		case need.Props:
 			return corrupt("xz: a chunk without the properties that it needs")
 		case control >= 0xa0:
-			needState = false
+			need.State = false
 			d.reset()
-		case needState:
+		case need.State:
 			return corrupt("xz: a chunk without the state that it needs")
 		}
 		body, err := src.next(packed)

@@ -14,8 +14,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// reader is the consumer's side: it takes the items of one ring after the other, verifies, and gives the bytes out.
-type reader struct {
+// Reader gives the plain bytes of an archive. It is the consumer's side: it takes the items of one ring after the
+// other, verifies, and gives the bytes out. All but Point is for one goroutine.
+type Reader struct {
+	format Format
 	u      *unpacker
 	src    io.Reader
 	unpack func(*unpacker) error
@@ -25,6 +27,9 @@ type reader struct {
 	rest []byte // of the current piece
 	sum  hash.Hash
 	err  error // what Read returns from now on
+
+	mu     sync.Mutex
+	points []*place // in order
 }
 
 // unpacker is the decoder's side: one goroutine that takes the archive apart.
@@ -38,6 +43,10 @@ type unpacker struct {
 	rings chan *ring // in the order of their bytes
 	wg    sync.WaitGroup
 	err   error // of the unpacker; valid once rings is closed
+
+	every, last int64       // how often a point is made, and where the last one was
+	from        *Point      // where it begins; nil: at the start
+	before      io.ReaderAt // the plain bytes before that
 }
 
 // check is the end of a part of the plain bytes that has a checksum, or (want is nil) the start of one.
@@ -47,14 +56,14 @@ type check struct {
 	name string
 }
 
-func newReader(src io.Reader, name string, lim Limits, unpack func(*unpacker) error) *reader {
+func newReader(src io.Reader, f Format, lim Limits, unpack func(*unpacker) error) *Reader {
 	ctx, stop := context.WithCancel(context.Background())
-	u := &unpacker{ctx: ctx, stop: stop, in: newInput(ctx, name), lim: lim, mem: semaphore.NewWeighted(lim.Memory),
+	u := &unpacker{ctx: ctx, stop: stop, in: newInput(ctx, f.String()), lim: lim, mem: semaphore.NewWeighted(lim.Memory),
 		rings: make(chan *ring, 4)}
-	return &reader{u: u, src: src, unpack: unpack}
+	return &Reader{format: f, u: u, src: src, unpack: unpack}
 }
 
-func (r *reader) begin() {
+func (r *Reader) begin() {
 	r.begun = true
 	u := r.u
 	u.wg.Go(func() { u.in.read(r.src) })
@@ -65,7 +74,7 @@ func (r *reader) begin() {
 }
 
 // fill gets the next piece into rest.
-func (r *reader) fill() error {
+func (r *Reader) fill() error {
 	if r.err != nil {
 		return r.err
 	}
@@ -80,7 +89,7 @@ func (r *reader) fill() error {
 	return nil
 }
 
-func (r *reader) step() error {
+func (r *Reader) step() error {
 	if r.cur == nil {
 		next, ok := <-r.u.rings
 		if !ok {
@@ -98,6 +107,8 @@ func (r *reader) step() error {
 		r.cur = nil
 	case it.err != nil:
 		return it.err
+	case it.place != nil:
+		r.passed(it.place)
 	case it.check == nil:
 		if r.sum != nil {
 			_, _ = r.sum.Write(it.b)
@@ -115,7 +126,7 @@ func (r *reader) step() error {
 }
 
 // Read gives the plain bytes. Those before an error may be wrong.
-func (r *reader) Read(p []byte) (int, error) {
+func (r *Reader) Read(p []byte) (int, error) {
 	if len(p) == 0 {
 		return 0, nil
 	}
@@ -127,13 +138,13 @@ func (r *reader) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-func (r *reader) used(n int) {
+func (r *Reader) used(n int) {
 	r.rest = r.rest[n:]
 	r.cur.release(n)
 }
 
 // WriteTo gives the plain bytes without a copy.
-func (r *reader) WriteTo(w io.Writer) (int64, error) {
+func (r *Reader) WriteTo(w io.Writer) (int64, error) {
 	total := int64(0)
 	for {
 		if err := r.fill(); errors.Is(err, io.EOF) {
@@ -155,7 +166,7 @@ func (r *reader) WriteTo(w io.Writer) (int64, error) {
 }
 
 // Close ends the goroutines, waits for them and gives the memory back.
-func (r *reader) Close() error {
+func (r *Reader) Close() error {
 	r.u.stop()
 	if r.begun {
 		if r.cur != nil {
@@ -171,7 +182,7 @@ func (r *reader) Close() error {
 	return nil
 }
 
-func (r *reader) discard(g *ring) {
+func (r *Reader) discard(g *ring) {
 	g.close()
 	for range g.out {
 	}

@@ -39,6 +39,7 @@ type ring struct {
 	out   chan item
 	cost  int64             // what it takes of the reader's memory
 	limit func(n int) error // asked before n more bytes are given out
+	mark  func() error      // asked between chunks of LZMA2, where a place may be told; or nil
 }
 
 const (
@@ -51,10 +52,11 @@ const (
 	minRing = 4 << 20
 )
 
-// item is what the decoder tells the consumer: bytes, or that a checked part ends here, or the end.
+// item is what the decoder tells the consumer: bytes, or that a checked part ends here, or a place, or the end.
 type item struct {
 	b     []byte
 	check *check
+	place *place
 	err   error
 }
 

@@ -18,6 +18,10 @@ type seqDecoder struct {
 	reps [3]uint32
 	t    tables
 	have [3]bool // which of them were sent since the frame began
+	how  [3]struct {
+		mode byte
+		b    []byte // how each was described
+	}
 }
 
 // tables are the current ones of the three alphabets, by its number.
@@ -51,6 +55,9 @@ func (d *seqDecoder) pick(which int, mode byte, p []byte) (n int, ok bool) {
 		return 0, d.have[which]
 	}
 	d.have[which] = ok
+	if ok {
+		d.how[which].mode, d.how[which].b = mode, append(d.how[which].b[:0], p[:n]...)
+	}
 	return n, ok
 }
 

@@ -51,6 +51,7 @@ type unxzer struct {
 	window int   // of serial
 	d      *lzma // of serial
 	idle   chan *lzma
+	plain  int64 // bytes of the blocks so far
 }
 
 // tally stands for a list of pairs of numbers: lists that differ have different tallies.
@@ -78,6 +79,7 @@ func unxz(u *unpacker) error {
 }
 
 func (x *unxzer) streams() error {
+	x.plain = x.total.Load()
 	for first := true; ; first = false {
 		if !first {
 			more, err := x.padding()
@@ -85,7 +87,16 @@ func (x *unxzer) streams() error {
 				return err
 			}
 		}
-		if err := x.stream(); err != nil {
+		var err error
+		if first && x.from != nil {
+			err = x.again()
+		} else {
+			err = x.stream()
+		}
+		if err == nil {
+			err = x.blocks()
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -118,6 +129,7 @@ func (x *unxzer) padding() (bool, error) {
 	return true, nil
 }
 
+// stream reads the head of a stream.
 func (x *unxzer) stream() error {
 	head, err := x.in.next(xzHeadSize)
 	if err != nil {
@@ -135,7 +147,15 @@ func (x *unxzer) stream() error {
 		return api.Errorf(api.Unsupported, "xz: the file has checksums of a kind that is not known here (%#x)", x.flags)
 	}
 	x.seen = tally{sum: sha256.New()}
+	return nil
+}
+
+// blocks are the rest of a stream.
+func (x *unxzer) blocks() error {
 	for {
+		if err := x.outside(); err != nil {
+			return err
+		}
 		size, err := x.in.peek(1)
 		if err != nil {
 			return err
@@ -275,9 +295,15 @@ func (x *unxzer) here(b xzBlock) error {
 		x.d = new(lzma)
 	}
 	start, before := x.in.off, x.serial.total
+	x.serial.mark = func() error { return x.inside(b, start, before) }
 	if err := x.d.block(x.serial, x.sum, x.in, b.dict); err != nil {
 		return err
 	}
+	return x.end(b, start, before)
+}
+
+// end is that of a block which this goroutine decoded, from a place in the archive and one in the ring on.
+func (x *unxzer) end(b xzBlock, start, before int64) error {
 	packed, plain := uint64(x.in.off-start), uint64(x.serial.total-before)
 	if b.packed != absent && b.packed != packed || b.plain != absent && b.plain != plain {
 		return x.in.damaged("a block is not as long as its header says")
@@ -288,6 +314,7 @@ func (x *unxzer) here(b xzBlock) error {
 	}
 	verify(x.serial, x.sum, want)
 	x.seen.add(uint64(b.head)+packed+uint64(x.sum.size), plain)
+	x.plain += int64(plain)
 	return nil
 }
 
@@ -323,6 +350,7 @@ func (x *unxzer) aside(b xzBlock) error {
 		return err
 	}
 	x.seen.add(uint64(b.head)+b.packed+uint64(x.sum.size), b.plain)
+	x.plain += int64(b.plain)
 	sum := x.sum // the next stream may have another
 	x.wg.Go(func() {
 		defer close(g.out)

@@ -40,7 +40,9 @@ type unzstder struct {
 
 	huff    *huff0.Scratch
 	hasHuff bool
+	huffs   []byte // the description of huff
 	seq     seqDecoder
+	plain   int64 // bytes so far
 
 	todo, idle chan *step
 	failed     chan struct{} // closed by the executor when it fails
@@ -56,6 +58,7 @@ type step struct {
 	fill  int
 	sum   []byte // compare
 	end   bool   // of the ring
+	place *place // tell of it
 
 	buf []byte // of lit
 }
@@ -63,6 +66,7 @@ type step struct {
 type zstdBegin struct {
 	window int
 	sum    bool
+	again  *zstdState // the frame is gone on with
 }
 
 // maxSteps is how far the decoder is ahead of the executor.
@@ -123,11 +127,13 @@ func (z *unzstder) execute() (err error) {
 
 func (z *unzstder) do(g *ring, s *step, window *int) error {
 	if s.begin != nil {
-		g.have = int64(g.sent - g.pos)
 		*window = s.begin.window
-		if s.begin.sum {
-			g.begin(zstdSum{xxhash.New()})
+		if err := z.begin(g, s.begin); err != nil {
+			return err
 		}
+	}
+	if s.place != nil {
+		return z.tell(g, s.place, *window)
 	}
 	if s.block {
 		if err := g.reserve(); err != nil {
@@ -168,7 +174,15 @@ func (z *unzstder) step() (*step, error) {
 }
 
 func (z *unzstder) frames() error {
-	for first := true; ; first = false {
+	z.plain = z.total.Load()
+	first := true
+	if z.from != nil {
+		if err := z.frameAgain(); err != nil {
+			return err
+		}
+		first = false
+	}
+	for ; ; first = false {
 		end, err := z.in.atEnd()
 		if err != nil || end && !first {
 			return err
@@ -297,15 +311,25 @@ func (z *unzstder) frame() error {
 	z.todo <- s
 	z.hasHuff, z.made = false, 0
 	z.seq.reset()
+	return z.blocks(f)
+}
+
+// blocks are the rest of a frame.
+func (z *unzstder) blocks(f frame) error {
 	for last := false; !last; {
-		if last, err = z.block(int(min(f.window, maxBlock))); err != nil {
+		err := z.mark(f)
+		if err == nil {
+			last, err = z.block(int(min(f.window, maxBlock)))
+		}
+		if err != nil {
 			return err
 		}
 	}
 	if f.size != absent && uint64(z.made) != f.size {
 		return z.in.damaged("a frame is not as long as its header says")
 	}
-	if s, err = z.step(); err != nil {
+	s, err := z.step()
+	if err != nil {
 		return err
 	}
 	if f.sum {
@@ -371,6 +395,7 @@ func (z *unzstder) block(most int) (last bool, err error) {
 		return false, z.in.damaged("there is no block of kind 3")
 	}
 	z.made += int64(size)
+	z.plain += int64(size)
 	z.todo <- s
 	return last, nil
 }
@@ -414,9 +439,11 @@ func (z *unzstder) literals(s *step, b []byte, most int) (used int, ok bool) {
 		var err error
 		if kind == 2 {
 			z.hasHuff = false
+			all := body
 			if z.huff, body, err = huff0.ReadTable(body, z.huff); err != nil {
 				return 0, false
 			}
+			z.huffs = append(z.huffs[:0], all[:len(all)-len(body)]...)
 			z.hasHuff = true
 		}
 		if !z.hasHuff {

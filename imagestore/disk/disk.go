@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -111,26 +112,30 @@ func allocated(on block.Layers, layers []string) (sum int64, err error) {
 	return sum, nil
 }
 
-// Copy brings an image from another disk of this node. The digest of each layer is compared.
+// Copy brings an image from another disk, of this node or another. The digest of each layer is compared.
 func Copy(ctx context.Context, from, on block.Layers, want Want, p *Progress) (Got, error) {
-	src, err := Find(from, want)
+	src, err := record(from, string(want.UID))
 	if err != nil {
-		return Got{}, err
+		found, err := Find(from, want)
+		if err != nil {
+			return Got{}, err
+		}
+		src = found.Image
 	}
 	if want.Object != nil {
 		src.Object = want.Object
 	}
-	return copyAll(ctx, from, on, src.Image, p)
+	return copyAll(ctx, from, on, src, want.KeepEvery, p)
 }
 
-// Share brings an image from another disk of this node that has its layers, but under the name of another image. What
+// Share brings an image from another disk that has its layers, but under the name of another image. What
 // is known of it (Want) must be all of it.
 func Share(ctx context.Context, from, on block.Layers, want Want, p *Progress) (Got, error) {
 	if root, _, err := from.Digest(string(want.Layers[len(want.Layers)-1])); err != nil || root != want.Digest {
 		return Got{}, errors.Join(api.Errorf(api.NotFound, "disk %s does not have the layers of image %s", from.UID(),
 			want.Name), err)
 	}
-	return copyAll(ctx, from, on, want.image(), p)
+	return copyAll(ctx, from, on, want.image(), want.KeepEvery, p)
 }
 
 // image is what is known of it.
@@ -139,7 +144,8 @@ func (w Want) image() block.Image {
 		VirtualSize: w.VirtualSize, Checksum: w.Checksum, Digest: w.Digest, Object: w.Object}
 }
 
-func copyAll(ctx context.Context, from, on block.Layers, img block.Image, p *Progress) (Got, error) {
+func copyAll(ctx context.Context, from, on block.Layers, img block.Image, keepEvery time.Duration,
+	p *Progress) (Got, error) {
 	got := Got{Image: img}
 	var total int64
 	for _, l := range img.Layers {
@@ -153,7 +159,7 @@ func copyAll(ctx context.Context, from, on block.Layers, img block.Image, p *Pro
 	p.readTotal.Store(total)
 	var before int64
 	for _, l := range img.Layers {
-		n, size, err := copyLayer(ctx, from, on, l, func(done int64) { p.read.Store(before + done) })
+		n, size, err := copyLayer(ctx, from, on, l, keepEvery, func(done int64) { p.read.Store(before + done) })
 		if err != nil {
 			return Got{}, explain(on, err)
 		}
@@ -165,51 +171,6 @@ func copyAll(ctx context.Context, from, on block.Layers, img block.Image, p *Pro
 		return Got{}, explain(on, err)
 	}
 	return got, nil
-}
-
-// Unmade reports whether the image's layers are not finished ones of the disk, so that they can be made.
-func Unmade(on block.Layers, want Want) bool {
-	for _, l := range want.Layers {
-		if _, _, err := on.Digest(string(l)); !api.Is(err, api.NotFound) {
-			return false
-		}
-	}
-	return len(want.Layers) > 0
-}
-
-// copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
-func copyLayer(ctx context.Context, from, on block.Layers, uid string,
-	tell func(int64)) (allocated, size int64, err error) {
-	src, err := from.Open(uid)
-	if err != nil {
-		return 0, 0, err
-	}
-	defer src.Close()
-	root, _, err := from.Digest(uid)
-	if err != nil {
-		return 0, 0, err
-	}
-	if have, n, err := on.Digest(uid); err == nil && have == root {
-		return n, src.Size(), nil
-	}
-	w, err := create(ctx, on, api.UID(uid), src.Size())
-	if err != nil {
-		return 0, 0, err
-	}
-	err = block.Copy(ctx, roomySink{w, newRoom(on)}, src, block.CopyOptions{Progress: func(done, _ int64) { tell(done) }})
-	var made string
-	if err == nil {
-		made, allocated, err = w.Seal(ctx)
-	}
-	if err != nil {
-		return 0, 0, errors.Join(err, w.Abort())
-	}
-	if made != root {
-		err := api.Errorf(api.Corrupt, "layer %s on disk %s does not match its digest: the copy is thrown away", uid,
-			from.UID())
-		return 0, 0, errors.Join(err, forget(on, uid))
-	}
-	return allocated, src.Size(), nil
 }
 
 // create starts a layer. A finished one of that UID that no image names was left by a crash between its end and the
@@ -237,6 +198,9 @@ func forget(on block.Layers, uid string) error {
 // Remove makes sure that nothing of the image is on the disk: no record, no layer that only it named, nothing half
 // made. Layers that a replica names: an error of kind in use.
 func Remove(ctx context.Context, on block.Layers, want Want) error {
+	if x, ok := on.(block.Exporter); ok && want.Export {
+		return x.Forget(string(want.UID))
+	}
 	if err := on.RemoveImage(string(want.UID)); err != nil {
 		return err
 	}

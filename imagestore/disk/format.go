@@ -102,9 +102,9 @@ func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, erro
 	case isQCOW2:
 		return qcow2.Open(r, size, qcow2.Limits{Lazy: stream})
 	case isVMDK:
-		return vmdk.Open(r, size, vmdk.Limits{})
+		return vmdk.Open(r, size, vmdk.Limits{Stream: stream})
 	case isVHD:
-		return vhd.Open(r, size, vhd.Limits{})
+		return vhd.Open(r, size, vhd.Limits{Stream: stream})
 	default:
 		return vhdx.Open(r, size, vhdx.Limits{})
 	}

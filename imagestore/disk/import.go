@@ -45,6 +45,7 @@ type Want struct {
 	Format      string          // known, or empty
 	Object      json.RawMessage // what the API knows of the image, to be kept with it; or nil
 	VirtualSize int64           // known, or 0
+	Export      bool            // the layers are those of a snapshot, and may be volumes' too
 	Kept        *Kept           // what FindKept found, to be used or dropped by Import; or nil
 	KeepEvery   time.Duration   // how often a download is kept, at the most; 10 s when zero
 }
@@ -61,6 +62,7 @@ type Progress struct {
 	made, makeTotal atomic.Int64 // bytes of the content, where it is made in a second step
 	sealing         atomic.Bool
 	scratch         atomic.Int64 // the most bytes that a scratch file took
+	early           atomic.Int64 // bytes that were read before they came
 }
 
 // Notice is what a user may want to know of it, or empty.
@@ -69,7 +71,11 @@ func (p *Progress) Notice() string {
 	if n == 0 {
 		return ""
 	}
-	return "converted while it arrived, by way of a scratch file that took up to " + api.SizeText(n) + " of the disk"
+	said := "converted while it arrived, by way of a scratch file that took up to " + api.SizeText(n) + " of the disk"
+	if n := p.early.Load(); n > 0 {
+		said += "; " + api.SizeText(n) + " of its tables were read before they came"
+	}
+	return said
 }
 
 // Snapshot is how far it is; percent reaches 100 only when the image is ready, and is then not asked for here.
@@ -147,12 +153,16 @@ type importer struct {
 	room   *room
 
 	format  format
-	packed  string       // how the image is packed, as its name would end, or empty
-	virtual int64        // bytes of the disk
-	cut     atomic.Int64 // where the disk ends in a raw source
+	packed  string          // how the image is packed, as its name would end, or empty
+	plain   *archive.Reader // what unpacks it, or nil
+	trail   source.Trail    // of the packed bytes
+	virtual int64           // bytes of the disk
+	cut     atomic.Int64    // where the disk ends in a raw source
 
-	from int64 // the first byte of the source that comes; those before were kept
-	kept bool  // something is kept
+	from int64  // the first byte of the image that comes; those before were kept,
+	at   int64  // and so is the layer up to here
+	crc  uint32 // CRC-32C of the source's bytes, where it wants that
+	kept bool   // something is kept
 
 	mu   sync.Mutex
 	size int64 // of the layer, while it grows
@@ -174,13 +184,13 @@ func (im *importer) run() (Got, error) {
 		return Got{}, im.named(err)
 	}
 	if adopted {
-		n, err := im.stream(&bytesOf{r: im.s, size: im.s.Size, sum: im.sum, tell: im.readSome})
+		n, err := im.goOn(im.want.Kept)
 		if err != nil {
 			return Got{}, im.named(err)
 		}
 		return im.commit(n)
 	}
-	b := bytesOf{r: im.s, size: im.s.Size, file: im.s.File, sum: im.sum, tell: im.readSome}
+	b := bytesOf{r: im.s, size: im.s.Size, file: im.s.File, sum: im.hashed(), tell: im.readSome}
 	if err := b.look(); err != nil {
 		return Got{}, err
 	}
@@ -192,26 +202,22 @@ func (im *importer) run() (Got, error) {
 		}
 		return im.commit(n)
 	}
-	all := &tally{r: io.MultiReader(bytes.NewReader(b.head), im.s), sum: im.sum, tell: im.readSome}
+	all := im.tally(io.MultiReader(bytes.NewReader(b.head), im.s), 0)
 	plain, err := archive.NewReader(all, packing, archive.Limits{})
 	if err != nil {
 		return Got{}, im.named(err)
 	}
-	im.packed = packedNames[packing]
-	b = bytesOf{r: plain, size: -1}
-	if err = b.look(); err == nil && archive.Detect(b.head) != archive.None {
-		err = api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first",
-			archive.Detect(b.head), packing)
-	}
-	if err == nil {
-		_, err = im.image(b)
-	}
-	if err != nil {
-		im.cancel(err) // ends a read of the source that Close would wait for
-	}
-	if cerr := plain.Close(); err == nil {
-		err = cerr
-	}
+	err = im.unpack(plain, packing, func(b bytesOf) error {
+		if err := b.look(); err != nil {
+			return err
+		}
+		if inner := archive.Detect(b.head); inner != archive.None {
+			return api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first", inner,
+				packing)
+		}
+		_, err := im.image(b)
+		return err
+	})
 	if err != nil {
 		return Got{}, im.named(err)
 	}
@@ -237,22 +243,6 @@ func (im *importer) named(err error) error {
 	return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
 }
 
-// tally hashes what is read of a source.
-type tally struct {
-	r    io.Reader
-	sum  hash.Hash
-	tell func(int64)
-	n    int64
-}
-
-func (t *tally) Read(p []byte) (int, error) {
-	n, err := t.r.Read(p)
-	_, _ = t.sum.Write(p[:n])
-	t.n += int64(n)
-	t.tell(int64(n))
-	return n, err
-}
-
 // image makes the layer from an image. It returns how many bytes the image had.
 func (im *importer) image(b bytesOf) (n int64, err error) {
 	if im.format, err = detect(b.head); err != nil {
@@ -264,14 +254,14 @@ func (im *importer) image(b bytesOf) (n int64, err error) {
 	case b.file != nil:
 		return im.convertFile(b)
 	}
-	return im.spooled(b)
+	return im.spooled(b, nil)
 }
 
 func (im *importer) tooLarge(size int64) error {
 	return api.Errorf(api.OutOfRange, "%d bytes are more than a volume can have (%d)", size, api.MaxVolumeSize)
 }
 
-// create starts the layer of size bytes.
+// create starts the layer of size bytes, or gives one that was begun this size.
 func (im *importer) create(size int64) (err error) {
 	if size > api.MaxVolumeSize {
 		return im.tooLarge(size)
@@ -280,6 +270,9 @@ func (im *importer) create(size int64) (err error) {
 		return api.Errorf(api.Invalid, "the disk in it has no bytes")
 	}
 	im.virtual, im.size = size, size
+	if im.w != nil {
+		return im.w.Resize(size)
+	}
 	im.w, err = create(im.ctx, im.on, im.want.Layers[0], size)
 	return err
 }
@@ -312,8 +305,8 @@ func (im *importer) stream(b *bytesOf) (int64, error) {
 	} else {
 		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, off: im.from, end: im.ended}
 	}
-	if im.s.Mark != nil && im.packed == "" {
-		f = &keepFeed{feed: f, im: im, next: time.Now().Add(im.keepEvery())}
+	if w, ok := im.keepable(); ok {
+		f = &keepFeed{feed: f, im: im, w: w, next: time.Now().Add(im.keepEvery()), last: im.from}
 	}
 	put := im.clipped(im.fitted(im.room.within(whole(im.w))))
 	n, err := pump(im.ctx, f, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, writers, b.tell,
@@ -342,10 +335,17 @@ func (im *importer) complete(n int64) error {
 func (im *importer) convertFile(b bytesOf) (n int64, err error) {
 	var wg sync.WaitGroup
 	var hashed error
+	sum := newPace()
 	wg.Go(func() {
-		n, hashed = pump(im.ctx, &fileFeed{f: b.file, size: b.size}, b.sum, nil, 0, b.tell, im.cancel)
+		n, hashed = pump(im.ctx, &fileFeed{f: b.file, size: b.size}, b.sum, nil, 0, func(n int64) {
+			sum.forward(n)
+			b.tell(n)
+		}, im.cancel)
+		sum.end()
 	})
-	if err = im.convert(b.file, b.size, false); err != nil {
+	g := newGate(0)
+	g.wait = sum.wait
+	if err = im.convert(b.file, b.size, false, g); err != nil {
 		im.cancel(err)
 	}
 	wg.Wait()
@@ -355,29 +355,39 @@ func (im *importer) convertFile(b bytesOf) (n int64, err error) {
 	return n, err
 }
 
-// spooled takes a stream to a scratch file, and makes the layer from there while it comes.
-func (im *importer) spooled(b bytesOf) (n int64, err error) {
-	sp, err := newSpool(im.on, &im.p.scratch)
+// spooled takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an earlier
+// process left of that, or nil.
+func (im *importer) spooled(b bytesOf, kept *spoolState) (n int64, err error) {
+	sp, feed, g, err := im.spool(b, kept)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { _ = sp.Close() }()
 	var wg sync.WaitGroup
 	var arrived error
+	put := im.room.within(sp.put)
 	wg.Go(func() {
-		n, arrived = pump(im.ctx, &streamFeed{head: b.head, r: b.r}, b.sum, im.room.within(sp.put), 1, b.tell, im.cancel)
+		n, arrived = pump(im.ctx, feed, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, 1, b.tell,
+			im.cancel)
+		n += im.from
+		g.fail() // nobody is left who would open it again
 		sp.finish(arrived)
 	})
-	end := context.AfterFunc(im.ctx, func() { sp.finish(context.Cause(im.ctx)) })
+	end := context.AfterFunc(im.ctx, func() {
+		g.fail()
+		sp.finish(context.Cause(im.ctx))
+	})
 	defer end()
 	size := b.size
 	if size < 0 && im.format.needsEnd() {
 		size, err = sp.whole()
 	}
 	if err == nil {
-		err = im.convert(sp, size, true)
+		g.wait = sp.wait
+		err = im.convert(sp, size, true, g)
 	}
-	if err != nil {
+	// What was found to be damaged before it came may be the server's doing: what comes tells.
+	if err != nil && !(api.Is(err, api.Corrupt) && sp.early.open()) {
 		im.cancel(err)
 	}
 	sp.enough()
@@ -388,8 +398,46 @@ func (im *importer) spooled(b bytesOf) (n int64, err error) {
 	return n, err
 }
 
-// convert makes the layer from an image that is not raw.
-func (im *importer) convert(r io.ReaderAt, size int64, stream bool) error {
+// spool makes the scratch file, and what carries the stream to it. Where the import can be continued by another
+// process, the file lies beside the layer, which is begun for that.
+func (im *importer) spool(b bytesOf, kept *spoolState) (
+	sp *spool, f feed, g *gate, err error,
+) {
+	g = newGate(im.at)
+	f = &streamFeed{head: b.head, r: b.r}
+	_, resumes := im.on.(block.Resumer)
+	if resumes && im.w == nil && im.continuable() {
+		if err := im.create(pieceSize); err != nil {
+			return nil, nil, nil, err
+		}
+	}
+	w, ok := im.keepable()
+	if !ok {
+		file, err := scratch(im.on)
+		sp = newSpool(file, &im.p.scratch)
+		sp.early = im.ahead()
+		return sp, f, g, err
+	}
+	file, err := w.Beside(spoolName)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	sp = newSpool(file, &im.p.scratch)
+	sp.early = im.ahead()
+	if im.plain != nil || im.s.At != nil {
+		sp.retain = retained
+	}
+	if kept != nil {
+		if err := sp.resume(kept, im.want.Kept.note.From); err != nil {
+			return nil, nil, nil, errors.Join(err, sp.Close())
+		}
+	}
+	return sp, &spoolFeed{feed: f, im: im, sp: sp, gate: g, w: w, next: time.Now().Add(im.keepEvery()), shut: -1,
+		off: im.from, at: im.at}, g, nil
+}
+
+// convert makes the layer from an image that is not raw. With stream, it is still on its way.
+func (im *importer) convert(r io.ReaderAt, size int64, stream bool, g *gate) error {
 	img, err := im.format.open(r, size, stream)
 	if err != nil {
 		return err
@@ -399,8 +447,13 @@ func (im *importer) convert(r io.ReaderAt, size int64, stream bool) error {
 		return err
 	}
 	im.p.makeTotal.Store(img.Size())
-	return block.Copy(im.ctx, wholeSink{im.w, im.room.within(whole(im.w))}, &wholeSource{Source: img}, block.CopyOptions{
+	g.of(img)
+	err = block.Copy(im.ctx, g.sink(wholeSink{im.w, im.room.within(whole(im.w))}), g, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
+	if s, ok := img.(interface{ Settled() error }); ok && err == nil {
+		err = s.Settled()
+	}
+	return err
 }
 
 // commit compares sizes and checksums, makes the layer durable and records the image. n is how many bytes came.

@@ -5,6 +5,8 @@ import (
 	"encoding"
 	"encoding/json"
 	"errors"
+	"hash"
+	"sync/atomic"
 	"time"
 
 	"drover.io/drover/api"
@@ -12,9 +14,10 @@ import (
 	"drover.io/drover/imagestore/source"
 )
 
-// A download of a raw image is kept on the disk now and then: the layer up to some chunk, the state of the checksum
-// there, and the place in the source. So a restart costs what came since, not all of it. What is packed or is to be
-// converted begins anew: it has no place in the layer that belongs to a place in the source.
+// An import whose source can be continued is kept on the disk now and then: the layer up to some chunk, the state of
+// the checksum, the place in the source, and, of an image that is converted, the scratch file. So a restart costs what
+// came since, not all of it. Of what is packed, what its decoder knows is recorded, too; what that needs of the bytes
+// that it unpacked is in the layer or in the scratch file.
 
 // keepEvery is how often that is done, at the most; it costs a sync of the disk.
 const keepEvery = 10 * time.Second
@@ -28,17 +31,26 @@ func (im *importer) keepEvery() time.Duration {
 
 // Kept is what an earlier process left of an import.
 type Kept struct {
-	// Mark is where the source is to be continued.
-	Mark source.Mark
+	// Mark is where the source is to be continued; State is what Stream.At said of it, or nil.
+	Mark  source.Mark
+	State json.RawMessage
 
-	w   block.Keeper
-	sum []byte
+	w    block.Keeper
+	at   int64 // up to where the layer is made
+	note keptNote
 }
 
 // keptNote is what is recorded beside the layer.
 type keptNote struct {
 	Mark source.Mark `json:"mark"`
 	Sum  []byte      `json:"sum"` // state of the SHA-512
+	// What the source itself has to know, and the place in an archive.
+	State  json.RawMessage `json:"state,omitempty"`
+	Packed *packedNote     `json:"packed,omitempty"`
+	From   int64           `json:"from,omitempty"` // the bytes of the image from here to what is there are at hand
+	// Of an image that is converted: its format, and the scratch file.
+	Format format      `json:"format,omitempty"`
+	Spool  *spoolState `json:"spool,omitempty"`
 }
 
 // FindKept looks for what was kept of an image; nil: nothing that could be used. Give it to Import, or Drop it.
@@ -51,14 +63,35 @@ func FindKept(ctx context.Context, on block.Layers, want Want) *Kept {
 	if err != nil {
 		return nil // it is made from the beginning then
 	}
-	var n keptNote
-	k := &Kept{w: w}
-	if err := json.Unmarshal(note, &n); err != nil || n.Mark.Off != upTo || upTo <= 0 || n.Mark.Size < upTo {
+	k := &Kept{w: w, at: upTo}
+	if err := json.Unmarshal(note, &k.note); err != nil || !k.sound() {
 		k.Drop()
 		return nil
 	}
-	k.Mark, k.sum = n.Mark, n.Sum
+	k.Mark, k.State = k.note.Mark, k.note.State
 	return k
+}
+
+func (k *Kept) sound() bool {
+	n := &k.note
+	if n.Mark.Off <= 0 || n.Mark.Size < n.Mark.Off {
+		return false
+	}
+	if p := n.Packed; p != nil && (p.Point.Packed < n.Mark.Off || p.Point.Plain > p.Off) {
+		return false
+	}
+	if n.Spool != nil {
+		return n.Spool.Have == n.have() && n.Format != raw
+	}
+	return n.have() == k.at
+}
+
+// have is how many bytes of the image are there.
+func (n *keptNote) have() int64 {
+	if n.Packed != nil {
+		return n.Packed.Off
+	}
+	return n.Mark.Off
 }
 
 // Drop removes what was kept.
@@ -70,25 +103,80 @@ func (im *importer) adopt(k *Kept) (bool, error) {
 		return false, nil
 	}
 	state, ok := im.sum.(encoding.BinaryUnmarshaler)
-	if im.s.Mark == nil || *im.s.Mark != k.Mark || !ok || state.UnmarshalBinary(k.sum) != nil {
+	if im.s.Mark == nil || *im.s.Mark != k.Mark || !ok || state.UnmarshalBinary(k.note.Sum) != nil {
 		k.Drop()
 		im.sum.Reset()
 		if im.s.Mark != nil && im.s.Mark.Off > 0 {
-			return false, api.Errorf(api.Unavailable, "what was kept of it cannot be used: it begins anew")
+			return false, api.Errorf(api.Unavailable, "what was kept of it cannot be used: %w", errAnew)
 		}
 		return false, nil
 	}
 	im.w, im.format = k.w, raw
 	im.virtual, im.size = k.Mark.Size, k.Mark.Size
-	im.from = k.Mark.Off
-	im.p.read.Store(im.from)
+	im.from, im.at, im.crc = k.note.have(), k.at, k.Mark.CRC
+	im.p.read.Store(k.Mark.Off)
 	im.kept = true
+	if k.note.Spool != nil {
+		im.format = k.note.Format
+	} else if k.note.Packed != nil {
+		im.size = k.at + 32*pieceSize // the end is not known
+		return true, im.w.Resize(im.size)
+	}
 	return true, nil
+}
+
+// keepable is a writer whose work can be kept, where the source can be continued.
+func (im *importer) keepable() (block.Keeper, bool) {
+	w, ok := im.w.(block.Keeper)
+	return w, ok && im.continuable()
+}
+
+// continuable reports whether the source can be continued. What is packed within what the source itself unpacks cannot:
+// the packed bytes are not at hand.
+func (im *importer) continuable() bool {
+	_, sums := im.sum.(encoding.BinaryMarshaler)
+	return sums && im.s.Mark != nil && (im.packed == "" || im.s.At == nil)
+}
+
+// place is what is to be recorded when off bytes of the image are there, in so far as it is about the source.
+func (im *importer) place(off int64) (note keptNote, ok bool) {
+	note.Mark, note.From = *im.s.Mark, off
+	if im.plain != nil {
+		ok = im.packedPlace(off, &note)
+		return note, ok
+	}
+	if im.s.At != nil {
+		if note.State, note.From, ok = im.s.At(off); !ok {
+			return note, false
+		}
+	}
+	m, ok := im.sum.(encoding.BinaryMarshaler)
+	if !ok {
+		return note, false
+	}
+	var err error
+	note.Sum, err = m.MarshalBinary()
+	note.Mark.Off, note.Mark.CRC = off, im.crc
+	return note, err == nil
+}
+
+// keep records an import: what the note says is there, and what is in the layer before at.
+func (im *importer) keep(w block.Keeper, at int64, note keptNote) error {
+	if note.Spool != nil {
+		note.Format = im.format
+	}
+	b, err := json.Marshal(note)
+	if err == nil {
+		err = w.Keep(at, b)
+	}
+	im.kept = im.kept || err == nil
+	return err
 }
 
 // leave ends a failed import: what may be continued stays, all else goes.
 func (im *importer) leave(err error) error {
-	passes := errors.Is(err, context.Canceled) || api.Is(err, api.Unavailable) && !source.Changed(err)
+	passes := errors.Is(err, context.Canceled) || api.Is(err, api.Unavailable) && !source.Changed(err) &&
+		!errors.Is(err, errAnew)
 	if k, ok := im.w.(block.Keeper); ok && im.kept && passes {
 		return k.Leave()
 	}
@@ -99,34 +187,58 @@ func (im *importer) leave(err error) error {
 type keepFeed struct {
 	feed
 	im   *importer
+	w    block.Keeper
 	next time.Time
+	last int64 // what was kept
+
+	given, inside atomic.Int64 // bytes, and those before pieces that show whether they are the end
 }
 
-func (f *keepFeed) due(int64) bool { return !time.Now().Before(f.next) }
+func (f *keepFeed) fill(buf []byte) ([]byte, int64, error) {
+	b, hole, err := f.feed.fill(buf)
+	f.given.Add(int64(len(b)) + hole)
+	if t, ok := f.feed.(*tailFeed); ok && !t.done {
+		f.inside.Store(f.given.Load())
+	}
+	return b, hole, err
+}
+
+func (f *keepFeed) news() <-chan struct{} { return nil }
+func (f *keepFeed) when() time.Time       { return f.next }
+func (f *keepFeed) due(int64) bool        { return !time.Now().Before(f.next) }
 
 func (f *keepFeed) rest(off int64) error {
 	im := f.im
-	off += im.from
 	f.next = time.Now().Add(im.keepEvery())
-	w, ok := im.w.(block.Keeper)
-	state, sums := im.sum.(encoding.BinaryMarshaler)
-	// Near the end it is not worth it, and what the end tells must be told by what is read anew.
-	if !ok || !sums || off == 0 || off%pieceSize != 0 || im.s.Mark.Size-off < (heldBack+1)*pieceSize {
+	// What the end tells must be told by what is read anew.
+	end := off > f.inside.Load()
+	off += im.from
+	if end || off == f.last || off%pieceSize != 0 {
 		return nil
 	}
-	sum, err := state.MarshalBinary()
-	if err != nil {
-		return err
+	note, ok := im.place(off)
+	if !ok {
+		return nil
 	}
-	mark := *im.s.Mark
-	mark.Off = off
-	note, err := json.Marshal(keptNote{Mark: mark, Sum: sum})
-	if err != nil {
-		return err
+	f.last = off
+	return im.keep(f.w, off, note)
+}
+
+// hashed is where the bytes of the source go to be summed.
+func (im *importer) hashed() hash.Hash {
+	if im.s.Mark != nil && im.s.CRC {
+		return &summed{im.sum, &im.crc}
 	}
-	if err := w.Keep(off, note); err != nil {
-		return err
-	}
-	im.kept = true
-	return nil
+	return im.sum
+}
+
+// summed adds a CRC-32C to a checksum.
+type summed struct {
+	hash.Hash
+	crc *uint32
+}
+
+func (s *summed) Write(p []byte) (int, error) {
+	*s.crc = source.CRC32C(*s.crc, p)
+	return s.Hash.Write(p)
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -104,8 +105,12 @@ func (s *fileFeed) seek() {
 	s.data, s.gap = min(data, s.size), min(gap, s.size)
 }
 
-// resting is a feed that wants the pump to rest now and then: rest is called with all before off hashed and put.
+// resting is a feed that wants the pump to rest now and then: due is asked after every piece, at the time that when
+// tells, and when there is news; rest is called with all before off hashed and put. All but fill are called by one
+// goroutine. A source that is silent does not keep the pump from resting.
 type resting interface {
+	news() <-chan struct{}
+	when() time.Time
 	due(off int64) bool
 	rest(off int64) error
 }
@@ -141,9 +146,11 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 			stop(err)
 		})
 	}
+	var way sync.WaitGroup // pieces on their way
 	done := func(p *piece) {
 		if p.uses.Add(-1) == 0 {
 			free <- p.buf[:pieceSize]
+			way.Done()
 		}
 	}
 	if h != nil {
@@ -184,57 +191,88 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 			})
 		}
 	}
-	var off int64
-	// quiet waits until all that was filled is hashed and put.
-	quiet := func() bool {
-		for range pieces {
+	filled := make(chan filling)
+	wg.Go(func() {
+		defer close(filled)
+		for {
+			var next filling
 			select {
-			case buf := <-free:
-				defer func() { free <- buf }()
+			case next.buf = <-free:
 			case <-failed:
-				return false
+				return
 			case <-ctx.Done():
-				return false
+				return
+			}
+			if next.buf == nil {
+				next.buf = make([]byte, pieceSize)
+			}
+			next.buf, next.hole, next.err = f.fill(next.buf)
+			select {
+			case filled <- next:
+			case <-failed:
+				return
+			case <-ctx.Done():
+				return
+			}
+			if next.err != nil {
+				return
 			}
 		}
-		return true
-	}
+	})
 	breaks, _ := f.(resting)
-	for {
-		if breaks != nil && breaks.due(off) && quiet() {
+	var news <-chan struct{}
+	var clock <-chan time.Time
+	var timer *time.Timer
+	if breaks != nil {
+		timer = time.NewTimer(time.Until(breaks.when()))
+		defer timer.Stop()
+		news, clock = breaks.news(), timer.C
+	}
+	var off int64
+	for !isClosed(failed) {
+		if breaks != nil && breaks.due(off) {
+			way.Wait() // all that was filled is hashed and put, or will not be
+			if isClosed(failed) || ctx.Err() != nil {
+				break
+			}
 			if err := breaks.rest(off); err != nil {
 				fail(err)
+				break
 			}
 		}
-		var buf []byte
+		if timer != nil {
+			timer.Reset(time.Until(breaks.when()))
+		}
+		var next filling
 		select {
-		case buf = <-free:
+		case next = <-filled:
+		case <-news:
+			continue
+		case <-clock:
+			continue
 		case <-failed:
 		case <-ctx.Done():
 			fail(ctx.Err())
 		}
-		if isClosed(failed) {
+		if isClosed(failed) || errors.Is(next.err, io.EOF) {
 			break
 		}
-		if buf == nil {
-			buf = make([]byte, pieceSize)
-		}
-		b, hole, err := f.fill(buf)
-		if errors.Is(err, io.EOF) {
+		if next.err != nil {
+			fail(next.err)
 			break
 		}
-		if err != nil {
-			fail(err)
-			break
+		if next.buf == nil {
+			break // the reader saw the end of the context first
 		}
-		p := &piece{off: off, hole: hole, buf: b}
-		off += int64(len(b)) + hole
+		p := &piece{off: off, hole: next.hole, buf: next.buf}
+		off += int64(len(p.buf)) + p.hole
 		if h != nil {
 			p.uses.Add(1)
 		}
 		if put != nil {
 			p.uses.Add(1)
 		}
+		way.Add(1)
 		if h != nil {
 			toHash <- p
 		}
@@ -249,6 +287,13 @@ func pump(ctx context.Context, f feed, h hash.Hash, put func(p []byte, off int64
 		return off, ctx.Err()
 	}
 	return off, first
+}
+
+// filling is what the reader of a pump gives.
+type filling struct {
+	buf  []byte
+	hole int64
+	err  error
 }
 
 func isClosed(c <-chan struct{}) bool {

@@ -13,8 +13,22 @@ import (
 	"drover.io/drover/block"
 )
 
+// nameless is a file without a name as a block.Scratch.
+type nameless struct{ *os.File }
+
+func (f nameless) Punch(off, n int64) error {
+	return unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, n)
+}
+
+func (f nameless) Datasync() error { return unix.Fdatasync(int(f.Fd())) }
+
 // scratch gives a file on the disk that has no name: it is gone when it is closed, also by a crash.
-func scratch(on block.Layers) (*os.File, error) {
+func scratch(on block.Layers) (block.Scratch, error) {
+	f, err := withoutName(on)
+	return nameless{f}, err
+}
+
+func withoutName(on block.Layers) (*os.File, error) {
 	at, ok := on.(interface{ Path() string })
 	if !ok {
 		return nil, api.Errorf(api.Unsupported, "disk %s has no room for scratch files", on.UID())
@@ -38,49 +52,66 @@ func scratch(on block.Layers) (*os.File, error) {
 const (
 	// unit is what is given back of a scratch file at once. Sectors do not cross it.
 	unit = 256 << 10
-	// ahead is how much of a source is taken in before it is asked for.
-	ahead = 64 << 20
+	// ahead is how much of a source is taken in before it is asked for. More brought nothing.
+	ahead = 32 << 20
+	// retained is how much of what was dropped stays for a decoder that is to go on, until it is known what that needs.
+	retained = 16 << 20
 )
 
 // spool is a source that arrives in order and is read in any order: a read of what is not there yet waits. So a
 // conversion that needs random access runs while the bytes still come. What the conversion has done with (Drop) is
 // given back to the disk, and the source waits when the conversion falls behind; so the file stays small where the
 // image is in the order of its disk, as it is when a tool has just made it.
+//
+// It can be kept (state, settle) and continued by another process (resume). What came before it was kept and is dropped
+// later stays in the file until it is kept again: the other process would need it.
 type spool struct {
-	f    *os.File
-	peak *atomic.Int64 // the most bytes that were in f at once
+	f     block.Scratch
+	peak  *atomic.Int64 // the most bytes that were in f at once
+	early *early        // what was read before it came; or nil
 
 	mu      sync.Mutex
 	change  *sync.Cond
 	have    int64 // bytes [0, have) came
 	held    int64 // of them in f
 	waiting int   // reads that wait for more
+	loose   bool  // the conversion is halted, and not behind
 	sated   bool  // nobody will read any more
 	done    bool
 	err     error // why no more bytes come
 
 	part map[int64]int // bytes dropped of units that are not dropped whole
 	gone []uint64      // units that are: a bit each
+
+	kept  int64   // what came before this is kept
+	owed  []units // of it, what was dropped since
+	owing int64   // bytes in owed and in soon
+
+	retain int64   // bytes that stay in the file behind what came last, for a decoder that is to go on
+	soon   []units // of them, what was dropped
+	lost   int64   // what is before this need not be in the file
 }
 
-func newSpool(on block.Layers, peak *atomic.Int64) (*spool, error) {
-	f, err := scratch(on)
-	if err != nil {
-		return nil, err
-	}
+// units is a run of units, [from, to).
+type units struct{ from, to int64 }
+
+func newSpool(f block.Scratch, peak *atomic.Int64) *spool {
 	s := &spool{f: f, peak: peak, part: map[int64]int{}}
 	s.change = sync.NewCond(&s.mu)
-	return s, nil
+	return s
 }
 
 // put takes the next bytes; called in order, by one goroutine. It waits while enough are there.
 func (s *spool) put(p []byte, off int64) error {
 	s.mu.Lock()
-	for s.held >= ahead && s.waiting == 0 && !s.sated && !s.done {
+	for s.held >= ahead && s.waiting == 0 && !s.loose && !s.sated && !s.done {
 		s.change.Wait()
 	}
 	sated, done, err := s.sated, s.done, s.err
 	s.mu.Unlock()
+	if err := s.early.compare(p, off); err != nil {
+		return err
+	}
 	if sated || done {
 		return err // whoever made it done knows why
 	}
@@ -92,10 +123,34 @@ func (s *spool) put(p []byte, off int64) error {
 	s.mu.Lock()
 	s.have = off + int64(len(p))
 	s.held += int64(len(p))
-	s.peak.Store(max(s.peak.Load(), s.held))
+	s.peak.Store(max(s.peak.Load(), s.held+s.owing))
+	over := s.overdue()
 	s.mu.Unlock()
+	for _, u := range over {
+		s.punch(u)
+	}
 	s.change.Broadcast()
 	return nil
+}
+
+// overdue are the units in soon that need not stay any more; under the lock.
+func (s *spool) overdue() []units {
+	var done []units
+	for len(s.soon) > 0 && s.soon[0].to*unit <= s.have-s.retain {
+		u := s.soon[0]
+		done, s.soon = append(done, u), s.soon[1:]
+		s.owing -= (u.to - u.from) * unit
+		s.lost = max(s.lost, u.to*unit)
+	}
+	return done
+}
+
+// halt says that the conversion is halted, or goes on.
+func (s *spool) halt(yes bool) {
+	s.mu.Lock()
+	s.loose = yes
+	s.mu.Unlock()
+	s.change.Broadcast()
 }
 
 // finish says that no more bytes come, and why (nil: that was all).
@@ -144,6 +199,9 @@ func (s *spool) Have() int64 {
 
 func (s *spool) ReadAt(p []byte, off int64) (int, error) {
 	end := off + int64(len(p))
+	if s.early.readAt(p, off, s.Have()) {
+		return len(p), nil
+	}
 	have, err := s.wait(end)
 	if err != nil {
 		return 0, err
@@ -156,7 +214,7 @@ func (s *spool) ReadAt(p []byte, off int64) (int, error) {
 			"that can be read from a file only", at)
 	}
 	n, rerr := s.f.ReadAt(p, off)
-	if rerr == io.EOF {
+	if errors.Is(rerr, io.EOF) {
 		clear(p[n:]) // zeros at the end were not written
 		n, rerr = len(p), nil
 	}
@@ -200,11 +258,35 @@ func (s *spool) Drop(off, n int64) {
 		}
 		at = next
 	}
-	s.mu.Unlock()
+	var now units
 	if from >= 0 {
 		// All units between are gone too: those that are not at the ends of the range went whole.
-		_ = unix.Fallocate(int(s.f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, from*unit, (to-from)*unit)
+		late := min(max((s.kept+unit-1)/unit, from), to)
+		if now = (units{late, to}); late > from {
+			s.owed = append(s.owed, units{from, late})
+			s.owing += (late - from) * unit
+		}
+		switch {
+		case now.to <= now.from:
+		case s.retain > 0:
+			s.soon = append(s.soon, now)
+			s.owing += (now.to - now.from) * unit
+			now = units{}
+		default:
+			s.lost = max(s.lost, now.to*unit)
+		}
+	}
+	s.mu.Unlock()
+	if from >= 0 {
+		s.punch(now)
 		s.change.Broadcast()
+	}
+}
+
+// punch gives units back to the disk.
+func (s *spool) punch(u units) {
+	if u.to > u.from {
+		_ = s.f.Punch(u.from*unit, (u.to-u.from)*unit) // room that stays taken is given back with the file
 	}
 }
 

@@ -363,7 +363,7 @@ func TestBombs(t *testing.T) {
 		return read(t, out)
 	}
 	for _, tool := range []string{"gzip -1", "xz -0 -T2", "zstd -q -T2"} {
-		for fill, mib := range map[byte]int{0: 512, 'a': 256} {
+		for fill, mib := range map[byte]int{0: 256, 'a': 128} {
 			b := made(tool, fill, mib)
 			over := watchMemory(t)
 			_, err := disk.Import(t.Context(), d, newWant(), new(disk.Progress), stream(b, true))
@@ -375,6 +375,32 @@ func TestBombs(t *testing.T) {
 			if grew > 128<<20 {
 				t.Errorf("%s: took %d MiB of memory", tool, grew>>20)
 			}
+		}
+	}
+}
+
+// Archives that make use of the largest windows there are.
+func TestLargeWindows(t *testing.T) {
+	d := newDisk(t, t.TempDir())
+	half := sample(80 << 20)
+	for tool, content := range map[string][]byte{
+		"zstd -q -1 --long=27 -T1 -c": cat(half, half), "xz -T1 --lzma2=preset=0,dict=64MiB -c": half,
+	} {
+		name := filepath.Join(t.TempDir(), "content")
+		if err := os.WriteFile(name, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		out := filepath.Join(t.TempDir(), "packed")
+		command(t, "sh", "-c", tool+" "+name+" > "+out)
+		over := watchMemory(t)
+		got, err := disk.Import(t.Context(), d, newWant(), new(disk.Progress), file(out))
+		grew := over()
+		if err != nil || got.VirtualSize != int64(len(content)) {
+			t.Fatalf("%s: %+v, %v", tool, got, err)
+		}
+		t.Logf("%s: %d MiB of memory", tool, grew>>20)
+		if grew > 128<<20 {
+			t.Errorf("%s: took %d MiB of memory", tool, grew>>20)
 		}
 	}
 }

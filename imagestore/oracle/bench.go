@@ -66,10 +66,10 @@ func cpu(b *testing.B, who int) float64 {
 
 // Convert makes an image of a raw disk and converts it back, in turn with qemu-img on two coroutines; medians. On a
 // busy machine the processor time (cpu-s) says more than the clock.
-func Convert(b *testing.B, open Opener, raw, format, options string) {
+func Convert(b *testing.B, open Opener, raw, format string, options ...string) {
 	dir := b.TempDir()
 	image, out := filepath.Join(dir, "image"), filepath.Join(dir, "out")
-	Qemu(b, "qemu-img", "convert", "-f", "raw", "-O", format, "-o", options, raw, image)
+	Qemu(b, "qemu-img", append(append([]string{"convert", "-f", "raw", "-O", format}, options...), raw, image)...)
 	timed := func(who int, wall, used *[]float64, convert func()) {
 		_ = os.Remove(out)
 		syscall.Sync()

@@ -122,6 +122,9 @@ type Memory struct {
 func (m *Memory) put(off, n int64, k block.Kind) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if off%sector != 0 || n%sector != 0 && off+n != int64(len(m.B)) {
+		return fmt.Errorf("a piece of %d bytes at %d", n, off)
+	}
 	for i := off / sector; i*sector < off+n; i++ {
 		if m.Kind[i] != block.Hole {
 			return fmt.Errorf("sector %d is given twice", i)
@@ -204,6 +207,7 @@ func Compare(t testing.TB, open Opener, format, path string, extents Extents) bl
 	}
 	src := OpenFile(t, open, path)
 	got := Same(t, src, want)
+	reaches(t, open, path, want)
 	if extents != NoExtents {
 		kinds(t, got, Qemu(t, "qemu-img", "map", "--output=json", "-f", format, path), extents)
 	}
@@ -220,11 +224,64 @@ func Same(t testing.TB, src block.Source, want []byte) *Memory {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if i := differs(got.B, want); i >= 0 {
+	if i := Differs(got.B, want); i >= 0 {
 		t.Fatalf("byte %d is %#x, want %#x", i, got.B[i], want[i])
 	}
 	pieces(t, src, want)
 	return got
+}
+
+// reaches holds an image to what it says of how far its reads go.
+func reaches(t testing.TB, open Opener, path string, want []byte) {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &bounded{r: f}
+	src, err := open(b, st.Size())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	img, ok := src.(interface {
+		Reach(off, n int64) (int64, error)
+	})
+	if !ok {
+		return
+	}
+	for off := int64(0); off < src.Size(); off += block.ChunkSize {
+		p := make([]byte, min(block.ChunkSize, src.Size()-off))
+		b.most, b.limit = 0, 0
+		end, err := img.Reach(off, int64(len(p)))
+		if err != nil || end > st.Size() {
+			t.Fatalf("reads of %d bytes at %d go to %d of %d, %v", len(p), off, end, st.Size(), err)
+		}
+		b.limit = max(end, b.most, 1)
+		if _, err := src.ReadAt(p, off); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(p, want[off:][:len(p)]) {
+			t.Fatalf("reads of %d bytes at %d need more than %d, %v", len(p), off, b.limit, err)
+		}
+	}
+}
+
+// bounded is a reader that knows how far it was read, and can be told to fail behind a limit.
+type bounded struct {
+	r           io.ReaderAt
+	most, limit int64
+}
+
+func (b *bounded) ReadAt(p []byte, off int64) (int, error) {
+	end := off + int64(len(p))
+	if b.limit > 0 && end > b.limit {
+		return 0, errors.New("that has not come yet")
+	}
+	b.most = max(b.most, end)
+	return b.r.ReadAt(p, off)
 }
 
 func kinds(t testing.TB, got *Memory, raw []byte, extents Extents) {
@@ -275,7 +332,8 @@ func pieces(t testing.TB, src block.Source, want []byte) {
 	wg.Wait()
 }
 
-func differs(a, b []byte) int {
+// Differs is the first byte in which they differ, or -1.
+func Differs(a, b []byte) int {
 	if bytes.Equal(a, b) {
 		return -1
 	}

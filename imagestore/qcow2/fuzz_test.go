@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/oracle"
 )
 
 // FuzzOpen: whatever the bytes, there is an image that reads the same in every way, or an error of a known kind.
@@ -41,7 +42,7 @@ func FuzzOpen(f *testing.F) {
 			known(err)
 			return
 		}
-		whole, err := content(im)
+		whole, err := oracle.Content(im)
 		if err != nil {
 			known(err)
 		}
@@ -51,11 +52,11 @@ func FuzzOpen(f *testing.F) {
 			if lazyErr != nil {
 				t.Fatalf("while it arrives: %v", lazyErr)
 			}
-			again, lazyErr := content(lazy)
+			again, lazyErr := oracle.Content(lazy)
 			if (lazyErr == nil) != (err == nil) {
 				t.Fatalf("while it arrives: %v, else %v", lazyErr, err)
 			}
-			if err == nil && !bytes.Equal(again.b, whole.b) {
+			if err == nil && !bytes.Equal(again.B, whole.B) {
 				t.Fatal("reads otherwise while it arrives")
 			}
 		}
@@ -70,7 +71,7 @@ func FuzzOpen(f *testing.F) {
 					}
 					break
 				}
-				if err == nil && !bytes.Equal(p[:n], whole.b[off:off+int64(n)]) {
+				if err == nil && !bytes.Equal(p[:n], whole.B[off:off+int64(n)]) {
 					t.Fatalf("reading %d bytes at %d differs", step, off)
 				}
 			}

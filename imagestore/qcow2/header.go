@@ -236,7 +236,7 @@ func (h *header) parseSizes(head []byte, lim Limits) error {
 		return api.Errorf(api.OutOfRange, "the L1 table of %d entries is above the limit of %d", entries, maxL1/8)
 	}
 	off := be.Uint64(head[40:])
-	if h.l1Entries > 0 && (off == 0 || off>>56 != 0 || off&(1<<h.clusterBits-1) != 0) {
+	if off>>56 != 0 || h.l1Entries > 0 && (off == 0 || off&(1<<h.clusterBits-1) != 0) {
 		return corrupt("the L1 table's offset %#x is not that of a cluster behind the header", off)
 	}
 	h.l1Offset = int64(off)

@@ -2,8 +2,6 @@ package qcow2
 
 import (
 	"bytes"
-	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,24 +10,21 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 
 	"drover.io/drover/block"
+	"drover.io/drover/imagestore/oracle"
 )
 
 // qemu-img is the oracle: whatever it makes must read here as it reads there.
 
-func qemu(t testing.TB, name string, args ...string) []byte {
-	t.Helper()
-	cmd := exec.Command(name, args...)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
+// opener is Open for the oracle.
+func opener(r io.ReaderAt, size int64) (block.Source, error) {
+	im, err := Open(r, size, Limits{})
 	if err != nil {
-		t.Fatalf("%s %s: %v\n%s%s", name, strings.Join(args, " "), err, out, stderr.Bytes())
+		return nil, err
 	}
-	return out
+	return im, nil
 }
 
 // qemuIO runs commands on an image. A compressed write to a cluster that has data fails there with an I/O error, and is
@@ -56,157 +51,28 @@ func qemuIO(t testing.TB, file string, cmds ...string) {
 	}
 }
 
-// memory is a sink that checks that nothing is given twice.
-type memory struct {
-	mu   sync.Mutex
-	b    []byte
-	kind []block.Kind // per sector
-}
-
-func newMemory(n int64) *memory {
-	return &memory{b: bytes.Repeat([]byte{0xEE}, int(n)), kind: make([]block.Kind, (n+sector-1)/sector)}
-}
-
-func (m *memory) put(off, n int64, k block.Kind) error {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if off%sector != 0 || n%sector != 0 && off+n != int64(len(m.b)) {
-		return fmt.Errorf("a piece of %d bytes at %d", n, off)
-	}
-	for i := off / sector; i*sector < off+n; i++ {
-		if m.kind[i] != block.Hole {
-			return fmt.Errorf("sector %d is given twice", i)
-		}
-		m.kind[i] = k
-	}
-	return nil
-}
-
-func (m *memory) WriteAt(p []byte, off int64) (int, error) {
-	return copy(m.b[off:], p), m.put(off, int64(len(p)), block.Data)
-}
-
-func (m *memory) ZeroAt(off, n int64) error {
-	clear(m.b[off : off+n])
-	return m.put(off, n, block.Zero)
-}
-
-func (m *memory) Sync(context.Context) error { return nil }
-
-// content copies all of an image, holes made zeros.
-func content(im *Image) (*memory, error) {
-	m := newMemory(im.Size())
-	if err := block.Copy(context.Background(), m, im, block.CopyOptions{}); err != nil {
-		return nil, err
-	}
-	for i, k := range m.kind {
-		if k == block.Hole {
-			clear(m.b[i*sector : min((i+1)*sector, len(m.b))])
-		}
-	}
-	return m, nil
-}
-
 func openFile(t testing.TB, path string) *Image {
 	t.Helper()
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { f.Close() })
-	st, err := f.Stat()
-	if err != nil {
-		t.Fatal(err)
-	}
-	im, err := Open(f, st.Size(), Limits{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return im
+	return oracle.OpenFile(t, opener, path).(*Image)
 }
 
 // compare holds an image to what qemu-img reads and maps.
 func compare(t *testing.T, path string) {
 	t.Helper()
-	raw := path + ".raw"
-	qemu(t, "qemu-img", "convert", "-f", "qcow2", "-O", "raw", path, raw)
-	want, err := os.ReadFile(raw)
-	if err != nil {
-		t.Fatal(err)
-	}
-	im := openFile(t, path)
-	if im.Size() != int64(len(want)) {
-		t.Fatalf("virtual size %d, want %d", im.Size(), len(want))
-	}
-	got, err := content(im)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if i := differs(got.b, want); i >= 0 {
-		t.Fatalf("byte %d is %#x, want %#x", i, got.b[i], want[i])
-	}
-	var kinds []struct {
-		Start, Length       int64
-		Data, Zero, Present bool
-	}
-	if err := json.Unmarshal(qemu(t, "qemu-img", "map", "--output=json", "-f", "qcow2", path), &kinds); err != nil {
-		t.Fatal(err)
-	}
+	im := oracle.Compare(t, opener, "qcow2", path, oracle.AllExtents).(*Image)
 	data := int64(0)
-	for _, k := range kinds {
-		kind := block.Hole
-		switch {
-		case k.Data:
-			kind = block.Data
-			data += k.Length
-		case k.Present:
-			kind = block.Zero
+	for off := int64(0); off < im.Size(); {
+		e, err := im.Next(off)
+		if err != nil {
+			t.Fatal(err)
 		}
-		for i := k.Start / sector; i*sector < k.Start+k.Length; i++ {
-			if got.kind[i] != kind {
-				t.Fatalf("sector %d is of kind %d, want %d of %+v", i, got.kind[i], kind, k)
-			}
+		if off = e.End(); e.Kind == block.Data {
+			data += e.Len
 		}
 	}
 	if im.Info().Data != data {
 		t.Fatalf("%d bytes of data counted, want %d", im.Info().Data, data)
 	}
-	pieces(t, im, want)
-}
-
-// pieces reads at odd places, from several goroutines.
-func pieces(t *testing.T, im *Image, want []byte) {
-	t.Helper()
-	var wg sync.WaitGroup
-	for seed := range uint64(3) {
-		wg.Go(func() {
-			rng := rand.New(rand.NewPCG(seed, 1))
-			for range 50 {
-				off := rng.Int64N(int64(len(want)) + 1)
-				p := bytes.Repeat([]byte{0xEE}, 1+rng.IntN(1<<uint(rng.IntN(20))))
-				n, err := im.ReadAt(p, off)
-				if end := min(off+int64(len(p)), int64(len(want))); int64(n) != end-off ||
-					(err != nil) != (n < len(p)) || err != nil && !errors.Is(err, io.EOF) {
-					t.Errorf("read %d at %d of %d: %d, %v", len(p), off, len(want), n, err)
-				} else if !bytes.Equal(p[:n], want[off:end]) {
-					t.Errorf("read %d at %d differs", len(p), off)
-				}
-			}
-		})
-	}
-	wg.Wait()
-}
-
-func differs(a, b []byte) int {
-	if bytes.Equal(a, b) {
-		return -1
-	}
-	for i := range min(len(a), len(b)) {
-		if a[i] != b[i] {
-			return i
-		}
-	}
-	return min(len(a), len(b))
 }
 
 // scribble makes random writes, zeros, discards and compressed writes.
@@ -305,7 +171,7 @@ func TestMatrix(t *testing.T) {
 			rng := rand.New(rand.NewPCG(uint64(i), 7))
 			size := min(5*r.cluster+rng.Int64N(200)*r.cluster, 10<<20)/512*512 + rng.Int64N(20)*512
 			path := filepath.Join(t.TempDir(), "i.qcow2")
-			qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", fmt.Sprintf("%s,cluster_size=%d", r.options, r.cluster),
+			oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", fmt.Sprintf("%s,cluster_size=%d", r.options, r.cluster),
 				path, fmt.Sprint(size))
 			compare(t, path)
 			qemuIO(t, path, scribble(rng, size, r.cluster, pattern, 30)...)
@@ -340,7 +206,7 @@ func TestConverted(t *testing.T) {
 				t.Parallel()
 				path := filepath.Join(t.TempDir(), "i.qcow2")
 				args := append([]string{"convert", "-O", "qcow2", "-o", options}, strings.Fields(flags)...)
-				qemu(t, "qemu-img", append(args, raw, path)...)
+				oracle.Qemu(t, "qemu-img", append(args, raw, path)...)
 				compare(t, path)
 			})
 		}
@@ -350,7 +216,7 @@ func TestConverted(t *testing.T) {
 func TestSizes(t *testing.T) {
 	for _, size := range []int64{0, 512, 65536, 65536 + 512, 512<<20 - 512} {
 		path := filepath.Join(t.TempDir(), "i.qcow2")
-		qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", path, fmt.Sprint(size))
+		oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", path, fmt.Sprint(size))
 		if size > 0 {
 			qemuIO(t, path, fmt.Sprintf("write -P 7 %d 512", size-512))
 		}
@@ -376,40 +242,40 @@ func TestHistory(t *testing.T) {
 	pattern := patternFile(t)
 	for _, options := range []string{"compat=0.10", "cluster_size=4k", "extended_l2=on,lazy_refcounts=on"} {
 		path := filepath.Join(t.TempDir(), "i.qcow2")
-		qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", options, path, "8M")
+		oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", options, path, "8M")
 		rng := rand.New(rand.NewPCG(3, 3))
 		for i := range 3 {
 			qemuIO(t, path, scribble(rng, 8<<20, 65536, pattern, 10)...)
-			qemu(t, "qemu-img", "snapshot", "-c", fmt.Sprint("s", i), path)
+			oracle.Qemu(t, "qemu-img", "snapshot", "-c", fmt.Sprint("s", i), path)
 		}
 		qemuIO(t, path, scribble(rng, 8<<20, 65536, pattern, 10)...)
 		compare(t, path)
 		if n := openFile(t, path).Info().Snapshots; n != 3 {
 			t.Fatalf("%d snapshots, want 3", n)
 		}
-		qemu(t, "qemu-img", "snapshot", "-a", "s1", path)
+		oracle.Qemu(t, "qemu-img", "snapshot", "-a", "s1", path)
 		compare(t, path)
 		if options != "compat=0.10" {
-			qemu(t, "qemu-img", "bitmap", "--add", "--enable", path, "b")
+			oracle.Qemu(t, "qemu-img", "bitmap", "--add", "--enable", path, "b")
 		}
 		qemuIO(t, path, scribble(rng, 8<<20, 65536, pattern, 5)...)
 		compare(t, path)
 		for _, s := range []string{"s0", "s1", "s2"} {
-			qemu(t, "qemu-img", "snapshot", "-d", s, path)
+			oracle.Qemu(t, "qemu-img", "snapshot", "-d", s, path)
 		}
 		if options != "compat=0.10" {
-			qemu(t, "qemu-img", "bitmap", "--remove", path, "b")
+			oracle.Qemu(t, "qemu-img", "bitmap", "--remove", path, "b")
 		}
-		qemu(t, "qemu-img", "resize", "-q", path, "11M")
+		oracle.Qemu(t, "qemu-img", "resize", "-q", path, "11M")
 		compare(t, path)
-		qemu(t, "qemu-img", "resize", "-q", "--shrink", path, "5M")
+		oracle.Qemu(t, "qemu-img", "resize", "-q", "--shrink", path, "5M")
 		compare(t, path)
 	}
 }
 
 func TestDirty(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "i.qcow2")
-	qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", "lazy_refcounts=on", path, "8M")
+	oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", "lazy_refcounts=on", path, "8M")
 	// The abort command ends qemu-io as a crash would.
 	cmd := exec.Command("qemu-io", "-f", "qcow2", "-c", "write -P 9 1M 1M", "-c", "flush", "-c", "abort", path)
 	cmd.Dir = t.TempDir()
@@ -420,11 +286,11 @@ func TestDirty(t *testing.T) {
 	if i := im.Info(); !i.Dirty || !i.LazyRefcounts || i.Data != 1<<20 {
 		t.Fatalf("the image is not dirty: %+v", i)
 	}
-	got, err := content(im)
+	got, err := oracle.Content(im)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := append(make([]byte, 1<<20), bytes.Repeat([]byte{9}, 1<<20)...); !bytes.Equal(got.b[:2<<20], want) {
+	if want := append(make([]byte, 1<<20), bytes.Repeat([]byte{9}, 1<<20)...); !bytes.Equal(got.B[:2<<20], want) {
 		t.Fatal("what was flushed before the crash is not there")
 	}
 	compare(t, path)

@@ -16,6 +16,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/oracle"
 )
 
 // A small image by hand. Clusters of the file: 0 header, 1 L1, 2 L2 of the first half, 3 L2 of the second, from 4 on
@@ -121,11 +122,11 @@ func read(b []byte, lim Limits) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := content(im)
+	m, err := oracle.Content(im)
 	if err != nil {
 		return nil, err
 	}
-	return m.b, nil
+	return m.B, nil
 }
 
 func TestTiny(t *testing.T) {
@@ -141,7 +142,7 @@ func TestTiny(t *testing.T) {
 				if err != nil {
 					t.Fatal(bits, z, extended, err)
 				}
-				if i := differs(got, m.want); i >= 0 {
+				if i := oracle.Differs(got, m.want); i >= 0 {
 					t.Fatalf("clusters of 2^%d, zstd %v, extended %v: byte %d differs", bits, z, extended, i)
 				}
 			}
@@ -282,7 +283,7 @@ func TestLimits(t *testing.T) {
 	}
 	// A bomb: every cluster of a large disk is the same few compressed bytes.
 	path := filepath.Join(t.TempDir(), "bomb.qcow2")
-	qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", "cluster_size=2M", path, "200G")
+	oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", "cluster_size=2M", path, "200G")
 	qemuIO(t, path, "write -c -P 1 0 2M")
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -320,7 +321,7 @@ func TestTruncated(t *testing.T) {
 			t.Fatal(err)
 		}
 		im.r = bytes.NewReader(m.b[:len(m.b)-10])
-		if _, err := content(im); !api.Is(err, api.Corrupt) {
+		if _, err := oracle.Content(im); !api.Is(err, api.Corrupt) {
 			t.Fatalf("%s: a file that shrank: %v", name, err)
 		}
 	}
@@ -351,7 +352,7 @@ func TestReaderFails(t *testing.T) {
 func TestRefusedQemu(t *testing.T) {
 	dir := t.TempDir()
 	base := filepath.Join(dir, "base.qcow2")
-	qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", base, "1M")
+	oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", base, "1M")
 	secret := []string{"--object", "secret,id=s,data=x"}
 	for _, c := range []struct {
 		says string
@@ -363,7 +364,7 @@ func TestRefusedQemu(t *testing.T) {
 		{"(AES)", append(secret, "-f", "qcow2", "-o", "encrypt.format=aes,encrypt.key-secret=s")},
 	} {
 		path := filepath.Join(dir, "i")
-		qemu(t, "qemu-img", append(append([]string{"create", "-q"}, c.args...), path, "1M")...)
+		oracle.Qemu(t, "qemu-img", append(append([]string{"create", "-q"}, c.args...), path, "1M")...)
 		b, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
@@ -392,7 +393,7 @@ func TestMutants(t *testing.T) {
 		"cluster_size=1k,compression_type=zstd", "cluster_size=16k,extended_l2=on"} {
 		rng := rand.New(rand.NewPCG(uint64(i), 9))
 		path := filepath.Join(dir, fmt.Sprint(i))
-		qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", options, path, "300k")
+		oracle.Qemu(t, "qemu-img", "create", "-q", "-f", "qcow2", "-o", options, path, "300k")
 		qemuIO(t, path, scribble(rng, 300<<10, 16<<10, pattern, 12)...)
 		clean, err := os.ReadFile(path)
 		if err != nil {
@@ -429,7 +430,7 @@ func TestMutants(t *testing.T) {
 			}
 			both++
 			// It counts in sectors.
-			if i := differs(got, want); i >= 0 && i < len(got)&^(sector-1) {
+			if i := oracle.Differs(got, want); i >= 0 && i < len(got)&^(sector-1) {
 				keep := filepath.Join(os.TempDir(), "drover-mutant.qcow2")
 				if err := os.WriteFile(keep, b, 0o600); err != nil {
 					t.Fatal(err)

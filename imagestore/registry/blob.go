@@ -9,14 +9,16 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/source"
 )
 
 // blob is the bytes of one layer as the registry keeps them, over any number of connections. After the last byte Read
-// compares the digest: io.EOF means that it was right. Owner: the goroutine that reads.
+// compares the digest: io.EOF means that it was right. Owner: the goroutine that reads; any may ask for failure.
 type blob struct {
 	ctx  context.Context
 	c    *client
@@ -27,18 +29,44 @@ type blob struct {
 	skip int64 // bytes that the current connection brings again
 	all  bool  // the server cannot send a part
 
-	body io.ReadCloser
-	cuts int   // in a row
-	err  error // final
+	body  io.ReadCloser
+	cuts  int // in a row
+	trail source.Trail
+
+	mu  sync.Mutex
+	err error // final
+}
+
+// failure is why nothing more comes.
+func (b *blob) failure() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.err
+}
+
+func (b *blob) fail(err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.err = err
 }
 
 // openBlob asks for the blob; an error says why it is not to be had.
-func (c *client) openBlob(ctx context.Context, want descriptor) (*blob, error) {
+// It begins at off, where sum is the state of the digest, or nil at the start.
+func (c *client) openBlob(ctx context.Context, want descriptor, off int64, state []byte) (*blob, error) {
 	sum, err := v1.Hasher(want.Digest.Algorithm)
 	if err != nil {
 		return nil, api.Errorf(api.Unsupported, "%s: a layer's digest: %w", c.name, err)
 	}
 	b := &blob{ctx: ctx, c: c, want: want, sum: sum}
+	if state != nil {
+		if err := b.enter(off, state); err != nil {
+			return nil, err
+		}
+	}
+	b.trail.Note(b.off, b.sum, 0)
+	if b.off == want.Size && b.off > 0 {
+		return b, nil // all of it was there
+	}
 	return b, b.open()
 }
 
@@ -90,9 +118,9 @@ func (b *blob) accept(resp *http.Response, part bool) error {
 
 // Read gives the next bytes, over a new connection where the old one was cut.
 func (b *blob) Read(p []byte) (int, error) {
-	for b.err == nil && len(p) > 0 {
+	for b.failure() == nil && len(p) > 0 {
 		if b.off == b.want.Size {
-			b.err = b.verify()
+			b.fail(b.verify())
 			b.drop()
 			break
 		}
@@ -103,14 +131,15 @@ func (b *blob) Read(p []byte) (int, error) {
 			copy(p, p[again:int(again)+n])
 			_, _ = b.sum.Write(p[:n])
 			b.off += int64(n)
+			b.trail.Note(b.off, b.sum, 0)
 			b.cuts = 0
 			return n, nil // an error that came with bytes comes again with the next Read
 		}
 		if err != nil {
-			b.err = b.resume(err)
+			b.fail(b.resume(err))
 		}
 	}
-	return 0, b.err
+	return 0, b.failure()
 }
 
 // verify is io.EOF for the bytes that were asked for.
@@ -167,7 +196,7 @@ func (b *blob) drop() {
 // Close ends the transfer.
 func (b *blob) Close() {
 	b.drop()
-	if b.err == nil {
-		b.err = api.Errorf(api.Unavailable, "%s: closed", b.c.name)
+	if b.failure() == nil {
+		b.fail(api.Errorf(api.Unavailable, "%s: closed", b.c.name))
 	}
 }

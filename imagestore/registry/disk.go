@@ -6,8 +6,10 @@ import (
 	"context"
 	"errors"
 	"io"
+	"strings"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/archive"
 )
 
 // disk is the bytes of the disk file. It goes through the layers, the topmost first: up to the file when it is opened,
@@ -15,22 +17,32 @@ import (
 type disk struct {
 	ctx    context.Context
 	c      *client
-	layers []descriptor // not looked at yet; the topmost last
+	all    []descriptor // the topmost last
+	layers []descriptor // of them, what was not looked at yet
 	walk   walk
 
-	at  *layer // the open one
-	err error  // final; io.EOF: all is read, and right
+	at     *layer  // the open one
+	origin *origin // of the disk file; nil: its transfer cannot be gone on with
+	err    error   // final; io.EOF: all is read, and right
 }
 
 // layer is an open one.
 type layer struct {
-	blob   *blob
-	buf    *bufio.Reader // over blob
-	files  io.Reader     // the archive, unpacked
-	tar    *tar.Reader   // over files
-	packed bool
-	done   func()
+	blob  *blob
+	stop  context.CancelFunc // ends its requests
+	buf   *bufio.Reader      // over blob
+	plain *archive.Reader    // over buf; nil: it is not packed
+	files *counted           // the archive, unpacked
+	tar   *tar.Reader        // over files
+
+	left, fill int64 // of the disk file, and behind it, where tar does not know of it
 }
+
+const (
+	bufferSize = 256 << 10
+	pointEvery = 2 << 20 // unpacked bytes between two places that a layer can be gone on from
+	tarBlock   = 512
+)
 
 // find goes to the disk file and returns its size.
 func (d *disk) find() (int64, error) {
@@ -40,12 +52,13 @@ func (d *disk) find() (int64, error) {
 		err = d.walk.none()
 	}
 	if err == nil {
-		err = d.walk.fits(h, d.at.blob.want.Size, d.at.packed)
+		err = d.walk.fits(h, d.at.blob.want.Size, d.at.plain != nil)
 	}
 	if err != nil {
 		d.err = err
 		return 0, err
 	}
+	d.remember(h.Size)
 	return h.Size, nil
 }
 
@@ -76,19 +89,33 @@ func (d *disk) next() (*tar.Header, error) {
 
 // open begins with the topmost layer that was not looked at yet.
 func (d *disk) open() error {
-	b, err := d.c.openBlob(d.ctx, d.layers[len(d.layers)-1])
+	b, stop, err := d.blob(d.layers[len(d.layers)-1], 0, nil)
 	if err != nil {
 		return err
 	}
 	d.layers = d.layers[:len(d.layers)-1]
-	d.at = &layer{blob: b, buf: bufio.NewReaderSize(b, 256<<10), done: func() {}}
-	files, packed, done, err := unpack(d.at.buf)
-	if err != nil {
+	d.at = &layer{blob: b, stop: stop, buf: bufio.NewReaderSize(b, bufferSize)}
+	files := io.Reader(d.at.buf)
+	if d.at.plain, err = unpack(d.at.buf); err != nil {
 		return d.explain(err)
 	}
-	d.at.files, d.at.packed, d.at.done = files, packed, done
-	d.at.tar = tar.NewReader(files)
+	if d.at.plain != nil {
+		d.at.plain.KeepPoints(pointEvery)
+		files = d.at.plain
+	}
+	d.at.files = &counted{r: files}
+	d.at.tar = tar.NewReader(d.at.files)
 	return nil
+}
+
+// blob opens one, whose requests end with stop.
+func (d *disk) blob(want descriptor, off int64, sum []byte) (b *blob, stop context.CancelFunc, err error) {
+	ctx, stop := context.WithCancel(d.ctx)
+	if b, err = d.c.openBlob(ctx, want, off, sum); err != nil {
+		stop()
+		return nil, nil, err
+	}
+	return b, stop, nil
 }
 
 // finish reads what stands behind the archive's end, so that the digest is known, and leaves the layer.
@@ -112,10 +139,12 @@ func (d *disk) finish() error {
 
 // explain tells what was wrong: the way here comes first, for a cut leaves the archive damaged, too.
 func (d *disk) explain(err error) error {
-	if b := d.at.blob; b.err != nil && !errors.Is(b.err, io.EOF) {
-		return b.err
+	if failed := d.at.blob.failure(); failed != nil && !errors.Is(failed, io.EOF) {
+		return failed
 	}
-	if api.KindOf(err) != api.Other || d.ctx.Err() != nil {
+	kind := api.KindOf(err)
+	ours := kind == api.Corrupt && strings.Contains(err.Error(), d.c.name)
+	if kind != api.Other && kind != api.Corrupt || ours || d.ctx.Err() != nil {
 		return err
 	}
 	return api.Errorf(api.Corrupt, "%s: layer %s is damaged, or no archive that can be read: %s", d.c.name,
@@ -125,7 +154,10 @@ func (d *disk) explain(err error) error {
 // leave closes the open layer.
 func (d *disk) leave() {
 	if d.at != nil {
-		d.at.done()
+		d.at.stop() // ends a read that Close waits for
+		if d.at.plain != nil {
+			_ = d.at.plain.Close()
+		}
 		d.at.blob.Close()
 		d.at = nil
 	}
@@ -136,7 +168,7 @@ func (d *disk) Read(p []byte) (int, error) {
 	if d.err != nil || len(p) == 0 {
 		return 0, d.err
 	}
-	n, err := d.at.tar.Read(p)
+	n, err := d.at.read(p)
 	switch {
 	case n > 0 || err == nil:
 		return n, nil // an error that came with bytes comes again with the next Read
@@ -149,6 +181,31 @@ func (d *disk) Read(p []byte) (int, error) {
 		d.err = api.Errorf(api.Corrupt, "%s: the image holds more than one disk", d.c.name)
 	}
 	return 0, d.err
+}
+
+// read gives the next bytes of the disk file in the layer.
+func (l *layer) read(p []byte) (int, error) {
+	if l.left == 0 && l.fill == 0 {
+		return l.tar.Read(p) // where another one read the file, there is none before the next header
+	}
+	if l.left == 0 {
+		_, err := io.CopyN(io.Discard, l.files, l.fill)
+		l.fill = 0
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		} else if err == nil {
+			err = io.EOF
+		}
+		return 0, err
+	}
+	n, err := l.files.Read(p[:min(int64(len(p)), l.left)])
+	l.left -= int64(n)
+	if errors.Is(err, io.EOF) && n == 0 {
+		err = io.ErrUnexpectedEOF
+	} else if n > 0 {
+		err = nil // it comes again
+	}
+	return n, err
 }
 
 // settled says, after the last byte, whether all of them were the image's.

@@ -19,10 +19,10 @@ import (
 // file with a name and a size that can be, in a place where no upper layer hides it.
 func FuzzWalk(f *testing.F) {
 	x := []byte("some bytes")
-	for _, a := range [][]byte{disked(f, x), archive(f, file{name: "disk/a", body: x}, file{name: "disk/b", body: x}),
-		archive(f, file{name: "etc/x", body: x}), archive(f, file{name: "disk/.wh.disk.img"}, file{name: ".wh.disk"}),
-		archive(f, file{name: "disk/.wh..wh..opq"}), archive(f, file{name: "/disk/../x", kind: tar.TypeSymlink, link: "/"}),
-		archive(f, file{name: "disk/" + string(bytes.Repeat([]byte("n"), 120)), body: x})} {
+	for _, a := range [][]byte{disked(f, x), tarOf(f, file{name: "disk/a", body: x}, file{name: "disk/b", body: x}),
+		tarOf(f, file{name: "etc/x", body: x}), tarOf(f, file{name: "disk/.wh.disk.img"}, file{name: ".wh.disk"}),
+		tarOf(f, file{name: "disk/.wh..wh..opq"}), tarOf(f, file{name: "/disk/../x", kind: tar.TypeSymlink, link: "/"}),
+		tarOf(f, file{name: "disk/" + string(bytes.Repeat([]byte("n"), 120)), body: x})} {
 		for _, how := range []string{"none", "gzip", "zstd"} {
 			f.Add(pack(f, how, a), pack(f, how, disked(f, x)))
 		}
@@ -31,11 +31,16 @@ func FuzzWalk(f *testing.F) {
 		w := &walk{image: "docker://registry.example.com/a"}
 		found := 0
 		for _, layer := range [][]byte{upper, lower} {
-			files, packed, done, err := unpack(bufio.NewReader(bytes.NewReader(layer)))
+			buf := bufio.NewReader(bytes.NewReader(layer))
+			plain, err := unpack(buf)
 			if err != nil {
 				return
 			}
-			defer done()
+			files := io.Reader(buf)
+			if plain != nil {
+				defer plain.Close()
+				files = plain
+			}
 			tr := tar.NewReader(files)
 			for {
 				h, err := w.disk(tr)
@@ -56,7 +61,7 @@ func FuzzWalk(f *testing.F) {
 					h.Typeflag != tar.TypeReg || h.Size < 0 {
 					t.Fatalf("this is a disk: %+v", h)
 				}
-				if w.fits(h, int64(len(layer)), packed) != nil {
+				if w.fits(h, int64(len(layer)), plain != nil) != nil {
 					return
 				}
 				n, err := io.Copy(io.Discard, io.LimitReader(tr, 1<<20))

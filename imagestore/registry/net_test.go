@@ -384,7 +384,7 @@ func TestNothingStaysBehind(t *testing.T) {
 func TestOtherBytesThanThoseAskedFor(t *testing.T) {
 	body := noise(1 << 20)
 	upper := append(disked(t, body), make([]byte, 8<<10)...) // filled up, as tar does
-	lower := archive(t, file{name: "etc/x", body: noise(10_000)})
+	lower := tarOf(t, file{name: "etc/x", body: noise(10_000)})
 	for name, c := range map[string]struct {
 		layer []byte // the one that is changed
 		at    int

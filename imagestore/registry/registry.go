@@ -12,12 +12,14 @@
 //
 // Registries are hostile input: sizes and numbers are limited, messages show no credentials and no query, credentials
 // go to the registry and to the token service that it names over TLS, and addresses inside the network are refused
-// (source.GuardTransport). A Stream belongs to one goroutine; the package starts none. The client of the transport has
-// its connections' goroutines, which end with Close.
+// (source.GuardTransport). A Stream belongs to one goroutine; those of the readers that unpack (package archive) and of
+// the connections end with Close.
 package registry
 
 import (
 	"context"
+	"encoding/json"
+	"io"
 	"net"
 	"net/netip"
 	"runtime"
@@ -52,10 +54,19 @@ type Options struct {
 	Resumes int
 	// Pause before a resume; doubles with each cut in a row. 500 ms.
 	Pause time.Duration
+	// From is where an earlier transfer of the same image stopped. The zero value is the beginning.
+	From From
 	// Resumed is told of every resume, for the log: the bytes of the blob that are there, and why. May be nil.
 	Resumed func(off int64, cause error)
 	// Resolved is told the digest of the manifest that the reference meant, for the log. May be nil.
 	Resolved func(digest string)
+}
+
+// From is a place in the disk file: a Mark of the Stream, what its At told of that, and what gives the bytes before it.
+type From struct {
+	Mark   source.Mark
+	State  json.RawMessage
+	Before io.ReaderAt
 }
 
 func (o Options) withDefaults() Options {
@@ -138,13 +149,24 @@ func Open(ctx context.Context, ref string, opts Options) (*source.Stream, error)
 		c.close()
 		return nil, err
 	}
-	d := &disk{ctx: ctx, c: c, layers: layers}
-	size, err := d.find()
+	d := &disk{ctx: ctx, c: c, all: layers, layers: layers}
+	var size int64
+	if opts.From.State != nil {
+		size, err = d.again()
+	} else {
+		size, err = d.find()
+	}
 	if err != nil {
 		_ = d.Close()
 		return nil, err
 	}
-	return &source.Stream{ReadCloser: d, Size: size, Name: c.name, Settled: d.settled}, nil
+	s := &source.Stream{ReadCloser: d, Size: size, Name: c.name, Settled: d.settled}
+	if d.origin != nil {
+		st := &d.origin.state
+		s.Mark = &source.Mark{Off: opts.From.Mark.Off, Size: size, Validator: st.Layers[st.Open]}
+		s.At = d.origin.place
+	}
+	return s, nil
 }
 
 // clip makes a text of the other side fit for a message.

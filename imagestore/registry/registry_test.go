@@ -70,23 +70,23 @@ func TestDisksOfEveryPacking(t *testing.T) {
 func TestLayersHideOneAnother(t *testing.T) {
 	w := plainWorld(t)
 	a, b := noise(100_000), []byte("another one")
-	base := archive(t, file{name: "etc/passwd", body: b}, file{name: "usr/bin/sh", body: noise(50_000)})
+	base := tarOf(t, file{name: "etc/passwd", body: b}, file{name: "usr/bin/sh", body: noise(50_000)})
 	for name, c := range map[string]struct {
 		layers [][]byte
 		want   []byte
 	}{
 		"a disk over a system": {[][]byte{base, disked(t, a)}, a},
-		"a disk below others":  {[][]byte{disked(t, a), base, archive(t)}, a},
+		"a disk below others":  {[][]byte{disked(t, a), base, tarOf(t)}, a},
 		"replaced":             {[][]byte{disked(t, b), disked(t, a)}, a},
-		"another name in place": {[][]byte{archive(t, file{name: "disk/old", body: b}),
-			archive(t, file{name: "disk/.wh.old"}, file{name: "disk/new", body: a})}, a},
-		"opaque folder": {[][]byte{archive(t, file{name: "disk/old", body: b}),
-			archive(t, file{name: "disk/new", body: a}, file{name: "disk/.wh..wh..opq"})}, a},
-		"folder removed first": {[][]byte{archive(t, file{name: "disk/old", body: b}), archive(t, file{name: ".wh.disk"}),
-			archive(t, file{name: "disk/new", body: a})}, a},
-		"folders do not count": {[][]byte{archive(t, file{name: "/disk/sub/", kind: tar.TypeDir},
+		"another name in place": {[][]byte{tarOf(t, file{name: "disk/old", body: b}),
+			tarOf(t, file{name: "disk/.wh.old"}, file{name: "disk/new", body: a})}, a},
+		"opaque folder": {[][]byte{tarOf(t, file{name: "disk/old", body: b}),
+			tarOf(t, file{name: "disk/new", body: a}, file{name: "disk/.wh..wh..opq"})}, a},
+		"folder removed first": {[][]byte{tarOf(t, file{name: "disk/old", body: b}), tarOf(t, file{name: ".wh.disk"}),
+			tarOf(t, file{name: "disk/new", body: a})}, a},
+		"folders do not count": {[][]byte{tarOf(t, file{name: "/disk/sub/", kind: tar.TypeDir},
 			file{name: "./disk/sub/x", body: b}, file{name: "/disk//x.img", body: a}, file{name: "mnt/disk/x", body: b})}, a},
-		"a name with dots is none": {[][]byte{archive(t, file{name: "../disk/x", body: b},
+		"a name with dots is none": {[][]byte{tarOf(t, file{name: "../disk/x", body: b},
 			file{name: "disk/../../etc/x", body: b}, file{name: "disk/x", body: a})}, a},
 		"empty file": {[][]byte{disked(t, nil)}, nil},
 	} {
@@ -113,7 +113,7 @@ func TestNoSingleDisk(t *testing.T) {
 	run(t, dir, "tar", "--format=gnu", "-Scf", "gnu.tar", "disk")
 	run(t, dir, "tar", "--format=pax", "-Scf", "pax.tar", "disk")
 	// A header of 2 MiB that another header is said to need: a file whose type, and with it the checksum, is changed.
-	endless := archive(t, file{name: "disk/a", body: make([]byte, 2<<20)})
+	endless := tarOf(t, file{name: "disk/a", body: make([]byte, 2<<20)})
 	endless[156] = 'x'
 	copy(endless[148:], fmt.Sprintf("%06o\x00 ", headerSum(endless[:512])))
 	many := make([]file, maxHidden+1)
@@ -125,34 +125,34 @@ func TestNoSingleDisk(t *testing.T) {
 		kind   api.Kind
 		text   string
 	}{
-		"no file": {[][]byte{archive(t, file{name: "etc/passwd", body: x}, file{name: "bin/sh", body: x})}, api.Invalid,
+		"no file": {[][]byte{tarOf(t, file{name: "etc/passwd", body: x}, file{name: "bin/sh", body: x})}, api.Invalid,
 			"not a containerDisk: there is no file in /disk/ (it has /etc /bin)"},
-		"nothing at all":  {[][]byte{archive(t)}, api.Invalid, "it is empty"},
-		"only a folder":   {[][]byte{archive(t, file{name: "disk/", kind: tar.TypeDir})}, api.Invalid, "no file in /disk/"},
-		"disk is a file":  {[][]byte{archive(t, file{name: "disk", body: x})}, api.Invalid, "(it has /disk)"},
-		"removed":         {[][]byte{disked(t, x), archive(t, file{name: "disk/.wh.disk.img"})}, api.Invalid, "no file"},
-		"removed at once": {[][]byte{disked(t, x), archive(t, file{name: ".wh.disk"})}, api.Invalid, "no file"},
-		"two": {[][]byte{archive(t, file{name: "disk/a.img", body: x}, file{name: "disk/b\n.img", body: x})}, api.Invalid,
+		"nothing at all":  {[][]byte{tarOf(t)}, api.Invalid, "it is empty"},
+		"only a folder":   {[][]byte{tarOf(t, file{name: "disk/", kind: tar.TypeDir})}, api.Invalid, "no file in /disk/"},
+		"disk is a file":  {[][]byte{tarOf(t, file{name: "disk", body: x})}, api.Invalid, "(it has /disk)"},
+		"removed":         {[][]byte{disked(t, x), tarOf(t, file{name: "disk/.wh.disk.img"})}, api.Invalid, "no file"},
+		"removed at once": {[][]byte{disked(t, x), tarOf(t, file{name: ".wh.disk"})}, api.Invalid, "no file"},
+		"two": {[][]byte{tarOf(t, file{name: "disk/a.img", body: x}, file{name: "disk/b\n.img", body: x})}, api.Invalid,
 			`more than one file in /disk/ ("/disk/a.img" and "/disk/b .img")`},
-		"two in two layers": {[][]byte{archive(t, file{name: "disk/a", body: x}), archive(t, file{name: "disk/b", body: x})},
+		"two in two layers": {[][]byte{tarOf(t, file{name: "disk/a", body: x}), tarOf(t, file{name: "disk/b", body: x})},
 			api.Invalid, `("/disk/b" and "/disk/a")`},
-		"one twice": {[][]byte{archive(t, file{name: "disk/a", body: x}, file{name: "./disk/a", body: x})}, api.Corrupt,
+		"one twice": {[][]byte{tarOf(t, file{name: "disk/a", body: x}, file{name: "./disk/a", body: x})}, api.Corrupt,
 			"twice in one layer"},
-		"symbolic link": {[][]byte{archive(t, file{name: "disk/a", kind: tar.TypeSymlink, link: "/etc/shadow"})},
+		"symbolic link": {[][]byte{tarOf(t, file{name: "disk/a", kind: tar.TypeSymlink, link: "/etc/shadow"})},
 			api.Unsupported, `a link to "/etc/shadow"`},
-		"hard link": {[][]byte{archive(t, file{name: "x", body: x}, file{name: "disk/a", kind: tar.TypeLink, link: "x"})},
+		"hard link": {[][]byte{tarOf(t, file{name: "x", body: x}, file{name: "disk/a", kind: tar.TypeLink, link: "x"})},
 			api.Unsupported, "a link to"},
-		"device":         {[][]byte{archive(t, file{name: "disk/a", kind: tar.TypeBlock})}, api.Unsupported, "no file"},
+		"device":         {[][]byte{tarOf(t, file{name: "disk/a", kind: tar.TypeBlock})}, api.Unsupported, "no file"},
 		"sparse, GNU":    {[][]byte{load(t, dir, "gnu.tar")}, api.Unsupported, "sparse"},
 		"sparse, PAX":    {[][]byte{load(t, dir, "pax.tar")}, api.Unsupported, "sparse"},
 		"claims 8 EiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1<<63 - 1})}, api.OutOfRange, "than a volume"},
 		"claims 1 TiB":   {[][]byte{claim(tar.Header{Name: "disk/a", Size: 1 << 40})}, api.Corrupt, "1099511627776 bytes"},
 		"claims 64 KiB":  {[][]byte{claim(tar.Header{Name: "disk/a", Size: 64 << 10})}, api.Corrupt, "damaged"},
 		"huge beside it": {[][]byte{claim(tar.Header{Name: "a", Size: 1 << 50})}, api.OutOfRange, "64 GiB beside the disk"},
-		"long name": {[][]byte{archive(t, file{name: "disk/" + strings.Repeat("n", 5000), body: x})}, api.Corrupt,
+		"long name": {[][]byte{tarOf(t, file{name: "disk/" + strings.Repeat("n", 5000), body: x})}, api.Corrupt,
 			"a name of 5000 bytes"},
 		"endless header": {[][]byte{endless}, api.Corrupt, "damaged"},
-		"many whiteouts": {[][]byte{archive(t, many...)}, api.OutOfRange, "removes more than"},
+		"many whiteouts": {[][]byte{tarOf(t, many...)}, api.OutOfRange, "removes more than"},
 		"no archive":     {[][]byte{noise(5000)}, api.Corrupt, "no archive that can be read"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -341,7 +341,7 @@ func TestClosedBeforeItsEnd(t *testing.T) {
 func TestSettledReadsToTheEnd(t *testing.T) {
 	w := plainWorld(t)
 	body := noise(1 << 20)
-	two := archive(t, file{name: "disk/a", body: body}, file{name: "disk/b"})
+	two := tarOf(t, file{name: "disk/a", body: body}, file{name: "disk/b"})
 	for layer, ok := range map[string]bool{string(disked(t, body)): true, string(two): false} {
 		w.image("s", "1", []byte(layer))
 		s, err := Open(t.Context(), w.ref("s:1"), quick)

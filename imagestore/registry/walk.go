@@ -9,10 +9,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/klauspost/compress/gzip"
-	"github.com/klauspost/compress/zstd"
-
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/archive"
 )
 
 // What the layers of one image may hold beside the disk, in all.
@@ -22,9 +20,6 @@ const (
 	maxHidden  = 10_000   // files that an upper layer removes
 	maxName    = 260      // bytes of a file's name, and of what marks it as removed
 )
-
-// maxWindow is how much memory a zstd layer may ask for: levels up to 19 need 8 MiB, the ultra ones 128.
-const maxWindow = 64 << 20
 
 // bombRatio is how many bytes a packed layer's byte may stand for, where a disk has more than bombFloor. gzip cannot
 // reach it; for zstd it is an empty disk, and a wish for work without end.
@@ -215,28 +210,16 @@ func split(name string) (at []string, ok bool) {
 	return at, true
 }
 
-// unpack gives the archive inside a blob, by its first bytes: what a manifest calls a layer is often wrong.
-func unpack(blob *bufio.Reader) (r io.Reader, packed bool, done func(), err error) {
-	magic, err := blob.Peek(4)
+// unpack gives the archive inside a blob, by its first bytes: what a manifest calls a layer is often wrong. It is nil
+// where the blob is the archive as it is.
+func unpack(blob *bufio.Reader) (*archive.Reader, error) {
+	head, err := blob.Peek(archive.HeadSize)
 	if err != nil && !errors.Is(err, io.EOF) {
-		return nil, false, nil, err
+		return nil, err
 	}
-	switch {
-	case len(magic) >= 2 && magic[0] == 0x1f && magic[1] == 0x8b:
-		z, err := gzip.NewReader(blob)
-		if err != nil {
-			return nil, false, nil, err
-		}
-		return z, true, func() { _ = z.Close() }, nil
-	case string(magic) == "\x28\xb5\x2f\xfd",
-		len(magic) == 4 && magic[0]&0xf0 == 0x50 && string(magic[1:]) == "\x2a\x4d\x18": // a frame to be skipped
-		// One at a time: the decoder then has no goroutines.
-		z, err := zstd.NewReader(blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true),
-			zstd.WithDecoderMaxWindow(maxWindow))
-		if err != nil {
-			return nil, false, nil, err
-		}
-		return z, true, z.Close, nil
+	switch f := archive.Detect(head); f {
+	case archive.Gzip, archive.Zstd:
+		return archive.NewReader(blob, f, archive.Limits{})
 	}
-	return blob, false, func() {}, nil
+	return nil, nil
 }

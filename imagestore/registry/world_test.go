@@ -141,8 +141,8 @@ type file struct {
 	link string
 }
 
-// archive makes a layer's archive.
-func archive(t testing.TB, files ...file) []byte {
+// tarOf makes a layer's archive.
+func tarOf(t testing.TB, files ...file) []byte {
 	t.Helper()
 	var buf bytes.Buffer
 	tw := tar.NewWriter(&buf)
@@ -165,7 +165,7 @@ func archive(t testing.TB, files ...file) []byte {
 }
 
 func disked(t testing.TB, body []byte) []byte {
-	return archive(t, file{name: "disk/", kind: tar.TypeDir}, file{name: "disk/disk.img", body: body})
+	return tarOf(t, file{name: "disk/", kind: tar.TypeDir}, file{name: "disk/disk.img", body: body})
 }
 
 func pack(t testing.TB, how string, b []byte) []byte {

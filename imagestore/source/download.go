@@ -32,11 +32,13 @@ type DownloadOptions struct {
 	Resumed func(off int64, cause error)
 }
 
-// Mark is a place in a download that it can be continued from, as long as the server has the same bytes.
+// Mark is a place in a source that it can be continued from. Validator names the bytes that the place is in: a download
+// can be continued as long as the server has the same; of an upload it is the token of its address.
 type Mark struct {
 	Off       int64  `json:"off"`
 	Size      int64  `json:"size"`
 	Validator string `json:"validator"`
+	CRC       uint32 `json:"crc32c,omitempty"` // of the bytes before Off, where Stream.CRC wants it
 }
 
 const (
@@ -94,6 +96,7 @@ func Download(ctx context.Context, address string, opts DownloadOptions) (*Strea
 	s := &Stream{ReadCloser: d, Size: d.size, Name: name}
 	if d.validator != "" && d.size >= 0 {
 		s.Mark = &Mark{Off: d.opts.From.Off, Size: d.size, Validator: d.validator}
+		s.Ahead = d.ahead
 	}
 	return s, nil
 }
@@ -155,7 +158,7 @@ func (d *download) divide(a *answer, off int64) error {
 		return d.one.open(d.opts.Resumes)
 	}
 	w, err := newWindow(&d.server, a, off)
-	if errors.Is(err, errChanged) && off == 0 {
+	if errors.Is(err, ErrChanged) && off == 0 {
 		// Its parts do not fit together, as with several servers behind one name: then all of it at once.
 		if a, err = d.get(0, -1, d.opts.Resumes); err != nil {
 			return err
@@ -180,6 +183,20 @@ func (d *download) Read(p []byte) (int, error) {
 		n, d.err = d.one.Read(p)
 	}
 	return n, d.err
+}
+
+// ahead reads all of p from a part that has not come yet, by a request of its own.
+func (d *download) ahead(p []byte, off int64) error {
+	a, err := d.get(off, int64(len(p)), 0)
+	if err != nil {
+		return err
+	}
+	defer a.body.Close()
+	if !a.part {
+		return d.changed(off)
+	}
+	_, err = io.ReadFull(a.body, p)
+	return err
 }
 
 // Close ends the transfer.

@@ -32,6 +32,8 @@ type Upload struct {
 	crc   uint32
 	cur   *part // the request that sends, or waits for its turn
 	ended bool
+	again bool  // an earlier process took the first bytes
+	why   error // of the end, where it is not the sender's
 
 	ctx  context.Context // of the import
 	stop func() bool     // lets go of it
@@ -212,14 +214,34 @@ func (up *Upload) leave(p *part) {
 
 // Accept waits for the sender. When ctx ends, the transfer is cut.
 func (up *Upload) Accept(ctx context.Context) (*Stream, error) {
-	select {
-	case p := <-up.parts:
-		up.ctx, up.at = ctx, p
-		up.stop = context.AfterFunc(ctx, up.cut)
-		return &Stream{ReadCloser: up, Size: up.now().Size, Name: "upload"}, nil
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	up.ctx = ctx
+	var late <-chan time.Time
+	if up.again {
+		t := time.NewTimer(up.server.patience())
+		defer t.Stop()
+		late = t.C
 	}
+	from := up.now()
+	if !up.again || from.Offset < from.Size {
+		select {
+		case up.at = <-up.parts:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-late:
+			return nil, up.unattended()
+		}
+	}
+	up.stop = context.AfterFunc(ctx, func() { up.cut(ctx.Err()) })
+	size := up.now().Size
+	return &Stream{ReadCloser: up, Size: size, Name: "upload", CRC: true,
+		Mark: &Mark{Off: from.Offset, Size: size, Validator: up.token, CRC: from.CRC32C}}, nil
+}
+
+// unattended is the error of an upload that nobody continues.
+func (up *Upload) unattended() error {
+	s := up.now()
+	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and nobody continued it within %s",
+		s.Offset, s.Size, up.server.patience())
 }
 
 // Finish tells the sender the outcome and forgets the address. A transfer under way is cut.
@@ -229,14 +251,16 @@ func (up *Upload) Finish(outcome error) {
 	up.server.mu.Unlock()
 	up.outcome = outcome
 	close(up.closed)
-	up.cut()
+	up.cut(nil)
 }
 
 // cut makes reads of the transfer fail now, and lets no other begin.
-func (up *Upload) cut() {
+func (up *Upload) cut(why error) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
-	up.ended = true
+	if !up.ended {
+		up.ended, up.why = true, why
+	}
 	if up.cur != nil {
 		_ = up.cur.rc.SetReadDeadline(time.Now())
 	}
@@ -296,13 +320,15 @@ func (up *Upload) Read(b []byte) (int, error) {
 		up.mu.Lock()
 		up.crc = CRC32C(up.crc, b[:n])
 		up.off += int64(n)
-		off, size, over := up.off, up.size, up.ended
+		off, size, over, why := up.off, up.size, up.ended, up.why
 		up.mu.Unlock()
 		var ne net.Error
 		switch {
 		case off > size:
 			return 0, api.Errorf(api.Invalid, "the upload is larger than announced (%d bytes)", size)
 		case err == nil:
+		case over && why != nil:
+			return n, why
 		case over:
 			return n, short(off, size)
 		case off == size:
@@ -338,9 +364,7 @@ func (up *Upload) next() error {
 	case <-up.ctx.Done():
 		return up.ctx.Err()
 	case <-t.C:
-		s := up.now()
-		return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and nobody continued it within %s",
-			s.Offset, s.Size, up.server.patience())
+		return up.unattended()
 	}
 }
 

@@ -119,7 +119,7 @@ func TestUploadIsContinued(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			u := listen(t, 0)
 			u.Patience = 5 * time.Second
-			up := u.Expect(0)
+			up := u.Expect(0, "")
 			got := make(chan []byte, 1)
 			go func() {
 				b, err := receive(up, context.WithoutCancel(t.Context()), nil)
@@ -144,7 +144,7 @@ func TestUploadIsContinued(t *testing.T) {
 // An upload that nobody continues fails, and says so to whoever comes later.
 func TestUploadThatIsLeft(t *testing.T) {
 	u := listen(t, 0)
-	up := u.Expect(0)
+	up := u.Expect(0, "")
 	got := make(chan error, 1)
 	go func() { _, err := receive(up, t.Context(), nil); got <- err }()
 	c := partly(t, up, "Content-Length: 1000", make([]byte, 10))

@@ -34,11 +34,13 @@ type server struct {
 }
 
 var (
-	errStart   = errors.New("no answer in time")
-	errStall   = errors.New("silent for too long")
-	errRange   = errors.New("no such range")
-	errChanged = errors.New("changed")
+	errStart = errors.New("no answer in time")
+	errStall = errors.New("silent for too long")
+	errRange = errors.New("no such range")
 )
+
+// ErrChanged is in the errors of a source that does not have the bytes before a Mark any more.
+var ErrChanged = errors.New("changed")
 
 // busyError is a server that has no time now.
 type busyError struct {
@@ -199,7 +201,7 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 // changed is the error of a server that has other bytes now.
 func (s *server) changed(off int64) error {
 	return api.Errorf(api.Unavailable, "%s %w on the server after %d bytes, or it cannot send the rest alone", s.name,
-		errChanged, off)
+		ErrChanged, off)
 }
 
 // unreachable turns a failed request into a message for the user.
@@ -289,4 +291,4 @@ func (b *body) Close() {
 }
 
 // Changed reports that a server has other bytes than at a Mark, or does not have those behind it.
-func Changed(err error) bool { return errors.Is(err, errChanged) || errors.Is(err, errRange) }
+func Changed(err error) bool { return errors.Is(err, ErrChanged) || errors.Is(err, errRange) }

@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"hash/crc32"
 	"io"
 	"net"
@@ -35,6 +36,7 @@ type Uploads struct {
 
 	mu      sync.Mutex
 	waiting map[string]*Upload
+	ending  bool
 }
 
 // ListenUploads binds the server. host is what users reach this node by; empty: the address of listen. With a
@@ -72,8 +74,9 @@ func (u *Uploads) Start(ctx context.Context) error {
 	case <-ctx.Done():
 	}
 	u.mu.Lock()
+	u.ending = true
 	for _, up := range u.waiting {
-		up.cut()
+		up.cut(context.Canceled)
 	}
 	u.mu.Unlock()
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
@@ -89,14 +92,35 @@ func (u *Uploads) Start(ctx context.Context) error {
 // NeedLeaderElection is false: every node takes its own uploads.
 func (u *Uploads) NeedLeaderElection() bool { return false }
 
-// Expect makes an address for one upload of size bytes (0: the first request says how many). Close it in the end.
-func (u *Uploads) Expect(size int64) *Upload {
+// Expect makes an address for one upload of size bytes (0: the first request says how many). Close it in the end. last
+// is the address that an earlier process had for it, or empty: where it can be had again, it is.
+func (u *Uploads) Expect(size int64, last string) *Upload {
 	token := strings.ToLower(rand.Text())
+	if _, t, ok := strings.Cut(last, UploadPath); ok && len(t) == len(token) {
+		token = t
+	}
+	return u.expect(token, size)
+}
+
+// Continue expects the rest of an upload from its Mark on, under the address that it had if the node is reached as it
+// was. It fails when nobody comes for as long as a sender may take.
+func (u *Uploads) Continue(from Mark) *Upload {
+	up := u.expect(from.Validator, from.Size)
+	up.mu.Lock()
+	defer up.mu.Unlock()
+	up.off, up.crc, up.again = from.Off, from.CRC, true
+	return up
+}
+
+func (u *Uploads) expect(token string, size int64) *Upload {
 	up := &Upload{URL: u.base + token, server: u, token: token, size: size, parts: make(chan *part),
 		closed: make(chan struct{})}
 	u.mu.Lock()
+	defer u.mu.Unlock()
 	u.waiting[token] = up
-	u.mu.Unlock()
+	if u.ending {
+		up.cut(context.Canceled)
+	}
 	return up
 }
 
@@ -189,6 +213,10 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	<-up.closed
+	if errors.Is(up.outcome, context.Canceled) {
+		refuse(http.StatusServiceUnavailable, "the node stops: what came is kept, and the upload goes on when it is back")
+		return
+	}
 	if up.outcome != nil {
 		refuse(http.StatusUnprocessableEntity, up.said())
 		return

@@ -118,7 +118,7 @@ func TestUpload(t *testing.T) {
 		}, 422, "larger than announced"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			up := u.Expect(c.size)
+			up := u.Expect(c.size, "")
 			got := make(chan []byte, 1)
 			go func() { b, _ := receive(up, t.Context(), nil); got <- b }()
 			code, said := c.send(up.URL)
@@ -138,7 +138,7 @@ func TestUpload(t *testing.T) {
 // What is wrong with a request is said, and the upload goes on waiting.
 func TestUploadRefusals(t *testing.T) {
 	u := listen(t, 0)
-	up := u.Expect(5)
+	up := u.Expect(5, "")
 	got := make(chan []byte, 1)
 	go func() { b, _ := receive(up, t.Context(), nil); got <- b }()
 	for _, c := range []struct {
@@ -176,7 +176,7 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 		"nobody continued it within 200ms": func(net.Conn, func()) {},
 		"ended early":                      func(_ net.Conn, cancel func()) { cancel() },
 	} {
-		up := u.Expect(0)
+		up := u.Expect(0, "")
 		ctx, cancel := context.WithCancel(t.Context())
 		got := make(chan error, 1)
 		c := dial(up)
@@ -194,7 +194,7 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 // The sender hears why the import failed, also in the middle of the transfer.
 func TestUploadTellsTheOutcome(t *testing.T) {
 	u := listen(t, 0)
-	up := u.Expect(0)
+	up := u.Expect(0, "")
 	go func() { _, _ = receive(up, t.Context(), api.Errorf(api.Full, "disk 7 is full")) }()
 	if code, said := put(t, up.URL, 100, bytes.NewReader(make([]byte, 100))); code != 422 ||
 		!strings.Contains(said, "disk 7 is full") {

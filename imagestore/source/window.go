@@ -41,7 +41,7 @@ type piece struct {
 }
 
 // newWindow begins at off. a is the answer with the first piece, or nil. It returns when it is known that the answers
-// of all connections are of the same bytes: errChanged if they are not.
+// of all connections are of the same bytes: ErrChanged if they are not.
 func newWindow(of *server, a *answer, off int64) (*window, error) {
 	ctx, cancel := context.WithCancel(of.ctx)
 	s := of.within(ctx)
@@ -89,7 +89,7 @@ func newWindow(of *server, a *answer, off int64) (*window, error) {
 			switch {
 			case h.err == nil:
 				w.work(h.p, h.a)
-			case errors.Is(h.err, errChanged):
+			case errors.Is(h.err, ErrChanged):
 				w.close()
 				return nil, h.err
 			default:
@@ -239,7 +239,7 @@ func (w *window) last() bool {
 }
 
 // passing reports that the same request may be answered later.
-func passing(err error) bool { return api.Is(err, api.Unavailable) && !errors.Is(err, errChanged) }
+func passing(err error) bool { return api.Is(err, api.Unavailable) && !errors.Is(err, ErrChanged) }
 
 // leave is what a worker does about an error: it leaves its piece to the others, or is the last one and tries once
 // more (false) where that may help, or ends the transfer.

@@ -9,6 +9,6 @@ import (
 func BenchmarkConvert(b *testing.B) {
 	raw := oracle.Disk(b, b.TempDir())
 	for _, subformat := range []string{"dynamic", "fixed"} {
-		b.Run(subformat, func(b *testing.B) { oracle.Convert(b, opener, raw, "vpc", "force_size=on,subformat="+subformat) })
+		b.Run(subformat, func(b *testing.B) { oracle.Convert(b, opener, raw, "vpc", "-o", "force_size=on,subformat="+subformat) })
 	}
 }

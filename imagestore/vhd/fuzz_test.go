@@ -33,5 +33,16 @@ func FuzzOpen(f *testing.F) {
 			b = m.signed()
 		}
 		oracle.Sound(t, open, bytes.NewReader(b), int64(len(b)))
+		// What is accepted as a stream is accepted as a file, and is the same disk.
+		lim := Limits{VirtualSize: 1 << 40, Stream: true}
+		s, err := Open(bytes.NewReader(b), int64(len(b)), lim)
+		if err != nil || s.Settled() != nil {
+			return
+		}
+		lim.Stream = false
+		whole, err := Open(bytes.NewReader(b), int64(len(b)), lim)
+		if err != nil || s.Size() != whole.Size() || s.Info() != whole.Info() {
+			t.Fatalf("as a stream %+v, as a file %+v, %v", s.Info(), whole, err)
+		}
 	})
 }

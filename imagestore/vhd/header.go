@@ -3,6 +3,7 @@ package vhd
 import (
 	"bytes"
 	"encoding/binary"
+	"fmt"
 	"math/bits"
 	"strconv"
 	"strings"
@@ -75,10 +76,21 @@ func (im *Image) footer() (*footer, error) {
 		return nil, api.Errorf(api.Invalid, "not a VHD image: it has %d bytes", im.fileSize)
 	}
 	front, end := make([]byte, footerSize), make([]byte, footerSize)
+	if im.stream {
+		if err := im.readFull(front, 0, "the header"); err != nil {
+			return nil, err
+		}
+		if good(front) {
+			if f, err := parseFooter(front); err == nil && f.kind != kindFixed {
+				im.front = f
+				return f, nil
+			}
+		}
+	}
 	if err := im.readFull(end, im.fileSize-footerSize, "the footer"); err != nil {
 		return nil, err
 	}
-	if Detect(end) && checksum(end, checksumFooter) == be.Uint32(end[checksumFooter:]) {
+	if good(end) {
 		return parseFooter(end)
 	}
 	if err := im.readFull(front, 0, "the header"); err != nil {
@@ -98,6 +110,38 @@ func (im *Image) footer() (*footer, error) {
 		return nil, corrupt("the disk is fixed, but its footer is not at the end: the file was cut off")
 	}
 	return f, err
+}
+
+func good(b []byte) bool {
+	return Detect(b) && checksum(b, checksumFooter) == be.Uint32(b[checksumFooter:])
+}
+
+// Settled compares the copy of the footer that a stream was read by with the footer at the end, if that is a good one.
+func (im *Image) Settled() error {
+	if im.front == nil {
+		return nil
+	}
+	b := make([]byte, footerSize)
+	if err := im.readFull(b, im.fileSize-footerSize, "the footer"); err != nil {
+		return fmt.Errorf("vhd: %w", err)
+	}
+	if !good(b) {
+		im.info.FrontCopy = true
+		return nil
+	}
+	f, err := parseFooter(b)
+	if err == nil {
+		err = f.check(im.limits)
+	}
+	if err != nil {
+		return fmt.Errorf("vhd: %w", err)
+	}
+	if was := im.front; f.kind != was.kind || f.dynamic != was.dynamic || f.size != was.size {
+		return fmt.Errorf("vhd: %w", corrupt("the footer at the end says something else than its copy at the start: "+
+			"the image was changed and not closed; import it from a file of a node, where the footer counts"))
+	}
+	im.info.Creator, im.info.ByGeometry = f.creator, f.byGeometry
+	return nil
 }
 
 func parseFooter(b []byte) (*footer, error) {

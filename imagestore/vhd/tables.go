@@ -115,6 +115,12 @@ func (im *Image) lookup(s *scratch, off, limit int64) (part, error) {
 
 func (p *part) left() bool { return p.off < p.end }
 
+// isWhole reports whether the part is all that the disk has of a block.
+func (im *Image) isWhole(p part) bool {
+	start := p.off >> im.blockBits << im.blockBits
+	return p.bitmap != nil && p.off == start && p.end == min(start+1<<im.blockBits, im.Size())
+}
+
 // next takes the next run of one kind off the part; host is where its first byte is.
 func (p *part) next() (kind block.Kind, host, n int64) {
 	from := p.off

@@ -40,6 +40,10 @@ type Info struct {
 // Limits bound what an image may ask for. The zero value of each field means its default.
 type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB. The format itself ends at 2040 GiB.
+	// Stream is for an image that is still on its way, in the order of its file, and is read from its first block to its
+	// last: a good copy of the footer at the start is taken for it, so that reads can begin with the first blocks.
+	// Settled compares it with the footer when that has come.
+	Stream bool
 }
 
 // Image is an open VHD image. Its methods may be called from several goroutines at once.
@@ -47,6 +51,9 @@ type Image struct {
 	r        io.ReaderAt
 	fileSize int64
 	info     Info
+	stream   bool
+	limits   Limits
+	front    *footer            // what a stream is read by; or nil
 	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
 
 	blockBits  uint
@@ -64,7 +71,7 @@ func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	if lim.VirtualSize <= 0 {
 		lim.VirtualSize = 64 << 40
 	}
-	im := &Image{r: r, fileSize: size}
+	im := &Image{r: r, fileSize: size, stream: lim.Stream, limits: lim}
 	if d, ok := r.(block.Dropper); ok {
 		im.drop = d.Drop
 	}
@@ -126,7 +133,9 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 			return block.Extent{}, fmt.Errorf("vhd: %w", err)
 		}
 		if part.bitmap != nil {
-			looked++
+			if looked++; im.stream {
+				looked = maxBitmaps // the next block may not have come yet, this one's data have
+			}
 		}
 		for part.left() {
 			kind, _, n := part.next()
@@ -165,6 +174,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 		if err != nil {
 			return n, fmt.Errorf("vhd: %w", err)
 		}
+		whole, size := im.stream && im.isWhole(part), part.end-part.off
 		for part.left() {
 			kind, host, length := part.next()
 			to := p[n : n+int(length)]
@@ -172,10 +182,13 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 				clear(to)
 			} else if err := im.readFull(to, host, "a block"); err != nil {
 				return n, fmt.Errorf("vhd: at %d: %w", off+int64(n), err)
-			} else if im.drop != nil {
+			} else if im.drop != nil && !whole {
 				im.drop(host, length)
 			}
 			n += len(to)
+		}
+		if whole && im.drop != nil {
+			im.drop(part.host-im.bitmapSize, im.bitmapSize+size)
 		}
 	}
 	return n, err

@@ -9,6 +9,6 @@ import (
 func BenchmarkConvert(b *testing.B) {
 	raw := oracle.Disk(b, b.TempDir())
 	for _, subformat := range []string{"monolithicSparse", "streamOptimized"} {
-		b.Run(subformat, func(b *testing.B) { oracle.Convert(b, opener, raw, "vmdk", "subformat="+subformat) })
+		b.Run(subformat, func(b *testing.B) { oracle.Convert(b, opener, raw, "vmdk", "-o", "subformat="+subformat) })
 	}
 }

@@ -30,5 +30,22 @@ func FuzzOpen(f *testing.F) {
 	open := limited(Limits{VirtualSize: 1 << 40})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		oracle.Sound(t, open, bytes.NewReader(b), int64(len(b)))
+		// While it arrives it reads the same, or what is wrong shows later.
+		im, err := Open(bytes.NewReader(b), int64(len(b)), Limits{VirtualSize: 32 << 20})
+		if err != nil || im.Info().Redundant {
+			return
+		}
+		whole, err := oracle.Content(im)
+		lazy, lazyErr := Open(bytes.NewReader(b), int64(len(b)), Limits{VirtualSize: 32 << 20, Stream: true})
+		if lazyErr != nil {
+			t.Fatalf("while it arrives: %v", lazyErr)
+		}
+		again, lazyErr := oracle.Content(lazy)
+		if (lazyErr == nil) != (err == nil) {
+			t.Fatalf("while it arrives: %v, else %v", lazyErr, err)
+		}
+		if err == nil && (!bytes.Equal(again.B, whole.B) || im.Info() != lazy.Info()) {
+			t.Fatal("reads otherwise while it arrives")
+		}
 	})
 }

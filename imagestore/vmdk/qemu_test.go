@@ -25,7 +25,10 @@ func limited(lim Limits) oracle.Opener {
 	}
 }
 
-var opener = limited(Limits{})
+var (
+	opener   = limited(Limits{})
+	streamed = limited(Limits{Stream: true})
+)
 
 // TestWritten reads sparse images that were written to at random places.
 func TestWritten(t *testing.T) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"sync/atomic"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -95,22 +96,51 @@ func (im *Image) load(off int64) error {
 			return corrupt("grain table %d at %#x lies in the image's header or directory", index, at)
 		}
 	}
-	im.info.Data = 0
-	stored := int64(0)
+	im.own, im.info.Data, im.stored = m, 0, 0
+	if im.limits.Stream && h.redundant == 0 {
+		im.checked = make([]atomic.Bool, len(im.tables))
+		return nil
+	}
 	b := make([]byte, tableSize)
 	for _, t := range m.tables {
-		n, err := im.checkTable(b, int64(uint32(t)), m)
-		if err != nil {
+		if err := im.checkNext(b, int64(uint32(t))); err != nil {
 			return err
 		}
-		if stored += n; stored > im.fileSize {
-			return corrupt("grains are used more than once: the tables map more data than the file has bytes (%d)", im.fileSize)
-		}
-		if d := im.info.Data; d > ratioFrom && d/im.limits.Ratio > im.fileSize {
-			return api.Errorf(api.OutOfRange, "the image of %d bytes unpacks to more than %d times its size", im.fileSize,
-				im.limits.Ratio)
-		}
 	}
+	im.own = nil
+	return nil
+}
+
+// checkNext checks a grain table, and the sums over all that were checked.
+func (im *Image) checkNext(b []byte, index int64) error {
+	n, err := im.checkTable(b, index, im.own)
+	if err != nil {
+		return err
+	}
+	if im.stored += n; im.stored > im.fileSize {
+		return corrupt("grains are used more than once: the tables map more data than the file has bytes (%d)", im.fileSize)
+	}
+	if d := im.info.Data; d > ratioFrom && d/im.limits.Ratio > im.fileSize {
+		return api.Errorf(api.OutOfRange, "the image of %d bytes unpacks to more than %d times its size", im.fileSize,
+			im.limits.Ratio)
+	}
+	return nil
+}
+
+// checkFirst checks a table that is used, unless somebody did.
+func (im *Image) checkFirst(index int64) error {
+	if im.checked == nil || im.checked[index].Load() {
+		return nil
+	}
+	im.mu.Lock()
+	defer im.mu.Unlock()
+	if im.checked[index].Load() {
+		return nil
+	}
+	if err := im.checkNext(make([]byte, tableSize), index); err != nil {
+		return err
+	}
+	im.checked[index].Store(true)
 	return nil
 }
 
@@ -191,6 +221,9 @@ func (im *Image) lookup(u *unpacker, off, limit int64) (part, error) {
 	p := part{im: im, off: off, end: end, first: number}
 	if im.tables[index] == 0 {
 		return p, nil
+	}
+	if err := im.checkFirst(index); err != nil {
+		return p, err
 	}
 	count := (end-1)>>h.grainBits - number + 1
 	p.entries = u.entries[:count*4]

@@ -16,6 +16,8 @@ package vmdk
 import (
 	"fmt"
 	"io"
+	"sync"
+	"sync/atomic"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -40,6 +42,8 @@ type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB
 	// Ratio bounds the bytes of data per byte of the file, once there are more than 64 MiB of data; default 2000.
 	Ratio int64
+	// Stream: the image is still on its way, and reads wait for what has not come.
+	Stream bool
 }
 
 func (l Limits) filled() Limits {
@@ -61,6 +65,11 @@ type Image struct {
 	info     Info
 	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
 	tables   []uint32           // the grain directory: sectors of the grain tables; 0: all holes
+
+	mu      sync.Mutex    // of what checks of tables change: the sums
+	checked []atomic.Bool // by table; nil: all are
+	own     *metadata
+	stored  int64 // bytes of the file that data takes, at least
 }
 
 var _ block.Source = (*Image)(nil)
@@ -116,7 +125,11 @@ func (im *Image) open() error {
 }
 
 // Info says what the image is.
-func (im *Image) Info() Info { return im.info }
+func (im *Image) Info() Info {
+	im.mu.Lock()
+	defer im.mu.Unlock()
+	return im.info
+}
 
 // Size is the virtual size in bytes.
 func (im *Image) Size() int64 { return im.h.size }
@@ -144,6 +157,9 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 			}
 			e.Kind = run.kind
 			e.Len += run.n
+		}
+		if im.checked != nil && e.Kind == block.Data && e.End()&(perTable<<im.h.grainBits-1) == 0 {
+			break // the next table may not have come yet, the data of this one has
 		}
 	}
 	return e, nil

@@ -116,8 +116,14 @@ func (m *tiny) at(g int) int { return int(le.Uint32(m.b[tinyGT*sector+4*g:])) * 
 func TestTiny(t *testing.T) {
 	for _, compressed := range []bool{false, true} {
 		m := makeTiny(compressed)
-		for _, b := range [][]byte{m.b, withFooter(bytes.Clone(m.b))} {
-			src, err := opener(bytes.NewReader(b), int64(len(b)))
+		alone := bytes.Clone(m.b)
+		alone[8] &^= flagRedundant
+		for i, b := range [][]byte{m.b, withFooter(bytes.Clone(m.b)), alone} {
+			open := opener
+			if i == 2 {
+				open = streamed
+			}
+			src, err := open(bytes.NewReader(b), int64(len(b)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -275,7 +281,9 @@ func TestZoo(t *testing.T) {
 			m := makeTiny(c.compressed)
 			m.b[8] &^= flagRedundant // else that is what is read
 			c.edit(m)
-			oracle.Refused(t, opener, m.b, c.kind, c.says)
+			for _, open := range []oracle.Opener{opener, streamed} {
+				oracle.Refused(t, open, m.b, c.kind, c.says)
+			}
 		})
 	}
 }
@@ -292,6 +300,7 @@ func TestLimits(t *testing.T) {
 		t.Fatal(err)
 	}
 	oracle.Refused(t, limited(Limits{Ratio: 20}), b, api.OutOfRange, "20 times its size")
+	oracle.Refused(t, limited(Limits{Ratio: 20, Stream: true}), b, api.OutOfRange, "20 times its size")
 	if _, err := oracle.Read(opener, b); err != nil {
 		t.Fatal(err)
 	}

@@ -27,6 +27,7 @@ type conn struct {
 	armed    bool
 	hungry   bool
 	stopping bool
+	prepared bool // counted by the server
 	idleDone bool
 	cutDone  bool
 	used     int64 // bytes of the pool
@@ -43,6 +44,7 @@ func (c *conn) start(resume bool) error {
 	if err := c.srv.prepare(); err != nil {
 		return err
 	}
+	c.prepared = true
 	if resume {
 		note := outHeader{length: uint32(outSize), err: notifyResend}
 		if _, err := unix.Write(c.fd, unsafe.Slice((*byte)(unsafe.Pointer(&note)), outSize)); err != nil {
@@ -98,6 +100,9 @@ func (c *conn) ended() {
 	if c.inflight == 0 && !c.idleDone {
 		c.idleDone = true
 		close(c.idle)
+		if c.prepared {
+			c.srv.left()
+		}
 	}
 }
 

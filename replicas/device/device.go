@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -31,11 +33,16 @@ type Device struct {
 	flushed <-chan error // a flush for Detach that is under way
 }
 
-// fileName carries the key, so that /sys tells whose a loop device is.
-func fileName(key string) string { return "drover-" + key }
+// fileName carries the key and the host's mark, so that /sys tells whose a loop device is: on one kernel several nodes
+// may have a device of the same volume, one of them fenced.
+func (h *Host) fileName(key string) string { return "drover-" + key + "." + h.mark }
 
-func newDevice(h *Host, spec Spec, loop *uring.Loop, be block.Submitter, fuse, tree int) *Device {
-	d := &Device{host: h, loop: loop, spec: spec, file: fileName(spec.Key), dev: -1, tree: tree}
+// oldFileName is that of devices of earlier versions.
+func oldFileName(key string) string { return "drover-" + key }
+
+func newDevice(h *Host, rec record, loop *uring.Loop, be block.Submitter, fuse, tree int) *Device {
+	spec := rec.Spec
+	d := &Device{host: h, loop: loop, spec: spec, file: rec.fileName(), dev: -1, tree: tree}
 	d.conn = &conn{srv: h.server(loop), fd: fuse, be: be, file: d.file, name: spec.Name, readOnly: spec.ReadOnly,
 		size: spec.Size, idle: make(chan struct{})}
 	return d
@@ -68,7 +75,7 @@ func (d *Device) present(hint int) error {
 		tuneLoop(d.dev)
 	}
 	if d.dev != hint {
-		if err := d.host.keep(record{d.spec, d.dev}); err != nil {
+		if err := d.host.keep(record{d.spec, d.dev, d.file}); err != nil {
 			return err
 		}
 	}
@@ -85,7 +92,12 @@ func (d *Device) link() error {
 		return fmt.Errorf("link the device: %w", err)
 	}
 	path := filepath.Join(linkDir, d.spec.Name)
-	if to, err := os.Readlink(path); err == nil && to == loopPath(d.dev) {
+	for name, to := range links() { // a loop device has one link: others are of what it was before
+		if to == loopPath(d.dev) && name != d.spec.Name {
+			_ = os.Remove(filepath.Join(linkDir, name))
+		}
+	}
+	if to, err := os.Readlink(path); err == nil && (to == loopPath(d.dev) || d.strangers(to)) {
 		return nil
 	}
 	tmp := filepath.Join(linkDir, "."+d.spec.Key)
@@ -97,6 +109,47 @@ func (d *Device) link() error {
 		return fmt.Errorf("link the device: %w", err)
 	}
 	return nil
+}
+
+// strangers reports whether a loop device is that of another volume on another host of this machine: its link stays.
+func (d *Device) strangers(path string) bool {
+	key, mark, ok := backing(path)
+	return ok && key != d.spec.Key && mark != d.host.mark
+}
+
+// backing tells whose a loop device is: the key of its volume, and the mark of its host. Not ok: it is none of ours.
+func backing(path string) (key, mark string, ok bool) {
+	n, err := strconv.Atoi(strings.TrimPrefix(path, "/dev/loop"))
+	if err != nil {
+		return "", "", false
+	}
+	name, ok := strings.CutPrefix(loopFile(n), "drover-")
+	if ok {
+		key, mark, ok = strings.Cut(name, ".")
+	}
+	return key, mark, ok
+}
+
+// links are the names in linkDir, and where they lead.
+func links() map[string]string {
+	all := map[string]string{}
+	list, _ := os.ReadDir(linkDir) // none is there before the first device
+	for _, e := range list {
+		if to, err := os.Readlink(filepath.Join(linkDir, e.Name())); err == nil {
+			all[e.Name()] = to
+		}
+	}
+	return all
+}
+
+// dropStaleLinks takes links away that lead to what is no device of a volume any more: whoever writes through one would
+// write to whatever has the number now.
+func dropStaleLinks() {
+	for name, to := range links() {
+		if _, _, ok := backing(to); !ok {
+			_ = os.Remove(filepath.Join(linkDir, name))
+		}
+	}
 }
 
 func (d *Device) unlink(dev int) {
@@ -136,7 +189,7 @@ func (d *Device) update(change func(*Spec)) error {
 	if err := spec.validate(); err != nil {
 		return err
 	}
-	if err := d.host.keep(record{spec, d.dev}); err != nil {
+	if err := d.host.keep(record{spec, d.dev, d.file}); err != nil {
 		return fmt.Errorf("device %s: %w", spec.Name, err)
 	}
 	d.spec = spec
@@ -200,11 +253,11 @@ func (d *Device) Detach(ctx context.Context) error {
 }
 
 func (d *Device) detach(ctx context.Context) error {
-	if loopFile(d.dev) == d.file { // else an earlier Detach got so far
-		claim, err := claimLoop(d.dev)
-		if err != nil {
-			return err
-		}
+	claim, err := claimLoop(d.dev, d.file)
+	if err != nil && !errors.Is(err, errLoopGone) {
+		return err
+	}
+	if err == nil { // else an earlier Detach got so far
 		if d.flushed == nil {
 			d.flushed = flushLoop(d.dev)
 		}
@@ -314,7 +367,7 @@ func (d *Device) takeDown(hint int) error {
 	err := d.host.hold.delete(d.spec.Key)
 	if n := findLoop(d.file, hint); n >= 0 {
 		d.unlink(n)
-		dropLoop(n)
+		dropLoop(n, d.file)
 	}
 	return err
 }

@@ -171,7 +171,7 @@ func testKey(name string) string { return fmt.Sprintf("test-%d-%s", os.Getpid(),
 func ours() (out []string) {
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, f := range files {
-		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(filepath.Base(string(b)), fileName(testKey(""))) {
+		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(filepath.Base(string(b)), oldFileName(testKey(""))) {
 			out = append(out, f)
 		}
 	}

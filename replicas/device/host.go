@@ -2,9 +2,12 @@ package device
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -37,7 +40,15 @@ type Spec struct {
 // record is a Spec as the holder keeps it.
 type record struct {
 	Spec
-	Loop int `json:"loop"` // loopUnknown: not set up yet
+	Loop int    `json:"loop"` // loopUnknown: not set up yet
+	File string `json:"file,omitempty"`
+}
+
+func (r record) fileName() string {
+	if r.File == "" {
+		return oldFileName(r.Key)
+	}
+	return r.File
 }
 
 var keyPattern = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$`)
@@ -62,6 +73,11 @@ type Host struct {
 	lock        *os.File
 	incarnation int64
 	log         *slog.Logger
+	mark        string // in the names of this host's devices
+	runDir      string
+	closing     chan struct{}
+	closed      sync.Once
+	thaws       sync.WaitGroup // what thaws file systems, until closing
 
 	mu      sync.Mutex // over what follows, for moments only
 	devices map[string]*Device
@@ -77,8 +93,13 @@ func Open(ctx context.Context, runDir string) (*Host, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &Host{lock: lock, log: slog.Default(), devices: map[string]*Device{}, waiting: map[string]Spec{},
-		taken: map[string]bool{}, servers: map[*uring.Loop]*server{}}
+	h := &Host{lock: lock, runDir: runDir, closing: make(chan struct{}), log: slog.Default(),
+		devices: map[string]*Device{}, waiting: map[string]Spec{}, taken: map[string]bool{},
+		servers: map[*uring.Loop]*server{}}
+	if h.mark, err = openMark(filepath.Join(runDir, "mark")); err != nil {
+		_ = lock.Close()
+		return nil, err
+	}
 	if err := h.connect(ctx, filepath.Join(runDir, "hold.sock")); err != nil {
 		if h.hold != nil {
 			_ = h.hold.close()
@@ -86,11 +107,30 @@ func Open(ctx context.Context, runDir string) (*Host, error) {
 		_ = lock.Close()
 		return nil, err
 	}
+	dropStaleLinks()
 	// The last to be killed when memory is short: others wait for its I/O to free theirs.
 	if err := os.WriteFile("/proc/self/oom_score_adj", []byte("-999"), 0); err != nil {
 		h.log.Info("oom_score_adj stays as it is", "err", err)
 	}
 	return h, nil
+}
+
+// openMark reads what tells this host's devices from those of others, or makes it. The caller has the lock.
+func openMark(path string) (string, error) {
+	b, err := os.ReadFile(path)
+	if mark := strings.TrimSpace(string(b)); err == nil && len(mark) == 8 {
+		return mark, nil
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("mark of this host: %w", err)
+	}
+	raw := make([]byte, 4)
+	_, _ = rand.Read(raw) // never fails
+	mark := hex.EncodeToString(raw)
+	if err := os.WriteFile(path, []byte(mark+"\n"), 0o600); err != nil {
+		return "", fmt.Errorf("mark of this host: %w", err)
+	}
+	return mark, nil
 }
 
 func (h *Host) connect(ctx context.Context, socket string) (err error) {
@@ -313,8 +353,9 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	if err != nil {
 		return nil, err
 	}
-	d := newDevice(h, spec, loop, be, fuse, tree)
-	if err := h.keep(record{spec, loopUnknown}, fuse, tree); err != nil {
+	rec := record{spec, loopUnknown, h.fileName(spec.Key)}
+	d := newDevice(h, rec, loop, be, fuse, tree)
+	if err := h.keep(rec, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
 		return nil, errors.Join(err, h.hold.delete(spec.Key)) // it may have got them
 	}
@@ -362,7 +403,7 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		closeFds(fds)
 		return nil, false, api.Errorf(api.OutOfRange, "its size is %d, so it cannot become %d", rec.Size, spec.Size)
 	}
-	d := newDevice(h, spec, loop, be, fds[0], fds[1])
+	d := newDevice(h, record{spec, rec.Loop, rec.File}, loop, be, fds[0], fds[1])
 	if err := ResendSupported(); err != nil {
 		closeFds(fds)
 		return nil, true, errors.Join(err, d.takeDown(rec.Loop))
@@ -413,7 +454,7 @@ func (h *Host) Discard(key string) error {
 	rec, fds, err := h.fetch(key)
 	closeFds(fds)
 	if err == nil {
-		d := &Device{host: h, spec: rec.Spec, file: fileName(key)}
+		d := &Device{host: h, spec: rec.Spec, file: rec.fileName()}
 		err = d.takeDown(rec.Loop)
 	}
 	h.release(key, nil, err == nil)
@@ -426,6 +467,8 @@ func (h *Host) Discard(key string) error {
 func (h *Host) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
+	h.closed.Do(func() { close(h.closing) })
+	h.thaws.Wait()
 	var errs []error
 	for _, d := range h.Devices() {
 		if err := d.quiesce(ctx); err != nil {
@@ -433,6 +476,11 @@ func (h *Host) Close() error {
 		}
 		h.forget(d)
 	}
+	h.mu.Lock()
+	for _, s := range h.servers {
+		s.aside.Wait()
+	}
+	h.mu.Unlock()
 	errs = append(errs, h.hold.close())
 	if ctx.Err() == nil {
 		errs = append(errs, h.lock.Close())

@@ -140,14 +140,22 @@ func growLoop(n int) error {
 }
 
 // claimLoop opens the device so that nobody can mount it. A device that somebody has claimed, a mounted one for
-// example, is refused with kind in use.
-func claimLoop(n int) (int, error) {
+// example, is refused with kind in use; one that does not stand on file any more with errLoopGone.
+func claimLoop(n int, file string) (int, error) {
 	d, err := openLoop(n, unix.O_RDONLY|unix.O_EXCL)
+	if loopFile(n) != file { // while it is open it changes hands no more
+		if err == nil {
+			_ = unix.Close(d)
+		}
+		return -1, errLoopGone
+	}
 	if errors.Is(err, unix.EBUSY) {
 		return -1, api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
 	}
 	return d, err
 }
+
+var errLoopGone = errors.New("the loop device is another one's")
 
 // flushLoop flushes the device from a process of its own. A thread of ours that waits for a device which we serve could
 // not end if we are killed meanwhile; with it our files would stay open, and nobody could take over.
@@ -210,10 +218,13 @@ func clearLoop(ctx context.Context, n, d int) error {
 	}
 }
 
-// dropLoop lets the loop device go with its last opener.
-func dropLoop(n int) {
+// dropLoop lets the loop device go with its last opener, if it stands on file still: it may have gone in the meantime,
+// and the number be somebody else's by now. While it is open here it is nobody else's.
+func dropLoop(n int, file string) {
 	if d, err := openLoop(n, unix.O_RDONLY); err == nil {
-		_, _ = unix.IoctlRetInt(d, unix.LOOP_CLR_FD)
+		if loopFile(n) == file {
+			_, _ = unix.IoctlRetInt(d, unix.LOOP_CLR_FD)
+		}
 		_ = unix.Close(d)
 	}
 }

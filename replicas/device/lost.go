@@ -26,17 +26,19 @@ func (h *Host) TakeLost(key, name string) []Lost {
 		return nil
 	}
 	var out []Lost
-	for _, n := range loopsOn(fileName(key)) {
+	file := h.fileName(key)
+	for _, n := range append(loopsOn(file), loopsOn(oldFileName(key))...) {
 		if d != nil && d.dev == n {
 			continue
 		}
-		dropLoop(n)
+		dropLoop(n, file)
+		dropLoop(n, oldFileName(key))
 		if link := filepath.Join(linkDir, name); d == nil {
 			if to, err := os.Readlink(link); err == nil && to == loopPath(n) {
 				_ = os.Remove(link)
 			}
 		}
-		if loopFile(n) == fileName(key) {
+		if f := loopFile(n); f == file || f == oldFileName(key) {
 			out = append(out, Lost{loopPath(n), mountsOfLoop(n)})
 		}
 	}

@@ -10,7 +10,7 @@ const (
 	page  = 4096
 	maxIO = 1 << 20 // of one FUSE request: max_write, max_pages
 
-	poolCap = 64 << 20 // beyond it only a device with nothing under way gets memory
+	poolCap = 64 << 20 // of one server
 )
 
 // Classes of slots. The last one is a whole staging buffer.
@@ -19,6 +19,7 @@ var classSize = [...]int{page, 4 * page, 16 * page, maxIO}
 const (
 	bigClass = len(classSize) - 1
 	slabSize = 2 << 20 // a huge page: its memory is one run for the disk, and quick to pin
+	reserved = 2       // slabs that are there before the first request, and for as long as there is a connection
 )
 
 // slot is memory of a pool: page-aligned, populated, locked.
@@ -27,13 +28,14 @@ type slot struct {
 	class int
 }
 
-// pool is the memory of all requests of one server. It grows in slabs and gives all but the first back when nothing of
-// it is handed out. It belongs to the server's thread. What it hands out never faults.
+// pool is the memory of all requests of one server. It is made of slabs, which come from outside: taking memory from
+// the system can wait for the very I/O that it is for, so the server's thread, to which the pool belongs, never does.
+// What it hands out never faults.
 type pool struct {
 	free  [len(classSize)][]slot
 	slabs [][]byte
 	used  int64 // bytes handed out
-	warn  func(error)
+	lent  int64 // of them, that a disk which hangs has
 }
 
 func (p *pool) size() int64 { return int64(len(p.slabs)) * slabSize }
@@ -54,33 +56,30 @@ func locked(n int, warn func(error)) ([]byte, error) {
 	if n >= slabSize {
 		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // small pages do too
 	}
+	// Touched before it is locked: a lock of what is not there would keep all of the address space waiting with it.
+	for i := 0; i < n; i += page {
+		mem[i] = 0
+	}
 	if err := unix.Mlock(mem); err != nil {
 		warn(err) // only reclaim could take it away then
-		for i := 0; i < n; i += page {
-			mem[i] = 0
-		}
 	}
 	return mem, nil
 }
 
 func unlock(mem []byte) { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(len(mem))) }
 
-// grow makes slots of a class: big ones from a new slab, small ones from a big one.
-func (p *pool) grow(class int) bool {
-	if class == bigClass {
-		m, err := locked(slabSize, p.warn)
-		if err != nil {
-			p.warn(err)
-			return false
-		}
-		p.slabs = append(p.slabs, m)
-		p.split(m, bigClass)
-		return true
-	}
-	if len(p.free[bigClass]) == 0 && !p.grow(bigClass) {
+// add takes a slab in.
+func (p *pool) add(m []byte) {
+	p.slabs = append(p.slabs, m)
+	p.split(m, bigClass)
+}
+
+// refill makes slots of a small class from a big one.
+func (p *pool) refill(class int) bool {
+	f := p.free[bigClass]
+	if class == bigClass || len(f) == 0 {
 		return false
 	}
-	f := p.free[bigClass]
 	p.free[bigClass] = f[:len(f)-1]
 	p.split(f[len(f)-1].mem, class)
 	return true
@@ -92,13 +91,13 @@ func (p *pool) split(m []byte, class int) {
 	}
 }
 
-// get is a slot of at least n bytes, or false when there is no memory.
+// get is a slot of at least n bytes, or false when there is none.
 func (p *pool) get(n int) (slot, bool) {
 	class := 0
 	for classSize[class] < n {
 		class++
 	}
-	if len(p.free[class]) == 0 && !p.grow(class) {
+	if len(p.free[class]) == 0 && !p.refill(class) {
 		return slot{}, false
 	}
 	f := p.free[class]
@@ -113,16 +112,16 @@ func (p *pool) put(s slot) {
 	p.free[s.class] = append(p.free[s.class], s)
 }
 
-// trim gives memory back; nothing may be handed out.
-func (p *pool) trim() {
+// trim takes out, for the caller to give back, all slabs but some. Nothing may be handed out.
+func (p *pool) trim(keep int) (spare [][]byte) {
 	for c := range p.free {
 		p.free[c] = p.free[c][:0]
 	}
-	for len(p.slabs) > 1 {
-		unlock(p.slabs[len(p.slabs)-1])
-		p.slabs = p.slabs[:len(p.slabs)-1]
-	}
+	n := min(keep, len(p.slabs))
+	spare = append(spare, p.slabs[n:]...)
+	p.slabs = p.slabs[:n]
 	for _, m := range p.slabs {
 		p.split(m, bigClass)
 	}
+	return spare
 }

@@ -19,6 +19,8 @@ const (
 	batch    = 64              // requests read from one connection before another gets its turn
 	copyMax  = 16 * page       // larger requests keep the buffer they were read into
 	trimWait = 5 * time.Second // after which an idle pool is given back
+	requests = 256             // made at a time
+	fewLeft  = requests / 4    // that more are made at
 )
 
 // server serves the connections of one loop. All of it belongs to the loop's thread.
@@ -32,10 +34,13 @@ type server struct {
 	vec      *[2]iovec // of both
 	free     []*request
 	hungry   []*conn // not polled until there is memory
+	conns    int     // that have begun and are not over; without any there need be no memory
 	serving  bool    // somewhere up the stack: a backend may complete within Submit
 	freed    bool    // memory came back since the hungry were last fed
 	trimming bool
-	arena    []byte // for the fixed parts of requests
+	growing  bool
+	warn     func(error)
+	aside    sync.WaitGroup // what takes and gives memory beside the thread
 }
 
 // request is one I/O on its way through the backend. It is reused, never freed.
@@ -60,57 +65,153 @@ type wire struct {
 func newServer(loop *uring.Loop, log *slog.Logger) *server {
 	s := &server{loop: loop, log: log}
 	var once sync.Once
-	s.pool.warn = func(err error) {
+	s.warn = func(err error) {
 		once.Do(func() { log.Warn("memory for requests is not locked or not to be had", "err", err) })
 	}
 	return s
 }
 
-// prepare makes sure that there is memory to read the first request.
+// prepare makes sure that there is memory to serve with: to read the first request, and to get on without more.
 func (s *server) prepare() error {
-	if s.stage.mem != nil || s.pool.used > 0 { // with a request that keeps it, which will give it back
+	s.conns++
+	if s.pool.size() > 0 {
 		return nil
 	}
-	if s.head == nil {
-		m, err := locked(page, s.pool.warn)
+	err := s.reserve()
+	if err != nil {
+		s.conns--
+	}
+	return err
+}
+
+// reserve takes the memory that is there for as long as there are connections.
+func (s *server) reserve() error {
+	var slabs [reserved][]byte
+	for i := range slabs {
+		var err error
+		if slabs[i], err = locked(slabSize, s.warn); err != nil {
+			return err
+		}
+	}
+	if s.head == nil { // this stays
+		m, err := locked(page, s.warn)
 		if err != nil {
 			return err
 		}
-		s.head, s.vec, m = m[:headSize:headSize], view[[2]iovec](m[512:]), m[1024:]
-		s.arena = m
+		made, err := s.make()
+		if err != nil {
+			return err
+		}
+		s.free = append(s.free, made...)
+		s.head, s.vec = m[:headSize:headSize], view[[2]iovec](m[512:])
 		s.vec[0] = iovec{uintptr(unsafe.Pointer(&s.head[0])), uintptr(headSize)}
 	}
-	var ok bool
-	if s.stage, ok = s.pool.get(maxIO); !ok {
-		return syscall.ENOMEM
+	for _, slab := range slabs {
+		s.pool.add(slab)
 	}
+	s.stage, _ = s.pool.get(maxIO)
 	return nil
 }
 
-// may reports whether c may read a request of unknown size. A device alone gets a third of the cap; the more is in use,
-// the less each gets, and a device with nothing under way is never refused: none can starve the others.
-func (s *server) may(c *conn) bool {
-	return s.stage.mem != nil && (c.used == 0 || c.used+maxIO <= (poolCap-s.pool.used)/2)
+// kept is how many slabs stay when nothing is under way.
+func (s *server) kept() int {
+	if s.conns == 0 {
+		return 0
+	}
+	return reserved
 }
 
-func (s *server) request() *request {
-	if n := len(s.free); n > 0 {
-		r := s.free[n-1]
-		s.free = s.free[:n-1]
-		return r
-	}
+// left is told of a connection that is over.
+func (s *server) left() {
+	s.conns--
+	s.settle()
+}
+
+// make makes requests. Any goroutine.
+func (s *server) make() ([]*request, error) {
 	const cell = int(unsafe.Sizeof(wire{}))
-	if len(s.arena) < cell {
-		m, err := locked(page, s.pool.warn)
-		if err != nil {
-			s.pool.warn(err)
-			m = make([]byte, page)
-		}
-		s.arena = m
+	arena, err := locked(requests*cell, s.warn)
+	if err != nil {
+		return nil, err
 	}
-	r := &request{wire: view[wire](s.arena)}
-	s.arena = s.arena[cell:]
-	r.Done = r.finish
+	all, made := make([]request, requests), make([]*request, requests)
+	for i := range all {
+		r := &all[i]
+		r.wire = view[wire](arena[i*cell:])
+		r.Done = r.finish
+		made[i] = r
+	}
+	return made, nil
+}
+
+// want asks for more memory. It comes when it can: the system may have to write through this very thread to find some.
+func (s *server) want() {
+	slabs := 0
+	if most := poolCap + s.pool.lent; s.pool.size() < most {
+		slabs = min(len(s.pool.slabs), int((most-s.pool.size())/slabSize)) // twice as much as before
+	}
+	few := len(s.free) < fewLeft
+	if s.growing || (slabs == 0 && !few) {
+		return
+	}
+	s.growing = true
+	s.aside.Go(func() {
+		var got [][]byte
+		var made []*request
+		var err error
+		for len(got) < slabs && err == nil {
+			var m []byte
+			if m, err = locked(slabSize, s.warn); err == nil {
+				got = append(got, m)
+			}
+		}
+		if few && err == nil {
+			made, err = s.make()
+		}
+		if err != nil {
+			s.warn(err)
+		}
+		taken := s.loop.Post(func() {
+			s.growing = false
+			for _, m := range got {
+				s.pool.add(m)
+			}
+			s.free = append(s.free, made...)
+			s.freed = true
+			s.feed()
+			s.settle()
+		})
+		if !taken {
+			for _, m := range got {
+				unlock(m)
+			}
+		}
+	})
+}
+
+// may reports whether c may read a request of unknown size. A device alone gets a third of what there is; the more is
+// in use, the less each gets, and a device with nothing under way is refused only when nothing is left at all: none
+// can starve the others.
+func (s *server) may(c *conn) bool {
+	if len(s.free) < fewLeft {
+		s.want()
+	}
+	if len(s.free) == 0 || s.stage.mem == nil {
+		s.want()
+		return false
+	}
+	if c.used == 0 || c.used+maxIO <= (s.pool.size()-s.pool.used)/2 {
+		return true
+	}
+	s.want()
+	return false
+}
+
+// request is a free one. may has seen that there is.
+func (s *server) request() *request {
+	n := len(s.free)
+	r := s.free[n-1]
+	s.free = s.free[:n-1]
 	return r
 }
 
@@ -140,6 +241,19 @@ func (s *server) give(m slot) {
 	s.pool.put(m)
 }
 
+// lend leaves memory to a disk that hangs until that lets go of it. Others get as much in its place.
+func (s *server) lend(m slot, l *block.Lent) {
+	n := int64(classSize[m.class])
+	s.pool.lent += n
+	l.Until(func() {
+		s.pool.lent -= n
+		s.give(m)
+		s.feed()
+		s.settle()
+	})
+	s.want()
+}
+
 // feed lets the connections go on that waited for memory.
 func (s *server) feed() {
 	if s.serving {
@@ -160,7 +274,7 @@ func (s *server) feed() {
 
 // settle looks, after a request is done, whether the pool can be given back soon.
 func (s *server) settle() {
-	if s.trimming || s.pool.size() <= slabSize {
+	if s.trimming || len(s.pool.slabs) <= s.kept() {
 		return
 	}
 	s.trimming = true
@@ -170,17 +284,17 @@ func (s *server) settle() {
 func (s *server) trim() {
 	s.trimming = false
 	if s.stage.mem == nil || s.pool.used != int64(classSize[bigClass]) {
-		if s.pool.size() > slabSize {
-			s.settle()
-		}
+		s.settle()
 		return
 	}
 	s.pool.put(s.stage)
-	s.stage = slot{}
-	s.pool.trim()
-	if err := s.prepare(); err != nil {
-		s.log.Error("no memory to serve devices", "err", err)
-	}
+	spare := s.pool.trim(s.kept())
+	s.stage, _ = s.pool.get(maxIO) // none where no slab is kept
+	s.aside.Go(func() {
+		for _, m := range spare {
+			unlock(m)
+		}
+	})
 }
 
 // refuse answers with an errno.
@@ -217,17 +331,22 @@ func (r *request) finish(*block.Request) {
 	default:
 		w.head.length += uint32(r.Len)
 		w.vec[0] = iovec{base, uintptr(outSize)}
-		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.slot.mem[0])), uintptr(r.Len)}
+		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // its slot, unless that is lent
 		_, _, e := unix.RawSyscall(unix.SYS_WRITEV, uintptr(c.fd), uintptr(unsafe.Pointer(&w.vec[0])), 2)
 		c.written(e)
 	}
 	if r.slot.mem != nil {
 		c.used -= int64(classSize[r.slot.class])
-		c.srv.give(r.slot)
+		if r.Lent.Back() {
+			c.srv.give(r.slot)
+		} else {
+			c.srv.lend(r.slot, r.Lent)
+		}
 	}
-	r.slot, r.Buf, r.Err, r.conn = slot{}, nil, nil, nil
+	r.slot, r.Buf, r.Err, r.Lent, r.conn = slot{}, nil, nil, nil, nil
 	s := c.srv
 	s.free = append(s.free, r)
+	s.freed = true
 	c.inflight--
 	c.ended()
 	s.feed()

@@ -67,7 +67,7 @@ func TestSpeed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer dropLoop(n)
+	defer dropLoop(n, filepath.Base(file))
 	be, err := openDisk(l, file, 1<<30)
 	if err != nil {
 		t.Fatal(err)

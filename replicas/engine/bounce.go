@@ -11,27 +11,30 @@ import (
 
 const (
 	bounceSize = 16 * block.Size
-	bounceMax  = 16
+	bounceMax  = 8
 )
 
 // Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share it.
-// Reads have their own buffers, so that they get on while writes wait.
+// Reads have their own buffers, so that they get on while writes wait. All are there from the start: memory is not
+// asked for while I/O is under way, since the system may need that very I/O to find some.
 type Pool struct{ reads, writes bounces }
 
-// NewPool makes a pool. One buffer of each sort is there from the start, so that merging always gets on, however scarce
-// memory becomes.
+// NewPool makes a pool.
 func NewPool() (*Pool, error) {
 	p := &Pool{}
-	for _, b := range []*bounces{&p.reads, &p.writes} {
-		if err := b.grow(); err != nil {
-			p.Close()
-			return nil, fmt.Errorf("buffers for partial blocks: %w", err)
+	for range bounceMax {
+		for _, b := range []*bounces{&p.reads, &p.writes} {
+			if err := b.grow(); err != nil {
+				p.Close()
+				return nil, fmt.Errorf("buffers for partial blocks: %w", err)
+			}
 		}
 	}
 	return p, nil
 }
 
-// Close gives the memory back. No engine uses the pool any more.
+// Close gives the memory back, what a disk that hangs still may use when that is over. No engine uses the pool any
+// more; on their loop's thread, or after its end.
 func (p *Pool) Close() {
 	p.reads.release()
 	p.writes.release()
@@ -41,6 +44,7 @@ type bounces struct {
 	all   [][]byte
 	free  [][]byte
 	queue []*op // operations that wait for one
+	over  bool  // released: what comes back is unmapped
 }
 
 func (b *bounces) grow() error {
@@ -56,10 +60,19 @@ func (b *bounces) grow() error {
 }
 
 func (b *bounces) release() {
-	for _, buf := range b.all {
-		_ = unix.Munmap(buf) // fails only for an address that is not mapped
+	free := b.free
+	b.free, b.queue, b.over = nil, nil, true
+	for _, buf := range free {
+		b.unmap(buf)
 	}
-	*b = bounces{}
+}
+
+// unmap gives a buffer back that was mapped; others are the collector's.
+func (b *bounces) unmap(buf []byte) {
+	if i := slices.IndexFunc(b.all, func(a []byte) bool { return &a[0] == &buf[0] }); i >= 0 {
+		_ = unix.Munmap(b.all[i]) // fails only for an address that is not mapped
+		b.all = slices.Delete(b.all, i, i+1)
+	}
 }
 
 func (b *bounces) forget(o *op) {
@@ -78,9 +91,6 @@ func (o *op) bounces() *bounces {
 // takeBounce gets a buffer, or queues the operation for one.
 func (o *op) takeBounce() bool {
 	b := o.bounces()
-	if len(b.free) == 0 && len(b.all) < bounceMax {
-		_ = b.grow() // else it waits for one of those that there are
-	}
 	if len(b.free) == 0 {
 		b.queue = append(b.queue, o)
 		return false
@@ -95,6 +105,19 @@ func (o *op) giveBounce() {
 	b := o.bounces()
 	buf := o.bounce
 	o.bounce = nil
+	if l := block.LentTo(o.lents...); !l.Back() {
+		lent := buf
+		l.Until(func() { b.put(lent) })
+		buf = aligned(bounceSize) // others need one
+	}
+	b.put(buf)
+}
+
+func (b *bounces) put(buf []byte) {
+	if b.over {
+		b.unmap(buf)
+		return
+	}
 	if len(b.queue) == 0 {
 		b.free = append(b.free, buf)
 		return
@@ -102,5 +125,28 @@ func (o *op) giveBounce() {
 	next := b.queue[0]
 	b.queue = b.queue[1:]
 	next.bounce = buf
-	o.e.cfg.Loop.Post(next.begin)
+	next.e.cfg.Loop.Post(next.begin)
+}
+
+// lend takes note of memory that a member has answered for and may still use.
+func (o *op) lend(r *block.Request) {
+	if !r.Lent.Back() {
+		o.lents = append(o.lents, r.Lent)
+		o.renew = o.renew || o.reading
+	}
+	r.Lent = nil
+}
+
+// otherMemory is for a read that is asked again, while a disk that hangs may still write to the memory of the first.
+func (o *op) otherMemory(buf []byte) []byte {
+	o.renew = false
+	if o.bounce == nil {
+		o.parent.Buf = aligned(len(buf))
+		return o.parent.Buf
+	}
+	at, b, old := cap(o.bounce)-cap(buf), o.bounces(), o.bounce
+	o.bounce = aligned(bounceSize)
+	copy(o.bounce, old)
+	block.LentTo(o.lents...).Until(func() { b.put(old) })
+	return o.bounce[at : at+len(buf)]
 }

@@ -7,11 +7,13 @@ import (
 	"math/bits"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // Loop is the thread that the engine lives on.
@@ -56,6 +58,15 @@ type Config struct {
 	// matter whether an earlier call had done it. Denied: the record belongs to another engine. Any other error: the
 	// outcome is unknown, Drop will be called again. Called from a goroutine of the engine.
 	Drop func(ctx context.Context, epoch int64, member string) error
+	// Add makes a replica a member in the volume's record, which moves from epoch to epoch+1; as Drop. An error of kind
+	// not found says that it is not done and never will be. Nil: nobody can join.
+	Add func(ctx context.Context, epoch int64, member string) error
+	// Track has the members note intents even where there is one: the volume has other replicas.
+	Track bool
+	// Lenient opens the engine if one member adopts the epoch; the others are dropped.
+	Lenient bool
+	// Equalise makes the members equal before anything is read: the last engine had no clean end.
+	Equalise bool
 	// OnDrop tells that a member was dropped and why. Called on the loop's thread, must not block; may be nil.
 	OnDrop func(member string, why error)
 	// OnSpace tells that writes began to wait for room, or that none waits any more. As OnDrop.
@@ -82,6 +93,10 @@ type Engine struct {
 	drops   sync.WaitGroup
 	dropped []error // why, by member
 	gone    set     // members that the engine has closed already
+	spare   set     // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
+	whole   atomic.Bool
+	alike   chan struct{} // the members are to be made equal where writes failed
+	cleaner chan struct{} // closed when the goroutine that cleans intents has ended; nil: there is none
 
 	// Loop thread only from here on.
 	size     int64
@@ -89,20 +104,41 @@ type Engine struct {
 	members  set // of the epoch
 	suspect  set // members that failed and are being dropped: no I/O for them
 	weak     set // those of them that have not adopted the epoch
+	lost     set // the last one that served, if its session is gone: everything waits for it, or for another one
+	joiners  set // replicas that get all writes and are no members yet
+	joining  set // the one of them that is being made a member: nothing is acknowledged without it
+	joins    map[int]*join
+	wishes   []*join // that wait for their swap
 	dropping bool
-	fenced   error
-	closing  bool
-	drained  chan struct{} // closed when the last operation is done, set by Close
+	vouched  bool // a member has answered since the drop under way began
+	// A flush failed, or so many writes that they are not counted: until the next attach members may differ.
+	spoiled   bool
+	spoilt    map[int64]bool // pieces in which a write failed: members may differ there until they are made equal
+	fenced    error
+	hurry     bool
+	bare      time.Time // since when all replicas are gone and something waits for one; zero: not
+	impatient bool      // the last member is not waited for any more
+	refusing  bool      // I/O fails until one is back: it waited for long enough
+	closing   bool
+	drained   chan struct{} // closed when the last operation is done, set by Close
 
 	free     *op  // operations not in use
 	inflight int  // operations in use
 	busy     list // writes, zeros, discards and flushes that hold their range, in the order of admission
 	queue    list // those that wait for a range
+	locks    int  // those of them that only keep the guest from a range
 	slow     int  // operations in busy and queue that no overlapping write may pass
 	held     []*op
 	retrying int // formerly held operations that are being tried
 	full     bool
 	reads    [MaxMembers]int // in flight, by member
+	hurt     set             // members that could not read something, since it is damaged on their disks
+	stalled  []*op           // reads that nobody can answer
+	gens     []generation
+	cutting  bool             // a cut is under way: nobody else begins one, and nobody joins
+	holding  bool             // writes are held back for it
+	parked   []*block.Request // those
+	touched  map[int64]int64  // region -> generation of its last write, since it was last clean
 	pool     *Pool
 }
 
@@ -122,14 +158,29 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	for i, m := range cfg.Members {
 		names[i] = m.Name
 	}
-	for _, m := range cfg.Members {
-		if err := m.Member.Adopt(ctx, cfg.Epoch, cfg.Incarnation, names); err != nil {
-			return nil, fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
+	var absent set
+	why := make([]error, n)
+	for i, m := range cfg.Members {
+		err := m.Member.Adopt(ctx, cfg.Epoch, cfg.Incarnation, names)
+		if err == nil {
+			continue
 		}
+		why[i] = fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
+		if !cfg.Lenient || api.Is(err, api.Denied) {
+			return nil, why[i]
+		}
+		absent |= bit(i)
+	}
+	if absent.len() == n {
+		if slices.ContainsFunc(why, func(err error) bool { return !errors.Is(err, stack.ErrRestarted) }) {
+			return nil, api.Errorf(api.Unavailable, "no replica can be reached: %v", errors.Join(why...))
+		}
+		return nil, errors.Join(why...)
 	}
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
-		members: set(1)<<n - 1, dropped: make([]error, n),
+		members: set(1)<<n - 1, dropped: why, suspect: absent, joins: map[int]*join{}, gens: []generation{{}},
+		touched: map[int64]int64{}, spoilt: map[int64]bool{}, alike: make(chan struct{}, 1),
 	}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	if e.pool = cfg.Pool; e.pool == nil {
@@ -137,6 +188,27 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		if e.pool, err = NewPool(); err != nil {
 			return nil, err
 		}
+	}
+	for range ahead {
+		o := e.make()
+		for range n {
+			e.more(o)
+		}
+		o.next, e.free = e.free, o
+	}
+	if err := e.mirrors(ctx); err != nil {
+		e.cancel()
+		if cfg.Pool == nil {
+			e.pool.Close()
+		}
+		return nil, err
+	}
+	if absent != 0 && !cfg.Loop.Post(e.nextDrop) {
+		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
+	if n > 1 || cfg.Track {
+		e.cleaner = make(chan struct{})
+		go e.clean()
 	}
 	return e, nil
 }
@@ -147,7 +219,7 @@ func (e *Engine) acked(o *op) bool {
 	if o.reading {
 		return o.ok != 0
 	}
-	return (e.members&^o.ok)|e.weak == 0
+	return ((e.members|e.joining)&^o.ok)|e.weak == 0
 }
 
 // Submit starts a request. Loop thread.
@@ -155,6 +227,9 @@ func (e *Engine) Submit(r *block.Request) {
 	if err := e.refuse(r); err != nil {
 		r.Err = err
 		r.Done(r)
+		return
+	}
+	if e.park(r) {
 		return
 	}
 	o := e.take(r)
@@ -181,7 +256,7 @@ func (e *Engine) Submit(r *block.Request) {
 
 func (e *Engine) refuse(r *block.Request) error {
 	switch {
-	case e.fenced != nil || e.closing:
+	case e.fenced != nil || e.closing || e.refusing:
 		return syscall.EIO
 	case r.Op == block.OpFlush:
 		return nil
@@ -255,8 +330,15 @@ func (e *Engine) finish(o *op, err error) {
 		r.Err = errno(err)
 	}
 	o.waiting = false
-	e.stats.count(r, int64(time.Since(e.base))-o.start)
+	if o.lock == nil {
+		e.stats.count(r, int64(time.Since(e.base))-o.start)
+	} else {
+		e.locks--
+	}
 	locked := !o.isRead()
+	if err != nil && locked && o.lock == nil {
+		e.spoil(o)
+	}
 	if locked {
 		e.busy.remove(o)
 		if o.slow {
@@ -268,6 +350,10 @@ func (e *Engine) finish(o *op, err error) {
 	}
 	if o.bounce != nil {
 		o.giveBounce()
+	}
+	if len(o.lents) > 0 {
+		r.Lent = block.LentTo(o.lents...)
+		o.lents = nil
 	}
 	e.give(o)
 	r.Done(r)
@@ -299,13 +385,14 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 	}
 	var live set
 	var old int64
-	if err := e.on(ctx, func() { live, old = e.members&^e.suspect, e.size }); err != nil {
+	var list []Named
+	if err := e.on(ctx, func() { live, old, list = e.members&^e.suspect, e.size, e.cfg.Members }); err != nil {
 		return err
 	}
 	if size < old {
 		return api.Errorf(api.OutOfRange, "a volume of %d bytes cannot shrink to %d", old, size)
 	}
-	for i, m := range e.cfg.Members {
+	for i, m := range list {
 		if !live.has(i) {
 			continue
 		}
@@ -316,17 +403,28 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 	return e.on(ctx, func() { e.size = max(e.size, size) })
 }
 
-// on runs fn on the loop's thread and waits for it. After ctx ended fn may still run.
+// on runs fn on the loop's thread and waits for it. After an error fn did not run, and will not.
 func (e *Engine) on(ctx context.Context, fn func()) error {
+	var taken atomic.Bool // by the loop, or by who does not wait any longer
 	done := make(chan struct{})
-	if !e.cfg.Loop.Post(func() { fn(); close(done) }) {
+	run := func() {
+		if taken.CompareAndSwap(false, true) {
+			fn()
+		}
+		close(done)
+	}
+	if !e.cfg.Loop.Post(run) {
 		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	select {
 	case <-done:
 		return nil
 	case <-ctx.Done():
-		return api.Errorf(api.Unavailable, "the volume's I/O thread does not answer: %w", ctx.Err())
+		if taken.CompareAndSwap(false, true) {
+			return api.Errorf(api.Unavailable, "the volume's I/O thread does not answer: %w", ctx.Err())
+		}
+		<-done
+		return nil
 	}
 }
 
@@ -357,8 +455,9 @@ func (e *Engine) Full(ctx context.Context) (full bool, err error) {
 func (e *Engine) Close() error {
 	done := make(chan struct{})
 	alive := e.cfg.Loop.Post(func() {
-		e.closing = true
+		e.closing, e.hurry = true, true
 		e.cancel()
+		e.tellLast()
 		if e.inflight == 0 {
 			close(done)
 			return
@@ -371,24 +470,30 @@ func (e *Engine) Close() error {
 	}
 	<-done
 	e.drops.Wait()
+	if e.cleaner != nil {
+		<-e.cleaner
+		e.lastClean()
+	}
 	var gone set
-	_ = e.on(context.Background(), func() { gone = e.gone }) // after whatever the drops had posted
+	var list []Named
+	_ = e.on(context.Background(), func() { gone, list = e.gone, e.cfg.Members }) // after whatever the drops had posted
 	var errs []error
-	for i, m := range e.cfg.Members {
+	for i, m := range list {
 		if !gone.has(i) {
 			if err := m.Member.Close(); err != nil {
 				errs = append(errs, fmt.Errorf("replica %s: %w", m.Name, err))
 			}
 		}
 	}
-	if e.cfg.Pool == nil {
-		e.pool.Close()
+	if e.cfg.Pool == nil && e.on(context.Background(), e.pool.Close) != nil {
+		e.pool.Close() // the loop has ended
 	}
 	return errors.Join(errs...)
 }
 
 // failWaiting ends every operation that waits for something else than a member's answer.
 func (e *Engine) failWaiting() {
+	e.failParked()
 	held := e.held
 	e.held = nil
 	for _, o := range held {
@@ -399,6 +504,7 @@ func (e *Engine) failWaiting() {
 			e.finish(o, syscall.EIO)
 		}
 	}
+	e.endStalled()
 	e.requeue() // begin ends them
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {

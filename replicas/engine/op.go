@@ -29,12 +29,15 @@ type op struct {
 	probe   bool // its outcome decides about the other held ones
 
 	// The step under way.
+	out     block.Request // what members are asked for
 	pending int
 	tried   set // members that failed this read
+	sore    set // those of them on whose disks it is damaged
 	ok      set
 	failed  set
-	full    set // failed for want of room
-	err     error
+	full    set   // failed for want of room
+	away    set   // failed because they were not reached
+	err     error // of a member
 
 	// Of an operation in steps.
 	cur    int64 // first byte not done yet
@@ -42,6 +45,15 @@ type op struct {
 	stage  stage
 	bounce []byte
 	pa, pb int64 // the piece under way, in whole blocks
+
+	lents []*block.Lent // memory that disks which hang may use
+	renew bool          // a read needs other memory for that
+
+	gen  int64  // when it began
+	lock func() // of an operation that only holds its range: called once it has it
+	// Of a read that nobody can answer.
+	stall   []byte
+	stallAt int64
 
 	from       int // the member of the read under way
 	subs       []block.Request
@@ -77,20 +89,35 @@ func (e *Engine) take(r *block.Request) *op {
 	o.cur, o.end = r.Off, r.Off+r.Len
 	o.lo, o.hi = down(o.cur), up(o.end)
 	o.slow, o.reading, o.waiting, o.again, o.probe = false, false, false, false, false
-	o.tried, o.err, o.stage = 0, nil, stageHead
+	o.tried, o.sore, o.err, o.stage, o.lock = 0, 0, nil, stageHead, nil
+	o.lents, o.renew = nil, false
+	for len(o.subs) < len(e.cfg.Members) { // others have joined since it was made
+		e.more(o)
+	}
+	g := &e.gens[len(e.gens)-1]
+	o.gen = g.gen
+	g.n++
 	return o
 }
 
+// ahead is how many operations an engine has from the start: as many as the kernel gives a loop device at a time.
+const ahead = 128
+
 func (e *Engine) make() *op {
-	o := &op{e: e, subs: make([]block.Request, len(e.cfg.Members))}
-	for i := range o.subs {
-		o.subs[i].Done = func(r *block.Request) { o.answer(i, r.Err) }
+	return &op{e: e, subs: make([]block.Request, 0, len(e.cfg.Members))}
+}
+
+// more makes a request for one more member. Nothing of the operation is under way.
+func (e *Engine) more(o *op) {
+	o.subs = append(o.subs, block.Request{})
+	for k := range o.subs { // they may have moved
+		o.subs[k].Done = func(r *block.Request) { o.lend(r); o.answer(k, r.Err) }
 	}
-	return o
 }
 
 func (e *Engine) give(o *op) {
 	e.inflight--
+	e.ended(o.gen)
 	o.parent = nil
 	for i := range o.subs {
 		o.subs[i].Buf = nil
@@ -102,11 +129,15 @@ func (e *Engine) give(o *op) {
 // begin takes the first step of an operation that has its range.
 func (o *op) begin() {
 	e := o.e
-	if e.fenced != nil || e.closing {
+	if e.fenced != nil || e.closing || e.refusing {
 		e.finish(o, syscall.EIO)
 		return
 	}
 	r := o.parent
+	if o.lock != nil {
+		o.lock()
+		return
+	}
 	if o.aligned() {
 		o.send(r.Op, r.Buf, r.Off, r.Len, r.FUA)
 		return
@@ -196,30 +227,41 @@ func (o *op) stepped() {
 // send gives one request to every member that may have it.
 func (o *op) send(kind block.Op, buf []byte, off, n int64, fua bool) {
 	o.reading = false
-	o.ok, o.failed, o.full, o.err = 0, 0, 0, nil
-	live := o.e.members &^ o.e.suspect
-	o.pending = live.len() + 1 // the one keeps the step open while requests are sent: a member may answer at once
+	o.ok, o.failed, o.full, o.away, o.err = 0, 0, 0, 0, nil
+	if kind != block.OpFlush && o.e.cleaner != nil {
+		o.e.touch(off, n, o.gen)
+	}
+	o.out = block.Request{Op: kind, FUA: fua, Off: off, Len: n, Buf: buf}
+	o.ask((o.e.members | o.e.joiners | o.e.joining) &^ o.e.suspect)
+}
+
+// ask gives the step's request to some.
+func (o *op) ask(who set) {
+	for len(o.subs) < len(o.e.cfg.Members) { // others have joined since it began
+		o.e.more(o)
+	}
+	o.pending = who.len() + 1 // the one keeps the step open while requests are sent: a member may answer at once
 	for i := range o.subs {
-		if live.has(i) {
-			o.submit(i, kind, buf, off, n, fua)
+		if who.has(i) {
+			s := &o.subs[i]
+			s.Op, s.FUA, s.Off, s.Len, s.Buf, s.Err = o.out.Op, o.out.FUA, o.out.Off, o.out.Len, o.out.Buf, nil
+			s.Lent = nil
+			o.e.cfg.Members[i].Member.Submit(s)
 		}
 	}
 	o.arrived()
-}
-
-func (o *op) submit(m int, kind block.Op, buf []byte, off, n int64, fua bool) {
-	s := &o.subs[m]
-	s.Op, s.FUA, s.Off, s.Len, s.Buf, s.Err = kind, fua, off, n, buf, nil
-	o.e.cfg.Members[m].Member.Submit(s)
 }
 
 // read asks one member: the local one, else the least busy of those that did not fail this read.
 func (o *op) read(buf []byte, off int64) {
 	e := o.e
 	o.reading = true
-	o.ok, o.failed, o.full = 0, 0, 0
+	o.ok, o.failed, o.full, o.away = 0, 0, 0, 0
 	m := e.reader(o.tried)
 	if m < 0 {
+		if e.stall(o, buf, off) {
+			return
+		}
 		err := o.err
 		if err == nil {
 			err = syscall.EIO
@@ -227,10 +269,13 @@ func (o *op) read(buf []byte, off int64) {
 		e.finish(o, err)
 		return
 	}
+	if o.renew {
+		buf = o.otherMemory(buf)
+	}
 	o.from = m
-	o.pending = 1
 	e.reads[m]++
-	o.submit(m, block.OpRead, buf, off, int64(len(buf)), false)
+	o.out = block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf}
+	o.ask(bit(m))
 }
 
 func (e *Engine) reader(not set) int {
@@ -253,19 +298,29 @@ func (o *op) answer(m int, err error) {
 	if o.reading {
 		o.e.reads[m]--
 	}
-	switch {
-	case err == nil:
+	if err == nil {
 		o.ok |= bit(m)
+		o.arrived()
+		return
+	}
+	o.failed |= bit(m)
+	switch {
 	case api.Is(err, api.Denied):
-		o.failed |= bit(m)
-		o.err = err
 		o.e.fence(err)
-	default:
-		o.failed |= bit(m)
+	case api.Is(err, api.Unavailable):
+		o.away |= bit(m)
+	case o.reading && isDamage(err):
+		o.sore |= bit(m)
+		o.e.hurt |= bit(m)
+	case errors.Is(errno(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush:
 		// A flush that failed is not tried again: the kernel tells of a lost write only once.
-		if errors.Is(errno(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush {
-			o.full |= bit(m)
-		}
+		o.full |= bit(m)
+	}
+	switch j := o.e.joins[m]; {
+	case j != nil:
+		j.err = err
+	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // who does not answer may have what is damaged here
+	default:
 		o.err = err
 	}
 	o.arrived()

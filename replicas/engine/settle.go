@@ -2,11 +2,13 @@ package engine
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"syscall"
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
 )
 
 // settle decides about a step that every member asked has answered, or that waited for a drop.
@@ -20,12 +22,19 @@ func (e *Engine) settle(o *op) {
 		e.settleRead(o)
 		return
 	}
+	if j := o.failed & e.joiners; j != 0 { // it lacks this now, and was not yet promised to be a member
+		e.unjoin(j, nil)
+	}
 	if e.acked(o) {
 		if o.probe {
 			o.probe = false
 			e.retryAll()
 		}
 		o.stepped()
+		return
+	}
+	if late := (e.members | e.joining) &^ e.suspect &^ o.ok &^ o.failed; late != 0 && !e.closing {
+		o.ask(late) // they serve since it was sent
 		return
 	}
 	live := e.members &^ e.suspect
@@ -44,10 +53,14 @@ func (e *Engine) settle(o *op) {
 	switch live = e.members &^ e.suspect; {
 	case e.closing:
 		e.finish(o, o.failure())
-	case e.suspect != 0:
+	case e.suspect != 0 || e.joining&^o.ok != 0 || e.weak != 0 && e.dropping:
 		o.waiting = true
 	case o.full&live == live:
 		e.hold(o)
+	case o.away&live != 0:
+		e.lost |= o.away & live
+		o.waiting = true
+		e.nextDrop()
 	default:
 		e.finish(o, o.failure()) // the last member failed: the guest's to know
 	}
@@ -64,17 +77,16 @@ func (o *op) failure() error {
 func (e *Engine) settleRead(o *op) {
 	if !e.acked(o) && o.failed != 0 {
 		o.tried |= o.failed
-		s := &o.subs[o.from]
-		o.read(s.Buf, s.Off)
+		o.read(o.out.Buf, o.out.Off)
 		return
 	}
 	if o.tried != 0 {
 		for m := range e.cfg.Members {
-			if o.tried.has(m) && e.members.has(m) {
+			if (o.tried &^ o.sore).has(m) && e.members.has(m) { // one that is only damaged there is repaired
 				e.propose(m, o.err)
 			}
 		}
-		o.tried, o.err = 0, nil
+		o.tried, o.sore, o.err = 0, 0, nil
 	}
 	o.stepped()
 }
@@ -85,18 +97,38 @@ func (e *Engine) propose(m int, why error) {
 		return
 	}
 	e.suspect |= bit(m)
+	e.tellLast()
 	e.dropped[m] = fmt.Errorf("replica %s: %w", e.cfg.Members[m].Name, why)
 	e.nextDrop()
 }
 
-// nextDrop starts to drop a suspect; one at a time, because each moves the epoch on.
+// nextDrop starts to drop a suspect, or to find a member again where all are lost; one at a time, because each moves
+// the epoch on. Where there is nothing of that to do, a replica that waits for it is made a member.
 func (e *Engine) nextDrop() {
-	if e.dropping || e.suspect == 0 || e.fenced != nil || e.closing {
+	if e.dropping || e.fenced != nil || e.closing {
 		return
 	}
-	e.dropping = true
-	m := e.suspect.first()
-	d := drop{m: m, epoch: e.epoch, names: e.names(e.members &^ bit(m)), survivors: e.members &^ e.suspect}
+	if e.lost &= e.members; e.lost != 0 && e.members&^e.suspect&^e.lost != 0 {
+		// Since it was lost another one joined: it is dropped like any that fails.
+		for m := range e.cfg.Members {
+			if e.lost.has(m) && e.dropped[m] == nil {
+				e.dropped[m] = fmt.Errorf("replica %s: %w", e.cfg.Members[m].Name, errLost)
+			}
+		}
+		e.suspect, e.lost = e.suspect|e.lost, 0
+		e.tellLast()
+	}
+	if e.suspect|e.lost == 0 {
+		e.nextJoin()
+		return
+	}
+	e.dropping, e.vouched = true, false
+	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost, all: e.members,
+		before: e.names(e.members)}
+	if e.suspect != 0 {
+		d.m = e.suspect.first()
+		d.names, d.survivors = e.names(e.members&^bit(d.m)), e.members&^e.suspect
+	}
 	e.drops.Add(1)
 	go func() {
 		defer e.drops.Done()
@@ -105,28 +137,47 @@ func (e *Engine) nextDrop() {
 	}()
 }
 
+var errLost = api.Errorf(api.Unavailable, "it does not answer")
+
 // drop is one member on its way out.
 type drop struct {
-	m         int
+	m         int // -1: none is to be dropped
+	list      []Named
 	epoch     int64
+	before    []string // members now
 	names     []string // members of the new epoch
-	survivors set      // those that serve: they must adopt it
+	all       set      // members now
+	serving   set      // those of them that nobody suspects
+	survivors set      // those that must adopt the new epoch
 	weak      set      // survivors that could not adopt it
+	revived   set      // members that serve again: nobody is dropped
 	why       error
 }
 
 // drop records it and has the survivors adopt the new epoch. It runs in its own goroutine.
+//
+// First somebody must vouch: a member that is in its session still, and so has everything. Two members whose sessions
+// broke at once cannot tell which of them lost something; the engine waits for one that did not.
 func (e *Engine) drop(d *drop) error {
-	name := e.cfg.Members[d.m].Name
+	if err := e.vouch(d); err != nil || d.revived != 0 {
+		return err
+	}
+	e.cfg.Loop.Post(func() { e.vouched = true })
+	name := d.list[d.m].Name
 	if err := e.insist(func(ctx context.Context) error { return e.cfg.Drop(ctx, d.epoch, name) }); err != nil {
 		return err
 	}
-	for i, m := range e.cfg.Members {
+	return e.adoptAll(d, d.epoch+1)
+}
+
+// adoptAll has the survivors adopt an epoch; at least one does.
+func (e *Engine) adoptAll(d *drop, epoch int64) error {
+	for i, m := range d.list {
 		if !d.survivors.has(i) {
 			continue
 		}
 		adopt := func(ctx context.Context) error {
-			return m.Member.Adopt(ctx, d.epoch+1, e.cfg.Incarnation, d.names)
+			return m.Member.Adopt(ctx, epoch, e.cfg.Incarnation, d.names)
 		}
 		var err error
 		if d.survivors&^d.weak == bit(i) {
@@ -154,6 +205,9 @@ func (e *Engine) insist(fn func(context.Context) error) error {
 		if err == nil || api.Is(err, api.Denied) {
 			return err
 		}
+		if errors.Is(err, stack.ErrRestarted) {
+			return api.Errorf(api.Denied, "no member is left that has everything: %w", err)
+		}
 		t := time.NewTimer(wait)
 		select {
 		case <-t.C:
@@ -177,10 +231,16 @@ func (e *Engine) settled(d *drop, err error) {
 	if e.closing {
 		return // Close ends what waits and closes the members
 	}
+	if d.revived != 0 {
+		e.revive(d.revived)
+		return
+	}
+	e.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
-	e.weak = e.weak&^bit(d.m) | d.weak&e.members
+	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
+	e.tellLast()
 	for m := range e.cfg.Members {
 		if d.weak.has(m) && e.members.has(m) {
 			e.propose(m, d.why)
@@ -191,12 +251,20 @@ func (e *Engine) settled(d *drop, err error) {
 	}
 	gone := e.cfg.Members[d.m].Member
 	e.gone |= bit(d.m)
+	e.retire(d.m)
 	e.drops.Add(1)
 	go func() { // it waits for what the member still has
 		defer e.drops.Done()
 		_ = gone.Close() // nothing depends on a member that was dropped
 	}()
+	e.retryStalled()
 	e.nextDrop()
+	e.settleWaiting()
+	e.alikeSoon()
+}
+
+// settleWaiting looks again at what waited for a change of the members.
+func (e *Engine) settleWaiting() {
 	for _, o := range e.waiting() {
 		if o.waiting { // not ended by the one before it
 			e.settle(o)
@@ -221,6 +289,7 @@ func (e *Engine) fence(why error) {
 		return
 	}
 	e.fenced = why
+	e.unjoin(e.joiners, why)
 	if e.cfg.OnFence != nil {
 		e.cfg.OnFence(why)
 	}

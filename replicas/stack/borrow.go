@@ -7,9 +7,8 @@ import (
 	"log/slog"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 )
 
 // A replica may name layers that are not on its disk yet, while another disk of the machine has them: a uid means one
@@ -23,39 +22,95 @@ func (d *Disk) Borrow(others func() []*Disk) { d.others = others }
 // findLayer opens a layer here, else where it is finished.
 func (d *Disk) findLayer(uid string, flag int, owner bool) (*layer, error) {
 	l, err := d.openLayerAs(uid, flag, owner)
-	if !api.Is(err, api.NotFound) || d.others == nil {
+	if !api.Is(err, api.NotFound) {
 		return l, err
 	}
-	for _, o := range d.others() {
+	for _, o := range d.rest() {
 		l, oerr := o.openLayer(uid, flag&o.direct)
 		if oerr != nil {
 			continue
 		}
 		// Which blocks the layer holds must be known when that disk fails.
-		if m, ok := l.m.(*layerMap); ok {
-			if oerr = m.keep(); oerr != nil {
-				_ = l.close()
-				continue
+		switch m := l.m.(type) {
+		case *layerMap:
+			oerr = m.keep()
+		case *frozenMap:
+			var x *index
+			if x, oerr = indexOf(m); oerr == nil {
+				l.m = &knownMap{m.size, x}
 			}
+		}
+		if oerr != nil {
+			_ = l.close()
+			continue
 		}
 		l.lender = o
 		return l, nil
 	}
+	if l, herr := d.openHydrating(uid, flag); !api.Is(herr, api.NotFound) {
+		return l, herr
+	}
 	return nil, err
+}
+
+func (d *Disk) rest() []*Disk {
+	if d.others == nil {
+		return nil
+	}
+	return d.others()
 }
 
 // findRecord is layer.json of a layer that is here, or where it can be borrowed.
 func (d *Disk) findRecord(uid string) (layerRecord, error) {
 	rec, err := d.layerRecord(uid)
-	if !api.Is(err, api.NotFound) || d.others == nil {
+	if !api.Is(err, api.NotFound) {
 		return rec, err
 	}
-	for _, o := range d.others() {
+	for _, o := range d.rest() {
 		if rec, oerr := o.layerRecord(uid); oerr == nil {
 			return rec, nil
 		}
+		// A frozen one counts where something names it, as on its own disk.
+		if frozen, oerr := o.frozenRecord(uid); oerr == nil {
+			if names, oerr := o.named(); oerr == nil && names[uid] {
+				return layerRecord{UID: uid, Size: frozen.Size}, nil
+			}
+		}
+	}
+	if rec, herr := d.hydratingRecord(uid); herr == nil {
+		return rec, nil
 	}
 	return layerRecord{}, err
+}
+
+// knownMap is the map of a frozen layer, kept in memory.
+type knownMap struct {
+	size int64
+	x    *index
+}
+
+func (m *knownMap) length() int64 { return m.size }
+
+func (m *knownMap) uniform(p int) (block.Kind, bool) {
+	if p >= len(m.x.uniform) {
+		return block.Hole, true
+	}
+	return block.Kind(m.x.uniform[p]), m.x.packed[p] == nil
+}
+
+func (m *knownMap) load(p int, kinds *[pageBlocks]block.Kind) error {
+	clear(kinds[:])
+	if p >= len(m.x.uniform) {
+		return nil
+	}
+	for lo, n := 0, m.x.pageLen(p); lo < n; {
+		v, k := m.x.runInPage(p, lo, n)
+		for i := range k {
+			kinds[lo+i] = block.Kind(v)
+		}
+		lo += k
+	}
+	return nil
 }
 
 // Lenders are the disks that the replica borrows layers from, and whether reads wait because such a disk failed.
@@ -86,14 +141,15 @@ func (r *Replica) Home(ctx context.Context) error {
 	}
 	var old []*layer
 	for i, l := range r.layers {
-		if l.lender == nil {
+		if l.lender == nil && l.hy == nil {
 			continue
 		}
 		own, err := r.disk.openLayer(l.rec.UID, r.disk.direct)
 		if api.Is(err, api.NotFound) {
 			continue
 		}
-		if err == nil && (own.rec.Root != l.rec.Root || own.rec.Size != l.rec.Size) {
+		// One that was frozen when it was borrowed has no digest; who copied it has compared that of later.
+		if err == nil && (l.rec.Root != "" && own.rec.Root != l.rec.Root || own.rec.Size != l.rec.Size) {
 			err = errors.Join(api.Errorf(api.Corrupt, "layer %s differs from the one on its other disk", l.rec.UID), own.close())
 		}
 		if err != nil {
@@ -104,6 +160,7 @@ func (r *Replica) Home(ctx context.Context) error {
 			err = r.onLoop(func() {
 				r.layers[i], r.fds[i+1] = own, int(own.data.Fd())
 				r.retryLost()
+				r.quench()
 			})
 		})
 		if err != nil {
@@ -189,10 +246,7 @@ func (r *Replica) failLost() {
 		p := list
 		list = p.next
 		p.next = nil
-		f := p.f
-		f.err = unix.EIO
-		if p.free() {
-			f.end(f.err)
-		}
+		r.refuse(p)
 	}
+	r.quench()
 }

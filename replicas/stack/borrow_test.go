@@ -66,6 +66,7 @@ func bring(t *testing.T, from, to *Disk, layer string) {
 
 // A replica reads a layer of another disk until its own is finished, and then needs the other disk no more.
 func TestBorrow(t *testing.T) {
+	t.Parallel()
 	const size = pageSize + 24<<20
 	a, b, layer, uid, r, loop, model := lend(t, size)
 	ctx := context.Background()

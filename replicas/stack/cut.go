@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,9 +20,12 @@ import (
 
 // Cut makes an immutable layer of what an open replica holds, and puts a new head on it. It moves no data.
 //
-// Everything that takes time is done beforehand: the new head is there, the old one has a second name as a layer, and
-// the new stack.json is written beside the old one. I/O is held back only while the rename of that commits, so the
-// pause is that of one sync of a folder. The layer counts as durable when Do returns; until then flushes wait.
+// No I/O waits for the disk. The new head is there beforehand, the old one has a second name as a layer, and the new
+// stack.json is written beside the old one. Its rename commits while writes go on, to what is the head in memory and a
+// layer on the disk: should the process end now, the layer is what was there at that moment, and so is the volume. Then
+// the loop's thread turns to the new head between two requests: that is the instant of the cut. Writes under way
+// belong to the layer and are waited for, but hold nobody up. Only discards under way do: what comes after them is
+// held back until they are over. The layer counts as durable when Do returns; until then flushes wait.
 type Cut struct {
 	r        *Replica
 	snapshot Snapshot
@@ -29,12 +33,17 @@ type Cut struct {
 	head     file.Handle
 	log      *zeroLog
 	ended    bool
+
+	// Of a cut that is there:
+	old     *layer // of the old head
+	oldLog  *zeroLog
+	writing *writes // to the old head
 }
 
 // PrepareCut begins a cut that gives the layer of snapshot.Layer, a new uid, that snapshot's name; without a name it is
-// a layer that no snapshot has. Between it and Do or Abort the replica does nothing else. The replica must be in a
-// session.
-func (r *Replica) PrepareCut(ctx context.Context, s Snapshot) (_ *Cut, err error) {
+// a layer that no snapshot has. Others that hold the same can be given that layer too. Between it and Do or Abort the
+// replica does nothing else. The replica must be in a session.
+func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) (_ *Cut, err error) {
 	r.mu.Lock()
 	defer func() {
 		if err != nil {
@@ -53,8 +62,11 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot) (_ *Cut, err error
 		return nil, api.Errorf(api.Denied, "it is in no session")
 	case len(m.Layers) >= maxLayers-1:
 		return nil, api.Errorf(api.OutOfRange, "it has %d layers already", len(m.Layers))
-	case slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return s.Name != "" && o.Name == s.Name }):
-		return nil, api.Errorf(api.Exists, "there is a snapshot %s already", s.Name)
+	}
+	for _, s := range append([]Snapshot{s}, also...) {
+		if s.Name != "" && slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return o.Name == s.Name }) {
+			return nil, api.Errorf(api.Exists, "there is a snapshot %s already", s.Name)
+		}
 	}
 	if err := api.UID(s.Layer).Validate(); err != nil {
 		return nil, err
@@ -62,11 +74,13 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot) (_ *Cut, err error
 	c := &Cut{r: r, snapshot: s, was: m, now: m.clone()}
 	c.now.Layers = append(c.now.Layers, s.Layer)
 	c.now.Head = nextHead(m.Head)
-	if s.Name != "" {
-		c.now.Snapshots = append(c.now.Snapshots, s)
+	for _, s := range append([]Snapshot{s}, also...) {
+		if s.Layer = c.snapshot.Layer; s.Name != "" {
+			c.now.Snapshots = append(c.now.Snapshots, s)
+		}
 	}
 	// What is written already need not be synced in the end.
-	if err := r.head.Datasync(); err != nil {
+	if err := errors.Join(r.recordZeros(), r.head.Datasync()); err != nil {
 		return nil, err
 	}
 	if err := c.prepare(); err != nil {
@@ -171,73 +185,157 @@ func (c *Cut) Abort() error {
 // Hold keeps new I/O back until release; it returns when none is under way. Holds of several replicas make one instant.
 func (r *Replica) Hold(ctx context.Context) (release func(), err error) { return r.quiesce(ctx) }
 
+// Hold keeps new I/O of the replica back until release; it returns when none is under way.
+func (c *Cut) Hold(ctx context.Context) (release func(), err error) { return c.r.quiesce(ctx) }
+
 // Do commits the cut. After an error that leaves it open whether the disk has it, the replica takes no more writes.
-func (c *Cut) Do(ctx context.Context) error {
-	if c.ended {
-		return api.Errorf(api.Invalid, "the cut has ended")
+func (c *Cut) Do(ctx context.Context) error { return Together(ctx, c) }
+
+// Together commits cuts of several replicas, of any disks and loops, at one instant: none of them turns to its new head
+// before all are committed, and their I/O is held back meanwhile. After an error some may be there and others not.
+func Together(ctx context.Context, cuts ...*Cut) (err error) {
+	defer func() {
+		for _, c := range cuts { // those that were not begun
+			err = errors.Join(err, c.Abort())
+		}
+	}()
+	for _, c := range cuts {
+		if c.ended {
+			return api.Errorf(api.Invalid, "the cut has ended")
+		}
 	}
-	c.ended = true
-	defer c.r.mu.Unlock()
-	old, log, err := c.commit(ctx)
-	if err != nil {
-		return c.r.name(fmt.Errorf("cut: %w", err))
+	errs := make([]error, len(cuts))
+	each := func(fn func(c *Cut) error) {
+		var wg sync.WaitGroup
+		do := func(i int) {
+			if err := fn(cuts[i]); err != nil {
+				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", classify(err))))
+			}
+		}
+		for i := range cuts[1:] {
+			wg.Go(func() { do(i + 1) })
+		}
+		do(0)
+		wg.Wait()
 	}
-	return c.r.name(c.settle(old, log))
+	each((*Cut).commit)
+	var there []*Cut
+	for i, c := range cuts {
+		if c.ended = true; errs[i] == nil {
+			there = append(there, c)
+		}
+	}
+	err = turn(ctx, there)
+	each(func(c *Cut) error {
+		defer c.r.mu.Unlock()
+		switch {
+		case !slices.Contains(there, c):
+			return nil
+		case c.old == nil:
+			return c.undo()
+		}
+		return c.settle()
+	})
+	return errors.Join(append(errs, err)...)
 }
 
-// commit holds I/O back, commits and puts the new head in place. It returns what the old head was.
-func (c *Cut) commit(ctx context.Context) (*layer, *zeroLog, error) {
+// commit puts the new stack.json in the place of the old one.
+func (c *Cut) commit() error {
 	r, d := c.r, c.r.disk
-	release, err := r.quiesce(ctx)
-	if err != nil {
-		return nil, nil, errors.Join(err, c.clean())
-	}
-	defer release()
-	var zeros []span
-	failed := error(nil)
-	if err := r.onLoop(func() { zeros, failed = r.takeZeros(), r.failed }); err != nil || failed != nil {
-		return nil, nil, errors.Join(err, failed, c.clean())
-	}
-	r.work.do(func() { err = r.log.add(zeros) })
-	if err != nil {
-		back := r.onLoop(func() { r.zeros = append(zeros, r.zeros...) })
-		return nil, nil, errors.Join(err, back, c.clean())
+	var failed error
+	if err := r.onLoop(func() { failed = r.failed }); err != nil || failed != nil {
+		return errors.Join(err, failed, c.clean())
 	}
 	if err := d.fs.Rename(c.beside(), r.dir+"/"+stackFile); err != nil {
-		return nil, nil, errors.Join(err, c.clean())
+		return errors.Join(err, c.clean())
 	}
 	if err := d.fs.SyncDir(r.dir); err != nil {
-		_ = r.onLoop(func() { r.fail(err) })
-		return nil, nil, fmt.Errorf("whether it is on the disk is not known: %w", err)
+		c.unknown(err)
+		return fmt.Errorf("whether it is on the disk is not known: %w", err)
 	}
-	r.metaMu.Lock()
-	r.meta = c.now
-	r.metaMu.Unlock()
-	old := &layer{rec: layerRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created}, data: r.head}
-	var log *zeroLog
-	// Neither the worker nor the loop looks meanwhile.
+	return nil
+}
+
+// unknown ends a cut of which nobody knows whether the disk has it.
+func (c *Cut) unknown(err error) {
+	r := c.r
+	_ = r.onLoop(func() { r.fail(err) })
+	r.strays = append(r.strays, c.head, c.log.h) // whoever opens the replica next finds nobody in them
+}
+
+// undo takes a cut back that was committed and did not come to its instant.
+func (c *Cut) undo() error {
+	if err := c.r.disk.writeStack(c.r.dir, c.was); err != nil {
+		c.unknown(err)
+		return fmt.Errorf("whether it is on the disk is not known: %w", err)
+	}
+	return c.clean()
+}
+
+// turn has the data paths of all cuts turn to the new heads, at one instant. A single one has no need to hold I/O back,
+// unless discards are under way.
+func turn(ctx context.Context, cuts []*Cut) error {
+	if len(cuts) == 1 {
+		if err := cuts[0].turn(false); err != nil || cuts[0].old != nil {
+			return err
+		}
+	}
+	for _, c := range cuts {
+		release, err := c.r.quiesce(ctx)
+		if err != nil {
+			return c.r.name(fmt.Errorf("cut: %w", err))
+		}
+		defer release()
+	}
+	var errs []error
+	for _, c := range cuts {
+		errs = append(errs, c.turn(true))
+	}
+	return errors.Join(errs...)
+}
+
+// turn puts the new head in place, unless I/O is not held and some is under way that must not see that.
+func (c *Cut) turn(held bool) (err error) {
+	r := c.r
+	// The worker does not look meanwhile.
 	r.work.do(func() {
 		err = r.onLoop(func() {
-			log = r.log
-			old.m = &frozenMap{size: c.was.Size, data: r.head, zeros: r.log.zeros}
-			r.idx.change(fromHead, fromLayer+uint16(len(r.layers)))
-			r.layers, r.fds = append(r.layers, old), append(r.fds, r.fds[0])
+			if !held && !r.calm() {
+				return
+			}
+			value := fromLayer + uint16(len(r.layers))
+			c.old = &layer{rec: layerRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created},
+				data: r.head, disk: r.disk, m: &frozenMap{size: c.was.Size, data: r.head, zeros: r.log.zeros}}
+			c.oldLog, c.writing = r.log, r.now
+			c.writing.seal(value, r.takeZeros())
+			r.now = &writes{value: fromHead}
+			r.idx.change(fromHead, value)
+			r.layers, r.fds = append(r.layers, c.old), append(r.fds, r.fds[0])
 			r.metaMu.Lock()
-			r.head = c.head
+			r.head, r.meta = c.head, c.now
 			r.metaMu.Unlock()
 			r.log, r.fds[0] = c.log, int(c.head.Fd())
 			r.fresh, r.noZeros = true, true
 			r.cutting++
 		})
 	})
-	return old, log, err
+	return err
 }
 
 // settle makes the layer durable, lets the flushes go that wait for that, and takes the head's old names away.
-func (c *Cut) settle(old *layer, log *zeroLog) error {
-	r := c.r
+func (c *Cut) settle() error {
+	r, old, log := c.r, c.old, c.oldLog
+	<-c.writing.over
+	_ = c.writing.forget() // what it wrote is synced below
+	var err error
+	r.work.do(func() {
+		if err = log.add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.data.Fd()), c.writing.zeros) {
+			err = nil
+		}
+		err = errors.Join(err, log.sync(), log.close())
+	})
 	// It is no head any more: readers may have it.
-	err := errors.Join(log.sync(), old.data.Datasync(), log.close(), flock(old.data, unix.LOCK_UN))
+	err = errors.Join(err, old.data.Datasync(), flock(old.data, unix.LOCK_UN))
 	lerr := r.onLoop(func() {
 		if r.cutting--; err != nil {
 			r.fail(err)
@@ -267,8 +365,8 @@ func (c *Cut) settle(old *layer, log *zeroLog) error {
 }
 
 // Cut is PrepareCut and Do.
-func (r *Replica) Cut(ctx context.Context, s Snapshot) error {
-	c, err := r.PrepareCut(ctx, s)
+func (r *Replica) Cut(ctx context.Context, s Snapshot, also ...Snapshot) error {
+	c, err := r.PrepareCut(ctx, s, also...)
 	if err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ import (
 
 // TestCuts compares a replica that is cut now and then, and each of its snapshots, with arrays of bytes.
 func TestCuts(t *testing.T) {
+	t.Parallel()
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -137,6 +138,7 @@ func TestCuts(t *testing.T) {
 
 // A cut under load holds all that was acknowledged before it began, and nothing that was issued after it ended.
 func TestCutIsOneInstant(t *testing.T) {
+	t.Parallel()
 	const size, workers = 64 << 20, 8
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)

@@ -19,6 +19,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -35,8 +36,19 @@ type Disk struct {
 	direct int                    // O_DIRECT where the file system has it
 	boot   func() (string, error) // the machine's boot id
 	others func() []*Disk         // the machine's other disks, for layers that are not here yet
+	fetch  FetchFunc              // reads layers of other machines; nil: none are read
+	window int64                  // mergeWindow, but in tests
+
+	openMu   sync.Mutex
+	open     map[*Replica]bool // by this Disk
+	onDamage atomic.Pointer[func(layer string)]
+
+	hopelessMu sync.Mutex
+	hopeless   map[chunkOf]bool // damaged, and nobody has what was there
 
 	names      namings
+	reserve    reserve
+	thirst     thirst
 	background sync.WaitGroup
 }
 
@@ -114,7 +126,7 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID}
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow}
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
 		d.direct = 0
@@ -219,7 +231,7 @@ func (d *Disk) discard(names []string) {
 	}
 	d.background.Go(func() {
 		for _, name := range names {
-			if err := file.RemoveAll(d.fs, d.path(trashDir, name)); err != nil {
+			if err := d.emptyTrash(name); err != nil {
 				slog.Warn("trash is not removed yet; the next collection tries again", "disk", d.root, "name", name,
 					"error", err)
 			}

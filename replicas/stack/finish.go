@@ -16,25 +16,54 @@ import (
 
 // Unfinished lists the frozen layers that a replica or an image of this disk names.
 func (d *Disk) Unfinished() ([]string, error) {
+	frozen, _, err := d.unfinished()
+	return frozen, err
+}
+
+// Unchecked lists the finished layers that are named and lack the checksums of their blocks. Finish makes them.
+func (d *Disk) Unchecked() ([]string, error) {
+	_, lacking, err := d.unfinished()
+	return lacking, err
+}
+
+func (d *Disk) unfinished() (frozen, lacking []string, err error) {
 	names, err := d.named()
 	if err != nil {
-		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return nil, nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
 	}
-	var list []string
 	for uid := range names {
 		if there, err := d.exists(d.path(layersDir, uid, layerFile)); err != nil || there {
+			if err == nil && d.lacksCRCs(uid) {
+				lacking = append(lacking, uid)
+			}
 			continue
 		}
 		if there, err := d.exists(d.path(layersDir, uid, frozenFile)); err == nil && there {
-			list = append(list, uid)
+			frozen = append(frozen, uid)
 		}
 	}
-	return list, nil
+	return frozen, lacking, nil
 }
 
 // Finish gives a frozen layer its map and digests; the rename of layer.json commits. Whoever has it open goes on. A
 // finished layer is fine.
-func (d *Disk) Finish(ctx context.Context, uid string) (err error) {
+func (d *Disk) Finish(ctx context.Context, uid string) error {
+	return d.finishBy(ctx, uid, d.gently(uid))
+}
+
+// finishNow is Finish for somebody who waits for it. Where somebody else is at it, he is told to hurry.
+func (d *Disk) finishNow(ctx context.Context, uid string) error {
+	err := d.finishBy(ctx, uid, eachChunk)
+	if api.Is(err, api.Busy) {
+		d.hurry(uid)
+	}
+	return err
+}
+
+// eachBy is how the chunks of a layer are gone through.
+type eachBy func(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error
+
+func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("finish layer %s on disk %s: %w", uid, d.root, classify(err))
@@ -44,7 +73,10 @@ func (d *Disk) Finish(ctx context.Context, uid string) (err error) {
 		return err
 	}
 	if _, err := d.layerRecord(uid); !api.Is(err, api.NotFound) {
-		return errors.Join(err, d.thaw(uid))
+		if err = errors.Join(err, d.thaw(uid)); err == nil {
+			err = d.makeCRCs(ctx, uid, each)
+		}
+		return errors.Join(err, d.finished(uid))
 	}
 	mine, err := d.fs.Open(d.path(layersDir, uid, frozenFile), os.O_RDONLY, 0)
 	if err != nil {
@@ -73,10 +105,19 @@ func (d *Disk) Finish(ctx context.Context, uid string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
-	return d.finish(ctx, uid, l)
+	// The stack names it before its head is cut off: writes to it may be under way.
+	if err := flock(l.data, unix.LOCK_SH|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+		return api.Errorf(api.Busy, "it is being cut off; try again")
+	} else if err != nil {
+		return err
+	}
+	if err := flock(l.data, unix.LOCK_UN); err != nil {
+		return err
+	}
+	return d.finish(ctx, uid, l, each)
 }
 
-func (d *Disk) finish(ctx context.Context, uid string, l *layer) error {
+func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) error {
 	dir := d.path(layersDir, uid)
 	rec := l.rec
 	rec.Durable, rec.Created = true, time.Now().UTC().Truncate(time.Second)
@@ -105,8 +146,19 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer) error {
 		return err
 	}
 	defer sums.Close()
-	err = eachChunkGently(ctx, kinds, func(c int64, buf []byte) error {
+	if err := file.RemoveAll(d.fs, dir+"/"+crcsFile); err != nil {
+		return err
+	}
+	crcs, err := d.fs.Open(dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer crcs.Close()
+	err = each(ctx, kinds, func(c int64, buf []byte) error {
 		sum, err := chunkSum(l.data, kinds.chunk(c), c, rec.Size, buf)
+		if err == nil {
+			err = putCRCs(crcs, c, buf[:min(chunkSize, rec.Size-c*chunkSize)])
+		}
 		if err != nil {
 			return err
 		}
@@ -125,16 +177,14 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer) error {
 	if rec.Root, err = rootDigest(sums, rec.Size, kinds); err != nil {
 		return err
 	}
-	if err := writeFile(d.fs, dir+"/"+mapFile, encodeMap(kinds)); err != nil {
-		return err
-	}
 	st, err := l.data.Stat()
 	if err != nil {
 		return err
 	}
 	rec.Allocated = allocated(st)
-	err = errors.Join(sums.Datasync(), l.data.Chmod(0o444), sums.Chmod(0o444), d.fs.SyncDir(dir))
-	if err != nil {
+	err = atOnce(sums.Datasync, func() error { return sealCRCs(crcs, rec.Size) },
+		func() error { return writeFile(d.fs, dir+"/"+mapFile, encodeMap(kinds)) })
+	if err = errors.Join(err, l.data.Chmod(0o444), sums.Chmod(0o444), d.fs.SyncDir(dir)); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
@@ -143,13 +193,16 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer) error {
 	if err := writeMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
 		return err
 	}
-	return d.thaw(uid)
+	if err := d.thaw(uid); err != nil {
+		return err
+	}
+	return d.finished(uid)
 }
 
 // thaw takes away what only a frozen layer needs.
 func (d *Disk) thaw(uid string) error {
 	var errs []error
-	for _, name := range []string{zeroFile, frozenFile} {
+	for _, name := range []string{zeroFile, frozenFile, hurryFile} {
 		errs = append(errs, file.RemoveAll(d.fs, d.path(layersDir, uid, name)))
 	}
 	return errors.Join(errs...)

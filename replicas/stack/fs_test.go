@@ -68,6 +68,7 @@ func run(t *testing.T, args ...string) string {
 // TestFileSystems runs a replica on the file systems that users have, through a remount, and has the probe refuse those
 // whose map cannot be recovered.
 func TestFileSystems(t *testing.T) {
+	t.Parallel()
 	for _, c := range []struct {
 		name, options string
 		size          int64
@@ -156,6 +157,7 @@ func onFileSystem(t *testing.T, d *Disk, remount func()) {
 // TestFullDisk fills a disk under a replica and a layer: both say so, nothing is damaged, and all goes on when there is
 // room again.
 func TestFullDisk(t *testing.T) {
+	t.Parallel()
 	dir, _ := mounted(t, 64<<20, "", "mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0")
 	ctx, loop := context.Background(), startLoop(t)
 	d, err := Add(ctx, dir)
@@ -234,6 +236,25 @@ func TestFullDisk(t *testing.T) {
 	if !bytes.Equal(before, half(r)) {
 		t.Fatal("what a failed write left changed with the recovery")
 	}
+	// The replica can be taken into use as it is, again and again.
+	for e := int64(2); e < 20; e++ {
+		exhaust(t, dir)
+		if err := r.Adopt(ctx, e, e, []string{spec.UID}); err != nil {
+			t.Fatalf("adopt on a full disk: %v", err)
+		}
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if r, err = d.OpenReplica(ctx, spec.UID, loop); err != nil {
+			t.Fatalf("open on a full disk: %v", err)
+		}
+		if m := r.Meta(); m.Epoch != e {
+			t.Fatalf("epoch %d is recorded, not %d", m.Epoch, e)
+		}
+	}
+	if !bytes.Equal(before, half(r)) {
+		t.Fatal("what a failed write left changed with the sessions")
+	}
 	// A discard works on the full disk, and makes room.
 	if err := issue(loop, r, block.OpDiscard, 0, 8<<20, nil, false); err != nil {
 		t.Fatalf("discard on a full disk: %v", err)
@@ -262,6 +283,23 @@ func TestFullDisk(t *testing.T) {
 	if left, err := d.fs.ReadDir(d.path(layersDir)); err != nil || len(left) != 1 {
 		t.Fatalf("layers: %v, %v", left, err)
 	}
+}
+
+// exhaust takes every block that is free.
+func exhaust(t *testing.T, dir string) {
+	t.Helper()
+	f, err := os.OpenFile(filepath.Join(dir, "ballast"), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	for err == nil {
+		_, err = f.Write(make([]byte, blockSize))
+	}
+	if !errors.Is(err, syscall.ENOSPC) {
+		t.Fatal(err)
+	}
+	_ = f.Sync()
 }
 
 // TestAddAndOpen has Add twice on one folder, and what both refuse. The probe leaves nothing behind.

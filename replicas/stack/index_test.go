@@ -9,6 +9,7 @@ import (
 
 // TestIndexModel compares an index with a plain array, through changes, growth, and runs.
 func TestIndexModel(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(6) {
 		rng := rand.New(rand.NewPCG(seed, 0))
 		blocks := int64(2*pageBlocks + 1000)

@@ -2,6 +2,7 @@ package stack
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
@@ -133,4 +134,24 @@ func decodeIntents(data []byte) (*intents, error) {
 		}
 	}
 	return t, nil
+}
+
+// raiseIntents has the intents of a replica that nobody has open tell nothing to replicas that were members before an
+// epoch alone.
+func (d *Disk) raiseIntents(dir string, epoch int64) error {
+	name := dir + "/" + intentsFile
+	h, err := d.fs.Open(name, os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	data, err := io.ReadAll(io.NewSectionReader(h, 0, maxIntents))
+	if err = errors.Join(err, h.Close()); err != nil {
+		return err
+	}
+	t, err := decodeIntents(data)
+	if err != nil || t.epoch >= epoch {
+		return err
+	}
+	t.epoch = epoch
+	return replaceFile(d.fs, name, encodeIntents(t))
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -24,6 +25,8 @@ const (
 	keptFile    = "kept.json"
 	keptMapFile = "kept.map"
 	keptFor     = 7 * 24 * time.Hour // then nobody will continue it
+
+	besidePrefix = "beside-"
 )
 
 // keptRecord says what is there of a half-made layer.
@@ -45,7 +48,7 @@ func (w *layerWriter) Keep(upTo int64, note []byte) error {
 	if upTo%chunkSize != 0 {
 		return w.name(api.Errorf(api.OutOfRange, "%d bytes are no whole chunks", upTo))
 	}
-	if err := errors.Join(w.data.Datasync(), w.sums.Datasync()); err != nil {
+	if err := errors.Join(w.data.Datasync(), w.sums.Datasync(), w.crcs.Datasync()); err != nil {
 		return w.name(err)
 	}
 	rec := keptRecord{UID: w.uid, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
@@ -78,6 +81,49 @@ func (w *layerWriter) Leave() error {
 		return nil
 	}
 	return w.name(w.closeFiles())
+}
+
+// Beside implements block.Keeper.
+func (w *layerWriter) Beside(name string) (block.Scratch, error) {
+	if _, err := w.check(0, 0); err != nil {
+		return nil, w.name(err)
+	}
+	if name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz") != "" {
+		return nil, w.name(api.Errorf(api.Invalid, "%q is no name for a file beside it", name))
+	}
+	h, err := w.d.fs.Open(w.dir+"/"+besidePrefix+name, os.O_RDWR|os.O_CREATE, 0o600)
+	if err == nil {
+		// Its name is to survive as what is in it does.
+		if err = w.d.fs.SyncDir(w.dir); err != nil {
+			err = errors.Join(err, h.Close())
+		}
+	}
+	if err != nil {
+		return nil, w.name(err)
+	}
+	return h, nil
+}
+
+// ReadAt implements block.Keeper.
+func (w *layerWriter) ReadAt(p []byte, off int64) (int, error) {
+	if _, err := w.check(off, int64(len(p))); err != nil {
+		return 0, w.name(err)
+	}
+	n, err := w.data.ReadAt(p, off)
+	return n, w.name(err)
+}
+
+// unkeep removes what is of use only while the layer is made. What is left of it harms nobody.
+func (w *layerWriter) unkeep() {
+	all, err := w.d.fs.ReadDir(w.dir)
+	if err != nil {
+		return
+	}
+	for _, e := range all {
+		if n := e.Name(); n == keptFile || n == keptMapFile || strings.HasPrefix(n, besidePrefix) {
+			_ = w.d.fs.Remove(w.dir + "/" + n)
+		}
+	}
 }
 
 // kept reports whether a half-made layer may still be continued.
@@ -146,8 +192,23 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 	if w.sums, err = w.d.fs.Open(w.dir+"/"+sumsFile, os.O_RDWR, 0); err != nil {
 		return err
 	}
+	had := true
+	w.crcs, err = w.d.fs.Open(w.dir+"/"+crcsFile, os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		had = false
+		w.crcs, err = w.d.fs.Open(w.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	}
+	if err != nil {
+		return err
+	}
+	if err := w.crcs.Truncate(rec.UpTo >> blockBits * crcSize); err != nil {
+		return err
+	}
 	if err := w.readKinds(rec); err != nil {
 		return err
+	}
+	if !had {
+		return nil // all is read again in the end
 	}
 	for c := range rec.UpTo / chunkSize {
 		if !w.blank(c) {

@@ -43,6 +43,7 @@ func writeChunks(t *testing.T, w block.LayerWriter, all [][]byte, from, to int) 
 
 // Whenever the power goes, what was kept is there, is continued, and makes the layer that it would have been.
 func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	for seed := range uint64(5) {
 		rng := rand.New(rand.NewPCG(seed, 7))

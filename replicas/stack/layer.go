@@ -185,7 +185,12 @@ type layer struct {
 	m       blockMap
 	data    file.Handle
 	mapping file.Handle
-	lender  *Disk // the other disk that it is borrowed from, until it is finished here; else nil
+	crcs    file.Handle // nil: it has none
+	damage  []Damage
+	disk    *Disk
+	pages   map[int64]*crcPage // of crcs, that are in memory; the loop's
+	lender  *Disk              // the other disk that it is borrowed from, until it is finished here; else nil
+	hy      *hydration         // of a layer that is read from another machine until then; else nil
 }
 
 // openLayer opens a finished or frozen layer; flag is added to the flags of the data file.
@@ -198,7 +203,7 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	if err := api.UID(uid).Validate(); err != nil {
 		return nil, fmt.Errorf("layer: %w", err)
 	}
-	l := &layer{}
+	l := &layer{disk: d}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
@@ -207,14 +212,19 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	}()
 	if l.rec, err = d.layerRecord(uid); api.Is(err, api.NotFound) {
 		missing := err
-		switch err = d.openFrozen(l, uid, flag, owner); {
-		case err == nil:
+		if err = d.openFrozen(l, uid, flag, owner); err == nil {
 			return l, nil
-		case api.Is(err, api.NotFound):
+		}
+		if !api.Is(err, api.NotFound) && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		_ = l.close()
+		*l = layer{disk: d}
+		if l.rec, err = d.layerRecord(uid); api.Is(err, api.NotFound) { // else it was finished meanwhile
 			err = missing
 		}
-		return nil, err
-	} else if err != nil {
+	}
+	if err != nil {
 		return nil, err
 	}
 	if err = d.openData(l, uid, flag, owner); err != nil {
@@ -230,6 +240,10 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	if l.m, err = openMap(l.mapping, st.Size(), l.rec.Size); err != nil {
 		return nil, err
 	}
+	if l.crcs, err = d.openCRCs(uid, l.rec.Size, flag); err != nil {
+		return nil, err
+	}
+	l.damage = d.damaged(uid, l.rec.Size)
 	return l, nil
 }
 
@@ -241,6 +255,13 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 	}
 	err = flock(l.data, unix.LOCK_SH|unix.LOCK_NB)
 	if err == nil {
+		st, serr := l.data.Stat()
+		if serr != nil {
+			return serr
+		}
+		if names(st) == 0 { // removed between the two, and perhaps emptied
+			return api.Errorf(api.NotFound, "it was removed")
+		}
 		var merging bool
 		if merging, err = d.beingMerged(uid); merging {
 			err = unix.EWOULDBLOCK
@@ -268,7 +289,11 @@ func (d *Disk) layerRecord(uid string) (layerRecord, error) {
 
 func (l *layer) close() error {
 	var errs []error
-	for _, h := range []file.Handle{l.data, l.mapping} {
+	if l.hy != nil {
+		l.hy.leave(l)
+		l.hy = nil
+	}
+	for _, h := range []file.Handle{l.data, l.mapping, l.crcs} {
 		if h != nil {
 			errs = append(errs, h.Close())
 		}

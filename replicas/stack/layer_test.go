@@ -14,6 +14,7 @@ import (
 
 // TestLayerContract goes through the promises of block.Layers.
 func TestLayerContract(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	d := newDisk(t)
 	uid := string(api.NewUID())
@@ -191,6 +192,7 @@ func TestDigestIsOfContent(t *testing.T) {
 
 // TestVerifyFindsDamage flips one bit in each file of a layer.
 func TestVerifyFindsDamage(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	d := newDisk(t)
 	model := make([]byte, 16<<20)

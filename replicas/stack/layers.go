@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/file"
 )
 
 // source is a finished layer as a block.Source.
@@ -34,7 +35,26 @@ func (d *Disk) Open(uid string) (block.Source, error) {
 func (s *source) Size() int64 { return s.l.rec.Size }
 
 // ReadAt implements io.ReaderAt.
-func (s *source) ReadAt(p []byte, off int64) (int, error) { return s.l.data.ReadAt(p, off) }
+func (s *source) ReadAt(p []byte, off int64) (int, error) { return s.l.readAt(p, off) }
+
+// readAt reads what is not damaged.
+func (l *layer) readAt(p []byte, off int64) (int, error) {
+	if len(l.damage) > 0 && hits(l.damage, off, int64(len(p))) {
+		return 0, api.Errorf(api.Corrupt, "layer %s: the %d bytes at %d are damaged", l.rec.UID, len(p), off)
+	}
+	if l.hy != nil && len(p) > 0 {
+		if err := l.hy.await(off, min(int64(len(p)), l.rec.Size-off)); err != nil {
+			return 0, err
+		}
+	}
+	n, err := l.data.ReadAt(p, off)
+	if l.crcs != nil && n > 0 {
+		if err := l.compare(p[:n], off); err != nil {
+			return 0, err
+		}
+	}
+	return n, err
+}
 
 // Close implements io.Closer.
 func (s *source) Close() error { return s.l.close() }
@@ -174,4 +194,20 @@ func indexOf(m blockMap) (*index, error) {
 		}
 	}
 	return &x, nil
+}
+
+// Sums is the file of digests of a finished layer.
+func (d *Disk) Sums(uid string) ([]byte, error) {
+	rec, err := d.layerRecord(uid)
+	if err == nil {
+		var h file.Handle
+		if h, err = d.fs.Open(d.path(layersDir, uid, sumsFile), os.O_RDONLY, 0); err == nil {
+			b := make([]byte, sumsHeader+(rec.Size+chunkSize-1)/chunkSize*sumSize)
+			_, err = h.ReadAt(b, 0)
+			if err = errors.Join(err, h.Close()); err == nil {
+				return b, nil
+			}
+		}
+	}
+	return nil, fmt.Errorf("digests of layer %s on disk %s: %w", uid, d.root, classify(err))
 }

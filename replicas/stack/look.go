@@ -56,14 +56,48 @@ func (d *Disk) LayerSize(uid string) (size, used int64, err error) {
 	return rec.Size, allocated(st), nil
 }
 
-// eachChunkGently is eachChunk on the caller's thread alone, at rest for most of the time: for what nobody waits for.
-func eachChunkGently(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error {
+// LayerRoot is the digest of what a layer of this disk holds; empty while it has none.
+func (d *Disk) LayerRoot(uid string) string {
+	rec, err := d.layerRecord(uid)
+	if err != nil {
+		return ""
+	}
+	return rec.Root
+}
+
+// hurryFile, in the folder of a frozen layer, says that somebody waits for its digests, in whichever process.
+const hurryFile = "hurry"
+
+// gently is eachChunk on the caller's thread alone, at rest for most of the time unless somebody waits.
+func (d *Disk) gently(uid string) eachBy {
+	return func(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error {
+		return eachChunkGently(ctx, kinds, func() bool {
+			there, err := d.exists(d.path(layersDir, uid, hurryFile))
+			return there && err == nil
+		}, fn)
+	}
+}
+
+// hurry has the rest of the digests of a frozen layer made without a rest.
+func (d *Disk) hurry(uid string) {
+	if h, err := d.fs.Open(d.path(layersDir, uid, hurryFile), os.O_RDWR|os.O_CREATE, 0o600); err == nil {
+		_ = h.Close() // it is a wish
+	}
+}
+
+func eachChunkGently(ctx context.Context, kinds *index, hurry func() bool, fn func(c int64, buf []byte) error) error {
 	const rest = 2 // times what the work took
 	buf := alignedBuffer(int(chunkSize))
 	for c := range kinds.chunks() {
 		began := time.Now()
 		if err := fn(c, buf); err != nil {
 			return err
+		}
+		if hurry() {
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			continue
 		}
 		pause := time.NewTimer(rest * time.Since(began))
 		select {
@@ -105,4 +139,51 @@ func (d *Disk) emptyLayer(uid string) (bool, error) {
 	defer h.Close()
 	first, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64)
 	return err == nil && first == math.MaxInt64, err
+}
+
+// Mergeable are the replicas, with their volumes, in which two layers can be merged as far as the names of layers tell:
+// nothing needs the lower one by itself, and nothing else on the disk names the two. A record that cannot be read may
+// name any: then there are none.
+func (d *Disk) Mergeable() (volumes map[string]string, err error) {
+	unlock, err := d.lock()
+	if err != nil {
+		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	all, ofReplicas, ofImages := d.namings()
+	unlock()
+	if err := errors.Join(ofReplicas, ofImages); err != nil {
+		return nil, err
+	}
+	names := map[string]int{}
+	for _, n := range all {
+		for _, l := range n.layers {
+			names[l]++
+		}
+	}
+	volumes = map[string]string{}
+	for _, n := range all {
+		own := 0
+		for _, l := range n.layers {
+			if names[l] == 1 {
+				own++
+			}
+		}
+		if n.replica == "" || own < 2 {
+			continue // of a thousand clones, none is looked at
+		}
+		m, err := d.readStack(n.replica)
+		if err != nil {
+			continue // it went
+		}
+		needed := map[string]bool{}
+		for _, s := range m.Snapshots {
+			needed[s.Layer] = true
+		}
+		for _, two := range m.neighbours(needed) {
+			if names[two[0]] == 1 && names[two[1]] == 1 {
+				volumes[n.replica] = n.volume
+			}
+		}
+	}
+	return volumes, nil
 }

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -34,8 +35,11 @@ type Merge struct {
 
 const mergingFile = "merging" // in the folders of both: nobody else may open or name them
 
-// mergeWindow bounds what is on the disk twice. A variable for tests alone.
-var mergeWindow = int64(32) << 20
+// mergeWindow bounds what is on the disk twice.
+const mergeWindow = int64(32) << 20
+
+// mergeAhead is how much of a window is copied until the disk has it, so that no system call takes long: see emptier.
+const mergeAhead = int64(2) << 20
 
 // moved corrects where the blocks of a page, of which base is the first, are read from.
 func (g *Merge) moved(vals []uint16, base int64, layers []*layer) {
@@ -75,6 +79,9 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, r.name(api.Errorf(api.Busy, "a merge is under way"))
 	}
 	defer r.merging.Unlock()
+	if err := r.sound(ctx, o); err != nil {
+		return false, r.name(classify(err))
+	}
 	w, err := r.beginMerge()
 	if w == nil || err != nil {
 		return false, r.name(classify(err))
@@ -96,8 +103,13 @@ type merger struct {
 	from, to     file.Handle
 	size         int64
 	seen         Merge // as recorded
+	beside       bool  // both are beside the head: its data path does not have them
 	copied       int64
+	freed        emptier
 	began        time.Time
+
+	mu     sync.Mutex
+	damage []Damage // of the result
 }
 
 func (w *merger) close() {
@@ -163,7 +175,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 			return nil, err
 		}
 	}
-	w := &merger{r: r, seen: *g, began: time.Now()}
+	w := &merger{r: r, seen: *g, beside: !slices.Contains(m.Layers, g.Lower), began: time.Now()}
 	defer func() {
 		if err != nil {
 			w.close()
@@ -200,14 +212,9 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 	for _, s := range m.Snapshots {
 		needed[s.Layer] = true
 	}
-	for _, b := range m.Branches {
-		needed[b.Below] = true
-	}
-	for k := 0; k+1 < len(m.Layers); k++ {
-		lower, upper := m.Layers[k], m.Layers[k+1]
-		if needed[lower] || others[lower] || others[upper] || slices.ContainsFunc(m.Branches, func(b Branch) bool {
-			return b.Below == upper
-		}) {
+	for _, two := range m.neighbours(needed) {
+		lower, upper := two[0], two[1]
+		if others[lower] || others[upper] {
 			continue
 		}
 		a, aerr := d.layerRecord(lower)
@@ -218,11 +225,36 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 		if err := errors.Join(aerr, berr); err != nil {
 			return nil, err
 		}
+		if len(d.damaged(lower, a.Size)) > 0 || len(d.damaged(upper, b.Size)) > 0 {
+			continue // it would get digests that match
+		}
 		// The larger file is the target; but it must be as long as the result.
 		up := b.Data >= a.Data || a.Size < b.Size
 		return &Merge{Lower: lower, Upper: upper, Result: string(api.NewUID()), Up: up}, nil
 	}
 	return nil, nil
+}
+
+// neighbours are the layers, lower and upper, of which the upper one alone needs the lower one: below the head, and
+// beside it.
+func (m Meta) neighbours(needed map[string]bool) (list [][2]string) {
+	above := map[string]int{}
+	for _, b := range m.Branches {
+		above[b.Below]++
+	}
+	for k := 0; k+1 < len(m.Layers); k++ {
+		// No branch stands on either: who needs the upper one would see it change its uid.
+		if lower, upper := m.Layers[k], m.Layers[k+1]; !needed[lower] && above[lower] == 0 && above[upper] == 0 {
+			list = append(list, [2]string{lower, upper})
+		}
+	}
+	for _, b := range m.Branches {
+		beside := slices.ContainsFunc(m.Branches, func(l Branch) bool { return l.Layer == b.Below })
+		if beside && !needed[b.Below] && above[b.Below] == 1 {
+			list = append(list, [2]string{b.Below, b.Layer})
+		}
+	}
+	return list
 }
 
 // unmark takes back that a layer is being merged.
@@ -275,7 +307,7 @@ func (d *Disk) beingMerged(uid string) (bool, error) {
 	return m.Merge != nil && (m.Merge.Lower == uid || m.Merge.Upper == uid), err
 }
 
-// namedBut are the layers that any stack or image but one replica's names.
+// namedBut are the layers that any stack, image or pin but one replica names.
 func (d *Disk) namedBut(replica string) (map[string]bool, error) {
 	replicas, err := d.Replicas()
 	if err != nil {
@@ -285,7 +317,16 @@ func (d *Disk) namedBut(replica string) (map[string]bool, error) {
 	if err != nil {
 		return nil, err
 	}
+	pins, err := d.Pins()
+	if err != nil {
+		return nil, err
+	}
 	names := map[string]bool{}
+	for _, p := range pins {
+		for _, l := range p.Layers {
+			names[l] = true
+		}
+	}
 	for _, m := range replicas {
 		for _, l := range m.all() {
 			names[l] = names[l] || m.UID != replica
@@ -312,7 +353,7 @@ func (w *merger) window(ctx context.Context, o MergeOptions) (more bool, err err
 	}
 	r := w.r
 	off := w.seen.Done
-	end := min(off+mergeWindow, w.size)
+	end := min(off+r.disk.window, w.size)
 	if off >= end {
 		return false, nil
 	}
@@ -333,47 +374,33 @@ func (w *merger) window(ctx context.Context, o MergeOptions) (more bool, err err
 	if err := r.commit(func(m *Meta) { m.Merge = &next }); err != nil {
 		return false, err
 	}
-	// Reads of the old place are over before it is emptied.
-	release, err := r.quiesce(ctx)
-	if err != nil {
-		return false, err
+	// Reads of the old place are over before it is emptied. Beside the head there are none: nobody may read there.
+	if !w.beside {
+		release, err := r.quiesce(ctx)
+		if err != nil {
+			return false, err
+		}
+		defer release()
 	}
-	defer release()
 	if err := r.setMerge(&next); err != nil {
 		return false, err
 	}
-	err = r.onLoop(func() {
-		k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == next.Lower })
-		from, to := next.ends(k)
-		r.idx.changeIn(off>>blockBits, min(end>>blockBits, r.idx.blocks), from, to)
-	})
-	if err != nil {
-		return false, err
+	if !w.beside {
+		err = r.onLoop(func() {
+			k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == next.Lower })
+			from, to := next.ends(k)
+			r.idx.changeIn(off>>blockBits, min(end>>blockBits, r.idx.blocks), from, to)
+		})
+		if err != nil {
+			return false, err
+		}
 	}
 	w.seen = next
 	w.copied += n
-	if err := w.from.Punch(off, end-off); err != nil {
+	if err := w.freed.punch(w.from, off, end-off); err != nil {
 		return false, err
 	}
-	return end < w.size, w.pace(ctx, o)
-}
-
-func (w *merger) pace(ctx context.Context, o MergeOptions) error {
-	if o.BytesPerSecond <= 0 {
-		return nil
-	}
-	ahead := time.Duration(float64(w.copied)/float64(o.BytesPerSecond)*float64(time.Second)) - time.Since(w.began)
-	if ahead <= 0 {
-		return nil
-	}
-	t := time.NewTimer(ahead)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
+	return end < w.size, pace(ctx, w.began, w.copied, o.BytesPerSecond)
 }
 
 // kinds are those of both layers in a page.
@@ -384,6 +411,7 @@ func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) 
 
 // carry copies into the target what the other layer has to give in a window. It may do so again after a crash.
 func (w *merger) carry(off, end int64) (copied int64, err error) {
+	sent, dirty := off, int64(0)
 	for b, last := off>>blockBits, end>>blockBits; b < last; {
 		p := int(b >> pageBits)
 		base := int64(p) << pageBits
@@ -394,16 +422,20 @@ func (w *merger) carry(off, end int64) (copied int64, err error) {
 		for stop := min(last, base+pageBlocks); b < stop; {
 			act := w.act(lower[b-base], upper[b-base])
 			e := b + 1
-			for e < stop && w.act(lower[e-base], upper[e-base]) == act {
+			for e < stop && e-b < mergeAhead>>blockBits && w.act(lower[e-base], upper[e-base]) == act {
 				e++
 			}
 			from, n := b<<blockBits, (e-b)<<blockBits
 			switch act {
 			case copyBlock:
 				err = w.to.CopyFrom(w.from, from, n)
-				copied += n
+				copied, dirty = copied+n, dirty+n
 			case punchBlock:
 				err = w.to.Punch(from, n)
+			}
+			if err == nil && dirty >= mergeAhead {
+				err = w.to.Writeout(sent, e<<blockBits-sent)
+				sent, dirty = e<<blockBits, 0
 			}
 			if err != nil {
 				return copied, err

@@ -59,6 +59,12 @@ func (w *merger) end(ctx context.Context) error {
 	if err := errors.Join(d.fs.SyncDir(dir), d.fs.SyncDir(d.path(layersDir))); err != nil {
 		return err
 	}
+	if len(w.damage) > 0 {
+		if err := d.putDamage(g.Result, w.size, w.damage); err != nil {
+			return err
+		}
+		defer d.tell(g.Result, w.damage)
+	}
 	if err := writeMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
 		return err
 	}
@@ -66,10 +72,20 @@ func (w *merger) end(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := r.commit(func(m *Meta) { m.merged() }); err != nil {
+	var gone []string
+	err = r.commit(func(m *Meta) {
+		m.merged()
+		gone = m.prune() // its snapshot may have gone meanwhile
+	})
+	if err != nil {
 		return errors.Join(err, own.close())
 	}
-	old, err := r.replace(ctx, g, own)
+	var old []*layer
+	if w.beside {
+		err = errors.Join(own.close(), r.setMerge(nil), d.dropUnnamed(gone))
+	} else {
+		old, err = r.replace(ctx, g, own)
+	}
 	if err != nil {
 		return err
 	}
@@ -87,8 +103,26 @@ func (w *merger) end(ctx context.Context) error {
 // merged puts the result in the place of the two.
 func (m *Meta) merged() {
 	g := m.Merge
-	k := slices.Index(m.Layers, g.Lower)
-	m.Layers = slices.Replace(slices.Clone(m.Layers), k, k+2, g.Result)
+	if k := slices.Index(m.Layers, g.Lower); k >= 0 {
+		m.Layers = slices.Replace(slices.Clone(m.Layers), k, k+2, g.Result)
+	} else {
+		below := ""
+		m.Branches = slices.DeleteFunc(slices.Clone(m.Branches), func(b Branch) bool {
+			if b.Layer == g.Lower {
+				below = b.Below
+			}
+			return b.Layer == g.Lower
+		})
+		for i := range m.Branches {
+			b := &m.Branches[i]
+			if b.Layer == g.Upper {
+				b.Layer, b.Below = g.Result, below
+			}
+			if b.Below == g.Upper {
+				b.Below = g.Result
+			}
+		}
+	}
 	m.Snapshots = slices.Clone(m.Snapshots)
 	for i := range m.Snapshots {
 		if m.Snapshots[i].Layer == g.Upper {
@@ -165,15 +199,36 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 	}
 	defer sums.Close()
 	whole := target.rec.Size == w.size // else the last chunk of the target was shorter
+	crcs, taken, err := w.crcsOf(target, dir, whole)
+	if err != nil {
+		return rec, err
+	}
+	defer crcs.Close()
 	err = eachChunk(ctx, &kinds, func(c int64, buf []byte) error {
 		var sum [sumSize]byte
 		if touched[c] || !whole {
 			var err error
-			if sum, err = chunkSum(w.to, kinds.chunk(c), c, w.size, buf); err != nil {
+			chunk, whole := buf[:min(chunkSize, w.size-c*chunkSize)], false
+			if sum, err = chunkSum(w.to, kinds.chunk(c), c, w.size, buf); err == nil {
+				whole, err = w.whole(c, chunk)
+			}
+			switch {
+			case err != nil:
+			case whole:
+				err = putCRCs(crcs, c, chunk)
+			default:
+				w.damaged(c, int64(len(chunk)))
+				sum = noSum
+			}
+			if err != nil {
 				return err
 			}
 		} else if _, err := was.ReadAt(sum[:], sumsHeader+c*sumSize); err != nil {
 			return fmt.Errorf("sum of chunk %d: %w", c, err)
+		} else if !taken {
+			if err := takeCRCs(crcs, target.crcs, c); err != nil {
+				return err
+			}
 		}
 		_, err := sums.WriteAt(sum[:], sumsHeader+c*sumSize)
 		return err
@@ -190,13 +245,28 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 	if rec.Root, err = rootDigest(sums, w.size, &kinds); err != nil {
 		return rec, err
 	}
-	if err := writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)); err != nil {
-		return rec, err
-	}
 	st, err := w.to.Stat()
 	if err != nil {
 		return rec, err
 	}
 	rec.Allocated = allocated(st)
-	return rec, errors.Join(w.to.Datasync(), sums.Datasync(), sums.Chmod(0o444))
+	err = atOnce(w.to.Datasync, sums.Datasync, func() error { return sealCRCs(crcs, w.size) },
+		func() error { return writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)) })
+	return rec, errors.Join(err, sums.Chmod(0o444))
+}
+
+// crcsOf are the checksums of the result: those of the target, under a second name, since they are as large as a
+// thousandth of its data. What is written into them says the same as before of every block that the target itself has,
+// and it is asked for no others.
+func (w *merger) crcsOf(target *layer, dir string, whole bool) (h file.Handle, taken bool, err error) {
+	fsys, name := w.r.disk.fs, dir+"/"+crcsFile
+	if !whole || target.crcs == nil {
+		h, err = fsys.Open(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		return h, false, err
+	}
+	if err := fsys.Link(w.r.disk.path(layersDir, target.rec.UID, crcsFile), name); err != nil {
+		return nil, false, err
+	}
+	h, err = fsys.Open(name, os.O_RDWR, 0)
+	return h, true, err
 }

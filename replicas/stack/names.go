@@ -15,7 +15,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/block/file"
 )
 
 // What names layers: the images and replicas of the disk. All of this happens under the disk's lock.
@@ -51,6 +50,11 @@ func (d *Disk) PutImage(img block.Image) (err error) {
 		}
 		if _, err := d.layerRecord(uid); err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
+		}
+		if merging, err := d.beingMerged(uid); err != nil {
+			return fmt.Errorf("layer %s: %w", uid, err)
+		} else if merging {
+			return api.Errorf(api.Busy, "layer %s is being merged; try again", uid)
 		}
 	}
 	dir := d.path(imagesDir, img.UID)
@@ -191,7 +195,11 @@ func (d *Disk) RemoveReplica(uid string) (err error) {
 	if err := d.toTrash(replicaDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	return d.dropUnnamed(m.all())
+	layers := m.all()
+	if m.Merge != nil { // its result may be half made
+		layers = append(layers, m.Merge.Result)
+	}
+	return d.dropUnnamed(layers)
 }
 
 // held reports whether somebody has a flock on the file.
@@ -213,7 +221,7 @@ func (d *Disk) held(name string) (bool, error) {
 
 func (d *Disk) removeHalfMade(dir, uid string) error {
 	if _, err := d.fs.ReadDir(d.path(dir, uid)); errors.Is(err, fs.ErrNotExist) {
-		return nil
+		return d.fs.SyncDir(d.path(trashDir)) // a process that died may have removed it a moment ago
 	}
 	return d.toTrash(dir, gonePrefix, uid)
 }
@@ -232,7 +240,7 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 		}
 		name = fmt.Sprintf("%s.%s.%s.%d", prefix, dir, uid, time.Now().Unix()+int64(i))
 	}
-	if err := errors.Join(d.fs.SyncDir(d.path(trashDir)), d.fs.SyncDir(d.path(dir))); err != nil {
+	if err := d.syncDirs(d.path(trashDir), d.path(dir)); err != nil {
 		return err
 	}
 	if prefix == gonePrefix {
@@ -395,9 +403,12 @@ func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Durat
 		}
 		gone = append(gone, e.Name())
 	}
-	var errs []error
+	if len(gone) == 0 {
+		return nil
+	}
+	errs := []error{d.fs.SyncDir(d.path(trashDir))} // what is emptied must not come back
 	for _, name := range gone {
-		errs = append(errs, file.RemoveAll(d.fs, d.path(trashDir, name)))
+		errs = append(errs, d.emptyTrash(name))
 	}
 	return errors.Join(errs...)
 }

@@ -19,6 +19,7 @@ import (
 type naming struct {
 	replica, volume string // of a replica
 	image           string // or of an image
+	pin             string // or of who reads from elsewhere
 	layers          []string
 }
 
@@ -71,8 +72,8 @@ func (d *Disk) fileID(name string) (id fileID, steady bool, err error) {
 	return id, time.Since(time.Unix(0, id.ctime)) > settled, nil
 }
 
-// namings reads what every replica and image on the disk names, and tells of records that cannot be read. The caller
-// has the disk's lock.
+// namings reads what every replica, image and pin on the disk names, and tells of records that cannot be read. The
+// caller has the disk's lock.
 func (d *Disk) namings() (all []naming, ofReplicas, ofImages error) {
 	d.names.mu.Lock()
 	defer d.names.mu.Unlock()
@@ -81,8 +82,12 @@ func (d *Disk) namings() (all []naming, ofReplicas, ofImages error) {
 		dir, file string
 		read      func(uid string) (naming, error)
 		bad       *error
-	}{{replicaDir, stackFile, d.replicaNaming, &ofReplicas}, {imagesDir, imageFile, d.imageNaming, &ofImages}} {
+	}{{replicaDir, stackFile, d.replicaNaming, &ofReplicas}, {imagesDir, imageFile, d.imageNaming, &ofImages},
+		{pinsDir, pinFile, d.pinNaming, &ofReplicas}} {
 		entries, err := d.fs.ReadDir(d.path(kind.dir))
+		if kind.dir == pinsDir && errors.Is(err, fs.ErrNotExist) {
+			continue // made with the first of them
+		}
 		if err != nil {
 			*kind.bad = fmt.Errorf("disk %s: %w", d.root, classify(err))
 			continue
@@ -114,6 +119,25 @@ func (d *Disk) namings() (all []naming, ofReplicas, ofImages error) {
 	}
 	d.names.known = known
 	return all, ofReplicas, ofImages
+}
+
+// sizeOnDisk is what a file takes.
+func (d *Disk) sizeOnDisk(name string) (int64, error) {
+	if d.fs == file.OS { // straight: this is done for every layer
+		var st unix.Stat_t
+		err := retryEINTR(func() error { return unix.Stat(name, &st) })
+		return st.Blocks * 512, err
+	}
+	h, err := d.fs.Open(name, os.O_RDONLY, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer h.Close()
+	st, err := h.Stat()
+	if err != nil {
+		return 0, err
+	}
+	return allocated(st), nil
 }
 
 func (d *Disk) imageNaming(uid string) (naming, error) {

@@ -13,6 +13,7 @@ import (
 // What records name is kept only while they are the same files: a record that another process replaced, removed or
 // damaged is seen at once.
 func TestNamingsFollowTheRecords(t *testing.T) {
+	t.Parallel()
 	d, err := Add(t.Context(), t.TempDir())
 	if err != nil {
 		t.Fatal(err)

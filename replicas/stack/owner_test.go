@@ -16,7 +16,8 @@ import (
 
 const childEnv = "DROVER_STACK_CHILD"
 
-// child is a process that writes to a replica without end, many writes in flight.
+// child is a process that writes to a replica without end, many writes in flight, and cuts it again and again if its
+// volume is called cuts.
 func child(root, uid string) error {
 	d, err := Open(root)
 	if err != nil {
@@ -53,12 +54,83 @@ func child(root, uid string) error {
 		<-first
 	}
 	fmt.Println("writing")
-	select {}
+	if r.Meta().Volume != "cuts" {
+		select {}
+	}
+	if err := r.Adopt(context.Background(), r.Meta().Epoch+1, 1, []string{uid}); err != nil {
+		return err
+	}
+	for {
+		if err := r.Cut(context.Background(), Snapshot{Layer: string(api.NewUID())}); err != nil {
+			return err
+		}
+	}
+}
+
+// TestDeadCutter kills a process that cuts while it writes, wherever it is. What it left under way must not come to a
+// layer after somebody has opened the replica and counts on it; TestLateWriteOfADeadCutter has a write that is late.
+func TestDeadCutter(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	d, loop := newDisk(t), startLoop(t)
+	spec := Spec{UID: string(api.NewUID()), Volume: "cuts", VolumeUID: string(api.NewUID()), Size: 32 << 20}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	for range 8 {
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), childEnv+"="+d.root+" "+spec.UID)
+		cmd.Stderr = os.Stderr
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		was := 0
+		if m, err := d.Stack(spec.UID); err == nil {
+			was = len(m.Layers)
+		}
+		for many := was; many < was+3; {
+			m, err := d.Stack(spec.UID)
+			if err != nil {
+				t.Fatal(err)
+			}
+			many = len(m.Layers)
+		}
+		cmd.Process.Kill()
+		var r *Replica
+		var err error
+		for {
+			if r, err = d.OpenReplica(ctx, spec.UID, loop); !api.Is(err, api.Busy) {
+				break
+			}
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		uids, err := d.Unfinished()
+		if err != nil || len(uids) == 0 {
+			t.Fatalf("unfinished %v, %v", uids, err)
+		}
+		for _, uid := range uids {
+			if err := d.Finish(ctx, uid); err != nil {
+				t.Fatal(err)
+			}
+		}
+		cmd.Wait()
+		for _, uid := range uids {
+			if err := d.Verify(ctx, uid); err != nil {
+				t.Fatalf("a write of the dead process came late: %v", err)
+			}
+		}
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // TestDeadOwner kills a process in the middle of its writes. The next opener must not be overtaken by what the dead
 // process left under way: whatever it writes then stays.
 func TestDeadOwner(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	const size = int64(32) << 20
 	d, loop := newDisk(t), startLoop(t)

@@ -31,6 +31,8 @@ type path struct {
 
 	merge *Merge // under way: where blocks below its Done are
 
+	now      *writes   // to the head
+	slow     int       // discards and zeros under way
 	cutting  int       // heads that were cut off and are not durable yet
 	afterCut []*flight // flushes that wait for them
 
@@ -39,9 +41,20 @@ type path struct {
 	freeIO   *flight
 	freePart *part
 
+	mirror // what the other members may lack
+
+	crcs crcCache // checksums that reads are compared with
+
+	scattering scatterer
+
 	stranded *part // reads of a borrowed layer that failed
+	dry      *part // reads whose chunks are being fetched
 	closing  bool
 }
+
+// ahead is how many flights and parts there are from the start: memory is not asked for while I/O is under way, since
+// the system may need that very I/O to find some.
+const ahead = 128
 
 // flight is a request under way.
 type flight struct {
@@ -56,10 +69,15 @@ type flight struct {
 type part struct {
 	op   uring.Op
 	f    *flight
+	w    *writes // that it is one of
 	fd   int
-	src  int // which of the replica's descriptors it is: 0 the head, then layers
-	buf  []byte
+	src  int    // which of the replica's descriptors it is: 0 the head, then layers
+	buf  []byte // what is still to come, at off
 	off  int64
+	all  []byte // of a read: the whole, at at
+	at   int64
+	good int    // bytes of all that were compared
+	gaps []span // of all, where the file has nothing that is to be read
 	next *part
 }
 
@@ -69,6 +87,13 @@ func (p *path) init(r *Replica, fresh bool) {
 	p.waiting = make(map[int][]*block.Request)
 	p.fresh = fresh
 	p.noZeros = r.log.n == 0
+	p.now = &writes{value: fromHead}
+	flights, parts := make([]flight, ahead), make([]part, ahead)
+	for i := range ahead {
+		f, q := &flights[i], &parts[i]
+		f.r, f.next, p.freeIO = r, p.freeIO, f
+		q.op.Ctx, q.next, p.freePart = q, p.freePart, q
+	}
 	p.fds = append(p.fds, int(r.head.Fd()))
 	for _, l := range r.layers {
 		p.fds = append(p.fds, int(l.data.Fd()))
@@ -85,6 +110,9 @@ func (r *Replica) Submit(q *block.Request) {
 		return
 	}
 	r.inflight++
+	if q.Op == block.OpDiscard || q.Op == block.OpZero {
+		r.slow++
+	}
 	q.Err = nil
 	if err := r.check(q); err != nil {
 		r.finish(q, err)
@@ -109,12 +137,18 @@ func (r *Replica) check(q *block.Request) error {
 			return unix.EINVAL
 		}
 	}
+	if len(q.Spans) > 0 && !spansFit(q) {
+		return unix.EINVAL
+	}
 	return nil
 }
 
 // begin starts a request, or parks it until the index knows its blocks, when begin is called again.
 func (r *Replica) begin(q *block.Request) {
 	if q.Op != block.OpFlush && !r.ready(q) {
+		return
+	}
+	if r.tracking && q.Op != block.OpFlush && q.Op != block.OpRead && !r.intended(q) {
 		return
 	}
 	switch q.Op {
@@ -134,7 +168,21 @@ func (r *Replica) begin(q *block.Request) {
 func (r *Replica) finish(q *block.Request, err error) {
 	q.Err = err
 	r.inflight--
+	if q.Op == block.OpDiscard || q.Op == block.OpZero {
+		r.slow--
+	}
 	q.Done(q)
+	r.rest()
+}
+
+// leave takes something that is no request out of what is in flight.
+func (r *Replica) leave() {
+	r.inflight--
+	r.rest()
+}
+
+// rest calls who waits until nothing is in flight.
+func (r *Replica) rest() {
 	if r.inflight == 0 && len(r.idle) > 0 {
 		idle := r.idle
 		r.idle = nil
@@ -174,6 +222,7 @@ func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)
 	}
 	p.op.Done = done
 	p.f, p.fd, p.src, p.buf, p.off, p.next = f, fd, 0, buf, off, nil
+	p.all, p.at, p.good, p.gaps = buf, off, 0, p.gaps[:0]
 	f.left++
 	return p
 }
@@ -181,7 +230,7 @@ func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)
 // free takes the part back, and reports whether it was the last of its flight.
 func (p *part) free() bool {
 	f := p.f
-	p.f, p.buf, p.next = nil, nil, f.r.freePart
+	p.f, p.buf, p.all, p.next = nil, nil, nil, f.r.freePart
 	f.r.freePart = p
 	f.left--
 	return f.left == 0
@@ -196,21 +245,90 @@ func (r *Replica) read(q *block.Request) {
 	var f *flight
 	for b < end {
 		v, n := r.idx.run(b, end)
-		buf := q.Buf[b<<blockBits-q.Off:][:n<<blockBits]
+		whole := n
+		if v == fromHead {
+			whole = r.stretch(b, n, end)
+		}
+		buf := q.Buf[b<<blockBits-q.Off:][:whole<<blockBits]
 		if v < fromHead {
 			clear(buf)
 		} else {
 			if f == nil {
 				f = r.flight(q)
 			}
+			first := f.left == 0
 			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
 			p.src = int(v - fromHead)
-			r.ring.Read(&p.op, p.fd, p.buf, p.off)
+			if whole > n {
+				r.gapsOf(p)
+			}
+			if first {
+				f.left++ // it stays until all are started
+			}
+			r.start(p)
 		}
-		b += n
+		b += whole
 	}
 	if f == nil {
 		r.finish(q, nil)
+	} else if f.left--; f.left == 0 {
+		f.end(f.err)
+	}
+}
+
+// mostGap is how many blocks of nothing are read between two pieces of the head, to read both at once.
+const mostGap = 16
+
+// stretch is how much of the head is read at once from block b on, where n blocks are the head's: fragments are read
+// together with the holes between them.
+func (r *Replica) stretch(b, n, end int64) int64 {
+	for at := b + n; at < end; {
+		v, k := r.idx.run(at, end)
+		if v == fromHead {
+			at += k
+			n = at - b
+			continue
+		}
+		if v > fromHead || k > mostGap {
+			break
+		}
+		at += k
+	}
+	return n
+}
+
+// gapsOf notes what is to be zero of a read that was stretched, whatever the file has there.
+func (r *Replica) gapsOf(p *part) {
+	for b, end := p.at>>blockBits, (p.at+int64(len(p.all)))>>blockBits; b < end; {
+		v, n := r.idx.run(b, end)
+		if v < fromHead {
+			p.gaps = append(p.gaps, span{b<<blockBits - p.at, n << blockBits})
+		}
+		b += n
+	}
+}
+
+// start starts a read of a file.
+func (r *Replica) start(p *part) {
+	if p.src > 0 {
+		l := r.layers[p.src-1]
+		switch whole, hit := l.refuses(p.off, int64(len(p.buf))); {
+		case whole:
+			r.ended(p, ErrDamaged)
+			return
+		case hit: // it may have been repaired
+			r.doubt(p)
+			return
+		case l.crcs != nil:
+			r.crcsOfBlock(l, p.off>>blockBits) // while the data is read
+		}
+		if r.closing && r.foreign(p.src) {
+			r.ended(p, unix.EIO)
+			return
+		}
+	}
+	if !r.thirsty(p) {
+		r.ring.Read(&p.op, p.fd, p.buf, p.off)
 	}
 }
 
@@ -219,6 +337,13 @@ func readDone(op *uring.Op, res int32) {
 	f := p.f
 	switch {
 	case int(res) == len(p.buf):
+		for _, g := range p.gaps {
+			clear(p.all[g.off:][:g.n])
+		}
+		if p.src > 0 && f.r.layers[p.src-1].crcs != nil {
+			f.r.compare(p)
+			return
+		}
 	case res > 0:
 		p.buf, p.off = p.buf[res:], p.off+int64(res)
 		fallthrough
@@ -226,6 +351,9 @@ func readDone(op *uring.Op, res int32) {
 		f.r.ring.Read(op, p.fd, p.buf, p.off)
 		return
 	case f.r.strand(p):
+		return
+	case p.src > 0 && f.r.layers[p.src-1].crcs != nil: // what cannot be read is damaged as well
+		f.r.doubt(p)
 		return
 	case res == 0:
 		f.err = unix.EIO // the file is shorter than its map says
@@ -238,28 +366,15 @@ func readDone(op *uring.Op, res int32) {
 }
 
 func (r *Replica) write(q *block.Request) {
+	if len(q.Spans) > 0 {
+		r.scatter(q)
+		return
+	}
 	f := r.flight(q)
 	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
+	p.w = r.now
+	p.w.left++
 	r.ring.Write(&p.op, p.fd, p.buf, p.off)
-}
-
-// written takes note of blocks that are in the head now. Until then readers see what was there before. All-zero blocks
-// that hide lower data are remembered: should the file system not keep them as data, the record still says what they
-// are. It becomes durable with the next flush.
-func (r *Replica) written(buf []byte, off int64) {
-	b, end := off>>blockBits, (off+int64(len(buf)))>>blockBits
-	for i := b; i < end && len(r.layers) > 0; {
-		v, n := r.idx.run(i, end)
-		if v >= fromLayer {
-			for j := i; j < i+n; j++ {
-				if isZero(buf[(j-b)<<blockBits:][:blockSize]) {
-					r.zeros = addSpan(r.zeros, j<<blockBits, blockSize)
-				}
-			}
-		}
-		i += n
-	}
-	r.idx.set(b, end, fromHead)
 }
 
 // addSpan adds a range, to the last one where they touch.
@@ -293,11 +408,12 @@ func writeDone(op *uring.Op, res int32) {
 	r := f.r
 	whole := int64(max(res, 0)) &^ (blockSize - 1)
 	if whole > 0 {
-		r.written(p.buf[:whole], p.off)
+		r.written(p.w, p.buf[:whole], p.off)
 		p.buf, p.off = p.buf[whole:], p.off+whole
 	}
 	switch {
 	case len(p.buf) == 0:
+		p.w.ended()
 		p.free()
 		f.acknowledge()
 	case whole > 0 || again(res):
@@ -312,22 +428,15 @@ func writeDone(op *uring.Op, res int32) {
 // torn ends a write that failed. The kernel does not say how much of it reached the file: the file is asked, so that
 // what is read now is what will be read after the next recovery.
 func (r *Replica) torn(f *flight, p *part, err error) {
-	off, end, fd := p.off, p.off+int64(len(p.buf)), p.fd
+	off, end, fd, w := p.off, p.off+int64(len(p.buf)), p.fd, p.w
 	p.free()
 	r.work.put(func() {
-		var found []span
-		for off < end {
-			from, to, serr := file.NextData(fd, off, end)
-			if serr != nil || from >= end {
-				break
-			}
-			found = append(found, span{from, to - from})
-			off = to
-		}
+		there := found(fd, off, end)
 		r.ring.Post(func() {
-			for _, s := range found {
-				r.idx.set(s.off>>blockBits, (s.off+s.n)>>blockBits, fromHead)
+			for _, s := range there {
+				r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
 			}
+			w.ended()
 			f.end(errnoOf(err))
 		})
 	})
@@ -372,19 +481,28 @@ func (r *Replica) flush(f *flight) {
 func (r *Replica) unrecorded(f *flight, spans []span) {
 	fd := r.fds[0]
 	r.work.put(func() {
-		kept := true
-		for _, s := range spans {
-			from, to, err := file.NextData(fd, s.off, s.off+s.n)
-			kept = kept && err == nil && from == s.off && to == s.off+s.n
-		}
+		there := kept(fd, spans)
 		r.ring.Post(func() {
-			if !kept {
+			switch {
+			case r.cutting > 0: // and they are no longer the head's
+				r.flush(f)
+			case !there:
 				f.end(unix.ENOSPC)
-				return
+			default:
+				r.syncHead(f)
 			}
-			r.syncHead(f)
 		})
 	})
+}
+
+// kept reports whether a file has all of the ranges as data.
+func kept(fd int, spans []span) bool {
+	for _, s := range spans {
+		if from, to, err := file.NextData(fd, s.off, s.off+s.n); err != nil || from != s.off || to != s.off+s.n {
+			return false
+		}
+	}
+	return true
 }
 
 func (r *Replica) takeZeros() []span {

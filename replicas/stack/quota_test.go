@@ -13,6 +13,7 @@ import (
 
 // A quota that is used up is a full disk: the engine holds such writes, and must not give the guest an error.
 func TestQuotaIsAFullDisk(t *testing.T) {
+	t.Parallel()
 	dir, _ := mounted(t, 300<<20, "", "mkfs.btrfs", "-q", "-f")
 	if out, err := exec.Command("btrfs", "quota", "enable", dir).CombinedOutput(); err != nil {
 		t.Skipf("no quotas here: %v: %s", err, out)

@@ -2,14 +2,10 @@ package stack
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
-	"math"
 	"os"
-	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -22,367 +18,6 @@ import (
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/uring"
 )
-
-// Files of a replica's folder. Head files carry the name that stack.json gives to the head.
-const (
-	stackFile   = "stack.json"
-	ownerFile   = "lock"
-	intentsFile = "intents"
-	firstHead   = "head"
-	dataSuffix  = ".data"
-	zeroSuffix  = ".zero"
-)
-
-// Meta is what a replica records about itself, so that a disk can be understood without an API server.
-type Meta struct {
-	UID         string
-	Volume      string // the name users know
-	VolumeUID   string
-	Size        int64
-	Epoch       int64 // of the last session that was adopted
-	Incarnation int64
-	Members     []string   // uids of the replicas that make up the volume in this epoch
-	Winner      string     // after an unclean end: the member whose dirty regions count
-	Dirty       bool       // a session was adopted and did not end cleanly, yet
-	Layers      []string   // bottom first
-	Head        string     // name of the head's files
-	Snapshots   []Snapshot // names of sealed layers
-	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
-	Merge       *Merge     // two layers that are being made one
-	Created     time.Time
-	BootID      string // the machine's boot at the time of the last ADOPT
-	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
-	Object json.RawMessage
-}
-
-// Snapshot gives a layer of the stack a name.
-type Snapshot struct {
-	UID     string    `json:"uid"`
-	Name    string    `json:"name"`
-	Layer   string    `json:"layer"`
-	Created time.Time `json:"created"`
-}
-
-// Branch is a layer beside the head's, with the one below it; empty: none.
-type Branch struct {
-	Layer string `json:"layer"`
-	Below string `json:"below"`
-}
-
-// stackRecord is stack.json.
-type stackRecord struct {
-	UID         string          `json:"uid"`
-	Volume      string          `json:"volume"`
-	VolumeUID   string          `json:"volumeUID"`
-	Size        int64           `json:"size"`
-	Epoch       int64           `json:"epoch"`
-	Incarnation int64           `json:"incarnation"`
-	Members     []memberRecord  `json:"members"`
-	Winner      string          `json:"winner"`
-	Dirty       bool            `json:"dirty"`
-	Layers      []string        `json:"layers"`
-	Head        string          `json:"head"`
-	Snapshots   []Snapshot      `json:"snapshots"`
-	Branches    []Branch        `json:"branches,omitempty"`
-	Merge       *Merge          `json:"merge,omitempty"`
-	Created     time.Time       `json:"created"`
-	BootID      string          `json:"bootID,omitempty"`
-	Object      json.RawMessage `json:"object,omitempty"`
-}
-
-// memberRecord is one member: an id that says nothing about where it is reached.
-type memberRecord struct {
-	ID string `json:"id"`
-}
-
-func (m Meta) record() stackRecord {
-	members := make([]memberRecord, len(m.Members))
-	for i, id := range m.Members {
-		members[i].ID = id
-	}
-	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
-		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
-		m.Created, m.BootID,
-		m.Object}
-}
-
-func (s stackRecord) meta() Meta {
-	members := make([]string, len(s.Members))
-	for i, m := range s.Members {
-		members[i] = m.ID
-	}
-	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.Object}
-}
-
-func (m Meta) clone() Meta {
-	m.Members, m.Layers, m.Snapshots = slices.Clone(m.Members), slices.Clone(m.Layers), slices.Clone(m.Snapshots)
-	m.Object, m.Branches = slices.Clone(m.Object), slices.Clone(m.Branches)
-	return m
-}
-
-// validate refuses what this program would never write, whatever its checksum says.
-func (m Meta) validate() error {
-	if err := api.UID(m.UID).Validate(); err != nil {
-		return err
-	}
-	if m.Size <= 0 || m.Size%blockSize != 0 || m.Size > api.MaxVolumeSize {
-		return api.Errorf(api.Corrupt, "size %d", m.Size)
-	}
-	if !headName(m.Head) {
-		return api.Errorf(api.Corrupt, "head %q", m.Head)
-	}
-	if len(m.Layers) > maxLayers {
-		return api.Errorf(api.Corrupt, "%d layers", len(m.Layers))
-	}
-	for _, uid := range m.Layers {
-		if err := api.UID(uid).Validate(); err != nil {
-			return err
-		}
-	}
-	if g := m.Merge; g != nil {
-		k := slices.Index(m.Layers, g.Lower)
-		if k < 0 || k+1 >= len(m.Layers) || m.Layers[k+1] != g.Upper || g.Done < 0 {
-			return api.Errorf(api.Corrupt, "a merge of layers that are not neighbours")
-		}
-	}
-	for _, b := range m.Branches {
-		if err := api.UID(b.Layer).Validate(); err != nil {
-			return err
-		}
-	}
-	for _, s := range m.Snapshots {
-		if _, err := m.Chain(s.Layer); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// headName accepts "head" and "head-" with digits.
-func headName(s string) bool {
-	if s == firstHead {
-		return true
-	}
-	if len(s) < 6 || s[:5] != "head-" || len(s) > 24 {
-		return false
-	}
-	for _, c := range s[5:] {
-		if c < '0' || c > '9' {
-			return false
-		}
-	}
-	return true
-}
-
-// Spec says what CreateReplica makes.
-type Spec struct {
-	UID       string
-	Volume    string // name of the volume
-	VolumeUID string
-	Size      int64    // bytes, a multiple of 4 KiB
-	Layers    []string // finished layers of this disk, or of one to borrow from; bottom first
-	Object    json.RawMessage
-}
-
-// CreateReplica makes an empty head over the layers. A replica that is there already and matches is fine (it may have
-// grown since); one that differs is an error of kind exists.
-func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("create replica %s on disk %s: %w", s.UID, d.root, classify(err))
-		}
-	}()
-	m := Meta{UID: s.UID, Volume: s.Volume, VolumeUID: s.VolumeUID, Size: s.Size, Layers: slices.Clone(s.Layers),
-		Head: firstHead, Created: time.Now().UTC().Truncate(time.Second), Object: s.Object}
-	if err := m.validate(); err != nil {
-		return api.Errorf(api.Invalid, "%w", err)
-	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	unlock, err := d.lock()
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	have, err := d.readStack(s.UID)
-	if err == nil {
-		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
-			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
-		}
-		return nil
-	}
-	if !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	for _, uid := range s.Layers {
-		size, err := d.sizeOf(uid)
-		if err != nil {
-			return fmt.Errorf("layer %s: %w", uid, err)
-		}
-		if size > s.Size {
-			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, size, s.Size)
-		}
-	}
-	if was, err := d.written(s.UID); err != nil {
-		return err
-	} else if was {
-		return api.Errorf(api.Corrupt, "its folder holds data, but %s is missing", stackFile)
-	}
-	return d.makeReplica(m)
-}
-
-// sizeOf is the size of a layer that may be named: finished, here or on a disk to borrow from, or frozen and named by
-// another stack. The caller has the disk's lock.
-func (d *Disk) sizeOf(uid string) (int64, error) {
-	if merging, err := d.beingMerged(uid); err != nil {
-		return 0, err
-	} else if merging {
-		return 0, api.Errorf(api.Busy, "it is being merged; try again")
-	}
-	rec, err := d.findRecord(uid)
-	if !api.Is(err, api.NotFound) {
-		return rec.Size, err
-	}
-	frozen, ferr := d.frozenRecord(uid)
-	if ferr != nil {
-		return 0, err
-	}
-	names, nerr := d.named()
-	if nerr != nil {
-		return 0, nerr
-	}
-	if !names[uid] {
-		return 0, err // still a head
-	}
-	return frozen.Size, nil
-}
-
-func startsWith(have, want []string) bool {
-	return len(have) >= len(want) && slices.Equal(have[:len(want)], want)
-}
-
-// makeReplica makes the folder. The rename of stack.json commits it; a folder without one is started over.
-func (d *Disk) makeReplica(m Meta) error {
-	dir := d.path(replicaDir, m.UID)
-	if err := file.RemoveAll(d.fs, dir); err != nil {
-		return err
-	}
-	if err := d.fs.Mkdir(dir, 0o700); err != nil {
-		return err
-	}
-	head, err := d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	if err := errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()); err != nil {
-		return err
-	}
-	if err := writeFile(d.fs, dir+"/"+m.Head+zeroSuffix, zeroHeader()); err != nil {
-		return err
-	}
-	if err := writeFile(d.fs, dir+"/"+intentsFile, encodeIntents(newIntents(m.Size))); err != nil {
-		return err
-	}
-	// All names are durable before the one that says that they are there.
-	if err := errors.Join(d.fs.SyncDir(dir), d.fs.SyncDir(d.path(replicaDir))); err != nil {
-		return err
-	}
-	return writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record())
-}
-
-func (d *Disk) readStack(uid string) (Meta, error) {
-	if err := api.UID(uid).Validate(); err != nil {
-		return Meta{}, err
-	}
-	var rec stackRecord
-	if err := readMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
-		return Meta{}, err
-	}
-	m := rec.meta()
-	if err := m.validate(); err != nil {
-		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s: %w", stackFile, uid, err)
-	}
-	if m.UID != uid {
-		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s is the one of %s", stackFile, uid, m.UID)
-	}
-	return m, nil
-}
-
-// Holds reports whether the replica is on the disk. One whose record cannot be read is an error: it may well be.
-func (d *Disk) Holds(uid string) (bool, error) {
-	_, err := d.readStack(uid)
-	switch {
-	case err == nil:
-		return true, nil
-	case errors.Is(err, fs.ErrNotExist):
-		return false, nil
-	}
-	return false, fmt.Errorf("disk %s: %w", d.root, classify(err))
-}
-
-// Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
-// listed all the same.
-func (d *Disk) Replicas() ([]Meta, error) {
-	entries, err := d.fs.ReadDir(d.path(replicaDir))
-	if err != nil {
-		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
-	}
-	var list []Meta
-	var errs []error
-	for _, e := range entries {
-		if api.UID(e.Name()).Validate() != nil {
-			continue
-		}
-		m, err := d.readStack(e.Name())
-		if errors.Is(err, fs.ErrNotExist) {
-			var was bool
-			if was, err = d.written(e.Name()); !was && err == nil {
-				continue // half-made
-			}
-			if was {
-				err = api.Errorf(api.Corrupt, "replica %s holds data, but its %s is missing", e.Name(), stackFile)
-			}
-		}
-		if err != nil {
-			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
-			continue
-		}
-		list = append(list, m)
-	}
-	return list, errors.Join(errs...)
-}
-
-// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is
-// written before.
-func (d *Disk) written(uid string) (bool, error) {
-	dir := d.path(replicaDir, uid)
-	entries, err := d.fs.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	for _, e := range entries {
-		if !strings.HasSuffix(e.Name(), dataSuffix) {
-			continue
-		}
-		h, err := d.fs.Open(dir+"/"+e.Name(), os.O_RDONLY, 0)
-		if err != nil {
-			return false, err
-		}
-		from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64)
-		if err := errors.Join(err, h.Close()); err != nil {
-			return false, err
-		}
-		if from < math.MaxInt64 {
-			return true, nil
-		}
-	}
-	return false, nil
-}
 
 // ring is what a Replica needs of its loop.
 type ring interface {
@@ -401,20 +36,24 @@ type Replica struct {
 	ring   ring
 	owner  file.Handle // its flock says that somebody has the replica open
 	head   file.Handle
+	marks  file.Handle // the intents; the worker's
 	layers []*layer
 	log    *zeroLog // the worker's
 	work   *worker
 
 	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
 	adopted bool       // this opener began a session, which Close may end
-	metaMu  sync.Mutex // guards meta and closed, and head against who does not hold mu
+	metaMu  sync.Mutex // guards meta, closed and over, and head against who does not hold mu
 	meta    Meta
-	closed  bool
+	closed  bool // Close was called
+	over    bool // and is done: nothing is recorded any more
 
-	merging sync.Mutex // one merge at a time
-	lenders []*layer   // of other disks, not needed any more; under mu
+	merging sync.Mutex    // one merge at a time
+	lenders []*layer      // of other disks, not needed any more; under mu
+	strays  []file.Handle // of a cut whose outcome is not known; under mu
 	lost    atomic.Bool
 	onLost  func(lost bool)
+	parched atomic.Bool // reads wait for another machine that fails
 
 	path // the loop thread's
 }
@@ -430,6 +69,9 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	defer func() {
 		if err != nil {
 			_ = r.closeFiles()
+			if api.KindOf(err) == api.Other && errors.Is(err, fs.ErrNotExist) { // its record was there
+				err = api.Errorf(api.Corrupt, "one of its files is missing: %w", err)
+			}
 			err = fmt.Errorf("open replica %s on disk %s: %w", uid, d.root, classify(err))
 		}
 	}()
@@ -442,14 +84,21 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if r.owner, err = d.fs.Open(r.dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
-	if err := flock(r.owner, unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
+	// A process that one of ours starts has all its descriptors, and so its locks, until it runs another program.
+	soon, cancel := context.WithTimeout(ctx, forkTime)
+	err = awaitLock(soon, r.owner, unix.LOCK_EX)
+	cancel()
+	if err != nil {
+		if api.Is(err, api.Busy) {
 			return nil, api.Errorf(api.Busy, "another process or session has it open")
 		}
 		return nil, err
 	}
 	// Read again under the lock: the former owner may have written it meanwhile.
-	if r.meta, err = d.readStack(uid); err != nil {
+	if r.meta, err = d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
+		return nil, api.Errorf(api.NotFound, "it was removed: %w", err)
+	}
+	if err != nil {
 		return nil, err
 	}
 	base := r.dir + "/" + r.meta.Head
@@ -483,7 +132,13 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if err := fitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
+	if err := r.openIntents(); err != nil {
+		return nil, err
+	}
 	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
+		return nil, err
+	}
+	if err := r.settle(ctx); err != nil {
 		return nil, err
 	}
 	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)
@@ -493,20 +148,31 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	r.path.init(r, first == r.meta.Size)
 	r.merge = r.meta.Merge
 	r.work = newWorker()
+	for _, l := range r.layers {
+		r.drink(l)
+	}
+	d.setOpen(r, true)
 	return r, nil
 }
 
 // drain waits until disk I/O that a dead owner issued is over. Every such I/O holds a reference to the dead owner's
 // open file, and with it the flock taken here; the fallocate waits for direct I/O in the inode itself.
 func drain(ctx context.Context, h file.Handle, size int64) error {
+	if err := awaitLock(ctx, h, unix.LOCK_EX); err != nil {
+		return err
+	}
+	return awaitIO(h, size)
+}
+
+// forkTime is how long a lock is waited for that only a process has which is just being started.
+const forkTime = 100 * time.Millisecond
+
+// awaitLock takes a flock as soon as nobody holds one against it.
+func awaitLock(ctx context.Context, h file.Handle, how int) error {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
-		err := flock(h, unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) {
+		if err := flock(h, how|unix.LOCK_NB); !errors.Is(err, unix.EWOULDBLOCK) {
 			return err
 		}
 		select {
@@ -515,6 +181,10 @@ func drain(ctx context.Context, h file.Handle, size int64) error {
 			return api.Errorf(api.Busy, "disk I/O of its former owner is still under way: %w", ctx.Err())
 		}
 	}
+}
+
+// awaitIO waits until no direct I/O is under way in a file of size.
+func awaitIO(h file.Handle, size int64) error {
 	err := retryEINTR(func() error {
 		return unix.Fallocate(int(h.Fd()), unix.FALLOC_FL_KEEP_SIZE, size, blockSize)
 	})
@@ -532,8 +202,14 @@ func (r *Replica) closeFiles() error {
 	for _, l := range append(r.lenders, r.layers...) {
 		errs = append(errs, l.close())
 	}
+	for _, h := range r.strays {
+		errs = append(errs, h.Close())
+	}
 	if r.head != nil {
-		errs = append(errs, r.head.Close())
+		errs = append(errs, r.now.forget(), r.head.Close())
+	}
+	if r.marks != nil {
+		errs = append(errs, r.marks.Close())
 	}
 	if r.owner != nil {
 		errs = append(errs, r.owner.Close())
@@ -570,6 +246,12 @@ func (r *Replica) Used() int64 {
 		return 0
 	}
 	return allocated(st)
+}
+
+// IndexMemory is the memory that the index of an open replica takes, in bytes, as far as it has been built.
+func (r *Replica) IndexMemory() (n int64, err error) {
+	err = r.onLoop(func() { n = r.idx.memory() })
+	return n, err
 }
 
 func allocated(st fs.FileInfo) int64 {

@@ -16,9 +16,15 @@ import (
 
 // commit writes stack.json with what change does to it.
 func (r *Replica) commit(change func(*Meta)) error {
+	r.metaMu.Lock()
+	ended := r.over
+	r.metaMu.Unlock()
+	if ended { // its record may be another opener's by now
+		return errClosed
+	}
 	m := r.Meta()
 	change(&m)
-	if err := writeMeta(r.disk.fs, r.dir+"/"+stackFile, formatStack, m.record()); err != nil {
+	if err := r.disk.writeStack(r.dir, m); err != nil {
 		return classify(err)
 	}
 	r.metaMu.Lock()
@@ -44,7 +50,7 @@ var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted during its
 //
 // As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
 // that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as
-// it is, like any disk after a power cut.
+// it is, like any disk after a power cut. So is one that is no member: it is about to be made equal to them.
 func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -61,7 +67,7 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 		return r.name(err)
 	}
 	restarted := m.Dirty && m.BootID != boot
-	if restarted && len(members) > 1 {
+	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
 		return r.name(ErrRestarted)
 	}
 	release, err := r.quiesce(ctx)
@@ -80,7 +86,13 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
 		m.BootID = boot
+		if slices.Contains(members, m.UID) {
+			m.Joined = epoch
+		}
 	})
+	if err == nil && len(members) > 1 {
+		err = r.onLoop(func() { r.tracking = true })
+	}
 	r.adopted = r.adopted || err == nil
 	return r.name(err)
 }
@@ -127,7 +139,7 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 		return r.name(err)
 	}
 	defer release()
-	err = errors.Join(r.head.Truncate(size), r.head.Datasync(), fitIntents(r.disk.fs, r.dir+"/"+intentsFile, size))
+	err = errors.Join(r.head.Truncate(size), r.head.Datasync(), r.growIntents(size))
 	if err != nil {
 		return r.name(classify(err))
 	}
@@ -151,6 +163,7 @@ func (r *Replica) Close() error {
 	if was {
 		return nil
 	}
+	r.disk.setOpen(r, false)
 	err := r.onLoop(r.failLost)
 	release := func() {}
 	if err == nil {
@@ -162,6 +175,9 @@ func (r *Replica) Close() error {
 		release()
 	}
 	var errs []error
+	if w := r.scattering.work; w != nil {
+		w.close()
+	}
 	r.work.do(func() { errs = append(errs, r.log.add(r.takeZeros()), r.log.sync()) })
 	r.work.close()
 	if failed == nil {
@@ -173,7 +189,11 @@ func (r *Replica) Close() error {
 	} else {
 		slog.Warn("replica is closed after an error; its end is not marked clean", "replica", r.meta.UID, "error", failed)
 	}
+	r.metaMu.Lock()
+	r.over = true
+	r.metaMu.Unlock()
 	errs = append(errs, r.closeFiles())
+	r.dropPages()
 	return r.name(errors.Join(errs...))
 }
 

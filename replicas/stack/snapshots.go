@@ -14,6 +14,9 @@ import (
 	"drover.io/drover/block/file"
 )
 
+// Same reports whether o is the same cut: of one snapshot there may have been several tries, each with its own instant.
+func (s Snapshot) Same(o Snapshot) bool { return s.UID == o.UID && s.Created.Equal(o.Created) }
+
 // Chain is the layers of a stack that ends with the given one, bottom first: what a snapshot of that layer holds.
 func (m Meta) Chain(layer string) ([]string, error) {
 	var above []string
@@ -43,11 +46,21 @@ func (m Meta) all() []string {
 	return list
 }
 
-// prune takes out branches that no snapshot needs, and returns their layers.
+// All are the layers of the stack and of its branches.
+func (m Meta) All() []string { return m.all() }
+
+// prune takes out branches that no snapshot needs, nor a merge under way, and returns their layers.
 func (m *Meta) prune() (gone []string) {
 	need := map[string]bool{}
+	var tops []string
 	for _, s := range m.Snapshots {
-		for at := s.Layer; at != "" && !need[at]; {
+		tops = append(tops, s.Layer)
+	}
+	if m.Merge != nil {
+		tops = append(tops, m.Merge.Upper)
+	}
+	for _, at := range tops {
+		for at != "" && !need[at] {
 			need[at] = true
 			i := slices.IndexFunc(m.Branches, func(b Branch) bool { return b.Layer == at })
 			if i < 0 {
@@ -125,7 +138,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	if err != nil {
 		return err
 	}
-	if err := writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()); err != nil {
+	if err := d.writeStack(dir, m); err != nil {
 		return err
 	}
 	return errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
@@ -137,8 +150,9 @@ func (d *Disk) DropSnapshot(replica, uid string) error {
 }
 
 // Revert makes a replica that nobody has open hold what a snapshot holds. What was written since the newest snapshot is
-// gone; newer snapshots stay. The size stays too: beyond that of the snapshot there are zeros.
-func (d *Disk) Revert(ctx context.Context, replica, snapshot string) error {
+// gone; newer snapshots stay. The size stays too: beyond that of the snapshot there are zeros. epoch is that of the
+// volume: of its replicas, one that is not reverted then is out of date, and no intents tell what it lacks.
+func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64) error {
 	return d.alone(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
@@ -152,6 +166,10 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string) error {
 			return nil, err
 		}
 		dir := d.path(replicaDir, replica)
+		if err := d.raiseIntents(dir, epoch); err != nil {
+			return nil, err
+		}
+		m.Reverted = max(m.Reverted, epoch)
 		m.Head = nextHead(m.Head)
 		base := dir + "/" + m.Head
 		for _, name := range []string{base + dataSuffix, base + zeroSuffix} {

@@ -127,21 +127,22 @@ func newChained(t *testing.T) *chained {
 
 // Reverting keeps newer snapshots beside the head; dropping them gives their layers back, and only theirs.
 func TestRevertAndDrop(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)
 	first := c.scribble(3)
 	c.check()
-	if err := c.d.Revert(ctx, c.uid, string(api.NewUID())); !api.Is(err, api.NotFound) {
+	if err := c.d.Revert(ctx, c.uid, string(api.NewUID()), 0); !api.Is(err, api.NotFound) {
 		t.Fatalf("a snapshot that is not there: %v", err)
 	}
-	if err := c.d.Revert(ctx, c.uid, first[0]); err != nil {
+	if err := c.d.Revert(ctx, c.uid, first[0], 0); err != nil {
 		t.Fatal(err)
 	}
 	c.model = slices.Clone(c.snaps[first[0]])
 	c.check()
 	second := c.scribble(2)
 	c.check()
-	if err := c.d.Revert(ctx, c.uid, first[2]); err != nil { // to the other branch
+	if err := c.d.Revert(ctx, c.uid, first[2], 0); err != nil { // to the other branch
 		t.Fatal(err)
 	}
 	c.model = slices.Clone(c.snaps[first[2]])
@@ -171,6 +172,7 @@ func TestRevertAndDrop(t *testing.T) {
 
 // A clone is a new head on layers of the source, frozen or finished; either outlives the other.
 func TestClone(t *testing.T) {
+	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)
 	snaps := c.scribble(2)
@@ -296,10 +298,10 @@ func (c *chained) mergeAll() {
 
 // Layers whose snapshots were dropped are merged, with I/O going on; what others name stays.
 func TestMerge(t *testing.T) {
-	defer func(was int64) { mergeWindow = was }(mergeWindow)
-	mergeWindow = 3 << 20
+	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)
+	c.d.window = 3 << 20
 	snaps := c.scribble(6)
 	m, err := c.d.readStack(c.uid)
 	if err != nil {

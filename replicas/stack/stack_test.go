@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -23,6 +24,8 @@ func TestMain(m *testing.M) {
 		os.Exit(1)
 	}
 	slog.SetDefault(slog.New(slog.DiscardHandler)) // killed processes have a lot to say
+	// They wait for the disk; whoever asks for another number gets it.
+	_ = flag.Set("test.parallel", "4")
 	os.Exit(m.Run())
 }
 
@@ -119,6 +122,7 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 
 // TestModel compares a replica over 0 to 3 layers with an array of bytes, through random I/O and reopening.
 func TestModel(t *testing.T) {
+	t.Parallel()
 	for layers := range 4 {
 		t.Run(fmt.Sprintf("layers=%d", layers), func(t *testing.T) {
 			seed := uint64(time.Now().UnixNano())

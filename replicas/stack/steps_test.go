@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -26,8 +27,11 @@ type step struct {
 	check func(t *testing.T, d *Disk, p *power, ids *ids, done bool)
 }
 
-// seeds is how many outcomes of each loss of power are looked at.
+// seeds is how many outcomes of each loss of power are looked at: few, unless DROVER_OUTCOMES says otherwise.
 func (s step) seeds() uint64 {
+	if n, err := strconv.ParseUint(os.Getenv("DROVER_OUTCOMES"), 10, 64); err == nil {
+		return n
+	}
 	if s.long {
 		return 1
 	}
@@ -36,7 +40,8 @@ func (s step) seeds() uint64 {
 
 type ids struct {
 	replica, image, layer, other string
-	e                            expect
+	e                            expect // of the replica
+	side                         expect // of what is beside its head
 }
 
 func (i *ids) spec(layers ...string) Spec {
@@ -73,6 +78,14 @@ func withReplica(do func(r *Replica) error) func(d *Disk, p *power, i *ids) erro
 		}
 		err = do(r)
 		return errors.Join(err, r.Close())
+	}
+}
+
+func mergeAll(r *Replica) error {
+	for {
+		if did, err := r.Merge(context.Background(), MergeOptions{}); !did || err != nil {
+			return err
+		}
 	}
 }
 
@@ -356,26 +369,13 @@ var steps = []step{
 			t.Fatal(err)
 		}
 	},
-		do: withReplica(func(r *Replica) error {
-			for {
-				if did, err := r.Merge(context.Background(), MergeOptions{}); !did || err != nil {
-					return err
-				}
-			}
-		}),
+		do: withReplica(mergeAll),
 		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
 			if err := d.Collect(context.Background(), 0); err != nil {
 				t.Fatal(err)
 			}
 			replicaIs(func(m Meta, done bool) bool { return !done || len(m.Layers) == 2 && m.Merge == nil })(t, d, p, i, done)
-			again := withReplica(func(r *Replica) error {
-				for {
-					if did, err := r.Merge(context.Background(), MergeOptions{}); !did || err != nil {
-						return err
-					}
-				}
-			})
-			if err := again(d, p, i); err != nil {
+			if err := withReplica(mergeAll)(d, p, i); err != nil {
 				t.Fatal(err)
 			}
 			replicaIs(func(m Meta, done bool) bool { return len(m.Layers) == 2 && m.Merge == nil })(t, d, p, i, done)
@@ -397,6 +397,7 @@ var steps = []step{
 				}
 			}
 		}},
+	mergeBeside,
 	{name: "compact the record of zeros", setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeReplica(t, d)
 		l, err := openZeroLog(d.fs, d.path(replicaDir, i.replica, "head.zero"), 2048)
@@ -418,16 +419,16 @@ var steps = []step{
 
 // TestPowerLossInSteps cuts the power after every single change that an operation makes.
 func TestPowerLossInSteps(t *testing.T) {
-	defer func(was int64) { mergeWindow = was }(mergeWindow)
-	mergeWindow = 5 << 20 // two windows in small layers
-	loop := startLoop(t)
+	t.Parallel()
 	for _, s := range steps {
 		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+			loop := startLoop(t)
 			for kill, done := 0, false; !done; kill++ {
 				for seed := range s.seeds() {
 					rng := rand.New(rand.NewPCG(seed, uint64(kill)))
 					i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()),
-						e: make(expect)}
+						e: make(expect), side: make(expect)}
 					p := freshPower(t, loop)
 					s.setup(t, p.disk(t), i)
 					p.fs.KillAfter(kill)
@@ -439,10 +440,13 @@ func TestPowerLossInSteps(t *testing.T) {
 					p.disk(t).Close()
 					after := p.crash(t, rng)
 					d := after.disk(t)
-					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e)}, err == nil)
+					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e), i.side}, err == nil)
 					d.Close()
 					after.fs.Close() // many are open else until the end
 					p.fs.Close()
+					if err := errors.Join(os.RemoveAll(after.root), os.RemoveAll(p.root)); err != nil {
+						t.Fatal(err)
+					}
 				}
 				if kill > 400 {
 					t.Fatal("the operation never ends")
@@ -454,6 +458,7 @@ func TestPowerLossInSteps(t *testing.T) {
 
 // TestRecoveryIsRepeatable kills the recovery itself, at every change it makes.
 func TestRecoveryIsRepeatable(t *testing.T) {
+	t.Parallel()
 	loop := startLoop(t)
 	for kill, done := 0, false; !done; kill++ {
 		rng := rand.New(rand.NewPCG(7, uint64(kill)))
@@ -493,6 +498,7 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 
 // TestDamagedRecords damages each record: nothing may be collected, removed by mistake, or opened then.
 func TestDamagedRecords(t *testing.T) {
+	t.Parallel()
 	loop := startLoop(t)
 	for _, damage := range []string{"stack", "image"} {
 		t.Run(damage, func(t *testing.T) {

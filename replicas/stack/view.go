@@ -142,7 +142,12 @@ func (v *view) ReadAt(p []byte, off int64) (int, error) {
 		case from == fromHead:
 			_, err = v.head.ReadAt(part, at)
 		default:
-			_, err = v.layers[from-fromLayer].data.ReadAt(part, at)
+			l := v.layers[from-fromLayer]
+			if moved, gave := v.merge.movedTo(v.layers, int(from-fromLayer)); at < moved {
+				err = l.readMoved(part, at, gave)
+			} else {
+				_, err = l.readAt(part, at)
+			}
 		}
 		if err != nil && !errors.Is(err, io.EOF) {
 			return done, err

@@ -31,13 +31,21 @@ type layerWriter struct {
 	data   file.Handle // buffered
 	direct file.Handle // for what is aligned
 	sums   file.Handle
+	crcs   file.Handle
 
 	mu    sync.Mutex
 	kinds index          // values are block.Kind
 	known map[int64]bool // chunks whose digest is in sums and true
 	dirty map[int64]int  // WriteAt calls under way per chunk, so that a digest is not noted over a newer write
 	state writerState
+	want  string // the root digest that it must come to have; empty: any
+	exact bool   // zeros that are written stay data
+
+	allocated map[int64]bool // windows of chunks that have room
 }
+
+// Exact implements block.Exact. Before anything is written.
+func (w *layerWriter) Exact(root string) { w.want, w.exact = root, true }
 
 type writerState uint8
 
@@ -107,13 +115,16 @@ func (w *layerWriter) open() (err error) {
 	if w.direct, err = w.d.fs.Open(name, os.O_RDWR|w.d.direct, 0); err != nil {
 		return err
 	}
-	w.sums, err = w.d.fs.Open(w.dir+"/"+sumsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if w.sums, err = w.d.fs.Open(w.dir+"/"+sumsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+		return err
+	}
+	w.crcs, err = w.d.fs.Open(w.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	return err
 }
 
 func (w *layerWriter) closeFiles() error {
 	var errs []error
-	for _, h := range []file.Handle{w.data, w.direct, w.sums} {
+	for _, h := range []file.Handle{w.data, w.direct, w.sums, w.crcs} {
 		if h != nil {
 			errs = append(errs, h.Close())
 		}
@@ -162,7 +173,7 @@ func (w *layerWriter) Resize(size int64) error {
 	if len(w.dirty) > 0 {
 		return w.name(api.Errorf(api.Invalid, "it cannot shrink while it is written to"))
 	}
-	if err := w.data.Truncate(size); err != nil {
+	if err := errors.Join(w.data.Truncate(size), w.crcs.Truncate(size>>blockBits*crcSize)); err != nil {
 		return w.name(err)
 	}
 	kinds := newIndex(size>>blockBits, uint16(block.Hole))
@@ -219,10 +230,10 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 	defer func() { w.end(off, n, size, summed) }()
 	for at := int64(0); at < n; {
 		end := at + blockSize - (off+at)%blockSize
-		zero := end <= n && end-at == blockSize && isZero(p[at:end])
+		zero := !w.exact && end <= n && end-at == blockSize && isZero(p[at:end])
 		for end < n {
 			next := min(end+blockSize, n)
-			if (next-end == blockSize && isZero(p[end:next])) != zero {
+			if (!w.exact && next-end == blockSize && isZero(p[end:next])) != zero {
 				break
 			}
 			end = next
@@ -245,13 +256,20 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 		if end > off+n {
 			break
 		}
-		sum := sha256.Sum256(p[c*chunkSize-off : end-off])
-		if _, err := w.sums.WriteAt(sum[:], sumsHeader+c*sumSize); err != nil {
+		if err := w.putSum(c, p[c*chunkSize-off:end-off], sha256.Sum256(p[c*chunkSize-off:end-off])); err != nil {
 			return int(n), w.name(err)
 		}
 		summed = append(summed, c)
 	}
 	return int(n), nil
+}
+
+// putSum writes the digest of chunk c and the checksums of its blocks.
+func (w *layerWriter) putSum(c int64, p []byte, sum [sumSize]byte) error {
+	if _, err := w.sums.WriteAt(sum[:], sumsHeader+c*sumSize); err != nil {
+		return err
+	}
+	return putCRCs(w.crcs, c, p)
 }
 
 func (w *layerWriter) put(p []byte, off int64) error {
@@ -339,9 +357,7 @@ func (w *layerWriter) Seal(ctx context.Context) (root string, allocated int64, e
 	w.mu.Lock()
 	w.state = sealed
 	w.mu.Unlock()
-	for _, f := range []string{keptFile, keptMapFile} {
-		_ = w.d.fs.Remove(w.dir + "/" + f) // of no more use; one that is left harms nobody
-	}
+	w.unkeep()
 	return rec.Root, rec.Allocated, w.name(w.closeFiles())
 }
 
@@ -361,8 +377,7 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		if err != nil {
 			return err
 		}
-		_, err = w.sums.WriteAt(sum[:], sumsHeader+c*sumSize)
-		return err
+		return w.putSum(c, buf[:min(chunkSize, w.size-c*chunkSize)], sum)
 	})
 	if err != nil {
 		return rec, err
@@ -376,6 +391,9 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 	if rec.Root, err = rootDigest(w.sums, w.size, &w.kinds); err != nil {
 		return rec, err
 	}
+	if w.want != "" && rec.Root != w.want {
+		return rec, api.Errorf(api.Corrupt, "its digest is %s, and should be %s", rec.Root, w.want)
+	}
 	for b := int64(0); b < w.kinds.blocks; {
 		v, n := w.kinds.run(b, w.kinds.blocks)
 		switch block.Kind(v) {
@@ -386,10 +404,8 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		}
 		b += n
 	}
-	if err := writeFile(w.d.fs, w.dir+"/"+mapFile, encodeMap(&w.kinds)); err != nil {
-		return rec, err
-	}
-	if err := errors.Join(w.data.Datasync(), w.sums.Datasync()); err != nil {
+	if err := atOnce(w.data.Datasync, w.sums.Datasync, func() error { return sealCRCs(w.crcs, w.size) },
+		func() error { return writeFile(w.d.fs, w.dir+"/"+mapFile, encodeMap(&w.kinds)) }); err != nil {
 		return rec, err
 	}
 	if err := errors.Join(w.data.Chmod(0o444), w.sums.Chmod(0o444)); err != nil {
@@ -400,7 +416,7 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		return rec, err
 	}
 	rec.Allocated = allocated(st)
-	if err := errors.Join(w.d.fs.SyncDir(w.dir), w.d.fs.SyncDir(w.d.path(layersDir))); err != nil {
+	if err := w.d.syncDirs(w.dir, w.d.path(layersDir)); err != nil {
 		return rec, err
 	}
 	if err := ctx.Err(); err != nil {

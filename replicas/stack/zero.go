@@ -39,9 +39,33 @@ func (r *Replica) zero(q *block.Request) {
 	}
 }
 
+// punchPiece is how much of the head is emptied at once: see emptier.
+const punchPiece = int64(1) << 20
+
 func (r *Replica) punch(f *flight) {
-	p := f.part(r.fds[0], nil, 0, punchDone)
-	r.ring.Fallocate(&p.op, p.fd, punchMode, f.q.Off, f.q.Len)
+	r.punchNext(f.part(r.fds[0], nil, f.q.Off, punchDone))
+}
+
+// punchNext punches the next piece in which the head may hold something, or ends. The piece ends at p.at.
+func (r *Replica) punchNext(p *part) {
+	f := p.f
+	b, end := p.off>>blockBits, (f.q.Off+f.q.Len)>>blockBits
+	for b < end {
+		v, n := r.idx.run(b, end)
+		if v == fromHead || v == fromZero {
+			p.off, p.at = b<<blockBits, min(b<<blockBits+punchPiece, end<<blockBits)
+			r.ring.Fallocate(&p.op, p.fd, punchMode, p.off, p.at-p.off)
+			return
+		}
+		b += n
+	}
+	p.free()
+	v := fromNowhere
+	if len(r.layers) > 0 {
+		v = fromZero
+	}
+	r.idx.set(f.q.Off>>blockBits, end, v)
+	f.acknowledge()
 }
 
 func punchDone(op *uring.Op, res int32) {
@@ -49,18 +73,14 @@ func punchDone(op *uring.Op, res int32) {
 	f := p.f
 	r := f.r
 	if again(res) {
-		r.ring.Fallocate(op, p.fd, punchMode, f.q.Off, f.q.Len)
+		r.ring.Fallocate(op, p.fd, punchMode, p.off, p.at-p.off)
 		return
 	}
-	p.free()
 	if res < 0 {
+		p.free()
 		f.end(errnoOf(unix.Errno(-res)))
 		return
 	}
-	v := fromNowhere
-	if len(r.layers) > 0 {
-		v = fromZero
-	}
-	r.idx.set(f.q.Off>>blockBits, (f.q.Off+f.q.Len)>>blockBits, v)
-	f.acknowledge()
+	p.off = p.at
+	r.punchNext(p)
 }

@@ -173,6 +173,14 @@ func (f *FS) KillAfter(n int) {
 	f.left = n
 }
 
+// Restart lets changes happen again, after a kill: only the process was dead, and what it wrote is there, durable or
+// not. The dead one's handles must be closed.
+func (f *FS) Restart() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.left, f.dead = -1, false
+}
+
 // Killed reports whether a change was refused after the kill.
 func (f *FS) Killed() bool {
 	f.mu.Lock()

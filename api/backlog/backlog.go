@@ -1,0 +1,77 @@
+// Package backlog is where the objects that the loops of all rooms look after wait for their turn: controller-runtime's
+// priority queue, but without that one's metrics, which wake the process twice a second for each loop for as long as it
+// lives. How many objects wait is counted when somebody asks (drover_loop_backlog).
+//
+// A queue's goroutines are its own, and end with its ShutDown.
+package backlog
+
+import (
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+)
+
+// New makes the queue of a loop: the NewQueue of its controller's options.
+func New(loop string, limiter workqueue.TypedRateLimiter[reconcile.Request],
+) workqueue.TypedRateLimitingInterface[reconcile.Request] {
+	q := &queue{loop: loop, PriorityQueue: priorityqueue.New("", func(o *priorityqueue.Opts[reconcile.Request]) {
+		o.RateLimiter = limiter
+	})}
+	open.Lock()
+	defer open.Unlock()
+	open.queues[q] = true
+	return q
+}
+
+type queue struct {
+	priorityqueue.PriorityQueue[reconcile.Request]
+	loop string
+}
+
+// ShutDown ends it.
+func (q *queue) ShutDown() {
+	open.Lock()
+	delete(open.queues, q)
+	open.Unlock()
+	q.PriorityQueue.ShutDown()
+}
+
+// ShutDownWithDrain ends it when what was taken out is done.
+func (q *queue) ShutDownWithDrain() {
+	open.Lock()
+	delete(open.queues, q)
+	open.Unlock()
+	q.PriorityQueue.ShutDownWithDrain()
+}
+
+// open are the queues of this process.
+var open = struct {
+	sync.Mutex
+	queues map[*queue]bool
+}{queues: map[*queue]bool{}}
+
+var length = prometheus.NewDesc("drover_loop_backlog", "Objects that wait until a loop looks at them.",
+	[]string{"loop"}, nil)
+
+// lengths is the metric.
+type lengths struct{}
+
+func (lengths) Describe(c chan<- *prometheus.Desc) { c <- length }
+
+func (lengths) Collect(c chan<- prometheus.Metric) {
+	open.Lock()
+	sum := map[string]int{}
+	for q := range open.queues {
+		sum[q.loop] += q.Len()
+	}
+	open.Unlock()
+	for loop, n := range sum {
+		c <- prometheus.MustNewConstMetric(length, prometheus.GaugeValue, float64(n), loop)
+	}
+}
+
+func init() { metrics.Registry.MustRegister(lengths{}) }

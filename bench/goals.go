@@ -1,0 +1,104 @@
+package main
+
+import (
+	"fmt"
+	"path"
+	"slices"
+)
+
+// goal is what a figure is to reach: its ratio, its value, or the difference to the baseline's value. Name and subject
+// are patterns of path.Match.
+type goal struct {
+	name, subject string
+	to            string // the baseline; empty: any
+	of            measure
+	least, most   float64
+}
+
+type measure int
+
+const (
+	ratio measure = iota
+	value
+	over // the baseline
+)
+
+const loopDirect = "loop-direct"
+
+var goals = []goal{
+	{name: "rand*-4k-qd32", subject: "drover-*", to: loopDirect, least: 0.6},
+	{name: "read-1m", subject: "drover-*", to: loopDirect, least: 0.9},
+	{name: "write-1m", subject: "drover-*", to: loopDirect, least: 0.9},
+	{name: "rand*-4k-qd1-added", subject: "drover-*", to: loopDirect, of: value, most: 75},
+	{name: "image-import-raw", subject: "drover", least: 0.8},
+	{name: "image-import-raw-synced", subject: "drover", least: 0.8},
+	{name: "image-import-qcow2-plain", subject: "drover", least: 1},
+	{name: "image-import-qcow2-zlib", subject: "drover", least: 1},
+	{name: "image-import-qcow2-zstd", subject: "drover", least: 1},
+	{name: "image-import-gz", subject: "drover", least: 0.91},
+	{name: "image-import-xz", subject: "drover", least: 0.91},
+	{name: "image-import-zst", subject: "drover", least: 0.91},
+	{name: "image-import-*-du", subject: "drover", most: 1.05},
+	{name: "image-download", subject: "drover", least: 0.9},
+	{name: "images-many", subject: "* beside *", most: 1.5},
+	{name: "volume-from-image", subject: "*", of: value, most: 0.3},
+	{name: "serve", subject: "start", of: value, most: 5},
+	{name: "serve-idle-rss", subject: "fresh", of: value, most: 150},
+	{name: "serve-idle-rss", subject: "after *", of: value, most: 150},
+	{name: "serve-idle-cpu", subject: "fresh", of: value, most: 1},
+	{name: "serve-idle-cpu", subject: "after *", of: value, most: 1},
+	{name: "killed-to-next-io", subject: "*", of: value, most: 0.1},
+	{name: "clone", subject: "of-*", of: value, most: 0.3},
+	{name: "full-copy", subject: "drover", least: 0.9},
+	{name: "index-of-1-TiB", subject: "*, fully written*", of: value, most: 64},
+	{name: "snapshot-pause*-p99", subject: "added by a cut", of: over, most: 10},
+	{name: "read-over-chain", subject: "*", least: 0.95},
+	{name: "rebuild-full-dense", subject: "drover", least: 0.8},
+	{name: "rebuild-full-fragmented", subject: "drover", least: 1},
+	{name: "rebuild-100-empty-snapshots", subject: "added", of: value, most: 1},
+	{name: "rebuild-delta-bytes", subject: "3-replicas", most: 1.2},
+}
+
+// text is the goal as people read it.
+func (g goal) text() string {
+	sign, v := ">=", g.least
+	if g.most > 0 {
+		sign, v = "<=", g.most
+	}
+	switch g.of {
+	case ratio:
+		return fmt.Sprintf("ratio %s %g", sign, v)
+	case over:
+		return fmt.Sprintf("%s baseline + %g", sign, v)
+	default:
+		return fmt.Sprintf("%s %g", sign, v)
+	}
+}
+
+// hasGoal reports whether a figure of that name has one.
+func hasGoal(name string) bool {
+	return slices.ContainsFunc(goals, func(g goal) bool { return g.name == name })
+}
+
+// judge notes the goal of a figure, and whether it is missed.
+func (r *result) judge() {
+	for _, g := range goals {
+		name, err := path.Match(g.name, r.Name)
+		subject, serr := path.Match(g.subject, r.Subject)
+		if err != nil || serr != nil || !name || !subject || g.to != "" && g.to != r.Baseline {
+			continue
+		}
+		v := r.Value
+		switch g.of {
+		case ratio:
+			if r.Baseline == "" {
+				continue
+			}
+			v = r.Ratio
+		case over:
+			v -= r.base
+		}
+		r.Goal = g.text()
+		r.Missed = g.least > 0 && v < g.least || g.most > 0 && v > g.most
+	}
+}

@@ -1,0 +1,45 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+var ofHeap = regexp.MustCompile(`([0-9.]+) MiB of heap`)
+
+// index tells what the index of a volume of 1 TiB takes, as the test that simulates such volumes measures it: no disk
+// of that size is needed.
+func (b *bench) index(ctx context.Context) error {
+	const test = "TestIndexMemory"
+	out, err := tool(ctx, "go", "test", "-json", "-count=1", "-run", "^"+test+"$", "./replicas/stack")
+	if err != nil {
+		return err
+	}
+	found := false
+	for s := bufio.NewScanner(strings.NewReader(out)); s.Scan(); {
+		var line struct{ Test, Output string }
+		if err := json.Unmarshal(s.Bytes(), &line); err != nil {
+			return fmt.Errorf("go test: %w: %s", err, s.Text())
+		}
+		m := ofHeap.FindStringSubmatch(line.Output)
+		if m == nil {
+			continue
+		}
+		v, err := strconv.ParseFloat(m[1], 64)
+		if err != nil {
+			return err
+		}
+		found = true
+		subject := strings.ReplaceAll(strings.TrimPrefix(line.Test, test+"/"), "_", " ")
+		b.add("index-of-1-TiB", subject, v, "MiB", "", 0, "simulated")
+	}
+	if !found {
+		return fmt.Errorf("%s says nothing of memory", test)
+	}
+	return nil
+}

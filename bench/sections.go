@@ -1,0 +1,64 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// section is a part of the bench. Its name, or that of one of its parts, is enough for it to be wanted.
+type section struct {
+	name    string
+	parts   []string
+	measure func(context.Context) error
+}
+
+func (b *bench) sections() []section {
+	formats := []string{"formats"}
+	for _, f := range samples {
+		formats = append(formats, f.name)
+	}
+	return []section{
+		{"idle", nil, b.idle},
+		{"index", nil, b.index},
+		{"devices", nil, b.devices},
+		{"transport", nil, b.transport},
+		{"clones", []string{"linked"}, b.linked},
+		{"clones", []string{"full-copy"}, b.fullCopy},
+		{"clones", []string{"merge"}, b.merge},
+		{"images", formats, func(ctx context.Context) error { return b.formats(ctx, 2*b.sizeMiB<<20) }},
+		{"images", []string{"download"}, b.downloads},
+		{"images", []string{"volumes"}, b.fromImage},
+		{"scale", nil, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
+		{"snapshots", []string{"pause", "chains"}, b.snapshots},
+		// Last: its nodes are away after it.
+		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},
+	}
+}
+
+// wanted reports whether one of these is to be measured.
+func (b *bench) wanted(names ...string) bool {
+	return b.only == "" || slices.ContainsFunc(strings.Split(b.only, ","), func(n string) bool {
+		return slices.Contains(names, n)
+	})
+}
+
+// known refuses what nothing is called that can be measured.
+func (b *bench) known() error {
+	if b.only == "" {
+		return nil
+	}
+	var names []string
+	for _, s := range b.sections() {
+		names = append(append(names, s.name), s.parts...)
+	}
+	slices.Sort(names)
+	names = slices.Compact(names)
+	for _, n := range strings.Split(b.only, ",") {
+		if !slices.Contains(names, n) {
+			return fmt.Errorf("-only: nothing is called %q; there are: %s", n, strings.Join(names, ", "))
+		}
+	}
+	return nil
+}

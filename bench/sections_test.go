@@ -1,0 +1,24 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+// What -only does not know is refused, with all that it knows.
+func TestOnly(t *testing.T) {
+	for only, unknown := range map[string]string{
+		"": "", "idle": "", "qcow2-zlib,merge,pause": "", "images,rebuild": "",
+		"indx": "indx", "idle,quow2": "quow2", "idle, index": " index", "idle,": "",
+	} {
+		err := (&bench{options: options{only: only}}).known()
+		switch wrong := unknown != "" || strings.HasSuffix(only, ","); {
+		case !wrong && err != nil:
+			t.Errorf("%q: %v", only, err)
+		case wrong && (err == nil || !strings.Contains(err.Error(), "idle, images, index")):
+			t.Errorf("%q: %v", only, err)
+		case wrong && !strings.Contains(err.Error(), unknown):
+			t.Errorf("%q: %v does not name it", only, err)
+		}
+	}
+}

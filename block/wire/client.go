@@ -1,0 +1,264 @@
+package wire
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"sort"
+	"strconv"
+	"sync"
+	"time"
+
+	"drover.io/drover/block"
+)
+
+// Error is what the other node answered instead of what was asked for.
+type Error struct{ Node, Kind, Message string }
+
+func (e *Error) Error() string { return "node " + e.Node + ": " + e.Message }
+
+// Times of a client. A read is tried again while the other node cannot be reached: after a moment it often can.
+const (
+	callTime = time.Minute
+	dialTime = 5 * time.Second
+	tries    = 5
+	tryPause = 200 * time.Millisecond
+)
+
+// Client reads layers of another node.
+type Client struct {
+	node string
+	base string
+	http *http.Client
+}
+
+// NewClient makes a client of the node that is reached at address. Close it.
+func NewClient(id *Identity, node, address string) *Client {
+	dial := func(ctx context.Context, network, addr string) (net.Conn, error) {
+		cfg, err := id.Client(node)
+		if err != nil {
+			return nil, err
+		}
+		ctx, cancel := context.WithTimeout(ctx, dialTime)
+		defer cancel()
+		return (&tls.Dialer{NetDialer: NewDialer(), Config: cfg}).DialContext(ctx, network, addr)
+	}
+	return &Client{node: node, base: "https://" + address, http: &http.Client{Transport: &http.Transport{
+		DialTLSContext: dial, MaxIdleConnsPerHost: 16, IdleConnTimeout: time.Minute, DisableCompression: true,
+		ReadBufferSize: 64 << 10}}}
+}
+
+// Close closes the idle connections.
+func (c *Client) Close() { c.http.CloseIdleConnections() }
+
+// get asks once. The caller closes the answer's body.
+func (c *Client) get(ctx context.Context, what string, v url.Values) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.base+"/v1/"+what+"?"+v.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("node %s cannot be reached: %w", c.node, err)
+	}
+	if resp.StatusCode == http.StatusOK {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	f := failure{}
+	b, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	if err != nil || json.Unmarshal(b, &f) != nil || f.Message == "" {
+		f.Message = "it answered " + resp.Status
+	}
+	return nil, &Error{c.node, f.Kind, f.Message}
+}
+
+// call asks until there is an answer, takes it, and tells whether it could be taken.
+func (c *Client) call(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
+	for try := 1; ; try++ {
+		err := c.once(ctx, what, v, take)
+		var said *Error
+		if err == nil || errors.As(err, &said) || errors.Is(err, ErrNoCertificate) || try == tries || ctx.Err() != nil {
+			return err
+		}
+		select {
+		case <-time.After(tryPause << try):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+func (c *Client) once(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	resp, err := c.get(ctx, what, v)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if err := take(resp.Body); err != nil {
+		return fmt.Errorf("node %s: %w", c.node, err)
+	}
+	return nil
+}
+
+func of(disk, uid string) url.Values { return url.Values{"disk": {disk}, "uid": {uid}} }
+
+// Image is what a disk of the node has recorded of an image.
+func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, err error) {
+	err = c.call(ctx, "image", of(disk, uid), func(r io.Reader) error {
+		img = block.Image{}
+		return json.NewDecoder(r).Decode(&img)
+	})
+	return img, err
+}
+
+// Digest is the root digest of a finished layer and the bytes that it takes there.
+func (c *Client) Digest(ctx context.Context, disk, uid string) (root string, allocated int64, err error) {
+	f, err := c.layer(ctx, disk, uid)
+	return f.Root, f.Allocated, err
+}
+
+// Sums is the file of digests of a finished layer.
+func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err error) {
+	err = c.call(ctx, "sums", of(disk, uid), func(r io.Reader) error {
+		b, err = io.ReadAll(io.LimitReader(r, maxSums))
+		return err
+	})
+	return b, err
+}
+
+// maxSums is more than a layer of the largest size has.
+const maxSums = 1 << 30
+
+// Read reads a part of a finished layer, of 4 MiB at most. It is asked for once.
+func (c *Client) Read(ctx context.Context, disk, uid string, p []byte, off int64) error {
+	v := of(disk, uid)
+	v.Set("off", strconv.FormatInt(off, 10))
+	v.Set("len", strconv.Itoa(len(p)))
+	return c.once(ctx, "data", v, func(body io.Reader) error {
+		_, err := io.ReadFull(body, p)
+		return err
+	})
+}
+
+func (c *Client) layer(ctx context.Context, disk, uid string) (f layerFacts, err error) {
+	err = c.call(ctx, "layer", of(disk, uid), func(r io.Reader) error {
+		f = layerFacts{}
+		return json.NewDecoder(r).Decode(&f)
+	})
+	return f, err
+}
+
+// Send waits for a place among those that the disk serves, and keeps it until end is called.
+func (c *Client) Send(ctx context.Context, disk string) (end func(), err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	resp, err := c.get(ctx, "send", url.Values{"disk": {disk}})
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { _, _ = io.Copy(io.Discard, resp.Body) }) // signs of life
+	return func() {
+		cancel()
+		_ = resp.Body.Close()
+		wg.Wait()
+	}, nil
+}
+
+// Open opens a finished layer of the node for reading until ctx ends.
+func (c *Client) Open(ctx context.Context, disk, uid string) (block.Source, error) {
+	f, err := c.layer(ctx, disk, uid)
+	if err != nil {
+		return nil, err
+	}
+	return &remote{c: c, ctx: ctx, disk: disk, uid: uid, size: f.Size}, nil
+}
+
+// remote is a layer of another node.
+type remote struct {
+	c         *Client
+	ctx       context.Context
+	disk, uid string
+	size      int64
+
+	mu    sync.Mutex
+	known []block.Extent // in order and without gaps, of one answer
+}
+
+func (r *remote) Size() int64  { return r.size }
+func (r *remote) Close() error { return nil }
+
+// ReadAt implements io.ReaderAt.
+func (r *remote) ReadAt(p []byte, off int64) (n int, err error) {
+	for n < len(p) && off+int64(n) < r.size {
+		part := p[n:min(len(p), n+maxRead)]
+		at := off + int64(n)
+		part = part[:min(int64(len(part)), r.size-at)]
+		v := of(r.disk, r.uid)
+		v.Set("off", strconv.FormatInt(at, 10))
+		v.Set("len", strconv.Itoa(len(part)))
+		if err := r.c.call(r.ctx, "data", v, func(body io.Reader) error {
+			_, err := io.ReadFull(body, part)
+			return err
+		}); err != nil {
+			return n, err
+		}
+		n += len(part)
+	}
+	if n < len(p) {
+		return n, io.EOF
+	}
+	return n, nil
+}
+
+// Next implements block.Source.
+func (r *remote) Next(off int64) (block.Extent, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e, ok := r.find(off); ok {
+		return e, nil
+	}
+	v := of(r.disk, r.uid)
+	v.Set("off", strconv.FormatInt(off, 10))
+	var list [][3]int64
+	if err := r.c.call(r.ctx, "extents", v, func(body io.Reader) error {
+		list = nil
+		return json.NewDecoder(body).Decode(&list)
+	}); err != nil {
+		return block.Extent{}, err
+	}
+	r.known = r.known[:0]
+	end := off
+	for _, x := range list {
+		if x[0] != end || x[1] <= 0 || x[1] > r.size-end || x[2] < int64(block.Hole) || x[2] > int64(block.Data) {
+			return block.Extent{}, fmt.Errorf("node %s: what it says of layer %s makes no sense", r.c.node, r.uid)
+		}
+		r.known = append(r.known, block.Extent{Off: x[0], Len: x[1], Kind: block.Kind(x[2])})
+		end += x[1]
+	}
+	if e, ok := r.find(off); ok {
+		return e, nil
+	}
+	return block.Extent{}, fmt.Errorf("node %s: it does not say what layer %s holds at %d", r.c.node, r.uid, off)
+}
+
+// find is the rest of the known extent that holds off.
+func (r *remote) find(off int64) (block.Extent, bool) {
+	i := sort.Search(len(r.known), func(i int) bool { return r.known[i].End() > off })
+	if i == len(r.known) || r.known[i].Off > off {
+		return block.Extent{}, false
+	}
+	e := r.known[i]
+	e.Len -= off - e.Off
+	e.Off = off
+	return e, true
+}

@@ -1,0 +1,262 @@
+package wire
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+)
+
+// Identity is what a node's processes prove to other nodes that they are its own. It lives in a folder, so that the
+// processes share it and know it before they can ask the API: node.key is made once, node.pem (the certificate and the
+// authorities that others' are checked against) is written by the one that gets it issued. All others read it anew when
+// it has changed, at their next handshake.
+type Identity struct {
+	dir, node string
+	key       *ecdsa.PrivateKey
+
+	mu   sync.Mutex
+	seen fs.FileInfo // of node.pem, as it was read
+	now  *credentials
+}
+
+// credentials are one reading of node.pem.
+type credentials struct {
+	cert  tls.Certificate
+	roots *x509.CertPool
+	leaf  *x509.Certificate
+}
+
+const (
+	keyFile  = "node.key"
+	certFile = "node.pem"
+)
+
+// ErrNoCertificate is returned while the node has not been issued one.
+var ErrNoCertificate = errors.New("this node has no certificate yet: the controller issues it")
+
+// OpenIdentity opens or makes the identity of a node in dir.
+func OpenIdentity(dir, node string) (*Identity, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("identity of node %s: %w", node, err)
+	}
+	id := &Identity{dir: dir, node: node}
+	path := filepath.Join(dir, keyFile)
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		if b, err = newKey(path); errors.Is(err, fs.ErrExist) {
+			b, err = os.ReadFile(path) // another process was first
+		}
+	}
+	if err == nil {
+		if block, _ := pem.Decode(b); block == nil {
+			err = errors.New("no PEM")
+		} else {
+			id.key, err = x509.ParseECPrivateKey(block.Bytes)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("key of node %s, %s: %w; delete the file to get a new one", node, path, err)
+	}
+	return id, nil
+}
+
+// newKey makes a key. The file appears whole or not at all, and never replaces one.
+func newKey(path string) ([]byte, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
+	}
+	der, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return nil, err
+	}
+	b := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
+	tmp, err := writeTemp(path, b)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = os.Remove(tmp) }()
+	return b, os.Link(tmp, path)
+}
+
+// writeTemp writes b durably to a file beside path, readable by its owner alone.
+func writeTemp(path string, b []byte) (string, error) {
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
+	if err != nil {
+		return "", err
+	}
+	_, err = f.Write(b)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		_ = os.Remove(f.Name())
+		return "", err
+	}
+	return f.Name(), nil
+}
+
+// Node is whose identity it is.
+func (id *Identity) Node() string { return id.node }
+
+// Fingerprint names the key.
+func (id *Identity) Fingerprint() string { return fingerprint(id.key) }
+
+// Request asks an authority for a certificate (PEM).
+func (id *Identity) Request() ([]byte, error) {
+	der, err := x509.CreateCertificateRequest(rand.Reader,
+		&x509.CertificateRequest{Subject: pkix.Name{CommonName: id.node}}, id.key)
+	if err != nil {
+		return nil, fmt.Errorf("request of node %s: %w", id.node, err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
+}
+
+// Put takes a certificate and the authorities (PEM) that was issued for this identity's key.
+func (id *Identity) Put(cert, authorities []byte) error {
+	both := append(append([]byte{}, cert...), authorities...)
+	if _, err := id.parse(both); err != nil {
+		return fmt.Errorf("certificate of node %s: %w", id.node, err)
+	}
+	path := filepath.Join(id.dir, certFile)
+	tmp, err := writeTemp(path, both)
+	if err == nil {
+		if err = os.Rename(tmp, path); err != nil {
+			_ = os.Remove(tmp)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("certificate of node %s: %w", id.node, err)
+	}
+	return nil
+}
+
+// Until is how long the certificate is good; ErrNoCertificate while there is none.
+func (id *Identity) Until() (time.Time, error) {
+	c, err := id.current()
+	if err != nil {
+		return time.Time{}, err
+	}
+	return c.leaf.NotAfter, nil
+}
+
+// parse reads node.pem: the first certificate is the node's, the others are authorities.
+func (id *Identity) parse(b []byte) (*credentials, error) {
+	c := &credentials{roots: x509.NewCertPool()}
+	roots := 0
+	for block, rest := pem.Decode(b); block != nil; block, rest = pem.Decode(rest) {
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, err
+		}
+		if c.leaf == nil {
+			c.leaf, c.cert = cert, tls.Certificate{Certificate: [][]byte{cert.Raw}, PrivateKey: id.key, Leaf: cert}
+			continue
+		}
+		c.roots.AddCert(cert)
+		roots++
+	}
+	switch {
+	case c.leaf == nil || roots == 0:
+		return nil, errors.New("no certificate, or no authority")
+	case !id.key.PublicKey.Equal(c.leaf.PublicKey):
+		return nil, errors.New("it is for another key")
+	}
+	node, err := nodeOf(c.leaf)
+	if err == nil && node != id.node {
+		err = fmt.Errorf("it is one of node %q", node)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// current is what node.pem says now.
+func (id *Identity) current() (*credentials, error) {
+	path := filepath.Join(id.dir, certFile)
+	st, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, ErrNoCertificate
+	}
+	id.mu.Lock()
+	defer id.mu.Unlock()
+	if err == nil && id.now != nil && os.SameFile(st, id.seen) && st.ModTime().Equal(id.seen.ModTime()) {
+		return id.now, nil
+	}
+	var b []byte
+	if err == nil {
+		b, err = os.ReadFile(path)
+	}
+	var c *credentials
+	if err == nil {
+		c, err = id.parse(b)
+	}
+	if err != nil {
+		if id.now != nil {
+			return id.now, nil // what was good is better than nothing
+		}
+		return nil, fmt.Errorf("certificate of node %s, %s: %w", id.node, path, err)
+	}
+	id.now, id.seen = c, st
+	return c, nil
+}
+
+// Server is for a listener: it takes nodes of the same authority alone, by TLS 1.3. NodeOf tells which.
+func (id *Identity) Server(protocols ...string) *tls.Config {
+	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+		c, err := id.current()
+		if err != nil {
+			return nil, err
+		}
+		return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, ClientCAs: c.roots,
+			ClientAuth: tls.RequireAndVerifyClientCert, NextProtos: protocols,
+			// A resumed session would outlive the certificate that it began with.
+			SessionTicketsDisabled: true}, nil
+	}}
+}
+
+// Client is for a connection to a node: whoever answers must be that node. It is to be asked for anew for every
+// connection, since certificates change.
+func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error) {
+	c, err := id.current()
+	if err != nil {
+		return nil, err
+	}
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, NextProtos: protocols,
+		// Nodes are known by their names in Drover, wherever they are reached: VerifyConnection does what this leaves out.
+		InsecureSkipVerify: true,
+		VerifyConnection: func(s tls.ConnectionState) error {
+			if len(s.PeerCertificates) == 0 {
+				return errors.New("the other side has no certificate")
+			}
+			leaf := s.PeerCertificates[0]
+			if _, err := leaf.Verify(x509.VerifyOptions{Roots: c.roots,
+				KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}); err != nil {
+				return err
+			}
+			switch is, err := nodeOf(leaf); {
+			case err != nil:
+				return err
+			case is != node:
+				return fmt.Errorf("node %s answers where node %s should be", is, node)
+			}
+			return nil
+		}}, nil
+}
+
+// NodeOf is the node at the other end of a connection that was accepted with Server's configuration.
+func NodeOf(s tls.ConnectionState) (string, error) {
+	if len(s.PeerCertificates) == 0 {
+		return "", errors.New("the other side has no certificate")
+	}
+	return nodeOf(s.PeerCertificates[0])
+}

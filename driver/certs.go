@@ -1,0 +1,161 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/block/wire"
+)
+
+// ourNamespace is where the lease and the authority of nodes are: that of the pod, or default.
+func ourNamespace(wish string) string {
+	if wish != "" {
+		return wish
+	}
+	if b, err := os.ReadFile("/var/run/secrets/kubernetes.io/serviceaccount/namespace"); err == nil {
+		return strings.TrimSpace(string(b))
+	}
+	return metav1.NamespaceDefault
+}
+
+// openNodeIdentity is the identity of this node, shared by its processes.
+func openNodeIdentity(stateDir, node string) (*wire.Identity, error) {
+	id, err := wire.OpenIdentity(filepath.Join(stateDir, "pki"), node)
+	if err != nil {
+		return nil, api.Errorf(api.Unavailable, "%w", err)
+	}
+	return id, nil
+}
+
+// issuer signs what nodes ask for. It is a loop of the controller role.
+type issuer struct {
+	client    client.Client
+	reader    client.Reader // Secrets are not cached
+	namespace string
+	log       *slog.Logger
+}
+
+func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
+	i := &issuer{client: mgr.GetClient(), reader: mgr.GetAPIReader(), namespace: namespace, log: log}
+	return ctrl.NewControllerManagedBy(mgr).Named("certificate").For(&api.NodeCertificate{}).
+		WithOptions(controller.Options{NewQueue: backlog.New}).Complete(i)
+}
+
+// Reconcile issues a certificate, or renews it in time.
+func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var c api.NodeCertificate
+	if err := i.client.Get(ctx, req.NamespacedName, &c); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	a, err := i.authority(ctx)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if until, ok := a.Signed([]byte(c.Status.Certificate)); ok {
+		if left := time.Until(until) - wire.CertificateLife/3; left > 0 {
+			return reconcile.Result{RequeueAfter: left}, nil
+		}
+	}
+	st := api.NodeCertificateStatus{}
+	cert, until, err := a.Sign([]byte(c.Spec.Request), c.Spec.Node, wire.CertificateLife)
+	if err != nil {
+		if st.Message = err.Error(); st.Message == c.Status.Message {
+			return reconcile.Result{}, nil
+		}
+	} else {
+		st.Certificate, st.Authorities, st.NotAfter = string(cert), string(a.PEM()), metav1.NewTime(until)
+		i.log.Info("certificate issued", "node", c.Spec.Node, "until", until)
+	}
+	c.Status = st
+	if err := i.client.Status().Update(ctx, &c); apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	} else if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, fmt.Errorf("certificate of node %s: %w", c.Spec.Node, err)
+	}
+	return reconcile.Result{RequeueAfter: wire.CertificateLife / 2}, nil
+}
+
+// authority is that of all nodes; it is made once.
+func (i *issuer) authority(ctx context.Context) (*wire.Authority, error) {
+	key := client.ObjectKey{Namespace: i.namespace, Name: api.AuthoritySecret}
+	var s corev1.Secret
+	err := i.reader.Get(ctx, key, &s)
+	if apierrors.IsNotFound(err) {
+		both, nerr := wire.NewAuthority()
+		if nerr != nil {
+			return nil, nerr
+		}
+		s = corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: key.Name},
+			Data: map[string][]byte{api.AuthorityKey: both}}
+		if err = i.client.Create(ctx, &s); apierrors.IsAlreadyExists(err) {
+			err = i.reader.Get(ctx, key, &s)
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("secret %s: %w", key, err)
+	}
+	return wire.LoadAuthority(s.Data[api.AuthorityKey])
+}
+
+// applicant gets this node its certificate, and takes over renewed ones.
+type applicant struct {
+	client client.Client
+	id     *wire.Identity
+	name   string
+}
+
+func setupApplicant(mgr ctrl.Manager, id *wire.Identity) error {
+	a := &applicant{client: mgr.GetClient(), id: id, name: id.Node() + "." + id.Fingerprint()}
+	mine := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.GetName() == a.name })
+	return ctrl.NewControllerManagedBy(mgr).Named("own-certificate").
+		For(&api.NodeCertificate{}, builder.WithPredicates(mine)).
+		WatchesRawSource(source.Func(
+			func(_ context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: a.name}}) // it may not exist yet
+				return nil
+			})).
+		WithOptions(controller.Options{NeedLeaderElection: new(bool), NewQueue: backlog.New}).
+		Complete(a)
+}
+
+// Reconcile asks for a certificate, or puts the issued one where this node's processes find it.
+func (a *applicant) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var c api.NodeCertificate
+	err := a.client.Get(ctx, req.NamespacedName, &c)
+	if apierrors.IsNotFound(err) {
+		request, err := a.id.Request()
+		if err != nil {
+			return reconcile.Result{}, err
+		}
+		c = api.NodeCertificate{ObjectMeta: metav1.ObjectMeta{Name: a.name},
+			Spec: api.NodeCertificateSpec{Node: a.id.Node(), Request: string(request)}}
+		if err := a.client.Create(ctx, &c); err != nil && !apierrors.IsAlreadyExists(err) {
+			return reconcile.Result{}, fmt.Errorf("certificate of node %s: %w", a.id.Node(), err)
+		}
+		return reconcile.Result{}, nil
+	}
+	if err != nil || c.Status.Certificate == "" {
+		return reconcile.Result{}, err
+	}
+	return reconcile.Result{}, a.id.Put([]byte(c.Status.Certificate), []byte(c.Status.Authorities))
+}

@@ -1,0 +1,110 @@
+package cli
+
+import (
+	"strings"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// complete offers the names of objects on <Tab>. Silence where the server does not answer: it is only a help.
+func (a *app) complete(list func() client.ObjectList, once bool) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
+		if once && len(got) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		var found []string
+		for _, o := range a.objects(cmd, list()) {
+			if strings.HasPrefix(o.GetName(), prefix) {
+				found = append(found, o.GetName())
+			}
+		}
+		return found, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// objects lists what there is of a kind, or nothing where the server does not answer.
+func (a *app) objects(cmd *cobra.Command, list client.ObjectList) []client.Object {
+	a.output = "table"
+	c, err := a.connect()
+	if err != nil {
+		return nil
+	}
+	if err := c.List(cmd.Context(), list); err != nil {
+		return nil
+	}
+	var out []client.Object
+	_ = meta.EachListItem(list, func(o runtime.Object) error {
+		out = append(out, o.(client.Object))
+		return nil
+	})
+	return out
+}
+
+func volumes() client.ObjectList   { return &api.VolumeList{} }
+func snapshots() client.ObjectList { return &api.SnapshotList{} }
+func images() client.ObjectList    { return &api.BackingImageList{} }
+func nodes() client.ObjectList     { return &api.NodeList{} }
+
+// completeDisks offers the paths of disks.
+func (a *app) completeDisks(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
+	if len(got) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	var found []string
+	for _, o := range a.objects(cmd, nodes()) {
+		for _, d := range o.(*api.Node).Spec.Disks {
+			if strings.HasPrefix(d.Path, prefix) {
+				found = append(found, d.Path)
+			}
+		}
+	}
+	return found, cobra.ShellCompDirectiveNoFileComp
+}
+
+// completeSources offers what a volume or an image can begin with: volumes and snapshots.
+func (a *app) completeSources(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
+	vols, _ := a.complete(volumes, false)(cmd, nil, prefix)
+	snaps, d := a.complete(snapshots, false)(cmd, nil, prefix)
+	return append(vols, snaps...), d
+}
+
+// completeFlags tells the shell what the flags of a command and those below it take, by their names, which mean the
+// same everywhere. Flags that are not here take files or free text.
+func (a *app) completeFlags(c *cobra.Command) {
+	values := map[string]cobra.CompletionFunc{
+		"output":        words("table", "json", "yaml", "name"),
+		"fs":            words("ext4", "xfs", "btrfs"),
+		"clone-mode":    words(api.CloneLinked, api.CloneFull),
+		"data-locality": words("disabled", "best-effort", "strict-local"),
+		"auto-balance":  words("ignored", "disabled", "least-effort", "best-effort"),
+		"format":        words("raw", "qcow2"),
+		"image":         a.complete(images, false),
+		"node":          a.complete(nodes, false),
+		"from":          a.completeSources,
+	}
+	if c.Name() == "cleanup" {
+		values["disk"] = func(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
+			return a.completeDisks(cmd, nil, prefix)
+		}
+	}
+	for name, f := range values {
+		if c.Flags().Lookup(name) == nil && c.PersistentFlags().Lookup(name) == nil {
+			continue
+		}
+		// A flag has one completion, and is looked up by its name: it cannot fail.
+		_ = c.RegisterFlagCompletionFunc(name, f)
+	}
+	for _, sub := range c.Commands() {
+		a.completeFlags(sub)
+	}
+}
+
+// words completes to fixed values.
+func words(all ...string) cobra.CompletionFunc {
+	return cobra.FixedCompletions(all, cobra.ShellCompDirectiveNoFileComp)
+}

@@ -1,0 +1,123 @@
+package cli
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// nodeSilent is how old a heartbeat may be; nodes renew it every 10 s.
+const nodeSilent = 40 * time.Second
+
+// nodeDrain takes a node out of use, or back.
+func (a *app) nodeDrain() *cobra.Command {
+	var undo bool
+	c := &cobra.Command{
+		Use: "drain NAME", Short: "Take nothing new on a node, and move away what can be moved",
+		Long: "Marks a node for eviction: nothing new is placed on it, replicas are made elsewhere before they go from\n" +
+			"it, and images move to other nodes. What is attached there stays attached. Prints what is still on it.",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(nodes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			n, err := nodeOf(ctx, c, left[0])
+			if err != nil {
+				return err
+			}
+			base := n.DeepCopy()
+			n.Spec.EvictionRequested = !undo
+			if err := patchNode(ctx, c, n, base); err != nil {
+				return err
+			}
+			if undo {
+				a.said(cmd, "node", n.Name, "is in use again")
+				return nil
+			}
+			vols, imgs, err := onNode(ctx, c, n)
+			if err != nil {
+				return err
+			}
+			a.said(cmd, "node", n.Name, "takes nothing new"+stillHolds(vols, imgs))
+			return nil
+		},
+	}
+	c.Flags().BoolVar(&undo, "undo", false, "take the wish back")
+	return c
+}
+
+// onNode is what the disks of a node hold.
+func onNode(ctx context.Context, c client.Client, n *api.Node) (vols, imgs []string, err error) {
+	for _, d := range n.Status.Disks {
+		if d.UID == "" {
+			continue
+		}
+		v, i, err := holdings(ctx, c, d.UID)
+		if err != nil {
+			return nil, nil, err
+		}
+		vols, imgs = append(vols, v...), append(imgs, i...)
+	}
+	slices.Sort(vols)
+	slices.Sort(imgs)
+	return slices.Compact(vols), slices.Compact(imgs), nil
+}
+
+// nodeSet sets what a node is known by when things are placed.
+func (a *app) nodeSet() *cobra.Command {
+	var zone, tags string
+	c := &cobra.Command{
+		Use: "set NAME", Short: "Say which zone a node is in, and which tags it has",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(nodes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			flags := cmd.Flags()
+			if !flags.Changed("zone") && !flags.Changed("tags") {
+				return api.Errorf(api.Invalid, "nothing to set: give --zone or --tags")
+			}
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			n, err := nodeOf(ctx, c, left[0])
+			if err != nil {
+				return err
+			}
+			base := n.DeepCopy()
+			if flags.Changed("tags") {
+				n.Spec.Tags = nil
+				for t := range strings.SplitSeq(tags, ",") {
+					if t = strings.TrimSpace(t); t != "" {
+						n.Spec.Tags = append(n.Spec.Tags, t)
+					}
+				}
+			}
+			if flags.Changed("zone") {
+				if n.Labels == nil {
+					n.Labels = map[string]string{}
+				}
+				if n.Labels[api.LabelZone] = zone; zone == "" {
+					delete(n.Labels, api.LabelZone)
+				}
+			}
+			if err := patchNode(ctx, c, n, base); err != nil {
+				return err
+			}
+			a.said(cmd, "node", n.Name, "set")
+			return nil
+		},
+	}
+	c.Flags().StringVar(&zone, "zone", "", "zone; replicas of a volume are put into different ones; empty: none")
+	c.Flags().StringVar(&tags, "tags", "", "tags a,b, for selectors; empty: none")
+	return c
+}

@@ -1,0 +1,56 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"time"
+
+	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/util/duration"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// showEvents is how many events of an object are shown.
+const showEvents = 10
+
+// eventsOf are the latest events of the objects of a name and of one of these kinds, oldest first. Who may not read
+// events sees none.
+func eventsOf(ctx context.Context, c client.Client, name string, kinds ...string) []eventsv1.Event {
+	var list eventsv1.EventList
+	if err := c.List(ctx, &list, client.MatchingFields{"regarding.name": name}); err != nil {
+		return nil
+	}
+	all := slices.DeleteFunc(list.Items, func(e eventsv1.Event) bool { return !slices.Contains(kinds, e.Regarding.Kind) })
+	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
+	return all[max(0, len(all)-showEvents):]
+}
+
+func lastSeen(e *eventsv1.Event) time.Time {
+	switch {
+	case e.Series != nil && !e.Series.LastObservedTime.IsZero():
+		return e.Series.LastObservedTime.Time
+	case !e.EventTime.IsZero():
+		return e.EventTime.Time
+	}
+	return e.CreationTimestamp.Time
+}
+
+func describeEvents(w io.Writer, all []eventsv1.Event) {
+	if len(all) == 0 {
+		return
+	}
+	fmt.Fprintln(w, "\nEvents:")
+	var rows [][]string
+	for i := range all {
+		e := &all[i]
+		times := ""
+		if e.Series != nil {
+			times = strconv.Itoa(int(e.Series.Count))
+		}
+		rows = append(rows, []string{duration.HumanDuration(time.Since(lastSeen(e))), e.Type, e.Reason, times, e.Note})
+	}
+	_ = table(w, "AGE TYPE REASON TIMES NOTE", rows)
+}

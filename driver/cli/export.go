@@ -1,0 +1,211 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// ExportOptions say what is written into which file.
+type ExportOptions struct {
+	Image, Snapshot string // one of them, by name
+	File            string
+	Format          string // raw or qcow2
+	Compress        bool   // qcow2 alone
+	Force           bool   // the file may be there
+	Progress        func(done, total int64)
+}
+
+// Exporter writes what an image or a snapshot holds into a file. It reads disks of this machine.
+type Exporter func(ctx context.Context, c client.Client, o ExportOptions) error
+
+// exportFlags are those of all exports.
+func exportFlags(c *cobra.Command, o *ExportOptions) {
+	c.Flags().StringVar(&o.Format, "format", "raw", "raw (sparse) or qcow2")
+	c.Flags().BoolVar(&o.Compress, "compress", false, "with qcow2: compress with zstd (QEMU 5.1 or later reads it)")
+	c.Flags().BoolVar(&o.Force, "force", false, "replace a file that is there")
+}
+
+// export runs an export with a progress bar.
+func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, what string, o ExportOptions) error {
+	if o.Format != "raw" && o.Format != "qcow2" {
+		return usagef("--format %q: want raw or qcow2", o.Format)
+	}
+	if o.Compress && o.Format != "qcow2" {
+		return usagef("--compress is for --format qcow2")
+	}
+	began := time.Now()
+	bar := newProgress(cmd.ErrOrStderr(), what)
+	defer bar.clear()
+	var size int64
+	o.Progress = func(done, total int64) {
+		size = total
+		bar.at("writing", done, total)
+	}
+	if err := a.exporter(ctx, c, o); err != nil {
+		return explain(ctx, err)
+	}
+	bar.clear()
+	_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s written to %s: %s, %s, in %s\n", what, o.File, api.SizeText(size),
+		o.Format, seconds(time.Since(began)))
+	return err
+}
+
+func (a *app) imageExport() *cobra.Command {
+	var o ExportOptions
+	c := &cobra.Command{
+		Use: "export NAME FILE", Short: "Write a backing image into a file, raw or qcow2",
+		Long: "Writes what the image holds into a file. It reads the image on a disk of this machine: run it on a node " +
+			"that has a copy.",
+		Example: "  drover image export debian debian.raw\n" +
+			"  drover image export debian debian.qcow2 --format qcow2 --compress",
+		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(images, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var img api.BackingImage
+			if err := get(ctx, c, "image", left[0], &img); err != nil {
+				return err
+			}
+			o.Image, o.File = left[0], left[1]
+			return a.export(ctx, cmd, c, fmt.Sprintf("image %q", left[0]), o)
+		},
+	}
+	exportFlags(c, &o)
+	return c
+}
+
+func (a *app) snapshotExport() *cobra.Command {
+	var o ExportOptions
+	c := &cobra.Command{
+		Use: "export NAME FILE", Short: "Write what a snapshot holds into a file, raw or qcow2",
+		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(snapshots, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var s api.Snapshot
+			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+				return err
+			}
+			o.Snapshot, o.File = left[0], left[1]
+			return a.export(ctx, cmd, c, fmt.Sprintf("snapshot %q", left[0]), o)
+		},
+	}
+	exportFlags(c, &o)
+	return c
+}
+
+func (a *app) volumeExport() *cobra.Command {
+	var o ExportOptions
+	c := &cobra.Command{
+		Use: "export NAME FILE", Short: "Write what a volume holds now into a file, raw or qcow2",
+		Long: "Takes a snapshot of the volume, attached or not, writes what it holds into a file, and lets go of it.",
+		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) (err error) {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			var v api.Volume
+			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+				return err
+			}
+			s := api.NewSnapshot(&v, "export-"+string(api.NewUID()))
+			s.Spec.Labels = map[string]string{api.LabelClone: "file"}
+			if err := c.Create(ctx, s); err != nil {
+				return explain(ctx, err)
+			}
+			defer func() {
+				err = errors.Join(err, explain(ctx, client.IgnoreNotFound(c.Delete(context.WithoutCancel(ctx), s))))
+			}()
+			gone := api.Errorf(api.NotFound, "the snapshot was deleted meanwhile")
+			if _, err := until(ctx, c, s.Name, gone, func(s *api.Snapshot) (bool, error) {
+				return s.Status.ReadyToUse, nil
+			}); err != nil {
+				return late(err, "the snapshot of volume %q is not there yet", v.Name)
+			}
+			o.Snapshot, o.File = s.Name, left[1]
+			return a.export(ctx, cmd, c, fmt.Sprintf("volume %q", v.Name), o)
+		},
+	}
+	exportFlags(c, &o)
+	return c
+}
+
+func (a *app) imageCreate() *cobra.Command {
+	var from, nodeTags, diskTags string
+	c := &cobra.Command{
+		Use: "create NAME --from VOLUME", Short: "Make a backing image of a volume or a snapshot",
+		Long: "The image names the layers that the snapshot has: nothing is copied. Of a volume as it is now, attached or " +
+			"not, a\nsnapshot is taken for it. Volume and snapshot can be deleted as soon as the image is ready.",
+		Example: "  drover image create golden --from vm-1\n  drover image create golden --from snap://vm-1/installed",
+		Args:    args(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			if from == "" {
+				return usagef("of what? say --from VOLUME or --from SNAPSHOT")
+			}
+			if err := api.ValidateImageName(left[0]); err != nil {
+				return usagef("%w", err)
+			}
+			source, _, _, err := sourceOf(ctx, c, from)
+			if err != nil {
+				return err
+			}
+			of, err := api.ParseDataSource(source)
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport,
+				SourceParameters: map[string]string{api.ExportVolume: of.Volume},
+				NodeSelector:     tags(nodeTags), DiskSelector: tags(diskTags)}}
+			if img.Name = left[0]; of.Snapshot != "" {
+				img.Spec.SourceParameters[api.ExportSnapshot] = of.Snapshot
+			}
+			if err := c.Create(ctx, img); err != nil {
+				return explain(ctx, err)
+			}
+			gone := api.Errorf(api.NotFound, "image %q was deleted meanwhile", img.Name)
+			img, err = until(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
+				if i.Status.State == api.ImageFailed {
+					return true, api.Errorf(api.Other, "image %q cannot be made: %s", i.Name, i.Status.Message)
+				}
+				return i.Status.State == api.ImageReady, nil
+			})
+			if err != nil {
+				return late(err, "image %q is not ready yet", left[0])
+			}
+			return a.print(cmd.OutOrStdout(), img, func(w io.Writer) {
+				fmt.Fprintf(w, "image %q of %s created: %s, in %s\n", img.Name, source, api.SizeText(img.Status.VirtualSize),
+					seconds(time.Since(began)))
+			})
+		},
+	}
+	c.Flags().StringVar(&from, "from", "", "volume or snapshot, by name or handle")
+	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
+	c.Flags().StringVar(&diskTags, "disk-selector", "", "only disks with these tags: a,b")
+	return c
+}

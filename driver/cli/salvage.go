@@ -1,0 +1,146 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) volumeSalvage() *cobra.Command {
+	var replica string
+	var yes bool
+	c := &cobra.Command{
+		Use: "salvage NAME", Short: "Go on with what one replica has, where all that were current are lost",
+		Long: "A volume whose members are all lost is never taken up by itself: a replica that was away lacks what was\n" +
+			"written meanwhile. This shows what each replica has. With --yes the volume goes on with one of them, and\n" +
+			"what only others had is given up: should they come back, they are made like this one.",
+		Example: "  drover volume salvage db                          # what there is\n" +
+			"  drover volume salvage db --replica db.1f2e3d4c --yes",
+		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			return a.salvage(ctx, cmd, c, left[0], replica, yes)
+		},
+	}
+	c.Flags().StringVar(&replica, "replica", "", "the replica; default: the one that was current last")
+	c.Flags().BoolVar(&yes, "yes", false, "do it: what only other replicas had is given up")
+	return c
+}
+
+func (a *app) salvage(
+	ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, replica string, yes bool,
+) error {
+	var v api.Volume
+	if err := get(ctx, c, "volume", name, &v); err != nil {
+		return err
+	}
+	var list api.ReplicaList
+	if err := c.List(ctx, &list, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+		return explain(ctx, err)
+	}
+	reps := slices.DeleteFunc(list.Items, func(r api.Replica) bool {
+		return r.Spec.VolumeUID != v.Status.UID || r.DeletionTimestamp != nil
+	})
+	away, err := silentNodes(ctx, c)
+	if err != nil {
+		return err
+	}
+	var rows [][]string
+	var best *api.Replica
+	for i := range reps {
+		r := &reps[i]
+		member, last := "no", "?"
+		if slices.Contains(v.Status.Members, r.Name) {
+			member = "yes"
+		}
+		if r.Status.LastWrite != nil {
+			last = r.Status.LastWrite.UTC().Format(time.DateTime)
+		}
+		mode := string(r.Status.Mode)
+		usable := (r.Status.Mode == api.ReplicaStale || r.Status.Mode == api.ReplicaCurrent) && !away[r.Spec.Node]
+		if away[r.Spec.Node] {
+			mode += ", node silent"
+		}
+		rows = append(rows, []string{r.Name, r.Spec.Node, mode, member, fmt.Sprint(r.Status.Epoch),
+			fmt.Sprint(r.Status.Joined), last, api.SizeText(r.Status.Used)})
+		if usable && (best == nil || later(r, best)) {
+			best = r
+		}
+	}
+	if !yes {
+		return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
+			_ = table(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
+			fmt.Fprintf(w, "\nMEMBER has every write that was acknowledged. JOINED is the epoch (now %d) in which a replica "+
+				"was one last.\n", v.Status.Epoch)
+			switch {
+			case best == nil:
+				fmt.Fprintln(w, "None of them can be used: bring a node or a disk back.")
+			case v.Status.Robustness == api.RobustHealthy || v.Status.Robustness == api.RobustDegraded:
+				fmt.Fprintln(w, "The volume can be used as it is: there is nothing to salvage.")
+			default:
+				fmt.Fprintf(w, "To go on with what one of them has, and give up what only others had:\n"+
+					"  drover volume salvage %s --replica %s --yes\n", name, best.Name)
+			}
+		})
+	}
+	if replica == "" {
+		if best == nil {
+			return api.Errorf(api.Unavailable, "no replica of volume %q can be used: bring a node or a disk back", name)
+		}
+		replica = best.Name
+	}
+	base := v.DeepCopy()
+	id := string(api.NewUID())
+	v.Spec.Salvage = &api.SalvageWish{Replica: replica, ID: id}
+	if err := c.Patch(ctx, &v, client.MergeFrom(base)); err != nil {
+		return explain(ctx, err)
+	}
+	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
+	vol, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+		return v.Status.Salvaged != nil && v.Status.Salvaged.ID == id, nil
+	})
+	if err != nil {
+		return late(err, "volume %q is not salvaged yet: does the controller run?", name)
+	}
+	if f := vol.Status.Salvaged; !f.Done {
+		return api.Errorf(api.InUse, "volume %q is not salvaged: %s", name, f.Message)
+	}
+	return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+		fmt.Fprintf(w, "volume %q salvaged: %s\n", name, vol.Status.Salvaged.Message)
+	})
+}
+
+// later reports whether a has more than b, as far as can be told.
+func later(a, b *api.Replica) bool {
+	if a.Status.Joined != b.Status.Joined {
+		return a.Status.Joined > b.Status.Joined
+	}
+	return a.Status.LastWrite != nil && (b.Status.LastWrite == nil || b.Status.LastWrite.Before(a.Status.LastWrite))
+}
+
+// silentNodes are the nodes that give no sign of life.
+func silentNodes(ctx context.Context, c client.Client) (map[string]bool, error) {
+	var list api.NodeList
+	if err := c.List(ctx, &list); err != nil {
+		return nil, explain(ctx, err)
+	}
+	away := map[string]bool{}
+	for i := range list.Items {
+		if n := &list.Items[i]; time.Since(n.Status.Heartbeat.Time) > nodeSilent {
+			away[n.Name] = true
+		}
+	}
+	return away, nil
+}

@@ -1,0 +1,93 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) volumeScrub() *cobra.Command {
+	return &cobra.Command{
+		Use: "scrub NAME...", Short: "Compare the layers of volumes with their digests, and tell what is damaged",
+		Long: "Reads every sealed layer of the volume and of its snapshots, on the disks that have it, at the pace of the\n" +
+			"setting volume-scrub-rate-limit, and compares it with the digests of its pieces of 2 MiB. What is damaged is\n" +
+			"told by layer, offset and length; reads of it fail from then on, or are answered by another replica, from\n" +
+			"which it is repaired. What was written since the last snapshot is in no sealed layer, and has no digests.",
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			damaged := 0
+			for _, name := range left {
+				n, err := a.scrubOne(ctx, cmd, c, name)
+				if err != nil {
+					return err
+				}
+				damaged += n
+			}
+			if damaged > 0 {
+				return api.Errorf(api.Corrupt, "%d ranges are damaged: where a volume has other replicas they are repaired from "+
+					"them (\"drover volume show\" tells when they are whole); else restore what they are in", damaged)
+			}
+			return nil
+		},
+	}
+}
+
+func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name string) (
+	damaged int, err error,
+) {
+	var v api.Volume
+	if err := get(ctx, c, "volume", name, &v); err != nil {
+		return 0, err
+	}
+	var reps api.ReplicaList
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+		return 0, explain(ctx, err)
+	}
+	id := string(api.NewUID())
+	for i := range reps.Items {
+		r := &reps.Items[i]
+		base := r.DeepCopy()
+		r.Spec.Scrub = id
+		if err := c.Patch(ctx, r, client.MergeFrom(base)); err != nil {
+			return 0, explain(ctx, err)
+		}
+	}
+	var rows [][]string
+	for i := range reps.Items {
+		gone := api.Errorf(api.NotFound, "replica %q was deleted meanwhile", reps.Items[i].Name)
+		r, err := until(ctx, c, reps.Items[i].Name, gone, func(r *api.Replica) (bool, error) {
+			if r.Spec.Scrub != id {
+				return true, api.Errorf(api.Busy, "somebody else scrubs volume %q at the same time", name)
+			}
+			return r.Status.Scrubbed == id, nil
+		})
+		if err != nil {
+			return 0, late(err, "volume %q is still being scrubbed: `drover volume show %s` tells the outcome", name, name)
+		}
+		for _, g := range r.Status.Damage {
+			rows = append(rows, []string{r.Spec.Node, r.Name, string(g.Layer), fmt.Sprint(g.Offset), fmt.Sprint(g.Length)})
+		}
+	}
+	if err := get(ctx, c, "volume", name, &v); err != nil {
+		return 0, err
+	}
+	return len(rows), a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
+		if len(rows) == 0 {
+			fmt.Fprintf(w, "volume %q: all sealed layers are what their digests say\n", name)
+			return
+		}
+		fmt.Fprintf(w, "volume %q is damaged:\n", name)
+		_ = table(w, "NODE REPLICA LAYER OFFSET LENGTH", rows)
+	})
+}

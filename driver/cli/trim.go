@@ -1,0 +1,75 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) volumeTrim() *cobra.Command {
+	return &cobra.Command{
+		Use: "trim NAME...", Short: "Have the file systems of mounted volumes give back what they do not use",
+		Long: "Runs fstrim on the node where the volume is mounted. What was freed in the volume's newest part comes back\n" +
+			"at once; what snapshots hold stays theirs, unless the volume's unmapMarkSnapChainRemoved is enabled (or the\n" +
+			"setting remove-snapshots-during-filesystem-trim is true): then the newest snapshot and those below it are\n" +
+			"deleted, down to the first that something else stands on.",
+		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.bounded(cmd)
+			defer done()
+			c, err := a.connect()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				if err := a.trimOne(ctx, cmd, c, name); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	}
+}
+
+func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name string) error {
+	var v api.Volume
+	if err := get(ctx, c, "volume", name, &v); err != nil {
+		return err
+	}
+	id := string(api.NewUID())
+	base := v.DeepCopy()
+	v.Spec.Trim = id
+	if err := c.Patch(ctx, &v, client.MergeFrom(base)); err != nil {
+		return explain(ctx, err)
+	}
+	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
+	now, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+		if v.Spec.Trim != id {
+			return true, api.Errorf(api.Busy, "somebody else trims volume %q at the same time", name)
+		}
+		is := v.Status.Trimmed
+		return is != nil && is.ID == id && is.State != api.CloneInitiated, nil
+	})
+	if err != nil {
+		return late(err, "volume %q is still being trimmed: `drover volume show %s -o yaml` tells the outcome", name, name)
+	}
+	is := now.Status.Trimmed
+	if is.State == api.CloneFailed {
+		return api.Errorf(api.InUse, "volume %q: %s", name, is.Message)
+	}
+	return a.print(cmd.OutOrStdout(), now, func(w io.Writer) {
+		fmt.Fprintf(w, "volume %q: %s trimmed\n", name, api.SizeText(is.Bytes))
+		if len(is.Snapshots) > 0 {
+			fmt.Fprintf(w, "removed: %s\n", strings.Join(is.Snapshots, ", "))
+		}
+		if is.Message != "" {
+			fmt.Fprintln(w, is.Message)
+		}
+	})
+}

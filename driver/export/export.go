@@ -1,0 +1,180 @@
+// Package export writes what an image, a snapshot or a volume holds into a file, raw or as qcow2. It reads the layers
+// on the disks of this machine by itself, beside the processes that use them; readers are known to those by the locks
+// that they hold. It starts no goroutine that it does not wait for.
+package export
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+	"drover.io/drover/driver/cli"
+	"drover.io/drover/imagestore/qcow2"
+	"drover.io/drover/replicas/stack"
+)
+
+// Run is the work of `drover image export` and its neighbours.
+func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) {
+	src, err := open(ctx, c, o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, src.Close()) }()
+	if _, err := os.Lstat(o.File); err == nil && !o.Force {
+		return api.Errorf(api.Exists, "%s is there already: choose another name, or --force", o.File)
+	}
+	part := o.File + ".part"
+	if err := os.Remove(part); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	if err = write(ctx, part, src, o); err != nil {
+		return errors.Join(err, os.Remove(part))
+	}
+	if err := os.Rename(part, o.File); err != nil {
+		return err
+	}
+	return file.OS.SyncDir(filepath.Dir(o.File))
+}
+
+// write makes the whole file, durable.
+func write(ctx context.Context, name string, src block.Source, o cli.ExportOptions) (err error) {
+	if o.Format == "qcow2" {
+		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return err
+		}
+		err = qcow2.Write(ctx, f, src, qcow2.WriteOptions{Compress: o.Compress, Progress: o.Progress})
+		return errors.Join(err, f.Sync(), f.Close())
+	}
+	sink, err := file.Create(name, src.Size(), 0o600)
+	if err != nil {
+		return err
+	}
+	err = block.Copy(ctx, sink, src, block.CopyOptions{Progress: o.Progress})
+	if err == nil {
+		err = sink.Sync(ctx)
+	}
+	return errors.Join(err, sink.Close())
+}
+
+// open finds what is to be exported on a disk of this machine.
+func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Source, error) {
+	disks, err := local(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	if o.Image != "" {
+		return openImage(ctx, c, disks, o.Image)
+	}
+	var s api.Snapshot
+	if err := c.Get(ctx, client.ObjectKey{Name: o.Snapshot}, &s); err != nil {
+		return nil, api.Explain(err, "snapshot %s", o.Snapshot)
+	}
+	var reps api.ReplicaList
+	if err := c.List(ctx, &reps); err != nil {
+		return nil, api.Explain(err, "list replicas")
+	}
+	for i := range reps.Items {
+		r := &reps.Items[i]
+		on := disks[r.Spec.Disk]
+		if r.Spec.VolumeUID != s.Status.VolumeUID || on == nil || r.Status.Mode != api.ReplicaCurrent {
+			continue
+		}
+		return openSnapshot(ctx, on, string(r.Spec.UID), &s)
+	}
+	return nil, elsewhere("snapshot", s.Name)
+}
+
+func elsewhere(what, name string) error {
+	return api.Errorf(api.NotFound, "%s %s is on no disk of this machine: run this on a node that has it", what, name)
+}
+
+// local are the disks of nodes that are on this machine.
+func local(ctx context.Context, c client.Client) (map[api.UID]*stack.Disk, error) {
+	var nodes api.NodeList
+	if err := c.List(ctx, &nodes); err != nil {
+		return nil, api.Explain(err, "list nodes")
+	}
+	disks := map[api.UID]*stack.Disk{}
+	for _, n := range nodes.Items {
+		for _, st := range n.Status.Disks {
+			if d, err := stack.Open(st.Path); err == nil && api.UID(d.UID()) == st.UID {
+				disks[st.UID] = d
+			}
+		}
+	}
+	for _, d := range disks {
+		d.Borrow(func() (others []*stack.Disk) {
+			for _, o := range disks {
+				if o != d {
+					others = append(others, o)
+				}
+			}
+			return others
+		})
+	}
+	return disks, nil
+}
+
+func openImage(ctx context.Context, c client.Client, disks map[api.UID]*stack.Disk, name string) (block.Source, error) {
+	var img api.BackingImage
+	if err := c.Get(ctx, client.ObjectKey{Name: name}, &img); err != nil {
+		return nil, api.Explain(err, "image %s", name)
+	}
+	if img.Status.ReadyCopies == 0 {
+		return nil, api.Errorf(api.Unavailable, "image %s is not ready: it is %s", name, img.Status.State)
+	}
+	err := elsewhere("image", name)
+	for _, copied := range img.Status.Copies {
+		on := disks[copied.Disk]
+		if on == nil || copied.State != api.ImageReady {
+			continue
+		}
+		var rec block.Image
+		if rec, err = on.Image(string(img.Status.UUID)); err == nil {
+			return on.OpenStack(rec.Layers, sectors(rec.VirtualSize))
+		}
+	}
+	return nil, err
+}
+
+// sectors is a size that a stack can have: layers are padded to whole blocks.
+func sectors(n int64) int64 { return (n + block.Size - 1) / block.Size * block.Size }
+
+// openSnapshot opens the layers of a snapshot. Two of them may just be made one: then it looks again.
+func openSnapshot(ctx context.Context, on *stack.Disk, replica string, s *api.Snapshot) (block.Source, error) {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for tries := 0; ; tries++ {
+		m, err := on.Stack(replica)
+		if err != nil {
+			return nil, err
+		}
+		i := slices.IndexFunc(m.Snapshots, func(x stack.Snapshot) bool { return x.UID == string(s.Status.UID) })
+		if i < 0 {
+			return nil, api.Errorf(api.NotFound, "snapshot %s is not on disk %s", s.Name, on.Path())
+		}
+		chain, err := m.Chain(m.Snapshots[i].Layer)
+		if err != nil {
+			return nil, err
+		}
+		src, err := on.OpenStack(chain, s.Status.RestoreSize)
+		if err == nil || tries == 100 || !api.Is(err, api.Busy) && !api.Is(err, api.NotFound) {
+			return src, err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("snapshot %s: %w", s.Name, ctx.Err())
+		}
+	}
+}

@@ -1,0 +1,119 @@
+package driver
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/discovery"
+	coordinationv1 "k8s.io/client-go/kubernetes/typed/coordination/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
+	ctrl "sigs.k8s.io/controller-runtime"
+
+	"drover.io/drover/api"
+	"drover.io/drover/imagestore"
+	"drover.io/drover/replicas"
+)
+
+const leaseName = "drover-controller"
+
+// elected reports whether this process has to win an election before it may run the controller's loops: others may have
+// the role too. Nobody is beside an embedded server that only this machine can reach.
+func (s *server) elected(ctx context.Context) (bool, error) {
+	if !s.controller || s.kube != nil && s.apiListen == "" {
+		return false, nil
+	}
+	d, err := discovery.NewDiscoveryClientForConfig(s.cfg)
+	if err != nil {
+		return false, err
+	}
+	if _, err := d.ServerResourcesForGroupVersion("coordination.k8s.io/v1"); err != nil {
+		if ctx.Err() != nil || !isNotFound(err) {
+			return false, api.Errorf(api.Unavailable, "API server %s: %w", s.cfg.Host, err)
+		}
+		return false, nil // one without leases: nobody else may be the controller
+	}
+	return true, nil
+}
+
+// lead runs the controller's loops whenever this process is elected. A lease that is lost, because the server was away
+// or another process took it, ends the loops and not this process: what else it does goes on.
+func (s *server) lead(ctx context.Context) error {
+	for {
+		mgr, err := s.leader()
+		if err != nil {
+			return err
+		}
+		err = mgr.Start(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		s.log.Warn("the controller's loops ended and stand for election again", "err", err)
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// leader is a manager of the controller's loops, which begin when the lease is won.
+func (s *server) leader() (ctrl.Manager, error) {
+	o := managerOptions()
+	cfg := rest.CopyConfig(s.cfg)
+	cfg.Timeout = 5 * time.Second // one request that hangs must not lose the lease
+	// A server of custom resources does not know the other encoding.
+	cfg.ContentType, cfg.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
+	client, err := coordinationv1.NewForConfig(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("lease: %w", err)
+	}
+	who, err := s.candidate()
+	if err != nil {
+		return nil, err
+	}
+	lock, err := resourcelock.New(resourcelock.LeasesResourceLock, ourNamespace(s.leaseNamespace), leaseName, nil, client,
+		resourcelock.ResourceLockConfig{Identity: who})
+	if err != nil {
+		return nil, fmt.Errorf("lease: %w", err)
+	}
+	o.LeaderElection, o.LeaderElectionReleaseOnCancel = true, true
+	o.LeaderElectionID, o.LeaderElectionResourceLockInterface = leaseName, lock
+	mgr, err := ctrl.NewManager(withEvents(s.cfg), o)
+	if err != nil {
+		return nil, fmt.Errorf("controller loops: %w", err)
+	}
+	return mgr, s.setupController(mgr)
+}
+
+// candidate is this process's name in the election. It is that of its state folder: after a restart the lease is
+// its own still, and need not run out.
+func (s *server) candidate() (string, error) {
+	path := filepath.Join(s.stateDir, "run", "candidate")
+	if b, err := os.ReadFile(path); err == nil && len(strings.TrimSpace(string(b))) > 0 {
+		return strings.TrimSpace(string(b)), nil
+	}
+	raw := make([]byte, 8)
+	_, _ = rand.Read(raw) // never fails
+	who := s.node + "_" + hex.EncodeToString(raw)
+	if err := os.WriteFile(path, []byte(who+"\n"), 0o600); err != nil {
+		return "", api.Errorf(api.Unavailable, "%s: %w", path, err)
+	}
+	return who, nil
+}
+
+func (s *server) setupController(mgr ctrl.Manager) error {
+	if err := errors.Join(imagestore.SetupController(mgr, s.log), replicas.SetupController(mgr, s.log),
+		setupIssuer(mgr, ourNamespace(s.leaseNamespace), s.log)); err != nil {
+		return fmt.Errorf("controller loops: %w", err)
+	}
+	return nil
+}

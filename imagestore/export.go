@@ -1,0 +1,296 @@
+package imagestore
+
+import (
+	"context"
+	"crypto/sha512"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/disk"
+)
+
+// An image of a volume or a snapshot names the layers that the snapshot has on its disk: nothing is copied there, and
+// volume and snapshot can go. Its first copy is on that disk; others are copied from it like those of any image. A
+// volume as it is now is cut first, by a snapshot that goes when the image is there.
+
+// exportSnapshot is the name of the snapshot that an image takes for itself.
+func exportSnapshot(img *api.BackingImage) string { return "export-" + string(img.Status.UUID) }
+
+// ofSnapshot is the image that a snapshot was taken for.
+func ofSnapshot(_ context.Context, o client.Object) []reconcile.Request {
+	s := o.(*api.Snapshot)
+	if name, ok := s.Spec.Labels[api.LabelExport]; ok {
+		return byName(name)
+	}
+	return nil
+}
+
+// export finds out what an image is made of: the snapshot, and then its layers.
+func (r *images) export(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
+	s := &img.Status
+	before := s.DeepCopy()
+	err := r.exported(ctx, img)
+	switch kind := api.KindOf(err); {
+	case err == nil && len(s.Layers) > 0:
+		s.State, s.Message = api.ImagePending, ""
+	case err == nil:
+		s.State, s.Message = api.ImageStarting, ""
+	case kind == api.Other:
+		return ctrl.Result{}, err
+	case kind == api.Unavailable || kind == api.Busy:
+		s.State, s.Message = api.ImagePending, err.Error()
+	default:
+		s.State, s.Message = api.ImageFailed, err.Error()
+	}
+	wait := ctrl.Result{RequeueAfter: originWait} // what it waits for may not tell
+	if before.State == s.State && before.Message == s.Message && len(s.Layers) == 0 &&
+		(before.Export == nil) == (s.Export == nil) {
+		return wait, nil
+	}
+	return wait, again(r.Status().Update(ctx, img)) // its event brings us back
+}
+
+func (r *images) exported(ctx context.Context, img *api.BackingImage) error {
+	if err := validate(img); err != nil {
+		return err
+	}
+	s := &img.Status
+	if s.Export == nil {
+		fact, err := r.cut(ctx, img)
+		if err == nil {
+			s.Export = fact
+		}
+		return err
+	}
+	c := &api.ImageCopy{}
+	err := r.Get(ctx, client.ObjectKey{Name: copyName(s.UUID, s.Export.Disk)}, c)
+	if apierrors.IsNotFound(err) {
+		c = newCopy(img, wanted{node: s.Export.Node, disk: s.Export.Disk})
+		if err := r.Create(ctx, c); err != nil && !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if len(c.Status.Layers) == 0 {
+		if c.Status.State == api.ImageFailed {
+			return api.Errorf(api.Corrupt, "%s", explainCopy(c))
+		}
+		return nil
+	}
+	s.Layers, s.VirtualSize = slices.Clone(c.Status.Layers), c.Status.VirtualSize
+	return nil
+}
+
+// cut finds the snapshot, or has it taken.
+func (r *images) cut(ctx context.Context, img *api.BackingImage) (*api.ExportFact, error) {
+	of, name := img.Spec.SourceParameters[api.ExportVolume], img.Spec.SourceParameters[api.ExportSnapshot]
+	var v api.Volume
+	if err := r.Get(ctx, client.ObjectKey{Name: of}, &v); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.NotFound, "volume %s, of which the image is to be made, does not exist", of)
+	} else if err != nil {
+		return nil, err
+	}
+	if len(v.Status.Members) == 0 {
+		return nil, api.Errorf(api.Unavailable, "volume %s, of which the image is to be made, is not there yet: it is %s", of,
+			v.Status.State)
+	}
+	own := name == ""
+	if own {
+		name = exportSnapshot(img)
+	}
+	var snap api.Snapshot
+	err := r.Get(ctx, client.ObjectKey{Name: name}, &snap)
+	switch {
+	case apierrors.IsNotFound(err) && own && v.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.NotFound, "volume %s, of which the image is to be made, is being deleted", of)
+	case apierrors.IsNotFound(err) && own:
+		made := api.NewSnapshot(&v, name)
+		made.Spec.Labels = map[string]string{api.LabelClone: img.Name, api.LabelExport: img.Name}
+		if err := r.Create(ctx, made); err != nil && !apierrors.IsAlreadyExists(err) {
+			return nil, fmt.Errorf("snapshot %s: %w", name, err)
+		}
+		return nil, api.Errorf(api.Unavailable, "waits for the snapshot")
+	case apierrors.IsNotFound(err) || err == nil && snap.Spec.Volume != of:
+		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s does not exist", name, of)
+	case err != nil:
+		return nil, err
+	case snap.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s is being deleted", name, of)
+	case !snap.Status.ReadyToUse || snap.Status.VolumeUID != v.Status.UID:
+		return nil, api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: %s", name, of, snap.Status.Error)
+	}
+	var reps api.ReplicaList
+	var nodes api.NodeList
+	if err := errors.Join(r.List(ctx, &reps), r.List(ctx, &nodes)); err != nil {
+		return nil, err
+	}
+	disks, _ := disksOf(nodes.Items, time.Now())
+	rep := holder(&v, reps.Items, &view{disks: disks})
+	if rep == nil {
+		return nil, api.Errorf(api.Unavailable, "volume %s has no usable replica", of)
+	}
+	return &api.ExportFact{Volume: of, VolumeUID: v.Status.UID, Snapshot: name, SnapshotUID: snap.Status.UID,
+		Replica: rep.Spec.UID, Node: rep.Spec.Node, Disk: rep.Spec.Disk, CreationTime: snap.Status.CreationTime}, nil
+}
+
+// holder is a member of the volume whose layers become the image: one whose disk answers, if there is one.
+func holder(v *api.Volume, reps []api.Replica, look *view) *api.Replica {
+	var best *api.Replica
+	for i := range reps {
+		rep := &reps[i]
+		if rep.Spec.VolumeUID != v.Status.UID || rep.Status.Mode != api.ReplicaCurrent ||
+			!slices.Contains(v.Status.Members, rep.Name) {
+			continue
+		}
+		if best == nil || look.alive(rep.Spec.Disk) && !look.alive(best.Spec.Disk) {
+			best = rep
+		}
+	}
+	return best
+}
+
+// released lets the snapshot go that an image took for itself.
+func (r *images) released(ctx context.Context, img *api.BackingImage) error {
+	if img.Spec.SourceType != api.SourceExport || img.Status.UUID == "" {
+		return nil
+	}
+	var snap api.Snapshot
+	err := r.Get(ctx, client.ObjectKey{Name: exportSnapshot(img)}, &snap)
+	if err != nil || snap.DeletionTimestamp != nil {
+		return client.IgnoreNotFound(err)
+	}
+	return client.IgnoreNotFound(r.Delete(ctx, &snap))
+}
+
+// known tells copies that were made before the layers were known what they are.
+func (r *images) known(ctx context.Context, img *api.BackingImage, v *view) error {
+	if img.Spec.SourceType != api.SourceExport || len(img.Status.Layers) == 0 {
+		return nil
+	}
+	for i := range v.copies {
+		c := &v.copies[i]
+		if c.Spec.UUID != img.Status.UUID || len(c.Spec.Layers) > 0 {
+			continue
+		}
+		base := c.DeepCopy()
+		c.Spec.Layers = slices.Clone(img.Status.Layers)
+		if err := r.Patch(ctx, c, client.MergeFrom(base)); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+	}
+	return nil
+}
+
+// hold finds the layers of an export on its disk.
+func (n *copies) hold(ctx context.Context, c *api.ImageCopy, on block.Layers, st *api.ImageCopyStatus) time.Duration {
+	if len(st.Layers) > 0 {
+		return n.opts.RetryMin // the controller is about to take them over
+	}
+	if st.State == api.ImageFailed && !mayTry(c, st) {
+		return max(time.Until(st.NextTry.Time), 0)
+	}
+	x, ok := on.(block.Exporter)
+	err := api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
+	if ok {
+		var layers []string
+		var size int64
+		layers, size, err = x.Hold(ctx, string(c.Spec.UUID), c.Spec.Image, string(c.Spec.Export.Replica),
+			string(c.Spec.Export.SnapshotUID))
+		for _, l := range layers {
+			st.Layers = append(st.Layers, api.UID(l))
+		}
+		st.VirtualSize = size
+	}
+	switch {
+	case err == nil:
+		st.State, st.Message, st.NextTry = api.ImageStarting, "", metav1.Time{}
+	case api.Is(err, api.Busy):
+		st.State, st.Message = api.ImageStarting, err.Error()
+		return 200 * time.Millisecond
+	default:
+		return n.failed(c, st, err, !api.Is(err, api.NotFound))
+	}
+	return 0
+}
+
+// nameExport makes the image of layers that are held.
+func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Context) error, on block.Layers,
+	want disk.Want, size int64) (disk.Got, error) {
+	if err := slot(ctx); err != nil {
+		return disk.Got{}, err
+	}
+	j.is(api.ImageInProgress, "")
+	x, ok := on.(block.Exporter)
+	if !ok {
+		return disk.Got{}, api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
+	}
+	img := block.Image{UID: string(want.UID), Name: want.Name, Format: "raw", VirtualSize: size, Checksum: want.Checksum,
+		Object: want.Object}
+	for _, l := range want.Layers {
+		img.Layers = append(img.Layers, string(l))
+	}
+	if want.Checksum != "" {
+		if err := checksum(ctx, x, img); err != nil {
+			return disk.Got{}, err
+		}
+	}
+	for {
+		var err error
+		if img, err = x.Name(ctx, img); err == nil {
+			return disk.Find(on, want)
+		}
+		if !api.Is(err, api.Busy) {
+			return disk.Got{}, err
+		}
+		pause := time.NewTimer(200 * time.Millisecond) // the digests are being made
+		select {
+		case <-pause.C:
+		case <-ctx.Done():
+			pause.Stop()
+			return disk.Got{}, ctx.Err()
+		}
+	}
+}
+
+// checksum compares the content with a SHA-512 that the user gave.
+func checksum(ctx context.Context, x block.Exporter, img block.Image) (err error) {
+	src, err := x.OpenStack(img.Layers, img.VirtualSize)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, src.Close()) }()
+	h := sha512.New()
+	r := io.NewSectionReader(src, 0, src.Size())
+	for buf := make([]byte, block.ChunkSize); ; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		k, err := r.Read(buf)
+		h.Write(buf[:k])
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if is := hex.EncodeToString(h.Sum(nil)); is != img.Checksum {
+		return api.Errorf(api.Corrupt, "the SHA-512 of the content is %s, not %s", is, img.Checksum)
+	}
+	return nil
+}

@@ -1,0 +1,76 @@
+package imagestore
+
+import (
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// The first copy of an image of a volume is where its layers are, whatever the selectors say; it goes when one that
+// suits is there, and not before.
+func TestPlanExport(t *testing.T) {
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport, MinNumberOfCopies: 1,
+		DiskSelector: []string{"fast"}}}
+	img.Status.UUID, img.Status.Layers = "u", []api.UID{"l"}
+	img.Status.Export = &api.ExportFact{Node: "n", Disk: "a"}
+	v := &view{nodes: map[string]bool{"n": true}, disks: []place{
+		{node: "n", uid: "a", alive: true, open: true, available: 1 << 30},
+		{node: "n", uid: "b", alive: true, open: true, available: 1 << 30, diskTags: []string{"fast"}}}}
+	r := rules{now: time.Now(), unused: time.Hour}
+	p := plan(img, v, r)
+	if len(p.create) != 1 || p.create[0] != (wanted{"n", "a", ""}) {
+		t.Fatalf("%+v", p.create)
+	}
+	on := func(disk api.UID, s api.ImageState) api.ImageCopy {
+		c := *newCopy(img, wanted{node: "n", disk: disk})
+		c.Status.State = s
+		return c
+	}
+	v.copies = []api.ImageCopy{on("a", api.ImageReady)}
+	p = plan(img, v, r)
+	if len(p.create) != 1 || p.create[0] != (wanted{"n", "b", "a"}) || len(p.drop) > 0 {
+		t.Fatalf("%+v, %+v", p.create, p.drop)
+	}
+	v.copies = append(v.copies, on("b", api.ImageInProgress))
+	v.copies[1].Spec.From = "a"
+	if p = plan(img, v, r); len(p.create)+len(p.drop) > 0 {
+		t.Fatalf("%+v, %+v", p.create, p.drop)
+	}
+	v.copies[1].Status.State = api.ImageReady
+	if p = plan(img, v, r); len(p.drop) != 1 || p.drop[0].Spec.Disk != "a" {
+		t.Fatalf("%+v", p.drop)
+	}
+}
+
+// TestHolder: an image is made of a member, and of one that answers before one that does not.
+func TestHolder(t *testing.T) {
+	v := &api.Volume{Status: api.VolumeStatus{UID: "v", Members: []string{"v.1", "v.2"}}}
+	rep := func(name, disk string, of api.UID, mode api.ReplicaMode) api.Replica {
+		r := api.Replica{Spec: api.ReplicaSpec{Disk: api.UID(disk), VolumeUID: of}}
+		r.Name, r.Status.Mode = name, mode
+		return r
+	}
+	look := &view{disks: []place{{uid: "near", alive: true}, {uid: "far"}}}
+	former, away := rep("v.0", "near", "v", api.ReplicaCurrent), rep("v.1", "far", "v", api.ReplicaCurrent)
+	there, other := rep("v.2", "near", "v", api.ReplicaCurrent), rep("v.2", "near", "other", api.ReplicaCurrent)
+	for _, c := range []struct {
+		name string
+		reps []api.Replica
+		want string
+	}{
+		{"one that answers", []api.Replica{former, away, there}, "v.2"},
+		{"the first", []api.Replica{there, away}, "v.2"},
+		{"it comes back, perhaps", []api.Replica{former, away}, "v.1"},
+		{"of another volume, no member, not whole", []api.Replica{other, former,
+			rep("v.1", "near", "v", api.ReplicaStale)}, ""},
+	} {
+		got := ""
+		if r := holder(v, c.reps, look); r != nil {
+			got = r.Name
+		}
+		if got != c.want {
+			t.Errorf("%s: %q, not %q", c.name, got, c.want)
+		}
+	}
+}

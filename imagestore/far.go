@@ -1,0 +1,162 @@
+package imagestore
+
+import (
+	"context"
+	"errors"
+	"net"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/wire"
+	"drover.io/drover/imagestore/disk"
+)
+
+// A copy may come from a disk of another node. That node bounds how many transfers each of its disks serves at once,
+// those to its own other disks among them; the receiver verifies what it got by its digests, and goes on after a cut
+// where it was.
+
+// serveLayers lets other nodes read the layers on this node's disks.
+func (n *copies) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
+	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log,
+		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
+		Send: func(ctx context.Context, uid string) (func(), error) {
+			lane := "send " + uid
+			if err := n.movers.lanes.take(ctx, lane, n.sends(ctx)); err != nil {
+				return nil, err
+			}
+			return func() { n.movers.lanes.give(lane) }, nil
+		},
+		Kind: func(err error) string { return api.KindOf(err).String() },
+	})
+	return mgr.Add(everyNode{manager.RunnableFunc(func(ctx context.Context) error { return s.Serve(ctx, ln) })})
+}
+
+// everyNode runs on every node.
+type everyNode struct{ manager.Runnable }
+
+// NeedLeaderElection implements manager.LeaderElectionRunnable.
+func (everyNode) NeedLeaderElection() bool { return false }
+
+// sends is how many transfers one disk serves at once.
+func (n *copies) sends(ctx context.Context) int {
+	return max(int(number(ctx, n.Client, settingSends, n.log)), 1)
+}
+
+// lender is a disk that a copy is taken from: one of this node, or one of another. done ends the taking.
+func (n *copies) lender(ctx context.Context, uid api.UID) (from block.Layers, done func(), err error) {
+	node, address, err := n.whereIs(ctx, uid)
+	if err != nil {
+		return nil, nil, err
+	}
+	if node == n.node {
+		if from, err = n.disks(uid); err != nil {
+			return nil, nil, err
+		}
+		lane := "send " + string(uid)
+		if err := n.movers.lanes.take(ctx, lane, n.sends(ctx)); err != nil {
+			return nil, nil, err
+		}
+		return from, func() { n.movers.lanes.give(lane) }, nil
+	}
+	if n.opts.Identity == nil || address == "" {
+		return nil, nil, api.Errorf(api.Unavailable, "node %s does not serve its images to other nodes yet", node)
+	}
+	c := wire.NewClient(n.opts.Identity, node, address)
+	end, err := c.Send(ctx, string(uid))
+	if err != nil {
+		c.Close()
+		return nil, nil, farError(err)
+	}
+	return &farDisk{ctx, c, string(uid)}, func() { end(); c.Close() }, nil
+}
+
+// whereIs finds the node of a disk, and where that node's layers are served.
+func (n *copies) whereIs(ctx context.Context, uid api.UID) (node, address string, err error) {
+	var nodes api.NodeList
+	if err := n.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return "", "", err
+	}
+	for i := range nodes.Items {
+		st := &nodes.Items[i].Status
+		if slices.ContainsFunc(st.Disks, func(d api.DiskStatus) bool { return d.UID == uid }) {
+			return nodes.Items[i].Name, st.LayerAddress, nil
+		}
+	}
+	return "", "", api.Errorf(api.Unavailable, "disk %s is not there on any node", uid)
+}
+
+// farDisk is a disk of another node, as far as copies are made from it.
+type farDisk struct {
+	ctx    context.Context
+	client *wire.Client
+	uid    string
+}
+
+var _ block.Layers = (*farDisk)(nil)
+
+var errFar = api.Errorf(api.Unsupported, "a disk of another node can only be read")
+
+func (f *farDisk) UID() string { return f.uid }
+
+func (f *farDisk) Open(uid string) (block.Source, error) {
+	s, err := f.client.Open(f.ctx, f.uid, uid)
+	return s, farError(err)
+}
+
+func (f *farDisk) Digest(uid string) (root string, allocated int64, err error) {
+	root, allocated, err = f.client.Digest(f.ctx, f.uid, uid)
+	return root, allocated, farError(err)
+}
+
+// Image is what package disk asks a disk that knows its images one by one.
+func (f *farDisk) Image(uid string) (block.Image, error) {
+	img, err := f.client.Image(f.ctx, f.uid, uid)
+	return img, farError(err)
+}
+
+func (f *farDisk) Create(context.Context, string, int64) (block.LayerWriter, error) {
+	return nil, errFar
+}
+func (f *farDisk) Verify(context.Context, string) error { return errFar }
+func (f *farDisk) PutImage(block.Image) error           { return errFar }
+func (f *farDisk) Images() ([]block.Image, error)       { return nil, errFar }
+func (f *farDisk) RemoveImage(string) error             { return errFar }
+
+// farError gives an error the kind that it had on its node; a node that cannot be reached is not available.
+func farError(err error) error {
+	var said *wire.Error
+	switch {
+	case err == nil || errors.Is(err, context.Canceled) || apierrors.IsNotFound(err):
+		return err
+	case errors.As(err, &said):
+		return api.Errorf(api.KindNamed(said.Kind), "%w", err)
+	}
+	return api.Errorf(api.Unavailable, "%w", err)
+}
+
+// copyFrom is a transfer from another disk.
+func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers,
+	want disk.Want, mend bool) (disk.Got, error) {
+	from, done, err := n.lender(ctx, c.Spec.From)
+	if err != nil {
+		return disk.Got{}, err
+	}
+	defer done()
+	j.is(api.ImageInProgress, "")
+	want.KeepEvery = n.opts.KeepEvery
+	carry := disk.Copy
+	if mend {
+		carry = disk.Mend
+	}
+	got, err := carry(ctx, from, on, want, &j.progress)
+	if _, far := from.(*farDisk); !far && api.Is(err, api.Corrupt) {
+		n.doubt(ctx, copyName(c.Spec.UUID, c.Spec.From))
+	}
+	return got, err
+}

@@ -1,0 +1,100 @@
+package replicas
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"drover.io/drover/api"
+)
+
+// tells waits for an event about an object.
+func (w *world) tells(name, reason, part string) {
+	w.t.Helper()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.After(20 * time.Second); ; {
+		var list eventsv1.EventList
+		if err := w.c.List(w.ctx, &list); err != nil {
+			w.t.Fatal(err)
+		}
+		for _, e := range list.Items {
+			if e.Regarding.Name == name && e.Reason == reason && strings.Contains(e.Note, part) {
+				return
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			w.t.Fatalf("no event %s of %s with %q", reason, name, part)
+		}
+	}
+}
+
+// conditionIs waits until a condition of a volume has a status, and returns its message.
+func (w *world) conditionIs(volume, kind, status string) string {
+	w.t.Helper()
+	v := w.volumeIs(volume, kind+" "+status, func(v *api.Volume) bool {
+		c := meta.FindStatusCondition(v.Status.Conditions, kind)
+		return c != nil && string(c.Status) == status
+	})
+	return meta.FindStatusCondition(v.Status.Conditions, kind).Message
+}
+
+// TestTooManySnapshots: more than 100 snapshots are told and more can be taken; with fewer it is over. The number is a
+// setting.
+func TestTooManySnapshots(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("census", 16<<20)
+	w.create(attachment("census"))
+	w.attached("census")
+	take := func(from, to int) {
+		t.Helper()
+		for i := from; i < to; i++ {
+			w.create(&api.Snapshot{ObjectMeta: named(fmt.Sprintf("s%d", i)), Spec: api.SnapshotSpec{Volume: "census",
+				CreateSnapshot: true}})
+		}
+		for i := from; i < to; i++ {
+			w.ready(fmt.Sprintf("s%d", i))
+		}
+	}
+	take(0, 100)
+	if v := w.volumeState("census", api.VolumeAttached); meta.FindStatusCondition(v.Status.Conditions,
+		api.ConditionTooMany) != nil {
+		t.Errorf("100 are too many: %+v", v.Status.Conditions)
+	}
+	take(100, 101)
+	if text := w.conditionIs("census", api.ConditionTooMany, "True"); !strings.Contains(text, "101 snapshots") {
+		t.Error(text)
+	}
+	w.tells("census", "TooManySnapshots", "101 snapshots")
+	take(101, 102)
+	drop := func(i int) {
+		s := &api.Snapshot{ObjectMeta: named(fmt.Sprintf("s%d", i))}
+		w.remove(s)
+		gone(w, s, &api.SnapshotList{})
+	}
+	drop(7)
+	w.volumeIs("census", "with one less", func(v *api.Volume) bool {
+		c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionTooMany)
+		return c != nil && c.Status == "True" && strings.Contains(c.Message, "101 snapshots")
+	})
+	drop(50)
+	w.conditionIs("census", api.ConditionTooMany, "False")
+	w.tells("census", "FewerSnapshots", "")
+
+	set := &api.Setting{ObjectMeta: named(settingMany), Value: "99"}
+	w.create(set)
+	w.conditionIs("census", api.ConditionTooMany, "True")
+	set.Value = "0"
+	if err := w.c.Update(w.ctx, set); err != nil {
+		t.Fatal(err)
+	}
+	w.conditionIs("census", api.ConditionTooMany, "False")
+	w.detach("census")
+}

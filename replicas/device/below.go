@@ -1,0 +1,88 @@
+package device
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+)
+
+// Below names the Drover volume that a folder or file is on, by itself or through partitions, device mapper and loop
+// devices; empty: none. What serves volumes must not keep its own data there: each would wait for the other.
+func Below(path string) (name string, err error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return "", api.Errorf(api.Unavailable, "%s: %w", path, err)
+	}
+	major, minor := unix.Major(st.Dev), unix.Minor(st.Dev)
+	devs := []string{fmt.Sprintf("%d:%d", major, minor)}
+	if major == 0 { // btrfs and others have no device number of their own: ask the mount table
+		devs = mountSources(major, minor)
+	}
+	for _, dev := range devs {
+		if name := ownVolume(filepath.Join("/sys/dev/block", dev), 0); name != "" {
+			return name, nil
+		}
+	}
+	return "", nil
+}
+
+// mountSources are the block devices behind mounts with device number major:minor, as major:minor themselves.
+func mountSources(major, minor uint32) []string {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	var out []string
+	for sc := bufio.NewScanner(f); sc.Scan(); {
+		left, right, ok := strings.Cut(sc.Text(), " - ")
+		l, r := strings.Fields(left), strings.Fields(right)
+		if !ok || len(l) < 3 || len(r) < 2 || l[2] != fmt.Sprintf("%d:%d", major, minor) {
+			continue
+		}
+		var st unix.Stat_t
+		if unix.Stat(r[1], &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+			out = append(out, fmt.Sprintf("%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev)))
+		}
+	}
+	return out
+}
+
+// ownVolume names the Drover device at or below a block device in sysfs, or returns "".
+func ownVolume(sys string, depth int) string {
+	if depth > 8 {
+		return ""
+	}
+	if real, err := filepath.EvalSymlinks(sys); err == nil {
+		sys = real
+	}
+	dev := "/dev/" + filepath.Base(sys)
+	for name, to := range links() {
+		if _, _, ok := backing(to); ok && to == dev { // a name can be left of a device that is gone
+			return filepath.Join(linkDir, name)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(sys, "partition")); err == nil {
+		return ownVolume(filepath.Dir(sys), depth+1)
+	}
+	slaves, _ := filepath.Glob(filepath.Join(sys, "slaves", "*"))
+	for _, s := range slaves {
+		if name := ownVolume(s, depth+1); name != "" {
+			return name
+		}
+	}
+	// A loop device over a file on a volume of ours is no better than the volume.
+	if b, err := os.ReadFile(filepath.Join(sys, "loop", "backing_file")); err == nil {
+		var st unix.Stat_t
+		if unix.Stat(strings.TrimSpace(string(b)), &st) == nil && unix.Major(st.Dev) != 0 {
+			return ownVolume(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(st.Dev), unix.Minor(st.Dev)), depth+1)
+		}
+	}
+	return ""
+}

@@ -1,0 +1,381 @@
+package device
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	_ "embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+)
+
+// The file system of a device is frozen by a process of its own, since it waits for I/O that this one serves. That
+// process also thaws it, when it is told or when this process is gone. In case it is killed too, there is a record of
+// what it freezes, which it keeps locked as long as it or a child of it lives: the next process thaws what is recorded.
+//
+// A freeze does not outlive the kernel: a record need not be synced, and says of which boot it is.
+
+//go:embed freeze.sh
+var freezeScript string
+
+const (
+	freezePrefix = "freeze-" // of a record's name
+	thawWait     = 10 * time.Second
+	rescueEvery  = 100 * time.Millisecond
+)
+
+// Exit codes of freeze.sh.
+const (
+	exitNoFolder = 2 // as the shell has it
+	exitNotMount = 3 // the folder is not that mount any more
+	exitNotThaw  = 6
+)
+
+// frozenRecord is what a file tells of a file system that is going to be frozen.
+type frozenRecord struct {
+	Boot string `json:"boot"`
+	Key  string `json:"key"`
+	Loop int    `json:"loop"`
+}
+
+// Frozen is a frozen file system. Thaw must be called.
+type Frozen struct {
+	d     *Device
+	path  string // of the record
+	pid   int
+	tell  *os.File
+	lines chan string
+	ended chan error
+	done  chan struct{} // the record is gone, or somebody else's
+}
+
+// Freeze freezes the file system of a device that is mounted here: all that was written to it is on the device, and
+// who writes waits. Nil: it is not mounted. If ctx ends before, it is thawed as soon as the kernel can.
+func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
+	mounts, err := mountsOn(d.dev)
+	if err != nil || len(mounts) == 0 {
+		return nil, err
+	}
+	lock, path, err := d.host.recordFreeze(ctx, frozenRecord{bootID(), d.spec.Key, d.dev})
+	if err != nil {
+		return nil, fmt.Errorf("freeze %s: %w", d.Path(), err)
+	}
+	defer func() { _ = lock.Close() }()
+	for _, m := range mounts { // all of one file system
+		f := &Frozen{d: d, path: path, done: make(chan struct{})}
+		if err = f.start(lock, "freeze", m); err != nil {
+			break
+		}
+		if err = f.advance(ctx); err == nil {
+			return f, nil
+		}
+		if c := code(err); c != exitNotMount && c != exitNoFolder {
+			f.end()
+			return nil, fmt.Errorf("freeze %s at %s: %w", d.Path(), m.dir, err)
+		}
+		_ = f.tell.Close()
+	}
+	return nil, errors.Join(err, os.Remove(path))
+}
+
+// recordFreeze makes the record, and waits for the end of an earlier one.
+func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.File, path string, err error) {
+	path = filepath.Join(h.runDir, freezePrefix+rec.Key)
+	b, err := json.Marshal(rec)
+	if err != nil {
+		return nil, "", err
+	}
+	f, err := os.CreateTemp(h.runDir, ".freeze-")
+	if err != nil {
+		return nil, "", err
+	}
+	defer func() {
+		_ = os.Remove(f.Name())
+		if err != nil {
+			_ = f.Close()
+		}
+	}()
+	if _, err := f.Write(b); err != nil {
+		return nil, "", err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, "", err
+	}
+	tick := time.NewTicker(rescueEvery)
+	defer tick.Stop()
+	for {
+		if err := os.Link(f.Name(), path); !errors.Is(err, fs.ErrExist) {
+			return f, path, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, "", api.Errorf(api.Busy, "an earlier freeze has not ended: %w", ctx.Err())
+		case <-tick.C:
+		}
+	}
+}
+
+// start runs freeze.sh with the lock.
+func (f *Frozen) start(lock *os.File, deed string, m mounted) error {
+	in, tell, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	out, say, err := os.Pipe()
+	if err != nil {
+		return errors.Join(err, in.Close(), tell.Close())
+	}
+	cmd := exec.Command("sh", "-c", freezeScript, "freeze", deed, m.dir, strconv.Itoa(m.id))
+	cmd.Env = append(os.Environ(), "LC_ALL=C")
+	cmd.Stdin, cmd.Stdout, cmd.ExtraFiles = in, say, []*os.File{lock}
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	err = cmd.Start()
+	_, _ = in.Close(), say.Close()
+	if err != nil {
+		_, _ = tell.Close(), out.Close()
+		return err
+	}
+	f.pid, f.tell, f.lines, f.ended = cmd.Process.Pid, tell, make(chan string, 4), make(chan error, 1)
+	go func() { // ends with the process, which the kernel ends with its I/O
+		for sc := bufio.NewScanner(out); sc.Scan(); {
+			select {
+			case f.lines <- sc.Text():
+			default:
+			}
+		}
+		_ = out.Close()
+		if err := cmd.Wait(); err != nil {
+			err = fmt.Errorf("%w: %s", err, strings.TrimSpace(said.String()))
+			f.ended <- err
+			return
+		}
+		f.ended <- nil
+	}()
+	return nil
+}
+
+// advance waits until the file system is frozen. What is dirty is written before, while others still write.
+func (f *Frozen) advance(ctx context.Context) error {
+	for {
+		select {
+		case line := <-f.lines:
+			if line == "frozen" {
+				return nil
+			}
+			if _, err := io.WriteString(f.tell, "go\n"); err != nil {
+				return err
+			}
+		case err := <-f.ended:
+			f.ended <- err // for end
+			if err == nil {
+				err = errors.New("it was thawed at once")
+			}
+			return err
+		case <-ctx.Done():
+			return api.Errorf(api.Busy, "it takes too long: %w", ctx.Err())
+		}
+	}
+}
+
+// end has the file system thawed and the record removed, however long that takes.
+func (f *Frozen) end() {
+	_ = f.tell.Close()
+	h := f.d.host
+	h.thaws.Go(func() {
+		defer close(f.done)
+		var err error
+		select {
+		case err = <-f.ended:
+		case <-h.closing:
+			return // the next process does it
+		}
+		var exit *exec.ExitError
+		if err == nil || errors.As(err, &exit) && exit.ExitCode() > 0 && exit.ExitCode() != exitNotThaw {
+			if err := os.Remove(f.path); err != nil {
+				h.log.Error("the record of a freeze stays", "path", f.path, "err", err)
+			}
+			return
+		}
+		h.log.Error("a file system is not thawed yet", "device", f.d.Path(), "err", err)
+		h.rescue(f.path)
+	})
+}
+
+// Thaw lets writers go on. An error says that it takes long; it is done nevertheless.
+func (f *Frozen) Thaw() error {
+	f.end()
+	late := time.NewTimer(thawWait)
+	defer late.Stop()
+	select {
+	case <-f.done:
+		return nil
+	case <-late.C:
+		return api.Errorf(api.Busy, "thaw %s: not done after %v, it is waited for", f.d.Path(), thawWait)
+	}
+}
+
+// ThawLeft thaws, in the background, what earlier processes may have left frozen. Call it when the devices are served.
+func (h *Host) ThawLeft() {
+	left, _ := filepath.Glob(filepath.Join(h.runDir, freezePrefix+"*"))
+	for _, path := range left {
+		h.thaws.Go(func() { h.rescue(path) })
+	}
+	half, _ := filepath.Glob(filepath.Join(h.runDir, ".freeze-*"))
+	for _, path := range half { // never linked, or a second name of one above
+		_ = os.Remove(path)
+	}
+}
+
+// rescue thaws what a record names and removes it, until that is done or the host closes.
+func (h *Host) rescue(path string) {
+	tick := time.NewTicker(rescueEvery)
+	defer tick.Stop()
+	told, wait := "", rescueEvery
+	for {
+		err := h.thawRecorded(path)
+		if err == nil {
+			return
+		}
+		if told != err.Error() {
+			told = err.Error()
+			h.log.Warn("a file system that may be frozen is not thawed yet", "record", path, "err", err)
+		}
+		if code(err) > 0 { // fsfreeze failed: not at once again
+			wait = min(2*wait, 10*time.Second)
+			tick.Reset(wait)
+		}
+		select {
+		case <-h.closing:
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// thawRecorded does so once. Nobody freezes any more once the record's lock is free.
+func (h *Host) thawRecorded(path string) error {
+	lock, err := os.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer func() { _ = lock.Close() }()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return fmt.Errorf("a process is still at it: %w", err)
+	}
+	b, err := io.ReadAll(lock)
+	if err != nil {
+		return err
+	}
+	var rec frozenRecord
+	if err := json.Unmarshal(b, &rec); err != nil {
+		return errors.Join(api.Errorf(api.Corrupt, "the record makes no sense: %w", err), os.Remove(path))
+	}
+	file := loopFile(rec.Loop)
+	if rec.Boot != bootID() || file != h.fileName(rec.Key) && file != oldFileName(rec.Key) {
+		return os.Remove(path) // there is no such device any more
+	}
+	mounts, err := mountsOn(rec.Loop)
+	if err != nil {
+		return err
+	}
+	if len(mounts) == 0 {
+		claim, err := claimLoop(rec.Loop, file)
+		if errors.Is(err, errLoopGone) {
+			return os.Remove(path)
+		}
+		if err != nil {
+			return err // unmounted while frozen: it is there until it is mounted again and thawed
+		}
+		return errors.Join(unix.Close(claim), os.Remove(path))
+	}
+	for _, m := range mounts {
+		f := &Frozen{}
+		if err = f.start(lock, "thaw", m); err != nil {
+			return err
+		}
+		select {
+		case err = <-f.ended:
+		case <-h.closing:
+			_ = f.tell.Close()
+			return nil // the child has the lock, and the next process the record
+		}
+		_ = f.tell.Close()
+		if err == nil || strings.Contains(err.Error(), "Invalid argument") { // it is not frozen
+			h.log.Info("a file system that may have been frozen is thawed", "device", loopPath(rec.Loop), "path", m.dir,
+				"wasFrozen", err == nil)
+			return os.Remove(path)
+		}
+	}
+	return err
+}
+
+func code(err error) int {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return exit.ExitCode()
+	}
+	return -1
+}
+
+func bootID() string {
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(b))
+}
+
+// mounted is a folder where a file system is mounted in this process's view.
+type mounted struct {
+	id  int
+	dir string
+}
+
+// mountsOn are the mounts of a loop device. The device number of btrfs is its own; its source tells.
+func mountsOn(n int) ([]mounted, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	var out []mounted
+	sc := bufio.NewScanner(f)
+	for sc.Scan() {
+		left, right, ok := strings.Cut(sc.Text(), " - ")
+		l, r := strings.Fields(left), strings.Fields(right)
+		if !ok || len(l) < 5 || len(r) < 2 {
+			continue
+		}
+		if l[2] != fmt.Sprintf("%d:%d", loopMajor, n) && !isLoop(r[1], n) {
+			continue
+		}
+		if id, err := strconv.Atoi(l[0]); err == nil {
+			out = append(out, mounted{id, plain.Replace(l[4])})
+		}
+	}
+	return out, sc.Err()
+}
+
+func isLoop(source string, n int) bool {
+	if strings.HasPrefix(source, linkDir+"/") {
+		source, _ = os.Readlink(source)
+	}
+	return source == loopPath(n)
+}
+
+// plain undoes the octal escapes of mountinfo.
+var plain = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)

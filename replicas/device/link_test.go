@@ -1,0 +1,63 @@
+package device
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestStaleLinks: a name in /dev/drover never leads to what was set up later under the number of a device that is gone.
+func TestStaleLinks(t *testing.T) {
+	img := filepath.Join(t.TempDir(), "disk.img")
+	if err := os.WriteFile(img, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(img, mib); err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command("losetup", "-f", "--show", img).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	foreign := strings.TrimSpace(string(out))
+	t.Cleanup(func() { _ = exec.Command("losetup", "-d", foreign).Run() })
+	if err := os.MkdirAll(linkDir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	link := func(name, to string) string {
+		t.Helper()
+		path := filepath.Join(linkDir, name)
+		if err := os.Symlink(to, path); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = os.Remove(path) })
+		return path
+	}
+	left := func(path string) bool {
+		_, err := os.Lstat(path)
+		return err == nil
+	}
+
+	at := link("stale-start", foreign)
+	h, l := openHost(t, runHolder(t)), runLoop(t)
+	if left(at) {
+		t.Error("a link to a device of somebody else outlived a start")
+	}
+	link("test-stale-own", foreign)
+	d, _ := attach(t, h, l, "stale-own", 64*mib)
+	if to, err := os.Readlink(d.Link()); err != nil || to != d.Path() {
+		t.Errorf("link: %s, %v; want %s", to, err, d.Path())
+	}
+	at = link("stale-name", d.Path())
+	if err := d.link(); err != nil {
+		t.Fatal(err)
+	}
+	if left(at) {
+		t.Error("a device has two names")
+	}
+	if to, err := os.Readlink(d.Link()); err != nil || to != d.Path() {
+		t.Errorf("link: %s, %v; want %s", to, err, d.Path())
+	}
+}

@@ -1,0 +1,42 @@
+package device
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestLoopOfAnother: a loop device whose number is another one's by now is neither claimed nor taken down.
+func TestLoopOfAnother(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root")
+	}
+	path := filepath.Join(t.TempDir(), "of-another")
+	if err := os.WriteFile(path, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, err := setUpLoop(fd, path, false)
+	_ = unix.Close(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dropLoop(n, "of-another")
+	dropLoop(n, "mine")
+	if _, err := claimLoop(n, "mine"); !errors.Is(err, errLoopGone) {
+		t.Error(err)
+	}
+	if file := loopFile(n); file != "of-another" {
+		t.Fatalf("the device stands on %q", file)
+	}
+	dropLoop(n, "of-another")
+	if file := loopFile(n); file != "" {
+		t.Errorf("the device stands on %q", file)
+	}
+}

@@ -1,0 +1,51 @@
+package device
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+//go:embed trim.sh
+var trimScript string
+
+// trimmed is what fstrim says: "/mnt: 1.2 GiB (1288490188 bytes) trimmed".
+var trimmed = regexp.MustCompile(`\((\d+) bytes\) trimmed`)
+
+// trimEnds is how long a trim that is given up may take to end.
+const trimEnds = 10 * time.Second
+
+// Trim has the file system of a device that is mounted here discard what it does not use, and returns how many bytes
+// that is. A process of its own does it, as for a freeze: it waits for I/O that this one serves.
+func (d *Device) Trim(ctx context.Context) (int64, error) {
+	mounts, err := mountsOn(d.dev)
+	if err != nil {
+		return 0, err
+	}
+	var said bytes.Buffer
+	for _, m := range mounts { // all of one file system
+		said.Reset()
+		cmd := exec.CommandContext(ctx, "sh", "-c", trimScript, "trim", m.dir, strconv.Itoa(m.id))
+		cmd.Env = append(os.Environ(), "LC_ALL=C")
+		cmd.Stdout, cmd.Stderr, cmd.WaitDelay = &said, &said, trimEnds
+		if err = cmd.Run(); err == nil {
+			if is := trimmed.FindStringSubmatch(said.String()); is != nil {
+				return strconv.ParseInt(is[1], 10, 64)
+			}
+			return 0, fmt.Errorf("trim %s at %s: fstrim said %q", d.Path(), m.dir, said.String())
+		}
+		if c := code(err); c != exitNotMount && c != exitNoFolder {
+			return 0, fmt.Errorf("trim %s at %s: %w: %s", d.Path(), m.dir, err, strings.TrimSpace(said.String()))
+		}
+	}
+	return 0, api.Errorf(api.Unsupported, "%s is not mounted on this node: who uses a raw block volume trims it", d.Path())
+}

@@ -1,0 +1,484 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// copier compares regions by digests and copies the blocks that differ. It works at several pieces at once while the
+// guest is idle, and reads from all members that it may; while the guest has I/O under way it works at one, and rests
+// as long as it worked.
+type copier struct {
+	e      *Engine
+	to     []Mirror // it is copied from whoever is a member at the moment
+	equal  []Mirror // or these are to be equal: the others are made like the first that can be read
+	join   *join    // the guest writes meanwhile; nil: it does not
+	snap   string   // what is copied is that of a snapshot; empty: what the source holds now
+	polite bool     // the guest is to go first, although nothing is locked
+	o      JoinOptions
+
+	mu    sync.Mutex // of what follows
+	p     Progress
+	told  time.Time
+	began time.Time
+	did   int64           // bytes since then
+	read  map[Mirror]bool // members that a snapshot was read from
+	delay map[Mirror]*delay
+	bare  atomic.Bool   // the last piece was blank where it was copied to: the next one may be
+	alone chan struct{} // whoever has it works beside the guest
+}
+
+const (
+	comparePiece = 1 << 20
+	politePiece  = 256 << 10 // of it is copied at a time beside the guest, who is kept from it meanwhile
+	copyWorkers  = 8
+)
+
+// span of bytes.
+type span struct{ off, n int64 }
+
+// regions makes some regions equal.
+func (c *copier) regions(ctx context.Context, regions []int64, region, size int64) (Progress, error) {
+	c.began, c.alone, c.read, c.delay = time.Now(), make(chan struct{}, 1), map[Mirror]bool{}, map[Mirror]*delay{}
+	for _, g := range regions {
+		c.p.Total += max(0, min(size, (g+1)*region)-g*region)
+	}
+	work, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	pieces := make(chan span)
+	var all sync.WaitGroup
+	for range copyWorkers {
+		all.Go(func() {
+			buf := aligned(comparePiece)
+			for p := range pieces {
+				if err := c.turn(work, p, &buf); err != nil {
+					fail(err)
+					return
+				}
+			}
+		})
+	}
+feed:
+	for _, g := range regions {
+		for off := g * region; off < min(size, (g+1)*region); off += comparePiece {
+			select {
+			case pieces <- span{off, min(comparePiece, min(size, (g+1)*region)-off)}:
+			case <-work.Done():
+				break feed
+			}
+		}
+	}
+	close(pieces)
+	all.Wait()
+	for m := range c.read {
+		if err := m.(Cutter).SnapEnd(ctx); err != nil && work.Err() == nil {
+			fail(err)
+		}
+	}
+	return c.p, context.Cause(work)
+}
+
+// turn does one piece, when it may.
+func (c *copier) turn(ctx context.Context, p span, buf *[]byte) error {
+	at := int64(comparePiece)
+	if c.join != nil || c.polite {
+		guest, err := c.guest(ctx)
+		if err != nil {
+			return err
+		}
+		if guest {
+			at = politePiece
+			select {
+			case c.alone <- struct{}{}:
+				defer func() { <-c.alone }()
+			case <-ctx.Done():
+				return context.Cause(ctx)
+			}
+		}
+	}
+	began := time.Now()
+	if err := c.some(ctx, p, at, buf); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.p.Done += p.n
+	c.did += p.n
+	c.mu.Unlock()
+	return c.rest(ctx, time.Since(began))
+}
+
+func (c *copier) guest(ctx context.Context) (is bool, err error) {
+	err = c.e.on(ctx, func() { is = c.e.inflight > c.e.locks })
+	return is, err
+}
+
+// rest lets the guest go first, keeps to the rate, and tells how far it is.
+func (c *copier) rest(ctx context.Context, took time.Duration) error {
+	c.mu.Lock()
+	if c.o.OnProgress != nil && time.Since(c.told) > time.Second {
+		c.told = time.Now()
+		c.o.OnProgress(c.p)
+	}
+	did := c.did
+	c.mu.Unlock()
+	var wait time.Duration
+	if c.join != nil || c.polite {
+		guest, err := c.guest(ctx)
+		if err != nil {
+			return err
+		}
+		if guest {
+			wait = took // half of the time is the guest's
+		}
+	}
+	if r := c.o.BytesPerSecond; r > 0 {
+		wait = max(wait, time.Duration(float64(did)/float64(r)*float64(time.Second))-time.Since(c.began))
+	}
+	if wait <= 0 {
+		return ctx.Err()
+	}
+	return pause(ctx, wait)
+}
+
+// errSource marks what went wrong with the member that is read: another one may do.
+var errSource = errors.New("the replica that it is copied from")
+
+// some copies a piece, so much of it at a time, from one of the members that have it.
+func (c *copier) some(ctx context.Context, p span, at int64, buf *[]byte) error {
+	if c.equal != nil {
+		return c.level(ctx, p, at, buf)
+	}
+	src, err := c.sources(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range src {
+		if i > 0 {
+			*buf = aligned(comparePiece) // the other one may still be read into
+		}
+		m, done := c.soonest(src[i:])
+		err = c.piece(ctx, m, c.to, p, at, *buf)
+		done()
+		if !errors.Is(err, errSource) || ctx.Err() != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// level makes a piece equal on all that are to be.
+func (c *copier) level(ctx context.Context, p span, at int64, buf *[]byte) (err error) {
+	for i, m := range c.equal {
+		if i > 0 {
+			*buf = aligned(comparePiece)
+		}
+		others := slices.DeleteFunc(slices.Clone(c.equal), func(o Mirror) bool { return o == m })
+		err = c.piece(ctx, m, others, p, at, *buf)
+		if !errors.Is(err, errSource) || !isDamage(err) || ctx.Err() != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// delay is what reading from a member takes.
+type delay struct {
+	pieces int     // under way
+	perKiB float64 // nanoseconds, lately
+}
+
+// soonest puts the member first that a piece is read from soonest, as far as is known, and counts the piece until done.
+func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	best, least := 0, 0.0
+	for i, m := range src {
+		if c.delay[m] == nil {
+			c.delay[m] = &delay{}
+		}
+		d := c.delay[m]
+		if t := float64(d.pieces+1) * d.perKiB; i == 0 || t < least {
+			best, least = i, t
+		}
+	}
+	src[0], src[best] = src[best], src[0]
+	d := c.delay[src[0]]
+	d.pieces++
+	return src[0], func() {
+		c.mu.Lock()
+		d.pieces--
+		c.mu.Unlock()
+	}
+}
+
+// took takes note of a read from a member.
+func (c *copier) took(m Mirror, n int64, t time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if d := c.delay[m]; d != nil {
+		now := float64(t) / float64(n>>10)
+		if d.perKiB == 0 {
+			d.perKiB = now
+		}
+		d.perKiB += (now - d.perKiB) / 16
+	}
+}
+
+// sources are the members that may be read now.
+func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
+	err = c.e.on(ctx, func() {
+		for i, m := range c.e.cfg.Members {
+			if r, ok := m.Member.(Mirror); ok && (c.e.members &^ c.e.suspect &^ c.e.weak &^ c.e.lost).has(i) {
+				list = append(list, r)
+			}
+		}
+	})
+	if err == nil && len(list) == 0 {
+		err = api.Errorf(api.Unavailable, "no member can be copied from now")
+	}
+	if c.snap != "" {
+		c.mu.Lock()
+		for _, m := range list {
+			c.read[m] = true
+		}
+		c.mu.Unlock()
+	}
+	return list, err
+}
+
+type digests struct {
+	sums []byte
+	err  error
+}
+
+// ask has a member digest a range. It answers in bounded time, whoever listens.
+func ask(ctx context.Context, m Mirror, snap string, p span) chan digests {
+	ch := make(chan digests, 1)
+	go func() {
+		var a digests
+		if snap != "" {
+			a.sums, a.err = m.(Cutter).SnapDigests(ctx, snap, p.off, p.n)
+		} else {
+			a.sums, a.err = m.Digests(ctx, p.off, p.n)
+		}
+		ch <- a
+	}()
+	return ch
+}
+
+// piece compares a range and copies what differs.
+func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at int64, buf []byte) error {
+	have := make([]chan digests, len(to))
+	for i, m := range to {
+		have[i] = ask(ctx, m, "", p)
+	}
+	var want chan digests
+	guess := len(to) == 1 && c.bare.Load()
+	if !guess {
+		want = ask(ctx, src, c.snap, p)
+	}
+	var a digests
+	if want != nil {
+		if a = <-want; a.err != nil {
+			return fmt.Errorf("%w: %w", errSource, a.err)
+		}
+	}
+	for i, m := range to {
+		b := <-have[i]
+		if isDamage(b.err) { // all of it is written anew
+			b.sums, b.err = make([]byte, p.n/block.Size*digestSize), nil
+		}
+		if b.err != nil {
+			return b.err
+		}
+		if blank := isBlank(b.sums); guess && blank {
+			return c.copy(ctx, src, m, p, at, buf, nil)
+		} else if c.bare.Store(blank); guess {
+			if a = <-ask(ctx, src, c.snap, p); a.err != nil {
+				return fmt.Errorf("%w: %w", errSource, a.err)
+			}
+		}
+		if len(b.sums) != len(a.sums) || int64(len(a.sums)) != p.n/block.Size*digestSize {
+			return api.Errorf(api.Corrupt, "digests of %d+%d: %d and %d bytes", p.off, p.n, len(a.sums), len(b.sums))
+		}
+		if bytes.Equal(a.sums, b.sums) {
+			continue
+		}
+		differs := func(k int64) bool {
+			return !bytes.Equal(a.sums[k*digestSize:(k+1)*digestSize], b.sums[k*digestSize:(k+1)*digestSize])
+		}
+		if err := c.copy(ctx, src, m, p, at, buf, differs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// copy copies the blocks of a range that differ; nil: all that are not blank. The guest does not write to what is being
+// copied meanwhile.
+func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, buf []byte,
+	differs func(int64) bool) error {
+	for at := int64(0); at < p.n; at += step {
+		a, b := at/block.Size, min(at+step, p.n)/block.Size // in blocks of the piece
+		if differs != nil {
+			for a < b && !differs(a) {
+				a++
+			}
+			for a < b && !differs(b-1) {
+				b--
+			}
+			if a == b {
+				continue
+			}
+		}
+		which := func(k int64) bool { return differs(a + k) }
+		if differs == nil {
+			which = nil
+		}
+		if err := c.move(ctx, src, to, span{p.off + a*block.Size, (b - a) * block.Size}, buf, which); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// move reads a range at once and writes the blocks that are to be copied.
+func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, which func(int64) bool) error {
+	if c.join != nil {
+		release, err := c.e.lock(ctx, p.off, p.n)
+		if err != nil {
+			return err
+		}
+		defer release()
+	}
+	buf = buf[:p.n]
+	if err := c.readFrom(ctx, src, buf, p.off); err != nil {
+		return fmt.Errorf("%w: %w", errSource, err)
+	}
+	if c.join != nil { // one that was dropped in the meantime may lack what was written since
+		member := false
+		if err := c.e.on(ctx, func() {
+			for i, m := range c.e.cfg.Members {
+				member = member || c.e.members.has(i) && m.Member == Member(src)
+			}
+		}); err != nil {
+			return err
+		}
+		if !member {
+			return fmt.Errorf("%w: %w", errSource, api.Errorf(api.Unavailable, "it was dropped"))
+		}
+	}
+	var list []*block.Request
+	var spans []block.Span
+	sent := int64(0)
+	for k := int64(0); k < p.n/block.Size; {
+		zero := isZero(buf[k*block.Size:][:block.Size])
+		if which != nil && !which(k) || which == nil && zero {
+			k++
+			continue
+		}
+		end := k + 1
+		for end < p.n/block.Size && (which == nil || which(end)) && isZero(buf[end*block.Size:][:block.Size]) == zero {
+			end++
+		}
+		if off, n := k*block.Size, (end-k)*block.Size; zero {
+			list = append(list, &block.Request{Op: block.OpZero, Off: p.off + off, Len: n})
+		} else {
+			spans = append(spans, block.Span{Off: off, Len: n})
+			sent += n
+		}
+		k = end
+	}
+	if len(spans) > 0 {
+		list = append(list, writeOf(p.off, buf, spans))
+	}
+	if len(list) == 0 {
+		return nil
+	}
+	c.mu.Lock()
+	c.p.Sent += sent
+	c.mu.Unlock()
+	return doAll(ctx, c.e.cfg.Loop, to, list)
+}
+
+// writeOf is one write of pieces of a buffer.
+func writeOf(off int64, buf []byte, spans []block.Span) *block.Request {
+	first, last := spans[0].Off, spans[len(spans)-1]
+	w := &block.Request{Op: block.OpWrite, Off: off + first, Buf: buf[first : last.Off+last.Len]}
+	w.Len = int64(len(w.Buf))
+	if len(spans) > 1 {
+		for i := range spans {
+			spans[i].Off -= first
+		}
+		w.Spans = spans
+	}
+	return w
+}
+
+func (c *copier) readFrom(ctx context.Context, src Mirror, buf []byte, off int64) (err error) {
+	began := time.Now()
+	defer func() {
+		if err == nil {
+			c.took(src, int64(len(buf)), time.Since(began))
+		}
+	}()
+	if c.snap != "" {
+		return src.(Cutter).SnapRead(ctx, c.snap, off, buf)
+	}
+	return do(ctx, c.e.cfg.Loop, src, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+}
+
+func isZero(b []byte) bool { return b[0] == 0 && bytes.Equal(b[:len(b)-1], b[1:]) }
+
+// isBlank reports whether digests are those of blocks of zeros.
+func isBlank(sums []byte) bool {
+	for i := 0; i+digestSize <= len(sums); i += digestSize {
+		if !bytes.Equal(sums[i:i+digestSize], zeroSum[:digestSize]) {
+			return false
+		}
+	}
+	return len(sums) > 0
+}
+
+// do submits a request on the loop's thread and waits for it, whatever becomes of ctx: the buffer is in use.
+func do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) error {
+	return doAll(ctx, loop, to, []*block.Request{r})
+}
+
+// doAll submits requests together, waits for all of them, and returns an error of one.
+func doAll(ctx context.Context, loop Loop, to block.Submitter, list []*block.Request) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	left, done := len(list), make(chan struct{}) // left is the loop's
+	for _, r := range list {
+		r.Done = func(*block.Request) {
+			if left--; left == 0 {
+				close(done)
+			}
+		}
+	}
+	if !loop.Post(func() {
+		for _, r := range list {
+			to.Submit(r)
+		}
+	}) {
+		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
+	<-done
+	for _, r := range list {
+		if r.Err != nil {
+			return r.Err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,542 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"syscall"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// A cut of all members at one instant. Each prepares; then writes are held here, and those under way are over: all
+// members hold the same. Then each seals. When all have, the cut is there, and writes go on. A member that does not
+// seal in time is dropped before that, like one that fails a write. Where none seals, the cut is given up: it is undone
+// on every member, which answers, or is dropped, before a write goes on.
+
+// Cutter is a member that can be cut.
+type Cutter interface {
+	Mirror
+	// State is what it has recorded: its snapshots, among other things.
+	State(ctx context.Context) (stack.Meta, error)
+	// PrepareCut does all of a cut but the commit. A cut that was prepared before is given up.
+	PrepareCut(ctx context.Context, s stack.Snapshot) error
+	// DoCut commits the cut that was prepared for a layer.
+	DoCut(ctx context.Context, layer string) error
+	AbortCut(ctx context.Context) error
+	// Forget takes a snapshot out; one that is not there is fine.
+	Forget(ctx context.Context, uid string) error
+	// Seal cuts this member alone: for a snapshot, or for several that hold the same and share the layer of the first.
+	Seal(ctx context.Context, list ...stack.Snapshot) error
+	// Changed lists the pieces that may differ between two snapshots, or from one, or from some layers, to what it holds
+	// now.
+	Changed(ctx context.Context, from, to string, base []string, piece int64) ([]int64, error)
+	// SnapDigests and SnapRead are for the content of a snapshot, until SnapEnd.
+	SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error)
+	SnapRead(ctx context.Context, uid string, off int64, buf []byte) error
+	SnapEnd(ctx context.Context) error
+}
+
+const (
+	prepareTime = 10 * time.Second // for all of what can be done beforehand
+	drainTime   = 10 * time.Second // for writes under way to be over
+	sealTime    = 6 * time.Second  // for a member to seal, its process may be restarted meanwhile
+	suspectTime = 4 * time.Second  // a member that let a cut wait longer is looked at
+)
+
+// Cut is one under way.
+type Cut struct {
+	e      *Engine
+	s      stack.Snapshot
+	list   []Named
+	who    set
+	layers []string // by member
+	held   bool
+	begun  bool // some member may have sealed
+	ended  bool
+	out    bool // it was released; loop thread
+}
+
+// errCutting is why a replica that is on its way is given up for the moment.
+var errCutting = api.Errorf(api.Busy, "a snapshot was taken meanwhile: it is begun anew, and what was copied stays")
+
+// PrepareCut begins a cut. Between it and the end of Commit or Abort there is no other one.
+func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error) {
+	c := &Cut{e: e, s: s}
+	for {
+		var refused error
+		wait := false
+		if err := e.on(ctx, func() {
+			switch {
+			case e.closing || e.fenced != nil:
+				refused = api.Errorf(api.Unavailable, "the engine is ending")
+			case e.cutting:
+				refused = api.Errorf(api.Busy, "another snapshot is being taken")
+			case e.joining != 0:
+				wait = true
+			default:
+				e.cutting = true
+				e.unjoin(e.joiners, errCutting)
+				c.list, c.who = e.cfg.Members, e.members&^e.suspect
+			}
+		}); err != nil {
+			return nil, err
+		}
+		if refused != nil {
+			return nil, refused
+		}
+		if !wait {
+			break
+		}
+		if err := pause(ctx, 10*time.Millisecond); err != nil {
+			return nil, api.Errorf(api.Busy, "a replica is being made a member: %w", err)
+		}
+	}
+	c.layers = make([]string, len(c.list))
+	began := time.Now()
+	pctx, cancel := context.WithTimeout(ctx, prepareTime)
+	defer cancel()
+	errs := c.each(c.who, func(m int, x Cutter) error { return c.prepare(pctx, m, x) })
+	var all []error
+	for m, err := range errs {
+		if err == nil {
+			continue
+		}
+		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
+		if api.Is(err, api.Unavailable) && time.Since(began) > suspectTime {
+			e.Suspect(c.list[m].Name, err)
+		}
+	}
+	if len(all) > 0 {
+		c.Abort()
+		return nil, errors.Join(all...)
+	}
+	return c, nil
+}
+
+func (c *Cut) prepare(ctx context.Context, m int, x Cutter) error {
+	s := c.s
+	s.Layer = string(api.NewUID()) // a layer is a replica's own: what a uid names is the same for ever
+	c.layers[m] = s.Layer
+	return x.PrepareCut(ctx, s)
+}
+
+// each calls fn for members, all at once.
+func (c *Cut) each(who set, fn func(m int, x Cutter) error) []error {
+	errs := make([]error, len(c.list))
+	done := make(chan struct{})
+	n := 0
+	for m := range c.list {
+		if !who.has(m) {
+			continue
+		}
+		x, ok := c.list[m].Member.(Cutter)
+		if !ok {
+			errs[m] = api.Errorf(api.Unsupported, "it cannot be cut")
+			continue
+		}
+		n++
+		go func() { // answers in bounded time; waited for below
+			errs[m] = fn(m, x)
+			done <- struct{}{}
+		}()
+	}
+	for range n {
+		<-done
+	}
+	return errs
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// Hold keeps new writes back, and returns when none is under way: every member holds the same.
+func (c *Cut) Hold(ctx context.Context) error {
+	e := c.e
+	ctx, cancel := context.WithTimeout(ctx, drainTime)
+	defer cancel()
+	settled := make(chan struct{})
+	var refused error
+	if err := e.on(ctx, func() {
+		if e.closing || e.fenced != nil {
+			refused = api.Errorf(api.Unavailable, "the engine is ending")
+			return
+		}
+		e.holding = true
+		e.settledGen(func() { close(settled) })
+	}); err != nil || refused != nil {
+		return errors.Join(err, refused)
+	}
+	c.held = true
+	for {
+		var full, steady bool
+		var now set
+		if err := e.on(ctx, func() {
+			full = len(e.held) > 0
+			steady = e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
+			now = e.members
+			refused = e.fenced
+		}); err != nil {
+			return err
+		}
+		select {
+		case <-settled:
+			if refused == nil && steady {
+				if now&^c.who != 0 {
+					return api.Errorf(api.Busy, "another replica became a member meanwhile")
+				}
+				c.who = now
+				return nil
+			}
+		default:
+		}
+		switch {
+		case refused != nil:
+			return refused
+		case full:
+			return api.Errorf(api.Full, "writes wait for room on the disks: make room, the snapshot follows")
+		}
+		if err := pause(ctx, 2*time.Millisecond); err != nil {
+			return api.Errorf(api.Busy, "writes are still under way: %w", err)
+		}
+	}
+}
+
+// Commit has every member seal, and drops those that do not. It returns when the cut is there, or when it surely is
+// nowhere. Writes are held still: Release.
+func (c *Cut) Commit(ctx context.Context) error {
+	e := c.e
+	if !c.held || c.ended {
+		return api.Errorf(api.Invalid, "the cut is not at its instant")
+	}
+	c.begun = true
+	until := time.Now().Add(sealTime)
+	errs := c.each(c.who, func(m int, x Cutter) error { return c.seal(ctx, m, x, until) })
+	var done set
+	var all []error
+	for m := range c.list {
+		switch {
+		case !c.who.has(m):
+		case errs[m] == nil:
+			done |= bit(m)
+		default:
+			all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, errs[m]))
+		}
+	}
+	if done == 0 {
+		c.Abort()
+		return errors.Join(all...)
+	}
+	var fenced error
+	left := c.who
+	for c.who != done {
+		if err := e.on(e.ctx, func() {
+			for m := range c.list {
+				if (c.who &^ done).has(m) && e.members.has(m) {
+					e.propose(m, errs[m])
+				}
+			}
+			if fenced = e.fenced; e.suspect|e.weak|e.lost == 0 && !e.dropping {
+				left = e.members
+			}
+		}); err != nil {
+			return err
+		}
+		switch c.who = left; {
+		case fenced != nil:
+			return fenced
+		case c.who&done == 0: // who had it is gone, too
+			c.Abort()
+			return errors.Join(all...)
+		}
+		if c.who&^done == 0 {
+			break
+		}
+		if err := pause(e.ctx, 5*time.Millisecond); err != nil {
+			return api.Errorf(api.Unavailable, "the engine is ending: %w", err)
+		}
+	}
+	c.ended = true
+	return nil
+}
+
+// seal has one member commit. Where its session broke in between, what was prepared is gone: nothing was written since,
+// so it is prepared anew.
+func (c *Cut) seal(ctx context.Context, m int, x Cutter, until time.Time) error {
+	ctx, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
+	for {
+		err := x.DoCut(ctx, c.layers[m])
+		if err == nil || api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
+			return err
+		}
+		if has, serr := c.has(ctx, x); serr == nil && has {
+			return nil // and the answer was lost
+		}
+		if pause(ctx, 20*time.Millisecond) != nil {
+			return err
+		}
+		if perr := c.prepare(ctx, m, x); perr != nil && ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+// has reports whether a member has this very cut.
+func (c *Cut) has(ctx context.Context, x Cutter) (bool, error) {
+	m, err := x.State(ctx)
+	return slices.ContainsFunc(m.Snapshots, c.s.Same), err
+}
+
+// Abort undoes a cut that was not committed, on every member, and lets writes go on.
+func (c *Cut) Abort() {
+	e := c.e
+	if c.ended {
+		c.Release()
+		return
+	}
+	c.ended = true
+	if c.begun {
+		c.undo()
+	} else {
+		ctx, cancel := context.WithTimeout(e.ctx, prepareTime)
+		c.each(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else a next session does it
+		cancel()
+	}
+	c.Release()
+}
+
+// undo has every member answer that it has nothing of the cut. A member that does not is dropped if another one did.
+func (c *Cut) undo() {
+	e := c.e
+	var clean set
+	for {
+		var now set
+		over := false
+		if e.on(e.ctx, func() {
+			now, over = e.members, e.fenced != nil || e.closing
+			over = over || now&^clean == 0 && e.suspect|e.weak|e.lost == 0 && !e.dropping
+		}) != nil || over {
+			return
+		}
+		ctx, cancel := context.WithTimeout(e.ctx, sealTime)
+		errs := c.each(now&^clean, func(_ int, x Cutter) error {
+			if err := x.AbortCut(ctx); err != nil {
+				return err
+			}
+			has, err := c.has(ctx, x)
+			if err == nil && has {
+				err = x.Forget(ctx, c.s.UID)
+			}
+			return err
+		})
+		cancel()
+		for m, err := range errs {
+			if err == nil && now.has(m) {
+				clean |= bit(m)
+			}
+		}
+		for m, err := range errs {
+			if err != nil && clean != 0 {
+				e.Suspect(c.list[m].Name, err)
+			}
+		}
+		if pause(e.ctx, 20*time.Millisecond) != nil {
+			return
+		}
+	}
+}
+
+// Release lets writes go on. It can be called again.
+func (c *Cut) Release() {
+	e := c.e
+	e.cfg.Loop.Post(func() {
+		if c.out {
+			return
+		}
+		c.out = true
+		e.cutting, e.holding = false, false
+		e.unpark(nil)
+	})
+}
+
+// unpark starts the writes that were held back, or fails them. Loop thread.
+func (e *Engine) unpark(why error) {
+	list := e.parked
+	e.parked = nil
+	for _, r := range list {
+		if why != nil {
+			r.Err = why
+			r.Done(r)
+			continue
+		}
+		e.Submit(r)
+	}
+}
+
+// park keeps a write back until the cut under way is over, and reports whether it did.
+func (e *Engine) park(r *block.Request) bool {
+	if !e.holding || r.Op == block.OpRead || r.Op == block.OpFlush {
+		return false
+	}
+	e.parked = append(e.parked, r)
+	return true
+}
+
+// failParked ends what is held back: the engine ends.
+func (e *Engine) failParked() {
+	e.holding = false
+	e.unpark(syscall.EIO)
+}
+
+// Cut takes a snapshot of all members.
+func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
+	c, err := e.PrepareCut(ctx, s)
+	if err != nil {
+		return err
+	}
+	if err := c.Hold(ctx); err != nil {
+		c.Abort()
+		return err
+	}
+	err = c.Commit(ctx)
+	c.Release()
+	return err
+}
+
+// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy.
+func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
+	m, cutting, err := e.source(ctx)
+	if err != nil {
+		return stack.Meta{}, err
+	}
+	if cutting {
+		return stack.Meta{}, api.Errorf(api.Busy, "a snapshot is being taken")
+	}
+	st, err := m.State(ctx)
+	if err != nil {
+		return st, err
+	}
+	if _, cutting, err = e.source(ctx); err == nil && cutting {
+		err = api.Errorf(api.Busy, "a snapshot is being taken")
+	}
+	return st, err
+}
+
+// source is a member that can tell for all of them.
+func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error) {
+	err = e.on(ctx, func() {
+		cutting = e.cutting
+		m := e.reader(e.hurt)
+		if m < 0 {
+			m = e.reader(0)
+		}
+		if m >= 0 {
+			x, _ = e.cfg.Members[m].Member.(Cutter)
+		}
+	})
+	if err == nil && x == nil {
+		err = api.Errorf(api.Unavailable, "no member can be asked now")
+	}
+	return x, cutting, err
+}
+
+// Source is a member that has all that was written, to be asked about its snapshots.
+func (e *Engine) Source(ctx context.Context) (Member, error) {
+	x, _, err := e.source(ctx)
+	if n, ok := x.(*Near); ok {
+		return n.on, err
+	}
+	return x, err
+}
+
+// DropSnapshot takes a snapshot out of every member. After an error it may be on some of them; the next engine drops
+// it, or a repeated call.
+func (e *Engine) DropSnapshot(ctx context.Context, uid string) error {
+	return e.all(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
+}
+
+// SealAll cuts off the heads of the members, each at its own time: for layers without a name.
+func (e *Engine) SealAll(ctx context.Context) error {
+	return e.all(ctx, false, func(ctx context.Context, x Cutter) error {
+		return x.Seal(ctx, stack.Snapshot{Layer: string(api.NewUID()), Created: time.Now().UTC()})
+	})
+}
+
+// all calls fn for all members, and for those on their way too. No cut begins meanwhile.
+func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
+	var refused error
+	c := &Cut{e: e}
+	var coming set
+	if err := e.on(ctx, func() {
+		switch {
+		case e.closing || e.fenced != nil:
+			refused = api.Errorf(api.Unavailable, "the engine is ending")
+		case e.cutting:
+			refused = api.Errorf(api.Busy, "a snapshot is being taken")
+		default:
+			e.cutting = true
+			c.list, c.who = e.cfg.Members, (e.members|e.joining)&^e.suspect
+			if joiners {
+				coming = e.joiners
+			}
+		}
+	}); err != nil || refused != nil {
+		return errors.Join(err, refused)
+	}
+	defer c.Release()
+	ctx, cancel := context.WithTimeout(ctx, prepareTime)
+	defer cancel()
+	errs := c.each(c.who|coming, func(_ int, x Cutter) error { return fn(ctx, x) })
+	var all []error
+	for m, err := range errs {
+		if err == nil {
+			continue
+		}
+		if coming.has(m) {
+			_ = e.on(ctx, func() { e.unjoin(bit(m), err) })
+			continue
+		}
+		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
+	}
+	return errors.Join(all...)
+}
+
+// level makes the snapshots of the members the same, before anything is served: one that is not on all of them was not
+// there for anybody yet, or was being taken away.
+func (e *Engine) level(ctx context.Context, all []Mirror) error {
+	states := make([]stack.Meta, len(all))
+	for i, m := range all {
+		x, ok := m.(Cutter)
+		if !ok {
+			return nil
+		}
+		var err error
+		if states[i], err = x.State(ctx); err != nil {
+			return fmt.Errorf("snapshots of the members: %w", err)
+		}
+	}
+	for i, m := range all {
+		for _, s := range states[i].Snapshots {
+			if !slices.ContainsFunc(states, func(o stack.Meta) bool { return !slices.ContainsFunc(o.Snapshots, s.Same) }) {
+				continue
+			}
+			if err := m.(Cutter).Forget(ctx, s.UID); err != nil {
+				return fmt.Errorf("snapshots of the members: %w", err)
+			}
+		}
+	}
+	return nil
+}

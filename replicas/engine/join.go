@@ -1,0 +1,504 @@
+package engine
+
+import (
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"slices"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// Mirror is a member that can be made equal to others.
+type Mirror interface {
+	Member
+	// Track has it note durably where it may differ from the others, before it is written to.
+	Track(ctx context.Context, on bool) error
+	Intents(ctx context.Context) (stack.Intents, error)
+	// Intend notes regions, as writes to them would.
+	Intend(ctx context.Context, regions []int64) error
+	// Mark and Clean take intents away that are not needed any more, but for regions touched in between.
+	Mark(ctx context.Context, token int64) error
+	Clean(ctx context.Context, token, epoch int64, regions []int64) error
+	// Digests has 16 bytes for each block of a range.
+	Digests(ctx context.Context, off, n int64) ([]byte, error)
+}
+
+const digestSize = 16
+
+// zeroSum is the digest of a block of zeros.
+var zeroSum = sha256.Sum256(make([]byte, block.Size))
+
+// Progress of a replica on its way.
+type Progress struct {
+	Total int64 // bytes in regions that may differ
+	Done  int64 // of them, compared
+	Sent  int64 // bytes that differed and were copied
+	Full  bool  // the intents do not tell what it lacks: everything is compared
+}
+
+// JoinOptions tune a Join.
+type JoinOptions struct {
+	OnProgress     func(Progress) // called every now and then, from Join's goroutine; may be nil
+	BytesPerSecond int64          // that are compared; 0: as fast as the guest lets it
+	// OnSwap is called before it is made a member; an error gives it up. From then on it is not given up but with the
+	// engine. May be nil.
+	OnSwap func() error
+	// Turn is waited for before the replica is compared as a whole; release is called in the end. Nil: there is none.
+	Turn func(ctx context.Context) (release func(), err error)
+}
+
+// turns has a Join wait for its turn once.
+type turns struct {
+	o       *JoinOptions
+	release func()
+}
+
+func (t *turns) wait(ctx context.Context) (err error) {
+	if t.release == nil && t.o.Turn != nil {
+		t.release, err = t.o.Turn(ctx)
+	}
+	return err
+}
+
+func (t *turns) end() {
+	if t.release != nil {
+		t.release()
+	}
+}
+
+// join is a replica on its way to be a member.
+type join struct {
+	m      int
+	failed chan struct{} // closed when it is one no more
+	err    error         // why
+	done   chan struct{} // closed when it is a member
+}
+
+// generation counts the operations that began between two changes of who gets writes.
+type generation struct {
+	gen  int64
+	n    int
+	then []func() // once all operations of this and older generations are done
+}
+
+// ended takes an operation out of its generation.
+func (e *Engine) ended(gen int64) {
+	for i := range e.gens {
+		if e.gens[i].gen == gen {
+			e.gens[i].n--
+			break
+		}
+	}
+	e.oldest()
+}
+
+func (e *Engine) oldest() {
+	for e.gens[0].n == 0 && len(e.gens) > 1 {
+		then := e.gens[0].then
+		e.gens = e.gens[1:]
+		for _, fn := range then {
+			fn()
+		}
+	}
+}
+
+// settledGen begins a new generation, and calls fn once the operations of all former ones are done. Loop thread.
+func (e *Engine) settledGen(fn func()) int64 {
+	last := &e.gens[len(e.gens)-1]
+	last.then = append(last.then, fn)
+	gen := last.gen + 1
+	e.gens = append(e.gens, generation{gen: gen})
+	e.oldest()
+	return gen
+}
+
+// Join makes a replica a member: it gets all writes from now on, what it lacks is copied to it, and then it is
+// recorded. The guest goes on. Join returns when it is a member, or an error when it is not and will not be; then the
+// member is still the caller's to close.
+func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stop := context.AfterFunc(e.ctx, cancel)
+	defer stop()
+	dst, ok := n.Member.(Mirror)
+	if !ok || e.cfg.Add == nil {
+		return p, api.Errorf(api.Unsupported, "replica %s cannot join", n.Name)
+	}
+	epoch, names, err := e.Epoch(ctx)
+	if err != nil {
+		return p, err
+	}
+	// It refuses late writes of former engines from now on.
+	if err := dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
+		return p, err
+	}
+	size, err := e.length(ctx)
+	if err == nil {
+		err = dst.Expand(ctx, size)
+	}
+	if err != nil {
+		return p, err
+	}
+	if err := dst.Track(ctx, true); err != nil {
+		return p, err
+	}
+	t := &turns{o: &o}
+	defer t.end()
+	at, err := e.bringLayers(ctx, dst, o, t)
+	if err != nil {
+		return at.p, fmt.Errorf("replica %s cannot be made equal to the others: %w", n.Name, err)
+	}
+	j, src, err := e.enlist(ctx, n)
+	if err != nil {
+		return p, err
+	}
+	defer func() {
+		if err != nil {
+			e.expel(j, err)
+		}
+	}()
+	if err := sameSnapshots(ctx, src, dst); err != nil {
+		return p, fmt.Errorf("replica %s: %w", n.Name, err)
+	}
+	work, end := context.WithCancel(ctx)
+	defer end()
+	go func() { // ends with Join
+		select {
+		case <-j.failed:
+			end()
+		case <-work.Done():
+		}
+	}()
+	if p, err = e.catchUp(work, j, src, dst, o, at, t); err == nil {
+		err = do(work, e.cfg.Loop, dst, &block.Request{Op: block.OpFlush})
+	}
+	if err != nil {
+		return p, errJoin(n.Name, j, err)
+	}
+	if o.OnSwap != nil {
+		if err := o.OnSwap(); err != nil {
+			return p, errJoin(n.Name, j, err)
+		}
+	}
+	e.cfg.Loop.Post(func() {
+		if e.joins[j.m] == j { // else it failed in the meantime
+			e.wishes = append(e.wishes, j)
+			e.nextDrop()
+		}
+	})
+	select {
+	case <-j.done:
+		return p, nil
+	case <-j.failed:
+		return p, errJoin(n.Name, j, j.err)
+	case <-ctx.Done(): // whether it is a member is for the next engine to find out
+		return p, api.Errorf(api.Unavailable, "the volume's engine is ending")
+	}
+}
+
+func errJoin(name string, j *join, err error) error {
+	select {
+	case <-j.failed:
+		err = j.err
+	default:
+	}
+	return fmt.Errorf("replica %s cannot be made equal to the others: %w", name, err)
+}
+
+func (e *Engine) length(ctx context.Context) (size int64, err error) {
+	err = e.on(ctx, func() { size = e.size })
+	return size, err
+}
+
+// enlist has a replica get all writes that begin from now on, and waits for those that began before.
+func (e *Engine) enlist(ctx context.Context, n Named) (*join, Mirror, error) {
+	j := &join{failed: make(chan struct{}), done: make(chan struct{})}
+	settled := make(chan struct{})
+	var src Mirror
+	var refused error
+	err := e.on(ctx, func() {
+		switch {
+		case e.closing || e.fenced != nil:
+			refused = api.Errorf(api.Unavailable, "the engine is ending")
+			return
+		case e.cutting:
+			refused = errCutting
+			return
+		case len(e.cfg.Members) >= MaxMembers && e.spare == 0:
+			refused = api.Errorf(api.Busy, "the volume has %d replicas, or had them a moment ago", MaxMembers)
+			return
+		case slices.ContainsFunc(e.cfg.Members, func(m Named) bool { return m.Name == n.Name && e.isIn(m.Name) }):
+			refused = api.Errorf(api.Exists, "it is one already")
+			return
+		}
+		m := e.reader(e.hurt)
+		if m < 0 {
+			m = e.reader(0)
+		}
+		if m >= 0 {
+			src, _ = e.cfg.Members[m].Member.(Mirror)
+		}
+		if src == nil {
+			refused = api.Errorf(api.Unavailable, "no member can be copied from now")
+			return
+		}
+		e.cfg.Members = slices.Clone(e.cfg.Members) // others go through the old one
+		if e.spare != 0 {
+			j.m = e.spare.first()
+			e.spare &^= bit(j.m)
+			e.cfg.Members[j.m], e.dropped[j.m] = n, nil
+			e.hurt &^= bit(j.m)
+		} else {
+			j.m = len(e.cfg.Members)
+			e.cfg.Members, e.dropped = append(e.cfg.Members, n), append(e.dropped, nil)
+		}
+		e.gone |= bit(j.m) // until it is a member, who called Join closes it
+		e.joiners |= bit(j.m)
+		e.joins[j.m] = j
+		e.settledGen(func() { close(settled) })
+	})
+	if err == nil {
+		err = refused
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	select {
+	case <-settled:
+		return j, src, nil
+	case <-ctx.Done():
+		err := api.Errorf(api.Unavailable, "writes wait: %w", ctx.Err())
+		e.expel(j, err)
+		return nil, nil, err
+	}
+}
+
+func (e *Engine) isIn(name string) bool {
+	for i, m := range e.cfg.Members {
+		if m.Name == name && (e.members | e.joiners | e.joining).has(i) {
+			return true
+		}
+	}
+	return false
+}
+
+// expel takes a replica out again that did not become a member, and waits until it has nothing of the engine's any
+// more.
+func (e *Engine) expel(j *join, why error) {
+	idle := make(chan struct{})
+	if !e.cfg.Loop.Post(func() {
+		if e.joins[j.m] == j { // else its place may be another one's by now
+			e.unjoin(bit(j.m), why)
+		}
+		e.settledGen(func() { close(idle) })
+	}) {
+		return
+	}
+	select {
+	case <-idle:
+	case <-e.ctx.Done():
+	}
+}
+
+// unjoin forgets joiners. Loop thread.
+func (e *Engine) unjoin(who set, why error) {
+	for m, j := range e.joins {
+		if !who.has(m) || !e.joiners.has(m) {
+			continue
+		}
+		e.joiners &^= bit(m)
+		if why != nil || j.err == nil {
+			j.err = why
+		}
+		if j.err == nil {
+			j.err = api.Errorf(api.Unavailable, "it failed")
+		}
+		e.wishes = slices.DeleteFunc(e.wishes, func(w *join) bool { return w == j })
+		delete(e.joins, m)
+		e.retire(m)
+		close(j.failed)
+	}
+}
+
+// retire has the place of a replica that is none any more taken by others, once all operations are done that may have
+// asked it. Loop thread.
+func (e *Engine) retire(m int) {
+	e.settledGen(func() { e.spare |= bit(m) })
+}
+
+// nextJoin starts the swap that makes a replica a member.
+func (e *Engine) nextJoin() {
+	if len(e.wishes) == 0 {
+		return
+	}
+	j := e.wishes[0]
+	e.wishes = slices.Delete(e.wishes, 0, 1)
+	e.dropping = true
+	e.joiners &^= bit(j.m)
+	e.joining = bit(j.m) // from now on nothing is acknowledged without it
+	d := drop{m: j.m, list: e.cfg.Members, epoch: e.epoch, names: e.names(e.members | bit(j.m)),
+		survivors: e.members&^e.suspect | bit(j.m)}
+	name := e.cfg.Members[j.m].Name
+	e.drops.Add(1)
+	go func() {
+		defer e.drops.Done()
+		called := error(nil)
+		err := e.insist(func(ctx context.Context) error {
+			err := e.cfg.Add(ctx, d.epoch, name)
+			if api.Is(err, api.NotFound) { // surely not done
+				called = err
+				return nil
+			}
+			return err
+		})
+		if err == nil && called == nil {
+			err = e.adoptAll(&d, d.epoch+1)
+		}
+		e.cfg.Loop.Post(func() { e.joined(j, &d, called, err) })
+	}()
+}
+
+// joined takes the outcome. Loop thread.
+func (e *Engine) joined(j *join, d *drop, called, err error) {
+	e.dropping = false
+	switch {
+	case err != nil && api.Is(err, api.Denied):
+		e.fence(err)
+		fallthrough
+	case err != nil || e.closing:
+		e.joining = 0
+		delete(e.joins, j.m)
+		j.err = err
+		close(j.failed)
+		return
+	case called != nil:
+		e.joining, e.joiners = 0, e.joiners|bit(j.m)
+		e.unjoin(bit(j.m), called)
+		e.nextDrop()
+		e.settleWaiting()
+		return
+	}
+	e.joining = 0
+	e.members |= bit(j.m)
+	e.gone &^= bit(j.m)
+	e.weak = (e.weak&^d.survivors | d.weak) & e.members
+	e.epoch = d.epoch + 1
+	delete(e.joins, j.m)
+	e.tellLast()
+	close(j.done)
+	for m := range e.cfg.Members {
+		if d.weak.has(m) {
+			e.propose(m, d.why)
+		}
+	}
+	e.nextDrop()
+	e.settleWaiting()
+	e.alikeSoon()
+}
+
+// catchUp copies to dst what it lacks.
+func (e *Engine) catchUp(ctx context.Context, j *join, src, dst Mirror, o JoinOptions, at layered, t *turns) (
+	p Progress, err error) {
+	regions, region, full, err := e.lacking(ctx, src, dst, at)
+	if err == nil {
+		err = inherit(ctx, src, dst)
+	}
+	if err != nil {
+		return at.p, err
+	}
+	size, err := e.length(ctx)
+	if err != nil {
+		return at.p, err
+	}
+	p = at.p
+	if p.Full = p.Full || full; full {
+		if err := t.wait(ctx); err != nil {
+			return p, err
+		}
+	}
+	c := copier{e: e, to: []Mirror{dst}, join: j, o: o, p: p}
+	c.bare.Store(p.Full)
+	return c.regions(ctx, regions, region, size)
+}
+
+// inherit has a replica note what the member that it is made like has noted. Where both happen to hold the same in such
+// a region nothing is written to it, and yet a third that was away may hold something else.
+func inherit(ctx context.Context, src, dst Mirror) error {
+	t, err := src.Intents(ctx)
+	if err != nil {
+		return err
+	}
+	return dst.Intend(ctx, t.Regions)
+}
+
+func union(a, b []int64) []int64 {
+	all := append(slices.Clone(a), b...)
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// equalise makes the members equal before the guest is served: the first is the winner, since each has all that was
+// acknowledged, and what was not may be there or not, but on all of them. For a piece that is damaged there another one
+// is.
+func (e *Engine) equalise(ctx context.Context, all []Mirror) error {
+	var regions []int64
+	var region int64
+	for _, m := range all {
+		t, err := m.Intents(ctx)
+		if err != nil {
+			return err
+		}
+		if region != 0 && t.Region != region {
+			return api.Errorf(api.Corrupt, "members note intents in regions of %d and %d bytes", region, t.Region)
+		}
+		region, regions = t.Region, union(regions, t.Regions)
+	}
+	c := copier{e: e, equal: all}
+	if _, err := c.regions(ctx, regions, region, e.cfg.Size); err != nil {
+		return fmt.Errorf("members are made equal: %w", err)
+	}
+	for _, m := range all {
+		if err := do(ctx, e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
+			return fmt.Errorf("members are made equal: %w", err)
+		}
+	}
+	return nil
+}
+
+// lock keeps the guest from writing to a range until release.
+func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err error) {
+	got := make(chan error, 1)
+	var o *op
+	if !e.cfg.Loop.Post(func() {
+		if e.closing || e.fenced != nil {
+			got <- api.Errorf(api.Unavailable, "the engine is ending")
+			return
+		}
+		ended := false
+		r := &block.Request{Op: block.OpWrite, Off: off, Len: n}
+		r.Done = func(r *block.Request) {
+			if !ended && r.Err != nil {
+				got <- r.Err
+			}
+		}
+		o = e.take(r)
+		o.slow = true
+		o.lock = func() { ended = true; got <- nil }
+		e.locks++
+		e.admit(o)
+	}) {
+		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
+	if err := <-got; err != nil { // in bounded time: what it waits for is answered, or the engine ends
+		return nil, err
+	}
+	return func() {
+		done := make(chan struct{})
+		if e.cfg.Loop.Post(func() { e.finish(o, nil); close(done) }) {
+			<-done
+		}
+	}, nil
+}

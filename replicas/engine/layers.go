@@ -1,0 +1,271 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"slices"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// A replica that comes back lacks snapshots that were taken while it was away, and has some that are gone. What
+// counts is what a snapshot holds, not how the layers of a replica are divided: those may have been merged in one and
+// not in the other. So it loses those that are gone; and for each that it lacks, in the order in which they were
+// taken, its head is made to hold what that snapshot holds, and is cut off. Snapshots do not change: all this goes on
+// without a lock, and before the replica gets any write of the guest's. Where it stops, it goes on with the next
+// snapshot.
+
+// layered is how far that went.
+type layered struct {
+	top string   // the snapshot that the head was cut off for last; empty: none was
+	p   Progress // so far
+}
+
+// bringLayers gives dst the snapshots that the members have.
+func (e *Engine) bringLayers(ctx context.Context, dst Mirror, o JoinOptions, t *turns) (at layered, err error) {
+	to, ok := dst.(Cutter)
+	if !ok {
+		return at, nil
+	}
+	for {
+		src, cutting, err := e.source(ctx)
+		if err != nil {
+			return at, err
+		}
+		if cutting {
+			if err := pause(ctx, 50*time.Millisecond); err != nil {
+				return at, err
+			}
+			continue
+		}
+		missing, err := snapshotsLike(ctx, src, to)
+		if err != nil || len(missing) == 0 {
+			return at, err
+		}
+		size, err := e.length(ctx)
+		if err != nil {
+			return at, err
+		}
+		var same []stack.Snapshot // to be cut off together: nothing was written between them
+		seal := func() error {
+			if len(same) == 0 {
+				return nil
+			}
+			same[0].Layer = string(api.NewUID())
+			err := to.Seal(ctx, same...)
+			same = nil
+			return err
+		}
+		for _, s := range missing {
+			regions, region, full, err := e.towards(ctx, src, to, at.top, s.UID)
+			if err != nil {
+				return at, err
+			}
+			if at.p.Full = at.p.Full || full; full {
+				if err := t.wait(ctx); err != nil {
+					return at, err
+				}
+			}
+			if len(regions) > 0 || at.top == "" {
+				if err := seal(); err != nil {
+					return at, err
+				}
+				c := copier{e: e, to: []Mirror{dst}, snap: s.UID, polite: true, o: o, p: at.p}
+				c.bare.Store(full)
+				at.p, err = c.regions(ctx, regions, region, size)
+				if err != nil {
+					return at, err
+				}
+			}
+			same = append(same, s)
+			at.top = s.UID
+		}
+		if err := seal(); err != nil {
+			return at, err
+		}
+	}
+}
+
+// snapshotsLike has a replica lose the snapshots that the members do not have, and returns those that it lacks, the
+// oldest first.
+func snapshotsLike(ctx context.Context, src, to Cutter) ([]stack.Snapshot, error) {
+	want, err := src.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	have, err := to.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range have.Snapshots {
+		if !slices.ContainsFunc(want.Snapshots, s.Same) {
+			if err := to.Forget(ctx, s.UID); err != nil {
+				return nil, err
+			}
+		}
+	}
+	missing := slices.DeleteFunc(want.Snapshots, func(s stack.Snapshot) bool {
+		return slices.ContainsFunc(have.Snapshots, s.Same)
+	})
+	slices.SortStableFunc(missing, func(a, b stack.Snapshot) int { return a.Created.Compare(b.Created) })
+	return missing, nil
+}
+
+// sameSnapshots makes sure, once a replica gets all writes, that none was taken in between.
+func sameSnapshots(ctx context.Context, src, dst Mirror) error {
+	from, ok := src.(Cutter)
+	to, is := dst.(Cutter)
+	if !ok || !is {
+		return nil
+	}
+	missing, err := snapshotsLike(ctx, from, to)
+	if err == nil && len(missing) > 0 {
+		err = errCutting
+	}
+	return err
+}
+
+// towards says where the head of a replica and a snapshot may differ: top is the snapshot that the head begins with,
+// and nothing was written to it since.
+func (e *Engine) towards(ctx context.Context, src, dst Cutter, top, uid string) (regions []int64, region int64,
+	full bool, err error) {
+	if top != "" {
+		regions, err = src.Changed(ctx, top, uid, nil, comparePiece)
+		return regions, comparePiece, false, err
+	}
+	return e.differing(ctx, src, dst, uid)
+}
+
+// lacking says what a replica may lack of what the members hold now.
+func (e *Engine) lacking(ctx context.Context, src, dst Mirror, at layered) (regions []int64, region int64, full bool,
+	err error) {
+	if at.top != "" {
+		regions, err = src.(Cutter).Changed(ctx, at.top, "", nil, comparePiece)
+		return regions, comparePiece, false, err
+	}
+	return e.differing(ctx, src, dst, "")
+}
+
+// differing says it of a replica that was away: as the intents of both sides tell, or, where these do not tell all,
+// wherever one of the two holds something.
+func (e *Engine) differing(ctx context.Context, src, dst Mirror, uid string) (regions []int64, region int64, full bool,
+	err error) {
+	ours, err := src.Intents(ctx)
+	if err != nil {
+		return nil, 0, false, err
+	}
+	theirs, err := dst.Intents(ctx)
+	if err != nil {
+		return nil, 0, false, err
+	}
+	if ours.Covers(theirs) {
+		return union(ours.Regions, theirs.Regions), ours.Region, false, nil
+	}
+	from, ok := src.(Cutter)
+	to, is := dst.(Cutter)
+	if !ok || !is {
+		size, err := e.length(ctx)
+		if err != nil {
+			return nil, 0, true, err
+		}
+		for g := range (size + ours.Region - 1) / ours.Region {
+			regions = append(regions, g)
+		}
+		return regions, ours.Region, true, nil
+	}
+	base, err := sharedLayers(ctx, from, to)
+	if err != nil {
+		return nil, 0, true, err
+	}
+	a, err := from.Changed(ctx, "", uid, base, comparePiece)
+	if err != nil {
+		return nil, 0, true, err
+	}
+	b, err := to.Changed(ctx, "", "", base, comparePiece)
+	return union(a, b), comparePiece, true, err
+}
+
+// sharedLayers are the lowest layers that both stand on, such as an image's: a uid means one content.
+func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
+	x, err := a.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	y, err := b.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	n := 0
+	for n < min(len(x.Layers), len(y.Layers)) && x.Layers[n] == y.Layers[n] {
+		n++
+	}
+	return x.Layers[:n], nil
+}
+
+// Compare reads a snapshot on all members where it may differ from the one before it, and returns an error of kind
+// corrupt if they hold different content. The guest goes first.
+func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond int64) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(e.ctx, cancel)()
+	var list []Named
+	if err := e.on(ctx, func() {
+		for i, m := range e.cfg.Members {
+			if (e.members &^ e.suspect).has(i) {
+				list = append(list, m)
+			}
+		}
+	}); err != nil {
+		return err
+	}
+	var pieces []int64
+	var all []Cutter
+	for _, m := range list {
+		x, ok := m.Member.(Cutter)
+		if !ok {
+			return nil
+		}
+		some, err := x.Changed(ctx, before, uid, nil, comparePiece)
+		if err != nil {
+			return err
+		}
+		pieces, all = union(pieces, some), append(all, x)
+	}
+	defer func() {
+		for _, x := range all {
+			_ = x.SnapEnd(ctx) // else with the session
+		}
+	}()
+	c := copier{e: e, polite: true, o: JoinOptions{BytesPerSecond: bytesPerSecond}, began: time.Now()}
+	size, err := e.length(ctx)
+	if err != nil {
+		return err
+	}
+	for _, k := range pieces {
+		began, off := time.Now(), k*comparePiece
+		n := min(comparePiece, size-off)
+		var first []byte
+		for i, x := range all {
+			sums, err := x.SnapDigests(ctx, uid, off, n)
+			if isDamage(err) { // which is told otherwise, and does not mean that they hold something else
+				err = api.Errorf(api.Unavailable, "replica %s: %w", list[i].Name, err)
+			}
+			if err != nil {
+				return err
+			}
+			if i == 0 {
+				first = sums
+			} else if !bytes.Equal(sums, first) {
+				return api.Errorf(api.Corrupt, "replicas %s and %s differ in it between %d and %d", list[0].Name, list[i].Name,
+					off, off+n)
+			}
+		}
+		c.did += n
+		if err := c.rest(ctx, time.Since(began)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

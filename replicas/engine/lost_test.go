@@ -1,0 +1,159 @@
+package engine
+
+import (
+	"context"
+	"runtime"
+	"syscall"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+var errAway = api.Errorf(api.Unavailable, "away")
+
+// mirror is a member that can join.
+type mirror struct {
+	*memory
+	digests chan struct{} // if there is one, Digests gives one when it is called, and another when it answers
+}
+
+func (m mirror) Track(context.Context, bool) error     { return nil }
+func (m mirror) Intend(context.Context, []int64) error { return nil }
+func (m mirror) Intents(context.Context) (stack.Intents, error) {
+	return stack.Intents{Region: testSize, Regions: []int64{0}}, nil
+}
+func (m mirror) Mark(context.Context, int64) error                  { return nil }
+func (m mirror) Clean(context.Context, int64, int64, []int64) error { return nil }
+func (m mirror) Digests(ctx context.Context, _, n int64) ([]byte, error) {
+	for range 2 {
+		if m.digests == nil {
+			break
+		}
+		select {
+		case m.digests <- struct{}{}:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return make([]byte, n/block.Size*digestSize), nil // all the same: nothing is copied
+}
+
+// TestJoinerThatMissedAWrite: a replica that could not take a write while it was made equal does not become a member,
+// although everybody else has the write.
+func TestJoinerThatMissedAWrite(t *testing.T) {
+	for _, why := range []error{syscall.ENOSPC, syscall.EIO} {
+		added := make(chan string, 1)
+		r := newRig(t, 2, func(c *Config) {
+			for i, m := range c.Members {
+				m.Member.(*memory).auto = true
+				c.Members[i].Member = mirror{memory: m.Member.(*memory)}
+			}
+			c.Add = func(_ context.Context, _ int64, name string) error {
+				added <- name
+				return nil
+			}
+		})
+		late := mirror{&memory{t: t, data: make([]byte, testSize), auto: true}, make(chan struct{})}
+		joined := make(chan error, 1)
+		go func() {
+			_, err := r.e.Join(t.Context(), Named{Name: "late", Member: late}, JoinOptions{})
+			joined <- err
+		}()
+		<-late.digests // it gets all writes from now on
+		r.l.do(func() { late.fail = func(*block.Request) error { return why } })
+		is(t, r.start(block.OpWrite, 0, fill(4096, 1), 0), nil)
+		r.l.do(func() { late.fail = nil })
+		select { // it may have been given up already
+		case <-late.digests:
+		case err := <-joined:
+			joined <- err
+		}
+		select {
+		case err := <-joined:
+			if err == nil {
+				t.Fatal("it joined")
+			}
+		case name := <-added:
+			t.Fatalf("%s is a member and lacks a write", name)
+		}
+		r.close()
+	}
+}
+
+// TestWritesWhileAllAreLost: what came while a member did not serve reaches it when it does again, and is acknowledged.
+func TestWritesWhileAllAreLost(t *testing.T) {
+	r := newRig(t, 2, nil)
+	refusals := make(chan int, 64)
+	refuse := func(m int, is bool) {
+		r.m[m].mu.Lock()
+		defer r.m[m].mu.Unlock()
+		r.m[m].refuse = nil
+		if is {
+			r.m[m].refuse = func(int64) error {
+				select {
+				case refusals <- m:
+				default:
+				}
+				return errAway
+			}
+		}
+	}
+	refuse(0, true)
+	refuse(1, true)
+	first := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, errAway)
+	r.answer(1, 0, errAway)
+	<-refusals
+	second := r.start(block.OpWrite, 8192, fill(4096, 2), 0) // member 0 is not asked
+	if r.pending(0) != 0 {
+		t.Fatal("a member got a write while it was being dropped")
+	}
+	r.answer(1, 0, errAway)
+	waits(t, second, "nobody has it")
+	refuse(0, false)
+	for range 2 {
+		for r.pending(0) == 0 {
+			runtime.Gosched()
+		}
+		r.answer(0, 0, nil)
+	}
+	if m := <-r.drops; m != "b" {
+		t.Fatalf("dropped %s", m)
+	}
+	waits(t, first, "the drop is not settled")
+	r.settle <- nil
+	<-r.dropped
+	is(t, first, nil)
+	is(t, second, nil)
+	if r.m[0].data[0] != 1 || r.m[0].data[8192] != 2 {
+		t.Fatal("the member lacks an acknowledged write")
+	}
+}
+
+// TestReadWaitsForADrop: a read that the last member could not answer while another was being dropped is asked again.
+func TestReadWaitsForADrop(t *testing.T) {
+	r := newRig(t, 2, nil)
+	write := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(1, 0, nil)
+	r.answer(0, 0, syscall.EIO)
+	if m := <-r.drops; m != "a" {
+		t.Fatalf("dropped %s", m)
+	}
+	buf := make([]byte, 4096)
+	read := r.start(block.OpRead, 0, buf, 0)
+	r.answer(1, 0, errAway) // its connection broke and is there again
+	waits(t, read, "a member may answer yet")
+	r.settle <- nil
+	<-r.dropped
+	is(t, write, nil)
+	if r.pending(1) == 0 { // the epoch was settled on the loop, and with it the read
+		t.Fatal("the read is not asked again")
+	}
+	r.answer(1, 0, nil)
+	is(t, read, nil)
+	if buf[0] != 1 {
+		t.Fatal("not what was written")
+	}
+}

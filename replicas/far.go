@@ -1,0 +1,218 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/wire"
+	"drover.io/drover/replicas/stack"
+)
+
+// A replica whose image is on other nodes only reads it there, until the copy is here that the image's loops make: the
+// volume need not wait for that. What it reads it keeps, so no chunk travels twice for the guest; the copy is made
+// beside it, from a source of its own.
+
+// farPlace is where a layer of another node is.
+type farPlace struct {
+	Node    string  `json:"node"`
+	Address string  `json:"address"`
+	Disk    api.UID `json:"disk"`
+}
+
+// farTime bounds one try to read a chunk: another node may have it too.
+const farTime = 10 * time.Second
+
+// farLayers are the connections that layers of other nodes are read through.
+type farLayers struct {
+	mu      sync.Mutex
+	clients map[farPlace]*wire.Client // by node and address
+	bad     map[farPlace]time.Time    // when one failed: the others are asked first
+}
+
+// to is the client for a place.
+func (f *farLayers) to(id *wire.Identity, p farPlace) *wire.Client {
+	p.Disk = ""
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.clients == nil {
+		f.clients, f.bad = map[farPlace]*wire.Client{}, map[farPlace]time.Time{}
+	}
+	if f.clients[p] == nil {
+		f.clients[p] = wire.NewClient(id, p.Node, p.Address)
+	}
+	return f.clients[p]
+}
+
+func (f *farLayers) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, c := range f.clients {
+		c.Close()
+	}
+	f.clients = nil
+}
+
+func (f *farLayers) failed(p farPlace) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.bad != nil {
+		f.bad[p] = time.Now()
+	}
+}
+
+// order puts places that failed a moment ago last.
+func (f *farLayers) order(list []farPlace) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	slices.SortStableFunc(list, func(a, b farPlace) int { return f.bad[a].Compare(f.bad[b]) })
+}
+
+// farPlaces are the disks of other nodes that have an image with a layer. While the API cannot be asked they are where
+// they were.
+func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
+	known := d.peerState().Far[uid]
+	if !d.api.Load() {
+		return known
+	}
+	var copies api.ImageCopyList
+	var nodes api.NodeList
+	if d.client.List(ctx, &copies, client.UnsafeDisableDeepCopy) != nil ||
+		d.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy) != nil {
+		return known
+	}
+	var list []farPlace
+	for i := range copies.Items {
+		c := &copies.Items[i]
+		if c.Spec.Node == d.Node || c.Status.State != api.ImageReady || !slices.Contains(c.Spec.Layers, api.UID(uid)) {
+			continue
+		}
+		n := slices.IndexFunc(nodes.Items, func(n api.Node) bool { return n.Name == c.Spec.Node })
+		if n >= 0 && nodes.Items[n].Status.LayerAddress != "" {
+			list = append(list, farPlace{c.Spec.Node, nodes.Items[n].Status.LayerAddress, c.Spec.Disk})
+		}
+	}
+	if len(list) > 0 && !slices.Equal(list, known) {
+		d.noteState(func(st *peerState) { st.Far[uid] = slices.Clone(list) })
+	}
+	return list
+}
+
+// fetchFar reads a part of a layer of another node.
+func (d *Data) fetchFar(ctx context.Context, uid string, off int64, buf []byte) error {
+	list := d.farPlaces(ctx, uid)
+	if len(list) == 0 {
+		return api.Errorf(api.Unavailable, "no node has layer %s", uid)
+	}
+	d.far.order(list)
+	var errs []error
+	for _, p := range list {
+		try, cancel := context.WithTimeout(ctx, farTime)
+		err := d.far.to(d.Peers.Identity, p).Read(try, string(p.Disk), uid, buf, off)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		d.far.failed(p)
+		errs = append(errs, err)
+	}
+	return api.Errorf(api.Unavailable, "layer %s: %w", uid, errors.Join(errs...))
+}
+
+// readFar lets the layers of an image be read that are on other nodes only, and reports whether all can be read then.
+func (d *Data) readFar(ctx context.Context, disk *stack.Disk, layers []api.UID) (bool, error) {
+	if d.Peers.Identity == nil {
+		return false, nil
+	}
+	for _, uid := range layers {
+		if lacks, err := disk.LackingOf([]string{string(uid)}); err != nil {
+			return false, err
+		} else if len(lacks) == 0 || disk.Hydrating(string(uid)) {
+			continue
+		}
+		list := d.farPlaces(ctx, string(uid))
+		d.far.order(list)
+		done := false
+		for _, p := range list {
+			err := d.describeFar(ctx, disk, string(uid), p)
+			if err == nil {
+				done = true
+				break
+			}
+			d.far.failed(p)
+			d.Log.Warn("a layer of another node cannot be read yet", "layer", uid, "node", p.Node, "err", err)
+		}
+		if !done {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+// describeFar gets what has to be known of a layer before it is read.
+func (d *Data) describeFar(ctx context.Context, disk *stack.Disk, uid string, p farPlace) error {
+	ctx, cancel := context.WithTimeout(ctx, farTime)
+	defer cancel()
+	c := d.far.to(d.Peers.Identity, p)
+	root, _, err := c.Digest(ctx, string(p.Disk), uid)
+	if err != nil {
+		return err
+	}
+	if want := d.digestOf(ctx, uid); want != "" && want != root {
+		return api.Errorf(api.Corrupt, "the digest of layer %s there is %s, and should be %s", uid, root, want)
+	}
+	sums, err := c.Sums(ctx, string(p.Disk), uid)
+	if err != nil {
+		return err
+	}
+	src, err := c.Open(ctx, string(p.Disk), uid)
+	if err != nil {
+		return err
+	}
+	return errors.Join(disk.Hydrate(ctx, uid, root, src, sums), src.Close())
+}
+
+// digestOf is what the API says of the topmost layer of an image; empty: nothing.
+func (d *Data) digestOf(ctx context.Context, uid string) string {
+	var images api.BackingImageList
+	if d.client.List(ctx, &images, client.UnsafeDisableDeepCopy) != nil {
+		return ""
+	}
+	for i := range images.Items {
+		if st := &images.Items[i].Status; top(st.Layers) == uid {
+			return st.Digest
+		}
+	}
+	return ""
+}
+
+// farText says where an open replica reads what is not here yet; empty: all is here.
+func (d *Data) farText(ctx context.Context, r *stack.Replica) string {
+	layers, why := r.Hydrates()
+	if len(layers) == 0 {
+		return ""
+	}
+	var nodes []string
+	for _, uid := range layers {
+		for _, p := range d.farPlaces(ctx, uid) {
+			if !slices.Contains(nodes, p.Node) {
+				nodes = append(nodes, p.Node)
+			}
+		}
+	}
+	text := "reads its image from node " + strings.Join(nodes, ", ") + " until the copy is here"
+	if len(nodes) == 0 {
+		text = "its image is on no node"
+	}
+	if why != nil {
+		return fmt.Sprintf("%s; reads of what is not here wait: %v", text, why)
+	}
+	return text
+}

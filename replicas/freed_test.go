@@ -1,0 +1,45 @@
+package replicas
+
+import (
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+// TestSpaceHeldByCopy: what a full copy reads is held while it does; the space of a snapshot that was deleted meanwhile
+// comes back when the copy is whole, without anything else being done.
+func TestSpaceHeldByCopy(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.create(&api.Setting{ObjectMeta: named("replica-copy-rate-limit"), Value: "3"})
+	w.make("freed", 64<<20)
+	w.create(attachment("freed"))
+	w.attached("freed")
+	text := strings.Repeat("0123456789abcdef", 8<<20/16)
+	w.fill("freed", "old"+text[3:], 0)
+	s := w.snapshot("freed", "s")
+	w.fill("freed", "new"+text[3:], 0)
+	c := volume("freed-c", 64<<20)
+	c.Spec.DataSource, c.Spec.CloneMode = "snap://freed/s", api.CloneFull
+	w.create(c)
+	w.volumeIs("freed-c", "begun", func(v *api.Volume) bool {
+		var list api.ReplicaList
+		if err := w.c.List(w.ctx, &list); err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range list.Items {
+			if r.Spec.Volume == "freed-c" && r.Status.Pinned {
+				return true
+			}
+		}
+		return false
+	})
+	w.remove(s)
+	gone(w, s, &api.SnapshotList{})
+	w.volumeState("freed-c", api.VolumeDetached)
+	w.layersUse("whole", 16<<20) // a's and c's
+	w.reads("freed", 0, "new3")
+	w.detach("freed")
+	w.holds("freed-c", 0, "old3")
+}

@@ -1,0 +1,454 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/replicas/stack"
+)
+
+// A group of snapshots is cut at one instant: its Snapshots are made first, then all volumes are held, cut and let go
+// together. Each cut has the instant in its record, so that one in which a process died half-way is seen: what there
+// is of it is dropped, and all are cut again. A Snapshot of a group is told to nobody before the group is whole.
+
+// groupLoop cuts the groups whose volumes are on this node.
+type groupLoop struct{ snapshotLoop }
+
+func (d *Data) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
+	unfinished := func(of func(client.Object) string) handler.EventHandler {
+		return handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return d.unfinishedGroups(ctx, of(o))
+		})
+	}
+	return ctrl.NewControllerManagedBy(mgr).Named("snapshotgroup").
+		For(&api.SnapshotGroup{}, when(wishMatters)).
+		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume })).
+		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
+		Watches(&api.Volume{}, unfinished(client.Object.GetName), when(membersMatter)).
+		WithOptions(opts).Complete(&groupLoop{snapshotLoop{d}})
+}
+
+func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.Request {
+	var list api.SnapshotGroupList
+	if err := d.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		d.Log.Error("groups of snapshots cannot be listed", "err", err)
+		return nil
+	}
+	var all []reconcile.Request
+	for i := range list.Items {
+		if g := &list.Items[i]; !g.Status.ReadyToUse && slices.Contains(g.Spec.Volumes, volume) {
+			all = append(all, one(g.Name)...)
+		}
+	}
+	return all
+}
+
+// Reconcile cuts one group, once.
+func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var g api.SnapshotGroup
+	if err := l.client.Get(ctx, req.NamespacedName, &g); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	if g.DeletionTimestamp != nil || g.Status.ReadyToUse {
+		return reconcile.Result{}, nil
+	}
+	if mine, err := l.mine(ctx, &g); !mine || err != nil {
+		return reconcile.Result{}, err
+	}
+	volumes := slices.Sorted(slices.Values(g.Spec.Volumes))
+	if slices.ContainsFunc(volumes, l.beingResumed) {
+		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+	}
+	for _, name := range volumes { // in one order, or two groups would wait for each other
+		defer l.lock(name)()
+	}
+	old := g.DeepCopy()
+	err := l.cutGroup(ctx, &g)
+	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
+	}
+	if g.Status.Error = ""; err != nil {
+		g.Status.Error = err.Error()
+	}
+	if !equality.Semantic.DeepEqual(old.Status, g.Status) {
+		if serr := l.client.Status().Update(ctx, &g); serr != nil {
+			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
+				return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
+			}
+			return reconcile.Result{}, fmt.Errorf("status of snapshot group %s: %w", g.Name, serr)
+		}
+	}
+	if q := l.snapshots.Load(); q != nil && err == nil {
+		for _, m := range g.Status.Members {
+			(*q).Add(one(m.Snapshot)[0])
+		}
+	}
+	switch api.KindOf(err) {
+	case api.Other:
+		return reconcile.Result{}, err
+	case api.Busy:
+		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
+	}
+	return reconcile.Result{RequeueAfter: 5 * time.Second}, nil // what it waits for may change and nobody tell
+}
+
+// mine reports whether this node cuts the group: it looks after the snapshots of the first volume.
+func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error) {
+	for _, name := range g.Spec.Volumes {
+		var v api.Volume
+		if err := l.client.Get(ctx, client.ObjectKey{Name: name}, &v); apierrors.IsNotFound(err) {
+			continue
+		} else if err != nil {
+			return false, err
+		}
+		if node, _, err := l.keeper(ctx, &v); err != nil || node != "" {
+			return node == l.Node, err
+		}
+	}
+	return false, nil
+}
+
+// groupPart is one volume of a group.
+type groupPart struct {
+	snap *api.Snapshot
+	vol  *api.Volume
+	rep  *api.Replica
+	disk *stack.Disk
+	is   *kin // in the stack; nil: not yet
+	// Of a volume with several replicas, instead of rep and disk.
+	hand *hand
+	lin  *lineage
+}
+
+// cutting is a cut that was prepared: of one replica or of several.
+type cutting interface {
+	Hold(ctx context.Context) error // until Release or Abort
+	Commit(ctx context.Context) error
+	Release()
+	Abort()
+}
+
+// alone is one of one replica.
+type alone struct {
+	cut *stack.Cut
+	let func()
+	log func(error)
+}
+
+// Hold implements cutting.
+func (a *alone) Hold(ctx context.Context) (err error) {
+	a.let, err = a.cut.Hold(ctx)
+	return err
+}
+
+// Commit implements cutting.
+func (a *alone) Commit(ctx context.Context) error {
+	return a.cut.Do(ctx)
+}
+
+// Release implements cutting.
+func (a *alone) Release() {
+	if a.let != nil {
+		a.let()
+		a.let = nil
+	}
+}
+
+// Abort implements cutting.
+func (a *alone) Abort() {
+	if err := a.cut.Abort(); err != nil {
+		a.log(err)
+	}
+	a.Release()
+}
+
+// cutGroup makes the group's snapshots, all or none. The caller has the locks of the volumes.
+func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
+	if controllerutil.AddFinalizer(g, api.Finalizer) { // before anything of it exists
+		st := g.Status.DeepCopy()
+		if err := l.client.Update(ctx, g); err != nil {
+			return err
+		}
+		g.Status = *st
+	}
+	var parts []*groupPart
+	defer func() {
+		for _, p := range parts {
+			if p.hand == nil {
+				continue
+			}
+			if err := p.hand.end(); err != nil {
+				l.Log.Warn("the end of an engine without a device", "volume", p.vol.Name, "err", err)
+			}
+		}
+	}()
+	for _, name := range g.Spec.Volumes {
+		p, err := l.part(ctx, g, name)
+		if err != nil {
+			return err
+		}
+		parts = append(parts, p)
+	}
+	whole := parts[0].is != nil
+	for _, p := range parts {
+		whole = whole && p.is != nil && p.is.Created.Equal(parts[0].is.Created)
+	}
+	at := momentNow()
+	if whole { // and the answer was lost
+		at = parts[0].is.Created
+		for _, p := range parts {
+			if p.hand != nil {
+				continue
+			}
+			if err := p.disk.Settle(string(p.rep.Spec.UID), p.is.Layer); err != nil {
+				return err
+			}
+		}
+	} else if err := l.cutParts(ctx, parts, at); err != nil {
+		return err
+	}
+	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = instant(at), true, nil
+	for _, p := range parts {
+		g.Status.Members = append(g.Status.Members, api.SnapshotGroupMember{Volume: p.vol.Name, Snapshot: p.snap.Name})
+	}
+	l.events.Eventf(g, nil, "Normal", "SnapshotsCreated", "Snapshot", "%d volumes were cut at one instant", len(parts))
+	return nil
+}
+
+// part finds a volume of the group, and its Snapshot, which it makes if there is none.
+func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
+	p := &groupPart{vol: &api.Volume{}, snap: &api.Snapshot{}}
+	if err := l.reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.Unavailable, "volume %s does not exist", volume)
+	} else if err != nil {
+		return nil, err
+	}
+	if p.vol.DeletionTimestamp != nil {
+		return nil, api.Errorf(api.InUse, "volume %s is being deleted", volume)
+	}
+	if len(p.vol.Status.Members) == 0 {
+		return nil, api.Errorf(api.Unavailable, "volume %s is not ready yet: %s", volume, p.vol.Status.Message)
+	}
+	node, attached, err := l.keeper(ctx, p.vol)
+	if err != nil {
+		return nil, err
+	}
+	many, err := l.several(ctx, p.vol)
+	switch {
+	case err != nil:
+		return nil, err
+	case attached && node != l.Node:
+		return nil, api.Errorf(api.Unsupported, "volume %s is attached to node %s, and the first one of the group is looked "+
+			"after on %s: a group is cut on one node", volume, node, l.Node)
+	case !many:
+		if p.rep, err = memberOn(ctx, l.client, p.vol, l.Node); err != nil {
+			return nil, err
+		}
+		if p.rep == nil {
+			return nil, api.Errorf(api.Unsupported, "volume %s has its replica on node %s and another one of the group on %s: "+
+				"a group is cut on one node", volume, node, l.Node)
+		}
+		if p.disk, err = l.disk(ctx, p.rep.Spec.Disk); err != nil {
+			return nil, err
+		}
+	}
+	err = l.reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
+	if apierrors.IsNotFound(err) {
+		p.snap = api.NewSnapshot(p.vol, g.Member(volume))
+		p.snap.Spec.Group, p.snap.Spec.Labels = g.Name, g.Spec.Labels
+		err = l.client.Create(ctx, p.snap)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if s := p.snap; s.Spec.Volume != volume || s.Spec.Group != g.Name || s.DeletionTimestamp != nil {
+		return nil, api.Errorf(api.Exists, "there is a snapshot %s already: delete it, or give the group another name",
+			s.Name)
+	}
+	if many {
+		if p.hand, err = l.hand(ctx, p.vol); err != nil {
+			return nil, err
+		}
+		p.lin, err = p.hand.family(ctx)
+	} else {
+		p.lin, err = l.lineageOf(p.rep, p.disk)
+	}
+	if err != nil {
+		if p.hand != nil {
+			err = errors.Join(err, p.hand.end())
+		}
+		return nil, err
+	}
+	p.is = p.lin.all[string(uidOf(p.snap))]
+	return p, nil
+}
+
+// cutParts drops what an earlier try left, and cuts.
+func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Time) (err error) {
+	for _, p := range parts {
+		switch {
+		case p.is == nil:
+		case p.hand != nil:
+			if err := p.hand.DropSnapshot(ctx, string(uidOf(p.snap))); err != nil {
+				return err
+			}
+		default:
+			if err := l.drop(ctx, p.snap, p.vol, p.rep, p.disk, string(uidOf(p.snap))); err != nil {
+				return err
+			}
+		}
+	}
+	var cuts []cutting
+	var ends []func() error
+	defer func() {
+		for _, c := range cuts {
+			c.Abort() // of those that were not begun, else nothing
+		}
+		for _, done := range ends {
+			if derr := done(); err == nil {
+				err = derr
+			}
+		}
+		for _, p := range parts {
+			if p.hand != nil {
+				l.wasCut(ctx, p.vol, p.hand.local, p.lin)
+				continue
+			}
+			var names []string
+			if lin, lerr := l.lineageOf(p.rep, p.disk); lerr == nil {
+				for _, k := range lin.all {
+					if k.children[api.VolumeHead] {
+						names = append(names, k.Name)
+					}
+				}
+			}
+			l.changed(p.rep.Spec.UID, names...) // after an error too: it may be there
+			l.tidy(p.disk)
+		}
+	}()
+	var volumes []*api.Volume
+	var snaps []*api.Snapshot
+	for _, p := range parts {
+		volumes, snaps = append(volumes, p.vol), append(snaps, p.snap)
+	}
+	defer l.freeze(ctx, volumes, snaps)() // thawed before what is above
+	for _, p := range parts {
+		// The layer is a new one with every try: what was dropped may still be merged.
+		s := stack.Snapshot{UID: string(uidOf(p.snap)), Name: p.snap.Name, Layer: string(api.NewUID()), Created: at}
+		if p.hand != nil {
+			c, err := p.hand.PrepareCut(ctx, s)
+			if err != nil {
+				return fmt.Errorf("volume %s: %w", p.vol.Name, err)
+			}
+			cuts = append(cuts, c)
+			continue
+		}
+		c, done, err := l.prepare(ctx, p.vol, p.rep, p.disk, s)
+		if err != nil {
+			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
+		}
+		cuts, ends = append(cuts, &alone{cut: c, log: func(err error) {
+			l.Log.Warn("a cut is given up", "volume", p.vol.Name, "err", err)
+		}}), append(ends, done)
+	}
+	return together(ctx, parts, cuts)
+}
+
+// together holds the writes of all volumes, cuts them, and lets them go on.
+func together(ctx context.Context, parts []*groupPart, cuts []cutting) error {
+	for i, c := range cuts {
+		if err := c.Hold(ctx); err != nil {
+			return fmt.Errorf("volume %s: %w", parts[i].vol.Name, err)
+		}
+	}
+	errs := make([]error, len(cuts))
+	var wg sync.WaitGroup
+	for i, c := range cuts {
+		wg.Go(func() { errs[i] = c.Commit(ctx) })
+	}
+	wg.Wait()
+	for _, c := range cuts {
+		c.Release()
+	}
+	if err := errors.Join(errs...); err != nil {
+		return errors.Join(api.Errorf(api.Busy, "not all volumes were cut, it is tried again"), err)
+	}
+	return nil
+}
+
+// ofGroup reports whether a snapshot of a group that nobody was told of yet has to wait for its group.
+func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *kin) (waits bool, err error) {
+	var g api.SnapshotGroup
+	if err := l.reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
+		return false, api.Errorf(api.NotFound, "lost: snapshot group %s does not exist; delete the object", s.Spec.Group)
+	} else if err != nil {
+		return false, err
+	}
+	if !g.Status.ReadyToUse {
+		return true, nil // the group's loop wakes it
+	}
+	if k == nil || instant(k.Created) != g.Status.CreationTime {
+		return false, api.Errorf(api.NotFound, "lost: it is not of the instant of snapshot group %s; delete the object",
+			s.Spec.Group)
+	}
+	return false, nil
+}
+
+// setupGroups adds the loop of the controller role: a group that is deleted takes its snapshots along.
+func (p *planner) setupGroups(mgr ctrl.Manager) error {
+	of := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+		if g := o.(*api.Snapshot).Spec.Group; g != "" {
+			return one(g)
+		}
+		return nil
+	})
+	reader := mgr.GetAPIReader()
+	return ctrl.NewControllerManagedBy(mgr).Named("snapshotgroup-end").
+		For(&api.SnapshotGroup{}, when(wishMatters)).Watches(&api.Snapshot{}, of).
+		WithOptions(controller.Options{RateLimiter: limiter(), NewQueue: backlog.New}).
+		Complete(reconcile.Func(func(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+			return reconcile.Result{}, p.endGroup(ctx, reader, req.Name)
+		}))
+}
+
+func (p *planner) endGroup(ctx context.Context, reader client.Reader, name string) error {
+	var g api.SnapshotGroup
+	if err := p.client.Get(ctx, client.ObjectKey{Name: name}, &g); err != nil || g.DeletionTimestamp == nil {
+		return client.IgnoreNotFound(err)
+	}
+	left := 0
+	for _, volume := range g.Spec.Volumes {
+		var s api.Snapshot
+		err := reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, &s)
+		if apierrors.IsNotFound(err) || err == nil && s.Spec.Group != g.Name {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if left++; s.DeletionTimestamp == nil {
+			if err := p.client.Delete(ctx, &s); client.IgnoreNotFound(err) != nil {
+				return fmt.Errorf("snapshot %s: %w", s.Name, err)
+			}
+		}
+	}
+	if left == 0 && controllerutil.RemoveFinalizer(&g, api.Finalizer) {
+		return client.IgnoreNotFound(p.client.Update(ctx, &g))
+	}
+	return nil
+}

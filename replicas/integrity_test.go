@@ -1,0 +1,147 @@
+package replicas
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/retry"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// TestIntegrity: what is compared at intervals. A digest is there in any case. enabled finds a bit that changed with no
+// trace; fast-check only what touched a file; disabled nothing. Who asks is told all.
+func TestIntegrity(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.create(&api.Setting{ObjectMeta: named("volume-scrub-interval"), Value: "1"})
+	for _, c := range []struct{ name, global, own string }{
+		{"all", "enabled", ""}, {"ignored", "enabled", "ignored"}, {"own", "disabled", "enabled"},
+		{"fast", "fast-check", ""}, {"fast-own", "enabled", "fast-check"},
+		{"off", "disabled", "ignored"}, {"off-own", "enabled", "disabled"},
+	} {
+		set := &api.Setting{ObjectMeta: named(settingIntegrity), Value: c.global}
+		if err := w.c.Create(w.ctx, set); err != nil {
+			err = retry.RetryOnConflict(retry.DefaultRetry, func() error {
+				if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(set), set); err != nil {
+					return err
+				}
+				set.Value = c.global
+				return w.c.Update(w.ctx, set)
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		v := volume(c.name, 16<<20)
+		v.Spec.SnapshotDataIntegrity = c.own
+		w.create(v)
+		w.volumeState(c.name, api.VolumeDetached)
+		w.create(attachment(c.name))
+		w.attached(c.name)
+		w.fill(c.name, strings.Repeat("whole ", 100000), 0)
+		s := w.snapshot(c.name, "of-"+c.name)
+		w.detach(c.name)
+		s = w.snapshotIs(s.Name, "with a digest", func(s *api.Snapshot) bool {
+			return strings.HasPrefix(s.Status.Checksum, "sha256:")
+		})
+		file := filepath.Join(w.dir, "disk", "layers", string(s.Status.Layer), "data")
+		fast := strings.HasPrefix(c.name, "fast")
+		if fast { // nobody touched it: it is not read
+			w.rot(file)
+			w.scrubbed(c.name, true)
+			if r := w.memberOf(c.name); len(r.Status.Damage) > 0 {
+				t.Errorf("%s: a file that nobody touched was read: %+v", c.name, r.Status.Damage)
+			}
+			if err := os.Chmod(file, 0o440); err != nil { // a trace
+				t.Fatal(err)
+			}
+		} else {
+			w.rot(file)
+		}
+		off := strings.HasPrefix(c.name, "off")
+		w.scrubbed(c.name, !off)
+		if off {
+			if r := w.memberOf(c.name); len(r.Status.Damage) > 0 {
+				t.Errorf("%s: it was compared: %+v", c.name, r.Status.Damage)
+			}
+			r := w.memberOf(c.name)
+			base := r.DeepCopy()
+			r.Spec.Scrub = "asked"
+			if err := w.c.Patch(w.ctx, r, client.MergeFrom(base)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		await(w, w.memberOf(c.name), &api.ReplicaList{}, "damaged", func(r *api.Replica) bool {
+			return len(r.Status.Damage) == 1 && r.Status.Damage[0].Layer == s.Status.Layer
+		})
+		w.conditionIs(c.name, api.ConditionIntact, "False")
+	}
+}
+
+// rot changes a bit of a file, and leaves no trace of it: the times of the inodes stay in the order that they were in,
+// as if the disk had lost it.
+func (w *world) rot(file string) {
+	w.t.Helper()
+	record := filepath.Join(filepath.Dir(file), "layer.json")
+	b, err := os.ReadFile(record)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	f, err := os.OpenFile(file, os.O_RDWR, 0)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if _, err = f.WriteAt([]byte{'W' ^ 0x40}, 6000); err == nil {
+		err = f.Close()
+	}
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	// The record is what the time of the data is compared with.
+	if err := os.WriteFile(record+".new", b, 0o600); err != nil {
+		w.t.Fatal(err)
+	}
+	if err := os.Rename(record+".new", record); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// scrubbed makes a volume's replica due, and waits for the scrub, or for the time in which one would have been.
+func (w *world) scrubbed(volume string, is bool) {
+	w.t.Helper()
+	r := w.memberOf(volume)
+	w.data.scrubber.mu.Lock()
+	clear(w.data.scrubber.seen) // what another replica's look found counts for an hour
+	w.data.scrubber.mu.Unlock()
+	long := time.Now().Add(-2 * time.Hour).Truncate(time.Second)
+	err := retry.RetryOnConflict(retry.DefaultRetry, func() error {
+		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil {
+			return err
+		}
+		r.Status.LastScrubbed = &metav1.Time{Time: long}
+		return w.c.Status().Update(w.ctx, r)
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if is {
+		await(w, r, &api.ReplicaList{}, "scrubbed", func(r *api.Replica) bool {
+			return r.Status.LastScrubbed != nil && r.Status.LastScrubbed.After(long)
+		})
+		return
+	}
+	pause := time.NewTimer(4 * time.Second) // it is looked at every second
+	select {
+	case <-pause.C:
+	case <-w.ctx.Done():
+	}
+	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil || r.Status.LastScrubbed.After(long) {
+		w.t.Errorf("%s: %v, scrubbed %v", volume, err, r.Status.LastScrubbed)
+	}
+}

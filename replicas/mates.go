@@ -1,0 +1,254 @@
+package replicas
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// memberSpec is a replica as a later process has to know it without the API.
+type memberSpec struct {
+	Name string  `json:"name"` // of the object
+	UID  api.UID `json:"uid"`
+	Node string  `json:"node"`
+	Disk api.UID `json:"disk"`
+	Path string  `json:"path,omitempty"` // of the disk, if it is here
+	Boot string  `json:"boot,omitempty"` // run of the other machine that the session is with
+}
+
+// mates are what a session of a volume with several replicas has: its members, as the device's holder knows them too,
+// and the goroutine that brings replicas back.
+type mates struct {
+	many   atomic.Bool
+	tried  atomic.Int64 // the highest epoch that this engine has asked for
+	cancel context.CancelFunc
+	done   chan struct{}
+	alike  chan struct{} // closed when compareOften has ended
+	look   chan struct{} // the replicas are to be looked at now
+	turn   chan struct{} // whoever has it makes a replica equal to the members
+	// joiners are the replicas on their way, by uid.
+	joiners *sync.Map
+	most    atomic.Int64 // seconds that I/O waits for replicas; 0: as long as it takes
+	fails   atomic.Bool  // I/O fails since it waited for longer
+	// What became of replicas since the attach, for the metrics; compared and sent are bytes.
+	dropped, deltas, fulls, compared, sent, repaired atomic.Int64
+	repairs                                          repairs
+
+	mu       sync.Mutex // of what follows, and of Now, Members, Next and Joining in the blob
+	news     []news
+	rebuilds map[string]api.RebuildStatus
+	compare  []fresh // snapshots that the members are to be compared in
+}
+
+// fresh is a snapshot that was taken, and the one before it.
+type fresh struct{ before, uid, name string }
+
+// news is an event to tell.
+type news struct{ kind, reason, text string }
+
+func (m *mates) end() {
+	if m.cancel != nil {
+		m.cancel()
+		<-m.done
+		<-m.alike
+		m.cancel = nil
+	}
+}
+
+// at is the epoch of the session: the highest that it has asked for.
+func (s *session) at() int64 { return max(s.mates.tried.Load(), s.Epoch) }
+
+// snapshotBlob is the blob as it is now.
+func (s *session) snapshotBlob() blob {
+	s.mates.mu.Lock()
+	defer s.mates.mu.Unlock()
+	b := s.blob
+	b.Members = slices.Clone(b.Members)
+	return b
+}
+
+// keepBlob has the holder know what the session is. A device that is not there yet gets it when it is made.
+func (d *Data) keepBlob(s *session) error {
+	raw, err := json.Marshal(s.snapshotBlob())
+	if err != nil {
+		return err
+	}
+	if err := d.Host.SetBlob(string(s.VolumeUID), raw); err != nil && !api.Is(err, api.NotFound) {
+		return err
+	}
+	return nil
+}
+
+// propose notes a swap before it is made: should this process die, its successor must find out what came of it.
+func (d *Data) propose(s *session, epoch int64, joining *memberSpec) error {
+	s.mates.mu.Lock()
+	s.Next, s.Joining = epoch, joining
+	s.mates.mu.Unlock()
+	s.mates.tried.Store(epoch)
+	return d.keepBlob(s)
+}
+
+// settled notes what came of it.
+func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
+	s.mates.mu.Lock()
+	change(&s.blob)
+	s.Now, s.Next, s.Joining = epoch, 0, nil
+	s.mates.mu.Unlock()
+	if err := d.keepBlob(s); err != nil {
+		s.log.Error("what is kept with the device is old", "err", err)
+	}
+}
+
+// manyDropper takes a member out of the volume's record.
+func (d *Data) manyDropper(s *session) dropper {
+	drop := d.dropper(s.blob)
+	return func(ctx context.Context, epoch int64, member string) error {
+		if err := d.propose(s, epoch+1, nil); err != nil {
+			return err
+		}
+		s.mates.mu.Lock()
+		i := slices.IndexFunc(s.Members, func(m memberSpec) bool { return string(m.UID) == member })
+		name := ""
+		if i >= 0 {
+			name = s.Members[i].Name
+		}
+		s.mates.mu.Unlock()
+		if err := drop(ctx, epoch, name); err != nil {
+			return err
+		}
+		d.settled(s, epoch+1, func(b *blob) {
+			b.Members = slices.DeleteFunc(slices.Clone(b.Members), func(m memberSpec) bool { return string(m.UID) == member })
+		})
+		return nil
+	}
+}
+
+// adder makes a replica a member in the volume's record.
+func (d *Data) adder(s *session) dropper {
+	asked := int64(0) // the epoch in which the API was asked, with whatever outcome; one call at a time
+	return func(ctx context.Context, epoch int64, member string) error {
+		x, ok := s.mates.joiners.Load(member)
+		if !ok {
+			return api.Errorf(api.NotFound, "replica %s is not one that joins", member)
+		}
+		spec := x.(memberSpec)
+		if err := d.propose(s, epoch+1, &spec); err != nil {
+			return err
+		}
+		if err := d.add(ctx, s, epoch, spec, &asked); err != nil {
+			if api.Is(err, api.NotFound) {
+				d.settled(s, epoch, func(*blob) {})
+			}
+			return err
+		}
+		d.settled(s, epoch+1, func(b *blob) { b.Members = append(slices.Clone(b.Members), spec) })
+		return nil
+	}
+}
+
+// add makes the swap. Once it was asked for in an epoch, with an outcome that is not known, it is insisted on: "not
+// found" would promise that it is never made.
+func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec, asked *int64) error {
+	var v api.Volume
+	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+		return api.Errorf(api.Unavailable, "volume %s: %w", s.Volume, err)
+	}
+	there := slices.Contains(v.Status.Members, spec.Name)
+	switch {
+	case v.Status.UID != s.VolumeUID || v.Status.EngineNode != d.Node:
+		return api.Errorf(api.Denied, "volume %s has its engine on node %s", s.Volume, v.Status.EngineNode)
+	case v.Status.Epoch == epoch+1 && there:
+		return nil // an earlier call did it
+	case v.Status.Epoch != epoch:
+		return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", s.Volume, v.Status.Epoch, epoch)
+	}
+	var r api.Replica
+	switch err := d.reader.Get(ctx, client.ObjectKey{Name: spec.Name}, &r); {
+	case client.IgnoreNotFound(err) != nil:
+		return api.Errorf(api.Unavailable, "replica %s: %w", spec.Name, err)
+	case *asked != epoch && (err != nil || r.DeletionTimestamp != nil || r.Spec.Leave || r.Spec.UID != spec.UID):
+		return api.Errorf(api.NotFound, "replica %s is being removed", spec.Name)
+	}
+	v.Status.Members = append(slices.Clone(v.Status.Members), spec.Name)
+	v.Status.Epoch++
+	*asked = epoch
+	if err := d.client.Status().Update(ctx, &v); err != nil {
+		return api.Errorf(api.Unavailable, "add replica %s: %w", spec.Name, err)
+	}
+	return nil
+}
+
+// bound fails I/O that waits for longer than the user wants, where no replica is reached.
+func (d *Data) bound(ctx context.Context, s *session) {
+	if d.api.Load() {
+		s.mates.most.Store(d.setting(ctx, settingLost))
+	}
+	fails, err := s.engine.Patience(ctx, time.Duration(s.mates.most.Load())*time.Second)
+	if err != nil || s.mates.fails.Swap(fails) == fails {
+		return
+	}
+	n := news{"Normal", "ReplicasBack", "a replica is reached again: I/O goes on"}
+	if fails {
+		n = news{"Warning", "IOFails", fmt.Sprintf("no replica was reached for %d s (%s): I/O fails until one is back",
+			s.mates.most.Load(), settingLost)}
+	}
+	s.log.Warn(n.text)
+	s.mates.mu.Lock()
+	s.mates.news = append(s.mates.news, n)
+	s.mates.mu.Unlock()
+}
+
+const settingLost = "all-replicas-lost-timeout"
+
+// tellNews writes events about the volume.
+func (d *Data) tellNews(ctx context.Context, s *session) {
+	s.mates.mu.Lock()
+	list := s.mates.news
+	s.mates.news = nil
+	s.mates.mu.Unlock()
+	var v api.Volume
+	if len(list) == 0 || !d.api.Load() || d.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil {
+		return
+	}
+	for _, n := range list {
+		d.events.Eventf(&v, nil, n.kind, n.reason, "Replicate", "%s", n.text)
+	}
+}
+
+// rebuilding is what the Attachment tells of replicas that come back.
+func (s *session) rebuilding() (list []api.RebuildStatus) {
+	s.mates.mu.Lock()
+	defer s.mates.mu.Unlock()
+	for _, r := range s.mates.rebuilds {
+		list = append(list, r)
+	}
+	slices.SortFunc(list, func(a, b api.RebuildStatus) int {
+		if a.Replica < b.Replica {
+			return -1
+		}
+		return 1
+	})
+	return list
+}
+
+// every calls fn at once and then every so often, until ctx ends.
+func every(ctx context.Context, pause time.Duration, fn func()) error {
+	tick := time.NewTicker(pause)
+	defer tick.Stop()
+	for {
+		fn()
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}

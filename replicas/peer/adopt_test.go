@@ -1,0 +1,77 @@
+package peer
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// pausing is a replica whose Adopt of one incarnation takes its time after it is durable.
+type pausing struct {
+	*Backend
+	at      int64
+	reached chan struct{}
+	goOn    chan struct{}
+}
+
+func (p *pausing) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	err := p.Backend.Adopt(ctx, epoch, incarnation, members)
+	if err == nil && incarnation == p.at {
+		p.at = 0
+		close(p.reached)
+		<-p.goOn
+	}
+	return err
+}
+
+// TestAdoptionsCross: of two sessions that are adopted at the same time the newer one is served in the end, and the older
+// one, which was served before, gets nothing through any more.
+func TestAdoptionsCross(t *testing.T) {
+	reached, goOn := make(chan struct{}), make(chan struct{})
+	f := newFar(t, testSize, func(o *ServerOptions) {
+		open := o.Open
+		o.Open = func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
+			r, loop, err := open(ctx, uid, volume)
+			if err != nil {
+				return nil, nil, err
+			}
+			return &pausing{r.(*Backend), 12, reached, goOn}, loop, nil
+		}
+	})
+	d := newDialer(t, at(f.addr))
+	loop := startLoop(t)
+	ctx := context.Background()
+	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
+	write := func(m *Member) error {
+		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
+	}
+	adoptAs(t, old, 1, 11)
+	older := make(chan error, 1)
+	go func() { older <- old.Adopt(ctx, 1, 12, []string{f.uid}) }()
+	<-reached
+	newer := make(chan error, 1)
+	go func() { newer <- now.Adopt(ctx, 2, 13, []string{f.uid}) }()
+	select { // it comes through now, or waits for the other one
+	case err := <-newer:
+		newer <- err
+	case <-time.After(300 * time.Millisecond):
+	}
+	close(goOn)
+	if err := <-newer; err != nil {
+		t.Fatal(err)
+	}
+	<-older
+	if err := write(now); err != nil {
+		t.Errorf("the newer engine: %v", err)
+	}
+	if err := write(old); !api.Is(err, api.Denied) {
+		t.Errorf("the older engine writes: %v", err)
+	}
+	_ = old.Close()
+	if err := now.Close(); err != nil {
+		t.Error(err)
+	}
+}

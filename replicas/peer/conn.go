@@ -1,0 +1,406 @@
+package peer
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"hash/crc32"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Times of a connection.
+const (
+	pingEvery   = 2 * time.Second
+	silentAfter = 10 * time.Second // a connection from which nothing came for so long is broken
+	helloTime   = 5 * time.Second
+)
+
+// state of a slot: whose its buffer is.
+type slotState uint8
+
+const (
+	slotIdle    slotState = iota // with the Member, until it has a connection
+	slotQueued                   // with a connection, not begun
+	slotWriting                  // its payload is being written
+	slotSent
+	slotReading // its answer is being read
+	slotOver
+)
+
+// slot is a request on its way, or a call.
+type slot struct {
+	m      *Member
+	req    *block.Request // or
+	call   *call
+	h      header
+	state  slotState // under the connection's lock while it has one
+	id     uint64
+	since  time.Duration // of the Dialer's clock, when it was submitted
+	weight int64         // bytes of credit
+	resent bool          // its time says nothing about the replica
+	ended  bool          // answered; under the Member's lock
+	kept   bool          // not to be used again: a connection may still know it
+	err    error
+	prev   *slot // of the Member's pending ones
+	next   *slot
+}
+
+// call is a control request and its answer.
+type call struct {
+	payload []byte
+	answer  []byte
+	err     error
+	done    chan struct{}
+}
+
+// conn is one connection to a node.
+type conn struct {
+	set     *lanes
+	nc      net.Conn
+	below   *records // TLS; nil: it is none
+	credit  int64
+	version int // that both sides speak
+
+	mu       sync.Mutex
+	work     *sync.Cond
+	queue    []*slot
+	table    map[uint64]*slot // sent and not answered
+	nextID   uint64
+	flying   int64 // bytes of credit in use
+	members  map[uint32]*Member
+	ping     bool
+	heard    time.Duration
+	err      error
+	boot     string
+	ended    chan struct{} // both goroutines have ended: no buffer is in use
+	closed   chan struct{} // and the members know
+	finished sync.WaitGroup
+}
+
+// dialConn says hello and starts the connection's goroutines.
+func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
+	c := &conn{set: set, nc: nc, below: below, table: map[uint64]*slot{}, members: map[uint32]*Member{},
+		ended: make(chan struct{}), closed: make(chan struct{})}
+	c.work = sync.NewCond(&c.mu)
+	_ = nc.SetDeadline(time.Now().Add(helloTime))
+	r := bufio.NewReaderSize(nc, 64<<10)
+	b, err := json.Marshal(hello{Version: Version, MinVersion: minVersion, Node: set.d.Node})
+	if err != nil {
+		return nil, err
+	}
+	if err := writeControl(nc, header{kind: kindHello}, b); err != nil {
+		return nil, err
+	}
+	var hb [headerSize]byte
+	h, err := readHeader(r, &hb)
+	if err == nil && h.kind != kindHello {
+		err = api.Errorf(api.Corrupt, "node %s answers hello with a frame of kind %d", set.node, h.kind)
+	}
+	if err == nil {
+		b, err = readPayload(r, &h)
+	}
+	var answer hello
+	if err == nil {
+		err = json.Unmarshal(b, &answer)
+	}
+	if err == nil && answer.Error != nil {
+		err = answer.Error.err()
+	}
+	if err == nil {
+		c.version, err = answer.agree()
+	}
+	if err != nil {
+		return nil, err
+	}
+	_ = nc.SetDeadline(time.Time{})
+	c.boot, c.credit, c.heard = answer.Boot, max(answer.Credit, maxPayload), set.d.now()
+	c.finished.Add(2)
+	go c.write()
+	go c.read(r)
+	go func() { // ends with the two, which Close of the Dialer waits for
+		c.finished.Wait()
+		close(c.ended)
+		c.set.lost(c)
+		close(c.closed)
+	}()
+	return c, nil
+}
+
+// writeControl writes a frame with a small payload.
+func writeControl(w io.Writer, h header, payload []byte) error {
+	h.size, h.sum = uint32(len(payload)), crc32.Checksum(payload, castagnoli)
+	b := make([]byte, headerSize+len(payload))
+	h.encode((*[headerSize]byte)(b))
+	copy(b[headerSize:], payload)
+	_, err := w.Write(b)
+	return err
+}
+
+// enqueue takes a slot of a member; false: the connection is broken.
+func (c *conn) enqueue(s *slot) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return false
+	}
+	s.state = slotQueued
+	c.queue = append(c.queue, s)
+	c.work.Signal()
+	return true
+}
+
+// cancel takes a slot back; false: its buffer is in use, the connection has to be closed first.
+func (c *conn) cancel(s *slot) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch s.state {
+	case slotWriting, slotReading:
+		return false
+	case slotSent:
+		c.forget(s)
+	}
+	s.state = slotOver
+	return true
+}
+
+// forget takes a sent slot out of the table. The caller has the lock.
+func (c *conn) forget(s *slot) {
+	delete(c.table, s.id)
+	c.flying -= s.weight
+	c.work.Signal()
+}
+
+// fail breaks the connection.
+func (c *conn) fail(err error) {
+	c.mu.Lock()
+	if c.err == nil {
+		c.err = err
+		hangUp(c.nc, c.below)
+	}
+	c.work.Broadcast()
+	c.mu.Unlock()
+}
+
+func (c *conn) cause() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+// write sends what is queued. Several frames go out together; the buffer is flushed when nothing is left.
+func (c *conn) write() {
+	defer c.finished.Done()
+	w := newFrames(c.nc, c.below)
+	var hb [headerSize]byte
+	for {
+		s, ping, err := c.take(w)
+		if err != nil {
+			c.fail(err)
+			return
+		}
+		if ping {
+			h := header{kind: kindPing}
+			h.encode(&hb)
+			_, err = w.Write(hb[:])
+		} else {
+			err = c.send(w, s, &hb)
+			c.mu.Lock()
+			if s.state == slotWriting {
+				s.state = slotSent
+			}
+			c.mu.Unlock()
+		}
+		if err != nil {
+			c.fail(err)
+			return
+		}
+	}
+}
+
+// take waits for something to write.
+func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for {
+		switch {
+		case c.err != nil:
+			return nil, false, c.err
+		case c.ping:
+			c.ping = false
+			return nil, true, nil
+		}
+		for len(c.queue) > 0 && c.queue[0].state != slotQueued {
+			c.queue = c.queue[1:]
+		}
+		if len(c.queue) > 0 {
+			s := c.queue[0]
+			if c.flying == 0 || c.flying+s.weight <= c.credit {
+				c.queue[0] = nil
+				c.queue = c.queue[1:]
+				c.nextID++
+				s.id, s.state = c.nextID, slotWriting
+				c.table[s.id] = s
+				c.flying += s.weight
+				return s, false, nil
+			}
+		} else {
+			c.queue = nil
+		}
+		if w.waiting() {
+			c.mu.Unlock()
+			err := w.Flush()
+			c.mu.Lock()
+			if err != nil {
+				return nil, false, err
+			}
+			continue
+		}
+		c.work.Wait()
+	}
+}
+
+// send writes one frame. The payload of a write is the guest's buffer, which stays as it is until the answer.
+func (c *conn) send(w *frames, s *slot, hb *[headerSize]byte) error {
+	h := s.h
+	h.id = s.id
+	var payload []byte
+	switch {
+	case s.call != nil:
+		payload = s.call.payload
+	case s.req.Op == block.OpWrite && len(s.req.Spans) > 0 && c.version >= spansSince:
+		return sendSpans(w, h, s.req, hb)
+	case s.req.Op == block.OpWrite:
+		payload = s.req.Buf
+	}
+	h.size = uint32(len(payload))
+	if h.size > 0 {
+		h.sum = crc32.Checksum(payload, castagnoli)
+	}
+	h.encode(hb)
+	if _, err := w.Write(hb[:]); err != nil {
+		return err
+	}
+	_, err := w.Write(payload)
+	return err
+}
+
+// sendSpans writes the frame of a write with spans.
+func sendSpans(w *frames, h header, q *block.Request, hb *[headerSize]byte) error {
+	table := encodeSpans(q.Spans)
+	h.flags |= flagSpans
+	h.size, h.sum = uint32(len(table)), crc32.Checksum(table, castagnoli)
+	for _, s := range q.Spans {
+		h.size += uint32(s.Len)
+		h.sum = crc32.Update(h.sum, castagnoli, q.Buf[s.Off:][:s.Len])
+	}
+	h.encode(hb)
+	if _, err := w.Write(hb[:]); err != nil {
+		return err
+	}
+	if _, err := w.Write(table); err != nil {
+		return err
+	}
+	for _, s := range q.Spans {
+		if _, err := w.Write(q.Buf[s.Off:][:s.Len]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// read takes answers.
+func (c *conn) read(r *bufio.Reader) {
+	defer c.finished.Done()
+	var hb [headerSize]byte
+	for {
+		h, err := readHeader(r, &hb)
+		if err == nil {
+			err = c.answer(r, &h)
+		}
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = api.Errorf(api.Unavailable, "node %s closed the connection", c.set.node)
+			}
+			c.fail(err)
+			return
+		}
+	}
+}
+
+func (c *conn) answer(r *bufio.Reader, h *header) error {
+	c.mu.Lock()
+	c.heard = c.set.d.now()
+	s := c.table[h.id]
+	if h.kind == kindPing {
+		c.mu.Unlock()
+		return nil
+	}
+	if h.kind != kindAnswer {
+		c.mu.Unlock()
+		return api.Errorf(api.Corrupt, "node %s sends a frame of kind %d", c.set.node, h.kind)
+	}
+	if s != nil {
+		c.forget(s)
+		s.state = slotReading
+	}
+	c.mu.Unlock()
+	var err, broken error
+	switch {
+	case s == nil: // given up meanwhile
+		_, broken = io.CopyN(io.Discard, r, int64(h.size))
+	case h.status != 0:
+		var b []byte
+		if b, broken = readPayload(r, h); broken == nil {
+			if err = decodeFault(b); errors.Is(err, errSession) {
+				broken = err
+			}
+		}
+	case s.call != nil:
+		s.call.answer, broken = readPayload(r, h)
+	case s.req.Op == block.OpRead:
+		if int64(h.size) != s.req.Len {
+			broken = api.Errorf(api.Corrupt, "node %s answers a read of %d bytes with %d", c.set.node, s.req.Len, h.size)
+		} else if _, broken = io.ReadFull(r, s.req.Buf); broken == nil {
+			broken = h.checkSum(s.req.Buf)
+		}
+	case h.size != 0:
+		broken = api.Errorf(api.Corrupt, "node %s sends bytes that nobody asked for", c.set.node)
+	}
+	if s == nil {
+		return broken
+	}
+	c.mu.Lock()
+	if broken != nil {
+		s.state = slotIdle // it will be sent again
+		if s.call != nil {
+			c.queue = append(c.queue, s) // whoever made it is told when the connection has ended
+		}
+	} else {
+		s.state = slotOver
+	}
+	c.mu.Unlock()
+	if broken == nil {
+		s.m.complete(s, err)
+	}
+	return broken
+}
+
+// look is called every now and then: it pings, and finds out that nobody is there any more.
+func (c *conn) look(now time.Duration) {
+	c.mu.Lock()
+	silent := now - c.heard
+	if silent >= pingEvery && !c.ping && c.err == nil {
+		c.ping = true
+		c.work.Signal()
+	}
+	c.mu.Unlock()
+	if silent >= silentAfter {
+		c.fail(api.Errorf(api.Unavailable, "node %s says nothing", c.set.node))
+	}
+}

@@ -1,0 +1,24 @@
+// Package peer is the protocol between the engine of an attached volume and a replica on another node.
+//
+// Two nodes keep a set of a few connections (Dialer), by mutual TLS 1.3, which all sessions between them share. A
+// session is one engine and one replica; it lives on one connection of the set. Everything is a frame: a header of 48
+// bytes with a checksum of its own, and a payload with a CRC32C. Requests are pipelined; each is answered once, in any
+// order. docs/replication.md has the frames.
+//
+//	engine -> Member.Submit -> connection -> TLS -> Server -> replica's loop -> stack.Replica
+//
+// What always holds:
+//
+//   - A request given to a Member is answered once, and its buffer is let go of before that, in bounded time: a member
+//     whose oldest request waits longer than a limit that follows the latency seen so far is given up, and all it has
+//     is answered with an error of kind unavailable. Only the last member of a volume is waited for (Last).
+//   - While a Member is not given up, it connects again when a connection breaks, adopts the same session again, and
+//     sends again what was not answered. The engine keeps overlapping writes apart, so that is harmless. It is given up
+//     for good where the machine of the replica restarted in between: what it had acknowledged may be gone.
+//   - A Server takes requests of the session alone that was adopted last. The check is made on the loop's thread, right
+//     before the request goes to the replica, so nothing of an older session reaches it after ADOPT was answered.
+//   - What is under way on a connection is bounded: by credit at the sender, by buffers at the receiver.
+//
+// Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for time. Each is
+// waited for by Close of its owner. Submit and the answers run on the loop's thread.
+package peer

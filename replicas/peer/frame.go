@@ -1,0 +1,267 @@
+package peer
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"hash/crc32"
+	"io"
+	"syscall"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// Version of the protocol. Both sides say theirs in hello; the lower one is spoken, if both know it.
+//
+// Since version 2 a write may have spans: its payload tells them first, and has their bytes alone.
+const (
+	Version    = 2
+	minVersion = 1
+	spansSince = 2
+	// Protocol is the name that TLS agrees on.
+	Protocol = "drover-peer"
+)
+
+const (
+	headerSize = 48
+	maxPayload = 4 << 20
+	maxControl = 4 << 20 // of the JSON in a control frame
+)
+
+// kind of a frame.
+type kind uint8
+
+const (
+	kindHello kind = 1 + iota
+	kindPing
+	kindAnswer
+	kindOpen
+	kindAdopt
+	kindRead
+	kindWrite
+	kindFlush
+	kindDiscard
+	kindZero
+	kindClose
+	kindCall // a control call by name
+	kindEnd  // one past the last
+)
+
+const (
+	flagFUA   = 1
+	flagSpans = 2
+)
+
+// Spans of a write on their way: how many, and of each its first block in the write and how many blocks it has, all
+// of 4 bytes.
+const (
+	spansHead = 4
+	spanSize  = 8
+)
+
+func encodeSpans(list []block.Span) []byte {
+	b := binary.LittleEndian.AppendUint32(make([]byte, 0, spansHead+spanSize*len(list)), uint32(len(list)))
+	for _, s := range list {
+		b = binary.LittleEndian.AppendUint32(b, uint32(s.Off/block.Size))
+		b = binary.LittleEndian.AppendUint32(b, uint32(s.Len/block.Size))
+	}
+	return b
+}
+
+// readSpans reads the payload of a write with spans: their bytes come to where they belong in buf.
+func (h *header) readSpans(r io.Reader, buf []byte) ([]block.Span, error) {
+	broken := api.Errorf(api.Corrupt, "a write with spans that make no sense")
+	var head [spansHead]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return nil, err
+	}
+	n := int64(binary.LittleEndian.Uint32(head[:]))
+	if n == 0 || n > int64(len(buf))/block.Size || spansHead+n*spanSize >= int64(h.size) {
+		return nil, broken
+	}
+	table := make([]byte, n*spanSize)
+	if _, err := io.ReadFull(r, table); err != nil {
+		return nil, err
+	}
+	sum := crc32.Update(crc32.Checksum(head[:], castagnoli), castagnoli, table)
+	list, at, total := make([]block.Span, n), int64(0), spansHead+n*spanSize
+	for i := range list {
+		s := block.Span{Off: int64(binary.LittleEndian.Uint32(table[i*spanSize:])) * block.Size,
+			Len: int64(binary.LittleEndian.Uint32(table[i*spanSize+4:])) * block.Size}
+		if s.Off < at || s.Len == 0 || s.Off+s.Len > int64(len(buf)) {
+			return nil, broken
+		}
+		list[i], at, total = s, s.Off+s.Len, total+s.Len
+	}
+	if total != int64(h.size) {
+		return nil, broken
+	}
+	for _, s := range list {
+		part := buf[s.Off:][:s.Len]
+		if _, err := io.ReadFull(r, part); err != nil {
+			return nil, err
+		}
+		sum = crc32.Update(sum, castagnoli, part)
+	}
+	if sum != h.sum {
+		return nil, api.Errorf(api.Corrupt, "the payload of a write with spans is damaged")
+	}
+	return list, nil
+}
+
+// header of a frame. Numbers are little endian:
+//
+//	0 kind  1 flags  2 status  3 zero  4 session  8 id  16 off  24 n  32 size  36 sum  40 zero  44 CRC32C of 0..44
+type header struct {
+	kind    kind
+	flags   uint8
+	status  uint8 // of an answer: 0, or 1 with an error as payload
+	session uint32
+	id      uint64
+	off, n  int64
+	size    uint32 // of the payload
+	sum     uint32 // CRC32C of the payload
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+func (h *header) encode(b *[headerSize]byte) {
+	clear(b[:])
+	b[0], b[1], b[2] = byte(h.kind), h.flags, h.status
+	binary.LittleEndian.PutUint32(b[4:], h.session)
+	binary.LittleEndian.PutUint64(b[8:], h.id)
+	binary.LittleEndian.PutUint64(b[16:], uint64(h.off))
+	binary.LittleEndian.PutUint64(b[24:], uint64(h.n))
+	binary.LittleEndian.PutUint32(b[32:], h.size)
+	binary.LittleEndian.PutUint32(b[36:], h.sum)
+	binary.LittleEndian.PutUint32(b[44:], crc32.Checksum(b[:44], castagnoli))
+}
+
+func decodeHeader(b *[headerSize]byte) (h header, err error) {
+	if crc32.Checksum(b[:44], castagnoli) != binary.LittleEndian.Uint32(b[44:]) {
+		return h, api.Errorf(api.Corrupt, "the header of a frame is damaged")
+	}
+	h = header{kind: kind(b[0]), flags: b[1], status: b[2], session: binary.LittleEndian.Uint32(b[4:]),
+		id: binary.LittleEndian.Uint64(b[8:]), off: int64(binary.LittleEndian.Uint64(b[16:])),
+		n: int64(binary.LittleEndian.Uint64(b[24:])), size: binary.LittleEndian.Uint32(b[32:]),
+		sum: binary.LittleEndian.Uint32(b[36:])}
+	switch {
+	case h.kind < kindHello || h.kind >= kindEnd || h.flags > flagFUA|flagSpans || h.status > 1 || b[3] != 0 ||
+		binary.LittleEndian.Uint32(b[40:]) != 0:
+		return h, api.Errorf(api.Corrupt, "a frame of kind %d makes no sense", b[0])
+	case h.size > maxPayload:
+		return h, api.Errorf(api.Corrupt, "a frame of %d bytes", h.size)
+	case h.off < 0 || h.n < 0 || h.off > api.MaxVolumeSize || h.n > api.MaxVolumeSize:
+		return h, api.Errorf(api.Corrupt, "a frame about the bytes from %d, %d of them", h.off, h.n)
+	case h.flags&flagSpans != 0 && (h.kind != kindWrite || h.n > maxPayload || h.n%block.Size != 0),
+		h.kind == kindWrite && h.flags&flagSpans == 0 && int64(h.size) != h.n,
+		h.kind >= kindFlush && h.kind <= kindZero && h.size != 0, h.kind == kindRead && (h.size != 0 || h.n > maxPayload):
+		return h, api.Errorf(api.Corrupt, "a frame of kind %d with %d bytes for %d", h.kind, h.size, h.n)
+	}
+	return h, nil
+}
+
+func readHeader(r io.Reader, b *[headerSize]byte) (header, error) {
+	if _, err := io.ReadFull(r, b[:]); err != nil {
+		return header{}, err
+	}
+	return decodeHeader(b)
+}
+
+// checkSum compares a payload with its header.
+func (h *header) checkSum(payload []byte) error {
+	if crc32.Checksum(payload, castagnoli) != h.sum {
+		return api.Errorf(api.Corrupt, "the payload of a frame of kind %d is damaged", h.kind)
+	}
+	return nil
+}
+
+// readPayload reads a small payload, such as that of a control frame.
+func readPayload(r io.Reader, h *header) ([]byte, error) {
+	if h.size > maxControl {
+		return nil, api.Errorf(api.Corrupt, "a control frame of %d bytes", h.size)
+	}
+	b := make([]byte, h.size)
+	if _, err := io.ReadFull(r, b); err != nil {
+		return nil, err
+	}
+	return b, h.checkSum(b)
+}
+
+// hello is the first frame of each side.
+type hello struct {
+	Version    int    `json:"version"`
+	MinVersion int    `json:"minVersion"`
+	Node       string `json:"node"`
+	Boot       string `json:"boot,omitempty"`   // of the server's machine
+	Credit     int64  `json:"credit,omitempty"` // bytes of payload, both ways, that the client may have under way
+	Error      *fault `json:"error,omitempty"`
+}
+
+// agree is the version that both speak.
+func (h *hello) agree() (int, error) {
+	v := min(h.Version, Version)
+	if v < minVersion || v < h.MinVersion {
+		return 0, api.Errorf(api.Unsupported, "node %s speaks versions %d to %d of the replica protocol, this one %d to %d: "+
+			"upgrade the older one", h.Node, h.MinVersion, h.Version, minVersion, Version)
+	}
+	return v, nil
+}
+
+// fault is an error on its way.
+type fault struct {
+	Kind    string `json:"kind,omitempty"`
+	Errno   int    `json:"errno,omitempty"`
+	Message string `json:"message"`
+	Code    string `json:"code,omitempty"` // names an error that callers look for
+}
+
+// codes are the errors that keep their identity.
+var codes = map[string]error{"restarted": ErrRestarted, "session": errSession}
+
+// errSession says that a server does not know the session any more. It is no answer: the client begins a new one.
+var errSession = api.Errorf(api.Unavailable, "the session has ended at the other side")
+
+// ErrRestarted says that the replica's machine restarted during the session.
+var ErrRestarted = stack.ErrRestarted
+
+func faultOf(err error) *fault {
+	f := &fault{Message: err.Error(), Kind: api.KindOf(err).String()}
+	var no syscall.Errno
+	if errors.As(err, &no) {
+		f.Errno = int(no)
+	}
+	for code, e := range codes {
+		if errors.Is(err, e) {
+			f.Code = code
+		}
+	}
+	return f
+}
+
+func (f *fault) err() error {
+	k := api.Other
+	for i := api.Other; i <= api.Denied; i++ {
+		if i.String() == f.Kind {
+			k = i
+		}
+	}
+	switch e := codes[f.Code]; {
+	case e != nil:
+		return api.Errorf(k, "%w", e)
+	case f.Errno != 0:
+		return api.Errorf(k, "%s: %w", f.Message, syscall.Errno(f.Errno))
+	}
+	return api.Errorf(k, "%s", f.Message)
+}
+
+// decodeFault reads the payload of an answer that is an error.
+func decodeFault(b []byte) error {
+	var f fault
+	if err := json.Unmarshal(b, &f); err != nil {
+		return api.Errorf(api.Corrupt, "an answer that makes no sense: %w", err)
+	}
+	return f.err()
+}

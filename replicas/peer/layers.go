@@ -1,0 +1,268 @@
+package peer
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"sync"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// What snapshots of a volume with several members need of each of them: Backend does it, Member asks for it.
+
+// seen is the snapshot of a replica that is being read; one at a time.
+type seen struct {
+	mu  sync.RWMutex
+	uid string
+	src block.Source
+}
+
+func (s *seen) close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.shut()
+}
+
+// shut closes what is open. The caller has the lock.
+func (s *seen) shut() error {
+	src := s.src
+	s.src, s.uid = nil, ""
+	if src == nil {
+		return nil
+	}
+	return src.Close()
+}
+
+// with calls fn with the content of a snapshot.
+func (b *Backend) with(uid string, fn func(block.Source) error) error {
+	v := &b.seen
+	for {
+		v.mu.RLock()
+		if v.src != nil && v.uid == uid {
+			defer v.mu.RUnlock()
+			return fn(v.src)
+		}
+		v.mu.RUnlock()
+		if err := b.show(uid); err != nil {
+			return err
+		}
+	}
+}
+
+// show opens a snapshot to be read. Its layers are not merged meanwhile.
+func (b *Backend) show(uid string) error {
+	b.mu.Lock()
+	end := b.end
+	b.mu.Unlock()
+	if end {
+		return errClosed
+	}
+	v := &b.seen
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.src != nil && v.uid == uid {
+		return nil
+	}
+	if err := v.shut(); err != nil {
+		return err
+	}
+	layers, size, err := b.SnapshotLayers(uid)
+	if err != nil {
+		return err
+	}
+	src, err := b.Disk().OpenStack(layers, size)
+	if err != nil {
+		return err
+	}
+	v.uid, v.src = uid, src
+	return nil
+}
+
+// SnapDigests are the Digests of what a snapshot holds.
+func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error) {
+	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > digestPiece {
+		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
+	}
+	buf := make([]byte, n)
+	if err := b.SnapRead(ctx, uid, off, buf); err != nil {
+		return nil, err
+	}
+	out := make([]byte, 0, n/block.Size*digestSize)
+	for i := 0; i < len(buf); i += block.Size {
+		blk := buf[i : i+block.Size]
+		if isZero(blk) {
+			out = append(out, zeroDigest[:]...)
+			continue
+		}
+		sum := sha256.Sum256(blk)
+		out = append(out, sum[:digestSize]...)
+	}
+	return out, nil
+}
+
+// SnapRead reads what a snapshot holds.
+func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	return b.with(uid, func(src block.Source) error {
+		n, err := src.ReadAt(buf, off)
+		if errors.Is(err, io.EOF) && n == len(buf) {
+			err = nil
+		}
+		return err
+	})
+}
+
+// SnapEnd lets go of the layers that were read.
+func (b *Backend) SnapEnd(context.Context) error { return b.seen.close() }
+
+// State is what the replica's stack.json says.
+func (b *Backend) State(context.Context) (stack.Meta, error) { return b.Meta(), nil }
+
+// Forget takes a snapshot's name away.
+func (b *Backend) Forget(_ context.Context, uid string) error { return b.DropSnapshot(uid) }
+
+// Seal cuts off the head as it is, apart from the other members, for one snapshot or for several that hold the same.
+func (b *Backend) Seal(ctx context.Context, list ...stack.Snapshot) error {
+	if len(list) == 0 {
+		return api.Errorf(api.Invalid, "a layer for no snapshot")
+	}
+	return b.Cut(ctx, list[0], list[1:]...)
+}
+
+// LayerSize is how long a layer is, and what it takes on the disk; Root is the digest of what it holds, once it has
+// one.
+type LayerSize struct {
+	Size int64  `json:"size"`
+	Used int64  `json:"used"`
+	Root string `json:"root,omitempty"`
+}
+
+// Sizes are those of the layers that snapshots name.
+func (b *Backend) Sizes(context.Context) (map[string]LayerSize, error) {
+	all := map[string]LayerSize{}
+	for _, s := range b.Meta().Snapshots {
+		size, used, err := b.Disk().LayerSize(s.Layer)
+		if err != nil {
+			return nil, err
+		}
+		all[s.UID] = LayerSize{size, used, b.Disk().LayerRoot(s.Layer)}
+	}
+	return all, nil
+}
+
+// Arguments of calls.
+type (
+	snapArgs struct {
+		UID    string
+		Off, N int64
+	}
+	changedArgs struct {
+		From, To string
+		Base     []string
+		Piece    int64
+	}
+)
+
+// State is that of Backend.
+func (m *Member) State(ctx context.Context) (stack.Meta, error) {
+	b, err := m.Call(ctx, "meta", struct{}{}, true)
+	if err != nil {
+		return stack.Meta{}, err
+	}
+	return decode[stack.Meta](b)
+}
+
+// Forget is that of Backend.
+func (m *Member) Forget(ctx context.Context, uid string) error {
+	_, err := m.Call(ctx, "drop-snapshot", uidArgs{uid}, true)
+	return err
+}
+
+// Seal is that of Backend.
+func (m *Member) Seal(ctx context.Context, list ...stack.Snapshot) error {
+	_, err := m.Call(ctx, "seal", list, false)
+	return err
+}
+
+// Sizes is that of Backend.
+func (m *Member) Sizes(ctx context.Context) (map[string]LayerSize, error) {
+	b, err := m.Call(ctx, "sizes", struct{}{}, true)
+	if err != nil {
+		return nil, err
+	}
+	return decode[map[string]LayerSize](b)
+}
+
+// Changed is that of stack.Replica.
+func (m *Member) Changed(ctx context.Context, from, to string, base []string, piece int64) ([]int64, error) {
+	b, err := m.Call(ctx, "changed", changedArgs{from, to, base, piece}, true)
+	if err != nil {
+		return nil, err
+	}
+	runs, err := decode[[]run](b)
+	if err != nil {
+		return nil, err
+	}
+	var list []int64
+	for _, r := range runs {
+		for i := range r[1] {
+			list = append(list, r[0]+i)
+		}
+	}
+	return list, nil
+}
+
+// run is pieces that follow each other: the first, and how many.
+type run [2]int64
+
+// maxRuns keeps an answer well below the size of a frame.
+const maxRuns = 100_000
+
+// runsOf says which numbers are in an ascending list, in at most so many runs: where there would be more, gaps are
+// filled, the small ones first. What is looked at in vain costs time, and nothing else.
+func runsOf(list []int64, most int) []run {
+	for gap := int64(1); ; gap *= 2 {
+		var runs []run
+		for _, n := range list {
+			if k := len(runs) - 1; k >= 0 && n-(runs[k][0]+runs[k][1]) < gap {
+				runs[k][1] = n - runs[k][0] + 1
+				continue
+			}
+			runs = append(runs, run{n, 1})
+		}
+		if len(runs) <= most {
+			return runs
+		}
+	}
+}
+
+// SnapDigests is that of Backend.
+func (m *Member) SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error) {
+	b, err := m.Call(ctx, "snap-digests", snapArgs{uid, off, n}, true)
+	if err == nil && int64(len(b)) != n/block.Size*digestSize {
+		err = m.name(api.Errorf(api.Corrupt, "%d bytes of digests for %d bytes", len(b), n))
+	}
+	return b, err
+}
+
+// SnapRead is that of Backend.
+func (m *Member) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
+	b, err := m.Call(ctx, "snap-read", snapArgs{uid, off, int64(len(buf))}, true)
+	if err == nil && len(b) != len(buf) {
+		err = m.name(api.Errorf(api.Corrupt, "%d bytes instead of %d", len(b), len(buf)))
+	}
+	copy(buf, b)
+	return err
+}
+
+// SnapEnd is that of Backend.
+func (m *Member) SnapEnd(ctx context.Context) error {
+	_, err := m.Call(ctx, "snap-end", struct{}{}, true)
+	return err
+}

@@ -1,0 +1,374 @@
+package peer
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Loop is the thread that a Member's requests come from and are answered on.
+type Loop interface {
+	Post(fn func()) bool
+}
+
+// Patience is how long a Member is waited for: the limit is a multiple of the longest wait seen lately, between the
+// two.
+type Patience struct{ Min, Max time.Duration }
+
+// defaultPatience outlasts the restart of the other node's data process, and a disk that is slow for once.
+var defaultPatience = Patience{Min: 4 * time.Second, Max: 30 * time.Second}
+
+// patienceFactor is how much longer than the longest wait seen lately is too long.
+const patienceFactor = 8
+
+// Options of a Member.
+type Options struct {
+	Node    string // that has the replica
+	Replica string // its uid
+	Volume  string // uid of the volume, which the other side compares
+	Loop    Loop
+	// Boot of the other machine in the session that is resumed; empty: none is.
+	Boot     string
+	Patience Patience
+	// OnDown is told, from a goroutine of the Dialer, once the replica has not been reached for the limit while nothing
+	// was asked of it. May be nil.
+	OnDown func(why error)
+}
+
+// Member is a replica on another node. It implements engine.Member.
+type Member struct {
+	d    *Dialer
+	o    Options
+	lane int
+	turn chan struct{} // whoever has it connects or adopts
+
+	mu       sync.Mutex
+	c        *conn // nil: not connected, or not adopted
+	session  uint32
+	changed  chan struct{} // closed when c, dead or closed change
+	head     *slot         // pending, in the order of Submit
+	tail     *slot
+	free     *slot
+	done     []*slot
+	spare    []*slot
+	posted   bool
+	dead     error // all requests are answered with it
+	forGood  bool  // and Adopt does not change that
+	closed   bool
+	last     bool
+	told     bool // OnDown
+	reviving bool
+	downAt   time.Duration
+	want     *adoption
+	boot     string
+	info     Info
+	peak     time.Duration // the longest wait seen lately
+	faded    time.Duration // when peak was last reduced
+}
+
+// adoption is what Adopt asks for.
+type adoption struct {
+	Epoch       int64    `json:"epoch"`
+	Incarnation int64    `json:"incarnation"`
+	Members     []string `json:"members"`
+}
+
+// openRequest begins a session.
+type openRequest struct {
+	Replica string `json:"replica"`
+	Volume  string `json:"volume"`
+}
+
+// Info is what a replica says of itself when a session begins.
+type Info struct {
+	Size   int64 `json:"size"`
+	Epoch  int64 `json:"epoch"`  // adopted last
+	Joined int64 `json:"joined"` // in which it was a member last
+	// Reverted is the epoch in which it went back to a snapshot last.
+	Reverted int64 `json:"reverted,omitempty"`
+	Empty    bool  `json:"empty"` // nothing was ever written
+	// Restarted: the machine restarted during the last session.
+	Restarted bool `json:"restarted,omitempty"`
+}
+
+// Member makes a member; it connects when it is asked for something.
+func (d *Dialer) Member(o Options) *Member {
+	if o.Patience == (Patience{}) {
+		o.Patience = defaultPatience
+	}
+	m := &Member{d: d, o: o, turn: make(chan struct{}, 1), changed: make(chan struct{}), boot: o.Boot}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.start()
+	d.session++
+	m.lane = int(d.session) % laneCount
+	d.members[m] = true
+	return m
+}
+
+// wake tells those who wait for a change. The caller has the lock.
+func (m *Member) wake() {
+	close(m.changed)
+	m.changed = make(chan struct{})
+}
+
+// Submit implements block.Submitter.
+func (m *Member) Submit(r *block.Request) {
+	m.mu.Lock()
+	if m.dead != nil || m.closed {
+		err := m.dead
+		m.mu.Unlock()
+		if r.Err = err; err == nil {
+			r.Err = errClosed
+		}
+		r.Done(r)
+		return
+	}
+	s := m.free
+	if s == nil {
+		s = &slot{m: m}
+	} else {
+		m.free = s.next
+	}
+	*s = slot{m: m, req: r, since: m.d.now(), prev: m.tail}
+	s.h = header{off: r.Off, n: r.Len}
+	switch r.Op {
+	case block.OpRead:
+		s.h.kind, s.weight = kindRead, r.Len
+	case block.OpWrite:
+		s.h.kind, s.weight = kindWrite, r.Len
+	case block.OpFlush:
+		s.h.kind, s.h.off, s.h.n = kindFlush, 0, 0
+	case block.OpDiscard:
+		s.h.kind = kindDiscard
+	case block.OpZero:
+		s.h.kind = kindZero
+	}
+	if r.FUA {
+		s.h.flags = flagFUA
+	}
+	if m.tail == nil {
+		m.head = s
+	} else {
+		m.tail.next = s
+	}
+	m.tail = s
+	if m.c != nil {
+		s.h.session = m.session
+		m.c.enqueue(s) // else it is sent on the next connection
+	}
+	m.mu.Unlock()
+}
+
+var errClosed = api.Errorf(api.Unavailable, "the session is closed")
+
+// complete takes the answer to a slot.
+func (m *Member) complete(s *slot, err error) {
+	if s.call != nil {
+		s.call.end(s.call.answer, err)
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s.ended {
+		return
+	}
+	if !s.resent {
+		m.peak = max(m.peak, m.d.now()-s.since)
+	}
+	m.finish(s, err)
+}
+
+// finish takes a slot out and has its request answered on the loop. The caller has the lock.
+func (m *Member) finish(s *slot, err error) {
+	if s.prev == nil {
+		m.head = s.next
+	} else {
+		s.prev.next = s.next
+	}
+	if s.next == nil {
+		m.tail = s.prev
+	} else {
+		s.next.prev = s.prev
+	}
+	s.ended, s.err = true, err
+	s.prev, s.next = nil, nil
+	m.done = append(m.done, s)
+	if !m.posted {
+		m.posted = true
+		m.o.Loop.Post(m.answer)
+	}
+}
+
+// answer gives answers to whoever asked. Loop thread.
+func (m *Member) answer() {
+	m.mu.Lock()
+	list := m.done
+	m.done, m.posted = m.spare[:0], false
+	m.mu.Unlock()
+	for _, s := range list {
+		r := s.req
+		r.Err = s.err
+		s.req = nil
+		r.Done(r)
+	}
+	m.mu.Lock()
+	for i, s := range list {
+		if !s.kept {
+			s.next, m.free = m.free, s
+		}
+		list[i] = nil
+	}
+	m.spare = list
+	m.mu.Unlock()
+}
+
+// Info is what the replica said when the session began.
+func (m *Member) Info() Info {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.info
+}
+
+// Boot names the run of the other machine that the session is with.
+func (m *Member) Boot() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.boot
+}
+
+// Last says whether this is the volume's last member: it is waited for as long as it takes.
+func (m *Member) Last(is bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.last = is
+}
+
+// AbsentFor implements engine.Absentee.
+func (m *Member) AbsentFor() time.Duration {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.c != nil || m.want == nil || m.closed {
+		return 0
+	}
+	return m.d.now() - m.downAt
+}
+
+// limit is how long the oldest request may wait. The caller has the lock.
+func (m *Member) limit() time.Duration {
+	return min(max(patienceFactor*m.peak, m.o.Patience.Min), m.o.Patience.Max)
+}
+
+// look finds out whether the member takes too long.
+func (m *Member) look(now time.Duration) {
+	m.mu.Lock()
+	if now-m.faded > time.Second {
+		m.peak -= m.peak / 64
+		m.faded = now
+	}
+	limit := m.limit()
+	switch late := m.head != nil && now-m.head.since > limit; {
+	case m.dead != nil || m.closed:
+	case late && !m.last:
+		m.mu.Unlock()
+		m.die(m.name(api.Errorf(api.Unavailable, "no answer for %v", limit.Round(time.Millisecond))), false)
+		return
+	case m.c == nil && m.want != nil && !m.told && !m.last && m.reviving && now-m.downAt > limit && m.o.OnDown != nil:
+		m.told = true
+		m.mu.Unlock()
+		m.o.OnDown(m.name(api.Errorf(api.Unavailable, "it was not reached for %v", limit.Round(time.Millisecond))))
+		return
+	}
+	m.mu.Unlock()
+}
+
+// die answers all that is pending with why, and everything that comes.
+func (m *Member) die(why error, forGood bool) {
+	m.mu.Lock()
+	if m.dead != nil || m.closed {
+		m.forGood = m.forGood || forGood
+		m.mu.Unlock()
+		return
+	}
+	m.dead, m.forGood = why, forGood
+	c := m.abandon()
+	m.mu.Unlock()
+	if c != nil {
+		c.fail(api.Errorf(api.Unavailable, "given up: %w", why))
+		<-c.ended
+	}
+	m.mu.Lock()
+	for m.head != nil {
+		m.finish(m.head, why)
+	}
+	m.wake()
+	m.mu.Unlock()
+}
+
+// abandon takes everything back from the connection. Where a buffer is in use it returns the connection, which must be
+// broken first. The caller has the lock.
+func (m *Member) abandon() (must *conn) {
+	c := m.c
+	m.c = nil
+	if c == nil {
+		return nil
+	}
+	c.mu.Lock()
+	delete(c.members, m.session)
+	c.mu.Unlock()
+	for s := m.head; s != nil; s = s.next {
+		s.kept = true
+		if !c.cancel(s) {
+			must = c
+		}
+	}
+	return must
+}
+
+// closeTime bounds how long the end of a session is waited for.
+const closeTime = 20 * time.Second
+
+// Close implements engine.Member: a clean end, if the replica is reached. No request is outstanding.
+func (m *Member) Close() error {
+	m.turn <- struct{}{}
+	defer func() { <-m.turn }()
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil
+	}
+	c, session, dead := m.c, m.session, m.dead
+	m.mu.Unlock()
+	var err error
+	if c != nil && dead == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
+		err = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
+		cancel()
+	} else if dead == nil {
+		err = api.Errorf(api.Unavailable, "it is not reached: its end is not marked clean")
+	}
+	m.mu.Lock()
+	m.closed = true
+	must := m.abandon()
+	m.wake()
+	m.mu.Unlock()
+	if must != nil {
+		must.fail(errClosed)
+		<-must.ended
+	}
+	m.mu.Lock()
+	for m.head != nil {
+		m.finish(m.head, errClosed)
+	}
+	m.mu.Unlock()
+	m.d.mu.Lock()
+	delete(m.d.members, m)
+	m.d.mu.Unlock()
+	if err != nil {
+		return m.name(err)
+	}
+	return nil
+}

@@ -1,0 +1,645 @@
+package peer
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+	"drover.io/drover/block/wire"
+	"drover.io/drover/replicas/stack"
+)
+
+func startLoop(t testing.TB) *uring.Loop {
+	t.Helper()
+	l, err := uring.New(128)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- l.Run() }()
+	t.Cleanup(func() {
+		l.Close()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// proxy stands between two nodes and does what networks do.
+type proxy struct {
+	t    testing.TB
+	ln   net.Listener
+	to   string
+	wg   sync.WaitGroup
+	mu   sync.Mutex
+	all  []net.Conn
+	stop atomic.Bool // nothing passes
+	flip atomic.Int64
+	cond *sync.Cond
+}
+
+func newProxy(t testing.TB, to string) *proxy {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &proxy{t: t, ln: ln, to: to}
+	p.cond = sync.NewCond(&p.mu)
+	p.wg.Add(1)
+	go func() {
+		defer p.wg.Done()
+		for {
+			a, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			b, err := net.Dial("tcp", p.to)
+			if err != nil {
+				_ = a.Close()
+				continue
+			}
+			p.mu.Lock()
+			p.all = append(p.all, a, b)
+			p.mu.Unlock()
+			p.wg.Add(2)
+			go p.pass(a, b, true)
+			go p.pass(b, a, false)
+		}
+	}()
+	t.Cleanup(func() {
+		_ = ln.Close()
+		p.freeze(false)
+		p.cut()
+		p.wg.Wait()
+	})
+	return p
+}
+
+func (p *proxy) pass(from, to net.Conn, there bool) {
+	defer p.wg.Done()
+	defer to.Close()
+	defer from.Close()
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := from.Read(buf)
+		p.mu.Lock()
+		for p.stop.Load() {
+			p.cond.Wait()
+		}
+		p.mu.Unlock()
+		if n > 0 {
+			if there && p.flip.Load() > 0 && p.flip.Add(-int64(n)) <= 0 {
+				buf[n-1] ^= 0x10
+			}
+			if _, err := to.Write(buf[:n]); err != nil {
+				return
+			}
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (p *proxy) freeze(is bool) {
+	p.mu.Lock()
+	p.stop.Store(is)
+	p.cond.Broadcast()
+	p.mu.Unlock()
+}
+
+// cut breaks every connection.
+func (p *proxy) cut() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.all {
+		_ = c.Close()
+	}
+	p.all = nil
+}
+
+// far is a node with a replica.
+type far struct {
+	t      testing.TB
+	disk   *stack.Disk
+	uid    string
+	volume string
+	loop   *uring.Loop
+	addr   string
+	o      ServerOptions
+	s      *Server
+	ln     net.Listener
+	served chan error
+}
+
+func newFar(t testing.TB, size int64, change func(*ServerOptions)) *far {
+	t.Helper()
+	disk, err := stack.Add(context.Background(), filepath.Join(t.TempDir(), "disk"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := &far{t: t, disk: disk, uid: string(api.NewUID()), volume: string(api.NewUID()), loop: startLoop(t)}
+	if err := disk.CreateReplica(context.Background(), stack.Spec{UID: f.uid, Volume: "v", VolumeUID: f.volume,
+		Size: size}); err != nil {
+		t.Fatal(err)
+	}
+	f.o = ServerOptions{Node: "far", Log: slog.New(slog.DiscardHandler), Linger: 200 * time.Millisecond,
+		Open: func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
+			if uid != f.uid || volume != f.volume {
+				return nil, nil, api.Errorf(api.NotFound, "no such replica")
+			}
+			r, err := disk.OpenReplica(ctx, uid, f.loop)
+			if err != nil {
+				return nil, nil, err
+			}
+			return NewBackend(r, f.loop), f.loop, nil
+		}}
+	if change != nil {
+		change(&f.o)
+	}
+	f.start("127.0.0.1:0")
+	t.Cleanup(func() {
+		f.stop()
+		if err := disk.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return f
+}
+
+func (f *far) start(addr string) {
+	f.t.Helper()
+	var err error
+	if f.s, err = NewServer(f.o); err != nil {
+		f.t.Fatal(err)
+	}
+	if f.ln, err = net.Listen("tcp", addr); err != nil {
+		f.t.Fatal(err)
+	}
+	f.addr, f.served = f.ln.Addr().String(), make(chan error, 1)
+	s, ln, served := f.s, f.ln, f.served
+	go func() { served <- s.Serve(ln) }()
+}
+
+func (f *far) stop() {
+	if f.s == nil {
+		return
+	}
+	_ = f.ln.Close()
+	f.s.Close()
+	if err := <-f.served; err != nil {
+		f.t.Error(err)
+	}
+	f.s = nil
+}
+
+func newDialer(t testing.TB, addr func() string) *Dialer {
+	d := &Dialer{Node: "near", Address: func(context.Context, string) (string, error) { return addr(), nil }}
+	t.Cleanup(d.Close)
+	return d
+}
+
+// guest keeps requests in flight on a member and knows what must come back. Blocks are apart while they are in flight.
+type guest struct {
+	t     testing.TB
+	m     block.Submitter
+	loop  Loop
+	rng   *rand.Rand
+	model []byte
+	busy  map[int64]bool
+	left  int
+	depth int
+	done  chan struct{}
+	fail  func(r *block.Request) // what to do about an error
+	worst time.Duration
+}
+
+func (g *guest) run(n, depth int) {
+	done := make(chan struct{})
+	g.loop.Post(func() {
+		g.left, g.done, g.busy = n, done, map[int64]bool{}
+		for range depth {
+			g.next()
+		}
+	})
+	<-done
+}
+
+func (g *guest) next() {
+	if g.left == 0 {
+		if g.depth == 0 {
+			g.left = -1
+			close(g.done)
+		}
+		return
+	}
+	if g.left < 0 {
+		return
+	}
+	g.left--
+	n := int64(1 + g.rng.IntN(8))
+	blocks := int64(len(g.model)) / block.Size
+	at := g.rng.Int64N(blocks - n)
+	for b := at; b < at+n; b++ {
+		if g.busy[b] {
+			g.depth++
+			g.depth--
+			g.left++
+			g.loop.Post(g.next)
+			return
+		}
+	}
+	for b := at; b < at+n; b++ {
+		g.busy[b] = true
+	}
+	r := &block.Request{Off: at * block.Size, Len: n * block.Size}
+	var val byte
+	switch g.rng.IntN(10) {
+	case 0:
+		r.Op, r.Off, r.Len = block.OpFlush, 0, 0
+	case 1:
+		r.Op = block.OpZero
+	case 2, 3, 4:
+		r.Op, r.Buf = block.OpRead, aligned(int(r.Len))
+	default:
+		r.Op, r.Buf = block.OpWrite, aligned(int(r.Len))
+		val = byte(1 + g.rng.IntN(255))
+		for i := range r.Buf {
+			r.Buf[i] = val + byte(i/block.Size)
+		}
+	}
+	began := time.Now()
+	g.depth++
+	r.Done = func(r *block.Request) {
+		g.depth--
+		g.worst = max(g.worst, time.Since(began))
+		part := g.model[at*block.Size : (at+n)*block.Size]
+		switch {
+		case r.Err != nil && g.fail != nil:
+			g.fail(r)
+		case r.Err != nil:
+			g.t.Errorf("op %d at %d: %v", r.Op, r.Off, r.Err)
+		case r.Op == block.OpRead && !bytes.Equal(part, r.Buf):
+			g.t.Errorf("read at %d is not what was written", r.Off)
+		case r.Op == block.OpWrite:
+			copy(part, r.Buf)
+		case r.Op == block.OpZero:
+			clear(part)
+		}
+		for b := at; b < at+n; b++ {
+			delete(g.busy, b)
+		}
+		g.loop.Post(g.next)
+	}
+	g.m.Submit(r)
+}
+
+const testSize = 8 << 20
+
+func member(t testing.TB, d *Dialer, f *far, loop Loop, change func(*Options)) *Member {
+	o := Options{Node: "far", Replica: f.uid, Volume: f.volume, Loop: loop}
+	if change != nil {
+		change(&o)
+	}
+	return d.Member(o)
+}
+
+func adoptAs(t testing.TB, m *Member, epoch, inc int64, members ...string) {
+	t.Helper()
+	if err := m.Adopt(context.Background(), epoch, inc, append([]string{m.o.Replica}, members...)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestWork has a guest work over TLS, and compares what is on the other disk in the end.
+func TestWork(t *testing.T) {
+	both, err := wire.NewAuthority()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ca, err := wire.LoadAuthority(both)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ids := map[string]*wire.Identity{}
+	for _, node := range []string{"near", "far"} {
+		id, err := wire.OpenIdentity(t.TempDir(), node)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req, err := id.Request()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cert, _, err := ca.Sign(req, node, wire.CertificateLife)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := id.Put(cert, ca.PEM()); err != nil {
+			t.Fatal(err)
+		}
+		ids[node] = id
+	}
+	var asked atomic.Value
+	f := newFar(t, testSize, func(o *ServerOptions) {
+		o.TLS, o.NodeOf = ids["far"].Server(Protocol), wire.NodeOf
+		o.Allow = func(_ context.Context, node, _, _ string, epoch int64) error {
+			asked.Store(node)
+			if epoch == 9 {
+				return api.Errorf(api.Denied, "the API names another node")
+			}
+			return nil
+		}
+	})
+	d := newDialer(t, at(f.addr))
+	d.TLS = func(node string) (*tls.Config, error) { return ids["near"].Client(node, Protocol) }
+	loop := startLoop(t)
+	m := member(t, d, f, loop, nil)
+	adoptAs(t, m, 1, 1, "another")
+	if asked.Load() != "near" {
+		t.Errorf("the server was asked by node %v", asked.Load())
+	}
+	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(1, 1)), model: make([]byte, testSize)}
+	g.run(4000, 32)
+	want, err := m.Digests(context.Background(), 0, testSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	in, err := m.Intents(context.Background())
+	if err != nil || len(in.Regions) != 1 || in.Joined != 1 {
+		t.Errorf("intents %+v: %v", in, err)
+	}
+	if err := m.Expand(context.Background(), 2*testSize); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	compare(t, f, g.model, want)
+	other := member(t, d, f, loop, nil)
+	if err := other.Adopt(context.Background(), 9, 1, []string{f.uid}); !api.Is(err, api.Denied) {
+		t.Errorf("an engine that the API does not name: %v", err)
+	}
+	_ = other.Close()
+}
+
+func compare(t *testing.T, f *far, model, digests []byte) {
+	t.Helper()
+	if err := f.s.Release(f.uid); err != nil {
+		t.Fatal(err)
+	}
+	v, err := f.disk.OpenView(f.uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer v.Close()
+	have := make([]byte, len(model))
+	if _, err := v.ReadAt(have, 0); err != nil && !errors.Is(err, io.EOF) {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(have, model) {
+		t.Error("what is on the disk differs from what was written")
+	}
+	meta, err := f.disk.Stack(f.uid)
+	if err != nil || meta.Dirty {
+		t.Errorf("the end was not clean: %v", err)
+	}
+	_ = digests
+}
+
+// TestCuts breaks the connections, and restarts the other process, while a guest works: it notices nothing.
+func TestCuts(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	p := newProxy(t, f.addr)
+	d := newDialer(t, at(p.ln.Addr().String()))
+	loop := startLoop(t)
+	m := member(t, d, f, loop, func(o *Options) { o.Patience = Patience{time.Minute, time.Minute} })
+	adoptAs(t, m, 1, 1)
+	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(2, 2)), model: make([]byte, testSize)}
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(20 * time.Millisecond)
+		defer tick.Stop()
+		for n := 1; ; n++ {
+			select {
+			case <-stop:
+				return
+			case <-tick.C:
+			}
+			switch {
+			case n%10 == 0: // the other process ends, and another one begins
+				f.stop()
+				p.cut()
+				f.start(f.addr)
+			case n%7 == 0:
+				p.flip.Store(int64(100000)) // a byte is damaged
+			default:
+				p.cut()
+			}
+		}
+	}()
+	g.run(12000, 32)
+	close(stop)
+	<-done
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	compare(t, f, g.model, nil)
+	t.Logf("the longest request took %v", g.worst)
+}
+
+// TestHung has the other side stop answering: all is answered in bounded time, and a new Adopt takes the member back.
+func TestHung(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	p := newProxy(t, f.addr)
+	d := newDialer(t, at(p.ln.Addr().String()))
+	loop := startLoop(t)
+	m := member(t, d, f, loop, func(o *Options) { o.Patience = Patience{300 * time.Millisecond, time.Second} })
+	adoptAs(t, m, 1, 1)
+	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(3, 3)), model: make([]byte, testSize)}
+	g.run(500, 16)
+	p.freeze(true)
+	failed := 0
+	g.fail = func(r *block.Request) {
+		failed++
+		if !api.Is(r.Err, api.Unavailable) {
+			t.Errorf("the error is %v", r.Err)
+		}
+	}
+	began := time.Now()
+	g.run(200, 16)
+	if took := time.Since(began); took > 3*time.Second || failed != 200 {
+		t.Errorf("%d requests failed, after %v", failed, took)
+	}
+	p.freeze(false)
+	adoptAs(t, m, 1, 1)
+	g.fail, g.model = nil, make([]byte, testSize) // what failed may be there or not: all is written anew
+	zero := &block.Request{Op: block.OpZero, Len: testSize}
+	if err := Do(context.Background(), loop, m, zero); err != nil {
+		t.Fatal(err)
+	}
+	g.run(500, 16)
+	// The last member is waited for.
+	m.Last(true)
+	p.freeze(true)
+	thaw := time.AfterFunc(2*time.Second, func() { p.freeze(false) })
+	defer thaw.Stop()
+	g.run(100, 4)
+	if g.worst < time.Second {
+		t.Error("nothing was frozen")
+	}
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	compare(t, f, g.model, nil)
+}
+
+// TestFence has a second engine take over, and a machine restart.
+func TestFence(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	d := newDialer(t, at(f.addr))
+	loop := startLoop(t)
+	ctx := context.Background()
+	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
+	adoptAs(t, old, 1, 1)
+	buf := aligned(block.Size)
+	write := func(m *Member) error {
+		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: buf})
+	}
+	if err := write(old); err != nil {
+		t.Fatal(err)
+	}
+	adoptAs(t, now, 2, 1)
+	if err := write(old); !api.Is(err, api.Denied) {
+		t.Errorf("a fenced engine writes: %v", err)
+	}
+	if err := old.Adopt(ctx, 1, 2, []string{f.uid}); !api.Is(err, api.Denied) {
+		t.Errorf("a fenced engine is adopted: %v", err)
+	}
+	if err := write(now); err != nil {
+		t.Errorf("the new engine: %v", err)
+	}
+	if err := Do(ctx, loop, now, &block.Request{Op: block.OpWrite, Off: testSize, Len: block.Size,
+		Buf: buf}); !errors.Is(err, syscall.EINVAL) {
+		t.Errorf("the errno of an answer: %v", err)
+	}
+	f.o.Boot = "another"
+	f.stop()
+	f.start(f.addr)
+	if err := write(now); !errors.Is(err, ErrRestarted) {
+		t.Errorf("after a restart of its machine: %v", err)
+	}
+	if err := now.Adopt(ctx, 3, 1, []string{f.uid}); !errors.Is(err, ErrRestarted) {
+		t.Errorf("it is adopted after a restart: %v", err)
+	}
+	_ = old.Close()
+	_ = now.Close()
+}
+
+// TestRelease has the other node take its replica back while an engine uses it: the engine gets it again later.
+func TestRelease(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	d := newDialer(t, at(f.addr))
+	loop := startLoop(t)
+	m := member(t, d, f, loop, func(o *Options) { o.Patience = Patience{Min: 30 * time.Second, Max: time.Minute} })
+	adoptAs(t, m, 1, 1)
+	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(4, 4)), model: make([]byte, testSize)}
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(30 * time.Millisecond)
+		defer tick.Stop()
+		for {
+			select {
+			case <-stop:
+				return
+			case <-tick.C:
+				if err := f.s.Release(f.uid); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	}()
+	g.run(3000, 16)
+	close(stop)
+	<-done
+	g.run(1, 1) // it was released last, perhaps: its session must be there to be ended
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+	compare(t, f, g.model, nil)
+}
+
+// TestLinger closes a replica that nobody comes back for.
+func TestLinger(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	p := newProxy(t, f.addr)
+	d := newDialer(t, at(p.ln.Addr().String()))
+	m := member(t, d, f, startLoop(t), nil)
+	adoptAs(t, m, 1, 1)
+	_ = p.ln.Close()
+	p.cut()
+	for deadline := time.Now().Add(10 * time.Second); f.s.Serves(f.uid); {
+		if time.Now().After(deadline) {
+			t.Fatal("the replica stays open")
+		}
+		tick := time.NewTimer(10 * time.Millisecond)
+		<-tick.C
+	}
+	if err := m.Close(); err == nil {
+		t.Error("the end of a session that was not reached is said to be clean")
+	}
+}
+
+// FuzzFrames gives a server and the parser what comes.
+func FuzzFrames(f *testing.F) {
+	var hb [headerSize]byte
+	for k := kindHello; k < kindEnd; k++ {
+		h := header{kind: k, session: 1, id: 2, off: 4096, n: 4096, size: 3}
+		h.encode(&hb)
+		f.Add(append(bytes.Clone(hb[:]), "{}\n"...))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		r := bytes.NewReader(b)
+		for {
+			h, err := readHeader(r, &hb)
+			if err != nil {
+				return
+			}
+			again := hb
+			h.encode(&again)
+			if again != hb {
+				t.Errorf("%x becomes %x", hb, again)
+			}
+			p, err := readPayload(r, &h)
+			if err != nil {
+				return
+			}
+			_ = decodeFault(p)
+		}
+	})
+}
+
+func TestMain(m *testing.M) {
+	slog.SetDefault(slog.New(slog.DiscardHandler))
+	os.Exit(m.Run())
+}
+
+func at(addr string) func() string { return func() string { return addr } }

@@ -1,0 +1,95 @@
+package peer
+
+import (
+	"bufio"
+	"net"
+	"sync"
+	"sync/atomic"
+)
+
+// TLS gives each record of 16 KiB to the connection below on its own, and takes as much from it. records gathers full
+// ones on their way out, until one comes that is not full or until flush, and reads ahead: a system call for each
+// record costs as much as its encryption.
+type records struct {
+	net.Conn
+	r *bufio.Reader // of the one who reads
+
+	mu    sync.Mutex
+	out   []byte
+	holds atomic.Bool // out is not empty: asked by who must not wait for one that writes
+}
+
+const (
+	fullRecord   = 16 << 10 // and some bytes more, encrypted
+	recordBuffer = 128 << 10
+)
+
+func newRecords(nc net.Conn) *records {
+	return &records{Conn: nc, r: bufio.NewReaderSize(nc, recordBuffer)}
+}
+
+func (c *records) Read(p []byte) (int, error) { return c.r.Read(p) }
+
+func (c *records) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(p) < fullRecord && len(c.out) == 0 {
+		return c.Conn.Write(p)
+	}
+	c.out = append(c.out, p...)
+	c.holds.Store(true)
+	if len(p) >= fullRecord && len(c.out)+len(p) <= recordBuffer {
+		return len(p), nil
+	}
+	if err := c.send(); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+// send writes what was gathered. The caller has the lock.
+func (c *records) send() error {
+	if len(c.out) == 0 {
+		return nil
+	}
+	_, err := c.Conn.Write(c.out)
+	c.out = c.out[:0]
+	c.holds.Store(false)
+	return err
+}
+
+func (c *records) flush() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.send()
+}
+
+// frames gathers what is written to a connection.
+type frames struct {
+	*bufio.Writer
+	below *records // nil: no TLS
+}
+
+func newFrames(nc net.Conn, below *records) *frames {
+	return &frames{bufio.NewWriterSize(nc, 64<<10), below}
+}
+
+// waiting reports whether something was written that is not on its way.
+func (f *frames) waiting() bool { return f.Buffered() > 0 || f.below != nil && f.below.holds.Load() }
+
+// Flush has all that was written go out.
+func (f *frames) Flush() error {
+	err := f.Writer.Flush()
+	if err == nil && f.below != nil {
+		err = f.below.flush()
+	}
+	return err
+}
+
+// hangUp closes a connection at once. TLS would say goodbye first, and wait for whoever is being written to.
+func hangUp(nc net.Conn, below *records) {
+	if below != nil {
+		nc = below.Conn
+	}
+	_ = nc.Close()
+}

@@ -1,0 +1,404 @@
+package peer
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"errors"
+	"hash/crc32"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// served is a connection from another node.
+type served struct {
+	s      *Server
+	nc     net.Conn
+	below  *records // TLS; nil: it is none
+	node   string
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	mu       sync.Mutex
+	work     *sync.Cond
+	out      []outgoing
+	sessions map[uint32]*session
+	free     []*incoming
+	err      error
+	calls    sync.WaitGroup
+	flying   int // requests with replicas
+}
+
+// outgoing is an answer.
+type outgoing struct {
+	h       header
+	payload []byte
+	buf     []byte // to be given back
+}
+
+func (c *served) fail(err error) {
+	c.mu.Lock()
+	if c.err == nil {
+		c.err = err
+		hangUp(c.nc, c.below)
+	}
+	c.work.Broadcast()
+	c.mu.Unlock()
+}
+
+// drop forgets a session: what comes for it is answered with an error.
+func (c *served) drop(x *session) {
+	c.mu.Lock()
+	delete(c.sessions, x.id)
+	c.mu.Unlock()
+}
+
+// run serves the connection until it breaks.
+func (c *served) run() {
+	defer c.cancel()
+	defer func() { _ = c.nc.Close() }()
+	r, err := c.greet()
+	if err != nil {
+		c.s.o.Log.Info("a connection of another node is refused", "from", c.nc.RemoteAddr().String(), "err", err)
+		return
+	}
+	wrote := make(chan struct{})
+	go func() {
+		defer close(wrote)
+		c.write()
+	}()
+	err = c.read(r)
+	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
+		err = api.Errorf(api.Unavailable, "the connection was closed")
+	} else {
+		c.s.o.Log.Info("the connection of another node broke", "node", c.node, "err", err)
+	}
+	c.fail(err)
+	c.cancel()
+	<-wrote
+	c.calls.Wait()
+	c.mu.Lock()
+	sessions := c.sessions
+	c.sessions = map[uint32]*session{}
+	c.mu.Unlock()
+	for _, x := range sessions {
+		x.t.leave(x)
+	}
+	c.mu.Lock() // requests that replicas still have bring their buffers back
+	for c.flying > 0 {
+		c.work.Wait()
+	}
+	for _, o := range c.out {
+		c.s.bufs.put(o.buf)
+	}
+	c.out = nil
+	c.mu.Unlock()
+}
+
+func (c *served) greet() (*bufio.Reader, error) {
+	_ = c.nc.SetDeadline(time.Now().Add(helloTime))
+	if c.s.o.TLS != nil {
+		below := newRecords(c.nc)
+		t := tls.Server(below, c.s.o.TLS)
+		if err := t.HandshakeContext(c.ctx); err != nil {
+			return nil, err
+		}
+		c.mu.Lock()
+		c.nc, c.below = t, below
+		c.mu.Unlock()
+		if c.s.o.NodeOf != nil {
+			var err error
+			if c.node, err = c.s.o.NodeOf(t.ConnectionState()); err != nil {
+				return nil, err
+			}
+		}
+	}
+	r := bufio.NewReaderSize(c.nc, 64<<10)
+	var hb [headerSize]byte
+	h, err := readHeader(r, &hb)
+	if err != nil {
+		return nil, err
+	}
+	if h.kind != kindHello {
+		return nil, api.Errorf(api.Corrupt, "the first frame is of kind %d", h.kind)
+	}
+	b, err := readPayload(r, &h)
+	if err != nil {
+		return nil, err
+	}
+	var in hello
+	if err := json.Unmarshal(b, &in); err != nil {
+		return nil, api.Errorf(api.Corrupt, "hello: %w", err)
+	}
+	answer := hello{Version: Version, MinVersion: minVersion, Node: c.s.o.Node, Boot: c.s.o.Boot, Credit: connCredit}
+	_, err = in.agree()
+	switch {
+	case err != nil:
+		answer.Error = faultOf(err)
+	case c.node == "":
+		c.node = in.Node
+	case c.node != in.Node:
+		err = api.Errorf(api.Denied, "node %s says that it is %s", c.node, in.Node)
+		answer.Error = faultOf(err)
+	}
+	if b, jerr := json.Marshal(answer); jerr != nil {
+		err = jerr
+	} else if werr := writeControl(c.nc, header{kind: kindHello}, b); err == nil {
+		err = werr
+	}
+	_ = c.nc.SetDeadline(time.Time{})
+	return r, err
+}
+
+// read takes frames until the connection breaks.
+func (c *served) read(r *bufio.Reader) error {
+	var hb [headerSize]byte
+	for {
+		_ = c.nc.SetReadDeadline(time.Now().Add(3 * silentAfter))
+		h, err := readHeader(r, &hb)
+		if err != nil {
+			return err
+		}
+		switch h.kind {
+		case kindPing:
+			c.push(outgoing{h: header{kind: kindPing}})
+		case kindRead, kindWrite, kindFlush, kindDiscard, kindZero:
+			err = c.request(r, &h)
+		case kindOpen, kindAdopt, kindClose, kindCall:
+			var b []byte
+			if b, err = readPayload(r, &h); err == nil {
+				c.calls.Add(1)
+				go func() {
+					defer c.calls.Done()
+					c.control(h, b)
+				}()
+			}
+		default:
+			err = api.Errorf(api.Corrupt, "node %s sends a frame of kind %d", c.node, h.kind)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+var ops = map[kind]block.Op{kindRead: block.OpRead, kindWrite: block.OpWrite, kindFlush: block.OpFlush,
+	kindDiscard: block.OpDiscard, kindZero: block.OpZero}
+
+// request takes one for a replica.
+func (c *served) request(r *bufio.Reader, h *header) error {
+	var buf []byte
+	if n := h.n; h.kind == kindRead || h.kind == kindWrite {
+		var ok bool
+		if n == 0 {
+			return api.Errorf(api.Corrupt, "an empty request")
+		}
+		if buf, ok = c.s.bufs.get(int(n)); !ok {
+			return errClosed
+		}
+	}
+	var spans []block.Span
+	if h.kind == kindWrite {
+		var err error
+		if h.flags&flagSpans != 0 {
+			spans, err = h.readSpans(r, buf)
+		} else if _, err = io.ReadFull(r, buf); err == nil {
+			err = h.checkSum(buf)
+		}
+		if err != nil {
+			c.s.bufs.put(buf)
+			return err
+		}
+	}
+	c.mu.Lock()
+	x := c.sessions[h.session]
+	var in *incoming
+	if l := len(c.free); l > 0 {
+		in = c.free[l-1]
+		c.free = c.free[:l-1]
+	} else {
+		in = &incoming{}
+		in.req.Done = func(q *block.Request) { in.err = q.Err; in.sess.c.done(in) }
+	}
+	if x != nil {
+		c.flying++
+	}
+	c.mu.Unlock()
+	done := in.req.Done
+	*in = incoming{sess: x, id: h.id, buf: buf}
+	in.req = block.Request{Op: ops[h.kind], FUA: h.flags&flagFUA != 0, Off: h.off, Len: h.n, Buf: buf,
+		Spans: spans, Done: done}
+	if x == nil {
+		c.push(failure(h.id, errSession, buf))
+		return nil
+	}
+	x.t.put(in)
+	return nil
+}
+
+// done takes what the replica answered.
+func (c *served) done(in *incoming) {
+	o := outgoing{h: header{kind: kindAnswer, id: in.id}, buf: in.buf}
+	if in.err != nil {
+		o = failure(in.id, in.err, in.buf)
+	} else if in.req.Op == block.OpRead {
+		o.payload = in.buf
+	}
+	c.mu.Lock()
+	c.flying--
+	in.sess, in.buf, in.req.Buf, in.err = nil, nil, nil, nil
+	c.free = append(c.free, in)
+	c.out = append(c.out, o)
+	c.work.Broadcast()
+	c.mu.Unlock()
+}
+
+func failure(id uint64, err error, buf []byte) outgoing {
+	b, jerr := json.Marshal(faultOf(err))
+	if jerr != nil {
+		b = []byte(`{"message":"unknown"}`)
+	}
+	return outgoing{h: header{kind: kindAnswer, id: id, status: 1}, payload: b, buf: buf}
+}
+
+func (c *served) push(o outgoing) {
+	c.mu.Lock()
+	c.out = append(c.out, o)
+	c.work.Broadcast()
+	c.mu.Unlock()
+}
+
+// write sends answers.
+func (c *served) write() {
+	w := newFrames(c.nc, c.below)
+	var hb [headerSize]byte
+	var list []outgoing
+	for {
+		c.mu.Lock()
+		for c.err == nil && len(c.out) == 0 {
+			if w.waiting() {
+				c.mu.Unlock()
+				err := w.Flush()
+				c.mu.Lock()
+				if err != nil && c.err == nil {
+					c.err = err
+					hangUp(c.nc, c.below)
+				}
+				continue
+			}
+			c.work.Wait()
+		}
+		if c.err != nil {
+			c.mu.Unlock()
+			return
+		}
+		list, c.out = c.out, list[:0]
+		c.mu.Unlock()
+		var err error
+		for i := range list {
+			o := &list[i]
+			if err == nil {
+				o.h.size = uint32(len(o.payload))
+				if o.h.size > 0 {
+					o.h.sum = crc32.Checksum(o.payload, castagnoli)
+				}
+				o.h.encode(&hb)
+				if _, err = w.Write(hb[:]); err == nil {
+					_, err = w.Write(o.payload)
+				}
+			}
+			c.s.bufs.put(o.buf)
+			*o = outgoing{}
+		}
+		if err != nil {
+			c.fail(err)
+			return
+		}
+	}
+}
+
+// control carries out a control frame, in a goroutine of its own.
+func (c *served) control(h header, b []byte) {
+	answer, err := c.carryOut(&h, b)
+	if err != nil {
+		c.push(failure(h.id, err, nil))
+		return
+	}
+	c.push(outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer})
+}
+
+func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
+	c.mu.Lock()
+	x := c.sessions[h.session]
+	c.mu.Unlock()
+	if h.kind == kindOpen {
+		var q openRequest
+		if err := json.Unmarshal(b, &q); err != nil || x != nil {
+			return nil, api.Errorf(api.Invalid, "open: it makes no sense")
+		}
+		t, err := c.s.target(c.ctx, q.Replica, q.Volume)
+		if err != nil {
+			return nil, err
+		}
+		x = &session{id: h.session, c: c, t: t}
+		if err := t.join(x); err != nil {
+			return nil, err
+		}
+		c.mu.Lock()
+		c.sessions[x.id] = x
+		broken := c.err
+		c.mu.Unlock()
+		if broken != nil {
+			return nil, broken // run has the session leave
+		}
+		return json.Marshal(t.rep.Info())
+	}
+	if x == nil {
+		return nil, errSession
+	}
+	switch h.kind {
+	case kindAdopt:
+		var a adoption
+		if err := json.Unmarshal(b, &a); err != nil {
+			return nil, api.Errorf(api.Invalid, "adopt: %w", err)
+		}
+		if c.s.o.Allow != nil {
+			if err := c.s.o.Allow(c.ctx, c.node, x.t.uid, x.t.volume, a.Epoch); err != nil {
+				return nil, err
+			}
+		}
+		return nil, x.t.adopt(c.ctx, x, a)
+	case kindClose:
+		if is, err := x.isCurrent(); !is {
+			c.drop(x)
+			x.t.leave(x)
+			if errors.Is(err, errSession) {
+				err = nil // nobody was adopted; to say so would break the connection, and what others have on it
+			}
+			return nil, err
+		}
+		return nil, x.t.shut()
+	}
+	name, args, _ := bytes.Cut(b, []byte("\n"))
+	if changes[string(name)] {
+		x.t.changing.RLock()
+		defer x.t.changing.RUnlock()
+	}
+	switch is, err := x.isCurrent(); {
+	case err != nil:
+		return nil, err
+	case !is:
+		return nil, api.Errorf(api.Denied, "the session is not the one that was adopted")
+	}
+	return x.t.rep.Call(c.ctx, string(name), args)
+}
+
+// changes are the calls that change layers.
+var changes = map[string]bool{"prepare-cut": true, "do-cut": true, "seal": true, "drop-snapshot": true}

@@ -1,0 +1,285 @@
+package peer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// lost is told that a connection is gone, and no buffer in use any more.
+func (m *Member) lost(c *conn) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.c != c {
+		return
+	}
+	m.c = nil
+	m.downAt, m.told = m.d.now(), false
+	for s := m.head; s != nil; s = s.next {
+		s.state, s.resent = slotIdle, true
+	}
+	m.wake()
+	m.startRevival()
+}
+
+// startRevival connects again in the background. The caller has the lock.
+func (m *Member) startRevival() {
+	if m.reviving || m.dead != nil || m.closed {
+		return
+	}
+	m.reviving = m.d.run(m.revive)
+}
+
+const (
+	reviveFirst = 10 * time.Millisecond
+	reviveLast  = 500 * time.Millisecond
+)
+
+func (m *Member) revive() {
+	wait := time.NewTimer(0)
+	defer wait.Stop()
+	for pause := reviveFirst; ; pause = min(2*pause, reviveLast) {
+		select {
+		case <-wait.C:
+		case <-m.d.stop:
+		}
+		if m.revived() {
+			return
+		}
+		wait.Reset(pause)
+	}
+}
+
+// revived tries once, and reports whether there is nothing more to try.
+func (m *Member) revived() (over bool) {
+	m.turn <- struct{}{}
+	defer func() { <-m.turn }()
+	m.mu.Lock()
+	if m.c != nil || m.dead != nil || m.closed || m.want == nil || m.d.stopped() {
+		m.reviving = false
+		m.mu.Unlock()
+		return true
+	}
+	m.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
+	defer cancel()
+	err := m.connect(ctx) // why not is known to the member by now, or it is tried again
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	over = err == nil && m.c != nil
+	m.reviving = !over
+	return over
+}
+
+func (d *Dialer) stopped() bool {
+	select {
+	case <-d.stop:
+		return true
+	default:
+		return false
+	}
+}
+
+// connect opens a session, has it adopted, and sends what waits. The caller has the turn.
+func (m *Member) connect(ctx context.Context) error {
+	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
+	if err != nil {
+		return m.name(err)
+	}
+	m.mu.Lock()
+	boot, want := m.boot, *m.want
+	m.mu.Unlock()
+	if boot != "" && boot != c.boot {
+		m.die(m.name(ErrRestarted), true)
+		return m.name(ErrRestarted)
+	}
+	m.d.mu.Lock()
+	m.d.session++
+	session := m.d.session
+	m.d.mu.Unlock()
+	c.mu.Lock()
+	c.members[session] = m
+	c.mu.Unlock()
+	var info Info
+	err = m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
+	if err == nil {
+		err = m.exchange(ctx, c, session, kindAdopt, want, nil)
+	}
+	if err != nil {
+		c.mu.Lock()
+		delete(c.members, session)
+		c.mu.Unlock()
+		return m.refused(err)
+	}
+	m.mu.Lock()
+	if m.closed || m.forGood {
+		m.mu.Unlock()
+		return m.name(errClosed)
+	}
+	m.boot, m.info, m.dead = c.boot, info, nil
+	m.c, m.session = c, session
+	alive := true
+	for s := m.head; s != nil && alive; s = s.next {
+		s.h.session = session
+		alive = c.enqueue(s)
+	}
+	m.wake()
+	m.mu.Unlock()
+	if c.cause() != nil {
+		<-c.ended
+		m.lost(c) // it may have told its members before we were one
+		return m.name(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
+	}
+	return nil
+}
+
+// refused looks at why a session does not begin: some reasons are for good.
+func (m *Member) refused(err error) error {
+	err = m.name(err)
+	if api.Is(err, api.Denied) || errors.Is(err, ErrRestarted) {
+		m.die(err, true)
+	}
+	return err
+}
+
+func (m *Member) name(err error) error {
+	return fmt.Errorf("replica %s on node %s: %w", m.o.Replica, m.o.Node, err)
+}
+
+// Adopt implements engine.Member. A member that was given up is taken back, if its machine did not restart.
+func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	select {
+	case m.turn <- struct{}{}:
+	case <-ctx.Done():
+		return m.name(api.Errorf(api.Unavailable, "%w", ctx.Err()))
+	}
+	defer func() { <-m.turn }()
+	ctx, cancel := context.WithTimeout(ctx, m.o.Patience.Max)
+	defer cancel()
+	m.mu.Lock()
+	if m.forGood || m.closed {
+		err := m.dead
+		m.mu.Unlock()
+		if err == nil {
+			err = errClosed
+		}
+		return err
+	}
+	want := adoption{epoch, incarnation, slices.Clone(members)}
+	m.want = &want
+	c, session := m.c, m.session
+	m.mu.Unlock()
+	if c != nil {
+		err := m.exchange(ctx, c, session, kindAdopt, want, nil)
+		if err == nil || !errors.Is(err, errBroken) {
+			if err != nil {
+				return m.refused(err)
+			}
+			return nil
+		}
+	}
+	return m.connect(ctx)
+}
+
+// Probe asks the replica what it is, without a session, and reports how the run of its machine is named.
+func (m *Member) Probe(ctx context.Context) (Info, string, error) {
+	var info Info
+	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
+	if err != nil {
+		return info, "", m.name(err)
+	}
+	m.d.mu.Lock()
+	m.d.session++
+	session := m.d.session
+	m.d.mu.Unlock()
+	if err := m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
+		return info, "", m.name(err)
+	}
+	m.d.run(func() { // the server forgets it with the connection in any case
+		ctx, cancel := context.WithTimeout(context.Background(), dialTime)
+		defer cancel()
+		_ = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
+	})
+	return info, c.boot, nil
+}
+
+// end answers a call.
+func (k *call) end(answer []byte, err error) {
+	k.answer, k.err = answer, err
+	close(k.done)
+}
+
+// exchange makes a control call on a connection, once.
+func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, in, out any) error {
+	b, err := json.Marshal(in)
+	if err != nil {
+		return err
+	}
+	answer, err := m.raw(ctx, c, session, k, b)
+	if err == nil && out != nil {
+		if err = json.Unmarshal(answer, out); err != nil {
+			err = api.Errorf(api.Corrupt, "an answer that makes no sense: %w", err)
+		}
+	}
+	return err
+}
+
+func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, payload []byte) ([]byte, error) {
+	s := &slot{m: m, call: &call{payload: payload, done: make(chan struct{})}, kept: true,
+		h: header{kind: k, session: session}, since: m.d.now()}
+	if !c.enqueue(s) {
+		return nil, api.Errorf(api.Unavailable, "the connection broke: %w", errors.Join(errBroken, c.cause()))
+	}
+	select {
+	case <-s.call.done:
+		return s.call.answer, s.call.err
+	case <-ctx.Done():
+		return nil, api.Errorf(api.Unavailable, "no answer: %w", ctx.Err())
+	}
+}
+
+// Call makes a call of the replica by name. One that may be repeated is, if the connection breaks.
+func (m *Member) Call(ctx context.Context, name string, in any, repeat bool) ([]byte, error) {
+	b, err := json.Marshal(in)
+	if err != nil {
+		return nil, err
+	}
+	payload := append([]byte(name+"\n"), b...)
+	for {
+		m.mu.Lock()
+		c, session, changed := m.c, m.session, m.changed
+		err := m.dead
+		if m.closed {
+			err = errClosed
+		}
+		m.mu.Unlock()
+		if err != nil {
+			return nil, err
+		}
+		if c == nil {
+			select {
+			case <-changed:
+				continue
+			case <-ctx.Done():
+				return nil, m.name(api.Errorf(api.Unavailable, "it is not reached: %w", ctx.Err()))
+			}
+		}
+		answer, err := m.raw(ctx, c, session, kindCall, payload)
+		if err == nil {
+			return answer, nil
+		}
+		if !repeat || !errors.Is(err, errBroken) {
+			return nil, m.name(err)
+		}
+		select {
+		case <-c.closed: // so that it is not asked again
+		case <-ctx.Done():
+			return nil, m.name(err)
+		}
+	}
+}

@@ -1,0 +1,93 @@
+package replicas
+
+import (
+	"context"
+	"slices"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// What a guest discards over layers that nobody needs any more comes back when the head is cut off and merged. That is
+// done after a trim that was asked for, and by itself where it gives back much for what it costs.
+
+// reclaimLeast is how much must come back for it to be done by itself; of what is copied for it, at least half.
+const reclaimLeast = 32 << 20
+
+// reclaimAll does it for all attached volumes; anew: also where the heads are what they were.
+func (d *Data) reclaimAll(ctx context.Context, anew bool) {
+	for _, s := range d.all() {
+		if anew {
+			s.zeroed.Store(0)
+		}
+		if err := d.reclaim(ctx, s, false); err != nil && ctx.Err() == nil && !api.Is(err, api.Busy) {
+			d.Log.Warn("what was trimmed over layers does not come back yet", "volume", s.Volume, "err", err)
+		}
+	}
+}
+
+// reclaim does it for an attached volume; sure: for whatever comes back.
+func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
+	m := s.member()
+	if s.ReadOnly || m == nil && !sure {
+		return nil
+	}
+	gain := int64(0) // not known: the replicas are on other nodes
+	if m != nil {
+		if n, err := m.Zeroed(); err != nil || n == 0 || !sure && (n < reclaimLeast || n == s.zeroed.Swap(n)) {
+			return err
+		}
+		var cost int64
+		var err error
+		gain, cost, err = m.Reclaimable()
+		if err != nil || gain == 0 || !sure && (gain < reclaimLeast || 2*gain < cost) {
+			return err
+		}
+	}
+	defer d.lock(s.Volume)()
+	var v api.Volume
+	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if d.session(s.Volume) != s || s.member() != m || v.Status.UID != s.VolumeUID {
+		return nil
+	}
+	var uid api.UID
+	if m != nil {
+		uid = api.UID(m.Meta().UID)
+	}
+	if s.mates.many.Load() || m == nil {
+		h, err := d.hand(ctx, &v)
+		if err != nil {
+			return err
+		}
+		if err := h.SealAll(ctx); err != nil {
+			return err
+		}
+		d.tidyLocal(ctx, &v, uid)
+	} else {
+		var list api.ReplicaList
+		if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+			return err
+		}
+		i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return r.Spec.UID == uid })
+		if i < 0 {
+			return nil
+		}
+		disk, err := d.disk(ctx, list.Items[i].Spec.Disk)
+		if err != nil {
+			return err
+		}
+		l := &snapshotLoop{d}
+		if err := l.cutNow(ctx, &v, &list.Items[i], disk, stack.Snapshot{Layer: string(api.NewUID())}); err != nil {
+			return err
+		}
+		d.mergeSoon(disk, string(uid), v.Name)
+		d.tidy(disk)
+	}
+	d.changed(uid)
+	d.Log.Info("what was trimmed over layers that nobody needs comes back", "volume", v.Name, "bytes", gain)
+	return nil
+}

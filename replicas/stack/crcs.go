@@ -1,0 +1,214 @@
+package stack
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// Beside the digest of each chunk a finished layer has a checksum of each block, since a digest of 2 MiB cannot be
+// computed at every read. It decides nothing by itself: where it does not match, the digest of the chunk tells whether
+// the block is damaged or its checksum.
+
+const (
+	crcsFile    = "crcs"
+	crcSize     = 4
+	crcPageBits = 10                      // blocks per page of the file, which is what is read of it at once
+	crcPageBlks = int64(1) << crcPageBits //
+	crcPageSize = crcPageBlks * crcSize   // one block
+	crcsInChunk = int(chunkSize>>blockBits) * crcSize
+)
+
+// crcsLength is the length of the file, whole pages.
+func crcsLength(size int64) int64 {
+	return (size>>blockBits + crcPageBlks - 1) >> crcPageBits * crcPageSize
+}
+
+func blockCRC(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
+
+// crcsOf are the checksums of the blocks in buf.
+func crcsOf(dst, buf []byte) []byte {
+	for ; len(buf) > 0; buf = buf[blockSize:] {
+		dst = binary.LittleEndian.AppendUint32(dst, blockCRC(buf[:blockSize]))
+	}
+	return dst
+}
+
+// putCRCs writes those of chunk c, whose content is buf.
+func putCRCs(h io.WriterAt, c int64, buf []byte) error {
+	var room [crcsInChunk]byte
+	_, err := h.WriteAt(crcsOf(room[:0], buf), c*int64(crcsInChunk))
+	return err
+}
+
+// takeCRCs takes over those of a chunk that stays what it is. Where there are none, reads ask the digest.
+func takeCRCs(to, from file.Handle, c int64) error {
+	var room [crcsInChunk]byte
+	if from == nil {
+		return nil
+	}
+	n, err := from.ReadAt(room[:], c*int64(crcsInChunk))
+	if err != nil && !errors.Is(err, io.EOF) {
+		return fmt.Errorf("checksums of chunk %d: %w", c, err)
+	}
+	_, err = to.WriteAt(room[:n], c*int64(crcsInChunk))
+	return err
+}
+
+// sealCRCs gives the file its length and makes it durable.
+func sealCRCs(h file.Handle, size int64) error {
+	return errors.Join(h.Truncate(crcsLength(size)), h.Datasync(), h.Chmod(0o444))
+}
+
+// openCRCs opens the checksums of a finished layer; one that was made before there were any has none.
+func (d *Disk) openCRCs(uid string, size int64, flag int) (file.Handle, error) {
+	h, err := d.fs.Open(d.path(layersDir, uid, crcsFile), os.O_RDONLY|flag, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if st, err := h.Stat(); err != nil || st.Size() != crcsLength(size) {
+		return nil, errors.Join(err, h.Close()) // it is as good as none, and made anew
+	}
+	return h, nil
+}
+
+// lacksCRCs reports whether a finished layer has no usable checksums.
+func (d *Disk) lacksCRCs(uid string) bool {
+	rec, err := d.layerRecord(uid)
+	if err != nil {
+		return false
+	}
+	h, err := d.openCRCs(uid, rec.Size, 0)
+	if h != nil {
+		_ = h.Close()
+	}
+	return h == nil && err == nil
+}
+
+// makeCRCs gives a finished layer the checksums that it lacks. Blocks of chunks that do not match their digest get
+// none, so that every read of them is looked at.
+func (d *Disk) makeCRCs(ctx context.Context, uid string, each eachBy) error {
+	if !d.lacksCRCs(uid) {
+		return nil
+	}
+	l, err := d.openLayer(uid, d.direct) // nobody begins to merge it meanwhile
+	if err != nil {
+		return err
+	}
+	defer func() { _ = l.close() }() // read only
+	kinds, err := indexOf(l.m)
+	if err != nil {
+		return err
+	}
+	sums, err := d.fs.Open(d.path(layersDir, uid, sumsFile), os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer sums.Close()
+	name := d.path(layersDir, uid, crcsFile)
+	if err := file.RemoveAll(d.fs, name+".tmp"); err != nil {
+		return err
+	}
+	h, err := d.fs.Open(name+".tmp", os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	err = each(ctx, kinds, func(c int64, buf []byte) error {
+		k := kinds.chunk(c)
+		if !k.data {
+			return nil
+		}
+		var want [sumSize]byte
+		if _, err := sums.ReadAt(want[:], sumsHeader+c*sumSize); err != nil {
+			return err
+		}
+		if sum, err := chunkSum(l.data, k, c, l.rec.Size, buf); err != nil || sum != want {
+			return nil
+		}
+		return putCRCs(h, c, buf[:min(chunkSize, l.rec.Size-c*chunkSize)])
+	})
+	if err == nil {
+		err = sealCRCs(h, l.rec.Size)
+	}
+	if err = errors.Join(err, h.Close()); err != nil {
+		return errors.Join(err, d.fs.Remove(name+".tmp"))
+	}
+	return errors.Join(d.fs.Rename(name+".tmp", name), d.fs.SyncDir(d.path(layersDir, uid)))
+}
+
+// rightCRCs puts the checksums of a chunk right whose content matches its digest.
+func (d *Disk) rightCRCs(l *layer, c int64, buf []byte) error {
+	if l.crcs == nil {
+		return nil
+	}
+	h, err := d.fs.Open(d.path(layersDir, l.rec.UID, crcsFile), os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	var have, want [crcsInChunk]byte
+	w := crcsOf(want[:0], buf)
+	if _, err := h.ReadAt(have[:len(w)], c*int64(crcsInChunk)); err == nil && slices.Equal(have[:len(w)], w) {
+		return nil
+	}
+	_, err = h.WriteAt(w, c*int64(crcsInChunk))
+	return errors.Join(err, h.Datasync())
+}
+
+// compare holds what was read of a layer against the checksums. Blocks that are there in part are read as a whole.
+// Holes have no checksum.
+func (l *layer) compare(p []byte, off int64) error {
+	first, end := off>>blockBits, (off+int64(len(p))+blockSize-1)>>blockBits
+	from := first >> crcPageBits
+	crcs := alignedBuffer(int(((end-1)>>crcPageBits - from + 1) * crcPageSize))
+	if n, err := l.crcs.ReadAt(crcs, from*crcPageSize); n < len(crcs) {
+		return l.judged(p, off, fmt.Errorf("checksums: %w", err))
+	}
+	var part []byte
+	for b := first; b < end; b++ {
+		at := b<<blockBits - off // of the block in p
+		var whole []byte
+		if at >= 0 && at+blockSize <= int64(len(p)) {
+			whole = p[at:][:blockSize]
+		} else {
+			if part == nil {
+				part = alignedBuffer(int(blockSize))
+			}
+			whole = part
+			if n, err := l.data.ReadAt(whole, b<<blockBits); n < len(whole) {
+				return l.judged(p, off, err)
+			}
+			copy(p[max(at, 0):min(at+blockSize, int64(len(p)))], whole[max(-at, 0):])
+		}
+		want := binary.LittleEndian.Uint32(crcs[(b-from<<crcPageBits)*crcSize:])
+		if blockCRC(whole) != want && (want != 0 || !isZero(whole)) {
+			return l.judged(p, off, api.Errorf(api.Corrupt, "block %d does not match its checksum", b))
+		}
+	}
+	return nil
+}
+
+// judged is judge for who reads a layer through a Source; why is what made it necessary.
+func (l *layer) judged(p []byte, off int64, why error) error {
+	bad, err := l.judge(p, off)
+	switch {
+	case err != nil:
+		return fmt.Errorf("layer %s: %w (%w)", l.rec.UID, err, why)
+	case len(bad) > 0:
+		l.disk.learn(l, off, int64(len(p)), bad)
+		return api.Errorf(api.Corrupt, "layer %s: the %d bytes at %d are damaged", l.rec.UID, bad[0].Len, bad[0].Off)
+	}
+	return nil
+}

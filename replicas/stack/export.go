@@ -1,0 +1,92 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// An image can be made of a snapshot without copying anything: it names the snapshot's layers.
+
+var _ block.Exporter = (*Disk)(nil)
+
+// Hold implements block.Exporter, by a pin.
+func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64,
+	err error) {
+	lacks, err := d.Lacking(replica)
+	if err != nil {
+		return nil, 0, err
+	}
+	if len(lacks) > 0 {
+		return nil, 0, api.Errorf(api.Busy, "replica %s has not all its layers on disk %s yet; try again", replica, d.root)
+	}
+	p, err := d.Pin(ctx, Pin{UID: image, For: name, Disk: d.uid, Image: true}, replica, snapshot)
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, uid := range p.Layers {
+		n, _, err := d.LayerSize(uid)
+		if err != nil {
+			return nil, 0, err
+		}
+		size = max(size, n)
+	}
+	return p.Layers, size, nil
+}
+
+// Name implements block.Exporter.
+func (d *Disk) Name(ctx context.Context, img block.Image) (block.Image, error) {
+	for _, uid := range img.Layers {
+		err := d.finishNow(ctx, uid)
+		if _, derr := d.layerRecord(uid); derr != nil {
+			if errors.Is(err, os.ErrNotExist) || err == nil {
+				err = derr
+			}
+			return img, fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}
+	if len(img.Layers) > 0 {
+		rec, err := d.layerRecord(img.Layers[len(img.Layers)-1])
+		if err != nil {
+			return img, err
+		}
+		img.Digest = rec.Root
+	}
+	if err := d.PutImage(img); err != nil {
+		return img, err
+	}
+	return img, d.Unpin(img.UID)
+}
+
+// Forget implements block.Exporter.
+func (d *Disk) Forget(image string) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("remove image %s on disk %s: %w", image, d.root, classify(err))
+		}
+	}()
+	if err := d.Unpin(image); err != nil {
+		return err
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	img, err := d.image(image)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return d.removeHalfMade(imagesDir, image)
+	case err != nil:
+		return d.toTrash(imagesDir, orphanPrefix, image)
+	}
+	if err := d.toTrash(imagesDir, gonePrefix, image); err != nil {
+		return err
+	}
+	return d.dropUnnamed(img.Layers)
+}

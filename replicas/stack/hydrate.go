@@ -1,0 +1,563 @@
+package stack
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// A layer that another machine has can be read here at once: hydrating/<uid> has its map and its digests, and keeps
+// the chunks that somebody read. A block that is not there is fetched with its whole chunk, and compared with the
+// digest before anybody gets it. It is no copy of the layer: who makes one does so beside it, and once that is finished
+// readers come home to it (Replica.Home), and the folder goes.
+
+const (
+	hydratingDir    = "hydrating"
+	hydratingFile   = "hydrating.json"
+	haveFile        = "have.json"
+	formatHydrating = "drover-hydrating"
+	formatHave      = "drover-have"
+)
+
+// haveRecord is have.json: which chunks are in data, durably.
+type haveRecord struct {
+	Chunks []byte `json:"chunks"` // one bit each, the lowest first
+}
+
+// FetchFunc reads [off, off+len(buf)) of a layer of another machine; holes are zeros.
+type FetchFunc func(ctx context.Context, uid string, off int64, buf []byte) error
+
+// Fetch lets layers be read that other machines have. Before anybody uses the disk.
+func (d *Disk) Fetch(fetch FetchFunc) { d.fetch = fetch }
+
+// Hydrating reports whether a layer can be read that another machine has.
+func (d *Disk) Hydrating(uid string) bool {
+	_, err := d.hydratingRecord(uid)
+	return err == nil
+}
+
+func (d *Disk) hydratingRecord(uid string) (layerRecord, error) {
+	var rec layerRecord
+	if d.fetch == nil {
+		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+	}
+	err := readMeta(d.fs, d.path(hydratingDir, uid, hydratingFile), formatHydrating, &rec)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+	case err == nil && (rec.UID != uid || rec.Size <= 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize):
+		return rec, api.Errorf(api.Corrupt, "%s does not describe this layer", hydratingFile)
+	}
+	return rec, err
+}
+
+// Hydrate lets a finished layer of another machine be read here: src is it, root its digest, and sums what its file of
+// digests holds. src is read for its map alone.
+func (d *Disk) Hydrate(ctx context.Context, uid, root string, src block.Source, sums []byte) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("read layer %s of another machine on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	if err := api.UID(uid).Validate(); err != nil {
+		return err
+	}
+	d.thirst.mu.Lock()
+	defer d.thirst.mu.Unlock()
+	if _, err := d.hydratingRecord(uid); !api.Is(err, api.NotFound) && !api.Is(err, api.Corrupt) {
+		return err
+	}
+	size := src.Size()
+	if size <= 0 || size%blockSize != 0 || size > api.MaxVolumeSize {
+		return api.Errorf(api.Corrupt, "%d is not a size that a layer can have", size)
+	}
+	kinds := newIndex(size>>blockBits, uint16(block.Hole))
+	for off := int64(0); off < size; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		e, err := src.Next(off)
+		if err != nil {
+			return err
+		}
+		if e.Len <= 0 || e.Len%blockSize != 0 && e.End() != size {
+			return api.Errorf(api.Corrupt, "its map makes no sense at %d", off)
+		}
+		kinds.set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
+		off = e.End()
+	}
+	want := sumsHeader + (size+chunkSize-1)/chunkSize*sumSize
+	if int64(len(sums)) != want || !bytes.Equal(sums[:sumsHeader], encodeSumsHeader(size)) {
+		return api.Errorf(api.Corrupt, "its digests make no sense")
+	}
+	if have, err := rootDigest(bytes.NewReader(sums), size, &kinds); err != nil {
+		return err
+	} else if have != root {
+		return api.Errorf(api.Corrupt, "its digest is %s, and should be %s", have, root)
+	}
+	dir := d.path(hydratingDir, uid)
+	if err := d.fs.Mkdir(d.path(hydratingDir), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	if err := file.RemoveAll(d.fs, dir); err != nil {
+		return err
+	}
+	if err := d.fs.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	data, err := d.fs.Open(dir+"/"+dataFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	err = errors.Join(data.Truncate(size), data.Datasync(), data.Close(),
+		writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)), writeFile(d.fs, dir+"/"+sumsFile, sums),
+		d.fs.SyncDir(dir), d.fs.SyncDir(d.path(hydratingDir)), d.fs.SyncDir(d.root))
+	if err != nil {
+		return errors.Join(err, file.RemoveAll(d.fs, dir))
+	}
+	rec := layerRecord{UID: uid, Size: size, Root: root, Created: time.Now().UTC().Truncate(time.Second)}
+	return writeMeta(d.fs, dir+"/"+hydratingFile, formatHydrating, rec)
+}
+
+// thirst are the layers of a disk that are open while they are hydrated.
+type thirst struct {
+	mu   sync.Mutex
+	open map[string]*hydration
+}
+
+// hydration is one of them. It owns the goroutines that fetch, and the one that keeps in mind what is there; they end
+// when its last user leaves.
+type hydration struct {
+	d      *Disk
+	dir    string
+	rec    layerRecord
+	kinds  *index
+	data   file.Handle
+	sums   file.Handle
+	have   []atomic.Uint64 // a bit per chunk: it is in data
+	failed atomic.Pointer[error]
+
+	ctx    context.Context
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	slots  chan struct{} // fetches at once
+
+	users   int // under thirst.mu
+	mu      sync.Mutex
+	wanted  map[int64]bool // chunks being fetched
+	tell    map[*layer]func()
+	changed chan struct{} // closed when a chunk came or the state changed
+	dirty   bool          // have is not durable
+}
+
+// Fetches at once of one layer, how often what came is made durable, and pauses after a failure.
+const (
+	fetchesAtOnce = 4
+	haveEvery     = 2 * time.Second
+	fetchPause    = 100 * time.Millisecond
+	fetchPauseMax = 2 * time.Second
+)
+
+// openHydrating opens a layer of another machine.
+func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
+	rec, err := d.hydratingRecord(uid)
+	if err != nil {
+		return nil, err
+	}
+	d.thirst.mu.Lock()
+	defer d.thirst.mu.Unlock()
+	h := d.thirst.open[uid]
+	if h == nil {
+		if h, err = d.beginHydration(rec); err != nil {
+			return nil, err
+		}
+		if d.thirst.open == nil {
+			d.thirst.open = map[string]*hydration{}
+		}
+		d.thirst.open[uid] = h
+	}
+	h.users++
+	l := &layer{rec: rec, hy: h}
+	if l.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDONLY|flag, 0); err == nil {
+		l.mapping, err = d.fs.Open(h.dir+"/"+mapFile, os.O_RDONLY, 0)
+	}
+	var st fs.FileInfo
+	if err == nil {
+		st, err = l.mapping.Stat()
+	}
+	if err == nil {
+		l.m, err = openMap(l.mapping, st.Size(), rec.Size)
+	}
+	if err != nil {
+		l.hy = nil
+		h.leave(l)
+		_ = l.close()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
+	chunks := (rec.Size + chunkSize - 1) / chunkSize
+	h := &hydration{d: d, dir: d.path(hydratingDir, rec.UID), rec: rec, have: make([]atomic.Uint64, (chunks+63)/64),
+		slots: make(chan struct{}, fetchesAtOnce), wanted: map[int64]bool{}, tell: map[*layer]func(){},
+		changed: make(chan struct{})}
+	defer func() {
+		if err != nil {
+			_ = h.closeFiles()
+		}
+	}()
+	mapping, err := d.fs.Open(h.dir+"/"+mapFile, os.O_RDONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer mapping.Close()
+	st, err := mapping.Stat()
+	if err != nil {
+		return nil, err
+	}
+	m, err := openMap(mapping, st.Size(), rec.Size)
+	if err != nil {
+		return nil, err
+	}
+	if h.kinds, err = indexOf(m); err != nil {
+		return nil, err
+	}
+	if h.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDWR|d.direct, 0); err != nil {
+		return nil, err
+	}
+	if h.sums, err = d.fs.Open(h.dir+"/"+sumsFile, os.O_RDONLY, 0); err != nil {
+		return nil, err
+	}
+	var have haveRecord
+	if err := readMeta(d.fs, h.dir+"/"+haveFile, formatHave, &have); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		slog.Warn("what is there of a layer is fetched again", "layer", rec.UID, "error", err)
+		have.Chunks = nil
+	}
+	for c := range min(chunks, int64(len(have.Chunks))*8) {
+		if have.Chunks[c/8]>>(c%8)&1 == 1 {
+			h.set(c)
+		}
+	}
+	h.ctx, h.cancel = context.WithCancel(context.Background())
+	h.wg.Go(h.keep)
+	return h, nil
+}
+
+func (h *hydration) closeFiles() error {
+	var errs []error
+	for _, f := range []file.Handle{h.data, h.sums} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (h *hydration) set(c int64)      { h.have[c/64].Or(1 << (c % 64)) }
+func (h *hydration) has(c int64) bool { return h.have[c/64].Load()>>(c%64)&1 == 1 }
+
+// ready reports whether a range can be read, and asks for what lacks. It does not block.
+func (h *hydration) ready(off, n int64) bool {
+	ok := true
+	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
+		if !h.has(c) {
+			ok = false
+			h.want(c)
+		}
+	}
+	return ok
+}
+
+// want has a chunk fetched.
+func (h *hydration) want(c int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.wanted[c] || h.has(c) || h.ctx.Err() != nil {
+		return
+	}
+	h.wanted[c] = true
+	h.wg.Go(func() { h.bring(c) })
+}
+
+// bring fetches a chunk, for as long as it takes.
+func (h *hydration) bring(c int64) {
+	select {
+	case h.slots <- struct{}{}:
+		defer func() { <-h.slots }()
+	case <-h.ctx.Done():
+		return
+	}
+	buf := alignedBuffer(int(min(chunkSize, h.rec.Size-c*chunkSize)))
+	for pause := fetchPause; ; pause = min(2*pause, fetchPauseMax) {
+		err := h.fetch(c, buf)
+		if err == nil {
+			h.came(c)
+			return
+		}
+		if h.ctx.Err() != nil {
+			return
+		}
+		if h.failed.Swap(&err) == nil {
+			slog.Warn("reads of a layer of another machine wait", "layer", h.rec.UID, "disk", h.d.root, "error", err)
+			h.news()
+		}
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+		case <-h.ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}
+
+func (h *hydration) fetch(c int64, buf []byte) error {
+	if err := h.d.fetch(h.ctx, h.rec.UID, c*chunkSize, buf); err != nil {
+		return err
+	}
+	if _, err := verified(h.sums, c, buf); err != nil {
+		return err
+	}
+	first := c * chunkBlks
+	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
+		v, n := h.kinds.run(b, end)
+		if block.Kind(v) == block.Data {
+			if _, err := h.data.WriteAt(buf[(b-first)<<blockBits:][:n<<blockBits], b<<blockBits); err != nil {
+				return classify(err)
+			}
+		}
+		b += n
+	}
+	return nil
+}
+
+// came takes note of a chunk.
+func (h *hydration) came(c int64) {
+	h.set(c)
+	h.mu.Lock()
+	delete(h.wanted, c)
+	h.dirty = true
+	h.mu.Unlock()
+	if h.failed.Swap(nil) != nil {
+		slog.Info("reads of a layer of another machine go on", "layer", h.rec.UID, "disk", h.d.root)
+	}
+	h.news()
+}
+
+// news tells everybody who reads the layer.
+func (h *hydration) news() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	close(h.changed)
+	h.changed = make(chan struct{})
+	for _, tell := range h.tell {
+		tell()
+	}
+}
+
+// listen has fn called when there is news. It must not block.
+func (h *hydration) listen(l *layer, fn func()) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.tell[l] = fn
+}
+
+// await returns when a range can be read.
+func (h *hydration) await(off, n int64) error {
+	for {
+		h.mu.Lock()
+		changed := h.changed
+		h.mu.Unlock()
+		if h.ready(off, n) {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-h.ctx.Done():
+			return api.Errorf(api.Unavailable, "layer %s of another machine is not read any more", h.rec.UID)
+		}
+		if err := h.failed.Load(); err != nil {
+			return *err
+		}
+	}
+}
+
+// keep makes durable what is there, now and then.
+func (h *hydration) keep() {
+	tick := time.NewTicker(haveEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			h.note()
+		case <-h.ctx.Done():
+			return
+		}
+	}
+}
+
+func (h *hydration) note() {
+	h.mu.Lock()
+	dirty := h.dirty
+	h.dirty = false
+	h.mu.Unlock()
+	if !dirty {
+		return
+	}
+	rec := haveRecord{Chunks: make([]byte, len(h.have)*8)}
+	for i := range h.have {
+		v := h.have[i].Load()
+		for k := range 8 {
+			rec.Chunks[i*8+k] = byte(v >> (8 * k))
+		}
+	}
+	// What fails is fetched again by the next process.
+	err := h.data.Datasync()
+	if err == nil {
+		err = writeMeta(h.d.fs, h.dir+"/"+haveFile, formatHave, rec)
+	}
+	if err != nil && !errors.Is(err, unix.ENOSPC) {
+		slog.Warn("what is there of a layer is not kept in mind", "layer", h.rec.UID, "error", err)
+	}
+}
+
+// leave ends the use by a layer. With the last one all fetching ends; the folder goes if nobody needs it any more.
+func (h *hydration) leave(l *layer) {
+	h.mu.Lock()
+	delete(h.tell, l)
+	h.mu.Unlock()
+	h.d.background.Go(func() { // fetches are waited for, and the disk's lock
+		h.d.thirst.mu.Lock()
+		h.users--
+		last := h.users == 0
+		if last {
+			h.mu.Lock()
+			h.cancel() // nothing is wanted from here on
+			h.mu.Unlock()
+			h.wg.Wait()
+			h.note()
+			delete(h.d.thirst.open, h.rec.UID)
+			_ = h.closeFiles() // all of it is only a hint
+		}
+		h.d.thirst.mu.Unlock()
+		if last {
+			h.d.dropHydrating()
+		}
+	})
+}
+
+// dropHydrating removes what was read of layers of other machines that are finished here by now, or that nobody names.
+func (d *Disk) dropHydrating() {
+	d.thirst.mu.Lock()
+	defer d.thirst.mu.Unlock()
+	entries, err := d.fs.ReadDir(d.path(hydratingDir))
+	if err != nil || len(entries) == 0 {
+		return
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return
+	}
+	defer unlock()
+	names, err := d.named()
+	if err != nil {
+		return // as long as a record cannot be read nothing goes
+	}
+	for _, e := range entries {
+		uid := e.Name()
+		if d.thirst.open[uid] != nil {
+			continue
+		}
+		if _, err := d.layerRecord(uid); err != nil && names[uid] {
+			continue
+		}
+		if err := file.RemoveAll(d.fs, d.path(hydratingDir, uid)); err != nil {
+			slog.Warn("what was read of a layer stays for now", "layer", uid, "disk", d.root, "error", err)
+		}
+	}
+}
+
+// DropHydrating removes, in the background, what was read of layers of other machines and is not needed any more.
+func (d *Disk) DropHydrating() { d.background.Go(d.dropHydrating) }
+
+// foreign reports whether a layer is read from another machine. Loop thread.
+func (r *Replica) foreign(src int) bool { return src > 0 && r.layers[src-1].hy != nil }
+
+// thirsty takes a read aside whose chunks have to be fetched, and reports whether it did. Loop thread.
+func (r *Replica) thirsty(p *part) bool {
+	if !r.foreign(p.src) {
+		return false
+	}
+	if h := r.layers[p.src-1].hy; h.ready(p.off, int64(len(p.buf))) {
+		return false
+	}
+	p.next, r.dry = r.dry, p
+	return true
+}
+
+// quench starts the reads whose chunks came, and tells whether the others' source fails. Loop thread.
+func (r *Replica) quench() {
+	list := r.dry
+	r.dry = nil
+	for list != nil {
+		p := list
+		list = p.next
+		p.next, p.fd = nil, r.fds[p.src]
+		if r.closing {
+			r.refuse(p)
+		} else if !r.thirsty(p) {
+			r.ring.Read(&p.op, p.fd, p.buf, p.off)
+		}
+	}
+	waits := r.dry != nil && r.layers[r.dry.src-1].hy.failed.Load() != nil
+	if r.parched.Swap(waits) != waits && r.onLost != nil {
+		r.onLost(waits)
+	}
+}
+
+// refuse fails a read.
+func (r *Replica) refuse(p *part) {
+	f := p.f
+	f.err = unix.EIO
+	if p.free() {
+		f.end(f.err)
+	}
+}
+
+// drink has the replica told of what is fetched for it.
+func (r *Replica) drink(l *layer) {
+	if l.hy != nil {
+		l.hy.listen(l, func() { r.ring.Post(r.quench) })
+	}
+}
+
+// Hydrates are the layers that the replica reads from other machines, and why reads of them wait; nil: they do not.
+func (r *Replica) Hydrates() (layers []string, why error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, l := range r.layers {
+		if l.hy == nil || slices.Contains(layers, l.rec.UID) {
+			continue
+		}
+		layers = append(layers, l.rec.UID)
+		if p := l.hy.failed.Load(); p != nil && why == nil {
+			why = *p
+		}
+	}
+	return layers, why
+}

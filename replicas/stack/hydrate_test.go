@@ -1,0 +1,259 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// farther is another machine's disk, as far as its layers are read.
+type farther struct {
+	disk    *Disk
+	fetched atomic.Int64 // bytes
+	fails   atomic.Bool
+	lies    atomic.Bool
+}
+
+func (f *farther) fetch(_ context.Context, uid string, off int64, buf []byte) error {
+	if f.fails.Load() {
+		return api.Errorf(api.Unavailable, "it is cut off")
+	}
+	src, err := f.disk.Open(uid)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	if _, err := src.ReadAt(buf, off); err != nil {
+		return err
+	}
+	if f.lies.Load() {
+		buf[len(buf)/2] ^= 1
+	}
+	f.fetched.Add(int64(len(buf)))
+	return nil
+}
+
+// hydrate lets d read a layer of f.
+func (f *farther) hydrate(d *Disk, uid string) error {
+	root, _, err := f.disk.Digest(uid)
+	if err != nil {
+		return err
+	}
+	src, err := f.disk.Open(uid)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	sums, err := f.disk.Sums(uid)
+	if err != nil {
+		return err
+	}
+	return d.Hydrate(context.Background(), uid, root, src, sums)
+}
+
+// A replica reads a layer of another machine chunk by chunk as it needs them, waits while that machine does not answer,
+// knows after a restart what is there, and comes home to the copy.
+func TestHydrate(t *testing.T) {
+	t.Parallel()
+	const size = pageSize + 24<<20
+	ctx := context.Background()
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	far := &farther{disk: newDisk(t)}
+	d := newDisk(t)
+	d.Fetch(far.fetch)
+	model := make([]byte, size)
+	layer := makeLayer(t, far.disk, rng, size, model)
+	uid := string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	if err := d.CreateReplica(ctx, spec); !api.Is(err, api.NotFound) {
+		t.Fatalf("a layer that nobody has spoken of: %v", err)
+	}
+	for range 2 {
+		if err := far.hydrate(d, layer); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	loop := startLoop(t)
+	open := func() *Replica {
+		t.Helper()
+		r, err := d.OpenReplica(ctx, uid, loop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	r := open()
+	if layers, why := r.Hydrates(); len(layers) != 1 || why != nil {
+		t.Fatalf("it reads %v from elsewhere: %v", layers, why)
+	}
+	if n := far.fetched.Load(); n != 0 {
+		t.Errorf("%d bytes were fetched before anybody read", n)
+	}
+	check := func(r *Replica, off, n int64) error {
+		buf := alignedBuffer(int(n))
+		if err := issue(loop, r, block.OpRead, off, n, buf, false); err != nil {
+			return err
+		}
+		if string(buf) != string(model[off:off+n]) {
+			return errors.New("it reads something else")
+		}
+		return nil
+	}
+	for range 20 {
+		off := rng.Int64N(size/blockSize-256) * blockSize
+		if err := check(r, off, (1+rng.Int64N(255))*blockSize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	some := far.fetched.Load()
+	if some >= size {
+		t.Errorf("%d bytes were fetched for 20 reads", some)
+	}
+
+	// The other machine is cut off, then sends rubbish: reads wait, and writes go on.
+	var lost atomic.Int32
+	r.OnLost(func(is bool) {
+		if lost.Add(-1); is {
+			lost.Add(2)
+		}
+	})
+	far.fails.Store(true)
+	done := make(chan error, 1)
+	go func() {
+		for off := int64(0); off < size; off += 1 << 20 {
+			if err := check(r, off, 1<<20); err != nil {
+				done <- err
+				return
+			}
+		}
+		done <- nil
+	}()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for lost.Load() == 0 {
+		select {
+		case <-tick.C:
+		case err := <-done:
+			t.Fatalf("reads went on without the other machine: %v", err)
+		}
+	}
+	if _, why := r.Hydrates(); !api.Is(why, api.Unavailable) {
+		t.Errorf("why reads wait: %v", why)
+	}
+	buf := alignedBuffer(int(blockSize))
+	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, buf)
+	clear(model[size-blockSize:])
+	far.lies.Store(true)
+	far.fails.Store(false)
+	for {
+		_, why := r.Hydrates()
+		if api.Is(why, api.Corrupt) {
+			break
+		}
+		select {
+		case <-tick.C:
+		case err := <-done:
+			t.Fatalf("rubbish was taken: %v", err)
+		}
+	}
+	far.lies.Store(false)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if n := lost.Load(); n != 0 {
+		t.Errorf("told %d times more that reads wait than that they do not", n)
+	}
+	all := far.fetched.Load()
+
+	// Closed and opened again nothing travels twice; a second replica of the disk reads the same.
+	if err := errors.Join(r.Close(), d.Close()); err != nil {
+		t.Fatal(err)
+	}
+	r = open()
+	compareAll(t, loop, r, model)
+	if n := far.fetched.Load(); n != all {
+		t.Errorf("%d bytes travelled again", n-all)
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	compareView(t, d, uid, model)
+	r = open()
+	defer func() { _ = r.Close() }()
+
+	bring(t, far.disk, d, layer)
+	if err := r.Home(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if layers, _ := r.Hydrates(); len(layers) != 0 {
+		t.Fatalf("still read from elsewhere: %v", layers)
+	}
+	far.fails.Store(true)
+	compareAll(t, loop, r, model)
+	if err := d.Close(); err != nil { // what goes in the background is gone
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(d.path(hydratingDir, layer)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what was read on the way stays: %v", err)
+	}
+}
+
+// A replica that waits for another machine can be closed, and reads that wait fail then.
+func TestHydrateClose(t *testing.T) {
+	const size = 8 << 20
+	ctx := context.Background()
+	far := &farther{disk: newDisk(t)}
+	d := newDisk(t)
+	d.Fetch(far.fetch)
+	model := make([]byte, size)
+	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, model)
+	if err := far.hydrate(d, layer); err != nil {
+		t.Fatal(err)
+	}
+	far.fails.Store(true)
+	uid := string(api.NewUID())
+	if err := d.CreateReplica(ctx, Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size,
+		Layers: []string{layer}}); err != nil {
+		t.Fatal(err)
+	}
+	loop := startLoop(t)
+	r, err := d.OpenReplica(ctx, uid, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, alignedBuffer(4<<20), false) }()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for why := error(nil); why == nil; _, why = r.Hydrates() {
+		<-tick.C
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err == nil {
+		t.Error("a read was answered without its layer")
+	}
+	if err := errors.Join(d.RemoveReplica(uid), d.Close()); err != nil {
+		t.Fatal(err)
+	}
+	d.DropHydrating()
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(d.path(hydratingDir, layer)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what nobody needs stays: %v", err)
+	}
+}

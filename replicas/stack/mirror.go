@@ -1,0 +1,306 @@
+package stack
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"math/bits"
+	"os"
+	"slices"
+
+	"drover.io/drover/block"
+)
+
+// mirror is what a replica does because there are others: before the first write to a region it notes durably that the
+// region may differ from theirs. The loop thread's.
+type mirror struct {
+	tracking bool
+	noted    *intents      // durable on the disk, or about to be cleared there
+	wanted   []uint64      // bits that waiting requests need
+	toNote   []func(error) // that wait for them
+	noting   bool
+	token    int64    // of the last Mark
+	since    []uint64 // regions touched since then
+}
+
+// openIntents reads the intents and keeps their file open.
+func (r *Replica) openIntents() (err error) {
+	name := r.dir + "/" + intentsFile
+	if r.marks, err = r.disk.fs.Open(name, os.O_RDWR, 0); err != nil {
+		return err
+	}
+	data, err := io.ReadAll(io.NewSectionReader(r.marks, 0, maxIntents))
+	if err != nil {
+		return err
+	}
+	if r.noted, err = decodeIntents(data); err != nil {
+		return err
+	}
+	r.wanted, r.since = make([]uint64, len(r.noted.bits)), make([]uint64, len(r.noted.bits))
+	return nil
+}
+
+// growIntents makes the intents cover a larger volume. I/O is held, and the worker idle but for this.
+func (r *Replica) growIntents(size int64) (err error) {
+	r.work.do(func() {
+		t := &intents{}
+		if err = r.onLoop(func() { *t = *r.noted; t.bits = slices.Clone(t.bits) }); err != nil || t.size >= size {
+			return
+		}
+		t.size = size
+		n := (t.regions() + 63) / 64
+		t.bits = append(t.bits, make([]uint64, n-int64(len(t.bits)))...)
+		if err = r.rewriteIntents(t); err != nil {
+			return
+		}
+		err = r.onLoop(func() {
+			r.noted = t
+			more := make([]uint64, n-int64(len(r.wanted)))
+			r.wanted, r.since = append(r.wanted, more...), append(r.since, more...)
+		})
+	})
+	return err
+}
+
+// rewriteIntents replaces the file. In the worker.
+func (r *Replica) rewriteIntents(t *intents) error {
+	name := r.dir + "/" + intentsFile
+	if err := replaceFile(r.disk.fs, name, encodeIntents(t)); err != nil {
+		return err
+	}
+	h, err := r.disk.fs.Open(name, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	old := r.marks
+	r.marks = h
+	return old.Close()
+}
+
+// intended reports whether all regions of a request are noted; else begin is called again once they are.
+func (r *Replica) intended(q *block.Request) bool {
+	t, all := r.noted, true
+	for g := q.Off / t.region; g <= (q.Off+q.Len-1)/t.region; g++ {
+		r.since[g/64] |= 1 << (g % 64)
+		if !t.dirty(g) {
+			all = false
+			r.wanted[g/64] |= 1 << (g % 64)
+		}
+	}
+	if all {
+		return true
+	}
+	r.toNote = append(r.toNote, func(err error) {
+		if err != nil {
+			r.finish(q, errnoOf(err))
+		} else {
+			r.begin(q)
+		}
+	})
+	r.note()
+	return false
+}
+
+// Intend notes regions durably, as a write to each would.
+func (r *Replica) Intend(ctx context.Context, regions []int64) error {
+	done := make(chan error, 1)
+	err := r.onLoop(func() {
+		t, all := r.noted, true
+		for _, g := range regions {
+			if g < 0 || g >= t.regions() {
+				continue // it is smaller
+			}
+			r.since[g/64] |= 1 << (g % 64)
+			if !t.dirty(g) {
+				all = false
+				r.wanted[g/64] |= 1 << (g % 64)
+			}
+		}
+		if all {
+			done <- nil
+			return
+		}
+		r.toNote = append(r.toNote, func(err error) { done <- err })
+		r.note()
+	})
+	if err == nil {
+		select {
+		case err = <-done:
+		case <-ctx.Done():
+			err = ctx.Err()
+		}
+	}
+	return r.name(err)
+}
+
+// note writes what waiting requests need, once for all that wait.
+func (r *Replica) note() {
+	if r.noting || len(r.toNote) == 0 {
+		return
+	}
+	r.noting = true
+	list := r.toNote
+	r.toNote = nil
+	t := &intents{}
+	*t = *r.noted
+	t.bits = slices.Clone(t.bits)
+	changed := slices.Clone(r.wanted)
+	clear(r.wanted)
+	for i := range changed {
+		t.bits[i] |= changed[i]
+	}
+	r.work.put(func() {
+		err := r.writePages(t, changed)
+		if err == nil {
+			err = r.marks.Datasync()
+		}
+		r.ring.Post(func() {
+			r.noting = false
+			if err == nil {
+				for i := range changed {
+					r.noted.bits[i] |= changed[i]
+				}
+			}
+			for _, answer := range list {
+				answer(err)
+			}
+			r.note()
+		})
+	})
+}
+
+// writePages writes the pages of t in which bits of changed are set. In the worker.
+func (r *Replica) writePages(t *intents, changed []uint64) error {
+	var page [intentsPage]byte
+	last := int64(-1)
+	for i, w := range changed {
+		for ; w != 0; w &= w - 1 {
+			p := (int64(i)*64 + int64(bits.TrailingZeros64(w))) / intentsBits
+			if p == last {
+				continue
+			}
+			last = p
+			t.encodePage(page[:], p)
+			if _, err := r.marks.WriteAt(page[:], intentsPage*(1+p)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Intents says in which regions a replica may differ from the others.
+type Intents struct {
+	Region  int64   `json:"region"`  // bytes
+	Base    int64   `json:"base"`    // the epoch in which all replicas were equal last, but for the regions below
+	Joined  int64   `json:"joined"`  // the last epoch that this replica was a member in
+	Regions []int64 `json:"regions"` // numbers, ascending
+}
+
+// Covers reports whether the intents of a member tell, with those of a replica that comes back, all that this one may
+// lack: it was a member when they were cleared last, and has not cleared its own since in a session that the member was
+// not in, as before a salvage.
+func (t Intents) Covers(back Intents) bool {
+	return t.Region == back.Region && back.Joined > 0 && back.Joined >= t.Base && back.Base <= t.Base
+}
+
+// Intents are the regions written since the replicas were known to be equal.
+func (r *Replica) Intents(context.Context) (Intents, error) {
+	var out Intents
+	err := r.onLoop(func() {
+		t := r.noted
+		out = Intents{Region: t.region, Base: t.epoch}
+		for g := range t.regions() {
+			if t.dirty(g) {
+				out.Regions = append(out.Regions, g)
+			}
+		}
+	})
+	out.Joined = r.Meta().Joined
+	return out, r.name(err)
+}
+
+// Track turns the noting of intents on or off. Adopting several members turns it on.
+func (r *Replica) Track(_ context.Context, on bool) error {
+	return r.name(r.onLoop(func() { r.tracking = on }))
+}
+
+// Unnoted says durably that what was written before epoch, or in it until now, no intents tell: a replica that was a
+// member before is compared as a whole.
+func (r *Replica) Unnoted(_ context.Context, epoch int64) (err error) {
+	r.work.do(func() { // what was noted before is in the file, and nothing else is written to it meanwhile
+		now := &intents{}
+		if err = r.onLoop(func() {
+			r.noted.epoch = max(r.noted.epoch, epoch)
+			*now = *r.noted
+			now.bits = slices.Clone(now.bits)
+		}); err == nil {
+			err = r.rewriteIntents(now)
+		}
+	})
+	return r.name(err)
+}
+
+// Mark begins to watch which regions are touched, for a Clean with the same token.
+func (r *Replica) Mark(_ context.Context, token int64) error {
+	return r.name(r.onLoop(func() {
+		r.token = token
+		clear(r.since)
+	}))
+}
+
+// Clean takes the intents of regions away that all replicas have flushed, but for those touched since Mark. That it is
+// on the disk is not waited for: an intent that stays costs a comparison.
+func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) error {
+	if r.Meta().Epoch != epoch { // of an engine that was replaced in the meantime
+		return nil
+	}
+	return r.name(r.onLoop(func() {
+		t := r.noted
+		if token != r.token || t.epoch > epoch || r.noting {
+			return
+		}
+		was := &intents{}
+		*was = *t
+		was.bits, was.epoch = slices.Clone(t.bits), epoch
+		gone := make([]uint64, len(t.bits))
+		for _, g := range regions {
+			if g < 0 || g >= t.regions() || r.since[g/64]>>(g%64)&1 != 0 || !t.dirty(g) {
+				continue
+			}
+			gone[g/64] |= 1 << (g % 64)
+		}
+		// The epoch first: what is cleared is cleared as of then. It counts where nothing is to be cleared, too: all are
+		// equal in it but for what stays noted.
+		fresh := t.epoch != epoch
+		if !fresh && !slices.ContainsFunc(gone, func(w uint64) bool { return w != 0 }) {
+			return
+		}
+		t.epoch = epoch
+		for i := range gone {
+			t.bits[i] &^= gone[i]
+		}
+		now := &intents{}
+		*now = *t
+		now.bits = slices.Clone(t.bits)
+		r.work.put(func() {
+			var err error
+			if fresh {
+				err = r.rewriteIntents(was)
+			}
+			if err == nil {
+				err = r.writePages(now, gone)
+			}
+			if err != nil { // what is on the disk says more than need be
+				slog.Warn("intents of a replica stay on its disk", "replica", r.dir, "err", err)
+			}
+		})
+	}))
+}
+
+// Restarted reports whether the machine restarted since the replica's last session and that session had no clean end.
+func (r *Replica) Restarted() (bool, error) {
+	boot, err := r.disk.boot()
+	m := r.Meta()
+	return m.Dirty && m.BootID != boot, r.name(err)
+}

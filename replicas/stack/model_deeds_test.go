@@ -1,0 +1,695 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// deeds are what programs are made of, and how often.
+var deeds map[string]struct {
+	often int
+	do    func(w *model, d deed) error
+}
+
+func init() { // not a literal: the deeds look at it
+	deeds = map[string]struct {
+		often int
+		do    func(w *model, d deed) error
+	}{
+		"create":   {3, (*model).create},
+		"write":    {24, (*model).write},
+		"batch":    {6, (*model).batch},
+		"discard":  {6, (*model).discard},
+		"flush":    {6, (*model).flush},
+		"snapshot": {9, (*model).snapshot},
+		"group":    {3, (*model).group},
+		"abort":    {1, (*model).abort},
+		"drop":     {5, (*model).drop},
+		"clone":    {5, (*model).clone},
+		"revert":   {3, (*model).revert},
+		"expand":   {2, (*model).expand},
+		"remove":   {2, (*model).remove},
+		"close":    {4, (*model).closeOne},
+		"restart":  {2, (*model).restart},
+		"finish":   {8, (*model).finish},
+		"merge":    {8, (*model).merge},
+		"image":    {2, (*model).image},
+		"unimage":  {1, (*model).unimage},
+		"read":     {3, (*model).read},
+		"unread":   {2, (*model).unread},
+		"scrub":    {2, (*model).scrub},
+		"delta":    {3, (*model).delta},
+		"collect":  {3, (*model).collect},
+		"check":    {2, func(w *model, d deed) error { return w.check() }},
+		"kill":     {7, (*model).kill},
+		"power":    {7, (*model).lose},
+	}
+}
+
+// step does one deed, and what follows where the process or the power ended in it.
+func (w *model) step(d deed) error {
+	err := deeds[d.Do].do(w, d)
+	if cerr := w.d.Close(); err == nil { // removals in the background are part of it
+		err = cerr
+	}
+	if w.p.fs.Killed() {
+		return w.crash()
+	}
+	return err
+}
+
+func (w *model) kill(d deed) error { return w.die(d, false) }
+func (w *model) lose(d deed) error { return w.die(d, true) }
+
+// die lets some changes happen before the end.
+func (w *model) die(d deed, power bool) error {
+	w.power, w.chance = power, d.B
+	n := int(d.A % 40)
+	if d.C%4 == 0 {
+		n = int(d.A % 150)
+	}
+	w.p.fs.KillAfter(n)
+	return nil
+}
+
+func (w *model) vol(a uint64) *mvol {
+	if len(w.vols) == 0 {
+		return nil
+	}
+	return w.vols[a%uint64(len(w.vols))]
+}
+
+// open opens a volume if it is not open.
+func (w *model) open(v *mvol) error {
+	if v.r != nil {
+		return nil
+	}
+	r, err := w.d.openReplica(context.Background(), v.uid, w.p)
+	if err != nil {
+		return err
+	}
+	v.epoch++
+	if err := r.Adopt(context.Background(), v.epoch, 1, []string{v.uid}); err != nil {
+		return errors.Join(err, r.Close())
+	}
+	v.r = r
+	return nil
+}
+
+func (w *model) close(v *mvol) error {
+	if v.r == nil {
+		return nil
+	}
+	r := v.r
+	v.r = nil
+	err := r.Close()
+	if err == nil {
+		v.durable()
+	}
+	return err
+}
+
+const maxVols = 4
+
+func (w *model) create(d deed) error {
+	if len(w.vols) >= maxVols {
+		return nil
+	}
+	size := smallSize
+	if d.A%3 == 0 {
+		size = largeSize
+	}
+	return w.make(newVol(string(api.NewUID()), size, nil), nil)
+}
+
+func (w *model) make(v *mvol, layers []string) error {
+	if v.now == nil {
+		v.now = image{}
+	}
+	v.creating = true
+	w.vols = append(w.vols, v)
+	v.spec = Spec{UID: v.uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: v.size, Layers: layers}
+	err := w.d.CreateReplica(context.Background(), v.spec)
+	if err == nil {
+		v.creating = false
+	}
+	if api.Is(err, api.Busy) {
+		w.vols = w.vols[:len(w.vols)-1]
+		err = nil
+	}
+	return err
+}
+
+// io does one request; the model knows of it whether it is acknowledged or not.
+func (w *model) io(v *mvol, op block.Op, s span, value uint64, fua bool) error {
+	var buf []byte
+	if op == block.OpWrite {
+		buf = alignedBuffer(int(s.n))
+		fillBlocks(buf, value, s.off)
+	}
+	if err := issue(w.p, v.r, op, s.off, s.n, buf, fua); err != nil {
+		v.flies(s, value)
+		return err
+	}
+	v.becomes(s, value)
+	if fua {
+		v.durable()
+	}
+	return nil
+}
+
+func (w *model) value(c uint64) uint64 {
+	if c%5 == 0 {
+		return 0
+	}
+	w.next++
+	return w.next
+}
+
+func (w *model) write(d deed) error {
+	v := w.vol(d.C)
+	if v == nil {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	return w.io(v, block.OpWrite, place(v.size, d.A, d.B), w.value(d.C>>8), d.C>>16%8 == 0)
+}
+
+// batch has several requests under way at once, that do not touch each other.
+func (w *model) batch(d deed) error {
+	v := w.vol(d.C)
+	if v == nil {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	type flying struct {
+		s     span
+		value uint64
+		q     *block.Request
+	}
+	var all []flying
+	done := make(chan struct{}, 8)
+	for k := range int64(8) {
+		s := span{(k*8 + int64(d.A>>(4*k)%4)) << blockBits, (1 + int64(d.B>>(4*k)%4)) << blockBits}
+		value := w.value(d.C >> (8 + k))
+		q := &block.Request{Op: block.OpWrite, Off: s.off, Len: s.n, Done: func(*block.Request) { done <- struct{}{} }}
+		if d.A>>(40+k)%4 == 0 {
+			q.Op, value = block.OpDiscard, 0
+		} else {
+			q.Buf = alignedBuffer(int(s.n))
+			fillBlocks(q.Buf, value, s.off)
+		}
+		all = append(all, flying{s, value, q})
+	}
+	w.p.Post(func() {
+		for _, f := range all {
+			v.r.Submit(f.q)
+		}
+	})
+	for range all {
+		<-done
+	}
+	var errs []error
+	for _, f := range all {
+		if f.q.Err != nil {
+			v.flies(f.s, f.value)
+		} else {
+			v.becomes(f.s, f.value)
+		}
+		errs = append(errs, f.q.Err)
+	}
+	return errors.Join(errs...)
+}
+
+func (w *model) discard(d deed) error {
+	v := w.vol(d.C)
+	if v == nil {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	op := []block.Op{block.OpDiscard, block.OpZero}[d.C>>8%2]
+	return w.io(v, op, place(v.size, d.A, d.B), 0, d.C>>16%8 == 0)
+}
+
+func (w *model) flush(d deed) error {
+	v := w.vol(d.A)
+	if v == nil {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	err := issue(w.p, v.r, block.OpFlush, 0, 0, nil, false)
+	if err == nil {
+		v.durable()
+	}
+	return err
+}
+
+// snapshot cuts a volume, with I/O between the preparation and the cut.
+func (w *model) snapshot(d deed) error { return w.cut(d, 1, false) }
+func (w *model) group(d deed) error    { return w.cut(d, 3, false) }
+func (w *model) abort(d deed) error    { return w.cut(d, 1, true) }
+
+const maxSnaps = 12
+
+func (w *model) cut(d deed, n int, abort bool) (err error) {
+	type part struct {
+		v *mvol
+		c *Cut
+		s *msnap
+	}
+	var parts []part
+	defer func() {
+		for _, p := range parts {
+			_ = p.c.Abort() // after an error
+		}
+	}()
+	for k := range n {
+		v := w.vol(d.A + uint64(k))
+		if v == nil || len(v.snaps) >= maxSnaps || slices.ContainsFunc(parts, func(p part) bool { return p.v == v }) {
+			continue
+		}
+		if err := w.open(v); err != nil {
+			return err
+		}
+		s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID())}
+		if s.Name = s.UID; d.B>>k%5 == 0 {
+			s.Name = "" // a layer without a snapshot
+		}
+		c, err := v.r.PrepareCut(context.Background(), s)
+		if err != nil {
+			return err
+		}
+		p := part{v, c, nil}
+		if s.Name != "" {
+			p.s = &msnap{uid: s.UID, size: v.size, pending: true}
+		}
+		parts = append(parts, p)
+	}
+	for _, p := range parts {
+		for k := range d.C % 3 {
+			if err := w.io(p.v, block.OpWrite, place(p.v.size, d.B>>(k*7), d.C>>(k*5)), w.value(d.C>>k), false); err != nil {
+				return err
+			}
+		}
+	}
+	if abort {
+		for _, p := range parts {
+			if err := p.c.Abort(); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if len(parts) == 0 {
+		return nil
+	}
+	var cuts []*Cut
+	for _, p := range parts {
+		if cuts = append(cuts, p.c); p.s != nil {
+			p.v.snaps = append(p.v.snaps, p.s)
+		}
+	}
+	if err := Together(context.Background(), cuts...); err != nil {
+		return err
+	}
+	for _, p := range parts {
+		if p.v.durable(); p.s != nil {
+			p.s.pending, p.s.img = false, maps.Clone(p.v.now)
+		}
+	}
+	return nil
+}
+
+// snap chooses a snapshot.
+func (w *model) snap(a, b uint64) (*mvol, *msnap) {
+	v := w.vol(a)
+	if v == nil || len(v.snaps) == 0 {
+		return v, nil
+	}
+	return v, v.snaps[b%uint64(len(v.snaps))]
+}
+
+func (w *model) drop(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil {
+		return nil
+	}
+	s.dropping = true
+	var err error
+	if v.r != nil {
+		err = v.r.DropSnapshot(s.uid)
+	} else {
+		err = w.d.DropSnapshot(v.uid, s.uid)
+	}
+	if err == nil {
+		v.snaps = slices.DeleteFunc(v.snaps, func(o *msnap) bool { return o == s })
+	}
+	return err
+}
+
+func (w *model) chain(v *mvol, s *msnap) ([]string, error) {
+	m, err := w.meta(v)
+	if err != nil {
+		return nil, err
+	}
+	k := slices.IndexFunc(m.Snapshots, func(o Snapshot) bool { return o.UID == s.uid })
+	if k < 0 {
+		return nil, fmt.Errorf("snapshot %s is not in the stack", s.uid)
+	}
+	return m.Chain(m.Snapshots[k].Layer)
+}
+
+func (w *model) clone(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil || len(w.vols) >= maxVols {
+		return nil
+	}
+	layers, err := w.chain(v, s)
+	if err != nil {
+		return err
+	}
+	size := s.size
+	if d.C%3 == 0 {
+		size = largeSize
+	}
+	return w.make(newVol(string(api.NewUID()), size, s.img), layers)
+}
+
+func (w *model) revert(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil {
+		return nil
+	}
+	if err := w.close(v); err != nil {
+		return err
+	}
+	m, err := w.d.Stack(v.uid)
+	if err != nil {
+		return err
+	}
+	v.head, v.target = m.Head, maps.Clone(s.img)
+	err = w.d.Revert(context.Background(), v.uid, s.uid, 0)
+	if w.p.fs.Killed() {
+		return err
+	}
+	if err == nil {
+		v.now = v.target
+		v.durable()
+	}
+	v.head, v.target = "", nil
+	if api.Is(err, api.Busy) {
+		return nil
+	}
+	return err
+}
+
+func (w *model) expand(d deed) error {
+	v := w.vol(d.A)
+	if v == nil || v.size == largeSize {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	v.grow = min(largeSize, v.size+int64(1+d.B%20000)<<blockBits)
+	if d.C%2 == 0 {
+		v.grow = largeSize
+	}
+	err := v.r.Expand(context.Background(), v.grow)
+	if err == nil {
+		v.size, v.grow = v.grow, 0
+	}
+	return err
+}
+
+func (w *model) remove(d deed) error {
+	v := w.vol(d.A)
+	if v == nil {
+		return nil
+	}
+	if err := w.close(v); err != nil {
+		return err
+	}
+	v.removing = true
+	err := w.d.RemoveReplica(v.uid)
+	if err == nil {
+		w.vols = slices.DeleteFunc(w.vols, func(o *mvol) bool { return o == v })
+	}
+	return err
+}
+
+func (w *model) closeOne(d deed) error {
+	v := w.vol(d.A)
+	if v == nil {
+		return nil
+	}
+	return w.close(v)
+}
+
+// restart is a process that ends as it should, and the next one.
+func (w *model) restart(deed) error {
+	for _, r := range w.readers {
+		if err := r.src.Close(); err != nil {
+			return err
+		}
+	}
+	w.readers = nil
+	for _, v := range w.vols {
+		if err := w.close(v); err != nil {
+			return err
+		}
+	}
+	d, err := openModel(w.p.fs, w.p.root)
+	if err == nil {
+		w.d = d
+	}
+	return err
+}
+
+// layers are those of a volume, bottom first, that are or are not finished.
+func (w *model) layers(v *mvol, finished bool) ([]string, error) {
+	m, err := w.meta(v)
+	if err != nil {
+		return nil, err
+	}
+	var list []string
+	for _, uid := range m.all() {
+		if is, err := w.d.exists(w.d.path(layersDir, uid, layerFile)); err != nil {
+			return nil, err
+		} else if is == finished {
+			list = append(list, uid)
+		}
+	}
+	return list, nil
+}
+
+func (w *model) finish(d deed) error {
+	v := w.vol(d.A)
+	if v == nil {
+		return nil
+	}
+	list, err := w.layers(v, false)
+	if err != nil || len(list) == 0 {
+		return err
+	}
+	if d.B%2 == 0 {
+		list = list[d.C%uint64(len(list)):][:1]
+	}
+	for _, uid := range list {
+		if err := w.d.Finish(context.Background(), uid); err != nil && !api.Is(err, api.Busy) {
+			return err
+		}
+	}
+	return nil
+}
+
+// patience is a context that ends after some looks at it.
+type patience struct {
+	context.Context
+	looks int
+}
+
+var errPatience = errors.New("no more patience")
+
+func (p *patience) Err() error {
+	if p.looks--; p.looks < 0 {
+		return errPatience
+	}
+	return nil
+}
+
+func (w *model) merge(d deed) error {
+	v := w.vol(d.A)
+	if v == nil {
+		return nil
+	}
+	if err := w.open(v); err != nil {
+		return err
+	}
+	var ctx context.Context
+	if ctx = context.Background(); d.B%2 == 0 {
+		ctx = &patience{ctx, int(d.C % 5)}
+	}
+	for {
+		did, err := v.r.Merge(ctx, MergeOptions{})
+		if errors.Is(err, errPatience) || api.Is(err, api.Busy) {
+			return nil
+		}
+		if err != nil || !did {
+			return err
+		}
+	}
+}
+
+// image records a snapshot's layers as an image.
+func (w *model) image(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil || len(w.images) >= 3 {
+		return nil
+	}
+	layers, err := w.chain(v, s)
+	if err != nil {
+		return err
+	}
+	for _, uid := range layers {
+		if is, err := w.d.exists(w.d.path(layersDir, uid, layerFile)); err != nil || !is {
+			return err // frozen
+		}
+	}
+	i := &mimage{rec: block.Image{UID: string(api.NewUID()), Name: "i", Layers: layers, VirtualSize: s.size},
+		size: s.size, img: s.img, open: true}
+	w.images = append(w.images, i)
+	err = w.d.PutImage(i.rec)
+	if api.Is(err, api.Busy) && !w.p.fs.Killed() {
+		w.images = w.images[:len(w.images)-1]
+		return nil
+	}
+	if err == nil {
+		i.open = false
+	}
+	return err
+}
+
+func (w *model) unimage(d deed) error {
+	if len(w.images) == 0 {
+		return nil
+	}
+	i := w.images[d.A%uint64(len(w.images))]
+	i.removing = true
+	err := w.d.RemoveImage(i.rec.UID)
+	switch {
+	case err == nil:
+		w.images = slices.DeleteFunc(w.images, func(o *mimage) bool { return o == i })
+	case api.Is(err, api.InUse):
+		i.removing = false
+		return nil
+	}
+	return err
+}
+
+// read opens a snapshot for reading, for some time.
+func (w *model) read(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil || len(w.readers) >= 3 {
+		return nil
+	}
+	layers, err := w.chain(v, s)
+	if err != nil {
+		return err
+	}
+	src, err := w.d.OpenStack(layers, s.size)
+	if api.Is(err, api.Busy) {
+		return nil
+	}
+	if err == nil {
+		w.readers = append(w.readers, mreader{src, s.img})
+	}
+	return err
+}
+
+// delta compares what the maps say of two snapshots of a volume with what these hold.
+func (w *model) delta(d deed) error {
+	v, s := w.snap(d.A, d.B)
+	if s == nil {
+		return nil
+	}
+	base := &msnap{}
+	if d.C%3 > 0 {
+		_, base = w.snap(d.A, d.C)
+	}
+	x, err := w.d.Changes(v.uid, base.uid, s.uid)
+	if api.Is(err, api.Busy) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	told := map[int64]bool{}
+	for off := int64(0); off < x.Size(); {
+		e, err := x.Next(off)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return errors.Join(err, x.Close())
+		}
+		for i := e.Off / 512; i < e.End()/512; i++ {
+			told[i] = true
+		}
+		off = e.End()
+	}
+	if err := x.Close(); err != nil {
+		return err
+	}
+	all := maps.Clone(s.img)
+	maps.Copy(all, base.img)
+	for sector := range all {
+		if s.img[sector] != base.img[sector] && sector*512 < s.size && !told[sector] {
+			return fmt.Errorf("sector %d: %d is %d now, and the maps do not tell", sector, base.img[sector], s.img[sector])
+		}
+	}
+	return nil
+}
+
+func (w *model) unread(d deed) error {
+	if len(w.readers) == 0 {
+		return nil
+	}
+	k := int(d.A % uint64(len(w.readers)))
+	r := w.readers[k]
+	w.readers = slices.Delete(w.readers, k, k+1)
+	return errors.Join(same(r.src, r.img), r.src.Close())
+}
+
+// scrub verifies all finished layers.
+func (w *model) scrub(deed) error {
+	for _, v := range w.vols {
+		list, err := w.layers(v, true)
+		if err != nil {
+			return err
+		}
+		for _, uid := range list {
+			if err := w.d.Verify(context.Background(), uid); err != nil && !api.Is(err, api.Busy) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (w *model) collect(deed) error { return w.d.Collect(context.Background(), 0) }

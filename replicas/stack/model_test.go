@@ -1,0 +1,178 @@
+package stack
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// The model test: random programs of everything that can be done with the replicas of a disk, with kills and losses of
+// power at any moment, against models that know every byte. A program that fails is made as short as it goes, and is
+// written to testdata/model, where it is replayed for ever.
+
+// modelTime is how long it runs: DROVER_MODEL, such as 3h. DROVER_MODEL_SEED runs the program of one seed alone.
+func modelTime(t *testing.T) time.Duration {
+	text := os.Getenv("DROVER_MODEL")
+	if text == "" {
+		return 15 * time.Second
+	}
+	d, err := time.ParseDuration(text)
+	if err != nil {
+		t.Fatal("DROVER_MODEL: ", err)
+	}
+	return d
+}
+
+// A deed is one step of a program. What its numbers mean depends on what is there, so that a program makes sense with
+// any of its deeds left out.
+type deed struct {
+	Do      string `json:"do"`
+	A, B, C uint64 `json:",omitempty"`
+}
+
+// program makes the program of a seed.
+func program(seed uint64) []deed {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	var all []string
+	for name, weight := range deeds {
+		for range weight.often {
+			all = append(all, name)
+		}
+	}
+	slices.Sort(all)
+	list := make([]deed, 30+rng.IntN(170))
+	for i := range list {
+		list[i] = deed{all[rng.IntN(len(all))], rng.Uint64(), rng.Uint64(), rng.Uint64()}
+	}
+	return list
+}
+
+// execute carries out a program on a disk of its own. What it returns is what the model does not allow.
+func execute(list []deed, on *modelLoop) (err error) {
+	dir, err := os.MkdirTemp("", "drover-model-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	w, err := newModel(on, dir)
+	if err != nil {
+		return err
+	}
+	defer func() { w.abandon() }()
+	for i, d := range list {
+		if err := w.step(d); err != nil {
+			return fmt.Errorf("step %d, %s: %w", i, d.Do, err)
+		}
+	}
+	return w.finale()
+}
+
+// shrink leaves out what a failing program does not need.
+func shrink(list []deed, fails func([]deed) error, until time.Time) []deed {
+	for size := len(list) / 2; size > 0; size /= 2 {
+		for at := 0; at < len(list); {
+			if time.Now().After(until) {
+				return list
+			}
+			less := slices.Delete(slices.Clone(list), at, min(at+size, len(list)))
+			if fails(less) != nil {
+				list = less
+			} else {
+				at += size
+			}
+		}
+	}
+	return list
+}
+
+// TestModelOfDisk runs programs of new seeds for as long as DROVER_MODEL says.
+func TestModelOfDisk(t *testing.T) {
+	t.Parallel()
+	seeds := make(chan uint64)
+	var programs, steps atomic.Int64
+	var once sync.Once
+	failed := make(chan struct{})
+	var wg sync.WaitGroup
+	for range runtime.GOMAXPROCS(0) {
+		on := &modelLoop{startLoop(t)}
+		wg.Go(func() {
+			for seed := range seeds {
+				list := program(seed)
+				err := execute(list, on)
+				programs.Add(1)
+				steps.Add(int64(len(list)))
+				if err == nil {
+					continue
+				}
+				once.Do(func() {
+					close(failed)
+					t.Errorf("seed %d: %v", seed, err)
+					short := shrink(list, func(l []deed) error { return execute(l, on) }, time.Now().Add(time.Minute))
+					text, _ := json.MarshalIndent(short, "", " ")
+					name := filepath.Join("testdata", "model", fmt.Sprintf("%d.json", seed))
+					if werr := os.WriteFile(name, append(text, '\n'), 0o600); werr != nil {
+						t.Error(werr)
+					}
+					t.Errorf("%s: %d steps: %v\n%s", name, len(short), execute(short, on), text)
+				})
+			}
+		})
+	}
+	first := uint64(time.Now().UnixNano())
+	t.Logf("seeds from %d on", first)
+	end := time.After(modelTime(t))
+	alone, err := strconv.ParseUint(cmp.Or(os.Getenv("DROVER_MODEL_SEED"), "0"), 10, 64)
+	if err != nil {
+		t.Fatal("DROVER_MODEL_SEED: ", err)
+	}
+feed:
+	for seed := first; ; seed++ {
+		if alone != 0 {
+			seeds <- alone
+			break
+		}
+		select {
+		case seeds <- seed:
+		case <-failed:
+			break feed
+		case <-end:
+			break feed
+		}
+	}
+	close(seeds)
+	wg.Wait()
+	t.Logf("%d programs, %d steps", programs.Load(), steps.Load())
+}
+
+// TestModelReplays runs the programs that once failed.
+func TestModelReplays(t *testing.T) {
+	t.Parallel()
+	names, err := filepath.Glob("testdata/model/*.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	on := &modelLoop{startLoop(t)}
+	for _, name := range names {
+		text, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var list []deed
+		if err := json.Unmarshal(text, &list); err != nil {
+			t.Fatal(name, err)
+		}
+		if err := execute(list, on); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

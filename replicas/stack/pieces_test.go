@@ -1,0 +1,143 @@
+package stack
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math"
+	"os"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// What is removed is emptied piece by piece, but not under somebody who reads it.
+func TestRemovedFilesAreEmptied(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	d := newDisk(t)
+	blocks := make([]int64, 1024)
+	for i := range blocks {
+		blocks[i] = int64(2 * i)
+	}
+	remove := func() (layer string, done func()) {
+		t.Helper()
+		layer = filledLayer(t, d, 8<<20, blocks, 1<<32, make(expect))
+		spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 8 << 20,
+			Layers: []string{layer}}
+		if err := d.CreateReplica(ctx, spec); err != nil {
+			t.Fatal(err)
+		}
+		return layer, func() {
+			t.Helper()
+			if err := errors.Join(d.RemoveReplica(spec.UID), d.Close()); err != nil {
+				t.Fatal(err)
+			}
+			if left, err := d.fs.ReadDir(d.path(trashDir)); err != nil || len(left) > 0 {
+				t.Fatalf("%v, %v", left, err)
+			}
+		}
+	}
+	layer, done := remove()
+	src, err := d.Open(layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, after := make([]byte, 8<<20), make([]byte, 8<<20)
+	if _, err := src.ReadAt(before, 0); err != nil {
+		t.Fatal(err)
+	}
+	done()
+	if _, err := src.ReadAt(after, 0); err != nil || !bytes.Equal(before, after) {
+		t.Errorf("a layer that is read is not what it was any more: %v", err)
+	}
+	if err := src.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	layer, done = remove()
+	h, err := os.Open(d.path(layersDir, layer, dataFile)) // as one who has no lock yet
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	done()
+	if from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64); err != nil || from != math.MaxInt64 {
+		t.Errorf("it holds data at %d: %v", from, err)
+	}
+	if st, err := h.Stat(); err != nil || names(st) != 0 {
+		t.Errorf("it has a name: %v", err)
+	}
+}
+
+// slowFile takes long to free what is more than 1 MiB.
+type slowFile struct {
+	file.Handle
+	largest, calls int64
+}
+
+func (s *slowFile) Punch(_, n int64) error {
+	s.largest, s.calls = max(s.largest, n), s.calls+1
+	if n > 1<<20 {
+		<-time.After(2 * pieceLong)
+	}
+	return nil
+}
+
+// A piece grows while it is freed in no time, and shrinks when it takes long.
+func TestPiecesAreAsLargeAsTheDiskIsFast(t *testing.T) {
+	var s slowFile
+	e := emptier{}
+	if err := e.punch(&s, 0, 64<<20); err != nil {
+		t.Fatal(err)
+	}
+	if s.largest != 2<<20 || s.calls < 30 || s.calls > 80 {
+		t.Errorf("%d calls, the largest of %d bytes", s.calls, s.largest)
+	}
+}
+
+// A replica that is removed in the middle of a merge leaves nothing of it.
+func TestHalfMergedReplicaIsRemoved(t *testing.T) {
+	t.Parallel()
+	ctx, c := context.Background(), newChained(t)
+	c.d.window = 2 << 20
+	snaps := c.scribble(3)
+	uids, err := c.d.Unfinished()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, uid := range uids {
+		if err := c.d.Finish(ctx, uid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := c.d.DropSnapshot(c.uid, snaps[0]); err != nil {
+		t.Fatal(err)
+	}
+	r, err := c.d.OpenReplica(ctx, c.uid, c.loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err = r.Merge(untilMerging{ctx, r}, MergeOptions{}); !errors.Is(err, errPatience) {
+		t.Fatalf("it was to be interrupted: %v", err)
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	m, err := c.d.Stack(c.uid)
+	if err != nil || m.Merge == nil {
+		t.Fatalf("%+v, %v", m, err)
+	}
+	half := c.d.path(layersDir, m.Merge.Result) // as a merge leaves it that ends before its last commit
+	if err := errors.Join(os.Mkdir(half, 0o700), os.Link(c.d.path(layersDir, m.Merge.Upper, dataFile), half+"/"+dataFile),
+		c.d.RemoveReplica(c.uid), c.d.Close()); err != nil {
+		t.Fatal(err)
+	}
+	for _, dir := range []string{layersDir, replicaDir, trashDir} {
+		if left, err := c.d.fs.ReadDir(c.d.path(dir)); err != nil || len(left) > 0 {
+			t.Fatalf("%s holds %v, %v", dir, left, err)
+		}
+	}
+}

@@ -1,0 +1,118 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// What is discarded over a layer is a record in the head: the layer is never written to. Where nobody needs the layer
+// by itself any more, such as after its snapshot was deleted, what it holds there comes back when the head is cut off
+// and the two are merged.
+
+// Zeroed is how many bytes of the head are recorded as zeros.
+func (r *Replica) Zeroed() (int64, error) {
+	n := int64(0)
+	return n, r.eachZero(func(_, length int64) { n += length })
+}
+
+func (r *Replica) eachZero(each func(off, n int64)) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.isOpen(); err != nil {
+		return err
+	}
+	r.work.do(func() { r.log.ranges(each) })
+	return nil
+}
+
+// Reclaimable is how many bytes would come back if the head were cut off and merged with the layers below it, for what
+// is recorded as zeros there; cost is how many the merge would copy at most.
+func (r *Replica) Reclaimable() (gain, cost int64, err error) {
+	defer func() { err = r.name(classify(err)) }()
+	m := r.Meta()
+	own, err := r.disk.unneeded(m)
+	if err != nil || len(own) == 0 {
+		return 0, 0, err
+	}
+	var zeros []span
+	if err := r.eachZero(func(off, n int64) { zeros = append(zeros, span{off, n}) }); err != nil || len(zeros) == 0 {
+		return 0, 0, err
+	}
+	below := int64(0)
+	for _, uid := range own {
+		n, data, err := r.disk.heldIn(uid, zeros)
+		switch {
+		case api.Is(err, api.NotFound) || api.Is(err, api.Busy) || errors.Is(err, fs.ErrNotExist):
+			return 0, 0, nil // it is being finished, merged, or on another disk
+		case err != nil:
+			return 0, 0, err
+		}
+		gain, below = gain+n, below+data
+	}
+	head, err := r.disk.sizeOnDisk(r.disk.path(replicaDir, m.UID, m.Head+dataSuffix))
+	return gain, min(head, below), err
+}
+
+// unneeded are the layers right below a head that nothing but it needs, the newest first.
+func (d *Disk) unneeded(m Meta) ([]string, error) {
+	if m.Merge != nil {
+		return nil, nil
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return nil, err
+	}
+	all, ofReplicas, ofImages := d.namings()
+	unlock()
+	if err := errors.Join(ofReplicas, ofImages); err != nil {
+		return nil, err
+	}
+	needed := map[string]bool{}
+	for _, n := range all {
+		for _, l := range n.layers {
+			needed[l] = needed[l] || n.replica != m.UID
+		}
+	}
+	for _, s := range m.Snapshots {
+		needed[s.Layer] = true
+	}
+	for _, b := range m.Branches {
+		needed[b.Below] = true
+	}
+	var own []string
+	for i := len(m.Layers) - 1; i >= 0 && !needed[m.Layers[i]]; i-- {
+		own = append(own, m.Layers[i])
+	}
+	return own, nil
+}
+
+// heldIn is how many bytes of data a finished layer holds in ranges, and how many in all.
+func (d *Disk) heldIn(uid string, ranges []span) (n, all int64, err error) {
+	l, err := d.openLayer(uid, 0)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer func() { err = errors.Join(err, l.close()) }()
+	if _, frozen := l.m.(*frozenMap); frozen {
+		return 0, 0, api.Errorf(api.Busy, "layer %s is being finished", uid)
+	}
+	kinds, err := indexOf(l.m)
+	if err != nil {
+		return 0, 0, fmt.Errorf("layer %s: %w", uid, err)
+	}
+	for _, s := range ranges {
+		end := min((s.off+s.n)>>blockBits, kinds.blocks)
+		for b := s.off >> blockBits; b < end; {
+			v, k := kinds.run(b, end)
+			if block.Kind(v) == block.Data {
+				n += k << blockBits
+			}
+			b += k
+		}
+	}
+	return n, l.rec.Data, nil
+}

@@ -1,0 +1,398 @@
+package stack
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/file"
+)
+
+// Files of a replica's folder. Head files carry the name that stack.json gives to the head.
+const (
+	stackFile   = "stack.json"
+	ownerFile   = "lock"
+	intentsFile = "intents"
+	firstHead   = "head"
+	dataSuffix  = ".data"
+	zeroSuffix  = ".zero"
+)
+
+// Meta is what a replica records about itself, so that a disk can be understood without an API server.
+type Meta struct {
+	UID         string
+	Volume      string // the name users know
+	VolumeUID   string
+	Size        int64
+	Epoch       int64 // of the last session that was adopted
+	Incarnation int64
+	Members     []string   // uids of the replicas that make up the volume in this epoch
+	Winner      string     // after an unclean end: the member whose dirty regions count
+	Dirty       bool       // a session was adopted and did not end cleanly, yet
+	Layers      []string   // bottom first
+	Head        string     // name of the head's files
+	Snapshots   []Snapshot // names of sealed layers
+	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
+	Merge       *Merge     // two layers that are being made one
+	Created     time.Time
+	BootID      string // the machine's boot at the time of the last ADOPT
+	Joined      int64  // the last epoch that it was adopted in as a member
+	Reverted    int64  // the epoch in which it went back to a snapshot last
+	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
+	Object json.RawMessage
+}
+
+// Snapshot gives a layer of the stack a name.
+type Snapshot struct {
+	UID     string    `json:"uid"`
+	Name    string    `json:"name"`
+	Layer   string    `json:"layer"`
+	Created time.Time `json:"created"`
+}
+
+// Branch is a layer beside the head's, with the one below it; empty: none.
+type Branch struct {
+	Layer string `json:"layer"`
+	Below string `json:"below"`
+}
+
+// stackRecord is stack.json.
+type stackRecord struct {
+	UID         string          `json:"uid"`
+	Volume      string          `json:"volume"`
+	VolumeUID   string          `json:"volumeUID"`
+	Size        int64           `json:"size"`
+	Epoch       int64           `json:"epoch"`
+	Incarnation int64           `json:"incarnation"`
+	Members     []memberRecord  `json:"members"`
+	Winner      string          `json:"winner"`
+	Dirty       bool            `json:"dirty"`
+	Layers      []string        `json:"layers"`
+	Head        string          `json:"head"`
+	Snapshots   []Snapshot      `json:"snapshots"`
+	Branches    []Branch        `json:"branches,omitempty"`
+	Merge       *Merge          `json:"merge,omitempty"`
+	Created     time.Time       `json:"created"`
+	BootID      string          `json:"bootID,omitempty"`
+	Joined      int64           `json:"joined,omitempty"`
+	Reverted    int64           `json:"reverted,omitempty"`
+	Object      json.RawMessage `json:"object,omitempty"`
+}
+
+// memberRecord is one member: an id that says nothing about where it is reached.
+type memberRecord struct {
+	ID string `json:"id"`
+}
+
+func (m Meta) record() stackRecord {
+	members := make([]memberRecord, len(m.Members))
+	for i, id := range m.Members {
+		members[i].ID = id
+	}
+	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
+		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
+		m.Created, m.BootID, m.Joined, m.Reverted, m.Object}
+}
+
+func (s stackRecord) meta() Meta {
+	members := make([]string, len(s.Members))
+	for i, m := range s.Members {
+		members[i] = m.ID
+	}
+	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
+		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.Joined, s.Reverted, s.Object}
+}
+
+func (m Meta) clone() Meta {
+	m.Members, m.Layers, m.Snapshots = slices.Clone(m.Members), slices.Clone(m.Layers), slices.Clone(m.Snapshots)
+	m.Object, m.Branches = slices.Clone(m.Object), slices.Clone(m.Branches)
+	return m
+}
+
+// validate refuses what this program would never write, whatever its checksum says.
+func (m Meta) validate() error {
+	if err := api.UID(m.UID).Validate(); err != nil {
+		return err
+	}
+	if m.Size <= 0 || m.Size%blockSize != 0 || m.Size > api.MaxVolumeSize {
+		return api.Errorf(api.Corrupt, "size %d", m.Size)
+	}
+	if !headName(m.Head) {
+		return api.Errorf(api.Corrupt, "head %q", m.Head)
+	}
+	if len(m.Layers) > maxLayers {
+		return api.Errorf(api.Corrupt, "%d layers", len(m.Layers))
+	}
+	for _, uid := range m.Layers {
+		if err := api.UID(uid).Validate(); err != nil {
+			return err
+		}
+	}
+	if g := m.Merge; g != nil {
+		k := slices.Index(m.Layers, g.Lower)
+		below := k >= 0 && k+1 < len(m.Layers) && m.Layers[k+1] == g.Upper
+		beside := k < 0 && slices.Contains(m.Branches, Branch{g.Upper, g.Lower}) &&
+			slices.ContainsFunc(m.Branches, func(b Branch) bool { return b.Layer == g.Lower })
+		if !below && !beside || g.Done < 0 {
+			return api.Errorf(api.Corrupt, "a merge of layers that are not neighbours")
+		}
+	}
+	for _, b := range m.Branches {
+		if err := api.UID(b.Layer).Validate(); err != nil {
+			return err
+		}
+	}
+	for _, s := range m.Snapshots {
+		if _, err := m.Chain(s.Layer); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// headName accepts "head" and "head-" with digits.
+func headName(s string) bool {
+	if s == firstHead {
+		return true
+	}
+	if len(s) < 6 || s[:5] != "head-" || len(s) > 24 {
+		return false
+	}
+	for _, c := range s[5:] {
+		if c < '0' || c > '9' {
+			return false
+		}
+	}
+	return true
+}
+
+// Spec says what CreateReplica makes.
+type Spec struct {
+	UID       string
+	Volume    string // name of the volume
+	VolumeUID string
+	Size      int64    // bytes, a multiple of 4 KiB
+	Layers    []string // finished layers of this disk, or of one to borrow from; bottom first
+	Object    json.RawMessage
+	// Of a replica that takes the place of another one.
+	Snapshots []Snapshot
+	Branches  []Branch
+}
+
+// CreateReplica makes an empty head over the layers. A replica that is there already and matches is fine (it may have
+// grown since); one that differs is an error of kind exists.
+func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("create replica %s on disk %s: %w", s.UID, d.root, classify(err))
+		}
+	}()
+	m := Meta{UID: s.UID, Volume: s.Volume, VolumeUID: s.VolumeUID, Size: s.Size, Layers: slices.Clone(s.Layers),
+		Head: firstHead, Created: time.Now().UTC().Truncate(time.Second), Object: s.Object,
+		Snapshots: slices.Clone(s.Snapshots), Branches: slices.Clone(s.Branches)}
+	if err := m.validate(); err != nil {
+		return api.Errorf(api.Invalid, "%w", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	have, err := d.readStack(s.UID)
+	if err == nil {
+		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
+			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
+		}
+		return d.fs.SyncDir(d.path(replicaDir, s.UID)) // a process that died may have made it a moment ago
+	}
+	if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, uid := range m.all() {
+		size, err := d.sizeOf(uid)
+		if err != nil {
+			return fmt.Errorf("layer %s: %w", uid, err)
+		}
+		if size > s.Size {
+			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, size, s.Size)
+		}
+	}
+	if was, err := d.written(s.UID); err != nil {
+		return err
+	} else if was {
+		return api.Errorf(api.Corrupt, "its folder holds data, but %s is missing", stackFile)
+	}
+	return d.makeReplica(m)
+}
+
+// sizeOf is the size of a layer that may be named: finished, here or on a disk to borrow from, or frozen and named by
+// another stack. The caller has the disk's lock.
+func (d *Disk) sizeOf(uid string) (int64, error) {
+	if merging, err := d.beingMerged(uid); err != nil {
+		return 0, err
+	} else if merging {
+		return 0, api.Errorf(api.Busy, "it is being merged; try again")
+	}
+	rec, err := d.findRecord(uid)
+	if !api.Is(err, api.NotFound) {
+		return rec.Size, err
+	}
+	frozen, ferr := d.frozenRecord(uid)
+	if ferr != nil {
+		return 0, err
+	}
+	names, nerr := d.named()
+	if nerr != nil {
+		return 0, nerr
+	}
+	if !names[uid] {
+		return 0, err // still a head
+	}
+	return frozen.Size, nil
+}
+
+func startsWith(have, want []string) bool {
+	return len(have) >= len(want) && slices.Equal(have[:len(want)], want)
+}
+
+// makeReplica makes the folder. The rename of stack.json commits it; a folder without one is started over.
+func (d *Disk) makeReplica(m Meta) error {
+	dir := d.path(replicaDir, m.UID)
+	if err := file.RemoveAll(d.fs, dir); err != nil {
+		return err
+	}
+	if err := d.fs.Mkdir(dir, 0o700); err != nil {
+		return err
+	}
+	head, err := d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	err = atOnce(func() error { return errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()) },
+		func() error { return writeFile(d.fs, dir+"/"+m.Head+zeroSuffix, zeroHeader()) },
+		func() error { return writeFile(d.fs, dir+"/"+intentsFile, encodeIntents(newIntents(m.Size))) })
+	if err != nil {
+		return err
+	}
+	// All names are durable before the one that says that they are there.
+	if err := d.syncDirs(dir, d.path(replicaDir)); err != nil {
+		return err
+	}
+	return writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
+}
+
+func (d *Disk) readStack(uid string) (Meta, error) {
+	if err := api.UID(uid).Validate(); err != nil {
+		return Meta{}, err
+	}
+	var rec stackRecord
+	if err := readMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
+		return Meta{}, err
+	}
+	m := rec.meta()
+	if err := m.validate(); err != nil {
+		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s: %w", stackFile, uid, err)
+	}
+	if m.UID != uid {
+		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s is the one of %s", stackFile, uid, m.UID)
+	}
+	return m, nil
+}
+
+// Holds reports whether the replica is on the disk. One whose record cannot be read is an error: it may well be.
+func (d *Disk) Holds(uid string) (bool, error) {
+	_, err := d.readStack(uid)
+	switch {
+	case err == nil:
+		return true, nil
+	case errors.Is(err, fs.ErrNotExist):
+		return false, nil
+	}
+	return false, fmt.Errorf("disk %s: %w", d.root, classify(err))
+}
+
+// Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
+// listed all the same.
+func (d *Disk) Replicas() ([]Meta, error) {
+	entries, err := d.fs.ReadDir(d.path(replicaDir))
+	if err != nil {
+		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	var list []Meta
+	var errs []error
+	for _, e := range entries {
+		if api.UID(e.Name()).Validate() != nil {
+			continue
+		}
+		m, err := d.readStack(e.Name())
+		if errors.Is(err, fs.ErrNotExist) {
+			var was bool
+			if was, err = d.written(e.Name()); !was && err == nil {
+				continue // half-made
+			}
+			if was {
+				err = api.Errorf(api.Corrupt, "replica %s holds data, but its %s is missing", e.Name(), stackFile)
+			}
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+			continue
+		}
+		list = append(list, m)
+	}
+	return list, errors.Join(errs...)
+}
+
+// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is
+// written before.
+func (d *Disk) written(uid string) (bool, error) {
+	dir := d.path(replicaDir, uid)
+	entries, err := d.fs.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	for _, e := range entries {
+		if !strings.HasSuffix(e.Name(), dataSuffix) {
+			continue
+		}
+		h, err := d.fs.Open(dir+"/"+e.Name(), os.O_RDONLY, 0)
+		if err != nil {
+			return false, err
+		}
+		from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64)
+		if err := errors.Join(err, h.Close()); err != nil {
+			return false, err
+		}
+		if from < math.MaxInt64 {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// LastWrite is when the head of a replica changed last.
+func (d *Disk) LastWrite(uid string) (time.Time, error) {
+	m, err := d.readStack(uid)
+	if err != nil {
+		return time.Time{}, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	st, err := os.Stat(d.path(replicaDir, uid, m.Head+dataSuffix))
+	if err != nil {
+		return time.Time{}, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	return st.ModTime(), nil
+}

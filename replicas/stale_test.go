@@ -1,0 +1,52 @@
+package replicas
+
+import (
+	"context"
+	"testing"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"drover.io/drover/api"
+)
+
+// TestCloneOfWhatTheCacheLacks: a cache that is behind does not make a clone fail, and what is not there does.
+func TestCloneOfWhatTheCacheLacks(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("stale", 16<<20)
+	w.make("other", 16<<20)
+	w.snapshot("stale", "s1")
+	var lacks func(client.Object) bool
+	behind := interceptor.NewClient(w.c, interceptor.Funcs{Get: func(ctx context.Context, c client.WithWatch,
+		key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+		if lacks(o) {
+			return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
+		}
+		return c.Get(ctx, key, o, opts...)
+	}})
+	p := &planner{client: behind, reader: w.c, events: w.mgr.GetEventRecorder("test"), log: w.log,
+		clones: map[string]map[string]bool{}}
+	for what, is := range map[string]func(client.Object) bool{
+		"snapshot": func(o client.Object) bool { _, is := o.(*api.Snapshot); return is },
+		"volume":   func(o client.Object) bool { _, is := o.(*api.Volume); return is },
+	} {
+		lacks = is
+		for source, want := range map[string]api.CloneState{
+			"snap://stale/s1": api.CloneInitiated, "snap://stale/none": api.CloneFailed, "snap://none/s1": api.CloneFailed,
+			"snap://other/s1": api.CloneFailed,
+		} {
+			if what == "volume" && source != "snap://none/s1" {
+				want = api.CloneInitiated // it is not known before
+			}
+			v := volume("clone", 16<<20)
+			v.Spec.DataSource = source
+			_, err := p.origin(w.ctx, v)
+			if err == nil || v.Status.CloneStatus.State != want {
+				t.Errorf("without the %s, %s: %s, %v", what, source, v.Status.CloneStatus.State, err)
+			}
+		}
+	}
+}

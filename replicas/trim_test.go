@@ -1,0 +1,254 @@
+package replicas
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+const extentBlocks = 64 << 10
+
+// layersUse awaits that the layers of the world's disk take so many bytes, and no block more or less but those in which
+// the file system keeps the extents of their files.
+func (w *world) layersUse(what string, bytes int64) {
+	w.t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.After(20 * time.Second); ; {
+		sum := int64(0)
+		list, err := filepath.Glob(filepath.Join(w.dir, "disk", "layers", "*", "data"))
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		for _, f := range list {
+			var st syscall.Stat_t
+			if syscall.Stat(f, &st) == nil {
+				sum += st.Blocks * 512
+			}
+		}
+		if sum >= bytes && sum-bytes <= extentBlocks {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			w.t.Fatalf("%s: the layers take %d bytes, not %d", what, sum, bytes)
+		}
+	}
+}
+
+// TestTrimExact: what is discarded in the head comes back at once; what snapshots hold, to the block, when they are
+// deleted; what others hold below a branch stays.
+func TestTrimExact(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("exact", 64<<20)
+	w.create(attachment("exact"))
+	dev := w.attached("exact").Status.Device
+	dd := func(mib, count int) {
+		t.Helper()
+		w.sh("dd if=/dev/urandom of=" + dev + " bs=1M oflag=direct conv=notrunc status=none seek=" + strconv.Itoa(mib) +
+			" count=" + strconv.Itoa(count))
+	}
+	discard := func(off, n int) {
+		t.Helper()
+		w.sh("blkdiscard -o " + strconv.Itoa(off) + " -l " + strconv.Itoa(n) + " " + dev)
+	}
+	sum := func(from, mib int) string {
+		return w.sh("dd if=" + dev + " bs=1M iflag=direct status=none skip=" + strconv.Itoa(from) + " count=" +
+			strconv.Itoa(mib) + " | sha256sum")
+	}
+	dd(0, 16)
+	w.snapshot("exact", "s1")
+	dd(16, 8)
+	w.snapshot("exact", "s2")
+	dd(24, 4)
+	keep := sum(0, 4)
+	w.layersUse("before", 24<<20)
+	discard(4<<20, 20<<20) // of s1's 16 the upper 12, and all of s2's 8
+	w.layersUse("with the snapshots", 24<<20)
+	for _, name := range []string{"s2", "s1"} {
+		s := &api.Snapshot{ObjectMeta: named(name)}
+		w.remove(s)
+		gone(w, s, &api.SnapshotList{})
+	}
+	w.layersUse("without them", 8<<20) // 4 of s1's, and the 4 of the head, which was cut to merge
+	if sum(0, 4) != keep {
+		t.Error("what was kept differs")
+	}
+	if zero := sum(4, 20); zero != w.sh("head -c 20971520 /dev/zero | sha256sum") {
+		t.Error("what was discarded is not zero")
+	}
+
+	// What is discarded over what is left of them comes back, too, where it is much, or when it is asked for.
+	discard(3<<20, 1<<20)
+	if err := w.data.reclaim(w.ctx, w.data.session("exact"), false); err != nil {
+		t.Fatal(err)
+	}
+	w.layersUse("too little to be worth it", 8<<20)
+	if err := w.data.reclaim(w.ctx, w.data.session("exact"), true); err != nil {
+		t.Fatal(err)
+	}
+	w.layersUse("asked for", 7<<20)
+	keep = sum(0, 4)
+	dd(32, 1)
+	w.layersUse("in the head", 7<<20)
+
+	// Below a branch, what the others need stays.
+	s3 := w.snapshot("exact", "s3")
+	w.layersUse("again", 8<<20)
+	w.clone("exact-c", "snap://exact/s3", 64<<20)
+	discard(0, 64<<20)
+	w.remove(s3)
+	gone(w, s3, &api.SnapshotList{})
+	w.layersUse("a clone's", 8<<20)
+	w.create(attachment("exact-c"))
+	w.attached("exact-c")
+	if w.sh("dd if="+w.device("exact-c")+" bs=1M iflag=direct status=none count=4 | sha256sum") != keep {
+		t.Error("the clone differs")
+	}
+	w.detach("exact-c")
+	w.remove(volume("exact-c", 0))
+	gone(w, volume("exact-c", 0), &api.VolumeList{})
+	w.layersUse("without the clone", 0)
+	w.detach("exact")
+}
+
+// trims asks for a trim and waits for what became of it.
+func (w *world) trims(volume, id string) *api.TrimFact {
+	w.t.Helper()
+	v := &api.Volume{ObjectMeta: named(volume)}
+	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(v), v); err != nil {
+		w.t.Fatal(err)
+	}
+	base := v.DeepCopy()
+	v.Spec.Trim = id
+	if err := w.c.Patch(w.ctx, v, client.MergeFrom(base)); err != nil {
+		w.t.Fatal(err)
+	}
+	return w.volumeIs(volume, "trimmed", func(v *api.Volume) bool {
+		is := v.Status.Trimmed
+		return is != nil && is.ID == id && is.State != api.CloneInitiated
+	}).Status.Trimmed
+}
+
+// TestTrim: a mounted file system is trimmed when it is asked for, once; snapshots are deleted with it where the volume
+// or the setting wants that, down to a branch, and not those that are taken later.
+func TestTrim(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("trims", 256<<20)
+	if is := w.trims("trims", "early"); is.State != api.CloneFailed || !strings.Contains(is.Message, "not attached") {
+		t.Errorf("%+v", is)
+	}
+	w.create(attachment("trims"))
+	w.attached("trims")
+	if is := w.trims("trims", "block"); is.State != api.CloneFailed || !strings.Contains(is.Message, "not mounted") {
+		t.Errorf("%+v", is)
+	}
+	dir := filepath.Join(w.dir, "mnt")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	dev := w.device("trims")
+	w.sh("mkfs.ext4 -q -Enodiscard " + dev + " && mount " + dev + " " + dir)
+	t.Cleanup(func() { _ = syscall.Unmount(dir, syscall.MNT_DETACH) })
+	file := func(name string) {
+		t.Helper()
+		w.sh("head -c 33554432 /dev/urandom > " + dir + "/" + name + " && sync -f " + dir)
+	}
+	file("keep")
+	keep := w.sh("sha256sum < " + dir + "/keep")
+	file("one")
+	w.snapshot("trims", "s1")
+	w.clone("trims-c", "snap://trims/s1", 256<<20) // of it, no snapshot stands beside a
+	file("two")
+	w.snapshot("trims", "s2")
+	w.sh("rm " + dir + "/one " + dir + "/two && sync -f " + dir)
+	if is := w.trims("trims", "first"); is.State != api.CloneCompleted || is.Bytes < 64<<20 || len(is.Snapshots) > 0 {
+		t.Errorf("%+v", is)
+	}
+	w.ready("s1")
+	w.ready("s2")
+
+	w.create(&api.Setting{ObjectMeta: named(settingTrim), Value: "true"})
+	v := w.volumeState("trims", api.VolumeAttached)
+	base := v.DeepCopy()
+	v.Spec.UnmapMarkSnapChainRemoved = "disabled"
+	if err := w.c.Patch(w.ctx, v, client.MergeFrom(base)); err != nil {
+		t.Fatal(err)
+	}
+	if is := w.trims("trims", "second"); len(is.Snapshots) > 0 {
+		t.Errorf("the volume does not want that: %+v", is)
+	}
+	base = v.DeepCopy()
+	v.Spec.UnmapMarkSnapChainRemoved = "" // the setting's turn
+	if err := w.c.Patch(w.ctx, v, client.MergeFrom(base)); err != nil {
+		t.Fatal(err)
+	}
+	w.volumeIs("trims", "without a wish", func(v *api.Volume) bool { return v.Spec.UnmapMarkSnapChainRemoved == "" })
+	is := w.trims("trims", "third")
+	if is.State != api.CloneCompleted || !slices.Equal(is.Snapshots, []string{"s1", "s2"}) {
+		t.Errorf("%+v", is)
+	}
+	for _, name := range []string{"s1", "s2"} {
+		gone(w, &api.Snapshot{ObjectMeta: named(name)}, &api.SnapshotList{})
+	}
+	w.tells("trims", "SnapshotsRemoved", "s1")
+	w.snapshot("trims", "s3")
+	w.ready("s3")
+	if w.sh("sha256sum < "+dir+"/keep") != keep {
+		t.Error("what was kept differs")
+	}
+	w.sh("umount " + dir)
+	w.detach("trims")
+
+	// Not again with the next device, nor by the next process.
+	w.stopData()
+	w.startData()
+	w.create(attachment("trims"))
+	w.attached("trims")
+	w.ready("s3")
+	if now := w.volumeState("trims", api.VolumeAttached).Status.Trimmed; now == nil || now.ID != "third" {
+		t.Errorf("%+v", now)
+	}
+	w.detach("trims")
+}
+
+// TestTrimBranch: a snapshot that another one stands on as well is the end of what a trim deletes.
+func TestTrimBranch(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("trims", 16<<20)
+	for _, name := range []string{"s1", "s2", "s3"} {
+		w.snapshot("trims", name)
+	}
+	if is := w.revert("trims", "s2", "back"); is.State != api.CloneCompleted {
+		t.Fatalf("%+v", is)
+	}
+	w.snapshot("trims", "s4")
+	w.snapshot("trims", "s5")
+	w.create(attachment("trims"))
+	w.attached("trims")
+	list, err := w.data.chain(w.ctx, w.data.session("trims"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, k := range list {
+		names = append(names, k.Name)
+	}
+	if !slices.Equal(names, []string{"s5", "s4"}) {
+		t.Errorf("%v", names)
+	}
+	w.detach("trims")
+}

@@ -1,0 +1,302 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// A detached volume whose replicas are not all members is made whole by an engine without a device, on the node of its
+// first member. It is a claim like any other, and whoever wants the volume takes it over: an attach, a snapshot, a
+// removal on the same node has it ended first; an attach elsewhere waits for its end, which comes within a second.
+
+// Times of upkeep: how often is looked, how often the end of one is looked for, how long one may go on without anything
+// to copy, and when it is tried again after that.
+const (
+	upkeepEvery = 3 * time.Second
+	upkeepLook  = 200 * time.Millisecond
+	upkeepIdle  = 20 * time.Second
+	upkeepLater = time.Minute
+)
+
+// upkeep is what is known of it.
+type upkeep struct {
+	mu    sync.Mutex
+	runs  map[string]bool      // volumes that are being made whole
+	later map[string]time.Time // when one that could not be is tried again
+}
+
+func (u *upkeep) begin(volume string, most int) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.runs[volume] || len(u.runs) >= most || time.Now().Before(u.later[volume]) {
+		return false
+	}
+	if u.runs == nil {
+		u.runs, u.later = map[string]bool{}, map[string]time.Time{}
+	}
+	u.runs[volume] = true
+	return true
+}
+
+func (u *upkeep) end(volume string, again time.Duration) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	delete(u.runs, volume)
+	delete(u.later, volume)
+	if again > 0 {
+		u.later[volume] = time.Now().Add(again)
+	}
+}
+
+// keepsUp reports whether a volume is being made whole here.
+func (d *Data) keepsUp(volume string) bool {
+	d.upkeep.mu.Lock()
+	defer d.upkeep.mu.Unlock()
+	return d.upkeep.runs[volume]
+}
+
+// keepUp makes the detached volumes of this node whole, until ctx ends.
+func (d *Data) keepUp(ctx context.Context) error {
+	if d.peers == nil {
+		return nil
+	}
+	var all sync.WaitGroup
+	defer all.Wait()
+	return every(ctx, upkeepEvery, func() {
+		var list api.ReplicaList
+		if d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
+			return
+		}
+		for i := range list.Items {
+			volume, name := list.Items[i].Spec.Volume, list.Items[i].Name
+			if !d.wantsUpkeep(ctx, &list.Items[i]) || !d.upkeep.begin(volume, (&replicaLoop{d}).copiesAtOnce(ctx)) {
+				continue
+			}
+			all.Go(func() {
+				again, err := d.makeWhole(ctx, volume)
+				if err != nil && ctx.Err() == nil {
+					d.Log.Warn("a detached volume is not made whole yet", "volume", volume, "err", err)
+				}
+				d.upkeep.end(volume, again)
+				d.tellReplica(name)() // what was put off meanwhile
+			})
+		}
+	})
+}
+
+// wantsUpkeep reports whether r is the member that makes its volume whole.
+func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
+	var v api.Volume
+	if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
+		v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
+		return false
+	}
+	if v.Status.EngineNode != "" && v.Status.EngineNode != d.Node || d.session(v.Name) != nil || !d.detached(ctx, &v) {
+		return false
+	}
+	mine, lacks, err := d.lacking(ctx, &v)
+	if err != nil || lacks == 0 && v.Status.EngineNode == "" {
+		return false
+	}
+	for _, m := range mine { // the first whose node is there
+		if !slices.Contains(v.Status.Members, m.Name) {
+			continue
+		}
+		var n api.Node
+		if d.client.Get(ctx, client.ObjectKey{Name: m.Spec.Node}, &n) == nil &&
+			(m.Name == r.Name || time.Since(n.Status.Heartbeat.Time) < n.SilentAfter()) {
+			return m.Name == r.Name
+		}
+	}
+	return false
+}
+
+// detached reports whether nobody wants the volume attached, as far as the cache knows.
+func (d *Data) detached(ctx context.Context, v *api.Volume) bool {
+	for _, held := range d.Host.Held() {
+		if held.Key == string(v.Status.UID) {
+			return false
+		}
+	}
+	return apierrors.IsNotFound(d.client.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{}))
+}
+
+// lacking are the replicas of a volume, by name, and how many of them could be members and are not, or are damaged.
+func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, n int, err error) {
+	var list api.ReplicaList
+	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+		return nil, 0, err
+	}
+	for _, r := range list.Items {
+		if r.Spec.VolumeUID != v.Status.UID || r.Spec.From != nil && r.Spec.From.Whole {
+			continue
+		}
+		mine = append(mine, r)
+		hurt := wantsRepair(&r) && len(v.Status.Members) > 1
+		if !hurt && slices.Contains(v.Status.Members, r.Name) || r.DeletionTimestamp != nil || r.Spec.Leave ||
+			r.Status.Mode != api.ReplicaCurrent && r.Status.Mode != api.ReplicaStale {
+			continue
+		}
+		var node api.Node
+		if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Node}, &node) == nil &&
+			time.Since(node.Status.Heartbeat.Time) < node.SilentAfter() {
+			n++
+		}
+	}
+	slices.SortFunc(mine, func(a, b api.Replica) int {
+		if a.Name < b.Name {
+			return -1
+		}
+		return 1
+	})
+	return mine, n, nil
+}
+
+// makeWhole claims a detached volume and brings its replicas back until all are members, somebody else wants the
+// volume, or nothing comes of it; again is when it is to be tried again then.
+func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duration, err error) {
+	ctx, unlock := d.lockYielding(ctx, volume)
+	defer unlock()
+	l := &attachmentLoop{d}
+	var v api.Volume
+	if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+		return 0, client.IgnoreNotFound(err)
+	}
+	if v.Status.EngineNode == d.Node && d.session(volume) == nil && d.detached(ctx, &v) { // a dead process's
+		if err := d.giveBack(ctx, volume, v.Status.Epoch); err != nil {
+			return 0, err
+		}
+		v.Status.EngineNode = ""
+		return 0, nil
+	}
+	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil ||
+		!apierrors.IsNotFound(d.reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
+		return 0, nil
+	}
+	if !d.somebodyCame(ctx, &v) {
+		return 0, nil
+	}
+	list, err := l.look(ctx, &v)
+	if err != nil {
+		return upkeepLater, err
+	}
+	// A member that is not reached is not dropped for this: nobody writes.
+	take, err := choose(&v, list)
+	if err != nil || len(take) < len(list) {
+		return upkeepLater, err
+	}
+	b := blob{Volume: v.Name, VolumeUID: v.Status.UID}
+	size := take[0].info.Size
+	for _, f := range take {
+		b.Members = append(b.Members, f.spec)
+		size = min(size, f.info.Size)
+	}
+	v.Status.Epoch++
+	v.Status.EngineNode = d.Node
+	if err := d.client.Status().Update(ctx, &v); err != nil {
+		if apierrors.IsConflict(err) {
+			return 0, nil
+		}
+		return upkeepLater, fmt.Errorf("claim volume %s: %w", v.Name, err)
+	}
+	b.Epoch, b.Now = v.Status.Epoch, v.Status.Epoch
+	end := context.WithoutCancel(ctx)
+	s, err := d.openMany(ctx, b, size, true)
+	if err != nil {
+		return upkeepLater, errors.Join(err, d.giveBack(end, v.Name, b.Epoch))
+	}
+	d.mendOften(s)
+	d.Log.Info("a detached volume is being made whole", "volume", volume, "epoch", b.Epoch)
+	again = d.awaitWhole(ctx, s)
+	err = errors.Join(d.close(s), d.giveBack(end, volume, s.at()))
+	return again, err
+}
+
+// somebodyCame reports whether one of the replicas answers that a volume lacks, or one of its members is to leave it:
+// else a claim would only keep others waiting.
+func (d *Data) somebodyCame(ctx context.Context, v *api.Volume) bool {
+	mine, _, err := d.lacking(ctx, v)
+	if err != nil {
+		return false
+	}
+	loop, err := d.pick()
+	if err != nil {
+		return false
+	}
+	defer d.putBack(loop)
+	var all sync.WaitGroup
+	var came atomic.Bool
+	for i := range mine {
+		r := &mine[i]
+		switch is := slices.Contains(v.Status.Members, r.Name); {
+		case r.DeletionTimestamp != nil || !is && r.Spec.Leave:
+		case is && (r.Spec.Leave || wantsRepair(r)) || !is && r.Spec.Node == d.Node:
+			came.Store(true)
+		case !is:
+			all.Go(func() {
+				if d.knock(ctx, loop, r) == nil {
+					came.Store(true)
+				}
+			})
+		}
+	}
+	all.Wait()
+	return came.Load()
+}
+
+// awaitWhole returns when the session of a detached volume is to end.
+func (d *Data) awaitWhole(ctx context.Context, s *session) time.Duration {
+	idle := time.Now()
+	tick := time.NewTicker(upkeepLook)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return 0
+		}
+		var v api.Volume
+		if d.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID ||
+			!d.detached(ctx, &v) || s.fence.Load() != nil {
+			return 0
+		}
+		_, members, err := s.engine.Epoch(ctx)
+		if err != nil {
+			return 0
+		}
+		mine, _, err := d.lacking(ctx, &v)
+		if err != nil {
+			return 0
+		}
+		left := 0
+		for i := range mine {
+			is := slices.Contains(members, string(mine[i].Spec.UID))
+			r := &mine[i]
+			switch {
+			case r.DeletionTimestamp != nil:
+			case is == r.Spec.Leave: // to come, or to go
+				left++
+			case is && wantsRepair(r) && len(members) > 1 && !s.mates.repairs.wasTried(r.Spec.UID):
+				left++
+			}
+		}
+		switch {
+		case left == 0 && v.Status.Epoch >= s.at():
+			return 0
+		case len(s.rebuilding()) > 0:
+			idle = time.Now()
+		case time.Since(idle) > upkeepIdle:
+			return upkeepLater
+		}
+	}
+}

@@ -1,0 +1,62 @@
+package replicas
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// TestStaleAttachment: a node whose cache still has an attachment that is another node's by now does not take the volume
+// back. It was cut off, say, and heard of the end of its engine from the members first.
+func TestStaleAttachment(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.create(attachment("a"))
+	stale := w.attached("a")
+	w.detach("a")
+	l := &attachmentLoop{w.data}
+	claimed := func() int64 {
+		t.Helper()
+		var v api.Volume
+		if err := w.c.Get(w.ctx, client.ObjectKey{Name: "a"}, &v); err != nil {
+			t.Fatal(err)
+		}
+		return v.Status.Epoch
+	}
+	before := claimed()
+	try := func(what string) {
+		t.Helper()
+		if s, err := l.make(w.ctx, stale.DeepCopy()); s != nil || !api.Is(err, api.Busy) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if now := claimed(); now != before {
+			t.Errorf("%s: the volume is at epoch %d, was at %d", what, now, before)
+		}
+	}
+	try("detached")
+	elsewhere := attachment("a")
+	elsewhere.Spec.Node = "n2"
+	w.create(elsewhere)
+	try("attached elsewhere")
+	w.remove(elsewhere)
+	w.create(attachment("a"))
+	w.attached("a")
+}
+
+// TestNoFolder: a disk is not made in a folder that nobody made.
+func TestNoFolder(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "slip")
+	d := newDisks("test")
+	if _, err := d.open(t.Context(), path, "", true); !api.Is(err, api.NotFound) || !strings.Contains(err.Error(), path) {
+		t.Error(err)
+	}
+	if _, err := os.Stat(path); err == nil {
+		t.Error("the folder was made")
+	}
+}

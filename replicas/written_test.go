@@ -1,0 +1,79 @@
+package replicas
+
+import (
+	"slices"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/client-go/util/retry"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// written creates an object with exactly these fields, as kubectl does.
+func (w *world) written(kind, name string, spec map[string]any) {
+	w.t.Helper()
+	w.create(&unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": api.GroupVersion.String(), "kind": kind, "metadata": map[string]any{"name": name}, "spec": spec}})
+}
+
+// What cannot change can still be looked after where somebody wrote out what is empty.
+func TestEmptyFieldsWrittenOut(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	w.written("Attachment", "a", map[string]any{"volume": "a", "node": testNode, "readOnly": false})
+	w.attached("a")
+	w.written("Snapshot", "s1", map[string]any{"volume": "a", "createSnapshot": true, "labels": map[string]any{}})
+	w.ready("s1")
+	w.written("Snapshot", "nothing", map[string]any{"volume": "a", "createSnapshot": false})
+	none := &api.Snapshot{ObjectMeta: named("nothing")} // of a snapshot that is not there: it goes
+	gone(w, none, &api.SnapshotList{})
+	w.written("SnapshotGroup", "g", map[string]any{"volumes": []any{"a"}, "labels": map[string]any{}})
+	await(w, &api.SnapshotGroup{ObjectMeta: named("g")}, &api.SnapshotGroupList{}, "ready",
+		func(g *api.SnapshotGroup) bool { return g.Status.ReadyToUse })
+	for _, o := range []client.Object{&api.Snapshot{ObjectMeta: named("s1")}, &api.Attachment{ObjectMeta: named("a")}} {
+		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(o), o); err != nil {
+			t.Fatal(err)
+		}
+		switch o := o.(type) {
+		case *api.Snapshot:
+			o.Spec.Labels = map[string]string{"x": "y"}
+		case *api.Attachment:
+			o.Spec.ReadOnly = true
+		}
+		if err := w.c.Update(w.ctx, o); err == nil {
+			t.Errorf("%T %s could be changed", o, o.GetName())
+		}
+	}
+}
+
+// A label, a finalizer and an owner that somebody takes off a snapshot are there again a moment later.
+func TestSnapshotIsAdornedAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("a", 64<<20)
+	s := w.snapshot("a", "s1")
+	want := s.Labels[api.LabelVolume]
+	for what, spoil := range map[string]func(){
+		"label":     func() { s.Labels[api.LabelVolume] = "other" },
+		"finalizer": func() { s.Finalizers = nil },
+		"owner":     func() { s.OwnerReferences = nil },
+	} {
+		err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+			if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(s), s); err != nil {
+				return err
+			}
+			spoil()
+			return w.c.Update(w.ctx, s)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s = w.snapshotIs("s1", what, func(s *api.Snapshot) bool {
+			return s.Labels[api.LabelVolume] == want && slices.Contains(s.Finalizers, api.Finalizer) &&
+				len(s.OwnerReferences) == 1
+		})
+	}
+}

@@ -1,0 +1,100 @@
+package cluster
+
+import (
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// TestClonesElsewhere: a clone that may not be where its source is, or for which there is no room, is used at once on
+// another node, and moves there under load; its source, and the node of that, can go then.
+func TestClonesElsewhere(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
+	src := on(t, c, "src", nil, n1)
+	src.attach(n1)
+	src.works(500)
+	moment := src.load.Before()
+	c.command(t, "snapshot", "create", "src", "then")
+	src.load.After(moment)
+	src.works(200)
+
+	clone := func(name, from string, change func(*api.VolumeSpec)) {
+		t.Helper()
+		v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 1, DataSource: from}}
+		v.Name = name
+		change(&v.Spec)
+		began := time.Now()
+		must(t, c.Objects.Create(t.Context(), v))
+		awaitVolume(t, c, name, "made", func(v *api.Volume) bool { return len(v.Status.Members) > 0 })
+		t.Logf("%s: there after %v", name, time.Since(began))
+	}
+	device := func(name string, m *Machine) string {
+		t.Helper()
+		began := time.Now()
+		c.command(t, "volume", "attach", name, "--node", m.Name)
+		t.Logf("%s: attached on %s after %v", name, m.Name, time.Since(began))
+		var a api.Attachment
+		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: name}, &a))
+		return a.Status.Device
+	}
+	topology := func(s *api.VolumeSpec) { s.Nodes = []string{n2.Name} }
+
+	// The topology wants another node: it is read there before it is there, and it works while it moves.
+	clone("far", "snap://src/then", topology)
+	must(t, moment.Verify(device("far", n2)))
+	settled(t, c, "far", n2.Name)
+	must(t, moment.Verify(deviceOf(t, c, "far")))
+	c.command(t, "volume", "detach", "far")
+
+	// Used on the node of the source meanwhile.
+	clone("here", "snap://src/then", topology)
+	must(t, moment.Verify(device("here", n1)))
+	settled(t, c, "here", n2.Name)
+	must(t, moment.Verify(deviceOf(t, c, "here")))
+	c.command(t, "volume", "detach", "here")
+
+	// Nothing may be shared in the end.
+	clone("copy", "snap://src/then", func(s *api.VolumeSpec) { topology(s); s.CloneMode = api.CloneFull })
+	settled(t, c, "copy", n2.Name)
+
+	// No room where the source is, and two replicas.
+	var n api.Node
+	n.Name = n1.Name
+	edit(t, c, &n, func(n *api.Node) { n.Spec.Disks[0].ReservedBytes = 1 << 60 })
+	clone("room", "snap://src/then", func(s *api.VolumeSpec) { s.NumberOfReplicas = 2 })
+	c.command(t, "snapshot", "create", "room", "own") // of a clone on its way
+	settled(t, c, "room", n2.Name, n3.Name)
+
+	// The volume as it is now, which is deleted at once.
+	src.halt()
+	c.command(t, "volume", "detach", "src")
+	clone("last", "vol://src", topology)
+	c.command(t, "snapshot", "delete", "then")
+	c.command(t, "volume", "delete", "src")
+	settled(t, c, "last", n2.Name)
+	last := &loaded{t: t, c: c, name: "last", load: src.load}
+
+	must(t, n1.PowerOff())
+	for _, name := range []string{"far", "here", "copy", "room"} {
+		if err := moment.Verify(device(name, n2)); err != nil {
+			t.Errorf("volume %s: %v", name, err)
+		}
+		c.command(t, "volume", "detach", name)
+	}
+	c.command(t, "volume", "create", "of-own", "--from", "snap://room/own")
+	must(t, moment.Verify(device("of-own", n3)))
+	last.attach(n3)
+	last.works(50)
+	last.halt()
+}
+
+func deviceOf(t *testing.T, c *Cluster, volume string) string {
+	t.Helper()
+	var a api.Attachment
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: volume}, &a))
+	return a.Status.Device
+}

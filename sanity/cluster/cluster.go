@@ -1,0 +1,324 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	kruntime "k8s.io/apimachinery/pkg/runtime"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// Options say what cluster is wanted.
+type Options struct {
+	Binary string // the program
+	Nodes  int    // machines with the roles node and data; 0: 3
+	// Disks of each node; none: one folder.
+	Disks []Disk
+	// AllRoles gives the control machine the roles of a node too, with a folder for a disk.
+	AllRoles bool
+	// Controllers is how many machines have the controller role beside the one with the API server; they stand for
+	// election.
+	Controllers int
+	// Settings of Drover. Without its own, a cluster takes any disk however full it is.
+	Settings map[string]string
+	// Heartbeat of the nodes, that count as lost after four times that; 0: what the program has.
+	Heartbeat time.Duration
+	// Args of every `serve` besides those that the cluster needs.
+	Args []string
+	Log  io.Writer // nil: none
+}
+
+// Disk is one disk of a node.
+type Disk struct {
+	Size int64  // of a file system of its own; 0: a folder of the machine
+	FS   string // ext4 (default) or xfs
+	Tags []string
+}
+
+// Cluster is a control machine with the API server and the controller, and nodes.
+type Cluster struct {
+	Dir     string
+	Control *Machine
+	Nodes   []*Machine
+	Others  []*Machine // further controllers
+	Net     *Network
+	Objects client.WithWatch
+	// Kubeconfig is good on this machine, for kubectl and the program's commands.
+	Kubeconfig string
+
+	opts   Options
+	lock   *os.File
+	subnet net.IP
+	births chan func() // done on a thread that lives as long as the cluster
+	wg     sync.WaitGroup
+}
+
+// prefix of the folders of all clusters.
+const prefix = "drover-c-"
+
+// Start makes a cluster and returns when all of it is ready.
+func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("a cluster has networks, mounts and devices of its own: run this as root")
+	}
+	if o.Nodes == 0 {
+		o.Nodes = 3
+	}
+	if len(o.Disks) == 0 {
+		o.Disks = []Disk{{}}
+	}
+	if o.Log == nil {
+		o.Log = io.Discard
+	}
+	c := &Cluster{opts: o, Net: newNetwork(), births: make(chan func())}
+	if err := c.begin(); err != nil {
+		return nil, err
+	}
+	c.wg.Add(1)
+	go func() {
+		defer c.wg.Done()
+		runtime.LockOSThread() // and never unlocked: the thread must do nothing else, and end with this
+		for f := range c.births {
+			f()
+		}
+	}()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, c.Close())
+		}
+	}()
+	if err := c.connectOwner(); err != nil {
+		return nil, err
+	}
+	return c, c.bringUp(ctx)
+}
+
+// beginning keeps a cluster that is being made from others that are made by this process: from being swept up by them,
+// and from their networks.
+var beginning sync.Mutex
+
+// begin makes the cluster's folder.
+func (c *Cluster) begin() (err error) {
+	beginning.Lock()
+	defer beginning.Unlock()
+	Sweep(c.opts.Log)
+	if c.Dir, err = os.MkdirTemp("", prefix); err == nil {
+		c.lock, err = lockDir(c.Dir)
+	}
+	return err
+}
+
+// connectOwner finds a network. A card has the mask of its class for a moment, which is half of what there is.
+func (c *Cluster) connectOwner() (err error) {
+	beginning.Lock()
+	defer beginning.Unlock()
+	if c.subnet, err = freeSubnet(); err != nil {
+		return err
+	}
+	return c.plugOwner()
+}
+
+// plugOwner gives this process an address in the cluster's network.
+func (c *Cluster) plugOwner() error {
+	name := "dr" + strings.TrimPrefix(filepath.Base(c.Dir), prefix)
+	fd, err := newTap(name[:min(len(name), unix.IFNAMSIZ-1)], c.address(254), [4]byte{255, 255, 255, 0})
+	if err != nil {
+		return err
+	}
+	c.Net.plug("", fd)
+	return nil
+}
+
+func (c *Cluster) address(host byte) [4]byte {
+	return [4]byte{c.subnet[0], c.subnet[1], c.subnet[2], host}
+}
+
+// OwnerIP is this process's address in the cluster's network.
+func (c *Cluster) OwnerIP() string {
+	a := c.address(254)
+	return net.IP(a[:]).String()
+}
+
+func (c *Cluster) bringUp(ctx context.Context) (err error) {
+	if c.Control, err = c.machine("control", 1); err != nil {
+		return err
+	}
+	args := []string{"--roles", "controller", "--api-listen", c.Control.IP + ":6443"}
+	if c.opts.AllRoles {
+		if err := c.Control.addDisk(Disk{}); err != nil {
+			return err
+		}
+		args = []string{"--api-listen", c.Control.IP + ":6443", "--disk", c.Control.Disks[0].Path}
+	}
+	if err := c.Control.Serve(ctx, args...); err != nil {
+		return err
+	}
+	c.Kubeconfig = filepath.Join(c.Control.Dir, "state", "kubeconfig")
+	if err := c.connect(); err != nil {
+		return err
+	}
+	settings := map[string]string{"storage-minimal-available-percentage": "0",
+		"storage-over-provisioning-percentage": "100000", "allow-private-image-sources": "true"}
+	for k, v := range c.opts.Settings {
+		settings[k] = v
+	}
+	for k, v := range settings {
+		if err := c.Set(ctx, k, v); err != nil {
+			return err
+		}
+	}
+	for i := range c.opts.Controllers {
+		m, err := c.machine(fmt.Sprintf("control-%d", i+2), byte(100+i))
+		if err != nil {
+			return err
+		}
+		c.Others = append(c.Others, m)
+		if err := m.Serve(ctx, "--roles", "controller", "--kubeconfig", c.join()); err != nil {
+			return err
+		}
+	}
+	for i := range c.opts.Nodes {
+		m, err := c.machine(fmt.Sprintf("node-%d", i+1), byte(11+i))
+		if err != nil {
+			return err
+		}
+		c.Nodes = append(c.Nodes, m)
+		for _, d := range c.opts.Disks {
+			if err := m.addDisk(d); err != nil {
+				return err
+			}
+		}
+	}
+	errs := make([]error, len(c.Nodes))
+	var all sync.WaitGroup
+	for i, m := range c.Nodes {
+		all.Add(1)
+		go func() {
+			defer all.Done()
+			errs[i] = c.ServeNode(ctx, m)
+		}()
+	}
+	all.Wait()
+	return errors.Join(errs...)
+}
+
+// join is the kubeconfig for other machines than the control machine.
+func (c *Cluster) join() string { return filepath.Join(c.Control.Dir, "state", "join.kubeconfig") }
+
+// ServeNode runs the program on a node and waits until its disks are ready.
+func (c *Cluster) ServeNode(ctx context.Context, m *Machine) error {
+	args := []string{"--roles", "node,data", "--kubeconfig", c.join()}
+	if c.opts.Heartbeat > 0 {
+		args = append(args, "--heartbeat", c.opts.Heartbeat.String())
+	}
+	for _, d := range m.Disks {
+		args = append(args, "--disk", strings.Join(append([]string{d.Path}, d.Tags...), ","))
+	}
+	if err := m.Serve(ctx, args...); err != nil {
+		return err
+	}
+	if c.Objects == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, readyTime)
+	defer cancel()
+	_, err := await.Until(ctx, c.Objects, m.Name, func(n *api.Node) (bool, error) {
+		ready := 0
+		for _, d := range n.Status.Disks {
+			if d.Ready {
+				ready++
+			}
+		}
+		return ready >= len(m.Disks), nil
+	})
+	if err != nil {
+		return fmt.Errorf("the disks of %s are not ready: %w\n%s", m.Name, err, m.LogTail())
+	}
+	return nil
+}
+
+// connect makes the client of the owner.
+func (c *Cluster) connect() error {
+	cfg, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	if err != nil {
+		return err
+	}
+	cfg.QPS = -1
+	s := kruntime.NewScheme()
+	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
+		return err
+	}
+	c.Objects, err = client.NewWithWatch(cfg, client.Options{Scheme: s})
+	return err
+}
+
+// Set changes a setting of Drover.
+func (c *Cluster) Set(ctx context.Context, name, value string) error {
+	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
+	err := c.Objects.Create(ctx, s)
+	if apierrors.IsAlreadyExists(err) {
+		if err = c.Objects.Get(ctx, client.ObjectKeyFromObject(s), s); err == nil {
+			s.Value = value
+			err = c.Objects.Update(ctx, s)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("setting %s: %w", name, err)
+	}
+	return nil
+}
+
+// Machines are all of them, the control machine first.
+func (c *Cluster) Machines() []*Machine {
+	var all []*Machine
+	if c.Control != nil {
+		all = append(all, c.Control)
+	}
+	return append(append(all, c.Others...), c.Nodes...)
+}
+
+// Close stops everything, as if all machines lost their power, and removes what there is of the cluster.
+func (c *Cluster) Close() error {
+	var errs []error
+	for _, m := range c.Machines() {
+		errs = append(errs, m.PowerOff())
+	}
+	c.Net.close()
+	close(c.births)
+	c.wg.Wait()
+	errs = append(errs, remove(c.Dir), c.lock.Close())
+	return errors.Join(errs...)
+}
+
+// lockDir marks a cluster's folder as one that lives, and tells whether it does.
+func lockDir(dir string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, "alive"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
+// readyTime is longer than a machine takes to be ready, on a busy computer.
+const readyTime = 90 * time.Second

@@ -1,0 +1,344 @@
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+var program string
+
+func TestMain(m *testing.M) {
+	Init()
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	ctrllog.SetLogger(logr.Discard())
+	slog.SetDefault(slog.New(slog.DiscardHandler))
+	flag.Parse()
+	set := false
+	flag.Visit(func(f *flag.Flag) { set = set || f.Name == "test.parallel" })
+	if !set { // they mostly wait
+		_ = flag.Set("test.parallel", strconv.Itoa(together))
+	}
+	os.Exit(run(m))
+}
+
+// together is how many clusters run at a time.
+const together = 3
+
+// run builds the program once for all tests.
+func run(m *testing.M) int {
+	program = os.Getenv("DROVER_BINARY")
+	if program == "" {
+		dir, err := os.MkdirTemp("", "drover-program-")
+		if err == nil {
+			defer os.RemoveAll(dir)
+			program = filepath.Join(dir, "drover")
+			var out []byte
+			if out, err = exec.Command("go", "build", "-o", program, "../..").CombinedOutput(); err != nil {
+				err = fmt.Errorf("%w: %s", err, out)
+			}
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "build:", err)
+			return 1
+		}
+	}
+	return m.Run()
+}
+
+// start makes a cluster for a test that may run beside others.
+func start(t *testing.T, o Options) *Cluster {
+	t.Helper()
+	t.Parallel()
+	return startAlone(t, o)
+}
+
+// startAlone is start for a test that says how long something takes.
+func startAlone(t *testing.T, o Options) *Cluster {
+	t.Helper()
+	o.Binary, o.Heartbeat = program, 3*time.Second
+	c, err := Start(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, m := range c.Machines() {
+				t.Log(m.LogTail())
+			}
+		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// command runs the program's command line against the cluster.
+func (c *Cluster) command(t *testing.T, args ...string) string {
+	t.Helper()
+	args = append(args, "--kubeconfig", c.Kubeconfig, "--timeout", "60s")
+	out, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("drover %s: %v: %s", strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}
+
+func soon(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), readyTime)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func nodeReady(n *api.Node) (bool, error) {
+	return len(n.Status.Disks) > 0 && n.Status.Disks[0].Ready, nil
+}
+
+// TestMachines: the machines are apart, and what breaks them does.
+func TestMachines(t *testing.T) {
+	c := start(t, Options{Nodes: 2, Controllers: 1, Disks: []Disk{{}, {Size: 64 << 20}}})
+	one, two := c.Nodes[0], c.Nodes[1]
+	for _, m := range c.Nodes {
+		n, err := await.Until(soon(t), c.Objects, m.Name, nodeReady)
+		must(t, err)
+		if len(n.Status.Addresses) != 1 || n.Status.Addresses[0] != m.IP {
+			t.Errorf("%s has the addresses %v", m.Name, n.Status.Addresses)
+		}
+		if len(m.Pids("serve")) != 1 || len(m.Pids("data")) != 1 || len(m.Pids("hold")) != 1 {
+			t.Errorf("%s runs %v, %v, %v", m.Name, m.Pids("serve"), m.Pids("data"), m.Pids("hold"))
+		}
+		_, err = await.Until(soon(t), c.Objects, m.Name, func(n *api.Node) (bool, error) {
+			return len(n.Status.Disks) == 2 && n.Status.Disks[1].Ready, nil
+		})
+		must(t, err)
+	}
+	metrics := func(m *Machine) error {
+		conn, err := net.DialTimeout("tcp", m.IP+":9100", 2*time.Second)
+		if err == nil {
+			err = conn.Close()
+		}
+		return err
+	}
+	must(t, metrics(one))
+	owner := &Machine{}
+	c.Net.Between(one, owner, Link{Cut: true})
+	if err := metrics(one); err == nil {
+		t.Error("a machine that is cut off answers")
+	}
+	c.Net.Between(one, owner, Link{Delay: 300 * time.Millisecond})
+	began := time.Now()
+	must(t, metrics(one))
+	if d := time.Since(began); d < 500*time.Millisecond {
+		t.Errorf("with 300 ms each way a connection took %v", d)
+	}
+	c.Net.Heal()
+
+	// A volume on a node; its device is served through kills and a change of the controller.
+	c.command(t, "volume", "create", "v", "--size", "64Mi")
+	var v api.Volume
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &v))
+	var r api.Replica
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: v.Status.Members[0]}, &r))
+	c.command(t, "volume", "attach", "v", "--node", r.Spec.Node)
+	at, other := one, two
+	if r.Spec.Node == two.Name {
+		at, other = two, one
+	}
+	var a api.Attachment
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
+	write := func(what string) {
+		t.Helper()
+		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|os.O_SYNC, 0)
+		must(t, err)
+		_, err = f.WriteAt([]byte(what), 0)
+		must(t, errors.Join(err, f.Close()))
+	}
+	write("one")
+	must(t, at.Kill("data"))
+	write("two")
+	must(t, at.Kill("serve"))
+	at.Gone()
+	must(t, at.Serve(t.Context()))
+	write("three")
+	must(t, other.PowerOff())
+	must(t, other.PowerOn())
+	must(t, other.Serve(t.Context()))
+
+	// The API server goes: what is attached is served; then it comes back, and the other controller can be elected.
+	must(t, c.Control.Kill("serve"))
+	c.Control.Gone()
+	write("four")
+	must(t, at.Kill("data"))
+	write("five")
+	must(t, c.Control.Serve(t.Context()))
+	must(t, c.connect())
+	c.command(t, "volume", "create", "w", "--size", "64Mi")
+	c.command(t, "volume", "detach", "v")
+
+	small := c.Nodes[0].Disks[1]
+	must(t, small.Fill())
+	if err := os.WriteFile(small.View("x"), make([]byte, 8192), 0o600); err == nil {
+		t.Error("a disk that was filled has room")
+	}
+	must(t, small.Free())
+	must(t, small.Remove())
+	_, err := await.Until(soon(t), c.Objects, c.Nodes[0].Name, func(n *api.Node) (bool, error) {
+		return !n.Status.Disks[1].Ready, nil
+	})
+	must(t, err)
+	must(t, small.Return())
+	_, err = await.Until(soon(t), c.Objects, c.Nodes[0].Name, func(n *api.Node) (bool, error) {
+		return n.Status.Disks[1].Ready, nil
+	})
+	must(t, err)
+	must(t, small.ReadOnly())
+	if err := os.WriteFile(small.View("x"), []byte("x"), 0o600); err == nil {
+		t.Error("a read-only disk can be written")
+	}
+}
+
+// TestImagesTravel: an image comes to the disk of another node from the one that has it; the source is asked once. A
+// node's death leaves as many copies as the image wants.
+func TestImagesTravel(t *testing.T) {
+	content := make([]byte, 48<<20)
+	for i := range content { // neither holes nor the same everywhere
+		content[i] = byte(i>>12) ^ byte(i*7)
+	}
+	var asked atomic.Int64
+	var gone atomic.Bool
+	c := start(t, Options{Nodes: 3})
+	ln, err := net.Listen("tcp", c.OwnerIP()+":0")
+	must(t, err)
+	src := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet {
+			asked.Add(1)
+		}
+		if gone.Load() {
+			http.Error(w, "it is gone", http.StatusNotFound)
+			return
+		}
+		http.ServeContent(w, r, "golden.img", time.Time{}, bytes.NewReader(content))
+	}))
+	src.Listener = ln
+	src.Start()
+	defer src.Close()
+	c.command(t, "image", "import", src.URL+"/golden.img", "--name", "golden")
+	first := asked.Load()
+	img := ready(t, c, "golden", 1)
+	origin := img.Status.Copies[0].Node
+
+	edit(t, c, img, func(img *api.BackingImage) { img.Spec.MinNumberOfCopies = 2 })
+	ready(t, c, "golden", 2)
+
+	// A volume where no copy is brings one along.
+	bare := ""
+	img = ready(t, c, "golden", 2)
+	for _, m := range c.Nodes {
+		if !slices.ContainsFunc(img.Status.Copies, func(s api.ImageCopySummary) bool { return s.Node == m.Name }) {
+			bare = m.Name
+		}
+	}
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, BackingImage: "golden", Nodes: []string{bare}}}
+	v.Name = "there"
+	must(t, c.Objects.Create(t.Context(), v))
+	_, err = await.Until(soon(t), c.Objects, "there", func(v *api.Volume) (bool, error) {
+		return len(v.Status.Members) == 1, nil
+	})
+	must(t, err)
+	ready(t, c, "golden", 3)
+	c.command(t, "volume", "attach", "there", "--node", bare)
+	var a api.Attachment
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "there"}, &a))
+	got := make([]byte, len(content))
+	dev, err := os.Open(a.Status.Device)
+	must(t, err)
+	_, err = io.ReadFull(dev, got)
+	must(t, errors.Join(err, dev.Close()))
+	if !bytes.Equal(got, content) {
+		t.Error("the volume does not read what the image holds")
+	}
+	c.command(t, "volume", "detach", "there")
+	if n := asked.Load(); n != first {
+		t.Errorf("the source was asked %d times more", n-first)
+	}
+
+	// The origin dies, for good: those who are left have enough, and a damaged copy is taken anew from the other one.
+	var left *Machine
+	for _, m := range c.Nodes {
+		switch m.Name {
+		case origin:
+			must(t, m.PowerOff())
+		case bare:
+		default:
+			left = m
+		}
+	}
+	gone.Store(true) // the source, too: it is asked where the dead node is still believed to have a copy
+	n, err := left.Disks[0].Corrupt("layers/*/data", 4<<20, 512)
+	must(t, err)
+	if n == 0 {
+		t.Fatal("no layer to corrupt")
+	}
+	c.command(t, "image", "verify", "golden", "--background")
+	whole := func() bool {
+		files, _ := filepath.Glob(left.Disks[0].View("layers/*/data"))
+		if len(files) != 1 {
+			return false
+		}
+		got, err := os.ReadFile(files[0])
+		return err == nil && bytes.Equal(got[:len(content)], content)
+	}
+	_, err = await.Until(soon(t), c.Objects, "golden", func(i *api.BackingImage) (bool, error) {
+		at := slices.IndexFunc(i.Status.Copies, func(s api.ImageCopySummary) bool { return s.Node == left.Name })
+		return at >= 0 && i.Status.Copies[at].State == api.ImageReady && whole(), nil
+	})
+	if err != nil {
+		t.Fatalf("the damaged copy is not mended: %v", err)
+	}
+}
+
+// ready waits until an image has as many copies.
+func ready(t *testing.T, c *Cluster, image string, copies int32) *api.BackingImage {
+	t.Helper()
+	i, err := await.Until(soon(t), c.Objects, image, func(i *api.BackingImage) (bool, error) {
+		return i.Status.State == api.ImageReady && i.Status.ReadyCopies >= copies, nil
+	})
+	if err != nil {
+		t.Fatalf("image %s: %v", image, err)
+	}
+	return i
+}

@@ -1,0 +1,294 @@
+package cluster
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"drover.io/drover/api"
+)
+
+// TestDamagedFiles: whatever becomes of the files of one replica of three, the volume is attached and whole again, and
+// its data is right on every node. It is used on the replica's node, or on another.
+func TestDamagedFiles(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	l := newLoaded(t, c, "v", 64<<20, 3)
+	l.attach(n1)
+	l.works(1000)
+	awaitVolume(t, c, "v", "healthy", whole)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	heads := func(dir string) []string {
+		files, err := filepath.Glob(filepath.Join(dir, "*.data"))
+		must(t, err)
+		if len(files) == 0 {
+			t.Fatalf("no head in %s", dir)
+		}
+		return files
+	}
+	remove := func(name string) func(dir string) {
+		return func(dir string) { must(t, os.Remove(filepath.Join(dir, name))) }
+	}
+	for _, x := range []struct {
+		name  string
+		on    *Machine
+		spoil func(dir string)
+	}{
+		{"record-gone", n2, remove("stack.json")},
+		{"record-gone-here", n1, remove("stack.json")},
+		{"record-empty", n2, func(dir string) { must(t, os.Truncate(filepath.Join(dir, "stack.json"), 0)) }},
+		{"record-empty-here", n1, func(dir string) { must(t, os.Truncate(filepath.Join(dir, "stack.json"), 0)) }},
+		{"head-gone", n2, func(dir string) {
+			for _, f := range heads(dir) {
+				must(t, os.Remove(f))
+			}
+		}},
+		{"head-short-here", n1, func(dir string) {
+			for _, f := range heads(dir) {
+				must(t, os.Truncate(f, 4096))
+			}
+		}},
+		{"zeros-gone", n2, func(dir string) {
+			for _, f := range heads(dir) {
+				must(t, os.Remove(strings.TrimSuffix(f, ".data")+".zero"))
+			}
+		}},
+		{"intents-gone", n2, remove("intents")},
+		{"intents-damaged", n2, func(dir string) {
+			must(t, os.WriteFile(filepath.Join(dir, "intents"), make([]byte, 8192), 0o600))
+		}},
+		{"all-gone", n2, func(dir string) { must(t, os.RemoveAll(dir)) }},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			l.t = t
+			r := replicasOf(t, c, "v")[x.on.Name]
+			x.spoil(x.on.Disks[0].View("replicas", string(r.Spec.UID)))
+
+			l.attach(n1)
+			l.works(100)
+			awaitVolume(t, c, "v", "healthy again", whole)
+			l.works(100)
+			l.halt()
+			c.command(t, "volume", "detach", "v")
+			l.attach(x.on) // what is read is its own
+			l.works(100)
+			l.halt()
+			c.command(t, "volume", "detach", "v")
+			if now := replicasOf(t, c, "v")[x.on.Name]; now.Name != r.Name {
+				t.Logf("%s took the place of %s", now.Name, r.Name)
+			}
+		})
+	}
+	l.t = t
+	for _, m := range c.Nodes {
+		l.attach(m)
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}
+
+// TestDamagedWhileUsed: the files of a replica go while its volume works, and its node's data process is killed: the
+// volume goes on with the others, and another replica takes its place.
+func TestDamagedWhileUsed(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	l := newLoaded(t, c, "v", 64<<20, 3)
+	l.attach(c.Nodes[0])
+	awaitVolume(t, c, "v", "healthy", whole)
+	for _, m := range []*Machine{c.Nodes[1], c.Nodes[0]} { // the last is the engine's own
+		l.works(100)
+		r := replicasOf(t, c, "v")[m.Name]
+		must(t, os.RemoveAll(m.Disks[0].View("replicas", string(r.Spec.UID))))
+		l.works(100)
+		must(t, m.Kill("data"))
+		l.works(100)
+		eventually(t, "another replica takes the place of "+r.Name, func() bool {
+			now, is := replicasOf(t, c, "v")[m.Name]
+			return is && now.Name != r.Name
+		})
+		awaitVolume(t, c, "v", "healthy again", whole)
+	}
+	l.works(100)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	for _, m := range c.Nodes {
+		l.attach(m)
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}
+
+// TestDamagedData: bytes of sealed layers change on one replica's disk. Reads are answered by another replica, nobody is
+// dropped, and the layers are made what they were, whoever finds it: a read or a scrub, attached or not. Where nothing
+// tells what they were another replica takes the place.
+func TestDamagedData(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	l := newLoaded(t, c, "v", 32<<20, 3)
+	l.attach(n1)
+	l.works(3000)
+	awaitVolume(t, c, "v", "healthy", whole)
+	c.command(t, "snapshot", "create", "v", "s1")
+	l.works(100)
+	c.command(t, "snapshot", "create", "v", "s2")
+	l.works(100)
+	l.halt()
+	layers := func(m *Machine) []string { return layersOf(t, c, "v", m) }
+	spoil := func(dir string, holes bool) []byte { return spoilLayer(t, dir, holes) }
+	repaired := func(m *Machine, dir string, right []byte) { awaitRepaired(t, c, "v", m, dir, right) }
+	epoch := awaitVolume(t, c, "v", "healthy", whole).Status.Epoch
+	was := replicasOf(t, c, "v")
+
+	// Found by reads on the engine's own node; those of the load are all right.
+	dir := layers(n1)[0]
+	right := spoil(dir, false)
+	must(t, l.load.Verify(l.device, false))
+	repaired(n1, dir, right)
+	// By a scrub, on another node.
+	dir = layers(n2)[0]
+	right = spoil(dir, true)
+	c.scrub(t, "v")
+	repaired(n2, dir, right)
+	if v := awaitVolume(t, c, "v", "healthy", whole); v.Status.Epoch != epoch {
+		t.Errorf("the members changed meanwhile: epoch %d became %d", epoch, v.Status.Epoch)
+	}
+	// By a scrub while nobody uses it.
+	c.command(t, "volume", "detach", "v")
+	for _, m := range []*Machine{n2, n1} {
+		dir = layers(m)[1]
+		right = spoil(dir, true)
+		c.scrub(t, "v")
+		repaired(m, dir, right)
+	}
+	for node, r := range replicasOf(t, c, "v") {
+		if was[node].Name != r.Name {
+			t.Errorf("%s took the place of %s", r.Name, was[node].Name)
+		}
+	}
+	awaitVolume(t, c, "v", "intact", func(v *api.Volume) bool {
+		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionIntact)
+	})
+
+	// Nothing tells what was there.
+	l.attach(n1)
+	dir = layers(n2)[0]
+	spoil(dir, true)
+	must(t, corrupt(filepath.Join(dir, "sums"), 100, 8))
+	c.scrub(t, "v")
+	awaitVolume(t, c, "v", "healthy without "+was[n2.Name].Name, func(v *api.Volume) bool {
+		return whole(v) && !slices.Contains(v.Status.Members, was[n2.Name].Name)
+	})
+	l.works(100)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	for _, m := range c.Nodes {
+		l.attach(m)
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}
+
+// scrub has a volume compared with its digests. What it finds others repair, perhaps before it is told.
+func (c *Cluster) scrub(t *testing.T, volume string) {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), program, "volume", "scrub", volume, "--kubeconfig", c.Kubeconfig,
+		"--timeout", "60s").CombinedOutput()
+	if err != nil && !strings.Contains(string(out), "is damaged") {
+		t.Errorf("scrub of volume %s: %v: %s", volume, err, out)
+	}
+}
+
+// TestDamagedSurvivor: the only member that is left is damaged where the one that comes back has it right. It is repaired
+// from that one, which could not be made equal to it otherwise.
+func TestDamagedSurvivor(t *testing.T) {
+	c := start(t, Options{Nodes: 2})
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	l := newLoaded(t, c, "v", 32<<20, 2)
+	both := func(v *api.Volume) bool {
+		return v.Status.Robustness == api.RobustHealthy && len(v.Status.Members) == 2
+	}
+	l.attach(n1)
+	l.works(3000)
+	awaitVolume(t, c, "v", "healthy", both)
+	c.command(t, "snapshot", "create", "v", "s1")
+	l.works(100)
+	dir := layersOf(t, c, "v", n1)[0]
+	layersOf(t, c, "v", n2)
+	must(t, n2.PowerOff())
+	l.works(100)
+	awaitVolume(t, c, "v", "alone", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
+	l.works(100)
+	l.stop()
+	must(t, <-l.ended)
+	was := replicasOf(t, c, "v")
+	right := spoilLayer(t, dir, false)
+	if err := l.load.Verify(l.device, false); err == nil {
+		t.Fatal("what is damaged can be read")
+	}
+	must(t, n2.PowerOn())
+	must(t, n2.Serve(t.Context()))
+	awaitRepaired(t, c, "v", n1, dir, right)
+	awaitVolume(t, c, "v", "healthy again", both)
+	if now := replicasOf(t, c, "v"); now[n1.Name].Name != was[n1.Name].Name || now[n2.Name].Name != was[n2.Name].Name {
+		t.Errorf("others took the place of the replicas: %v, then %v", was, now)
+	}
+	must(t, l.load.Verify(l.device, false))
+	c.command(t, "volume", "detach", "v")
+	l.attach(n2)
+	l.halt()
+}
+
+// layersOf are the folders of the layers of a volume's snapshots on a machine, once they have digests.
+func layersOf(t *testing.T, c *Cluster, volume string, m *Machine) (dirs []string) {
+	t.Helper()
+	var stack struct {
+		Body struct{ Snapshots []struct{ Layer string } }
+	}
+	b, err := os.ReadFile(m.Disks[0].View("replicas", string(replicasOf(t, c, volume)[m.Name].Spec.UID), "stack.json"))
+	must(t, errors.Join(err, json.Unmarshal(b, &stack)))
+	for _, s := range stack.Body.Snapshots {
+		dir := m.Disks[0].View("layers", s.Layer)
+		eventually(t, "a layer of "+m.Name+" has digests", func() bool {
+			_, err := os.Stat(filepath.Join(dir, "layer.json"))
+			return err == nil
+		})
+		dirs = append(dirs, dir)
+	}
+	return dirs
+}
+
+// spoilLayer changes bytes in blocks that a layer holds, holes: and where it holds nothing, too.
+func spoilLayer(t *testing.T, dir string, holes bool) (right []byte) {
+	t.Helper()
+	name := filepath.Join(dir, "data")
+	right, err := os.ReadFile(name)
+	must(t, err)
+	for at, n := int64(1<<20), 0; n < 16; at += 4096 {
+		if right[at] != 0 {
+			must(t, corrupt(name, at+40, 4000))
+			n++
+		}
+	}
+	if holes { // something may be where there was nothing
+		must(t, corrupt(name, 10<<20, 16<<10))
+	}
+	return right
+}
+
+// awaitRepaired waits until a layer is what it was, and nothing is told of damage any more.
+func awaitRepaired(t *testing.T, c *Cluster, volume string, m *Machine, dir string, right []byte) {
+	t.Helper()
+	eventually(t, "the layer on "+m.Name+" is what it was", func() bool {
+		now, err := os.ReadFile(filepath.Join(dir, "data"))
+		return err == nil && bytes.Equal(now, right)
+	})
+	eventually(t, "the API says so", func() bool { return len(replicasOf(t, c, volume)[m.Name].Status.Damage) == 0 })
+}

@@ -1,0 +1,49 @@
+package cluster
+
+import (
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+// TestDiskErrors: disks fail under a volume that works, one on another node and then the engine's own: every request of
+// theirs ends with an error, or their file system takes no more writes. No I/O of the volume fails, it can be detached,
+// and the replicas come back with their disks.
+func TestDiskErrors(t *testing.T) {
+	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 1 << 30}}})
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	l := newLoaded(t, c, "v", 64<<20, 3)
+	for _, x := range []struct {
+		name  string
+		fails func(*MachineDisk) error
+	}{
+		{"errors", (*MachineDisk).loseUnsynced},
+		{"read-only", (*MachineDisk).ReadOnly},
+	} {
+		l.attach(n1)
+		l.works(100)
+		awaitVolume(t, c, "v", "healthy", whole)
+		l.works(100)
+		for i, m := range []*Machine{n2, n1} {
+			must(t, x.fails(m.Disks[0]))
+			awaitVolume(t, c, "v", x.name+": smaller", func(v *api.Volume) bool {
+				return len(v.Status.Members) == 2-i && v.Status.Robustness != api.RobustHealthy
+			})
+			l.works(100)
+		}
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+		for _, m := range []*Machine{n2, n1} {
+			must(t, m.PowerOff())
+			must(t, m.PowerOn())
+			must(t, m.Serve(t.Context()))
+		}
+		awaitVolume(t, c, "v", x.name+": whole again", whole)
+		for _, m := range c.Nodes {
+			l.attach(m)
+			l.works(20)
+			l.halt()
+			c.command(t, "volume", "detach", "v")
+		}
+	}
+}

@@ -1,0 +1,127 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// Fault breaks something, and mends it.
+type Fault struct {
+	Name  string
+	Break func(ctx context.Context) error
+	Mend  func(ctx context.Context) error
+	First bool // it is mended before others, which need what it broke: nothing is ready without the API server
+}
+
+// Faults are those that no volume may notice by an error: its engine and the member with its data live on, or come
+// back.
+func (c *Cluster) Faults(r *rand.Rand) []Fault {
+	n := c.Nodes[r.IntN(len(c.Nodes))]
+	o := c.Nodes[r.IntN(len(c.Nodes))]
+	none := func(context.Context) error { return nil }
+	// down ends serve, and has it again unless another fault that hit the same one has.
+	down := func(name string, m *Machine, how func() error) Fault {
+		var hit *serving
+		return Fault{Name: name,
+			Break: func(context.Context) error {
+				hit = m.serving()
+				return how()
+			},
+			Mend: func(ctx context.Context) error {
+				if now := m.serving(); now != nil && now != hit {
+					return nil
+				}
+				m.Gone()
+				return m.Serve(ctx)
+			},
+			First: m == c.Control}
+	}
+	// Where a fault that went before, or one at the same time, has ended the process, there is none to be hit.
+	ifAny := func(err error) error {
+		if errors.Is(err, errNobody) {
+			return nil
+		}
+		return err
+	}
+	kill := func(m *Machine, roles ...string) func() error {
+		return func() error { return ifAny(m.Kill(roles...)) }
+	}
+	cutNodes := func(ctx context.Context) error {
+		if n != o {
+			c.Net.Between(n, o, Link{Cut: true})
+		}
+		return nil
+	}
+	heal := func(context.Context) error { c.Net.Heal(); return nil }
+	data := func(do func(roles ...string) error) func(context.Context) error {
+		return func(context.Context) error { return ifAny(do("data")) }
+	}
+	return []Fault{
+		{Name: "kill data on " + n.Name, Break: data(n.Kill), Mend: none},
+		down("kill serve on "+n.Name, n, kill(n, "serve")),
+		down("kill serve and data on "+n.Name, n, kill(n, "serve", "data")),
+		down("restart serve on "+n.Name, n, n.Stop),
+		{Name: "freeze data on " + n.Name, Break: data(n.Freeze), Mend: data(n.Thaw)},
+		down("kill the API server", c.Control, kill(c.Control, "serve")),
+		down("stop the API server", c.Control, c.Control.Stop),
+		{Name: "cut " + n.Name + " off the API server", Break: func(context.Context) error {
+			c.Net.Between(n, c.Control, Link{Cut: true})
+			return nil
+		}, Mend: heal},
+		{Name: "isolate " + n.Name, Break: func(context.Context) error { c.Net.Isolate(n, c.Machines()...); return nil },
+			Mend: heal},
+		{Name: "cut " + n.Name + " from " + o.Name, Break: cutNodes, Mend: heal},
+		{Name: "delay and lose at " + n.Name, Break: func(context.Context) error {
+			for _, m := range c.Machines() {
+				if m != n {
+					c.Net.Between(n, m, Link{Delay: 5 * time.Millisecond, Jitter: 10 * time.Millisecond, Loss: 0.02})
+				}
+			}
+			return nil
+		}, Mend: heal},
+	}
+}
+
+// Schedule is a few faults after each other, some of them at the same time.
+func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string)) error {
+	for range 2 + r.IntN(3) {
+		var now []Fault
+		for range 1 + r.IntN(2) {
+			all := c.Faults(r)
+			f := all[r.IntN(len(all))]
+			if len(now) > 0 && (len(f.Name) < 5 || f.Name[:4] != now[0].Name[:4] || f.Name == now[0].Name) {
+				continue // two that would be in each other's way are not done at once
+			}
+			now = append(now, f)
+		}
+		for _, f := range now {
+			tell(f.Name)
+			if err := f.Break(ctx); err != nil {
+				return fmt.Errorf("%s: %w", f.Name, err)
+			}
+		}
+		select {
+		case <-time.After(time.Duration(200+r.IntN(2000)) * time.Millisecond):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		slices.SortStableFunc(now, func(a, b Fault) int {
+			if a.First == b.First {
+				return 0
+			} else if a.First {
+				return -1
+			}
+			return 1
+		})
+		for _, f := range now {
+			if err := f.Mend(ctx); err != nil {
+				return fmt.Errorf("after %s: %w", f.Name, err)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,59 @@
+package cluster
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"drover.io/drover/api"
+)
+
+// TestFullDisks: a volume that is used where it has no replica waits where all its disks are full, says which those are,
+// and goes on when there is room.
+func TestFullDisks(t *testing.T) {
+	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 256 << 20}}})
+	on(t, c, "v", nil, c.Nodes[0], c.Nodes[1])
+	c.command(t, "volume", "attach", "v", "--node", c.Nodes[2].Name)
+	device := deviceOf(t, c, "v")
+	for _, m := range c.Nodes[:2] {
+		must(t, m.Disks[0].Fill())
+	}
+	written := make(chan error, 1)
+	go func() {
+		f, err := os.OpenFile(device, os.O_WRONLY|unix.O_SYNC, 0)
+		if err == nil {
+			_, err = f.WriteAt(someData("x"), 0)
+			if cerr := f.Close(); err == nil {
+				err = cerr
+			}
+		}
+		written <- err
+	}()
+	v := awaitVolume(t, c, "v", "full", func(v *api.Volume) bool {
+		return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace)
+	})
+	for _, m := range c.Nodes[:2] {
+		if say := m.Disks[0].Path + " of node " + m.Name; !strings.Contains(v.Status.Message, say) {
+			t.Errorf("the volume says %q, and not %q", v.Status.Message, say)
+		}
+	}
+	select {
+	case err := <-written:
+		t.Fatalf("the write did not wait: %v", err)
+	default:
+	}
+	for _, m := range c.Nodes[:2] {
+		must(t, m.Disks[0].Free())
+	}
+	must(t, <-written)
+	awaitVolume(t, c, "v", "with room", func(v *api.Volume) bool {
+		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionSpace) && v.Status.Message == ""
+	})
+	c.command(t, "volume", "detach", "v")
+}
+
+// someData is 8 MiB of something.
+func someData(what string) []byte { return []byte(strings.Repeat(what, 8<<20)) }

@@ -1,0 +1,43 @@
+package cluster
+
+import (
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+// TestImageOfVolume: an image of a replicated volume is used at once on a node that has no replica of it, and outlives the
+// node that it came from.
+func TestImageOfVolume(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
+	src := on(t, c, "src", nil, n1, n2)
+	src.attach(n1)
+	src.works(200)
+	moment := src.load.Before()
+	c.command(t, "snapshot", "create", "src", "then")
+	src.load.After(moment)
+	src.works(200)
+	c.command(t, "image", "create", "golden", "--from", "snap://src/then")
+
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, BackingImage: "golden", Nodes: []string{n3.Name}}}
+	v.Name = "of-golden"
+	must(t, c.Objects.Create(t.Context(), v))
+	awaitVolume(t, c, v.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
+	c.command(t, "volume", "attach", v.Name, "--node", n3.Name)
+	must(t, moment.Verify(deviceOf(t, c, v.Name)))
+
+	// The node that holds its first copy is lost: the volume has one of its own by now.
+	eventually(t, "the volume reads its own copy", func() bool {
+		return replicasOf(t, c, "of-golden")[n3.Name].Status.Message == ""
+	})
+	lost := n1
+	if ready(t, c, "golden", 1).Status.Export.Node == n2.Name {
+		lost = n2
+	}
+	src.halt()
+	c.command(t, "volume", "detach", "src")
+	must(t, lost.PowerOff())
+	must(t, moment.Verify(deviceOf(t, c, "of-golden")))
+	c.command(t, "volume", "detach", "of-golden")
+}

@@ -1,0 +1,100 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"drover.io/drover/api"
+)
+
+// TestAttachedBeforeItMoved: a replica that is to move to another disk of its node, and whose volume is attached before
+// it did, moves while the volume works, with its snapshot.
+func TestAttachedBeforeItMoved(t *testing.T) {
+	c := start(t, Options{Nodes: 1, Disks: []Disk{{Tags: []string{"near"}}, {Tags: []string{"far"}}}})
+	n := c.Nodes[0]
+	l := on(t, c, "v", func(s *api.VolumeSpec) { s.DiskSelector = []string{"near"}; s.DataLocality = "strict-local" }, n)
+	edit(t, c, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}, func(v *api.Volume) { v.Spec.DiskSelector = nil })
+	l.attach(n)
+	l.works(100)
+	then := l.load.Before()
+	c.command(t, "snapshot", "create", "v", "then")
+	l.load.After(then)
+	l.works(100)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	was := replicasOf(t, c, "v")[n.Name]
+
+	must(t, n.Freeze("data")) // the move cannot begin
+	c.command(t, "disk", "evict", n.Disks[0].Path)
+	eventually(t, "a replica is to take the place of the other", func() bool {
+		var list api.ReplicaList
+		must(t, c.Objects.List(t.Context(), &list))
+		return len(list.Items) == 2
+	})
+	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: "v", Node: n.Name, Purpose: "workload"}}
+	a.Name = "v"
+	must(t, c.Objects.Create(t.Context(), a))
+	must(t, n.Thaw("data"))
+	got := awaitAttached(t, c, "v")
+	l.device, l.epoch = got.Status.Device, got.Status.Epoch
+	must(t, l.load.Verify(l.device, false))
+	l.begin()
+	eventually(t, "the replica is on the other disk", func() bool {
+		var list api.ReplicaList
+		must(t, c.Objects.List(t.Context(), &list))
+		return len(list.Items) == 1 && list.Items[0].Spec.Disk != was.Spec.Disk
+	})
+	awaitVolume(t, c, "v", "where it may stay", func(v *api.Volume) bool {
+		return v.Status.Robustness == api.RobustHealthy &&
+			meta.FindStatusCondition(v.Status.Conditions, api.ConditionEvicted) == nil
+	})
+	l.works(50)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	must(t, n.Disks[0].Remove()) // nothing of it is needed
+	l.attach(n)
+	l.works(20)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	c.command(t, "volume", "create", "of-then", "--from", "snap://v/then")
+	c.command(t, "volume", "attach", "of-then", "--node", n.Name)
+	must(t, then.Verify(deviceOf(t, c, "of-then")))
+	c.command(t, "volume", "detach", "of-then")
+}
+
+// TestStrictLocalStays: a strict-local volume that is used on a node which is drained stays, the user is told why, and
+// it goes once it is detached.
+func TestStrictLocalStays(t *testing.T) {
+	c := start(t, Options{Nodes: 2})
+	n := c.Nodes[0]
+	l := on(t, c, "v", func(s *api.VolumeSpec) { s.DataLocality = "strict-local" }, n)
+	l.attach(n)
+	l.works(50)
+	c.command(t, "node", "drain", n.Name)
+	awaitVolume(t, c, "v", "said to stay", func(v *api.Volume) bool {
+		cond := meta.FindStatusCondition(v.Status.Conditions, api.ConditionEvicted)
+		return cond != nil && cond.Reason == "Attached" && strings.Contains(cond.Message, "detach it first")
+	})
+	for _, args := range [][]string{{"node", "show", n.Name}, {"volume", "show", "v"}} {
+		if out := c.command(t, args...); !strings.Contains(out, "detach it first") {
+			t.Errorf("drover %v does not say why the volume stays:\n%s", args, out)
+		}
+	}
+	if out := c.command(t, "volume", "show", "v"); !strings.Contains(out, "EvictionWaits") {
+		t.Errorf("no event says that the volume stays:\n%s", out)
+	}
+	l.works(50)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	settled(t, c, "v", c.Nodes[1].Name)
+	eventually(t, "nothing is there any more", func() bool {
+		return !strings.Contains(c.command(t, "node", "show", n.Name), "Still there")
+	})
+	l.attach(c.Nodes[1])
+	l.works(20)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+}

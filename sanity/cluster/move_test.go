@@ -1,0 +1,158 @@
+package cluster
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// metric is the value of a series of a machine's metrics, such as `drover_volume_members{volume="v"`: what it begins with.
+func (c *Cluster) metric(t *testing.T, m *Machine, series string) (value float64) {
+	t.Helper()
+	eventually(t, series+" on "+m.Name, func() bool {
+		r, err := http.Get("http://" + m.IP + ":9100/metrics")
+		if err != nil {
+			return false
+		}
+		defer r.Body.Close()
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return false
+		}
+		for line := range strings.Lines(string(body)) {
+			if f := strings.Fields(line); len(f) == 2 && strings.HasPrefix(line, series) {
+				value, err = strconv.ParseFloat(f[1], 64)
+				return err == nil
+			}
+		}
+		return false
+	})
+	return value
+}
+
+// TestRollingRestart restarts the nodes one after another while a volume with three replicas works: those without the
+// engine as machines, that of the engine by its processes, as an upgrade does. No I/O fails, and what a replica missed
+// travels, nothing else.
+func TestRollingRestart(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	const size = 512 << 20
+	l := newLoaded(t, c, "v", size, 3)
+	l.attach(c.Nodes[0])
+	awaitVolume(t, c, "v", "healthy", whole)
+	counted := func() (fulls, compared, sent float64) {
+		m := c.Nodes[0]
+		return c.metric(t, m, `drover_volume_rebuilds_total{kind="full",process="data",volume="v"}`),
+			c.metric(t, m, `drover_volume_rebuild_bytes_total{process="data",volume="v",what="compared"}`),
+			c.metric(t, m, `drover_volume_rebuild_bytes_total{process="data",volume="v",what="sent"}`)
+	}
+	f0, c0, s0 := counted() // the making of the volume
+	for _, m := range c.Nodes[1:] {
+		l.works(100)
+		must(t, m.PowerOff())
+		awaitVolume(t, c, "v", "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
+		l.works(100)
+		must(t, m.PowerOn())
+		must(t, m.Serve(t.Context()))
+		began := time.Now()
+		awaitVolume(t, c, "v", "healthy", whole)
+		t.Logf("%s is back, and the volume whole after %v", m.Name, time.Since(began))
+	}
+	f1, c1, s1 := counted()
+	t.Logf("compared %.1f MiB, sent %.1f MiB, of %d MiB twice", (c1-c0)/(1<<20), (s1-s0)/(1<<20), size>>20)
+	// The load writes to 16 MiB, which is a region.
+	if f1 != f0 || c1-c0 == 0 || c1-c0 > 2*64<<20 || s1-s0 > c1-c0 {
+		t.Errorf("full rebuilds %v, compared %v, sent %v", f1-f0, c1-c0, s1-s0)
+	}
+	engine := c.Nodes[0]
+	must(t, engine.Stop())
+	must(t, engine.Kill("data"))
+	must(t, engine.Serve(t.Context()))
+	l.works(100)
+	awaitVolume(t, c, "v", "healthy", whole)
+	must(t, c.Control.Stop())
+	must(t, c.Control.Serve(t.Context()))
+	must(t, c.connect())
+	l.works(100)
+	l.halt()
+	t.Logf("%d writes, longest request %v", l.load.Writes(), l.load.Worst())
+	c.command(t, "volume", "detach", "v")
+	for _, m := range c.Nodes { // all hold the same
+		l.attach(m)
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}
+
+// TestTakenOver cuts the node of an engine off from all others. Its volume is taken away by force and works on another
+// node; what was acknowledged is there. When the first node is back, it has not acknowledged anything more, its I/O
+// fails, and its replica holds in the end what the others hold.
+func TestTakenOver(t *testing.T) {
+	c := startAlone(t, Options{Nodes: 3})
+	l := newLoaded(t, c, "v", 64<<20, 3)
+	l.attach(c.Nodes[0])
+	awaitVolume(t, c, "v", "healthy", whole)
+	l.works(200)
+	c.Net.Isolate(c.Nodes[0], c.Machines()...)
+	eventually(t, "I/O stands still", func() bool { return l.load.Idle() > 3*time.Second })
+	i, acked := l.load.Before(), l.load.Writes()
+	began := time.Now()
+	c.command(t, "volume", "detach", "v", "--force")
+	t.Logf("detached after %v", time.Since(began))
+	c.command(t, "volume", "attach", "v", "--node", c.Nodes[1].Name)
+	t.Logf("attached elsewhere after %v", time.Since(began))
+	l.load.After(i)
+	second := &loaded{t: t, c: c, name: "v", load: NewLoad(64<<20, 16<<20)}
+	a := awaitAttached(t, c, "v")
+	if a.Spec.Node != c.Nodes[1].Name {
+		t.Fatalf("attached to %s", a.Spec.Node)
+	}
+	must(t, i.Verify(a.Status.Device))
+	for n := range second.load.blocks { // it goes on from what it finds
+		seen := i.acked[n]
+		second.load.blocks[n] = blockState{issued: seen, acked: seen, seen: seen}
+	}
+	second.node, second.device, second.epoch = c.Nodes[1], a.Status.Device, a.Status.Epoch
+	second.begin()
+	second.works(200)
+	if n := l.load.Writes(); n != acked {
+		t.Errorf("the engine that was replaced acknowledged %d writes", n-acked)
+	}
+	c.Net.Heal()
+	select {
+	case err := <-l.ended:
+		if err == nil {
+			t.Error("the I/O of the engine that was replaced did not fail")
+		}
+		t.Logf("the first node's I/O: %.200v", fmt.Sprint(err))
+	case <-time.After(readyTime):
+		t.Fatal("the I/O of the engine that was replaced waits still")
+	}
+	if n := l.load.Writes(); n != acked {
+		t.Errorf("the engine that was replaced acknowledged %d writes", n-acked)
+	}
+	awaitVolume(t, c, "v", "healthy", whole)
+	second.works(100)
+	second.halt()
+	c.command(t, "volume", "detach", "v")
+	for _, m := range c.Nodes {
+		second.attach(m)
+		second.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}
+
+func awaitAttached(t *testing.T, c *Cluster, volume string) (a api.Attachment) {
+	t.Helper()
+	eventually(t, "volume "+volume+" is attached", func() bool {
+		return c.Objects.Get(t.Context(), client.ObjectKey{Name: volume}, &a) == nil && a.Status.Ready
+	})
+	return a
+}

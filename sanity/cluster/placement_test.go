@@ -1,0 +1,148 @@
+package cluster
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/util/retry"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// replicasOf are the replicas of a volume that stay, by node.
+func replicasOf(t *testing.T, c *Cluster, volume string) map[string]api.Replica {
+	t.Helper()
+	var list api.ReplicaList
+	must(t, c.Objects.List(t.Context(), &list))
+	out := map[string]api.Replica{}
+	for _, r := range list.Items {
+		if r.Spec.Volume == volume && r.DeletionTimestamp == nil {
+			out[r.Spec.Node] = r
+		}
+	}
+	return out
+}
+
+func awaitVolume(t *testing.T, c *Cluster, name, what string, ok func(*api.Volume) bool) *api.Volume {
+	t.Helper()
+	v, err := await.Until(soon(t), c.Objects, name, func(v *api.Volume) (bool, error) { return ok(v), nil })
+	if err != nil {
+		var now api.Volume
+		_ = c.Objects.Get(context.Background(), client.ObjectKey{Name: name}, &now)
+		t.Fatalf("volume %s is not %s: %v: %+v", name, what, err, now.Status)
+	}
+	return v
+}
+
+// edit changes an object as kubectl edit would: anew where its status changed meanwhile.
+func edit[T client.Object](t *testing.T, c *Cluster, obj T, change func(T)) {
+	t.Helper()
+	must(t, retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		if err := c.Objects.Get(t.Context(), client.ObjectKeyFromObject(obj), obj); err != nil {
+			return err
+		}
+		change(obj)
+		return c.Objects.Update(t.Context(), obj)
+	}))
+}
+
+// settled waits until a volume has its replicas on the nodes, and all of them are members. The object of a replica may go
+// after the volume's own last change.
+func settled(t *testing.T, c *Cluster, name string, nodes ...string) *api.Volume {
+	t.Helper()
+	eventually(t, "the replicas of "+name+" are where they belong", func() bool {
+		return slices.Equal(nodesOf(t, c, name), nodes)
+	})
+	return awaitVolume(t, c, name, "settled", func(v *api.Volume) bool {
+		return len(v.Status.Members) == len(nodes) && v.Status.Robustness == api.RobustHealthy
+	})
+}
+
+// eventually waits for what has no event of its own.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for ctx := soon(t); !ok(); {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("not in time: %s", what)
+		}
+	}
+}
+
+// TestReplicasAreApart: the replicas of a volume are on different nodes and zones, as many as it wants; fewer go where
+// they are whole, and one that is lost is replaced.
+func TestReplicasAreApart(t *testing.T) {
+	c := start(t, Options{Nodes: 4, Settings: map[string]string{"replica-replenishment-wait-interval": "1"}})
+	for i, zone := range []string{"east", "east", "west", "north"} {
+		c.command(t, "node", "set", c.Nodes[i].Name, "--zone", zone)
+	}
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 3}}
+	v.Name = "v"
+	must(t, c.Objects.Create(t.Context(), v))
+	v = awaitVolume(t, c, "v", "whole", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 3 && v.Status.Robustness == api.RobustHealthy
+	})
+	on := replicasOf(t, c, "v")
+	if len(on) != 3 || on["node-3"].Name == "" || on["node-4"].Name == "" {
+		t.Errorf("the replicas are not in three zones: %v", on)
+	}
+
+	// A class of its own: more replicas than zones is a wish, more than nodes cannot be.
+	five := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 5}}
+	five.Name = "five"
+	must(t, c.Objects.Create(t.Context(), five))
+	five = awaitVolume(t, c, "five", "made in part", func(v *api.Volume) bool { return len(v.Status.Members) == 4 })
+	if !meta.IsStatusConditionFalse(five.Status.Conditions, api.ConditionScheduled) ||
+		five.Status.Robustness != api.RobustDegraded || !strings.Contains(five.Status.Message, "4 of 5 replicas") {
+		t.Errorf("a volume with too few replicas says %+v", five.Status)
+	}
+	hard := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 4, ReplicaZoneSoftAntiAffinity: "disabled"}}
+	hard.Name = "hard"
+	must(t, c.Objects.Create(t.Context(), hard))
+	hard = awaitVolume(t, c, "hard", "made in part", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
+	if cond := meta.FindStatusCondition(hard.Status.Conditions, api.ConditionScheduled); cond == nil ||
+		!strings.Contains(cond.Message, "zone east has a replica of the volume already") {
+		t.Errorf("the condition does not say why: %+v", cond)
+	}
+
+	// Fewer, while detached.
+	edit(t, c, v, func(v *api.Volume) { v.Spec.NumberOfReplicas = 2 })
+	v = awaitVolume(t, c, "v", "smaller", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
+	})
+	if v.Status.Epoch != 2 {
+		t.Errorf("the members changed in epoch %d", v.Status.Epoch)
+	}
+	eventually(t, "the third replica goes", func() bool { return len(replicasOf(t, c, "v")) == 2 })
+
+	// A node is lost: another takes its place, on a node that had none.
+	on = replicasOf(t, c, "v")
+	for _, m := range c.Nodes {
+		if on[m.Name].Name != "" {
+			must(t, m.PowerOff())
+			break
+		}
+	}
+	var next []string
+	eventually(t, "a replica takes the place of the lost one", func() bool {
+		next = nil
+		for node := range replicasOf(t, c, "v") {
+			if on[node].Name == "" {
+				next = append(next, node)
+			}
+		}
+		return len(next) == 1
+	})
+	v = awaitVolume(t, c, "v", "degraded", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustDegraded })
+	if slices.Contains(v.Status.Members, replicasOf(t, c, "v")[next[0]].Name) {
+		t.Error("a replica that was never made equal is a member")
+	}
+}

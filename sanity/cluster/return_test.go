@@ -1,0 +1,73 @@
+package cluster
+
+import (
+	"sync"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// TestReturn tells how long a volume takes to be whole again, from the moment that its node can be reached again: after
+// a cut of the network, a process that stood still, and a machine that was off. How long that is may not depend on how
+// long the node was away.
+func TestReturn(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	busy := newLoaded(t, c, "busy", 64<<20, 3)
+	idle := newLoaded(t, c, "idle", 64<<20, 3)
+	busy.attach(c.Nodes[0])
+	idle.attach(c.Nodes[0])
+	idle.halt()
+	lost := c.Nodes[2]
+	for _, x := range []struct {
+		name        string
+		away        time.Duration // after the replica was dropped
+		lose, mends func() error
+	}{
+		{"cut off", 2 * time.Second,
+			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
+			func() error { c.Net.Heal(); return nil }},
+		{"cut off for longer", 25 * time.Second,
+			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
+			func() error { c.Net.Heal(); return nil }},
+		{"frozen", 5 * time.Second,
+			func() error { return lost.Freeze("data") },
+			func() error { return lost.Thaw("data") }},
+		{"serve and data killed", 5 * time.Second,
+			func() error { return lost.Kill("serve", "data") },
+			func() error { lost.Gone(); return lost.Serve(t.Context()) }},
+		{"off", 10 * time.Second, lost.PowerOff, func() error {
+			if err := lost.PowerOn(); err != nil {
+				return err
+			}
+			return lost.Serve(t.Context())
+		}},
+	} {
+		must(t, x.lose())
+		for _, name := range []string{"busy", "idle"} {
+			awaitVolume(t, c, name, "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
+		}
+		away := time.NewTimer(x.away)
+		<-away.C
+		began := time.Now()
+		must(t, x.mends())
+		ready := time.Now()
+		var both sync.WaitGroup
+		for _, name := range []string{"busy", "idle"} {
+			both.Go(func() {
+				_, err := await.Until(soon(t), c.Objects, name, func(v *api.Volume) (bool, error) {
+					return len(v.Status.Members) == 3 && v.Status.Robustness == api.RobustHealthy, nil
+				})
+				if err != nil {
+					t.Errorf("%s: volume %s is not whole: %v", x.name, name, err)
+				}
+				t.Logf("%s: %s is whole after %v, %v of these until the node's program was ready", x.name, name,
+					time.Since(began).Round(time.Millisecond), ready.Sub(began).Round(time.Millisecond))
+			})
+		}
+		both.Wait()
+		busy.works(50)
+	}
+	busy.halt()
+}

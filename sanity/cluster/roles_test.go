@@ -1,0 +1,70 @@
+package cluster
+
+import (
+	"bufio"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// TestRoles: the roles of a node can be in one process with the controller, or each in one of its own.
+func TestRoles(t *testing.T) {
+	c := start(t, Options{Nodes: 1, AllRoles: true})
+	m, err := c.machine("apart", 50)
+	must(t, err)
+	c.Others = append(c.Others, m)
+	must(t, m.addDisk(Disk{}))
+	must(t, m.Serve(t.Context(), "--roles", "node", "--kubeconfig", c.join(), "--disk", m.Disks[0].Path))
+	data := m.Command(t.Context(), program, "serve", "--roles", "data", "--kubeconfig", c.join(), "--node-name", m.Name,
+		"--state-dir", filepath.Join(m.Dir, "data"), "--metrics-listen", "off")
+	data.Stderr = m.log
+	out, err := data.StdoutPipe()
+	must(t, err)
+	must(t, data.Start())
+	defer func() { _ = data.Wait() }() // it ends with its machine
+	defer func() { _ = m.Signal(syscall.SIGKILL) }()
+	ready := false
+	for lines := bufio.NewScanner(out); !ready && lines.Scan(); {
+		ready = strings.HasPrefix(lines.Text(), "ready ")
+	}
+	if !ready {
+		t.Fatalf("a process of the data role alone is not ready\n%s", m.LogTail())
+	}
+	for _, on := range []*Machine{c.Control, c.Nodes[0], m} {
+		_, err := await.Until(soon(t), c.Objects, on.Name, nodeReady)
+		must(t, err)
+		v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, Nodes: []string{on.Name}}}
+		v.Name = "on-" + on.Name
+		must(t, c.Objects.Create(t.Context(), v))
+		awaitVolume(t, c, v.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
+		c.command(t, "volume", "attach", v.Name, "--node", on.Name)
+		var a api.Attachment
+		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: v.Name}, &a))
+		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|os.O_SYNC, 0)
+		must(t, err)
+		_, err = f.WriteAt([]byte(on.Name), 4096)
+		must(t, errors.Join(err, f.Close()))
+		c.command(t, "volume", "detach", v.Name)
+	}
+
+	// All have a certificate of the one authority, those of a machine in two processes two.
+	var certs api.NodeCertificateList
+	must(t, c.Objects.List(t.Context(), &certs))
+	have := map[string]int{}
+	for _, cert := range certs.Items {
+		if cert.Status.Certificate != "" {
+			have[cert.Spec.Node]++
+		}
+	}
+	if have["control"] != 1 || have["node-1"] != 1 || have["apart"] != 2 {
+		t.Errorf("certificates: %v", have)
+	}
+}

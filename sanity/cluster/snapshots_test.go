@@ -1,0 +1,158 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+func whole(v *api.Volume) bool {
+	return len(v.Status.Members) == 3 && v.Status.Robustness == api.RobustHealthy
+}
+
+// TestSnapshotsOfThree takes snapshots of a volume with three replicas under verified load, while data processes are
+// killed at random moments of the cut. Each holds, on every node, all that was acknowledged before it was asked for,
+// and nothing that was issued after it was there; each is read back from a clone, on each node.
+func TestSnapshotsOfThree(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	seed := uint64(time.Now().UnixNano())
+	if s := os.Getenv("DROVER_SEED"); s != "" {
+		var err error
+		seed, err = strconv.ParseUint(s, 10, 64)
+		must(t, err)
+	}
+	t.Logf("DROVER_SEED=%d", seed)
+	r := rand.New(rand.NewPCG(seed, 2))
+	const size = 32 << 20
+	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3}}
+	v.Name = "v"
+	must(t, c.Objects.Create(t.Context(), v))
+	awaitVolume(t, c, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
+	c.command(t, "volume", "attach", "v", "--node", c.Nodes[0].Name)
+	var a api.Attachment
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
+	awaitVolume(t, c, "v", "healthy", whole)
+	load, ended := NewLoad(size, 8<<20), make(chan error, 1)
+	load.Workers = 3
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	go func() { ended <- load.Run(ctx, a.Status.Device) }()
+
+	kills := []struct {
+		what string
+		do   func() error
+	}{
+		{"nothing", func() error { return nil }},
+		{"the engine's data process is killed", func() error { return c.Nodes[0].Kill("data") }},
+		{"a member's data process is killed", func() error { return c.Nodes[1].Kill("data") }},
+		{"both other members' are", func() error { return errors.Join(c.Nodes[1].Kill("data"), c.Nodes[2].Kill("data")) }},
+		{"all of them are", func() error {
+			return errors.Join(c.Nodes[0].Kill("data"), c.Nodes[1].Kill("data"), c.Nodes[2].Kill("data"))
+		}},
+	}
+	list := map[string]*Instant{}
+	for n := range 2 * len(kills) {
+		k, name := kills[n%len(kills)], fmt.Sprintf("s%d", n)
+		wait := time.Duration(r.IntN(60)) * time.Millisecond
+		i := load.Before()
+		list[name] = i
+		s := api.NewSnapshot(v, name)
+		began := time.Now()
+		must(t, c.Objects.Create(t.Context(), s))
+		timer := time.NewTimer(wait)
+		<-timer.C
+		must(t, k.do())
+		_, err := await.Until(soon(t), c.Objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
+		must(t, err)
+		load.After(i)
+		t.Logf("snapshot %s, %s after %v: ready after %v", name, k.what, wait, time.Since(began).Round(time.Millisecond))
+	}
+	c.command(t, "snapshot", "delete", "s3")
+	delete(list, "s3")
+	select {
+	case err := <-ended:
+		t.Fatal(err)
+	default:
+	}
+	awaitVolume(t, c, "v", "healthy", whole)
+	stop()
+	must(t, errors.Join(<-ended, load.Verify(a.Status.Device, false)))
+	t.Logf("%d writes, longest request %v", load.Writes(), load.Worst())
+	c.command(t, "volume", "detach", "v")
+	must(t, c.connect())
+	for name, i := range list {
+		clone := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3, DataSource: "snap://v/" + name}}
+		clone.Name = "of-" + name
+		must(t, c.Objects.Create(t.Context(), clone))
+		awaitVolume(t, c, clone.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
+		for _, m := range c.Nodes { // reads are those of the node's own replica
+			c.command(t, "volume", "attach", clone.Name, "--node", m.Name)
+			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: clone.Name}, &a))
+			if err := i.Verify(a.Status.Device); err != nil {
+				t.Errorf("snapshot %s on %s: %v", name, m.Name, err)
+			}
+			c.command(t, "volume", "detach", clone.Name)
+		}
+	}
+}
+
+// TestSnapshotOfALostEngine has the power of the engine's machine cut in the middle of a snapshot. The volume is attached
+// elsewhere; the snapshot is there then, and the same on those that are left.
+func TestSnapshotOfALostEngine(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 3))
+	const size = 32 << 20
+	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3}}
+	v.Name = "v"
+	must(t, c.Objects.Create(t.Context(), v))
+	awaitVolume(t, c, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
+	c.command(t, "volume", "attach", "v", "--node", c.Nodes[0].Name)
+	var a api.Attachment
+	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
+	awaitVolume(t, c, "v", "healthy", whole)
+	load, ended := NewLoad(size, 8<<20), make(chan error, 1)
+	go func() { ended <- load.Run(t.Context(), a.Status.Device) }()
+	first := load.Before()
+	c.command(t, "snapshot", "create", "v", "first")
+	load.After(first)
+	i := load.Before()
+	must(t, c.Objects.Create(t.Context(), api.NewSnapshot(v, "cut")))
+	timer := time.NewTimer(time.Duration(r.IntN(30)) * time.Millisecond)
+	<-timer.C
+	must(t, c.Nodes[0].PowerOff())
+	<-ended // its device is gone
+	load.After(i)
+	must(t, c.Objects.Delete(t.Context(), &a))
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	defer cancel()
+	_, err := await.Until(ctx, c.Objects, "v", func(v *api.Volume) (bool, error) { return v.Status.State == api.VolumeDetached, nil })
+	must(t, err)
+	c.command(t, "volume", "attach", "v", "--node", c.Nodes[1].Name)
+	_, err = await.Until(soon(t), c.Objects, "cut", func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
+	must(t, err)
+	c.command(t, "volume", "detach", "v")
+	for name, i := range map[string]*Instant{"first": first, "cut": i} {
+		clone := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 2, DataSource: "snap://v/" + name}}
+		clone.Name = "of-" + name
+		must(t, c.Objects.Create(t.Context(), clone))
+		awaitVolume(t, c, clone.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
+		for _, m := range c.Nodes[1:] {
+			c.command(t, "volume", "attach", clone.Name, "--node", m.Name)
+			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: clone.Name}, &a))
+			if err := i.Verify(a.Status.Device); err != nil {
+				t.Errorf("snapshot %s on %s: %v", name, m.Name, err)
+			}
+			c.command(t, "volume", "detach", clone.Name)
+		}
+	}
+}

@@ -1,0 +1,71 @@
+package cluster
+
+import (
+	"os"
+	"strconv"
+	"testing"
+	"time"
+)
+
+// TestKillsInTurn kills every kind of process after another under verified load on a volume with three replicas: data of
+// the engine's node and of the others, the node roles, a controller, the API server, all of a node. No I/O fails, and
+// all replicas are members again after each. DROVER_KILLS is how many rounds, or how long: `2`, `10m`.
+func TestKillsInTurn(t *testing.T) {
+	rounds, until := 1, time.Time{}
+	if text := os.Getenv("DROVER_KILLS"); text != "" {
+		if d, err := time.ParseDuration(text); err == nil {
+			rounds, until = 1<<30, time.Now().Add(d)
+		} else {
+			rounds, err = strconv.Atoi(text)
+			must(t, err)
+		}
+	}
+	c := startAlone(t, Options{Nodes: 3, Controllers: 1})
+	l := newLoaded(t, c, "v", 64<<20, 3)
+	l.attach(c.Nodes[0])
+	awaitVolume(t, c, "v", "healthy", whole)
+	l.works(100)
+	type turn struct {
+		what  string
+		m     *Machine
+		roles []string
+	}
+	var turns []turn
+	for _, m := range c.Nodes {
+		turns = append(turns, turn{"data on " + m.Name, m, []string{"data"}}, turn{"serve on " + m.Name, m, []string{"serve"}},
+			turn{"serve and data on " + m.Name, m, []string{"serve", "data"}})
+	}
+	turns = append(turns, turn{"a controller", c.Others[0], []string{"serve"}},
+		turn{"the API server and its controller", c.Control, []string{"serve"}})
+	n := 0
+	for round := range rounds {
+		if !until.IsZero() && time.Now().After(until) {
+			break
+		}
+		for _, k := range turns {
+			must(t, k.m.Kill(k.roles...))
+			if len(k.roles) == 1 { // where both are gone on the engine's node, nobody starts data before serve is there
+				l.works(5)
+			}
+			if k.roles[0] == "serve" {
+				k.m.Gone()
+				must(t, k.m.Serve(t.Context()))
+			}
+			if k.m == c.Control {
+				must(t, c.connect())
+			}
+			l.works(20)
+			awaitVolume(t, c, "v", "whole after a kill of "+k.what, whole)
+			n++
+		}
+		t.Logf("round %d: %d kills, %d writes, longest request %v", round+1, n, l.load.Writes(),
+			l.load.Worst().Round(time.Millisecond))
+	}
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+	for _, m := range c.Nodes { // all hold the same
+		l.attach(m)
+		l.halt()
+		c.command(t, "volume", "detach", "v")
+	}
+}

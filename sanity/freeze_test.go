@@ -1,0 +1,178 @@
+package sanity_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// lazily writes a file and does not sync it.
+func (p *pod) lazily(name string) []byte {
+	p.w.t.Helper()
+	b := bytes.Repeat([]byte(p.id+name), 4096)
+	must(p.w.t, os.WriteFile(p.file(name), b, 0o600))
+	return b
+}
+
+// restored is what a file of a snapshot of the volume holds.
+func (p *pod) restored(name, file string) []byte {
+	p.w.t.Helper()
+	t := p.w.t
+	id, err := p.w.snap(p.id, name)
+	must(t, err)
+	c, err := p.w.from(id, "restored-"+name, 0, mountCap(""))
+	must(t, err)
+	must(t, c.up())
+	b, _ := os.ReadFile(c.file(file))
+	do(t, c.down, c.remove)
+	p.w.unsnap(id)
+	return b
+}
+
+// writable waits until a write to the file system is durable.
+func (p *pod) writable() {
+	p.w.t.Helper()
+	ended := make(chan error, 1)
+	go func() {
+		f, err := os.Create(p.file("writable"))
+		if err == nil {
+			_, err = f.WriteString("x")
+		}
+		if err == nil {
+			err = f.Sync()
+		}
+		if f != nil {
+			_ = f.Close()
+		}
+		ended <- err
+	}()
+	select {
+	case err := <-ended:
+		must(p.w.t, err)
+	case <-time.After(settle):
+		p.w.fatal("the file system of volume %s is still frozen", p.id)
+	}
+}
+
+// noFreeze waits until no freeze is recorded.
+func (w *world) noFreeze() {
+	w.t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	late := time.After(settle)
+	for {
+		left, err := filepath.Glob(w.path("state", "run", "freeze-*"))
+		must(w.t, err)
+		if len(left) == 0 {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-late:
+			w.fatal("records of freezes are left: %v", left)
+		}
+	}
+}
+
+// frozenSnapshots: what was written to files is in the snapshot of a volume that wants to be frozen, synced or not.
+func frozenSnapshots(t *testing.T, w *world) {
+	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
+		a, err := w.create("frozen-"+fs, gib, mountCap(""), "fsType", fs, "freezeFilesystemForSnapshot", "true")
+		must(t, err)
+		must(t, a.up())
+		if want := a.lazily("lazy"); !bytes.Equal(a.restored("frozen-"+fs, "lazy"), want) {
+			t.Errorf("%s: a file that was written before the snapshot is not in it", fs)
+		}
+		a.writable()
+		w.noFreeze()
+		do(t, a.down, a.remove)
+	}
+	b, err := w.create("not-frozen", gib, mountCap("ext4"))
+	must(t, err)
+	must(t, b.up())
+	if is := b.lazily("lazy"); bytes.Equal(b.restored("not-frozen", "lazy"), is) {
+		t.Error("a file that was not synced is in a snapshot that was taken without a freeze: this test proves nothing")
+	}
+	s := &api.Setting{}
+	s.Name, s.Value = "freeze-filesystem-for-snapshot", "true"
+	must(t, w.objects.Create(t.Context(), s))
+	freezes := false
+	for i := 0; i < 5 && !freezes; i++ { // who makes snapshots hears of the setting a little later
+		file := fmt.Sprintf("lazier-%d", i)
+		want := b.lazily(file)
+		freezes = bytes.Equal(b.restored(fmt.Sprintf("by-setting-%d", i), file), want)
+	}
+	if !freezes {
+		t.Error("the setting freezes nothing")
+	}
+
+	// Somebody else's freeze: the snapshot is made, and the freeze stays.
+	mustRun(t, "fsfreeze", "-f", b.target)
+	id, err := w.snap(b.id, "of-frozen")
+	must(t, err)
+	mustRun(t, "fsfreeze", "-u", b.target)
+	w.unsnap(id)
+	must(t, w.objects.Delete(t.Context(), s))
+	do(t, b.down, b.remove)
+}
+
+func mustRun(t *testing.T, name string, args ...string) {
+	t.Helper()
+	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
+		t.Fatalf("%s %s: %v: %s", name, strings.Join(args, " "), err, out)
+	}
+}
+
+// frozenKilled: whenever the data process is killed, the file system is not frozen in the end.
+func frozenKilled(t *testing.T, w *world) {
+	a, err := w.create("frozen-killed", gib, mountCap("ext4"), "freezeFilesystemForSnapshot", "true")
+	must(t, err)
+	must(t, a.up())
+	var ids []string
+	for i := range kills(t, 8) {
+		a.lazily(fmt.Sprint("file-", i))
+		done := make(chan error, 1)
+		go func() {
+			id, err := w.snap(a.id, fmt.Sprintf("frozen-killed-%d", i))
+			ids = append(ids, id)
+			done <- err
+		}()
+		time.Sleep(time.Duration(i*6) * time.Millisecond) // another moment each time
+		if pid := w.child("data"); pid != 0 {
+			must(t, syscall.Kill(pid, syscall.SIGKILL))
+		}
+		must(t, <-done)
+		a.writable()
+		w.noFreeze()
+	}
+	w.unsnap(ids...)
+
+	// As if the process that froze it had been killed too, in between: only the record tells.
+	var att api.Attachment
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: a.id}, &att))
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	must(t, err)
+	var loop int
+	_, err = fmt.Sscanf(att.Status.Device, "/dev/loop%d", &loop)
+	must(t, err)
+	key := string(w.volume(a.id).Status.UID)
+	rec, err := json.Marshal(map[string]any{"boot": strings.TrimSpace(string(boot)), "key": key, "loop": loop})
+	must(t, err)
+	must(t, os.WriteFile(w.path("state", "run", "freeze-"+key), rec, 0o600))
+	mustRun(t, "fsfreeze", "-f", a.target)
+	must(t, syscall.Kill(w.child("data"), syscall.SIGKILL))
+	a.writable()
+	w.noFreeze()
+	do(t, a.down, a.remove)
+}

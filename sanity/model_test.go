@@ -1,0 +1,401 @@
+package sanity_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// The model test of the whole program: random deeds of users on a few small volumes, with kills of its processes in
+// the middle of them, against models that know every byte of every volume and snapshot.
+
+const (
+	modelSteps   = 80 // of a program
+	modelVolumes = 4  // at most, of which one is left for looking into snapshots
+	modelSnaps   = 5
+	modelSmall   = 16 * mib
+	modelLarge   = 32 * mib
+)
+
+// modelTime is how long TestModelOfProgram runs: DROVER_MODEL, such as 3h, of which 40 s are for the start and the end.
+func modelTime(t *testing.T) time.Duration {
+	text := os.Getenv("DROVER_MODEL")
+	if text == "" {
+		return 10 * time.Second
+	}
+	d, err := time.ParseDuration(text)
+	must(t, err)
+	return max(d-40*time.Second, time.Second)
+}
+
+// modelled is a volume and what has to be in it.
+type modelled struct {
+	*pod
+	image []byte
+	dev   *os.File // while it is attached
+	or    []byte   // not nil: what else each sector may be; image is then what it turns out to be
+}
+
+// kept is a snapshot and what has to be in it.
+type kept struct {
+	id, name string
+	volume   string
+	image    []byte
+	either   []byte // not nil: each of its sectors is that of image or this one, until it is looked into
+}
+
+// model is one program: all that is random in it follows from its seed, but for the moments at which kills come.
+type model struct {
+	w       *world
+	t       *testing.T
+	rng     *rand.Rand
+	bytes   *rand.ChaCha8
+	prefix  string
+	named   int
+	volumes []*modelled
+	snaps   []*kept
+	steps   []string
+	until   time.Time
+	dying   chan struct{} // not nil: serve is being killed, and has been when this is closed
+}
+
+// TestModelOfProgram runs programs of new seeds for as long as DROVER_MODEL says; DROVER_MODEL_SEED is the first seed.
+func TestModelOfProgram(t *testing.T) {
+	seed := uint64(time.Now().UnixNano())
+	if text := os.Getenv("DROVER_MODEL_SEED"); text != "" {
+		var err error
+		seed, err = strconv.ParseUint(text, 10, 64)
+		must(t, err)
+	}
+	w := newWorld(t)
+	until := time.Now().Add(modelTime(t))
+	t.Logf("seeds from %d on", seed)
+	programs, steps := 0, 0
+	for ; time.Now().Before(until); seed++ {
+		key := [32]byte{}
+		copy(key[:], fmt.Sprint(seed))
+		m := &model{w: w, t: t, until: until, rng: rand.New(rand.NewPCG(seed, 0)), bytes: rand.NewChaCha8(key),
+			prefix: fmt.Sprintf("model-%d-%d", os.Getpid(), programs)}
+		m.run(seed)
+		programs, steps = programs+1, steps+len(m.steps)
+	}
+	t.Logf("%d programs, %d steps", programs, steps)
+}
+
+// run carries out a program, looks at everything, and removes everything.
+func (m *model) run(seed uint64) {
+	defer func() {
+		if m.t.Failed() {
+			for _, v := range m.volumes {
+				if v.dev != nil {
+					v.dev.Close()
+				}
+			}
+			m.t.Logf("DROVER_MODEL_SEED=%d, steps:\n%s", seed, strings.Join(m.steps, "\n"))
+		}
+	}()
+	for i := 0; i < modelSteps && time.Now().Before(m.until); i++ {
+		m.step(modelDeeds())
+		if i%10 == 9 {
+			m.checkVolumes()
+			if len(m.snaps) > 0 {
+				m.checkSnap(m.snaps[m.rng.IntN(len(m.snaps))])
+			}
+		}
+	}
+	m.checkVolumes()
+	for len(m.snaps) > 0 {
+		m.checkSnap(m.snaps[0])
+		m.unsnap(m.snaps[0])
+	}
+	m.checkVolumes()
+	for len(m.volumes) > 0 {
+		m.remove(m.volumes[0])
+	}
+	// The space comes back in the background; a layer whose deletion a kill cut short waits for the hourly tidying.
+	var left []string
+	volumes := func(name string) bool { return strings.HasPrefix(name, "replicas/") }
+	if !m.comes(func() bool { left = m.w.onDisk(); return !slices.ContainsFunc(left, volumes) }) {
+		m.w.fatal("everything was deleted, and there are %v", left)
+	}
+}
+
+// comes waits until something is so.
+func (m *model) comes(so func() bool) bool {
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(2 * settle); !so(); <-tick.C {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
+}
+
+type modelDeed struct {
+	often int
+	do    func(*model)
+}
+
+// modelDeeds are the deeds that a kill can come into.
+func modelDeeds() []modelDeed {
+	return append(modelCalm(),
+		modelDeed{5, (*model).killData},
+		modelDeed{2, (*model).killServe},
+		modelDeed{1, (*model).restartServe})
+}
+
+func modelCalm() []modelDeed {
+	return []modelDeed{
+		{4, (*model).create},
+		{14, func(m *model) { m.some(true, func(v *modelled) { m.write(v)() }) }},
+		{4, func(m *model) { m.some(true, m.discard) }},
+		{4, func(m *model) { m.some(true, m.zero) }},
+		{3, func(m *model) { m.some(true, m.flush) }},
+		{4, func(m *model) { m.some(false, m.snapshot) }},
+		{3, func(m *model) { m.some(true, m.snapshotBusy) }},
+		{4, func(m *model) { m.some(false, m.clone) }},
+		{4, (*model).restore},
+		{3, func(m *model) { m.someSnap(m.unsnap) }},
+		{2, func(m *model) { m.some(false, m.remove) }},
+		{3, func(m *model) { m.someSnap(m.revert) }},
+		{2, func(m *model) { m.some(false, m.grow) }},
+		{4, func(m *model) { m.some(false, m.turn) }},
+		{1, func(m *model) { m.some(false, m.scrub) }},
+	}
+}
+
+func (m *model) step(deeds []modelDeed) {
+	sum := 0
+	for _, d := range deeds {
+		sum += d.often
+	}
+	n := m.rng.IntN(sum)
+	for _, d := range deeds {
+		if n -= d.often; n < 0 {
+			d.do(m)
+			return
+		}
+	}
+}
+
+// say tells of a step that is about to be done.
+func (m *model) say(format string, args ...any) {
+	m.steps = append(m.steps, fmt.Sprintf("%3d %s ", len(m.steps), time.Now().Format("15:04:05.000"))+
+		fmt.Sprintf(format, args...))
+}
+
+// again does what a caller does: what cannot be done right now is asked for again. All calls are idempotent.
+func (m *model) again(call func() error) {
+	m.t.Helper()
+	var err error
+	done := m.comes(func() bool {
+		if err = call(); err == nil {
+			return true
+		}
+		revived := m.revive(false)
+		m.say("  that failed, again: %v", err)
+		switch status.Code(err) {
+		case codes.Unavailable, codes.Aborted, codes.DeadlineExceeded:
+		default:
+			if !revived {
+				m.w.fatal("%v", err)
+			}
+		}
+		return false
+	})
+	if !done {
+		m.w.fatal("%v", err)
+	}
+}
+
+func (m *model) command(args ...string) {
+	m.t.Helper()
+	m.again(func() error {
+		if out, code := m.w.command(args...); code != 0 {
+			return fmt.Errorf("drover %v: exit code %d: %s", args, code, out)
+		}
+		return nil
+	})
+}
+
+func (m *model) name() string {
+	m.named++
+	return fmt.Sprintf("%s-%d", m.prefix, m.named)
+}
+
+// some does a deed with one of the volumes, attached if need be.
+func (m *model) some(attached bool, do func(*modelled)) {
+	if len(m.volumes) == 0 {
+		m.create()
+	}
+	v := m.volumes[m.rng.IntN(len(m.volumes))]
+	if attached {
+		m.up(v)
+	}
+	do(v)
+}
+
+func (m *model) someSnap(do func(*kept)) {
+	if len(m.snaps) > 0 {
+		do(m.snaps[m.rng.IntN(len(m.snaps))])
+	}
+}
+
+func (m *model) find(id string) *modelled {
+	for _, v := range m.volumes {
+		if v.id == id {
+			return v
+		}
+	}
+	return nil
+}
+
+func (m *model) create() {
+	if len(m.volumes) >= modelVolumes-1 {
+		return
+	}
+	name, size := m.name(), m.larger(modelSmall-4*mib)
+	m.say("create %s of %d", name, size)
+	v := &modelled{image: make([]byte, size)}
+	m.again(func() (err error) { v.pod, err = m.w.create(name, size, blockCap()); return err })
+	m.volumes = append(m.volumes, v)
+}
+
+// larger is a size above another one.
+func (m *model) larger(size int64) int64 {
+	return size + int64(1+m.rng.IntN(int((modelLarge-size)/(4*mib))))*4*mib
+}
+
+func (m *model) up(v *modelled) {
+	if v.dev != nil {
+		return
+	}
+	m.say("attach %s", v.id)
+	m.again(v.pod.up)
+	var err error
+	v.dev, err = os.OpenFile(v.target, os.O_RDWR|syscall.O_DIRECT, 0)
+	must(m.t, err)
+}
+
+func (m *model) down(v *modelled) {
+	if v.dev == nil {
+		return
+	}
+	m.say("detach %s", v.id)
+	must(m.t, v.dev.Close())
+	v.dev = nil
+	m.again(v.pod.down)
+}
+
+func (m *model) turn(v *modelled) {
+	if v.dev == nil {
+		m.up(v)
+	} else {
+		m.down(v)
+	}
+}
+
+func (m *model) remove(v *modelled) {
+	m.down(v)
+	m.say("delete volume %s", v.id)
+	m.again(v.pod.remove)
+	m.volumes = slices.DeleteFunc(m.volumes, func(o *modelled) bool { return o == v })
+}
+
+func (m *model) grow(v *modelled) {
+	if int64(len(v.image)) >= modelLarge {
+		return
+	}
+	size := m.larger(int64(len(v.image)))
+	m.say("expand %s to %d, attached: %t", v.id, size, v.dev != nil)
+	m.again(func() error { return v.expand(size) })
+	if v.dev != nil {
+		m.again(func() error { return v.expandNode(size) })
+	}
+	v.image = resized(v.image, size)
+}
+
+// resized is a copy of an image, larger by zeros.
+func resized(image []byte, size int64) []byte {
+	out := make([]byte, size)
+	copy(out, image)
+	return out
+}
+
+func (m *model) snapshot(v *modelled) {
+	if len(m.snaps) >= modelSnaps {
+		return
+	}
+	s := &kept{name: m.name(), volume: v.id, image: slices.Clone(v.image)}
+	m.say("snapshot %s of %s", s.name, v.id)
+	m.again(func() (err error) { s.id, err = m.w.snap(v.id, s.name); return err })
+	m.snaps = append(m.snaps, s)
+}
+
+// snapshotBusy takes a snapshot under writes. Of each sector it holds what was there before or what comes,
+// and holds that for ever.
+func (m *model) snapshotBusy(v *modelled) {
+	if len(m.snaps) >= modelSnaps {
+		return
+	}
+	before := slices.Clone(v.image)
+	wait := m.write(v)
+	m.snapshot(v)
+	wait()
+	s := m.snaps[len(m.snaps)-1]
+	s.image, s.either = before, s.image
+	m.checkSnap(s)
+}
+
+func (m *model) unsnap(s *kept) {
+	m.say("delete snapshot %s of %s", s.name, s.volume)
+	m.command("snapshot", "delete", s.name)
+	m.snaps = slices.DeleteFunc(m.snaps, func(o *kept) bool { return o == s })
+}
+
+func (m *model) clone(v *modelled) { m.from(v.id, v.image) }
+func (m *model) restore()          { m.someSnap(func(s *kept) { m.from(s.id, s.image) }) }
+func (m *model) scrub(v *modelled) { m.say("scrub %s", v.id); m.command("volume", "scrub", v.id) }
+func (m *model) flush(v *modelled) { m.say("flush %s", v.id); m.io(v, "flush", v.dev.Sync)() }
+
+// from makes a volume of a volume or a snapshot, as large or larger, linked or copied.
+func (m *model) from(source string, image []byte) {
+	if len(m.volumes) >= modelVolumes-1 {
+		return
+	}
+	name, size, mode := m.name(), int64(len(image)), "linked-clone"
+	if m.rng.IntN(4) == 0 && size < modelLarge {
+		size = m.larger(size)
+	}
+	if m.rng.IntN(4) == 0 {
+		mode = "full-copy"
+	}
+	m.say("clone %s, %s, of %d from %s", name, mode, size, source)
+	v := &modelled{image: resized(image, size)}
+	m.again(func() (err error) {
+		v.pod, err = m.w.from(source, name, size, blockCap(), "cloneMode", mode)
+		return err
+	})
+	m.volumes = append(m.volumes, v)
+}
+
+func (m *model) revert(s *kept) {
+	v := m.find(s.volume)
+	if v == nil {
+		return
+	}
+	m.down(v)
+	m.say("revert %s to %s", v.id, s.name)
+	m.command("snapshot", "revert", s.name)
+	v.image = resized(s.image, int64(len(v.image)))
+}

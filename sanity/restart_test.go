@@ -1,0 +1,162 @@
+package sanity_test
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// restarts: mounts and their I/O go on while serve is away, and the next serve takes them over.
+func restarts(t *testing.T, w *world) {
+	p, err := w.create("restart", 512*mib, mountCap("xfs"))
+	must(t, err)
+	must(t, p.up())
+	before := p.write("before", 8*mib)
+	data, hold := w.child("data"), w.child("hold")
+	w.signal(syscall.SIGTERM)
+	during := p.write("during", 8*mib)
+	w.start(drover(t))
+	if w.child("data") != data || w.child("hold") != hold || data == 0 || hold == 0 {
+		t.Errorf("data and hold were %d and %d and are %d and %d: not adopted", data, hold,
+			w.child("data"), w.child("hold"))
+	}
+	p.check("before", before)
+	p.check("during", during)
+	must(t, p.up()) // all again: nothing to do
+	do(t, p.down, p.up)
+	p.check("during", during)
+	do(t, p.down, p.remove)
+	w.signal(syscall.SIGTERM)
+	if w.child("data") != 0 || w.child("hold") != 0 {
+		t.Error("with no volume attached, data and hold stay behind")
+	}
+	w.start(drover(t))
+}
+
+// killServe: after kill -9 of serve, data and the holder, objects and data are there, and half-done work goes on.
+func killServe(t *testing.T, w *world) {
+	p, err := w.create("killed", 512*mib, mountCap("ext4"))
+	must(t, err)
+	must(t, p.up())
+	sum := p.write("file", 8*mib)
+	must(t, p.down())
+	data, hold := w.child("data"), w.child("hold")
+	w.signal(syscall.SIGKILL)
+	for _, pid := range []int{data, hold} {
+		must(t, syscall.Kill(pid, syscall.SIGKILL))
+	}
+	w.start(drover(t))
+	must(t, p.up())
+	p.check("file", sum)
+	do(t, p.down, p.remove)
+}
+
+// killData kills the data process again and again while verified writes run.
+func killData(t *testing.T, w *world) {
+	p, err := w.create("load", 256*mib, blockCap())
+	must(t, err)
+	must(t, p.up())
+	f, err := os.OpenFile(p.target, os.O_RDWR|syscall.O_DIRECT|syscall.O_EXCL, 0)
+	must(t, err)
+	stop, ended := make(chan struct{}), make(chan error, 1)
+	progress := make(chan struct{}, 1)
+	go func() { ended <- load(f, 256*mib, stop, progress) }()
+	n := kills(t, 5)
+	var slowest time.Duration
+	for range n {
+		pid := w.child("data")
+		began := time.Now()
+		must(t, syscall.Kill(pid, syscall.SIGKILL))
+		// Only work that began after the kill is a sign of life: two are read, since one may have waited here.
+		for range 2 {
+			select {
+			case <-progress:
+			case err := <-ended:
+				t.Fatalf("the load ended: %v", err)
+			case <-time.After(settle):
+				w.fatal("no I/O for %v after a kill", settle)
+			}
+		}
+		slowest = max(slowest, time.Since(began))
+		for w.child("data") == pid || w.child("data") == 0 { // the pid file of the next one comes with its first I/O
+			select {
+			case <-progress:
+			case <-time.After(settle):
+				w.fatal("data was not started again")
+			}
+		}
+	}
+	close(stop)
+	must(t, <-ended)
+	must(t, f.Close())
+	t.Logf("%d kills, at most %v until I/O went on", n, slowest.Round(time.Millisecond))
+	do(t, p.down, p.remove)
+}
+
+// load writes random blocks, reads some back at once and all at the end. Any error or difference ends it.
+func load(f *os.File, size int64, stop, progress chan struct{}) error {
+	const block = 16 << 10
+	versions := make([]uint64, size/block)
+	buf, got := aligned(block), aligned(block)
+	fill := func(b []byte, i int64, v uint64) {
+		rng := rand.NewChaCha8(sha256.Sum256(fmt.Appendf(nil, "%d %d", i, v)))
+		_, _ = rng.Read(b)
+	}
+	verify := func(i int64) error {
+		if _, err := f.ReadAt(got, i*block); err != nil {
+			return fmt.Errorf("read block %d: %w", i, err)
+		}
+		clear(buf)
+		if versions[i] > 0 {
+			fill(buf, i, versions[i])
+		}
+		if !bytes.Equal(buf, got) {
+			return fmt.Errorf("block %d is not what was written, version %d", i, versions[i])
+		}
+		return nil
+	}
+	for n := 0; ; n++ {
+		select {
+		case <-stop:
+			for i := range versions {
+				if err := verify(int64(i)); err != nil {
+					return err
+				}
+			}
+			return nil
+		default:
+		}
+		i := rand.Int64N(int64(len(versions)))
+		fill(buf, i, versions[i]+1)
+		if _, err := f.WriteAt(buf, i*block); err != nil {
+			return fmt.Errorf("write block %d: %w", i, err)
+		}
+		versions[i]++
+		if n%64 == 0 {
+			if err := f.Sync(); err != nil {
+				return err
+			}
+		}
+		if err := verify(rand.Int64N(int64(len(versions)))); err != nil {
+			return err
+		}
+		select {
+		case progress <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// aligned is memory that direct I/O takes.
+func aligned(n int) []byte {
+	b, err := syscall.Mmap(-1, 0, n, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
+	if err != nil {
+		panic(err)
+	}
+	return b // for as long as the test runs
+}

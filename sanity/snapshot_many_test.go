@@ -1,0 +1,70 @@
+package sanity_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+)
+
+// snapshotsAtOnce: snapshots of two volumes are asked for at once, then clones of all of them, then everything goes
+// at once, while the sources are written to. Each is there, none is left.
+func snapshotsAtOnce(t *testing.T, w *world) {
+	const callers = 20
+	all := func(call func(i int) error) {
+		t.Helper()
+		var wg sync.WaitGroup
+		errs := make([]error, callers)
+		for i := range errs {
+			wg.Go(func() { errs[i] = call(i) })
+		}
+		wg.Wait()
+		must(t, errors.Join(errs...))
+	}
+	var sources [2]*pod
+	var counts [2]*counting
+	for i := range sources {
+		var err error
+		sources[i], err = w.create(fmt.Sprintf("many-%d", i), gib, mountCap("ext4"))
+		must(t, err)
+		must(t, sources[i].up())
+		counts[i] = sources[i].count("n")
+	}
+	var ids [callers]string
+	var clones [callers]*pod
+	all(func(i int) (err error) {
+		ids[i], err = w.snap(sources[i%2].id, fmt.Sprintf("many-%d-at-%d", i%2, i))
+		return err
+	})
+	all(func(i int) (err error) {
+		clones[i], err = w.from(ids[i], fmt.Sprintf("many-clone-%d", i), 0, mountCap("ext4"))
+		return err
+	})
+	for i, c := range counts {
+		close(c.stop)
+		must(t, <-c.end)
+		must(t, clones[i].up())
+		if n := clones[i].counted("n"); n > c.n.Load() {
+			t.Errorf("clone %d holds %d, and %d was written last", i, n, c.n.Load())
+		}
+		must(t, clones[i].down())
+	}
+	all(func(i int) error { return clones[i].remove() })
+	all(func(i int) error {
+		_, err := w.controller.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: ids[i]})
+		return err
+	})
+	list, err := w.controller.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
+	must(t, err)
+	for _, e := range list.Entries {
+		if slices.Contains(ids[:], e.Snapshot.SnapshotId) {
+			t.Errorf("%s is left", e.Snapshot.SnapshotId)
+		}
+	}
+	for _, p := range sources {
+		do(t, p.down, p.remove)
+	}
+}

@@ -1,0 +1,180 @@
+package sanity_test
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// headUsed is what the newest part of a volume takes on the disk, in bytes.
+func (p *pod) headUsed() int64 {
+	p.w.t.Helper()
+	var reps api.ReplicaList
+	must(p.w.t, p.w.objects.List(p.w.t.Context(), &reps, client.MatchingLabels{api.LabelVolume: p.id}))
+	if len(reps.Items) != 1 {
+		p.w.t.Fatalf("%d replicas of %s", len(reps.Items), p.id)
+	}
+	dir := p.w.path("disk", "replicas", string(reps.Items[0].Spec.UID))
+	entries, err := os.ReadDir(dir)
+	must(p.w.t, err)
+	sum := int64(0)
+	for _, e := range entries {
+		var st syscall.Stat_t
+		must(p.w.t, syscall.Stat(dir+"/"+e.Name(), &st))
+		sum += st.Blocks * 512
+	}
+	return sum
+}
+
+// trim runs fstrim until the head takes no more than most: xfs frees the blocks of a deleted file in the background, and
+// a trim that comes too early does not see them; it returns before its last discards are done, too.
+func (p *pod) trim(most int64) {
+	p.w.t.Helper()
+	for end := time.Now().Add(settle); ; {
+		out, err := exec.Command("fstrim", "-v", p.target).CombinedOutput()
+		if err != nil {
+			p.w.t.Fatalf("fstrim: %v: %s", err, out)
+		}
+		now := p.headUsed()
+		if now <= most {
+			return
+		}
+		if time.Now().After(end) {
+			p.w.t.Errorf("%s: the head takes %d bytes, %d are wanted; fstrim: %s", p.id, now, most, out)
+			return
+		}
+	}
+}
+
+// trimMounted: fstrim on a mounted volume over a snapshot gives space back, shows nothing old, and leaves the snapshot
+// what it is; with the snapshot gone, its space comes back too.
+func trimMounted(t *testing.T, w *world) {
+	for _, fs := range []string{"ext4", "xfs"} {
+		a, err := w.create("trim-"+fs, gib, mountCap(fs))
+		must(t, err)
+		must(t, a.up())
+		keep := a.write("keep", 8*mib)
+		sum := a.write("old", 64*mib)
+		syscall.Sync()
+		id, err := w.snap(a.id, "of-trim-"+fs)
+		must(t, err)
+		a.write("later", 64*mib)
+		must(t, os.Remove(a.file("old")))
+		syscall.Sync()
+		full := a.headUsed()
+		must(t, os.Remove(a.file("later")))
+		syscall.Sync()
+		c := a.count("n") // while it is written to
+		a.trim(full - 60*mib)
+		close(c.stop)
+		must(t, <-c.end)
+		if n := a.counted("n"); n != c.n.Load() {
+			t.Errorf("%s: %d was written last, and %d is there", fs, c.n.Load(), n)
+		}
+		a.check("keep", keep)
+		do(t, a.down, a.up)
+		a.check("keep", keep)
+		b, err := w.from(id, "trimmed-"+fs, 0, mountCap(fs))
+		must(t, err)
+		must(t, b.up())
+		b.check("old", sum)
+		do(t, b.down, b.remove)
+		w.unsnap(id)
+		w.layersTake(30*mib, func() {}) // they are merged, and what was trimmed over is in none of them
+		a.check("keep", keep)
+
+		// What is freed later was in a layer that nobody needs by itself.
+		gone := a.write("gone", 64*mib)
+		id, err = w.snap(a.id, "again-"+fs)
+		must(t, err)
+		w.unsnap(id)
+		a.check("gone", gone)
+		must(t, os.Remove(a.file("gone")))
+		syscall.Sync()
+		w.layersTake(30*mib, func() { w.must("volume", "trim", a.id) })
+		a.check("keep", keep)
+		do(t, a.down, a.up)
+		a.check("keep", keep)
+		do(t, a.down, a.remove)
+	}
+}
+
+// layersTake waits until all layers take no more than most, and has something done about it again and again.
+func (w *world) layersTake(most int64, do func()) {
+	w.t.Helper()
+	dir := w.path("disk", "layers")
+	ctx, cancel := timeout(w.t)
+	defer cancel()
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		do()
+		sum := int64(0)
+		entries, err := os.ReadDir(dir)
+		must(w.t, err)
+		for _, e := range entries {
+			var st syscall.Stat_t
+			if syscall.Stat(fmt.Sprintf("%s/%s/data", dir, e.Name()), &st) == nil {
+				sum += st.Blocks * 512
+			}
+		}
+		if sum <= most {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			w.t.Errorf("the layers still take %d bytes", sum)
+			return
+		}
+	}
+}
+
+// trimRemoves: with unmapMarkSnapChainRemoved a trim deletes the snapshots that the volume stands on, and what they held
+// comes back; a clone of one of them keeps what it has.
+func trimRemoves(t *testing.T, w *world) {
+	for _, fs := range []string{"ext4", "xfs"} {
+		a, err := w.create("trimall-"+fs, gib, mountCap(fs), "unmapMarkSnapChainRemoved", "enabled")
+		must(t, err)
+		if out, code := w.command("volume", "trim", a.id); code == 0 || !strings.Contains(out, "not attached") {
+			t.Errorf("%s: %d: %s", fs, code, out)
+		}
+		must(t, a.up())
+		keep := a.write("keep", 8*mib)
+		sum := a.write("old", 64*mib)
+		one, err := w.snap(a.id, "one-"+fs)
+		must(t, err)
+		b, err := w.from(one, "trimmed-all-"+fs, 0, mountCap(fs))
+		must(t, err)
+		a.write("later", 64*mib)
+		_, err = w.snap(a.id, "two-"+fs)
+		must(t, err)
+		must(t, os.Remove(a.file("old")))
+		must(t, os.Remove(a.file("later")))
+		syscall.Sync()
+		if out := w.must("volume", "trim", a.id); !strings.Contains(out, "removed: one-"+fs+", two-"+fs) {
+			t.Errorf("%s: %s", fs, out)
+		}
+		w.layersTake(110*mib, func() { w.must("volume", "trim", a.id) }) // what the clone has, and what is kept
+		must(t, b.up())
+		b.check("old", sum)
+		do(t, b.down, b.remove)
+		w.layersTake(30*mib, func() { w.must("volume", "trim", a.id) })
+		a.check("keep", keep)
+		for _, name := range []string{"one-", "two-"} {
+			err := w.objects.Get(t.Context(), client.ObjectKey{Name: name + fs}, &api.Snapshot{})
+			if client.IgnoreNotFound(err) != nil || err == nil {
+				t.Errorf("%s%s: %v", name, fs, err)
+			}
+		}
+		do(t, a.down, a.remove)
+	}
+}
