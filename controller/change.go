@@ -6,7 +6,6 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/client-go/util/retry"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
@@ -14,20 +13,14 @@ import (
 
 // change edits a volume's spec; edit returns false where nothing is to be done.
 func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (bool, error)) (*api.Volume, error) {
-	var vol *api.Volume
-	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		v, err := s.volume(ctx, id)
-		if err != nil {
-			return err
-		}
+	if _, err := s.volume(ctx, id); err != nil {
+		return nil, err
+	}
+	vol, err := await.Edit(ctx, s.client, id, func(v *api.Volume) (bool, error) {
 		if v.DeletionTimestamp != nil {
-			return api.Errorf(api.InUse, "volume %s is being deleted", id)
+			return false, api.Errorf(api.InUse, "volume %s is being deleted", id)
 		}
-		vol = v
-		if do, err := edit(v); !do || err != nil {
-			return err
-		}
-		return s.client.Update(ctx, v)
+		return edit(v)
 	})
 	if err != nil {
 		return nil, api.Explain(err, "change volume %.80s", id)

@@ -28,11 +28,10 @@ func TestBorrow(t *testing.T) {
 	layer := api.NewUID()
 	img := &api.BackingImage{ObjectMeta: named("debian"), Spec: api.BackingImageSpec{SourceType: api.SourceFile}}
 	w.create(img)
-	img.Status = api.BackingImageStatus{UUID: api.NewUID(), Layers: []api.UID{layer}, State: api.ImageReady,
-		VirtualSize: 32 * mib}
-	if err := w.c.Status().Update(w.ctx, img); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, img, func(i *api.BackingImage) {
+		i.Status = api.BackingImageStatus{UUID: api.NewUID(), Layers: []api.UID{layer}, State: api.ImageReady,
+			VirtualSize: 32 * mib}
+	})
 	data := bytes.Repeat([]byte("golden!!"), mib/8)
 	put := func(where string) {
 		t.Helper()
@@ -61,10 +60,7 @@ func TestBorrow(t *testing.T) {
 			w.create(c)
 			copies[where] = c
 		}
-		c.Status.State = s
-		if err := w.c.Status().Update(w.ctx, c); err != nil {
-			t.Fatal(err)
-		}
+		editStatus(w, c, func(c *api.ImageCopy) { c.Status.State = s })
 	}
 	state("near", api.ImageInProgress)
 	put("far")

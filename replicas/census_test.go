@@ -91,10 +91,7 @@ func TestTooManySnapshots(t *testing.T) {
 	set := &api.Setting{ObjectMeta: named(settingMany), Value: "99"}
 	w.create(set)
 	w.conditionIs("census", api.ConditionTooMany, "True")
-	set.Value = "0"
-	if err := w.c.Update(w.ctx, set); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, set, func(s *api.Setting) { s.Value = "0" })
 	w.conditionIs("census", api.ConditionTooMany, "False")
 	w.detach("census")
 }

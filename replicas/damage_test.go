@@ -163,15 +163,7 @@ func testReplaced(t *testing.T, restart bool) {
 	w.stopData()
 	w.stopRoles()
 	for _, o := range []client.Object{a, w.replicaOf("v1"), volume("v1", 0)} {
-		key := client.ObjectKeyFromObject(o)
-		if err := w.c.Get(w.ctx, key, o); err != nil {
-			t.Fatal(err)
-		}
-		o.SetFinalizers(nil)
-		if err := w.c.Update(w.ctx, o); err != nil {
-			t.Fatal(err)
-		}
-		w.remove(o)
+		w.abandon(o)
 	}
 	start := func() {
 		w.roles([]string{filepath.Join(w.dir, "disk")})

@@ -42,10 +42,7 @@ func TestVolumeOfAnImageThatGoes(t *testing.T) {
 		if !api.HoldsImage(before, i) || api.HoldsImage(after, i) {
 			t.Errorf("before holds it: %v, after: %v", api.HoldsImage(before, i), api.HoldsImage(after, i))
 		}
-		i.Finalizers = nil
-		if err := w.c.Update(w.ctx, i); err != nil {
-			t.Fatal(err)
-		}
+		edit(w, i, func(i *api.BackingImage) { i.Finalizers = nil })
 		return true
 	})
 	w.volumeIs("after", "waiting for an image", func(v *api.Volume) bool {

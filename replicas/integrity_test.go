@@ -8,7 +8,6 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -27,16 +26,7 @@ func TestIntegrity(t *testing.T) {
 	} {
 		set := &api.Setting{ObjectMeta: named(settingIntegrity), Value: c.global}
 		if err := w.c.Create(w.ctx, set); err != nil {
-			err = retry.RetryOnConflict(retry.DefaultRetry, func() error {
-				if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(set), set); err != nil {
-					return err
-				}
-				set.Value = c.global
-				return w.c.Update(w.ctx, set)
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
+			edit(w, set, func(s *api.Setting) { s.Value = c.global })
 		}
 		v := volume(c.name, 16<<20)
 		v.Spec.SnapshotDataIntegrity = c.own
@@ -120,16 +110,7 @@ func (w *world) scrubbed(volume string, is bool) {
 	clear(w.data.scrubber.seen) // what another replica's look found counts for an hour
 	w.data.scrubber.mu.Unlock()
 	long := time.Now().Add(-2 * time.Hour).Truncate(time.Second)
-	err := retry.RetryOnConflict(retry.DefaultRetry, func() error {
-		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil {
-			return err
-		}
-		r.Status.LastScrubbed = &metav1.Time{Time: long}
-		return w.c.Status().Update(w.ctx, r)
-	})
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	editStatus(w, r, func(r *api.Replica) { r.Status.LastScrubbed = &metav1.Time{Time: long} })
 	if is {
 		await(w, r, &api.ReplicaList{}, "scrubbed", func(r *api.Replica) bool {
 			return r.Status.LastScrubbed != nil && r.Status.LastScrubbed.After(long)

@@ -43,10 +43,7 @@ func TestLifeOfAVolume(t *testing.T) {
 	data := bytes.Repeat([]byte("drover"), mib/6)
 	writeDevice(t, a.Status.Device, 512, data) // begins and ends within blocks
 
-	v.Spec.Size = 128 * mib
-	if err := w.c.Update(w.ctx, v); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, v, func(v *api.Volume) { v.Spec.Size = 128 * mib })
 	w.volumeIs("v1", "expanded", func(v *api.Volume) bool { return v.Status.Size == 128*mib })
 	writeDevice(t, a.Status.Device, 127*mib, data)
 
@@ -130,10 +127,7 @@ func TestDetachedData(t *testing.T) {
 		t.Fatalf("%+v", v.Status)
 	}
 	// Larger while detached.
-	v.Spec.Size = 32 * mib
-	if err := w.c.Update(w.ctx, v); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, v, func(v *api.Volume) { v.Spec.Size = 32 * mib })
 	w.volumeIs("v1", "expanded", func(v *api.Volume) bool { return v.Status.Size == 32*mib })
 	w.create(attachment("v1"))
 	a = w.attached("v1")
@@ -208,10 +202,7 @@ func TestAPIWentBackInTime(t *testing.T) {
 	w.remove(a)
 	gone(w, a, &api.AttachmentList{})
 	v := w.volumeState("v1", api.VolumeDetached)
-	v.Status.Epoch = 1
-	if err := w.c.Status().Update(w.ctx, v); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, v, func(v *api.Volume) { v.Status.Epoch = 1 })
 	w.create(attachment("v1"))
 	await(w, attachment("v1"), &api.AttachmentList{}, "refused",
 		func(a *api.Attachment) bool { return strings.Contains(a.Status.Message, "back in time") })
@@ -276,11 +267,10 @@ func TestTakenOver(t *testing.T) {
 	}
 	defer f.Close()
 	v := w.volumeState("v1", api.VolumeAttached)
-	v.Status.Epoch++
-	v.Status.EngineNode = "other"
-	if err := w.c.Status().Update(w.ctx, v); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, v, func(v *api.Volume) {
+		v.Status.Epoch++
+		v.Status.EngineNode = "other"
+	})
 	await(w, a, &api.AttachmentList{}, "fenced", func(a *api.Attachment) bool {
 		return a.Status.Epoch != 2 || !a.Status.Ready
 	})
@@ -312,14 +302,9 @@ func TestRefusals(t *testing.T) {
 		w.volumeIs(name, "explained", says(want))
 	}
 	// What a change makes possible happens without another push.
-	var n api.Node
-	if err := w.c.Get(w.ctx, client.ObjectKey{Name: testNode}, &n); err != nil {
-		t.Fatal(err)
-	}
-	n.Spec.Disks[0].Tags = append(n.Spec.Disks[0].Tags, "nvme")
-	if err := w.c.Update(w.ctx, &n); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, &api.Node{ObjectMeta: named(testNode)}, func(n *api.Node) {
+		n.Spec.Disks[0].Tags = append(n.Spec.Disks[0].Tags, "nvme")
+	})
 	w.volumeState("tagged", api.VolumeDetached)
 	w.create(&api.Setting{ObjectMeta: named("storage-over-provisioning-percentage"), Value: "100000000"})
 	w.volumeState("huge", api.VolumeDetached)
@@ -351,11 +336,10 @@ func TestImage(t *testing.T) {
 	w.create(img)
 	w.volumeIs("v1", "waiting", says("being prepared"))
 	layer := api.NewUID()
-	img.Status = api.BackingImageStatus{UUID: api.NewUID(), Layers: []api.UID{layer}, State: api.ImageReady,
-		VirtualSize: 32 * mib}
-	if err := w.c.Status().Update(w.ctx, img); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, img, func(i *api.BackingImage) {
+		i.Status = api.BackingImageStatus{UUID: api.NewUID(), Layers: []api.UID{layer}, State: api.ImageReady,
+			VirtualSize: 32 * mib}
+	})
 	w.volumeIs("small", "refused", func(v *api.Volume) bool {
 		return v.Status.State == api.VolumeFaulted && strings.Contains(v.Status.Message, "less than the 32 MiB")
 	})
@@ -379,10 +363,7 @@ func TestImage(t *testing.T) {
 	cp := &api.ImageCopy{ObjectMeta: named("copy"), Spec: api.ImageCopySpec{Image: "debian", UUID: img.Status.UUID,
 		Layers: img.Status.Layers, Node: testNode, Disk: n.Status.Disks[0].UID}}
 	w.create(cp)
-	cp.Status.State = api.ImageReady
-	if err := w.c.Status().Update(w.ctx, cp); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, cp, func(c *api.ImageCopy) { c.Status.State = api.ImageReady })
 	w.volumeState("v1", api.VolumeDetached)
 	a := attachment("v1")
 	w.create(a)
@@ -481,10 +462,7 @@ func TestFullDisk(t *testing.T) {
 		return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace)
 	})
 	a = w.attached("v1")
-	a.Annotations = map[string]string{api.AnnotationForce: "true"}
-	if err := w.c.Update(w.ctx, a); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "true"} })
 	w.remove(a)
 	if err := <-done; err == nil {
 		t.Error("a write that found no room succeeded")

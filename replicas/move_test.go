@@ -44,16 +44,11 @@ func TestEvict(t *testing.T) {
 		t.Fatal(err)
 	}
 	was := w.memberOf("a").Name
-	n := &api.Node{ObjectMeta: named(testNode)}
-	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(n), n); err != nil {
-		t.Fatal(err)
-	}
-	for i := range n.Spec.Disks {
-		n.Spec.Disks[i].EvictionRequested = filepath.Base(n.Spec.Disks[i].Path) == "near"
-	}
-	if err := w.c.Update(w.ctx, n); err != nil {
-		t.Fatal(err)
-	}
+	edit(w, &api.Node{ObjectMeta: named(testNode)}, func(n *api.Node) {
+		for i := range n.Spec.Disks {
+			n.Spec.Disks[i].EvictionRequested = filepath.Base(n.Spec.Disks[i].Path) == "near"
+		}
+	})
 	w.volumeIs("a", "moved", func(v *api.Volume) bool {
 		return v.Status.State == api.VolumeDetached && v.Status.Members[0] != was
 	})

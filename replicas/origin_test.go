@@ -42,10 +42,7 @@ func (w *world) set(name, value string) {
 	w.t.Helper()
 	s := &api.Setting{ObjectMeta: named(name), Value: value}
 	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(s), s); err == nil {
-		s.Value = value
-		if err := w.c.Update(w.ctx, s); err != nil {
-			w.t.Fatal(err)
-		}
+		edit(w, s, func(s *api.Setting) { s.Value = value })
 		return
 	}
 	w.create(s)

@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -203,23 +202,11 @@ func TestSnapshotFound(t *testing.T) {
 			t.Fatal(err)
 		}
 		if name == "s2" { // the object is lost
-			s.Finalizers = nil
-			if err := w.c.Update(w.ctx, &s); err != nil {
-				t.Fatal(err)
-			}
+			edit(w, &s, func(s *api.Snapshot) { s.Finalizers = nil })
 			w.remove(&s)
 			continue
 		}
-		err := retry.RetryOnConflict(retry.DefaultBackoff, func() error { // a last write of the data role may be late
-			if err := w.c.Get(w.ctx, client.ObjectKey{Name: name}, &s); err != nil {
-				return err
-			}
-			s.Status = api.SnapshotStatus{} // what was to be written when the process ended
-			return w.c.Status().Update(w.ctx, &s)
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		editStatus(w, &s, func(s *api.Snapshot) { s.Status = api.SnapshotStatus{} }) // the process ended before its write
 	}
 	w.startData()
 	if again := w.ready("s1"); again.Status.CreationTime != created {
@@ -492,10 +479,9 @@ func TestRevert(t *testing.T) {
 	if err := w.c.List(w.ctx, &reps, client.MatchingLabels{api.LabelVolume: "a"}); err != nil || len(reps.Items) != 1 {
 		t.Fatalf("%+v, %v", reps.Items, err)
 	}
-	reps.Items[0].Status.Reverted, reps.Items[0].Status.Reverting = "", "2/head-of-before"
-	if err := w.c.Status().Update(w.ctx, &reps.Items[0]); err != nil {
-		t.Fatal(err)
-	}
+	editStatus(w, &reps.Items[0], func(r *api.Replica) {
+		r.Status.Reverted, r.Status.Reverting = "", "2/head-of-before"
+	})
 	w.startData()
 	await(w, &reps.Items[0], &api.ReplicaList{}, "reverted", func(r *api.Replica) bool { return r.Status.Reverted == "2" })
 	if is := w.revert("a", "none", "3"); is.State != api.CloneFailed {

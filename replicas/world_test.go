@@ -17,6 +17,7 @@ import (
 	"github.com/go-logr/logr"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
@@ -28,6 +29,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
+	editor "drover.io/drover/api/await"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/replicas/device"
 )
@@ -310,6 +312,42 @@ func (w *world) remove(o client.Object) {
 	if err := w.c.Delete(w.ctx, o); err != nil {
 		w.t.Fatal(err)
 	}
+}
+
+// edit changes an object as a person would: anew where its status changed meanwhile.
+func edit[X any, T interface {
+	*X
+	client.Object
+}](w *world, obj T, change func(T)) {
+	w.t.Helper()
+	now, err := editor.Edit(w.ctx, w.c, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	*obj = *now
+}
+
+// editStatus is edit for the status.
+func editStatus[X any, T interface {
+	*X
+	client.Object
+}](w *world, obj T, change func(T)) {
+	w.t.Helper()
+	now, err := editor.EditStatus(w.ctx, w.c, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	*obj = *now
+}
+
+// abandon removes an object that nobody lets go of.
+func (w *world) abandon(o client.Object) {
+	w.t.Helper()
+	none := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
+	if err := w.c.Patch(w.ctx, o, none); err != nil {
+		w.t.Fatal(err)
+	}
+	w.remove(o)
 }
 
 func named(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Name: name} }

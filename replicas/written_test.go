@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -56,21 +55,12 @@ func TestSnapshotIsAdornedAgain(t *testing.T) {
 	w.make("a", 64<<20)
 	s := w.snapshot("a", "s1")
 	want := s.Labels[api.LabelVolume]
-	for what, spoil := range map[string]func(){
-		"label":     func() { s.Labels[api.LabelVolume] = "other" },
-		"finalizer": func() { s.Finalizers = nil },
-		"owner":     func() { s.OwnerReferences = nil },
+	for what, spoil := range map[string]func(*api.Snapshot){
+		"label":     func(s *api.Snapshot) { s.Labels[api.LabelVolume] = "other" },
+		"finalizer": func(s *api.Snapshot) { s.Finalizers = nil },
+		"owner":     func(s *api.Snapshot) { s.OwnerReferences = nil },
 	} {
-		err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-			if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(s), s); err != nil {
-				return err
-			}
-			spoil()
-			return w.c.Update(w.ctx, s)
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		edit(w, s, spoil)
 		s = w.snapshotIs("s1", what, func(s *api.Snapshot) bool {
 			return s.Labels[api.LabelVolume] == want && slices.Contains(s.Finalizers, api.Finalizer) &&
 				len(s.OwnerReferences) == 1

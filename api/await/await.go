@@ -1,4 +1,5 @@
-// Package await waits for an object to become what a caller needs, by watching that one object: nothing polls.
+// Package await waits for an object to become what a caller needs, by watching that one object: nothing polls. It also
+// edits objects that others write too.
 //
 // It has no goroutines of its own; the watch ends before a call returns. Errors are those of the Kubernetes client and
 // of the context, unwrapped: the caller knows what it was waiting for and says so.

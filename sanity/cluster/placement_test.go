@@ -7,11 +7,11 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
-	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/client-go/util/retry"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
 // replicasOf are the replicas of a volume that stay, by node.
@@ -40,15 +40,14 @@ func awaitVolume(t *testing.T, c *Cluster, name, what string, ok func(*api.Volum
 }
 
 // edit changes an object as kubectl edit would: anew where its status changed meanwhile.
-func edit[T client.Object](t *testing.T, c *Cluster, obj T, change func(T)) {
+func edit[X any, T interface {
+	*X
+	client.Object
+}](t *testing.T, c *Cluster, obj T, change func(T)) {
 	t.Helper()
-	must(t, retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		if err := c.Objects.Get(t.Context(), client.ObjectKeyFromObject(obj), obj); err != nil {
-			return err
-		}
-		change(obj)
-		return c.Objects.Update(t.Context(), obj)
-	}))
+	now, err := await.Edit(t.Context(), c.Objects, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	must(t, err)
+	*obj = *now
 }
 
 // settled waits until a volume has its replicas on the nodes, and all of them are members. The object of a replica may go
