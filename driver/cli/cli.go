@@ -42,6 +42,7 @@ type app struct {
 	output     string
 	timeout    time.Duration
 	exporter   Exporter
+	encoded    bool // something was printed as yaml: what follows is another document
 }
 
 // Commands returns everything that a user types but `serve` and the roles: add them to the root command. What an export

@@ -34,9 +34,10 @@ func (a *app) nodeDrain() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			base := n.DeepCopy()
-			n.Spec.EvictionRequested = !undo
-			if err := patchNode(ctx, c, n, base); err != nil {
+			if n, err = editNode(ctx, c, n.Name, func(n *api.Node) error {
+				n.Spec.EvictionRequested = !undo
+				return nil
+			}); err != nil {
 				return err
 			}
 			if undo {
@@ -93,24 +94,25 @@ func (a *app) nodeSet() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			base := n.DeepCopy()
-			if flags.Changed("tags") {
-				n.Spec.Tags = nil
-				for t := range strings.SplitSeq(tags, ",") {
-					if t = strings.TrimSpace(t); t != "" {
-						n.Spec.Tags = append(n.Spec.Tags, t)
+			if n, err = editNode(ctx, c, n.Name, func(n *api.Node) error {
+				if flags.Changed("tags") {
+					n.Spec.Tags = nil
+					for t := range strings.SplitSeq(tags, ",") {
+						if t = strings.TrimSpace(t); t != "" {
+							n.Spec.Tags = append(n.Spec.Tags, t)
+						}
 					}
 				}
-			}
-			if flags.Changed("zone") {
-				if n.Labels == nil {
-					n.Labels = map[string]string{}
+				if flags.Changed("zone") {
+					if n.Labels == nil {
+						n.Labels = map[string]string{}
+					}
+					if n.Labels[api.LabelZone] = zone; zone == "" {
+						delete(n.Labels, api.LabelZone)
+					}
 				}
-				if n.Labels[api.LabelZone] = zone; zone == "" {
-					delete(n.Labels, api.LabelZone)
-				}
-			}
-			if err := patchNode(ctx, c, n, base); err != nil {
+				return nil
+			}); err != nil {
 				return err
 			}
 			a.said(cmd, "node", n.Name, "set")

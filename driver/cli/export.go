@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -33,8 +34,16 @@ func exportFlags(c *cobra.Command, o *ExportOptions) {
 	c.Flags().BoolVar(&o.Force, "force", false, "replace a file that is there")
 }
 
-// export runs an export with a progress bar.
-func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, what string, o ExportOptions) error {
+// exported is what an export tells as json and yaml.
+type exported struct {
+	outcome
+	File   string `json:"file"`
+	Format string `json:"format"`
+	Size   int64  `json:"size"` // of the disk inside, bytes
+}
+
+// export runs an export of an object, of a kind as said takes it, with a progress bar.
+func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string, o ExportOptions) error {
 	if o.Format != "raw" && o.Format != "qcow2" {
 		return usagef("--format %q: want raw or qcow2", o.Format)
 	}
@@ -42,6 +51,7 @@ func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, w
 		return usagef("--compress is for --format qcow2")
 	}
 	began := time.Now()
+	what := fmt.Sprintf("%s %q", strings.TrimPrefix(kind, "backing"), name)
 	bar := newProgress(cmd.ErrOrStderr(), what)
 	defer bar.clear()
 	var size int64
@@ -53,6 +63,14 @@ func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, w
 		return explain(ctx, err)
 	}
 	bar.clear()
+	switch a.output {
+	case "json", "yaml":
+		return a.encode(cmd.OutOrStdout(), exported{outcome{Kind: kinds[kind], Name: name, Result: "exported"}, o.File,
+			o.Format, size})
+	case "name":
+		a.said(cmd, kind, name, "")
+		return nil
+	}
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s written to %s: %s, %s, in %s\n", what, o.File, api.SizeText(size),
 		o.Format, seconds(time.Since(began)))
 	return err
@@ -79,7 +97,7 @@ func (a *app) imageExport() *cobra.Command {
 				return err
 			}
 			o.Image, o.File = left[0], left[1]
-			return a.export(ctx, cmd, c, fmt.Sprintf("image %q", left[0]), o)
+			return a.export(ctx, cmd, c, "backingimage", left[0], o)
 		},
 	}
 	exportFlags(c, &o)
@@ -103,7 +121,7 @@ func (a *app) snapshotExport() *cobra.Command {
 				return err
 			}
 			o.Snapshot, o.File = left[0], left[1]
-			return a.export(ctx, cmd, c, fmt.Sprintf("snapshot %q", left[0]), o)
+			return a.export(ctx, cmd, c, "snapshot", left[0], o)
 		},
 	}
 	exportFlags(c, &o)
@@ -142,7 +160,7 @@ func (a *app) volumeExport() *cobra.Command {
 				return late(err, "the snapshot of volume %q is not there yet", v.Name)
 			}
 			o.Snapshot, o.File = s.Name, left[1]
-			return a.export(ctx, cmd, c, fmt.Sprintf("volume %q", v.Name), o)
+			return a.export(ctx, cmd, c, "volume", v.Name, o)
 		},
 	}
 	exportFlags(c, &o)

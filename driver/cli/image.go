@@ -172,16 +172,6 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 	})
 }
 
-// said reports a finished act in the form that -o asks for.
-func (a *app) said(cmd *cobra.Command, kind, name, what string) {
-	switch a.output {
-	case "name":
-		fmt.Fprintf(cmd.OutOrStdout(), "%s.%s/%s\n", strings.ReplaceAll(kind, " ", ""), api.GroupVersion.Group, name)
-	case "table":
-		fmt.Fprintf(cmd.OutOrStdout(), "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
-	}
-}
-
 // someOf lists names, but not a hundred of them.
 func someOf(noun string, names []string) string {
 	if len(names) > 1 {

@@ -11,10 +11,12 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 func (a *app) nodeCommand() *cobra.Command {
@@ -253,12 +255,14 @@ func (a *app) diskAdd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if slices.ContainsFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path }) {
-				return api.Errorf(api.Exists, "node %q has a disk at %s already", n.Name, path)
-			}
-			base := n.DeepCopy()
-			n.Spec.Disks = append(n.Spec.Disks, spec)
-			if err := patchNode(ctx, c, n, base); err != nil {
+			n, err = editNode(ctx, c, n.Name, func(n *api.Node) error {
+				if slices.ContainsFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path }) {
+					return api.Errorf(api.Exists, "node %q has a disk at %s already", n.Name, path)
+				}
+				n.Spec.Disks = append(n.Spec.Disks, spec)
+				return nil
+			})
+			if err != nil {
 				return err
 			}
 			d, err := awaitDisk(ctx, c, n.Name, path)
@@ -279,9 +283,16 @@ func (a *app) diskAdd() *cobra.Command {
 	return c
 }
 
-// patchNode changes a node's spec unless somebody else did so first: the list of disks is replaced as a whole.
-func patchNode(ctx context.Context, c client.Client, n, base *api.Node) error {
-	return explain(ctx, c.Patch(ctx, n, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})))
+// editNode changes a node, which itself writes its status all the time: change sees the newest version.
+func editNode(ctx context.Context, c client.Client, name string, change func(*api.Node) error) (*api.Node, error) {
+	n, err := await.Edit(ctx, c, name, func(n *api.Node) (bool, error) {
+		err := change(n)
+		return err == nil, err
+	})
+	if apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.NotFound, "there is no node %q: `drover node list` shows those there are", name)
+	}
+	return n, explain(ctx, err)
 }
 
 // awaitDisk waits for the node's verdict. A disk that it refuses is taken out of the spec again.
@@ -308,13 +319,11 @@ func awaitDisk(ctx context.Context, c client.WithWatch, node, path string) (api.
 }
 
 func dropDisk(ctx context.Context, c client.Client, node, path string) error {
-	var n api.Node
-	if err := get(ctx, c, "node", node, &n); err != nil {
-		return err
-	}
-	base := n.DeepCopy()
-	n.Spec.Disks = slices.DeleteFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path })
-	return patchNode(ctx, c, &n, base)
+	_, err := editNode(ctx, c, node, func(n *api.Node) error {
+		n.Spec.Disks = slices.DeleteFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == path })
+		return nil
+	})
+	return err
 }
 
 // holdings are what lies on a disk: names of volumes and of images.
@@ -356,18 +365,15 @@ func (a *app) diskEvict() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			n, err := nodeOf(ctx, c, d.node)
-			if err != nil {
-				return err
-			}
-			base := n.DeepCopy()
-			for i := range n.Spec.Disks {
-				if n.Spec.Disks[i].Path == d.spec.Path {
-					take := undo
-					n.Spec.Disks[i].EvictionRequested, n.Spec.Disks[i].Schedulable = !undo, &take
+			if _, err := editNode(ctx, c, d.node, func(n *api.Node) error {
+				for i := range n.Spec.Disks {
+					if n.Spec.Disks[i].Path == d.spec.Path {
+						take := undo
+						n.Spec.Disks[i].EvictionRequested, n.Spec.Disks[i].Schedulable = !undo, &take
+					}
 				}
-			}
-			if err := patchNode(ctx, c, n, base); err != nil {
+				return nil
+			}); err != nil {
 				return err
 			}
 			if undo {

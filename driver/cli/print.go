@@ -81,12 +81,17 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 	return a.encode(w, list)
 }
 
+// encode writes v as json or yaml. A command of several names calls it for each: a document after another one.
 func (a *app) encode(w io.Writer, v any) error {
 	if a.output == "yaml" {
 		out, err := yaml.Marshal(v)
 		if err != nil {
 			return err
 		}
+		if a.encoded {
+			out = append([]byte("---\n"), out...)
+		}
+		a.encoded = true
 		_, err = w.Write(out)
 		return err
 	}
@@ -115,14 +120,43 @@ func typedName(obj client.Object) string {
 	return strings.ToLower(gvk.Kind) + "." + gvk.Group + "/" + obj.GetName()
 }
 
+// outcome is what became of an object that is not shown, or that is gone.
+type outcome struct {
+	Kind   string `json:"kind"`
+	Name   string `json:"name"`
+	Node   string `json:"node,omitempty"` // of a disk
+	Result string `json:"result"`
+}
+
+// said reports a finished act in the form that -o asks for; the kind is as people say it.
+func (a *app) said(cmd *cobra.Command, kind, name, what string) {
+	w := cmd.OutOrStdout()
+	switch a.output {
+	case "name":
+		fmt.Fprintf(w, "%s.%s/%s\n", strings.ReplaceAll(kind, " ", ""), api.GroupVersion.Group, name)
+	case "table":
+		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
+	default:
+		_ = a.encode(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // three texts: they can be encoded
+	}
+}
+
 // saidDisk tells what became of a disk; its name is the one that other commands take.
 func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
-	if a.output == "name" {
-		fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", node, path)
-		return
+	w := cmd.OutOrStdout()
+	switch a.output {
+	case "name":
+		fmt.Fprintf(w, "%s:%s\n", node, path)
+	case "table":
+		fmt.Fprintf(w, "disk %q %s\n", path, what)
+	default:
+		_ = a.encode(w, outcome{Kind: "Disk", Name: path, Node: node, Result: what})
 	}
-	a.said(cmd, "disk", path, what)
 }
+
+// kinds are those of said, by what people call them.
+var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
+	"snapshot group": "SnapshotGroup", "node": "Node"}
 
 // table writes aligned columns; empty cells show as "-", so that columns can be counted by scripts too.
 func table(w io.Writer, header string, rows [][]string) error {

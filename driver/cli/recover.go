@@ -63,7 +63,7 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 		Args:    args(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if snapshot != "" {
-				return restoreState(cmd, restore, stateDir, snapshot, o)
+				return a.restoreState(cmd, restore, stateDir, snapshot, o)
 			}
 			ctx, done := a.bounded(cmd)
 			defer done()
@@ -99,7 +99,10 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 }
 
 // restoreState is for a machine whose server is stopped: nothing of the API can be asked.
-func restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o RecoverOptions) error {
+func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o RecoverOptions) error {
+	if err := a.checkOutput(); err != nil {
+		return err
+	}
 	switch {
 	case len(o.Disks) > 0 || o.RaiseEpochs:
 		return usagef("--restore-state is a step of its own: start `drover serve` after it, then recover from disks")
@@ -112,8 +115,15 @@ func restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o 
 	if err != nil {
 		return err
 	}
-	if aside != "" {
-		fmt.Fprintf(cmd.OutOrStdout(), "former state kept in %s\n", aside)
+	switch w := cmd.OutOrStdout(); {
+	case a.output == "json" || a.output == "yaml":
+		if err := a.encode(w, map[string]string{"restored": dir, "from": snapshot, "former": aside}); err != nil {
+			return err
+		}
+	case aside != "" && a.output == "name":
+		fmt.Fprintln(w, aside)
+	case aside != "":
+		fmt.Fprintf(w, "former state kept in %s\n", aside)
 	}
 	fmt.Fprintln(cmd.ErrOrStderr(), "Restored. Start `drover serve`, then look with `drover recover --raise-epochs`.")
 	return nil
