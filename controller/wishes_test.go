@@ -40,7 +40,7 @@ func TestImagesThatCannotBe(t *testing.T) {
 		{"tags of no image", []string{"backingImageDiskSelector", "ssd"}, "backingImage"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 			_, err := door.CreateVolume(ctx, request("of-a-bad-image", c.parameters...))
 			wantKind(t, err, api.Invalid, c.say)
@@ -137,7 +137,7 @@ func TestExpansionWithoutRoomIsNotWished(t *testing.T) {
 	must(t, store.Create(t.Context(), r))
 	t.Cleanup(func() { must(t, store.Delete(context.Background(), r)) })
 	expand := func(size int64) error {
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		_, err := door.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: id,
 			CapacityRange: &csi.CapacityRange{RequiredBytes: size}})

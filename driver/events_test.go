@@ -50,7 +50,7 @@ func TestRepeatedEventsAreCounted(t *testing.T) {
 	v := &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "full", UID: "u"}}
 	r := mgr.GetEventRecorder("test")
 	r.Eventf(v, nil, "Warning", "DiskFull", "Write", "again")
-	late := time.After(20 * time.Second)
+	late := time.After(2 * time.Minute)
 	for {
 		select {
 		case ev := <-w.ResultChan():

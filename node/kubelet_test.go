@@ -74,7 +74,7 @@ func TestHiddenMount(t *testing.T) {
 	select {
 	case err := <-ended:
 		wantKind(t, err, api.Other, v.staging)
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		sh(t, "umount", over)
 		<-ended
 		t.Fatal("unstage did not come back")

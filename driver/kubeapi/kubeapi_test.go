@@ -67,7 +67,8 @@ func start(t *testing.T, o kubeapi.Options) (*kubeapi.Server, func()) {
 		if err := s.Wait(); err != nil {
 			t.Errorf("Wait: %v", err)
 		}
-		if d := time.Since(began); d > 5*time.Second {
+		d := time.Since(began)
+		if t.Logf("stopped in %v", d.Round(time.Millisecond)); d > 50*time.Second { // a minute: it waited for who is connected
 			t.Errorf("stop took %v", d)
 		}
 	}
@@ -354,7 +355,7 @@ func TestEvents(t *testing.T) {
 				if e, is := ev.Object.(*eventsv1.Event); is && ok(string(ev.Type), e) {
 					return
 				}
-			case <-time.After(20 * time.Second):
+			case <-time.After(2 * time.Minute):
 				t.Fatalf("no %s", what)
 			}
 		}

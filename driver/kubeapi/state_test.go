@@ -88,7 +88,7 @@ func (s *serving) until(what string, ok func() bool) {
 	s.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
-	for deadline := time.After(time.Minute); !ok(); {
+	for deadline := time.After(3 * time.Minute); !ok(); {
 		select {
 		case <-tick.C:
 		case <-deadline:
@@ -153,7 +153,7 @@ func TestRestore(t *testing.T) {
 		select {
 		case e := <-w.ResultChan():
 			err = apierrors.FromObject(e.Object)
-		case <-time.After(20 * time.Second):
+		case <-time.After(2 * time.Minute):
 			t.Fatal("a watch from a revision that was lost waits for ever")
 		}
 	}
