@@ -192,6 +192,11 @@ type ImageCopySpec struct {
 	Verify string `json:"verify,omitempty"`
 }
 
+// UploadPath is where Drover's own API server takes an upload for the node that waits for it.
+func UploadPath(image string) string {
+	return "/apis/" + GroupVersion.String() + "/backingimages/" + image + "/upload"
+}
+
 // ImageCopyStatus is how far it is.
 type ImageCopyStatus struct {
 	State      ImageState  `json:"state,omitempty"`

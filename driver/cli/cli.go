@@ -189,6 +189,15 @@ func (a *app) connect() (client.WithWatch, error) {
 	if err := a.checkOutput(); err != nil {
 		return nil, err
 	}
+	cfg, err := a.config()
+	if err != nil {
+		return nil, err
+	}
+	return newClient(cfg)
+}
+
+// config is how the API server is reached.
+func (a *app) config() (*rest.Config, error) {
 	path, err := a.kubeconfigPath()
 	if err != nil {
 		return nil, err
@@ -197,7 +206,7 @@ func (a *app) connect() (client.WithWatch, error) {
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "kubeconfig %s: %w", path, err)
 	}
-	return newClient(cfg)
+	return cfg, nil
 }
 
 func newClient(cfg *rest.Config) (client.WithWatch, error) {

@@ -14,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -157,6 +158,49 @@ func TestImageUploadIsContinued(t *testing.T) {
 	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 0, `image "cut" ready`)
 	if !bytes.Equal(got, sent) || puts != 3 {
 		t.Errorf("%d bytes came in %d requests", len(got), puts)
+	}
+	if err := store.Delete(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A node that is not reached from here is reached through the API server, which knows its authority.
+func TestImageUploadThroughTheAPI(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "far.raw")
+	sent := make([]byte, 3<<20)
+	_, _ = rand.Read(sent)
+	if err := os.WriteFile(file, sent, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var direct atomic.Int32
+	node := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !r.Close { // what is forwarded comes in a connection of its own
+			direct.Add(1)
+			panic(http.ErrAbortHandler)
+		}
+		if r.Method == http.MethodGet {
+			fmt.Fprint(w, `{"offset":0,"crc32c":0}`)
+			return
+		}
+		if got, err := io.ReadAll(r.Body); err != nil || !bytes.Equal(got, sent) {
+			t.Errorf("%d bytes came, %v", len(got), err)
+		}
+		if err := status(t.Context(), "far", func(i *api.BackingImage) {
+			i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 3<<20, 3<<20
+		}); err != nil {
+			t.Error(err)
+		}
+	}))
+	node.Config.ErrorLog = log.New(io.Discard, "", 0)
+	defer node.Close()
+	cp := copyAsking(t, "far", node.URL)
+	cp.Status.UploadCA = string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: node.Certificate().Raw}))
+	if err := store.Status().Update(t.Context(), cp); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 0, `image "far" ready`)
+	if direct.Load() == 0 {
+		t.Error("the node's own address was not tried")
 	}
 	if err := store.Delete(t.Context(), cp); err != nil {
 		t.Fatal(err)

@@ -275,13 +275,16 @@ func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch
 	if f.background {
 		return usagef("an upload cannot go on in the background: this command is what sends the bytes")
 	}
-	return a.makeImage(ctx, cmd, c, img, file, false)
+	server, err := a.config()
+	if err != nil {
+		return err
+	}
+	return a.makeImage(ctx, cmd, c, img, &outgoing{file, server}, false)
 }
 
 // makeImage creates the object, or joins one that is the same wish, and waits until it is ready.
 func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
-	body *os.File,
-	background bool) error {
+	body *outgoing, background bool) error {
 	began := time.Now()
 	wish := img
 	img, err := ensureImage(ctx, c, wish)
@@ -312,7 +315,7 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 }
 
 // interrupted tells who ends a command what becomes of its image.
-func interrupted(err error, image string, body *os.File) error {
+func interrupted(err error, image string, body *outgoing) error {
 	if body != nil {
 		return fmt.Errorf("%w: what was sent of image %[2]q is kept for 5 minutes: the same command sends the rest, "+
 			"`drover image delete %[2]s` gives it up", err, image)
@@ -368,7 +371,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 
 // awaitImage follows image and copies until the image is ready or failed. With a body, it is sent to the copy that
 // asks for it.
-func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *os.File) (
+func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *outgoing) (
 	*api.BackingImage, error) {
 	name := img.Name
 	errReady := errors.New("ready") // ends the group: whoever still watches or sends can stop
@@ -407,12 +410,12 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				stop()
 				sctx, cancel := context.WithCancel(gctx)
 				to, stop = st.UploadURL, cancel
-				s, err := newSender(st.UploadURL, st.UploadCA, body, p)
+				s, err := newSender(name, st.UploadURL, st.UploadCA, body, p)
 				if err != nil {
 					return true, err
 				}
 				g.Go(func() error {
-					defer s.http.CloseIdleConnections()
+					defer s.close()
 					if err := s.send(sctx); sctx.Err() == nil {
 						return err
 					}

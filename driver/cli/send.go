@@ -9,10 +9,13 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"strings"
 	"time"
+
+	"k8s.io/client-go/rest"
 
 	"drover.io/drover/api"
 )
@@ -20,15 +23,26 @@ import (
 // sender streams a file to a node. A connection that is cut is no end: what the node has is asked for, compared with
 // the file, and the rest is sent.
 type sender struct {
-	to   string
+	ways []way // the first one is taken
 	body *os.File
 	size int64
 	p    *progress
-	http *http.Client
 
 	tries int // in a row, without a byte that the node took between
 	off   int64
 	mine  bool // the last request there was ours
+}
+
+// outgoing is a file that is sent, and the API server that may take it for a node that cannot be reached.
+type outgoing struct {
+	*os.File
+	server *rest.Config
+}
+
+// way is an address where the file is taken.
+type way struct {
+	to   string
+	http *http.Client
 }
 
 // said is what a node says of an upload.
@@ -45,21 +59,58 @@ const (
 	sendMost  = 10 * time.Second
 )
 
-// newSender is for an address that the API names, whose server has a certificate of that authority (PEM).
-func newSender(to, authority string, body *os.File, p *progress) (*sender, error) {
+// newSender is for an address that the API names, whose server has a certificate of that authority (PEM). Where that is
+// not reached, as from another machine, Drover's own API server forwards what is sent.
+func newSender(image, to, authority string, body *outgoing, p *progress) (*sender, error) {
 	st, err := body.Stat()
 	if err != nil {
 		return nil, err
 	}
-	tr := &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: time.Second,
-		WriteBufferSize: 256 << 10, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12}}
+	trust := &tls.Config{MinVersion: tls.VersionTLS12}
 	if authority != "" {
-		tr.TLSClientConfig.RootCAs = x509.NewCertPool()
-		if !tr.TLSClientConfig.RootCAs.AppendCertsFromPEM([]byte(authority)) {
+		trust.RootCAs = x509.NewCertPool()
+		if !trust.RootCAs.AppendCertsFromPEM([]byte(authority)) {
 			return nil, api.Errorf(api.Corrupt, "the authority of the upload's address holds no certificate")
 		}
 	}
-	return &sender{to: to, body: body, size: st.Size(), p: p, http: &http.Client{Transport: tr}}, nil
+	s := &sender{ways: []way{{to, &http.Client{Transport: sending(trust)}}}, body: body.File, size: st.Size(), p: p}
+	if body.server != nil {
+		w, err := throughAPI(body.server, image)
+		if err != nil {
+			return nil, err
+		}
+		s.ways = append(s.ways, w)
+	}
+	return s, nil
+}
+
+func sending(trust *tls.Config) *http.Transport {
+	return &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: time.Second,
+		WriteBufferSize: 256 << 10, TLSClientConfig: trust, DialContext: (&net.Dialer{Timeout: 5 * time.Second}).DialContext}
+}
+
+// throughAPI is the way by the API server, with the credentials of the kubeconfig.
+func throughAPI(cfg *rest.Config, image string) (way, error) {
+	base, _, err := rest.DefaultServerUrlFor(cfg)
+	if err != nil {
+		return way{}, api.Errorf(api.Invalid, "the address of the API server: %w", err)
+	}
+	trust, err := rest.TLSConfigFor(cfg)
+	if err != nil {
+		return way{}, api.Errorf(api.Invalid, "the authority of the API server: %w", err)
+	}
+	tr := sending(trust)
+	if cfg.Proxy != nil {
+		tr.Proxy = cfg.Proxy
+	}
+	rt, err := rest.HTTPWrappersForConfig(cfg, tr)
+	return way{base.JoinPath(api.UploadPath(image)).String(), &http.Client{Transport: rt}}, err
+}
+
+func (s *sender) close() {
+	for _, w := range s.ways {
+		w.http.CloseIdleConnections()
+	}
 }
 
 // send sends the file, and returns when the node has it, or when it is told elsewhere what became of it.
@@ -107,11 +158,7 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 			t.Stop()
 			return false, ctx.Err()
 		}
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.to, nil)
-		if err != nil {
-			return false, err
-		}
-		now, code, err := s.do(req)
+		now, code, err := s.ask(ctx)
 		switch {
 		case ctx.Err() != nil:
 			return false, ctx.Err()
@@ -138,6 +185,25 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 	}
 }
 
+// ask asks how far the upload is: by the way that was taken, else by the other one, which is taken from then on.
+func (s *sender) ask(ctx context.Context) (first said, code int, err error) {
+	for i := range s.ways {
+		req, rerr := http.NewRequestWithContext(ctx, http.MethodGet, s.ways[i].to, nil)
+		if rerr != nil {
+			return said{}, 0, rerr
+		}
+		now, c, aerr := s.ways[i].do(req)
+		if aerr == nil && c == http.StatusOK {
+			s.ways[0], s.ways[i] = s.ways[i], s.ways[0]
+			return now, c, nil
+		}
+		if i == 0 {
+			first, code, err = now, c, aerr
+		}
+	}
+	return first, code, err
+}
+
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // compare refuses to continue what was sent of another file.
@@ -156,7 +222,7 @@ func (s *sender) compare(now said) error {
 func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
 	n := s.size - s.off
 	r := &counter{r: io.NewSectionReader(s.body, s.off, n), p: s.p, state: "sending", done: s.off, total: s.size}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPut, s.to, io.NopCloser(r))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPut, s.ways[0].to, io.NopCloser(r))
 	if err != nil {
 		return said{}, 0, err
 	}
@@ -165,12 +231,12 @@ func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
 	if !first && n > 0 {
 		req.Header.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", s.off, s.size-1, s.size))
 	}
-	return s.do(req)
+	return s.ways[0].do(req)
 }
 
 // do sends a request and reads what the node says.
-func (s *sender) do(req *http.Request) (said, int, error) {
-	resp, err := s.http.Do(req)
+func (w way) do(req *http.Request) (said, int, error) {
+	resp, err := w.http.Do(req)
 	if err != nil {
 		return said{}, 0, err
 	}

@@ -16,10 +16,11 @@ import (
 )
 
 // finder answers /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in the one
-// that kubectl before 1.26 knows.
+// that kubectl before 1.26 knows. It leads uploads to where they are taken. Who asks is known to the API by then.
 type finder struct {
-	next   http.Handler
-	groups http.Handler
+	next    http.Handler
+	groups  http.Handler
+	uploads *uploads
 }
 
 const aggregatedJSON = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
@@ -31,6 +32,10 @@ func (d *finder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			http.Error(w, err.Error(), http.StatusUnsupportedMediaType)
 			return
 		}
+	}
+	if image := uploadTo(r.URL.Path); image != "" {
+		d.uploads.serve(w, r, image)
+		return
 	}
 	if path != "/apis" || r.Method != http.MethodGet {
 		d.next.ServeHTTP(w, r)

@@ -171,6 +171,11 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		return nil, fmt.Errorf("storage: %w", err)
 	}
 	disc := &finder{}
+	if disc.uploads, err = newUploads(s.Config); err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
+	rc.LongRunningFunc = longRunning(rc.LongRunningFunc)
 	chain := rc.BuildHandlerChainFunc
 	rc.BuildHandlerChainFunc = func(h http.Handler, c *genericapiserver.Config) http.Handler {
 		disc.next = h

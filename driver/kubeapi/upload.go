@@ -1,0 +1,111 @@
+package kubeapi
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime"
+	apirequest "k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// uploads forward what is sent to api.UploadPath to the node that takes it, and its answer back. Who may use this API may
+// send; the node's own address need be neither known nor reached.
+type uploads struct {
+	objects client.Client
+}
+
+func newUploads(cfg *rest.Config) (*uploads, error) {
+	scheme := runtime.NewScheme()
+	if err := api.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	c, err := client.New(cfg, client.Options{Scheme: scheme})
+	return &uploads{c}, err
+}
+
+// uploadTo is the image whose bytes a path is for, or empty.
+func uploadTo(path string) string {
+	parts := strings.Split(path, "/")
+	if len(parts) != strings.Count(api.UploadPath(""), "/")+1 {
+		return ""
+	}
+	if name := parts[len(parts)-2]; path == api.UploadPath(name) {
+		return name
+	}
+	return ""
+}
+
+// longRunning makes uploads take the time that they take.
+func longRunning(is apirequest.LongRunningRequestCheck) apirequest.LongRunningRequestCheck {
+	return func(r *http.Request, info *apirequest.RequestInfo) bool {
+		return uploadTo(r.URL.Path) != "" || is(r, info)
+	}
+}
+
+func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
+	refuse := func(code int, err error) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(code)
+		_ = json.NewEncoder(w).Encode(map[string]string{"state": string(api.ImageFailed), "message": err.Error()})
+	}
+	var copies api.ImageCopyList
+	if err := u.objects.List(r.Context(), &copies, client.MatchingLabels{api.LabelImage: image}); err != nil {
+		refuse(http.StatusServiceUnavailable, err)
+		return
+	}
+	for i := range copies.Items {
+		c := &copies.Items[i]
+		if c.Status.UploadURL == "" || c.DeletionTimestamp != nil {
+			continue
+		}
+		if err := forward(w, r, c, refuse); err != nil {
+			refuse(http.StatusBadGateway, err)
+		}
+		return
+	}
+	refuse(http.StatusNotFound, api.Errorf(api.NotFound, "no upload of an image %q is expected", image))
+}
+
+// forward sends the request to the address of the copy, whose server is known by the authority beside it.
+func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse func(int, error)) error {
+	to, err := url.Parse(c.Status.UploadURL)
+	if err != nil {
+		return fmt.Errorf("the address of the upload: %w", err)
+	}
+	trust := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: x509.NewCertPool()}
+	trust.RootCAs.AppendCertsFromPEM([]byte(c.Status.UploadCA))
+	// A connection for each request: uploads are few, and the node closes it too.
+	tr := &http.Transport{TLSClientConfig: trust, DisableKeepAlives: true, ExpectContinueTimeout: time.Second,
+		WriteBufferSize: 256 << 10, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext}
+	defer tr.CloseIdleConnections()
+	(&httputil.ReverseProxy{
+		Rewrite: func(p *httputil.ProxyRequest) {
+			query := p.In.URL.RawQuery
+			p.Out.URL, p.Out.Host = to, to.Host
+			p.Out.URL.RawQuery = query
+			p.Out.Header.Del("Authorization") // what is for this server alone
+			p.Out.Header.Del("Cookie")
+		},
+		Transport: tr,
+		ErrorLog:  log.New(io.Discard, "", 0), // who asked is told
+		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
+			refuse(http.StatusBadGateway, fmt.Errorf("node %s takes the upload and was not reached, or cut it: %w",
+				c.Spec.Node, err))
+		},
+	}).ServeHTTP(w, r)
+	return nil
+}
