@@ -38,7 +38,7 @@ func copiesKilled(t *testing.T, w *world) {
 	b, err := w.from(a.id, "killed-linked", 0, blockCap(), "diskSelector", "far")
 	must(t, err)
 	must(t, b.up())
-	ctx, cancel := context.WithTimeout(t.Context(), 4*settle)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*settle)
 	defer cancel()
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, DataSource: "vol://" + a.id, CloneMode: api.CloneFull,
 		DiskSelector: []string{"far"}}}
@@ -54,16 +54,13 @@ func copiesKilled(t *testing.T, w *world) {
 	for i := range n {
 		pause := time.NewTimer(time.Duration(rng.IntN(700)) * time.Millisecond)
 		<-pause.C
-		pid := w.child("data")
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
+		pid := w.kill("data")
 		fillRandom(rng, own)
 		at := rng.Int64N(size/mib) * mib
 		put(t, b.target, own, at) // it waits for the next process
 		copy(linked[at:], own)
-		for end := time.Now().Add(settle); w.child("data") == pid || w.child("data") == 0; {
-			if time.Now().After(end) {
-				w.fatal("no data process after kill %d", i)
-			}
+		if !comes(func() bool { now := w.child("data"); return now != pid && now != 0 }) {
+			w.fatal("no data process after kill %d", i)
 		}
 	}
 	w.set("replica-copy-rate-limit", "0")
@@ -81,16 +78,12 @@ func copiesKilled(t *testing.T, w *world) {
 	})
 	must(t, err)
 	do(t, a.down, a.remove)
-	for end := time.Now().Add(settle); ; { // nothing of the source is left on its disk
-		names, err := filepath.Glob(w.path("disk", "pins", "*"))
-		must(t, err)
-		if len(names) == 0 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Errorf("pins are left: %v", names)
-			break
-		}
+	var left []string
+	if !comes(func() bool { // nothing of the source is left on its disk
+		left, err = filepath.Glob(w.path("disk", "pins", "*"))
+		return err != nil || len(left) == 0
+	}) || err != nil {
+		t.Errorf("pins are left: %v, %v", left, err)
 	}
 	must(t, dropCaches(b.target))
 	same(t, b.target, linked)

@@ -101,8 +101,7 @@ func killUnderFio(t *testing.T, w *world) {
 	var slowest time.Duration
 	n := kills(t, 5)
 	for range n {
-		pid := w.child("data")
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
+		pid := w.kill("data")
 		slowest = max(slowest, alive(2))
 		for w.child("data") == pid || w.child("data") == 0 {
 			alive(1)

@@ -124,21 +124,9 @@ func (m *model) run(seed uint64) {
 	// The space comes back in the background; a layer whose deletion a kill cut short waits for the hourly tidying.
 	var left []string
 	volumes := func(name string) bool { return strings.HasPrefix(name, "replicas/") }
-	if !m.comes(func() bool { left = m.w.onDisk(); return !slices.ContainsFunc(left, volumes) }) {
+	if !comes(func() bool { left = m.w.onDisk(); return !slices.ContainsFunc(left, volumes) }) {
 		m.w.fatal("everything was deleted, and there are %v", left)
 	}
-}
-
-// comes waits until something is so.
-func (m *model) comes(so func() bool) bool {
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for end := time.Now().Add(2 * settle); !so(); <-tick.C {
-		if time.Now().After(end) {
-			return false
-		}
-	}
-	return true
 }
 
 type modelDeed struct {
@@ -198,7 +186,7 @@ func (m *model) say(format string, args ...any) {
 func (m *model) again(call func() error) {
 	m.t.Helper()
 	var err error
-	done := m.comes(func() bool {
+	done := comes(func() bool {
 		if err = call(); err == nil {
 			return true
 		}

@@ -1,9 +1,6 @@
 package sanity_test
 
-import (
-	"syscall"
-	"testing"
-)
+import "testing"
 
 // nodeDies: everything of the node dies at once, and the mounts stay behind with devices that are no more: what a CO does after
 // that, the same calls again, brings the data back.
@@ -16,10 +13,7 @@ func nodeDies(t *testing.T, w *world) {
 	must(t, err)
 	do(t, fs.up, x.up, b.up)
 	sum, sumx := fs.write("file", 4*mib), x.write("file", 4*mib)
-	for _, pid := range []int{w.cmd.Process.Pid, w.child("data"), w.child("hold")} {
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
-	}
-	<-w.done
+	w.killAll()
 	w.start(drover(t))
 	do(t, fs.up, x.up, b.up)
 	fs.check("file", sum)

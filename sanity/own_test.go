@@ -43,6 +43,6 @@ func notOnItself(t *testing.T, w *world) {
 	if out := w.must("disk", "list"); strings.Contains(out, disk) || strings.Contains(out, through) {
 		t.Errorf("a refused disk is listed: %s", out)
 	}
-	must(t, syscall.Unmount(through, 0))
+	unmount(t, through)
 	do(t, p.down, p.remove)
 }

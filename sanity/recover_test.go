@@ -2,6 +2,7 @@ package sanity_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"os"
 	"os/exec"
@@ -10,7 +11,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
+	"github.com/container-storage-interface/spec/lib/go/csi"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -213,7 +216,13 @@ func TestRecoverOldState(t *testing.T) {
 	// Somebody makes a volume of the same name meanwhile.
 	must(t, w.objects.Create(t.Context(), &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: taken.id},
 		Spec: api.VolumeSpec{Size: 256 * mib}}))
-	if err := early.up(); err == nil || !strings.Contains(err.Error(), "back in time") {
+	if !comes(func() bool { // it is tried for as long as the caller waits, and on a busy machine the reason may come later
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		_, err = w.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: early.id,
+			NodeId: w.name, VolumeCapability: early.cap})
+		return err == nil || strings.Contains(err.Error(), "back in time")
+	}) || err == nil {
 		t.Fatalf("attach with an epoch below the disk's: %v", err)
 	}
 	must(t, early.down())
@@ -243,14 +252,17 @@ func TestRecoverOldState(t *testing.T) {
 // TestRestoreState: back to a snapshot, then forward again to what the disk says.
 func TestRestoreState(t *testing.T) {
 	w := newWorld(t)
+	var snaps []string
+	if !comes(func() bool { // of before there was a volume
+		snaps, _ = filepath.Glob(w.path("state", "etcd-snapshots", "state-*.db"))
+		return len(snaps) > 0
+	}) {
+		w.fatal("no snapshot of the state")
+	}
 	p, err := w.create("kept", 256*mib, mountCap("ext4"))
 	must(t, err)
 	must(t, p.up())
 	sum := p.write("file", 8*mib)
-	snaps, err := filepath.Glob(w.path("state", "etcd-snapshots", "state-*.db"))
-	if err != nil || len(snaps) == 0 {
-		w.fatal("no snapshot: %v", err)
-	}
 	data := w.child("data")
 	restore := []string{"recover", "--restore-state", snaps[0], "--state-dir", w.path("state"), "--yes"}
 	out, err := exec.Command(drover(t), restore...).CombinedOutput()

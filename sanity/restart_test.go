@@ -45,11 +45,9 @@ func killServe(t *testing.T, w *world) {
 	must(t, p.up())
 	sum := p.write("file", 8*mib)
 	must(t, p.down())
-	data, hold := w.child("data"), w.child("hold")
 	w.signal(syscall.SIGKILL)
-	for _, pid := range []int{data, hold} {
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
-	}
+	w.kill("data")
+	w.kill("hold")
 	w.start(drover(t))
 	must(t, p.up())
 	p.check("file", sum)
@@ -69,9 +67,7 @@ func killData(t *testing.T, w *world) {
 	n := kills(t, 5)
 	var slowest time.Duration
 	for range n {
-		pid := w.child("data")
-		began := time.Now()
-		must(t, syscall.Kill(pid, syscall.SIGKILL))
+		pid, began := w.kill("data"), time.Now()
 		// Only work that began after the kill is a sign of life: two are read, since one may have waited here.
 		for range 2 {
 			select {

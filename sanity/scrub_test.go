@@ -37,13 +37,8 @@ func damagedLayer(t *testing.T, w *world) {
 	dir := w.path("disk", "layers", string(s.Status.Layer))
 	ctx, cancel := timeout(t)
 	defer cancel()
-	for { // until it has digests
-		if _, err := os.Stat(filepath.Join(dir, "layer.json")); err == nil {
-			break
-		}
-		if ctx.Err() != nil {
-			w.fatal("the layer is not finished")
-		}
+	if !comes(func() bool { _, err := os.Stat(filepath.Join(dir, "layer.json")); return err == nil }) {
+		w.fatal("the layer is not finished") // it has no digests
 	}
 	if out := w.must("volume", "scrub", "damaged"); !strings.Contains(out, "are what their digests say") {
 		t.Errorf("scrub: %s", out)

@@ -91,7 +91,7 @@ type world struct {
 	name       string // of the node
 }
 
-const settle = 30 * time.Second // longer than anything here takes on a busy machine
+const settle = 2 * time.Minute // longer than anything here takes on a busy machine: seconds, ten times that at a load of 30
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
@@ -166,9 +166,27 @@ func (w *world) serve(bin string) {
 func (w *world) set(name, value string) {
 	w.t.Helper()
 	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
-	if err := w.objects.Create(w.t.Context(), s); err != nil && !apierrors.IsAlreadyExists(err) {
-		w.t.Fatal(err)
+	err := w.objects.Create(w.t.Context(), s)
+	if apierrors.IsAlreadyExists(err) {
+		_, err = await.Edit(w.t.Context(), w.objects, name, func(s *api.Setting) (bool, error) {
+			differs := s.Value != value
+			s.Value = value
+			return differs, nil
+		})
 	}
+	must(w.t, err)
+}
+
+// comes waits until something is so that nobody tells.
+func comes(so func() bool) bool {
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(settle); !so(); <-tick.C {
+		if time.Now().After(end) {
+			return false
+		}
+	}
+	return true
 }
 
 func (w *world) awaitDisk() {
@@ -223,6 +241,22 @@ func (w *world) child(role string) int {
 		return 0
 	}
 	return p.Pid
+}
+
+// kill ends the data or hold process, and returns which one it was.
+func (w *world) kill(role string) (pid int) {
+	w.t.Helper()
+	return w.send(role, syscall.SIGKILL)
+}
+
+// send sends a signal to the data or hold process.
+func (w *world) send(role string, s syscall.Signal) (pid int) {
+	w.t.Helper()
+	if !comes(func() bool { pid = w.child(role); return pid != 0 }) { // 0 would be this test's own group
+		w.fatal("there is no %s process for %v", role, s)
+	}
+	must(w.t, syscall.Kill(pid, s))
+	return pid
 }
 
 // end takes the world down and checks that nothing stays behind.

@@ -331,7 +331,7 @@ func snapshotCommands(t *testing.T, w *world) {
 	w.must("volume", "create", "db", "--size", "256Mi")
 	w.must("volume", "mount", "db", dir)
 	must(t, os.WriteFile(filepath.Join(dir, "text"), []byte("first"), 0o600))
-	syscall.Sync()
+	syncAt(t, dir)
 	w.must("snapshot", "create", "db", "one", "--label", "why=test")
 	w.refused(5, "already", "snapshot", "create", "db", "one")
 	w.refused(3, "no volume", "snapshot", "create", "none")
@@ -405,16 +405,14 @@ func TestRecoverSnapshots(t *testing.T) {
 	ctx, cancel := timeout(t)
 	defer cancel()
 	for _, name := range []string{"one", "two"} {
-		for { // found after the volume has its member
-			s, err := await.Until(ctx, w.objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
-			if apierrors.IsNotFound(err) {
-				continue
-			}
-			must(t, err)
-			if name == "one" && s.Status.CreationTime != before.Status.CreationTime || s.Spec.CreateSnapshot {
-				t.Errorf("%s is %+v, was %+v", name, s, before)
-			}
-			break
+		var s *api.Snapshot
+		comes(func() bool { // found after the volume has its member
+			s, err = await.Until(ctx, w.objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
+			return !apierrors.IsNotFound(err)
+		})
+		must(t, err)
+		if name == "one" && s.Status.CreationTime != before.Status.CreationTime || s.Spec.CreateSnapshot {
+			t.Errorf("%s is %+v, was %+v", name, s, before)
 		}
 	}
 	do(t, a.up, b.up)

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -77,17 +78,19 @@ func TestOutcomesInEveryForm(t *testing.T) {
 // not hear of it.
 func TestNodesAreChangedBesideTheirStatus(t *testing.T) {
 	told(t, "beating")
-	ctx, stop := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
+	stop, ended := make(chan struct{}), make(chan error, 1)
 	go func() {
 		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
 			n := &api.Node{}
 			n.Name = "beating"
 			beat := fmt.Appendf(nil, `{"status":{"kernel":"%d"}}`, i)
-			if err := store.Status().Patch(ctx, n, client.RawPatch("application/merge-patch+json", beat)); err != nil {
-				if ctx.Err() != nil {
-					err = nil
-				}
+			if err := store.Status().Patch(t.Context(), n, client.RawPatch(types.MergePatchType, beat)); err != nil {
 				ended <- err
 				return
 			}
@@ -98,7 +101,7 @@ func TestNodesAreChangedBesideTheirStatus(t *testing.T) {
 		drover(t, kubeconfig("disk", "evict", "/beating")...).mustSay(t, 0)
 		drover(t, kubeconfig("disk", "evict", "/beating", "--undo")...).mustSay(t, 0)
 	}
-	stop()
+	close(stop)
 	if err := <-ended; err != nil {
 		t.Error(err)
 	}

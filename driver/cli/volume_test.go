@@ -1,6 +1,7 @@
 package cli_test
 
 import (
+	"context"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -51,6 +52,7 @@ func TestVolumeCreateGivesUpButTellsWhy(t *testing.T) {
 				Message: "no disk has 1 TiB", LastTransitionTime: metav1.Now()}}
 		})
 		r := drover(t, kubeconfig("volume", "create", name, "--size", "1Ti", "--timeout", patience)...)
+		t.Cleanup(func() { _ = store.Delete(context.Background(), &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: name}}) })
 		if patience == "30s" || strings.Contains(r.err, "no disk has 1 TiB") {
 			r.mustSay(t, 4, "timed out after "+patience, "no disk has 1 TiB", "drover volume show "+name)
 			return

@@ -139,8 +139,18 @@ func TestStateSurvivesARestart(t *testing.T) {
 			t.Errorf("%s has mode %v, want 0600", name, st.Mode())
 		}
 	}
-	if snaps, _ := filepath.Glob(filepath.Join(dir, "etcd-snapshots", "state-*.db")); len(snaps) == 0 {
-		t.Error("no snapshot of the state database")
+	late := time.After(2 * time.Minute)
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for { // taken soon after the start
+		if snaps, _ := filepath.Glob(filepath.Join(dir, "etcd-snapshots", "state-*.db")); len(snaps) > 0 {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-late:
+			t.Fatal("no snapshot of the state database")
+		}
 	}
 }
 
