@@ -81,10 +81,18 @@ type process struct {
 	cmd *exec.Cmd
 }
 
+const ( // together longer than a process takes from its lock to its first line on a busy machine
+	findTries = 1000
+	findPause = 10 * time.Millisecond
+)
+
 // find returns the living process of a role, or nil.
 func find(stateDir, role string) (*process, error) {
 	path := pidPath(stateDir, role)
-	for range 100 {
+	for try := range findTries {
+		if try > 0 { // it is between its lock and its first line, or has just ended
+			<-time.After(findPause)
+		}
 		f, err := lockFile(path)
 		if err == nil {
 			return nil, f.Close() // nobody has it
@@ -98,7 +106,6 @@ func find(stateDir, role string) (*process, error) {
 			return nil, err
 		}
 		if json.Unmarshal(b, &p.pidFile) != nil || p.Pid <= 0 {
-			runtime.Gosched() // between its lock and its first line
 			continue
 		}
 		if p.fd, err = openPid(p.Pid); err != nil {
