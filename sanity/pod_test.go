@@ -81,7 +81,15 @@ func (p *pod) up() error {
 	return err
 }
 
-func (p *pod) down() error {
+// down does as a CO does: what is in use is asked for again. Who used it may be on its way out, such as a loop device on a
+// file of the volume, which the kernel lets go a moment after it was unmounted.
+func (p *pod) down() (err error) {
+	p.w.t.Helper()
+	comes(func() bool { err = p.leave(); return status.Code(err) != codes.FailedPrecondition })
+	return err
+}
+
+func (p *pod) leave() error {
 	ctx, cancel := context.WithTimeout(p.w.t.Context(), settle)
 	defer cancel()
 	if _, err := p.w.node.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: p.id,
