@@ -92,8 +92,8 @@ func start(ctx context.Context, drover, dir string, more ...string) (in *instanc
 		if !ok {
 			return nil, errors.New("drover serve ended")
 		}
-	case <-time.After(30 * time.Second):
-		return nil, errors.New("drover serve was not ready after 30 s")
+	case <-time.After(2 * time.Minute):
+		return nil, errors.New("drover serve was not ready after 2 minutes")
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -127,7 +127,7 @@ func (in *instance) connect(ctx context.Context) error {
 		return err
 	}
 	in.node = strings.ToLower(host)
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 	_, err = await.Until(ctx, in.client, in.node, func(n *api.Node) (bool, error) {
 		return len(n.Status.Disks) > 0 && n.Status.Disks[0].Ready, nil

@@ -401,7 +401,7 @@ func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
 // awaitNode returns when the node has looked at its disks, so that a volume can be made right after. A disk that cannot
 // be used is no reason not to serve the others.
 func (s *server) awaitNode(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, time.Minute) // on a busy machine
 	defer cancel()
 	looked := func(n *api.Node) (bool, error) {
 		return !n.Status.Heartbeat.Time.Before(s.began.Truncate(time.Second)) &&
