@@ -27,6 +27,9 @@ type Op struct {
 	// Tag and Ctx belong to the caller.
 	Tag uint64
 	Ctx any
+	// Blocks says that the op surely blocks, as a write to where a file has no blocks yet: the kernel does not try it
+	// without blocking first. It is for one start.
+	Blocks bool
 
 	code uint8
 	busy bool
@@ -242,7 +245,7 @@ func (l *Loop) start(op *Op) {
 
 func (l *Loop) finish(op *Op, res int32) {
 	l.inflight--
-	op.busy = false
+	op.busy, op.Blocks = false, false
 	op.buf = nil
 	if op.code == opPollAdd {
 		l.unlink(op)

@@ -37,6 +37,7 @@ const (
 	offSQEs   = 0x10000000
 
 	fsyncDatasync = 1 << 0
+	sqeAsync      = 1 << 4
 )
 
 type params struct {
@@ -240,6 +241,9 @@ func (r *ring) start(op *Op) {
 	op.id = uint64(op.slot) | r.turn<<25>>1 // never one of the tags: the top bit is clear
 	s := r.next()
 	s.opcode, s.fd, s.userData = op.code, op.fd, op.id
+	if op.Blocks {
+		s.flags = sqeAsync
+	}
 	switch op.code {
 	case opRead, opWrite:
 		if len(op.buf) > 0 {

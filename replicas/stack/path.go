@@ -374,7 +374,15 @@ func (r *Replica) write(q *block.Request) {
 	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
 	p.w = r.now
 	p.w.left++
+	b := p.off >> blockBits
+	p.op.Blocks = !r.headHas(b, b+int64(len(p.buf))>>blockBits)
 	r.ring.Write(&p.op, p.fd, p.buf, p.off)
+}
+
+// headHas reports whether all of the blocks are the head's own.
+func (r *Replica) headHas(b, end int64) bool {
+	v, n := r.idx.run(b, end)
+	return v == fromHead && n == end-b
 }
 
 // addSpan adds a range, to the last one where they touch.
