@@ -83,7 +83,7 @@ func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error
 		return err
 	}
 	defer mine.Close()
-	if err := flock(mine, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := tryLock(mine, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody is at it")
 	} else if err != nil {
 		return err
@@ -106,7 +106,7 @@ func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error
 	}
 	defer func() { err = errors.Join(err, l.close()) }()
 	// The stack names it before its head is cut off: writes to it may be under way.
-	if err := flock(l.data, unix.LOCK_SH|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := tryLock(l.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "it is being cut off; try again")
 	} else if err != nil {
 		return err

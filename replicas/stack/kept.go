@@ -176,7 +176,7 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 	if w.data, err = w.d.fs.Open(name, os.O_RDWR, 0); err != nil {
 		return err
 	}
-	err = flock(w.data, unix.LOCK_EX|unix.LOCK_NB)
+	err = tryLock(w.data, unix.LOCK_EX)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody else is making it")
 	}

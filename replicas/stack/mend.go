@@ -128,7 +128,7 @@ func (m *mending) open() (err error) {
 	if m.data, err = m.d.fs.Open(name, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return err
 	}
-	if err = flock(m.data, unix.LOCK_SH|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err = tryLock(m.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody is making it")
 	}
 	if err == nil {

@@ -83,6 +83,17 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, r.name(classify(err))
 	}
 	w, err := r.beginMerge()
+	for wait := forkTime / 8; errors.Is(err, errRead) && wait <= forkTime; wait *= 2 {
+		select { // a process that is being started may have them, too
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return false, ctx.Err()
+		}
+		w, err = r.beginMerge()
+	}
+	if errors.Is(err, errRead) {
+		return false, nil
+	}
 	if w == nil || err != nil {
 		return false, r.name(classify(err))
 	}
@@ -135,6 +146,9 @@ func (r *Replica) isOpen() error {
 	return nil
 }
 
+// errRead says that layers which could be merged are being read.
+var errRead = errors.New("somebody has the layers open")
+
 // beginMerge finds two layers, or the merge that stack.json tells of, and makes sure that nobody else has them.
 func (r *Replica) beginMerge() (_ *merger, err error) {
 	r.mu.Lock()
@@ -165,7 +179,10 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		}
 		free, done, err := d.unread(g.Lower, g.Upper)
 		defer done()
-		if err != nil || !free {
+		if err == nil && !free {
+			err = errRead
+		}
+		if err != nil {
 			return nil, errors.Join(err, d.unmark(g.Lower), d.unmark(g.Upper))
 		}
 		if err := r.commit(func(m *Meta) { m.Merge = g }); err != nil {

@@ -212,7 +212,7 @@ func (d *Disk) held(name string) (bool, error) {
 		return false, err
 	}
 	defer h.Close()
-	err = flock(h, unix.LOCK_EX|unix.LOCK_NB)
+	err = tryLock(h, unix.LOCK_EX)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return true, nil
 	}

@@ -84,14 +84,9 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if r.owner, err = d.fs.Open(r.dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
-	// A process that one of ours starts has all its descriptors, and so its locks, until it runs another program.
-	soon, cancel := context.WithTimeout(ctx, forkTime)
-	err = awaitLock(soon, r.owner, unix.LOCK_EX)
-	cancel()
-	if err != nil {
-		if api.Is(err, api.Busy) {
-			return nil, api.Errorf(api.Busy, "another process or session has it open")
-		}
+	if err := tryLock(r.owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, api.Errorf(api.Busy, "another process or session has it open")
+	} else if err != nil {
 		return nil, err
 	}
 	// Read again under the lock: the former owner may have written it meanwhile.
@@ -164,8 +159,20 @@ func drain(ctx context.Context, h file.Handle, size int64) error {
 	return awaitIO(h, size)
 }
 
-// forkTime is how long a lock is waited for that only a process has which is just being started.
+// forkTime is how long a lock is waited for that only a process has which is just being started: it has all descriptors
+// of the one that starts it, and so its locks, until it runs another program.
 const forkTime = 100 * time.Millisecond
+
+// tryLock takes a flock that nobody should hold; EWOULDBLOCK says that somebody does.
+func tryLock(h file.Handle, how int) error {
+	soon, cancel := context.WithTimeout(context.Background(), forkTime)
+	defer cancel()
+	err := awaitLock(soon, h, how)
+	if api.Is(err, api.Busy) {
+		return unix.EWOULDBLOCK
+	}
+	return err
+}
 
 // awaitLock takes a flock as soon as nobody holds one against it.
 func awaitLock(ctx context.Context, h file.Handle, how int) error {

@@ -120,7 +120,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		return err
 	}
 	defer owner.Close()
-	if err := flock(owner, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := tryLock(owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "another process or session has it open")
 	} else if err != nil {
 		return err

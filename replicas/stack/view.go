@@ -50,7 +50,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	if v.owner, err = d.fs.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
-	if err := flock(v.owner, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := tryLock(v.owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return nil, api.Errorf(api.Busy, "another process or session has it open")
 	} else if err != nil {
 		return nil, err
@@ -61,7 +61,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	if v.head, err = d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDONLY, 0); err != nil {
 		return nil, err
 	}
-	if err := flock(v.head, unix.LOCK_SH|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := tryLock(v.head, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
 		return nil, api.Errorf(api.Busy, "disk I/O of its former owner is still under way")
 	} else if err != nil {
 		return nil, err
