@@ -206,6 +206,8 @@ type ImageCopyStatus struct {
 	Message    string      `json:"message,omitempty"`
 	Attempts   int32       `json:"attempts,omitempty"`
 	NextTry    metav1.Time `json:"nextTry,omitempty"`
+	// TriedFrom is where the last try that failed was to take it from, as spec.from was then.
+	TriedFrom UID `json:"triedFrom,omitempty"`
 	// UploadURL is where an upload is expected, and continued where it was cut off (source type upload). UploadCA is the
 	// authority (PEM) by which the server there is known.
 	UploadURL string `json:"uploadURL,omitempty"`

@@ -24,6 +24,10 @@ func TestPlanAcrossNodes(t *testing.T) {
 			on("n2", "d", api.ImageInProgress, "a", 0)}, 1, "c", "b", ""},
 		{"failed twice", []api.ImageCopy{on("n1", "a", api.ImageReady, "", 0), on("n1", "b", api.ImageReady, "", 0),
 			on("n2", "c", api.ImageFailed, "a", 2)}, 1, "", "", "b"},
+		{"failed twice from another", []api.ImageCopy{on("n1", "a", api.ImageReady, "", 0), on("n1", "b", api.ImageReady, "", 0),
+			tried(on("n2", "c", api.ImageFailed, "b", 2), "a")}, 1, "", "", ""},
+		{"failed from one that is gone", []api.ImageCopy{on("n1", "a", api.ImageUnknown, "", 0), on("n1", "b", api.ImageReady, "", 0),
+			tried(on("n2", "c", api.ImageFailed, "a", 1), "b")}, 1, "", "", "b"},
 		{"failed once", []api.ImageCopy{on("n1", "a", api.ImageReady, "", 0), on("n1", "b", api.ImageReady, "", 0),
 			on("n2", "c", api.ImageFailed, "a", 1)}, 1, "", "", ""},
 	} {
@@ -56,5 +60,13 @@ func TestPlanAcrossNodes(t *testing.T) {
 func on(node string, disk api.UID, state api.ImageState, from api.UID, attempts int32) api.ImageCopy {
 	c := api.ImageCopy{Spec: api.ImageCopySpec{UUID: "image", Node: node, Disk: disk, From: from}}
 	c.Status.State, c.Status.Attempts = state, attempts
+	if state == api.ImageFailed {
+		c.Status.TriedFrom = from
+	}
+	return c
+}
+
+func tried(c api.ImageCopy, from api.UID) api.ImageCopy {
+	c.Status.TriedFrom = from
 	return c
 }

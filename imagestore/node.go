@@ -363,7 +363,7 @@ func mayTry(c *api.ImageCopy, st *api.ImageCopyStatus) bool {
 // done is the status of a copy that is there.
 func done(st *api.ImageCopyStatus, g disk.Got) {
 	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
-	st.Attempts = 0
+	st.Attempts, st.TriedFrom = 0, ""
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
 }
 
@@ -382,6 +382,7 @@ func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, re
 	st.State, st.Message, st.Notice, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), "", 0, ""
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = "", 0, 0, "", ""
 	st.Attempts++
+	st.TriedFrom = c.Spec.From
 	st.NextTry = metav1.Time{}
 	if c.Spec.From == "" && !retry {
 		return 0
