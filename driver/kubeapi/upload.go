@@ -22,8 +22,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// uploads forward what is sent to api.UploadPath to the node that takes it, and its answer back. Who may use this API may
-// send; the node's own address need be neither known nor reached.
+// uploads forward what is sent to api.UploadPath to the node that takes it, and its answer back. Who may use this API
+// may send; the node's own address need be neither known nor reached.
 type uploads struct {
 	objects client.Client
 }
