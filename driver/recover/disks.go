@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -79,18 +80,29 @@ func (j *job) readDisks() error {
 	return nil
 }
 
-// nodeOf is the node that serves a disk now.
+// nodeOf is the node that serves a disk now. What a node said that gives no sign of life counts where no other has it:
+// a disk that was taken out of a machine that is no more is the other one's.
 func (j *job) nodeOf(d *disk) (node, why string) {
-	var ready []string
+	var ready, past []string
+	here := map[string]bool{}
 	for _, n := range j.nodes {
 		for _, s := range n.Status.Disks {
-			if s.UID == d.uid() && s.Ready {
-				ready = append(ready, n.Name)
-				if s.Path == d.Path() {
-					node = n.Name
-				}
+			if s.UID != d.uid() || !s.Ready {
+				continue
 			}
+			if time.Since(n.Status.Heartbeat.Time) > n.SilentAfter() {
+				past = append(past, n.Name)
+			} else {
+				ready = append(ready, n.Name)
+			}
+			here[n.Name] = here[n.Name] || s.Path == d.Path()
 		}
+	}
+	if len(ready) == 0 {
+		ready = past
+	}
+	if len(ready) == 1 && here[ready[0]] {
+		node = ready[0]
 	}
 	switch {
 	case len(ready) == 0:

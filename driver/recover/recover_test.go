@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -242,6 +243,21 @@ func TestDiskThatMoved(t *testing.T) {
 	if r.Spec.Node != "two" || r.Labels[api.LabelNode] != "two" {
 		t.Errorf("%+v %v", r.Spec, r.Labels)
 	}
+}
+
+// A machine is no more, and its disk is in another one, mounted at the same path: what the first said last is past.
+func TestDiskOfADeadMachine(t *testing.T) {
+	w := newWorld(t)
+	d := w.disk()
+	w.node("one", true, d)
+	s := w.replica(d, "v")
+	w.run(cli.RecoverOptions{Apply: true})
+	w.node("two", true, d)
+	var n api.Node
+	w.must(w.client.Get(t.Context(), client.ObjectKey{Name: "two"}, &n))
+	n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour))
+	w.must(w.client.Status().Update(t.Context(), &n))
+	w.want(w.run(cli.RecoverOptions{Apply: true}), "Replica "+name(s), cli.FoundMoved, "moved")
 }
 
 func TestDiskOfNoNode(t *testing.T) {
