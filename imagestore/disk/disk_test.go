@@ -89,8 +89,8 @@ func file(name string) func(context.Context) (*source.Stream, error) {
 
 func download(url string) func(context.Context) (*source.Stream, error) {
 	return func(ctx context.Context) (*source.Stream, error) {
-		return source.Download(ctx, url, source.DownloadOptions{Pause: time.Millisecond, Start: 2 * time.Second,
-			Stall: 500 * time.Millisecond, Access: anywhere})
+		return source.Download(ctx, url, source.DownloadOptions{Pause: time.Millisecond, Start: 20 * time.Second,
+			Stall: 20 * time.Second, Access: anywhere})
 	}
 }
 

@@ -21,7 +21,15 @@ import (
 
 func anywhere(netip.Addr) bool { return true }
 
-var quick = DownloadOptions{Access: Access{Allow: anywhere}, Start: 300 * time.Millisecond, Stall: 300 * time.Millisecond, Pause: time.Millisecond}
+// quick tries again at once, but gives a machine that has much to do its time.
+var quick = DownloadOptions{Access: Access{Allow: anywhere}, Start: 20 * time.Second, Stall: 20 * time.Second,
+	Pause: time.Millisecond}
+
+// impatient is for servers that are silent.
+func impatient(o DownloadOptions) DownloadOptions {
+	o.Start, o.Stall = 300*time.Millisecond, 300*time.Millisecond
+	return o
+}
 
 func content(n int) []byte {
 	b := make([]byte, n)
@@ -110,7 +118,9 @@ func TestDownloadResumesASilentServer(t *testing.T) {
 		}
 		some(w, r, body, -1)
 	})
-	if got, _, err := fetch(t, url, quick); err != nil || !bytes.Equal(got, body) {
+	o := quick
+	o.Stall = 300 * time.Millisecond
+	if got, _, err := fetch(t, url, o); err != nil || !bytes.Equal(got, body) {
 		t.Fatalf("got %d bytes: %v", len(got), err)
 	}
 }
@@ -201,7 +211,11 @@ func TestDownloadErrors(t *testing.T) {
 				base, _ := serve(t, c.answer)
 				url = strings.Replace(base, "http://", "http://user:secret@", 1) + "/x?token=secret"
 			}
-			_, _, err := fetch(t, url, quick)
+			o := quick
+			if strings.HasPrefix(c.name, "silent") {
+				o = impatient(o)
+			}
+			_, _, err := fetch(t, url, o)
 			if err == nil || !api.Is(err, c.kind) || !strings.Contains(err.Error(), c.text) {
 				t.Fatalf("got %v (kind %v), want %q of kind %v", err, api.KindOf(err), c.text, c.kind)
 			}

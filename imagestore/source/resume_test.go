@@ -118,7 +118,7 @@ func TestUploadIsContinued(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			u := listen(t, 0)
-			u.Patience = 5 * time.Second
+			u.Patience = time.Minute
 			up := u.Expect(0, "")
 			got := make(chan []byte, 1)
 			go func() {
