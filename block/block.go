@@ -108,7 +108,7 @@ type Image struct {
 	Format      string   `json:"format"`      // of the source: raw, qcow2, qcow2.xz, ...
 	VirtualSize int64    `json:"virtualSize"` // bytes, as the source says; layers are padded to Size
 	Checksum    string   `json:"checksum"`    // SHA-512 of the source's bytes, hex
-	Digest      string   `json:"digest"`      // root digest of the top layer's content
+	Digest      string   `json:"digest"`      // root digest of the top layer's content; empty: not all layers have one yet
 	// Object is what the API knew of the image: opaque here, for who rebuilds objects from disks.
 	Object json.RawMessage `json:"object,omitempty"`
 }
@@ -127,7 +127,7 @@ type Layers interface {
 	Digest(uid string) (root string, allocated int64, err error)
 	// Verify reads a finished layer and compares every chunk's digest.
 	Verify(ctx context.Context, uid string) error
-	// PutImage records an image: the commit point of an import. Its layers must be finished.
+	// PutImage records an image: the commit point of an import. Its layers must be finished, if it has a digest.
 	PutImage(img Image) error
 	// Images lists the images recorded on the disk.
 	Images() ([]Image, error)
@@ -141,9 +141,14 @@ type Exporter interface {
 	// Hold finds the layers of a snapshot in a replica, bottom first, and keeps them for an image, whatever becomes of
 	// the snapshot. What was held for it before is told again.
 	Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64, err error)
-	// Name is PutImage for layers that were held; digests that they lack are made first. It lets go of the hold, and
-	// returns the image with its digest.
-	Name(ctx context.Context, img Image) (Image, error)
+	// Name is PutImage for layers that were held, and lets go of the hold. It returns the image with its digest, or
+	// without one where its layers lack digests: those are then made by Digests.
+	Name(img Image) (Image, error)
+	// Digests makes the digests that the layers of an image lack, and records it with its own. Somebody else is at it: an
+	// error of kind busy.
+	Digests(ctx context.Context, img Image) (Image, error)
+	// Taken is what the layers of an image without a digest take on the disk, in bytes. All of them must be there.
+	Taken(img Image) (int64, error)
 	// Forget is RemoveImage for an image whose layers may be those of volumes, which keep them. It ends a hold, too.
 	Forget(image string) error
 	// OpenStack opens layers, bottom first, as one source of size bytes.

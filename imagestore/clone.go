@@ -61,7 +61,9 @@ func (r *images) origin(ctx context.Context, img *api.BackingImage) (*api.Backin
 		return nil, err
 	case !o.DeletionTimestamp.IsZero():
 		return nil, api.Errorf(api.Unavailable, "image %s, which is to be cloned, is being deleted", name)
-	case st.State != api.ImageReady || st.Digest == "":
+	case st.State == api.ImageReady && st.Digest == "":
+		return nil, api.Errorf(api.Unavailable, "image %s, which is to be cloned, is being read for its digests", name)
+	case st.State != api.ImageReady:
 		return nil, api.Errorf(api.Unavailable, "image %s, which is to be cloned, is not ready: it is %s", name,
 			cmp.Or(st.State, "new"))
 	case img.Spec.Checksum != "" && img.Spec.Checksum != st.Checksum:

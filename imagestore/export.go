@@ -250,21 +250,59 @@ func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Conte
 		}
 	}
 	for {
-		var err error
-		if img, err = x.Name(ctx, img); err == nil {
+		_, err := x.Name(img)
+		if err == nil {
 			return disk.Find(on, want)
 		}
-		if !api.Is(err, api.Busy) {
+		if err = soon(ctx, err); err != nil {
 			return disk.Got{}, err
 		}
-		pause := time.NewTimer(200 * time.Millisecond) // the digests are being made
-		select {
-		case <-pause.C:
-		case <-ctx.Done():
-			pause.Stop()
-			return disk.Got{}, ctx.Err()
-		}
 	}
+}
+
+// soon waits a moment where something was busy, and returns any other error.
+func soon(ctx context.Context, err error) error {
+	if !api.Is(err, api.Busy) {
+		return err
+	}
+	pause := time.NewTimer(200 * time.Millisecond)
+	defer pause.Stop()
+	select {
+	case <-pause.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// digesting is the kind of a job that makes the digests of a copy that is used meanwhile.
+const digesting = "digests"
+
+// lacksDigest reports whether a copy that is there names layers without digests.
+func lacksDigest(c *api.ImageCopy, g disk.Got) bool { return c.Spec.Export != nil && g.Digest == "" }
+
+// digest gives a copy that names a snapshot's layers the digests that they lack.
+func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, want disk.Want, img block.Image) error {
+	x, ok := on.(block.Exporter)
+	if !ok {
+		return api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
+	}
+	_, err := n.movers.start(ctx, c, digesting,
+		func(ctx context.Context, _ *job, slot func(context.Context) error) (disk.Got, error) {
+			if err := slot(ctx); err != nil {
+				return disk.Got{}, err
+			}
+			for {
+				_, err := x.Digests(ctx, img)
+				if err == nil {
+					return disk.Find(on, want)
+				}
+				if err = soon(ctx, err); err != nil {
+					return disk.Got{}, err
+				}
+			}
+		})
+	return err
 }
 
 // checksum compares the content with a SHA-512 that the user gave.

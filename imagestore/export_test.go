@@ -28,6 +28,10 @@ func TestPlanExport(t *testing.T) {
 		return c
 	}
 	v.copies = []api.ImageCopy{on("a", api.ImageReady)}
+	if p = plan(img, v, r); len(p.create)+len(p.drop) > 0 {
+		t.Fatalf("copied without digests: %+v, %+v", p.create, p.drop)
+	}
+	v.copies[0].Status.Digest = "sha256:1"
 	p = plan(img, v, r)
 	if len(p.create) != 1 || p.create[0] != (wanted{"n", "b", "a"}) || len(p.drop) > 0 {
 		t.Fatalf("%+v, %+v", p.create, p.drop)
@@ -37,7 +41,7 @@ func TestPlanExport(t *testing.T) {
 	if p = plan(img, v, r); len(p.create)+len(p.drop) > 0 {
 		t.Fatalf("%+v, %+v", p.create, p.drop)
 	}
-	v.copies[1].Status.State = api.ImageReady
+	v.copies[1].Status.State, v.copies[1].Status.Digest = api.ImageReady, "sha256:1"
 	if p = plan(img, v, r); len(p.drop) != 1 || p.drop[0].Spec.Disk != "a" {
 		t.Fatalf("%+v", p.drop)
 	}

@@ -240,7 +240,7 @@ func (n *copies) write(ctx context.Context, c *api.ImageCopy, p *pen, st api.Ima
 // step decides what the state of a copy becomes, given what its transfer did.
 func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.ImageCopyStatus) (time.Duration, error) {
 	if j != nil && j.running() {
-		if j.source == verifying {
+		if j.source == verifying || j.source == digesting {
 			return 0, nil
 		}
 		g := j.glance()
@@ -265,6 +265,9 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 				st.Notice = notice
 			}
 			done(st, j.got)
+			if lacksDigest(c, j.got) {
+				return time.Millisecond, nil // to have it made
+			}
 			return n.opts.Check, nil
 		}
 		if j.source == verifying {
@@ -289,6 +292,13 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	want, mend := n.want(c, img), false
 	got, err := disk.Find(on, want)
 	switch {
+	case err == nil && lacksDigest(c, got):
+		if st.State != api.ImageFailed {
+			done(st, got) // it can be used
+		} else if !mayTry(c, st) {
+			return max(time.Until(st.NextTry.Time), 0), nil
+		}
+		return 0, n.digest(ctx, c, on, want, got.Image)
 	case err == nil:
 		var known bool
 		if known, err = n.sound(ctx, c, on, got, st); !known {

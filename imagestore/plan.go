@@ -85,7 +85,8 @@ func (p *planning) sort() {
 			continue
 		}
 		p.have = append(p.have, c)
-		if c.Status.State == api.ImageReady && p.v.alive(c.Spec.Disk) {
+		// One of a snapshot without digests yet is used already, but not copied.
+		if c.Status.State == api.ImageReady && p.v.alive(c.Spec.Disk) && (c.Spec.Export == nil || c.Status.Digest != "") {
 			p.ready = append(p.ready, c)
 		}
 	}

@@ -73,7 +73,9 @@ type world struct {
 
 	mu   sync.Mutex
 	away map[string]bool // UIDs of disks that do not answer
-	stop func()
+	// instead is what stands for a disk, by UID.
+	instead map[string]block.Layers
+	stop    func()
 }
 
 func newWorld(t *testing.T, disks int, dirs ...string) *world {
@@ -145,6 +147,9 @@ func (w *world) start() {
 		defer w.mu.Unlock()
 		if i < 0 || w.away[string(uid)] {
 			return nil, api.Errorf(api.Unavailable, "disk %s is not there: is its file system mounted?", uid)
+		}
+		if d := w.instead[string(uid)]; d != nil {
+			return d, nil
 		}
 		return w.disks[i], nil
 	}
@@ -228,6 +233,13 @@ func (w *world) private(allowed bool) {
 func (w *world) create(o client.Object) {
 	w.t.Helper()
 	if err := w.client.Create(w.t.Context(), o); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *world) putStatus(o client.Object) {
+	w.t.Helper()
+	if err := w.client.Status().Update(w.t.Context(), o); err != nil {
 		w.t.Fatal(err)
 	}
 }

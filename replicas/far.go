@@ -91,7 +91,8 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
 	var list []farPlace
 	for i := range copies.Items {
 		c := &copies.Items[i]
-		if c.Spec.Node == d.Node || c.Status.State != api.ImageReady || !slices.Contains(c.Spec.Layers, api.UID(uid)) {
+		if c.Spec.Node == d.Node || c.Status.State != api.ImageReady || !slices.Contains(c.Spec.Layers, api.UID(uid)) ||
+			c.Spec.Export != nil && c.Status.Digest == "" { // not everywhere digests yet
 			continue
 		}
 		n := slices.IndexFunc(nodes.Items, func(n api.Node) bool { return n.Name == c.Spec.Node })

@@ -126,7 +126,7 @@ func (j *job) readRecords(d *disk) {
 		damaged("BackingImage", "(unreadable)", "", err)
 	}
 	for _, img := range images {
-		err := d.whole(img.Layers)
+		err := d.whole(img)
 		if err == nil {
 			err = api.ValidateImageName(img.Name)
 		}
@@ -173,9 +173,13 @@ func (j *job) there(d *disk, layers []string) error {
 	return err
 }
 
-// whole tells whether layers are finished on the disk.
-func (d *disk) whole(layers []string) error {
-	for _, l := range layers {
+// whole tells whether the layers of an image are finished on the disk. One of a snapshot may get its digests later.
+func (d *disk) whole(img block.Image) error {
+	if img.Digest == "" {
+		_, err := d.Taken(img)
+		return err
+	}
+	for _, l := range img.Layers {
 		if _, _, err := d.Digest(l); err != nil {
 			return fmt.Errorf("layer %s: %w", l, err)
 		}

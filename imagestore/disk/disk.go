@@ -16,7 +16,12 @@ import (
 func Find(on block.Layers, want Want) (Got, error) {
 	img, err := record(on, string(want.UID))
 	if err == nil {
-		size, err := allocated(on, img.Layers)
+		var size int64
+		if x, ok := on.(block.Exporter); ok && img.Digest == "" {
+			size, err = x.Taken(img)
+		} else {
+			size, err = allocated(on, img.Layers)
+		}
 		if err != nil {
 			return Got{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
 		}

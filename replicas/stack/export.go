@@ -40,7 +40,45 @@ func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) 
 }
 
 // Name implements block.Exporter.
-func (d *Disk) Name(ctx context.Context, img block.Image) (block.Image, error) {
+func (d *Disk) Name(img block.Image) (_ block.Image, err error) {
+	if img.Digest, err = d.rootOf(img.Layers); err != nil {
+		return img, err
+	}
+	if err := d.PutImage(img); err != nil {
+		return img, err
+	}
+	return img, d.Unpin(img.UID)
+}
+
+// rootOf is the digest of the topmost of some layers; empty: not all of them have one yet.
+func (d *Disk) rootOf(layers []string) (root string, err error) {
+	for _, uid := range layers {
+		rec, err := d.layerRecord(uid)
+		if api.Is(err, api.NotFound) { // frozen, or PutImage tells
+			return "", nil
+		}
+		if err != nil {
+			return "", fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+		}
+		root = rec.Root
+	}
+	return root, nil
+}
+
+// Taken implements block.Exporter.
+func (d *Disk) Taken(img block.Image) (sum int64, err error) {
+	for _, uid := range img.Layers {
+		_, n, err := d.LayerSize(uid)
+		if err != nil {
+			return 0, err
+		}
+		sum += n
+	}
+	return sum, nil
+}
+
+// Digests implements block.Exporter.
+func (d *Disk) Digests(ctx context.Context, img block.Image) (block.Image, error) {
 	for _, uid := range img.Layers {
 		err := d.finishNow(ctx, uid)
 		if _, derr := d.layerRecord(uid); derr != nil {
@@ -50,17 +88,12 @@ func (d *Disk) Name(ctx context.Context, img block.Image) (block.Image, error) {
 			return img, fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
 		}
 	}
-	if len(img.Layers) > 0 {
-		rec, err := d.layerRecord(img.Layers[len(img.Layers)-1])
-		if err != nil {
-			return img, err
-		}
-		img.Digest = rec.Root
-	}
-	if err := d.PutImage(img); err != nil {
+	root, err := d.rootOf(img.Layers)
+	if err != nil {
 		return img, err
 	}
-	return img, d.Unpin(img.UID)
+	img.Digest = root
+	return img, d.PutImage(img)
 }
 
 // Forget implements block.Exporter.

@@ -48,7 +48,11 @@ func (d *Disk) PutImage(img block.Image) (err error) {
 		if err := api.UID(uid).Validate(); err != nil {
 			return err
 		}
-		if _, err := d.layerRecord(uid); err != nil {
+		_, err := d.layerRecord(uid)
+		if img.Digest == "" && api.Is(err, api.NotFound) {
+			_, _, err = d.LayerSize(uid) // it may be frozen
+		}
+		if err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		}
 		if merging, err := d.beingMerged(uid); err != nil {

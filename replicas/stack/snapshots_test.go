@@ -371,3 +371,77 @@ func TestMerge(t *testing.T) {
 		t.Fatalf("%d layers, want 1", n)
 	}
 }
+
+// An image of a snapshot names its layers before they have their digests, and keeps them.
+func TestImageBeforeDigests(t *testing.T) {
+	t.Parallel()
+	c := newChained(t)
+	snap := c.scribble(2)[1]
+	img := block.Image{UID: string(api.NewUID()), Name: "golden", Format: "raw"}
+	holds := func(in block.Image, finished bool) {
+		t.Helper()
+		rec, err := c.d.Image(img.UID)
+		if err != nil || (rec.Digest != "") != finished || rec.Digest != in.Digest {
+			t.Fatalf("%+v, %+v, %v", rec, in, err)
+		}
+		src, err := c.d.OpenStack(rec.Layers, rec.VirtualSize)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer src.Close()
+		got := make([]byte, rec.VirtualSize)
+		if err := block.Copy(t.Context(), arraySink(got), src, block.CopyOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, c.snaps[snap]) {
+			t.Fatal("the image holds something else")
+		}
+		if n, err := c.d.Taken(rec); err != nil || n == 0 {
+			t.Fatalf("it takes %d bytes, %v", n, err)
+		}
+	}
+	var err error
+	if img.Layers, img.VirtualSize, err = c.d.Hold(t.Context(), img.UID, img.Name, c.uid, snap); err != nil {
+		t.Fatal(err)
+	}
+	wrong := img
+	wrong.Digest = "sha256:00"
+	if err := c.d.PutImage(wrong); !api.Is(err, api.NotFound) {
+		t.Fatalf("an image with a digest of layers without: %v", err)
+	}
+	wrong.Layers = append(slices.Clone(img.Layers), string(api.NewUID()))
+	if _, err := c.d.Name(wrong); !api.Is(err, api.NotFound) {
+		t.Fatalf("an image of a layer that is not there: %v", err)
+	}
+	named, err := c.d.Name(img)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if pins, err := c.d.Pins(); err != nil || len(pins) > 0 {
+		t.Fatalf("pins %v, %v", pins, err)
+	}
+	if err := c.d.RemoveReplica(c.uid); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.d.Collect(t.Context(), 0); err != nil {
+		t.Fatal(err)
+	}
+	holds(named, false)
+	if named, err = c.d.Digests(t.Context(), named); err != nil {
+		t.Fatal(err)
+	}
+	holds(named, true)
+	root, _, err := c.d.Digest(img.Layers[len(img.Layers)-1])
+	if err != nil || root != named.Digest {
+		t.Fatalf("%s, not %s; %v", root, named.Digest, err)
+	}
+	if again, err := c.d.Name(img); err != nil || again.Digest != root {
+		t.Fatalf("%+v, %v", again, err)
+	}
+	if err := c.d.Forget(img.UID); err != nil {
+		t.Fatal(err)
+	}
+	if n := c.layersOnDisk(); n != 0 {
+		t.Fatalf("%d layers are left", n)
+	}
+}
