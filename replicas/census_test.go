@@ -17,7 +17,7 @@ func (w *world) tells(name, reason, part string) {
 	w.t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
-	for deadline := time.After(20 * time.Second); ; {
+	for deadline := time.After(time.Minute); ; {
 		var list eventsv1.EventList
 		if err := w.c.List(w.ctx, &list); err != nil {
 			w.t.Fatal(err)

@@ -75,7 +75,7 @@ func newWorld(t *testing.T, disks ...string) *world {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: devices are mounted")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 8*time.Minute)
 	w := &world{t: t, ctx: ctx, dir: t.TempDir()}
 	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))
 	t.Cleanup(cancel)
@@ -259,7 +259,7 @@ func await[T client.Object](w *world, obj T, list client.ObjectList, what string
 		w.t.Fatal(err)
 	}
 	defer watch.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 40*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
 	for {
 		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); err == nil && ok(obj) {
@@ -282,7 +282,7 @@ func gone[T client.Object](w *world, obj T, list client.ObjectList) {
 		w.t.Fatal(err)
 	}
 	defer watch.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 40*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
 	for {
 		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); client.IgnoreNotFound(err) != nil {

@@ -160,7 +160,7 @@ func (c *child) await(t *testing.T) string {
 			t.Fatal("the serving process ended by itself")
 		}
 		return path
-	case <-time.After(20 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Fatal("the serving process does not become ready")
 	}
 	return ""
@@ -335,7 +335,7 @@ func TestKillWhileDetaching(t *testing.T) {
 	}
 	select {
 	case <-c.stuck:
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("the flush does not come")
 	}
 	c.kill()

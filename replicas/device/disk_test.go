@@ -182,7 +182,7 @@ func await(t testing.TB, cond func() bool) {
 	t.Helper()
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for !cond() {
 		select {
 		case <-tick.C:
@@ -195,7 +195,7 @@ func await(t testing.TB, cond func() bool) {
 
 func openHost(t testing.TB, runDir string) *Host {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	h, err := Open(ctx, runDir)
 	if err != nil {

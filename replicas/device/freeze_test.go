@@ -47,7 +47,7 @@ func writing(t *testing.T, path string) (ended chan error) {
 
 func isWriting(t *testing.T, ended chan error, want bool) {
 	t.Helper()
-	wait := 20 * time.Second
+	wait := time.Minute
 	if want {
 		wait = 300 * time.Millisecond
 	}
@@ -75,7 +75,7 @@ func detachSoon(t *testing.T, d *Device) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
-	for range 60 {
+	for range 600 {
 		err := d.Detach(t.Context())
 		if err == nil {
 			return

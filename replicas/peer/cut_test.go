@@ -86,7 +86,7 @@ func newSnapshot(name string) stack.Snapshot {
 // take takes a snapshot under load.
 func (w *counters) take(name string) (instant, error) {
 	s := instant{Snapshot: newSnapshot(name), lo: load(w.acked)}
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	err := w.c.e.Cut(ctx, s.Snapshot)
 	s.hi = load(w.issued)
@@ -188,6 +188,7 @@ func (c *cluster) same() {
 func TestCut(t *testing.T) {
 	const size = 16 << 20
 	c := newCluster(t, size, 2, true)
+	c.patience = endless
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
@@ -232,6 +233,7 @@ func TestCutSteps(t *testing.T) {
 	for _, step := range []string{"prepared", "held", "one sealed", "two sealed", "all sealed"} {
 		t.Run(step, func(t *testing.T) {
 			c := newCluster(t, size, 2, true)
+			c.patience = endless
 			if err := c.attach(); err != nil {
 				t.Fatal(err)
 			}
@@ -325,7 +327,7 @@ func TestLayersReturn(t *testing.T) {
 	f := c.far[0]
 	f.stop()
 	c.proxy[0].cut()
-	for deadline := time.Now().Add(20 * time.Second); ; {
+	for deadline := time.Now().Add(time.Minute); ; {
 		if _, members := c.rec.state(); !slices.Contains(members, f.uid) {
 			break
 		}
@@ -392,6 +394,7 @@ func TestLayersReturn(t *testing.T) {
 func cutFaults(t *testing.T, seed uint64) {
 	const size = 16 << 20
 	c := newCluster(t, size, 2, true)
+	c.patience = Patience{400 * time.Millisecond, 2 * time.Second} // whoever is given up is taken back
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
@@ -452,7 +455,7 @@ func cutFaults(t *testing.T, seed uint64) {
 		now, members := c.rec.state()
 		c.e.SetWhole(now, len(members) == len(all))
 	}
-	for deadline := time.Now().Add(20 * time.Second); ; {
+	for deadline := time.Now().Add(time.Minute); ; {
 		_, members := c.rec.state()
 		if len(members) == len(all) {
 			break
@@ -497,6 +500,7 @@ func TestCutFaults(t *testing.T) {
 // TestCompare finds a block that one member has otherwise.
 func TestCompare(t *testing.T) {
 	c := newCluster(t, 16<<20, 2, true)
+	c.patience = endless
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}

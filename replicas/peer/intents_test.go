@@ -53,6 +53,7 @@ func (c *cluster) hold(value byte, uids ...string) {
 // more than the intents of both tell.
 func TestSalvaged(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
+	c.patience = endless
 	s, b, old := c.local, c.far[0].uid, c.far[1].uid
 	c.spell([]string{s, b, old}, 1, true)
 	c.spell([]string{s, b}, 2, true)
@@ -65,6 +66,7 @@ func TestSalvaged(t *testing.T) {
 // to it. One that is made like it later has something else there.
 func TestBackAndForth(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
+	c.patience = endless
 	s, b, third := c.local, c.far[0].uid, c.far[1].uid
 	c.spell([]string{s, third, b}, 1, true)
 	c.spell([]string{s, third}, 2, true)

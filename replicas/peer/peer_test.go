@@ -471,7 +471,7 @@ func TestHung(t *testing.T) {
 	p := newProxy(t, f.addr)
 	d := newDialer(t, at(p.ln.Addr().String()))
 	loop := startLoop(t)
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = Patience{300 * time.Millisecond, time.Second} })
+	m := member(t, d, f, loop, func(o *Options) { o.Patience = Patience{2 * time.Second, 3 * time.Second} })
 	adoptAs(t, m, 1, 1)
 	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(3, 3)), model: make([]byte, testSize)}
 	g.run(500, 16)
@@ -485,7 +485,7 @@ func TestHung(t *testing.T) {
 	}
 	began := time.Now()
 	g.run(200, 16)
-	if took := time.Since(began); took > 3*time.Second || failed != 200 {
+	if took := time.Since(began); took > time.Minute || failed != 200 {
 		t.Errorf("%d requests failed, after %v", failed, took)
 	}
 	p.freeze(false)
@@ -499,7 +499,7 @@ func TestHung(t *testing.T) {
 	// The last member is waited for.
 	m.Last(true)
 	p.freeze(true)
-	thaw := time.AfterFunc(2*time.Second, func() { p.freeze(false) })
+	thaw := time.AfterFunc(4*time.Second, func() { p.freeze(false) })
 	defer thaw.Stop()
 	g.run(100, 4)
 	if g.worst < time.Second {
@@ -596,7 +596,7 @@ func TestLinger(t *testing.T) {
 	adoptAs(t, m, 1, 1)
 	_ = p.ln.Close()
 	p.cut()
-	for deadline := time.Now().Add(10 * time.Second); f.s.Serves(f.uid); {
+	for deadline := time.Now().Add(time.Minute); f.s.Serves(f.uid); {
 		if time.Now().After(deadline) {
 			t.Fatal("the replica stays open")
 		}
