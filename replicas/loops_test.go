@@ -122,10 +122,9 @@ func TestDetachedData(t *testing.T) {
 	writeDevice(t, a.Status.Device, 3*mib, data)
 	w.remove(a)
 	gone(w, a, &api.AttachmentList{})
-	v := w.volumeState("v1", api.VolumeDetached)
-	if v.Status.EngineNode != "" || v.Status.Used == 0 {
-		t.Fatalf("%+v", v.Status)
-	}
+	v := w.volumeIs("v1", "detached, and known in size", func(v *api.Volume) bool {
+		return v.Status.State == api.VolumeDetached && v.Status.EngineNode == "" && v.Status.Used > 0
+	})
 	// Larger while detached.
 	edit(w, v, func(v *api.Volume) { v.Spec.Size = 32 * mib })
 	w.volumeIs("v1", "expanded", func(v *api.Volume) bool { return v.Status.Size == 32*mib })
@@ -185,9 +184,9 @@ func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
 	w.remove(a)
 	w.startData()
 	gone(w, a, &api.AttachmentList{})
-	if v := w.volumeState("v1", api.VolumeDetached); v.Status.EngineNode != "" {
-		t.Fatalf("%+v", v.Status)
-	}
+	w.volumeIs("v1", "detached", func(v *api.Volume) bool {
+		return v.Status.State == api.VolumeDetached && v.Status.EngineNode == ""
+	})
 	if len(w.data.all())+len(w.host.Held()) > 0 {
 		t.Fatal("a device is left")
 	}

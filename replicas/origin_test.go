@@ -153,7 +153,7 @@ func TestCloneFollows(t *testing.T) {
 func TestFullCopy(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
-	w.set("replica-copy-rate-limit", "4")
+	w.set("replica-copy-rate-limit", "2") // its beginning is to be seen by a busy machine, too
 	w.on("a", "near", 64*mib)
 	w.create(attachment("a"))
 	data := pattern(32 * mib)
