@@ -69,7 +69,9 @@ func TestReadyBeforeDigests(t *testing.T) {
 	w.create(r)
 	r.Status.Mode = api.ReplicaCurrent
 	s := api.NewSnapshot(v, "s")
+	s.Finalizers = nil // nobody here takes them off
 	w.create(s)
+	t.Cleanup(func() { w.delete(&api.Snapshot{}, "s") })
 	s.Status = api.SnapshotStatus{ReadyToUse: true, VolumeUID: v.Status.UID, UID: api.NewUID(), Layer: layer,
 		RestoreSize: 12 << 20, CreationTime: time.Now().UTC().Format(time.RFC3339)}
 	w.putStatus(v)
@@ -100,5 +102,4 @@ func TestReadyBeforeDigests(t *testing.T) {
 	}
 	w.state("clone", api.ImageReady)
 	w.holds(1, done, append(make([]byte, 1<<20), content...))
-	w.delete(&api.Snapshot{}, "s")
 }
