@@ -43,7 +43,8 @@ type exported struct {
 }
 
 // export runs an export of an object, of a kind as said takes it, with a progress bar.
-func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string, o ExportOptions) error {
+func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string,
+	o ExportOptions) error {
 	if o.Format != "raw" && o.Format != "qcow2" {
 		return usagef("--format %q: want raw or qcow2", o.Format)
 	}
