@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -54,6 +55,15 @@ func mountSources(major, minor uint32) []string {
 	return out
 }
 
+// ourFile is what the kernel says of the file behind a device of ours: it is at the top of a mount that is in no tree.
+var ourFile = regexp.MustCompile(`^/drover-[^/]+\.[0-9a-f]{8}$`)
+
+// served reports whether a loop device is one of ours, whatever its name.
+func served(sys string) bool {
+	b, err := os.ReadFile(filepath.Join(sys, "loop", "backing_file"))
+	return err == nil && ourFile.MatchString(strings.TrimSpace(string(b)))
+}
+
 // ownVolume names the Drover device at or below a block device in sysfs, or returns "".
 func ownVolume(sys string, depth int) string {
 	if depth > 8 {
@@ -67,6 +77,9 @@ func ownVolume(sys string, depth int) string {
 		if _, _, ok := backing(to); ok && to == dev { // a name can be left of a device that is gone
 			return filepath.Join(linkDir, name)
 		}
+	}
+	if served(sys) { // it has no name, or another volume has it: one of an instance beside, or left behind
+		return dev
 	}
 	if _, err := os.Stat(filepath.Join(sys, "partition")); err == nil {
 		return ownVolume(filepath.Dir(sys), depth+1)

@@ -50,6 +50,19 @@ func TestStaleLinks(t *testing.T) {
 	if to, err := os.Readlink(d.Link()); err != nil || to != d.Path() {
 		t.Errorf("link: %s, %v; want %s", to, err, d.Path())
 	}
+	below := func(dev string) string { return ownVolume(filepath.Join("/sys/block", filepath.Base(dev)), 0) }
+	if on := below(d.Path()); on != d.Link() {
+		t.Errorf("what is on %s is on volume %q", d.Path(), on)
+	}
+	if err := os.Remove(d.Link()); err != nil { // as if another volume had the name
+		t.Fatal(err)
+	}
+	if on := below(d.Path()); on != d.Path() {
+		t.Errorf("without its name, what is on %s is on volume %q", d.Path(), on)
+	}
+	if on := below(foreign); on != "" {
+		t.Errorf("what is on a device of somebody else is on volume %s", on)
+	}
 	at = link("stale-name", d.Path())
 	if err := d.link(); err != nil {
 		t.Fatal(err)
