@@ -265,7 +265,10 @@ func (c *Cluster) connect() error {
 	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
 		return err
 	}
-	c.Objects, err = client.NewWithWatch(cfg, client.Options{Scheme: s})
+	objects, err := client.NewWithWatch(cfg, client.Options{Scheme: s})
+	if err == nil {
+		c.Objects = patient(objects)
+	}
 	return err
 }
 
@@ -274,10 +277,7 @@ func (c *Cluster) Set(ctx context.Context, name, value string) error {
 	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
 	err := c.Objects.Create(ctx, s)
 	if apierrors.IsAlreadyExists(err) {
-		if err = c.Objects.Get(ctx, client.ObjectKeyFromObject(s), s); err == nil {
-			s.Value = value
-			err = c.Objects.Update(ctx, s)
-		}
+		_, err = await.Edit(ctx, c.Objects, name, func(s *api.Setting) (bool, error) { s.Value = value; return true, nil })
 	}
 	if err != nil {
 		return fmt.Errorf("setting %s: %w", name, err)
@@ -320,5 +320,5 @@ func lockDir(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// readyTime is longer than a machine takes to be ready, on a busy computer.
-const readyTime = 90 * time.Second
+// readyTime is longer than a machine takes to be ready, on a computer with ten times as much to do as it can.
+const readyTime = 5 * time.Minute

@@ -109,12 +109,40 @@ func must(t *testing.T, err error) {
 // command runs the program's command line against the cluster.
 func (c *Cluster) command(t *testing.T, args ...string) string {
 	t.Helper()
-	args = append(args, "--kubeconfig", c.Kubeconfig, "--timeout", "60s")
-	out, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput()
+	out, err := c.try(t, args...)
 	if err != nil {
 		t.Fatalf("drover %s: %v: %s", strings.Join(args, " "), err, out)
 	}
-	return string(out)
+	return out
+}
+
+// try is command where an error is an answer, too.
+func (c *Cluster) try(t *testing.T, args ...string) (string, error) {
+	t.Helper()
+	args = append(args, "--kubeconfig", c.Kubeconfig, "--timeout", readyTime.String())
+	out, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput()
+	return string(out), err
+}
+
+// kill is kill -9 of processes that are there, or are just being started again.
+func kill(t *testing.T, m *Machine, role string) {
+	t.Helper()
+	eventually(t, role+" runs on "+m.Name, func() bool {
+		err := m.Kill(role)
+		if !errors.Is(err, errNobody) {
+			must(t, err)
+		}
+		return err == nil
+	})
+}
+
+// runs waits until a machine has one process of each of some roles. A process that is just being started looks like
+// the one that starts it.
+func runs(t *testing.T, m *Machine, roles ...string) {
+	t.Helper()
+	for _, role := range roles {
+		eventually(t, "one process of "+role+" runs on "+m.Name, func() bool { return len(m.Pids(role)) == 1 })
+	}
 }
 
 func soon(t *testing.T) context.Context {
@@ -138,22 +166,21 @@ func TestMachines(t *testing.T) {
 		if len(n.Status.Addresses) != 1 || n.Status.Addresses[0] != m.IP {
 			t.Errorf("%s has the addresses %v", m.Name, n.Status.Addresses)
 		}
-		if len(m.Pids("serve")) != 1 || len(m.Pids("data")) != 1 || len(m.Pids("hold")) != 1 {
-			t.Errorf("%s runs %v, %v, %v", m.Name, m.Pids("serve"), m.Pids("data"), m.Pids("hold"))
-		}
+		runs(t, m, "serve", "data", "hold")
 		_, err = await.Until(soon(t), c.Objects, m.Name, func(n *api.Node) (bool, error) {
 			return len(n.Status.Disks) == 2 && n.Status.Disks[1].Ready, nil
 		})
 		must(t, err)
 	}
 	metrics := func(m *Machine) error {
-		conn, err := net.DialTimeout("tcp", m.IP+":9100", 2*time.Second)
+		conn, err := net.DialTimeout("tcp", m.IP+":9100", 5*time.Second)
 		if err == nil {
 			err = conn.Close()
 		}
 		return err
 	}
-	must(t, metrics(one))
+	answers := func() { eventually(t, one.Name+" answers", func() bool { return metrics(one) == nil }) }
+	answers()
 	owner := &Machine{}
 	c.Net.Between(one, owner, Link{Cut: true})
 	if err := metrics(one); err == nil {
@@ -161,7 +188,7 @@ func TestMachines(t *testing.T) {
 	}
 	c.Net.Between(one, owner, Link{Delay: 300 * time.Millisecond})
 	began := time.Now()
-	must(t, metrics(one))
+	answers()
 	if d := time.Since(began); d < 500*time.Millisecond {
 		t.Errorf("with 300 ms each way a connection took %v", d)
 	}
@@ -322,13 +349,12 @@ func TestImagesTravel(t *testing.T) {
 		got, err := os.ReadFile(files[0])
 		return err == nil && bytes.Equal(got[:len(content)], content)
 	}
-	_, err = await.Until(soon(t), c.Objects, "golden", func(i *api.BackingImage) (bool, error) {
+	eventually(t, "the damaged copy is mended", func() bool {
+		var i api.BackingImage
+		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "golden"}, &i))
 		at := slices.IndexFunc(i.Status.Copies, func(s api.ImageCopySummary) bool { return s.Node == left.Name })
-		return at >= 0 && i.Status.Copies[at].State == api.ImageReady && whole(), nil
+		return at >= 0 && i.Status.Copies[at].State == api.ImageReady && whole()
 	})
-	if err != nil {
-		t.Fatalf("the damaged copy is not mended: %v", err)
-	}
 }
 
 // ready waits until an image has as many copies.

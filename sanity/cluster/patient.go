@@ -1,0 +1,84 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/url"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+)
+
+// patient is a client that tries again where an API server has no time, or is just not there: on a busy computer its
+// database is late now and then. What it says of an object is final.
+func patient(c client.WithWatch) client.WithWatch {
+	return interceptor.NewClient(c, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, obj client.Object,
+			opts ...client.GetOption) error {
+			_, err := tries(ctx, func() error { return c.Get(ctx, key, obj, opts...) })
+			return err
+		},
+		List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+			_, err := tries(ctx, func() error { return c.List(ctx, list, opts...) })
+			return err
+		},
+		Create: func(ctx context.Context, c client.WithWatch, obj client.Object, opts ...client.CreateOption) error {
+			again, err := tries(ctx, func() error { return c.Create(ctx, obj, opts...) })
+			if again && apierrors.IsAlreadyExists(err) { // the first one was late, and not in vain
+				err = c.Get(ctx, client.ObjectKeyFromObject(obj), obj)
+			}
+			return err
+		},
+		Update: func(ctx context.Context, c client.WithWatch, obj client.Object, opts ...client.UpdateOption) error {
+			_, err := tries(ctx, func() error { return c.Update(ctx, obj, opts...) })
+			return err
+		},
+		Delete: func(ctx context.Context, c client.WithWatch, obj client.Object, opts ...client.DeleteOption) error {
+			again, err := tries(ctx, func() error { return c.Delete(ctx, obj, opts...) })
+			if again && apierrors.IsNotFound(err) {
+				err = nil
+			}
+			return err
+		},
+		Watch: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) (
+			w watch.Interface, err error) {
+			_, err = tries(ctx, func() error {
+				w, err = c.Watch(ctx, list, opts...)
+				return err
+			})
+			return w, err
+		},
+	})
+}
+
+// tries does something until the server has had the time for it, and tells whether that took more than one try.
+func tries(ctx context.Context, do func() error) (again bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, readyTime)
+	defer cancel()
+	for {
+		if err = do(); err == nil || !passing(err) {
+			return again, err
+		}
+		again = true
+		select {
+		case <-time.After(500 * time.Millisecond):
+		case <-ctx.Done():
+			return again, err
+		}
+	}
+}
+
+// passing is an error that says nothing of the object.
+func passing(err error) bool {
+	var u *url.Error
+	var op *net.OpError
+	return apierrors.IsServerTimeout(err) || apierrors.IsTimeout(err) || apierrors.IsTooManyRequests(err) ||
+		apierrors.IsServiceUnavailable(err) || errors.As(err, &op) ||
+		errors.As(err, &u) && !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) ||
+		apierrors.IsInternalError(err) && strings.Contains(err.Error(), "etcdserver")
+}
