@@ -26,7 +26,5 @@ func TestFaultsAtOnce(t *testing.T) {
 			must(t, f.Mend(soon(t)))
 		}
 	}
-	if len(n.Pids("serve")) != 1 {
-		t.Error("serve does not run")
-	}
+	runs(t, n, "serve")
 }

@@ -32,14 +32,14 @@ func TestFullDisks(t *testing.T) {
 		}
 		written <- err
 	}()
-	v := awaitVolume(t, c, "v", "full", func(v *api.Volume) bool {
+	awaitVolume(t, c, "v", "full, and said where", func(v *api.Volume) bool {
+		for _, m := range c.Nodes[:2] { // perhaps one after the other
+			if !strings.Contains(v.Status.Message, m.Disks[0].Path+" of node "+m.Name) {
+				return false
+			}
+		}
 		return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace)
 	})
-	for _, m := range c.Nodes[:2] {
-		if say := m.Disks[0].Path + " of node " + m.Name; !strings.Contains(v.Status.Message, say) {
-			t.Errorf("the volume says %q, and not %q", v.Status.Message, say)
-		}
-	}
 	select {
 	case err := <-written:
 		t.Fatalf("the write did not wait: %v", err)

@@ -78,10 +78,13 @@ func checkPattern(t *testing.T, device string, off, n int64) {
 }
 
 // TestImageAtOnce: a volume on a node that does not have the image is attached at once, and reads what it needs from
-// the node that has it, through kills, until its own copy is there. DROVER_IMAGE says how many MiB the image has.
+// the node that has it, through kills, until its own copy is there. DROVER_IMAGE says how many MiB the image has, and
+// that the times count.
 func TestImageAtOnce(t *testing.T) {
 	size := int64(512) << 20
-	if text := os.Getenv("DROVER_IMAGE"); text != "" {
+	text := os.Getenv("DROVER_IMAGE")
+	measured := text != ""
+	if measured {
 		n, err := strconv.ParseInt(text, 10, 64)
 		must(t, err)
 		size = n << 20
@@ -122,10 +125,11 @@ func TestImageAtOnce(t *testing.T) {
 	now := state()
 	t.Logf("image of %d MiB: volume made after %v, attached after %v, first read after %v; the node's own copy then: %s",
 		size>>20, made, attached, read, now)
-	if attached > 1500*time.Millisecond {
+	const most = 1500 * time.Millisecond // where nothing else goes on
+	if attached > most && measured {
 		t.Errorf("it took %v to attach the volume", attached)
 	}
-	if now == "ready 100 %" {
+	if attached < most && now == "ready 100 %" {
 		t.Error("the copy was there already: nothing was shown")
 	}
 	must(t, bare.Kill("data"))

@@ -84,6 +84,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 		r, is := replicasOf(t, c, "v")[n[2].Name]
 		return is && len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy && r.Status.Message == ""
 	})
+	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "600")) // a node that is slow is not lost
 	l.works(50)
 	l.halt()
 	holds()
@@ -114,7 +115,6 @@ func TestReplicasOfAnImage(t *testing.T) {
 	holds()
 
 	// All that is current is lost: what is left is salvaged.
-	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "600"))
 	must(t, c.Set(t.Context(), "all-replicas-lost-timeout", "2"))
 	mark := l.load.Mark()
 	must(t, n[0].PowerOff())

@@ -83,9 +83,9 @@ func TestStrictLocalStays(t *testing.T) {
 			t.Errorf("drover %v does not say why the volume stays:\n%s", args, out)
 		}
 	}
-	if out := c.command(t, "volume", "show", "v"); !strings.Contains(out, "EvictionWaits") {
-		t.Errorf("no event says that the volume stays:\n%s", out)
-	}
+	eventually(t, "an event says that the volume stays", func() bool {
+		return strings.Contains(c.command(t, "volume", "show", "v"), "EvictionWaits")
+	})
 	l.works(50)
 	l.halt()
 	c.command(t, "volume", "detach", "v")

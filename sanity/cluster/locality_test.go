@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -133,9 +132,8 @@ func TestLocality(t *testing.T) {
 		t.Errorf("two replicas, strict-local: %v", err)
 	}
 	strict := on(t, c, "strict", local("strict-local"), n2)
-	args := []string{"volume", "attach", "strict", "--node", n3.Name, "--kubeconfig", c.Kubeconfig, "--timeout", "60s"}
-	if out, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput(); err == nil ||
-		!strings.Contains(string(out), "its data is on node \""+n2.Name) {
+	if out, err := c.try(t, "volume", "attach", "strict", "--node", n3.Name); err == nil ||
+		!strings.Contains(out, "its data is on node \""+n2.Name) {
 		t.Errorf("attach elsewhere: %v: %s", err, out)
 	}
 	forced := &api.Attachment{Spec: api.AttachmentSpec{Volume: "strict", Node: n3.Name, Purpose: "workload"}}

@@ -47,13 +47,14 @@ func TestRollingRestart(t *testing.T) {
 	l := newLoaded(t, c, "v", size, 3)
 	l.attach(c.Nodes[0])
 	awaitVolume(t, c, "v", "healthy", whole)
-	counted := func() (fulls, compared, sent float64) {
+	counted := func() (fulls, deltas, compared, sent float64) {
 		m := c.Nodes[0]
 		return c.metric(t, m, `drover_volume_rebuilds_total{kind="full",process="data",volume="v"}`),
+			c.metric(t, m, `drover_volume_rebuilds_total{kind="delta",process="data",volume="v"}`),
 			c.metric(t, m, `drover_volume_rebuild_bytes_total{process="data",volume="v",what="compared"}`),
 			c.metric(t, m, `drover_volume_rebuild_bytes_total{process="data",volume="v",what="sent"}`)
 	}
-	f0, c0, s0 := counted() // the making of the volume
+	f0, d0, c0, s0 := counted() // the making of the volume
 	for _, m := range c.Nodes[1:] {
 		l.works(100)
 		must(t, m.PowerOff())
@@ -65,11 +66,11 @@ func TestRollingRestart(t *testing.T) {
 		awaitVolume(t, c, "v", "healthy", whole)
 		t.Logf("%s is back, and the volume whole after %v", m.Name, time.Since(began))
 	}
-	f1, c1, s1 := counted()
+	f1, d1, c1, s1 := counted()
 	t.Logf("compared %.1f MiB, sent %.1f MiB, of %d MiB twice", (c1-c0)/(1<<20), (s1-s0)/(1<<20), size>>20)
-	// The load writes to 16 MiB, which is a region.
-	if f1 != f0 || c1-c0 == 0 || c1-c0 > 2*64<<20 || s1-s0 > c1-c0 {
-		t.Errorf("full rebuilds %v, compared %v, sent %v", f1-f0, c1-c0, s1-s0)
+	// The load writes to 16 MiB, which is a region. On a busy machine one that is slow comes back once more.
+	if f1 != f0 || d1-d0 < 2 || c1-c0 == 0 || c1-c0 > (d1-d0+1)*(64<<20) || s1-s0 > c1-c0 {
+		t.Errorf("rebuilds: full %v, delta %v, compared %v, sent %v", f1-f0, d1-d0, c1-c0, s1-s0)
 	}
 	engine := c.Nodes[0]
 	must(t, engine.Stop())
@@ -101,7 +102,8 @@ func TestTakenOver(t *testing.T) {
 	awaitVolume(t, c, "v", "healthy", whole)
 	l.works(200)
 	c.Net.Isolate(c.Nodes[0], c.Machines()...)
-	eventually(t, "I/O stands still", func() bool { return l.load.Idle() > 3*time.Second })
+	// What was on its way is over by then, also where processes get little time.
+	eventually(t, "I/O stands still", func() bool { return l.load.Idle() > 10*time.Second })
 	i, acked := l.load.Before(), l.load.Writes()
 	began := time.Now()
 	c.command(t, "volume", "detach", "v", "--force")

@@ -115,8 +115,7 @@ func (c *Cluster) afterPower(t *testing.T, l *loaded, lost bool) error {
 		l.stop()
 		<-l.ended // its device is gone: an error, or what it had just done
 		a, err := await.Until(soon(t), c.Objects, l.name, func(a *api.Attachment) (bool, error) {
-			_, err := os.Stat(a.Status.Device)
-			return a.Status.Ready && a.Status.Epoch > l.epoch && err == nil, nil
+			return a.Status.Ready && a.Status.Epoch > l.epoch, nil
 		})
 		if err != nil {
 			var v api.Volume
@@ -124,6 +123,10 @@ func (c *Cluster) afterPower(t *testing.T, l *loaded, lost bool) error {
 			return fmt.Errorf("volume %s is not attached again: %w: %+v", l.name, err, v.Status)
 		}
 		l.device, l.epoch = a.Status.Device, a.Status.Epoch
+		eventually(t, "the device of "+l.name+" is there", func() bool {
+			_, err := os.Stat(l.device)
+			return err == nil
+		})
 		if err := l.load.Verify(l.device, true); err != nil {
 			return fmt.Errorf("volume %s: %w", l.name, err)
 		}

@@ -28,7 +28,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, err)
 	must(t, f.Close())
 
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "16")) // it takes its time
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4")) // it takes a minute
 	n3 := c.Nodes[2]
 	third := func() api.Replica { return replicasOf(t, c, "v")[n3.Name] }
 	underWay := func(what string) {
@@ -64,6 +64,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	eventually(t, "another one is made", func() bool { now := third(); return now.Name != "" && now.Name != r.Name })
 	underWay("of another replica")
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0"))
+	kill(t, n3, "data") // it begins again, without a limit
 	grown := func(v *api.Volume) bool { return whole(v) && v.Status.Size == 320<<20 }
 	awaitVolume(t, c, "v", "whole", grown)
 	l.works(50)
@@ -72,7 +73,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	c.command(t, "volume", "detach", "v")
 
 	// Nobody uses it, and the third replica is gone.
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "16"))
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4"))
 	r = third()
 	edit(t, c, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}, func(v *api.Volume) { v.Spec.NumberOfReplicas = 2 })
 	awaitVolume(t, c, "v", "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
@@ -89,10 +90,10 @@ func TestRebuildInterrupted(t *testing.T) {
 		l.works(20)
 		l.halt()
 		checkPattern(t, l.device, rest, size-rest)
+		must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0")) // for those that begin from now on
 		c.command(t, "volume", "detach", "v")
 		began = time.Now()
 	}
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0"))
 	awaitVolume(t, c, "v", "whole again", grown)
 	for _, m := range c.Nodes {
 		l.attach(m)

@@ -88,7 +88,7 @@ func TestLostMember(t *testing.T) {
 	for _, x := range []struct {
 		name string
 		most time.Duration
-	}{{"busy", 15 * time.Second}, {"idle", 15 * time.Second}} {
+	}{{"busy", time.Minute}, {"idle", time.Minute}} {
 		awaitVolume(t, c, x.name, "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
 		t.Logf("%s: out of the members after %v", x.name, time.Since(began))
 		v := awaitVolume(t, c, x.name, "degraded", func(v *api.Volume) bool {

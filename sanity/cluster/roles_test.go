@@ -56,15 +56,15 @@ func TestRoles(t *testing.T) {
 	}
 
 	// All have a certificate of the one authority, those of a machine in two processes two.
-	var certs api.NodeCertificateList
-	must(t, c.Objects.List(t.Context(), &certs))
-	have := map[string]int{}
-	for _, cert := range certs.Items {
-		if cert.Status.Certificate != "" {
-			have[cert.Spec.Node]++
+	eventually(t, "every process has a certificate", func() bool {
+		var certs api.NodeCertificateList
+		must(t, c.Objects.List(t.Context(), &certs))
+		have := map[string]int{}
+		for _, cert := range certs.Items {
+			if cert.Status.Certificate != "" {
+				have[cert.Spec.Node]++
+			}
 		}
-	}
-	if have["control"] != 1 || have["node-1"] != 1 || have["apart"] != 2 {
-		t.Errorf("certificates: %v", have)
-	}
+		return have["control"] == 1 && have["node-1"] == 1 && have["apart"] == 2
+	})
 }

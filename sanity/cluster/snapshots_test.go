@@ -50,15 +50,13 @@ func TestSnapshotsOfThree(t *testing.T) {
 
 	kills := []struct {
 		what string
-		do   func() error
+		at   []*Machine
 	}{
-		{"nothing", func() error { return nil }},
-		{"the engine's data process is killed", func() error { return c.Nodes[0].Kill("data") }},
-		{"a member's data process is killed", func() error { return c.Nodes[1].Kill("data") }},
-		{"both other members' are", func() error { return errors.Join(c.Nodes[1].Kill("data"), c.Nodes[2].Kill("data")) }},
-		{"all of them are", func() error {
-			return errors.Join(c.Nodes[0].Kill("data"), c.Nodes[1].Kill("data"), c.Nodes[2].Kill("data"))
-		}},
+		{"nothing", nil},
+		{"the engine's data process is killed", c.Nodes[:1]},
+		{"a member's data process is killed", c.Nodes[1:2]},
+		{"both other members' are", c.Nodes[1:]},
+		{"all of them are", c.Nodes},
 	}
 	list := map[string]*Instant{}
 	for n := range 2 * len(kills) {
@@ -71,7 +69,9 @@ func TestSnapshotsOfThree(t *testing.T) {
 		must(t, c.Objects.Create(t.Context(), s))
 		timer := time.NewTimer(wait)
 		<-timer.C
-		must(t, k.do())
+		for _, m := range k.at {
+			kill(t, m, "data")
+		}
 		_, err := await.Until(soon(t), c.Objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
 		must(t, err)
 		load.After(i)
@@ -133,12 +133,9 @@ func TestSnapshotOfALostEngine(t *testing.T) {
 	<-ended // its device is gone
 	load.After(i)
 	must(t, c.Objects.Delete(t.Context(), &a))
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
-	defer cancel()
-	_, err := await.Until(ctx, c.Objects, "v", func(v *api.Volume) (bool, error) { return v.Status.State == api.VolumeDetached, nil })
-	must(t, err)
+	awaitVolume(t, c, "v", "detached", func(v *api.Volume) bool { return v.Status.State == api.VolumeDetached })
 	c.command(t, "volume", "attach", "v", "--node", c.Nodes[1].Name)
-	_, err = await.Until(soon(t), c.Objects, "cut", func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
+	_, err := await.Until(soon(t), c.Objects, "cut", func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
 	must(t, err)
 	c.command(t, "volume", "detach", "v")
 	for name, i := range map[string]*Instant{"first": first, "cut": i} {
