@@ -150,12 +150,16 @@ func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on bloc
 	defer done()
 	j.is(api.ImageInProgress, "")
 	want.KeepEvery = n.opts.KeepEvery
+	first, far := from.(*farDisk)
+	if far && !mend {
+		return n.copyTogether(ctx, first, c, on, want, &j.progress)
+	}
 	carry := disk.Copy
 	if mend {
 		carry = disk.Mend
 	}
 	got, err := carry(ctx, from, on, want, &j.progress)
-	if _, far := from.(*farDisk); !far && api.Is(err, api.Corrupt) {
+	if !far && api.Is(err, api.Corrupt) {
 		n.doubt(ctx, copyName(c.Spec.UUID, c.Spec.From))
 	}
 	return got, err
