@@ -238,7 +238,7 @@ func TestMachines(t *testing.T) {
 
 	small := c.Nodes[0].Disks[1]
 	must(t, small.Fill())
-	if err := os.WriteFile(small.View("x"), make([]byte, 8192), 0o600); err == nil {
+	if err := os.WriteFile(small.View("x"), make([]byte, 1<<20), 0o600); err == nil {
 		t.Error("a disk that was filled has room")
 	}
 	must(t, small.Free())
