@@ -28,7 +28,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, err)
 	must(t, f.Close())
 
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4")) // it takes a minute
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "8")) // it takes half a minute
 	n3 := c.Nodes[2]
 	third := func() api.Replica { return replicasOf(t, c, "v")[n3.Name] }
 	underWay := func(what string) {
@@ -73,7 +73,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	c.command(t, "volume", "detach", "v")
 
 	// Nobody uses it, and the third replica is gone.
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4"))
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "8"))
 	r = third()
 	edit(t, c, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}, func(v *api.Volume) { v.Spec.NumberOfReplicas = 2 })
 	awaitVolume(t, c, "v", "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
