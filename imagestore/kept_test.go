@@ -77,15 +77,21 @@ type gated struct {
 	s *slow
 }
 
-func (g *gated) Write(p []byte) (int, error) {
+// Write lets no more through than is allowed, also where the whole image is written at once.
+func (g *gated) Write(p []byte) (n int, err error) {
 	s := g.s
-	s.mu.Lock()
-	for s.allowed <= 0 {
-		s.more.Wait()
+	for n < len(p) && err == nil {
+		s.mu.Lock()
+		for s.allowed <= 0 {
+			s.more.Wait()
+		}
+		m := min(s.allowed, len(p)-n, 32<<10)
+		s.allowed -= m
+		s.mu.Unlock()
+		m, err = g.ResponseWriter.Write(p[n : n+m])
+		n += m
 	}
-	s.allowed -= len(p)
-	s.mu.Unlock()
-	return g.ResponseWriter.Write(p)
+	return n, err
 }
 
 // first is the lowest byte that was asked for.
