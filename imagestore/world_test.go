@@ -17,8 +17,10 @@ import (
 	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -120,8 +122,9 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	w.private(true) // servers of tests are on loopback
 	w.start()
 	t.Cleanup(func() {
+		defer w.wipe()
+		defer func() { w.stop() }()
 		w.cleanUp()
-		w.stop()
 	})
 	return w
 }
@@ -132,9 +135,9 @@ func alive() metav1.Time { return metav1.NewTime(time.Now().Add(time.Hour)) }
 func (w *world) start() {
 	w.t.Helper()
 	yes := true
-	none := 2 * time.Second
+	grace := patience / 4
 	mgr, err := ctrl.NewManager(w.api, ctrl.Options{Scheme: w.client.Scheme(), Metrics: server.Options{BindAddress: "0"},
-		Controller: config.Controller{SkipNameValidation: &yes}, GracefulShutdownTimeout: &none})
+		Controller: config.Controller{SkipNameValidation: &yes}, GracefulShutdownTimeout: &grace})
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -170,7 +173,7 @@ func (w *world) start() {
 
 // cleanUp deletes all objects and looks that the disks are empty.
 func (w *world) cleanUp() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	for _, o := range []client.Object{&api.Replica{}, &api.Volume{}, &api.BackingImage{}} {
 		if err := w.client.DeleteAllOf(ctx, o); err != nil {
@@ -187,6 +190,33 @@ func (w *world) cleanUp() {
 	}
 	for i := range w.disks {
 		w.clean(i)
+	}
+}
+
+// wipe removes what a failed test left on the API server, so that the next one finds it empty.
+func (w *world) wipe() {
+	if !w.t.Failed() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for _, list := range []client.ObjectList{&api.ReplicaList{}, &api.VolumeList{}, &api.BackingImageList{},
+		&api.ImageCopyList{}, &api.NodeList{}} {
+		if err := w.client.List(ctx, list); err != nil {
+			w.t.Errorf("what is left: %v", err)
+			continue
+		}
+		_ = meta.EachListItem(list, func(o runtime.Object) error {
+			c := o.(client.Object)
+			err := w.client.Patch(ctx, c, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))
+			if err == nil {
+				err = w.client.Delete(ctx, c)
+			}
+			if client.IgnoreNotFound(err) != nil {
+				w.t.Errorf("%s is left: %v", c.GetName(), err)
+			}
+			return nil
+		})
 	}
 }
 
@@ -295,12 +325,15 @@ func (w *world) copies(name string) []api.ImageCopy {
 	return list.Items
 }
 
-// eventually fails the test unless ok comes true within a minute.
+// patience is how long things may take on a busy machine.
+const patience = 2 * time.Minute
+
+// eventually fails the test unless ok comes true.
 func (w *world) eventually(what string, ok func() bool, state ...func() string) {
 	w.t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
-	end := time.NewTimer(time.Minute)
+	end := time.NewTimer(patience)
 	defer end.Stop()
 	for !ok() {
 		select {
