@@ -28,6 +28,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/imagestore"
@@ -93,8 +94,9 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 		t.Fatal(err)
 	}
 	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
-		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond, Log: slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
-		Download: source.DownloadOptions{Start: time.Second, Stall: time.Second, Pause: time.Millisecond}}}
+		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond,
+		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
+		Download: source.DownloadOptions{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
 	status := api.NodeStatus{Heartbeat: alive()}
 	for i := range disks {
@@ -292,14 +294,19 @@ func (w *world) delete(o client.Object, name string) {
 	}
 }
 
-// await watches an image until it is as wanted.
+// await watches an image until it is as wanted: also what it is for a moment only is seen.
 func (w *world) await(name, what string, ok func(*api.BackingImage) bool) *api.BackingImage {
 	w.t.Helper()
 	var img *api.BackingImage
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
 	w.eventually("image "+name+" "+what, func() bool {
-		img = &api.BackingImage{}
-		return w.client.Get(context.Background(), client.ObjectKey{Name: name}, img) == nil && ok(img)
-	}, func() string { return fmt.Sprintf("%+v", img.Status) })
+		_, err := await.Until(ctx, w.client, name, func(i *api.BackingImage) (bool, error) {
+			img = i
+			return ok(i), nil
+		})
+		return err == nil
+	}, func() string { return fmt.Sprintf("%+v", img) })
 	return img
 }
 
