@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 func TestImageImportFailureIsTold(t *testing.T) {
@@ -286,6 +287,26 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 	drover(t, kubeconfig("disk", "list")...).mustSay(t, 0, "being evicted; on it: volume holder")
 	drover(t, kubeconfig("disk", "evict", "disks:/good")...).mustSay(t, 0, "volume holder. Replicas move")
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 5, "volume holder")
+	// A dead disk goes with what other disks have too, and with nothing else.
+	holder := &api.Volume{Spec: api.VolumeSpec{Size: 1 << 30}}
+	holder.Name = "holder"
+	if err := store.Create(t.Context(), holder); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Delete(context.Background(), holder) })
+	for _, members := range [][]string{nil, {"holder.2", "holder.1"}} {
+		holder.Status.Members = members
+		if err := store.Status().Update(t.Context(), holder); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := await.EditStatus(t.Context(), store, "disks", func(n *api.Node) (bool, error) {
+			n.Status.Disks[1].Ready = false
+			return true, nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 5, "not ready", "volume holder", "evict")
+	}
 	if err := store.Delete(t.Context(), rep); err != nil {
 		t.Fatal(err)
 	}

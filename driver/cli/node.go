@@ -427,19 +427,24 @@ func forgotten(imgs []string) string {
 	return fmt.Sprintf("; what was on it is forgotten: %s", someOf("image", imgs))
 }
 
-// keptVolumes are those of the volumes that are not being deleted.
-func keptVolumes(ctx context.Context, c client.Client, names []string) (kept []string, err error) {
-	for _, name := range names {
+// dependants are the volumes that need what is on a disk: they are not being deleted, and a replica there is a member,
+// or may become the first. A replica that others took the place of is not needed.
+func dependants(ctx context.Context, c client.Client, uid api.UID) (names []string, err error) {
+	var reps api.ReplicaList
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
+		return nil, explain(ctx, err)
+	}
+	for _, r := range reps.Items {
 		var v api.Volume
-		err := c.Get(ctx, client.ObjectKey{Name: name}, &v)
+		err := c.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v)
 		if client.IgnoreNotFound(err) != nil {
 			return nil, explain(ctx, err)
 		}
-		if err == nil && v.DeletionTimestamp == nil {
-			kept = append(kept, name)
+		if m := v.Status.Members; err == nil && v.DeletionTimestamp == nil && (len(m) == 0 || slices.Contains(m, r.Name)) {
+			names = append(names, v.Name)
 		}
 	}
-	return kept, nil
+	return names, nil
 }
 
 // awaitForgotten waits until a node knows nothing of a disk any more.
@@ -482,12 +487,13 @@ func (a *app) diskRemove() *cobra.Command {
 						"other disks", d.spec.Path, stillHolds(vols, imgs))
 				}
 				waits = len(vols)+len(imgs) > 0
-				if vols, err = keptVolumes(ctx, c, vols); err != nil {
+				if vols, err = dependants(ctx, c, d.status.UID); err != nil {
 					return err
 				}
 				if len(vols) > 0 {
-					return api.Errorf(api.InUse, "disk %s is not ready, and would be forgotten with what is on it%s: bring it "+
-						"back, or give the volumes up with `drover volume delete`", d.spec.Path, stillHolds(vols, nil))
+					return api.Errorf(api.InUse, "disk %s is not ready, and would be forgotten with what is on it%s: bring it back, "+
+						"let `drover disk evict` replace what other disks have too, or give the volumes up with `drover volume "+
+						"delete`", d.spec.Path, stillHolds(vols, nil))
 				}
 				what = forgotten(imgs)
 			}

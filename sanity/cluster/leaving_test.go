@@ -1,11 +1,13 @@
 package cluster
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -95,6 +97,37 @@ func TestStrictLocalStays(t *testing.T) {
 	})
 	l.attach(c.Nodes[1])
 	l.works(20)
+	l.halt()
+	c.command(t, "volume", "detach", "v")
+}
+
+// TestDeadDisk: a disk that is gone for good can be taken away once its replicas have been made anew elsewhere, and not
+// before.
+func TestDeadDisk(t *testing.T) {
+	c := start(t, Options{Nodes: 3})
+	n := c.Nodes
+	l := on(t, c, "v", nil, n[0], n[1])
+	l.attach(n[0])
+	l.works(50)
+	dead := n[1].Disks[0]
+	must(t, dead.Remove())
+	eventually(t, "the disk is not ready", func() bool {
+		var now api.Node
+		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: n[1].Name}, &now))
+		return slices.ContainsFunc(now.Status.Disks, func(d api.DiskStatus) bool { return d.Path == dead.Path && !d.Ready })
+	})
+	l.works(50)
+	v := &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}
+	edit(t, c, v, func(v *api.Volume) { v.Spec.Nodes = nil })
+	c.command(t, "disk", "evict", dead.Path)
+	settled(t, c, "v", n[0].Name, n[2].Name)
+	c.command(t, "disk", "remove", dead.Path)
+	eventually(t, "nothing is left of it", func() bool {
+		var list api.ReplicaList
+		must(t, c.Objects.List(t.Context(), &list))
+		return !slices.ContainsFunc(list.Items, func(r api.Replica) bool { return r.Spec.Node == n[1].Name })
+	})
+	l.works(50)
 	l.halt()
 	c.command(t, "volume", "detach", "v")
 }
