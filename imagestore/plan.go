@@ -246,7 +246,8 @@ func (p *planning) sources() {
 		switch {
 		case c.Status.State == api.ImageReady:
 		case c.Spec.From == "" && c.Status.State != api.ImageFailed:
-		case c.Status.TriedFrom != c.Spec.From && (c.Spec.From == "" || isSender): // else two that both fail take turns at once
+		case c.Status.TriedFrom != c.Spec.From && (c.Spec.From == "" || isSender):
+			// It is tried from there first; else two that both fail would take turns at every look.
 		case c.Spec.From != "" && isSender && (c.Status.State != api.ImageFailed || c.Status.Attempts < 2):
 		default:
 			f, ok := p.from(c.Spec.Node, c.Spec.From)
