@@ -257,7 +257,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		if errors.Is(j.err, context.Canceled) {
 			return 0, nil // the process ends; the next one goes on
 		}
-		if j.err == nil || j.source == verifying {
+		if j.err == nil && j.source != digesting || j.source == verifying {
 			st.Verified, st.LastVerified = j.token, metav1.NewTime(time.Now().Truncate(time.Second))
 		}
 		if j.err == nil {

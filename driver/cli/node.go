@@ -428,23 +428,49 @@ func forgotten(imgs []string) string {
 }
 
 // dependants are the volumes that need what is on a disk: they are not being deleted, and a replica there is a member,
-// or may become the first. A replica that others took the place of is not needed.
+// or may become the first. A replica that others took the place of is not needed, as long as one of those is there: it
+// may be what is left to salvage.
 func dependants(ctx context.Context, c client.Client, uid api.UID) (names []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
 		return nil, explain(ctx, err)
 	}
+	isThere, err := replicasThere(ctx, c)
+	if err != nil {
+		return nil, err
+	}
 	for _, r := range reps.Items {
 		var v api.Volume
 		err := c.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v)
-		if client.IgnoreNotFound(err) != nil {
+		if apierrors.IsNotFound(err) || err == nil && v.DeletionTimestamp != nil {
+			continue
+		}
+		if err != nil {
 			return nil, explain(ctx, err)
 		}
-		if m := v.Status.Members; err == nil && v.DeletionTimestamp == nil && (len(m) == 0 || slices.Contains(m, r.Name)) {
+		if slices.Contains(v.Status.Members, r.Name) || !slices.ContainsFunc(v.Status.Members, isThere) {
 			names = append(names, v.Name)
 		}
 	}
 	return names, nil
+}
+
+// replicasThere tells of the name of a replica whether its disk is ready, on a node that is alive.
+func replicasThere(ctx context.Context, c client.Client) (func(name string) bool, error) {
+	var reps api.ReplicaList
+	var nodes api.NodeList
+	if err := errors.Join(c.List(ctx, &reps), c.List(ctx, &nodes)); err != nil {
+		return nil, explain(ctx, err)
+	}
+	ready := map[api.UID]bool{}
+	for _, n := range nodes.Items {
+		for _, d := range n.Status.Disks {
+			ready[d.UID] = ready[d.UID] || d.Ready && time.Since(n.Status.Heartbeat.Time) < n.SilentAfter()
+		}
+	}
+	return func(name string) bool {
+		return slices.ContainsFunc(reps.Items, func(r api.Replica) bool { return r.Name == name && ready[r.Spec.Disk] })
+	}, nil
 }
 
 // awaitForgotten waits until a node knows nothing of a disk any more.

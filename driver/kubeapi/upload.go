@@ -90,7 +90,8 @@ func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse fu
 	trust.RootCAs.AppendCertsFromPEM([]byte(c.Status.UploadCA))
 	// A connection for each request: uploads are few, and the node closes it too.
 	tr := &http.Transport{TLSClientConfig: trust, DisableKeepAlives: true, ExpectContinueTimeout: time.Second,
-		WriteBufferSize: 256 << 10, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext}
+		TLSHandshakeTimeout: 10 * time.Second,
+		WriteBufferSize:     256 << 10, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext}
 	defer tr.CloseIdleConnections()
 	(&httputil.ReverseProxy{
 		Rewrite: func(p *httputil.ProxyRequest) {

@@ -87,6 +87,10 @@ func (j *job) planCopy(have *api.BackingImage, img *image, d *disk) {
 	name := img.UID + "." + d.UID()[:8]
 	f := cli.Finding{Kind: "ImageCopy", Name: name, UID: api.UID(img.UID), Disk: d.Path(), State: cli.FoundThere}
 	c := j.copies[name]
+	export := have.Status.Export
+	if export == nil && have.Spec.SourceType == api.SourceExport {
+		export = &api.ExportFact{} // as of one that was rebuilt: its layers may lack digests still
+	}
 	switch {
 	case c == nil && have.DeletionTimestamp == nil:
 		f.State, f.Action = cli.FoundMissing, "create"
@@ -94,7 +98,7 @@ func (j *job) planCopy(have *api.BackingImage, img *image, d *disk) {
 			ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
 				api.LabelImage: img.Name, api.LabelDisk: d.UID(), api.LabelNode: label(d.node)}},
 			Spec: api.ImageCopySpec{Image: img.Name, UUID: have.Status.UUID, Layers: have.Status.Layers, Node: d.node,
-				Disk: d.uid()}})})
+				Disk: d.uid(), Export: export}})})
 	case c == nil:
 		f.Note = "the image is being deleted"
 		j.add(step{Finding: f})

@@ -179,11 +179,11 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		}
 		free, done, err := d.unread(g.Lower, g.Upper)
 		defer done()
-		if err == nil && !free {
-			err = errRead
-		}
-		if err != nil {
-			return nil, errors.Join(err, d.unmark(g.Lower), d.unmark(g.Upper))
+		if err != nil || !free {
+			if err = errors.Join(err, d.unmark(g.Lower), d.unmark(g.Upper)); err == nil {
+				err = errRead
+			}
+			return nil, err
 		}
 		if err := r.commit(func(m *Meta) { m.Merge = g }); err != nil {
 			return nil, err

@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/file"
 )
 
 // What names layers: the images and replicas of the disk. All of this happens under the disk's lock.
@@ -206,8 +207,15 @@ func (d *Disk) RemoveReplica(uid string) (err error) {
 	return d.dropUnnamed(layers)
 }
 
-// held reports whether somebody has a flock on the file.
-func (d *Disk) held(name string) (bool, error) {
+// held reports whether somebody has a flock on the file, other than a process that is being started.
+func (d *Disk) held(name string) (bool, error) { return d.locked(name, tryLock) }
+
+// heldNow is held without a wait: where somebody has one, a later look will do.
+func (d *Disk) heldNow(name string) (bool, error) {
+	return d.locked(name, func(h file.Handle, how int) error { return flock(h, how|unix.LOCK_NB) })
+}
+
+func (d *Disk) locked(name string, try func(file.Handle, int) error) (bool, error) {
 	h, err := d.fs.Open(name, os.O_RDONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
@@ -216,7 +224,7 @@ func (d *Disk) held(name string) (bool, error) {
 		return false, err
 	}
 	defer h.Close()
-	err = tryLock(h, unix.LOCK_EX)
+	err = try(h, unix.LOCK_EX)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return true, nil
 	}
@@ -332,7 +340,7 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 			}
 		}
 		if lock != "" {
-			if held, err := d.held(d.path(dir, e.Name(), lock)); err != nil || held {
+			if held, err := d.heldNow(d.path(dir, e.Name(), lock)); err != nil || held {
 				continue
 			}
 		}

@@ -404,6 +404,11 @@ func TestImageBeforeDigests(t *testing.T) {
 	if img.Layers, img.VirtualSize, err = c.d.Hold(t.Context(), img.UID, img.Name, c.uid, snap); err != nil {
 		t.Fatal(err)
 	}
+	for _, uid := range img.Layers { // a copy of such an image comes from another node meanwhile
+		if _, err := c.d.Create(t.Context(), uid, 1<<20); !api.Is(err, api.Busy) && !api.Is(err, api.Exists) {
+			t.Fatalf("a layer that a snapshot has is made anew: %v", err)
+		}
+	}
 	wrong := img
 	wrong.Digest = "sha256:00"
 	if err := c.d.PutImage(wrong); !api.Is(err, api.NotFound) {

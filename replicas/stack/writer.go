@@ -89,6 +89,14 @@ func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.Laye
 	} else if busy {
 		return nil, api.Errorf(api.Busy, "somebody else is making it")
 	}
+	// A layer that was cut off and has no digests yet looks half made, but is data of a volume.
+	if frozen, err := d.exists(w.dir + "/" + frozenFile); err != nil {
+		return nil, err
+	} else if frozen {
+		if names, err := d.named(); err != nil || names[uid] {
+			return nil, errors.Join(api.Errorf(api.Busy, "a snapshot here has it, and makes its digests"), err)
+		}
+	}
 	if err := file.RemoveAll(d.fs, w.dir); err != nil {
 		return nil, err
 	}
