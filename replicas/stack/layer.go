@@ -253,7 +253,7 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 	if l.data, err = d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY|flag, 0); err != nil || owner {
 		return err
 	}
-	err = flock(l.data, unix.LOCK_SH|unix.LOCK_NB)
+	err = tryLock(l.data, unix.LOCK_SH)
 	if err == nil {
 		st, serr := l.data.Stat()
 		if serr != nil {

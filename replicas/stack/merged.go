@@ -23,7 +23,7 @@ func (w *merger) end(ctx context.Context) error {
 	if g.Up {
 		target = g.Upper
 	}
-	if err := flock(w.to, unix.LOCK_EX|unix.LOCK_NB); err != nil { // the new folder is being worked on
+	if err := tryLock(w.to, unix.LOCK_EX); err != nil { // the new folder is being worked on
 		return err
 	}
 	if st, err := w.to.Stat(); err != nil {
