@@ -87,7 +87,8 @@ func newSender(image, to, authority string, body *outgoing, p *progress) (*sende
 func sending(trust *tls.Config) *http.Transport {
 	return &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: time.Second,
 		TLSHandshakeTimeout: 10 * time.Second,
-		WriteBufferSize:     256 << 10, TLSClientConfig: trust, DialContext: (&net.Dialer{Timeout: 5 * time.Second}).DialContext}
+		WriteBufferSize:     256 << 10, TLSClientConfig: trust,
+		DialContext: (&net.Dialer{Timeout: 5 * time.Second}).DialContext}
 }
 
 // throughAPI is the way by the API server, with the credentials of the kubeconfig.

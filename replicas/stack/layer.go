@@ -262,9 +262,14 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 		if names(st) == 0 { // removed between the two, and perhaps emptied
 			return api.Errorf(api.NotFound, "it was removed")
 		}
-		var merging bool
+		var merging, there bool
 		if merging, err = d.beingMerged(uid); merging {
 			err = unix.EWOULDBLOCK
+		} else if err == nil {
+			// The lock may have been that of a merge that has ended since: the file is another layer's now.
+			if there, err = d.exists(d.path(layersDir, uid, dataFile)); err == nil && !there {
+				err = unix.EWOULDBLOCK
+			}
 		}
 	}
 	if errors.Is(err, unix.EWOULDBLOCK) {
