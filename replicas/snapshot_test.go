@@ -341,7 +341,9 @@ func TestSnapshotSpace(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	w.make("a", 64<<20)
-	used := func() string { return w.sh("du -sk " + filepath.Join(w.dir, "disk", "layers") + " 2>/dev/null | cut -f1") }
+	used := func() string {
+		return w.sh("du -sk " + filepath.Join(w.dir, "disk", "layers") + " 2>/dev/null | cut -f1")
+	}
 	shrinks := func(what string, to int) {
 		t.Helper()
 		for tick := time.NewTicker(20 * time.Millisecond); ; {
