@@ -22,6 +22,7 @@ type room struct {
 	on   block.Layers
 	path string
 	left atomic.Int64 // bytes to write until the next look
+	sent atomic.Int64 // bytes that may not be on the disk yet
 }
 
 // newRoom is for a disk that is a folder; for any other, nothing is looked at.
@@ -44,7 +45,7 @@ func (r *room) take(n int64) error {
 		return api.Errorf(api.Unavailable, "disk %s: how much room is left: %w", r.on.UID(), err)
 	}
 	free, spare := int64(st.Bavail)*st.Bsize, min(int64(st.Blocks)*st.Bsize/spareShare, spareMost)
-	if free-lookEvery < spare {
+	if free-lookEvery-r.sent.Load() < spare {
 		return api.Errorf(api.Full, "disk %s is full: %s are free, and an image leaves %s to the volumes: free some room, "+
 			"or let the image go to a larger disk", r.on.UID(), api.SizeText(free), api.SizeText(spare))
 	}
@@ -55,6 +56,8 @@ func (r *room) take(n int64) error {
 func (r *room) within(put func([]byte, int64) error) func([]byte, int64) error {
 	return func(p []byte, off int64) error {
 		if !isZero(p) {
+			r.sent.Add(int64(len(p)))
+			defer r.sent.Add(-int64(len(p)))
 			if err := r.take(int64(len(p))); err != nil {
 				return err
 			}
@@ -70,6 +73,8 @@ type roomySink struct {
 }
 
 func (s roomySink) WriteAt(p []byte, off int64) (int, error) {
+	s.room.sent.Add(int64(len(p)))
+	defer s.room.sent.Add(-int64(len(p)))
 	if err := s.room.take(int64(len(p))); err != nil {
 		return 0, err
 	}
