@@ -7,6 +7,7 @@ VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo 
 LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
 CONTROLLER_GEN := $(GO) run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0
 GOLANGCI       := nice $(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+# Of one package: one that hangs must say where before whoever runs all of them loses patience.
 TESTFLAGS   ?= -timeout 45m
 # Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
 PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
@@ -15,12 +16,13 @@ LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stac
 KILLS       ?= 200
 FUZZTIME    ?= 60s
 SCHEDULES   ?= 500
+VOLUMES     ?= 250
 
 # Debian's Go does not fetch the version that go.mod names unless told so.
 export GOTOOLCHAIN ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: demo-cluster test-faults help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
+.PHONY: demo-cluster test-faults test-many help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,6 +57,9 @@ test-faults: need-root setup build ## random faults on a cluster and of replicas
 	DROVER_FAULTS=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -run TestFaults ./replicas/peer
 	DROVER_BINARY=$(abspath $(BIN)) DROVER_SCHEDULES=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestFaults ./sanity/cluster
 	DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
+
+test-many: need-root setup build ## VOLUMES=250 with three replicas over ten images, a node that dies and comes back
+	DROVER_BINARY=$(abspath $(BIN)) DROVER_MANY=$(VOLUMES) $(GO) test -timeout 3h -count=1 -v -run TestManyVolumes ./sanity/cluster
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \

@@ -2,6 +2,7 @@ package api
 
 import (
 	"regexp"
+	"strings"
 
 	"github.com/google/uuid"
 )
@@ -39,6 +40,10 @@ func RoundSize(n int64) int64 {
 	}
 	return (n + SizeUnit - 1) / SizeUnit * SizeUnit
 }
+
+// LabelValue is a name as the value of a label, which has at most 63 characters and ends in a letter or a digit. Long
+// names may have one value: whoever lists objects by it looks at their specs too.
+func LabelValue(name string) string { return strings.TrimRight(name[:min(len(name), 63)], "-._") }
 
 // Labels and finalizers.
 const (

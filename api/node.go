@@ -75,9 +75,11 @@ type NodeStatus struct {
 
 // DiskStatus is a disk that the node found, or why it could not use it.
 type DiskStatus struct {
-	Path      string `json:"path"`
-	UID       UID    `json:"uid,omitempty"`
-	Ready     bool   `json:"ready"`
+	Path  string `json:"path"`
+	UID   UID    `json:"uid,omitempty"`
+	Ready bool   `json:"ready"`
+	// Gone: the node has looked where the disk was, and it is not there: nothing, or another disk, is mounted there.
+	Gone      bool   `json:"gone,omitempty"`
 	Message   string `json:"message,omitempty"`
 	FSType    string `json:"fsType,omitempty"`
 	Capacity  int64  `json:"capacity,omitempty"`  // bytes of the file system
@@ -126,7 +128,7 @@ var Settings = map[string]string{
 	"backing-image-cleanup-wait-interval":  "60",    // minutes until an unused copy goes; 0: never
 	"backing-image-verify-interval":        "168",   // hours between two verifications of a copy; 0: never
 	"concurrent-image-copies-per-sender":   "3",     // copies that are sent from one disk at once
-	"concurrent-replica-copies-per-node":   "2",     // clones and replicas that are copied at once on one node
+	"concurrent-replica-copies-per-node":   "2",     // clones and replicas that are copied at once on one node; 0: 1
 	"replica-copy-rate-limit":              "0",     // MiB per second that one of those reads at most; 0: no limit
 	"clone-stall-timeout":                  "60",    // minutes without progress after which a full copy has failed
 	"replica-replenishment-wait-interval":  "600",   // seconds that a replica of a silent node is waited for

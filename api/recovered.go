@@ -10,6 +10,10 @@ import (
 // with. The controller role takes them in place of new ones, once, and takes the annotation off.
 const AnnotationRecovered = "drover.io/recovered"
 
+// AnnotationCut is in what a disk keeps of a BackingImage that was made of a volume, and on one that was rebuilt from
+// that; value: when the volume was cut, as in ExportFact.
+const AnnotationCut = "drover.io/cut"
+
 // RecoveredVolume is the annotation's value on a Volume.
 //
 // +kubebuilder:object:generate=false
@@ -107,7 +111,11 @@ func (v *Volume) Record() (json.RawMessage, error) {
 
 // Record is what a disk keeps of i, as JSON.
 func (i *BackingImage) Record() (json.RawMessage, error) {
-	return json.Marshal(ImageRecord{i.Labels, lasting(i.ObjectMeta), i.Spec})
+	annotations := lasting(i.ObjectMeta)
+	if x := i.Status.Export; x != nil {
+		annotations[AnnotationCut] = x.CreationTime
+	}
+	return json.Marshal(ImageRecord{i.Labels, annotations, i.Spec})
 }
 
 // lasting leaves out annotations that speak of a moment. A file system that was being made then may hold data by now.

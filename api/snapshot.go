@@ -88,7 +88,7 @@ func NewSnapshot(v *Volume, name string) *Snapshot {
 // Adorn gives a snapshot what it has to have beside its spec, and reports whether anything was missing.
 func (s *Snapshot) Adorn(v *Volume) bool {
 	changed := false
-	label := volumeLabel(v.Name)
+	label := LabelValue(v.Name)
 	if s.Labels[LabelVolume] != label {
 		if s.Labels == nil {
 			s.Labels = map[string]string{}
@@ -107,11 +107,9 @@ func (s *Snapshot) Adorn(v *Volume) bool {
 
 // Bare reports whether something of what Adorn gives was taken away.
 func (s *Snapshot) Bare() bool {
-	return s.Labels[LabelVolume] != volumeLabel(s.Spec.Volume) || !slices.Contains(s.Finalizers, Finalizer) ||
+	return s.Labels[LabelVolume] != LabelValue(s.Spec.Volume) || !slices.Contains(s.Finalizers, Finalizer) ||
 		len(s.OwnerReferences) == 0
 }
-
-func volumeLabel(volume string) string { return volume[:min(len(volume), 63)] }
 
 // VolumeHead is, among the children of a snapshot, the volume itself.
 const VolumeHead = "volume-head"

@@ -33,7 +33,8 @@ type SnapshotGroup struct {
 //
 // +kubebuilder:validation:XValidation:rule="self.volumes == oldSelf.volumes && (has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0)",message="a group of snapshots cannot change: delete it and make a new one"
 type SnapshotGroupSpec struct {
-	// Volumes to cut at one instant; all of them have their replicas on one node.
+	// Volumes to cut at one instant. Those that are attached are on one node, which cuts them all; a single replica of one
+	// that is not attached is there, too.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MinLength=1

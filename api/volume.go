@@ -1,6 +1,10 @@
 package api
 
-import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+import (
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
 
 // VolumeState is what a volume is doing, in the words that users of the field know.
 // +kubebuilder:validation:Enum=creating;detached;attaching;attached;detaching;faulted;deleting
@@ -290,7 +294,7 @@ type ReplicaStatus struct {
 	// Reverted is the ID of the last Revert that was looked at; RevertError says why nothing was done.
 	Reverted    string `json:"reverted,omitempty"`
 	RevertError string `json:"revertError,omitempty"`
-	// Reverting is written before the revert of an ID: the ID and the head of then. Another head: it was done.
+	// Reverting is written before the revert of an ID: the ID and the head of then.
 	Reverting string `json:"reverting,omitempty"`
 	// Scrubbed is the last Scrub that was done, LastScrubbed when the last one ended, whoever had asked.
 	Scrubbed     string       `json:"scrubbed,omitempty"`
@@ -328,6 +332,11 @@ type ReplicaList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata,omitempty"`
 	Items           []Replica `json:"items"`
+}
+
+// Of are those of a volume: where they were listed by its label, another one may have the same.
+func (l *ReplicaList) Of(volume string) []Replica {
+	return slices.DeleteFunc(l.Items, func(r Replica) bool { return r.Spec.Volume != volume })
 }
 
 // Attachment asks for a volume's device on a node. A workload's Attachment has the volume's name, so that there is one

@@ -41,7 +41,7 @@ func main() {
 		"-size 1024 -rounds 5 -seconds 2 -objects 1000")
 	flag.StringVar(&o.only, "only", "", "measure only these, separated by commas: idle, index, devices, transport, "+
 		"replication (or parts of it: members, cuts, kill, outage, rebuild), clones (or parts of it: linked, full-copy, "+
-		"merge), images (or parts of it: download, volumes, formats, or formats by name, as qcow2-zlib), scale, "+
+		"merge), images (or parts of it: download, volumes, scale, formats, or formats by name, as qcow2-zlib), "+
 		"snapshots (or parts of it: pause, chains)")
 	flag.Parse()
 	if o.long {

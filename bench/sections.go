@@ -30,7 +30,7 @@ func (b *bench) sections() []section {
 		{"images", formats, func(ctx context.Context) error { return b.formats(ctx, 2*b.sizeMiB<<20) }},
 		{"images", []string{"download"}, b.downloads},
 		{"images", []string{"volumes"}, b.fromImage},
-		{"scale", nil, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
+		{"images", []string{"scale"}, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
 		{"snapshots", []string{"pause", "chains"}, b.snapshots},
 		// Last: its nodes are away after it.
 		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},

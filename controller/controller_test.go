@@ -485,6 +485,10 @@ func TestCapacityAndHealth(t *testing.T) {
 	r := &api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "r"}, Spec: api.ReplicaSpec{Disk: "a", Node: "big", Size: 20 << 30}}
 	must(t, store.Create(t.Context(), r))
 	t.Cleanup(func() { must(t, store.Delete(context.Background(), r)) })
+	picky := &api.BackingImage{ObjectMeta: metav1.ObjectMeta{Name: "picky"}, Spec: api.BackingImageSpec{
+		SourceType: api.SourceUpload, DiskSelector: []string{"ssd"}}}
+	must(t, store.Create(t.Context(), picky))
+	t.Cleanup(func() { must(t, store.Delete(context.Background(), picky)) })
 	for _, c := range []struct {
 		req       *csi.GetCapacityRequest
 		all, most int64 // GiB
@@ -492,6 +496,9 @@ func TestCapacityAndHealth(t *testing.T) {
 		{&csi.GetCapacityRequest{}, 220, 180},
 		{&csi.GetCapacityRequest{Parameters: map[string]string{"diskSelector": "ssd"}}, 180, 180},
 		{&csi.GetCapacityRequest{Parameters: map[string]string{"nodeSelector": "none"}}, 0, 0},
+		{&csi.GetCapacityRequest{Parameters: map[string]string{"backingImage": "picky"}}, 180, 180},
+		{&csi.GetCapacityRequest{Parameters: map[string]string{"backingImage": "new", "backingImageURL": "https://x/y",
+			"backingImageNodeSelector": "none"}}, 0, 0},
 		{&csi.GetCapacityRequest{AccessibleTopology: &csi.Topology{Segments: map[string]string{api.TopologyNode: "big"}}}, 220, 180},
 		{&csi.GetCapacityRequest{AccessibleTopology: &csi.Topology{Segments: map[string]string{api.TopologyNode: "x"}}}, 0, 0},
 		{&csi.GetCapacityRequest{VolumeCapabilities: []*csi.VolumeCapability{

@@ -339,10 +339,10 @@ func unschedulable(v *api.Volume, c *metav1.Condition) bool {
 // describe is a volume in the words of CSI.
 func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, error) {
 	reps := &api.ReplicaList{}
-	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return nil, api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	return inCSI(vol, reps.Items), nil
+	return inCSI(vol, reps.Of(vol.Name)), nil
 }
 
 // inCSI says where a volume is accessible too: on every node, but for one that is to be used where its data is.

@@ -8,6 +8,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -167,6 +168,9 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 	if err := w.parse(req.GetParameters()); err != nil {
 		return nil, err
 	}
+	if err := s.imageBinds(ctx, w); err != nil {
+		return nil, err
+	}
 	res := &csi.GetCapacityResponse{
 		MinimumVolumeSize: wrapperspb.Int64(max(api.MinVolumeSize, minFSSize[w.spec.FSType])),
 		MaximumVolumeSize: wrapperspb.Int64(0),
@@ -218,6 +222,21 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 		}
 	}
 	return res, nil
+}
+
+// imageBinds adds the selectors of the backing image, or those that it will have, to the volume's.
+func (s *Server) imageBinds(ctx context.Context, w *wish) error {
+	if w.image.name == "" {
+		return nil
+	}
+	of := &api.BackingImage{}
+	of.Spec.NodeSelector, of.Spec.DiskSelector = w.image.nodeSelector, w.image.diskSelector
+	if err := s.client.Get(ctx, client.ObjectKey{Name: w.image.name}, of); client.IgnoreNotFound(err) != nil {
+		return api.Explain(err, "read backing image %s", w.image.name)
+	}
+	w.spec.NodeSelector = append(w.spec.NodeSelector, of.Spec.NodeSelector...)
+	w.spec.DiskSelector = append(w.spec.DiskSelector, of.Spec.DiskSelector...)
+	return nil
 }
 
 func takesReplicas(n *api.Node, w *wish) bool {

@@ -3,10 +3,12 @@ package controller
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -134,17 +136,40 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 	if base != "" && was.Spec.Volume != is.Spec.Volume {
 		return nil, api.Errorf(api.Invalid, "snapshots %s and %s are of two volumes", base, target)
 	}
-	var list api.ReplicaList
-	if err := m.server.client.List(ctx, &list); err != nil {
-		return nil, api.Explain(err, "list the replicas of volume %s", is.Spec.Volume)
+	members, err := m.members(ctx, is)
+	if err != nil {
+		return nil, err
 	}
-	mine := slices.DeleteFunc(list.Items, func(r api.Replica) bool { return r.Spec.VolumeUID != is.Status.VolumeUID })
-	err = api.Errorf(api.Unavailable, "no replica of volume %s is there", is.Spec.Volume)
-	for i := range mine {
-		var c Changes
-		if c, err = m.open(ctx, &mine[i], was.Status.UID, is.Status.UID); err == nil {
+	var why []error
+	for i := range members {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		c, err := m.open(ctx, &members[i], was.Status.UID, is.Status.UID)
+		if err == nil {
 			return c, nil
 		}
+		why = append(why, fmt.Errorf("replica %s: %w", members[i].Name, err))
 	}
-	return nil, api.Explain(err, "maps of snapshot %s", target)
+	if len(why) == 0 {
+		why = []error{errors.New("it has none")}
+	}
+	return nil, api.Errorf(api.Unavailable, "snapshot %s: no replica of its volume can tell of its blocks now, "+
+		"try again: %w", target, errors.Join(why...))
+}
+
+// members are the replicas that hold what the volume of a snapshot holds. One that was left out may have a snapshot of
+// that uid and of another instant: its cut was given up, and done again without it.
+func (m *Metadata) members(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
+	var vol api.Volume
+	if err := m.server.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &vol); err != nil {
+		return nil, api.Explain(err, "read volume %s", s.Spec.Volume)
+	}
+	var list api.ReplicaList
+	if err := m.server.client.List(ctx, &list); err != nil {
+		return nil, api.Explain(err, "list the replicas of volume %s", s.Spec.Volume)
+	}
+	return slices.DeleteFunc(list.Items, func(r api.Replica) bool {
+		return r.Spec.VolumeUID != s.Status.VolumeUID || !slices.Contains(vol.Status.Members, r.Name)
+	}), nil
 }

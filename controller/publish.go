@@ -90,10 +90,10 @@ func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node st
 		return nil
 	}
 	reps := &api.ReplicaList{}
-	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	at := strictNodes(vol, reps.Items)
+	at := strictNodes(vol, reps.Of(vol.Name))
 	if len(at) == 0 || slices.Contains(at, node) {
 		return nil
 	}
@@ -127,7 +127,7 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 		}
 		att = &api.Attachment{
 			ObjectMeta: metav1.ObjectMeta{Name: vol.Name,
-				Labels:      map[string]string{api.LabelVolume: vol.Name, api.LabelNode: node},
+				Labels:      map[string]string{api.LabelVolume: api.LabelValue(vol.Name), api.LabelNode: api.LabelValue(node)},
 				Annotations: map[string]string{api.AnnotationDoor: "csi"}},
 			Spec: api.AttachmentSpec{Volume: vol.Name, Node: node, ReadOnly: readOnly, Purpose: "workload"},
 		}

@@ -187,10 +187,10 @@ func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyReq
 		return err
 	}
 	reps := &api.ReplicaList{}
-	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: vol.Name}); err != nil {
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	for _, r := range reps.Items {
+	for _, r := range reps.Of(vol.Name) {
 		if slices.Contains(nodes, r.Spec.Node) {
 			return nil
 		}
@@ -262,6 +262,9 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 	}
 	if id := req.GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
 		img, err := s.snapshotImage(ctx, id)
+		if err == nil && !cut(img) {
+			err = api.Errorf(api.NotFound, "snapshot %.200q does not exist yet", id)
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -317,7 +320,7 @@ func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, er
 	switch {
 	case strings.HasPrefix(id, imageScheme):
 		img, err := s.snapshotImage(ctx, id)
-		if err == nil {
+		if err == nil && cut(img) {
 			all = append(all, imageInCSI(img, id))
 		}
 		if api.Is(err, api.NotFound) {
@@ -348,7 +351,7 @@ func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, er
 	}
 	for i := range imgs.Items {
 		img := &imgs.Items[i]
-		if img.Annotations[annotationSnapshot] != "" && img.Status.Export != nil {
+		if img.Annotations[annotationSnapshot] != "" && cut(img) {
 			all = append(all, imageInCSI(img, imageHandle(img)))
 		}
 	}

@@ -150,14 +150,21 @@ func (s *Server) createImageSnapshot(ctx context.Context, req *csi.CreateSnapsho
 func imageInCSI(img *api.BackingImage, id string) *csi.Snapshot {
 	out := &csi.Snapshot{SnapshotId: id, SourceVolumeId: img.Spec.SourceParameters[api.ExportVolume],
 		SizeBytes: img.Status.VirtualSize, ReadyToUse: img.Status.State == api.ImageReady}
-	when := img.CreationTimestamp.Time
+	when, text := img.CreationTimestamp.Time, img.Annotations[api.AnnotationCut]
 	if x := img.Status.Export; x != nil {
-		if t, err := time.Parse(time.RFC3339Nano, x.CreationTime); err == nil {
-			when = t
-		}
+		text = x.CreationTime
+	}
+	if t, err := time.Parse(time.RFC3339Nano, text); err == nil {
+		when = t
 	}
 	out.CreationTime = timestamppb.New(when)
 	return out
+}
+
+// cut reports whether the instant is past that an image is of. One that was rebuilt from a disk has no Export any more.
+func cut(img *api.BackingImage) bool {
+	return img.Spec.SourceType != api.SourceExport || img.Status.Export != nil || img.Status.State == api.ImageReady ||
+		img.Annotations[api.AnnotationCut] != ""
 }
 
 // snapshotImage is the image that a handle names; an error of kind not found: there is none.
@@ -194,8 +201,7 @@ func (s *Server) deleteImageSnapshot(ctx context.Context, id string) error {
 		}
 	}
 	reps := &api.ReplicaList{} // a clone stands on the image of its source, whether it names it or not
-	label := img.Name[:min(len(img.Name), 63)]
-	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelImage: label}); err != nil {
+	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)}); err != nil {
 		return api.Explain(err, "list replicas")
 	}
 	if len(reps.Items) > 0 {

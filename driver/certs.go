@@ -53,6 +53,7 @@ type issuer struct {
 	reader    client.Reader // Secrets are not cached
 	namespace string
 	log       *slog.Logger
+	seen      string // the authority that all certificates were looked at by
 }
 
 func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
@@ -61,16 +62,33 @@ func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
 		WithOptions(controller.Options{NewQueue: backlog.New}).Complete(i)
 }
 
-// Reconcile issues a certificate, or renews it in time.
+// Reconcile issues a certificate, or renews it in time. Where the authority is another one, all get new ones: those of
+// two authorities do not know each other.
 func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
-	var c api.NodeCertificate
-	if err := i.client.Get(ctx, req.NamespacedName, &c); err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(err)
-	}
 	a, err := i.authority(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
+	if i.seen != string(a.PEM()) {
+		var list api.NodeCertificateList
+		if err := i.client.List(ctx, &list); err != nil {
+			return reconcile.Result{}, err
+		}
+		for k := range list.Items {
+			if _, err := i.issue(ctx, a, &list.Items[k]); err != nil {
+				return reconcile.Result{}, err
+			}
+		}
+		i.seen = string(a.PEM())
+	}
+	var c api.NodeCertificate
+	if err := i.client.Get(ctx, req.NamespacedName, &c); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	return i.issue(ctx, a, &c)
+}
+
+func (i *issuer) issue(ctx context.Context, a *wire.Authority, c *api.NodeCertificate) (reconcile.Result, error) {
 	if until, ok := a.Signed([]byte(c.Status.Certificate)); ok {
 		if left := time.Until(until) - wire.CertificateLife/3; left > 0 {
 			return reconcile.Result{RequeueAfter: left}, nil
@@ -87,7 +105,7 @@ func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcil
 		i.log.Info("certificate issued", "node", c.Spec.Node, "until", until)
 	}
 	c.Status = st
-	if err := i.client.Status().Update(ctx, &c); apierrors.IsConflict(err) {
+	if err := i.client.Status().Update(ctx, c); apierrors.IsConflict(err) {
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 	} else if client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, fmt.Errorf("certificate of node %s: %w", c.Spec.Node, err)

@@ -122,16 +122,33 @@ func TestSecretsAreNotLogged(t *testing.T) {
 	}
 }
 
+// within returns what comes from a channel; what does not come ends the test under its name.
+func within[T any](t testing.TB, what string, from <-chan T) T {
+	t.Helper()
+	late := time.NewTimer(5 * time.Minute)
+	defer late.Stop()
+	select {
+	case v := <-from:
+		return v
+	case <-late.C:
+	}
+	t.Fatal("no " + what)
+	panic("not reached")
+}
+
 func TestOneCallPerVolume(t *testing.T) {
 	var running, most atomic.Int32
 	entered, release := make(chan string, 9), make(chan struct{})
-	c, _ := dial(t, &door{create: func(_ context.Context, r *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
+	c, _ := dial(t, &door{create: func(ctx context.Context, r *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
 		if n := running.Add(1); n > most.Load() {
 			most.Store(n)
 		}
 		defer running.Add(-1)
 		entered <- r.Name
-		<-release
+		select {
+		case <-release:
+		case <-ctx.Done(): // the test has failed
+		}
 		return &csi.CreateVolumeResponse{}, nil
 	}})
 	call := func(ctx context.Context, name string) chan error {
@@ -143,21 +160,21 @@ func TestOneCallPerVolume(t *testing.T) {
 		return done
 	}
 	first := call(t.Context(), "a")
-	<-entered
+	within(t, "call of the first", entered)
 	other := call(t.Context(), "b")
-	if name := <-entered; name != "b" {
+	if name := within(t, "call of the other", entered); name != "b" {
 		t.Errorf("%s entered, want the other volume to", name)
 	}
 	// The second call for a waits, and gives up with its caller's deadline.
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if code := status.Code(<-call(ctx, "a")); code != codes.DeadlineExceeded && code != codes.Aborted {
+	if code := status.Code(within(t, "answer", call(ctx, "a"))); code != codes.DeadlineExceeded && code != codes.Aborted {
 		t.Errorf("a call that waited in vain: %v", code)
 	}
 	third := call(t.Context(), "a")
 	close(release)
 	for _, d := range []chan error{first, other, third} {
-		if err := <-d; err != nil {
+		if err := within(t, "answer", d); err != nil {
 			t.Error(err)
 		}
 	}

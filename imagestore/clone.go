@@ -80,7 +80,8 @@ func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec,
 		return nil, nil
 	}
 	var copies api.ImageCopyList
-	err := from.List(ctx, &copies, client.MatchingLabels{api.LabelImage: img.SourceParameters["backingImage"]})
+	err := from.List(ctx, &copies, client.MatchingLabels{
+		api.LabelImage: api.LabelValue(img.SourceParameters["backingImage"])})
 	return slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool {
 		return c.Status.State != api.ImageReady || !slices.Equal(c.Spec.Layers, layers)
 	}), err

@@ -302,7 +302,7 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 		seen := map[need]bool{}
 		for i := range reps.Items {
 			spec := &reps.Items[i].Spec
-			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != img.Name && len(img.Name) <= 63 {
+			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != api.LabelValue(img.Name) {
 				continue // of another image that has the same layers
 			}
 			placed[spec.Volume], seen[need{spec.Node, spec.Disk}] = true, true
@@ -329,11 +329,35 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 		return nil, err
 	}
 	v.disks, v.nodes = disksOf(nodes.Items, time.Now())
+	if err := r.adopt(ctx, v, nodes.Items); err != nil {
+		return nil, err
+	}
 	origins, err := origins(ctx, r, &img.Spec, img.Status.Layers)
 	for i := range origins {
 		v.origins = append(v.origins, need{origins[i].Spec.Node, origins[i].Spec.Disk})
 	}
 	return v, err
+}
+
+// adopt gives copies to the nodes that their disks have moved to.
+func (r *images) adopt(ctx context.Context, v *view, nodes []api.Node) error {
+	for i := range v.copies {
+		c := &v.copies[i]
+		to := api.DiskMovedTo(nodes, c.Spec.Disk, c.Spec.Node, time.Now())
+		if to == "" {
+			continue
+		}
+		base := c.DeepCopy()
+		api.MoveTo(c, &c.Spec.Node, to)
+		if err := r.Patch(ctx, c, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})); err != nil {
+			return fmt.Errorf("copy %s, whose disk is on node %s now: %w", c.Name, to, err)
+		}
+		r.events.Eventf(c, nil, "Normal", "DiskMoved", "Adopt",
+			"disk %s has moved from node %s to node %s: the copy is used there",
+			c.Spec.Disk, base.Spec.Node, to)
+		r.log.Info("copy moved with its disk", "image", c.Spec.Image, "disk", c.Spec.Disk, "from", base.Spec.Node, "to", to)
+	}
+	return nil
 }
 
 // settle makes the ImageCopy objects what the plan wants.
@@ -424,10 +448,8 @@ func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
 	}
 	c.Name = copyName(img.Status.UUID, w.disk)
 	c.Finalizers = []string{api.Finalizer}
-	c.Labels = map[string]string{api.LabelImage: img.Name, api.LabelDisk: string(w.disk)}
-	if len(w.node) <= 63 {
-		c.Labels[api.LabelNode] = w.node
-	}
+	c.Labels = map[string]string{api.LabelImage: api.LabelValue(img.Name), api.LabelDisk: string(w.disk),
+		api.LabelNode: api.LabelValue(w.node)}
 	return c
 }
 
@@ -495,8 +517,7 @@ func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, p c
 	if before.State != s.State {
 		switch s.State {
 		case api.ImageReady:
-			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s image, %s, SHA-512 %.16s...",
-				s.Format, s.VirtualSizeText, s.Checksum)
+			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", inShort(s))
 		case api.ImageFailed:
 			r.events.Eventf(img, nil, corev1.EventTypeWarning, "Failed", "Import", "%s", clip(s.Message))
 		}

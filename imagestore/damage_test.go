@@ -5,9 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -43,19 +46,66 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 			w := newWorld(t, 1)
 			w.stop()
 			w.opts.Check = 100 * time.Millisecond
+			w.opts.RetryMin, w.opts.RetryMax = 10*time.Second, 10*time.Second // that it failed is to be seen
 			w.start()
 			w.image("golden", api.SourceFile, imageFile(t, b))
 			img := w.state("golden", api.ImageReady)
-			if err := c.do(filepath.Join(w.disks[0].Path(), "layers", string(img.Status.Layers[0]))); err != nil {
-				t.Fatal(err)
-			}
-			bad := w.state("golden", api.ImageFailed)
+			bad := w.sees("golden", "failed", func() error {
+				return c.do(filepath.Join(w.disks[0].Path(), "layers", string(img.Status.Layers[0])))
+			}, func(i *api.BackingImage) bool { return i.Status.State == api.ImageFailed })
 			if !strings.Contains(bad.Status.Message, c.say) {
 				t.Errorf("message %q does not say %q", bad.Status.Message, c.say)
 			}
 			w.holds(0, w.state("golden", api.ImageReady), b)
 			if err := w.disks[0].Verify(t.Context(), string(img.Status.Layers[0])); err != nil {
 				t.Error(err)
+			}
+		})
+	}
+}
+
+// What was downloaded is downloaded again, also below a replica, which the copy is repaired under.
+func TestDamagedDownloadIsFetchedAgain(t *testing.T) {
+	t.Parallel()
+	for _, used := range []bool{false, true} {
+		t.Run(fmt.Sprintf("used %v", used), func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, 1)
+			w.stop()
+			w.opts.Check = 100 * time.Millisecond
+			w.start()
+			b := content(3<<20, 1)
+			var asked atomic.Int32
+			s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+				asked.Add(1)
+				rw.Header().Set("ETag", `"v1"`)
+				http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(b))
+			}))
+			t.Cleanup(s.Close)
+			w.image("golden", api.SourceDownload, map[string]string{"url": s.URL})
+			img := w.state("golden", api.ImageReady)
+			uid := string(img.Status.Layers[0])
+			rep := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 10 << 20,
+				Layers: []string{uid}}
+			if used {
+				if err := w.disks[0].CreateReplica(t.Context(), rep); err != nil {
+					t.Fatal(err)
+				}
+			}
+			before := asked.Load()
+			w.sees("golden", "was known to be damaged", func() error { w.spoil(0, img, b); return nil },
+				func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 0 })
+			w.holds(0, w.state("golden", api.ImageReady), b)
+			if err := w.disks[0].Verify(t.Context(), uid); err != nil {
+				t.Error(err)
+			}
+			if asked.Load() == before {
+				t.Error("the server was not asked again")
+			}
+			if used {
+				if err := w.disks[0].RemoveReplica(rep.UID); err != nil {
+					t.Fatal(err)
+				}
 			}
 		})
 	}
@@ -166,11 +216,8 @@ func TestDamageBelowAReplica(t *testing.T) {
 				},
 				"no record": func() error { return os.Remove(filepath.Join(layer, "layer.json")) },
 			} {
-				if err := damage(); err != nil {
-					t.Fatal(name, err)
-				}
 				bad := func(i *api.BackingImage) bool { return i.Status.ReadyCopies < int32(disks) }
-				w.await("golden", name+" is noticed", bad)
+				w.sees("golden", "was noticed: "+name, damage, bad)
 				now := w.await("golden", name+" is repaired", func(i *api.BackingImage) bool { return !bad(i) })
 				w.holds(0, now, b)
 				got := make([]byte, len(b))

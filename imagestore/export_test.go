@@ -1,6 +1,7 @@
 package imagestore
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -76,5 +77,17 @@ func TestHolder(t *testing.T) {
 		if got != c.want {
 			t.Errorf("%s: %q, not %q", c.name, got, c.want)
 		}
+	}
+}
+
+// An image of a volume has no SHA-512, and none is told of it.
+func TestInShort(t *testing.T) {
+	s := &api.BackingImageStatus{Format: "raw", VirtualSizeText: "1 GiB"}
+	if got := inShort(s); got != "raw image, 1 GiB" {
+		t.Errorf("%q", got)
+	}
+	s.Checksum = strings.Repeat("0123456789abcdef", 8)
+	if got := inShort(s); got != "raw image, 1 GiB, SHA-512 0123456789abcdef..." {
+		t.Errorf("%q", got)
 	}
 }

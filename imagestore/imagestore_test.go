@@ -8,8 +8,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	ggcr "github.com/google/go-containerregistry/pkg/registry"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -97,6 +99,23 @@ func TestImageFromFile(t *testing.T) {
 	}
 }
 
+// The last bytes of a copy come after it was told last how many are there: they are told with the end.
+func TestBytesOfAReadyCopy(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 1)
+	w.stop()
+	w.opts.Tell = 2 * time.Second
+	w.start()
+	g := newGate(t, content(6<<20, 1), 0)
+	w.image("golden", api.SourceDownload, g.params())
+	w.state("golden", api.ImageInProgress)
+	close(g.open)
+	w.state("golden", api.ImageReady)
+	if st := w.copies("golden")[0].Status; st.BytesDone != 6<<20 || st.BytesTotal != 6<<20 {
+		t.Errorf("%d of %d bytes are told of a ready copy", st.BytesDone, st.BytesTotal)
+	}
+}
+
 // The same name again is another image: nothing of the first is met.
 func TestSameNameAgain(t *testing.T) {
 	t.Parallel()
@@ -149,15 +168,28 @@ func TestDownloadShowsProgressAndGoesOnAfterRestart(t *testing.T) {
 	}
 }
 
-func TestFailures(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, 1)
-	closed, err := net.Listen("tcp", "127.0.0.1:0")
+// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+func refusing(t *testing.T) string {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	refused := "http://" + closed.Addr().String() + "/x"
-	_ = closed.Close()
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf("127.0.0.1:%d", at.(*unix.SockaddrInet4).Port)
+}
+
+func TestFailures(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 1)
+	refused := "http://" + refusing(t) + "/x"
 	b := content(2<<20, 1)
 	page := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
@@ -203,7 +235,8 @@ func TestFailures(t *testing.T) {
 			t.Errorf("%s: condition %+v", c.name, cond)
 		}
 	}
-	w.clean(0)
+	// What is tried again, like "cut", has something there during each try.
+	w.eventually("nothing is left", func() bool { return len(w.left(0)) == 0 }, func() string { return fmt.Sprint(w.left(0)) })
 }
 
 // What failed for a reason that can pass is tried again.
@@ -211,9 +244,9 @@ func TestRetry(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
 	b := content(2<<20, 1)
-	var hits atomic.Int32
+	var well atomic.Bool
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if hits.Add(1) < 3 {
+		if !well.Load() {
 			w.WriteHeader(http.StatusBadGateway)
 			return
 		}
@@ -221,11 +254,93 @@ func TestRetry(t *testing.T) {
 	}))
 	t.Cleanup(s.Close)
 	w.image("golden", api.SourceDownload, map[string]string{"url": s.URL})
-	w.await("golden", "failed twice", func(i *api.BackingImage) bool { return strings.Contains(i.Status.Message, "try 2 failed") })
+	w.await("golden", "failed twice", func(i *api.BackingImage) bool {
+		return strings.Contains(i.Status.Message, " failed, next try at") && !strings.Contains(i.Status.Message, "(try 1 failed")
+	})
+	well.Store(true)
 	w.holds(0, w.state("golden", api.ImageReady), b)
 	if c := w.copies("golden")[0].Status; c.Attempts != 0 || !c.NextTry.IsZero() || c.Message != "" {
 		t.Errorf("left of the failures: %+v", c)
 	}
+}
+
+// A server that is busy is left alone for as long as it asks, but not for ever: a download's and a registry, whether it
+// says so at the start or in the middle.
+func TestBusyServerIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, 1)
+	reg := ggcr.New(ggcr.Logger(log.New(io.Discard, "", 0)))
+	body := content(2<<20, 3)
+	pushDisk(t, reg, "disks/golden", "1", body)
+	for name, c := range map[string]struct {
+		source api.SourceType
+		at     string // in the address of what the server is busy for
+		after  int    // bytes of that come first
+		asks   string
+		most   time.Duration
+	}{
+		"half-an-hour":  {api.SourceDownload, "", 0, "1800", 30 * time.Minute},
+		"a-day":         {api.SourceDownload, "", 0, "86400", time.Hour},
+		"in-the-middle": {api.SourceDownload, "", 1 << 20, "1800", 30 * time.Minute},
+		"registry":      {api.SourceRegistry, "/v2/", 0, "1800", 30 * time.Minute},
+		"manifest":      {api.SourceRegistry, "/manifests/", 0, "1800", 30 * time.Minute},
+		"layer":         {api.SourceRegistry, "/blobs/", 0, "86400", time.Hour},
+		"rest-of-it":    {api.SourceRegistry, "/blobs/", 1 << 20, "1800", 30 * time.Minute},
+	} {
+		served := http.Handler(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			rw.Header().Set("ETag", `"one"`)
+			http.ServeContent(rw, r, "", time.Time{}, bytes.NewReader(body))
+		}))
+		if c.source == api.SourceRegistry {
+			served = reg
+		}
+		var asked atomic.Int32
+		s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+			switch {
+			case !strings.Contains(r.URL.Path, c.at):
+				served.ServeHTTP(rw, r)
+			case asked.Add(1) == 1 && c.after > 0:
+				served.ServeHTTP(&cutWriter{rw, c.after}, r)
+			default:
+				rw.Header().Set("Retry-After", c.asks)
+				rw.WriteHeader(http.StatusTooManyRequests)
+			}
+		}))
+		t.Cleanup(s.Close)
+		url := s.URL + "/x"
+		if c.source == api.SourceRegistry {
+			url = strings.Replace(s.URL, "http", "docker", 1) + "/disks/golden:1"
+		}
+		before := time.Now()
+		w.image(name, c.source, map[string]string{"url": url})
+		img := w.state(name, api.ImageFailed)
+		if m := img.Status.Message; !strings.Contains(m, "asks to come again in") || !strings.Contains(m, "next try at") {
+			t.Errorf("%s: message %q", name, m)
+		}
+		next := w.copies(name)[0].Status.NextTry.Time
+		if next.Before(before.Add(c.most-time.Second)) || next.After(time.Now().Add(c.most+time.Second)) {
+			t.Errorf("%s: the next try is in %s", name, time.Until(next))
+		}
+		if want := int32(min(c.after, 1) + 1); asked.Load() > want {
+			t.Errorf("%s: the server was asked %d times, want %d", name, asked.Load(), want)
+		}
+	}
+}
+
+// cutWriter breaks the connection after so many bytes.
+type cutWriter struct {
+	http.ResponseWriter
+	left int
+}
+
+func (c *cutWriter) Write(p []byte) (int, error) {
+	if len(p) > c.left {
+		_, _ = c.ResponseWriter.Write(p[:c.left])
+		_ = http.NewResponseController(c.ResponseWriter).Flush()
+		panic(http.ErrAbortHandler)
+	}
+	c.left -= len(p)
+	return c.ResponseWriter.Write(p)
 }
 
 func upload(t *testing.T, url string, body io.Reader, size int64) (int, string) {
@@ -512,7 +627,7 @@ func TestSilentNode(t *testing.T) {
 	if !strings.Contains(img.Status.Message, "does not answer") {
 		t.Errorf("message %q", img.Status.Message)
 	}
-	beat(time.Now())
+	beat(alive().Time)
 	w.state("golden", api.ImageReady)
 }
 

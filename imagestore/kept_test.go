@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -27,6 +28,7 @@ type slow struct {
 	more    *sync.Cond
 	version string
 	allowed int
+	cuts    int // times that all clients went
 	ranges  []string
 	probe   string // a request for this range is let through as it is: the client throws most of the answer away
 }
@@ -51,6 +53,14 @@ func (s *slow) allow(n int) {
 	s.more.Broadcast()
 }
 
+// cut says that all clients are gone: what is let through later is not for them.
+func (s *slow) cut() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.cuts++
+	s.more.Broadcast()
+}
+
 // asked are the ranges that were asked for since the last call.
 func (s *slow) asked() []string {
 	s.mu.Lock()
@@ -66,7 +76,7 @@ func (s *slow) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("ETag", s.version)
 	body := s.body
 	if s.probe == "" || r.Header.Get("Range") != s.probe {
-		w = &gated{w, s}
+		w = &gated{w, s, s.cuts}
 	}
 	s.mu.Unlock()
 	http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(body))
@@ -74,7 +84,8 @@ func (s *slow) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 type gated struct {
 	http.ResponseWriter
-	s *slow
+	s    *slow
+	cuts int
 }
 
 // Write lets no more through than is allowed, also where the whole image is written at once.
@@ -82,8 +93,12 @@ func (g *gated) Write(p []byte) (n int, err error) {
 	s := g.s
 	for n < len(p) && err == nil {
 		s.mu.Lock()
-		for s.allowed <= 0 {
+		for s.allowed <= 0 && s.cuts == g.cuts {
 			s.more.Wait()
+		}
+		if s.cuts != g.cuts {
+			s.mu.Unlock()
+			return n, net.ErrClosed
 		}
 		m := min(s.allowed, len(p)-n, 32<<10)
 		s.allowed -= m
@@ -270,8 +285,19 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 			last := 0
 			for i := range 3 {
 				// The source is silent by then: what it sent is kept all the same.
-				w.eventually("more was kept", func() bool { return w.keptOf() > last+len(file)/8 })
+				seen, since := 0, time.Now()
+				w.eventually("more was kept", func() bool {
+					kept := w.keptOf()
+					if kept != seen {
+						seen, since = kept, time.Now()
+					} else if time.Since(since) > 5*time.Second { // answers that nobody read took what was let through
+						s.allow(len(file) / 8)
+						since = time.Now()
+					}
+					return kept > last+len(file)/8
+				})
 				w.stop()
+				s.cut()
 				last = w.keptOf()
 				if err := w.disks[0].Collect(t.Context(), 0); err != nil { // the disk is put in order meanwhile
 					t.Fatal(err)
@@ -309,7 +335,7 @@ func TestUploadGoesOnAfterARestart(t *testing.T) {
 			w.opts.KeepEvery = 5 * time.Millisecond
 			w.opts.UploadPatience = time.Second
 			if name != "left" {
-				w.opts.UploadPatience = time.Minute
+				w.opts.UploadPatience = 5 * time.Minute
 			}
 			w.start()
 			w.image("golden", api.SourceUpload, map[string]string{"size": fmt.Sprint(len(file))},

@@ -261,6 +261,9 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 			st.Verified, st.LastVerified = j.token, metav1.NewTime(time.Now().Truncate(time.Second))
 		}
 		if j.err == nil {
+			if _, _, n, total := j.progress.Snapshot(); n > 0 && j.source != verifying && j.source != digesting {
+				st.BytesDone, st.BytesTotal = n, max(total, n) // the last bytes came after the last tick
+			}
 			if notice := j.progress.Notice(); notice != "" {
 				st.Notice = notice
 			}
@@ -387,6 +390,9 @@ func (n *copies) damaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopySt
 	return n.failed(c, st, err, t != api.SourceUpload)
 }
 
+// mostPatience is the longest time that a server which asks to be left alone gets.
+const mostPatience = time.Hour
+
 // failed is the status of a copy that could not be made, and the time until it is tried again.
 func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, retry bool) time.Duration {
 	st.State, st.Message, st.Notice, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), "", 0, ""
@@ -401,6 +407,7 @@ func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, re
 	if pause > n.opts.RetryMax || pause <= 0 {
 		pause = n.opts.RetryMax
 	}
+	pause = max(pause, min(source.Wait(err), mostPatience))
 	// Whole seconds, because that is what the API keeps.
 	st.NextTry = metav1.NewTime(time.Now().Add(pause + time.Second - 1).Truncate(time.Second))
 	return time.Until(st.NextTry.Time)

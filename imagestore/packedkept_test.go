@@ -78,6 +78,7 @@ func TestPackedDownloadGoesOnAfterARestart(t *testing.T) {
 			for i := range 2 {
 				w.eventually("more was kept", func() bool { return w.keptOf() > last+len(file)/8 })
 				w.stop()
+				s.cut()
 				last = w.keptOf()
 				if err := w.disks[0].Collect(t.Context(), 0); err != nil { // the disk is put in order meanwhile
 					t.Fatal(err)

@@ -20,6 +20,7 @@ type place struct {
 	alive              bool   // node and disk answer
 	open               bool   // takes new copies
 	leaving            bool   // eviction is requested
+	gone               bool   // the node says that it is not there any more
 	removed            bool   // taken out of the node's spec, and it does not answer
 	message            string // why it does not answer
 	available          int64
@@ -38,7 +39,7 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 				continue
 			}
 			d := place{uid: st.UID, node: n.Name, path: st.Path, nodeTags: n.Spec.Tags, alive: live && st.Ready,
-				message: st.Message, available: st.Available}
+				message: st.Message, available: st.Available, gone: st.Gone}
 			j := slices.IndexFunc(n.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == st.Path })
 			if j >= 0 {
 				s := n.Spec.Disks[j]
@@ -55,7 +56,10 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 }
 
 func (v *view) disk(uid api.UID) *place {
-	i := slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid })
+	i := slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid && d.alive }) // where it is now, if it moved
+	if i < 0 {
+		i = slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid })
+	}
 	if i < 0 {
 		return nil
 	}

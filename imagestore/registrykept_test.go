@@ -25,8 +25,8 @@ func newSlowRegistry(t *testing.T, allowed int) (s *slow, reg http.Handler, ref 
 		if r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/blobs/") {
 			s.mu.Lock()
 			s.ranges = append(s.ranges, r.Header.Get("Range"))
+			rw = &gated{rw, s, s.cuts}
 			s.mu.Unlock()
-			rw = &gated{rw, s}
 		}
 		reg.ServeHTTP(rw, r)
 	}))

@@ -55,14 +55,15 @@ type sender struct {
 	rate   float64 // seconds for a byte, of late
 }
 
-// newTeam asks helpers for a place, each of which takes part as soon as it has one.
-func newTeam(ctx context.Context, first *farDisk, id *wire.Identity, others []helper, log *slog.Logger) *team {
+// newTeam asks helpers for a place, for so long, each of which takes part as soon as it has one.
+func newTeam(ctx context.Context, first *farDisk, id *wire.Identity, others []helper, long time.Duration,
+	log *slog.Logger) *team {
 	ctx, cancel := context.WithCancel(ctx)
 	t := &team{farDisk: first, log: log, first: &sender{}, sent: map[string]int64{}}
 	for _, o := range others {
 		t.asking.Go(func() {
 			c := wire.NewClient(id, o.node, o.address)
-			give, err := takePlace(ctx, c, o.disk)
+			give, err := takePlace(ctx, c, o.disk, long)
 			if err != nil {
 				c.Close()
 				return // the others do without it
@@ -85,10 +86,10 @@ func newTeam(ctx context.Context, first *farDisk, id *wire.Identity, others []he
 	return t
 }
 
-// takePlace takes a place among those that a disk serves, if one is free now.
-func takePlace(ctx context.Context, c *wire.Client, disk string) (give func(), err error) {
+// takePlace takes a place among those that a disk serves, if one is free within a time.
+func takePlace(ctx context.Context, c *wire.Client, disk string, long time.Duration) (give func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
-	late := time.AfterFunc(placeTime, cancel)
+	late := time.AfterFunc(long, cancel)
 	end, err := c.Send(ctx, disk)
 	if err == nil && !late.Stop() {
 		end()
@@ -232,7 +233,8 @@ func (n *copies) helpers(ctx context.Context, c *api.ImageCopy) []helper {
 		return nil
 	}
 	var list api.ImageCopyList
-	if n.List(ctx, &list, client.MatchingLabels{api.LabelImage: c.Spec.Image}, client.UnsafeDisableDeepCopy) != nil {
+	of := client.MatchingLabels{api.LabelImage: api.LabelValue(c.Spec.Image)}
+	if n.List(ctx, &list, of, client.UnsafeDisableDeepCopy) != nil {
 		return nil
 	}
 	taken := map[string]bool{n.node: true, from: true}
@@ -259,7 +261,7 @@ func (n *copies) copyTogether(ctx context.Context, first *farDisk, c *api.ImageC
 	if len(others) == 0 {
 		return disk.Copy(ctx, first, on, want, p)
 	}
-	t := newTeam(ctx, first, n.opts.Identity, others, n.log)
+	t := newTeam(ctx, first, n.opts.Identity, others, placeTime, n.log)
 	got, err := disk.Copy(ctx, t, on, want, p)
 	t.end()
 	if sent := t.helped(); len(sent) > 0 {

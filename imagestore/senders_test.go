@@ -9,6 +9,7 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -124,7 +125,7 @@ func (s *senders) copy() (map[string]int64, error) {
 	c := wire.NewClient(s.id, s.others[0].node, s.others[0].address)
 	defer c.Close()
 	t := newTeam(s.t.Context(), &farDisk{s.t.Context(), c, s.others[0].disk}, s.id, s.others[1:],
-		slog.New(slog.DiscardHandler))
+		time.Minute, slog.New(slog.DiscardHandler))
 	t.asking.Wait()
 	_, err := disk.Copy(s.t.Context(), t, s.to, s.want, &disk.Progress{})
 	t.end()

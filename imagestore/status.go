@@ -82,6 +82,15 @@ func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus
 	return s
 }
 
+// inShort is what an image that is ready is.
+func inShort(s *api.BackingImageStatus) string {
+	text := fmt.Sprintf("%s image, %s", s.Format, s.VirtualSizeText)
+	if s.Checksum != "" { // an image of a volume has none
+		text += fmt.Sprintf(", SHA-512 %.16s...", s.Checksum)
+	}
+	return text
+}
+
 // explainCopy is a copy's message, and when it is tried again.
 func explainCopy(c *api.ImageCopy) string {
 	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed {
@@ -100,6 +109,9 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 		ready.Status, ready.Reason = metav1.ConditionTrue, "Ready"
 	case s.State == api.ImageReady:
 		ready.Status, ready.Reason = metav1.ConditionTrue, "TooFewCopies"
+		if ready.Message == "" {
+			ready.Message = fmt.Sprintf("%d of %d copies are ready: the others are being made", s.ReadyCopies, least)
+		}
 	case s.State == api.ImageFailed:
 		ready.Reason = "Failed"
 	case s.State == api.ImageUnknown:

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
@@ -25,6 +26,22 @@ func TestHindranceOfADeletion(t *testing.T) {
 		v.copies[0].Status.Message = message
 		if got := hindrance(v); (want == "") != (got == "") || !strings.Contains(got, want) {
 			t.Errorf("%q: told %q, want %q", message, got, want)
+		}
+	}
+}
+
+// An image that has fewer copies than it wants says how many, also where nothing is wrong.
+func TestTooFewCopiesAreCounted(t *testing.T) {
+	img := &api.BackingImage{Spec: api.BackingImageSpec{MinNumberOfCopies: 2}}
+	for message, want := range map[string]string{
+		"":                  "1 of 2 copies are ready: the others are being made",
+		"1 of 2 copies: no": "1 of 2 copies: no",
+	} {
+		s := api.BackingImageStatus{State: api.ImageReady, ReadyCopies: 1, Message: message}
+		conditions(img, &view{}, copyPlan{}, &s)
+		c := meta.FindStatusCondition(s.Conditions, api.ConditionReady)
+		if c == nil || c.Reason != "TooFewCopies" || c.Message != want {
+			t.Errorf("%q: %+v, want %q", message, c, want)
 		}
 	}
 }

@@ -137,7 +137,7 @@ func alive() metav1.Time { return metav1.NewTime(time.Now().Add(time.Hour)) }
 func (w *world) start() {
 	w.t.Helper()
 	yes := true
-	grace := patience / 4
+	grace := patience
 	mgr, err := ctrl.NewManager(w.api, ctrl.Options{Scheme: w.client.Scheme(), Metrics: server.Options{BindAddress: "0"},
 		Controller: config.Controller{SkipNameValidation: &yes}, GracefulShutdownTimeout: &grace})
 	if err != nil {
@@ -307,6 +307,36 @@ func (w *world) await(name, what string, ok func(*api.BackingImage) bool) *api.B
 		})
 		return err == nil
 	}, func() string { return fmt.Sprintf("%+v", img) })
+	return img
+}
+
+// sees is await for what something brings about: also what is over soon after is seen.
+func (w *world) sees(name, what string, do func() error, ok func(*api.BackingImage) bool) *api.BackingImage {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
+	looks, seen := make(chan struct{}), make(chan error, 1)
+	var img *api.BackingImage
+	go func() {
+		look := sync.OnceFunc(func() { close(looks) })
+		_, err := await.Until(ctx, w.client, name, func(i *api.BackingImage) (bool, error) {
+			defer look()
+			img = i
+			return ok(i), nil
+		})
+		look()
+		seen <- err
+	}()
+	<-looks
+	err := do()
+	if err != nil {
+		cancel()
+		<-seen
+		w.t.Fatal(err)
+	}
+	if err := <-seen; err != nil {
+		w.t.Fatalf("image %s never %s: %v; last: %+v", name, what, err, img)
+	}
 	return img
 }
 

@@ -92,3 +92,52 @@ func TestBusy(t *testing.T) {
 		StagingTargetPath: v.staging, VolumeCapability: mounted("", writer)})
 	wantKind(t, err, api.Busy)
 }
+
+// After a crash an attachment tells of the old device until the new one is there. Another may have its number by then,
+// and answers: it is not taken for the volume's.
+func TestDeviceOfAStranger(t *testing.T) {
+	v := attach(t, 64*mib, false)
+	v.vol.Status.UID = api.NewUID()
+	must(t, store.Status().Update(t.Context(), v.vol))
+	own := node.New(store, nodeName)
+	stage := func(c *csi.VolumeCapability, wait time.Duration) error {
+		ctx, cancel := context.WithTimeout(t.Context(), wait)
+		defer cancel()
+		_, err := own.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.name, StagingTargetPath: v.staging,
+			VolumeCapability: c})
+		return err
+	}
+	publish := func(c *csi.VolumeCapability, wait time.Duration) error {
+		ctx, cancel := context.WithTimeout(t.Context(), wait)
+		defer cancel()
+		_, err := own.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.name, VolumeCapability: c,
+			StagingTargetPath: v.staging, TargetPath: v.target})
+		return err
+	}
+	refused := func() {
+		t.Helper()
+		for _, c := range []*csi.VolumeCapability{mounted("", writer), raw(writer)} {
+			wantKind(t, stage(c, time.Second), api.Unavailable, v.dev, "not one of volume "+v.name)
+			wantKind(t, publish(c, time.Second), api.Unavailable, v.dev, "not one of volume "+v.name)
+		}
+	}
+	refused()
+	if v.annotation(api.AnnotationFS) != "" || v.annotation(api.AnnotationMkfs) != "" {
+		t.Error("a file system was to be made on it")
+	}
+	back := func(name string) {
+		t.Helper()
+		v.detach()
+		file := filepath.Join(filepath.Dir(v.file), name)
+		must(t, os.Rename(v.file, file))
+		v.file = file
+		v.loop(false, true)
+	}
+	back("drover-" + string(api.NewUID()) + ".01234567") // another volume's
+	refused()
+	back("drover-" + string(v.vol.Status.UID) + ".01234567")
+	must(t, stage(mounted("", writer), time.Minute))
+	must(t, publish(mounted("", writer), time.Minute))
+	must(t, v.unpublish(v.target))
+	must(t, v.unstage())
+}

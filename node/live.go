@@ -33,7 +33,7 @@ func answers(path string) bool {
 }
 
 // live returns the volume's attachment to this node and its device, once that answers: after a crash the attachment
-// tells of the old device until the new one is there.
+// tells of the old device until the new one is there, and another may have the old one's number by then.
 func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, device, error) {
 	for {
 		att, err := s.attached(ctx, vol.Name)
@@ -41,10 +41,14 @@ func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, de
 			return nil, device{}, err
 		}
 		d, err := openDevice(vol.Name, att.Status.Device)
-		if err == nil && answers(d.path) {
+		switch {
+		case err != nil:
+		case !s.isOf(d, vol.Status.UID):
+			err = api.Errorf(api.Unavailable, "device %s is not one of volume %s any more: the volume's new one is awaited",
+				d.path, vol.Name)
+		case answers(d.path):
 			return att, d, nil
-		}
-		if err == nil {
+		default:
 			err = api.Errorf(api.Unavailable, "device %s of volume %s does not answer", d.path, vol.Name)
 		}
 		if _, e := await.Until(ctx, s.client, vol.Name, func(a *api.Attachment) (bool, error) {

@@ -177,18 +177,28 @@ func gone(m *mountinfo.Info) bool {
 	return d.isAt(m.Source) && !answers(m.Source)
 }
 
+// backing is the name of the file that a loop device in sysfs stands on; empty: it is none, or stands on nothing.
+func backing(sysfs string) string {
+	b, err := os.ReadFile(filepath.Join(sysfs, "loop", "backing_file"))
+	if err != nil {
+		return ""
+	}
+	return filepath.Base(strings.TrimSpace(string(b)))
+}
+
+// isOf reports whether a device stands on the file that carries the volume's uid: the number of one that is gone may
+// have been given to anybody.
+func (d device) isOf(volume api.UID) bool {
+	key, ours := strings.CutPrefix(backing(d.sysfs()), "drover-")
+	key, _, _ = strings.Cut(key, ".") // what follows is its host's
+	return ours && key != "" && key == string(volume)
+}
+
 // replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries the
 // volume's name. Such a device was lost with the processes that served it.
 func (d device) replaces(m *mountinfo.Info) bool {
-	file := func(sysfs string) string {
-		b, err := os.ReadFile(filepath.Join(sysfs, "loop", "backing_file"))
-		if err != nil {
-			return ""
-		}
-		return filepath.Base(strings.TrimSpace(string(b)))
-	}
-	mine := file(d.sysfs())
-	return strings.HasPrefix(mine, "drover-") && mine == file(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
+	mine := backing(d.sysfs())
+	return strings.HasPrefix(mine, "drover-") && mine == backing(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
 }
 
 // unmount takes everything off a path. A dead mount is taken off even while something still uses it.

@@ -36,6 +36,8 @@ type Server struct {
 	csi.UnimplementedNodeServer
 	client client.WithWatch
 	name   string
+	// isOf tells whether a device is one that was made for a volume.
+	isOf func(d device, volume api.UID) bool
 
 	mu   sync.Mutex
 	busy map[string]chan struct{} // closed when the call that works on this volume ends
@@ -43,7 +45,7 @@ type Server struct {
 
 // New makes the door of the node of that name. The client must read from the API server itself, not from a cache.
 func New(c client.WithWatch, nodeName string) *Server {
-	return &Server{client: c, name: nodeName, busy: map[string]chan struct{}{}}
+	return &Server{client: c, name: nodeName, isOf: device.isOf, busy: map[string]chan struct{}{}}
 }
 
 // NodeGetCapabilities lists what the Node RPCs can do.

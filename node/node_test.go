@@ -57,7 +57,7 @@ func TestMain(m *testing.M) {
 		if store, err = client.NewWithWatch(server.Config, client.Options{Scheme: scheme}); err != nil {
 			panic(err)
 		}
-		door = node.New(store, nodeName)
+		door = node.New(store, nodeName).TakeAny()
 		code := m.Run()
 		cancel()
 		if err := server.Wait(); err != nil {

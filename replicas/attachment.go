@@ -2,7 +2,6 @@ package replicas
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -17,15 +16,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
-	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/stack"
 )
 
 // attachmentLoop makes the Attachments of this node true.
 type attachmentLoop struct{ *Data }
-
-// detachTime bounds one try to take a device away; the next one goes on.
-const detachTime = 30 * time.Second
 
 // Reconcile attaches or detaches one volume.
 func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
@@ -40,7 +35,16 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	if l.beingResumed(a.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	defer l.lock(a.Spec.Volume)()
+	if s := l.session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
+		if err := s.dev.Abort(); err != nil { // before the lock: who has it may wait for a disk that hangs
+			l.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
+		}
+	}
+	unlock, ok := l.lockSoon(a.Spec.Volume)
+	if !ok {
+		return reconcile.Result{RequeueAfter: lockAgain}, nil
+	}
+	defer unlock()
 	old := a.DeepCopy()
 	if a.DeletionTimestamp != nil {
 		if !controllerutil.ContainsFinalizer(&a, api.Finalizer) {
@@ -83,7 +87,11 @@ func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.R
 	if l.beingResumed(volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	defer l.lock(volume)()
+	unlock, ok := l.lockSoon(volume)
+	if !ok {
+		return reconcile.Result{RequeueAfter: lockAgain}, nil
+	}
+	defer unlock()
 	s := l.session(volume)
 	if s == nil {
 		return reconcile.Result{}, nil
@@ -140,11 +148,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.widen(ctx, s); err != nil {
 		return err
 	}
-	if s.mates.many.Load() {
-		if err := l.growMany(ctx, s); err != nil {
-			return err
-		}
-	}
+	told := a.Status.Ready && a.Status.Epoch == s.Epoch
 	if a.Status.Epoch != s.Epoch { // not what was written of this very device before
 		a.Status.Blank = s.blank
 	}
@@ -158,7 +162,16 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
-	return nil
+	if !s.mates.many.Load() {
+		return nil
+	}
+	if !told { // to grow may take long, or fail for long: the device can be used meanwhile
+		s.wake()
+		return nil
+	}
+	err := l.growMany(ctx, s)
+	a.Status.Size = s.dev.Spec().Size
+	return err
 }
 
 // notReady tells why there is no device.
@@ -207,7 +220,7 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 // tellSource writes whether reads wait for layers that another disk lent.
 func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	m := s.member()
-	if m == nil {
+	if m == nil || s.noting.Load() {
 		return
 	}
 	from, lost := m.Lenders()
@@ -316,6 +329,9 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	if err := l.wanted(ctx, a); err != nil {
 		return nil, err
 	}
+	if err := l.memberReverting(ctx, &v); err != nil {
+		return nil, err
+	}
 	many, err := l.many(ctx, &v)
 	if err != nil {
 		return nil, err
@@ -330,9 +346,6 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: v.Status.Members[0]}, &r); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.NotFound, "replica %s, the only member of the volume, does not exist", v.Status.Members[0])
 	} else if err != nil {
-		return nil, err
-	}
-	if err := reverting(&r); err != nil {
 		return nil, err
 	}
 	disk, err := l.disk(ctx, r.Spec.Disk)
@@ -422,129 +435,5 @@ func (d *Data) dropper(b blob) dropper {
 			return api.Errorf(api.Unavailable, "drop replica %s: %w", name, err)
 		}
 		return nil
-	}
-}
-
-// detach takes the device away, gives the volume back, and lets the object go.
-func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
-	s := l.session(a.Spec.Volume)
-	if s == nil {
-		for _, held := range l.Host.Held() { // a predecessor's: its last writes must reach the disk
-			if held.Name != a.Spec.Volume {
-				continue
-			}
-			var err error
-			if s, err = l.resumeLocked(ctx, held); err != nil {
-				if err := l.discard(ctx, a, held, err); err != nil {
-					return err
-				}
-			}
-		}
-	}
-	if s != nil && a.Annotations[api.AnnotationForce] != "" {
-		if err := l.force(a, s); err != nil {
-			return err
-		}
-	}
-	if s != nil {
-		var v api.Volume
-		if l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) == nil && v.Status.UID == s.VolumeUID {
-			l.note(s, &v)
-		}
-		if err := l.renew(ctx, s, true); err != nil && !apierrors.IsConflict(err) {
-			return err
-		}
-		if err := l.end(ctx, s); err != nil {
-			return err
-		}
-	}
-	l.lost(ctx, a, "")
-	if err := l.giveBack(ctx, a.Spec.Volume, anyEpoch); err != nil {
-		return err
-	}
-	a.Status.Ready, a.Status.Device, a.Status.Size, a.Status.Message = false, "", 0, ""
-	if controllerutil.RemoveFinalizer(a, api.Finalizer) {
-		return client.IgnoreNotFound(l.client.Update(ctx, a))
-	}
-	return nil
-}
-
-// force fails the I/O of a session, which the user does not want to wait for any longer.
-func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
-	if err := s.dev.Abort(); err != nil {
-		return err
-	}
-	if !s.forced {
-		l.events.Eventf(a, nil, "Warning", "Forced", "Detach", "the device of volume %s was taken away by force: I/O that "+
-			"was not answered failed", s.Volume)
-		l.Log.Warn("a device was taken away by force", "volume", s.Volume)
-	}
-	s.forced = true
-	return nil
-}
-
-// discard takes down a held device that nobody will ever serve again: its replica is destroyed, or the user has taken
-// the disk, which is gone, out of the node. Its I/O fails. In any other case it returns why: the device stays, and its
-// I/O waits.
-func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
-	var b blob
-	if err := json.Unmarshal(held.Blob, &b); err == nil {
-		if _, err := l.disks.open(ctx, b.Path, b.Disk, false); err == nil {
-			if !api.Is(why, api.NotFound) && !api.Is(why, api.Corrupt) {
-				return why
-			}
-		} else if gone, err := l.diskForgotten(ctx, b.Disk); err != nil {
-			return err
-		} else if !gone {
-			return why
-		}
-	}
-	if err := l.Host.Discard(held.Key); err != nil {
-		return err
-	}
-	l.events.Eventf(a, nil, "Warning", "DeviceDiscarded", "Detach", "the device of volume %s cannot be served any more, "+
-		"its unanswered I/O failed: %s", held.Name, why)
-	l.Log.Error("a device that cannot be served any more was taken down", "volume", held.Name, "err", why)
-	return nil
-}
-
-// end takes a session's device away, ends the session, and records a clean end.
-func (d *Data) end(ctx context.Context, s *session) error {
-	if s.full.Load() && s.fence.Load() == nil && !s.forced {
-		// The flush below would wait in the kernel, where nothing can end it, and this process could not end either.
-		return api.Errorf(api.InUse, "writes to the volume wait because %s: make room there, or delete what "+
-			"is not needed on it; the volume is detached then. `drover volume detach --force` fails them instead",
-			d.fullDisks(ctx, s))
-	}
-	dctx, cancel := context.WithTimeout(ctx, detachTime)
-	defer cancel()
-	if err := s.dev.Detach(dctx); err != nil {
-		return err
-	}
-	d.forget(s)
-	if err := d.close(s); err != nil {
-		d.Log.Error("the end of a volume's engine", "volume", s.Volume, "err", err)
-	}
-	return d.giveBack(ctx, s.Volume, s.at())
-}
-
-// anyEpoch is for who knows that this node, which has one data process, has no engine of the volume.
-const anyEpoch = -1
-
-// giveBack clears the engine's node in the volume if epoch is still the one that this node had claimed.
-func (d *Data) giveBack(ctx context.Context, volume string, epoch int64) error {
-	for {
-		var v api.Volume
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
-			return client.IgnoreNotFound(err)
-		}
-		if v.Status.EngineNode != d.Node || v.Status.Epoch != epoch && epoch != anyEpoch {
-			return nil
-		}
-		v.Status.EngineNode = ""
-		err := d.client.Status().Update(ctx, &v)
-		if !apierrors.IsConflict(err) {
-			return client.IgnoreNotFound(err)
-		}
 	}
 }

@@ -168,6 +168,12 @@ func (g *game) step() bool {
 	s, asked := g.standing(), false
 	want, had := int(g.v.Spec.NumberOfReplicas), g.whole()
 	d := decide(s)
+	for _, name := range d.stay {
+		g.log = append(g.log, "stay "+name)
+		i := slices.IndexFunc(g.t.mine, func(r api.Replica) bool { return r.Name == name })
+		g.t.mine[i].Spec.Leave = false
+		asked = true
+	}
 	for _, name := range d.drop {
 		g.log = append(g.log, "drop "+name)
 		if g.att != "" && slices.Contains(g.v.Status.Members, name) { // the engine does it, some time

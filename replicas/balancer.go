@@ -78,7 +78,7 @@ func (p *planner) balance(ctx context.Context, v *api.Volume, s *standing, d *ve
 	if err != nil {
 		return kindless(err)
 	}
-	t, failed, err := p.terrainOf(ctx, v, image, s.mine)
+	t, failed, err := p.terrainOf(ctx, v, standsOn(v, nil, s.mine), s.mine)
 	if err != nil {
 		return err
 	}
@@ -152,7 +152,7 @@ func (s *standing) healthy(d *verdict) bool {
 	for i := range s.mine {
 		r := &s.mine[i]
 		if r.DeletionTimestamp != nil || r.Spec.Leave || r.Status.Mode != api.ReplicaCurrent || r.Status.Pinned ||
-			r.Status.Copy != nil || s.away(r.Spec.Node) > 0 || !slices.Contains(v.Status.Members, r.Name) {
+			r.Status.Copy != nil || s.dead(r) || s.away(r.Spec.Node) > 0 || !slices.Contains(v.Status.Members, r.Name) {
 			return false
 		}
 	}

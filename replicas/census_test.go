@@ -17,21 +17,17 @@ func (w *world) tells(name, reason, part string) {
 	w.t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
-	for deadline := time.After(time.Minute); ; {
+	for {
 		var list eventsv1.EventList
 		if err := w.c.List(w.ctx, &list); err != nil {
-			w.t.Fatal(err)
+			w.t.Fatalf("no event %s of %s with %q: %v", reason, name, part, err)
 		}
 		for _, e := range list.Items {
 			if e.Regarding.Name == name && e.Reason == reason && strings.Contains(e.Note, part) {
 				return
 			}
 		}
-		select {
-		case <-tick.C:
-		case <-deadline:
-			w.t.Fatalf("no event %s of %s with %q", reason, name, part)
-		}
+		<-tick.C
 	}
 }
 

@@ -101,7 +101,7 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 	if o.image == "" {
 		o.image = r.Labels[api.LabelImage] // of a clone whose spec does not name it
 	}
-	if of := v.Spec.BackingImage; of != "" && label(of) != label(o.image) {
+	if of := v.Spec.BackingImage; of != "" && api.LabelValue(of) != api.LabelValue(o.image) {
 		return nil, api.Errorf(api.Invalid, "the volume names backing image %s, but its data source, volume %s, stands on "+
 			"%q: leave backingImage out", of, src.Name, o.image)
 	}
@@ -116,7 +116,8 @@ func (p *planner) usable(ctx context.Context, v *api.Volume) ([]api.Replica, err
 	}
 	return slices.DeleteFunc(list.Items, func(r api.Replica) bool {
 		return r.Spec.VolumeUID != v.Status.UID || !slices.Contains(v.Status.Members, r.Name) ||
-			r.Status.Mode != api.ReplicaCurrent || p.isSilent(r.Spec.Node) && len(v.Status.Members) > 1
+			r.Status.Mode != api.ReplicaCurrent ||
+			len(v.Status.Members) > 1 && (p.isSilent(r.Spec.Node) || p.deadDisk(ctx)(&r) != "")
 	}), nil
 }
 
@@ -176,7 +177,7 @@ func (p *planner) placeAway(ctx context.Context, v *api.Volume, from *origin, al
 	if v.Spec.DataLocality == localStrict {
 		return nil, nil // it is used where its data is, and says where that is
 	}
-	t, failed, err := p.terrainOf(ctx, v, nil, nil)
+	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, nil), nil)
 	if err != nil {
 		return nil, err
 	}

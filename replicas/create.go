@@ -202,7 +202,7 @@ func (p *planner) placeOne(
 	ctx context.Context, v *api.Volume, img *api.BackingImage, from *origin, mine []api.Replica,
 	shape ...func(*terrain),
 ) (*api.Replica, error) {
-	t, failed, err := p.terrainOf(ctx, v, img, mine)
+	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, mine), mine)
 	if err != nil {
 		return nil, err
 	}
@@ -231,7 +231,7 @@ func (p *planner) placeOne(
 		ObjectMeta: metav1.ObjectMeta{
 			Name: v.Name + "." + string(uid[:8]),
 			Labels: map[string]string{
-				api.LabelVolume: label(v.Name), api.LabelNode: label(s.node), api.LabelDisk: string(s.disk)},
+				api.LabelVolume: api.LabelValue(v.Name), api.LabelNode: api.LabelValue(s.node), api.LabelDisk: string(s.disk)},
 			Finalizers: []string{api.Finalizer},
 		},
 		Spec: api.ReplicaSpec{
@@ -240,7 +240,7 @@ func (p *planner) placeOne(
 	}
 	if img != nil {
 		r.Spec.Layers = img.Status.Layers
-		r.Labels[api.LabelImage] = label(img.Name)
+		r.Labels[api.LabelImage] = api.LabelValue(img.Name)
 	}
 	if from != nil {
 		r.Spec.From = &api.ReplicaSource{Replica: from.replica.Spec.UID, Volume: from.replica.Spec.Volume, Whole: from.whole}
@@ -255,7 +255,7 @@ func (p *planner) placeOne(
 			r.Spec.From.Layer = api.NewUID()
 		}
 		if from.image != "" {
-			r.Labels[api.LabelImage] = label(from.image)
+			r.Labels[api.LabelImage] = api.LabelValue(from.image)
 		}
 	}
 	p.assume(r) // before it is there: its event, which ends this, can be faster than the answer

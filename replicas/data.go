@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/events"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -59,11 +60,13 @@ type Data struct {
 	locks    map[string]*volumeLock
 	sessions map[string]*session // by volume name
 	loops    []*ioLoop
-	made     map[api.UID]bool // replicas known to be on their disk
-	doubts   map[api.UID]bool // replicas that could not be opened, for their files
-	listed   map[api.UID]bool // disks whose replicas are in made
-	resuming map[string]bool  // volumes whose devices are being taken up from a predecessor
-	resumed  chan struct{}    // closed when all of them are, or have failed
+	made     map[api.UID]bool           // replicas known to be on their disk
+	doubts   map[api.UID]bool           // replicas that could not be opened, for their files
+	listed   map[api.UID]bool           // disks whose replicas are in made
+	resuming map[string]bool            // volumes whose devices are being taken up from a predecessor
+	pinned   map[api.UID][]api.UID      // replicas that are gone and may have a pin yet, by its disk
+	left     map[*session]chan struct{} // that end by themselves; closed when one has
+	resumed  chan struct{}              // closed when all of them are, or have failed
 
 	attachments atomic.Pointer[queue]
 	pending     waiters // replicas that wait for a disk or an image
@@ -89,7 +92,7 @@ type Data struct {
 	upkeep   upkeep
 	watch    *engine.Watch // of the replicas here
 	rebuilds takers        // of replicas that are compared as a whole
-	api      atomic.Bool   // client and reader are set
+	api      atomic.Bool   // client, reader and events are set
 	scrubber scrubber
 }
 
@@ -118,10 +121,12 @@ func NewData(o DataOptions) (*Data, error) {
 	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
 		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
-		resuming: map[string]bool{}, resumed: make(chan struct{}),
-		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{}, tidier: newTidier(),
+		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
+		pinned:   map[api.UID][]api.UID{},
+		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{},
 		stuck: map[string]stuck{}, fewer: map[*stack.Disk]bool{},
 		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{}}
+	d.tidier = newTidier(d.guestsDid)
 	if o.Peers.Identity != nil {
 		d.disks.fetch = d.fetchFar
 	}
@@ -146,10 +151,11 @@ func NewData(o DataOptions) (*Data, error) {
 		}()
 		d.loops = append(d.loops, il)
 	}
+	d.watch = engine.NewWatch()
 	if err := d.startPeers(); err != nil {
+		d.watch.Close()
 		return nil, errors.Join(err, d.stopLoops())
 	}
-	d.watch = engine.NewWatch()
 	return d, nil
 }
 
@@ -188,32 +194,84 @@ func (d *Data) putBack(l *ioLoop) {
 
 // volumeLock serialises what is done with one volume.
 type volumeLock struct {
-	sync.Mutex
+	turn  chan struct{} // of who has it
 	users int
+	late  time.Time          // from then on who has it is not waited for
 	yield context.CancelFunc // of who has it and gives way; may be nil
 }
 
+// Who has a lock for longer may wait for a disk that hangs.
+const (
+	lockPatience  = 2 * time.Second
+	yieldPatience = 30 * time.Second // with one that was asked to give way
+	lockAgain     = time.Second      // when it is looked again
+)
+
 // lock takes the lock of a volume; call what it returns to release it.
 func (d *Data) lock(volume string) func() {
+	l, _ := d.want(volume)
+	l.turn <- struct{}{}
+	return d.locked(volume, l)
+}
+
+// lockSoon does so unless somebody has the lock for long: no worker waits for a disk that hangs, beside the one that
+// has the lock, or none would be left for other volumes.
+func (d *Data) lockSoon(volume string) (unlock func(), ok bool) {
+	l, late := d.want(volume)
+	select {
+	case l.turn <- struct{}{}:
+		return d.locked(volume, l), true
+	default:
+	}
+	enough := time.NewTimer(time.Until(late))
+	defer enough.Stop()
+	select {
+	case l.turn <- struct{}{}:
+		return d.locked(volume, l), true
+	case <-enough.C:
+		d.unwant(volume, l)
+		return nil, false
+	}
+}
+
+// want asks who has the lock to give way, and tells until when he is waited for.
+func (d *Data) want(volume string) (*volumeLock, time.Time) {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	l := d.locks[volume]
 	if l == nil {
-		l = &volumeLock{}
+		l = &volumeLock{turn: make(chan struct{}, 1), late: time.Now().Add(lockPatience)}
 		d.locks[volume] = l
 	}
 	l.users++
+	l.giveWay()
+	return l, l.late
+}
+
+// giveWay asks who has the lock to, once. The caller has Data.mu.
+func (l *volumeLock) giveWay() {
 	if l.yield != nil {
 		l.yield()
+		l.yield, l.late = nil, time.Now().Add(yieldPatience)
 	}
-	d.mu.Unlock()
-	l.Lock()
+}
+
+func (d *Data) unwant(volume string, l *volumeLock) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if l.users--; l.users == 0 {
+		delete(d.locks, volume)
+	}
+}
+
+// locked notes that the lock was taken, and returns what releases it.
+func (d *Data) locked(volume string, l *volumeLock) (unlock func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	l.late = time.Now().Add(lockPatience)
 	return func() {
-		l.Unlock()
-		d.mu.Lock()
-		if l.users--; l.users == 0 {
-			delete(d.locks, volume)
-		}
-		d.mu.Unlock()
+		<-l.turn
+		d.unwant(volume, l)
 	}
 }
 
@@ -271,14 +329,20 @@ func (d *Data) Close() error {
 		// them instead, once this one is gone.
 		return fmt.Errorf("devices are left as they are: %w", err)
 	}
-	var errs []error
-	for _, s := range d.all() {
+	sessions := d.all()
+	errs := make([]error, len(sessions))
+	var closing sync.WaitGroup
+	for i, s := range sessions {
 		d.forget(s)
-		if err := d.close(s); err != nil {
-			errs = append(errs, fmt.Errorf("volume %s: %w", s.Volume, err))
-		}
+		closing.Go(func() { // a disk that hangs is waited for once, not for each of its volumes
+			if err := d.close(s); err != nil {
+				errs[i] = fmt.Errorf("volume %s: %w", s.Volume, err)
+			}
+		})
 	}
-	if n := d.watch.Waits(); n > 0 {
+	closing.Wait()
+	n := d.awaitLeft() // those it does not count any more may wait for their disks by now
+	if n += d.watch.Waits(); n > 0 {
 		// The kernel has requests of theirs still, and with them the I/O threads cannot end.
 		return errors.Join(append(errs, d.stopPeers(), api.Errorf(api.Unavailable,
 			"%d replicas are left as they are: their disks do not answer", n))...)
@@ -310,8 +374,8 @@ func (d *Data) awaitResumed() error {
 // SetupData adds the Replica and Attachment loops of the data role to mgr.
 func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
-	d.api.Store(true)
 	d.events = mgr.GetEventRecorder("drover-data")
+	d.api.Store(true)
 	if err := index(mgr); err != nil {
 		return err
 	}
@@ -382,13 +446,14 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 	return one(a.Name)
 }
 
-// widens wakes the Attachment of a volume that is attached here as one with a single replica: there is a new one. Of a
-// volume with several the engine looks at them.
-func (d *Data) widens(_ context.Context, o client.Object) []reconcile.Request {
-	s := d.session(o.(*api.Replica).Spec.Volume)
+// widens wakes the Attachment of a volume that is attached here as one with a single replica: there is a new one; or
+// that is to be attached here: it may wait for this replica. Of a volume with several the engine looks at them.
+func (d *Data) widens(ctx context.Context, o client.Object) []reconcile.Request {
+	volume := o.(*api.Replica).Spec.Volume
+	s := d.session(volume)
 	switch {
 	case s == nil:
-		return nil
+		return d.attachmentOf(ctx, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume}})
 	case s.mates.many.Load():
 		s.mates.lookSoon()
 		return nil

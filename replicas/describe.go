@@ -18,7 +18,8 @@ import (
 func equalStatus(a, b *api.VolumeStatus) bool { return equality.Semantic.DeepEqual(a, b) }
 
 // describe computes what the status says of a volume that exists: state, robustness, sizes, conditions.
-func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool) {
+func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool,
+	dead func(*api.Replica) string) {
 	st := &v.Status
 	st.Message, st.AttachedNode = "", ""
 	current, failed, unheard := 0, "", ""
@@ -38,6 +39,10 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 		case api.ReplicaCurrent:
 			if silent(r.Spec.Node) {
 				break // what is known of it is old
+			}
+			if why := dead(&r); why != "" {
+				failed = fmt.Sprintf("replica %s: %s", r.Name, why)
+				break
 			}
 			current++
 			if size == 0 || r.Status.Size < size {

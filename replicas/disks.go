@@ -33,6 +33,8 @@ type Disks struct {
 	looked chan struct{} // closed when the disks were looked at for the first time
 }
 
+var errOtherDisk = errors.New("another disk is there")
+
 // firstLook is how long Layers waits for that. Before it a disk is not missing, only not open yet.
 const firstLook = 10 * time.Second
 
@@ -87,7 +89,7 @@ func (d *Disks) open(ctx context.Context, path string, known api.UID, add bool) 
 		now, err = stack.Add(ctx, path)
 	}
 	if err == nil && known != "" && api.UID(now.UID()) != known {
-		err = api.Errorf(api.Unavailable, "disk %s: another disk is there, %s instead of %s", path, now.UID(), known)
+		err = api.Errorf(api.Unavailable, "disk %s: %w, %s instead of %s", path, errOtherDisk, now.UID(), known)
 	}
 	d.mu.Lock()
 	was := d.paths[path]

@@ -12,15 +12,17 @@ import (
 func TestSpaceHeldByCopy(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.create(&api.Setting{ObjectMeta: named("replica-copy-rate-limit"), Value: "3"})
-	w.make("freed", 64<<20)
+	w.create(&api.Setting{ObjectMeta: named("replica-copy-rate-limit"), Value: "1"})
+	const size = 128 << 20
+	w.make("freed", size)
 	w.create(attachment("freed"))
 	w.attached("freed")
-	text := strings.Repeat("0123456789abcdef", 8<<20/16)
+	const much = 64 << 20 // a minute's work at that rate: it still goes on when the snapshot is deleted
+	text := strings.Repeat("0123456789abcdef", much/16)
 	w.fill("freed", "old"+text[3:], 0)
 	s := w.snapshot("freed", "s")
 	w.fill("freed", "new"+text[3:], 0)
-	c := volume("freed-c", 64<<20)
+	c := volume("freed-c", size)
 	c.Spec.DataSource, c.Spec.CloneMode = "snap://freed/s", api.CloneFull
 	w.create(c)
 	w.volumeIs("freed-c", "begun", func(v *api.Volume) bool {
@@ -37,8 +39,9 @@ func TestSpaceHeldByCopy(t *testing.T) {
 	})
 	w.remove(s)
 	gone(w, s, &api.SnapshotList{})
+	w.set("replica-copy-rate-limit", "0")
 	w.volumeState("freed-c", api.VolumeDetached)
-	w.layersUse("whole", 16<<20) // a's and c's
+	w.layersUse("whole", 2*much) // a's and c's
 	w.reads("freed", 0, "new3")
 	w.detach("freed")
 	w.holds("freed-c", 0, "old3")

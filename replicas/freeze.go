@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -32,9 +33,9 @@ func (d *Data) wantsFreeze(ctx context.Context, v *api.Volume) bool {
 }
 
 // freeze freezes the file systems of volumes that are mounted here and want that, all at once. The cut is made all the
-// same where it cannot be done, and the snapshot's event says so. Call thaw right after the cut. The caller has the
-// volumes' locks.
-func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.Snapshot) (thaw func()) {
+// same where it cannot be done, and the snapshot's event says so. Call thaw right after the cut; it can be called
+// again. The caller has the volumes' locks.
+func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.Snapshot) (frozen bool, thaw func()) {
 	ctx, cancel := context.WithTimeout(ctx, freezeTime)
 	defer cancel()
 	list := make([]*device.Frozen, len(volumes))
@@ -56,7 +57,8 @@ func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.S
 		})
 	}
 	wg.Wait()
-	return func() {
+	frozen = slices.ContainsFunc(list, func(f *device.Frozen) bool { return f != nil })
+	return frozen, sync.OnceFunc(func() {
 		for i, f := range list {
 			if f == nil {
 				continue
@@ -69,5 +71,5 @@ func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.S
 			})
 		}
 		wg.Wait()
-	}
+	})
 }

@@ -90,6 +90,9 @@ func TestSnapshotLostOfSeveral(t *testing.T) {
 	w.volumeIs("v", "whole", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustHealthy })
 	w.snapshot("v", "s1")
 	w.snapshot("v", "s2")
+	w.volumeIs("v", "given back", func(v *api.Volume) bool { // whoever was dropped has them once it is a member again
+		return len(v.Status.Members) == 3 && v.Status.EngineNode == ""
+	})
 	for _, o := range nodes {
 		o.stop()
 	}

@@ -75,7 +75,11 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
 	for _, name := range volumes { // in one order, or two groups would wait for each other
-		defer l.lock(name)()
+		unlock, ok := l.lockSoon(name)
+		if !ok {
+			return reconcile.Result{RequeueAfter: lockAgain}, nil
+		}
+		defer unlock()
 	}
 	old := g.DeepCopy()
 	err := l.cutGroup(ctx, &g)
@@ -102,7 +106,7 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	case api.Other:
 		return reconcile.Result{}, err
 	case api.Busy:
-		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
+		return reconcile.Result{RequeueAfter: busyAgain(err)}, nil
 	}
 	return reconcile.Result{RequeueAfter: 5 * time.Second}, nil // what it waits for may change and nobody tell
 }
@@ -137,7 +141,8 @@ type groupPart struct {
 
 // cutting is a cut that was prepared: of one replica or of several.
 type cutting interface {
-	Hold(ctx context.Context) error // until Release or Abort
+	Hold(ctx context.Context) error // until LetGo, Release or Abort
+	LetGo()                         // of what is held, after an error; Abort follows
 	Commit(ctx context.Context) error
 	Release()
 	Abort()
@@ -155,6 +160,9 @@ func (a *alone) Hold(ctx context.Context) (err error) {
 	a.let, err = a.cut.Hold(ctx)
 	return err
 }
+
+// LetGo implements cutting.
+func (a *alone) LetGo() { a.Release() }
 
 // Commit implements cutting.
 func (a *alone) Commit(ctx context.Context) error {
@@ -346,7 +354,18 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 	for _, p := range parts {
 		volumes, snaps = append(volumes, p.vol), append(snaps, p.snap)
 	}
-	defer l.freeze(ctx, volumes, snaps)() // thawed before what is above
+	for _, p := range parts {
+		if p.hand == nil {
+			continue
+		}
+		if err := p.hand.Settled(ctx); err != nil {
+			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
+		}
+	}
+	frozen, thaw := l.freeze(ctx, volumes, snaps)
+	defer thaw()                                // before what is above
+	late := time.AfterFunc(longestFrozen, thaw) // where the disk of one hangs, the others go on
+	defer late.Stop()
 	for _, p := range parts {
 		// The layer is a new one with every try: what was dropped may still be merged.
 		s := stack.Snapshot{UID: string(uidOf(p.snap)), Name: p.snap.Name, Layer: string(api.NewUID()), Created: at}
@@ -366,27 +385,57 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 			l.Log.Warn("a cut is given up", "volume", p.vol.Name, "err", err)
 		}}), append(ends, done)
 	}
-	return together(ctx, parts, cuts)
+	return together(ctx, parts, cuts, func() error {
+		if frozen && !late.Stop() {
+			return api.Errorf(api.Busy, "file systems were frozen for %v, and could not be cut: a disk does not answer; it is "+
+				"tried again", longestFrozen)
+		}
+		late.Reset(longestFrozen) // what is thawed from now on is held until it is cut
+		return nil
+	})
 }
 
-// together holds the writes of all volumes, cuts them, and lets them go on.
-func together(ctx context.Context, parts []*groupPart, cuts []cutting) error {
-	for i, c := range cuts {
-		if err := c.Hold(ctx); err != nil {
-			return fmt.Errorf("volume %s: %w", parts[i].vol.Name, err)
+const (
+	longestHeld   = 10 * time.Second // of a group's volumes, until what is under way in all of them is over
+	longestFrozen = time.Minute      // of their file systems, for others of the group
+)
+
+// together holds the writes of all volumes, cuts them, and lets each go on when it is cut: what it holds is that of the
+// instant, whatever the disks of the others do. Where the instant does not come soon nothing is held any longer. When
+// all are held, ready may have a reason to give it up.
+func together(ctx context.Context, parts []*groupPart, cuts []cutting, ready func() error) error {
+	err := holdAll(ctx, parts, cuts)
+	if err == nil {
+		err = ready()
+	}
+	if err != nil {
+		for _, c := range cuts {
+			c.LetGo()
 		}
+		return err
 	}
 	errs := make([]error, len(cuts))
 	var wg sync.WaitGroup
 	for i, c := range cuts {
-		wg.Go(func() { errs[i] = c.Commit(ctx) })
+		wg.Go(func() {
+			errs[i] = c.Commit(ctx)
+			c.Release()
+		})
 	}
 	wg.Wait()
-	for _, c := range cuts {
-		c.Release()
-	}
 	if err := errors.Join(errs...); err != nil {
 		return errors.Join(api.Errorf(api.Busy, "not all volumes were cut, it is tried again"), err)
+	}
+	return nil
+}
+
+func holdAll(ctx context.Context, parts []*groupPart, cuts []cutting) error {
+	ctx, cancel := context.WithTimeout(ctx, longestHeld)
+	defer cancel()
+	for i, c := range cuts {
+		if err := c.Hold(ctx); err != nil {
+			return fmt.Errorf("volume %s: %w", parts[i].vol.Name, err)
+		}
 	}
 	return nil
 }

@@ -74,7 +74,7 @@ func TestResumeBesideAHungDisk(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-	case <-time.After(time.Minute):
+	case <-w.ctx.Done():
 		t.Fatal("the volume of the disk that hung does not go on")
 	}
 	checkDevice(t, files["waits"].Name(), 0, data)
@@ -89,11 +89,85 @@ func TestResumeBesideAHungDisk(t *testing.T) {
 	}
 }
 
+// TestSyncsBesideAHungDisk: volumes with their only replica on a disk that hangs, more than an I/O thread lets block at a
+// time, keep the syncs of volumes on other disks waiting for a moment only.
+func TestSyncsBesideAHungDisk(t *testing.T) {
+	hung := mountedDisk(t, 300)
+	w := newWorld(t, hung, filepath.Join(t.TempDir(), "well"))
+	data, err := syscall.Mmap(-1, 0, 64<<10, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	copy(data, bytes.Repeat([]byte("0123456789abcdef"), 4096))
+	var stuck, well []*os.File
+	for i := range 6 {
+		name, disk, list := fmt.Sprintf("hung%d", i), hung, &stuck
+		if i%3 == 0 {
+			name, disk, list = fmt.Sprintf("well%d", i), "well", &well
+		}
+		v := volume(name, 16*mib)
+		v.Spec.DiskSelector = []string{filepath.Base(disk)}
+		w.create(v)
+		w.volumeState(name, api.VolumeDetached)
+		w.create(attachment(name))
+		f, err := os.OpenFile(w.attached(name).Status.Device, os.O_RDWR|syscall.O_DIRECT, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		if _, err := f.WriteAt(data, 0); err != nil {
+			t.Fatal(err)
+		}
+		*list = append(*list, f)
+	}
+	thaw := freeze(t, hung)
+	discards, syncs := make(chan error, len(stuck)), make(chan error, len(well))
+	for _, f := range stuck {
+		go func() {
+			out, err := exec.Command("blkdiscard", "-o", "0", "-l", "65536", f.Name()).CombinedOutput()
+			if err != nil {
+				err = fmt.Errorf("%w: %s", err, out)
+			}
+			discards <- err
+		}()
+	}
+	time.Sleep(time.Second) // that they are with the disk nobody tells
+	for _, f := range well {
+		go func() {
+			_, err := f.WriteAt(data, mib)
+			if err == nil {
+				err = f.Sync()
+			}
+			syncs <- err
+		}()
+	}
+	late := time.After(time.Minute)
+	for range well {
+		select {
+		case err := <-syncs:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-late:
+			t.Fatal("a volume waits for a disk that it is not on")
+		}
+	}
+	if len(discards) > 0 {
+		t.Errorf("nothing hangs: %v", <-discards)
+	}
+	thaw()
+	for range stuck {
+		if err := <-discards; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // freeze has writes to a file system hang until thaw, or the end of the test.
 func freeze(t *testing.T, dir string) (thaw func()) {
 	t.Helper()
 	// Whatever becomes of this process, the file system does not stay so.
-	guard := exec.Command("sh", "-c", "sleep 90; fsfreeze --unfreeze "+dir)
+	guard := exec.Command("sh", "-c", "sleep 900; fsfreeze --unfreeze "+dir)
 	guard.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := guard.Start(); err != nil {
 		t.Fatal(err)
@@ -132,7 +206,7 @@ func TestOwnDiskHangs(t *testing.T) {
 	}
 	disk := filepath.Join(w.dir, "a", "disk")
 	w.sh("mkdir -p " + disk + "; mount --bind " + hung + " " + disk)
-	t.Cleanup(func() { w.sh("umount " + disk) })
+	t.Cleanup(func() { w.sh("umount --lazy " + disk) })
 	a, b := w.other(ca, "a"), w.other(ca, "b")
 	for _, name := range []string{"a", "b"} {
 		await(w, &api.Node{ObjectMeta: named(name)}, &api.NodeList{}, "reachable", func(n *api.Node) bool {
@@ -181,6 +255,41 @@ func TestOwnDiskHangs(t *testing.T) {
 	}
 }
 
+// hangingWrite writes to a device, and returns when that is on its way; what comes of it is sent.
+func (w *world) hangingWrite(dev string, off int64) <-chan error {
+	w.t.Helper()
+	ended := make(chan error, 1)
+	go func() {
+		f, err := os.OpenFile(dev, os.O_WRONLY|syscall.O_SYNC, 0)
+		if err == nil {
+			_, err = f.WriteAt(make([]byte, mib), off)
+			_ = f.Close()
+		}
+		ended <- err
+	}()
+	inflight := "/sys/block/" + filepath.Base(dev) + "/inflight"
+	for tick := time.NewTicker(10 * time.Millisecond); ; { // nobody tells
+		var reads, writes int
+		if text, err := os.ReadFile(inflight); err != nil {
+			w.t.Fatal(err)
+		} else if _, err := fmt.Sscan(string(text), &reads, &writes); err != nil {
+			w.t.Fatal(err)
+		}
+		if writes > 0 {
+			tick.Stop()
+			return ended
+		}
+		select {
+		case err := <-ended: // it was answered before anybody looked
+			ended <- err
+			return ended
+		case <-tick.C:
+		case <-w.ctx.Done():
+			w.t.Fatal("no write is on its way")
+		}
+	}
+}
+
 // mountedDisk is the mount point of an ext4 of its own, of so many MiB.
 func mountedDisk(t *testing.T, size int) string {
 	t.Helper()
@@ -199,4 +308,216 @@ func mountedDisk(t *testing.T, size int) string {
 		mnt, size, dir))
 	t.Cleanup(func() { run("umount " + mnt) })
 	return mnt
+}
+
+// TestForcedDetachOfAHungDisk: the disk of a volume's only replica hangs without an error. By force the volume is
+// detached all the same, its I/O fails, and it can be attached again when the disk goes on, with all that was answered.
+func TestForcedDetachOfAHungDisk(t *testing.T) {
+	hung := mountedDisk(t, 200)
+	w := newWorld(t, hung)
+	w.make("v", 16*mib)
+	w.create(attachment("v"))
+	a := w.attached("v")
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, a.Status.Device, 0, data)
+	thaw := freeze(t, hung)
+	failed := w.hangingWrite(a.Status.Device, 2*mib)
+	w.remove(a) // it is waited for, until the user has enough of that
+	await(w, &api.Volume{ObjectMeta: named("v")}, &api.VolumeList{}, "detaching", func(v *api.Volume) bool {
+		return v.Status.State == api.VolumeDetaching
+	})
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	began := time.Now()
+	gone(w, a, &api.AttachmentList{})
+	t.Logf("detached %v after", time.Since(began))
+	if err := <-failed; err == nil {
+		t.Error("a write was answered that no disk has")
+	}
+	w.volumeState("v", api.VolumeDetached)
+	thaw()
+	w.create(attachment("v"))
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
+}
+
+// TestSnapshotsOnAHungDisk: snapshots of a volume whose disk hangs keep neither a forced detach from failing its I/O, nor
+// the snapshots of other disks from being made.
+func TestSnapshotsOnAHungDisk(t *testing.T) {
+	hung := mountedDisk(t, 300)
+	w := newWorld(t, hung, filepath.Join(t.TempDir(), "well"))
+	for name, disk := range map[string]string{"v": hung, "other": "well"} {
+		v := volume(name, 16*mib)
+		v.Spec.DiskSelector = []string{filepath.Base(disk)}
+		w.create(v)
+		w.volumeState(name, api.VolumeDetached)
+	}
+	w.create(attachment("v"))
+	a := w.attached("v")
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, a.Status.Device, 0, data)
+	thaw := freeze(t, hung)
+	failed := w.hangingWrite(a.Status.Device, 2*mib)
+	snap := func(name, of string) *api.Snapshot {
+		return &api.Snapshot{ObjectMeta: named(name), Spec: api.SnapshotSpec{Volume: of, CreateSnapshot: true}}
+	}
+	for i := range 9 { // more than are made at once
+		w.create(snap(fmt.Sprintf("hangs%d", i), "v"))
+	}
+	ready := func(s *api.Snapshot) bool { return s.Status.ReadyToUse }
+	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // nobody tells when the first of them waits
+		w.data.mu.Lock()
+		busy := w.data.locks["v"] != nil && len(w.data.locks["v"].turn) > 0
+		w.data.mu.Unlock()
+		if busy {
+			tick.Stop()
+			break
+		}
+	}
+	w.create(snap("made", "other"))
+	await(w, snap("made", ""), &api.SnapshotList{}, "ready", ready)
+	w.remove(a)
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	began := time.Now()
+	select {
+	case err := <-failed:
+		if err == nil {
+			t.Error("a write was answered that no disk has")
+		}
+		t.Logf("its I/O failed %v after", time.Since(began))
+	case <-time.After(time.Minute):
+		t.Error("the device was to be taken away by force, and its I/O waits")
+	}
+	thaw()
+	gone(w, a, &api.AttachmentList{})
+	for i := range 9 {
+		await(w, snap(fmt.Sprintf("hangs%d", i), ""), &api.SnapshotList{}, "ready", ready)
+	}
+	w.create(attachment("v"))
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
+}
+
+// TestForcedDetachOfADiskThatHangsAtTheEnd: the disk begins to hang when the device is gone already, and the replica is
+// closed. By force that is not waited for, and the volume can be attached again when the disk goes on.
+func TestForcedDetachOfADiskThatHangsAtTheEnd(t *testing.T) {
+	hung := mountedDisk(t, 200)
+	w := newWorld(t, hung)
+	w.make("v", 16*mib)
+	w.create(attachment("v"))
+	a := w.attached("v")
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, a.Status.Device, 0, data)
+	thaw := freeze(t, hung)
+	w.remove(a)
+	for tick := time.NewTicker(10 * time.Millisecond); ; { // nobody tells when the device is gone
+		w.data.mu.Lock()
+		ends := len(w.data.left) > 0
+		w.data.mu.Unlock()
+		if ends {
+			tick.Stop()
+			break
+		}
+		select {
+		case <-tick.C:
+		case <-w.ctx.Done():
+			t.Fatal("the device is still there")
+		}
+	}
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	gone(w, a, &api.AttachmentList{})
+	w.volumeState("v", api.VolumeDetached)
+	thaw()
+	w.create(attachment("v"))
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
+}
+
+// TestNoteOnAHungDisk: that a volume's record on a disk that hangs cannot be brought up to date keeps nothing waiting.
+func TestNoteOnAHungDisk(t *testing.T) {
+	hung := mountedDisk(t, 200)
+	w := newWorld(t, hung)
+	w.make("v", 16*mib)
+	w.create(attachment("v"))
+	a := w.attached("v")
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, a.Status.Device, 0, data)
+	thaw := freeze(t, hung)
+	edit(w, volume("v", 0), func(v *api.Volume) { v.Labels = map[string]string{"of": "record"} })
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	w.remove(a)
+	gone(w, a, &api.AttachmentList{})
+	w.volumeState("v", api.VolumeDetached)
+	thaw()
+	w.create(attachment("v"))
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
+}
+
+// TestAttachBesideAHungMember: the disk of a member hangs when the volume is detached. It is attached on another node
+// without that member, which has all that was answered and comes back when its disk goes on.
+func TestAttachBesideAHungMember(t *testing.T) {
+	hung := mountedDisk(t, 400)
+	w := newWorld(t)
+	disk := filepath.Join(w.dir, "a", "disk")
+	w.sh("mkdir -p " + disk + "; mount --bind " + hung + " " + disk)
+	t.Cleanup(func() { w.sh("umount --lazy " + disk) })
+	w.three()
+	v := volume("v", 64*mib)
+	v.Spec.NumberOfReplicas, v.Spec.Nodes = 2, []string{"a", "b"}
+	w.create(v)
+	members := func(n int) func(*api.Volume) bool {
+		return func(v *api.Volume) bool { return len(v.Status.Members) == n }
+	}
+	w.volumeIs("v", "whole", members(2))
+	w.volumeState("v", api.VolumeDetached)
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, w.attachTo("a", "v"), 0, data)
+	dev := w.attached("v").Status.Device
+	thaw := freeze(t, hung)
+	failed := w.hangingWrite(dev, 8*mib)
+	edit(w, attachment("v"), func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	w.detachFrom("v")
+	if err := <-failed; err == nil {
+		t.Log("the member that hangs was left out before the volume was detached")
+	}
+	dev = w.attachTo("b", "v")
+	if v := w.volumeIs("v", "there", func(*api.Volume) bool { return true }); len(v.Status.Members) != 1 {
+		t.Errorf("the members are %v, and the disk of one hangs", v.Status.Members)
+	}
+	checkDevice(t, dev, 0, data)
+	writeDevice(t, dev, mib, data)
+	thaw()
+	w.volumeIs("v", "whole again", members(2))
+	w.detachFrom("v")
+	dev = w.attachTo("a", "v")
+	checkDevice(t, dev, 0, data)
+	checkDevice(t, dev, mib, data)
+	w.detachFrom("v")
+}
+
+// TestForcedDetachOfAHeldDevice: a device cannot be taken up from a predecessor, as its disk is away. By force it is
+// taken away all the same, and the volume can be attached again when the disk is back.
+func TestForcedDetachOfAHeldDevice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("v", 16*mib)
+	w.create(attachment("v"))
+	a := w.attached("v")
+	data := bytes.Repeat([]byte("answered"), mib/8)
+	writeDevice(t, a.Status.Device, 0, data)
+	w.stopData()
+	disk := filepath.Join(w.dir, "disk")
+	if err := os.Rename(disk, disk+".away"); err != nil {
+		t.Fatal(err)
+	}
+	w.lost = true
+	w.startData()
+	w.lost = false
+	w.remove(a)
+	await(w, a, &api.AttachmentList{}, "waiting for its disk", func(a *api.Attachment) bool {
+		return a.DeletionTimestamp != nil && a.Status.Message != ""
+	})
+	edit(w, a, func(a *api.Attachment) { a.Annotations = map[string]string{api.AnnotationForce: "now"} })
+	gone(w, a, &api.AttachmentList{})
+	if err := os.Rename(disk+".away", disk); err != nil {
+		t.Fatal(err)
+	}
+	w.create(attachment("v"))
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
 }

@@ -105,7 +105,11 @@ func (w *world) rot(file string) {
 // scrubbed makes a volume's replica due, and waits for the scrub, or for the time in which one would have been.
 func (w *world) scrubbed(volume string, is bool) {
 	w.t.Helper()
-	r := w.memberOf(volume)
+	r := await(w, w.memberOf(volume), &api.ReplicaList{}, "no more written to by the scrub before", func(r *api.Replica) bool {
+		w.data.scrubber.mu.Lock()
+		defer w.data.scrubber.mu.Unlock()
+		return w.data.scrubber.found[r.Spec.UID] == nil && !w.data.scrubber.under[r.Spec.UID]
+	})
 	w.data.scrubber.mu.Lock()
 	clear(w.data.scrubber.seen) // what another replica's look found counts for an hour
 	w.data.scrubber.mu.Unlock()

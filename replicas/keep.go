@@ -13,6 +13,7 @@ type standing struct {
 	v        *api.Volume
 	mine     []api.Replica
 	away     func(node string) time.Duration // how long a node gave no sign of life; 0: it does
+	lost     func(r *api.Replica) bool       // its disk cannot be used; nil: none
 	leaving  func(r *api.Replica) bool       // its disk or node is being evicted, or was taken away
 	attached string                          // where the volume is used; empty: nowhere
 	zone     func(node string) string        // of a node; empty: it shares its zone with nobody. nil: there are none
@@ -27,6 +28,7 @@ type verdict struct {
 	extra   bool     // the one that is wanted is for nearness alone: there or nowhere
 	leaving []string // they go once others are whole: need not be kept apart from
 	drop    []string
+	stay    []string      // they were asked to leave, and need not any more
 	later   time.Duration // until time alone changes the verdict; 0: it does not
 }
 
@@ -44,13 +46,13 @@ func decide(s standing) verdict {
 			continue
 		}
 		away := s.away(r.Spec.Node)
-		// A member that somebody deleted leaves once another is whole. Asked to go before: no other is asked in its place.
-		leaving := s.leaving(r) || r.Spec.Leave || r.DeletionTimestamp != nil
+		// A member that somebody deleted leaves once another is whole. That it was asked to leave is no reason by itself.
+		leaving := s.leaving(r) || r.DeletionTimestamp != nil
 		if leaving {
 			d.leaving = append(d.leaving, r.Name)
 		}
 		switch {
-		case member && r.Status.Mode == api.ReplicaCurrent && away == 0:
+		case member && r.Status.Mode == api.ReplicaCurrent && away == 0 && !s.dead(r):
 			whole = append(whole, r)
 		case !member && r.Status.Mode == api.ReplicaFailed:
 			lost = append(lost, r)
@@ -105,15 +107,29 @@ func decide(s standing) verdict {
 		d.surplus(s, whole, staying, good+hurt-want)
 		for _, r := range staying {
 			switch {
-			case slices.Contains(whole, r) || near && r.Spec.Node == s.attached:
+			case slices.Contains(whole, r):
+			case r.Spec.Leave: // it was asked to, and the engine has let it go
+				d.drop = append(d.drop, r.Name)
+			case near && r.Spec.Node == s.attached:
 			case s.takesPlace(r) && s.away(r.Spec.Node) == 0:
 			default: // it is made, and not needed
 				d.drop = append(d.drop, r.Name)
 			}
 		}
 	}
+	for i := range s.mine {
+		if r := &s.mine[i]; r.Spec.Leave && r.DeletionTimestamp == nil && !slices.Contains(d.drop, r.Name) {
+			d.stay = append(d.stay, r.Name)
+		}
+	}
+	if len(d.stay) > 0 { // the engine may be about to let them go: who else may go is seen next
+		d.drop = nil
+	}
 	return d
 }
+
+// dead reports whether a replica's disk cannot be used: what its status says is old.
+func (s *standing) dead(r *api.Replica) bool { return s.lost != nil && s.lost(r) }
 
 // takesPlace reports whether a replica is made to be where another one is not.
 func (s *standing) takesPlace(r *api.Replica) bool {
@@ -122,8 +138,8 @@ func (s *standing) takesPlace(r *api.Replica) bool {
 	})
 }
 
-// surplus drops n whole replicas that are more than wanted: those first that are damaged, then those whose place
-// another has taken, then those without which the rest is spread best.
+// surplus drops n whole replicas that are more than wanted: those first that are damaged, then those that were asked to
+// leave before, then those whose place another has taken, then those without which the rest is spread best.
 func (d *verdict) surplus(s standing, whole, staying []*api.Replica, n int) {
 	left := slices.DeleteFunc(slices.Clone(whole), func(r *api.Replica) bool { return !slices.Contains(staying, r) })
 	one := func(is bool) int {
@@ -151,7 +167,8 @@ func (d *verdict) surplus(s standing, whole, staying []*api.Replica, n int) {
 				return one(slices.ContainsFunc(left, func(o *api.Replica) bool { return o.Spec.Instead == r.Name }))
 			}
 			damaged := func(r *api.Replica) int { return one(len(r.Status.Damage) > 0) }
-			return cmp.Or(cmp.Compare(damaged(b), damaged(a)), cmp.Compare(local(a), local(b)),
+			asked := func(r *api.Replica) int { return one(r.Spec.Leave) }
+			return cmp.Or(cmp.Compare(damaged(b), damaged(a)), cmp.Compare(local(a), local(b)), cmp.Compare(asked(b), asked(a)),
 				cmp.Compare(replaced(b), replaced(a)),
 				without(a).compare(without(b)), b.CreationTimestamp.Compare(a.CreationTimestamp.Time),
 				cmp.Compare(a.Name, b.Name))

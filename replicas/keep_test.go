@@ -53,6 +53,7 @@ func TestDecide(t *testing.T) {
 	}
 	gone := metav1.Now()
 	evict := func(s *standing, node string) { s.leaving = func(r *api.Replica) bool { return r.Spec.Node == node } }
+	dead := func(s *standing, node string) { s.lost = func(r *api.Replica) bool { return r.Spec.Node == node } }
 	for name, c := range map[string]struct {
 		change func(*standing)
 		add    int
@@ -107,6 +108,29 @@ func TestDecide(t *testing.T) {
 			evict(s, "c") // as one beyond repair
 			s.add("d", true)
 		}, 0, "", []string{"v.c"}, false},
+		"a dead disk: none of the others goes for its replica": {func(s *standing) {
+			s.v.Spec.NumberOfReplicas = 1
+			s.mine, s.v.Status.Members = s.mine[:2], s.v.Status.Members[:2]
+			s.mine[1].CreationTimestamp = metav1.Now()
+			dead(s, "a")
+		}, 0, "", []string{"v.a"}, false},
+		"a dead disk: the last good one stays": {func(s *standing) {
+			s.v.Spec.NumberOfReplicas = 1
+			s.mine, s.v.Status.Members = s.mine[:2], s.v.Status.Members[:2]
+			evict(s, "b")
+			dead(s, "a")
+		}, 0, "", nil, false},
+		"asked to leave, and it goes on": {func(s *standing) {
+			s.v.Spec.NumberOfReplicas = 2
+			s.mine[0].Spec.Leave = true
+			s.mine[1].CreationTimestamp = metav1.Now()
+		}, 0, "", []string{"v.a"}, false},
+		"asked to leave, and the drain was undone": {func(s *standing) { s.mine[0].Spec.Leave = true }, 0, "", nil, false},
+		"asked to leave, and needed again": {func(s *standing) {
+			s.v.Spec.NumberOfReplicas = 2
+			s.mine[0].Spec.Leave = true
+			s.lose("b")
+		}, 0, "", nil, false},
 		"a failed member stays":          {func(s *standing) { s.mine[2].Status.Mode = api.ReplicaFailed }, 0, "", nil, false},
 		"eviction: first another":        {func(s *standing) { evict(s, "c") }, 1, "", nil, false},
 		"eviction: not while it is made": {func(s *standing) { evict(s, "c"); s.add("d", false) }, 0, "", nil, false},
@@ -142,6 +166,11 @@ func TestDecide(t *testing.T) {
 			s.v.Spec.DataLocality, s.attached = "best-effort", "d"
 			s.add("d", false)
 		}, 0, "", nil, false},
+		"one that is made near, and was let go": {func(s *standing) {
+			s.v.Spec.DataLocality, s.attached = "best-effort", "d"
+			s.add("d", false)
+			s.mine[3].Spec.Leave = true
+		}, 0, "", []string{"v.d"}, false},
 		"nothing to copy from": {func(s *standing) { s.v.Status.Members = nil }, 0, "", nil, false},
 	} {
 		s := stands()
@@ -149,6 +178,12 @@ func TestDecide(t *testing.T) {
 		d := decide(s)
 		if d.add != c.add || d.prefer != c.prefer || !slices.Equal(d.drop, c.drop) || (d.later > 0) != c.later {
 			t.Errorf("%s: %+v, want add %d prefer %q drop %v later %v", name, d, c.add, c.prefer, c.drop, c.later)
+		}
+		for i := range s.mine {
+			r := &s.mine[i]
+			if stays := r.Spec.Leave && !slices.Contains(d.drop, r.Name); stays != slices.Contains(d.stay, r.Name) {
+				t.Errorf("%s: %s: the wish that it leaves is to be taken back: %v, %+v", name, r.Name, stays, d)
+			}
 		}
 	}
 }

@@ -75,6 +75,7 @@ func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica,
 			}
 			return max(time.Since(n.Status.Heartbeat.Time), time.Second)
 		},
+		lost: func(r *api.Replica) bool { return p.deadDisk(ctx)(r) != "" },
 		leaving: func(r *api.Replica) bool {
 			return r.Spec.Transient || r.Status.BeyondRepair && len(v.Status.Members) > 1 ||
 				isLeaving(byName[r.Spec.Node], r.Spec.Disk)
@@ -89,6 +90,9 @@ func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica,
 	}
 	d := decide(s)
 	p.again(v.Name, d.later)
+	if err := p.stay(ctx, mine, d.stay); err != nil {
+		return err
+	}
 	if err := p.drop(ctx, v, mine, d.drop, att != nil); err != nil {
 		return err
 	}
@@ -179,6 +183,22 @@ func (p *planner) drop(ctx context.Context, v *api.Volume, mine []api.Replica, n
 			name, r.Spec.Node)
 	}
 	return p.forgetLost(ctx, v, mine)
+}
+
+// stay takes back the wish that a replica leaves whose reason is over: a drain was undone, or it is needed again.
+func (p *planner) stay(ctx context.Context, mine []api.Replica, names []string) error {
+	for i := range mine {
+		r := &mine[i]
+		if !slices.Contains(names, r.Name) {
+			continue
+		}
+		old := r.DeepCopy()
+		r.Spec.Leave = false
+		if err := p.client.Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("replica %s: %w", r.Name, err)
+		}
+	}
+	return nil
 }
 
 // forgetLost ends the deletion of replicas whose node is no object any more: nobody else will.

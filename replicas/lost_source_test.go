@@ -21,9 +21,9 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "1")
-	w.on("a", "near", 64*mib)
+	w.on("a", "near", 128*mib)
 	w.create(attachment("a"))
-	data := pattern(24 * mib)
+	data := pattern(120 * mib) // two minutes' work at that rate: its end is not copied by the time it is lost
 	writeDevice(t, w.attached("a").Status.Device, 5*mib, data)
 	w.detach("a")
 	s := w.snapshot("a", "s1")
@@ -40,7 +40,7 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 			t.Fatal("the layer has no digests")
 		}
 	}
-	w.begin("b", "snap://a/s1", "far", "", 64*mib)
+	w.begin("b", "snap://a/s1", "far", "", 128*mib)
 	w.volumeState("b", api.VolumeDetached)
 	w.create(attachment("b"))
 	dev := w.attached("b").Status.Device
@@ -71,7 +71,7 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 	got := page()
 	read := make(chan error, 1)
 	go func() {
-		_, err := f.ReadAt(got, 25*mib)
+		_, err := f.ReadAt(got, 124*mib)
 		read <- err
 	}()
 	await(w, &api.Attachment{ObjectMeta: named("b")}, &api.AttachmentList{}, "lost", func(a *api.Attachment) bool {
@@ -100,7 +100,7 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 	await(w, &api.Attachment{ObjectMeta: named("b")}, &api.AttachmentList{}, "found", func(a *api.Attachment) bool {
 		return meta.FindStatusCondition(a.Status.Conditions, api.ConditionSourceLost) == nil
 	})
-	if err := <-read; err != nil || !bytes.Equal(got, data[20*mib:21*mib]) {
+	if err := <-read; err != nil || !bytes.Equal(got, data[119*mib:]) {
 		t.Fatalf("the read that waited: %v", err)
 	}
 	await(w, w.memberOf("b"), &api.ReplicaList{}, "at home", func(r *api.Replica) bool {

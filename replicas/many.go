@@ -58,6 +58,7 @@ type found struct {
 	spec memberSpec
 	info peer.Info
 	err  error
+	held bool // who has it cannot be waited for: it has all that was acknowledged, and is not to be had
 }
 
 // lookTime bounds how long a member is looked for when a volume is attached.
@@ -88,7 +89,11 @@ func (l *attachmentLoop) look(ctx context.Context, v *api.Volume) ([]found, erro
 		f := &list[i]
 		f.spec = memberSpec{Name: name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
 		if r.Spec.Node == l.Node {
-			f.info, f.err = l.lookHere(ctx, &r)
+			if f.held = l.watch.Buried(string(r.Spec.UID)); f.held {
+				f.err = api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", name)
+			} else {
+				f.info, f.err = l.lookHere(ctx, &r)
+			}
 			continue
 		}
 		wg.Add(1)
@@ -117,6 +122,9 @@ func (l *attachmentLoop) look(ctx context.Context, v *api.Volume) ([]found, erro
 					pause.Stop()
 					break
 				}
+			}
+			if errors.Is(f.err, peer.ErrGivenUp) {
+				f.held, f.err = true, api.Errorf(api.Unavailable, "replica %s of node %s: %w", name, f.spec.Node, f.err)
 			}
 			_ = m.Close() // it had no session
 		}()
@@ -151,6 +159,7 @@ func (l *attachmentLoop) lookHere(ctx context.Context, r *api.Replica) (peer.Inf
 func choose(v *api.Volume, list []found) (take []found, err error) {
 	var restarted []found
 	var why []error
+	var held error
 	reverted := int64(0)
 	for _, f := range list {
 		reverted = max(reverted, f.info.Reverted)
@@ -159,7 +168,9 @@ func choose(v *api.Volume, list []found) (take []found, err error) {
 		switch {
 		case f.err != nil:
 			why = append(why, f.err)
-			if api.Is(f.err, api.Busy) { // it is there, and about to be free
+			if f.held {
+				held = f.err
+			} else if api.Is(f.err, api.Busy) { // it is there, and about to be free
 				return nil, f.err
 			}
 		case f.info.Epoch > v.Status.Epoch:
@@ -174,6 +185,10 @@ func choose(v *api.Volume, list []found) (take []found, err error) {
 		}
 	}
 	if len(take) == 0 && len(restarted) > 0 {
+		if held != nil {
+			return nil, api.Errorf(api.Busy, "replica %s may lack what another one has, which cannot be had now: %w",
+				restarted[0].spec.Name, held)
+		}
 		take = restarted[:1]
 	}
 	if len(take) == 0 {
@@ -184,12 +199,21 @@ func choose(v *api.Volume, list []found) (take []found, err error) {
 
 // makeMany claims a volume for this node and makes its device.
 func (l *attachmentLoop) makeMany(ctx context.Context, a *api.Attachment, v *api.Volume) (*session, error) {
-	if err := l.memberReverting(ctx, v); err != nil {
-		return nil, err
-	}
 	list, err := l.look(ctx, v)
 	if err != nil {
 		return nil, err
+	}
+	// The engine of a node that is cut off from the API alone may have its own member for as long as it lives.
+	for i := range list {
+		f := &list[i]
+		if !api.Is(f.err, api.Busy) || f.spec.Node == l.Node {
+			continue
+		}
+		if quiet, err := l.quiet(ctx, f.spec.Node); err != nil {
+			return nil, err
+		} else if quiet {
+			f.held, f.err = true, api.Errorf(api.Unavailable, "node %s gives no sign of life: %v", f.spec.Node, f.err)
+		}
 	}
 	take, err := choose(v, list)
 	if err != nil {
@@ -308,7 +332,7 @@ func (d *Data) openMany(ctx context.Context, b blob, size int64, fresh bool) (_ 
 		m, r, err := d.openMember(ctx, s, spec)
 		if !fresh && spec.Node == d.Node && len(s.Members) > 1 && isAbsent(err) {
 			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
-			m, err = engine.Named{Name: string(spec.UID), Member: absent{err}}, nil
+			m, err = engine.Named{Name: string(spec.UID), Member: &absent{err}}, nil
 		}
 		if err != nil && (fresh || spec.Node != d.Node) {
 			return nil, fmt.Errorf("replica %s: %w", spec.Name, err)

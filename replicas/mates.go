@@ -42,6 +42,7 @@ type mates struct {
 	dropped, deltas, fulls, compared, sent, repaired atomic.Int64
 	repairs                                          repairs
 
+	keeping  sync.Mutex // from a look at the blob until the holder has it: none is overtaken by an older one; before mu
 	mu       sync.Mutex // of what follows, and of Now, Members, Next and Joining in the blob
 	news     []news
 	rebuilds map[string]api.RebuildStatus
@@ -77,6 +78,8 @@ func (s *session) snapshotBlob() blob {
 
 // keepBlob has the holder know what the session is. A device that is not there yet gets it when it is made.
 func (d *Data) keepBlob(s *session) error {
+	s.mates.keeping.Lock()
+	defer s.mates.keeping.Unlock()
 	raw, err := json.Marshal(s.snapshotBlob())
 	if err != nil {
 		return err
@@ -111,6 +114,10 @@ func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
 func (d *Data) manyDropper(s *session) dropper {
 	drop := d.dropper(s.blob)
 	return func(ctx context.Context, epoch int64, member string) error {
+		if !d.api.Load() { // before it is proposed: a successor would have to ask the API what came of it
+			return api.Errorf(api.Unavailable, "volume %s: replica %s cannot be dropped before the API is reached",
+				s.Volume, member)
+		}
 		if err := d.propose(s, epoch+1, nil); err != nil {
 			return err
 		}

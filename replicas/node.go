@@ -3,6 +3,7 @@ package replicas
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -41,6 +42,8 @@ type NodeOptions struct {
 	// Instance tells this Drover from others on the machine, in words; a disk is one instance's. Empty: not checked.
 	Instance  string
 	Heartbeat time.Duration // whole seconds; 0: 10 s
+	// GoneAfter is how long a disk is not at its path until it is told to be gone; at a boot it may be mounted late.
+	GoneAfter time.Duration // 0: a minute
 	Log       *slog.Logger
 }
 
@@ -60,6 +63,7 @@ type nodeLoop struct {
 	resend  bool
 	collect sync.WaitGroup
 	tidied  map[api.UID]time.Time // when a disk was last put in order; the loop's own
+	missed  map[string]time.Time  // since when a disk is not at its path; the loop's own
 }
 
 // SetupNode adds the loop that makes this machine's Node object true. The disks it opens serve image movers too; they
@@ -76,7 +80,10 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 	}
 	n := &nodeLoop{NodeOptions: o, client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-node"),
 		disks: newDisks(o.Instance), kernel: kernelRelease(), resend: device.ResendSupported() == nil,
-		tidied: map[api.UID]time.Time{}}
+		tidied: map[api.UID]time.Time{}, missed: map[string]time.Time{}}
+	if n.GoneAfter == 0 {
+		n.GoneAfter = time.Minute
+	}
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		<-ctx.Done()
 		n.collect.Wait()
@@ -124,7 +131,9 @@ func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconc
 		return reconcile.Result{RequeueAfter: n.Heartbeat}, conflictIsFine(err)
 	}
 	old := node.DeepCopy()
-	if err := n.look(ctx, &node); err != nil {
+	if err := n.look(ctx, &node); apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
+	} else if err != nil {
 		return reconcile.Result{}, err
 	}
 	if !equality.Semantic.DeepEqual(old.Status, node.Status) {
@@ -196,7 +205,13 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 		}
 	}
 	for _, spec := range node.Spec.Disks {
-		add(n.disk(ctx, spec, was[spec.Path].UID))
+		d := n.disk(ctx, spec, was[spec.Path].UID)
+		if was[spec.Path].UID == "" && d.Ready {
+			if err := n.takeSettings(ctx, node, d); err != nil {
+				return err // it is tried again before the disk is known here
+			}
+		}
+		add(d)
 	}
 	// A disk that was taken out of the spec is served until nothing is on it any more.
 	for path, d := range was {
@@ -214,6 +229,9 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 		}
 	}
 	st.Disks = mountedElsewhere(st.Disks, node.Spec.Disks)
+	if err := n.tellMoved(ctx, st.Disks); err != nil {
+		return err
+	}
 	n.disks.keep(paths)
 	st.DiskCount = int32(len(st.Disks))
 	st.Capacity, st.Available = bytesText(capacity), bytesText(available)
@@ -252,12 +270,19 @@ func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) a
 	st := api.DiskStatus{Path: spec.Path, UID: known}
 	d, err := n.disks.open(ctx, spec.Path, known, true)
 	if err != nil {
+		if known != "" && (api.Is(err, api.NotFound) || errors.Is(err, errOtherDisk)) {
+			if n.missed[spec.Path].IsZero() {
+				n.missed[spec.Path] = time.Now()
+			}
+			st.Gone = time.Since(n.missed[spec.Path]) >= n.GoneAfter
+		}
 		if known != "" && api.Is(err, api.NotFound) {
 			err = fmt.Errorf("its file system is not mounted, or its files were removed: %w", err)
 		}
 		st.Message = err.Error()
 		return st
 	}
+	delete(n.missed, spec.Path)
 	st.UID = api.UID(d.UID())
 	capacity, available, fsType, err := d.Statfs()
 	if err != nil {
@@ -289,6 +314,9 @@ func (n *nodeLoop) leftOn(ctx context.Context, uid api.UID) (string, error) {
 	if err := n.client.List(ctx, &copies, client.MatchingFields{byDisk: string(uid)}); err != nil {
 		return "", err
 	}
+	// Those of another node are there: the disk has moved.
+	reps.Items = slices.DeleteFunc(reps.Items, func(r api.Replica) bool { return r.Spec.Node != n.Name })
+	copies.Items = slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool { return c.Spec.Node != n.Name })
 	if len(reps.Items)+len(copies.Items) == 0 {
 		return "", nil
 	}

@@ -207,17 +207,77 @@ func (l *replicaLoop) abandon(r *api.Replica, disk *stack.Disk) error {
 	if from := r.Spec.From; from != nil && from.Layer != "" {
 		errs = append(errs, disk.Drop(string(from.Layer)))
 	}
-	return errors.Join(append(errs, l.unpin(r.Spec.UID, disk))...)
+	errs = append(errs, disk.Unpin(string(r.Spec.UID)))
+	for _, other := range l.disks.except(disk) {
+		l.unpinSoon(r.Spec.UID, other)
+	}
+	return errors.Join(errs...)
 }
 
 // unpin takes the pins of a replica off all disks. One that is not there now is looked at when it comes back.
 func (d *Data) unpin(replica api.UID, own *stack.Disk) error {
 	errs := []error{own.Unpin(string(replica))}
 	for _, other := range d.disks.except(own) {
-		errs = append(errs, other.Unpin(string(replica)))
-		d.freed(other)
+		err := d.unpinOn(replica, other)
+		if api.Is(err, api.Unavailable) {
+			d.unpinLater(replica, other)
+			err = nil
+		}
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
+}
+
+func (d *Data) unpinOn(replica api.UID, disk *stack.Disk) error {
+	pinned, err := disk.Pinned(string(replica))
+	if err != nil || !pinned {
+		return err
+	}
+	if err := disk.Unpin(string(replica)); err != nil {
+		return err
+	}
+	d.freed(disk)
+	return nil
+}
+
+// unpinSoon takes the pin of a replica that goes off another disk. That a disk fails keeps no replica of other disks:
+// there the pin goes when it works again.
+func (d *Data) unpinSoon(replica api.UID, disk *stack.Disk) {
+	err := d.unpinOn(replica, disk)
+	if err == nil {
+		return
+	}
+	d.Log.Warn("layers stay that were kept for a replica", "disk", disk.Path(), "replica", replica, "err", err)
+	d.unpinLater(replica, disk)
+}
+
+func (d *Data) unpinLater(replica api.UID, disk *stack.Disk) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	uid := api.UID(disk.UID())
+	if !slices.Contains(d.pinned[uid], replica) {
+		d.pinned[uid] = append(d.pinned[uid], replica)
+	}
+}
+
+// unpinLeft does what unpinLater left.
+func (d *Data) unpinLeft() {
+	for _, disk := range d.disks.except(nil) {
+		uid := api.UID(disk.UID())
+		d.mu.Lock()
+		left := d.pinned[uid]
+		delete(d.pinned, uid)
+		d.mu.Unlock()
+		for i, replica := range left {
+			if d.unpinOn(replica, disk) == nil {
+				continue
+			}
+			d.mu.Lock()
+			d.pinned[uid] = append(d.pinned[uid], left[i:]...)
+			d.mu.Unlock()
+			break
+		}
+	}
 }
 
 // hydrate copies the layers home that a replica reads on other disks of the node. Those of an image are brought by who

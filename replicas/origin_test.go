@@ -83,13 +83,13 @@ func TestCloneFollows(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "1")
-	w.on("a", "near", 64*mib)
+	w.on("a", "near", 128*mib)
 	w.create(attachment("a"))
-	data := pattern(24 * mib)
+	data := pattern(96 * mib) // a minute and a half of work at that rate: all of this is done before b is whole
 	writeDevice(t, w.attached("a").Status.Device, 5*mib, data)
-	w.begin("b", "vol://a", "far", "", 96*mib)
+	w.begin("b", "vol://a", "far", "", 160*mib)
 	b := w.volumeState("b", api.VolumeDetached)
-	if b.Status.CloneStatus.State != api.CloneCompleted || b.Status.Size != 96*mib {
+	if b.Status.CloneStatus.State != api.CloneCompleted || b.Status.Size != 160*mib {
 		t.Fatalf("%+v", b.Status)
 	}
 	r := w.memberOf("b")
@@ -100,15 +100,15 @@ func TestCloneFollows(t *testing.T) {
 	dev := w.attached("b").Status.Device
 	checkDevice(t, dev, 5*mib, data)
 	own := bytes.Repeat([]byte("own data"), mib/8)
-	writeDevice(t, dev, 70*mib, own)
+	writeDevice(t, dev, 134*mib, own)
 	// The source goes, with all that was its own.
 	w.detach("a")
 	a := &api.Volume{ObjectMeta: named("a")}
 	w.remove(a)
 	gone(w, a, &api.VolumeList{})
-	w.begin("c", "vol://b", "far", "", 96*mib) // while b still borrows
+	w.begin("c", "vol://b", "far", "", 160*mib) // while b still borrows
 	w.volumeState("c", api.VolumeDetached)
-	w.begin("d", "vol://b", "near", "full-copy", 96*mib) // and back
+	w.begin("d", "vol://b", "near", "full-copy", 160*mib) // and back
 	w.volumeIs("d", "begun", func(v *api.Volume) bool {
 		return v.Status.CloneStatus != nil && strings.Contains(v.Status.Message, "is being copied")
 	})
@@ -137,7 +137,7 @@ func TestCloneFollows(t *testing.T) {
 	w.create(attachment("d"))
 	dev = w.attached("d").Status.Device
 	checkDevice(t, dev, 5*mib, data)
-	checkDevice(t, dev, 70*mib, own)
+	checkDevice(t, dev, 134*mib, own)
 	w.detach("d")
 	if err := os.RemoveAll(filepath.Join(near.Path(), "layers")); err != nil {
 		t.Fatal(err)
@@ -145,7 +145,7 @@ func TestCloneFollows(t *testing.T) {
 	w.create(attachment("c"))
 	dev = w.attached("c").Status.Device
 	checkDevice(t, dev, 5*mib, data)
-	checkDevice(t, dev, 70*mib, own)
+	checkDevice(t, dev, 134*mib, own)
 }
 
 // A full copy shares nothing, can be used when it is whole, goes on after its process ended, and its source can go as
@@ -267,4 +267,51 @@ func TestFullCopyFails(t *testing.T) {
 	}
 	w.create(attachment("b"))
 	checkDevice(t, w.attached("b").Status.Device, 8*mib, data)
+}
+
+// TestPinOfADiskThatIsAway: what a disk keeps for a clone elsewhere that goes while the disk is not there is let go when
+// it is back.
+func TestPinOfADiskThatIsAway(t *testing.T) {
+	t.Parallel()
+	w, disk := twoDisks(t)
+	w.set("replica-copy-rate-limit", "1")
+	w.on("a", "near", 64*mib)
+	w.create(attachment("a"))
+	writeDevice(t, w.attached("a").Status.Device, 0, pattern(56*mib))
+	w.detach("a")
+	w.begin("b", "vol://a", "far", "", 64*mib)
+	w.volumeState("b", api.VolumeDetached)
+	near, err := w.disks.get(disk["near"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	pins := func() int {
+		t.Helper()
+		list, err := near.Pins()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(list)
+	}
+	if pins() != 1 {
+		t.Fatalf("%d pins", pins())
+	}
+	if err := os.Rename(near.Path(), near.Path()+".away"); err != nil {
+		t.Fatal(err)
+	}
+	b := &api.Volume{ObjectMeta: named("b")}
+	w.remove(b)
+	gone(w, b, &api.VolumeList{})
+	if err := os.Rename(near.Path()+".away", near.Path()); err != nil {
+		t.Fatal(err)
+	}
+	if pins() != 1 {
+		t.Fatalf("%d pins on a disk that was not there", pins())
+	}
+	end := time.Now().Add(time.Minute)
+	for tick := time.NewTicker(20 * time.Millisecond); pins() > 0; <-tick.C {
+		if time.Now().After(end) {
+			t.Fatal("the pin stays")
+		}
+	}
 }

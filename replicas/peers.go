@@ -156,6 +156,9 @@ func (d *Data) openForPeer(ctx context.Context, uid, volume string) (peer.Replic
 }
 
 func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, peer.Loop, error) {
+	if d.watch.Buried(uid) {
+		return nil, nil, fmt.Errorf("replica %s: %w", uid, peer.ErrGivenUp)
+	}
 	for id, path := range d.peerState().Disks {
 		if _, err := d.disks.get(id); err != nil {
 			_, _ = d.disks.open(ctx, path, id, false) // one that is not there does not have the replica either
@@ -166,6 +169,9 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 		if d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) == nil {
 			for i := range list.Items {
 				if r := &list.Items[i]; string(r.Spec.UID) == uid {
+					if err := reverting(r); err != nil {
+						return nil, nil, err
+					}
 					if _, err := d.disk(ctx, r.Spec.Disk); err != nil {
 						return nil, nil, err
 					}
@@ -174,41 +180,51 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 			}
 		}
 	}
-	for _, disk := range d.disks.except(nil) {
-		there, err := disk.Holds(uid)
-		if err != nil {
-			return nil, nil, err
-		}
-		if !there {
-			continue
-		}
-		m, err := disk.Stack(uid)
-		if err != nil {
-			return nil, nil, err
-		}
-		if m.VolumeUID != volume {
-			return nil, nil, api.Errorf(api.Invalid, "replica %s is not one of that volume", uid)
-		}
-		loop, err := d.pick()
-		if err != nil {
-			return nil, nil, err
-		}
-		r, err := d.openGently(ctx, disk, m, loop)
-		if err != nil {
-			d.putBack(loop)
-			return nil, nil, err
-		}
-		if id := api.UID(disk.UID()); d.peerState().Disks[id] != disk.Path() {
-			d.noteState(func(st *peerState) { st.Disks[id] = disk.Path() })
-		}
-		d.Log.Info("replica is served to another node", "replica", uid, "volume", m.Volume)
-		l := &lent{peer.NewBackend(r, loop), d, loop, disk, m.Volume}
-		d.mu.Lock()
-		d.lent[api.UID(uid)] = l
-		d.mu.Unlock()
-		return l, loop, nil
+	disk, err := holder(d.disks.except(nil), uid)
+	if err != nil {
+		return nil, nil, err
 	}
-	return nil, nil, api.Errorf(api.NotFound, "replica %s is on no disk of node %s", uid, d.Node)
+	if disk == nil {
+		return nil, nil, api.Errorf(api.NotFound, "replica %s is on no disk of node %s", uid, d.Node)
+	}
+	m, err := disk.Stack(uid)
+	if err != nil {
+		return nil, nil, err
+	}
+	if m.VolumeUID != volume {
+		return nil, nil, api.Errorf(api.Invalid, "replica %s is not one of that volume", uid)
+	}
+	loop, err := d.pick()
+	if err != nil {
+		return nil, nil, err
+	}
+	r, err := d.openGently(ctx, disk, m, loop)
+	if err != nil {
+		d.putBack(loop)
+		return nil, nil, err
+	}
+	if id := api.UID(disk.UID()); d.peerState().Disks[id] != disk.Path() {
+		d.noteState(func(st *peerState) { st.Disks[id] = disk.Path() })
+	}
+	d.Log.Info("replica is served to another node", "replica", uid, "volume", m.Volume)
+	l := &lent{peer.NewBackend(r, loop), d, loop, disk, m.Volume}
+	d.mu.Lock()
+	d.lent[api.UID(uid)] = l
+	d.mu.Unlock()
+	return l, loop, nil
+}
+
+// holder is the disk that a replica is on, nil if it is on none. One that fails may have it, unless another has.
+func holder(disks []*stack.Disk, uid string) (*stack.Disk, error) {
+	var errs []error
+	for _, disk := range disks {
+		there, err := disk.Holds(uid)
+		if there {
+			return disk, nil
+		}
+		errs = append(errs, err)
+	}
+	return nil, errors.Join(errs...)
 }
 
 // lent is a replica that another node's engine uses.

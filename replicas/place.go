@@ -27,7 +27,8 @@ type terrain struct {
 	nodes    []api.Node
 	promised func(disk api.UID) int64 // sum of the sizes of its replicas
 	copies   map[api.UID]api.ImageState
-	mine     []api.Replica // of the volume
+	image    *api.BackingImage // that the volume stands on: its selectors bind the volume too; nil: none is known
+	mine     []api.Replica     // of the volume
 	apart
 	// leaving are replicas of the volume that go when the one to be placed is whole: they need not be kept away from.
 	leaving   []string
@@ -87,7 +88,9 @@ func (t *terrain) spots(v *api.Volume) (spots []spot, why []string) {
 		}
 		r := ""
 		if !t.transient {
-			r = nodeRefuses(v, n)
+			if r = nodeRefuses(v, n); r == "" && t.image != nil {
+				r = t.imageAsks(t.image.Spec.NodeSelector, n.Spec.Tags)
+			}
 		}
 		if r == "" && t.silent != nil && t.silent(n.Name) {
 			r = "it gives no sign of life"
@@ -138,6 +141,14 @@ func nodeRefuses(v *api.Volume, n *api.Node) string {
 	return ""
 }
 
+// imageAsks tells which tag the volume's image asks for that is not there.
+func (t *terrain) imageAsks(want, have []string) string {
+	if tag := missing(want, have); tag != "" {
+		return fmt.Sprintf("it lacks the tag %s, which backing image %s asks for", tag, t.image.Name)
+	}
+	return ""
+}
+
 // missing is the first wanted tag that is not there.
 func missing(want, have []string) string {
 	for _, tag := range want {
@@ -165,6 +176,11 @@ func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string
 	}
 	if tag := missing(v.Spec.DiskSelector, d.Tags); tag != "" {
 		return spot{}, "it lacks the tag " + tag
+	}
+	if t.image != nil {
+		if why := t.imageAsks(t.image.Spec.DiskSelector, d.Tags); why != "" {
+			return spot{}, why
+		}
 	}
 	st := n.Status.Disks[i]
 	room, why := t.room(d, st, v.Spec.Size)

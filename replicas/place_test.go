@@ -59,8 +59,20 @@ func TestPlace(t *testing.T) {
 				return gib
 			}
 		}, "b1", nil},
-		"disk tag":   {func(v *api.Volume, _ *terrain) { v.Spec.DiskSelector = []string{"t1"} }, "a1", nil},
-		"node tag":   {func(v *api.Volume, _ *terrain) { v.Spec.NodeSelector = []string{"rack-b"} }, "b0", nil},
+		"disk tag": {func(v *api.Volume, _ *terrain) { v.Spec.DiskSelector = []string{"t1"} }, "a1", nil},
+		"node tag": {func(v *api.Volume, _ *terrain) { v.Spec.NodeSelector = []string{"rack-b"} }, "b0", nil},
+		"disk tag of the image": {func(_ *api.Volume, f *terrain) {
+			f.image = &api.BackingImage{ObjectMeta: named("debian"), Spec: api.BackingImageSpec{DiskSelector: []string{"t1"}}}
+		}, "a1", nil},
+		"node tag of the image": {func(_ *api.Volume, f *terrain) {
+			f.image = &api.BackingImage{ObjectMeta: named("debian"), Spec: api.BackingImageSpec{NodeSelector: []string{"rack-b"}}}
+		}, "b0", nil},
+		"the volume's tags and the image's": {func(v *api.Volume, f *terrain) {
+			v.Spec.DiskSelector, v.Spec.NodeSelector = []string{"t0"}, []string{"rack-a"}
+			f.image = &api.BackingImage{ObjectMeta: named("debian"), Spec: api.BackingImageSpec{
+				DiskSelector: []string{"t1"}, NodeSelector: []string{"rack-a"}}}
+		}, "", []string{"disk /a0 of node a: it lacks the tag t1, which backing image debian asks for",
+			"disk /a1 of node a: it lacks the tag t0", "node b: it lacks the tag rack-a"}},
 		"topology":   {func(v *api.Volume, _ *terrain) { v.Spec.Nodes = []string{"b"} }, "b0", nil},
 		"image":      {func(_ *api.Volume, f *terrain) { f.copies["b1"] = api.ImageReady }, "b1", nil},
 		"image soon": {func(_ *api.Volume, f *terrain) { f.copies["a1"] = api.ImageInProgress }, "a1", nil},

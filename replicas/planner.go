@@ -90,11 +90,14 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(ofAttachment)).
 		Watches(&api.Node{}, placeable, when(nodeMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.evicted), when(nodeMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.standing), when(footingMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.displaced), when(nodeMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.spread), when(spreadMatters)).
 		Watches(&api.Setting{}, placeable).
 		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.spread),
 			of(settingBalance, settingCalm, settingPressure)).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&api.Snapshot{}, p.counting()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.ofSnapshot)).
 		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.counted), of(settingMany)).
@@ -137,7 +140,7 @@ func nodeMatters(old, now client.Object) bool {
 	}
 	for i := range a.Status.Disks {
 		x, y := a.Status.Disks[i], b.Status.Disks[i]
-		if x.Ready != y.Ready || x.UID != y.UID || x.Available/(64<<20) != y.Available/(64<<20) {
+		if x.Ready != y.Ready || x.Gone != y.Gone || x.UID != y.UID || x.Available/(64<<20) != y.Available/(64<<20) {
 			return true
 		}
 	}
@@ -251,6 +254,13 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		attached = !gone
 		p.again(v.Name, later)
 	}
+	user := &att
+	if !attached {
+		user = nil
+	}
+	if err := p.adopt(ctx, v, mine, user); err != nil {
+		return err
+	}
 	if v.DeletionTimestamp != nil {
 		return p.remove(ctx, v, mine, attached)
 	}
@@ -309,12 +319,17 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 			if attached {
 				present = &att
 			}
-			describe(v, mine, present, p.isSilent)
+			describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
 			copying(v, mine)
 		}
 		return nil
 	}
-	if p.salvage(v, mine, attached) {
+	if attached && asked(v) { // the cache may not know of a detach that the user has seen, and the answer is final
+		if err := p.reader.Get(ctx, types.NamespacedName{Name: v.Name}, &api.Attachment{}); err != nil {
+			return client.IgnoreNotFound(err) // the event of its end brings us back
+		}
+	}
+	if p.salvage(ctx, v, mine, attached) {
 		return nil // the write brings us back
 	}
 	if err := p.letGo(ctx, v); err != nil {
@@ -336,10 +351,17 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	if err := p.keepUp(ctx, v, mine, present); err != nil {
 		return err
 	}
-	describe(v, mine, present, p.isSilent)
+	describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
 	p.describeCount(ctx, v)
 	copying(v, mine)
 	return nil
+}
+
+// asked reports whether a volume is to be salvaged or reverted: it is told that it must be detached only once.
+func asked(v *api.Volume) bool {
+	salvage, revert := v.Spec.Salvage, v.Spec.RevertTo
+	return salvage != nil && (v.Status.Salvaged == nil || v.Status.Salvaged.ID != salvage.ID) ||
+		revert != nil && (v.Status.Reverted == nil || v.Status.Reverted.ID != revert.ID) || goesBack(v) != nil
 }
 
 // replicas of this very volume, not of an older one of its name. Those created a moment ago count.
@@ -382,14 +404,6 @@ func (p *planner) setting(ctx context.Context, name string) int64 {
 		n, _ = strconv.ParseInt(api.Settings[name], 10, 64)
 	}
 	return n
-}
-
-// label makes a name fit for a label's value; the spec has the whole one.
-func label(name string) string {
-	if len(name) > 63 {
-		return name[:63]
-	}
-	return name
 }
 
 // writeStatus writes v's status if it differs from old's.

@@ -22,10 +22,34 @@ func (d *Data) reclaimAll(ctx context.Context, anew bool) {
 		if anew {
 			s.zeroed.Store(0)
 		}
-		if err := d.reclaim(ctx, s, false); err != nil && ctx.Err() == nil && !api.Is(err, api.Busy) {
+		reclaim := func() error { return d.reclaim(ctx, s, false) }
+		if s.owed.Load() {
+			reclaim = func() error { return d.reclaimOwed(ctx, s) }
+		}
+		if err := reclaim(); err != nil && ctx.Err() == nil && !api.Is(err, api.Busy) {
 			d.Log.Warn("what was trimmed over layers does not come back yet", "volume", s.Volume, "err", err)
 		}
 	}
+}
+
+// reclaimOwed does what a trim asked for, once no layers of the volume are being merged: what is below a merge is not
+// known.
+func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
+	if s.merges() {
+		return nil
+	}
+	s.owed.Store(false)
+	err := d.reclaim(ctx, s, true)
+	if api.Is(err, api.Busy) {
+		s.owed.Store(true)
+	}
+	return err
+}
+
+// merges reports whether layers of a replica here are being merged.
+func (s *session) merges() bool {
+	m := s.member()
+	return m != nil && m.Meta().Merge != nil
 }
 
 // reclaim does it for an attached volume; sure: for whatever comes back.
@@ -46,7 +70,11 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 			return err
 		}
 	}
-	defer d.lock(s.Volume)()
+	unlock, ok := d.lockSoon(s.Volume)
+	if !ok {
+		return api.Errorf(api.Busy, "something takes long with the volume")
+	}
+	defer unlock()
 	var v api.Volume
 	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)

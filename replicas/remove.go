@@ -31,7 +31,8 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 			}
 		}
 		l.bringer.stop(r.Spec.UID)
-		if err := disk.RemoveReplica(string(r.Spec.UID)); err != nil {
+		mergeable, err := disk.TakeReplica(string(r.Spec.UID))
+		if err != nil {
 			return err
 		}
 		if err := l.abandon(r, disk); err != nil {
@@ -39,7 +40,9 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 		}
 		l.setOnDisk(r.Spec.UID, false)
 		l.mergeGone(r.Spec.UID)
-		l.freed(disk)
+		if mergeable || r.Spec.From != nil { // that may have held layers besides
+			l.freed(disk)
+		}
 		if r.Spec.From != nil {
 			l.tellKin(ctx, r.Spec.From.Volume)
 		}
@@ -55,6 +58,11 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 		}
 		if !gone {
 			return err // it comes back, and then the replica must go
+		}
+		l.bringer.stop(r.Spec.UID)
+		forgotten, _ := l.disks.get(r.Spec.Disk)
+		for _, other := range l.disks.except(forgotten) {
+			l.unpinSoon(r.Spec.UID, other)
 		}
 		l.events.Eventf(r, nil, "Warning", "DiskForgotten", "Remove",
 			"disk %s is no disk of node %s any more; what is on it stays there", r.Spec.Disk, l.Node)

@@ -41,8 +41,21 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	if l.beingResumed(r.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	defer l.lock(r.Spec.Volume)()
 	old := r.DeepCopy()
+	if err := l.merging(ctx, &r); err != nil {
+		if r.Status.Message = err.Error(); r.Status.Mode == "" {
+			r.Status.Mode = api.ReplicaCreating
+		}
+		if again, err := l.told(ctx, old, &r); again > 0 || err != nil {
+			return reconcile.Result{RequeueAfter: again}, err
+		}
+		return reconcile.Result{RequeueAfter: mergeLook}, nil
+	}
+	unlock, ok := l.lockSoon(r.Spec.Volume)
+	if !ok {
+		return reconcile.Result{RequeueAfter: lockAgain}, nil
+	}
+	defer unlock()
 	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
@@ -56,13 +69,8 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	if len(r.Finalizers) == 0 {
 		return reconcile.Result{}, err
 	}
-	if !equality.Semantic.DeepEqual(old.Status, r.Status) {
-		if serr := l.client.Status().Update(ctx, &r); serr != nil {
-			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
-				return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
-			}
-			return reconcile.Result{}, fmt.Errorf("status of replica %s: %w", r.Name, serr)
-		}
+	if again, err := l.told(ctx, old, &r); again > 0 || err != nil {
+		return reconcile.Result{RequeueAfter: again}, err
 	}
 	switch {
 	case err == nil || waits || r.Status.Mode == api.ReplicaFailed:
@@ -75,6 +83,21 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, err
+}
+
+// told writes the status of a replica where it changed; again is when to look once more, as somebody else wrote.
+func (l *replicaLoop) told(ctx context.Context, old, r *api.Replica) (again time.Duration, err error) {
+	if equality.Semantic.DeepEqual(old.Status, r.Status) {
+		return 0, nil
+	}
+	err = l.client.Status().Update(ctx, r)
+	switch {
+	case apierrors.IsConflict(err) || apierrors.IsNotFound(err):
+		return 50 * time.Millisecond, nil
+	case err != nil:
+		return 0, fmt.Errorf("status of replica %s: %w", r.Name, err)
+	}
+	return 0, nil
 }
 
 func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
@@ -130,7 +153,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 	}
 	l.merges(r, disk)
 	l.scrub(ctx, r, disk)
-	return errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r))
+	return errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r, disk))
 }
 
 // share makes a replica over the layers of a snapshot on the same disk: a clone.
@@ -159,15 +182,17 @@ func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Dis
 	}
 }
 
-// borrows reports whether the replica is open and reads layers of other disks.
+// borrows reports whether the replica is open and has layers of other disks or machines open, too, or may have.
 func (l *replicaLoop) borrows(r *api.Replica) bool {
 	open := l.opened(r)
-	if open == nil {
-		return false
-	}
-	from, _ := open.Lenders()
-	far, _ := open.Hydrates()
-	return len(from)+len(far) > 0
+	return open != nil && (l.beingNoted(r, open) || open.Borrows())
+}
+
+// beingNoted reports whether the record of an open replica is being written: whoever asks it something waits for its
+// disk then.
+func (l *replicaLoop) beingNoted(r *api.Replica, open *stack.Replica) bool {
+	s := l.session(r.Spec.Volume)
+	return s != nil && s.noting.Load() && s.member() == open
 }
 
 // opened is a replica that an engine has open, of this node or of another; nil: none has.
@@ -185,16 +210,19 @@ func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
 	return nil
 }
 
-// home makes an open replica read from its own disk what was copied there meanwhile.
-func (l *replicaLoop) home(ctx context.Context, r *api.Replica) error {
-	if !l.borrows(r) {
-		return nil
-	}
+// home makes an open replica read from its own disk what was copied there meanwhile. That can be merged then.
+func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	open := l.opened(r)
-	if open == nil {
+	if open == nil || l.beingNoted(r, open) || !open.Borrows() {
 		return nil
 	}
-	if err := open.Home(ctx); err != nil {
+	err := open.Home(ctx)
+	l.mergeSoon(disk, string(r.Spec.UID), r.Spec.Volume)
+	l.tidy(disk)
+	if api.Is(err, api.Busy) { // they are given back later: there is no hurry
+		return api.Errorf(api.InUse, "%v", err)
+	}
+	if err != nil {
 		return err
 	}
 	if from, _ := open.Lenders(); len(from) > 0 {
@@ -404,11 +432,33 @@ func (d *Data) record(ctx context.Context, volume string) (json.RawMessage, erro
 	return v.Record()
 }
 
-// note brings the record on the disk up to date. Without it a later recovery knows an older wish, nothing worse.
+// noteTime is how long it is waited for that the record on the disk is brought up to date.
+const noteTime = 5 * time.Second
+
+// note brings the record on the disk up to date. Without it a later recovery knows an older wish, nothing worse: a disk
+// that hangs keeps nobody waiting, and when it goes on the volume is looked at again.
 func (d *Data) note(s *session, v *api.Volume) {
 	object, err := v.Record()
-	if err == nil && s.member() != nil {
-		err = s.member().Note(object)
+	if m := s.member(); err == nil && m != nil && s.noting.CompareAndSwap(false, true) {
+		noted := make(chan struct{})
+		var told error
+		go func() {
+			told = m.Note(object)
+			s.noting.Store(false)
+			close(noted)
+		}()
+		late := time.NewTimer(noteTime)
+		defer late.Stop()
+		select {
+		case <-noted:
+			err = told
+		case <-late.C:
+			err = api.Errorf(api.Unavailable, "its disk does not answer")
+			go func() {
+				<-noted
+				s.wake()
+			}()
+		}
 	}
 	if err != nil {
 		d.Log.Warn("the volume's record on the disk stays as it was", "volume", s.Volume, "err", err)
@@ -516,7 +566,7 @@ func (d *Data) beat(ctx context.Context) error {
 	defer tick.Stop()
 	var beside sync.WaitGroup // it may have to wait for a volume
 	defer beside.Wait()
-	var reclaims atomic.Bool
+	var reclaims, unpins atomic.Bool
 	for looked := time.Now(); ; {
 		select {
 		case <-ctx.Done():
@@ -538,6 +588,12 @@ func (d *Data) beat(ctx context.Context) error {
 			beside.Go(func() {
 				defer reclaims.Store(false)
 				d.reclaimAll(ctx, look)
+			})
+		}
+		if unpins.CompareAndSwap(false, true) { // on disks that failed, and may hang now
+			beside.Go(func() {
+				defer unpins.Store(false)
+				d.unpinLeft()
 			})
 		}
 		for _, s := range d.all() {

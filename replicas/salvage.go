@@ -1,6 +1,7 @@
 package replicas
 
 import (
+	"context"
 	"slices"
 
 	"drover.io/drover/api"
@@ -8,7 +9,7 @@ import (
 
 // salvage makes a replica the only member of a volume that has none left, because the user wants it: what other
 // replicas had and this one has not is given up. It reports whether the status changed. Nobody else ever does that.
-func (p *planner) salvage(v *api.Volume, mine []api.Replica, attached bool) bool {
+func (p *planner) salvage(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) bool {
 	wish := v.Spec.Salvage
 	if wish == nil || v.Status.Salvaged != nil && v.Status.Salvaged.ID == wish.ID {
 		return false
@@ -16,8 +17,10 @@ func (p *planner) salvage(v *api.Volume, mine []api.Replica, attached bool) bool
 	fact := &api.SalvageFact{Replica: wish.Replica, ID: wish.ID}
 	v.Status.Salvaged = fact
 	i := slices.IndexFunc(mine, func(r api.Replica) bool { return r.Name == wish.Replica && r.DeletionTimestamp == nil })
+	dead := p.deadDisk(ctx)
 	usable := func(r *api.Replica) bool {
-		return (r.Status.Mode == api.ReplicaCurrent || r.Status.Mode == api.ReplicaStale) && !p.isSilent(r.Spec.Node)
+		return (r.Status.Mode == api.ReplicaCurrent || r.Status.Mode == api.ReplicaStale) && !p.isSilent(r.Spec.Node) &&
+			dead(r) == ""
 	}
 	member := slices.IndexFunc(mine, func(r api.Replica) bool {
 		return slices.Contains(v.Status.Members, r.Name) && usable(&r) && r.Status.Mode == api.ReplicaCurrent
@@ -31,7 +34,8 @@ func (p *planner) salvage(v *api.Volume, mine []api.Replica, attached bool) bool
 		fact.Message = "member " + mine[member].Name + " on node " + mine[member].Spec.Node +
 			" can be used, and has everything: there is nothing to salvage"
 	case !usable(&mine[i]):
-		fact.Message = "replica " + wish.Replica + " cannot be used: its node is silent, or it is not there"
+		fact.Message = "replica " + wish.Replica + " cannot be used: its node is silent, its disk is not ready, or it is " +
+			"not there"
 	}
 	if fact.Message != "" {
 		return true

@@ -60,7 +60,9 @@ type session struct {
 	forced  bool // the device was taken away by force; under the volume's lock
 
 	trim   atomic.Pointer[trimRun] // the last one
+	owed   atomic.Bool             // what a trim asked for did not come back yet
 	zeroed atomic.Int64            // of the head when it was last looked at for what can be reclaimed
+	noting atomic.Bool             // its record is being written: who has the volume's lock asks the replica nothing then
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]

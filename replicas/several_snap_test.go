@@ -114,6 +114,7 @@ func TestSeveralSnapshots(t *testing.T) {
 	sum := func(dev string) string { return strings.Fields(w.sh("sha256sum < " + dev))[0] }
 	everywhere := func(snapshot, want string) {
 		t.Helper()
+		w.volumeIs("v", "whole", func(v *api.Volume) bool { return len(v.Status.Members) == 3 }) // see TestSeveral
 		for _, o := range nodes {
 			if have := o.holds(t, "v", snapshot); have != want {
 				t.Errorf("snapshot %s on node %s is %q, not %q", snapshot, o.name, have, want)

@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -100,7 +101,11 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	if l.beingResumed(s.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	defer l.lock(s.Spec.Volume)()
+	unlock, ok := l.lockSoon(s.Spec.Volume)
+	if !ok {
+		return reconcile.Result{RequeueAfter: lockAgain}, nil
+	}
+	defer unlock()
 	v, r, many, err := l.home(ctx, &s)
 	if err != nil {
 		return reconcile.Result{}, err
@@ -144,7 +149,7 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		}
 		return reconcile.Result{}, err
 	case api.Busy: // for a moment
-		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
+		return reconcile.Result{RequeueAfter: busyAgain(err)}, nil
 	case api.Unavailable, api.Denied:
 		if many { // nobody tells when a replica is reached again
 			return reconcile.Result{RequeueAfter: 2 * time.Second}, nil
@@ -153,6 +158,14 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, nil
+}
+
+// busyAgain is when what is busy is tried again: after a try that held I/O back, or would have, not at once.
+func busyAgain(err error) time.Duration {
+	if errors.Is(err, stack.ErrUnderWay) {
+		return 5 * time.Second
+	}
+	return 100 * time.Millisecond
 }
 
 // home is the snapshot's volume and its member on this node; nil: there is none. many: the volume has several replicas,
@@ -285,7 +298,7 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 	disk *stack.Disk) error {
 	uid := string(uidOf(s))
 	cut := stack.Snapshot{UID: uid, Name: s.Name, Layer: uid, Created: time.Now().UTC().Truncate(time.Millisecond)}
-	thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
+	_, thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
 	err := l.cutNow(ctx, v, r, disk, cut)
 	thaw()
 	var names []string
@@ -356,6 +369,9 @@ func (l *snapshotLoop) prepareDetached(ctx context.Context, v *api.Volume, r *ap
 	}
 	if now.UID != v.UID || now.Status.UID != v.Status.UID || now.DeletionTimestamp != nil {
 		return nil, nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
+	}
+	if err := goesBack(&now); err != nil {
+		return nil, nil, err
 	}
 	l.openLendersOf(ctx, disk, r)
 	loop, err := l.pick()

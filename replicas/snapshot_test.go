@@ -114,9 +114,18 @@ func TestSnapshotAttached(t *testing.T) {
 	if s2.Status.Parent != "s1" || !s2.Status.Children[api.VolumeHead] {
 		t.Errorf("s2 is %+v", s2.Status)
 	}
-	s2.Spec.Labels["why"] = "else"
-	if err := w.c.Update(w.ctx, s2); err == nil {
-		t.Error("the labels of a snapshot were changed")
+	for what, change := range map[string]func(*api.SnapshotSpec){
+		"labels":         func(s *api.SnapshotSpec) { s.Labels["why"] = "else" },
+		"labels away":    func(s *api.SnapshotSpec) { s.Labels = nil },
+		"volume":         func(s *api.SnapshotSpec) { s.Volume = "b" },
+		"createSnapshot": func(s *api.SnapshotSpec) { s.CreateSnapshot = false },
+		"group":          func(s *api.SnapshotSpec) { s.Group = "g" },
+	} {
+		other := s2.DeepCopy()
+		change(&other.Spec)
+		if err := w.c.Patch(w.ctx, other, client.MergeFrom(s2)); err == nil || !strings.Contains(err.Error(), "cannot change") {
+			t.Errorf("%s: %v", what, err)
+		}
 	}
 
 	w.clone("c1", "snap://a/s1", 64<<20)

@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"strings"
 	"testing"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -46,6 +47,53 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 			_, err := p.origin(w.ctx, v)
 			if err == nil || v.Status.CloneStatus.State != want {
 				t.Errorf("without the %s, %s: %s, %v", what, source, v.Status.CloneStatus.State, err)
+			}
+		}
+	}
+}
+
+// TestDetachThatTheCacheLacks: a volume that was detached is not refused a revert or a salvage because a cache is behind;
+// one that is attached is.
+func TestDetachThatTheCacheLacks(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	at := attachment("stale")
+	seen := func(c client.WithWatch) client.WithWatch {
+		return interceptor.NewClient(c, interceptor.Funcs{Get: func(ctx context.Context,
+			c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			if a, is := o.(*api.Attachment); is {
+				at.DeepCopyInto(a)
+				return nil
+			}
+			return c.Get(ctx, key, o, opts...)
+		}, List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, _ ...client.ListOption) error {
+			return c.List(ctx, list) // all are of this volume
+		}})
+	}
+	v := w.make("stale", 16<<20)
+	p := &planner{client: seen(w.c), events: w.mgr.GetEventRecorder("test"), log: w.log}
+	for what, wish := range map[string]func(*api.VolumeSpec){
+		"revert":  func(s *api.VolumeSpec) { s.RevertTo = &api.RevertWish{Snapshot: "s1", ID: "1"} },
+		"salvage": func(s *api.VolumeSpec) { s.Salvage = &api.SalvageWish{Replica: v.Status.Members[0], ID: "1"} },
+	} {
+		for _, refused := range []bool{false, true} {
+			v := v.DeepCopy()
+			wish(&v.Spec)
+			if p.reader = w.c; refused {
+				p.reader = seen(w.c)
+			}
+			if err := p.plan(w.ctx, v); err != nil {
+				t.Errorf("%s: %v", what, err)
+			}
+			why := ""
+			if r := v.Status.Reverted; r != nil {
+				why = r.Message
+			}
+			if s := v.Status.Salvaged; s != nil {
+				why = s.Message
+			}
+			if refused != strings.Contains(why, "detach it first") || !refused && why != "" {
+				t.Errorf("%s, attached %v: %q", what, refused, why)
 			}
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -55,6 +56,55 @@ func (d *Data) mergeGone(uid api.UID) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	delete(d.stuck, string(uid))
+}
+
+// mergeLook is when the end of a merge is looked for.
+const mergeLook = time.Second
+
+// merging tells of a merge under way in the stack that a revert, or a move, has to find at rest. It is asked before
+// the volume's lock is taken: whoever takes that ends the merge, and with a try after another it would never come to
+// its end.
+func (l *replicaLoop) merging(ctx context.Context, r *api.Replica) error {
+	on, uid := r.Spec.Disk, r.Spec.UID
+	switch from := r.Spec.From; {
+	case r.DeletionTimestamp != nil:
+		return nil
+	case reverting(r) != nil:
+	case from != nil && from.Whole && (r.Status.Mode == "" || r.Status.Mode == api.ReplicaCreating):
+		uid = from.Replica
+		if from.Disk != "" {
+			on = from.Disk
+		}
+	default:
+		return nil
+	}
+	disk, err := l.disk(ctx, on)
+	if err != nil {
+		return nil // told by who needs it
+	}
+	m, err := disk.Stack(string(uid))
+	if err != nil || m.Merge == nil {
+		return nil
+	}
+	if uid == r.Spec.UID {
+		l.merges(r, disk)
+		if l.mergeFails(uid) != "" { // for how long, nobody knows: the revert is told so, and ends
+			return nil
+		}
+	}
+	l.mergeSoon(disk, string(uid), r.Spec.Volume) // should nobody be at it
+	l.tidy(disk)
+	return api.Errorf(api.Busy, "two layers of volume %s are being merged: it goes on when that is done", r.Spec.Volume)
+}
+
+// mergeFails is why layers of a replica cannot be merged, as several tries found; empty: nothing is known of that.
+func (d *Data) mergeFails(uid api.UID) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if now := d.stuck[string(uid)]; now.tries >= stuckAfter {
+		return now.why
+	}
+	return ""
 }
 
 // merges writes into a replica's status whether its layers can be merged.

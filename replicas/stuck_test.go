@@ -4,7 +4,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 )
@@ -62,4 +64,161 @@ func TestMergeFails(t *testing.T) {
 		return s.Status.ReadyToUse && s.Status.Layer != s2.Status.Layer && s.Status.Checksum != s2.Status.Checksum
 	})
 	w.holds("stuck", 0, "s2xx")
+}
+
+// TestMergeIsLetEnd: a revert, and a move to another disk, do not disturb the merge that they wait for: each of them
+// would end it with every try.
+func TestMergeIsLetEnd(t *testing.T) {
+	t.Parallel()
+	w, disk := twoDisks(t)
+	var files []string
+	for _, name := range []string{"back", "away"} {
+		w.on(name, "near", 64<<20)
+		w.create(attachment(name))
+		w.attached(name)
+		for i, s := range []string{"1", "2"} {
+			w.fill(name, name+s+strings.Repeat("x", (2-i)<<20), 0)
+			w.snapshot(name, name+s)
+		}
+		for _, s := range []string{"1", "2"} {
+			is := w.snapshotIs(name+s, "with a digest", func(s *api.Snapshot) bool { return s.Status.Checksum != "" })
+			files = append(files, string(is.Status.Layer))
+		}
+		w.detach(name)
+	}
+	near, err := w.disks.get(disk["near"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, layer := range files {
+		files[i] = filepath.Join(near.Path(), "layers", layer, "data")
+	}
+	if out, err := exec.Command("chattr", append([]string{"+i"}, files...)...).CombinedOutput(); err != nil {
+		t.Skipf("files cannot be made immutable here: %v: %s", err, out)
+	}
+	free := func() {
+		for _, file := range files {
+			_ = exec.Command("chattr", "-i", file).Run() // of what is there yet
+		}
+	}
+	t.Cleanup(free)
+	for _, name := range []string{"back1", "away1"} {
+		is := &api.Snapshot{ObjectMeta: named(name)}
+		w.remove(is)
+		gone(w, is, &api.SnapshotList{})
+	}
+	w.stopData()
+	w.startData() // it looks at both at once
+	var locks []func()
+	unlock := sync.OnceFunc(func() {
+		for _, free := range locks {
+			free()
+		}
+	})
+	defer unlock() // the world could not end else
+	for _, name := range []string{"back", "away"} {
+		r := w.memberOf(name)
+		for tick := time.NewTicker(20 * time.Millisecond); ; <-tick.C { // it begins, and does not come to its end
+			m, err := near.Stack(string(r.Spec.UID))
+			if err != nil || w.ctx.Err() != nil {
+				t.Fatalf("no merge of %s: %+v, %v", name, m, err)
+			}
+			if m.Merge != nil {
+				tick.Stop()
+				break
+			}
+		}
+		locks = append(locks, w.data.lock(name)) // as one who merges has it: with two tries that fail the revert would fail, too
+	}
+	w.volumeIs("away", "to go anywhere", func(v *api.Volume) bool {
+		v.Spec.DiskSelector = nil
+		return w.c.Update(w.ctx, v) == nil
+	})
+	was := w.memberOf("away").Name
+	edit(w, volume("back", 0), func(v *api.Volume) { v.Spec.RevertTo = &api.RevertWish{Snapshot: "back2", ID: "1"} })
+	edit(w, &api.Node{ObjectMeta: named(testNode)}, func(n *api.Node) {
+		for i := range n.Spec.Disks {
+			n.Spec.Disks[i].EvictionRequested = filepath.Base(n.Spec.Disks[i].Path) == "near"
+		}
+	})
+	w.volumeIs("back", "waiting for the merge", func(v *api.Volume) bool {
+		return v.Status.Reverted != nil && strings.Contains(v.Status.Reverted.Message, "are being merged")
+	})
+	w.replicaSays("away", "are being merged")
+	unlock()
+	w.stopData()
+	free()
+	w.startData()
+	w.volumeIs("back", "reverted", func(v *api.Volume) bool { return v.Status.Reverted.State == api.CloneCompleted })
+	w.volumeIs("away", "moved", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 1 && v.Status.Members[0] != was
+	})
+	w.holds("back", 0, "back2xx")
+	w.holds("away", 0, "away2xx")
+}
+
+// TestRevertBesideAMergeThatFails: a revert does not wait for ever for a merge that cannot come to its end. It fails and
+// says why, the volume can be used, and once the merge is over it goes back to the snapshot.
+func TestRevertBesideAMergeThatFails(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("stuck", 64<<20)
+	w.create(attachment("stuck"))
+	w.attached("stuck")
+	var files []string
+	for i, name := range []string{"s1", "s2"} {
+		w.fill("stuck", name+strings.Repeat("x", (2-i)<<20), 0)
+		w.snapshot("stuck", name)
+		is := w.snapshotIs(name, "with a digest", func(s *api.Snapshot) bool { return s.Status.Checksum != "" })
+		files = append(files, filepath.Join(w.dir, "disk", "layers", string(is.Status.Layer), "data"))
+	}
+	w.fill("stuck", "later", 0)
+	w.detach("stuck")
+	if out, err := exec.Command("chattr", append([]string{"+i"}, files...)...).CombinedOutput(); err != nil {
+		t.Skipf("files cannot be made immutable here: %v: %s", err, out)
+	}
+	free := func() {
+		for _, file := range files {
+			_ = exec.Command("chattr", "-i", file).Run() // of what is there yet
+		}
+	}
+	t.Cleanup(free)
+	s1 := &api.Snapshot{ObjectMeta: named("s1")}
+	w.remove(s1)
+	gone(w, s1, &api.SnapshotList{})
+	w.conditionIs("stuck", api.ConditionMerged, "False")
+	if is := w.revert("stuck", "s2", "beside"); is.State != api.CloneFailed ||
+		!strings.Contains(is.Message, "merged") || !strings.Contains(is.Message, "not permitted") {
+		t.Errorf("%+v", is)
+	}
+	w.holds("stuck", 0, "later")
+	free()
+	w.conditionIs("stuck", api.ConditionMerged, "True")
+	if is := w.revert("stuck", "s2", "after"); is.State != api.CloneCompleted {
+		t.Errorf("%+v", is)
+	}
+	w.holds("stuck", 0, "s2xx")
+}
+
+// replicaSays waits until some replica of a volume has a message.
+func (w *world) replicaSays(volume, text string) {
+	w.t.Helper()
+	var list api.ReplicaList
+	watch := w.watch(&list)
+	defer watch.Stop()
+	for {
+		if err := w.c.List(w.ctx, &list); err != nil {
+			w.t.Fatal(err)
+		}
+		for i := range list.Items {
+			if r := &list.Items[i]; r.Spec.Volume == volume && strings.Contains(r.Status.Message, text) {
+				return
+			}
+		}
+		select {
+		case <-watch.ResultChan():
+		case <-w.ctx.Done():
+			w.t.Fatalf("no replica of volume %s says %q: %+v", volume, text, list.Items)
+		}
+	}
 }

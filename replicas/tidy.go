@@ -25,10 +25,13 @@ type tidier struct {
 	mu    sync.Mutex
 	again map[*stack.Disk]bool // disks that have a worker; true: it has to look once more
 	ended bool
+
+	guestsDid func() uint64 // how many requests guests have had answered
+	pause     func(ctx context.Context, t time.Duration)
 }
 
-func newTidier() *tidier {
-	t := &tidier{again: map[*stack.Disk]bool{}}
+func newTidier(guestsDid func() uint64) *tidier {
+	t := &tidier{again: map[*stack.Disk]bool{}, guestsDid: guestsDid, pause: pause}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	return t
 }
@@ -45,8 +48,11 @@ func (t *tidier) close() {
 // tidyRetry is when work that failed is tried again; nobody tells of what it failed for.
 const tidyRetry = 10 * time.Second
 
-// tidy has a disk looked at.
+// tidy has a disk looked at. Before the API is there that is left to the first look at the disk.
 func (d *Data) tidy(disk *stack.Disk) {
+	if !d.api.Load() {
+		return
+	}
 	t := d.tidier
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -84,6 +90,46 @@ func (d *Data) tidy(disk *stack.Disk) {
 			}
 		}
 	}()
+}
+
+// A small layer is mostly syncs, and those of a thousand in a row take half of their reads from guests. So there is a
+// rest after each layer as long as it took, and more of them while guests have I/O answered: not without end, since the
+// digests are to be made under a steady load, too.
+const (
+	restLongest = 100 * time.Millisecond
+	restsAtMost = 10
+)
+
+// rest lets guests go first after work that took so long; did is what they had had answered before.
+func (t *tidier) rest(ctx context.Context, took time.Duration, did uint64) {
+	for range restsAtMost {
+		t.pause(ctx, min(took, restLongest))
+		now := t.guestsDid()
+		if now == did {
+			return
+		}
+		did = now
+	}
+}
+
+// pause waits, or for the end of ctx.
+func pause(ctx context.Context, t time.Duration) {
+	timer := time.NewTimer(t)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// guestsDid is how many requests of the volumes that are attached on this node were answered.
+func (d *Data) guestsDid() (n uint64) {
+	for _, s := range d.all() {
+		for _, c := range s.engine.Stats() {
+			n += c.Ops
+		}
+	}
+	return n
 }
 
 // lowest makes the calling thread give way to all others at the disk. Not at the processor: the collector of garbage
@@ -202,7 +248,10 @@ func (d *Data) merge(ctx context.Context, disk *stack.Disk, uid, volume string) 
 	if l := d.lentOf(uid); l != nil {
 		return did, all(ctx, l.Replica)
 	}
-	ctx, unlock := d.lockYielding(ctx, volume)
+	ctx, unlock, ok := d.lockYielding(ctx, volume)
+	if !ok {
+		return false, api.Errorf(api.Busy, "something takes long with the volume")
+	}
 	defer unlock()
 	if d.session(volume) != nil {
 		return false, api.Errorf(api.Busy, "the volume is attached")
@@ -231,15 +280,19 @@ func (d *Data) merge(ctx context.Context, disk *stack.Disk, uid, volume string) 
 	return did, err
 }
 
-// lockYielding takes the lock of a volume until somebody else wants it: then the context ends.
-func (d *Data) lockYielding(ctx context.Context, volume string) (context.Context, func()) {
-	unlock := d.lock(volume)
+// lockYielding takes the lock of a volume, if that can be had soon, until somebody else wants it: then the context
+// ends.
+func (d *Data) lockYielding(ctx context.Context, volume string) (_ context.Context, unlock func(), ok bool) {
+	release, ok := d.lockSoon(volume)
+	if !ok {
+		return ctx, nil, false
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	d.mu.Lock()
 	l := d.locks[volume]
 	l.yield = cancel
 	if l.users > 1 {
-		cancel()
+		l.giveWay()
 	}
 	d.mu.Unlock()
 	return ctx, func() {
@@ -247,25 +300,22 @@ func (d *Data) lockYielding(ctx context.Context, volume string) (context.Context
 		l.yield = nil
 		d.mu.Unlock()
 		cancel()
-		unlock()
-	}
+		release()
+	}, true
 }
 
 // finishAll finishes what is there to finish, and reports whether something is left, and what failed.
 func (d *Data) finishAll(ctx context.Context, disk *stack.Disk) (left bool, failed map[string]error) {
-	layers, err := disk.Unfinished()
+	layers, err := disk.ToFinish()
 	if err != nil {
 		d.Log.Warn("which layers are to be finished is not known", "disk", disk.Path(), "err", err)
 		return true, nil
 	}
 	failed = map[string]error{}
-	if more, err := disk.Unchecked(); err == nil {
-		layers = append(layers, more...)
-	}
-	done := map[string]bool{}
+	done, told := map[string]bool{}, time.Now()
 	defer func() { d.tellDigests(disk, done) }()
 	for _, uid := range layers {
-		began := time.Now()
+		began, did := time.Now(), d.tidier.guestsDid()
 		err := disk.Finish(ctx, uid)
 		switch {
 		case err == nil:
@@ -282,12 +332,22 @@ func (d *Data) finishAll(ctx context.Context, disk *stack.Disk) (left bool, fail
 				failed[uid] = err
 			}
 		}
+		d.tidier.rest(ctx, time.Since(began), did)
+		if time.Since(told) > digestsSoFar {
+			d.tellDigests(disk, done)
+			done, told = map[string]bool{}, time.Now()
+		}
 	}
 	return left, failed
 }
 
 // digestsTold is when the digests of finished layers are told: by then most of the snapshots are looked at anyway.
-const digestsTold = 2 * time.Second
+// While more layers are finished, those so far are told now and then: not the snapshots of a thousand at once in the
+// end.
+const (
+	digestsTold  = 2 * time.Second
+	digestsSoFar = 10 * time.Second
+)
 
 // tellDigests has the snapshots looked at whose layers have their digests now.
 func (d *Data) tellDigests(disk *stack.Disk, layers map[string]bool) {

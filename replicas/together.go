@@ -175,8 +175,12 @@ func (d *Data) deviceless(ctx context.Context, v *api.Volume) (*hand, error) {
 	}}, nil
 }
 
-// memberReverting reports whether a member is to be reverted, and nothing else may be done with the volume before.
+// memberReverting reports whether a volume or a member of it is to be reverted, and nothing else may be done with the
+// volume before.
 func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
+	if err := goesBack(v); err != nil {
+		return err
+	}
 	for _, name := range v.Status.Members {
 		var r api.Replica
 		if err := d.reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
@@ -312,7 +316,10 @@ func (l *snapshotLoop) cutMany(ctx context.Context, s *api.Snapshot, v *api.Volu
 	case v.DeletionTimestamp != nil:
 		return nil, api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
 	}
-	thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
+	if err := h.Settled(ctx); err != nil { // before anything is frozen, too
+		return nil, err
+	}
+	_, thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
 	err := h.Cut(ctx, stack.Snapshot{UID: string(uidOf(s)), Name: s.Name, Created: momentNow()})
 	thaw()
 	l.wasCut(ctx, v, h.local, lin)

@@ -110,7 +110,11 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 			"on (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
 	}
 	if len(fact.Snapshots) == 0 { // else their end does that
-		if err := d.reclaim(ctx, s, true); err != nil {
+		if s.merges() && fact.Message == "" {
+			fact.Message = "layers of the volume are being merged: what was trimmed over them comes back after that"
+		}
+		s.owed.Store(true)
+		if err := d.reclaimOwed(ctx, s); err != nil {
 			d.Log.Info("the space of what was trimmed over layers comes back later", "volume", v.Name, "why", err)
 		}
 	}

@@ -98,7 +98,7 @@ func (d *Data) keepUp(ctx context.Context) error {
 func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	var v api.Volume
 	if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
-		v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
+		goesBack(&v) != nil || v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
 		return false
 	}
 	if v.Status.EngineNode != "" && v.Status.EngineNode != d.Node || d.session(v.Name) != nil || !d.detached(ctx, &v) {
@@ -165,7 +165,10 @@ func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, 
 // makeWhole claims a detached volume and brings its replicas back until all are members, somebody else wants the
 // volume, or nothing comes of it; again is when it is to be tried again then.
 func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duration, err error) {
-	ctx, unlock := d.lockYielding(ctx, volume)
+	ctx, unlock, ok := d.lockYielding(ctx, volume)
+	if !ok {
+		return upkeepLater, nil
+	}
 	defer unlock()
 	l := &attachmentLoop{d}
 	var v api.Volume
@@ -179,7 +182,7 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 		v.Status.EngineNode = ""
 		return 0, nil
 	}
-	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil ||
+	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil || goesBack(&v) != nil ||
 		!apierrors.IsNotFound(d.reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
 		return 0, nil
 	}

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -59,4 +60,25 @@ func TestNoFolder(t *testing.T) {
 	if _, err := os.Stat(path); err == nil {
 		t.Error("the folder was made")
 	}
+}
+
+// TestAttachBeforeReplica: an attach that comes before the replica that the volume names goes on when that is there.
+func TestAttachBeforeReplica(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("a", 16<<20)
+	r := w.memberOf("a")
+	w.abandon(r)
+	gone(w, &api.Replica{ObjectMeta: named(r.Name)}, &api.ReplicaList{})
+	w.create(attachment("a"))
+	await(w, attachment("a"), &api.AttachmentList{}, "refused", func(a *api.Attachment) bool {
+		return strings.Contains(a.Status.Message, "does not exist")
+	})
+	// Whether the loop looks by itself once more, for its own write, is a matter of luck.
+	if all := w.data.widens(w.ctx, r); len(all) != 1 || all[0].Name != "a" {
+		t.Errorf("the replica wakes %v", all)
+	}
+	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: r.Name, Labels: r.Labels, Finalizers: []string{api.Finalizer}},
+		Spec: r.Spec})
+	w.attached("a")
 }

@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"slices"
+	"strings"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -66,4 +67,15 @@ func TestSnapshotIsAdornedAgain(t *testing.T) {
 				len(s.OwnerReferences) == 1
 		})
 	}
+}
+
+// A volume of a long name, cut where a label's value must not end, has replicas, snapshots and devices like others.
+func TestLongNames(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	name := strings.Repeat("a", 62) + "-b"
+	w.make(name, 64<<20)
+	w.snapshot(name, strings.Repeat("s", 62)+".t")
+	w.create(attachment(name))
+	w.attached(name)
 }

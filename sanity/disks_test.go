@@ -13,6 +13,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -163,11 +164,28 @@ func imagesOnDisks(t *testing.T, w *world) {
 		t.Errorf("%+v and %+v", a.Status, b.Status)
 	}
 
-	// A volume elsewhere does not wait for a copy there, and gets one.
-	p, err := w.create("elsewhere", 256*mib, mountCap(""), "backingImage", "single", "diskSelector", "three")
+	// Where the image may not be, no volume of it may. One that is elsewhere by right does not wait for a copy there, and
+	// gets one; it stays when the image's selectors change.
+	asks := func(disks ...string) {
+		t.Helper()
+		_, err := await.Edit(t.Context(), w.objects, "single", func(i *api.BackingImage) (bool, error) {
+			i.Spec.DiskSelector = disks
+			return true, nil
+		})
+		must(t, err)
+	}
+	_, err := w.create("barred", 256*mib, mountCap(""), "backingImage", "single", "diskSelector", "three")
+	wantCode(t, err, codes.ResourceExhausted, "the tag two, which backing image single asks for")
+	asks()
+	var p *pod
+	comes(func() bool { // who places it may not have seen the edit yet
+		p, err = w.create("elsewhere", 256*mib, mountCap(""), "backingImage", "single", "diskSelector", "three")
+		return status.Code(err) != codes.ResourceExhausted
+	})
 	must(t, err)
 	must(t, p.up())
 	p.check("golden", sum)
+	asks("two")
 	w.readyOn("single", two, three)
 	out := w.must("image", "show", "single")
 	for _, words := range []string{two, three, "by 1 volume"} {
@@ -264,4 +282,9 @@ func TestImagesOnDisks(t *testing.T) {
 		t.Fatalf("%v, %v", res, err)
 	}
 	imagesOnDisks(t, w)
+}
+
+// TestDamagedImages is what becomes of images whose files change on the disk.
+func TestDamagedImages(t *testing.T) {
+	damagedImages(t, newWorld(t))
 }

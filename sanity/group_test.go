@@ -67,7 +67,7 @@ func (o *order) end() {
 
 // numbers reads what each writer had written.
 func (p *pod) numbers() (list [writers]uint64) {
-	f, err := os.Open("/dev/drover/" + p.id)
+	f, err := os.Open(p.target)
 	must(p.w.t, err)
 	defer f.Close()
 	b := make([]byte, 4096*writers)
@@ -89,7 +89,7 @@ func groupOrder(t *testing.T, w *world) {
 		pods = append(pods, p)
 	}
 	do(t, pods[0].up, pods[1].up)
-	o := &order{a: "/dev/drover/" + pods[0].id, b: "/dev/drover/" + pods[1].id}
+	o := &order{a: pods[0].target, b: pods[1].target}
 	o.start(t)
 	ids := []string{pods[0].id, pods[1].id, pods[2].id}
 	var last *csi.VolumeGroupSnapshot

@@ -56,7 +56,7 @@ func snapshotMetadata(t *testing.T, w *world) {
 	a, err := w.create("meta", size, blockCap())
 	must(t, err)
 	must(t, a.up())
-	f, err := os.OpenFile("/dev/drover/"+a.id, os.O_RDWR|syscall.O_DIRECT, 0)
+	f, err := os.OpenFile(a.target, os.O_RDWR|syscall.O_DIRECT, 0)
 	must(t, err)
 	content, written := make([]byte, size), map[int64]bool{}
 	var ids []string

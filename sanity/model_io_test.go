@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// io begins I/O on a volume and returns what waits for it, for as long as nobody has to wait.
+// io begins I/O on a volume and returns what waits for it, for as long as nobody has to wait. Where serve is killed
+// meanwhile it is started again: data may have died just before it, and nobody else starts that.
 func (m *model) io(v *modelled, what string, all ...func() error) (wait func()) {
 	done := make(chan error, len(all))
 	for _, one := range all {
@@ -20,12 +21,15 @@ func (m *model) io(v *modelled, what string, all ...func() error) (wait func()) 
 	return func() {
 		m.t.Helper()
 		late := time.After(2 * settle)
-		for range all {
+		for ended := 0; ended < len(all); {
 			select {
 			case err := <-done:
+				ended++
 				if err != nil {
 					m.w.fatal("%s of %s: %v", what, v.id, err)
 				}
+			case <-m.dying:
+				m.revive(false)
 			case <-late:
 				m.w.fatal("%s of %s hangs", what, v.id)
 			}
@@ -187,14 +191,20 @@ func (m *model) killData() {
 	must(m.t, <-killed)
 }
 
-// kill ends the data process, if it has not just ended.
+// kill ends the data process, if it has not just ended, and returns when it is gone.
 func (m *model) kill() error {
 	pid := m.w.child("data")
 	if pid == 0 {
 		return nil
 	}
-	if err := syscall.Kill(pid, syscall.SIGKILL); !errors.Is(err, syscall.ESRCH) {
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		if errors.Is(err, syscall.ESRCH) {
+			return nil
+		}
 		return err
+	}
+	if !comes(func() bool { return m.w.child("data") != pid }) {
+		return fmt.Errorf("process %d (data) was killed and is not gone", pid)
 	}
 	return nil
 }
@@ -234,8 +244,8 @@ func (m *model) restartServe() {
 	m.absent(true)
 }
 
-// absent starts serve that has ended. Attached volumes work on meanwhile; if data dies as well, as soon as it is back.
-// Where a call is under way (not idle), it may be of what is in a volume now: nothing is written.
+// absent starts serve that has ended. Attached volumes work on meanwhile; if data dies as well, or did so just before,
+// as soon as it is back. Where a call is under way (not idle), it may be of what is in a volume now: nothing is written.
 func (m *model) absent(idle bool) {
 	m.say("  serve is gone, between calls: %t", idle)
 	write := func() (waits []func()) {
@@ -246,13 +256,18 @@ func (m *model) absent(idle bool) {
 		}
 		return waits
 	}
-	for _, wait := range write() {
-		wait()
+	dead, too := m.w.child("data") == 0, m.rng.IntN(3) == 0
+	if !dead {
+		for _, wait := range write() {
+			wait()
+		}
 	}
-	var waits []func()
-	if m.rng.IntN(3) == 0 {
+	if too {
 		m.say("  kill data as well")
 		must(m.t, m.kill())
+	}
+	var waits []func()
+	if dead || too {
 		waits = write()
 	}
 	m.w.start(drover(m.t))

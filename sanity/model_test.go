@@ -1,12 +1,14 @@
 package sanity_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -24,6 +26,7 @@ const (
 	modelSnaps   = 5
 	modelSmall   = 16 * mib
 	modelLarge   = 32 * mib
+	modelShrink  = 2 * time.Minute // for making a failing program shorter
 )
 
 // modelTime is how long TestModelOfProgram runs: DROVER_MODEL, such as 3h, of which 40 s are for the start and the end.
@@ -53,7 +56,8 @@ type kept struct {
 	either   []byte // not nil: each of its sectors is that of image or this one, until it is looked into
 }
 
-// model is one program: all that is random in it follows from its seed, but for the moments at which kills come.
+// model is one program: all that is random in a step follows from its seed and from what is there, but for the moments
+// at which kills come. So a program makes sense with any of its steps left out.
 type model struct {
 	w       *world
 	t       *testing.T
@@ -63,13 +67,30 @@ type model struct {
 	named   int
 	volumes []*modelled
 	snaps   []*kept
+	begun   int // of the program's steps
 	steps   []string
 	until   time.Time
 	dying   chan struct{} // not nil: serve is being killed, and has been when this is closed
 }
 
+// modelPrograms is how many there were in this process: each has names of its own.
+var modelPrograms atomic.Int64
+
+func newModel(w *world, until time.Time) *model {
+	return &model{w: w, until: until, prefix: fmt.Sprintf("model-%d-%d", os.Getpid(), modelPrograms.Add(1))}
+}
+
 // TestModelOfProgram runs programs of new seeds for as long as DROVER_MODEL says; DROVER_MODEL_SEED is the first seed.
+// One that fails is made as short as it goes: DROVER_MODEL_STEPS, the seeds of its steps, runs such a program alone.
 func TestModelOfProgram(t *testing.T) {
+	if text := os.Getenv("DROVER_MODEL_STEPS"); text != "" {
+		var list []uint64
+		must(t, json.Unmarshal([]byte(text), &list))
+		m := newModel(newWorld(t), time.Now().Add(time.Hour))
+		m.run(t, list)
+		t.Logf("steps:\n%s", strings.Join(m.steps, "\n"))
+		return
+	}
 	seed := uint64(time.Now().UnixNano())
 	if text := os.Getenv("DROVER_MODEL_SEED"); text != "" {
 		var err error
@@ -81,29 +102,123 @@ func TestModelOfProgram(t *testing.T) {
 	t.Logf("seeds from %d on", seed)
 	programs, steps := 0, 0
 	for ; time.Now().Before(until); seed++ {
-		key := [32]byte{}
-		copy(key[:], fmt.Sprint(seed))
-		m := &model{w: w, t: t, until: until, rng: rand.New(rand.NewPCG(seed, 0)), bytes: rand.NewChaCha8(key),
-			prefix: fmt.Sprintf("model-%d-%d", os.Getpid(), programs)}
-		m.run(seed)
+		list, m := modelProgram(seed), newModel(w, until)
+		well := t.Run(fmt.Sprint(seed), func(t *testing.T) { m.run(t, list) })
+		w.t = t
+		if !well {
+			t.Logf("DROVER_MODEL_SEED=%d, steps:\n%s", seed, strings.Join(m.steps, "\n"))
+			shrinkModel(t, list[:m.begun])
+			return
+		}
 		programs, steps = programs+1, steps+len(m.steps)
 	}
 	t.Logf("%d programs, %d steps", programs, steps)
 }
 
+// modelProgram makes the program of a seed: the seeds of its steps.
+func modelProgram(seed uint64) []uint64 {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	list := make([]uint64, modelSteps)
+	for i := range list {
+		list[i] = rng.Uint64()
+	}
+	return list
+}
+
+// shrinkModel prints the shortest program found that still fails, each tried on a machine of its own.
+func shrinkModel(t *testing.T, list []uint64) {
+	until := time.Now().Add(modelShrink)
+	var steps []string
+	fails := func(list []uint64) bool {
+		m := newModel(nil, until)
+		well := t.Run("shorter", func(t *testing.T) {
+			m.w = newWorld(t)
+			m.run(t, list)
+		})
+		if !well {
+			steps = m.steps
+		}
+		return !well
+	}
+	if !fails(list) {
+		t.Log("the same steps do not fail again: it is a matter of the moments of kills")
+		return
+	}
+	list = shrink(list, fails, until)
+	text, err := json.Marshal(list)
+	must(t, err)
+	t.Logf("the shortest program found that fails: DROVER_MODEL_STEPS=%s, steps:\n%s", text, strings.Join(steps, "\n"))
+}
+
+// shrink leaves out what a failing program does not need: halves first, then less and less.
+func shrink[T any](list []T, fails func([]T) bool, until time.Time) []T {
+	for size := (len(list) + 1) / 2; size > 0; size /= 2 {
+		for at := 0; at < len(list); {
+			if time.Now().After(until) {
+				return list
+			}
+			less := slices.Delete(slices.Clone(list), at, min(at+size, len(list)))
+			if fails(less) {
+				list = less
+			} else {
+				at += size
+			}
+		}
+	}
+	return list
+}
+
+// TestShrink: what is left of a failing program is what its failure needs.
+func TestShrink(t *testing.T) {
+	never := time.Now().Add(time.Hour)
+	list := modelProgram(7)
+	for _, need := range [][]int{{}, {0}, {79}, {3, 4}, {0, 40, 79}, {10, 11, 12, 30, 77}} {
+		var want []uint64
+		for _, i := range need {
+			want = append(want, list[i])
+		}
+		tries := 0
+		fails := func(l []uint64) bool {
+			tries++
+			at := 0
+			for _, step := range l { // in this order, whatever is in between
+				if at < len(want) && step == want[at] {
+					at++
+				}
+			}
+			return at == len(want)
+		}
+		before := slices.Clone(list)
+		if got := shrink(list, fails, never); !slices.Equal(got, want) || !slices.Equal(list, before) {
+			t.Errorf("what needs the steps %v is shrunk to %d steps", need, len(got))
+		}
+		if tries > 4*len(list) {
+			t.Errorf("what needs the steps %v takes %d tries", need, tries)
+		}
+		if got := shrink(list, fails, time.Now().Add(-time.Second)); len(got) != len(list) {
+			t.Errorf("%d steps are left with no time to leave any out", len(got))
+		}
+	}
+}
+
 // run carries out a program, looks at everything, and removes everything.
-func (m *model) run(seed uint64) {
+func (m *model) run(t *testing.T, list []uint64) {
+	m.t, m.w.t = t, t
 	defer func() {
-		if m.t.Failed() {
+		if t.Failed() {
 			for _, v := range m.volumes {
 				if v.dev != nil {
 					v.dev.Close()
 				}
 			}
-			m.t.Logf("DROVER_MODEL_SEED=%d, steps:\n%s", seed, strings.Join(m.steps, "\n"))
 		}
 	}()
-	for i := 0; i < modelSteps && time.Now().Before(m.until); i++ {
+	for i, seed := range list {
+		if time.Now().After(m.until) {
+			break
+		}
+		m.begun = i + 1
+		m.sow(seed)
 		m.step(modelDeeds())
 		if i%10 == 9 {
 			m.checkVolumes()
@@ -127,6 +242,13 @@ func (m *model) run(seed uint64) {
 	if !comes(func() bool { left = m.w.onDisk(); return !slices.ContainsFunc(left, volumes) }) {
 		m.w.fatal("everything was deleted, and there are %v", left)
 	}
+}
+
+// sow has all that is random follow from a seed.
+func (m *model) sow(seed uint64) {
+	key := [32]byte{}
+	copy(key[:], fmt.Sprint(seed))
+	m.rng, m.bytes = rand.New(rand.NewPCG(seed, 0)), rand.NewChaCha8(key)
 }
 
 type modelDeed struct {
@@ -347,7 +469,15 @@ func (m *model) snapshotBusy(v *modelled) {
 
 func (m *model) unsnap(s *kept) {
 	m.say("delete snapshot %s of %s", s.name, s.volume)
-	m.command("snapshot", "delete", s.name)
+	tried := false
+	m.again(func() error {
+		out, code := m.w.command("snapshot", "delete", s.name)
+		if code == 0 || tried && code == 3 { // not found: it was done, and serve killed before it said so
+			return nil
+		}
+		tried = true
+		return fmt.Errorf("exit code %d: %s", code, out)
+	})
 	m.snaps = slices.DeleteFunc(m.snaps, func(o *kept) bool { return o == s })
 }
 

@@ -274,7 +274,8 @@ func TestRestoreState(t *testing.T) {
 		t.Fatalf("restore: %v, %s", err, out)
 	}
 	w.start(drover(t))
-	if now := w.child("data"); now == data || now == 0 {
+	var now int
+	if !comes(func() bool { now = w.child("data"); return now != data && now != 0 }) { // replaced after serve is ready
 		t.Errorf("the data process was %d and is %d: it still waits for changes of the lost state", data, now)
 	}
 	p.check("file", sum)

@@ -21,7 +21,7 @@ func damagedLayer(t *testing.T, w *world) {
 	a, err := w.create("damaged", 64*mib, blockCap())
 	must(t, err)
 	must(t, a.up())
-	f, err := os.OpenFile("/dev/drover/damaged", os.O_RDWR|syscall.O_DIRECT, 0)
+	f, err := os.OpenFile(a.target, os.O_RDWR|syscall.O_DIRECT, 0)
 	must(t, err)
 	defer f.Close()
 	b := aligned(int(8 * mib))
@@ -35,8 +35,6 @@ func damagedLayer(t *testing.T, w *world) {
 	var s api.Snapshot
 	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "of-damaged"}, &s))
 	dir := w.path("disk", "layers", string(s.Status.Layer))
-	ctx, cancel := timeout(t)
-	defer cancel()
 	if !comes(func() bool { _, err := os.Stat(filepath.Join(dir, "layer.json")); return err == nil }) {
 		w.fatal("the layer is not finished") // it has no digests
 	}
@@ -59,6 +57,8 @@ func damagedLayer(t *testing.T, w *world) {
 	got := aligned(int(mib))
 	intact := func(want bool) {
 		t.Helper()
+		ctx, cancel := timeout(t)
+		defer cancel()
 		_, err := await.Until(ctx, w.objects, "damaged", func(v *api.Volume) (bool, error) {
 			for _, c := range v.Status.Conditions {
 				if c.Type == api.ConditionIntact && (c.Status == "True") == want {

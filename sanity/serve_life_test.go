@@ -102,6 +102,36 @@ func (w *world) awaitVolume(name string, ok func(*api.Volume) bool) *api.Volume 
 	return v
 }
 
+// attached waits until a volume is attached in an epoch later than this one.
+func (w *world) attached(name string, after int64) *api.Attachment {
+	w.t.Helper()
+	ctx, cancel := timeout(w.t)
+	defer cancel()
+	var last api.AttachmentStatus
+	att, err := await.Until(ctx, w.objects, name, func(a *api.Attachment) (bool, error) {
+		last = a.Status
+		return a.Status.Ready && a.Status.Epoch > after, nil
+	})
+	if err != nil {
+		w.fatal("volume %s is not attached after epoch %d: %v: %+v", name, after, err, last)
+	}
+	return att
+}
+
+// gone waits until an object is no more.
+func gone[T client.Object](w *world, obj T) {
+	w.t.Helper()
+	ctx, cancel := timeout(w.t)
+	defer cancel()
+	err := w.objects.Get(ctx, client.ObjectKeyFromObject(obj), obj)
+	if err == nil {
+		err = await.Gone(ctx, w.objects, obj, nil)
+	}
+	if client.IgnoreNotFound(err) != nil {
+		w.fatal("%T %s is not gone: %v", obj, obj.GetName(), err)
+	}
+}
+
 // TestKillEverything kills all processes with volumes attached and mounted, and with an import, an expansion and a
 // deletion on their way. After a start everything is there and goes on, and what cannot be saved is said.
 func TestKillEverything(t *testing.T) {
@@ -166,35 +196,15 @@ func TestKillEverything(t *testing.T) {
 	w.start(drover(t))
 
 	w.awaitVolume("grown", func(v *api.Volume) bool { return v.Status.Size == 128<<20 })
-	ctx, cancel := timeout(t)
-	defer cancel()
-	doomed := &api.Volume{}
-	doomed.Name = "doomed"
-	if err := w.objects.Get(ctx, client.ObjectKey{Name: "doomed"}, doomed); client.IgnoreNotFound(err) != nil {
-		t.Fatal(err)
-	} else if err == nil {
-		must(t, await.Gone(ctx, w.objects, doomed, func(*api.Volume) {}))
-	}
-	img, err := await.Until(ctx, w.objects, "golden", func(i *api.BackingImage) (bool, error) {
-		return i.Status.State == api.ImageReady, nil
-	})
-	if err != nil {
-		w.fatal("the import does not go on: %v: %+v", err, img)
-	}
+	gone(w, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "doomed"}})
+	img := w.image("golden", "is ready", func(i *api.BackingImage) bool { return i.Status.State == api.ImageReady })
 	if want := fmt.Sprintf("%x", sha512.Sum512(content)); img.Status.Checksum != want {
 		t.Errorf("the image's checksum is %s, want %s", img.Status.Checksum, want)
 	}
 
 	// The device that nobody uses is gone; the mounted one is told of, and can be taken off.
 	for _, name := range []string{"raw", "mounted"} {
-		var att api.Attachment
-		_, err = await.Until(ctx, w.objects, name, func(a *api.Attachment) (bool, error) {
-			att = *a
-			return a.Status.Ready && a.Status.Epoch > 2, nil
-		})
-		if err != nil {
-			w.fatal("volume %s is not attached again: %v: %+v", name, err, att.Status)
-		}
+		w.attached(name, 2)
 	}
 	if !comes(func() bool { return len(loopsOf(dev.Status.UID)) == 1 }) {
 		t.Errorf("the volume has loop devices %v, before the kill %v", loopsOf(dev.Status.UID), lost)
@@ -251,14 +261,15 @@ func TestFullDisk(t *testing.T) {
 	w.must("volume", "create", "other", "--size", "1Gi")
 	w.must("volume", "attach", "full")
 	w.must("volume", "attach", "other")
+	device := w.attached("full", 0).Status.Device
 	written := make(chan error, 1)
-	go func() { written <- fill("/dev/drover/full", 96<<20) }()
+	go func() { written <- fill(device, 96<<20) }()
 	full := func(v *api.Volume) bool { return meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionSpace) }
 	w.awaitVolume("full", full)
 	if out := w.must("volume", "show", "full"); !strings.Contains(out, "is full: writes to the volume wait") {
 		t.Errorf("volume show does not tell: %s", out)
 	}
-	must(t, fill("/dev/drover/other", 16<<20))
+	must(t, fill(w.attached("other", 0).Status.Device, 16<<20))
 	out, code := "", 4
 	told := func() bool {
 		out, code = w.command("volume", "detach", "full", "--timeout", "2s")
@@ -284,19 +295,13 @@ func TestFullDisk(t *testing.T) {
 	case <-time.After(settle):
 		w.fatal("the write does not go on")
 	}
-	ctx, cancel := timeout(t)
-	defer cancel()
-	att := &api.Attachment{}
-	att.Name = "full"
-	if err := w.objects.Get(ctx, client.ObjectKey{Name: "full"}, att); err == nil {
-		must(t, await.Gone(ctx, w.objects, att, func(*api.Attachment) {})) // the detach that was wished
-	}
+	gone(w, &api.Attachment{ObjectMeta: metav1.ObjectMeta{Name: "full"}}) // the detach that was wished
 	for _, name := range []string{"full", "other"} {
 		w.must("volume", "detach", name)
 		w.must("volume", "delete", name)
 	}
 	w.must("disk", "remove", small)
-	ctx, cancel = timeout(t)
+	ctx, cancel := timeout(t)
 	defer cancel()
 	_, err := await.Until(ctx, w.objects, w.name, func(n *api.Node) (bool, error) { return len(n.Status.Disks) == 1, nil })
 	must(t, err)

@@ -203,8 +203,8 @@ type counting struct {
 	end  chan error
 }
 
-// count begins with a number that is durable.
-func (p *pod) count(name string) *counting {
+// count begins with a number that is durable, and pauses after each.
+func (p *pod) count(name string, pause time.Duration) *counting {
 	c := &counting{stop: make(chan struct{}), end: make(chan error, 1)}
 	f, err := os.Create(p.file(name))
 	must(p.w.t, err)
@@ -230,7 +230,7 @@ func (p *pod) count(name string) *counting {
 			case <-c.stop:
 				c.end <- nil
 				return
-			default:
+			case <-time.After(pause):
 			}
 		}
 	}()
@@ -250,7 +250,7 @@ func snapshotLoad(t *testing.T, w *world) {
 	a, err := w.create("load", gib, mountCap("ext4"))
 	must(t, err)
 	must(t, a.up())
-	c := a.count("n")
+	c := a.count("n", 0)
 	var ids []string
 	var before, after []int64
 	for i := range 10 {
@@ -280,7 +280,7 @@ func snapshotKilled(t *testing.T, w *world) {
 	a, err := w.create("killed", gib, mountCap("ext4"))
 	must(t, err)
 	must(t, a.up())
-	c := a.count("n")
+	c := a.count("n", 0)
 	var ids []string
 	for i := range kills(t, 12) {
 		done := make(chan error, 1)

@@ -5,6 +5,10 @@
 // called there, so the data behind a Loop needs no locks. An Op is reusable as soon as its Done runs, and nothing is
 // allocated per I/O. Ops that are started while completions are handled reach the kernel in small groups.
 //
+// Syncs, allocations and some writes block in threads of the kernel, of which a Loop has two: more only fight for the
+// locks of files. Those that hang do not count: for each op that takes longer than a second or two there may be one
+// more.
+//
 // The caller's goroutine in Run is the loop's thread; the fallback's goroutines are started and awaited by Run.
 package uring
 
@@ -13,6 +17,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -39,6 +44,7 @@ type Op struct {
 	mode uint32
 	off  int64
 	n    int64
+	look uint32 // how many looks there were when it was started
 	buf  []byte // keeps the memory reachable while the kernel uses it
 	prev *Op    // list of polls under way, so that Close can cancel them
 	next *Op
@@ -46,6 +52,7 @@ type Op struct {
 
 // Codes of ops, as io_uring numbers them.
 const (
+	opNop       = 0
 	opFsync     = 3
 	opPollAdd   = 6
 	opCancel    = 14
@@ -63,7 +70,7 @@ type backend interface {
 	// for what is complete.
 	wait(block bool, done func(op *Op, res int32)) error
 	wake()
-	// widen lets so many more ops block in the kernel at a time than there are from the start.
+	// widen lets so many more ops block in the kernel at a time than there are from the start, those too that wait there.
 	widen(extra int)
 	close()
 }
@@ -80,12 +87,23 @@ type Loop struct {
 	done   chan struct{}
 
 	// The loop's thread only:
-	extra    int
 	spare    []func()
 	polls    *Op
 	inflight int
 	complete func(op *Op, res int32)
+	// Ops on a disk that hangs keep the threads that they block in, and ops on other disks would wait for them. So while
+	// something is under way the loop looks every now and then for those that take long: it may have so many more threads.
+	looks uint32
+	ages  [3]int // ops under way, but for polls: since the last look, since the one before it, and longer
+	extra int
+	timer *time.Timer // of the next look
+	awake bool        // there is a next look
 }
+
+const (
+	lookEvery = time.Second
+	extraMost = 256
+)
 
 // New makes a loop whose ring has room for entries submissions at a time; more may be under way.
 func New(entries int) (*Loop, error) {
@@ -128,6 +146,11 @@ func (l *Loop) Run() error {
 	l.mu.Unlock()
 	defer close(l.done)
 	defer l.be.close()
+	defer func() {
+		if l.timer != nil {
+			l.timer.Stop()
+		}
+	}()
 	if err := l.be.open(); err != nil {
 		l.end()
 		return err
@@ -240,7 +263,37 @@ func (l *Loop) start(op *Op) {
 	}
 	op.busy = true
 	l.inflight++
+	if op.code != opPollAdd {
+		op.look = l.looks
+		l.ages[0]++
+		l.lookSoon()
+	}
 	l.be.start(op)
+}
+
+func (l *Loop) lookSoon() {
+	switch {
+	case l.awake:
+		return
+	case l.timer == nil:
+		l.timer = time.AfterFunc(lookEvery, func() { l.Post(l.look) })
+	default:
+		l.timer.Reset(lookEvery)
+	}
+	l.awake = true
+}
+
+// look lets so many more ops block in the kernel as take long. An idle loop does not look.
+func (l *Loop) look() {
+	l.looks++
+	l.ages = [3]int{0, l.ages[0], l.ages[1] + l.ages[2]}
+	if extra := min(l.ages[2], extraMost); extra+l.extra > 0 {
+		l.extra = extra
+		l.be.widen(extra)
+	}
+	if l.awake = false; l.ages[1]+l.ages[2]+l.extra > 0 {
+		l.lookSoon()
+	}
 }
 
 func (l *Loop) finish(op *Op, res int32) {
@@ -249,6 +302,8 @@ func (l *Loop) finish(op *Op, res int32) {
 	op.buf = nil
 	if op.code == opPollAdd {
 		l.unlink(op)
+	} else {
+		l.ages[min(l.looks-op.look, 2)]--
 	}
 	op.Done(op, res)
 }
@@ -297,13 +352,6 @@ func (l *Loop) PollIn(op *Op, fd int) {
 	}
 	op.prev, op.next, l.polls = nil, l.polls, op
 	l.start(op)
-}
-
-// Widen lets n more ops block in the kernel at a time, or fewer if it is negative: ops on a disk that hangs keep those
-// there are, and ops on other disks would wait for them. On the loop's thread.
-func (l *Loop) Widen(n int) {
-	l.extra += n
-	l.be.widen(l.extra)
 }
 
 // CancelPoll ends a poll under way with -ECANCELED, unless it completes by itself at the same moment. Its Done still

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -32,6 +33,20 @@ func worlds(t *testing.T, fn func(t *testing.T, l *Loop)) {
 	})
 }
 
+// within returns what comes from a channel; what does not come ends the test under its name.
+func within[T any](t testing.TB, what string, from <-chan T) T {
+	t.Helper()
+	late := time.NewTimer(10 * time.Minute)
+	defer late.Stop()
+	select {
+	case v := <-from:
+		return v
+	case <-late.C:
+	}
+	t.Fatal("no " + what)
+	panic("not reached")
+}
+
 // run starts l and returns what stops it and waits for it.
 func run(t *testing.T, l *Loop) (stop func()) {
 	t.Helper()
@@ -41,7 +56,7 @@ func run(t *testing.T, l *Loop) (stop func()) {
 	stop = func() {
 		once.Do(func() {
 			l.Close()
-			if err := <-ended; err != nil {
+			if err := within(t, "end of the loop", ended); err != nil {
 				t.Error(err)
 			}
 		})
@@ -146,7 +161,7 @@ func TestMany(t *testing.T) {
 				l.Write(op, fd, buf, int64(i)*512)
 			}
 		})
-		<-done
+		within(t, "end of all writes", done)
 	})
 }
 
@@ -191,7 +206,7 @@ func TestOverflow(t *testing.T) {
 				r.stow()
 			}
 		})
-		<-end
+		within(t, "end of all reads", end)
 	})
 }
 
@@ -210,7 +225,7 @@ func TestPoll(t *testing.T) {
 			if _, err := w.Write([]byte{1}); err != nil {
 				t.Fatal(err)
 			}
-			if n := <-fired; n&unix.POLLIN == 0 {
+			if n := within(t, "event", fired); n&unix.POLLIN == 0 {
 				t.Fatalf("poll: %d, want POLLIN", n)
 			}
 			if _, err := r.Read(make([]byte, 1)); err != nil {
@@ -220,12 +235,12 @@ func TestPoll(t *testing.T) {
 		fired := make(chan int32, 1)
 		op := &Op{Done: func(_ *Op, n int32) { fired <- n }}
 		l.Post(func() { l.PollIn(op, rfd); l.CancelPoll(op); l.CancelPoll(op) })
-		if n := <-fired; n != -int32(unix.ECANCELED) {
+		if n := within(t, "event", fired); n != -int32(unix.ECANCELED) {
 			t.Fatalf("cancelled poll: %d", n)
 		}
 		l.Post(func() { l.CancelPoll(op); l.PollIn(op, rfd) })
 		stop() // must not wait for the pipe
-		if n := <-fired; n != -int32(unix.ECANCELED) {
+		if n := within(t, "event", fired); n != -int32(unix.ECANCELED) {
 			t.Fatalf("poll at the end: %d", n)
 		}
 	})
@@ -262,7 +277,7 @@ func TestPostOrderAndEnd(t *testing.T) {
 		}
 		ran := make(chan struct{})
 		l.Post(func() { l.Post(func() { close(ran) }) })
-		<-ran
+		within(t, "call of what was posted", ran)
 		stop()
 		l.Close()
 		if l.Post(func() { t.Error("ran after the end") }) {

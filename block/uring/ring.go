@@ -73,6 +73,7 @@ type cqe struct {
 const (
 	tagWake   = ^uint64(0)
 	tagCancel = ^uint64(0) - 1
+	tagNudge  = ^uint64(0) - 2
 	slotMask  = 1<<24 - 1
 )
 
@@ -99,6 +100,7 @@ type ring struct {
 	stowed   []cqe  // taken from the completion queue to make room, not handled yet
 	event    int
 	eventBuf []byte
+	nudged   bool
 }
 
 func setup(entries, flags uint32) (int, *params, error) {
@@ -169,6 +171,11 @@ func (r *ring) widen(extra int) {
 	limit := [2]uint32{uint32(kernelWorkers + extra), 0} // 0: as it is
 	_, _, _ = unix.Syscall6(unix.SYS_IO_URING_REGISTER, uintptr(r.fd), registerIOWQWorkers,
 		uintptr(unsafe.Pointer(&limit)), 2, 0, 0) // an older kernel does without
+	if extra > 0 && !r.nudged { // only when a thread is given something the kernel looks whether there may be one more
+		s := r.next()
+		s.opcode, s.flags, s.fd, s.userData = opNop, sqeAsync, -1, tagNudge
+		r.nudged = true
+	}
 }
 
 func (r *ring) listen() {
@@ -292,6 +299,8 @@ func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
 		case tagWake:
 			r.listen()
 		case tagCancel: // the poll's own completion tells
+		case tagNudge:
+			r.nudged = false
 		default:
 			slot := uint32(c.userData) & slotMask
 			op := r.ops[slot]

@@ -223,7 +223,7 @@ func TestSendsAreBounded(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Error("a place that is given up is not given to the next")
 	}
 }

@@ -72,7 +72,7 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	}
 	want := &api.Attachment{Spec: api.AttachmentSpec{Volume: volume, Node: node, ReadOnly: readOnly, Purpose: "workload"}}
 	want.Name = volume
-	want.Labels = map[string]string{api.LabelVolume: volume, api.LabelNode: node}
+	want.Labels = map[string]string{api.LabelVolume: api.LabelValue(volume), api.LabelNode: api.LabelValue(node)}
 	if err := c.Create(ctx, want); err != nil {
 		if !apierrors.IsAlreadyExists(err) {
 			return nil, explain(ctx, err)

@@ -77,20 +77,28 @@ type result struct {
 
 func drover(t *testing.T, argv ...string) result {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	return droverIn(ctx, argv...)
 }
 
 func droverIn(ctx context.Context, argv ...string) result {
-	var out, errOut bytes.Buffer
+	var errOut bytes.Buffer
+	r := droverTo(ctx, &errOut, argv...)
+	r.err = errOut.String()
+	return r
+}
+
+// droverTo is a command whose remarks go to errOut while it runs.
+func droverTo(ctx context.Context, errOut io.Writer, argv ...string) result {
+	var out bytes.Buffer
 	root := &cobra.Command{Use: "drover", SilenceErrors: true, SilenceUsage: true}
 	root.AddCommand(cli.Commands(nil)...)
 	root.SetOut(&out)
-	root.SetErr(&errOut)
+	root.SetErr(errOut)
 	root.SetArgs(argv)
-	code := cli.Report(&errOut, root.ExecuteContext(ctx))
-	return result{out.String(), errOut.String(), code}
+	code := cli.Report(errOut, root.ExecuteContext(ctx))
+	return result{out: out.String(), code: code}
 }
 
 // mustSay fails unless the command ended with that code and its output holds all the words.

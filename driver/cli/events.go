@@ -16,14 +16,19 @@ import (
 // showEvents is how many events of an object are shown.
 const showEvents = 10
 
-// eventsOf are the latest events of the objects of a name and of one of these kinds, oldest first. Who may not read
-// events sees none.
-func eventsOf(ctx context.Context, c client.Client, name string, kinds ...string) []eventsv1.Event {
+// eventsOf are the latest events of an object, which is of that kind, and of those of other kinds that have its name,
+// oldest first; not those of an object that had the name before. Who may not read events sees none.
+func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string, others ...string) []eventsv1.Event {
 	var list eventsv1.EventList
-	if err := c.List(ctx, &list, client.MatchingFields{"regarding.name": name}); err != nil {
+	if err := c.List(ctx, &list, client.MatchingFields{"regarding.name": o.GetName()}); err != nil {
 		return nil
 	}
-	all := slices.DeleteFunc(list.Items, func(e eventsv1.Event) bool { return !slices.Contains(kinds, e.Regarding.Kind) })
+	all := slices.DeleteFunc(list.Items, func(e eventsv1.Event) bool {
+		if e.Regarding.Kind == kind {
+			return e.Regarding.UID != o.GetUID()
+		}
+		return !slices.Contains(others, e.Regarding.Kind) || lastSeen(&e).Before(o.GetCreationTimestamp().Time)
+	})
 	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
 	return all[max(0, len(all)-showEvents):]
 }

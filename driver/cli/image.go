@@ -69,7 +69,7 @@ func (a *app) imageShow() *cobra.Command {
 			}
 			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) {
 				describeImage(w, &img, where)
-				describeEvents(w, eventsOf(ctx, c, img.Name, "BackingImage"))
+				describeEvents(w, eventsOf(ctx, c, &img, "BackingImage"))
 			})
 		},
 	}
@@ -78,7 +78,7 @@ func (a *app) imageShow() *cobra.Command {
 func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 	s := img.Status
 	from := string(img.Spec.SourceType)
-	for _, k := range []string{"url", "path", "backingImage"} {
+	for _, k := range []string{"url", "path", "backingImage", "volume-name", "snapshot-name"} {
 		if v := img.Spec.SourceParameters[k]; v != "" {
 			from += " " + v
 		}
@@ -109,7 +109,7 @@ func imageUsers(ctx context.Context, c client.Client, image string) ([]string, e
 		}
 	}
 	var reps api.ReplicaList // a clone stands on the image of its source, whether it names it or not
-	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: image[:min(len(image), 63)]}); err != nil {
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: api.LabelValue(image)}); err != nil {
 		return nil, explain(ctx, err)
 	}
 	for _, r := range reps.Items {

@@ -28,7 +28,7 @@ func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*
 		return nil, err
 	}
 	var copies api.ImageCopyList
-	if err := c.List(ctx, &copies, client.MatchingLabels{api.LabelImage: img.Name}); err != nil {
+	if err := c.List(ctx, &copies, client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)}); err != nil {
 		return nil, explain(ctx, err)
 	}
 	for _, f := range copies.Items {
@@ -49,7 +49,7 @@ func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*
 		return w, nil
 	}
 	var reps api.ReplicaList
-	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: img.Name}); err != nil {
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)}); err != nil {
 		return nil, explain(ctx, err)
 	}
 	for _, r := range reps.Items {
@@ -65,13 +65,13 @@ func (w *where) rows(img *api.BackingImage) [][]string {
 	var rows [][]string
 	for _, s := range img.Status.Copies {
 		f := w.copies[s.Disk]
-		used := "never"
+		used := ""
 		switch n := w.using[s.Disk]; {
 		case n == 1:
 			used = "by 1 volume"
 		case n > 1:
 			used = fmt.Sprintf("by %d volumes", n)
-		case !s.LastUsed.IsZero():
+		case s.State == api.ImageReady && !s.LastUsed.IsZero():
 			used = "not for " + age(s.LastUsed)
 		}
 		verified := ""
@@ -89,10 +89,23 @@ func (w *where) rows(img *api.BackingImage) [][]string {
 		if message == "" {
 			message = f.Status.Notice
 		}
-		rows = append(rows, []string{s.Node, w.disk(s.Disk), string(s.State), fmt.Sprintf("%d%%", s.Progress),
+		rows = append(rows, []string{s.Node, w.disk(s.Disk), string(s.State), progressOf(s, f.Status),
 			someBytes(f.Status.Size), used, verified, from, message})
 	}
 	return rows
+}
+
+// progressOf is how far a copy is, and in bytes while they arrive.
+func progressOf(s api.ImageCopySummary, st api.ImageCopyStatus) string {
+	text := fmt.Sprintf("%d%%", s.Progress)
+	if s.State != api.ImageInProgress || st.BytesDone == 0 {
+		return text
+	}
+	text += ", " + api.SizeText(st.BytesDone)
+	if st.BytesTotal > 0 {
+		text += " of " + api.SizeText(st.BytesTotal)
+	}
+	return text
 }
 
 // disk is a disk for people: its path, or its UID where it has none any more.
@@ -142,11 +155,18 @@ func (a *app) imageCleanup() *cobra.Command {
 			if err != nil {
 				return late(err, "the clean-up of image %q goes on", img.Name)
 			}
-			kept := slices.DeleteFunc(now.Status.Copies, func(s api.ImageCopySummary) bool {
-				return !slices.Contains(want, s.Disk)
-			})
+			w, err := whereabouts(ctx, c, now) // the image's own list of its copies follows later
+			if err != nil {
+				return err
+			}
+			kept := 0
+			for _, uid := range want {
+				if f, is := w.copies[uid]; is && f.DeletionTimestamp.IsZero() {
+					kept++
+				}
+			}
 			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("cleaned: %d of %d copies stay, which are needed or the last",
-				len(kept), len(want)))
+				kept, len(want)))
 			return nil
 		},
 	}
@@ -179,7 +199,7 @@ func (a *app) imageVerify() *cobra.Command {
 		Short: "Read every copy of a backing image and compare it with its digests",
 		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again by\n" +
 			"itself, from another one or from the source; one that volumes stand on is repaired in place. Exit status 1:\n" +
-			"a copy was damaged, or is away.",
+			"a copy was damaged or gone, or is away.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -192,7 +212,7 @@ func (a *app) imageVerify() *cobra.Command {
 			if err := get(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
-			if img.Status.ReadyCopies == 0 {
+			if img.Status.ReadyCopies == 0 && !slices.ContainsFunc(img.Status.Copies, notWell) {
 				return api.Errorf(api.Unavailable, "image %q has no copy that is ready: see `drover image show %s`", img.Name,
 					img.Name)
 			}
@@ -216,31 +236,73 @@ func (a *app) imageVerify() *cobra.Command {
 	return c
 }
 
-// awaitVerified follows the copies until each of those that were ready has been read.
+// beingMade are the states of a copy that is not there yet.
+var beingMade = []api.ImageState{api.ImagePending, api.ImageStarting, api.ImageInProgress, api.ImageTransfer}
+
+// notWell reports whether a copy is damaged, or away.
+func notWell(s api.ImageCopySummary) bool {
+	return s.State == api.ImageUnknown || s.State == api.ImageFailed
+}
+
+// awaitVerified follows the copies until each of those that were ready has been read, or removed.
 func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
 	token string) error {
 	verdicts := map[api.UID]string{} // "": well
+	removed := map[api.UID]bool{}    // before they were read
+	ready := map[api.UID]bool{}      // when it began
+	again := false                   // what is damaged is made good by itself
+	w, err := whereabouts(ctx, c, img)
+	if err != nil {
+		return err
+	}
 	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
-	err := follow(ctx, c, &api.ImageCopyList{}, func(o client.Object) (bool, error) {
+	known := map[string]client.Object{}
+	for _, f := range w.copies {
+		known[f.Name] = &f
+	}
+	for _, s := range img.Status.Copies {
+		ready[s.Disk] = s.State == api.ImageReady
+		if _, is := w.copies[s.Disk]; !is {
+			removed[s.Disk] = true
+		}
+	}
+	pending := func() bool {
+		return slices.ContainsFunc(img.Status.Copies, func(s api.ImageCopySummary) bool {
+			_, read := verdicts[s.Disk]
+			return !read && !removed[s.Disk] && ready[s.Disk]
+		})
+	}
+	look := func(o client.Object, gone bool) (bool, error) {
 		f := o.(*api.ImageCopy)
 		if f.Spec.UUID == img.Status.UUID {
-			switch st := f.Status; {
+			st := f.Status
+			_, read := verdicts[f.Spec.Disk]
+			lost := !read && ready[f.Spec.Disk] && slices.Contains(beingMade, st.State)
+			again = again || lost || st.State == api.ImageFailed && !st.NextTry.IsZero()
+			removed[f.Spec.Disk] = !read && (gone || !f.DeletionTimestamp.IsZero())
+			switch {
+			case removed[f.Spec.Disk]:
+			case lost: // what is brought anew is verified on its way, and says nothing of what was there
+				verdicts[f.Spec.Disk] = "it was gone"
 			case st.Verified == token && st.State == api.ImageFailed:
 				verdicts[f.Spec.Disk] = st.Message
 			case st.Verified == token && verdicts[f.Spec.Disk] == "":
 				verdicts[f.Spec.Disk] = ""
-			case st.State == api.ImageUnknown || st.State == api.ImageFailed:
+			case notWell(api.ImageCopySummary{State: st.State}):
 				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + colon(st.Message)
 			}
 		}
 		p.at(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
-		for _, s := range img.Status.Copies {
-			if _, known := verdicts[s.Disk]; !known && s.State == api.ImageReady {
-				return false, nil
-			}
+		return !pending(), nil
+	}
+	if !pending() { // what was found before is told
+		for _, o := range known {
+			_, _ = look(o, false)
 		}
-		return true, nil
-	}, client.MatchingLabels{api.LabelImage: img.Name})
+	} else {
+		err = followAll(ctx, c, &api.ImageCopyList{}, known, look,
+			client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)})
+	}
 	p.clear()
 	if err != nil {
 		return late(err, "the verification of image %q goes on, see `drover image show %s`", img.Name, img.Name)
@@ -248,14 +310,25 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	var bad []string
 	for disk, why := range verdicts {
 		if why != "" {
-			bad = append(bad, fmt.Sprintf("disk %s: %s", disk, why))
+			bad = append(bad, fmt.Sprintf("disk %s of node %s: %s", w.disk(disk), w.copies[disk].Spec.Node, why))
 		}
 	}
 	if len(bad) > 0 {
 		slices.Sort(bad)
-		return api.Errorf(api.Corrupt, "image %q: %d of %d copies are not well: %s", img.Name, len(bad), len(verdicts),
-			strings.Join(bad, "; "))
+		then := ""
+		if again {
+			then = fmt.Sprintf("; what is damaged or gone is made good by itself: `drover image show %s` tells when", img.Name)
+		}
+		return api.Errorf(api.Corrupt, "image %q: %d of %d copies are not well: %s%s", img.Name, len(bad), len(verdicts),
+			strings.Join(bad, "; "), then)
 	}
-	a.said(cmd, "backingimage", img.Name, fmt.Sprintf("verified: %d copies are what they were", len(verdicts)))
+	well := fmt.Sprintf("verified: %d copies are what they were", len(verdicts))
+	switch len(verdicts) {
+	case 0:
+		return api.Errorf(api.NotFound, "image %q: its copies were removed before they were verified", img.Name)
+	case 1:
+		well = "verified: 1 copy is what it was"
+	}
+	a.said(cmd, "backingimage", img.Name, well)
 	return nil
 }

@@ -16,8 +16,10 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -78,6 +80,8 @@ func TestImageImportSources(t *testing.T) {
 		"for images of a regis": {"https://h.example/x", "--plain-http"},
 		"a file needs none":     {"/etc/hostname", "--secret", "a"},
 		"docker://HOST":         {"docker://h.example", "--name", "x"},
+		"no address":            {"http:///x"},
+		"the path of a file":    {"file:///etc/hostname"},
 	} {
 		drover(t, kubeconfig(append([]string{"image", "import"}, args...)...)...).mustSay(t, 2, text)
 	}
@@ -241,6 +245,36 @@ func TestImageUploadRefused(t *testing.T) {
 	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 1, "refuses the upload", "the qcow2 header is cut short")
 }
 
+// How far a copy is, is told in percent and in bytes.
+func TestImageShowTellsBytes(t *testing.T) {
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload}}
+	img.Name = "half-there"
+	if err := store.Create(t.Context(), img); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Delete(context.Background(), img) })
+	cp := copyAsking(t, img.Name, "")
+	t.Cleanup(func() { _ = store.Delete(context.Background(), cp) })
+	img.Status.UUID, img.Status.State = cp.Spec.UUID, api.ImageInProgress
+	img.Status.Copies = []api.ImageCopySummary{{Disk: cp.Spec.Disk, Node: "here", State: api.ImageInProgress, Progress: 45,
+		LastUsed: metav1.Now()}}
+	if err := store.Status().Update(t.Context(), img); err != nil {
+		t.Fatal(err)
+	}
+	cp.Status.State = api.ImageInProgress
+	for total, want := range map[int64]string{200 << 20: "45%, 90 MiB of 200 MiB", 0: "45%, 90 MiB "} {
+		cp.Status.BytesDone, cp.Status.BytesTotal = 90<<20, total
+		if err := store.Status().Update(t.Context(), cp); err != nil {
+			t.Fatal(err)
+		}
+		r := drover(t, kubeconfig("image", "show", img.Name)...)
+		r.mustSay(t, 0, want)
+		if strings.Contains(r.out, "not for") {
+			t.Errorf("a copy that is not there yet is told as unused:\n%s", r.out)
+		}
+	}
+}
+
 // copyAsking is a copy on some disk that waits for an upload at a URL.
 func copyAsking(t *testing.T, image, url string) *api.ImageCopy {
 	t.Helper()
@@ -265,6 +299,7 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Delete(context.Background(), n) })
+	n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) // it lives
 	n.Status.Disks = []api.DiskStatus{
 		{Path: "/bad", Message: "zeros are not kept as data here"}, {Path: "/good", Ready: true, FSType: "xfs", UID: api.NewUID()}}
 	if err := store.Status().Update(t.Context(), n); err != nil {
@@ -312,4 +347,16 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 	}
 	drover(t, kubeconfig("disk", "list")...).mustSay(t, 0, "being evicted; it is empty")
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 0, "removed")
+}
+
+// Of an image of a volume it is told of which one it is.
+func TestImageShowTellsOfWhichVolume(t *testing.T) {
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport,
+		SourceParameters: map[string]string{"volume-name": "vm-1", "snapshot-name": "monday"}}}
+	img.Name = "of-a-volume"
+	if err := store.Create(t.Context(), img); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Delete(context.Background(), img) })
+	drover(t, kubeconfig("image", "show", img.Name)...).mustSay(t, 0, "export-from-volume vm-1 monday")
 }

@@ -123,6 +123,10 @@ func (a *app) imageImport() *cobra.Command {
 				}
 				return a.makeImage(ctx, cmd, c, img, nil, f.background)
 			}
+			if strings.Contains(source, "://") {
+				return usagef("%s is no address that images are fetched from: write http://HOST/..., https://HOST/..., "+
+					"docker://HOST/..., or the path of a file", source)
+			}
 			if f.secret != "" {
 				return usagef("--secret is for images of a server: a file needs none")
 			}
@@ -425,7 +429,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 			return false, nil
 		}
 		return throughRestarts(gctx, p, func() error {
-			return follow(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: name})
+			return follow(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: api.LabelValue(name)})
 		})
 	})
 	err := g.Wait()

@@ -23,7 +23,7 @@ import (
 
 // Ctrl-C ends the command at once and not what a node does: it says so, and how to end that, too.
 func TestImportInterrupted(t *testing.T) {
-	ctx, interrupt := context.WithTimeout(t.Context(), time.Minute)
+	ctx, interrupt := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer interrupt()
 	done := make(chan result, 1)
 	go func() {
@@ -52,7 +52,7 @@ func TestUploadInterrupted(t *testing.T) {
 	if err := os.WriteFile(file, sent, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	ctx, interrupt := context.WithTimeout(t.Context(), time.Minute)
+	ctx, interrupt := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer interrupt()
 	var got []byte
 	ranges := make(chan string, 2)
@@ -87,11 +87,11 @@ func TestUploadInterrupted(t *testing.T) {
 	cp := copyAsking(t, "halted", node.URL)
 	droverIn(ctx, kubeconfig("image", "upload", file)...).
 		mustSay(t, 130, "the same command sends the rest", "drover image delete halted")
-	if first := <-ranges; first != "" && !strings.HasPrefix(first, "bytes 0-") {
+	if first := within(t, "first request", ranges); first != "" && !strings.HasPrefix(first, "bytes 0-") {
 		t.Errorf("the first request began with %q", first)
 	}
 	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 0, `image "halted" ready`)
-	if want := fmt.Sprintf("bytes %d-%d/%d", 3<<20, len(sent)-1, len(sent)); <-ranges != want {
+	if want := fmt.Sprintf("bytes %d-%d/%d", 3<<20, len(sent)-1, len(sent)); within(t, "second request", ranges) != want {
 		t.Errorf("the rest was not sent as %q", want)
 	}
 	if !bytes.Equal(got, sent) {
@@ -100,4 +100,18 @@ func TestUploadInterrupted(t *testing.T) {
 	if err := store.Delete(t.Context(), cp); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// within returns what comes from a channel; what does not come ends the test under its name.
+func within[T any](t testing.TB, what string, from <-chan T) T {
+	t.Helper()
+	late := time.NewTimer(5 * time.Minute)
+	defer late.Stop()
+	select {
+	case v := <-from:
+		return v
+	case <-late.C:
+	}
+	t.Fatal("no " + what)
+	panic("not reached")
 }

@@ -2,7 +2,9 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"slices"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -43,15 +45,45 @@ func leaving(ctx context.Context, c client.Client, n *api.Node) (rows [][]string
 	return rows, nil
 }
 
-// isElsewhere reports whether a disk that is not where it is looked for is at another path of its node.
-func isElsewhere(ctx context.Context, c client.Client, d disk) (bool, error) {
-	n, err := nodeOf(ctx, c, d.node)
-	if err != nil {
-		return false, err
+// isElsewhere reports whether a disk that is not where it is looked for is at another path of its node, or on another
+// node, with all that is on it. What a dead node says of it is past.
+func isElsewhere(ctx context.Context, c client.Client, d disk, dead bool) (bool, error) {
+	var nodes api.NodeList
+	if err := c.List(ctx, &nodes); err != nil {
+		return false, explain(ctx, err)
 	}
-	return !d.status.Ready && d.status.UID != "" && slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
-		return s.UID == d.status.UID && s.Ready
-	}), nil
+	if d.status.Ready && !dead || d.status.UID == "" {
+		return false, nil
+	}
+	has := func(n *api.Node) bool {
+		return slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == d.status.UID && s.Ready })
+	}
+	moved := !dead && api.DiskMovedTo(nodes.Items, d.status.UID, d.node, time.Now()) != ""
+	for i := range nodes.Items {
+		switch n := &nodes.Items[i]; {
+		case !dead && n.Name == d.node && has(n):
+			return true, nil
+		case dead && n.Name != d.node && has(n) && !isSilent(n):
+			moved = true
+		}
+	}
+	if !moved {
+		return false, nil
+	}
+	reps, copies, err := objectsOn(ctx, c, d)
+	return len(reps)+len(copies) == 0, err
+}
+
+// objectsOn are those of what is on a disk of a node.
+func objectsOn(ctx context.Context, c client.Client, d disk) ([]api.Replica, []api.ImageCopy, error) {
+	var reps api.ReplicaList
+	var copies api.ImageCopyList
+	on := client.MatchingLabels{api.LabelDisk: string(d.status.UID)}
+	if err := errors.Join(c.List(ctx, &reps, on), c.List(ctx, &copies, on)); err != nil {
+		return nil, nil, explain(ctx, err)
+	}
+	return slices.DeleteFunc(reps.Items, func(r api.Replica) bool { return r.Spec.Node != d.node }),
+		slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool { return c.Spec.Node != d.node }), nil
 }
 
 // waitsFor says in words what keeps something on a disk that it is to leave.

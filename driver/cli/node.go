@@ -429,13 +429,13 @@ func forgotten(imgs []string) string {
 
 // dependants are the volumes that need what is on a disk: they are not being deleted, and a replica there is a member,
 // or may become the first. A replica that others took the place of is not needed, as long as one of those is there: it
-// may be what is left to salvage.
-func dependants(ctx context.Context, c client.Client, uid api.UID) (names []string, err error) {
+// may be what is left to salvage. dead is as with readyDisks.
+func dependants(ctx context.Context, c client.Client, uid api.UID, dead string) (names []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
 		return nil, explain(ctx, err)
 	}
-	isThere, err := replicasThere(ctx, c)
+	isThere, err := replicasThere(ctx, c, dead)
 	if err != nil {
 		return nil, err
 	}
@@ -456,17 +456,14 @@ func dependants(ctx context.Context, c client.Client, uid api.UID) (names []stri
 }
 
 // replicasThere tells of the name of a replica whether its disk is ready, on a node that is alive.
-func replicasThere(ctx context.Context, c client.Client) (func(name string) bool, error) {
+func replicasThere(ctx context.Context, c client.Client, dead string) (func(name string) bool, error) {
 	var reps api.ReplicaList
-	var nodes api.NodeList
-	if err := errors.Join(c.List(ctx, &reps), c.List(ctx, &nodes)); err != nil {
-		return nil, explain(ctx, err)
+	ready, err := readyDisks(ctx, c, dead)
+	if err == nil {
+		err = c.List(ctx, &reps)
 	}
-	ready := map[api.UID]bool{}
-	for _, n := range nodes.Items {
-		for _, d := range n.Status.Disks {
-			ready[d.UID] = ready[d.UID] || d.Ready && time.Since(n.Status.Heartbeat.Time) < n.SilentAfter()
-		}
+	if err != nil {
+		return nil, explain(ctx, err)
 	}
 	return func(name string) bool {
 		return slices.ContainsFunc(reps.Items, func(r api.Replica) bool { return r.Name == name && ready[r.Spec.Disk] })
@@ -484,8 +481,13 @@ func awaitForgotten(ctx context.Context, c client.WithWatch, node string, uid ap
 
 func (a *app) diskRemove() *cobra.Command {
 	var node string
+	var deadNode, force bool
 	c := &cobra.Command{
 		Use: "remove PATH|UID", Short: "Take an empty disk away from its node; its files stay", Aliases: []string{"rm"},
+		Long: "Takes a disk away from its node. It must be empty, or not answer and be needed by no volume: then what was\n" +
+			"on it is forgotten. A node that gave no sign of life for 40 s is taken for dead; --dead-node says so before,\n" +
+			"and is refused where a sign of life comes. The last copy of an image that comes from nowhere else is forgotten\n" +
+			"with --force only.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -498,8 +500,15 @@ func (a *app) diskRemove() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			what, waits := "", false
-			elsewhere, err := isElsewhere(ctx, c, d)
+			dead, err := isDead(ctx, c, d.node, deadNode)
+			if err != nil {
+				return err
+			}
+			what, waits, deadName := "", false, ""
+			if dead {
+				deadName = d.node
+			}
+			elsewhere, err := isElsewhere(ctx, c, d, dead)
 			if err != nil {
 				return err
 			}
@@ -508,23 +517,35 @@ func (a *app) diskRemove() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if d.status.Ready && len(vols)+len(imgs) > 0 {
+				if d.status.Ready && !dead && len(vols)+len(imgs) > 0 {
 					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves it to "+
-						"other disks", d.spec.Path, stillHolds(vols, imgs))
+						"other disks; --dead-node, if node %q is no more", d.spec.Path, stillHolds(vols, imgs), d.node)
 				}
-				waits = len(vols)+len(imgs) > 0
-				if vols, err = dependants(ctx, c, d.status.UID); err != nil {
+				waits = !dead && len(vols)+len(imgs) > 0
+				if vols, err = dependants(ctx, c, d.status.UID, deadName); err != nil {
 					return err
 				}
 				if len(vols) > 0 {
-					return api.Errorf(api.InUse, "disk %s is not ready, and would be forgotten with what is on it%s: bring it back, "+
+					why := "is not ready"
+					if dead {
+						why = fmt.Sprintf("does not answer, as node %q is dead", d.node)
+					}
+					return api.Errorf(api.InUse, "disk %s %s, and would be forgotten with what is on it%s: bring it back, "+
 						"let `drover disk evict` replace what other disks have too, or give the volumes up with `drover volume "+
-						"delete`", d.spec.Path, stillHolds(vols, nil))
+						"delete`", d.spec.Path, why, stillHolds(vols, nil))
+				}
+				if err := lastCopies(ctx, c, d, deadName); err != nil && !force {
+					return err
 				}
 				what = forgotten(imgs)
 			}
 			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {
 				return err
+			}
+			if dead && d.status.UID != "" && !elsewhere {
+				if err := forget(ctx, c, d); err != nil {
+					return err
+				}
 			}
 			if waits { // its place is free once what was on it is forgotten
 				if err := awaitForgotten(ctx, c, d.node, d.status.UID); err != nil {
@@ -536,5 +557,7 @@ func (a *app) diskRemove() *cobra.Command {
 		},
 	}
 	c.Flags().StringVar(&node, "node", "", "node, where several have a disk of that path")
+	c.Flags().BoolVar(&deadNode, "dead-node", false, "its node is dead, and never comes back with it")
+	c.Flags().BoolVar(&force, "force", false, "forget the last copies of images, too")
 	return c
 }

@@ -102,7 +102,7 @@ func TestNodesAreChangedBesideTheirStatus(t *testing.T) {
 		drover(t, kubeconfig("disk", "evict", "/beating", "--undo")...).mustSay(t, 0)
 	}
 	close(stop)
-	if err := <-ended; err != nil {
+	if err := within(t, "end of the beats", ended); err != nil {
 		t.Error(err)
 	}
 	var n api.Node

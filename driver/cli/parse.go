@@ -65,10 +65,7 @@ func nameFrom(source string) string {
 		base = cut
 	}
 	base = notInNames.ReplaceAllString(base, "-")
-	if len(base) > 63 {
-		base = base[:63]
-	}
-	return strings.Trim(base, "-.")
+	return api.LabelValue(strings.Trim(base, "-."))
 }
 
 func tags(s string) []string {

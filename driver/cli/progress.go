@@ -29,7 +29,11 @@ type progress struct {
 	base    int64
 	baseAt  time.Time
 	current int64
+	form    int // of the line, in this state: how many figures gave way to the bar,
+	bar     int // and how wide that is
 }
+
+const narrowestBar, widestBar = 8, 40 // columns
 
 // newProgress writes to w, in colour-free text. label names what moves.
 func newProgress(w io.Writer, label string) *progress {
@@ -48,10 +52,16 @@ func (p *progress) at(state string, done, total int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
+	changed := state != p.state
+	if changed || done < p.current {
+		p.baseAt = time.Time{} // what goes on after a pause, or from further back, has a speed of its own
+	}
+	if changed {
+		p.form, p.bar = 0, widestBar
+	}
 	if p.baseAt.IsZero() && done > 0 {
 		p.base, p.baseAt = done, now
 	}
-	changed := state != p.state
 	p.state, p.current = state, done
 	if p.width > 0 {
 		if changed || now.Sub(p.drawn) > 80*time.Millisecond || (total > 0 && done >= total) {
@@ -80,25 +90,29 @@ func (p *progress) line(done, total int64) string {
 
 func (p *progress) draw(done, total int64) {
 	p.open = true
-	right := ""
+	count, rate, rest := "", "", ""
 	if total > 0 {
-		right = fmt.Sprintf(" %3d %%  %s of %s", done*100/total, api.SizeText(done), api.SizeText(total))
+		count = fmt.Sprintf(" %3d %%  %s of %s", done*100/total, api.SizeText(done), api.SizeText(total))
 		if d := time.Since(p.baseAt).Seconds(); !p.baseAt.IsZero() && d > 0.3 && done > p.base {
-			rate := float64(done-p.base) / d
-			right += fmt.Sprintf("  %s/s", api.SizeText(int64(rate)))
-			if left := float64(total-done) / rate; left >= 1 {
-				right += fmt.Sprintf("  %s left", time.Duration(left*float64(time.Second)).Round(time.Second))
+			perSecond := float64(done-p.base) / d
+			rate = fmt.Sprintf("  %s/s", api.SizeText(int64(perSecond)))
+			if left := float64(total-done) / perSecond; left >= 1 {
+				rest = fmt.Sprintf("  %s left", time.Duration(left*float64(time.Second)).Round(time.Second))
 			}
 		}
 	}
 	left := fmt.Sprintf("%s  %s ", p.label, p.state)
-	room := min(p.width-len(left)-len(right)-3, 40)
-	bar := ""
-	if total > 0 && room >= 8 {
-		full := int(int64(room) * min(done, total) / total)
-		bar = "[" + strings.Repeat("=", full) + strings.Repeat(" ", room-full) + "]"
+	text := left + count + rate + rest
+	forms := []string{count + rate + rest, count + rest, count} // rather a bar than all the figures
+	for ; total > 0 && p.form < len(forms); p.form++ {
+		right := forms[p.form]
+		if room := p.width - len(left) - len(right) - 3; room >= narrowestBar {
+			p.bar = min(p.bar, room) // as figures come and go it stays, and does not flicker
+			full := int(int64(p.bar) * min(done, total) / total)
+			text = left + "[" + strings.Repeat("=", full) + strings.Repeat(" ", p.bar-full) + "]" + right
+			break
+		}
 	}
-	text := left + bar + right
 	if len(text) >= p.width {
 		text = text[:p.width-1]
 	}

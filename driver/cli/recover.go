@@ -16,7 +16,8 @@ type RecoverOptions struct {
 	Disks       []string // folders to read; none: the disks of the nodes that are on this machine
 	Apply       bool     // do it; otherwise only tell
 	RaiseEpochs bool
-	NoWait      bool // do not wait until the loops have taken over what was created
+	DeadNodes   []string // what they say of disks does not count: the user says that they are no more
+	NoWait      bool     // do not wait until the loops have taken over what was created
 }
 
 // States of a Finding.
@@ -86,6 +87,9 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 		"(default: all disks of nodes that are on this machine)")
 	f.BoolVar(&o.Apply, "yes", false, "do it")
 	f.BoolVar(&o.RaiseEpochs, "raise-epochs", false, "where the API knows an older epoch than the disk, take the disk's")
+	f.StringArrayVar(&o.DeadNodes, "dead-node", nil,
+		"node that is no more: a disk that it called its own is another's now;\n"+
+			"refused where it gives a sign of life (one that gave none for 40 s need not be named)")
 	f.StringVar(&snapshot, "restore-state", "", "with drover serve stopped: make the API's state what this snapshot\n"+
 		"holds (<state-dir>/etcd-snapshots/state-*.db); then start it, and recover")
 	f.StringVar(&stateDir, "state-dir", DefaultStateDir, "folder of the state to restore")
@@ -104,7 +108,7 @@ func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot s
 		return err
 	}
 	switch {
-	case len(o.Disks) > 0 || o.RaiseEpochs:
+	case len(o.Disks) > 0 || o.RaiseEpochs || len(o.DeadNodes) > 0:
 		return usagef("--restore-state is a step of its own: start `drover serve` after it, then recover from disks")
 	case !o.Apply:
 		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes the state in %s becomes what %s holds.\n",

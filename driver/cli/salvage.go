@@ -47,10 +47,10 @@ func (a *app) salvage(
 		return err
 	}
 	var list api.ReplicaList
-	if err := c.List(ctx, &list, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+	if err := c.List(ctx, &list, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 		return explain(ctx, err)
 	}
-	reps := slices.DeleteFunc(list.Items, func(r api.Replica) bool {
+	reps := slices.DeleteFunc(list.Of(v.Name), func(r api.Replica) bool {
 		return r.Spec.VolumeUID != v.Status.UID || r.DeletionTimestamp != nil
 	})
 	away, err := silentNodes(ctx, c)

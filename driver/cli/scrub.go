@@ -51,9 +51,10 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 		return 0, err
 	}
 	var reps api.ReplicaList
-	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 		return 0, explain(ctx, err)
 	}
+	reps.Items = reps.Of(v.Name)
 	id := string(api.NewUID())
 	for i := range reps.Items {
 		r := &reps.Items[i]

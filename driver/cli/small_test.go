@@ -3,6 +3,7 @@ package cli
 import (
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestNameFrom(t *testing.T) {
@@ -61,6 +62,47 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	if !strings.Contains(b.String(), " 50 %  5 MiB of 10 MiB") {
 		t.Errorf("%q", b.String())
+	}
+}
+
+// A bar is there also beside speed and time, on a terminal of 80 columns; and what goes on after a pause has the speed
+// of what came since.
+func TestProgressKeepsItsBar(t *testing.T) {
+	var b strings.Builder
+	p := newProgress(&b, "image debian-12")
+	p.width = 80
+	ago := func(d time.Duration) { p.baseAt = time.Now().Add(-d) }
+	frames := func() []string { return strings.Split(b.String(), "\r") }
+	last := func() string { return strings.TrimSuffix(frames()[len(frames())-1], "\x1b[K") }
+	p.at("in-progress", 1<<20, 1000<<20)
+	ago(10 * time.Second)
+	p.drawn = time.Time{}
+	p.at("in-progress", 501<<20, 1000<<20)
+	if line := last(); !strings.Contains(line, "[=") || !strings.Contains(line, " 50 %") || !strings.Contains(line, "10s left") {
+		t.Errorf("%q", line)
+	}
+	ago(100 * time.Millisecond) // no figure but the count
+	p.drawn = time.Time{}
+	p.at("in-progress", 502<<20, 1000<<20)
+	if width := func(s string) int { return strings.Index(s, "]") - strings.Index(s, "[") }; len(frames()) < 2 ||
+		width(last()) != width(frames()[len(frames())-2]) {
+		t.Errorf("the bar flickers: %q", frames())
+	}
+	p.at("waiting for the API server", 0, 0)
+	p.at("in-progress", 400<<20, 1000<<20)
+	ago(10 * time.Second)
+	p.drawn = time.Time{}
+	p.at("in-progress", 500<<20, 1000<<20)
+	if line := last(); !strings.Contains(line, "50s left") {
+		t.Errorf("%q: 100 MiB came in 10 s, 500 MiB are left", line)
+	}
+	p.width = 200
+	p.at("sending", 400<<20, 1000<<20)
+	ago(10 * time.Second)
+	p.drawn = time.Time{}
+	p.at("sending", 500<<20, 1000<<20)
+	if line := last(); !strings.Contains(line, "10.0 MiB/s") && !strings.Contains(line, "9.9 MiB/s") {
+		t.Errorf("%q", line)
 	}
 }
 

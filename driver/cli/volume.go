@@ -261,7 +261,7 @@ func (a *app) volumeShow() *cobra.Command {
 				return err
 			}
 			var reps api.ReplicaList
-			if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil {
+			if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 				return explain(ctx, err)
 			}
 			att, err := attachment(ctx, c, v.Name)
@@ -269,8 +269,8 @@ func (a *app) volumeShow() *cobra.Command {
 				return err
 			}
 			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
-				describeVolume(w, &v, reps.Items, att)
-				describeEvents(w, eventsOf(ctx, c, v.Name, "Volume", "Attachment"))
+				describeVolume(w, &v, reps.Of(v.Name), att)
+				describeEvents(w, eventsOf(ctx, c, &v, "Volume", "Attachment"))
 			})
 		},
 	}

@@ -83,8 +83,18 @@ func TestVolumeFromImage(t *testing.T) {
 	drover(t, kubeconfig("volume", "create", "small", "--image", "base", "--size", "50Mi")...).mustSay(t, 2, "101 MiB", "base")
 	drover(t, kubeconfig("volume", "create", "small", "--image", "nosuch")...).mustSay(t, 3, "drover image list")
 	drover(t, kubeconfig("image", "delete", "base")...).mustSay(t, 5, "in use by volume from-base")
-	happened(t, "Volume", "from-base", "Created", "made of an image")
-	drover(t, kubeconfig("volume", "show", "from-base")...).mustSay(t, 0, "Events:", "Created", "made of an image")
+	var made api.Volume
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "from-base"}, &made); err != nil {
+		t.Fatal(err)
+	}
+	happened(t, "Volume", "from-base", made.UID, "Created", "made of an image")
+	happened(t, "Volume", "from-base", "of-a-former-one", "Faulted", "long ago")
+	happened(t, "Attachment", "from-base", "of-whichever", "Attached", "to a node")
+	r := drover(t, kubeconfig("volume", "show", "from-base")...)
+	r.mustSay(t, 0, "Events:", "Created", "made of an image", "to a node")
+	if strings.Contains(r.out, "long ago") {
+		t.Errorf("events of another volume that had the name are shown:\n%s", r.out)
+	}
 	drover(t, kubeconfig("image", "show", "base")...).mustSay(t, 0, "from-base")
 }
 
@@ -240,11 +250,11 @@ func TestMountNeverMakesAFilesystemTwice(t *testing.T) {
 }
 
 // happened records an event of an object.
-func happened(t *testing.T, kind, name, reason, note string) {
+func happened(t *testing.T, kind, name string, uid types.UID, reason, note string) {
 	t.Helper()
-	e := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{Name: name + ".1", Namespace: "default"}, Reason: reason,
+	e := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{GenerateName: name + "-", Namespace: "default"}, Reason: reason,
 		Note: note, Type: "Normal", Action: "Test", ReportingController: "test", ReportingInstance: "test",
-		EventTime: metav1.NowMicro(), Regarding: corev1.ObjectReference{Kind: kind, Name: name}}
+		EventTime: metav1.NowMicro(), Regarding: corev1.ObjectReference{Kind: kind, Name: name, UID: uid}}
 	if err := store.Create(t.Context(), e); err != nil {
 		t.Fatal(err)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/url"
 	"slices"
@@ -23,6 +24,24 @@ import (
 // says stop. A watch that ends (server restart, expired version) begins again with a list.
 func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see func(client.Object) (bool, error),
 	opts ...client.ListOption) error {
+	return followAll(ctx, c, list, map[string]client.Object{}, func(o client.Object, gone bool) (bool, error) {
+		if gone {
+			return false, nil
+		}
+		return see(o)
+	}, opts...)
+}
+
+// followAll is follow, and also tells which objects are gone: of those that it has seen, and of known, by their names.
+func followAll(ctx context.Context, c client.WithWatch, list client.ObjectList, known map[string]client.Object,
+	see func(o client.Object, gone bool) (bool, error), opts ...client.ListOption) error {
+	saw := func(o client.Object, gone bool) (bool, error) {
+		known[o.GetName()] = o
+		if gone {
+			delete(known, o.GetName())
+		}
+		return see(o, gone)
+	}
 	for {
 		if err := c.List(ctx, list, opts...); err != nil {
 			return explain(ctx, err)
@@ -31,19 +50,28 @@ func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see
 		if err != nil {
 			return err
 		}
+		missing := maps.Clone(known)
 		for _, o := range objs {
-			if stop, err := see(o.(client.Object)); stop || err != nil {
+			delete(missing, o.(client.Object).GetName())
+		}
+		for _, o := range missing {
+			if stop, err := saw(o, true); stop || err != nil {
 				return err
 			}
 		}
-		if stop, err := followWatch(ctx, c, list, see, opts); stop || err != nil {
+		for _, o := range objs {
+			if stop, err := saw(o.(client.Object), false); stop || err != nil {
+				return err
+			}
+		}
+		if stop, err := followWatch(ctx, c, list, saw, opts); stop || err != nil {
 			return err
 		}
 	}
 }
 
 func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList,
-	see func(client.Object) (bool, error), opts []client.ListOption) (stop bool, err error) {
+	see func(o client.Object, gone bool) (bool, error), opts []client.ListOption) (stop bool, err error) {
 	from := &client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}}
 	w, err := c.Watch(ctx, list, append(slices.Clone(opts), from)...)
 	if err != nil {
@@ -61,8 +89,8 @@ func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList
 			if !ok || e.Type == watch.Error {
 				return false, nil
 			}
-			if obj, ok := e.Object.(client.Object); ok && e.Type != watch.Bookmark && e.Type != watch.Deleted {
-				if stop, err := see(obj); stop || err != nil {
+			if obj, ok := e.Object.(client.Object); ok && e.Type != watch.Bookmark {
+				if stop, err := see(obj, e.Type == watch.Deleted); stop || err != nil {
 					return stop, err
 				}
 			}

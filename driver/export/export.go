@@ -29,6 +29,11 @@ func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) 
 		return err
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
+	return save(ctx, src, o)
+}
+
+// save puts what src holds into the file, which is there whole or not at all.
+func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if _, err := os.Lstat(o.File); err == nil && !o.Force {
 		return api.Errorf(api.Exists, "%s is there already: choose another name, or --force", o.File)
 	}
@@ -36,8 +41,11 @@ func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) 
 	if err := os.Remove(part); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	if err = write(ctx, part, src, o); err != nil {
-		return errors.Join(err, os.Remove(part))
+	if err := write(ctx, part, src, o); err != nil {
+		if rerr := os.Remove(part); !errors.Is(rerr, os.ErrNotExist) {
+			err = errors.Join(err, rerr)
+		}
+		return fmt.Errorf("%s is not written: %w", o.File, err)
 	}
 	if err := os.Rename(part, o.File); err != nil {
 		return err

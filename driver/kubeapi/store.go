@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"sort"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -33,9 +34,10 @@ type store struct {
 	dir      *os.File // keeps the short socket path alive
 	quota    int64
 	snaps    string
-	saved    int64  // revision of the newest snapshot
-	lineage  string // file beside the database
-	start    string // mark of this start
+	taking   sync.Mutex // one snapshot at a time: each removes half-written ones
+	saved    int64      // revision of the newest snapshot
+	lineage  string     // file beside the database
+	start    string     // mark of this start
 	full     atomic.Bool
 	quiet    atomic.Bool // starting: advice is for clusters; closing: its own listeners go away
 }
@@ -170,6 +172,8 @@ const (
 // snapshot copies the database if it changed and the newest copy is an hour old. The copies are those of
 // `etcdctl snapshot save`: the database and its SHA-256 at the end.
 func (s *store) snapshot(now time.Time) error {
+	s.taking.Lock()
+	defer s.taking.Unlock()
 	names, err := s.snapshots()
 	if err != nil {
 		return fmt.Errorf("snapshots of the state database: %w", err)

@@ -63,13 +63,14 @@ func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
 		_ = json.NewEncoder(w).Encode(map[string]string{"state": string(api.ImageFailed), "message": err.Error()})
 	}
 	var copies api.ImageCopyList
-	if err := u.objects.List(r.Context(), &copies, client.MatchingLabels{api.LabelImage: image}); err != nil {
+	of := client.MatchingLabels{api.LabelImage: api.LabelValue(image)}
+	if err := u.objects.List(r.Context(), &copies, of); err != nil {
 		refuse(http.StatusServiceUnavailable, err)
 		return
 	}
 	for i := range copies.Items {
 		c := &copies.Items[i]
-		if c.Status.UploadURL == "" || c.DeletionTimestamp != nil {
+		if c.Spec.Image != image || c.Status.UploadURL == "" || c.DeletionTimestamp != nil {
 			continue
 		}
 		if err := forward(w, r, c, refuse); err != nil {

@@ -81,7 +81,8 @@ func (j *job) readDisks() error {
 }
 
 // nodeOf is the node that serves a disk now. What a node said that gives no sign of life counts where no other has it:
-// a disk that was taken out of a machine that is no more is the other one's.
+// a disk that was taken out of a machine that is no more is the other one's. So it is where the user says that it is
+// dead.
 func (j *job) nodeOf(d *disk) (node, why string) {
 	var ready, past []string
 	here := map[string]bool{}
@@ -90,7 +91,7 @@ func (j *job) nodeOf(d *disk) (node, why string) {
 			if s.UID != d.uid() || !s.Ready {
 				continue
 			}
-			if time.Since(n.Status.Heartbeat.Time) > n.SilentAfter() {
+			if slices.Contains(j.options.DeadNodes, n.Name) || time.Since(n.Status.Heartbeat.Time) > n.SilentAfter() {
 				past = append(past, n.Name)
 			} else {
 				ready = append(ready, n.Name)
@@ -189,6 +190,3 @@ func (d *disk) whole(img block.Image) error {
 
 // replicaName is the name of a Replica object.
 func replicaName(volume, uid string) string { return volume + "." + uid[:min(8, len(uid))] }
-
-// label makes a name fit for a label's value.
-func label(name string) string { return name[:min(63, len(name))] }

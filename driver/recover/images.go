@@ -96,7 +96,7 @@ func (j *job) planCopy(have *api.BackingImage, img *image, d *disk) {
 		f.State, f.Action = cli.FoundMissing, "create"
 		j.add(step{Finding: f, done: "created", do: j.create(&api.ImageCopy{
 			ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
-				api.LabelImage: img.Name, api.LabelDisk: d.UID(), api.LabelNode: label(d.node)}},
+				api.LabelImage: api.LabelValue(img.Name), api.LabelDisk: d.UID(), api.LabelNode: api.LabelValue(d.node)}},
 			Spec: api.ImageCopySpec{Image: img.Name, UUID: have.Status.UUID, Layers: have.Status.Layers, Node: d.node,
 				Disk: d.uid(), Export: export}})})
 	case c == nil:
@@ -121,7 +121,7 @@ func relabel(obj metav1.Object, node string) {
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	labels[api.LabelNode] = label(node)
+	labels[api.LabelNode] = api.LabelValue(node)
 	obj.SetLabels(labels)
 }
 

@@ -27,8 +27,8 @@ import (
 	"drover.io/drover/driver/cli"
 )
 
-// settleTime is how long the loops are given to take over what was created.
-const settleTime = time.Minute
+// settleTime is how long the loops are given to take over what was created: seconds, but not where much else goes on.
+const settleTime = 3 * time.Minute
 
 // step is one finding, and how to act on it.
 type step struct {
@@ -56,6 +56,11 @@ type job struct {
 // Run compares disks with objects and, with Apply, makes what is missing. It is the cli.Recoverer.
 func Run(ctx context.Context, c client.WithWatch, o cli.RecoverOptions) ([]cli.Finding, error) {
 	j := &job{client: c, options: o}
+	for _, name := range o.DeadNodes {
+		if err := cli.ConfirmDead(ctx, c, name); err != nil {
+			return nil, err
+		}
+	}
 	if err := j.readObjects(ctx); err != nil {
 		return nil, err
 	}

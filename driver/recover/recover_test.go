@@ -258,6 +258,19 @@ func TestDiskOfADeadMachine(t *testing.T) {
 	n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour))
 	w.must(w.client.Status().Update(t.Context(), &n))
 	w.want(w.run(cli.RecoverOptions{Apply: true}), "Replica "+name(s), cli.FoundMoved, "moved")
+
+	// Its heartbeat is not old yet, and the user knows that it is dead.
+	w.must(w.client.Get(t.Context(), client.ObjectKey{Name: "one"}, &n))
+	n.Status.Heartbeat, n.Status.HeartbeatSeconds = metav1.NewTime(time.Now().Add(time.Hour)), 1
+	w.must(w.client.Status().Update(t.Context(), &n))
+	again := w.replica(d, "again")
+	w.want(w.run(cli.RecoverOptions{Apply: true}), "Disk "+d.Path(), cli.FoundConflict, "", "one and two")
+	w.want(w.run(cli.RecoverOptions{Apply: true, DeadNodes: []string{"one"}}), "Replica "+name(again), cli.FoundMissing, "created")
+	var r api.Replica
+	w.must(w.client.Get(t.Context(), client.ObjectKey{Name: name(again)}, &r))
+	if r.Spec.Node != "two" {
+		t.Errorf("the replica is on node %s", r.Spec.Node)
+	}
 }
 
 func TestDiskOfNoNode(t *testing.T) {

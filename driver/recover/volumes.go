@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 	"drover.io/drover/block"
 	"drover.io/drover/driver/cli"
 	"drover.io/drover/replicas/stack"
@@ -167,12 +168,19 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 	}
 }
 
-// raise takes the volume to the epoch that its disk is in, by compare-and-swap.
+// raise takes the volume to the epoch that its disk is in, by compare-and-swap: whatever else of its status was written
+// since it was read, its epoch was not.
 func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
 	return func(ctx context.Context) error {
-		obj := have.DeepCopy()
-		obj.Status.Epoch, obj.Status.Members = v.epoch(), v.memberNames()
-		return j.client.Status().Update(ctx, obj)
+		_, err := await.EditStatus(ctx, j.client, v.name, func(now *api.Volume) (bool, error) {
+			if now.UID != have.UID || now.Status.UID != v.uid || now.Status.Epoch != have.Status.Epoch {
+				return false, api.Errorf(api.Exists, "it is volume %s in epoch %d now, and was %s in epoch %d: look again",
+					now.Status.UID, now.Status.Epoch, v.uid, have.Status.Epoch)
+			}
+			now.Status.Epoch, now.Status.Members = v.epoch(), v.memberNames()
+			return true, nil
+		})
+		return err
 	}
 }
 
@@ -216,13 +224,13 @@ func (j *job) planReplica(v *volume, r *replica, have *api.Volume) bool {
 func (j *job) replicaObject(v *volume, r *replica) *api.Replica {
 	obj := &api.Replica{
 		ObjectMeta: metav1.ObjectMeta{Name: replicaName(v.name, r.UID), Finalizers: []string{api.Finalizer},
-			Labels: map[string]string{api.LabelVolume: label(v.name), api.LabelNode: label(r.on.node),
+			Labels: map[string]string{api.LabelVolume: api.LabelValue(v.name), api.LabelNode: api.LabelValue(r.on.node),
 				api.LabelDisk: r.on.UID()}},
 		Spec: api.ReplicaSpec{UID: api.UID(r.UID), Volume: v.name, VolumeUID: v.uid, Node: r.on.node, Disk: r.on.uid(),
 			Size: r.Size},
 	}
 	if img := r.image(); img != nil {
-		obj.Labels[api.LabelImage] = label(img.name)
+		obj.Labels[api.LabelImage] = api.LabelValue(img.name)
 		for _, l := range img.layers {
 			obj.Spec.Layers = append(obj.Spec.Layers, api.UID(l))
 		}

@@ -296,8 +296,11 @@ func TestClose(t *testing.T) {
 				t.Errorf("%s: a closed reader reads %d bytes: %v", tool, n, err)
 			}
 		}
-		if after := runtime.NumGoroutine(); after > before {
-			t.Errorf("%s: %d goroutines more", tool, after-before)
+		// One that has said that it ends is counted until it has.
+		for end := time.Now().Add(time.Minute); runtime.NumGoroutine() > before; runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatalf("%s: %d goroutines more", tool, runtime.NumGoroutine()-before)
+			}
 		}
 	}
 }
@@ -340,7 +343,7 @@ func TestStalled(t *testing.T) {
 		if !errors.Is(err, io.ErrNoProgress) {
 			t.Errorf("a source that gives nothing: %v", err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(2 * time.Minute):
 		t.Error("a source that gives nothing is read for ever")
 	}
 }

@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/imagestore/disk"
@@ -386,8 +388,23 @@ func smallFS(t *testing.T, n int) string {
 	command(t, "truncate", "-s", fmt.Sprintf("%dM", n), img)
 	command(t, "mkfs.ext4", "-q", "-b", "4096", "-m", "0", img)
 	command(t, "mount", "-o", "loop", img, dir)
-	t.Cleanup(func() { command(t, "umount", dir) })
+	t.Cleanup(func() { unmount(t, dir) })
 	return dir
+}
+
+// unmount takes a mount off. A process that is just being started with a copy of the mount table, by whomever, keeps it
+// busy for a moment.
+func unmount(t *testing.T, dir string) {
+	t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	err := unix.Unmount(dir, 0)
+	for end := time.Now().Add(time.Minute); errors.Is(err, unix.EBUSY) && time.Now().Before(end); <-tick.C {
+		err = unix.Unmount(dir, 0)
+	}
+	if err != nil {
+		t.Fatalf("unmount %s: %v", dir, err)
+	}
 }
 
 func TestDiskFull(t *testing.T) {

@@ -58,7 +58,8 @@ func detect(head []byte) (format, error) {
 	switch {
 	case qcow2.Detect(head):
 		if v := binary.BigEndian.Uint32(head[4:]); v != 2 && v != 3 {
-			return "", api.Errorf(api.Unsupported, "it is qcow version %d: only qcow2 versions 2 and 3 can be read", v)
+			return "", api.Errorf(api.Unsupported, "it is qcow version %d, and only 2 and 3 can be read: convert it with: "+
+				"qemu-img convert -O qcow2", v)
 		}
 		return isQCOW2, nil
 	case vmdk.Detect(head):

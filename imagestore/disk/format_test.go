@@ -13,7 +13,7 @@ func TestDetect(t *testing.T) {
 	}{
 		"qcow2 v3":   {"QFI\xfb\x00\x00\x00\x03rest", isQCOW2, ""},
 		"qcow2 v2":   {"QFI\xfb\x00\x00\x00\x02rest", isQCOW2, ""},
-		"qcow v1":    {"QFI\xfb\x00\x00\x00\x01rest", "", "version 1"},
+		"qcow v1":    {"QFI\xfb\x00\x00\x00\x01rest", "", "version 1, and only 2 and 3 can be read: convert it"},
 		"raw":        {"\xeb\x63\x90\x00", raw, ""},
 		"zeros":      {"\x00\x00", raw, ""},
 		"empty":      {"", "", "empty"},

@@ -203,7 +203,7 @@ func (im *importer) run() (Got, error) {
 		return im.commit(n)
 	}
 	all := im.tally(io.MultiReader(bytes.NewReader(b.head), im.s), 0)
-	plain, err := archive.NewReader(all, packing, archive.Limits{})
+	plain, err := archive.NewReader(all, packing, unpacking(im.on))
 	if err != nil {
 		return Got{}, im.named(err)
 	}

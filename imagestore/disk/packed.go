@@ -101,7 +101,7 @@ func (im *importer) goOn(k *Kept) (n int64, err error) {
 	if err := pass(all, packed.Point.Packed-k.Mark.Off); err != nil {
 		return 0, err
 	}
-	plain, err := archive.Continue(all, packed.Point, archive.Limits{}, k.Before())
+	plain, err := archive.Continue(all, packed.Point, unpacking(im.on), k.Before())
 	if err != nil {
 		return 0, err
 	}
@@ -113,6 +113,14 @@ func (im *importer) goOn(k *Kept) (n int64, err error) {
 		return err
 	})
 	return all.n, err
+}
+
+// unpacking are the limits of an archive. What of its window does not fit into memory goes to the image's disk.
+func unpacking(on block.Layers) (lim archive.Limits) {
+	if at, ok := on.(interface{ Path() string }); ok {
+		lim.Scratch = at.Path()
+	}
+	return lim
 }
 
 // pass reads n bytes that are known.

@@ -169,8 +169,8 @@ func (b *blob) resume(err error) error {
 			b.cuts++
 			return nil
 		}
-		if b.ctx.Err() != nil || !api.Is(oerr, api.Unavailable) {
-			return oerr
+		if b.ctx.Err() != nil || !api.Is(oerr, api.Unavailable) || source.Wait(oerr) > 0 {
+			return oerr // a registry that says when to come again is not asked before
 		}
 		err = oerr
 	}

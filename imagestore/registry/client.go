@@ -20,9 +20,6 @@ import (
 	"drover.io/drover/imagestore/source"
 )
 
-// maxWait is the longest pause that a busy registry gets when it asks for one.
-const maxWait = 2 * time.Minute
-
 // client speaks with the repository of one image.
 type client struct {
 	name string // for messages
@@ -108,10 +105,11 @@ func (c *client) failed(ctx context.Context, err error) error {
 	var cert *tls.CertificateVerificationError
 	var plain *plainError
 	var op *net.OpError
+	var record tls.RecordHeaderError
 	switch {
 	case errors.As(err, &cert):
-		return api.Errorf(api.Unavailable, "%s: the registry's certificate is not trusted (%s): give its CA", c.name,
-			clip(cert.Err.Error()))
+		return api.Errorf(api.Unavailable, "%s: the registry's certificate is not trusted (%s): give its authority in the "+
+			"image's Secret (%s)", c.name, clip(cert.Err.Error()), api.SecretCA)
 	case errors.As(err, &te):
 		return c.refused(te.StatusCode, "")
 	case errors.As(err, &ae):
@@ -123,7 +121,7 @@ func (c *client) failed(ctx context.Context, err error) error {
 		return api.Errorf(api.Unavailable, "%s cannot be reached: %s", c.name, clip(op.Error()))
 	case errors.As(err, &plain):
 		return api.Errorf(api.Denied, "%s: %w", c.name, plain)
-	case errors.Is(err, http.ErrSchemeMismatch):
+	case errors.Is(err, http.ErrSchemeMismatch), errors.As(err, &record):
 		return api.Errorf(api.Denied, "%s: the registry does not speak TLS, and plain http is refused: everybody on the "+
 			"way could change the image; the parameter plainHTTP allows it", c.name)
 	}
@@ -149,8 +147,6 @@ func (c *client) refused(status int, what string) error {
 				how)
 		}
 		return api.Errorf(api.Denied, "%s: the registry refuses these credentials (%s)", c.name, how)
-	case http.StatusTooManyRequests, http.StatusServiceUnavailable:
-		return api.Errorf(api.Unavailable, "%s: the registry is busy (%s): try again later", c.name, how)
 	}
 	return api.Errorf(api.Unavailable, "%s: the registry answered %s", c.name, how)
 }
@@ -162,25 +158,26 @@ type patient struct {
 	opts Options
 }
 
-// RoundTrip is that of http.RoundTripper. Only requests without a body are sent again.
+// RoundTrip is that of http.RoundTripper. Only requests without a body are sent again. Who is still busy then has not
+// answered: it is an error, since only that tells the importer when to come again.
 func (p *patient) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err := p.check(req.URL); err != nil {
 		return nil, err
 	}
 	for try := 0; ; try++ {
 		resp, err := p.once(req)
-		if err != nil || try >= p.opts.Resumes || req.Body != nil ||
-			resp.StatusCode != http.StatusTooManyRequests && resp.StatusCode != http.StatusServiceUnavailable {
-			return resp, err
+		if err != nil {
+			return nil, err
 		}
-		wait, told := retryAfter(resp.Header.Get("Retry-After"), time.Now())
-		if !told {
-			wait = p.opts.Pause << try
-		}
-		if wait > maxWait {
+		busy := source.Busy(resp)
+		if busy == nil {
 			return resp, nil
 		}
 		_ = resp.Body.Close()
+		wait, short := busy.Pause(p.opts.Pause << try)
+		if !short || try >= p.opts.Resumes || req.Body != nil {
+			return nil, api.Errorf(api.Unavailable, "%s is %w", clip(req.URL.Host), busy)
+		}
 		if err := pause(req.Context(), wait); err != nil {
 			return nil, err
 		}
@@ -256,20 +253,6 @@ func (w *watched) Read(p []byte) (int, error) {
 func (w *watched) Close() error {
 	w.cancel(nil)
 	return w.ReadCloser.Close()
-}
-
-// retryAfter reads a number of seconds or a date.
-func retryAfter(s string, now time.Time) (time.Duration, bool) {
-	if s == "" {
-		return 0, false
-	}
-	if n, err := strconv.ParseUint(s, 10, 31); err == nil {
-		return time.Duration(n) * time.Second, true
-	}
-	if t, err := http.ParseTime(s); err == nil {
-		return max(t.Sub(now), 0), true
-	}
-	return 0, false
 }
 
 // pause waits, unless ctx ends first.

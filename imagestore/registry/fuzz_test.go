@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/go-containerregistry/pkg/v1/types"
@@ -124,5 +126,53 @@ func FuzzReference(f *testing.F) {
 		if ref.Context().RegistryStr() == "" || ref.Context().RepositoryStr() == "" || ref.Identifier() == "" {
 			t.Fatal(fmt.Sprint(ref))
 		}
+	})
+}
+
+// FuzzLogin: what is found in a Docker configuration is the account of the image's own registry, and no message repeats
+// anything of the configuration.
+func FuzzLogin(f *testing.F) {
+	for _, s := range []string{`{"auths":{"registry.example.com":{"username":"u","password":"hunter2"}}}`,
+		`{"auths":{"https://registry.example.com/v2/":{"auth":"cm9ib3Q6aHVudGVyMg=="},"other.example.com":{}}}`,
+		`{"auths":{"registry.example.com/team":{"username":"u","password":"p"},"registry.example.com.evil":{"auth":"x"}}}`,
+		`{"auths":{"registry.example.com/":{"identitytoken":"hunter2"},"":{"username":"u","password":"p"}}}`,
+		`{"auths":["hunter2"]}`, `{"auths":{"registry.example.com":"hunter2"}}`, `{"credsStore":"x"}`, `[]`, "hunter2", ""} {
+		f.Add([]byte(s), "registry.example.com/team/disk:1")
+		f.Add([]byte(s), "registry.example.com:5000/disk@"+digest(nil))
+	}
+	f.Fuzz(func(t *testing.T, config []byte, ref string) {
+		ref = Scheme + ref
+		parsed, bad := parse(ref, false)
+		user, pass, err := Login(config, ref)
+		if err != nil {
+			_, _, none := Login([]byte(`{}`), ref)
+			said := []string{none.Error(), "the Secret's .dockerconfigjson is no Docker configuration"}
+			if bad == nil {
+				said = append(said, "the Secret's .dockerconfigjson has no username and password for "+
+					parsed.Context().RegistryStr())
+			}
+			if api.KindOf(err) == api.Other || !slices.Contains(said, err.Error()) || user != "" || pass != "" {
+				t.Fatalf("%q, %q, %v", user, pass, err)
+			}
+			return
+		}
+		if bad != nil || user == "" || pass == "" {
+			t.Fatalf("%q, %q for %q", user, pass, ref)
+		}
+		var file struct {
+			Auths map[string]any `json:"auths"`
+		}
+		if err := json.Unmarshal(config, &file); err != nil {
+			t.Fatal(err)
+		}
+		for key := range file.Auths {
+			if _, rest, ok := strings.Cut(key, "://"); ok {
+				key = rest
+			}
+			if host, _, _ := strings.Cut(key, "/"); host == parsed.Context().RegistryStr() {
+				return
+			}
+		}
+		t.Fatalf("the account %q is of another registry than %s", user, parsed.Context().RegistryStr())
 	})
 }

@@ -17,8 +17,10 @@ import (
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/imagestore/source"
 )
 
 func isBlob(r *http.Request) bool {
@@ -227,6 +229,9 @@ func TestFaultyRegistries(t *testing.T) {
 			if strings.HasPrefix(name, "silent") {
 				o.Start, o.Stall = time.Second, time.Second
 			}
+			if strings.HasPrefix(name, "silent") && strings.Contains(name, "in the layer") { // requests before it are answered
+				o.Start, o.Stall, o.Resumes = 10*time.Second, 10*time.Second, 1
+			}
 			w := plainWorld(t)
 			d := w.manifest("f", "1", types.OCIManifestSchema1,
 				image(types.OCIManifestSchema1, w.blob("f", types.OCILayer, packed)))
@@ -249,14 +254,75 @@ func TestFaultyRegistries(t *testing.T) {
 	}
 }
 
-func TestNobodyThere(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+// The token service is waited for as the registry is, and how long it asks to be left alone reaches the importer.
+func TestBusyTokenService(t *testing.T) {
+	body := noise(100_000)
+	for name, c := range map[string]struct {
+		busy  int32 // answers
+		after string
+		wait  time.Duration // 0: it works all the same
+		text  string
+	}{
+		"for a moment": {2, "0", 0, ""},
+		"for hours":    {99, "7200", 2 * time.Hour, "busy (HTTP 429 Too Many Requests), and asks to come again in 2h0m0s"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := plainWorld(t)
+			d := w.manifest("f", "1", types.OCIManifestSchema1,
+				image(types.OCIManifestSchema1, w.blob("f", types.OCILayer, pack(t, "gzip", disked(t, body)))))
+			var asked atomic.Int32
+			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
+				switch {
+				case r.URL.Path == "/token" && asked.Add(1) <= c.busy:
+					rw.Header().Set("Retry-After", c.after)
+					rw.WriteHeader(http.StatusTooManyRequests)
+				case r.URL.Path == "/token":
+					_, _ = rw.Write([]byte(`{"token":"t"}`))
+				case r.Header.Get("Authorization") != "Bearer t":
+					rw.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm="http://%s/token",service="x"`, r.Host))
+					rw.WriteHeader(http.StatusUnauthorized)
+				default:
+					next.ServeHTTP(rw, r)
+				}
+			}
+			ref := w.ref("f@" + d["digest"].(string))
+			if c.wait == 0 {
+				same(t, ref, quick, body)
+				if n := asked.Load(); n <= c.busy {
+					t.Errorf("the token service was asked %d times", n)
+				}
+				return
+			}
+			_, _, err := fetch(t, ref, quick)
+			fails(t, err, api.Unavailable, c.text)
+			if wait := source.Wait(err); wait != c.wait {
+				t.Errorf("the importer waits %s, want %s: %v", wait, c.wait, err)
+			}
+		})
+	}
+}
+
+// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+func refusing(t *testing.T) string {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	at := l.Addr().String()
-	_ = l.Close()
-	_, _, err = fetch(t, Scheme+at+"/a", quick)
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf("127.0.0.1:%d", at.(*unix.SockaddrInet4).Port)
+}
+
+func TestNobodyThere(t *testing.T) {
+	_, _, err := fetch(t, Scheme+refusing(t)+"/a", quick)
 	fails(t, err, api.Unavailable, "connection refused")
 	_, _, err = fetch(t, "docker://nowhere.invalid/a", quick)
 	fails(t, err, api.Unavailable, `host "nowhere.invalid" has no address`)
@@ -318,6 +384,35 @@ func TestPlainHTTP(t *testing.T) {
 	same(t, w.ref("a:1"), o, []byte("x"))
 }
 
+// What is there answers a TLS handshake with something that does not even look like HTTP.
+func TestNoTLSThere(t *testing.T) {
+	ln, err := net.Listen("tcp", own(t)+":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = c.Read(make([]byte, 4<<10))
+			_, _ = c.Write([]byte("<!DOCTYPE HTML>"))
+			_ = c.Close()
+		}
+	}()
+	defer func() {
+		_ = ln.Close()
+		<-ended
+	}()
+	o := quick
+	o.Allow = func(netip.Addr) bool { return true }
+	_, _, err = fetch(t, "docker://"+ln.Addr().String()+"/a:1", o)
+	fails(t, err, api.Denied, "does not speak TLS, and plain http is refused")
+}
+
 func TestTLS(t *testing.T) {
 	var ca []byte
 	w := newWorld(t, func(s *httptest.Server) {
@@ -327,7 +422,7 @@ func TestTLS(t *testing.T) {
 	body := noise(1 << 20)
 	w.image("a", "1", disked(t, body))
 	_, _, err := fetch(t, w.ref("a:1"), quick)
-	fails(t, err, api.Unavailable, "certificate is not trusted")
+	fails(t, err, api.Unavailable, "give its authority in the image's Secret (ca.crt)")
 	o := quick
 	o.CA = []byte("nonsense")
 	_, _, err = fetch(t, w.ref("a:1"), o)
@@ -369,7 +464,7 @@ func TestNothingStaysBehind(t *testing.T) {
 	// The other sides of closed connections take a moment to see it.
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(2 * time.Minute)
 	for runtime.NumGoroutine() > before {
 		select {
 		case <-tick.C:

@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
-	"strconv"
 	"strings"
 	"time"
 
@@ -169,17 +168,6 @@ func redact(u *url.URL) string {
 	}
 	c.Fragment = ""
 	return c.String()
-}
-
-// retryAfter reads a number of seconds or a date.
-func retryAfter(s string, now time.Time) (time.Duration, bool) {
-	if n, err := strconv.ParseUint(s, 10, 31); err == nil {
-		return time.Duration(n) * time.Second, true
-	}
-	if t, err := http.ParseTime(s); err == nil {
-		return max(t.Sub(now), 0), true
-	}
-	return 0, false
 }
 
 // pause waits, unless ctx ends first.

@@ -41,11 +41,7 @@ type Mark struct {
 	CRC       uint32 `json:"crc32c,omitempty"` // of the bytes before Off, where Stream.CRC wants it
 }
 
-const (
-	maxConnections = 4
-	// maxWait is the longest pause that a busy server gets when it asks for one. A longer one is the importer's.
-	maxWait = 2 * time.Minute
-)
+const maxConnections = 4
 
 func (o DownloadOptions) withDefaults() DownloadOptions {
 	def := func(d *time.Duration, v time.Duration) {
@@ -310,8 +306,8 @@ func (x *section) resume(err error) error {
 		if s.ctx.Err() != nil {
 			return s.ctx.Err()
 		}
-		if !passing(oerr) {
-			return oerr
+		if !passing(oerr) || Wait(oerr) > 0 {
+			return oerr // a server that says when to come again is not asked before
 		}
 		err = oerr
 	}

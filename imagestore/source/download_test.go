@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -15,6 +14,8 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
 )
@@ -125,14 +126,27 @@ func TestDownloadResumesASilentServer(t *testing.T) {
 	}
 }
 
-func TestDownloadErrors(t *testing.T) {
-	body := content(1 << 20)
-	closed, err := net.Listen("tcp", "127.0.0.1:0")
+// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+func refusing(t *testing.T) string {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	refused := "http://" + closed.Addr().String()
-	_ = closed.Close()
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	at, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fmt.Sprintf("127.0.0.1:%d", at.(*unix.SockaddrInet4).Port)
+}
+
+func TestDownloadErrors(t *testing.T) {
+	body := content(1 << 20)
+	refused := "http://" + refusing(t)
 	length := func(w http.ResponseWriter, n int) { w.Header().Set("Content-Length", fmt.Sprint(n)) }
 	for _, c := range []struct {
 		name   string

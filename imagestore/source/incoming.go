@@ -147,7 +147,7 @@ func (up *Upload) read(r *http.Request) (*part, error) {
 	for {
 		f, err := mr.NextPart()
 		if err != nil {
-			return nil, api.Errorf(api.Invalid, "no file in the form: %w", err)
+			return nil, api.Errorf(api.Invalid, "no file in the form: %.200s", err) // it may repeat a header
 		}
 		if isFile(f) {
 			p.body = f

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"net/http"
 	"net/url"
@@ -42,16 +43,6 @@ var (
 // ErrChanged is in the errors of a source that does not have the bytes before a Mark any more.
 var ErrChanged = errors.New("changed")
 
-// busyError is a server that has no time now.
-type busyError struct {
-	wait time.Duration
-	told bool
-	err  error
-}
-
-func (e *busyError) Error() string { return e.err.Error() }
-func (e *busyError) Unwrap() error { return e.err }
-
 // answer is a server's agreement to send bytes.
 type answer struct {
 	body      *body
@@ -73,15 +64,12 @@ func (s *server) within(ctx context.Context) *server {
 func (s *server) get(off, n int64, again int) (*answer, error) {
 	for try := 0; ; try++ {
 		a, err := s.once(off, n)
-		var busy *busyError
+		var busy *BusyError
 		if !errors.As(err, &busy) || try >= again {
 			return a, err
 		}
-		wait := busy.wait
-		if !busy.told {
-			wait = s.opts.Pause << try
-		}
-		if wait > maxWait {
+		wait, short := busy.Pause(s.opts.Pause << try)
+		if !short {
 			return nil, err
 		}
 		if err := pause(s.ctx, wait); err != nil {
@@ -151,6 +139,9 @@ func (s *server) ask(at *url.URL, alien bool, off, n int64) (*answer, error) {
 
 // accept looks at the head of an answer.
 func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
+	if busy := Busy(resp); busy != nil {
+		return nil, api.Errorf(api.Unavailable, "%s: the server is %w", s.name, busy)
+	}
 	a := &answer{total: resp.ContentLength, validator: validator(resp.Header),
 		ranges: strings.EqualFold(resp.Header.Get("Accept-Ranges"), "bytes")}
 	switch code := resp.StatusCode; {
@@ -179,15 +170,6 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 	case code == http.StatusUnauthorized, code == http.StatusForbidden, code == http.StatusProxyAuthRequired:
 		return nil, api.Errorf(api.Denied, "%s: the server refuses it (HTTP %s): are credentials missing, or wrong?", s.name,
 			resp.Status)
-	case code == http.StatusTooManyRequests, code == http.StatusServiceUnavailable:
-		e := &busyError{}
-		e.wait, e.told = retryAfter(resp.Header.Get("Retry-After"), time.Now())
-		when := ""
-		if e.told {
-			when = ", and asks to come again in " + e.wait.Round(time.Second).String()
-		}
-		e.err = api.Errorf(api.Unavailable, "%s: the server is busy (HTTP %s)%s", s.name, resp.Status, when)
-		return nil, e
 	default:
 		return nil, api.Errorf(api.Unavailable, "%s: the server answered HTTP %s", s.name, resp.Status)
 	}
@@ -255,7 +237,8 @@ func parseContentRange(s string) (from, to, total int64, ok bool) {
 	if all != "*" {
 		total, terr = strconv.ParseInt(all, 10, 64)
 	}
-	return from, to, total, errors.Join(err, lerr, terr) == nil && from >= 0 && to >= from && (total < 0 || to < total)
+	return from, to, total, errors.Join(err, lerr, terr) == nil && from >= 0 && to >= from && to < math.MaxInt64 &&
+		(all == "*" || to < total)
 }
 
 // body is what a server sends, and ends when the server is silent for too long. The clock runs only while the server

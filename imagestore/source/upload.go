@@ -167,7 +167,12 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	refuse := func(code int, message string) {
 		s := up.now()
-		s.State, s.Message = api.ImageFailed, message
+		s.Message = message
+		select {
+		case <-up.closed:
+			s.State = api.ImageFailed
+		default: // the request failed, and the upload waits for another one
+		}
 		reply(w, code, s)
 	}
 	p, err := up.read(r)
@@ -229,7 +234,9 @@ func (u *Uploads) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func reply(w http.ResponseWriter, code int, s UploadState) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(s)
+	e := json.NewEncoder(w)
+	e.SetEscapeHTML(false) // people read it
+	_ = e.Encode(s)
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)

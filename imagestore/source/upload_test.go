@@ -144,18 +144,25 @@ func TestUploadRefusals(t *testing.T) {
 	for _, c := range []struct {
 		method, url, body string
 		code              int
+		text              string
 	}{
-		{"PUT", u.base + "guess", "hello", 404},
-		{"DELETE", up.URL, "", 405},
-		{"PUT", up.URL + "?size=x", "hello", 400},
-		{"PUT", up.URL + "?size=6", "hello", 400},
-		{"PUT", up.URL, "hello, world", 400},
+		{"PUT", u.base + "guess", "hello", 404, `"state":"failed"`},
+		{"DELETE", up.URL, "", 405, `"state":"starting"`},
+		{"PUT", up.URL + "?size=x", "hello", 400, `"state":"starting"`},
+		{"PUT", up.URL + "?size=6", "hello", 400, `"state":"starting"`},
+		{"PUT", up.URL, "hello, world", 400, `"state":"starting"`},
 	} {
 		req, _ := http.NewRequest(c.method, c.url, strings.NewReader(c.body))
-		if code, said := do(t, req); code != c.code {
-			t.Errorf("%s %s: %d %s, want %d", c.method, c.url, code, said, c.code)
+		if code, said := do(t, req); code != c.code || !strings.Contains(said, c.text) {
+			t.Errorf("%s %s: %d %s, want %d, %s", c.method, c.url, code, said, c.code, c.text)
 		}
 	}
+	unsized := u.Expect(0, "")
+	if code, said := put(t, unsized.URL, -1, io.MultiReader(strings.NewReader("hello"))); code != 400 ||
+		!strings.Contains(said, "?size=<bytes>") {
+		t.Errorf("%d %s", code, said)
+	}
+	unsized.Finish(nil)
 	if code, said := put(t, up.URL, 5, strings.NewReader("hello")); code != 200 || string(<-got) != "hello" {
 		t.Fatalf("%d %s", code, said)
 	}

@@ -212,7 +212,7 @@ func (w *window) fill(x *section, p *piece, patient bool) error {
 			busy = w.s.opts.Resumes
 		}
 		err := x.open(busy)
-		if err != nil && patient && passing(err) {
+		if err != nil && patient && passing(err) && Wait(err) == 0 {
 			err = x.resume(err)
 		}
 		if err != nil {

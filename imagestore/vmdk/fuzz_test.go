@@ -2,10 +2,13 @@ package vmdk
 
 import (
 	"bytes"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
+	"drover.io/drover/api"
 	"drover.io/drover/imagestore/oracle"
 )
 
@@ -46,6 +49,49 @@ func FuzzOpen(f *testing.F) {
 		}
 		if err == nil && (!bytes.Equal(again.B, whole.B) || im.Info() != lazy.Info()) {
 			t.Fatal("reads otherwise while it arrives")
+		}
+	})
+}
+
+// FuzzDescriptor: whatever text a file says of itself, what is accepted is one disk in this file alone, and what is not
+// is refused with a message that fits into a line.
+func FuzzDescriptor(f *testing.F) {
+	sparse := fmt.Sprintf(tinyText, "monolithicSparse")
+	for _, s := range []string{sparse, fmt.Sprintf(tinyText, "streamOptimized"), fmt.Sprintf(tinyText, "twoGbMaxExtentFlat"),
+		strings.ReplaceAll(sparse, "parentCID=ffffffff", "parentCID=12345678\nparentFileNameHint=\"base.vmdk\""),
+		strings.ReplaceAll(sparse, "tiny.vmdk", "/etc/passwd"), strings.ReplaceAll(sparse, "RW 4114", "NOACCESS 4114"),
+		sparse + "RW 1 FLAT \"b\" 0\nRDONLY 1 ZERO\n", strings.ReplaceAll(sparse, "\n", "\r\n"), "RW", "=", "createType=\"", ""} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		told := func(err error) {
+			t.Helper()
+			if api.KindOf(err) == api.Other || len(err.Error()) > 1000 || strings.ContainsAny(err.Error(), "\r\n\x00") {
+				t.Fatalf("not a message: %q (kind %v)", err, api.KindOf(err))
+			}
+		}
+		if alone := append([]byte(magicText+"\n"), text...); refuse(alone) == nil {
+			t.Fatal("a lone descriptor is taken for a disk")
+		} else {
+			told(refuse(alone))
+		}
+		m := makeTiny(false)
+		n := (len(text) + sector - 1) / sector
+		le.PutUint64(m.b[28:], uint64(len(m.b)/sector))
+		le.PutUint64(m.b[36:], uint64(n))
+		m.b = append(append(m.b, text...), make([]byte, n*sector-len(text))...)
+		im, err := Open(bytes.NewReader(m.b), int64(len(m.b)), Limits{})
+		if err != nil {
+			told(err)
+			return
+		}
+		d := parseText(text)
+		if k := strings.ToLower(im.Info().CreateType); k != "monolithicsparse" && k != "streamoptimized" ||
+			len(d.extents) != 1 || d.extents[0].kind != "SPARSE" || strings.ContainsAny(d.extents[0].file, `/\`) || d.parent != "" {
+			t.Fatalf("this is a disk: %+v", d)
+		}
+		if _, err := oracle.Content(im); err != nil {
+			t.Fatal(err)
 		}
 	})
 }

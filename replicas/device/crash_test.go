@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
 )
@@ -67,7 +68,7 @@ func serveUntilKilled(dir string) error {
 		d, err = h.Resume(ctx, held[0], l, be)
 	} else {
 		key := fmt.Sprintf("test-%d-crash", os.Getppid()) // as testKey of the parent
-		d, err = h.Attach(ctx, Spec{Key: key, Name: "test-crash", Size: crashSize}, l, be)
+		d, err = h.Attach(ctx, Spec{Key: key, Name: key, Size: crashSize}, l, be)
 	}
 	if err != nil {
 		return err
@@ -82,8 +83,27 @@ func serveUntilKilled(dir string) error {
 			}
 		}
 	}()
-	line, _ := bufio.NewReader(os.Stdin).ReadString('\n') // the end of the test, or of its process
-	if line == "stick\n" {                                // detach, with a backend that answers no flush
+	in := bufio.NewReader(os.Stdin)
+	line, _ := in.ReadString('\n') // the end of the test, or of its process
+	if line == "hold reads\n" {
+		err = l.Do(func() {
+			be.hold = func(q *block.Request) bool {
+				switch q.Op {
+				case block.OpRead:
+					fmt.Println("stuck")
+				case block.OpFlush:
+					fmt.Println("flushing")
+				}
+				return q.Op == block.OpRead
+			}
+		})
+		if err != nil {
+			return err
+		}
+		fmt.Println("stuck")
+		line, _ = in.ReadString('\n')
+	}
+	if line == "stick\n" { // detach, with a backend that answers no flush
 		err = l.Do(func() {
 			be.hold = func(q *block.Request) bool {
 				if q.Op == block.OpFlush {
@@ -98,24 +118,31 @@ func serveUntilKilled(dir string) error {
 	}
 	if line != "" {
 		err = d.Detach(ctx)
+		tick := time.NewTicker(50 * time.Millisecond)
+		for n := 0; n < 200 && api.Is(err, api.InUse); n++ { // as who detaches does, and a helper may be there yet
+			<-tick.C
+			err = d.Detach(ctx)
+		}
 	}
 	return err
 }
 
 // child is a running serveUntilKilled.
 type child struct {
-	cmd    *exec.Cmd
-	in     *os.File
-	ready  chan string
-	stuck  chan bool
-	ended  chan error
-	resent *atomic.Int64
+	cmd      *exec.Cmd
+	in       *os.File
+	ready    chan string
+	stuck    chan bool
+	flushing chan bool
+	ended    chan struct{}
+	err      error // how; read after ended
 }
 
+// spawn starts one, which ends with the test at the latest.
 func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 	t.Helper()
 	c := &child{cmd: exec.Command(os.Args[0]), ready: make(chan string, 1), stuck: make(chan bool, 100),
-		ended: make(chan error, 1), resent: resent}
+		flushing: make(chan bool, 100), ended: make(chan struct{})}
 	c.cmd.Env = append(os.Environ(), "DROVER_TEST_SERVE="+dir, "GOTRACEBACK=all")
 	c.cmd.Stderr = os.Stderr
 	in, w, err := os.Pipe()
@@ -131,6 +158,13 @@ func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 		t.Fatal(err)
 	}
 	_ = in.Close()
+	t.Cleanup(func() { c.kill(t) })
+	tell := func(to chan bool) { // nobody may be there to hear of more
+		select {
+		case to <- true:
+		default:
+		}
+	}
 	go func() {
 		s := bufio.NewScanner(out)
 		for s.Scan() {
@@ -141,13 +175,15 @@ func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 			case "resent":
 				resent.Add(n)
 			case "stuck":
-				c.stuck <- true
+				tell(c.stuck)
+			case "flushing":
+				tell(c.flushing)
 			default:
 				fmt.Fprintln(os.Stderr, "child:", s.Text())
 			}
 		}
-		c.ended <- c.cmd.Wait()
-		close(c.ready)
+		c.err = c.cmd.Wait()
+		close(c.ended)
 	}()
 	return c
 }
@@ -155,21 +191,32 @@ func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
 func (c *child) await(t *testing.T) string {
 	t.Helper()
 	select {
-	case path, ok := <-c.ready:
-		if !ok {
-			t.Fatal("the serving process ended by itself")
-		}
+	case path := <-c.ready:
 		return path
-	case <-time.After(2 * time.Minute):
+	case <-c.ended:
+		t.Fatalf("the serving process ended by itself: %v", c.err)
+	case <-time.After(tooLong):
 		t.Fatal("the serving process does not become ready")
 	}
 	return ""
 }
 
-func (c *child) kill() {
+func (c *child) kill(t *testing.T) {
+	t.Helper()
 	_ = c.cmd.Process.Kill()
-	<-c.ended
 	_ = c.in.Close()
+	within(t, "end of a serving process that was killed", c.ended)
+}
+
+// detach has the process take its device down and end.
+func (c *child) detach(t *testing.T) {
+	t.Helper()
+	if _, err := c.in.WriteString("detach\n"); err != nil {
+		t.Fatal(err)
+	}
+	if within(t, "end of a serving process that detaches", c.ended); c.err != nil {
+		t.Errorf("detach: %v", c.err)
+	}
 }
 
 // load writes and verifies through the device with direct I/O. Each worker has its own blocks and rewrites them soon, so
@@ -193,6 +240,18 @@ func (l *load) done() {
 	gap := now - l.last.Swap(now)
 	for old := l.gap.Load(); gap > old && !l.gap.CompareAndSwap(old, gap); old = l.gap.Load() {
 	}
+}
+
+// end stops all workers and waits for them.
+func (l *load) end(t *testing.T) {
+	t.Helper()
+	l.stop.Store(true)
+	ended := make(chan struct{})
+	go func() {
+		l.wg.Wait()
+		close(ended)
+	}()
+	within(t, "end of the load", ended)
 }
 
 func (l *load) worker(t *testing.T, path string, id int) {
@@ -263,6 +322,8 @@ func (l *load) worker(t *testing.T, path string, id int) {
 // TestKill kills the serving process again and again under a verified load, in the mode that is measured too: nothing
 // fails, nothing is lost. DROVER_KILLS sets how often.
 func TestKill(t *testing.T) {
+	l := &load{}
+	t.Cleanup(func() { l.end(t) }) // the last of all: I/O that nobody serves any more fails with the holder's end
 	dir := runHolder(t)
 	kills := 15
 	if s := os.Getenv("DROVER_KILLS"); s != "" {
@@ -273,9 +334,8 @@ func TestKill(t *testing.T) {
 	}
 	var resent atomic.Int64
 	c := spawn(t, dir, &resent)
-	defer func() { c.kill() }()
 	path := c.await(t)
-	l := &load{}
+	abortIfStuck(t, path)
 	l.last.Store(time.Now().UnixNano())
 	l.wg.Add(crashWorkers)
 	for id := range crashWorkers {
@@ -286,7 +346,7 @@ func TestKill(t *testing.T) {
 		<-time.After(time.Duration(20+rand.IntN(100)) * time.Millisecond)
 		before := l.ops.Load()
 		l.gap.Store(0)
-		c.kill()
+		c.kill(t)
 		c = spawn(t, dir, &resent)
 		if p := c.await(t); p != path {
 			t.Fatalf("device %s after %s", p, path)
@@ -294,8 +354,7 @@ func TestKill(t *testing.T) {
 		await(t, func() bool { return l.ops.Load() > before+2*crashWorkers })
 		gaps = append(gaps, time.Duration(l.gap.Load()))
 	}
-	l.stop.Store(true)
-	l.wg.Wait()
+	l.end(t)
 	slices.Sort(gaps)
 	t.Logf("%d kills, %d verified operations, %d repeated requests, %d I/O errors, %d miscompares; longest wait for a "+
 		"completion: median %v, worst %v", kills, l.ops.Load(), resent.Load(), l.errs.Load(), l.wrong.Load(),
@@ -306,13 +365,7 @@ func TestKill(t *testing.T) {
 	if resent.Load() == 0 {
 		t.Error("no request was under way at any kill: this tested nothing")
 	}
-	if _, err := c.in.WriteString("detach\n"); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-c.ended; err != nil {
-		t.Errorf("detach at the end: %v", err)
-	}
-	c.ended <- nil
+	c.detach(t)
 }
 
 // A process that is killed while it waits for the last flush of a device, which it serves itself, ends; the next one
@@ -333,12 +386,8 @@ func TestKillWhileDetaching(t *testing.T) {
 	if _, err := c.in.WriteString("stick\n"); err != nil {
 		t.Fatal(err)
 	}
-	select {
-	case <-c.stuck:
-	case <-time.After(time.Minute):
-		t.Fatal("the flush does not come")
-	}
-	c.kill()
+	within(t, "flush", c.stuck)
+	c.kill(t)
 	next := spawn(t, dir, &resent)
 	if got := next.await(t); got != path {
 		t.Fatalf("%s became %s", path, got)
@@ -350,11 +399,71 @@ func TestKillWhileDetaching(t *testing.T) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := next.in.WriteString("detach\n"); err != nil {
+	next.detach(t)
+}
+
+// A process that is killed while it takes away a device that somebody still reads ends too, although the kernel may wait
+// for that read, which it would have had to answer; the next one answers it.
+func TestKillWhileLettingGo(t *testing.T) {
+	dir := runHolder(t)
+	var resent atomic.Int64
+	c := spawn(t, dir, &resent)
+	path := c.await(t)
+	abortIfStuck(t, path)
+	fd := openDev(t, path, unix.O_RDWR|unix.O_DIRECT)
+	defer func() { _ = unix.Close(fd) }()
+	tell := func(c *child, word string) {
+		t.Helper()
+		if _, err := c.in.WriteString(word + "\n"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tell(c, "hold reads")
+	within(t, "hold of reads", c.stuck)
+	reads := make(chan error, 1)
+	go func() {
+		_, err := unix.Pread(fd, aligned(page), 0)
+		reads <- err
+	}()
+	within(t, "read", c.stuck)
+	tell(c, "detach")
+	within(t, "flush", c.flushing)
+	<-time.After(300 * time.Millisecond) // in which it may come to wait
+	c.kill(t)
+	next := spawn(t, dir, &resent)
+	if got := next.await(t); got != path {
+		t.Fatalf("%s became %s", path, got)
+	}
+	if err := within(t, "answer to the read", reads); err != nil {
+		t.Error(err)
+	}
+	_ = unix.Close(fd)
+	fd = -1
+	next.detach(t)
+}
+
+// abortIfStuck fails the I/O of a device when the test has failed: else a process that waits for it could not end, this
+// one neither, and who opens loop devices would wait with it.
+func abortIfStuck(t *testing.T, path string) {
+	t.Helper()
+	fd := openDev(t, path, unix.O_RDONLY)
+	defer func() { _ = unix.Close(fd) }()
+	info, err := unix.IoctlLoopGetStatus64(fd)
+	if err != nil {
 		t.Fatal(err)
 	}
-	if err := <-next.ended; err != nil {
+	control := t.TempDir()
+	if err := unix.Mount("none", control, "fusectl", 0, ""); err != nil {
 		t.Fatal(err)
 	}
-	_ = next.in.Close()
+	t.Cleanup(func() { _ = unix.Unmount(control, unix.MNT_DETACH) })
+	t.Cleanup(func() {
+		if t.Failed() {
+			conn := strconv.Itoa(int(unix.Minor(info.Device)))
+			err := os.WriteFile(filepath.Join(control, conn, "abort"), []byte("1"), 0)
+			if t.Log("aborted: ", err); err == nil { // it is there yet, and nobody else takes it away
+				t.Log("taken away: ", exec.Command("losetup", "-d", path).Run())
+			}
+		}
+	})
 }

@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/device/loophelper"
 )
 
 // Device is a block device that this process serves.
@@ -30,7 +31,7 @@ type Device struct {
 	tree int // descriptor of the mount, -1 when closed
 	down bool
 
-	flushed <-chan error // a flush for Detach that is under way
+	leaving *loophelper.Helper // of a Detach, until it has ended
 }
 
 // fileName carries the key and the host's mark, so that /sys tells whose a loop device is: on one kernel several nodes
@@ -58,7 +59,7 @@ func (d *Device) start(resume bool) error {
 }
 
 // present makes the loop device and its link, or finds those that an earlier process made.
-func (d *Device) present(hint int) error {
+func (d *Device) present(ctx context.Context, hint int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.dev = findLoop(d.file, hint)
@@ -80,7 +81,10 @@ func (d *Device) present(hint int) error {
 		}
 	}
 	if size, err := loopSize(d.dev); err == nil && size < d.spec.Size {
-		if err := d.grow(); err != nil {
+		if err := d.tellSize(); err != nil {
+			return err
+		}
+		if err := loophelper.Grow(ctx, d.dev, d.file); err != nil {
 			return err
 		}
 	}
@@ -210,18 +214,23 @@ func (d *Device) Resize(ctx context.Context, size int64) error {
 		return err
 	}
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	if d.down {
+		d.mu.Unlock()
 		return api.Errorf(api.NotFound, "device %s is detached", d.spec.Name)
 	}
-	if err := d.grow(); err != nil {
+	err = d.tellSize()
+	d.mu.Unlock()
+	if err == nil { // without the lock: it may wait for I/O, and Abort must not
+		err = loophelper.Grow(ctx, d.dev, d.file)
+	}
+	if err != nil {
 		return fmt.Errorf("resize device %s: %w", d.spec.Name, err)
 	}
 	return nil
 }
 
-// grow tells the kernel's file system, then the loop device.
-func (d *Device) grow() error {
+// tellSize tells the kernel's file system the size; the loop device looks there.
+func (d *Device) tellSize() error {
 	size := d.spec.Size
 	if err := d.loop.Do(func() { d.conn.size = size }); err != nil {
 		return err
@@ -235,7 +244,7 @@ func (d *Device) grow() error {
 	if err != nil {
 		return fmt.Errorf("tell the kernel the size %d: %w", size, err)
 	}
-	return growLoop(d.dev)
+	return nil
 }
 
 // Detach flushes the device and takes it away. One that somebody uses stays as it is: kind in use. A flush that fails
@@ -253,33 +262,12 @@ func (d *Device) Detach(ctx context.Context) error {
 }
 
 func (d *Device) detach(ctx context.Context) error {
-	claim, err := claimLoop(d.dev, d.file)
-	if err != nil && !errors.Is(err, errLoopGone) {
-		return err
+	err := d.letGo(ctx)
+	if err == nil {
+		err = awaitGone(ctx, d.dev, d.file)
 	}
-	if err == nil { // else an earlier Detach got so far
-		if d.flushed == nil {
-			d.flushed = flushLoop(d.dev)
-		}
-		var flush error
-		select {
-		case flush = <-d.flushed:
-			d.flushed = nil
-		case <-ctx.Done(): // the next Detach waits for the same one
-			_ = unix.Close(claim)
-			return api.Errorf(api.Busy, "its last flush is still under way: %w", ctx.Err())
-		}
-		if flush != nil {
-			// It does not keep the device: it would fail for ever, since only a new attach opens anew what stands behind it.
-			d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
-				"device", d.spec.Name, "path", loopPath(d.dev), "err", flush)
-		}
-		if err := clearLoop(ctx, d.dev, claim); err != nil {
-			return err
-		}
-		if err := awaitGone(ctx, d.dev, d.file); err != nil {
-			return err
-		}
+	if err != nil && !errors.Is(err, loophelper.ErrGone) { // else an earlier Detach got so far
+		return err
 	}
 	d.unlink(d.dev)
 	if err := d.host.hold.delete(d.spec.Key); err != nil {
@@ -292,6 +280,42 @@ func (d *Device) detach(ctx context.Context) error {
 	d.down = true
 	d.host.forget(d)
 	return nil
+}
+
+// letGo flushes the loop device and takes it off its file.
+func (d *Device) letGo(ctx context.Context) error {
+	if d.leaving != nil { // an earlier Detach was given up, and may hold the device yet
+		_ = d.leaving.Wait(ctx)
+		flush, _ := d.leaving.Flushed(ctx)
+		d.flushed(flush)
+	}
+	if ctx.Err() != nil {
+		return api.Errorf(api.Busy, "its last flush is still under way: %w", ctx.Err())
+	}
+	h, err := loophelper.Clear(d.dev, d.file)
+	if err != nil {
+		return err
+	}
+	d.leaving = h
+	defer h.GiveUp()
+	flush, err := h.Flushed(ctx)
+	d.flushed(flush)
+	if err == nil {
+		err = h.Finish(ctx)
+	}
+	if err != nil && ctx.Err() != nil {
+		return api.Errorf(api.Busy, "it is not flushed, or not let go of yet: %w", ctx.Err())
+	}
+	return inUse(d.dev, err)
+}
+
+// flushed tells how the last flush ended. An error does not keep the device: it would fail for ever, since only a new
+// attach opens anew what stands behind it.
+func (d *Device) flushed(err error) {
+	if err != nil {
+		d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
+			"device", d.spec.Name, "path", loopPath(d.dev), "err", err)
+	}
 }
 
 func (d *Device) closeTree() {

@@ -130,7 +130,7 @@ func runLoop(t testing.TB) *uring.Loop {
 	go func() { ended <- l.Run() }()
 	t.Cleanup(func() {
 		l.Close()
-		if err := <-ended; err != nil {
+		if err := within(t, "end of the loop", ended); err != nil {
 			t.Error(err)
 		}
 	})
@@ -147,12 +147,11 @@ func runHolder(t testing.TB) (runDir string) {
 	go func() { ended <- RunHolder(ctx, filepath.Join(runDir, "hold.sock")) }()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-ended; err != nil {
+		if err := within(t, "end of the holder", ended); err != nil {
 			t.Error(err)
 		}
-		if left := ours(); len(left) > 0 {
-			t.Errorf("loop devices left: %v", left)
-		}
+		// One goes with its last user, and another process that looks for a free one may have it open just now.
+		await(t, func() bool { return len(ours()) == 0 })
 		if b, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(b), " - fuse drover ") {
 			t.Error("a mount is left in the mount table")
 		}
@@ -164,7 +163,7 @@ func runHolder(t testing.TB) (runDir string) {
 	return runDir
 }
 
-// testKey is a key that only tests of this process use: several may run on a machine.
+// testKey is a key, and a name in /dev/drover, that only tests of this process use: several may run on a machine.
 func testKey(name string) string { return fmt.Sprintf("test-%d-%s", os.Getpid(), name) }
 
 // ours are the loop devices that tests of this process made.
@@ -193,6 +192,23 @@ func await(t testing.TB, cond func() bool) {
 	}
 }
 
+// tooLong is more than any step takes, on whatever machine.
+const tooLong = 3 * time.Minute
+
+// within returns what comes from a channel; what does not come ends the test under its name.
+func within[T any](t testing.TB, what string, from <-chan T) T {
+	t.Helper()
+	late := time.NewTimer(tooLong)
+	defer late.Stop()
+	select {
+	case v := <-from:
+		return v
+	case <-late.C:
+	}
+	t.Fatalf("no %s within %v", what, tooLong)
+	panic("not reached")
+}
+
 func openHost(t testing.TB, runDir string) *Host {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -216,12 +232,20 @@ func attach(t testing.TB, h *Host, l *uring.Loop, name string, size int64) (*Dev
 		t.Fatal(err)
 	}
 	t.Cleanup(be.close)
-	spec := Spec{Key: testKey(name), Name: "test-" + name, Size: size, Blob: []byte("{}")}
+	spec := Spec{Key: testKey(name), Name: testKey(name), Size: size, Blob: []byte("{}")}
 	d, err := h.Attach(t.Context(), spec, l, be)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = d.Abort() })
+	// I/O that waits for ever ends, or nothing could end this process: a thread that waits in the kernel cannot be killed.
+	late := time.AfterFunc(3*tooLong, func() {
+		t.Errorf("device %s is still in use after %v: all its I/O fails from now on", name, 3*tooLong)
+		_ = d.Abort()
+	})
+	t.Cleanup(func() {
+		late.Stop()
+		_ = d.Abort()
+	})
 	return d, be
 }
 

@@ -19,6 +19,9 @@
 //     loop device can always be found again.
 //   - Per request there is no lock, no goroutine and no allocation: servers, conns and their pools belong to the thread
 //     of one uring.Loop. Host and Device have a mutex each for what happens once per attach.
+//   - No thread of the process waits for a disk by way of a device that it serves itself: it could not be killed then,
+//     and nobody could take over. What may wait so is done by others: loophelper, and the scripts of freeze and trim.
+//     Of the file itself it asks only what it answers at once.
 //   - If the holder dies, this process gives its devices to the next one: only both deaths at a time lose a device.
 //
 // Goroutines: those of RunHolder, which waits for them, and one that watches the holder, which Host.Close waits for.

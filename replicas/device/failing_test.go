@@ -2,7 +2,9 @@ package device
 
 import (
 	"context"
+	"log/slog"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -43,9 +45,7 @@ func TestDetachAfterAFailedFlush(t *testing.T) {
 	if err := d.Detach(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if len(ours()) != 0 {
-		t.Error("the loop device is left")
-	}
+	await(t, func() bool { return len(ours()) == 0 })
 }
 
 // Descriptors that are asked for while another client changes them are the ones of that key, or there are none.
@@ -114,7 +114,7 @@ func startHolder(t *testing.T, runDir string) (stop func()) {
 	go func() { ended <- RunHolder(ctx, filepath.Join(runDir, "hold.sock")) }()
 	stop = sync.OnceFunc(func() {
 		cancel()
-		if err := <-ended; err != nil {
+		if err := within(t, "end of the holder", ended); err != nil {
 			t.Error(err)
 		}
 	})
@@ -186,9 +186,7 @@ func TestHolderDies(t *testing.T) {
 	if err := d2.Detach(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if len(ours()) != 0 {
-		t.Errorf("left: %v", ours())
-	}
+	await(t, func() bool { return len(ours()) == 0 })
 }
 
 // A clock that went back must not make a later holder give lower numbers.
@@ -230,6 +228,84 @@ func TestOneBadRead(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("the device does not serve any more")
 		_ = d.Abort()
-		<-done
+		_ = within(t, "end of a write to a device that was aborted", done)
 	}
+}
+
+// heldWrites keeps writes until they are told to fail.
+type heldWrites struct {
+	block.Submitter
+	held []*block.Request
+	fail bool
+}
+
+func (w *heldWrites) Submit(r *block.Request) {
+	if r.Op != block.OpWrite || w.fail {
+		w.Submitter.Submit(r)
+		return
+	}
+	w.held = append(w.held, r)
+}
+
+// What is lost in the last flush is told, also when the detach that asked for it was given up before it ended.
+func TestLastFlushFailsLate(t *testing.T) {
+	h, l := openHost(t, runHolder(t)), runLoop(t)
+	said := &lockedBuffer{}
+	h.log = slog.New(slog.NewTextHandler(said, nil))
+	d, be := attach(t, h, l, "late", 16*mib)
+	w := &heldWrites{Submitter: be}
+	if err := l.Do(func() { d.conn.be = w }); err != nil {
+		t.Fatal(err)
+	}
+	fd := openDev(t, d.Path(), unix.O_RDWR) // its close would flush
+	defer func() { _ = unix.Close(fd) }()
+	mustPwrite(t, fd, []byte("lost"), 2*page)
+	short, cancel := context.WithCancel(t.Context())
+	first := make(chan error, 1)
+	go func() { first <- d.Detach(short) }()
+	await(t, func() (is bool) {
+		_ = l.Do(func() { is = len(w.held) > 0 })
+		return is
+	})
+	cancel()
+	if err := <-first; !api.Is(err, api.Busy) {
+		t.Errorf("given up: %v", err)
+	}
+	err := l.Do(func() {
+		w.fail = true
+		for _, r := range w.held {
+			r.Err = unix.EIO
+			r.Done(r)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.leaving.Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+	_ = unix.Close(fd)
+	fd = -1
+	detachSoon(t, d)
+	if !strings.Contains(said.String(), "the last flush of a device failed") {
+		t.Errorf("said only: %s", said)
+	}
+}
+
+// lockedBuffer is a buffer for logs.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  strings.Builder
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/device/loophelper"
 )
 
 // The file system of a device is frozen by a process of its own, since it waits for I/O that this one serves. That
@@ -66,7 +67,7 @@ type Frozen struct {
 // who writes waits. Nil: it is not mounted. If ctx ends before, it is thawed as soon as the kernel can.
 func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 	mounts, err := mountsOn(d.dev)
-	if err != nil || len(mounts) == 0 {
+	if err != nil || len(mounts) == 0 || loopFile(d.dev) != d.file { // the number can be another device's by now
 		return nil, err
 	}
 	lock, path, err := d.host.recordFreeze(ctx, frozenRecord{bootID(), d.spec.Key, d.dev})
@@ -296,14 +297,12 @@ func (h *Host) thawRecorded(path string) error {
 		return err
 	}
 	if len(mounts) == 0 {
-		claim, err := claimLoop(rec.Loop, file)
-		if errors.Is(err, errLoopGone) {
-			return os.Remove(path)
-		}
-		if err != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), thawWait)
+		defer cancel()
+		if err := claimLoop(ctx, rec.Loop, file); err != nil && !errors.Is(err, loophelper.ErrGone) {
 			return err // unmounted while frozen: it is there until it is mounted again and thawed
 		}
-		return errors.Join(unix.Close(claim), os.Remove(path))
+		return os.Remove(path)
 	}
 	for _, m := range mounts {
 		f := &Frozen{}
@@ -360,7 +359,7 @@ func mountsOn(n int) ([]mounted, error) {
 		if !ok || len(l) < 5 || len(r) < 2 {
 			continue
 		}
-		if l[2] != fmt.Sprintf("%d:%d", loopMajor, n) && !isLoop(r[1], n) {
+		if l[2] != fmt.Sprintf("%d:%d", loophelper.Major, n) && !isLoop(r[1], n) {
 			continue
 		}
 		if id, err := strconv.Atoi(l[0]); err == nil {

@@ -84,6 +84,9 @@ type Host struct {
 	waiting map[string]Spec // held from a predecessor, not resumed yet
 	taken   map[string]bool // being attached or resumed
 	servers map[*uring.Loop]*server
+
+	keeping sync.Mutex        // over what the holder is told, and over said; before mu
+	said    map[string][]byte // by SetBlob, of devices that are held and not resumed yet: newer than any Spec
 }
 
 // Open connects to the holder at <runDir>/hold.sock and takes <runDir>/data.lock. It waits until the process that had
@@ -95,7 +98,7 @@ func Open(ctx context.Context, runDir string) (*Host, error) {
 	}
 	h := &Host{lock: lock, runDir: runDir, closing: make(chan struct{}), log: slog.Default(),
 		devices: map[string]*Device{}, waiting: map[string]Spec{}, taken: map[string]bool{},
-		servers: map[*uring.Loop]*server{}}
+		servers: map[*uring.Loop]*server{}, said: map[string][]byte{}}
 	if h.mark, err = openMark(filepath.Join(runDir, "mark")); err != nil {
 		_ = lock.Close()
 		return nil, err
@@ -300,8 +303,16 @@ func (h *Host) reserve(key string, resume bool) error {
 
 // release ends what reserve began; d is the device now served, if any, and gone says that the holder has it no more.
 func (h *Host) release(key string, d *Device, gone bool) {
+	h.keeping.Lock()
+	defer h.keeping.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if blob, is := h.said[key]; is && d != nil {
+		d.spec.Blob = blob // nobody else knows the device yet
+	}
+	if d != nil || gone {
+		delete(h.said, key)
+	}
 	delete(h.taken, key)
 	if d != nil {
 		h.devices[key] = d
@@ -363,7 +374,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		closeFds([]int{fuse, tree})
 		return nil, errors.Join(err, h.hold.delete(spec.Key))
 	}
-	if err := d.present(loopFresh); err != nil {
+	if err := d.present(ctx, loopFresh); err != nil {
 		return nil, errors.Join(err, d.abandon())
 	}
 	return d, nil
@@ -420,7 +431,7 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		closeFds(fds)
 		return nil, false, err
 	}
-	if err := d.present(rec.Loop); err != nil {
+	if err := d.present(ctx, rec.Loop); err != nil {
 		h.hold.forget(spec.Key)
 		return nil, false, errors.Join(err, d.quiesce(ctx)) // stays held: the next Resume tries again
 	}
@@ -428,6 +439,11 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 }
 
 func (h *Host) keep(rec record, fds ...int) error {
+	h.keeping.Lock()
+	defer h.keeping.Unlock()
+	if said, is := h.said[rec.Key]; is {
+		rec.Blob = said
+	}
 	blob, err := json.Marshal(rec)
 	if err != nil {
 		return err
@@ -435,8 +451,11 @@ func (h *Host) keep(rec record, fds ...int) error {
 	return h.hold.put(rec.Key, blob, fds...)
 }
 
-// SetBlob replaces what a later process is told about the device.
+// SetBlob replaces what a later process is told about the device, also of one that is held and not resumed yet.
 func (h *Host) SetBlob(key string, blob []byte) error {
+	if is, err := h.setHeld(key, blob); is {
+		return err
+	}
 	h.mu.Lock()
 	d := h.devices[key]
 	h.mu.Unlock()
@@ -444,6 +463,40 @@ func (h *Host) SetBlob(key string, blob []byte) error {
 		return api.Errorf(api.NotFound, "no device %s is attached", key)
 	}
 	return d.update(func(s *Spec) { s.Blob = blob })
+}
+
+// setHeld is SetBlob for a device that waits to be resumed, and reports whether it is one.
+func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
+	h.keeping.Lock()
+	defer h.keeping.Unlock()
+	h.mu.Lock()
+	spec, is := h.waiting[key]
+	h.mu.Unlock()
+	if !is {
+		return false, nil
+	}
+	spec.Blob = blob
+	if err := spec.validate(); err != nil {
+		return true, err
+	}
+	rec, fds, err := h.fetch(key)
+	closeFds(fds)
+	if err != nil {
+		return true, err
+	}
+	rec.Blob = blob
+	raw, err := json.Marshal(rec)
+	if err == nil {
+		err = h.hold.put(key, raw)
+	}
+	if err != nil {
+		return true, fmt.Errorf("device %s: %w", spec.Name, err)
+	}
+	h.said[key] = blob
+	h.mu.Lock()
+	h.waiting[key] = spec
+	h.mu.Unlock()
+	return true, nil
 }
 
 // Discard takes down a held device without serving it: its I/O fails. For devices that nothing can serve any more.

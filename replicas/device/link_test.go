@@ -40,12 +40,12 @@ func TestStaleLinks(t *testing.T) {
 		return err == nil
 	}
 
-	at := link("stale-start", foreign)
+	at := link(testKey("stale-start"), foreign)
 	h, l := openHost(t, runHolder(t)), runLoop(t)
 	if left(at) {
 		t.Error("a link to a device of somebody else outlived a start")
 	}
-	link("test-stale-own", foreign)
+	link(testKey("stale-own"), foreign)
 	d, _ := attach(t, h, l, "stale-own", 64*mib)
 	if to, err := os.Readlink(d.Link()); err != nil || to != d.Path() {
 		t.Errorf("link: %s, %v; want %s", to, err, d.Path())
@@ -63,7 +63,7 @@ func TestStaleLinks(t *testing.T) {
 	if on := below(foreign); on != "" {
 		t.Errorf("what is on a device of somebody else is on volume %s", on)
 	}
-	at = link("stale-name", d.Path())
+	at = link(testKey("stale-name"), d.Path())
 	if err := d.link(); err != nil {
 		t.Fatal(err)
 	}

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"drover.io/drover/replicas/device/loophelper"
 )
 
 // Lost is a loop device whose data process and holder are both dead: all its I/O fails, and nobody can take it up.
@@ -68,7 +70,7 @@ func mountsOfLoop(n int) []string {
 	defer f.Close()
 	var out []string
 	for sc := bufio.NewScanner(f); sc.Scan(); {
-		if l := strings.Fields(sc.Text()); len(l) > 4 && l[2] == fmt.Sprintf("%d:%d", loopMajor, n) {
+		if l := strings.Fields(sc.Text()); len(l) > 4 && l[2] == fmt.Sprintf("%d:%d", loophelper.Major, n) {
 			out = append(out, l[4])
 		}
 	}

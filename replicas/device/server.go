@@ -15,12 +15,13 @@ import (
 )
 
 const (
-	headSize = inSize + ioSize // of READ and WRITE: a payload then stands at its buffer's start
-	batch    = 64              // requests read from one connection before another gets its turn
-	copyMax  = 16 * page       // larger requests keep the buffer they were read into
-	trimWait = 5 * time.Second // after which an idle pool is given back
-	requests = 256             // made at a time
-	fewLeft  = requests / 4    // that more are made at
+	headSize  = inSize + ioSize // of READ and WRITE: a payload then stands at its buffer's start
+	batch     = 64              // requests read from one connection before another gets its turn
+	copyMax   = 16 * page       // larger requests keep the buffer they were read into
+	trimWait  = 5 * time.Second // after which an idle pool is given back
+	wantAgain = time.Second     // when memory was not to be had
+	requests  = 256             // made at a time
+	fewLeft   = requests / 4    // that more are made at
 )
 
 // server serves the connections of one loop. All of it belongs to the loop's thread.
@@ -39,6 +40,7 @@ type server struct {
 	freed    bool    // memory came back since the hungry were last fed
 	trimming bool
 	growing  bool
+	asking   bool // again, soon
 	warn     func(error)
 	aside    sync.WaitGroup // what takes and gives memory beside the thread
 }
@@ -74,7 +76,7 @@ func newServer(loop *uring.Loop, log *slog.Logger) *server {
 // prepare makes sure that there is memory to serve with: to read the first request, and to get on without more.
 func (s *server) prepare() error {
 	s.conns++
-	if s.pool.size() > 0 {
+	if s.conns > 1 || s.stage.mem != nil && s.pool.size()-s.pool.lent >= reserved*slabSize {
 		return nil
 	}
 	err := s.reserve()
@@ -109,8 +111,15 @@ func (s *server) reserve() error {
 	for _, slab := range slabs {
 		s.pool.add(slab)
 	}
-	s.stage, _ = s.pool.get(maxIO)
+	s.restage()
 	return nil
+}
+
+// restage finds a staging buffer where there is none: nothing is read without.
+func (s *server) restage() {
+	if s.stage.mem == nil {
+		s.stage, _ = s.pool.get(maxIO)
+	}
 }
 
 // kept is how many slabs stay when nothing is under way.
@@ -146,12 +155,14 @@ func (s *server) make() ([]*request, error) {
 
 // want asks for more memory. It comes when it can: the system may have to write through this very thread to find some.
 func (s *server) want() {
-	slabs := 0
-	if most := poolCap + s.pool.lent; s.pool.size() < most {
-		slabs = min(len(s.pool.slabs), int((most-s.pool.size())/slabSize)) // twice as much as before
+	size := s.pool.size()
+	slabs := (poolCap + s.pool.lent - size + slabSize - 1) / slabSize
+	if slabs <= 0 && s.stage.mem == nil && size < poolCap+s.pool.lent+int64(s.conns)*slabSize {
+		slabs = 1 // what is not answered must not keep those waiting who have nothing under way
 	}
+	slabs = min(slabs, int64(len(s.pool.slabs))) // twice as much as before
 	few := len(s.free) < fewLeft
-	if s.growing || (slabs == 0 && !few) {
+	if s.growing || (slabs <= 0 && !few) {
 		return
 	}
 	s.growing = true
@@ -159,7 +170,7 @@ func (s *server) want() {
 		var got [][]byte
 		var made []*request
 		var err error
-		for len(got) < slabs && err == nil {
+		for int64(len(got)) < slabs && err == nil {
 			var m []byte
 			if m, err = locked(slabSize, s.warn); err == nil {
 				got = append(got, m)
@@ -171,22 +182,36 @@ func (s *server) want() {
 		if err != nil {
 			s.warn(err)
 		}
-		taken := s.loop.Post(func() {
-			s.growing = false
-			for _, m := range got {
-				s.pool.add(m)
-			}
-			s.free = append(s.free, made...)
-			s.freed = true
-			s.feed()
-			s.settle()
-		})
-		if !taken {
+		if !s.loop.Post(func() { s.came(got, made) }) {
 			for _, m := range got {
 				unlock(m)
 			}
 		}
 	})
+}
+
+// came takes in what want asked for. Meanwhile the last buffer may have been lent, or all have been trimmed away.
+func (s *server) came(slabs [][]byte, made []*request) {
+	s.growing = false
+	for _, m := range slabs {
+		s.pool.add(m)
+	}
+	s.free = append(s.free, made...)
+	s.restage()
+	s.freed = true
+	s.feed()
+	s.settle()
+	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // there was none, and nobody may be left to ask
+		s.wantSoon()
+	}
+}
+
+func (s *server) wantSoon() {
+	if s.asking {
+		return
+	}
+	s.asking = true
+	time.AfterFunc(wantAgain, func() { s.loop.Post(func() { s.asking = false; s.want() }) })
 }
 
 // may reports whether c may read a request of unknown size. A device alone gets a third of what there is; the more is
@@ -288,8 +313,9 @@ func (s *server) trim() {
 		return
 	}
 	s.pool.put(s.stage)
+	s.stage = slot{}
 	spare := s.pool.trim(s.kept())
-	s.stage, _ = s.pool.get(maxIO) // none where no slab is kept
+	s.restage() // none where no slab is kept
 	s.aside.Go(func() {
 		for _, m := range spare {
 			unlock(m)

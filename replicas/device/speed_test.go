@@ -73,7 +73,7 @@ func TestSpeed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer be.close()
-	d, err := h.Attach(t.Context(), Spec{Key: testKey("speed"), Name: "test-speed", Size: 1 << 30}, l, be)
+	d, err := h.Attach(t.Context(), Spec{Key: testKey("speed"), Name: testKey("speed"), Size: 1 << 30}, l, be)
 	if err != nil {
 		t.Fatal(err)
 	}

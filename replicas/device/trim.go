@@ -31,6 +31,9 @@ func (d *Device) Trim(ctx context.Context) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
+	if loopFile(d.dev) != d.file { // the number can be another device's by now
+		mounts = nil
+	}
 	var said bytes.Buffer
 	for _, m := range mounts { // all of one file system
 		said.Reset()

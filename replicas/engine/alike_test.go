@@ -31,7 +31,7 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 		r.e.alikeSoon()
 	})
 	is(t, failed, syscall.EIO)
-	for end := time.Now().Add(time.Minute); ; runtime.Gosched() {
+	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
 		equal, steady := false, false
 		r.l.do(func() { equal, steady = bytes.Equal(r.m[0].data, r.m[1].data), r.e.steady() })
 		if equal && steady {

@@ -6,31 +6,57 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
 
 const (
 	bounceSize = 16 * block.Size
-	bounceMax  = 8
+	bounceMax  = 8 // beside the one of each engine
 )
 
-// Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share it.
-// Reads have their own buffers, so that they get on while writes wait. All are there from the start: memory is not
-// asked for while I/O is under way, since the system may need that very I/O to find some.
+// Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share it,
+// and each can always have one: others, whose disks hang, may have all the rest. Reads have their own buffers, so that
+// they get on while writes wait. All are there before they are needed: memory is not asked for while I/O is under way,
+// since the system may need that very I/O to find some.
 type Pool struct{ reads, writes bounces }
 
 // NewPool makes a pool.
 func NewPool() (*Pool, error) {
 	p := &Pool{}
 	for range bounceMax {
-		for _, b := range []*bounces{&p.reads, &p.writes} {
-			if err := b.grow(); err != nil {
-				p.Close()
-				return nil, fmt.Errorf("buffers for partial blocks: %w", err)
-			}
+		r, w, err := newBounces()
+		if err != nil {
+			p.Close()
+			return nil, err
 		}
+		p.reads.add(r)
+		p.writes.add(w)
 	}
 	return p, nil
+}
+
+// join adds the buffers of one engine more.
+func (p *Pool) join(loop Loop) error {
+	r, w, err := newBounces()
+	if err != nil {
+		return err
+	}
+	if !loop.Post(func() { p.reads.add(r); p.writes.add(w) }) {
+		_, _ = unix.Munmap(r), unix.Munmap(w)
+		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
+	}
+	return nil
+}
+
+// leave gives those of an engine back that has ended. Loop thread.
+func (p *Pool) leave() {
+	for _, b := range []*bounces{&p.reads, &p.writes} {
+		if n := len(b.free) - 1; n >= 0 {
+			b.unmap(b.free[n])
+			b.free = slices.Delete(b.free, n, n+1)
+		}
+	}
 }
 
 // Close gives the memory back, what a disk that hangs still may use when that is over. No engine uses the pool any
@@ -43,20 +69,30 @@ func (p *Pool) Close() {
 type bounces struct {
 	all   [][]byte
 	free  [][]byte
-	queue []*op // operations that wait for one
-	over  bool  // released: what comes back is unmapped
+	held  map[*Engine]int // how many each has that has some
+	more  int             // of those, beside the first of each
+	queue []*op           // operations that wait for one
+	over  bool            // released: what comes back is unmapped
 }
 
-func (b *bounces) grow() error {
-	buf, err := unix.Mmap(-1, 0, bounceSize, unix.PROT_READ|unix.PROT_WRITE,
-		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
-	if err != nil {
-		return err
+// newBounces are a buffer for reads and one for writes.
+func newBounces() (r, w []byte, err error) {
+	for _, b := range []*[]byte{&r, &w} {
+		if *b, err = unix.Mmap(-1, 0, bounceSize, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE); err != nil {
+			if r != nil {
+				_ = unix.Munmap(r)
+			}
+			return nil, nil, fmt.Errorf("buffers for partial blocks: %w", err)
+		}
+		_ = unix.Mlock(*b) // where the limit forbids it the pages are at least populated
 	}
-	_ = unix.Mlock(buf) // where the limit forbids it the pages are at least populated
+	return r, w, nil
+}
+
+func (b *bounces) add(buf []byte) {
 	b.all = append(b.all, buf)
-	b.free = append(b.free, buf)
-	return nil
+	b.put(buf)
 }
 
 func (b *bounces) release() {
@@ -91,13 +127,29 @@ func (o *op) bounces() *bounces {
 // takeBounce gets a buffer, or queues the operation for one.
 func (o *op) takeBounce() bool {
 	b := o.bounces()
-	if len(b.free) == 0 {
+	if !b.may(o.e) {
 		b.queue = append(b.queue, o)
 		return false
 	}
+	b.give(o)
+	return true
+}
+
+// may reports whether an engine can have a buffer: its own, or one of those that are for all.
+func (b *bounces) may(e *Engine) bool {
+	return len(b.free) > 0 && (b.held[e] == 0 || b.more < bounceMax)
+}
+
+// give lets an operation have a buffer.
+func (b *bounces) give(o *op) {
 	n := len(b.free) - 1
 	o.bounce, b.free = b.free[n], b.free[:n]
-	return true
+	if b.held == nil {
+		b.held = map[*Engine]int{}
+	}
+	if b.held[o.e]++; b.held[o.e] > 1 {
+		b.more++
+	}
 }
 
 // giveBounce hands the buffer to the next that waits, which goes on in a turn of its own.
@@ -105,6 +157,11 @@ func (o *op) giveBounce() {
 	b := o.bounces()
 	buf := o.bounce
 	o.bounce = nil
+	if b.held[o.e]--; b.held[o.e] > 0 {
+		b.more--
+	} else {
+		delete(b.held, o.e)
+	}
 	if l := block.LentTo(o.lents...); !l.Back() {
 		lent := buf
 		l.Until(func() { b.put(lent) })
@@ -118,14 +175,13 @@ func (b *bounces) put(buf []byte) {
 		b.unmap(buf)
 		return
 	}
-	if len(b.queue) == 0 {
-		b.free = append(b.free, buf)
-		return
+	b.free = append(b.free, buf)
+	if i := slices.IndexFunc(b.queue, func(o *op) bool { return b.may(o.e) }); i >= 0 {
+		next := b.queue[i]
+		b.forget(next)
+		b.give(next)
+		next.e.cfg.Loop.Post(next.begin)
 	}
-	next := b.queue[0]
-	b.queue = b.queue[1:]
-	next.bounce = buf
-	next.e.cfg.Loop.Post(next.begin)
 }
 
 // lend takes note of memory that a member has answered for and may still use.

@@ -26,9 +26,7 @@ func (e *Engine) SetWhole(epoch int64, is bool) {
 // touch notes a write. Loop thread.
 func (e *Engine) touch(off, n, gen int64) {
 	for g := off / cleanRegion; g <= (off+n-1)/cleanRegion; g++ {
-		if e.touched[g] != gen {
-			e.touched[g] = gen
-		}
+		e.touched[g] = max(e.touched[g], gen) // one that had to wait may come after a younger one
 	}
 }
 

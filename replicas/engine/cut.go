@@ -64,6 +64,8 @@ type Cut struct {
 // errCutting is why a replica that is on its way is given up for the moment.
 var errCutting = api.Errorf(api.Busy, "a snapshot was taken meanwhile: it is begun anew, and what was copied stays")
 
+var errNoRoom = api.Errorf(api.Full, "writes wait for room on the disks: make room, the snapshot follows")
+
 // PrepareCut begins a cut. Between it and the end of Commit or Abort there is no other one.
 func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error) {
 	c := &Cut{e: e, s: s}
@@ -107,7 +109,7 @@ func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error)
 			continue
 		}
 		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
-		if api.Is(err, api.Unavailable) && time.Since(began) > suspectTime {
+		if errors.Is(err, stack.ErrFailed) || api.Is(err, api.Unavailable) && time.Since(began) > suspectTime {
 			e.Suspect(c.list[m].Name, err)
 		}
 	}
@@ -162,6 +164,34 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// Settled returns when all that is under way now is over. Reads may wait for another machine, for as long as it takes:
+// asked before a cut, writes are not held for that.
+func (e *Engine) Settled(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, drainTime)
+	defer cancel()
+	settled := make(chan struct{})
+	if err := e.on(ctx, func() { e.settledGen(func() { close(settled) }) }); err != nil {
+		return err
+	}
+	for {
+		full := false
+		if err := e.on(ctx, func() { full = len(e.held) > 0 }); err != nil {
+			return err
+		}
+		select {
+		case <-settled:
+			return nil
+		default:
+		}
+		if full {
+			return errNoRoom
+		}
+		if err := pause(ctx, 2*time.Millisecond); err != nil {
+			return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
+		}
+	}
+}
+
 // Hold keeps new writes back, and returns when none is under way: every member holds the same.
 func (c *Cut) Hold(ctx context.Context) error {
 	e := c.e
@@ -206,10 +236,10 @@ func (c *Cut) Hold(ctx context.Context) error {
 		case refused != nil:
 			return refused
 		case full:
-			return api.Errorf(api.Full, "writes wait for room on the disks: make room, the snapshot follows")
+			return errNoRoom
 		}
 		if err := pause(ctx, 2*time.Millisecond); err != nil {
-			return api.Errorf(api.Busy, "writes are still under way: %w", err)
+			return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
 		}
 	}
 }
@@ -279,7 +309,7 @@ func (c *Cut) seal(ctx context.Context, m int, x Cutter, until time.Time) error 
 	defer cancel()
 	for {
 		err := x.DoCut(ctx, c.layers[m])
-		if err == nil || api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
+		if err == nil || api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) || errors.Is(err, stack.ErrFailed) {
 			return err
 		}
 		if has, serr := c.has(ctx, x); serr == nil && has {
@@ -311,6 +341,7 @@ func (c *Cut) Abort() {
 	if c.begun {
 		c.undo()
 	} else {
+		c.LetGo()
 		ctx, cancel := context.WithTimeout(e.ctx, prepareTime)
 		c.each(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else a next session does it
 		cancel()
@@ -319,15 +350,17 @@ func (c *Cut) Abort() {
 }
 
 // undo has every member answer that it has nothing of the cut. A member that does not is dropped if another one did.
+// Where all that are left take no more writes, it makes no difference any more.
 func (c *Cut) undo() {
 	e := c.e
-	var clean set
+	var clean, failed set
 	for {
 		var now set
 		over := false
 		if e.on(e.ctx, func() {
 			now, over = e.members, e.fenced != nil || e.closing
-			over = over || now&^clean == 0 && e.suspect|e.weak|e.lost == 0 && !e.dropping
+			settled := now&^clean == 0 || now&^failed == 0
+			over = over || settled && e.suspect|e.weak|e.lost == 0 && !e.dropping
 		}) != nil || over {
 			return
 		}
@@ -344,8 +377,11 @@ func (c *Cut) undo() {
 		})
 		cancel()
 		for m, err := range errs {
-			if err == nil && now.has(m) {
+			switch {
+			case err == nil && now.has(m):
 				clean |= bit(m)
+			case errors.Is(err, stack.ErrFailed):
+				failed |= bit(m)
 			}
 		}
 		for m, err := range errs {
@@ -359,7 +395,18 @@ func (c *Cut) undo() {
 	}
 }
 
-// Release lets writes go on. It can be called again.
+// LetGo lets writes go on of a cut that no member was asked for and that is going to be aborted.
+func (c *Cut) LetGo() {
+	e := c.e
+	e.cfg.Loop.Post(func() {
+		if !c.out {
+			e.holding = false
+			e.unpark(nil)
+		}
+	})
+}
+
+// Release lets writes go on, and other cuts begin. It can be called again.
 func (c *Cut) Release() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
@@ -403,6 +450,9 @@ func (e *Engine) failParked() {
 
 // Cut takes a snapshot of all members.
 func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
+	if err := e.Settled(ctx); err != nil {
+		return err
+	}
 	c, err := e.PrepareCut(ctx, s)
 	if err != nil {
 		return err

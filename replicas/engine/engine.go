@@ -22,7 +22,7 @@ type Loop interface {
 	Post(fn func()) bool
 }
 
-// Member is one replica of the volume as the engine sees it, here or on another node.
+// Member is one replica of the volume as the engine sees it, here or on another node; a pointer.
 type Member interface {
 	// Submit takes requests of whole 4 KiB blocks. Every request is answered once, in bounded time, and a member that
 	// answers has let go of the buffer. An error of kind denied says that a newer engine was adopted.
@@ -197,6 +197,13 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		o.next, e.free = e.free, o
 	}
 	if err := e.mirrors(ctx); err != nil {
+		e.cancel()
+		if cfg.Pool == nil {
+			e.pool.Close()
+		}
+		return nil, err
+	}
+	if err := e.pool.join(cfg.Loop); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
 			e.pool.Close()
@@ -378,31 +385,6 @@ func errno(err error) error {
 	return syscall.EIO
 }
 
-// Expand makes every member, then the engine, size bytes long. It can be repeated after an error.
-func (e *Engine) Expand(ctx context.Context, size int64) error {
-	if size%block.Size != 0 {
-		return api.Errorf(api.Invalid, "size %d is not a multiple of %d", size, block.Size)
-	}
-	var live set
-	var old int64
-	var list []Named
-	if err := e.on(ctx, func() { live, old, list = e.members&^e.suspect, e.size, e.cfg.Members }); err != nil {
-		return err
-	}
-	if size < old {
-		return api.Errorf(api.OutOfRange, "a volume of %d bytes cannot shrink to %d", old, size)
-	}
-	for i, m := range list {
-		if !live.has(i) {
-			continue
-		}
-		if err := m.Member.Expand(ctx, size); err != nil {
-			return fmt.Errorf("replica %s: %w", m.Name, err)
-		}
-	}
-	return e.on(ctx, func() { e.size = max(e.size, size) })
-}
-
 // on runs fn on the loop's thread and waits for it. After an error fn did not run, and will not.
 func (e *Engine) on(ctx context.Context, fn func()) error {
 	var taken atomic.Bool // by the loop, or by who does not wait any longer
@@ -485,7 +467,9 @@ func (e *Engine) Close() error {
 			}
 		}
 	}
-	if e.cfg.Pool == nil && e.on(context.Background(), e.pool.Close) != nil {
+	if e.cfg.Pool != nil {
+		_ = e.on(context.Background(), e.pool.leave) // where the loop has ended, the pool ends, too
+	} else if e.on(context.Background(), e.pool.Close) != nil {
 		e.pool.Close() // the loop has ended
 	}
 	return errors.Join(errs...)

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -262,6 +263,20 @@ func (r *rig) pending(m int) (n int) {
 	return n
 }
 
+// within returns what comes from a channel; what does not come ends the test under its name.
+func within[T any](t testing.TB, what string, from <-chan T) T {
+	t.Helper()
+	late := time.NewTimer(5 * time.Minute)
+	defer late.Stop()
+	select {
+	case v := <-from:
+		return v
+	case <-late.C:
+	}
+	t.Fatal("no " + what)
+	panic("not reached")
+}
+
 func waits(t testing.TB, done chan error, why string) {
 	t.Helper()
 	select {
@@ -273,7 +288,7 @@ func waits(t testing.TB, done chan error, why string) {
 
 func is(t testing.TB, done chan error, want error) {
 	t.Helper()
-	if err := <-done; !errors.Is(err, want) {
+	if err := within(t, "answer", done); !errors.Is(err, want) {
 		t.Fatalf("got %v, want %v", err, want)
 	}
 }
@@ -317,11 +332,11 @@ func TestReadPrefersLocalAndFailsOver(t *testing.T) {
 	if buf[100] != 9 {
 		t.Fatal("not what the second member has")
 	}
-	if m := <-r.drops; m != "a" {
+	if m := within(t, "drop that is asked for", r.drops); m != "a" {
 		t.Fatalf("dropped %s", m)
 	}
 	r.settle <- nil
-	<-r.dropped
+	within(t, "word of a drop", r.dropped)
 }
 
 func TestDropBeforeAck(t *testing.T) {
@@ -329,7 +344,7 @@ func TestDropBeforeAck(t *testing.T) {
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(1, 0, syscall.EIO)
 	r.answer(0, 0, nil)
-	if m := <-r.drops; m != "b" {
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
 		t.Fatalf("dropped %s", m)
 	}
 	waits(t, done, "the drop is not settled")
@@ -342,7 +357,7 @@ func TestDropBeforeAck(t *testing.T) {
 	}
 	r.answer(0, 0, nil)
 	r.answer(0, 0, nil)
-	if m := <-r.drops; m != "b" {
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
 		t.Fatalf("asked again for %s", m)
 	}
 	waits(t, done, "the drop is not settled")
@@ -370,11 +385,11 @@ func TestSurvivorThatCannotAdoptIsDroppedToo(t *testing.T) {
 	r.answer(0, 0, nil)
 	r.answer(1, 0, nil)
 	r.answer(2, 0, syscall.EIO)
-	if m := <-r.drops; m != "c" {
+	if m := within(t, "drop that is asked for", r.drops); m != "c" {
 		t.Fatalf("dropped %s", m)
 	}
 	r.settle <- nil
-	if m := <-r.drops; m != "b" {
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
 		t.Fatalf("dropped %s", m)
 	}
 	waits(t, done, "b has not adopted the epoch and is still in it")
@@ -390,7 +405,7 @@ func TestLastMemberIsNeverDropped(t *testing.T) {
 	one := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, syscall.EIO)
 	r.answer(1, 0, syscall.EIO)
-	<-r.drops
+	within(t, "drop that is asked for", r.drops)
 	waits(t, one, "a drop is not settled")
 	r.settle <- nil
 	is(t, one, syscall.EIO)
@@ -410,13 +425,13 @@ func TestFence(t *testing.T) {
 	full := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, syscall.ENOSPC)
 	r.answer(1, 0, syscall.ENOSPC)
-	<-r.space
+	within(t, "word of room", r.space)
 	behind := r.start(block.OpWrite, 0, fill(4096, 2), 0)
 	flying := r.start(block.OpWrite, 8192, fill(4096, 1), 0)
 	read := r.start(block.OpRead, 8192, make([]byte, 4096), 0)
 	denied := r.start(block.OpFlush, 0, nil, 0)
 	r.answer(1, 1, api.Errorf(api.Denied, "epoch 9 was adopted"))
-	<-r.fenced
+	within(t, "word of a fence", r.fenced)
 	is(t, full, syscall.ENOSPC)
 	is(t, behind, syscall.EIO)
 	waits(t, flying, "members still have its buffer")
@@ -436,9 +451,9 @@ func TestFencedByTheRecord(t *testing.T) {
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, nil)
 	r.answer(1, 0, syscall.EIO)
-	<-r.drops
+	within(t, "drop that is asked for", r.drops)
 	r.settle <- api.Errorf(api.Denied, "the volume is at epoch 9")
-	<-r.fenced
+	within(t, "word of a fence", r.fenced)
 	is(t, done, syscall.EIO)
 }
 
@@ -449,7 +464,7 @@ func TestNoRoomHoldsWrites(t *testing.T) {
 	r.answer(0, 1, nil)                                // its block is read
 	r.answer(0, 1, syscall.ENOSPC)
 	r.answer(0, 0, syscall.ENOSPC)
-	if !<-r.space {
+	if !within(t, "word of room", r.space) {
 		t.Fatal("not told that the disk is full")
 	}
 	same := r.start(block.OpWrite, 0, fill(4096, 3), 0)
@@ -480,7 +495,7 @@ func TestNoRoomHoldsWrites(t *testing.T) {
 	}
 	is(t, b, nil)
 	is(t, same, nil)
-	if <-r.space {
+	if within(t, "word of room", r.space) {
 		t.Fatal("full again")
 	}
 	if r.m[0].data[0] != 3 || r.m[0].data[8192] != 2 || r.m[0].data[8192+512] != 0 {
@@ -493,7 +508,7 @@ func TestOneFullMemberOfTwoIsDropped(t *testing.T) {
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, syscall.ENOSPC)
 	r.answer(1, 0, nil)
-	if m := <-r.drops; m != "a" {
+	if m := within(t, "drop that is asked for", r.drops); m != "a" {
 		t.Fatalf("dropped %s", m)
 	}
 	r.settle <- nil
@@ -547,7 +562,7 @@ func TestCloseEndsWhatWaits(t *testing.T) {
 	drop := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, nil)
 	r.answer(1, 0, syscall.EIO)
-	<-r.drops
+	within(t, "drop that is asked for", r.drops)
 	var parts []chan error
 	for i := range 2 * bounceMax { // more than there are buffers
 		parts = append(parts, r.start(block.OpWrite, int64(65536+8192*i), fill(512, 1), 0))
@@ -628,11 +643,11 @@ func TestDamagedMemberStays(t *testing.T) {
 	r.answer(1, 0, syscall.EIO)
 	r.answer(2, 0, nil)
 	is(t, done, nil)
-	if m := <-r.drops; m != "b" {
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
 		t.Fatalf("dropped %s", m)
 	}
 	r.settle <- nil
-	<-r.dropped
+	within(t, "word of a drop", r.dropped)
 }
 
 // One member is damaged where it is read, and the other does not answer: that one is dropped, and the guest is told.
@@ -648,11 +663,11 @@ func TestDamagedMemberAlone(t *testing.T) {
 		done := r.start(block.OpRead, 0, make([]byte, 4096), 0)
 		r.answer(0, 0, c.first)
 		r.answer(1, 0, c.second)
-		if m := <-r.drops; m != c.dropped {
+		if m := within(t, "drop that is asked for", r.drops); m != c.dropped {
 			t.Fatalf("dropped %s, not %s", m, c.dropped)
 		}
 		r.settle <- nil
-		<-r.dropped
+		within(t, "word of a drop", r.dropped)
 		r.answer(c.left, 0, damaged)
 		is(t, done, syscall.EIO)
 	}

@@ -135,11 +135,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	if err := dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
 		return p, err
 	}
-	size, err := e.length(ctx)
-	if err == nil {
-		err = dst.Expand(ctx, size)
-	}
-	if err != nil {
+	if err := e.lengthen(ctx, dst); err != nil {
 		return p, err
 	}
 	if err := dst.Track(ctx, true); err != nil {
@@ -151,6 +147,9 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	if err != nil {
 		return at.p, fmt.Errorf("replica %s cannot be made equal to the others: %w", n.Name, err)
 	}
+	if err := e.lengthen(ctx, dst); err != nil { // the volume may have grown meanwhile
+		return p, err
+	}
 	j, src, err := e.enlist(ctx, n)
 	if err != nil {
 		return p, err
@@ -160,6 +159,10 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 			e.expel(j, err)
 		}
 	}()
+	// Or since: from now on Expand knows of it, and may have made it longer already.
+	if err := e.lengthen(ctx, dst); err != nil {
+		return p, err
+	}
 	if err := sameSnapshots(ctx, src, dst); err != nil {
 		return p, fmt.Errorf("replica %s: %w", n.Name, err)
 	}

@@ -189,6 +189,8 @@ func (e *Engine) mirrors(ctx context.Context) error {
 // I/O fails now.
 func (e *Engine) Patience(ctx context.Context, most time.Duration) (fails bool, err error) {
 	err = e.on(ctx, func() {
+		// One that goes on does not know which writes failed before it: intents stay until the next attach compares.
+		e.spoiled = e.spoiled || most > 0 && !e.cfg.Equalise
 		e.tire(most)
 		waits := len(e.stalled) > 0 || len(e.waiting()) > 0
 		switch {

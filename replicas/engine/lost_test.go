@@ -105,7 +105,7 @@ func TestWritesWhileAllAreLost(t *testing.T) {
 	first := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(0, 0, errAway)
 	r.answer(1, 0, errAway)
-	<-refusals
+	within(t, "refusal", refusals)
 	second := r.start(block.OpWrite, 8192, fill(4096, 2), 0) // member 0 is not asked
 	if r.pending(0) != 0 {
 		t.Fatal("a member got a write while it was being dropped")
@@ -119,12 +119,12 @@ func TestWritesWhileAllAreLost(t *testing.T) {
 		}
 		r.answer(0, 0, nil)
 	}
-	if m := <-r.drops; m != "b" {
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
 		t.Fatalf("dropped %s", m)
 	}
 	waits(t, first, "the drop is not settled")
 	r.settle <- nil
-	<-r.dropped
+	within(t, "word of a drop", r.dropped)
 	is(t, first, nil)
 	is(t, second, nil)
 	if r.m[0].data[0] != 1 || r.m[0].data[8192] != 2 {
@@ -138,7 +138,7 @@ func TestReadWaitsForADrop(t *testing.T) {
 	write := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	r.answer(1, 0, nil)
 	r.answer(0, 0, syscall.EIO)
-	if m := <-r.drops; m != "a" {
+	if m := within(t, "drop that is asked for", r.drops); m != "a" {
 		t.Fatalf("dropped %s", m)
 	}
 	buf := make([]byte, 4096)
@@ -146,7 +146,7 @@ func TestReadWaitsForADrop(t *testing.T) {
 	r.answer(1, 0, errAway) // its connection broke and is there again
 	waits(t, read, "a member may answer yet")
 	r.settle <- nil
-	<-r.dropped
+	within(t, "word of a drop", r.dropped)
 	is(t, write, nil)
 	if r.pending(1) == 0 { // the epoch was settled on the loop, and with it the read
 		t.Fatal("the read is not asked again")

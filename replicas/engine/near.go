@@ -25,7 +25,6 @@ var nearPatience = NearPatience{Min: 4 * time.Second, Max: 30 * time.Second}
 const (
 	nearFactor = 8
 	nearTick   = 250 * time.Millisecond
-	nearExtra  = 2 // ops that a disk which hangs keeps from others at most
 )
 
 // Watch looks at the Nears of a process. Time is counted in ticks: while the process itself stands still there are
@@ -144,6 +143,7 @@ type Near struct {
 	died   chan struct{}
 	closed bool
 	buried bool
+	quiet  chan struct{} // not nil: Close waits for this, with which what is under way has ended
 	last   bool
 	peak   time.Duration
 	faded  time.Duration
@@ -159,9 +159,6 @@ type nearSlot struct {
 }
 
 type nearCall struct{ since time.Duration }
-
-// widener is a loop whose ops on other disks can be kept from waiting.
-type widener interface{ Widen(n int) }
 
 // NewNear makes a member of a replica of this node, and owns it.
 func NewNear(on Cutter, o NearOptions) *Near {
@@ -228,8 +225,8 @@ func (n *Near) answered(s *nearSlot) {
 	if out != nil {
 		n.unlink(s)
 		n.peak = max(n.peak, n.o.Watch.now()-s.since)
-	} else if n.left--; n.left == 0 {
-		n.widen(-nearExtra)
+	} else {
+		n.left--
 	}
 	s.out, s.lent, s.in.Buf, s.in.Spans = nil, nil, nil, nil
 	s.next, n.free = n.free, s
@@ -241,12 +238,6 @@ func (n *Near) answered(s *nearSlot) {
 		return
 	}
 	lent.Return()
-}
-
-func (n *Near) widen(by int) {
-	if w, ok := n.o.Loop.(widener); ok {
-		w.Widen(by)
-	}
 }
 
 // look gives the replica up where it takes too long.
@@ -286,9 +277,6 @@ func (n *Near) giveUp(why error) {
 		n.mu.Unlock()
 		return
 	}
-	if n.head != nil {
-		n.widen(nearExtra)
-	}
 	for s := n.head; s != nil; s = n.head {
 		n.unlink(s)
 		n.left++
@@ -306,8 +294,12 @@ func (n *Near) giveUp(why error) {
 // idle reports whether the disk has nothing any more. The caller has the lock.
 func (n *Near) idle() bool { return n.left == 0 && n.head == nil && len(n.calls) == 0 }
 
-// settle closes a replica that was given up and is let go of by its disk. The caller has the lock.
+// settle closes a replica that was given up and is let go of by its disk, or lets Close do so. The caller has the lock.
 func (n *Near) settle() {
+	if n.quiet != nil && n.idle() {
+		close(n.quiet)
+		n.quiet = nil
+	}
 	if !n.buried || !n.idle() {
 		return
 	}
@@ -396,6 +388,7 @@ func (n *Near) Last(is bool) {
 }
 
 // Close implements Member. Of a replica that was given up it returns at once: the rest is done when the disk answers.
+// Calls whose caller did not wait for them are under way still; that alone is no reason to give a replica up.
 func (n *Near) Close() error {
 	w := n.o.Watch
 	w.mu.Lock()
@@ -407,9 +400,12 @@ func (n *Near) Close() error {
 		return nil
 	}
 	n.closed = true
-	if n.dead == nil && n.idle() {
+	if n.dead == nil {
+		quiet := make(chan struct{})
+		n.quiet = quiet
+		n.settle()
 		n.mu.Unlock()
-		return n.on.Close()
+		return n.shut(quiet)
 	}
 	n.buried = true
 	w.mu.Lock()
@@ -418,6 +414,37 @@ func (n *Near) Close() error {
 	n.settle()
 	n.mu.Unlock()
 	return api.Errorf(api.Unavailable, "replica %s was given up: its end is not marked clean", n.o.Replica)
+}
+
+// shut closes the replica as soon as it is quiet. A disk that begins to hang here is not waited for any longer than for
+// an answer.
+func (n *Near) shut(quiet <-chan struct{}) error {
+	w, replica := n.o.Watch, n.o.Replica
+	shut := make(chan error, 1)
+	w.wg.Go(func() {
+		<-quiet
+		err := n.on.Close()
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		delete(w.buried, replica)
+		shut <- err
+	})
+	late := time.NewTimer(n.o.Patience.Max)
+	defer late.Stop()
+	select {
+	case err := <-shut:
+		return err
+	case <-late.C:
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	select {
+	case err := <-shut: // just now
+		return err
+	default:
+	}
+	w.buried[replica] = true
+	return api.Errorf(api.Unavailable, "its disk does not answer: its end is not marked clean")
 }
 
 // Forgo is for a Near that no engine came to have: the replica stays open.

@@ -41,17 +41,18 @@ func TestAdoptionsCross(t *testing.T) {
 			return &pausing{r.(*Backend), 12, reached, goOn}, loop, nil
 		}
 	})
-	d := newDialer(t, at(f.addr))
+	d := newDialer(t, f.at)
 	loop := startLoop(t)
 	ctx := context.Background()
-	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
+	patient := func(o *Options) { o.Patience = endless }
+	old, now := member(t, d, f, loop, patient), member(t, d, f, loop, patient)
 	write := func(m *Member) error {
 		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
 	}
 	adoptAs(t, old, 1, 11)
 	older := make(chan error, 1)
 	go func() { older <- old.Adopt(ctx, 1, 12, []string{f.uid}) }()
-	<-reached
+	within(t, "first session", reached)
 	newer := make(chan error, 1)
 	go func() { newer <- now.Adopt(ctx, 2, 13, []string{f.uid}) }()
 	select { // it comes through now, or waits for the other one
@@ -60,10 +61,10 @@ func TestAdoptionsCross(t *testing.T) {
 	case <-time.After(300 * time.Millisecond):
 	}
 	close(goOn)
-	if err := <-newer; err != nil {
+	if err := within(t, "newer session", newer); err != nil {
 		t.Fatal(err)
 	}
-	<-older
+	within(t, "older session", older)
 	if err := write(now); err != nil {
 		t.Errorf("the newer engine: %v", err)
 	}

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"sync"
-	"unsafe"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -56,24 +55,27 @@ var zeroDigest = func() (d [digestSize]byte) {
 	return d
 }()
 
-// digestPiece is what is read at once.
+// digestPiece is the most that is asked of a snapshot at once.
 const digestPiece = 1 << 20
-
-var digestBuffers = sync.Pool{New: func() any { b := aligned(digestPiece); return &b }}
 
 // Digests reads [off, off+n) and returns a digest for each block of it.
 func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > 64<<20 {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
+	return b.digests(off, n, func(off int64, buf []byte) error {
+		return Do(ctx, b.loop, b, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+	})
+}
+
+// digests are those of what read reads.
+func (b *Backend) digests(off, n int64, read func(off int64, buf []byte) error) ([]byte, error) {
+	buf, back := b.Scratch()
+	defer back() // nothing reads into it any more, whatever went wrong
 	out := make([]byte, 0, n/block.Size*digestSize)
-	pooled := digestBuffers.Get().(*[]byte)
-	defer digestBuffers.Put(pooled) // nothing reads into it any more, whatever went wrong
-	buf := *pooled
-	for ; n > 0; n -= digestPiece {
-		piece := buf[:min(n, digestPiece)]
-		read := &block.Request{Op: block.OpRead, Off: off, Len: int64(len(piece)), Buf: piece}
-		if err := Do(ctx, b.loop, b, read); err != nil {
+	for end := off + n; off < end; off += int64(len(buf)) {
+		piece := buf[:min(end-off, int64(len(buf)))]
+		if err := read(off, piece); err != nil {
 			return nil, err
 		}
 		for i := 0; i < len(piece); i += block.Size {
@@ -85,20 +87,12 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 			sum := sha256.Sum256(blk)
 			out = append(out, sum[:digestSize]...)
 		}
-		off += digestPiece
 	}
 	return out, nil
 }
 
 func isZero(b []byte) bool {
 	return b[0] == 0 && bytes.Equal(b[:len(b)-1], b[1:])
-}
-
-// aligned is memory for direct I/O.
-func aligned(n int) []byte {
-	b := make([]byte, n+block.Size)
-	skip := int(-uintptr(unsafe.Pointer(unsafe.SliceData(b))) & (block.Size - 1))
-	return b[skip : skip+n : skip+n]
 }
 
 // Do submits a request on the loop's thread and waits for it, whatever becomes of ctx: the buffer is in use.
@@ -321,11 +315,11 @@ func (b *Backend) DoCut(ctx context.Context, layer string) error {
 	return c.Do(ctx)
 }
 
-// AbortCut gives a cut up that was prepared.
+// AbortCut gives a cut up that was prepared. Where the disk may have it all the same, the error is stack.ErrFailed.
 func (b *Backend) AbortCut(context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.abort()
+	return errors.Join(b.abort(), b.Failed())
 }
 
 func (b *Backend) abort() error {
@@ -340,7 +334,10 @@ func (b *Backend) abort() error {
 // Adopt implements Replica. A cut of a former session ends with it.
 func (b *Backend) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	b.Release()
-	if err := b.AbortCut(ctx); err != nil {
+	b.mu.Lock()
+	err := b.abort()
+	b.mu.Unlock()
+	if err != nil {
 		return err
 	}
 	return b.Replica.Adopt(ctx, epoch, incarnation, members)
@@ -361,8 +358,11 @@ func (m *Member) Expand(ctx context.Context, size int64) error {
 	return err
 }
 
-// Track is that of stack.Replica.
+// Track is that of stack.Replica. It is said again whenever the replica may have been opened anew.
 func (m *Member) Track(ctx context.Context, on bool) error {
+	m.mu.Lock()
+	m.track = on
+	m.mu.Unlock()
 	_, err := m.Call(ctx, "track", onArgs{on}, true)
 	return err
 }

@@ -7,14 +7,29 @@ import (
 )
 
 // buffers are page-aligned memory for payloads, in a few sizes, bounded in all. Who finds none waits: that is the
-// back-pressure of a server.
+// back-pressure of a server. But a session that has little is given some all the same: others, whose disks hang or who
+// do not take their answers, cannot keep it from going on.
 type buffers struct {
 	mu    sync.Mutex
 	room  *sync.Cond
-	left  int64
+	left  int64 // below 0 where sessions were given more than there is
 	free  [len(classes)][][]byte
 	ended bool
 }
+
+// account is what a session has of the buffers, or all sessions of a connection.
+type account struct {
+	of     *account // of the session's connection
+	held   int64    // bytes, of those asked for
+	closed bool     // a connection's: it gets no more
+}
+
+const (
+	// connMost is what a connection may have: twice what it was told, as what it gave up itself may be with a disk still.
+	connMost = 2 * connCredit
+	// sessionShare is what a session gets though there is nothing left; one buffer, if that is larger.
+	sessionShare = 256 << 10
+)
 
 var classes = [...]int{4 << 10, 32 << 10, 256 << 10, 1 << 20, maxPayload}
 
@@ -33,32 +48,47 @@ func class(n int) int {
 	return -1
 }
 
-// get returns a buffer of n bytes; false once the buffers are closed.
-func (b *buffers) get(n int) ([]byte, bool) {
+// get returns a buffer of n bytes for a session; false once its connection or the buffers are closed.
+func (b *buffers) get(n int, a *account) ([]byte, bool) {
 	c := class(n)
 	if c < 0 {
 		return nil, false
 	}
-	size := int64(classes[c])
+	size, conn := int64(classes[c]), a.of
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for !b.ended {
-		if l := len(b.free[c]); l > 0 {
-			buf := b.free[c][l-1]
-			b.free[c] = b.free[c][:l-1]
-			return buf[:n], true
+	for !b.ended && !conn.closed {
+		if conn.held > 0 && conn.held+int64(n) > connMost {
+			b.room.Wait() // until it takes its answers
+			continue
 		}
-		if b.left >= size || b.trim(c, size) {
-			buf, err := unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE,
-				unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
-			if err == nil {
+		var buf []byte
+		if l := len(b.free[c]); l > 0 {
+			buf = b.free[c][l-1]
+			b.free[c] = b.free[c][:l-1]
+		} else if b.left >= size || b.trim(c, size) || a.held == 0 || a.held+size <= sessionShare {
+			var err error
+			if buf, err = unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE,
+				unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE); err == nil {
 				b.left -= size
-				return buf[:n], true
 			}
+		}
+		if buf != nil {
+			a.held += int64(n)
+			conn.held += int64(n)
+			return buf[:n], true
 		}
 		b.room.Wait()
 	}
 	return nil, false
+}
+
+// leave has whoever waits for a connection's buffers wait no more.
+func (b *buffers) leave(conn *account) {
+	b.mu.Lock()
+	conn.closed = true
+	b.room.Broadcast()
+	b.mu.Unlock()
 }
 
 // trim gives back free buffers of other sizes until there is room for one of size. The caller has the lock.
@@ -79,13 +109,16 @@ func (b *buffers) drop(buf []byte) {
 	_ = unix.Munmap(buf) // fails only for an address that is not mapped
 }
 
-func (b *buffers) put(buf []byte) {
+// put takes a buffer back, as long as it was when the session got it.
+func (b *buffers) put(buf []byte, a *account) {
 	if buf == nil {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.ended {
+	a.held -= int64(len(buf))
+	a.of.held -= int64(len(buf))
+	if b.ended || b.left < 0 {
 		b.drop(buf)
 	} else {
 		c := class(cap(buf))

@@ -7,6 +7,7 @@ import (
 	"hash/crc32"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -72,7 +73,8 @@ type conn struct {
 	queue    []*slot
 	table    map[uint64]*slot // sent and not answered
 	nextID   uint64
-	flying   int64 // bytes of credit in use
+	flying   int64            // bytes of credit in use
+	shares   map[uint32]int64 // those of each session that has some
 	members  map[uint32]*Member
 	ping     bool
 	heard    time.Duration
@@ -86,7 +88,7 @@ type conn struct {
 // dialConn says hello and starts the connection's goroutines.
 func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 	c := &conn{set: set, nc: nc, below: below, table: map[uint64]*slot{}, members: map[uint32]*Member{},
-		ended: make(chan struct{}), closed: make(chan struct{})}
+		shares: map[uint32]int64{}, ended: make(chan struct{}), closed: make(chan struct{})}
 	c.work = sync.NewCond(&c.mu)
 	_ = nc.SetDeadline(time.Now().Add(helloTime))
 	r := bufio.NewReaderSize(nc, 64<<10)
@@ -172,8 +174,16 @@ func (c *conn) cancel(s *slot) bool {
 // forget takes a sent slot out of the table. The caller has the lock.
 func (c *conn) forget(s *slot) {
 	delete(c.table, s.id)
-	c.flying -= s.weight
+	c.use(s.h.session, -s.weight)
 	c.work.Signal()
+}
+
+// use counts what a session has of the credit. The caller has the lock.
+func (c *conn) use(session uint32, n int64) {
+	c.flying += n
+	if c.shares[session] += n; c.shares[session] == 0 {
+		delete(c.shares, session)
+	}
 }
 
 // fail breaks the connection.
@@ -235,22 +245,8 @@ func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
 			c.ping = false
 			return nil, true, nil
 		}
-		for len(c.queue) > 0 && c.queue[0].state != slotQueued {
-			c.queue = c.queue[1:]
-		}
-		if len(c.queue) > 0 {
-			s := c.queue[0]
-			if c.flying == 0 || c.flying+s.weight <= c.credit {
-				c.queue[0] = nil
-				c.queue = c.queue[1:]
-				c.nextID++
-				s.id, s.state = c.nextID, slotWriting
-				c.table[s.id] = s
-				c.flying += s.weight
-				return s, false, nil
-			}
-		} else {
-			c.queue = nil
+		if s := c.next(); s != nil {
+			return s, false, nil
 		}
 		if w.waiting() {
 			c.mu.Unlock()
@@ -263,6 +259,41 @@ func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
 		}
 		c.work.Wait()
 	}
+}
+
+// next takes the first slot from the queue that may be sent; nil: none may. A session without credit is passed over
+// with all that it has there, so that its order stays: others do not wait for a disk that hangs. The caller has the
+// lock.
+func (c *conn) next() *slot {
+	var few [8]uint32
+	short := few[:0] // sessions without credit
+	for i := 0; i < len(c.queue); {
+		s := c.queue[i]
+		switch {
+		case s.state != slotQueued: // taken back
+			c.queue = slices.Delete(c.queue, i, i+1)
+		case slices.Contains(short, s.h.session):
+			i++
+		case !c.may(s):
+			short = append(short, s.h.session)
+			i++
+		default:
+			c.queue = slices.Delete(c.queue, i, i+1)
+			c.nextID++
+			s.id, s.state = c.nextID, slotWriting
+			c.table[s.id] = s
+			c.use(s.h.session, s.weight)
+			return s
+		}
+	}
+	return nil
+}
+
+// may reports whether there is credit for a slot. A session that has little under way gets its share though none is
+// left, as it does of the server's buffers. The caller has the lock.
+func (c *conn) may(s *slot) bool {
+	has := c.shares[s.h.session]
+	return s.weight == 0 || c.flying+s.weight <= c.credit || has == 0 || has+s.weight <= sessionShare
 }
 
 // send writes one frame. The payload of a write is the guest's buffer, which stays as it is until the answer.

@@ -13,8 +13,9 @@
 //     whose oldest request waits longer than a limit that follows the latency seen so far is given up, and all it has
 //     is answered with an error of kind unavailable. Only the last member of a volume is waited for (Last).
 //   - While a Member is not given up, it connects again when a connection breaks, adopts the same session again, and
-//     sends again what was not answered. The engine keeps overlapping writes apart, so that is harmless. It is given up
-//     for good where the machine of the replica restarted in between: what it had acknowledged may be gone.
+//     sends again what was not answered. The engine keeps overlapping writes apart, so that is harmless. Before that
+//     the replica, which may have been opened anew, is told again whether it notes intents. The Member is given up for
+//     good where the machine of the replica restarted in between: what it had acknowledged may be gone.
 //   - A Server takes requests of the session alone that was adopted last. The check is made on the loop's thread, right
 //     before the request goes to the replica, so nothing of an older session reaches it after ADOPT was answered.
 //   - What is under way on a connection is bounded: by credit at the sender, by buffers at the receiver.

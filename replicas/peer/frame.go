@@ -219,13 +219,18 @@ type fault struct {
 }
 
 // codes are the errors that keep their identity.
-var codes = map[string]error{"restarted": ErrRestarted, "session": errSession}
+var codes = map[string]error{"restarted": ErrRestarted, "session": errSession, "failed": stack.ErrFailed,
+	"given up": ErrGivenUp}
 
 // errSession says that a server does not know the session any more. It is no answer: the client begins a new one.
 var errSession = api.Errorf(api.Unavailable, "the session has ended at the other side")
 
 // ErrRestarted says that the replica's machine restarted during the session.
 var ErrRestarted = stack.ErrRestarted
+
+// ErrGivenUp says of a replica that an engine gave it up and its disk has something of it still: nobody can have it
+// before the disk answers, but it has what it had. Of kind busy, so that a node which does not know it waits.
+var ErrGivenUp = api.Errorf(api.Busy, "it was given up, and its disk does not answer yet")
 
 func faultOf(err error) *fault {
 	f := &fault{Message: err.Error(), Kind: api.KindOf(err).String()}

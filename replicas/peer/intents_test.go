@@ -3,8 +3,11 @@ package peer
 import (
 	"bytes"
 	"context"
+	"slices"
 	"testing"
+	"time"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
 
@@ -53,7 +56,6 @@ func (c *cluster) hold(value byte, uids ...string) {
 // more than the intents of both tell.
 func TestSalvaged(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
-	c.patience = endless
 	s, b, old := c.local, c.far[0].uid, c.far[1].uid
 	c.spell([]string{s, b, old}, 1, true)
 	c.spell([]string{s, b}, 2, true)
@@ -66,7 +68,6 @@ func TestSalvaged(t *testing.T) {
 // to it. One that is made like it later has something else there.
 func TestBackAndForth(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
-	c.patience = endless
 	s, b, third := c.local, c.far[0].uid, c.far[1].uid
 	c.spell([]string{s, third, b}, 1, true)
 	c.spell([]string{s, third}, 2, true)
@@ -76,4 +77,95 @@ func TestBackAndForth(t *testing.T) {
 	c.hold(2, s, third)
 	c.spell([]string{third}, 0, false, b)
 	c.hold(2, third, b)
+}
+
+// TestReopenedGoesOnNoting: a replica that is opened anew under its engine, as after a restart of its process, notes what
+// is written from then on, also where it is the only one that is left. One that was away gets that when it comes back.
+func TestReopenedGoesOnNoting(t *testing.T) {
+	const region = 16 << 20
+	for name, reopen := range map[string]func(c *cluster){
+		"closed": func(c *cluster) {
+			if err := c.far[1].s.Release(c.far[1].uid); err != nil {
+				c.t.Fatal(err)
+			}
+		},
+		"restarted": func(c *cluster) {
+			c.far[1].stop()
+			c.proxy[1].cut()
+			c.far[1].start()
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCluster(t, 2*region, 2, false)
+			if err := c.attach(); err != nil {
+				t.Fatal(err)
+			}
+			write := func(off int64, value byte) {
+				t.Helper()
+				buf := aligned(block.Size)
+				copy(buf, bytes.Repeat([]byte{value}, block.Size))
+				r := &block.Request{Op: block.OpWrite, Off: off, Len: block.Size, Buf: buf}
+				if err := Do(context.Background(), c.loop, c.e, r); err != nil {
+					t.Fatal(err)
+				}
+			}
+			write(0, 1)
+			c.drop(c.far[0].uid)
+			write(0, 2)
+			reopen(c)
+			write(region, 3) // nothing was noted there before
+			told, err := c.members[1].Member.(*Member).Intents(context.Background())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Equal(told.Regions, []int64{0, 1}) {
+				t.Errorf("intents of regions %v are noted, not of 0 and 1", told.Regions)
+			}
+			if p, err := c.back(c.far[0].uid); err != nil || p.Full {
+				t.Fatalf("%+v, %v", p, err)
+			}
+			if err := c.e.Close(); err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range c.far {
+				if have := c.content(f.uid); have[0] != 2 || have[region] != 3 {
+					t.Errorf("replica %s holds %d and %d, not 2 and 3", f.uid, have[0], have[region])
+				}
+			}
+		})
+	}
+}
+
+// impatient is for members that are given up soon.
+var impatient = Patience{2 * time.Second, 10 * time.Second}
+
+// patient sets how long the others are waited for from now on.
+func (c *cluster) patient(p Patience) {
+	c.patience = p
+	for _, m := range c.made {
+		setPatience(m, p)
+	}
+}
+
+// drop has a member dropped now, and not when it is waited for no more.
+func (c *cluster) drop(uid string) {
+	c.t.Helper()
+	c.e.Suspect(uid, api.Errorf(api.Unavailable, "the test says so"))
+	c.await(func() bool { _, members := c.rec.state(); return !slices.Contains(members, uid) })
+}
+
+// await waits until something is so.
+func (c *cluster) await(is func() bool) {
+	c.t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	late := time.NewTimer(5 * time.Minute)
+	defer late.Stop()
+	for !is() {
+		select {
+		case <-tick.C:
+		case <-late.C:
+			c.t.Fatal("it never came to that")
+		}
+	}
 }

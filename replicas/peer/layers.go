@@ -2,7 +2,6 @@ package peer
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"io"
 	"sync"
@@ -87,21 +86,7 @@ func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > digestPiece {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
-	buf := make([]byte, n)
-	if err := b.SnapRead(ctx, uid, off, buf); err != nil {
-		return nil, err
-	}
-	out := make([]byte, 0, n/block.Size*digestSize)
-	for i := 0; i < len(buf); i += block.Size {
-		blk := buf[i : i+block.Size]
-		if isZero(blk) {
-			out = append(out, zeroDigest[:]...)
-			continue
-		}
-		sum := sha256.Sum256(blk)
-		out = append(out, sum[:digestSize]...)
-	}
-	return out, nil
+	return b.digests(off, n, func(off int64, buf []byte) error { return b.SnapRead(ctx, uid, off, buf) })
 }
 
 // SnapRead reads what a snapshot holds.

@@ -63,6 +63,7 @@ type Member struct {
 	reviving bool
 	downAt   time.Duration
 	want     *adoption
+	track    bool // intents are noted: a replica that was opened anew has to be told again
 	boot     string
 	info     Info
 	peak     time.Duration // the longest wait seen lately

@@ -33,14 +33,33 @@ type served struct {
 	free     []*incoming
 	err      error
 	calls    sync.WaitGroup
-	flying   int // requests with replicas
+	flying   int   // requests with replicas
+	calling  int   // calls that are carried out
+	args     int64 // their bytes
+	answers  int64 // bytes of calls' answers that are not sent
+
+	account account // under the lock of the buffers
 }
 
 // outgoing is an answer.
 type outgoing struct {
 	h       header
 	payload []byte
-	buf     []byte // to be given back
+	of      *account // whose buffer the payload is; nil: it is none
+	call    bool
+}
+
+// hasty is a connection that breaks when nothing of what is written is taken for a while.
+type hasty struct {
+	net.Conn
+	after time.Duration
+}
+
+func (c *hasty) Write(p []byte) (int, error) {
+	if err := c.SetWriteDeadline(time.Now().Add(c.after)); err != nil {
+		return 0, err
+	}
+	return c.Conn.Write(p)
 }
 
 func (c *served) fail(err error) {
@@ -51,6 +70,7 @@ func (c *served) fail(err error) {
 	}
 	c.work.Broadcast()
 	c.mu.Unlock()
+	c.s.bufs.leave(&c.account)
 }
 
 // drop forgets a session: what comes for it is answered with an error.
@@ -96,7 +116,7 @@ func (c *served) run() {
 		c.work.Wait()
 	}
 	for _, o := range c.out {
-		c.s.bufs.put(o.buf)
+		c.giveBack(o)
 	}
 	c.out = nil
 	c.mu.Unlock()
@@ -163,6 +183,9 @@ func (c *served) read(r *bufio.Reader) error {
 	for {
 		_ = c.nc.SetReadDeadline(time.Now().Add(3 * silentAfter))
 		h, err := readHeader(r, &hb)
+		if err == nil {
+			err = c.room(&h)
+		}
 		if err != nil {
 			return err
 		}
@@ -174,6 +197,10 @@ func (c *served) read(r *bufio.Reader) error {
 		case kindOpen, kindAdopt, kindClose, kindCall:
 			var b []byte
 			if b, err = readPayload(r, &h); err == nil {
+				c.mu.Lock()
+				c.calling++
+				c.args += int64(len(b))
+				c.mu.Unlock()
 				c.calls.Add(1)
 				go func() {
 					defer c.calls.Done()
@@ -189,18 +216,51 @@ func (c *served) read(r *bufio.Reader) error {
 	}
 }
 
+// room waits until the connection may have one frame more.
+func (c *served) room(h *header) error {
+	size := int64(0)
+	if h.kind >= kindClose || h.kind < kindRead {
+		size = int64(h.size)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.err == nil && (len(c.out)+c.flying+c.calling >= connFrames || c.calling >= connCalls ||
+		c.args > 0 && c.args+size > connArgs) {
+		c.work.Wait()
+	}
+	return c.err
+}
+
+// giveBack frees the memory of an answer that was sent, or never will be.
+func (c *served) giveBack(o outgoing) {
+	if o.of != nil {
+		c.s.bufs.put(o.payload, o.of)
+	}
+}
+
 var ops = map[kind]block.Op{kindRead: block.OpRead, kindWrite: block.OpWrite, kindFlush: block.OpFlush,
 	kindDiscard: block.OpDiscard, kindZero: block.OpZero}
 
 // request takes one for a replica.
 func (c *served) request(r *bufio.Reader, h *header) error {
-	var buf []byte
-	if n := h.n; h.kind == kindRead || h.kind == kindWrite {
-		var ok bool
-		if n == 0 {
-			return api.Errorf(api.Corrupt, "an empty request")
+	moves := h.kind == kindRead || h.kind == kindWrite
+	if moves && h.n == 0 {
+		return api.Errorf(api.Corrupt, "an empty request")
+	}
+	c.mu.Lock()
+	x := c.sessions[h.session]
+	c.mu.Unlock()
+	if x == nil {
+		if _, err := io.CopyN(io.Discard, r, int64(h.size)); err != nil {
+			return err
 		}
-		if buf, ok = c.s.bufs.get(int(n)); !ok {
+		c.push(failure(h.id, errSession))
+		return nil
+	}
+	var buf []byte
+	if moves {
+		var ok bool
+		if buf, ok = c.s.bufs.get(int(h.n), &x.account); !ok {
 			return errClosed
 		}
 	}
@@ -213,12 +273,11 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 			err = h.checkSum(buf)
 		}
 		if err != nil {
-			c.s.bufs.put(buf)
+			c.s.bufs.put(buf, &x.account)
 			return err
 		}
 	}
 	c.mu.Lock()
-	x := c.sessions[h.session]
 	var in *incoming
 	if l := len(c.free); l > 0 {
 		in = c.free[l-1]
@@ -227,29 +286,27 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 		in = &incoming{}
 		in.req.Done = func(q *block.Request) { in.err = q.Err; in.sess.c.done(in) }
 	}
-	if x != nil {
-		c.flying++
-	}
+	c.flying++
 	c.mu.Unlock()
 	done := in.req.Done
 	*in = incoming{sess: x, id: h.id, buf: buf}
 	in.req = block.Request{Op: ops[h.kind], FUA: h.flags&flagFUA != 0, Off: h.off, Len: h.n, Buf: buf,
 		Spans: spans, Done: done}
-	if x == nil {
-		c.push(failure(h.id, errSession, buf))
-		return nil
-	}
 	x.t.put(in)
 	return nil
 }
 
 // done takes what the replica answered.
 func (c *served) done(in *incoming) {
-	o := outgoing{h: header{kind: kindAnswer, id: in.id}, buf: in.buf}
-	if in.err != nil {
-		o = failure(in.id, in.err, in.buf)
-	} else if in.req.Op == block.OpRead {
-		o.payload = in.buf
+	o := outgoing{h: header{kind: kindAnswer, id: in.id}}
+	switch {
+	case in.err == nil && in.req.Op == block.OpRead:
+		o.payload, o.of = in.buf, &in.sess.account
+	case in.err != nil:
+		o = failure(in.id, in.err)
+		fallthrough
+	default:
+		c.s.bufs.put(in.buf, &in.sess.account)
 	}
 	c.mu.Lock()
 	c.flying--
@@ -260,12 +317,12 @@ func (c *served) done(in *incoming) {
 	c.mu.Unlock()
 }
 
-func failure(id uint64, err error, buf []byte) outgoing {
+func failure(id uint64, err error) outgoing {
 	b, jerr := json.Marshal(faultOf(err))
 	if jerr != nil {
 		b = []byte(`{"message":"unknown"}`)
 	}
-	return outgoing{h: header{kind: kindAnswer, id: id, status: 1}, payload: b, buf: buf}
+	return outgoing{h: header{kind: kindAnswer, id: id, status: 1}, payload: b}
 }
 
 func (c *served) push(o outgoing) {
@@ -280,17 +337,20 @@ func (c *served) write() {
 	w := newFrames(c.nc, c.below)
 	var hb [headerSize]byte
 	var list []outgoing
+	var sent int64 // of calls' answers
 	for {
 		c.mu.Lock()
+		if sent > 0 {
+			c.answers, sent = c.answers-sent, 0
+			c.work.Broadcast()
+		}
 		for c.err == nil && len(c.out) == 0 {
 			if w.waiting() {
 				c.mu.Unlock()
-				err := w.Flush()
-				c.mu.Lock()
-				if err != nil && c.err == nil {
-					c.err = err
-					hangUp(c.nc, c.below)
+				if err := w.Flush(); err != nil {
+					c.fail(err)
 				}
+				c.mu.Lock()
 				continue
 			}
 			c.work.Wait()
@@ -300,6 +360,7 @@ func (c *served) write() {
 			return
 		}
 		list, c.out = c.out, list[:0]
+		c.work.Broadcast() // there is room
 		c.mu.Unlock()
 		var err error
 		for i := range list {
@@ -314,7 +375,10 @@ func (c *served) write() {
 					_, err = w.Write(o.payload)
 				}
 			}
-			c.s.bufs.put(o.buf)
+			c.giveBack(*o)
+			if o.call {
+				sent += int64(len(o.payload))
+			}
 			*o = outgoing{}
 		}
 		if err != nil {
@@ -327,11 +391,18 @@ func (c *served) write() {
 // control carries out a control frame, in a goroutine of its own.
 func (c *served) control(h header, b []byte) {
 	answer, err := c.carryOut(&h, b)
+	o := outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer}
 	if err != nil {
-		c.push(failure(h.id, err, nil))
-		return
+		o = failure(h.id, err)
 	}
-	c.push(outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer})
+	o.call = true
+	c.mu.Lock()
+	c.calling--
+	c.args -= int64(len(b))
+	c.answers += int64(len(o.payload))
+	c.out = append(c.out, o)
+	c.work.Broadcast()
+	c.mu.Unlock()
 }
 
 func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
@@ -347,7 +418,10 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		if err != nil {
 			return nil, err
 		}
-		x = &session{id: h.session, c: c, t: t}
+		x = &session{id: h.session, c: c, t: t, account: account{of: &c.account}, reading: map[string]chan struct{}{}}
+		for call := range reads {
+			x.reading[call] = make(chan struct{}, sessionCalls)
+		}
 		if err := t.join(x); err != nil {
 			return nil, err
 		}
@@ -387,6 +461,12 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		return nil, x.t.shut()
 	}
 	name, args, _ := bytes.Cut(b, []byte("\n"))
+	if places := x.reading[string(name)]; places != nil {
+		if err := x.begin(places); err != nil {
+			return nil, err
+		}
+		defer func() { <-places }()
+	}
 	if changes[string(name)] {
 		x.t.changing.RLock()
 		defer x.t.changing.RUnlock()
@@ -402,3 +482,26 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 
 // changes are the calls that change layers.
 var changes = map[string]bool{"prepare-cut": true, "do-cut": true, "seal": true, "drop-snapshot": true}
+
+// reads are the calls that read content.
+var reads = map[string]bool{"digests": true, "snap-digests": true, "snap-read": true}
+
+// begin waits until a call may read content: few of a kind do at once in a session, and none while answers wait to be
+// taken.
+func (x *session) begin(places chan struct{}) error {
+	c := x.c
+	select {
+	case places <- struct{}{}:
+	case <-c.ctx.Done():
+		return errClosed
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.err == nil && c.answers >= connAnswers {
+		c.work.Wait()
+	}
+	if c.err != nil {
+		<-places
+	}
+	return c.err
+}

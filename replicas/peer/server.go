@@ -40,15 +40,26 @@ type ServerOptions struct {
 	Allow func(ctx context.Context, node, replica, volume string, epoch int64) error
 	// Linger is how long a replica stays open after its last session broke; 0: 15 s.
 	Linger time.Duration
+	// Stalled is how long a client may take none of its answers; 0: 30 s.
+	Stalled time.Duration
 	// Boot names the run of this machine; empty: the kernel's.
 	Boot string
 	Log  *slog.Logger
 }
 
-// serverMemory bounds the payloads that a server has under way; a connection may use connCredit of it.
+// serverMemory bounds the payloads that a server has under way; a connection is told that it may use connCredit of it.
 const (
 	serverMemory = 64 << 20
 	connCredit   = 16 << 20
+)
+
+// What is served of a connection at once. One that asks for more is read again when it took answers.
+const (
+	connFrames   = 16 << 10 // of all kinds
+	connCalls    = 4 << 10
+	connArgs     = connCredit // bytes of calls
+	connAnswers  = 4 << 20    // of calls, not sent: then no call begins that reads content
+	sessionCalls = 8          // of each kind that reads content
 )
 
 // Server serves replicas to engines on other nodes.
@@ -67,6 +78,9 @@ type Server struct {
 func NewServer(o ServerOptions) (*Server, error) {
 	if o.Linger == 0 {
 		o.Linger = 15 * time.Second
+	}
+	if o.Stalled == 0 {
+		o.Stalled = 3 * silentAfter
 	}
 	if o.Boot == "" {
 		b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
@@ -95,7 +109,7 @@ func (s *Server) Serve(ln net.Listener) error {
 			}
 			return fmt.Errorf("connections of other nodes: %w", err)
 		}
-		c := &served{s: s, nc: nc, sessions: map[uint32]*session{}}
+		c := &served{s: s, nc: &hasty{nc, s.o.Stalled}, sessions: map[uint32]*session{}}
 		c.work = sync.NewCond(&c.mu)
 		c.ctx, c.cancel = context.WithCancel(context.Background())
 		s.mu.Lock()

@@ -92,7 +92,7 @@ func (m *Member) connect(ctx context.Context) error {
 		return m.name(err)
 	}
 	m.mu.Lock()
-	boot, want := m.boot, *m.want
+	boot, want, track := m.boot, *m.want, m.track
 	m.mu.Unlock()
 	if boot != "" && boot != c.boot {
 		m.die(m.name(ErrRestarted), true)
@@ -109,6 +109,9 @@ func (m *Member) connect(ctx context.Context) error {
 	err = m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
 	if err == nil {
 		err = m.exchange(ctx, c, session, kindAdopt, want, nil)
+	}
+	if err == nil && track { // before anything is written
+		err = m.say(ctx, c, session, "track", onArgs{true})
 	}
 	if err != nil {
 		c.mu.Lock()
@@ -159,9 +162,9 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 		return m.name(api.Errorf(api.Unavailable, "%w", ctx.Err()))
 	}
 	defer func() { <-m.turn }()
+	m.mu.Lock()
 	ctx, cancel := context.WithTimeout(ctx, m.o.Patience.Max)
 	defer cancel()
-	m.mu.Lock()
 	if m.forGood || m.closed {
 		err := m.dead
 		m.mu.Unlock()
@@ -243,13 +246,27 @@ func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, paylo
 	}
 }
 
+// say makes a call of the replica on a connection, once.
+func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, in any) error {
+	payload, err := callOf(name, in)
+	if err == nil {
+		_, err = m.raw(ctx, c, session, kindCall, payload)
+	}
+	return err
+}
+
+// callOf is the payload of a call.
+func callOf(name string, in any) ([]byte, error) {
+	b, err := json.Marshal(in)
+	return append([]byte(name+"\n"), b...), err
+}
+
 // Call makes a call of the replica by name. One that may be repeated is, if the connection breaks.
 func (m *Member) Call(ctx context.Context, name string, in any, repeat bool) ([]byte, error) {
-	b, err := json.Marshal(in)
+	payload, err := callOf(name, in)
 	if err != nil {
 		return nil, err
 	}
-	payload := append([]byte(name+"\n"), b...)
 	for {
 		m.mu.Lock()
 		c, session, changed := m.c, m.session, m.changed

@@ -41,6 +41,9 @@ type session struct {
 	c       *served
 	t       *target
 	adopted bool // loop thread
+	account account
+	// Places for calls that read content, by their name: a snapshot whose source hangs holds back no digests.
+	reading map[string]chan struct{}
 }
 
 // incoming is a request on its way to the replica.

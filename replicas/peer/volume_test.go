@@ -64,15 +64,17 @@ type cluster struct {
 	inc   int64
 	// members of the engine, as it has them.
 	members []engine.Named
-	// patience with the others. A busy machine is not to be taken for one that hangs.
+	// patience with the others: endless, unless a test is about the end of it. A busy machine is not to be taken for one
+	// that hangs.
 	patience Patience
+	made     []*Member // all that have it
 }
 
 // endless is for tests in which nobody is to be given up.
 var endless = Patience{5 * time.Minute, 5 * time.Minute}
 
 func newCluster(t *testing.T, size int64, others int, withLocal bool) *cluster {
-	c := &cluster{t: t, size: size, loop: startLoop(t), patience: Patience{2 * time.Second, 10 * time.Second}}
+	c := &cluster{t: t, size: size, loop: startLoop(t), patience: endless}
 	volume := string(api.NewUID())
 	if withLocal {
 		disk, err := stack.Add(context.Background(), filepath.Join(t.TempDir(), "disk"))
@@ -90,7 +92,7 @@ func newCluster(t *testing.T, size int64, others int, withLocal bool) *cluster {
 	for range others {
 		f := newFar(t, size, nil)
 		c.far = append(c.far, f)
-		c.proxy = append(c.proxy, newProxy(t, f.addr))
+		c.proxy = append(c.proxy, newProxy(t, f.at))
 		c.rec.members = append(c.rec.members, f.uid)
 	}
 	addr := map[string]string{}
@@ -113,8 +115,10 @@ func (c *cluster) member(uid string) engine.Named {
 	}
 	for i, f := range c.far {
 		if f.uid == uid {
-			return engine.Named{Name: uid, Member: c.dial.Member(Options{Node: "far" + strconv.Itoa(i), Replica: uid,
-				Volume: f.volume, Loop: c.loop, Patience: c.patience})}
+			m := c.dial.Member(Options{Node: "far" + strconv.Itoa(i), Replica: uid, Volume: f.volume, Loop: c.loop,
+				Patience: c.patience})
+			c.made = append(c.made, m)
+			return engine.Named{Name: uid, Member: m}
 		}
 	}
 	c.t.Fatalf("no replica %s", uid)
@@ -234,13 +238,11 @@ func TestReturn(t *testing.T) {
 	f := c.far[0]
 	f.stop()
 	c.proxy[0].cut()
+	c.drop(f.uid)
 	for range size / 100 / block.Size { // one in a hundred
 		write(rng.Int64N(size/block.Size)*block.Size, block.Size)
 	}
-	if _, members := c.rec.state(); slices.Contains(members, f.uid) {
-		t.Fatal("the replica is a member still")
-	}
-	f.start(f.addr)
+	f.start()
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rng, model: model[:8<<20]}
 	done := make(chan struct{})
 	go func() {
@@ -249,12 +251,12 @@ func TestReturn(t *testing.T) {
 	}()
 	began := time.Now()
 	p, err := c.back(f.uid)
-	<-done
+	within(t, "end of what was begun", done)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("back after %v: %+v, %.2f %% travelled", time.Since(began), p, 100*float64(p.Sent)/float64(size))
-	if p.Sent > size/100*2 {
+	if p.Sent > size/100*2+int64(len(g.model)) { // the guest may be there first
 		t.Errorf("%d bytes travelled", p.Sent)
 	}
 	if err := c.e.Close(); err != nil {
@@ -271,11 +273,11 @@ func TestReturn(t *testing.T) {
 func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 	const size = 32 << 20 // two regions
 	c := newCluster(t, size, others, local)
-	c.patience = Patience{400 * time.Millisecond, 2 * time.Second} // whoever is given up is taken back
 	rng := rand.New(rand.NewPCG(seed, 99))
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
+	c.patient(Patience{400 * time.Millisecond, 2 * time.Second}) // whoever is given up is taken back
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rng, model: make([]byte, size)}
 	all := slices.Clone(c.rec.members)
 	for range rounds {
@@ -293,13 +295,13 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 			case 1: // its process is killed and comes again at once
 				c.far[k].stop()
 				c.proxy[k].cut()
-				c.far[k].start(c.far[k].addr)
+				c.far[k].start()
 			case 2: // it stays away for longer than it is waited for
 				c.far[k].stop()
 				c.proxy[k].cut()
 				timer.Reset(time.Second)
 				<-timer.C
-				c.far[k].start(c.far[k].addr)
+				c.far[k].start()
 			case 3: // it hangs, and wakes up late
 				c.proxy[k].freeze(true)
 				timer.Reset(900 * time.Millisecond)
@@ -335,7 +337,8 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 		now, members := c.rec.state()
 		c.e.SetWhole(now, len(members) == len(all))
 	}
-	for deadline := time.Now().Add(time.Minute); ; {
+	c.patient(endless)
+	for deadline := time.Now().Add(5 * time.Minute); ; {
 		_, members := c.rec.state()
 		if len(members) == len(all) {
 			break
@@ -386,6 +389,7 @@ func TestGone(t *testing.T) {
 	}
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rand.New(rand.NewPCG(5, 5)), model: make([]byte, testSize)}
 	g.run(200, 8)
+	c.patient(impatient)
 	for i, f := range c.far {
 		f.stop()
 		c.proxy[i].cut()
@@ -401,15 +405,15 @@ func TestGone(t *testing.T) {
 		t.Fatal("I/O went on without a replica")
 	case <-timer.C:
 	}
-	c.far[1].start(c.far[1].addr)
-	timer.Reset(time.Minute)
+	c.far[1].start()
+	timer.Reset(5 * time.Minute)
 	select {
 	case <-done:
 	case <-timer.C:
 		t.Error("I/O does not go on with a replica") // it waits for the other one, perhaps
 	}
-	c.far[0].start(c.far[0].addr)
-	<-done
+	c.far[0].start()
+	within(t, "end of what was begun", done)
 	if err := c.e.Close(); err != nil {
 		t.Error(err)
 	}
@@ -419,7 +423,6 @@ func TestGone(t *testing.T) {
 // TestUnclean ends an engine in the middle of its work: the next one makes the members equal before it serves.
 func TestUnclean(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
-	c.patience = endless
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
@@ -472,13 +475,11 @@ func TestGoneForLong(t *testing.T) {
 	}
 	c.far[1].stop()
 	c.proxy[1].cut()
-	for n := 2; n > 1; { // one after the other: the last one is waited for
-		if err := write(); err != nil {
-			t.Fatal(err)
-		}
-		_, members := c.rec.state()
-		n = len(members)
+	c.drop(c.far[1].uid) // one after the other: the last one is waited for
+	if err := write(); err != nil {
+		t.Fatal(err)
 	}
+	c.patient(impatient)
 	c.far[0].stop()
 	c.proxy[0].cut()
 	failed := make(chan error, 2)
@@ -501,7 +502,7 @@ func TestGoneForLong(t *testing.T) {
 			if _, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
 				t.Fatal(err)
 			}
-			if time.Since(began) > 2*time.Minute {
+			if time.Since(began) > 5*time.Minute {
 				t.Fatal("I/O waits still")
 			}
 		}
@@ -509,7 +510,7 @@ func TestGoneForLong(t *testing.T) {
 	if err := write(); err == nil {
 		t.Fatal("I/O that came later went on without a replica")
 	}
-	c.far[0].start(c.far[0].addr)
+	c.far[0].start()
 	for {
 		<-tick.C
 		if fails, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
@@ -521,7 +522,7 @@ func TestGoneForLong(t *testing.T) {
 	if err := write(); err != nil {
 		t.Fatal(err)
 	}
-	c.far[1].start(c.far[1].addr)
+	c.far[1].start()
 	if err := c.e.Close(); err != nil {
 		t.Error(err)
 	}
@@ -544,6 +545,7 @@ func TestBothGone(t *testing.T) {
 	if err := write(1); err != nil {
 		t.Fatal(err)
 	}
+	c.patient(impatient)
 	for _, p := range c.proxy {
 		p.freeze(true) // the write is sent to both, and answered by none
 	}
@@ -561,7 +563,7 @@ func TestBothGone(t *testing.T) {
 				t.Fatal("a write went on without a replica")
 			}
 		case <-tick.C:
-			if time.Since(began) > 2*time.Minute {
+			if time.Since(began) > 5*time.Minute {
 				t.Fatal("a write waits still")
 			}
 			continue

@@ -159,6 +159,7 @@ var mergeBeside = step{name: "merge beside the head", long: true, setup: func(t 
 },
 	do: withReplica(mergeAll),
 	check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
+		servedAsSealed(t, d)
 		if err := d.Collect(context.Background(), 0); err != nil {
 			t.Fatal(err)
 		}
@@ -176,6 +177,7 @@ var mergeBeside = step{name: "merge beside the head", long: true, setup: func(t 
 		if err := d.Verify(context.Background(), layer); err != nil {
 			t.Fatal(err)
 		}
+		checksummed(t, d, layer)
 		if chain, err := list[0].Chain(list[0].Snapshots[0].Layer); err != nil || !slices.Equal(chain, []string{layer}) {
 			t.Fatalf("%v, %v", chain, err)
 		}

@@ -125,8 +125,32 @@ func (r *Replica) Lenders() (disks []*Disk, lost bool) {
 	return disks, r.lost.Load()
 }
 
+// Borrows reports whether layers of other disks or machines are open: while they are read there, and until they were
+// given back.
+func (r *Replica) Borrows() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.lenders) > 0 || slices.ContainsFunc(r.layers, (*layer).away)
+}
+
 // OnLost has fn called, from the loop's thread, when reads begin or cease to wait for a borrowed layer. Before any I/O.
 func (r *Replica) OnLost(fn func(lost bool)) { r.onLost = fn }
+
+// away reports whether a layer is read from another disk or machine.
+func (l *layer) away() bool { return l.lender != nil || l.hy != nil }
+
+// readAway are the layers that are read from another disk or machine. They may be on the own disk, too, by now.
+func (r *Replica) readAway() (map[string]bool, error) {
+	away := map[string]bool{}
+	err := r.onLoop(func() {
+		for _, l := range r.layers {
+			if l.away() {
+				away[l.rec.UID] = true
+			}
+		}
+	})
+	return away, err
+}
 
 // Home makes the replica read from its own disk what is finished there by now. I/O goes on; that from the other disk is
 // waited for in the end.
@@ -139,12 +163,13 @@ func (r *Replica) Home(ctx context.Context) error {
 	if closed {
 		return r.name(errClosed)
 	}
-	var old []*layer
+	old := r.lenders // that could not be given back before
+	r.lenders = nil
 	for i, l := range r.layers {
-		if l.lender == nil && l.hy == nil {
+		if !l.away() {
 			continue
 		}
-		own, err := r.disk.openLayer(l.rec.UID, r.disk.direct)
+		own, err := r.disk.openLayerAs(l.rec.UID, r.disk.direct, true)
 		if api.Is(err, api.NotFound) {
 			continue
 		}
@@ -164,7 +189,7 @@ func (r *Replica) Home(ctx context.Context) error {
 			})
 		})
 		if err != nil {
-			return r.name(errors.Join(err, own.close()))
+			return r.name(errors.Join(err, own.close(), r.giveBack(ctx, old)))
 		}
 		old = append(old, l)
 		slog.Info("layer is on the replica's own disk now", "replica", r.meta.UID, "volume", r.meta.Volume, "layer",
@@ -178,11 +203,10 @@ func (r *Replica) giveBack(ctx context.Context, old []*layer) error {
 	if len(old) == 0 {
 		return nil
 	}
-	release, err := r.quiesce(ctx)
+	release, err := r.holdSoon(ctx)
 	if err != nil {
-		// They stay open until the replica is closed.
 		r.lenders = append(r.lenders, old...)
-		return fmt.Errorf("layers of another disk stay open until the volume is detached: %w", err)
+		return fmt.Errorf("layers of another disk or machine stay open for now: %w", err)
 	}
 	defer release()
 	var errs []error
@@ -227,7 +251,7 @@ func (r *Replica) retryLost() {
 		p := list
 		list = p.next
 		p.next, p.fd = nil, r.fds[p.src]
-		r.ring.Read(&p.op, p.fd, p.buf, p.off)
+		r.start(p)
 	}
 	if r.onLost != nil {
 		r.onLost(false)

@@ -103,9 +103,7 @@ func TestBorrow(t *testing.T) {
 		}
 	}()
 	bring(t, a, b, layer)
-	if err := r.Home(ctx); err != nil {
-		t.Fatal(err)
-	}
+	comeHome(t, r)
 	if from, _ := r.Lenders(); len(from) != 0 {
 		t.Fatalf("still borrowed from %v", from)
 	}
@@ -123,6 +121,19 @@ func TestBorrow(t *testing.T) {
 	b.Borrow(func() []*Disk { return nil })
 	compareView(t, b, uid, model)
 	if err := b.RemoveReplica(uid); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// comeHome repeats Home, which leaves layers open that I/O on a busy machine has not left in time.
+func comeHome(t *testing.T, r *Replica) {
+	t.Helper()
+	end := time.Now().Add(time.Minute)
+	err := r.Home(context.Background())
+	for api.Is(err, api.Busy) && time.Now().Before(end) {
+		err = r.Home(context.Background())
+	}
+	if err != nil {
 		t.Fatal(err)
 	}
 }
@@ -181,9 +192,7 @@ func TestBorrowFromALostDisk(t *testing.T) {
 	copy(model[other:], w)
 	mustIssue(t, loop, r, block.OpRead, other, blockSize, w)
 	bring(t, a, b, layer)
-	if err := r.Home(ctx); err != nil {
-		t.Fatal(err)
-	}
+	comeHome(t, r)
 	if err := <-waits; err != nil {
 		t.Fatal(err)
 	}

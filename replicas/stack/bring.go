@@ -39,7 +39,7 @@ type origin struct {
 	note  []byte // tells it from everything else
 	root  string // its digest, if it is known
 	// read fills a chunk of buf, holes and zeros as zeros, and verifies what it can.
-	read func(c int64, buf, scratch []byte) (sum [sumSize]byte, err error)
+	read func(c int64, buf, scratch []byte) (chunkSums, error)
 }
 
 // Bring makes a layer of another disk a layer of this one. One that is here already is fine.
@@ -86,26 +86,26 @@ func (d *Disk) Bring(ctx context.Context, from *Disk, uid string, o BringOptions
 	if err != nil {
 		return err
 	}
-	read := func(c int64, buf, _ []byte) ([sumSize]byte, error) {
+	read := func(c int64, buf, _ []byte) (chunkSums, error) {
 		if err := readRuns(l.data, kinds, c, buf, block.Data); err != nil {
-			return [sumSize]byte{}, err
+			return chunkSums{}, err
 		}
-		return verified(sums, c, buf)
+		sum, err := verified(sums, c, buf)
+		return chunkSums{sum, chunkCRCs(buf)}, err
 	}
 	return d.take(ctx, uid, origin{rec.Size, kinds, note, rec.Root, read}, o)
 }
 
 // readRuns fills buf, all of chunk c, with the blocks that have a value in the index; the others become zeros.
 func readRuns(h file.Handle, x *index, c int64, buf []byte, value block.Kind) error {
-	clear(buf)
 	first := c * chunkBlks
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
 		v, n := x.run(b, end)
-		if block.Kind(v) == value {
-			part := buf[(b-first)<<blockBits:][:n<<blockBits]
-			if k, err := h.ReadAt(part, b<<blockBits); k < len(part) {
-				return fmt.Errorf("read %d bytes at %d: %w", len(part), b<<blockBits, err)
-			}
+		part := buf[(b-first)<<blockBits:][:n<<blockBits]
+		if block.Kind(v) != value {
+			clear(part)
+		} else if k, err := h.ReadAt(part, b<<blockBits); k < len(part) {
+			return fmt.Errorf("read %d bytes at %d: %w", len(part), b<<blockBits, err)
 		}
 		b += n
 	}
@@ -282,11 +282,11 @@ func (t *taking) chunk(ctx context.Context, c int64, buf, scratch []byte) error 
 		return err
 	}
 	buf, scratch = buf[:n<<blockBits], scratch[:n<<blockBits]
-	sum, err := t.from.read(c, buf, scratch)
+	sums, err := t.from.read(c, buf, scratch)
 	if err != nil {
 		return err
 	}
-	if err := t.w.putChunk(c, k, buf, sum); err != nil {
+	if err := t.w.putChunk(c, k, buf, sums); err != nil {
 		return err
 	}
 	t.mu.Lock()
@@ -386,8 +386,8 @@ func (w *layerWriter) allocate(c int64, kinds *index) {
 	}
 }
 
-// putChunk writes a chunk whose kinds are known, with its digest. Nobody else writes to it.
-func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sum [sumSize]byte) error {
+// putChunk writes a chunk whose kinds are known, with its digest and checksums. Nobody else writes to it.
+func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sums chunkSums) error {
 	const small = 64 << 10 // less is better left to the page cache
 	first := c * chunkBlks
 	if _, err := w.check(c*chunkSize, int64(len(buf))); err != nil {
@@ -406,6 +406,7 @@ func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sum [sumSize]b
 			if _, err := h.WriteAt(part, b<<blockBits); err != nil {
 				return w.name(err)
 			}
+			w.wrote(int64(len(part)))
 		}
 		w.mu.Lock()
 		w.kinds.set(b, b+n, v)
@@ -417,7 +418,7 @@ func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sum [sumSize]b
 			return w.name(err)
 		}
 	}
-	if err := w.putSum(c, buf, sum); err != nil {
+	if err := w.putSums(c, sums); err != nil {
 		return w.name(err)
 	}
 	w.mu.Lock()

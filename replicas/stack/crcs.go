@@ -43,10 +43,12 @@ func crcsOf(dst, buf []byte) []byte {
 	return dst
 }
 
+// chunkCRCs are those of a chunk, whose content is buf.
+func chunkCRCs(buf []byte) []byte { return crcsOf(make([]byte, 0, crcsInChunk), buf) }
+
 // putCRCs writes those of chunk c, whose content is buf.
 func putCRCs(h io.WriterAt, c int64, buf []byte) error {
-	var room [crcsInChunk]byte
-	_, err := h.WriteAt(crcsOf(room[:0], buf), c*int64(crcsInChunk))
+	_, err := h.WriteAt(chunkCRCs(buf), c*int64(crcsInChunk))
 	return err
 }
 
@@ -84,23 +86,17 @@ func (d *Disk) openCRCs(uid string, size int64, flag int) (file.Handle, error) {
 	return h, nil
 }
 
-// lacksCRCs reports whether a finished layer has no usable checksums.
-func (d *Disk) lacksCRCs(uid string) bool {
-	rec, err := d.layerRecord(uid)
-	if err != nil {
-		return false
-	}
-	h, err := d.openCRCs(uid, rec.Size, 0)
-	if h != nil {
-		_ = h.Close()
-	}
-	return h == nil && err == nil
+// hasCRCs reports whether a layer has checksums of that length. Where that cannot be told, it is not for lack of them.
+func (d *Disk) hasCRCs(uid string, length int64) bool {
+	id, _, err := d.fileID(d.path(layersDir, uid, crcsFile))
+	return err == nil && id.size == length || err != nil && !errors.Is(err, fs.ErrNotExist)
 }
 
 // makeCRCs gives a finished layer the checksums that it lacks. Blocks of chunks that do not match their digest get
 // none, so that every read of them is looked at.
 func (d *Disk) makeCRCs(ctx context.Context, uid string, each eachBy) error {
-	if !d.lacksCRCs(uid) {
+	rec, err := d.layerRecord(uid)
+	if err != nil || d.hasCRCs(uid, crcsLength(rec.Size)) {
 		return nil
 	}
 	l, err := d.openLayer(uid, d.direct) // nobody begins to merge it meanwhile

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"slices"
@@ -32,6 +33,7 @@ type Cut struct {
 	was, now Meta // now is written as the file beside stack.json
 	head     file.Handle
 	log      *zeroLog
+	making   bool // what clean removes may be there, and is this cut's
 	ended    bool
 
 	// Of a cut that is there:
@@ -51,13 +53,14 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 			err = r.name(fmt.Errorf("cut: %w", classify(err)))
 		}
 	}()
-	r.metaMu.Lock()
-	closed := r.closed
-	r.metaMu.Unlock()
+	if err := r.isOpen(); err != nil {
+		return nil, err
+	}
+	if err := r.Failed(); err != nil {
+		return nil, err
+	}
 	m := r.Meta()
 	switch {
-	case closed:
-		return nil, errClosed
 	case !r.adopted:
 		return nil, api.Errorf(api.Denied, "it is in no session")
 	case len(m.Layers) >= maxLayers-1:
@@ -80,13 +83,16 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 		}
 	}
 	// What is written already need not be synced in the end.
-	if err := errors.Join(r.recordZeros(), r.head.Datasync()); err != nil {
+	if err := errors.Join(r.recordZeros(), r.syncNow()); err != nil {
 		return nil, err
 	}
 	if err := c.prepare(); err != nil {
 		return nil, errors.Join(err, c.clean())
 	}
-	return c, ctx.Err()
+	if err := ctx.Err(); err != nil {
+		return nil, errors.Join(err, c.clean())
+	}
+	return c, nil
 }
 
 // nextHead is the name of the head after head.
@@ -104,13 +110,15 @@ func (c *Cut) prepare() (err error) {
 		return err
 	}
 	defer unlock()
-	names, err := d.named()
-	if err != nil {
-		return err
-	}
-	if names[c.snapshot.Layer] {
+	named, unread := d.isNamed(c.snapshot.Layer)
+	if named {
 		return api.Errorf(api.Exists, "there is a layer %s already", c.snapshot.Layer)
 	}
+	if _, err := d.fs.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
+		return errors.Join(unread, err) // it may be what such a record names
+	}
+	c.making = true
+	r.work.do(func() { r.log.twice = true })
 	old, next := r.dir+"/"+c.was.Head, r.dir+"/"+c.now.Head
 	for _, name := range []string{c.dir(), next + dataSuffix, next + zeroSuffix} { // of a cut that a crash ended
 		if err := file.RemoveAll(d.fs, name); err != nil {
@@ -158,6 +166,10 @@ func (c *Cut) beside() string { return c.r.dir + "/" + stackFile + ".cut" }
 
 // clean removes what was prepared.
 func (c *Cut) clean() error {
+	if !c.making {
+		return nil
+	}
+	c.r.work.do(func() { c.r.log.twice = false })
 	var errs []error
 	if c.log != nil {
 		errs = append(errs, c.log.close())
@@ -185,8 +197,9 @@ func (c *Cut) Abort() error {
 // Hold keeps new I/O back until release; it returns when none is under way. Holds of several replicas make one instant.
 func (r *Replica) Hold(ctx context.Context) (release func(), err error) { return r.quiesce(ctx) }
 
-// Hold keeps new I/O of the replica back until release; it returns when none is under way.
-func (c *Cut) Hold(ctx context.Context) (release func(), err error) { return c.r.quiesce(ctx) }
+// Hold keeps new I/O of the replica back until release; it returns when none is under way. Where nothing of it
+// ends any more the error is of kind busy, and nothing is held.
+func (c *Cut) Hold(ctx context.Context) (release func(), err error) { return c.r.holdWhile(ctx) }
 
 // Do commits the cut. After an error that leaves it open whether the disk has it, the replica takes no more writes.
 func (c *Cut) Do(ctx context.Context) error { return Together(ctx, c) }
@@ -209,7 +222,7 @@ func Together(ctx context.Context, cuts ...*Cut) (err error) {
 		var wg sync.WaitGroup
 		do := func(i int) {
 			if err := fn(cuts[i]); err != nil {
-				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", classify(err))))
+				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", classify(err))), cuts[i].r.Failed())
 			}
 		}
 		for i := range cuts[1:] {
@@ -251,7 +264,7 @@ func (c *Cut) commit() error {
 	}
 	if err := d.fs.SyncDir(r.dir); err != nil {
 		c.unknown(err)
-		return fmt.Errorf("whether it is on the disk is not known: %w", err)
+		return fmt.Errorf("%w: %w", errUnsure, err)
 	}
 	return nil
 }
@@ -259,15 +272,30 @@ func (c *Cut) commit() error {
 // unknown ends a cut of which nobody knows whether the disk has it.
 func (c *Cut) unknown(err error) {
 	r := c.r
-	_ = r.onLoop(func() { r.fail(err) })
+	r.unknown(err)
 	r.strays = append(r.strays, c.head, c.log.h) // whoever opens the replica next finds nobody in them
 }
 
-// undo takes a cut back that was committed and did not come to its instant.
+// undo takes a cut back that was committed and did not come to its instant. Where somebody has named its layer since,
+// nothing more may be written to that: whoever opens the replica next has the cut.
 func (c *Cut) undo() error {
-	if err := c.r.disk.writeStack(c.r.dir, c.was); err != nil {
+	d := c.r.disk
+	unlock, err := d.lock()
+	if err == nil {
+		defer unlock()
+		all, _, _ := d.namings() // what cannot be read is older than the layer
+		for _, n := range all {
+			if n.replica != c.was.UID && slices.Contains(n.layers, c.snapshot.Layer) {
+				err = api.Errorf(api.InUse, "layer %s, which was to be taken back, is named already", c.snapshot.Layer)
+			}
+		}
+	}
+	if err == nil {
+		err = d.writeStack(c.r.dir, c.was)
+	}
+	if err != nil {
 		c.unknown(err)
-		return fmt.Errorf("whether it is on the disk is not known: %w", err)
+		return fmt.Errorf("%w: %w", errUnsure, err)
 	}
 	return c.clean()
 }
@@ -281,7 +309,7 @@ func turn(ctx context.Context, cuts []*Cut) error {
 		}
 	}
 	for _, c := range cuts {
-		release, err := c.r.quiesce(ctx)
+		release, err := c.r.holdWhile(ctx)
 		if err != nil {
 			return c.r.name(fmt.Errorf("cut: %w", err))
 		}
@@ -383,7 +411,7 @@ func (d *Disk) tidyHeads(dir, head string) error {
 	for _, e := range entries {
 		name, suffix, ok := strings.Cut(e.Name(), ".")
 		if stale := ok && headName(name) && name != head && ("."+suffix == dataSuffix || "."+suffix == zeroSuffix); stale ||
-			e.Name() == stackFile+".cut" {
+			ok && headName(name) && "."+suffix == zeroSuffix+".tmp" || e.Name() == stackFile+".cut" {
 			errs = append(errs, d.fs.Remove(dir+"/"+e.Name()))
 		}
 	}

@@ -3,6 +3,7 @@ package stack
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -219,4 +220,50 @@ func TestCutIsOneInstant(t *testing.T) {
 	close(stop)
 	wg.Wait()
 	t.Logf("20 cuts; the longest write took %v", worst)
+}
+
+// A cut whose time ends when all is prepared leaves nothing behind.
+func TestPrepareCutRunsOutOfTime(t *testing.T) {
+	t.Parallel()
+	ctx, loop := context.Background(), startLoop(t)
+	d, f := tap(t, newDisk(t))
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 8 << 20}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopt(t, r, 1, 1, spec.UID)
+	mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
+	short, end := context.WithCancel(ctx)
+	f.set(func(op, name string) (func(), error) {
+		if op != opSync || name != r.dir {
+			return nil, nil
+		}
+		return end, nil
+	})
+	layer := string(api.NewUID())
+	if c, err := r.PrepareCut(short, Snapshot{Layer: layer}); !errors.Is(err, context.Canceled) || c != nil {
+		t.Fatalf("%v, %v", c, err)
+	}
+	f.set(nil)
+	for _, name := range []string{d.path(layersDir, layer), r.dir + "/" + stackFile + ".cut",
+		r.dir + "/" + nextHead(r.Meta().Head) + dataSuffix} {
+		if there, err := d.exists(name); err != nil || there {
+			t.Errorf("%s is there: %v, %v", name, there, err)
+		}
+	}
+	r.work.do(func() {
+		if r.log.twice {
+			t.Error("the record of zeros is written as if a cut were under way")
+		}
+	})
+	if err := r.Cut(ctx, Snapshot{Layer: string(api.NewUID())}); err != nil {
+		t.Error(err)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
 }

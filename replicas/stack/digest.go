@@ -27,6 +27,12 @@ func encodeSumsHeader(size int64) []byte {
 	return b
 }
 
+// chunkSums are what a chunk is compared with.
+type chunkSums struct {
+	digest [sumSize]byte
+	crcs   []byte // of its blocks
+}
+
 // chunkKinds are the kinds of a chunk's blocks, two bits each.
 type chunkKinds struct {
 	bits [chunkBlks / 4]byte

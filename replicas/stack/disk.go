@@ -38,6 +38,7 @@ type Disk struct {
 	others func() []*Disk         // the machine's other disks, for layers that are not here yet
 	fetch  FetchFunc              // reads layers of other machines; nil: none are read
 	window int64                  // mergeWindow, but in tests
+	early  int64                  // syncEvery, but in tests
 
 	openMu   sync.Mutex
 	open     map[*Replica]bool // by this Disk
@@ -49,6 +50,7 @@ type Disk struct {
 	names      namings
 	reserve    reserve
 	thirst     thirst
+	scratch    scratch
 	background sync.WaitGroup
 }
 
@@ -126,7 +128,8 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow}
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow,
+		early: syncEvery}
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
 		d.direct = 0

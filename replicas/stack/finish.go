@@ -20,28 +20,41 @@ func (d *Disk) Unfinished() ([]string, error) {
 	return frozen, err
 }
 
-// Unchecked lists the finished layers that are named and lack the checksums of their blocks. Finish makes them.
-func (d *Disk) Unchecked() ([]string, error) {
-	_, lacking, err := d.unfinished()
-	return lacking, err
+// ToFinish lists what Finish is for: the layers of Unfinished, and finished ones that are named and lack the checksums
+// of their blocks.
+func (d *Disk) ToFinish() ([]string, error) {
+	frozen, lacking, err := d.unfinished()
+	return append(frozen, lacking...), err
 }
 
 func (d *Disk) unfinished() (frozen, lacking []string, err error) {
-	names, err := d.named()
-	if err != nil {
-		return nil, nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	names, unread := d.namedSurely()
+	if len(names) == 0 && unread != nil { // else what cannot be read is told elsewhere
+		return nil, nil, fmt.Errorf("disk %s: %w", d.root, classify(unread))
 	}
+	d.names.wholeMu.Lock()
+	defer d.names.wholeMu.Unlock()
+	whole := make(map[string]int64, len(d.names.whole))
 	for uid := range names {
-		if there, err := d.exists(d.path(layersDir, uid, layerFile)); err != nil || there {
-			if err == nil && d.lacksCRCs(uid) {
-				lacking = append(lacking, uid)
+		if n, was := d.names.whole[uid]; was && d.hasCRCs(uid, n) {
+			if _, _, err := d.fileID(d.path(layersDir, uid, layerFile)); err == nil {
+				whole[uid] = n // the record itself need not be read again
+				continue
 			}
-			continue
 		}
-		if there, err := d.exists(d.path(layersDir, uid, frozenFile)); err == nil && there {
-			frozen = append(frozen, uid)
+		rec, err := d.layerRecord(uid)
+		switch {
+		case err == nil && d.hasCRCs(uid, crcsLength(rec.Size)):
+			whole[uid] = crcsLength(rec.Size)
+		case err == nil:
+			lacking = append(lacking, uid)
+		case api.Is(err, api.NotFound):
+			if there, err := d.exists(d.path(layersDir, uid, frozenFile)); err == nil && there {
+				frozen = append(frozen, uid)
+			}
 		}
 	}
+	d.names.whole = whole
 	return frozen, lacking, nil
 }
 
@@ -72,11 +85,10 @@ func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	if _, err := d.layerRecord(uid); !api.Is(err, api.NotFound) {
-		if err = errors.Join(err, d.thaw(uid)); err == nil {
-			err = d.makeCRCs(ctx, uid, each)
-		}
-		return errors.Join(err, d.finished(uid))
+	if err := d.unmade(uid); api.Is(err, api.Exists) {
+		return d.complete(ctx, uid, each)
+	} else if err != nil {
+		return err
 	}
 	mine, err := d.fs.Open(d.path(layersDir, uid, frozenFile), os.O_RDONLY, 0)
 	if err != nil {
@@ -88,16 +100,21 @@ func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error
 	} else if err != nil {
 		return err
 	}
+	if err := d.unmade(uid); api.Is(err, api.Exists) { // by who had the lock before
+		return d.complete(ctx, uid, each)
+	} else if err != nil {
+		return err
+	}
 	unlock, err := d.lock()
 	if err != nil {
 		return err
 	}
-	names, err := d.named()
+	named, err := d.isNamed(uid)
 	unlock()
 	if err != nil {
 		return err
 	}
-	if !names[uid] {
+	if !named {
 		return api.Errorf(api.Invalid, "no stack names it: its data may still be a head")
 	}
 	l, err := d.openLayerAs(uid, d.direct, true)
@@ -115,6 +132,23 @@ func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error
 		return err
 	}
 	return d.finish(ctx, uid, l, each)
+}
+
+// unmade is an error of kind exists where a layer is finished. Who makes a layer asks again once he has its lock.
+func (d *Disk) unmade(uid string) error {
+	_, err := d.layerRecord(uid)
+	if err == nil {
+		return api.Errorf(api.Exists, "it is finished already")
+	}
+	return ignoreKind(err, api.NotFound)
+}
+
+// complete gives a finished layer what it lacks.
+func (d *Disk) complete(ctx context.Context, uid string, each eachBy) error {
+	if err := errors.Join(d.thaw(uid), d.makeCRCs(ctx, uid, each)); err != nil {
+		return err
+	}
+	return d.finished(uid)
 }
 
 func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) error {
@@ -183,7 +217,7 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	}
 	rec.Allocated = allocated(st)
 	err = atOnce(sums.Datasync, func() error { return sealCRCs(crcs, rec.Size) },
-		func() error { return writeFile(d.fs, dir+"/"+mapFile, encodeMap(kinds)) })
+		func() error { return writeMap(d.fs, dir+"/"+mapFile, kinds) })
 	if err = errors.Join(err, l.data.Chmod(0o444), sums.Chmod(0o444), d.fs.SyncDir(dir)); err != nil {
 		return err
 	}

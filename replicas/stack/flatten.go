@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -14,7 +15,9 @@ import (
 )
 
 // Flatten makes one layer of this disk that holds what several layers of a disk, bottom first, hold together: neither
-// needs the other afterwards. Layers that have digests are verified as they are read.
+// needs the other afterwards. Layers that have digests are verified as they are read: a chunk that is the same in the
+// copy keeps its digest, and its blocks are compared with their checksums; what gets a new digest is compared with the
+// old ones. So no damage gets a digest that matches it.
 func (d *Disk) Flatten(ctx context.Context, from *Disk, layers []string, uid string, o BringOptions) (err error) {
 	defer func() {
 		if err != nil {
@@ -35,22 +38,21 @@ func (d *Disk) Flatten(ctx context.Context, from *Disk, layers []string, uid str
 		if err != nil {
 			return err
 		}
-		f.layers = append(f.layers, one)
+		f.parts = append(f.parts, &flatPart{layer: one})
 		if one.hy != nil {
 			return api.Errorf(api.Unavailable, "layer %s is still on its way from another machine", l)
 		}
 		size = max(size, one.rec.Size)
-		var sums file.Handle
-		if one.rec.Root != "" {
-			on := from
-			if one.lender != nil {
-				on = one.lender
-			}
-			if sums, err = on.fs.Open(on.path(layersDir, l, sumsFile), os.O_RDONLY, 0); err != nil {
-				return err
-			}
+		if one.rec.Root == "" {
+			continue
 		}
-		f.sums = append(f.sums, sums)
+		on := from
+		if one.lender != nil {
+			on = one.lender
+		}
+		if err := f.parts[len(f.parts)-1].open(on); err != nil {
+			return err
+		}
 	}
 	if err := f.resolve(ctx, size); err != nil {
 		return err
@@ -64,19 +66,38 @@ func (d *Disk) Flatten(ctx context.Context, from *Disk, layers []string, uid str
 
 // flat is several layers as one.
 type flat struct {
-	layers []*layer
-	sums   []file.Handle // nil: that layer has none yet
-	from   index         // which layer a block is of
-	kinds  index         // values are block.Kind
+	parts []*flatPart
+	from  index // which of them a block is of
+	kinds index // values are block.Kind
+}
+
+// flatPart is one of them.
+type flatPart struct {
+	*layer
+	sums  file.Handle // nil: it has none yet
+	kinds *index      // that the digests are of; nil: map and digests do not match
+}
+
+// open opens what tells whether the layer is whole, on the disk that it is on.
+func (p *flatPart) open(on *Disk) (err error) {
+	if p.sums, err = on.fs.Open(on.path(layersDir, p.rec.UID, sumsFile), os.O_RDONLY, 0); err != nil {
+		return err
+	}
+	kinds, err := indexOf(p.m)
+	if err != nil {
+		return err
+	}
+	if root, err := rootDigest(p.sums, p.rec.Size, kinds); err == nil && root == p.rec.Root {
+		p.kinds = kinds
+	}
+	return nil
 }
 
 func (f *flat) close() {
-	for _, l := range f.layers {
-		_ = l.close()
-	}
-	for _, s := range f.sums {
-		if s != nil {
-			_ = s.Close()
+	for _, p := range f.parts {
+		_ = p.close()
+		if p.sums != nil {
+			_ = p.sums.Close()
 		}
 	}
 }
@@ -84,12 +105,16 @@ func (f *flat) close() {
 func (f *flat) resolve(ctx context.Context, size int64) error {
 	f.from, f.kinds = newIndex(size>>blockBits, fromNowhere), newIndex(size>>blockBits, uint16(block.Hole))
 	none := newIndex(size>>blockBits, 0)
+	layers := make([]*layer, len(f.parts))
+	for i, p := range f.parts {
+		layers[i] = p.layer
+	}
 	for p := range f.from.uniform {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		vals := make([]uint16, f.from.pageLen(p))
-		if err := resolve(vals, p, f.layers, &none, -1); err != nil {
+		if err := resolve(vals, p, layers, &none, -1); err != nil {
 			return err
 		}
 		f.from.load(p, vals)
@@ -108,53 +133,90 @@ func (f *flat) resolve(ctx context.Context, size int64) error {
 	return nil
 }
 
-func (f *flat) read(c int64, buf, scratch []byte) (sum [sumSize]byte, err error) {
-	clear(buf)
+func (f *flat) read(c int64, buf, scratch []byte) (sums chunkSums, err error) {
 	first := c * chunkBlks
 	end := first + int64(len(buf))>>blockBits
-	var of []int // the layers that give something
+	var of []*flatPart // that give something
 	for b := first; b < end; {
 		v, n := f.from.run(b, end)
-		if v >= fromLayer {
-			k := int(v - fromLayer)
-			part := buf[(b-first)<<blockBits:][:n<<blockBits]
-			if m, err := f.layers[k].data.ReadAt(part, b<<blockBits); m < len(part) {
-				return sum, fmt.Errorf("layer %s: read %d bytes at %d: %w", f.layers[k].rec.UID, len(part), b<<blockBits, err)
+		part := buf[(b-first)<<blockBits:][:n<<blockBits]
+		if v < fromLayer {
+			clear(part)
+		} else {
+			p := f.parts[v-fromLayer]
+			if m, err := p.data.ReadAt(part, b<<blockBits); m < len(part) {
+				return sums, fmt.Errorf("layer %s: read %d bytes at %d: %w", p.rec.UID, len(part), b<<blockBits, err)
 			}
-			if !slices.Contains(of, k) {
-				of = append(of, k)
+			if !slices.Contains(of, p) {
+				of = append(of, p)
 			}
 		}
 		b += n
 	}
-	sum = sha256.Sum256(buf)
-	for _, k := range of {
-		if f.sums[k] == nil {
+	sums.crcs = chunkCRCs(buf)
+	if len(of) == 1 && f.same(c, of[0]) && of[0].matches(c, sums.crcs) {
+		sums.digest, err = of[0].digest(c)
+		return sums, err
+	}
+	sums.digest = sha256.Sum256(buf)
+	for _, p := range of {
+		if p.sums == nil {
 			continue
 		}
-		if err := f.verify(k, c, sum, len(of) == 1, scratch); err != nil {
-			return sum, fmt.Errorf("layer %s: %w", f.layers[k].rec.UID, err)
+		if err := p.verify(c, sums.digest, len(of) == 1, scratch); err != nil {
+			return sums, fmt.Errorf("layer %s: %w", p.rec.UID, err)
 		}
 	}
-	return sum, nil
+	return sums, nil
 }
 
-// verify compares what layer k has of a chunk with its digest. If it alone gives the chunk, and nothing of it is
+// same reports whether chunk c, to which no other layer gives anything, is the chunk of that one: then its digest is
+// that of both.
+func (f *flat) same(c int64, p *flatPart) bool {
+	return p.kinds != nil && p.kinds.chunk(c) == f.kinds.chunk(c)
+}
+
+// matches reports whether a chunk whose blocks have these checksums is what it was. Else its digest has to tell.
+func (p *flatPart) matches(c int64, crcs []byte) bool {
+	off, n := c*chunkSize, int64(len(crcs)/crcSize)<<blockBits
+	if hits(p.damage, off, n) {
+		return false
+	}
+	want, err := p.crcsAt(off, n)
+	if err != nil || len(want) < len(crcs) { // it has none, or ends before the copy does
+		return false
+	}
+	for b, end := off>>blockBits, (off+n)>>blockBits; b < end; {
+		v, m := p.kinds.run(b, end)
+		i, j := (b-off>>blockBits)*crcSize, (b+m-off>>blockBits)*crcSize
+		if block.Kind(v) == block.Data && !bytes.Equal(crcs[i:j], want[i:j]) {
+			return false
+		}
+		b += m
+	}
+	return true
+}
+
+func (p *flatPart) digest(c int64) (sum [sumSize]byte, err error) {
+	_, err = p.sums.ReadAt(sum[:], sumsHeader+c*sumSize)
+	return sum, err
+}
+
+// verify compares what the layer has of a chunk with its digest. If it alone gives the chunk, and nothing of it is
 // hidden, that is the chunk's; else all that it has there is read.
-func (f *flat) verify(k int, c int64, sum [sumSize]byte, alone bool, scratch []byte) error {
-	l := f.layers[k]
-	if c*chunkSize >= l.rec.Size {
+func (p *flatPart) verify(c int64, sum [sumSize]byte, alone bool, scratch []byte) error {
+	if c*chunkSize >= p.rec.Size {
 		return nil
 	}
-	scratch = scratch[:min(int64(len(scratch)), l.rec.Size-c*chunkSize)]
-	var want [sumSize]byte
-	if _, err := f.sums[k].ReadAt(want[:], sumsHeader+c*sumSize); err != nil {
+	scratch = scratch[:min(int64(len(scratch)), p.rec.Size-c*chunkSize)]
+	want, err := p.digest(c)
+	if err != nil {
 		return err
 	}
 	if alone && sum == want {
 		return nil
 	}
-	n, err := l.data.ReadAt(scratch, c*chunkSize)
+	n, err := p.data.ReadAt(scratch, c*chunkSize)
 	if n < len(scratch) {
 		return fmt.Errorf("read at %d: %w", c*chunkSize, err)
 	}

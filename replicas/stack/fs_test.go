@@ -10,6 +10,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -44,15 +47,30 @@ func mounted(t *testing.T, size int64, options string, mkfs ...string) (dir stri
 	up := true
 	t.Cleanup(func() {
 		if up {
-			run(t, "umount", dir)
+			unmount(t, dir)
 		}
 	})
 	return dir, func() {
 		t.Helper()
-		run(t, "umount", dir)
+		unmount(t, dir)
 		up = false
 		mount()
 		up = true
+	}
+}
+
+// unmount takes a mount off. A process that is just being started with a copy of the mount table, by whomever, keeps it
+// busy for a moment.
+func unmount(t *testing.T, dir string) {
+	t.Helper()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	err := unix.Unmount(dir, 0)
+	for end := time.Now().Add(time.Minute); errors.Is(err, unix.EBUSY) && time.Now().Before(end); <-tick.C {
+		err = unix.Unmount(dir, 0)
+	}
+	if err != nil {
+		t.Fatalf("unmount %s: %v", dir, err)
 	}
 }
 

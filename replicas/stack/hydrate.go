@@ -124,7 +124,7 @@ func (d *Disk) Hydrate(ctx context.Context, uid, root string, src block.Source, 
 		return err
 	}
 	err = errors.Join(data.Truncate(size), data.Datasync(), data.Close(),
-		writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)), writeFile(d.fs, dir+"/"+sumsFile, sums),
+		writeMap(d.fs, dir+"/"+mapFile, &kinds), writeFile(d.fs, dir+"/"+sumsFile, sums),
 		d.fs.SyncDir(dir), d.fs.SyncDir(d.path(hydratingDir)), d.fs.SyncDir(d.root))
 	if err != nil {
 		return errors.Join(err, file.RemoveAll(d.fs, dir))
@@ -520,8 +520,8 @@ func (r *Replica) quench() {
 		p.next, p.fd = nil, r.fds[p.src]
 		if r.closing {
 			r.refuse(p)
-		} else if !r.thirsty(p) {
-			r.ring.Read(&p.op, p.fd, p.buf, p.off)
+		} else {
+			r.start(p)
 		}
 	}
 	waits := r.dry != nil && r.layers[r.dry.src-1].hy.failed.Load() != nil

@@ -7,6 +7,7 @@ import (
 	"hash/crc32"
 	"io"
 	"os"
+	"slices"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
@@ -69,6 +70,11 @@ func (t *intents) mark(off, n int64) (changed bool) {
 		*w |= bit
 	}
 	return changed
+}
+
+// used reports whether intents were ever noted, or taken away again since all members were equal.
+func (t *intents) used() bool {
+	return t.epoch > 0 || slices.ContainsFunc(t.bits, func(w uint64) bool { return w != 0 })
 }
 
 func (t *intents) dirty(g int64) bool { return t.bits[g/64]>>(g%64)&1 != 0 }

@@ -48,7 +48,7 @@ func (w *layerWriter) Keep(upTo int64, note []byte) error {
 	if upTo%chunkSize != 0 {
 		return w.name(api.Errorf(api.OutOfRange, "%d bytes are no whole chunks", upTo))
 	}
-	if err := errors.Join(w.data.Datasync(), w.sums.Datasync(), w.crcs.Datasync()); err != nil {
+	if err := w.sync(w.sums.Datasync, w.crcs.Datasync); err != nil {
 		return w.name(err)
 	}
 	rec := keptRecord{UID: w.uid, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
@@ -126,10 +126,14 @@ func (w *layerWriter) unkeep() {
 	}
 }
 
-// kept reports whether a half-made layer may still be continued.
-func (d *Disk) kept(uid string, now time.Time) bool {
+// kept reports whether a half-made layer may still be continued. A record that makes no sense is of no use to anybody.
+func (d *Disk) kept(uid string, now time.Time) (bool, error) {
 	var rec keptRecord
-	return readMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec) == nil && now.Sub(rec.At) < keptFor
+	err := readMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
+	if errors.Is(err, fs.ErrNotExist) || api.Is(err, api.Corrupt) {
+		return false, nil
+	}
+	return err == nil && now.Sub(rec.At) < keptFor, err
 }
 
 // Resume continues a layer that was kept.
@@ -147,6 +151,11 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 		return nil, 0, nil, err
 	}
 	defer unlock()
+	if away, err := d.mergedAway(uid); err != nil {
+		return nil, 0, nil, err
+	} else if away { // its files may be the result's by now
+		return nil, 0, nil, api.Errorf(api.NotFound, "nothing of it was kept")
+	}
 	var rec keptRecord
 	err = readMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -155,8 +164,8 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 	if err != nil {
 		return nil, 0, nil, err
 	}
-	if _, err := d.layerRecord(uid); !api.Is(err, api.NotFound) {
-		return nil, 0, nil, errors.Join(err, api.Errorf(api.Exists, "it is finished already"))
+	if err := d.unmade(uid); err != nil {
+		return nil, 0, nil, err
 	}
 	if rec.UID != uid || rec.UpTo%chunkSize != 0 || rec.UpTo < 0 || rec.UpTo > rec.Size || rec.Size <= 0 ||
 		rec.Size > api.MaxVolumeSize || rec.Size%blockSize != 0 {
@@ -181,6 +190,9 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 		return api.Errorf(api.Busy, "somebody else is making it")
 	}
 	if err != nil {
+		return err
+	}
+	if err := w.d.unmade(w.uid); err != nil { // by who had the lock before
 		return err
 	}
 	if err := errors.Join(w.data.Truncate(rec.UpTo), w.data.Truncate(rec.Size)); err != nil {

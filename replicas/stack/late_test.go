@@ -121,7 +121,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 		_ = cmd.Process.Kill() // where the test ended before that
 		_ = cmd.Wait()
 	})
-	soon, stop := context.WithTimeout(ctx, time.Minute)
+	soon, stop := context.WithTimeout(ctx, 5*time.Minute)
 	defer stop()
 	layer := stopInCut(soon, t, d, spec.UID, cmd.Process.Pid)
 	data := d.path(layersDir, layer, dataFile)
@@ -148,6 +148,9 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 	opened := make(chan result, 1)
 	go func() {
 		r, err := d.OpenReplica(ctx, spec.UID, loop)
+		for end := time.Now().Add(time.Minute); api.Is(err, api.Busy) && time.Now().Before(end); {
+			r, err = d.OpenReplica(ctx, spec.UID, loop)
+		}
 		opened <- result{r, err}
 	}()
 	late := alignedBuffer(256 << 10)

@@ -148,12 +148,18 @@ func (m *layerMap) load(p int, kinds *[pageBlocks]block.Kind) error {
 	return nil
 }
 
-// encodeMap makes the file of a map from an index whose values are kinds.
-func encodeMap(x *index) []byte {
+// putMap writes the file of a map from an index whose values are kinds: its pages, and then what tells of them. No more
+// than a few pages are in memory a second time.
+func putMap(w io.WriterAt, x *index) error {
 	pages := len(x.uniform)
-	out := make([]byte, mapHeader+pages*mapEntry)
-	table := out[mapHeader:]
-	var body []byte
+	head := make([]byte, mapHeader+pages*mapEntry)
+	table := head[mapHeader:]
+	at, some := int64(len(head)), make([]byte, 0, 64*mapPage)
+	flush := func() error {
+		_, err := w.WriteAt(some, at)
+		at, some = at+int64(len(some)), some[:0]
+		return err
+	}
 	for p := range pages {
 		e := table[p*mapEntry:]
 		q := x.packed[p]
@@ -161,23 +167,67 @@ func encodeMap(x *index) []byte {
 			e[0], e[1] = entryUniform, byte(x.uniform[p])
 			continue
 		}
-		var b [mapPage]byte
+		n := len(some)
+		some = some[:n+mapPage]
+		b := some[n:]
+		clear(b)
 		for i := range q.blocks {
 			b[i>>2] |= byte(q.pal[q.code(i)]) << (i & 3 * 2)
 		}
 		e[0] = entryPacked
-		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b[:], castagnoli))
-		binary.LittleEndian.PutUint64(e[8:], uint64(len(out)+len(body)))
-		body = append(body, b[:]...)
+		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b, castagnoli))
+		binary.LittleEndian.PutUint64(e[8:], uint64(at)+uint64(n))
+		if len(some) == cap(some) {
+			if err := flush(); err != nil {
+				return err
+			}
+		}
 	}
-	copy(out, mapMagic)
-	binary.LittleEndian.PutUint32(out[8:], version)
-	binary.LittleEndian.PutUint64(out[16:], uint64(x.blocks)<<blockBits)
-	binary.LittleEndian.PutUint64(out[24:], uint64(pages))
-	binary.LittleEndian.PutUint32(out[32:], crc32.Checksum(table, castagnoli))
-	binary.LittleEndian.PutUint32(out[60:], crc32.Checksum(out[:60], castagnoli))
-	return append(out, body...)
+	if len(some) > 0 {
+		if err := flush(); err != nil {
+			return err
+		}
+	}
+	copy(head, mapMagic)
+	binary.LittleEndian.PutUint32(head[8:], version)
+	binary.LittleEndian.PutUint64(head[16:], uint64(x.blocks)<<blockBits)
+	binary.LittleEndian.PutUint64(head[24:], uint64(pages))
+	binary.LittleEndian.PutUint32(head[32:], crc32.Checksum(table, castagnoli))
+	binary.LittleEndian.PutUint32(head[60:], crc32.Checksum(head[:60], castagnoli))
+	_, err := w.WriteAt(head, 0)
+	return err
 }
+
+// writeMap makes the file of a map with durable content; its name is durable once the folder is synced.
+func writeMap(fsys file.FS, name string, x *index) error {
+	h, err := fsys.Open(name, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := putMap(h, x); err != nil {
+		return errors.Join(err, h.Close())
+	}
+	return errors.Join(h.Datasync(), h.Close())
+}
+
+// encodeMap is what putMap writes.
+func encodeMap(x *index) []byte {
+	n := mapHeader + len(x.uniform)*mapEntry
+	for _, q := range x.packed {
+		if q != nil {
+			n += mapPage
+		}
+	}
+	out := make(inMemory, n)
+	_ = putMap(out, x) // it has room for all
+	return out
+}
+
+// inMemory is a file in memory, of a length that is known.
+type inMemory []byte
+
+// WriteAt implements io.WriterAt.
+func (m inMemory) WriteAt(b []byte, off int64) (int, error) { return copy(m[off:], b), nil }
 
 // layer is an open, finished layer. It stays readable whatever happens to its name.
 type layer struct {
@@ -230,21 +280,27 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	if err = d.openData(l, uid, flag, owner); err != nil {
 		return nil, err
 	}
-	if l.mapping, err = d.fs.Open(d.path(layersDir, uid, mapFile), os.O_RDONLY, 0); err != nil {
-		return nil, err
-	}
-	st, err := l.mapping.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if l.m, err = openMap(l.mapping, st.Size(), l.rec.Size); err != nil {
-		return nil, err
-	}
-	if l.crcs, err = d.openCRCs(uid, l.rec.Size, flag); err != nil {
+	if err = d.openTables(l, flag); err != nil {
 		return nil, err
 	}
 	l.damage = d.damaged(uid, l.rec.Size)
 	return l, nil
+}
+
+// openTables opens what a finished layer has beside its data: the map, and the checksums if there are any.
+func (d *Disk) openTables(l *layer, flag int) (err error) {
+	if l.mapping, err = d.fs.Open(d.path(layersDir, l.rec.UID, mapFile), os.O_RDONLY, 0); err != nil {
+		return err
+	}
+	st, err := l.mapping.Stat()
+	if err != nil {
+		return err
+	}
+	if l.m, err = openMap(l.mapping, st.Size(), l.rec.Size); err != nil {
+		return err
+	}
+	l.crcs, err = d.openCRCs(l.rec.UID, l.rec.Size, flag)
+	return err
 }
 
 // openData opens the data of a layer. Readers other than its owner hold a shared lock on it, so that nobody begins to
@@ -267,7 +323,13 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 			err = unix.EWOULDBLOCK
 		} else if err == nil {
 			// The lock may have been that of a merge that has ended since: the file is another layer's now.
-			if there, err = d.exists(d.path(layersDir, uid, dataFile)); err == nil && !there {
+			there, err = d.exists(d.path(layersDir, uid, dataFile))
+			if err == nil && there {
+				var away bool
+				away, err = d.mergedAway(uid)
+				there = !away
+			}
+			if err == nil && !there {
 				err = unix.EWOULDBLOCK
 			}
 		}
@@ -278,12 +340,18 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 	return err
 }
 
+// layerRecord reads layer.json. A layer that has none, or that was merged into another one, is an error of kind not
+// found.
 func (d *Disk) layerRecord(uid string) (layerRecord, error) {
 	var rec layerRecord
 	err := readMeta(d.fs, d.path(layersDir, uid, layerFile), formatLayer, &rec)
+	away := false
+	if err == nil {
+		away, err = d.mergedAway(uid)
+	}
 	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+	case away || errors.Is(err, fs.ErrNotExist):
+		return layerRecord{}, api.Errorf(api.NotFound, "no finished layer of that uid")
 	case err != nil:
 		return rec, err
 	case rec.UID != uid || rec.Size < 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize:

@@ -39,10 +39,7 @@ func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (er
 	if err := m.learn(ctx, root); err != nil {
 		return err
 	}
-	if err := d.fs.Mkdir(m.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
-	if err := m.open(); err != nil {
+	if err := m.open(uid); err != nil {
 		return errors.Join(err, m.close())
 	}
 	if err := errors.Join(m.write(ctx), m.close()); err != nil {
@@ -123,13 +120,32 @@ func (m *mending) learn(ctx context.Context, root string) error {
 	return nil
 }
 
-func (m *mending) open() (err error) {
+// open opens the files, and keeps merges away until close.
+func (m *mending) open(uid string) (err error) {
+	unlock, err := m.d.lock() // no merge begins or ends meanwhile
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := m.d.fs.Mkdir(m.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
 	name := m.dir + "/" + dataFile
 	if m.data, err = m.d.fs.Open(name, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return err
 	}
 	if err = tryLock(m.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody is making it")
+	}
+	var merging, away bool
+	if err == nil {
+		merging, err = m.d.beingMerged(uid)
+	}
+	if err == nil {
+		away, err = m.d.mergedAway(uid)
+	}
+	if err == nil && (merging || away) { // what is in its files is another layer's, too
+		return api.Errorf(api.Busy, "it is being merged, or what a merge left of it is not removed yet; try again")
 	}
 	if err == nil {
 		m.direct, err = m.d.fs.Open(name, os.O_RDWR|m.d.direct, 0)

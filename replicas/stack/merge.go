@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
 
@@ -28,12 +27,16 @@ import (
 type Merge struct {
 	Lower  string `json:"lower"`
 	Upper  string `json:"upper"`
-	Result string `json:"result"` // the uid of the layer that comes of it
-	Up     bool   `json:"up"`     // the upper layer's file is the target
-	Done   int64  `json:"done"`   // bytes from the start on that the target has
+	Result string `json:"result"`         // the uid of the layer that comes of it
+	Up     bool   `json:"up"`             // the upper layer's file is the target
+	Done   int64  `json:"done"`           // bytes from the start on that the target has
+	Crcs   bool   `json:"crcs,omitempty"` // checksums move with the data; not in merges of older versions
 }
 
-const mergingFile = "merging" // in the folders of both: nobody else may open or name them
+const (
+	mergingFile = "merging" // in the folders of both: nobody else may open or name them
+	movingFile  = "moving"  // likewise, before a block of them moves: without a merge under way they are nobody's any more
+)
 
 // mergeWindow bounds what is on the disk twice.
 const mergeWindow = int64(32) << 20
@@ -83,6 +86,10 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, r.name(classify(err))
 	}
 	w, err := r.beginMerge()
+	if errors.Is(err, errRead) {
+		awaitForks()
+		w, err = r.beginMerge()
+	}
 	for wait := forkTime / 8; errors.Is(err, errRead) && wait <= forkTime; wait *= 2 {
 		select { // a process that is being started may have them, too
 		case <-time.After(wait):
@@ -98,13 +105,25 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, r.name(classify(err))
 	}
 	defer w.close()
-	for err == nil {
-		var more bool
-		if more, err = w.window(ctx, o); err == nil && !more {
-			return true, r.name(classify(w.end(ctx)))
+	return true, r.name(classify(w.run(ctx, o)))
+}
+
+// run carries what is left of the merge.
+func (w *merger) run(ctx context.Context, o MergeOptions) error {
+	for {
+		if err := w.whenQuiet(ctx, w.follow); err != nil {
+			return err
+		}
+		if err := pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // with nothing held
+			return err
+		}
+		if w.seen.Done >= w.size {
+			return w.end(ctx)
+		}
+		if err := w.window(ctx); err != nil {
+			return err
 		}
 	}
-	return true, r.name(classify(err))
 }
 
 // merger carries one merge. Its handles are its own: the replica may be closed between two windows.
@@ -112,6 +131,8 @@ type merger struct {
 	r            *Replica
 	lower, upper *layer // opened for this merge
 	from, to     file.Handle
+	crcs, spent  file.Handle // checksums, where they move: those of the target, and those it gets; nil: there are none
+	turn         file.Handle // the lower one's movingFile, locked: a merge of the replica's former opener may still copy
 	size         int64
 	seen         Merge // as recorded
 	beside       bool  // both are beside the head: its data path does not have them
@@ -129,21 +150,21 @@ func (w *merger) close() {
 			_ = l.close()
 		}
 	}
-	for _, h := range []file.Handle{w.from, w.to} {
+	for _, h := range []file.Handle{w.from, w.to, w.crcs, w.spent, w.turn} {
 		if h != nil {
 			_ = h.Close()
 		}
 	}
 }
 
-// open checks that the replica is still open. The caller has mu.
+// isOpen checks that the replica is still open, and that what is known of its stack is true. The caller has mu.
 func (r *Replica) isOpen() error {
 	r.metaMu.Lock()
 	defer r.metaMu.Unlock()
 	if r.closed {
 		return errClosed
 	}
-	return nil
+	return r.unsure
 }
 
 // errRead says that layers which could be merged are being read.
@@ -151,6 +172,9 @@ var errRead = errors.New("somebody has the layers open")
 
 // beginMerge finds two layers, or the merge that stack.json tells of, and makes sure that nobody else has them.
 func (r *Replica) beginMerge() (_ *merger, err error) {
+	if m := r.Meta(); m.Merge == nil && len(m.Layers) > 1 {
+		r.disk.settleAhead()
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if err := r.isOpen(); err != nil {
@@ -166,6 +190,12 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	g := m.Merge
 	if g == nil {
 		if g, err = r.choose(m); g == nil || err != nil {
+			return nil, err
+		}
+		if err := errors.Join(r.know(g.Lower), r.know(g.Upper), d.settleNames(context.Background())); err != nil {
+			return nil, err
+		}
+		if g.Crcs, err = d.bothHaveCRCs(g); err != nil {
 			return nil, err
 		}
 		// Commit 1: the two are out of everybody else's reach.
@@ -192,12 +222,29 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 			return nil, err
 		}
 	}
+	for _, uid := range []string{g.Lower, g.Upper} {
+		dir := d.path(layersDir, uid)
+		// What a crash left of its making must not be gone on with: the files become another layer's.
+		err := errors.Join(file.RemoveAll(d.fs, dir+"/"+keptFile), writeFile(d.fs, dir+"/"+movingFile, nil),
+			d.fs.SyncDir(dir))
+		if err != nil {
+			return nil, err
+		}
+	}
 	w := &merger{r: r, seen: *g, beside: !slices.Contains(m.Layers, g.Lower), began: time.Now()}
 	defer func() {
 		if err != nil {
 			w.close()
 		}
 	}()
+	if w.turn, err = d.fs.Open(d.path(layersDir, g.Lower, movingFile), os.O_RDWR, 0); err != nil {
+		return nil, err
+	}
+	if err = tryLock(w.turn, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, api.Errorf(api.Busy, "a merge of its former opener is not over yet; try again")
+	} else if err != nil {
+		return nil, err
+	}
 	if w.lower, err = d.openLayerAs(g.Lower, 0, true); err != nil {
 		return nil, err
 	}
@@ -215,7 +262,28 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	if w.to, err = d.fs.Open(d.path(layersDir, to, dataFile), os.O_RDWR, 0); err != nil {
 		return nil, err
 	}
-	return w, nil
+	if err = w.openCRCs(); err != nil {
+		return nil, err
+	}
+	return w, w.emptyLast()
+}
+
+// emptyLast empties the last window that reads have turned away from: whoever recorded it may not have come to that.
+// The caller has mu.
+func (w *merger) emptyLast() error {
+	r, done := w.r, int64(0)
+	err := r.onLoop(func() {
+		if r.merge != nil {
+			done = r.merge.Done
+		}
+	})
+	if err != nil || done == 0 {
+		return err
+	}
+	if err := r.disk.fs.SyncDir(r.dir); err != nil { // a process that was killed may have written the record a moment ago
+		return err
+	}
+	return w.empty(max(done-r.disk.window, 0), done)
 }
 
 // choose finds two layers that may be merged. The caller has the disk's lock.
@@ -225,13 +293,17 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 	if err != nil {
 		return nil, err
 	}
+	away, err := r.readAway()
+	if err != nil {
+		return nil, err
+	}
 	needed := map[string]bool{}
 	for _, s := range m.Snapshots {
 		needed[s.Layer] = true
 	}
 	for _, two := range m.neighbours(needed) {
 		lower, upper := two[0], two[1]
-		if others[lower] || others[upper] {
+		if others[lower] || others[upper] || away[lower] || away[upper] {
 			continue
 		}
 		a, aerr := d.layerRecord(lower)
@@ -324,33 +396,29 @@ func (d *Disk) beingMerged(uid string) (bool, error) {
 	return m.Merge != nil && (m.Merge.Lower == uid || m.Merge.Upper == uid), err
 }
 
-// namedBut are the layers that any stack, image or pin but one replica names.
+// mergedAway reports whether blocks of a layer were moved by a merge that is over, or whose replica is gone: its files
+// do not hold any more what its uid means.
+func (d *Disk) mergedAway(uid string) (bool, error) {
+	moved, err := d.exists(d.path(layersDir, uid, movingFile))
+	if err != nil || !moved {
+		return false, err
+	}
+	merging, err := d.beingMerged(uid)
+	return err == nil && !merging, err
+}
+
+// namedBut are the layers that any stack, image or pin but one replica names. The caller has the disk's lock.
 func (d *Disk) namedBut(replica string) (map[string]bool, error) {
-	replicas, err := d.Replicas()
-	if err != nil {
-		return nil, err
-	}
-	images, err := d.Images()
-	if err != nil {
-		return nil, err
-	}
-	pins, err := d.Pins()
-	if err != nil {
+	all, ofReplicas, ofImages := d.namings()
+	if err := errors.Join(ofReplicas, ofImages); err != nil {
 		return nil, err
 	}
 	names := map[string]bool{}
-	for _, p := range pins {
-		for _, l := range p.Layers {
-			names[l] = true
+	for _, n := range all {
+		if n.replica == replica {
+			continue
 		}
-	}
-	for _, m := range replicas {
-		for _, l := range m.all() {
-			names[l] = names[l] || m.UID != replica
-		}
-	}
-	for _, img := range images {
-		for _, l := range img.Layers {
+		for _, l := range n.layers {
 			names[l] = true
 		}
 	}
@@ -363,129 +431,124 @@ func (r *Replica) setMerge(g *Merge) (err error) {
 	return err
 }
 
-// window carries the next window, and reports whether there are more.
-func (w *merger) window(ctx context.Context, o MergeOptions) (more bool, err error) {
+// window carries the next window, and records it.
+func (w *merger) window(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
-		return false, context.Cause(ctx)
+		return context.Cause(ctx)
 	}
-	r := w.r
 	off := w.seen.Done
-	end := min(off+r.disk.window, w.size)
-	if off >= end {
-		return false, nil
-	}
+	end := min(off+w.r.disk.window, w.size)
 	n, err := w.carry(off, end)
 	if err != nil {
-		return false, err
+		return err
 	}
-	if err := w.to.Datasync(); err != nil {
-		return false, err
+	if err := w.sync(); err != nil {
+		return err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if err := r.isOpen(); err != nil {
-		return false, err
+	w.r.mu.Lock()
+	defer w.r.mu.Unlock()
+	if err := w.r.isOpen(); err != nil {
+		return err
 	}
 	next := w.seen
 	next.Done = end
-	if err := r.commit(func(m *Meta) { m.Merge = &next }); err != nil {
-		return false, err
-	}
-	// Reads of the old place are over before it is emptied. Beside the head there are none: nobody may read there.
-	if !w.beside {
-		release, err := r.quiesce(ctx)
-		if err != nil {
-			return false, err
-		}
-		defer release()
-	}
-	if err := r.setMerge(&next); err != nil {
-		return false, err
-	}
-	if !w.beside {
-		err = r.onLoop(func() {
-			k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == next.Lower })
-			from, to := next.ends(k)
-			r.idx.changeIn(off>>blockBits, min(end>>blockBits, r.idx.blocks), from, to)
-		})
-		if err != nil {
-			return false, err
-		}
+	if err := w.r.commit(func(m *Meta) { m.Merge = &next }); err != nil {
+		return err
 	}
 	w.seen = next
 	w.copied += n
-	if err := w.freed.punch(w.from, off, end-off); err != nil {
-		return false, err
+	return nil
+}
+
+// follow has reads go to the target in all that was carried, and then empties the other layer there.
+func (w *merger) follow(ctx context.Context) error {
+	r, g := w.r, w.seen
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.isOpen(); err != nil {
+		return err
 	}
-	return end < w.size, pace(ctx, w.began, w.copied, o.BytesPerSecond)
-}
-
-// kinds are those of both layers in a page.
-func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
-	lower, upper = new([pageBlocks]block.Kind), new([pageBlocks]block.Kind)
-	return lower, upper, errors.Join(w.lower.m.load(p, lower), w.upper.m.load(p, upper))
-}
-
-// carry copies into the target what the other layer has to give in a window. It may do so again after a crash.
-func (w *merger) carry(off, end int64) (copied int64, err error) {
-	sent, dirty := off, int64(0)
-	for b, last := off>>blockBits, end>>blockBits; b < last; {
-		p := int(b >> pageBits)
-		base := int64(p) << pageBits
-		lower, upper, err := w.kinds(p)
-		if err != nil {
-			return copied, err
-		}
-		for stop := min(last, base+pageBlocks); b < stop; {
-			act := w.act(lower[b-base], upper[b-base])
-			e := b + 1
-			for e < stop && e-b < mergeAhead>>blockBits && w.act(lower[e-base], upper[e-base]) == act {
-				e++
-			}
-			from, n := b<<blockBits, (e-b)<<blockBits
-			switch act {
-			case copyBlock:
-				err = w.to.CopyFrom(w.from, from, n)
-				copied, dirty = copied+n, dirty+n
-			case punchBlock:
-				err = w.to.Punch(from, n)
-			}
-			if err == nil && dirty >= mergeAhead {
-				err = w.to.Writeout(sent, e<<blockBits-sent)
-				sent, dirty = e<<blockBits, 0
-			}
-			if err != nil {
-				return copied, err
-			}
-			b = e
-		}
+	var off int64
+	if err := r.onLoop(func() { off = r.merge.Done }); err != nil || off == g.Done {
+		return err
 	}
-	return copied, nil
+	if w.beside { // nobody reads there
+		if err := r.setMerge(&g); err != nil {
+			return err
+		}
+	} else if err := r.turnTo(ctx, g, off); err != nil {
+		return err
+	}
+	return w.empty(off, g.Done)
 }
 
-type action uint8
+// turnTo tells the data path how far the merge is, which it knew up to off. Reads of the old place are over then.
+func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
+	release, err := r.holdSoon(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if err := r.setMerge(&g); err != nil {
+		return err
+	}
+	return r.onLoop(func() {
+		k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == g.Lower })
+		from, to := g.ends(k)
+		r.layers[to-fromLayer].forget(off, g.Done)
+		r.idx.changeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.blocks), from, to)
+	})
+}
 
 const (
-	leaveBlock action = iota
-	copyBlock
-	punchBlock
+	mostHeld  = time.Second // how long I/O is held back, at most, until what is under way is over
+	holdTries = 8           // with as much time in between, before it is left for later
+	longHeld  = 10 * mostHeld
 )
 
-// act is what the target needs of a block, given what the two layers hold.
-func (w *merger) act(lower, upper block.Kind) action {
-	switch {
-	case w.seen.Up && upper == block.Hole && lower == block.Data, !w.seen.Up && upper == block.Data:
-		return copyBlock
-	case !w.seen.Up && upper == block.Zero && lower == block.Data:
-		return punchBlock
+// holdSoon is quiesce for a moment: I/O may wait for another machine or a slow disk for as long as it takes, and all
+// other I/O is not to wait with it. Where it is known to wait, nothing is held. Who calls it tries again later.
+func (r *Replica) holdSoon(ctx context.Context) (release func(), err error) {
+	if err := r.waits(); err != nil {
+		return nil, err
 	}
-	return leaveBlock
+	soon, cancel := context.WithTimeout(ctx, mostHeld)
+	defer cancel()
+	return r.quiesce(soon)
 }
 
-// union is what the result holds of a block.
-func union(lower, upper block.Kind) block.Kind {
-	if upper != block.Hole {
-		return upper
+// holdWhile is quiesce for as long as I/O comes to an end: much of it may be under way on a slow disk. Where nothing
+// ends for mostHeld, or not all in longHeld, nothing is held, and who calls it tries again later.
+func (r *Replica) holdWhile(ctx context.Context) (release func(), err error) {
+	if err := r.waits(); err != nil {
+		return nil, err
 	}
-	return lower
+	ctx, cancel := context.WithTimeout(ctx, longHeld)
+	defer cancel()
+	look := time.NewTicker(mostHeld)
+	defer look.Stop()
+	return r.quiesceWhile(ctx, look.C)
+}
+
+// waits is an error of kind busy while reads wait for another disk or machine that fails.
+func (r *Replica) waits() error {
+	if r.lost.Load() || r.parched.Load() {
+		return api.Errorf(api.Busy, "%w: reads wait for a disk or a machine that fails", ErrUnderWay)
+	}
+	return nil
+}
+
+// whenQuiet does something that I/O has to be held back for, as soon as that can be had.
+func (w *merger) whenQuiet(ctx context.Context, do func(context.Context) error) (err error) {
+	for range holdTries {
+		if err = do(ctx); !api.Is(err, api.Busy) {
+			return err
+		}
+		select {
+		case <-time.After(mostHeld):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return err
 }

@@ -17,7 +17,10 @@ import (
 
 // end makes the target the data of the new layer, and puts that in the place of the two: commit 2.
 func (w *merger) end(ctx context.Context) error {
-	r, d, g := w.r, w.r.disk, w.seen
+	if err := w.r.waits(); err != nil { // rather now than after all has been read
+		return err
+	}
+	d, g := w.r.disk, w.seen
 	dir := d.path(layersDir, g.Result)
 	target := g.Lower
 	if g.Up {
@@ -46,6 +49,12 @@ func (w *merger) end(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	return w.whenQuiet(ctx, func(ctx context.Context) error { return w.publish(ctx, dir, rec) })
+}
+
+// publish puts the result, which is there but for its record, in the place of the two.
+func (w *merger) publish(ctx context.Context, dir string, rec layerRecord) error {
+	r, d, g := w.r, w.r.disk, w.seen
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if err := r.isOpen(); err != nil {
@@ -72,20 +81,27 @@ func (w *merger) end(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	release := func() {}
+	if !w.beside { // beforehand: what is committed has to come to the data path
+		if release, err = r.holdSoon(ctx); err != nil {
+			return errors.Join(err, own.close())
+		}
+	}
 	var gone []string
 	err = r.commit(func(m *Meta) {
 		m.merged()
 		gone = m.prune() // its snapshot may have gone meanwhile
 	})
-	if err != nil {
-		return errors.Join(err, own.close())
-	}
 	var old []*layer
-	if w.beside {
+	switch {
+	case err != nil:
+		err = errors.Join(err, own.close())
+	case w.beside:
 		err = errors.Join(own.close(), r.setMerge(nil), d.dropUnnamed(gone))
-	} else {
-		old, err = r.replace(ctx, g, own)
+	default:
+		old, err = r.replace(g, own)
 	}
+	release()
 	if err != nil {
 		return err
 	}
@@ -132,13 +148,8 @@ func (m *Meta) merged() {
 	m.Merge = nil
 }
 
-// replace gives the data path one layer for two. It returns the two.
-func (r *Replica) replace(ctx context.Context, g Merge, by *layer) (old []*layer, err error) {
-	release, err := r.quiesce(ctx)
-	if err != nil {
-		return nil, err
-	}
-	defer release()
+// replace gives the data path one layer for two, while I/O is held. It returns the two.
+func (r *Replica) replace(g Merge, by *layer) (old []*layer, err error) {
 	r.work.do(func() {
 		err = r.onLoop(func() {
 			k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == g.Lower })
@@ -214,6 +225,7 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 			}
 			switch {
 			case err != nil:
+			case whole && !kinds.chunk(c).data: // it is asked for none, and they take room
 			case whole:
 				err = putCRCs(crcs, c, chunk)
 			default:
@@ -251,7 +263,7 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 	}
 	rec.Allocated = allocated(st)
 	err = atOnce(w.to.Datasync, sums.Datasync, func() error { return sealCRCs(crcs, w.size) },
-		func() error { return writeFile(d.fs, dir+"/"+mapFile, encodeMap(&kinds)) })
+		func() error { return writeMap(d.fs, dir+"/"+mapFile, &kinds) })
 	return rec, errors.Join(err, sums.Chmod(0o444))
 }
 

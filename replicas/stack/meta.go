@@ -104,6 +104,9 @@ func writeMeta(fsys file.FS, name, format string, body any) error {
 	return replaceFile(fsys, name, data)
 }
 
+// errUnsure says that a file was replaced, and that it is not known whether the disk has the old one or the new one.
+var errUnsure = errors.New("whether it is on the disk is not known")
+
 func replaceFile(fsys file.FS, name string, data []byte) error {
 	tmp := name + ".tmp"
 	if err := writeFile(fsys, tmp, data); err != nil {
@@ -112,7 +115,10 @@ func replaceFile(fsys file.FS, name string, data []byte) error {
 	if err := fsys.Rename(tmp, name); err != nil {
 		return err
 	}
-	return fsys.SyncDir(filepath.Dir(name))
+	if err := fsys.SyncDir(filepath.Dir(name)); err != nil {
+		return fmt.Errorf("%w: %w", errUnsure, err)
+	}
+	return nil
 }
 
 // writeFile makes a file with durable content; its name is durable once the folder is synced.

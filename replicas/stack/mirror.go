@@ -2,13 +2,17 @@ package stack
 
 import (
 	"context"
+	"errors"
 	"io"
 	"log/slog"
 	"math/bits"
 	"os"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/block"
+	"drover.io/drover/block/file"
 )
 
 // mirror is what a replica does because there are others: before the first write to a region it notes durably that the
@@ -40,8 +44,18 @@ func (r *Replica) openIntents() (err error) {
 	return nil
 }
 
-// growIntents makes the intents cover a larger volume. I/O is held, and the worker idle but for this.
+// growIntents makes the intents cover a larger volume. I/O is held. Nothing is noted or cleaned meanwhile: it would be
+// lost here or in the file.
 func (r *Replica) growIntents(size int64) (err error) {
+	for free := false; !free; {
+		if err := r.onLoop(func() { free, r.noting = !r.noting, true }); err != nil {
+			return err
+		}
+		r.work.do(func() {}) // what is under way is over then
+	}
+	defer func() {
+		err = errors.Join(err, r.onLoop(func() { r.noting = false; r.note() }))
+	}()
 	r.work.do(func() {
 		t := &intents{}
 		if err = r.onLoop(func() { *t = *r.noted; t.bits = slices.Clone(t.bits) }); err != nil || t.size >= size {
@@ -62,14 +76,20 @@ func (r *Replica) growIntents(size int64) (err error) {
 	return err
 }
 
-// rewriteIntents replaces the file. In the worker.
+// rewriteIntents replaces the file. In the worker. Where it is not known which file has the name, the replica fails: it
+// would note in one that is gone after a loss of power.
 func (r *Replica) rewriteIntents(t *intents) error {
 	name := r.dir + "/" + intentsFile
-	if err := replaceFile(r.disk.fs, name, encodeIntents(t)); err != nil {
+	err := replaceFile(r.disk.fs, name, encodeIntents(t))
+	if err != nil && !errors.Is(err, errUnsure) {
 		return err
 	}
-	h, err := r.disk.fs.Open(name, os.O_RDWR, 0)
+	var h file.Handle
+	if err == nil {
+		h, err = r.disk.fs.Open(name, os.O_RDWR, 0)
+	}
 	if err != nil {
+		r.ring.Post(func() { r.fail(err) })
 		return err
 	}
 	old := r.marks
@@ -156,6 +176,12 @@ func (r *Replica) note() {
 		}
 		r.ring.Post(func() {
 			r.noting = false
+			switch {
+			case err == nil:
+				err = r.failed // also of what the worker did before
+			case !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT):
+				r.fail(err)
+			}
 			if err == nil {
 				for i := range changed {
 					r.noted.bits[i] |= changed[i]
@@ -220,7 +246,7 @@ func (r *Replica) Intents(context.Context) (Intents, error) {
 	return out, r.name(err)
 }
 
-// Track turns the noting of intents on or off. Adopting several members turns it on.
+// Track turns the noting of intents on or off. Adopting several members turns it on, and so does going on after it.
 func (r *Replica) Track(_ context.Context, on bool) error {
 	return r.name(r.onLoop(func() { r.tracking = on }))
 }
@@ -276,6 +302,7 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 		if !fresh && !slices.ContainsFunc(gone, func(w uint64) bool { return w != 0 }) {
 			return
 		}
+		before := t.epoch
 		t.epoch = epoch
 		for i := range gone {
 			t.bits[i] &^= gone[i]
@@ -283,17 +310,29 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 		now := &intents{}
 		*now = *t
 		now.bits = slices.Clone(t.bits)
+		r.noting = true // what is to be noted waits until this is over, one way or the other
 		r.work.put(func() {
 			var err error
 			if fresh {
 				err = r.rewriteIntents(was)
 			}
+			kept := err != nil
 			if err == nil {
 				err = r.writePages(now, gone)
 			}
-			if err != nil { // what is on the disk says more than need be
-				slog.Warn("intents of a replica stay on its disk", "replica", r.dir, "err", err)
-			}
+			r.ring.Post(func() {
+				r.noting = false
+				if err != nil {
+					slog.Warn("intents of a replica stay on its disk", "replica", r.dir, "err", err)
+				}
+				if kept { // all of them: else some may be gone, and what is touched there is noted again
+					r.noted.epoch = before
+					for i := range gone {
+						r.noted.bits[i] |= gone[i]
+					}
+				}
+				r.note()
+			})
 		})
 	}))
 }

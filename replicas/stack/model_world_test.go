@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -560,7 +561,14 @@ func (w *model) finale() error {
 		}
 	}
 	w.vols, w.images = nil, nil
-	err := errors.Join(w.d.Collect(ctx, 0), w.d.Collect(ctx, 0), w.d.Close())
+	err := w.d.Collect(ctx, 0)
+	for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); { // a process that is being started holds some
+		if left, lerr := w.d.fs.ReadDir(w.d.path(layersDir)); lerr != nil || len(left) == 0 {
+			break
+		}
+		err = w.d.Collect(ctx, 0)
+	}
+	err = errors.Join(err, w.d.Collect(ctx, 0), w.d.Close())
 	for _, dir := range []string{layersDir, replicaDir, imagesDir, trashDir} {
 		left, lerr := w.d.fs.ReadDir(w.d.path(dir))
 		if lerr == nil && len(left) > 0 {

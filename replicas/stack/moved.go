@@ -16,8 +16,8 @@ import (
 
 // While layers are merged, the target's file holds blocks of both, up to where the merge is, and neither its digests
 // nor its checksums alone say what is right there. A block is right if it matches the checksum that either layer has of
-// it. In the end each block that the merge had to do with is compared with the checksum of the layer that it came from,
-// before it gets a digest: what does not match is damaged in the new layer, too, and told.
+// it. In the end each block that the merge had to do with is compared with the checksum that came with it from its
+// layer, before it gets a digest: what does not match is damaged in the new layer, too, and told.
 
 // movedTo is up to where the file of layer k holds blocks of another layer as well, and that layer. The two are
 // neighbours.
@@ -143,6 +143,11 @@ func (w *merger) whole(c int64, chunk []byte) (bool, error) {
 	n := int64(len(chunk))
 	below, lerr := w.lower.crcsAt(first<<blockBits, n)
 	above, uerr := w.upper.crcsAt(first<<blockBits, n)
+	if w.seen.Crcs { // they have moved with the data
+		_, to := w.ends()
+		below, lerr = to.crcsAt(first<<blockBits, n)
+		above, uerr = below, nil
+	}
 	if err := errors.Join(lerr, uerr); err != nil {
 		return false, err
 	}

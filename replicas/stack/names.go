@@ -119,6 +119,7 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
+	d.settleAhead()
 	unlock, err := d.lock()
 	if err != nil {
 		return err
@@ -132,20 +133,20 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 		// Its layers are unknown: the record goes, and what nothing names is an orphan.
 		return d.toTrash(imagesDir, orphanPrefix, uid)
 	}
-	all, ofReplicas, ofImages := d.namings()
-	if ofReplicas != nil {
-		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", ofReplicas)
+	seen := d.look()
+	if seen.ofReplicas != nil {
+		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", seen.ofReplicas)
 	}
-	if ofImages != nil && !api.Is(ofImages, api.Corrupt) {
-		return ofImages
+	if seen.ofImages != nil && !api.Is(seen.ofImages, api.Corrupt) {
+		return seen.ofImages
 	}
 	others := map[string]bool{} // layers that other images name too: those of a clone are those of its origin
-	for _, n := range all {
+	for _, n := range seen.all {
 		for _, l := range n.layers {
 			others[l] = others[l] || n.image != "" && n.image != uid
 		}
 	}
-	for _, n := range all {
+	for _, n := range seen.all {
 		for _, l := range img.Layers {
 			if n.replica != "" && slices.Contains(n.layers, l) && !others[l] {
 				return api.Errorf(api.InUse, "replica %s of volume %s uses it", n.replica, n.volume)
@@ -155,56 +156,85 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err := d.toTrash(imagesDir, gonePrefix, uid); err != nil {
 		return err
 	}
-	if ofImages != nil {
+	if seen.ofImages != nil {
 		return nil // as in dropUnnamed
 	}
 	named := map[string]bool{}
-	for _, n := range all {
+	for _, n := range seen.all {
 		for _, l := range n.layers {
 			named[l] = named[l] || n.image != uid
 		}
 	}
-	return d.dropLayers(img.Layers, named)
+	return d.dropLayers(img.Layers, named, seen)
 }
 
 // RemoveReplica forgets a replica; layers that nothing names any more go with it. It answers at once: space comes back
 // in the background. No replica of that uid: no error. One that is open is refused with kind in use.
-func (d *Disk) RemoveReplica(uid string) (err error) {
+func (d *Disk) RemoveReplica(uid string) error {
+	_, err := d.TakeReplica(uid)
+	return err
+}
+
+// TakeReplica is RemoveReplica, and tells whether layers may be mergeable now that were not before. Of those that went
+// it knows nothing, and says that they may.
+func (d *Disk) TakeReplica(uid string) (mergeable bool, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("remove replica %s on disk %s: %w", uid, d.root, classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
-		return err
+		return true, err
 	}
+	d.settleAhead()
 	unlock, err := d.lock()
 	if err != nil {
-		return err
+		return true, err
 	}
 	defer unlock()
 	open, err := d.held(d.path(replicaDir, uid, ownerFile))
 	if err != nil {
-		return err
+		return true, err
 	}
 	if open {
-		return api.Errorf(api.InUse, "it is open")
+		return true, api.Errorf(api.InUse, "it is open")
 	}
 	m, err := d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		return d.removeHalfMade(replicaDir, uid)
+		return true, d.removeHalfMade(replicaDir, uid)
 	}
 	if err != nil {
-		return d.toTrash(replicaDir, orphanPrefix, uid)
+		return true, d.toTrash(replicaDir, orphanPrefix, uid)
 	}
 	if err := d.toTrash(replicaDir, gonePrefix, uid); err != nil {
-		return err
+		return true, err
 	}
 	layers := m.all()
 	if m.Merge != nil { // its result may be half made
 		layers = append(layers, m.Merge.Result)
 	}
-	return d.dropUnnamed(layers)
+	seen := d.look()
+	if seen.unread() != nil {
+		return true, nil // as in dropUnnamed
+	}
+	return freesFor(seen.all, uid, layers), d.dropLayers(layers, namedBy(seen.all), seen)
+}
+
+// freesFor reports whether a replica is the only one that still names one of the layers, now that another one is gone.
+// What that one has pinned on its own disk goes next: then nobody can tell.
+func freesFor(all []*naming, gone string, layers []string) bool {
+	by := map[string][]*naming{}
+	for _, n := range all {
+		if n.pin == gone {
+			return true
+		}
+		for _, l := range n.layers {
+			if of := by[l]; len(of) == 0 || of[len(of)-1] != n { // once, if it names it twice
+				by[l] = append(of, n)
+			}
+		}
+	}
+	return slices.ContainsFunc(layers, func(l string) bool { return len(by[l]) == 1 && by[l][0].replica != "" })
 }
 
 // held reports whether somebody has a flock on the file, other than a process that is being started.
@@ -263,33 +293,58 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 
 // named are the uids of layers that an image or a replica names. It fails while any record cannot be read.
 func (d *Disk) named() (map[string]bool, error) {
-	all, ofReplicas, ofImages := d.namings()
-	if err := errors.Join(ofReplicas, ofImages); err != nil {
-		return nil, err
+	names, unread := d.namedSurely()
+	if unread != nil {
+		return nil, unread
 	}
+	return names, nil
+}
+
+// namedSurely are those of them that records which can be read name; unread is why there may be more.
+func (d *Disk) namedSurely() (names map[string]bool, unread error) {
+	seen := d.look()
+	return namedBy(seen.all), seen.unread()
+}
+
+func namedBy(all []*naming) map[string]bool {
 	names := make(map[string]bool)
 	for _, n := range all {
 		for _, l := range n.layers {
 			names[l] = true
 		}
 	}
-	return names, nil
+	return names
+}
+
+// isNamed reports whether anything names a layer. Where nothing does that can be read, and not all can, it fails.
+func (d *Disk) isNamed(uid string) (bool, error) {
+	names, unread := d.namedSurely()
+	if names[uid] {
+		return true, nil
+	}
+	return false, unread
 }
 
 // dropUnnamed removes those of the layers that nothing names. While a record cannot be read it leaves them to Collect.
 func (d *Disk) dropUnnamed(layers []string) error {
-	names, err := d.named()
-	if err != nil {
+	seen := d.look()
+	if seen.unread() != nil {
 		return nil
 	}
-	return d.dropLayers(layers, names)
+	return d.dropLayers(layers, namedBy(seen.all), seen)
 }
 
-func (d *Disk) dropLayers(layers []string, named map[string]bool) error {
+// dropLayers removes those of the layers that are not named, once no loss of power can bring a record back that does.
+// What is named comes from a look under the disk's lock, which the caller still has.
+func (d *Disk) dropLayers(layers []string, named map[string]bool, seen *sight) error {
+	layers = slices.DeleteFunc(slices.Clone(layers), func(uid string) bool { return named[uid] })
+	if len(layers) == 0 {
+		return nil
+	}
+	if err := d.settleSight(context.Background(), seen); err != nil {
+		return err
+	}
 	for _, uid := range layers {
-		if named[uid] {
-			continue
-		}
 		if err := d.toTrash(layersDir, gonePrefix, uid); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
@@ -306,14 +361,24 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 			err = fmt.Errorf("collect on disk %s: %w", d.root, classify(err))
 		}
 	}()
+	seen := d.look()
+	before, unsettled := namedBy(seen.all), seen.unread()
+	if unsettled == nil {
+		unsettled = d.settleSight(ctx, seen)
+	}
 	unlock, err := d.lock()
 	if err != nil {
 		return err
 	}
-	defer unlock()
 	now := time.Now()
 	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.written),
-		d.collectHalfMade(imagesDir, imageFile, "", nil), d.collectLayers(ctx, now, grace))
+		d.collectHalfMade(imagesDir, imageFile, "", nil))
+	if unsettled != nil {
+		err = errors.Join(err, fmt.Errorf("no layer is collected: %w", unsettled))
+	} else {
+		err = errors.Join(err, d.collectLayers(ctx, now, grace, before))
+	}
+	unlock() // what is in the trash nobody can name, and to delete it may take long
 	return errors.Join(err, d.collectTrash(ctx, now, grace))
 }
 
@@ -324,31 +389,26 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 	if err != nil {
 		return err
 	}
+	var errs []error
 	for _, e := range entries {
 		if api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		switch there, err := d.exists(d.path(dir, e.Name(), record)); {
-		case err != nil:
-			return err
-		case there:
-			continue
+		made, err := d.exists(d.path(dir, e.Name(), record))
+		if err == nil && !made && keep != nil {
+			made, err = keep(e.Name())
 		}
-		if keep != nil {
-			if is, err := keep(e.Name()); err != nil || is {
-				continue
-			}
+		if err == nil && !made && lock != "" {
+			made, err = d.heldNow(d.path(dir, e.Name(), lock))
 		}
-		if lock != "" {
-			if held, err := d.heldNow(d.path(dir, e.Name(), lock)); err != nil || held {
-				continue
-			}
+		if err == nil && !made {
+			err = d.toTrash(dir, gonePrefix, e.Name())
 		}
-		if err := d.toTrash(dir, gonePrefix, e.Name()); err != nil {
-			return err
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s %s stays: %w", dir, e.Name(), err))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 func (d *Disk) exists(name string) (bool, error) {
@@ -362,37 +422,65 @@ func (d *Disk) exists(name string) (bool, error) {
 	return true, h.Close()
 }
 
-func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Duration) error {
+// collectLayers collects the layers that nothing names, nor did before what was recorded then became durable.
+func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Duration, before map[string]bool) error {
 	names, err := d.named()
 	if err != nil {
 		return fmt.Errorf("no layer is collected: %w", err)
 	}
-	wanted := func(uid string) (bool, error) { return names[uid] || d.kept(uid, now), nil }
-	if err := d.collectHalfMade(layersDir, layerFile, dataFile, wanted); err != nil {
-		return err
+	// Who makes a layer, or cuts one off, has the lock of its data until its record is there or a stack names it, and does
+	// either without the disk's lock: both are looked at after that.
+	wanted := func(uid string) (is bool, err error) {
+		if names[uid] || before[uid] {
+			return true, nil
+		}
+		if is, err = d.heldNow(d.path(layersDir, uid, dataFile)); err != nil || is {
+			return is, err
+		}
+		if is, err = d.exists(d.path(layersDir, uid, layerFile)); err != nil || is {
+			return is, err
+		}
+		if is, err = d.kept(uid, now); err != nil || is {
+			return is, err
+		}
+		newer, err := d.named()
+		return newer[uid], err
+	}
+	failed := d.collectHalfMade(layersDir, layerFile, "", wanted)
+	if names, err = d.named(); err != nil {
+		return errors.Join(failed, fmt.Errorf("no other layer is collected: %w", err))
 	}
 	entries, err := d.fs.ReadDir(d.path(layersDir))
 	if err != nil {
-		return err
+		return errors.Join(failed, err)
 	}
 	for _, e := range entries {
 		uid := e.Name()
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if api.UID(uid).Validate() != nil || names[uid] {
+		if api.UID(uid).Validate() != nil || names[uid] || before[uid] {
 			continue
 		}
-		// A layer that was just finished is about to be named.
-		rec, err := d.layerRecord(uid)
-		if err == nil && now.Sub(rec.Created) < grace || api.Is(err, api.NotFound) {
-			continue // the latter is half-made, and somebody is at it
+		// A layer that was just finished is about to be named; one that was merged will never be again.
+		prefix := gonePrefix
+		away, err := d.mergedAway(uid)
+		if err == nil && !away {
+			var rec layerRecord
+			rec, err = d.layerRecord(uid)
+			if err == nil && now.Sub(rec.Created) < grace || api.Is(err, api.NotFound) {
+				continue // the latter is half-made, and somebody is at it
+			}
+			prefix = orphanPrefix
 		}
-		if err := d.toTrash(layersDir, orphanPrefix, uid); err != nil {
-			return err
+		if err == nil {
+			err = d.toTrash(layersDir, prefix, uid)
+		}
+		if err != nil {
+			failed = errors.Join(failed, fmt.Errorf("layer %s stays: %w", uid, err))
 		}
 	}
-	return nil
+	return failed
 }
 
 func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Duration) error {

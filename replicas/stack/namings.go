@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -27,12 +28,32 @@ type naming struct {
 // has to know what all the others name.
 type namings struct {
 	mu    sync.Mutex
-	known map[string]knownNaming // by path of the record
+	known map[string]*knownNaming // by path of the record
+	seen  []*knownNaming          // all that the last look found, those that are not kept, too
+
+	settledMu sync.Mutex
+	settled   map[string]fileID // folders of all records of a kind, as they were before they were synced last
+
+	wholeMu sync.Mutex
+	whole   map[string]int64 // finished layers that have their checksums, and how long that file is
 }
 
+// knownNaming is a naming and the file that it was read from.
 type knownNaming struct {
-	file fileID
 	naming
+	path   string
+	file   fileID
+	steady bool // as long as the file is the same, so is the naming
+	lasts  bool // it is durable, or what came after it is; guarded by settledMu
+}
+
+// sight is what a look at all records found.
+type sight struct {
+	all                  []*naming
+	records              []*knownNaming // of all
+	bare                 []string       // folders without a record, or whose record cannot be read
+	ofReplicas, ofImages error          // records that cannot be read
+	unlisted             error          // a kind of them that was not even listed
 }
 
 // fileID tells a file from every other that had its name. Records are replaced, never changed in place.
@@ -47,9 +68,14 @@ const settled = 2 * time.Second
 
 // fileID looks at a record; steady is whether it can be told from its successor.
 func (d *Disk) fileID(name string) (id fileID, steady bool, err error) {
+	return d.fileIDAt(unix.AT_FDCWD, name)
+}
+
+// fileIDAt is fileID of a name in the folder that is open as at.
+func (d *Disk) fileIDAt(at int, name string) (id fileID, steady bool, err error) {
 	if d.fs == file.OS { // straight: this is done for every record on the disk
 		var st unix.Stat_t
-		if err := retryEINTR(func() error { return unix.Stat(name, &st) }); err != nil {
+		if err := retryEINTR(func() error { return unix.Fstatat(at, name, &st, 0) }); err != nil {
 			return id, false, err
 		}
 		id = fileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
@@ -72,53 +98,159 @@ func (d *Disk) fileID(name string) (id fileID, steady bool, err error) {
 	return id, time.Since(time.Unix(0, id.ctime)) > settled, nil
 }
 
+// openFolder opens a folder, to look at many names in it: the way there is gone once. Where that is not possible they
+// are looked at by their full names.
+func (d *Disk) openFolder(dir string) (at int, closeIt func()) {
+	if d.fs == file.OS {
+		if at, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err == nil {
+			return at, func() { _ = unix.Close(at) }
+		}
+	}
+	return unix.AT_FDCWD, func() {}
+}
+
+// unread is why more may be named than was seen.
+func (s *sight) unread() error { return errors.Join(s.ofReplicas, s.ofImages) }
+
 // namings reads what every replica, image and pin on the disk names, and tells of records that cannot be read. The
 // caller has the disk's lock.
-func (d *Disk) namings() (all []naming, ofReplicas, ofImages error) {
+func (d *Disk) namings() (all []*naming, ofReplicas, ofImages error) {
+	s := d.look()
+	return s.all, s.ofReplicas, s.ofImages
+}
+
+// look looks at every record that names layers. One that is being replaced is seen as it was, or as it will be.
+func (d *Disk) look() *sight {
 	d.names.mu.Lock()
 	defer d.names.mu.Unlock()
-	known := map[string]knownNaming{}
-	for _, kind := range []struct {
-		dir, file string
-		read      func(uid string) (naming, error)
-		bad       *error
-	}{{replicaDir, stackFile, d.replicaNaming, &ofReplicas}, {imagesDir, imageFile, d.imageNaming, &ofImages},
-		{pinsDir, pinFile, d.pinNaming, &ofReplicas}} {
-		entries, err := d.fs.ReadDir(d.path(kind.dir))
-		if kind.dir == pinsDir && errors.Is(err, fs.ErrNotExist) {
-			continue // made with the first of them
+	was := d.names.known
+	var replicas, images, pins sight
+	var wg sync.WaitGroup // two kinds at once: there may be thousands of each
+	wg.Go(func() { replicas.ofReplicas = d.lookAt(&replicas, replicaDir, stackFile, was, d.replicaNaming) })
+	images.ofImages = d.lookAt(&images, imagesDir, imageFile, was, d.imageNaming)
+	wg.Wait()
+	pins.ofReplicas = d.lookAt(&pins, pinsDir, pinFile, was, d.pinNaming)
+	s := &sight{ofReplicas: errors.Join(replicas.ofReplicas, pins.ofReplicas), ofImages: images.ofImages,
+		unlisted: errors.Join(replicas.unlisted, images.unlisted, pins.unlisted),
+		records:  slices.Concat(replicas.records, images.records, pins.records),
+		bare:     slices.Concat(replicas.bare, images.bare, pins.bare)}
+	d.names.known = make(map[string]*knownNaming, len(s.records))
+	s.all = make([]*naming, 0, len(s.records))
+	for _, k := range s.records {
+		if s.all = append(s.all, &k.naming); k.steady {
+			d.names.known[k.path] = k
 		}
-		if err != nil {
-			*kind.bad = fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	d.names.seen = s.records
+	return s
+}
+
+// lookAt looks at the records of one kind. Its error is of those that cannot be read.
+func (d *Disk) lookAt(s *sight, kind, record string, was map[string]*knownNaming,
+	read func(uid string) (naming, error)) (bad error) {
+	entries, err := d.fs.ReadDir(d.path(kind))
+	if kind == pinsDir && errors.Is(err, fs.ErrNotExist) {
+		return nil // made with the first of them
+	}
+	if err != nil {
+		s.unlisted = err
+		return fmt.Errorf("disk %s: %w", d.root, classify(err))
+	}
+	dir, skip := d.path(kind)+"/", 0
+	at, closeIt := d.openFolder(dir)
+	defer closeIt()
+	if at != unix.AT_FDCWD {
+		skip = len(dir)
+	}
+	s.records = make([]*knownNaming, 0, len(entries))
+	for _, e := range entries {
+		path := dir + e.Name() + "/" + record
+		k := was[path]
+		if k == nil && api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		for _, e := range entries {
-			if api.UID(e.Name()).Validate() != nil {
-				continue
+		id, steady, err := d.fileIDAt(at, path[skip:])
+		if k == nil || err != nil || k.file != id {
+			n, err := read(e.Name())
+			if err != nil {
+				s.bare = append(s.bare, dir+e.Name())
 			}
-			name := d.path(kind.dir, e.Name(), kind.file)
-			id, steady, err := d.fileID(name)
-			if k, ok := d.names.known[name]; ok && err == nil && k.file == id {
-				known[name] = k
-				all = append(all, k.naming)
-				continue
-			}
-			n, err := kind.read(e.Name())
 			if errors.Is(err, fs.ErrNotExist) {
 				continue // half-made
 			}
 			if err != nil {
-				*kind.bad = errors.Join(*kind.bad, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+				bad = errors.Join(bad, fmt.Errorf("disk %s: %w", d.root, classify(err)))
 				continue
 			}
-			if steady {
-				known[name] = knownNaming{id, n}
+			k = &knownNaming{naming: n, path: path, file: id, steady: steady}
+		}
+		s.records = append(s.records, k)
+	}
+	return bad
+}
+
+// othersName reports for each of the layers whether anything but the replica names it. A record that is known to name a
+// layer, and still does, tells without a look at all the others.
+func (d *Disk) othersName(layers []string, replica string) (map[string]bool, error) {
+	if shared := d.knownShared(layers, replica); len(shared) == len(layers) {
+		return shared, nil
+	}
+	unlock, err := d.lock()
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	all, _, _ := d.namings() // what cannot be read is told elsewhere
+	shared := map[string]bool{}
+	for _, n := range all {
+		if n.replica != replica {
+			for _, l := range n.layers {
+				shared[l] = true
 			}
-			all = append(all, n)
 		}
 	}
-	d.names.known = known
-	return all, ofReplicas, ofImages
+	return shared, nil
+}
+
+// knownShared are those of the layers that something but the replica was seen to name, and still does.
+func (d *Disk) knownShared(layers []string, replica string) map[string]bool {
+	d.names.mu.Lock()
+	defer d.names.mu.Unlock()
+	left := map[string]bool{}
+	for _, l := range layers {
+		left[l] = true
+	}
+	shared := map[string]bool{}
+	for _, k := range d.names.seen {
+		if k.replica == replica || !slices.ContainsFunc(k.layers, func(l string) bool { return left[l] }) {
+			continue
+		}
+		for _, l := range d.namedNow(k) {
+			if left[l] {
+				shared[l] = true
+				delete(left, l)
+			}
+		}
+	}
+	return shared
+}
+
+// namedNow is what a record names by now.
+func (d *Disk) namedNow(k *knownNaming) []string {
+	if id, _, err := d.fileID(k.path); err == nil && k.steady && id == k.file {
+		return k.layers
+	}
+	read, uid := d.pinNaming, k.pin
+	if k.replica != "" {
+		read, uid = d.replicaNaming, k.replica
+	} else if k.image != "" {
+		read, uid = d.imageNaming, k.image
+	}
+	n, err := read(uid)
+	if err != nil {
+		return nil
+	}
+	return n.layers
 }
 
 // sizeOnDisk is what a file takes.

@@ -85,3 +85,66 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 		t.Fatalf("%v, kept %v", got, d.names.known)
 	}
 }
+
+// Who removes a replica learns whether another one has a layer for itself now, which may be merged then: a look at the
+// whole disk for that is left out where it has not.
+func TestTakenReplicaTellsWhatItHeld(t *testing.T) {
+	t.Parallel()
+	d := newDisk(t)
+	images, replicas := crowd(t, d, 2)
+	golden, err := d.image(images[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	clone := func() string {
+		t.Helper()
+		s := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 20,
+			Layers: golden.Layers}
+		if err := d.CreateReplica(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+		return s.UID
+	}
+	pinned := clone()
+	if _, err := d.Pin(t.Context(), Pin{UID: pinned, For: "v", Disk: d.UID()}, pinned, ""); err != nil {
+		t.Fatal(err)
+	}
+	unread, again := clone(), clone()
+	take := func(what, uid string, want bool) {
+		t.Helper()
+		got, err := d.TakeReplica(uid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got != want {
+			t.Errorf("%s: mergeable %v, want %v", what, got, want)
+		}
+	}
+	take("the image's last one", replicas[1], false)
+	take("gone already", replicas[1], true)
+	take("it has pinned what it named", pinned, true)
+	if err := d.Unpin(pinned); err != nil {
+		t.Fatal(err)
+	}
+	take("the image names it, too", unread, false)
+	third := clone()
+	if err := d.toTrash(imagesDir, gonePrefix, images[0]); err != nil { // else its layer is not a replica's alone
+		t.Fatal(err)
+	}
+	take("two others name it", third, false)
+	record := d.path(imagesDir, images[1], imageFile)
+	was, err := os.ReadFile(record)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(record, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	fourth := clone()
+	take("a record cannot be read", fourth, true)
+	if err := os.WriteFile(record, was, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	take("one other names it", again, true)
+	take("nobody else names it", replicas[0], false)
+}

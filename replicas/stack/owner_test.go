@@ -84,11 +84,18 @@ func TestDeadCutter(t *testing.T) {
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
+		ended := make(chan error, 1)
+		go func() { ended <- cmd.Wait() }()
 		was := 0
 		if m, err := d.Stack(spec.UID); err == nil {
 			was = len(m.Layers)
 		}
 		for many := was; many < was+3; {
+			select {
+			case err := <-ended:
+				t.Fatalf("the child ended: %v", err)
+			default:
+			}
 			m, err := d.Stack(spec.UID)
 			if err != nil {
 				t.Fatal(err)
@@ -115,7 +122,7 @@ func TestDeadCutter(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		cmd.Wait()
+		<-ended
 		for _, uid := range uids {
 			if err := d.Verify(ctx, uid); err != nil {
 				t.Fatalf("a write of the dead process came late: %v", err)

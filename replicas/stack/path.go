@@ -2,12 +2,14 @@ package stack
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/uring"
@@ -526,7 +528,9 @@ func (r *Replica) record(spans []span, then func(error)) {
 		err := r.log.add(spans)
 		lost := false
 		if err == nil {
-			err = r.log.sync()
+			if err = r.log.sync(); err == nil {
+				err = r.log.shrink()
+			}
 			lost = err != nil
 		}
 		r.ring.Post(func() {
@@ -554,12 +558,38 @@ func errnoOf(err error) error {
 	return e
 }
 
+// ErrFailed is in the errors of a replica that takes no more writes: a sync failed, and what its disk has is not known.
+// It is found out when the replica is opened anew.
+var ErrFailed = api.Errorf(api.Unavailable, "it takes no more writes, since a sync of its disk failed")
+
+// Failed is why the replica takes no more writes; nil: it does.
+func (r *Replica) Failed() error {
+	var failed error
+	if err := r.onLoop(func() { failed = r.failed }); err != nil || failed == nil {
+		return r.name(err)
+	}
+	if errors.Is(failed, errClosed) {
+		return r.name(failed)
+	}
+	return r.name(fmt.Errorf("%w: %w", ErrFailed, failed))
+}
+
 // fail stops all writing: after a sync that failed nobody knows what the disk holds.
 func (r *Replica) fail(err error) {
 	if r.failed == nil {
 		r.failed = err
 		slog.Error("replica takes no more writes: a sync failed", "replica", r.dir, "error", err)
 	}
+}
+
+// syncNow makes durable what the head has, for who is not on the loop's thread. An error is told once for an open file:
+// it must not be lost on who asks here, since the next flush would find nothing.
+func (r *Replica) syncNow() error {
+	err := r.head.Datasync()
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrFailed, errors.Join(err, r.onLoop(func() { r.fail(err) })))
 }
 
 func (r *Replica) syncHead(f *flight) {

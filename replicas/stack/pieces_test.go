@@ -63,6 +63,13 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer h.Close()
+	until(t, "nobody has a lock on it", func() bool {
+		held, err := d.held(d.path(layersDir, layer, dataFile))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return !held
+	})
 	done()
 	if from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64); err != nil || from != math.MaxInt64 {
 		t.Errorf("it holds data at %d: %v", from, err)

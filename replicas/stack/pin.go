@@ -186,6 +186,21 @@ func (d *Disk) Pins() ([]Pin, error) {
 	return list, errors.Join(errs...)
 }
 
+// Pinned reports whether there may be a pin of that uid.
+func (d *Disk) Pinned(uid string) (bool, error) {
+	is, err := d.exists(d.path(pinsDir, uid))
+	if !is && err == nil {
+		var there bool
+		if there, err = d.exists(d.path(diskFile)); !there && err == nil {
+			err = api.Errorf(api.Unavailable, "the disk is not there")
+		}
+	}
+	if err != nil {
+		return false, fmt.Errorf("pin %s on disk %s: %w", uid, d.root, classify(err))
+	}
+	return is, nil
+}
+
 // Unpin lets the layers go that a pin held, and nothing else names. No pin of that uid is fine.
 func (d *Disk) Unpin(uid string) (err error) {
 	defer func() {
@@ -196,6 +211,7 @@ func (d *Disk) Unpin(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
+	d.settleAhead()
 	unlock, err := d.lock()
 	if err != nil {
 		return err
@@ -235,6 +251,11 @@ func (d *Disk) LackingOf(layers []string) (none []string, err error) {
 				break
 			}
 		}
+		if here && err == nil {
+			var away bool
+			away, err = d.mergedAway(uid)
+			here = !away
+		}
 		if err != nil {
 			return nil, fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
 		}
@@ -255,21 +276,22 @@ func (d *Disk) Drop(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
+	d.settleAhead()
 	unlock, err := d.lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	names, err := d.named()
-	if err != nil {
-		return err
-	}
 	if busy, err := d.held(d.path(layersDir, uid, dataFile)); err != nil {
 		return err
 	} else if busy {
 		return api.Errorf(api.Busy, "somebody is at it")
 	}
-	return d.dropLayers([]string{uid}, names)
+	seen := d.look() // after the look who has it: as in collectLayers
+	if err := seen.unread(); err != nil {
+		return err
+	}
+	return d.dropLayers([]string{uid}, namedBy(seen.all), seen)
 }
 
 // Space is what a replica takes on the disk: its head and all the layers that it names, and of those what something
@@ -284,17 +306,9 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	unlock, err := d.lock()
+	others, err := d.othersName(m.all(), replica)
 	if err != nil {
 		return 0, 0, err
-	}
-	all, _, _ := d.namings() // what cannot be read is told elsewhere
-	unlock()
-	others := map[string]bool{}
-	for _, n := range all {
-		for _, l := range n.layers {
-			others[l] = others[l] || n.replica != replica
-		}
 	}
 	size := func(name string) (int64, error) {
 		n, err := d.sizeOnDisk(name)

@@ -252,11 +252,11 @@ func (d *Disk) sizeOf(uid string) (int64, error) {
 	if ferr != nil {
 		return 0, err
 	}
-	names, nerr := d.named()
+	named, nerr := d.isNamed(uid)
 	if nerr != nil {
 		return 0, nerr
 	}
-	if !names[uid] {
+	if !named {
 		return 0, err // still a head
 	}
 	return frozen.Size, nil

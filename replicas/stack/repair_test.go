@@ -48,6 +48,7 @@ func TestRepair(t *testing.T) {
 		t.Fatal(err)
 	}
 	read := func() ([]byte, error) {
+		defer d.Close() // what it finds is recorded in the background
 		buf := alignedBuffer(int(chunkSize))
 		return buf, issue(loop, r, block.OpRead, chunk, chunkSize, buf, false)
 	}

@@ -43,10 +43,11 @@ type Replica struct {
 
 	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
 	adopted bool       // this opener began a session, which Close may end
-	metaMu  sync.Mutex // guards meta, closed and over, and head against who does not hold mu
+	metaMu  sync.Mutex // guards meta, closed, over and unsure, and head against who does not hold mu
 	meta    Meta
-	closed  bool // Close was called
-	over    bool // and is done: nothing is recorded any more
+	closed  bool  // Close was called
+	over    bool  // and is done: nothing is recorded any more
+	unsure  error // set: it is not known what stack.json says
 
 	merging sync.Mutex    // one merge at a time
 	lenders []*layer      // of other disks, not needed any more; under mu
@@ -165,13 +166,33 @@ const forkTime = 100 * time.Millisecond
 
 // tryLock takes a flock that nobody should hold; EWOULDBLOCK says that somebody does.
 func tryLock(h file.Handle, how int) error {
-	soon, cancel := context.WithTimeout(context.Background(), forkTime)
+	err := lockWithin(forkTime, h, how)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		awaitForks()
+		err = lockWithin(closeTime, h, how)
+	}
+	return err
+}
+
+// closeTime is how long a lock is waited for after that: a process closes what is not for its program a moment after
+// whoever started it goes on.
+const closeTime = 20 * time.Millisecond
+
+func lockWithin(limit time.Duration, h file.Handle, how int) error {
+	soon, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	err := awaitLock(soon, h, how)
 	if api.Is(err, api.Busy) {
 		return unix.EWOULDBLOCK
 	}
 	return err
+}
+
+// awaitForks waits until the processes that this one is starting run their programs, however long a busy machine takes
+// for that: what was closed before is not open in them then.
+func awaitForks() {
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 }
 
 // awaitLock takes a flock as soon as nobody holds one against it.

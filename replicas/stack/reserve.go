@@ -2,6 +2,7 @@ package stack
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"sync"
 
@@ -43,7 +44,11 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 		if !left {
 			return err
 		}
-		err = writeMeta(d.fs, name, formatStack, m.record())
+		again := writeMeta(d.fs, name, formatStack, m.record())
+		if again != nil && errors.Is(err, errUnsure) {
+			again = fmt.Errorf("%w: %w", errUnsure, again) // the first one may be there
+		}
+		err = again
 	}
 	if err == nil {
 		d.fill()

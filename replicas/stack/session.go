@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"drover.io/drover/api"
 )
@@ -17,20 +18,36 @@ import (
 // commit writes stack.json with what change does to it.
 func (r *Replica) commit(change func(*Meta)) error {
 	r.metaMu.Lock()
-	ended := r.over
+	ended, unsure := r.over, r.unsure
 	r.metaMu.Unlock()
 	if ended { // its record may be another opener's by now
 		return errClosed
 	}
+	if unsure != nil {
+		return unsure
+	}
 	m := r.Meta()
 	change(&m)
 	if err := r.disk.writeStack(r.dir, m); err != nil {
+		if errors.Is(err, errUnsure) {
+			r.unknown(err)
+		}
 		return classify(err)
 	}
 	r.metaMu.Lock()
 	r.meta = m
 	r.metaMu.Unlock()
 	return nil
+}
+
+// unknown ends all recording and all writes: the disk's stack.json may be another one than what is known here. What it
+// does not name may be collected, so only who opens the replica anew, and reads it, goes on from there.
+func (r *Replica) unknown(err error) {
+	r.metaMu.Lock()
+	r.unsure = api.Errorf(api.Unavailable, "what its record says is not known since it could not be synced; nothing is "+
+		"done with it until it is opened again: %w: %w", ErrFailed, err)
+	r.metaMu.Unlock()
+	_ = r.onLoop(func() { r.fail(err) })
 }
 
 func (r *Replica) name(err error) error {
@@ -75,6 +92,15 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 		return r.name(err)
 	}
 	defer release()
+	// An engine that goes on, and has or had several members, may not know that the replica was opened anew meanwhile.
+	goesOn := incarnation == m.Incarnation
+	if err := r.onLoop(func() {
+		if len(members) > 1 || goesOn && (len(m.Members) > 1 || r.noted.used()) {
+			r.tracking = true
+		}
+	}); err != nil {
+		return r.name(err)
+	}
 	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty && !restarted {
 		r.adopted = true
 		return nil
@@ -90,9 +116,6 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 			m.Joined = epoch
 		}
 	})
-	if err == nil && len(members) > 1 {
-		err = r.onLoop(func() { r.tracking = true })
-	}
 	r.adopted = r.adopted || err == nil
 	return r.name(err)
 }
@@ -120,7 +143,8 @@ func (r *Replica) Note(object json.RawMessage) error {
 	return r.name(r.commit(func(m *Meta) { m.Object = compact.Bytes() }))
 }
 
-// Expand makes the volume larger. The same size again is fine, a smaller one is refused.
+// Expand makes the volume larger. The same size again is fine, a smaller one is refused. While I/O is under way that
+// does not end soon the error is of kind busy.
 func (r *Replica) Expand(ctx context.Context, size int64) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -134,12 +158,12 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	if size == m.Size {
 		return nil
 	}
-	release, err := r.quiesce(ctx)
+	release, err := r.holdWhile(ctx)
 	if err != nil {
 		return r.name(err)
 	}
 	defer release()
-	err = errors.Join(r.head.Truncate(size), r.head.Datasync(), r.growIntents(size))
+	err = errors.Join(r.head.Truncate(size), r.syncNow(), r.growIntents(size))
 	if err != nil {
 		return r.name(classify(err))
 	}
@@ -201,9 +225,15 @@ var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
 
 // quiesce holds new I/O back and returns when none is under way. Release lets it go on.
 func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
-	quiet := make(chan struct{})
+	return r.quiesceWhile(ctx, nil)
+}
+
+// quiesceWhile gives up when nothing ended between two looks.
+func (r *Replica) quiesceWhile(ctx context.Context, look <-chan time.Time) (release func(), err error) {
+	quiet, begun := make(chan struct{}), make(chan int, 1)
 	if !r.ring.Post(func() {
 		r.holding++
+		begun <- r.inflight
 		if r.inflight == 0 {
 			close(quiet)
 			return
@@ -225,14 +255,30 @@ func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
 			}
 		})
 	}
-	select {
-	case <-quiet:
-		return release, nil
-	case <-ctx.Done():
-		release()
-		return nil, api.Errorf(api.Busy, "I/O is still under way: %w", ctx.Err())
+	left := -1
+	for {
+		select {
+		case <-quiet:
+			return release, nil
+		case left = <-begun:
+		case <-look:
+			now := left
+			if err := r.onLoop(func() { now = r.inflight }); err == nil && now < left || left < 0 {
+				left = now
+				continue
+			}
+			release()
+			return nil, api.Errorf(api.Busy, "%w", ErrUnderWay)
+		case <-ctx.Done():
+			release()
+			return nil, api.Errorf(api.Busy, "%w: %w", ErrUnderWay, ctx.Err())
+		}
 	}
 }
+
+// ErrUnderWay is in the errors of what needed I/O to be over for a moment. Whoever tries again lets it go on for
+// longer.
+var ErrUnderWay = errors.New("I/O is still under way")
 
 var errLoopEnded = api.Errorf(api.Unavailable, "its loop has ended")
 

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -53,6 +55,74 @@ func (d *Disk) settleFrozen(ctx context.Context, uid string) error {
 		}
 	}
 	return nil
+}
+
+// settleNames makes durable what replicas, images and pins name now, and that they name nothing else. A process that
+// was killed may have recorded it a moment ago: a loss of power must not bring a record back that names what was
+// removed since. What changes meanwhile is not settled.
+func (d *Disk) settleNames(ctx context.Context) error { return d.settleSight(ctx, d.look()) }
+
+// settleSight does so for what a look found. What was durable then is not synced again: a record that is the same file
+// is, and so is a folder of records that is as it was before it was synced last.
+func (d *Disk) settleSight(ctx context.Context, s *sight) error {
+	if s.unlisted != nil {
+		return s.unlisted
+	}
+	d.names.settledMu.Lock()
+	defer d.names.settledMu.Unlock()
+	if d.names.settled == nil {
+		d.names.settled = make(map[string]fileID)
+	}
+	sync := func(dir string) error {
+		err := errors.Join(ctx.Err(), d.fs.SyncDir(dir))
+		if errors.Is(err, fs.ErrNotExist) {
+			return ctx.Err() // it went
+		}
+		return err
+	}
+	for _, kind := range []string{trashDir, replicaDir, imagesDir, pinsDir} { // where removed records went, and were
+		dir := d.path(kind)
+		id, steady, err := d.fileID(dir)
+		if kind == pinsDir && errors.Is(err, fs.ErrNotExist) {
+			continue // made with the first of them
+		}
+		if have, is := d.names.settled[dir]; err == nil && is && have == id {
+			continue
+		}
+		delete(d.names.settled, dir)
+		if err := sync(dir); err != nil {
+			return err
+		}
+		if err == nil && steady {
+			d.names.settled[dir] = id
+		}
+	}
+	for _, k := range s.records {
+		if k.lasts {
+			continue
+		}
+		if err := sync(filepath.Dir(k.path)); err != nil {
+			return err
+		}
+		k.lasts = true
+	}
+	for _, dir := range s.bare {
+		if err := sync(dir); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// settleAhead does so once before the first time that the disk's lock is held for it, which others wait for: what has
+// changed since is little. An error is told there.
+func (d *Disk) settleAhead() {
+	d.names.settledMu.Lock()
+	done := d.names.settled != nil
+	d.names.settledMu.Unlock()
+	if !done {
+		_ = d.settleNames(context.Background())
+	}
 }
 
 // settleTime is how long writes of a dead process are waited for where nobody says.

@@ -87,6 +87,7 @@ func (m *Meta) drop(uid string) (gone []string) {
 // DropSnapshot takes a snapshot's name away; one that is not there is fine. Its layer stays below the head until it is
 // merged; layers beside the head go.
 func (r *Replica) DropSnapshot(uid string) error {
+	r.disk.settleAhead()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	unlock, err := r.disk.lock()
@@ -102,7 +103,8 @@ func (r *Replica) DropSnapshot(uid string) error {
 }
 
 // alone runs change on the stack of a replica that nobody has open, and commits it. What it returns is dropped unless
-// something else names it.
+// something else names it. An error of a change that is in the place of the old stack, durable or not, is of kind busy:
+// it did not fail.
 func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
 	defer func() {
 		if err != nil {
@@ -114,6 +116,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	} else if err != nil {
 		return err
 	}
+	d.settleAhead()
 	dir := d.path(replicaDir, uid)
 	owner, err := d.fs.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -138,10 +141,17 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	if err != nil {
 		return err
 	}
-	if err := d.writeStack(dir, m); err != nil {
+	err = d.writeStack(dir, m)
+	if err != nil && !errors.Is(err, errUnsure) {
 		return err
 	}
-	return errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
+	if err == nil {
+		err = errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
+	}
+	if err != nil { // the next one who reads the stack finds the change
+		return api.Errorf(api.Busy, "it is there, and what belongs to it is not done yet; try again: %w", err)
+	}
+	return nil
 }
 
 // DropSnapshot is that of Replica, for one that nobody has open.
@@ -151,7 +161,8 @@ func (d *Disk) DropSnapshot(replica, uid string) error {
 
 // Revert makes a replica that nobody has open hold what a snapshot holds. What was written since the newest snapshot is
 // gone; newer snapshots stay. The size stays too: beyond that of the snapshot there are zeros. epoch is that of the
-// volume: of its replicas, one that is not reverted then is out of date, and no intents tell what it lacks.
+// volume: sessions of earlier ones are refused from then on, and of its replicas, one that is not reverted then is out
+// of date, and no intents tell what it lacks.
 func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64) error {
 	return d.alone(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
@@ -170,6 +181,9 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 			return nil, err
 		}
 		m.Reverted = max(m.Reverted, epoch)
+		if epoch > m.Epoch {
+			m.Epoch, m.Incarnation = epoch, 0
+		}
 		m.Head = nextHead(m.Head)
 		base := dir + "/" + m.Head
 		for _, name := range []string{base + dataSuffix, base + zeroSuffix} {

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
@@ -168,6 +170,32 @@ func TestRevertAndDrop(t *testing.T) {
 	drop(first[0], 3)
 	c.scribble(1)
 	c.check()
+}
+
+// A revert in a new epoch shuts out the engines of earlier ones.
+func TestRevertFences(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	c := newChained(t)
+	first := c.scribble(1)[0]
+	if err := c.d.Revert(ctx, c.uid, first, c.epoch+2); err != nil {
+		t.Fatal(err)
+	}
+	r, err := c.d.OpenReplica(ctx, c.uid, c.loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for epoch := c.epoch; epoch < c.epoch+2; epoch++ {
+		if err := r.Adopt(ctx, epoch, 9, []string{c.uid}); !api.Is(err, api.Denied) {
+			t.Errorf("epoch %d is adopted: %v", epoch, err)
+		}
+	}
+	if err := r.Adopt(ctx, c.epoch+3, 1, []string{c.uid}); err != nil {
+		t.Error(err)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
 }
 
 // A clone is a new head on layers of the source, frozen or finished; either outlives the other.
@@ -449,4 +477,36 @@ func TestImageBeforeDigests(t *testing.T) {
 	if n := c.layersOnDisk(); n != 0 {
 		t.Fatalf("%d layers are left", n)
 	}
+}
+
+// A revert whose record is in its place, but not known to be on the disk, is not told as one that failed.
+func TestRevertOfUnknownOutcome(t *testing.T) {
+	t.Parallel()
+	c := newChained(t)
+	first := c.scribble(2)[0]
+	d, f := tap(t, c.d)
+	dir := c.d.path(replicaDir, c.uid)
+	was, err := c.d.readStack(c.uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hit := false
+	f.set(func(op, name string) (func(), error) {
+		if m, err := c.d.readStack(c.uid); op == opSync && name == dir && !hit && err == nil && m.Head != was.Head {
+			hit = true
+			return nil, unix.EIO
+		}
+		return nil, nil
+	})
+	if err := d.Revert(context.Background(), c.uid, first, c.epoch+1); !hit || !api.Is(err, api.Busy) {
+		t.Errorf("a revert whose end is not known: %v", err)
+	}
+	if m, err := c.d.readStack(c.uid); err != nil || m.Reverted != c.epoch+1 {
+		t.Errorf("after that: %+v, %v", m, err)
+	}
+	if err := d.Settle(c.uid); err != nil {
+		t.Error(err)
+	}
+	c.model = c.snaps[first]
+	c.check()
 }

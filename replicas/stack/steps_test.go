@@ -89,6 +89,25 @@ func mergeAll(r *Replica) error {
 	}
 }
 
+// servedAsSealed has every layer that can be opened hold what its digest says, whether anything names it or not.
+func servedAsSealed(t *testing.T, d *Disk) {
+	t.Helper()
+	entries, err := d.fs.ReadDir(d.path(layersDir))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		_, _, merged := d.Digest(e.Name())
+		src, err := d.Open(e.Name())
+		if err != nil {
+			continue
+		}
+		if err := errors.Join(merged, src.Close(), d.Verify(context.Background(), e.Name())); err != nil {
+			t.Fatalf("a layer is served that is not what it was: %v", err)
+		}
+	}
+}
+
 func replicaIs(ok func(m Meta, done bool) bool) func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
 	return func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
 		list, err := d.Replicas()
@@ -358,63 +377,64 @@ var steps = []step{
 			}
 			i.e.check(t, d, p, i.replica)
 		}},
-	{name: "merge", long: true, setup: func(t *testing.T, d *Disk, i *ids) {
-		i.makeImage(t, d)
-		blocks := [][]int64{{1, 5, 600, 601, 900}, {5, 6, 601, 700, 1500, 2047}, {2}}
-		spec := i.spec(i.layer)
-		for k, b := range blocks {
-			spec.Layers = append(spec.Layers, filledLayer(t, d, 8<<20, b, uint64(k+1)<<40, i.e))
-		}
-		if err := d.CreateReplica(context.Background(), spec); err != nil {
-			t.Fatal(err)
-		}
+	mergeThree,
+	mergeBefore,
+	mergeBeside,
+	{name: "compact the record of zeros of an open replica", long: true, setup: func(t *testing.T, d *Disk, i *ids) {
+		i.makeReplica(t, d)
+		fillZeroLog(t, d, i.replica, compactAt-1)
+		i.e.put(5, 0)
 	},
-		do: withReplica(mergeAll),
+		do: func(d *Disk, p *power, i *ids) error {
+			return withReplica(func(r *Replica) error {
+				buf := alignedBuffer(int(blockSize))
+				fill(buf, 44)
+				i.e.add(700, 1, 44)
+				err := issue(p, r, block.OpWrite, 700<<blockBits, blockSize, buf, true)
+				for _, b := range []int64{0, 700, 5} {
+					if err == nil {
+						i.e.add(b, 1, 0)
+						err = issue(p, r, block.OpDiscard, b<<blockBits, blockSize, nil, false)
+					}
+				}
+				if err == nil {
+					i.e.durable()
+				}
+				return err
+			})(d, p, i)
+		},
 		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
-			if err := d.Collect(context.Background(), 0); err != nil {
-				t.Fatal(err)
+			if st, err := os.Stat(d.path(replicaDir, i.replica, "head.zero")); err != nil || done && st.Size() > 64<<10 {
+				t.Fatalf("%d bytes, %v", st.Size(), err)
 			}
-			replicaIs(func(m Meta, done bool) bool { return !done || len(m.Layers) == 2 && m.Merge == nil })(t, d, p, i, done)
-			if err := withReplica(mergeAll)(d, p, i); err != nil {
-				t.Fatal(err)
-			}
-			replicaIs(func(m Meta, done bool) bool { return len(m.Layers) == 2 && m.Merge == nil })(t, d, p, i, done)
-			list, err := d.Replicas()
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, uid := range list[0].Layers {
-				if err := d.Verify(context.Background(), uid); err != nil {
-					t.Fatal(err)
-				}
-			}
-			if err := errors.Join(d.Collect(context.Background(), 0), d.Collect(context.Background(), 0), d.Close()); err != nil {
-				t.Fatal(err)
-			}
-			for dir, want := range map[string]int{layersDir: 2, trashDir: 0} {
-				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) != want {
-					t.Fatalf("%s holds %v, %v", dir, left, err)
-				}
+			replicaIs(func(m Meta, done bool) bool { return true })(t, d, p, i, done)
+			if left, err := filepath.Glob(d.path(replicaDir, i.replica, "*.tmp")); err != nil || len(left) > 0 {
+				t.Fatalf("left behind: %v, %v", left, err)
 			}
 		}},
-	mergeBeside,
 	{name: "compact the record of zeros", setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeReplica(t, d)
-		l, err := openZeroLog(d.fs, d.path(replicaDir, i.replica, "head.zero"), 2048)
-		if err != nil {
-			t.Fatal(err)
-		}
-		spans := make([]span, compactAt)
-		for k := range spans {
-			spans[k] = span{5 << blockBits, blockSize}
-		}
-		if err := errors.Join(l.add(spans), l.sync(), l.close()); err != nil {
-			t.Fatal(err)
-		}
+		fillZeroLog(t, d, i.replica, compactAt)
 		i.e.put(5, 0)
 	},
 		do:    withReplica(func(r *Replica) error { return nil }),
 		check: replicaIs(func(m Meta, done bool) bool { return true })},
+}
+
+// fillZeroLog records that block 5 is zero, n times.
+func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
+	t.Helper()
+	l, err := openZeroLog(d.fs, d.path(replicaDir, replica, "head.zero"), 2048)
+	if err != nil {
+		t.Fatal(err)
+	}
+	spans := make([]span, n)
+	for k := range spans {
+		spans[k] = span{5 << blockBits, blockSize}
+	}
+	if err := errors.Join(l.add(spans), l.sync(), l.close()); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // TestPowerLossInSteps cuts the power after every single change that an operation makes.

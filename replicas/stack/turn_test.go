@@ -1,7 +1,10 @@
 package stack
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"os"
 	"testing"
 
 	"drover.io/drover/api"
@@ -284,4 +287,130 @@ func TestCutThatIsGivenUp(t *testing.T) {
 	model := make([]byte, size)
 	copy(model[blockSize:], append(numbered(2), numbered(3)...))
 	compareView(t, d, spec.UID, model)
+}
+
+// A layer that somebody named between the commit of a cut and its instant is not taken back: it stays as it is, and what
+// was acknowledged is in it.
+func TestCutThatIsGivenUpAndNamed(t *testing.T) {
+	ctx := context.Background()
+	const size = 8 << 20
+	plain, disk := newDisk(t), &slowDisk{Loop: startLoop(t)}
+	d, f := tap(t, plain)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.openReplica(ctx, spec.UID, disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
+		t.Fatal(err)
+	}
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(2))
+	disk.set(true)
+	gone := disk.later(r, block.OpDiscard, 0, 1, nil)
+	for disk.waiting() < 1 {
+	}
+	s := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}
+	c, err := r.PrepareCut(ctx, s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pin := Pin{UID: string(api.NewUID()), For: "copy"}
+	f.set(func(op, name string) (func(), error) {
+		if op != opSync || name != d.path(replicaDir, spec.UID) || pin.Layers != nil {
+			return nil, nil
+		}
+		return func() { // committed
+			if pin, err = plain.Pin(ctx, pin, spec.UID, ""); err != nil || len(pin.Layers) != 1 {
+				t.Errorf("pin: %+v, %v", pin, err)
+			}
+		}, nil
+	})
+	over, cancel := context.WithCancel(ctx)
+	cancel()
+	if err := c.Do(over); !errors.Is(err, ErrFailed) {
+		t.Errorf("a cut that cannot be taken back: %v", err)
+	}
+	f.set(nil)
+	disk.set(false)
+	<-gone // done or refused: nobody was told of it yet
+	if err := issue(disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(3), false); err == nil {
+		t.Error("a layer that is pinned takes writes")
+	}
+	_ = r.Close() // says what failed
+	compare := func(read func(buf []byte, off int64) error) {
+		t.Helper()
+		buf := alignedBuffer(int(blockSize))
+		if err := read(buf, 1<<blockBits); err != nil || !bytes.Equal(buf, numbered(2)) {
+			t.Fatalf("it begins with %x, %v", buf[:8], err)
+		}
+	}
+	src, err := plain.OpenStack(pin.Layers, size)
+	if err != nil {
+		t.Fatal(err)
+	}
+	compare(func(buf []byte, off int64) error { _, err := src.ReadAt(buf, off); return err })
+	if err := src.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if r, err = plain.openReplica(ctx, spec.UID, disk); err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	if m := r.Meta(); len(m.Layers) != 1 || m.Layers[0] != s.Layer || len(m.Snapshots) != 1 {
+		t.Errorf("opened again: %+v", m)
+	}
+	compare(func(buf []byte, off int64) error { return issue(disk, r, block.OpRead, off, blockSize, buf, false) })
+}
+
+// TestCutThatIsGivenUpBesideABadRecord: a record of something else that cannot be read does not keep a cut from being
+// taken back, and the volume from working.
+func TestCutThatIsGivenUpBesideABadRecord(t *testing.T) {
+	ctx := context.Background()
+	d, disk := newDisk(t), &slowDisk{Loop: startLoop(t)}
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 8 << 20}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.openReplica(ctx, spec.UID, disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
+		t.Fatal(err)
+	}
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(2))
+	bad := d.path(imagesDir, string(api.NewUID()))
+	if err := os.Mkdir(bad, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(bad+"/"+imageFile, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	disk.set(true)
+	gone := disk.later(r, block.OpDiscard, 0, 1, nil)
+	for disk.waiting() < 1 {
+	}
+	c, err := r.PrepareCut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
+	if err != nil {
+		t.Fatal(err)
+	}
+	over, cancel := context.WithCancel(ctx)
+	cancel()
+	if err := c.Do(over); err == nil || errors.Is(err, ErrFailed) {
+		t.Errorf("a cut whose time is over: %v", err)
+	}
+	disk.set(false)
+	<-gone
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(3))
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	if m, err := d.readStack(spec.UID); err != nil || len(m.Snapshots) > 0 {
+		t.Errorf("it has the cut: %+v, %v", m, err)
+	}
 }

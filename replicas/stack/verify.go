@@ -371,7 +371,7 @@ func (d *Disk) setOpen(r *Replica, open bool) {
 	d.open[r] = true
 }
 
-// finished lets the replicas that are open here compare reads of a layer that has got its digests.
+// finished lets the replicas that are open here know that a layer has got its map and its digests.
 func (d *Disk) finished(uid string) error {
 	var errs []error
 	for _, r := range d.opened() {
@@ -386,28 +386,40 @@ func (r *Replica) finished(uid string) error {
 	if r.isOpen() != nil || !slices.Contains(r.Meta().Layers, uid) {
 		return nil
 	}
-	rec, err := r.disk.layerRecord(uid)
-	if err != nil {
-		return ignoreKind(err, api.NotFound)
-	}
-	crcs, err := r.disk.openCRCs(uid, rec.Size, r.disk.direct)
-	if crcs == nil || err != nil {
+	return ignoreKind(r.know(uid), api.NotFound)
+}
+
+// know takes over the map and the checksums of a layer that was finished after it was opened: from then on reads of it
+// are compared, and what it holds is no longer asked of its file, which a merge changes. The caller has mu.
+func (r *Replica) know(uid string) error {
+	k := -1
+	err := r.onLoop(func() {
+		k = slices.IndexFunc(r.layers, func(l *layer) bool {
+			return l.rec.UID == uid && l.lender == nil && l.hy == nil && (l.mapping == nil || l.crcs == nil)
+		})
+	})
+	if k < 0 || err != nil {
 		return err
 	}
-	took := false
-	r.work.do(func() {
+	now := &layer{disk: r.disk}
+	if now.rec, err = r.disk.layerRecord(uid); err == nil {
+		err = r.disk.openTables(now, r.disk.direct)
+	}
+	if err != nil {
+		return errors.Join(err, now.close())
+	}
+	r.work.do(func() { // it builds no page meanwhile
 		err = r.onLoop(func() {
-			for _, l := range r.layers {
-				if l.rec.UID == uid && l.lender == nil && l.crcs == nil {
-					l.rec, l.crcs, took = rec, crcs, true
-				}
+			l := r.layers[k] // they change under mu alone
+			if l.rec = now.rec; l.mapping == nil {
+				l.m, l.mapping, now.mapping = now.m, now.mapping, nil
+			}
+			if l.crcs == nil {
+				l.crcs, now.crcs = now.crcs, nil
 			}
 		})
 	})
-	if !took {
-		err = errors.Join(err, crcs.Close())
-	}
-	return err
+	return errors.Join(err, now.close())
 }
 
 func ignoreKind(err error, kind api.Kind) error {

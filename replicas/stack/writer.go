@@ -42,6 +42,10 @@ type layerWriter struct {
 	exact bool   // zeros that are written stay data
 
 	allocated map[int64]bool // windows of chunks that have room
+
+	unsynced int64         // bytes of data that were written since a sync of them was begun
+	syncing  chan struct{} // closed when the sync under way ends; nil: there is none
+	lost     error         // of a sync that failed
 }
 
 // Exact implements block.Exact. Before anything is written.
@@ -77,9 +81,7 @@ func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.Laye
 		return nil, err
 	}
 	defer unlock()
-	if _, err := d.layerRecord(uid); err == nil {
-		return nil, api.Errorf(api.Exists, "it is finished already")
-	} else if !api.Is(err, api.NotFound) {
+	if err := d.unmade(uid); err != nil {
 		return nil, err
 	}
 	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: size, kinds: newIndex(size>>blockBits, 0),
@@ -89,13 +91,11 @@ func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.Laye
 	} else if busy {
 		return nil, api.Errorf(api.Busy, "somebody else is making it")
 	}
-	// A layer that was cut off and has no digests yet looks half made, but is data of a volume.
-	if frozen, err := d.exists(w.dir + "/" + frozenFile); err != nil {
+	if err := d.unmade(uid); err != nil { // by who had the lock before
 		return nil, err
-	} else if frozen {
-		if names, err := d.named(); err != nil || names[uid] {
-			return nil, errors.Join(api.Errorf(api.Busy, "a snapshot here has it, and makes its digests"), err)
-		}
+	}
+	if err := d.unowned(uid); err != nil {
+		return nil, err
 	}
 	if err := file.RemoveAll(d.fs, w.dir); err != nil {
 		return nil, err
@@ -104,6 +104,27 @@ func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.Laye
 		return nil, errors.Join(err, w.closeFiles(), file.RemoveAll(d.fs, w.dir))
 	}
 	return w, nil
+}
+
+// unowned is no error where what is in the folder of a layer that has no record may be removed: nobody needs it, and a
+// loss of power does not bring a record back that names it. It may look half made and be data of a volume: what was cut
+// off and has no digests yet, and what a merge was over with a moment ago.
+func (d *Disk) unowned(uid string) error {
+	frozen, err := d.exists(d.path(layersDir, uid, frozenFile))
+	if err != nil {
+		return err
+	}
+	merged, err := d.exists(d.path(layersDir, uid, movingFile))
+	if err != nil {
+		return err
+	}
+	if !frozen && !merged {
+		return nil
+	}
+	if names, err := d.named(); frozen && (err != nil || names[uid]) {
+		return errors.Join(api.Errorf(api.Busy, "a snapshot here has it, and makes its digests"), err)
+	}
+	return d.settleNames(context.Background())
 }
 
 func (w *layerWriter) open() (err error) {
@@ -131,6 +152,7 @@ func (w *layerWriter) open() (err error) {
 }
 
 func (w *layerWriter) closeFiles() error {
+	w.synced()
 	var errs []error
 	for _, h := range []file.Handle{w.data, w.direct, w.sums, w.crcs} {
 		if h != nil {
@@ -157,7 +179,56 @@ func (w *layerWriter) check(off, n int64) (size int64, err error) {
 	if w.state != writing {
 		return 0, api.Errorf(api.Invalid, "it is sealed or aborted")
 	}
-	return w.size, nil
+	return w.size, w.lost
+}
+
+// syncEvery is how many bytes of data are written before they begin to be synced: so that Seal has little to wait for.
+const syncEvery = 128 << 20
+
+// wrote is told of data that was written.
+func (w *layerWriter) wrote(n int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.unsynced += n; w.unsynced < w.d.early || w.syncing != nil || w.state != writing {
+		return
+	}
+	ended := make(chan struct{})
+	w.unsynced, w.syncing = 0, ended
+	go func() { // closeFiles waits for it
+		defer close(ended)
+		err := w.data.Datasync()
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.syncing = nil
+		w.lose(err)
+	}()
+}
+
+// lose notes that a sync failed. It counts for good: of what it lost, the kernel tells no later one. The caller has mu.
+func (w *layerWriter) lose(err error) {
+	if err != nil && w.lost == nil {
+		w.lost = fmt.Errorf("not all that was written is on the disk: %w", err)
+	}
+}
+
+// synced waits for the sync under way.
+func (w *layerWriter) synced() {
+	w.mu.Lock()
+	under := w.syncing
+	w.mu.Unlock()
+	if under != nil {
+		<-under
+	}
+}
+
+// sync makes what was written durable, together with what goes with it.
+func (w *layerWriter) sync(more ...func() error) error {
+	err := atOnce(append(more, w.data.Datasync)...)
+	w.synced()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.lose(err)
+	return w.lost
 }
 
 // Resize implements block.LayerWriter.
@@ -264,7 +335,8 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 		if end > off+n {
 			break
 		}
-		if err := w.putSum(c, p[c*chunkSize-off:end-off], sha256.Sum256(p[c*chunkSize-off:end-off])); err != nil {
+		part := p[c*chunkSize-off : end-off]
+		if err := w.putSums(c, chunkSums{sha256.Sum256(part), chunkCRCs(part)}); err != nil {
 			return int(n), w.name(err)
 		}
 		summed = append(summed, c)
@@ -272,12 +344,13 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 	return int(n), nil
 }
 
-// putSum writes the digest of chunk c and the checksums of its blocks.
-func (w *layerWriter) putSum(c int64, p []byte, sum [sumSize]byte) error {
-	if _, err := w.sums.WriteAt(sum[:], sumsHeader+c*sumSize); err != nil {
+// putSums writes what there is to compare chunk c with.
+func (w *layerWriter) putSums(c int64, sums chunkSums) error {
+	if _, err := w.sums.WriteAt(sums.digest[:], sumsHeader+c*sumSize); err != nil {
 		return err
 	}
-	return putCRCs(w.crcs, c, p)
+	_, err := w.crcs.WriteAt(sums.crcs, c*int64(crcsInChunk))
+	return err
 }
 
 func (w *layerWriter) put(p []byte, off int64) error {
@@ -292,6 +365,7 @@ func (w *layerWriter) put(p []byte, off int64) error {
 	w.mu.Lock()
 	w.kinds.set(off>>blockBits, (end+blockSize-1)>>blockBits, uint16(block.Data))
 	w.mu.Unlock()
+	w.wrote(int64(len(p)))
 	return nil
 }
 
@@ -350,7 +424,7 @@ func (w *layerWriter) Sync(context.Context) error {
 	if _, err := w.check(0, 0); err != nil {
 		return w.name(err)
 	}
-	return w.name(w.data.Datasync())
+	return w.name(w.sync())
 }
 
 // Seal implements block.LayerWriter. The rename of layer.json commits it.
@@ -385,7 +459,7 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		if err != nil {
 			return err
 		}
-		return w.putSum(c, buf[:min(chunkSize, w.size-c*chunkSize)], sum)
+		return w.putSums(c, chunkSums{sum, chunkCRCs(buf[:min(chunkSize, w.size-c*chunkSize)])})
 	})
 	if err != nil {
 		return rec, err
@@ -412,8 +486,8 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		}
 		b += n
 	}
-	if err := atOnce(w.data.Datasync, w.sums.Datasync, func() error { return sealCRCs(w.crcs, w.size) },
-		func() error { return writeFile(w.d.fs, w.dir+"/"+mapFile, encodeMap(&w.kinds)) }); err != nil {
+	if err := atOnce(func() error { return w.sync(w.sums.Datasync, func() error { return sealCRCs(w.crcs, w.size) }) },
+		func() error { return writeMap(w.d.fs, w.dir+"/"+mapFile, &w.kinds) }); err != nil {
 		return rec, err
 	}
 	if err := errors.Join(w.data.Chmod(0o444), w.sums.Chmod(0o444)); err != nil {
@@ -444,6 +518,7 @@ func (w *layerWriter) Abort() error {
 	if was != writing {
 		return nil
 	}
+	w.synced() // nobody should wait for it, too
 	unlock, err := w.d.lock()
 	if err != nil {
 		return w.name(errors.Join(err, w.closeFiles()))

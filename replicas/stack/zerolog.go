@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"log/slog"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -22,7 +23,7 @@ const (
 	zeroMagic  = "DROVERZ1"
 	zeroRecord = 32
 	recordZero = 1
-	// compactAt is how many records a log may have before it is rewritten at open.
+	// compactAt is how many records a log may have before it is rewritten.
 	compactAt = 1 << 15
 	reserved  = 64 << 10 // bytes
 )
@@ -37,6 +38,8 @@ type zeroLog struct {
 	n     int64 // records in the file
 	zeros index // 1: some record says zero
 	dirty bool  // records written and not synced
+	most  int64 // records before it is rewritten
+	twice bool  // the file has a second name, in a layer: what is recorded belongs there too
 }
 
 func zeroHeader() []byte {
@@ -124,10 +127,8 @@ func (l *zeroLog) load() error {
 			return err
 		}
 	}
-	if l.n >= compactAt {
-		return l.compact()
-	}
-	return nil
+	l.most = compactAt
+	return l.shrink()
 }
 
 // reserve keeps room on the disk for some records, so that a discard works on a full disk too. Best effort.
@@ -153,28 +154,47 @@ func (l *zeroLog) ranges(each func(off, n int64)) {
 	}
 }
 
-// compact rewrites the log with one record per range, where that makes it smaller.
-func (l *zeroLog) compact() error {
-	data := zeroHeader()
+// shrink rewrites a log that has become long. All of it is durable before. After an error it is not known which of the
+// two files the disk has.
+func (l *zeroLog) shrink() error {
+	if l.twice || l.n < l.most {
+		return nil
+	}
+	replaced, err := l.compact()
+	l.most = max(compactAt, 2*l.n)
+	if err != nil && !replaced {
+		slog.Warn("a record of zeros stays as long as it is", "name", l.name, "records", l.n, "error", err)
+		return nil
+	}
+	return err
+}
+
+// compact rewrites the log with one record per range, where that makes it smaller. Replaced is whether the disk may
+// have the new one.
+func (l *zeroLog) compact() (replaced bool, err error) {
+	ranges := int64(0)
+	l.ranges(func(_, _ int64) { ranges++ })
+	if ranges > l.n/2 {
+		return false, nil
+	}
+	data := append(make([]byte, 0, zeroRecord*(ranges+1)), zeroHeader()...)
 	seq := int64(0)
 	l.ranges(func(off, n int64) {
 		data = append(data, make([]byte, zeroRecord)...)
 		putZeroRecord(data[len(data)-zeroRecord:], seq, off, n)
 		seq++
 	})
-	if seq > l.n/2 {
-		return nil
-	}
 	if err := replaceFile(l.fs, l.name, data); err != nil {
-		return err
+		return errors.Is(err, errUnsure), err
 	}
 	h, err := l.fs.Open(l.name, os.O_RDWR, 0)
 	if err != nil {
-		return err
+		return true, err
 	}
 	l.h.Close()
 	l.h, l.n = h, seq
-	return nil
+	l.reserve()
+	return true, nil
 }
 
 // add appends records. They are durable after sync.

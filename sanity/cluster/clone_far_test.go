@@ -1,9 +1,11 @@
 package cluster
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -65,6 +67,7 @@ func TestClonesElsewhere(t *testing.T) {
 	var n api.Node
 	n.Name = n1.Name
 	edit(t, c, &n, func(n *api.Node) { n.Spec.Disks[0].ReservedBytes = 1 << 60 })
+	fullFor(t, c, n1)
 	clone("room", "snap://src/then", func(s *api.VolumeSpec) { s.NumberOfReplicas = 2 })
 	c.command(t, "snapshot", "create", "room", "own") // of a clone on its way
 	settled(t, c, "room", n2.Name, n3.Name)
@@ -90,6 +93,25 @@ func TestClonesElsewhere(t *testing.T) {
 	last.attach(n3)
 	last.works(50)
 	last.halt()
+}
+
+// fullFor waits until the controller, too, knows that a node has no room: it places no volume there.
+func fullFor(t *testing.T, c *Cluster, m *Machine) {
+	t.Helper()
+	probes := 0
+	eventually(t, "the controller places nothing on "+m.Name, func() bool {
+		v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 1, Nodes: []string{m.Name}}}
+		v.Name = fmt.Sprint("probe-", probes)
+		probes++
+		must(t, c.Objects.Create(t.Context(), v))
+		refused := false
+		awaitVolume(t, c, v.Name, "placed or refused", func(v *api.Volume) bool {
+			refused = meta.IsStatusConditionFalse(v.Status.Conditions, api.ConditionScheduled)
+			return refused || len(v.Status.Members) > 0
+		})
+		c.command(t, "volume", "delete", v.Name)
+		return refused
+	})
 }
 
 func deviceOf(t *testing.T, c *Cluster, volume string) string {

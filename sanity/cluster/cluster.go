@@ -92,9 +92,11 @@ func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
 		return nil, err
 	}
 	c.wg.Add(1)
+	alone := make(chan error, 1)
 	go func() {
 		defer c.wg.Done()
 		runtime.LockOSThread() // and never unlocked: the thread must do nothing else, and end with this
+		alone <- ownMounts()
 		for f := range c.births {
 			f()
 		}
@@ -104,6 +106,9 @@ func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
 			err = errors.Join(err, c.Close())
 		}
 	}()
+	if err := <-alone; err != nil {
+		return nil, err
+	}
 	if err := c.connectOwner(); err != nil {
 		return nil, err
 	}
@@ -119,10 +124,15 @@ func (c *Cluster) begin() (err error) {
 	beginning.Lock()
 	defer beginning.Unlock()
 	Sweep(c.opts.Log)
-	if c.Dir, err = os.MkdirTemp("", prefix); err == nil {
-		c.lock, err = lockDir(c.Dir)
+	for {
+		if c.Dir, err = os.MkdirTemp("", prefix); err != nil {
+			return err
+		}
+		// Another process that sweeps may have it for one of the dead before it is locked, and takes it away.
+		if c.lock, err = lockDir(c.Dir, os.O_CREATE); !errors.Is(err, unix.EWOULDBLOCK) {
+			return err
+		}
 	}
-	return err
 }
 
 // connectOwner finds a network. A card has the mask of its class for a moment, which is half of what there is.
@@ -308,8 +318,8 @@ func (c *Cluster) Close() error {
 }
 
 // lockDir marks a cluster's folder as one that lives, and tells whether it does.
-func lockDir(dir string) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(dir, "alive"), os.O_RDWR|os.O_CREATE, 0o600)
+func lockDir(dir string, flags int) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, "alive"), os.O_RDWR|flags, 0o600)
 	if err != nil {
 		return nil, err
 	}

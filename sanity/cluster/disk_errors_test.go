@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"slices"
 	"testing"
 
 	"drover.io/drover/api"
@@ -25,6 +26,13 @@ func TestDiskErrors(t *testing.T) {
 		awaitVolume(t, c, "v", "healthy", whole)
 		l.works(100)
 		for i, m := range []*Machine{n2, n1} {
+			if i > 0 { // one that was dropped as slow is not to be the last
+				awaitVolume(t, c, "v", x.name+": without "+n2.Name, func(v *api.Volume) bool {
+					at := replicasOf(t, c, "v")
+					return len(v.Status.Members) == 2 && slices.Contains(v.Status.Members, at[n1.Name].Name) &&
+						slices.Contains(v.Status.Members, at[c.Nodes[2].Name].Name)
+				})
+			}
 			must(t, x.fails(m.Disks[0]))
 			awaitVolume(t, c, "v", x.name+": smaller", func(v *api.Volume) bool {
 				return len(v.Status.Members) == 2-i && v.Status.Robustness != api.RobustHealthy

@@ -43,7 +43,7 @@ func serveSparse(t *testing.T, c *Cluster) string {
 // it comes along, as sparse as it was, and with the same checksum. All replicas crash at once, and the volume goes on;
 // all current ones are lost, and one that is old is salvaged, over its image.
 func TestReplicasOfAnImage(t *testing.T) {
-	c := start(t, Options{Nodes: 3, Settings: map[string]string{"replica-replenishment-wait-interval": "1"}})
+	c := start(t, Options{Nodes: 3})
 	n := c.Nodes
 	c.command(t, "image", "import", serveSparse(t, c), "--name", "golden")
 	sum := ready(t, c, "golden", 1).Status.Checksum
@@ -77,6 +77,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	l.works(100)
 
 	// One of two is lost for good.
+	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "1"))
 	must(t, n[1].PowerOff())
 	eventually(t, "another replica takes its place, with the image", func() bool {
 		var v api.Volume

@@ -44,16 +44,29 @@ func Init() {
 	os.Exit(1)
 }
 
+// ownMounts gives this thread a mount table of its own, from which those of the machines are copied: one copy of the
+// owner's for a cluster, and not one for each start of a machine.
+func ownMounts() error {
+	err := unix.Unshare(unix.CLONE_NEWNS)
+	if err == nil {
+		err = unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
+	}
+	if err == nil {
+		err = forsake()
+	}
+	if err != nil {
+		return fmt.Errorf("a mount table of its own: %w", err)
+	}
+	return nil
+}
+
 // forsake lets go of the file systems on loop devices that came with the copy of the mount table: they are others',
-// and a copy keeps their devices in use. What this machine lies on itself stays.
-func (b *birth) forsake() error {
+// and a copy keeps their devices in use. What the machines lie on themselves stays.
+func forsake() error {
 	self, _ := os.Executable()
 	here, _ := os.Getwd()
 	own := []string{self, here, os.TempDir()}
-	for _, m := range b.Mounts {
-		own = append(own, m.File, m.Dir)
-	}
-	table, err := os.ReadFile("/proc/self/mountinfo")
+	table, err := os.ReadFile("/proc/thread-self/mountinfo")
 	if err != nil {
 		return err
 	}
@@ -66,7 +79,8 @@ func (b *birth) forsake() error {
 			if slices.ContainsFunc(own, below) {
 				continue
 			}
-			if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+			err := unix.Unmount(dir, unix.MNT_DETACH) // it may be gone by now, and its folder with it
+			if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
 				return fmt.Errorf("let go of %s: %w", dir, err)
 			}
 		}
@@ -78,9 +92,6 @@ func (b *birth) forsake() error {
 func (b *birth) live() error {
 	// Mounts stay in here; /proc shows this machine's processes; links of devices are its own.
 	err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
-	if err == nil {
-		err = b.forsake()
-	}
 	if err == nil {
 		err = unix.Mount("proc", "/proc", "proc", 0, "")
 	}

@@ -66,6 +66,8 @@ func TestRollingRestart(t *testing.T) {
 		awaitVolume(t, c, "v", "healthy", whole)
 		t.Logf("%s is back, and the volume whole after %v", m.Name, time.Since(began))
 	}
+	// Each is counted a moment after the volume is whole.
+	eventually(t, "two rebuilds are counted", func() bool { _, d, _, _ := counted(); return d-d0 >= 2 })
 	f1, d1, c1, s1 := counted()
 	t.Logf("compared %.1f MiB, sent %.1f MiB, of %d MiB twice", (c1-c0)/(1<<20), (s1-s0)/(1<<20), size>>20)
 	// The load writes to 16 MiB, which is a region. On a busy machine one that is slow comes back once more.

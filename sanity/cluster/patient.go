@@ -38,6 +38,21 @@ func patient(c client.WithWatch) client.WithWatch {
 			_, err := tries(ctx, func() error { return c.Update(ctx, obj, opts...) })
 			return err
 		},
+		Patch: func(ctx context.Context, c client.WithWatch, obj client.Object, patch client.Patch,
+			opts ...client.PatchOption) error {
+			_, err := tries(ctx, func() error { return c.Patch(ctx, obj, patch, opts...) })
+			return err
+		},
+		SubResourceUpdate: func(ctx context.Context, c client.Client, sub string, obj client.Object,
+			opts ...client.SubResourceUpdateOption) error {
+			_, err := tries(ctx, func() error { return c.SubResource(sub).Update(ctx, obj, opts...) })
+			return err
+		},
+		SubResourcePatch: func(ctx context.Context, c client.Client, sub string, obj client.Object, patch client.Patch,
+			opts ...client.SubResourcePatchOption) error {
+			_, err := tries(ctx, func() error { return c.SubResource(sub).Patch(ctx, obj, patch, opts...) })
+			return err
+		},
 		Delete: func(ctx context.Context, c client.WithWatch, obj client.Object, opts ...client.DeleteOption) error {
 			again, err := tries(ctx, func() error { return c.Delete(ctx, obj, opts...) })
 			if again && apierrors.IsNotFound(err) {

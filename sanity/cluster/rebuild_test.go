@@ -28,7 +28,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, err)
 	must(t, f.Close())
 
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "8")) // it takes half a minute
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4")) // it takes a minute
 	n3 := c.Nodes[2]
 	third := func() api.Replica { return replicasOf(t, c, "v")[n3.Name] }
 	underWay := func(what string) {

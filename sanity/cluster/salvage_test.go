@@ -13,7 +13,7 @@ import (
 // TestSalvage: where all current replicas are lost, the volume waits; one that is old is taken only when somebody asks
 // for that, and what comes back later is made like it.
 func TestSalvage(t *testing.T) {
-	c := start(t, Options{Nodes: 3, Settings: map[string]string{"all-replicas-lost-timeout": "2"}})
+	c := start(t, Options{Nodes: 3})
 	l := newLoaded(t, c, "v", 64<<20, 2)
 	var v api.Volume
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &v))
@@ -42,11 +42,13 @@ func TestSalvage(t *testing.T) {
 	awaitVolume(t, c, "v", "degraded", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
 	l.begin()
 	l.works(200)
+	must(t, c.Set(t.Context(), "all-replicas-lost-timeout", "2"))
 	must(t, last.PowerOff())
 	if err := <-l.ended; err == nil { // the setting says that I/O fails after 2 s
 		t.Fatal("I/O went on without a replica")
 	}
 	l.stop()
+	must(t, c.Set(t.Context(), "all-replicas-lost-timeout", "0"))
 	c.command(t, "volume", "detach", "v", "--force")
 	must(t, old.PowerOn())
 	must(t, old.Serve(t.Context()))

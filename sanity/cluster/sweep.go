@@ -20,7 +20,7 @@ func Sweep(log io.Writer) {
 		if _, err := os.Stat(filepath.Join(dir, "alive")); err != nil {
 			continue // it is just being made
 		}
-		lock, err := lockDir(dir)
+		lock, err := lockDir(dir, 0)
 		if err != nil {
 			continue // it lives
 		}

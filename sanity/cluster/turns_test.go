@@ -44,7 +44,13 @@ func TestKillsInTurn(t *testing.T) {
 		}
 		for _, k := range turns {
 			must(t, k.m.Kill(k.roles...))
-			if len(k.roles) == 1 { // where both are gone on the engine's node, nobody starts data before serve is there
+			switch {
+			case k.m == c.Control:
+				// Without the API server no member can be dropped: I/O that meets one which is slow to answer waits for it.
+				if !l.worksWithin(20*time.Second, 5) {
+					t.Logf("round %d: I/O waits for the API server", round+1)
+				}
+			case len(k.roles) == 1: // where both are gone on the engine's node, nobody starts data before serve is there
 				l.works(5)
 			}
 			if k.roles[0] == "serve" {

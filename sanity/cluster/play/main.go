@@ -11,9 +11,12 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"drover.io/drover/sanity/cluster"
 )
@@ -51,10 +54,12 @@ func run() (err error) {
 	}
 	fmt.Fprintf(os.Stdout, "%d machines are ready after %.1f s. In another terminal:\n\n  . %s\n  drover node list\n"+
 		"  kubectl get nodes.drover.io\n"+
-		"  on node-1 ip address       # a command on a machine\n\nHere: `help` shows how to break it, Ctrl-C ends it.\n\n",
+		"  on node-1 ip address       # a command on a machine\n\nHere: `help` shows how to break it, Ctrl-C or Ctrl-D "+
+		"ends it.\n\n",
 		len(c.Machines()), time.Since(began).Seconds(), env)
 	lines := make(chan string)
 	go func() { // ends with the process
+		defer close(lines)
 		for in := bufio.NewScanner(os.Stdin); in.Scan(); {
 			lines <- in.Text()
 		}
@@ -62,7 +67,15 @@ func run() (err error) {
 	for {
 		fmt.Fprint(os.Stdout, "> ")
 		select {
-		case line := <-lines:
+		case line, more := <-lines:
+			if !more && isTerminal(os.Stdin) { // Ctrl-D
+				fmt.Fprintln(os.Stdout)
+				return nil
+			}
+			if !more { // it was started without one, to be ended by a signal
+				lines = nil
+				continue
+			}
 			if err := do(ctx, c, strings.Fields(line)); err != nil {
 				fmt.Fprintln(os.Stdout, err)
 			}
@@ -71,6 +84,11 @@ func run() (err error) {
 			return nil
 		}
 	}
+}
+
+func isTerminal(f *os.File) bool {
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
 }
 
 // writeEnv makes what a shell needs to work with the cluster.
@@ -97,6 +115,10 @@ const help = `machines: control node-1 node-2 ...; roles: serve data hold
   immutable|mutable MACHINE  the files of its first disk
 `
 
+// commands are those that name a machine.
+var commands = []string{"kill", "freeze", "thaw", "off", "on", "serve", "isolate", "immutable", "mutable", "cut",
+	"delay", "lose"}
+
 func do(ctx context.Context, c *cluster.Cluster, words []string) error {
 	if len(words) == 0 {
 		return nil
@@ -119,6 +141,9 @@ func do(ctx context.Context, c *cluster.Cluster, words []string) error {
 	case "heal":
 		c.Net.Heal()
 		return nil
+	}
+	if !slices.Contains(commands, words[0]) {
+		return fmt.Errorf("there is no command %s (see help)", words[0])
 	}
 	m, err := find(1)
 	if err != nil {

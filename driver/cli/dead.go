@@ -1,0 +1,95 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// A node that is dead says so by nothing: its last status may call all disks ready. What counts is its heartbeat.
+
+// isSilent reports whether a node's heartbeat is too old for a node that is alive.
+func isSilent(n *api.Node) bool { return time.Since(n.Status.Heartbeat.Time) >= n.SilentAfter() }
+
+// ConfirmDead is for a node of which the user says that it is dead before its silence proves it: no heartbeat may come
+// while one is due. A node that gives one is alive, whatever the user says.
+func ConfirmDead(ctx context.Context, c client.WithWatch, name string) error {
+	var n api.Node
+	if err := get(ctx, c, "node", name, &n); err != nil || isSilent(&n) {
+		return err
+	}
+	was := n.Status.Heartbeat
+	due, cancel := context.WithTimeout(ctx, n.SilentAfter()/2) // two heartbeats
+	defer cancel()
+	_, err := await.Until(due, c, name, func(n *api.Node) (bool, error) { return !n.Status.Heartbeat.Equal(&was), nil })
+	switch {
+	case err == nil:
+		return api.Errorf(api.InUse,
+			"node %q is alive: it has just given a sign of life, and what is said to be dead must not", name)
+	case errors.Is(due.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
+		return nil
+	}
+	return explain(ctx, err)
+}
+
+// isDead reports whether a disk's node gives no sign of life. With surely the user says that it never will again.
+func isDead(ctx context.Context, c client.WithWatch, name string, surely bool) (bool, error) {
+	if surely {
+		return true, ConfirmDead(ctx, c, name)
+	}
+	n, err := nodeOf(ctx, c, name)
+	if err != nil {
+		return false, err
+	}
+	return isSilent(n), nil
+}
+
+// forget ends the objects of what is on a disk whose node is dead: nobody else takes their finalizers off. Its files
+// stay.
+func forget(ctx context.Context, c client.Client, d disk) error {
+	reps, copies, err := objectsOn(ctx, c, d)
+	if err != nil {
+		return err
+	}
+	var all []client.Object
+	for i := range reps {
+		all = append(all, &reps[i])
+	}
+	for i := range copies {
+		all = append(all, &copies[i])
+	}
+	for _, obj := range all {
+		if err := abandon(ctx, c, obj); err != nil {
+			return explain(ctx, fmt.Errorf("%s, which was on disk %s: %w", obj.GetName(), d.spec.Path, err))
+		}
+	}
+	return nil
+}
+
+// abandon deletes an object without its keeper, if it is still as it was seen.
+func abandon(ctx context.Context, c client.Client, obj client.Object) error {
+	if obj.GetDeletionTimestamp() == nil {
+		uid, seen := obj.GetUID(), obj.GetResourceVersion()
+		err := c.Delete(ctx, obj, client.Preconditions{UID: &uid, ResourceVersion: &seen})
+		if err == nil {
+			err = c.Get(ctx, client.ObjectKeyFromObject(obj), obj)
+		}
+		if err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		if obj.GetUID() != uid {
+			return nil
+		}
+	}
+	if !controllerutil.RemoveFinalizer(obj, api.Finalizer) {
+		return nil
+	}
+	return client.IgnoreNotFound(c.Update(ctx, obj))
+}

@@ -1,0 +1,30 @@
+package export
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"drover.io/drover/block/file"
+	"drover.io/drover/driver/cli"
+)
+
+// A file that cannot be made is told of once, in one line.
+func TestSaveWhereNoFolderIs(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "image.raw")
+	if err := os.WriteFile(name, make([]byte, 8<<10), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	src, err := file.Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	for _, format := range []string{"raw", "qcow2"} {
+		err = save(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "none", "x"), Format: format})
+		if err == nil || !strings.Contains(err.Error(), "x is not written: open ") || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v", format, err)
+		}
+	}
+}

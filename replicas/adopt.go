@@ -1,0 +1,157 @@
+package replicas
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+)
+
+// A disk is known by its uid, on whatever machine it is. One that was taken out of a machine and put into another is
+// adopted there, with its settings and with what is on it, where the former node lives and says that it is gone. Of a
+// node that says nothing nobody knows: there it takes the user, and `drover recover`.
+
+// adopt gives replicas to the nodes that their disks have moved to. A member that an engine elsewhere works with stays
+// until the volume is detached, or until the engine has given it up.
+func (p *planner) adopt(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
+	var nodes api.NodeList
+	if err := p.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return err
+	}
+	for i := range mine {
+		r := &mine[i]
+		to := api.DiskMovedTo(nodes.Items, r.Spec.Disk, r.Spec.Node, time.Now())
+		if to == "" || r.Status.Pinned || besideSource(r) || // it needs other disks of its node
+			att != nil && att.Spec.Node != to && slices.Contains(v.Status.Members, r.Name) {
+			continue
+		}
+		old := r.DeepCopy()
+		api.MoveTo(r, &r.Spec.Node, to)
+		if err := p.client.Patch(ctx, r, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{})); err != nil {
+			return fmt.Errorf("replica %s, whose disk is on node %s now: %w", r.Name, to, err)
+		}
+		p.events.Eventf(v, r, "Normal", "DiskMoved", "Adopt",
+			"disk %s has moved from node %s to node %s: replica %s is used there",
+			r.Spec.Disk, old.Spec.Node, to, r.Name)
+		p.log.Info("replica moved with its disk", "volume", v.Name, "replica", r.Name, "from", old.Spec.Node, "to", to)
+	}
+	return nil
+}
+
+// besideSource reports whether a replica is still to be made, from one on another disk of its node.
+func besideSource(r *api.Replica) bool {
+	from := r.Spec.From
+	return (r.Status.Mode == "" || r.Status.Mode == api.ReplicaCreating) && from != nil && from.Disk != "" &&
+		from.Disk != r.Spec.Disk
+}
+
+// displaced wakes the volumes that have a replica on a disk which is here now, or is here no more.
+func (p *planner) displaced(ctx context.Context, o client.Object) []reconcile.Request {
+	n := o.(*api.Node)
+	var all []reconcile.Request
+	for _, d := range n.Status.Disks {
+		if d.UID == "" || !d.Ready && !d.Gone {
+			continue
+		}
+		var list api.ReplicaList
+		on := client.MatchingFields{byDisk: string(d.UID)}
+		if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {
+			p.log.Error("replicas of a disk cannot be listed", "disk", d.Path, "err", err)
+		}
+		for i := range list.Items {
+			if r := &list.Items[i]; (r.Spec.Node == n.Name) == d.Gone {
+				all = append(all, one(r.Spec.Volume)...)
+			}
+		}
+	}
+	return all
+}
+
+// takeSettings gives a disk that this node sees for the first time the settings that it had on another node, as far as
+// the user has not given it others here.
+func (n *nodeLoop) takeSettings(ctx context.Context, node *api.Node, d api.DiskStatus) error {
+	was, from, err := n.settingsOf(ctx, d.UID)
+	if was == nil || err != nil {
+		return err
+	}
+	now := node.DeepCopy()
+	i := slices.IndexFunc(now.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == d.Path })
+	mine := &now.Spec.Disks[i]
+	if len(mine.Tags) == 0 {
+		mine.Tags = was.Tags
+	}
+	if mine.ReservedBytes == 0 {
+		mine.ReservedBytes = was.ReservedBytes
+	}
+	if was.Schedulable != nil && !*was.Schedulable {
+		mine.Schedulable = was.Schedulable
+	}
+	mine.EvictionRequested = mine.EvictionRequested || was.EvictionRequested
+	if equality.Semantic.DeepEqual(*mine, node.Spec.Disks[i]) {
+		return nil
+	}
+	if err := n.client.Update(ctx, now); err != nil {
+		return fmt.Errorf("settings of disk %s: %w", d.Path, err)
+	}
+	node.Spec, node.ResourceVersion, node.Generation = now.Spec, now.ResourceVersion, now.Generation
+	n.events.Eventf(node, nil, "Normal", "DiskMoved", "Look",
+		"disk %s keeps the settings that it had on node %s", d.Path, from)
+	return nil
+}
+
+// settingsOf are those of a disk on another node, or nil.
+func (n *nodeLoop) settingsOf(ctx context.Context, disk api.UID) (was *api.DiskSpec, node string, err error) {
+	var list api.NodeList
+	if err := n.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, "", err
+	}
+	for i := range list.Items {
+		o := &list.Items[i]
+		for _, s := range o.Status.Disks {
+			at := slices.IndexFunc(o.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == s.Path })
+			if o.Name != n.Name && s.UID == disk && at >= 0 {
+				return o.Spec.Disks[at].DeepCopy(), o.Name, nil
+			}
+		}
+	}
+	return nil, "", nil
+}
+
+// tellMoved says of disks that another node lists, too, what has happened, and what is left to do.
+func (n *nodeLoop) tellMoved(ctx context.Context, disks []api.DiskStatus) error {
+	var list api.NodeList
+	if err := n.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return err
+	}
+	for i := range list.Items {
+		o := &list.Items[i]
+		alive := time.Since(o.Status.Heartbeat.Time) < o.SilentAfter()
+		for _, there := range o.Status.Disks {
+			k := slices.IndexFunc(disks, func(d api.DiskStatus) bool { return d.UID == there.UID })
+			if o.Name == n.Name || there.UID == "" || k < 0 {
+				continue
+			}
+			switch d := &disks[k]; {
+			case d.Gone && there.Ready && alive:
+				d.Message = fmt.Sprintf("the disk is on node %s now, at %s, and used from there; volumes that are attached follow "+
+					"when they are detached. To forget it here: `drover disk remove %s --node %s`", o.Name, there.Path, d.Path, n.Name)
+			case d.Ready && there.Gone && alive:
+				d.Message = fmt.Sprintf("it came from node %s, with what is on it; `drover disk remove %s --node %s` ends "+
+					"that it is listed there", o.Name, there.Path, o.Name)
+			case d.Ready && there.Ready && alive:
+				d.Message = fmt.Sprintf("node %s says that it has this disk, too, at %s: if it does not notice within a minute "+
+					"that the disk is gone, one of the two is a copy, take that away", o.Name, there.Path)
+			case d.Ready && !alive:
+				d.Message = fmt.Sprintf("node %s, which gives no sign of life, had it: if that machine is dead, `drover recover "+
+					"--yes` on this one takes over what is on it", o.Name)
+			}
+		}
+	}
+	return nil
+}

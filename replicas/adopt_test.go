@@ -1,0 +1,183 @@
+package replicas
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/wire"
+)
+
+// TestDiskMovesToAnotherNode: a disk that is taken out of one machine and put into another is used there, with what is on
+// it and with its settings, as soon as the former node says that it is gone; not while a volume on it is attached.
+func TestDiskMovesToAnotherNode(t *testing.T) {
+	fs := mountedDisk(t, 200)
+	w := newWorld(t)
+	both, err := wire.NewAuthority()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ca, err := wire.LoadAuthority(both)
+	if err != nil {
+		t.Fatal(err)
+	}
+	was, is := filepath.Join(w.dir, "a", "disk"), filepath.Join(w.dir, "b", "moved")
+	w.sh(fmt.Sprintf("mkdir -p %s %s; mount --bind %s %[1]s", was, is, fs))
+	mounted := was
+	t.Cleanup(func() { w.sh("umount " + mounted) })
+	w.other(ca, "a")
+	w.other(ca, "b")
+	node := func(name, what string, ok func(*api.Node) bool) *api.Node {
+		t.Helper()
+		return await(w, &api.Node{ObjectMeta: named(name)}, &api.NodeList{}, what, ok)
+	}
+	at := func(n *api.Node, path string) api.DiskStatus {
+		i := slices.IndexFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.Path == path })
+		if i < 0 {
+			return api.DiskStatus{}
+		}
+		return n.Status.Disks[i]
+	}
+	for _, name := range []string{"a", "b"} {
+		node(name, "reachable", func(n *api.Node) bool {
+			return n.Status.DataAddress != "" && len(n.Status.Disks) == 1 && n.Status.Disks[0].Ready
+		})
+	}
+	no := false
+	edit(w, &api.Node{ObjectMeta: named("a")}, func(n *api.Node) {
+		n.Spec.Disks[0].Tags, n.Spec.Disks[0].ReservedBytes = []string{"fast"}, mib
+	})
+	v := volume("v", 16*mib)
+	v.Spec.Nodes = []string{"a"}
+	w.create(v)
+	w.volumeState("v", api.VolumeDetached)
+	edit(w, &api.Node{ObjectMeta: named("a")}, func(n *api.Node) { n.Spec.Disks[0].Schedulable = &no })
+	att := attachment("v")
+	att.Spec.Node = "a"
+	w.create(att)
+	data := bytes.Repeat([]byte("it moves"), mib/8)
+	writeDevice(t, w.attached("v").Status.Device, 0, data)
+	w.remove(att)
+	gone(w, att, &api.AttachmentList{})
+
+	// While it is at both nothing moves, and both say so; this is what a copy looks like.
+	w.sh("mount --bind " + fs + " " + is)
+	uid := at(node("a", "as it was", func(*api.Node) bool { return true }), was).UID
+	edit(w, &api.Node{ObjectMeta: named("b")}, func(n *api.Node) { n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: is}) })
+	now := node("b", "in doubt", func(n *api.Node) bool {
+		d := at(n, is)
+		return d.Ready && d.UID == uid && strings.Contains(d.Message, "one of the two is a copy")
+	})
+	i := slices.IndexFunc(now.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == is })
+	if d := now.Spec.Disks[i]; !slices.Equal(d.Tags, []string{"fast"}) || d.ReservedBytes != mib || d.Schedulable == nil || *d.Schedulable {
+		t.Errorf("its settings: %+v", d)
+	}
+	r := &api.Replica{ObjectMeta: named(w.volumeState("v", api.VolumeDetached).Status.Members[0])}
+	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil || r.Spec.Node != "a" {
+		t.Fatalf("%v, on node %s", err, r.Spec.Node)
+	}
+	w.sh("umount --lazy " + was) // whoever looks at it just now is not waited for
+	mounted = is
+	await(w, r, &api.ReplicaList{}, "on the other node", func(r *api.Replica) bool {
+		return r.Spec.Node == "b" && r.Labels[api.LabelNode] == "b"
+	})
+	node("a", "told", func(n *api.Node) bool {
+		return at(n, was).Gone && strings.Contains(at(n, was).Message, "is on node b now, at "+is) &&
+			strings.Contains(at(n, was).Message, "drover disk remove "+was+" --node a")
+	})
+	node("b", "told", func(n *api.Node) bool {
+		return strings.Contains(at(n, is).Message, "came from node a") && strings.Contains(at(n, is).Message, "--node a")
+	})
+	att = attachment("v")
+	att.Spec.Node = "b"
+	w.create(att)
+	checkDevice(t, w.attached("v").Status.Device, 0, data)
+	w.remove(att)
+	gone(w, att, &api.AttachmentList{})
+	w.remove(v)
+	gone(w, v, &api.VolumeList{})
+	if left, err := os.ReadDir(filepath.Join(is, "replicas")); err != nil || len(left) > 0 {
+		t.Errorf("left on the disk: %v, %v", left, err)
+	}
+	// It is forgotten where it was, once the user says so.
+	edit(w, &api.Node{ObjectMeta: named("a")}, func(n *api.Node) { n.Spec.Disks = nil })
+	node("a", "without it", func(n *api.Node) bool { return len(n.Status.Disks) == 0 })
+}
+
+// TestDiskMovesWhileItsDeviceIsHeld: a volume is attached when its node's data process ends, and its disk goes to
+// another node. Its device cannot be served any more: the volume can be detached, and used where its disk is.
+func TestDiskMovesWhileItsDeviceIsHeld(t *testing.T) {
+	fs := mountedDisk(t, 200)
+	w := newWorld(t)
+	was, is := filepath.Join(w.dir, "a", "disk"), filepath.Join(w.dir, "b", "moved")
+	w.sh(fmt.Sprintf("mkdir -p %s %s; mount --bind %s %[1]s", was, is, fs))
+	mounted := was
+	t.Cleanup(func() { w.sh("umount --lazy " + mounted) })
+	a := w.three()[0]
+	v := volume("v", 16*mib)
+	v.Spec.Nodes = []string{"a"}
+	w.create(v)
+	w.volumeState("v", api.VolumeDetached)
+	data := bytes.Repeat([]byte("it moves"), mib/8)
+	writeDevice(t, w.attachTo("a", "v"), 0, data)
+	a.stop()
+	w.sh("umount --lazy " + was + "; mount --bind " + fs + " " + is) // whoever looks at it just now is not waited for
+	mounted = is
+	edit(w, &api.Node{ObjectMeta: named("b")}, func(n *api.Node) {
+		n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: is})
+	})
+	await(w, &api.Node{ObjectMeta: named("a")}, &api.NodeList{}, "without its disk", func(n *api.Node) bool {
+		return slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.Gone })
+	})
+	w.lost = true
+	a.start()
+	w.lost = false
+	w.detachFrom("v")
+	checkDevice(t, w.attachTo("b", "v"), 0, data)
+	w.detachFrom("v")
+}
+
+// TestReplicaInTheMakingStaysWithItsSource: of what is on a disk that has moved to another node, a replica that is
+// still to be made from one on another disk of the former node is not given to the new one.
+func TestReplicaInTheMakingStaysWithItsSource(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	moved := api.NewUID()
+	for name, d := range map[string]api.DiskStatus{"former": {Path: "/d", UID: moved, Gone: true},
+		"new": {Path: "/d", UID: moved, Ready: true}} {
+		n := &api.Node{ObjectMeta: named(name)}
+		w.create(n)
+		editStatus(w, n, func(n *api.Node) {
+			n.Status.Heartbeat, n.Status.HeartbeatSeconds = metav1.NewTime(time.Now().Add(time.Hour)), 10
+			n.Status.Disks = []api.DiskStatus{d}
+		})
+	}
+	stays := map[string]*api.ReplicaSource{"from-another-disk": {Disk: api.NewUID()}, "from-the-same": {Disk: moved}}
+	var mine []api.Replica
+	for name, from := range stays {
+		from.Replica, from.Snapshot = api.NewUID(), api.NewUID()
+		r := &api.Replica{ObjectMeta: named(name), Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "v", Node: "former",
+			Disk: moved, From: from}}
+		w.create(r)
+		mine = append(mine, *r)
+	}
+	p := &planner{client: w.c, events: w.mgr.GetEventRecorder("test"), log: w.log}
+	if err := p.adopt(w.ctx, volume("v", 16*mib), mine, nil); err != nil {
+		t.Fatal(err)
+	}
+	for name, node := range map[string]string{"from-another-disk": "former", "from-the-same": "new"} {
+		r := &api.Replica{ObjectMeta: named(name)}
+		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil || r.Spec.Node != node {
+			t.Errorf("replica %s is on node %s: %v", name, r.Spec.Node, err)
+		}
+	}
+}

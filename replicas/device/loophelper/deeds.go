@@ -1,0 +1,140 @@
+package loophelper
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// Openers that only have a look (udev, blkid) are gone after this; a workload is not.
+	lookWait = 2 * time.Second
+	lookStep = 20 * time.Millisecond
+)
+
+// serve is the life of a helper.
+func serve(asked string) error {
+	var deed, file string
+	var n int
+	if _, err := fmt.Sscanf(asked, "%s %d %s", &deed, &n, &file); err != nil {
+		return fmt.Errorf("%q is nothing that can be done to a loop device: %w", asked, err)
+	}
+	flags := unix.O_RDONLY
+	if deed != deedGrow {
+		flags |= unix.O_EXCL
+	}
+	path := fmt.Sprintf("/dev/loop%d", n)
+	d, err := Open(n, flags)
+	if !standsOn(n, file) { // while it is open it changes hands no more
+		return ErrGone
+	}
+	if errors.Is(err, unix.EBUSY) {
+		return ErrClaimed
+	}
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(d) }()
+	switch deed {
+	case deedClaim:
+		return nil
+	case deedGrow:
+		if _, err := unix.IoctlRetInt(d, unix.LOOP_SET_CAPACITY); err != nil {
+			return fmt.Errorf("resize %s: %w", path, err)
+		}
+		return nil
+	case deedClear:
+		word := flushed
+		if err := unix.Fsync(d); err != nil {
+			word = fmt.Sprintf("flush %s: %v", path, err)
+		}
+		if _, err := fmt.Fprintln(os.Stdout, word); err != nil {
+			return nil // who asked is gone
+		}
+		if _, err := bufio.NewReader(os.Stdin).ReadString('\n'); err != nil {
+			return nil // nobody wants it any more
+		}
+		return clearLoop(d, n)
+	}
+	return fmt.Errorf("%q is nothing that can be done to a loop device", deed)
+}
+
+// Major is the device number of all loop devices.
+const Major = 7
+
+// Open opens a loop device, and makes its node where /dev is not kept by the kernel.
+func Open(n, flags int) (int, error) {
+	path := fmt.Sprintf("/dev/loop%d", n)
+	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
+	if err == unix.ENOENT {
+		err = unix.Mknod(path, unix.S_IFBLK|0o600, int(unix.Mkdev(Major, uint32(n))))
+		if err == nil || err == unix.EEXIST {
+			fd, err = unix.Open(path, flags|unix.O_CLOEXEC, 0)
+		}
+	}
+	if err != nil {
+		return -1, fmt.Errorf("open %s: %w", path, err)
+	}
+	return fd, nil
+}
+
+// clearLoop takes a claimed loop device off its file.
+func clearLoop(d, n int) error {
+	tick := time.NewTicker(lookStep) // nothing tells of openers
+	defer tick.Stop()
+	for end := time.Now().Add(lookWait); ; <-tick.C {
+		late := time.Now().After(end)
+		if busy(n) { // so it is open. The mark below could be taken off only when that I/O has ended, with all other stopped
+			if late {
+				return ErrOpen
+			}
+			continue
+		}
+		_, err := unix.IoctlRetInt(d, unix.LOOP_CLR_FD)
+		if errors.Is(err, unix.ENXIO) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("clear /dev/loop%d: %w", n, err)
+		}
+		// With no other opener the kernel has let go of the file, or does so when d is closed. Else it has only marked
+		// the device to go with its last opener, and that mark is taken off again.
+		info, err := unix.IoctlLoopGetStatus64(d)
+		if err != nil {
+			return nil
+		}
+		info.Flags &^= unix.LO_FLAGS_AUTOCLEAR
+		if err := unix.IoctlLoopSetStatus64(d, info); err != nil {
+			return nil
+		}
+		if late {
+			return ErrOpen
+		}
+	}
+}
+
+// busy reports whether I/O of the loop device is under way.
+func busy(n int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/inflight", n))
+	if err != nil {
+		return false
+	}
+	for _, count := range strings.Fields(string(b)) {
+		if count != "0" {
+			return true
+		}
+	}
+	return false
+}
+
+// standsOn asks without the file's server.
+func standsOn(n int, file string) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+	return err == nil && filepath.Base(strings.TrimSpace(string(b))) == file
+}

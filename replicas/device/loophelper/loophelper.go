@@ -1,0 +1,171 @@
+// Package loophelper does to a loop device what may wait for the device's I/O: opening it while somebody else closes it
+// and writes what is dirty, flushing it, freezing its queue, closing it. It does so in a process of its own, which is
+// this program again. A thread of the process that serves the device could not end while it waits in the kernel for
+// what only that process can do: killed, it would keep its files and its place, and nobody could take over, for ever.
+//
+// A helper outlives the process that began it, and ends with the I/O that it waits for. It has none of its files.
+//
+// Goroutines: one for each helper, which ends with it.
+package loophelper
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+)
+
+// What a helper can be asked for in its environment, as "deed n file".
+const (
+	variable = "DROVER_LOOP_HELPER"
+
+	deedClaim = "claim" // see whether nobody has mounted or claimed it
+	deedGrow  = "grow"
+	deedClear = "clear" // claim, flush, and when told take it off its file
+
+	flushed = "flushed" // what it says then; or why it is not
+)
+
+// What a helper may find; they are exit codes too.
+var (
+	ErrGone    = errors.New("the loop device is another one's")
+	ErrClaimed = errors.New("it is mounted, or somebody has it for himself")
+	ErrOpen    = errors.New("it is open in some process")
+)
+
+var exits = map[int]error{10: ErrGone, 11: ErrClaimed, 12: ErrOpen}
+
+// init is all that a helper does: it must work in every program that serves devices, tests too.
+func init() {
+	asked := os.Getenv(variable)
+	if asked == "" {
+		return
+	}
+	err := serve(asked)
+	for code, is := range exits {
+		if errors.Is(err, is) {
+			os.Exit(code)
+		}
+	}
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "%s: %v\n", variable, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// Claim sees whether the loop device stands on file still and nobody has mounted it.
+func Claim(ctx context.Context, n int, file string) error { return do(ctx, deedClaim, n, file) }
+
+// Grow makes the loop device as large as its file.
+func Grow(ctx context.Context, n int, file string) error { return do(ctx, deedGrow, n, file) }
+
+func do(ctx context.Context, deed string, n int, file string) error {
+	h, err := start(deed, n, file)
+	if err != nil {
+		return err
+	}
+	defer h.GiveUp()
+	return h.Wait(ctx)
+}
+
+// Helper is a process that works on a loop device.
+type Helper struct {
+	tell    *os.File
+	flushed chan error
+	ended   chan error
+}
+
+// Clear begins to take a loop device off its file: nobody else can mount it from now on, and it is flushed. Finish or
+// GiveUp must follow.
+func Clear(n int, file string) (*Helper, error) { return start(deedClear, n, file) }
+
+func start(deed string, n int, file string) (*Helper, error) {
+	in, tell, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("helper for a loop device: %w", err)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s %d %s", variable, deed, n, file))
+	cmd.Stdin = in
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	out, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	_ = in.Close()
+	if err != nil {
+		_ = tell.Close()
+		return nil, fmt.Errorf("helper for a loop device: %w", err)
+	}
+	h := &Helper{tell: tell, flushed: make(chan error, 1), ended: make(chan error, 1)}
+	go func() {
+		for sc := bufio.NewScanner(out); sc.Scan(); {
+			if line := sc.Text(); line == flushed {
+				h.flushed <- nil
+			} else {
+				h.flushed <- errors.New(line)
+			}
+		}
+		h.ended <- ending(cmd.Wait(), said.String())
+	}()
+	return h, nil
+}
+
+func ending(err error, said string) error {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		if is := exits[exit.ExitCode()]; is != nil {
+			return is
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("helper for a loop device: %w: %s", err, strings.TrimSpace(said))
+	}
+	return nil
+}
+
+// Flushed waits for the flush: flush is how it ended, err why there was none.
+func (h *Helper) Flushed(ctx context.Context) (flush, err error) {
+	select {
+	case flush = <-h.flushed:
+		return flush, nil
+	case err := <-h.ended:
+		h.ended <- err
+		select {
+		case flush = <-h.flushed: // said before
+			return flush, nil
+		default:
+			return nil, err
+		}
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// Finish lets the device go and waits until that is done, or is not since somebody has it open.
+func (h *Helper) Finish(ctx context.Context) error {
+	if _, err := h.tell.WriteString("clear\n"); err != nil {
+		return fmt.Errorf("helper for a loop device: %w", err)
+	}
+	return h.Wait(ctx)
+}
+
+// GiveUp has a helper end that was not told to finish.
+func (h *Helper) GiveUp() { _ = h.tell.Close() }
+
+// Wait waits for the helper's end, and tells how it ended.
+func (h *Helper) Wait(ctx context.Context) error {
+	select {
+	case err := <-h.ended:
+		h.ended <- err
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

@@ -1,0 +1,241 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// cuttable is a member that can be cut.
+type cuttable struct {
+	mirror
+	mu       sync.Mutex
+	prepared int
+	failed   bool          // its disk may have the cut: it takes no more writes
+	seal     error         // what DoCut says
+	aborts   chan struct{} // AbortCut waits for it; may be nil
+}
+
+func (m *cuttable) PrepareCut(context.Context, stack.Snapshot) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.prepared++
+	return m.cause()
+}
+
+func (m *cuttable) DoCut(context.Context, string) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.failed = errors.Is(m.seal, stack.ErrFailed)
+	return m.seal
+}
+
+func (m *cuttable) AbortCut(context.Context) error {
+	if m.aborts != nil {
+		<-m.aborts
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.cause()
+}
+
+// cause is why it takes no more writes. The caller has the lock.
+func (m *cuttable) cause() error {
+	if m.failed {
+		return stack.ErrFailed
+	}
+	return nil
+}
+
+func (m *cuttable) State(context.Context) (stack.Meta, error)             { return stack.Meta{}, nil }
+func (m *cuttable) Forget(context.Context, string) error                  { return nil }
+func (m *cuttable) Seal(context.Context, ...stack.Snapshot) error         { return nil }
+func (m *cuttable) SnapRead(context.Context, string, int64, []byte) error { return nil }
+func (m *cuttable) SnapEnd(context.Context) error                         { return nil }
+func (m *cuttable) SnapDigests(context.Context, string, int64, int64) ([]byte, error) {
+	return nil, nil
+}
+func (m *cuttable) Changed(context.Context, string, string, []string, int64) ([]int64, error) {
+	return nil, nil
+}
+
+// cutRig is a rig whose members can be cut, and whose drops succeed.
+func cutRig(t *testing.T, n int) (*rig, []*cuttable) {
+	var all []*cuttable
+	r := newRig(t, n, func(c *Config) {
+		for i, m := range c.Members {
+			x := &cuttable{mirror: mirror{memory: m.Member.(*memory)}}
+			x.memory.auto = true
+			all = append(all, x)
+			c.Members[i].Member = x
+		}
+		c.Drop = func(context.Context, int64, string) error { return nil }
+	})
+	return r, all
+}
+
+// cut takes a snapshot; the time is the bubble's.
+func (r *rig) cut(t *testing.T) error {
+	done := make(chan error, 1)
+	go func() {
+		done <- r.e.Cut(context.Background(), stack.Snapshot{UID: "u", Name: "s", Created: time.Unix(1, 0)})
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(time.Hour):
+		t.Error("the cut does not end")
+		return nil
+	}
+}
+
+// TestCutOnFailedDisks: a member whose disk may have a cut, and does not say so, is not asked to make it again. Where there
+// is another one it is dropped before a write goes on; the only one fails its writes by itself.
+func TestCutOnFailedDisks(t *testing.T) {
+	away := api.Errorf(api.Unavailable, "not now")
+	for name, c := range map[string]struct {
+		seals   []error
+		dropped string
+	}{
+		"the only one":             {[]error{stack.ErrFailed}, ""},
+		"one of two":               {[]error{stack.ErrFailed, nil}, "a"},
+		"and the other makes none": {[]error{stack.ErrFailed, away}, "a"},
+		"both":                     {[]error{stack.ErrFailed, stack.ErrFailed}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r, all := cutRig(t, len(c.seals))
+				for i, err := range c.seals {
+					all[i].seal = err
+				}
+				err := r.cut(t)
+				if done := c.seals[len(c.seals)-1] == nil; (err == nil) != done {
+					t.Errorf("the cut: %v", err)
+				}
+				for i, m := range all {
+					if errors.Is(c.seals[i], stack.ErrFailed) && m.prepared != 1 {
+						t.Errorf("member %d was to prepare it %d times", i, m.prepared)
+					}
+				}
+				synctest.Wait()
+				select {
+				case m := <-r.dropped:
+					if m != c.dropped {
+						t.Errorf("%s was dropped", m)
+					}
+				default:
+					if c.dropped != "" {
+						t.Error("nobody was dropped")
+					}
+				}
+				wrote := r.start(block.OpWrite, 0, fill(block.Size, 1), 0)
+				select {
+				case <-wrote: // it goes on
+				case <-time.After(time.Hour):
+					t.Error("a write is held back")
+				}
+			})
+		})
+	}
+}
+
+// TestFailedMemberKeepsNoSnapshot: a member that takes no more writes, and was not written to since, does not keep the
+// others from being cut: it is dropped.
+func TestFailedMemberKeepsNoSnapshot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, all := cutRig(t, 2)
+		all[1].failed = true
+		if err := r.cut(t); !errors.Is(err, stack.ErrFailed) {
+			t.Errorf("the first try: %v", err)
+		}
+		synctest.Wait()
+		select {
+		case m := <-r.dropped:
+			if m != "b" {
+				t.Errorf("%s was dropped", m)
+			}
+		default:
+			t.Error("nobody was dropped")
+		}
+		if err := r.cut(t); err != nil {
+			t.Errorf("the next try: %v", err)
+		}
+	})
+}
+
+// TestWritesDoNotWaitForAnAbort: writes that were held for a cut which is given up go on before the members have
+// answered that they give it up, too. Another cut begins after that.
+func TestWritesDoNotWaitForAnAbort(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, all := cutRig(t, 2)
+		s := stack.Snapshot{UID: "u", Name: "s", Created: time.Unix(1, 0)}
+		c, err := r.e.PrepareCut(t.Context(), s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.Hold(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		all[1].aborts = make(chan struct{})
+		wrote := r.start(block.OpWrite, 0, fill(block.Size, 1), 0)
+		aborted := make(chan struct{})
+		go func() {
+			c.Abort()
+			close(aborted)
+		}()
+		select {
+		case <-wrote:
+		case <-time.After(time.Hour):
+			t.Error("a write waits for a member that gives a cut up")
+		}
+		if _, err := r.e.PrepareCut(t.Context(), s); !api.Is(err, api.Busy) {
+			t.Errorf("a cut beside one that is being given up: %v", err)
+		}
+		close(all[1].aborts)
+		<-aborted
+		all[1].aborts = nil
+		if err := r.cut(t); err != nil {
+			t.Errorf("the next cut: %v", err)
+		}
+	})
+}
+
+// TestCutBesideAReadThatHangs: writes are not held for a read that waits for another machine. The snapshot is tried again.
+func TestCutBesideAReadThatHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _ := cutRig(t, 1)
+		r.l.do(func() { r.m[0].auto = false })
+		read := r.start(block.OpRead, 0, make([]byte, block.Size), 0)
+		var hangs []*block.Request
+		r.l.do(func() { hangs, r.m[0].pending, r.m[0].auto = r.m[0].pending, nil, true })
+		cut := make(chan error, 1)
+		go func() { cut <- r.cut(t) }()
+		for began := time.Now(); time.Since(began) < time.Minute; time.Sleep(time.Second / 2) {
+			at := time.Now()
+			<-r.start(block.OpFlush, 0, nil, 0)
+			if err := <-r.start(block.OpWrite, 2*block.Size, fill(block.Size, 1), 0); err != nil {
+				t.Fatal(err)
+			}
+			if took := time.Since(at); took > 0 {
+				t.Fatalf("a write was held for %v", took)
+			}
+		}
+		if err := <-cut; !api.Is(err, api.Busy) || !errors.Is(err, stack.ErrUnderWay) {
+			t.Errorf("the cut: %v", err)
+		}
+		waits(t, read, "its source is away")
+		r.l.do(func() { r.m[0].pending = hangs })
+		r.answer(0, 0, nil)
+		is(t, read, nil)
+		if err := r.cut(t); err != nil {
+			t.Errorf("the next cut: %v", err)
+		}
+	})
+}

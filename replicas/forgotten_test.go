@@ -1,0 +1,104 @@
+package replicas
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// TestPinsOfAForgottenDisk: what other disks kept for a clone goes when the clone does, though its own disk is no disk of
+// the node any more.
+func TestPinsOfAForgottenDisk(t *testing.T) {
+	t.Parallel()
+	w, disk := twoDisks(t)
+	w.on("a", "near", 64*mib)
+	w.create(attachment("a"))
+	writeDevice(t, w.attached("a").Status.Device, 0, pattern(24*mib))
+	w.detach("a")
+	w.snapshot("a", "s1")
+	w.set("replica-copy-rate-limit", "1")
+	c := volume("c", 64*mib)
+	c.Spec.DataSource, c.Spec.DiskSelector = "snap://a/s1", []string{"far"}
+	w.create(c)
+	w.volumeState("c", api.VolumeDetached)
+	near, err := w.disks.get(disk["near"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if pins, err := near.Pins(); err != nil || len(pins) != 1 {
+		t.Fatalf("the clone reads from the other disk: %v, %v", pins, err)
+	}
+	far, err := w.disks.get(disk["far"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(far.Path(), far.Path()+".away"); err != nil {
+		t.Fatal(err)
+	}
+	n := &api.Node{ObjectMeta: named(testNode)}
+	edit(w, n, func(n *api.Node) {
+		n.Spec.Disks = slices.DeleteFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return filepath.Base(d.Path) == "far" })
+	})
+	await(w, n, &api.NodeList{}, "without the disk", func(n *api.Node) bool {
+		return !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == disk["far"] && d.Ready })
+	})
+	w.remove(c)
+	gone(w, c, &api.VolumeList{})
+	if pins, err := near.Pins(); err != nil || len(pins) > 0 {
+		t.Errorf("layers are kept for a clone that is gone: %v, %v", pins, err)
+	}
+}
+
+// TestRemoveBesideAFailedDisk: that another disk of the node fails keeps no replica from going. What that disk kept for
+// one goes when it works again.
+func TestRemoveBesideAFailedDisk(t *testing.T) {
+	near := mountedDisk(t, 200)
+	w := newWorld(t, near, filepath.Join(t.TempDir(), "far"))
+	w.on("a", filepath.Base(near), 64*mib)
+	w.create(attachment("a"))
+	writeDevice(t, w.attached("a").Status.Device, 0, pattern(24*mib))
+	w.detach("a")
+	w.snapshot("a", "s1")
+	w.snapshotIs("s1", "with a digest", func(s *api.Snapshot) bool { return s.Status.Checksum != "" })
+	w.set("replica-copy-rate-limit", "1")
+	c := volume("c", 64*mib)
+	c.Spec.DataSource, c.Spec.DiskSelector = "snap://a/s1", []string{"far"}
+	w.create(c)
+	w.volumeState("c", api.VolumeDetached)
+	b := w.on("b", "far", 16*mib)
+	disk, err := w.disks.get(w.memberOf("a").Spec.Disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if pins, err := disk.Pins(); err != nil || len(pins) != 1 {
+		t.Fatalf("the clone reads from the other disk: %v, %v", pins, err)
+	}
+	// As soon as nobody has a file there open for writing.
+	w.sh("for i in $(seq 600); do mount -o remount,ro " + near + " && exit 0; sleep 0.1; done; exit 1")
+	again := func() { w.sh("mount -o remount,rw " + near) }
+	t.Cleanup(again)
+	for _, v := range []*api.Volume{b, c} {
+		w.remove(v)
+		gone(w, v, &api.VolumeList{})
+	}
+	again()
+	for tick := time.NewTicker(20 * time.Millisecond); ; { // nobody tells
+		pins, err := disk.Pins()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(pins) == 0 {
+			tick.Stop()
+			break
+		}
+		select {
+		case <-tick.C:
+		case <-w.ctx.Done():
+			t.Fatalf("layers are kept for a clone that is gone: %v", pins)
+		}
+	}
+}

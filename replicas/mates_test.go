@@ -1,0 +1,94 @@
+package replicas
+
+import (
+	"context"
+	"log/slog"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/stack"
+)
+
+// dataWithoutAPI is a data role before SetupData.
+func dataWithoutAPI(t *testing.T) *Data {
+	t.Helper()
+	run := t.TempDir()
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- device.RunHolder(ctx, filepath.Join(run, "hold.sock")) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	var host *device.Host
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for began := time.Now(); ; <-tick.C { // until the holder listens
+		var err error
+		if host, err = device.Open(ctx, run); err == nil {
+			break
+		}
+		if time.Since(began) > time.Minute {
+			t.Fatal(err)
+		}
+	}
+	d, err := NewData(DataOptions{Node: "a", Host: host, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, l := range d.loops { // one that is closed before it runs is an error
+		runs := make(chan struct{})
+		l.Post(func() { close(runs) })
+		<-runs
+	}
+	return d
+}
+
+// TestDropBeforeAPI: an engine that took its device up before the API is there, and has to drop a member, is told to ask
+// again. Nothing is noted of a swap that was not asked for: the next process would need the API to begin at all.
+func TestDropBeforeAPI(t *testing.T) {
+	d := dataWithoutAPI(t)
+	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
+		Members: []memberSpec{{Name: "v-1", UID: api.NewUID(), Node: "a"}, {Name: "v-2", UID: api.NewUID(), Node: "b"}}}
+	s := d.newSession(b, d.loops[0], nil)
+	if err := d.manyDropper(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
+		t.Errorf("a drop without the API: %v", err)
+	}
+	if now := s.snapshotBlob(); now.Next != 0 || len(now.Members) != 2 {
+		t.Errorf("what is kept with the device: %+v", now)
+	}
+}
+
+// TestTidyBeforeAPI: a snapshot that another node's engine cut off a replica here, before the API is there, has its layers
+// merged later: how fast, and who else has the volume, is not known yet.
+func TestTidyBeforeAPI(t *testing.T) {
+	d := dataWithoutAPI(t)
+	disk, err := stack.Add(context.Background(), filepath.Join(t.TempDir(), "disk"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = disk.Close() })
+	uid := string(api.NewUID())
+	if err := disk.CreateReplica(context.Background(), stack.Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()),
+		Size: 1 << 20}); err != nil {
+		t.Fatal(err)
+	}
+	d.mergeSoon(disk, uid, "v")
+	d.tidy(disk)
+	d.tidier.wg.Wait() // for what was begun
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.untidy) != 1 {
+		t.Errorf("what is to be done later: %v", d.untidy)
+	}
+}

@@ -1,0 +1,268 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+const awaySize = 8 << 20
+
+// ofTwo is a replica on two layers, lower and upper, that can be merged; the upper one's file is the target.
+func ofTwo(t *testing.T, d *Disk, l ring, e expect) (r *Replica, lower, upper string) {
+	t.Helper()
+	ctx := context.Background()
+	d.window = 1 << 20
+	lower = filledLayer(t, d, awaySize, []int64{10, 600, 603, 604}, 1<<32, e)
+	upper = filledLayer(t, d, awaySize, []int64{11, 12, 601, 602, 1001, 1500}, 2<<32, e)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: awaySize,
+		Layers: []string{lower, upper}}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.openReplica(ctx, spec.UID, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopt(t, r, 1, 1, spec.UID)
+	return r, lower, upper
+}
+
+// patient does something again while a process that is being started has a lock, too.
+func patient(t *testing.T, do func() error) {
+	t.Helper()
+	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(time.Millisecond) {
+		err := do()
+		if err == nil {
+			return
+		}
+		locked := errors.Is(err, errRead) || errors.Is(err, unix.EWOULDBLOCK) || api.Is(err, api.Busy)
+		if !locked || time.Now().After(end) {
+			t.Fatal(err)
+		}
+	}
+}
+
+// begun is a merge that nobody carries yet.
+func begun(t *testing.T, r *Replica) (w *merger) {
+	t.Helper()
+	patient(t, func() (err error) { w, err = r.beginMerge(); return err })
+	if w == nil || !w.seen.Up {
+		t.Fatal("no merge that goes up", w)
+	}
+	return w
+}
+
+// closed closes a replica, and waits until it can be opened.
+func closed(t *testing.T, d *Disk, r *Replica) {
+	t.Helper()
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	patient(t, func() error {
+		open, err := d.held(d.path(replicaDir, r.meta.UID, ownerFile))
+		if open {
+			err = unix.EWOULDBLOCK
+		}
+		return err
+	})
+}
+
+// mergeAndLeave merges all that can be, and has a failure leave the folders of what was merged.
+func mergeAndLeave(t *testing.T, d *Disk, f *tapped, r *Replica) {
+	t.Helper()
+	f.set(func(op, name string) (func(), error) {
+		if op == opRename && strings.HasPrefix(name, d.path(trashDir)) {
+			return nil, unix.EIO
+		}
+		return nil, nil
+	})
+	defer f.set(nil)
+	patient(t, func() error {
+		did, err := r.Merge(context.Background(), MergeOptions{})
+		switch {
+		case errors.Is(err, unix.EIO) && len(r.Meta().Layers) == 1:
+			return nil
+		case err == nil && !did:
+			return errRead
+		}
+		return err
+	})
+	if len(r.Meta().Layers) != 1 {
+		t.Fatalf("not merged: %+v", r.Meta())
+	}
+}
+
+// What was kept of a layer is not gone on with once the layer was merged: its files are the result's.
+func TestResumeOfMergedAway(t *testing.T) {
+	t.Parallel()
+	ctx, l := context.Background(), startLoop(t)
+	plain := newDisk(t)
+	d, f := tap(t, plain)
+	e := make(expect)
+	r, _, upper := ofTwo(t, d, l, e)
+	half := string(api.NewUID())
+	w, err := d.Create(ctx, half, awaySize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(w.(block.Keeper).Keep(2<<20, []byte(`{}`)), w.(block.Keeper).Leave()); err != nil {
+		t.Fatal(err)
+	}
+	keep := func() { // as a crash leaves it that comes right after the seal
+		t.Helper()
+		var rec keptRecord
+		err := readMeta(d.fs, d.path(layersDir, half, keptFile), formatKept, &rec)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m, err := os.ReadFile(d.path(layersDir, half, keptMapFile))
+		if err != nil {
+			t.Fatal(err)
+		}
+		rec.UID = upper
+		if err := errors.Join(replaceFile(d.fs, d.path(layersDir, upper, keptMapFile), m),
+			writeMeta(d.fs, d.path(layersDir, upper, keptFile), formatKept, rec)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	keep()
+	mergeAndLeave(t, d, f, r)
+	if there, err := d.exists(d.path(layersDir, upper, keptFile)); there || err != nil {
+		t.Errorf("the merge left the record of what was kept: %v", err)
+	}
+	keep()
+	k, _, _, err := plain.Resume(ctx, upper)
+	if !api.Is(err, api.NotFound) {
+		t.Errorf("gone on with: %v", err)
+	}
+	if err == nil {
+		err = k.Leave()
+	} else {
+		patient(t, func() error { w, err = plain.Create(ctx, upper, awaySize); return err })
+		_, _, err = w.Seal(ctx)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	closed(t, plain, r)
+	e.check(t, plain, l, r.meta.UID)
+}
+
+// A layer that is being merged, or was, is not repaired in place: its files are not its own any more.
+func TestMendOfMerged(t *testing.T) {
+	t.Parallel()
+	ctx, l := context.Background(), startLoop(t)
+	for name, during := range map[string]func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error{
+		"in a merge": func(t *testing.T, _ *Disk, _ *tapped, r *Replica, _ string, mend func() error) error {
+			w := begun(t, r)
+			defer w.close()
+			for range 4 {
+				if err := errors.Join(w.window(ctx), w.whenQuiet(ctx, w.follow)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err := mend()
+			patient(t, func() error { return w.run(ctx, MergeOptions{}) })
+			return err
+		},
+		"at the end of a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error {
+			w := begun(t, r)
+			end := func() {
+				patient(t, func() error { return w.run(ctx, MergeOptions{}) })
+				w.close()
+			}
+			ended := false
+			f.set(func(op, name string) (func(), error) {
+				if op != opOpen || name != data || ended {
+					return nil, nil
+				}
+				return func() { // it ends right after the file was opened, if it can
+					if locked, err := d.heldNow(d.path(lockFile)); err != nil {
+						t.Error(err)
+					} else if !locked {
+						ended = true
+						end()
+					}
+				}, nil
+			})
+			err := mend()
+			f.set(nil)
+			if !ended {
+				end()
+			}
+			return err
+		},
+		"after a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, _ string, mend func() error) error {
+			mergeAndLeave(t, d, f, r)
+			return mend()
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			plain, other := newDisk(t), newDisk(t)
+			d, f := tap(t, plain)
+			e := make(expect)
+			r, _, upper := ofTwo(t, d, l, e)
+			bring(t, d, other, upper)
+			root, _, err := other.Digest(upper)
+			if err != nil {
+				t.Fatal(err)
+			}
+			src, err := other.Open(upper)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer src.Close()
+			err = during(t, d, f, r, d.path(layersDir, upper, dataFile), func() error { return d.Mend(ctx, upper, root, src) })
+			if !api.Is(err, api.Busy) {
+				t.Errorf("repaired: %v", err)
+			}
+			closed(t, plain, r)
+			e.check(t, plain, l, r.meta.UID)
+		})
+	}
+}
+
+// A merge whose replica was closed is still copying when the next opener would go on with it: that one waits its turn.
+func TestOneMergerAtATime(t *testing.T) {
+	t.Parallel()
+	ctx, l := context.Background(), startLoop(t)
+	d := newDisk(t)
+	e := make(expect)
+	r, _, _ := ofTwo(t, d, l, e)
+	w := begun(t, r)
+	closed(t, d, r)
+	again, err := openOn(d.fs, d.root) // as another process, or another Disk of this one
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
+	if r, err = again.OpenReplica(ctx, r.meta.UID, startLoop(t)); err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	adopt(t, r, 2, 1, r.meta.UID)
+	if _, err := r.Merge(ctx, MergeOptions{}); !api.Is(err, api.Busy) {
+		t.Errorf("two at once: %v", err)
+	}
+	if _, err := w.carry(0, awaySize); err != nil {
+		t.Fatal(err)
+	}
+	w.close()
+	if r.Meta().Merge != nil {
+		patient(t, func() error { _, err := r.Merge(ctx, MergeOptions{}); return err })
+		if len(r.Meta().Layers) != 1 {
+			t.Fatalf("not merged afterwards: %+v", r.Meta())
+		}
+	}
+	closed(t, d, r)
+	e.check(t, d, l, r.meta.UID)
+}

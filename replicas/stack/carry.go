@@ -1,0 +1,174 @@
+package stack
+
+import (
+	"errors"
+	"os"
+
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// What a merge carries are blocks, and their checksums with them: those that the target gets are written into its own
+// before the window is recorded as done, and taken out of the other layer's after that. So they are no more than a
+// window's there twice, and from then on the target's alone say what is right of what it holds there.
+
+// ends are the layer that is emptied and the target.
+func (w *merger) ends() (from, to *layer) {
+	if w.seen.Up {
+		return w.lower, w.upper
+	}
+	return w.upper, w.lower
+}
+
+// bothHaveCRCs reports whether two layers have checksums that can move. Where the target has some for a part of the
+// result only, they are made anew in the end.
+func (d *Disk) bothHaveCRCs(g *Merge) (bool, error) {
+	lower, lerr := d.layerRecord(g.Lower)
+	upper, uerr := d.layerRecord(g.Upper)
+	to, from := lower, upper
+	if g.Up {
+		to, from = from, to
+	}
+	return to.Size >= from.Size && d.hasCRCs(g.Lower, crcsLength(lower.Size)) &&
+		d.hasCRCs(g.Upper, crcsLength(upper.Size)), errors.Join(lerr, uerr)
+}
+
+// openCRCs opens the checksums that move. Should the target have lost its own, none do.
+func (w *merger) openCRCs() (err error) {
+	from, to := w.ends()
+	if !w.seen.Crcs || to.crcs == nil {
+		return nil
+	}
+	open := func(l *layer) (file.Handle, error) {
+		return w.r.disk.fs.Open(w.r.disk.path(layersDir, l.rec.UID, crcsFile), os.O_RDWR, 0)
+	}
+	if w.crcs, err = open(to); err == nil && from.crcs != nil {
+		w.spent, err = open(from)
+	}
+	return err
+}
+
+// giveCRCs gives the target the checksums of blocks that were copied to it.
+func (w *merger) giveCRCs(off, n int64) error {
+	if w.crcs == nil {
+		return nil
+	}
+	from, _ := w.ends()
+	crcs, err := from.crcsAt(off, n)
+	if err == nil && crcs == nil { // it has lost them
+		buf := alignedBuffer(int(n))
+		if _, err = w.from.ReadAt(buf, off); err == nil {
+			crcs = crcsOf(nil, buf)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	_, err = w.crcs.WriteAt(crcs, off>>blockBits*crcSize)
+	return err
+}
+
+// sync makes what was carried durable.
+func (w *merger) sync() error {
+	if w.crcs == nil {
+		return w.to.Datasync()
+	}
+	return atOnce(w.to.Datasync, w.crcs.Datasync)
+}
+
+// empty takes out of the other layer what the target has by now, up to where the merge is; off is where it was.
+func (w *merger) empty(off, done int64) error {
+	if w.spent != nil {
+		first, end := off>>blockBits>>crcPageBits, done>>blockBits>>crcPageBits
+		if done >= w.size {
+			end = crcsLength(w.size) / crcPageSize
+		}
+		if first < end {
+			if err := w.spent.Punch(first*crcPageSize, (end-first)*crcPageSize); err != nil {
+				return err
+			}
+		}
+	}
+	return w.freed.punch(w.from, off, done-off)
+}
+
+// forget has the checksums of a range read anew, once they have changed. On the loop, with no read under way.
+func (l *layer) forget(off, end int64) {
+	for n := off >> blockBits >> crcPageBits; n<<crcPageBits<<blockBits < end; n++ {
+		if page := l.pages[n]; page != nil && page.ready {
+			page.forget()
+		}
+	}
+}
+
+// kinds are those of both layers in a page.
+func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
+	lower, upper = new([pageBlocks]block.Kind), new([pageBlocks]block.Kind)
+	return lower, upper, errors.Join(w.lower.m.load(p, lower), w.upper.m.load(p, upper))
+}
+
+// carry copies into the target what the other layer has to give in a window. It may do so again after a crash.
+func (w *merger) carry(off, end int64) (copied int64, err error) {
+	sent, dirty := off, int64(0)
+	for b, last := off>>blockBits, end>>blockBits; b < last; {
+		p := int(b >> pageBits)
+		base := int64(p) << pageBits
+		lower, upper, err := w.kinds(p)
+		if err != nil {
+			return copied, err
+		}
+		for stop := min(last, base+pageBlocks); b < stop; {
+			act := w.act(lower[b-base], upper[b-base])
+			e := b + 1
+			for e < stop && e-b < mergeAhead>>blockBits && w.act(lower[e-base], upper[e-base]) == act {
+				e++
+			}
+			from, n := b<<blockBits, (e-b)<<blockBits
+			switch act {
+			case copyBlock:
+				if err = w.to.CopyFrom(w.from, from, n); err == nil {
+					err = w.giveCRCs(from, n)
+				}
+				copied, dirty = copied+n, dirty+n
+			case punchBlock:
+				err = w.to.Punch(from, n)
+			}
+			if err == nil && dirty >= mergeAhead {
+				err = w.to.Writeout(sent, e<<blockBits-sent)
+				sent, dirty = e<<blockBits, 0
+			}
+			if err != nil {
+				return copied, err
+			}
+			b = e
+		}
+	}
+	return copied, nil
+}
+
+type action uint8
+
+const (
+	leaveBlock action = iota
+	copyBlock
+	punchBlock
+)
+
+// act is what the target needs of a block, given what the two layers hold.
+func (w *merger) act(lower, upper block.Kind) action {
+	switch {
+	case w.seen.Up && upper == block.Hole && lower == block.Data, !w.seen.Up && upper == block.Data:
+		return copyBlock
+	case !w.seen.Up && upper == block.Zero && lower == block.Data:
+		return punchBlock
+	}
+	return leaveBlock
+}
+
+// union is what the result holds of a block.
+func union(lower, upper block.Kind) block.Kind {
+	if upper != block.Hole {
+		return upper
+	}
+	return lower
+}

@@ -1,0 +1,229 @@
+package stack
+
+import (
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// A single operation must not cost more with every image and volume that the disk has besides.
+
+// crowd fills a disk with n images, each of a layer of its own, and n replicas that stand on them.
+func crowd(tb testing.TB, d *Disk, n int) (images, replicas []string) {
+	tb.Helper()
+	for range n {
+		uid := string(api.NewUID())
+		w, err := d.Create(tb.Context(), uid, 1<<20)
+		if err != nil {
+			tb.Fatal(err)
+		}
+		if _, err := w.WriteAt([]byte("golden"), 0); err != nil {
+			tb.Fatal(err)
+		}
+		if _, _, err := w.Seal(tb.Context()); err != nil {
+			tb.Fatal(err)
+		}
+		img := block.Image{UID: string(api.NewUID()), Name: "golden", Layers: []string{uid}}
+		if err := d.PutImage(img); err != nil {
+			tb.Fatal(err)
+		}
+		s := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 20, Layers: []string{uid}}
+		if err := d.CreateReplica(tb.Context(), s); err != nil {
+			tb.Fatal(err)
+		}
+		images, replicas = append(images, img.UID), append(replicas, s.UID)
+	}
+	return images, replicas
+}
+
+// readsFS counts the reads of files, by their names.
+type readsFS struct {
+	file.FS
+	mu    sync.Mutex
+	reads map[string]int
+}
+
+type readsHandle struct {
+	file.Handle
+	fs   *readsFS
+	name string
+}
+
+func (f *readsFS) Open(name string, flag int, perm fs.FileMode) (file.Handle, error) {
+	h, err := f.FS.Open(name, flag, perm)
+	if err != nil {
+		return nil, err
+	}
+	return &readsHandle{h, f, filepath.Base(name)}, nil
+}
+
+func (h *readsHandle) ReadAt(p []byte, off int64) (int, error) {
+	h.fs.mu.Lock()
+	h.fs.reads[h.name]++
+	h.fs.mu.Unlock()
+	return h.Handle.ReadAt(p, off)
+}
+
+func (f *readsFS) take() map[string]int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	was := f.reads
+	f.reads = map[string]int{}
+	return was
+}
+
+// Whoever looks for what is to be finished, or for what may be merged, reads no record again that is known.
+func TestNothingKnownIsReadAgain(t *testing.T) {
+	t.Parallel()
+	d := newDisk(t)
+	counted := &readsFS{FS: d.fs, reads: map[string]int{}}
+	d.fs = counted
+	_, replicas := crowd(t, d, 5)
+	<-time.After(settled + 100*time.Millisecond) // the records are old enough to be kept
+	look := func() {
+		t.Helper()
+		if list, err := d.ToFinish(); err != nil || len(list) > 0 {
+			t.Fatal(list, err)
+		}
+		if others, err := d.namedBut(replicas[0]); err != nil || len(others) != 5 {
+			t.Fatal(others, err)
+		}
+	}
+	look()
+	if n := counted.take()[layerFile]; n == 0 {
+		t.Fatal("nothing was read at all")
+	}
+	look()
+	again := counted.take()
+	for _, name := range []string{layerFile, stackFile, imageFile} {
+		if n := again[name]; n > 0 {
+			t.Errorf("%s was read %d times again", name, n)
+		}
+	}
+}
+
+// A layer that was whole when it was looked at is to be finished as soon as its checksums are gone.
+func TestWholeIsLookedAtAgain(t *testing.T) {
+	t.Parallel()
+	d := newDisk(t)
+	images, _ := crowd(t, d, 2)
+	if list, err := d.ToFinish(); err != nil || len(list) > 0 {
+		t.Fatal(list, err)
+	}
+	img, err := d.image(images[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(d.path(layersDir, img.Layers[0], crcsFile)); err != nil {
+		t.Fatal(err)
+	}
+	if list, err := d.ToFinish(); err != nil || !slices.Equal(list, img.Layers) {
+		t.Fatal(list, err)
+	}
+	if err := d.Finish(t.Context(), img.Layers[0]); err != nil {
+		t.Fatal(err)
+	}
+	if list, err := d.ToFinish(); err != nil || len(list) > 0 {
+		t.Fatal(list, err)
+	}
+}
+
+// What a replica shares is told by the record that is known to share it: without the disk's lock, which others hold
+// while they wait for the disk. It is told as it is by now.
+func TestSpaceIsToldByOneRecord(t *testing.T) {
+	t.Parallel()
+	d := newDisk(t)
+	images, replicas := crowd(t, d, 3)
+	shares := func(want bool) {
+		t.Helper()
+		used, shared, err := d.Space(replicas[1])
+		if err != nil || (shared > 0) != want {
+			t.Fatalf("%d bytes, %d of them shared, %v", used, shared, err)
+		}
+	}
+	shares(true)
+	unlock, err := d.lock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan error, 1)
+	go func() {
+		_, shared, err := d.Space(replicas[1])
+		if err == nil && shared == 0 {
+			err = api.Errorf(api.NotFound, "nothing is shared")
+		}
+		told <- err
+	}()
+	select {
+	case err = <-told:
+		unlock()
+	case <-time.After(5 * time.Minute):
+		unlock()
+		t.Fatal("the disk's lock was waited for")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	img, err := d.image(images[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := d.image(images[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := img.Layers
+	for _, layers := range [][]string{other.Layers, own, other.Layers} { // the record is replaced
+		img.Layers = layers
+		if err := d.PutImage(img); err != nil {
+			t.Fatal(err)
+		}
+		shares(layers[0] == own[0])
+	}
+	clone := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 20, Layers: own}
+	if err := d.CreateReplica(t.Context(), clone); err != nil {
+		t.Fatal(err)
+	}
+	shares(true)
+	if err := d.RemoveReplica(clone.UID); err != nil {
+		t.Fatal(err)
+	}
+	shares(false)
+}
+
+// BenchmarkCrowd times what looks at the records of a disk beside a thousand images and replicas.
+func BenchmarkCrowd(b *testing.B) {
+	d := newDisk(b)
+	_, replicas := crowd(b, d, 1000)
+	<-time.After(settled + 100*time.Millisecond) // until then records are read each time
+	for _, of := range []struct {
+		name string
+		do   func() error
+	}{
+		{"named", func() error { _, err := d.named(); return err }},
+		{"settle", func() error { return d.settleNames(b.Context()) }},
+		{"unfinished", func() error { _, err := d.Unfinished(); return err }},
+		{"mergeable", func() error { _, err := d.Mergeable(); return err }},
+		{"space", func() error { _, _, err := d.Space(replicas[0]); return err }},
+		{"others", func() error { _, err := d.namedBut(replicas[0]); return err }},
+		{"collect", func() error { return d.Collect(b.Context(), time.Hour) }},
+		{"replicas", func() error { _, err := d.Replicas(); return err }},
+		{"images", func() error { _, err := d.Images(); return err }},
+	} {
+		b.Run(of.name, func(b *testing.B) {
+			for range b.N {
+				if err := of.do(); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,213 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// A process is killed right after it has recorded that two layers are one, and before that is durable. What comes next
+// removes the two only when a loss of power cannot bring the record back that names them.
+func TestMergedBeforeAKill(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	for name, next := range map[string]func(d *Disk, lower, upper string) error{
+		"collect": func(d *Disk, _, _ string) error { return d.Collect(ctx, 0) },
+		"make anew": func(d *Disk, lower, upper string) error { // as a copy of an image does that comes from elsewhere
+			for _, uid := range []string{lower, upper} {
+				w, err := d.Create(ctx, uid, awaySize)
+				if err != nil {
+					return err
+				}
+				if _, _, err := w.Seal(ctx); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			loop := startLoop(t)
+			for seed := range uint64(4) {
+				p := freshPower(t, loop)
+				f := &tapped{FS: p.fs}
+				d, err := openOn(f, p.root)
+				if err != nil {
+					t.Fatal(err)
+				}
+				e := make(expect)
+				r, lower, upper := ofTwo(t, d, p, e)
+				uid, hit := r.meta.UID, false
+				f.set(func(op, name string) (func(), error) {
+					if op == opSync && name == d.path(replicaDir, uid) && !hit {
+						if m, err := d.readStack(uid); err != nil || len(m.Layers) == 1 {
+							hit = true
+							return nil, unix.EIO
+						}
+					}
+					return nil, nil
+				})
+				patient(t, func() error {
+					if _, err := r.Merge(ctx, MergeOptions{}); !hit {
+						return errors.Join(err, errRead)
+					}
+					return nil
+				})
+				_ = r.Close() // of the dead
+				again := p.disk(t)
+				patient(t, func() error { return next(again, lower, upper) })
+				p = p.crash(t, rand.New(rand.NewPCG(seed, 2)))
+				d = p.disk(t)
+				m, err := d.readStack(uid)
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, l := range m.Layers {
+					if _, err := d.layerRecord(l); api.Is(err, api.NotFound) {
+						t.Fatalf("seed %d: layer %s is gone, and named: %+v", seed, l, m)
+					}
+				}
+				e.check(t, d, p, uid)
+			}
+		})
+	}
+}
+
+// A process is killed right after it took the name of a layer away, and before that is durable. Who takes the last other
+// name away deletes the layer only when a loss of power cannot bring the first one back.
+func TestDropAfterAKill(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	uid := func() string { return string(api.NewUID()) }
+	type name struct {
+		put, drop func(d *Disk) error
+		folder    string // whose sync makes it durable that it is gone
+	}
+	record := func(layer string) name { // of a replica that goes on
+		spec := Spec{UID: uid(), Volume: "v", VolumeUID: uid(), Size: 1 << 20, Layers: []string{layer}}
+		return name{func(d *Disk) error { return d.CreateReplica(ctx, spec) }, func(d *Disk) error {
+			m, err := d.readStack(spec.UID)
+			if err == nil {
+				m.Layers = nil
+				err = d.writeStack(d.path(replicaDir, spec.UID), m)
+			}
+			return err
+		}, replicaDir + "/" + spec.UID}
+	}
+	replica := func(layer string) name {
+		spec := Spec{UID: uid(), Volume: "v", VolumeUID: uid(), Size: 1 << 20, Layers: []string{layer}}
+		return name{func(d *Disk) error { return d.CreateReplica(ctx, spec) },
+			func(d *Disk) error { return d.RemoveReplica(spec.UID) }, ""}
+	}
+	image := func(layer string) name {
+		img := block.Image{UID: uid(), Name: "i", Layers: []string{layer}}
+		return name{func(d *Disk) error { return d.PutImage(img) },
+			func(d *Disk) error { return d.RemoveImage(img.UID) }, ""}
+	}
+	pin := func(layer string) name {
+		p := Pin{UID: uid(), For: "v", Disk: uid(), Layers: []string{layer}}
+		return name{func(d *Disk) error { return d.PinLayers(ctx, p) },
+			func(d *Disk) error { return d.Unpin(p.UID) }, pinsDir + "/" + p.UID}
+	}
+	for _, c := range []struct {
+		name        string
+		first, last func(layer string) name
+	}{
+		{"pin,replica", pin, replica}, {"record,replica", record, replica}, {"record,image", record, image},
+		{"record,pin", record, pin},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			loop := startLoop(t)
+			for seed := range uint64(8) {
+				p := freshPower(t, loop)
+				f := &tapped{FS: p.fs}
+				d, err := openOn(f, p.root)
+				if err != nil {
+					t.Fatal(err)
+				}
+				layer := filledLayer(t, d, 1<<20, []int64{1}, 1<<32, make(expect))
+				mate := replica(layer) // what is pinned something must name
+				first, last := c.first(layer), c.last(layer)
+				if err := errors.Join(mate.put(d), first.put(d), last.put(d), mate.drop(d)); err != nil {
+					t.Fatal(err)
+				}
+				f.set(func(op, name string) (func(), error) {
+					if op == opSync && name == d.path(first.folder) {
+						return nil, unix.EIO
+					}
+					return nil, nil
+				})
+				if err := first.drop(d); !errors.Is(err, unix.EIO) {
+					t.Fatal(err)
+				}
+				again := p.disk(t)
+				if err := errors.Join(last.drop(again), again.Close(), d.Close()); err != nil {
+					t.Fatal(err)
+				}
+				d = p.crash(t, rand.New(rand.NewPCG(seed, 3))).disk(t)
+				names, err := d.named()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := d.layerRecord(layer); names[layer] && api.Is(err, api.NotFound) {
+					t.Fatalf("seed %d: the layer is gone, and named", seed)
+				}
+			}
+		})
+	}
+}
+
+// What did not change since it was made durable is not synced again: there may be thousands of records.
+func TestSettledOnce(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	d, f := tap(t, newDisk(t))
+	var uids []string
+	for range 3 {
+		uids = append(uids, string(api.NewUID()))
+		spec := Spec{UID: uids[len(uids)-1], Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 20}
+		if err := d.CreateReplica(ctx, spec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var synced []string
+	f.set(func(op, name string) (func(), error) {
+		if op == opSync {
+			synced = append(synced, name)
+		}
+		return nil, nil
+	})
+	settle := func() []string {
+		synced = nil
+		if err := d.settleNames(ctx); err != nil {
+			t.Fatal(err)
+		}
+		return synced
+	}
+	if len(settle()) < len(uids) {
+		t.Fatal("not all was synced", synced)
+	}
+	for len(settle()) > 0 { // as long as times cannot tell a change
+		time.Sleep(settled / 10)
+	}
+	m, err := d.readStack(uids[1])
+	if err == nil {
+		err = d.writeStack(d.path(replicaDir, m.UID), m)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s := settle(); !slices.Equal(s, []string{d.path(replicaDir, m.UID)}) {
+		t.Fatal("one record was written, synced was", s)
+	}
+}

@@ -1,0 +1,67 @@
+package stack
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/file"
+)
+
+// A lock that only a process has which is being started is waited for, however long that takes.
+func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "f")
+	open := func() file.Handle {
+		h, err := file.OS.Open(name, os.O_RDWR|os.O_CREATE, 0o600)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h
+	}
+	child, h := open(), open() // what is open in the child counts as long as the descriptor here does
+	defer h.Close()
+	if err := flock(child, unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if err := tryLock(h, unix.LOCK_EX); !errors.Is(err, unix.EWOULDBLOCK) {
+		t.Fatalf("a lock that somebody has: %v", err)
+	}
+	syscall.ForkLock.Lock() // as whoever starts a process does
+	runs := time.AfterFunc(4*forkTime, func() {
+		_ = child.Close()
+		syscall.ForkLock.Unlock()
+	})
+	defer runs.Stop()
+	if err := tryLock(h, unix.LOCK_EX); err != nil {
+		t.Fatalf("a lock that a process has until it runs its program: %v", err)
+	}
+
+	// The started one closes what it inherited a moment after the one that started it goes on, at some moment at least.
+	for range 20 {
+		if err := flock(h, unix.LOCK_UN); err != nil {
+			t.Fatal(err)
+		}
+		child := open()
+		if err := flock(child, unix.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		syscall.ForkLock.Lock()
+		closed := make(chan struct{})
+		time.AfterFunc(forkTime+forkTime/4, func() {
+			syscall.ForkLock.Unlock()
+			<-time.After(closeTime / 4)
+			_ = child.Close()
+			close(closed)
+		})
+		err := tryLock(h, unix.LOCK_EX)
+		if <-closed; err == nil {
+			return
+		}
+	}
+	t.Error("a lock that a process has which runs its program and is closing it is not waited for")
+}

@@ -1,0 +1,132 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// gaveUp fails unless what waits for quiet does so for a moment only.
+func gaveUp(t *testing.T, what string, ended <-chan error) {
+	t.Helper()
+	select {
+	case err := <-ended:
+		if !api.Is(err, api.Busy) {
+			t.Fatalf("%s beside I/O that hangs: %v", what, err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatalf("%s waits for I/O that hangs", what)
+	}
+}
+
+// What needs all I/O to be over for a moment does not have it wait for a request that hangs, and is done later.
+func TestHoldsBesideIOThatHangs(t *testing.T) {
+	t.Parallel()
+	ctx := context.Background()
+	const size = 4 << 20
+	snapshot := func() Snapshot {
+		return Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()}
+	}
+	for name, do := range map[string]func(r *Replica) error{
+		"expand": func(r *Replica) error { return r.Expand(ctx, 2*size) },
+		"cut":    func(r *Replica) error { return r.Cut(ctx, snapshot()) },
+		"group": func(r *Replica) error {
+			c, err := r.PrepareCut(ctx, snapshot())
+			if err != nil {
+				return err
+			}
+			release, err := c.Hold(ctx)
+			if err != nil {
+				return errors.Join(err, c.Abort())
+			}
+			defer release()
+			return c.Do(ctx)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			disk := &slowDisk{Loop: startLoop(t)}
+			r := mergeable(t, disk, newDisk(t), size)
+			mustIssue(t, disk, r, block.OpWrite, 5<<blockBits, blockSize, numbered(6))
+			layers := len(r.Meta().Layers)
+			defer disk.set(false)
+			disk.set(true)
+			hangs := disk.later(r, block.OpDiscard, 5, 1, nil)
+			until(t, "the discard is on its way", func() bool { return disk.waiting() > 0 })
+			if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+				t.Fatal(err)
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- do(r) }()
+			gaveUp(t, name, ended)
+			goesOn(t, disk, r, "after it was given up")
+			if m := r.Meta(); m.Size != size || len(m.Layers) != layers {
+				t.Fatalf("it was given up, and the volume has %d bytes, %d layers", m.Size, len(m.Layers))
+			}
+			disk.set(false)
+			if err := <-hangs; err != nil {
+				t.Fatal(err)
+			}
+			patient(t, func() error { return do(r) })
+			if m := r.Meta(); m.Size == size && len(m.Layers) == layers {
+				t.Fatal("it was done, and nothing has changed")
+			}
+			goesOn(t, disk, r, "after it was done")
+			buf := alignedBuffer(int(blockSize))
+			mustIssue(t, disk, r, block.OpRead, 5<<blockBits, blockSize, buf)
+			if string(buf) != string(numbered(0)) {
+				t.Fatalf("what was discarded begins with %x", buf[:8])
+			}
+		})
+	}
+}
+
+// A volume is not made larger while a read waits for another machine: writes go on, and it is, when that is over.
+func TestExpandBesideAReadThatWaits(t *testing.T) {
+	t.Parallel()
+	const size = 64 << 20
+	ctx := context.Background()
+	far := &farther{disk: newDisk(t)}
+	d := newDisk(t)
+	d.Fetch(far.fetch)
+	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 0)), size, make([]byte, size))
+	if err := far.hydrate(d, layer); err != nil {
+		t.Fatal(err)
+	}
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size,
+		Layers: []string{layer}}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	loop := startLoop(t)
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
+		t.Fatal(err)
+	}
+	defer far.fails.Store(false)
+	far.fails.Store(true)
+	read := make(chan error, 1)
+	go func() { read <- issue(loop, r, block.OpRead, 0, size/2, alignedBuffer(size/2), false) }()
+	until(t, "a read waits", r.parched.Load)
+	ended := make(chan error, 1)
+	go func() { ended <- r.Expand(ctx, 2*size) }()
+	gaveUp(t, "expand", ended)
+	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, numbered(1))
+	far.fails.Store(false)
+	if err := <-read; err != nil {
+		t.Fatal(err)
+	}
+	patient(t, func() error { return r.Expand(ctx, 2*size) })
+	mustIssue(t, loop, r, block.OpWrite, 2*size-blockSize, blockSize, numbered(2))
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+}

@@ -1,0 +1,70 @@
+package stack
+
+import (
+	"context"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// A layer that comes home holds no I/O up while reads wait for the lost source of another one: whole-block writes go on,
+// and the replica can be used for all else.
+func TestHomeBesideALostSource(t *testing.T) {
+	t.Parallel()
+	const size = 8 << 20
+	ctx := context.Background()
+	far, d := &farther{disk: newDisk(t)}, newDisk(t)
+	d.Fetch(far.fetch)
+	rng := rand.New(rand.NewPCG(1, 1))
+	model := make([]byte, size)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
+	for range 2 {
+		l := makeLayer(t, far.disk, rng, size, model)
+		if err := far.hydrate(d, l); err != nil {
+			t.Fatal(err)
+		}
+		spec.Layers = append(spec.Layers, l)
+	}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	loop := startLoop(t)
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopt(t, r, 1, 1, spec.UID)
+	far.fails.Store(true)
+	read := make(chan error, 1)
+	go func() { read <- issue(loop, r, block.OpRead, 0, size, alignedBuffer(size), false) }()
+	for why := error(nil); why == nil; _, why = r.Hydrates() {
+		time.Sleep(time.Millisecond)
+	}
+	bring(t, far.disk, d, spec.Layers[0])
+	if err := r.Home(ctx); !api.Is(err, api.Busy) {
+		t.Errorf("a layer is given back while reads wait: %v", err)
+	}
+	if !r.Borrows() {
+		t.Error("a layer that could not be given back is forgotten")
+	}
+	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize)))
+	bring(t, far.disk, d, spec.Layers[1])
+	if err := r.Home(ctx); err != nil { // once more where the read has not ended yet
+		t.Logf("home: %v", err)
+	}
+	if err := <-read; err != nil {
+		t.Errorf("the read that waited: %v", err)
+	}
+	if err := r.Home(ctx); err != nil {
+		t.Error(err)
+	}
+	if r.Borrows() {
+		t.Errorf("%d layers are still open elsewhere", len(r.lenders))
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,87 @@
+package stack
+
+import (
+	"bytes"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// patchwork is an index of kinds of so many pages, of which some are uniform.
+func patchwork(rng *rand.Rand, pages int, uniform float64) index {
+	x := newIndex(int64(pages)<<pageBits-int64(rng.IntN(pageBlocks)), uint16(block.Hole))
+	vals := make([]uint16, pageBlocks)
+	for p := range pages {
+		same := rng.Float64() < uniform
+		vals := vals[:x.pageLen(p)]
+		for i := range vals {
+			if i == 0 || !same {
+				vals[i] = uint16(rng.IntN(int(block.Data) + 1))
+			} else {
+				vals[i] = vals[0]
+			}
+		}
+		x.load(p, vals)
+	}
+	return x
+}
+
+// The file of a map says what the index says, whether it has fewer pages than are written at once, as many, or more.
+func TestMapFile(t *testing.T) {
+	t.Parallel()
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	name := filepath.Join(t.TempDir(), "map")
+	for _, pages := range []int{1, 2, 63, 64, 65, 129, 200} {
+		for _, uniform := range []float64{0, 0.5, 1} {
+			x := patchwork(rng, pages, uniform)
+			if err := writeMap(file.OS, name, &x); err != nil {
+				t.Fatal(err)
+			}
+			b, err := os.ReadFile(name)
+			if err != nil || !bytes.Equal(b, encodeMap(&x)) {
+				t.Fatalf("%d pages: the file and what is in memory differ: %v", pages, err)
+			}
+			m, err := openMap(bytes.NewReader(b), int64(len(b)), x.blocks<<blockBits)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var kinds [pageBlocks]block.Kind
+			for p := range pages {
+				if err := m.load(p, &kinds); err != nil {
+					t.Fatal(err)
+				}
+				for i := range x.pageLen(p) {
+					v, _ := x.runInPage(p, i, i+1)
+					if block.Kind(v) != kinds[i] {
+						t.Fatalf("%d pages: block %d of page %d is of kind %d, not %d", pages, i, p, kinds[i], v)
+					}
+				}
+			}
+		}
+	}
+}
+
+// BenchmarkMapFile is what it takes to write the map of a fragmented TiB beside the index that it is made of.
+func BenchmarkMapFile(b *testing.B) {
+	x := patchwork(rand.New(rand.NewPCG(1, 1)), 1<<40/pageSize, 0)
+	b.ReportMetric(float64(x.memory()), "index-bytes")
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := putMap(nowhere{}, &x); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+// nowhere is written to in vain.
+type nowhere struct{ io.WriterAt }
+
+func (nowhere) WriteAt(p []byte, _ int64) (int, error) { return len(p), nil }

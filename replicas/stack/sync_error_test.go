@@ -1,0 +1,70 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+)
+
+// syncOnce is an open file whose next sync fails. The ones after it find nothing, as the kernel has it.
+type syncOnce struct {
+	file.Handle
+	err error
+}
+
+func (h *syncOnce) Datasync() error {
+	err := h.err
+	h.err = nil
+	return errors.Join(err, h.Handle.Datasync())
+}
+
+// TestSyncErrorIsNotLost: the kernel tells an open file once that what was written to it is lost. Whoever hears it, the
+// replica takes no more writes, acknowledges no flush, and has no clean end.
+func TestSyncErrorIsNotLost(t *testing.T) {
+	ctx := context.Background()
+	for name, hears := range map[string]func(*Replica) error{
+		"cut": func(r *Replica) error {
+			_, err := r.PrepareCut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
+			return err
+		},
+		"expand": func(r *Replica) error { return r.Expand(ctx, 6*intentsRegion) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, l := newDisk(t), startLoop(t)
+			uid := newMirror(t, d)
+			r, err := d.OpenReplica(ctx, uid, l)
+			if err != nil {
+				t.Fatal(err)
+			}
+			adopt(t, r, 1, 7, uid)
+			mustIssue(t, l, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize)))
+			r.head = &syncOnce{r.head, unix.EIO}
+			if err := hears(r); !errors.Is(err, ErrFailed) || !errors.Is(err, unix.EIO) {
+				t.Errorf("the error: %v", err)
+			}
+			if err := r.Failed(); !errors.Is(err, ErrFailed) {
+				t.Errorf("the replica: %v", err)
+			}
+			for what, op := range map[string]block.Op{"flush": block.OpFlush, "write": block.OpWrite} {
+				n := int64(0)
+				var b []byte
+				if op == block.OpWrite {
+					n, b = blockSize, alignedBuffer(int(blockSize))
+				}
+				if err := issue(l, r, op, 0, n, b, false); err == nil {
+					t.Errorf("a %s was acknowledged", what)
+				}
+			}
+			_ = r.Close()
+			if m, err := d.Stack(uid); err != nil || !m.Dirty {
+				t.Errorf("it has had a clean end: %v", err)
+			}
+		})
+	}
+}

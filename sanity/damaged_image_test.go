@@ -1,0 +1,125 @@
+package sanity_test
+
+import (
+	"crypto/rand"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// flipImage changes a byte of an image's copy on a disk.
+func (w *world) flipImage(name, disk string, at int64) {
+	w.t.Helper()
+	img := w.image(name, "is ready", func(i *api.BackingImage) bool { return i.Status.State == api.ImageReady })
+	f, err := os.OpenFile(filepath.Join(disk, "layers", string(img.Status.Layers[0]), "data"), os.O_RDWR, 0)
+	must(w.t, err)
+	defer f.Close()
+	one := make([]byte, 1)
+	_, err = f.ReadAt(one, at)
+	must(w.t, err)
+	one[0] ^= 0x10
+	_, err = f.WriteAt(one, at)
+	must(w.t, err)
+	must(w.t, f.Sync())
+}
+
+// finds has the damage found that was just done by a verification that is asked for. Where the machine is so busy that
+// the node's own look came before it, the image is made well, and the damage is done once more.
+func (w *world) finds(name, disk string, at int64, well func()) (said string) {
+	w.t.Helper()
+	for range 3 {
+		w.flipImage(name, disk, at)
+		said, code := w.command("image", "verify", name)
+		if code == 1 {
+			return said
+		}
+		if code != 0 && code != 6 { // 6: it was the only copy
+			w.fatal("verify of %s: exit code %d: %s", name, code, said)
+		}
+		well()
+	}
+	w.fatal("no verification of %s finds the damage", name)
+	return ""
+}
+
+// damagedImages: bytes change in a copy on the disk. A verification finds it and says where and what becomes of it: a
+// copy is made whole from another one, or from the source, below a volume, too; of an upload it is said what to do.
+func damagedImages(t *testing.T, w *world) {
+	at := w.disks("spare")
+	first := at[0]
+	sum := golden(t, w.path("damaged.qcow2"), 64*mib)
+	url := serveFiles(t, w.dir) + "/damaged.qcow2"
+	w.set("allow-private-image-sources", "true")
+	says := func(said string, words ...string) {
+		t.Helper()
+		for _, w := range words {
+			if !strings.Contains(said, w) {
+				t.Errorf("verify does not say %q: %s", w, said)
+			}
+		}
+	}
+	byItself := func(name string, copies int32) func() {
+		return func() {
+			w.image(name, "is well again", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == copies })
+		}
+	}
+	whole := func(name, words string) { // a moment after it was found the image's own state may tell of before
+		t.Helper()
+		var said string
+		if !comes(func() bool {
+			var code int
+			said, code = w.command("image", "verify", name)
+			return code == 0 && strings.Contains(said, words)
+		}) {
+			w.fatal("%s is not well again: %s", name, said)
+		}
+	}
+
+	w.must("image", "import", url, "--name", "fetched", "--disk-selector", "spare")
+	said := w.finds("fetched", at[1], 1100, byItself("fetched", 1))
+	says(said, `image "fetched": 1 of 1 copies`, "disk "+at[1]+" of node "+w.name, "do not match their digest", "by itself")
+	whole("fetched", "verified: 1 copy is what it was")
+
+	w.must("image", "import", url, "--name", "twin", "--min-copies", "2")
+	w.readyOn("twin", at...)
+	must(t, os.Remove(w.path("damaged.qcow2"))) // from now on there is the other copy alone
+	p, err := w.create("on-twin", 64*mib, mountCap(""), "backingImage", "twin")
+	must(t, err)
+	must(t, p.up())
+	p.check("golden", sum)
+	must(t, p.down())
+	below := first
+	var reps api.ReplicaList
+	must(t, w.objects.List(t.Context(), &reps, client.MatchingLabels{api.LabelVolume: p.id}))
+	if len(reps.Items) == 1 && reps.Items[0].Spec.Disk == w.diskAt(at[1]).UID {
+		below = at[1]
+	}
+	said = w.finds("twin", below, 1100, byItself("twin", 2))
+	says(said, `image "twin": 1 of 2 copies`, "disk "+below+" of node "+w.name, "do not match their digest", "by itself")
+	whole("twin", "verified: 2 copies are what they were")
+	must(t, p.up())
+	p.check("golden", sum)
+	do(t, p.down, p.remove)
+
+	b := make([]byte, 4*mib)
+	_, err = rand.Read(b)
+	must(t, err)
+	must(t, os.WriteFile(w.path("sent.raw"), b, 0o600))
+	upload := func() { w.must("image", "upload", w.path("sent.raw"), "--name", "sent", "--disk-selector", "spare") }
+	upload()
+	said = w.finds("sent", at[1], 1100, func() {
+		w.must("image", "delete", "sent")
+		upload()
+	})
+	says(said, `image "sent": 1 of 1 copies`, "do not match their digest", "delete the image and upload it anew")
+	if out := w.must("image", "show", "sent"); !strings.Contains(out, "failed") || !strings.Contains(out, "upload it anew") {
+		t.Errorf("image show: %s", out)
+	}
+	w.must("image", "delete", "sent", "twin", "fetched")
+	w.must("disk", "remove", at[1])
+}
