@@ -164,6 +164,14 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// underWay is the error of a look at what is under way that was given up: its time is over, or it could not be made.
+func underWay(ctx context.Context, err error) error {
+	if ctx.Err() == nil {
+		return err
+	}
+	return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
+}
+
 // Settled returns when all that is under way now is over. Reads may wait for another machine, for as long as it takes:
 // asked before a cut, writes are not held for that.
 func (e *Engine) Settled(ctx context.Context) error {
@@ -176,7 +184,7 @@ func (e *Engine) Settled(ctx context.Context) error {
 	for {
 		full := false
 		if err := e.on(ctx, func() { full = len(e.held) > 0 }); err != nil {
-			return err
+			return underWay(ctx, err)
 		}
 		select {
 		case <-settled:
@@ -187,7 +195,7 @@ func (e *Engine) Settled(ctx context.Context) error {
 			return errNoRoom
 		}
 		if err := pause(ctx, 2*time.Millisecond); err != nil {
-			return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
+			return underWay(ctx, err)
 		}
 	}
 }
@@ -219,7 +227,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 			now = e.members
 			refused = e.fenced
 		}); err != nil {
-			return err
+			return underWay(ctx, err)
 		}
 		select {
 		case <-settled:
@@ -239,7 +247,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 			return errNoRoom
 		}
 		if err := pause(ctx, 2*time.Millisecond); err != nil {
-			return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
+			return underWay(ctx, err)
 		}
 	}
 }
