@@ -107,21 +107,26 @@ func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) 
 	return lower, upper, errors.Join(w.lower.m.load(p, lower), w.upper.m.load(p, upper))
 }
 
-// carry copies into the target what the other layer has to give in a window. It may do so again after a crash.
-func (w *merger) carry(off, end int64) (copied int64, err error) {
+// carry copies into the target what the other layer has to give in a window, and returns how far that is: no more than
+// mergeTwice is copied. It may do so again after a crash.
+func (w *merger) carry(off, most int64) (end, copied int64, err error) {
 	sent, dirty := off, int64(0)
-	for b, last := off>>blockBits, end>>blockBits; b < last; {
+	b, last := off>>blockBits, most>>blockBits
+	for b < last && copied < mergeTwice {
 		p := int(b >> pageBits)
 		base := int64(p) << pageBits
 		lower, upper, err := w.kinds(p)
 		if err != nil {
-			return copied, err
+			return off, copied, err
 		}
-		for stop := min(last, base+pageBlocks); b < stop; {
+		for stop := min(last, base+pageBlocks); b < stop && copied < mergeTwice; {
 			act := w.act(lower[b-base], upper[b-base])
 			e := b + 1
 			for e < stop && e-b < mergeAhead>>blockBits && w.act(lower[e-base], upper[e-base]) == act {
 				e++
+			}
+			if act == copyBlock {
+				e = min(e, b+(mergeTwice-copied)>>blockBits)
 			}
 			from, n := b<<blockBits, (e-b)<<blockBits
 			switch act {
@@ -138,12 +143,12 @@ func (w *merger) carry(off, end int64) (copied int64, err error) {
 				sent, dirty = e<<blockBits, 0
 			}
 			if err != nil {
-				return copied, err
+				return off, copied, err
 			}
 			b = e
 		}
 	}
-	return copied, nil
+	return b << blockBits, copied, nil
 }
 
 type action uint8

@@ -44,11 +44,16 @@ func checksummed(t *testing.T, d *Disk, uid string) {
 
 // mergeStep merges layers above that of an image. Change is made to the record of the replica before.
 func mergeStep(name string, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
+	return mergeOf(name, 8<<20, change, blocks...)
+}
+
+func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
 	return step{name: name, long: true, setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeImage(t, d)
 		spec := i.spec(i.layer)
+		spec.Size = size
 		for k, b := range blocks {
-			spec.Layers = append(spec.Layers, filledLayer(t, d, 8<<20, b, uint64(k+1)<<40, i.e))
+			spec.Layers = append(spec.Layers, filledLayer(t, d, size, b, uint64(k+1)<<40, i.e))
 		}
 		if err := d.CreateReplica(context.Background(), spec); err != nil {
 			t.Fatal(err)
@@ -97,6 +102,13 @@ func mergeStep(name string, change func(t *testing.T, d *Disk, m *Meta), blocks 
 var (
 	mergeThree = mergeStep("merge", func(*testing.T, *Disk, *Meta) {},
 		[]int64{1, 5, 600, 601, 900}, []int64{5, 6, 601, 700, 1500, 2047}, []int64{2})
+	// mergePieces have maps of three pieces, of which the second one has no page, and move all in two windows.
+	mergePieces = func() step {
+		s := mergeOf("merge with a map in pieces", 130<<20, func(*testing.T, *Disk, *Meta) {},
+			[]int64{1, 5, 600, 33000, 33001, 33279}, []int64{5, 6, 601, 33001, 33002})
+		s.window = 128 << 20
+		return s
+	}()
 	// mergeBefore was begun by a version whose merges do not carry checksums.
 	mergeBefore = mergeStep("merge that an older version began", func(t *testing.T, d *Disk, m *Meta) {
 		t.Helper()

@@ -22,8 +22,9 @@ import (
 // power is a disk that can lose power, and the loop of the process that uses it.
 type power struct {
 	*uring.Loop
-	fs   *lossy.FS
-	root string
+	fs     *lossy.FS
+	root   string
+	window int64 // of merges
 }
 
 func newPower(t testing.TB, loop *uring.Loop, root string) *power {
@@ -33,7 +34,7 @@ func newPower(t testing.TB, loop *uring.Loop, root string) *power {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { f.Close() })
-	return &power{loop, f, root}
+	return &power{loop, f, root, 5 << 20} // two of them in small layers
 }
 
 // ramDir is a folder in memory where there is room: what is durable is a matter of the lossy back end alone.
@@ -68,7 +69,7 @@ func (p *power) disk(t testing.TB) *Disk {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.window = 5 << 20 // two of them in small layers
+	d.window, d.piece = p.window, 1
 	return d
 }
 
@@ -79,7 +80,9 @@ func (p *power) crash(t testing.TB, rng *rand.Rand) *power {
 	if err := p.fs.Crash(rng, into); err != nil {
 		t.Fatal(err)
 	}
-	return newPower(t, p.Loop, into)
+	after := newPower(t, p.Loop, into)
+	after.window = p.window
+	return after
 }
 
 // The ring of a process on that disk: what it does to data counts as changes, and syncs are told to the disk.

@@ -76,10 +76,28 @@ func (x *index) chunk(c int64) (k chunkKinds) {
 	return k
 }
 
-// chunkSum digests the content of a chunk, holes and zeros as zeros.
+// held is how many bytes are data and how many are zero, where values are kinds.
+func (x *index) held() (data, zero int64) {
+	for b := int64(0); b < x.blocks; {
+		v, n := x.run(b, x.blocks)
+		switch block.Kind(v) {
+		case block.Data:
+			data += n << blockBits
+		case block.Zero:
+			zero += n << blockBits
+		}
+		b += n
+	}
+	return data, zero
+}
+
+// chunkSum digests the content of a chunk, holes and zeros as zeros. Where some of it is data, all of it is in buf then.
 func chunkSum(r io.ReaderAt, k chunkKinds, c, size int64, buf []byte) (sum [sumSize]byte, err error) {
 	b := buf[:min(chunkSize, size-c*chunkSize)]
 	if !k.data {
+		if int64(len(b)) == chunkSize {
+			return zeroSum(), nil
+		}
 		clear(b)
 	} else if n, err := r.ReadAt(b, c*chunkSize); n < len(b) {
 		if err == nil || errors.Is(err, io.EOF) {
@@ -89,6 +107,9 @@ func chunkSum(r io.ReaderAt, k chunkKinds, c, size int64, buf []byte) (sum [sumS
 	}
 	return sha256.Sum256(b), nil
 }
+
+// zeroSum is the digest of a whole chunk of zeros.
+var zeroSum = sync.OnceValue(func() [sumSize]byte { return sha256.Sum256(make([]byte, chunkSize)) })
 
 // eachChunk calls fn for every chunk that is not all holes, from as many goroutines as there are processors. Each gets
 // an aligned buffer of a chunk.
@@ -121,8 +142,8 @@ func eachChunk(ctx context.Context, kinds *index, fn func(c int64, buf []byte) e
 	return context.Cause(ctx)
 }
 
-// rootDigest is the digest over the sums and kinds of all chunks that are not all holes.
-func rootDigest(sums io.ReaderAt, size int64, kinds *index) (string, error) {
+// rootDigest is the digest over the sums and kinds of all chunks that are not all holes. Each of them is shown to see.
+func rootDigest(sums io.ReaderAt, size int64, kinds *index, see ...func(c int64, sum [sumSize]byte)) (string, error) {
 	h := newRoot(size)
 	var sum [sumSize]byte
 	for c := range kinds.chunks() {
@@ -130,6 +151,9 @@ func rootDigest(sums io.ReaderAt, size int64, kinds *index) (string, error) {
 			return "", fmt.Errorf("sum of chunk %d: %w", c, err)
 		}
 		addRoot(h, c, sum, kinds.chunk(c))
+		for _, fn := range see {
+			fn(c, sum)
+		}
 	}
 	return hex.EncodeToString(h.Sum(nil)), nil
 }

@@ -38,6 +38,7 @@ type Disk struct {
 	others func() []*Disk         // the machine's other disks, for layers that are not here yet
 	fetch  FetchFunc              // reads layers of other machines; nil: none are read
 	window int64                  // mergeWindow, but in tests
+	piece  int                    // mapPiece, but in tests
 	early  int64                  // syncEvery, but in tests
 
 	openMu   sync.Mutex
@@ -128,7 +129,7 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow,
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow, piece: mapPiece,
 		early: syncEvery}
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {

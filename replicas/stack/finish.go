@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
 
@@ -162,16 +161,7 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	if err != nil {
 		return err
 	}
-	for b := int64(0); b < kinds.blocks; {
-		v, n := kinds.run(b, kinds.blocks)
-		switch block.Kind(v) {
-		case block.Data:
-			rec.Data += n << blockBits
-		case block.Zero:
-			rec.Zero += n << blockBits
-		}
-		b += n
-	}
+	rec.Data, rec.Zero = kinds.held()
 	if err := file.RemoveAll(d.fs, dir+"/"+sumsFile); err != nil {
 		return err
 	}
@@ -189,8 +179,9 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	}
 	defer crcs.Close()
 	err = each(ctx, kinds, func(c int64, buf []byte) error {
-		sum, err := chunkSum(l.data, kinds.chunk(c), c, rec.Size, buf)
-		if err == nil {
+		k := kinds.chunk(c)
+		sum, err := chunkSum(l.data, k, c, rec.Size, buf)
+		if err == nil && k.data { // nobody asks for checksums else, and they take room
 			err = putCRCs(crcs, c, buf[:min(chunkSize, rec.Size-c*chunkSize)])
 		}
 		if err != nil {

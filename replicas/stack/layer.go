@@ -148,20 +148,35 @@ func (m *layerMap) load(p int, kinds *[pageBlocks]block.Kind) error {
 	return nil
 }
 
-// putMap writes the file of a map from an index whose values are kinds: its pages, and then what tells of them. No more
-// than a few pages are in memory a second time.
-func putMap(w io.WriterAt, x *index) error {
-	pages := len(x.uniform)
-	head := make([]byte, mapHeader+pages*mapEntry)
-	table := head[mapHeader:]
-	at, some := int64(len(head)), make([]byte, 0, 64*mapPage)
+// mapWriter writes the file of a map, some pages after others, and in the end what makes it one.
+type mapWriter struct {
+	w    io.WriterAt
+	head []byte // header and table
+	at   int64  // where the next page goes
+}
+
+func newMapWriter(w io.WriterAt, pages int) *mapWriter {
+	m := &mapWriter{w: w, head: make([]byte, mapHeader+pages*mapEntry)}
+	m.at = int64(len(m.head))
+	return m
+}
+
+// table is what tells of the pages [from, end).
+func (m *mapWriter) table(from, end int) []byte {
+	return m.head[mapHeader+from*mapEntry : mapHeader+end*mapEntry]
+}
+
+// put writes the pages [from, end) of an index whose values are kinds, and not yet what tells of them. No more than a few
+// are in memory a second time.
+func (m *mapWriter) put(x *index, from, end int) error {
+	some := make([]byte, 0, 64*mapPage)
 	flush := func() error {
-		_, err := w.WriteAt(some, at)
-		at, some = at+int64(len(some)), some[:0]
+		_, err := m.w.WriteAt(some, m.at)
+		m.at, some = m.at+int64(len(some)), some[:0]
 		return err
 	}
-	for p := range pages {
-		e := table[p*mapEntry:]
+	for p := from; p < end; p++ {
+		e := m.table(p, p+1)
 		q := x.packed[p]
 		if q == nil {
 			e[0], e[1] = entryUniform, byte(x.uniform[p])
@@ -176,7 +191,7 @@ func putMap(w io.WriterAt, x *index) error {
 		}
 		e[0] = entryPacked
 		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b, castagnoli))
-		binary.LittleEndian.PutUint64(e[8:], uint64(at)+uint64(n))
+		binary.LittleEndian.PutUint64(e[8:], uint64(m.at)+uint64(n))
 		if len(some) == cap(some) {
 			if err := flush(); err != nil {
 				return err
@@ -184,18 +199,31 @@ func putMap(w io.WriterAt, x *index) error {
 		}
 	}
 	if len(some) > 0 {
-		if err := flush(); err != nil {
-			return err
-		}
+		return flush()
 	}
-	copy(head, mapMagic)
-	binary.LittleEndian.PutUint32(head[8:], version)
-	binary.LittleEndian.PutUint64(head[16:], uint64(x.blocks)<<blockBits)
-	binary.LittleEndian.PutUint64(head[24:], uint64(pages))
-	binary.LittleEndian.PutUint32(head[32:], crc32.Checksum(table, castagnoli))
-	binary.LittleEndian.PutUint32(head[60:], crc32.Checksum(head[:60], castagnoli))
-	_, err := w.WriteAt(head, 0)
+	return nil
+}
+
+// end writes the header and the table: all pages of a layer of that many blocks are there.
+func (m *mapWriter) end(blocks int64) error {
+	pages := (len(m.head) - mapHeader) / mapEntry
+	copy(m.head, mapMagic)
+	binary.LittleEndian.PutUint32(m.head[8:], version)
+	binary.LittleEndian.PutUint64(m.head[16:], uint64(blocks)<<blockBits)
+	binary.LittleEndian.PutUint64(m.head[24:], uint64(pages))
+	binary.LittleEndian.PutUint32(m.head[32:], crc32.Checksum(m.table(0, pages), castagnoli))
+	binary.LittleEndian.PutUint32(m.head[60:], crc32.Checksum(m.head[:60], castagnoli))
+	_, err := m.w.WriteAt(m.head, 0)
 	return err
+}
+
+// putMap writes the file of a map from an index whose values are kinds.
+func putMap(w io.WriterAt, x *index) error {
+	m := newMapWriter(w, len(x.uniform))
+	if err := m.put(x, 0, len(x.uniform)); err != nil {
+		return err
+	}
+	return m.end(x.blocks)
 }
 
 // writeMap makes the file of a map with durable content; its name is durable once the folder is synced.
@@ -235,6 +263,7 @@ type layer struct {
 	m       blockMap
 	data    file.Handle
 	mapping file.Handle
+	mapped  file.Handle // of a layer that is being merged: what m has of the result's map
 	crcs    file.Handle // nil: it has none
 	damage  []Damage
 	disk    *Disk
@@ -282,6 +311,11 @@ func (d *Disk) openLayerAs(uid string, flag int, owner bool) (_ *layer, err erro
 	}
 	if err = d.openTables(l, flag); err != nil {
 		return nil, err
+	}
+	if owner {
+		if err = d.openMapped(l); err != nil {
+			return nil, err
+		}
 	}
 	l.damage = d.damaged(uid, l.rec.Size)
 	return l, nil
@@ -366,7 +400,7 @@ func (l *layer) close() error {
 		l.hy.leave(l)
 		l.hy = nil
 	}
-	for _, h := range []file.Handle{l.data, l.mapping, l.crcs} {
+	for _, h := range []file.Handle{l.data, l.mapping, l.mapped, l.crcs} {
 		if h != nil {
 			errs = append(errs, h.Close())
 		}

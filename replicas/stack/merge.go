@@ -27,10 +27,12 @@ import (
 type Merge struct {
 	Lower  string `json:"lower"`
 	Upper  string `json:"upper"`
-	Result string `json:"result"`         // the uid of the layer that comes of it
-	Up     bool   `json:"up"`             // the upper layer's file is the target
-	Done   int64  `json:"done"`           // bytes from the start on that the target has
-	Crcs   bool   `json:"crcs,omitempty"` // checksums move with the data; not in merges of older versions
+	Result string `json:"result"`           // the uid of the layer that comes of it
+	Up     bool   `json:"up"`               // the upper layer's file is the target
+	Done   int64  `json:"done"`             // bytes from the start on that the target has
+	Crcs   bool   `json:"crcs,omitempty"`   // checksums move with the data; not in merges of older versions
+	Mapped int    `json:"mapped,omitempty"` // pages from the start on that the result's map has; only where all is done
+	MapSum uint32 `json:"mapSum,omitempty"` // CRC-32C of what that map's table says of them
 }
 
 const (
@@ -38,8 +40,10 @@ const (
 	movingFile  = "moving"  // likewise, before a block of them moves: without a merge under way they are nobody's any more
 )
 
-// mergeWindow bounds what is on the disk twice.
-const mergeWindow = int64(32) << 20
+const (
+	mergeWindow = int64(512) << 20 // how far a window reaches at most
+	mergeTwice  = int64(32) << 20  // and how much of it is copied, which is what is on the disk twice
+)
 
 // mergeAhead is how much of a window is copied until the disk has it, so that no system call takes long: see emptier.
 const mergeAhead = int64(2) << 20
@@ -373,27 +377,36 @@ func (d *Disk) unread(uids ...string) (free bool, done func(), err error) {
 	return true, done, nil
 }
 
-// beingMerged reports whether a layer is part of a merge. A mark that a crash left before the merge began says nothing.
+// beingMerged reports whether a layer is part of a merge.
 func (d *Disk) beingMerged(uid string) (bool, error) {
+	g, err := d.mergeOf(uid)
+	return g != nil, err
+}
+
+// mergeOf is the merge that a layer is part of; nil: none. A mark that a crash left before the merge began says nothing.
+func (d *Disk) mergeOf(uid string) (*Merge, error) {
 	h, err := d.fs.Open(d.path(layersDir, uid, mergingFile), os.O_RDONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
+		return nil, nil
 	}
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 	b, err := io.ReadAll(io.NewSectionReader(h, 0, 64))
 	if err = errors.Join(err, h.Close()); err != nil {
-		return false, err
+		return nil, err
 	}
 	if api.UID(b).Validate() != nil {
-		return false, nil // cut off by a loss of power, before the merge
+		return nil, nil // cut off by a loss of power, before the merge
 	}
 	m, err := d.readStack(string(b))
 	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
+		return nil, nil
 	}
-	return m.Merge != nil && (m.Merge.Lower == uid || m.Merge.Upper == uid), err
+	if err != nil || m.Merge == nil || m.Merge.Lower != uid && m.Merge.Upper != uid {
+		return nil, err
+	}
+	return m.Merge, nil
 }
 
 // mergedAway reports whether blocks of a layer were moved by a merge that is over, or whose replica is gone: its files
@@ -437,8 +450,7 @@ func (w *merger) window(ctx context.Context) error {
 		return context.Cause(ctx)
 	}
 	off := w.seen.Done
-	end := min(off+w.r.disk.window, w.size)
-	n, err := w.carry(off, end)
+	end, n, err := w.carry(off, min(off+w.r.disk.window, w.size))
 	if err != nil {
 		return err
 	}

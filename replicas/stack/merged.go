@@ -3,7 +3,6 @@ package stack
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"os"
 	"slices"
@@ -11,7 +10,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
 
@@ -22,10 +20,6 @@ func (w *merger) end(ctx context.Context) error {
 	}
 	d, g := w.r.disk, w.seen
 	dir := d.path(layersDir, g.Result)
-	target := g.Lower
-	if g.Up {
-		target = g.Upper
-	}
 	if err := tryLock(w.to, unix.LOCK_EX); err != nil { // the new folder is being worked on
 		return err
 	}
@@ -42,7 +36,7 @@ func (w *merger) end(ctx context.Context) error {
 	if err := d.fs.Mkdir(dir, 0o700); err != nil {
 		return err
 	}
-	if err := d.fs.Link(d.path(layersDir, target, dataFile), dir+"/"+dataFile); err != nil {
+	if err := d.fs.Link(d.path(layersDir, g.target(), dataFile), dir+"/"+dataFile); err != nil {
 		return err
 	}
 	rec, err := w.describe(ctx, dir)
@@ -170,91 +164,28 @@ func (r *Replica) replace(g Merge, by *layer) (old []*layer, err error) {
 
 // describe makes sums and map of the result. Chunks that the merge did not touch keep their digests.
 func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) {
-	d, target := w.r.disk, w.lower
-	if w.seen.Up {
-		target = w.upper
-	}
 	rec := layerRecord{UID: w.seen.Result, Size: w.size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
-	kinds := newIndex(w.size>>blockBits, uint16(block.Hole))
-	touched := map[int64]bool{}
-	for p := range kinds.uniform {
-		lower, upper, err := w.kinds(p)
-		if err != nil {
-			return rec, err
-		}
-		vals := make([]uint16, kinds.pageLen(p))
-		for i := range vals {
-			k := union(lower[i], upper[i])
-			vals[i] = uint16(k)
-			switch k {
-			case block.Data:
-				rec.Data += blockSize
-			case block.Zero:
-				rec.Zero += blockSize
-			}
-			if was := lower[i]; w.act(lower[i], upper[i]) != leaveBlock || !w.seen.Up && k != was ||
-				w.seen.Up && k != upper[i] {
-				touched[(int64(p)<<pageBits+int64(i))/chunkBlks] = true
-			}
-		}
-		kinds.load(p, vals)
-	}
-	was, err := d.fs.Open(d.path(layersDir, target.rec.UID, sumsFile), os.O_RDONLY, 0)
+	m, err := w.newMapper(dir)
 	if err != nil {
 		return rec, err
 	}
-	defer was.Close()
-	sums, err := d.fs.Open(dir+"/"+sumsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
+	defer m.close()
+	if err := m.run(ctx); err != nil {
 		return rec, err
 	}
-	defer sums.Close()
-	whole := target.rec.Size == w.size // else the last chunk of the target was shorter
-	crcs, taken, err := w.crcsOf(target, dir, whole)
-	if err != nil {
+	rec.Data, rec.Zero = m.kinds.held()
+	if _, err := m.sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
 		return rec, err
 	}
-	defer crcs.Close()
-	err = eachChunk(ctx, &kinds, func(c int64, buf []byte) error {
-		var sum [sumSize]byte
-		if touched[c] || !whole {
-			var err error
-			chunk, whole := buf[:min(chunkSize, w.size-c*chunkSize)], false
-			if sum, err = chunkSum(w.to, kinds.chunk(c), c, w.size, buf); err == nil {
-				whole, err = w.whole(c, chunk)
-			}
-			switch {
-			case err != nil:
-			case whole && !kinds.chunk(c).data: // it is asked for none, and they take room
-			case whole:
-				err = putCRCs(crcs, c, chunk)
-			default:
-				w.damaged(c, int64(len(chunk)))
-				sum = noSum
-			}
-			if err != nil {
-				return err
-			}
-		} else if _, err := was.ReadAt(sum[:], sumsHeader+c*sumSize); err != nil {
-			return fmt.Errorf("sum of chunk %d: %w", c, err)
-		} else if !taken {
-			if err := takeCRCs(crcs, target.crcs, c); err != nil {
-				return err
-			}
+	if err := m.sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
+		return rec, err
+	}
+	rec.Root, err = rootDigest(m.sums, w.size, &m.kinds, func(c int64, sum [sumSize]byte) {
+		if sum == noSum {
+			w.damaged(c, min(chunkSize, w.size-c*chunkSize))
 		}
-		_, err := sums.WriteAt(sum[:], sumsHeader+c*sumSize)
-		return err
 	})
 	if err != nil {
-		return rec, err
-	}
-	if _, err := sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
-		return rec, err
-	}
-	if err := sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
-		return rec, err
-	}
-	if rec.Root, err = rootDigest(sums, w.size, &kinds); err != nil {
 		return rec, err
 	}
 	st, err := w.to.Stat()
@@ -262,9 +193,8 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 		return rec, err
 	}
 	rec.Allocated = allocated(st)
-	err = atOnce(w.to.Datasync, sums.Datasync, func() error { return sealCRCs(crcs, w.size) },
-		func() error { return writeMap(d.fs, dir+"/"+mapFile, &kinds) })
-	return rec, errors.Join(err, sums.Chmod(0o444))
+	err = atOnce(w.to.Datasync, m.sums.Datasync, m.mapped.Datasync, func() error { return sealCRCs(m.crcs, w.size) })
+	return rec, errors.Join(err, m.sums.Chmod(0o444))
 }
 
 // crcsOf are the checksums of the result: those of the target, under a second name, since they are as large as a

@@ -101,7 +101,7 @@ func newModel(on *modelLoop, dir string) (*model, error) {
 	if err != nil {
 		return nil, err
 	}
-	w.p = &power{on.Loop, f, root}
+	w.p = &power{on.Loop, f, root, 128 << 10}
 	if err := format(f, root); err != nil {
 		return nil, err
 	}
@@ -113,7 +113,7 @@ func newModel(on *modelLoop, dir string) (*model, error) {
 func openModel(f *lossy.FS, root string) (*Disk, error) {
 	d, err := openOn(f, root)
 	if err == nil {
-		d.window = 128 << 10
+		d.window, d.piece = 128<<10, 1
 	}
 	return d, err
 }
@@ -325,7 +325,7 @@ func (w *model) crash() error {
 		if err != nil {
 			return err
 		}
-		w.p = &power{w.loop.Loop, f, into}
+		w.p = &power{w.loop.Loop, f, into, 128 << 10}
 		if err := os.RemoveAll(old); err != nil {
 			return err
 		}

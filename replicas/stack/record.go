@@ -141,7 +141,7 @@ func (m Meta) validate() error {
 		below := k >= 0 && k+1 < len(m.Layers) && m.Layers[k+1] == g.Upper
 		beside := k < 0 && slices.Contains(m.Branches, Branch{g.Upper, g.Lower}) &&
 			slices.ContainsFunc(m.Branches, func(b Branch) bool { return b.Layer == g.Lower })
-		if !below && !beside || g.Done < 0 {
+		if !below && !beside || g.Done < 0 || g.Mapped < 0 {
 			return api.Errorf(api.Corrupt, "a merge of layers that are not neighbours")
 		}
 	}

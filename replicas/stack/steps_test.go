@@ -19,10 +19,11 @@ import (
 
 // A step is one operation on metadata, with what must hold after it, whether it happened or not.
 type step struct {
-	name  string
-	long  bool // it has many changes
-	setup func(t *testing.T, d *Disk, ids *ids)
-	do    func(d *Disk, p *power, ids *ids) error
+	name   string
+	long   bool  // it has many changes
+	window int64 // of merges; 0: that of power
+	setup  func(t *testing.T, d *Disk, ids *ids)
+	do     func(d *Disk, p *power, ids *ids) error
 	// check is called after the power came back; done says that do had succeeded.
 	check func(t *testing.T, d *Disk, p *power, ids *ids, done bool)
 }
@@ -378,6 +379,7 @@ var steps = []step{
 			i.e.check(t, d, p, i.replica)
 		}},
 	mergeThree,
+	mergePieces,
 	mergeBefore,
 	mergeBeside,
 	{name: "compact the record of zeros of an open replica", long: true, setup: func(t *testing.T, d *Disk, i *ids) {
@@ -450,6 +452,9 @@ func TestPowerLossInSteps(t *testing.T) {
 					i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()),
 						e: make(expect), side: make(expect)}
 					p := freshPower(t, loop)
+					if s.window > 0 {
+						p.window = s.window
+					}
 					s.setup(t, p.disk(t), i)
 					p.fs.KillAfter(kill)
 					err := s.do(p.disk(t), p, i)

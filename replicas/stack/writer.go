@@ -455,11 +455,16 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		if known {
 			return nil
 		}
-		sum, err := chunkSum(w.direct, w.kinds.chunk(c), c, w.size, buf)
+		k := w.kinds.chunk(c)
+		sum, err := chunkSum(w.direct, k, c, w.size, buf)
 		if err != nil {
 			return err
 		}
-		return w.putSums(c, chunkSums{sum, chunkCRCs(buf[:min(chunkSize, w.size-c*chunkSize)])})
+		var crcs []byte // nobody asks for them where nothing is data, and they take room
+		if k.data {
+			crcs = chunkCRCs(buf[:min(chunkSize, w.size-c*chunkSize)])
+		}
+		return w.putSums(c, chunkSums{sum, crcs})
 	})
 	if err != nil {
 		return rec, err
