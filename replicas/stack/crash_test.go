@@ -155,10 +155,18 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 	}
 	defer r.Close()
 	many := alignedBuffer(1 << 20)
+	told := map[int64]bool{} // of what MiB something is expected
+	for s := range e {
+		told[s*512>>20] = true
+	}
 	for b := int64(0); b < r.meta.Size>>blockBits; b++ {
 		if b%256 == 0 {
 			n := min(1<<20, r.meta.Size-b<<blockBits)
 			mustIssue(t, on, r, block.OpRead, b<<blockBits, n, many[:n])
+			if !told[b/256] && isZero(many[:n]) {
+				b += 255
+				continue
+			}
 		}
 		buf := many[b%256<<blockBits:][:blockSize]
 		for s := range perBlock {
