@@ -185,3 +185,40 @@ func TestMergeMapNeedsLittleRoom(t *testing.T) {
 		}
 	}
 }
+
+// BenchmarkMergeSparse merges two layers of 100 GiB that hold 4 MiB each, scattered.
+func BenchmarkMergeSparse(b *testing.B) {
+	ctx, size := context.Background(), int64(100)<<30
+	d, err := Add(ctx, b.TempDir())
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer d.Close()
+	for b.Loop() {
+		b.StopTimer()
+		spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
+		for k := range int64(2) {
+			var blocks []int64
+			for i := range int64(1000) {
+				blocks = append(blocks, i*26000+k)
+			}
+			spec.Layers = append(spec.Layers, filledLayer(b, d, size, blocks, uint64(k)<<32, make(expect)))
+		}
+		if err := d.CreateReplica(ctx, spec); err != nil {
+			b.Fatal(err)
+		}
+		r, err := d.OpenReplica(ctx, spec.UID, startLoop(b))
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.StartTimer()
+		if err := mergeAll(r); err != nil {
+			b.Fatal(err)
+		}
+		b.StopTimer()
+		if err := errors.Join(r.Close(), d.RemoveReplica(spec.UID)); err != nil {
+			b.Fatal(err)
+		}
+		b.StartTimer()
+	}
+}
