@@ -117,10 +117,10 @@ func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) e
 	return b.in.deleteVolume(ctx, name)
 }
 
-// fragments is how fast the disk takes every second block of 4 KiB of a new file.
+// fragments is how fast the disk takes every second block of 4 KiB of a new file, and how fast cp copies that.
 func (b *bench) fragments(ctx context.Context) (float64, error) {
 	file := filepath.Join(b.dir, "fragments")
-	var rates []float64
+	var rates, copies []float64
 	for range b.rounds {
 		if err := os.WriteFile(file, nil, 0o600); err != nil {
 			return 0, err
@@ -133,10 +133,20 @@ func (b *bench) fragments(ctx context.Context) (float64, error) {
 			return 0, err
 		}
 		rates = append(rates, float64(b.sizeMiB<<20/2)/1e6/time.Since(began).Seconds())
-		if err := os.Remove(file); err != nil {
+		if err := cold(file); err != nil {
+			return 0, err
+		}
+		to := file + "-copy"
+		began = time.Now()
+		if _, err := tool(ctx, "sh", "-c", "cp --sparse=auto --reflink=never "+file+" "+to+" && sync "+to); err != nil {
+			return 0, err
+		}
+		copies = append(copies, float64(b.sizeMiB<<20/2)/1e6/time.Since(began).Seconds())
+		if err := errors.Join(os.Remove(file), os.Remove(to)); err != nil {
 			return 0, err
 		}
 	}
+	b.add("rebuild-full-fragmented", "cp", median(copies), "MB/s", "", 0, "such a file, read from the disk and written to it")
 	b.add("rebuild-full-fragmented", "plain-file", median(rates), "MB/s", "", 0,
 		"a new file on the disk, written so by fio")
 	return median(rates), nil

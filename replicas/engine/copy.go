@@ -33,6 +33,7 @@ type copier struct {
 	did   int64           // bytes since then
 	read  map[Mirror]bool // members that a snapshot was read from
 	delay map[Mirror]*delay
+	near  Mirror        // the member on this machine, if it may be read
 	bare  atomic.Bool   // the last piece was blank where it was copied to: the next one may be
 	alone chan struct{} // whoever has it works beside the guest
 }
@@ -41,6 +42,7 @@ const (
 	comparePiece = 1 << 20
 	politePiece  = 256 << 10 // of it is copied at a time beside the guest, who is kept from it meanwhile
 	copyWorkers  = 8
+	nearSoon     = 25 * time.Millisecond // what a piece takes at most to be read on this machine alone
 )
 
 // span of bytes.
@@ -197,6 +199,8 @@ type delay struct {
 }
 
 // soonest puts the member first that a piece is read from soonest, as far as is known, and counts the piece until done.
+// To read from another machine costs the processors of both and the network, which guests need, so it is not asked while
+// the member on this one answers soon enough.
 func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -206,6 +210,10 @@ func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 			c.delay[m] = &delay{}
 		}
 		d := c.delay[m]
+		if m == c.near && d.perKiB*(comparePiece>>10) < float64(nearSoon) {
+			best = i
+			break
+		}
 		if t := float64(d.pieces+1) * d.perKiB; i == 0 || t < least {
 			best, least = i, t
 		}
@@ -235,13 +243,19 @@ func (c *copier) took(m Mirror, n int64, t time.Duration) {
 
 // sources are the members that may be read now.
 func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
+	var near Mirror
 	err = c.e.on(ctx, func() {
 		for i, m := range c.e.cfg.Members {
 			if r, ok := m.Member.(Mirror); ok && (c.e.members &^ c.e.suspect &^ c.e.weak &^ c.e.lost).has(i) {
-				list = append(list, r)
+				if list = append(list, r); m.Local {
+					near = r
+				}
 			}
 		}
 	})
+	c.mu.Lock()
+	c.near = near
+	c.mu.Unlock()
 	if err == nil && len(list) == 0 {
 		err = api.Errorf(api.Unavailable, "no member can be copied from now")
 	}

@@ -63,24 +63,41 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > 64<<20 {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
-	return b.digests(off, n, func(off int64, buf []byte) error {
-		return Do(ctx, b.loop, b, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
+		r := reader{Replica: b.Replica}
+		err := Do(ctx, b.loop, &r, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+		return r.blank, err
 	})
 }
 
-// digests are those of what read reads.
-func (b *Backend) digests(off, n int64, read func(off int64, buf []byte) error) ([]byte, error) {
+// reader reads a range unless the map says that nothing is there.
+type reader struct {
+	*stack.Replica
+	blank bool
+}
+
+func (r *reader) Submit(q *block.Request) {
+	if r.blank = r.Nothing(q.Off, q.Len); r.blank {
+		q.Done(q)
+		return
+	}
+	r.Replica.Submit(q)
+}
+
+// digests are those of what read reads; it need not where it says that all is zero.
+func (b *Backend) digests(off, n int64, read func(off int64, buf []byte) (blank bool, err error)) ([]byte, error) {
 	buf, back := b.Scratch()
 	defer back() // nothing reads into it any more, whatever went wrong
 	out := make([]byte, 0, n/block.Size*digestSize)
 	for end := off + n; off < end; off += int64(len(buf)) {
 		piece := buf[:min(end-off, int64(len(buf)))]
-		if err := read(off, piece); err != nil {
+		blank, err := read(off, piece)
+		if err != nil {
 			return nil, err
 		}
 		for i := 0; i < len(piece); i += block.Size {
 			blk := piece[i : i+block.Size]
-			if isZero(blk) {
+			if blank || isZero(blk) {
 				out = append(out, zeroDigest[:]...)
 				continue
 			}

@@ -397,8 +397,8 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 	case s.req.Op == block.OpRead:
 		if int64(h.size) != s.req.Len {
 			broken = api.Errorf(api.Corrupt, "node %s answers a read of %d bytes with %d", c.set.node, s.req.Len, h.size)
-		} else if _, broken = io.ReadFull(r, s.req.Buf); broken == nil {
-			broken = h.checkSum(s.req.Buf)
+		} else {
+			broken = h.readInto(r, s.req.Buf)
 		}
 	case h.size != 0:
 		broken = api.Errorf(api.Corrupt, "node %s sends bytes that nobody asked for", c.set.node)

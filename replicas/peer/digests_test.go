@@ -2,10 +2,12 @@ package peer
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"sync"
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -62,4 +64,62 @@ func TestDigestsOfManyAtOnce(t *testing.T) {
 			t.Error(err)
 		}
 	}
+}
+
+// TestDigestsSayTheSame: digests of what is nowhere, of zeros that hide something, and of content are those of what a
+// read shows.
+func TestDigestsSayTheSame(t *testing.T) {
+	disk, err := stack.Add(t.Context(), t.TempDir()+"/disk")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer disk.Close()
+	loop, uid := startLoop(t), string(api.NewUID())
+	if err := disk.CreateReplica(t.Context(), stack.Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()),
+		Size: testSize}); err != nil {
+		t.Fatal(err)
+	}
+	r, err := disk.OpenReplica(t.Context(), uid, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := NewBackend(r, loop)
+	defer b.Close()
+	if err := b.Adopt(t.Context(), 1, 1, []string{uid}); err != nil {
+		t.Fatal(err)
+	}
+	issue := func(op block.Op, off int64, buf []byte) {
+		t.Helper()
+		q := &block.Request{Op: op, Off: off, Len: int64(len(buf)), Buf: buf}
+		if err := Do(t.Context(), loop, b, q); err != nil {
+			t.Fatal(err)
+		}
+	}
+	some := aligned(64 << 10)
+	for i := range some {
+		some[i] = byte(i>>12 + 1)
+	}
+	compare := func() {
+		t.Helper()
+		all := aligned(testSize)
+		issue(block.OpRead, 0, all)
+		var want []byte
+		for i := 0; i < len(all); i += block.Size {
+			sum := sha256.Sum256(all[i:][:block.Size])
+			want = append(want, sum[:digestSize]...)
+		}
+		if got, err := b.Digests(t.Context(), 0, testSize); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("digests are not those of what is there: %v", err)
+		}
+	}
+	compare()
+	issue(block.OpWrite, 3<<12, some)
+	compare()
+	if err := b.Seal(t.Context(), stack.Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}); err != nil {
+		t.Fatal(err)
+	}
+	issue(block.OpZero, 5<<12, some[:8<<12])
+	compare()
+	issue(block.OpDiscard, 0, some)
+	compare()
 }

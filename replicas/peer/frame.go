@@ -99,11 +99,10 @@ func (h *header) readSpans(r io.Reader, buf []byte) ([]block.Span, error) {
 		return nil, broken
 	}
 	for _, s := range list {
-		part := buf[s.Off:][:s.Len]
-		if _, err := io.ReadFull(r, part); err != nil {
+		var err error
+		if sum, err = readSum(r, buf[s.Off:][:s.Len], sum); err != nil {
 			return nil, err
 		}
-		sum = crc32.Update(sum, castagnoli, part)
 	}
 	if sum != h.sum {
 		return nil, api.Errorf(api.Corrupt, "the payload of a write with spans is damaged")
@@ -170,12 +169,28 @@ func readHeader(r io.Reader, b *[headerSize]byte) (header, error) {
 	return decodeHeader(b)
 }
 
-// checkSum compares a payload with its header.
-func (h *header) checkSum(payload []byte) error {
-	if crc32.Checksum(payload, castagnoli) != h.sum {
-		return api.Errorf(api.Corrupt, "the payload of a frame of kind %d is damaged", h.kind)
+// readInto reads a payload and compares it with its header.
+func (h *header) readInto(r io.Reader, buf []byte) error {
+	sum, err := readSum(r, buf, 0)
+	if err == nil && sum != h.sum {
+		err = api.Errorf(api.Corrupt, "the payload of a frame of kind %d is damaged", h.kind)
 	}
-	return nil
+	return err
+}
+
+// readSum fills buf and adds to a CRC what came, piece by piece while the processor has it at hand still.
+func readSum(r io.Reader, buf []byte, sum uint32) (uint32, error) {
+	for len(buf) > 0 {
+		n, err := r.Read(buf)
+		sum, buf = crc32.Update(sum, castagnoli, buf[:n]), buf[n:]
+		if err != nil && len(buf) > 0 {
+			if errors.Is(err, io.EOF) {
+				err = io.ErrUnexpectedEOF
+			}
+			return 0, err
+		}
+	}
+	return sum, nil
 }
 
 // readPayload reads a small payload, such as that of a control frame.
@@ -184,10 +199,7 @@ func readPayload(r io.Reader, h *header) ([]byte, error) {
 		return nil, api.Errorf(api.Corrupt, "a control frame of %d bytes", h.size)
 	}
 	b := make([]byte, h.size)
-	if _, err := io.ReadFull(r, b); err != nil {
-		return nil, err
-	}
-	return b, h.checkSum(b)
+	return b, h.readInto(r, b)
 }
 
 // hello is the first frame of each side.

@@ -86,7 +86,9 @@ func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > digestPiece {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
-	return b.digests(off, n, func(off int64, buf []byte) error { return b.SnapRead(ctx, uid, off, buf) })
+	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
+		return false, b.SnapRead(ctx, uid, off, buf)
+	})
 }
 
 // SnapRead reads what a snapshot holds.

@@ -269,8 +269,8 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 		var err error
 		if h.flags&flagSpans != 0 {
 			spans, err = h.readSpans(r, buf)
-		} else if _, err = io.ReadFull(r, buf); err == nil {
-			err = h.checkSum(buf)
+		} else {
+			err = h.readInto(r, buf)
 		}
 		if err != nil {
 			c.s.bufs.put(buf, &x.account)

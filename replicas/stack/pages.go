@@ -25,6 +25,28 @@ func (r *Replica) ready(q *block.Request) bool {
 	return true
 }
 
+// Nothing reports whether a read of a range, of whole blocks, would surely be of zeros that are kept nowhere, without
+// reading it. On the loop's thread.
+func (r *Replica) Nothing(off, n int64) bool {
+	q := block.Request{Op: block.OpDiscard, Off: off, Len: n}
+	if r.holding > 0 || r.check(&q) != nil {
+		return false
+	}
+	for p := int(off >> (blockBits + pageBits)); p <= int((off+n-1)>>(blockBits+pageBits)); p++ {
+		if !r.idx.built(p) {
+			return false
+		}
+	}
+	for b, end := off>>blockBits, (off+n)>>blockBits; b < end; {
+		v, k := r.idx.run(b, end)
+		if v >= fromHead {
+			return false
+		}
+		b += k
+	}
+	return true
+}
+
 // buildNow builds a page where memory says what it holds.
 func (r *Replica) buildNow(p int) bool {
 	if !r.fresh || !r.noZeros || r.merge != nil {

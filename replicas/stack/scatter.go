@@ -13,34 +13,48 @@ import (
 // are written out, together, which takes the file system a fraction of the time that one direct write after another
 // does.
 
-// scatterer writes spans for one replica. It has a goroutine, which Close ends.
-type scatterer struct{ work *worker }
+// scatterer writes spans for one replica: one goroutine gives them to the page cache, the other has what is there
+// written out meanwhile. Close ends both.
+type scatterer struct{ put, out *worker }
+
+func (s *scatterer) close() {
+	if s.put != nil {
+		s.put.close()
+		s.out.close()
+	}
+}
 
 // scatter writes the spans of a request. Loop thread.
 func (r *Replica) scatter(q *block.Request) {
-	if r.scattering.work == nil {
-		r.scattering.work = newWorker()
+	if r.scattering.put == nil {
+		r.scattering = scatterer{newWorker(), newWorker()}
 	}
+	out := r.scattering.out
 	f, w := r.flight(q), r.now
 	r.metaMu.Lock()
 	name := r.dir + "/" + r.meta.Head + dataSuffix
 	r.metaMu.Unlock()
 	w.left++
-	r.scattering.work.put(func() {
+	r.scattering.put.put(func() {
 		done, torn, err := w.spread(r.disk.fs, name, q)
-		r.ring.Post(func() {
-			for _, s := range q.Spans[:done] {
-				r.written(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
+		out.put(func() {
+			if err == nil {
+				w.writeOut(span{q.Off, q.Len})
 			}
-			for _, s := range torn {
-				r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
-			}
-			w.ended()
-			if err != nil {
-				f.end(errnoOf(err))
-				return
-			}
-			f.acknowledge()
+			r.ring.Post(func() {
+				for _, s := range q.Spans[:done] {
+					r.written(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
+				}
+				for _, s := range torn {
+					r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
+				}
+				w.ended()
+				if err != nil {
+					f.end(errnoOf(err))
+					return
+				}
+				f.acknowledge()
+			})
 		})
 	})
 }
@@ -59,9 +73,25 @@ func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, 
 		}
 		done++
 	}
-	// Begun now, so that no flush has all of it to do. What fails the flush tells.
-	_ = unix.SyncFileRange(int(w.cached.Fd()), q.Off, q.Len, unix.SYNC_FILE_RANGE_WRITE)
 	return done, nil, nil
+}
+
+// mostBehind is how many writes stay in the page cache after they were written out, or are being.
+const mostBehind = 16
+
+// writeOut begins to write out what was spread over a range, so that no flush has all of it to do, and has the page
+// cache forget what was long ago: nobody reads it by way of that. What fails the flush tells. In the scatterer.
+func (w *writes) writeOut(s span) {
+	fd := int(w.cached.Fd())
+	_ = unix.SyncFileRange(fd, s.off, s.n, unix.SYNC_FILE_RANGE_WRITE)
+	if w.behind = append(w.behind, s); len(w.behind) <= mostBehind {
+		return
+	}
+	old := w.behind[0]
+	w.behind = append(w.behind[:0], w.behind[1:]...)
+	_ = unix.SyncFileRange(fd, old.off, old.n,
+		unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
+	_ = unix.Fadvise(fd, old.off, old.n, unix.FADV_DONTNEED)
 }
 
 // found are the parts of a range that a file holds as data.

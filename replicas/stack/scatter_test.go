@@ -82,6 +82,15 @@ func TestScatter(t *testing.T) {
 			t.Fatalf("%v: %v", bad, err)
 		}
 	}
+	for i := range int64(3 * mostBehind) { // more than the page cache is to have at once
+		if err := scatter(i%16<<20, every(2+i%3)...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check()
+	if n := len(r.now.behind); n != mostBehind {
+		t.Fatalf("%d writes are in the page cache", n)
+	}
 	if err := r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}); err != nil {
 		t.Fatal(err)
 	}

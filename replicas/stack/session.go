@@ -199,9 +199,7 @@ func (r *Replica) Close() error {
 		release()
 	}
 	var errs []error
-	if w := r.scattering.work; w != nil {
-		w.close()
-	}
+	r.scattering.close()
 	r.work.do(func() { errs = append(errs, r.log.add(r.takeZeros()), r.log.sync()) })
 	r.work.close()
 	if failed == nil {

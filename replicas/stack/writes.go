@@ -11,6 +11,7 @@ type writes struct {
 	zeros []span        // of a head that was cut off: all-zero writes that its log does not have
 
 	cached file.Handle // the head, buffered; nil: not needed so far. The scatterer's
+	behind []span      // of it, that the page cache may have still
 }
 
 // seal says that no more come: their blocks are those of a layer from now on.
