@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"errors"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -38,8 +39,9 @@ func (r *Replica) scatter(q *block.Request) {
 	r.scattering.put.put(func() {
 		done, torn, err := w.spread(r.disk.fs, name, q)
 		out.put(func() {
+			var lost error
 			if err == nil {
-				w.writeOut(span{q.Off, q.Len})
+				lost = w.writeOut(span{q.Off, q.Len})
 			}
 			r.ring.Post(func() {
 				for _, s := range q.Spans[:done] {
@@ -49,11 +51,15 @@ func (r *Replica) scatter(q *block.Request) {
 					r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
 				}
 				w.ended()
-				if err != nil {
+				switch {
+				case err != nil:
 					f.end(errnoOf(err))
-					return
+				case lost != nil:
+					r.fail(lost)
+					f.end(unix.EIO)
+				default:
+					f.acknowledge()
 				}
-				f.acknowledge()
 			})
 		})
 	})
@@ -80,18 +86,24 @@ func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, 
 const mostBehind = 16
 
 // writeOut begins to write out what was spread over a range, so that no flush has all of it to do, and has the page
-// cache forget what was long ago: nobody reads it by way of that. What fails the flush tells. In the scatterer.
-func (w *writes) writeOut(s span) {
+// cache forget what was long ago: nobody reads it by way of that. An error of what was waited for must not be passed
+// over: the flush would find it, too, but not that of a process that opens the file after the death of this one. In the
+// scatterer.
+func (w *writes) writeOut(s span) error {
 	fd := int(w.cached.Fd())
-	_ = unix.SyncFileRange(fd, s.off, s.n, unix.SYNC_FILE_RANGE_WRITE)
+	_ = unix.SyncFileRange(fd, s.off, s.n, unix.SYNC_FILE_RANGE_WRITE) // what fails the wait or the flush tells
 	if w.behind = append(w.behind, s); len(w.behind) <= mostBehind {
-		return
+		return nil
 	}
 	old := w.behind[0]
 	w.behind = append(w.behind[:0], w.behind[1:]...)
-	_ = unix.SyncFileRange(fd, old.off, old.n,
+	err := unix.SyncFileRange(fd, old.off, old.n,
 		unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
+	if errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.EPERM) { // forbidden here: the flush has it all to do
+		err = nil
+	}
 	_ = unix.Fadvise(fd, old.off, old.n, unix.FADV_DONTNEED)
+	return err
 }
 
 // found are the parts of a range that a file holds as data.
