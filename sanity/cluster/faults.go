@@ -86,6 +86,9 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 	}
 }
 
+// dropTime is how long a fault lasts that a replica is to be dropped for: it is waited for 4 s at least.
+const dropTime = 5 * time.Second
+
 // Schedule is a few faults after each other, some of them at the same time.
 func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string)) error {
 	for range 2 + r.IntN(3) {
@@ -104,8 +107,12 @@ func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string))
 				return fmt.Errorf("%s: %w", f.Name, err)
 			}
 		}
+		lasts := time.Duration(200+r.IntN(2000)) * time.Millisecond
+		if r.IntN(4) == 0 {
+			lasts += dropTime
+		}
 		select {
-		case <-time.After(time.Duration(200+r.IntN(2000)) * time.Millisecond):
+		case <-time.After(lasts):
 		case <-ctx.Done():
 			return ctx.Err()
 		}
