@@ -142,8 +142,9 @@ type Exporter interface {
 	// the snapshot. What was held for it before is told again.
 	Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64, err error)
 	// Name is PutImage for layers that were held, and lets go of the hold. It returns the image with its digest, or
-	// without one where its layers lack digests: those are then made by Digests.
-	Name(img Image) (Image, error)
+	// without one where its layers lack digests: those are then made by Digests. Layers that are damaged are refused with
+	// kind unavailable: they may be repaired.
+	Name(ctx context.Context, img Image) (Image, error)
 	// Digests makes the digests that the layers of an image lack, and records it with its own. Somebody else is at it: an
 	// error of kind busy.
 	Digests(ctx context.Context, img Image) (Image, error)

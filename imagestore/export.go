@@ -250,7 +250,7 @@ func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Conte
 		}
 	}
 	for {
-		_, err := x.Name(img)
+		_, err := x.Name(ctx, img)
 		if err == nil {
 			return disk.Find(on, want)
 		}

@@ -40,7 +40,17 @@ func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) 
 }
 
 // Name implements block.Exporter.
-func (d *Disk) Name(img block.Image) (_ block.Image, err error) {
+func (d *Disk) Name(ctx context.Context, img block.Image) (_ block.Image, err error) {
+	for _, uid := range img.Layers {
+		list, err := d.damagedStill(ctx, uid)
+		if err != nil {
+			return img, err
+		}
+		if len(list) > 0 {
+			return img, api.Errorf(api.Unavailable, "layer %s on disk %s: %d ranges are damaged, the first %d bytes at %d", uid,
+				d.root, len(list), list[0].Len, list[0].Off)
+		}
+	}
 	if img.Digest, err = d.rootOf(img.Layers); err != nil {
 		return img, err
 	}

@@ -88,6 +88,28 @@ func (d *Disk) Scrub(ctx context.Context, uid string, rate int64) (list []Damage
 	return d.note(l, list)
 }
 
+// damagedStill looks at what is known to be damaged of a layer anew.
+func (d *Disk) damagedStill(ctx context.Context, uid string) (list []Damage, err error) {
+	known := d.Damaged(uid)
+	if len(known) == 0 {
+		return nil, nil
+	}
+	l, err := d.openLayer(uid, d.direct)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err = errors.Join(err, l.close()); err != nil {
+			err = fmt.Errorf("compare layer %s on disk %s: %w", uid, d.root, classify(err))
+		}
+	}()
+	list, err = d.compare(ctx, l, 0, func(c int64) bool { return hits(known, c*chunkSize, chunkSize) })
+	if err != nil {
+		return nil, err
+	}
+	return d.note(l, list)
+}
+
 // note records what is damaged of a layer.
 func (d *Disk) note(l *layer, list []Damage) ([]Damage, error) {
 	uid := l.rec.UID

@@ -3,8 +3,12 @@ package stack
 import (
 	"bytes"
 	"context"
+	"errors"
+	"io"
 	"math/rand/v2"
+	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -443,10 +447,10 @@ func TestImageBeforeDigests(t *testing.T) {
 		t.Fatalf("an image with a digest of layers without: %v", err)
 	}
 	wrong.Layers = append(slices.Clone(img.Layers), string(api.NewUID()))
-	if _, err := c.d.Name(wrong); !api.Is(err, api.NotFound) {
+	if _, err := c.d.Name(t.Context(), wrong); !api.Is(err, api.NotFound) {
 		t.Fatalf("an image of a layer that is not there: %v", err)
 	}
-	named, err := c.d.Name(img)
+	named, err := c.d.Name(t.Context(), img)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -468,7 +472,7 @@ func TestImageBeforeDigests(t *testing.T) {
 	if err != nil || root != named.Digest {
 		t.Fatalf("%s, not %s; %v", root, named.Digest, err)
 	}
-	if again, err := c.d.Name(img); err != nil || again.Digest != root {
+	if again, err := c.d.Name(t.Context(), img); err != nil || again.Digest != root {
 		t.Fatalf("%+v, %v", again, err)
 	}
 	if err := c.d.Forget(img.UID); err != nil {
@@ -476,6 +480,68 @@ func TestImageBeforeDigests(t *testing.T) {
 	}
 	if n := c.layersOnDisk(); n != 0 {
 		t.Fatalf("%d layers are left", n)
+	}
+}
+
+// No image is made of layers that are known to be damaged, until they are whole again.
+func TestImageOfDamagedLayers(t *testing.T) {
+	t.Parallel()
+	c := newChained(t)
+	snap := c.scribble(2)[1]
+	img := block.Image{UID: string(api.NewUID()), Name: "golden", Format: "raw"}
+	var err error
+	if img.Layers, img.VirtualSize, err = c.d.Hold(t.Context(), img.UID, img.Name, c.uid, snap); err != nil {
+		t.Fatal(err)
+	}
+	uid := img.Layers[0]
+	if err := c.d.Finish(t.Context(), uid); err != nil {
+		t.Fatal(err)
+	}
+	l, err := c.d.openLayer(uid, c.d.direct)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kinds, err := indexOf(l.m)
+	if err := errors.Join(err, l.close()); err != nil {
+		t.Fatal(err)
+	}
+	e := int64(0)
+	for !kinds.chunk(e / chunkSize).data {
+		e += chunkSize
+	}
+	f, err := os.OpenFile(c.d.path(layersDir, uid, dataFile), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	was, bad := make([]byte, chunkSize), make([]byte, chunkSize)
+	n, err := f.ReadAt(was, e)
+	if err != nil && !errors.Is(err, io.EOF) {
+		t.Fatal(err)
+	}
+	for i := range bad {
+		bad[i] = was[i] ^ 1
+	}
+	if _, err := f.WriteAt(bad[:n], e); err != nil {
+		t.Fatal(err)
+	}
+	if list, err := c.d.Scrub(t.Context(), uid, 0); err != nil || len(list) == 0 {
+		t.Fatal(list, err)
+	}
+	if _, err := c.d.Name(t.Context(), img); !api.Is(err, api.Unavailable) || !strings.Contains(err.Error(), "damaged") {
+		t.Fatalf("an image of a damaged layer: %v", err)
+	}
+	if _, err := c.d.Image(img.UID); !errors.Is(err, os.ErrNotExist) && !api.Is(err, api.NotFound) {
+		t.Fatalf("it is recorded: %v", err)
+	}
+	if _, err := f.WriteAt(was[:n], e); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.d.Name(t.Context(), img); err != nil {
+		t.Fatalf("after a repair: %v", err)
+	}
+	if list := c.d.Damaged(uid); len(list) > 0 {
+		t.Errorf("it is still said to be damaged: %v", list)
 	}
 }
 
