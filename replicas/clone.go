@@ -68,6 +68,9 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 	} else if err != nil {
 		return nil, err
 	}
+	if err := p.circle(ctx, v, &src); err != nil {
+		return nil, err
+	}
 	snap, err := p.cloned(ctx, v, &src, from)
 	if err != nil {
 		return nil, err
@@ -106,6 +109,26 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 			"%q: leave backingImage out", of, src.Name, o.image)
 	}
 	return o, nil
+}
+
+// circle refuses a clone whose source waits for the clone itself.
+func (p *planner) circle(ctx context.Context, v, src *api.Volume) error {
+	seen := map[string]bool{}
+	for at := src; len(at.Status.Members) == 0 && !seen[at.Name]; {
+		if at.UID == v.UID {
+			return api.Errorf(api.Invalid, "volume %s, which is to be cloned, is to be made from this volume itself", src.Name)
+		}
+		seen[at.Name] = true
+		from, err := api.ParseDataSource(at.Spec.DataSource)
+		if err != nil || from.Volume == "" {
+			return nil
+		}
+		at = &api.Volume{}
+		if err := p.client.Get(ctx, types.NamespacedName{Name: from.Volume}, at); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+	}
+	return nil
 }
 
 // usable are the members of a volume that a clone can begin with.

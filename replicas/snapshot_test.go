@@ -273,6 +273,22 @@ func TestCloneRefused(t *testing.T) {
 		w.remove(v)
 		gone(w, v, &api.VolumeList{})
 	}
+	loop := [][2]string{{"self", "vol://self"}, {"x", "vol://y"}, {"y", "vol://x"}}
+	for _, c := range loop {
+		v := volume(c[0], 64<<20)
+		v.Spec.DataSource = c[1]
+		w.create(v)
+	}
+	for _, name := range []string{"self", "y"} {
+		w.volumeIs(name, "failed", func(v *api.Volume) bool {
+			return v.Status.CloneStatus != nil && v.Status.CloneStatus.State == api.CloneFailed && says("itself")(v)
+		})
+	}
+	for _, c := range loop {
+		v := volume(c[0], 64<<20)
+		w.remove(v)
+		gone(w, v, &api.VolumeList{})
+	}
 	none := &api.Snapshot{ObjectMeta: named("s9"), Spec: api.SnapshotSpec{Volume: "none", CreateSnapshot: true}}
 	w.create(none)
 	w.snapshotIs("s9", "refused", func(s *api.Snapshot) bool { return s.Status.Error != "" })
