@@ -146,6 +146,9 @@ func (a *app) volumeExport() *cobra.Command {
 			if err := get(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
+			if err := leaves(&v); err != nil {
+				return err
+			}
 			s := api.NewSnapshot(&v, "export-"+string(api.NewUID()))
 			s.Spec.Labels = map[string]string{api.LabelClone: "file"}
 			if err := c.Create(ctx, s); err != nil {

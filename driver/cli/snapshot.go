@@ -62,6 +62,9 @@ func (a *app) snapshotCreate() *cobra.Command {
 			if err := get(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
+			if err := leaves(&v); err != nil {
+				return err
+			}
 			s := api.NewSnapshot(&v, name)
 			s.Spec.Labels = labels
 			if err := c.Create(ctx, s); err != nil {
@@ -311,7 +314,11 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 		return "", 0, "", err
 	}
 	size = v.Spec.Size
-	if ds.Snapshot != "" {
+	if ds.Snapshot == "" {
+		if err := leaves(&v); err != nil {
+			return "", 0, "", err
+		}
+	} else {
 		var s api.Snapshot
 		if err := get(ctx, c, "snapshot", ds.Snapshot, &s); err != nil {
 			return "", 0, "", err
@@ -324,4 +331,12 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 		}
 	}
 	return ds.String(), size, v.Spec.BackingImage, nil
+}
+
+// leaves refuses what needs a volume as it is now, of one that is deleted: it would wait for ever.
+func leaves(v *api.Volume) error {
+	if v.DeletionTimestamp == nil {
+		return nil
+	}
+	return api.Errorf(api.InUse, "volume %q is deleted, and there for its snapshots alone, if at all", v.Name)
 }

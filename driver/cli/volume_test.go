@@ -259,3 +259,30 @@ func happened(t *testing.T, kind, name string, uid types.UID, reason, note strin
 		t.Fatal(err)
 	}
 }
+
+// What needs a deleted volume as it is now is refused at once. Nobody plans here: what is accepted waits.
+func TestDeletedVolumeIsNoSource(t *testing.T) {
+	v := &api.Volume{Spec: api.VolumeSpec{Size: 1 << 30}}
+	v.Name, v.Finalizers = "leaving", []string{api.Finalizer}
+	if err := store.Create(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	if err := store.Delete(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := store.Get(context.Background(), client.ObjectKeyFromObject(v), v); err != nil {
+			t.Fatal(err)
+		}
+		v.Finalizers = nil
+		if err := store.Update(context.Background(), v); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, argv := range [][]string{
+		{"snapshot", "create", "leaving", "late"}, {"volume", "create", "copy", "--from", "leaving"},
+		{"volume", "export", "leaving", filepath.Join(t.TempDir(), "file")}, {"image", "create", "of", "--from", "leaving"},
+	} {
+		drover(t, kubeconfig(append(argv, "--timeout", "20s")...)...).mustSay(t, 5, "deleted")
+	}
+}
