@@ -70,6 +70,15 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	if err := strictly(ctx, c, &v, node); err != nil {
 		return nil, err
 	}
+	if err := leaves(&v); err != nil { // the wish would keep it from going, too
+		have, herr := attachment(ctx, c, volume)
+		if herr != nil {
+			return nil, herr
+		}
+		if have == nil {
+			return nil, err
+		}
+	}
 	want := &api.Attachment{Spec: api.AttachmentSpec{Volume: volume, Node: node, ReadOnly: readOnly, Purpose: "workload"}}
 	want.Name = volume
 	want.Labels = map[string]string{api.LabelVolume: api.LabelValue(volume), api.LabelNode: api.LabelValue(node)}

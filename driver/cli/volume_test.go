@@ -282,6 +282,7 @@ func TestDeletedVolumeIsNoSource(t *testing.T) {
 	for _, argv := range [][]string{
 		{"snapshot", "create", "leaving", "late"}, {"volume", "create", "copy", "--from", "leaving"},
 		{"volume", "export", "leaving", filepath.Join(t.TempDir(), "file")}, {"image", "create", "of", "--from", "leaving"},
+		{"volume", "attach", "leaving", "--node", "here"},
 	} {
 		drover(t, kubeconfig(append(argv, "--timeout", "20s")...)...).mustSay(t, 5, "deleted")
 	}
