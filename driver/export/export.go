@@ -50,6 +50,9 @@ func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if err := os.Rename(part, o.File); err != nil {
 		return err
 	}
+	if o.Progress != nil { // of what holds nothing, nothing was told
+		o.Progress(src.Size(), src.Size())
+	}
 	return file.OS.SyncDir(filepath.Dir(o.File))
 }
 

@@ -28,3 +28,27 @@ func TestSaveWhereNoFolderIs(t *testing.T) {
 		}
 	}
 }
+
+// The size of what was written is told, also where there was nothing to write.
+func TestSaveTellsTheSize(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "empty.raw")
+	if err := os.WriteFile(name, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(name, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	src, err := file.Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	for _, format := range []string{"raw", "qcow2"} {
+		var size int64
+		err := save(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "x"), Format: format,
+			Progress: func(_, total int64) { size = total }})
+		if err != nil || size != 1<<20 {
+			t.Errorf("%s: %d bytes, %v", format, size, err)
+		}
+	}
+}
