@@ -130,7 +130,7 @@ var Settings = map[string]string{
 	"concurrent-image-copies-per-sender":   "3",     // copies that are sent from one disk at once
 	"concurrent-replica-copies-per-node":   "2",     // clones and replicas that are copied at once on one node; 0: 1
 	"replica-copy-rate-limit":              "0",     // MiB per second that one of those reads at most; 0: no limit
-	"clone-stall-timeout":                  "60",    // minutes without progress after which a full copy has failed
+	"clone-stall-timeout":                  "60",    // minutes without progress after which a clone has failed
 	"replica-replenishment-wait-interval":  "600",   // seconds that a replica of a silent node is waited for
 	"replica-soft-anti-affinity":           "false", // replicas of a volume may be on one node where no other suits
 	"replica-zone-soft-anti-affinity":      "true",  // the same for zones: nodes of one label topology.kubernetes.io/zone

@@ -154,6 +154,8 @@ type CloneStatus struct {
 	// Progress is percent of the data that a full copy has, or a linked clone on another disk than its source; a linked
 	// clone on the disk of its source has nothing to copy.
 	Progress int32 `json:"progress,omitempty"`
+	// WaitingSince is since when the source could not be used, one try after another.
+	WaitingSince *metav1.Time `json:"waitingSince,omitempty"`
 	// Retried is the last value of AnnotationRetry that was followed.
 	Retried string `json:"retried,omitempty"`
 }

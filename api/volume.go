@@ -339,6 +339,14 @@ func (l *ReplicaList) Of(volume string) []Replica {
 	return slices.DeleteFunc(l.Items, func(r Replica) bool { return r.Spec.Volume != volume })
 }
 
+// Holders are the members of a volume, whose snapshots mean the same. One that was left out may have a snapshot of the
+// same uid and of another instant: its cut was given up, and done again without it.
+func (l *ReplicaList) Holders(v *Volume, s *Snapshot) []Replica {
+	return slices.DeleteFunc(l.Items, func(r Replica) bool {
+		return r.Spec.VolumeUID != s.Status.VolumeUID || !slices.Contains(v.Status.Members, r.Name)
+	})
+}
+
 // Attachment asks for a volume's device on a node. A workload's Attachment has the volume's name, so that there is one
 // at most (I10). Spec: written by the door or the CLI. Status: by the data role of spec.node alone. Finalizer:
 // Finalizer, removed when the device is gone.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -158,8 +157,7 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 		"try again: %w", target, errors.Join(why...))
 }
 
-// members are the replicas that hold what the volume of a snapshot holds. One that was left out may have a snapshot of
-// that uid and of another instant: its cut was given up, and done again without it.
+// members are the replicas that hold what the volume of a snapshot holds.
 func (m *Metadata) members(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
 	var vol api.Volume
 	if err := m.server.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &vol); err != nil {
@@ -169,7 +167,5 @@ func (m *Metadata) members(ctx context.Context, s *api.Snapshot) ([]api.Replica,
 	if err := m.server.client.List(ctx, &list); err != nil {
 		return nil, api.Explain(err, "list the replicas of volume %s", s.Spec.Volume)
 	}
-	return slices.DeleteFunc(list.Items, func(r api.Replica) bool {
-		return r.Spec.VolumeUID != s.Status.VolumeUID || !slices.Contains(vol.Status.Members, r.Name)
-	}), nil
+	return list.Holders(&vol, s), nil
 }

@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -47,13 +49,19 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		}
 		was := st.State
 		st.State, st.Message = api.CloneInitiated, ""
-		if err != nil {
-			st.Message = err.Error()
-			if kind != api.Unavailable {
-				if st.State = api.CloneFailed; was != st.State {
-					p.events.Eventf(v, nil, "Warning", "CloneFailed", "Clone", "%s", err)
-				}
-			}
+		if kind != api.Unavailable || err == nil {
+			st.WaitingSince = nil
+		}
+		if err == nil {
+			return
+		}
+		if kind != api.Unavailable {
+			st.State = api.CloneFailed
+		} else if stalled := p.stalled(ctx, v); stalled > 0 {
+			st.State, err = api.CloneFailed, api.Errorf(kind, "for %s its source could not be used: %v", stalled, err)
+		}
+		if st.Message = err.Error(); st.State == api.CloneFailed && was != st.State {
+			p.events.Eventf(v, nil, "Warning", "CloneFailed", "Clone", "%s", err)
 		}
 	}()
 	from, err := api.ParseDataSource(v.Spec.DataSource)
@@ -109,6 +117,21 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 			"%q: leave backingImage out", of, src.Name, o.image)
 	}
 	return o, nil
+}
+
+// stalled is for how long a clone waits for its source, once that is too long; before, it is looked at again then.
+func (p *planner) stalled(ctx context.Context, v *api.Volume) time.Duration {
+	st := v.Status.CloneStatus
+	if st.WaitingSince == nil {
+		now := metav1.Now()
+		st.WaitingSince = &now
+	}
+	limit := time.Duration(p.setting(ctx, "clone-stall-timeout")) * time.Minute
+	if left := limit - time.Since(st.WaitingSince.Time); limit == 0 || left > 0 {
+		p.again(v.Name, left)
+		return 0
+	}
+	return limit
 }
 
 // circle refuses a clone whose source waits for the clone itself.

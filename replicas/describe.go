@@ -180,6 +180,11 @@ func (p *planner) mayGrow(ctx context.Context, r *api.Replica, more, overPct int
 	return api.Errorf(api.Unavailable, "disk %s of node %s is not there", r.Spec.Disk, r.Spec.Node)
 }
 
+// comesToNothing reports whether an attachment was made when the volume was deleted already: its node refuses it.
+func comesToNothing(v *api.Volume, a *api.Attachment) bool {
+	return !a.Status.Ready && a.CreationTimestamp.After(v.DeletionTimestamp.Time)
+}
+
 // remove takes a volume away: its replicas first, then its finalizer.
 func (p *planner) remove(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	p.setWaiting(v.Name, false)

@@ -262,7 +262,7 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		return err
 	}
 	if v.DeletionTimestamp != nil {
-		return p.remove(ctx, v, mine, attached)
+		return p.remove(ctx, v, mine, attached && !comesToNothing(v, &att))
 	}
 	changed := controllerutil.AddFinalizer(v, api.Finalizer) // before anything of the volume exists
 	if _, rebuilt := v.Annotations[api.AnnotationRecovered]; rebuilt && v.Status.UID != "" {

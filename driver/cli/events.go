@@ -29,6 +29,11 @@ func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string
 		}
 		return !slices.Contains(others, e.Regarding.Kind) || lastSeen(&e).Before(o.GetCreationTimestamp().Time)
 	})
+	return latest(all)
+}
+
+// latest are the latest of some events, oldest first.
+func latest(all []eventsv1.Event) []eventsv1.Event {
 	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
 	return all[max(0, len(all)-showEvents):]
 }

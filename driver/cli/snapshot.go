@@ -67,7 +67,13 @@ func (a *app) snapshotCreate() *cobra.Command {
 			}
 			s := api.NewSnapshot(&v, name)
 			s.Spec.Labels = labels
-			if err := c.Create(ctx, s); err != nil {
+			err = c.Create(ctx, s)
+			for n := 2; len(left) == 1 && apierrors.IsAlreadyExists(err); n++ { // of the same second
+				s.Name = fmt.Sprintf("%s-%d", name, n)
+				err = c.Create(ctx, s)
+			}
+			name = s.Name
+			if err != nil {
 				if apierrors.IsAlreadyExists(err) {
 					return api.Errorf(api.Exists, "there is a snapshot %q already: see `drover snapshot show %s`", name, name)
 				}

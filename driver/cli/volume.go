@@ -269,8 +269,12 @@ func (a *app) volumeShow() *cobra.Command {
 				return err
 			}
 			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
-				describeVolume(w, &v, reps.Of(v.Name), att)
-				describeEvents(w, eventsOf(ctx, c, &v, "Volume", "Attachment"))
+				mine, all := reps.Of(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
+				describeVolume(w, &v, mine, att)
+				for i := range mine { // damage is told of the replica that has it
+					all = append(all, eventsOf(ctx, c, &mine[i], "Replica")...)
+				}
+				describeEvents(w, latest(all))
 			})
 		},
 	}

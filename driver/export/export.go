@@ -90,19 +90,32 @@ func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Sour
 	if err := c.Get(ctx, client.ObjectKey{Name: o.Snapshot}, &s); err != nil {
 		return nil, api.Explain(err, "snapshot %s", o.Snapshot)
 	}
+	var v api.Volume
+	if err := c.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {
+		return nil, api.Explain(err, "volume %s of snapshot %s", s.Spec.Volume, s.Name)
+	}
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps); err != nil {
 		return nil, api.Explain(err, "list replicas")
 	}
-	for i := range reps.Items {
-		r := &reps.Items[i]
+	members := reps.Holders(&v, &s)
+	var why []error
+	for i := range members {
+		r := &members[i]
 		on := disks[r.Spec.Disk]
-		if r.Spec.VolumeUID != s.Status.VolumeUID || on == nil || r.Status.Mode != api.ReplicaCurrent {
+		if on == nil || r.Status.Mode != api.ReplicaCurrent {
 			continue
 		}
-		return openSnapshot(ctx, on, string(r.Spec.UID), &s)
+		src, err := openSnapshot(ctx, on, string(r.Spec.UID), &s)
+		if err == nil || ctx.Err() != nil {
+			return src, err
+		}
+		why = append(why, err)
 	}
-	return nil, elsewhere("snapshot", s.Name)
+	if len(why) == 0 {
+		return nil, elsewhere("snapshot", s.Name)
+	}
+	return nil, errors.Join(why...)
 }
 
 func elsewhere(what, name string) error {
