@@ -20,11 +20,13 @@ type undigested struct {
 	allowed chan struct{} // closed when the digests may be made
 }
 
+var _ block.Exporter = undigested{}
+
 func (d undigested) Hold(context.Context, string, string, string, string) ([]string, int64, error) {
 	return []string{d.layer}, 12 << 20, nil
 }
 
-func (d undigested) Name(img block.Image) (block.Image, error) {
+func (d undigested) Name(_ context.Context, img block.Image) (block.Image, error) {
 	img.Digest = ""
 	return img, d.PutImage(img)
 }
