@@ -426,7 +426,11 @@ func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
 // record is what a disk keeps of a volume's object; nil where there is no object.
 func (d *Data) record(ctx context.Context, volume string) (json.RawMessage, error) {
 	var v api.Volume
-	if err := d.client.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+	err := d.client.Get(ctx, client.ObjectKey{Name: volume}, &v)
+	if apierrors.IsNotFound(err) { // the cache of volumes can be behind that of replicas
+		err = d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v)
+	}
+	if err != nil {
 		return nil, client.IgnoreNotFound(err)
 	}
 	return v.Record()
