@@ -146,7 +146,8 @@ func (b *bench) fragments(ctx context.Context) (float64, error) {
 			return 0, err
 		}
 	}
-	b.add("rebuild-full-fragmented", "cp", median(copies), "MB/s", "", 0, "such a file, read from the disk and written to it")
+	b.add("rebuild-full-fragmented", "cp", median(copies), "MB/s", "", 0,
+		"such a file, read from the disk and written to it")
 	b.add("rebuild-full-fragmented", "plain-file", median(rates), "MB/s", "", 0,
 		"a new file on the disk, written so by fio")
 	return median(rates), nil

@@ -46,7 +46,7 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 	if len(mine) == 0 {
 		from, err := p.origin(ctx, v)
 		if errors.Is(err, errSoon) {
-			v.Status.Message = ""
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
 			return nil
 		}
 		if err != nil {

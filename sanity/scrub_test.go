@@ -101,6 +101,9 @@ func damagedLayer(t *testing.T, w *world) {
 		t.Error("what is whole again differs")
 	}
 	must(t, f.Close())
+	if !comes(func() bool { return strings.Contains(w.must("volume", "show", "damaged"), "DataDamaged") }) {
+		t.Error("the volume's events do not tell of damage")
+	}
 	w.unsnap(id)
 	do(t, a.down, a.remove)
 }

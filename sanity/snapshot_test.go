@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -335,6 +336,19 @@ func snapshotCommands(t *testing.T, w *world) {
 	w.must("snapshot", "create", "db", "one", "--label", "why=test")
 	w.refused(5, "already", "snapshot", "create", "db", "one")
 	w.refused(3, "no volume", "snapshot", "create", "none")
+	names, codes := make([]string, 4), make([]int, 4)
+	var all sync.WaitGroup
+	for i := range names { // without a name they are called by the second
+		all.Go(func() { names[i], codes[i] = w.command("snapshot", "create", "db", "-o", "name") })
+	}
+	all.Wait()
+	for i, name := range names {
+		if codes[i] != 0 {
+			t.Fatalf("a snapshot without a name, %d: %s", codes[i], name)
+		}
+		name = strings.TrimSpace(name)
+		w.must("snapshot", "delete", name[strings.LastIndex(name, "/")+1:])
+	}
 	must(t, os.WriteFile(filepath.Join(dir, "text"), []byte("later"), 0o600))
 	if out := w.must("snapshot", "list", "db"); !strings.Contains(out, "one") || !strings.Contains(out, "true") {
 		t.Errorf("list: %s", out)

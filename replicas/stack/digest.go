@@ -91,7 +91,8 @@ func (x *index) held() (data, zero int64) {
 	return data, zero
 }
 
-// chunkSum digests the content of a chunk, holes and zeros as zeros. Where some of it is data, all of it is in buf then.
+// chunkSum digests the content of a chunk, holes and zeros as zeros. Where some of it is data, all of it is in buf
+// then.
 func chunkSum(r io.ReaderAt, k chunkKinds, c, size int64, buf []byte) (sum [sumSize]byte, err error) {
 	b := buf[:min(chunkSize, size-c*chunkSize)]
 	if !k.data {

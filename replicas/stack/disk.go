@@ -129,8 +129,8 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow, piece: mapPiece,
-		early: syncEvery}
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow,
+		piece: mapPiece, early: syncEvery}
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
 		d.direct = 0

@@ -166,8 +166,8 @@ func (m *mapWriter) table(from, end int) []byte {
 	return m.head[mapHeader+from*mapEntry : mapHeader+end*mapEntry]
 }
 
-// put writes the pages [from, end) of an index whose values are kinds, and not yet what tells of them. No more than a few
-// are in memory a second time.
+// put writes the pages [from, end) of an index whose values are kinds, and not yet what tells of them. No more than a
+// few are in memory a second time.
 func (m *mapWriter) put(x *index, from, end int) error {
 	some := make([]byte, 0, 64*mapPage)
 	flush := func() error {

@@ -247,7 +247,7 @@ func (m *mapper) chunk(c int64, buf []byte) error {
 	chunk, kinds := buf[:min(chunkSize, w.size-c*chunkSize)], m.kinds.chunk(c)
 	sum, err := chunkSum(w.to, kinds, c, w.size, buf)
 	if err == nil && kinds.data { // else it is asked for no checksums, and they take room
-		whole := false
+		var whole bool
 		if whole, err = w.whole(c, chunk); err == nil && whole {
 			err = putCRCs(m.crcs, c, chunk)
 		} else if !whole {

@@ -383,7 +383,8 @@ func (d *Disk) beingMerged(uid string) (bool, error) {
 	return g != nil, err
 }
 
-// mergeOf is the merge that a layer is part of; nil: none. A mark that a crash left before the merge began says nothing.
+// mergeOf is the merge that a layer is part of; nil: none. A mark that a crash left before the merge began says
+// nothing.
 func (d *Disk) mergeOf(uid string) (*Merge, error) {
 	h, err := d.fs.Open(d.path(layersDir, uid, mergingFile), os.O_RDONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -49,7 +49,8 @@ func TestNothing(t *testing.T) {
 	is(false, 100<<20, blockSize)
 	is(true, 0, 100<<20)
 	is(true, 100<<20+blockSize, 92<<20-blockSize)
-	if err := r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID()), Created: time.Now()}); err != nil {
+	s := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID()), Created: time.Now()}
+	if err := r.Cut(ctx, s); err != nil {
 		t.Fatal(err)
 	}
 	is(false, 100<<20, blockSize) // in a layer now
