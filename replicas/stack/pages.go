@@ -25,8 +25,8 @@ func (r *Replica) ready(q *block.Request) bool {
 	return true
 }
 
-// Nothing reports whether a read of a range, of whole blocks, would surely be of zeros alone, for which no file is read.
-// On the loop's thread.
+// Nothing reports whether a read of a range, of whole blocks, would surely be of zeros alone, for which no file is
+// read. On the loop's thread.
 func (r *Replica) Nothing(off, n int64) bool {
 	q := block.Request{Op: block.OpDiscard, Off: off, Len: n}
 	if r.holding > 0 || r.check(&q) != nil {
