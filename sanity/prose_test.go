@@ -1,0 +1,197 @@
+package sanity_test
+
+import (
+	"bufio"
+	"flag"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// The prose of the house: a sentence names its actor and its object (docs/glossary.md). What a machine can see of that
+// is measured per package and document, and compared with two bounds: the goal, which every new room meets, and for
+// older text the figures in testdata/prose.txt, which only ever become smaller.
+
+var lowerProse = flag.Bool("lower-prose", false, "write smaller figures into testdata/prose.txt, never larger ones")
+
+// prose is what is measured of a package's comments and errors, or of a document.
+type prose struct {
+	words    int
+	pronouns int // words that stand for a noun
+	openings int // sentences that begin with a relative word instead of their actor
+	banned   int // phrases that the glossary replaces
+	errors   int // errors that name no object
+}
+
+// proseGoal bounds what plain text has: pronouns per 1,000 words as in the best projects of this kind, the rest none.
+var proseGoal = proseFigures{pronouns: 60}
+
+type proseFigures struct{ pronouns, openings, banned, errors int }
+
+func (p prose) figures() proseFigures {
+	return proseFigures{1000 * p.pronouns / max(p.words, 1), p.openings, p.banned, p.errors}
+}
+
+var (
+	proseWord    = regexp.MustCompile(`[A-Za-z']+`)
+	proseOpening = regexp.MustCompile(`(?:^|[.!?:]\s+|\n\s*[-|]?\s*)(?:What|Who|Where|Whoever|Of)\s`)
+	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|(?:is|are|was|were) told of|made (?:equal|whole|true|alike)|on its way|on their way)\b`)
+	proseError   = regexp.MustCompile(`^(?:it|its|what|who|nobody|nothing)\b`)
+	prosePronoun = map[string]bool{}
+)
+
+func init() {
+	for _, w := range strings.Fields("it its itself that those what whatever one ones who whom whose whoever they them " +
+		"their this these none nobody somebody") {
+		prosePronoun[w] = true
+	}
+}
+
+func (p *prose) add(text string) {
+	for _, w := range proseWord.FindAllString(text, -1) {
+		p.words++
+		if prosePronoun[strings.ToLower(w)] {
+			p.pronouns++
+		}
+	}
+	p.openings += len(proseOpening.FindAllString(text, -1))
+	p.banned += len(proseBanned.FindAllString(text, -1))
+}
+
+// addFile measures the comments of a Go file, and the messages of its errors.
+func (p *prose) addFile(t *testing.T, path string) {
+	f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ParseComments|parser.SkipObjectResolution)
+	must(t, err)
+	for _, group := range f.Comments {
+		p.add(group.Text())
+	}
+	ast.Inspect(f, func(n ast.Node) bool {
+		call, ok := n.(*ast.CallExpr)
+		if !ok {
+			return true
+		}
+		sel, ok := call.Fun.(*ast.SelectorExpr)
+		if !ok || sel.Sel.Name != "Errorf" && sel.Sel.Name != "New" {
+			return true
+		}
+		for _, arg := range call.Args {
+			if lit, ok := arg.(*ast.BasicLit); ok && lit.Kind == token.STRING {
+				if s, err := strconv.Unquote(lit.Value); err == nil && proseError.MatchString(s) {
+					p.errors++
+				}
+			}
+		}
+		return true
+	})
+}
+
+// measureProse measures every package by its folder, tests excepted, and every document by its path.
+func measureProse(t *testing.T) map[string]*prose {
+	all := map[string]*prose{}
+	must(t, filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
+		name := d.Name()
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && (name == ".git" || name == "bin" || name == "testdata"):
+			return filepath.SkipDir
+		case d.IsDir() || !strings.HasSuffix(name, ".go"), strings.HasSuffix(name, "_test.go"),
+			strings.HasPrefix(name, "zz_generated"):
+			return nil
+		}
+		dir := strings.TrimPrefix(filepath.Dir(path), "../")
+		if all[dir] == nil {
+			all[dir] = &prose{}
+		}
+		all[dir].addFile(t, path)
+		return nil
+	}))
+	for path, text := range markdown(t) {
+		if path == "docs/glossary.md" { // it lists the words that others avoid
+			continue
+		}
+		all[path] = &prose{}
+		all[path].add(fence.ReplaceAllString(text, ""))
+	}
+	return all
+}
+
+const proseFile = "testdata/prose.txt"
+
+// readProse reads the figures that older text may still have.
+func readProse(t *testing.T) map[string]proseFigures {
+	f, err := os.Open(proseFile)
+	must(t, err)
+	defer f.Close()
+	known := map[string]proseFigures{}
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		if line := lines.Text(); line != "" && !strings.HasPrefix(line, "#") {
+			var name string
+			var k proseFigures
+			_, err := fmt.Sscan(line, &name, &k.pronouns, &k.openings, &k.banned, &k.errors)
+			must(t, err)
+			known[name] = k
+		}
+	}
+	return known
+}
+
+func writeProse(t *testing.T, known map[string]proseFigures) {
+	out := "# What older text still has: pronouns per 1,000 words, sentences that begin with a relative word, banned phrases,\n" +
+		"# errors that name no object. `go test ./sanity -run TestProse -lower-prose` writes smaller figures, never larger ones.\n"
+	for _, name := range slices.Sorted(maps.Keys(known)) {
+		k := known[name]
+		out += fmt.Sprintf("%s %d %d %d %d\n", name, k.pronouns, k.openings, k.banned, k.errors)
+	}
+	must(t, os.WriteFile(proseFile, []byte(out), 0o644))
+}
+
+func TestProseBecomesPlainer(t *testing.T) {
+	known, all := readProse(t), measureProse(t)
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		is, bound := all[name].figures(), proseGoal
+		if k, older := known[name]; older {
+			bound = proseFigures{max(bound.pronouns, k.pronouns), k.openings, k.banned, k.errors}
+		}
+		for _, f := range []struct {
+			what      string
+			is, bound int
+		}{
+			{"pronouns per 1,000 words", is.pronouns, bound.pronouns},
+			{"sentences that begin with What, Who, Where, Whoever or Of", is.openings, bound.openings},
+			{"phrases that the glossary replaces", is.banned, bound.banned},
+			{"errors that name no object", is.errors, bound.errors},
+		} {
+			if f.is > f.bound && (f.what != "pronouns per 1,000 words" || all[name].words >= 100) {
+				t.Errorf("%s: %d %s, at most %d allowed; docs/glossary.md says how to write them", name, f.is, f.what, f.bound)
+			}
+		}
+		known[name] = proseFigures{min(is.pronouns, bound.pronouns), min(is.openings, bound.openings),
+			min(is.banned, bound.banned), min(is.errors, bound.errors)}
+		if k := known[name]; k.pronouns <= proseGoal.pronouns && k.openings+k.banned+k.errors == 0 {
+			delete(known, name) // held to the goal from now on
+		}
+	}
+	maps.DeleteFunc(known, func(name string, _ proseFigures) bool { return all[name] == nil })
+	if *lowerProse {
+		writeProse(t, known)
+	}
+}
+
+func TestProseIsMeasured(t *testing.T) {
+	var p prose
+	p.add("The importer restarts unfinished transfers. Of those it tells nobody.\nWhat is made anew was told of.")
+	if want := (prose{words: 17, pronouns: 4, openings: 2, banned: 2}); p != want {
+		t.Errorf("measured %+v, want %+v", p, want)
+	}
+}
