@@ -63,6 +63,9 @@ func serveUntilKilled(dir string) error {
 	if err := be.drain(crashSize); err != nil {
 		return err
 	}
+	if os.Getenv("DROVER_TEST_HOLD_FLUSHES") != "" {
+		be.hold = holdFlushes // nothing is submitted yet
+	}
 	var d *Device
 	if held := h.Held(); len(held) > 0 {
 		d, err = h.Resume(ctx, held[0], l, be)
@@ -104,15 +107,7 @@ func serveUntilKilled(dir string) error {
 		line, _ = in.ReadString('\n')
 	}
 	if line == "stick\n" { // detach, with a backend that answers no flush
-		err = l.Do(func() {
-			be.hold = func(q *block.Request) bool {
-				if q.Op == block.OpFlush {
-					fmt.Println("stuck")
-				}
-				return q.Op == block.OpFlush
-			}
-		})
-		if err != nil {
+		if err := l.Do(func() { be.hold = holdFlushes }); err != nil {
 			return err
 		}
 	}
@@ -127,6 +122,14 @@ func serveUntilKilled(dir string) error {
 	return err
 }
 
+// holdFlushes keeps flushes unanswered.
+func holdFlushes(q *block.Request) bool {
+	if q.Op == block.OpFlush {
+		fmt.Println("stuck")
+	}
+	return q.Op == block.OpFlush
+}
+
 // child is a running serveUntilKilled.
 type child struct {
 	cmd      *exec.Cmd
@@ -138,12 +141,12 @@ type child struct {
 	err      error // how; read after ended
 }
 
-// spawn starts one, which ends with the test at the latest.
-func spawn(t *testing.T, dir string, resent *atomic.Int64) *child {
+// spawn starts one, with more in its environment, which ends with the test at the latest.
+func spawn(t *testing.T, dir string, resent *atomic.Int64, env ...string) *child {
 	t.Helper()
 	c := &child{cmd: exec.Command(os.Args[0]), ready: make(chan string, 1), stuck: make(chan bool, 100),
 		flushing: make(chan bool, 100), ended: make(chan struct{})}
-	c.cmd.Env = append(os.Environ(), "DROVER_TEST_SERVE="+dir, "GOTRACEBACK=all")
+	c.cmd.Env = append(append(os.Environ(), "DROVER_TEST_SERVE="+dir, "GOTRACEBACK=all"), env...)
 	c.cmd.Stderr = os.Stderr
 	in, w, err := os.Pipe()
 	if err != nil {
@@ -399,6 +402,26 @@ func TestKillWhileDetaching(t *testing.T) {
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
+	next.detach(t)
+}
+
+// A process that is killed while the kernel sets up its loop device, and waits for a flush from that process, ends; the
+// next process answers the flush and serves the same device.
+func TestKillWhileSettingUp(t *testing.T) {
+	dir := runHolder(t)
+	var resent atomic.Int64
+	c := spawn(t, dir, &resent, "DROVER_TEST_HOLD_FLUSHES=1")
+	within(t, "flush of the set-up", c.stuck)
+	c.kill(t)
+	next := spawn(t, dir, &resent)
+	path := next.await(t)
+	fd := openDev(t, path, unix.O_RDWR|unix.O_DIRECT)
+	want := aligned(page)
+	copy(want, "written after the set-up")
+	if _, err := unix.Pwrite(fd, want, 0); err != nil {
+		t.Error(err)
+	}
+	_ = unix.Close(fd)
 	next.detach(t)
 }
 

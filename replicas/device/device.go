@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -64,16 +65,9 @@ func (d *Device) present(ctx context.Context, hint int) error {
 	defer d.mu.Unlock()
 	d.dev = findLoop(d.file, hint)
 	if d.dev < 0 {
-		fd, err := openFile(d.tree, d.file, d.spec.ReadOnly)
-		if err != nil {
-			return fmt.Errorf("open the device's file: %w", err)
-		}
-		d.dev, err = setUpLoop(fd, d.spec.Name, d.spec.ReadOnly)
-		_ = unix.Close(fd)
-		if err != nil {
+		if err := d.setUp(ctx, hint); err != nil {
 			return err
 		}
-		tuneLoop(d.dev)
 	}
 	if d.dev != hint {
 		if err := d.host.keep(record{d.spec, d.dev, d.file}); err != nil {
@@ -89,6 +83,51 @@ func (d *Device) present(ctx context.Context, hint int) error {
 		}
 	}
 	return d.link()
+}
+
+// setUp puts a loop device on the file, unless one stands on it. A dead predecessor's helper may be doing the same; it
+// ends once this process answers the kernel's requests.
+func (d *Device) setUp(ctx context.Context, hint int) error {
+	path := filepath.Join(d.host.runDir, "setup-"+d.spec.Key+".lock")
+	lock, err := lockFile(ctx, path)
+	if err != nil {
+		return fmt.Errorf("lock of the device's set-up: %w", err)
+	}
+	defer func() {
+		_ = os.Remove(path)
+		_ = lock.Close()
+	}()
+	if d.dev = findLoop(d.file, hint); d.dev < 0 {
+		// The call waits for the helper beyond ctx: nothing can undo a set-up in progress.
+		d.dev, err = loophelper.SetUp(d.tree, int(lock.Fd()), d.file, d.spec.Name, d.spec.ReadOnly)
+	}
+	return err
+}
+
+// lockFile locks a file, which it creates if needed.
+func lockFile(ctx context.Context, path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	tick := time.NewTicker(lookStep)
+	defer tick.Stop()
+	for {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return f, nil
+		}
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			select {
+			case <-tick.C:
+				continue
+			case <-ctx.Done():
+				err = api.Errorf(api.Busy, "the helper of an earlier process holds it: %w", ctx.Err())
+			}
+		}
+		_ = f.Close()
+		return nil, err
+	}
 }
 
 func (d *Device) link() error {
@@ -235,7 +274,7 @@ func (d *Device) tellSize() error {
 	if err := d.loop.Do(func() { d.conn.size = size }); err != nil {
 		return err
 	}
-	fd, err := openFile(d.tree, d.file, false) // for writing, also of a read-only device: the size is ours
+	fd, err := loophelper.OpenFile(d.tree, d.file, false) // for writing, also of a read-only device: the size is ours
 	if err != nil {
 		return err
 	}

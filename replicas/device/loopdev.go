@@ -3,7 +3,6 @@ package device
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -22,43 +21,6 @@ func loopPath(n int) string { return "/dev/loop" + strconv.Itoa(n) }
 
 func loopSys(n int, name string) string {
 	return filepath.Join("/sys/block", "loop"+strconv.Itoa(n), name)
-}
-
-// setUpLoop puts a free loop device on file.
-func setUpLoop(file int, name string, readOnly bool) (int, error) {
-	ctl, err := unix.Open("/dev/loop-control", unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return -1, api.Errorf(api.Unsupported, "/dev/loop-control: %w; load the kernel module loop", err)
-	}
-	defer func() { _ = unix.Close(ctl) }()
-	for range 1000 { // others take free devices too
-		n, err := unix.IoctlRetInt(ctl, unix.LOOP_CTL_GET_FREE)
-		if err != nil {
-			return -1, fmt.Errorf("find a free loop device: %w", err)
-		}
-		d, err := loophelper.Open(n, unix.O_RDWR)
-		if err != nil {
-			return -1, err
-		}
-		cfg := unix.LoopConfig{Fd: uint32(file), Size: 512}
-		cfg.Info.Flags = unix.LO_FLAGS_DIRECT_IO
-		if readOnly {
-			cfg.Info.Flags |= unix.LO_FLAGS_READ_ONLY
-		}
-		copy(cfg.Info.File_name[:63], name)
-		err = unix.IoctlLoopConfigure(d, &cfg)
-		_ = unix.Close(d)
-		switch {
-		case err == nil:
-			return n, nil
-		case errors.Is(err, unix.EBUSY):
-			continue
-		case errors.Is(err, unix.ENOTTY), errors.Is(err, unix.EINVAL):
-			return -1, api.Errorf(api.Unsupported, "set up %s with direct I/O: %w; Drover needs Linux 5.8", loopPath(n), err)
-		}
-		return -1, fmt.Errorf("set up %s: %w", loopPath(n), err)
-	}
-	return -1, api.Errorf(api.Busy, "every free loop device was taken by somebody else; try again")
 }
 
 // loopFile is the file that loop device n stands on, without asking that file's server.
@@ -151,13 +113,4 @@ func awaitGone(ctx context.Context, n int, file string) error {
 		}
 	}
 	return nil
-}
-
-// tuneLoop takes away a scheduler, which only costs time on a device that has a queue of its own below. Writing what is
-// set already would cost a wait for all processors too.
-func tuneLoop(n int) {
-	path := loopSys(n, "queue/scheduler")
-	if b, err := os.ReadFile(path); err == nil && !strings.Contains(string(b), "[none]") {
-		_ = os.WriteFile(path, []byte("none"), 0)
-	}
 }

@@ -24,7 +24,7 @@ func TestLoopOfAnother(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n, err := setUpLoop(fd, path, false)
+	n, err := loophelper.Configure(fd, path, false)
 	_ = unix.Close(fd)
 	if err != nil {
 		t.Fatal(err)

@@ -98,20 +98,6 @@ func greet(fuse int) (resend bool, err error) {
 	return offered&capResend != 0, nil
 }
 
-// openFile opens the one file of a mount that is being served.
-func openFile(tree int, name string, readOnly bool) (int, error) {
-	flags := unix.O_RDWR | unix.O_CLOEXEC | unix.O_NOFOLLOW
-	if readOnly {
-		flags = unix.O_RDONLY | unix.O_CLOEXEC | unix.O_NOFOLLOW
-	}
-	for {
-		fd, err := unix.Openat(tree, name, flags, 0)
-		if err != unix.EINTR {
-			return fd, err
-		}
-	}
-}
-
 var resendSupported = sync.OnceValue(func() error {
 	fuse, tree, resend, err := mount()
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/device/loophelper"
 )
 
 // fio runs one job on a device or file and returns operations per second and the mean completion time in microseconds.
@@ -62,7 +63,7 @@ func TestSpeed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n, err := setUpLoop(fd, file, false)
+	n, err := loophelper.Configure(fd, file, false)
 	_ = unix.Close(fd)
 	if err != nil {
 		t.Fatal(err)

@@ -1,9 +1,11 @@
-// Package loophelper does to a loop device what may wait for the device's I/O: opening it while somebody else closes it
-// and writes what is dirty, flushing it, freezing its queue, closing it. It does so in a process of its own, which is
-// this program again. A thread of the process that serves the device could not end while it waits in the kernel for
-// what only that process can do: killed, it would keep its files and its place, and nobody could take over, for ever.
+// Package loophelper performs the operations on a loop device that may wait for the device's I/O: setting it up, opening
+// it while another program closes it and writes dirty pages, flushing it, freezing its queue, closing it. Each runs in a
+// helper process, which is this program again. A thread of the process that serves the device could not end while it
+// waits in the kernel for an answer that only this process can give: a killed process would keep its files, and no
+// successor could take over.
 //
-// A helper outlives the process that began it, and ends with the I/O that it waits for. It has none of its files.
+// A helper outlives the process that started it, and ends with the I/O that it waits for. It inherits no file but the
+// two that a set-up needs.
 //
 // Goroutines: one for each helper, which ends with it.
 package loophelper
@@ -17,15 +19,18 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+
+	"drover.io/drover/api"
 )
 
-// What a helper can be asked for in its environment, as "deed n file".
+// Operations that the environment of a helper names, as "deed n file".
 const (
 	variable = "DROVER_LOOP_HELPER"
 
 	deedClaim = "claim" // see whether nobody has mounted or claimed it
 	deedGrow  = "grow"
 	deedClear = "clear" // claim, flush, and when told take it off its file
+	deedSetUp = "setup" // put a free loop device on a file
 
 	flushed = "flushed" // what it says then; or why it is not
 )
@@ -39,15 +44,28 @@ var (
 
 var exits = map[int]error{10: ErrGone, 11: ErrClaimed, 12: ErrOpen}
 
+// Kinds of errors are exit codes, too.
+var kinds = map[int]api.Kind{20: api.Unsupported, 21: api.Busy}
+
 // init is all that a helper does: it must work in every program that serves devices, tests too.
 func init() {
 	asked := os.Getenv(variable)
 	if asked == "" {
 		return
 	}
-	err := serve(asked)
+	work := serve
+	if strings.HasPrefix(asked, deedSetUp+" ") {
+		work = setUp
+	}
+	err := work(asked)
 	for code, is := range exits {
 		if errors.Is(err, is) {
+			os.Exit(code)
+		}
+	}
+	for code, kind := range kinds {
+		if api.Is(err, kind) {
+			fmt.Fprintln(os.Stderr, err)
 			os.Exit(code)
 		}
 	}
@@ -122,6 +140,9 @@ func ending(err error, said string) error {
 	if errors.As(err, &exit) {
 		if is := exits[exit.ExitCode()]; is != nil {
 			return is
+		}
+		if kind, is := kinds[exit.ExitCode()]; is {
+			return api.Errorf(kind, "%s", strings.TrimSpace(said))
 		}
 	}
 	if err != nil {
