@@ -30,16 +30,16 @@ import (
 
 // Disk is one folder of a node that holds layers, replicas and images.
 type Disk struct {
-	root   string
-	uid    string
-	fs     file.FS
-	direct int                    // O_DIRECT where the file system has it
-	boot   func() (string, error) // the machine's boot id
-	others func() []*Disk         // the machine's other disks, for layers that are not here yet
-	fetch  FetchFunc              // reads layers of other machines; nil: none are read
-	window int64                  // mergeWindow, but in tests
-	piece  int                    // mapPiece, but in tests
-	early  int64                  // syncEvery, but in tests
+	root     string
+	uid      string
+	fs       file.FS
+	direct   int                      // O_DIRECT where the file system has it
+	lifetime func() (lifetime, error) // of the disk's file system
+	others   func() []*Disk           // the machine's other disks, for layers that are not here yet
+	fetch    FetchFunc                // reads layers of other machines; nil: none are read
+	window   int64                    // mergeWindow, but in tests
+	piece    int                      // mapPiece, but in tests
+	early    int64                    // syncEvery, but in tests
 
 	openMu   sync.Mutex
 	open     map[*Replica]bool // by this Disk
@@ -129,8 +129,9 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, boot: bootID, window: mergeWindow,
+	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, window: mergeWindow,
 		piece: mapPiece, early: syncEvery}
+	d.lifetime = func() (lifetime, error) { return currentLifetime(path) }
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
 		d.direct = 0

@@ -337,9 +337,10 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 	}))
 }
 
-// Restarted reports whether the machine restarted since the replica's last session and that session had no clean end.
+// Restarted reports whether the lifetime of the replica's last session is over and that session had no clean end: the
+// machine restarted, or the disk's file system was mounted again.
 func (r *Replica) Restarted() (bool, error) {
-	boot, err := r.disk.boot()
+	now, err := r.disk.lifetime()
 	m := r.Meta()
-	return m.Dirty && m.BootID != boot, r.name(err)
+	return m.Dirty && m.Lifetime.ended(now), r.name(err)
 }

@@ -7,9 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"slices"
-	"strings"
 	"time"
 
 	"drover.io/drover/api"
@@ -57,10 +55,10 @@ func (r *Replica) name(err error) error {
 	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
 }
 
-// ErrRestarted is what Adopt returns where the machine restarted since the replica's last session and that session had
-// no clean end: what it acknowledged and did not flush may be gone.
-var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted during its last session: writes that were not "+
-	"flushed may be gone, it must be made equal to the other members")
+// ErrRestarted is the answer of Adopt where the machine restarted, or the disk's file system was mounted again, since the
+// replica's last session, and that session had no clean end: acknowledged writes that were not flushed may be lost.
+var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its file system was mounted again during the "+
+	"last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
 
 // Adopt begins the session (epoch, incarnation): all I/O of earlier ones is over, and the session is durable, when it
 // returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
@@ -79,11 +77,11 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
 		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
 	}
-	boot, err := r.disk.boot()
+	now, err := r.disk.lifetime()
 	if err != nil {
 		return r.name(err)
 	}
-	restarted := m.Dirty && m.BootID != boot
+	restarted := m.Dirty && m.Lifetime.ended(now)
 	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
 		return r.name(ErrRestarted)
 	}
@@ -106,27 +104,19 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 		return nil
 	}
 	if restarted {
-		slog.Warn("the machine restarted while the volume was attached: what was not flushed may be gone",
+		slog.Warn("the machine restarted, or the disk was mounted again, while the volume was attached: writes that were "+
+			"not flushed may be lost",
 			"volume", m.Volume, "replica", m.UID)
 	}
 	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
-		m.BootID = boot
+		m.Lifetime = now
 		if slices.Contains(members, m.UID) {
 			m.Joined = epoch
 		}
 	})
 	r.adopted = r.adopted || err == nil
 	return r.name(err)
-}
-
-// bootID tells one run of this machine's kernel from all others.
-func bootID() (string, error) {
-	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("boot id of the machine: %w", err)
-	}
-	return strings.TrimSpace(string(b)), nil
 }
 
 // Note records what the API knows of the volume, so that its object can be rebuilt from this disk alone.
