@@ -64,7 +64,7 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 			t.Fatal(err)
 		}
 		change(t, d, &m)
-		if err := writeMeta(d.fs, d.path(replicaDir, i.replica, stackFile), formatStack, m); err != nil {
+		if err := writeMeta(d.fs, d.path(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
 			t.Fatal(err)
 		}
 	},
