@@ -25,6 +25,9 @@ func (l lifetime) ended(now lifetime) bool {
 	return l.boot != now.boot || l.mount != "" && now.mount != "" && l.mount != now.mount
 }
 
+// lifetime is that of the last session.
+func (m Meta) lifetime() lifetime { return lifetime{m.BootID, m.MountID} }
+
 // currentLifetime reads the lifetime of the file system below a folder.
 func currentLifetime(path string) (lifetime, error) {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")

@@ -342,5 +342,5 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 func (r *Replica) Restarted() (bool, error) {
 	now, err := r.disk.lifetime()
 	m := r.Meta()
-	return m.Dirty && m.Lifetime.ended(now), r.name(err)
+	return m.Dirty && m.lifetime().ended(now), r.name(err)
 }

@@ -15,7 +15,7 @@ import (
 // A file system that reports another map after it has read the map from its device is refused.
 func TestProbeLooksAtTheMapAgain(t *testing.T) {
 	for name, change := range map[string]func(fd int) error{
-		"lost block":  func(fd int) error { return unix.Fallocate(fd, punchMode, probeAt, blockSize) },
+		"lost block": func(fd int) error { return unix.Fallocate(fd, punchMode, probeAt, blockSize) },
 		"added block": func(fd int) error {
 			_, err := unix.Pwrite(fd, make([]byte, blockSize), probeAt+blockSize)
 			return err

@@ -43,9 +43,10 @@ type Meta struct {
 	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
 	Merge       *Merge     // two layers that are being made one
 	Created     time.Time
-	Lifetime    lifetime // at the time of the last ADOPT
-	Joined      int64    // the last epoch that it was adopted in as a member
-	Reverted    int64    // the epoch in which it went back to a snapshot last
+	BootID      string // the machine's boot at the time of the last ADOPT
+	MountID     string // the mount of the disk's file system at that time
+	Joined      int64  // the last epoch that it was adopted in as a member
+	Reverted    int64  // the epoch in which it went back to a snapshot last
 	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
 	Object json.RawMessage
 }
@@ -100,7 +101,7 @@ func (m Meta) record() stackRecord {
 	}
 	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
 		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
-		m.Created, m.Lifetime.boot, m.Lifetime.mount, m.Joined, m.Reverted, m.Object}
+		m.Created, m.BootID, m.MountID, m.Joined, m.Reverted, m.Object}
 }
 
 func (s stackRecord) meta() Meta {
@@ -109,7 +110,7 @@ func (s stackRecord) meta() Meta {
 		members[i] = m.ID
 	}
 	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, lifetime{s.BootID, s.MountID}, s.Joined, s.Reverted, s.Object}
+		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.MountID, s.Joined, s.Reverted, s.Object}
 }
 
 func (m Meta) clone() Meta {

@@ -81,7 +81,7 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	if err != nil {
 		return r.name(err)
 	}
-	restarted := m.Dirty && m.Lifetime.ended(now)
+	restarted := m.Dirty && m.lifetime().ended(now)
 	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
 		return r.name(ErrRestarted)
 	}
@@ -110,7 +110,7 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	}
 	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
-		m.Lifetime = now
+		m.BootID, m.MountID = now.boot, now.mount
 		if slices.Contains(members, m.UID) {
 			m.Joined = epoch
 		}

@@ -351,7 +351,7 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 			t.Fatalf("session %v after the machine restarted: %v", s, err)
 		}
 	}
-	if m, err := d.readStack(spec.UID); err != nil || m.Epoch != 1 || m.Lifetime.boot != "boot one" {
+	if m, err := d.readStack(spec.UID); err != nil || m.Epoch != 1 || m.BootID != "boot one" {
 		t.Fatalf("a refused session was recorded: %+v, %v", m, err)
 	}
 	// Whoever only opens it, or was refused, does not end that session: it never ended.
@@ -381,7 +381,7 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	if err := adopt(r, 4, 1, "other"); err != nil {
 		t.Fatalf("after a clean end nothing was lost: %v", err)
 	}
-	if m, err := d.readStack(spec.UID); err != nil || m.Lifetime.boot != "boot three" {
+	if m, err := d.readStack(spec.UID); err != nil || m.BootID != "boot three" {
 		t.Fatalf("boot on disk: %+v, %v", m, err)
 	}
 	if err := r.Close(); err != nil {
