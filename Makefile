@@ -14,6 +14,7 @@ PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 # Those that take longest begin first.
 LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack
 KILLS       ?= 200
+MODEL       ?= 3h
 FUZZTIME    ?= 60s
 SCHEDULES   ?= 500
 VOLUMES     ?= 250
@@ -22,7 +23,7 @@ VOLUMES     ?= 250
 export GOTOOLCHAIN ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: demo-cluster test-faults test-many help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
+.PHONY: demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,8 +38,15 @@ release: ## build bin/drover as it is shipped: static, and the same bytes everyw
 setup: ## install what is missing of the tools below (Debian)
 	@.ci/setup
 
-test: need-root setup ## run every test (root; real devices, mounts and processes; installs what is missing)
-	DROVER_MODEL=$(or $(MODEL),2m) $(GO) test -p $(PACKAGES) $(TESTFLAGS) $(LONGEST) ./...
+quick: ## the pure tests, in less than a minute (no root)
+	$(GO) test -short -p $(PACKAGES) -timeout 5m ./...
+
+test: need-root setup ## run every deterministic test (root; real devices, mounts and processes; installs what is missing)
+	$(GO) test -p $(PACKAGES) $(TESTFLAGS) $(LONGEST) ./...
+
+test-all: need-root setup ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
+	DROVER_TEST=all $(GO) test -p $(PACKAGES) -timeout 4h -count=1 $(LONGEST) ./...
+	$(MAKE) test-crash test-model test-faults test-many fuzz
 
 race: need-root setup ## the same under the race detector (slow; needs a C compiler)
 	CGO_ENABLED=1 $(GO) test -race -timeout 60m ./...
@@ -47,19 +55,19 @@ sanity: need-root setup ## csi-sanity and the stories of users, verbosely
 	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
 
 test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times; scarce memory
-	DROVER_KILLS=$(KILLS) DROVER_OUTCOMES=8 $(GO) test -timeout 60m -count=1 -v -run 'Kill|PowerLoss|DeadOwner' ./replicas/device ./replicas/stack
-	DROVER_KILLS=$(KILLS) DROVER_SECONDS=120 $(GO) test -timeout 60m -count=1 -v -run 'TestStories/(killed|scarce)' ./sanity
+	DROVER_TEST=all DROVER_KILLS=$(KILLS) DROVER_OUTCOMES=8 $(GO) test -timeout 60m -count=1 -v -run 'Kill|PowerLoss|DeadOwner' ./replicas/device ./replicas/stack
+	DROVER_TEST=all DROVER_KILLS=$(KILLS) DROVER_SECONDS=120 $(GO) test -timeout 60m -count=1 -v -run 'TestStories/(killed|scarce)' ./sanity
 
 test-model: need-root setup ## random programs against byte-exact models, with kills and losses of power, for MODEL=3h
-	DROVER_MODEL=$(or $(MODEL),3h) $(GO) test -timeout 0 -count=1 -v -run Model ./replicas/stack ./sanity
+	DROVER_TEST=all DROVER_MODEL=$(MODEL) $(GO) test -timeout 0 -count=1 -v -run Model ./replicas/stack ./sanity
 
 test-faults: need-root setup build ## random faults on a cluster and of replicas under verified load, SCHEDULES=500 times
-	DROVER_FAULTS=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -run TestFaults ./replicas/peer
-	DROVER_BINARY=$(abspath $(BIN)) DROVER_SCHEDULES=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestFaults ./sanity/cluster
-	DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
+	DROVER_TEST=all DROVER_FAULTS=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -run Faults ./replicas/peer ./replicas/engine
+	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_SCHEDULES=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestFaults ./sanity/cluster
+	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
 
 test-many: need-root setup build ## VOLUMES=250 with three replicas over ten images, a node that dies and comes back
-	DROVER_BINARY=$(abspath $(BIN)) DROVER_MANY=$(VOLUMES) $(GO) test -timeout 3h -count=1 -v -run TestManyVolumes ./sanity/cluster
+	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_MANY=$(VOLUMES) $(GO) test -timeout 3h -count=1 -v -run TestManyVolumes ./sanity/cluster
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \

@@ -1,19 +1,18 @@
 package main
 
 import (
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"drover.io/drover/block/suite"
 )
 
 // TestScale runs the section for thirty images and volumes: every operation is done and timed. The figures are those
 // of `make bench`.
 func TestScale(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("needs root")
-	}
+	suite.System(t)
 	bin := filepath.Join(t.TempDir(), "drover")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", bin, "..").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)

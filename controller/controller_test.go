@@ -23,6 +23,7 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 )
 
@@ -33,6 +34,7 @@ var (
 
 // TestMain runs one API server for all tests.
 func TestMain(m *testing.M) {
+	suite.SystemMain()
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())

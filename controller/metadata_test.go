@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"testing"
 
@@ -15,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // told is what a replica tells of a snapshot: the blocks that are set.
@@ -61,9 +61,8 @@ func (l *listener) Send(m *csi.GetMetadataDeltaResponse) error {
 
 // TestMetadataOfSeveralReplicas: any member that can be asked tells of the blocks; who is no member does not.
 func TestMetadataOfSeveralReplicas(t *testing.T) {
-	seed := uint64(os.Getpid())
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	t.Logf("seed %d", seed)
 	model := make([]bool, 4096)
 	for b := 0; b < len(model); {
 		n := 1 + rng.IntN(9)

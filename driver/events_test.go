@@ -13,11 +13,13 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 )
 
 // An event that repeats is counted, on the embedded server as in a cluster.
 func TestRepeatedEventsAreCounted(t *testing.T) {
+	suite.Slow(t)
 	ctx, stop := context.WithCancel(t.Context())
 	kube, err := kubeapi.Start(ctx, kubeapi.Options{Dir: t.TempDir(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {

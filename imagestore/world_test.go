@@ -30,6 +30,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/imagestore"
 	"drover.io/drover/imagestore/source"
@@ -40,6 +41,7 @@ import (
 var servers = make(chan *rest.Config, 2)
 
 func TestMain(m *testing.M) {
+	suite.SystemMain()
 	os.Exit(func() int {
 		dir, err := os.MkdirTemp("", "imagestore-api-")
 		if err != nil {

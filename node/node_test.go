@@ -21,6 +21,7 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/node"
 )
@@ -35,6 +36,7 @@ var (
 // TestMain runs one API server for all tests. The devices are the kernel's loop devices, and the test says of them in
 // the objects what the data role would say.
 func TestMain(m *testing.M) {
+	suite.SystemMain()
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())

@@ -3,13 +3,12 @@ package replicas
 import (
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"slices"
-	"strconv"
 	"testing"
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // sits is a volume with whole replicas on the disks of a field.
@@ -292,20 +291,16 @@ func (g *game) happens() {
 // TestBalanceGames plays random worlds: whatever happens, no whole replica goes while fewer than wanted would be left, one
 // moves at a time, and when nothing happens any more, moves come to an end with nothing left to make better.
 func TestBalanceGames(t *testing.T) {
-	seed, games := uint64(time.Now().UnixNano()), 3000
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		seed, _ = strconv.ParseUint(s, 10, 64)
-		games = 1
-	}
+	games := suite.Count(t, "DROVER_GAMES", 3000, 30_000)
 	total := 0
-	for i := range uint64(games) {
+	for seed := range suite.Seeds(t, games) {
 		t.Run("", func(t *testing.T) {
 			defer func() {
 				if t.Failed() {
-					t.Logf("DROVER_SEED=%d", seed+i)
+					t.Logf("DROVER_SEED=%d", seed)
 				}
 			}()
-			r := rand.New(rand.NewPCG(seed+i, 7))
+			r := rand.New(rand.NewPCG(seed, 7))
 			g := &game{T: t, r: r, v: volume("v", 10*gib), away: map[string]time.Duration{}, base: map[api.UID]int64{},
 				mode: []string{balanceLeast, balanceBest}[r.IntN(2)]}
 			g.v.Status.Size, g.v.Spec.StaleReplicaTimeout = g.v.Spec.Size, 30

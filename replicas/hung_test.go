@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/wire"
 )
 
@@ -293,9 +294,7 @@ func (w *world) hangingWrite(dev string, off int64) <-chan error {
 // mountedDisk is the mount point of an ext4 of its own, of so many MiB.
 func mountedDisk(t *testing.T, size int) string {
 	t.Helper()
-	if os.Getuid() != 0 {
-		t.Skip("needs root: file systems are mounted")
-	}
+	suite.System(t)
 	dir := t.TempDir()
 	mnt := filepath.Join(dir, "small")
 	run := func(command string) {

@@ -13,9 +13,6 @@ import (
 
 // TestManyVolumes attaches a hundred volumes at a time: more loop devices than a kernel begins with.
 func TestManyVolumes(t *testing.T) {
-	if testing.Short() {
-		t.Skip("a hundred devices")
-	}
 	w := newWorld(t)
 	const n = 100
 	name := func(i int) string { return fmt.Sprintf("m%d", i) }

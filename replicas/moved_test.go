@@ -9,14 +9,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // TestDiskIsMountedElsewhere: a disk is known by its uid, wherever it is mounted: its volumes are used from there.
 func TestDiskIsMountedElsewhere(t *testing.T) {
 	t.Parallel()
-	if os.Getuid() != 0 {
-		t.Skip("needs root: file systems are mounted")
-	}
+	suite.System(t)
 	dir := t.TempDir()
 	first, second := filepath.Join(dir, "b-first"), filepath.Join(dir, "c-second")
 	third := filepath.Join(dir, "a-third")

@@ -31,6 +31,7 @@ import (
 
 	"drover.io/drover/api"
 	editor "drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/replicas/device"
 )
@@ -73,9 +74,7 @@ func (l logTo) Write(b []byte) (int, error) {
 
 func newWorld(t *testing.T, disks ...string) *world {
 	t.Helper()
-	if os.Getuid() != 0 {
-		t.Skip("needs root: devices are mounted")
-	}
+	suite.System(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	w := &world{t: t, ctx: ctx, dir: t.TempDir()}
 	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 // copiesKilled: the data process is killed at random moments while a clone on another disk follows its source and a full
@@ -26,8 +27,7 @@ func copiesKilled(t *testing.T, w *world) {
 	a, err := w.create("killed-source", size, blockCap())
 	must(t, err)
 	must(t, a.up())
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	want := make([]byte, size)
 	for at := int64(0); at < size; at += 8 * mib {

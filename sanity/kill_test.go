@@ -10,15 +10,14 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"drover.io/drover/block/suite"
 )
 
-// kills is how often a test kills: n, or DROVER_KILLS.
-func kills(t *testing.T, n int) int {
-	if v := os.Getenv("DROVER_KILLS"); v != "" {
-		_, err := fmt.Sscan(v, &n)
-		must(t, err)
-	}
-	return n
+// kills is how often a test kills: a few times, or as DROVER_KILLS says.
+func kills(t *testing.T, few int) int {
+	t.Helper()
+	return suite.Count(t, "DROVER_KILLS", few, 5*few)
 }
 
 // completed is how many reads and writes a disk has carried.

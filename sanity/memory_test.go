@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/suite"
 )
 
 // memoryGroup makes a cgroup whose processes, page cache included, share limit bytes. The function that it returns has
@@ -111,11 +113,7 @@ func scarceMemory(t *testing.T, w *world) {
 	if err != nil {
 		t.Skip("no fio here")
 	}
-	seconds := 10
-	if v := os.Getenv("DROVER_SECONDS"); v != "" {
-		_, err := fmt.Sscan(v, &seconds)
-		must(t, err)
-	}
+	seconds := suite.Count(t, "DROVER_SECONDS", 10, 60)
 	start := memoryGroup(t, 24*mib)
 	p, err := w.create("scarce", 1024*mib, mountCap("ext4"))
 	must(t, err)

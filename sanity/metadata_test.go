@@ -11,6 +11,8 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
+
+	"drover.io/drover/block/suite"
 )
 
 // metadata is a stream of either kind.
@@ -50,9 +52,8 @@ func blocks[M metadata](t *testing.T, size int64, most int, recv func() (M, erro
 func snapshotMetadata(t *testing.T, w *world) {
 	const size = 96 * mib
 	client := csi.NewSnapshotMetadataClient(w.conn)
-	seed := uint64(os.Getpid())
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
-	t.Logf("seed %d", seed)
 	a, err := w.create("meta", size, blockCap())
 	must(t, err)
 	must(t, a.up())

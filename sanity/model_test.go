@@ -3,10 +3,10 @@ package sanity_test
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -15,6 +15,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"drover.io/drover/block/suite"
 )
 
 // The model test of the whole program: random deeds of users on a few small volumes, with kills of its processes in
@@ -28,17 +30,6 @@ const (
 	modelLarge   = 32 * mib
 	modelShrink  = 2 * time.Minute // for making a failing program shorter
 )
-
-// modelTime is how long TestModelOfProgram runs: DROVER_MODEL, such as 3h, of which 40 s are for the start and the end.
-func modelTime(t *testing.T) time.Duration {
-	text := os.Getenv("DROVER_MODEL")
-	if text == "" {
-		return 10 * time.Second
-	}
-	d, err := time.ParseDuration(text)
-	must(t, err)
-	return max(d-40*time.Second, time.Second)
-}
 
 // modelled is a volume and what has to be in it.
 type modelled struct {
@@ -80,7 +71,7 @@ func newModel(w *world, until time.Time) *model {
 	return &model{w: w, until: until, prefix: fmt.Sprintf("model-%d-%d", os.Getpid(), modelPrograms.Add(1))}
 }
 
-// TestModelOfProgram runs programs of new seeds for as long as DROVER_MODEL says; DROVER_MODEL_SEED is the first seed.
+// TestModelOfProgram runs one program, or programs of new seeds for as long as DROVER_MODEL says; DROVER_SEED runs one alone.
 // One that fails is made as short as it goes: DROVER_MODEL_STEPS, the seeds of its steps, runs such a program alone.
 func TestModelOfProgram(t *testing.T) {
 	if text := os.Getenv("DROVER_MODEL_STEPS"); text != "" {
@@ -91,22 +82,22 @@ func TestModelOfProgram(t *testing.T) {
 		t.Logf("steps:\n%s", strings.Join(m.steps, "\n"))
 		return
 	}
-	seed := uint64(time.Now().UnixNano())
-	if text := os.Getenv("DROVER_MODEL_SEED"); text != "" {
-		var err error
-		seed, err = strconv.ParseUint(text, 10, 64)
-		must(t, err)
+	n, long := 1, suite.Duration(t, "DROVER_MODEL", 10*time.Minute)
+	until := time.Now().Add(time.Hour)
+	if long > 0 {
+		n, until = math.MaxInt, time.Now().Add(long)
 	}
 	w := newWorld(t)
-	until := time.Now().Add(modelTime(t))
-	t.Logf("seeds from %d on", seed)
 	programs, steps := 0, 0
-	for ; time.Now().Before(until); seed++ {
+	for seed := range suite.Seeds(t, n) {
+		if time.Now().After(until) {
+			break
+		}
 		list, m := modelProgram(seed), newModel(w, until)
 		well := t.Run(fmt.Sprint(seed), func(t *testing.T) { m.run(t, list) })
 		w.t = t
 		if !well {
-			t.Logf("DROVER_MODEL_SEED=%d, steps:\n%s", seed, strings.Join(m.steps, "\n"))
+			t.Logf("DROVER_SEED=%d, steps:\n%s", seed, strings.Join(m.steps, "\n"))
 			shrinkModel(t, list[:m.begun])
 			return
 		}

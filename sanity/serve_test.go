@@ -31,6 +31,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 var binary struct {
@@ -56,9 +57,7 @@ func TestMain(m *testing.M) {
 // drover builds the program, once.
 func drover(t *testing.T) string {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("this test makes real devices and mounts: run it as root")
-	}
+	suite.System(t)
 	binary.once.Do(func() {
 		if binary.dir, binary.err = os.MkdirTemp("", "drover-binary-"); binary.err != nil {
 			return

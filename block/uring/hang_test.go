@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/suite"
 )
 
 // frozen is a file system of its own with some files, which takes no change until thaw.
@@ -72,6 +74,7 @@ func frozen(t *testing.T, files int) (fds []int, thaw func()) {
 // TestBesideADiskThatHangs: more ops than may block at a time hang, and those of another disk are done all the same, also
 // one that has waited before anybody knew. When the disk goes on everything is as it was.
 func TestBesideADiskThatHangs(t *testing.T) {
+	suite.System(t)
 	worlds(t, func(t *testing.T, l *Loop) {
 		fds, thaw := frozen(t, 8)
 		other, err := os.Create(filepath.Join(t.TempDir(), "other"))

@@ -22,6 +22,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/cli"
 	"drover.io/drover/driver/kubeapi"
 )
@@ -34,6 +35,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
+	suite.SystemMain()
 	os.Exit(func() int {
 		klog.LogToStderr(false)
 		klog.SetOutput(io.Discard)

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 func detached(v *api.Volume) { v.Status.State, v.Status.Size = api.VolumeDetached, v.Spec.Size }
@@ -109,9 +110,7 @@ func TestVolumeExpandOnlyGrows(t *testing.T) {
 // loopDevice is a real block device for a volume's: what the data role would have made.
 func loopDevice(t *testing.T, size int64) string {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("needs root")
-	}
+	suite.System(t)
 	file := filepath.Join(t.TempDir(), "disk")
 	f, err := os.Create(file)
 	if err != nil {

@@ -30,6 +30,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 )
 
@@ -45,6 +46,7 @@ func TestMain(m *testing.M) {
 		fmt.Println("ready")
 		select {}
 	}
+	suite.SystemMain()
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())

@@ -19,6 +19,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/cli"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/driver/recover"
@@ -40,6 +41,7 @@ type world struct {
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
+	suite.Slow(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: t.TempDir(), Volatile: true})
 	t.Cleanup(func() {

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 func crc(b []byte) uint32 { return crc32.ChecksumIEEE(b) }
@@ -292,9 +293,7 @@ func TestFlip(t *testing.T) {
 
 // TestMemory: whatever the headers claim, the memory of a process that unpacks stays below the limit.
 func TestMemory(t *testing.T) {
-	if testing.Short() {
-		t.Skip("some seconds")
-	}
+	suite.Slow(t)
 	dir := t.TempDir()
 	packed := filepath.Join(dir, "packed")
 	try := func(in []byte, args ...string) int {

@@ -23,6 +23,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/disk"
 	"drover.io/drover/imagestore/source"
 	"drover.io/drover/replicas/stack"
@@ -381,9 +382,7 @@ func TestImportIsCancelled(t *testing.T) {
 // smallFS mounts an ext4 of n MiB.
 func smallFS(t *testing.T, n int) string {
 	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Skip("needs root to mount")
-	}
+	suite.System(t)
 	img, dir := filepath.Join(t.TempDir(), "fs"), t.TempDir()
 	command(t, "truncate", "-s", fmt.Sprintf("%dM", n), img)
 	command(t, "mkfs.ext4", "-q", "-b", "4096", "-m", "0", img)

@@ -8,17 +8,16 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"drover.io/drover/block"
 	sparse "drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/oracle"
 )
 
 // What is written is a sound image to QEMU, with the content of the source, and to our own reader.
 func TestWrite(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	for _, size := range []int64{512, 64 << 10, 10<<20 + 512, 700 << 20} {
 		for _, packed := range []bool{false, true} {

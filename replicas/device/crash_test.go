@@ -22,6 +22,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 )
 
@@ -328,13 +329,7 @@ func TestKill(t *testing.T) {
 	l := &load{}
 	t.Cleanup(func() { l.end(t) }) // the last of all: I/O that nobody serves any more fails with the holder's end
 	dir := runHolder(t)
-	kills := 15
-	if s := os.Getenv("DROVER_KILLS"); s != "" {
-		var err error
-		if kills, err = strconv.Atoi(s); err != nil {
-			t.Fatal(err)
-		}
-	}
+	kills := suite.Count(t, "DROVER_KILLS", 5, 50)
 	var resent atomic.Int64
 	c := spawn(t, dir, &resent)
 	path := c.await(t)

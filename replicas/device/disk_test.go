@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 )
 
@@ -112,9 +113,7 @@ func (d *disk) close() { _ = unix.Close(d.fd) }
 
 func needRoot(t testing.TB) {
 	t.Helper()
-	if os.Getuid() != 0 {
-		t.Skip("needs root")
-	}
+	suite.System(t)
 	if err := ResendSupported(); err != nil {
 		t.Skip(err)
 	}

@@ -8,14 +8,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/device/loophelper"
 )
 
 // TestLoopOfAnother: a loop device whose number is another one's by now is neither claimed nor taken down.
 func TestLoopOfAnother(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("needs root")
-	}
+	suite.System(t)
 	path := filepath.Join(t.TempDir(), "of-another")
 	if err := os.WriteFile(path, make([]byte, 1<<20), 0o600); err != nil {
 		t.Fatal(err)

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device/loophelper"
 )
@@ -47,7 +48,7 @@ func fio(t *testing.T, path, rw, bs string, depth, seconds int) (iops, usec floa
 // TestSpeed compares, on the same file in the same run, the file itself, a loop device with direct I/O on it and a
 // device. DROVER_SPEED sets how many rounds; the table has medians. It asserts nothing: machines differ.
 func TestSpeed(t *testing.T) {
-	rounds, _ := strconv.Atoi(os.Getenv("DROVER_SPEED"))
+	rounds := suite.Count(t, "DROVER_SPEED", 0, 1)
 	if rounds == 0 {
 		t.Skip("set DROVER_SPEED to a number of rounds")
 	}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strconv"
 	"sync"
@@ -16,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -23,24 +23,17 @@ import (
 // lost. Whatever is acknowledged is on every member that the API records, at that moment; no I/O fails or hangs; in the
 // end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
 func TestFaults(t *testing.T) {
-	n, first := 60, uint64(0)
-	if s := os.Getenv("DROVER_FAULTS"); s != "" {
-		n, _ = strconv.Atoi(s)
-	}
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		first, _ = strconv.ParseUint(s, 10, 64)
-		n = 1
-	}
+	n := suite.Count(t, "DROVER_FAULTS", 60, 500)
 	downs := 0
 	defer func() { t.Logf("%d schedules, %d replicas of the engine's own node were given up", n, downs) }()
-	for i := range uint64(n) {
+	for seed := range suite.Seeds(t, n) {
 		synctest.Test(t, func(t *testing.T) {
-			w := newFaulty(t, first+i)
+			w := newFaulty(t, seed)
 			w.play()
 			downs += w.downs
 		})
 		if t.Failed() {
-			t.Fatalf("seed %d", first+i)
+			t.Fatalf("seed %d", seed)
 		}
 	}
 }

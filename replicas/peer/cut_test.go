@@ -7,7 +7,6 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strconv"
 	"sync"
@@ -17,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/stack"
 )
@@ -511,16 +511,8 @@ func cutFaults(t *testing.T, seed uint64) {
 
 // TestCutFaults runs a few random schedules; DROVER_FAULTS says how many, DROVER_SEED which one alone.
 func TestCutFaults(t *testing.T) {
-	n, first := 2, uint64(time.Now().UnixNano())
-	if s := os.Getenv("DROVER_FAULTS"); s != "" {
-		n, _ = strconv.Atoi(s)
-	}
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		first, _ = strconv.ParseUint(s, 10, 64)
-		n = 1
-	}
-	for i := range uint64(n) {
-		t.Run(strconv.FormatUint(first+i, 10), func(t *testing.T) { cutFaults(t, first+i) })
+	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 2, 50)) {
+		t.Run(strconv.FormatUint(seed, 10), func(t *testing.T) { cutFaults(t, seed) })
 	}
 }
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -16,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/stack"
@@ -363,16 +363,7 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 
 // TestFaults runs a few random schedules; DROVER_FAULTS says how many, DROVER_SEED which one alone.
 func TestFaults(t *testing.T) {
-	n, first := 3, uint64(time.Now().UnixNano())
-	if s := os.Getenv("DROVER_FAULTS"); s != "" {
-		n, _ = strconv.Atoi(s)
-	}
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		first, _ = strconv.ParseUint(s, 10, 64)
-		n = 1
-	}
-	for i := range uint64(n) {
-		seed := first + i
+	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 3, 50)) {
 		shape := []struct {
 			others int
 			local  bool

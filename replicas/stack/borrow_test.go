@@ -9,14 +9,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // lend makes a layer on one disk and an open replica that borrows it on another.
 func lend(t *testing.T, size int64) (a, b *Disk, layer, uid string, r *Replica, loop ring, model []byte) {
 	t.Helper()
 	ctx := context.Background()
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	a, b = newDisk(t), newDisk(t)
 	b.Borrow(func() []*Disk { return []*Disk{a} })

@@ -16,6 +16,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 )
 
@@ -234,6 +235,7 @@ func filledLayer(t testing.TB, d *Disk, size int64, blocks []int64, v uint64, e 
 
 // TestPowerLossUnderIO cuts the power at random points under random I/O, several times in the life of one replica.
 func TestPowerLossUnderIO(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	for layers := range 3 {
 		for seed := range uint64(8) {

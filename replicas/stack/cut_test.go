@@ -13,13 +13,13 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // TestCuts compares a replica that is cut now and then, and each of its snapshots, with arrays of bytes.
 func TestCuts(t *testing.T) {
 	t.Parallel()
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)

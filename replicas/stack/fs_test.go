@@ -17,14 +17,13 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 )
 
 // mounted is a file system of its own, on a loop device.
 func mounted(t *testing.T, size int64, options string, mkfs ...string) (dir string, remount func()) {
 	t.Helper()
-	if os.Getuid() != 0 {
-		t.Skip("needs root")
-	}
+	suite.System(t)
 	if _, err := exec.LookPath(mkfs[0]); err != nil {
 		t.Skipf("%s is not installed", mkfs[0])
 	}

@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // farther is another machine's disk, as far as its layers are read.
@@ -64,8 +65,7 @@ func TestHydrate(t *testing.T) {
 	t.Parallel()
 	const size = pageSize + 24<<20
 	ctx := context.Background()
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	far := &farther{disk: newDisk(t)}
 	d := newDisk(t)

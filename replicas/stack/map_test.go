@@ -7,10 +7,10 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 )
 
 // patchwork is an index of kinds of so many pages, of which some are uniform.
@@ -35,8 +35,7 @@ func patchwork(rng *rand.Rand, pages int, uniform float64) index {
 // The file of a map says what the index says, whether it has fewer pages than are written at once, as many, or more.
 func TestMapFile(t *testing.T) {
 	t.Parallel()
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	name := filepath.Join(t.TempDir(), "map")
 	for _, pages := range []int{1, 2, 63, 64, 65, 129, 200} {

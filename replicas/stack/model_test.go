@@ -1,37 +1,28 @@
 package stack
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"drover.io/drover/block/suite"
 )
 
 // The model test: random programs of everything that can be done with the replicas of a disk, with kills and losses of
 // power at any moment, against models that know every byte. A program that fails is made as short as it goes, and is
 // written to testdata/model, where it is replayed for ever.
 
-// modelTime is how long it runs: DROVER_MODEL, such as 3h. DROVER_MODEL_SEED runs the program of one seed alone.
-func modelTime(t *testing.T) time.Duration {
-	text := os.Getenv("DROVER_MODEL")
-	if text == "" {
-		return 15 * time.Second
-	}
-	d, err := time.ParseDuration(text)
-	if err != nil {
-		t.Fatal("DROVER_MODEL: ", err)
-	}
-	return d
-}
+// modelPrograms is how many programs run where no time is set.
+const modelPrograms = 60
 
 // A deed is one step of a program. What its numbers mean depends on what is there, so that a program makes sense with
 // any of its deeds left out.
@@ -95,8 +86,10 @@ func shrink(list []deed, fails func([]deed) error, until time.Time) []deed {
 	return list
 }
 
-// TestModelOfDisk runs programs of new seeds for as long as DROVER_MODEL says.
+// TestModelOfDisk runs a few programs, or programs of new seeds for as long as DROVER_MODEL says (`3h`). DROVER_SEED
+// runs the program of one seed alone.
 func TestModelOfDisk(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	seeds := make(chan uint64)
 	var programs, steps atomic.Int64
@@ -128,19 +121,12 @@ func TestModelOfDisk(t *testing.T) {
 			}
 		})
 	}
-	first := uint64(time.Now().UnixNano())
-	t.Logf("seeds from %d on", first)
-	end := time.After(modelTime(t))
-	alone, err := strconv.ParseUint(cmp.Or(os.Getenv("DROVER_MODEL_SEED"), "0"), 10, 64)
-	if err != nil {
-		t.Fatal("DROVER_MODEL_SEED: ", err)
+	n, end := modelPrograms, make(<-chan time.Time)
+	if d := suite.Duration(t, "DROVER_MODEL", 10*time.Minute); d > 0 {
+		n, end = math.MaxInt, time.After(d)
 	}
 feed:
-	for seed := first; ; seed++ {
-		if alone != 0 {
-			seeds <- alone
-			break
-		}
+	for seed := range suite.Seeds(t, n) {
 		select {
 		case seeds <- seed:
 		case <-failed:

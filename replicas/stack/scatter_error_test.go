@@ -3,19 +3,17 @@ package stack
 import (
 	"context"
 	"errors"
-	"os"
 	"testing"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // TestScatterErrorIsNotLost: the device takes no more of what was acknowledged from the page cache. Whoever waited for
 // that has heard of it, and a process that opens the head anew would not: so the replica takes no more writes.
 func TestScatterErrorIsNotLost(t *testing.T) {
-	if os.Getuid() != 0 {
-		t.Skip("needs root")
-	}
+	suite.System(t)
 	room := t.TempDir()
 	run(t, "mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", room)
 	defer unmount(t, room)

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 )
 
@@ -119,8 +120,7 @@ func (c *chained) layersOnDisk() int {
 }
 
 func newChained(t *testing.T) *chained {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
+	seed := suite.Seed(t)
 	const size = 16 << 20
 	c := &chained{t: t, d: newDisk(t), loop: startLoop(t), uid: string(api.NewUID()), rng: rand.New(rand.NewPCG(seed, 0)),
 		model: make([]byte, size), snaps: map[string][]byte{}}

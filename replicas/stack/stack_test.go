@@ -11,10 +11,10 @@ import (
 	"os"
 	"strings"
 	"testing"
-	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 )
 
@@ -125,8 +125,7 @@ func TestModel(t *testing.T) {
 	t.Parallel()
 	for layers := range 4 {
 		t.Run(fmt.Sprintf("layers=%d", layers), func(t *testing.T) {
-			seed := uint64(time.Now().UnixNano())
-			t.Logf("seed %d", seed)
+			seed := suite.Seed(t)
 			rng := rand.New(rand.NewPCG(seed, 0))
 			testModel(t, rng, layers)
 		})

@@ -8,13 +8,13 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
+	"drover.io/drover/block/suite"
 )
 
 // A step is one operation on metadata, with what must hold after it, whether it happened or not.
@@ -29,14 +29,13 @@ type step struct {
 }
 
 // seeds is how many outcomes of each loss of power are looked at: few, unless DROVER_OUTCOMES says otherwise.
-func (s step) seeds() uint64 {
-	if n, err := strconv.ParseUint(os.Getenv("DROVER_OUTCOMES"), 10, 64); err == nil {
-		return n
-	}
+func (s step) seeds(t *testing.T) uint64 {
+	t.Helper()
+	few := 2
 	if s.long {
-		return 1
+		few = 1
 	}
-	return 2
+	return uint64(suite.Count(t, "DROVER_OUTCOMES", few, 4))
 }
 
 type ids struct {
@@ -441,13 +440,14 @@ func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 
 // TestPowerLossInSteps cuts the power after every single change that an operation makes.
 func TestPowerLossInSteps(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	for _, s := range steps {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
 			loop := startLoop(t)
 			for kill, done := 0, false; !done; kill++ {
-				for seed := range s.seeds() {
+				for seed := range s.seeds(t) {
 					rng := rand.New(rand.NewPCG(seed, uint64(kill)))
 					i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()),
 						e: make(expect), side: make(expect)}
@@ -483,6 +483,7 @@ func TestPowerLossInSteps(t *testing.T) {
 
 // TestRecoveryIsRepeatable kills the recovery itself, at every change it makes.
 func TestRecoveryIsRepeatable(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	loop := startLoop(t)
 	for kill, done := 0, false; !done; kill++ {

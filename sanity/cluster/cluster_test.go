@@ -28,6 +28,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 var program string
@@ -53,7 +54,7 @@ const together = 3
 // run builds the program once for all tests.
 func run(m *testing.M) int {
 	program = os.Getenv("DROVER_BINARY")
-	if program == "" {
+	if program == "" && !testing.Short() {
 		dir, err := os.MkdirTemp("", "drover-program-")
 		if err == nil {
 			defer os.RemoveAll(dir)
@@ -81,6 +82,7 @@ func start(t *testing.T, o Options) *Cluster {
 // startAlone is start for a test that says how long something takes.
 func startAlone(t *testing.T, o Options) *Cluster {
 	t.Helper()
+	suite.System(t)
 	o.Binary, o.Heartbeat = program, 3*time.Second
 	c, err := Start(t.Context(), o)
 	if err != nil {

@@ -5,39 +5,20 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
-	"strconv"
 	"testing"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
-// schedules is how many random schedules of faults are run: few, unless DROVER_SCHEDULES says otherwise.
-func schedules(t *testing.T) int {
-	t.Helper()
-	text := os.Getenv("DROVER_SCHEDULES")
-	if text == "" {
-		return 2
-	}
-	n, err := strconv.Atoi(text)
-	must(t, err)
-	return n
-}
-
 // TestFaults runs random schedules of faults under verified load on attached volumes, one per node: no I/O may fail,
-// nothing that was acknowledged may be lost. DROVER_SEED repeats a run.
+// nothing that was acknowledged may be lost. DROVER_SCHEDULES is how many, DROVER_SEED repeats a run.
 func TestFaults(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
-	seed := uint64(time.Now().UnixNano())
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		must(t, err)
-	}
-	t.Logf("DROVER_SEED=%d", seed)
+	seed := suite.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const size = 64 << 20
 	type loaded struct {
@@ -74,7 +55,7 @@ func TestFaults(t *testing.T) {
 	for _, l := range all {
 		go func() { l.ended <- l.load.Run(ctx, l.device) }()
 	}
-	for i := range schedules(t) {
+	for i := range suite.Count(t, "DROVER_SCHEDULES", 1, 10) {
 		err := c.Schedule(t.Context(), r, func(what string) { t.Logf("schedule %d: %s", i, what) })
 		must(t, err)
 		for _, l := range all {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -17,18 +16,17 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // TestManyVolumes makes volumes with three replicas on images, attaches a tenth of them on all nodes, and has a node die
 // and come back while they are written: what was missed travels, and nothing else. In the end all is deleted, and
 // nothing is left. DROVER_MANY is how many volumes (`make test-many`: 250).
 func TestManyVolumes(t *testing.T) {
-	text := os.Getenv("DROVER_MANY")
-	if text == "" {
-		t.Skip("DROVER_MANY=n has n volumes made")
+	many := suite.Count(t, "DROVER_MANY", 0, 50)
+	if many == 0 {
+		t.Skip("DROVER_MANY=n makes n volumes; DROVER_TEST=all makes 50")
 	}
-	many, err := strconv.Atoi(text)
-	must(t, err)
 	images, used := max(2, many/25), max(3, many/10)
 	c := start(t, Options{Nodes: 3})
 	began := time.Now()

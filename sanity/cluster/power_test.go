@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -14,25 +13,15 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 // TestPowerLoss cuts the power of machines at random, with a loss of all that was not synced, under verified load on
 // volumes with three replicas: of a node with replicas, of one with an engine, of all at once. What was flushed is there
 // afterwards, and every node's replica holds the same. DROVER_POWER is how many schedules, DROVER_SEED which.
 func TestPowerLoss(t *testing.T) {
-	n := 2
-	if text := os.Getenv("DROVER_POWER"); text != "" {
-		var err error
-		n, err = strconv.Atoi(text)
-		must(t, err)
-	}
-	seed := uint64(time.Now().UnixNano())
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		must(t, err)
-	}
-	t.Logf("DROVER_SEED=%d", seed)
+	n := suite.Count(t, "DROVER_POWER", 1, 10)
+	seed := suite.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 3))
 	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 1 << 30}}})
 	var all []*loaded

@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
-	"strconv"
 	"testing"
 	"time"
 
@@ -14,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 func whole(v *api.Volume) bool {
@@ -25,13 +24,7 @@ func whole(v *api.Volume) bool {
 // and nothing that was issued after it was there; each is read back from a clone, on each node.
 func TestSnapshotsOfThree(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
-	seed := uint64(time.Now().UnixNano())
-	if s := os.Getenv("DROVER_SEED"); s != "" {
-		var err error
-		seed, err = strconv.ParseUint(s, 10, 64)
-		must(t, err)
-	}
-	t.Logf("DROVER_SEED=%d", seed)
+	seed := suite.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 2))
 	const size = 32 << 20
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3}}
@@ -110,7 +103,7 @@ func TestSnapshotsOfThree(t *testing.T) {
 // elsewhere; the snapshot is there then, and the same on those that are left.
 func TestSnapshotOfALostEngine(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
-	r := rand.New(rand.NewPCG(uint64(time.Now().UnixNano()), 3))
+	r := rand.New(rand.NewPCG(suite.Seed(t), 3))
 	const size = 32 << 20
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3}}
 	v.Name = "v"

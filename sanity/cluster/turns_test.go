@@ -1,25 +1,17 @@
 package cluster
 
 import (
-	"os"
-	"strconv"
 	"testing"
 	"time"
+
+	"drover.io/drover/block/suite"
 )
 
 // TestKillsInTurn kills every kind of process after another under verified load on a volume with three replicas: data of
 // the engine's node and of the others, the node roles, a controller, the API server, all of a node. No I/O fails, and
-// all replicas are members again after each. DROVER_KILLS is how many rounds, or how long: `2`, `10m`.
+// all replicas are members again after each. DROVER_ROUNDS is how many rounds.
 func TestKillsInTurn(t *testing.T) {
-	rounds, until := 1, time.Time{}
-	if text := os.Getenv("DROVER_KILLS"); text != "" {
-		if d, err := time.ParseDuration(text); err == nil {
-			rounds, until = 1<<30, time.Now().Add(d)
-		} else {
-			rounds, err = strconv.Atoi(text)
-			must(t, err)
-		}
-	}
+	rounds := suite.Count(t, "DROVER_ROUNDS", 1, 10)
 	c := startAlone(t, Options{Nodes: 3, Controllers: 1})
 	l := newLoaded(t, c, "v", 64<<20, 3)
 	l.attach(c.Nodes[0])
@@ -39,9 +31,6 @@ func TestKillsInTurn(t *testing.T) {
 		turn{"the API server and its controller", c.Control, []string{"serve"}})
 	n := 0
 	for round := range rounds {
-		if !until.IsZero() && time.Now().After(until) {
-			break
-		}
 		for _, k := range turns {
 			must(t, k.m.Kill(k.roles...))
 			switch {
