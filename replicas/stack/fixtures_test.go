@@ -1,0 +1,369 @@
+package stack
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// The folders testdata/v1, v2, ... hold one disk each, as a released version left it: every kind of file, and every
+// state that a killed process can leave. A version of the program reads the disks of all versions before it, so a
+// folder stays for ever. A change of a format adds a folder, written by
+//
+//	DROVER_WRITE_FIXTURES=v2 go test -run TestDiskIsWrittenAsBefore ./replicas/stack
+//
+// and raises fixtureNow; the older folders and their tests stay as they are. See fixtures_pack_test.go for how files
+// are kept, fixtures_write_test.go for who writes them.
+const fixtureNow = "v1"
+
+// The names in the fixtures: all begin alike, so that random ones are told from them.
+const (
+	fixedUID = "00000000-0000-4000-8000-0000000000"
+
+	fixDisk = fixedUID + "01"
+	fixBoot = fixedUID + "02" // of the machine that wrote them
+
+	fixBase     = fixedUID + "10" // layers: of an image, two
+	fixTop      = fixedUID + "11"
+	fixFrozen   = fixedUID + "12" // cut off, not finished
+	fixKept     = fixedUID + "13" // half-made
+	fixFar      = fixedUID + "14" // read from another machine
+	fixDamaged  = fixedUID + "15"
+	fixMapLow   = fixedUID + "16" // a merge that makes the map
+	fixMapHigh  = fixedUID + "17"
+	fixMoveLow  = fixedUID + "18" // a merge that moves data
+	fixMoveHigh = fixedUID + "19"
+
+	fixImage    = fixedUID + "20"
+	fixSnapshot = fixedUID + "21"
+	fixOlder    = fixedUID + "22"
+
+	fixMember   = fixedUID + "30" // replicas: one of two members, cut, in use
+	fixReverted = fixedUID + "31" // with branches and a winner
+	fixMapping  = fixedUID + "32"
+	fixMoving   = fixedUID + "33"
+	fixReader   = fixedUID + "34" // of a layer of another machine
+	fixOther    = fixedUID + "3f" // on another node
+
+	fixPin      = fixedUID + "40"
+	fixPinImage = fixedUID + "41"
+)
+
+const (
+	fixSize    = int64(3) * intentsRegion
+	fixMapSize = int64(260) << 20 // five pages of the map, the last one short
+	fixFarSize = int64(6) << 20
+	fixObject  = `{"spec":{"size":"48Mi"}}`
+)
+
+var fixTime = time.Date(2026, 11, 25, 12, 30, 15, 0, time.UTC)
+
+// volumeOf is the uid of the volume that a replica of the fixtures belongs to.
+func volumeOf(replica string) string { return strings.Replace(replica, "-8000-", "-9000-", 1) }
+
+// Contents of the fixtures, by volume.
+func fixtureContent() (base, member, mapping, moving, far expect) {
+	base, mapping, moving, far = expect{}, expect{}, expect{}, expect{}
+	put := func(e expect, from uint64, blocks []int64) {
+		for _, b := range blocks {
+			e.put(b, from+uint64(b))
+		}
+	}
+	put(base, 1<<32, fixBaseBlocks)
+	base.put(3, 0)
+	put(base, 2<<32, fixTopBlocks)
+	member = expect{}
+	for s, v := range base {
+		member[s] = slices.Clone(v)
+	}
+	put(member, 3<<32, []int64{1, 20})
+	member.put(2, 0) // discarded before the cut
+	put(member, 4<<32, []int64{21, 2 * int64(intentsRegion>>blockBits)})
+	member.put(600, 0) // discarded after it
+	put(mapping, 1<<32, fixMapLowBlocks)
+	put(mapping, 2<<32, fixMapHighBlocks)
+	put(moving, 1<<32, fixMoveLowBlocks)
+	put(moving, 2<<32, fixMoveHighBlocks)
+	put(far, 5<<32, fixFarBlocks)
+	return base, member, mapping, moving, far
+}
+
+// released unpacks the fixture of a version.
+func released(t *testing.T, version string) *Disk {
+	t.Helper()
+	dir := t.TempDir()
+	unpackDisk(t, "testdata/"+version, dir)
+	d, err := Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { d.Close() })
+	return d
+}
+
+// writtenThen checks a time that the writer took from the clock.
+func writtenThen(t *testing.T, at *time.Time) {
+	t.Helper()
+	if age := at.Sub(fixTime); age < -24*time.Hour || age > 24*time.Hour || at.Location() != time.UTC {
+		t.Errorf("written at %v, not at %v or so", at, fixTime)
+	}
+	*at = time.Time{}
+}
+
+// TestReleasedDiskSaysWhatItSaid reads every record of a disk that version v1 of the formats is on.
+func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
+	d := released(t, "v1")
+	if d.UID() != fixDisk {
+		t.Errorf("the disk is %s", d.UID())
+	}
+	want := []Meta{
+		{UID: fixMember, Volume: "member", VolumeUID: volumeOf(fixMember), Size: fixSize, Epoch: 3, Incarnation: 2,
+			Members: []string{fixMember, fixOther}, Dirty: true, Layers: []string{fixBase, fixTop, fixFrozen},
+			Head: "head-1", Joined: 3, BootID: fixBoot, Object: json.RawMessage(fixObject),
+			Snapshots: []Snapshot{{UID: fixSnapshot, Name: "before", Layer: fixFrozen, Created: fixTime}}},
+		{UID: fixReverted, Volume: "reverted", VolumeUID: volumeOf(fixReverted), Size: fixSize, Epoch: 9, Incarnation: 4,
+			Members: []string{fixReverted, fixOther}, Winner: fixOther, Dirty: true, Layers: []string{fixBase}, Head: "head",
+			Joined: 7, Reverted: 8, BootID: fixBoot,
+			Branches:  []Branch{{Layer: fixTop, Below: fixBase}},
+			Snapshots: []Snapshot{{UID: fixOlder, Name: "older", Layer: fixTop, Created: fixTime}}},
+		{UID: fixMapping, Volume: "mapping", VolumeUID: volumeOf(fixMapping), Size: fixMapSize, Epoch: 1, Incarnation: 1,
+			Members: []string{fixMapping}, Dirty: true, Layers: []string{fixMapLow, fixMapHigh}, Head: "head", Joined: 1,
+			BootID: fixBoot,
+			Merge: &Merge{Lower: fixMapLow, Upper: fixMapHigh, Up: true, Done: fixMapSize, Crcs: true, Mapped: 2,
+				MapSum: 1095424741}},
+		{UID: fixMoving, Volume: "moving", VolumeUID: volumeOf(fixMoving), Size: awaySize, Epoch: 1, Incarnation: 1,
+			Members: []string{fixMoving}, Dirty: true, Layers: []string{fixMoveLow, fixMoveHigh}, Head: "head", Joined: 1,
+			BootID: fixBoot,
+			Merge: &Merge{Lower: fixMoveLow, Upper: fixMoveHigh, Up: true, Done: 3 << 20, Crcs: true}},
+		{UID: fixReader, Volume: "reader", VolumeUID: volumeOf(fixReader), Size: fixFarSize, Layers: []string{fixFar},
+			Head: "head"},
+	}
+	got, err := d.Replicas()
+	if err != nil || len(got) != len(want) {
+		t.Fatalf("%d replicas, %v", len(got), err)
+	}
+	slices.SortFunc(got, func(a, b Meta) int { return strings.Compare(a.UID, b.UID) })
+	for i := range want {
+		m := &got[i]
+		writtenThen(t, &m.Created)
+		if m.Merge != nil {
+			if err := api.UID(m.Merge.Result).Validate(); err != nil {
+				t.Errorf("result of the merge of %s: %v", m.UID, err)
+			}
+			m.Merge.Result = ""
+		}
+		for _, list := range []*[]string{&m.Members, &m.Layers} {
+			*list = append([]string(nil), *list...)
+		}
+		m.Snapshots, m.Branches = append([]Snapshot(nil), m.Snapshots...), append([]Branch(nil), m.Branches...)
+		a, b := jsonOf(t, m), jsonOf(t, want[i])
+		if a != b || !reflect.DeepEqual(*m, want[i]) {
+			t.Errorf("replica %s:\n%s, it said\n%s", m.UID, a, b)
+		}
+	}
+	img, err := d.Image(fixImage)
+	wantImage := block.Image{UID: fixImage, Name: "debian", Layers: []string{fixBase, fixTop}, Format: "qcow2.xz",
+		VirtualSize: 8<<20 - 512, Checksum: strings.Repeat("5e", 64), Digest: fixTopRoot, Object: json.RawMessage(fixObject)}
+	if err != nil || !reflect.DeepEqual(img, wantImage) {
+		t.Errorf("image: %s, %v; it said\n%s", jsonOf(t, img), err, jsonOf(t, wantImage))
+	}
+	pins, err := d.Pins()
+	wantPins := []Pin{{UID: fixPin, For: "borrower", Disk: fixDisk, Layers: []string{fixBase, fixTop, fixFrozen}},
+		{UID: fixPinImage, For: "golden", Disk: fixDisk, Layers: []string{fixBase}, Image: true}}
+	for i := range pins {
+		writtenThen(t, &pins[i].Created)
+	}
+	if err != nil || !reflect.DeepEqual(pins, wantPins) {
+		t.Errorf("pins: %s, %v", jsonOf(t, pins), err)
+	}
+	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{0, chunkSize}, {3 * chunkSize, 4096}}) {
+		t.Errorf("damage of a layer: %v", got)
+	}
+	frozen, err := d.frozenRecord(fixFrozen)
+	if writtenThen(t, &frozen.Created); err != nil || frozen != (frozenRecord{UID: fixFrozen, Size: fixSize}) {
+		t.Errorf("the frozen layer: %+v, %v", frozen, err)
+	}
+	if lacks, err := d.LackingOf([]string{fixBase, fixFrozen, fixKept, fixFar}); err != nil ||
+		!slices.Equal(lacks, []string{fixKept, fixFar}) {
+		t.Errorf("not finished are %v, %v", lacks, err)
+	}
+	if rest, err := d.Unfinished(); err != nil || !slices.Contains(rest, fixFrozen) || slices.Contains(rest, fixOther) {
+		t.Errorf("to be finished are %v, %v", rest, err)
+	}
+}
+
+func jsonOf(t *testing.T, v any) string {
+	t.Helper()
+	b, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// TestReleasedLayersAreWhole compares the finished layers with their digests: map, sums, checksums and root.
+func TestReleasedLayersAreWhole(t *testing.T) {
+	ctx := context.Background()
+	d := released(t, "v1")
+	for uid, want := range map[string]layerRecord{
+		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * blockSize, Zero: blockSize, Durable: true},
+		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * blockSize, Durable: true},
+	} {
+		rec, err := d.layerRecord(uid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if rec.Allocated <= 0 {
+			t.Errorf("layer %s takes %d bytes on the disk", uid, rec.Allocated)
+		}
+		writtenThen(t, &rec.Created)
+		rec.Allocated, want.UID = 0, uid
+		if rec != want {
+			t.Errorf("%+v, it said\n%+v", rec, want)
+		}
+		if err := d.Verify(ctx, uid); err != nil {
+			t.Error(err)
+		}
+		checksummed(t, d, uid)
+	}
+	base, _, _, _, _ := fixtureContent()
+	base.checkLayers(t, d, []string{fixBase, fixTop}, 8<<20)
+}
+
+// TestReleasedReplicaGoesOn reads the replica of a killed process, whose head was cut off, and its intents.
+func TestReleasedReplicaGoesOn(t *testing.T) {
+	ctx, loop := context.Background(), startLoop(t)
+	d := released(t, "v1")
+	_, member, _, _, _ := fixtureContent()
+	member.check(t, d, loop, fixMember)
+	r, err := d.OpenReplica(ctx, fixMember, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = r.Close() }()
+	got, err := r.Intents(ctx)
+	if err != nil || !slices.Equal(got.Regions, []int64{0, 2}) || got.Base != 2 {
+		t.Errorf("intents %+v, %v", got, err)
+	}
+	if restarted, err := r.Restarted(); err != nil || !restarted {
+		t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
+	}
+	if err := d.Finish(ctx, fixFrozen); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Verify(ctx, fixFrozen); err != nil {
+		t.Error(err)
+	}
+	if root := d.LayerRoot(fixFrozen); root != fixFrozenRoot {
+		t.Errorf("the frozen layer has the digest %s", root)
+	}
+}
+
+// TestReleasedMergesGoOn reads replicas whose layers were being merged, and ends the merges.
+func TestReleasedMergesGoOn(t *testing.T) {
+	ctx, loop := context.Background(), startLoop(t)
+	d := released(t, "v1")
+	_, _, mapping, moving, _ := fixtureContent()
+	for uid, e := range map[string]expect{fixMapping: mapping, fixMoving: moving} {
+		e.check(t, d, loop, uid)
+		r, err := d.OpenReplica(ctx, uid, loop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := mergeAll(r); err != nil {
+			t.Fatal(err)
+		}
+		layers := r.Meta().Layers
+		if err := r.Close(); err != nil || len(layers) != 1 {
+			t.Fatal(layers, err)
+		}
+		if err := d.Verify(ctx, layers[0]); err != nil {
+			t.Error(err)
+		}
+		checksummed(t, d, layers[0])
+		e.check(t, d, loop, uid)
+	}
+}
+
+// TestReleasedHydrationGoesOn reads a layer of another machine of which one chunk of three had come.
+func TestReleasedHydrationGoesOn(t *testing.T) {
+	loop := startLoop(t)
+	d := released(t, "v1")
+	_, _, _, _, far := fixtureContent()
+	var fetched []int64
+	d.Fetch(func(_ context.Context, uid string, off int64, buf []byte) error {
+		if uid != fixFar {
+			return errors.New("no such layer")
+		}
+		fetched = append(fetched, off/chunkSize)
+		for i := int64(0); i < int64(len(buf)); i += blockSize {
+			if v := far[(off+i)/512]; len(v) > 0 {
+				fill(buf[i:i+blockSize], v[0])
+			} else {
+				clear(buf[i : i+blockSize])
+			}
+		}
+		return nil
+	})
+	if !d.Hydrating(fixFar) {
+		t.Fatal("the layer is not known")
+	}
+	far.check(t, d, loop, fixReader)
+	d.Close()
+	if !slices.Equal(fetched, []int64{2}) { // the first is there, the second holds nothing
+		t.Errorf("chunks %v were fetched", fetched)
+	}
+}
+
+// TestReleasedHalfMadeLayerIsContinued ends a layer that a process had begun and kept.
+func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
+	ctx := context.Background()
+	d := released(t, "v1")
+	var rec keptRecord
+	if err := readMeta(d.fs, d.path(layersDir, fixKept, keptFile), formatKept, &rec); err != nil {
+		t.Fatal(err)
+	}
+	if writtenThen(t, &rec.At); !slices.Equal(rec.Open, []int64{1}) {
+		t.Errorf("open are %v", rec.Open)
+	}
+	w, upTo, note, err := d.Resume(ctx, fixKept)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var compact bytes.Buffer
+	if err := json.Compact(&compact, note); err != nil || upTo != 2*chunkSize || compact.String() != `{"root":"abc"}` {
+		t.Errorf("kept up to %d with %s, %v", upTo, note, err)
+	}
+	scratch, err := w.Beside("spool")
+	if err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, len("scratch"))
+	if _, err := scratch.ReadAt(buf, 0); err != nil || string(buf) != "scratch" {
+		t.Errorf("beside it is %q, %v", buf, err)
+	}
+	if err := scratch.Close(); err != nil {
+		t.Fatal(err)
+	}
+	writeKept(t, w, 2)
+	root, _, err := w.Seal(ctx)
+	if err != nil || root != fixKeptRoot {
+		t.Errorf("the layer has the digest %s, %v", root, err)
+	}
+	if err := d.Verify(ctx, fixKept); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(d.path(layersDir, fixKept, keptFile)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the record of the half-made layer stays: %v", err)
+	}
+}
