@@ -144,7 +144,7 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 		{UID: fixMoving, Volume: "moving", VolumeUID: volumeOf(fixMoving), Size: awaySize, Epoch: 1, Incarnation: 1,
 			Members: []string{fixMoving}, Dirty: true, Layers: []string{fixMoveLow, fixMoveHigh}, Head: "head", Joined: 1,
 			BootID: fixBoot,
-			Merge: &Merge{Lower: fixMoveLow, Upper: fixMoveHigh, Up: true, Done: 3 << 20, Crcs: true}},
+			Merge:  &Merge{Lower: fixMoveLow, Upper: fixMoveHigh, Up: true, Done: 3 << 20, Crcs: true}},
 		{UID: fixReader, Volume: "reader", VolumeUID: volumeOf(fixReader), Size: fixFarSize, Layers: []string{fixFar},
 			Head: "head"},
 	}
@@ -255,6 +255,17 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 	if err != nil || !slices.Equal(got.Regions, []int64{0, 2}) || got.Base != 2 {
 		t.Errorf("intents %+v, %v", got, err)
 	}
+	other, err := d.OpenReplica(ctx, fixReverted, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = other.Close() }()
+	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 || other.Meta().Winner != fixOther {
+		t.Errorf("intents of the other one %+v, %v", got, err)
+	}
+	buf := alignedBuffer(int(blockSize))
+	mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
+	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
 	if restarted, err := r.Restarted(); err != nil || !restarted {
 		t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
 	}
