@@ -3,6 +3,8 @@ package stack
 import (
 	"context"
 	"errors"
+	"iter"
+	"math/bits"
 	"slices"
 
 	"drover.io/drover/api"
@@ -29,19 +31,38 @@ func (m Meta) chainOf(uid string) ([]string, error) {
 	return m.Chain(m.Snapshots[i].Layer)
 }
 
+// maxPieces is how many pieces a volume is divided into at most: the largest one, in pieces of 1 MiB.
+const maxPieces = api.MaxVolumeSize >> 20
+
 // Changed lists the pieces of a volume, by number, that may differ between two snapshots, as the maps tell: all pieces
 // in which a layer that only one of them has holds something. from may be empty, for the layers of base, or nothing at
-// all; to may be empty, for what the replica holds now, the head with it.
+// all; to may be empty, for what the replica holds now, the head with it. base names layers of the replica only.
 func (r *Replica) Changed(ctx context.Context, from, to string, base []string, piece int64) ([]int64, error) {
-	if piece <= 0 || piece%blockSize != 0 {
-		return nil, r.name(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
+	found, err := r.ChangedPieces(ctx, from, to, base, piece)
+	if err != nil {
+		return nil, err
 	}
+	return slices.Collect(found), nil
+}
+
+// ChangedPieces yields what Changed lists, in ascending order.
+func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []string, piece int64) (
+	iter.Seq[int64], error) {
 	r.mu.Lock() // the layers stay what they are
 	defer r.mu.Unlock()
 	if err := r.isOpen(); err != nil {
 		return nil, err
 	}
 	m := r.Meta()
+	if piece <= 0 || piece%blockSize != 0 || (m.Size-1)/piece >= maxPieces {
+		return nil, r.name(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
+	}
+	own := m.all()
+	for _, uid := range base {
+		if !slices.Contains(own, uid) {
+			return nil, r.name(api.Errorf(api.NotFound, "layer %q is none of its layers", uid))
+		}
+	}
 	a, b := base, m.Layers
 	var err error
 	if from != "" {
@@ -58,31 +79,57 @@ func (r *Replica) Changed(ctx context.Context, from, to string, base []string, p
 	for common < min(len(a), len(b)) && a[common] == b[common] {
 		common++
 	}
-	found := make([]bool, (m.Size+piece-1)/piece)
+	found := newPieces(m.Size, piece)
 	for _, uid := range append(slices.Clone(a[common:]), b[common:]...) {
 		if err := ctx.Err(); err != nil {
 			return nil, context.Cause(ctx)
 		}
-		if err := r.markLayer(uid, found, piece); err != nil {
+		if err := r.markLayer(uid, found); err != nil {
 			return nil, r.name(classify(err))
 		}
 	}
 	if to == "" {
-		if err := r.markHead(found, piece, m.Size); err != nil {
+		if err := r.markHead(found); err != nil {
 			return nil, r.name(classify(err))
 		}
 	}
-	var list []int64
-	for i, is := range found {
-		if is {
-			list = append(list, int64(i))
+	return found.all(), nil
+}
+
+// pieces is a set of pieces of a volume.
+type pieces struct {
+	size, piece int64 // of the volume, and of a piece
+	bits        []uint64
+}
+
+func newPieces(size, piece int64) *pieces {
+	n := (size + piece - 1) / piece
+	return &pieces{size: size, piece: piece, bits: make([]uint64, (n+63)/64)}
+}
+
+// mark adds the pieces of the bytes from off to end. What lies beyond the volume, as in the map of a larger layer, does
+// not count.
+func (p *pieces) mark(off, end int64) {
+	end = min(end, p.size)
+	for i := off / p.piece; i*p.piece < end; i++ {
+		p.bits[i/64] |= 1 << (i % 64)
+	}
+}
+
+func (p *pieces) all() iter.Seq[int64] {
+	return func(yield func(int64) bool) {
+		for i, w := range p.bits {
+			for ; w != 0; w &= w - 1 {
+				if !yield(int64(i)*64 + int64(bits.TrailingZeros64(w))) {
+					return
+				}
+			}
 		}
 	}
-	return list, nil
 }
 
 // markLayer marks the pieces in which a layer holds something.
-func (r *Replica) markLayer(uid string, found []bool, piece int64) (err error) {
+func (r *Replica) markLayer(uid string, found *pieces) (err error) {
 	var l *layer
 	if i := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == uid }); i >= 0 {
 		l = r.layers[i]
@@ -94,7 +141,11 @@ func (r *Replica) markLayer(uid string, found []bool, piece int64) (err error) {
 	}
 	kinds := new([pageBlocks]block.Kind)
 	for p := range int((l.m.length()>>blockBits + pageBlocks - 1) >> pageBits) {
-		if kind, ok := l.m.uniform(p); ok && kind == block.Hole {
+		at := int64(p) * pageSize
+		if kind, ok := l.m.uniform(p); ok {
+			if kind != block.Hole {
+				found.mark(at, min(at+pageSize, l.m.length()))
+			}
 			continue
 		}
 		if err := l.m.load(p, kinds); err != nil {
@@ -102,7 +153,7 @@ func (r *Replica) markLayer(uid string, found []bool, piece int64) (err error) {
 		}
 		for i, k := range kinds {
 			if k != block.Hole {
-				found[(int64(p)<<pageBits+int64(i))<<blockBits/piece] = true
+				found.mark(at+int64(i)*blockSize, at+int64(i+1)*blockSize)
 			}
 		}
 	}
@@ -110,24 +161,22 @@ func (r *Replica) markLayer(uid string, found []bool, piece int64) (err error) {
 }
 
 // markHead does so for the head. In the worker, which has the record of zeros.
-func (r *Replica) markHead(found []bool, piece, size int64) (err error) {
+func (r *Replica) markHead(found *pieces) (err error) {
 	r.work.do(func() {
 		z := &r.log.zeros
 		for b := int64(0); b < z.blocks; {
 			v, n := z.run(b, z.blocks)
-			for i := b; v == 1 && i < b+n; i++ {
-				found[i<<blockBits/piece] = true
+			if v == 1 {
+				found.mark(b<<blockBits, (b+n)<<blockBits)
 			}
 			b += n
 		}
 		for off := int64(0); ; {
 			var at, end int64
-			if at, end, err = file.NextData(int(r.head.Fd()), off, size); err != nil || at >= size {
+			if at, end, err = file.NextData(int(r.head.Fd()), off, found.size); err != nil || at >= found.size {
 				return
 			}
-			for i := at / piece; i <= (end-1)/piece; i++ {
-				found[i] = true
-			}
+			found.mark(at, end)
 			off = end
 		}
 	})

@@ -19,6 +19,7 @@ import (
 // region may differ from theirs. The loop thread's.
 type mirror struct {
 	tracking bool
+	region   int64         // bytes of a region; set once
 	noted    *intents      // durable on the disk, or about to be cleared there
 	wanted   []uint64      // bits that waiting requests need
 	toNote   []func(error) // that wait for them
@@ -40,6 +41,7 @@ func (r *Replica) openIntents() (err error) {
 	if r.noted, err = decodeIntents(data); err != nil {
 		return err
 	}
+	r.region = r.noted.region
 	r.wanted, r.since = make([]uint64, len(r.noted.bits)), make([]uint64, len(r.noted.bits))
 	return nil
 }
@@ -120,6 +122,9 @@ func (r *Replica) intended(q *block.Request) bool {
 	r.note()
 	return false
 }
+
+// RegionSize is the size of a region that intents are noted for, in bytes.
+func (r *Replica) RegionSize() int64 { return r.region }
 
 // Intend notes regions durably, as a write to each would.
 func (r *Replica) Intend(ctx context.Context, regions []int64) error {
