@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"sync"
 
@@ -60,7 +59,7 @@ const digestPiece = 1 << 20
 
 // Digests reads [off, off+n) and returns a digest for each block of it.
 func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
-	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > 64<<20 {
+	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > maxDigests {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
 	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
@@ -126,157 +125,16 @@ func Do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) er
 	return r.Err
 }
 
-// Arguments of calls.
-type (
-	sizeArgs  struct{ Size int64 }
-	onArgs    struct{ On bool }
-	cleanArgs struct {
-		Token, Epoch int64
-		Regions      []int64
-	}
-	regionsArgs struct{ Regions []int64 }
-	rangeArgs   struct{ Off, N int64 }
-	uidArgs     struct{ UID string }
-	repairArgs  struct {
-		Layer string
-		Off   int64
-		Right []byte // none: nobody has it
-	}
-)
+// limits are those that the arguments of a call are checked against.
+func (b *Backend) limits() limits { return limits{size: b.Meta().Size, region: b.RegionSize()} }
 
 // Call implements Replica: the calls that Member makes.
 func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, error) {
-	switch name {
-	case "expand":
-		a, err := decode[sizeArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Expand(ctx, a.Size)
-	case "track":
-		a, err := decode[onArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Track(ctx, a.On)
-	case "intend":
-		a, err := decode[regionsArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Intend(ctx, a.Regions)
-	case "mark", "clean":
-		a, err := decode[cleanArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		if name == "mark" {
-			return nil, b.Mark(ctx, a.Token)
-		}
-		return nil, b.Clean(ctx, a.Token, a.Epoch, a.Regions)
-	case "intents":
-		t, err := b.Intents(ctx)
-		if err != nil {
-			return nil, err
-		}
-		return json.Marshal(t)
-	case "digests":
-		a, err := decode[rangeArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return b.Digests(ctx, a.Off, a.N)
-	case "note":
-		return nil, b.Note(args)
-	case "meta":
-		return json.Marshal(b.Meta())
-	case "drop-snapshot":
-		a, err := decode[uidArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Forget(ctx, a.UID)
-	case "prepare-cut":
-		s, err := decode[stack.Snapshot](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.PrepareCut(ctx, s)
-	case "hold":
-		return nil, b.Hold(ctx)
-	case "do-cut":
-		a, err := decode[uidArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.DoCut(ctx, a.UID)
-	case "abort-cut":
-		return nil, b.AbortCut(ctx)
-	case "seal":
-		list, err := decode[[]stack.Snapshot](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Seal(ctx, list...)
-	case "sizes":
-		sizes, err := b.Sizes(ctx)
-		if err != nil {
-			return nil, err
-		}
-		return json.Marshal(sizes)
-	case "changed":
-		a, err := decode[changedArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		list, err := b.Changed(ctx, a.From, a.To, a.Base, a.Piece)
-		if err != nil {
-			return nil, err
-		}
-		return json.Marshal(runsOf(list, maxRuns))
-	case "snap-digests":
-		a, err := decode[snapArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return b.SnapDigests(ctx, a.UID, a.Off, a.N)
-	case "snap-read":
-		a, err := decode[snapArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		if a.N <= 0 || a.N > digestPiece {
-			return nil, api.Errorf(api.Invalid, "%d bytes to read", a.N)
-		}
-		buf := make([]byte, a.N)
-		return buf, b.SnapRead(ctx, a.UID, a.Off, buf)
-	case "snap-end":
-		return nil, b.SnapEnd(ctx)
-	case "broken":
-		list, err := b.Broken(ctx)
-		if err != nil {
-			return nil, err
-		}
-		return json.Marshal(list)
-	case "repair":
-		a, err := decode[repairArgs](args)
-		if err != nil {
-			return nil, err
-		}
-		return nil, b.Repair(ctx, a.Layer, a.Off, a.Right)
-	case "release":
-		b.Release()
-		return nil, nil
+	m := methods[name]
+	if m == nil {
+		return nil, api.Errorf(api.Unsupported, "a replica knows no call %.40q", name)
 	}
-	return nil, api.Errorf(api.Unsupported, "a replica knows no call %q", name)
-}
-
-func decode[T any](b []byte) (T, error) {
-	var t T
-	if err := json.Unmarshal(b, &t); err != nil {
-		return t, api.Errorf(api.Invalid, "arguments of a call: %w", err)
-	}
-	return t, nil
+	return m.serve(ctx, b, args)
 }
 
 // PrepareCut prepares a cut. One that was prepared before is given up.
@@ -367,91 +225,4 @@ func (b *Backend) Close() error {
 	defer b.mu.Unlock()
 	b.end = true
 	return errors.Join(b.abort(), b.seen.close(), b.Replica.Close())
-}
-
-// Expand implements engine.Member.
-func (m *Member) Expand(ctx context.Context, size int64) error {
-	_, err := m.Call(ctx, "expand", sizeArgs{size}, true)
-	return err
-}
-
-// Track is that of stack.Replica. It is said again whenever the replica may have been opened anew.
-func (m *Member) Track(ctx context.Context, on bool) error {
-	m.mu.Lock()
-	m.track = on
-	m.mu.Unlock()
-	_, err := m.Call(ctx, "track", onArgs{on}, true)
-	return err
-}
-
-// Intend is that of stack.Replica.
-func (m *Member) Intend(ctx context.Context, regions []int64) error {
-	_, err := m.Call(ctx, "intend", regionsArgs{regions}, true)
-	return err
-}
-
-// Mark is that of stack.Replica.
-func (m *Member) Mark(ctx context.Context, token int64) error {
-	_, err := m.Call(ctx, "mark", cleanArgs{Token: token}, false)
-	return err
-}
-
-// Clean is that of stack.Replica. It is not repeated: later it could take away too much.
-func (m *Member) Clean(ctx context.Context, token, epoch int64, regions []int64) error {
-	_, err := m.Call(ctx, "clean", cleanArgs{token, epoch, regions}, false)
-	return err
-}
-
-// Intents is that of stack.Replica.
-func (m *Member) Intents(ctx context.Context) (stack.Intents, error) {
-	b, err := m.Call(ctx, "intents", struct{}{}, true)
-	if err != nil {
-		return stack.Intents{}, err
-	}
-	return decode[stack.Intents](b)
-}
-
-// Digests is that of Backend.
-func (m *Member) Digests(ctx context.Context, off, n int64) ([]byte, error) {
-	b, err := m.Call(ctx, "digests", rangeArgs{off, n}, true)
-	if err == nil && int64(len(b)) != n/block.Size*digestSize {
-		err = m.name(api.Errorf(api.Corrupt, "%d bytes of digests for %d bytes", len(b), n))
-	}
-	return b, err
-}
-
-// Note is that of stack.Replica.
-func (m *Member) Note(ctx context.Context, object json.RawMessage) error {
-	_, err := m.Call(ctx, "note", object, true)
-	return err
-}
-
-// PrepareCut is that of Backend.
-func (m *Member) PrepareCut(ctx context.Context, s stack.Snapshot) error {
-	_, err := m.Call(ctx, "prepare-cut", s, false)
-	return err
-}
-
-// Hold is that of Backend.
-func (m *Member) Hold(ctx context.Context) error {
-	_, err := m.Call(ctx, "hold", struct{}{}, false)
-	return err
-}
-
-// DoCut is that of Backend.
-func (m *Member) DoCut(ctx context.Context, layer string) error {
-	_, err := m.Call(ctx, "do-cut", uidArgs{layer}, true)
-	return err
-}
-
-// AbortCut is that of Backend.
-func (m *Member) AbortCut(ctx context.Context) error {
-	_, err := m.Call(ctx, "abort-cut", struct{}{}, false)
-	return err
-}
-
-// Release is that of Backend.
-func (m *Member) Release(ctx context.Context) error {
-	_, err := m.Call(ctx, "release", struct{}{}, false)
-	return err
 }

@@ -598,7 +598,7 @@ func TestEmptySnapshots(t *testing.T) {
 func TestRuns(t *testing.T) {
 	list := []int64{0, 1, 2, 5, 7, 8, 20, 40, 41, 100}
 	for most := 1; most < 10; most++ {
-		runs := runsOf(list, most)
+		runs := runsOf(slices.Values(list), most)
 		if len(runs) > most {
 			t.Errorf("%d runs: %v", most, runs)
 		}
@@ -608,7 +608,7 @@ func TestRuns(t *testing.T) {
 			}
 		}
 	}
-	if runs := runsOf(list, 10); !slices.Equal(runs, []run{{0, 3}, {5, 1}, {7, 2}, {20, 1}, {40, 2}, {100, 1}}) {
+	if runs := runsOf(slices.Values(list), 10); !slices.Equal(runs, []run{{0, 3}, {5, 1}, {7, 2}, {20, 1}, {40, 2}, {100, 1}}) {
 		t.Errorf("exactly: %v", runs)
 	}
 }

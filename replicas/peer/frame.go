@@ -6,6 +6,7 @@ import (
 	"errors"
 	"hash/crc32"
 	"io"
+	"strings"
 	"syscall"
 
 	"drover.io/drover/api"
@@ -15,11 +16,13 @@ import (
 
 // Version of the protocol. Both sides say theirs in hello; the lower one is spoken, if both know it.
 //
-// Since version 2 a write may have spans: its payload tells them first, and has their bytes alone.
+// Since version 2 a write may have spans: its payload tells them first, and has their bytes alone. Since version 3 the
+// arguments of a call, and an answer for which they ask, may have regions as a set; before, they have a list.
 const (
-	Version    = 2
+	Version    = 3
 	minVersion = 1
 	spansSince = 2
+	setsSince  = 3
 	// Protocol is the name that TLS agrees on.
 	Protocol = "drover-peer"
 )
@@ -244,8 +247,22 @@ var ErrRestarted = stack.ErrRestarted
 // before the disk answers, but it has what it had. Of kind busy, so that a node which does not know it waits.
 var ErrGivenUp = api.Errorf(api.Busy, "it was given up, and its disk does not answer yet")
 
+// maxErrno is one more than the kernel's largest error number.
+const maxErrno = 4096
+
+// maxMessage bounds the message of an error, in bytes.
+const maxMessage = 4 << 10
+
+// clip cuts a message that is too long.
+func clip(message string) string {
+	if len(message) <= maxMessage {
+		return message
+	}
+	return strings.ToValidUTF8(message[:maxMessage], "") + " ..."
+}
+
 func faultOf(err error) *fault {
-	f := &fault{Message: err.Error(), Kind: api.KindOf(err).String()}
+	f := &fault{Message: clip(err.Error()), Kind: api.KindOf(err).String()}
 	var no syscall.Errno
 	if errors.As(err, &no) {
 		f.Errno = int(no)
@@ -268,10 +285,10 @@ func (f *fault) err() error {
 	switch e := codes[f.Code]; {
 	case e != nil:
 		return api.Errorf(k, "%w", e)
-	case f.Errno != 0:
-		return api.Errorf(k, "%s: %w", f.Message, syscall.Errno(f.Errno))
+	case f.Errno > 0 && f.Errno < maxErrno:
+		return api.Errorf(k, "%s: %w", clip(f.Message), syscall.Errno(f.Errno))
 	}
-	return api.Errorf(k, "%s", f.Message)
+	return api.Errorf(k, "%s", clip(f.Message))
 }
 
 // decodeFault reads the payload of an answer that is an error.

@@ -112,7 +112,7 @@ type owed struct {
 
 func (o owed) within(t *testing.T) {
 	t.Helper()
-	if o.frames > connFrames || o.calls > connCalls || o.bytes > connMost || o.answers > connAnswers+int64(len(reads))*sessionCalls<<20 {
+	if o.frames > connFrames || o.calls > connCalls || o.bytes > connMost || o.answers > connAnswers+int64(len(methods))*sessionCalls<<20 {
 		t.Fatalf("a server has for a client that takes no answers: %+v", o)
 	}
 }

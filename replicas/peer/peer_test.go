@@ -164,6 +164,12 @@ func newFar(t testing.TB, size int64, change func(*ServerOptions)) *far {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return newFarOn(t, disk, size, change)
+}
+
+// newFarOn is newFar with a disk, which it closes in the end.
+func newFarOn(t testing.TB, disk *stack.Disk, size int64, change func(*ServerOptions)) *far {
+	t.Helper()
 	f := &far{t: t, disk: disk, uid: string(api.NewUID()), volume: string(api.NewUID()), loop: startLoop(t)}
 	if err := disk.CreateReplica(context.Background(), stack.Spec{UID: f.uid, Volume: "v", VolumeUID: f.volume,
 		Size: size}); err != nil {

@@ -22,18 +22,3 @@ func (b *Backend) Repair(_ context.Context, layer string, off int64, right []byt
 	}
 	return b.Disk().Repair(layer, off, right)
 }
-
-// Broken is that of Backend.
-func (m *Member) Broken(ctx context.Context) ([]stack.Broken, error) {
-	b, err := m.Call(ctx, "broken", struct{}{}, true)
-	if err != nil {
-		return nil, err
-	}
-	return decode[[]stack.Broken](b)
-}
-
-// Repair is that of Backend.
-func (m *Member) Repair(ctx context.Context, layer string, off int64, right []byte) error {
-	_, err := m.Call(ctx, "repair", repairArgs{layer, off, right}, true)
-	return err
-}

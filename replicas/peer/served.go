@@ -391,6 +391,9 @@ func (c *served) write() {
 // control carries out a control frame, in a goroutine of its own.
 func (c *served) control(h header, b []byte) {
 	answer, err := c.carryOut(&h, b)
+	if err == nil {
+		err = checkFrame("answer", answer)
+	}
 	o := outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer}
 	if err != nil {
 		o = failure(h.id, err)
@@ -414,13 +417,18 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		if err := json.Unmarshal(b, &q); err != nil || x != nil {
 			return nil, api.Errorf(api.Invalid, "open: it makes no sense")
 		}
+		if err := q.validate(); err != nil {
+			return nil, err
+		}
 		t, err := c.s.target(c.ctx, q.Replica, q.Volume)
 		if err != nil {
 			return nil, err
 		}
 		x = &session{id: h.session, c: c, t: t, account: account{of: &c.account}, reading: map[string]chan struct{}{}}
-		for call := range reads {
-			x.reading[call] = make(chan struct{}, sessionCalls)
+		for name, m := range methods {
+			if n := m.mostAtOnce(); n > 0 {
+				x.reading[name] = make(chan struct{}, n)
+			}
 		}
 		if err := t.join(x); err != nil {
 			return nil, err
@@ -442,6 +450,9 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		var a adoption
 		if err := json.Unmarshal(b, &a); err != nil {
 			return nil, api.Errorf(api.Invalid, "adopt: %w", err)
+		}
+		if err := a.validate(); err != nil {
+			return nil, err
 		}
 		if c.s.o.Allow != nil {
 			if err := c.s.o.Allow(c.ctx, c.node, x.t.uid, x.t.volume, a.Epoch); err != nil {
@@ -467,7 +478,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		}
 		defer func() { <-places }()
 	}
-	if changes[string(name)] {
+	if is := methods[string(name)]; is != nil && is.changesLayers() {
 		x.t.changing.RLock()
 		defer x.t.changing.RUnlock()
 	}
@@ -479,12 +490,6 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	}
 	return x.t.rep.Call(c.ctx, string(name), args)
 }
-
-// changes are the calls that change layers.
-var changes = map[string]bool{"prepare-cut": true, "do-cut": true, "seal": true, "drop-snapshot": true}
-
-// reads are the calls that read content.
-var reads = map[string]bool{"digests": true, "snap-digests": true, "snap-read": true}
 
 // begin waits until a call may read content: few of a kind do at once in a session, and none while answers wait to be
 // taken.

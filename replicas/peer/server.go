@@ -60,6 +60,7 @@ const (
 	connArgs     = connCredit // bytes of calls
 	connAnswers  = 4 << 20    // of calls, not sent: then no call begins that reads content
 	sessionCalls = 8          // of each kind that reads content
+	listCalls    = 2          // of each kind that has a list of regions or pieces
 )
 
 // Server serves replicas to engines on other nodes.

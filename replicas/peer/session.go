@@ -111,7 +111,7 @@ func (m *Member) connect(ctx context.Context) error {
 		err = m.exchange(ctx, c, session, kindAdopt, want, nil)
 	}
 	if err == nil && track { // before anything is written
-		err = m.say(ctx, c, session, "track", onArgs{true})
+		err = m.say(ctx, c, session, trackCall.name, onArgs{true})
 	}
 	if err != nil {
 		c.mu.Lock()
@@ -223,11 +223,17 @@ func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, 
 	if err != nil {
 		return err
 	}
+	if err := checkFrame("request", b); err != nil {
+		return err
+	}
 	answer, err := m.raw(ctx, c, session, k, b)
 	if err == nil && out != nil {
 		if err = json.Unmarshal(answer, out); err != nil {
 			err = api.Errorf(api.Corrupt, "an answer that makes no sense: %w", err)
 		}
+	}
+	if i, ok := out.(*Info); ok && err == nil {
+		err = i.validate()
 	}
 	return err
 }
@@ -247,26 +253,16 @@ func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, paylo
 }
 
 // say makes a call of the replica on a connection, once.
-func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, in any) error {
-	payload, err := callOf(name, in)
+func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, args any) error {
+	payload, err := callOf(name, args, c.version)
 	if err == nil {
 		_, err = m.raw(ctx, c, session, kindCall, payload)
 	}
 	return err
 }
 
-// callOf is the payload of a call.
-func callOf(name string, in any) ([]byte, error) {
-	b, err := json.Marshal(in)
-	return append([]byte(name+"\n"), b...), err
-}
-
-// Call makes a call of the replica by name. One that may be repeated is, if the connection breaks.
-func (m *Member) Call(ctx context.Context, name string, in any, repeat bool) ([]byte, error) {
-	payload, err := callOf(name, in)
-	if err != nil {
-		return nil, err
-	}
+// call makes a call of the replica by name. One that may be repeated is, if the connection breaks.
+func (m *Member) call(ctx context.Context, name string, args any, repeat bool) ([]byte, error) {
 	for {
 		m.mu.Lock()
 		c, session, changed := m.c, m.session, m.changed
@@ -286,6 +282,13 @@ func (m *Member) Call(ctx context.Context, name string, in any, repeat bool) ([]
 				return nil, m.name(api.Errorf(api.Unavailable, "it is not reached: %w", ctx.Err()))
 			}
 		}
+		payload, err := callOf(name, args, c.version) // the next connection may be to a newer process
+		if err == nil {
+			err = c.fits(name, payload)
+		}
+		if err != nil {
+			return nil, m.name(err)
+		}
 		answer, err := m.raw(ctx, c, session, kindCall, payload)
 		if err == nil {
 			return answer, nil
@@ -299,4 +302,13 @@ func (m *Member) Call(ctx context.Context, name string, in any, repeat bool) ([]
 			return nil, m.name(err)
 		}
 	}
+}
+
+// fits refuses a call that is too large for a frame.
+func (c *conn) fits(call string, payload []byte) error {
+	err := checkFrame(fmt.Sprintf("call %q", call), payload)
+	if err != nil && c.version < Version {
+		err = fmt.Errorf("%w; node %s speaks version %d of the replica protocol: upgrade it", err, c.set.node, c.version)
+	}
+	return err
 }
