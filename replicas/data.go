@@ -26,6 +26,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
+	"drover.io/drover/block/listener"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
@@ -85,9 +86,10 @@ type Data struct {
 	tidier    *tidier
 
 	peers    *peer.Dialer
-	server   *peer.Server      // nil: other nodes are not served
-	served   chan error        // what it ended with
-	lent     map[api.UID]*lent // replicas that other nodes use; under mu
+	server   *peer.Server               // nil: other nodes are not served
+	served   chan error                 // what it ended with
+	lent     map[api.UID]*lent          // replicas that other nodes use; under mu
+	refusals map[string]*listener.Tally // of other nodes, by volume and node; under mu
 	far      farLayers
 	upkeep   upkeep
 	watch    *engine.Watch // of the replicas here
@@ -125,7 +127,8 @@ func NewData(o DataOptions) (*Data, error) {
 		pinned:   map[api.UID][]api.UID{},
 		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{},
 		stuck: map[string]stuck{}, fewer: map[*stack.Disk]bool{},
-		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{}}
+		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{},
+		refusals: map[string]*listener.Tally{}}
 	d.tidier = newTidier(d.guestsDid)
 	if o.Peers.Identity != nil {
 		d.disks.fetch = d.fetchFar

@@ -303,9 +303,16 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 		d.doubt(ctx, spec.UID, err)
 		return n, nil, err
 	}
-	n.Member = engine.NewNear(peer.NewBackend(r, s.loop), engine.NearOptions{Watch: d.watch, Loop: s.loop, Replica: uid,
+	n.Member = engine.NewNear(d.backendOf(r, s.loop), engine.NearOptions{Watch: d.watch, Loop: s.loop, Replica: uid,
 		OnDown: down})
 	return n, r, nil
+}
+
+// backendOf is a replica of this node that an engine of this node has for a member.
+func (d *Data) backendOf(r *stack.Replica, loop *ioLoop) *peer.Backend {
+	b := peer.NewBackend(r, loop)
+	b.Node = d.Node
+	return b
 }
 
 // openMany opens the members of b and the engine. fresh: by an attach, else to resume.

@@ -10,7 +10,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -55,7 +54,7 @@ func (d *Data) startPeers() error {
 		return nil
 	}
 	s, err := peer.NewServer(peer.ServerOptions{Node: d.Node, TLS: id.Server(peer.Protocol), NodeOf: wire.NodeOf,
-		Open: d.openForPeer, Allow: d.allowPeer, Log: d.Log})
+		Open: d.openForPeer, AllowOpen: d.allowOpen, Allow: d.allowSession, Log: d.Log})
 	if err != nil {
 		return err
 	}
@@ -159,11 +158,7 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 	if d.watch.Buried(uid) {
 		return nil, nil, fmt.Errorf("replica %s: %w", uid, peer.ErrGivenUp)
 	}
-	for id, path := range d.peerState().Disks {
-		if _, err := d.disks.get(id); err != nil {
-			_, _ = d.disks.open(ctx, path, id, false) // one that is not there does not have the replica either
-		}
-	}
+	d.openServedDisks(ctx)
 	if d.api.Load() {
 		var list api.ReplicaList
 		if d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) == nil {
@@ -212,6 +207,15 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 	d.lent[api.UID(uid)] = l
 	d.mu.Unlock()
 	return l, loop, nil
+}
+
+// openServedDisks opens the disks whose replicas other nodes used before.
+func (d *Data) openServedDisks(ctx context.Context) {
+	for id, path := range d.peerState().Disks {
+		if _, err := d.disks.get(id); err != nil {
+			_, _ = d.disks.open(ctx, path, id, false) // a disk that does not exist has no replica either
+		}
+	}
 }
 
 // holder is the disk that a replica is on, nil if it is on none. One that fails may have it, unless another has.
@@ -299,38 +303,6 @@ func (l *lent) Close() error {
 	err := l.Backend.Close()
 	l.d.putBack(l.loop)
 	return err
-}
-
-// allowPeer says whether the API names a node for the volume's engine. An epoch that the replica adopted before was
-// allowed then; to resume it needs no API.
-func (d *Data) allowPeer(ctx context.Context, node, replica, volume string, epoch int64) error {
-	if info, ok := d.server.Info(replica); ok && info.Epoch == epoch {
-		return nil
-	}
-	if !d.api.Load() {
-		return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Node)
-	}
-	var reps api.ReplicaList
-	if err := d.client.List(ctx, &reps, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy); err != nil {
-		return api.Errorf(api.Unavailable, "replicas of node %s: %w", d.Node, err)
-	}
-	i := slices.IndexFunc(reps.Items, func(r api.Replica) bool { return string(r.Spec.UID) == replica })
-	if i < 0 {
-		return api.Errorf(api.Unavailable, "the API knows no replica %s", replica)
-	}
-	var v api.Volume
-	if err := d.reader.Get(ctx, client.ObjectKey{Name: reps.Items[i].Spec.Volume}, &v); err != nil {
-		return api.Errorf(api.Unavailable, "volume %s: %w", reps.Items[i].Spec.Volume, err)
-	}
-	switch {
-	case string(v.Status.UID) != volume:
-		return api.Errorf(api.Denied, "volume %s is another one now", v.Name)
-	case v.Status.EngineNode != node:
-		return api.Errorf(api.Denied, "the engine of volume %s is on node %q, not %q", v.Name, v.Status.EngineNode, node)
-	case epoch > v.Status.Epoch:
-		return api.Errorf(api.Unavailable, "volume %s is at epoch %d, not at %d", v.Name, v.Status.Epoch, epoch)
-	}
-	return nil
 }
 
 // ListenPeers opens a listener for engines of other nodes, with the port that it had the last time if that is free.

@@ -14,7 +14,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
-	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -101,7 +100,7 @@ func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, claim claimer
 	}
 	s := d.newSession(b, loop, member)
 	c := d.config(s, m.Size, b.Epoch)
-	c.Members = []engine.Named{{Name: string(b.Replica), Local: true, Member: peer.NewBackend(member, loop)}}
+	c.Members = []engine.Named{{Name: string(b.Replica), Local: true, Member: d.backendOf(member, loop)}}
 	if s.engine, err = engine.Open(ctx, c); err != nil {
 		return nil, errors.Join(err, member.Close())
 	}

@@ -7,7 +7,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/engine"
-	"drover.io/drover/replicas/peer"
 )
 
 // A volume with one replica, used where that is, has an engine that notes no intents and lets nobody join. When it is
@@ -57,7 +56,7 @@ func (l *attachmentLoop) widen(ctx context.Context, s *session) error {
 	if err := l.keepBlob(s); err != nil {
 		return err
 	}
-	near := engine.NewNear(peer.NewBackend(s.member(), s.loop), engine.NearOptions{Watch: l.watch, Loop: s.loop,
+	near := engine.NewNear(l.backendOf(s.member(), s.loop), engine.NearOptions{Watch: l.watch, Loop: s.loop,
 		Replica: string(s.Replica), OnDown: func(why error) { s.engine.Suspect(string(s.Replica), why) }})
 	if err := s.engine.Widen(ctx, engine.Named{Name: string(s.Replica), Local: true, Member: near}); err != nil {
 		near.Forgo()

@@ -17,8 +17,8 @@ type pausing struct {
 	goOn    chan struct{}
 }
 
-func (p *pausing) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
-	err := p.Backend.Adopt(ctx, epoch, incarnation, members)
+func (p *pausing) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
+	err := p.Backend.AdoptFor(ctx, node, epoch, incarnation, members)
 	if err == nil && incarnation == p.at {
 		p.at = 0
 		close(p.reached)

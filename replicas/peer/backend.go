@@ -15,6 +15,8 @@ import (
 // Backend is a replica on a disk of this node, as an engine of this node has it for a member, and a Server serves it.
 type Backend struct {
 	*stack.Replica
+	// Node is that of the engine which has it for a member: Adopt records it.
+	Node string
 	loop Loop
 
 	mu  sync.Mutex
@@ -206,8 +208,13 @@ func (b *Backend) abort() error {
 	return c.Abort()
 }
 
-// Adopt implements Replica. A cut of a former session ends with it.
+// Adopt implements engine.Member.
 func (b *Backend) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	return b.AdoptFor(ctx, b.Node, epoch, incarnation, members)
+}
+
+// AdoptFor implements Replica. A cut of a former session ends with it.
+func (b *Backend) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
 	b.Release()
 	b.mu.Lock()
 	err := b.abort()
@@ -215,7 +222,7 @@ func (b *Backend) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	if err != nil {
 		return err
 	}
-	return b.Replica.Adopt(ctx, epoch, incarnation, members)
+	return b.Replica.AdoptFor(ctx, node, epoch, incarnation, members)
 }
 
 // Close ends the session.

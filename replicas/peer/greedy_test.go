@@ -18,9 +18,9 @@ import (
 // prompt is a replica that answers at once.
 type prompt struct{ size int64 }
 
-func (p prompt) Submit(r *block.Request)                             { r.Done(r) }
-func (p prompt) Adopt(context.Context, int64, int64, []string) error { return nil }
-func (p prompt) Info() Info                                          { return Info{Size: p.size} }
+func (p prompt) Submit(r *block.Request)                                        { r.Done(r) }
+func (p prompt) AdoptFor(context.Context, string, int64, int64, []string) error { return nil }
+func (p prompt) Info() Info                                                     { return Info{Size: p.size} }
 func (p prompt) Call(context.Context, string, []byte) ([]byte, error) {
 	return make([]byte, 1<<20), nil
 }

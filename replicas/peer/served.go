@@ -420,6 +420,11 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		if err := q.validate(); err != nil {
 			return nil, err
 		}
+		if c.s.o.AllowOpen != nil {
+			if err := c.s.o.AllowOpen(c.ctx, c.node, q.Replica, q.Volume); err != nil {
+				return nil, err
+			}
+		}
 		t, err := c.s.target(c.ctx, q.Replica, q.Volume)
 		if err != nil {
 			return nil, err

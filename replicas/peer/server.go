@@ -18,7 +18,8 @@ import (
 // Replica is what a Server serves: a replica that is open on a loop.
 type Replica interface {
 	block.Submitter
-	Adopt(ctx context.Context, epoch, incarnation int64, members []string) error
+	// AdoptFor adopts a session of the engine on a node.
+	AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error
 	// Info is what the replica says of itself.
 	Info() Info
 	// Call carries out a call by name.
@@ -36,6 +37,8 @@ type ServerOptions struct {
 	NodeOf func(tls.ConnectionState) (string, error)
 	// Open opens a replica on a loop. What it returns is closed when no session has it any more.
 	Open func(ctx context.Context, replica, volume string) (Replica, Loop, error)
+	// AllowOpen says whether a node may learn what a replica is. Nil: every node may.
+	AllowOpen func(ctx context.Context, node, replica, volume string) error
 	// Allow says whether the API names a node as that of the volume's engine. An error of kind denied fences.
 	Allow func(ctx context.Context, node, replica, volume string, epoch int64) error
 	// Linger is how long a replica stays open after its last session broke; 0: 15 s.

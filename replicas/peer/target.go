@@ -214,9 +214,12 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	defer t.adopting.Unlock()
 	t.changing.Lock()
 	defer t.changing.Unlock()
-	if err := t.rep.Adopt(ctx, a.Epoch, a.Incarnation, a.Members); err != nil {
+	node := x.c.node
+	if err := t.rep.AdoptFor(ctx, node, a.Epoch, a.Incarnation, a.Members); err != nil {
 		return err
 	}
+	t.s.o.Log.Info("replica adopted a session", "replica", t.uid, "volume", t.volume, "node", node, "epoch", a.Epoch,
+		"incarnation", a.Incarnation)
 	// Between the two a former session of the same or an older engine may still have been served; what it had under way
 	// is drained by a second look, after which nothing of it comes any more.
 	ran := make(chan bool, 1)
@@ -228,7 +231,7 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 		return errClosed
 	}
 	if <-ran {
-		return t.rep.Adopt(ctx, a.Epoch, a.Incarnation, a.Members)
+		return t.rep.AdoptFor(ctx, node, a.Epoch, a.Incarnation, a.Members)
 	}
 	return nil
 }

@@ -147,7 +147,7 @@ func writeFixture(t *testing.T, dir string) map[string][]byte {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { w.d.Close() })
-	w.d.boot = func() (string, error) { return fixBoot, nil }
+	w.d.lifetime = func() (lifetime, error) { return lifetime{boot: fixBoot}, nil }
 	w.image()
 	member := w.member()
 	w.reverted()
@@ -227,7 +227,7 @@ func (w *fixtureWriter) merging(uid, volume string, size int64, enough func(g *M
 	w.layer(w.d, upper, size, high, 2<<32)
 	w.replica(uid, volume, size, lower, upper)
 	d, f := tap(w.t, w.d)
-	d.piece, d.window, d.boot = 1, 1<<20, w.d.boot
+	d.piece, d.window, d.lifetime = 1, 1<<20, w.d.lifetime
 	r, err := d.openReplica(ctx, uid, w.loop)
 	w.must(err)
 	w.must(r.Adopt(ctx, 1, 1, []string{uid}))

@@ -47,6 +47,7 @@ type Meta struct {
 	MountID     string // the mount of the disk's file system at that time
 	Joined      int64  // the last epoch that it was adopted in as a member
 	Reverted    int64  // the epoch in which it went back to a snapshot last
+	EngineNode  string // the node whose engine adopted the epoch; empty: not known, the API has to be asked
 	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
 	Object json.RawMessage
 }
@@ -86,6 +87,7 @@ type stackRecord struct {
 	MountID     string          `json:"mountID,omitempty"`
 	Joined      int64           `json:"joined,omitempty"`
 	Reverted    int64           `json:"reverted,omitempty"`
+	EngineNode  string          `json:"engineNode,omitempty"`
 	Object      json.RawMessage `json:"object,omitempty"`
 }
 
@@ -101,7 +103,7 @@ func (m Meta) record() stackRecord {
 	}
 	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
 		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
-		m.Created, m.BootID, m.MountID, m.Joined, m.Reverted, m.Object}
+		m.Created, m.BootID, m.MountID, m.Joined, m.Reverted, m.EngineNode, m.Object}
 }
 
 func (s stackRecord) meta() Meta {
@@ -110,7 +112,8 @@ func (s stackRecord) meta() Meta {
 		members[i] = m.ID
 	}
 	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
-		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.MountID, s.Joined, s.Reverted, s.Object}
+		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.MountID, s.Joined, s.Reverted, s.EngineNode,
+		s.Object}
 }
 
 func (m Meta) clone() Meta {

@@ -66,13 +66,25 @@ var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its fil
 // As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
 // that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as
 // it is, like any disk after a power cut. So is one that is no member: it is about to be made equal to them.
+//
+// It does not say whose engine that is: AdoptFor does.
 func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	return r.AdoptFor(ctx, "", epoch, incarnation, members)
+}
+
+// AdoptFor adopts a session of the engine on a node, and records the node with the epoch. An epoch has one engine: the
+// replica refuses another node in the same epoch with kind denied.
+func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	m := r.Meta()
 	if epoch < m.Epoch || epoch == m.Epoch && incarnation < m.Incarnation {
 		return r.name(api.Errorf(api.Denied, "session %d.%d is older than %d.%d, which was adopted before", epoch,
 			incarnation, m.Epoch, m.Incarnation))
+	}
+	if epoch == m.Epoch && node != "" && m.EngineNode != "" && node != m.EngineNode {
+		return r.name(api.Errorf(api.Denied, "epoch %d is that of the engine on node %s, not on node %s", epoch,
+			m.EngineNode, node))
 	}
 	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
 		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
@@ -99,7 +111,10 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	}); err != nil {
 		return r.name(err)
 	}
-	if epoch == m.Epoch && incarnation == m.Incarnation && m.Dirty && !restarted {
+	if node == "" && epoch == m.Epoch {
+		node = m.EngineNode
+	}
+	if epoch == m.Epoch && incarnation == m.Incarnation && node == m.EngineNode && m.Dirty && !restarted {
 		r.adopted = true
 		return nil
 	}
@@ -110,7 +125,7 @@ func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members [
 	}
 	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
-		m.BootID, m.MountID = now.boot, now.mount
+		m.BootID, m.MountID, m.EngineNode = now.boot, now.mount, node
 		if slices.Contains(members, m.UID) {
 			m.Joined = epoch
 		}

@@ -182,7 +182,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		}
 		m.Reverted = max(m.Reverted, epoch)
 		if epoch > m.Epoch {
-			m.Epoch, m.Incarnation = epoch, 0
+			m.Epoch, m.Incarnation, m.EngineNode = epoch, 0, "" // no engine has this epoch
 		}
 		m.Head = nextHead(m.Head)
 		base := dir + "/" + m.Head

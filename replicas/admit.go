@@ -1,0 +1,178 @@
+package replicas
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/listener"
+	"drover.io/drover/replicas/peer"
+	"drover.io/drover/replicas/stack"
+)
+
+// A certificate says which node asks. Only the API, or the replica's own record of the session that it adopted with the
+// API's word, says that this node may ask: docs/replication.md, "Who may ask a replica".
+
+// recordOf is the record of a replica of this node: from memory where another node has it open, else from its disk.
+func (d *Data) recordOf(ctx context.Context, replica string) (stack.Meta, error) {
+	if l := d.lentOf(replica); l != nil {
+		return l.Meta(), nil
+	}
+	if d.watch.Buried(replica) {
+		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrGivenUp)
+	}
+	d.openServedDisks(ctx)
+	disk, err := holder(d.disks.except(nil), replica)
+	if err != nil {
+		return stack.Meta{}, err
+	}
+	if disk == nil {
+		return stack.Meta{}, api.Errorf(api.NotFound, "replica %s is on no disk of node %s", replica, d.Node)
+	}
+	return disk.Stack(replica)
+}
+
+// allowOpen says whether a node may learn what a replica is. The node of the session that the replica adopted last may,
+// without the API.
+func (d *Data) allowOpen(ctx context.Context, node, replica, volume string) error {
+	if l := d.lentOf(replica); l != nil && l.Meta().EngineNode == node {
+		return nil
+	}
+	known := d.api.Load()
+	var name string
+	if known {
+		r, err := d.replicaHere(ctx, replica)
+		if err != nil {
+			return err
+		}
+		if r != nil {
+			name = r.Spec.Volume
+			if is, err := d.isNamed(ctx, d.client, name, volume, node); err == nil && is {
+				return nil
+			}
+		}
+	}
+	m, err := d.recordOf(ctx, replica)
+	switch {
+	case err == nil && m.EngineNode == node && m.VolumeUID == volume:
+		return nil
+	case !known && err != nil:
+		return err
+	case !known:
+		return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Node)
+	case name == "":
+		return api.Errorf(api.Unavailable, "the API knows no replica %s", replica)
+	}
+	is, err := d.isNamed(ctx, d.reader, name, volume, node) // the cache may be behind
+	if err != nil {
+		return api.Errorf(api.Unavailable, "volume %s: %w", name, err)
+	}
+	if !is {
+		err := api.Errorf(api.Denied, "volume %s: node %s has neither its engine, nor its attachment, nor a replica of it",
+			name, node)
+		d.refused(name, replica, node, err)
+		return err
+	}
+	return nil
+}
+
+// replicaHere is the object of a replica of this node, nil if the cache has none.
+func (d *Data) replicaHere(ctx context.Context, uid string) (*api.Replica, error) {
+	var list api.ReplicaList
+	if err := d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, api.Errorf(api.Unavailable, "replicas of node %s: %w", d.Node, err)
+	}
+	i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return string(r.Spec.UID) == uid })
+	if i < 0 {
+		return nil, nil
+	}
+	return &list.Items[i], nil
+}
+
+// isNamed reports whether the API names a node for a volume: its engine is there, is to be there, or may come to be
+// there because the node has a replica.
+func (d *Data) isNamed(ctx context.Context, r client.Reader, name, uid, node string) (bool, error) {
+	var v api.Volume
+	if err := r.Get(ctx, client.ObjectKey{Name: name}, &v); err != nil {
+		return false, err
+	}
+	if string(v.Status.UID) != uid {
+		return false, nil
+	}
+	if v.Status.EngineNode == node {
+		return true, nil
+	}
+	var a api.Attachment
+	if err := r.Get(ctx, client.ObjectKey{Name: name}, &a); err == nil && a.Spec.Node == node {
+		return true, nil
+	} else if client.IgnoreNotFound(err) != nil {
+		return false, err
+	}
+	var list api.ReplicaList
+	err := d.client.List(ctx, &list, client.MatchingFields{byVolume: name}, client.UnsafeDisableDeepCopy)
+	return slices.ContainsFunc(list.Items, func(r api.Replica) bool {
+		return r.Spec.Node == node && string(r.Spec.VolumeUID) == uid
+	}), err
+}
+
+// allowSession says whether the API names a node for the volume's engine. The node whose session the replica adopted in
+// the same epoch was allowed then: to resume it needs no API.
+func (d *Data) allowSession(ctx context.Context, node, replica, volume string, epoch int64) error {
+	if l := d.lentOf(replica); l != nil {
+		if m := l.Meta(); m.Epoch == epoch && m.EngineNode == node {
+			return nil
+		}
+	}
+	if !d.api.Load() {
+		return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Node)
+	}
+	r, err := d.replicaHere(ctx, replica)
+	if err != nil {
+		return err
+	}
+	if r == nil {
+		return api.Errorf(api.Unavailable, "the API knows no replica %s", replica)
+	}
+	var v api.Volume
+	if err := d.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+		return api.Errorf(api.Unavailable, "volume %s: %w", r.Spec.Volume, err)
+	}
+	switch {
+	case string(v.Status.UID) != volume:
+		err = api.Errorf(api.Denied, "volume %s is another one now", v.Name)
+	case v.Status.EngineNode != node:
+		err = api.Errorf(api.Denied, "the engine of volume %s is on node %q, not %q", v.Name, v.Status.EngineNode, node)
+	case epoch > v.Status.Epoch:
+		return api.Errorf(api.Unavailable, "volume %s is at epoch %d, not at %d", v.Name, v.Status.Epoch, epoch)
+	}
+	if err != nil {
+		d.refused(v.Name, replica, node, err)
+	}
+	return err
+}
+
+// refused tells of a node that asked for what it may not have: the log, and an event of the volume. A node that asks
+// again and again is told of once a minute.
+func (d *Data) refused(volume, replica, node string, why error) {
+	d.mu.Lock()
+	key := volume + "\n" + node
+	t := d.refusals[key]
+	if t == nil {
+		t = &listener.Tally{}
+		d.refusals[key] = t
+	}
+	n, now := t.Count()
+	d.mu.Unlock()
+	if !now {
+		return
+	}
+	d.Log.Warn("a node was refused a replica", "node", node, "replica", replica, "volume", volume, "times", n, "err", why)
+	var v api.Volume
+	if err := d.client.Get(context.Background(), client.ObjectKey{Name: volume}, &v); err == nil {
+		d.events.Eventf(&v, nil, "Warning", "AdoptionRefused", "Adopt", "node %s was refused replica %s: %v", node, replica,
+			why)
+	}
+}

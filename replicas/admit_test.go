@@ -1,0 +1,191 @@
+package replicas
+
+import (
+	"context"
+	"net"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/peer"
+)
+
+// replicaOn is the replica of a volume on a node.
+func (w *world) replicaOn(volume, node string) *api.Replica {
+	w.t.Helper()
+	var list api.ReplicaList
+	if err := w.c.List(w.ctx, &list); err != nil {
+		w.t.Fatal(err)
+	}
+	for i := range list.Items {
+		if r := &list.Items[i]; r.Spec.Volume == volume && r.Spec.Node == node {
+			return r
+		}
+	}
+	w.t.Fatalf("volume %s has no replica on node %s", volume, node)
+	return nil
+}
+
+// asks is a node's client of a replica on another node.
+func (o *other) asks(r *api.Replica) *peer.Member {
+	o.w.t.Helper()
+	m := o.data.peers.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
+		Volume: string(r.Spec.VolumeUID), Loop: o.data.loops[0]})
+	o.w.t.Cleanup(func() { _ = m.Close() })
+	return m
+}
+
+// TestThirdNodeIsRefused: a node that has neither the engine nor a replica nor an attachment of a volume neither learns
+// what a replica is, nor is adopted by it, whatever epoch it names. One that has a replica learns what another one is,
+// and is not adopted. The engine's device goes on, and the volume stays healthy.
+func TestThirdNodeIsRefused(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	list := w.three()
+	a, b, c := list[0], list[1], list[2]
+	v := volume("v", 32<<20)
+	v.Spec.NumberOfReplicas, v.Spec.Nodes = 2, []string{"a", "c"}
+	w.create(v)
+	w.volumeState("v", api.VolumeDetached)
+	dev := w.attachTo("a", "v")
+	is := func(v *api.Volume) bool {
+		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
+	}
+	now := w.volumeIs("v", "healthy", is)
+	w.fill("v", "mine", 8<<20)
+	r := w.replicaOn("v", "c")
+	if _, _, err := b.asks(r).Probe(w.ctx); !api.Is(err, api.Denied) {
+		t.Errorf("a third node learns what the replica is: %v", err)
+	}
+	if _, _, err := c.asks(w.replicaOn("v", "a")).Probe(w.ctx); err != nil && !api.Is(err, api.Busy) {
+		t.Errorf("the node of a member does not learn what another one is: %v", err)
+	}
+	epoch := now.Status.Epoch
+	for _, at := range []int64{epoch - 1, epoch, epoch + 1, epoch + 1000} {
+		if err := b.asks(r).Adopt(w.ctx, at, 1<<40, []string{string(r.Spec.UID)}); !api.Is(err, api.Denied) {
+			t.Errorf("a third node takes the replica over in epoch %d of %d: %v", at, epoch, err)
+		}
+		// Past the first door: the second one asks for itself.
+		if err := c.data.allowSession(w.ctx, "b", string(r.Spec.UID), string(r.Spec.VolumeUID), at); err == nil ||
+			at <= epoch && !api.Is(err, api.Denied) {
+			t.Errorf("the session of a third node is allowed in epoch %d of %d: %v", at, epoch, err)
+		}
+	}
+	w.tells("v", "AdoptionRefused", "node b")
+	w.sh("dd if=/dev/urandom of=" + dev + " bs=1M count=8 oflag=direct conv=notrunc status=none")
+	w.reads("v", 8<<20, "mine")
+	if now := w.volumeIs("v", "healthy still", is); now.Status.Epoch != epoch {
+		t.Errorf("the volume is at epoch %d, it was at %d", now.Status.Epoch, epoch)
+	}
+	if a.data.session("v").fence.Load() != nil {
+		t.Error("the engine was fenced")
+	}
+	w.detachFrom("v")
+	if _, _, err := b.asks(r).Probe(w.ctx); !api.Is(err, api.Denied) {
+		t.Errorf("a third node learns what a detached replica is: %v", err)
+	}
+	if err := b.asks(r).Adopt(w.ctx, epoch, 1<<40, []string{string(r.Spec.UID)}); !api.Is(err, api.Denied) {
+		t.Errorf("a third node takes a detached replica over: %v", err)
+	}
+}
+
+// TestResumesWithoutTheAPI: a replica whose process was restarted, and cannot ask the API, takes the node's engine back
+// whose session it had adopted, and no other one.
+func TestResumesWithoutTheAPI(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	list := w.three()
+	a, c := list[0], list[2]
+	v := volume("v", 32<<20)
+	v.Spec.NumberOfReplicas, v.Spec.Nodes = 2, []string{"a", "c"}
+	w.create(v)
+	w.volumeState("v", api.VolumeDetached)
+	w.attachTo("a", "v")
+	now := w.volumeIs("v", "healthy", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
+	})
+	w.fill("v", "mine", 8<<20)
+	r := w.replicaOn("v", "c")
+	uid, volume := string(r.Spec.UID), string(r.Spec.VolumeUID)
+	c.stop()
+	c.startAlone()
+	if err := c.data.allowOpen(w.ctx, "b", uid, volume); !api.Is(err, api.Unavailable) {
+		t.Errorf("another node may look: %v", err)
+	}
+	if err := c.data.allowOpen(w.ctx, "a", uid, volume); err != nil {
+		t.Errorf("the engine's node may not look: %v", err)
+	}
+	l := w.lentSoon(c, uid)
+	epoch := l.Meta().Epoch
+	if epoch < now.Status.Epoch {
+		t.Fatalf("the replica is at epoch %d, the volume was at %d", epoch, now.Status.Epoch)
+	}
+	if err := c.data.allowSession(w.ctx, "a", uid, volume, epoch); err != nil {
+		t.Errorf("the engine's session is refused: %v", err)
+	}
+	for _, o := range []struct {
+		node  string
+		epoch int64
+	}{{"b", epoch}, {"a", epoch + 1}} {
+		if err := c.data.allowSession(w.ctx, o.node, uid, volume, o.epoch); !api.Is(err, api.Unavailable) {
+			t.Errorf("a session of node %s in epoch %d of %d: %v", o.node, o.epoch, epoch, err)
+		}
+	}
+	w.reads("v", 8<<20, "mine")
+	c.stop()
+	c.start()
+	w.volumeIs("v", "whole", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
+	})
+	if a.data.session("v").fence.Load() != nil {
+		t.Error("the engine was fenced")
+	}
+	w.detachFrom("v")
+}
+
+// startAlone starts a node's data process without the API.
+func (o *other) startAlone() {
+	w := o.w
+	w.t.Helper()
+	host, err := device.Open(w.ctx, filepath.Join(o.dir, "run"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	var ln net.Listener
+	if ln, err = ListenPeers("127.0.0.1", o.dir); err != nil {
+		w.t.Fatal(err)
+	}
+	o.data, err = NewData(DataOptions{Node: o.name, Host: host, Log: w.log, Peers: PeerOptions{
+		Identity: w.identity(o.ca, o.name, o.dir), Listener: ln, State: filepath.Join(o.dir, "peers.json")}})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	data := o.data
+	o.stopData = func() {
+		if err := data.Close(); err != nil {
+			w.t.Error(err)
+		}
+	}
+}
+
+// lentSoon waits until an engine of another node has a replica open.
+func (w *world) lentSoon(o *other, uid string) *lent {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Minute)
+	defer cancel()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if l := o.data.lentOf(uid); l != nil && slices.Contains(l.Meta().Members, uid) {
+			return l
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			w.t.Fatalf("no engine opened replica %s on node %s", uid, o.name)
+		}
+	}
+}
