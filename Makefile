@@ -7,12 +7,14 @@ VERSION     ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo 
 LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
 CONTROLLER_GEN := $(GO) run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0
 GOLANGCI       := nice $(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOTESTSUM      := $(GO) run gotest.tools/gotestsum@v1.13.0
 # Of one package: one that hangs must say where before whoever runs all of them loses patience.
 TESTFLAGS   ?= -timeout 45m
 # Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
 PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 # Those that take longest begin first.
 LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack
+TESTS       ?= $(LONGEST) ./...
 KILLS       ?= 200
 MODEL       ?= 3h
 FUZZTIME    ?= 60s
@@ -42,10 +44,17 @@ quick: ## the pure tests, in less than a minute (no root)
 	$(GO) test -short -p $(PACKAGES) -timeout 5m ./...
 
 test: need-root setup ## run every deterministic test (root; real devices, mounts and processes; installs what is missing)
-	$(GO) test -p $(PACKAGES) $(TESTFLAGS) $(LONGEST) ./...
+ifdef RERUNS
+	@# RERUNS=FILE runs each failed test once more and lists those tests in FILE. A package that does not build, panics or
+	@# exceeds its time fails at once; more than ten failed tests are no matter of luck.
+	$(GOTESTSUM) --format standard-quiet --rerun-fails=1 --rerun-fails-max-failures=10 --rerun-fails-run-root-test \
+	  --rerun-fails-report $(RERUNS) --packages '$(TESTS)' -- -p $(PACKAGES) $(TESTFLAGS)
+else
+	$(GO) test -p $(PACKAGES) $(TESTFLAGS) $(TESTS)
+endif
 
 test-all: need-root setup ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
-	DROVER_TEST=all $(GO) test -p $(PACKAGES) -timeout 4h -count=1 $(LONGEST) ./...
+	DROVER_TEST=all $(GO) test -p $(PACKAGES) -timeout 4h -count=1 $(TESTS)
 	$(MAKE) test-crash test-model test-faults test-many fuzz
 
 race: need-root setup ## the same under the race detector (slow; needs a C compiler)
