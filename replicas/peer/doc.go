@@ -18,6 +18,8 @@
 //     good where the machine of the replica restarted in between: what it had acknowledged may be gone.
 //   - A Server takes requests of the session alone that was adopted last. The check is made on the loop's thread, right
 //     before the request goes to the replica, so nothing of an older session reaches it after ADOPT was answered.
+//   - Each side validates the arguments and the answers of calls (method) before it uses them. A call that panics ends
+//     its session, and no other one.
 //   - What is under way on a connection is bounded: by credit at the sender, by buffers at the receiver.
 //
 // Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for time. Each is

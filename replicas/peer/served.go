@@ -76,8 +76,15 @@ func (c *served) fail(err error) {
 // drop forgets a session: what comes for it is answered with an error.
 func (c *served) drop(x *session) {
 	c.mu.Lock()
-	delete(c.sessions, x.id)
-	c.mu.Unlock()
+	defer c.mu.Unlock()
+	c.dropLocked(x)
+}
+
+func (c *served) dropLocked(x *session) {
+	if c.sessions[x.id] == x {
+		delete(c.sessions, x.id)
+		c.s.sessions.Add(-1)
+	}
 }
 
 // run serves the connection until it breaks.
@@ -107,6 +114,7 @@ func (c *served) run() {
 	c.mu.Lock()
 	sessions := c.sessions
 	c.sessions = map[uint32]*session{}
+	c.s.sessions.Add(-int64(len(sessions)))
 	c.mu.Unlock()
 	for _, x := range sessions {
 		x.t.leave(x)
@@ -248,13 +256,16 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 		return api.Errorf(api.Corrupt, "an empty request")
 	}
 	c.mu.Lock()
-	x := c.sessions[h.session]
+	x, gone := c.sessions[h.session], errSession
+	if x != nil {
+		gone = x.failed
+	}
 	c.mu.Unlock()
-	if x == nil {
+	if gone != nil {
 		if _, err := io.CopyN(io.Discard, r, int64(h.size)); err != nil {
 			return err
 		}
-		c.push(failure(h.id, errSession))
+		c.push(failure(h.id, gone))
 		return nil
 	}
 	var buf []byte
@@ -390,7 +401,7 @@ func (c *served) write() {
 
 // control carries out a control frame, in a goroutine of its own.
 func (c *served) control(h header, b []byte) {
-	answer, err := c.carryOut(&h, b)
+	answer, err := c.guarded(&h, b)
 	if err == nil {
 		err = checkFrame("answer", answer)
 	}
@@ -411,7 +422,17 @@ func (c *served) control(h header, b []byte) {
 func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	c.mu.Lock()
 	x := c.sessions[h.session]
+	var failed error
+	if x != nil {
+		failed = x.failed
+	}
 	c.mu.Unlock()
+	if failed != nil {
+		if h.kind == kindClose {
+			c.drop(x)
+		}
+		return nil, failed
+	}
 	if h.kind == kindOpen {
 		var q openRequest
 		if err := json.Unmarshal(b, &q); err != nil || x != nil {
@@ -424,6 +445,9 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 			if err := c.s.o.AllowOpen(c.ctx, c.node, q.Replica, q.Volume); err != nil {
 				return nil, err
 			}
+		}
+		if err := c.roomForSession(); err != nil {
+			return nil, err
 		}
 		t, err := c.s.target(c.ctx, q.Replica, q.Volume)
 		if err != nil {
@@ -438,12 +462,8 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		if err := t.join(x); err != nil {
 			return nil, err
 		}
-		c.mu.Lock()
-		c.sessions[x.id] = x
-		broken := c.err
-		c.mu.Unlock()
-		if broken != nil {
-			return nil, broken // run has the session leave
+		if err := c.add(x); err != nil {
+			return nil, err
 		}
 		return json.Marshal(t.rep.Info())
 	}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"drover.io/drover/block"
@@ -66,10 +67,18 @@ const (
 	listCalls    = 2          // of each kind that has a list of regions or pieces
 )
 
+// Sessions. An engine has one with each replica, and some more while it connects again.
+const (
+	connSessions    = 4 << 10
+	serverSessions  = 16 << 10
+	replicaSessions = 32 // of one replica on one connection
+)
+
 // Server serves replicas to engines on other nodes.
 type Server struct {
-	o    ServerOptions
-	bufs *buffers
+	o        ServerOptions
+	bufs     *buffers
+	sessions atomic.Int64
 
 	mu      sync.Mutex
 	conns   map[*served]bool

@@ -25,6 +25,7 @@ type target struct {
 	changing sync.RWMutex
 	mu       sync.Mutex
 	sessions map[*session]bool
+	serving  *session // that was adopted last
 	linger   *time.Timer
 	shutting bool
 	gone     chan struct{}
@@ -42,6 +43,7 @@ type session struct {
 	t       *target
 	adopted bool // loop thread
 	account account
+	failed  error // under the connection's lock: why nothing of it is served any more
 	// Places for calls that read content, by their name: a snapshot whose source hangs holds back no digests.
 	reading map[string]chan struct{}
 }
@@ -147,7 +149,9 @@ func (t *target) shut() error {
 	}
 	t.shutting = true
 	for x := range t.sessions {
-		x.c.drop(x)
+		if x.failure() == nil {
+			x.c.drop(x)
+		}
 	}
 	clear(t.sessions)
 	t.mu.Unlock()
@@ -196,7 +200,9 @@ func (t *target) take() {
 			t.rep.Submit(&in.req)
 			continue
 		case t.current == nil || !in.sess.adopted:
-			in.err = errSession
+			if in.err = in.sess.failure(); in.err == nil {
+				in.err = errSession
+			}
 		default:
 			in.err = api.Errorf(api.Denied, "another session was adopted")
 		}
@@ -230,10 +236,28 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	}) {
 		return errClosed
 	}
-	if <-ran {
+	other := <-ran
+	t.mu.Lock()
+	t.serving = x
+	t.mu.Unlock()
+	if other {
 		return t.rep.AdoptFor(ctx, node, a.Epoch, a.Incarnation, a.Members)
 	}
 	return nil
+}
+
+// servingNow is the session that was adopted last; nil: none was.
+func (t *target) servingNow() *session {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.serving
+}
+
+// failure is why nothing of the session is served any more; nil: it is.
+func (x *session) failure() error {
+	x.c.mu.Lock()
+	defer x.c.mu.Unlock()
+	return x.failed
 }
 
 // isCurrent reports whether the session is the one that is served; an error: it has ended.

@@ -1,6 +1,10 @@
 package stack
 
-import "sync"
+import (
+	"fmt"
+	"runtime/debug"
+	"sync"
+)
 
 // worker runs what may block, one after the other, off the loop's thread.
 type worker struct {
@@ -44,11 +48,24 @@ func (w *worker) run() {
 	}
 }
 
-// do runs fn in the worker and waits for it.
+// do runs fn in the worker and waits for it. Where fn panics, so does do: the caller may end the call alone.
 func (w *worker) do(fn func()) {
-	ran := make(chan struct{})
-	w.put(func() { fn(); close(ran) })
-	<-ran
+	ran := make(chan any, 1)
+	w.put(func() { ran <- panicOf(fn) })
+	if p := <-ran; p != nil {
+		panic(p)
+	}
+}
+
+// panicOf runs fn and returns how it panicked, with the stack; nil: it did not.
+func panicOf(fn func()) (panicked any) {
+	defer func() {
+		if p := recover(); p != nil {
+			panicked = fmt.Sprintf("%v in a worker:\n%s", p, debug.Stack())
+		}
+	}()
+	fn()
+	return nil
 }
 
 // close runs what was put before, and waits.

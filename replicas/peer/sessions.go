@@ -1,0 +1,87 @@
+package peer
+
+import (
+	"cmp"
+	"runtime/debug"
+	"slices"
+
+	"drover.io/drover/api"
+)
+
+// guarded carries out a control frame. A panic ends its session alone.
+func (c *served) guarded(h *header, b []byte) (answer []byte, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = c.endSession(h, p)
+		}
+	}()
+	return c.carryOut(h, b)
+}
+
+// endSession ends the session of a control frame that panicked: what comes for it is answered with the error, and the
+// replica is closed, since what it has in memory may be half done. Engines open it again.
+func (c *served) endSession(h *header, panicked any) error {
+	c.s.o.Log.Error("a call of another node panicked: its session ends", "node", c.node, "panic", panicked,
+		"stack", string(debug.Stack()))
+	err := api.Errorf(api.Unavailable, "the session ended: a call failed by an internal error of node %s", c.s.o.Node)
+	c.mu.Lock()
+	x := c.sessions[h.session]
+	if x != nil {
+		x.failed = err
+	}
+	c.mu.Unlock()
+	if x != nil {
+		c.s.wg.Go(func() { // the call is one of a connection that Close waits for
+			if err := x.t.shut(); err != nil {
+				c.s.o.Log.Warn("a replica whose session ended is closed", "replica", x.t.uid, "err", err)
+			}
+		})
+	}
+	return err
+}
+
+// roomForSession refuses a session where there are too many.
+func (c *served) roomForSession() error {
+	c.mu.Lock()
+	n := len(c.sessions)
+	c.mu.Unlock()
+	if all := c.s.sessions.Load(); n >= connSessions || all >= serverSessions {
+		return api.Errorf(api.Busy, "node %s serves %d sessions, %d of them on this connection: no more", c.s.o.Node, all, n)
+	}
+	return nil
+}
+
+// add takes a session that was opened. Of those that the connection has with one replica, the oldest ones go: an engine
+// that gave them up says nothing.
+func (c *served) add(x *session) error {
+	serving := x.t.servingNow()
+	c.mu.Lock()
+	var extra []*session
+	defer func() {
+		c.mu.Unlock()
+		for _, o := range extra {
+			o.t.leave(o)
+		}
+	}()
+	switch {
+	case c.err != nil:
+		extra = []*session{x}
+		return c.err
+	case c.sessions[x.id] != nil:
+		extra = []*session{x}
+		return api.Errorf(api.Invalid, "session %d is open already", x.id)
+	}
+	for _, o := range c.sessions {
+		if o.t == x.t && o != serving {
+			extra = append(extra, o)
+		}
+	}
+	slices.SortFunc(extra, func(a, b *session) int { return cmp.Compare(a.id, b.id) })
+	extra = extra[:max(0, len(extra)-replicaSessions+1)]
+	for _, o := range extra {
+		c.dropLocked(o)
+	}
+	c.sessions[x.id] = x
+	c.s.sessions.Add(1)
+	return nil
+}
