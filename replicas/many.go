@@ -336,6 +336,11 @@ func (d *Data) openMany(ctx context.Context, b blob, size int64, fresh bool) (_ 
 	}()
 	for i := range s.Members {
 		spec := &s.Members[i]
+		if spec.Absent && !fresh {
+			why := api.Errorf(api.Unavailable, "the volume's engine began without it")
+			members = append(members, engine.Named{Name: string(spec.UID), Member: &absent{why}})
+			continue
+		}
 		m, r, err := d.openMember(ctx, s, spec)
 		if !fresh && spec.Node == d.Node && len(s.Members) > 1 && isAbsent(err) {
 			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
@@ -364,6 +369,7 @@ func (d *Data) openMany(ctx context.Context, b blob, size int64, fresh bool) (_ 
 		return nil, err
 	}
 	s.serving.Store(s.engine)
+	s.noteAbsent(s.engine.Absent())
 	for _, m := range members {
 		if p, ok := m.Member.(*peer.Member); ok {
 			s.mates.mu.Lock()
@@ -376,6 +382,15 @@ func (d *Data) openMany(ctx context.Context, b blob, size int64, fresh bool) (_ 
 		}
 	}
 	return s, nil
+}
+
+// noteAbsent notes the members that the engine did not reach when it opened, for what is kept with the device.
+func (s *session) noteAbsent(names []string) {
+	s.mates.mu.Lock()
+	defer s.mates.mu.Unlock()
+	for i := range s.Members {
+		s.Members[i].Absent = slices.Contains(names, string(s.Members[i].UID))
+	}
 }
 
 // mendOften begins to bring replicas back.

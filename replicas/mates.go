@@ -22,6 +22,8 @@ type memberSpec struct {
 	Disk api.UID `json:"disk"`
 	Path string  `json:"path,omitempty"` // of the disk, if it is here
 	Boot string  `json:"boot,omitempty"` // run of the other machine that the session is with
+	// Absent: an engine of this device began without it and has not dropped it yet. No later process adopts it.
+	Absent bool `json:"absent,omitempty"`
 }
 
 // mates are what a session of a volume with several replicas has: its members, as the device's holder knows them too,

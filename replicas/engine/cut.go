@@ -474,7 +474,8 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	return err
 }
 
-// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy.
+// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy, and
+// also before a member that was absent when the engine opened is dropped: nobody compared its snapshots with the others'.
 func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	m, cutting, err := e.source(ctx)
 	if err != nil {
@@ -482,6 +483,13 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	}
 	if cutting {
 		return stack.Meta{}, api.Errorf(api.Busy, "a snapshot is being taken")
+	}
+	var absent []string
+	if err := e.on(ctx, func() { absent = e.names(e.absent) }); err != nil {
+		return stack.Meta{}, err
+	}
+	if len(absent) > 0 {
+		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach", absent[0])
 	}
 	st, err := m.State(ctx)
 	if err != nil {
@@ -570,31 +578,4 @@ func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context,
 		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
 	}
 	return errors.Join(all...)
-}
-
-// level makes the snapshots of the members the same, before anything is served: one that is not on all of them was not
-// there for anybody yet, or was being taken away.
-func (e *Engine) level(ctx context.Context, all []Mirror) error {
-	states := make([]stack.Meta, len(all))
-	for i, m := range all {
-		x, ok := m.(Cutter)
-		if !ok {
-			return nil
-		}
-		var err error
-		if states[i], err = x.State(ctx); err != nil {
-			return fmt.Errorf("snapshots of the members: %w", err)
-		}
-	}
-	for i, m := range all {
-		for _, s := range states[i].Snapshots {
-			if !slices.ContainsFunc(states, func(o stack.Meta) bool { return !slices.ContainsFunc(o.Snapshots, s.Same) }) {
-				continue
-			}
-			if err := m.(Cutter).Forget(ctx, s.UID); err != nil {
-				return fmt.Errorf("snapshots of the members: %w", err)
-			}
-		}
-	}
-	return nil
 }

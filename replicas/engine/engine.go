@@ -63,7 +63,7 @@ type Config struct {
 	Add func(ctx context.Context, epoch int64, member string) error
 	// Track has the members note intents even where there is one: the volume has other replicas.
 	Track bool
-	// Lenient opens the engine if one member adopts the epoch; the others are dropped.
+	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
 	Lenient bool
 	// Equalise makes the members equal before anything is read: the last engine had no clean end.
 	Equalise bool
@@ -91,9 +91,10 @@ type Engine struct {
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
 	drops   sync.WaitGroup
-	dropped []error // why, by member
-	gone    set     // members that the engine has closed already
-	spare   set     // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
+	dropped []error  // why, by member
+	missed  []string // names of the members that Open did not reach
+	gone    set      // members that the engine has closed already
+	spare   set      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
 	whole   atomic.Bool
 	alike   chan struct{} // the members are to be made equal where writes failed
 	cleaner chan struct{} // closed when the goroutine that cleans intents has ended; nil: there is none
@@ -105,6 +106,7 @@ type Engine struct {
 	suspect  set // members that failed and are being dropped: no I/O for them
 	weak     set // those of them that have not adopted the epoch
 	lost     set // the last one that served, if its session is gone: everything waits for it, or for another one
+	absent   set // suspects that Open did not reach: nobody resynced them, so the engine drops them and never revives them
 	joiners  set // replicas that get all writes and are no members yet
 	joining  set // the one of them that is being made a member: nothing is acknowledged without it
 	joins    map[int]*join
@@ -179,9 +181,11 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
-		members: set(1)<<n - 1, dropped: why, suspect: absent, joins: map[int]*join{}, gens: []generation{{}},
+		members: set(1)<<n - 1, dropped: why, suspect: absent, absent: absent,
+		joins: map[int]*join{}, gens: []generation{{}},
 		touched: map[int64]int64{}, spoilt: map[int64]bool{}, alike: make(chan struct{}, 1),
 	}
+	e.missed = e.names(absent)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	if e.pool = cfg.Pool; e.pool == nil {
 		var err error
@@ -409,6 +413,10 @@ func (e *Engine) on(ctx context.Context, fn func()) error {
 		return nil
 	}
 }
+
+// Absent names the members that Open did not reach. Nobody resynced them: the engine drops them, and before that a later
+// process of the same epoch must not adopt them either.
+func (e *Engine) Absent() []string { return slices.Clone(e.missed) }
 
 // Epoch is the epoch now, and the names of its members.
 func (e *Engine) Epoch(ctx context.Context) (epoch int64, members []string, err error) {

@@ -34,8 +34,8 @@ func (e *Engine) Hurry() {
 	})
 }
 
-// vouch finds a member that is in its session still. Where none serves, those that failed are asked too, as long as it
-// takes.
+// vouch finds a member that is in its session still. Where none serves, vouch also asks those that failed, as long as it
+// takes. It never asks a member that was absent when the engine opened: that one may lack what the others were given.
 func (e *Engine) vouch(d *drop) error {
 	wait := 50 * time.Millisecond
 	for {
@@ -62,14 +62,14 @@ func (e *Engine) vouch(d *drop) error {
 		if err := ask(d.serving); err != nil || good != 0 {
 			return err
 		}
-		if err := ask(d.all &^ d.serving); err != nil {
+		if err := ask(d.able &^ d.serving); err != nil {
 			return err
 		}
 		if good != 0 {
 			d.revived = good
 			return nil
 		}
-		if restarted == d.all.len() {
+		if restarted == d.able.len() {
 			return api.Errorf(api.Denied, "the machines of all replicas restarted: writes that were not flushed may be gone, "+
 				"the volume has to be attached anew: %w", stack.ErrRestarted)
 		}

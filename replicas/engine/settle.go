@@ -123,7 +123,7 @@ func (e *Engine) nextDrop() {
 		return
 	}
 	e.dropping, e.vouched = true, false
-	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost, all: e.members,
+	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.absent,
 		before: e.names(e.members)}
 	if e.suspect != 0 {
 		d.m = e.suspect.first()
@@ -146,8 +146,8 @@ type drop struct {
 	epoch     int64
 	before    []string // members now
 	names     []string // members of the new epoch
-	all       set      // members now
-	serving   set      // those of them that nobody suspects
+	able      set      // members now that may vouch: the engine resynced them when it began, or since
+	serving   set      // those of the able that nobody suspects
 	survivors set      // those that must adopt the new epoch
 	weak      set      // survivors that could not adopt it
 	revived   set      // members that serve again: nobody is dropped
@@ -238,6 +238,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
+	e.absent &^= bit(d.m)
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
 	e.tellLast()

@@ -47,6 +47,7 @@ var worlds = map[string]limits{
 	"restarts": {replicas: 2, writes: 1, epochs: 4, stops: 1, powers: 1},
 	"return":   {replicas: 2, writes: 2, epochs: 4, stops: 1},
 	"three":    {replicas: 3, writes: 1, epochs: 3, stops: 1},
+	"winners":  {replicas: 2, writes: 1, epochs: 3, kills: 1, hosts: 1},
 }
 
 func TestProtocolHolds(t *testing.T) {
@@ -70,13 +71,15 @@ func TestEveryRuleIsNeeded(t *testing.T) {
 		"drop before ack": {func(r *rules) { r.dropBeforeAck = false }, worlds["return"]},
 		"fence":           {func(r *rules) { r.fence = false }, worlds["hosts"]},
 		"incarnations":    {func(r *rules) { r.incarnations = false }, worlds["kill"]},
-		"winner":          {func(r *rules) { r.winner = false }, worlds["hosts"]},
+		"resync first":    {func(r *rules) { r.resyncFirst = false }, worlds["hosts"]},
 		"both intents":    {func(r *rules) { r.bothIntents = false }, worlds["return"]},
 		"durable intent":  {func(r *rules) { r.durableIntent = false }, worlds["power"]},
 		"keep intents":    {func(r *rules) { r.keepIntents = false }, worlds["return"]},
 		"boot record":     {func(r *rules) { r.bootRecord = false }, worlds["power"]},
 		"session answers": {func(r *rules) { r.sessionAnswers = false }, worlds["power"]},
 		"intact survivor": {func(r *rules) { r.intactSurvivor = false }, worlds["restarts"]},
+		"absent stays":    {func(r *rules) { r.absentStays = false }, worlds["hosts"]},
+		"absent kept":     {func(r *rules) { r.absentKept = false }, worlds["winners"]},
 		"synced join":     {func(r *rules) { r.syncedJoin = false }, limits{replicas: 2, writes: 1, epochs: 4, stops: 1, powers: 2}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -14,7 +14,7 @@ type rules struct {
 	dropBeforeAck bool // I2: a member leaves the API's record before anything is acknowledged without it
 	fence         bool // I3: a replica refuses what is below the (epoch, incarnation) that it adopted
 	incarnations  bool // rule 3: within an epoch, an older process's late message is refused
-	winner        bool // rule 2: after an unclean end one winner is copied out before anything is read
+	resyncFirst   bool // rule 2: after an unclean end one member is copied to the others before anything is read
 	bothIntents   bool // rule 1: equalising copies the union of both sides' intents
 	durableIntent bool // rule 1: the intent is durable before the write
 	keepIntents   bool // rule 1: intents stay while a replica is away
@@ -23,9 +23,14 @@ type rules struct {
 	sessionAnswers bool // an answer counts only while the session that gave it lives
 	intactSurvivor bool // nobody is dropped unless a member with an unbroken session stays
 	syncedJoin     bool // a newcomer's copy is durable before the swap that makes it a member
+	// An engine may begin without members that it does not reach. Nobody copied the winner to them:
+	absentStays bool // they never serve, until the engine has dropped them
+	absentKept  bool // and the device remembers them for the next process
 }
 
-func allRules() rules { return rules{true, true, true, true, true, true, true, true, true, true, true} }
+func allRules() rules {
+	return rules{true, true, true, true, true, true, true, true, true, true, true, true, true}
+}
 
 type limits struct {
 	replicas                                    int
@@ -52,7 +57,8 @@ type engine struct {
 	members uint8
 	adopted uint8
 	copied  uint8 // members that hold the winner's content
-	winner  int8  // replica + 1, 0: none needed
+	winner  int8  // that this process copies from: replica + 1, 0: none needed. No disk and no server knows it
+	absent  uint8 // members that this engine began without
 	pending int8  // guest's write, 0: none
 	got     uint8
 }
@@ -127,7 +133,7 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 			adopt(s, e, m, r, add)
 			drop(s, e, m, l, r, add)
 			w := max(g.winner-1, 0)
-			if g.winner != 0 && g.adopted == g.members && g.copied&b == 0 && s.rep[m].up &&
+			if g.winner != 0 && g.adopted == g.members&^g.absent && g.copied&b == 0 && s.rep[m].up &&
 				(!r.fence || s.rep[m].epoch == g.epoch && s.rep[m].inc == g.inc && s.rep[w].epoch == g.epoch) {
 				n := s
 				copyRegion(&n, int(g.winner-1), m, r)
@@ -139,6 +145,7 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 			join(s, e, m, l, r, add)
 		}
 	}
+	begin(s, e, add)
 	if g.phase == ready {
 		serve(s, e, l, r, add)
 	}
@@ -153,10 +160,19 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 		}
 		k.inc++
 		k.adopted, k.got, k.copied, k.phase = 0, 0, 0, claimed
-		if k.winner != 0 {
-			k.copied = bit(int(k.winner - 1))
+		if !r.absentKept {
+			k.absent = 0
 		}
-		add(id+" is killed and resumes", n, "")
+		winners := []int8{0}
+		if k.winner != 0 { // nobody knows what the dead process copied from, and nothing was read
+			winners = membersOf(k.members)
+		}
+		for _, w := range winners {
+			if n.eng[e].winner = w; w != 0 {
+				n.eng[e].copied = bit(int(w - 1))
+			}
+			add(id+" is killed and resumes", n, "")
+		}
 	}
 	if s.hosts < l.hosts { // engine and guest die together
 		n := s
@@ -173,13 +189,24 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 	}
 }
 
-// claim is the attach: one swap takes the epoch, and after an unclean end it records a winner.
+// membersOf lists the replicas of a set, each plus one.
+func membersOf(set uint8) (list []int8) {
+	for m := range maxReplicas {
+		if set&bit(m) != 0 {
+			list = append(list, int8(m+1))
+		}
+	}
+	return list
+}
+
+// claim is the attach: one swap takes the epoch. After an unclean end the engine chooses a winner, which may be any member:
+// each has all that was acknowledged.
 func claim(s state, e int, l limits, r rules, add adder) {
 	if s.api.epoch >= l.epochs {
 		return
 	}
 	winners := []int8{0}
-	if r.winner && !s.api.clean && bits.OnesCount8(s.api.members) > 1 {
+	if r.resyncFirst && !s.api.clean && bits.OnesCount8(s.api.members) > 1 {
 		winners = winners[:0]
 		for m := range l.replicas {
 			if s.api.members&bit(m) != 0 && s.rep[m].up {
@@ -207,11 +234,25 @@ func claim(s state, e int, l limits, r rules, add adder) {
 	}
 }
 
+// begin is the choice of an engine to go on without the members that it does not reach, as long as it has one of them and
+// the winner. They stay members until it has dropped them.
+func begin(s state, e int, add adder) {
+	g := &s.eng[e]
+	left := g.members &^ g.adopted
+	if g.phase != claimed || g.adopted == 0 || left&^g.absent == 0 || g.winner != 0 && g.adopted&bit(int(g.winner-1)) == 0 {
+		return
+	}
+	n := s
+	n.eng[e].absent |= left
+	settle(&n, e)
+	add(string(rune('A'+e))+" begins without those that are absent", n, "")
+}
+
 func older(ae, ai, be, bi int8) bool { return ae < be || ae == be && ai < bi }
 
 func adopt(s state, e, m int, r rules, add adder) {
 	g, p := &s.eng[e], &s.rep[m]
-	if g.adopted&bit(m) != 0 || !p.up {
+	if g.adopted&bit(m) != 0 || !p.up || r.absentStays && g.absent&bit(m) != 0 {
 		return
 	}
 	n := s
@@ -223,7 +264,7 @@ func adopt(s state, e, m int, r rules, add adder) {
 	}
 	// Its unflushed writes may be gone. Only the last member is taken as it is.
 	if r.bootRecord && p.lost && g.members != bit(m) && g.winner == 0 {
-		if !anyIntact(s, g.members) { // nobody knows the newest content any more: the device fails, a new attach decides
+		if !anyIntact(s, g.members&^g.absent) { // nobody knows the newest content any more: the device fails, a new attach decides
 			n.eng[e] = engine{}
 			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
 			add(id+" finds every member restarted and stops", n, "")
@@ -233,15 +274,17 @@ func adopt(s state, e, m int, r rules, add adder) {
 	q := &n.rep[m]
 	q.epoch, q.inc, q.lost = g.epoch, g.inc, false
 	n.eng[e].adopted |= bit(m)
+	n.eng[e].absent &^= bit(m)
 	settle(&n, e)
 	add(id+" is adopted", n, "")
 }
 
-// settle makes an engine ready once all members adopted it and the winner is copied out; what the guest waits for is
-// then sent again to those who did not answer.
+// settle makes an engine ready once all members that are not absent adopted it and the winner is copied out to them; what
+// the guest waits for is then sent again to those who did not answer.
 func settle(s *state, e int) {
 	g := &s.eng[e]
-	if g.adopted != g.members || g.winner != 0 && g.copied&g.members != g.members {
+	here := g.members &^ g.absent
+	if g.adopted&here != here || g.winner != 0 && g.copied&here != here {
 		return
 	}
 	g.phase, g.winner, g.copied = ready, 0, 0
@@ -249,7 +292,7 @@ func settle(s *state, e int) {
 		return
 	}
 	for m := range maxReplicas {
-		if g.members&bit(m) != 0 && g.got&bit(m) == 0 && !s.msg[e][m].on {
+		if here&bit(m) != 0 && g.got&bit(m) == 0 && !s.msg[e][m].on {
 			s.msg[e][m] = message{true, g.epoch, g.inc, g.pending}
 		}
 	}
@@ -261,7 +304,7 @@ func drop(s state, e, m int, l limits, r rules, add adder) {
 	if g.members == b || s.api.epoch >= l.epochs {
 		return
 	}
-	if s.rep[m].up && !s.rep[m].lost && g.pending == 0 { // suspicion may be false, but needs an occasion
+	if s.rep[m].up && !s.rep[m].lost && g.pending == 0 && g.absent&b == 0 { // suspicion may be false, but needs an occasion
 		return
 	}
 	if r.intactSurvivor && g.adopted&^b == 0 {
@@ -276,13 +319,14 @@ func drop(s state, e, m int, l limits, r rules, add adder) {
 		return
 	}
 	if h.winner == int8(m+1) { // nothing was read yet: another may win
-		w := int8(bits.TrailingZeros8(g.members&^b)) + 1
+		w := int8(bits.TrailingZeros8(g.members&^b&^g.absent)) + 1
 		if h.copied&^b != 0 && h.copied != b {
 			w = int8(bits.TrailingZeros8(h.copied&^b)) + 1
 		}
 		h.winner, h.copied = w, bit(int(w-1))
 	}
 	h.members &^= b
+	h.absent &^= b
 	h.got &^= b
 	n.msg[e][m], n.late[e][m] = message{}, firstOn(s.msg[e][m], s.late[e][m])
 	if !r.dropBeforeAck { // acknowledges without telling anyone
@@ -318,7 +362,7 @@ func copyRegion(s *state, from, to int, r rules) {
 // join brings a replica back: under the region's lock, so no write is under way.
 func join(s state, e, m int, l limits, r rules, add adder) {
 	g, p := &s.eng[e], &s.rep[m]
-	if g.phase != ready || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
+	if g.phase != ready || g.absent != 0 || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
 		return
 	}
 	if s.api.epoch != g.epoch || s.api.engine != int8(e+1) {
@@ -356,7 +400,7 @@ func serve(s state, e int, l limits, r rules, add adder) {
 		n.eng[e].pending, n.eng[e].got = n.next, 0
 		n.next++
 		for m := range l.replicas {
-			if g.members&bit(m) != 0 {
+			if (g.members&^g.absent)&bit(m) != 0 {
 				n.msg[e][m] = message{true, g.epoch, g.inc, n.eng[e].pending}
 			}
 		}
@@ -382,10 +426,10 @@ func serve(s state, e int, l limits, r rules, add adder) {
 	}
 	up := true
 	for m := range l.replicas {
-		up = up && (g.members&bit(m) == 0 || s.rep[m].up && !s.rep[m].lost)
+		up = up && (g.members&bit(m) == 0 || s.rep[m].up && !s.rep[m].lost && g.absent&bit(m) == 0)
 	}
 	for m := range l.replicas { // a read, from whichever member
-		if g.members&bit(m) == 0 || !s.rep[m].up || s.rep[m].lost {
+		if (g.members&^g.absent)&bit(m) == 0 || !s.rep[m].up || s.rep[m].lost {
 			continue
 		}
 		n := s
