@@ -14,7 +14,7 @@ import (
 func FuzzStack(f *testing.F) {
 	uid := string(api.NewUID())
 	m := Meta{UID: uid, Volume: "v", VolumeUID: uid, Size: 1 << 30, Epoch: 3, Incarnation: 9, Members: []string{uid},
-		Winner: uid, Dirty: true, Layers: []string{uid}, Head: "head", Created: time.Unix(1, 0).UTC(),
+		Dirty: true, Layers: []string{uid}, Head: "head", Created: time.Unix(1, 0).UTC(),
 		Snapshots: []Snapshot{{UID: uid, Name: "s", Layer: uid}}}
 	good, err := encodeMeta(formatStack, m.record())
 	if err != nil {

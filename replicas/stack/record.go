@@ -35,7 +35,6 @@ type Meta struct {
 	Epoch       int64 // of the last session that was adopted
 	Incarnation int64
 	Members     []string   // uids of the replicas that make up the volume in this epoch
-	Winner      string     // after an unclean end: the member whose dirty regions count
 	Dirty       bool       // a session was adopted and did not end cleanly, yet
 	Layers      []string   // bottom first
 	Head        string     // name of the head's files
@@ -75,7 +74,7 @@ type stackRecord struct {
 	Epoch       int64           `json:"epoch"`
 	Incarnation int64           `json:"incarnation"`
 	Members     []memberRecord  `json:"members"`
-	Winner      string          `json:"winner"`
+	Winner      string          `json:"winner,omitempty"` // older programs wrote it, always empty; nothing reads it
 	Dirty       bool            `json:"dirty"`
 	Layers      []string        `json:"layers"`
 	Head        string          `json:"head"`
@@ -101,7 +100,7 @@ func (m Meta) record() stackRecord {
 	for i, id := range m.Members {
 		members[i].ID = id
 	}
-	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, m.Winner, m.Dirty,
+	return stackRecord{m.UID, m.Volume, m.VolumeUID, m.Size, m.Epoch, m.Incarnation, members, "", m.Dirty,
 		append([]string{}, m.Layers...), m.Head, append([]Snapshot{}, m.Snapshots...), m.Branches, m.Merge,
 		m.Created, m.BootID, m.MountID, m.Joined, m.Reverted, m.EngineNode, m.Object}
 }
@@ -111,7 +110,7 @@ func (s stackRecord) meta() Meta {
 	for i, m := range s.Members {
 		members[i] = m.ID
 	}
-	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Winner, s.Dirty, s.Layers,
+	return Meta{s.UID, s.Volume, s.VolumeUID, s.Size, s.Epoch, s.Incarnation, members, s.Dirty, s.Layers,
 		s.Head, s.Snapshots, s.Branches, s.Merge, s.Created, s.BootID, s.MountID, s.Joined, s.Reverted, s.EngineNode,
 		s.Object}
 }
