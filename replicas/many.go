@@ -364,6 +364,9 @@ func (d *Data) openMany(ctx context.Context, b blob, size int64, fresh bool) (_ 
 	}
 	c := d.config(s, size, b.Now)
 	c.Members, c.Track, c.Equalise, c.Lenient = members, true, fresh, true
+	if fresh || d.api.Load() { // one that resumes does not wait for the API
+		c.Reported = d.reported(s)
+	}
 	s.engine, err = engine.Open(ctx, c)
 	if err != nil {
 		return nil, err

@@ -67,6 +67,9 @@ type Config struct {
 	Lenient bool
 	// Equalise makes the members equal before anything is read: the last engine had no clean end.
 	Equalise bool
+	// Reported tells whether the API has reported a snapshot of the volume: a member that lacks it, where another one has
+	// it, is dropped. Nil: nobody can be asked, and a snapshot that is not on all members is taken out of them.
+	Reported func(ctx context.Context, s stack.Snapshot) (bool, error)
 	// OnDrop tells that a member was dropped and why. Called on the loop's thread, must not block; may be nil.
 	OnDrop func(member string, why error)
 	// OnSpace tells that writes began to wait for room, or that none waits any more. As OnDrop.
@@ -92,7 +95,7 @@ type Engine struct {
 	cancel  context.CancelFunc
 	drops   sync.WaitGroup
 	dropped []error  // why, by member
-	missed  []string // names of the members that Open did not reach
+	missed  []string // names of the members that this engine began without
 	gone    set      // members that the engine has closed already
 	spare   set      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
 	whole   atomic.Bool
@@ -185,7 +188,6 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		joins: map[int]*join{}, gens: []generation{{}},
 		touched: map[int64]int64{}, spoilt: map[int64]bool{}, alike: make(chan struct{}, 1),
 	}
-	e.missed = e.names(absent)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	if e.pool = cfg.Pool; e.pool == nil {
 		var err error
@@ -207,6 +209,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		return nil, err
 	}
+	e.missed = e.names(e.absent)
 	if err := e.pool.join(cfg.Loop); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
@@ -214,7 +217,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		return nil, err
 	}
-	if absent != 0 && !cfg.Loop.Post(e.nextDrop) {
+	if e.absent != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	if n > 1 || cfg.Track {
@@ -414,7 +417,7 @@ func (e *Engine) on(ctx context.Context, fn func()) error {
 	}
 }
 
-// Absent names the members that Open did not reach. Nobody resynced them: the engine drops them, and before that a later
+// Absent names the members that Open did not reach, or that went back in time. Nobody resynced them: the engine drops them, and before that a later
 // process of the same epoch must not adopt them either.
 func (e *Engine) Absent() []string { return slices.Clone(e.missed) }
 

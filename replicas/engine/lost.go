@@ -160,30 +160,6 @@ func (e *Engine) Suspect(name string, why error) {
 	})
 }
 
-// mirrors prepares the members of a volume with several replicas: intents are noted, and what an unclean end left
-// unequal is made equal.
-func (e *Engine) mirrors(ctx context.Context) error {
-	if !e.cfg.Track && len(e.cfg.Members) < 2 {
-		return nil
-	}
-	var all []Mirror
-	for i, m := range e.cfg.Members {
-		if r, ok := m.Member.(Mirror); ok && !e.suspect.has(i) {
-			if err := r.Track(ctx, true); err != nil {
-				return err
-			}
-			all = append(all, r)
-		}
-	}
-	e.tellLast()
-	if e.cfg.Equalise && len(all) > 1 {
-		if err := e.equalise(ctx, all); err != nil {
-			return err
-		}
-	}
-	return e.level(ctx, all)
-}
-
 // Patience bounds how long I/O waits where all replicas are gone; 0: it waits as long as it takes. It is to be called
 // every now and then. What waits for longer fails, and so does what comes, until a replica is back. It reports whether
 // I/O fails now.

@@ -68,6 +68,8 @@ type cluster struct {
 	// that hangs.
 	patience Patience
 	made     []*Member // all that have it
+	// reported is what the API says of a snapshot; nil: it is not asked.
+	reported func(context.Context, stack.Snapshot) (bool, error)
 }
 
 // endless is for tests in which nobody is to be given up.
@@ -132,7 +134,8 @@ func (c *cluster) attach() error {
 		return err
 	}
 	c.inc++
-	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: true, Equalise: true,
+	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: true, Equalise: true, Lenient: true,
+		Reported: c.reported,
 		Drop: func(_ context.Context, epoch int64, m string) error {
 			err := c.rec.swap(epoch, func() {
 				c.rec.members = slices.DeleteFunc(c.rec.members, func(n string) bool { return n == m })

@@ -1,0 +1,65 @@
+package replicas
+
+import (
+	"context"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// TestResumeLeavesOutAbsentMembers: a process that takes a device up does not adopt a member that an earlier one began
+// without, however well it can be opened by now, and notes the members that it begins without itself.
+func TestResumeLeavesOutAbsentMembers(t *testing.T) {
+	d := dataWithoutAPI(t)
+	ctx := context.Background()
+	disk, err := stack.Add(ctx, filepath.Join(t.TempDir(), "disk"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	volume := api.NewUID()
+	b := blob{Volume: "v", VolumeUID: volume, Epoch: 3, Now: 3}
+	for _, name := range []string{"v-1", "v-2", "v-3"} {
+		uid := api.NewUID()
+		b.Members = append(b.Members, memberSpec{Name: name, UID: uid, Node: "a", Disk: api.UID(disk.UID()), Path: disk.Path()})
+		if name == "v-3" {
+			break // its files are gone
+		}
+		if err := disk.CreateReplica(ctx, stack.Spec{UID: string(uid), Volume: "v", VolumeUID: string(volume), Size: 1 << 20}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.Members[1].Absent = true
+	if err := disk.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s, err := d.openMany(ctx, b, 1<<20, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{string(b.Members[1].UID), string(b.Members[2].UID)}
+	if got := s.engine.Absent(); !slices.Equal(got, want) {
+		t.Errorf("absent: %v, want %v", got, want)
+	}
+	for i, m := range s.snapshotBlob().Members {
+		if m.Absent != (i > 0) {
+			t.Errorf("what is kept with the device about %s: absent %v", m.Name, m.Absent)
+		}
+	}
+	opened, err := d.disks.open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, epoch := range []int64{3, 0} {
+		if m, err := opened.Stack(string(b.Members[i].UID)); err != nil || m.Epoch != epoch {
+			t.Errorf("replica %s adopted epoch %d, %v", b.Members[i].Name, m.Epoch, err)
+		}
+	}
+	s.engine.Hurry()
+	if err := s.engine.Close(); err != nil {
+		t.Error(err)
+	}
+	d.putBack(s.loop)
+}
