@@ -132,7 +132,7 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 			Head: "head-1", Joined: 3, BootID: fixBoot, Object: json.RawMessage(fixObject),
 			Snapshots: []Snapshot{{UID: fixSnapshot, Name: "before", Layer: fixFrozen, Created: fixTime}}},
 		{UID: fixReverted, Volume: "reverted", VolumeUID: volumeOf(fixReverted), Size: fixSize, Epoch: 9, Incarnation: 4,
-			Members: []string{fixReverted, fixOther}, Winner: fixOther, Dirty: true, Layers: []string{fixBase}, Head: "head",
+			Members: []string{fixReverted, fixOther}, Dirty: true, Layers: []string{fixBase}, Head: "head",
 			Joined: 7, Reverted: 8, BootID: fixBoot,
 			Branches:  []Branch{{Layer: fixTop, Below: fixBase}},
 			Snapshots: []Snapshot{{UID: fixOlder, Name: "older", Layer: fixTop, Created: fixTime}}},
@@ -260,7 +260,7 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = other.Close() }()
-	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 || other.Meta().Winner != fixOther {
+	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
 		t.Errorf("intents of the other one %+v, %v", got, err)
 	}
 	buf := alignedBuffer(int(blockSize))

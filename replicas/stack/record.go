@@ -74,7 +74,7 @@ type stackRecord struct {
 	Epoch       int64           `json:"epoch"`
 	Incarnation int64           `json:"incarnation"`
 	Members     []memberRecord  `json:"members"`
-	Winner      string          `json:"winner,omitempty"` // older programs wrote it, always empty; nothing reads it
+	Winner      string          `json:"winner"` // always empty; nothing reads it
 	Dirty       bool            `json:"dirty"`
 	Layers      []string        `json:"layers"`
 	Head        string          `json:"head"`
