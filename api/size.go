@@ -1,22 +1,20 @@
 package api
 
-import "strconv"
+import (
+	"fmt"
+	"strings"
+)
 
-// SizeText is a number of bytes for people, as the statuses show it: "512 B", "1.5 GiB".
+// SizeText formats a number of bytes for people, as the statuses show it: "512 B", "1.5 GiB".
 func SizeText(n int64) string {
+	const units = "KMGTPE"
 	if n < 1024 {
-		return strconv.FormatInt(n, 10) + " B"
+		return fmt.Sprintf("%d B", n)
 	}
-	v, unit := float64(n)/1024, "KiB"
-	for _, u := range []string{"MiB", "GiB", "TiB"} {
-		if v < 1024 {
-			break
-		}
-		v, unit = v/1024, u
+	f, u := float64(n)/1024, 0
+	for f >= 1024 && u < len(units)-1 {
+		f /= 1024
+		u++
 	}
-	prec := 1
-	if v == float64(int64(v)) {
-		prec = 0
-	}
-	return strconv.FormatFloat(v, 'f', prec, 64) + " " + unit
+	return fmt.Sprintf("%s %ciB", strings.TrimSuffix(fmt.Sprintf("%.1f", f), ".0"), units[u])
 }

@@ -334,6 +334,15 @@ type ReplicaList struct {
 	Items           []Replica `json:"items"`
 }
 
+// Values of dataLocality. A strict-local volume has its only replica on the node that uses the volume, and attaches
+// nowhere else. For best-effort the planner adds a replica on the node after an attach, and removes the surplus replica
+// when the new one is a member.
+const (
+	LocalityDisabled   = "disabled"
+	LocalityBestEffort = "best-effort"
+	LocalityStrict     = "strict-local"
+)
+
 // Of are those of a volume: where they were listed by its label, another one may have the same.
 func (l *ReplicaList) Of(volume string) []Replica {
 	return slices.DeleteFunc(l.Items, func(r Replica) bool { return r.Spec.Volume != volume })

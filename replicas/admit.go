@@ -8,6 +8,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block/listener"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
@@ -82,7 +83,7 @@ func (d *Data) allowOpen(ctx context.Context, node, replica, volume string) erro
 // replicaHere is the object of a replica of this node, nil if the cache has none.
 func (d *Data) replicaHere(ctx context.Context, uid string) (*api.Replica, error) {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Errorf(api.Unavailable, "replicas of node %s: %w", d.Node, err)
 	}
 	i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return string(r.Spec.UID) == uid })
@@ -112,7 +113,7 @@ func (d *Data) isNamed(ctx context.Context, r client.Reader, name, uid, node str
 		return false, err
 	}
 	var list api.ReplicaList
-	err := d.client.List(ctx, &list, client.MatchingFields{byVolume: name}, client.UnsafeDisableDeepCopy)
+	err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: name}, client.UnsafeDisableDeepCopy)
 	return slices.ContainsFunc(list.Items, func(r api.Replica) bool {
 		return r.Spec.Node == node && string(r.Spec.VolumeUID) == uid
 	}), err

@@ -8,9 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -144,40 +142,4 @@ func TestDiskMovesWhileItsDeviceIsHeld(t *testing.T) {
 	w.detachFrom("v")
 	checkDevice(t, w.attachTo("b", "v"), 0, data)
 	w.detachFrom("v")
-}
-
-// TestReplicaInTheMakingStaysWithItsSource: of what is on a disk that has moved to another node, a replica that is
-// still to be made from one on another disk of the former node is not given to the new one.
-func TestReplicaInTheMakingStaysWithItsSource(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	moved := api.NewUID()
-	for name, d := range map[string]api.DiskStatus{"former": {Path: "/d", UID: moved, Gone: true},
-		"new": {Path: "/d", UID: moved, Ready: true}} {
-		n := &api.Node{ObjectMeta: named(name)}
-		w.create(n)
-		editStatus(w, n, func(n *api.Node) {
-			n.Status.Heartbeat, n.Status.HeartbeatSeconds = metav1.NewTime(time.Now().Add(time.Hour)), 10
-			n.Status.Disks = []api.DiskStatus{d}
-		})
-	}
-	stays := map[string]*api.ReplicaSource{"from-another-disk": {Disk: api.NewUID()}, "from-the-same": {Disk: moved}}
-	var mine []api.Replica
-	for name, from := range stays {
-		from.Replica, from.Snapshot = api.NewUID(), api.NewUID()
-		r := &api.Replica{ObjectMeta: named(name), Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "v", Node: "former",
-			Disk: moved, From: from}}
-		w.create(r)
-		mine = append(mine, *r)
-	}
-	p := &planner{client: w.c, events: w.mgr.GetEventRecorder("test"), log: w.log}
-	if err := p.adopt(w.ctx, volume("v", 16*mib), mine, nil); err != nil {
-		t.Fatal(err)
-	}
-	for name, node := range map[string]string{"from-another-disk": "former", "from-the-same": "new"} {
-		r := &api.Replica{ObjectMeta: named(name)}
-		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil || r.Spec.Node != node {
-			t.Errorf("replica %s is on node %s: %v", name, r.Spec.Node, err)
-		}
-	}
 }

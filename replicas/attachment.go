@@ -155,7 +155,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
 	a.Status.Epoch, a.Status.Message = s.Epoch, l.behind(ctx, s)
 	a.Status.Rebuilds = s.rebuilding()
-	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
+	api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
 	l.tellSpace(ctx, a, s)
 	l.tellSource(a, s)
 	l.trim(ctx, a, s)
@@ -177,7 +177,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 // notReady tells why there is no device.
 func notReady(a *api.Attachment, why error) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
-	setCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", why.Error())
+	api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", why.Error())
 	return why
 }
 
@@ -201,7 +201,7 @@ func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID)
 // tellSpace writes whether writes wait for room.
 func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *session) {
 	if !s.full.Load() {
-		if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
+		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
 			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
 				s.Volume)
@@ -211,7 +211,7 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 	}
 	msg := l.fullDisks(ctx, s) + ": writes to the volume wait; make room there"
 	a.Status.Message = msg
-	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
+	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
 		l.events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
 	}
 	s.wasFull = true
@@ -241,7 +241,7 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 		msg = fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Node, far)
 	}
 	a.Status.Message = msg
-	if setCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
+	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
 		l.events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
 	}
 }

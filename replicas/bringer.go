@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 )
 
 // bringer owns what copies layers to the disks of this node, one job for a replica at a time. A job touches disks and
@@ -196,7 +197,7 @@ const bringRetry = 5 * time.Second
 func (d *Data) tellReplica(name string) func() {
 	return func() {
 		if q := d.replicaQueue.Load(); q != nil {
-			(*q).Add(one(name)[0])
+			(*q).Add(watch.Request(name))
 		}
 	}
 }

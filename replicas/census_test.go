@@ -84,7 +84,7 @@ func TestTooManySnapshots(t *testing.T) {
 	w.conditionIs("census", api.ConditionTooMany, "False")
 	w.tells("census", "FewerSnapshots", "")
 
-	set := &api.Setting{ObjectMeta: named(settingMany), Value: "99"}
+	set := &api.Setting{ObjectMeta: named("snapshot-count-warning-threshold"), Value: "99"}
 	w.create(set)
 	w.conditionIs("census", api.ConditionTooMany, "True")
 	edit(w, set, func(s *api.Setting) { s.Value = "0" })

@@ -26,6 +26,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block/listener"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
@@ -69,14 +70,14 @@ type Data struct {
 	left     map[*session]chan struct{} // that end by themselves; closed when one has
 	resumed  chan struct{}              // closed when all of them are, or have failed
 
-	attachments atomic.Pointer[queue]
+	attachments atomic.Pointer[backlog.Queue]
 	pending     waiters // replicas that wait for a disk or an image
 
-	replicaQueue atomic.Pointer[queue]
+	replicaQueue atomic.Pointer[backlog.Queue]
 	bringer      *bringer
 	whole        map[api.UID]bool // replicas known to lack no layer on their disk; under mu
 
-	snapshots atomic.Pointer[queue]
+	snapshots atomic.Pointer[backlog.Queue]
 	snapWaits waiters              // snapshots that wait for a disk or a device
 	lineages  map[api.UID]*lineage // by replica; under mu
 	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
@@ -315,7 +316,7 @@ func (d *Data) all() []*session {
 // stir has a volume's Attachment looked at.
 func (d *Data) stir(volume string) {
 	if q := d.attachments.Load(); q != nil {
-		(*q).Add(one(volume)[0])
+		(*q).Add(watch.Request(volume))
 	}
 }
 
@@ -379,7 +380,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
 	d.events = mgr.GetEventRecorder("drover-data")
 	d.api.Store(true)
-	if err := index(mgr); err != nil {
+	if err := watch.AddIndexes(mgr); err != nil {
 		return err
 	}
 	if err := setupIOMetrics(d); err != nil {
@@ -391,15 +392,15 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	waiting := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return d.pending.requests()
 	})
-	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool), RateLimiter: limiter(),
+	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool), RateLimiter: backlog.RateLimiter(),
 		NewQueue: backlog.New}
 	err := ctrl.NewControllerManagedBy(mgr).Named("replica").
 		For(&api.Replica{}, node(func(o client.Object) string { return o.(*api.Replica).Spec.Node })).
 		Watches(&api.ImageCopy{}, waiting, node(func(o client.Object) string { return o.(*api.ImageCopy).Spec.Node })).
-		Watches(&api.Node{}, waiting, node(client.Object.GetName), when(nodeMatters)).
-		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), when(membersMatter)).
+		Watches(&api.Node{}, waiting, node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
+		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), watch.Updates(membersMatter)).
 		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(d.waitsForDetach)).
-		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
+		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			d.scrubber.queue.Store(&q)
 			d.replicaQueue.Store(&q)
 			return nil
@@ -413,14 +414,14 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	})
 	err = ctrl.NewControllerManagedBy(mgr).Named("attachment").
 		For(&api.Attachment{}, node(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
-		Watches(&api.Volume{}, mine, when(volumeMatters)).
-		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.widens), when(replicaMatters)).
+		Watches(&api.Volume{}, mine, watch.Updates(volumeMatters)).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.widens), watch.Updates(replicaMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(d.unready),
-			node(client.Object.GetName), when(nodeMatters)).
-		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
+			node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
+		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			d.attachments.Store(&q)
 			for _, s := range d.all() { // resumed ones, in case their Attachment is gone
-				q.Add(one(s.Volume)[0])
+				q.Add(watch.Request(s.Volume))
 			}
 			return nil
 		})).
@@ -446,7 +447,7 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 	if d.client.Get(ctx, client.ObjectKey{Name: o.GetName()}, &a) != nil || a.Spec.Node != d.Node {
 		return nil
 	}
-	return one(a.Name)
+	return watch.Requests(a.Name)
 }
 
 // widens wakes the Attachment of a volume that is attached here as one with a single replica: there is a new one; or
@@ -461,7 +462,7 @@ func (d *Data) widens(ctx context.Context, o client.Object) []reconcile.Request 
 		s.mates.lookSoon()
 		return nil
 	}
-	return one(s.Volume)
+	return watch.Requests(s.Volume)
 }
 
 // replicaMatters tells whether a replica's change can matter to the volume's engine: it can come, is to go, or is
@@ -483,7 +484,7 @@ func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request
 	var all []reconcile.Request
 	for i := range list.Items {
 		if a := &list.Items[i]; a.Spec.Node == d.Node && (!a.Status.Ready || a.DeletionTimestamp != nil) {
-			all = append(all, one(a.Name)...)
+			all = append(all, watch.Requests(a.Name)...)
 		}
 	}
 	return all
@@ -523,7 +524,7 @@ func (w *waiters) requests() []reconcile.Request {
 	defer w.mu.Unlock()
 	all := make([]reconcile.Request, 0, len(w.names))
 	for name := range w.names {
-		all = append(all, one(name)...)
+		all = append(all, watch.Requests(name)...)
 	}
 	return all
 }

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/stack"
 )
@@ -187,7 +188,7 @@ func (d *Data) digestOf(ctx context.Context, uid string) string {
 		return ""
 	}
 	for i := range images.Items {
-		if st := &images.Items[i].Status; top(st.Layers) == uid {
+		if st := &images.Items[i].Status; watch.TopLayer(st.Layers) == uid {
 			return st.Digest
 		}
 	}

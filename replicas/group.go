@@ -18,7 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
-	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -36,10 +36,10 @@ func (d *Data) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
 		})
 	}
 	return ctrl.NewControllerManagedBy(mgr).Named("snapshotgroup").
-		For(&api.SnapshotGroup{}, when(wishMatters)).
+		For(&api.SnapshotGroup{}, watch.Updates(watch.WishChanged)).
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume })).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
-		Watches(&api.Volume{}, unfinished(client.Object.GetName), when(membersMatter)).
+		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(membersMatter)).
 		WithOptions(opts).Complete(&groupLoop{snapshotLoop{d}})
 }
 
@@ -52,7 +52,7 @@ func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.
 	var all []reconcile.Request
 	for i := range list.Items {
 		if g := &list.Items[i]; !g.Status.ReadyToUse && slices.Contains(g.Spec.Volumes, volume) {
-			all = append(all, one(g.Name)...)
+			all = append(all, watch.Requests(g.Name)...)
 		}
 	}
 	return all
@@ -99,7 +99,7 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	}
 	if q := l.snapshots.Load(); q != nil && err == nil {
 		for _, m := range g.Status.Members {
-			(*q).Add(one(m.Snapshot)[0])
+			(*q).Add(watch.Request(m.Snapshot))
 		}
 	}
 	switch api.KindOf(err) {
@@ -456,48 +456,4 @@ func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *kin) (wa
 			s.Spec.Group)
 	}
 	return false, nil
-}
-
-// setupGroups adds the loop of the controller role: a group that is deleted takes its snapshots along.
-func (p *planner) setupGroups(mgr ctrl.Manager) error {
-	of := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-		if g := o.(*api.Snapshot).Spec.Group; g != "" {
-			return one(g)
-		}
-		return nil
-	})
-	reader := mgr.GetAPIReader()
-	return ctrl.NewControllerManagedBy(mgr).Named("snapshotgroup-end").
-		For(&api.SnapshotGroup{}, when(wishMatters)).Watches(&api.Snapshot{}, of).
-		WithOptions(controller.Options{RateLimiter: limiter(), NewQueue: backlog.New}).
-		Complete(reconcile.Func(func(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
-			return reconcile.Result{}, p.endGroup(ctx, reader, req.Name)
-		}))
-}
-
-func (p *planner) endGroup(ctx context.Context, reader client.Reader, name string) error {
-	var g api.SnapshotGroup
-	if err := p.client.Get(ctx, client.ObjectKey{Name: name}, &g); err != nil || g.DeletionTimestamp == nil {
-		return client.IgnoreNotFound(err)
-	}
-	left := 0
-	for _, volume := range g.Spec.Volumes {
-		var s api.Snapshot
-		err := reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, &s)
-		if apierrors.IsNotFound(err) || err == nil && s.Spec.Group != g.Name {
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		if left++; s.DeletionTimestamp == nil {
-			if err := p.client.Delete(ctx, &s); client.IgnoreNotFound(err) != nil {
-				return fmt.Errorf("snapshot %s: %w", s.Name, err)
-			}
-		}
-	}
-	if left == 0 && controllerutil.RemoveFinalizer(&g, api.Finalizer) {
-		return client.IgnoreNotFound(p.client.Update(ctx, &g))
-	}
-	return nil
 }

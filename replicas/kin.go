@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -123,7 +124,7 @@ func (d *Data) changed(replica api.UID, names ...string) {
 	slices.Sort(names)
 	for _, name := range slices.Compact(names) {
 		if name != "" && name != api.VolumeHead {
-			(*q).Add(one(name)[0])
+			(*q).Add(watch.Request(name))
 		}
 	}
 }

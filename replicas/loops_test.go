@@ -9,13 +9,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
-	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
 )
@@ -205,52 +202,6 @@ func TestAPIWentBackInTime(t *testing.T) {
 	w.create(attachment("v1"))
 	await(w, attachment("v1"), &api.AttachmentList{}, "refused",
 		func(a *api.Attachment) bool { return strings.Contains(a.Status.Message, "back in time") })
-}
-
-// TestSilence: what is known of a node without heartbeats is old, until it beats again.
-func TestSilence(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.make("v1", 16*mib)
-	var n api.Node
-	if err := w.c.Get(w.ctx, client.ObjectKey{Name: testNode}, &n); err != nil {
-		t.Fatal(err)
-	}
-	p := &planner{client: w.mgr.GetClient(), events: w.mgr.GetEventRecorder("test"), log: w.log, silent: map[string]bool{}}
-	s := &silence{p, n.Status.Heartbeat.Add(-time.Hour), time.Hour}
-	req := reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&n)}
-	hear := func() bool {
-		t.Helper()
-		if _, err := s.Reconcile(w.ctx, req); err != nil {
-			t.Fatal(err)
-		}
-		return !p.isSilent(testNode)
-	}
-	describes := func(want api.Robustness) { // as soon as the planner's cache has what the API has
-		t.Helper()
-		w.volumeIs("v1", "described as "+string(want), func(v *api.Volume) bool {
-			mine, err := p.replicas(w.ctx, v)
-			if err != nil {
-				t.Fatal(err)
-			}
-			describe(v, mine, nil, p.isSilent, p.deadDisk(w.ctx))
-			return v.Status.State == api.VolumeDetached && v.Status.Robustness == want
-		})
-	}
-	if !hear() {
-		t.Fatal("it beats")
-	}
-	describes(api.RobustHealthy)
-	s.limit = time.Nanosecond
-	if hear() {
-		t.Fatal("too long ago")
-	}
-	describes(api.RobustUnknown)
-	s.limit = time.Hour
-	if !hear() {
-		t.Fatal("it beats again")
-	}
-	describes(api.RobustHealthy)
 }
 
 func TestTakenOver(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/peer"
@@ -26,7 +27,7 @@ func (d *Data) many(ctx context.Context, v *api.Volume) (bool, error) {
 		return true, nil
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return false, err
 	}
 	n := 0
@@ -483,7 +484,7 @@ func (d *Data) settleBlob(ctx context.Context, b *blob) error {
 // growMany makes the members and the device larger once every replica may be.
 func (l *attachmentLoop) growMany(ctx context.Context, s *session) error {
 	var list api.ReplicaList
-	if err := l.client.List(ctx, &list, client.MatchingFields{byVolume: s.Volume}); err != nil {
+	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err
 	}
 	_, members, err := s.engine.Epoch(ctx)

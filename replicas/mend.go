@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/peer"
 )
@@ -116,7 +117,7 @@ func (d *Data) mendOnce(ctx context.Context, s *session, joiners *sync.Map, come
 		return
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: s.Volume}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return
 	}
 	whole, known := true, 0
@@ -269,7 +270,7 @@ func (d *Data) bringBack(ctx context.Context, s *session, c *comer, r *api.Repli
 	s.mates.mu.Lock()
 	delete(s.mates.rebuilds, r.Name)
 	s.mates.news = append(s.mates.news, news{"Normal", "ReplicaRebuilt", "replica " + r.Name + " is current again: " +
-		bytesText(p.Sent) + " of " + bytesText(p.Total) + " that were looked at had changed"})
+		api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " that were looked at had changed"})
 	s.mates.mu.Unlock()
 	s.wake()
 	d.tellNews(ctx, s)

@@ -27,6 +27,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/device"
 )
 
@@ -72,7 +73,7 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = api.DefaultHeartbeat
 	}
-	if err := index(mgr); err != nil {
+	if err := watch.AddIndexes(mgr); err != nil {
 		return nil, err
 	}
 	for _, d := range o.Disks {
@@ -94,11 +95,11 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 	mine := predicate.NewPredicateFuncs(func(obj client.Object) bool { return obj.GetName() == o.Name })
 	err := ctrl.NewControllerManagedBy(mgr).Named("node").
 		For(&api.Node{}, builder.WithPredicates(mine, predicate.GenerationChangedPredicate{})).
-		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
-			q.Add(one(o.Name)[0]) // the Node may not exist yet
+		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
+			q.Add(watch.Request(o.Name)) // the Node may not exist yet
 			return nil
 		})).
-		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: limiter(), NewQueue: backlog.New}).
+		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
 		Complete(n)
 	return n.disks, err
 }
@@ -128,7 +129,7 @@ func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconc
 		return reconcile.Result{}, nil
 	}
 	if added, err := n.addDisks(ctx, &node); added || err != nil {
-		return reconcile.Result{RequeueAfter: n.Heartbeat}, conflictIsFine(err)
+		return reconcile.Result{RequeueAfter: n.Heartbeat}, watch.IgnoreConflict(err)
 	}
 	old := node.DeepCopy()
 	if err := n.look(ctx, &node); apierrors.IsConflict(err) {
@@ -145,13 +146,6 @@ func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconc
 		}
 	}
 	return reconcile.Result{RequeueAfter: n.Heartbeat}, nil
-}
-
-func conflictIsFine(err error) error {
-	if apierrors.IsConflict(err) {
-		return nil
-	}
-	return err
 }
 
 // addDisks puts the disks of the command line into the spec.
@@ -198,7 +192,7 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 		if old, seen := was[d.Path]; d.Ready != old.Ready || !seen && !d.Ready {
 			if d.Ready {
 				n.events.Eventf(node, nil, "Normal", "DiskReady", "Look", "disk %s: ready, %s free", d.Path,
-					bytesText(d.Available))
+					api.SizeText(d.Available))
 			} else {
 				n.events.Eventf(node, nil, "Warning", "DiskNotReady", "Look", "%s", d.Message)
 			}
@@ -234,15 +228,15 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 	}
 	n.disks.keep(paths)
 	st.DiskCount = int32(len(st.Disks))
-	st.Capacity, st.Available = bytesText(capacity), bytesText(available)
+	st.Capacity, st.Available = api.SizeText(capacity), api.SizeText(available)
 	switch {
 	case len(st.Disks) == 0:
-		setCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "NoDisks", "the node has no disks")
+		api.SetCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "NoDisks", "the node has no disks")
 	case ready < len(st.Disks):
-		setCondition(&st.Conditions, node.Generation, api.ConditionReady, ready > 0, "DiskNotReady",
+		api.SetCondition(&st.Conditions, node.Generation, api.ConditionReady, ready > 0, "DiskNotReady",
 			fmt.Sprintf("%d of %d disks are ready", ready, len(st.Disks)))
 	default:
-		setCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "Ready", "")
+		api.SetCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "Ready", "")
 	}
 	return nil
 }
@@ -307,11 +301,11 @@ func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) a
 // leftOn tells what is on a disk, in words, or nothing.
 func (n *nodeLoop) leftOn(ctx context.Context, uid api.UID) (string, error) {
 	var reps api.ReplicaList
-	if err := n.client.List(ctx, &reps, client.MatchingFields{byDisk: string(uid)}); err != nil {
+	if err := n.client.List(ctx, &reps, client.MatchingFields{watch.ByDisk: string(uid)}); err != nil {
 		return "", err
 	}
 	var copies api.ImageCopyList
-	if err := n.client.List(ctx, &copies, client.MatchingFields{byDisk: string(uid)}); err != nil {
+	if err := n.client.List(ctx, &copies, client.MatchingFields{watch.ByDisk: string(uid)}); err != nil {
 		return "", err
 	}
 	// Those of another node are there: the disk has moved.

@@ -16,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
@@ -161,10 +162,10 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 	d.openServedDisks(ctx)
 	if d.api.Load() {
 		var list api.ReplicaList
-		if d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) == nil {
+		if d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy) == nil {
 			for i := range list.Items {
 				if r := &list.Items[i]; string(r.Spec.UID) == uid {
-					if err := reverting(r); err != nil {
+					if err := r.RevertPending(); err != nil {
 						return nil, nil, err
 					}
 					if _, err := d.disk(ctx, r.Spec.Disk); err != nil {

@@ -7,6 +7,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -97,7 +98,7 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 		d.tidyLocal(ctx, &v, uid)
 	} else {
 		var list api.ReplicaList
-		if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+		if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 			return err
 		}
 		i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return r.Spec.UID == uid })

@@ -72,7 +72,7 @@ func (d *Data) repair(ctx context.Context, s *session, r *api.Replica, members [
 		var list []news
 		if did.Chunks > 0 {
 			list = append(list, news{"Normal", "ReplicaRepaired", fmt.Sprintf("replica %s: %s that were damaged on its disk "+
-				"were put right from the other replicas", name, bytesText(did.Bytes))})
+				"were put right from the other replicas", name, api.SizeText(did.Bytes))})
 			s.log.Info("a damaged replica was repaired", "replica", name, "chunks", did.Chunks, "bytes", did.Bytes)
 		}
 		if did.Lost > 0 {
@@ -111,7 +111,7 @@ func (d *Data) repairFrom(ctx context.Context, s *session, n engine.Named) bool 
 	if did.Chunks > 0 {
 		s.mates.mu.Lock()
 		s.mates.news = append(s.mates.news, news{"Normal", "ReplicaRepaired", fmt.Sprintf("%s that were damaged were put "+
-			"right from replica %s", bytesText(did.Bytes), n.Name)})
+			"right from replica %s", api.SizeText(did.Bytes), n.Name)})
 		s.mates.mu.Unlock()
 	}
 	return did.Chunks > 0

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -124,7 +125,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 	}
 	if r.Status.Size < r.Spec.Size {
 		if err := l.expand(ctx, r, disk); err != nil {
-			return fmt.Errorf("expand to %s: %w", bytesText(r.Spec.Size), err)
+			return fmt.Errorf("expand to %s: %w", api.SizeText(r.Spec.Size), err)
 		}
 	}
 	r.Status.Message = ""
@@ -149,7 +150,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		return err
 	}
 	if used, shared, err := disk.Space(string(r.Spec.UID)); err == nil {
-		r.Status.Used, r.Status.UsedText, r.Status.Shared = used, bytesText(used), shared
+		r.Status.Used, r.Status.UsedText, r.Status.Shared = used, api.SizeText(used), shared
 	}
 	l.merges(r, disk)
 	l.scrub(ctx, r, disk)
@@ -387,7 +388,7 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	case errors.Is(err, syscall.EFBIG):
 		r.Status.Mode = api.ReplicaFailed
 		return api.Errorf(api.OutOfRange, "the file system of disk %s cannot hold a file of %s: %w", disk.Path(),
-			bytesText(r.Spec.Size), err)
+			api.SizeText(r.Spec.Size), err)
 	case api.Is(err, api.Exists) || api.Is(err, api.Invalid) || api.Is(err, api.NotFound) && r.Spec.From != nil:
 		r.Status.Mode = api.ReplicaFailed
 		l.events.Eventf(r, nil, "Warning", "ReplicaFailed", "Create", "%s", err)
@@ -413,7 +414,7 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 // tellKin has the replicas of a volume looked at whose layers others came to share, or cease to.
 func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
 	var list api.ReplicaList
-	if err := l.client.List(ctx, &list, client.MatchingFields{byVolume: volume}); err != nil {
+	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
 		l.Log.Warn("replicas of a volume cannot be listed", "volume", volume, "err", err)
 	}
 	for i := range list.Items {
@@ -513,7 +514,7 @@ func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 // copyOn is the copy on a disk of the image that has these layers, or nil.
 func (l *replicaLoop) copyOn(ctx context.Context, disk api.UID, layers []api.UID) (*api.ImageCopy, error) {
 	var copies api.ImageCopyList
-	if err := l.client.List(ctx, &copies, client.MatchingFields{byLayer: top(layers)}); err != nil {
+	if err := l.client.List(ctx, &copies, client.MatchingFields{watch.ByLayer: watch.TopLayer(layers)}); err != nil {
 		return nil, err
 	}
 	for i := range copies.Items {
@@ -612,7 +613,7 @@ func (d *Data) beat(ctx context.Context) error {
 // cannot be asked is passed over.
 func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: s.Volume}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err
 	}
 	for i := range list.Items {
@@ -636,7 +637,7 @@ func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 			continue
 		}
 		old := r.DeepCopy()
-		r.Status.Used, r.Status.UsedText = used, bytesText(used)
+		r.Status.Used, r.Status.UsedText = used, api.SizeText(used)
 		r.Status.Shared, r.Status.Epoch = shared, epoch
 		if err := d.client.Status().Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
 			return err

@@ -2,7 +2,6 @@ package replicas
 
 import (
 	"context"
-	"fmt"
 	"runtime"
 	"slices"
 	"strconv"
@@ -10,11 +9,12 @@ import (
 	"sync/atomic"
 	"time"
 
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -24,7 +24,7 @@ import (
 
 // scrubber has one worker per disk, which the tidier's owner waits for.
 type scrubber struct {
-	queue atomic.Pointer[queue] // of the Replica loop
+	queue atomic.Pointer[backlog.Queue] // of the Replica loop
 
 	mu    sync.Mutex
 	todo  map[*stack.Disk][]scrubTask // a key: the disk has a worker
@@ -181,7 +181,7 @@ func addDamage(to []api.LayerDamage, uid string, list []stack.Damage) []api.Laye
 func (d *Data) damaged(disk *stack.Disk, layer string) {
 	q := d.scrubber.queue.Load()
 	var list api.ReplicaList
-	if q == nil || d.client.List(context.Background(), &list, client.MatchingFields{byNode: d.Node},
+	if q == nil || d.client.List(context.Background(), &list, client.MatchingFields{watch.ByNode: d.Node},
 		client.UnsafeDisableDeepCopy) != nil {
 		return // each replica is looked at in the beginning
 	}
@@ -196,7 +196,7 @@ func (d *Data) damaged(disk *stack.Disk, layer string) {
 		d.scrubber.mu.Lock()
 		delete(d.scrubber.known, r.Spec.UID)
 		d.scrubber.mu.Unlock()
-		(*q).Add(one(r.Name)[0])
+		(*q).Add(watch.Request(r.Name))
 	}
 }
 
@@ -238,12 +238,12 @@ func (d *Data) integrity(ctx context.Context, volume string) string {
 func (d *Data) scrubDue(ctx context.Context) {
 	q := d.scrubber.queue.Load()
 	var list api.ReplicaList
-	if q == nil || d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
+	if q == nil || d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
 		return
 	}
 	for i := range list.Items {
 		if r := &list.Items[i]; r.Status.Mode == api.ReplicaCurrent && d.due(ctx, r) {
-			(*q).Add(one(r.Name)[0])
+			(*q).Add(watch.Request(r.Name))
 		}
 	}
 }
@@ -294,7 +294,7 @@ func (d *Data) scrubSoon(disk *stack.Disk, task scrubTask) {
 				d.Log.Warn("a scrub did not end", "replica", task.name, "disk", disk.Path(), "err", err)
 			}
 			if q := s.queue.Load(); q != nil && (err == nil || task.ask != "") {
-				(*q).AddAfter(one(task.name)[0], retryIf(err))
+				(*q).AddAfter(watch.Request(task.name), retryIf(err))
 			}
 		}
 	}()
@@ -365,34 +365,4 @@ func (d *Data) scrubReplica(ctx context.Context, disk *stack.Disk, task scrubTas
 	d.Log.Info("layers compared with their digests", "volume", m.Volume, "layers", len(m.All()), "compared", compared,
 		"damaged", len(f.damage), "took", time.Since(began).Round(time.Millisecond))
 	return f, nil
-}
-
-// describeDamage tells in the volume's conditions what scrubs found.
-func describeDamage(v *api.Volume, mine []api.Replica) {
-	text, scrubbed := "", false
-	for i := range mine {
-		st := &mine[i].Status
-		scrubbed = scrubbed || st.LastScrubbed != nil
-		if n := len(st.Damage); n > 0 && text == "" {
-			g := st.Damage[0]
-			then := "reads of them fail"
-			switch {
-			case len(v.Status.Members) < 2 || !slices.Contains(v.Status.Members, mine[i].Name):
-			case st.BeyondRepair:
-				then = "no other replica shows what they held: another one is made in its place"
-			default:
-				then = "reads of them go to another replica, from which they are repaired"
-			}
-			text = fmt.Sprintf("replica %s on node %s: %d ranges are damaged, the first %d bytes at %d in layer %s; %s",
-				mine[i].Name, mine[i].Spec.Node, n, g.Length, g.Offset, g.Layer, then)
-		}
-	}
-	switch {
-	case text != "":
-		setCondition(&v.Status.Conditions, v.Generation, api.ConditionIntact, false, "DigestMismatch", text)
-	case scrubbed:
-		setCondition(&v.Status.Conditions, v.Generation, api.ConditionIntact, true, "Scrubbed", "")
-	default:
-		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionIntact)
-	}
 }

@@ -21,6 +21,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
@@ -41,30 +43,26 @@ func (d *Data) setupSnapshots(mgr ctrl.Manager, opts controller.Options) error {
 		return err
 	}
 	return ctrl.NewControllerManagedBy(mgr).Named("snapshot").
-		For(&api.Snapshot{}, when(func(old, now client.Object) bool {
-			return wishMatters(old, now) || now.(*api.Snapshot).Bare()
+		For(&api.Snapshot{}, watch.Updates(func(old, now client.Object) bool {
+			return watch.WishChanged(old, now) || now.(*api.Snapshot).Bare()
 		})).
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume }),
 			builder.WithPredicates(mine)).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
-		Watches(&api.Volume{}, unfinished(client.Object.GetName), when(membersMatter)).
+		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(membersMatter)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 			return d.snapWaits.requests()
 		}), builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
 			return o.GetName() == d.Node
-		})), when(nodeMatters)).
-		WatchesRawSource(source.Func(func(_ context.Context, q queue) error {
+		})), watch.Updates(watch.DisksChanged)).
+		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			d.snapshots.Store(&q)
 			return nil
 		})).
 		WithOptions(opts).Complete(&snapshotLoop{d})
 }
 
-// wishMatters lets changes of an object's wish pass, and its deletion, but not those of its status.
-func wishMatters(old, now client.Object) bool {
-	return old.GetGeneration() != now.GetGeneration() || !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp())
-}
-
+// watch.WishChanged lets changes of an object's wish pass, and its deletion, but not those of its status.
 func membersMatter(old, now client.Object) bool {
 	a, b := old.(*api.Volume), now.(*api.Volume)
 	return !slices.Equal(a.Status.Members, b.Status.Members) || !a.DeletionTimestamp.Equal(b.DeletionTimestamp) ||
@@ -75,7 +73,7 @@ func membersMatter(old, now client.Object) bool {
 // unfinished are the snapshots of a volume that are not what their object wants, or had no digest yet.
 func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotList
-	err := d.client.List(ctx, &list, client.MatchingFields{byVolume: volume}, client.UnsafeDisableDeepCopy)
+	err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		d.Log.Error("snapshots of a volume cannot be listed", "volume", volume, "err", err)
 		return nil
@@ -83,7 +81,7 @@ func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Reques
 	var all []reconcile.Request
 	for i := range list.Items {
 		if s := &list.Items[i]; !s.Status.ReadyToUse || s.DeletionTimestamp != nil || s.Status.Checksum == "" {
-			all = append(all, one(s.Name)...)
+			all = append(all, watch.Requests(s.Name)...)
 		}
 	}
 	return all
@@ -195,7 +193,7 @@ func (l *snapshotLoop) home(ctx context.Context, s *api.Snapshot) (_ *api.Volume
 // memberOn is a volume's member on a node; the node "" is any. Nil: there is none.
 func memberOn(ctx context.Context, c client.Reader, v *api.Volume, node string) (*api.Replica, error) {
 	var list api.ReplicaList
-	if err := c.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+	if err := c.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, err
 	}
 	for i := range list.Items {
@@ -332,7 +330,7 @@ func (l *snapshotLoop) cutNow(ctx context.Context, v *api.Volume, r *api.Replica
 // prepare prepares a cut, in the session of an attached volume, else in one of its own. Call done after the cut.
 func (l *snapshotLoop) prepare(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
 	cut stack.Snapshot) (_ *stack.Cut, done func() error, err error) {
-	if err := reverting(r); err != nil {
+	if err := r.RevertPending(); err != nil {
 		return nil, nil, err
 	}
 	open := l.session(v.Name)
@@ -370,7 +368,7 @@ func (l *snapshotLoop) prepareDetached(ctx context.Context, v *api.Volume, r *ap
 	if now.UID != v.UID || now.Status.UID != v.Status.UID || now.DeletionTimestamp != nil {
 		return nil, nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
 	}
-	if err := goesBack(&now); err != nil {
+	if err := now.RevertInProgress(); err != nil {
 		return nil, nil, err
 	}
 	l.openLendersOf(ctx, disk, r)
@@ -444,7 +442,7 @@ func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is peer.Laye
 	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), is.Used, l.Node
 	st.UserCreated = s.Spec.CreateSnapshot && s.Spec.Labels[api.LabelClone] == ""
 	st.MarkRemoved = false
-	st.SizeText, st.RestoreSizeText = bytesText(is.Used), bytesText(st.RestoreSize)
+	st.SizeText, st.RestoreSizeText = api.SizeText(is.Used), api.SizeText(st.RestoreSize)
 	if st.Checksum = ""; is.Root != "" {
 		st.Checksum = "sha256:" + is.Root
 	}
@@ -486,7 +484,7 @@ func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
 // beingCloned tells of a clone that is being made from a snapshot.
 func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
 	var clones api.ReplicaList
-	if err := l.client.List(ctx, &clones, client.MatchingFields{bySource: string(uidOf(s))}); err != nil {
+	if err := l.client.List(ctx, &clones, client.MatchingFields{watch.BySource: string(uidOf(s))}); err != nil {
 		return err
 	}
 	for _, c := range clones.Items {
@@ -582,14 +580,14 @@ func (l *replicaLoop) adopt(ctx context.Context, r *api.Replica, disk *stack.Dis
 // unseenOf are the replicas of a volume on this node: its members have changed.
 func (d *Data) unseenOf(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: o.GetName()}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: o.GetName()}); err != nil {
 		d.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)
 		return nil
 	}
 	var all []reconcile.Request
 	for _, r := range list.Items {
 		if r.Spec.Node == d.Node {
-			all = append(all, one(r.Name)...)
+			all = append(all, watch.Requests(r.Name)...)
 		}
 	}
 	return all

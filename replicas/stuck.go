@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -41,7 +42,7 @@ func (d *Data) mergeEnded(ctx context.Context, uid, volume string, err error) {
 		return
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: volume}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
 		return // the next look at the replica tells
 	}
 	for i := range list.Items {
@@ -69,7 +70,7 @@ func (l *replicaLoop) merging(ctx context.Context, r *api.Replica) error {
 	switch from := r.Spec.From; {
 	case r.DeletionTimestamp != nil:
 		return nil
-	case reverting(r) != nil:
+	case r.RevertPending() != nil:
 	case from != nil && from.Whole && (r.Status.Mode == "" || r.Status.Mode == api.ReplicaCreating):
 		uid = from.Replica
 		if from.Disk != "" {

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -360,7 +361,7 @@ func (d *Data) tellDigests(disk *stack.Disk, layers map[string]bool) {
 		for _, s := range m.Snapshots {
 			if layers[s.Layer] && s.Name != "" {
 				left--
-				(*q).AddAfter(one(s.Name)[0], digestsTold)
+				(*q).AddAfter(watch.Request(s.Name), digestsTold)
 			}
 		}
 	}

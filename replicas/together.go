@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
@@ -38,7 +39,7 @@ func (d *Data) keeper(ctx context.Context, v *api.Volume) (node string, attached
 		return "", false, err
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return "", false, err
 	}
 	for _, name := range v.Status.Members {
@@ -178,7 +179,7 @@ func (d *Data) deviceless(ctx context.Context, v *api.Volume) (*hand, error) {
 // memberReverting reports whether a volume or a member of it is to be reverted, and nothing else may be done with the
 // volume before.
 func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
-	if err := goesBack(v); err != nil {
+	if err := v.RevertInProgress(); err != nil {
 		return err
 	}
 	for _, name := range v.Status.Members {
@@ -186,7 +187,7 @@ func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
 		if err := d.reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
 			return err
 		} else if err == nil {
-			if err := reverting(&r); err != nil {
+			if err := r.RevertPending(); err != nil {
 				return err
 			}
 		}
@@ -363,7 +364,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 		return
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return // the next look at the disk finds it
 	}
 	for i := range list.Items {

@@ -3,7 +3,6 @@ package replicas
 import (
 	"context"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -162,19 +161,4 @@ func (d *Data) chain(ctx context.Context, s *session) ([]*kin, error) {
 		list = append(list, at)
 	}
 	return list, nil
-}
-
-// describeTrim tells what became of the last wish, as the volume's node says; without one nobody can do it.
-func describeTrim(v *api.Volume, att *api.Attachment) {
-	st, wish := &v.Status, v.Spec.Trim
-	over := st.Trimmed != nil && st.Trimmed.ID == wish && st.Trimmed.State != api.CloneInitiated
-	switch {
-	case wish == "" || over:
-	case att == nil:
-		st.Trimmed = &api.TrimFact{ID: wish, State: api.CloneFailed,
-			Message: "the volume is not attached: what a file system does not use can be told only while it is mounted"}
-	case att.Status.Trimmed != nil && att.Status.Trimmed.ID == wish:
-		st.Trimmed = att.Status.Trimmed.DeepCopy()
-		slices.Sort(st.Trimmed.Snapshots)
-	}
 }

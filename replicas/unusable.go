@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -25,7 +26,7 @@ func (d *Data) doubt(ctx context.Context, uid api.UID, why error) {
 	delete(d.made, uid)
 	d.mu.Unlock()
 	var list api.ReplicaList
-	here := client.MatchingFields{byNode: d.Node}
+	here := client.MatchingFields{watch.ByNode: d.Node}
 	if !d.api.Load() || d.client.List(ctx, &list, here, client.UnsafeDisableDeepCopy) != nil {
 		return // it is asked for again
 	}

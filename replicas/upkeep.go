@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 )
 
 // A detached volume whose replicas are not all members is made whole by an engine without a device, on the node of its
@@ -74,7 +75,7 @@ func (d *Data) keepUp(ctx context.Context) error {
 	defer all.Wait()
 	return every(ctx, upkeepEvery, func() {
 		var list api.ReplicaList
-		if d.client.List(ctx, &list, client.MatchingFields{byNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
+		if d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
 			return
 		}
 		for i := range list.Items {
@@ -98,7 +99,7 @@ func (d *Data) keepUp(ctx context.Context) error {
 func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	var v api.Volume
 	if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
-		goesBack(&v) != nil || v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
+		v.RevertInProgress() != nil || v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
 		return false
 	}
 	if v.Status.EngineNode != "" && v.Status.EngineNode != d.Node || d.session(v.Name) != nil || !d.detached(ctx, &v) {
@@ -134,7 +135,7 @@ func (d *Data) detached(ctx context.Context, v *api.Volume) bool {
 // lacking are the replicas of a volume, by name, and how many of them could be members and are not, or are damaged.
 func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, n int, err error) {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{byVolume: v.Name}); err != nil {
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, 0, err
 	}
 	for _, r := range list.Items {
@@ -182,7 +183,7 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 		v.Status.EngineNode = ""
 		return 0, nil
 	}
-	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil || goesBack(&v) != nil ||
+	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil || v.RevertInProgress() != nil ||
 		!apierrors.IsNotFound(d.reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
 		return 0, nil
 	}

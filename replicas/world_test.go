@@ -2,7 +2,6 @@ package replicas
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"io"
 	"log/slog"
@@ -16,23 +15,16 @@ import (
 
 	"github.com/go-logr/logr"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
-	clientscheme "k8s.io/client-go/kubernetes/scheme"
-	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
-	"sigs.k8s.io/controller-runtime/pkg/config"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
-	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
-	editor "drover.io/drover/api/await"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/driver/kubeapi"
+	"drover.io/drover/driver/kubeapi/apitest"
 	"drover.io/drover/replicas/device"
 )
 
@@ -48,14 +40,14 @@ const testNode = "n1"
 
 // world is a machine: API server, holder, the controller and node roles on one manager, the data role on another.
 type world struct {
-	t      *testing.T
-	ctx    context.Context
-	dir    string
-	server *kubeapi.Server
-	c      client.WithWatch
-	log    *slog.Logger
-	disks  *Disks
-	mgr    ctrl.Manager // of the controller and node roles
+	t     *testing.T
+	ctx   context.Context
+	dir   string
+	api   *apitest.Server
+	c     client.WithWatch
+	log   *slog.Logger
+	disks *Disks
+	mgr   ctrl.Manager // of the controller and node roles
 
 	stopRoles, stopData func()
 	data                *Data
@@ -64,38 +56,12 @@ type world struct {
 	refuse              func(client.Object) error // asked before the controller and node roles write a status
 }
 
-// logTo writes a log to the test's.
-type logTo struct{ t *testing.T }
-
-func (l logTo) Write(b []byte) (int, error) {
-	l.t.Logf("%s", strings.TrimSpace(string(b)))
-	return len(b), nil
-}
-
 func newWorld(t *testing.T, disks ...string) *world {
 	t.Helper()
 	suite.System(t)
-	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
-	w := &world{t: t, ctx: ctx, dir: t.TempDir()}
-	w.log = slog.New(slog.NewTextHandler(logTo{t}, nil))
-	t.Cleanup(cancel)
-
-	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(w.dir, "api"), Volatile: true,
-		Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	w.server = server
-	t.Cleanup(func() {
-		cancel()
-		if err := server.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
-	w.c, err = client.NewWithWatch(server.Config, client.Options{Scheme: testScheme(t)})
-	if err != nil {
-		t.Fatal(err)
-	}
+	w := &world{t: t, dir: t.TempDir()}
+	w.api = apitest.Start(t, w.dir)
+	w.ctx, w.c, w.log = w.api.Ctx, w.api.Client, w.api.Log
 	w.holder()
 	if len(disks) == 0 {
 		disks = []string{filepath.Join(w.dir, "disk")}
@@ -104,14 +70,6 @@ func newWorld(t *testing.T, disks ...string) *world {
 	w.startData()
 	t.Cleanup(w.tidy)
 	return w
-}
-
-func testScheme(t *testing.T) *runtime.Scheme {
-	s := runtime.NewScheme()
-	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
-		t.Fatal(err)
-	}
-	return s
 }
 
 func (w *world) holder() {
@@ -139,51 +97,9 @@ func (w *world) holder() {
 	}
 }
 
-func (w *world) manager() ctrl.Manager {
-	w.t.Helper()
-	skip, grace := true, 2*time.Minute
-	refuse := w.refuse
-	mgr, err := ctrl.NewManager(w.server.Config, ctrl.Options{Scheme: testScheme(w.t),
-		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
-		GracefulShutdownTimeout: &grace, Logger: logr.Discard(),
-		NewClient: func(config *rest.Config, o client.Options) (client.Client, error) {
-			c, err := client.NewWithWatch(config, o)
-			if err != nil || refuse == nil {
-				return c, err
-			}
-			return interceptor.NewClient(c, interceptor.Funcs{SubResourceUpdate: func(ctx context.Context, c client.Client,
-				sub string, obj client.Object, o ...client.SubResourceUpdateOption) error {
-				if err := refuse(obj); err != nil {
-					return err
-				}
-				return c.SubResource(sub).Update(ctx, obj, o...)
-			}}), nil
-		}})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return mgr
-}
+func (w *world) manager() ctrl.Manager { return w.api.Manager(w.refuse) }
 
-// run starts a manager; what it returns stops it and waits.
-func (w *world) run(mgr ctrl.Manager) func() {
-	ctx, cancel := context.WithCancel(w.ctx)
-	done := make(chan error, 1)
-	go func() { done <- mgr.Start(ctx) }()
-	stopped := false
-	stop := func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		cancel()
-		if err := <-done; err != nil {
-			w.t.Error(err)
-		}
-	}
-	w.t.Cleanup(stop)
-	return stop
-}
+func (w *world) run(mgr ctrl.Manager) (stop func()) { return w.api.Run(mgr) }
 
 func (w *world) roles(disks []string) {
 	w.t.Helper()
@@ -262,106 +178,44 @@ func (w *world) tidy() {
 	w.stopRoles()
 }
 
-// watch tells what becomes of an object, or of all of a kind, from now on. It goes on from what a list has read: a watch
-// without a version begins some time after it was answered, and tells nothing of an object that goes before that.
 func (w *world) watch(list client.ObjectList, which ...client.ListOption) watch.Interface {
-	w.t.Helper()
-	if err := w.c.List(w.ctx, list, which...); err != nil {
-		w.t.Fatal(err)
-	}
-	from := &client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}}
-	watch, err := w.c.Watch(w.ctx, list, append(which, from)...)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return watch
+	return w.api.Watch(list, which...)
 }
 
-// await waits until ok says so of the object, woken by its changes, or soon where ok looks at more than the object.
 func await[T client.Object](w *world, obj T, list client.ObjectList, what string, ok func(T) bool) T {
 	w.t.Helper()
-	began := time.Now()
-	watch := w.watch(list, client.MatchingFields{"metadata.name": obj.GetName()})
-	defer watch.Stop()
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Minute)
-	defer cancel()
-	for {
-		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); err == nil && ok(obj) {
-			w.t.Logf("%s: %s after %v", obj.GetName(), what, time.Since(began).Round(time.Millisecond))
-			return obj
-		}
-		select {
-		case <-watch.ResultChan():
-		case <-tick.C:
-		case <-ctx.Done():
-			w.t.Fatalf("%s %s never was %s; it is %+v", list.GetObjectKind().GroupVersionKind().Kind, obj.GetName(), what, obj)
-		}
-	}
+	return apitest.Await(w.api, obj, list, what, ok)
 }
 
-// gone waits until the object does not exist any more.
 func gone[T client.Object](w *world, obj T, list client.ObjectList) {
 	w.t.Helper()
-	watch := w.watch(list, client.MatchingFields{"metadata.name": obj.GetName()})
-	defer watch.Stop()
-	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Minute)
-	defer cancel()
-	for {
-		if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(obj), obj); client.IgnoreNotFound(err) != nil {
-			w.t.Fatal(err)
-		} else if err != nil {
-			return
-		}
-		select {
-		case <-watch.ResultChan():
-		case <-ctx.Done():
-			w.t.Fatalf("%s is still there: %+v", obj.GetName(), obj)
-		}
-	}
+	w.api.AwaitDeleted(obj, list)
 }
 
 func (w *world) create(objs ...client.Object) {
 	w.t.Helper()
-	for _, o := range objs {
-		if err := w.c.Create(w.ctx, o); err != nil {
-			w.t.Fatal(err)
-		}
-	}
+	w.api.Create(objs...)
 }
 
 func (w *world) remove(o client.Object) {
 	w.t.Helper()
-	if err := w.c.Delete(w.ctx, o); err != nil {
-		w.t.Fatal(err)
-	}
+	w.api.Delete(o)
 }
 
-// edit changes an object as a person would: anew where its status changed meanwhile.
 func edit[X any, T interface {
 	*X
 	client.Object
 }](w *world, obj T, change func(T)) {
 	w.t.Helper()
-	now, err := editor.Edit(w.ctx, w.c, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	*obj = *now
+	apitest.Edit(w.api, obj, change)
 }
 
-// editStatus is edit for the status.
 func editStatus[X any, T interface {
 	*X
 	client.Object
 }](w *world, obj T, change func(T)) {
 	w.t.Helper()
-	now, err := editor.EditStatus(w.ctx, w.c, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	*obj = *now
+	apitest.EditStatus(w.api, obj, change)
 }
 
 // abandon removes an object that nobody lets go of.
@@ -374,11 +228,9 @@ func (w *world) abandon(o client.Object) {
 	w.remove(o)
 }
 
-func named(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Name: name} }
+func named(name string) metav1.ObjectMeta { return apitest.Named(name) }
 
-func volume(name string, size int64) *api.Volume {
-	return &api.Volume{ObjectMeta: named(name), Spec: api.VolumeSpec{Size: size}}
-}
+func volume(name string, size int64) *api.Volume { return apitest.Volume(name, size) }
 
 func attachment(name string) *api.Attachment {
 	return &api.Attachment{ObjectMeta: named(name), Spec: api.AttachmentSpec{Volume: name, Node: testNode}}
@@ -386,7 +238,7 @@ func attachment(name string) *api.Attachment {
 
 func (w *world) volumeIs(name string, what string, ok func(*api.Volume) bool) *api.Volume {
 	w.t.Helper()
-	return await(w, &api.Volume{ObjectMeta: named(name)}, &api.VolumeList{}, what, ok)
+	return w.api.AwaitVolume(name, what, ok)
 }
 
 // says is about a volume's message.

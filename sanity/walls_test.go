@@ -52,7 +52,8 @@ func underAny(p string, roots ...string) bool {
 	return slices.ContainsFunc(roots, func(r string) bool { return under(p, module+"/"+r) })
 }
 
-// wall says which packages of ours the packages below `of` may have among their transitive imports.
+// wall says which packages of ours the packages below `of` may have among their transitive imports. Inside a room, a
+// wall of a folder stands besides the wall of the room.
 type wall struct {
 	of  []string
 	may []string // besides its own tree
@@ -64,6 +65,8 @@ var walls = []wall{
 	{[]string{"block"}, nil, "block is the one verb; it knows no room"},
 	{[]string{"identity", "controller", "node"}, []string{"api", "block"}, "a door translates requests into objects"},
 	{[]string{"imagestore"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
+	{[]string{"replicas/planner"}, []string{"api", "block"},
+		"the planner decides from API objects alone; it shares no type with the nodes that carry decisions out"},
 	{[]string{"replicas"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
 	{[]string{"backups"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
 	{[]string{"driver/cli", "driver/kubeapi"}, []string{"api", "block"}, "commands and the API server know objects only"},
@@ -129,6 +132,13 @@ func TestWallsRefuse(t *testing.T) {
 		{"replicas/engine", "imagestore/source", true},
 		{"replicas/engine", "block/uring", false},
 		{"block/uring", "api", true},
+		{"replicas/planner", "replicas/stack", true},
+		{"replicas/planner", "replicas/engine", true},
+		{"replicas/planner", "replicas/peer", true},
+		{"replicas/planner", "replicas/device", true},
+		{"replicas/planner", "replicas", true},
+		{"replicas/planner", "api/watch", false},
+		{"replicas", "replicas/planner", false},
 		{"driver", "replicas", false},
 		{"driver/cli", "replicas", true},
 	} {

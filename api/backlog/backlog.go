@@ -7,6 +7,7 @@ package backlog
 
 import (
 	"sync"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/client-go/util/workqueue"
@@ -15,9 +16,16 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
+// Queue holds the requests of one reconciler.
+type Queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+
+// RateLimiter backs off after errors for 15 seconds at most: the usual cause is another part that restarts.
+func RateLimiter() workqueue.TypedRateLimiter[reconcile.Request] {
+	return workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](50*time.Millisecond, 15*time.Second)
+}
+
 // New makes the queue of a loop: the NewQueue of its controller's options.
-func New(loop string, limiter workqueue.TypedRateLimiter[reconcile.Request],
-) workqueue.TypedRateLimitingInterface[reconcile.Request] {
+func New(loop string, limiter workqueue.TypedRateLimiter[reconcile.Request]) Queue {
 	q := &queue{loop: loop, PriorityQueue: priorityqueue.New("", func(o *priorityqueue.Opts[reconcile.Request]) {
 		o.RateLimiter = limiter
 	})}

@@ -101,7 +101,7 @@ func TestProgressKeepsItsBar(t *testing.T) {
 	ago(10 * time.Second)
 	p.drawn = time.Time{}
 	p.at("sending", 500<<20, 1000<<20)
-	if line := last(); !strings.Contains(line, "10.0 MiB/s") && !strings.Contains(line, "9.9 MiB/s") {
+	if line := last(); !strings.Contains(line, "10 MiB/s") && !strings.Contains(line, "9.9 MiB/s") {
 		t.Errorf("%q", line)
 	}
 }

@@ -1,0 +1,80 @@
+package watch
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// Names of the indexes. They carry the name of their room, so that another room can index the same kinds.
+const (
+	ByVolume = "replicas.volume"
+	ByDisk   = "replicas.disk"
+	ByNode   = "replicas.node"
+	ByImage  = "replicas.image"
+	ByLayer  = "replicas.layer"  // the topmost layer of an image copy
+	BySource = "replicas.source" // of a replica: the UID of its source's snapshot; of a volume: its data source
+)
+
+var indexed struct {
+	sync.Mutex
+	managers map[ctrl.Manager]bool
+}
+
+// AddIndexes adds the indexes to a manager's cache once, whatever roles run on the manager.
+func AddIndexes(mgr ctrl.Manager) error {
+	indexed.Lock()
+	defer indexed.Unlock()
+	if indexed.managers[mgr] {
+		return nil
+	}
+	fi := mgr.GetFieldIndexer()
+	for _, ix := range []struct {
+		kind  client.Object
+		name  string
+		value func(client.Object) string
+	}{
+		{&api.Replica{}, ByVolume, func(o client.Object) string { return o.(*api.Replica).Spec.Volume }},
+		{&api.Replica{}, ByDisk, func(o client.Object) string { return string(o.(*api.Replica).Spec.Disk) }},
+		{&api.Replica{}, ByNode, func(o client.Object) string { return o.(*api.Replica).Spec.Node }},
+		{&api.ImageCopy{}, ByDisk, func(o client.Object) string { return string(o.(*api.ImageCopy).Spec.Disk) }},
+		{&api.ImageCopy{}, ByImage, func(o client.Object) string { return o.(*api.ImageCopy).Spec.Image }},
+		{&api.ImageCopy{}, ByLayer, func(o client.Object) string { return TopLayer(o.(*api.ImageCopy).Spec.Layers) }},
+		{&api.Replica{}, BySource, func(o client.Object) string {
+			if from := o.(*api.Replica).Spec.From; from != nil {
+				return string(from.Snapshot)
+			}
+			return ""
+		}},
+		{&api.Snapshot{}, ByVolume, func(o client.Object) string { return o.(*api.Snapshot).Spec.Volume }},
+		{&api.Volume{}, BySource, func(o client.Object) string { return o.(*api.Volume).Spec.DataSource }},
+		{&api.Volume{}, ByImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
+	} {
+		if err := fi.IndexField(context.Background(), ix.kind, ix.name, func(o client.Object) []string {
+			if v := ix.value(o); v != "" {
+				return []string{v}
+			}
+			return nil
+		}); err != nil {
+			return fmt.Errorf("index %s of %T: %w", ix.name, ix.kind, err)
+		}
+	}
+	if indexed.managers == nil {
+		indexed.managers = map[ctrl.Manager]bool{}
+	}
+	indexed.managers[mgr] = true
+	return nil
+}
+
+// TopLayer returns the UID of the topmost of the layers of an image, or "" without layers.
+func TopLayer(layers []api.UID) string {
+	if len(layers) == 0 {
+		return ""
+	}
+	return string(layers[len(layers)-1])
+}

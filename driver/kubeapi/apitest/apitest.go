@@ -1,0 +1,246 @@
+// Package apitest runs an embedded API server for the tests of the rooms, and waits there for objects. A Server ends
+// with the test that started it, after the managers that Run started.
+package apitest
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
+	"drover.io/drover/api/await"
+	"drover.io/drover/driver/kubeapi"
+)
+
+// Server is an API server with a client.
+type Server struct {
+	T      *testing.T
+	Ctx    context.Context // ends with the test
+	Config *rest.Config
+	Client client.WithWatch
+	Log    *slog.Logger
+}
+
+// Start starts a server that keeps its data below dir.
+func Start(t *testing.T, dir string) *Server {
+	t.Helper()
+	suite.Slow(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
+	t.Cleanup(cancel)
+	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, "api"), Volatile: true,
+		Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cancel()
+		if err := server.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	s := &Server{T: t, Ctx: ctx, Config: server.Config, Log: slog.New(slog.NewTextHandler(testLog{t}, nil))}
+	if s.Client, err = client.NewWithWatch(server.Config, client.Options{Scheme: scheme(t)}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// testLog writes a log to the log of a test.
+type testLog struct{ t *testing.T }
+
+// Write implements io.Writer.
+func (l testLog) Write(b []byte) (int, error) {
+	l.t.Logf("%s", strings.TrimSpace(string(b)))
+	return len(b), nil
+}
+
+func scheme(t *testing.T) *runtime.Scheme {
+	s := runtime.NewScheme()
+	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// Manager makes a manager. Before the manager's client writes a status it asks refuse, unless refuse is nil, for an
+// error to return instead.
+func (s *Server) Manager(refuse func(client.Object) error) ctrl.Manager {
+	s.T.Helper()
+	skip, grace := true, 2*time.Minute
+	mgr, err := ctrl.NewManager(s.Config, ctrl.Options{Scheme: scheme(s.T),
+		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
+		GracefulShutdownTimeout: &grace, Logger: logr.Discard(),
+		NewClient: func(config *rest.Config, o client.Options) (client.Client, error) {
+			c, err := client.NewWithWatch(config, o)
+			if err != nil || refuse == nil {
+				return c, err
+			}
+			return interceptor.NewClient(c, interceptor.Funcs{SubResourceUpdate: func(ctx context.Context, c client.Client,
+				sub string, obj client.Object, o ...client.SubResourceUpdateOption) error {
+				if err := refuse(obj); err != nil {
+					return err
+				}
+				return c.SubResource(sub).Update(ctx, obj, o...)
+			}}), nil
+		}})
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	return mgr
+}
+
+// Run starts a manager. The returned function stops the manager and waits for its end; the end of the test does so too.
+func (s *Server) Run(mgr ctrl.Manager) (stop func()) {
+	ctx, cancel := context.WithCancel(s.Ctx)
+	done := make(chan error, 1)
+	go func() { done <- mgr.Start(ctx) }()
+	stopped := false
+	stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		if err := <-done; err != nil {
+			s.T.Error(err)
+		}
+	}
+	s.T.Cleanup(stop)
+	return stop
+}
+
+// Watch reports every later change of the objects of a list. The watch starts at the version that the list has read: a
+// watch without a version starts some time after the server answered, and misses a deletion in between.
+func (s *Server) Watch(list client.ObjectList, which ...client.ListOption) watch.Interface {
+	s.T.Helper()
+	if err := s.Client.List(s.Ctx, list, which...); err != nil {
+		s.T.Fatal(err)
+	}
+	from := &client.ListOptions{Raw: &metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}}
+	watch, err := s.Client.Watch(s.Ctx, list, append(which, from)...)
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	return watch
+}
+
+// Await waits until ok accepts the object. Every change of the object makes ok run, and every second does, for an ok
+// that reads more than the object.
+func Await[T client.Object](s *Server, obj T, list client.ObjectList, what string, ok func(T) bool) T {
+	s.T.Helper()
+	began := time.Now()
+	watch := s.Watch(list, client.MatchingFields{"metadata.name": obj.GetName()})
+	defer watch.Stop()
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	ctx, cancel := context.WithTimeout(s.Ctx, 5*time.Minute)
+	defer cancel()
+	for {
+		if err := s.Client.Get(s.Ctx, client.ObjectKeyFromObject(obj), obj); err == nil && ok(obj) {
+			s.T.Logf("%s: %s after %v", obj.GetName(), what, time.Since(began).Round(time.Millisecond))
+			return obj
+		}
+		select {
+		case <-watch.ResultChan():
+		case <-tick.C:
+		case <-ctx.Done():
+			s.T.Fatalf("%s %s never was %s; it is %+v", list.GetObjectKind().GroupVersionKind().Kind, obj.GetName(), what, obj)
+		}
+	}
+}
+
+// AwaitDeleted waits until the object does not exist.
+func (s *Server) AwaitDeleted(obj client.Object, list client.ObjectList) {
+	s.T.Helper()
+	watch := s.Watch(list, client.MatchingFields{"metadata.name": obj.GetName()})
+	defer watch.Stop()
+	ctx, cancel := context.WithTimeout(s.Ctx, 5*time.Minute)
+	defer cancel()
+	for {
+		if err := s.Client.Get(s.Ctx, client.ObjectKeyFromObject(obj), obj); client.IgnoreNotFound(err) != nil {
+			s.T.Fatal(err)
+		} else if err != nil {
+			return
+		}
+		select {
+		case <-watch.ResultChan():
+		case <-ctx.Done():
+			s.T.Fatalf("%s still exists: %+v", obj.GetName(), obj)
+		}
+	}
+}
+
+// Create creates objects.
+func (s *Server) Create(objs ...client.Object) {
+	s.T.Helper()
+	for _, o := range objs {
+		if err := s.Client.Create(s.Ctx, o); err != nil {
+			s.T.Fatal(err)
+		}
+	}
+}
+
+// Delete asks for the deletion of an object.
+func (s *Server) Delete(o client.Object) {
+	s.T.Helper()
+	if err := s.Client.Delete(s.Ctx, o); err != nil {
+		s.T.Fatal(err)
+	}
+}
+
+// Edit changes an object as a person would: again after each conflict.
+func Edit[X any, T interface {
+	*X
+	client.Object
+}](s *Server, obj T, change func(T)) {
+	s.T.Helper()
+	now, err := await.Edit(s.Ctx, s.Client, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	*obj = *now
+}
+
+// EditStatus is Edit for the status.
+func EditStatus[X any, T interface {
+	*X
+	client.Object
+}](s *Server, obj T, change func(T)) {
+	s.T.Helper()
+	now, err := await.EditStatus(s.Ctx, s.Client, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	*obj = *now
+}
+
+// Named is the metadata of an object.
+func Named(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Name: name} }
+
+// Volume is a volume that is not created yet.
+func Volume(name string, size int64) *api.Volume {
+	return &api.Volume{ObjectMeta: Named(name), Spec: api.VolumeSpec{Size: size}}
+}
+
+// AwaitVolume waits until ok accepts a volume.
+func (s *Server) AwaitVolume(name, what string, ok func(*api.Volume) bool) *api.Volume {
+	s.T.Helper()
+	return Await(s, &api.Volume{ObjectMeta: Named(name)}, &api.VolumeList{}, what, ok)
+}

@@ -1,0 +1,148 @@
+package planner
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"drover.io/drover/api"
+)
+
+// Balance moves replicas of healthy volumes to better places: one replica of a volume at a time, and a new one is whole
+// before the old one goes. A move is made only if it lowers crowd, or leaves a disk that is nearly full for one that is
+// not by far; so moves come to an end, and none is taken back while the nodes stay as they are.
+
+// Values of replicaAutoBalance.
+const (
+	balanceDisabled = "disabled"
+	balanceLeast    = "least-effort"
+	balanceBest     = "best-effort"
+)
+
+// pressureGap is how many percent below the limit a disk must stay that is to take a replica of one above it.
+const pressureGap = 10
+
+// seat is where a replica is.
+type seat struct {
+	node string
+	disk api.UID
+}
+
+func seatOf(r *api.Replica) seat { return seat{r.Spec.Node, r.Spec.Disk} }
+
+// crowd is how unevenly replicas are spread over zones, nodes and disks: sums of the squares of how many are in each.
+type crowd [3]int
+
+func (c crowd) compare(o crowd) int { return slices.Compare(c[:], o[:]) }
+
+// crowdOf counts seats. A node without a zone is in one of its own.
+func crowdOf(seats []seat, zone func(node string) string) (c crowd) {
+	for i, n := range tally(seats, zone) {
+		for _, x := range n {
+			c[i] += x * x
+		}
+	}
+	return c
+}
+
+// tally counts the seats in each zone, on each node and on each disk.
+func tally(seats []seat, zone func(node string) string) (n [3]map[string]int) {
+	n = [3]map[string]int{{}, {}, {}}
+	for _, s := range seats {
+		z := ""
+		if zone != nil {
+			z = zone(s.node)
+		}
+		if z == "" {
+			n[0]["node "+s.node]++
+		} else {
+			n[0]["zone "+z]++
+		}
+		n[1][s.node]++
+		n[2][string(s.disk)]++
+	}
+	return n
+}
+
+// move is a replica that would be better elsewhere.
+type move struct {
+	from *api.Replica
+	to   spot
+	why  string
+	full bool // it leaves a disk that is nearly full
+}
+
+// scale is what a better place is found by.
+type scale struct {
+	mode string
+	stay string // the node that keeps a replica, if it has one: the volume is used there; empty: none
+	// use is how full a disk is with what is on its way to it, and without what leaves it, in percent, with more bytes.
+	use   func(disk api.UID, more int64) int64
+	limit int64 // percent; 0: how full a disk is does not matter
+}
+
+// better finds the best move of a volume whose replicas are all whole, or none. It looks at places only.
+func better(v *api.Volume, t terrain, s scale) *move {
+	if s.mode != balanceLeast && s.mode != balanceBest {
+		return nil
+	}
+	zone := t.zone
+	var seats []seat
+	for i := range t.mine {
+		seats = append(seats, seatOf(&t.mine[i]))
+	}
+	now, at := crowdOf(seats, zone), tally(seats, zone)
+	var best *move
+	var found crowd
+	for i := range t.mine {
+		r := &t.mine[i]
+		if r.Spec.Node == s.stay && at[1][s.stay] == 1 {
+			continue
+		}
+		t := t
+		t.leaving = []string{r.Name}
+		spots, _ := t.spots(v)
+		for _, to := range spots {
+			if to.disk == r.Spec.Disk {
+				continue
+			}
+			then := slices.Clone(seats)
+			then[i] = seat{to.node, to.disk}
+			c := crowdOf(then, zone)
+			m := &move{from: r, to: to}
+			switch d := c.compare(now); {
+			case d < 0 && s.mode == balanceBest:
+				m.why = "the replicas are spread more evenly"
+			case d < 0:
+				if is := tally(then, zone); len(is[0]) <= len(at[0]) && len(is[1]) <= len(at[1]) {
+					continue
+				}
+				m.why = "more nodes or zones have a replica"
+			case d == 0 && s.presses(r, to):
+				m.why, m.full = fmt.Sprintf("its disk is more than %d %% full", s.limit), true
+			default:
+				continue
+			}
+			if best == nil || cmp.Or(c.compare(found), compareSpots(to, best.to), cmp.Compare(r.Name, best.from.Name)) < 0 {
+				best, found = m, c
+			}
+		}
+	}
+	return best
+}
+
+// presses reports whether a replica is on a disk that is nearly full, and would not be on the other one.
+func (s *scale) presses(r *api.Replica, to spot) bool {
+	return s.mode == balanceBest && s.limit > 0 && s.use(r.Spec.Disk, 0) > s.limit &&
+		s.use(to.disk, r.Status.Used) < s.limit-pressureGap
+}
+
+// zone is the zone of a node, or empty.
+func (t *terrain) zone(node string) string {
+	for i := range t.nodes {
+		if t.nodes[i].Name == node {
+			return zoneOf(&t.nodes[i])
+		}
+	}
+	return ""
+}

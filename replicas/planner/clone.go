@@ -1,0 +1,428 @@
+package planner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
+)
+
+// A linked clone is a head of its own over the layers of a snapshot. On the disk of the snapshot's replica nothing is
+// copied, and from then on neither needs the other. Where that disk has no room, or may not be used, it is on another
+// disk of the node, and the layers follow; where none of the node may be, its replicas are made on other nodes from one
+// that is there for a while. A full copy shares no layer from the beginning. A clone of a volume as it is
+// now takes a snapshot for itself, and lets go of it when the clone is there, or what it copies is held.
+
+// origin is what a clone begins with.
+type origin struct {
+	snapshot *api.Snapshot
+	replica  *api.Replica
+	others   []api.Replica // members of the source that hold the snapshot too
+	image    string        // at the bottom of it
+	whole    bool          // the volume's own replica moves
+}
+
+// origin finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any
+// other kind is the end of it, until something changes.
+func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err error) {
+	if v.Spec.DataSource == "" {
+		return nil, nil
+	}
+	if v.Status.CloneStatus == nil {
+		v.Status.CloneStatus = &api.CloneStatus{}
+	}
+	st := v.Status.CloneStatus
+	defer func() {
+		kind := api.KindOf(err)
+		if err != nil && kind == api.Other {
+			return
+		}
+		was := st.State
+		st.State, st.Message = api.CloneInitiated, ""
+		if kind != api.Unavailable || err == nil {
+			st.WaitingSince = nil
+		}
+		if err == nil {
+			return
+		}
+		if kind != api.Unavailable {
+			st.State = api.CloneFailed
+		} else if stalled := p.stalled(ctx, v); stalled > 0 {
+			st.State, err = api.CloneFailed, api.Errorf(kind, "for %s its source could not be used: %v", stalled, err)
+		}
+		if st.Message = err.Error(); st.State == api.CloneFailed && was != st.State {
+			p.events.Eventf(v, nil, "Warning", "CloneFailed", "Clone", "%s", err)
+		}
+	}()
+	from, err := api.ParseDataSource(v.Spec.DataSource)
+	if err != nil {
+		return nil, err
+	}
+	st.Source, st.Snapshot = from.Volume, from.Snapshot
+	p.awaits(from.Volume, v.Name) // before it looks: what changes meanwhile is not missed
+	var src api.Volume
+	if err := p.sure(ctx, types.NamespacedName{Name: from.Volume}, &src); apierrors.IsNotFound(err) {
+		return nil, api.Errorf(api.NotFound, "volume %s, which is to be cloned, does not exist", from.Volume)
+	} else if err != nil {
+		return nil, err
+	}
+	if err := p.circle(ctx, v, &src); err != nil {
+		return nil, err
+	}
+	snap, err := p.cloned(ctx, v, &src, from)
+	if err != nil {
+		return nil, err
+	}
+	st.Snapshot = snap.Name
+	if snap.Status.RestoreSize > v.Spec.Size {
+		return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of snapshot %s of volume %s: expand "+
+			"the volume", api.SizeText(v.Spec.Size), api.SizeText(snap.Status.RestoreSize), snap.Name, src.Name)
+	}
+	usable, err := p.usable(ctx, &src)
+	if err != nil {
+		return nil, err
+	}
+	if len(usable) == 0 {
+		return nil, api.Errorf(api.Unavailable, "volume %s, which is to be cloned, has no usable replica", src.Name)
+	}
+	slices.SortStableFunc(usable, func(a, b api.Replica) int { // where the clone may be come first
+		in := func(r api.Replica) int {
+			if r.Spec.Node == v.Annotations[api.AnnotationPrefer] {
+				return -1
+			}
+			if i := slices.Index(v.Spec.Nodes, r.Spec.Node); i >= 0 {
+				return i
+			}
+			return len(v.Spec.Nodes)
+		}
+		return in(a) - in(b)
+	})
+	r := &usable[0]
+	o := &origin{snapshot: snap, replica: r, others: usable[1:], image: src.Spec.BackingImage}
+	if o.image == "" {
+		o.image = r.Labels[api.LabelImage] // of a clone whose spec does not name it
+	}
+	if of := v.Spec.BackingImage; of != "" && api.LabelValue(of) != api.LabelValue(o.image) {
+		return nil, api.Errorf(api.Invalid, "the volume names backing image %s, but its data source, volume %s, stands on "+
+			"%q: leave backingImage out", of, src.Name, o.image)
+	}
+	return o, nil
+}
+
+// stalled is for how long a clone waits for its source, once that is too long; before, it is looked at again then.
+func (p *planner) stalled(ctx context.Context, v *api.Volume) time.Duration {
+	st := v.Status.CloneStatus
+	if st.WaitingSince == nil {
+		now := metav1.Now()
+		st.WaitingSince = &now
+	}
+	limit := time.Duration(p.setting(ctx, "clone-stall-timeout")) * time.Minute
+	if left := limit - time.Since(st.WaitingSince.Time); limit == 0 || left > 0 {
+		p.again(v.Name, left)
+		return 0
+	}
+	return limit
+}
+
+// circle refuses a clone whose source waits for the clone itself.
+func (p *planner) circle(ctx context.Context, v, src *api.Volume) error {
+	seen := map[string]bool{}
+	for at := src; len(at.Status.Members) == 0 && !seen[at.Name]; {
+		if at.UID == v.UID {
+			return api.Errorf(api.Invalid, "volume %s, which is to be cloned, is to be made from this volume itself", src.Name)
+		}
+		seen[at.Name] = true
+		from, err := api.ParseDataSource(at.Spec.DataSource)
+		if err != nil || from.Volume == "" {
+			return nil
+		}
+		at = &api.Volume{}
+		if err := p.client.Get(ctx, types.NamespacedName{Name: from.Volume}, at); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+	}
+	return nil
+}
+
+// usable are the members of a volume that a clone can begin with.
+func (p *planner) usable(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
+	var list api.ReplicaList
+	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(list.Items, func(r api.Replica) bool {
+		return r.Spec.VolumeUID != v.Status.UID || !slices.Contains(v.Status.Members, r.Name) ||
+			r.Status.Mode != api.ReplicaCurrent ||
+			len(v.Status.Members) > 1 && (p.isSilent(r.Spec.Node) || p.deadDisk(ctx)(&r) != "")
+	}), nil
+}
+
+// placeClone gives a clone its replicas: each on the disk of a member of its source, whose layers it shares. Where that
+// cannot be, it gets one alone, near to a member; the rest is made equal to it.
+func (p *planner) placeClone(ctx context.Context, v *api.Volume, from *origin) ([]api.Replica, error) {
+	var mine []api.Replica
+	all := append([]api.Replica{*from.replica}, from.others...)
+	if v.Spec.CloneMode != api.CloneFull {
+		for i := range all {
+			if len(mine) >= int(v.Spec.NumberOfReplicas) {
+				break
+			}
+			o := *from
+			o.replica = &all[i]
+			r, err := p.placeOne(ctx, v, nil, &o, mine, func(t *terrain) { t.strict = true })
+			if api.Is(err, api.Full) {
+				continue
+			}
+			if err != nil {
+				return mine, err
+			}
+			mine = append(mine, *r)
+		}
+	}
+	var last error
+	for i := 0; len(mine) == 0 && i < len(all); i++ {
+		o := *from
+		o.replica = &all[i]
+		r, err := p.placeOne(ctx, v, nil, &o, nil)
+		if err == nil {
+			return []api.Replica{*r}, nil
+		}
+		if last == nil || !api.Is(err, api.Full) {
+			last = err
+		}
+		if !api.Is(err, api.Full) {
+			break
+		}
+	}
+	if len(mine) == 0 && api.Is(last, api.Full) {
+		r, err := p.placeAway(ctx, v, from, all)
+		if err != nil {
+			return nil, err
+		}
+		if r != nil {
+			return []api.Replica{*r}, nil
+		}
+	}
+	return mine, last
+}
+
+// placeAway gives a clone that cannot be where its source is a place there for a while, over the source's layers: it
+// can be used at once, from any node. Its replicas are made elsewhere from that, as those of a drained node are; then
+// it goes. Nil: no other disk would take the clone.
+func (p *planner) placeAway(ctx context.Context, v *api.Volume, from *origin, all []api.Replica) (*api.Replica, error) {
+	if v.Spec.DataLocality == api.LocalityStrict {
+		return nil, nil // it is used where its data is, and says where that is
+	}
+	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, nil), nil)
+	if err != nil {
+		return nil, err
+	}
+	spots, _ := t.spots(v)
+	if *failed != nil || len(spots) == 0 {
+		return nil, *failed
+	}
+	for i := range all {
+		o := *from
+		o.replica = &all[i]
+		r, err := p.placeOne(ctx, v, nil, &o, nil, func(t *terrain) { t.transient, t.strict = true, true })
+		if err == nil {
+			p.events.Eventf(v, r, "Normal", "CloneGoesFar", "Clone", "the clone cannot stay on node %s, where its source is: "+
+				"it is used from there until its replicas are made elsewhere", r.Spec.Node)
+		}
+		if !api.Is(err, api.Full) {
+			return r, err
+		}
+	}
+	return nil, nil
+}
+
+// awaits has a clone planned again after the next plan of its source: its replica may not be known to be there yet.
+func (p *planner) awaits(source, clone string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.clones[source] == nil {
+		p.clones[source] = map[string]bool{}
+	}
+	p.clones[source][clone] = true
+}
+
+// wakeClones does so, once for each.
+func (p *planner) wakeClones(source string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for clone := range p.clones[source] {
+		if p.queue != nil {
+			p.queue.Add(watch.Request(clone))
+		}
+	}
+	delete(p.clones, source)
+}
+
+// cloned is the snapshot that a clone begins with.
+func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataSource) (*api.Snapshot, error) {
+	name := from.Snapshot
+	if name == "" {
+		name = cloneSnapshot(v)
+	}
+	var snap api.Snapshot
+	err := p.sure(ctx, types.NamespacedName{Name: name}, &snap)
+	switch {
+	case apierrors.IsNotFound(err) && from.Snapshot == "":
+		if src.DeletionTimestamp != nil {
+			return nil, api.Errorf(api.NotFound, "volume %s, which is to be cloned, is being deleted", src.Name)
+		}
+		if src.Spec.Size > v.Spec.Size {
+			return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of volume %s, which is to be cloned: "+
+				"expand the volume", api.SizeText(v.Spec.Size), api.SizeText(src.Spec.Size), src.Name)
+		}
+		made := api.NewSnapshot(src, name)
+		made.Spec.Labels = map[string]string{api.LabelClone: v.Name}
+		if err := p.client.Create(ctx, made); err != nil && !apierrors.IsAlreadyExists(err) {
+			return nil, fmt.Errorf("snapshot %s: %w", name, err)
+		}
+		return nil, errSoon
+	case apierrors.IsNotFound(err) || (err == nil || errors.Is(err, errSoon)) && snap.Spec.Volume != src.Name:
+		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s does not exist", name, src.Name)
+	case err != nil:
+		return nil, err
+	case snap.DeletionTimestamp != nil && from.Snapshot == "":
+		return nil, errSoon // of a try before
+	case snap.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s is being deleted", name, src.Name)
+	case snap.Status.ReadyToUse && snap.Status.VolumeUID == src.Status.UID:
+		return &snap, nil
+	case snap.Status.CreationTime != "" && strings.HasPrefix(snap.Status.Error, "lost"):
+		return nil, api.Errorf(api.NotFound, "snapshot %s of volume %s: %s", name, src.Name, snap.Status.Error)
+	case snap.Status.Error != "":
+		return nil, api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: %s", name, src.Name,
+			snap.Status.Error)
+	}
+	return nil, errSoon
+}
+
+// sure reads an object. What the cache does not have is asked of the API: it can be a moment older than what the user
+// sees, and a clone is not to fail for that. Unavailable: it is there, and the cache will tell.
+func (p *planner) sure(ctx context.Context, key types.NamespacedName, o client.Object) error {
+	err := p.client.Get(ctx, key, o)
+	if !apierrors.IsNotFound(err) {
+		return err
+	}
+	if err := p.reader.Get(ctx, key, o); err != nil {
+		return err
+	}
+	return errSoon
+}
+
+// errSoon is the snapshot that is being taken: nothing that a user need know.
+var errSoon = api.Errorf(api.Unavailable, "waits for the snapshot")
+
+// cloneSnapshot is the name of the snapshot that a clone takes for itself: new with every clone.
+func cloneSnapshot(v *api.Volume) string { return "clone-" + string(v.Status.UID) }
+
+// failed looks at a replica that came to nothing: the clone has failed, until the user wants another try.
+func (p *planner) failed(ctx context.Context, v *api.Volume, r *api.Replica) error {
+	c := v.Status.CloneStatus
+	why := api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
+	if c == nil {
+		return why
+	}
+	if token := v.Annotations[api.AnnotationRetry]; token != "" && token != c.Retried || r.DeletionTimestamp != nil {
+		if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("replica %s: %w", r.Name, err)
+		}
+		c.Retried, c.State, c.Message, c.Progress = token, api.CloneInitiated, "", 0
+		v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
+		return errSoon
+	}
+	if c.State != api.CloneFailed {
+		p.events.Eventf(v, r, "Warning", "CloneFailed", "Clone", "%s", r.Status.Message)
+	}
+	c.State, c.Message = api.CloneFailed, r.Status.Message
+	return why
+}
+
+// copying tells how far the copying of layers is.
+func copying(v *api.Volume, mine []api.Replica) {
+	c := v.Status.CloneStatus
+	if c == nil {
+		return
+	}
+	if c.State == api.CloneCompleted {
+		c.Progress = 100
+	}
+	for i := range mine {
+		if st := mine[i].Status.Copy; st != nil {
+			c.Progress = st.Progress
+		}
+	}
+}
+
+// letGo deletes the snapshot that a clone took for itself.
+func (p *planner) letGo(ctx context.Context, v *api.Volume) error {
+	if !strings.HasPrefix(v.Spec.DataSource, "vol://") || v.Status.UID == "" {
+		return nil
+	}
+	var snap api.Snapshot
+	err := p.client.Get(ctx, types.NamespacedName{Name: cloneSnapshot(v)}, &snap)
+	if err != nil || snap.DeletionTimestamp != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if err := p.client.Delete(ctx, &snap); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("snapshot %s: %w", snap.Name, err)
+	}
+	return nil
+}
+
+// ofSnapshot wakes who waits for a snapshot, or for its end.
+func (p *planner) ofSnapshot(ctx context.Context, o client.Object) []reconcile.Request {
+	s := o.(*api.Snapshot)
+	all := watch.Requests(s.Spec.Volume)
+	if clone := s.Spec.Labels[api.LabelClone]; clone != "" {
+		return append(all, watch.Requests(clone)...)
+	}
+	return append(all, p.clonesOf(ctx, api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name})...)
+}
+
+// clonesOf are the volumes that are to begin with a source and do not exist yet.
+func (p *planner) clonesOf(ctx context.Context, from api.DataSource) []reconcile.Request {
+	var vols api.VolumeList
+	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.BySource: from.String()},
+		client.UnsafeDisableDeepCopy); err != nil {
+		p.log.Error("clones cannot be listed", "source", from.String(), "err", err)
+		return nil
+	}
+	var all []reconcile.Request
+	for i := range vols.Items {
+		if len(vols.Items[i].Status.Members) == 0 {
+			all = append(all, watch.Requests(vols.Items[i].Name)...)
+		}
+	}
+	return all
+}
+
+// kept are the names of the snapshots for which a volume's replicas stay.
+func (p *planner) kept(ctx context.Context, v *api.Volume) ([]string, error) {
+	var list api.SnapshotList
+	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+		return nil, err
+	}
+	var names []string
+	for i := range list.Items {
+		st := &list.Items[i].Status
+		if st.VolumeUID == v.Status.UID || st.VolumeUID == "" && st.Error == "" {
+			names = append(names, list.Items[i].Name)
+		}
+	}
+	return names, nil
+}

@@ -1,0 +1,277 @@
+package planner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
+)
+
+// promised is the sum of the sizes of a disk's replicas.
+func (p *planner) promised(ctx context.Context, disk api.UID) (int64, error) {
+	var list api.ReplicaList
+	on := client.MatchingFields{watch.ByDisk: string(disk)}
+	if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {
+		return 0, err
+	}
+	var sum int64
+	seen := map[string]bool{}
+	for i := range list.Items {
+		seen[list.Items[i].Name] = true
+		sum += list.Items[i].Spec.Size
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for name, a := range p.assumed {
+		if a.replica.Spec.Disk == disk && !seen[name] {
+			sum += a.replica.Spec.Size
+		}
+	}
+	return sum, nil
+}
+
+// create gives a new volume its replicas and, when they are there, its first members.
+func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica) error {
+	mine = slices.DeleteFunc(slices.Clone(mine), func(r api.Replica) bool { // they were given up
+		return r.DeletionTimestamp != nil && p.isSilent(r.Spec.Node)
+	})
+	if len(mine) == 0 {
+		from, err := p.origin(ctx, v)
+		if errors.Is(err, errSoon) {
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		var image *api.BackingImage
+		if from == nil { // else the source's layers are there, and its replica holds the image
+			if image, err = p.image(ctx, v); err != nil {
+				return err
+			}
+		}
+		if from != nil {
+			mine, err = p.placeClone(ctx, v, from)
+		} else {
+			var r *api.Replica
+			if r, err = p.placeOne(ctx, v, image, nil, mine, nearFirst(v)); err == nil {
+				mine = append(mine, *r)
+			}
+		}
+		if err != nil {
+			if api.Is(err, api.Full) && condition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
+				p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", err)
+			}
+			return err
+		}
+		condition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
+		if from == nil { // else the others are made equal to the first
+			if mine, err = p.placeRest(ctx, v, image, mine); err != nil {
+				return err
+			}
+		}
+	}
+	var members []string
+	size := v.Spec.Size
+	for i := range mine {
+		r := &mine[i]
+		if r.DeletionTimestamp != nil && len(mine) > 1 {
+			continue // another one has its place
+		}
+		switch r.Status.Mode {
+		case api.ReplicaCurrent:
+			members = append(members, r.Name)
+			size = min(size, r.Status.Size)
+		case api.ReplicaFailed:
+			err := p.failed(ctx, v, r)
+			if errors.Is(err, errSoon) {
+				err = nil
+			}
+			return err
+		default:
+			if p.isSilent(r.Spec.Node) && len(mine) > 1 {
+				continue // the others need not wait for it
+			}
+			if gone, err := p.giveUp(ctx, v, r); gone || err != nil {
+				return err
+			}
+			copying(v, mine)
+			if r.Status.Pinned {
+				if err := p.letGo(ctx, v); err != nil {
+					return err
+				}
+			}
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, r.Status.Message
+			return nil
+		}
+	}
+	if len(members) == 0 {
+		v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown,
+			"the nodes of its replicas give no sign of life"
+		return nil
+	}
+	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
+	v.Status.Message = ""
+	if c := v.Status.CloneStatus; c != nil {
+		c.State, c.Message, c.Progress = api.CloneCompleted, "", 100
+	}
+	return nil
+}
+
+// giveUp gives up the first replica of a volume whose node fell silent before it was made, so that another is made
+// elsewhere: it was no member, and is removed should the node come back. That of a clone stays where only silent nodes
+// have the source.
+func (p *planner) giveUp(ctx context.Context, v *api.Volume, r *api.Replica) (bool, error) {
+	if r.DeletionTimestamp != nil || !p.isSilent(r.Spec.Node) {
+		return false, nil
+	}
+	if r.Spec.From != nil {
+		var src api.Volume
+		if err := p.client.Get(ctx, types.NamespacedName{Name: r.Spec.From.Volume}, &src); err != nil {
+			return false, client.IgnoreNotFound(err)
+		}
+		list, err := p.usable(ctx, &src)
+		if err != nil || !slices.ContainsFunc(list, func(o api.Replica) bool { return !p.isSilent(o.Spec.Node) }) {
+			return false, err
+		}
+	}
+	if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("replica %s: %w", r.Name, err)
+	}
+	v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
+	p.events.Eventf(v, r, "Normal", "ReplicaGivenUp", "Schedule", "node %s fell silent before it had made replica %s: "+
+		"another one is made elsewhere", r.Spec.Node, r.Name)
+	return true, nil
+}
+
+// image is the volume's backing image if it can be used, or nil.
+func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
+	name := v.Spec.BackingImage
+	if name == "" {
+		return nil, nil
+	}
+	var img api.BackingImage
+	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
+		err := api.Errorf(api.NotFound, "backing image %s does not exist: import it, the volume waits", name)
+		condition(v, api.ConditionImage, false, "NotFound", err.Error())
+		return nil, err
+	} else if err != nil {
+		return nil, err
+	}
+	switch {
+	case !api.HoldsImage(v, &img): // else the deletion waits for this volume
+		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
+			"or import the image again once it is gone", name)
+		condition(v, api.ConditionImage, false, "Deleting", err.Error())
+		return nil, err
+	case img.Status.UUID == "" || len(img.Status.Layers) == 0:
+		err := api.Errorf(api.Unavailable, "backing image %s is being prepared", name)
+		condition(v, api.ConditionImage, false, "Pending", err.Error())
+		return nil, err
+	case img.Status.VirtualSize > v.Spec.Size:
+		err := api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of backing image %s: expand the volume",
+			api.SizeText(v.Spec.Size), api.SizeText(img.Status.VirtualSize), name)
+		if condition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
+			p.events.Eventf(v, &img, "Warning", "BackingImageIncompatible", "Create", "%s", err)
+		}
+		return nil, err
+	case img.Status.State == api.ImageFailed:
+		err := api.Errorf(api.Unavailable, "backing image %s failed: %s", name, img.Status.Message)
+		condition(v, api.ConditionImage, false, "Failed", err.Error())
+		return nil, err
+	case img.Status.State != api.ImageReady:
+		// Its virtual size is not known for sure before.
+		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
+		condition(v, api.ConditionImage, false, "NotReady", err.Error())
+		return nil, err
+	}
+	condition(v, api.ConditionImage, true, "Ready", "")
+	return &img, nil
+}
+
+// placeOne creates one Replica on the best disk.
+func (p *planner) placeOne(
+	ctx context.Context, v *api.Volume, img *api.BackingImage, from *origin, mine []api.Replica,
+	shape ...func(*terrain),
+) (*api.Replica, error) {
+	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, mine), mine)
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range shape {
+		f(&t)
+	}
+	full := v.Spec.CloneMode == api.CloneFull && !t.transient
+	if from != nil {
+		if t.near = from.replica.Spec.Node; !full && !from.whole {
+			t.only = from.replica.Spec.Disk
+		}
+	}
+	s, err := place(v, t)
+	if t.only != "" && !t.strict && api.Is(err, api.Full) { // the layers go to another disk
+		t.only = ""
+		s, err = place(v, t)
+	}
+	if *failed != nil {
+		return nil, *failed
+	}
+	if err != nil {
+		return nil, err
+	}
+	uid := api.NewUID()
+	r := &api.Replica{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: v.Name + "." + string(uid[:8]),
+			Labels: map[string]string{
+				api.LabelVolume: api.LabelValue(v.Name), api.LabelNode: api.LabelValue(s.node), api.LabelDisk: string(s.disk)},
+			Finalizers: []string{api.Finalizer},
+		},
+		Spec: api.ReplicaSpec{
+			UID: uid, Volume: v.Name, VolumeUID: v.Status.UID, Node: s.node, Disk: s.disk, Size: v.Spec.Size,
+			Instead: t.instead, Transient: t.transient},
+	}
+	if img != nil {
+		r.Spec.Layers = img.Status.Layers
+		r.Labels[api.LabelImage] = api.LabelValue(img.Name)
+	}
+	if from != nil {
+		r.Spec.From = &api.ReplicaSource{Replica: from.replica.Spec.UID, Volume: from.replica.Spec.Volume, Whole: from.whole}
+		if !from.whole {
+			r.Spec.From.Snapshot, r.Spec.From.Name = from.snapshot.Status.UID, from.snapshot.Name
+		}
+		r.Spec.Layers = from.replica.Spec.Layers
+		if s.disk != from.replica.Spec.Disk {
+			r.Spec.From.Disk = from.replica.Spec.Disk
+		}
+		if full && !from.whole {
+			r.Spec.From.Layer = api.NewUID()
+		}
+		if from.image != "" {
+			r.Labels[api.LabelImage] = api.LabelValue(from.image)
+		}
+	}
+	p.assume(r) // before it is there: its event, which ends this, can be faster than the answer
+	if err := p.client.Create(ctx, r); err != nil {
+		p.mu.Lock()
+		delete(p.assumed, r.Name)
+		p.mu.Unlock()
+		return nil, fmt.Errorf("replica %s: %w", r.Name, err)
+	}
+	p.log.Info("replica placed", "volume", v.Name, "replica", r.Name, "node", s.node, "disk", s.path)
+	return r, nil
+}
+
+func (p *planner) assume(r *api.Replica) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.assumed[r.Name] = assumption{replica: *r.DeepCopy(), until: time.Now().Add(time.Minute)}
+}

@@ -1,0 +1,96 @@
+package planner
+
+import (
+	"context"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
+)
+
+// silence watches the heartbeats: what is known of the volumes of a node that says nothing is old.
+type silence struct {
+	*planner
+	began time.Time
+	limit time.Duration // 0: what the node says
+}
+
+func (p *planner) setupSilence(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).Named("heartbeat").For(&api.Node{}).
+		WithOptions(controller.Options{NewQueue: backlog.New}).
+		Complete(&silence{planner: p, began: time.Now()})
+}
+
+// Reconcile looks at one node's heartbeat, and again when it will be too old.
+func (s *silence) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var n api.Node
+	err := s.client.Get(ctx, req.NamespacedName, &n)
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	if apierrors.IsNotFound(err) {
+		s.setSilent(ctx, req.Name, true)
+		return reconcile.Result{}, nil
+	}
+	// While the controller itself was away it could hear nothing.
+	age := min(time.Since(n.Status.Heartbeat.Time), time.Since(s.began))
+	limit := s.limit
+	if limit == 0 {
+		limit = n.SilentAfter()
+	}
+	if age < limit {
+		s.setSilent(ctx, n.Name, false)
+		return reconcile.Result{RequeueAfter: limit - age + time.Second}, nil
+	}
+	if s.setSilent(ctx, n.Name, true) {
+		s.events.Eventf(&n, nil, "Warning", "NodeSilent", "Watch", "node %s gave no sign of life since %s", n.Name,
+			n.Status.Heartbeat.UTC().Format(time.RFC3339))
+	}
+	return reconcile.Result{}, nil
+}
+
+// setSilent notes it and wakes the node's volumes if it is news.
+func (p *planner) setSilent(ctx context.Context, node string, is bool) bool {
+	p.mu.Lock()
+	news := p.silent[node] != is
+	if is {
+		p.silent[node] = true
+	} else {
+		delete(p.silent, node)
+	}
+	q := p.queue
+	p.mu.Unlock()
+	if !news || q == nil {
+		return news
+	}
+	var list api.ReplicaList
+	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByNode: node}, client.UnsafeDisableDeepCopy); err != nil {
+		p.log.Error("replicas of a node cannot be listed", "node", node, "err", err)
+		return news
+	}
+	for i := range list.Items {
+		q.Add(watch.Request(list.Items[i].Spec.Volume))
+	}
+	for _, name := range p.attachedTo(ctx, node) {
+		q.Add(watch.Request(name))
+	}
+	if !is { // it takes replicas again
+		for _, r := range append(p.unplaced(), p.spread(ctx, nil)...) {
+			q.Add(r)
+		}
+	}
+	return news
+}
+
+func (p *planner) isSilent(node string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.silent[node]
+}

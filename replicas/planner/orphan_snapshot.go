@@ -1,0 +1,86 @@
+package planner
+
+import (
+	"context"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
+)
+
+// orphans looks after the Snapshots that no node does: those whose volume does not exist, or has no replica.
+type orphans struct{ *planner }
+
+func (p *planner) setupOrphans(mgr ctrl.Manager) error {
+	ofVolume := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+		var list api.SnapshotList
+		err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: o.GetName()}, client.UnsafeDisableDeepCopy)
+		if err != nil {
+			p.log.Error("snapshots of a volume cannot be listed", "volume", o.GetName(), "err", err)
+		}
+		var all []reconcile.Request
+		for i := range list.Items {
+			all = append(all, watch.Requests(list.Items[i].Name)...)
+		}
+		return all
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("orphan").
+		For(&api.Snapshot{}, watch.Updates(watch.WishChanged)).
+		Watches(&api.Volume{}, ofVolume, watch.Updates(func(old, now client.Object) bool {
+			return len(old.(*api.Volume).Status.Members) != len(now.(*api.Volume).Status.Members)
+		})).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
+		Complete(&orphans{p})
+}
+
+// Reconcile tells that a snapshot has nothing to be of, and lets it go when it is deleted.
+func (o *orphans) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var s api.Snapshot
+	if err := o.client.Get(ctx, req.NamespacedName, &s); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	var v api.Volume
+	err := o.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v)
+	if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	gone := apierrors.IsNotFound(err) ||
+		s.Status.VolumeUID != "" && v.Status.UID != "" && v.Status.UID != s.Status.VolumeUID
+	switch {
+	case !gone && len(v.Status.Members) > 0:
+		return reconcile.Result{}, nil // its node's
+	case s.DeletionTimestamp != nil:
+		if gone || s.Status.CreationTime == "" {
+			if controllerutil.RemoveFinalizer(&s, api.Finalizer) {
+				err = watch.IgnoreConflict(client.IgnoreNotFound(o.client.Update(ctx, &s)))
+				return reconcile.Result{}, err
+			}
+		}
+		return reconcile.Result{}, nil
+	case !gone:
+		return reconcile.Result{}, nil // it is being made
+	}
+	why := "volume " + s.Spec.Volume + " does not exist"
+	if s.Status.CreationTime != "" {
+		why = "lost: volume " + s.Spec.Volume + " is gone; delete the object"
+	}
+	if s.Status.Error == why && !s.Status.ReadyToUse {
+		return reconcile.Result{}, nil
+	}
+	s.Status.Error, s.Status.ReadyToUse = why, false
+	if err := o.client.Status().Update(ctx, &s); apierrors.IsConflict(err) {
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	} else if client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	return reconcile.Result{}, nil
+}

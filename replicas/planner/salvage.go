@@ -1,0 +1,59 @@
+package planner
+
+import (
+	"context"
+	"slices"
+
+	"drover.io/drover/api"
+)
+
+// salvage makes a replica the only member of a volume that has none left, because the user wants it: what other
+// replicas had and this one has not is given up. It reports whether the status changed. Nobody else ever does that.
+func (p *planner) salvage(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) bool {
+	wish := v.Spec.Salvage
+	if wish == nil || v.Status.Salvaged != nil && v.Status.Salvaged.ID == wish.ID {
+		return false
+	}
+	fact := &api.SalvageFact{Replica: wish.Replica, ID: wish.ID}
+	v.Status.Salvaged = fact
+	i := slices.IndexFunc(mine, func(r api.Replica) bool { return r.Name == wish.Replica && r.DeletionTimestamp == nil })
+	dead := p.deadDisk(ctx)
+	usable := func(r *api.Replica) bool {
+		return (r.Status.Mode == api.ReplicaCurrent || r.Status.Mode == api.ReplicaStale) && !p.isSilent(r.Spec.Node) &&
+			dead(r) == ""
+	}
+	member := slices.IndexFunc(mine, func(r api.Replica) bool {
+		return slices.Contains(v.Status.Members, r.Name) && usable(&r) && r.Status.Mode == api.ReplicaCurrent
+	})
+	switch {
+	case i < 0:
+		fact.Message = "the volume has no replica " + wish.Replica
+	case attached:
+		fact.Message = "the volume is attached: detach it first, by force if its I/O waits"
+	case member >= 0:
+		fact.Message = "member " + mine[member].Name + " on node " + mine[member].Spec.Node +
+			" can be used, and has everything: there is nothing to salvage"
+	case !usable(&mine[i]):
+		fact.Message = "replica " + wish.Replica + " cannot be used: its node is silent, its disk is not ready, or it is " +
+			"not there"
+	}
+	if fact.Message != "" {
+		return true
+	}
+	r := &mine[i]
+	was := v.Status.Members
+	v.Status.Members = []string{r.Name}
+	v.Status.Epoch = max(v.Status.Epoch, r.Status.Epoch) + 1
+	v.Status.EngineNode = ""
+	fact.Done = true
+	last := "a time that is not known"
+	if r.Status.LastWrite != nil {
+		last = r.Status.LastWrite.UTC().Format("2006-01-02 15:04:05 UTC")
+	}
+	fact.Message = "the volume goes on with what replica " + r.Name + " on node " + r.Spec.Node + " holds, written last " +
+		"at " + last
+	p.events.Eventf(v, r, "Warning", "Salvaged", "Salvage", "%s; the members before, %v, are given up with what they "+
+		"alone had", fact.Message, was)
+	p.log.Warn("volume salvaged", "volume", v.Name, "replica", r.Name, "members before", was)
+	return true
+}

@@ -1,0 +1,106 @@
+package planner
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/tools/events"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"drover.io/drover/api"
+	"drover.io/drover/driver/kubeapi/apitest"
+)
+
+// TestCloneOfWhatTheCacheLacks: a cache that is behind does not make a clone fail, and what is not there does.
+func TestCloneOfWhatTheCacheLacks(t *testing.T) {
+	t.Parallel()
+	s := apitest.Start(t, t.TempDir())
+	stale := createVolume(s, "stale")
+	createVolume(s, "other")
+	snap := &api.Snapshot{ObjectMeta: apitest.Named("s1"), Spec: api.SnapshotSpec{Volume: "stale", CreateSnapshot: true}}
+	s.Create(snap)
+	apitest.EditStatus(s, snap, func(snap *api.Snapshot) {
+		snap.Status.ReadyToUse, snap.Status.VolumeUID = true, stale.Status.UID
+	})
+	var lacks func(client.Object) bool
+	behind := interceptor.NewClient(s.Client, interceptor.Funcs{Get: func(ctx context.Context, c client.WithWatch,
+		key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+		if lacks(o) {
+			return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
+		}
+		return c.Get(ctx, key, o, opts...)
+	}})
+	p := &planner{client: behind, reader: s.Client, events: events.NewFakeRecorder(10), log: s.Log,
+		clones: map[string]map[string]bool{}}
+	for what, is := range map[string]func(client.Object) bool{
+		"snapshot": func(o client.Object) bool { _, is := o.(*api.Snapshot); return is },
+		"volume":   func(o client.Object) bool { _, is := o.(*api.Volume); return is },
+	} {
+		lacks = is
+		for source, want := range map[string]api.CloneState{
+			"snap://stale/s1": api.CloneInitiated, "snap://stale/none": api.CloneFailed, "snap://none/s1": api.CloneFailed,
+			"snap://other/s1": api.CloneFailed,
+		} {
+			if what == "volume" && source != "snap://none/s1" {
+				want = api.CloneInitiated // it is not known before
+			}
+			v := apitest.Volume("clone", 16<<20)
+			v.Spec.DataSource = source
+			_, err := p.origin(s.Ctx, v)
+			if err == nil || v.Status.CloneStatus.State != want {
+				t.Errorf("without the %s, %s: %s, %v", what, source, v.Status.CloneStatus.State, err)
+			}
+		}
+	}
+}
+
+// TestDetachThatTheCacheLacks: a volume that was detached is not refused a revert or a salvage because a cache is behind;
+// one that is attached is.
+func TestDetachThatTheCacheLacks(t *testing.T) {
+	t.Parallel()
+	s := apitest.Start(t, t.TempDir())
+	at := &api.Attachment{ObjectMeta: apitest.Named("stale"), Spec: api.AttachmentSpec{Volume: "stale", Node: "n1"}}
+	seen := func(c client.WithWatch) client.WithWatch {
+		return interceptor.NewClient(c, interceptor.Funcs{Get: func(ctx context.Context,
+			c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+			if a, is := o.(*api.Attachment); is {
+				at.DeepCopyInto(a)
+				return nil
+			}
+			return c.Get(ctx, key, o, opts...)
+		}, List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, _ ...client.ListOption) error {
+			return c.List(ctx, list) // all are of this volume
+		}})
+	}
+	v := createVolume(s, "stale")
+	p := &planner{client: seen(s.Client), events: events.NewFakeRecorder(10), log: s.Log}
+	for what, wish := range map[string]func(*api.VolumeSpec){
+		"revert":  func(s *api.VolumeSpec) { s.RevertTo = &api.RevertWish{Snapshot: "s1", ID: "1"} },
+		"salvage": func(s *api.VolumeSpec) { s.Salvage = &api.SalvageWish{Replica: v.Status.Members[0], ID: "1"} },
+	} {
+		for _, refused := range []bool{false, true} {
+			v := v.DeepCopy()
+			wish(&v.Spec)
+			if p.reader = s.Client; refused {
+				p.reader = seen(s.Client)
+			}
+			if err := p.plan(s.Ctx, v); err != nil {
+				t.Errorf("%s: %v", what, err)
+			}
+			why := ""
+			if r := v.Status.Reverted; r != nil {
+				why = r.Message
+			}
+			if s := v.Status.Salvaged; s != nil {
+				why = s.Message
+			}
+			if refused != strings.Contains(why, "detach it first") || !refused && why != "" {
+				t.Errorf("%s, attached %v: %q", what, refused, why)
+			}
+		}
+	}
+}

@@ -1,0 +1,407 @@
+package planner
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
+)
+
+// planner is the Volume loop of the controller role.
+type planner struct {
+	client client.Client
+	reader client.Reader // of the API itself: a cache may be behind
+	events events.EventRecorder
+	log    *slog.Logger
+
+	mu sync.Mutex
+	// assumed holds Replicas that were created and are not in the cache yet: they must be counted, and not made twice.
+	assumed map[string]assumption
+	// waiting volumes have no disk yet; whatever could change that wakes them.
+	waiting map[string]bool
+	silent  map[string]bool            // nodes without a heartbeat
+	clones  map[string]map[string]bool // by a volume: those that wait for what it has to give
+	flights flights                    // replicas on their way to better places
+	census  census                     // of snapshots
+	queue   backlog.Queue              // of the Volume loop, once it runs
+}
+
+type assumption struct {
+	replica api.Replica
+	until   time.Time
+}
+
+// Setup adds the reconcilers of the controller role to mgr, whose cache has the indexes of api/watch.
+func Setup(mgr ctrl.Manager, log *slog.Logger) error {
+	p := &planner{
+		client: mgr.GetClient(), reader: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-controller"), log: log,
+		assumed: map[string]assumption{}, waiting: map[string]bool{},
+		silent: map[string]bool{}, clones: map[string]map[string]bool{}, census: census{},
+		flights: flights{under: map[string]flight{}, since: map[string]time.Time{}},
+	}
+	if err := setupMetrics(mgr.GetClient()); err != nil {
+		return err
+	}
+	if err := p.setupSilence(mgr); err != nil {
+		return err
+	}
+	if err := p.setupOrphans(mgr); err != nil {
+		return err
+	}
+	if err := p.setupGroups(mgr); err != nil {
+		return err
+	}
+	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
+		return p.unplaced()
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("volume").
+		For(&api.Volume{}).
+		Watches(&api.Replica{}, handler.Funcs{
+			CreateFunc: func(_ context.Context, e event.CreateEvent, q backlog.Queue) { p.replicaEvent(e.Object, q, false) },
+			UpdateFunc: func(_ context.Context, e event.UpdateEvent, q backlog.Queue) { p.replicaEvent(e.ObjectNew, q, false) },
+			DeleteFunc: func(_ context.Context, e event.DeleteEvent, q backlog.Queue) { p.replicaEvent(e.Object, q, true) },
+		}).
+		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(ofAttachment)).
+		Watches(&api.Node{}, placeable, watch.Updates(watch.DisksChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.evicted), watch.Updates(watch.DisksChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.standing), watch.Updates(footingMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.displaced), watch.Updates(watch.DisksChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.spread), watch.Updates(spreadMatters)).
+		Watches(&api.Setting{}, placeable).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.spread),
+			watch.Named(settingBalance, settingCalm, settingPressure)).
+		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Watches(&api.Snapshot{}, p.counting()).
+		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.ofSnapshot)).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.counted), watch.Named(settingMany)).
+		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			p.queue = q
+			return nil
+		})).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
+		Complete(p)
+}
+
+func ofAttachment(_ context.Context, o client.Object) []reconcile.Request {
+	return watch.Requests(o.(*api.Attachment).Spec.Volume)
+}
+
+// replicaEvent wakes the replica's volume, and those that wait for room if it is gone.
+func (p *planner) replicaEvent(o client.Object, q backlog.Queue, gone bool) {
+	p.mu.Lock()
+	delete(p.assumed, o.GetName())
+	p.mu.Unlock()
+	q.Add(watch.Request(o.(*api.Replica).Spec.Volume))
+	if gone {
+		for _, r := range p.unplaced() {
+			q.Add(r)
+		}
+	}
+}
+
+func (p *planner) unplaced() []reconcile.Request {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []reconcile.Request
+	for name := range p.waiting {
+		all = append(all, watch.Requests(name)...)
+	}
+	return all
+}
+
+func (p *planner) setWaiting(name string, on bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if on {
+		p.waiting[name] = true
+	} else {
+		delete(p.waiting, name)
+	}
+}
+
+// ofImage wakes the volumes of an image that are not there yet.
+func (p *planner) ofImage(ctx context.Context, o client.Object) []reconcile.Request {
+	var vols api.VolumeList
+	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.ByImage: o.GetName()},
+		client.UnsafeDisableDeepCopy); err != nil {
+		p.log.Error("volumes of an image cannot be listed", "image", o.GetName(), "err", err)
+		return nil
+	}
+	var all []reconcile.Request
+	for i := range vols.Items {
+		if len(vols.Items[i].Status.Members) == 0 {
+			all = append(all, watch.Requests(vols.Items[i].Name)...)
+		}
+	}
+	return all
+}
+
+// Reconcile brings one volume a step nearer to its wish.
+func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+	var v api.Volume
+	if err := p.client.Get(ctx, req.NamespacedName, &v); err != nil {
+		if apierrors.IsNotFound(err) {
+			p.setWaiting(req.Name, false)
+			p.calm(req.Name, false)
+			p.arrived(req.Name)
+			p.wakeClones(req.Name) // their source is gone
+			return reconcile.Result{}, nil
+		}
+		return reconcile.Result{}, err
+	}
+	old := v.DeepCopy()
+	err := p.plan(ctx, &v)
+	defer p.wakeClones(v.Name)
+	if err == nil || api.KindOf(err) != api.Other {
+		serr := p.writeStatus(ctx, old, &v)
+		if serr == nil && v.DeletionTimestamp == nil {
+			p.turned(old, &v)
+		}
+		if serr != nil {
+			err = serr
+		} else if a, b := old.Status.Robustness, v.Status.Robustness; a != b && a != "" && a != api.RobustUnknown &&
+			b != api.RobustUnknown && v.DeletionTimestamp == nil {
+			kind, reason := "Normal", "Healthy"
+			if b != api.RobustHealthy {
+				kind, reason = "Warning", strings.ToUpper(string(b[:1]))+string(b[1:])
+			}
+			why := ""
+			if v.Status.Message != "" {
+				why = ": " + v.Status.Message
+			}
+			p.events.Eventf(&v, nil, kind, reason, "Watch", "the volume was %s and is %s%s", a, b, why)
+		} else if len(old.Status.Members) == 0 && len(v.Status.Members) > 0 && v.Status.Epoch == 1 {
+			// Told once it is written: a step that lost a race is made again.
+			p.events.Eventf(&v, nil, "Normal", "Created", "Create", "the volume is ready, with the replicas %s",
+				strings.Join(v.Status.Members, ", "))
+		}
+	}
+	switch {
+	case apierrors.IsConflict(err): // somebody else wrote; the event is on its way
+		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
+	case api.KindOf(err) != api.Other: // in the status already, and events will tell when it has changed
+		return reconcile.Result{}, nil
+	}
+	return reconcile.Result{}, err
+}
+
+// plan computes v's status, and creates and changes Replicas. An error with a kind is a fact that the status tells.
+func (p *planner) plan(ctx context.Context, v *api.Volume) error {
+	mine, err := p.replicas(ctx, v)
+	if err != nil {
+		return err
+	}
+	var att api.Attachment
+	attached := true
+	if err := p.client.Get(ctx, types.NamespacedName{Name: v.Name}, &att); apierrors.IsNotFound(err) {
+		attached = false
+	} else if err != nil {
+		return err
+	}
+	if attached {
+		gone, later, err := p.release(ctx, v, &att)
+		if err != nil {
+			return err
+		}
+		attached = !gone
+		p.again(v.Name, later)
+	}
+	user := &att
+	if !attached {
+		user = nil
+	}
+	if err := p.adopt(ctx, v, mine, user); err != nil {
+		return err
+	}
+	if v.DeletionTimestamp != nil {
+		return p.remove(ctx, v, mine, attached && !comesToNothing(v, &att))
+	}
+	changed := controllerutil.AddFinalizer(v, api.Finalizer) // before anything of the volume exists
+	if _, rebuilt := v.Annotations[api.AnnotationRecovered]; rebuilt && v.Status.UID != "" {
+		delete(v.Annotations, api.AnnotationRecovered)
+		changed = true
+	}
+	if changed { // the write brings an event, and that the next step
+		st := v.Status.DeepCopy()
+		if err := p.client.Update(ctx, v); err != nil {
+			return err
+		}
+		v.Status = *st
+	}
+	if v.Status.UID == "" {
+		found, err := v.Recovered()
+		if err != nil {
+			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeFaulted, api.RobustFaulted, err.Error()
+			return err
+		}
+		if found != nil { // rebuilt from disks
+			v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
+			v.Status.Size = found.Size
+			if wish := v.Spec.RevertTo; wish != nil { // of another time: what was written since must not go
+				v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed,
+					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
+			}
+			if v.Spec.Trim != "" { // so must no snapshot
+				v.Status.Trimmed = &api.TrimFact{ID: v.Spec.Trim, State: api.CloneFailed,
+					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
+			}
+			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+			return nil
+		}
+		v.Status.UID = api.NewUID()
+		v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+		return nil
+	}
+	if len(v.Status.Members) == 0 {
+		p.setWaiting(v.Name, true) // before it looks: what changes meanwhile is not missed
+		if err := p.create(ctx, v, mine); err != nil {
+			v.Status.Message = err.Error()
+			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+			if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
+				api.Is(err, api.Corrupt) || c != nil && c.State == api.CloneFailed {
+				v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
+			}
+			return err
+		}
+		p.setWaiting(v.Name, false)
+		if len(v.Status.Members) > 0 {
+			// The first members are recorded before any other replica is made: one that is to be made equal to them must
+			// not be taken for one of them where that record is lost to a conflict.
+			var present *api.Attachment
+			if attached {
+				present = &att
+			}
+			describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
+			copying(v, mine)
+		}
+		return nil
+	}
+	if attached && asked(v) { // the cache may not know of a detach that the user has seen, and the answer is final
+		if err := p.reader.Get(ctx, types.NamespacedName{Name: v.Name}, &api.Attachment{}); err != nil {
+			return client.IgnoreNotFound(err) // the event of its end brings us back
+		}
+	}
+	if p.salvage(ctx, v, mine, attached) {
+		return nil // the write brings us back
+	}
+	if err := p.letGo(ctx, v); err != nil {
+		return err
+	}
+	if err := p.revert(ctx, v, mine, attached); err != nil {
+		return err
+	}
+	if err := p.expand(ctx, v, mine); err != nil {
+		return err
+	}
+	if err := p.evict(ctx, v, mine, attached); err != nil {
+		return err
+	}
+	present := &att
+	if !attached {
+		present = nil
+	}
+	if err := p.keepUp(ctx, v, mine, present); err != nil {
+		return err
+	}
+	describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
+	p.describeCount(ctx, v)
+	copying(v, mine)
+	return nil
+}
+
+// asked reports whether a volume is to be salvaged or reverted: it is told that it must be detached only once.
+func asked(v *api.Volume) bool {
+	salvage, revert := v.Spec.Salvage, v.Spec.RevertTo
+	return salvage != nil && (v.Status.Salvaged == nil || v.Status.Salvaged.ID != salvage.ID) ||
+		revert != nil && (v.Status.Reverted == nil || v.Status.Reverted.ID != revert.ID) || v.RevertInProgress() != nil
+}
+
+// replicas of this very volume, not of an older one of its name. Those created a moment ago count.
+func (p *planner) replicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
+	var list api.ReplicaList
+	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+		return nil, err
+	}
+	var mine []api.Replica
+	seen := map[string]bool{}
+	for _, r := range list.Items {
+		seen[r.Name] = true
+		if r.Spec.VolumeUID == v.Status.UID {
+			mine = append(mine, r)
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for name, a := range p.assumed {
+		switch {
+		case seen[name] || time.Now().After(a.until):
+			delete(p.assumed, name)
+		case a.replica.Spec.VolumeUID == v.Status.UID:
+			mine = append(mine, a.replica)
+		}
+	}
+	return mine, nil
+}
+
+// setting is a number set by the user, or its default.
+func (p *planner) setting(ctx context.Context, name string) int64 {
+	var s api.Setting
+	text := api.Settings[name]
+	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &s); err == nil {
+		text = s.Value
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || n < 0 {
+		p.log.Warn("setting is not a number, the default counts", "setting", name, "value", text)
+		n, _ = strconv.ParseInt(api.Settings[name], 10, 64)
+	}
+	return n
+}
+
+// writeStatus writes v's status if it differs from old's.
+func (p *planner) writeStatus(ctx context.Context, old, v *api.Volume) error {
+	v.Status.SizeText, v.Status.UsedText, v.Status.SharedText = "", "", ""
+	if v.Status.Size > 0 {
+		v.Status.SizeText, v.Status.UsedText = api.SizeText(v.Status.Size), api.SizeText(v.Status.Used)
+		v.Status.SharedText = api.SizeText(v.Status.Shared)
+	}
+	if equalStatus(&old.Status, &v.Status) {
+		return nil
+	}
+	if err := p.client.Status().Update(ctx, v); err != nil {
+		if apierrors.IsNotFound(err) { // the finalizer was the last thing that held it
+			return nil
+		}
+		return fmt.Errorf("status of volume %s: %w", v.Name, err)
+	}
+	return nil
+}
+
+// condition sets a condition and tells whether its status or reason changed.
+func condition(v *api.Volume, kind string, is bool, reason, message string) bool {
+	return api.SetCondition(&v.Status.Conditions, v.Generation, kind, is, reason, message)
+}
