@@ -24,8 +24,8 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block/suite"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 )
 
