@@ -300,7 +300,6 @@ func (l *lent) Close() error {
 		delete(l.d.lent, uid)
 	}
 	l.d.mu.Unlock()
-	l.GiveUp()
 	err := l.Backend.Close()
 	l.d.putBack(l.loop)
 	return err

@@ -269,9 +269,6 @@ func (d *Data) close(s *session) error {
 	}
 	s.engine.Hurry() // the device is gone: nobody is waited for any more
 	s.mates.end()
-	if m := s.member(); m != nil {
-		m.GiveUp()
-	}
 	err := s.engine.Close()
 	d.putBack(s.loop)
 	return err

@@ -154,11 +154,16 @@ func (c *copier) rest(ctx context.Context, took time.Duration) error {
 // errSource marks what went wrong with the member that is read: another one may do.
 var errSource = errors.New("the replica that it is copied from")
 
-// some copies a piece, so much of it at a time, from one of the members that have it.
+// some copies a piece, so much of it at a time, from one of the members that have it. While members
+// fetch its blocks from another source, some waits and holds no lock.
 func (c *copier) some(ctx context.Context, p span, at int64, buf *[]byte) error {
 	if c.equal != nil {
-		return c.level(ctx, p, at, buf)
+		return untilFetched(ctx, equaliseTime, func() error { return c.level(ctx, p, at, buf) })
 	}
+	return untilFetched(ctx, 0, func() error { return c.fromOne(ctx, p, at, buf) })
+}
+
+func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) error {
 	src, err := c.sources(ctx)
 	if err != nil {
 		return err

@@ -172,8 +172,8 @@ func underWay(ctx context.Context, err error) error {
 	return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
 }
 
-// Settled returns when all that is under way now is over. Reads may wait for another machine, for as long as it takes:
-// asked before a cut, writes are not held for that.
+// Settled returns when all operations that are under way now are over. A cut calls this first, so that a slow disk ends
+// its I/O before writes are held.
 func (e *Engine) Settled(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
 	defer cancel()

@@ -15,6 +15,8 @@
 //     that waits and everything new fails, and OnFence is called once.
 //   - Partial blocks are merged here and nowhere else, under a lock of the block that writes of whole blocks respect.
 //     With several members, writes that overlap are sent one after the other, so that all members end up equal.
+//   - Not fetched: a member answers a read of blocks that it still fetches from another source at once. The engine asks
+//     another member, and sets the operation aside if no member has the blocks: it is no I/O under way then.
 //   - No room: a write that found the disk full waits, with its range locked, and is tried again on Retry. It does not
 //     fail. Reads, and writes that need no new room, go on.
 //

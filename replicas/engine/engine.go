@@ -139,6 +139,7 @@ type Engine struct {
 	reads    [MaxMembers]int // in flight, by member
 	hurt     set             // members that could not read something, since it is damaged on their disks
 	stalled  []*op           // reads that nobody can answer
+	fetches  fetches
 	gens     []generation
 	cutting  bool             // a cut is under way: nobody else begins one, and nobody joins
 	holding  bool             // writes are held back for it
@@ -189,6 +190,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		touched: map[int64]int64{}, spoilt: map[int64]bool{}, alike: make(chan struct{}, 1),
 	}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
+	e.fetches.e = e
 	if e.pool = cfg.Pool; e.pool == nil {
 		var err error
 		if e.pool, err = NewPool(); err != nil {
@@ -216,6 +218,9 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 			e.pool.Close()
 		}
 		return nil, err
+	}
+	for _, m := range cfg.Members {
+		e.fetches.follow(m.Member)
 	}
 	if e.absent != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
@@ -451,7 +456,7 @@ func (e *Engine) Close() error {
 		e.closing, e.hurry = true, true
 		e.cancel()
 		e.tellLast()
-		if e.inflight == 0 {
+		if e.inflight == 0 && len(e.fetches.list) == 0 {
 			close(done)
 			return
 		}
@@ -500,6 +505,7 @@ func (e *Engine) failWaiting() {
 		}
 	}
 	e.endStalled()
+	e.fetches.end()
 	e.requeue() // begin ends them
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {

@@ -261,6 +261,7 @@ func (e *Engine) enlist(ctx context.Context, n Named) (*join, Mirror, error) {
 		e.gone |= bit(j.m) // until it is a member, who called Join closes it
 		e.joiners |= bit(j.m)
 		e.joins[j.m] = j
+		e.fetches.follow(n.Member)
 		e.settledGen(func() { close(settled) })
 	})
 	if err == nil {

@@ -380,6 +380,13 @@ func (n *Near) Adopt(ctx context.Context, epoch, incarnation int64, members []st
 	return err
 }
 
+// OnFetched implements Fetcher.
+func (n *Near) OnFetched(fn func()) {
+	if f, ok := n.on.(Fetcher); ok {
+		f.OnFetched(fn)
+	}
+}
+
 // Last implements Laster.
 func (n *Near) Last(is bool) {
 	n.mu.Lock()

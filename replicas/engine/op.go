@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // op is one request of the guest on its way. It is taken from a free list, and so are its requests to members: nothing
@@ -33,11 +34,14 @@ type op struct {
 	pending int
 	tried   set // members that failed this read
 	sore    set // those of them on whose disks it is damaged
-	ok      set
-	failed  set
-	full    set   // failed for want of room
-	away    set   // failed because they were not reached
-	err     error // of a member
+	// Members that fetch what this read needs, and when it is asked again.
+	unfetched  set
+	pause, due time.Duration
+	ok         set
+	failed     set
+	full       set   // failed for want of room
+	away       set   // failed because they were not reached
+	err        error // of a member
 
 	// Of an operation in steps.
 	cur    int64 // first byte not done yet
@@ -82,7 +86,6 @@ func (e *Engine) take(r *block.Request) *op {
 	} else {
 		e.free = o.next
 	}
-	e.inflight++
 	o.next, o.prev = nil, nil
 	o.parent = r
 	o.start = int64(time.Since(e.base))
@@ -90,13 +93,12 @@ func (e *Engine) take(r *block.Request) *op {
 	o.lo, o.hi = down(o.cur), up(o.end)
 	o.slow, o.reading, o.waiting, o.again, o.probe = false, false, false, false, false
 	o.tried, o.sore, o.err, o.stage, o.lock = 0, 0, nil, stageHead, nil
+	o.unfetched, o.pause, o.due = 0, 0, 0
 	o.lents, o.renew = nil, false
 	for len(o.subs) < len(e.cfg.Members) { // others have joined since it was made
 		e.more(o)
 	}
-	g := &e.gens[len(e.gens)-1]
-	o.gen = g.gen
-	g.n++
+	o.enter()
 	return o
 }
 
@@ -252,12 +254,16 @@ func (o *op) ask(who set) {
 	o.arrived()
 }
 
-// read asks one member: the local one, else the least busy of those that did not fail this read.
+// read asks one member: the local one, else the least busy one that neither failed this read nor fetches its blocks.
 func (o *op) read(buf []byte, off int64) {
 	e := o.e
 	o.reading = true
 	o.ok, o.failed, o.full, o.away = 0, 0, 0, 0
-	m := e.reader(o.tried)
+	m := e.reader(o.tried | o.unfetched)
+	if m < 0 && o.unfetched != 0 {
+		e.fetches.add(o)
+		return
+	}
 	if m < 0 {
 		if e.stall(o, buf, off) {
 			return
@@ -300,6 +306,11 @@ func (o *op) answer(m int, err error) {
 	}
 	if err == nil {
 		o.ok |= bit(m)
+		o.arrived()
+		return
+	}
+	if o.reading && errors.Is(err, stack.ErrNotFetched) {
+		o.unfetched |= bit(m)
 		o.arrived()
 		return
 	}

@@ -75,7 +75,7 @@ func (o *op) failure() error {
 
 // settleRead goes on with what was read, or asks the next member.
 func (e *Engine) settleRead(o *op) {
-	if !e.acked(o) && o.failed != 0 {
+	if !e.acked(o) && o.failed|o.unfetched != 0 {
 		o.tried |= o.failed
 		o.read(o.out.Buf, o.out.Off)
 		return
@@ -88,6 +88,7 @@ func (e *Engine) settleRead(o *op) {
 		}
 		o.tried, o.sore, o.err = 0, 0, nil
 	}
+	o.unfetched, o.pause, o.due = 0, 0, 0
 	o.stepped()
 }
 

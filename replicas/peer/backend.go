@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"sync"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -66,9 +67,35 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	}
 	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
 		r := reader{Replica: b.Replica}
-		err := Do(ctx, b.loop, &r, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+		err := b.fetching(ctx, func() error {
+			return Do(ctx, b.loop, &r, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+		})
 		return r.blank, err
 	})
+}
+
+// fetchTime bounds the wait of a call for blocks that the replica fetches: the engine asks another replica then, and does
+// not take a slow source for a disk that hangs.
+const fetchTime = 2 * time.Second
+
+// fetching repeats a read while the replica fetches its blocks, up to fetchTime.
+func (b *Backend) fetching(ctx context.Context, read func() error) error {
+	late, tick := time.NewTimer(fetchTime), time.NewTicker(fetchTime/100)
+	defer late.Stop()
+	defer tick.Stop()
+	for {
+		err := read()
+		if !errors.Is(err, stack.ErrNotFetched) {
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-late.C:
+			return err
+		case <-ctx.Done():
+			return err
+		}
+	}
 }
 
 // reader reads a range unless the map says that nothing is there.

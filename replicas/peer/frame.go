@@ -17,12 +17,15 @@ import (
 // Version of the protocol. Both sides say theirs in hello; the lower one is spoken, if both know it.
 //
 // Since version 2 a write may have spans: its payload tells them first, and has their bytes alone. Since version 3 the
-// arguments of a call, and an answer for which they ask, may have regions as a set; before, they have a list.
+// arguments of a call, and an answer for which they ask, may have regions as a set; before, they have a list. Since
+// version 4 a server answers a read with stack.ErrNotFetched if the replica still fetches its blocks from another
+// source; the server keeps such a read of an older client until the replica has the blocks.
 const (
-	Version    = 3
-	minVersion = 1
-	spansSince = 2
-	setsSince  = 3
+	Version         = 4
+	minVersion      = 1
+	spansSince      = 2
+	setsSince       = 3
+	notFetchedSince = 4
 	// Protocol is the name that TLS agrees on.
 	Protocol = "drover-peer"
 )
@@ -235,7 +238,7 @@ type fault struct {
 
 // codes are the errors that keep their identity.
 var codes = map[string]error{"restarted": ErrRestarted, "session": errSession, "failed": stack.ErrFailed,
-	"given up": ErrGivenUp}
+	"given up": ErrGivenUp, "not fetched": stack.ErrNotFetched}
 
 // errSession says that a server does not know the session any more. It is no answer: the client begins a new one.
 var errSession = api.Errorf(api.Unavailable, "the session has ended at the other side")

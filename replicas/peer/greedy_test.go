@@ -20,6 +20,7 @@ type prompt struct{ size int64 }
 
 func (p prompt) Submit(r *block.Request)                                        { r.Done(r) }
 func (p prompt) AdoptFor(context.Context, string, int64, int64, []string) error { return nil }
+func (p prompt) Drain(context.Context) error                                    { return nil }
 func (p prompt) Info() Info                                                     { return Info{Size: p.size} }
 func (p prompt) Call(context.Context, string, []byte) ([]byte, error) {
 	return make([]byte, 1<<20), nil
@@ -44,14 +45,19 @@ type greedy struct {
 	r  *bufio.Reader
 }
 
-func newGreedy(t *testing.T, f *far, replica string) *greedy {
+func dialGreedy(t *testing.T, f *far) *greedy {
 	t.Helper()
 	nc, err := net.Dial("tcp", f.at())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = nc.Close() })
-	g := &greedy{t: t, nc: nc, r: bufio.NewReader(nc)}
+	return &greedy{t: t, nc: nc, r: bufio.NewReader(nc)}
+}
+
+func newGreedy(t *testing.T, f *far, replica string) *greedy {
+	t.Helper()
+	g := dialGreedy(t, f)
 	g.say(header{kind: kindHello}, hello{Version: Version, MinVersion: minVersion, Node: "greedy"})
 	g.next()
 	g.say(header{kind: kindOpen, session: 1, id: 1}, openRequest{replica, "prompt"})

@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // served is a connection from another node.
@@ -23,6 +24,7 @@ type served struct {
 	nc     net.Conn
 	below  *records // TLS; nil: it is none
 	node   string
+	speaks int // the version of the protocol
 	ctx    context.Context
 	cancel context.CancelFunc
 
@@ -166,7 +168,7 @@ func (c *served) greet() (*bufio.Reader, error) {
 		return nil, api.Errorf(api.Corrupt, "hello: %w", err)
 	}
 	answer := hello{Version: Version, MinVersion: minVersion, Node: c.s.o.Node, Boot: c.s.o.Boot, Credit: connCredit}
-	_, err = in.agree()
+	c.speaks, err = in.agree()
 	switch {
 	case err != nil:
 		answer.Error = faultOf(err)
@@ -307,8 +309,28 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 	return nil
 }
 
+// notFetchedPause is the pause between two questions about a block that the replica fetches.
+const notFetchedPause = 100 * time.Millisecond
+
+// keep submits a read again after a pause if the replica fetches its blocks and the client is too old for that answer.
+// It reports whether it does.
+func (c *served) keep(in *incoming) bool {
+	c.mu.Lock()
+	broken := c.err != nil
+	c.mu.Unlock()
+	if broken || c.speaks >= notFetchedSince || !errors.Is(in.err, stack.ErrNotFetched) {
+		return false
+	}
+	in.err = nil
+	time.AfterFunc(notFetchedPause, func() { in.sess.t.put(in) }) // run waits for the request
+	return true
+}
+
 // done takes what the replica answered.
 func (c *served) done(in *incoming) {
+	if in.err != nil && c.keep(in) {
+		return
+	}
 	o := outgoing{h: header{kind: kindAnswer, id: in.id}}
 	switch {
 	case in.err == nil && in.req.Op == block.OpRead:

@@ -21,6 +21,8 @@ type Replica interface {
 	block.Submitter
 	// AdoptFor adopts a session of the engine on a node.
 	AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error
+	// Drain returns when the writes that are under way have ended.
+	Drain(ctx context.Context) error
 	// Info is what the replica says of itself.
 	Info() Info
 	// Call carries out a call by name.

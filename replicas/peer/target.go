@@ -226,8 +226,7 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	}
 	t.s.o.Log.Info("replica adopted a session", "replica", t.uid, "volume", t.volume, "node", node, "epoch", a.Epoch,
 		"incarnation", a.Incarnation)
-	// Between the two a former session of the same or an older engine may still have been served; what it had under way
-	// is drained by a second look, after which nothing of it comes any more.
+	// Until the change of sessions the replica took writes of the former session: the drain ends the last of them.
 	ran := make(chan bool, 1)
 	if !t.loop.Post(func() {
 		was := t.current
@@ -241,7 +240,7 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	t.serving = x
 	t.mu.Unlock()
 	if other {
-		return t.rep.AdoptFor(ctx, node, a.Epoch, a.Incarnation, a.Members)
+		return t.rep.Drain(ctx)
 	}
 	return nil
 }

@@ -184,8 +184,8 @@ func (r *Replica) Home(ctx context.Context) error {
 		r.work.do(func() {
 			err = r.onLoop(func() {
 				r.layers[i], r.fds[i+1] = own, int(own.data.Fd())
+				r.hydrates = slices.ContainsFunc(r.layers, func(l *layer) bool { return l.hy != nil })
 				r.retryLost()
-				r.quench()
 			})
 		})
 		if err != nil {
@@ -216,10 +216,10 @@ func (r *Replica) giveBack(ctx context.Context, old []*layer) error {
 	return errors.Join(errs...)
 }
 
-// strand takes a read of a borrowed layer that failed aside, and reports whether it did.
+// strand ends a failed read of a borrowed layer with ErrNotFetched, and reports whether it did.
 func (r *Replica) strand(p *part) bool {
 	switch {
-	case p.src == 0 || r.closing:
+	case p.src == 0:
 		return false
 	case r.fds[p.src] != p.fd: // it came home meanwhile
 		p.fd = r.fds[p.src]
@@ -228,7 +228,6 @@ func (r *Replica) strand(p *part) bool {
 	case r.layers[p.src-1].lender == nil:
 		return false
 	}
-	p.next, r.stranded = r.stranded, p
 	if !r.lost.Swap(true) {
 		slog.Error("the disk that a layer is borrowed from fails: reads of the layer wait for the own copy",
 			"replica", r.meta.UID, "volume", r.meta.Volume, "layer", r.layers[p.src-1].rec.UID)
@@ -236,41 +235,15 @@ func (r *Replica) strand(p *part) bool {
 			r.onLost(true)
 		}
 	}
+	r.ended(p, ErrNotFetched)
 	return true
 }
 
-// retryLost does all stranded reads again; those whose layer is still elsewhere may strand again.
+// retryLost lets callers repeat the reads that a failed disk did not answer.
 func (r *Replica) retryLost() {
-	if r.stranded == nil {
-		return
-	}
-	list := r.stranded
-	r.stranded = nil
-	r.lost.Store(false)
-	for list != nil {
-		p := list
-		list = p.next
-		p.next, p.fd = nil, r.fds[p.src]
-		r.start(p)
-	}
-	if r.onLost != nil {
+	if r.lost.Swap(false) && r.onLost != nil {
 		r.onLost(false)
 	}
-}
-
-// GiveUp fails the reads that wait for a borrowed layer, and those that would: the replica is about to be closed.
-func (r *Replica) GiveUp() { _ = r.onLoop(r.failLost) }
-
-// failLost ends all stranded reads: the replica is being closed.
-func (r *Replica) failLost() {
-	r.closing = true
-	list := r.stranded
-	r.stranded = nil
-	for list != nil {
-		p := list
-		list = p.next
-		p.next = nil
-		r.refuse(p)
-	}
-	r.quench()
+	r.tellSource()
+	r.tellFetched()
 }

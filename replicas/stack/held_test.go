@@ -3,7 +3,6 @@ package stack
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"testing"
 	"time"
 
@@ -83,50 +82,5 @@ func TestHoldsBesideIOThatHangs(t *testing.T) {
 				t.Fatalf("what was discarded begins with %x", buf[:8])
 			}
 		})
-	}
-}
-
-// A volume is not made larger while a read waits for another machine: writes go on, and it is, when that is over.
-func TestExpandBesideAReadThatWaits(t *testing.T) {
-	t.Parallel()
-	const size = 64 << 20
-	ctx := context.Background()
-	far := &farther{disk: newDisk(t)}
-	d := newDisk(t)
-	d.Fetch(far.fetch)
-	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 0)), size, make([]byte, size))
-	if err := far.hydrate(d, layer); err != nil {
-		t.Fatal(err)
-	}
-	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size,
-		Layers: []string{layer}}
-	if err := d.CreateReplica(ctx, spec); err != nil {
-		t.Fatal(err)
-	}
-	loop := startLoop(t)
-	r, err := d.OpenReplica(ctx, spec.UID, loop)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
-		t.Fatal(err)
-	}
-	defer far.fails.Store(false)
-	far.fails.Store(true)
-	read := make(chan error, 1)
-	go func() { read <- issue(loop, r, block.OpRead, 0, size/2, alignedBuffer(size/2), false) }()
-	until(t, "a read waits", r.parched.Load)
-	ended := make(chan error, 1)
-	go func() { ended <- r.Expand(ctx, 2*size) }()
-	gaveUp(t, "expand", ended)
-	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, numbered(1))
-	far.fails.Store(false)
-	if err := <-read; err != nil {
-		t.Fatal(err)
-	}
-	patient(t, func() error { return r.Expand(ctx, 2*size) })
-	mustIssue(t, loop, r, block.OpWrite, 2*size-blockSize, blockSize, numbered(2))
-	if err := r.Close(); err != nil {
-		t.Fatal(err)
 	}
 }

@@ -495,54 +495,61 @@ func (d *Disk) dropHydrating() {
 // DropHydrating removes, in the background, what was read of layers of other machines and is not needed any more.
 func (d *Disk) DropHydrating() { d.background.Go(d.dropHydrating) }
 
-// foreign reports whether a layer is read from another machine. Loop thread.
-func (r *Replica) foreign(src int) bool { return src > 0 && r.layers[src-1].hy != nil }
+// ErrNotFetched answers a read of blocks that the replica has begun to fetch from another source. The read ends at once,
+// so that nothing that drains I/O waits for a source.
+var ErrNotFetched = api.Errorf(api.Busy, "a block of the layer has to be fetched first")
 
-// thirsty takes a read aside whose chunks have to be fetched, and reports whether it did. Loop thread.
-func (r *Replica) thirsty(p *part) bool {
-	if !r.foreign(p.src) {
-		return false
-	}
-	if h := r.layers[p.src-1].hy; h.ready(p.off, int64(len(p.buf))) {
-		return false
-	}
-	p.next, r.dry = r.dry, p
-	return true
-}
-
-// quench starts the reads whose chunks came, and tells whether the others' source fails. Loop thread.
-func (r *Replica) quench() {
-	list := r.dry
-	r.dry = nil
-	for list != nil {
-		p := list
-		list = p.next
-		p.next, p.fd = nil, r.fds[p.src]
-		if r.closing {
-			r.refuse(p)
-		} else {
-			r.start(p)
+// fetched reports whether the disk has all blocks of a read, and begins to fetch the others. Loop thread.
+func (r *Replica) fetched(q *block.Request) bool {
+	all := true
+	for b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits; b < end; {
+		v, n := r.idx.run(b, end)
+		if v > fromHead {
+			if h := r.layers[v-fromLayer].hy; h != nil && !h.ready(b<<blockBits, n<<blockBits) {
+				all = false
+			}
 		}
+		b += n
 	}
-	waits := r.dry != nil && r.layers[r.dry.src-1].hy.failed.Load() != nil
-	if r.parched.Swap(waits) != waits && r.onLost != nil {
-		r.onLost(waits)
+	return all
+}
+
+// OnFetched calls fn after each fetch of blocks that a read asked for. Fn must not block.
+func (r *Replica) OnFetched(fn func()) {
+	r.fetchMu.Lock()
+	defer r.fetchMu.Unlock()
+	r.onFetched = fn
+}
+
+// tellFetched reports a fetch.
+func (r *Replica) tellFetched() {
+	r.fetchMu.Lock()
+	defer r.fetchMu.Unlock()
+	if r.onFetched != nil {
+		r.onFetched()
 	}
 }
 
-// refuse fails a read.
-func (r *Replica) refuse(p *part) {
-	f := p.f
-	f.err = unix.EIO
-	if p.free() {
-		f.end(f.err)
+// follow subscribes the replica to the fetches of a layer.
+func (r *Replica) follow(l *layer) {
+	if l.hy == nil {
+		return
 	}
+	r.hydrates = true
+	l.hy.listen(l, func() {
+		r.ring.Post(r.tellSource)
+		r.tellFetched()
+	})
 }
 
-// drink has the replica told of what is fetched for it.
-func (r *Replica) drink(l *layer) {
-	if l.hy != nil {
-		l.hy.listen(l, func() { r.ring.Post(r.quench) })
+// tellSource reports whether a source of a layer fails. Loop thread.
+func (r *Replica) tellSource() {
+	fails := slices.ContainsFunc(r.layers, func(l *layer) bool { return l.hy != nil && l.hy.failed.Load() != nil })
+	if was := r.parched; fails != was {
+		r.parched = fails
+		if r.onLost != nil {
+			r.onLost(fails)
+		}
 	}
 }
 

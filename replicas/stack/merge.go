@@ -519,12 +519,9 @@ const (
 	longHeld  = 10 * mostHeld
 )
 
-// holdSoon is quiesce for a moment: I/O may wait for another machine or a slow disk for as long as it takes, and all
-// other I/O is not to wait with it. Where it is known to wait, nothing is held. Who calls it tries again later.
+// holdSoon is quiesce for a moment: I/O may wait for a slow disk for as long as it takes, and all other I/O is not to
+// wait with it. Who calls it tries again later.
 func (r *Replica) holdSoon(ctx context.Context) (release func(), err error) {
-	if err := r.waits(); err != nil {
-		return nil, err
-	}
 	soon, cancel := context.WithTimeout(ctx, mostHeld)
 	defer cancel()
 	return r.quiesce(soon)
@@ -533,22 +530,11 @@ func (r *Replica) holdSoon(ctx context.Context) (release func(), err error) {
 // holdWhile is quiesce for as long as I/O comes to an end: much of it may be under way on a slow disk. Where nothing
 // ends for mostHeld, or not all in longHeld, nothing is held, and who calls it tries again later.
 func (r *Replica) holdWhile(ctx context.Context) (release func(), err error) {
-	if err := r.waits(); err != nil {
-		return nil, err
-	}
 	ctx, cancel := context.WithTimeout(ctx, longHeld)
 	defer cancel()
 	look := time.NewTicker(mostHeld)
 	defer look.Stop()
-	return r.quiesceWhile(ctx, look.C)
-}
-
-// waits is an error of kind busy while reads wait for another disk or machine that fails.
-func (r *Replica) waits() error {
-	if r.lost.Load() || r.parched.Load() {
-		return api.Errorf(api.Busy, "%w: reads wait for a disk or a machine that fails", ErrUnderWay)
-	}
-	return nil
+	return r.holdUntil(ctx, look.C, allEnded)
 }
 
 // whenQuiet does something that I/O has to be held back for, as soon as that can be had.

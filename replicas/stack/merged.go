@@ -15,9 +15,6 @@ import (
 
 // end makes the target the data of the new layer, and puts that in the place of the two: commit 2.
 func (w *merger) end(ctx context.Context) error {
-	if err := w.r.waits(); err != nil { // rather now than after all has been read
-		return err
-	}
 	d, g := w.r.disk, w.seen
 	dir := d.path(layersDir, g.Result)
 	if err := tryLock(w.to, unix.LOCK_EX); err != nil { // the new folder is being worked on

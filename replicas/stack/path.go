@@ -49,9 +49,9 @@ type path struct {
 
 	scattering scatterer
 
-	stranded *part // reads of a borrowed layer that failed
-	dry      *part // reads whose chunks are being fetched
-	closing  bool
+	hydrates bool     // some layer is not whole on the disk: what a read needs may have to be fetched first
+	writing  int      // requests in flight that are no reads
+	drained  []func() // to call when no write is in flight
 }
 
 // ahead is how many flights and parts there are from the start: memory is not asked for while I/O is under way, since
@@ -105,13 +105,17 @@ func (p *path) init(r *Replica, fresh bool) {
 // Submit implements block.Submitter. Offsets and lengths are multiples of 4 KiB, and buffers are page-aligned. Done may
 // be called before Submit returns. The caller keeps discards and zeros apart from any other write to the same blocks;
 // concurrent writes to one block leave one of the two. A write that finds no room has Err ENOSPC: the blocks that were
-// written before it are new, the others old.
+// written before it are new, the others old. A read of blocks that another source has ends with ErrNotFetched at once,
+// and the replica fetches them: the caller asks again when OnFetched says so, or after a while.
 func (r *Replica) Submit(q *block.Request) {
 	if r.holding > 0 {
 		r.held = append(r.held, q)
 		return
 	}
 	r.inflight++
+	if q.Op != block.OpRead {
+		r.writing++
+	}
 	if q.Op == block.OpDiscard || q.Op == block.OpZero {
 		r.slow++
 	}
@@ -170,28 +174,14 @@ func (r *Replica) begin(q *block.Request) {
 func (r *Replica) finish(q *block.Request, err error) {
 	q.Err = err
 	r.inflight--
+	if q.Op != block.OpRead {
+		r.writing--
+	}
 	if q.Op == block.OpDiscard || q.Op == block.OpZero {
 		r.slow--
 	}
 	q.Done(q)
 	r.rest()
-}
-
-// leave takes something that is no request out of what is in flight.
-func (r *Replica) leave() {
-	r.inflight--
-	r.rest()
-}
-
-// rest calls who waits until nothing is in flight.
-func (r *Replica) rest() {
-	if r.inflight == 0 && len(r.idle) > 0 {
-		idle := r.idle
-		r.idle = nil
-		for _, fn := range idle {
-			fn()
-		}
-	}
 }
 
 func (r *Replica) flight(q *block.Request) *flight {
@@ -243,6 +233,10 @@ func again(res int32) bool {
 }
 
 func (r *Replica) read(q *block.Request) {
+	if r.hydrates && !r.fetched(q) {
+		r.finish(q, ErrNotFetched)
+		return
+	}
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
 	var f *flight
 	for b < end {
@@ -324,14 +318,8 @@ func (r *Replica) start(p *part) {
 		case l.crcs != nil:
 			r.crcsOfBlock(l, p.off>>blockBits) // while the data is read
 		}
-		if r.closing && r.foreign(p.src) {
-			r.ended(p, unix.EIO)
-			return
-		}
 	}
-	if !r.thirsty(p) {
-		r.ring.Read(&p.op, p.fd, p.buf, p.off)
-	}
+	r.ring.Read(&p.op, p.fd, p.buf, p.off)
 }
 
 func readDone(op *uring.Op, res int32) {

@@ -54,7 +54,10 @@ type Replica struct {
 	strays  []file.Handle // of a cut whose outcome is not known; under mu
 	lost    atomic.Bool
 	onLost  func(lost bool)
-	parched atomic.Bool // reads wait for another machine that fails
+	parched bool // onLost was told that another machine fails; the loop's
+
+	fetchMu   sync.Mutex
+	onFetched func()
 
 	path // the loop thread's
 }
@@ -145,7 +148,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	r.merge = r.meta.Merge
 	r.work = newWorker()
 	for _, l := range r.layers {
-		r.drink(l)
+		r.follow(l)
 	}
 	d.setOpen(r, true)
 	return r, nil

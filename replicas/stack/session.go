@@ -60,8 +60,9 @@ func (r *Replica) name(err error) error {
 var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its file system was mounted again during the "+
 	"last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
 
-// Adopt begins the session (epoch, incarnation): all I/O of earlier ones is over, and the session is durable, when it
-// returns. A session older than the one adopted before is refused with kind denied; the same one again is fine.
+// Adopt begins the session (epoch, incarnation): all writes of earlier ones are over, and the session is durable, when
+// it returns. A session older than the one adopted before is refused with kind denied. The same one again is fine, and
+// waits for no I/O.
 //
 // As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
 // that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as
@@ -97,7 +98,14 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
 		return r.name(ErrRestarted)
 	}
-	release, err := r.quiesce(ctx)
+	if node == "" && epoch == m.Epoch {
+		node = m.EngineNode
+	}
+	same := epoch == m.Epoch && incarnation == m.Incarnation && node == m.EngineNode && m.Dirty && !restarted
+	if same && r.adopted {
+		return nil // no older session has I/O under way
+	}
+	release, err := r.holdUntil(ctx, nil, writesEnded)
 	if err != nil {
 		return r.name(err)
 	}
@@ -111,10 +119,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	}); err != nil {
 		return r.name(err)
 	}
-	if node == "" && epoch == m.Epoch {
-		node = m.EngineNode
-	}
-	if epoch == m.Epoch && incarnation == m.Incarnation && node == m.EngineNode && m.Dirty && !restarted {
+	if same {
 		r.adopted = true
 		return nil
 	}
@@ -132,6 +137,16 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	})
 	r.adopted = r.adopted || err == nil
 	return r.name(err)
+}
+
+// Drain returns when the writes that are under way have ended. A server calls it after it changed its session.
+func (r *Replica) Drain(ctx context.Context) error {
+	release, err := r.holdUntil(ctx, nil, writesEnded)
+	if err != nil {
+		return r.name(err)
+	}
+	release()
+	return nil
 }
 
 // Note records what the API knows of the volume, so that its object can be rebuilt from this disk alone.
@@ -193,11 +208,7 @@ func (r *Replica) Close() error {
 		return nil
 	}
 	r.disk.setOpen(r, false)
-	err := r.onLoop(r.failLost)
-	release := func() {}
-	if err == nil {
-		release, err = r.quiesce(context.Background())
-	}
+	release, err := r.quiesce(context.Background())
 	failed := err
 	if err == nil {
 		failed = r.shut()
@@ -228,20 +239,31 @@ var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
 
 // quiesce holds new I/O back and returns when none is under way. Release lets it go on.
 func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
-	return r.quiesceWhile(ctx, nil)
+	return r.holdUntil(ctx, nil, allEnded)
 }
 
-// quiesceWhile gives up when nothing ended between two looks.
-func (r *Replica) quiesceWhile(ctx context.Context, look <-chan time.Time) (release func(), err error) {
+// The I/O that a hold waits for.
+const (
+	allEnded = iota
+	writesEnded
+)
+
+// holdUntil holds new I/O back and returns when the I/O of that kind has ended. It gives up if none ended between two
+// looks.
+func (r *Replica) holdUntil(ctx context.Context, look <-chan time.Time, what int) (release func(), err error) {
 	quiet, begun := make(chan struct{}), make(chan int, 1)
+	left, then := &r.inflight, &r.idle
+	if what == writesEnded {
+		left, then = &r.writing, &r.drained
+	}
 	if !r.ring.Post(func() {
 		r.holding++
-		begun <- r.inflight
-		if r.inflight == 0 {
+		begun <- *left
+		if *left == 0 {
 			close(quiet)
 			return
 		}
-		r.idle = append(r.idle, func() { close(quiet) })
+		*then = append(*then, func() { close(quiet) })
 	}) {
 		return nil, errLoopEnded
 	}
@@ -258,16 +280,16 @@ func (r *Replica) quiesceWhile(ctx context.Context, look <-chan time.Time) (rele
 			}
 		})
 	}
-	left := -1
+	was := -1
 	for {
 		select {
 		case <-quiet:
 			return release, nil
-		case left = <-begun:
+		case was = <-begun:
 		case <-look:
-			now := left
-			if err := r.onLoop(func() { now = r.inflight }); err == nil && now < left || left < 0 {
-				left = now
+			now := was
+			if err := r.onLoop(func() { now = *left }); err == nil && now < was || was < 0 {
+				was = now
 				continue
 			}
 			release()
@@ -275,6 +297,30 @@ func (r *Replica) quiesceWhile(ctx context.Context, look <-chan time.Time) (rele
 		case <-ctx.Done():
 			release()
 			return nil, api.Errorf(api.Busy, "%w: %w", ErrUnderWay, ctx.Err())
+		}
+	}
+}
+
+// leave takes something that is no request out of what is in flight.
+func (r *Replica) leave() {
+	r.inflight--
+	r.rest()
+}
+
+// rest calls who waits until nothing is in flight, or no write.
+func (r *Replica) rest() {
+	if r.writing == 0 && len(r.drained) > 0 {
+		drained := r.drained
+		r.drained = nil
+		for _, fn := range drained {
+			fn()
+		}
+	}
+	if r.inflight == 0 && len(r.idle) > 0 {
+		idle := r.idle
+		r.idle = nil
+		for _, fn := range idle {
+			fn()
 		}
 	}
 }

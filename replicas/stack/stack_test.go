@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -59,12 +60,18 @@ func newDisk(t testing.TB) *Disk {
 
 // issue submits one request and waits for it.
 func issue(l ring, r *Replica, op block.Op, off, n int64, buf []byte, fua bool) error {
-	done := make(chan error, 1)
-	q := &block.Request{Op: op, Off: off, Len: n, Buf: buf, FUA: fua, Done: func(q *block.Request) { done <- q.Err }}
-	if !l.Post(func() { r.Submit(q) }) {
-		return uring.ErrClosed
+	for {
+		done := make(chan error, 1)
+		q := &block.Request{Op: op, Off: off, Len: n, Buf: buf, FUA: fua, Done: func(q *block.Request) { done <- q.Err }}
+		if !l.Post(func() { r.Submit(q) }) {
+			return uring.ErrClosed
+		}
+		err := <-done
+		if !errors.Is(err, ErrNotFetched) {
+			return err
+		}
+		time.Sleep(5 * time.Millisecond) // an engine sets the read aside
 	}
-	return <-done
 }
 
 func mustIssue(t testing.TB, l ring, r *Replica, op block.Op, off, n int64, buf []byte) {

@@ -139,15 +139,12 @@ func crcsRead(op *uring.Op, res int32) {
 
 // unread deals with a read of which not everything could be read that it takes to answer it.
 func (r *Replica) unread(p *part) {
-	switch l := r.layers[p.src-1]; {
-	case r.closing:
-		r.ended(p, unix.EIO)
-	case l.lender == nil:
+	if r.layers[p.src-1].lender == nil {
 		r.doubt(p)
-	default: // the disk that it is borrowed from is gone, perhaps
-		p.buf, p.off, p.good = p.all, p.at, 0
-		r.strand(p)
+		return
 	}
+	p.buf, p.off, p.good = p.all, p.at, 0
+	r.strand(p) // the disk that it is borrowed from is gone, perhaps
 }
 
 // compare ends a read of a layer whose bytes are there, once they were compared.

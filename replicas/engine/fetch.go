@@ -1,0 +1,210 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
+)
+
+// A member may lack blocks of a layer and fetch them from another source. The member answers a read of such blocks with
+// stack.ErrNotFetched, at once. The engine asks the other members, and sets the operation aside if none has the blocks.
+// An operation that is set aside is no I/O under way: the operation holds no range, no buffer and no place in a
+// generation, so nothing that drains or fences waits for a source. The engine asks again when a member reports a fetch,
+// and by a timer.
+
+// Fetcher is a member that reports each fetch of blocks that a read asked for. Fn must not block.
+type Fetcher interface{ OnFetched(fn func()) }
+
+// Pauses between two questions about the same read, if no member reports a fetch.
+const (
+	fetchFirst = 20 * time.Millisecond
+	fetchLast  = time.Second
+)
+
+// equaliseTime bounds the wait for a source before an engine serves: the attach fails then, and names the cause.
+const equaliseTime = 20 * time.Second
+
+// fetches are the operations of an engine that are set aside. Loop thread.
+type fetches struct {
+	e     *Engine
+	list  []*op
+	timer *time.Timer
+}
+
+// follow subscribes to the fetches of a member.
+func (a *fetches) follow(m Member) {
+	f, ok := m.(Fetcher)
+	if !ok {
+		return
+	}
+	posted := new(atomic.Bool)
+	f.OnFetched(func() {
+		if posted.CompareAndSwap(false, true) {
+			a.e.cfg.Loop.Post(func() {
+				posted.Store(false)
+				a.reported(m)
+			})
+		}
+	})
+}
+
+// add sets an operation aside. The engine drops the members that failed the read, as after any other read: a member that
+// fetches serves.
+func (a *fetches) add(o *op) {
+	e := a.e
+	for m := range e.cfg.Members {
+		if (o.tried &^ o.sore).has(m) && e.members.has(m) {
+			e.propose(m, o.err)
+		}
+	}
+	o.tried, o.sore, o.err = 0, 0, nil
+	if e.closing || e.fenced != nil {
+		e.finish(o, syscall.EIO)
+		return
+	}
+	if now := time.Since(e.base); now >= o.due {
+		o.pause = min(max(2*o.pause, fetchFirst), fetchLast)
+		o.due = now + o.pause
+	}
+	if o.bounce != nil {
+		o.giveBounce() // other operations need the buffer
+	}
+	if o.again {
+		o.again = false
+		e.retrying--
+	}
+	o.probe = false
+	e.inflight--
+	e.ended(o.gen)
+	a.list = append(a.list, o)
+	a.arm()
+	if o.isRead() {
+		return
+	}
+	e.busy.remove(o)
+	if o.slow {
+		e.slow--
+	}
+	if e.queue.head != nil {
+		e.requeue()
+	}
+	e.space()
+}
+
+// reported asks a member again that reported a fetch.
+func (a *fetches) reported(m Member) {
+	i := slices.IndexFunc(a.e.cfg.Members, func(n Named) bool { return n.Member == m })
+	if len(a.list) > 0 && i >= 0 && (a.e.members &^ a.e.suspect).has(i) {
+		a.askAgain(func(o *op) bool {
+			o.unfetched &^= bit(i)
+			return true
+		})
+	}
+}
+
+// due asks all members again about the operations whose pause is over.
+func (a *fetches) due() {
+	now := time.Since(a.e.base)
+	a.askAgain(func(o *op) bool {
+		if o.due > now {
+			return false
+		}
+		o.unfetched = 0
+		return true
+	})
+}
+
+// askAgain starts some of the operations. No write starts while a cut holds writes back.
+func (a *fetches) askAgain(which func(o *op) bool) {
+	list := a.list
+	a.list = nil
+	for _, o := range list {
+		held := a.e.holding && !o.isRead()
+		if held {
+			o.due = max(o.due, time.Since(a.e.base)+fetchFirst)
+		}
+		if held || !which(o) {
+			a.list = append(a.list, o)
+			continue
+		}
+		o.enter()
+		switch {
+		case !o.isRead():
+			o.stage = stageHead // another write may have changed the block
+			a.e.admit(o)
+		case o.aligned():
+			o.read(o.parent.Buf, o.parent.Off)
+		default:
+			o.begin()
+		}
+	}
+	a.arm()
+}
+
+// arm sets the timer for the next question.
+func (a *fetches) arm() {
+	if len(a.list) == 0 {
+		return
+	}
+	first := slices.MinFunc(a.list, func(x, y *op) int { return int(x.due - y.due) }).due
+	wait := max(first-time.Since(a.e.base), fetchFirst/4)
+	if a.timer == nil {
+		a.timer = time.AfterFunc(wait, func() { a.e.cfg.Loop.Post(a.due) })
+		return
+	}
+	a.timer.Reset(wait)
+}
+
+// end fails the operations: the engine ends.
+func (a *fetches) end() {
+	if a.timer != nil {
+		a.timer.Stop()
+	}
+	list := a.list
+	a.list = nil
+	for _, o := range list {
+		o.enter()
+		if !o.isRead() {
+			a.e.busy.push(o)
+			if o.slow {
+				a.e.slow++
+			}
+		}
+	}
+	for _, o := range list {
+		a.e.finish(o, syscall.EIO)
+	}
+}
+
+// enter makes an operation I/O under way.
+func (o *op) enter() {
+	e := o.e
+	e.inflight++
+	g := &e.gens[len(e.gens)-1]
+	o.gen = g.gen
+	g.n++
+}
+
+// untilFetched repeats a read outside of the loop's thread until a member has fetched its blocks, no longer than most;
+// 0: without bound.
+func untilFetched(ctx context.Context, most time.Duration, read func() error) error {
+	began := time.Now()
+	for wait := fetchFirst; ; wait = min(2*wait, fetchLast) {
+		err := read()
+		if !errors.Is(err, stack.ErrNotFetched) {
+			return err
+		}
+		if most > 0 && time.Since(began) > most {
+			return api.Errorf(api.Unavailable, "the source of a layer sends no blocks: %w", err)
+		}
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+	}
+}

@@ -1,0 +1,196 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/uring"
+)
+
+// lostSource is an open replica whose only layer is on another machine, which is cut off.
+func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) {
+	t.Helper()
+	far, d := &farther{disk: newDisk(t)}, newDisk(t)
+	d.Fetch(far.fetch)
+	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, make([]byte, size))
+	if err := far.hydrate(d, layer); err != nil {
+		t.Fatal(err)
+	}
+	uid := string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	if err := d.CreateReplica(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	l := startLoop(t)
+	r, err := d.OpenReplica(t.Context(), uid, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = r.Close() })
+	if err := r.Adopt(t.Context(), 1, 1, []string{uid, "other"}); err != nil {
+		t.Fatal(err)
+	}
+	far.fails.Store(true)
+	return r, l, far
+}
+
+// once submits a request and returns its answer, whatever that is.
+func once(t *testing.T, loop ring, r *Replica, op block.Op, off, n int64) error {
+	t.Helper()
+	done := make(chan error, 1)
+	q := &block.Request{Op: op, Off: off, Len: n, Buf: alignedBuffer(int(n)), Done: func(q *block.Request) { done <- q.Err }}
+	loop.Post(func() { r.Submit(q) })
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(time.Minute):
+		t.Fatal("a request waits for another machine")
+		return nil
+	}
+}
+
+// A read of blocks that another machine has is answered before they are fetched, and tells when they were.
+func TestReadOfWhatIsNotFetchedIsAnsweredAtOnce(t *testing.T) {
+	t.Parallel()
+	r, loop, far := lostSource(t, 8<<20)
+	told := make(chan struct{}, 100)
+	r.OnFetched(func() { told <- struct{}{} })
+	if err := once(t, loop, r, block.OpRead, 0, 4<<20); !errors.Is(err, ErrNotFetched) {
+		t.Fatalf("a read of a lost source: %v", err)
+	}
+	far.fails.Store(false)
+	end := time.After(time.Minute)
+	for once(t, loop, r, block.OpRead, 0, 4<<20) != nil {
+		select {
+		case <-told:
+		case <-end:
+			t.Fatal("nobody tells that the blocks came")
+		}
+	}
+}
+
+// While reads ask for a source that is lost, a newer session is adopted, the same one again, the volume is made larger,
+// its record is written, and it is closed: none of that waits for the source.
+func TestNothingWaitsForALostSource(t *testing.T) {
+	t.Parallel()
+	const size = 8 << 20
+	r, loop, _ := lostSource(t, size)
+	uid := r.Meta().UID
+	if err := once(t, loop, r, block.OpRead, 0, 4<<20); !errors.Is(err, ErrNotFetched) {
+		t.Fatalf("a read of a lost source: %v", err)
+	}
+	for why := error(nil); why == nil; _, why = r.Hydrates() {
+		time.Sleep(time.Millisecond)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for _, step := range []struct {
+		what string
+		do   func() error
+	}{
+		{"the same session", func() error { return r.Adopt(ctx, 1, 1, []string{uid, "other"}) }},
+		{"a newer session", func() error { return r.Adopt(ctx, 2, 1, []string{uid}) }},
+		{"expansion", func() error { return r.Expand(ctx, 2*size) }},
+		{"a note", func() error { return r.Note([]byte(`{"a":1}`)) }},
+		{"a whole-block write", func() error { return once(t, loop, r, block.OpWrite, blockSize, blockSize) }},
+		{"a snapshot", func() error {
+			return r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()})
+		}},
+	} {
+		if err := step.do(); err != nil {
+			t.Errorf("%s beside a lost source: %v", step.what, err)
+		}
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A read of a layer that a failed disk lends is answered as well, and nothing waits for that disk.
+func TestNothingWaitsForALostDisk(t *testing.T) {
+	t.Parallel()
+	a, _, layer, uid, r, loop, _ := lend(t, 8<<20)
+	src, err := a.Open(layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer src.Close()
+	e, err := src.Next(0)
+	for err == nil && e.Kind != block.Data {
+		e, err = src.Next(e.End())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(a.path(layersDir, layer, dataFile), 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := once(t, loop, r, block.OpRead, e.Off, blockSize); !errors.Is(err, ErrNotFetched) {
+		t.Fatalf("a read of a lost disk: %v", err)
+	}
+	if _, lost := r.Lenders(); !lost {
+		t.Error("nobody is told that the disk is lost")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := r.Adopt(ctx, 2, 1, []string{uid, "other"}); err != nil {
+		t.Errorf("a newer session beside a lost disk: %v", err)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// slowAll is a slowDisk whose reads are slow as well.
+type slowAll struct{ *slowDisk }
+
+func (s slowAll) Read(op *uring.Op, fd int, buf []byte, off int64) {
+	s.do(func() { s.Loop.Read(op, fd, buf, off) })
+}
+
+// An adoption waits for the writes of the session before it, and for no read. That of the same session waits for nothing.
+func TestAdoptDrainsWritesAlone(t *testing.T) {
+	t.Parallel()
+	const size = 4 << 20
+	for _, op := range []block.Op{block.OpRead, block.OpDiscard} {
+		disk := slowAll{&slowDisk{Loop: startLoop(t)}}
+		r := mergeable(t, disk, newDisk(t), size)
+		mustIssue(t, disk, r, block.OpWrite, 5<<blockBits, blockSize, numbered(6))
+		disk.set(true)
+		var buf []byte
+		if op == block.OpRead {
+			buf = alignedBuffer(int(blockSize))
+		}
+		hangs := disk.later(r, op, 5, 1, buf)
+		until(t, "the request is with the disk", func() bool { return disk.waiting() > 0 })
+		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		m := r.Meta()
+		if err := r.Adopt(ctx, m.Epoch, m.Incarnation, m.Members); err != nil {
+			t.Errorf("the same session beside a request that is under way: %v", err)
+		}
+		if op != block.OpRead {
+			cancel()
+		}
+		err := r.Adopt(ctx, m.Epoch+1, 1, m.Members)
+		cancel()
+		if op == block.OpRead && err != nil {
+			t.Errorf("an adoption waits for a read: %v", err)
+		}
+		if op != block.OpRead && !errors.Is(err, ErrUnderWay) {
+			t.Errorf("an adoption beside a write that is under way: %v", err)
+		}
+		disk.set(false)
+		if err := <-hangs; err != nil {
+			t.Fatal(err)
+		}
+	}
+}
