@@ -28,8 +28,11 @@ type farPlace struct {
 	Disk    api.UID `json:"disk"`
 }
 
-// farTime bounds one try to read a chunk: another node may have it too.
-const farTime = 10 * time.Second
+// farTime bounds one try to read a chunk; a node that is silent for farSilent is not the only one asked any more.
+const (
+	farTime   = 10 * time.Second
+	farSilent = time.Second
+)
 
 // farLayers are the connections that layers of other nodes are read through.
 type farLayers struct {
@@ -108,24 +111,71 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
 }
 
 // fetchFar reads a part of a layer of another node.
-func (d *Data) fetchFar(ctx context.Context, uid string, off int64, buf []byte) error {
+func (d *Data) fetchFar(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error {
 	list := d.farPlaces(ctx, uid)
 	if len(list) == 0 {
 		return api.Errorf(api.Unavailable, "no node has layer %s", uid)
 	}
 	d.far.order(list)
-	var errs []error
-	for _, p := range list {
-		try, cancel := context.WithTimeout(ctx, farTime)
-		err := d.far.to(d.Peers.Identity, p).Read(try, string(p.Disk), uid, buf, off)
-		cancel()
+	err := readFirst(ctx, len(list), farSilent, buf, func(ctx context.Context, i int, b []byte) error {
+		ctx, cancel := context.WithTimeout(ctx, farTime)
+		defer cancel()
+		late := time.AfterFunc(farSilent, func() { d.far.failed(list[i]) }) // the other nodes are asked first from now on
+		defer late.Stop()
+		err := d.far.to(d.Peers.Identity, list[i]).Read(ctx, string(list[i].Disk), uid, b, off)
 		if err == nil {
-			return nil
+			err = check(b)
 		}
-		d.far.failed(p)
-		errs = append(errs, err)
+		if err != nil && !errors.Is(err, context.Canceled) {
+			d.far.failed(list[i])
+		}
+		return err
+	})
+	if err != nil {
+		return api.Errorf(api.Unavailable, "layer %s: %w", uid, err)
 	}
-	return api.Errorf(api.Unavailable, "layer %s: %w", uid, errors.Join(errs...))
+	return nil
+}
+
+// readFirst reads from the first of some sources that answers. It asks the next one as soon as one fails, and beside one
+// that is silent for a while.
+func readFirst(ctx context.Context, sources int, silent time.Duration, buf []byte,
+	read func(ctx context.Context, i int, b []byte) error) error {
+	type answer struct {
+		b   []byte
+		err error
+	}
+	var asked sync.WaitGroup
+	defer asked.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	answers, next := make(chan answer, sources), 0
+	late := time.NewTimer(silent)
+	defer late.Stop()
+	ask := func() {
+		if next == sources {
+			return
+		}
+		i, b := next, make([]byte, len(buf))
+		next++
+		late.Reset(silent)
+		asked.Go(func() { answers <- answer{b, read(ctx, i, b)} })
+	}
+	var errs []error
+	for ask(); len(errs) < sources; {
+		select {
+		case a := <-answers:
+			if a.err == nil {
+				copy(buf, a.b)
+				return nil
+			}
+			errs = append(errs, a.err)
+			ask()
+		case <-late.C:
+			ask()
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // readFar lets the layers of an image be read that are on other nodes only, and reports whether all can be read then.

@@ -43,7 +43,7 @@ func image(t *testing.T, disk *stack.Disk) string {
 // hydrate lets a disk read a layer of another one, as long as that is not lost.
 func hydrate(t *testing.T, to, from *stack.Disk, layer string, lost *atomic.Bool) {
 	t.Helper()
-	to.Fetch(func(_ context.Context, uid string, off int64, buf []byte) error {
+	to.Fetch(func(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
 		if lost.Load() {
 			return api.Errorf(api.Unavailable, "the source is off")
 		}

@@ -312,7 +312,7 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 	d := released(t, "v1")
 	_, _, _, _, far := fixtureContent()
 	var fetched []int64
-	d.Fetch(func(_ context.Context, uid string, off int64, buf []byte) error {
+	d.Fetch(func(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
 		if uid != fixFar {
 			return errors.New("no such layer")
 		}

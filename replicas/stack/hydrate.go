@@ -38,8 +38,9 @@ type haveRecord struct {
 	Chunks []byte `json:"chunks"` // one bit each, the lowest first
 }
 
-// FetchFunc reads [off, off+len(buf)) of a layer of another machine; holes are zeros.
-type FetchFunc func(ctx context.Context, uid string, off int64, buf []byte) error
+// FetchFunc reads [off, off+len(buf)) of a layer from one of its sources; holes are zeros. It asks the next source if
+// one fails, or if check refuses the bytes of one.
+type FetchFunc func(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error
 
 // Fetch lets layers be read that other machines have. Before anybody uses the disk.
 func (d *Disk) Fetch(fetch FetchFunc) { d.fetch = fetch }
@@ -158,8 +159,9 @@ type hydration struct {
 
 	users   int // under thirst.mu
 	mu      sync.Mutex
-	wanted  map[int64]bool // chunks being fetched
-	tell    map[*layer]func()
+	wanted  map[int64]bool  // chunks being fetched
+	failing map[int64]error // those of them that no source gave at the last try
+	tell    map[*layer]func(chunk int64)
 	changed chan struct{} // closed when a chunk came or the state changed
 	dirty   bool          // have is not durable
 }
@@ -214,8 +216,8 @@ func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
 	chunks := (rec.Size + chunkSize - 1) / chunkSize
 	h := &hydration{d: d, dir: d.path(hydratingDir, rec.UID), rec: rec, have: make([]atomic.Uint64, (chunks+63)/64),
-		slots: make(chan struct{}, fetchesAtOnce), wanted: map[int64]bool{}, tell: map[*layer]func(){},
-		changed: make(chan struct{})}
+		slots: make(chan struct{}, fetchesAtOnce), wanted: map[int64]bool{},
+		failing: map[int64]error{}, tell: map[*layer]func(int64){}, changed: make(chan struct{})}
 	defer func() {
 		if err != nil {
 			_ = h.closeFiles()
@@ -296,15 +298,8 @@ func (h *hydration) want(c int64) {
 
 // bring fetches a chunk, for as long as it takes.
 func (h *hydration) bring(c int64) {
-	select {
-	case h.slots <- struct{}{}:
-		defer func() { <-h.slots }()
-	case <-h.ctx.Done():
-		return
-	}
-	buf := alignedBuffer(int(min(chunkSize, h.rec.Size-c*chunkSize)))
 	for pause := fetchPause; ; pause = min(2*pause, fetchPauseMax) {
-		err := h.fetch(c, buf)
+		err := h.fetch(c)
 		if err == nil {
 			h.came(c)
 			return
@@ -312,10 +307,7 @@ func (h *hydration) bring(c int64) {
 		if h.ctx.Err() != nil {
 			return
 		}
-		if h.failed.Swap(&err) == nil {
-			slog.Warn("reads of a layer of another machine wait", "layer", h.rec.UID, "disk", h.d.root, "error", err)
-			h.news()
-		}
+		h.fails(c, err)
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:
@@ -326,11 +318,23 @@ func (h *hydration) bring(c int64) {
 	}
 }
 
-func (h *hydration) fetch(c int64, buf []byte) error {
-	if err := h.d.fetch(h.ctx, h.rec.UID, c*chunkSize, buf); err != nil {
+// fetch tries to fetch a chunk. It has a slot for the try alone: chunks that no source gives keep no other waiting.
+func (h *hydration) fetch(c int64) error {
+	select {
+	case h.slots <- struct{}{}:
+		defer func() { <-h.slots }()
+	case <-h.ctx.Done():
+		return h.ctx.Err()
+	}
+	buf := alignedBuffer(int(min(chunkSize, h.rec.Size-c*chunkSize)))
+	check := func(b []byte) error {
+		_, err := verified(h.sums, c, b)
 		return err
 	}
-	if _, err := verified(h.sums, c, buf); err != nil {
+	if err := h.d.fetch(h.ctx, h.rec.UID, c*chunkSize, buf, check); err != nil {
+		return err
+	}
+	if err := check(buf); err != nil {
 		return err
 	}
 	first := c * chunkBlks
@@ -346,38 +350,56 @@ func (h *hydration) fetch(c int64, buf []byte) error {
 	return nil
 }
 
+// fails notes that no source gave a chunk.
+func (h *hydration) fails(c int64, err error) {
+	h.mu.Lock()
+	is := h.failing[c] != nil
+	h.failing[c] = err
+	first := h.failed.Swap(&err) == nil
+	h.mu.Unlock()
+	if first {
+		slog.Warn("no source gives a chunk of a layer; reads of the chunk wait", "layer", h.rec.UID, "disk", h.d.root,
+			"offset", c*chunkSize, "error", err)
+	}
+	if !is {
+		h.news(-1)
+	}
+}
+
 // came takes note of a chunk.
 func (h *hydration) came(c int64) {
 	h.set(c)
 	h.mu.Lock()
 	delete(h.wanted, c)
+	delete(h.failing, c)
 	h.dirty = true
+	ended := len(h.failing) == 0 && h.failed.Swap(nil) != nil
 	h.mu.Unlock()
-	if h.failed.Swap(nil) != nil {
-		slog.Info("reads of a layer of another machine go on", "layer", h.rec.UID, "disk", h.d.root)
+	if ended {
+		slog.Info("sources give all chunks of a layer again", "layer", h.rec.UID, "disk", h.d.root)
 	}
-	h.news()
+	h.news(c)
 }
 
-// news tells everybody who reads the layer.
-func (h *hydration) news() {
+// news reports a chunk that came, or another change, to all readers of the layer.
+func (h *hydration) news(c int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	close(h.changed)
 	h.changed = make(chan struct{})
 	for _, tell := range h.tell {
-		tell()
+		tell(c)
 	}
 }
 
-// listen has fn called when there is news. It must not block.
-func (h *hydration) listen(l *layer, fn func()) {
+// listen calls fn with each chunk that came, or with -1 after another change. Fn must not block.
+func (h *hydration) listen(l *layer, fn func(chunk int64)) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.tell[l] = fn
 }
 
-// await returns when a range can be read.
+// await returns when a range can be read, or with the error of a chunk of it that no source gives.
 func (h *hydration) await(off, n int64) error {
 	for {
 		h.mu.Lock()
@@ -386,15 +408,27 @@ func (h *hydration) await(off, n int64) error {
 		if h.ready(off, n) {
 			return nil
 		}
+		if err := h.lacks(off, n); err != nil {
+			return err
+		}
 		select {
 		case <-changed:
 		case <-h.ctx.Done():
 			return api.Errorf(api.Unavailable, "layer %s of another machine is not read any more", h.rec.UID)
 		}
-		if err := h.failed.Load(); err != nil {
-			return *err
+	}
+}
+
+// lacks is the error of a chunk that no source gives.
+func (h *hydration) lacks(off, n int64) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
+		if err := h.failing[c]; err != nil {
+			return err
 		}
 	}
+	return nil
 }
 
 // keep makes durable what is there, now and then.
@@ -536,7 +570,7 @@ func (r *Replica) follow(l *layer) {
 		return
 	}
 	r.hydrates = true
-	l.hy.listen(l, func() {
+	l.hy.listen(l, func(int64) {
 		r.ring.Post(r.tellSource)
 		r.tellFetched()
 	})

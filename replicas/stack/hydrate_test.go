@@ -22,7 +22,7 @@ type farther struct {
 	lies    atomic.Bool
 }
 
-func (f *farther) fetch(_ context.Context, uid string, off int64, buf []byte) error {
+func (f *farther) fetch(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
 	if f.fails.Load() {
 		return api.Errorf(api.Unavailable, "it is cut off")
 	}

@@ -194,3 +194,78 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 		}
 	}
 }
+
+// Chunks that no source can give, more than are fetched at once, do not keep others from being fetched.
+func TestDamagedChunksStarveNoOthers(t *testing.T) {
+	t.Parallel()
+	const size, bad = 16 * chunkSize, 2 * fetchesAtOnce
+	far, d := &farther{disk: newDisk(t)}, newDisk(t)
+	d.Fetch(func(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error {
+		if off/chunkSize < bad {
+			return api.Errorf(api.Corrupt, "the source is damaged there")
+		}
+		return far.fetch(ctx, uid, off, buf, check)
+	})
+	model := make([]byte, size)
+	randomBytes(rand.New(rand.NewPCG(1, 1)), model)
+	layer := wholeLayer(t, far.disk, model)
+	if err := far.hydrate(d, layer); err != nil {
+		t.Fatal(err)
+	}
+	uid := string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	if err := d.CreateReplica(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	loop := startLoop(t)
+	r, err := d.OpenReplica(t.Context(), uid, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for c := range int64(bad) {
+		if err := once(t, loop, r, block.OpRead, c*chunkSize, blockSize); !errors.Is(err, ErrNotFetched) {
+			t.Fatal(err)
+		}
+	}
+	h := r.layers[0].hy
+	until(t, "no source gives the chunks", func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return len(h.failing) >= fetchesAtOnce
+	})
+	read := make(chan error, 1)
+	go func() {
+		read <- issue(loop, r, block.OpRead, (bad+1)*chunkSize, blockSize, alignedBuffer(int(blockSize)), false)
+	}()
+	select {
+	case err := <-read:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("a chunk that the source has waits for chunks that it has not")
+	}
+	if _, why := r.Hydrates(); !api.Is(why, api.Corrupt) {
+		t.Errorf("chunks that no source gives are not reported any more: %v", why)
+	}
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// wholeLayer makes a layer of data on a disk.
+func wholeLayer(t *testing.T, d *Disk, content []byte) string {
+	t.Helper()
+	uid := string(api.NewUID())
+	w, err := d.Create(t.Context(), uid, int64(len(content)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := w.WriteAt(content, 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := w.Seal(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return uid
+}
