@@ -189,3 +189,31 @@ func (w *world) lentSoon(o *other, uid string) *lent {
 		}
 	}
 }
+
+// TestTheAPISaysWhoseTheVolumeIs: the engine's question is answered by the volume as the API has it now.
+func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	v := w.make("v", 16*mib)
+	d := w.data
+	b := blob{Volume: "v", VolumeUID: v.Status.UID}
+	for _, c := range []struct {
+		node        string
+		epoch, asks int64
+		kind        api.Kind
+	}{
+		{d.Node, 7, 7, api.Other}, {d.Node, 8, 7, api.Other}, // its own swap
+		{d.Node, 9, 7, api.Denied}, {d.Node, 6, 7, api.Denied}, {"b", 7, 7, api.Denied}, {"", 7, 7, api.Denied},
+	} {
+		editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode, v.Status.Epoch = c.node, c.epoch })
+		if err := d.ownerOf(b)(w.ctx, c.asks); (err == nil) != (c.kind == api.Other) || err != nil && !api.Is(err, c.kind) {
+			t.Errorf("the API names node %q in epoch %d, asked about epoch %d: %v", c.node, c.epoch, c.asks, err)
+		}
+	}
+	editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode = "" })
+	d.api.Store(false)
+	if err := d.ownerOf(b)(w.ctx, 6); !api.Is(err, api.Unavailable) {
+		t.Errorf("without the API: %v", err)
+	}
+	d.api.Store(true)
+}

@@ -418,6 +418,11 @@ func (d *Data) resumeMany(ctx context.Context, spec device.Spec, b blob) (*sessi
 		}
 	}
 	s, err := d.openMany(ctx, b, spec.Size, false)
+	if api.Is(err, api.Denied) { // a member's word; the API knows
+		if oerr := d.ownerOf(b)(ctx, b.Now); !api.Is(oerr, api.Denied) {
+			return nil, api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, errors.Join(err, oerr))
+		}
+	}
 	if api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
 		// Another engine has the volume, or what was written is lost: to go on would be a lie.
 		return nil, errors.Join(err, d.Host.Discard(spec.Key))

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -136,6 +137,29 @@ func (d *Data) manyDropper(s *session) dropper {
 		d.settled(s, epoch+1, func(b *blob) {
 			b.Members = slices.DeleteFunc(slices.Clone(b.Members), func(m memberSpec) bool { return string(m.UID) == member })
 		})
+		return nil
+	}
+}
+
+// ownerOf is the engine's way to ask the API whether it still names this engine. A swap that this engine asked for may
+// have been made already.
+func (d *Data) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
+	return func(ctx context.Context, epoch int64) error {
+		if !d.api.Load() {
+			return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Node)
+		}
+		var v api.Volume
+		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
+			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
+		} else if err != nil {
+			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
+		}
+		switch {
+		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+			return api.Errorf(api.Denied, "volume %s has its engine on node %q", b.Volume, v.Status.EngineNode)
+		case v.Status.Epoch != epoch && v.Status.Epoch != epoch+1:
+			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
+		}
 		return nil
 	}
 }

@@ -113,7 +113,7 @@ func (d *Data) config(s *session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
 		Loop: s.loop, Pool: s.loop.pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
-		Drop: d.manyDropper(s), Add: d.adder(s),
+		Drop: d.manyDropper(s), Add: d.adder(s), Owns: d.ownerOf(s.blob),
 		OnDrop: func(member string, why error) {
 			s.log.Warn("a replica was dropped", "replica", member, "err", why)
 			s.mates.dropped.Add(1)

@@ -61,6 +61,9 @@ type Config struct {
 	// Add makes a replica a member in the volume's record, which moves from epoch to epoch+1; as Drop. An error of kind
 	// not found says that it is not done and never will be. Nil: nobody can join.
 	Add func(ctx context.Context, epoch int64, member string) error
+	// Owns asks the API whether it still names this engine in an epoch. Denied: it names another one. Any other error: not
+	// known, Owns will be called again. Called from a goroutine of the engine. Nil: a member's word counts alone.
+	Owns func(ctx context.Context, epoch int64) error
 	// Track has the members note intents even where there is one: the volume has other replicas.
 	Track bool
 	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
@@ -105,13 +108,14 @@ type Engine struct {
 	// Loop thread only from here on.
 	size     int64
 	epoch    int64
-	members  set // of the epoch
-	suspect  set // members that failed and are being dropped: no I/O for them
-	weak     set // those of them that have not adopted the epoch
-	lost     set // the last one that served, if its session is gone: everything waits for it, or for another one
-	absent   set // suspects that Open did not reach: nobody resynced them, so the engine drops them and never revives them
-	joiners  set // replicas that get all writes and are no members yet
-	joining  set // the one of them that is being made a member: nothing is acknowledged without it
+	members  set  // of the epoch
+	suspect  set  // members that failed and are being dropped: no I/O for them
+	weak     set  // those of them that have not adopted the epoch
+	doubted  bool // a member says that another engine has the volume: reads wait until the API has been asked
+	lost     set  // the last one that served, if its session is gone: everything waits for it, or for another one
+	absent   set  // suspects that Open did not reach: nobody resynced them, so the engine drops them and never revives them
+	joiners  set  // replicas that get all writes and are no members yet
+	joining  set  // the one of them that is being made a member: nothing is acknowledged without it
 	joins    map[int]*join
 	wishes   []*join // that wait for their swap
 	dropping bool
@@ -172,8 +176,11 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 			continue
 		}
 		why[i] = fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
-		if !cfg.Lenient || api.Is(err, api.Denied) {
-			return nil, why[i]
+		if api.Is(err, api.Denied) && cfg.Lenient {
+			err = cfg.confirm(ctx, cfg.Epoch, err)
+		}
+		if !cfg.Lenient || err != nil && api.Is(why[i], api.Denied) {
+			return nil, fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
 		}
 		absent |= bit(i)
 	}

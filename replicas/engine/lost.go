@@ -41,6 +41,8 @@ func (e *Engine) vouch(d *drop) error {
 	for {
 		var good set
 		restarted := 0
+		var denied set
+		var refusal error
 		ask := func(among set) error {
 			for i, m := range d.list {
 				if !among.has(i) {
@@ -51,8 +53,10 @@ func (e *Engine) vouch(d *drop) error {
 				case err == nil:
 					good |= bit(i)
 					return nil
-				case api.Is(err, api.Denied) || e.ctx.Err() != nil:
+				case e.ctx.Err() != nil || api.Is(err, api.Denied) && e.cfg.Owns == nil:
 					return err
+				case api.Is(err, api.Denied):
+					denied, refusal = denied|bit(i), err
 				case errors.Is(err, stack.ErrRestarted):
 					restarted++
 				}
@@ -68,6 +72,13 @@ func (e *Engine) vouch(d *drop) error {
 		if good != 0 {
 			d.revived = good
 			return nil
+		}
+		if denied != 0 {
+			if err := e.cfg.confirm(e.ctx, d.epoch, refusal); api.Is(err, api.Denied) {
+				return err
+			} else if err == nil && denied == d.able {
+				return refusal // the API names this engine, and no member is left that it could go on with
+			}
 		}
 		if restarted == d.able.len() {
 			return api.Errorf(api.Denied, "the machines of all replicas restarted: writes that were not flushed may be gone, "+
@@ -90,6 +101,7 @@ func (e *Engine) revive(who set) {
 	e.suspect &^= who
 	e.weak &^= who // to vouch they adopted the epoch
 	e.lost = 0
+	e.doubted = e.doubted && e.members&e.suspect != 0
 	e.tellLast()
 	for m := range e.cfg.Members {
 		if e.weak.has(m) { // it was the last one that served, and is not any more
@@ -121,6 +133,11 @@ func (e *Engine) retryStalled() {
 
 // stall lets a read wait that no member can answer now, and reports whether it does.
 func (e *Engine) stall(o *op, buf []byte, off int64) bool {
+	if e.doubted && !e.closing && e.fenced == nil {
+		o.stall, o.stallAt = buf, off
+		e.stalled = append(e.stalled, o)
+		return true
+	}
 	if e.closing || e.fenced != nil || !api.Is(o.err, api.Unavailable) && e.members&^e.suspect&^o.tried == 0 &&
 		e.suspect|e.lost == 0 {
 		return false

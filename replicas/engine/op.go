@@ -260,7 +260,9 @@ func (o *op) read(buf []byte, off int64) {
 	o.reading = true
 	o.ok, o.failed, o.full, o.away = 0, 0, 0, 0
 	m := e.reader(o.tried | o.unfetched)
-	if m < 0 && o.unfetched != 0 {
+	if e.doubted {
+		m = -1
+	} else if m < 0 && o.unfetched != 0 {
 		e.fetches.add(o)
 		return
 	}
@@ -316,8 +318,11 @@ func (o *op) answer(m int, err error) {
 	}
 	o.failed |= bit(m)
 	switch {
-	case api.Is(err, api.Denied):
+	case api.Is(err, api.Denied) && !o.e.doubt(m, err):
 		o.e.fence(err)
+	case api.Is(err, api.Denied):
+		err = api.Errorf(api.Unavailable, "it serves another engine: %v", err)
+		o.away |= bit(m)
 	case api.Is(err, api.Unavailable):
 		o.away |= bit(m)
 	case o.reading && isDamage(err):

@@ -188,7 +188,7 @@ func (e *Engine) adoptAll(d *drop, epoch int64) error {
 		}
 		switch {
 		case err == nil:
-		case api.Is(err, api.Denied) || e.ctx.Err() != nil:
+		case e.ctx.Err() != nil || api.Is(err, api.Denied) && (e.cfg.Owns == nil || d.survivors&^d.weak == bit(i)):
 			return err
 		default:
 			d.weak |= bit(i)
@@ -236,6 +236,7 @@ func (e *Engine) settled(d *drop, err error) {
 		e.revive(d.revived)
 		return
 	}
+	e.doubted = false    // the swap was made: the API names this engine
 	e.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)

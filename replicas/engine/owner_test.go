@@ -1,0 +1,200 @@
+package engine
+
+import (
+	"context"
+	"syscall"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+var errOther = api.Errorf(api.Denied, "another session was adopted")
+
+// owned is a rig whose API answers as the test says.
+func owned(t *testing.T, n int) (r *rig, asked chan int64, says chan error) {
+	asked, says = make(chan int64), make(chan error)
+	r = newRig(t, n, func(c *Config) {
+		c.Owns = func(ctx context.Context, epoch int64) error {
+			select {
+			case asked <- epoch:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			select {
+			case err := <-says:
+				return err
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	})
+	return r, asked, says
+}
+
+// refuseAll has a member adopt nothing.
+func (m *memory) refuseAll(why error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.refuse = func(int64) error { return why }
+}
+
+func notFenced(t *testing.T, r *rig) {
+	t.Helper()
+	select {
+	case err := <-r.fenced:
+		t.Fatalf("fenced: %v", err)
+	default:
+	}
+}
+
+// TestAMembersWordDropsThatMember: a member that says that another engine has the volume, while the API still names this
+// one, is dropped. Reads and writes wait until the API has answered, and go on then.
+func TestAMembersWordDropsThatMember(t *testing.T) {
+	for _, op := range []block.Op{block.OpWrite, block.OpRead} {
+		r, _, _ := owned(t, 3)
+		var denied chan error
+		if op == block.OpWrite {
+			denied = r.start(op, 0, fill(4096, 1), 0)
+			r.answer(0, 0, nil)
+			r.answer(1, 0, errOther)
+			r.answer(2, 0, nil)
+		} else {
+			denied = r.start(op, 0, make([]byte, 4096), 0)
+			r.answer(0, 0, errOther)
+		}
+		want := "b"
+		if op == block.OpRead {
+			want = "a"
+		}
+		if m := within(t, "drop that is asked for", r.drops); m != want {
+			t.Fatalf("dropped %s", m)
+		}
+		read := r.start(block.OpRead, 8192, make([]byte, 4096), 0)
+		if r.pending(0)+r.pending(1)+r.pending(2) != 0 {
+			t.Fatal("a member is read from while another engine may have the volume")
+		}
+		r.settle <- api.Errorf(api.Unavailable, "the API is away")
+		if m := within(t, "second try", r.drops); m != want {
+			t.Fatalf("dropped %s", m)
+		}
+		waits(t, denied, "the API has not answered")
+		waits(t, read, "the API has not answered")
+		r.settle <- nil
+		within(t, "word of a drop", r.dropped)
+		r.l.do(func() {
+			for _, m := range r.m {
+				for m.auto = true; len(m.pending) > 0; {
+					m.next(0)
+				}
+			}
+		})
+		is(t, denied, nil)
+		is(t, read, nil)
+		notFenced(t, r)
+		r.close()
+	}
+}
+
+// TestAMembersWordAndTheAPIFence: where the API names another engine, the device goes down.
+func TestAMembersWordAndTheAPIFence(t *testing.T) {
+	r, _, _ := owned(t, 2)
+	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, nil)
+	r.answer(1, 0, errOther)
+	within(t, "drop that is asked for", r.drops)
+	r.settle <- api.Errorf(api.Denied, "the volume has its engine on node b")
+	within(t, "word of a fence", r.fenced)
+	is(t, done, syscall.EIO)
+}
+
+// TestAllMembersWordAsksTheAPI: where all members say that another engine has the volume, I/O waits for the API, and
+// fails once that names another engine.
+func TestAllMembersWordAsksTheAPI(t *testing.T) {
+	r, asked, says := owned(t, 2)
+	r.m[0].refuseAll(errOther)
+	r.m[1].refuseAll(errOther)
+	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, errOther)
+	r.answer(1, 0, errOther)
+	for range 2 {
+		if at := within(t, "question", asked); at != 7 {
+			t.Fatalf("asked about epoch %d", at)
+		}
+		waits(t, done, "the API has not answered")
+		notFenced(t, r)
+		says <- api.Errorf(api.Unavailable, "the API is away")
+	}
+	within(t, "question", asked)
+	says <- api.Errorf(api.Denied, "the volume has its engine on node b")
+	within(t, "word of a fence", r.fenced)
+	is(t, done, syscall.EIO)
+}
+
+// TestTheOnlyMembersWordFences: nothing is left that the engine could go on with.
+func TestTheOnlyMembersWordFences(t *testing.T) {
+	r, _, _ := owned(t, 1)
+	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, errOther)
+	within(t, "word of a fence", r.fenced)
+	is(t, done, syscall.EIO)
+}
+
+// TestSurvivorsWordIsNoFence: a survivor that does not adopt the new epoch, which the API has just given to this engine,
+// is dropped next.
+func TestSurvivorsWordIsNoFence(t *testing.T) {
+	r, _, _ := owned(t, 3)
+	r.m[1].mu.Lock()
+	r.m[1].refuse = func(epoch int64) error {
+		if epoch > 7 {
+			return errOther
+		}
+		return nil
+	}
+	r.m[1].mu.Unlock()
+	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, nil)
+	r.answer(1, 0, nil)
+	r.answer(2, 0, syscall.EIO)
+	for _, want := range []string{"c", "b"} {
+		if m := within(t, "drop that is asked for", r.drops); m != want {
+			t.Fatalf("dropped %s", m)
+		}
+		r.settle <- nil
+		within(t, "word of a drop", r.dropped)
+	}
+	is(t, done, nil)
+	notFenced(t, r)
+}
+
+// TestOpenAsksTheAPI: an engine that resumes goes on without a member that says that another engine has the volume, if
+// the API names this one; it waits for the API, and ends where that names another engine.
+func TestOpenAsksTheAPI(t *testing.T) {
+	for _, c := range []struct {
+		says, want error
+	}{
+		{nil, nil},
+		{api.Errorf(api.Unavailable, "the API is away"), api.Errorf(api.Unavailable, "")},
+		{api.Errorf(api.Denied, "the engine is on node b"), api.Errorf(api.Denied, "")},
+	} {
+		a, b := &memory{t: t, auto: true, data: make([]byte, testSize)}, &memory{t: t}
+		b.refuseAll(errOther)
+		dropped := make(chan string, 1)
+		e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: testSize, Lenient: true, Epoch: 7,
+			Members: []Named{{Name: "a", Member: a}, {Name: "b", Member: b}},
+			Drop:    func(_ context.Context, _ int64, m string) error { dropped <- m; return nil },
+			Owns:    func(context.Context, int64) error { return c.says }})
+		if (err == nil) != (c.want == nil) || c.want != nil && api.KindOf(err) != api.KindOf(c.want) {
+			t.Fatalf("the API says %v: %v", c.says, err)
+		}
+		if err != nil {
+			continue
+		}
+		if m := within(t, "drop", dropped); m != "b" {
+			t.Errorf("dropped %s", m)
+		}
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
