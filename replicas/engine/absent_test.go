@@ -2,6 +2,7 @@ package engine
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"sync/atomic"
@@ -15,18 +16,26 @@ import (
 // scripted is a member with content, intents and digests, whose Adopt answers as the test says.
 type scripted struct {
 	data    []byte
+	region  int64 // that it notes; 0: as the engine's own
 	dirty   []int64
-	adopt   func(n int) error // of the n-th call, from 1
+	adopt   func(n int) error          // of the n-th call, from 1
+	before  func(*block.Request) error // may be nil
 	adopts  atomic.Int32
 	cleaned atomic.Bool
+	// What it was told to note, by Join's goroutine.
+	intended []int64
 }
 
 func (m *scripted) Submit(r *block.Request) {
 	r.Err = nil
-	switch r.Op {
-	case block.OpRead:
+	if m.before != nil {
+		r.Err = m.before(r)
+	}
+	switch {
+	case r.Err != nil:
+	case r.Op == block.OpRead:
 		copy(r.Buf, m.data[r.Off:])
-	case block.OpWrite:
+	case r.Op == block.OpWrite:
 		copy(m.data[r.Off:], r.Buf)
 	}
 	r.Done(r)
@@ -35,18 +44,22 @@ func (m *scripted) Submit(r *block.Request) {
 func (m *scripted) Adopt(context.Context, int64, int64, []string) error {
 	return m.adopt(int(m.adopts.Add(1)))
 }
-func (m *scripted) Expand(context.Context, int64) error   { return nil }
-func (m *scripted) Close() error                          { return nil }
-func (m *scripted) Track(context.Context, bool) error     { return nil }
-func (m *scripted) Intend(context.Context, []int64) error { return nil }
-func (m *scripted) Mark(context.Context, int64) error     { return nil }
+func (m *scripted) Expand(context.Context, int64) error { return nil }
+func (m *scripted) Close() error                        { return nil }
+func (m *scripted) Track(context.Context, bool) error   { return nil }
+func (m *scripted) Mark(context.Context, int64) error   { return nil }
 func (m *scripted) Clean(context.Context, int64, int64, []int64) error {
 	m.cleaned.Store(true)
 	return nil
 }
 
 func (m *scripted) Intents(context.Context) (stack.Intents, error) {
-	return stack.Intents{Region: cleanRegion, Base: 1, Joined: 1, Regions: m.dirty}, nil
+	return stack.Intents{Region: cmp.Or(m.region, cleanRegion), Base: 1, Joined: 1, Regions: m.dirty}, nil
+}
+
+func (m *scripted) Intend(_ context.Context, regions []int64) error {
+	m.intended = append(m.intended, regions...)
+	return nil
 }
 
 func (m *scripted) Digests(_ context.Context, off, n int64) (sums []byte, err error) {

@@ -1,0 +1,113 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"slices"
+	"sync/atomic"
+	"syscall"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// halfSize is the region that the members here note: they have two.
+const halfSize = int64(64) << 10
+
+// differs is a member of two regions whose second one has other content than that of another member.
+func differs(b byte, dirty ...int64) *scripted {
+	m := &scripted{data: make([]byte, 2*halfSize), region: halfSize, dirty: dirty, adopt: func(int) error { return nil }}
+	copy(m.data[halfSize:], bytes.Repeat([]byte{b}, int(halfSize)))
+	return m
+}
+
+// joins opens an engine of one member and has another one join.
+func joins(t *testing.T, there, back *scripted, add func() error) error {
+	t.Helper()
+	e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 2 * halfSize, Epoch: 5, Incarnation: 1, Track: true,
+		Members: []Named{{Name: "there", Member: there}},
+		Drop:    func(context.Context, int64, string) error { return nil },
+		Add:     func(context.Context, int64, string) error { return add() }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, joined := e.Join(t.Context(), Named{Name: "back", Member: back}, JoinOptions{})
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+	return joined
+}
+
+// TestJoinCopiesTheIntentsOfBothSides: the members do not know what a replica wrote that comes back, nor does it know what
+// they wrote.
+func TestJoinCopiesTheIntentsOfBothSides(t *testing.T) {
+	for name, c := range map[string]struct{ there, back *scripted }{
+		"the member's":  {differs('A', 1), differs('B')},
+		"the replica's": {differs('A'), differs('B', 1)},
+	} {
+		if err := joins(t, c.there, c.back, func() error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(c.there.data, c.back.data) {
+			t.Errorf("only %s intents tell of a region: the replica is a member and differs there", name)
+		}
+		if name == "the member's" && !slices.Contains(c.back.intended, 1) {
+			t.Error("the replica has not noted what the member had noted: a third one may differ there")
+		}
+	}
+}
+
+// TestOpenCopiesTheIntentsOfAllMembers: after an unclean end each member may have written what no other one knows.
+func TestOpenCopiesTheIntentsOfAllMembers(t *testing.T) {
+	for name, c := range map[string]struct{ a, b *scripted }{
+		"the first":  {differs('A', 1), differs('B')},
+		"the second": {differs('A'), differs('B', 1)},
+	} {
+		e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 2 * halfSize, Epoch: 5, Incarnation: 1, Track: true,
+			Equalise: true, Members: []Named{{Name: "a", Member: c.a}, {Name: "b", Member: c.b}},
+			Drop: func(context.Context, int64, string) error { return nil }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(c.a.data, c.b.data) {
+			t.Errorf("only %s member's intents tell of a region: both serve, and differ there", name)
+		}
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestJoinFlushesBeforeTheSwap: the swap says that the replica has what was flushed before, so its copy must be durable.
+// One that cannot flush it does not become a member.
+func TestJoinFlushesBeforeTheSwap(t *testing.T) {
+	for _, fails := range []bool{false, true} {
+		there, back := differs('A', 1), differs('B')
+		var written, durable atomic.Bool
+		back.before = func(r *block.Request) error {
+			switch r.Op {
+			case block.OpFlush:
+				if fails {
+					return syscall.EIO
+				}
+				durable.Store(written.Load())
+			case block.OpWrite:
+				written.Store(true)
+				durable.Store(false)
+			}
+			return nil
+		}
+		added := false
+		err := joins(t, there, back, func() error {
+			if added = true; !durable.Load() {
+				t.Error("the replica is made a member, and its copy is not on its disk")
+				return api.Errorf(api.NotFound, "no")
+			}
+			return nil
+		})
+		if added == fails || (err != nil) != fails {
+			t.Errorf("flush fails: %v, swap asked for: %v, join: %v", fails, added, err)
+		}
+	}
+}

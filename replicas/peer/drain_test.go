@@ -1,0 +1,104 @@
+package peer
+
+import (
+	"context"
+	"sync"
+	"testing"
+
+	"drover.io/drover/block"
+)
+
+// lateDisk is a replica that has a request of an older session under way while a newer one is adopted: one that came
+// between the first drain and the change of the sessions. It reaches the disk when the replica is drained again.
+type lateDisk struct {
+	*Backend
+	loop    Loop
+	at      int64         // incarnation
+	adopted chan struct{} // the first adoption in it is durable
+	goOn    chan struct{}
+	came    chan struct{} // the request did
+
+	mu     sync.Mutex
+	second bool
+	under  *block.Request
+}
+
+func (r *lateDisk) Submit(q *block.Request) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	select {
+	case <-r.adopted:
+		if q.Op == block.OpWrite && !r.second && r.under == nil {
+			r.under = q
+			close(r.came)
+			return
+		}
+	default:
+	}
+	r.Backend.Submit(q)
+}
+
+func (r *lateDisk) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+	r.mu.Lock()
+	second := incarnation == r.at && r.under != nil
+	r.second = r.second || second
+	r.mu.Unlock()
+	if second {
+		sent := make(chan struct{})
+		r.loop.Post(func() { r.Backend.Submit(r.under); close(sent) })
+		<-sent
+	}
+	err := r.Backend.Adopt(ctx, epoch, incarnation, members)
+	if incarnation == r.at && !second {
+		close(r.adopted)
+		<-r.goOn
+	}
+	return err
+}
+
+// TestAdoptDrainsAfterItChangedSessions: until the server serves the newer session, it takes requests of the older one.
+// ADOPT answers when those are over, too: else a late write of the older engine lands on one of the newer engine.
+func TestAdoptDrainsAfterItChangedSessions(t *testing.T) {
+	disk := &lateDisk{at: 12, adopted: make(chan struct{}), goOn: make(chan struct{}), came: make(chan struct{})}
+	f := newFar(t, testSize, func(o *ServerOptions) {
+		open := o.Open
+		o.Open = func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
+			r, loop, err := open(ctx, uid, volume)
+			if err != nil {
+				return nil, nil, err
+			}
+			disk.Backend, disk.loop = r.(*Backend), loop
+			return disk, loop, nil
+		}
+	})
+	d := newDialer(t, f.at)
+	loop := startLoop(t)
+	ctx := context.Background()
+	patient := func(o *Options) { o.Patience = endless }
+	old, now := member(t, d, f, loop, patient), member(t, d, f, loop, patient)
+	adoptAs(t, old, 1, 11)
+	newer := make(chan error, 1)
+	go func() { newer <- now.Adopt(ctx, 2, 12, []string{f.uid}) }()
+	within(t, "first drain", disk.adopted)
+	late := make(chan error, 1)
+	go func() {
+		late <- Do(ctx, loop, old, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
+	}()
+	within(t, "write of the older engine", disk.came)
+	close(disk.goOn)
+	if err := within(t, "newer session", newer); err != nil {
+		t.Fatal(err)
+	}
+	disk.mu.Lock()
+	drained, under := disk.second, disk.under
+	disk.mu.Unlock()
+	if !drained {
+		t.Error("the newer engine is adopted while a write of the older one is under way")
+		f.loop.Post(func() { disk.Backend.Submit(under) })
+	}
+	<-late // one way or the other
+	_ = old.Close()
+	if err := now.Close(); err != nil {
+		t.Error(err)
+	}
+}
