@@ -135,7 +135,7 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *dis
 		}
 		o.Resolved = func(digest string) { n.log.Info("image found in its registry", "url", url, "digest", digest) }
 		if kept != nil {
-			o.From = registry.From{Mark: kept.Mark, State: kept.State, Before: kept.Before()}
+			o.From = registry.From{Mark: kept.Mark, State: kept.State}
 		}
 		s, err := registry.Open(ctx, url, o)
 		if kept != nil && source.Changed(err) {

@@ -35,8 +35,8 @@ func newSlowRegistry(t *testing.T, allowed int) (s *slow, reg http.Handler, ref 
 	return s, reg, strings.Replace(srv.URL, "http", "docker", 1) + "/disks/golden:1"
 }
 
-// The disk of a registry's image goes on after a restart, whatever its layer is packed with; if the tag means another
-// image by then, that one is brought, from its beginning.
+// The disk of a registry's image goes on after a restart where its layer is not packed, and begins again where it is; if
+// the tag means another image by then, that one is brought, from its beginning.
 func TestRegistryGoesOnAfterARestart(t *testing.T) {
 	t.Parallel()
 	body := content(80<<20, 61)[:40<<20]
@@ -56,9 +56,8 @@ func TestRegistryGoesOnAfterARestart(t *testing.T) {
 		{"raw zstd", body, []string{"zstd", "-1c"}, ""},
 		{"qcow2 tar", qcow2, nil, ""},
 		{"qcow2 gzip", qcow2, []string{"gzip", "-1c"}, ""},
-		{"another image", body, []string{"gzip", "-1c"}, "changed"},
-		{"damaged", body, []string{"gzip", "-1c"}, "damaged"},
-		{"deleted", body, []string{"gzip", "-1c"}, "deleted"},
+		{"another image", body, nil, "changed"},
+		{"deleted", body, nil, "deleted"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -71,7 +70,11 @@ func TestRegistryGoesOnAfterARestart(t *testing.T) {
 			size := pushDisk(t, reg, "disks/golden", "1", c.file, c.pack...)
 			s.allow(size * 3 / 4)
 			w.image("golden", api.SourceRegistry, map[string]string{"url": ref})
-			w.eventually("much was kept", func() bool { return w.keptOf() > len(c.file)/4 })
+			if c.pack != nil {
+				w.await("golden", "much came", func(i *api.BackingImage) bool { return i.Status.Progress >= 40 })
+			} else {
+				w.eventually("much was kept", func() bool { return w.keptOf() > len(c.file)/4 })
+			}
 			w.stop()
 			last := w.keptOf()
 			if err := w.disks[0].Collect(t.Context(), 0); err != nil {
@@ -79,12 +82,9 @@ func TestRegistryGoesOnAfterARestart(t *testing.T) {
 			}
 			s.asked()
 			want := body
-			switch c.how {
-			case "changed":
+			if c.how == "changed" {
 				want = content(8<<20, 62)
 				pushDisk(t, reg, "disks/golden", "1", want, c.pack...)
-			case "damaged":
-				w.damageKept()
 			}
 			s.allow(1 << 40)
 			w.start()
@@ -96,18 +96,12 @@ func TestRegistryGoesOnAfterARestart(t *testing.T) {
 			}
 			w.holds(0, w.state("golden", api.ImageReady), want)
 			from := first(s.asked())
-			// Where in the layer the last byte is that was kept; packed data is not spread evenly over it. A place where the
-			// decoder can begin is about every 2 MiB, and the state of the digest before it every 256 KiB.
-			at := last
-			if c.pack != nil {
-				at = len(packedAs(t, c.file[:last], c.pack...))
-			}
-			if c.how == "" && from < at-3<<20 {
-				t.Errorf("%d of %d bytes were kept, which end at byte %d of the layer, and it was asked for from byte %d of %d on",
-					last, len(c.file), at, from, size)
-			}
-			if c.how != "" && from != 0 {
-				t.Errorf("asked from byte %d on", from)
+			if c.pack != nil || c.how != "" {
+				if from != 0 {
+					t.Errorf("asked from byte %d on", from)
+				}
+			} else if from < last-1<<20 { // the state of the digest is known every 256 KiB
+				t.Errorf("%d of %d bytes were kept, and it was asked for from byte %d of %d on", last, len(c.file), from, size)
 			}
 			if all := w.leftOver(); len(all) != 0 {
 				t.Errorf("left behind: %v", all)

@@ -1,19 +1,16 @@
-// Package archive unpacks streams that are compressed with gzip, xz or zstd: it recognises the format by content and
-// gives the plain bytes as an io.ReadCloser. It knows nothing of images.
+// Package archive unpacks streams that are compressed with gzip, xz or zstd. It detects the format by content and
+// returns the plain bytes as an io.ReadCloser. It knows nothing of images. The decoders are libraries
+// (klauspost/compress, ulikunitz/xz); the package owns their limits.
 //
-// The input is hostile. Whatever its headers claim, a reader holds at most Limits.Memory and gives at most
-// Limits.Output bytes; every checksum in the format is verified; what follows the end of the archive is an error of its
-// own. There is no limit on the ratio: a disk image may well be one zero after another, packed 7000 to 1, so the size
-// of the output is what is limited. A checksum comes after the bytes that it is over, so bytes that were read count
-// only once Read has said io.EOF.
+// The input is hostile. A reader checks the window or dictionary that a header asks for before the decoder allocates
+// it, and returns at most Limits.Output bytes. The decoders verify every checksum of the format; data behind the end of
+// the archive is an error. There is no limit on the ratio: a disk image may well be one zero after another, packed 7000
+// to 1, so the limit is the size of the output. A checksum follows the bytes that it covers, so a caller may rely on
+// the bytes only after Read has returned io.EOF.
 //
-// An archive can be gone on with in the middle, by another process: a reader remembers places (Point) at which its
-// decoder knows little, and Continue begins at one. What the decoder must have of the plain bytes before it is read
-// from where the caller put them.
-//
-// A reader works ahead on goroutines of its own: one reads the source, one decodes (two, where the blocks of an xz file
-// say their sizes), while the caller's goroutine verifies and consumes. Close ends them and waits for them; it waits,
-// too, for a read of the source that is under way, so a caller that gives up interrupts its source first.
+// A reader owns one goroutine, which reads the source ahead of the decoder; the zstd decoder adds its own. Close ends
+// them and waits for them. Close also waits for a running read of the source, so a caller that gives up interrupts its
+// source first.
 package archive
 
 import (
@@ -25,10 +22,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// Format is how a stream is packed.
+// Format is the compression format of a stream.
 type Format uint8
 
-// The formats. None is everything that is not packed in one of the others.
+// The formats. None means that the stream is in none of the others.
 const (
 	None Format = iota
 	Gzip
@@ -45,12 +42,10 @@ func (f Format) String() string {
 	return fmt.Sprintf("format %d", uint8(f))
 }
 
-// HeadSize is how many bytes Detect wants to see; a shorter stream is whole in its head.
+// HeadSize is the number of bytes that Detect needs. A shorter stream fits into its head.
 const HeadSize = 6
 
-const xzMagic = "\xfd7zXZ\x00"
-
-// Detect tells how a stream that starts with head is packed.
+// Detect returns the format of a stream that starts with head.
 func Detect(head []byte) Format {
 	switch {
 	case len(head) >= 3 && head[0] == 0x1f && head[1] == 0x8b && head[2] == 8:
@@ -66,49 +61,36 @@ func Detect(head []byte) Format {
 	return None
 }
 
-// Limits of one reader. A zero is the default.
+// Limits of one reader. Zero values mean the defaults.
 type Limits struct {
-	// Output is the most bytes that the archive may unpack to; by default the largest volume.
+	// Output is the largest number of plain bytes; by default the size of the largest volume.
 	Output int64
-	// Memory is the most memory of the reader; by default, and at least, DefaultMemory.
-	Memory int64
-	// Scratch is the folder for what a zstd window holds beyond that; by default that for temporary files.
-	Scratch string
 }
 
-// DefaultMemory is enough for the 64 MiB dictionary of xz -9, and what is beside it.
-const DefaultMemory = 80 << 20
-
-// The errors that callers tell apart. Each is wrapped in one with a kind of package api and the place in the archive.
+// The errors that callers distinguish. Each is wrapped in an error with a kind of package api.
 var (
 	ErrTruncated = errors.New("the archive ends too early")
-	ErrTrailing  = errors.New("something that is not part of it follows its end")
+	ErrTrailing  = errors.New("data that does not belong to the archive follows its end")
 	ErrChecksum  = errors.New("the checksum does not match the content")
 	ErrTooLarge  = errors.New("the archive unpacks to more than is allowed")
 )
 
-func corrupt(format string, args ...any) error {
-	return api.Errorf(api.Corrupt, format, args...)
+// decoder is a library's decoder with the rules of this package.
+type decoder interface {
+	Read(p []byte) (int, error)
+	Close()
 }
 
-func truncated(what string) error {
-	return corrupt("%s: %w", what, ErrTruncated)
-}
+var decoders = [...]func(io.Reader) (decoder, error){Gzip: newGunzip, Xz: newUnxz, Zstd: newUnzstd}
 
-// NewReader gives the plain bytes of the archive that r holds. Nothing is read before the first Read. The reader must
-// be closed; r stays the caller's.
+// NewReader returns a reader for the plain bytes of the archive in r. It reads nothing before the first Read. The
+// caller closes the reader, and keeps r.
 func NewReader(r io.Reader, f Format, lim Limits) (*Reader, error) {
+	if f == None || int(f) >= len(decoders) {
+		return nil, api.Errorf(api.Unsupported, "no archive: %v is not gzip, xz or zstd", f)
+	}
 	if lim.Output <= 0 {
 		lim.Output = api.MaxVolumeSize
 	}
-	lim.Memory = max(lim.Memory, DefaultMemory)
-	switch f {
-	case Gzip:
-		return newReader(r, f, lim, gunzip), nil
-	case Xz:
-		return newReader(r, f, lim, unxz), nil
-	case Zstd:
-		return newReader(r, f, lim, unzstd), nil
-	}
-	return nil, api.Errorf(api.Unsupported, "no archive: %v is not gzip, xz or zstd", f)
+	return &Reader{format: f, source: r, limit: lim.Output, left: lim.Output}, nil
 }

@@ -220,16 +220,16 @@ func TestGzipHeader(t *testing.T) {
 	for flags := range byte(32) {
 		b := bytes.Clone(z[:10])
 		b[3] = flags
-		if flags&gzipExtra != 0 {
+		if flags&(1<<2) != 0 {
 			b = append(b, 3, 0, 'a', 'b', 'c')
 		}
-		if flags&gzipName != 0 {
+		if flags&(1<<3) != 0 {
 			b = append(b, "name\x00"...)
 		}
-		if flags&gzipComment != 0 {
+		if flags&(1<<4) != 0 {
 			b = append(b, "comment\x00"...)
 		}
-		if flags&gzipCRC != 0 {
+		if flags&(1<<1) != 0 {
 			b = binary.LittleEndian.AppendUint16(b, uint16(crc(b)))
 		}
 		mustUnpack(t, append(b, z[10:]...), want)

@@ -171,6 +171,9 @@ func BenchmarkUnpack(b *testing.B) {
 					}
 				}
 				b.Logf("%-6s %v\nDrover %v", tool[0], theirs, ours)
+				if st, err := os.Stat(out); err == nil {
+					b.ReportMetric(float64(st.Size())/ours.cpu.Seconds()/1e6, "MB/cpu-s")
+				}
 				b.ReportMetric(ours.wall.Seconds()/theirs.wall.Seconds(), "wall-ratio")
 				b.ReportMetric(ours.cpu.Seconds()/theirs.cpu.Seconds(), "cpu-ratio")
 				b.ReportMetric(float64(ours.rss), "MiB-peak")

@@ -45,7 +45,7 @@ type earlyNote struct {
 
 // ahead makes it that of a stream, where that can be read out of order.
 func (im *importer) ahead() *early {
-	if im.s.Ahead == nil || im.s.Size < 0 || im.plain != nil {
+	if im.s.Ahead == nil || im.s.Size < 0 || im.packed != "" {
 		return nil
 	}
 	return &early{read: im.s.Ahead, size: im.s.Size, name: im.s.Name, told: &im.p.early, bytes: map[int64][]byte{},

@@ -14,7 +14,6 @@
 package disk
 
 import (
-	"bytes"
 	"context"
 	"crypto/sha512"
 	"encoding/hex"
@@ -153,11 +152,9 @@ type importer struct {
 	room   *room
 
 	format  format
-	packed  string          // how the image is packed, as its name would end, or empty
-	plain   *archive.Reader // what unpacks it, or nil
-	trail   source.Trail    // of the packed bytes
-	virtual int64           // bytes of the disk
-	cut     atomic.Int64    // where the disk ends in a raw source
+	packed  string       // how the image is packed, as its name would end, or empty
+	virtual int64        // bytes of the disk
+	cut     atomic.Int64 // where the disk ends in a raw source
 
 	from int64  // the first byte of the image that comes; those before were kept,
 	at   int64  // and so is the layer up to here
@@ -202,26 +199,11 @@ func (im *importer) run() (Got, error) {
 		}
 		return im.commit(n)
 	}
-	all := im.tally(io.MultiReader(bytes.NewReader(b.head), im.s), 0)
-	plain, err := archive.NewReader(all, packing, unpacking(im.on))
+	n, err := im.unpack(b.head, packing)
 	if err != nil {
 		return Got{}, im.named(err)
 	}
-	err = im.unpack(plain, packing, func(b bytesOf) error {
-		if err := b.look(); err != nil {
-			return err
-		}
-		if inner := archive.Detect(b.head); inner != archive.None {
-			return api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first", inner,
-				packing)
-		}
-		_, err := im.image(b)
-		return err
-	})
-	if err != nil {
-		return Got{}, im.named(err)
-	}
-	return im.commit(all.n)
+	return im.commit(n)
 }
 
 // look reads the head.
@@ -424,11 +406,8 @@ func (im *importer) spool(b bytesOf, kept *spoolState) (
 	}
 	sp = newSpool(file, &im.p.scratch)
 	sp.early = im.ahead()
-	if im.plain != nil || im.s.At != nil {
-		sp.retain = retained
-	}
 	if kept != nil {
-		if err := sp.resume(kept, im.want.Kept.note.From); err != nil {
+		if err := sp.resume(kept); err != nil {
 			return nil, nil, nil, errors.Join(err, sp.Close())
 		}
 	}

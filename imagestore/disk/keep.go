@@ -16,8 +16,7 @@ import (
 
 // An import whose source can be continued is kept on the disk now and then: the layer up to some chunk, the state of
 // the checksum, the place in the source, and, of an image that is converted, the scratch file. So a restart costs what
-// came since, not all of it. Of what is packed, what its decoder knows is recorded, too; what that needs of the bytes
-// that it unpacked is in the layer or in the scratch file.
+// came since, not all of it. Nothing is kept of an archive: no decoder can begin in its middle.
 
 // keepEvery is how often that is done, at the most; it costs a sync of the disk.
 const keepEvery = 10 * time.Second
@@ -44,10 +43,10 @@ type Kept struct {
 type keptNote struct {
 	Mark source.Mark `json:"mark"`
 	Sum  []byte      `json:"sum"` // state of the SHA-512
-	// What the source itself has to know, and the place in an archive.
-	State  json.RawMessage `json:"state,omitempty"`
-	Packed *packedNote     `json:"packed,omitempty"`
-	From   int64           `json:"from,omitempty"` // the bytes of the image from here to what is there are at hand
+	// What the source itself has to know.
+	State json.RawMessage `json:"state,omitempty"`
+	// Earlier versions recorded a place in an archive.
+	Packed json.RawMessage `json:"packed,omitempty"`
 	// Of an image that is converted: its format, and the scratch file.
 	Format format      `json:"format,omitempty"`
 	Spool  *spoolState `json:"spool,omitempty"`
@@ -77,21 +76,13 @@ func (k *Kept) sound() bool {
 	if n.Mark.Off <= 0 || n.Mark.Size < n.Mark.Off {
 		return false
 	}
-	if p := n.Packed; p != nil && (p.Point.Packed < n.Mark.Off || p.Point.Plain > p.Off) {
-		return false
+	if n.Packed != nil {
+		return false // that import begins again
 	}
 	if n.Spool != nil {
-		return n.Spool.Have == n.have() && n.Format != raw
+		return n.Spool.Have == n.Mark.Off && n.Format != raw
 	}
-	return n.have() == k.at
-}
-
-// have is how many bytes of the image are there.
-func (n *keptNote) have() int64 {
-	if n.Packed != nil {
-		return n.Packed.Off
-	}
-	return n.Mark.Off
+	return n.Mark.Off == k.at
 }
 
 // Drop removes what was kept.
@@ -113,14 +104,11 @@ func (im *importer) adopt(k *Kept) (bool, error) {
 	}
 	im.w, im.format = k.w, raw
 	im.virtual, im.size = k.Mark.Size, k.Mark.Size
-	im.from, im.at, im.crc = k.note.have(), k.at, k.Mark.CRC
+	im.from, im.at, im.crc = k.Mark.Off, k.at, k.Mark.CRC
 	im.p.read.Store(k.Mark.Off)
 	im.kept = true
 	if k.note.Spool != nil {
 		im.format = k.note.Format
-	} else if k.note.Packed != nil {
-		im.size = k.at + 32*pieceSize // the end is not known
-		return true, im.w.Resize(im.size)
 	}
 	return true, nil
 }
@@ -131,22 +119,35 @@ func (im *importer) keepable() (block.Keeper, bool) {
 	return w, ok && im.continuable()
 }
 
-// continuable reports whether the source can be continued. What is packed within what the source itself unpacks cannot:
-// the packed bytes are not at hand.
+// errAnew is in the errors of what cannot be continued, but may be had from the beginning.
+var errAnew = errors.New("it begins anew")
+
+// goOn makes the rest of an image whose begin was adopted. It returns how many bytes of the source came in all.
+func (im *importer) goOn(k *Kept) (n int64, err error) {
+	rest := bytesOf{r: im.s, size: im.s.Size, sum: im.hashed(), tell: im.readSome}
+	if k.note.Spool != nil {
+		n, err = im.spooled(rest, k.note.Spool)
+	} else {
+		n, err = im.stream(&rest)
+	}
+	if k.note.State != nil && api.Is(err, api.Corrupt) {
+		// It may be what was kept that is damaged.
+		err = api.Errorf(api.Unavailable, "it could not be continued (%w): %w", err, errAnew)
+	}
+	return n, err
+}
+
+// continuable reports whether another process can continue the import.
 func (im *importer) continuable() bool {
 	_, sums := im.sum.(encoding.BinaryMarshaler)
-	return sums && im.s.Mark != nil && (im.packed == "" || im.s.At == nil)
+	return sums && im.s.Mark != nil && im.packed == ""
 }
 
 // place is what is to be recorded when off bytes of the image are there, in so far as it is about the source.
 func (im *importer) place(off int64) (note keptNote, ok bool) {
-	note.Mark, note.From = *im.s.Mark, off
-	if im.plain != nil {
-		ok = im.packedPlace(off, &note)
-		return note, ok
-	}
+	note.Mark = *im.s.Mark
 	if im.s.At != nil {
-		if note.State, note.From, ok = im.s.At(off); !ok {
+		if note.State, ok = im.s.At(off); !ok {
 			return note, false
 		}
 	}

@@ -54,8 +54,6 @@ const (
 	unit = 256 << 10
 	// ahead is how much of a source is taken in before it is asked for. More brought nothing.
 	ahead = 32 << 20
-	// retained is how much of what was dropped stays for a decoder that is to go on, until it is known what that needs.
-	retained = 16 << 20
 )
 
 // spool is a source that arrives in order and is read in any order: a read of what is not there yet waits. So a
@@ -85,11 +83,7 @@ type spool struct {
 
 	kept  int64   // what came before this is kept
 	owed  []units // of it, what was dropped since
-	owing int64   // bytes in owed and in soon
-
-	retain int64   // bytes that stay in the file behind what came last, for a decoder that is to go on
-	soon   []units // of them, what was dropped
-	lost   int64   // what is before this need not be in the file
+	owing int64   // bytes in owed
 }
 
 // units is a run of units, [from, to).
@@ -124,25 +118,9 @@ func (s *spool) put(p []byte, off int64) error {
 	s.have = off + int64(len(p))
 	s.held += int64(len(p))
 	s.peak.Store(max(s.peak.Load(), s.held+s.owing))
-	over := s.overdue()
 	s.mu.Unlock()
-	for _, u := range over {
-		s.punch(u)
-	}
 	s.change.Broadcast()
 	return nil
-}
-
-// overdue are the units in soon that need not stay any more; under the lock.
-func (s *spool) overdue() []units {
-	var done []units
-	for len(s.soon) > 0 && s.soon[0].to*unit <= s.have-s.retain {
-		u := s.soon[0]
-		done, s.soon = append(done, u), s.soon[1:]
-		s.owing -= (u.to - u.from) * unit
-		s.lost = max(s.lost, u.to*unit)
-	}
-	return done
 }
 
 // halt says that the conversion is halted, or goes on.
@@ -265,15 +243,6 @@ func (s *spool) Drop(off, n int64) {
 		if now = (units{late, to}); late > from {
 			s.owed = append(s.owed, units{from, late})
 			s.owing += (late - from) * unit
-		}
-		switch {
-		case now.to <= now.from:
-		case s.retain > 0:
-			s.soon = append(s.soon, now)
-			s.owing += (now.to - now.from) * unit
-			now = units{}
-		default:
-			s.lost = max(s.lost, now.to*unit)
 		}
 	}
 	s.mu.Unlock()

@@ -42,43 +42,19 @@ func (s *spool) state() (st spoolState, ok bool, err error) {
 	return st, true, s.f.Datasync()
 }
 
-// settle says that the state up to some byte is recorded, with all from some byte on: what was dropped before that is
-// of no use to anybody.
-func (s *spool) settle(upTo, from int64) {
+// settle says that the state up to some byte is recorded: what was dropped before that is of no use to anybody.
+func (s *spool) settle(upTo int64) {
 	s.mu.Lock()
-	all := append(s.owed, s.soon...)
-	var done []units
-	s.owed, s.soon, s.owing, s.kept = nil, nil, 0, upTo
-	for _, u := range all {
-		cut := min(max(from/unit, u.from), u.to)
-		if cut > u.from {
-			done = append(done, units{u.from, cut})
-			s.lost = max(s.lost, cut*unit)
-		}
-		if cut < u.to {
-			s.owed = append(s.owed, units{cut, u.to})
-			s.owing += (u.to - cut) * unit
-		}
-	}
+	done := s.owed
+	s.owed, s.owing, s.kept = nil, 0, upTo
 	s.mu.Unlock()
 	for _, u := range done {
 		s.punch(u)
 	}
 }
 
-// holds reports whether all bytes from some on are still in the file; if not, more will be from now on.
-func (s *spool) holds(from int64) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.lost <= from {
-		return true
-	}
-	s.retain = max(s.retain, s.have-from+retained/2)
-	return false
-}
-
-// resume makes it what it was when it was kept, with all from some byte on.
-func (s *spool) resume(st *spoolState, from int64) error {
+// resume makes it what it was when it was kept.
+func (s *spool) resume(st *spoolState) error {
 	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*unit > st.Have {
 		return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
 	}
@@ -104,12 +80,6 @@ func (s *spool) resume(st *spoolState, from int64) error {
 			}
 			u := int64(w)*64 + i
 			s.held -= unit
-			if (u+1)*unit > from {
-				s.owed = append(s.owed, units{u, u + 1})
-				s.owing += unit
-				continue
-			}
-			s.lost = (u + 1) * unit
 			s.punch(units{u, u + 1}) // the last ones need not have been
 		}
 	}
@@ -175,7 +145,7 @@ func (f *spoolFeed) rest(off int64) error {
 		return nil
 	}
 	note, ok := f.im.place(off)
-	if !ok || !f.sp.holds(note.From) {
+	if !ok {
 		return nil
 	}
 	st, ok, err := f.sp.state()
@@ -187,6 +157,6 @@ func (f *spoolFeed) rest(off int64) error {
 		return err
 	}
 	f.off, f.at = off, at
-	f.sp.settle(off, note.From)
+	f.sp.settle(off)
 	return nil
 }

@@ -10,24 +10,24 @@ import (
 	"slices"
 
 	"drover.io/drover/api"
-	"drover.io/drover/imagestore/archive"
 	"drover.io/drover/imagestore/source"
 )
 
-// A transfer can be gone on with by another process: at a place in the disk file that is known by the place in the
-// blob, the state of that one's digest, and what the decoder of the layer knows. What the decoder must have of the
-// bytes before it is in the disk file itself, where that is long enough.
+// Another process can continue a transfer whose layer is not packed: at a place in the disk file that is known by the
+// place in the blob and the state of the blob's digest there. No decoder can begin in the middle of a packed layer, so
+// the transfer of such a layer begins again.
 
 // diskState is what is to be recorded of such a place.
 type diskState struct {
-	Layers []string       `json:"layers"` // of the image, the lowest first
-	Open   int            `json:"open"`   // which of them it is in
-	Walk   walkState      `json:"walk"`
-	Size   int64          `json:"size"`            // of the disk file,
-	Start  int64          `json:"start"`           // and where it begins in the archive of the layer
-	Point  *archive.Point `json:"point,omitempty"` // nil: that is not packed
-	Off    int64          `json:"off"`             // where to go on in the blob,
-	Sum    []byte         `json:"sum"`             // and the state of its digest there
+	Layers []string  `json:"layers"` // of the image, the lowest first
+	Open   int       `json:"open"`   // which of them it is in
+	Walk   walkState `json:"walk"`
+	Size   int64     `json:"size"`  // of the disk file,
+	Start  int64     `json:"start"` // and where it begins in the layer
+	Off    int64     `json:"off"`   // where to go on in the blob,
+	Sum    []byte    `json:"sum"`   // and the state of its digest there
+	// Earlier versions recorded a place in a packed layer.
+	Point json.RawMessage `json:"point,omitempty"`
 }
 
 // walkState is a walk.
@@ -48,7 +48,6 @@ const mostNames = 1000
 // origin is where the disk file comes from. It does not change.
 type origin struct {
 	state diskState // without a place
-	plain *archive.Reader
 	trail *source.Trail
 }
 
@@ -66,7 +65,7 @@ func (c *counted) Read(p []byte) (int, error) {
 
 // remember makes the origin of the disk file that was just found.
 func (d *disk) remember(size int64) {
-	if len(d.walk.hidden)+len(d.walk.hides) > mostNames {
+	if d.at.plain != nil || len(d.walk.hidden)+len(d.walk.hides) > mostNames {
 		return
 	}
 	w := &d.walk
@@ -74,7 +73,7 @@ func (d *disk) remember(size int64) {
 	st.Walk = walkState{Found: w.found,
 		Hidden: slices.Sorted(maps.Keys(w.hidden)), Closed: w.closed, Seen: slices.Clone(w.seen), Headers: w.headers,
 		Beside: w.beside, Hides: slices.Clone(w.hides), Closes: w.closes}
-	d.origin = &origin{state: st, plain: d.at.plain, trail: &d.at.blob.trail}
+	d.origin = &origin{state: st, trail: &d.at.blob.trail}
 }
 
 func digests(layers []descriptor) []string {
@@ -86,31 +85,22 @@ func digests(layers []descriptor) []string {
 }
 
 // place is source.Stream.At.
-func (o *origin) place(off int64) (state json.RawMessage, from int64, ok bool) {
-	st, at := o.state, o.state.Start+off
-	from = off
-	if o.plain != nil {
-		p, ok := o.plain.Point(at)
-		from = p.Plain - p.Window - st.Start
-		if !ok || from < 0 {
-			return nil, 0, false // the headers before the disk file are not at hand
-		}
-		at, st.Point = p.Packed, &p
-	}
-	m, ok := o.trail.Before(at)
+func (o *origin) place(off int64) (state json.RawMessage, ok bool) {
+	st := o.state
+	m, ok := o.trail.Before(st.Start + off)
 	if !ok {
-		return nil, 0, false
+		return nil, false
 	}
 	st.Off, st.Sum = m.Off, m.Sum
 	state, err := json.Marshal(st)
-	return state, from, err == nil
+	return state, err == nil
 }
 
 // again goes to where an earlier transfer was, if the registry has the same image.
 func (d *disk) again() (size int64, err error) {
 	from := d.c.opts.From
 	var st diskState
-	if err := json.Unmarshal(from.State, &st); err != nil || st.Size != from.Mark.Size || from.Mark.Off > st.Size ||
+	if err := json.Unmarshal(from.State, &st); err != nil || st.Point != nil || st.Size != from.Mark.Size || from.Mark.Off > st.Size ||
 		st.Start < 0 || st.Off < 0 || st.Open < 0 || st.Open >= len(d.all) || !slices.Equal(digests(d.all), st.Layers) {
 		return 0, d.anew()
 	}
@@ -129,36 +119,18 @@ func (d *disk) again() (size int64, err error) {
 	if err := d.enter(&st, from.Mark.Off); err != nil {
 		return 0, d.explain(err)
 	}
-	d.origin = &origin{state: st, plain: d.at.plain, trail: &b.trail}
-	d.origin.state.Point, d.origin.state.Sum = nil, nil
+	d.origin = &origin{state: st, trail: &b.trail}
+	d.origin.state.Sum = nil
 	return st.Size, nil
 }
 
 // enter goes to a place of the disk file in the open layer.
 func (d *disk) enter(st *diskState, off int64) error {
-	l, at := d.at, st.Start+off
-	var files io.Reader = l.buf
-	if p := st.Point; p != nil {
-		if p.Packed < st.Off || p.Plain > at || p.Plain-p.Window < st.Start {
-			return d.anew()
-		}
-		if _, err := io.CopyN(io.Discard, l.buf, p.Packed-st.Off); err != nil {
-			return err
-		}
-		var err error
-		if l.plain, err = archive.Continue(l.buf, *p, archive.Limits{}, shifted{d.c.opts.From.Before, st.Start}); err != nil {
-			return err
-		}
-		l.plain.KeepPoints(pointEvery)
-		files = l.plain
-		at -= p.Plain
-	} else {
-		at -= st.Off
-	}
-	if _, err := io.CopyN(io.Discard, files, at); err != nil {
+	l := d.at
+	if _, err := io.CopyN(io.Discard, l.buf, st.Start+off-st.Off); err != nil {
 		return err
 	}
-	l.files = &counted{r: files, n: st.Start + off}
+	l.files = &counted{r: l.buf, n: st.Start + off}
 	// The rest of the file is read by hand, with what fills up its last block; then comes a header.
 	l.left, l.fill = st.Size-off, -st.Size&(tarBlock-1)
 	l.tar = tar.NewReader(l.files)
@@ -170,14 +142,6 @@ func (d *disk) anew() error {
 	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or what was kept of it cannot be used", d.c.name,
 		source.ErrChanged)
 }
-
-// shifted are the bytes of the disk file at their place in the archive.
-type shifted struct {
-	r  io.ReaderAt
-	by int64
-}
-
-func (s shifted) ReadAt(p []byte, off int64) (int, error) { return s.r.ReadAt(p, off-s.by) }
 
 // enter begins a blob at a place, with the state of its digest there.
 func (b *blob) enter(off int64, sum []byte) error {

@@ -40,7 +40,6 @@ type layer struct {
 
 const (
 	bufferSize = 256 << 10
-	pointEvery = 2 << 20 // unpacked bytes between two places that a layer can be gone on from
 	tarBlock   = 512
 )
 
@@ -100,7 +99,6 @@ func (d *disk) open() error {
 		return d.explain(err)
 	}
 	if d.at.plain != nil {
-		d.at.plain.KeepPoints(pointEvery)
 		files = d.at.plain
 	}
 	d.at.files = &counted{r: files}

@@ -19,7 +19,6 @@ package registry
 import (
 	"context"
 	"encoding/json"
-	"io"
 	"net"
 	"net/netip"
 	"runtime"
@@ -62,11 +61,10 @@ type Options struct {
 	Resolved func(digest string)
 }
 
-// From is a place in the disk file: a Mark of the Stream, what its At told of that, and what gives the bytes before it.
+// From is a place in the disk file: a Mark of the Stream, and the state that its At returned there.
 type From struct {
-	Mark   source.Mark
-	State  json.RawMessage
-	Before io.ReaderAt
+	Mark  source.Mark
+	State json.RawMessage
 }
 
 func (o Options) withDefaults() Options {

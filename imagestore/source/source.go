@@ -32,9 +32,9 @@ type Stream struct {
 	File *os.File
 	// Mark is set where the source can be continued after a restart: it is the place of the first byte of Read.
 	Mark *Mark
-	// At is set where a Mark alone is not enough to continue: it tells what else is to be recorded with one at off, which
-	// was read, and from where on the bytes before it have to be at hand. It may be called by any goroutine.
-	At func(off int64) (state json.RawMessage, from int64, ok bool)
+	// At is set where a Mark alone is not enough to continue: it returns what else is to be recorded with one at off, which
+	// was read. Any goroutine may call it.
+	At func(off int64) (state json.RawMessage, ok bool)
 	// CRC says that a Mark is to have the CRC-32C of the bytes before it.
 	CRC bool
 	// Ahead is set where bytes can be had that Read has not come to: all of p, from off on. It is meant for the little
