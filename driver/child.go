@@ -200,6 +200,7 @@ func (p *process) stop(grace time.Duration) error {
 // child is a role that runs in a process of its own and is always there. Its owner calls run.
 type child struct {
 	role      string
+	output    string // file in the log folder for its standard output and error
 	stateDir  string
 	args      []string
 	apiServer string
@@ -291,7 +292,7 @@ func (c *child) end(p *process) error {
 
 // start runs the role in a session of its own, so that it outlives this process.
 func (c *child) start() (*process, error) {
-	out, err := openLog(filepath.Join(c.stateDir, "log", c.role+".log"))
+	out, err := openLog(filepath.Join(c.stateDir, "log", c.output))
 	if err != nil {
 		return nil, err
 	}
@@ -340,7 +341,9 @@ func (c *child) spawn(cmd *exec.Cmd) (err error) {
 
 const maxLog = 16 << 20
 
-// openLog opens a child's log for appending; a long one is set aside first.
+// openLog opens the file for a child's standard output and error, for appending; a long one is set aside first. The child
+// has the file itself, because it outlives this process. It is for what the runtime prints when a process dies, and for
+// hold, which prints next to nothing; the data process rotates its log by itself (logFile).
 func openLog(path string) (*os.File, error) {
 	if st, err := os.Stat(path); err == nil && st.Size() > maxLog {
 		if err := os.Rename(path, path+".1"); err != nil {

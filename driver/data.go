@@ -45,10 +45,17 @@ func dataCommand() *cobra.Command {
 
 // run is the data process: what its predecessor served goes on first; the API comes after.
 func (o dataOptions) run(ctx context.Context) (err error) {
-	log, err := newLogger(os.Stderr, o.logLevel, o.logFormat)
+	file := openLogFile(filepath.Join(o.stateDir, "log", "data.log"))
+	defer file.Close()
+	log, err := newLogger(file, o.logLevel, o.logFormat)
 	if err != nil {
 		return err
 	}
+	defer func() {
+		if err != nil && ctx.Err() == nil {
+			log.Error("the data process ends", "err", err)
+		}
+	}()
 	log = log.With("role", "data", "pid", os.Getpid())
 	slog.SetDefault(log)
 	cfg, err := loadConfig(o.kubeconfig)

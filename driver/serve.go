@@ -97,7 +97,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 // start brings everything up, in the order of who needs whom.
 func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
 	if s.data {
-		s.supervise(&child{role: "hold", args: []string{"--socket", holdSocket(s.stateDir)}})
+		s.supervise(&child{role: "hold", output: "hold.log", args: []string{"--socket", holdSocket(s.stateDir)}})
 	}
 	kubeconfig, err := s.connect(ctx)
 	if err != nil {
@@ -107,7 +107,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		return nil, err
 	}
 	if s.data {
-		s.supervise(&child{role: "data", apiServer: s.cfg.Host, renew: true, inPath: true,
+		s.supervise(&child{role: "data", output: "data.err", apiServer: s.cfg.Host, renew: true, inPath: true,
 			anew: s.kube != nil && s.kube.WentBack,
 			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
 				"--listen", s.nodeAddress(), "--log-level", s.logLevel, "--log-format", s.logFormat}})
@@ -389,7 +389,8 @@ func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
 	}
 	if s.data {
 		if err := awaitSocket(ctx, "unix", dataSocket(s.stateDir)); err != nil {
-			return fmt.Errorf("the data process, see %s: %w", filepath.Join(s.stateDir, "log", "data.log"), err)
+			return fmt.Errorf("the data process, see %s and data.err beside it: %w",
+				filepath.Join(s.stateDir, "log", "data.log"), err)
 		}
 	}
 	if s.onNode {

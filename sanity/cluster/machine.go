@@ -216,6 +216,8 @@ func (m *Machine) Serve(ctx context.Context, args ...string) error {
 func (m *Machine) LogTail() string {
 	b, _ := os.ReadFile(m.log.Name())
 	data, _ := os.ReadFile(filepath.Join(m.Dir, "state", "log", "data.log"))
+	crash, _ := os.ReadFile(filepath.Join(m.Dir, "state", "log", "data.err"))
+	data = append(data, crash...)
 	tail := func(b []byte) []byte { return b[max(0, len(b)-4000):] }
 	return fmt.Sprintf("-- %s serve:\n%s\n-- %s data:\n%s", m.Name, tail(b), m.Name, tail(data))
 }
