@@ -1,0 +1,359 @@
+package peer
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
+)
+
+// testdata/protocol-1 and -2 hold all that a member and a server of that version of the protocol say to each other, one
+// frame a line. Nodes of different versions speak with each other during an upgrade, so the file of a version never
+// changes: the next version of the protocol gets a file of its own, written by
+//
+//	DROVER_WRITE_FIXTURES=1 go test -run TestPeersSpeak ./replicas/peer
+//
+// which writes the files that do not exist yet.
+
+// TestPeersSpeakAsBefore has a member and a server talk through somebody who writes down every frame. Both sides check
+// the values that they get, so that a transcript which is the old one says that they read old frames too.
+func TestPeersSpeakAsBefore(t *testing.T) {
+	for _, version := range []int{1, 2} {
+		t.Run(fmt.Sprintf("protocol %d", version), func(t *testing.T) {
+			got := converse(t, version)
+			name := filepath.Join("testdata", fmt.Sprintf("protocol-%d", version))
+			was, err := os.ReadFile(name)
+			if errors.Is(err, os.ErrNotExist) && os.Getenv("DROVER_WRITE_FIXTURES") != "" {
+				must(t, errors.Join(os.MkdirAll("testdata", 0o755), os.WriteFile(name, []byte(got), 0o644)))
+				return
+			}
+			must(t, err)
+			a, b := strings.Split(got, "\n"), strings.Split(string(was), "\n")
+			for i := range max(len(a), len(b)) {
+				if i >= len(a) || i >= len(b) || a[i] != b[i] {
+					t.Fatalf("line %d of %s differs: the protocol changed. Now\n%s\nand it was\n%s", i+1, name,
+						strings.Join(a[min(i, len(a)):min(i+1, len(a))], ""), strings.Join(b[min(i, len(b)):min(i+1, len(b))], ""))
+				}
+			}
+		})
+	}
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// wording is that of errors that a code names: it is for people, and may change.
+var wording = regexp.MustCompile(`"message":"[^"]*","code"`)
+
+// clerk is between the two, and has them agree on a version.
+type clerk struct {
+	version int
+	mu      sync.Mutex
+	lines   []string
+	err     error
+}
+
+// copy passes frames on; who is said first in each line.
+func (c *clerk) copy(who string, to io.Writer, from io.Reader) {
+	var head [headerSize]byte
+	for {
+		if _, err := io.ReadFull(from, head[:]); err != nil {
+			return
+		}
+		payload := make([]byte, binary.LittleEndian.Uint32(head[32:]))
+		if _, err := io.ReadFull(from, payload); err != nil {
+			return
+		}
+		if kind(head[0]) == kindHello {
+			payload = bytes.Replace(payload, fmt.Appendf(nil, `"version":%d`, Version),
+				fmt.Appendf(nil, `"version":%d`, c.version), 1)
+			binary.LittleEndian.PutUint32(head[32:], uint32(len(payload)))
+			binary.LittleEndian.PutUint32(head[36:], crc32.Checksum(payload, castagnoli))
+			binary.LittleEndian.PutUint32(head[44:], crc32.Checksum(head[:44], castagnoli))
+		}
+		if kind(head[0]) != kindPing { // when it comes is chance
+			c.mu.Lock()
+			c.lines = append(c.lines, who+" "+transcribe(head, payload))
+			c.mu.Unlock()
+		}
+		if _, err := to.Write(append(head[:], payload...)); err != nil {
+			return
+		}
+	}
+}
+
+// transcribe is a frame as a line. The meaning of JSON counts, not its bytes: then size and sums of the frame are left
+// out.
+func transcribe(head [headerSize]byte, payload []byte) string {
+	payload = wording.ReplaceAll(payload, []byte(`"message":"WORDS","code"`))
+	name, text, is := bytes.Cut(payload, []byte("\n"))
+	if !is {
+		name, text = nil, payload
+	}
+	var v any
+	numbers := json.NewDecoder(bytes.NewReader(text))
+	numbers.UseNumber()
+	if len(text) == 0 || numbers.Decode(&v) != nil {
+		return fmt.Sprintf("%x %s", head, spell(payload))
+	}
+	out, _ := json.Marshal(without(v)) // it came from JSON
+	return fmt.Sprintf("%x %s %s", head[:32], name, out)
+}
+
+// without takes out of JSON what says no more than that it is missing: null, and empty text.
+func without(v any) any {
+	switch v := v.(type) {
+	case map[string]any:
+		for key, x := range v {
+			if v[key] = without(x); x == nil || x == "" {
+				delete(v, key)
+			}
+		}
+	case []any:
+		for i := range v {
+			v[i] = without(v[i])
+		}
+	}
+	return v
+}
+
+// spell writes bytes so that people can read them: text quoted, eight bytes that repeat once, with how often.
+func spell(b []byte) string {
+	var out []string
+	var text []byte
+	flush := func() {
+		if len(text) > 0 {
+			out, text = append(out, fmt.Sprintf("%q", text)), nil
+		}
+	}
+	for len(b) > 0 {
+		n := 1
+		for len(b) >= 8*(n+1) && bytes.Equal(b[:8], b[8*n:8*(n+1)]) {
+			n++
+		}
+		if n >= 64 {
+			flush()
+			out = append(out, fmt.Sprintf("%s*%d", hex.EncodeToString(b[:8]), n))
+			b = b[8*n:]
+			continue
+		}
+		text, b = append(text, b[0]), b[1:]
+	}
+	flush()
+	return strings.Join(out, " ")
+}
+
+// told is a replica that says what it is asked for.
+type told struct {
+	t     *testing.T
+	want  func(name string, args []byte) (answer []byte, err error)
+	mu    sync.Mutex
+	reqs  []block.Request
+	fails error
+	adopt []string
+}
+
+func (r *told) Post(fn func()) bool { go fn(); return true }
+
+func (r *told) Submit(q *block.Request) {
+	r.mu.Lock()
+	seen := *q
+	seen.Buf, seen.Spans, seen.Done = slices.Clone(q.Buf), slices.Clone(q.Spans), nil
+	r.reqs = append(r.reqs, seen)
+	q.Err = r.fails
+	r.mu.Unlock()
+	if q.Op == block.OpRead {
+		copy(q.Buf, pattern(len(q.Buf), 7))
+	}
+	q.Done(q)
+}
+
+func (r *told) AdoptFor(_ context.Context, _ string, epoch, incarnation int64, members []string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.adopt = append(r.adopt, fmt.Sprint(epoch, incarnation, members))
+	return nil
+}
+
+var fixInfo = Info{Size: 64 << 20, Epoch: 6, Joined: 5, Reverted: 4, Empty: true, Restarted: true}
+
+func (r *told) Info() Info   { return fixInfo }
+func (r *told) Close() error { return nil }
+
+func (r *told) Call(_ context.Context, name string, args []byte) ([]byte, error) {
+	return r.want(name, args)
+}
+
+// pattern is content of blocks.
+func pattern(n int, v byte) []byte { return bytes.Repeat([]byte{v, 0, 0, 0, 0, 0, 0, 1}, n/8) }
+
+// converse returns what was said.
+func converse(t *testing.T, version int) string {
+	rep := &told{t: t}
+	s, err := NewServer(ServerOptions{Node: "two", Boot: "boot of two", Log: slog.New(slog.DiscardHandler),
+		Open: func(_ context.Context, replica, volume string) (Replica, Loop, error) {
+			if replica != "replica-b" || volume != "volume" {
+				return nil, nil, api.Errorf(api.NotFound, "replica %s of volume %s", replica, volume)
+			}
+			return rep, rep, nil
+		}})
+	must(t, err)
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(ln) }()
+	between, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	c := &clerk{version: version}
+	var copies sync.WaitGroup
+	copies.Go(func() {
+		from, err := between.Accept()
+		if err != nil {
+			return
+		}
+		to, err := net.Dial("tcp", ln.Addr().String())
+		if err != nil {
+			_ = from.Close()
+			return
+		}
+		copies.Go(func() { c.copy("server", from, to); _ = from.Close() })
+		c.copy("member", to, from)
+		_ = to.Close()
+	})
+	d := &Dialer{Node: "one", Address: func(context.Context, string) (string, error) {
+		return between.Addr().String(), nil
+	}}
+	m := d.Member(Options{Node: "two", Replica: "replica-b", Volume: "volume", Loop: rep,
+		Patience: Patience{Min: hangs, Max: hangs}})
+	talk(t, m, rep, version)
+	must(t, m.Close())
+	d.Close()
+	_ = between.Close()
+	copies.Wait()
+	s.Close()
+	_ = ln.Close()
+	must(t, <-served)
+	return strings.Join(c.lines, "\n") + "\n"
+}
+
+// talk has the member say all that it can.
+func talk(t *testing.T, m *Member, rep *told, version int) {
+	ctx := context.Background()
+	must(t, m.Adopt(ctx, 7, 3, []string{"replica-a", "replica-b"}))
+	adopted := []string{"7 3 [replica-a replica-b]"}
+	if m.Info() != fixInfo || m.Boot() != "boot of two" || !slices.Equal(rep.adopt, adopted) {
+		t.Errorf("info %+v, boot %q, adopted %v", m.Info(), m.Boot(), rep.adopt)
+	}
+	requests(t, m, rep, version)
+	for _, c := range calls() {
+		rep.want = func(name string, _ []byte) ([]byte, error) {
+			if name != c.name {
+				t.Errorf("call %q, not %q", name, c.name)
+			}
+			if raw, is := c.answer.([]byte); is || c.answer == nil {
+				return raw, nil
+			}
+			return json.Marshal(c.answer)
+		}
+		got, err := c.call(ctx, m)
+		if err != nil || !reflect.DeepEqual(got, c.result) {
+			t.Errorf("%s answers %+v, %v; it was %+v", c.name, got, err, c.result)
+		}
+	}
+	talkOfFaults(t, m, rep)
+}
+
+func requests(t *testing.T, m *Member, rep *told, version int) {
+	const kib = 1 << 10
+	spanned := pattern(32*kib, 9)
+	for _, want := range []block.Request{
+		{Op: block.OpRead, Off: 8 * kib, Len: 16 * kib, Buf: pattern(16*kib, 7)},
+		{Op: block.OpWrite, Off: 1 << 30, Len: 8 * kib, Buf: pattern(8*kib, 8)},
+		{Op: block.OpWrite, Off: 0, Len: 4 * kib, Buf: pattern(4*kib, 8), FUA: true},
+		{Op: block.OpWrite, Off: 64 * kib, Len: 32 * kib, Buf: spanned, FUA: true,
+			Spans: []block.Span{{Off: 4 * kib, Len: 4 * kib}, {Off: 16 * kib, Len: 8 * kib}}},
+		{Op: block.OpFlush},
+		{Op: block.OpDiscard, Off: 4 * kib, Len: 1 << 30},
+		{Op: block.OpZero, Off: 4 * kib, Len: 1 << 20},
+	} {
+		q := want
+		q.Buf = nil
+		if want.Buf != nil {
+			q.Buf = aligned(len(want.Buf))
+		}
+		if q.Op == block.OpWrite {
+			copy(q.Buf, want.Buf)
+		}
+		must(t, Do(context.Background(), rep, m, &q))
+		if q.Op == block.OpRead && !bytes.Equal(q.Buf, want.Buf) {
+			t.Error("a read brings something else")
+		}
+		rep.mu.Lock()
+		got := rep.reqs[len(rep.reqs)-1]
+		rep.mu.Unlock()
+		whole := []block.Span{{Len: got.Len}}
+		if len(want.Spans) > 0 && version >= spansSince {
+			whole = want.Spans
+		}
+		for _, s := range whole {
+			if got.Op == block.OpWrite && !bytes.Equal(got.Buf[s.Off:s.Off+s.Len], want.Buf[s.Off:s.Off+s.Len]) {
+				t.Errorf("other bytes arrive of the write at %d", want.Off)
+			}
+		}
+		if version < spansSince {
+			want.Spans = nil
+		}
+		got.Buf, want.Buf = nil, nil
+		if !reflect.DeepEqual(got, want) {
+			t.Errorf("%+v arrives, it was %+v", got, want)
+		}
+	}
+}
+
+// talkOfFaults has requests and calls fail in every way that the other side tells apart.
+func talkOfFaults(t *testing.T, m *Member, rep *told) {
+	ctx := context.Background()
+	for k := api.Other; k <= api.Denied; k++ {
+		rep.want = func(string, []byte) ([]byte, error) { return nil, api.Errorf(k, "kind %d", k) }
+		if err := m.Expand(ctx, 128<<20); api.KindOf(err) != k || !strings.Contains(err.Error(), fmt.Sprintf("kind %d", k)) {
+			t.Errorf("%v arrives for kind %v", err, k)
+		}
+	}
+	for _, want := range []error{ErrRestarted, stack.ErrFailed, ErrGivenUp, unix.ENOSPC} {
+		rep.want = func(string, []byte) ([]byte, error) { return nil, fmt.Errorf("it fails: %w", want) }
+		if err := m.Expand(ctx, 128<<20); !errors.Is(err, want) {
+			t.Errorf("%v arrives for %v", err, want)
+		}
+	}
+	rep.mu.Lock()
+	rep.fails = unix.EIO
+	rep.mu.Unlock()
+	if err := Do(ctx, rep, m, &block.Request{Op: block.OpDiscard, Len: 4096}); !errors.Is(err, unix.EIO) {
+		t.Errorf("a request fails with %v", err)
+	}
+}
