@@ -161,14 +161,20 @@ func TestDocsStorageClassKeys(t *testing.T) {
 	mentioned(t, "docs/storageclass.md", "key", 40, storageClassKeys(t))
 }
 
-func TestDocsMetrics(t *testing.T) {
+// metricNames calls see with the name of each metric in the source, and the nodes around it.
+func metricNames(t *testing.T, see func(s string, around []ast.Node)) {
+	t.Helper()
 	name := regexp.MustCompile(`^drover_[a-z_]+$`)
-	found := map[string]bool{}
-	literals(t, "", func(s string, _ []ast.Node) {
+	literals(t, "", func(s string, around []ast.Node) {
 		if name.MatchString(s) {
-			found[s] = true
+			see(s, around)
 		}
 	})
+}
+
+func TestDocsMetrics(t *testing.T) {
+	found := map[string]bool{}
+	metricNames(t, func(s string, _ []ast.Node) { found[s] = true })
 	mentioned(t, "docs/operations.md", "metric", 10, found)
 	// And nothing is promised that is not there.
 	for _, m := range regexp.MustCompile("`(drover_[a-z_]+)`").FindAllStringSubmatch(markdown(t)["docs/operations.md"], -1) {
@@ -252,11 +258,10 @@ var (
 	flagLine   = regexp.MustCompile(`(?m)^ +(?:-[a-z], +)?(--[a-z-]+)`)
 )
 
-// TestDocsCommands walks the help of the program as it is built.
-func TestDocsCommands(t *testing.T) {
+// eachCommand runs the help of every command of the program as it is built; path is empty for the program itself.
+func eachCommand(t *testing.T, see func(path []string, help string, last bool)) {
+	t.Helper()
 	program := drover(t)
-	docs := markdown(t)
-	commands, flags := map[string]bool{}, map[string]bool{}
 	var walk func(path ...string)
 	walk = func(path ...string) {
 		out, err := exec.Command(program, append(path, "--help")...).CombinedOutput()
@@ -264,14 +269,27 @@ func TestDocsCommands(t *testing.T) {
 			t.Fatalf("help of %v: %v\n%s", path, err, out)
 		}
 		text := string(out)
-		if _, subs, ok := strings.Cut(text, "Available Commands:\n"); ok {
-			subs, _, _ = strings.Cut(subs, "\n\n")
-			for _, m := range subCommand.FindAllStringSubmatch(subs, -1) {
-				if m[1] != "help" && m[1] != "completion" {
-					walk(append(slices.Clone(path), m[1])...)
-				}
+		_, subs, more := strings.Cut(text, "Available Commands:\n")
+		see(path, text, !more)
+		if !more {
+			return
+		}
+		subs, _, _ = strings.Cut(subs, "\n\n")
+		for _, m := range subCommand.FindAllStringSubmatch(subs, -1) {
+			if m[1] != "help" && m[1] != "completion" {
+				walk(append(slices.Clone(path), m[1])...)
 			}
-		} else {
+		}
+	}
+	walk()
+}
+
+// TestDocsCommands walks the help of the program as it is built.
+func TestDocsCommands(t *testing.T) {
+	docs := markdown(t)
+	commands, flags := map[string]bool{}, map[string]bool{}
+	eachCommand(t, func(path []string, text string, last bool) {
+		if last {
 			commands["drover "+strings.Join(path, " ")] = true
 		}
 		if _, own, ok := strings.Cut(text, "\nFlags:\n"); ok && path != nil && path[0] != "serve" {
@@ -282,8 +300,7 @@ func TestDocsCommands(t *testing.T) {
 				}
 			}
 		}
-	}
-	walk()
+	})
 	mentioned(t, "docs/cli.md", "command", 20, commands)
 	mentioned(t, "docs/cli.md", "flag", 15, flags)
 	for _, m := range regexp.MustCompile("`(--[a-z-]+)").FindAllStringSubmatch(docs["docs/cli.md"], -1) {
