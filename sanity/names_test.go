@@ -47,7 +47,7 @@ func sameNames(t *testing.T, file string, least int, names map[string]bool) {
 	was := strings.Split(strings.TrimSuffix(string(raw), "\n"), "\n")
 	for _, n := range was {
 		if !names[n] {
-			t.Errorf("%q is not there any more: users may name it, as %s says", n, path)
+			t.Errorf("%q was removed or renamed: users may name it, as %s says", n, path)
 		}
 	}
 	for _, n := range now {

@@ -39,7 +39,7 @@ func releasedBinary(t *testing.T, commit string) string {
 	must(t, err)
 	source, bin := filepath.Join(cache, "drover-tests", commit), filepath.Join(t.TempDir(), "drover")
 	must(t, os.MkdirAll(filepath.Dir(source), 0o700))
-	lock, err := os.Create(source + ".lock") // another clone's test may be at it
+	lock, err := os.Create(source + ".lock") // a test of another clone may build it now
 	must(t, err)
 	defer lock.Close()
 	must(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
@@ -215,7 +215,7 @@ func takeOver(t *testing.T, old, now string, stop func(w *world)) {
 	objects := map[string][]string{}
 	for _, kind := range kinds {
 		if objects[kind] = w.names(old, kind); len(objects[kind]) == 0 {
-			w.fatal("there is no %s", kind)
+			w.fatal("no %s is listed", kind)
 		}
 	}
 	var workers []*worker

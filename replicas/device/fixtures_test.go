@@ -26,7 +26,7 @@ func sameAsFixture(t *testing.T, name string, value, into any) {
 	if version := os.Getenv("DROVER_WRITE_FIXTURES"); version != "" {
 		path := filepath.Join("testdata", version, name)
 		if _, err := os.Stat(path); err == nil {
-			t.Fatalf("%s is there already: a fixture of a released version stays", path)
+			t.Fatalf("%s exists: a fixture of a released version stays", path)
 		}
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)

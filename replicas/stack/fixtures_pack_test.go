@@ -21,7 +21,7 @@ import (
 // one for each run of bytes that are not zero ("at" and the bytes) or for each block that repeats eight bytes ("at",
 // the eight bytes, "block"); what no line speaks of is a hole. NAME.link has the name of the file that it is a link to.
 
-// left out: files that say nothing
+// dull reports whether a fixture leaves a file out, since the file holds no record.
 func dull(rel string) bool {
 	return rel == lockFile || rel == reserveFile || filepath.Base(rel) == ownerFile || strings.HasPrefix(rel, trashDir) ||
 		filepath.Ext(rel) == ".tmp"

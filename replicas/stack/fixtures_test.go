@@ -331,7 +331,7 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 	}
 	far.check(t, d, loop, fixReader)
 	d.Close()
-	if !slices.Equal(fetched, []int64{2}) { // the first is there, the second holds nothing
+	if !slices.Equal(fetched, []int64{2}) { // the disk has the first, the second holds nothing
 		t.Errorf("chunks %v were fetched", fetched)
 	}
 }
