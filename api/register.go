@@ -7,7 +7,7 @@ import (
 )
 
 // GroupVersion of all objects here.
-var GroupVersion = schema.GroupVersion{Group: "drover.io", Version: "v1alpha1"}
+var GroupVersion = schema.GroupVersion{Group: "storage.drover.io", Version: "v1alpha1"}
 
 // SchemeBuilder and AddToScheme register the objects with a client's scheme.
 var (

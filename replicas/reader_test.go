@@ -25,7 +25,7 @@ func TestSureReader(t *testing.T) {
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusNotFound)
 		_, _ = w.Write([]byte(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404,` +
-			`"message":"volumes.drover.io \"v\" not found","details":{"name":"v","group":"drover.io","kind":"volumes"}}`))
+			`"message":"volumes.storage.drover.io \"v\" not found","details":{"name":"v","group":"storage.drover.io","kind":"volumes"}}`))
 	}))
 	defer s.Close()
 	scheme := runtime.NewScheme()

@@ -184,8 +184,8 @@ func TestCommandsInEveryForm(t *testing.T) {
 		t.Fatal(err)
 	}
 	drover(t, kubeconfig("volume", "list")...).mustSay(t, 0, "NAME", "forms", "10 MiB")
-	drover(t, kubeconfig("volume", "show", "forms", "-o", "name")...).mustSay(t, 0, "volume.drover.io/forms\n")
-	drover(t, kubeconfig("volume", "show", "forms", "-o", "yaml")...).mustSay(t, 0, "apiVersion: drover.io/v1alpha1", "kind: Volume")
+	drover(t, kubeconfig("volume", "show", "forms", "-o", "name")...).mustSay(t, 0, "volume.storage.drover.io/forms\n")
+	drover(t, kubeconfig("volume", "show", "forms", "-o", "yaml")...).mustSay(t, 0, "apiVersion: storage.drover.io/v1alpha1", "kind: Volume")
 	r := drover(t, kubeconfig("volume", "list", "-o", "json")...)
 	r.mustSay(t, 0)
 	var list api.VolumeList

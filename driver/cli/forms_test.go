@@ -29,11 +29,11 @@ func TestListAndShowInEveryForm(t *testing.T) {
 		t.Cleanup(func() { _ = store.Delete(context.Background(), o) })
 	}
 	for line, name := range map[string]string{
-		"volume list": "volume.drover.io/formed", "volume show formed": "volume.drover.io/formed",
-		"image list": "backingimage.drover.io/formed-image", "image show formed-image": "backingimage.drover.io/formed-image",
-		"snapshot list":                 "snapshot.drover.io/formed-snapshot",
-		"snapshot show formed-snapshot": "snapshot.drover.io/formed-snapshot",
-		"node list":                     "node.drover.io/formed-node", "node show formed-node": "node.drover.io/formed-node",
+		"volume list": "volume.storage.drover.io/formed", "volume show formed": "volume.storage.drover.io/formed",
+		"image list": "backingimage.storage.drover.io/formed-image", "image show formed-image": "backingimage.storage.drover.io/formed-image",
+		"snapshot list":                 "snapshot.storage.drover.io/formed-snapshot",
+		"snapshot show formed-snapshot": "snapshot.storage.drover.io/formed-snapshot",
+		"node list":                     "node.storage.drover.io/formed-node", "node show formed-node": "node.storage.drover.io/formed-node",
 		"disk list": "formed-node:/formed/disk",
 		"version":   "", "preflight": "",
 	} {

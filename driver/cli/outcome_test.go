@@ -39,9 +39,9 @@ func TestOutcomesInEveryForm(t *testing.T) {
 	for _, c := range []struct {
 		line, kind, name, node, result, typed string
 	}{
-		{"node set told --tags a", "Node", "told", "", "set", "node.drover.io/told"},
-		{"node drain told --undo", "Node", "told", "", "is in use again", "node.drover.io/told"},
-		{"volume detach told-1", "Volume", "told-1", "", "was not attached", "volume.drover.io/told-1"},
+		{"node set told --tags a", "Node", "told", "", "set", "node.storage.drover.io/told"},
+		{"node drain told --undo", "Node", "told", "", "is in use again", "node.storage.drover.io/told"},
+		{"volume detach told-1", "Volume", "told-1", "", "was not attached", "volume.storage.drover.io/told-1"},
 		{"disk evict /told --undo", "Disk", "/told", "told", "is in use again", "told:/told"},
 	} {
 		say := func(form string) string {

@@ -36,7 +36,8 @@ var leaseCRD []byte
 const digestAnnotation = "drover.io/definition-digest"
 
 // InstallCRDs makes the server behind cfg know the kinds of Drover, and waits until it serves them. The definitions
-// of events and leases are added only where the server is an embedded one.
+// of events and leases are added only where the server is an embedded one. In a whole cluster it refuses to go on while
+// objects of the former group exist.
 func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	cs, err := clientset.NewForConfig(cfg)
 	if err != nil {
@@ -53,6 +54,9 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	}
 	if slices.ContainsFunc(core.APIResources, func(r metav1.APIResource) bool { return r.Name == "pods" }) {
 		wanted = wanted[builtIn:]
+		if err := refuseFormerObjects(ctx, cfg, wanted); err != nil {
+			return err
+		}
 	}
 	crds := cs.ApiextensionsV1().CustomResourceDefinitions()
 	names := map[string]bool{}

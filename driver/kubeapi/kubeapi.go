@@ -143,6 +143,10 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		o.Log.Warn("the state of the API is older than what was served from this folder before, or empty: " +
 			"`drover recover` compares it with the disks")
 	}
+	if err := s.store.moveGroup(ctx); err != nil {
+		_ = ln.Close()
+		return nil, err
+	}
 
 	rc := genericapiserver.NewRecommendedConfig(apiserver.Codecs)
 	rc.EffectiveVersion = compatibility.DefaultBuildEffectiveVersion()

@@ -247,7 +247,7 @@ func get(t *testing.T, s *kubeapi.Server, path, token, accept string) (int, stri
 
 func TestOnlyTheTokenOpens(t *testing.T) {
 	s, _ := start(t, kubeapi.Options{Dir: t.TempDir()})
-	const path = "/apis/drover.io/v1alpha1/volumes"
+	const path = "/apis/storage.drover.io/v1alpha1/volumes"
 	if code, b := get(t, s, path, s.Config.BearerToken, "application/json"); code != 200 {
 		t.Errorf("with the token: %d %s", code, b)
 	}
@@ -270,7 +270,7 @@ func TestDiscoveryOldAndNew(t *testing.T) {
 	for _, g := range groups.Groups {
 		found[g.Name] = g.PreferredVersion.GroupVersion
 	}
-	want := map[string]string{"drover.io": "drover.io/v1alpha1", "events.k8s.io": "events.k8s.io/v1",
+	want := map[string]string{"storage.drover.io": "storage.drover.io/v1alpha1", "events.k8s.io": "events.k8s.io/v1",
 		"apiextensions.k8s.io": "apiextensions.k8s.io/v1"}
 	for g, v := range want {
 		if found[g] != v {
@@ -286,7 +286,7 @@ func TestDiscoveryOldAndNew(t *testing.T) {
 			t.Errorf("%s, aggregated: %s", path, b)
 		}
 	}
-	if _, b = get(t, s, "/apis/drover.io/v1alpha1", token, "application/json"); !strings.Contains(b, `"volumes"`) {
+	if _, b = get(t, s, "/apis/storage.drover.io/v1alpha1", token, "application/json"); !strings.Contains(b, `"volumes"`) {
 		t.Errorf("resources of the group: %s", b)
 	}
 }
@@ -380,7 +380,7 @@ func TestEvents(t *testing.T) {
 			line string
 			args []string
 		}{
-			{"Because", []string{"describe", "node.drover.io", "x"}},
+			{"Because", []string{"describe", "node.storage.drover.io", "x"}},
 			{"Node/x", []string{"events", "-A"}},
 			{"a note on x", []string{"get", "events", "-A", "--field-selector", "involvedObject.name=x,type=Warning"}},
 			{"a note on x", []string{"get", "events.events.k8s.io", "-A"}},

@@ -53,7 +53,7 @@ func run() (err error) {
 		return err
 	}
 	fmt.Fprintf(os.Stdout, "%d machines are ready after %.1f s. In another terminal:\n\n  . %s\n  drover node list\n"+
-		"  kubectl get nodes.drover.io\n"+
+		"  kubectl get nodes.storage.drover.io\n"+
 		"  on node-1 ip address       # a command on a machine\n\nHere: `help` shows how to break it, Ctrl-C or Ctrl-D "+
 		"ends it.\n\n",
 		len(c.Machines()), time.Since(began).Seconds(), env)
