@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // samples are contents of all sorts: what each decoder has special code for, and sizes around its buffers.
@@ -77,6 +78,7 @@ func samples(t testing.TB) map[string][]byte {
 // run gives what a tool makes of its input.
 func run(t testing.TB, in []byte, args ...string) []byte {
 	t.Helper()
+	suite.Slow(t)
 	cmd := exec.Command(args[0], args[1:]...)
 	cmd.Stdin = bytes.NewReader(in)
 	var out, msg bytes.Buffer

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/disk"
 )
 
@@ -38,6 +39,7 @@ func (s *cutSource) ReadAt(p []byte, off int64) (int, error) {
 
 // TestCopyGoesOn: a copy that is cut off continues where it was; one of other content does not.
 func TestCopyGoesOn(t *testing.T) {
+	suite.Slow(t)
 	content := sample(300 << 20)
 	from, to := newDisk(t, t.TempDir()), newDisk(t, t.TempDir())
 	want := newWant()

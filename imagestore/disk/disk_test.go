@@ -201,6 +201,7 @@ func read(t testing.TB, name string) []byte {
 // The same content over every way in: the same bytes, and the same digest for every format and archive, from a file and
 // from a stream.
 func TestImport(t *testing.T) {
+	suite.Slow(t)
 	content := sample(23<<20 + 512) // qcow2 counts sectors
 	plain := sparseFile(t, content)
 	type image struct {

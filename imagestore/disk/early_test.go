@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/disk"
 	"drover.io/drover/imagestore/source"
 )
@@ -114,6 +115,7 @@ func scratchOf(t *testing.T, p *disk.Progress) float64 {
 // Where a server has ranges, tables at the end of an image are read before they come: the scratch file stays small,
 // where else it would take all of the image.
 func TestTablesAreReadEarly(t *testing.T) {
+	suite.Slow(t)
 	content := make([]byte, 150<<20)
 	r := rand.NewChaCha8([32]byte{11})
 	_, _ = r.Read(content[:70<<20])

@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"os"
 	"testing"
+
+	"drover.io/drover/block/suite"
 )
 
 func samples(t testing.TB) map[string][]byte {
@@ -65,6 +67,7 @@ func deflated(t testing.TB, b []byte, level int) []byte {
 
 // TestInflate compares with the input of another implementation's encoder, at every level and block type.
 func TestInflate(t *testing.T) {
+	suite.Slow(t)
 	var d Decoder
 	for name, b := range samples(t) {
 		for _, level := range []int{-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9} {
@@ -160,6 +163,7 @@ func inSteps(src []byte, most, in, out int) (got []byte, err error) {
 
 // TestSteps: a stream gives what a buffer gives, however it is cut.
 func TestSteps(t *testing.T) {
+	suite.Slow(t)
 	for name, b := range samples(t) {
 		for _, level := range []int{-2, 0, 1, 6} {
 			z := deflated(t, b, level)

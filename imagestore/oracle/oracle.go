@@ -20,6 +20,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 const sector = 512
@@ -27,6 +28,7 @@ const sector = 512
 // Qemu runs a tool, which must succeed.
 func Qemu(t testing.TB, name string, args ...string) []byte {
 	t.Helper()
+	suite.Slow(t)
 	cmd := exec.Command(name, args...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr

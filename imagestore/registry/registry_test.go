@@ -15,9 +15,11 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 func TestDisksOfEveryPacking(t *testing.T) {
+	suite.Slow(t)
 	dir := t.TempDir()
 	raw := append(noise(3<<20), make([]byte, 5<<20)...)
 	if err := os.MkdirAll(filepath.Join(dir, "disk"), 0o755); err != nil {
