@@ -3,7 +3,6 @@ package wire
 import (
 	"context"
 	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +11,7 @@ import (
 	"net/url"
 	"sort"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -72,11 +72,11 @@ func (c *Client) get(ctx context.Context, what string, v url.Values) (*http.Resp
 	}
 	defer resp.Body.Close()
 	f := failure{}
-	b, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
-	if err != nil || json.Unmarshal(b, &f) != nil || f.Message == "" {
-		f.Message = "it answered " + resp.Status
+	if takeJSON(resp.Body, maxFacts, &f) != nil || f.Message == "" {
+		f.Message = fmt.Sprintf("it answered %d %s", resp.StatusCode, http.StatusText(resp.StatusCode))
 	}
-	return nil, &Error{c.node, f.Kind, f.Message}
+	return nil, &Error{c.node, f.Kind[:min(len(f.Kind), maxID)], strings.ToValidUTF8(f.Message[:min(len(f.Message),
+		maxMessage)], "")}
 }
 
 // call asks until there is an answer, takes it, and tells whether it could be taken.
@@ -84,7 +84,8 @@ func (c *Client) call(ctx context.Context, what string, v url.Values, take func(
 	for try := 1; ; try++ {
 		err := c.once(ctx, what, v, take)
 		var said *Error
-		if err == nil || errors.As(err, &said) || errors.Is(err, ErrNoCertificate) || try == tries || ctx.Err() != nil {
+		if err == nil || errors.As(err, &said) || errors.Is(err, errNonsense) || errors.Is(err, ErrNoCertificate) ||
+			try == tries || ctx.Err() != nil {
 			return err
 		}
 		select {
@@ -115,7 +116,10 @@ func of(disk, uid string) url.Values { return url.Values{"disk": {disk}, "uid": 
 func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, err error) {
 	err = c.call(ctx, "image", of(disk, uid), func(r io.Reader) error {
 		img = block.Image{}
-		return json.NewDecoder(r).Decode(&img)
+		if err := takeJSON(r, maxImage, &img); err != nil {
+			return err
+		}
+		return checkImage(img)
 	})
 	return img, err
 }
@@ -128,15 +132,17 @@ func (c *Client) Digest(ctx context.Context, disk, uid string) (root string, all
 
 // Sums is the file of digests of a finished layer.
 func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err error) {
+	f, err := c.layer(ctx, disk, uid)
+	if err != nil {
+		return nil, err
+	}
 	err = c.call(ctx, "sums", of(disk, uid), func(r io.Reader) error {
-		b, err = io.ReadAll(io.LimitReader(r, maxSums))
+		most := maxFacts + (f.Size+block.ChunkSize-1)/block.ChunkSize*sumSize
+		b, err = readAtMost(r, most)
 		return err
 	})
 	return b, err
 }
-
-// maxSums is more than a layer of the largest size has.
-const maxSums = 1 << 30
 
 // Read reads a part of a finished layer, of 4 MiB at most. It is asked for once.
 func (c *Client) Read(ctx context.Context, disk, uid string, p []byte, off int64) error {
@@ -152,7 +158,10 @@ func (c *Client) Read(ctx context.Context, disk, uid string, p []byte, off int64
 func (c *Client) layer(ctx context.Context, disk, uid string) (f layerFacts, err error) {
 	err = c.call(ctx, "layer", of(disk, uid), func(r io.Reader) error {
 		f = layerFacts{}
-		return json.NewDecoder(r).Decode(&f)
+		if err := takeJSON(r, maxFacts, &f); err != nil {
+			return err
+		}
+		return f.check()
 	})
 	return f, err
 }
@@ -232,7 +241,13 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 	var list [][3]int64
 	if err := r.c.call(r.ctx, "extents", v, func(body io.Reader) error {
 		list = nil
-		return json.NewDecoder(body).Decode(&list)
+		if err := takeJSON(body, maxList, &list); err != nil {
+			return err
+		}
+		if len(list) > maxExtents {
+			return fmt.Errorf("%w: it lists %d extents, and may list %d", errNonsense, len(list), maxExtents)
+		}
+		return nil
 	}); err != nil {
 		return block.Extent{}, err
 	}
@@ -240,7 +255,8 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 	end := off
 	for _, x := range list {
 		if x[0] != end || x[1] <= 0 || x[1] > r.size-end || x[2] < int64(block.Hole) || x[2] > int64(block.Data) {
-			return block.Extent{}, fmt.Errorf("node %s: what it says of layer %s makes no sense", r.c.node, r.uid)
+			return block.Extent{}, fmt.Errorf("node %s: %w: layer %s has %d bytes at %d", r.c.node, errNonsense, r.uid,
+				x[1], x[0])
 		}
 		r.known = append(r.known, block.Extent{Off: x[0], Len: x[1], Kind: block.Kind(x[2])})
 		end += x[1]
@@ -248,7 +264,8 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 	if e, ok := r.find(off); ok {
 		return e, nil
 	}
-	return block.Extent{}, fmt.Errorf("node %s: it does not say what layer %s holds at %d", r.c.node, r.uid, off)
+	return block.Extent{}, fmt.Errorf("node %s: %w: it does not say what layer %s holds at %d", r.c.node, errNonsense,
+		r.uid, off)
 }
 
 // find is the rest of the known extent that holds off.

@@ -47,10 +47,12 @@ type ServerOptions struct {
 // Server serves finished layers to other nodes.
 type Server struct {
 	ServerOptions
-	mu      sync.Mutex
-	sources map[[2]string]*openSource
-	closed  bool
-	buffers sync.Pool
+	mu       sync.Mutex
+	sources  map[[2]string]*openSource
+	closed   bool
+	lastRead map[string]time.Time // of each node that has read
+	buffers  sync.Pool
+	idleSend time.Duration // a place is taken from a node that reads nothing for so long
 }
 
 // openSource is a layer that was asked for a moment ago.
@@ -64,7 +66,8 @@ type openSource struct {
 
 // NewServer makes a Server.
 func NewServer(o ServerOptions) *Server {
-	s := &Server{ServerOptions: o, sources: map[[2]string]*openSource{}}
+	s := &Server{ServerOptions: o, sources: map[[2]string]*openSource{}, lastRead: map[string]time.Time{},
+		idleSend: 10 * time.Minute}
 	s.buffers.New = func() any { b := make([]byte, maxRead); return &b }
 	return s
 }
@@ -72,12 +75,12 @@ func NewServer(o ServerOptions) *Server {
 // Serve answers on ln until ctx ends.
 func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /v1/image", s.image)
-	mux.HandleFunc("GET /v1/layer", s.layer)
-	mux.HandleFunc("GET /v1/extents", s.extents)
-	mux.HandleFunc("GET /v1/data", s.data)
-	mux.HandleFunc("GET /v1/sums", s.sums)
-	mux.HandleFunc("GET /v1/send", s.send)
+	mux.HandleFunc("GET /v1/image", s.checked(s.image, "disk", "uid"))
+	mux.HandleFunc("GET /v1/layer", s.checked(s.layer, "disk", "uid"))
+	mux.HandleFunc("GET /v1/extents", s.checked(s.extents, "disk", "uid"))
+	mux.HandleFunc("GET /v1/data", s.checked(s.data, "disk", "uid"))
+	mux.HandleFunc("GET /v1/sums", s.checked(s.sums, "disk", "uid"))
+	mux.HandleFunc("GET /v1/send", s.checked(s.send, "disk"))
 	h := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
 		BaseContext: func(net.Listener) context.Context { return ctx },
 		ErrorLog:    slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug)}
@@ -116,6 +119,23 @@ func (s *Server) drop(key [2]string, o *openSource) {
 	delete(s.sources, key)
 	if o.src != nil {
 		_ = o.src.Close()
+	}
+}
+
+// checked answers a request only if the uids in it are some.
+func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		for _, name := range names {
+			what := name
+			if what == "uid" {
+				what = "layer or image"
+			}
+			if err := checkID(what, r.FormValue(name)); err != nil {
+				s.fail(w, err)
+				return
+			}
+		}
+		answer(w, r)
 	}
 }
 
@@ -282,7 +302,7 @@ func (s *Server) extents(w http.ResponseWriter, r *http.Request) {
 func number(r *http.Request, name string, most int64) (int64, error) {
 	n, err := strconv.ParseInt(r.FormValue(name), 10, 64)
 	if err != nil || n < 0 || n > most {
-		return 0, fmt.Errorf("%s=%q is not from 0 to %d", name, r.FormValue(name), most)
+		return 0, fmt.Errorf("%s=%.40q is not from 0 to %d", name, r.FormValue(name), most)
 	}
 	return n, nil
 }
@@ -310,6 +330,7 @@ func (s *Server) data(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, fmt.Errorf("read: %w", err))
 		return
 	}
+	s.reads(r)
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Content-Length", strconv.FormatInt(n, 10))
 	_, _ = w.Write(buf)
@@ -338,6 +359,37 @@ func (s *Server) sums(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(b)
 }
 
+// reads notes that a node has read.
+func (s *Server) reads(r *http.Request) {
+	node := askerOf(r)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.lastRead[node] = time.Now()
+}
+
+// idle is for how long a node has read nothing, from some moment on.
+func (s *Server) idle(r *http.Request, since time.Time) time.Duration {
+	node := askerOf(r)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if last := s.lastRead[node]; last.After(since) {
+		since = last
+	}
+	return time.Since(since)
+}
+
+// askerOf is the node that asks, by its certificate.
+func askerOf(r *http.Request) string {
+	if r.TLS == nil {
+		return ""
+	}
+	node, err := NodeOf(*r.TLS)
+	if err != nil {
+		return ""
+	}
+	return node
+}
+
 // send is a place among those that a disk serves.
 func (s *Server) send(w http.ResponseWriter, r *http.Request) {
 	disk := r.FormValue("disk")
@@ -358,13 +410,17 @@ func (s *Server) send(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	// A node that was cut off is noticed by this, and its place becomes free.
-	alive := time.NewTicker(5 * time.Second)
+	alive := time.NewTicker(min(5*time.Second, s.idleSend/4))
 	defer alive.Stop()
+	began := time.Now()
 	for {
 		select {
 		case <-r.Context().Done():
 			return
 		case <-alive.C:
+			if s.idle(r, began) > s.idleSend {
+				return // others wait for the place
+			}
 			rc := http.NewResponseController(w)
 			_ = rc.SetWriteDeadline(time.Now().Add(20 * time.Second))
 			if _, err := w.Write([]byte{'.'}); err != nil {

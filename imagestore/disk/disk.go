@@ -158,8 +158,13 @@ func copyAll(ctx context.Context, from, on block.Layers, img block.Image, keepEv
 		if err != nil {
 			return Got{}, err
 		}
-		total += s.Size()
+		size := s.Size()
 		_ = s.Close()
+		if img.VirtualSize > 0 && size > api.RoundSize(img.VirtualSize) {
+			return Got{}, api.Errorf(api.Corrupt, "layer %s on disk %s: it has %d bytes, more than its image %s with %d", l,
+				from.UID(), size, img.Name, img.VirtualSize)
+		}
+		total += size
 	}
 	p.readTotal.Store(total)
 	var before int64
