@@ -25,7 +25,7 @@ VOLUMES     ?= 250
 export GOTOOLCHAIN ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
+.PHONY: mutants demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ test-faults: need-root setup build ## random faults on a cluster and of replicas
 
 test-many: need-root setup build ## VOLUMES=250 with three replicas over ten images, a node that dies and comes back
 	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_MANY=$(VOLUMES) $(GO) test -timeout 3h -count=1 -v -run TestManyVolumes ./sanity/cluster
+
+mutants: need-root setup ## take each guard of the data path out in turn: a test must notice (an hour)
+	nice $(GO) run ./sanity/mutants $(MUTANTSFLAGS)
 
 fuzz: ## run every fuzz test for FUZZTIME=60s
 	@grep -rlE '^func Fuzz' --include='*_test.go' . | while read -r f; do \

@@ -38,7 +38,7 @@ func (r *lateDisk) Submit(q *block.Request) {
 	r.Backend.Submit(q)
 }
 
-func (r *lateDisk) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
+func (r *lateDisk) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	second := incarnation == r.at && r.under != nil
 	r.second = r.second || second
@@ -48,7 +48,7 @@ func (r *lateDisk) Adopt(ctx context.Context, epoch, incarnation int64, members 
 		r.loop.Post(func() { r.Backend.Submit(r.under); close(sent) })
 		<-sent
 	}
-	err := r.Backend.Adopt(ctx, epoch, incarnation, members)
+	err := r.Backend.AdoptFor(ctx, node, epoch, incarnation, members)
 	if incarnation == r.at && !second {
 		close(r.adopted)
 		<-r.goOn
