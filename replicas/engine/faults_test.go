@@ -3,7 +3,6 @@ package engine
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"math/rand/v2"
 	"slices"
 	"strconv"
@@ -24,13 +23,17 @@ import (
 // end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
 func TestFaults(t *testing.T) {
 	n := suite.Count(t, "DROVER_FAULTS", 60, 500)
-	downs := 0
-	defer func() { t.Logf("%d schedules, %d replicas of the engine's own node were given up", n, downs) }()
+	downs, taken, absent, grown := 0, 0, 0, int64(0)
+	defer func() {
+		t.Logf("%d schedules: %d replicas of the engine's own node were given up, %d were absent when it opened, %d snapshots, "+
+			"%d expansions", n, downs, absent, taken, grown)
+	}()
 	for seed := range suite.Seeds(t, n) {
 		synctest.Test(t, func(t *testing.T) {
 			w := newFaulty(t, seed)
 			w.play()
-			downs += w.downs
+			downs, taken, absent = downs+w.downs, taken+len(w.taken), absent+len(w.e.Absent())
+			grown += (w.size - faultySize) / (64 << 10)
 		})
 		if t.Failed() {
 			t.Fatalf("seed %d", seed)
@@ -50,22 +53,9 @@ type replica struct {
 	tracks  bool
 	hung    chan struct{} // closed when its disk goes on; nil: it does not hang
 	pending []*block.Request
-}
 
-// onDisk is a replica of the engine's own node, whose disk can hang.
-type onDisk struct{ *replica }
-
-func (onDisk) State(context.Context) (stack.Meta, error)                         { return stack.Meta{}, nil }
-func (onDisk) PrepareCut(context.Context, stack.Snapshot) error                  { return nil }
-func (onDisk) DoCut(context.Context, string) error                               { return nil }
-func (onDisk) AbortCut(context.Context) error                                    { return nil }
-func (onDisk) Forget(context.Context, string) error                              { return nil }
-func (onDisk) Seal(context.Context, ...stack.Snapshot) error                     { return nil }
-func (onDisk) SnapRead(context.Context, string, int64, []byte) error             { return nil }
-func (onDisk) SnapEnd(context.Context) error                                     { return nil }
-func (onDisk) SnapDigests(context.Context, string, int64, int64) ([]byte, error) { return nil, nil }
-func (onDisk) Changed(context.Context, string, string, []string, int64) ([]int64, error) {
-	return nil, nil
+	snaps    []snapped
+	prepared *stack.Snapshot
 }
 
 // faulty is a world of them. Time is the bubble's.
@@ -86,8 +76,13 @@ type faulty struct {
 	joining int
 	alone   *replica // the only member of an engine for one; nil: it takes others
 	watch   *Watch
-	downs   int      // replicas that were given up
-	bufs    [][]byte // of requests that are over: what is in use by a disk that hangs is not among them. Loop thread
+	size    int64 // that an expansion has come to
+	growing bool
+	cutting bool
+	cuts    int
+	taken   []stack.Snapshot // cuts that were reported
+	downs   int              // replicas that were given up
+	bufs    [][]byte         // of requests that are over: what is in use by a disk that hangs is not among them. Loop thread
 }
 
 // memory of a request. Loop thread.
@@ -115,14 +110,14 @@ func (w *faulty) pick(n int) int {
 
 func newFaulty(t *testing.T, seed uint64) *faulty {
 	w := &faulty{t: t, seed: seed, rng: rand.New(rand.NewPCG(seed, 77)), l: newLoop(t), epoch: 5,
-		model: make([]byte, faultySize), all: map[string]*replica{}, watch: NewWatch()}
+		model: make([]byte, faultySize), size: faultySize, all: map[string]*replica{}, watch: NewWatch()}
 	n := 1 + w.pick(3)
-	cfg := Config{Loop: w.l, Size: faultySize, Epoch: 5, Incarnation: 1, Track: true, Drop: w.drop, Add: w.add,
+	cfg := Config{Loop: w.l, Size: faultySize, Epoch: 5, Incarnation: 1, Track: true, Lenient: true, Drop: w.drop, Add: w.add,
 		OnFence: func(err error) { t.Errorf("seed %d: fenced: %v", seed, err) }}
 	if seed%3 == 0 { // a volume with one replica, which is to have more
 		w.alone = w.replica("a")
 		w.members, n, cfg.Track = []string{"a"}, 0, false
-		cfg.Members = []Named{{Name: "a", Local: true, Member: onDisk{w.alone}}}
+		cfg.Members = []Named{{Name: "a", Local: true, Member: w.alone}}
 	}
 	for i := range n {
 		r := w.replica(string(rune('a' + i)))
@@ -133,16 +128,17 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 		}
 		cfg.Members = append(cfg.Members, m)
 	}
-	var err error
-	if w.e, err = Open(t.Context(), cfg); err != nil {
-		t.Fatal(err)
+	if n > 1 && seed%2 == 1 {
+		cfg.Equalise = true
+		w.unlike()
 	}
+	w.open(cfg)
 	return w
 }
 
 // near is a replica as that of the engine's own node.
 func (w *faulty) near(r *replica) Member {
-	return NewNear(onDisk{r}, NearOptions{Watch: w.watch, Loop: w.l, Replica: r.name,
+	return NewNear(r, NearOptions{Watch: w.watch, Loop: w.l, Replica: r.name,
 		Patience: NearPatience{nearTick, 2 * nearTick}, OnDown: func(why error) {
 			w.mu.Lock()
 			w.downs++
@@ -254,8 +250,16 @@ func (r *replica) reach() error {
 }
 
 func (r *replica) Adopt(context.Context, int64, int64, []string) error { return r.reach() }
-func (r *replica) Expand(context.Context, int64) error                 { return nil }
-func (r *replica) Close() error                                        { return nil }
+func (r *replica) Expand(_ context.Context, size int64) error {
+	if err := r.reach(); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.data = append(r.data, make([]byte, max(0, size-int64(len(r.data))))...)
+	return nil
+}
+func (r *replica) Close() error { return nil }
 func (r *replica) Track(_ context.Context, on bool) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -266,20 +270,16 @@ func (r *replica) Intend(context.Context, []int64) error              { return n
 func (r *replica) Mark(context.Context, int64) error                  { return r.reach() }
 func (r *replica) Clean(context.Context, int64, int64, []int64) error { return nil }
 func (r *replica) Intents(context.Context) (stack.Intents, error) {
-	return stack.Intents{Region: 64 << 10, Joined: 1, Regions: []int64{0, 1}}, r.reach()
+	return stack.Intents{Region: 64 << 10, Joined: 1, Regions: []int64{0, 1, 2, 3}}, r.reach()
 }
 
-func (r *replica) Digests(_ context.Context, off, n int64) (sums []byte, err error) {
+func (r *replica) Digests(_ context.Context, off, n int64) ([]byte, error) {
 	if err := r.reach(); err != nil {
 		return nil, err
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for b := off; b < off+n; b += block.Size {
-		sum := sha256.Sum256(r.data[b : b+block.Size])
-		sums = append(sums, sum[:digestSize]...)
-	}
-	return sums, nil
+	return sums(r.data, off, n), nil
 }
 
 // join has a new replica join, or one that was dropped.
@@ -480,6 +480,12 @@ func (w *faulty) play() {
 		if w.chance(300) {
 			w.heal()
 		}
+		if w.chance(150) {
+			w.cut()
+		}
+		if w.chance(400) {
+			w.grow()
+		}
 		w.l.do(func() {
 			if len(busy) < 200 {
 				w.submit(busy)
@@ -519,7 +525,7 @@ func (w *faulty) play() {
 		var want []string
 		for _, r := range w.recorded() {
 			want = append(want, r.name)
-			if !bytes.Equal(r.data, w.model) {
+			if !bytes.Equal(r.data[:faultySize], w.model) {
 				i := 0
 				for r.data[i] == w.model[i] {
 					i++
@@ -528,6 +534,7 @@ func (w *faulty) play() {
 					w.model[i])
 			}
 		}
+		w.sameSnapshots()
 		slices.Sort(want)
 		if !slices.Equal(names, want) || w.e.epoch != w.epoch {
 			w.t.Errorf("seed %d: the engine is at %d %v, the API at %d %v", w.seed, w.e.epoch, names, w.epoch, want)
