@@ -33,6 +33,7 @@ import (
 	"drover.io/drover/imagestore"
 	"drover.io/drover/node"
 	"drover.io/drover/replicas"
+	"drover.io/drover/replicas/disks"
 )
 
 // server is one run of serve.
@@ -47,7 +48,7 @@ type server struct {
 	cfg     *rest.Config
 	client  client.WithWatch
 	kube    *kubeapi.Server // nil with --kubeconfig
-	disks   *replicas.Disks // nil without the node role
+	disks   *disks.Registry // nil without the node role
 	// identity is what other nodes know this one by; nil on a controller alone.
 	identity *wire.Identity
 
@@ -229,24 +230,25 @@ func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) 
 }
 
 func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
-	disks := s.parsed
-	if len(disks) == 0 {
+	list := s.parsed
+	if len(list) == 0 {
 		var n api.Node
 		err := s.client.Get(ctx, client.ObjectKey{Name: s.node}, &n)
 		if client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("node %s: %w", s.node, err)
 		}
 		if len(n.Spec.Disks) == 0 {
-			disks = []api.DiskSpec{{Path: filepath.Join(s.stateDir, "disk")}}
+			list = []api.DiskSpec{{Path: filepath.Join(s.stateDir, "disk")}}
 		}
 	}
 	layers, err := s.listenLayers()
 	if err != nil {
 		return err
 	}
-	s.disks, err = replicas.SetupNode(mgr, replicas.NodeOptions{Name: s.node, Disks: disks, Addresses: addresses(),
+	s.disks, err = replicas.SetupNode(mgr, disks.Options{Name: s.node, Disks: list, Addresses: addresses(),
 		LayerAddress: addressOf(layers),
-		Version:      cli.BuildVersion(), Instance: instance(s.node, s.cfg), Heartbeat: s.heartbeat, Log: s.log})
+		Version:      cli.BuildVersion(), Heartbeat: s.heartbeat, Log: s.log,
+		Registry: disks.RegistryOptions{Instance: instance(s.node, s.cfg)}})
 	if err != nil {
 		return err
 	}

@@ -26,7 +26,7 @@ func (d *Data) recordOf(ctx context.Context, replica string) (stack.Meta, error)
 		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrGivenUp)
 	}
 	d.openServedDisks(ctx)
-	disk, err := holder(d.disks.except(nil), replica)
+	disk, err := holder(d.disks.Except(nil), replica)
 	if err != nil {
 		return stack.Meta{}, err
 	}

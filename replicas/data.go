@@ -30,6 +30,7 @@ import (
 	"drover.io/drover/block/listener"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
@@ -41,7 +42,7 @@ type DataOptions struct {
 	Host *device.Host
 	// Loops is how many I/O threads share the volumes; 0: one per CPU, at least two.
 	Loops int
-	// Instance is that of NodeOptions.
+	// Instance is the instance of disks.RegistryOptions.
 	Instance  string
 	Heartbeat time.Duration // of the used bytes; 0: 30 s
 	Peers     PeerOptions
@@ -56,7 +57,7 @@ type Data struct {
 	client client.Client
 	reader client.Reader // of the API itself, for compare-and-swap
 	events events.EventRecorder
-	disks  *Disks
+	disks  *disks.Registry
 
 	mu       sync.Mutex
 	locks    map[string]*volumeLock
@@ -121,7 +122,7 @@ func NewData(o DataOptions) (*Data, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = usedEvery
 	}
-	d := &Data{DataOptions: o, disks: newDisks(o.Instance),
+	d := &Data{DataOptions: o,
 		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
@@ -131,10 +132,11 @@ func NewData(o DataOptions) (*Data, error) {
 		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{},
 		refusals: map[string]*listener.Tally{}}
 	d.tidier = newTidier(d.guestsDid)
+	open := disks.RegistryOptions{Instance: o.Instance, OnDamage: d.damaged}
 	if o.Peers.Identity != nil {
-		d.disks.fetch = d.fetchFar
+		open.Fetch = d.fetchFar
 	}
-	d.disks.onDamage = d.damaged
+	d.disks = disks.NewRegistry(open)
 	for range o.Loops {
 		l, err := uring.New(ringEntries)
 		if err != nil {

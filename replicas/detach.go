@@ -85,7 +85,7 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 		if b.Disk == "" { // all replicas are on other nodes
 			return why
 		}
-		if _, err := l.disks.open(ctx, b.Path, b.Disk, false); err == nil {
+		if _, err := l.disks.Open(ctx, b.Path, b.Disk, false); err == nil {
 			if !api.Is(why, api.NotFound) && !api.Is(why, api.Corrupt) {
 				return why
 			}

@@ -33,7 +33,7 @@ func TestReplicaOnDeadDisk(t *testing.T) {
 	await(w, r, &api.ReplicaList{}, "to stay", func(r *api.Replica) bool { return !r.Spec.Leave })
 
 	lost, left := on[disk["far"]], on[disk["near"]]
-	far, err := w.disks.get(disk["far"])
+	far, err := w.disks.Get(disk["far"])
 	if err != nil {
 		t.Fatal(err)
 	}

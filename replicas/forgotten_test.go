@@ -25,14 +25,14 @@ func TestPinsOfAForgottenDisk(t *testing.T) {
 	c.Spec.DataSource, c.Spec.DiskSelector = "snap://a/s1", []string{"far"}
 	w.create(c)
 	w.volumeState("c", api.VolumeDetached)
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}
 	if pins, err := near.Pins(); err != nil || len(pins) != 1 {
 		t.Fatalf("the clone reads from the other disk: %v, %v", pins, err)
 	}
-	far, err := w.disks.get(disk["far"])
+	far, err := w.disks.Get(disk["far"])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -70,7 +70,7 @@ func TestRemoveBesideAFailedDisk(t *testing.T) {
 	w.create(c)
 	w.volumeState("c", api.VolumeDetached)
 	b := w.on("b", "far", 16*mib)
-	disk, err := w.disks.get(w.memberOf("a").Spec.Disk)
+	disk, err := w.disks.Get(w.memberOf("a").Spec.Disk)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -27,7 +27,7 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 	writeDevice(t, w.attached("a").Status.Device, 5*mib, data)
 	w.detach("a")
 	s := w.snapshot("a", "s1")
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -291,7 +291,7 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 	var disk *stack.Disk
 	var err error
 	if spec.Path != "" {
-		disk, err = d.disks.open(ctx, spec.Path, spec.Disk, false)
+		disk, err = d.disks.Open(ctx, spec.Path, spec.Disk, false)
 	} else {
 		disk, err = d.disk(ctx, spec.Disk)
 	}

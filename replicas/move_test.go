@@ -65,7 +65,7 @@ func TestEvict(t *testing.T) {
 	w.startData()
 	w.set("replica-copy-rate-limit", "0")
 	await(w, r, &api.ReplicaList{}, "at home", func(r *api.Replica) bool { return !r.Status.Pinned && r.Status.Copy == nil })
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}

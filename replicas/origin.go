@@ -80,7 +80,7 @@ func (l *replicaLoop) pinElsewhere(ctx context.Context, r *api.Replica, src *sta
 		}
 		l.openLenders(ctx, api.UID(src.UID()), []api.UID{api.UID(uid)})
 		err := api.Errorf(api.Busy, "layer %s is on its way; try again", uid)
-		for _, other := range l.disks.except(src) {
+		for _, other := range l.disks.Except(src) {
 			if none, lerr := other.LackingOf([]string{uid}); lerr != nil || len(none) > 0 {
 				continue
 			}
@@ -208,7 +208,7 @@ func (l *replicaLoop) abandon(r *api.Replica, disk *stack.Disk) error {
 		errs = append(errs, disk.Drop(string(from.Layer)))
 	}
 	errs = append(errs, disk.Unpin(string(r.Spec.UID)))
-	for _, other := range l.disks.except(disk) {
+	for _, other := range l.disks.Except(disk) {
 		l.unpinSoon(r.Spec.UID, other)
 	}
 	return errors.Join(errs...)
@@ -217,7 +217,7 @@ func (l *replicaLoop) abandon(r *api.Replica, disk *stack.Disk) error {
 // unpin takes the pins of a replica off all disks. One that is not there now is looked at when it comes back.
 func (d *Data) unpin(replica api.UID, own *stack.Disk) error {
 	errs := []error{own.Unpin(string(replica))}
-	for _, other := range d.disks.except(own) {
+	for _, other := range d.disks.Except(own) {
 		err := d.unpinOn(replica, other)
 		if api.Is(err, api.Unavailable) {
 			d.unpinLater(replica, other)
@@ -262,7 +262,7 @@ func (d *Data) unpinLater(replica api.UID, disk *stack.Disk) {
 
 // unpinLeft does what unpinLater left.
 func (d *Data) unpinLeft() {
-	for _, disk := range d.disks.except(nil) {
+	for _, disk := range d.disks.Except(nil) {
 		uid := api.UID(disk.UID())
 		d.mu.Lock()
 		left := d.pinned[uid]
@@ -341,7 +341,7 @@ func (d *Data) bringHome(ctx context.Context, disk *stack.Disk, layers []string,
 	sizes := make([]int64, len(layers))
 	var total, before int64
 	for i, uid := range layers {
-		for _, other := range d.disks.except(disk) {
+		for _, other := range d.disks.Except(disk) {
 			if _, used, err := other.LayerSize(uid); err == nil {
 				lenders[i], sizes[i] = other, used
 				total += used

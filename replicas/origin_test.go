@@ -127,7 +127,7 @@ func TestCloneFollows(t *testing.T) {
 	}
 	rd := w.memberOf("d")
 	await(w, rd, &api.ReplicaList{}, "at home", func(r *api.Replica) bool { return !r.Status.Pinned && r.Status.Copy == nil })
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -192,7 +192,7 @@ func TestFullCopy(t *testing.T) {
 	await(w, r, &api.ReplicaList{}, "alone", func(r *api.Replica) bool {
 		return r.Status.Shared == 0 && r.Status.Used >= 32*mib && r.Status.Used < 34*mib
 	})
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,7 +211,7 @@ func TestFullCopyFails(t *testing.T) {
 	writeDevice(t, w.attached("a").Status.Device, 8*mib, data)
 	w.detach("a")
 	s := w.snapshot("a", "s1")
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -281,7 +281,7 @@ func TestPinOfADiskThatIsAway(t *testing.T) {
 	w.detach("a")
 	w.begin("b", "vol://a", "far", "", 64*mib)
 	w.volumeState("b", api.VolumeDetached)
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -176,7 +176,7 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 			}
 		}
 	}
-	disk, err := holder(d.disks.except(nil), uid)
+	disk, err := holder(d.disks.Except(nil), uid)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -213,8 +213,8 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 // openServedDisks opens the disks whose replicas other nodes used before.
 func (d *Data) openServedDisks(ctx context.Context) {
 	for id, path := range d.peerState().Disks {
-		if _, err := d.disks.get(id); err != nil {
-			_, _ = d.disks.open(ctx, path, id, false) // a disk that does not exist has no replica either
+		if _, err := d.disks.Get(id); err != nil {
+			_, _ = d.disks.Open(ctx, path, id, false) // a disk that does not exist has no replica either
 		}
 	}
 }

@@ -60,8 +60,8 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 			return err // it comes back, and then the replica must go
 		}
 		l.bringer.stop(r.Spec.UID)
-		forgotten, _ := l.disks.get(r.Spec.Disk)
-		for _, other := range l.disks.except(forgotten) {
+		forgotten, _ := l.disks.Get(r.Spec.Disk)
+		for _, other := range l.disks.Except(forgotten) {
 			l.unpinSoon(r.Spec.UID, other)
 		}
 		l.events.Eventf(r, nil, "Warning", "DiskForgotten", "Remove",

@@ -31,9 +31,8 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	if err := l.client.Get(ctx, req.NamespacedName, &r); err != nil {
 		if apierrors.IsNotFound(err) {
 			l.pending.set(req.Name, false)
-			return reconcile.Result{}, nil
 		}
-		return reconcile.Result{}, err
+		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if at := r.Status.Mode; r.DeletionTimestamp == nil && (at == api.ReplicaCurrent || at == api.ReplicaStale) &&
 		r.Status.Size >= r.Spec.Size && r.Spec.Revert == nil && l.keepsUp(r.Spec.Volume) {
@@ -257,10 +256,10 @@ func (d *Data) openLenders(ctx context.Context, own api.UID, layers []api.UID) {
 		if !st.Ready || st.UID == own {
 			continue
 		}
-		if _, err := d.disks.get(st.UID); err == nil {
+		if _, err := d.disks.Get(st.UID); err == nil {
 			continue
 		}
-		if _, err := d.disks.open(ctx, st.Path, st.UID, false); err != nil {
+		if _, err := d.disks.Open(ctx, st.Path, st.UID, false); err != nil {
 			d.Log.Warn("a disk to borrow layers from cannot be opened", "disk", st.Path, "err", err)
 		}
 	}
@@ -282,12 +281,12 @@ func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 		return nil, api.Errorf(api.Unavailable, "disk %s is not ready: %s", st.Path, st.Message)
 	}
 	path := n.Status.Disks[i].Path
-	disk, err := d.disks.get(uid)
+	disk, err := d.disks.Get(uid)
 	if err != nil || disk.Path() != path { // it is not known, or mounted elsewhere by now
-		if disk, err = d.disks.open(ctx, path, uid, false); err != nil {
+		if disk, err = d.disks.Open(ctx, path, uid, false); err != nil {
 			return nil, err
 		}
-		d.disks.only(disk)
+		d.disks.ForgetOtherPaths(disk)
 	}
 	d.mu.Lock()
 	fresh := !d.listed[uid]
@@ -485,11 +484,11 @@ func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 		return nil
 	}
 	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
-	disk, err := l.disks.get(r.Spec.Disk)
+	disk, err := l.disks.Get(r.Spec.Disk)
 	if err != nil {
 		return err
 	}
-	for _, other := range l.disks.except(disk) {
+	for _, other := range l.disks.Except(disk) {
 		c, err := l.copyOn(ctx, api.UID(other.UID()), r.Spec.Layers)
 		if err != nil {
 			return err
@@ -583,7 +582,7 @@ func (d *Data) beat(ctx context.Context) error {
 		if look { // images are deleted by another process
 			looked = time.Now()
 		}
-		for _, disk := range d.disks.except(nil) {
+		for _, disk := range d.disks.Except(nil) {
 			disk.DropHydrating()
 			if look {
 				d.freed(disk)
@@ -622,7 +621,7 @@ func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 		if open == nil || r.Spec.VolumeUID != s.VolumeUID || r.DeletionTimestamp != nil {
 			continue
 		}
-		disk, err := d.disks.get(r.Spec.Disk)
+		disk, err := d.disks.Get(r.Spec.Disk)
 		var used, shared int64
 		if err == nil {
 			used, shared, err = disk.Space(string(r.Spec.UID))

@@ -162,7 +162,7 @@ func TestRevertOfNoDisk(t *testing.T) {
 	if err := w.c.Get(w.ctx, clientKey(name), &r); err != nil {
 		t.Fatal(err)
 	}
-	disk, err := w.disks.get(r.Spec.Disk)
+	disk, err := w.disks.Get(r.Spec.Disk)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -381,12 +381,12 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	var disk *stack.Disk
 	var err error
 	if len(b.Members) == 0 {
-		if disk, err = d.disks.open(ctx, b.Path, b.Disk, false); err != nil {
+		if disk, err = d.disks.Open(ctx, b.Path, b.Disk, false); err != nil {
 			return nil, err
 		}
 	}
 	for _, from := range b.Lenders {
-		if _, err := d.disks.open(ctx, from.Path, from.Disk, false); err != nil {
+		if _, err := d.disks.Open(ctx, from.Path, from.Disk, false); err != nil {
 			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/disks"
 )
 
 // other is one more node: its disk, node loop, holder and data role.
@@ -77,7 +78,7 @@ func (w *world) other(ca *wire.Authority, name string) *other {
 		}
 	}
 	mgr := w.manager()
-	if _, err := SetupNode(mgr, NodeOptions{Name: name, Log: w.log, Heartbeat: 2 * time.Second, GoneAfter: 4 * time.Second,
+	if _, err := SetupNode(mgr, disks.Options{Name: name, Log: w.log, Heartbeat: 2 * time.Second, GoneAfter: 4 * time.Second,
 		Disks: []api.DiskSpec{{Path: filepath.Join(o.dir, "disk")}}}); err != nil {
 		w.t.Fatal(err)
 	}
@@ -226,7 +227,7 @@ func TestSeveral(t *testing.T) {
 // content digests the one replica on the node's disk.
 func (o *other) content(t *testing.T) string {
 	t.Helper()
-	disks := o.data.disks.except(nil)
+	disks := o.data.disks.Except(nil)
 	if len(disks) != 1 {
 		t.Fatalf("%d disks", len(disks))
 	}

@@ -86,7 +86,7 @@ func TestMergeIsLetEnd(t *testing.T) {
 		}
 		w.detach(name)
 	}
-	near, err := w.disks.get(disk["near"])
+	near, err := w.disks.Get(disk["near"])
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -369,7 +369,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 	}
 	for i := range list.Items {
 		if r := &list.Items[i]; r.Spec.UID == local {
-			if disk, err := d.disks.get(r.Spec.Disk); err == nil {
+			if disk, err := d.disks.Get(r.Spec.Disk); err == nil {
 				d.mergeSoon(disk, string(local), v.Name)
 				d.tidy(disk)
 			}

@@ -1,8 +1,6 @@
 package replicas
 
 import (
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 
@@ -48,18 +46,6 @@ func TestStaleAttachment(t *testing.T) {
 	w.remove(elsewhere)
 	w.create(attachment("a"))
 	w.attached("a")
-}
-
-// TestNoFolder: a disk is not made in a folder that nobody made.
-func TestNoFolder(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "slip")
-	d := newDisks("test")
-	if _, err := d.open(t.Context(), path, "", true); !api.Is(err, api.NotFound) || !strings.Contains(err.Error(), path) {
-		t.Error(err)
-	}
-	if _, err := os.Stat(path); err == nil {
-		t.Error("the folder was made")
-	}
 }
 
 // TestAttachBeforeReplica: an attach that comes before the replica that the volume names goes on when that is there.

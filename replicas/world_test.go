@@ -26,6 +26,7 @@ import (
 	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi/apitest"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/disks"
 )
 
 func TestMain(m *testing.M) {
@@ -46,7 +47,7 @@ type world struct {
 	api   *apitest.Server
 	c     client.WithWatch
 	log   *slog.Logger
-	disks *Disks
+	disks *disks.Registry
 	mgr   ctrl.Manager // of the controller and node roles
 
 	stopRoles, stopData func()
@@ -56,17 +57,17 @@ type world struct {
 	refuse              func(client.Object) error // asked before the controller and node roles write a status
 }
 
-func newWorld(t *testing.T, disks ...string) *world {
+func newWorld(t *testing.T, paths ...string) *world {
 	t.Helper()
 	suite.System(t)
 	w := &world{t: t, dir: t.TempDir()}
 	w.api = apitest.Start(t, w.dir)
 	w.ctx, w.c, w.log = w.api.Ctx, w.api.Client, w.api.Log
 	w.holder()
-	if len(disks) == 0 {
-		disks = []string{filepath.Join(w.dir, "disk")}
+	if len(paths) == 0 {
+		paths = []string{filepath.Join(w.dir, "disk")}
 	}
-	w.roles(disks)
+	w.roles(paths)
 	w.startData()
 	t.Cleanup(w.tidy)
 	return w
@@ -101,11 +102,11 @@ func (w *world) manager() ctrl.Manager { return w.api.Manager(w.refuse) }
 
 func (w *world) run(mgr ctrl.Manager) (stop func()) { return w.api.Run(mgr) }
 
-func (w *world) roles(disks []string) {
+func (w *world) roles(paths []string) {
 	w.t.Helper()
 	mgr := w.manager()
-	o := NodeOptions{Name: testNode, Log: w.log, Heartbeat: 2 * time.Second, GoneAfter: 4 * time.Second}
-	for _, path := range disks {
+	o := disks.Options{Name: testNode, Log: w.log, Heartbeat: 2 * time.Second, GoneAfter: 4 * time.Second}
+	for _, path := range paths {
 		o.Disks = append(o.Disks, api.DiskSpec{Path: path, Tags: []string{filepath.Base(path)}})
 	}
 	var err error

@@ -202,8 +202,9 @@ func (r *told) AdoptFor(_ context.Context, _ string, epoch, incarnation int64, m
 
 var fixInfo = Info{Size: 64 << 20, Epoch: 6, Joined: 5, Reverted: 4, Empty: true, Restarted: true}
 
-func (r *told) Info() Info   { return fixInfo }
-func (r *told) Close() error { return nil }
+func (r *told) Info() Info                  { return fixInfo }
+func (r *told) Drain(context.Context) error { return nil }
+func (r *told) Close() error                { return nil }
 
 func (r *told) Call(_ context.Context, name string, args []byte) ([]byte, error) {
 	return r.want(name, args)

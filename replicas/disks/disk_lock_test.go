@@ -1,4 +1,4 @@
-package replicas
+package disks
 
 import (
 	"os"
@@ -13,7 +13,7 @@ import (
 // A disk is one instance's, for several processes of it at once, until the last of them is gone.
 func TestDiskHasOneUser(t *testing.T) {
 	dir, ctx := t.TempDir(), t.Context()
-	if err := os.WriteFile(filepath.Join(dir, useFile), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, lockFile), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
@@ -21,7 +21,7 @@ func TestDiskHasOneUser(t *testing.T) {
 	var mine []*os.File
 	for range 8 {
 		wg.Go(func() {
-			f, err := takeUse(ctx, dir, "node a of https://one")
+			f, err := lockDisk(ctx, dir, "node a of https://one")
 			if err != nil {
 				t.Errorf("of the same instance: %v", err)
 				return
@@ -35,12 +35,12 @@ func TestDiskHasOneUser(t *testing.T) {
 	for _, f := range mine[1:] {
 		f.Close()
 	}
-	_, err := takeUse(ctx, dir, "node b of https://two")
+	_, err := lockDisk(ctx, dir, "node b of https://two")
 	if !api.Is(err, api.InUse) || !strings.Contains(err.Error(), "node a of https://one") {
 		t.Errorf("another instance got the disk, or was not told whose it is: %v", err)
 	}
 	mine[0].Close()
-	f, err := takeUse(ctx, dir, "node b of https://two")
+	f, err := lockDisk(ctx, dir, "node b of https://two")
 	if err != nil {
 		t.Fatalf("nobody uses the disk any more: %v", err)
 	}

@@ -1,4 +1,4 @@
-package replicas
+package disks
 
 import (
 	"context"
@@ -12,9 +12,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// takeSettings gives a disk that this node sees for the first time the settings that it had on another node, as far as
-// the user has not given it others here.
-func (n *nodeLoop) takeSettings(ctx context.Context, node *api.Node, d api.DiskStatus) error {
+// takeSettings copies the settings that a disk had on another node to this node, where the disk is new. Settings that
+// the user made here stay.
+func (n *nodeReconciler) takeSettings(ctx context.Context, node *api.Node, d api.DiskStatus) error {
 	was, from, err := n.settingsOf(ctx, d.UID)
 	if was == nil || err != nil {
 		return err
@@ -44,8 +44,8 @@ func (n *nodeLoop) takeSettings(ctx context.Context, node *api.Node, d api.DiskS
 	return nil
 }
 
-// settingsOf are those of a disk on another node, or nil.
-func (n *nodeLoop) settingsOf(ctx context.Context, disk api.UID) (was *api.DiskSpec, node string, err error) {
+// settingsOf returns the settings of a disk on another node, or nil.
+func (n *nodeReconciler) settingsOf(ctx context.Context, disk api.UID) (was *api.DiskSpec, node string, err error) {
 	var list api.NodeList
 	if err := n.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, "", err
@@ -62,8 +62,9 @@ func (n *nodeLoop) settingsOf(ctx context.Context, disk api.UID) (was *api.DiskS
 	return nil, "", nil
 }
 
-// tellMoved says of disks that another node lists, too, what has happened, and what is left to do.
-func (n *nodeLoop) tellMoved(ctx context.Context, disks []api.DiskStatus) error {
+// reportMoved explains in the messages of disks that another node lists too where the disk is and how the user cleans
+// up.
+func (n *nodeReconciler) reportMoved(ctx context.Context, disks []api.DiskStatus) error {
 	var list api.NodeList
 	if err := n.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return err

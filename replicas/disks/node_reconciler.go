@@ -1,4 +1,4 @@
-package replicas
+package disks
 
 import (
 	"cmp"
@@ -28,66 +28,61 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
-	"drover.io/drover/replicas/device"
 )
 
-// NodeOptions say what SetupNode looks after.
-type NodeOptions struct {
+// Options describe this machine to Setup.
+type Options struct {
 	Name string
-	// Disks are added to the Node's spec where it does not have their path.
+	// Disks are added once to the Node's spec, unless the spec has their paths.
 	Disks     []api.DiskSpec
 	Addresses []string
-	// LayerAddress is where this node's layers are served to other nodes; empty: nowhere.
+	// LayerAddress is the address at which this node serves its layers to other nodes; empty: the node serves none.
 	LayerAddress string
 	Version      string
-	// Instance tells this Drover from others on the machine, in words; a disk is one instance's. Empty: not checked.
-	Instance  string
-	Heartbeat time.Duration // whole seconds; 0: 10 s
-	// GoneAfter is how long a disk is not at its path until it is told to be gone; at a boot it may be mounted late.
-	GoneAfter time.Duration // 0: a minute
+	Resend       bool          // the kernel can hand devices over to a new data process
+	Heartbeat    time.Duration // whole seconds; 0: 10 s
+	// GoneAfter is how long a path lacks its disk until the status says so: after a boot a mount can be late. 0: a minute
+	GoneAfter time.Duration
 	Log       *slog.Logger
+	Registry  RegistryOptions
 }
 
-// Times of the node loop.
+// Times of garbage collection on a disk.
 const (
 	collectEvery = time.Hour
 	collectGrace = time.Hour
 )
 
-// nodeLoop keeps the Node object of this machine.
-type nodeLoop struct {
-	NodeOptions
-	client  client.Client
-	events  events.EventRecorder
-	disks   *Disks
-	kernel  string
-	resend  bool
-	collect sync.WaitGroup
-	tidied  map[api.UID]time.Time // when a disk was last put in order; the loop's own
-	missed  map[string]time.Time  // since when a disk is not at its path; the loop's own
+// nodeReconciler keeps the Node object of this machine and the registry's open disks in step.
+type nodeReconciler struct {
+	Options
+	client     client.Client
+	events     events.EventRecorder
+	disks      *Registry
+	kernel     string
+	collectors sync.WaitGroup
+	collected  map[api.UID]time.Time // start of the last garbage collection of a disk; the reconciler's own
+	missed     map[string]time.Time  // since when a path lacks its disk; the reconciler's own
 }
 
-// SetupNode adds the loop that makes this machine's Node object true. The disks it opens serve image movers too; they
-// are there once the loop has seen the Node. Close them when the manager has stopped.
-func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
+// Setup adds the reconciler of this machine's Node to mgr, whose cache has the indexes of api/watch. The registry has
+// open disks after the first reconcile; the caller closes it after the manager has stopped.
+func Setup(mgr ctrl.Manager, o Options) (*Registry, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = api.DefaultHeartbeat
 	}
-	if err := watch.AddIndexes(mgr); err != nil {
-		return nil, err
+	if o.GoneAfter == 0 {
+		o.GoneAfter = time.Minute
 	}
 	for _, d := range o.Disks {
-		_ = os.MkdirAll(d.Path, 0o700) // else the disk's status tells
+		_ = os.MkdirAll(d.Path, 0o700) // the disk's status reports a failure
 	}
-	n := &nodeLoop{NodeOptions: o, client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-node"),
-		disks: newDisks(o.Instance), kernel: kernelRelease(), resend: device.ResendSupported() == nil,
-		tidied: map[api.UID]time.Time{}, missed: map[string]time.Time{}}
-	if n.GoneAfter == 0 {
-		n.GoneAfter = time.Minute
-	}
+	n := &nodeReconciler{Options: o, client: mgr.GetClient(), events: mgr.GetEventRecorder("drover-node"),
+		disks: NewRegistry(o.Registry), kernel: kernelRelease(),
+		collected: map[api.UID]time.Time{}, missed: map[string]time.Time{}}
 	if err := mgr.Add(manager.RunnableFunc(func(ctx context.Context) error {
 		<-ctx.Done()
-		n.collect.Wait()
+		n.collectors.Wait()
 		return nil
 	})); err != nil {
 		return nil, err
@@ -99,7 +94,8 @@ func SetupNode(mgr ctrl.Manager, o NodeOptions) (*Disks, error) {
 			q.Add(watch.Request(o.Name)) // the Node may not exist yet
 			return nil
 		})).
-		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
+		WithOptions(controller.Options{NeedLeaderElection: new(bool), RateLimiter: backlog.RateLimiter(),
+			NewQueue: backlog.New}).
 		Complete(n)
 	return n.disks, err
 }
@@ -112,8 +108,8 @@ func kernelRelease() string {
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// Reconcile looks at every disk and writes the Node's status, now and with every heartbeat.
-func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+// Reconcile probes every disk and writes the Node's status, once per heartbeat and after each change of the spec.
+func (n *nodeReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var node api.Node
 	err := n.client.Get(ctx, req.NamespacedName, &node)
 	switch {
@@ -132,14 +128,14 @@ func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconc
 		return reconcile.Result{RequeueAfter: n.Heartbeat}, watch.IgnoreConflict(err)
 	}
 	old := node.DeepCopy()
-	if err := n.look(ctx, &node); apierrors.IsConflict(err) {
+	if err := n.probeDisks(ctx, &node); apierrors.IsConflict(err) {
 		return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
 	} else if err != nil {
 		return reconcile.Result{}, err
 	}
 	if !equality.Semantic.DeepEqual(old.Status, node.Status) {
 		if err := n.client.Status().Update(ctx, &node); err != nil {
-			if apierrors.IsConflict(err) { // the cache is behind; its event may be no news to this loop
+			if apierrors.IsConflict(err) { // the cache is old; its next event may not pass the predicate
 				return reconcile.Result{RequeueAfter: 100 * time.Millisecond}, nil
 			}
 			return reconcile.Result{}, fmt.Errorf("status of node %s: %w", n.Name, err)
@@ -148,8 +144,8 @@ func (n *nodeLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconc
 	return reconcile.Result{RequeueAfter: n.Heartbeat}, nil
 }
 
-// addDisks puts the disks of the command line into the spec.
-func (n *nodeLoop) addDisks(ctx context.Context, node *api.Node) (bool, error) {
+// addDisks adds the disks of the command line to the spec.
+func (n *nodeReconciler) addDisks(ctx context.Context, node *api.Node) (bool, error) {
 	added := false
 	for _, d := range n.Disks {
 		if !slices.ContainsFunc(node.Spec.Disks, func(h api.DiskSpec) bool { return h.Path == d.Path }) {
@@ -157,7 +153,7 @@ func (n *nodeLoop) addDisks(ctx context.Context, node *api.Node) (bool, error) {
 			added = true
 		}
 	}
-	n.Disks = nil // once: the user may remove one later
+	n.Disks = nil // once: a user may remove a disk later
 	if !added {
 		return false, nil
 	}
@@ -167,47 +163,33 @@ func (n *nodeLoop) addDisks(ctx context.Context, node *api.Node) (bool, error) {
 	return true, nil
 }
 
-// look opens the disks and computes the status.
-func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
+// probeDisks opens the disks and computes the status.
+func (n *nodeReconciler) probeDisks(ctx context.Context, node *api.Node) error {
 	st := &node.Status
 	was := map[string]api.DiskStatus{}
 	for _, d := range st.Disks {
 		was[d.Path] = d
 	}
 	st.Heartbeat, st.HeartbeatSeconds = metav1.Now(), int32(n.Heartbeat/time.Second)
-	st.Addresses, st.Kernel, st.Version, st.Resend = n.Addresses, n.kernel, n.Version, n.resend
+	st.Addresses, st.Kernel, st.Version, st.Resend = n.Addresses, n.kernel, n.Version, n.Resend
 	st.LayerAddress = n.LayerAddress
 	st.Disks = nil
 	paths := map[string]bool{}
-	var capacity, available int64
-	ready := 0
 	add := func(d api.DiskStatus) {
 		paths[d.Path] = true
 		st.Disks = append(st.Disks, d)
-		if d.Ready {
-			ready++
-			capacity += d.Capacity
-			available += d.Available
-		}
-		if old, seen := was[d.Path]; d.Ready != old.Ready || !seen && !d.Ready {
-			if d.Ready {
-				n.events.Eventf(node, nil, "Normal", "DiskReady", "Look", "disk %s: ready, %s free", d.Path,
-					api.SizeText(d.Available))
-			} else {
-				n.events.Eventf(node, nil, "Warning", "DiskNotReady", "Look", "%s", d.Message)
-			}
-		}
+		n.reportReady(node, d, was)
 	}
 	for _, spec := range node.Spec.Disks {
-		d := n.disk(ctx, spec, was[spec.Path].UID)
+		d := n.probeDisk(ctx, spec, was[spec.Path].UID)
 		if was[spec.Path].UID == "" && d.Ready {
 			if err := n.takeSettings(ctx, node, d); err != nil {
-				return err // it is tried again before the disk is known here
+				return err // the status does not name the disk yet, so the next reconcile retries
 			}
 		}
 		add(d)
 	}
-	// A disk that was taken out of the spec is served until nothing is on it any more.
+	// The node serves a disk that a user removed from the spec until the last replica and image copy have left the disk.
 	for path, d := range was {
 		if paths[path] || d.UID == "" {
 			continue
@@ -217,16 +199,45 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 			return err
 		}
 		if left != "" {
-			d = n.disk(ctx, api.DiskSpec{Path: path}, d.UID)
+			d = n.probeDisk(ctx, api.DiskSpec{Path: path}, d.UID)
 			d.Message = "the disk is to be removed, but " + left + " on it"
 			add(d)
 		}
 	}
 	st.Disks = mountedElsewhere(st.Disks, node.Spec.Disks)
-	if err := n.tellMoved(ctx, st.Disks); err != nil {
+	if err := n.reportMoved(ctx, st.Disks); err != nil {
 		return err
 	}
-	n.disks.keep(paths)
+	n.disks.keepOnly(paths)
+	setReady(node)
+	return nil
+}
+
+// reportReady emits an event when a disk becomes ready or stops to be ready.
+func (n *nodeReconciler) reportReady(node *api.Node, d api.DiskStatus, was map[string]api.DiskStatus) {
+	old, seen := was[d.Path]
+	switch {
+	case d.Ready == old.Ready && (seen || d.Ready):
+	case d.Ready:
+		n.events.Eventf(node, nil, "Normal", "DiskReady", "Look", "disk %s: ready, %s free", d.Path,
+			api.SizeText(d.Available))
+	default:
+		n.events.Eventf(node, nil, "Warning", "DiskNotReady", "Look", "%s", d.Message)
+	}
+}
+
+// setReady sums the ready disks up and sets the Ready condition.
+func setReady(node *api.Node) {
+	st := &node.Status
+	var capacity, available int64
+	ready := 0
+	for _, d := range st.Disks {
+		if d.Ready {
+			ready++
+			capacity += d.Capacity
+			available += d.Available
+		}
+	}
 	st.DiskCount = int32(len(st.Disks))
 	st.Capacity, st.Available = api.SizeText(capacity), api.SizeText(available)
 	switch {
@@ -238,11 +249,10 @@ func (n *nodeLoop) look(ctx context.Context, node *api.Node) error {
 	default:
 		api.SetCondition(&st.Conditions, node.Generation, api.ConditionReady, true, "Ready", "")
 	}
-	return nil
 }
 
-// mountedElsewhere has a disk that is mounted at another path now counted there. Where it was it is told as long as the
-// user has that path in the spec: after the others, since who looks for a disk by its uid takes the first.
+// mountedElsewhere keeps one entry for a disk that is now mounted at another path. An old path that is still in the spec
+// keeps an entry with an explanation, after all others, because a search by UID takes the first match.
 func mountedElsewhere(list []api.DiskStatus, spec []api.DiskSpec) []api.DiskStatus {
 	slices.SortFunc(list, func(a, b api.DiskStatus) int { return cmp.Compare(a.Path, b.Path) })
 	var first, moved []api.DiskStatus
@@ -259,10 +269,10 @@ func mountedElsewhere(list []api.DiskStatus, spec []api.DiskSpec) []api.DiskStat
 	return append(first, moved...)
 }
 
-// disk is the status of one disk.
-func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) api.DiskStatus {
+// probeDisk opens a disk and returns its status.
+func (n *nodeReconciler) probeDisk(ctx context.Context, spec api.DiskSpec, known api.UID) api.DiskStatus {
 	st := api.DiskStatus{Path: spec.Path, UID: known}
-	d, err := n.disks.open(ctx, spec.Path, known, true)
+	d, err := n.disks.Open(ctx, spec.Path, known, true)
 	if err != nil {
 		if known != "" && (api.Is(err, api.NotFound) || errors.Is(err, errOtherDisk)) {
 			if n.missed[spec.Path].IsZero() {
@@ -271,7 +281,7 @@ func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) a
 			st.Gone = time.Since(n.missed[spec.Path]) >= n.GoneAfter
 		}
 		if known != "" && api.Is(err, api.NotFound) {
-			err = fmt.Errorf("its file system is not mounted, or its files were removed: %w", err)
+			err = fmt.Errorf("disk %s: its file system is not mounted, or its files were removed: %w", spec.Path, err)
 		}
 		st.Message = err.Error()
 		return st
@@ -285,11 +295,11 @@ func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) a
 	}
 	st.Ready, st.FSType = true, fsType
 	st.Capacity, st.Available = capacity, max(available-spec.ReservedBytes, 0)
-	if time.Since(n.tidied[st.UID]) > collectEvery {
-		n.tidied[st.UID] = time.Now()
-		n.collect.Add(1)
+	if time.Since(n.collected[st.UID]) > collectEvery {
+		n.collected[st.UID] = time.Now()
+		n.collectors.Add(1)
 		go func() {
-			defer n.collect.Done()
+			defer n.collectors.Done()
 			if err := d.Collect(ctx, collectGrace); err != nil && ctx.Err() == nil {
 				n.Log.Warn("disk cannot be put in order", "disk", spec.Path, "err", err)
 			}
@@ -298,8 +308,8 @@ func (n *nodeLoop) disk(ctx context.Context, spec api.DiskSpec, known api.UID) a
 	return st
 }
 
-// leftOn tells what is on a disk, in words, or nothing.
-func (n *nodeLoop) leftOn(ctx context.Context, uid api.UID) (string, error) {
+// leftOn counts in words the replicas and image copies on a disk; empty: none.
+func (n *nodeReconciler) leftOn(ctx context.Context, uid api.UID) (string, error) {
 	var reps api.ReplicaList
 	if err := n.client.List(ctx, &reps, client.MatchingFields{watch.ByDisk: string(uid)}); err != nil {
 		return "", err
@@ -308,7 +318,7 @@ func (n *nodeLoop) leftOn(ctx context.Context, uid api.UID) (string, error) {
 	if err := n.client.List(ctx, &copies, client.MatchingFields{watch.ByDisk: string(uid)}); err != nil {
 		return "", err
 	}
-	// Those of another node are there: the disk has moved.
+	// A disk that has moved holds objects of another node.
 	reps.Items = slices.DeleteFunc(reps.Items, func(r api.Replica) bool { return r.Spec.Node != n.Name })
 	copies.Items = slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool { return c.Spec.Node != n.Name })
 	if len(reps.Items)+len(copies.Items) == 0 {
