@@ -22,22 +22,22 @@ const (
 // pressureGap is how many percent below the limit a disk must stay that is to take a replica of one above it.
 const pressureGap = 10
 
-// seat is where a replica is.
-type seat struct {
+// placement is where a replica is.
+type placement struct {
 	node string
 	disk api.UID
 }
 
-func seatOf(r *api.Replica) seat { return seat{r.Spec.Node, r.Spec.Disk} }
+func placementOf(r *api.Replica) placement { return placement{r.Spec.Node, r.Spec.Disk} }
 
-// crowd is how unevenly replicas are spread over zones, nodes and disks: sums of the squares of how many are in each.
-type crowd [3]int
+// spread is how unevenly replicas are spread over zones, nodes and disks: sums of the squares of how many are in each.
+type spread [3]int
 
-func (c crowd) compare(o crowd) int { return slices.Compare(c[:], o[:]) }
+func (c spread) compare(o spread) int { return slices.Compare(c[:], o[:]) }
 
-// crowdOf counts seats. A node without a zone is in one of its own.
-func crowdOf(seats []seat, zone func(node string) string) (c crowd) {
-	for i, n := range tally(seats, zone) {
+// spreadOf counts seats. A node without a zone is in one of its own.
+func spreadOf(seats []placement, zone func(node string) string) (c spread) {
+	for i, n := range countPlacements(seats, zone) {
 		for _, x := range n {
 			c[i] += x * x
 		}
@@ -45,8 +45,8 @@ func crowdOf(seats []seat, zone func(node string) string) (c crowd) {
 	return c
 }
 
-// tally counts the seats in each zone, on each node and on each disk.
-func tally(seats []seat, zone func(node string) string) (n [3]map[string]int) {
+// countPlacements counts the seats in each zone, on each node and on each disk.
+func countPlacements(seats []placement, zone func(node string) string) (n [3]map[string]int) {
 	n = [3]map[string]int{{}, {}, {}}
 	for _, s := range seats {
 		z := ""
@@ -64,16 +64,16 @@ func tally(seats []seat, zone func(node string) string) (n [3]map[string]int) {
 	return n
 }
 
-// move is a replica that would be better elsewhere.
-type move struct {
+// proposal is a replica that would be better elsewhere.
+type proposal struct {
 	from *api.Replica
-	to   spot
+	to   candidate
 	why  string
 	full bool // it leaves a disk that is nearly full
 }
 
-// scale is what a better place is found by.
-type scale struct {
+// balanceRules is what a better place is found by.
+type balanceRules struct {
 	mode string
 	stay string // the node that keeps a replica, if it has one: the volume is used there; empty: none
 	// use is how full a disk is with what is on its way to it, and without what leaves it, in percent, with more bytes.
@@ -81,19 +81,19 @@ type scale struct {
 	limit int64 // percent; 0: how full a disk is does not matter
 }
 
-// better finds the best move of a volume whose replicas are all whole, or none. It looks at places only.
-func better(v *api.Volume, t terrain, s scale) *move {
+// findMigration finds the best move of a volume whose replicas are all whole, or none. It looks at places only.
+func findMigration(v *api.Volume, t clusterView, s balanceRules) *proposal {
 	if s.mode != balanceLeast && s.mode != balanceBest {
 		return nil
 	}
-	zone := t.zone
-	var seats []seat
+	zone := t.zoneOfNode
+	var seats []placement
 	for i := range t.mine {
-		seats = append(seats, seatOf(&t.mine[i]))
+		seats = append(seats, placementOf(&t.mine[i]))
 	}
-	now, at := crowdOf(seats, zone), tally(seats, zone)
-	var best *move
-	var found crowd
+	now, at := spreadOf(seats, zone), countPlacements(seats, zone)
+	var best *proposal
+	var found spread
 	for i := range t.mine {
 		r := &t.mine[i]
 		if r.Spec.Node == s.stay && at[1][s.stay] == 1 {
@@ -101,29 +101,29 @@ func better(v *api.Volume, t terrain, s scale) *move {
 		}
 		t := t
 		t.leaving = []string{r.Name}
-		spots, _ := t.spots(v)
+		spots, _ := t.candidates(v)
 		for _, to := range spots {
 			if to.disk == r.Spec.Disk {
 				continue
 			}
 			then := slices.Clone(seats)
-			then[i] = seat{to.node, to.disk}
-			c := crowdOf(then, zone)
-			m := &move{from: r, to: to}
+			then[i] = placement{to.node, to.disk}
+			c := spreadOf(then, zone)
+			m := &proposal{from: r, to: to}
 			switch d := c.compare(now); {
 			case d < 0 && s.mode == balanceBest:
 				m.why = "the replicas are spread more evenly"
 			case d < 0:
-				if is := tally(then, zone); len(is[0]) <= len(at[0]) && len(is[1]) <= len(at[1]) {
+				if is := countPlacements(then, zone); len(is[0]) <= len(at[0]) && len(is[1]) <= len(at[1]) {
 					continue
 				}
 				m.why = "more nodes or zones have a replica"
-			case d == 0 && s.presses(r, to):
+			case d == 0 && s.relievesDisk(r, to):
 				m.why, m.full = fmt.Sprintf("its disk is more than %d %% full", s.limit), true
 			default:
 				continue
 			}
-			if best == nil || cmp.Or(c.compare(found), compareSpots(to, best.to), cmp.Compare(r.Name, best.from.Name)) < 0 {
+			if best == nil || cmp.Or(c.compare(found), compareCandidates(to, best.to), cmp.Compare(r.Name, best.from.Name)) < 0 {
 				best, found = m, c
 			}
 		}
@@ -131,14 +131,14 @@ func better(v *api.Volume, t terrain, s scale) *move {
 	return best
 }
 
-// presses reports whether a replica is on a disk that is nearly full, and would not be on the other one.
-func (s *scale) presses(r *api.Replica, to spot) bool {
+// relievesDisk reports whether a replica is on a disk that is nearly full, and would not be on the other one.
+func (s *balanceRules) relievesDisk(r *api.Replica, to candidate) bool {
 	return s.mode == balanceBest && s.limit > 0 && s.use(r.Spec.Disk, 0) > s.limit &&
 		s.use(to.disk, r.Status.Used) < s.limit-pressureGap
 }
 
-// zone is the zone of a node, or empty.
-func (t *terrain) zone(node string) string {
+// zoneOfNode is the zone of a node, or empty.
+func (t *clusterView) zoneOfNode(node string) string {
 	for i := range t.nodes {
 		if t.nodes[i].Name == node {
 			return zoneOf(&t.nodes[i])

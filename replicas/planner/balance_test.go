@@ -13,7 +13,7 @@ import (
 )
 
 // sits is a volume with whole replicas on the disks of a field.
-func sits(t terrain, mode string, disks ...api.UID) (*api.Volume, terrain, scale) {
+func sits(t clusterView, mode string, disks ...api.UID) (*api.Volume, clusterView, balanceRules) {
 	v := apitest.Volume("v", gib)
 	v.Spec.NumberOfReplicas = int32(len(disks))
 	for i, d := range disks {
@@ -22,56 +22,59 @@ func sits(t terrain, mode string, disks ...api.UID) (*api.Volume, terrain, scale
 		t.mine = append(t.mine, r)
 		v.Status.Members = append(v.Status.Members, r.Name)
 	}
-	return v, t, scale{mode: mode, limit: 90, use: func(api.UID, int64) int64 { return 50 }}
+	return v, t, balanceRules{mode: mode, limit: 90, use: func(api.UID, int64) int64 { return 50 }}
 }
 
 func TestBetter(t *testing.T) {
-	soft := apart{softNode: true, softZone: true, softDisk: true}
+	soft := topologyRules{softNode: true, softZone: true, softDisk: true}
 	for name, c := range map[string]struct {
 		mode   string
 		disks  []api.UID
-		change func(*api.Volume, *terrain, *scale)
+		change func(*api.Volume, *clusterView, *balanceRules)
 		move   string // name of the replica and the disk, or nothing
 	}{
-		"two nodes, two replicas":       {balanceBest, []api.UID{"a0", "b0"}, nil, ""},
-		"both on one node":              {balanceLeast, []api.UID{"a0", "a1"}, nil, "v.0 b0"},
-		"off":                           {balanceDisabled, []api.UID{"a0", "a1"}, nil, ""},
-		"least: each node has one":      {balanceLeast, []api.UID{"a0", "a1", "a0", "b0"}, nil, ""},
-		"best: two and two":             {balanceBest, []api.UID{"a0", "a1", "a0", "b0"}, nil, "v.0 b1"},
-		"best: as even as it can be":    {balanceBest, []api.UID{"a0", "a1", "b0"}, nil, ""},
-		"the one where it is used":      {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *terrain, s *scale) { zones(f); s.stay = "a" }, "v.1 c0"},
-		"other zone":                    {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *terrain, _ *scale) { zones(f) }, "v.0 c0"},
-		"other zone, which has no room": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *terrain, _ *scale) { zones(f); f.nodes[2].Spec.EvictionRequested = true }, ""},
-		"other zone, which is silent": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *terrain, _ *scale) {
+		"two nodes, two replicas":    {balanceBest, []api.UID{"a0", "b0"}, nil, ""},
+		"both on one node":           {balanceLeast, []api.UID{"a0", "a1"}, nil, "v.0 b0"},
+		"off":                        {balanceDisabled, []api.UID{"a0", "a1"}, nil, ""},
+		"least: each node has one":   {balanceLeast, []api.UID{"a0", "a1", "a0", "b0"}, nil, ""},
+		"best: two and two":          {balanceBest, []api.UID{"a0", "a1", "a0", "b0"}, nil, "v.0 b1"},
+		"best: as even as it can be": {balanceBest, []api.UID{"a0", "a1", "b0"}, nil, ""},
+		"the one where it is used":   {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *clusterView, s *balanceRules) { zones(f); s.stay = "a" }, "v.1 c0"},
+		"other zone":                 {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *clusterView, _ *balanceRules) { zones(f) }, "v.0 c0"},
+		"other zone, which has no room": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *clusterView, _ *balanceRules) {
+			zones(f)
+			f.nodes[2].Spec.EvictionRequested = true
+		}, ""},
+		"other zone, which is silent": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, f *clusterView, _ *balanceRules) {
 			zones(f)
 			f.silent = func(n string) bool { return n == "c" }
 		}, ""},
-		"where it may be": {balanceBest, []api.UID{"a0", "a1"}, func(v *api.Volume, _ *terrain, _ *scale) {
+		"where it may be": {balanceBest, []api.UID{"a0", "a1"}, func(v *api.Volume, _ *clusterView, _ *balanceRules) {
 			v.Spec.Nodes = []string{"a"}
 		}, ""},
-		"a disk each": {balanceBest, []api.UID{"a0", "a0"}, func(v *api.Volume, _ *terrain, _ *scale) {
+		"a disk each": {balanceBest, []api.UID{"a0", "a0"}, func(v *api.Volume, _ *clusterView, _ *balanceRules) {
 			v.Spec.Nodes = []string{"a"}
 		}, "v.0 a1"},
-		"a disk that is nearly full": {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *terrain, s *scale) {
+		"a disk that is nearly full": {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *clusterView, s *balanceRules) {
 			s.use = func(d api.UID, _ int64) int64 {
 				return map[api.UID]int64{"a0": 50, "a1": 50, "b0": 95, "b1": 70}[d]
 			}
 		}, "v.1 b1"},
-		"not least": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *terrain, s *scale) {
+		"not least": {balanceLeast, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *clusterView, s *balanceRules) {
 			s.use = func(d api.UID, _ int64) int64 { return map[api.UID]int64{"b0": 95}[d] }
 		}, ""},
-		"the others are, too": {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *terrain, s *scale) {
+		"the others are, too": {balanceBest, []api.UID{"a0", "b0"}, func(_ *api.Volume, _ *clusterView, s *balanceRules) {
 			s.use = func(d api.UID, _ int64) int64 { return map[api.UID]int64{"b0": 95, "b1": 81}[d] }
 		}, ""},
 	} {
 		f := field()
-		f.apart = soft
+		f.topologyRules = soft
 		v, f, s := sits(f, c.mode, c.disks...)
 		if c.change != nil {
 			c.change(v, &f, &s)
 		}
 		got := ""
-		if m := better(v, f, s); m != nil {
+		if m := findMigration(v, f, s); m != nil {
 			got = m.from.Name + " " + string(m.to.disk)
 		}
 		if got != c.move {
@@ -85,7 +88,7 @@ type game struct {
 	*testing.T
 	r     *rand.Rand
 	v     *api.Volume
-	t     terrain
+	t     clusterView
 	away  map[string]time.Duration
 	base  map[api.UID]int64
 	att   string
@@ -95,8 +98,8 @@ type game struct {
 	log   []string
 }
 
-func (g *game) standing() standing {
-	return standing{v: g.v, mine: g.t.mine, attached: g.att, zone: g.t.zone, wait: 10 * time.Minute,
+func (g *game) standing() replicaSet {
+	return replicaSet{v: g.v, mine: g.t.mine, attached: g.att, zone: g.t.zoneOfNode, wait: 10 * time.Minute,
 		away:    func(n string) time.Duration { return g.away[n] },
 		leaving: func(r *api.Replica) bool { return isLeaving(g.node(r.Spec.Node), r.Spec.Disk) }}
 }
@@ -142,7 +145,7 @@ func (g *game) fill() {
 	}
 }
 
-func (g *game) place(s spot, instead string) {
+func (g *game) place(s candidate, instead string) {
 	r := api.Replica{Spec: api.ReplicaSpec{Node: s.node, Disk: s.disk, Instead: instead}}
 	g.n++
 	r.Name, r.Status.Mode, r.Status.Used = fmt.Sprint("v.", g.n), api.ReplicaStale, 5*gib
@@ -167,7 +170,7 @@ func (g *game) step() bool {
 	g.r.Shuffle(len(g.t.mine), func(i, k int) { g.t.mine[i], g.t.mine[k] = g.t.mine[k], g.t.mine[i] })
 	s, asked := g.standing(), false
 	want, had := int(g.v.Spec.NumberOfReplicas), g.whole()
-	d := decide(s)
+	d := decideReplicas(s)
 	for _, name := range d.stay {
 		g.log = append(g.log, "stay "+name)
 		i := slices.IndexFunc(g.t.mine, func(r api.Replica) bool { return r.Name == name })
@@ -195,13 +198,13 @@ func (g *game) step() bool {
 		if t.leaving, t.prefer = d.leaving, d.prefer; d.extra {
 			t.on = d.prefer
 		}
-		if to, err := place(g.v, t); err == nil {
+		if to, err := choosePlacement(g.v, t); err == nil {
 			g.place(to, "")
 			did = true
 		}
 	}
 	s = g.standing()
-	if from, _ := s.moving(); from != nil {
+	if from, _ := s.migrating(); from != nil {
 		if len(g.t.mine) > want+1 && g.whole() >= want {
 			n := 0
 			for i := range g.t.mine {
@@ -215,20 +218,20 @@ func (g *game) step() bool {
 		}
 		return did
 	}
-	if did || !s.healthy(&d) {
+	if did || !s.isHealthy(&d) {
 		return did
 	}
 	use := func(disk api.UID, more int64) int64 {
 		for _, n := range g.t.nodes {
 			for _, d := range n.Status.Disks {
 				if d.UID == disk {
-					return fullness(d, more)
+					return percentUsed(d, more)
 				}
 			}
 		}
 		return 100
 	}
-	m := better(g.v, g.t, scale{mode: g.mode, stay: g.att, use: use, limit: 90})
+	m := findMigration(g.v, g.t, balanceRules{mode: g.mode, stay: g.att, use: use, limit: 90})
 	if m == nil {
 		return false
 	}
@@ -307,14 +310,14 @@ func TestBalanceGames(t *testing.T) {
 			g.v.Status.Size, g.v.Spec.StaleReplicaTimeout = g.v.Spec.Size, 30
 			g.v.Spec.NumberOfReplicas = int32(2 + r.IntN(3))
 			g.v.Spec.DataLocality = []string{api.LocalityDisabled, api.LocalityBestEffort}[r.IntN(2)]
-			g.t = terrain{overPct: 1000, minFreePc: 5, promised: func(api.UID) int64 { return 0 },
-				silent: func(n string) bool { return g.away[n] > 0 },
-				apart:  apart{softNode: r.IntN(2) == 0, softZone: r.IntN(2) == 0, softDisk: r.IntN(2) == 0}}
+			g.t = clusterView{overPct: 1000, minFreePc: 5, promised: func(api.UID) int64 { return 0 },
+				silent:        func(n string) bool { return g.away[n] > 0 },
+				topologyRules: topologyRules{softNode: r.IntN(2) == 0, softZone: r.IntN(2) == 0, softDisk: r.IntN(2) == 0}}
 			for range 1 + r.IntN(4) {
 				g.addNode()
 			}
 			g.fill()
-			first, err := place(g.v, g.t)
+			first, err := choosePlacement(g.v, g.t)
 			if err != nil {
 				return // a world without room
 			}

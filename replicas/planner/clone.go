@@ -24,8 +24,8 @@ import (
 // that is there for a while. A full copy shares no layer from the beginning. A clone of a volume as it is
 // now takes a snapshot for itself, and lets go of it when the clone is there, or what it copies is held.
 
-// origin is what a clone begins with.
-type origin struct {
+// cloneSource is what a clone begins with.
+type cloneSource struct {
 	snapshot *api.Snapshot
 	replica  *api.Replica
 	others   []api.Replica // members of the source that hold the snapshot too
@@ -33,9 +33,9 @@ type origin struct {
 	whole    bool          // the volume's own replica moves
 }
 
-// origin finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any
+// findSource finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any
 // other kind is the end of it, until something changes.
-func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err error) {
+func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cloneSource, err error) {
 	if v.Spec.DataSource == "" {
 		return nil, nil
 	}
@@ -58,7 +58,7 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		}
 		if kind != api.Unavailable {
 			st.State = api.CloneFailed
-		} else if stalled := p.stalled(ctx, v); stalled > 0 {
+		} else if stalled := p.stalledFor(ctx, v); stalled > 0 {
 			st.State, err = api.CloneFailed, api.Errorf(kind, "for %s its source could not be used: %v", stalled, err)
 		}
 		if st.Message = err.Error(); st.State == api.CloneFailed && was != st.State {
@@ -70,17 +70,17 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		return nil, err
 	}
 	st.Source, st.Snapshot = from.Volume, from.Snapshot
-	p.awaits(from.Volume, v.Name) // before it looks: what changes meanwhile is not missed
+	p.awaitSource(from.Volume, v.Name) // before it looks: what changes meanwhile is not missed
 	var src api.Volume
-	if err := p.sure(ctx, types.NamespacedName{Name: from.Volume}, &src); apierrors.IsNotFound(err) {
+	if err := p.getFresh(ctx, types.NamespacedName{Name: from.Volume}, &src); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.NotFound, "volume %s, which is to be cloned, does not exist", from.Volume)
 	} else if err != nil {
 		return nil, err
 	}
-	if err := p.circle(ctx, v, &src); err != nil {
+	if err := p.refuseCycle(ctx, v, &src); err != nil {
 		return nil, err
 	}
-	snap, err := p.cloned(ctx, v, &src, from)
+	snap, err := p.snapshotToClone(ctx, v, &src, from)
 	if err != nil {
 		return nil, err
 	}
@@ -89,7 +89,7 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of snapshot %s of volume %s: expand "+
 			"the volume", api.SizeText(v.Spec.Size), api.SizeText(snap.Status.RestoreSize), snap.Name, src.Name)
 	}
-	usable, err := p.usable(ctx, &src)
+	usable, err := p.usableReplicas(ctx, &src)
 	if err != nil {
 		return nil, err
 	}
@@ -109,7 +109,7 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 		return in(a) - in(b)
 	})
 	r := &usable[0]
-	o := &origin{snapshot: snap, replica: r, others: usable[1:], image: src.Spec.BackingImage}
+	o := &cloneSource{snapshot: snap, replica: r, others: usable[1:], image: src.Spec.BackingImage}
 	if o.image == "" {
 		o.image = r.Labels[api.LabelImage] // of a clone whose spec does not name it
 	}
@@ -120,23 +120,23 @@ func (p *planner) origin(ctx context.Context, v *api.Volume) (_ *origin, err err
 	return o, nil
 }
 
-// stalled is for how long a clone waits for its source, once that is too long; before, it is looked at again then.
-func (p *planner) stalled(ctx context.Context, v *api.Volume) time.Duration {
+// stalledFor is for how long a clone waits for its source, once that is too long; before, it is looked at again then.
+func (p *volumeReconciler) stalledFor(ctx context.Context, v *api.Volume) time.Duration {
 	st := v.Status.CloneStatus
 	if st.WaitingSince == nil {
 		now := metav1.Now()
 		st.WaitingSince = &now
 	}
-	limit := time.Duration(p.setting(ctx, "clone-stall-timeout")) * time.Minute
+	limit := time.Duration(p.settingNumber(ctx, "clone-stall-timeout")) * time.Minute
 	if left := limit - time.Since(st.WaitingSince.Time); limit == 0 || left > 0 {
-		p.again(v.Name, left)
+		p.requeueAfter(v.Name, left)
 		return 0
 	}
 	return limit
 }
 
-// circle refuses a clone whose source waits for the clone itself.
-func (p *planner) circle(ctx context.Context, v, src *api.Volume) error {
+// refuseCycle refuses a clone whose source waits for the clone itself.
+func (p *volumeReconciler) refuseCycle(ctx context.Context, v, src *api.Volume) error {
 	seen := map[string]bool{}
 	for at := src; len(at.Status.Members) == 0 && !seen[at.Name]; {
 		if at.UID == v.UID {
@@ -155,8 +155,8 @@ func (p *planner) circle(ctx context.Context, v, src *api.Volume) error {
 	return nil
 }
 
-// usable are the members of a volume that a clone can begin with.
-func (p *planner) usable(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
+// usableReplicas are the members of a volume that a clone can begin with.
+func (p *volumeReconciler) usableReplicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
 	var list api.ReplicaList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, err
@@ -170,7 +170,7 @@ func (p *planner) usable(ctx context.Context, v *api.Volume) ([]api.Replica, err
 
 // placeClone gives a clone its replicas: each on the disk of a member of its source, whose layers it shares. Where that
 // cannot be, it gets one alone, near to a member; the rest is made equal to it.
-func (p *planner) placeClone(ctx context.Context, v *api.Volume, from *origin) ([]api.Replica, error) {
+func (p *volumeReconciler) placeClone(ctx context.Context, v *api.Volume, from *cloneSource) ([]api.Replica, error) {
 	var mine []api.Replica
 	all := append([]api.Replica{*from.replica}, from.others...)
 	if v.Spec.CloneMode != api.CloneFull {
@@ -180,7 +180,7 @@ func (p *planner) placeClone(ctx context.Context, v *api.Volume, from *origin) (
 			}
 			o := *from
 			o.replica = &all[i]
-			r, err := p.placeOne(ctx, v, nil, &o, mine, func(t *terrain) { t.strict = true })
+			r, err := p.placeOne(ctx, v, nil, &o, mine, func(t *clusterView) { t.strict = true })
 			if api.Is(err, api.Full) {
 				continue
 			}
@@ -220,22 +220,22 @@ func (p *planner) placeClone(ctx context.Context, v *api.Volume, from *origin) (
 // placeAway gives a clone that cannot be where its source is a place there for a while, over the source's layers: it
 // can be used at once, from any node. Its replicas are made elsewhere from that, as those of a drained node are; then
 // it goes. Nil: no other disk would take the clone.
-func (p *planner) placeAway(ctx context.Context, v *api.Volume, from *origin, all []api.Replica) (*api.Replica, error) {
+func (p *volumeReconciler) placeAway(ctx context.Context, v *api.Volume, from *cloneSource, all []api.Replica) (*api.Replica, error) {
 	if v.Spec.DataLocality == api.LocalityStrict {
 		return nil, nil // it is used where its data is, and says where that is
 	}
-	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, nil), nil)
+	t, failed, err := p.viewCluster(ctx, v, baseImage(v, from, nil), nil)
 	if err != nil {
 		return nil, err
 	}
-	spots, _ := t.spots(v)
+	spots, _ := t.candidates(v)
 	if *failed != nil || len(spots) == 0 {
 		return nil, *failed
 	}
 	for i := range all {
 		o := *from
 		o.replica = &all[i]
-		r, err := p.placeOne(ctx, v, nil, &o, nil, func(t *terrain) { t.transient, t.strict = true, true })
+		r, err := p.placeOne(ctx, v, nil, &o, nil, func(t *clusterView) { t.transient, t.strict = true, true })
 		if err == nil {
 			p.events.Eventf(v, r, "Normal", "CloneGoesFar", "Clone", "the clone cannot stay on node %s, where its source is: "+
 				"it is used from there until its replicas are made elsewhere", r.Spec.Node)
@@ -247,8 +247,8 @@ func (p *planner) placeAway(ctx context.Context, v *api.Volume, from *origin, al
 	return nil, nil
 }
 
-// awaits has a clone planned again after the next plan of its source: its replica may not be known to be there yet.
-func (p *planner) awaits(source, clone string) {
+// awaitSource has a clone planned again after the next plan of its source: its replica may not be known to be there yet.
+func (p *volumeReconciler) awaitSource(source, clone string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.clones[source] == nil {
@@ -258,7 +258,7 @@ func (p *planner) awaits(source, clone string) {
 }
 
 // wakeClones does so, once for each.
-func (p *planner) wakeClones(source string) {
+func (p *volumeReconciler) wakeClones(source string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for clone := range p.clones[source] {
@@ -269,14 +269,14 @@ func (p *planner) wakeClones(source string) {
 	delete(p.clones, source)
 }
 
-// cloned is the snapshot that a clone begins with.
-func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataSource) (*api.Snapshot, error) {
+// snapshotToClone is the snapshot that a clone begins with.
+func (p *volumeReconciler) snapshotToClone(ctx context.Context, v, src *api.Volume, from api.DataSource) (*api.Snapshot, error) {
 	name := from.Snapshot
 	if name == "" {
 		name = cloneSnapshot(v)
 	}
 	var snap api.Snapshot
-	err := p.sure(ctx, types.NamespacedName{Name: name}, &snap)
+	err := p.getFresh(ctx, types.NamespacedName{Name: name}, &snap)
 	switch {
 	case apierrors.IsNotFound(err) && from.Snapshot == "":
 		if src.DeletionTimestamp != nil {
@@ -311,9 +311,9 @@ func (p *planner) cloned(ctx context.Context, v, src *api.Volume, from api.DataS
 	return nil, errSoon
 }
 
-// sure reads an object. What the cache does not have is asked of the API: it can be a moment older than what the user
+// getFresh reads an object. What the cache does not have is asked of the API: it can be a moment older than what the user
 // sees, and a clone is not to fail for that. Unavailable: it is there, and the cache will tell.
-func (p *planner) sure(ctx context.Context, key types.NamespacedName, o client.Object) error {
+func (p *volumeReconciler) getFresh(ctx context.Context, key types.NamespacedName, o client.Object) error {
 	err := p.client.Get(ctx, key, o)
 	if !apierrors.IsNotFound(err) {
 		return err
@@ -330,8 +330,8 @@ var errSoon = api.Errorf(api.Unavailable, "waits for the snapshot")
 // cloneSnapshot is the name of the snapshot that a clone takes for itself: new with every clone.
 func cloneSnapshot(v *api.Volume) string { return "clone-" + string(v.Status.UID) }
 
-// failed looks at a replica that came to nothing: the clone has failed, until the user wants another try.
-func (p *planner) failed(ctx context.Context, v *api.Volume, r *api.Replica) error {
+// handleFailedReplica looks at a replica that came to nothing: the clone has failed, until the user wants another try.
+func (p *volumeReconciler) handleFailedReplica(ctx context.Context, v *api.Volume, r *api.Replica) error {
 	c := v.Status.CloneStatus
 	why := api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
 	if c == nil {
@@ -352,8 +352,8 @@ func (p *planner) failed(ctx context.Context, v *api.Volume, r *api.Replica) err
 	return why
 }
 
-// copying tells how far the copying of layers is.
-func copying(v *api.Volume, mine []api.Replica) {
+// reportCopyProgress tells how far the copying of layers is.
+func reportCopyProgress(v *api.Volume, mine []api.Replica) {
 	c := v.Status.CloneStatus
 	if c == nil {
 		return
@@ -368,8 +368,8 @@ func copying(v *api.Volume, mine []api.Replica) {
 	}
 }
 
-// letGo deletes the snapshot that a clone took for itself.
-func (p *planner) letGo(ctx context.Context, v *api.Volume) error {
+// deleteCloneSnapshot deletes the snapshot that a clone took for itself.
+func (p *volumeReconciler) deleteCloneSnapshot(ctx context.Context, v *api.Volume) error {
 	if !strings.HasPrefix(v.Spec.DataSource, "vol://") || v.Status.UID == "" {
 		return nil
 	}
@@ -384,8 +384,8 @@ func (p *planner) letGo(ctx context.Context, v *api.Volume) error {
 	return nil
 }
 
-// ofSnapshot wakes who waits for a snapshot, or for its end.
-func (p *planner) ofSnapshot(ctx context.Context, o client.Object) []reconcile.Request {
+// volumesOfSnapshot wakes who waits for a snapshot, or for its end.
+func (p *volumeReconciler) volumesOfSnapshot(ctx context.Context, o client.Object) []reconcile.Request {
 	s := o.(*api.Snapshot)
 	all := watch.Requests(s.Spec.Volume)
 	if clone := s.Spec.Labels[api.LabelClone]; clone != "" {
@@ -395,7 +395,7 @@ func (p *planner) ofSnapshot(ctx context.Context, o client.Object) []reconcile.R
 }
 
 // clonesOf are the volumes that are to begin with a source and do not exist yet.
-func (p *planner) clonesOf(ctx context.Context, from api.DataSource) []reconcile.Request {
+func (p *volumeReconciler) clonesOf(ctx context.Context, from api.DataSource) []reconcile.Request {
 	var vols api.VolumeList
 	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.BySource: from.String()},
 		client.UnsafeDisableDeepCopy); err != nil {
@@ -411,8 +411,8 @@ func (p *planner) clonesOf(ctx context.Context, from api.DataSource) []reconcile
 	return all
 }
 
-// kept are the names of the snapshots for which a volume's replicas stay.
-func (p *planner) kept(ctx context.Context, v *api.Volume) ([]string, error) {
+// keptSnapshots are the names of the snapshots for which a volume's replicas stay.
+func (p *volumeReconciler) keptSnapshots(ctx context.Context, v *api.Volume) ([]string, error) {
 	var list api.SnapshotList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, err

@@ -10,11 +10,11 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// terrainOf is what there is to place a replica of v on, which stands on the image named, if any. What failed when the
+// viewCluster is what there is to place a replica of v on, which stands on the image named, if any. What failed when the
 // terrain was asked is in failed then.
-func (p *planner) terrainOf(ctx context.Context, v *api.Volume, image string, mine []api.Replica) (
-	_ terrain, failed *error, _ error) {
-	t := terrain{mine: mine, copies: map[api.UID]api.ImageState{}, silent: p.isSilent}
+func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image string, mine []api.Replica) (
+	_ clusterView, failed *error, _ error) {
+	t := clusterView{mine: mine, copies: map[api.UID]api.ImageState{}, silent: p.isSilent}
 	var nodes api.NodeList
 	if err := p.client.List(ctx, &nodes); err != nil {
 		return t, nil, err
@@ -27,7 +27,7 @@ func (p *planner) terrainOf(ctx context.Context, v *api.Volume, image string, mi
 		if is {
 			return sum
 		}
-		sum, err := p.promised(ctx, disk)
+		sum, err := p.promisedBytes(ctx, disk)
 		if err != nil {
 			*failed = err
 		}
@@ -53,14 +53,14 @@ func (p *planner) terrainOf(ctx context.Context, v *api.Volume, image string, mi
 			}
 		}
 	}
-	t.overPct = p.setting(ctx, "storage-over-provisioning-percentage")
-	t.minFreePc = p.setting(ctx, "storage-minimal-available-percentage")
-	t.apart = p.apartOf(ctx, v)
+	t.overPct = p.settingNumber(ctx, "storage-over-provisioning-percentage")
+	t.minFreePc = p.settingNumber(ctx, "storage-minimal-available-percentage")
+	t.topologyRules = p.topologyRulesOf(ctx, v)
 	return t, failed, nil
 }
 
-// standsOn is the name of the image below a volume; the spec of a clone need not name it, what it was made of does.
-func standsOn(v *api.Volume, from *origin, mine []api.Replica) string {
+// baseImage is the name of the image below a volume; the spec of a clone need not name it, what it was made of does.
+func baseImage(v *api.Volume, from *cloneSource, mine []api.Replica) string {
 	if v.Spec.BackingImage != "" {
 		return v.Spec.BackingImage
 	}

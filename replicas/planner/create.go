@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// promised is the sum of the sizes of a disk's replicas.
-func (p *planner) promised(ctx context.Context, disk api.UID) (int64, error) {
+// promisedBytes is the sum of the sizes of a disk's replicas.
+func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int64, error) {
 	var list api.ReplicaList
 	on := client.MatchingFields{watch.ByDisk: string(disk)}
 	if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {
@@ -39,13 +39,13 @@ func (p *planner) promised(ctx context.Context, disk api.UID) (int64, error) {
 	return sum, nil
 }
 
-// create gives a new volume its replicas and, when they are there, its first members.
-func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica) error {
+// createReplicas gives a new volume its replicas and, when they are there, its first members.
+func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mine []api.Replica) error {
 	mine = slices.DeleteFunc(slices.Clone(mine), func(r api.Replica) bool { // they were given up
 		return r.DeletionTimestamp != nil && p.isSilent(r.Spec.Node)
 	})
 	if len(mine) == 0 {
-		from, err := p.origin(ctx, v)
+		from, err := p.findSource(ctx, v)
 		if errors.Is(err, errSoon) {
 			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
 			return nil
@@ -55,7 +55,7 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 		}
 		var image *api.BackingImage
 		if from == nil { // else the source's layers are there, and its replica holds the image
-			if image, err = p.image(ctx, v); err != nil {
+			if image, err = p.usableImage(ctx, v); err != nil {
 				return err
 			}
 		}
@@ -63,17 +63,17 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 			mine, err = p.placeClone(ctx, v, from)
 		} else {
 			var r *api.Replica
-			if r, err = p.placeOne(ctx, v, image, nil, mine, nearFirst(v)); err == nil {
+			if r, err = p.placeOne(ctx, v, image, nil, mine, preferLocal(v)); err == nil {
 				mine = append(mine, *r)
 			}
 		}
 		if err != nil {
-			if api.Is(err, api.Full) && condition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
+			if api.Is(err, api.Full) && setCondition(v, api.ConditionScheduled, false, "NoDisk", err.Error()) {
 				p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", err)
 			}
 			return err
 		}
-		condition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
+		setCondition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
 		if from == nil { // else the others are made equal to the first
 			if mine, err = p.placeRest(ctx, v, image, mine); err != nil {
 				return err
@@ -92,7 +92,7 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 			members = append(members, r.Name)
 			size = min(size, r.Status.Size)
 		case api.ReplicaFailed:
-			err := p.failed(ctx, v, r)
+			err := p.handleFailedReplica(ctx, v, r)
 			if errors.Is(err, errSoon) {
 				err = nil
 			}
@@ -101,12 +101,12 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 			if p.isSilent(r.Spec.Node) && len(mine) > 1 {
 				continue // the others need not wait for it
 			}
-			if gone, err := p.giveUp(ctx, v, r); gone || err != nil {
+			if gone, err := p.giveUpReplica(ctx, v, r); gone || err != nil {
 				return err
 			}
-			copying(v, mine)
+			reportCopyProgress(v, mine)
 			if r.Status.Pinned {
-				if err := p.letGo(ctx, v); err != nil {
+				if err := p.deleteCloneSnapshot(ctx, v); err != nil {
 					return err
 				}
 			}
@@ -127,10 +127,10 @@ func (p *planner) create(ctx context.Context, v *api.Volume, mine []api.Replica)
 	return nil
 }
 
-// giveUp gives up the first replica of a volume whose node fell silent before it was made, so that another is made
+// giveUpReplica gives up the first replica of a volume whose node fell silent before it was made, so that another is made
 // elsewhere: it was no member, and is removed should the node come back. That of a clone stays where only silent nodes
 // have the source.
-func (p *planner) giveUp(ctx context.Context, v *api.Volume, r *api.Replica) (bool, error) {
+func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *api.Replica) (bool, error) {
 	if r.DeletionTimestamp != nil || !p.isSilent(r.Spec.Node) {
 		return false, nil
 	}
@@ -139,7 +139,7 @@ func (p *planner) giveUp(ctx context.Context, v *api.Volume, r *api.Replica) (bo
 		if err := p.client.Get(ctx, types.NamespacedName{Name: r.Spec.From.Volume}, &src); err != nil {
 			return false, client.IgnoreNotFound(err)
 		}
-		list, err := p.usable(ctx, &src)
+		list, err := p.usableReplicas(ctx, &src)
 		if err != nil || !slices.ContainsFunc(list, func(o api.Replica) bool { return !p.isSilent(o.Spec.Node) }) {
 			return false, err
 		}
@@ -153,8 +153,8 @@ func (p *planner) giveUp(ctx context.Context, v *api.Volume, r *api.Replica) (bo
 	return true, nil
 }
 
-// image is the volume's backing image if it can be used, or nil.
-func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
+// usableImage is the volume's backing image if it can be used, or nil.
+func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
 	name := v.Spec.BackingImage
 	if name == "" {
 		return nil, nil
@@ -162,7 +162,7 @@ func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, 
 	var img api.BackingImage
 	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
 		err := api.Errorf(api.NotFound, "backing image %s does not exist: import it, the volume waits", name)
-		condition(v, api.ConditionImage, false, "NotFound", err.Error())
+		setCondition(v, api.ConditionImage, false, "NotFound", err.Error())
 		return nil, err
 	} else if err != nil {
 		return nil, err
@@ -171,39 +171,39 @@ func (p *planner) image(ctx context.Context, v *api.Volume) (*api.BackingImage, 
 	case !api.HoldsImage(v, &img): // else the deletion waits for this volume
 		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
 			"or import the image again once it is gone", name)
-		condition(v, api.ConditionImage, false, "Deleting", err.Error())
+		setCondition(v, api.ConditionImage, false, "Deleting", err.Error())
 		return nil, err
 	case img.Status.UUID == "" || len(img.Status.Layers) == 0:
 		err := api.Errorf(api.Unavailable, "backing image %s is being prepared", name)
-		condition(v, api.ConditionImage, false, "Pending", err.Error())
+		setCondition(v, api.ConditionImage, false, "Pending", err.Error())
 		return nil, err
 	case img.Status.VirtualSize > v.Spec.Size:
 		err := api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of backing image %s: expand the volume",
 			api.SizeText(v.Spec.Size), api.SizeText(img.Status.VirtualSize), name)
-		if condition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
+		if setCondition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
 			p.events.Eventf(v, &img, "Warning", "BackingImageIncompatible", "Create", "%s", err)
 		}
 		return nil, err
 	case img.Status.State == api.ImageFailed:
 		err := api.Errorf(api.Unavailable, "backing image %s failed: %s", name, img.Status.Message)
-		condition(v, api.ConditionImage, false, "Failed", err.Error())
+		setCondition(v, api.ConditionImage, false, "Failed", err.Error())
 		return nil, err
 	case img.Status.State != api.ImageReady:
 		// Its virtual size is not known for sure before.
 		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
-		condition(v, api.ConditionImage, false, "NotReady", err.Error())
+		setCondition(v, api.ConditionImage, false, "NotReady", err.Error())
 		return nil, err
 	}
-	condition(v, api.ConditionImage, true, "Ready", "")
+	setCondition(v, api.ConditionImage, true, "Ready", "")
 	return &img, nil
 }
 
 // placeOne creates one Replica on the best disk.
-func (p *planner) placeOne(
-	ctx context.Context, v *api.Volume, img *api.BackingImage, from *origin, mine []api.Replica,
-	shape ...func(*terrain),
+func (p *volumeReconciler) placeOne(
+	ctx context.Context, v *api.Volume, img *api.BackingImage, from *cloneSource, mine []api.Replica,
+	shape ...func(*clusterView),
 ) (*api.Replica, error) {
-	t, failed, err := p.terrainOf(ctx, v, standsOn(v, from, mine), mine)
+	t, failed, err := p.viewCluster(ctx, v, baseImage(v, from, mine), mine)
 	if err != nil {
 		return nil, err
 	}
@@ -216,10 +216,10 @@ func (p *planner) placeOne(
 			t.only = from.replica.Spec.Disk
 		}
 	}
-	s, err := place(v, t)
+	s, err := choosePlacement(v, t)
 	if t.only != "" && !t.strict && api.Is(err, api.Full) { // the layers go to another disk
 		t.only = ""
-		s, err = place(v, t)
+		s, err = choosePlacement(v, t)
 	}
 	if *failed != nil {
 		return nil, *failed
@@ -259,7 +259,7 @@ func (p *planner) placeOne(
 			r.Labels[api.LabelImage] = api.LabelValue(from.image)
 		}
 	}
-	p.assume(r) // before it is there: its event, which ends this, can be faster than the answer
+	p.assumeReplica(r) // before it is there: its event, which ends this, can be faster than the answer
 	if err := p.client.Create(ctx, r); err != nil {
 		p.mu.Lock()
 		delete(p.assumed, r.Name)
@@ -270,8 +270,8 @@ func (p *planner) placeOne(
 	return r, nil
 }
 
-func (p *planner) assume(r *api.Replica) {
+func (p *volumeReconciler) assumeReplica(r *api.Replica) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.assumed[r.Name] = assumption{replica: *r.DeepCopy(), until: time.Now().Add(time.Minute)}
+	p.assumed[r.Name] = assumedReplica{replica: *r.DeepCopy(), until: time.Now().Add(time.Minute)}
 }

@@ -16,7 +16,7 @@ import (
 // nothing until the disk is back.
 
 // deadDisk tells why the disk of a replica cannot be used; empty: it can.
-func (p *planner) deadDisk(ctx context.Context) func(*api.Replica) string {
+func (p *volumeReconciler) deadDisk(ctx context.Context) func(*api.Replica) string {
 	return func(r *api.Replica) string {
 		var n api.Node
 		if err := p.client.Get(ctx, client.ObjectKey{Name: r.Spec.Node}, &n); err != nil {
@@ -34,9 +34,9 @@ func (p *planner) deadDisk(ctx context.Context) func(*api.Replica) string {
 	}
 }
 
-// footingMatters tells whether a node's change can matter to the replicas that are there: their disks are ready or not,
+// diskHealthChanged tells whether a node's change can matter to the replicas that are there: their disks are ready or not,
 // or are to be left, or not any more.
-func footingMatters(old, now client.Object) bool {
+func diskHealthChanged(old, now client.Object) bool {
 	a, b := old.(*api.Node), now.(*api.Node)
 	was, is := a.Status.Disks, b.Status.Disks
 	return a.Generation != b.Generation || !slices.EqualFunc(was, is, func(x, y api.DiskStatus) bool {
@@ -44,8 +44,8 @@ func footingMatters(old, now client.Object) bool {
 	})
 }
 
-// standing are the volumes with a replica on a node.
-func (p *planner) standing(ctx context.Context, o client.Object) []reconcile.Request {
+// volumesOnNode are the volumes with a replica on a node.
+func (p *volumeReconciler) volumesOnNode(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
 	on := client.MatchingFields{watch.ByNode: o.GetName()}
 	if err := p.client.List(ctx, &list, on, client.UnsafeDisableDeepCopy); err != nil {

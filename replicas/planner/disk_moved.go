@@ -17,9 +17,9 @@ import (
 // adopted there, with its settings and with what is on it, where the former node lives and says that it is gone. Of a
 // node that says nothing nobody knows: there it takes the user, and `drover recover`.
 
-// adopt gives replicas to the nodes that their disks have moved to. A member that an engine elsewhere works with stays
+// adoptMovedReplicas gives replicas to the nodes that their disks have moved to. A member that an engine elsewhere works with stays
 // until the volume is detached, or until the engine has given it up.
-func (p *planner) adopt(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
+func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
 	var nodes api.NodeList
 	if err := p.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
 		return err
@@ -51,8 +51,8 @@ func besideSource(r *api.Replica) bool {
 		from.Disk != r.Spec.Disk
 }
 
-// displaced wakes the volumes that have a replica on a disk which is here now, or is here no more.
-func (p *planner) displaced(ctx context.Context, o client.Object) []reconcile.Request {
+// volumesOnMovedDisks wakes the volumes that have a replica on a disk which is here now, or is here no more.
+func (p *volumeReconciler) volumesOnMovedDisks(ctx context.Context, o client.Object) []reconcile.Request {
 	n := o.(*api.Node)
 	var all []reconcile.Request
 	for _, d := range n.Status.Disks {

@@ -36,8 +36,8 @@ func TestReplicaInTheMakingStaysWithItsSource(t *testing.T) {
 		s.Create(r)
 		mine = append(mine, *r)
 	}
-	p := &planner{client: s.Client, events: events.NewFakeRecorder(10), log: s.Log}
-	if err := p.adopt(s.Ctx, apitest.Volume("v", 16<<20), mine, nil); err != nil {
+	p := &volumeReconciler{client: s.Client, events: events.NewFakeRecorder(10), log: s.Log}
+	if err := p.adoptMovedReplicas(s.Ctx, apitest.Volume("v", 16<<20), mine, nil); err != nil {
 		t.Fatal(err)
 	}
 	for name, node := range map[string]string{"from-another-disk": "former", "from-the-same": "new"} {

@@ -18,8 +18,8 @@ import (
 // replica on another disk of the node takes its place, with all its layers and snapshots: from then on the volume can
 // be attached, and the layers follow, as those of a clone do. The replica that was there goes with that.
 
-// evict asks for the replica that takes the place of one on a disk that is to be left, and removes the one that was.
-func (p *planner) evict(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
+// evictReplica asks for the replica that takes the place of one on a disk that is to be left, and removes the one that was.
+func (p *volumeReconciler) evictReplica(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	if len(v.Status.Members) != 1 {
 		return nil
 	}
@@ -46,14 +46,14 @@ func (p *planner) evict(ctx context.Context, v *api.Volume, mine []api.Replica, 
 		if (r.Status.Mode == api.ReplicaFailed || late) && r.DeletionTimestamp == nil {
 			return client.IgnoreNotFound(p.client.Delete(ctx, r))
 		}
-		moving(v) // it is on its way; said again, since the write that said it first may have lost a race
+		reportMoving(v) // it is on its way; said again, since the write that said it first may have lost a race
 		return nil
 	}
 	var n api.Node
 	if err := p.client.Get(ctx, types.NamespacedName{Name: member.Spec.Node}, &n); err == nil && n.Spec.EvictionRequested {
 		return nil // it goes to another node
 	}
-	leaving, err := p.leaving(ctx, member)
+	leaving, err := p.isDiskEvicted(ctx, member)
 	if err == nil && !leaving && len(mine) == 1 {
 		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionEvicted)
 	}
@@ -62,32 +62,32 @@ func (p *planner) evict(ctx context.Context, v *api.Volume, mine []api.Replica, 
 		return err
 	}
 	// The one that goes keeps nothing away; its disk is refused anyway.
-	from := &origin{replica: member, image: member.Labels[api.LabelImage], whole: true}
+	from := &cloneSource{replica: member, image: member.Labels[api.LabelImage], whole: true}
 	_, err = p.placeOne(ctx, v, nil, from, nil)
 	if api.Is(err, api.Full) {
 		c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionEvicted)
 		if c != nil && c.Reason != "Moving" && c.Reason != "NoDisk" {
 			return nil // it goes to another node, or what keeps it from that is told
 		}
-		if condition(v, api.ConditionEvicted, false, "NoDisk", err.Error()) {
+		if setCondition(v, api.ConditionEvicted, false, "NoDisk", err.Error()) {
 			p.events.Eventf(v, member, "Warning", "EvictionNoDisk", "Evict", "%s", err)
 		}
 		p.setWaiting(v.Name, true)
 		return nil
 	}
 	if err == nil {
-		moving(v)
+		reportMoving(v)
 		p.setWaiting(v.Name, false)
 	}
 	return err
 }
 
-func moving(v *api.Volume) {
-	condition(v, api.ConditionEvicted, false, "Moving", "the replica is to be on another disk")
+func reportMoving(v *api.Volume) {
+	setCondition(v, api.ConditionEvicted, false, "Moving", "the replica is to be on another disk")
 }
 
-// leaving reports whether a replica's disk is to be evicted.
-func (p *planner) leaving(ctx context.Context, r *api.Replica) (bool, error) {
+// isDiskEvicted reports whether a replica's disk is to be evicted.
+func (p *volumeReconciler) isDiskEvicted(ctx context.Context, r *api.Replica) (bool, error) {
 	var n api.Node
 	if err := p.client.Get(ctx, types.NamespacedName{Name: r.Spec.Node}, &n); err != nil {
 		return false, client.IgnoreNotFound(err)
@@ -102,8 +102,8 @@ func (p *planner) leaving(ctx context.Context, r *api.Replica) (bool, error) {
 	return false, nil
 }
 
-// evicted wakes the volumes that have a replica on a disk that is to be left.
-func (p *planner) evicted(ctx context.Context, o client.Object) []reconcile.Request {
+// volumesToEvict wakes the volumes that have a replica on a disk that is to be left.
+func (p *volumeReconciler) volumesToEvict(ctx context.Context, o client.Object) []reconcile.Request {
 	n := o.(*api.Node)
 	var all []reconcile.Request
 	for _, d := range n.Spec.Disks {

@@ -15,9 +15,9 @@ import (
 // one is made elsewhere, the volume's engine makes it equal (of a detached volume an engine without a device does), and
 // then the first one goes.
 
-// goesFar reports whether the only replica of a volume is on its way to another place. Where it should and cannot, a
+// leavesNode reports whether the only replica of a volume is on its way to another place. Where it should and cannot, a
 // condition says why.
-func (p *planner) goesFar(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) (bool, error) {
+func (p *volumeReconciler) leavesNode(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) (bool, error) {
 	if slices.ContainsFunc(mine, func(r api.Replica) bool {
 		return r.Spec.From != nil && r.Spec.From.Whole &&
 			r.Status.Mode != api.ReplicaCurrent
@@ -37,7 +37,7 @@ func (p *planner) goesFar(ctx context.Context, v *api.Volume, mine []api.Replica
 		return false, client.IgnoreNotFound(err)
 	}
 	if r.Spec.Transient && !p.isSilent(r.Spec.Node) {
-		condition(v, api.ConditionEvicted, false, "Leaving", "the clone is to be on another node than its source")
+		setCondition(v, api.ConditionEvicted, false, "Leaving", "the clone is to be on another node than its source")
 		return true, nil
 	}
 	if r.DeletionTimestamp != nil && !p.isSilent(r.Spec.Node) {
@@ -57,20 +57,20 @@ func (p *planner) goesFar(ctx context.Context, v *api.Volume, mine []api.Replica
 	case n.Spec.EvictionRequested && v.Spec.DataLocality == api.LocalityStrict && att != nil:
 		reason, why = "Attached", "the volume is attached there and has dataLocality strict-local: detach it first"
 	case !p.isSilent(r.Spec.Node):
-		condition(v, api.ConditionEvicted, false, "Leaving", "the replica is to be elsewhere")
+		setCondition(v, api.ConditionEvicted, false, "Leaving", "the replica is to be elsewhere")
 		return true, nil
 	default:
 		reason, why = "NodeSilent", "node "+r.Spec.Node+" gives no sign of life"
 	}
-	if condition(v, api.ConditionEvicted, false, reason, "the replica stays on node "+r.Spec.Node+": "+why) {
+	if setCondition(v, api.ConditionEvicted, false, reason, "the replica stays on node "+r.Spec.Node+": "+why) {
 		p.events.Eventf(v, r, "Warning", "EvictionWaits", "Evict", "the replica stays on node %s: %s", r.Spec.Node, why)
 	}
 	return false, nil
 }
 
-// besides says where the replica is best that takes the place of a volume's only one, which is used on the same node.
-func besides(v *api.Volume, mine []api.Replica, attached string) func(*terrain) {
-	return func(t *terrain) {
+// preferSameNode says where the replica is best that takes the place of a volume's only one, which is used on the same node.
+func preferSameNode(v *api.Volume, mine []api.Replica, attached string) func(*clusterView) {
+	return func(t *clusterView) {
 		if v.Spec.NumberOfReplicas > 1 || len(mine) != 1 || attached == "" || mine[0].Spec.Node != attached ||
 			t.prefer != "" {
 			return

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// expand raises the wish of the members. A disk without room for the promise keeps the old size.
-func (p *planner) expand(ctx context.Context, v *api.Volume, mine []api.Replica) error {
+// expandReplicas raises the wish of the members. A disk without room for the promise keeps the old size.
+func (p *volumeReconciler) expandReplicas(ctx context.Context, v *api.Volume, mine []api.Replica) error {
 	overPct := int64(-1)
 	for i := range mine {
 		r := &mine[i]
@@ -21,11 +21,11 @@ func (p *planner) expand(ctx context.Context, v *api.Volume, mine []api.Replica)
 			continue
 		}
 		if overPct < 0 {
-			overPct = p.setting(ctx, "storage-over-provisioning-percentage")
+			overPct = p.settingNumber(ctx, "storage-over-provisioning-percentage")
 		}
 		if err := p.mayGrow(ctx, r, v.Spec.Size-r.Spec.Size, overPct); err != nil {
 			p.setWaiting(v.Name, true)
-			if api.Is(err, api.Full) && condition(v, api.ConditionExpanded, false, "NoRoom", err.Error()) {
+			if api.Is(err, api.Full) && setCondition(v, api.ConditionExpanded, false, "NoRoom", err.Error()) {
 				p.events.Eventf(v, r, "Warning", "ExpansionNoRoom", "Expand", "%s", err)
 			}
 			if api.KindOf(err) == api.Other {
@@ -35,7 +35,7 @@ func (p *planner) expand(ctx context.Context, v *api.Volume, mine []api.Replica)
 		}
 		p.setWaiting(v.Name, false)
 		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionExpanded); c != nil && c.Reason == "NoRoom" {
-			condition(v, api.ConditionExpanded, false, "Expanding", "")
+			setCondition(v, api.ConditionExpanded, false, "Expanding", "")
 		}
 		old := r.DeepCopy()
 		r.Spec.Size = v.Spec.Size
@@ -47,18 +47,18 @@ func (p *planner) expand(ctx context.Context, v *api.Volume, mine []api.Replica)
 }
 
 // mayGrow tells whether a replica's disk can promise more bytes.
-func (p *planner) mayGrow(ctx context.Context, r *api.Replica, more, overPct int64) error {
+func (p *volumeReconciler) mayGrow(ctx context.Context, r *api.Replica, more, overPct int64) error {
 	var n api.Node
 	if err := p.client.Get(ctx, client.ObjectKey{Name: r.Spec.Node}, &n); apierrors.IsNotFound(err) {
 		return api.Errorf(api.Unavailable, "node %s does not exist", r.Spec.Node)
 	} else if err != nil {
 		return err
 	}
-	promised, err := p.promised(ctx, r.Spec.Disk)
+	promised, err := p.promisedBytes(ctx, r.Spec.Disk)
 	if err != nil {
 		return err
 	}
-	t := terrain{overPct: overPct, promised: func(api.UID) int64 { return promised }}
+	t := clusterView{overPct: overPct, promised: func(api.UID) int64 { return promised }}
 	for _, st := range n.Status.Disks {
 		if st.UID != r.Spec.Disk {
 			continue
@@ -67,7 +67,7 @@ func (p *planner) mayGrow(ctx context.Context, r *api.Replica, more, overPct int
 		if i := slices.IndexFunc(n.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == st.Path }); i >= 0 {
 			d = n.Spec.Disks[i]
 		}
-		if _, why := t.room(d, st, more); why != "" {
+		if _, why := t.roomLeft(d, st, more); why != "" {
 			return api.Errorf(api.Full, "disk %s of node %s: %s", st.Path, n.Name, why)
 		}
 		return nil

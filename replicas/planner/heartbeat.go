@@ -15,21 +15,21 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// silence watches the heartbeats: what is known of the volumes of a node that says nothing is old.
-type silence struct {
-	*planner
+// heartbeatReconciler watches the heartbeats: what is known of the volumes of a node that says nothing is old.
+type heartbeatReconciler struct {
+	*volumeReconciler
 	began time.Time
 	limit time.Duration // 0: what the node says
 }
 
-func (p *planner) setupSilence(mgr ctrl.Manager) error {
+func (p *volumeReconciler) setupHeartbeats(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("heartbeat").For(&api.Node{}).
 		WithOptions(controller.Options{NewQueue: backlog.New}).
-		Complete(&silence{planner: p, began: time.Now()})
+		Complete(&heartbeatReconciler{volumeReconciler: p, began: time.Now()})
 }
 
 // Reconcile looks at one node's heartbeat, and again when it will be too old.
-func (s *silence) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+func (s *heartbeatReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var n api.Node
 	err := s.client.Get(ctx, req.NamespacedName, &n)
 	if client.IgnoreNotFound(err) != nil {
@@ -57,7 +57,7 @@ func (s *silence) Reconcile(ctx context.Context, req reconcile.Request) (reconci
 }
 
 // setSilent notes it and wakes the node's volumes if it is news.
-func (p *planner) setSilent(ctx context.Context, node string, is bool) bool {
+func (p *volumeReconciler) setSilent(ctx context.Context, node string, is bool) bool {
 	p.mu.Lock()
 	news := p.silent[node] != is
 	if is {
@@ -82,14 +82,14 @@ func (p *planner) setSilent(ctx context.Context, node string, is bool) bool {
 		q.Add(watch.Request(name))
 	}
 	if !is { // it takes replicas again
-		for _, r := range append(p.unplaced(), p.spread(ctx, nil)...) {
+		for _, r := range append(p.unplacedVolumes(), p.balancedVolumes(ctx, nil)...) {
 			q.Add(r)
 		}
 	}
 	return news
 }
 
-func (p *planner) isSilent(node string) bool {
+func (p *volumeReconciler) isSilent(node string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.silent[node]

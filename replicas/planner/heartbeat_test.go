@@ -27,8 +27,8 @@ func TestSilence(t *testing.T) {
 	if err := server.Client.Get(server.Ctx, client.ObjectKey{Name: "n1"}, &n); err != nil {
 		t.Fatal(err)
 	}
-	p := &planner{client: mgr.GetClient(), events: events.NewFakeRecorder(10), log: server.Log, silent: map[string]bool{}}
-	s := &silence{p, n.Status.Heartbeat.Add(-time.Hour), time.Hour}
+	p := &volumeReconciler{client: mgr.GetClient(), events: events.NewFakeRecorder(10), log: server.Log, silent: map[string]bool{}}
+	s := &heartbeatReconciler{p, n.Status.Heartbeat.Add(-time.Hour), time.Hour}
 	req := reconcile.Request{NamespacedName: client.ObjectKeyFromObject(&n)}
 	hear := func() bool {
 		t.Helper()
@@ -40,11 +40,11 @@ func TestSilence(t *testing.T) {
 	describes := func(want api.Robustness) { // as soon as the planner's cache has what the API has
 		t.Helper()
 		server.AwaitVolume("v1", "described as "+string(want), func(v *api.Volume) bool {
-			mine, err := p.replicas(server.Ctx, v)
+			mine, err := p.replicasOf(server.Ctx, v)
 			if err != nil {
 				t.Fatal(err)
 			}
-			describe(v, mine, nil, p.isSilent, p.deadDisk(server.Ctx))
+			describeVolume(v, mine, nil, p.isSilent, p.deadDisk(server.Ctx))
 			return v.Status.State == api.VolumeDetached && v.Status.Robustness == want
 		})
 	}

@@ -8,9 +8,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// nearFirst prefers, for a volume that is to be local, the node that it will be used on first.
-func nearFirst(v *api.Volume) func(*terrain) {
-	return func(t *terrain) {
+// preferLocal prefers, for a volume that is to be local, the node that it will be used on first.
+func preferLocal(v *api.Volume) func(*clusterView) {
+	return func(t *clusterView) {
 		if l := v.Spec.DataLocality; l != api.LocalityBestEffort && l != api.LocalityStrict {
 			return
 		}
@@ -20,8 +20,8 @@ func nearFirst(v *api.Volume) func(*terrain) {
 	}
 }
 
-// tellLocal says of an attached volume with best-effort whether its data is on its node, and if not, why.
-func (p *planner) tellLocal(v *api.Volume, mine []api.Replica, attached string, why error) {
+// reportLocality says of an attached volume with best-effort whether its data is on its node, and if not, why.
+func (p *volumeReconciler) reportLocality(v *api.Volume, mine []api.Replica, attached string, why error) {
 	if v.Spec.DataLocality != api.LocalityBestEffort || attached == "" {
 		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionLocal)
 		return
@@ -35,7 +35,7 @@ func (p *planner) tellLocal(v *api.Volume, mine []api.Replica, attached string, 
 		text = fmt.Sprintf("replica %s on node %s is made", r.Name, attached)
 		for _, m := range v.Status.Members {
 			if m == r.Name {
-				condition(v, api.ConditionLocal, true, "Local", fmt.Sprintf("replica %s is on node %s", r.Name, attached))
+				setCondition(v, api.ConditionLocal, true, "Local", fmt.Sprintf("replica %s is on node %s", r.Name, attached))
 				return
 			}
 		}
@@ -43,7 +43,7 @@ func (p *planner) tellLocal(v *api.Volume, mine []api.Replica, attached string, 
 	if why != nil {
 		reason, text = "NoDisk", fmt.Sprintf("no replica can be on node %s: %v", attached, why)
 	}
-	if condition(v, api.ConditionLocal, false, reason, text) && why != nil {
+	if setCondition(v, api.ConditionLocal, false, reason, text) && why != nil {
 		p.events.Eventf(v, nil, "Warning", "NotLocal", "Place", "%s", text)
 	}
 }

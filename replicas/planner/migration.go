@@ -16,39 +16,39 @@ import (
 
 // Settings of balance.
 const (
-	settingBalance  = "replica-auto-balance"
-	settingCalm     = "replica-auto-balance-wait-interval"
-	settingPressure = "replica-auto-balance-disk-pressure-percentage"
-	settingCopies   = "concurrent-replica-copies-per-node"
+	settingBalance     = "replica-auto-balance"
+	settingBalanceWait = "replica-auto-balance-wait-interval"
+	settingPressure    = "replica-auto-balance-disk-pressure-percentage"
+	settingCopies      = "concurrent-replica-copies-per-node"
 )
 
 // balanceAgain is when a move is looked at again that had to wait for others.
 const balanceAgain = 10 * time.Second
 
-// flight is a replica on its way to a better place.
-type flight struct {
+// migration is a replica on its way to a better place.
+type migration struct {
 	from, to api.UID // disks
 	node     string  // that it goes to
 	bytes    int64
 }
 
-// flights are those of all volumes, and since when volumes wait for one.
-type flights struct {
-	under map[string]flight    // by volume
+// migrationLog are those of all volumes, and since when volumes wait for one.
+type migrationLog struct {
+	under map[string]migration // by volume
 	since map[string]time.Time // by volume: when a better place was seen first, the volume being healthy ever since
 }
 
-// balanceOf is what counts for a volume.
-func (p *planner) balanceOf(ctx context.Context, v *api.Volume) string {
+// balanceMode is what counts for a volume.
+func (p *volumeReconciler) balanceMode(ctx context.Context, v *api.Volume) string {
 	switch m := v.Spec.ReplicaAutoBalance; m {
 	case balanceDisabled, balanceLeast, balanceBest:
 		return m
 	}
-	return p.text(ctx, settingBalance)
+	return p.settingText(ctx, settingBalance)
 }
 
-// text is a setting that is a word.
-func (p *planner) text(ctx context.Context, name string) string {
+// settingText is a setting that is a word.
+func (p *volumeReconciler) settingText(ctx context.Context, name string) string {
 	var s api.Setting
 	if err := p.client.Get(ctx, client.ObjectKey{Name: name}, &s); err == nil {
 		return s.Value
@@ -56,81 +56,81 @@ func (p *planner) text(ctx context.Context, name string) string {
 	return api.Settings[name]
 }
 
-// balance moves a replica of a volume to a better place, if there is one. The verdict d is that on its replicas.
-func (p *planner) balance(ctx context.Context, v *api.Volume, s *standing, d *verdict, att *api.Attachment) error {
-	if from, to := s.moving(); to != nil {
-		p.depart(v.Name, flight{from.Spec.Disk, to.Spec.Disk, to.Spec.Node, from.Status.Used}, 0)
-		condition(v, api.ConditionBalanced, false, "Moving", fmt.Sprintf("replica %s on node %s goes when replica %s on "+
+// balanceReplicas moves a replica of a volume to a better place, if there is one. The verdict d is that on its replicas.
+func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s *replicaSet, d *decision, att *api.Attachment) error {
+	if from, to := s.migrating(); to != nil {
+		p.startMigration(v.Name, migration{from.Spec.Disk, to.Spec.Disk, to.Spec.Node, from.Status.Used}, 0)
+		setCondition(v, api.ConditionBalanced, false, "Moving", fmt.Sprintf("replica %s on node %s goes when replica %s on "+
 			"node %s is whole", from.Name, from.Spec.Node, to.Name, to.Spec.Node))
 		return nil
 	}
-	p.arrived(v.Name)
-	mode := p.balanceOf(ctx, v)
+	p.endMigration(v.Name)
+	mode := p.balanceMode(ctx, v)
 	if mode == balanceDisabled || v.Spec.NumberOfReplicas < 2 {
-		p.calm(v.Name, false)
+		p.improvableSince(v.Name, false)
 		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionBalanced)
 		return nil
 	}
-	if !s.healthy(d) || att != nil && (att.DeletionTimestamp != nil || !att.Status.Ready) {
-		p.calm(v.Name, false)
+	if !s.isHealthy(d) || att != nil && (att.DeletionTimestamp != nil || !att.Status.Ready) {
+		p.improvableSince(v.Name, false)
 		return nil
 	}
-	image, err := p.image(ctx, v)
+	image, err := p.usableImage(ctx, v)
 	if err != nil {
-		return kindless(err)
+		return ignoreFacts(err)
 	}
-	t, failed, err := p.terrainOf(ctx, v, standsOn(v, nil, s.mine), s.mine)
+	t, failed, err := p.viewCluster(ctx, v, baseImage(v, nil, s.mine), s.mine)
 	if err != nil {
 		return err
 	}
-	m := better(v, t, scale{mode: mode, stay: s.attached, use: p.use(t.nodes), limit: p.setting(ctx, settingPressure)})
+	m := findMigration(v, t, balanceRules{mode: mode, stay: s.attached, use: p.percentAfterMigrations(t.nodes), limit: p.settingNumber(ctx, settingPressure)})
 	switch {
 	case *failed != nil:
 		return *failed
 	case m == nil:
-		p.calm(v.Name, false)
-		condition(v, api.ConditionBalanced, true, "Spread", "no replica has a better place to go to")
+		p.improvableSince(v.Name, false)
+		setCondition(v, api.ConditionBalanced, true, "Spread", "no replica has a better place to go to")
 		return nil
 	}
 	what := fmt.Sprintf("replica %s on node %s is to be on disk %s of node %s: %s", m.from.Name, m.from.Spec.Node,
 		m.to.path, m.to.node, m.why)
-	wait := time.Duration(p.setting(ctx, settingCalm)) * time.Second
-	if left := wait - p.calm(v.Name, true); left > 0 {
-		condition(v, api.ConditionBalanced, false, "Waiting", what+fmt.Sprintf(", once the volume was healthy for %v (%s)",
-			wait, settingCalm))
-		p.again(v.Name, left)
+	wait := time.Duration(p.settingNumber(ctx, settingBalanceWait)) * time.Second
+	if left := wait - p.improvableSince(v.Name, true); left > 0 {
+		setCondition(v, api.ConditionBalanced, false, "Waiting", what+fmt.Sprintf(", once the volume was healthy for %v (%s)",
+			wait, settingBalanceWait))
+		p.requeueAfter(v.Name, left)
 		return nil
 	}
-	f := flight{m.from.Spec.Disk, m.to.disk, m.to.node, m.from.Status.Used}
-	if !p.depart(v.Name, f, max(int(p.setting(ctx, settingCopies)), 1)) {
-		condition(v, api.ConditionBalanced, false, "Waiting", what+", once others have moved ("+settingCopies+")")
-		p.again(v.Name, balanceAgain)
+	f := migration{m.from.Spec.Disk, m.to.disk, m.to.node, m.from.Status.Used}
+	if !p.startMigration(v.Name, f, max(int(p.settingNumber(ctx, settingCopies)), 1)) {
+		setCondition(v, api.ConditionBalanced, false, "Waiting", what+", once others have moved ("+settingCopies+")")
+		p.requeueAfter(v.Name, balanceAgain)
 		return nil
 	}
-	r, err := p.placeOne(ctx, v, image, nil, s.mine, func(t *terrain) {
+	r, err := p.placeOne(ctx, v, image, nil, s.mine, func(t *clusterView) {
 		t.leaving, t.only, t.strict, t.instead = []string{m.from.Name}, m.to.disk, true, m.from.Name
 	})
-	p.calm(v.Name, false) // one that comes to nothing waits as the first did
+	p.improvableSince(v.Name, false) // one that comes to nothing waits as the first did
 	if err != nil {
-		p.arrived(v.Name)
-		return kindless(err)
+		p.endMigration(v.Name)
+		return ignoreFacts(err)
 	}
 	s.mine = append(s.mine, *r)
-	condition(v, api.ConditionBalanced, false, "Moving", what)
+	setCondition(v, api.ConditionBalanced, false, "Moving", what)
 	p.events.Eventf(v, r, "Normal", "ReplicaMoves", "Balance", "%s", what)
 	return nil
 }
 
-// kindless is an error that is worth another try; one with a kind is a fact, about which nothing is to be done now.
-func kindless(err error) error {
+// ignoreFacts is an error that is worth another try; one with a kind is a fact, about which nothing is to be done now.
+func ignoreFacts(err error) error {
 	if api.KindOf(err) != api.Other {
 		return nil
 	}
 	return err
 }
 
-// moving is a replica that goes when another one is whole, and that one.
-func (s *standing) moving() (from, to *api.Replica) {
+// migrating is a replica that goes when another one is whole, and that one.
+func (s *replicaSet) migrating() (from, to *api.Replica) {
 	for i := range s.mine {
 		r := &s.mine[i]
 		if r.DeletionTimestamp != nil || !s.takesPlace(r) {
@@ -142,8 +142,8 @@ func (s *standing) moving() (from, to *api.Replica) {
 	return nil, nil
 }
 
-// healthy reports whether a volume has all that it wants, and nothing of it is under way.
-func (s *standing) healthy(d *verdict) bool {
+// isHealthy reports whether a volume has all that it wants, and nothing of it is under way.
+func (s *replicaSet) isHealthy(d *decision) bool {
 	v := s.v
 	if d.add > 0 || len(d.drop) > 0 || len(d.leaving) > 0 || len(s.mine) != int(v.Spec.NumberOfReplicas) ||
 		v.Status.Size < v.Spec.Size || v.Spec.RevertTo != nil && (v.Status.Reverted == nil ||
@@ -153,33 +153,33 @@ func (s *standing) healthy(d *verdict) bool {
 	for i := range s.mine {
 		r := &s.mine[i]
 		if r.DeletionTimestamp != nil || r.Spec.Leave || r.Status.Mode != api.ReplicaCurrent || r.Status.Pinned ||
-			r.Status.Copy != nil || s.dead(r) || s.away(r.Spec.Node) > 0 || !slices.Contains(v.Status.Members, r.Name) {
+			r.Status.Copy != nil || s.isDead(r) || s.away(r.Spec.Node) > 0 || !slices.Contains(v.Status.Members, r.Name) {
 			return false
 		}
 	}
 	return true
 }
 
-// calm notes that a volume could be better placed, or that it could not, and tells since when it could.
-func (p *planner) calm(volume string, is bool) time.Duration {
+// improvableSince notes that a volume could be better placed, or that it could not, and tells since when it could.
+func (p *volumeReconciler) improvableSince(volume string, is bool) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !is {
-		delete(p.flights.since, volume)
+		delete(p.migrations.since, volume)
 		return 0
 	}
-	if _, known := p.flights.since[volume]; !known {
-		p.flights.since[volume] = time.Now()
+	if _, known := p.migrations.since[volume]; !known {
+		p.migrations.since[volume] = time.Now()
 	}
-	return time.Since(p.flights.since[volume])
+	return time.Since(p.migrations.since[volume])
 }
 
-// depart notes a move, unless as many as most go to that node already; 0: it is under way.
-func (p *planner) depart(volume string, f flight, most int) bool {
+// startMigration notes a move, unless as many as most go to that node already; 0: it is under way.
+func (p *volumeReconciler) startMigration(volume string, f migration, most int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	n := 0
-	for _, o := range p.flights.under {
+	for _, o := range p.migrations.under {
 		if o.node == f.node {
 			n++
 		}
@@ -187,22 +187,22 @@ func (p *planner) depart(volume string, f flight, most int) bool {
 	if most > 0 && n >= most {
 		return false
 	}
-	p.flights.under[volume] = f
+	p.migrations.under[volume] = f
 	return true
 }
 
-// arrived ends a move, if there was one.
-func (p *planner) arrived(volume string) {
+// endMigration ends a move, if there was one.
+func (p *volumeReconciler) endMigration(volume string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	delete(p.flights.under, volume)
+	delete(p.migrations.under, volume)
 }
 
-// use tells how full disks are when all moves that are under way have ended.
-func (p *planner) use(nodes []api.Node) func(disk api.UID, more int64) int64 {
+// percentAfterMigrations tells how full disks are when all moves that are under way have ended.
+func (p *volumeReconciler) percentAfterMigrations(nodes []api.Node) func(disk api.UID, more int64) int64 {
 	return func(disk api.UID, more int64) int64 {
 		p.mu.Lock()
-		for _, f := range p.flights.under {
+		for _, f := range p.migrations.under {
 			if f.to == disk {
 				more += f.bytes
 			}
@@ -214,7 +214,7 @@ func (p *planner) use(nodes []api.Node) func(disk api.UID, more int64) int64 {
 		for i := range nodes {
 			for _, d := range nodes[i].Status.Disks {
 				if d.UID == disk && d.Capacity > 0 {
-					return fullness(d, more)
+					return percentUsed(d, more)
 				}
 			}
 		}
@@ -222,34 +222,34 @@ func (p *planner) use(nodes []api.Node) func(disk api.UID, more int64) int64 {
 	}
 }
 
-// fullness is how much of a disk is in use with more bytes, in percent.
-func fullness(d api.DiskStatus, more int64) int64 {
+// percentUsed is how much of a disk is in use with more bytes, in percent.
+func percentUsed(d api.DiskStatus, more int64) int64 {
 	return (d.Capacity - d.Available + more) * 100 / max(d.Capacity, 1)
 }
 
-// spreadMatters tells whether a node's change can make a place better.
-func spreadMatters(old, now client.Object) bool {
+// spreadChanged tells whether a node's change can make a place better.
+func spreadChanged(old, now client.Object) bool {
 	a, b := old.(*api.Node), now.(*api.Node)
 	if a.Generation != b.Generation || zoneOf(a) != zoneOf(b) || len(a.Status.Disks) != len(b.Status.Disks) {
 		return true
 	}
 	for i, x := range a.Status.Disks {
-		if y := b.Status.Disks[i]; x.Ready != y.Ready || x.UID != y.UID || fullness(x, 0) != fullness(y, 0) {
+		if y := b.Status.Disks[i]; x.Ready != y.Ready || x.UID != y.UID || percentUsed(x, 0) != percentUsed(y, 0) {
 			return true
 		}
 	}
 	return false
 }
 
-// spread wakes the volumes that are kept balanced.
-func (p *planner) spread(ctx context.Context, _ client.Object) []reconcile.Request {
+// balancedVolumes wakes the volumes that are kept balanced.
+func (p *volumeReconciler) balancedVolumes(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.VolumeList
 	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		p.log.Error("volumes cannot be listed", "err", err)
 		return nil
 	}
 	var all []reconcile.Request
-	setting := p.text(ctx, settingBalance)
+	setting := p.settingText(ctx, settingBalance)
 	for i := range list.Items {
 		v := &list.Items[i]
 		own := v.Spec.ReplicaAutoBalance

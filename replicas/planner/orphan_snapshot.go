@@ -17,10 +17,10 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// orphans looks after the Snapshots that no node does: those whose volume does not exist, or has no replica.
-type orphans struct{ *planner }
+// orphanSnapshotReconciler looks after the Snapshots that no node does: those whose volume does not exist, or has no replica.
+type orphanSnapshotReconciler struct{ *volumeReconciler }
 
-func (p *planner) setupOrphans(mgr ctrl.Manager) error {
+func (p *volumeReconciler) setupOrphans(mgr ctrl.Manager) error {
 	ofVolume := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		var list api.SnapshotList
 		err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: o.GetName()}, client.UnsafeDisableDeepCopy)
@@ -39,11 +39,11 @@ func (p *planner) setupOrphans(mgr ctrl.Manager) error {
 			return len(old.(*api.Volume).Status.Members) != len(now.(*api.Volume).Status.Members)
 		})).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
-		Complete(&orphans{p})
+		Complete(&orphanSnapshotReconciler{p})
 }
 
 // Reconcile tells that a snapshot has nothing to be of, and lets it go when it is deleted.
-func (o *orphans) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var s api.Snapshot
 	if err := o.client.Get(ctx, req.NamespacedName, &s); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// spot is a disk that a replica could be placed on.
-type spot struct {
+// candidate is a disk that a replica could be placed on.
+type candidate struct {
 	node   string
 	disk   api.UID
 	path   string
@@ -22,14 +22,14 @@ type spot struct {
 	volume bool  // a replica of the volume is on this disk
 }
 
-// terrain is what placement looks at.
-type terrain struct {
+// clusterView is what placement looks at.
+type clusterView struct {
 	nodes    []api.Node
 	promised func(disk api.UID) int64 // sum of the sizes of its replicas
 	copies   map[api.UID]api.ImageState
 	image    *api.BackingImage // that the volume stands on: its selectors bind the volume too; nil: none is known
 	mine     []api.Replica     // of the volume
-	apart
+	topologyRules
 	// leaving are replicas of the volume that go when the one to be placed is whole: they need not be kept away from.
 	leaving   []string
 	transient bool                   // on the disk only, for a while: whatever speaks against it
@@ -44,9 +44,9 @@ type terrain struct {
 	strict    bool    // on no other disk than only
 }
 
-// place finds the best disk for one more replica of v. Without one the error says of each disk why.
-func place(v *api.Volume, t terrain) (spot, error) {
-	spots, why := t.spots(v)
+// choosePlacement finds the best disk for one more replica of v. Without one the error says of each disk why.
+func choosePlacement(v *api.Volume, t clusterView) (candidate, error) {
+	spots, why := t.candidates(v)
 	if len(spots) == 0 {
 		if len(t.nodes) == 0 {
 			why = []string{"there are no nodes"}
@@ -54,14 +54,14 @@ func place(v *api.Volume, t terrain) (spot, error) {
 		if more := len(why) - 6; more > 0 {
 			why = append(why[:6], fmt.Sprintf("and %d more", more))
 		}
-		return spot{}, api.Errorf(api.Full, "no disk for a replica of %s: %s",
+		return candidate{}, api.Errorf(api.Full, "no disk for a replica of %s: %s",
 			api.SizeText(v.Spec.Size), strings.Join(why, "; "))
 	}
-	return slices.MinFunc(spots, compareSpots), nil
+	return slices.MinFunc(spots, compareCandidates), nil
 }
 
-// compareSpots puts the better spot first.
-func compareSpots(a, b spot) int {
+// compareCandidates puts the better spot first.
+func compareCandidates(a, b candidate) int {
 	first := func(is bool) int {
 		if is {
 			return 0
@@ -76,8 +76,8 @@ func compareSpots(a, b spot) int {
 		cmp.Compare(b.room, a.room))
 }
 
-// spots are the disks that one more replica of v could be placed on, and why the others cannot take it.
-func (t *terrain) spots(v *api.Volume) (spots []spot, why []string) {
+// candidates are the disks that one more replica of v could be placed on, and why the others cannot take it.
+func (t *clusterView) candidates(v *api.Volume) (spots []candidate, why []string) {
 	for i := range t.nodes {
 		n := &t.nodes[i]
 		if t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == t.only }) {
@@ -103,10 +103,10 @@ func (t *terrain) spots(v *api.Volume) (spots []spot, why []string) {
 			why = append(why, fmt.Sprintf("node %s: it has no disks, add one", n.Name))
 		}
 		for _, d := range n.Spec.Disks {
-			if t.elsewhere(n, d) {
+			if t.isOtherDisk(n, d) {
 				continue
 			}
-			s, r := t.disk(v, n, d)
+			s, r := t.candidateOn(v, n, d)
 			if r != "" {
 				why = append(why, fmt.Sprintf("disk %s of node %s: %s", d.Path, n.Name, r))
 				continue
@@ -117,8 +117,8 @@ func (t *terrain) spots(v *api.Volume) (spots []spot, why []string) {
 	return spots, why
 }
 
-// elsewhere reports whether a disk is not the one that it has to be.
-func (t *terrain) elsewhere(n *api.Node, d api.DiskSpec) bool {
+// isOtherDisk reports whether a disk is not the one that it has to be.
+func (t *clusterView) isOtherDisk(n *api.Node, d api.DiskSpec) bool {
 	return t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
 		return s.Path == d.Path && s.UID == t.only
 	})
@@ -135,22 +135,22 @@ func nodeRefuses(v *api.Volume, n *api.Node) string {
 	case len(v.Spec.Nodes) > 0 && !slices.Contains(v.Spec.Nodes, n.Name):
 		return "the volume must be on " + strings.Join(v.Spec.Nodes, ", ")
 	}
-	if tag := missing(v.Spec.NodeSelector, n.Spec.Tags); tag != "" {
+	if tag := missingTag(v.Spec.NodeSelector, n.Spec.Tags); tag != "" {
 		return "it lacks the tag " + tag
 	}
 	return ""
 }
 
 // imageAsks tells which tag the volume's image asks for that is not there.
-func (t *terrain) imageAsks(want, have []string) string {
-	if tag := missing(want, have); tag != "" {
+func (t *clusterView) imageAsks(want, have []string) string {
+	if tag := missingTag(want, have); tag != "" {
 		return fmt.Sprintf("it lacks the tag %s, which backing image %s asks for", tag, t.image.Name)
 	}
 	return ""
 }
 
-// missing is the first wanted tag that is not there.
-func missing(want, have []string) string {
+// missingTag is the first wanted tag that is not there.
+func missingTag(want, have []string) string {
 	for _, tag := range want {
 		if !slices.Contains(have, tag) {
 			return tag
@@ -159,35 +159,35 @@ func missing(want, have []string) string {
 	return ""
 }
 
-func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string) {
+func (t *clusterView) candidateOn(v *api.Volume, n *api.Node, d api.DiskSpec) (candidate, string) {
 	i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.Path == d.Path })
 	if t.transient && i >= 0 && n.Status.Disks[i].Ready {
-		return spot{node: n.Name, disk: n.Status.Disks[i].UID, path: d.Path}, ""
+		return candidate{node: n.Name, disk: n.Status.Disks[i].UID, path: d.Path}, ""
 	}
 	switch {
 	case d.Schedulable != nil && !*d.Schedulable:
-		return spot{}, "scheduling is turned off"
+		return candidate{}, "scheduling is turned off"
 	case d.EvictionRequested:
-		return spot{}, "it is being evicted"
+		return candidate{}, "it is being evicted"
 	case i < 0:
-		return spot{}, "the node has not looked at it yet"
+		return candidate{}, "the node has not looked at it yet"
 	case !n.Status.Disks[i].Ready:
-		return spot{}, "not ready: " + n.Status.Disks[i].Message
+		return candidate{}, "not ready: " + n.Status.Disks[i].Message
 	}
-	if tag := missing(v.Spec.DiskSelector, d.Tags); tag != "" {
-		return spot{}, "it lacks the tag " + tag
+	if tag := missingTag(v.Spec.DiskSelector, d.Tags); tag != "" {
+		return candidate{}, "it lacks the tag " + tag
 	}
 	if t.image != nil {
 		if why := t.imageAsks(t.image.Spec.DiskSelector, d.Tags); why != "" {
-			return spot{}, why
+			return candidate{}, why
 		}
 	}
 	st := n.Status.Disks[i]
-	room, why := t.room(d, st, v.Spec.Size)
+	room, why := t.roomLeft(d, st, v.Spec.Size)
 	if why != "" {
-		return spot{}, why
+		return candidate{}, why
 	}
-	s := spot{node: n.Name, disk: st.UID, path: d.Path, room: room}
+	s := candidate{node: n.Name, disk: st.UID, path: d.Path, room: room}
 	switch t.copies[st.UID] {
 	case api.ImageReady:
 		s.copy = 2
@@ -195,11 +195,11 @@ func (t *terrain) disk(v *api.Volume, n *api.Node, d api.DiskSpec) (spot, string
 		s.copy = 1
 	}
 	s.near = t.prefer == n.Name
-	return s, t.neighbours(n, &s)
+	return s, t.countNeighbours(n, &s)
 }
 
-// room is what is left to promise on a disk after size more bytes, or why they cannot be promised.
-func (t *terrain) room(d api.DiskSpec, st api.DiskStatus, size int64) (int64, string) {
+// roomLeft is what is left to promise on a disk after size more bytes, or why they cannot be promised.
+func (t *clusterView) roomLeft(d api.DiskSpec, st api.DiskStatus, size int64) (int64, string) {
 	capacity := max(st.Capacity-d.ReservedBytes, 0)
 	if st.Capacity > 0 && st.Available*100 < st.Capacity*t.minFreePc {
 		return 0, fmt.Sprintf("only %s of %s are free, less than %d %% (storage-minimal-available-percentage)",

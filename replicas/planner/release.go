@@ -20,8 +20,8 @@ import (
 // releaseAfter is how long a silent node has to answer a detach that is not forced: its data process may live.
 const releaseAfter = time.Minute
 
-// release lets the attachment of a silent node go when that is wished. later is how long it has still to wait.
-func (p *planner) release(ctx context.Context, v *api.Volume, a *api.Attachment) (gone bool, later time.Duration,
+// releaseAttachment lets the attachment of a silent node go when that is wished. later is how long it has still to wait.
+func (p *volumeReconciler) releaseAttachment(ctx context.Context, v *api.Volume, a *api.Attachment) (gone bool, later time.Duration,
 	err error) {
 	if a.DeletionTimestamp == nil || !p.isSilent(a.Spec.Node) || !controllerutil.ContainsFinalizer(a, api.Finalizer) {
 		return false, 0, nil
@@ -39,8 +39,8 @@ func (p *planner) release(ctx context.Context, v *api.Volume, a *api.Attachment)
 	return true, 0, nil
 }
 
-// again has a volume looked at after a while.
-func (p *planner) again(volume string, later time.Duration) {
+// requeueAfter has a volume looked at after a while.
+func (p *volumeReconciler) requeueAfter(volume string, later time.Duration) {
 	p.mu.Lock()
 	q := p.queue
 	p.mu.Unlock()
@@ -50,7 +50,7 @@ func (p *planner) again(volume string, later time.Duration) {
 }
 
 // attachedTo are the volumes whose attachments name a node.
-func (p *planner) attachedTo(ctx context.Context, node string) (volumes []string) {
+func (p *volumeReconciler) attachedTo(ctx context.Context, node string) (volumes []string) {
 	var list api.AttachmentList
 	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		p.log.Error("attachments cannot be listed", "node", node, "err", err)

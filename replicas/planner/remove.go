@@ -12,32 +12,32 @@ import (
 	"drover.io/drover/api"
 )
 
-// comesToNothing reports whether an attachment was made when the volume was deleted already: its node refuses it.
-func comesToNothing(v *api.Volume, a *api.Attachment) bool {
+// comesTooLate reports whether an attachment was made when the volume was deleted already: its node refuses it.
+func comesTooLate(v *api.Volume, a *api.Attachment) bool {
 	return !a.Status.Ready && a.CreationTimestamp.After(v.DeletionTimestamp.Time)
 }
 
-// remove takes a volume away: its replicas first, then its finalizer.
-func (p *planner) remove(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
+// removeVolume takes a volume away: its replicas first, then its finalizer.
+func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	p.setWaiting(v.Name, false)
-	p.calm(v.Name, false)
-	p.arrived(v.Name)
+	p.improvableSince(v.Name, false)
+	p.endMigration(v.Name)
 	v.Status.State = api.VolumeDeleting
 	if attached {
 		v.Status.Message = "the volume is attached: it goes when it is detached"
 		return nil
 	}
-	if err := p.letGo(ctx, v); err != nil {
+	if err := p.deleteCloneSnapshot(ctx, v); err != nil {
 		return err
 	}
-	snaps, err := p.kept(ctx, v)
+	snaps, err := p.keptSnapshots(ctx, v)
 	if err != nil {
 		return err
 	}
 	if len(mine) > 0 && len(snaps) > 0 {
 		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), and goes with "+
 			"the last of them", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
-		condition(v, api.ConditionKept, true, "Snapshots", v.Status.Message)
+		setCondition(v, api.ConditionKept, true, "Snapshots", v.Status.Message)
 		return nil
 	}
 	meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionKept)

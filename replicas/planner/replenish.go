@@ -18,12 +18,12 @@ const settingReplenish = "replica-replenishment-wait-interval"
 
 // placeRest gives a new volume the replicas beside its first one. Where not all of them find a disk the volume is made
 // with those that do, and says so; the others follow when there is a disk.
-func (p *planner) placeRest(ctx context.Context, v *api.Volume, image *api.BackingImage,
+func (p *volumeReconciler) placeRest(ctx context.Context, v *api.Volume, image *api.BackingImage,
 	mine []api.Replica) ([]api.Replica, error) {
 	for len(mine) < int(v.Spec.NumberOfReplicas) {
 		r, err := p.placeOne(ctx, v, image, nil, mine)
 		if api.Is(err, api.Full) {
-			p.tellPartly(v, len(mine), err)
+			p.reportPartlyPlaced(v, len(mine), err)
 			return mine, nil
 		}
 		if err != nil {
@@ -34,25 +34,25 @@ func (p *planner) placeRest(ctx context.Context, v *api.Volume, image *api.Backi
 	return mine, nil
 }
 
-// tellPartly says that a volume has fewer replicas than it should.
-func (p *planner) tellPartly(v *api.Volume, have int, why error) {
+// reportPartlyPlaced says that a volume has fewer replicas than it should.
+func (p *volumeReconciler) reportPartlyPlaced(v *api.Volume, have int, why error) {
 	p.setWaiting(v.Name, true)
 	msg := fmt.Sprintf("%d of %d replicas have a disk; %v", have, v.Spec.NumberOfReplicas, why)
-	if condition(v, api.ConditionScheduled, false, "Partly", msg) {
+	if setCondition(v, api.ConditionScheduled, false, "Partly", msg) {
 		p.events.Eventf(v, nil, "Warning", "NoDisk", "Schedule", "%s", msg)
 	}
 }
 
-// keepUp makes and drops replicas so that a volume of several has as many as it should. A new one is made equal by the
+// replenish makes and drops replicas so that a volume of several has as many as it should. A new one is made equal by the
 // volume's engine, which then makes it a member.
-func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
+func (p *volumeReconciler) replenish(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
 	attached := ""
 	if att != nil && att.DeletionTimestamp == nil {
 		attached = att.Spec.Node
 	}
 	if v.Spec.NumberOfReplicas < 2 && len(v.Status.Members) < 2 {
-		if far, err := p.goesFar(ctx, v, mine, att); !far || err != nil {
-			p.tellLocal(v, mine, attached, nil)
+		if far, err := p.leavesNode(ctx, v, mine, att); !far || err != nil {
+			p.reportLocality(v, mine, attached, nil)
 			return err
 		}
 	}
@@ -64,7 +64,7 @@ func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica,
 	for i := range nodes.Items {
 		byName[nodes.Items[i].Name] = &nodes.Items[i]
 	}
-	s := standing{v: v, mine: mine, wait: time.Duration(p.setting(ctx, settingReplenish)) * time.Second,
+	s := replicaSet{v: v, mine: mine, wait: time.Duration(p.settingNumber(ctx, settingReplenish)) * time.Second,
 		away: func(node string) time.Duration {
 			n := byName[node]
 			switch {
@@ -88,24 +88,24 @@ func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica,
 		}
 		return ""
 	}
-	d := decide(s)
-	p.again(v.Name, d.later)
-	if err := p.stay(ctx, mine, d.stay); err != nil {
+	d := decideReplicas(s)
+	p.requeueAfter(v.Name, d.later)
+	if err := p.withdrawLeave(ctx, mine, d.stay); err != nil {
 		return err
 	}
-	if err := p.drop(ctx, v, mine, d.drop, att != nil); err != nil {
+	if err := p.dropReplicas(ctx, v, mine, d.drop, att != nil); err != nil {
 		return err
 	}
 	var far error // why no replica can be where the volume is used
 	for range d.add {
-		image, err := p.image(ctx, v)
+		image, err := p.usableImage(ctx, v)
 		if err == nil {
 			var r *api.Replica
-			r, err = p.placeOne(ctx, v, image, nil, mine, func(t *terrain) {
+			r, err = p.placeOne(ctx, v, image, nil, mine, func(t *clusterView) {
 				if t.leaving, t.prefer = d.leaving, d.prefer; d.extra {
 					t.on = d.prefer
 				}
-			}, besides(v, mine, attached))
+			}, preferSameNode(v, mine, attached))
 			if err == nil {
 				mine = append(mine, *r)
 				p.events.Eventf(v, r, "Normal", "ReplicaAdded", "Replenish", "replica %s is made on node %s", r.Name, r.Spec.Node)
@@ -117,19 +117,19 @@ func (p *planner) keepUp(ctx context.Context, v *api.Volume, mine []api.Replica,
 			break
 		}
 		if api.KindOf(err) != api.Other {
-			p.tellPartly(v, len(mine), err)
-			p.tellLocal(v, mine, attached, nil)
+			p.reportPartlyPlaced(v, len(mine), err)
+			p.reportLocality(v, mine, attached, nil)
 			return nil
 		}
 		return err
 	}
-	p.tellLocal(v, mine, attached, far)
+	p.reportLocality(v, mine, attached, far)
 	p.setWaiting(v.Name, far != nil)
 	if d.add == 0 || len(mine) >= int(v.Spec.NumberOfReplicas) {
-		condition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
+		setCondition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
 	}
 	s.mine = mine
-	return p.balance(ctx, v, &s, &d, att)
+	return p.balanceReplicas(ctx, v, &s, &d, att)
 }
 
 const forEver = 100 * 365 * 24 * time.Hour
@@ -150,9 +150,9 @@ func isLeaving(n *api.Node, disk api.UID) bool {
 	return j < 0 || n.Spec.Disks[j].EvictionRequested // taken out of the spec, or to be left
 }
 
-// drop lets replicas go. One that is a member is taken out of the members first: by the engine, where there is one (it
+// dropReplicas lets replicas go. One that is a member is taken out of the members first: by the engine, where there is one (it
 // sees the wish in the Replica), else here.
-func (p *planner) drop(ctx context.Context, v *api.Volume, mine []api.Replica, names []string, attached bool) error {
+func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine []api.Replica, names []string, attached bool) error {
 	for _, name := range names {
 		i := slices.IndexFunc(mine, func(r api.Replica) bool { return r.Name == name })
 		r := &mine[i]
@@ -185,8 +185,8 @@ func (p *planner) drop(ctx context.Context, v *api.Volume, mine []api.Replica, n
 	return p.forgetLost(ctx, v, mine)
 }
 
-// stay takes back the wish that a replica leaves whose reason is over: a drain was undone, or it is needed again.
-func (p *planner) stay(ctx context.Context, mine []api.Replica, names []string) error {
+// withdrawLeave takes back the wish that a replica leaves whose reason is over: a drain was undone, or it is needed again.
+func (p *volumeReconciler) withdrawLeave(ctx context.Context, mine []api.Replica, names []string) error {
 	for i := range mine {
 		r := &mine[i]
 		if !slices.Contains(names, r.Name) {
@@ -202,7 +202,7 @@ func (p *planner) stay(ctx context.Context, mine []api.Replica, names []string) 
 }
 
 // forgetLost ends the deletion of replicas whose node is no object any more: nobody else will.
-func (p *planner) forgetLost(ctx context.Context, v *api.Volume, mine []api.Replica) error {
+func (p *volumeReconciler) forgetLost(ctx context.Context, v *api.Volume, mine []api.Replica) error {
 	for i := range mine {
 		r := &mine[i]
 		if r.DeletionTimestamp == nil || slices.Contains(v.Status.Members, r.Name) {

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// standing is what is known of a volume's replicas when it is decided which of them stay and how many are added.
-type standing struct {
+// replicaSet is what is known of a volume's replicas when it is decided which of them stay and how many are added.
+type replicaSet struct {
 	v        *api.Volume
 	mine     []api.Replica
 	away     func(node string) time.Duration // how long a node gave no sign of life; 0: it does
@@ -21,8 +21,8 @@ type standing struct {
 	wait time.Duration
 }
 
-// verdict is what is to be done about a volume's replicas.
-type verdict struct {
+// decision is what is to be done about a volume's replicas.
+type decision struct {
 	add     int      // so many more are wanted
 	prefer  string   // on this node, if it can be
 	extra   bool     // the one that is wanted is for nearness alone: there or nowhere
@@ -32,11 +32,11 @@ type verdict struct {
 	later   time.Duration // until time alone changes the verdict; 0: it does not
 }
 
-// decide keeps a volume at its number of replicas. A replica is dropped only when enough others are whole, and never a
+// decideReplicas keeps a volume at its number of replicas. A replica is dropped only when enough others are whole, and never a
 // whole one for the sake of order while another is missing. One that is away is waited for: it comes back with what it
 // has, which costs less than a new one.
-func decide(s standing) verdict {
-	var d verdict
+func decideReplicas(s replicaSet) decision {
+	var d decision
 	want := int(max(s.v.Spec.NumberOfReplicas, 1))
 	var whole, staying, going, lost []*api.Replica
 	for i := range s.mine {
@@ -52,7 +52,7 @@ func decide(s standing) verdict {
 			d.leaving = append(d.leaving, r.Name)
 		}
 		switch {
-		case member && r.Status.Mode == api.ReplicaCurrent && away == 0 && !s.dead(r):
+		case member && r.Status.Mode == api.ReplicaCurrent && away == 0 && !s.isDead(r):
 			whole = append(whole, r)
 		case !member && r.Status.Mode == api.ReplicaFailed:
 			lost = append(lost, r)
@@ -62,11 +62,11 @@ func decide(s standing) verdict {
 			if !member && stale > 0 && away > stale {
 				lost = append(lost, r)
 			} else if !member && stale > 0 {
-				d.soon(stale - away)
+				d.recheckIn(stale - away)
 			}
 			continue // another takes its place; what it has is kept for a while
 		case away > 0:
-			d.soon(s.wait - away)
+			d.recheckIn(s.wait - away)
 		}
 		if leaving {
 			going = append(going, r)
@@ -104,7 +104,7 @@ func decide(s standing) verdict {
 		for _, r := range going {
 			d.drop = append(d.drop, r.Name)
 		}
-		d.surplus(s, whole, staying, good+hurt-want)
+		d.dropSurplus(s, whole, staying, good+hurt-want)
 		for _, r := range staying {
 			switch {
 			case slices.Contains(whole, r):
@@ -128,19 +128,19 @@ func decide(s standing) verdict {
 	return d
 }
 
-// dead reports whether a replica's disk cannot be used: what its status says is old.
-func (s *standing) dead(r *api.Replica) bool { return s.lost != nil && s.lost(r) }
+// isDead reports whether a replica's disk cannot be used: what its status says is old.
+func (s *replicaSet) isDead(r *api.Replica) bool { return s.lost != nil && s.lost(r) }
 
 // takesPlace reports whether a replica is made to be where another one is not.
-func (s *standing) takesPlace(r *api.Replica) bool {
+func (s *replicaSet) takesPlace(r *api.Replica) bool {
 	return r.Spec.Instead != "" && slices.ContainsFunc(s.mine, func(o api.Replica) bool {
 		return o.Name == r.Spec.Instead && o.DeletionTimestamp == nil
 	})
 }
 
-// surplus drops n whole replicas that are more than wanted: those first that are damaged, then those that were asked to
+// dropSurplus drops n whole replicas that are more than wanted: those first that are damaged, then those that were asked to
 // leave before, then those whose place another has taken, then those without which the rest is spread best.
-func (d *verdict) surplus(s standing, whole, staying []*api.Replica, n int) {
+func (d *decision) dropSurplus(s replicaSet, whole, staying []*api.Replica, n int) {
 	left := slices.DeleteFunc(slices.Clone(whole), func(r *api.Replica) bool { return !slices.Contains(staying, r) })
 	one := func(is bool) int {
 		if is {
@@ -149,14 +149,14 @@ func (d *verdict) surplus(s standing, whole, staying []*api.Replica, n int) {
 		return 0
 	}
 	for ; n > 0 && len(left) > 1; n-- {
-		without := func(r *api.Replica) crowd {
-			var seats []seat
+		without := func(r *api.Replica) spread {
+			var seats []placement
 			for _, o := range left {
 				if o != r {
-					seats = append(seats, seatOf(o))
+					seats = append(seats, placementOf(o))
 				}
 			}
-			return crowdOf(seats, s.zone)
+			return spreadOf(seats, s.zone)
 		}
 		worst := slices.MinFunc(left, func(a, b *api.Replica) int {
 			local := func(r *api.Replica) int { // the only one there
@@ -178,7 +178,7 @@ func (d *verdict) surplus(s standing, whole, staying []*api.Replica, n int) {
 	}
 }
 
-func (d *verdict) soon(t time.Duration) {
+func (d *decision) recheckIn(t time.Duration) {
 	t = max(t, 0) + time.Second
 	if d.later == 0 || t < d.later {
 		d.later = t

@@ -12,10 +12,10 @@ import (
 )
 
 // stands is a volume of three whole replicas on the nodes a, b and c.
-func stands() standing {
+func stands() replicaSet {
 	v := apitest.Volume("v", 10*gib)
 	v.Spec.NumberOfReplicas, v.Spec.StaleReplicaTimeout, v.Spec.DataLocality = 3, 60, "disabled"
-	s := standing{v: v, away: func(string) time.Duration { return 0 }, leaving: func(*api.Replica) bool { return false },
+	s := replicaSet{v: v, away: func(string) time.Duration { return 0 }, leaving: func(*api.Replica) bool { return false },
 		wait: 10 * time.Minute}
 	for _, n := range []string{"a", "b", "c"} {
 		s.add(n, true)
@@ -23,7 +23,7 @@ func stands() standing {
 	return s
 }
 
-func (s *standing) add(node string, member bool) {
+func (s *replicaSet) add(node string, member bool) {
 	r := api.Replica{Spec: api.ReplicaSpec{Node: node, Disk: api.UID("disk-" + node)}}
 	r.Name, r.Status.Mode = "v."+node, api.ReplicaCurrent
 	if member {
@@ -34,7 +34,7 @@ func (s *standing) add(node string, member bool) {
 	s.mine = append(s.mine, r)
 }
 
-func (s *standing) lose(node string) {
+func (s *replicaSet) lose(node string) {
 	s.v.Status.Members = slices.DeleteFunc(s.v.Status.Members, func(m string) bool { return m == "v."+node })
 	for i := range s.mine {
 		if s.mine[i].Spec.Node == node {
@@ -44,7 +44,7 @@ func (s *standing) lose(node string) {
 }
 
 func TestDecide(t *testing.T) {
-	silent := func(s *standing, node string, d time.Duration) {
+	silent := func(s *replicaSet, node string, d time.Duration) {
 		s.away = func(n string) time.Duration {
 			if n == node {
 				return d
@@ -53,130 +53,130 @@ func TestDecide(t *testing.T) {
 		}
 	}
 	gone := metav1.Now()
-	evict := func(s *standing, node string) { s.leaving = func(r *api.Replica) bool { return r.Spec.Node == node } }
-	dead := func(s *standing, node string) { s.lost = func(r *api.Replica) bool { return r.Spec.Node == node } }
+	evict := func(s *replicaSet, node string) { s.leaving = func(r *api.Replica) bool { return r.Spec.Node == node } }
+	dead := func(s *replicaSet, node string) { s.lost = func(r *api.Replica) bool { return r.Spec.Node == node } }
 	for name, c := range map[string]struct {
-		change func(*standing)
+		change func(*replicaSet)
 		add    int
 		prefer string
 		drop   []string
 		later  bool
 	}{
-		"all is well": {func(*standing) {}, 0, "", nil, false},
-		"one more":    {func(s *standing) { s.v.Spec.NumberOfReplicas = 4 }, 1, "", nil, false},
-		"fewer, the youngest goes": {func(s *standing) {
+		"all is well": {func(*replicaSet) {}, 0, "", nil, false},
+		"one more":    {func(s *replicaSet) { s.v.Spec.NumberOfReplicas = 4 }, 1, "", nil, false},
+		"fewer, the youngest goes": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 2
 			s.mine[1].CreationTimestamp = metav1.Now()
 		}, 0, "", []string{"v.b"}, false},
-		"fewer, the crowded goes": {func(s *standing) {
+		"fewer, the crowded goes": {func(s *replicaSet) {
 			s.add("a", true)
 			s.mine[3].Name, s.mine[3].Spec.Disk = "v.a2", "other"
 			s.mine[3].CreationTimestamp = metav1.Now()
 			s.v.Status.Members[3] = "v.a2"
 		}, 0, "", []string{"v.a2"}, false},
-		"never the last": {func(s *standing) {
+		"never the last": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 1
 			s.mine, s.v.Status.Members = s.mine[:1], s.v.Status.Members[:1]
 		}, 0, "", nil, false},
-		"a node away for a moment":              {func(s *standing) { s.lose("c"); silent(s, "c", time.Minute) }, 0, "", nil, true},
-		"a node away for long":                  {func(s *standing) { s.lose("c"); silent(s, "c", 11*time.Minute) }, 1, "", nil, true},
-		"a node away for ever":                  {func(s *standing) { s.lose("c"); silent(s, "c", 2*time.Hour) }, 1, "", []string{"v.c"}, false},
-		"a member away for ever is not dropped": {func(s *standing) { silent(s, "c", 2*time.Hour) }, 1, "", nil, false},
-		"a replica being rebuilt counts":        {func(s *standing) { s.lose("c") }, 0, "", nil, false},
-		"a failed one is replaced": {func(s *standing) {
+		"a node away for a moment":              {func(s *replicaSet) { s.lose("c"); silent(s, "c", time.Minute) }, 0, "", nil, true},
+		"a node away for long":                  {func(s *replicaSet) { s.lose("c"); silent(s, "c", 11*time.Minute) }, 1, "", nil, true},
+		"a node away for ever":                  {func(s *replicaSet) { s.lose("c"); silent(s, "c", 2*time.Hour) }, 1, "", []string{"v.c"}, false},
+		"a member away for ever is not dropped": {func(s *replicaSet) { silent(s, "c", 2*time.Hour) }, 1, "", nil, false},
+		"a replica being rebuilt counts":        {func(s *replicaSet) { s.lose("c") }, 0, "", nil, false},
+		"a failed one is replaced": {func(s *replicaSet) {
 			s.lose("c")
 			s.mine[2].Status.Mode = api.ReplicaFailed
 		}, 1, "", []string{"v.c"}, false},
-		"fewer, the damaged one goes": {func(s *standing) {
+		"fewer, the damaged one goes": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 2
 			s.mine[0].Status.Damage = []api.LayerDamage{{Length: 4096}}
 			s.mine[1].CreationTimestamp = metav1.Now()
 		}, 0, "", []string{"v.a"}, false},
-		"who repairs the damaged one stays": {func(s *standing) {
+		"who repairs the damaged one stays": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 1
 			s.mine, s.v.Status.Members = s.mine[:2], s.v.Status.Members[:2]
 			s.mine[0].Status.Damage = []api.LayerDamage{{Length: 4096}}
 			s.mine[1].Status.Damage = []api.LayerDamage{{Length: 4096}}
 		}, 0, "", nil, false},
-		"what is away may have what is damaged": {func(s *standing) {
+		"what is away may have what is damaged": {func(s *replicaSet) {
 			s.mine, s.v.Status.Members = s.mine[1:], s.v.Status.Members[1:]
 			s.mine[0].Status.Damage = []api.LayerDamage{{Length: 4096}}
 			s.lose("c")
 			silent(s, "c", 2*time.Hour)
 		}, 2, "", nil, false},
-		"a damaged one is replaced": {func(s *standing) {
+		"a damaged one is replaced": {func(s *replicaSet) {
 			s.mine[2].Status.Damage = []api.LayerDamage{{Length: 4096}}
 			evict(s, "c") // as one beyond repair
 			s.add("d", true)
 		}, 0, "", []string{"v.c"}, false},
-		"a dead disk: none of the others goes for its replica": {func(s *standing) {
+		"a dead disk: none of the others goes for its replica": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 1
 			s.mine, s.v.Status.Members = s.mine[:2], s.v.Status.Members[:2]
 			s.mine[1].CreationTimestamp = metav1.Now()
 			dead(s, "a")
 		}, 0, "", []string{"v.a"}, false},
-		"a dead disk: the last good one stays": {func(s *standing) {
+		"a dead disk: the last good one stays": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 1
 			s.mine, s.v.Status.Members = s.mine[:2], s.v.Status.Members[:2]
 			evict(s, "b")
 			dead(s, "a")
 		}, 0, "", nil, false},
-		"asked to leave, and it goes on": {func(s *standing) {
+		"asked to leave, and it goes on": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 2
 			s.mine[0].Spec.Leave = true
 			s.mine[1].CreationTimestamp = metav1.Now()
 		}, 0, "", []string{"v.a"}, false},
-		"asked to leave, and the drain was undone": {func(s *standing) { s.mine[0].Spec.Leave = true }, 0, "", nil, false},
-		"asked to leave, and needed again": {func(s *standing) {
+		"asked to leave, and the drain was undone": {func(s *replicaSet) { s.mine[0].Spec.Leave = true }, 0, "", nil, false},
+		"asked to leave, and needed again": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 2
 			s.mine[0].Spec.Leave = true
 			s.lose("b")
 		}, 0, "", nil, false},
-		"a failed member stays":          {func(s *standing) { s.mine[2].Status.Mode = api.ReplicaFailed }, 0, "", nil, false},
-		"eviction: first another":        {func(s *standing) { evict(s, "c") }, 1, "", nil, false},
-		"eviction: not while it is made": {func(s *standing) { evict(s, "c"); s.add("d", false) }, 0, "", nil, false},
-		"eviction: then it goes":         {func(s *standing) { evict(s, "c"); s.add("d", true) }, 0, "", []string{"v.c"}, false},
-		"eviction of the only one": {func(s *standing) {
+		"a failed member stays":          {func(s *replicaSet) { s.mine[2].Status.Mode = api.ReplicaFailed }, 0, "", nil, false},
+		"eviction: first another":        {func(s *replicaSet) { evict(s, "c") }, 1, "", nil, false},
+		"eviction: not while it is made": {func(s *replicaSet) { evict(s, "c"); s.add("d", false) }, 0, "", nil, false},
+		"eviction: then it goes":         {func(s *replicaSet) { evict(s, "c"); s.add("d", true) }, 0, "", []string{"v.c"}, false},
+		"eviction of the only one": {func(s *replicaSet) {
 			s.v.Spec.NumberOfReplicas = 1
 			s.mine, s.v.Status.Members = s.mine[:1], s.v.Status.Members[:1]
 			evict(s, "a")
 		}, 1, "", nil, false},
-		"a member that was deleted: first another": {func(s *standing) { s.mine[2].DeletionTimestamp = &gone }, 1, "", nil, false},
-		"a member that was deleted: then it goes": {func(s *standing) {
+		"a member that was deleted: first another": {func(s *replicaSet) { s.mine[2].DeletionTimestamp = &gone }, 1, "", nil, false},
+		"a member that was deleted: then it goes": {func(s *replicaSet) {
 			s.mine[2].DeletionTimestamp = &gone
 			s.add("d", true)
 		}, 0, "", []string{"v.c"}, false},
-		"another that was deleted counts no more": {func(s *standing) {
+		"another that was deleted counts no more": {func(s *replicaSet) {
 			s.lose("c")
 			s.mine[2].DeletionTimestamp = &gone
 		}, 1, "", nil, false},
-		"no surplus goes while one is missing": {func(s *standing) {
+		"no surplus goes while one is missing": {func(s *replicaSet) {
 			s.add("d", true)
 			s.lose("c")
 			s.lose("d")
 		}, 0, "", nil, false},
-		"near":         {func(s *standing) { s.v.Spec.DataLocality, s.attached = "best-effort", "d" }, 1, "d", nil, false},
-		"near already": {func(s *standing) { s.v.Spec.DataLocality, s.attached = "best-effort", "b" }, 0, "", nil, false},
-		"near, and another goes": {func(s *standing) {
+		"near":         {func(s *replicaSet) { s.v.Spec.DataLocality, s.attached = "best-effort", "d" }, 1, "d", nil, false},
+		"near already": {func(s *replicaSet) { s.v.Spec.DataLocality, s.attached = "best-effort", "b" }, 0, "", nil, false},
+		"near, and another goes": {func(s *replicaSet) {
 			s.v.Spec.DataLocality, s.attached = "best-effort", "d"
 			s.add("d", true)
 			s.mine[3].CreationTimestamp = metav1.Now()
 		}, 0, "", []string{"v.a"}, false},
-		"one that is made and not needed goes": {func(s *standing) { s.add("d", false) }, 0, "", []string{"v.d"}, false},
-		"one that is made near stays": {func(s *standing) {
+		"one that is made and not needed goes": {func(s *replicaSet) { s.add("d", false) }, 0, "", []string{"v.d"}, false},
+		"one that is made near stays": {func(s *replicaSet) {
 			s.v.Spec.DataLocality, s.attached = "best-effort", "d"
 			s.add("d", false)
 		}, 0, "", nil, false},
-		"one that is made near, and was let go": {func(s *standing) {
+		"one that is made near, and was let go": {func(s *replicaSet) {
 			s.v.Spec.DataLocality, s.attached = "best-effort", "d"
 			s.add("d", false)
 			s.mine[3].Spec.Leave = true
 		}, 0, "", []string{"v.d"}, false},
-		"nothing to copy from": {func(s *standing) { s.v.Status.Members = nil }, 0, "", nil, false},
+		"nothing to copy from": {func(s *replicaSet) { s.v.Status.Members = nil }, 0, "", nil, false},
 	} {
 		s := stands()
 		c.change(&s)
-		d := decide(s)
+		d := decideReplicas(s)
 		if d.add != c.add || d.prefer != c.prefer || !slices.Equal(d.drop, c.drop) || (d.later > 0) != c.later {
 			t.Errorf("%s: %+v, want add %d prefer %q drop %v later %v", name, d, c.add, c.prefer, c.drop, c.later)
 		}

@@ -14,11 +14,11 @@ import (
 
 // A revert is done once or not at all, and never later than the user would expect: what stands in its way ends it.
 
-// revert has all members of a detached volume go back to a snapshot. First the volume takes a new epoch, without the
+// revertVolume has all members of a detached volume go back to a snapshot. First the volume takes a new epoch, without the
 // members that give no sign of life, or whose disk cannot be used: an engine of before, wherever it still runs, is shut
 // out, and whoever is not reverted in that epoch is out of date. Then each member is asked; while one has not answered,
 // nobody attaches.
-func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
+func (p *volumeReconciler) revertVolume(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	wish, is := v.Spec.RevertTo, v.Status.Reverted
 	if wish == nil || is != nil && is.ID == wish.ID && is.State != api.CloneInitiated {
 		return nil
@@ -66,7 +66,7 @@ func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica,
 	switch {
 	case len(asked) > 0 && len(asked) == len(members) && len(done) == 0 && len(left) > 0 && p.noneBegan(left, isGone):
 		for _, r := range left { // else it would be reverted when it is back, much later than the user would expect
-			if err := p.takeBack(ctx, r); err != nil {
+			if err := p.withdrawRevert(ctx, r); err != nil {
 				return err
 			}
 		}
@@ -103,7 +103,7 @@ func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica,
 		end(api.CloneFailed, "the volume is attached: detach it first")
 		return nil
 	}
-	snap, err := p.revertTo(ctx, v, end)
+	snap, err := p.snapshotToRevertTo(ctx, v, end)
 	if snap == nil {
 		return err
 	}
@@ -138,10 +138,10 @@ func (p *planner) revert(ctx context.Context, v *api.Volume, mine []api.Replica,
 	return nil
 }
 
-type reverted func(state api.CloneState, message string)
+type revertEnd func(state api.CloneState, message string)
 
-// revertTo is the snapshot to go back to; nil: there is none that can be used, or an error.
-func (p *planner) revertTo(ctx context.Context, v *api.Volume, end reverted) (*api.Snapshot, error) {
+// snapshotToRevertTo is the snapshot to go back to; nil: there is none that can be used, or an error.
+func (p *volumeReconciler) snapshotToRevertTo(ctx context.Context, v *api.Volume, end revertEnd) (*api.Snapshot, error) {
 	var snap api.Snapshot
 	err := p.client.Get(ctx, types.NamespacedName{Name: v.Spec.RevertTo.Snapshot}, &snap)
 	switch {
@@ -157,7 +157,7 @@ func (p *planner) revertTo(ctx context.Context, v *api.Volume, end reverted) (*a
 	return &snap, nil
 }
 
-func (p *planner) askRevert(ctx context.Context, r *api.Replica, wish api.ReplicaRevert) error {
+func (p *volumeReconciler) askRevert(ctx context.Context, r *api.Replica, wish api.ReplicaRevert) error {
 	old := r.DeepCopy()
 	r.Spec.Revert = &wish
 	if err := p.client.Patch(ctx, r, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{})); err != nil {
@@ -167,14 +167,14 @@ func (p *planner) askRevert(ctx context.Context, r *api.Replica, wish api.Replic
 }
 
 // noneBegan reports whether members are all gone, and none of them had begun to go back: then none has.
-func (p *planner) noneBegan(members []*api.Replica, isGone func(*api.Replica) bool) bool {
+func (p *volumeReconciler) noneBegan(members []*api.Replica, isGone func(*api.Replica) bool) bool {
 	return !slices.ContainsFunc(members, func(r *api.Replica) bool {
 		return !isGone(r) || strings.HasPrefix(r.Status.Reverting, r.Spec.Revert.ID+"/")
 	})
 }
 
-// takeBack takes back what a member was asked, if it has said nothing since: before it goes back it says so.
-func (p *planner) takeBack(ctx context.Context, r *api.Replica) error {
+// withdrawRevert takes back what a member was asked, if it has said nothing since: before it goes back it says so.
+func (p *volumeReconciler) withdrawRevert(ctx context.Context, r *api.Replica) error {
 	old := r.DeepCopy()
 	r.Spec.Revert = nil
 	if err := p.client.Patch(ctx, r, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{})); err != nil {

@@ -7,9 +7,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// salvage makes a replica the only member of a volume that has none left, because the user wants it: what other
+// salvageReplica makes a replica the only member of a volume that has none left, because the user wants it: what other
 // replicas had and this one has not is given up. It reports whether the status changed. Nobody else ever does that.
-func (p *planner) salvage(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) bool {
+func (p *volumeReconciler) salvageReplica(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) bool {
 	wish := v.Spec.Salvage
 	if wish == nil || v.Status.Salvaged != nil && v.Status.Salvaged.ID == wish.ID {
 		return false

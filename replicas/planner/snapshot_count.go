@@ -16,24 +16,24 @@ import (
 )
 
 // settingMany is how many snapshots a volume may have before that is told; 0: any number.
-const settingMany = "snapshot-count-warning-threshold"
+const settingSnapshotWarning = "snapshot-count-warning-threshold"
 
-// census counts the Snapshots of each volume as they come and go, so that none has to be listed for it: by volume,
+// snapshotCount counts the Snapshots of each volume as they come and go, so that none has to be listed for it: by volume,
 // their names. Under the planner's mu.
-type census map[string]map[string]struct{}
+type snapshotCount map[string]map[string]struct{}
 
-// counting keeps the census, and wakes the volume of what came or went.
-func (p *planner) counting() handler.EventHandler {
+// countSnapshots keeps the census, and wakes the volume of what came or went.
+func (p *volumeReconciler) countSnapshots() handler.EventHandler {
 	note := func(o client.Object, is bool, q backlog.Queue) {
 		volume := o.(*api.Snapshot).Spec.Volume
 		p.mu.Lock()
-		if is && p.census[volume] == nil {
-			p.census[volume] = map[string]struct{}{}
+		if is && p.snapshots[volume] == nil {
+			p.snapshots[volume] = map[string]struct{}{}
 		}
 		if is {
-			p.census[volume][o.GetName()] = struct{}{}
-		} else if delete(p.census[volume], o.GetName()); len(p.census[volume]) == 0 {
-			delete(p.census, volume)
+			p.snapshots[volume][o.GetName()] = struct{}{}
+		} else if delete(p.snapshots[volume], o.GetName()); len(p.snapshots[volume]) == 0 {
+			delete(p.snapshots, volume)
 		}
 		p.mu.Unlock()
 		q.Add(watch.Request(volume))
@@ -50,35 +50,35 @@ func (p *planner) counting() handler.EventHandler {
 	}
 }
 
-// counted are the volumes that have snapshots.
-func (p *planner) counted(context.Context, client.Object) []reconcile.Request {
+// volumesWithSnapshots are the volumes that have snapshots.
+func (p *volumeReconciler) volumesWithSnapshots(context.Context, client.Object) []reconcile.Request {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var all []reconcile.Request
-	for volume := range p.census {
+	for volume := range p.snapshots {
 		all = append(all, watch.Requests(volume)...)
 	}
 	return all
 }
 
-// describeCount tells of a volume that it has many snapshots, and no more when it has fewer again.
-func (p *planner) describeCount(ctx context.Context, v *api.Volume) {
+// describeSnapshotCount tells of a volume that it has many snapshots, and no more when it has fewer again.
+func (p *volumeReconciler) describeSnapshotCount(ctx context.Context, v *api.Volume) {
 	p.mu.Lock()
-	n := int64(len(p.census[v.Name]))
+	n := int64(len(p.snapshots[v.Name]))
 	p.mu.Unlock()
-	most := p.setting(ctx, settingMany)
+	most := p.settingNumber(ctx, settingSnapshotWarning)
 	switch {
 	case most > 0 && n > most:
-		condition(v, api.ConditionTooMany, true, api.ConditionTooMany, fmt.Sprintf("the volume has %d snapshots, more than "+
+		setCondition(v, api.ConditionTooMany, true, api.ConditionTooMany, fmt.Sprintf("the volume has %d snapshots, more than "+
 			"the %d of the setting %s: delete those that are not needed; others can be taken all the same", n, most,
-			settingMany))
+			settingSnapshotWarning))
 	case meta.FindStatusCondition(v.Status.Conditions, api.ConditionTooMany) != nil:
-		condition(v, api.ConditionTooMany, false, "Few", "")
+		setCondition(v, api.ConditionTooMany, false, "Few", "")
 	}
 }
 
-// turned tells of conditions that a step has changed.
-func (p *planner) turned(old, v *api.Volume) {
+// reportChanges tells of conditions that a step has changed.
+func (p *volumeReconciler) reportChanges(old, v *api.Volume) {
 	for _, kind := range []string{api.ConditionTooMany, api.ConditionMerged} {
 		c := meta.FindStatusCondition(v.Status.Conditions, kind)
 		was := meta.FindStatusCondition(old.Status.Conditions, kind)

@@ -18,7 +18,7 @@ import (
 )
 
 // setupGroups adds the loop of the controller role: a group that is deleted takes its snapshots along.
-func (p *planner) setupGroups(mgr ctrl.Manager) error {
+func (p *volumeReconciler) setupGroups(mgr ctrl.Manager) error {
 	of := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 		if g := o.(*api.Snapshot).Spec.Group; g != "" {
 			return watch.Requests(g)
@@ -34,7 +34,7 @@ func (p *planner) setupGroups(mgr ctrl.Manager) error {
 		}))
 }
 
-func (p *planner) endGroup(ctx context.Context, reader client.Reader, name string) error {
+func (p *volumeReconciler) endGroup(ctx context.Context, reader client.Reader, name string) error {
 	var g api.SnapshotGroup
 	if err := p.client.Get(ctx, client.ObjectKey{Name: name}, &g); err != nil || g.DeletionTimestamp == nil {
 		return client.IgnoreNotFound(err)

@@ -34,7 +34,7 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 		}
 		return c.Get(ctx, key, o, opts...)
 	}})
-	p := &planner{client: behind, reader: s.Client, events: events.NewFakeRecorder(10), log: s.Log,
+	p := &volumeReconciler{client: behind, reader: s.Client, events: events.NewFakeRecorder(10), log: s.Log,
 		clones: map[string]map[string]bool{}}
 	for what, is := range map[string]func(client.Object) bool{
 		"snapshot": func(o client.Object) bool { _, is := o.(*api.Snapshot); return is },
@@ -50,7 +50,7 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 			}
 			v := apitest.Volume("clone", 16<<20)
 			v.Spec.DataSource = source
-			_, err := p.origin(s.Ctx, v)
+			_, err := p.findSource(s.Ctx, v)
 			if err == nil || v.Status.CloneStatus.State != want {
 				t.Errorf("without the %s, %s: %s, %v", what, source, v.Status.CloneStatus.State, err)
 			}
@@ -77,7 +77,7 @@ func TestDetachThatTheCacheLacks(t *testing.T) {
 		}})
 	}
 	v := createVolume(s, "stale")
-	p := &planner{client: seen(s.Client), events: events.NewFakeRecorder(10), log: s.Log}
+	p := &volumeReconciler{client: seen(s.Client), events: events.NewFakeRecorder(10), log: s.Log}
 	for what, wish := range map[string]func(*api.VolumeSpec){
 		"revert":  func(s *api.VolumeSpec) { s.RevertTo = &api.RevertWish{Snapshot: "s1", ID: "1"} },
 		"salvage": func(s *api.VolumeSpec) { s.Salvage = &api.SalvageWish{Replica: v.Status.Members[0], ID: "1"} },
@@ -88,7 +88,7 @@ func TestDetachThatTheCacheLacks(t *testing.T) {
 			if p.reader = s.Client; refused {
 				p.reader = seen(s.Client)
 			}
-			if err := p.plan(s.Ctx, v); err != nil {
+			if err := p.planVolume(s.Ctx, v); err != nil {
 				t.Errorf("%s: %v", what, err)
 			}
 			why := ""

@@ -12,8 +12,8 @@ import (
 
 func equalStatus(a, b *api.VolumeStatus) bool { return equality.Semantic.DeepEqual(a, b) }
 
-// describe computes what the status says of a volume that exists: state, robustness, sizes, conditions.
-func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool,
+// describeVolume computes what the status says of a volume that exists: state, robustness, sizes, conditions.
+func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool,
 	dead func(*api.Replica) string) {
 	st := &v.Status
 	st.Message, st.AttachedNode = "", ""
@@ -105,9 +105,9 @@ func describe(v *api.Volume, mine []api.Replica, att *api.Attachment, silent fun
 		st.Size = size
 	}
 	if st.Size >= v.Spec.Size {
-		condition(v, api.ConditionExpanded, true, "Done", "")
+		setCondition(v, api.ConditionExpanded, true, "Done", "")
 	} else if c := meta.FindStatusCondition(st.Conditions, api.ConditionExpanded); c == nil || c.Reason != "NoRoom" {
-		condition(v, api.ConditionExpanded, false, "Expanding",
+		setCondition(v, api.ConditionExpanded, false, "Expanding",
 			fmt.Sprintf("%s of %s", api.SizeText(st.Size), api.SizeText(v.Spec.Size)))
 	}
 }
@@ -153,9 +153,9 @@ func describeMerges(v *api.Volume, mine []api.Replica) {
 	}
 	switch {
 	case text != "":
-		condition(v, api.ConditionMerged, false, "MergeFailed", text)
+		setCondition(v, api.ConditionMerged, false, "MergeFailed", text)
 	case meta.FindStatusCondition(v.Status.Conditions, api.ConditionMerged) != nil:
-		condition(v, api.ConditionMerged, true, "Merged", "")
+		setCondition(v, api.ConditionMerged, true, "Merged", "")
 	}
 }
 

@@ -11,9 +11,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// apart says how far the replicas of a volume must be from each other. What is soft is a wish: they are put apart where
+// topologyRules says how far the replicas of a volume must be from each other. What is soft is a wish: they are put apart where
 // they can be.
-type apart struct {
+type topologyRules struct {
 	softNode, softZone, softDisk bool
 }
 
@@ -24,8 +24,8 @@ const (
 	settingSoftDisk = "replica-disk-soft-anti-affinity"
 )
 
-// apartOf is what counts for a volume.
-func (p *planner) apartOf(ctx context.Context, v *api.Volume) apart {
+// topologyRulesOf is what counts for a volume.
+func (p *volumeReconciler) topologyRulesOf(ctx context.Context, v *api.Volume) topologyRules {
 	soft := func(own, setting string) bool {
 		switch own {
 		case "enabled":
@@ -39,7 +39,7 @@ func (p *planner) apartOf(ctx context.Context, v *api.Volume) apart {
 		}
 		return api.Settings[setting] == "true"
 	}
-	return apart{
+	return topologyRules{
 		softNode: soft(v.Spec.ReplicaSoftAntiAffinity, settingSoftNode),
 		softZone: soft(v.Spec.ReplicaZoneSoftAntiAffinity, settingSoftZone),
 		softDisk: soft(v.Spec.ReplicaDiskSoftAntiAffinity, settingSoftDisk),
@@ -49,9 +49,9 @@ func (p *planner) apartOf(ctx context.Context, v *api.Volume) apart {
 // zoneOf is the zone that a node is in, or empty: such a node is in no zone with any other.
 func zoneOf(n *api.Node) string { return n.Labels[api.LabelZone] }
 
-// neighbours counts the replicas of the volume on the spot's node, in its zone and on its disk, and says which rule
+// countNeighbours counts the replicas of the volume on the spot's node, in its zone and on its disk, and says which rule
 // they break.
-func (t *terrain) neighbours(n *api.Node, s *spot) string {
+func (t *clusterView) countNeighbours(n *api.Node, s *candidate) string {
 	zone := zoneOf(n)
 	var onNode, inZone, onDisk []string
 	for i := range t.mine {

@@ -28,8 +28,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// planner is the Volume loop of the controller role.
-type planner struct {
+// volumeReconciler is the Volume loop of the controller role.
+type volumeReconciler struct {
 	client client.Client
 	reader client.Reader // of the API itself: a cache may be behind
 	events events.EventRecorder
@@ -37,33 +37,33 @@ type planner struct {
 
 	mu sync.Mutex
 	// assumed holds Replicas that were created and are not in the cache yet: they must be counted, and not made twice.
-	assumed map[string]assumption
+	assumed map[string]assumedReplica
 	// waiting volumes have no disk yet; whatever could change that wakes them.
-	waiting map[string]bool
-	silent  map[string]bool            // nodes without a heartbeat
-	clones  map[string]map[string]bool // by a volume: those that wait for what it has to give
-	flights flights                    // replicas on their way to better places
-	census  census                     // of snapshots
-	queue   backlog.Queue              // of the Volume loop, once it runs
+	waiting    map[string]bool
+	silent     map[string]bool            // nodes without a heartbeat
+	clones     map[string]map[string]bool // by a volume: those that wait for what it has to give
+	migrations migrationLog               // replicas on their way to better places
+	snapshots  snapshotCount              // of snapshots
+	queue      backlog.Queue              // of the Volume loop, once it runs
 }
 
-type assumption struct {
+type assumedReplica struct {
 	replica api.Replica
 	until   time.Time
 }
 
 // Setup adds the reconcilers of the controller role to mgr, whose cache has the indexes of api/watch.
 func Setup(mgr ctrl.Manager, log *slog.Logger) error {
-	p := &planner{
+	p := &volumeReconciler{
 		client: mgr.GetClient(), reader: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-controller"), log: log,
-		assumed: map[string]assumption{}, waiting: map[string]bool{},
-		silent: map[string]bool{}, clones: map[string]map[string]bool{}, census: census{},
-		flights: flights{under: map[string]flight{}, since: map[string]time.Time{}},
+		assumed: map[string]assumedReplica{}, waiting: map[string]bool{},
+		silent: map[string]bool{}, clones: map[string]map[string]bool{}, snapshots: snapshotCount{},
+		migrations: migrationLog{under: map[string]migration{}, since: map[string]time.Time{}},
 	}
 	if err := setupMetrics(mgr.GetClient()); err != nil {
 		return err
 	}
-	if err := p.setupSilence(mgr); err != nil {
+	if err := p.setupHeartbeats(mgr); err != nil {
 		return err
 	}
 	if err := p.setupOrphans(mgr); err != nil {
@@ -73,7 +73,7 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 		return err
 	}
 	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
-		return p.unplaced()
+		return p.unplacedVolumes()
 	})
 	return ctrl.NewControllerManagedBy(mgr).Named("volume").
 		For(&api.Volume{}).
@@ -82,20 +82,20 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 			UpdateFunc: func(_ context.Context, e event.UpdateEvent, q backlog.Queue) { p.replicaEvent(e.ObjectNew, q, false) },
 			DeleteFunc: func(_ context.Context, e event.DeleteEvent, q backlog.Queue) { p.replicaEvent(e.Object, q, true) },
 		}).
-		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(ofAttachment)).
+		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(volumeOfAttachment)).
 		Watches(&api.Node{}, placeable, watch.Updates(watch.DisksChanged)).
-		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.evicted), watch.Updates(watch.DisksChanged)).
-		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.standing), watch.Updates(footingMatters)).
-		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.displaced), watch.Updates(watch.DisksChanged)).
-		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.spread), watch.Updates(spreadMatters)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.volumesToEvict), watch.Updates(watch.DisksChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.volumesOnNode), watch.Updates(diskHealthChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.volumesOnMovedDisks), watch.Updates(watch.DisksChanged)).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(p.balancedVolumes), watch.Updates(spreadChanged)).
 		Watches(&api.Setting{}, placeable).
-		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.spread),
-			watch.Named(settingBalance, settingCalm, settingPressure)).
-		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.ofImage)).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.balancedVolumes),
+			watch.Named(settingBalance, settingBalanceWait, settingPressure)).
+		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfImage)).
 		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
-		Watches(&api.Snapshot{}, p.counting()).
-		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.ofSnapshot)).
-		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.counted), watch.Named(settingMany)).
+		Watches(&api.Snapshot{}, p.countSnapshots()).
+		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfSnapshot)).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.volumesWithSnapshots), watch.Named(settingSnapshotWarning)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			p.mu.Lock()
 			defer p.mu.Unlock()
@@ -106,24 +106,24 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 		Complete(p)
 }
 
-func ofAttachment(_ context.Context, o client.Object) []reconcile.Request {
+func volumeOfAttachment(_ context.Context, o client.Object) []reconcile.Request {
 	return watch.Requests(o.(*api.Attachment).Spec.Volume)
 }
 
 // replicaEvent wakes the replica's volume, and those that wait for room if it is gone.
-func (p *planner) replicaEvent(o client.Object, q backlog.Queue, gone bool) {
+func (p *volumeReconciler) replicaEvent(o client.Object, q backlog.Queue, gone bool) {
 	p.mu.Lock()
 	delete(p.assumed, o.GetName())
 	p.mu.Unlock()
 	q.Add(watch.Request(o.(*api.Replica).Spec.Volume))
 	if gone {
-		for _, r := range p.unplaced() {
+		for _, r := range p.unplacedVolumes() {
 			q.Add(r)
 		}
 	}
 }
 
-func (p *planner) unplaced() []reconcile.Request {
+func (p *volumeReconciler) unplacedVolumes() []reconcile.Request {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var all []reconcile.Request
@@ -133,7 +133,7 @@ func (p *planner) unplaced() []reconcile.Request {
 	return all
 }
 
-func (p *planner) setWaiting(name string, on bool) {
+func (p *volumeReconciler) setWaiting(name string, on bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if on {
@@ -143,8 +143,8 @@ func (p *planner) setWaiting(name string, on bool) {
 	}
 }
 
-// ofImage wakes the volumes of an image that are not there yet.
-func (p *planner) ofImage(ctx context.Context, o client.Object) []reconcile.Request {
+// volumesOfImage wakes the volumes of an image that are not there yet.
+func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) []reconcile.Request {
 	var vols api.VolumeList
 	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.ByImage: o.GetName()},
 		client.UnsafeDisableDeepCopy); err != nil {
@@ -161,25 +161,25 @@ func (p *planner) ofImage(ctx context.Context, o client.Object) []reconcile.Requ
 }
 
 // Reconcile brings one volume a step nearer to its wish.
-func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+func (p *volumeReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var v api.Volume
 	if err := p.client.Get(ctx, req.NamespacedName, &v); err != nil {
 		if apierrors.IsNotFound(err) {
 			p.setWaiting(req.Name, false)
-			p.calm(req.Name, false)
-			p.arrived(req.Name)
+			p.improvableSince(req.Name, false)
+			p.endMigration(req.Name)
 			p.wakeClones(req.Name) // their source is gone
 			return reconcile.Result{}, nil
 		}
 		return reconcile.Result{}, err
 	}
 	old := v.DeepCopy()
-	err := p.plan(ctx, &v)
+	err := p.planVolume(ctx, &v)
 	defer p.wakeClones(v.Name)
 	if err == nil || api.KindOf(err) != api.Other {
 		serr := p.writeStatus(ctx, old, &v)
 		if serr == nil && v.DeletionTimestamp == nil {
-			p.turned(old, &v)
+			p.reportChanges(old, &v)
 		}
 		if serr != nil {
 			err = serr
@@ -209,9 +209,9 @@ func (p *planner) Reconcile(ctx context.Context, req reconcile.Request) (reconci
 	return reconcile.Result{}, err
 }
 
-// plan computes v's status, and creates and changes Replicas. An error with a kind is a fact that the status tells.
-func (p *planner) plan(ctx context.Context, v *api.Volume) error {
-	mine, err := p.replicas(ctx, v)
+// planVolume computes v's status, and creates and changes Replicas. An error with a kind is a fact that the status tells.
+func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error {
+	mine, err := p.replicasOf(ctx, v)
 	if err != nil {
 		return err
 	}
@@ -223,22 +223,22 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 		return err
 	}
 	if attached {
-		gone, later, err := p.release(ctx, v, &att)
+		gone, later, err := p.releaseAttachment(ctx, v, &att)
 		if err != nil {
 			return err
 		}
 		attached = !gone
-		p.again(v.Name, later)
+		p.requeueAfter(v.Name, later)
 	}
 	user := &att
 	if !attached {
 		user = nil
 	}
-	if err := p.adopt(ctx, v, mine, user); err != nil {
+	if err := p.adoptMovedReplicas(ctx, v, mine, user); err != nil {
 		return err
 	}
 	if v.DeletionTimestamp != nil {
-		return p.remove(ctx, v, mine, attached && !comesToNothing(v, &att))
+		return p.removeVolume(ctx, v, mine, attached && !comesTooLate(v, &att))
 	}
 	changed := controllerutil.AddFinalizer(v, api.Finalizer) // before anything of the volume exists
 	if _, rebuilt := v.Annotations[api.AnnotationRecovered]; rebuilt && v.Status.UID != "" {
@@ -278,7 +278,7 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 	}
 	if len(v.Status.Members) == 0 {
 		p.setWaiting(v.Name, true) // before it looks: what changes meanwhile is not missed
-		if err := p.create(ctx, v, mine); err != nil {
+		if err := p.createReplicas(ctx, v, mine); err != nil {
 			v.Status.Message = err.Error()
 			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 			if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
@@ -295,53 +295,53 @@ func (p *planner) plan(ctx context.Context, v *api.Volume) error {
 			if attached {
 				present = &att
 			}
-			describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
-			copying(v, mine)
+			describeVolume(v, mine, present, p.isSilent, p.deadDisk(ctx))
+			reportCopyProgress(v, mine)
 		}
 		return nil
 	}
-	if attached && asked(v) { // the cache may not know of a detach that the user has seen, and the answer is final
+	if attached && wishPending(v) { // the cache may not know of a detach that the user has seen, and the answer is final
 		if err := p.reader.Get(ctx, types.NamespacedName{Name: v.Name}, &api.Attachment{}); err != nil {
 			return client.IgnoreNotFound(err) // the event of its end brings us back
 		}
 	}
-	if p.salvage(ctx, v, mine, attached) {
+	if p.salvageReplica(ctx, v, mine, attached) {
 		return nil // the write brings us back
 	}
-	if err := p.letGo(ctx, v); err != nil {
+	if err := p.deleteCloneSnapshot(ctx, v); err != nil {
 		return err
 	}
-	if err := p.revert(ctx, v, mine, attached); err != nil {
+	if err := p.revertVolume(ctx, v, mine, attached); err != nil {
 		return err
 	}
-	if err := p.expand(ctx, v, mine); err != nil {
+	if err := p.expandReplicas(ctx, v, mine); err != nil {
 		return err
 	}
-	if err := p.evict(ctx, v, mine, attached); err != nil {
+	if err := p.evictReplica(ctx, v, mine, attached); err != nil {
 		return err
 	}
 	present := &att
 	if !attached {
 		present = nil
 	}
-	if err := p.keepUp(ctx, v, mine, present); err != nil {
+	if err := p.replenish(ctx, v, mine, present); err != nil {
 		return err
 	}
-	describe(v, mine, present, p.isSilent, p.deadDisk(ctx))
-	p.describeCount(ctx, v)
-	copying(v, mine)
+	describeVolume(v, mine, present, p.isSilent, p.deadDisk(ctx))
+	p.describeSnapshotCount(ctx, v)
+	reportCopyProgress(v, mine)
 	return nil
 }
 
-// asked reports whether a volume is to be salvaged or reverted: it is told that it must be detached only once.
-func asked(v *api.Volume) bool {
+// wishPending reports whether a volume is to be salvaged or reverted: it is told that it must be detached only once.
+func wishPending(v *api.Volume) bool {
 	salvage, revert := v.Spec.Salvage, v.Spec.RevertTo
 	return salvage != nil && (v.Status.Salvaged == nil || v.Status.Salvaged.ID != salvage.ID) ||
 		revert != nil && (v.Status.Reverted == nil || v.Status.Reverted.ID != revert.ID) || v.RevertInProgress() != nil
 }
 
-// replicas of this very volume, not of an older one of its name. Those created a moment ago count.
-func (p *planner) replicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
+// replicasOf of this very volume, not of an older one of its name. Those created a moment ago count.
+func (p *volumeReconciler) replicasOf(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
 	var list api.ReplicaList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, err
@@ -367,8 +367,8 @@ func (p *planner) replicas(ctx context.Context, v *api.Volume) ([]api.Replica, e
 	return mine, nil
 }
 
-// setting is a number set by the user, or its default.
-func (p *planner) setting(ctx context.Context, name string) int64 {
+// settingNumber is a number set by the user, or its default.
+func (p *volumeReconciler) settingNumber(ctx context.Context, name string) int64 {
 	var s api.Setting
 	text := api.Settings[name]
 	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &s); err == nil {
@@ -383,7 +383,7 @@ func (p *planner) setting(ctx context.Context, name string) int64 {
 }
 
 // writeStatus writes v's status if it differs from old's.
-func (p *planner) writeStatus(ctx context.Context, old, v *api.Volume) error {
+func (p *volumeReconciler) writeStatus(ctx context.Context, old, v *api.Volume) error {
 	v.Status.SizeText, v.Status.UsedText, v.Status.SharedText = "", "", ""
 	if v.Status.Size > 0 {
 		v.Status.SizeText, v.Status.UsedText = api.SizeText(v.Status.Size), api.SizeText(v.Status.Used)
@@ -401,7 +401,7 @@ func (p *planner) writeStatus(ctx context.Context, old, v *api.Volume) error {
 	return nil
 }
 
-// condition sets a condition and tells whether its status or reason changed.
-func condition(v *api.Volume, kind string, is bool, reason, message string) bool {
+// setCondition sets a condition and tells whether its status or reason changed.
+func setCondition(v *api.Volume, kind string, is bool, reason, message string) bool {
 	return api.SetCondition(&v.Status.Conditions, v.Generation, kind, is, reason, message)
 }
