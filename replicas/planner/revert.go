@@ -14,130 +14,178 @@ import (
 
 // A revert is done once or not at all, and never later than the user would expect: what stands in its way ends it.
 
-// revertVolume has all members of a detached volume go back to a snapshot. First the volume takes a new epoch, without the
-// members that give no sign of life, or whose disk cannot be used: an engine of before, wherever it still runs, is shut
-// out, and whoever is not reverted in that epoch is out of date. Then each member is asked; while one has not answered,
-// nobody attaches.
+// revertProgress is the state of a revert: the members of the volume, and their answers.
+type revertProgress struct {
+	p       *volumeReconciler
+	v       *api.Volume
+	wish    *api.RevertWish
+	members []*api.Replica
+	isGone  func(*api.Replica) bool // the node is silent or the disk cannot be used
+	asked   []*api.Replica          // members with the wish in their spec: done, failed or left
+	done    []*api.Replica
+	failed  []*api.Replica
+	left    []*api.Replica // without an answer yet
+	why     string         // the error of a failed member
+	waits   string         // the message of a member without an answer
+}
+
+// revertVolume reverts all members of a detached volume to a snapshot. First the volume takes a new epoch, without the
+// members that are silent or whose disk cannot be used: the epoch fences every older engine, and a member that is not
+// reverted in that epoch is stale. Then the planner asks each member; until all have answered, no engine attaches.
 func (p *volumeReconciler) revertVolume(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	wish, is := v.Spec.RevertTo, v.Status.Reverted
 	if wish == nil || is != nil && is.ID == wish.ID && is.State != api.CloneInitiated {
 		return nil
 	}
-	end := func(state api.CloneState, message string) {
-		v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: state, Message: message}
-		switch state {
-		case api.CloneCompleted:
-			p.events.Eventf(v, nil, "Normal", "Reverted", "Revert", "the volume holds what snapshot %s holds", wish.Snapshot)
-		case api.CloneFailed:
-			p.events.Eventf(v, nil, "Warning", "RevertFailed", "Revert", "snapshot %s: %s", wish.Snapshot, message)
-		}
-	}
-	var members []*api.Replica
-	for i := range mine {
-		if slices.Contains(v.Status.Members, mine[i].Name) {
-			members = append(members, &mine[i])
-		}
-	}
-	leave := func(r *api.Replica) {
-		v.Status.Members = slices.DeleteFunc(slices.Clone(v.Status.Members), func(m string) bool { return m == r.Name })
-		v.Status.Epoch++
-	}
-	dead := p.deadDisk(ctx)
-	isGone := func(r *api.Replica) bool { return p.isSilent(r.Spec.Node) || dead(r) != "" }
-	isHere := func(r *api.Replica) bool { return !isGone(r) }
-	var asked, done, failed, left []*api.Replica
-	why, waits := "", ""
-	for _, r := range members {
-		if r.Spec.Revert == nil || r.Spec.Revert.ID != wish.ID {
-			continue
-		}
-		asked = append(asked, r)
-		switch {
-		case r.Status.Reverted != wish.ID:
-			left = append(left, r)
-			waits = r.Status.Message
-		case r.Status.RevertError != "":
-			failed = append(failed, r)
-			why = r.Status.RevertError
-		default:
-			done = append(done, r)
-		}
-	}
+	r := p.readRevert(ctx, v, mine)
 	switch {
-	case len(asked) > 0 && len(asked) == len(members) && len(done) == 0 && len(left) > 0 && p.noneBegan(left, isGone):
-		for _, r := range left { // else it would be reverted when it is back, much later than the user would expect
-			if err := p.withdrawRevert(ctx, r); err != nil {
-				return err
-			}
-		}
-		if why == "" {
-			why = "no replica of the volume can be reached"
-		}
-		end(api.CloneFailed, why)
-		return nil
-	case len(asked) > 0 && len(done)+len(failed) < len(members):
-		// One that went back stays: the volume is what it holds. One that could not holds what the volume held: where all
-		// others are gone it is not known whether they went back, and the volume is what that one holds.
-		unknown := len(asked) == len(members) && len(failed) > 0 && !slices.ContainsFunc(left, isHere)
-		for _, r := range members { // not asked yet, after a crash here; or it does not answer
-			if len(done) > 0 && isGone(r) && !slices.Contains(done, r) || unknown && slices.Contains(left, r) {
-				leave(r)
-			} else if r.Spec.Revert == nil || r.Spec.Revert.ID != wish.ID {
-				if err := p.askRevert(ctx, r, *asked[0].Spec.Revert); err != nil {
-					return err
-				}
-			}
-		}
-		end(api.CloneInitiated, waits)
-		return nil
-	case len(asked) > 0 && len(done) == 0:
-		end(api.CloneFailed, why)
-		return nil
-	case len(asked) > 0:
-		for _, r := range failed {
-			leave(r)
-		}
-		end(api.CloneCompleted, "")
-		return nil
+	case len(r.asked) > 0:
+		return r.followUp(ctx)
 	case attached:
-		end(api.CloneFailed, "the volume is attached: detach it first")
+		r.end(api.CloneFailed, "the volume is attached: detach it first")
 		return nil
 	}
-	snap, err := p.snapshotToRevertTo(ctx, v, end)
+	snap, err := p.snapshotToRevertTo(ctx, v, r.end)
 	if snap == nil {
 		return err
 	}
-	if is == nil || is.ID != wish.ID { // the write of it brings us back
-		heard := 0
-		for _, r := range members {
-			if !isGone(r) {
-				heard++
-			}
-		}
-		if heard == 0 {
-			end(api.CloneFailed, "no replica of the volume can be reached")
-			return nil
-		}
-		for _, r := range members {
-			if isGone(r) {
-				leave(r)
-			}
-		}
-		v.Status.Epoch++
-		v.Status.EngineNode = ""
-		end(api.CloneInitiated, "")
+	if is == nil || is.ID != wish.ID {
+		r.begin() // the write of the status brings the next reconcile
 		return nil
 	}
-	for _, r := range members {
-		if err := p.askRevert(ctx, r, api.ReplicaRevert{ID: wish.ID, Snapshot: snap.Status.UID,
+	for _, m := range r.members {
+		if err := p.askRevert(ctx, m, api.ReplicaRevert{ID: wish.ID, Snapshot: snap.Status.UID,
 			Epoch: v.Status.Epoch}); err != nil {
 			return err
 		}
 	}
-	end(api.CloneInitiated, "")
+	r.end(api.CloneInitiated, "")
 	return nil
 }
 
+// readRevert sorts the members by their answers.
+func (p *volumeReconciler) readRevert(ctx context.Context, v *api.Volume, mine []api.Replica) *revertProgress {
+	dead := p.deadDisk(ctx)
+	r := &revertProgress{p: p, v: v, wish: v.Spec.RevertTo,
+		isGone: func(m *api.Replica) bool { return p.isSilent(m.Spec.Node) || dead(m) != "" }}
+	for i := range mine {
+		m := &mine[i]
+		if !slices.Contains(v.Status.Members, m.Name) {
+			continue
+		}
+		r.members = append(r.members, m)
+		if !r.isAsked(m) {
+			continue
+		}
+		r.asked = append(r.asked, m)
+		switch {
+		case m.Status.Reverted != r.wish.ID:
+			r.left = append(r.left, m)
+			r.waits = m.Status.Message
+		case m.Status.RevertError != "":
+			r.failed = append(r.failed, m)
+			r.why = m.Status.RevertError
+		default:
+			r.done = append(r.done, m)
+		}
+	}
+	return r
+}
+
+func (r *revertProgress) isAsked(m *api.Replica) bool {
+	return m.Spec.Revert != nil && m.Spec.Revert.ID == r.wish.ID
+}
+
+func (r *revertProgress) isHere(m *api.Replica) bool { return !r.isGone(m) }
+
+// end records the state of the revert in the status, and emits the event of a final state.
+func (r *revertProgress) end(state api.CloneState, message string) {
+	r.v.Status.Reverted = &api.RevertFact{Snapshot: r.wish.Snapshot, ID: r.wish.ID, State: state, Message: message}
+	switch state {
+	case api.CloneCompleted:
+		r.p.events.Eventf(r.v, nil, "Normal", "Reverted", "Revert", "the volume holds what snapshot %s holds",
+			r.wish.Snapshot)
+	case api.CloneFailed:
+		r.p.events.Eventf(r.v, nil, "Warning", "RevertFailed", "Revert", "snapshot %s: %s", r.wish.Snapshot, message)
+	}
+}
+
+// leave takes a member out of the volume.
+func (r *revertProgress) leave(m *api.Replica) {
+	st := &r.v.Status
+	st.Members = slices.DeleteFunc(slices.Clone(st.Members), func(name string) bool { return name == m.Name })
+	st.Epoch++
+}
+
+// begin takes the new epoch, without the members that cannot answer.
+func (r *revertProgress) begin() {
+	if !slices.ContainsFunc(r.members, r.isHere) {
+		r.end(api.CloneFailed, "no replica of the volume can be reached")
+		return
+	}
+	for _, m := range r.members {
+		if r.isGone(m) {
+			r.leave(m)
+		}
+	}
+	r.v.Status.Epoch++
+	r.v.Status.EngineNode = ""
+	r.end(api.CloneInitiated, "")
+}
+
+// followUp acts on the answers of the members that were asked.
+func (r *revertProgress) followUp(ctx context.Context) error {
+	all := len(r.asked) == len(r.members)
+	switch {
+	case all && len(r.done) == 0 && len(r.left) > 0 && r.p.noneBegan(r.left, r.isGone):
+		return r.giveUp(ctx)
+	case len(r.done)+len(r.failed) < len(r.members):
+		return r.awaitAnswers(ctx)
+	case len(r.done) == 0:
+		r.end(api.CloneFailed, r.why)
+		return nil
+	}
+	for _, m := range r.failed {
+		r.leave(m)
+	}
+	r.end(api.CloneCompleted, "")
+	return nil
+}
+
+// giveUp withdraws the wish from members that are gone: a member that returns would revert much later than the user
+// expects.
+func (r *revertProgress) giveUp(ctx context.Context) error {
+	for _, m := range r.left {
+		if err := r.p.withdrawRevert(ctx, m); err != nil {
+			return err
+		}
+	}
+	if r.why == "" {
+		r.why = "no replica of the volume can be reached"
+	}
+	r.end(api.CloneFailed, r.why)
+	return nil
+}
+
+// awaitAnswers asks the members that a crash of the controller left out, and drops the members that cannot answer once
+// the content of the volume is decided. A reverted member decides it: the volume is the snapshot. A failed member holds
+// the old content; if all others are gone, nobody knows whether they reverted, and the volume is the old content.
+func (r *revertProgress) awaitAnswers(ctx context.Context) error {
+	unknown := len(r.asked) == len(r.members) && len(r.failed) > 0 && !slices.ContainsFunc(r.left, r.isHere)
+	for _, m := range r.members {
+		if len(r.done) > 0 && r.isGone(m) && !slices.Contains(r.done, m) || unknown && slices.Contains(r.left, m) {
+			r.leave(m)
+		} else if !r.isAsked(m) {
+			if err := r.p.askRevert(ctx, m, *r.asked[0].Spec.Revert); err != nil {
+				return err
+			}
+		}
+	}
+	r.end(api.CloneInitiated, r.waits)
+	return nil
+}
+
+// revertEnd records the end of a revert.
 type revertEnd func(state api.CloneState, message string)
 
 // snapshotToRevertTo is the snapshot to go back to; nil: there is none that can be used, or an error.

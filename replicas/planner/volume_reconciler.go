@@ -209,104 +209,131 @@ func (p *volumeReconciler) Reconcile(ctx context.Context, req reconcile.Request)
 	return reconcile.Result{}, err
 }
 
-// planVolume computes v's status, and creates and changes Replicas. An error with a kind is a fact that the status tells.
+// planVolume computes the status of v, and creates and changes Replicas. An error with a kind is a fact that the status
+// reports.
 func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error {
 	mine, err := p.replicasOf(ctx, v)
 	if err != nil {
 		return err
 	}
-	var att api.Attachment
-	attached := true
-	if err := p.client.Get(ctx, types.NamespacedName{Name: v.Name}, &att); apierrors.IsNotFound(err) {
-		attached = false
-	} else if err != nil {
+	att, err := p.attachmentOf(ctx, v)
+	if err != nil {
 		return err
 	}
-	if attached {
-		gone, later, err := p.releaseAttachment(ctx, v, &att)
-		if err != nil {
-			return err
-		}
-		attached = !gone
-		p.requeueAfter(v.Name, later)
-	}
-	user := &att
-	if !attached {
-		user = nil
-	}
-	if err := p.adoptMovedReplicas(ctx, v, mine, user); err != nil {
+	if err := p.adoptMovedReplicas(ctx, v, mine, att); err != nil {
 		return err
 	}
 	if v.DeletionTimestamp != nil {
-		return p.removeVolume(ctx, v, mine, attached && !comesTooLate(v, &att))
+		return p.removeVolume(ctx, v, mine, att != nil && !comesTooLate(v, att))
 	}
-	changed := controllerutil.AddFinalizer(v, api.Finalizer) // before anything of the volume exists
+	if err := p.prepareObject(ctx, v); err != nil {
+		return err
+	}
+	switch {
+	case v.Status.UID == "":
+		return beginVolume(v)
+	case len(v.Status.Members) == 0:
+		return p.planFirstMembers(ctx, v, mine, att)
+	}
+	return p.planExisting(ctx, v, mine, att)
+}
+
+// attachmentOf returns the attachment of v, or nil. An attachment that a silent node cannot end is released first.
+func (p *volumeReconciler) attachmentOf(ctx context.Context, v *api.Volume) (*api.Attachment, error) {
+	var att api.Attachment
+	if err := p.client.Get(ctx, types.NamespacedName{Name: v.Name}, &att); err != nil {
+		return nil, client.IgnoreNotFound(err)
+	}
+	gone, later, err := p.releaseAttachment(ctx, v, &att)
+	if err != nil {
+		return nil, err
+	}
+	p.requeueAfter(v.Name, later)
+	if gone {
+		return nil, nil
+	}
+	return &att, nil
+}
+
+// prepareObject adds the finalizer before anything of the volume exists, and removes the record of a finished recovery.
+// The write brings an event, and the event the next reconcile.
+func (p *volumeReconciler) prepareObject(ctx context.Context, v *api.Volume) error {
+	changed := controllerutil.AddFinalizer(v, api.Finalizer)
 	if _, rebuilt := v.Annotations[api.AnnotationRecovered]; rebuilt && v.Status.UID != "" {
 		delete(v.Annotations, api.AnnotationRecovered)
 		changed = true
 	}
-	if changed { // the write brings an event, and that the next step
-		st := v.Status.DeepCopy()
-		if err := p.client.Update(ctx, v); err != nil {
-			return err
-		}
-		v.Status = *st
+	if !changed {
+		return nil
 	}
-	if v.Status.UID == "" {
-		found, err := v.Recovered()
-		if err != nil {
-			v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeFaulted, api.RobustFaulted, err.Error()
-			return err
-		}
-		if found != nil { // rebuilt from disks
-			v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
-			v.Status.Size = found.Size
-			if wish := v.Spec.RevertTo; wish != nil { // of another time: what was written since must not go
-				v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed,
-					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
-			}
-			if v.Spec.Trim != "" { // so must no snapshot
-				v.Status.Trimmed = &api.TrimFact{ID: v.Spec.Trim, State: api.CloneFailed,
-					Message: "the volume was rebuilt from its disk: an old wish is not carried out again"}
-			}
-			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
-			return nil
-		}
+	st := v.Status.DeepCopy()
+	if err := p.client.Update(ctx, v); err != nil {
+		return err
+	}
+	v.Status = *st
+	return nil
+}
+
+// beginVolume gives a new volume its UID, or the identity from its recovery record. A recovered volume answers the old
+// wishes of its spec as failed: a revert would lose later writes, and a trim can delete snapshots.
+func beginVolume(v *api.Volume) error {
+	const tooOld = "the volume was rebuilt from its disk: an old wish is not carried out again"
+	found, err := v.Recovered()
+	if err != nil {
+		v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeFaulted, api.RobustFaulted, err.Error()
+		return err
+	}
+	v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
+	if found == nil {
 		v.Status.UID = api.NewUID()
+		return nil
+	}
+	v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
+	v.Status.Size = found.Size
+	if wish := v.Spec.RevertTo; wish != nil {
+		v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed, Message: tooOld}
+	}
+	if v.Spec.Trim != "" {
+		v.Status.Trimmed = &api.TrimFact{ID: v.Spec.Trim, State: api.CloneFailed, Message: tooOld}
+	}
+	return nil
+}
+
+// planFirstMembers creates the first replicas of a volume and records them as members when they are ready. Further
+// replicas wait for that record: a conflict may lose the record, and a replica that needs a resync must not pass for a
+// first member then.
+func (p *volumeReconciler) planFirstMembers(ctx context.Context, v *api.Volume, mine []api.Replica,
+	att *api.Attachment) error {
+	p.setWaiting(v.Name, true) // before the search for a disk, so that no change in between is missed
+	if err := p.createReplicas(ctx, v, mine); err != nil {
+		v.Status.Message = err.Error()
 		v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
-		return nil
-	}
-	if len(v.Status.Members) == 0 {
-		p.setWaiting(v.Name, true) // before it looks: what changes meanwhile is not missed
-		if err := p.createReplicas(ctx, v, mine); err != nil {
-			v.Status.Message = err.Error()
-			v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
-			if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
-				api.Is(err, api.Corrupt) || c != nil && c.State == api.CloneFailed {
-				v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
-			}
-			return err
+		if c := v.Status.CloneStatus; api.Is(err, api.Unsupported) || api.Is(err, api.OutOfRange) ||
+			api.Is(err, api.Corrupt) || c != nil && c.State == api.CloneFailed {
+			v.Status.State, v.Status.Robustness = api.VolumeFaulted, api.RobustFaulted
 		}
-		p.setWaiting(v.Name, false)
-		if len(v.Status.Members) > 0 {
-			// The first members are recorded before any other replica is made: one that is to be made equal to them must
-			// not be taken for one of them where that record is lost to a conflict.
-			var present *api.Attachment
-			if attached {
-				present = &att
-			}
-			describeVolume(v, mine, present, p.isSilent, p.deadDisk(ctx))
-			reportCopyProgress(v, mine)
-		}
-		return nil
+		return err
 	}
-	if attached && wishPending(v) { // the cache may not know of a detach that the user has seen, and the answer is final
+	p.setWaiting(v.Name, false)
+	if len(v.Status.Members) > 0 {
+		describeVolume(v, mine, att, p.isSilent, p.deadDisk(ctx))
+		reportCopyProgress(v, mine)
+	}
+	return nil
+}
+
+// planExisting carries out the wishes for a volume that has members, one after the other.
+func (p *volumeReconciler) planExisting(ctx context.Context, v *api.Volume, mine []api.Replica,
+	att *api.Attachment) error {
+	attached := att != nil
+	if attached && wishPending(v) {
+		// The cache may lack a detach that the user has seen, and the answer to the wish is final: ask the API.
 		if err := p.reader.Get(ctx, types.NamespacedName{Name: v.Name}, &api.Attachment{}); err != nil {
-			return client.IgnoreNotFound(err) // the event of its end brings us back
+			return client.IgnoreNotFound(err) // the event of the detach brings the next reconcile
 		}
 	}
 	if p.salvageReplica(ctx, v, mine, attached) {
-		return nil // the write brings us back
+		return nil // the write of the status brings the next reconcile
 	}
 	if err := p.deleteCloneSnapshot(ctx, v); err != nil {
 		return err
@@ -320,14 +347,10 @@ func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error 
 	if err := p.evictReplica(ctx, v, mine, attached); err != nil {
 		return err
 	}
-	present := &att
-	if !attached {
-		present = nil
-	}
-	if err := p.replenish(ctx, v, mine, present); err != nil {
+	if err := p.replenish(ctx, v, mine, att); err != nil {
 		return err
 	}
-	describeVolume(v, mine, present, p.isSilent, p.deadDisk(ctx))
+	describeVolume(v, mine, att, p.isSilent, p.deadDisk(ctx))
 	p.describeSnapshotCount(ctx, v)
 	reportCopyProgress(v, mine)
 	return nil
