@@ -89,7 +89,8 @@ type Data struct {
 
 	peers    *peer.Dialer
 	server   *peer.Server               // nil: other nodes are not served
-	served   chan error                 // what it ended with
+	served   chan struct{}              // closed when it has ended
+	serveErr error                      // why; nil: it was closed. Set before served is closed
 	lent     map[api.UID]*lent          // replicas that other nodes use; under mu
 	refusals map[string]*listener.Tally // of other nodes, by volume and node; under mu
 	far      farLayers

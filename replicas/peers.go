@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -59,8 +60,13 @@ func (d *Data) startPeers() error {
 	if err != nil {
 		return err
 	}
-	d.server, d.served = s, make(chan error, 1)
-	go func() { d.served <- s.Serve(d.Peers.Listener) }()
+	d.server, d.served = s, make(chan struct{})
+	go func() { // stopPeers waits for it
+		defer close(d.served)
+		if d.serveErr = s.Serve(d.Peers.Listener); d.serveErr != nil {
+			d.Log.Error("other nodes are not served any more", "err", d.serveErr)
+		}
+	}()
 	return nil
 }
 
@@ -73,19 +79,32 @@ func (d *Data) stopPeers() error {
 	}
 	_ = d.Peers.Listener.Close()
 	d.server.Close()
-	return <-d.served
+	<-d.served
+	return d.serveErr
 }
 
 // announceEvery is how often the Node is looked at, in the cache: it may not exist yet.
 const announceEvery = 2 * time.Second
 
-// announce tells where this node's replicas are reached, and again whenever somebody took that away.
+// announce tells where this node's replicas are reached, and again whenever somebody took that away. It returns an error,
+// which ends the process, where they are not served any more: the next process serves them again.
 func (d *Data) announce(ctx context.Context) error {
 	if d.server == nil {
 		return nil
 	}
 	addr := d.Peers.Listener.Addr().String()
-	return every(ctx, announceEvery, func() {
+	serving, end := context.WithCancel(ctx)
+	var watching sync.WaitGroup
+	defer watching.Wait()
+	defer end()
+	watching.Go(func() {
+		select {
+		case <-d.served:
+			end()
+		case <-serving.Done():
+		}
+	})
+	err := every(serving, announceEvery, func() {
 		var n api.Node
 		if d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n) != nil || n.Status.DataAddress == addr {
 			return
@@ -96,6 +115,13 @@ func (d *Data) announce(ctx context.Context) error {
 			d.Log.Warn("the address of this node's replicas cannot be written", "err", err)
 		}
 	})
+	if ctx.Err() != nil || err != nil {
+		return err
+	}
+	if <-d.served; d.serveErr != nil {
+		return fmt.Errorf("other nodes are not served any more: %w", d.serveErr)
+	}
+	return err
 }
 
 // addressOf is where another node's data process is. While the API cannot be asked it is where it was last.

@@ -2,7 +2,7 @@
 // that the controller issues.
 //
 // It owns the identity of a node (its key never leaves the node) and the protocol by which a finished layer, an
-// immutable thing with a digest, is a block.Source on another node. Standard library and package block only.
+// immutable thing with a digest, is a block.Source on another node. Standard library and packages of block only.
 //
 // Invariants: nobody is served or believed whose certificate is not one of a node of this authority; what a node is
 // called is in the certificate, not in its address. Each side bounds and checks what the other one sends before it uses

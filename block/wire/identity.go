@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"sync"
 	"time"
+
+	"drover.io/drover/block/listener"
 )
 
 // Identity is what a node's processes prove to other nodes that they are its own. It lives in a folder, so that the
@@ -212,13 +214,20 @@ func (id *Identity) current() (*credentials, error) {
 
 // Server is for a listener: it takes nodes of the same authority alone, by TLS 1.3. NodeOf tells which.
 func (id *Identity) Server(protocols ...string) *tls.Config {
-	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
 		c, err := id.current()
 		if err != nil {
 			return nil, err
 		}
 		return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, ClientCAs: c.roots,
 			ClientAuth: tls.RequireAndVerifyClientCert, NextProtos: protocols,
+			VerifyConnection: func(s tls.ConnectionState) error {
+				node, err := NodeOf(s)
+				if err == nil {
+					err = listener.Identify(hello.Conn, "node "+node)
+				}
+				return err
+			},
 			// A resumed session would outlive the certificate that it began with.
 			SessionTicketsDisabled: true}, nil
 	}}

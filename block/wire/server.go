@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/listener"
 )
 
 // The protocol is HTTP/1.1 over mutual TLS, so that a transfer has as many connections as it has readers:
@@ -42,6 +43,8 @@ type ServerOptions struct {
 	// Kind names the kind of an error, for the other side.
 	Kind func(error) string
 	Log  *slog.Logger
+	// Listen bounds the connections; its Name and Log are set.
+	Listen listener.Options
 }
 
 // Server serves finished layers to other nodes.
@@ -89,7 +92,15 @@ func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 		defer close(stopped)
 		_ = h.Close()
 	})
-	err := h.Serve(tls.NewListener(ln, s.Identity.Server()))
+	bounds := s.Listen
+	bounds.Name, bounds.Log = "layers", s.Log
+	if bounds.PerSource == 0 {
+		bounds.PerSource = 64 // one node reads a layer by several connections
+	}
+	if bounds.PerPeer == 0 {
+		bounds.PerPeer = 256
+	}
+	err := h.Serve(tls.NewListener(listener.Wrap(ln, bounds), s.Identity.Server()))
 	if !end() {
 		<-stopped
 	}

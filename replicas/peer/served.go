@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/listener"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -27,6 +28,8 @@ type served struct {
 	speaks int // the version of the protocol
 	ctx    context.Context
 	cancel context.CancelFunc
+
+	accepted net.Conn // of the listener, below the others
 
 	mu       sync.Mutex
 	work     *sync.Cond
@@ -95,7 +98,9 @@ func (c *served) run() {
 	defer func() { _ = c.nc.Close() }()
 	r, err := c.greet()
 	if err != nil {
-		c.s.o.Log.Info("a connection of another node is refused", "from", c.nc.RemoteAddr().String(), "err", err)
+		if n, report := c.s.refused.Count(); report {
+			c.s.o.Log.Info("a connection of another node is refused", "from", c.nc.RemoteAddr().String(), "times", n, "err", err)
+		}
 		return
 	}
 	wrote := make(chan struct{})
@@ -106,7 +111,7 @@ func (c *served) run() {
 	err = c.read(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
 		err = api.Errorf(api.Unavailable, "the connection was closed")
-	} else {
+	} else if !errors.Is(err, errIdle) {
 		c.s.o.Log.Info("the connection of another node broke", "node", c.node, "err", err)
 	}
 	c.fail(err)
@@ -178,6 +183,11 @@ func (c *served) greet() (*bufio.Reader, error) {
 		err = api.Errorf(api.Denied, "node %s says that it is %s", c.node, in.Node)
 		answer.Error = faultOf(err)
 	}
+	if err == nil { // by its certificate, where there is one
+		if err = listener.Identify(c.accepted, "node "+c.node); err != nil {
+			answer.Error = faultOf(err)
+		}
+	}
 	if b, jerr := json.Marshal(answer); jerr != nil {
 		err = jerr
 	} else if werr := writeControl(c.nc, header{kind: kindHello}, b); err == nil {
@@ -190,6 +200,7 @@ func (c *served) greet() (*bufio.Reader, error) {
 // read takes frames until the connection breaks.
 func (c *served) read(r *bufio.Reader) error {
 	var hb [headerSize]byte
+	used := time.Now()
 	for {
 		_ = c.nc.SetReadDeadline(time.Now().Add(3 * silentAfter))
 		h, err := readHeader(r, &hb)
@@ -199,8 +210,14 @@ func (c *served) read(r *bufio.Reader) error {
 		if err != nil {
 			return err
 		}
+		if h.kind != kindPing {
+			used = time.Now()
+		}
 		switch h.kind {
 		case kindPing:
+			if c.isIdle(used) {
+				return errIdle
+			}
 			c.push(outgoing{h: header{kind: kindPing}})
 		case kindRead, kindWrite, kindFlush, kindDiscard, kindZero:
 			err = c.request(r, &h)
@@ -224,6 +241,19 @@ func (c *served) read(r *bufio.Reader) error {
 			return err
 		}
 	}
+}
+
+var errIdle = api.Errorf(api.Unavailable, "the connection has no session")
+
+// isIdle reports whether a connection has been without sessions and requests for long. The client makes another one
+// when it needs one.
+func (c *served) isIdle(used time.Time) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.sessions)+c.flying+c.calling > 0 {
+		return false
+	}
+	return time.Since(used) > c.s.o.Idle
 }
 
 // room waits until the connection may have one frame more.

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/listener"
 )
 
 // Replica is what a Server serves: a replica that is open on a loop.
@@ -46,6 +47,10 @@ type ServerOptions struct {
 	Allow func(ctx context.Context, node, replica, volume string, epoch int64) error
 	// Linger is how long a replica stays open after its last session broke; 0: 15 s.
 	Linger time.Duration
+	// Listen bounds the connections; its Name and Log are set.
+	Listen listener.Options
+	// Idle is how long a connection without sessions stays open; 0: 5 min.
+	Idle time.Duration
 	// Stalled is how long a client may take none of its answers; 0: 30 s.
 	Stalled time.Duration
 	// Boot names the run of this machine; empty: the kernel's.
@@ -83,16 +88,21 @@ type Server struct {
 	sessions atomic.Int64
 
 	mu      sync.Mutex
+	ln      *listener.Listener
 	conns   map[*served]bool
 	targets map[string]*target // by uid of the replica
 	closed  bool
 	wg      sync.WaitGroup
+	refused listener.Tally // connections
 }
 
 // NewServer makes a server; Serve listens.
 func NewServer(o ServerOptions) (*Server, error) {
 	if o.Linger == 0 {
 		o.Linger = 15 * time.Second
+	}
+	if o.Idle == 0 {
+		o.Idle = 5 * time.Minute
 	}
 	if o.Stalled == 0 {
 		o.Stalled = 3 * silentAfter
@@ -107,24 +117,23 @@ func NewServer(o ServerOptions) (*Server, error) {
 	return &Server{o: o, bufs: newBuffers(serverMemory), conns: map[*served]bool{}, targets: map[string]*target{}}, nil
 }
 
-// Serve takes connections until the listener is closed.
-func (s *Server) Serve(ln net.Listener) error {
+// Serve takes connections until the listener or the server is closed. Any other end is an error.
+func (s *Server) Serve(on net.Listener) error {
+	bounds := s.o.Listen
+	bounds.Name, bounds.Log = "replicas", s.o.Log
+	ln := listener.Wrap(on, bounds)
+	s.mu.Lock()
+	s.ln = ln
+	s.mu.Unlock()
 	for {
 		nc, err := ln.Accept()
 		if err != nil {
-			s.mu.Lock()
-			closed := s.closed
-			s.mu.Unlock()
-			if closed || errors.Is(err, net.ErrClosed) {
+			if s.isClosed() || errors.Is(err, net.ErrClosed) {
 				return nil
-			}
-			var ne net.Error
-			if errors.As(err, &ne) && ne.Timeout() {
-				continue
 			}
 			return fmt.Errorf("connections of other nodes: %w", err)
 		}
-		c := &served{s: s, nc: &hasty{nc, s.o.Stalled}, sessions: map[uint32]*session{}}
+		c := &served{s: s, nc: &hasty{nc, s.o.Stalled}, accepted: nc, sessions: map[uint32]*session{}}
 		c.work = sync.NewCond(&c.mu)
 		c.ctx, c.cancel = context.WithCancel(context.Background())
 		s.mu.Lock()
@@ -146,10 +155,13 @@ func (s *Server) Serve(ln net.Listener) error {
 	}
 }
 
-// Close breaks all connections, and gives up what they had open. The listener is the caller's to close.
+// Close closes the listener, breaks all connections, and gives up what they had open.
 func (s *Server) Close() {
 	s.mu.Lock()
 	s.closed = true
+	if s.ln != nil {
+		_ = s.ln.Close() // it may be closed already
+	}
 	for c := range s.conns {
 		c.fail(errClosed)
 	}

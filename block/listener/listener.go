@@ -1,0 +1,326 @@
+// Package listener takes connections for the program's servers, so that neither a burst of connections nor a lack of
+// descriptors ends a server or keeps others from it.
+//
+// A connection is unknown until the server has identified its other side. The Listener owns the bounds: how many
+// connections are unknown at once, how many of those one source address has, how long one stays unknown, how many one
+// identified peer has, and how many descriptors stay free for everything else.
+//
+// Invariants: Accept goes on after every error that passes by itself, and returns every other one. A connection beyond a
+// bound costs another unknown one its place, of the source that has most of them: so a source that floods the server
+// competes with itself.
+//
+// Goroutines: none. Lock order: the Listener's mutex alone; connections are closed outside of it.
+package listener
+
+import (
+	"container/list"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Options bound what a Listener takes. The zero value of each field stands for its default.
+type Options struct {
+	Name      string        // of the server, for the log
+	Unknown   int           // unknown connections at once; 256
+	PerSource int           // those of one IPv4 address or one IPv6 network of 64 bits; 16
+	PerPeer   int           // connections of one identified peer; 64
+	Deadline  time.Duration // for a connection to be identified; 10 s
+	Reserve   int           // descriptors that stay free; 64, at most an eighth of what the process may have
+	Log       *slog.Logger
+}
+
+// Pauses after an error that passes by itself.
+const (
+	firstPause = 5 * time.Millisecond
+	lastPause  = time.Second
+)
+
+// Listener is a net.Listener with bounds.
+type Listener struct {
+	net.Listener
+	o      Options
+	closed chan struct{}
+	once   sync.Once
+
+	failing time.Time // since when Accept fails; zero: it does not. Of the one goroutine that calls Accept
+	failed  Tally
+
+	mu      sync.Mutex
+	unknown *list.List // *Conn, oldest first
+	sources map[netip.Prefix]int
+	peers   map[string]int
+	refused Tally
+}
+
+// Wrap bounds what comes from ln. One goroutine calls Accept.
+func Wrap(ln net.Listener, o Options) *Listener {
+	def := func(v *int, n int) {
+		if *v == 0 {
+			*v = n
+		}
+	}
+	def(&o.Unknown, 256)
+	def(&o.PerSource, 16)
+	def(&o.PerPeer, 64)
+	def(&o.Reserve, 64)
+	if o.Deadline == 0 {
+		o.Deadline = 10 * time.Second
+	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	return &Listener{Listener: ln, o: o, closed: make(chan struct{}), unknown: list.New(),
+		sources: map[netip.Prefix]int{}, peers: map[string]int{}}
+}
+
+// Close implements net.Listener.
+func (l *Listener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return l.Listener.Close()
+}
+
+// Accept implements net.Listener. It returns errors that do not pass by themselves.
+func (l *Listener) Accept() (net.Conn, error) {
+	for pause := firstPause; ; {
+		nc, err := l.Listener.Accept()
+		switch {
+		case err == nil:
+			l.recovered()
+			pause = firstPause
+			if c := l.admit(nc); c != nil {
+				return c, nil
+			}
+			continue
+		case !passes(err):
+			return nil, err
+		}
+		if l.failing.IsZero() {
+			l.failing = time.Now()
+		}
+		if n, report := l.failed.Count(); report {
+			l.o.Log.Error("connections wait: none can be accepted now", "server", l.o.Name, "times", n, "err", err)
+		}
+		wait := time.NewTimer(pause)
+		select {
+		case <-wait.C:
+		case <-l.closed:
+			wait.Stop()
+			return nil, net.ErrClosed
+		}
+		pause = min(2*pause, lastPause)
+	}
+}
+
+func (l *Listener) recovered() {
+	if l.failing.IsZero() {
+		return
+	}
+	l.o.Log.Info("connections are accepted again", "server", l.o.Name, "after",
+		time.Since(l.failing).Round(time.Millisecond))
+	l.failing = time.Time{}
+}
+
+// passes reports whether an error of accept(2) passes by itself: descriptors or memory run out for a while, or it is one
+// of the connection that was to be accepted.
+func passes(err error) bool {
+	var no syscall.Errno
+	if !errors.As(err, &no) {
+		return false
+	}
+	switch no {
+	case syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, syscall.ECONNABORTED, syscall.EPROTO,
+		syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.EHOSTUNREACH, syscall.ENONET,
+		syscall.ENOPROTOOPT, syscall.EINTR, syscall.EPERM:
+		return true
+	}
+	return false
+}
+
+// Conn is a connection of a Listener.
+type Conn struct {
+	net.Conn
+	l      *Listener
+	source netip.Prefix
+	late   *time.Timer
+
+	// Under the Listener's lock.
+	place *list.Element // among the unknown ones; nil: it is none
+	peer  string        // as which it counts
+	over  bool
+}
+
+// NetConn is the connection below.
+func (c *Conn) NetConn() net.Conn { return c.Conn }
+
+// sourceOf is what counts as one source of connections.
+func sourceOf(a net.Addr) netip.Prefix {
+	at, err := netip.ParseAddrPort(a.String())
+	if err != nil {
+		return netip.Prefix{}
+	}
+	ip := at.Addr().Unmap().WithZone("")
+	bits := 64
+	if ip.Is4() {
+		bits = 32
+	}
+	p, err := ip.Prefix(bits)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	return p
+}
+
+// admit takes a connection, or refuses it.
+func (l *Listener) admit(nc net.Conn) *Conn {
+	if l.scarce(nc) {
+		_ = nc.Close()
+		l.tell("descriptors are scarce", nc)
+		return nil
+	}
+	c := &Conn{Conn: nc, l: l, source: sourceOf(nc.RemoteAddr())}
+	l.mu.Lock()
+	c.place = l.unknown.PushBack(c)
+	l.sources[c.source]++
+	var victim *Conn
+	why := ""
+	switch {
+	case l.sources[c.source] > l.o.PerSource:
+		victim, why = l.oldest(c.source), "its address has too many that have not said who they are"
+	case l.unknown.Len() > l.o.Unknown:
+		victim, why = l.oldest(l.busiest()), "too many have not said who they are"
+	}
+	c.late = time.AfterFunc(l.o.Deadline, func() { c.expire() })
+	l.mu.Unlock()
+	if victim != nil {
+		_ = victim.Close()
+		l.tell(why, victim)
+	}
+	return c
+}
+
+// oldest is the unknown connection of a source that has waited longest. The caller has the lock.
+func (l *Listener) oldest(source netip.Prefix) *Conn {
+	for e := l.unknown.Front(); e != nil; e = e.Next() {
+		if c := e.Value.(*Conn); c.source == source {
+			return c
+		}
+	}
+	return nil
+}
+
+// busiest is the source with most unknown connections; of several that one whose connection has waited longest. The
+// caller has the lock.
+func (l *Listener) busiest() (source netip.Prefix) {
+	most := 0
+	for e := l.unknown.Front(); e != nil; e = e.Next() {
+		if s := e.Value.(*Conn).source; l.sources[s] > most {
+			source, most = s, l.sources[s]
+		}
+	}
+	return source
+}
+
+// scarce reports whether a connection has one of the last descriptors: the kernel gives the lowest free number.
+func (l *Listener) scarce(nc net.Conn) bool {
+	sc, ok := nc.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+		return false
+	}
+	reserve := min(uint64(l.o.Reserve), limit.Cur/8)
+	few := false
+	err = raw.Control(func(fd uintptr) { few = uint64(fd) >= limit.Cur-reserve })
+	return err == nil && few
+}
+
+func (l *Listener) tell(why string, nc net.Conn) {
+	if n, report := l.refused.Count(); report {
+		l.o.Log.Warn("connections are refused", "server", l.o.Name, "why", why, "from", nc.RemoteAddr().String(), "times", n)
+	}
+}
+
+// expire ends a connection that is unknown still.
+func (c *Conn) expire() {
+	c.l.mu.Lock()
+	still := c.place != nil
+	c.l.mu.Unlock()
+	if still {
+		_ = c.Close()
+		c.l.tell("it has not said who it is in time", c)
+	}
+}
+
+// forget takes a connection out of the unknown ones. The caller has the lock.
+func (c *Conn) forget() {
+	if c.place == nil {
+		return
+	}
+	c.l.unknown.Remove(c.place)
+	c.place = nil
+	if c.l.sources[c.source]--; c.l.sources[c.source] == 0 {
+		delete(c.l.sources, c.source)
+	}
+	c.late.Stop()
+}
+
+// Close implements net.Conn.
+func (c *Conn) Close() error {
+	c.l.mu.Lock()
+	if !c.over {
+		c.over = true
+		c.forget()
+		if c.peer != "" {
+			if c.l.peers[c.peer]--; c.l.peers[c.peer] == 0 {
+				delete(c.l.peers, c.peer)
+			}
+		}
+	}
+	c.l.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// Identify says who is at the other end of a connection, or of one that is carried by it: it counts as that peer's from
+// now on, and no more as an unknown one. It is an error if the peer has too many, or the connection was closed. A
+// connection that is none of a Listener is fine.
+func Identify(nc net.Conn, peer string) error {
+	for {
+		if c, ok := nc.(*Conn); ok {
+			return c.identify(peer)
+		}
+		below, ok := nc.(interface{ NetConn() net.Conn })
+		if !ok {
+			return nil
+		}
+		nc = below.NetConn()
+	}
+}
+
+func (c *Conn) identify(peer string) error {
+	c.l.mu.Lock()
+	defer c.l.mu.Unlock()
+	switch {
+	case c.over:
+		return net.ErrClosed
+	case c.peer != "":
+		return nil
+	case c.l.peers[peer] >= c.l.o.PerPeer:
+		return fmt.Errorf("connections of %s: it has %d already", peer, c.l.peers[peer])
+	}
+	c.forget()
+	c.peer = peer
+	c.l.peers[peer]++
+	return nil
+}
