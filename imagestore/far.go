@@ -8,6 +8,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 
@@ -23,7 +24,12 @@ import (
 
 // serveLayers lets other nodes read the layers on this node's disks.
 func (n *copies) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
-	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log,
+	// Begun with the manager's other informers: the first node that asks does not wait for it.
+	if _, err := mgr.GetCache().GetInformer(context.Background(), &api.Replica{}, cache.BlockUntilSynced(false)); err != nil {
+		return err
+	}
+	access := newLayerAccess(n.Client, n.live, n.log)
+	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log, Allow: access.allow,
 		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
 		Send: func(ctx context.Context, uid string) (func(), error) {
 			lane := "send " + uid

@@ -38,6 +38,9 @@ type ServerOptions struct {
 	Identity *Identity
 	// Disk finds a disk of this node.
 	Disk func(uid string) (block.Layers, error)
+	// Allow says whether a node may read a layer, or the record of an image, of a disk; without a uid, whether it may take
+	// a place among those that the disk serves. Nil: every node may.
+	Allow func(ctx context.Context, node, disk, uid string) error
 	// Send waits until a disk may serve one more transfer; the returned function ends it. nil: any number.
 	Send func(ctx context.Context, disk string) (end func(), err error)
 	// Kind names the kind of an error, for the other side.
@@ -84,7 +87,7 @@ func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 	mux.HandleFunc("GET /v1/data", s.checked(s.data, "disk", "uid"))
 	mux.HandleFunc("GET /v1/sums", s.checked(s.sums, "disk", "uid"))
 	mux.HandleFunc("GET /v1/send", s.checked(s.send, "disk"))
-	h := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+	h := &http.Server{Handler: s.allowed(mux), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
 		BaseContext: func(net.Listener) context.Context { return ctx },
 		ErrorLog:    slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug)}
 	stopped := make(chan struct{})
@@ -109,6 +112,24 @@ func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 		return nil
 	}
 	return fmt.Errorf("serve layers: %w", err)
+}
+
+// allowed lets requests through that the asking node may make.
+func (s *Server) allowed(to http.Handler) http.Handler {
+	if s.Allow == nil {
+		return to
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		node, err := NodeOf(*r.TLS)
+		if err == nil {
+			err = s.Allow(r.Context(), node, r.FormValue("disk"), r.FormValue("uid"))
+		}
+		if err != nil {
+			s.fail(w, err)
+			return
+		}
+		to.ServeHTTP(w, r)
+	})
 }
 
 func (s *Server) close() {

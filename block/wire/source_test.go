@@ -227,3 +227,45 @@ func TestSendsAreBounded(t *testing.T) {
 		t.Error("a place that is given up is not given to the next")
 	}
 }
+
+// TestLayersOfOthersAreRefused: a node that may not read a layer learns nothing of it, by no request; one that may does.
+func TestLayersOfOthersAreRefused(t *testing.T) {
+	a := authority(t)
+	one, two, three := issued(t, a, "one"), issued(t, a, "two"), issued(t, a, "three")
+	addr := serve(t, one, ServerOptions{
+		Disk: func(string) (block.Layers, error) { return newMemory(), nil },
+		Allow: func(_ context.Context, node, disk, uid string) error {
+			if node != "two" || disk != "disk" {
+				return fmt.Errorf("node %s may not read %s", node, uid)
+			}
+			return nil
+		},
+		Kind: func(error) string { return "denied" },
+	})
+	for _, c := range []struct {
+		id  *Identity
+		may bool
+	}{{two, true}, {three, false}} {
+		client := NewClient(c.id, "one", addr)
+		defer client.Close()
+		for _, what := range []string{"image", "layer", "extents", "data", "send"} {
+			v := of("disk", "layer")
+			if what == "image" {
+				v.Set("uid", "image")
+			}
+			v.Set("off", "0")
+			v.Set("len", "4096")
+			resp, err := client.get(t.Context(), what, v)
+			var said *Error
+			if (err == nil) != c.may || err != nil && (!errors.As(err, &said) || said.Kind != "denied") {
+				t.Errorf("node %s asks for %s: %v", c.id.Node(), what, err)
+			}
+			if err == nil {
+				_ = resp.Body.Close()
+			}
+		}
+		if _, err := client.Sums(t.Context(), "disk", "layer"); !c.may && err == nil {
+			t.Error("a third node reads digests")
+		}
+	}
+}

@@ -1,0 +1,153 @@
+package imagestore
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block/listener"
+)
+
+// A node serves layers to another node only where the API says what that node needs them for: an ImageCopy of it, or a
+// Replica of it whose image they are. The cache answers, also while the API is away; what it does not know yet is looked
+// up in the API itself, once a second for each node.
+
+const (
+	accessRecent = time.Second     // for which an answer of the API counts
+	accessTrust  = 5 * time.Second // for which a node that was allowed a layer is not looked up again
+	accessMost   = 4096            // such answers
+)
+
+// layerAccess decides which layers other nodes may read.
+type layerAccess struct {
+	cached, live client.Reader
+	log          *slog.Logger
+
+	mu      sync.Mutex
+	recent  map[string]needs        // by node, as the API said
+	trusted map[[3]string]time.Time // node, disk and uid: until when
+	refused listener.Tally
+}
+
+// needs are the objects that say what a node needs.
+type needs struct {
+	at       time.Time
+	copies   []api.ImageCopy
+	replicas []api.Replica
+}
+
+func (n *needs) read(ctx context.Context, r client.Reader) error {
+	var copies api.ImageCopyList
+	if err := r.List(ctx, &copies, client.UnsafeDisableDeepCopy); err != nil {
+		return err
+	}
+	var replicas api.ReplicaList
+	if err := r.List(ctx, &replicas, client.UnsafeDisableDeepCopy); err != nil {
+		return err
+	}
+	n.copies, n.replicas = copies.Items, replicas.Items
+	return nil
+}
+
+// has reports whether a node needs a layer or the record of an image; without a uid, whether it needs something that is
+// on a disk.
+func (n *needs) has(node, disk, uid string) bool {
+	for i := range n.replicas {
+		r := &n.replicas[i]
+		if r.Spec.Node != node {
+			continue
+		}
+		if uid != "" && slices.Contains(r.Spec.Layers, api.UID(uid)) {
+			return true
+		}
+	}
+	for i := range n.copies {
+		c := &n.copies[i]
+		if c.Spec.Node != node {
+			continue
+		}
+		if uid != "" && (uid == string(c.Spec.UUID) || slices.Contains(c.Spec.Layers, api.UID(uid))) {
+			return true
+		}
+		for j := range n.copies { // of the same image elsewhere, whose node says what it is made of
+			o := &n.copies[j]
+			switch {
+			case o.Spec.UUID != c.Spec.UUID || o.Spec.Node == node:
+			case uid == "" && string(o.Spec.Disk) == disk:
+				return true
+			case uid != "" && (slices.Contains(o.Spec.Layers, api.UID(uid)) || slices.Contains(o.Status.Layers, api.UID(uid))):
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// allow says whether a node may read a layer, or an image's record, of a disk of this node; or take a place among those
+// that the disk serves.
+func (l *layerAccess) allow(ctx context.Context, node, disk, uid string) error {
+	key := [3]string{node, disk, uid}
+	if l.trusts(key) {
+		return nil
+	}
+	var n needs
+	err := n.read(ctx, l.cached)
+	if err == nil && n.has(node, disk, uid) {
+		l.trust(key)
+		return nil
+	}
+	if n, err = l.ask(ctx, node); err != nil {
+		return api.Errorf(api.Unavailable, "whether node %s may read layer %s: %w", node, uid, err)
+	}
+	if n.has(node, disk, uid) {
+		l.trust(key)
+		return nil
+	}
+	if n, report := l.refused.Count(); report {
+		l.log.Warn("a node was refused a layer", "node", node, "disk", disk, "layer", uid, "times", n)
+	}
+	return api.Errorf(api.Denied, "node %s has neither a copy of an image with layer %s of disk %s nor a replica of one",
+		node, uid, disk)
+}
+
+func (l *layerAccess) trusts(key [3]string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return time.Now().Before(l.trusted[key])
+}
+
+func (l *layerAccess) trust(key [3]string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.trusted) >= accessMost {
+		clear(l.trusted)
+	}
+	l.trusted[key] = time.Now().Add(accessTrust)
+}
+
+func newLayerAccess(cached, live client.Reader, log *slog.Logger) *layerAccess {
+	return &layerAccess{cached: cached, live: live, log: log, recent: map[string]needs{}, trusted: map[[3]string]time.Time{}}
+}
+
+// ask is what the API itself says, now or a moment ago.
+func (l *layerAccess) ask(ctx context.Context, node string) (needs, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock() // a node's requests wait for one answer
+	if n, ok := l.recent[node]; ok && time.Since(n.at) < accessRecent {
+		return n, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	n := needs{}
+	if err := n.read(ctx, l.live); err != nil {
+		return n, err
+	}
+	n.at = time.Now()
+	l.recent[node] = n
+	return n, nil
+}

@@ -1,0 +1,88 @@
+package imagestore
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// objects are what a cache or an API server has; err is the answer of one that is away.
+type objects struct {
+	needs
+	err error
+	n   int // lists of copies
+}
+
+func (o *objects) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
+	panic("nobody gets one")
+}
+
+func (o *objects) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
+	switch l := list.(type) {
+	case *api.ImageCopyList:
+		o.n++
+		l.Items = o.copies
+	case *api.ReplicaList:
+		l.Items = o.replicas
+	}
+	return o.err
+}
+
+func lent(node string, disk, uuid api.UID, layers ...api.UID) api.ImageCopy {
+	return api.ImageCopy{Spec: api.ImageCopySpec{Node: node, Disk: disk, UUID: uuid, Layers: layers}}
+}
+
+// TestLayersForThoseWhoNeedThem: a node may read what an ImageCopy or a Replica of it is made of, and nothing else.
+func TestLayersForThoseWhoNeedThem(t *testing.T) {
+	exported := lent("a", "disk-a", "export")
+	exported.Status.Layers = []api.UID{"snap"}
+	own := lent("d", "disk-d", "foreign") // what a node says of itself does not count
+	own.Status.Layers = []api.UID{"secret"}
+	n := needs{copies: []api.ImageCopy{lent("a", "disk-a", "debian", "base", "top"), lent("b", "disk-b", "debian", "base", "top"),
+		exported, lent("c", "disk-c", "export"), own},
+		replicas: []api.Replica{{Spec: api.ReplicaSpec{Node: "e", Layers: []api.UID{"base"}}}}}
+	for _, c := range []struct {
+		node, uid string
+		may       bool
+	}{
+		{"b", "base", true}, {"b", "top", true}, {"b", "debian", true}, {"b", "", true}, {"b", "snap", false},
+		{"c", "snap", true}, {"c", "export", true}, {"c", "base", false}, {"c", "debian", false},
+		{"d", "base", false}, {"d", "secret", false}, {"d", "debian", false}, {"d", "", false},
+		{"e", "base", true}, {"e", "top", false}, {"e", "debian", false}, {"", "base", false},
+	} {
+		if n.has(c.node, "disk-a", c.uid) != c.may {
+			t.Errorf("node %q, %q: %v", c.node, c.uid, !c.may)
+		}
+	}
+}
+
+// TestLayerAccessAsksTheAPI: what the cache does not know yet is looked up in the API, at a bounded rate; while that is away
+// what the cache knows is served.
+func TestLayerAccessAsksTheAPI(t *testing.T) {
+	cached, live := &objects{}, &objects{}
+	live.copies = []api.ImageCopy{lent("b", "disk-b", "debian", "base")}
+	l := newLayerAccess(cached, live, slog.New(slog.DiscardHandler))
+	for range 3 {
+		if err := l.allow(t.Context(), "b", "disk-a", "base"); err != nil {
+			t.Errorf("what the API knows: %v", err)
+		}
+		if err := l.allow(t.Context(), "c", "disk-a", "base"); !api.Is(err, api.Denied) {
+			t.Errorf("a third node: %v", err)
+		}
+	}
+	if live.n > 4 {
+		t.Errorf("the API was asked %d times", live.n)
+	}
+	live.err = api.Errorf(api.Unavailable, "away")
+	cached.copies = []api.ImageCopy{lent("d", "disk-d", "debian", "base")}
+	if err := l.allow(t.Context(), "d", "disk-a", "base"); err != nil {
+		t.Errorf("what the cache knows: %v", err)
+	}
+	if err := l.allow(t.Context(), "e", "disk-a", "base"); !api.Is(err, api.Unavailable) {
+		t.Errorf("what nobody knows: %v", err)
+	}
+}
