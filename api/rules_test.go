@@ -11,7 +11,7 @@ import (
 // The rules of the definition name the settings there are, and say what the value of each can be. A new one must be
 // named in both.
 func TestSettingRules(t *testing.T) {
-	crd, err := api.CRDs.ReadFile("crds/drover.io_settings.yaml")
+	crd, err := api.CRDs.ReadFile("crds/storage.drover.io_settings.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
