@@ -202,6 +202,9 @@ func (l *layer) judged(p []byte, off int64, why error) error {
 	switch {
 	case err != nil:
 		return fmt.Errorf("layer %s: %w (%w)", l.rec.UID, err, why)
+	case len(bad) > 0 && l.hy != nil:
+		l.hy.lose(bad)
+		return ErrNotFetched
 	case len(bad) > 0:
 		l.disk.learn(l, off, int64(len(p)), bad)
 		return api.Errorf(api.Corrupt, "layer %s: the %d bytes at %d are damaged", l.rec.UID, bad[0].Len, bad[0].Off)

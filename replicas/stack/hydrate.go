@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -149,6 +148,7 @@ type hydration struct {
 	kinds  *index
 	data   file.Handle
 	sums   file.Handle
+	crcs   file.Handle     // of the blocks in data, as a finished layer has them
 	have   []atomic.Uint64 // a bit per chunk: it is in data
 	failed atomic.Pointer[error]
 
@@ -193,9 +193,12 @@ func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 		d.thirst.open[uid] = h
 	}
 	h.users++
-	l := &layer{rec: rec, hy: h}
+	l := &layer{disk: d, rec: rec, hy: h}
 	if l.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDONLY|flag, 0); err == nil {
 		l.mapping, err = d.fs.Open(h.dir+"/"+mapFile, os.O_RDONLY, 0)
+	}
+	if err == nil {
+		l.crcs, err = d.fs.Open(h.dir+"/"+crcsFile, os.O_RDONLY|flag, 0)
 	}
 	var st fs.FileInfo
 	if err == nil {
@@ -245,6 +248,13 @@ func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
 	if h.sums, err = d.fs.Open(h.dir+"/"+sumsFile, os.O_RDONLY, 0); err != nil {
 		return nil, err
 	}
+	// An older version kept no checksums: a read judges the chunk by its digest then, and adds them.
+	if h.crcs, err = d.fs.Open(h.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return nil, err
+	}
+	if err = h.crcs.Truncate(crcsLength(rec.Size)); err != nil {
+		return nil, err
+	}
 	var have haveRecord
 	if err := readMeta(d.fs, h.dir+"/"+haveFile, formatHave, &have); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		slog.Warn("what is there of a layer is fetched again", "layer", rec.UID, "error", err)
@@ -262,7 +272,7 @@ func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
 
 func (h *hydration) closeFiles() error {
 	var errs []error
-	for _, f := range []file.Handle{h.data, h.sums} {
+	for _, f := range []file.Handle{h.data, h.sums, h.crcs} {
 		if f != nil {
 			errs = append(errs, f.Close())
 		}
@@ -347,7 +357,19 @@ func (h *hydration) fetch(c int64) error {
 		}
 		b += n
 	}
-	return nil
+	return classify(putCRCs(h.crcs, c, buf))
+}
+
+// lose takes damaged chunks out of the data, and fetches them again.
+func (h *hydration) lose(bad []Damage) {
+	for _, g := range bad {
+		c := g.Off / chunkSize
+		h.have[c/64].And(^(uint64(1) << (c % 64)))
+		h.want(c)
+	}
+	h.mu.Lock()
+	h.dirty = true
+	h.mu.Unlock()
 }
 
 // fails notes that no source gave a chunk.
@@ -461,7 +483,7 @@ func (h *hydration) note() {
 		}
 	}
 	// What fails is fetched again by the next process.
-	err := h.data.Datasync()
+	err := atOnce(h.data.Datasync, h.crcs.Datasync)
 	if err == nil {
 		err = writeMeta(h.d.fs, h.dir+"/"+haveFile, formatHave, rec)
 	}
@@ -528,77 +550,3 @@ func (d *Disk) dropHydrating() {
 
 // DropHydrating removes, in the background, what was read of layers of other machines and is not needed any more.
 func (d *Disk) DropHydrating() { d.background.Go(d.dropHydrating) }
-
-// ErrNotFetched answers a read of blocks that the replica has begun to fetch from another source. The read ends at once,
-// so that nothing that drains I/O waits for a source.
-var ErrNotFetched = api.Errorf(api.Busy, "a block of the layer has to be fetched first")
-
-// fetched reports whether the disk has all blocks of a read, and begins to fetch the others. Loop thread.
-func (r *Replica) fetched(q *block.Request) bool {
-	all := true
-	for b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits; b < end; {
-		v, n := r.idx.run(b, end)
-		if v > fromHead {
-			if h := r.layers[v-fromLayer].hy; h != nil && !h.ready(b<<blockBits, n<<blockBits) {
-				all = false
-			}
-		}
-		b += n
-	}
-	return all
-}
-
-// OnFetched calls fn after each fetch of blocks that a read asked for. Fn must not block.
-func (r *Replica) OnFetched(fn func()) {
-	r.fetchMu.Lock()
-	defer r.fetchMu.Unlock()
-	r.onFetched = fn
-}
-
-// tellFetched reports a fetch.
-func (r *Replica) tellFetched() {
-	r.fetchMu.Lock()
-	defer r.fetchMu.Unlock()
-	if r.onFetched != nil {
-		r.onFetched()
-	}
-}
-
-// follow subscribes the replica to the fetches of a layer.
-func (r *Replica) follow(l *layer) {
-	if l.hy == nil {
-		return
-	}
-	r.hydrates = true
-	l.hy.listen(l, func(int64) {
-		r.ring.Post(r.tellSource)
-		r.tellFetched()
-	})
-}
-
-// tellSource reports whether a source of a layer fails. Loop thread.
-func (r *Replica) tellSource() {
-	fails := slices.ContainsFunc(r.layers, func(l *layer) bool { return l.hy != nil && l.hy.failed.Load() != nil })
-	if was := r.parched; fails != was {
-		r.parched = fails
-		if r.onLost != nil {
-			r.onLost(fails)
-		}
-	}
-}
-
-// Hydrates are the layers that the replica reads from other machines, and why reads of them wait; nil: they do not.
-func (r *Replica) Hydrates() (layers []string, why error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, l := range r.layers {
-		if l.hy == nil || slices.Contains(layers, l.rec.UID) {
-			continue
-		}
-		layers = append(layers, l.rec.UID)
-		if p := l.hy.failed.Load(); p != nil && why == nil {
-			why = *p
-		}
-	}
-	return layers, why
-}

@@ -42,18 +42,24 @@ func (l *layer) readAt(p []byte, off int64) (int, error) {
 	if len(l.damage) > 0 && hits(l.damage, off, int64(len(p))) {
 		return 0, api.Errorf(api.Corrupt, "layer %s: the %d bytes at %d are damaged", l.rec.UID, len(p), off)
 	}
-	if l.hy != nil && len(p) > 0 {
-		if err := l.hy.await(off, min(int64(len(p)), l.rec.Size-off)); err != nil {
-			return 0, err
+	for {
+		if l.hy != nil && len(p) > 0 {
+			if err := l.hy.await(off, min(int64(len(p)), l.rec.Size-off)); err != nil {
+				return 0, err
+			}
 		}
-	}
-	n, err := l.data.ReadAt(p, off)
-	if l.crcs != nil && n > 0 {
-		if err := l.compare(p[:n], off); err != nil {
-			return 0, err
+		n, err := l.data.ReadAt(p, off)
+		if l.crcs == nil || n == 0 {
+			return n, err
 		}
+		switch cerr := l.compare(p[:n], off); {
+		case errors.Is(cerr, ErrNotFetched):
+			continue // a damaged chunk is fetched again
+		case cerr != nil:
+			return 0, cerr
+		}
+		return n, err
 	}
-	return n, err
 }
 
 // Close implements io.Closer.

@@ -214,7 +214,12 @@ func (r *Replica) doubt(p *part) {
 				r.unread(p)
 				return
 			}
-			if err == nil && n > 0 {
+			if len(bad) > 0 && l.hy != nil {
+				l.hy.lose(bad)
+				r.ended(p, ErrNotFetched)
+				return
+			}
+			if err == nil && n > 0 && l.hy == nil {
 				l.disk.learn(l, off, n, bad)
 				l.damage = replaceDamage(l.damage, off, n, bad)
 			}
@@ -238,7 +243,11 @@ func (r *Replica) doubt(p *part) {
 // judge reads the chunks of a range anew and compares them with their digests. What is whole is put into buf.
 func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 	d := l.disk
-	sums, err := d.fs.Open(d.path(layersDir, l.rec.UID, sumsFile), os.O_RDONLY, 0)
+	dir := layersDir
+	if l.hy != nil {
+		dir = hydratingDir
+	}
+	sums, err := d.fs.Open(d.path(dir, l.rec.UID, sumsFile), os.O_RDONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) && l.lender == nil { // nothing tells what is right
 		from := at &^ (chunkSize - 1)
 		return []Damage{{from, min((at+int64(len(buf))+chunkSize-1)&^(chunkSize-1), l.rec.Size) - from}}, nil
@@ -263,6 +272,9 @@ func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 				"length", len(chunk), "error", err)
 			bad = append(bad, Damage{off, int64(len(chunk))})
 			continue
+		}
+		if l.hy != nil {
+			_ = putCRCs(l.hy.crcs, c, chunk) // without them the next read judges the chunk again
 		}
 		if off < at {
 			copy(buf, chunk[at-off:])
