@@ -291,6 +291,9 @@ type ReplicaStatus struct {
 	Pinned bool `json:"pinned,omitempty"`
 	// Copy is how far the copying of layers to the replica's disk is; nil: there is nothing to copy.
 	Copy *CopyStatus `json:"copy,omitempty"`
+	// Fetching says which layers the replica's disk still lacks and fetches from elsewhere; empty: the disk has all of
+	// them. A replica that fetches is used, and is no redundancy.
+	Fetching string `json:"fetching,omitempty"`
 	// Reverted is the ID of the last Revert that was looked at; RevertError says why nothing was done.
 	Reverted    string `json:"reverted,omitempty"`
 	RevertError string `json:"revertError,omitempty"`

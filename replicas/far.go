@@ -245,6 +245,38 @@ func (d *Data) digestOf(ctx context.Context, uid string) string {
 	return ""
 }
 
+// describeFetch writes into the status which layers the disk of a replica lacks. The share is in steps, so that a copy of
+// an image does not change the status of each volume on it all the time.
+func (l *replicaLoop) describeFetch(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
+	lacks, err := disk.Lacking(string(r.Spec.UID))
+	if err != nil {
+		return err
+	}
+	if r.Status.Fetching = ""; len(lacks) == 0 {
+		return nil
+	}
+	what, progress := "its layers", int32(0)
+	if r.Status.Copy != nil {
+		progress = r.Status.Copy.Progress
+	} else if c, err := l.copyOn(ctx, r.Spec.Disk, r.Spec.Layers); err == nil && c != nil {
+		what, progress = "image "+c.Spec.Image, c.Status.Progress
+	}
+	const step = 10
+	r.Status.Fetching = fmt.Sprintf("about %d %% of %s", max(100-progress+step-1, step)/step*step, what)
+	var nodes []string
+	for _, uid := range lacks {
+		for _, p := range l.farPlaces(ctx, uid) {
+			if !slices.Contains(nodes, p.Node) {
+				nodes = append(nodes, p.Node)
+			}
+		}
+	}
+	if slices.Sort(nodes); len(nodes) > 0 {
+		r.Status.Fetching += " from node " + strings.Join(nodes, ", ")
+	}
+	return nil
+}
+
 // farText says where an open replica reads what is not here yet; empty: all is here.
 func (d *Data) farText(ctx context.Context, r *stack.Replica) string {
 	layers, why := r.Hydrates()

@@ -59,7 +59,7 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
-	l.pending.set(r.Name, waits || l.borrows(&r))
+	l.pending.set(r.Name, waits || l.borrows(&r) || r.Status.Fetching != "")
 	if err != nil {
 		r.Status.Message = err.Error()
 		if r.Status.Mode == "" {
@@ -153,7 +153,8 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 	}
 	l.merges(r, disk)
 	l.scrub(ctx, r, disk)
-	return errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r, disk))
+	err = errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r, disk))
+	return errors.Join(err, l.describeFetch(ctx, r, disk))
 }
 
 // share makes a replica over the layers of a snapshot on the same disk: a clone.
@@ -403,6 +404,9 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 	l.setOnDisk(r.Spec.UID, true)
 	r.Status.Mode, r.Status.Message = api.ReplicaCurrent, ""
 	r.Status.Size, r.Status.Layers, r.Status.Copy = r.Spec.Size, r.Spec.Layers, nil
+	if err := l.describeFetch(ctx, r, disk); err != nil {
+		return err
+	}
 	if r.Spec.From != nil {
 		l.tellKin(ctx, r.Spec.From.Volume)
 	}

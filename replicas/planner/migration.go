@@ -153,7 +153,8 @@ func (s *replicaSet) isHealthy(d *decision) bool {
 	for i := range s.mine {
 		r := &s.mine[i]
 		if r.DeletionTimestamp != nil || r.Spec.Leave || r.Status.Mode != api.ReplicaCurrent || r.Status.Pinned ||
-			r.Status.Copy != nil || s.isDead(r) || s.away(r.Spec.Node) > 0 || !slices.Contains(v.Status.Members, r.Name) {
+			r.Status.Copy != nil || r.Status.Fetching != "" || s.isDead(r) || s.away(r.Spec.Node) > 0 ||
+			!slices.Contains(v.Status.Members, r.Name) {
 			return false
 		}
 	}

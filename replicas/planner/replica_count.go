@@ -85,11 +85,11 @@ func decideReplicas(s replicaSet) decision {
 			d.add, d.extra = 1, true
 		}
 	}
-	good, hurt := 0, 0 // whole, and where they may stay; of these, damaged on their disks
+	good, hurt := 0, 0 // whole, and where they may stay; of these, damaged on their disks or without all layers there
 	for _, r := range whole {
 		switch {
 		case !slices.Contains(staying, r):
-		case len(r.Status.Damage) > 0:
+		case lacks(r):
 			hurt++ // another one, or one that was lost, may be all that has what is damaged
 		default:
 			good++
@@ -131,6 +131,9 @@ func decideReplicas(s replicaSet) decision {
 // isDead reports whether a replica's disk cannot be used: what its status says is old.
 func (s *replicaSet) isDead(r *api.Replica) bool { return s.lost != nil && s.lost(r) }
 
+// lacks reports whether a replica's disk does not have all that the replica shows: layers are damaged, or still fetched.
+func lacks(r *api.Replica) bool { return len(r.Status.Damage) > 0 || r.Status.Fetching != "" }
+
 // takesPlace reports whether a replica is made to be where another one is not.
 func (s *replicaSet) takesPlace(r *api.Replica) bool {
 	return r.Spec.Instead != "" && slices.ContainsFunc(s.mine, func(o api.Replica) bool {
@@ -166,7 +169,7 @@ func (d *decision) dropSurplus(s replicaSet, whole, staying []*api.Replica, n in
 			replaced := func(r *api.Replica) int {
 				return one(slices.ContainsFunc(left, func(o *api.Replica) bool { return o.Spec.Instead == r.Name }))
 			}
-			damaged := func(r *api.Replica) int { return one(len(r.Status.Damage) > 0) }
+			damaged := func(r *api.Replica) int { return one(lacks(r)) }
 			asked := func(r *api.Replica) int { return one(r.Spec.Leave) }
 			return cmp.Or(cmp.Compare(damaged(b), damaged(a)), cmp.Compare(local(a), local(b)), cmp.Compare(asked(b), asked(a)),
 				cmp.Compare(replaced(b), replaced(a)),

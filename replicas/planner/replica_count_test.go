@@ -104,6 +104,16 @@ func TestDecide(t *testing.T) {
 			s.lose("c")
 			silent(s, "c", 2*time.Hour)
 		}, 2, "", nil, false},
+		"fewer, the one that fetches layers goes": {func(s *replicaSet) {
+			s.v.Spec.NumberOfReplicas = 2
+			s.mine[0].Status.Fetching = "about 90 % of image debian from node d"
+			s.mine[1].CreationTimestamp = metav1.Now()
+		}, 0, "", []string{"v.a"}, false},
+		"one that fetches layers lets no other go": {func(s *replicaSet) {
+			evict(s, "c")
+			s.add("d", true)
+			s.mine[3].Status.Fetching = "about 90 % of image debian from node c"
+		}, 0, "", nil, false},
 		"a damaged one is replaced": {func(s *replicaSet) {
 			s.mine[2].Status.Damage = []api.LayerDamage{{Length: 4096}}
 			evict(s, "c") // as one beyond repair

@@ -18,6 +18,7 @@ func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, sile
 	st := &v.Status
 	st.Message, st.AttachedNode = "", ""
 	current, failed, unheard := 0, "", ""
+	fetching, fetches := 0, ""
 	size := int64(0)
 	st.Used, st.Shared = 0, 0
 	for _, r := range mine {
@@ -40,6 +41,10 @@ func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, sile
 				break
 			}
 			current++
+			if r.Status.Fetching != "" {
+				fetching++
+				fetches += fmt.Sprintf("; replica %s still fetches %s", r.Name, r.Status.Fetching)
+			}
 			if size == 0 || r.Status.Size < size {
 				size = r.Status.Size
 			}
@@ -59,10 +64,10 @@ func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, sile
 		if st.Message == "" {
 			st.Message = "no member of the volume can be used"
 		}
-	case current < int(v.Spec.NumberOfReplicas):
+	case current-fetching < int(v.Spec.NumberOfReplicas):
 		st.Robustness = api.RobustDegraded
 		if st.Message == "" {
-			st.Message = fmt.Sprintf("%d of %d replicas are whole", current, v.Spec.NumberOfReplicas)
+			st.Message = fmt.Sprintf("%d of %d replicas are whole", current-fetching, v.Spec.NumberOfReplicas) + fetches
 			if not := notMembers(v, mine); not != "" {
 				st.Message += "; not whole: " + not
 			}

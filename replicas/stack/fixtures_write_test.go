@@ -36,6 +36,9 @@ const (
 	fixKeptRoot   = "a07b2aea04d833bb28ceddf56f7d14e63823c4c9de8b5c2f007c4cf2167c7e1d"
 )
 
+// filesSince are files that the fixture of the present version lacks: later programs write them, and read a disk without.
+var filesSince = map[string]bool{"hydrating/" + fixFar + "/crcs.hex": true}
+
 // TestDiskIsWrittenAsBefore does again what a fixture was made by, and compares what is on the disk byte for byte, but
 // for random names, times, and what the file system takes.
 func TestDiskIsWrittenAsBefore(t *testing.T) {
@@ -62,7 +65,9 @@ func TestDiskIsWrittenAsBefore(t *testing.T) {
 	}
 	for name, b := range got {
 		was, is := alike(string(want[alike(name)])), alike(string(b))
-		if _, there := want[alike(name)]; !there {
+		if _, there := want[alike(name)]; !there && filesSince[name] {
+			continue
+		} else if !there {
 			t.Errorf("%s is written, and was not in %s", name, from)
 		} else if was != is {
 			t.Errorf("%s differs: the format changed. It has\n%s\nand in %s it had\n%s", name, is, from, was)
