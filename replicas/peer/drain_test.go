@@ -14,7 +14,7 @@ type lateDisk struct {
 	*Backend
 	loop    Loop
 	at      int64         // incarnation
-	adopted chan struct{} // the first adoption in it is durable
+	adopted chan struct{} // the adoption in it is durable
 	goOn    chan struct{}
 	came    chan struct{} // the request did
 
@@ -39,21 +39,25 @@ func (r *lateDisk) Submit(q *block.Request) {
 }
 
 func (r *lateDisk) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
-	r.mu.Lock()
-	second := incarnation == r.at && r.under != nil
-	r.second = r.second || second
-	r.mu.Unlock()
-	if second {
-		sent := make(chan struct{})
-		r.loop.Post(func() { r.Backend.Submit(r.under); close(sent) })
-		<-sent
-	}
 	err := r.Backend.AdoptFor(ctx, node, epoch, incarnation, members)
-	if incarnation == r.at && !second {
+	if incarnation == r.at {
 		close(r.adopted)
 		<-r.goOn
 	}
 	return err
+}
+
+func (r *lateDisk) Drain(ctx context.Context) error {
+	r.mu.Lock()
+	r.second = true
+	under := r.under
+	r.mu.Unlock()
+	if under != nil {
+		sent := make(chan struct{})
+		r.loop.Post(func() { r.Backend.Submit(under); close(sent) })
+		<-sent
+	}
+	return r.Backend.Drain(ctx)
 }
 
 // TestAdoptDrainsAfterItChangedSessions: until the server serves the newer session, it takes requests of the older one.
