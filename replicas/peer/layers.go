@@ -112,14 +112,27 @@ func (b *Backend) SnapEnd(context.Context) error { return b.seen.close() }
 func (b *Backend) State(context.Context) (stack.Meta, error) { return b.Meta(), nil }
 
 // Forget takes a snapshot's name away.
-func (b *Backend) Forget(_ context.Context, uid string) error { return b.DropSnapshot(uid) }
+func (b *Backend) Forget(_ context.Context, uid string) error {
+	return b.besideCut(func() error { return b.DropSnapshot(uid) })
+}
+
+// besideCut runs what changes layers, unless a cut is prepared: that lets nothing else be done with the replica, and a
+// call that waits for it keeps the next session from being adopted, which would end it.
+func (b *Backend) besideCut(change func() error) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.cut != nil {
+		return api.Errorf(api.Busy, "a cut is prepared; try again when it is done")
+	}
+	return change()
+}
 
 // Seal cuts off the head as it is, apart from the other members, for one snapshot or for several that hold the same.
 func (b *Backend) Seal(ctx context.Context, list ...stack.Snapshot) error {
 	if len(list) == 0 {
 		return api.Errorf(api.Invalid, "a layer for no snapshot")
 	}
-	return b.Cut(ctx, list[0], list[1:]...)
+	return b.besideCut(func() error { return b.Cut(ctx, list[0], list[1:]...) })
 }
 
 // LayerSize is how long a layer is, and what it takes on the disk; Root is the digest of what it holds, once it has
