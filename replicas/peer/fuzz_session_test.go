@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -322,8 +323,16 @@ func (z *fuzzed) play(t *testing.T, input []byte) {
 	}
 }
 
-// sound is an engine that keeps to the protocol.
+// sound is an engine that keeps to the protocol. A session that ends, as the hostile one had the replica closed, begins
+// again.
 func (z *fuzzed) sound(t *testing.T) {
+	for !z.served(t) {
+		continue
+	}
+}
+
+// served reports whether a session of the sound engine came to its end.
+func (z *fuzzed) served(t *testing.T) bool {
 	nc := z.connect(t)
 	defer nc.Close()
 	content := bytes.Repeat([]byte{byte(z.played)}, block.Size)
@@ -335,6 +344,9 @@ func (z *fuzzed) sound(t *testing.T) {
 		{header{kind: kindCall, session: 1, id: 13}, []byte(`intents` + "\n" + `{"Set":true}`)},
 		{header{kind: kindRead, session: 1, id: 14, off: 1 << 20, n: block.Size}, nil}} {
 		b, err := exchangeOn(nc, x.h, x.payload)
+		if errors.Is(err, errSession) {
+			return false
+		}
 		if err != nil {
 			t.Fatalf("a sound engine: %+v: %v", x.h, err)
 		}
@@ -346,6 +358,7 @@ func (z *fuzzed) sound(t *testing.T) {
 			t.Fatal("a sound engine reads something else than it wrote")
 		}
 	}
+	return true
 }
 
 // FuzzSession has an engine that was adopted send whatever it likes to a replica on a disk: no call panics, none takes
