@@ -21,9 +21,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// filesystem is how one type of file system is made, checked and grown.
+// filesystem is how one type of file system is mounted, checked and grown; api.MkfsCommand makes it.
 type filesystem struct {
-	mkfs    []string // before mkfsParams and the device
 	options []string // of every mount
 	// whole is a check that changes nothing and ends well only for a complete file system.
 	whole []string
@@ -32,19 +31,10 @@ type filesystem struct {
 }
 
 var filesystems = map[string]filesystem{
-	// No discard: the device is blank. Lazy: the kernel zeroes inode tables when there is nothing else to do.
-	"ext4": {
-		mkfs:  []string{"mkfs.ext4", "-F", "-q", "-m0", "-b4096", "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1"},
-		whole: []string{"e2fsck", "-fn"}, slack: 4 << 20,
-	},
+	"ext4": {whole: []string{"e2fsck", "-fn"}, slack: 4 << 20},
 	// Volumes of one image have one UUID, and xfs would refuse to mount the second.
-	"xfs": {
-		mkfs: []string{"mkfs.xfs", "-f", "-q", "-K", "-ssize=4096", "-bsize=4096"}, options: []string{"nouuid"},
-		whole: []string{"xfs_repair", "-n"}, slack: 1 << 20,
-	},
-	"btrfs": {
-		mkfs: []string{"mkfs.btrfs", "-f", "-q", "-K"}, whole: []string{"btrfs", "check", "--readonly"}, slack: 1 << 20,
-	},
+	"xfs":   {options: []string{"nouuid"}, whole: []string{"xfs_repair", "-n"}, slack: 1 << 20},
+	"btrfs": {whole: []string{"btrfs", "check", "--readonly"}, slack: 1 << 20},
 }
 
 const defaultFS = "ext4"
@@ -170,7 +160,7 @@ func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string)
 	if err := s.mark(ctx, vol, fs, ""); err != nil {
 		return err
 	}
-	args := slices.Concat(filesystems[fs].mkfs, strings.Fields(vol.Spec.MkfsParams))
+	args := slices.Concat(api.MkfsCommand(fs), strings.Fields(vol.Spec.MkfsParams))
 	if err := run(ctx, append(args, d.path)...); err != nil {
 		kind := api.KindOf(err)
 		if kind == api.Other {

@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/moby/sys/mountinfo"
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -212,17 +212,13 @@ func (m *mounting) mount(ctx context.Context) error {
 	return err
 }
 
-// mkfs makes a filesystem with the options of the node door: no discard, since the device is blank.
+// mkfs makes a filesystem as the node door does.
 func mkfs(ctx context.Context, fs, params, device string) error {
-	argv, ok := map[string][]string{
-		"ext4":  {"-F", "-q", "-m0", "-b4096", "-Enodiscard,lazy_itable_init=1,lazy_journal_init=1"},
-		"xfs":   {"-f", "-q", "-K", "-ssize=4096", "-bsize=4096"},
-		"btrfs": {"-f", "-q", "-K"},
-	}[fs]
-	if !ok {
+	argv := api.MkfsCommand(fs)
+	if argv == nil {
 		return api.Errorf(api.Unsupported, "no filesystem %q: a volume can have ext4, xfs or btrfs", fs)
 	}
-	_, err := run(ctx, "mkfs."+fs, append(append(argv, strings.Fields(params)...), device)...)
+	_, err := run(ctx, argv[0], append(append(argv[1:], strings.Fields(params)...), device)...)
 	return err
 }
 
@@ -436,29 +432,15 @@ func lostDevices(volume api.UID) []string {
 type mountEntry struct{ device, dir, fs string }
 
 func mountsWhere(match func(mountEntry) bool) ([]mountEntry, error) {
-	f, err := os.Open("/proc/self/mountinfo")
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
 	var out []mountEntry
-	for s := bufio.NewScanner(f); s.Scan(); {
-		left, right, ok := strings.Cut(s.Text(), " - ")
-		l, r := strings.Fields(left), strings.Fields(right)
-		if !ok || len(l) < 5 || len(r) < 2 {
-			continue
-		}
-		e := mountEntry{device: unescape(r[1]), dir: unescape(l[4]), fs: r[0]}
+	_, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		e := mountEntry{device: m.Source, dir: m.Mountpoint, fs: m.FSType}
 		if match(e) {
 			out = append(out, e)
 		}
-	}
-	return out, nil
-}
-
-// unescape undoes the octal escapes of mountinfo.
-func unescape(s string) string {
-	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
+		return true, false
+	})
+	return out, err
 }
 
 func onDevice(device string) func(mountEntry) bool {
