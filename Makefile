@@ -25,7 +25,7 @@ VOLUMES     ?= 250
 export GOTOOLCHAIN ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: mutants demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo cluster clean need-root walls fmt-check
+.PHONY: mutants demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo man cluster clean need-root walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -90,6 +90,9 @@ fuzz: ## run every fuzz test for FUZZTIME=60s
 
 bench: need-root setup build ## measure against a plain file and the kernel's loop device; LONG=1: longer rounds, more of them; writes bench/out.json
 	$(GO) run ./bench -drover $(BIN) -out bench/out.json $(if $(LONG),-long) $(BENCHFLAGS)
+
+man: ## the man pages of all commands, in man/
+	$(GO) run ./driver/man man
 
 demo: need-root setup ## the tour: images, volumes, kill -9 (installs what is missing; root)
 	@demo/run

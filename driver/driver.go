@@ -38,6 +38,13 @@ func Main(args []string) int {
 	if len(args) > 0 && args[0] == "hold" {
 		return exit(runHold(args[1:]))
 	}
+	root := Command()
+	root.SetArgs(args)
+	return exit(root.ExecuteContext(signals()))
+}
+
+// Command returns the whole command line.
+func Command() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "drover",
 		Short:         "Replicated block volumes, golden images and instant clones",
@@ -51,14 +58,13 @@ func Main(args []string) int {
 		},
 		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
-	root.SetArgs(args)
 	root.AddCommand(cli.Commands(export.Run)...)
 	root.AddCommand(cli.RecoverCommand(recover.Run, kubeapi.Restore))
 	root.AddCommand(serveCommand(), dataCommand(), holdCommand())
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return api.Errorf(api.Invalid, "%w; see `%s --help`", err, c.CommandPath())
 	})
-	return exit(root.ExecuteContext(signals()))
+	return root
 }
 
 func exit(err error) int { return cli.Report(os.Stderr, err) }
