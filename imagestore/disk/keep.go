@@ -45,8 +45,9 @@ type keptNote struct {
 	Sum  []byte      `json:"sum"` // state of the SHA-512
 	// What the source itself has to know.
 	State json.RawMessage `json:"state,omitempty"`
-	// Earlier versions recorded a place in an archive.
+	// Earlier versions recorded a place in an archive, and From is where the bytes begin that they need: at the Mark.
 	Packed json.RawMessage `json:"packed,omitempty"`
+	From   int64           `json:"from,omitempty"`
 	// Of an image that is converted: its format, and the scratch file.
 	Format format      `json:"format,omitempty"`
 	Spool  *spoolState `json:"spool,omitempty"`
@@ -145,7 +146,7 @@ func (im *importer) continuable() bool {
 
 // place is what is to be recorded when off bytes of the image are there, in so far as it is about the source.
 func (im *importer) place(off int64) (note keptNote, ok bool) {
-	note.Mark = *im.s.Mark
+	note.Mark, note.From = *im.s.Mark, off
 	if im.s.At != nil {
 		if note.State, ok = im.s.At(off); !ok {
 			return note, false
