@@ -8,9 +8,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// Balance moves replicas of healthy volumes to better places: one replica of a volume at a time, and a new one is whole
-// before the old one goes. A move is made only if it lowers crowd, or leaves a disk that is nearly full for one that is
-// not by far; so moves come to an end, and none is taken back while the nodes stay as they are.
+// Balance moves replicas of healthy volumes to better places: one replica of a volume at a time; the new replica is a
+// member before the old replica is deleted. A migration must lower the spread, or leave a nearly full disk for a disk
+// far below the limit. So migrations come to an end, and none is undone while the nodes stay as they are.
 
 // Values of replicaAutoBalance.
 const (
@@ -19,7 +19,7 @@ const (
 	balanceBest     = "best-effort"
 )
 
-// pressureGap is how many percent below the limit a disk must stay that is to take a replica of one above it.
+// pressureGap is how many percent below the limit a disk must stay to take a replica of a disk above the limit.
 const pressureGap = 10
 
 // placement is where a replica is.
@@ -35,7 +35,7 @@ type spread [3]int
 
 func (c spread) compare(o spread) int { return slices.Compare(c[:], o[:]) }
 
-// spreadOf counts seats. A node without a zone is in one of its own.
+// spreadOf computes the spread of placements. A node without a zone counts as a zone.
 func spreadOf(seats []placement, zone func(node string) string) (c spread) {
 	for i, n := range countPlacements(seats, zone) {
 		for _, x := range n {
@@ -64,24 +64,25 @@ func countPlacements(seats []placement, zone func(node string) string) (n [3]map
 	return n
 }
 
-// proposal is a replica that would be better elsewhere.
+// proposal is a migration that findMigration suggests.
 type proposal struct {
 	from *api.Replica
 	to   candidate
 	why  string
-	full bool // it leaves a disk that is nearly full
+	full bool // leaves a nearly full disk
 }
 
-// balanceRules is what a better place is found by.
+// balanceRules are the rules by which findMigration compares places.
 type balanceRules struct {
 	mode string
-	stay string // the node that keeps a replica, if it has one: the volume is used there; empty: none
-	// use is how full a disk is with what is on its way to it, and without what leaves it, in percent, with more bytes.
+	stay string // the node that uses the volume, which keeps its only replica; empty: none
+	// use computes in percent how full a disk will be after all current migrations and with more bytes.
 	use   func(disk api.UID, more int64) int64
 	limit int64 // percent; 0: how full a disk is does not matter
 }
 
-// findMigration finds the best move of a volume whose replicas are all whole, or none. It looks at places only.
+// findMigration returns the best migration for a volume whose replicas are all current members, or nil. The search
+// reads places only.
 func findMigration(v *api.Volume, t clusterView, s balanceRules) *proposal {
 	if s.mode != balanceLeast && s.mode != balanceBest {
 		return nil
@@ -131,7 +132,7 @@ func findMigration(v *api.Volume, t clusterView, s balanceRules) *proposal {
 	return best
 }
 
-// relievesDisk reports whether a replica is on a disk that is nearly full, and would not be on the other one.
+// relievesDisk reports whether a migration leaves a nearly full disk for a disk that stays well below the limit.
 func (s *balanceRules) relievesDisk(r *api.Replica, to candidate) bool {
 	return s.mode == balanceBest && s.limit > 0 && s.use(r.Spec.Disk, 0) > s.limit &&
 		s.use(to.disk, r.Status.Used) < s.limit-pressureGap

@@ -18,23 +18,23 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A linked clone is a head of its own over the layers of a snapshot. On the disk of the snapshot's replica nothing is
-// copied, and from then on neither needs the other. Where that disk has no room, or may not be used, it is on another
-// disk of the node, and the layers follow; where none of the node may be, its replicas are made on other nodes from one
-// that is there for a while. A full copy shares no layer from the beginning. A clone of a volume as it is
-// now takes a snapshot for itself, and lets go of it when the clone is there, or what it copies is held.
+// A linked clone is a head over the layers of a snapshot. On the disk of the snapshot's replica a clone copies
+// nothing, and from then on clone and source are independent. If the disk has no room or may not be used, the clone is
+// on another disk of the node and the layers follow; if no disk of the node may be used, rebuilds create the replicas
+// on other nodes from a transient replica. A full copy shares no layer from the start. A clone of the present state of
+// a volume takes a snapshot, and deletes the snapshot when the clone is ready or has pinned the layers.
 
-// cloneSource is what a clone begins with.
+// cloneSource is the snapshot and the replica from which a clone starts.
 type cloneSource struct {
 	snapshot *api.Snapshot
 	replica  *api.Replica
 	others   []api.Replica // members of the source that hold the snapshot too
-	image    string        // at the bottom of it
+	image    string        // the base image
 	whole    bool          // the volume's own replica moves
 }
 
-// findSource finds the data source of a volume; nil: it has none. An error of kind unavailable is one to wait for; any
-// other kind is the end of it, until something changes.
+// findSource finds the data source of a volume; nil: the volume has none. A clone waits after an Unavailable error;
+// any other kind fails the clone until the user changes something.
 func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cloneSource, err error) {
 	if v.Spec.DataSource == "" {
 		return nil, nil
@@ -70,7 +70,7 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 		return nil, err
 	}
 	st.Source, st.Snapshot = from.Volume, from.Snapshot
-	p.awaitSource(from.Volume, v.Name) // before it looks: what changes meanwhile is not missed
+	p.awaitSource(from.Volume, v.Name) // before the search, so that no change in between is missed
 	var src api.Volume
 	if err := p.getFresh(ctx, types.NamespacedName{Name: from.Volume}, &src); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.NotFound, "volume %s, which is to be cloned, does not exist", from.Volume)
@@ -120,7 +120,8 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 	return o, nil
 }
 
-// stalledFor is for how long a clone waits for its source, once that is too long; before, it is looked at again then.
+// stalledFor returns how long a clone has waited for its source, once the wait exceeds the limit. Before, it requeues
+// the clone for the end of the limit.
 func (p *volumeReconciler) stalledFor(ctx context.Context, v *api.Volume) time.Duration {
 	st := v.Status.CloneStatus
 	if st.WaitingSince == nil {
@@ -135,7 +136,7 @@ func (p *volumeReconciler) stalledFor(ctx context.Context, v *api.Volume) time.D
 	return limit
 }
 
-// refuseCycle refuses a clone whose source waits for the clone itself.
+// refuseCycle refuses a clone whose source waits for the clone.
 func (p *volumeReconciler) refuseCycle(ctx context.Context, v, src *api.Volume) error {
 	seen := map[string]bool{}
 	for at := src; len(at.Status.Members) == 0 && !seen[at.Name]; {
@@ -155,7 +156,7 @@ func (p *volumeReconciler) refuseCycle(ctx context.Context, v, src *api.Volume) 
 	return nil
 }
 
-// usableReplicas are the members of a volume that a clone can begin with.
+// usableReplicas lists the members of a volume from which a clone can start.
 func (p *volumeReconciler) usableReplicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
 	var list api.ReplicaList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
@@ -168,8 +169,8 @@ func (p *volumeReconciler) usableReplicas(ctx context.Context, v *api.Volume) ([
 	}), nil
 }
 
-// placeClone gives a clone its replicas: each on the disk of a member of its source, whose layers it shares. Where that
-// cannot be, it gets one alone, near to a member; the rest is made equal to it.
+// placeClone places the replicas of a clone: each on the disk of a member of the source, to share its layers. If no
+// such disk takes a replica, the clone gets a single replica near a member, and rebuilds add the others.
 func (p *volumeReconciler) placeClone(ctx context.Context, v *api.Volume, from *cloneSource) ([]api.Replica, error) {
 	var mine []api.Replica
 	all := append([]api.Replica{*from.replica}, from.others...)
@@ -217,12 +218,13 @@ func (p *volumeReconciler) placeClone(ctx context.Context, v *api.Volume, from *
 	return mine, last
 }
 
-// placeAway gives a clone that cannot be where its source is a place there for a while, over the source's layers: it
-// can be used at once, from any node. Its replicas are made elsewhere from that, as those of a drained node are; then
-// it goes. Nil: no other disk would take the clone.
-func (p *volumeReconciler) placeAway(ctx context.Context, v *api.Volume, from *cloneSource, all []api.Replica) (*api.Replica, error) {
+// placeAway places a transient replica over the source's layers, for a clone that may not stay near its source. Every
+// node can use the clone at once; the planner replaces the replica as on a drained node. Nil: no other disk would
+// take the clone.
+func (p *volumeReconciler) placeAway(ctx context.Context, v *api.Volume, from *cloneSource,
+	all []api.Replica) (*api.Replica, error) {
 	if v.Spec.DataLocality == api.LocalityStrict {
-		return nil, nil // it is used where its data is, and says where that is
+		return nil, nil // a strict-local clone stays with its source
 	}
 	t, failed, err := p.viewCluster(ctx, v, baseImage(v, from, nil), nil)
 	if err != nil {
@@ -247,7 +249,7 @@ func (p *volumeReconciler) placeAway(ctx context.Context, v *api.Volume, from *c
 	return nil, nil
 }
 
-// awaitSource has a clone planned again after the next plan of its source: its replica may not be known to be there yet.
+// awaitSource makes the next reconcile of a source wake the clone: the cache may lack the source's replica.
 func (p *volumeReconciler) awaitSource(source, clone string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -257,7 +259,7 @@ func (p *volumeReconciler) awaitSource(source, clone string) {
 	p.clones[source][clone] = true
 }
 
-// wakeClones does so, once for each.
+// wakeClones wakes the clones that wait for a source, each once.
 func (p *volumeReconciler) wakeClones(source string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -269,8 +271,9 @@ func (p *volumeReconciler) wakeClones(source string) {
 	delete(p.clones, source)
 }
 
-// snapshotToClone is the snapshot that a clone begins with.
-func (p *volumeReconciler) snapshotToClone(ctx context.Context, v, src *api.Volume, from api.DataSource) (*api.Snapshot, error) {
+// snapshotToClone returns the snapshot from which a clone starts.
+func (p *volumeReconciler) snapshotToClone(ctx context.Context, v, src *api.Volume,
+	from api.DataSource) (*api.Snapshot, error) {
 	name := from.Snapshot
 	if name == "" {
 		name = cloneSnapshot(v)
@@ -311,8 +314,8 @@ func (p *volumeReconciler) snapshotToClone(ctx context.Context, v, src *api.Volu
 	return nil, errSoon
 }
 
-// getFresh reads an object. What the cache does not have is asked of the API: it can be a moment older than what the user
-// sees, and a clone is not to fail for that. Unavailable: it is there, and the cache will tell.
+// getFresh reads an object. If the cache lacks the object, getFresh asks the API, because a clone must not fail for
+// an old cache. Unavailable: the object exists, and an event follows when the cache has it.
 func (p *volumeReconciler) getFresh(ctx context.Context, key types.NamespacedName, o client.Object) error {
 	err := p.client.Get(ctx, key, o)
 	if !apierrors.IsNotFound(err) {
@@ -324,13 +327,13 @@ func (p *volumeReconciler) getFresh(ctx context.Context, key types.NamespacedNam
 	return errSoon
 }
 
-// errSoon is the snapshot that is being taken: nothing that a user need know.
+// errSoon means that a snapshot is in progress; no status shows the error.
 var errSoon = api.Errorf(api.Unavailable, "waits for the snapshot")
 
-// cloneSnapshot is the name of the snapshot that a clone takes for itself: new with every clone.
+// cloneSnapshot names the snapshot that a clone of a volume takes; each clone has another name.
 func cloneSnapshot(v *api.Volume) string { return "clone-" + string(v.Status.UID) }
 
-// handleFailedReplica looks at a replica that came to nothing: the clone has failed, until the user wants another try.
+// handleFailedReplica fails the clone of a failed replica, until the user asks for a retry.
 func (p *volumeReconciler) handleFailedReplica(ctx context.Context, v *api.Volume, r *api.Replica) error {
 	c := v.Status.CloneStatus
 	why := api.Errorf(api.Corrupt, "replica %s: %s", r.Name, r.Status.Message)
@@ -352,7 +355,7 @@ func (p *volumeReconciler) handleFailedReplica(ctx context.Context, v *api.Volum
 	return why
 }
 
-// reportCopyProgress tells how far the copying of layers is.
+// reportCopyProgress copies the progress of a layer copy into the clone's status.
 func reportCopyProgress(v *api.Volume, mine []api.Replica) {
 	c := v.Status.CloneStatus
 	if c == nil {
@@ -368,7 +371,7 @@ func reportCopyProgress(v *api.Volume, mine []api.Replica) {
 	}
 }
 
-// deleteCloneSnapshot deletes the snapshot that a clone took for itself.
+// deleteCloneSnapshot deletes the snapshot that a clone took.
 func (p *volumeReconciler) deleteCloneSnapshot(ctx context.Context, v *api.Volume) error {
 	if !strings.HasPrefix(v.Spec.DataSource, "vol://") || v.Status.UID == "" {
 		return nil
@@ -384,7 +387,7 @@ func (p *volumeReconciler) deleteCloneSnapshot(ctx context.Context, v *api.Volum
 	return nil
 }
 
-// volumesOfSnapshot wakes who waits for a snapshot, or for its end.
+// volumesOfSnapshot requeues the volume of a snapshot and the clones that wait for the snapshot.
 func (p *volumeReconciler) volumesOfSnapshot(ctx context.Context, o client.Object) []reconcile.Request {
 	s := o.(*api.Snapshot)
 	all := watch.Requests(s.Spec.Volume)
@@ -394,7 +397,7 @@ func (p *volumeReconciler) volumesOfSnapshot(ctx context.Context, o client.Objec
 	return append(all, p.clonesOf(ctx, api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name})...)
 }
 
-// clonesOf are the volumes that are to begin with a source and do not exist yet.
+// clonesOf requeues volumes without members whose data source is from.
 func (p *volumeReconciler) clonesOf(ctx context.Context, from api.DataSource) []reconcile.Request {
 	var vols api.VolumeList
 	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.BySource: from.String()},
@@ -411,7 +414,7 @@ func (p *volumeReconciler) clonesOf(ctx context.Context, from api.DataSource) []
 	return all
 }
 
-// keptSnapshots are the names of the snapshots for which a volume's replicas stay.
+// keptSnapshots names the snapshots that keep the replicas of a deleted volume.
 func (p *volumeReconciler) keptSnapshots(ctx context.Context, v *api.Volume) ([]string, error) {
 	var list api.SnapshotList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// viewCluster is what there is to place a replica of v on, which stands on the image named, if any. What failed when the
-// terrain was asked is in failed then.
+// viewCluster collects the cluster view for a replica of v above a base image; empty: no image. Errors of later reads
+// through the view end up in failed.
 func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image string, mine []api.Replica) (
 	_ clusterView, failed *error, _ error) {
 	t := clusterView{mine: mine, copies: map[api.UID]api.ImageState{}, silent: p.isSilent}
@@ -59,7 +59,7 @@ func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image
 	return t, failed, nil
 }
 
-// baseImage is the name of the image below a volume; the spec of a clone need not name it, what it was made of does.
+// baseImage names the base image of a volume. A clone's spec need not name the image; its source or its replicas do.
 func baseImage(v *api.Volume, from *cloneSource, mine []api.Replica) string {
 	if v.Spec.BackingImage != "" {
 		return v.Spec.BackingImage

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// promisedBytes is the sum of the sizes of a disk's replicas.
+// promisedBytes sums the sizes of the replicas on a disk.
 func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int64, error) {
 	var list api.ReplicaList
 	on := client.MatchingFields{watch.ByDisk: string(disk)}
@@ -39,9 +39,9 @@ func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int
 	return sum, nil
 }
 
-// createReplicas gives a new volume its replicas and, when they are there, its first members.
+// createReplicas places the first replicas of a new volume, and records members when the replicas are ready.
 func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mine []api.Replica) error {
-	mine = slices.DeleteFunc(slices.Clone(mine), func(r api.Replica) bool { // they were given up
+	mine = slices.DeleteFunc(slices.Clone(mine), func(r api.Replica) bool { // given up
 		return r.DeletionTimestamp != nil && p.isSilent(r.Spec.Node)
 	})
 	if len(mine) == 0 {
@@ -54,7 +54,7 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 			return err
 		}
 		var image *api.BackingImage
-		if from == nil { // else the source's layers are there, and its replica holds the image
+		if from == nil { // a source's replica already holds the image
 			if image, err = p.usableImage(ctx, v); err != nil {
 				return err
 			}
@@ -74,7 +74,7 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 			return err
 		}
 		setCondition(v, api.ConditionScheduled, true, "Placed", "every replica has a disk")
-		if from == nil { // else the others are made equal to the first
+		if from == nil { // rebuilds add the other replicas of a clone
 			if mine, err = p.placeRest(ctx, v, image, mine); err != nil {
 				return err
 			}
@@ -85,7 +85,7 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 	for i := range mine {
 		r := &mine[i]
 		if r.DeletionTimestamp != nil && len(mine) > 1 {
-			continue // another one has its place
+			continue // another replica replaces this replica
 		}
 		switch r.Status.Mode {
 		case api.ReplicaCurrent:
@@ -99,7 +99,7 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 			return err
 		default:
 			if p.isSilent(r.Spec.Node) && len(mine) > 1 {
-				continue // the others need not wait for it
+				continue // the other replicas need not wait
 			}
 			if gone, err := p.giveUpReplica(ctx, v, r); gone || err != nil {
 				return err
@@ -127,9 +127,8 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 	return nil
 }
 
-// giveUpReplica gives up the first replica of a volume whose node fell silent before it was made, so that another is made
-// elsewhere: it was no member, and is removed should the node come back. That of a clone stays where only silent nodes
-// have the source.
+// giveUpReplica deletes a first replica whose node fell silent before the replica was ready, so that another node
+// gets a replica. A clone's replica stays while only silent nodes have the source.
 func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *api.Replica) (bool, error) {
 	if r.DeletionTimestamp != nil || !p.isSilent(r.Spec.Node) {
 		return false, nil
@@ -153,7 +152,8 @@ func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *
 	return true, nil
 }
 
-// usableImage is the volume's backing image if it can be used, or nil.
+// usableImage returns the backing image of a volume, nil without an image, or an error that says why the volume
+// waits.
 func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
 	name := v.Spec.BackingImage
 	if name == "" {
@@ -189,7 +189,7 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		setCondition(v, api.ConditionImage, false, "Failed", err.Error())
 		return nil, err
 	case img.Status.State != api.ImageReady:
-		// Its virtual size is not known for sure before.
+		// The virtual size is final only in a ready image.
 		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
 		setCondition(v, api.ConditionImage, false, "NotReady", err.Error())
 		return nil, err
@@ -198,7 +198,7 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 	return &img, nil
 }
 
-// placeOne creates one Replica on the best disk.
+// placeOne creates a Replica on the best disk.
 func (p *volumeReconciler) placeOne(
 	ctx context.Context, v *api.Volume, img *api.BackingImage, from *cloneSource, mine []api.Replica,
 	shape ...func(*clusterView),
@@ -259,7 +259,7 @@ func (p *volumeReconciler) placeOne(
 			r.Labels[api.LabelImage] = api.LabelValue(from.image)
 		}
 	}
-	p.assumeReplica(r) // before it is there: its event, which ends this, can be faster than the answer
+	p.assumeReplica(r) // before the request: the event, which ends the assumption, can overtake the answer
 	if err := p.client.Create(ctx, r); err != nil {
 		p.mu.Lock()
 		delete(p.assumed, r.Name)

@@ -12,10 +12,10 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A replica on a disk that its node cannot use says nothing new of itself: its status is that of before. It counts for
-// nothing until the disk is back.
+// The status of a replica on a disk that its node cannot use is out of date. The replica counts as missing until the
+// disk is ready.
 
-// deadDisk tells why the disk of a replica cannot be used; empty: it can.
+// deadDisk returns a function that explains why the disk of a replica cannot be used; empty: the disk is ready.
 func (p *volumeReconciler) deadDisk(ctx context.Context) func(*api.Replica) string {
 	return func(r *api.Replica) string {
 		var n api.Node
@@ -34,8 +34,7 @@ func (p *volumeReconciler) deadDisk(ctx context.Context) func(*api.Replica) stri
 	}
 }
 
-// diskHealthChanged tells whether a node's change can matter to the replicas that are there: their disks are ready or not,
-// or are to be left, or not any more.
+// diskHealthChanged reports whether a Node update changes the health or eviction of a disk.
 func diskHealthChanged(old, now client.Object) bool {
 	a, b := old.(*api.Node), now.(*api.Node)
 	was, is := a.Status.Disks, b.Status.Disks
@@ -44,7 +43,7 @@ func diskHealthChanged(old, now client.Object) bool {
 	})
 }
 
-// volumesOnNode are the volumes with a replica on a node.
+// volumesOnNode requeues the volumes with a replica on a node.
 func (p *volumeReconciler) volumesOnNode(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
 	on := client.MatchingFields{watch.ByNode: o.GetName()}

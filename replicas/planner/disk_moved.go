@@ -13,13 +13,14 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A disk is known by its uid, on whatever machine it is. One that was taken out of a machine and put into another is
-// adopted there, with its settings and with what is on it, where the former node lives and says that it is gone. Of a
-// node that says nothing nobody knows: there it takes the user, and `drover recover`.
+// A disk is known by its UID, on every machine. The planner gives the replicas of a disk that moved to another machine
+// to the new node, if the former node lives and reports that the disk is gone. If the former node is silent, only the
+// user can tell, with `drover recover`.
 
-// adoptMovedReplicas gives replicas to the nodes that their disks have moved to. A member that an engine elsewhere works with stays
-// until the volume is detached, or until the engine has given it up.
-func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
+// adoptMovedReplicas gives replicas to the nodes to which their disks have moved. A member of an engine on another
+// node stays until a detach or until the engine drops the member.
+func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume, mine []api.Replica,
+	att *api.Attachment) error {
 	var nodes api.NodeList
 	if err := p.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
 		return err
@@ -27,7 +28,7 @@ func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume
 	for i := range mine {
 		r := &mine[i]
 		to := api.DiskMovedTo(nodes.Items, r.Spec.Disk, r.Spec.Node, time.Now())
-		if to == "" || r.Status.Pinned || besideSource(r) || // it needs other disks of its node
+		if to == "" || r.Status.Pinned || besideSource(r) || // a pinned or unfinished replica needs other disks of its node
 			att != nil && att.Spec.Node != to && slices.Contains(v.Status.Members, r.Name) {
 			continue
 		}
@@ -44,14 +45,14 @@ func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume
 	return nil
 }
 
-// besideSource reports whether a replica is still to be made, from one on another disk of its node.
+// besideSource reports whether an unfinished replica copies from another disk of its node.
 func besideSource(r *api.Replica) bool {
 	from := r.Spec.From
 	return (r.Status.Mode == "" || r.Status.Mode == api.ReplicaCreating) && from != nil && from.Disk != "" &&
 		from.Disk != r.Spec.Disk
 }
 
-// volumesOnMovedDisks wakes the volumes that have a replica on a disk which is here now, or is here no more.
+// volumesOnMovedDisks requeues the volumes with a replica on a disk that a node gained or lost.
 func (p *volumeReconciler) volumesOnMovedDisks(ctx context.Context, o client.Object) []reconcile.Request {
 	n := o.(*api.Node)
 	var all []reconcile.Request

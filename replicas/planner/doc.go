@@ -1,5 +1,5 @@
-// Package planner is the controller role's half of the room: it decides which replicas a volume has, on which disks, and
-// asks nodes for changes through the specs of Replicas. Nodes carry decisions out and answer in the statuses.
+// Package planner is the controller role's half of the room. It decides which replicas a volume has, on which disks,
+// and asks nodes for changes through the specs of Replicas. Nodes carry decisions out and answer in the statuses.
 //
 // Deciders are pure functions with tables of cases: choosePlacement and candidates (place.go), decideReplicas
 // (replica_count.go), findMigration (balance.go), describeVolume (status.go). The volumeReconciler collects their input

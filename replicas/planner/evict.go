@@ -14,11 +14,11 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A volume's only replica leaves a disk that is to be evicted. While the volume is detached, its head is cut off, and a
-// replica on another disk of the node takes its place, with all its layers and snapshots: from then on the volume can
-// be attached, and the layers follow, as those of a clone do. The replica that was there goes with that.
+// A volume's only replica leaves an evicted disk while the volume is detached: the node cuts the head, and a replica on
+// another disk of the node takes over all layers and snapshots. From then on the volume can be attached, and the layers
+// follow like the layers of a clone. Then the planner deletes the old replica.
 
-// evictReplica asks for the replica that takes the place of one on a disk that is to be left, and removes the one that was.
+// evictReplica asks for a replica that replaces the only member on an evicted disk, and deletes the replaced replica.
 func (p *volumeReconciler) evictReplica(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	if len(v.Status.Members) != 1 {
 		return nil
@@ -40,18 +40,18 @@ func (p *volumeReconciler) evictReplica(ctx context.Context, v *api.Volume, mine
 		if next := r.Spec.From; next == nil || !next.Whole || next.Replica != member.Spec.UID {
 			continue
 		}
-		// What changes tries again. One that did not begin before the volume was attached goes another way, by the volume's
-		// engine: from the attach's claim on, a move that is under way is refused its last step.
+		// A replica that did not start before an attach is deleted, and the engine replaces the member instead:
+		// after the attach's claim the last step of the move is refused.
 		late := attached && v.Status.EngineNode != "" && !r.Status.Pinned
 		if (r.Status.Mode == api.ReplicaFailed || late) && r.DeletionTimestamp == nil {
 			return client.IgnoreNotFound(p.client.Delete(ctx, r))
 		}
-		reportMoving(v) // it is on its way; said again, since the write that said it first may have lost a race
+		reportMoving(v) // again, because a conflict may have lost the first write
 		return nil
 	}
 	var n api.Node
 	if err := p.client.Get(ctx, types.NamespacedName{Name: member.Spec.Node}, &n); err == nil && n.Spec.EvictionRequested {
-		return nil // it goes to another node
+		return nil // the engine moves the replica to another node
 	}
 	leaving, err := p.isDiskEvicted(ctx, member)
 	if err == nil && !leaving && len(mine) == 1 {
@@ -61,13 +61,13 @@ func (p *volumeReconciler) evictReplica(ctx context.Context, v *api.Volume, mine
 		len(mine) > 1 || v.Spec.NumberOfReplicas > 1 {
 		return err
 	}
-	// The one that goes keeps nothing away; its disk is refused anyway.
+	// The old replica blocks no disk; placement refuses the evicted disk anyway.
 	from := &cloneSource{replica: member, image: member.Labels[api.LabelImage], whole: true}
 	_, err = p.placeOne(ctx, v, nil, from, nil)
 	if api.Is(err, api.Full) {
 		c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionEvicted)
 		if c != nil && c.Reason != "Moving" && c.Reason != "NoDisk" {
-			return nil // it goes to another node, or what keeps it from that is told
+			return nil // the engine moves the replica to another node, or a condition says why not
 		}
 		if setCondition(v, api.ConditionEvicted, false, "NoDisk", err.Error()) {
 			p.events.Eventf(v, member, "Warning", "EvictionNoDisk", "Evict", "%s", err)
@@ -86,7 +86,7 @@ func reportMoving(v *api.Volume) {
 	setCondition(v, api.ConditionEvicted, false, "Moving", "the replica is to be on another disk")
 }
 
-// isDiskEvicted reports whether a replica's disk is to be evicted.
+// isDiskEvicted reports whether the user evicts the disk of a replica.
 func (p *volumeReconciler) isDiskEvicted(ctx context.Context, r *api.Replica) (bool, error) {
 	var n api.Node
 	if err := p.client.Get(ctx, types.NamespacedName{Name: r.Spec.Node}, &n); err != nil {
@@ -102,7 +102,7 @@ func (p *volumeReconciler) isDiskEvicted(ctx context.Context, r *api.Replica) (b
 	return false, nil
 }
 
-// volumesToEvict wakes the volumes that have a replica on a disk that is to be left.
+// volumesToEvict requeues the volumes with a replica on an evicted disk.
 func (p *volumeReconciler) volumesToEvict(ctx context.Context, o client.Object) []reconcile.Request {
 	n := o.(*api.Node)
 	var all []reconcile.Request

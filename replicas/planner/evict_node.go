@@ -11,18 +11,19 @@ import (
 	"drover.io/drover/api"
 )
 
-// A volume's only replica leaves a node, or a disk that it cannot leave by a move on its node, in three steps: a second
-// one is made elsewhere, the volume's engine makes it equal (of a detached volume an engine without a device does), and
-// then the first one goes.
+// A volume's only replica leaves a node, or a disk without a sibling on the node, in three steps: the planner places a
+// second replica on another node, the volume's engine (an offline engine for a detached volume) rebuilds the replica,
+// and the planner drops the first replica.
 
-// leavesNode reports whether the only replica of a volume is on its way to another place. Where it should and cannot, a
-// condition says why.
-func (p *volumeReconciler) leavesNode(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) (bool, error) {
+// leavesNode reports whether a second replica replaces the only replica of a volume through the engine. A condition
+// says why a wanted replacement waits.
+func (p *volumeReconciler) leavesNode(ctx context.Context, v *api.Volume, mine []api.Replica,
+	att *api.Attachment) (bool, error) {
 	if slices.ContainsFunc(mine, func(r api.Replica) bool {
 		return r.Spec.From != nil && r.Spec.From.Whole &&
 			r.Status.Mode != api.ReplicaCurrent
 	}) {
-		return false, nil // it moves on its node
+		return false, nil // the replica moves on its node
 	}
 	i := slices.IndexFunc(mine, func(r api.Replica) bool { return slices.Contains(v.Status.Members, r.Name) })
 	if i < 0 {
@@ -41,14 +42,14 @@ func (p *volumeReconciler) leavesNode(ctx context.Context, v *api.Volume, mine [
 		return true, nil
 	}
 	if r.DeletionTimestamp != nil && !p.isSilent(r.Spec.Node) {
-		return true, nil // by somebody's hand: another one takes its place
+		return true, nil // a user deleted the replica
 	}
 	if v.Spec.DataLocality == api.LocalityBestEffort && att != nil && att.DeletionTimestamp == nil &&
 		att.Spec.Node != r.Spec.Node && !p.isSilent(r.Spec.Node) {
-		return true, nil // it follows the one who uses it
+		return true, nil // the replica follows the attachment
 	}
 	stuck := meta.FindStatusCondition(v.Status.Conditions, api.ConditionEvicted)
-	byEngine := att != nil || stuck != nil && stuck.Reason != "Moving" // else it may move on its node
+	byEngine := att != nil || stuck != nil && stuck.Reason != "Moving" // else the replica may move on its node
 	if !n.Spec.EvictionRequested && (!isLeaving(&n, r.Spec.Disk) || !byEngine) {
 		return false, nil
 	}
@@ -68,7 +69,7 @@ func (p *volumeReconciler) leavesNode(ctx context.Context, v *api.Volume, mine [
 	return false, nil
 }
 
-// preferSameNode says where the replica is best that takes the place of a volume's only one, which is used on the same node.
+// preferSameNode prefers the node that uses the volume for the replacement of the only replica on that node.
 func preferSameNode(v *api.Volume, mine []api.Replica, attached string) func(*clusterView) {
 	return func(t *clusterView) {
 		if v.Spec.NumberOfReplicas > 1 || len(mine) != 1 || attached == "" || mine[0].Spec.Node != attached ||

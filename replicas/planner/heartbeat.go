@@ -15,11 +15,11 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// heartbeatReconciler watches the heartbeats: what is known of the volumes of a node that says nothing is old.
+// heartbeatReconciler watches heartbeats. Without a heartbeat the statuses from a node are out of date.
 type heartbeatReconciler struct {
 	*volumeReconciler
 	began time.Time
-	limit time.Duration // 0: what the node says
+	limit time.Duration // 0: the node's limit
 }
 
 func (p *volumeReconciler) setupHeartbeats(mgr ctrl.Manager) error {
@@ -28,7 +28,7 @@ func (p *volumeReconciler) setupHeartbeats(mgr ctrl.Manager) error {
 		Complete(&heartbeatReconciler{volumeReconciler: p, began: time.Now()})
 }
 
-// Reconcile looks at one node's heartbeat, and again when it will be too old.
+// Reconcile checks the heartbeat of a node, and requeues the node for the time when the heartbeat will be too old.
 func (s *heartbeatReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var n api.Node
 	err := s.client.Get(ctx, req.NamespacedName, &n)
@@ -39,7 +39,7 @@ func (s *heartbeatReconciler) Reconcile(ctx context.Context, req reconcile.Reque
 		s.setSilent(ctx, req.Name, true)
 		return reconcile.Result{}, nil
 	}
-	// While the controller itself was away it could hear nothing.
+	// A heartbeat may have been missed while the controller was down.
 	age := min(time.Since(n.Status.Heartbeat.Time), time.Since(s.began))
 	limit := s.limit
 	if limit == 0 {
@@ -56,7 +56,7 @@ func (s *heartbeatReconciler) Reconcile(ctx context.Context, req reconcile.Reque
 	return reconcile.Result{}, nil
 }
 
-// setSilent notes it and wakes the node's volumes if it is news.
+// setSilent records whether a node is silent, and wakes the volumes of the node after a change.
 func (p *volumeReconciler) setSilent(ctx context.Context, node string, is bool) bool {
 	p.mu.Lock()
 	news := p.silent[node] != is
@@ -71,7 +71,8 @@ func (p *volumeReconciler) setSilent(ctx context.Context, node string, is bool) 
 		return news
 	}
 	var list api.ReplicaList
-	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByNode: node}, client.UnsafeDisableDeepCopy); err != nil {
+	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByNode: node},
+		client.UnsafeDisableDeepCopy); err != nil {
 		p.log.Error("replicas of a node cannot be listed", "node", node, "err", err)
 		return news
 	}
@@ -81,7 +82,7 @@ func (p *volumeReconciler) setSilent(ctx context.Context, node string, is bool) 
 	for _, name := range p.attachedTo(ctx, node) {
 		q.Add(watch.Request(name))
 	}
-	if !is { // it takes replicas again
+	if !is { // the node takes replicas again
 		for _, r := range append(p.unplacedVolumes(), p.balancedVolumes(ctx, nil)...) {
 			q.Add(r)
 		}

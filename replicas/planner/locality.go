@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// preferLocal prefers, for a volume that is to be local, the node that it will be used on first.
+// preferLocal prefers the node of the first use for a volume with data locality.
 func preferLocal(v *api.Volume) func(*clusterView) {
 	return func(t *clusterView) {
 		if l := v.Spec.DataLocality; l != api.LocalityBestEffort && l != api.LocalityStrict {
@@ -20,7 +20,8 @@ func preferLocal(v *api.Volume) func(*clusterView) {
 	}
 }
 
-// reportLocality says of an attached volume with best-effort whether its data is on its node, and if not, why.
+// reportLocality sets the condition of a best-effort volume: whether a member is on the node of the attachment, and
+// why not.
 func (p *volumeReconciler) reportLocality(v *api.Volume, mine []api.Replica, attached string, why error) {
 	if v.Spec.DataLocality != api.LocalityBestEffort || attached == "" {
 		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionLocal)

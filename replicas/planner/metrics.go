@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// volumeFacts tells of every volume what the controller's cache knows.
+// volumeFacts exports metrics of every volume from the controller's cache.
 type volumeFacts struct {
 	once   sync.Once
 	reader atomic.Pointer[client.Reader]

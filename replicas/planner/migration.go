@@ -22,23 +22,23 @@ const (
 	settingCopies      = "concurrent-replica-copies-per-node"
 )
 
-// balanceAgain is when a move is looked at again that had to wait for others.
+// balanceAgain is the delay before a retry of a migration that waits for others.
 const balanceAgain = 10 * time.Second
 
-// migration is a replica on its way to a better place.
+// migration is a replica that moves to another disk.
 type migration struct {
 	from, to api.UID // disks
-	node     string  // that it goes to
+	node     string  // of the target
 	bytes    int64
 }
 
-// migrationLog are those of all volumes, and since when volumes wait for one.
+// migrationLog holds the migrations of all volumes, and the start of each volume's wait for a migration.
 type migrationLog struct {
 	under map[string]migration // by volume
-	since map[string]time.Time // by volume: when a better place was seen first, the volume being healthy ever since
+	since map[string]time.Time // by volume: since when the volume is healthy and has a better place
 }
 
-// balanceMode is what counts for a volume.
+// balanceMode returns the mode of a volume: from the spec, else from the setting.
 func (p *volumeReconciler) balanceMode(ctx context.Context, v *api.Volume) string {
 	switch m := v.Spec.ReplicaAutoBalance; m {
 	case balanceDisabled, balanceLeast, balanceBest:
@@ -47,7 +47,7 @@ func (p *volumeReconciler) balanceMode(ctx context.Context, v *api.Volume) strin
 	return p.settingText(ctx, settingBalance)
 }
 
-// settingText is a setting that is a word.
+// settingText returns a setting, or its default.
 func (p *volumeReconciler) settingText(ctx context.Context, name string) string {
 	var s api.Setting
 	if err := p.client.Get(ctx, client.ObjectKey{Name: name}, &s); err == nil {
@@ -56,8 +56,9 @@ func (p *volumeReconciler) settingText(ctx context.Context, name string) string 
 	return api.Settings[name]
 }
 
-// balanceReplicas moves a replica of a volume to a better place, if there is one. The verdict d is that on its replicas.
-func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s *replicaSet, d *decision, att *api.Attachment) error {
+// balanceReplicas starts at most one migration of a volume, after decision d about its replicas.
+func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s *replicaSet, d *decision,
+	att *api.Attachment) error {
 	if from, to := s.migrating(); to != nil {
 		p.startMigration(v.Name, migration{from.Spec.Disk, to.Spec.Disk, to.Spec.Node, from.Status.Used}, 0)
 		setCondition(v, api.ConditionBalanced, false, "Moving", fmt.Sprintf("replica %s on node %s goes when replica %s on "+
@@ -83,7 +84,8 @@ func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s
 	if err != nil {
 		return err
 	}
-	m := findMigration(v, t, balanceRules{mode: mode, stay: s.attached, use: p.percentAfterMigrations(t.nodes), limit: p.settingNumber(ctx, settingPressure)})
+	m := findMigration(v, t, balanceRules{mode: mode, stay: s.attached, use: p.percentAfterMigrations(t.nodes),
+		limit: p.settingNumber(ctx, settingPressure)})
 	switch {
 	case *failed != nil:
 		return *failed
@@ -110,7 +112,7 @@ func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s
 	r, err := p.placeOne(ctx, v, image, nil, s.mine, func(t *clusterView) {
 		t.leaving, t.only, t.strict, t.instead = []string{m.from.Name}, m.to.disk, true, m.from.Name
 	})
-	p.improvableSince(v.Name, false) // one that comes to nothing waits as the first did
+	p.improvableSince(v.Name, false) // after a failure the wait starts again
 	if err != nil {
 		p.endMigration(v.Name)
 		return ignoreFacts(err)
@@ -121,7 +123,7 @@ func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s
 	return nil
 }
 
-// ignoreFacts is an error that is worth another try; one with a kind is a fact, about which nothing is to be done now.
+// ignoreFacts returns nil for an error with a kind: a retry would not change a fact.
 func ignoreFacts(err error) error {
 	if api.KindOf(err) != api.Other {
 		return nil
@@ -129,7 +131,7 @@ func ignoreFacts(err error) error {
 	return err
 }
 
-// migrating is a replica that goes when another one is whole, and that one.
+// migrating returns a replica that another replica replaces, and the other replica.
 func (s *replicaSet) migrating() (from, to *api.Replica) {
 	for i := range s.mine {
 		r := &s.mine[i]
@@ -142,7 +144,7 @@ func (s *replicaSet) migrating() (from, to *api.Replica) {
 	return nil, nil
 }
 
-// isHealthy reports whether a volume has all that it wants, and nothing of it is under way.
+// isHealthy reports whether a volume has every wanted replica and no change is in progress.
 func (s *replicaSet) isHealthy(d *decision) bool {
 	v := s.v
 	if d.add > 0 || len(d.drop) > 0 || len(d.leaving) > 0 || len(s.mine) != int(v.Spec.NumberOfReplicas) ||
@@ -161,7 +163,8 @@ func (s *replicaSet) isHealthy(d *decision) bool {
 	return true
 }
 
-// improvableSince notes that a volume could be better placed, or that it could not, and tells since when it could.
+// improvableSince records whether a volume has a better place, and returns for how long the volume has had a better
+// place.
 func (p *volumeReconciler) improvableSince(volume string, is bool) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -175,7 +178,7 @@ func (p *volumeReconciler) improvableSince(volume string, is bool) time.Duration
 	return time.Since(p.migrations.since[volume])
 }
 
-// startMigration notes a move, unless as many as most go to that node already; 0: it is under way.
+// startMigration records a migration, unless as many as most already move to the node; 0: the migration has started.
 func (p *volumeReconciler) startMigration(volume string, f migration, most int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -192,14 +195,14 @@ func (p *volumeReconciler) startMigration(volume string, f migration, most int) 
 	return true
 }
 
-// endMigration ends a move, if there was one.
+// endMigration forgets the migration of a volume.
 func (p *volumeReconciler) endMigration(volume string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.migrations.under, volume)
 }
 
-// percentAfterMigrations tells how full disks are when all moves that are under way have ended.
+// percentAfterMigrations returns a function that computes how full a disk will be after all current migrations.
 func (p *volumeReconciler) percentAfterMigrations(nodes []api.Node) func(disk api.UID, more int64) int64 {
 	return func(disk api.UID, more int64) int64 {
 		p.mu.Lock()
@@ -219,7 +222,7 @@ func (p *volumeReconciler) percentAfterMigrations(nodes []api.Node) func(disk ap
 				}
 			}
 		}
-		return 100 // nothing is known of it
+		return 100 // an unknown disk
 	}
 }
 
@@ -242,7 +245,7 @@ func spreadChanged(old, now client.Object) bool {
 	return false
 }
 
-// balancedVolumes wakes the volumes that are kept balanced.
+// balancedVolumes requeues the volumes that balance applies to.
 func (p *volumeReconciler) balancedVolumes(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.VolumeList
 	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {

@@ -17,7 +17,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// orphanSnapshotReconciler looks after the Snapshots that no node does: those whose volume does not exist, or has no replica.
+// orphanSnapshotReconciler handles the Snapshots without a responsible node: the volume does not exist or has no
+// replica.
 type orphanSnapshotReconciler struct{ *volumeReconciler }
 
 func (p *volumeReconciler) setupOrphans(mgr ctrl.Manager) error {
@@ -38,11 +39,12 @@ func (p *volumeReconciler) setupOrphans(mgr ctrl.Manager) error {
 		Watches(&api.Volume{}, ofVolume, watch.Updates(func(old, now client.Object) bool {
 			return len(old.(*api.Volume).Status.Members) != len(now.(*api.Volume).Status.Members)
 		})).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 2, RateLimiter: backlog.RateLimiter(),
+			NewQueue: backlog.New}).
 		Complete(&orphanSnapshotReconciler{p})
 }
 
-// Reconcile tells that a snapshot has nothing to be of, and lets it go when it is deleted.
+// Reconcile reports the missing volume, and removes the finalizer of a deleted Snapshot.
 func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var s api.Snapshot
 	if err := o.client.Get(ctx, req.NamespacedName, &s); err != nil {
@@ -57,7 +59,7 @@ func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.
 		s.Status.VolumeUID != "" && v.Status.UID != "" && v.Status.UID != s.Status.VolumeUID
 	switch {
 	case !gone && len(v.Status.Members) > 0:
-		return reconcile.Result{}, nil // its node's
+		return reconcile.Result{}, nil // a node is responsible
 	case s.DeletionTimestamp != nil:
 		if gone || s.Status.CreationTime == "" {
 			if controllerutil.RemoveFinalizer(&s, api.Finalizer) {
@@ -67,7 +69,7 @@ func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.
 		}
 		return reconcile.Result{}, nil
 	case !gone:
-		return reconcile.Result{}, nil // it is being made
+		return reconcile.Result{}, nil // the volume is in progress
 	}
 	why := "volume " + s.Spec.Volume + " does not exist"
 	if s.Status.CreationTime != "" {

@@ -9,42 +9,42 @@ import (
 	"drover.io/drover/api"
 )
 
-// candidate is a disk that a replica could be placed on.
+// candidate is a disk that can take a replica.
 type candidate struct {
 	node   string
 	disk   api.UID
 	path   string
-	copy   int   // how far the image is there: 0 not at all, 1 on its way, 2 ready
+	copy   int   // the image on the disk: 0 absent, 1 in progress, 2 ready
 	same   int   // replicas of the volume on the same node
 	zone   int   // and in the same zone
-	near   bool  // on the node that the volume is to be near to
-	room   int64 // bytes that may still be promised on the disk
-	volume bool  // a replica of the volume is on this disk
+	near   bool  // on the preferred node
+	room   int64 // bytes left to promise
+	volume bool  // the disk has a replica of the volume
 }
 
-// clusterView is what placement looks at.
+// clusterView is the input of a placement decision.
 type clusterView struct {
 	nodes    []api.Node
-	promised func(disk api.UID) int64 // sum of the sizes of its replicas
+	promised func(disk api.UID) int64 // sum of replica sizes
 	copies   map[api.UID]api.ImageState
-	image    *api.BackingImage // that the volume stands on: its selectors bind the volume too; nil: none is known
+	image    *api.BackingImage // the base image, whose selectors bind the volume too; nil: none
 	mine     []api.Replica     // of the volume
 	topologyRules
-	// leaving are replicas of the volume that go when the one to be placed is whole: they need not be kept away from.
+	// leaving names replicas that are dropped after the placed replica has joined; they break no topology rule.
 	leaving   []string
-	transient bool                   // on the disk only, for a while: whatever speaks against it
-	instead   string                 // the replica that goes when the one to be placed is whole; empty: none
-	silent    func(node string) bool // nil: none is
-	prefer    string                 // the node that a replica should be on, for locality; empty: any
-	on        string                 // the node that it has to be on, for locality; empty: any
+	transient bool                   // for a while on the disk `only`, against all other rules
+	instead   string                 // the replica to drop after the placed replica has joined; empty: none
+	silent    func(node string) bool // nil: no node
+	prefer    string                 // the preferred node, for locality; empty: any
+	on        string                 // the only permitted node, for locality; empty: any
 	overPct   int64
 	minFreePc int64
-	only      api.UID // the disk that a clone's layers are on; empty: any
-	near      string  // the node that they are on; empty: any
+	only      api.UID // the disk with a clone's layers; empty: any
+	near      string  // the node with the layers; empty: any
 	strict    bool    // on no other disk than only
 }
 
-// choosePlacement finds the best disk for one more replica of v. Without one the error says of each disk why.
+// choosePlacement returns the best disk for another replica of v, or an error that says why each disk refuses.
 func choosePlacement(v *api.Volume, t clusterView) (candidate, error) {
 	spots, why := t.candidates(v)
 	if len(spots) == 0 {
@@ -76,7 +76,7 @@ func compareCandidates(a, b candidate) int {
 		cmp.Compare(b.room, a.room))
 }
 
-// candidates are the disks that one more replica of v could be placed on, and why the others cannot take it.
+// candidates lists the disks that can take another replica of v, and why the others cannot.
 func (t *clusterView) candidates(v *api.Volume) (spots []candidate, why []string) {
 	for i := range t.nodes {
 		n := &t.nodes[i]
@@ -117,7 +117,7 @@ func (t *clusterView) candidates(v *api.Volume) (spots []candidate, why []string
 	return spots, why
 }
 
-// isOtherDisk reports whether a disk is not the one that it has to be.
+// isOtherDisk reports whether the view demands another disk.
 func (t *clusterView) isOtherDisk(n *api.Node, d api.DiskSpec) bool {
 	return t.only != "" && !slices.ContainsFunc(n.Status.Disks, func(s api.DiskStatus) bool {
 		return s.Path == d.Path && s.UID == t.only
@@ -141,7 +141,7 @@ func nodeRefuses(v *api.Volume, n *api.Node) string {
 	return ""
 }
 
-// imageAsks tells which tag the volume's image asks for that is not there.
+// imageAsks explains which tag the selectors of the base image miss.
 func (t *clusterView) imageAsks(want, have []string) string {
 	if tag := missingTag(want, have); tag != "" {
 		return fmt.Sprintf("it lacks the tag %s, which backing image %s asks for", tag, t.image.Name)
@@ -149,7 +149,7 @@ func (t *clusterView) imageAsks(want, have []string) string {
 	return ""
 }
 
-// missingTag is the first wanted tag that is not there.
+// missingTag returns the first wanted tag that is missing, or "".
 func missingTag(want, have []string) string {
 	for _, tag := range want {
 		if !slices.Contains(have, tag) {
@@ -198,7 +198,8 @@ func (t *clusterView) candidateOn(v *api.Volume, n *api.Node, d api.DiskSpec) (c
 	return s, t.countNeighbours(n, &s)
 }
 
-// roomLeft is what is left to promise on a disk after size more bytes, or why they cannot be promised.
+// roomLeft returns the bytes left to promise on a disk after size more bytes, or why the disk cannot promise size
+// bytes.
 func (t *clusterView) roomLeft(d api.DiskSpec, st api.DiskStatus, size int64) (int64, string) {
 	capacity := max(st.Capacity-d.ReservedBytes, 0)
 	if st.Capacity > 0 && st.Available*100 < st.Capacity*t.minFreePc {
@@ -209,7 +210,8 @@ func (t *clusterView) roomLeft(d api.DiskSpec, st api.DiskStatus, size int64) (i
 	limit := capacity / 100 * t.overPct
 	if promised+size > limit {
 		return 0, fmt.Sprintf("%s are promised to volumes and the limit is %s (%d %% of %s, "+
-			"storage-over-provisioning-percentage)", api.SizeText(promised), api.SizeText(limit), t.overPct, api.SizeText(capacity))
+			"storage-over-provisioning-percentage)", api.SizeText(promised), api.SizeText(limit), t.overPct,
+			api.SizeText(capacity))
 	}
 	return limit - promised - size, ""
 }

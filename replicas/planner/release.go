@@ -12,16 +12,17 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A node that is lost cannot take its devices away. Whoever detaches a volume from it, by force or with patience, gets
-// it free from the controller. That is safe, because an attach elsewhere takes a new epoch, which every member adopts
-// before it serves: the engine of the lost node, should it live, can neither write any more nor drop anybody, and its
-// node takes the device down when it hears of it. Its reads may be old until then.
+// A lost node cannot end its devices, so the planner releases an attachment that a user deleted, by force or after a
+// wait. The release is safe, because an attach elsewhere takes a new epoch, which every member adopts before it
+// serves: an engine that still runs on the lost node can neither write nor drop members, and the node removes the
+// device as soon as it reaches the API. Reads there may return old data until then.
 
-// releaseAfter is how long a silent node has to answer a detach that is not forced: its data process may live.
+// releaseAfter is how long a silent node, whose data process may live, has to answer a detach without force.
 const releaseAfter = time.Minute
 
-// releaseAttachment lets the attachment of a silent node go when that is wished. later is how long it has still to wait.
-func (p *volumeReconciler) releaseAttachment(ctx context.Context, v *api.Volume, a *api.Attachment) (gone bool, later time.Duration,
+// releaseAttachment ends the deleted attachment of a silent node. later is how long the planner still waits.
+func (p *volumeReconciler) releaseAttachment(ctx context.Context, v *api.Volume, a *api.Attachment) (gone bool,
+	later time.Duration,
 	err error) {
 	if a.DeletionTimestamp == nil || !p.isSilent(a.Spec.Node) || !controllerutil.ContainsFinalizer(a, api.Finalizer) {
 		return false, 0, nil
@@ -39,7 +40,7 @@ func (p *volumeReconciler) releaseAttachment(ctx context.Context, v *api.Volume,
 	return true, 0, nil
 }
 
-// requeueAfter has a volume looked at after a while.
+// requeueAfter reconciles a volume again after a delay.
 func (p *volumeReconciler) requeueAfter(volume string, later time.Duration) {
 	p.mu.Lock()
 	q := p.queue
@@ -49,7 +50,7 @@ func (p *volumeReconciler) requeueAfter(volume string, later time.Duration) {
 	}
 }
 
-// attachedTo are the volumes whose attachments name a node.
+// attachedTo lists the volumes with an attachment to a node.
 func (p *volumeReconciler) attachedTo(ctx context.Context, node string) (volumes []string) {
 	var list api.AttachmentList
 	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {

@@ -12,12 +12,12 @@ import (
 	"drover.io/drover/api"
 )
 
-// comesTooLate reports whether an attachment was made when the volume was deleted already: its node refuses it.
+// comesTooLate reports whether the attachment is younger than the deletion of the volume: the node refuses it.
 func comesTooLate(v *api.Volume, a *api.Attachment) bool {
 	return !a.Status.Ready && a.CreationTimestamp.After(v.DeletionTimestamp.Time)
 }
 
-// removeVolume takes a volume away: its replicas first, then its finalizer.
+// removeVolume deletes the replicas of a deleted volume, then removes the volume's finalizer.
 func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) error {
 	p.setWaiting(v.Name, false)
 	p.improvableSince(v.Name, false)

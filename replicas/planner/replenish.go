@@ -16,8 +16,8 @@ import (
 
 const settingReplenish = "replica-replenishment-wait-interval"
 
-// placeRest gives a new volume the replicas beside its first one. Where not all of them find a disk the volume is made
-// with those that do, and says so; the others follow when there is a disk.
+// placeRest places the other replicas of a new volume. Without enough disks the volume starts with fewer replicas and
+// a condition says so; the planner adds the rest when a disk has room.
 func (p *volumeReconciler) placeRest(ctx context.Context, v *api.Volume, image *api.BackingImage,
 	mine []api.Replica) ([]api.Replica, error) {
 	for len(mine) < int(v.Spec.NumberOfReplicas) {
@@ -34,7 +34,7 @@ func (p *volumeReconciler) placeRest(ctx context.Context, v *api.Volume, image *
 	return mine, nil
 }
 
-// reportPartlyPlaced says that a volume has fewer replicas than it should.
+// reportPartlyPlaced reports that a volume has too few replicas.
 func (p *volumeReconciler) reportPartlyPlaced(v *api.Volume, have int, why error) {
 	p.setWaiting(v.Name, true)
 	msg := fmt.Sprintf("%d of %d replicas have a disk; %v", have, v.Spec.NumberOfReplicas, why)
@@ -43,9 +43,10 @@ func (p *volumeReconciler) reportPartlyPlaced(v *api.Volume, have int, why error
 	}
 }
 
-// replenish makes and drops replicas so that a volume of several has as many as it should. A new one is made equal by the
-// volume's engine, which then makes it a member.
-func (p *volumeReconciler) replenish(ctx context.Context, v *api.Volume, mine []api.Replica, att *api.Attachment) error {
+// replenish adds and drops replicas until a volume has its replica count. The volume's engine rebuilds a new replica
+// and makes the replica a member.
+func (p *volumeReconciler) replenish(ctx context.Context, v *api.Volume, mine []api.Replica,
+	att *api.Attachment) error {
 	attached := ""
 	if att != nil && att.DeletionTimestamp == nil {
 		attached = att.Spec.Node
@@ -134,7 +135,7 @@ func (p *volumeReconciler) replenish(ctx context.Context, v *api.Volume, mine []
 
 const forEver = 100 * 365 * 24 * time.Hour
 
-// isLeaving reports whether what is on a disk is to move elsewhere.
+// isLeaving reports whether replicas leave a disk: the user evicts the disk or the node, or removed the disk.
 func isLeaving(n *api.Node, disk api.UID) bool {
 	if n == nil {
 		return false
@@ -150,9 +151,10 @@ func isLeaving(n *api.Node, disk api.UID) bool {
 	return j < 0 || n.Spec.Disks[j].EvictionRequested // taken out of the spec, or to be left
 }
 
-// dropReplicas lets replicas go. One that is a member is taken out of the members first: by the engine, where there is one (it
-// sees the wish in the Replica), else here.
-func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine []api.Replica, names []string, attached bool) error {
+// dropReplicas deletes replicas. A member leaves the members first: through the engine, which reads the wish from the
+// Replica, or here if the volume has no engine.
+func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine []api.Replica, names []string,
+	attached bool) error {
 	for _, name := range names {
 		i := slices.IndexFunc(mine, func(r api.Replica) bool { return r.Name == name })
 		r := &mine[i]
@@ -171,10 +173,10 @@ func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine
 			if len(v.Status.Members) < 2 {
 				continue
 			}
-			// The write of the status is by compare-and-swap: an attach that came first is seen.
+			// A concurrent attach makes the write of the status conflict.
 			v.Status.Members = slices.Delete(slices.Clone(v.Status.Members), at, at+1)
 			v.Status.Epoch++
-			return nil // the write brings us back, and then it goes
+			return nil // the next reconcile deletes the replica
 		}
 		if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("replica %s: %w", name, err)
@@ -185,7 +187,7 @@ func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine
 	return p.forgetLost(ctx, v, mine)
 }
 
-// withdrawLeave takes back the wish that a replica leaves whose reason is over: a drain was undone, or it is needed again.
+// withdrawLeave withdraws the wish that replicas leave, after a drain was undone or another replica failed.
 func (p *volumeReconciler) withdrawLeave(ctx context.Context, mine []api.Replica, names []string) error {
 	for i := range mine {
 		r := &mine[i]
@@ -201,7 +203,7 @@ func (p *volumeReconciler) withdrawLeave(ctx context.Context, mine []api.Replica
 	return nil
 }
 
-// forgetLost ends the deletion of replicas whose node is no object any more: nobody else will.
+// forgetLost removes the finalizer of deleted replicas whose Node does not exist: no node will.
 func (p *volumeReconciler) forgetLost(ctx context.Context, v *api.Volume, mine []api.Replica) error {
 	for i := range mine {
 		r := &mine[i]

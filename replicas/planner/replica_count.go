@@ -8,33 +8,33 @@ import (
 	"drover.io/drover/api"
 )
 
-// replicaSet is what is known of a volume's replicas when it is decided which of them stay and how many are added.
+// replicaSet is the input of decideReplicas: the replicas of a volume and facts about their nodes.
 type replicaSet struct {
 	v        *api.Volume
 	mine     []api.Replica
-	away     func(node string) time.Duration // how long a node gave no sign of life; 0: it does
-	lost     func(r *api.Replica) bool       // its disk cannot be used; nil: none
-	leaving  func(r *api.Replica) bool       // its disk or node is being evicted, or was taken away
+	away     func(node string) time.Duration // how long a node has been silent; 0: not silent
+	lost     func(r *api.Replica) bool       // the disk cannot be used; nil: no replica
+	leaving  func(r *api.Replica) bool       // the disk or node is evicted or removed
 	attached string                          // where the volume is used; empty: nowhere
-	zone     func(node string) string        // of a node; empty: it shares its zone with nobody. nil: there are none
-	// wait is how long a replica that is away is waited for before another takes its place.
+	zone     func(node string) string        // of a node; empty: a zone of its own. nil: no zones
+	// wait is how long a node is silent before another replica is added.
 	wait time.Duration
 }
 
-// decision is what is to be done about a volume's replicas.
+// decision says which replicas to add and to drop.
 type decision struct {
-	add     int      // so many more are wanted
-	prefer  string   // on this node, if it can be
-	extra   bool     // the one that is wanted is for nearness alone: there or nowhere
-	leaving []string // they go once others are whole: need not be kept apart from
+	add     int      // how many replicas to add
+	prefer  string   // on this node if possible
+	extra   bool     // only on the preferred node: for locality alone
+	leaving []string // dropped after others have joined; they break no topology rule
 	drop    []string
-	stay    []string      // they were asked to leave, and need not any more
-	later   time.Duration // until time alone changes the verdict; 0: it does not
+	stay    []string      // withdraw the wish to leave
+	later   time.Duration // until time alone changes the decision; 0: never
 }
 
-// decideReplicas keeps a volume at its number of replicas. A replica is dropped only when enough others are whole, and never a
-// whole one for the sake of order while another is missing. One that is away is waited for: it comes back with what it
-// has, which costs less than a new one.
+// decideReplicas keeps a volume at its replica count. A replica is dropped only while enough other members are
+// current, and a current member never for order while another replica is missing. A silent replica may return with
+// its data, which costs less than a new replica; so the planner waits before it adds a replacement.
 func decideReplicas(s replicaSet) decision {
 	var d decision
 	want := int(max(s.v.Spec.NumberOfReplicas, 1))
@@ -46,7 +46,7 @@ func decideReplicas(s replicaSet) decision {
 			continue
 		}
 		away := s.away(r.Spec.Node)
-		// A member that somebody deleted leaves once another is whole. That it was asked to leave is no reason by itself.
+		// A deleted member leaves after another replica has joined. Spec.Leave alone is no reason.
 		leaving := s.leaving(r) || r.DeletionTimestamp != nil
 		if leaving {
 			d.leaving = append(d.leaving, r.Name)
@@ -64,7 +64,7 @@ func decideReplicas(s replicaSet) decision {
 			} else if !member && stale > 0 {
 				d.recheckIn(stale - away)
 			}
-			continue // another takes its place; what it has is kept for a while
+			continue // another replica is added; the silent replica stays for a while
 		case away > 0:
 			d.recheckIn(s.wait - away)
 		}
@@ -81,16 +81,16 @@ func decideReplicas(s replicaSet) decision {
 	near := s.v.Spec.DataLocality == api.LocalityBestEffort && s.attached != ""
 	if near && !slices.ContainsFunc(staying, func(r *api.Replica) bool { return r.Spec.Node == s.attached }) {
 		d.prefer = s.attached
-		if d.add == 0 && len(staying) <= want { // one more for a while
+		if d.add == 0 && len(staying) <= want { // another replica for a while
 			d.add, d.extra = 1, true
 		}
 	}
-	good, hurt := 0, 0 // whole, and where they may stay; of these, damaged on their disks or without all layers there
+	good, hurt := 0, 0 // current members that may stay: intact, and damaged or still fetching layers
 	for _, r := range whole {
 		switch {
 		case !slices.Contains(staying, r):
 		case lacks(r):
-			hurt++ // another one, or one that was lost, may be all that has what is damaged
+			hurt++ // only another replica may hold the missing data
 		default:
 			good++
 		}
@@ -108,11 +108,11 @@ func decideReplicas(s replicaSet) decision {
 		for _, r := range staying {
 			switch {
 			case slices.Contains(whole, r):
-			case r.Spec.Leave: // it was asked to, and the engine has let it go
+			case r.Spec.Leave: // the engine has dropped the replica
 				d.drop = append(d.drop, r.Name)
 			case near && r.Spec.Node == s.attached:
 			case s.takesPlace(r) && s.away(r.Spec.Node) == 0:
-			default: // it is made, and not needed
+			default: // unfinished and not needed
 				d.drop = append(d.drop, r.Name)
 			}
 		}
@@ -122,27 +122,27 @@ func decideReplicas(s replicaSet) decision {
 			d.stay = append(d.stay, r.Name)
 		}
 	}
-	if len(d.stay) > 0 { // the engine may be about to let them go: who else may go is seen next
+	if len(d.stay) > 0 { // the engine may drop these replicas now; the next decision counts again
 		d.drop = nil
 	}
 	return d
 }
 
-// isDead reports whether a replica's disk cannot be used: what its status says is old.
+// isDead reports whether the disk of a replica cannot be used, so that the replica's status is out of date.
 func (s *replicaSet) isDead(r *api.Replica) bool { return s.lost != nil && s.lost(r) }
 
-// lacks reports whether a replica's disk does not have all that the replica shows: layers are damaged, or still fetched.
+// lacks reports whether the disk of a replica misses data that the replica shows: layers are damaged, or still fetched.
 func lacks(r *api.Replica) bool { return len(r.Status.Damage) > 0 || r.Status.Fetching != "" }
 
-// takesPlace reports whether a replica is made to be where another one is not.
+// takesPlace reports whether a replica replaces another replica of the set.
 func (s *replicaSet) takesPlace(r *api.Replica) bool {
 	return r.Spec.Instead != "" && slices.ContainsFunc(s.mine, func(o api.Replica) bool {
 		return o.Name == r.Spec.Instead && o.DeletionTimestamp == nil
 	})
 }
 
-// dropSurplus drops n whole replicas that are more than wanted: those first that are damaged, then those that were asked to
-// leave before, then those whose place another has taken, then those without which the rest is spread best.
+// dropSurplus drops n surplus members, in this order: damaged, already asked to leave, replaced, and then the member
+// without which the rest has the best spread.
 func (d *decision) dropSurplus(s replicaSet, whole, staying []*api.Replica, n int) {
 	left := slices.DeleteFunc(slices.Clone(whole), func(r *api.Replica) bool { return !slices.Contains(staying, r) })
 	one := func(is bool) int {
@@ -162,7 +162,7 @@ func (d *decision) dropSurplus(s replicaSet, whole, staying []*api.Replica, n in
 			return spreadOf(seats, s.zone)
 		}
 		worst := slices.MinFunc(left, func(a, b *api.Replica) int {
-			local := func(r *api.Replica) int { // the only one there
+			local := func(r *api.Replica) int { // the only replica there
 				return one(s.v.Spec.DataLocality != api.LocalityDisabled && r.Spec.Node == s.attached &&
 					!slices.ContainsFunc(left, func(o *api.Replica) bool { return o != r && o.Spec.Node == s.attached }))
 			}

@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// A revert is done once or not at all, and never later than the user would expect: what stands in its way ends it.
+// A revert happens once or not at all, and never later than the user would expect: an obstacle ends the revert.
 
 // revertProgress is the state of a revert: the members of the volume, and their answers.
 type revertProgress struct {
@@ -188,8 +188,9 @@ func (r *revertProgress) awaitAnswers(ctx context.Context) error {
 // revertEnd records the end of a revert.
 type revertEnd func(state api.CloneState, message string)
 
-// snapshotToRevertTo is the snapshot to go back to; nil: there is none that can be used, or an error.
-func (p *volumeReconciler) snapshotToRevertTo(ctx context.Context, v *api.Volume, end revertEnd) (*api.Snapshot, error) {
+// snapshotToRevertTo returns the snapshot for a revert; nil: no usable snapshot, or an error.
+func (p *volumeReconciler) snapshotToRevertTo(ctx context.Context, v *api.Volume,
+	end revertEnd) (*api.Snapshot, error) {
 	var snap api.Snapshot
 	err := p.client.Get(ctx, types.NamespacedName{Name: v.Spec.RevertTo.Snapshot}, &snap)
 	switch {
@@ -214,14 +215,15 @@ func (p *volumeReconciler) askRevert(ctx context.Context, r *api.Replica, wish a
 	return nil
 }
 
-// noneBegan reports whether members are all gone, and none of them had begun to go back: then none has.
+// noneBegan reports whether all members are gone and none had begun to revert.
 func (p *volumeReconciler) noneBegan(members []*api.Replica, isGone func(*api.Replica) bool) bool {
 	return !slices.ContainsFunc(members, func(r *api.Replica) bool {
 		return !isGone(r) || strings.HasPrefix(r.Status.Reverting, r.Spec.Revert.ID+"/")
 	})
 }
 
-// withdrawRevert takes back what a member was asked, if it has said nothing since: before it goes back it says so.
+// withdrawRevert withdraws the wish from a member. A member records the begin of a revert first, and a conflict then
+// refuses the withdrawal.
 func (p *volumeReconciler) withdrawRevert(ctx context.Context, r *api.Replica) error {
 	old := r.DeepCopy()
 	r.Spec.Revert = nil

@@ -7,8 +7,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// salvageReplica makes a replica the only member of a volume that has none left, because the user wants it: what other
-// replicas had and this one has not is given up. It reports whether the status changed. Nobody else ever does that.
+// salvageReplica makes a replica the only member of a volume without a usable member, at the user's wish; the volume
+// loses data that only other replicas hold. It reports whether the status changed. No other code does so.
 func (p *volumeReconciler) salvageReplica(ctx context.Context, v *api.Volume, mine []api.Replica, attached bool) bool {
 	wish := v.Spec.Salvage
 	if wish == nil || v.Status.Salvaged != nil && v.Status.Salvaged.ID == wish.ID {

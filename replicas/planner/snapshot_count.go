@@ -15,14 +15,14 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// settingMany is how many snapshots a volume may have before that is told; 0: any number.
+// settingSnapshotWarning names the setting for the number of snapshots above which a volume gets a warning; 0: none.
 const settingSnapshotWarning = "snapshot-count-warning-threshold"
 
-// snapshotCount counts the Snapshots of each volume as they come and go, so that none has to be listed for it: by volume,
-// their names. Under the planner's mu.
+// snapshotCount holds the names of the Snapshots of each volume, so that a reconcile need not list Snapshots. The
+// reconciler's mu guards the map.
 type snapshotCount map[string]map[string]struct{}
 
-// countSnapshots keeps the census, and wakes the volume of what came or went.
+// countSnapshots updates the counts and wakes the volume of a new or deleted Snapshot.
 func (p *volumeReconciler) countSnapshots() handler.EventHandler {
 	note := func(o client.Object, is bool, q backlog.Queue) {
 		volume := o.(*api.Snapshot).Spec.Volume
@@ -40,7 +40,8 @@ func (p *volumeReconciler) countSnapshots() handler.EventHandler {
 	}
 	return handler.Funcs{
 		CreateFunc: func(_ context.Context, e event.CreateEvent, q backlog.Queue) { note(e.Object, true, q) },
-		UpdateFunc: func(_ context.Context, e event.UpdateEvent, q backlog.Queue) { // another one of the name, perhaps
+		// After an update the name may belong to another Snapshot.
+		UpdateFunc: func(_ context.Context, e event.UpdateEvent, q backlog.Queue) {
 			if a, b := e.ObjectOld.(*api.Snapshot), e.ObjectNew.(*api.Snapshot); a.Spec.Volume != b.Spec.Volume {
 				note(a, false, q)
 				note(b, true, q)
@@ -50,7 +51,7 @@ func (p *volumeReconciler) countSnapshots() handler.EventHandler {
 	}
 }
 
-// volumesWithSnapshots are the volumes that have snapshots.
+// volumesWithSnapshots requeues the volumes with Snapshots.
 func (p *volumeReconciler) volumesWithSnapshots(context.Context, client.Object) []reconcile.Request {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -61,7 +62,7 @@ func (p *volumeReconciler) volumesWithSnapshots(context.Context, client.Object) 
 	return all
 }
 
-// describeSnapshotCount tells of a volume that it has many snapshots, and no more when it has fewer again.
+// describeSnapshotCount sets the condition for too many snapshots.
 func (p *volumeReconciler) describeSnapshotCount(ctx context.Context, v *api.Volume) {
 	p.mu.Lock()
 	n := int64(len(p.snapshots[v.Name]))
@@ -69,15 +70,15 @@ func (p *volumeReconciler) describeSnapshotCount(ctx context.Context, v *api.Vol
 	most := p.settingNumber(ctx, settingSnapshotWarning)
 	switch {
 	case most > 0 && n > most:
-		setCondition(v, api.ConditionTooMany, true, api.ConditionTooMany, fmt.Sprintf("the volume has %d snapshots, more than "+
-			"the %d of the setting %s: delete those that are not needed; others can be taken all the same", n, most,
+		setCondition(v, api.ConditionTooMany, true, api.ConditionTooMany, fmt.Sprintf("the volume has %d snapshots, "+
+			"more than the %d of the setting %s: delete those that are not needed; others can be taken all the same", n, most,
 			settingSnapshotWarning))
 	case meta.FindStatusCondition(v.Status.Conditions, api.ConditionTooMany) != nil:
 		setCondition(v, api.ConditionTooMany, false, "Few", "")
 	}
 }
 
-// reportChanges tells of conditions that a step has changed.
+// reportChanges emits events for changed conditions.
 func (p *volumeReconciler) reportChanges(old, v *api.Volume) {
 	for _, kind := range []string{api.ConditionTooMany, api.ConditionMerged} {
 		c := meta.FindStatusCondition(v.Status.Conditions, kind)

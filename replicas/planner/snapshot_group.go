@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// setupGroups adds the loop of the controller role: a group that is deleted takes its snapshots along.
+// setupGroups adds the reconciler that deletes the Snapshots of a deleted group.
 func (p *volumeReconciler) setupGroups(mgr ctrl.Manager) error {
 	of := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 		if g := o.(*api.Snapshot).Spec.Group; g != "" {

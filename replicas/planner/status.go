@@ -12,7 +12,7 @@ import (
 
 func equalStatus(a, b *api.VolumeStatus) bool { return equality.Semantic.DeepEqual(a, b) }
 
-// describeVolume computes what the status says of a volume that exists: state, robustness, sizes, conditions.
+// describeVolume computes the status of a volume with members: state, robustness, sizes, conditions.
 func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, silent func(node string) bool,
 	dead func(*api.Replica) string) {
 	st := &v.Status
@@ -34,7 +34,7 @@ func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, sile
 		switch r.Status.Mode {
 		case api.ReplicaCurrent:
 			if silent(r.Spec.Node) {
-				break // what is known of it is old
+				break // the status is out of date
 			}
 			if why := dead(&r); why != "" {
 				failed = fmt.Sprintf("replica %s: %s", r.Name, why)
@@ -117,7 +117,7 @@ func describeVolume(v *api.Volume, mine []api.Replica, att *api.Attachment, sile
 	}
 }
 
-// describeDamage tells in the volume's conditions what scrubs found.
+// describeDamage sets the condition for damage that scrubs found.
 func describeDamage(v *api.Volume, mine []api.Replica) {
 	text, scrubbed := "", false
 	for i := range mine {
@@ -147,7 +147,7 @@ func describeDamage(v *api.Volume, mine []api.Replica) {
 	}
 }
 
-// describeMerges tells of replicas whose layers cannot be merged.
+// describeMerges sets the condition for replicas whose layers cannot be merged.
 func describeMerges(v *api.Volume, mine []api.Replica) {
 	text := ""
 	for i := range mine {
@@ -164,7 +164,7 @@ func describeMerges(v *api.Volume, mine []api.Replica) {
 	}
 }
 
-// describeTrim tells what became of the last wish, as the volume's node says; without one nobody can do it.
+// describeTrim copies the result of the last trim from the attachment. Without an attachment a trim fails.
 func describeTrim(v *api.Volume, att *api.Attachment) {
 	st, wish := &v.Status, v.Spec.Trim
 	over := st.Trimmed != nil && st.Trimmed.ID == wish && st.Trimmed.State != api.CloneInitiated

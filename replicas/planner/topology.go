@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// topologyRules says how far the replicas of a volume must be from each other. What is soft is a wish: they are put apart where
-// they can be.
+// topologyRules says whether replicas of a volume may share a node, a zone or a disk. A soft rule permits to share if
+// no other disk has room.
 type topologyRules struct {
 	softNode, softZone, softDisk bool
 }
@@ -24,7 +24,7 @@ const (
 	settingSoftDisk = "replica-disk-soft-anti-affinity"
 )
 
-// topologyRulesOf is what counts for a volume.
+// topologyRulesOf returns the rules of a volume: from the spec, else from the settings.
 func (p *volumeReconciler) topologyRulesOf(ctx context.Context, v *api.Volume) topologyRules {
 	soft := func(own, setting string) bool {
 		switch own {
@@ -46,18 +46,17 @@ func (p *volumeReconciler) topologyRulesOf(ctx context.Context, v *api.Volume) t
 	}
 }
 
-// zoneOf is the zone that a node is in, or empty: such a node is in no zone with any other.
+// zoneOf returns the zone of a node; without one, the node shares a zone with no other node.
 func zoneOf(n *api.Node) string { return n.Labels[api.LabelZone] }
 
-// countNeighbours counts the replicas of the volume on the spot's node, in its zone and on its disk, and says which rule
-// they break.
+// countNeighbours counts the volume's replicas on a candidate's node, zone and disk, and explains a broken rule.
 func (t *clusterView) countNeighbours(n *api.Node, s *candidate) string {
 	zone := zoneOf(n)
 	var onNode, inZone, onDisk []string
 	for i := range t.mine {
 		r := &t.mine[i]
 		if r.DeletionTimestamp != nil || slices.Contains(t.leaving, r.Name) {
-			continue // it gives way
+			continue // a leaving replica gives way
 		}
 		if r.Spec.Node == n.Name {
 			onNode = append(onNode, r.Name)

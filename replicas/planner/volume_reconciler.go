@@ -31,20 +31,20 @@ import (
 // volumeReconciler is the Volume loop of the controller role.
 type volumeReconciler struct {
 	client client.Client
-	reader client.Reader // of the API itself: a cache may be behind
+	reader client.Reader // reads the API, not the cache
 	events events.EventRecorder
 	log    *slog.Logger
 
 	mu sync.Mutex
-	// assumed holds Replicas that were created and are not in the cache yet: they must be counted, and not made twice.
+	// assumed holds new Replicas that the cache lacks: they count, and must not be created twice.
 	assumed map[string]assumedReplica
-	// waiting volumes have no disk yet; whatever could change that wakes them.
+	// waiting names volumes without enough disks; a change that can help wakes the volumes.
 	waiting    map[string]bool
 	silent     map[string]bool            // nodes without a heartbeat
-	clones     map[string]map[string]bool // by a volume: those that wait for what it has to give
-	migrations migrationLog               // replicas on their way to better places
+	clones     map[string]map[string]bool // by source volume: the waiting clones
+	migrations migrationLog               // replicas that move
 	snapshots  snapshotCount              // of snapshots
-	queue      backlog.Queue              // of the Volume loop, once it runs
+	queue      backlog.Queue              // nil before the reconciler runs
 }
 
 type assumedReplica struct {
@@ -95,14 +95,16 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&api.Snapshot{}, p.countSnapshots()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfSnapshot)).
-		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.volumesWithSnapshots), watch.Named(settingSnapshotWarning)).
+		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.volumesWithSnapshots),
+			watch.Named(settingSnapshotWarning)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			p.mu.Lock()
 			defer p.mu.Unlock()
 			p.queue = q
 			return nil
 		})).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, RateLimiter: backlog.RateLimiter(),
+			NewQueue: backlog.New}).
 		Complete(p)
 }
 
@@ -110,7 +112,7 @@ func volumeOfAttachment(_ context.Context, o client.Object) []reconcile.Request 
 	return watch.Requests(o.(*api.Attachment).Spec.Volume)
 }
 
-// replicaEvent wakes the replica's volume, and those that wait for room if it is gone.
+// replicaEvent wakes the replica's volume, and after a deletion the volumes that wait for room.
 func (p *volumeReconciler) replicaEvent(o client.Object, q backlog.Queue, gone bool) {
 	p.mu.Lock()
 	delete(p.assumed, o.GetName())
@@ -143,7 +145,7 @@ func (p *volumeReconciler) setWaiting(name string, on bool) {
 	}
 }
 
-// volumesOfImage wakes the volumes of an image that are not there yet.
+// volumesOfImage requeues the volumes that wait for an image.
 func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) []reconcile.Request {
 	var vols api.VolumeList
 	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.ByImage: o.GetName()},
@@ -160,7 +162,7 @@ func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) 
 	return all
 }
 
-// Reconcile brings one volume a step nearer to its wish.
+// Reconcile plans one volume and writes its status.
 func (p *volumeReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var v api.Volume
 	if err := p.client.Get(ctx, req.NamespacedName, &v); err != nil {
@@ -168,7 +170,7 @@ func (p *volumeReconciler) Reconcile(ctx context.Context, req reconcile.Request)
 			p.setWaiting(req.Name, false)
 			p.improvableSince(req.Name, false)
 			p.endMigration(req.Name)
-			p.wakeClones(req.Name) // their source is gone
+			p.wakeClones(req.Name) // the source was deleted
 			return reconcile.Result{}, nil
 		}
 		return reconcile.Result{}, err
@@ -195,15 +197,15 @@ func (p *volumeReconciler) Reconcile(ctx context.Context, req reconcile.Request)
 			}
 			p.events.Eventf(&v, nil, kind, reason, "Watch", "the volume was %s and is %s%s", a, b, why)
 		} else if len(old.Status.Members) == 0 && len(v.Status.Members) > 0 && v.Status.Epoch == 1 {
-			// Told once it is written: a step that lost a race is made again.
+			// After the write, because a reconcile that lost a race runs again.
 			p.events.Eventf(&v, nil, "Normal", "Created", "Create", "the volume is ready, with the replicas %s",
 				strings.Join(v.Status.Members, ", "))
 		}
 	}
 	switch {
-	case apierrors.IsConflict(err): // somebody else wrote; the event is on its way
+	case apierrors.IsConflict(err): // the event of the other write follows
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
-	case api.KindOf(err) != api.Other: // in the status already, and events will tell when it has changed
+	case api.KindOf(err) != api.Other: // the status has the fact; an event follows its change
 		return reconcile.Result{}, nil
 	}
 	return reconcile.Result{}, err
@@ -356,14 +358,14 @@ func (p *volumeReconciler) planExisting(ctx context.Context, v *api.Volume, mine
 	return nil
 }
 
-// wishPending reports whether a volume is to be salvaged or reverted: it is told that it must be detached only once.
+// wishPending reports whether a salvage or revert waits for its final answer.
 func wishPending(v *api.Volume) bool {
 	salvage, revert := v.Spec.Salvage, v.Spec.RevertTo
 	return salvage != nil && (v.Status.Salvaged == nil || v.Status.Salvaged.ID != salvage.ID) ||
 		revert != nil && (v.Status.Reverted == nil || v.Status.Reverted.ID != revert.ID) || v.RevertInProgress() != nil
 }
 
-// replicasOf of this very volume, not of an older one of its name. Those created a moment ago count.
+// replicasOf lists the replicas with the UID of v, and Replicas that the planner has just created.
 func (p *volumeReconciler) replicasOf(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
 	var list api.ReplicaList
 	if err := p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
@@ -390,7 +392,7 @@ func (p *volumeReconciler) replicasOf(ctx context.Context, v *api.Volume) ([]api
 	return mine, nil
 }
 
-// settingNumber is a number set by the user, or its default.
+// settingNumber returns a numeric setting, or its default.
 func (p *volumeReconciler) settingNumber(ctx context.Context, name string) int64 {
 	var s api.Setting
 	text := api.Settings[name]
@@ -405,7 +407,7 @@ func (p *volumeReconciler) settingNumber(ctx context.Context, name string) int64
 	return n
 }
 
-// writeStatus writes v's status if it differs from old's.
+// writeStatus writes a changed status.
 func (p *volumeReconciler) writeStatus(ctx context.Context, old, v *api.Volume) error {
 	v.Status.SizeText, v.Status.UsedText, v.Status.SharedText = "", "", ""
 	if v.Status.Size > 0 {
@@ -416,7 +418,7 @@ func (p *volumeReconciler) writeStatus(ctx context.Context, old, v *api.Volume) 
 		return nil
 	}
 	if err := p.client.Status().Update(ctx, v); err != nil {
-		if apierrors.IsNotFound(err) { // the finalizer was the last thing that held it
+		if apierrors.IsNotFound(err) { // removing the finalizer deleted the volume
 			return nil
 		}
 		return fmt.Errorf("status of volume %s: %w", v.Name, err)
@@ -424,7 +426,7 @@ func (p *volumeReconciler) writeStatus(ctx context.Context, old, v *api.Volume) 
 	return nil
 }
 
-// setCondition sets a condition and tells whether its status or reason changed.
+// setCondition sets a condition and reports whether its status or reason changed.
 func setCondition(v *api.Volume, kind string, is bool, reason, message string) bool {
 	return api.SetCondition(&v.Status.Conditions, v.Generation, kind, is, reason, message)
 }
