@@ -83,8 +83,8 @@ func said(err error, words string) bool {
 	return errors.As(err, &f) && strings.Contains(strings.ToLower(f.out), strings.ToLower(words))
 }
 
-// ensureFilesystem returns the type of the file system on the device, after making one where, and only where, that is
-// safe. wanted "" means whatever is there, else the default.
+// ensureFilesystem returns the type of the file system on the device, and makes a file system if, and only if, that is
+// safe. An empty wanted accepts any type, and makes the default.
 func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, wanted string,
 	readOnly bool) (string, error) {
 	begun, had := vol.Annotations[api.AnnotationMkfs], vol.Annotations[api.AnnotationFS]

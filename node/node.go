@@ -1,12 +1,12 @@
-// Package node is the CSI Node door: it brings the device that an Attachment stands for into the paths of workloads, as
-// a mounted file system or as a block device, and tells how they fare. It holds no storage logic.
+// Package node is the CSI Node door: the server mounts the device of an Attachment at the paths of workloads, as a file
+// system or as a block device, and reports the health of both. The package holds no storage logic.
 //
-// Its invariants: a file system is made only where the map of blocks proves that nothing was ever written, or where an
-// earlier attempt of its own, recorded before it began, did not finish; a path is unmounted or removed only where the
-// mount table says what is there; and what it does to one volume it does once at a time.
+// Invariants: the server makes a file system only if the map of blocks proves a blank volume, or if an earlier attempt of
+// the server, recorded beforehand, did not finish. The server unmounts or removes a path only if the mount table names the
+// mount. Calls for one volume run one at a time.
 //
-// What is true is read from the mount table and from the objects at each call, so that a restart loses nothing. It
-// starts no goroutines; programs that it runs end before the call returns.
+// Each call reads the mount table and the objects, so that a restart loses nothing. The package starts no goroutines;
+// programs that the server runs end before the call returns.
 package node
 
 import (

@@ -1,13 +1,13 @@
 // Package listener takes connections for the program's servers, so that neither a burst of connections nor a lack of
-// descriptors ends a server or keeps others from it.
+// descriptors ends a server or keeps other clients out.
 //
-// A connection is unknown until the server has identified its other side. The Listener owns the bounds: how many
-// connections are unknown at once, how many of those one source address has, how long one stays unknown, how many one
-// identified peer has, and how many descriptors stay free for everything else.
+// A connection is unknown until the server has identified its client. The Listener owns the bounds: the number of unknown
+// connections in all and of each source address, the time until a connection must be identified, the number of
+// connections of each identified peer, and the number of descriptors that stay free for the rest of the process.
 //
-// Invariants: Accept goes on after every error that passes by itself, and returns every other one. A connection beyond a
-// bound costs another unknown one its place, of the source that has most of them: so a source that floods the server
-// competes with itself.
+// Invariants: Accept continues after each temporary error, and returns all others. A connection beyond a bound replaces
+// an unknown connection of the source with the most unknown connections: a source that floods the server competes with
+// itself.
 //
 // Goroutines: none. Lock order: the Listener's mutex alone; connections are closed outside of it.
 package listener
@@ -24,18 +24,18 @@ import (
 	"time"
 )
 
-// Options bound what a Listener takes. The zero value of each field stands for its default.
+// Options bound the connections of a Listener. The zero value of each field stands for its default.
 type Options struct {
 	Name      string        // of the server, for the log
 	Unknown   int           // unknown connections at once; 256
-	PerSource int           // those of one IPv4 address or one IPv6 network of 64 bits; 16
+	PerSource int           // unknown connections of one IPv4 address or one IPv6 network of 64 bits; 16
 	PerPeer   int           // connections of one identified peer; 64
 	Deadline  time.Duration // for a connection to be identified; 10 s
-	Reserve   int           // descriptors that stay free; 64, at most an eighth of what the process may have
+	Reserve   int           // descriptors that stay free; 64, at most an eighth of the process's limit
 	Log       *slog.Logger
 }
 
-// Pauses after an error that passes by itself.
+// Pauses after a temporary error.
 const (
 	firstPause = 5 * time.Millisecond
 	lastPause  = time.Second
@@ -48,7 +48,7 @@ type Listener struct {
 	closed chan struct{}
 	once   sync.Once
 
-	failing time.Time // since when Accept fails; zero: it does not. Of the one goroutine that calls Accept
+	failing time.Time // since when Accept fails, or zero; only the goroutine that calls Accept uses it
 	failed  Tally
 
 	mu      sync.Mutex
@@ -58,7 +58,7 @@ type Listener struct {
 	refused Tally
 }
 
-// Wrap bounds what comes from ln. One goroutine calls Accept.
+// Wrap bounds the connections of ln. One goroutine calls Accept.
 func Wrap(ln net.Listener, o Options) *Listener {
 	def := func(v *int, n int) {
 		if *v == 0 {
@@ -85,7 +85,7 @@ func (l *Listener) Close() error {
 	return l.Listener.Close()
 }
 
-// Accept implements net.Listener. It returns errors that do not pass by themselves.
+// Accept implements net.Listener. Accept returns permanent errors only.
 func (l *Listener) Accept() (net.Conn, error) {
 	for pause := firstPause; ; {
 		nc, err := l.Listener.Accept()
@@ -126,8 +126,8 @@ func (l *Listener) recovered() {
 	l.failing = time.Time{}
 }
 
-// passes reports whether an error of accept(2) passes by itself: descriptors or memory run out for a while, or it is one
-// of the connection that was to be accepted.
+// passes reports whether an error of accept(2) is temporary: descriptors or memory ran out, or the client of the connection
+// closed it early.
 func passes(err error) bool {
 	var no syscall.Errno
 	if !errors.As(err, &no) {
@@ -150,15 +150,15 @@ type Conn struct {
 	late   *time.Timer
 
 	// Under the Listener's lock.
-	place *list.Element // among the unknown ones; nil: it is none
-	peer  string        // as which it counts
+	place *list.Element // in the list of unknown connections, or nil
+	peer  string        // the peer that the connection counts for
 	over  bool
 }
 
 // NetConn is the connection below.
 func (c *Conn) NetConn() net.Conn { return c.Conn }
 
-// sourceOf is what counts as one source of connections.
+// sourceOf is the source address, or network, of a connection.
 func sourceOf(a net.Addr) netip.Prefix {
 	at, err := netip.ParseAddrPort(a.String())
 	if err != nil {
@@ -204,7 +204,7 @@ func (l *Listener) admit(nc net.Conn) *Conn {
 	return c
 }
 
-// oldest is the unknown connection of a source that has waited longest. The caller has the lock.
+// oldest is the oldest unknown connection of a source. The caller has the lock.
 func (l *Listener) oldest(source netip.Prefix) *Conn {
 	for e := l.unknown.Front(); e != nil; e = e.Next() {
 		if c := e.Value.(*Conn); c.source == source {
@@ -214,8 +214,8 @@ func (l *Listener) oldest(source netip.Prefix) *Conn {
 	return nil
 }
 
-// busiest is the source with most unknown connections; of several that one whose connection has waited longest. The
-// caller has the lock.
+// busiest is the source with the most unknown connections; among equals, the source of the oldest connection. The caller
+// has the lock.
 func (l *Listener) busiest() (source netip.Prefix) {
 	most := 0
 	for e := l.unknown.Front(); e != nil; e = e.Next() {
@@ -252,7 +252,7 @@ func (l *Listener) tell(why string, nc net.Conn) {
 	}
 }
 
-// expire ends a connection that is unknown still.
+// expire ends a connection that nobody identified in time.
 func (c *Conn) expire() {
 	c.l.mu.Lock()
 	still := c.place != nil
@@ -263,7 +263,7 @@ func (c *Conn) expire() {
 	}
 }
 
-// forget takes a connection out of the unknown ones. The caller has the lock.
+// forget removes a connection from the unknown connections. The caller has the lock.
 func (c *Conn) forget() {
 	if c.place == nil {
 		return
@@ -292,9 +292,9 @@ func (c *Conn) Close() error {
 	return c.Conn.Close()
 }
 
-// Identify says who is at the other end of a connection, or of one that is carried by it: it counts as that peer's from
-// now on, and no more as an unknown one. It is an error if the peer has too many, or the connection was closed. A
-// connection that is none of a Listener is fine.
+// Identify names the peer of a connection, which may be a TLS connection over one of a Listener. From then on the
+// connection counts for the peer. Identify fails if the peer has too many connections, or if the connection is closed. It
+// ignores connections of other listeners.
 func Identify(nc net.Conn, peer string) error {
 	for {
 		if c, ok := nc.(*Conn); ok {

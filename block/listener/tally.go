@@ -5,18 +5,18 @@ import (
 	"time"
 )
 
-// tallyEvery is how often a Tally has the same event reported.
+// tallyEvery is the time between two reports of a Tally.
 const tallyEvery = time.Minute
 
-// Tally counts events that may come too often to report each of them: the first is reported at once, those after it
-// once a minute as a number. The zero value is ready.
+// Tally counts events that may be too frequent for a report each: the caller reports the first event at once, and later
+// events once a minute as a number. The zero value is ready.
 type Tally struct {
 	mu   sync.Mutex
-	last time.Time // of the last report; zero: there was none
+	last time.Time // of the last report, or zero
 	n    int       // events since
 }
 
-// Count adds an event. Where it is to be reported, n is how many there were since the last report.
+// Count adds an event. If the caller should report now, n is the number of events since the last report.
 func (t *Tally) Count() (n int, report bool) { return t.count(time.Now()) }
 
 func (t *Tally) count(now time.Time) (n int, report bool) {

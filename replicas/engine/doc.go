@@ -11,7 +11,7 @@
 //     Config.Drop, a compare-and-swap that moves the epoch on; the survivors adopt the new epoch; only then is anything
 //     acknowledged without it. While the outcome of the swap is unknown, it is asked again and writes wait. The last
 //     member is never dropped: its errors are the guest's.
-//   - Fence: a member that answers with an error of kind denied serves another engine. Where the API confirms that this
+//   - Fence: a member that answers with an error of kind denied serves another engine. If the API confirms that this
 //     engine was replaced (see owner.go), or the volume has no other member, this one stops: everything that waits and
 //     everything new fails, and OnFence is called once. Else the member is dropped.
 //   - Partial blocks are merged here and nowhere else, under a lock of the block that writes of whole blocks respect.

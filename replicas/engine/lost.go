@@ -34,7 +34,7 @@ func (e *Engine) Hurry() {
 	})
 }
 
-// vouch finds a member that is in its session still. Where none serves, vouch also asks those that failed, as long as it
+// vouch finds a member that is in its session still. If none serves, vouch also asks those that failed, as long as it
 // takes. It never asks a member that was absent when the engine opened: that one may lack what the others were given.
 func (e *Engine) vouch(d *drop) error {
 	wait := 50 * time.Millisecond

@@ -321,7 +321,7 @@ func (o *op) answer(m int, err error) {
 	case api.Is(err, api.Denied) && !o.e.doubt(m, err):
 		o.e.fence(err)
 	case api.Is(err, api.Denied):
-		err = api.Errorf(api.Unavailable, "it serves another engine: %v", err)
+		err = api.Errorf(api.Unavailable, "the member serves another engine: %v", err)
 		o.away |= bit(m)
 	case api.Is(err, api.Unavailable):
 		o.away |= bit(m)

@@ -9,7 +9,7 @@ import (
 // A member that serves another session says so, and may be wrong: only the API knows which engine has the volume. So a
 // member's word takes no device down while other members are there. The engine treats that member like one that does
 // not answer, and lets reads wait, until the swap that drops the member has told whether the API still names this
-// engine. Where all members say so, the engine asks the API itself.
+// engine. If all members say so, the engine asks the API itself.
 
 // confirm asks the API about a member's word that another engine has the volume. Nil: the API names this engine. Denied:
 // it does not, or nobody can be asked. Any other error: the API did not answer.

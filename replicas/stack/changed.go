@@ -107,7 +107,7 @@ func newPieces(size, piece int64) *pieces {
 	return &pieces{size: size, piece: piece, bits: make([]uint64, (n+63)/64)}
 }
 
-// mark adds the pieces of the bytes from off to end. What lies beyond the volume, as in the map of a larger layer, does
+// mark adds the pieces of the bytes from off to end. Bytes beyond the volume, as in the map of a larger layer, do
 // not count.
 func (p *pieces) mark(off, end int64) {
 	end = min(end, p.size)

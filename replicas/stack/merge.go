@@ -520,7 +520,7 @@ const (
 )
 
 // holdSoon is quiesce for a moment: I/O may wait for a slow disk for as long as it takes, and all other I/O is not to
-// wait with it. Who calls it tries again later.
+// wait with it. The caller tries again later.
 func (r *Replica) holdSoon(ctx context.Context) (release func(), err error) {
 	soon, cancel := context.WithTimeout(ctx, mostHeld)
 	defer cancel()

@@ -48,7 +48,7 @@ func (w *worker) run() {
 	}
 }
 
-// do runs fn in the worker and waits for it. Where fn panics, so does do: the caller may end the call alone.
+// do runs fn in the worker and waits for it. If fn panics, do panics, too: the caller may end the call alone.
 func (w *worker) do(fn func()) {
 	ran := make(chan any, 1)
 	w.put(func() { ran <- panicOf(fn) })

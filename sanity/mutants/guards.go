@@ -7,18 +7,18 @@ import (
 	"strings"
 )
 
-// guard is one line or a few of the code that a promise rests on.
+// guard is a line or a few lines of the code that a promise of the data path rests on.
 type guard struct {
 	name string
 	file string // in the repository
-	pkg  string // whose tests notice
-	run  string // names of these tests, a regular expression
-	old  string // lines of the code, whose indentation does not count
-	new  string // lines in their place
+	pkg  string // the package of the tests
+	run  string // names of the tests, a regular expression
+	old  string // lines of the code, without regard to indentation
+	new  string // the replacement
 }
 
-// readGuards reads a list: blocks with an empty line between them, of lines "guard", "file" and "test" with their values,
-// and of the lines that change, with - and + before them as in a patch.
+// readGuards reads a list of blocks with an empty line between two blocks. A block has the lines "guard", "file" and
+// "test" with values, and the changed lines after - and + as in a patch.
 func readGuards(name string) (all []*guard, err error) {
 	raw, err := os.ReadFile(name)
 	if err != nil {

@@ -1,7 +1,7 @@
-// Command mutants takes one guard after another out of the data path and demands that a test notices. The guards are in
-// guards.txt, each with a snippet of the code, what stands in its place without the guard, and the tests to run. It works
-// on a copy of the repository in a temporary folder; one goroutine does everything. A snippet that does not match exactly
-// once is an error: the code has moved on, and the list must follow.
+// Command mutants removes one guard after another from the data path and demands that a test fails. The file guards.txt
+// lists the guards, each with a snippet of the code, the replacement without the guard, and the tests to run. The command
+// works on a copy of the repository in a temporary folder, with one goroutine. A snippet that does not match exactly once
+// is an error: the code has changed, and the list must follow.
 package main
 
 import (
@@ -80,7 +80,7 @@ func run(ctx context.Context, only string, limit time.Duration, out string, trus
 	return ctx.Err()
 }
 
-// copyTree copies the files of the repository, also those that are not committed yet.
+// copyTree copies the files of the repository, uncommitted files included.
 func copyTree(ctx context.Context, dir string) error {
 	cmd := exec.CommandContext(ctx, "sh", "-ec",
 		`git ls-files -z --cached --others --exclude-standard | tar -c --null --ignore-failed-read -T - | tar -x -C "$1"`, "sh", dir)
@@ -91,7 +91,7 @@ func copyTree(ctx context.Context, dir string) error {
 	return nil
 }
 
-// takeOut runs the guard's tests without it, and returns the test that noticed; empty: none did. The file is put back.
+// takeOut runs the tests of a guard without the guard, restores the file, and returns the test that failed, if any.
 func (g *guard) takeOut(ctx context.Context, dir string, limit time.Duration, trust bool) (by string, err error) {
 	name := filepath.Join(dir, g.file)
 	was, err := os.ReadFile(name)
@@ -134,7 +134,7 @@ func (g *guard) test(ctx context.Context, dir string, limit time.Duration) (by, 
 	case ctx.Err() != nil:
 		return "", said, ctx.Err()
 	case strings.Contains(said, "[build failed]") || strings.Contains(said, "[setup failed]"):
-		return "", said, fmt.Errorf("it does not compile: %s", said)
+		return "", said, fmt.Errorf("the code without the guard does not compile: %s", said)
 	case strings.Contains(said, "no tests to run"):
 		return "", said, fmt.Errorf("there is no test %s in %s", g.run, g.pkg)
 	case err == nil:
