@@ -1,0 +1,182 @@
+package device
+
+import (
+	"fmt"
+	"log/slog"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// Every request can need the memory of the staging buffer when there is no other: it still goes on.
+func TestNoMemory(t *testing.T) {
+	s := newServer(nil, slog.Default())
+	if err := s.prepare(); err != nil {
+		t.Fatal(err)
+	}
+	s.stage.mem[0] = 7
+	m := s.take(maxIO, true)
+	if m.mem[0] != 7 || s.stage.mem == nil {
+		t.Fatal("a large request must keep its buffer, and there be another")
+	}
+	n := s.take(page, true)
+	if n.class != 0 {
+		t.Fatalf("class %d for a page", n.class)
+	}
+	s.give(n)
+	s.give(m)
+	if s.pool.used != maxIO {
+		t.Errorf("%d bytes in use; only the staging buffer should be", s.pool.used)
+	}
+	s.growing = true // it asks for more, which must not come here
+	s.stage, m = slot{}, s.stage
+	if s.may(&conn{}) {
+		t.Error("nothing may be read without a staging buffer")
+	}
+	s.give(m)
+	if s.stage.mem == nil {
+		t.Error("a buffer that comes back must become the staging buffer")
+	}
+	for len(s.free) > 0 {
+		s.request()
+	}
+	if s.may(&conn{}) {
+		t.Error("nothing may be read without a request to keep it in")
+	}
+	s.pool.put(s.stage)
+	s.pool.trim(reserved)
+}
+
+// Memory that was asked for comes when it can: after the last device went and all was given back, or when the only
+// staging buffer was lent to a disk that hangs. Whoever is there then, or comes, is served.
+func TestMemoryComesLate(t *testing.T) {
+	slab := func() [][]byte {
+		m, err := locked(slabSize, func(error) {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return [][]byte{m}
+	}
+	l := runLoop(t)
+	s := newServer(l, slog.Default())
+	err := l.Do(func() {
+		s.growing = true // as after want, which adds no more of its own here
+		if err := s.prepare(); err != nil {
+			t.Error(err)
+			return
+		}
+		s.left()
+		s.trim()
+		if n := s.pool.size(); n != 0 || s.stage.mem != nil {
+			t.Errorf("%d bytes without a device", n)
+		}
+		s.came(slab(), nil)
+		s.growing = true
+		if err := s.prepare(); err != nil {
+			t.Error(err)
+		}
+		if !s.may(&conn{}) {
+			t.Error("the next device is not served")
+		}
+
+		for s.stage.mem != nil { // all is with a disk that hangs
+			s.pool.lent += int64(classSize[s.take(maxIO, false).class])
+		}
+		s.growing = true
+		if s.may(&conn{}) {
+			t.Error("there is a staging buffer yet")
+		}
+		s.came(slab(), nil)
+		if !s.may(&conn{}) {
+			t.Error("the memory that came in the place of what is lent is of no use")
+		}
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// Requests that are not answered leave those a buffer who have nothing under way, however many have all of the memory,
+// and however small the pieces are that it is cut into.
+func TestMemoryForEach(t *testing.T) {
+	for name, cut := range map[string]int{"large": maxIO, "cut": page} {
+		t.Run(name, func(t *testing.T) {
+			const devices = poolCap/maxIO + 20
+			l := runLoop(t)
+			s := newServer(l, slog.Default())
+			var small []slot
+			err := l.Do(func() {
+				for range devices {
+					if err := s.prepare(); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+			for cut != maxIO && err == nil && s.pool.size() < poolCap { // all of it, and back again
+				err = l.Do(func() {
+					for s.stage.mem != nil && len(s.pool.free[bigClass]) > 0 {
+						small = append(small, s.take(cut, false))
+					}
+					s.want()
+				})
+			}
+			if err == nil {
+				err = l.Do(func() {
+					for _, m := range small {
+						s.give(m)
+					}
+				})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			for n := range devices {
+				await(t, func() (got bool) {
+					_ = l.Do(func() {
+						c := &conn{srv: s}
+						if got = s.may(c); got {
+							s.take(maxIO, false)
+						}
+					})
+					return got
+				})
+				if t.Failed() {
+					t.Fatalf("device %d of %d", n, devices)
+				}
+			}
+			s.aside.Wait()
+		})
+	}
+}
+
+// TestMemoryGoesWithTheLastDevice: without a device no memory is kept for requests, and the next one has it again.
+func TestMemoryGoesWithTheLastDevice(t *testing.T) {
+	h, l := openHost(t, runHolder(t)), runLoop(t)
+	srv := h.server(l)
+	becomes := func(want int64) {
+		t.Helper()
+		if size := sizeTrimmed(l, srv, func(n int64) bool { return n == want }); size != want {
+			t.Errorf("a pool of %d bytes, not %d", size, want)
+		}
+	}
+	for i := range 3 {
+		first, _ := attach(t, h, l, fmt.Sprint("first-", i), 8*mib)
+		second, _ := attach(t, h, l, fmt.Sprint("second-", i), 8*mib)
+		if err := first.Detach(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		becomes(reserved * slabSize) // beside a device
+		fd := openDev(t, second.Path(), unix.O_RDWR|unix.O_DIRECT)
+		b := aligned(mib)
+		b[0] = byte(i + 1)
+		mustPwrite(t, fd, b, mib)
+		if got := mustPread(t, fd, mib, mib); got[0] != byte(i+1) {
+			t.Error("other data came back")
+		}
+		_ = unix.Close(fd)
+		if err := second.Detach(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		becomes(0) // without one
+	}
+}

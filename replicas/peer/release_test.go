@@ -1,0 +1,67 @@
+package peer
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// TestRelease has the other node take its replica back while an engine uses it: the engine gets it again later.
+func TestRelease(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	d := newDialer(t, f.at)
+	loop := startLoop(t)
+	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	adoptAs(t, m, 1, 1)
+	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(4, 4)), model: make([]byte, testSize)}
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(30 * time.Millisecond)
+		defer tick.Stop()
+		for before := int64(0); ; {
+			select {
+			case <-stop:
+				return
+			case <-tick.C:
+			}
+			now := g.ended.Load()
+			if now == before { // a busy machine opens it more slowly than it is taken back
+				continue
+			}
+			before = now
+			if err := f.s.Release(f.uid); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	g.run(3000, 16)
+	close(stop)
+	within(t, "end of what was begun", done)
+	g.run(1, 1) // it was released last, perhaps: its session must be there to be ended
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+	compare(t, f, g.model, nil)
+}
+
+// TestLinger closes a replica that nobody comes back for.
+func TestLinger(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	p := newProxy(t, f.at)
+	d := newDialer(t, at(p.ln.Addr().String()))
+	m := member(t, d, f, startLoop(t), nil)
+	adoptAs(t, m, 1, 1)
+	_ = p.ln.Close()
+	p.cut()
+	for deadline := time.Now().Add(time.Minute); f.s.Serves(f.uid); {
+		if time.Now().After(deadline) {
+			t.Fatal("the replica stays open")
+		}
+		tick := time.NewTimer(10 * time.Millisecond)
+		<-tick.C
+	}
+	if err := m.Close(); err == nil {
+		t.Error("the end of a session that was not reached is said to be clean")
+	}
+}

@@ -1,0 +1,134 @@
+package stack
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/file"
+	"drover.io/drover/block/uring"
+)
+
+// acknowledge ends a write, a zero or a discard, which are durable first where that was asked for.
+func (f *flight) acknowledge() {
+	if f.q.FUA {
+		f.r.flush(f)
+		return
+	}
+	f.end(nil)
+}
+
+// flush makes everything acknowledged durable: the record of zeros, then the head.
+func (r *Replica) flush(f *flight) {
+	if r.cutting > 0 {
+		r.afterCut = append(r.afterCut, f)
+		return
+	}
+	if len(r.zeros) == 0 && r.syncing == 0 {
+		r.syncHead(f)
+		return
+	}
+	spans := r.takeZeros()
+	r.record(spans, func(err error) {
+		if err != nil {
+			r.zeros = append(spans, r.zeros...)
+			if !errors.Is(err, unix.ENOSPC) {
+				f.end(err)
+				return
+			}
+			r.unrecorded(f, slices.Clone(r.zeros))
+			return
+		}
+		r.syncHead(f)
+	})
+}
+
+// unrecorded goes on with a flush although there is no room for the record of all-zero writes, if the head surely keeps
+// them as data: then the record is not needed. It is tried again with the next flush.
+func (r *Replica) unrecorded(f *flight, spans []span) {
+	fd := r.fds[0]
+	r.work.put(func() {
+		there := kept(fd, spans)
+		r.ring.Post(func() {
+			switch {
+			case r.cutting > 0: // and they are no longer the head's
+				r.flush(f)
+			case !there:
+				f.end(unix.ENOSPC)
+			default:
+				r.syncHead(f)
+			}
+		})
+	})
+}
+
+// kept reports whether a file has all of the ranges as data.
+func kept(fd int, spans []span) bool {
+	for _, s := range spans {
+		if from, to, err := file.NextData(fd, s.off, s.off+s.n); err != nil || from != s.off || to != s.off+s.n {
+			return false
+		}
+	}
+	return true
+}
+
+func (r *Replica) takeZeros() []span {
+	spans := r.zeros
+	r.zeros = nil
+	return spans
+}
+
+// record appends to the log and syncs it, in the worker, and calls then on the loop's thread.
+func (r *Replica) record(spans []span, then func(error)) {
+	r.syncing++
+	r.work.put(func() {
+		err := r.log.add(spans)
+		lost := false
+		if err == nil {
+			if err = r.log.sync(); err == nil {
+				err = r.log.shrink()
+			}
+			lost = err != nil
+		}
+		r.ring.Post(func() {
+			r.syncing--
+			if lost {
+				r.fail(err)
+			}
+			then(errnoOf(err))
+		})
+	})
+}
+
+// syncNow makes durable what the head has, for who is not on the loop's thread. An error is told once for an open file:
+// it must not be lost on who asks here, since the next flush would find nothing.
+func (r *Replica) syncNow() error {
+	err := r.head.Datasync()
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrFailed, errors.Join(err, r.onLoop(func() { r.fail(err) })))
+}
+
+func (r *Replica) syncHead(f *flight) {
+	p := f.part(r.fds[0], nil, 0, syncDone)
+	r.ring.Fdatasync(&p.op, p.fd)
+}
+
+func syncDone(op *uring.Op, res int32) {
+	p := op.Ctx.(*part)
+	f := p.f
+	if again(res) {
+		f.r.ring.Fdatasync(op, p.fd)
+		return
+	}
+	p.free()
+	if res < 0 {
+		f.r.fail(unix.Errno(-res))
+		f.end(unix.EIO)
+		return
+	}
+	f.end(nil)
+}
