@@ -41,8 +41,8 @@ func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
 	}
 	s.owed.Store(false)
 	err := d.reclaim(ctx, s, true)
-	if api.Is(err, api.Busy) {
-		s.owed.Store(true)
+	if err != nil {
+		s.owed.Store(true) // reclaimAll tries again
 	}
 	return err
 }

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -116,7 +117,7 @@ func TestNodesReadLayersAsBefore(t *testing.T) {
 	if !errors.As(err, &said) || *said != (Error{"one", "not found", "no such image"}) {
 		t.Errorf("an image that does not exist: %v", err)
 	}
-	got := strings.Join(s.lines, "\n") + "\n"
+	got := withoutRepeats(strings.Join(s.lines, "\n") + "\n")
 	was, err := os.ReadFile(transcript)
 	if errors.Is(err, os.ErrNotExist) && os.Getenv("DROVER_WRITE_FIXTURES") != "" {
 		if err := errors.Join(os.MkdirAll("testdata/v1", 0o755), os.WriteFile(transcript, []byte(got), 0o644)); err != nil {
@@ -130,4 +131,18 @@ func TestNodesReadLayersAsBefore(t *testing.T) {
 	if got != string(was) {
 		t.Errorf("the protocol changed. It is\n%s\nand was\n%s", got, was)
 	}
+}
+
+// withoutRepeats drops an exchange that repeats the one before: a client may ask for a layer's size again to bound an
+// answer. An exchange is a line of the request and a line of the answer.
+func withoutRepeats(transcript string) string {
+	lines := strings.SplitAfter(transcript, "\n")
+	var kept []string
+	for ; len(lines) > 1; lines = lines[2:] {
+		if n := len(kept); n >= 2 && slices.Equal(kept[n-2:], lines[:2]) {
+			continue
+		}
+		kept = append(kept, lines[:2]...)
+	}
+	return strings.Join(append(kept, lines...), "")
 }
