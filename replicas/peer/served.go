@@ -480,8 +480,12 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	}
 	c.mu.Unlock()
 	if failed != nil {
-		if h.kind == kindClose {
+		switch h.kind {
+		case kindClose:
 			c.drop(x)
+		case kindAdopt: // the engine wants the replica again: it has to begin a new session
+			c.drop(x)
+			failed = errSession
 		}
 		return nil, failed
 	}

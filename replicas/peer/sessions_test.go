@@ -115,6 +115,47 @@ func TestPanicEndsItsSessionAlone(t *testing.T) {
 	}
 }
 
+// TestEngineComesBackAfterAPanic: an engine whose session ended by a panic has the replica again as soon as it adopts it,
+// and what it wrote before.
+func TestEngineComesBackAfterAPanic(t *testing.T) {
+	f := newFar(t, 64<<20, nil)
+	f.stop()
+	open := f.o.Open
+	f.o.Open = func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
+		r, l, err := open(ctx, uid, volume)
+		return panicking{r}, l, err
+	}
+	f.start()
+	d, loop := newDialer(t, f.at), startLoop(t)
+	m := member(t, d, f, loop, nil)
+	adoptAs(t, m, 1, 1)
+	content := bytes.Repeat([]byte{7}, block.Size)
+	if err := Do(t.Context(), loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: slices.Clone(content)}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.State(t.Context()); !api.Is(err, api.Unavailable) {
+		t.Fatalf("the call that panicked: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for {
+		err := m.Adopt(ctx, 1, 1, []string{f.uid})
+		if err == nil {
+			break
+		}
+		if ctx.Err() != nil || !api.Is(err, api.Unavailable) && !api.Is(err, api.Busy) {
+			t.Fatalf("the replica is not adopted again: %v", err)
+		}
+	}
+	r := block.Request{Op: block.OpRead, Len: block.Size, Buf: make([]byte, block.Size)}
+	if err := Do(t.Context(), loop, m, &r); err != nil || !bytes.Equal(r.Buf, content) {
+		t.Errorf("the replica after the panic: %v", err)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // open opens a session, and returns the error that is the answer.
 func (g *greedy) open(session uint32, replica string) error {
 	g.t.Helper()
