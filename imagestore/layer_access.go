@@ -28,8 +28,10 @@ type layerAccess struct {
 	cached, live client.Reader
 	log          *slog.Logger
 
+	asking sync.Mutex       // of recent; before mu. Nodes that the API need not be asked about do not wait for it
+	recent map[string]needs // by node, as the API said
+
 	mu      sync.Mutex
-	recent  map[string]needs        // by node, as the API said
 	trusted map[[3]string]time.Time // node, disk and uid: until when
 	refused listener.Tally
 }
@@ -136,8 +138,8 @@ func newLayerAccess(cached, live client.Reader, log *slog.Logger) *layerAccess {
 
 // ask is what the API itself says, now or a moment ago.
 func (l *layerAccess) ask(ctx context.Context, node string) (needs, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock() // a node's requests wait for one answer
+	l.asking.Lock()
+	defer l.asking.Unlock() // a node's requests wait for one answer
 	if n, ok := l.recent[node]; ok && time.Since(n.at) < accessRecent {
 		return n, nil
 	}

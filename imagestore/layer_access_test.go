@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"testing"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -84,5 +85,42 @@ func TestLayerAccessAsksTheAPI(t *testing.T) {
 	}
 	if err := l.allow(t.Context(), "e", "disk-a", "base"); !api.Is(err, api.Unavailable) {
 		t.Errorf("what nobody knows: %v", err)
+	}
+}
+
+// waiting is an API server that answers nothing before it is released.
+type waiting struct {
+	objects
+	asked, release chan struct{}
+}
+
+func (w *waiting) List(ctx context.Context, list client.ObjectList, o ...client.ListOption) error {
+	w.asked <- struct{}{}
+	<-w.release
+	return w.objects.List(ctx, list, o...)
+}
+
+// TestLayerAccessWaitsForNoOtherNode: while the API does not answer about one node, what the cache knows is served to the
+// others.
+func TestLayerAccessWaitsForNoOtherNode(t *testing.T) {
+	cached := &objects{needs: needs{copies: []api.ImageCopy{lent("d", "disk-d", "debian", "base")}}}
+	live := &waiting{asked: make(chan struct{}, 2), release: make(chan struct{})}
+	l := newLayerAccess(cached, live, slog.New(slog.DiscardHandler))
+	third := make(chan error, 1)
+	go func() { third <- l.allow(t.Context(), "c", "disk-a", "base") }()
+	<-live.asked
+	known := make(chan error, 1)
+	go func() { known <- l.allow(t.Context(), "d", "disk-a", "base") }()
+	select {
+	case err := <-known:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("a node that the cache knows waits for the API's answer about another one")
+	}
+	close(live.release)
+	if err := <-third; !api.Is(err, api.Denied) {
+		t.Errorf("a third node: %v", err)
 	}
 }
