@@ -1,8 +1,8 @@
 package api
 
 // MkfsCommand returns the command that makes a filesystem on a blank volume, without the volume's MkfsParams and the
-// device; nil: no such filesystem. No discard, because the device is blank; lazy, because the kernel zeroes inode tables
-// when there is nothing else to do.
+// device; nil: no such filesystem. No discard, because the device is blank; lazy, because the kernel zeroes inode
+// tables when there is nothing else to do.
 func MkfsCommand(fsType string) []string {
 	switch fsType {
 	case "ext4":

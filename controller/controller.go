@@ -1,7 +1,7 @@
-// Package controller is the CSI Controller door: it translates requests into objects of storage.drover.io/v1alpha1 and waits,
-// by watching, until the loops of the rooms have made them true. It holds no storage logic and no state but a mutex:
-// every call is idempotent by the object it creates or verifies, so that a repeated call, also to another instance or
-// after a restart, joins the work instead of doing it twice.
+// Package controller is the CSI Controller door: it translates requests into objects of storage.drover.io/v1alpha1 and
+// waits, by watching, until the loops of the rooms have made them true. It holds no storage logic and no state but a
+// mutex: every call is idempotent by the object it creates or verifies, so that a repeated call, also to another
+// instance or after a restart, joins the work instead of doing it twice.
 //
 // Errors are api errors; the table that turns their kinds into gRPC codes is the driver's. It starts no goroutines.
 package controller

@@ -25,7 +25,8 @@ import (
 // serveLayers lets other nodes read the layers on this node's disks.
 func (n *copies) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
 	// Begun with the manager's other informers: the first node that asks does not wait for it.
-	if _, err := mgr.GetCache().GetInformer(context.Background(), &api.Replica{}, cache.BlockUntilSynced(false)); err != nil {
+	_, err := mgr.GetCache().GetInformer(context.Background(), &api.Replica{}, cache.BlockUntilSynced(false))
+	if err != nil {
 		return err
 	}
 	access := newLayerAccess(n.Client, n.live, n.log)

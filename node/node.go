@@ -1,9 +1,9 @@
 // Package node is the CSI Node door: the server mounts the device of an Attachment at the paths of workloads, as a file
 // system or as a block device, and reports the health of both. The package holds no storage logic.
 //
-// Invariants: the server makes a file system only if the map of blocks proves a blank volume, or if an earlier attempt of
-// the server, recorded beforehand, did not finish. The server unmounts or removes a path only if the mount table names the
-// mount. Calls for one volume run one at a time.
+// Invariants: the server makes a file system only if the map of blocks proves a blank volume, or if an earlier attempt
+// of the server, recorded beforehand, did not finish. The server unmounts or removes a path only if the mount table
+// names the mount. Calls for one volume run one at a time.
 //
 // Each call reads the mount table and the objects, so that a restart loses nothing. The package starts no goroutines;
 // programs that the server runs end before the call returns.

@@ -83,7 +83,8 @@ func (d *Data) allowOpen(ctx context.Context, node, replica, volume string) erro
 // replicaHere is the object of a replica of this node, nil if the cache has none.
 func (d *Data) replicaHere(ctx context.Context, uid string) (*api.Replica, error) {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy); err != nil {
+	err := d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy)
+	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "replicas of node %s: %w", d.Node, err)
 	}
 	i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return string(r.Spec.UID) == uid })

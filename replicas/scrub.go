@@ -238,7 +238,8 @@ func (d *Data) integrity(ctx context.Context, volume string) string {
 func (d *Data) scrubDue(ctx context.Context) {
 	q := d.scrubber.queue.Load()
 	var list api.ReplicaList
-	if q == nil || d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
+	here := client.MatchingFields{watch.ByNode: d.Node}
+	if q == nil || d.client.List(ctx, &list, here, client.UnsafeDisableDeepCopy) != nil {
 		return
 	}
 	for i := range list.Items {

@@ -12,8 +12,8 @@ import (
 
 // Edit changes the named object and returns it as it is then. change sees the newest version, once more each time that
 // somebody else wrote meanwhile; where it returns false nothing is written. Volumes and snapshots are written by their
-// nodes all the time: only the end of ctx bounds the tries. (client-go's RetryOnConflict gives up after some tries and does
-// not see ctx.)
+// nodes all the time: only the end of ctx bounds the tries. (client-go's RetryOnConflict gives up after some tries and
+// does not see ctx.)
 func Edit[T client.Object](ctx context.Context, c client.Client, name string, change func(T) (bool, error)) (T, error) {
 	return edit(ctx, c, name, change, func(obj T) error { return c.Update(ctx, obj) })
 }

@@ -1,8 +1,8 @@
 // Package listener takes connections for the program's servers, so that neither a burst of connections nor a lack of
 // descriptors ends a server or keeps other clients out.
 //
-// A connection is unknown until the server has identified its client. The Listener owns the bounds: the number of unknown
-// connections in all and of each source address, the time until a connection must be identified, the number of
+// A connection is unknown until the server has identified its client. The Listener owns the bounds: the number of
+// unknown connections in all and of each source address, the time until a connection must be identified, the number of
 // connections of each identified peer, and the number of descriptors that stay free for the rest of the process.
 //
 // Invariants: Accept continues after each temporary error, and returns all others. A connection beyond a bound replaces
@@ -126,8 +126,8 @@ func (l *Listener) recovered() {
 	l.failing = time.Time{}
 }
 
-// passes reports whether an error of accept(2) is temporary: descriptors or memory ran out, or the client of the connection
-// closed it early.
+// passes reports whether an error of accept(2) is temporary: descriptors or memory ran out, or the client of the
+// connection closed it early.
 func passes(err error) bool {
 	var no syscall.Errno
 	if !errors.As(err, &no) {
@@ -214,8 +214,8 @@ func (l *Listener) oldest(source netip.Prefix) *Conn {
 	return nil
 }
 
-// busiest is the source with the most unknown connections; among equals, the source of the oldest connection. The caller
-// has the lock.
+// busiest is the source with the most unknown connections; among equals, the source of the oldest connection. The
+// caller has the lock.
 func (l *Listener) busiest() (source netip.Prefix) {
 	most := 0
 	for e := l.unknown.Front(); e != nil; e = e.Next() {
@@ -293,8 +293,8 @@ func (c *Conn) Close() error {
 }
 
 // Identify names the peer of a connection, which may be a TLS connection over one of a Listener. From then on the
-// connection counts for the peer. Identify fails if the peer has too many connections, or if the connection is closed. It
-// ignores connections of other listeners.
+// connection counts for the peer. Identify fails if the peer has too many connections, or if the connection is closed.
+// It ignores connections of other listeners.
 func Identify(nc net.Conn, peer string) error {
 	for {
 		if c, ok := nc.(*Conn); ok {

@@ -214,7 +214,8 @@ func (id *Identity) current() (*credentials, error) {
 
 // Server is for a listener: it takes nodes of the same authority alone, by TLS 1.3. NodeOf tells which.
 func (id *Identity) Server(protocols ...string) *tls.Config {
-	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(hello *tls.ClientHelloInfo) (
+		*tls.Config, error) {
 		c, err := id.current()
 		if err != nil {
 			return nil, err

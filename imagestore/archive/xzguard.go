@@ -70,7 +70,7 @@ func (g *xzGuard) Read(p []byte) (int, error) {
 	if g.err = g.follow(p[:n]); g.err != nil {
 		return 0, g.err
 	}
-	if err == io.EOF { //nolint:errorlint // as io.Reader has it
+	if err == io.EOF {
 		g.err = g.end()
 		return n, g.err
 	}

@@ -100,7 +100,8 @@ func (o *origin) place(off int64) (state json.RawMessage, ok bool) {
 func (d *disk) again() (size int64, err error) {
 	from := d.c.opts.From
 	var st diskState
-	if err := json.Unmarshal(from.State, &st); err != nil || st.Point != nil || st.Size != from.Mark.Size || from.Mark.Off > st.Size ||
+	if err := json.Unmarshal(from.State, &st); err != nil || st.Point != nil || st.Size != from.Mark.Size ||
+		from.Mark.Off > st.Size ||
 		st.Start < 0 || st.Off < 0 || st.Open < 0 || st.Open >= len(d.all) || !slices.Equal(digests(d.all), st.Layers) {
 		return 0, d.anew()
 	}

@@ -429,8 +429,8 @@ func (e *Engine) on(ctx context.Context, fn func()) error {
 	}
 }
 
-// Absent names the members that Open did not reach, or that went back in time. Nobody resynced them: the engine drops them, and before that a later
-// process of the same epoch must not adopt them either.
+// Absent names the members that Open did not reach, or that went back in time. Nobody resynced them: the engine drops
+// them, and before that a later process of the same epoch must not adopt them either.
 func (e *Engine) Absent() []string { return slices.Clone(e.missed) }
 
 // Epoch is the epoch now, and the names of its members.

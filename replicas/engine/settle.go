@@ -124,7 +124,8 @@ func (e *Engine) nextDrop() {
 		return
 	}
 	e.dropping, e.vouched = true, false
-	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.absent,
+	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost,
+		able:   e.members &^ e.absent,
 		before: e.names(e.members)}
 	if e.suspect != 0 {
 		d.m = e.suspect.first()

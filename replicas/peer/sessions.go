@@ -51,8 +51,8 @@ func (c *served) roomForSession() error {
 	return nil
 }
 
-// add takes a session that was opened, and removes the oldest ones that the connection has with the same replica: an engine
-// that gave them up says nothing.
+// add takes a session that was opened, and removes the oldest ones that the connection has with the same replica: an
+// engine that gave them up says nothing.
 func (c *served) add(x *session) error {
 	serving := x.t.servingNow()
 	c.mu.Lock()

@@ -75,7 +75,6 @@ type clerk struct {
 	version int
 	mu      sync.Mutex
 	lines   []string
-	err     error
 }
 
 // copy passes frames on; who is said first in each line.

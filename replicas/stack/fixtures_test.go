@@ -88,7 +88,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	}
 	put(member, 3<<32, []int64{1, 20})
 	member.put(2, 0) // discarded before the cut
-	put(member, 4<<32, []int64{21, 2 * int64(intentsRegion>>blockBits)})
+	put(member, 4<<32, []int64{21, 2 * (intentsRegion >> blockBits)})
 	member.put(600, 0) // discarded after it
 	put(mapping, 1<<32, fixMapLowBlocks)
 	put(mapping, 2<<32, fixMapHighBlocks)

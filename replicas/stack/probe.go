@@ -90,8 +90,8 @@ func probe(ctx context.Context, path string, evict func() error) (err error) {
 	return nil
 }
 
-const noBlockMap = "the file system does not keep a map of 4 KiB blocks: 4 KiB of zeros at %d are reported as [%d, %d); " +
-	"use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression"
+const noBlockMap = "the file system does not keep a map of 4 KiB blocks: 4 KiB of zeros at %d are reported as " +
+	"[%d, %d); use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression"
 
 // reopen closes a file and opens it again, so that the file system reads the file's map from the device. On an error
 // the file that was passed is still the one to close.

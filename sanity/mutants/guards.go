@@ -63,7 +63,8 @@ func (g *guard) replace(text []byte) ([]byte, error) {
 	}
 	is := regexp.MustCompile(strings.Join(lines, `\n\s*`)).FindAllIndex(text, -1)
 	if len(is) != 1 {
-		return nil, fmt.Errorf("guard %q: its snippet is in %s %d times, not once; bring the list up to date", g.name, g.file, len(is))
+		return nil, fmt.Errorf("guard %q: %s has the snippet %d times, not once; bring the list up to date", g.name,
+			g.file, len(is))
 	}
 	at := is[0]
 	return append(append(append([]byte{}, text[:at[0]]...), strings.TrimSpace(g.new)...), text[at[1]:]...), nil

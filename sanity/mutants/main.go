@@ -83,7 +83,8 @@ func run(ctx context.Context, only string, limit time.Duration, out string, trus
 // copyTree copies the files of the repository, uncommitted files included.
 func copyTree(ctx context.Context, dir string) error {
 	cmd := exec.CommandContext(ctx, "sh", "-ec",
-		`git ls-files -z --cached --others --exclude-standard | tar -c --null --ignore-failed-read -T - | tar -x -C "$1"`, "sh", dir)
+		`git ls-files -z --cached --others --exclude-standard | tar -c --null --ignore-failed-read -T - | tar -x -C "$1"`,
+		"sh", dir)
 	cmd.Stderr = os.Stderr
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("copy of the repository: %w", err)
@@ -104,7 +105,7 @@ func (g *guard) takeOut(ctx context.Context, dir string, limit time.Duration, tr
 	}
 	if !trust {
 		if by, said, err := g.test(ctx, dir, limit); err != nil || by != "" {
-			return "", fmt.Errorf("tests of guard %q: they fail with the guard in place (%s): %v\n%s", g.name, by, err, said)
+			return "", fmt.Errorf("tests of guard %q: they fail with the guard in place (%s): %w\n%s", g.name, by, err, said)
 		}
 	}
 	if err := os.WriteFile(name, without, 0o644); err != nil {
@@ -125,7 +126,8 @@ var failed = regexp.MustCompile(`(?m)^\s*--- FAIL: (\S+)`)
 func (g *guard) test(ctx context.Context, dir string, limit time.Duration) (by, said string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*limit) // to compile, too
 	defer cancel()
-	args := []string{"test", "-vet=off", "-count=1", "-failfast", "-timeout", limit.String(), "-run", "^(" + g.run + ")$", "./" + g.pkg}
+	args := []string{"test", "-vet=off", "-count=1", "-failfast", "-timeout", limit.String(),
+		"-run", "^(" + g.run + ")$", "./" + g.pkg}
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir, cmd.WaitDelay = dir, time.Minute
 	raw, err := cmd.CombinedOutput()

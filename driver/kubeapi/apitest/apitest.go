@@ -224,7 +224,10 @@ func EditStatus[X any, T interface {
 	client.Object
 }](s *Server, obj T, change func(T)) {
 	s.T.Helper()
-	now, err := await.EditStatus(s.Ctx, s.Client, obj.GetName(), func(now T) (bool, error) { change(now); return true, nil })
+	now, err := await.EditStatus(s.Ctx, s.Client, obj.GetName(), func(now T) (bool, error) {
+		change(now)
+		return true, nil
+	})
 	if err != nil {
 		s.T.Fatal(err)
 	}

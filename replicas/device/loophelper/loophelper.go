@@ -1,8 +1,8 @@
-// Package loophelper performs the operations on a loop device that may wait for the device's I/O: setting it up, opening
-// it while another program closes it and writes dirty pages, flushing it, freezing its queue, closing it. Each runs in a
-// helper process, which is this program again. A thread of the process that serves the device could not end while it
-// waits in the kernel for an answer that only this process can give: a killed process would keep its files, and no
-// successor could take over.
+// Package loophelper performs the operations on a loop device that may wait for the device's I/O: setting it up,
+// opening it while another program closes it and writes dirty pages, flushing it, freezing its queue, closing it. Each
+// runs in a helper process, which is this program again. A thread of the process that serves the device could not end
+// while it waits in the kernel for an answer that only this process can give: a killed process would keep its files,
+// and no successor could take over.
 //
 // A helper outlives the process that started it, and ends with the I/O that it waits for. It inherits no file but the
 // two that a set-up needs.

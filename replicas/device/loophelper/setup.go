@@ -78,7 +78,7 @@ func setUp(asked string) error {
 		return err
 	}
 	tune(n)
-	_, _ = fmt.Println(n) // the parent may have died: its successor finds the device
+	_, _ = fmt.Fprintln(os.Stdout, n) // the parent may have died: its successor finds the device
 	return nil
 }
 
@@ -133,8 +133,8 @@ func Configure(file int, name string, readOnly bool) (int, error) {
 	return -1, api.Errorf(api.Busy, "every free loop device was taken by somebody else; try again")
 }
 
-// tune removes the I/O scheduler, which only costs time above a file that has a queue of its own. It writes nothing where
-// none is set: each write makes the kernel wait for all processors.
+// tune removes the I/O scheduler, which only costs time above a file that has a queue of its own. It writes nothing
+// where none is set: each write makes the kernel wait for all processors.
 func tune(n int) {
 	path := fmt.Sprintf("/sys/block/loop%d/queue/scheduler", n)
 	if b, err := os.ReadFile(path); err == nil && !strings.Contains(string(b), "[none]") {
