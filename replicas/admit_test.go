@@ -2,11 +2,21 @@ package replicas
 
 import (
 	"context"
+	"errors"
 	"net"
+	"net/http"
 	"path/filepath"
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/rest"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
@@ -144,6 +154,87 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 		t.Error("the engine was fenced")
 	}
 	w.detachFrom("v")
+}
+
+// TestServesBeforeTheAPIAnswers: a data process that was restarted while the API is away, and waits for the API with its
+// loops, opens replicas for the engine that it knows from the record.
+func TestServesBeforeTheAPIAnswers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	c := w.three()[2]
+	v := volume("v", 32<<20)
+	v.Spec.NumberOfReplicas, v.Spec.Nodes = 2, []string{"a", "c"}
+	w.create(v)
+	w.volumeState("v", api.VolumeDetached)
+	w.attachTo("a", "v")
+	w.volumeIs("v", "healthy", func(v *api.Volume) bool {
+		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
+	})
+	w.detachFrom("v")
+	r := w.replicaOn("v", "c")
+	uid, volume := string(r.Spec.UID), string(r.Spec.VolumeUID)
+	c.stop()
+	c.startAlone()
+	skip, away := true, make(chan struct{})
+	cfg := rest.CopyConfig(w.api.Config)
+	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return silent{rt, away} })
+	mgr, err := ctrl.NewManager(cfg, ctrl.Options{Scheme: w.c.Scheme(),
+		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
+		Logger: logr.Discard(), MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) {
+			return w.c.RESTMapper(), nil
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := SetupData(mgr, c.data); err != nil {
+		t.Fatal(err)
+	}
+	stop := w.run(mgr)
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	defer func() { // the manager does not end before its caches have synced
+		close(away)
+		for !c.data.api.Load() && w.ctx.Err() == nil {
+			<-tick.C
+		}
+		stop()
+	}()
+	for started := false; !started; <-tick.C {
+		look, over := context.WithTimeout(ctx, 10*time.Millisecond)
+		err := mgr.GetClient().List(look, &api.VolumeList{})
+		over()
+		started = !errors.As(err, new(*cache.ErrCacheNotStarted))
+	}
+	if err := c.data.allowOpen(ctx, "a", uid, volume); err != nil {
+		t.Errorf("the engine's node may not look: %v", err)
+	}
+	opened, _, err := c.data.openLent(ctx, uid, volume)
+	if err != nil {
+		t.Fatalf("the replica is not opened: %v", err)
+	}
+	if err := c.data.allowSession(ctx, "a", uid, volume, c.data.lentOf(uid).Meta().Epoch); err != nil {
+		t.Errorf("the engine's session is refused: %v", err)
+	}
+	if err := opened.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// silent is the way to an API server that answers nothing until it is released.
+type silent struct {
+	http.RoundTripper
+	released chan struct{}
+}
+
+func (s silent) RoundTrip(r *http.Request) (*http.Response, error) {
+	select {
+	case <-s.released:
+		return s.RoundTripper.RoundTrip(r)
+	case <-r.Context().Done():
+		return nil, r.Context().Err()
+	}
 }
 
 // startAlone starts a node's data process without the API.

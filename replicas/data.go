@@ -97,7 +97,7 @@ type Data struct {
 	upkeep   upkeep
 	watch    *engine.Watch // of the replicas here
 	rebuilds takers        // of replicas that are compared as a whole
-	api      atomic.Bool   // client, reader and events are set
+	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
 	scrubber scrubber
 }
 
@@ -378,11 +378,11 @@ func (d *Data) awaitResumed() error {
 	}
 }
 
-// SetupData adds the Replica and Attachment loops of the data role to mgr.
+// SetupData adds the Replica and Attachment loops of the data role to mgr. The manager starts loops after the caches have
+// synced: whichever loop is first sets d.api.
 func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
 	d.events = mgr.GetEventRecorder("drover-data")
-	d.api.Store(true)
 	if err := watch.AddIndexes(mgr); err != nil {
 		return err
 	}
@@ -404,6 +404,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), watch.Updates(membersMatter)).
 		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(d.waitsForDetach)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
+			d.api.Store(true)
 			d.scrubber.queue.Store(&q)
 			d.replicaQueue.Store(&q)
 			return nil
@@ -422,6 +423,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(d.unready),
 			node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
+			d.api.Store(true)
 			d.attachments.Store(&q)
 			for _, s := range d.all() { // resumed ones, in case their Attachment is gone
 				q.Add(watch.Request(s.Volume))

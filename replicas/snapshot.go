@@ -56,6 +56,7 @@ func (d *Data) setupSnapshots(mgr ctrl.Manager, opts controller.Options) error {
 			return o.GetName() == d.Node
 		})), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
+			d.api.Store(true)
 			d.snapshots.Store(&q)
 			return nil
 		})).
