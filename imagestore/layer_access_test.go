@@ -100,8 +100,8 @@ func (w *waiting) List(ctx context.Context, list client.ObjectList, o ...client.
 	return w.objects.List(ctx, list, o...)
 }
 
-// TestLayerAccessWaitsForNoOtherNode: while the API does not answer about one node, what the cache knows is served to the
-// others.
+// TestLayerAccessWaitsForNoOtherNode: while the API does not answer about one node, what the cache knows is served to
+// the others.
 func TestLayerAccessWaitsForNoOtherNode(t *testing.T) {
 	cached := &objects{needs: needs{copies: []api.ImageCopy{lent("d", "disk-d", "debian", "base")}}}
 	live := &waiting{asked: make(chan struct{}, 2), release: make(chan struct{})}

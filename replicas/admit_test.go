@@ -156,8 +156,8 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 	w.detachFrom("v")
 }
 
-// TestServesBeforeTheAPIAnswers: a data process that was restarted while the API is away, and waits for the API with its
-// loops, opens replicas for the engine that it knows from the record.
+// TestServesBeforeTheAPIAnswers: a data process that was restarted while the API is away, and waits for the API with
+// its loops, opens replicas for the engine that it knows from the record.
 func TestServesBeforeTheAPIAnswers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

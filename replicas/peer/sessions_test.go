@@ -115,8 +115,8 @@ func TestPanicEndsItsSessionAlone(t *testing.T) {
 	}
 }
 
-// TestEngineComesBackAfterAPanic: an engine whose session ended by a panic has the replica again as soon as it adopts it,
-// and what it wrote before.
+// TestEngineComesBackAfterAPanic: an engine whose session ended by a panic has the replica again as soon as it adopts
+// it, and what it wrote before.
 func TestEngineComesBackAfterAPanic(t *testing.T) {
 	f := newFar(t, 64<<20, nil)
 	f.stop()
@@ -130,7 +130,8 @@ func TestEngineComesBackAfterAPanic(t *testing.T) {
 	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1)
 	content := bytes.Repeat([]byte{7}, block.Size)
-	if err := Do(t.Context(), loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: slices.Clone(content)}); err != nil {
+	w := block.Request{Op: block.OpWrite, Len: block.Size, Buf: slices.Clone(content)}
+	if err := Do(t.Context(), loop, m, &w); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := m.State(t.Context()); !api.Is(err, api.Unavailable) {
