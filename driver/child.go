@@ -341,9 +341,9 @@ func (c *child) spawn(cmd *exec.Cmd) (err error) {
 
 const maxLog = 16 << 20
 
-// openLog opens the file for a child's standard output and error, for appending; a long one is set aside first. The child
-// has the file itself, because it outlives this process. It is for what the runtime prints when a process dies, and for
-// hold, which prints next to nothing; the data process rotates its log by itself (logFile).
+// openLog opens the file for a child's standard output and error, for appending; a long one is set aside first. The
+// child has the file itself, because it outlives this process. It is for what the runtime prints when a process dies,
+// and for hold, which prints next to nothing; the data process rotates its log by itself (logFile).
 func openLog(path string) (*os.File, error) {
 	if st, err := os.Stat(path); err == nil && st.Size() > maxLog {
 		if err := os.Rename(path, path+".1"); err != nil {

@@ -14,8 +14,8 @@ import (
 )
 
 // A node serves layers to another node only where the API says what that node needs them for: an ImageCopy of it, or a
-// Replica of it whose image they are. The cache answers, also while the API is away; what it does not know yet is looked
-// up in the API itself, once a second for each node.
+// Replica of it whose image they are. The cache answers, also while the API is away; what it does not know yet is
+// looked up in the API itself, once a second for each node.
 
 const (
 	accessRecent = time.Second     // for which an answer of the API counts

@@ -9,9 +9,9 @@ import (
 	"drover.io/drover/block"
 )
 
-// absent is a member that its engine's next process does not open when it takes the device up: the files of a replica of
-// this node are gone, or its disk fails, or an earlier process began without the member and did not drop it in time. The
-// engine drops it like one on a node that is not reached, and goes on with the others.
+// absent is a member that its engine's next process does not open when it takes the device up: the files of a replica
+// of this node are gone, or its disk fails, or an earlier process began without the member and did not drop it in time.
+// The engine drops it like one on a node that is not reached, and goes on with the others.
 type absent struct{ why error }
 
 // isAbsent reports whether an error is one that the next try need not wait for.

@@ -21,14 +21,14 @@ const (
 )
 
 var largerPackages = map[string]int{
-	"replicas":       9259,
-	"replicas/stack": 13612,
+	"replicas":       9264,
+	"replicas/stack": 13746,
 }
 
 var largerTypes = map[string]int{
-	"replicas.Data":          166,
+	"replicas.Data":          170,
 	"replicas/stack.Disk":    176,
-	"replicas/stack.Replica": 119,
+	"replicas/stack.Replica": 120,
 	"replicas/engine.Engine": 106,
 }
 

@@ -18,8 +18,8 @@ import (
 // isSilent reports whether a node's heartbeat is too old for a node that is alive.
 func isSilent(n *api.Node) bool { return time.Since(n.Status.Heartbeat.Time) >= n.SilentAfter() }
 
-// ConfirmDead checks a node that the user calls dead before its silence proves the death: no heartbeat may arrive while a
-// heartbeat is due. A node with a heartbeat is alive, whatever the user says.
+// ConfirmDead checks a node that the user calls dead before its silence proves the death: no heartbeat may arrive while
+// a heartbeat is due. A node with a heartbeat is alive, whatever the user says.
 func ConfirmDead(ctx context.Context, c client.WithWatch, name string) error {
 	var n api.Node
 	if err := get(ctx, c, "node", name, &n); err != nil || isSilent(&n) {

@@ -32,8 +32,8 @@ type Stream struct {
 	File *os.File
 	// Mark is set where the source can be continued after a restart: it is the place of the first byte of Read.
 	Mark *Mark
-	// At is set where a Mark alone is not enough to continue: it returns what else is to be recorded with one at off, which
-	// was read. Any goroutine may call it.
+	// At is set where a Mark alone is not enough to continue: it returns what else is to be recorded with one at off,
+	// which was read. Any goroutine may call it.
 	At func(off int64) (state json.RawMessage, ok bool)
 	// CRC says that a Mark is to have the CRC-32C of the bytes before it.
 	CRC bool

@@ -124,9 +124,8 @@ func (e *Engine) nextDrop() {
 		return
 	}
 	e.dropping, e.vouched = true, false
-	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, serving: e.members &^ e.suspect &^ e.lost,
-		able:   e.members &^ e.absent,
-		before: e.names(e.members)}
+	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, before: e.names(e.members),
+		serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.absent}
 	if e.suspect != 0 {
 		d.m = e.suspect.first()
 		d.names, d.survivors = e.names(e.members&^bit(d.m)), e.members&^e.suspect
