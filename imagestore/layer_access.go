@@ -133,7 +133,8 @@ func (l *layerAccess) trust(key [3]string) {
 }
 
 func newLayerAccess(cached, live client.Reader, log *slog.Logger) *layerAccess {
-	return &layerAccess{cached: cached, live: live, log: log, recent: map[string]needs{}, trusted: map[[3]string]time.Time{}}
+	return &layerAccess{cached: cached, live: live, log: log, recent: map[string]needs{},
+		trusted: map[[3]string]time.Time{}}
 }
 
 // ask is what the API itself says, now or a moment ago.

@@ -378,8 +378,8 @@ func (d *Data) awaitResumed() error {
 	}
 }
 
-// SetupData adds the Replica and Attachment loops of the data role to mgr. The manager starts loops after the caches have
-// synced: whichever loop is first sets d.api.
+// SetupData adds the Replica and Attachment loops of the data role to mgr. The manager starts loops after the caches
+// have synced: whichever loop is first sets d.api.
 func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
 	d.events = mgr.GetEventRecorder("drover-data")
@@ -395,8 +395,9 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	waiting := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return d.pending.requests()
 	})
-	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool), RateLimiter: backlog.RateLimiter(),
-		NewQueue: backlog.New}
+	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool),
+		RateLimiter: backlog.RateLimiter(),
+		NewQueue:    backlog.New}
 	err := ctrl.NewControllerManagedBy(mgr).Named("replica").
 		For(&api.Replica{}, node(func(o client.Object) string { return o.(*api.Replica).Spec.Node })).
 		Watches(&api.ImageCopy{}, waiting, node(func(o client.Object) string { return o.(*api.ImageCopy).Spec.Node })).

@@ -137,8 +137,8 @@ func (d *Data) fetchFar(ctx context.Context, uid string, off int64, buf []byte, 
 	return nil
 }
 
-// readFirst reads from the first of some sources that answers. It asks the next one as soon as one fails, and beside one
-// that is silent for a while.
+// readFirst reads from the first of some sources that answers. It asks the next one as soon as one fails, and beside
+// one that is silent for a while.
 func readFirst(ctx context.Context, sources int, silent time.Duration, buf []byte,
 	read func(ctx context.Context, i int, b []byte) error) error {
 	type answer struct {
@@ -245,8 +245,8 @@ func (d *Data) digestOf(ctx context.Context, uid string) string {
 	return ""
 }
 
-// describeFetch writes into the status which layers the disk of a replica lacks. The share is in steps, so that a copy of
-// an image does not change the status of each volume on it all the time.
+// describeFetch writes into the status which layers the disk of a replica lacks. The share is in steps, so that a copy
+// of an image does not change the status of each volume on it all the time.
 func (l *replicaLoop) describeFetch(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	lacks, err := disk.Lacking(string(r.Spec.UID))
 	if err != nil {

@@ -122,7 +122,8 @@ func (l *replicaLoop) moved(ctx context.Context, r *api.Replica, v *api.Volume) 
 // waitsForDetach wakes the replicas of a volume that is not attached any more.
 func (d *Data) waitsForDetach(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: o.(*api.Attachment).Spec.Volume}); err != nil {
+	volume := o.(*api.Attachment).Spec.Volume
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
 		d.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)
 		return nil
 	}

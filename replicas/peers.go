@@ -86,8 +86,8 @@ func (d *Data) stopPeers() error {
 // announceEvery is how often the Node is looked at, in the cache: it may not exist yet.
 const announceEvery = 2 * time.Second
 
-// announce tells where this node's replicas are reached, and again whenever somebody took that away. It returns an error,
-// which ends the process, where they are not served any more: the next process serves them again.
+// announce tells where this node's replicas are reached, and again whenever somebody took that away. It returns an
+// error, which ends the process, where they are not served any more: the next process serves them again.
 func (d *Data) announce(ctx context.Context) error {
 	if d.server == nil {
 		return nil

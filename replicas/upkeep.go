@@ -183,7 +183,8 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 		v.Status.EngineNode = ""
 		return 0, nil
 	}
-	if v.Status.EngineNode != "" || d.session(volume) != nil || v.DeletionTimestamp != nil || v.RevertInProgress() != nil ||
+	if v.Status.EngineNode != "" || d.session(volume) != nil ||
+		v.DeletionTimestamp != nil || v.RevertInProgress() != nil ||
 		!apierrors.IsNotFound(d.reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
 		return 0, nil
 	}

@@ -38,8 +38,8 @@ func (u *unzstd) Read(p []byte) (int, error) {
 	case errors.Is(err, zstd.ErrMagicMismatch):
 		err = trailing(Zstd)
 	case errors.Is(err, zstd.ErrWindowSizeExceeded), errors.Is(err, zstd.ErrDecoderSizeExceeded):
-		err = api.Errorf(api.Unsupported, "zstd: a frame needs a window of more than %d MiB, or a block exceeds the window of "+
-			"its frame: pack it with a smaller window (zstd --long=27 is fine)", maxWindow>>20)
+		err = api.Errorf(api.Unsupported, "zstd: a frame needs a window of more than %d MiB, or a block exceeds the "+
+			"window of its frame: pack it with a smaller window (zstd --long=27 is fine)", maxWindow>>20)
 	case errors.Is(err, zstd.ErrUnknownDictionary):
 		err = api.Errorf(api.Unsupported, "zstd: the archive needs a dictionary, which is not supported")
 	}

@@ -251,8 +251,8 @@ func setReady(node *api.Node) {
 	}
 }
 
-// mountedElsewhere keeps one entry for a disk that is now mounted at another path. An old path that is still in the spec
-// keeps an entry with an explanation, after all others, because a search by UID takes the first match.
+// mountedElsewhere keeps one entry for a disk that is now mounted at another path. An old path that is still in the
+// spec keeps an entry with an explanation, after all others, because a search by UID takes the first match.
 func mountedElsewhere(list []api.DiskStatus, spec []api.DiskSpec) []api.DiskStatus {
 	slices.SortFunc(list, func(a, b api.DiskStatus) int { return cmp.Compare(a.Path, b.Path) })
 	var first, moved []api.DiskStatus

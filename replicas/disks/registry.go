@@ -78,10 +78,10 @@ func (r *Registry) Get(uid api.UID) (*stack.Disk, error) {
 	return nil, api.Errorf(api.Unavailable, "disk %s is not there: is its file system mounted?", uid)
 }
 
-// Open opens the disk at path; for an open disk, Open checks that the path still holds the disk. A disk with a known UID
-// must have that UID, because the mount point of a missing file system is an empty folder, and a new disk there would
-// hide the loss. With add set, Open adds an unknown disk, but creates no folder: a missing folder is a typing error or
-// belongs to a file system that is not mounted.
+// Open opens the disk at path; for an open disk, Open checks that the path still holds the disk. A disk with a known
+// UID must have that UID, because the mount point of a missing file system is an empty folder, and a new disk there
+// would hide the loss. With add set, Open adds an unknown disk, but creates no folder: a missing folder is a typing
+// error or belongs to a file system that is not mounted.
 func (r *Registry) Open(ctx context.Context, path string, known api.UID, add bool) (*stack.Disk, error) {
 	opening := r.openLock(path)
 	opening.Lock()

@@ -203,8 +203,8 @@ type delay struct {
 	perKiB float64 // nanoseconds, lately
 }
 
-// soonest puts the member first that a piece is read from soonest, as far as is known, and counts the piece until
-// done. To read from another machine costs the processors of both and the network, which guests need, so it is not asked
+// soonest puts the member first that a piece is read from soonest, as far as is known, and counts the piece until done.
+// To read from another machine costs the processors of both and the network, which guests need, so it is not asked
 // while the member on this one answers soon enough.
 func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 	c.mu.Lock()

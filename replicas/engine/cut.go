@@ -474,8 +474,9 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	return err
 }
 
-// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy, and
-// also before a member that was absent when the engine opened is dropped: nobody compared its snapshots with the others'.
+// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy,
+// and also before a member that was absent when the engine opened is dropped: nobody compared its snapshots with the
+// others'.
 func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	m, cutting, err := e.source(ctx)
 	if err != nil {
@@ -489,7 +490,8 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 		return stack.Meta{}, err
 	}
 	if len(absent) > 0 {
-		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach", absent[0])
+		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach",
+			absent[0])
 	}
 	st, err := m.State(ctx)
 	if err != nil {

@@ -113,7 +113,7 @@ type Engine struct {
 	weak     set  // those of them that have not adopted the epoch
 	doubted  bool // a member says that another engine has the volume: reads wait until the API has been asked
 	lost     set  // the last one that served, if its session is gone: everything waits for it, or for another one
-	absent   set  // suspects that Open did not reach: nobody resynced them, so the engine drops them and never revives them
+	absent   set  // suspects that Open did not reach, and that nobody resynced: the engine drops and never revives them
 	joiners  set  // replicas that get all writes and are no members yet
 	joining  set  // the one of them that is being made a member: nothing is acknowledged without it
 	joins    map[int]*join

@@ -54,8 +54,8 @@ func (a *fetches) follow(m Member) {
 	})
 }
 
-// add sets an operation aside. The engine drops the members that failed the read, as after any other read: a member that
-// fetches serves.
+// add sets an operation aside. The engine drops the members that failed the read, as after any other read: a member
+// that fetches serves.
 func (a *fetches) add(o *op) {
 	e := a.e
 	for m := range e.cfg.Members {

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// mirrors prepares the members of a volume with several replicas: they note intents, the engine resyncs where an unclean
-// end left them unequal, and they have the same snapshots.
+// mirrors prepares the members of a volume with several replicas: they note intents, the engine resyncs where an
+// unclean end left them unequal, and they have the same snapshots.
 func (e *Engine) mirrors(ctx context.Context) error {
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
 		return nil
@@ -80,8 +80,8 @@ func (e *Engine) leaveBehind(ctx context.Context, all []Mirror, who []int) (left
 			"time", e.cfg.Members[k].Name, lacks[i])
 	}
 	if len(left) == 0 {
-		return nil, false, api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks went back "+
-			"in time; salvage the one that is to count")
+		return nil, false, api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
+			"went back in time; salvage the one that is to count")
 	}
 	return left, len(left) < len(all), nil
 }

@@ -11,8 +11,8 @@ import (
 // not answer, and lets reads wait, until the swap that drops the member has told whether the API still names this
 // engine. If all members say so, the engine asks the API itself.
 
-// confirm asks the API about a member's word that another engine has the volume. Nil: the API names this engine. Denied:
-// it does not, or nobody can be asked. Any other error: the API did not answer.
+// confirm asks the API about a member's word that another engine has the volume. Nil: the API names this engine.
+// Denied: it does not, or nobody can be asked. Any other error: the API did not answer.
 func (c *Config) confirm(ctx context.Context, epoch int64, word error) error {
 	if c.Owns == nil {
 		return word

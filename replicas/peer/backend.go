@@ -74,8 +74,8 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	})
 }
 
-// fetchTime bounds the wait of a call for blocks that the replica fetches: the engine asks another replica then, and does
-// not take a slow source for a disk that hangs.
+// fetchTime bounds the wait of a call for blocks that the replica fetches: the engine asks another replica then, and
+// does not take a slow source for a disk that hangs.
 const fetchTime = 2 * time.Second
 
 // fetching repeats a read while the replica fetches its blocks, up to fetchTime.

@@ -9,8 +9,8 @@ import (
 
 // A replica answers reads of blocks that its disk still fetches, and reports fetches to those who ask again.
 
-// ErrNotFetched answers a read of blocks that the replica has begun to fetch from another source. The read ends at once,
-// so that nothing that drains I/O waits for a source.
+// ErrNotFetched answers a read of blocks that the replica has begun to fetch from another source. The read ends at
+// once, so that nothing that drains I/O waits for a source.
 var ErrNotFetched = api.Errorf(api.Busy, "a block of the layer has to be fetched first")
 
 // fetched reports whether the disk has all blocks of a read, and begins to fetch the others. Loop thread.

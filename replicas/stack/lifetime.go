@@ -42,9 +42,9 @@ func currentLifetime(path string) (lifetime, error) {
 }
 
 // mountIdentity names the mount of the file system below path: ext4, xfs and btrfs make a folder in sysfs for each file
-// system that they mount, and remove it with the last mount point. The kernel does not reuse the number of that folder's
-// inode in one boot (fs/kernfs counts a generation), while it reuses device numbers, and mount ids differ in each
-// container. Other file systems have no name here.
+// system that they mount, and remove it with the last mount point. The kernel does not reuse the number of that
+// folder's inode in one boot (fs/kernfs counts a generation), while it reuses device numbers, and mount ids differ in
+// each container. Other file systems have no name here.
 func mountIdentity(sysfs, path string) (string, error) {
 	var st unix.Statfs_t
 	if err := retryEINTR(func() error { return unix.Statfs(path, &st) }); err != nil {

@@ -17,8 +17,9 @@ import (
 
 // Probe checks that the file system at path keeps a map that a head can be recovered from: 4 KiB of zeros written into
 // a hole must be reported as exactly 4 KiB of data, and a punched hole as a hole. File systems with large blocks or
-// clusters, and those that compress, fail this; a head on them would lose or invent blocks. On a new disk the file system
-// has to report the same once it has read the map from its device again: the kernel drops its unused inodes for that.
+// clusters, and those that compress, fail this; a head on them would lose or invent blocks. On a new disk the file
+// system has to report the same once it has read the map from its device again: the kernel drops its unused inodes for
+// that.
 func Probe(ctx context.Context, path string) error {
 	_, err := os.Lstat(filepath.Join(path, diskFile))
 	if errors.Is(err, fs.ErrNotExist) {

@@ -55,8 +55,8 @@ func (r *Replica) name(err error) error {
 	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
 }
 
-// ErrRestarted is the answer of Adopt where the machine restarted, or the disk's file system was mounted again, since the
-// replica's last session, and that session had no clean end: acknowledged writes that were not flushed may be lost.
+// ErrRestarted is the answer of Adopt where the machine restarted, or the disk's file system was mounted again, since
+// the replica's last session, and that session had no clean end: acknowledged writes that were not flushed may be lost.
 var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its file system was mounted again during the "+
 	"last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
 

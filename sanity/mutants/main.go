@@ -1,7 +1,7 @@
 // Command mutants removes one guard after another from the data path and demands that a test fails. The file guards.txt
-// lists the guards, each with a snippet of the code, the replacement without the guard, and the tests to run. The command
-// works on a copy of the repository in a temporary folder, with one goroutine. A snippet that does not match exactly once
-// is an error: the code has changed, and the list must follow.
+// lists the guards, each with a snippet of the code, the replacement without the guard, and the tests to run. The
+// command works on a copy of the repository in a temporary folder, with one goroutine. A snippet that does not match
+// exactly once is an error: the code has changed, and the list must follow.
 package main
 
 import (
