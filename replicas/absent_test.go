@@ -35,7 +35,7 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 	if err := disk.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s, err := d.openMany(ctx, b, 1<<20, false)
+	s, err := d.openSession(ctx, b, 1<<20, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
-	"drover.io/drover/replicas/stack"
+	"drover.io/drover/api/watch"
 )
 
 // attachmentLoop makes the Attachments of this node true.
@@ -145,9 +145,6 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.superseded(ctx, s); err != nil {
 		return err
 	}
-	if err := l.widen(ctx, s); err != nil {
-		return err
-	}
 	told := a.Status.Ready && a.Status.Epoch == s.Epoch
 	if a.Status.Epoch != s.Epoch { // not what was written of this very device before
 		a.Status.Blank = s.blank
@@ -162,14 +159,11 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
-	if !s.mates.many.Load() {
-		return nil
-	}
 	if !told { // to grow may take long, or fail for long: the device can be used meanwhile
 		s.wake()
 		return nil
 	}
-	err := l.growMany(ctx, s)
+	err := l.grow(ctx, s)
 	a.Status.Size = s.dev.Spec().Size
 	return err
 }
@@ -332,46 +326,65 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	if err := l.memberReverting(ctx, &v); err != nil {
 		return nil, err
 	}
-	many, err := l.many(ctx, &v)
-	if err != nil {
-		return nil, err
-	}
 	if err := l.strictlyHere(ctx, &v); err != nil {
 		return nil, err
 	}
-	if many {
-		return l.makeMany(ctx, a, &v)
-	}
-	var r api.Replica
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: v.Status.Members[0]}, &r); apierrors.IsNotFound(err) {
-		return nil, api.Errorf(api.NotFound, "replica %s, the only member of the volume, does not exist", v.Status.Members[0])
-	} else if err != nil {
-		return nil, err
-	}
-	disk, err := l.disk(ctx, r.Spec.Disk)
+	return l.claimDevice(ctx, a, &v)
+}
+
+// claimDevice claims a volume for this node and makes its device.
+func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *api.Volume) (*session, error) {
+	list, err := l.probeMembers(ctx, v)
 	if err != nil {
 		return nil, err
 	}
-	b := blob{Volume: v.Name, VolumeUID: v.Status.UID, Replica: r.Spec.UID, Disk: r.Spec.Disk, Path: disk.Path(),
-		ReadOnly: a.Spec.ReadOnly}
-	l.openLendersOf(ctx, disk, &r)
-	s, err := l.open(ctx, b, disk, func(m stack.Meta) (int64, error) { return l.claim(ctx, &v, m, l.Node) })
+	// The engine of a node that is cut off from the API alone may have its own member for as long as it lives.
+	for i := range list {
+		f := &list[i]
+		if !api.Is(f.err, api.Busy) || f.spec.Node == l.Node {
+			continue
+		}
+		if quiet, err := l.quiet(ctx, f.spec.Node); err != nil {
+			return nil, err
+		} else if quiet {
+			f.held, f.err = true, api.Errorf(api.Unavailable, "node %s gives no sign of life: %v", f.spec.Node, f.err)
+		}
+	}
+	take, err := selectMembers(v, list)
 	if err != nil {
 		return nil, err
 	}
+	was := v.Status.Members
+	b, size, err := l.claim(ctx, v, take)
+	if err != nil {
+		return nil, err
+	}
+	for _, f := range list {
+		if slices.Contains(was, f.spec.Name) && !slices.Contains(v.Status.Members, f.spec.Name) {
+			l.events.Eventf(v, nil, "Warning", "ReplicaDropped", "Attach", "replica %s is not current any more: %v",
+				f.spec.Name, orRestarted(f.err))
+		}
+	}
+	b.ReadOnly = a.Spec.ReadOnly
+	s, err := l.openSession(ctx, b, size, true)
+	if err != nil {
+		return nil, errors.Join(err, l.giveBack(ctx, v.Name, b.Epoch))
+	}
+	l.startRebuilds(s)
+	s.blank = !slices.ContainsFunc(take, func(f memberProbe) bool { return !f.info.Empty })
 	spec, err := s.spec()
-	if err == nil {
-		err = l.alone(ctx, s)
-	}
 	if err == nil {
 		s.dev, err = l.Host.Attach(ctx, spec, s.loop.Loop, s.engine)
 	}
 	if err != nil {
 		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.at()))
 	}
-	l.note(s, &v)
+	if err := l.keepBlob(s); err != nil { // what changed since the device began to be made
+		l.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
+	}
+	l.note(s, v)
 	l.keep(s)
-	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch)
+	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch, "members", v.Status.Members)
 	return s, nil
 }
 
@@ -391,49 +404,27 @@ func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
 	return nil
 }
 
-// claim moves the volume to a new epoch with its engine on a node, by compare-and-swap; none: an engine without a
-// device, which is gone before anybody could miss it.
-func (d *Data) claim(ctx context.Context, v *api.Volume, m stack.Meta, node string) (int64, error) {
-	switch {
-	case m.VolumeUID != string(v.Status.UID):
-		return 0, api.Errorf(api.Corrupt, "the replica on the disk is one of volume %s (%s)", m.Volume, m.VolumeUID)
-	case m.Epoch > v.Status.Epoch:
-		return 0, api.Errorf(api.Denied, "the replica has adopted epoch %d and the API says %d: the API went back in time. "+
-			"Restore a newer state of it, or recover the volume from its disk", m.Epoch, v.Status.Epoch)
+// grow makes the members and the device larger once every replica may be.
+func (l *attachmentLoop) grow(ctx context.Context, s *session) error {
+	var list api.ReplicaList
+	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+		return err
 	}
-	v.Status.Epoch++
-	v.Status.EngineNode = node
-	if err := d.client.Status().Update(ctx, v); err != nil {
-		return 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
+	_, members, err := s.engine.Epoch(ctx)
+	if err != nil {
+		return err
 	}
-	return v.Status.Epoch, nil
-}
-
-// dropper is the engine's way to take a member, by the name of its object, out of the volume's record.
-func (d *Data) dropper(b blob) dropper {
-	return func(ctx context.Context, epoch int64, name string) error {
-		var v api.Volume
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
-			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
-		} else if err != nil {
-			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
+	size, n := int64(0), 0
+	for i := range list.Items {
+		if r := &list.Items[i]; slices.Contains(members, string(r.Spec.UID)) {
+			n++
+			if size == 0 || r.Spec.Size < size {
+				size = r.Spec.Size
+			}
 		}
-		there := slices.Index(v.Status.Members, name)
-		switch {
-		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
-			return api.Errorf(api.Denied, "volume %s has its engine on node %s", b.Volume, v.Status.EngineNode)
-		case v.Status.Epoch == epoch+1 && there < 0:
-			return nil // an earlier call did it
-		case v.Status.Epoch != epoch:
-			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
-		case there < 0:
-			return api.Errorf(api.Unavailable, "replica %s is no member of volume %s", name, b.Volume)
-		}
-		v.Status.Members = slices.Delete(v.Status.Members, there, there+1)
-		v.Status.Epoch++
-		if err := d.client.Status().Update(ctx, &v); err != nil {
-			return api.Errorf(api.Unavailable, "drop replica %s: %w", name, err)
-		}
+	}
+	if n < len(members) || size <= s.dev.Spec().Size {
 		return nil
 	}
+	return s.expand(ctx, size)
 }

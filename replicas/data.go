@@ -420,7 +420,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	err = ctrl.NewControllerManagedBy(mgr).Named("attachment").
 		For(&api.Attachment{}, node(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
 		Watches(&api.Volume{}, mine, watch.Updates(volumeMatters)).
-		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.widens), watch.Updates(replicaMatters)).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.replicaChanged), watch.Updates(replicaMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(d.unready),
 			node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
@@ -456,19 +456,16 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 	return watch.Requests(a.Name)
 }
 
-// widens wakes the Attachment of a volume that is attached here as one with a single replica: there is a new one; or
-// that is to be attached here: it may wait for this replica. Of a volume with several the engine looks at them.
-func (d *Data) widens(ctx context.Context, o client.Object) []reconcile.Request {
+// replicaChanged has the engine of a volume that is attached here look at its replicas, or wakes the Attachment of one
+// that is to be attached here: it may wait for this replica.
+func (d *Data) replicaChanged(ctx context.Context, o client.Object) []reconcile.Request {
 	volume := o.(*api.Replica).Spec.Volume
 	s := d.session(volume)
-	switch {
-	case s == nil:
+	if s == nil {
 		return d.attachmentOf(ctx, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume}})
-	case s.mates.many.Load():
-		s.mates.lookSoon()
-		return nil
 	}
-	return watch.Requests(s.Volume)
+	s.mates.lookSoon()
+	return nil
 }
 
 // replicaMatters tells whether a replica's change can matter to the volume's engine: it can come, is to go, or is

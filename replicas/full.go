@@ -17,9 +17,6 @@ func (d *Data) fullDisks(ctx context.Context, s *session) string {
 	s.mates.mu.Lock()
 	on := slices.Clone(s.Members)
 	s.mates.mu.Unlock()
-	if !s.mates.many.Load() {
-		on = []memberSpec{{Node: d.Node, Disk: s.Disk, Path: s.Path}}
-	}
 	var names []string
 	for _, m := range on {
 		names = append(names, fmt.Sprintf("%s of node %s", d.pathOf(ctx, m), m.Node))

@@ -6,33 +6,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/replicas/stack"
 )
 
 // A Snapshot's object goes by itself where its snapshot surely is not there any more: the volume's replica was read, is
 // current, and does not have it. A stack that cannot be read, a replica that is out of date or not reached says
 // nothing.
-
-// lostHere looks once more before it lets the object of a snapshot go that a volume's only replica does not have: what
-// was known of the stack may be old.
-func (l *snapshotLoop) lostHere(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica,
-	disk *stack.Disk) error {
-	if r.Status.Mode != api.ReplicaCurrent {
-		return api.Errorf(api.Unavailable, "replica %s, which does not have it, is %s: %s", r.Name, r.Status.Mode,
-			r.Status.Message)
-	}
-	l.mu.Lock()
-	delete(l.lineages, r.Spec.UID)
-	l.mu.Unlock()
-	lin, err := l.lineageOf(r, disk)
-	if err != nil {
-		return err
-	}
-	if k, err := l.find(s, lin); err != nil || k != nil {
-		return api.Errorf(api.Busy, "volume %s has changed", v.Name)
-	}
-	return l.lost(ctx, s, v)
-}
 
 // lost deletes the object of a snapshot that is not there; the next step takes its finalizer.
 func (l *snapshotLoop) lost(ctx context.Context, s *api.Snapshot, v *api.Volume) error {

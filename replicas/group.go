@@ -120,7 +120,7 @@ func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error
 		} else if err != nil {
 			return false, err
 		}
-		if node, _, err := l.keeper(ctx, &v); err != nil || node != "" {
+		if node, _, err := l.responsibleNode(ctx, &v); err != nil || node != "" {
 			return node == l.Node, err
 		}
 	}
@@ -129,60 +129,20 @@ func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error
 
 // groupPart is one volume of a group.
 type groupPart struct {
-	snap *api.Snapshot
-	vol  *api.Volume
-	rep  *api.Replica
-	disk *stack.Disk
-	is   *kin // in the stack; nil: not yet
-	// Of a volume with several replicas, instead of rep and disk.
-	hand *hand
-	lin  *lineage
+	snap   *api.Snapshot
+	vol    *api.Volume
+	engine *engineHandle
+	lin    *lineage
+	is     *kin // of lin; nil: it is not cut yet
 }
 
-// cutting is a cut that was prepared: of one replica or of several.
+// cutting is an engine.Cut.
 type cutting interface {
 	Hold(ctx context.Context) error // until LetGo, Release or Abort
 	LetGo()                         // of what is held, after an error; Abort follows
 	Commit(ctx context.Context) error
 	Release()
 	Abort()
-}
-
-// alone is one of one replica.
-type alone struct {
-	cut *stack.Cut
-	let func()
-	log func(error)
-}
-
-// Hold implements cutting.
-func (a *alone) Hold(ctx context.Context) (err error) {
-	a.let, err = a.cut.Hold(ctx)
-	return err
-}
-
-// LetGo implements cutting.
-func (a *alone) LetGo() { a.Release() }
-
-// Commit implements cutting.
-func (a *alone) Commit(ctx context.Context) error {
-	return a.cut.Do(ctx)
-}
-
-// Release implements cutting.
-func (a *alone) Release() {
-	if a.let != nil {
-		a.let()
-		a.let = nil
-	}
-}
-
-// Abort implements cutting.
-func (a *alone) Abort() {
-	if err := a.cut.Abort(); err != nil {
-		a.log(err)
-	}
-	a.Release()
 }
 
 // cutGroup makes the group's snapshots, all or none. The caller has the locks of the volumes.
@@ -197,11 +157,8 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	var parts []*groupPart
 	defer func() {
 		for _, p := range parts {
-			if p.hand == nil {
-				continue
-			}
-			if err := p.hand.end(); err != nil {
-				l.Log.Warn("the end of an engine without a device", "volume", p.vol.Name, "err", err)
+			if err := p.engine.end(); err != nil {
+				l.Log.Warn("the end of an offline engine", "volume", p.vol.Name, "err", err)
 			}
 		}
 	}()
@@ -219,14 +176,6 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	at := momentNow()
 	if whole { // and the answer was lost
 		at = parts[0].is.Created
-		for _, p := range parts {
-			if p.hand != nil {
-				continue
-			}
-			if err := p.disk.Settle(string(p.rep.Spec.UID), p.is.Layer); err != nil {
-				return err
-			}
-		}
 	} else if err := l.cutParts(ctx, parts, at); err != nil {
 		return err
 	}
@@ -252,28 +201,13 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 	if len(p.vol.Status.Members) == 0 {
 		return nil, api.Errorf(api.Unavailable, "volume %s is not ready yet: %s", volume, p.vol.Status.Message)
 	}
-	node, attached, err := l.keeper(ctx, p.vol)
+	node, attached, err := l.responsibleNode(ctx, p.vol)
 	if err != nil {
 		return nil, err
 	}
-	many, err := l.several(ctx, p.vol)
-	switch {
-	case err != nil:
-		return nil, err
-	case attached && node != l.Node:
+	if attached && node != l.Node {
 		return nil, api.Errorf(api.Unsupported, "volume %s is attached to node %s, and the first one of the group is looked "+
 			"after on %s: a group is cut on one node", volume, node, l.Node)
-	case !many:
-		if p.rep, err = memberOn(ctx, l.client, p.vol, l.Node); err != nil {
-			return nil, err
-		}
-		if p.rep == nil {
-			return nil, api.Errorf(api.Unsupported, "volume %s has its replica on node %s and another one of the group on %s: "+
-				"a group is cut on one node", volume, node, l.Node)
-		}
-		if p.disk, err = l.disk(ctx, p.rep.Spec.Disk); err != nil {
-			return nil, err
-		}
 	}
 	err = l.reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
 	if apierrors.IsNotFound(err) {
@@ -288,65 +222,33 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 		return nil, api.Errorf(api.Exists, "there is a snapshot %s already: delete it, or give the group another name",
 			s.Name)
 	}
-	if many {
-		if p.hand, err = l.hand(ctx, p.vol); err != nil {
-			return nil, err
-		}
-		p.lin, err = p.hand.family(ctx)
-	} else {
-		p.lin, err = l.lineageOf(p.rep, p.disk)
-	}
-	if err != nil {
-		if p.hand != nil {
-			err = errors.Join(err, p.hand.end())
-		}
+	if p.engine, err = l.engineOf(ctx, p.vol); err != nil {
 		return nil, err
+	}
+	if p.lin, err = p.engine.family(ctx); err != nil {
+		return nil, errors.Join(err, p.engine.end())
 	}
 	p.is = p.lin.all[string(uidOf(p.snap))]
 	return p, nil
 }
 
 // cutParts drops what an earlier try left, and cuts.
-func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Time) (err error) {
+func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Time) error {
 	for _, p := range parts {
-		switch {
-		case p.is == nil:
-		case p.hand != nil:
-			if err := p.hand.DropSnapshot(ctx, string(uidOf(p.snap))); err != nil {
-				return err
-			}
-		default:
-			if err := l.drop(ctx, p.snap, p.vol, p.rep, p.disk, string(uidOf(p.snap))); err != nil {
-				return err
-			}
+		if p.is == nil {
+			continue
+		}
+		if err := p.engine.DropSnapshot(ctx, string(uidOf(p.snap))); err != nil {
+			return err
 		}
 	}
 	var cuts []cutting
-	var ends []func() error
 	defer func() {
 		for _, c := range cuts {
 			c.Abort() // of those that were not begun, else nothing
 		}
-		for _, done := range ends {
-			if derr := done(); err == nil {
-				err = derr
-			}
-		}
 		for _, p := range parts {
-			if p.hand != nil {
-				l.wasCut(ctx, p.vol, p.hand.local, p.lin)
-				continue
-			}
-			var names []string
-			if lin, lerr := l.lineageOf(p.rep, p.disk); lerr == nil {
-				for _, k := range lin.all {
-					if k.children[api.VolumeHead] {
-						names = append(names, k.Name)
-					}
-				}
-			}
-			l.changed(p.rep.Spec.UID, names...) // after an error too: it may be there
-			l.tidy(p.disk)
+			l.wasCut(ctx, p.vol, p.engine.local, p.lin)
 		}
 	}()
 	var volumes []*api.Volume
@@ -355,10 +257,7 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 		volumes, snaps = append(volumes, p.vol), append(snaps, p.snap)
 	}
 	for _, p := range parts {
-		if p.hand == nil {
-			continue
-		}
-		if err := p.hand.Settled(ctx); err != nil {
+		if err := p.engine.Settled(ctx); err != nil {
 			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
 		}
 	}
@@ -367,23 +266,11 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 	late := time.AfterFunc(longestFrozen, thaw) // where the disk of one hangs, the others go on
 	defer late.Stop()
 	for _, p := range parts {
-		// The layer is a new one with every try: what was dropped may still be merged.
-		s := stack.Snapshot{UID: string(uidOf(p.snap)), Name: p.snap.Name, Layer: string(api.NewUID()), Created: at}
-		if p.hand != nil {
-			c, err := p.hand.PrepareCut(ctx, s)
-			if err != nil {
-				return fmt.Errorf("volume %s: %w", p.vol.Name, err)
-			}
-			cuts = append(cuts, c)
-			continue
-		}
-		c, done, err := l.prepare(ctx, p.vol, p.rep, p.disk, s)
+		c, err := p.engine.PrepareCut(ctx, stack.Snapshot{UID: string(uidOf(p.snap)), Name: p.snap.Name, Created: at})
 		if err != nil {
 			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
 		}
-		cuts, ends = append(cuts, &alone{cut: c, log: func(err error) {
-			l.Log.Warn("a cut is given up", "volume", p.vol.Name, "err", err)
-		}}), append(ends, done)
+		cuts = append(cuts, c)
 	}
 	return together(ctx, parts, cuts, func() error {
 		if frozen && !late.Stop() {

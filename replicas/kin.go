@@ -112,11 +112,15 @@ func (d *Data) lineageOf(r *api.Replica, disk *stack.Disk) (*lineage, error) {
 	return l, nil
 }
 
+func (d *Data) forgetLineage(replica api.UID) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.lineages, replica)
+}
+
 // changed has the snapshots of a replica looked at anew: those named, and with a nil list all of them.
 func (d *Data) changed(replica api.UID, names ...string) {
-	d.mu.Lock()
-	delete(d.lineages, replica)
-	d.mu.Unlock()
+	d.forgetLineage(replica)
 	q := d.snapshots.Load()
 	if q == nil {
 		return

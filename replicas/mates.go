@@ -27,14 +27,12 @@ type memberSpec struct {
 	Absent bool `json:"absent,omitempty"`
 }
 
-// mates are what a session of a volume with several replicas has: its members, as the device's holder knows them too,
-// and the goroutine that brings replicas back.
+// mates are what a session has for the members of its volume, as the device's holder knows them too, and for the
+// goroutines that rebuild replicas.
 type mates struct {
-	many   atomic.Bool
 	tried  atomic.Int64 // the highest epoch that this engine has asked for
 	cancel context.CancelFunc
 	done   chan struct{}
-	alike  chan struct{} // closed when compareOften has ended
 	look   chan struct{} // the replicas are to be looked at now
 	turn   chan struct{} // whoever has it makes a replica equal to the members
 	// joiners are the replicas on their way, by uid.
@@ -62,7 +60,6 @@ func (m *mates) end() {
 	if m.cancel != nil {
 		m.cancel()
 		<-m.done
-		<-m.alike
 		m.cancel = nil
 	}
 }
@@ -113,9 +110,9 @@ func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
 	}
 }
 
-// manyDropper takes a member out of the volume's record.
-func (d *Data) manyDropper(s *session) dropper {
-	drop := d.dropper(s.blob)
+// dropper is the engine's way to take a member out of the volume's record.
+func (d *Data) dropper(s *session) func(ctx context.Context, epoch int64, member string) error {
+	drop := d.dropMember(s.blob)
 	return func(ctx context.Context, epoch int64, member string) error {
 		if !d.api.Load() { // before it is proposed: a successor would have to ask the API what came of it
 			return api.Errorf(api.Unavailable, "volume %s: replica %s cannot be dropped before the API is reached",
@@ -137,6 +134,35 @@ func (d *Data) manyDropper(s *session) dropper {
 		d.settled(s, epoch+1, func(b *blob) {
 			b.Members = slices.DeleteFunc(slices.Clone(b.Members), func(m memberSpec) bool { return string(m.UID) == member })
 		})
+		return nil
+	}
+}
+
+// dropMember takes a member, by the name of its object, out of the volume's record.
+func (d *Data) dropMember(b blob) func(ctx context.Context, epoch int64, name string) error {
+	return func(ctx context.Context, epoch int64, name string) error {
+		var v api.Volume
+		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
+			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
+		} else if err != nil {
+			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
+		}
+		there := slices.Index(v.Status.Members, name)
+		switch {
+		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+			return api.Errorf(api.Denied, "volume %s has its engine on node %s", b.Volume, v.Status.EngineNode)
+		case v.Status.Epoch == epoch+1 && there < 0:
+			return nil // an earlier call did it
+		case v.Status.Epoch != epoch:
+			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
+		case there < 0:
+			return api.Errorf(api.Unavailable, "replica %s is no member of volume %s", name, b.Volume)
+		}
+		v.Status.Members = slices.Delete(v.Status.Members, there, there+1)
+		v.Status.Epoch++
+		if err := d.client.Status().Update(ctx, &v); err != nil {
+			return api.Errorf(api.Unavailable, "drop replica %s: %w", name, err)
+		}
 		return nil
 	}
 }
@@ -165,7 +191,7 @@ func (d *Data) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
 }
 
 // adder makes a replica a member in the volume's record.
-func (d *Data) adder(s *session) dropper {
+func (d *Data) adder(s *session) func(ctx context.Context, epoch int64, member string) error {
 	asked := int64(0) // the epoch in which the API was asked, with whatever outcome; one call at a time
 	return func(ctx context.Context, epoch int64, member string) error {
 		x, ok := s.mates.joiners.Load(member)

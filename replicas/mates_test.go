@@ -61,7 +61,7 @@ func TestDropBeforeAPI(t *testing.T) {
 	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
 		Members: []memberSpec{{Name: "v-1", UID: api.NewUID(), Node: "a"}, {Name: "v-2", UID: api.NewUID(), Node: "b"}}}
 	s := d.newSession(b, d.loops[0], nil)
-	if err := d.manyDropper(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
+	if err := d.dropper(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
 		t.Errorf("a drop without the API: %v", err)
 	}
 	if now := s.snapshotBlob(); now.Next != 0 || len(now.Members) != 2 {

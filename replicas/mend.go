@@ -78,11 +78,23 @@ func (c *comer) over() bool {
 	}
 }
 
+// startRebuilds starts the goroutine that rebuilds replicas; mates.end ends it.
+func (d *Data) startRebuilds(s *session) {
+	var ctx context.Context
+	ctx, s.mates.cancel = context.WithCancel(context.Background())
+	s.mates.done = make(chan struct{})
+	go d.mend(ctx, s, s.mates.joiners)
+}
+
 // mend brings replicas back that are not members, and says whether all are, until ctx ends.
 func (d *Data) mend(ctx context.Context, s *session, joiners *sync.Map) {
 	defer close(s.mates.done)
+	if !d.awaitOthers(ctx, s) {
+		return
+	}
 	var beside sync.WaitGroup
 	beside.Go(func() { _ = every(ctx, time.Second, func() { d.bound(ctx, s) }) })
+	beside.Go(func() { _ = every(ctx, compareEvery, func() { d.compareNext(ctx, s) }) })
 	defer beside.Wait()
 	comers := map[api.UID]*comer{}
 	tick := time.NewTicker(mendEvery)
@@ -203,9 +215,12 @@ func (d *Data) knock(ctx context.Context, loop *ioLoop, r *api.Replica) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, knockTime)
 	defer cancel()
-	m := d.peers.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID), Volume: string(r.Spec.VolumeUID),
-		Loop: loop})
-	_, _, err := m.Probe(ctx)
+	m, err := d.remoteMember(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
+		Volume: string(r.Spec.VolumeUID), Loop: loop})
+	if err != nil {
+		return err
+	}
+	_, _, err = m.Probe(ctx)
 	_ = m.Close() // it had no session
 	return err
 }

@@ -82,12 +82,9 @@ func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// collectMates tells of the replicas of a volume that has several, or has them elsewhere.
+// collectMates tells of the replicas of a volume.
 func (s *session) collectMates(ch chan<- prometheus.Metric) {
 	m := &s.mates
-	if !m.many.Load() {
-		return
-	}
 	m.mu.Lock()
 	members := len(s.Members)
 	m.mu.Unlock()

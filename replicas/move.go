@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"errors"
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -43,16 +44,11 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if err := l.unpin(r.Spec.UID, disk); err != nil {
 		return err
 	}
-	cut, done, err := (&snapshotLoop{l.Data}).prepareDetached(ctx, &v, old, src,
-		stack.Snapshot{Layer: string(api.NewUID())})
+	h, err := l.openOffline(ctx, &v)
 	if err != nil {
 		return err
 	}
-	err = cut.Do(ctx)
-	if derr := done(); err == nil {
-		err = derr
-	}
-	if err != nil {
+	if err := errors.Join(h.SealAll(ctx), h.end()); err != nil {
 		return err
 	}
 	l.changed(old.Spec.UID)

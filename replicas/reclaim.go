@@ -2,13 +2,10 @@ package replicas
 
 import (
 	"context"
-	"slices"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/api/watch"
-	"drover.io/drover/replicas/stack"
 )
 
 // What a guest discards over layers that nobody needs any more comes back when the head is cut off and merged. That is
@@ -36,7 +33,7 @@ func (d *Data) reclaimAll(ctx context.Context, anew bool) {
 // reclaimOwed does what a trim asked for, once no layers of the volume are being merged: what is below a merge is not
 // known.
 func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
-	if s.merges() {
+	if m := s.member(); s.merges() || m != nil && d.mergeDue(m.Meta().UID) {
 		return nil
 	}
 	s.owed.Store(false)
@@ -87,35 +84,14 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 	if m != nil {
 		uid = api.UID(m.Meta().UID)
 	}
-	if s.mates.many.Load() || m == nil {
-		h, err := d.hand(ctx, &v)
-		if err != nil {
-			return err
-		}
-		if err := h.SealAll(ctx); err != nil {
-			return err
-		}
-		d.tidyLocal(ctx, &v, uid)
-	} else {
-		var list api.ReplicaList
-		if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
-			return err
-		}
-		i := slices.IndexFunc(list.Items, func(r api.Replica) bool { return r.Spec.UID == uid })
-		if i < 0 {
-			return nil
-		}
-		disk, err := d.disk(ctx, list.Items[i].Spec.Disk)
-		if err != nil {
-			return err
-		}
-		l := &snapshotLoop{d}
-		if err := l.cutNow(ctx, &v, &list.Items[i], disk, stack.Snapshot{Layer: string(api.NewUID())}); err != nil {
-			return err
-		}
-		d.mergeSoon(disk, string(uid), v.Name)
-		d.tidy(disk)
+	h, err := d.engineOf(ctx, &v)
+	if err != nil {
+		return err
 	}
+	if err := h.SealAll(ctx); err != nil {
+		return err
+	}
+	d.tidyLocal(ctx, &v, uid)
 	d.changed(uid)
 	d.Log.Info("what was trimmed over layers that nobody needs comes back", "volume", v.Name, "bytes", gain)
 	return nil

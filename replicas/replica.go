@@ -125,7 +125,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	r.Status.Message = ""
-	if err := l.standing(ctx, r); err != nil {
+	if err := l.reportMode(ctx, r); err != nil {
 		return err
 	}
 	if err := l.tryOut(ctx, r, disk); err != nil {
@@ -520,4 +520,21 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 		r.Status.Size = size
 	}
 	return err
+}
+
+// reportMode says in the status whether a replica is one of the volume's members.
+func (l *replicaLoop) reportMode(ctx context.Context, r *api.Replica) error {
+	var v api.Volume
+	if err := l.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if v.Status.UID != r.Spec.VolumeUID || len(v.Status.Members) == 0 {
+		return nil
+	}
+	if slices.Contains(v.Status.Members, r.Name) {
+		r.Status.Mode = api.ReplicaCurrent
+		return nil
+	}
+	r.Status.Mode, r.Status.Message = api.ReplicaStale, "it lacks what was written since it was a member"
+	return nil
 }

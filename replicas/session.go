@@ -3,7 +3,6 @@ package replicas
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -25,15 +24,26 @@ type blob struct {
 	Disk      api.UID `json:"disk,omitempty"`
 	Path      string  `json:"path,omitempty"` // of the disk
 	Epoch     int64   `json:"epoch"`          // that the device was made in
-	// Of a volume with several replicas, or with one elsewhere: the epoch now and its members, and those of a swap whose
-	// outcome is not known.
+	// The epoch now and its members, and those of a swap whose outcome is not known.
 	Now      int64        `json:"now,omitempty"`
 	Members  []memberSpec `json:"members,omitempty"`
 	Next     int64        `json:"next,omitempty"`
 	Joining  *memberSpec  `json:"joining,omitempty"`
 	ReadOnly bool         `json:"readOnly,omitempty"`
+	// Alone: the volume has one replica, and the engine notes no intents.
+	Alone bool `json:"alone,omitempty"`
 	// Lenders are the disks that layers were borrowed from when the device was made.
 	Lenders []lender `json:"lenders,omitempty"`
+}
+
+// upgrade names the member of a record that a process wrote for a volume with one replica before records named members.
+// The name of its object is not known: leaveAlone asks for it.
+func (b *blob) upgrade(node string) {
+	if len(b.Members) > 0 {
+		return
+	}
+	b.Now, b.Alone = b.Epoch, true
+	b.Members = []memberSpec{{UID: b.Replica, Node: node, Disk: b.Disk, Path: b.Path}}
 }
 
 type lender struct {
@@ -51,7 +61,7 @@ type session struct {
 	engine  *engine.Engine
 	size    atomic.Int64
 	serving atomic.Pointer[engine.Engine] // the engine, once it is open
-	mates   mates                         // what a volume with several replicas has
+	mates   mates
 	dev     *device.Device
 	blank   bool // when the device was made
 
@@ -73,47 +83,12 @@ type session struct {
 // probeEvery is how often one write probes for room while others wait; nobody tells when a file system gets room.
 const probeEvery = time.Second
 
-// dropper takes a member out of the volume's record, for the engine.
-type dropper func(ctx context.Context, epoch int64, member string) error
-
-// claimer says in which epoch a replica may be opened, or why it may not.
-type claimer func(stack.Meta) (epoch int64, err error)
-
-// open opens the replica, claims an epoch, has the replica adopt it, and starts the engine.
-func (d *Data) open(ctx context.Context, b blob, disk *stack.Disk, claim claimer) (_ *session, err error) {
-	loop, err := d.pick()
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			d.putBack(loop)
-		}
-	}()
-	member, err := d.openHere(ctx, disk, string(b.Replica), loop)
-	if err != nil {
-		return nil, err
-	}
-	m := member.Meta()
-	if b.Epoch, err = claim(m); err != nil {
-		return nil, errors.Join(err, member.Close())
-	}
-	s := d.newSession(b, loop, member)
-	c := d.config(s, m.Size, b.Epoch)
-	c.Members = []engine.Named{{Name: string(b.Replica), Local: true, Member: d.backendOf(member, loop)}}
-	if s.engine, err = engine.Open(ctx, c); err != nil {
-		return nil, errors.Join(err, member.Close())
-	}
-	s.serving.Store(s.engine)
-	return s, nil
-}
-
 // config is what the engines of all sessions have in common.
 func (d *Data) config(s *session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
 		Loop: s.loop, Pool: s.loop.pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
-		Drop: d.manyDropper(s), Add: d.adder(s), Owns: d.ownerOf(s.blob),
+		Drop: d.dropper(s), Add: d.adder(s), Owns: d.ownerOf(s.blob),
 		OnDrop: func(member string, why error) {
 			s.log.Warn("a replica was dropped", "replica", member, "err", why)
 			s.mates.dropped.Add(1)
@@ -166,7 +141,7 @@ func (s *session) has(member *stack.Replica) {
 
 // uses reports whether a replica is one of the engine's.
 func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
-	if _, joins := s.mates.joiners.Load(string(uid)); joins || !s.mates.many.Load() {
+	if _, joins := s.mates.joiners.Load(string(uid)); joins {
 		return true, nil
 	}
 	_, members, err := s.engine.Epoch(ctx)
@@ -186,9 +161,6 @@ func (s *session) local(uid api.UID) *stack.Replica {
 
 // localMember is a member on a node, or "".
 func (s *session) localMember(node string) api.UID {
-	if !s.mates.many.Load() {
-		return s.Replica
-	}
 	s.mates.mu.Lock()
 	defer s.mates.mu.Unlock()
 	for _, m := range s.Members {
@@ -292,128 +264,10 @@ func (s *session) expand(ctx context.Context, size int64) error {
 }
 
 func (s *session) spec() (device.Spec, error) {
-	raw, err := s.encoded()
+	raw, err := json.Marshal(s.snapshotBlob())
 	if err != nil {
 		return device.Spec{}, fmt.Errorf("volume %s: %w", s.Volume, err)
 	}
 	return device.Spec{Key: string(s.VolumeUID), Name: s.Volume, Size: s.size.Load(), ReadOnly: s.ReadOnly,
 		Blob: raw}, nil
-}
-
-// resumeWait is how long Resume waits for all devices. One whose disk hangs is taken up when the disk goes on, and
-// keeps no other waiting.
-const resumeWait = 5 * time.Second
-
-// resumeAgain is when what waits for a device that is being taken up is looked at again.
-const resumeAgain = time.Second
-
-// Resume takes up the devices that a predecessor left, each on the epoch that its replica has recorded. It needs no
-// API: I/O that waited goes on. A device that cannot be resumed stays held, its I/O waits, and the Attachment loop
-// tries again; the error says which. So does one that takes long: that one goes on by itself, until Close.
-func (d *Data) Resume(ctx context.Context) error {
-	held := d.Host.Held()
-	d.mu.Lock()
-	for _, spec := range held {
-		d.resuming[spec.Name] = true
-	}
-	d.mu.Unlock()
-	var wg sync.WaitGroup
-	ended := make(chan error, len(held))
-	for _, spec := range held {
-		wg.Go(func() {
-			_, err := d.resume(ctx, spec)
-			if err != nil {
-				err = fmt.Errorf("volume %s: %w", spec.Name, err)
-				d.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
-			}
-			d.mu.Lock()
-			delete(d.resuming, spec.Name)
-			d.mu.Unlock()
-			d.stir(spec.Name)
-			ended <- err
-		})
-	}
-	go func() { // ends with them
-		wg.Wait()
-		close(d.resumed)
-	}()
-	var errs []error
-	late := time.NewTimer(resumeWait)
-	defer late.Stop()
-	for range held {
-		select {
-		case err := <-ended:
-			errs = append(errs, err)
-			continue
-		case <-late.C:
-		}
-		d.mu.Lock()
-		for volume := range d.resuming {
-			errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
-				volume))
-		}
-		d.mu.Unlock()
-		break
-	}
-	d.Host.ThawLeft()
-	return errors.Join(errs...)
-}
-
-// beingResumed reports that a volume's device is being taken up. Who would wait for the volume's lock, as others wait
-// for him, looks again later.
-func (d *Data) beingResumed(volume string) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.resuming[volume]
-}
-
-func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
-	defer d.lock(spec.Name)()
-	return d.resumeLocked(ctx, spec)
-}
-
-// resumeLocked takes up one device. The caller has the volume's lock.
-func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, error) {
-	var b blob
-	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {
-		return nil, api.Errorf(api.Corrupt, "what is kept with the device makes no sense: %v", err)
-	}
-	var disk *stack.Disk
-	var err error
-	if len(b.Members) == 0 {
-		if disk, err = d.disks.Open(ctx, b.Path, b.Disk, false); err != nil {
-			return nil, err
-		}
-	}
-	for _, from := range b.Lenders {
-		if _, err := d.disks.Open(ctx, from.Path, from.Disk, false); err != nil {
-			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
-		}
-	}
-	if len(b.Members) > 0 {
-		return d.resumeMany(ctx, spec, b)
-	}
-	s, err := d.open(ctx, b, disk, func(m stack.Meta) (int64, error) {
-		if m.VolumeUID != string(b.VolumeUID) || !slices.Contains(m.Members, string(b.Replica)) {
-			return 0, api.Errorf(api.Corrupt, "replica %s is of volume %s, members %v", b.Replica, m.VolumeUID, m.Members)
-		}
-		if len(m.Members) > 1 {
-			return 0, api.Errorf(api.Corrupt, "replica %s has the members %v, and its device was made for one", b.Replica,
-				m.Members)
-		}
-		return m.Epoch, nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	want, err := s.spec()
-	if err == nil {
-		s.dev, err = d.Host.Resume(ctx, want, s.loop.Loop, s.engine)
-	}
-	if err != nil {
-		return nil, errors.Join(err, d.close(s))
-	}
-	d.keep(s)
-	d.Log.Info("device resumed", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch)
-	return s, nil
 }

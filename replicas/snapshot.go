@@ -105,11 +105,11 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{RequeueAfter: lockAgain}, nil
 	}
 	defer unlock()
-	v, r, many, err := l.home(ctx, &s)
+	v, mine, err := l.volumeOf(ctx, &s)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	if r == nil && !many { // another node's, or the controller's
+	if !mine { // another node's, or the controller's
 		if v != nil && (!s.Status.ReadyToUse || s.DeletionTimestamp != nil) && l.mayKeep(ctx, v) {
 			return reconcile.Result{RequeueAfter: l.silentAfter(ctx) / 2}, nil // nobody tells when a node falls silent
 		}
@@ -117,10 +117,10 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	}
 	old := s.DeepCopy()
 	l.snapWaits.set(s.Name, true) // before it looks: what changes meanwhile is not missed
-	if many {
-		err = l.bringMany(ctx, &s, v)
+	if s.DeletionTimestamp != nil {
+		err = l.remove(ctx, &s, v)
 	} else {
-		err = l.bring(ctx, &s, v, r)
+		err = l.ensure(ctx, &s, v)
 	}
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
@@ -149,10 +149,8 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{}, err
 	case api.Busy: // for a moment
 		return reconcile.Result{RequeueAfter: busyAgain(err)}, nil
-	case api.Unavailable, api.Denied:
-		if many { // nobody tells when a replica is reached again
-			return reconcile.Result{RequeueAfter: 2 * time.Second}, nil
-		}
+	case api.Unavailable, api.Denied: // nobody tells when a replica is reached again
+		return reconcile.Result{RequeueAfter: 2 * time.Second}, nil
 	case api.Full: // nobody tells of room
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
@@ -167,28 +165,18 @@ func busyAgain(err error) time.Duration {
 	return 100 * time.Millisecond
 }
 
-// home is the snapshot's volume and its member on this node; nil: there is none. many: the volume has several replicas,
-// and this node looks after its snapshots.
-func (l *snapshotLoop) home(ctx context.Context, s *api.Snapshot) (_ *api.Volume, _ *api.Replica, many bool,
-	err error) {
+// volumeOf is the snapshot's volume, and whether this node looks after its snapshots. Nil: there is no such volume.
+func (l *snapshotLoop) volumeOf(ctx context.Context, s *api.Snapshot) (_ *api.Volume, mine bool, err error) {
 	var v api.Volume
 	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {
-		return nil, nil, false, client.IgnoreNotFound(err)
+		return nil, false, client.IgnoreNotFound(err)
 	}
-	if v.Status.UID == "" || s.Status.VolumeUID != "" && s.Status.VolumeUID != v.Status.UID {
-		return nil, nil, false, nil
+	if v.Status.UID == "" || s.Status.VolumeUID != "" && s.Status.VolumeUID != v.Status.UID ||
+		len(v.Status.Members) == 0 {
+		return nil, false, nil
 	}
-	if len(v.Status.Members) == 0 {
-		return nil, nil, false, nil
-	}
-	if node, _, err := l.keeper(ctx, &v); err != nil || node != l.Node {
-		return &v, nil, false, err
-	}
-	if many, err = l.several(ctx, &v); many || err != nil {
-		return &v, nil, many, err
-	}
-	r, err := memberOn(ctx, l.client, &v, l.Node)
-	return &v, r, false, err
+	node, _, err := l.responsibleNode(ctx, &v)
+	return &v, err == nil && node == l.Node, err
 }
 
 // memberOn is a volume's member on a node; the node "" is any. Nil: there is none.
@@ -207,10 +195,8 @@ func memberOn(ctx context.Context, c client.Reader, v *api.Volume, node string) 
 	return nil, nil
 }
 
-func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica) error {
-	if s.DeletionTimestamp != nil {
-		return l.remove(ctx, s, v, r)
-	}
+// ensure takes the snapshot unless the members have it, and reports it.
+func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
 	if s.Adorn(v) { // before anything of it exists
 		st := s.Status.DeepCopy()
 		if err := l.client.Update(ctx, s); err != nil {
@@ -218,11 +204,24 @@ func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume
 		}
 		s.Status = *st
 	}
-	disk, err := l.disk(ctx, r.Spec.Disk)
+	local, err := memberOn(ctx, l.client, v, l.Node)
 	if err != nil {
 		return err
 	}
-	lin, err := l.lineageOf(r, disk)
+	if s.Status.CreationTime != "" { // the API reported it once, so every member has it, and the one here can tell
+		if local == nil && l.session(v.Name) == nil {
+			return nil
+		}
+		if err := l.reportFrom(ctx, s, v, local, s.Status.CreationTime); !api.Is(err, api.Busy) {
+			return err
+		}
+	}
+	h, err := l.engineOf(ctx, v)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, h.end()) }()
+	lin, err := h.family(ctx)
 	if err != nil {
 		return err
 	}
@@ -236,30 +235,66 @@ func (l *snapshotLoop) bring(ctx context.Context, s *api.Snapshot, v *api.Volume
 		}
 	}
 	if k == nil {
-		switch {
-		case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
-			return l.lostHere(ctx, s, v, r, disk)
-		case v.DeletionTimestamp != nil:
-			return api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
-		}
-		if err := l.cut(ctx, s, v, r, disk); err != nil {
-			return err
-		}
-		if lin, err = l.lineageOf(r, disk); err != nil {
-			return err
-		}
-		if k = lin.all[string(uidOf(s))]; k == nil {
-			return api.Errorf(api.Corrupt, "it was cut and is not in the stack")
-		}
-		if s.Spec.Labels[api.LabelClone] == "" {
-			l.events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
-		}
-	} else if !s.Status.ReadyToUse { // cut by a process that may have died in it
-		if err := disk.Settle(string(r.Spec.UID), k.Layer); err != nil {
+		if k, err = l.cut(ctx, s, v, h, lin); err != nil {
 			return err
 		}
 	}
-	return l.describe(s, v, r, disk, k)
+	if local != nil && h.local == local.Spec.UID {
+		if err := l.reportFrom(ctx, s, v, local, instant(k.Created)); !api.Is(err, api.Busy) {
+			return err
+		}
+	}
+	sizes, err := h.sizes(ctx)
+	if err != nil {
+		return err
+	}
+	l.tell(s, v, k, sizes[k.UID])
+	s.Status.ReadyToUse = true
+	if h.local == "" { // it is where a replica is
+		if r, err := memberOn(ctx, l.client, v, ""); err == nil && r != nil {
+			s.Status.OwnerID = r.Spec.Node
+		}
+	}
+	return nil
+}
+
+// reportFrom writes into the status what the member on this node, if there is one, has of a snapshot of that instant.
+// Busy: it does not have it, or that is not known.
+func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica,
+	created string) error {
+	if r == nil || r.Status.Mode != api.ReplicaCurrent {
+		return api.Errorf(api.Busy, "snapshot %s: the other members have to be asked", s.Name)
+	}
+	disk, err := l.disk(ctx, r.Spec.Disk)
+	if err != nil {
+		return err
+	}
+	for was := ""; ; {
+		lin, err := l.lineageOf(r, disk)
+		if err != nil {
+			return err
+		}
+		k, err := l.find(s, lin)
+		if err != nil {
+			return err
+		}
+		if k == nil || instant(k.Created) != created || k.Layer == was {
+			l.forgetLineage(r.Spec.UID)
+			return api.Errorf(api.Busy, "snapshot %s: the members have to be asked", s.Name)
+		}
+		size, used, err := disk.LayerSize(k.Layer)
+		if api.Is(err, api.NotFound) { // merged a moment ago: the record tells into which
+			was = k.Layer
+			l.forgetLineage(r.Spec.UID)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		l.tell(s, v, k, peer.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
+		s.Status.ReadyToUse = true
+		return nil
+	}
 }
 
 // uidOf is the snapshot's uid on the disk: the object's own, which exists before anything is written and is never used
@@ -292,144 +327,74 @@ func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
 	return nil, nil
 }
 
-// cut makes the snapshot: through the session of an attached volume, else by a session of its own, without a device.
-func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica,
-	disk *stack.Disk) error {
-	uid := string(uidOf(s))
-	cut := stack.Snapshot{UID: uid, Name: s.Name, Layer: uid, Created: time.Now().UTC().Truncate(time.Millisecond)}
+// cut takes the snapshot of all members at one instant. lin is of before.
+func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h *engineHandle,
+	lin *lineage) (*kin, error) {
+	switch {
+	case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
+		// The engine's members have every snapshot of the volume, and the one that was asked has not this one.
+		return nil, l.lost(ctx, s, v)
+	case v.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
+	}
+	if err := h.Settled(ctx); err != nil { // before anything is frozen, too
+		return nil, err
+	}
 	_, thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
-	err := l.cutNow(ctx, v, r, disk, cut)
+	err := h.Cut(ctx, stack.Snapshot{UID: string(uidOf(s)), Name: s.Name, Created: momentNow()})
 	thaw()
+	l.wasCut(ctx, v, h.local, lin)
+	if err != nil {
+		return nil, err
+	}
+	if lin, err = h.family(ctx); err != nil {
+		return nil, err
+	}
+	k := lin.all[string(uidOf(s))]
+	if k == nil {
+		return nil, api.Errorf(api.Corrupt, "it was cut and is not in the stack")
+	}
+	if s.Spec.Labels[api.LabelClone] == "" {
+		l.events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
+	}
+	if open := l.session(v.Name); open != nil {
+		open.mates.compareSoon(k, lin)
+	}
+	return k, nil
+}
+
+// momentNow is the instant of a cut, as exact as the clock: it tells one try from the next.
+func momentNow() time.Time { return time.Now().UTC() }
+
+// wasCut has those looked at that a cut may have changed; lin is of before.
+func (d *Data) wasCut(ctx context.Context, v *api.Volume, local api.UID, lin *lineage) {
 	var names []string
-	if lin, lerr := l.lineageOf(r, disk); lerr == nil { // of before: what was below the head is its parent
-		for _, k := range lin.all {
-			if k.children[api.VolumeHead] {
-				names = append(names, k.Name)
+	for _, k := range lin.all {
+		if k.children[api.VolumeHead] {
+			names = append(names, k.Name)
+		}
+	}
+	d.changed(local, names...) // after an error too: it may be there
+	d.tidyLocal(ctx, v, local)
+}
+
+// tidyLocal has the layers of the member on this node finished and merged.
+func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
+	if local == "" {
+		return
+	}
+	var list api.ReplicaList
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+		return // the next look at the disk finds it
+	}
+	for i := range list.Items {
+		if r := &list.Items[i]; r.Spec.UID == local {
+			if disk, err := d.disks.Get(r.Spec.Disk); err == nil {
+				d.mergeSoon(disk, string(local), v.Name)
+				d.tidy(disk)
 			}
 		}
 	}
-	l.changed(r.Spec.UID, names...) // after an error too: it may be there
-	if err == nil {
-		l.tidy(disk)
-	}
-	return err
-}
-
-func (l *snapshotLoop) cutNow(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
-	cut stack.Snapshot) error {
-	c, done, err := l.prepare(ctx, v, r, disk, cut)
-	if err != nil {
-		return err
-	}
-	err = c.Do(ctx)
-	if derr := done(); err == nil {
-		err = derr
-	}
-	return err
-}
-
-// prepare prepares a cut, in the session of an attached volume, else in one of its own. Call done after the cut.
-func (l *snapshotLoop) prepare(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
-	cut stack.Snapshot) (_ *stack.Cut, done func() error, err error) {
-	if err := r.RevertPending(); err != nil {
-		return nil, nil, err
-	}
-	open := l.session(v.Name)
-	if open == nil || open.Replica != r.Spec.UID || open.VolumeUID != v.Status.UID {
-		return l.prepareDetached(ctx, v, r, disk, cut)
-	}
-	if why := open.fence.Load(); why != nil {
-		return nil, nil, api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
-	}
-	c, err := open.member().PrepareCut(ctx, cut)
-	return c, func() error { return nil }, err
-}
-
-// prepareDetached does so for a volume that nobody has attached. The epoch that it claims keeps engines of other nodes
-// out, or is lost to one that attaches at the same time, which waits for nobody.
-func (l *snapshotLoop) prepareDetached(ctx context.Context, v *api.Volume, r *api.Replica, disk *stack.Disk,
-	cut stack.Snapshot) (_ *stack.Cut, done func() error, err error) {
-	key := client.ObjectKey{Name: v.Name}
-	var now api.Volume
-	if err := l.reader.Get(ctx, key, &now); err != nil {
-		return nil, nil, err
-	}
-	// Looked at after the volume: who attaches it from now on changes it, and the claim below fails.
-	if err := l.reader.Get(ctx, key, &api.Attachment{}); err == nil {
-		return nil, nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
-	} else if !apierrors.IsNotFound(err) {
-		return nil, nil, err
-	}
-	for _, held := range l.Host.Held() {
-		if held.Key == string(v.Status.UID) {
-			return nil, nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows",
-				v.Name)
-		}
-	}
-	if now.UID != v.UID || now.Status.UID != v.Status.UID || now.DeletionTimestamp != nil {
-		return nil, nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
-	}
-	if err := now.RevertInProgress(); err != nil {
-		return nil, nil, err
-	}
-	l.openLendersOf(ctx, disk, r)
-	loop, err := l.pick()
-	if err != nil {
-		return nil, nil, err
-	}
-	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
-	if err != nil {
-		l.putBack(loop)
-		return nil, nil, err
-	}
-	done = func() error {
-		defer l.putBack(loop)
-		return open.Close()
-	}
-	var c *stack.Cut
-	epoch, err := l.claim(ctx, &now, open.Meta(), "")
-	if err == nil {
-		err = open.Adopt(ctx, epoch, l.Host.Incarnation(), []string{string(r.Spec.UID)})
-	}
-	if err == nil {
-		c, err = open.PrepareCut(ctx, cut)
-	}
-	if err != nil {
-		_ = done() // of what was not begun
-		return nil, nil, err
-	}
-	return c, done, nil
-}
-
-// describe writes what the stack says of the snapshot into its status.
-func (l *snapshotLoop) describe(s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk, k *kin) error {
-	st := &s.Status
-	size, used, err := disk.LayerSize(k.Layer)
-	if api.Is(err, api.NotFound) && l.replaced(r, disk, k) {
-		return api.Errorf(api.Busy, "its layer was merged a moment ago")
-	}
-	if err != nil {
-		return err
-	}
-	l.tell(s, v, k, peer.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
-	st.ReadyToUse = r.Status.Mode == api.ReplicaCurrent
-	if !st.ReadyToUse {
-		return api.Errorf(api.Unavailable, "replica %s is %s: %s", r.Name, r.Status.Mode, r.Status.Message)
-	}
-	return nil
-}
-
-// replaced reports whether a merge has given a snapshot another layer than was known. It is known from then on.
-func (l *snapshotLoop) replaced(r *api.Replica, disk *stack.Disk, k *kin) bool {
-	l.mu.Lock()
-	delete(l.lineages, r.Spec.UID)
-	l.mu.Unlock()
-	lin, err := l.lineageOf(r, disk)
-	if err != nil {
-		return false
-	}
-	now := lin.all[k.UID]
-	return now != nil && now.Layer != k.Layer
 }
 
 // tell writes what is known of a snapshot into its status.
@@ -449,30 +414,61 @@ func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is peer.Laye
 	}
 }
 
-// remove takes the snapshot out of the stack, then the finalizer from the object.
-func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica) error {
+// remove takes the snapshot out of all members, then the finalizer from the object.
+func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
 	if len(s.Finalizers) == 0 {
 		return nil
 	}
 	s.Status.MarkRemoved, s.Status.ReadyToUse = true, false
-	uid := uidOf(s)
 	if err := l.beingCloned(ctx, s); err != nil {
 		return err
 	}
-	disk, err := l.disk(ctx, r.Spec.Disk)
-	switch {
-	case err == nil:
-		if err := l.drop(ctx, s, v, r, disk, string(uid)); err != nil {
-			return err
-		}
-	case api.Is(err, api.Unavailable):
-		if gone, gerr := l.diskForgotten(ctx, r.Spec.Disk); gerr != nil || !gone {
+	h, err := l.engineOf(ctx, v)
+	if err != nil {
+		if gone, gerr := l.diskOfLastMemberForgotten(ctx, v); gerr != nil || !gone {
 			return err // it comes back, and then the snapshot must go
 		}
-	default:
+		return l.letObjectGo(ctx, s)
+	}
+	defer func() {
+		if herr := h.end(); err == nil && herr != nil {
+			l.Log.Warn("the end of an engine without a device", "volume", v.Name, "err", herr)
+		}
+	}()
+	lin, err := h.family(ctx)
+	if err != nil {
 		return err
 	}
+	if err := h.DropSnapshot(ctx, string(uidOf(s))); err != nil {
+		return err
+	}
+	if k := lin.all[string(uidOf(s))]; k != nil {
+		l.Log.Info("snapshot removed", "snapshot", s.Name, "volume", s.Spec.Volume)
+		if k.children[api.VolumeHead] && v.DeletionTimestamp == nil {
+			// Its layer is the newest, and merges with a layer alone: what is above it is cut off the head.
+			if err := h.SealAll(ctx); err != nil {
+				l.Log.Info("the space of the newest snapshot comes back with the next one", "volume", v.Name, "why", err)
+			}
+		}
+		l.changed(h.local, k.neighbours()...)
+		l.tidyLocal(ctx, v, h.local)
+	}
 	return l.letObjectGo(ctx, s)
+}
+
+// diskOfLastMemberForgotten reports whether the disk of a volume's only member, on this node, was taken out of the node.
+func (l *snapshotLoop) diskOfLastMemberForgotten(ctx context.Context, v *api.Volume) (bool, error) {
+	if len(v.Status.Members) != 1 || l.session(v.Name) != nil {
+		return false, nil
+	}
+	r, err := memberOn(ctx, l.client, v, l.Node)
+	if err != nil || r == nil {
+		return false, err
+	}
+	if _, err := l.disk(ctx, r.Spec.Disk); !api.Is(err, api.Unavailable) {
+		return false, nil
+	}
+	return l.diskForgotten(ctx, r.Spec.Disk)
 }
 
 func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
@@ -494,40 +490,6 @@ func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
 		}
 	}
 	return nil
-}
-
-func (l *snapshotLoop) drop(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica, disk *stack.Disk,
-	uid string) error {
-	lin, err := l.lineageOf(r, disk)
-	if api.Is(err, api.NotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	k := lin.all[uid]
-	if k == nil {
-		return disk.Settle(string(r.Spec.UID)) // a process that died may have dropped it a moment ago
-	}
-	if open := l.session(r.Spec.Volume); open != nil && open.Replica == r.Spec.UID {
-		err = open.member().DropSnapshot(uid)
-	} else {
-		err = disk.DropSnapshot(string(r.Spec.UID), uid)
-	}
-	l.changed(r.Spec.UID, k.neighbours()...)
-	if err == nil {
-		l.Log.Info("snapshot removed", "snapshot", s.Name, "volume", s.Spec.Volume)
-		if k.children[api.VolumeHead] && v.DeletionTimestamp == nil {
-			// Its layer is the newest, and merges with a layer alone: what is above it is cut off the head.
-			if err := l.cutNow(ctx, v, r, disk, stack.Snapshot{Layer: string(api.NewUID())}); err != nil {
-				l.Log.Info("the space of the newest snapshot comes back with the next one", "volume", v.Name, "why", err)
-			}
-			l.changed(r.Spec.UID)
-		}
-		l.mergeSoon(disk, string(r.Spec.UID), v.Name)
-		l.tidy(disk)
-	}
-	return err
 }
 
 // adopt makes objects for the snapshots of a stack that have none, such as after the objects were lost.

@@ -108,6 +108,14 @@ func (d *Data) mergeFails(uid api.UID) string {
 	return ""
 }
 
+// mergeDue reports whether layers of a replica are to be merged: nobody tried yet, or the last try failed.
+func (d *Data) mergeDue(uid string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	_, due := d.untidy[uid]
+	return due || d.stuck[uid].tries > 0
+}
+
 // merges writes into a replica's status whether its layers can be merged.
 func (l *replicaLoop) merges(r *api.Replica, disk *stack.Disk) {
 	l.mu.Lock()

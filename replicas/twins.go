@@ -31,12 +31,6 @@ func (m *mates) compareSoon(k *kin, lin *lineage) {
 // compareEvery is how often it is looked for something to compare.
 const compareEvery = 3 * time.Second
 
-// compareOften compares snapshots as they are taken, until ctx ends.
-func (d *Data) compareOften(ctx context.Context, s *session) {
-	defer close(s.mates.alike)
-	_ = every(ctx, compareEvery, func() { d.compareNext(ctx, s) })
-}
-
 // compareNext compares one. What cannot be compared now is tried again, but for what is gone.
 func (d *Data) compareNext(ctx context.Context, s *session) {
 	s.mates.mu.Lock()

@@ -3,7 +3,6 @@ package replicas
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -68,9 +67,6 @@ func (d *Data) keepsUp(volume string) bool {
 
 // keepUp makes the detached volumes of this node whole, until ctx ends.
 func (d *Data) keepUp(ctx context.Context) error {
-	if d.peers == nil {
-		return nil
-	}
 	var all sync.WaitGroup
 	defer all.Wait()
 	return every(ctx, upkeepEvery, func() {
@@ -171,7 +167,6 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 		return upkeepLater, nil
 	}
 	defer unlock()
-	l := &attachmentLoop{d}
 	var v api.Volume
 	if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
 		return 0, client.IgnoreNotFound(err)
@@ -191,36 +186,28 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 	if !d.somebodyCame(ctx, &v) {
 		return 0, nil
 	}
-	list, err := l.look(ctx, &v)
+	list, err := d.probeMembers(ctx, &v)
 	if err != nil {
 		return upkeepLater, err
 	}
 	// A member that is not reached is not dropped for this: nobody writes.
-	take, err := choose(&v, list)
+	take, err := selectMembers(&v, list)
 	if err != nil || len(take) < len(list) {
 		return upkeepLater, err
 	}
-	b := blob{Volume: v.Name, VolumeUID: v.Status.UID}
-	size := take[0].info.Size
-	for _, f := range take {
-		b.Members = append(b.Members, f.spec)
-		size = min(size, f.info.Size)
+	b, size, err := d.claim(ctx, &v, take)
+	switch {
+	case apierrors.IsConflict(err):
+		return 0, nil
+	case err != nil:
+		return upkeepLater, err
 	}
-	v.Status.Epoch++
-	v.Status.EngineNode = d.Node
-	if err := d.client.Status().Update(ctx, &v); err != nil {
-		if apierrors.IsConflict(err) {
-			return 0, nil
-		}
-		return upkeepLater, fmt.Errorf("claim volume %s: %w", v.Name, err)
-	}
-	b.Epoch, b.Now = v.Status.Epoch, v.Status.Epoch
 	end := context.WithoutCancel(ctx)
-	s, err := d.openMany(ctx, b, size, true)
+	s, err := d.openSession(ctx, b, size, true)
 	if err != nil {
 		return upkeepLater, errors.Join(err, d.giveBack(end, v.Name, b.Epoch))
 	}
-	d.mendOften(s)
+	d.startRebuilds(s)
 	d.Log.Info("a detached volume is being made whole", "volume", volume, "epoch", b.Epoch)
 	again = d.awaitWhole(ctx, s)
 	err = errors.Join(d.close(s), d.giveBack(end, volume, s.at()))

@@ -61,7 +61,7 @@ func TestAttachBeforeReplica(t *testing.T) {
 		return strings.Contains(a.Status.Message, "does not exist")
 	})
 	// Whether the loop looks by itself once more, for its own write, is a matter of luck.
-	if all := w.data.widens(w.ctx, r); len(all) != 1 || all[0].Name != "a" {
+	if all := w.data.replicaChanged(w.ctx, r); len(all) != 1 || all[0].Name != "a" {
 		t.Errorf("the replica wakes %v", all)
 	}
 	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: r.Name, Labels: r.Labels, Finalizers: []string{api.Finalizer}},

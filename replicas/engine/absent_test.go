@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/sha256"
+	"fmt"
 	"sync/atomic"
 	"testing"
 
@@ -24,6 +25,7 @@ type scripted struct {
 	cleaned atomic.Bool
 	// What it was told to note, by Join's goroutine.
 	intended []int64
+	calls    []string // of Track and Unnoted, in their order
 }
 
 func (m *scripted) Submit(r *block.Request) {
@@ -46,10 +48,19 @@ func (m *scripted) Adopt(context.Context, int64, int64, []string) error {
 }
 func (m *scripted) Expand(context.Context, int64) error { return nil }
 func (m *scripted) Close() error                        { return nil }
-func (m *scripted) Track(context.Context, bool) error   { return nil }
 func (m *scripted) Mark(context.Context, int64) error   { return nil }
 func (m *scripted) Clean(context.Context, int64, int64, []int64) error {
 	m.cleaned.Store(true)
+	return nil
+}
+
+func (m *scripted) Track(_ context.Context, on bool) error {
+	m.calls = append(m.calls, fmt.Sprint("track ", on))
+	return nil
+}
+
+func (m *scripted) Unnoted(_ context.Context, epoch int64) error {
+	m.calls = append(m.calls, fmt.Sprint("unnoted ", epoch))
 	return nil
 }
 

@@ -56,6 +56,7 @@ type Cut struct {
 	who    set
 	layers []string // by member
 	held   bool
+	single bool // the member cuts beside its writes
 	begun  bool // some member may have sealed
 	ended  bool
 	out    bool // it was released; loop thread
@@ -173,12 +174,16 @@ func underWay(ctx context.Context, err error) error {
 }
 
 // Settled returns when all operations that are under way now are over. A cut calls this first, so that a slow disk ends
-// its I/O before writes are held.
+// its I/O before writes are held. Cut holds no writes of a single member, and Settled returns at once.
 func (e *Engine) Settled(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
 	defer cancel()
-	settled := make(chan struct{})
-	if err := e.on(ctx, func() { e.settledGen(func() { close(settled) }) }); err != nil {
+	settled, alone := make(chan struct{}), false
+	if err := e.on(ctx, func() {
+		if alone = single(e); !alone {
+			e.settledGen(func() { close(settled) })
+		}
+	}); err != nil || alone {
 		return err
 	}
 	for {
@@ -198,6 +203,11 @@ func (e *Engine) Settled(ctx context.Context) error {
 			return underWay(ctx, err)
 		}
 	}
+}
+
+// single reports whether there is one member and no other replica gets writes. Loop thread.
+func single(e *Engine) bool {
+	return e.members.len() == 1 && e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
 }
 
 // Hold keeps new writes back, and returns when none is under way: every member holds the same.
@@ -256,7 +266,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 // nowhere. Writes are held still: Release.
 func (c *Cut) Commit(ctx context.Context) error {
 	e := c.e
-	if !c.held || c.ended {
+	if !c.held && !c.single || c.ended {
 		return api.Errorf(api.Invalid, "the cut is not at its instant")
 	}
 	c.begun = true
@@ -456,7 +466,7 @@ func (e *Engine) failParked() {
 	e.unpark(syscall.EIO)
 }
 
-// Cut takes a snapshot of all members.
+// Cut takes a snapshot of all members. A single member cuts beside its writes: no other has to hold the same.
 func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	if err := e.Settled(ctx); err != nil {
 		return err
@@ -465,7 +475,11 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	if err := c.Hold(ctx); err != nil {
+	// No other replica becomes a member meanwhile: PrepareCut has seen to that.
+	if err = e.on(ctx, func() { c.single = single(e) && c.who == e.members }); err == nil && !c.single {
+		err = c.Hold(ctx)
+	}
+	if err != nil {
 		c.Abort()
 		return err
 	}

@@ -210,7 +210,7 @@ func TestWritesDoNotWaitForAnAbort(t *testing.T) {
 // TestCutBesideAReadThatHangs: writes are not held for a read that waits for another machine. The snapshot is tried again.
 func TestCutBesideAReadThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, _ := cutRig(t, 1)
+		r, _ := cutRig(t, 2)
 		r.l.do(func() { r.m[0].auto = false })
 		read := r.start(block.OpRead, 0, make([]byte, block.Size), 0)
 		var hangs []*block.Request
@@ -237,5 +237,20 @@ func TestCutBesideAReadThatHangs(t *testing.T) {
 		if err := r.cut(t); err != nil {
 			t.Errorf("the next cut: %v", err)
 		}
+	})
+}
+
+// TestCutOfASingleMemberHoldsNoWrites: a single member cuts beside its own writes, and waits for none of them.
+func TestCutOfASingleMemberHoldsNoWrites(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, _ := cutRig(t, 1)
+		r.l.do(func() { r.m[0].auto = false })
+		write := r.start(block.OpWrite, 0, fill(block.Size, 1), 0)
+		if err := r.cut(t); err != nil {
+			t.Errorf("the cut beside a write: %v", err)
+		}
+		waits(t, write, "its disk has not answered")
+		r.answer(0, 0, nil)
+		is(t, write, nil)
 	})
 }

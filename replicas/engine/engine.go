@@ -64,7 +64,8 @@ type Config struct {
 	// Owns asks the API whether it still names this engine in an epoch. Denied: it names another one. Any other error: not
 	// known, Owns will be called again. Called from a goroutine of the engine. Nil: a member's word counts alone.
 	Owns func(ctx context.Context, epoch int64) error
-	// Track has the members note intents even where there is one: the volume has other replicas.
+	// Track makes a single member note intents, as several always do: the volume has other replicas. An engine without
+	// Track begins that with NoteIntents.
 	Track bool
 	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
 	Lenient bool
@@ -185,6 +186,9 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		absent |= bit(i)
 	}
 	if absent.len() == n {
+		if n == 1 {
+			return nil, why[0]
+		}
 		if slices.ContainsFunc(why, func(err error) bool { return !errors.Is(err, stack.ErrRestarted) }) {
 			return nil, api.Errorf(api.Unavailable, "no replica can be reached: %v", errors.Join(why...))
 		}

@@ -62,6 +62,8 @@ func (f *fetcher) Clean(_ context.Context, _, _ int64, r []int64) error {
 	f.clean = append(f.clean, r...)
 	return nil
 }
+func (*fetcher) Unnoted(context.Context, int64) error { return nil }
+
 func (f *fetcher) Intents(context.Context) (i stack.Intents, err error) {
 	return stack.Intents{Region: 16 << 20, Base: 7, Joined: 7, Regions: []int64{0}}, nil
 }

@@ -127,6 +127,9 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	if !ok || e.cfg.Add == nil {
 		return p, api.Errorf(api.Unsupported, "replica %s cannot join", n.Name)
 	}
+	if err := e.NoteIntents(ctx); err != nil {
+		return p, err
+	}
 	epoch, names, err := e.Epoch(ctx)
 	if err != nil {
 		return p, err

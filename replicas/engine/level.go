@@ -13,7 +13,8 @@ import (
 // unclean end left them unequal, and they have the same snapshots.
 func (e *Engine) mirrors(ctx context.Context) error {
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
-		return nil
+		e.tellLast()
+		return e.cfg.unnoted(ctx)
 	}
 	var all []Mirror
 	var who []int // their numbers

@@ -21,6 +21,8 @@ type mirror struct {
 
 func (m mirror) Track(context.Context, bool) error     { return nil }
 func (m mirror) Intend(context.Context, []int64) error { return nil }
+func (mirror) Unnoted(context.Context, int64) error    { return nil }
+
 func (m mirror) Intents(context.Context) (stack.Intents, error) {
 	return stack.Intents{Region: testSize, Regions: []int64{0}}, nil
 }

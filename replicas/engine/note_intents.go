@@ -1,0 +1,93 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"drover.io/drover/api"
+)
+
+// An engine of a single member that nobody is to join notes no intents: Config.Track. It says so durably, so that a
+// replica which was a member before is compared as a whole when it returns.
+
+// unnoter is a member that can record that no intents tell what was written before an epoch, or in it until now.
+type unnoter interface {
+	Unnoted(ctx context.Context, epoch int64) error
+}
+
+// unnoted has a single member without Track record that, where it has noted intents before.
+func (c *Config) unnoted(ctx context.Context) error {
+	m, ok := c.Members[0].Member.(Mirror)
+	if !ok {
+		return nil
+	}
+	t, err := m.Intents(ctx)
+	if err != nil || t.Base == 0 && len(t.Regions) == 0 || t.Base >= c.Epoch {
+		return err
+	}
+	return unnotedOf(ctx, m, c.Members[0].Name, c.Epoch)
+}
+
+func unnotedOf(ctx context.Context, m Mirror, name string, epoch int64) error {
+	u, ok := m.(unnoter)
+	if !ok {
+		return api.Errorf(api.Unsupported, "replica %s: it cannot record that writes were not noted", name)
+	}
+	if err := u.Unnoted(ctx, epoch); err != nil {
+		return fmt.Errorf("replica %s: %w", name, err)
+	}
+	return nil
+}
+
+// Unnoted records that no intents tell what was written before an epoch, or in it until now.
+func (n *Near) Unnoted(ctx context.Context, epoch int64) error {
+	return n.bound(ctx, func() error {
+		u, ok := n.on.(unnoter)
+		if !ok {
+			return api.Errorf(api.Unsupported, "replica %s: it cannot record that writes were not noted", n.o.Replica)
+		}
+		return u.Unnoted(ctx, epoch)
+	})
+}
+
+// NoteIntents makes the only member of an engine that was opened without Track note intents: other replicas may join
+// from then on. A repeated call does nothing.
+func (e *Engine) NoteIntents(ctx context.Context) error {
+	var notes bool
+	var epoch int64
+	var members []Named
+	var refused error
+	if err := e.on(ctx, func() {
+		notes, members, epoch = e.cleaner != nil, e.cfg.Members, e.epoch
+		if e.closing || e.fenced != nil {
+			refused = api.Errorf(api.Unavailable, "the engine is ending")
+		}
+	}); err != nil || refused != nil || notes {
+		return errors.Join(err, refused)
+	}
+	for _, n := range members {
+		m, ok := n.Member.(Mirror)
+		if !ok {
+			return api.Errorf(api.Unsupported, "replica %s cannot note intents", n.Name)
+		}
+		if err := unnotedOf(ctx, m, n.Name, epoch); err != nil {
+			return err
+		}
+		if err := m.Track(ctx, true); err != nil {
+			return fmt.Errorf("replica %s cannot note intents: %w", n.Name, err)
+		}
+	}
+	if err := e.on(ctx, func() {
+		switch {
+		case e.closing || e.fenced != nil:
+			refused = api.Errorf(api.Unavailable, "the engine is ending")
+		case e.cleaner == nil:
+			e.cleaner = make(chan struct{})
+			go e.clean()
+		}
+	}); err != nil {
+		return err
+	}
+	return refused
+}

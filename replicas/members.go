@@ -1,0 +1,370 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/peer"
+	"drover.io/drover/replicas/stack"
+)
+
+// The members of a volume: who they are, which of them a new engine begins with, and how the engine reaches them.
+
+// hasOthers reports whether a volume has, or is to have, other replicas beside its only member on this node. An engine
+// without others notes no intents.
+func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
+	if v.Spec.NumberOfReplicas > 1 || len(v.Status.Members) > 1 {
+		return true, nil
+	}
+	var list api.ReplicaList
+	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+		return false, err
+	}
+	n := 0
+	var moved api.UID // whose place the only member has taken on this node
+	for i := range list.Items {
+		if r := &list.Items[i]; slices.Contains(v.Status.Members, r.Name) && r.Spec.From != nil && r.Spec.From.Whole {
+			moved = r.Spec.From.Replica
+		}
+	}
+	for i := range list.Items {
+		r := &list.Items[i]
+		is := slices.Contains(v.Status.Members, r.Name)
+		switch {
+		case r.Spec.VolumeUID != v.Status.UID || r.Spec.UID == moved:
+			continue
+		case !is && (r.DeletionTimestamp != nil || r.Spec.From != nil && r.Spec.From.Whole):
+			continue // the latter takes the place of one that counts
+		}
+		n++
+		if is && (r.Spec.Node != d.Node || r.Spec.Transient) {
+			return true, nil
+		}
+	}
+	return n > 1, nil
+}
+
+// memberProbe is what a member answered before an engine opens it.
+type memberProbe struct {
+	spec memberSpec
+	info peer.Info
+	err  error
+	held bool // who has it cannot be waited for: it has all that was acknowledged, and is not to be had
+}
+
+const (
+	probeTime = 5 * time.Second // for a member's answer when a volume is attached
+	// A process that is being restarted refuses connections for a moment: a probe asks again every probeAgain until
+	// restartTime.
+	restartTime = 2 * time.Second
+	probeAgain  = 100 * time.Millisecond
+)
+
+// probeMembers asks the members of a volume what they are. Nothing is opened that stays open.
+func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, error) {
+	list := make([]memberProbe, len(v.Status.Members))
+	var wg sync.WaitGroup
+	for i, name := range v.Status.Members {
+		var r api.Replica
+		if err := d.reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
+			return nil, err
+		} else if err != nil {
+			list[i] = memberProbe{spec: memberSpec{Name: name}, err: api.Errorf(api.NotFound, "replica %s does not exist", name)}
+			continue
+		}
+		f := &list[i]
+		f.spec = memberSpec{Name: name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
+		if r.Spec.Node == d.Node {
+			if f.held = d.watch.Buried(string(r.Spec.UID)); f.held {
+				f.err = api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", name)
+			} else {
+				f.info, f.err = d.probeHere(ctx, &r)
+			}
+			continue
+		}
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			ctx, cancel := context.WithTimeout(ctx, probeTime)
+			defer cancel()
+			loop, err := d.pick()
+			if err != nil {
+				f.err = err
+				return
+			}
+			defer d.putBack(loop)
+			m, err := d.remoteMember(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
+				Volume: string(v.Status.UID), Loop: loop})
+			if err != nil {
+				f.err = err
+				return
+			}
+			for began := time.Now(); ; {
+				if f.info, _, f.err = m.Probe(ctx); f.err == nil || !api.Is(f.err, api.Unavailable) {
+					break
+				}
+				pause := time.NewTimer(probeAgain)
+				select {
+				case <-pause.C:
+				case <-ctx.Done():
+				}
+				if ctx.Err() != nil || time.Since(began) > restartTime {
+					pause.Stop()
+					break
+				}
+			}
+			if errors.Is(f.err, peer.ErrGivenUp) {
+				f.held, f.err = true, api.Errorf(api.Unavailable, "replica %s of node %s: %w", name, f.spec.Node, f.err)
+			}
+			_ = m.Close() // it had no session
+		}()
+	}
+	wg.Wait()
+	return list, nil
+}
+
+func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error) {
+	disk, err := d.disk(ctx, r.Spec.Disk)
+	if err != nil {
+		return peer.Info{}, err
+	}
+	d.openLendersOf(ctx, disk, r)
+	loop, err := d.pick()
+	if err != nil {
+		return peer.Info{}, err
+	}
+	defer d.putBack(loop)
+	rep, err := d.openHere(ctx, disk, string(r.Spec.UID), loop)
+	if err != nil {
+		return peer.Info{}, err
+	}
+	b := peer.NewBackend(rep, loop)
+	if m := rep.Meta(); m.VolumeUID != string(r.Spec.VolumeUID) {
+		return peer.Info{}, errors.Join(b.Close(), api.Errorf(api.Corrupt, "replica %s: its disk has it for volume %s (%s)",
+			r.Name, m.Volume, m.VolumeUID))
+	}
+	info := b.Info()
+	return info, b.Close()
+}
+
+// remoteMember is a replica of another node.
+func (d *Data) remoteMember(o peer.Options) (*peer.Member, error) {
+	if d.peers == nil {
+		return nil, api.Errorf(api.Unsupported, "replica %s of node %s cannot be reached: node %s has no identity", o.Replica,
+			o.Node, d.Node)
+	}
+	return d.peers.Member(o), nil
+}
+
+// selectMembers says which members a new engine begins with. All recorded ones have every acknowledged write, so those
+// that answer do. One whose machine restarted during the last session may lack what was not flushed: it is taken only
+// where no other is left, like any disk after a power cut.
+func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err error) {
+	var restarted []memberProbe
+	var why []error
+	var held error
+	reverted := int64(0)
+	for _, f := range list {
+		reverted = max(reverted, f.info.Reverted)
+	}
+	for _, f := range list {
+		switch {
+		case f.err != nil:
+			why = append(why, f.err)
+			if f.held {
+				held = f.err
+			} else if api.Is(f.err, api.Busy) { // it is there, and about to be free
+				return nil, f.err
+			}
+		case f.info.Epoch > v.Status.Epoch:
+			return nil, api.Errorf(api.Denied, "replica %s has adopted epoch %d and the API says %d: the API went back in "+
+				"time. Restore a newer state of it, or recover the volume from its disk", f.spec.Name, f.info.Epoch, v.Status.Epoch)
+		case f.info.Reverted < reverted && f.info.Joined < reverted:
+			why = append(why, api.Errorf(api.Unavailable, "replica %s was not reverted with the others", f.spec.Name))
+		case f.info.Restarted:
+			restarted = append(restarted, f)
+		default:
+			take = append(take, f)
+		}
+	}
+	if len(take) == 0 && len(restarted) > 0 {
+		if held != nil {
+			return nil, api.Errorf(api.Busy, "replica %s may lack what another one has, which cannot be had now: %w",
+				restarted[0].spec.Name, held)
+		}
+		take = restarted[:1]
+	}
+	if len(take) == 0 && len(list) == 1 && list[0].err != nil {
+		return nil, list[0].err
+	}
+	if len(take) == 0 {
+		return nil, api.Errorf(api.Unavailable, "no member of volume %s can be reached: %w", v.Name, errors.Join(why...))
+	}
+	return take, nil
+}
+
+// claim moves a volume to a new epoch with its engine on this node and the selected members, by compare-and-swap. It
+// returns the record of the session to be and the size of the smallest member.
+func (d *Data) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64, err error) {
+	others, err := d.hasOthers(ctx, v)
+	if err != nil {
+		return b, 0, err
+	}
+	b = blob{Volume: v.Name, VolumeUID: v.Status.UID, Alone: !others}
+	size = take[0].info.Size
+	v.Status.Members = nil
+	for _, f := range take {
+		b.Members = append(b.Members, f.spec)
+		v.Status.Members = append(v.Status.Members, f.spec.Name)
+		size = min(size, f.info.Size)
+	}
+	v.Status.Epoch++
+	v.Status.EngineNode = d.Node
+	if err := d.client.Status().Update(ctx, v); err != nil {
+		return b, 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
+	}
+	b.Epoch, b.Now = v.Status.Epoch, v.Status.Epoch
+	return b, size, nil
+}
+
+func orRestarted(err error) error {
+	if err == nil {
+		return stack.ErrRestarted
+	}
+	return err
+}
+
+// openMember opens a replica for a session: here (then it is returned too), or by the node that has it.
+func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
+	uid := string(spec.UID)
+	n := engine.Named{Name: uid, Local: spec.Node == d.Node}
+	down := func(why error) {
+		if e := s.serving.Load(); e != nil {
+			e.Suspect(uid, why)
+		}
+	}
+	if !n.Local {
+		m, err := d.remoteMember(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
+			Boot: spec.Boot, OnDown: down})
+		n.Member = m
+		return n, nil, err
+	}
+	if d.watch.Buried(uid) {
+		return n, nil, api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", uid)
+	}
+	var disk *stack.Disk
+	var err error
+	if spec.Path != "" {
+		disk, err = d.disks.Open(ctx, spec.Path, spec.Disk, false)
+	} else {
+		disk, err = d.disk(ctx, spec.Disk)
+	}
+	if err != nil {
+		return n, nil, err
+	}
+	spec.Path = disk.Path()
+	r, err := d.openHere(ctx, disk, uid, s.loop)
+	if err != nil {
+		d.doubt(ctx, spec.UID, err)
+		return n, nil, err
+	}
+	n.Member = engine.NewNear(d.backendOf(r, s.loop), engine.NearOptions{Watch: d.watch, Loop: s.loop, Replica: uid,
+		OnDown: down})
+	return n, r, nil
+}
+
+// backendOf is a replica of this node that an engine of this node has for a member.
+func (d *Data) backendOf(r *stack.Replica, loop *ioLoop) *peer.Backend {
+	b := peer.NewBackend(r, loop)
+	b.Node = d.Node
+	return b
+}
+
+// openSession opens the members of b and the engine: by a claim, which is fresh, or to resume.
+func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) (_ *session, err error) {
+	loop, err := d.pick()
+	if err != nil {
+		return nil, err
+	}
+	b.Replica, b.Disk, b.Path = "", "", "" // as found below
+	s := d.newSession(b, loop, nil)
+	s.mates.tried.Store(b.Now)
+	var members []engine.Named
+	defer func() {
+		if err != nil {
+			for _, m := range members {
+				err = errors.Join(err, m.Member.Close())
+			}
+			d.putBack(loop)
+		}
+	}()
+	for i := range s.Members {
+		spec := &s.Members[i]
+		if spec.Absent && !fresh {
+			why := api.Errorf(api.Unavailable, "the volume's engine began without it")
+			members = append(members, engine.Named{Name: string(spec.UID), Member: &absent{why}})
+			continue
+		}
+		m, r, err := d.openMember(ctx, s, spec)
+		if !fresh && spec.Node == d.Node && len(s.Members) > 1 && isAbsent(err) {
+			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
+			m, err = engine.Named{Name: string(spec.UID), Member: &absent{err}}, nil
+		}
+		if err != nil && (fresh || spec.Node != d.Node) {
+			return nil, fmt.Errorf("replica %s: %w", spec.Name, err)
+		} else if err != nil {
+			return nil, err // of this node: it comes back, or the volume is detached by force
+		}
+		if r != nil && s.Replica == "" {
+			s.Replica, s.Disk, s.Path = spec.UID, spec.Disk, spec.Path
+			s.has(r)
+			members = slices.Insert(members, 0, m) // reads prefer it, and the others are made like it
+			continue
+		}
+		if r != nil {
+			s.others.Store(spec.UID, r)
+		}
+		members = append(members, m)
+	}
+	c := d.config(s, size, b.Now)
+	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
+	if fresh || d.api.Load() { // one that resumes does not wait for the API
+		c.Reported = d.reported(s)
+	}
+	s.engine, err = engine.Open(ctx, c)
+	if err != nil {
+		return nil, err
+	}
+	s.serving.Store(s.engine)
+	s.noteAbsent(s.engine.Absent())
+	for _, m := range members {
+		if p, ok := m.Member.(*peer.Member); ok {
+			s.mates.mu.Lock()
+			for i := range s.Members {
+				if string(s.Members[i].UID) == m.Name {
+					s.Members[i].Boot = p.Boot()
+				}
+			}
+			s.mates.mu.Unlock()
+		}
+	}
+	return s, nil
+}
+
+// noteAbsent notes the members that the engine did not reach when it opened, for what is kept with the device.
+func (s *session) noteAbsent(names []string) {
+	s.mates.mu.Lock()
+	defer s.mates.mu.Unlock()
+	for i := range s.Members {
+		s.Members[i].Absent = slices.Contains(names, string(s.Members[i].UID))
+	}
+}

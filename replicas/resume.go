@@ -1,0 +1,177 @@
+package replicas
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"fmt"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/stack"
+)
+
+// resumeWait is how long Resume waits for all devices. One whose disk hangs is taken up when the disk goes on, and
+// keeps no other waiting.
+const resumeWait = 5 * time.Second
+
+// resumeAgain is when what waits for a device that is being taken up is looked at again.
+const resumeAgain = time.Second
+
+// Resume takes up the devices that a predecessor left, each on the epoch that its replica has recorded. It needs no
+// API: I/O that waited goes on. A device that cannot be resumed stays held, its I/O waits, and the Attachment loop
+// tries again; the error says which. So does one that takes long: that one goes on by itself, until Close.
+func (d *Data) Resume(ctx context.Context) error {
+	held := d.Host.Held()
+	d.mu.Lock()
+	for _, spec := range held {
+		d.resuming[spec.Name] = true
+	}
+	d.mu.Unlock()
+	var wg sync.WaitGroup
+	ended := make(chan error, len(held))
+	for _, spec := range held {
+		wg.Go(func() {
+			_, err := d.resume(ctx, spec)
+			if err != nil {
+				err = fmt.Errorf("volume %s: %w", spec.Name, err)
+				d.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
+			}
+			d.mu.Lock()
+			delete(d.resuming, spec.Name)
+			d.mu.Unlock()
+			d.stir(spec.Name)
+			ended <- err
+		})
+	}
+	go func() { // ends with them
+		wg.Wait()
+		close(d.resumed)
+	}()
+	var errs []error
+	late := time.NewTimer(resumeWait)
+	defer late.Stop()
+	for range held {
+		select {
+		case err := <-ended:
+			errs = append(errs, err)
+			continue
+		case <-late.C:
+		}
+		d.mu.Lock()
+		for volume := range d.resuming {
+			errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
+				volume))
+		}
+		d.mu.Unlock()
+		break
+	}
+	d.Host.ThawLeft()
+	return errors.Join(errs...)
+}
+
+// beingResumed reports that a volume's device is being taken up. Who would wait for the volume's lock, as others wait
+// for him, looks again later.
+func (d *Data) beingResumed(volume string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.resuming[volume]
+}
+
+func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
+	defer d.lock(spec.Name)()
+	return d.resumeLocked(ctx, spec)
+}
+
+// resumeLocked takes up one device in the epoch that its record names. A swap that was under way is settled first, which
+// needs the API. The caller has the volume's lock.
+func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, error) {
+	var b blob
+	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {
+		return nil, api.Errorf(api.Corrupt, "volume %s: the device record makes no sense: %v", spec.Name, err)
+	}
+	b.upgrade(d.Node)
+	for _, from := range b.Lenders {
+		if _, err := d.disks.Open(ctx, from.Path, from.Disk, false); err != nil {
+			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
+		}
+	}
+	if b.Next != 0 {
+		if err := d.settleBlob(ctx, &b); err != nil {
+			return nil, err
+		}
+	}
+	s, err := d.openSession(ctx, b, spec.Size, false)
+	if api.Is(err, api.Denied) { // a member's word; the API knows
+		if oerr := d.ownerOf(b)(ctx, b.Now); !api.Is(oerr, api.Denied) {
+			return nil, api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, errors.Join(err, oerr))
+		}
+	}
+	if api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
+		// Another engine has the volume, or what was written is lost: to go on would be a lie.
+		return nil, errors.Join(err, d.Host.Discard(spec.Key))
+	}
+	if err != nil {
+		return nil, err
+	}
+	d.startRebuilds(s)
+	want, err := s.spec()
+	if err == nil {
+		s.dev, err = d.Host.Resume(ctx, want, s.loop.Loop, s.engine)
+	}
+	if err != nil {
+		return nil, errors.Join(err, d.close(s))
+	}
+	if err := d.keepBlob(s); err != nil {
+		d.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
+	}
+	d.keep(s)
+	d.Log.Info("device resumed", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Now)
+	return s, nil
+}
+
+// settleBlob finds out what came of a swap that a dead process had begun.
+func (d *Data) settleBlob(ctx context.Context, b *blob) error {
+	if !d.api.Load() {
+		return api.Errorf(api.Unavailable, "a change of the members was under way: the API has to be asked what came of it")
+	}
+	var v api.Volume
+	if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
+		return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
+	}
+	switch {
+	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+		return api.Errorf(api.Unavailable, "the engine of volume %s is on node %q by now: detach it here by force", b.Volume,
+			v.Status.EngineNode)
+	case v.Status.Epoch == b.Now:
+		// It was not made. What the dead process sent may be on its way yet: the epoch is taken, so that it comes too late.
+		v.Status.Epoch = b.Next
+		if err := d.client.Status().Update(ctx, &v); err != nil {
+			return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
+		}
+		b.Now = b.Next
+	case v.Status.Epoch == b.Next:
+		all := b.Members
+		if b.Joining != nil {
+			all = append(slices.Clone(all), *b.Joining)
+		}
+		b.Members = nil
+		for _, m := range all {
+			if slices.Contains(v.Status.Members, m.Name) {
+				b.Members = append(b.Members, m)
+			}
+		}
+		b.Now = b.Next
+	default:
+		return api.Errorf(api.Unavailable, "volume %s is at epoch %d, and this engine knows %d: detach it here by force",
+			b.Volume, v.Status.Epoch, b.Now)
+	}
+	b.Next, b.Joining = 0, nil
+	return nil
+}

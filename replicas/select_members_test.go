@@ -1,0 +1,41 @@
+package replicas
+
+import (
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/replicas/peer"
+)
+
+// A member whose machine restarted takes the place of the others only where nobody holds what it may lack.
+func TestSelectMembers(t *testing.T) {
+	v := &api.Volume{ObjectMeta: named("v")}
+	whole := memberProbe{spec: memberSpec{Name: "whole"}}
+	restarted := memberProbe{spec: memberSpec{Name: "restarted"}, info: peer.Info{Restarted: true}}
+	away := memberProbe{spec: memberSpec{Name: "away"}, err: api.Errorf(api.Unavailable, "it is away")}
+	busy := memberProbe{spec: memberSpec{Name: "busy"}, err: api.Errorf(api.Busy, "it is open")}
+	held := memberProbe{spec: memberSpec{Name: "held"}, err: api.Errorf(api.Unavailable, "no sign of life"), held: true}
+	for name, c := range map[string]struct {
+		list []memberProbe
+		take string
+		kind api.Kind
+	}{
+		"whole before restarted":               {[]memberProbe{restarted, whole}, "whole", api.Other},
+		"restarted, the others are away":       {[]memberProbe{away, restarted}, "restarted", api.Other},
+		"one is about to be free":              {[]memberProbe{busy, whole}, "", api.Busy},
+		"one is held, another is whole":        {[]memberProbe{held, whole}, "whole", api.Other},
+		"one is held, another has restarted":   {[]memberProbe{held, restarted}, "", api.Busy},
+		"one is held, and there is no other":   {[]memberProbe{held}, "", api.Unavailable},
+		"restarted, and the other one is held": {[]memberProbe{restarted, held}, "", api.Busy},
+	} {
+		take, err := selectMembers(v, c.list)
+		switch {
+		case c.take == "":
+			if !api.Is(err, c.kind) {
+				t.Errorf("%s: %v, %v", name, take, err)
+			}
+		case err != nil || len(take) != 1 || take[0].spec.Name != c.take:
+			t.Errorf("%s: %v, %v", name, take, err)
+		}
+	}
+}
