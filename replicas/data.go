@@ -32,8 +32,8 @@ import (
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/maintain"
 	"drover.io/drover/replicas/peer"
-	"drover.io/drover/replicas/stack"
 )
 
 // DataOptions say what NewData needs.
@@ -82,10 +82,10 @@ type Data struct {
 	snapWaits waiters              // snapshots that wait for a disk or a device
 	lineages  map[api.UID]*lineage // by replica; under mu
 	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
-	untidy    map[string]untidy    // replicas in which layers may be merged, by uid; under mu
-	stuck     map[string]stuck     // merges of replicas, by uid; under mu
-	fewer     map[*stack.Disk]bool // disks where something names fewer layers than before; under mu
-	tidier    *tidier
+
+	workers     *maintain.Workers // of the two below, and of trims
+	mergeWorker *maintain.MergeWorker
+	scrubber    *maintain.Scrubber
 
 	peers    *peer.Dialer
 	server   *peer.Server               // nil: other nodes are not served
@@ -98,7 +98,6 @@ type Data struct {
 	watch    *engine.Watch // of the replicas here
 	rebuilds takers        // of replicas that are compared as a whole
 	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
-	scrubber scrubber
 }
 
 // ioLoop is an I/O thread and the number of volumes on it.
@@ -128,12 +127,12 @@ func NewData(o DataOptions) (*Data, error) {
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
 		pinned:   map[api.UID][]api.UID{},
-		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, untidy: map[string]untidy{},
-		stuck: map[string]stuck{}, fewer: map[*stack.Disk]bool{},
+		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
 		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{},
 		refusals: map[string]*listener.Tally{}}
-	d.tidier = newTidier(d.guestsDid)
-	open := disks.RegistryOptions{Instance: o.Instance, OnDamage: d.damaged}
+	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
+	d.scrubber = maintain.NewScrubber(maintained{d}, o.Node, d.workers, o.Log)
+	open := disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged}
 	if o.Peers.Identity != nil {
 		open.Fetch = d.fetchFar
 	}
@@ -327,7 +326,7 @@ func (d *Data) stir(volume string) {
 // must have stopped.
 func (d *Data) Close() error {
 	d.bringer.close()
-	d.tidier.close()
+	d.workers.Close()
 	if err := d.awaitResumed(); err != nil {
 		return err
 	}
@@ -383,6 +382,7 @@ func (d *Data) awaitResumed() error {
 func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
 	d.events = mgr.GetEventRecorder("drover-data")
+	d.scrubber.Use(d.client, d.events)
 	if err := watch.AddIndexes(mgr); err != nil {
 		return err
 	}
@@ -406,7 +406,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(d.waitsForDetach)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			d.api.Store(true)
-			d.scrubber.queue.Store(&q)
+			d.scrubber.Queue(&q)
 			d.replicaQueue.Store(&q)
 			return nil
 		})).

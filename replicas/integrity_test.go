@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/host/maintain"
 )
 
 // TestIntegrity: what is compared at intervals. A digest is there in any case. enabled finds a bit that changed with no
@@ -24,7 +25,7 @@ func TestIntegrity(t *testing.T) {
 		{"fast", "fast-check", ""}, {"fast-own", "enabled", "fast-check"},
 		{"off", "disabled", "ignored"}, {"off-own", "enabled", "disabled"},
 	} {
-		set := &api.Setting{ObjectMeta: named(settingIntegrity), Value: c.global}
+		set := &api.Setting{ObjectMeta: named(maintain.SettingIntegrity), Value: c.global}
 		if err := w.c.Create(w.ctx, set); err != nil {
 			edit(w, set, func(s *api.Setting) { s.Value = c.global })
 		}
@@ -106,13 +107,9 @@ func (w *world) rot(file string) {
 func (w *world) scrubbed(volume string, is bool) {
 	w.t.Helper()
 	r := await(w, w.memberOf(volume), &api.ReplicaList{}, "no more written to by the scrub before", func(r *api.Replica) bool {
-		w.data.scrubber.mu.Lock()
-		defer w.data.scrubber.mu.Unlock()
-		return w.data.scrubber.found[r.Spec.UID] == nil && !w.data.scrubber.under[r.Spec.UID]
+		return !w.data.scrubber.Busy(r.Spec.UID)
 	})
-	w.data.scrubber.mu.Lock()
-	clear(w.data.scrubber.seen) // what another replica's look found counts for an hour
-	w.data.scrubber.mu.Unlock()
+	w.data.scrubber.Forget() // what another replica's look found counts for an hour
 	long := time.Now().Add(-2 * time.Hour).Truncate(time.Second)
 	editStatus(w, r, func(r *api.Replica) { r.Status.LastScrubbed = &metav1.Time{Time: long} })
 	if is {

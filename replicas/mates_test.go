@@ -9,7 +9,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
-	"drover.io/drover/replicas/stack"
 )
 
 // dataWithoutAPI is a data role before SetupData.
@@ -54,8 +53,8 @@ func dataWithoutAPI(t *testing.T) *Data {
 	return d
 }
 
-// TestDropBeforeAPI: an engine that took its device up before the API is there, and has to drop a member, is told to ask
-// again. Nothing is noted of a swap that was not asked for: the next process would need the API to begin at all.
+// TestDropBeforeAPI: an engine that took its device up before the API is there, and has to drop a member, is told to
+// ask again. Nothing is noted of a swap that was not asked for: the next process would need the API to begin at all.
 func TestDropBeforeAPI(t *testing.T) {
 	d := dataWithoutAPI(t)
 	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
@@ -66,29 +65,5 @@ func TestDropBeforeAPI(t *testing.T) {
 	}
 	if now := s.snapshotBlob(); now.Next != 0 || len(now.Members) != 2 {
 		t.Errorf("what is kept with the device: %+v", now)
-	}
-}
-
-// TestTidyBeforeAPI: a snapshot that another node's engine cut off a replica here, before the API is there, has its layers
-// merged later: how fast, and who else has the volume, is not known yet.
-func TestTidyBeforeAPI(t *testing.T) {
-	d := dataWithoutAPI(t)
-	disk, err := stack.Add(context.Background(), filepath.Join(t.TempDir(), "disk"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = disk.Close() })
-	uid := string(api.NewUID())
-	if err := disk.CreateReplica(context.Background(), stack.Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()),
-		Size: 1 << 20}); err != nil {
-		t.Fatal(err)
-	}
-	d.mergeSoon(disk, uid, "v")
-	d.tidy(disk)
-	d.tidier.wg.Wait() // for what was begun
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if len(d.untidy) != 1 {
-		t.Errorf("what is to be done later: %v", d.untidy)
 	}
 }

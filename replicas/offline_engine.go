@@ -25,8 +25,8 @@ type engineHandle struct {
 	end   func() error
 }
 
-// responsibleNode is the node that looks after the snapshots of a volume: where it is attached, else that of its first member
-// whose node gives signs of life.
+// responsibleNode is the node that looks after the snapshots of a volume: where it is attached, else that of its first
+// member whose node gives signs of life.
 func (d *Data) responsibleNode(ctx context.Context, v *api.Volume) (node string, attached bool, err error) {
 	var a api.Attachment
 	err = d.client.Get(ctx, client.ObjectKey{Name: v.Name}, &a)

@@ -151,7 +151,7 @@ func (l *replicaLoop) copyAll(ctx context.Context, r *api.Replica, disk *stack.D
 	l.bringer.forget(r.Spec.UID)
 	r.Status.Copy = nil
 	l.Log.Info("full copy finished", "volume", r.Spec.Volume, "source", from.Volume, "bytes", st.Total)
-	defer l.freed(src)
+	defer l.mergeWorker.Freed(src)
 	return src.Unpin(string(r.Spec.UID))
 }
 
@@ -192,7 +192,7 @@ func (l *replicaLoop) tryAgain(ctx context.Context, r *api.Replica, j *bringing)
 func (l *replicaLoop) giveUp(r *api.Replica, disk, src *stack.Disk, why error) error {
 	l.bringer.forget(r.Spec.UID)
 	err := errors.Join(disk.Drop(string(r.Spec.From.Layer)), src.Unpin(string(r.Spec.UID)))
-	l.freed(src)
+	l.mergeWorker.Freed(src)
 	if err != nil {
 		l.Log.Warn("what a copy left is not removed", "volume", r.Spec.Volume, "err", err)
 	}
@@ -236,7 +236,7 @@ func (d *Data) unpinOn(replica api.UID, disk *stack.Disk) error {
 	if err := disk.Unpin(string(replica)); err != nil {
 		return err
 	}
-	d.freed(disk)
+	d.mergeWorker.Freed(disk)
 	return nil
 }
 
@@ -308,8 +308,7 @@ func (l *replicaLoop) hydrate(ctx context.Context, r *api.Replica, disk *stack.D
 		l.bringer.forget(r.Spec.UID)
 		if r.Status.Copy != nil || r.Status.Pinned {
 			l.Log.Info("all layers are on the replica's own disk", "volume", r.Spec.Volume, "replica", r.Name)
-			l.mergeSoon(disk, string(r.Spec.UID), r.Spec.Volume)
-			l.tidy(disk)
+			l.mergeWorker.Merge(disk, string(r.Spec.UID), r.Spec.Volume)
 		}
 		if r.Status.Copy, r.Status.Pinned = nil, false; r.Spec.From != nil {
 			if err := l.unpin(r.Spec.UID, disk); err != nil {
@@ -403,7 +402,7 @@ func (d *Data) dropStale(ctx context.Context, disk *stack.Disk) error {
 		if err := disk.Unpin(p.UID); err != nil {
 			return err
 		}
-		d.freed(disk)
+		d.mergeWorker.Freed(disk)
 	}
 	return nil
 }

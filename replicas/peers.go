@@ -313,8 +313,8 @@ func (l *lent) Call(ctx context.Context, name string, args []byte) ([]byte, erro
 	case "do-cut", "seal", "drop-snapshot":
 		uid := l.Meta().UID
 		l.d.changed(api.UID(uid))
-		l.d.mergeSoon(l.disk, uid, l.volume)
-		l.d.tidy(l.disk)
+		l.d.mergeWorker.Due(l.disk, uid, l.volume)
+		l.d.mergeWorker.Wake(l.disk)
 	}
 	return b, err
 }

@@ -33,7 +33,7 @@ func (d *Data) reclaimAll(ctx context.Context, anew bool) {
 // reclaimOwed does what a trim asked for, once no layers of the volume are being merged: what is below a merge is not
 // known.
 func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
-	if m := s.member(); s.merges() || m != nil && d.mergeDue(m.Meta().UID) {
+	if m := s.member(); s.merges() || m != nil && d.mergeWorker.IsDue(m.Meta().UID) {
 		return nil
 	}
 	s.owed.Store(false)

@@ -39,9 +39,9 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 			return err
 		}
 		l.setOnDisk(r.Spec.UID, false)
-		l.mergeGone(r.Spec.UID)
+		l.mergeWorker.Forget(string(r.Spec.UID))
 		if mergeable || r.Spec.From != nil { // that may have held layers besides
-			l.freed(disk)
+			l.mergeWorker.Freed(disk)
 		}
 		if r.Spec.From != nil {
 			l.tellKin(ctx, r.Spec.From.Volume)

@@ -148,8 +148,8 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 	if used, shared, err := disk.Space(string(r.Spec.UID)); err == nil {
 		r.Status.Used, r.Status.UsedText, r.Status.Shared = used, api.SizeText(used), shared
 	}
-	l.merges(r, disk)
-	l.scrub(ctx, r, disk)
+	l.mergeWorker.Report(r, disk)
+	l.scrubber.Reconcile(ctx, r, disk)
 	err = errors.Join(l.hydrate(ctx, r, disk), l.home(ctx, r, disk))
 	return errors.Join(err, l.describeFetch(ctx, r, disk))
 }
@@ -215,8 +215,7 @@ func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk
 		return nil
 	}
 	err := open.Home(ctx)
-	l.mergeSoon(disk, string(r.Spec.UID), r.Spec.Volume)
-	l.tidy(disk)
+	l.mergeWorker.Merge(disk, string(r.Spec.UID), r.Spec.Volume)
 	if api.Is(err, api.Busy) { // they are given back later: there is no hurry
 		return api.Errorf(api.InUse, "%v", err)
 	}
@@ -312,18 +311,20 @@ func (d *Data) list(disk *stack.Disk) error {
 		d.Log.Error("some replicas cannot be read", "disk", disk.Path(), "err", err)
 	}
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	for _, m := range have {
 		d.made[api.UID(m.UID)] = true
 		if len(m.Snapshots) > 0 {
 			d.unseen[api.UID(m.UID)] = true
 		}
-		if m.Merge != nil || len(m.Layers) > 1 || len(m.Branches) > 1 {
-			d.untidy[m.UID] = untidy{disk, m.Volume}
-		}
 	}
 	d.listed[uid] = true
-	d.tidy(disk) // what a former process left
+	d.mu.Unlock()
+	for _, m := range have { // a former process may have left something to merge
+		if m.Merge != nil || len(m.Layers) > 1 || len(m.Branches) > 1 {
+			d.mergeWorker.Due(disk, m.UID, m.Volume)
+		}
+	}
+	d.mergeWorker.Wake(disk)
 	return nil
 }
 

@@ -57,6 +57,9 @@ func (d *Data) note(s *session, v *api.Volume) {
 	}
 }
 
+// freedEvery is how often replicas with mergeable layers are looked for without anything known to have gone.
+const freedEvery = 5 * time.Minute
+
 // beat renews the used bytes of attached replicas until ctx ends.
 func (d *Data) beat(ctx context.Context) error {
 	tick := time.NewTicker(d.Heartbeat)
@@ -70,7 +73,7 @@ func (d *Data) beat(ctx context.Context) error {
 			return nil
 		case <-tick.C:
 		}
-		d.scrubDue(ctx)
+		d.scrubber.WakeDue(ctx)
 		look := time.Since(looked) > freedEvery
 		if look { // images are deleted by another process
 			looked = time.Now()
@@ -78,7 +81,7 @@ func (d *Data) beat(ctx context.Context) error {
 		for _, disk := range d.disks.Except(nil) {
 			disk.DropHydrating()
 			if look {
-				d.freed(disk)
+				d.mergeWorker.Freed(disk)
 			}
 		}
 		if reclaims.CompareAndSwap(false, true) {

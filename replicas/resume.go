@@ -89,8 +89,8 @@ func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
 	return d.resumeLocked(ctx, spec)
 }
 
-// resumeLocked takes up one device in the epoch that its record names. A swap that was under way is settled first, which
-// needs the API. The caller has the volume's lock.
+// resumeLocked takes up one device in the epoch that its record names. A swap that was under way is settled first,
+// which needs the API. The caller has the volume's lock.
 func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, error) {
 	var b blob
 	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {

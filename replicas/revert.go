@@ -74,7 +74,7 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 		}
 	}
 	err = disk.Revert(ctx, uid, string(wish.Snapshot), wish.Epoch)
-	if why := l.mergeFails(r.Spec.UID); api.Is(err, api.Busy) && m.Merge != nil && why != "" {
+	if why := l.mergeWorker.Fails(string(r.Spec.UID)); api.Is(err, api.Busy) && m.Merge != nil && why != "" {
 		err = api.Errorf(api.Unavailable, "two of its layers have to be merged before, and that fails: %s", why)
 	}
 	if api.Is(err, api.Busy) || err != nil && api.KindOf(err) == api.Other {
@@ -82,8 +82,7 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 	}
 	if err == nil {
 		l.Log.Info("volume reverted", "volume", r.Spec.Volume, "snapshot", wish.Snapshot)
-		l.mergeSoon(disk, uid, r.Spec.Volume)
-		l.tidy(disk)
+		l.mergeWorker.Merge(disk, uid, r.Spec.Volume)
 	}
 	l.revived(ctx, r)
 	return done(err)

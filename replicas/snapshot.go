@@ -390,8 +390,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 	for i := range list.Items {
 		if r := &list.Items[i]; r.Spec.UID == local {
 			if disk, err := d.disks.Get(r.Spec.Disk); err == nil {
-				d.mergeSoon(disk, string(local), v.Name)
-				d.tidy(disk)
+				d.mergeWorker.Merge(disk, string(local), v.Name)
 			}
 		}
 	}
@@ -456,7 +455,8 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 	return l.letObjectGo(ctx, s)
 }
 
-// diskOfLastMemberForgotten reports whether the disk of a volume's only member, on this node, was taken out of the node.
+// diskOfLastMemberForgotten reports whether the disk of a volume's only member, on this node, was taken out of the
+// node.
 func (l *snapshotLoop) diskOfLastMemberForgotten(ctx context.Context, v *api.Volume) (bool, error) {
 	if len(v.Status.Members) != 1 || l.session(v.Name) != nil {
 		return false, nil

@@ -48,23 +48,19 @@ func (l *attachmentLoop) trim(ctx context.Context, a *api.Attachment, s *session
 			return
 		}
 	}
-	t := l.tidier
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.ended {
-		return
-	}
 	run = &trimRun{id: v.Spec.Trim, done: make(chan struct{})}
-	s.trim.Store(run)
-	a.Status.Trimmed = &api.TrimFact{ID: run.id, State: api.CloneInitiated}
-	t.wg.Go(func() {
+	if !l.workers.Go(func(ctx context.Context) {
 		defer s.wake()
 		defer close(run.done)
-		ctx, cancel := context.WithTimeout(t.ctx, trimTime)
+		ctx, cancel := context.WithTimeout(ctx, trimTime)
 		defer cancel()
 		run.fact = l.trimNow(ctx, s, &v)
 		run.fact.ID = run.id
-	})
+	}) {
+		return
+	}
+	s.trim.Store(run)
+	a.Status.Trimmed = &api.TrimFact{ID: run.id, State: api.CloneInitiated}
 }
 
 // trimNow has the file system trimmed, and deletes the snapshots that were below the volume before, where that is

@@ -21,12 +21,12 @@ const (
 )
 
 var largerPackages = map[string]int{
-	"replicas":       9300,
+	"replicas":       8020,
 	"replicas/stack": 13800,
 }
 
 var largerTypes = map[string]int{
-	"replicas.Data":          170,
+	"replicas.Data":          151,
 	"replicas/stack.Disk":    176,
 	"replicas/stack.Replica": 120,
 	"replicas/engine.Engine": 106,

@@ -81,9 +81,10 @@ func (m *scripted) Digests(_ context.Context, off, n int64) (sums []byte, err er
 	return sums, nil
 }
 
-// TestAbsentMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when it
-// opens, so it cannot resync it. The other member, which has to vouch for the drop, is then not reached for a moment. The
-// absent member must not serve in its place, and no intent is cleared: the intents alone say that the two differ.
+// TestAbsentMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when
+// it opens, so it cannot resync it. The other member, which has to vouch for the drop, is then not reached for a
+// moment. The absent member must not serve in its place, and no intent is cleared: the intents alone say that the two
+// differ.
 func TestAbsentMemberNeverServes(t *testing.T) {
 	l := newLoop(t)
 	vouched := make(chan struct{})

@@ -96,8 +96,8 @@ func (r *rig) cut(t *testing.T) error {
 	}
 }
 
-// TestCutOnFailedDisks: a member whose disk may have a cut, and does not say so, is not asked to make it again. Where there
-// is another one it is dropped before a write goes on; the only one fails its writes by itself.
+// TestCutOnFailedDisks: a member whose disk may have a cut, and does not say so, is not asked to make it again. Where
+// there is another one it is dropped before a write goes on; the only one fails its writes by itself.
 func TestCutOnFailedDisks(t *testing.T) {
 	away := api.Errorf(api.Unavailable, "not now")
 	for name, c := range map[string]struct {
@@ -207,7 +207,8 @@ func TestWritesDoNotWaitForAnAbort(t *testing.T) {
 	})
 }
 
-// TestCutBesideAReadThatHangs: writes are not held for a read that waits for another machine. The snapshot is tried again.
+// TestCutBesideAReadThatHangs: writes are not held for a read that waits for another machine. The snapshot is tried
+// again.
 func TestCutBesideAReadThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _ := cutRig(t, 2)

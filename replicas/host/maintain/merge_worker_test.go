@@ -1,4 +1,4 @@
-package replicas
+package maintain
 
 import (
 	"context"
@@ -13,6 +13,19 @@ import (
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/stack"
 )
+
+// fakeNode is a node with no engine.
+type fakeNode struct {
+	Node
+	reached  bool
+	requests func() uint64
+}
+
+func (n *fakeNode) APIReached() bool                      { return n.reached }
+func (n *fakeNode) GuestRequests() uint64                 { return n.requests() }
+func (n *fakeNode) Opened(*stack.Disk) []*stack.Replica   { return nil }
+func (n *fakeNode) DigestsMade([]string)                  {}
+func (n *fakeNode) Setting(context.Context, string) int64 { return 0 }
 
 // frozen is a disk on which n layers have no digests yet.
 func frozen(t *testing.T, n int) *stack.Disk {
@@ -34,7 +47,7 @@ func frozen(t *testing.T, n int) *stack.Disk {
 			t.Error(err)
 		}
 	}()
-	spec := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 * mib}
+	spec := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 << 20}
 	if err := disk.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
@@ -52,9 +65,9 @@ func frozen(t *testing.T, n int) *stack.Disk {
 	return disk
 }
 
-// Who makes the digests of many small layers lets guests go first: he rests after each layer, and more while guests are
-// at work; but that ends, so that they are made under a steady load, too.
-func TestDigestsGiveWay(t *testing.T) {
+// TestFinishingGivesWayToGuests: the worker pauses after each layer that it finishes, more often while guests are at
+// work, with an upper bound, so that it never starves.
+func TestFinishingGivesWayToGuests(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		did   []uint64 // by the guests, each time that is asked; the last step goes on
@@ -67,7 +80,9 @@ func TestDigestsGiveWay(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			disk := frozen(t, len(c.rests))
 			did, at := uint64(0), 0
-			tidier := newTidier(func() uint64 {
+			workers := NewWorkers()
+			defer workers.Close()
+			w := NewMergeWorker(&fakeNode{requests: func() uint64 {
 				if last := len(c.did) - 1; at > last {
 					did += c.did[last] - c.did[last-1]
 				} else {
@@ -75,18 +90,16 @@ func TestDigestsGiveWay(t *testing.T) {
 				}
 				at++
 				return did
-			})
-			defer tidier.close()
+			}}, workers, slog.New(slog.DiscardHandler))
 			rests := make([]int, len(c.rests))
-			tidier.pause = func(_ context.Context, long time.Duration) {
+			w.pause = func(_ context.Context, long time.Duration) {
 				left, err := disk.Unfinished()
 				if err != nil || long <= 0 || long > restLongest {
 					t.Fatalf("a rest of %v, %v", long, err)
 				}
 				rests[len(rests)-1-len(left)]++
 			}
-			d := &Data{DataOptions: DataOptions{Log: slog.New(slog.DiscardHandler)}, tidier: tidier}
-			if left, failed := d.finishAll(context.Background(), disk); left || len(failed) > 0 {
+			if left, failed := w.finishAll(context.Background(), disk); left || len(failed) > 0 {
 				t.Fatalf("left %v, failed %v", left, failed)
 			}
 			if left, err := disk.Unfinished(); err != nil || len(left) > 0 {
@@ -96,5 +109,21 @@ func TestDigestsGiveWay(t *testing.T) {
 				t.Errorf("%v rests after the layers, not %v", rests, c.rests)
 			}
 		})
+	}
+}
+
+// TestNothingIsMergedBeforeTheAPI: a snapshot that another node's engine cut off a replica here, before the node has
+// reached the API, has its layers merged later: how fast, and who else has the volume, is not known yet.
+func TestNothingIsMergedBeforeTheAPI(t *testing.T) {
+	disk := frozen(t, 1)
+	workers := NewWorkers()
+	w := NewMergeWorker(&fakeNode{}, workers, slog.New(slog.DiscardHandler))
+	w.Merge(disk, "r", "v")
+	workers.Close() // waits for what was begun
+	if !w.IsDue("r") {
+		t.Error("the replica is not due any more")
+	}
+	if left, err := disk.Unfinished(); err != nil || len(left) != 1 {
+		t.Errorf("layers without digests: %v, %v", left, err)
 	}
 }
