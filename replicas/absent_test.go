@@ -61,5 +61,5 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 	if err := s.engine.Close(); err != nil {
 		t.Error(err)
 	}
-	d.putBack(s.loop)
+	d.threads.PutBack(s.loop)
 }

@@ -42,8 +42,12 @@ func (w *world) replicaOn(volume, node string) *api.Replica {
 // asks is a node's client of a replica on another node.
 func (o *other) asks(r *api.Replica) *peer.Member {
 	o.w.t.Helper()
+	thread, err := o.data.threads.Pick()
+	if err != nil {
+		o.w.t.Fatal(err)
+	}
 	m := o.data.peers.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
-		Volume: string(r.Spec.VolumeUID), Loop: o.data.loops[0]})
+		Volume: string(r.Spec.VolumeUID), Loop: thread})
 	o.w.t.Cleanup(func() { _ = m.Close() })
 	return m
 }

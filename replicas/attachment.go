@@ -17,6 +17,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/volumelock"
 )
 
 // attachmentLoop makes the Attachments of this node true.
@@ -40,9 +41,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 			l.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
 		}
 	}
-	unlock, ok := l.lockSoon(a.Spec.Volume)
+	unlock, ok := l.locks.LockSoon(a.Spec.Volume)
 	if !ok {
-		return reconcile.Result{RequeueAfter: lockAgain}, nil
+		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
 	old := a.DeepCopy()
@@ -87,9 +88,9 @@ func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.R
 	if l.beingResumed(volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	unlock, ok := l.lockSoon(volume)
+	unlock, ok := l.locks.LockSoon(volume)
 	if !ok {
-		return reconcile.Result{RequeueAfter: lockAgain}, nil
+		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
 	s := l.session(volume)

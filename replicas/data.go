@@ -28,11 +28,12 @@ import (
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/block/listener"
-	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/host/maintain"
+	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/peer"
 )
 
@@ -59,10 +60,11 @@ type Data struct {
 	events events.EventRecorder
 	disks  *disks.Registry
 
+	locks   *volumelock.Locks
+	threads *iothreads.Threads
+
 	mu       sync.Mutex
-	locks    map[string]*volumeLock
-	sessions map[string]*session // by volume name
-	loops    []*ioLoop
+	sessions map[string]*session        // by volume name
 	made     map[api.UID]bool           // replicas known to be on their disk
 	doubts   map[api.UID]bool           // replicas that could not be opened, for their files
 	listed   map[api.UID]bool           // disks whose replicas are in made
@@ -100,19 +102,8 @@ type Data struct {
 	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
 }
 
-// ioLoop is an I/O thread and the number of volumes on it.
-type ioLoop struct {
-	*uring.Loop
-	pool  *engine.Pool
-	users int
-	done  chan error
-}
-
 // usedEvery is how often the used bytes of attached volumes are told.
 const usedEvery = 30 * time.Second
-
-// ringEntries bounds the submissions of one io_uring_enter, not what is under way.
-const ringEntries = 256
 
 // NewData starts the I/O threads.
 func NewData(o DataOptions) (*Data, error) {
@@ -123,7 +114,7 @@ func NewData(o DataOptions) (*Data, error) {
 		o.Heartbeat = usedEvery
 	}
 	d := &Data{DataOptions: o,
-		locks: map[string]*volumeLock{}, sessions: map[string]*session{},
+		locks: volumelock.New(), sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
 		pinned:   map[api.UID][]api.UID{},
@@ -137,148 +128,16 @@ func NewData(o DataOptions) (*Data, error) {
 		open.Fetch = d.fetchFar
 	}
 	d.disks = disks.NewRegistry(open)
-	for range o.Loops {
-		l, err := uring.New(ringEntries)
-		if err != nil {
-			return nil, errors.Join(fmt.Errorf("I/O thread: %w", err), d.stopLoops())
-		}
-		pool, err := engine.NewPool()
-		if err != nil {
-			l.Close()
-			return nil, errors.Join(err, d.stopLoops())
-		}
-		il := &ioLoop{Loop: l, pool: pool, done: make(chan error, 1)}
-		go func() {
-			err := l.Run()
-			if err != nil {
-				o.Log.Error("an I/O thread ended", "err", err)
-			}
-			il.done <- err
-		}()
-		d.loops = append(d.loops, il)
+	var err error
+	if d.threads, err = iothreads.Start(o.Loops, o.Log); err != nil {
+		return nil, err
 	}
 	d.watch = engine.NewWatch()
 	if err := d.startPeers(); err != nil {
 		d.watch.Close()
-		return nil, errors.Join(err, d.stopLoops())
+		return nil, errors.Join(err, d.threads.Close())
 	}
 	return d, nil
-}
-
-func (d *Data) stopLoops() error {
-	var errs []error
-	for _, l := range d.loops {
-		l.Close()
-		errs = append(errs, <-l.done)
-		l.pool.Close()
-	}
-	return errors.Join(errs...)
-}
-
-// pick takes the I/O thread with the fewest volumes.
-func (d *Data) pick() (*ioLoop, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if len(d.loops) == 0 {
-		return nil, api.Errorf(api.Unavailable, "the data role is stopping")
-	}
-	best := d.loops[0]
-	for _, l := range d.loops {
-		if l.users < best.users {
-			best = l
-		}
-	}
-	best.users++
-	return best, nil
-}
-
-func (d *Data) putBack(l *ioLoop) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	l.users--
-}
-
-// volumeLock serialises what is done with one volume.
-type volumeLock struct {
-	turn  chan struct{} // of who has it
-	users int
-	late  time.Time          // from then on who has it is not waited for
-	yield context.CancelFunc // of who has it and gives way; may be nil
-}
-
-// Who has a lock for longer may wait for a disk that hangs.
-const (
-	lockPatience  = 2 * time.Second
-	yieldPatience = 30 * time.Second // with one that was asked to give way
-	lockAgain     = time.Second      // when it is looked again
-)
-
-// lock takes the lock of a volume; call what it returns to release it.
-func (d *Data) lock(volume string) func() {
-	l, _ := d.want(volume)
-	l.turn <- struct{}{}
-	return d.locked(volume, l)
-}
-
-// lockSoon does so unless somebody has the lock for long: no worker waits for a disk that hangs, beside the one that
-// has the lock, or none would be left for other volumes.
-func (d *Data) lockSoon(volume string) (unlock func(), ok bool) {
-	l, late := d.want(volume)
-	select {
-	case l.turn <- struct{}{}:
-		return d.locked(volume, l), true
-	default:
-	}
-	enough := time.NewTimer(time.Until(late))
-	defer enough.Stop()
-	select {
-	case l.turn <- struct{}{}:
-		return d.locked(volume, l), true
-	case <-enough.C:
-		d.unwant(volume, l)
-		return nil, false
-	}
-}
-
-// want asks who has the lock to give way, and tells until when he is waited for.
-func (d *Data) want(volume string) (*volumeLock, time.Time) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	l := d.locks[volume]
-	if l == nil {
-		l = &volumeLock{turn: make(chan struct{}, 1), late: time.Now().Add(lockPatience)}
-		d.locks[volume] = l
-	}
-	l.users++
-	l.giveWay()
-	return l, l.late
-}
-
-// giveWay asks who has the lock to, once. The caller has Data.mu.
-func (l *volumeLock) giveWay() {
-	if l.yield != nil {
-		l.yield()
-		l.yield, l.late = nil, time.Now().Add(yieldPatience)
-	}
-}
-
-func (d *Data) unwant(volume string, l *volumeLock) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if l.users--; l.users == 0 {
-		delete(d.locks, volume)
-	}
-}
-
-// locked notes that the lock was taken, and returns what releases it.
-func (d *Data) locked(volume string, l *volumeLock) (unlock func()) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	l.late = time.Now().Add(lockPatience)
-	return func() {
-		<-l.turn
-		d.unwant(volume, l)
-	}
 }
 
 func (d *Data) session(volume string) *session {
@@ -354,7 +213,7 @@ func (d *Data) Close() error {
 			"%d replicas are left as they are: their disks do not answer", n))...)
 	}
 	d.watch.Close()
-	errs = append(errs, d.stopPeers(), d.disks.Close(), d.stopLoops())
+	errs = append(errs, d.stopPeers(), d.disks.Close(), d.threads.Close())
 	d.far.close()
 	return errors.Join(errs...)
 }

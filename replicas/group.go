@@ -19,6 +19,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -75,9 +76,9 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
 	for _, name := range volumes { // in one order, or two groups would wait for each other
-		unlock, ok := l.lockSoon(name)
+		unlock, ok := l.locks.LockSoon(name)
 		if !ok {
-			return reconcile.Result{RequeueAfter: lockAgain}, nil
+			return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 		}
 		defer unlock()
 	}

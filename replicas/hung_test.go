@@ -363,10 +363,7 @@ func TestSnapshotsOnAHungDisk(t *testing.T) {
 	}
 	ready := func(s *api.Snapshot) bool { return s.Status.ReadyToUse }
 	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // nobody tells when the first of them waits
-		w.data.mu.Lock()
-		busy := w.data.locks["v"] != nil && len(w.data.locks["v"].turn) > 0
-		w.data.mu.Unlock()
-		if busy {
+		if w.data.locks.Taken("v") {
 			tick.Stop()
 			break
 		}

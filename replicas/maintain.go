@@ -90,7 +90,7 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 	if l := d.lentOf(uid); l != nil {
 		return work(ctx, l.Replica)
 	}
-	ctx, unlock, ok := d.lockYielding(ctx, volume)
+	ctx, unlock, ok := d.locks.LockYielding(ctx, volume)
 	if !ok {
 		return api.Errorf(api.Busy, "volume %s: something takes long with it", volume)
 	}
@@ -103,11 +103,11 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 			return api.Errorf(api.Busy, "volume %s: its device is being taken over", volume)
 		}
 	}
-	loop, err := d.pick()
+	loop, err := d.threads.Pick()
 	if err != nil {
 		return err
 	}
-	defer d.putBack(loop)
+	defer d.threads.PutBack(loop)
 	if lacks, err := disk.Lacking(uid); err == nil && len(lacks) > 0 {
 		d.openLenders(ctx, api.UID(disk.UID()), []api.UID{api.UID(lacks[0])})
 	}
@@ -120,30 +120,6 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 		err = cerr
 	}
 	return err
-}
-
-// lockYielding takes the lock of a volume, if that can be had soon, until somebody else wants it: then the context
-// ends.
-func (d *Data) lockYielding(ctx context.Context, volume string) (_ context.Context, unlock func(), ok bool) {
-	release, ok := d.lockSoon(volume)
-	if !ok {
-		return ctx, nil, false
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	d.mu.Lock()
-	l := d.locks[volume]
-	l.yield = cancel
-	if l.users > 1 {
-		l.giveWay()
-	}
-	d.mu.Unlock()
-	return ctx, func() {
-		d.mu.Lock()
-		l.yield = nil
-		d.mu.Unlock()
-		cancel()
-		release()
-	}, true
 }
 
 // mergeLook is when the end of a merge is looked for.

@@ -45,11 +45,6 @@ func dataWithoutAPI(t *testing.T) *Data {
 			t.Error(err)
 		}
 	})
-	for _, l := range d.loops { // one that is closed before it runs is an error
-		runs := make(chan struct{})
-		l.Post(func() { close(runs) })
-		<-runs
-	}
 	return d
 }
 
@@ -59,7 +54,11 @@ func TestDropBeforeAPI(t *testing.T) {
 	d := dataWithoutAPI(t)
 	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
 		Members: []memberSpec{{Name: "v-1", UID: api.NewUID(), Node: "a"}, {Name: "v-2", UID: api.NewUID(), Node: "b"}}}
-	s := d.newSession(b, d.loops[0], nil)
+	thread, err := d.threads.Pick()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := d.newSession(b, thread, nil)
 	if err := d.dropper(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
 		t.Errorf("a drop without the API: %v", err)
 	}

@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
@@ -96,12 +97,12 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 			defer wg.Done()
 			ctx, cancel := context.WithTimeout(ctx, probeTime)
 			defer cancel()
-			loop, err := d.pick()
+			loop, err := d.threads.Pick()
 			if err != nil {
 				f.err = err
 				return
 			}
-			defer d.putBack(loop)
+			defer d.threads.PutBack(loop)
 			m, err := d.remoteMember(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
 				Volume: string(v.Status.UID), Loop: loop})
 			if err != nil {
@@ -138,11 +139,11 @@ func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error)
 		return peer.Info{}, err
 	}
 	d.openLendersOf(ctx, disk, r)
-	loop, err := d.pick()
+	loop, err := d.threads.Pick()
 	if err != nil {
 		return peer.Info{}, err
 	}
-	defer d.putBack(loop)
+	defer d.threads.PutBack(loop)
 	rep, err := d.openHere(ctx, disk, string(r.Spec.UID), loop)
 	if err != nil {
 		return peer.Info{}, err
@@ -283,7 +284,7 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 }
 
 // backendOf is a replica of this node that an engine of this node has for a member.
-func (d *Data) backendOf(r *stack.Replica, loop *ioLoop) *peer.Backend {
+func (d *Data) backendOf(r *stack.Replica, loop *iothreads.Thread) *peer.Backend {
 	b := peer.NewBackend(r, loop)
 	b.Node = d.Node
 	return b
@@ -291,7 +292,7 @@ func (d *Data) backendOf(r *stack.Replica, loop *ioLoop) *peer.Backend {
 
 // openSession opens the members of b and the engine: by a claim, which is fresh, or to resume.
 func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) (_ *session, err error) {
-	loop, err := d.pick()
+	loop, err := d.threads.Pick()
 	if err != nil {
 		return nil, err
 	}
@@ -304,7 +305,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 			for _, m := range members {
 				err = errors.Join(err, m.Member.Close())
 			}
-			d.putBack(loop)
+			d.threads.PutBack(loop)
 		}
 	}()
 	for i := range s.Members {

@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/peer"
 )
 
@@ -209,7 +210,7 @@ func (d *Data) comeBack(ctx context.Context, s *session, c *comer, name string, 
 }
 
 // knock asks whether a replica is there at all.
-func (d *Data) knock(ctx context.Context, loop *ioLoop, r *api.Replica) error {
+func (d *Data) knock(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
 	if r.Spec.Node == d.Node {
 		return nil
 	}

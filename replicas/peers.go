@@ -19,6 +19,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/block/wire"
+	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
@@ -216,13 +217,13 @@ func (d *Data) openLent(ctx context.Context, uid, volume string) (peer.Replica, 
 	if m.VolumeUID != volume {
 		return nil, nil, api.Errorf(api.Invalid, "replica %s is not one of that volume", uid)
 	}
-	loop, err := d.pick()
+	loop, err := d.threads.Pick()
 	if err != nil {
 		return nil, nil, err
 	}
 	r, err := d.openGently(ctx, disk, m, loop)
 	if err != nil {
-		d.putBack(loop)
+		d.threads.PutBack(loop)
 		return nil, nil, err
 	}
 	if id := api.UID(disk.UID()); d.peerState().Disks[id] != disk.Path() {
@@ -262,16 +263,16 @@ func holder(disks []*stack.Disk, uid string) (*stack.Disk, error) {
 type lent struct {
 	*peer.Backend
 	d      *Data
-	loop   *ioLoop
+	loop   *iothreads.Thread
 	disk   *stack.Disk
 	volume string
 }
 
 // openGently opens a replica for another node. Who merges layers in it gives way.
-func (d *Data) openGently(ctx context.Context, disk *stack.Disk, m stack.Meta, loop *ioLoop) (*stack.Replica, error) {
+func (d *Data) openGently(ctx context.Context, disk *stack.Disk, m stack.Meta, loop *iothreads.Thread) (*stack.Replica, error) {
 	for tries := 0; ; tries++ {
 		r, err := disk.OpenReplica(ctx, m.UID, loop.Loop)
-		if !api.Is(err, api.Busy) || tries == 20 || !d.disturb(m.Volume) {
+		if !api.Is(err, api.Busy) || tries == 20 || !d.locks.Disturb(m.Volume) {
 			return r, err
 		}
 		pause := time.NewTimer(50 * time.Millisecond)
@@ -282,21 +283,6 @@ func (d *Data) openGently(ctx context.Context, disk *stack.Disk, m stack.Meta, l
 			return nil, err
 		}
 	}
-}
-
-// disturb asks who works at a volume in the background to give way, and reports whether somebody does.
-func (d *Data) disturb(volume string) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	l := d.locks[volume]
-	if l == nil {
-		return true // it has just ended
-	}
-	if l.yield == nil {
-		return false
-	}
-	l.yield()
-	return true
 }
 
 // lentOf is a replica of this node that an engine of another node has open, or nil.
@@ -327,7 +313,7 @@ func (l *lent) Close() error {
 	}
 	l.d.mu.Unlock()
 	err := l.Backend.Close()
-	l.d.putBack(l.loop)
+	l.d.threads.PutBack(l.loop)
 	return err
 }
 

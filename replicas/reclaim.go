@@ -68,7 +68,7 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 			return err
 		}
 	}
-	unlock, ok := d.lockSoon(s.Volume)
+	unlock, ok := d.locks.LockSoon(s.Volume)
 	if !ok {
 		return api.Errorf(api.Busy, "something takes long with the volume")
 	}

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -48,9 +49,9 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		}
 		return reconcile.Result{RequeueAfter: mergeLook}, nil
 	}
-	unlock, ok := l.lockSoon(r.Spec.Volume)
+	unlock, ok := l.locks.LockSoon(r.Spec.Volume)
 	if !ok {
-		return reconcile.Result{RequeueAfter: lockAgain}, nil
+		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
 	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
@@ -503,11 +504,11 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 			return nil
 		}
 	}
-	loop, err := l.pick()
+	loop, err := l.threads.Pick()
 	if err != nil {
 		return err
 	}
-	defer l.putBack(loop)
+	defer l.threads.PutBack(loop)
 	l.openLendersOf(ctx, disk, r)
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	if err != nil {

@@ -85,7 +85,7 @@ func (d *Data) beingResumed(volume string) bool {
 }
 
 func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
-	defer d.lock(spec.Name)()
+	defer d.locks.Lock(spec.Name)()
 	return d.resumeLocked(ctx, spec)
 }
 

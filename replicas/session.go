@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -55,7 +56,7 @@ type lender struct {
 type session struct {
 	blob
 	log     *slog.Logger
-	loop    *ioLoop
+	loop    *iothreads.Thread
 	here    atomic.Pointer[stack.Replica] // nil: it has none here. Another one once it was dropped and is back
 	others  sync.Map                      // further replicas that it has, or had, here: *stack.Replica by api.UID
 	engine  *engine.Engine
@@ -87,7 +88,7 @@ const probeEvery = time.Second
 func (d *Data) config(s *session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
-		Loop: s.loop, Pool: s.loop.pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
+		Loop: s.loop, Pool: s.loop.Pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
 		Drop: d.dropper(s), Add: d.adder(s), Owns: d.ownerOf(s.blob),
 		OnDrop: func(member string, why error) {
 			s.log.Warn("a replica was dropped", "replica", member, "err", why)
@@ -105,7 +106,7 @@ func (d *Data) config(s *session, size, epoch int64) engine.Config {
 }
 
 // openHere opens a replica of this node for an engine of this node. One of another node that has it loses it.
-func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *ioLoop) (*stack.Replica, error) {
+func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
 	if d.server != nil {
 		if err := d.server.Release(uid); err != nil {
 			d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
@@ -115,7 +116,7 @@ func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop 
 }
 
 // newSession is one without an engine yet; member may be nil.
-func (d *Data) newSession(b blob, loop *ioLoop, member *stack.Replica) *session {
+func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *session {
 	b.Lenders = nil
 	s := &session{log: d.Log.With("volume", b.Volume), loop: loop,
 		stir: make(chan struct{}, 1), ended: make(chan struct{})}
@@ -242,7 +243,7 @@ func (d *Data) close(s *session) error {
 	s.engine.Hurry() // the device is gone: nobody is waited for any more
 	s.mates.end()
 	err := s.engine.Close()
-	d.putBack(s.loop)
+	d.threads.PutBack(s.loop)
 	return err
 }
 

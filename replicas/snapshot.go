@@ -23,6 +23,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
@@ -100,9 +101,9 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	if l.beingResumed(s.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	unlock, ok := l.lockSoon(s.Spec.Volume)
+	unlock, ok := l.locks.LockSoon(s.Spec.Volume)
 	if !ok {
-		return reconcile.Result{RequeueAfter: lockAgain}, nil
+		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
 	v, mine, err := l.volumeOf(ctx, &s)

@@ -74,11 +74,11 @@ func (l *replicaLoop) tryOut(ctx context.Context, r *api.Replica, disk *stack.Di
 	if r.Status.Mode != api.ReplicaStale || !l.doubted(r.Spec.UID) {
 		return nil
 	}
-	loop, err := l.pick()
+	loop, err := l.threads.Pick()
 	if err != nil {
 		return err
 	}
-	defer l.putBack(loop)
+	defer l.threads.PutBack(loop)
 	l.openLendersOf(ctx, disk, r) // what it borrows is not missing
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	switch {

@@ -162,7 +162,7 @@ func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, 
 // makeWhole claims a detached volume and brings its replicas back until all are members, somebody else wants the
 // volume, or nothing comes of it; again is when it is to be tried again then.
 func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duration, err error) {
-	ctx, unlock, ok := d.lockYielding(ctx, volume)
+	ctx, unlock, ok := d.locks.LockYielding(ctx, volume)
 	if !ok {
 		return upkeepLater, nil
 	}
@@ -221,11 +221,11 @@ func (d *Data) somebodyCame(ctx context.Context, v *api.Volume) bool {
 	if err != nil {
 		return false
 	}
-	loop, err := d.pick()
+	loop, err := d.threads.Pick()
 	if err != nil {
 		return false
 	}
-	defer d.putBack(loop)
+	defer d.threads.PutBack(loop)
 	var all sync.WaitGroup
 	var came atomic.Bool
 	for i := range mine {

@@ -1,4 +1,4 @@
-package replicas
+package volumelock
 
 import (
 	"context"
@@ -10,22 +10,22 @@ import (
 // TestLockSoon: who has a volume's lock for long is not waited for, and one that gives way is given time for that.
 func TestLockSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		d := &Data{locks: map[string]*volumeLock{}}
+		d := New()
 		soon := func() (bool, time.Duration) {
 			began := time.Now()
-			unlock, ok := d.lockSoon("v")
+			unlock, ok := d.LockSoon("v")
 			if ok {
 				unlock()
 			}
 			return ok, time.Since(began)
 		}
-		unlock := d.lock("v")
+		unlock := d.Lock("v")
 		time.AfterFunc(time.Second, unlock)
 		if ok, took := soon(); !ok || took != time.Second {
 			t.Errorf("one that has it for a moment: %v after %v", ok, took)
 		}
-		unlock = d.lock("v")
-		for _, want := range []time.Duration{lockPatience, 0, 0} { // not once for each
+		unlock = d.Lock("v")
+		for _, want := range []time.Duration{patience, 0, 0} { // not once for each
 			if ok, took := soon(); ok || took != want {
 				t.Errorf("one that has it for long: %v after %v, want %v", ok, took, want)
 			}
@@ -34,7 +34,7 @@ func TestLockSoon(t *testing.T) {
 		if ok, took := soon(); !ok || took > 0 {
 			t.Errorf("when it is free: %v after %v", ok, took)
 		}
-		ctx, unlock, ok := d.lockYielding(context.Background(), "v")
+		ctx, unlock, ok := d.LockYielding(context.Background(), "v")
 		if !ok {
 			t.Fatal("it is free")
 		}
@@ -43,13 +43,13 @@ func TestLockSoon(t *testing.T) {
 		if ok, took := soon(); !ok || took != yieldPatience/2 {
 			t.Errorf("one that gives way: %v after %v", ok, took)
 		}
-		_, unlock, _ = d.lockYielding(context.Background(), "v")
+		_, unlock, _ = d.LockYielding(context.Background(), "v")
 		if ok, took := soon(); ok || took != yieldPatience {
 			t.Errorf("one that does not come to give way: %v after %v", ok, took)
 		}
 		unlock()
-		if len(d.locks) > 0 {
-			t.Errorf("locks of nobody: %v", d.locks)
+		if len(d.all) > 0 {
+			t.Errorf("locks of nobody: %v", d.all)
 		}
 	})
 }
