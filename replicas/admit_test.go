@@ -20,6 +20,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/peer"
 )
 
@@ -46,8 +47,11 @@ func (o *other) asks(r *api.Replica) *peer.Member {
 	if err != nil {
 		o.w.t.Fatal(err)
 	}
-	m := o.data.peers.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
+	m, err := o.data.remote.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
 		Volume: string(r.Spec.VolumeUID), Loop: thread})
+	if err != nil {
+		o.w.t.Fatal(err)
+	}
 	o.w.t.Cleanup(func() { _ = m.Close() })
 	return m
 }
@@ -83,7 +87,7 @@ func TestThirdNodeIsRefused(t *testing.T) {
 			t.Errorf("a third node takes the replica over in epoch %d of %d: %v", at, epoch, err)
 		}
 		// Past the first door: the second one asks for itself.
-		if err := c.data.allowSession(w.ctx, "b", string(r.Spec.UID), string(r.Spec.VolumeUID), at); err == nil ||
+		if err := c.data.remote.AllowSession(w.ctx, "b", string(r.Spec.UID), string(r.Spec.VolumeUID), at); err == nil ||
 			at <= epoch && !api.Is(err, api.Denied) {
 			t.Errorf("the session of a third node is allowed in epoch %d of %d: %v", at, epoch, err)
 		}
@@ -126,10 +130,10 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 	uid, volume := string(r.Spec.UID), string(r.Spec.VolumeUID)
 	c.stop()
 	c.startAlone()
-	if err := c.data.allowOpen(w.ctx, "b", uid, volume); !api.Is(err, api.Unavailable) {
+	if err := c.data.remote.AllowOpen(w.ctx, "b", uid, volume); !api.Is(err, api.Unavailable) {
 		t.Errorf("another node may look: %v", err)
 	}
-	if err := c.data.allowOpen(w.ctx, "a", uid, volume); err != nil {
+	if err := c.data.remote.AllowOpen(w.ctx, "a", uid, volume); err != nil {
 		t.Errorf("the engine's node may not look: %v", err)
 	}
 	l := w.lentSoon(c, uid)
@@ -137,14 +141,14 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 	if epoch < now.Status.Epoch {
 		t.Fatalf("the replica is at epoch %d, the volume was at %d", epoch, now.Status.Epoch)
 	}
-	if err := c.data.allowSession(w.ctx, "a", uid, volume, epoch); err != nil {
+	if err := c.data.remote.AllowSession(w.ctx, "a", uid, volume, epoch); err != nil {
 		t.Errorf("the engine's session is refused: %v", err)
 	}
 	for _, o := range []struct {
 		node  string
 		epoch int64
 	}{{"b", epoch}, {"a", epoch + 1}} {
-		if err := c.data.allowSession(w.ctx, o.node, uid, volume, o.epoch); !api.Is(err, api.Unavailable) {
+		if err := c.data.remote.AllowSession(w.ctx, o.node, uid, volume, o.epoch); !api.Is(err, api.Unavailable) {
 			t.Errorf("a session of node %s in epoch %d of %d: %v", o.node, o.epoch, epoch, err)
 		}
 	}
@@ -211,14 +215,14 @@ func TestServesBeforeTheAPIAnswers(t *testing.T) {
 		over()
 		started = !errors.As(err, new(*cache.ErrCacheNotStarted))
 	}
-	if err := c.data.allowOpen(ctx, "a", uid, volume); err != nil {
+	if err := c.data.remote.AllowOpen(ctx, "a", uid, volume); err != nil {
 		t.Errorf("the engine's node may not look: %v", err)
 	}
-	opened, _, err := c.data.openLent(ctx, uid, volume)
+	opened, _, err := c.data.remote.Open(ctx, uid, volume)
 	if err != nil {
 		t.Fatalf("the replica is not opened: %v", err)
 	}
-	if err := c.data.allowSession(ctx, "a", uid, volume, c.data.lentOf(uid).Meta().Epoch); err != nil {
+	if err := c.data.remote.AllowSession(ctx, "a", uid, volume, c.data.remote.Opened(uid).Meta().Epoch); err != nil {
 		t.Errorf("the engine's session is refused: %v", err)
 	}
 	if err := opened.Close(); err != nil {
@@ -267,14 +271,14 @@ func (o *other) startAlone() {
 }
 
 // lentSoon waits until an engine of another node has a replica open.
-func (w *world) lentSoon(o *other, uid string) *lent {
+func (w *world) lentSoon(o *other, uid string) *remote.Served {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Minute)
 	defer cancel()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		if l := o.data.lentOf(uid); l != nil && slices.Contains(l.Meta().Members, uid) {
+		if l := o.data.remote.Opened(uid); l != nil && slices.Contains(l.Meta().Members, uid) {
 			return l
 		}
 		select {

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/host/remote"
 )
 
 // testdata/v1 has what a released version leaves with the holder for each kind of session, and the file of a node's
@@ -106,10 +107,10 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 
 // TestPlacesAreReadAndWrittenAsBefore is about the file that a node's process knows others by before it has the API.
 func TestPlacesAreReadAndWrittenAsBefore(t *testing.T) {
-	want := peerState{Disks: map[api.UID]string{fixDiskA: "/var/lib/drover/a"},
+	want := remote.Known{Disks: map[api.UID]string{fixDiskA: "/var/lib/drover/a"},
 		Nodes: map[string]string{"two": "192.0.2.2:7000", "three": "[2001:db8::3]:7000"},
-		Far:   map[string][]farPlace{string(fixComer): {{Node: "two", Address: "192.0.2.2:7001", Disk: fixDiskB}}}}
-	var got peerState
+		Far:   map[string][]remote.Place{string(fixComer): {{Node: "two", Address: "192.0.2.2:7001", Disk: fixDiskB}}}}
+	var got remote.Known
 	raw := likeFixture(t, "peers.json", want)
 	if err := json.Unmarshal(raw, &got); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("it says %+v, %v; it said %+v", got, err, want)

@@ -27,14 +27,13 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
-	"drover.io/drover/block/listener"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/host/maintain"
+	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/host/volumelock"
-	"drover.io/drover/replicas/peer"
 )
 
 // DataOptions say what NewData needs.
@@ -89,12 +88,8 @@ type Data struct {
 	mergeWorker *maintain.MergeWorker
 	scrubber    *maintain.Scrubber
 
-	peers    *peer.Dialer
-	server   *peer.Server               // nil: other nodes are not served
-	served   chan struct{}              // closed when it has ended
-	serveErr error                      // why; nil: it was closed. Set before served is closed
-	lent     map[api.UID]*lent          // replicas that other nodes use; under mu
-	refusals map[string]*listener.Tally // of other nodes, by volume and node; under mu
+	remote   *remote.Server
+	places   *remote.Places
 	far      farLayers
 	upkeep   upkeep
 	watch    *engine.Watch // of the replicas here
@@ -113,14 +108,17 @@ func NewData(o DataOptions) (*Data, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = usedEvery
 	}
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
 	d := &Data{DataOptions: o,
 		locks: volumelock.New(), sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
 		pinned:   map[api.UID][]api.UID{},
 		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
-		bringer: newBringer(), whole: map[api.UID]bool{}, lent: map[api.UID]*lent{},
-		refusals: map[string]*listener.Tally{}}
+		bringer: newBringer(), whole: map[api.UID]bool{},
+		places: remote.NewPlaces(o.Peers.State, o.Log)}
 	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
 	d.scrubber = maintain.NewScrubber(maintained{d}, o.Node, d.workers, o.Log)
 	open := disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged}
@@ -133,7 +131,7 @@ func NewData(o DataOptions) (*Data, error) {
 		return nil, err
 	}
 	d.watch = engine.NewWatch()
-	if err := d.startPeers(); err != nil {
+	if err := d.startRemote(); err != nil {
 		d.watch.Close()
 		return nil, errors.Join(err, d.threads.Close())
 	}
@@ -209,11 +207,11 @@ func (d *Data) Close() error {
 	n := d.awaitLeft() // those it does not count any more may wait for their disks by now
 	if n += d.watch.Waits(); n > 0 {
 		// The kernel has requests of theirs still, and with them the I/O threads cannot end.
-		return errors.Join(append(errs, d.stopPeers(), api.Errorf(api.Unavailable,
+		return errors.Join(append(errs, d.remote.Close(), api.Errorf(api.Unavailable,
 			"%d replicas are left as they are: their disks do not answer", n))...)
 	}
 	d.watch.Close()
-	errs = append(errs, d.stopPeers(), d.disks.Close(), d.threads.Close())
+	errs = append(errs, d.remote.Close(), d.disks.Close(), d.threads.Close())
 	d.far.close()
 	return errors.Join(errs...)
 }
@@ -242,6 +240,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
 	d.events = mgr.GetEventRecorder("drover-data")
 	d.scrubber.Use(d.client, d.events)
+	d.remote.Use(d.client, d.reader, d.events)
 	if err := watch.AddIndexes(mgr); err != nil {
 		return err
 	}
@@ -297,7 +296,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	if err := d.setupSnapshots(mgr, opts); err != nil {
 		return err
 	}
-	if err := mgr.Add(manager.RunnableFunc(d.announce)); err != nil {
+	if err := mgr.Add(manager.RunnableFunc(d.remote.Announce)); err != nil {
 		return err
 	}
 	if err := mgr.Add(manager.RunnableFunc(d.keepUp)); err != nil {

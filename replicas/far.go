@@ -14,19 +14,13 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/block/wire"
+	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/stack"
 )
 
 // A replica whose image is on other nodes only reads it there, until the copy is here that the image's loops make: the
 // volume need not wait for that. What it reads it keeps, so no chunk travels twice for the guest; the copy is made
 // beside it, from a source of its own.
-
-// farPlace is where a layer of another node is.
-type farPlace struct {
-	Node    string  `json:"node"`
-	Address string  `json:"address"`
-	Disk    api.UID `json:"disk"`
-}
 
 // farTime bounds one try to read a chunk; a node that is silent for farSilent is not the only one asked any more.
 const (
@@ -37,17 +31,17 @@ const (
 // farLayers are the connections that layers of other nodes are read through.
 type farLayers struct {
 	mu      sync.Mutex
-	clients map[farPlace]*wire.Client // by node and address
-	bad     map[farPlace]time.Time    // when one failed: the others are asked first
+	clients map[remote.Place]*wire.Client // by node and address
+	bad     map[remote.Place]time.Time    // when one failed: the others are asked first
 }
 
 // to is the client for a place.
-func (f *farLayers) to(id *wire.Identity, p farPlace) *wire.Client {
+func (f *farLayers) to(id *wire.Identity, p remote.Place) *wire.Client {
 	p.Disk = ""
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.clients == nil {
-		f.clients, f.bad = map[farPlace]*wire.Client{}, map[farPlace]time.Time{}
+		f.clients, f.bad = map[remote.Place]*wire.Client{}, map[remote.Place]time.Time{}
 	}
 	if f.clients[p] == nil {
 		f.clients[p] = wire.NewClient(id, p.Node, p.Address)
@@ -64,7 +58,7 @@ func (f *farLayers) close() {
 	f.clients = nil
 }
 
-func (f *farLayers) failed(p farPlace) {
+func (f *farLayers) failed(p remote.Place) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.bad != nil {
@@ -73,16 +67,16 @@ func (f *farLayers) failed(p farPlace) {
 }
 
 // order puts places that failed a moment ago last.
-func (f *farLayers) order(list []farPlace) {
+func (f *farLayers) order(list []remote.Place) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	slices.SortStableFunc(list, func(a, b farPlace) int { return f.bad[a].Compare(f.bad[b]) })
+	slices.SortStableFunc(list, func(a, b remote.Place) int { return f.bad[a].Compare(f.bad[b]) })
 }
 
 // farPlaces are the disks of other nodes that have an image with a layer. While the API cannot be asked they are where
 // they were.
-func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
-	known := d.peerState().Far[uid]
+func (d *Data) farPlaces(ctx context.Context, uid string) []remote.Place {
+	known := d.places.Get().Far[uid]
 	if !d.api.Load() {
 		return known
 	}
@@ -92,7 +86,7 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
 		d.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy) != nil {
 		return known
 	}
-	var list []farPlace
+	var list []remote.Place
 	for i := range copies.Items {
 		c := &copies.Items[i]
 		if c.Spec.Node == d.Node || c.Status.State != api.ImageReady || !slices.Contains(c.Spec.Layers, api.UID(uid)) ||
@@ -101,11 +95,12 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []farPlace {
 		}
 		n := slices.IndexFunc(nodes.Items, func(n api.Node) bool { return n.Name == c.Spec.Node })
 		if n >= 0 && nodes.Items[n].Status.LayerAddress != "" {
-			list = append(list, farPlace{c.Spec.Node, nodes.Items[n].Status.LayerAddress, c.Spec.Disk})
+			list = append(list, remote.Place{Node: c.Spec.Node, Address: nodes.Items[n].Status.LayerAddress,
+				Disk: c.Spec.Disk})
 		}
 	}
 	if len(list) > 0 && !slices.Equal(list, known) {
-		d.noteState(func(st *peerState) { st.Far[uid] = slices.Clone(list) })
+		d.places.Change(func(st *remote.Known) { st.Far[uid] = slices.Clone(list) })
 	}
 	return list
 }
@@ -209,7 +204,7 @@ func (d *Data) readFar(ctx context.Context, disk *stack.Disk, layers []api.UID) 
 }
 
 // describeFar gets what has to be known of a layer before it is read.
-func (d *Data) describeFar(ctx context.Context, disk *stack.Disk, uid string, p farPlace) error {
+func (d *Data) describeFar(ctx context.Context, disk *stack.Disk, uid string, p remote.Place) error {
 	ctx, cancel := context.WithTimeout(ctx, farTime)
 	defer cancel()
 	c := d.far.to(d.Peers.Identity, p)

@@ -87,8 +87,8 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 			return work(ctx, open)
 		}
 	}
-	if l := d.lentOf(uid); l != nil {
-		return work(ctx, l.Replica)
+	if served := d.remote.Opened(uid); served != nil {
+		return work(ctx, served.Replica)
 	}
 	ctx, unlock, ok := d.locks.LockYielding(ctx, volume)
 	if !ok {

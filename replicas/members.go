@@ -103,7 +103,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 				return
 			}
 			defer d.threads.PutBack(loop)
-			m, err := d.remoteMember(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
+			m, err := d.remote.Member(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
 				Volume: string(v.Status.UID), Loop: loop})
 			if err != nil {
 				f.err = err
@@ -155,15 +155,6 @@ func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error)
 	}
 	info := b.Info()
 	return info, b.Close()
-}
-
-// remoteMember is a replica of another node.
-func (d *Data) remoteMember(o peer.Options) (*peer.Member, error) {
-	if d.peers == nil {
-		return nil, api.Errorf(api.Unsupported, "replica %s of node %s cannot be reached: node %s has no identity", o.Replica,
-			o.Node, d.Node)
-	}
-	return d.peers.Member(o), nil
 }
 
 // selectMembers says which members a new engine begins with. All recorded ones have every acknowledged write, so those
@@ -254,7 +245,7 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 		}
 	}
 	if !n.Local {
-		m, err := d.remoteMember(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
+		m, err := d.remote.Member(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
 			Boot: spec.Boot, OnDown: down})
 		n.Member = m
 		return n, nil, err

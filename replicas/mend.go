@@ -216,7 +216,7 @@ func (d *Data) knock(ctx context.Context, loop *iothreads.Thread, r *api.Replica
 	}
 	ctx, cancel := context.WithTimeout(ctx, knockTime)
 	defer cancel()
-	m, err := d.remoteMember(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
+	m, err := d.remote.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
 		Volume: string(r.Spec.VolumeUID), Loop: loop})
 	if err != nil {
 		return err

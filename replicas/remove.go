@@ -25,10 +25,8 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 	disk, err := l.disk(ctx, r.Spec.Disk)
 	switch {
 	case err == nil:
-		if l.server != nil && l.server.Serves(string(r.Spec.UID)) {
-			if err := l.server.Release(string(r.Spec.UID)); err != nil {
-				l.Log.Warn("the end of a session of another node", "replica", r.Name, "err", err)
-			}
+		if err := l.remote.Release(string(r.Spec.UID)); err != nil {
+			l.Log.Warn("the end of a session of another node", "replica", r.Name, "err", err)
 		}
 		l.bringer.stop(r.Spec.UID)
 		mergeable, err := disk.TakeReplica(string(r.Spec.UID))

@@ -201,10 +201,8 @@ func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
 			return open
 		}
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if lent := l.lent[r.Spec.UID]; lent != nil {
-		return lent.Replica
+	if served := l.remote.Opened(string(r.Spec.UID)); served != nil {
+		return served.Replica
 	}
 	return nil
 }
@@ -495,14 +493,12 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 		l.stir(r.Spec.Volume)
 		return nil
 	}
-	if l.server != nil {
-		if info, is := l.server.Info(string(r.Spec.UID)); is { // its engine, on another node, does it
-			if info.Size < size {
-				return api.Errorf(api.Busy, "the volume's engine makes it larger")
-			}
-			r.Status.Size = size
-			return nil
+	if info, is := l.remote.Info(string(r.Spec.UID)); is { // its engine, on another node, does it
+		if info.Size < size {
+			return api.Errorf(api.Busy, "the volume's engine makes it larger")
 		}
+		r.Status.Size = size
+		return nil
 	}
 	loop, err := l.threads.Pick()
 	if err != nil {

@@ -68,10 +68,9 @@ func (l *replicaLoop) revert(ctx context.Context, r *api.Replica, disk *stack.Di
 	if v.Status.EngineNode != "" {
 		return api.Errorf(api.Busy, "the engine of volume %s is on node %s", v.Name, v.Status.EngineNode)
 	}
-	if l.server != nil { // an engine of before, shut out: it may not open the replica again until that is reverted
-		if err := l.server.Release(uid); err != nil {
-			l.Log.Warn("the end of a session of another node", "replica", r.Name, "err", err)
-		}
+	// An engine of before, shut out: it may not open the replica again until that is reverted.
+	if err := l.remote.Release(uid); err != nil {
+		l.Log.Warn("the end of a session of another node", "replica", r.Name, "err", err)
 	}
 	err = disk.Revert(ctx, uid, string(wish.Snapshot), wish.Epoch)
 	if why := l.mergeWorker.Fails(string(r.Spec.UID)); api.Is(err, api.Busy) && m.Merge != nil && why != "" {

@@ -107,10 +107,8 @@ func (d *Data) config(s *session, size, epoch int64) engine.Config {
 
 // openHere opens a replica of this node for an engine of this node. One of another node that has it loses it.
 func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
-	if d.server != nil {
-		if err := d.server.Release(uid); err != nil {
-			d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
-		}
+	if err := d.remote.Release(uid); err != nil {
+		d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
 	}
 	return disk.OpenReplica(ctx, uid, loop.Loop)
 }

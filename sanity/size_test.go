@@ -21,12 +21,12 @@ const (
 )
 
 var largerPackages = map[string]int{
-	"replicas":       8020,
+	"replicas":       7500,
 	"replicas/stack": 13800,
 }
 
 var largerTypes = map[string]int{
-	"replicas.Data":          151,
+	"replicas.Data":          125,
 	"replicas/stack.Disk":    176,
 	"replicas/stack.Replica": 120,
 	"replicas/engine.Engine": 106,

@@ -1,4 +1,4 @@
-package replicas
+package remote
 
 import (
 	"os"
@@ -9,16 +9,16 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A disk that fails keeps no replica of other disks from being found, and makes nobody believe that there is none.
+// TestHolderBesideAFailingDisk: a disk that fails hides no replica of other disks, and a replica that no other disk has
+// may be on it.
 func TestHolderBesideAFailingDisk(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	w.make("a", 64<<20)
-	uid := string(w.replicaOf("a").Spec.UID)
-	w.stopData()
-	defer w.startData()
-	good, err := stack.Open(filepath.Join(w.dir, "disk"))
+	good, err := stack.Add(t.Context(), t.TempDir())
 	if err != nil {
+		t.Fatal(err)
+	}
+	uid := string(api.NewUID())
+	if err := good.CreateReplica(t.Context(), stack.Spec{UID: uid, Volume: "a", VolumeUID: string(api.NewUID()),
+		Size: 1 << 20}); err != nil {
 		t.Fatal(err)
 	}
 	failing, err := stack.Add(t.Context(), t.TempDir())
