@@ -13,9 +13,11 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/disk"
-	"drover.io/drover/imagestore/registry"
-	"drover.io/drover/imagestore/source"
+	"drover.io/drover/imagestore/importer"
+	"drover.io/drover/imagestore/origin"
+	originhttp "drover.io/drover/imagestore/origin/http"
+	"drover.io/drover/imagestore/origin/registry"
+	"drover.io/drover/imagestore/origin/upload"
 )
 
 // settingPrivate lets sources be on addresses inside the network.
@@ -24,16 +26,16 @@ const settingPrivate = "allow-private-image-sources"
 // bring is one import from the image's source. address is where an upload was expected before, or empty. With mend, the
 // image is repaired below the replicas that use it.
 func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want disk.Want, address string, mend bool) (got disk.Got, err error) {
+	on block.Layers, want importer.Spec, address string, mend bool) (got importer.Result, err error) {
 	if spec.SourceType == api.SourceClone {
 		return n.copyOrigin(ctx, j, slot, spec, on, want, mend)
 	}
 	whole := want
 	if mend {
-		want = disk.Spare(whole)
+		want = importer.Spare(whole)
 	}
-	var up *source.Upload
-	open := func(ctx context.Context) (*source.Stream, error) {
+	var up *upload.Upload
+	open := func(ctx context.Context) (*origin.Stream, error) {
 		if spec.SourceType == api.SourceUpload {
 			if want.Kept != nil {
 				up = n.uploads.Continue(want.Kept.Mark)
@@ -67,14 +69,14 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 	want.KeepEvery = n.opts.KeepEvery
 	switch spec.SourceType {
 	case api.SourceDownload, api.SourceUpload, api.SourceRegistry:
-		want.Kept = disk.FindKept(ctx, on, want)
+		want.Kept = importer.FindKept(ctx, on, want)
 	}
 	if mend {
-		return disk.Remake(ctx, on, whole, want, &j.progress, open)
+		return importer.Remake(ctx, on, whole, want, &j.progress, open)
 	}
-	got, err = disk.Import(ctx, on, want, &j.progress, open)
+	got, err = importer.Import(ctx, on, want, &j.progress, open)
 	if spec.SourceType == api.SourceUpload && err != nil && !errors.Is(err, context.Canceled) {
-		err = errors.Join(err, disk.Remove(ctx, on, want)) // nobody will be asked for the rest
+		err = errors.Join(err, importer.Remove(ctx, on, want)) // nobody will be asked for the rest
 	}
 	if up != nil {
 		up.Finish(err)
@@ -83,11 +85,11 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 }
 
 // open opens the source; a download where kept (or nil) ends, if the server still has the same.
-func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *disk.Kept) (*source.Stream, error) {
+func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *importer.Kept) (*origin.Stream, error) {
 	url := spec.SourceParameters["url"]
 	switch spec.SourceType {
 	case api.SourceFile:
-		return source.OpenFile(spec.SourceParameters["path"])
+		return origin.OpenFile(spec.SourceParameters["path"])
 	case api.SourceDownload:
 		o := n.opts.Download
 		secret, err := n.secret(ctx, spec.SecretRef)
@@ -106,12 +108,12 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *dis
 		if kept != nil {
 			o.From = kept.Mark
 		}
-		s, err := source.Download(ctx, url, o)
-		if kept != nil && source.Changed(err) {
+		s, err := originhttp.Open(ctx, url, o)
+		if kept != nil && origin.Changed(err) {
 			n.log.Warn("download cannot be continued, it begins anew", "bytes", kept.Mark.Off, "cause", err)
 			kept.Drop()
-			o.From = source.Mark{}
-			s, err = source.Download(ctx, url, o)
+			o.From = origin.Mark{}
+			s, err = originhttp.Open(ctx, url, o)
 		} else if kept != nil && err == nil {
 			n.log.Info("download continues", "bytes", kept.Mark.Off, "of", kept.Mark.Size)
 		}
@@ -138,7 +140,7 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *dis
 			o.From = registry.From{Mark: kept.Mark, State: kept.State}
 		}
 		s, err := registry.Open(ctx, url, o)
-		if kept != nil && source.Changed(err) {
+		if kept != nil && origin.Changed(err) {
 			n.log.Warn("transfer from a registry cannot be continued, it begins anew", "bytes", kept.Mark.Off, "cause", err)
 			kept.Drop()
 			o.From = registry.From{}
@@ -196,10 +198,10 @@ func ofSecret(ref *api.SecretRef, err error) error {
 }
 
 // access is what a Secret says about a download.
-func access(secret map[string][]byte) (source.Access, error) {
+func access(secret map[string][]byte) (originhttp.Access, error) {
 	// Tools that make a Secret of a file often leave a line's end in it.
 	line := func(key string) string { return strings.TrimRight(string(secret[key]), "\r\n") }
-	a := source.Access{Username: line(api.SecretUsername), Password: line(api.SecretPassword),
+	a := originhttp.Access{Username: line(api.SecretUsername), Password: line(api.SecretPassword),
 		Token: line(api.SecretToken), CA: secret[api.SecretCA], Header: http.Header{}}
 	for key := range secret {
 		if name, ok := strings.CutPrefix(key, api.SecretHeader); ok {

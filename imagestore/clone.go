@@ -12,7 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // A clone of an image has an identity and copies of its own, and the layers of its origin: on a disk that has those it
@@ -89,13 +89,13 @@ func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec,
 
 // copyOrigin brings a clone to a disk that does not have its layers, from another one: of this node, else of any.
 func (n *copies) copyOrigin(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want disk.Want, mend bool) (disk.Got, error) {
+	on block.Layers, want importer.Spec, mend bool) (importer.Result, error) {
 	if err := slot(ctx); err != nil {
-		return disk.Got{}, err
+		return importer.Result{}, err
 	}
 	copies, err := origins(ctx, n, spec, want.Layers)
 	if err != nil {
-		return disk.Got{}, err
+		return importer.Result{}, err
 	}
 	slices.SortStableFunc(copies, func(a, b api.ImageCopy) int {
 		near := func(c api.ImageCopy) int {
@@ -119,19 +119,19 @@ func (n *copies) copyOrigin(ctx context.Context, j *job, slot func(context.Conte
 		}
 		err = cerr
 	}
-	return disk.Got{}, err
+	return importer.Result{}, err
 }
 
-func (n *copies) share(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers, want disk.Want, mend bool) (
-	disk.Got, error) {
+func (n *copies) share(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers, want importer.Spec, mend bool) (
+	importer.Result, error) {
 	from, done, err := n.lender(ctx, c.Spec.Disk)
 	if err != nil {
-		return disk.Got{}, err
+		return importer.Result{}, err
 	}
 	defer done()
 	j.is(api.ImageInProgress, "")
 	if mend {
-		return disk.Mend(ctx, from, on, want, &j.progress)
+		return importer.Mend(ctx, from, on, want, &j.progress)
 	}
-	return disk.Share(ctx, from, on, want, &j.progress)
+	return importer.Share(ctx, from, on, want, &j.progress)
 }

@@ -285,7 +285,7 @@ func TestVerify(t *testing.T) {
 	w := newWorld(t, 2)
 	b := content(3<<20, 1)
 	w.image("sent", api.SourceUpload, map[string]string{}, func(s *api.BackingImageSpec) { s.MinNumberOfCopies = 2 })
-	if code, said := upload(t, w.uploadURL("sent"), strings.NewReader(string(b)), int64(len(b))); code != 200 {
+	if code, said := sendUpload(t, w.uploadURL("sent"), strings.NewReader(string(b)), int64(len(b))); code != 200 {
 		t.Fatalf("%d %s", code, said)
 	}
 	img := w.isOn("sent", 0, 1)

@@ -151,7 +151,7 @@ func TestLostUpload(t *testing.T) {
 	w.start()
 	b := content(1<<20, 1)
 	w.image("sent", api.SourceUpload, map[string]string{})
-	if code, said := upload(t, w.uploadURL("sent"), bytes.NewReader(b), int64(len(b))); code != 200 {
+	if code, said := sendUpload(t, w.uploadURL("sent"), bytes.NewReader(b), int64(len(b))); code != 200 {
 		t.Fatalf("%d %s", code, said)
 	}
 	img := w.state("sent", api.ImageReady)

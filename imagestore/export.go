@@ -18,7 +18,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // An image of a volume or a snapshot names the layers that the snapshot has on its disk: nothing is copied there, and
@@ -230,14 +230,14 @@ func (n *copies) hold(ctx context.Context, c *api.ImageCopy, on block.Layers, st
 
 // nameExport makes the image of layers that are held.
 func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Context) error, on block.Layers,
-	want disk.Want, size int64) (disk.Got, error) {
+	want importer.Spec, size int64) (importer.Result, error) {
 	if err := slot(ctx); err != nil {
-		return disk.Got{}, err
+		return importer.Result{}, err
 	}
 	j.is(api.ImageInProgress, "")
 	x, ok := on.(block.Exporter)
 	if !ok {
-		return disk.Got{}, api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
+		return importer.Result{}, api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
 	img := block.Image{UID: string(want.UID), Name: want.Name, Format: "raw", VirtualSize: size, Checksum: want.Checksum,
 		Object: want.Object}
@@ -246,16 +246,16 @@ func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Conte
 	}
 	if want.Checksum != "" {
 		if err := checksum(ctx, x, img); err != nil {
-			return disk.Got{}, err
+			return importer.Result{}, err
 		}
 	}
 	for {
 		_, err := x.Name(ctx, img)
 		if err == nil {
-			return disk.Find(on, want)
+			return importer.Find(on, want)
 		}
 		if err = soon(ctx, err); err != nil {
-			return disk.Got{}, err
+			return importer.Result{}, err
 		}
 	}
 }
@@ -279,26 +279,28 @@ func soon(ctx context.Context, err error) error {
 const digesting = "digests"
 
 // lacksDigest reports whether a copy that is there names layers without digests.
-func lacksDigest(c *api.ImageCopy, g disk.Got) bool { return c.Spec.Export != nil && g.Digest == "" }
+func lacksDigest(c *api.ImageCopy, g importer.Result) bool {
+	return c.Spec.Export != nil && g.Digest == ""
+}
 
 // digest gives a copy that names a snapshot's layers the digests that they lack.
-func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, want disk.Want, img block.Image) error {
+func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, want importer.Spec, img block.Image) error {
 	x, ok := on.(block.Exporter)
 	if !ok {
 		return api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
 	_, err := n.movers.start(ctx, c, digesting,
-		func(ctx context.Context, _ *job, slot func(context.Context) error) (disk.Got, error) {
+		func(ctx context.Context, _ *job, slot func(context.Context) error) (importer.Result, error) {
 			if err := slot(ctx); err != nil {
-				return disk.Got{}, err
+				return importer.Result{}, err
 			}
 			for {
 				_, err := x.Digests(ctx, img)
 				if err == nil {
-					return disk.Find(on, want)
+					return importer.Find(on, want)
 				}
 				if err = soon(ctx, err); err != nil {
-					return disk.Got{}, err
+					return importer.Result{}, err
 				}
 			}
 		})

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // A copy may come from a disk of another node. That node bounds how many transfers each of its disks serves at once,
@@ -149,10 +149,10 @@ func farError(err error) error {
 
 // copyFrom is a transfer from another disk.
 func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers,
-	want disk.Want, mend bool) (disk.Got, error) {
+	want importer.Spec, mend bool) (importer.Result, error) {
 	from, done, err := n.lender(ctx, c.Spec.From)
 	if err != nil {
-		return disk.Got{}, err
+		return importer.Result{}, err
 	}
 	defer done()
 	j.is(api.ImageInProgress, "")
@@ -161,9 +161,9 @@ func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on bloc
 	if far && !mend {
 		return n.copyTogether(ctx, first, c, on, want, &j.progress)
 	}
-	carry := disk.Copy
+	carry := importer.Copy
 	if mend {
-		carry = disk.Mend
+		carry = importer.Mend
 	}
 	got, err := carry(ctx, from, on, want, &j.progress)
 	if !far && api.Is(err, api.Corrupt) {

@@ -341,7 +341,7 @@ func (c *cutWriter) Write(p []byte) (int, error) {
 	return c.ResponseWriter.Write(p)
 }
 
-func upload(t *testing.T, url string, body io.Reader, size int64) (int, string) {
+func sendUpload(t *testing.T, url string, body io.Reader, size int64) (int, string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPut, url, body)
 	if err != nil {
@@ -384,7 +384,7 @@ func TestUpload(t *testing.T) {
 	w.start()
 	second := first
 	w.eventually("there is another address", func() bool { second = w.uploadURL("golden"); return second != first })
-	if code, said := upload(t, second, bytes.NewReader(b), int64(len(b))); code != 200 {
+	if code, said := sendUpload(t, second, bytes.NewReader(b), int64(len(b))); code != 200 {
 		t.Fatalf("%d %s", code, said)
 	}
 	w.holds(0, w.state("golden", api.ImageReady), b)
@@ -396,7 +396,7 @@ func TestUpload(t *testing.T) {
 	w.image("wrong", api.SourceUpload, nil, func(s *api.BackingImageSpec) {
 		s.SourceParameters, s.Checksum = map[string]string{}, sum(nil)
 	})
-	if code, said := upload(t, w.uploadURL("wrong"), bytes.NewReader(b), int64(len(b))); code != 422 ||
+	if code, said := sendUpload(t, w.uploadURL("wrong"), bytes.NewReader(b), int64(len(b))); code != 422 ||
 		!strings.Contains(said, "wrong checksum") {
 		t.Errorf("%d %s", code, said)
 	}
@@ -425,7 +425,7 @@ func TestUpload(t *testing.T) {
 	<-ended
 	w.start()
 	w.eventually("there is another address", func() bool { second = w.uploadURL("half"); return second != url })
-	if code, said := upload(t, second, bytes.NewReader(b), int64(len(b))); code != 200 {
+	if code, said := sendUpload(t, second, bytes.NewReader(b), int64(len(b))); code != 200 {
 		t.Fatalf("%d %s", code, said)
 	}
 	w.holds(0, w.state("half", api.ImageReady), b)

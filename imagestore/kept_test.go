@@ -17,7 +17,8 @@ import (
 	"time"
 
 	"drover.io/drover/api"
-	"drover.io/drover/imagestore/source"
+	"drover.io/drover/imagestore/origin"
+	"drover.io/drover/imagestore/origin/upload"
 )
 
 // slow is a server whose image has a version, and which lets so many bytes through before it waits.
@@ -372,7 +373,7 @@ func TestUploadGoesOnAfterARestart(t *testing.T) {
 				return
 			}
 			var again string
-			var now source.UploadState
+			var now upload.State
 			w.eventually("it is expected again", func() bool {
 				again = w.uploadURL("golden")
 				resp, err := http.Get(again)
@@ -385,7 +386,7 @@ func TestUploadGoesOnAfterARestart(t *testing.T) {
 			if again[strings.LastIndex(again, "/"):] != url[strings.LastIndex(url, "/"):] {
 				t.Errorf("it was %s, and is %s", url, again)
 			}
-			if now.Offset != int64(kept) || now.CRC32C != source.CRC32C(0, file[:kept]) {
+			if now.Offset != int64(kept) || now.CRC32C != origin.CRC32C(0, file[:kept]) {
 				t.Fatalf("%+v, of %d bytes", now, kept)
 			}
 			req, _ := http.NewRequest(http.MethodPut, again, bytes.NewReader(file[kept:]))

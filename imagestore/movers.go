@@ -10,7 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // movers owns the transfers of a node: it starts them, bounds how many run at once, cancels them, and waits for all of
@@ -111,10 +111,10 @@ type job struct {
 	cancel context.CancelFunc
 	ended  chan struct{} // closed at the end; then got and err are set
 	begun  time.Time
-	got    disk.Got
+	got    importer.Result
 	err    error
 
-	progress disk.Progress
+	progress importer.Progress
 	mu       sync.Mutex
 	state    api.ImageState // before bytes arrive: pending or starting; then in-progress
 	url      string         // where an upload is expected
@@ -172,7 +172,7 @@ func (m *movers) forget(name string) {
 
 // start begins a transfer. run gets a function that waits for a slot, which the job then has until its end.
 func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
-	run func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error)) (*job, error) {
+	run func(ctx context.Context, j *job, slot func(context.Context) error) (importer.Result, error)) (*job, error) {
 	select {
 	case <-m.started:
 	case <-ctx.Done():
@@ -198,7 +198,7 @@ func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
 
 // carry is the owner of one transfer: it tells of progress at every tick, and of the end.
 func (m *movers) carry(ctx context.Context, j *job, ev event.GenericEvent,
-	run func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error)) {
+	run func(ctx context.Context, j *job, slot func(context.Context) error) (importer.Result, error)) {
 	defer j.cancel()
 	transfers.Inc()
 	defer transfers.Dec()

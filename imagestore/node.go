@@ -28,8 +28,10 @@ import (
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
-	"drover.io/drover/imagestore/disk"
-	"drover.io/drover/imagestore/source"
+	"drover.io/drover/imagestore/importer"
+	"drover.io/drover/imagestore/origin"
+	originhttp "drover.io/drover/imagestore/origin/http"
+	"drover.io/drover/imagestore/origin/upload"
 )
 
 // NodeOptions of the node role. The zero value of each field but Log stands for its default.
@@ -58,7 +60,7 @@ type NodeOptions struct {
 	Identity *wire.Identity
 	Layers   net.Listener
 	// Download tunes downloads.
-	Download source.DownloadOptions
+	Download originhttp.Options
 }
 
 // copies makes the ImageCopy objects of one node true.
@@ -71,7 +73,7 @@ type copies struct {
 	events  recorder.EventRecorder
 	log     *slog.Logger
 	movers  *movers
-	uploads *source.Uploads
+	uploads *upload.Server
 
 	mu       sync.Mutex
 	pens     map[string]*pen
@@ -108,7 +110,7 @@ func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Lay
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
-	uploads, err := source.ListenUploads(o.UploadListen, o.UploadHost, o.UploadCert)
+	uploads, err := upload.Listen(o.UploadListen, o.UploadHost, o.UploadCert)
 	if err != nil {
 		return err
 	}
@@ -293,7 +295,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 		return n.hold(ctx, c, on, st), nil
 	}
 	want, mend := n.want(c, img), false
-	got, err := disk.Find(on, want)
+	got, err := importer.Find(on, want)
 	switch {
 	case err == nil && lacksDigest(c, got):
 		if st.State != api.ImageFailed {
@@ -314,7 +316,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	}
 	if api.Is(err, api.Corrupt) && st.State == api.ImageFailed && mayTry(c, st) {
 		// What is there is worth nothing. It goes, and the image is brought again; below replicas it is repaired in place.
-		err = disk.Remove(ctx, on, want)
+		err = importer.Remove(ctx, on, want)
 		if mend = api.Is(err, api.InUse) && want.Digest != "" && (c.Spec.From != "" ||
 			img.Spec.SourceType != api.SourceUpload && img.Spec.SourceType != api.SourceExport); mend {
 			err = nil
@@ -340,7 +342,7 @@ func (n *copies) step(ctx context.Context, c *api.ImageCopy, j *job, st *api.Ima
 	}
 	if st.Digest != "" && c.Spec.From == "" && img.Spec.SourceType == api.SourceUpload {
 		return n.failed(c, st, errors.Join(api.Errorf(api.Unavailable, "the copy is gone from disk %s, and an upload cannot "+
-			"be asked for again: delete the image and upload it anew", c.Spec.Disk), disk.Remove(ctx, on, want)), false), nil
+			"be asked for again: delete the image and upload it anew", c.Spec.Disk), importer.Remove(ctx, on, want)), false), nil
 	}
 	if yes, err := n.wanted(ctx, c); !yes {
 		return 0, err // the cache's news wakes us
@@ -374,7 +376,7 @@ func mayTry(c *api.ImageCopy, st *api.ImageCopyStatus) bool {
 }
 
 // done is the status of a copy that is there.
-func done(st *api.ImageCopyStatus, g disk.Got) {
+func done(st *api.ImageCopyStatus, g importer.Result) {
 	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
 	st.Attempts, st.TriedFrom = 0, ""
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
@@ -407,7 +409,7 @@ func (n *copies) failed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, re
 	if pause > n.opts.RetryMax || pause <= 0 {
 		pause = n.opts.RetryMax
 	}
-	pause = max(pause, min(source.Wait(err), mostPatience))
+	pause = max(pause, min(origin.Wait(err), mostPatience))
 	// Whole seconds, because that is what the API keeps.
 	st.NextTry = metav1.NewTime(time.Now().Add(pause + time.Second - 1).Truncate(time.Second))
 	return time.Until(st.NextTry.Time)
@@ -426,8 +428,8 @@ func worthRetry(t api.SourceType, err error) bool {
 	return true
 }
 
-func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
-	w := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum,
+func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) importer.Spec {
+	w := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Checksum: img.Spec.Checksum,
 		Export: c.Spec.Export != nil}
 	if img.Name != "" {
 		if object, err := img.Record(); err == nil {
@@ -444,21 +446,21 @@ func (n *copies) want(c *api.ImageCopy, img *api.BackingImage) disk.Want {
 // begin starts the transfer of a copy, or with mend its repair. address is where an upload was expected before, or
 // empty.
 func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingImage, on block.Layers,
-	want disk.Want, address string, mend bool) error {
+	want importer.Spec, address string, mend bool) error {
 	n.mu.Lock()
 	delete(n.verdicts, c.Name) // they are of what was there before
 	delete(n.doubts, c.Name)
 	n.mu.Unlock()
 	if c.Spec.From != "" {
 		_, err := n.movers.start(ctx, c, "disk",
-			func(ctx context.Context, j *job, _ func(context.Context) error) (disk.Got, error) {
+			func(ctx context.Context, j *job, _ func(context.Context) error) (importer.Result, error) {
 				return n.copyFrom(ctx, j, c.DeepCopy(), on, want, mend)
 			})
 		return err
 	}
 	spec, size := img.Spec.DeepCopy(), img.Status.VirtualSize
 	_, err := n.movers.start(ctx, c, string(spec.SourceType),
-		func(ctx context.Context, j *job, slot func(context.Context) error) (disk.Got, error) {
+		func(ctx context.Context, j *job, slot func(context.Context) error) (importer.Result, error) {
 			if spec.SourceType == api.SourceExport {
 				return n.nameExport(ctx, j, slot, on, want, size)
 			}
@@ -471,9 +473,9 @@ func (n *copies) begin(ctx context.Context, c *api.ImageCopy, img *api.BackingIm
 func (n *copies) remove(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (time.Duration, bool) {
 	on, err := n.disks(c.Spec.Disk)
 	if err == nil {
-		want := disk.Want{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil}
-		if err = disk.Remove(ctx, on, want); err == nil {
-			err = disk.RemoveSpare(ctx, on, want)
+		want := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil}
+		if err = importer.Remove(ctx, on, want); err == nil {
+			err = importer.RemoveSpare(ctx, on, want)
 		}
 	}
 	if err == nil {

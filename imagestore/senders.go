@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // A copy that comes from another node is read from further nodes that have the image too, where they have a place free:
@@ -254,21 +254,21 @@ func (n *copies) helpers(ctx context.Context, c *api.ImageCopy) []helper {
 	return found
 }
 
-// copyTogether is disk.Copy from a disk of another node and those that help it.
-func (n *copies) copyTogether(ctx context.Context, first *farDisk, c *api.ImageCopy, on block.Layers, want disk.Want,
-	p *disk.Progress) (disk.Got, error) {
+// copyTogether is importer.Copy from a disk of another node and those that help it.
+func (n *copies) copyTogether(ctx context.Context, first *farDisk, c *api.ImageCopy, on block.Layers, want importer.Spec,
+	p *importer.Progress) (importer.Result, error) {
 	others := n.helpers(ctx, c)
 	if len(others) == 0 {
-		return disk.Copy(ctx, first, on, want, p)
+		return importer.Copy(ctx, first, on, want, p)
 	}
 	t := newTeam(ctx, first, n.opts.Identity, others, placeTime, n.log)
-	got, err := disk.Copy(ctx, t, on, want, p)
+	got, err := importer.Copy(ctx, t, on, want, p)
 	t.end()
 	if sent := t.helped(); len(sent) > 0 {
 		n.log.Info("a copy came from several nodes", "image", c.Spec.Image, "disk", c.Spec.Disk, "first", c.Spec.From,
 			"others", sent, "err", err)
 		if api.Is(err, api.Corrupt) { // whose fault that is nobody knows
-			return disk.Copy(ctx, first, on, want, p)
+			return importer.Copy(ctx, first, on, want, p)
 		}
 	}
 	return got, err

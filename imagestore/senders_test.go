@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -50,7 +50,7 @@ type senders struct {
 	id      *wire.Identity
 	others  []helper      // the first of them is who is asked first
 	left    chan struct{} // a place was given back
-	want    disk.Want
+	want    importer.Spec
 	content []byte
 	to      *stack.Disk
 }
@@ -89,7 +89,7 @@ func newSenders(t *testing.T, reads ...func([]byte) error) *senders {
 	for i := range s.content {
 		s.content[i] = byte(rnd.Uint32())
 	}
-	s.want = disk.Want{UID: api.NewUID(), Name: "golden", Layers: []api.UID{api.NewUID()}}
+	s.want = importer.Spec{UID: api.NewUID(), Name: "golden", Layers: []api.UID{api.NewUID()}}
 	ctx, stop := context.WithCancel(context.Background())
 	var serving sync.WaitGroup
 	t.Cleanup(func() { stop(); serving.Wait() })
@@ -127,7 +127,7 @@ func (s *senders) copy() (map[string]int64, error) {
 	t := newTeam(s.t.Context(), &farDisk{s.t.Context(), c, s.others[0].disk}, s.id, s.others[1:],
 		time.Minute, slog.New(slog.DiscardHandler))
 	t.asking.Wait()
-	_, err := disk.Copy(s.t.Context(), t, s.to, s.want, &disk.Progress{})
+	_, err := importer.Copy(s.t.Context(), t, s.to, s.want, &importer.Progress{})
 	t.end()
 	return t.helped(), err
 }

@@ -297,7 +297,7 @@ var ways = []way{
 		},
 		func(s *stand, body []byte) func() {
 			s.golden(api.SourceUpload, map[string]string{"size": "3"}, body)
-			upload(s.t, s.uploadURL("golden"), strings.NewReader("no!"), 3)
+			sendUpload(s.t, s.uploadURL("golden"), strings.NewReader("no!"), 3)
 			return nil
 		}},
 	{api.SourceRegistry, []api.ImageState{api.ImageStarting, api.ImageInProgress, api.ImageTransfer},

@@ -14,7 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/disk"
+	"drover.io/drover/imagestore/importer"
 )
 
 // verifying is the kind of a job that reads a copy which is there.
@@ -29,9 +29,9 @@ type verdict struct {
 // sound tells whether a copy's content is what it was: err nil where there is no reason to doubt it, or where a
 // verification found no harm; known is false while that is being found out. Reasons are: somebody touched its files,
 // what was copied from it was damaged, the user asks, or the last verification is long ago.
-func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got disk.Got, st *api.ImageCopyStatus) (
+func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got importer.Result, st *api.ImageCopyStatus) (
 	known bool, err error) {
-	mark, err := disk.Touched(on, got.Image)
+	mark, err := importer.Touched(on, got.Image)
 	if err != nil {
 		return true, err
 	}
@@ -53,14 +53,14 @@ func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, g
 		return true, nil
 	}
 	_, err = n.movers.start(ctx, c, verifying,
-		func(ctx context.Context, _ *job, _ func(context.Context) error) (disk.Got, error) {
+		func(ctx context.Context, _ *job, _ func(context.Context) error) (importer.Result, error) {
 			if !held {
 				if err := n.movers.lanes.take(ctx, lane, 1); err != nil {
-					return disk.Got{}, err
+					return importer.Result{}, err
 				}
 			}
 			defer n.movers.lanes.give(lane)
-			err := disk.Verify(ctx, on, got.Image)
+			err := importer.Verify(ctx, on, got.Image)
 			if ctx.Err() == nil {
 				n.mu.Lock()
 				n.verdicts[c.Name] = verdict{mark, err}

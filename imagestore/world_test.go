@@ -33,7 +33,7 @@ import (
 	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/imagestore"
-	"drover.io/drover/imagestore/source"
+	originhttp "drover.io/drover/imagestore/origin/http"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -98,7 +98,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
 		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond,
 		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
-		Download: source.DownloadOptions{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
+		Download: originhttp.Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
 	status := api.NodeStatus{Heartbeat: alive()}
 	for i := range disks {

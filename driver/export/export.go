@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/driver/cli"
-	"drover.io/drover/imagestore/qcow2"
+	"drover.io/drover/imagestore/format/qcow2"
 	"drover.io/drover/replicas/stack"
 )
 

@@ -1,0 +1,76 @@
+package vmdk
+
+import (
+	"errors"
+	"sync"
+
+	"drover.io/drover/imagestore/format/inflate"
+)
+
+// unpackers holds what one reader needs for its time. Nothing in it belongs to an image.
+var unpackers = sync.Pool{New: func() any { return new(unpacker) }}
+
+type unpacker struct {
+	entries [tableSize]byte
+	mark    [markSize]byte
+	packed  []byte
+	plain   []byte // of a grain that is not wanted whole
+	inflate inflate.Decoder
+}
+
+var (
+	errShort = errors.New("it ends too early")
+	errLong  = errors.New("it unpacks to more than a grain")
+)
+
+// unpack fills to, which starts at off and lies in one grain, from the compressed grain whose marker is at host.
+func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
+	h := im.h
+	number := off >> h.grainBits
+	start := number << h.grainBits
+	need := int(min(h.grain, h.size-start))
+	mark := u.mark[:]
+	if err := im.readFull(mark, host, "a grain's marker"); err != nil {
+		return err
+	}
+	if lba := le.Uint64(mark); lba != uint64(start/sector) {
+		return corrupt("the grain at %#x is that of sector %d, not %d: grains are mixed up", host, lba, start/sector)
+	}
+	// What does not compress grows by its block headers only.
+	size := int64(le.Uint32(mark[8:]))
+	if size == 0 || size > h.grain+h.grain/16+1024 {
+		return corrupt("the grain at %#x has %d compressed bytes: there are more than 0, and not more than its content", host,
+			size)
+	}
+	if int64(cap(u.packed)) < size {
+		u.packed = make([]byte, h.grain+h.grain/16+1024)
+	}
+	packed := u.packed[:size]
+	if err := im.readFull(packed, host+markSize, "a compressed grain"); err != nil {
+		return err
+	}
+	dst := to
+	if len(to) != int(h.grain) { // a part of it, or the last one, which may go on behind the disk
+		if cap(u.plain) < int(h.grain) {
+			u.plain = make([]byte, h.grain)
+		}
+		dst = u.plain[:h.grain]
+	}
+	n, _, err := u.inflate.Zlib(dst, packed)
+	switch {
+	case errors.Is(err, inflate.ErrLong):
+		err = errLong
+	case err == nil && n < need:
+		err = errShort
+	}
+	if err != nil {
+		return corrupt("compressed data at %#x: %w", host, err)
+	}
+	if len(to) != int(h.grain) {
+		copy(to, dst[off-start:])
+	}
+	if im.drop != nil && len(to) == need {
+		im.drop(host, (markSize+size+sector-1)/sector*sector)
+	}
+	return nil
+}

@@ -1,0 +1,133 @@
+package importer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// A copy that is cut off goes on where it was: now and then what is there is kept, with the digest that the whole shall
+// have.
+
+// stretch is how much is copied between two looks at whether to keep it.
+const stretch = 64 << 20
+
+// copyNote is recorded beside a layer that is half copied.
+type copyNote struct {
+	Root string `json:"root"`
+	Size int64  `json:"size"`
+}
+
+// copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
+func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery time.Duration,
+	tell func(int64)) (allocated, size int64, err error) {
+	root, _, err := from.Digest(uid)
+	if err != nil {
+		return 0, 0, err
+	}
+	src, err := from.Open(uid)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer src.Close()
+	size = src.Size()
+	if have, n, err := on.Digest(uid); err == nil && have == root {
+		return n, size, nil
+	}
+	note := copyNote{Root: root, Size: size}
+	w, at, err := resumeCopy(ctx, on, uid, note)
+	if err != nil {
+		return 0, 0, err
+	}
+	if x, ok := w.(block.Exact); ok {
+		x.Exact(root)
+	}
+	kept, err := fill(ctx, on, w, src, at, note, keepEvery, tell)
+	var made string
+	if err == nil {
+		made, allocated, err = w.Seal(ctx)
+	}
+	if err != nil {
+		if k, ok := w.(block.Keeper); ok && kept && !api.Is(err, api.Corrupt) {
+			return 0, 0, errors.Join(err, k.Leave())
+		}
+		return 0, 0, errors.Join(err, w.Abort())
+	}
+	if made != root {
+		err := api.Errorf(api.Corrupt, "layer %s on disk %s does not match its digest: the copy is thrown away", uid,
+			from.UID())
+		return 0, 0, errors.Join(err, forget(on, uid))
+	}
+	return allocated, size, nil
+}
+
+// resumeCopy continues what an earlier copy of the same content kept, or begins.
+func resumeCopy(ctx context.Context, on block.Layers, uid string, note copyNote) (block.LayerWriter, int64, error) {
+	if r, ok := on.(block.Resumer); ok {
+		if w, upTo, raw, err := r.Resume(ctx, uid); err == nil {
+			var was copyNote
+			if json.Unmarshal(raw, &was) == nil && was == note {
+				return w, upTo, nil
+			}
+			if err := w.Abort(); err != nil {
+				return nil, 0, err
+			}
+		}
+	}
+	w, err := create(ctx, on, api.UID(uid), note.Size)
+	return w, 0, err
+}
+
+// fill copies what src holds from at on. kept: what is there outlives this process, and an error.
+func fill(ctx context.Context, on block.Layers, w block.LayerWriter, src block.Source, at int64, note copyNote,
+	keepEvery time.Duration, tell func(int64)) (kept bool, err error) {
+	raw, err := json.Marshal(note)
+	if err != nil {
+		return false, err
+	}
+	kept = at > 0
+	keeper, can := w.(block.Keeper)
+	if keepEvery <= 0 {
+		keepEvery = defaultKeepEvery
+	}
+	sink := roomySink{w, newRoom(on)}
+	for last := time.Now(); at < note.Size; {
+		end := min(at+stretch, note.Size)
+		begin := at
+		err := block.Copy(ctx, sink, &part{src, begin, end},
+			block.CopyOptions{Progress: func(done, _ int64) { tell(max(done, begin)) }})
+		if err != nil {
+			return kept, err
+		}
+		if at = end; can && at < note.Size && time.Since(last) >= keepEvery {
+			if err := keeper.Keep(at, raw); err != nil {
+				return kept, err
+			}
+			kept, last = true, time.Now()
+		}
+	}
+	return kept, nil
+}
+
+const defaultKeepEvery = 10 * time.Second
+
+// part is a stretch of a source, at the same offsets.
+type part struct {
+	block.Source
+	from, to int64
+}
+
+func (p *part) Size() int64 { return p.to }
+
+func (p *part) Next(off int64) (block.Extent, error) {
+	if off < p.from {
+		return block.Extent{Off: off, Len: p.from - off, Kind: block.Hole}, nil
+	}
+	e, err := p.Source.Next(off)
+	e.Len = min(e.Len, p.to-e.Off)
+	return e, err
+}

@@ -1,0 +1,150 @@
+package importer
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"strings"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/archive"
+	"drover.io/drover/imagestore/format/qcow2"
+	"drover.io/drover/imagestore/format/vhd"
+	"drover.io/drover/imagestore/format/vhdx"
+	"drover.io/drover/imagestore/format/vmdk"
+)
+
+// format is what the bytes of a source are, once they are unpacked.
+type format string
+
+const (
+	raw     format = "raw"
+	isQCOW2 format = "qcow2"
+	isVMDK  format = "vmdk"
+	isVHD   format = "vhd"
+	isVHDX  format = "vhdx"
+)
+
+// headSize is how much of the beginning detect wants to see, where there is as much.
+const headSize = 4096
+
+// packedNames are what a packed format is called: as its files end.
+var packedNames = map[archive.Format]string{archive.Gzip: ".gz", archive.Xz: ".xz", archive.Zstd: ".zst"}
+
+// foreign are formats that would otherwise be taken for raw and become a disk nobody can use.
+var foreign = []struct {
+	off                 int
+	magic, name, advice string
+}{
+	{0, "BZh", "bzip2", "unpack it first, or pack it with gzip, xz or zstd"},
+	{0, "PK\x03\x04", "zip", "unpack it first, or pack it with gzip, xz or zstd"},
+	{0, "7z\xbc\xaf\x27\x1c", "7z", "unpack it first, or pack it with gzip, xz or zstd"},
+	{0, "Rar!\x1a\x07", "RAR", "unpack it first, or pack it with gzip, xz or zstd"},
+	{0, "\x04\x22\x4d\x18", "lz4", "unpack it first, or pack it with gzip, xz or zstd"},
+	{257, "ustar", "tar", "take the disk image out of it first"},
+	{0, "<<< ", "VDI", "convert it with: qemu-img convert -O qcow2"},
+	{0, "QED\x00", "QED", "convert it with: qemu-img convert -O qcow2"},
+	{0, "WithoutFreeSpace", "Parallels", "convert it with: qemu-img convert -O qcow2"},
+	{0, "WithouFreSpacExt", "Parallels", "convert it with: qemu-img convert -O qcow2"},
+	{0, "LUKS\xba\xbe", "LUKS", "it is encrypted: give a decrypted one"},
+}
+
+// detect tells the format by the first bytes (headSize of them, or all there are).
+func detect(head []byte) (format, error) {
+	if len(head) == 0 {
+		return "", api.Errorf(api.Invalid, "it is empty: not a disk image")
+	}
+	switch {
+	case qcow2.Detect(head):
+		if v := binary.BigEndian.Uint32(head[4:]); v != 2 && v != 3 {
+			return "", api.Errorf(api.Unsupported, "it is qcow version %d, and only 2 and 3 can be read: convert it with: "+
+				"qemu-img convert -O qcow2", v)
+		}
+		return isQCOW2, nil
+	case vmdk.Detect(head):
+		return isVMDK, nil
+	case vhdx.Detect(head):
+		return isVHDX, nil
+	case vhd.Detect(head):
+		return isVHD, nil
+	}
+	for _, f := range foreign {
+		if len(head) > f.off && bytes.HasPrefix(head[f.off:], []byte(f.magic)) {
+			return "", api.Errorf(api.Unsupported, "it is in %s format, which cannot be read: %s", f.name, f.advice)
+		}
+	}
+	if markup(head) {
+		return "", api.Errorf(api.Invalid,
+			"it is a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
+	}
+	return raw, nil
+}
+
+// markup reports whether the bytes are the beginning of a page or of an error document. A disk image has zeros or
+// machine code there; the whole head must be text, so that a boot sector is never taken for a page.
+func markup(head []byte) bool {
+	if bytes.IndexByte(head, 0) >= 0 {
+		return false
+	}
+	text := strings.ToLower(string(bytes.TrimLeft(bytes.TrimPrefix(head, []byte("\xef\xbb\xbf")), " \t\r\n")))
+	for _, p := range []string{"<!doctype", "<html", "<head", "<?xml", "<error", `{"`, "{\n", "<!--"} {
+		if strings.HasPrefix(text, p) {
+			return true
+		}
+	}
+	return false
+}
+
+// open opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on its
+// way, and size is -1 where it shows only at its end.
+func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
+	switch f {
+	case isQCOW2:
+		return qcow2.Open(r, size, qcow2.Limits{Lazy: stream})
+	case isVMDK:
+		return vmdk.Open(r, size, vmdk.Limits{Stream: stream})
+	case isVHD:
+		return vhd.Open(r, size, vhd.Limits{Stream: stream})
+	default:
+		return vhdx.Open(r, size, vhdx.Limits{})
+	}
+}
+
+// needsEnd reports that nothing can be made of an image before its size is known.
+func (f format) needsEnd() bool { return f != isQCOW2 }
+
+// tailSize is how much of the end of a raw source shows whether it is a fixed VHD disk.
+const tailSize = 512
+
+// fixedVHD looks at the last bytes of what began like a raw disk: a fixed VHD disk is one with a footer. It returns the
+// size of the disk, or -1 where it is not VHD.
+func fixedVHD(tail []byte, size int64) (int64, error) {
+	if !vhd.DetectEnd(tail) {
+		return -1, nil
+	}
+	img, err := vhd.Open(tailReader{tail, size}, size, vhd.Limits{})
+	if err != nil {
+		return -1, err
+	}
+	defer func() { _ = img.Close() }()
+	if !img.Info().Fixed {
+		return -1, api.Errorf(api.Corrupt,
+			"vhd: it ends like a dynamic disk and does not begin like one: its start is damaged")
+	}
+	return img.Size(), nil
+}
+
+// tailReader is a file of which only the end is there: all else is zeros.
+type tailReader struct {
+	tail []byte
+	size int64
+}
+
+func (t tailReader) ReadAt(p []byte, off int64) (int, error) {
+	clear(p)
+	if at := off - (t.size - int64(len(t.tail))); at >= 0 && at < int64(len(t.tail)) {
+		copy(p, t.tail[at:])
+	}
+	return len(p), nil
+}

@@ -1,0 +1,162 @@
+package importer
+
+import (
+	"encoding/binary"
+	"maps"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// spoolName is what the scratch file of an import is called that can be continued.
+const spoolName = "spool"
+
+// spoolState is what of a spool is not in its file.
+type spoolState struct {
+	Have int64         `json:"have"`
+	Gone []byte        `json:"gone,omitempty"` // as spool.gone, in little-endian words
+	Part map[int64]int `json:"part,omitempty"`
+	// What was read before it came, and is to be compared.
+	Early []earlyNote `json:"early,omitempty"`
+}
+
+// mostParts bounds what is recorded of a spool: of an image in great disorder nothing is kept.
+const mostParts = 100_000
+
+// state makes durable what is there, while nothing comes and nothing is read, and tells the rest. ok is false where
+// that would be too much.
+func (s *spool) state() (st spoolState, ok bool, err error) {
+	s.mu.Lock()
+	st = spoolState{Have: s.have, Part: maps.Clone(s.part)}
+	for _, w := range s.gone {
+		st.Gone = binary.LittleEndian.AppendUint64(st.Gone, w)
+	}
+	s.mu.Unlock()
+	if st.Early, ok = s.early.state(); !ok {
+		return st, false, nil
+	}
+	if len(st.Part) > mostParts || len(st.Gone) > 4<<20 {
+		return st, false, nil
+	}
+	return st, true, s.f.Datasync()
+}
+
+// settle says that the state up to some byte is recorded: what was dropped before that is of no use to anybody.
+func (s *spool) settle(upTo int64) {
+	s.mu.Lock()
+	done := s.owed
+	s.owed, s.owing, s.kept = nil, 0, upTo
+	s.mu.Unlock()
+	for _, u := range done {
+		s.punch(u)
+	}
+}
+
+// resume makes it what it was when it was kept.
+func (s *spool) resume(st *spoolState) error {
+	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*unit > st.Have {
+		return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
+	}
+	if err := s.early.resume(st.Early, st.Have); err != nil {
+		return err
+	}
+	if err := s.f.Truncate(st.Have); err != nil { // what came later comes again
+		return err
+	}
+	s.have, s.held, s.kept = st.Have, st.Have, st.Have
+	for u, n := range st.Part {
+		if u < 0 || u*unit > st.Have || n <= 0 || n >= unit {
+			return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
+		}
+		s.part[u] = n
+	}
+	for w := range len(st.Gone) / 8 {
+		bits := binary.LittleEndian.Uint64(st.Gone[w*8:])
+		s.gone = append(s.gone, bits)
+		for i := int64(0); i < 64; i++ {
+			if bits>>i&1 == 0 {
+				continue
+			}
+			u := int64(w)*64 + i
+			s.held -= unit
+			s.punch(units{u, u + 1}) // the last ones need not have been
+		}
+	}
+	s.peak.Store(max(s.peak.Load(), s.held))
+	return nil
+}
+
+// spoolFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion, and
+// when that stands still, records all of it.
+type spoolFeed struct {
+	feed
+	im   *importer
+	sp   *spool
+	gate *gate
+	w    block.Keeper
+
+	next time.Time // when it is to be kept again
+	shut int64     // where the conversion was halted; -1: it is not
+	off  int64     // what was kept: of the source,
+	at   int64     // and of the layer
+}
+
+func (f *spoolFeed) news() <-chan struct{} { return f.gate.news }
+
+// when is far off while the conversion is halted: there is news then.
+func (f *spoolFeed) when() time.Time {
+	if f.shut >= 0 {
+		return time.Now().Add(f.im.keepEvery())
+	}
+	return f.next
+}
+
+// due is asked after each piece, and when the conversion may have halted.
+func (f *spoolFeed) due(off int64) bool {
+	switch {
+	case f.shut < 0 && time.Now().Before(f.next):
+		return false
+	case f.shut < 0:
+		f.gate.close()
+		f.sp.halt(true)
+		f.shut = off
+	}
+	if _, ok := f.gate.halted(); ok {
+		return true
+	}
+	if off-f.shut > 2*ahead {
+		f.resume() // it takes its time; another time, perhaps
+	}
+	return false
+}
+
+func (f *spoolFeed) resume() {
+	f.shut, f.next = -1, time.Now().Add(f.im.keepEvery())
+	f.sp.halt(false)
+	f.gate.open()
+}
+
+func (f *spoolFeed) rest(off int64) error {
+	defer f.resume()
+	off += f.im.from
+	at, ok := f.gate.halted()
+	if !ok || at%pieceSize != 0 || off == f.off && at == f.at {
+		return nil
+	}
+	note, ok := f.im.place(off)
+	if !ok {
+		return nil
+	}
+	st, ok, err := f.sp.state()
+	if err != nil || !ok {
+		return err
+	}
+	note.Spool = &st
+	if err := f.im.keep(f.w, at, note); err != nil {
+		return err
+	}
+	f.off, f.at = off, at
+	f.sp.settle(off)
+	return nil
+}

@@ -1,0 +1,202 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"drover.io/drover/api"
+	"drover.io/drover/imagestore/origin"
+)
+
+// blob is the bytes of one layer as the registry keeps them, over any number of connections. After the last byte Read
+// compares the digest: io.EOF means that it was right. Owner: the goroutine that reads; any may ask for failure.
+type blob struct {
+	ctx  context.Context
+	c    *client
+	want descriptor
+	sum  hash.Hash
+
+	off  int64 // next byte
+	skip int64 // bytes that the current connection brings again
+	all  bool  // the server cannot send a part
+
+	body   io.ReadCloser
+	cuts   int // in a row
+	states origin.HashStates
+
+	mu  sync.Mutex
+	err error // final
+}
+
+// failure is why nothing more comes.
+func (b *blob) failure() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.err
+}
+
+func (b *blob) fail(err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.err = err
+}
+
+// openBlob asks for the blob; an error says why it is not to be had.
+// It begins at off, where sum is the state of the digest, or nil at the start.
+func (c *client) openBlob(ctx context.Context, want descriptor, off int64, state []byte) (*blob, error) {
+	sum, err := v1.Hasher(want.Digest.Algorithm)
+	if err != nil {
+		return nil, api.Errorf(api.Unsupported, "%s: a layer's digest: %w", c.name, err)
+	}
+	b := &blob{ctx: ctx, c: c, want: want, sum: sum}
+	if state != nil {
+		if err := b.enter(off, state); err != nil {
+			return nil, err
+		}
+	}
+	b.states.Record(b.off, b.sum)
+	if b.off == want.Size && b.off > 0 {
+		return b, nil // all of it was there
+	}
+	return b, b.open()
+}
+
+// open sends a request for everything from off on.
+func (b *blob) open() error {
+	header := http.Header{}
+	part := b.off > 0 && !b.all
+	if part {
+		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.off, b.want.Size-1))
+	}
+	resp, err := b.c.get(b.ctx, "blobs/"+b.want.Digest.String(), header)
+	if err != nil {
+		return err
+	}
+	if err := b.accept(resp, part); err != nil {
+		_ = resp.Body.Close()
+		return err
+	}
+	b.body = resp.Body
+	return nil
+}
+
+// accept looks at the head of an answer. What the bytes are is known by their digest, so an answer with all of them
+// is as good as one with the rest: it only takes longer.
+func (b *blob) accept(resp *http.Response, part bool) error {
+	from := int64(0)
+	switch {
+	case resp.StatusCode == http.StatusOK:
+	case resp.StatusCode == http.StatusPartialContent && part:
+		from = b.off
+		if got := resp.Header.Get("Content-Range"); !strings.HasPrefix(got, "bytes "+strconv.FormatInt(from, 10)+"-") {
+			b.all = true
+			return api.Errorf(api.Unavailable, "%s: the registry answered a request for the rest with another range (%q)",
+				b.c.name, clip(got))
+		}
+	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable:
+		b.all = true
+		return b.c.refused(resp.StatusCode, "")
+	default:
+		return b.c.refused(resp.StatusCode, "layer "+b.want.Digest.String())
+	}
+	if n := resp.ContentLength; n >= 0 && n != b.want.Size-from {
+		return api.Errorf(api.Corrupt, "%s: layer %s has %d bytes on the registry, and %d in the manifest", b.c.name,
+			b.want.Digest, n+from, b.want.Size)
+	}
+	b.skip = b.off - from
+	return nil
+}
+
+// Read gives the next bytes, over a new connection where the old one was cut.
+func (b *blob) Read(p []byte) (int, error) {
+	for b.failure() == nil && len(p) > 0 {
+		if b.off == b.want.Size {
+			b.fail(b.verify())
+			b.drop()
+			break
+		}
+		n, err := b.body.Read(p[:min(int64(len(p)), b.skip+b.want.Size-b.off)])
+		again := min(b.skip, int64(n))
+		b.skip -= again
+		if n -= int(again); n > 0 {
+			copy(p, p[again:int(again)+n])
+			_, _ = b.sum.Write(p[:n])
+			b.off += int64(n)
+			b.states.Record(b.off, b.sum)
+			b.cuts = 0
+			return n, nil // an error that came with bytes comes again with the next Read
+		}
+		if err != nil {
+			b.fail(b.resume(err))
+		}
+	}
+	return 0, b.failure()
+}
+
+// verify is io.EOF for the bytes that were asked for.
+func (b *blob) verify() error {
+	if got := fmt.Sprintf("%x", b.sum.Sum(nil)); got != b.want.Digest.Hex {
+		return api.Errorf(api.Corrupt, "%s: the registry sent other bytes than those of layer %s: their digest is %s:%s",
+			b.c.name, b.want.Digest, b.want.Digest.Algorithm, got)
+	}
+	return io.EOF
+}
+
+// resume opens the rest after a cut, or says why that is not possible.
+func (b *blob) resume(err error) error {
+	b.drop()
+	for ; b.cuts < b.c.opts.Resumes; b.cuts++ {
+		if b.ctx.Err() != nil {
+			return b.ctx.Err()
+		}
+		if b.c.opts.Resumed != nil {
+			b.c.opts.Resumed(b.off, err)
+		}
+		if err := pause(b.ctx, b.c.opts.Pause<<b.cuts); err != nil {
+			return err
+		}
+		oerr := b.open()
+		if oerr == nil {
+			b.cuts++
+			return nil
+		}
+		if b.ctx.Err() != nil || !api.Is(oerr, api.Unavailable) || origin.Wait(oerr) > 0 {
+			return oerr // a registry that says when to come again is not asked before
+		}
+		err = oerr
+	}
+	if b.ctx.Err() != nil {
+		return b.ctx.Err()
+	}
+	what := "the connection was cut (" + clip(strings.TrimPrefix(err.Error(), b.c.name+": ")) + ")"
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		what = "the registry ended the transfer early"
+	}
+	return api.Errorf(api.Unavailable, "%s: layer %s: %d of %d bytes came, and %d tries to get the rest failed: %s",
+		b.c.name, b.want.Digest, b.off, b.want.Size, b.c.opts.Resumes, what)
+}
+
+// drop ends the current request.
+func (b *blob) drop() {
+	if b.body != nil {
+		_ = b.body.Close()
+		b.body = nil
+	}
+}
+
+// Close ends the transfer.
+func (b *blob) Close() {
+	b.drop()
+	if b.failure() == nil {
+		b.fail(api.Errorf(api.Unavailable, "%s: closed", b.c.name))
+	}
+}
