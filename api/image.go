@@ -197,6 +197,9 @@ func UploadPath(image string) string {
 	return "/apis/" + GroupVersion.String() + "/backingimages/" + image + "/upload"
 }
 
+// CopyNotRemoved begins the message of an image copy that its node failed to remove.
+const CopyNotRemoved = "the copy cannot be removed yet: "
+
 // ImageCopyStatus is how far it is.
 type ImageCopyStatus struct {
 	State      ImageState  `json:"state,omitempty"`

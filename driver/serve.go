@@ -31,6 +31,7 @@ import (
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/identity"
 	"drover.io/drover/imagestore"
+	"drover.io/drover/imagestore/host"
 	"drover.io/drover/node"
 	"drover.io/drover/replicas"
 	"drover.io/drover/replicas/disks"
@@ -252,7 +253,7 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 	if err != nil {
 		return err
 	}
-	o := imagestore.NodeOptions{Log: s.log, UploadListen: s.upload, Identity: s.identity, Layers: layers}
+	o := host.Options{Log: s.log, UploadListen: s.upload, Identity: s.identity, Layers: layers}
 	if o.UploadHost, o.UploadCert, o.UploadCA, err = s.uploadServer(); err != nil {
 		return err
 	}

@@ -15,7 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/imagestore"
+	"drover.io/drover/imagestore/planner"
 )
 
 // change edits an image's object.
@@ -181,13 +181,13 @@ func TestEviction(t *testing.T) {
 	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
 	img := w.isOn("golden", 0)
 	w.evict(0, true)
-	w.condition("golden", imagestore.ConditionEviction, "Stays", "the only one that is ready")
+	w.condition("golden", planner.ConditionEviction, "Stays", "the only one that is ready")
 	w.holds(0, w.isOn("golden", 0), b)
 	w.change("golden", func(i *api.BackingImage) { i.Spec.DiskSelector = nil })
 	w.holds(1, w.isOn("golden", 1), b)
 	w.clean(0)
 	w.await("golden", "has nothing to leave", func(i *api.BackingImage) bool {
-		return meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionEviction) == nil
+		return meta.FindStatusCondition(i.Status.Conditions, planner.ConditionEviction) == nil
 	})
 	w.evict(0, false)
 
@@ -202,7 +202,7 @@ func TestEviction(t *testing.T) {
 		return i.Status.Copies[1].LastUsed.IsZero() || i.Status.Copies[0].LastUsed.IsZero()
 	})
 	w.evict(2, true)
-	w.condition("golden", imagestore.ConditionEviction, "Stays", "a volume on it needs it")
+	w.condition("golden", planner.ConditionEviction, "Stays", "a volume on it needs it")
 	w.noVolume("vol")
 	w.holds(0, w.isOn("golden", 0), b)
 	w.clean(2)
@@ -234,7 +234,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	w.state("golden", api.ImageUnknown)
 	w.delete(&api.BackingImage{}, "golden")
 	w.delete(&api.BackingImage{}, "other")
-	w.condition("golden", imagestore.ConditionInUse, "CopyStays", "it goes when the disk is back")
+	w.condition("golden", planner.ConditionInUse, "CopyStays", "it goes when the disk is back")
 	w.mounted(0, true)
 	w.gone("golden")
 	w.gone("other")
@@ -245,7 +245,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	img = w.isOn("golden", 0)
 	w.mounted(0, false)
 	w.delete(&api.BackingImage{}, "golden")
-	w.condition("golden", imagestore.ConditionInUse, "CopyStays", "disk remove")
+	w.condition("golden", planner.ConditionInUse, "CopyStays", "disk remove")
 	var spec api.DiskSpec
 	w.nodeIs(func(s *api.NodeSpec) { spec, s.Disks = s.Disks[0], s.Disks[1:] }, nil)
 	w.gone("golden")

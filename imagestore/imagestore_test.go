@@ -24,7 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/imagestore"
+	"drover.io/drover/imagestore/planner"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -462,12 +462,12 @@ func TestDeletionWaitsForVolumes(t *testing.T) {
 	w.volume("vol-b", "golden", 0)
 	w.delete(&api.BackingImage{}, "golden")
 	w.await("golden", "is in use", func(i *api.BackingImage) bool {
-		c := meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionInUse)
+		c := meta.FindStatusCondition(i.Status.Conditions, planner.ConditionInUse)
 		return c != nil && c.Status == metav1.ConditionTrue && strings.Contains(c.Message, "vol-a, vol-b")
 	})
 	w.noVolume("vol-a")
 	w.await("golden", "is used by one", func(i *api.BackingImage) bool {
-		c := meta.FindStatusCondition(i.Status.Conditions, imagestore.ConditionInUse)
+		c := meta.FindStatusCondition(i.Status.Conditions, planner.ConditionInUse)
 		return c != nil && strings.HasSuffix(c.Message, ": vol-b")
 	})
 	w.holds(0, img, b)

@@ -33,6 +33,7 @@ import (
 	"drover.io/drover/block/suite"
 	"drover.io/drover/driver/kubeapi"
 	"drover.io/drover/imagestore"
+	"drover.io/drover/imagestore/host"
 	originhttp "drover.io/drover/imagestore/origin/http"
 	"drover.io/drover/replicas/stack"
 )
@@ -74,7 +75,7 @@ type world struct {
 	client client.WithWatch
 	disks  []*stack.Disk
 	node   string
-	opts   imagestore.NodeOptions
+	opts   host.Options
 
 	mu   sync.Mutex
 	away map[string]bool // UIDs of disks that do not answer
@@ -95,7 +96,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: imagestore.NodeOptions{
+	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: host.Options{
 		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond,
 		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
 		Download: originhttp.Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}

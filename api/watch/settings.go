@@ -1,4 +1,4 @@
-package imagestore
+package watch
 
 import (
 	"context"
@@ -10,15 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Settings of this room.
-const (
-	settingUnused = "backing-image-cleanup-wait-interval" // minutes
-	settingVerify = "backing-image-verify-interval"       // hours
-	settingSends  = "concurrent-image-copies-per-sender"
-)
-
-// number is a setting, or its default.
-func number(ctx context.Context, c client.Reader, name string, log *slog.Logger) int64 {
+// SettingNumber returns a numeric setting, or the default if the setting does not exist or is no number.
+func SettingNumber(ctx context.Context, c client.Reader, name string, log *slog.Logger) int64 {
 	var s api.Setting
 	text := api.Settings[name]
 	if err := c.Get(ctx, client.ObjectKey{Name: name}, &s); err == nil {

@@ -1,4 +1,4 @@
-package imagestore
+package planner
 
 import (
 	"github.com/prometheus/client_golang/prometheus"
@@ -14,18 +14,10 @@ var (
 		Help: "Size of the disk inside a backing image."}, []string{"backing_image"})
 	imageCopies = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backing_image_copies",
 		Help: "Copies of a backing image by state."}, []string{"backing_image", "state"})
-
-	transferBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backing_image_transfer_bytes_total",
-		Help: "Bytes read from the sources of backing images, by kind of source."}, []string{"source"})
-	transferSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "drover_backing_image_transfer_duration_seconds", Help: "Time from the start of a transfer to its end.",
-		Buckets: prometheus.ExponentialBuckets(0.1, 4, 9)}, []string{"source", "result"})
-	transfers = prometheus.NewGauge(prometheus.GaugeOpts{Name: "drover_backing_image_transfers",
-		Help: "Transfers under way on this node."})
 )
 
 func init() {
-	metrics.Registry.MustRegister(imageSize, imageVirtualSize, imageCopies, transferBytes, transferSeconds, transfers)
+	metrics.Registry.MustRegister(imageSize, imageVirtualSize, imageCopies)
 }
 
 func setImageMetrics(img *api.BackingImage) {

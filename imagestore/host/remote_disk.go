@@ -1,4 +1,4 @@
-package imagestore
+package host
 
 import (
 	"context"
@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/imagestore/importer"
@@ -52,7 +53,7 @@ func (everyNode) NeedLeaderElection() bool { return false }
 
 // sends is how many transfers one disk serves at once.
 func (n *copies) sends(ctx context.Context) int {
-	return max(int(number(ctx, n.Client, settingSends, n.log)), 1)
+	return max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
 }
 
 // lender is a disk that a copy is taken from: one of this node, or one of another. done ends the taking.
@@ -167,7 +168,7 @@ func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on bloc
 	}
 	got, err := carry(ctx, from, on, want, &j.progress)
 	if !far && api.Is(err, api.Corrupt) {
-		n.doubt(ctx, copyName(c.Spec.UUID, c.Spec.From))
+		n.doubt(ctx, c.Spec.UUID, c.Spec.From)
 	}
 	return got, err
 }

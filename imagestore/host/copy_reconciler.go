@@ -1,11 +1,9 @@
-package imagestore
+package host
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"log/slog"
-	"net"
 	"sync"
 	"time"
 
@@ -15,53 +13,17 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
-	"sigs.k8s.io/controller-runtime/pkg/handler"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/recorder"
-	ctrlsource "sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
-	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
-	"drover.io/drover/block/wire"
 	"drover.io/drover/imagestore/importer"
 	"drover.io/drover/imagestore/origin"
-	originhttp "drover.io/drover/imagestore/origin/http"
 	"drover.io/drover/imagestore/origin/upload"
 )
-
-// NodeOptions of the node role. The zero value of each field but Log stands for its default.
-type NodeOptions struct {
-	Log *slog.Logger
-	// UploadListen is the address that uploads are taken on; 127.0.0.1:0. UploadHost is the name or address that users
-	// reach it by; default: the one listened on.
-	UploadListen, UploadHost string
-	// UploadCert makes uploads come over TLS; nil: without. UploadCA is the authority (PEM) by which users know it.
-	UploadCert *tls.Certificate
-	UploadCA   []byte
-	// UploadPatience is how long a sender may take to come back; 5 min.
-	UploadPatience time.Duration
-	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
-	Parallel int
-	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
-	RetryMin, RetryMax time.Duration
-	// Tell is how often it is told how far a transfer is; 500 ms.
-	Tell time.Duration
-	// Check is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
-	Check time.Duration
-	// KeepEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
-	KeepEvery time.Duration
-	// Identity and Layers, if set, let other nodes read the finished layers on this node's disks there, and this node
-	// those of others.
-	Identity *wire.Identity
-	Layers   net.Listener
-	// Download tunes downloads.
-	Download originhttp.Options
-}
 
 // copies makes the ImageCopy objects of one node true.
 type copies struct {
@@ -69,7 +31,7 @@ type copies struct {
 	live    client.Reader // not cached: for Secrets, and for what a transfer is begun for
 	node    string
 	disks   func(api.UID) (block.Layers, error)
-	opts    NodeOptions
+	opts    Options
 	events  recorder.EventRecorder
 	log     *slog.Logger
 	movers  *movers
@@ -85,65 +47,6 @@ type copies struct {
 type pen struct {
 	object types.UID
 	status api.ImageCopyStatus
-}
-
-// SetupNode adds the loops of the node role to a manager. disks finds a disk of this node by its UID.
-func SetupNode(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers, error), o NodeOptions) error {
-	if o.UploadListen == "" {
-		o.UploadListen = "127.0.0.1:0"
-	}
-	if o.Parallel <= 0 {
-		o.Parallel = 3
-	}
-	if o.RetryMin <= 0 {
-		o.RetryMin = 5 * time.Second
-	}
-	if o.RetryMax <= 0 {
-		o.RetryMax = 5 * time.Minute
-	}
-	if o.Tell <= 0 {
-		o.Tell = 500 * time.Millisecond
-	}
-	if o.Check <= 0 {
-		o.Check = time.Minute
-	}
-	if o.Log == nil {
-		o.Log = slog.Default()
-	}
-	uploads, err := upload.Listen(o.UploadListen, o.UploadHost, o.UploadCert)
-	if err != nil {
-		return err
-	}
-	uploads.Patience = o.UploadPatience
-	n := &copies{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
-		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
-		movers: newMovers(o.Parallel, o.Tell), pens: map[string]*pen{},
-		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
-	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.ImageCopy{}, copiesByDisk,
-		func(o client.Object) []string { return some1(string(o.(*api.ImageCopy).Spec.Disk)) }); err != nil {
-		return err
-	}
-	if err := mgr.Add(uploads); err != nil {
-		return err
-	}
-	if err := mgr.Add(n.movers); err != nil {
-		return err
-	}
-	if o.Layers != nil && o.Identity != nil {
-		if err := n.serveLayers(mgr, o.Layers, o.Identity); err != nil {
-			return err
-		}
-	}
-	mine := predicate.NewPredicateFuncs(func(o client.Object) bool {
-		c, ok := o.(*api.ImageCopy)
-		return ok && c.Spec.Node == nodeName
-	})
-	everyNode := false
-	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
-		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
-		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.disksChanged}).
-		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
-		Complete(n)
 }
 
 // Reconcile moves one copy a step on.
@@ -173,7 +76,7 @@ func (n *copies) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 		if wait, done = n.remove(ctx, c, &st); done {
 			n.drop(c.Name)
 			if controllerutil.RemoveFinalizer(c, api.Finalizer) {
-				return ctrl.Result{}, again(n.Update(ctx, c))
+				return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(n.Update(ctx, c)))
 			}
 			return ctrl.Result{}, nil
 		}
@@ -232,7 +135,7 @@ func (n *copies) write(ctx context.Context, c *api.ImageCopy, p *pen, st api.Ima
 	if st.State != p.status.State {
 		n.log.Info("copy", "image", c.Spec.Image, "disk", c.Spec.Disk, "state", st.State, "message", st.Message)
 		if st.State == api.ImageFailed {
-			n.events.Eventf(c, nil, corev1.EventTypeWarning, "Failed", "Transfer", "%s", clip(st.Message))
+			n.events.Eventf(c, nil, corev1.EventTypeWarning, "Failed", "Transfer", "%s", api.ClipMessage(st.Message))
 		}
 	}
 	p.status = st
@@ -385,7 +288,7 @@ func done(st *api.ImageCopyStatus, g importer.Result) {
 // damaged is the status of a copy that is on the disk and not whole.
 func (n *copies) damaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus, err error) time.Duration {
 	err = api.Errorf(api.KindOf(err), "the copy on disk %s is damaged: %w", c.Spec.Disk, err)
-	n.events.Eventf(c, nil, corev1.EventTypeWarning, "Damaged", "Transfer", "%s", clip(err.Error()))
+	n.events.Eventf(c, nil, corev1.EventTypeWarning, "Damaged", "Transfer", "%s", api.ClipMessage(err.Error()))
 	if t == api.SourceUpload && c.Spec.From == "" {
 		err = api.Errorf(api.KindOf(err), "%w; an upload cannot be asked for again: delete the image and upload it anew", err)
 	}
@@ -482,7 +385,7 @@ func (n *copies) remove(ctx context.Context, c *api.ImageCopy, st *api.ImageCopy
 		n.log.Info("copy removed", "image", c.Spec.Image, "disk", c.Spec.Disk)
 		return 0, true
 	}
-	st.Message = notRemoved + err.Error()
+	st.Message = api.CopyNotRemoved + err.Error()
 	if on == nil {
 		st.State = api.ImageUnknown
 		return n.opts.Check, false // its disk's return wakes us

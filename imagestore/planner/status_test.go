@@ -1,4 +1,4 @@
-package imagestore
+package planner
 
 import (
 	"errors"
@@ -21,7 +21,7 @@ func TestHindranceOfADeletion(t *testing.T) {
 		disks: []place{{uid: "a", node: "n1", path: "/srv/a", alive: true}}}
 	for message, want := range map[string]string{
 		"wrong checksum": "",
-		notRemoved + errors.ErrUnsupported.Error(): "disk /srv/a of node n1: " + notRemoved,
+		api.CopyNotRemoved + errors.ErrUnsupported.Error(): "disk /srv/a of node n1: " + api.CopyNotRemoved,
 	} {
 		v.copies[0].Status.Message = message
 		if got := hindrance(v); (want == "") != (got == "") || !strings.Contains(got, want) {

@@ -1,4 +1,4 @@
-package imagestore
+package planner
 
 import (
 	"cmp"
@@ -11,8 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
-	"drover.io/drover/imagestore/importer"
+	"drover.io/drover/api/watch"
 )
 
 // A clone of an image has an identity and copies of its own, and the layers of its origin: on a disk that has those it
@@ -74,64 +73,20 @@ func (r *images) origin(ctx context.Context, img *api.BackingImage) (*api.Backin
 }
 
 // origins are the ready copies of the image that img is a clone of, as far as they have its layers.
-func origins(ctx context.Context, from client.Reader, img *api.BackingImageSpec,
-	layers []api.UID) ([]api.ImageCopy, error) {
-	if img.SourceType != api.SourceClone {
+func (r *images) origins(ctx context.Context, img *api.BackingImage) ([]need, error) {
+	if img.Spec.SourceType != api.SourceClone {
 		return nil, nil
 	}
 	var copies api.ImageCopyList
-	err := from.List(ctx, &copies, client.MatchingLabels{
-		api.LabelImage: api.LabelValue(img.SourceParameters["backingImage"])})
-	return slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool {
-		return c.Status.State != api.ImageReady || !slices.Equal(c.Spec.Layers, layers)
-	}), err
-}
-
-// copyOrigin brings a clone to a disk that does not have its layers, from another one: of this node, else of any.
-func (n *copies) copyOrigin(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want importer.Spec, mend bool) (importer.Result, error) {
-	if err := slot(ctx); err != nil {
-		return importer.Result{}, err
+	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: img.Spec.SourceParameters["backingImage"]},
+		client.UnsafeDisableDeepCopy); err != nil {
+		return nil, err
 	}
-	copies, err := origins(ctx, n, spec, want.Layers)
-	if err != nil {
-		return importer.Result{}, err
-	}
-	slices.SortStableFunc(copies, func(a, b api.ImageCopy) int {
-		near := func(c api.ImageCopy) int {
-			if c.Spec.Node == n.node {
-				return 0
-			}
-			return 1
+	var at []need
+	for i := range copies.Items {
+		if c := &copies.Items[i]; c.LendsLayers(img.Status.Layers) {
+			at = append(at, need{c.Spec.Node, c.Spec.Disk})
 		}
-		return cmp.Compare(near(a), near(b))
-	})
-	want.KeepEvery = n.opts.KeepEvery
-	err = api.Errorf(api.NotFound, "image %s, of which this is a clone, has no copy that is ready",
-		spec.SourceParameters["backingImage"])
-	for i := range copies {
-		if mend && string(copies[i].Spec.Disk) == on.UID() {
-			continue
-		}
-		got, cerr := n.share(ctx, j, &copies[i], on, want, mend)
-		if cerr == nil || ctx.Err() != nil {
-			return got, cerr
-		}
-		err = cerr
 	}
-	return importer.Result{}, err
-}
-
-func (n *copies) share(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers, want importer.Spec, mend bool) (
-	importer.Result, error) {
-	from, done, err := n.lender(ctx, c.Spec.Disk)
-	if err != nil {
-		return importer.Result{}, err
-	}
-	defer done()
-	j.is(api.ImageInProgress, "")
-	if mend {
-		return importer.Mend(ctx, from, on, want, &j.progress)
-	}
-	return importer.Share(ctx, from, on, want, &j.progress)
+	return at, nil
 }

@@ -1,4 +1,4 @@
-package imagestore
+package host
 
 import (
 	"encoding/json"

@@ -1,4 +1,4 @@
-package imagestore
+package planner
 
 import (
 	"fmt"
@@ -119,7 +119,7 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 	case len(s.Copies) == 0 && s.Message != "":
 		ready.Reason = "NoDisk"
 	}
-	ready.Message = clip(ready.Message)
+	ready.Message = api.ClipMessage(ready.Message)
 	meta.SetStatusCondition(&s.Conditions, ready)
 	leave(v, p, s, img.Generation)
 	if img.DeletionTimestamp.IsZero() {
@@ -137,12 +137,9 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 	if s.Message == "" || len(v.users) == 0 {
 		s.Message = use.Message
 	}
-	use.Message = clip(use.Message)
+	use.Message = api.ClipMessage(use.Message)
 	meta.SetStatusCondition(&s.Conditions, use)
 }
-
-// notRemoved begins the message of a copy whose node tried in vain to remove it.
-const notRemoved = "the copy cannot be removed yet: "
 
 // hindrance says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
 func hindrance(v *view) string {
@@ -160,7 +157,7 @@ func hindrance(v *view) string {
 		case !d.alive:
 			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it goes when the disk is back, or was "+
 				"removed with `drover disk remove`", d.path, d.node)
-		case strings.HasPrefix(c.Status.Message, notRemoved): // others are of what the copy was for
+		case strings.HasPrefix(c.Status.Message, api.CopyNotRemoved): // others are of what the copy was for
 			return fmt.Sprintf("a copy is on disk %s of node %s: %s", d.path, d.node, c.Status.Message)
 		}
 	}
@@ -182,7 +179,7 @@ func leave(v *view, p copyPlan, s *api.BackingImageStatus, generation int64) {
 	c := metav1.Condition{Type: ConditionEviction, Status: metav1.ConditionFalse, Reason: "Moving",
 		Message: "the image moves to other disks", ObservedGeneration: generation}
 	if p.stays != "" {
-		c.Reason, c.Message = "Stays", clip(p.stays)
+		c.Reason, c.Message = "Stays", api.ClipMessage(p.stays)
 	}
 	meta.SetStatusCondition(&s.Conditions, c)
 }

@@ -1,4 +1,4 @@
-package imagestore
+package host
 
 import (
 	"context"
@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
 	"drover.io/drover/imagestore/importer"
 )
@@ -77,16 +78,27 @@ func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, g
 
 // old reports whether it is time to verify a copy again.
 func (n *copies) old(ctx context.Context, st *api.ImageCopyStatus) bool {
-	hours := number(ctx, n.Client, settingVerify, n.log)
+	hours := watch.SettingNumber(ctx, n.Client, settingVerify, n.log)
 	return hours > 0 && time.Since(st.LastVerified.Time) > time.Duration(hours)*time.Hour
 }
 
-// doubt asks for the verification of a copy of this node.
-func (n *copies) doubt(ctx context.Context, name string) {
-	n.mu.Lock()
-	n.doubts[name] = true
-	n.mu.Unlock()
-	n.movers.tell(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: name}}})
+// doubt asks for the verification of an image's copy on a disk of this node.
+func (n *copies) doubt(ctx context.Context, image, on api.UID) {
+	var list api.ImageCopyList
+	if err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(on)}, client.UnsafeDisableDeepCopy); err != nil {
+		n.log.Error("copies of a disk not listed", "disk", on, "error", err)
+		return
+	}
+	for i := range list.Items {
+		c := &list.Items[i]
+		if c.Spec.UUID != image {
+			continue
+		}
+		n.mu.Lock()
+		n.doubts[c.Name] = true
+		n.mu.Unlock()
+		n.movers.tell(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}})
+	}
 }
 
 // disksChanged wakes the copies on disks of this node that came or went.
@@ -104,7 +116,7 @@ func (n *copies) disksChanged(ctx context.Context, e event.UpdateEvent,
 			continue
 		}
 		var list api.ImageCopyList
-		if err := n.List(ctx, &list, client.MatchingFields{copiesByDisk: string(d.UID)},
+		if err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(d.UID)},
 			client.UnsafeDisableDeepCopy); err != nil {
 			n.log.Error("copies of a disk not listed", "disk", d.UID, "error", err)
 			return

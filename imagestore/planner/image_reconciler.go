@@ -1,14 +1,4 @@
-// Package imagestore keeps backing images: which exist, on which disks their copies are, and how they get there.
-//
-// The controller role (SetupController) plans: it gives an image its UUID and layer UID before any byte is written,
-// chooses disks, asks for copies by ImageCopy objects and mirrors what became of them into BackingImage.status, of
-// which it is the only writer. The node role (SetupNode) makes the ImageCopy objects of its node true and is the only
-// writer of their status. What is on a disk is named by UIDs: an image of a name used before never meets leftovers.
-//
-// Goroutines: the reconcilers are controller-runtime's; transfers run in goroutines owned by movers, a Runnable of the
-// manager that waits for them. A transfer never writes to the API; it wakes its ImageCopy's reconciler, at most twice a
-// second, which does.
-package imagestore
+package planner
 
 import (
 	"context"
@@ -26,19 +16,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/recorder"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
 )
 
 // Condition types of a BackingImage besides Ready.
@@ -47,13 +36,10 @@ const (
 	ConditionEviction = "Evicted" // False while a copy is on a disk that is to be left; else not there
 )
 
-// Names of the indexes of this room in the manager's cache.
-const (
-	copiesByImage   = "imagestore.copies"
-	volumesByImage  = "imagestore.volumes"
-	replicasByLayer = "imagestore.layers"
-	copiesByDisk    = "imagestore.copies.disk"
-)
+// replicasByLayer is the index of Replicas by every layer below them.
+const replicasByLayer = "imagestore.layers"
+
+const settingUnused = "backing-image-cleanup-wait-interval" // minutes
 
 type images struct {
 	client.Client
@@ -62,23 +48,13 @@ type images struct {
 	log    *slog.Logger
 }
 
-// SetupController adds the loops of the controller role to a manager.
-func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
+// Setup adds the reconcilers of the planner to a manager whose cache has the indexes of api/watch.
+func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 	r := &images{Client: mgr.GetClient(), live: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-images"),
 		log: log.With("loop", "images")}
-	index := mgr.GetFieldIndexer()
-	for _, i := range []struct {
-		obj   client.Object
-		name  string
-		value func(client.Object) []string
-	}{
-		{&api.ImageCopy{}, copiesByImage, func(o client.Object) []string { return some1(o.(*api.ImageCopy).Spec.Image) }},
-		{&api.Volume{}, volumesByImage, func(o client.Object) []string { return some1(o.(*api.Volume).Spec.BackingImage) }},
-		{&api.Replica{}, replicasByLayer, func(o client.Object) []string { return names(o.(*api.Replica).Spec.Layers) }},
-	} {
-		if err := index.IndexField(context.Background(), i.obj, i.name, i.value); err != nil {
-			return err
-		}
+	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.Replica{}, replicasByLayer,
+		func(o client.Object) []string { return names(o.(*api.Replica).Spec.Layers) }); err != nil {
+		return err
 	}
 	nodes := &nodeWatch{Client: r.Client, seen: map[string]string{}, wake: make(chan event.GenericEvent, 1)}
 	if err := ctrl.NewControllerManagedBy(mgr).Named("image-nodes").For(&api.Node{}).
@@ -86,43 +62,31 @@ func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
 		return err
 	}
 	all := handler.EnqueueRequestsFromMapFunc(r.every)
-	// What a volume or replica looks like does not matter, only that it is there: there may be thousands.
-	existence := builder.WithPredicates(predicate.Funcs{UpdateFunc: func(event.UpdateEvent) bool { return false }})
+	// An update of a volume or replica never changes a plan, only existence does: there may be thousands of them.
+	existence := watch.Updates(func(client.Object, client.Object) bool { return false })
 	return ctrl.NewControllerManagedBy(mgr).Named("images").For(&api.BackingImage{}).
 		Watches(&api.ImageCopy{}, handler.EnqueueRequestsFromMapFunc(
 			func(_ context.Context, o client.Object) []reconcile.Request {
-				return byName(o.(*api.ImageCopy).Spec.Image)
+				return imageRequests(o.(*api.ImageCopy).Spec.Image)
 			})).
 		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(
 			func(_ context.Context, o client.Object) []reconcile.Request {
-				return byName(o.(*api.Volume).Spec.BackingImage)
+				return imageRequests(o.(*api.Volume).Spec.BackingImage)
 			}), existence).
 		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.ofReplica), existence).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(ofSnapshot)).
-		Watches(&api.Setting{}, all, builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
-			return o.GetName() == settingUnused
-		}))).
+		Watches(&api.Setting{}, all, watch.Named(settingUnused)).
 		WatchesRawSource(source.Channel(nodes.wake, all)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NewQueue: backlog.New}).
 		Complete(r)
 }
 
-func byName(name string) []reconcile.Request { return requests(some1(name)) }
-
-func requests(names []string) []reconcile.Request {
-	var out []reconcile.Request
-	for _, n := range names {
-		out = append(out, reconcile.Request{NamespacedName: types.NamespacedName{Name: n}})
-	}
-	return out
-}
-
-// some1 is a list of one name, or of none where it is empty.
-func some1(name string) []string {
+// imageRequests asks for a reconcile of the named image, if there is a name.
+func imageRequests(name string) []reconcile.Request {
 	if name == "" {
 		return nil
 	}
-	return []string{name}
+	return watch.Requests(name)
 }
 
 func names(uids []api.UID) []string {
@@ -139,11 +103,11 @@ func (r *images) every(ctx context.Context, _ client.Object) []reconcile.Request
 	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		r.log.Error("images not listed", "error", err)
 	}
-	var names []string
+	var all []reconcile.Request
 	for i := range list.Items {
-		names = append(names, list.Items[i].Name)
+		all = append(all, watch.Request(list.Items[i].Name))
 	}
-	return requests(names)
+	return all
 }
 
 // ofReplica is the image below a replica.
@@ -153,13 +117,13 @@ func (r *images) ofReplica(ctx context.Context, o client.Object) []reconcile.Req
 		return nil
 	}
 	if name := rep.Labels[api.LabelImage]; name != "" {
-		return byName(name)
+		return imageRequests(name)
 	}
 	var vol api.Volume
 	if err := r.Get(ctx, client.ObjectKey{Name: rep.Spec.Volume}, &vol); err != nil {
 		return nil // the volume's own event comes
 	}
-	return byName(vol.Spec.BackingImage)
+	return imageRequests(vol.Spec.BackingImage)
 }
 
 // Reconcile makes one image's copies what they should be, and its status what they are.
@@ -285,7 +249,7 @@ type need struct {
 func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error) {
 	v := &view{}
 	var copies api.ImageCopyList
-	if err := r.List(ctx, &copies, client.MatchingFields{copiesByImage: img.Name}); err != nil {
+	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: img.Name}); err != nil {
 		return nil, err
 	}
 	v.copies = copies.Items
@@ -313,7 +277,7 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 	}
 	if !img.DeletionTimestamp.IsZero() {
 		var vols api.VolumeList
-		if err := r.List(ctx, &vols, client.MatchingFields{volumesByImage: img.Name},
+		if err := r.List(ctx, &vols, client.MatchingFields{watch.ByImage: img.Name},
 			client.UnsafeDisableDeepCopy); err != nil {
 			return nil, err
 		}
@@ -332,10 +296,8 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 	if err := r.adopt(ctx, v, nodes.Items); err != nil {
 		return nil, err
 	}
-	origins, err := origins(ctx, r, &img.Spec, img.Status.Layers)
-	for i := range origins {
-		v.origins = append(v.origins, need{origins[i].Spec.Node, origins[i].Spec.Disk})
-	}
+	var err error
+	v.origins, err = r.origins(ctx, img)
 	return v, err
 }
 
@@ -362,7 +324,7 @@ func (r *images) adopt(ctx context.Context, v *view, nodes []api.Node) error {
 
 // settle makes the ImageCopy objects what the plan wants.
 func (r *images) settle(ctx context.Context, img *api.BackingImage, v *view) (copyPlan, error) {
-	minutes := time.Duration(number(ctx, r.Client, settingUnused, r.log)) * time.Minute
+	minutes := time.Duration(watch.SettingNumber(ctx, r.Client, settingUnused, r.log)) * time.Minute
 	p := plan(img, v, rules{now: time.Now(), unused: minutes})
 	for _, c := range p.drop {
 		if err := r.dropCopy(ctx, v, c); err != nil {
@@ -481,7 +443,7 @@ func (r *images) remove(ctx context.Context, img *api.BackingImage, v *view) (ct
 // orphans removes copies that were asked for while their image went.
 func (r *images) orphans(ctx context.Context, name string) error {
 	var copies api.ImageCopyList
-	if err := r.List(ctx, &copies, client.MatchingFields{copiesByImage: name}); err != nil || len(copies.Items) == 0 {
+	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: name}); err != nil || len(copies.Items) == 0 {
 		return err
 	}
 	err := r.live.Get(ctx, client.ObjectKey{Name: name}, &api.BackingImage{})
@@ -519,7 +481,7 @@ func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, p c
 		case api.ImageReady:
 			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", inShort(s))
 		case api.ImageFailed:
-			r.events.Eventf(img, nil, corev1.EventTypeWarning, "Failed", "Import", "%s", clip(s.Message))
+			r.events.Eventf(img, nil, corev1.EventTypeWarning, "Failed", "Import", "%s", api.ClipMessage(s.Message))
 		}
 		r.log.Info("image", "image", img.Name, "state", s.State, "message", s.Message)
 	}
@@ -533,12 +495,4 @@ func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, p c
 		}
 	}
 	return nil
-}
-
-// clip keeps a message within what an event may hold.
-func clip(s string) string {
-	if len(s) > 1000 {
-		s = strings.ToValidUTF8(s[:1000], "") + "..."
-	}
-	return s
 }

@@ -1,0 +1,52 @@
+package host
+
+import (
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	ctrlsource "sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/block"
+	"drover.io/drover/imagestore/origin/upload"
+)
+
+// Setup adds the reconciler of a node's ImageCopies to a manager whose cache has the indexes of api/watch. disks finds a
+// disk of the node by its UID.
+func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers, error), o Options) error {
+	o = o.withDefaults()
+	uploads, err := upload.Listen(o.UploadListen, o.UploadHost, o.UploadCert)
+	if err != nil {
+		return err
+	}
+	uploads.Patience = o.UploadPatience
+	n := &copies{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
+		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
+		movers: newMovers(o.Parallel, o.Tell), pens: map[string]*pen{},
+		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
+	if err := mgr.Add(uploads); err != nil {
+		return err
+	}
+	if err := mgr.Add(n.movers); err != nil {
+		return err
+	}
+	if o.Layers != nil && o.Identity != nil {
+		if err := n.serveLayers(mgr, o.Layers, o.Identity); err != nil {
+			return err
+		}
+	}
+	mine := predicate.NewPredicateFuncs(func(o client.Object) bool {
+		c, ok := o.(*api.ImageCopy)
+		return ok && c.Spec.Node == nodeName
+	})
+	everyNode := false
+	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
+		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
+		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.disksChanged}).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
+		Complete(n)
+}
