@@ -45,7 +45,7 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.Check = 100 * time.Millisecond
+			w.opts.CheckEvery = 100 * time.Millisecond
 			w.opts.RetryMin, w.opts.RetryMax = 10*time.Second, 10*time.Second // that it failed is to be seen
 			w.start()
 			w.image("golden", api.SourceFile, imageFile(t, b))
@@ -72,7 +72,7 @@ func TestDamagedDownloadIsFetchedAgain(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.Check = 100 * time.Millisecond
+			w.opts.CheckEvery = 100 * time.Millisecond
 			w.start()
 			b := content(3<<20, 1)
 			var asked atomic.Int32
@@ -116,7 +116,7 @@ func TestTouchWithoutHarm(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
-	w.opts.Check = 50 * time.Millisecond
+	w.opts.CheckEvery = 50 * time.Millisecond
 	w.start()
 	b := content(3<<20, 1)
 	w.image("golden", api.SourceFile, imageFile(t, b))
@@ -147,7 +147,7 @@ func TestLostUpload(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
-	w.opts.Check = 100 * time.Millisecond
+	w.opts.CheckEvery = 100 * time.Millisecond
 	w.start()
 	b := content(1<<20, 1)
 	w.image("sent", api.SourceUpload, map[string]string{})
@@ -178,7 +178,7 @@ func TestDamageBelowAReplica(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, disks)
 			w.stop()
-			w.opts.Check = 100 * time.Millisecond
+			w.opts.CheckEvery = 100 * time.Millisecond
 			w.start()
 			b := content(3<<20, 1)
 			file := imageFile(t, b)

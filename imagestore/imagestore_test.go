@@ -102,7 +102,7 @@ func TestBytesOfAReadyCopy(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
-	w.opts.Tell = 2 * time.Second
+	w.opts.ProgressEvery = 2 * time.Second
 	w.start()
 	g := newGate(t, content(6<<20, 1), 0)
 	w.image("golden", api.SourceDownload, g.params())

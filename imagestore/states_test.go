@@ -380,7 +380,7 @@ func TestStates(t *testing.T) {
 			t.Cleanup(thaw) // before the world takes down what waits for the disk
 			w.stop()
 			w.opts.Download.Start, w.opts.Download.Stall = 5*time.Minute, 5*time.Minute
-			w.opts.KeepEvery = time.Hour // nothing is written but what comes
+			w.opts.CheckpointEvery = time.Hour // nothing is written but what comes
 			w.opts.Parallel = 1
 			w.start()
 			watchSteps(t, w)

@@ -97,7 +97,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 		t.Fatal(err)
 	}
 	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: host.Options{
-		RetryMin: time.Second, RetryMax: 2 * time.Second, Tell: 50 * time.Millisecond,
+		RetryMin: time.Second, RetryMax: 2 * time.Second, ProgressEvery: 50 * time.Millisecond,
 		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
 		Download: originhttp.Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}

@@ -5,25 +5,25 @@ import (
 	"sync"
 )
 
-// lanes bound how many jobs of a kind run at once for one disk. A lane is a name; the bound is that of who asks.
-type lanes struct {
+// limits bound how many jobs of a kind run at once for one disk. A lane is a name; the bound is that of who asks.
+type diskLimits struct {
 	mu    sync.Mutex
 	busy  map[string]int
 	freed chan struct{} // closed when one is given back
 }
 
-func newLanes() lanes { return lanes{busy: map[string]int{}, freed: make(chan struct{})} }
+func newDiskLimits() diskLimits { return diskLimits{busy: map[string]int{}, freed: make(chan struct{})} }
 
-// try takes a place in a lane, if one is free.
-func (l *lanes) try(lane string, limit int) bool {
-	ok, _ := l.look(lane, limit)
+// tryAcquire takes a place in a lane, if one is free.
+func (l *diskLimits) tryAcquire(lane string, limit int) bool {
+	ok, _ := l.attempt(lane, limit)
 	return ok
 }
 
-// take waits for a place in a lane.
-func (l *lanes) take(ctx context.Context, lane string, limit int) error {
+// acquire waits for a place in a lane.
+func (l *diskLimits) acquire(ctx context.Context, lane string, limit int) error {
 	for {
-		ok, freed := l.look(lane, limit)
+		ok, freed := l.attempt(lane, limit)
 		if ok {
 			return nil
 		}
@@ -35,7 +35,7 @@ func (l *lanes) take(ctx context.Context, lane string, limit int) error {
 	}
 }
 
-func (l *lanes) look(lane string, limit int) (ok bool, freed chan struct{}) {
+func (l *diskLimits) attempt(lane string, limit int) (ok bool, freed chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.busy[lane] >= limit {
@@ -45,8 +45,8 @@ func (l *lanes) look(lane string, limit int) (ok bool, freed chan struct{}) {
 	return true, nil
 }
 
-// give leaves a lane.
-func (l *lanes) give(lane string) {
+// release leaves a lane.
+func (l *diskLimits) release(lane string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.busy[lane]--; l.busy[lane] == 0 {

@@ -15,12 +15,12 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// hold finds the layers of an export on its disk.
-func (n *copies) hold(ctx context.Context, c *api.ImageCopy, on block.Layers, st *api.ImageCopyStatus) time.Duration {
+// holdLayers finds the layers of an export on its disk.
+func (n *copyReconciler) holdLayers(ctx context.Context, c *api.ImageCopy, on block.Layers, st *api.ImageCopyStatus) time.Duration {
 	if len(st.Layers) > 0 {
 		return n.opts.RetryMin // the controller is about to take them over
 	}
-	if st.State == api.ImageFailed && !mayTry(c, st) {
+	if st.State == api.ImageFailed && !mayRetry(c, st) {
 		return max(time.Until(st.NextTry.Time), 0)
 	}
 	x, ok := on.(block.Exporter)
@@ -42,18 +42,18 @@ func (n *copies) hold(ctx context.Context, c *api.ImageCopy, on block.Layers, st
 		st.State, st.Message = api.ImageStarting, err.Error()
 		return 200 * time.Millisecond
 	default:
-		return n.failed(c, st, err, !api.Is(err, api.NotFound))
+		return n.setFailed(c, st, err, !api.Is(err, api.NotFound))
 	}
 	return 0
 }
 
-// nameExport makes the image of layers that are held.
-func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Context) error, on block.Layers,
+// recordExport makes the image of layers that are held.
+func (n *copyReconciler) recordExport(ctx context.Context, j *transfer, slot func(context.Context) error, on block.Layers,
 	want importer.Spec, size int64) (importer.Result, error) {
 	if err := slot(ctx); err != nil {
 		return importer.Result{}, err
 	}
-	j.is(api.ImageInProgress, "")
+	j.setState(api.ImageInProgress, "")
 	x, ok := on.(block.Exporter)
 	if !ok {
 		return importer.Result{}, api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
@@ -64,7 +64,7 @@ func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Conte
 		img.Layers = append(img.Layers, string(l))
 	}
 	if want.Checksum != "" {
-		if err := checksum(ctx, x, img); err != nil {
+		if err := compareChecksum(ctx, x, img); err != nil {
 			return importer.Result{}, err
 		}
 	}
@@ -73,14 +73,14 @@ func (n *copies) nameExport(ctx context.Context, j *job, slot func(context.Conte
 		if err == nil {
 			return importer.Find(on, want)
 		}
-		if err = soon(ctx, err); err != nil {
+		if err = waitIfBusy(ctx, err); err != nil {
 			return importer.Result{}, err
 		}
 	}
 }
 
-// soon waits a moment where something was busy, and returns any other error.
-func soon(ctx context.Context, err error) error {
+// waitIfBusy waits a moment where something was busy, and returns any other error.
+func waitIfBusy(ctx context.Context, err error) error {
 	if !api.Is(err, api.Busy) {
 		return err
 	}
@@ -94,22 +94,22 @@ func soon(ctx context.Context, err error) error {
 	}
 }
 
-// digesting is the kind of a job that makes the digests of a copy that is used meanwhile.
-const digesting = "digests"
+// digestKind is the kind of a job that makes the digests of a copy that is used meanwhile.
+const digestKind = "digests"
 
 // lacksDigest reports whether a copy that is there names layers without digests.
 func lacksDigest(c *api.ImageCopy, g importer.Result) bool {
 	return c.Spec.Export != nil && g.Digest == ""
 }
 
-// digest gives a copy that names a snapshot's layers the digests that they lack.
-func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, want importer.Spec, img block.Image) error {
+// makeDigests gives a copy that names a snapshot's layers the digests that they lack.
+func (n *copyReconciler) makeDigests(ctx context.Context, c *api.ImageCopy, on block.Layers, want importer.Spec, img block.Image) error {
 	x, ok := on.(block.Exporter)
 	if !ok {
 		return api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
-	_, err := n.movers.start(ctx, c, digesting,
-		func(ctx context.Context, _ *job, slot func(context.Context) error) (importer.Result, error) {
+	_, err := n.transfers.start(ctx, c, digestKind,
+		func(ctx context.Context, _ *transfer, slot func(context.Context) error) (importer.Result, error) {
 			if err := slot(ctx); err != nil {
 				return importer.Result{}, err
 			}
@@ -118,7 +118,7 @@ func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, 
 				if err == nil {
 					return importer.Find(on, want)
 				}
-				if err = soon(ctx, err); err != nil {
+				if err = waitIfBusy(ctx, err); err != nil {
 					return importer.Result{}, err
 				}
 			}
@@ -126,8 +126,8 @@ func (n *copies) digest(ctx context.Context, c *api.ImageCopy, on block.Layers, 
 	return err
 }
 
-// checksum compares the content with a SHA-512 that the user gave.
-func checksum(ctx context.Context, x block.Exporter, img block.Image) (err error) {
+// compareChecksum compares the content with a SHA-512 that the user gave.
+func compareChecksum(ctx context.Context, x block.Exporter, img block.Image) (err error) {
 	src, err := x.OpenStack(img.Layers, img.VirtualSize)
 	if err != nil {
 		return err

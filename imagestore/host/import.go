@@ -23,28 +23,28 @@ import (
 // settingPrivate lets sources be on addresses inside the network.
 const settingPrivate = "allow-private-image-sources"
 
-// bring is one import from the image's source. address is where an upload was expected before, or empty. With mend, the
+// importImage is one import from the image's source. address is where an upload was expected before, or empty. With mend, the
 // image is repaired below the replicas that use it.
-func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) error, spec *api.BackingImageSpec,
+func (n *copyReconciler) importImage(ctx context.Context, j *transfer, slot func(context.Context) error, spec *api.BackingImageSpec,
 	on block.Layers, want importer.Spec, address string, mend bool) (got importer.Result, err error) {
 	if spec.SourceType == api.SourceClone {
-		return n.copyOrigin(ctx, j, slot, spec, on, want, mend)
+		return n.copyClone(ctx, j, slot, spec, on, want, mend)
 	}
 	whole := want
 	if mend {
-		want = importer.Spare(whole)
+		want = importer.RepairSpec(whole)
 	}
 	var up *upload.Upload
 	open := func(ctx context.Context) (*origin.Stream, error) {
 		if spec.SourceType == api.SourceUpload {
-			if want.Kept != nil {
-				up = n.uploads.Continue(want.Kept.Mark)
-				n.log.Info("upload can be continued", "bytes", want.Kept.Mark.Off, "of", want.Kept.Mark.Size)
+			if want.Checkpoint != nil {
+				up = n.uploads.Continue(want.Checkpoint.Mark)
+				n.log.Info("upload can be continued", "bytes", want.Checkpoint.Mark.Off, "of", want.Checkpoint.Mark.Size)
 			} else {
 				size, _ := strconv.ParseInt(spec.SourceParameters["size"], 10, 64)
 				up = n.uploads.Expect(size, address)
 			}
-			j.is(api.ImageStarting, up.URL)
+			j.setState(api.ImageStarting, up.URL)
 			s, err := up.Accept(ctx)
 			if err != nil {
 				return nil, err
@@ -53,26 +53,26 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 				_ = s.Close()
 				return nil, err
 			}
-			j.is(api.ImageInProgress, up.URL) // what is cut is continued there
+			j.setState(api.ImageInProgress, up.URL) // what is cut is continued there
 			return s, nil
 		}
 		if err := slot(ctx); err != nil {
 			return nil, err
 		}
-		j.is(api.ImageStarting, "")
-		s, err := n.open(ctx, spec, want.Kept)
+		j.setState(api.ImageStarting, "")
+		s, err := n.openOrigin(ctx, spec, want.Checkpoint)
 		if err == nil {
-			j.is(api.ImageInProgress, "")
+			j.setState(api.ImageInProgress, "")
 		}
 		return s, err
 	}
-	want.KeepEvery = n.opts.KeepEvery
+	want.CheckpointEvery = n.opts.CheckpointEvery
 	switch spec.SourceType {
 	case api.SourceDownload, api.SourceUpload, api.SourceRegistry:
-		want.Kept = importer.FindKept(ctx, on, want)
+		want.Checkpoint = importer.FindCheckpoint(ctx, on, want)
 	}
 	if mend {
-		return importer.Remake(ctx, on, whole, want, &j.progress, open)
+		return importer.RepairFromOrigin(ctx, on, whole, want, &j.progress, open)
 	}
 	got, err = importer.Import(ctx, on, want, &j.progress, open)
 	if spec.SourceType == api.SourceUpload && err != nil && !errors.Is(err, context.Canceled) {
@@ -84,22 +84,22 @@ func (n *copies) bring(ctx context.Context, j *job, slot func(context.Context) e
 	return got, err
 }
 
-// open opens the source; a download where kept (or nil) ends, if the server still has the same.
-func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *importer.Kept) (*origin.Stream, error) {
+// openOrigin opens the source; a download where kept (or nil) ends, if the server still has the same.
+func (n *copyReconciler) openOrigin(ctx context.Context, spec *api.BackingImageSpec, kept *importer.Checkpoint) (*origin.Stream, error) {
 	url := spec.SourceParameters["url"]
 	switch spec.SourceType {
 	case api.SourceFile:
 		return origin.OpenFile(spec.SourceParameters["path"])
 	case api.SourceDownload:
 		o := n.opts.Download
-		secret, err := n.secret(ctx, spec.SecretRef)
+		secret, err := n.readSecret(ctx, spec.SecretRef)
 		if err == nil {
-			o.Access, err = access(secret)
+			o.Access, err = accessOf(secret)
 		}
 		if err != nil {
-			return nil, ofSecret(spec.SecretRef, err)
+			return nil, explainSecret(spec.SecretRef, err)
 		}
-		if o.Allow, err = n.allowed(ctx); err != nil {
+		if o.Allow, err = n.allowedAddresses(ctx); err != nil {
 			return nil, err
 		}
 		o.Resumed = func(off int64, cause error) {
@@ -122,14 +122,14 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *imp
 		d := n.opts.Download
 		o := registry.Options{Start: d.Start, Stall: d.Stall, Pause: d.Pause, Resumes: d.Resumes,
 			PlainHTTP: spec.SourceParameters["plainHTTP"] == "true"}
-		secret, err := n.secret(ctx, spec.SecretRef)
+		secret, err := n.readSecret(ctx, spec.SecretRef)
 		if err == nil {
-			err = account(&o, url, secret)
+			err = applyAccount(&o, url, secret)
 		}
 		if err != nil {
-			return nil, ofSecret(spec.SecretRef, err)
+			return nil, explainSecret(spec.SecretRef, err)
 		}
-		if o.Allow, err = n.allowed(ctx); err != nil {
+		if o.Allow, err = n.allowedAddresses(ctx); err != nil {
 			return nil, err
 		}
 		o.Resumed = func(off int64, cause error) {
@@ -153,8 +153,8 @@ func (n *copies) open(ctx context.Context, spec *api.BackingImageSpec, kept *imp
 	return nil, api.Errorf(api.Unsupported, "source type %s is not supported yet", spec.SourceType)
 }
 
-// allowed says which addresses outside the public internet a source may be on; nil: none.
-func (n *copies) allowed(ctx context.Context) (func(netip.Addr) bool, error) {
+// allowedAddresses says which addresses outside the public internet a source may be on; nil: none.
+func (n *copyReconciler) allowedAddresses(ctx context.Context) (func(netip.Addr) bool, error) {
 	var s api.Setting
 	err := n.Get(ctx, client.ObjectKey{Name: settingPrivate}, &s)
 	if client.IgnoreNotFound(err) != nil {
@@ -169,8 +169,8 @@ func (n *copies) allowed(ctx context.Context) (func(netip.Addr) bool, error) {
 	return func(netip.Addr) bool { return true }, nil
 }
 
-// secret reads what an image's Secret holds; nil where it has none.
-func (n *copies) secret(ctx context.Context, ref *api.SecretRef) (map[string][]byte, error) {
+// readSecret reads what an image's Secret holds; nil where it has none.
+func (n *copyReconciler) readSecret(ctx context.Context, ref *api.SecretRef) (map[string][]byte, error) {
 	if ref == nil {
 		return nil, nil
 	}
@@ -185,8 +185,8 @@ func (n *copies) secret(ctx context.Context, ref *api.SecretRef) (map[string][]b
 	return s.Data, nil
 }
 
-// ofSecret names the Secret. What is wrong with it can be made right, so no such error is for good.
-func ofSecret(ref *api.SecretRef, err error) error {
+// explainSecret names the Secret. What is wrong with it can be made right, so no such error is for good.
+func explainSecret(ref *api.SecretRef, err error) error {
 	kind := api.KindOf(err)
 	if ref == nil {
 		return err
@@ -197,8 +197,8 @@ func ofSecret(ref *api.SecretRef, err error) error {
 	return api.Errorf(kind, "Secret %s in namespace %s: %w", ref.Name, ref.Namespace, err)
 }
 
-// access is what a Secret says about a download.
-func access(secret map[string][]byte) (originhttp.Access, error) {
+// accessOf is what a Secret says about a download.
+func accessOf(secret map[string][]byte) (originhttp.Access, error) {
 	// Tools that make a Secret of a file often leave a line's end in it.
 	line := func(key string) string { return strings.TrimRight(string(secret[key]), "\r\n") }
 	a := originhttp.Access{Username: line(api.SecretUsername), Password: line(api.SecretPassword),
@@ -215,12 +215,12 @@ func access(secret map[string][]byte) (originhttp.Access, error) {
 	return a, a.Check()
 }
 
-// account puts what a Secret says about the registry of url into o.
-func account(o *registry.Options, url string, secret map[string][]byte) error {
+// applyAccount puts what a Secret says about the registry of url into o.
+func applyAccount(o *registry.Options, url string, secret map[string][]byte) error {
 	if secret == nil {
 		return nil
 	}
-	a, err := access(map[string][]byte{api.SecretUsername: secret[api.SecretUsername],
+	a, err := accessOf(map[string][]byte{api.SecretUsername: secret[api.SecretUsername],
 		api.SecretPassword: secret[api.SecretPassword], api.SecretCA: secret[api.SecretCA]})
 	config := secret[api.SecretDocker]
 	switch {

@@ -28,22 +28,22 @@ type layerAccess struct {
 	cached, live client.Reader
 	log          *slog.Logger
 
-	asking sync.Mutex       // of recent; before mu. Nodes that the API need not be asked about do not wait for it
-	recent map[string]needs // by node, as the API said
+	apiQueries sync.Mutex       // of recent; before mu. Nodes that the API need not be asked about do not wait for it
+	answers map[string]nodeNeeds // by node, as the API said
 
 	mu      sync.Mutex
 	trusted map[[3]string]time.Time // node, disk and uid: until when
 	refused listener.Tally
 }
 
-// needs are the objects that say what a node needs.
-type needs struct {
+// nodeNeeds are the objects that say what a node needs.
+type nodeNeeds struct {
 	at       time.Time
 	copies   []api.ImageCopy
 	replicas []api.Replica
 }
 
-func (n *needs) read(ctx context.Context, r client.Reader) error {
+func (n *nodeNeeds) load(ctx context.Context, r client.Reader) error {
 	var copies api.ImageCopyList
 	if err := r.List(ctx, &copies, client.UnsafeDisableDeepCopy); err != nil {
 		return err
@@ -56,9 +56,9 @@ func (n *needs) read(ctx context.Context, r client.Reader) error {
 	return nil
 }
 
-// has reports whether a node needs a layer or the record of an image; without a uid, whether it needs something that is
+// include reports whether a node needs a layer or the record of an image; without a uid, whether it needs something that is
 // on a disk.
-func (n *needs) has(node, disk, uid string) bool {
+func (n *nodeNeeds) include(node, disk, uid string) bool {
 	for i := range n.replicas {
 		r := &n.replicas[i]
 		if r.Spec.Node != node {
@@ -97,16 +97,16 @@ func (l *layerAccess) allow(ctx context.Context, node, disk, uid string) error {
 	if l.trusts(key) {
 		return nil
 	}
-	var n needs
-	err := n.read(ctx, l.cached)
-	if err == nil && n.has(node, disk, uid) {
+	var n nodeNeeds
+	err := n.load(ctx, l.cached)
+	if err == nil && n.include(node, disk, uid) {
 		l.trust(key)
 		return nil
 	}
-	if n, err = l.ask(ctx, node); err != nil {
+	if n, err = l.queryAPI(ctx, node); err != nil {
 		return api.Errorf(api.Unavailable, "whether node %s may read layer %s: %w", node, uid, err)
 	}
-	if n.has(node, disk, uid) {
+	if n.include(node, disk, uid) {
 		l.trust(key)
 		return nil
 	}
@@ -133,24 +133,24 @@ func (l *layerAccess) trust(key [3]string) {
 }
 
 func newLayerAccess(cached, live client.Reader, log *slog.Logger) *layerAccess {
-	return &layerAccess{cached: cached, live: live, log: log, recent: map[string]needs{},
+	return &layerAccess{cached: cached, live: live, log: log, answers: map[string]nodeNeeds{},
 		trusted: map[[3]string]time.Time{}}
 }
 
-// ask is what the API itself says, now or a moment ago.
-func (l *layerAccess) ask(ctx context.Context, node string) (needs, error) {
-	l.asking.Lock()
-	defer l.asking.Unlock() // a node's requests wait for one answer
-	if n, ok := l.recent[node]; ok && time.Since(n.at) < accessRecent {
+// queryAPI is what the API itself says, now or a moment ago.
+func (l *layerAccess) queryAPI(ctx context.Context, node string) (nodeNeeds, error) {
+	l.apiQueries.Lock()
+	defer l.apiQueries.Unlock() // a node's requests wait for one answer
+	if n, ok := l.answers[node]; ok && time.Since(n.at) < accessRecent {
 		return n, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	n := needs{}
-	if err := n.read(ctx, l.live); err != nil {
+	n := nodeNeeds{}
+	if err := n.load(ctx, l.live); err != nil {
 		return n, err
 	}
 	n.at = time.Now()
-	l.recent[node] = n
+	l.answers[node] = n
 	return n, nil
 }

@@ -13,7 +13,7 @@ import (
 
 // objects are what a cache or an API server has; err is the answer of one that is away.
 type objects struct {
-	needs
+	nodeNeeds
 	err error
 	n   int // lists of copies
 }
@@ -43,7 +43,7 @@ func TestLayersForThoseWhoNeedThem(t *testing.T) {
 	exported.Status.Layers = []api.UID{"snap"}
 	own := lent("d", "disk-d", "foreign") // what a node says of itself does not count
 	own.Status.Layers = []api.UID{"secret"}
-	n := needs{copies: []api.ImageCopy{lent("a", "disk-a", "debian", "base", "top"), lent("b", "disk-b", "debian", "base", "top"),
+	n := nodeNeeds{copies: []api.ImageCopy{lent("a", "disk-a", "debian", "base", "top"), lent("b", "disk-b", "debian", "base", "top"),
 		exported, lent("c", "disk-c", "export"), own},
 		replicas: []api.Replica{{Spec: api.ReplicaSpec{Node: "e", Layers: []api.UID{"base"}}}}}
 	for _, c := range []struct {
@@ -55,7 +55,7 @@ func TestLayersForThoseWhoNeedThem(t *testing.T) {
 		{"d", "base", false}, {"d", "secret", false}, {"d", "debian", false}, {"d", "", false},
 		{"e", "base", true}, {"e", "top", false}, {"e", "debian", false}, {"", "base", false},
 	} {
-		if n.has(c.node, "disk-a", c.uid) != c.may {
+		if n.include(c.node, "disk-a", c.uid) != c.may {
 			t.Errorf("node %q, %q: %v", c.node, c.uid, !c.may)
 		}
 	}
@@ -103,7 +103,7 @@ func (w *waiting) List(ctx context.Context, list client.ObjectList, o ...client.
 // TestLayerAccessWaitsForNoOtherNode: while the API does not answer about one node, what the cache knows is served to
 // the others.
 func TestLayerAccessWaitsForNoOtherNode(t *testing.T) {
-	cached := &objects{needs: needs{copies: []api.ImageCopy{lent("d", "disk-d", "debian", "base")}}}
+	cached := &objects{nodeNeeds: nodeNeeds{copies: []api.ImageCopy{lent("d", "disk-d", "debian", "base")}}}
 	live := &waiting{asked: make(chan struct{}, 2), release: make(chan struct{})}
 	l := newLayerAccess(cached, live, slog.New(slog.DiscardHandler))
 	third := make(chan error, 1)

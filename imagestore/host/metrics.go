@@ -11,10 +11,10 @@ var (
 	transferSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: "drover_backing_image_transfer_duration_seconds", Help: "Time from the start of a transfer to its end.",
 		Buckets: prometheus.ExponentialBuckets(0.1, 4, 9)}, []string{"source", "result"})
-	transfers = prometheus.NewGauge(prometheus.GaugeOpts{Name: "drover_backing_image_transfers",
+	transfersRunning = prometheus.NewGauge(prometheus.GaugeOpts{Name: "drover_backing_image_transfers",
 		Help: "Transfers under way on this node."})
 )
 
 func init() {
-	metrics.Registry.MustRegister(transferBytes, transferSeconds, transfers)
+	metrics.Registry.MustRegister(transferBytes, transferSeconds, transfersRunning)
 }

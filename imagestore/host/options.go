@@ -25,18 +25,18 @@ type Options struct {
 	// UploadCert makes uploads come over TLS; nil: without. UploadCA is the authority (PEM) by which users know it.
 	UploadCert *tls.Certificate
 	UploadCA   []byte
-	// UploadPatience is how long a sender may take to come back; 5 min.
-	UploadPatience time.Duration
+	// UploadTimeout is how long a sender may take to come back; 5 min.
+	UploadTimeout time.Duration
 	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
 	Parallel int
 	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
-	// Tell is how often it is told how far a transfer is; 500 ms.
-	Tell time.Duration
-	// Check is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
-	Check time.Duration
-	// KeepEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
-	KeepEvery time.Duration
+	// ProgressEvery is how often it is told how far a transfer is; 500 ms.
+	ProgressEvery time.Duration
+	// CheckEvery is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
+	CheckEvery time.Duration
+	// CheckpointEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
+	CheckpointEvery time.Duration
 	// Identity and Layers, if set, let other nodes read the finished layers on this node's disks there, and this node
 	// those of others.
 	Identity *wire.Identity
@@ -58,11 +58,11 @@ func (o Options) withDefaults() Options {
 	if o.RetryMax <= 0 {
 		o.RetryMax = 5 * time.Minute
 	}
-	if o.Tell <= 0 {
-		o.Tell = 500 * time.Millisecond
+	if o.ProgressEvery <= 0 {
+		o.ProgressEvery = 500 * time.Millisecond
 	}
-	if o.Check <= 0 {
-		o.Check = time.Minute
+	if o.CheckEvery <= 0 {
+		o.CheckEvery = time.Minute
 	}
 	if o.Log == nil {
 		o.Log = slog.Default()

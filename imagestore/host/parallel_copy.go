@@ -21,20 +21,20 @@ import (
 // where that does not match.
 
 const (
-	mostHelpers = 2                // beside the first
-	placeTime   = 2 * time.Second  // a place that is not free by then is for others
-	helpTime    = 20 * time.Second // for one piece
+	maxHelpers = 2                // beside the first
+	slotTimeout   = 2 * time.Second  // a place that is not free by then is for others
+	chunkTimeout    = 20 * time.Second // for one piece
 )
 
-// helper is a disk of a further node.
-type helper struct {
+// helperDisk is a disk of a further node.
+type helperDisk struct {
 	node, address string
 	disk          string
 }
 
-// team is a disk of another node, and those that help it. end ends it.
-type team struct {
-	*farDisk
+// parallelSource is a disk of another node, and those that help it. end ends it.
+type parallelSource struct {
+	*remoteDisk
 	log    *slog.Logger
 	asking sync.WaitGroup
 	end    func()
@@ -47,7 +47,7 @@ type team struct {
 
 // sender is one that sends.
 type sender struct {
-	helper
+	helperDisk
 	client *wire.Client
 	give   func()          // its place
 	same   map[string]bool // layers that are known to be those of the first
@@ -55,22 +55,22 @@ type sender struct {
 	rate   float64 // seconds for a byte, of late
 }
 
-// newTeam asks helpers for a place, for so long, each of which takes part as soon as it has one.
-func newTeam(ctx context.Context, first *farDisk, id *wire.Identity, others []helper, long time.Duration,
-	log *slog.Logger) *team {
+// newParallelSource asks helpers for a place, for so long, each of which takes part as soon as it has one.
+func newParallelSource(ctx context.Context, first *remoteDisk, id *wire.Identity, others []helperDisk, long time.Duration,
+	log *slog.Logger) *parallelSource {
 	ctx, cancel := context.WithCancel(ctx)
-	t := &team{farDisk: first, log: log, first: &sender{}, sent: map[string]int64{}}
+	t := &parallelSource{remoteDisk: first, log: log, first: &sender{}, sent: map[string]int64{}}
 	for _, o := range others {
 		t.asking.Go(func() {
 			c := wire.NewClient(id, o.node, o.address)
-			give, err := takePlace(ctx, c, o.disk, long)
+			give, err := acquireSlot(ctx, c, o.disk, long)
 			if err != nil {
 				c.Close()
 				return // the others do without it
 			}
 			t.mu.Lock()
 			defer t.mu.Unlock()
-			t.help = append(t.help, &sender{helper: o, client: c, give: give, same: map[string]bool{}})
+			t.help = append(t.help, &sender{helperDisk: o, client: c, give: give, same: map[string]bool{}})
 		})
 	}
 	t.end = func() {
@@ -79,15 +79,15 @@ func newTeam(ctx context.Context, first *farDisk, id *wire.Identity, others []he
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		for _, s := range t.help {
-			s.leave()
+			s.close()
 		}
 		t.help = nil
 	}
 	return t
 }
 
-// takePlace takes a place among those that a disk serves, if one is free within a time.
-func takePlace(ctx context.Context, c *wire.Client, disk string, long time.Duration) (give func(), err error) {
+// acquireSlot takes a place among those that a disk serves, if one is free within a time.
+func acquireSlot(ctx context.Context, c *wire.Client, disk string, long time.Duration) (give func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	late := time.AfterFunc(long, cancel)
 	end, err := c.Send(ctx, disk)
@@ -102,13 +102,13 @@ func takePlace(ctx context.Context, c *wire.Client, disk string, long time.Durat
 	return func() { end(); cancel() }, nil
 }
 
-func (s *sender) leave() {
+func (s *sender) close() {
 	s.give()
 	s.client.Close()
 }
 
-// next is who has least to do, the first before others.
-func (t *team) next() *sender {
+// selectSender is who has least to do, the first before others.
+func (t *parallelSource) selectSender() *sender {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	least := t.first
@@ -121,9 +121,9 @@ func (t *team) next() *sender {
 	return least
 }
 
-// done ends a piece; with an error, the help of who had it. One that is far slower than the first is no help either:
+// setReady ends a piece; with an error, the help of who had it. One that is far slower than the first is no help either:
 // what comes next waits for the last piece of a stretch.
-func (t *team) done(s *sender, n int, began time.Time, err error) {
+func (t *parallelSource) finishChunk(s *sender, n int, began time.Time, err error) {
 	took := time.Since(began)
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -147,14 +147,14 @@ func (t *team) done(s *sender, n int, began time.Time, err error) {
 		if t.help[i] == s {
 			t.help = append(t.help[:i:i], t.help[i+1:]...)
 			t.log.Warn("a node that helped with a copy is left out", "node", s.node, "disk", s.disk, "err", err)
-			s.leave()
+			s.close()
 			return
 		}
 	}
 }
 
-// helped is how much came from each helper's disk.
-func (t *team) helped() map[string]int64 {
+// bytesByDisk is how much came from each helper's disk.
+func (t *parallelSource) bytesByDisk() map[string]int64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	sent := map[string]int64{}
@@ -165,70 +165,70 @@ func (t *team) helped() map[string]int64 {
 }
 
 // Open opens a layer that is read from all of them.
-func (t *team) Open(uid string) (block.Source, error) {
+func (t *parallelSource) Open(uid string) (block.Source, error) {
 	root, _, err := t.Digest(uid)
 	if err != nil {
 		return nil, err
 	}
-	src, err := t.farDisk.Open(uid)
+	src, err := t.remoteDisk.Open(uid)
 	if err != nil {
 		return nil, err
 	}
-	return &teamLayer{Source: src, t: t, uid: uid, root: root}, nil
+	return &parallelLayer{Source: src, source: t, uid: uid, root: root}, nil
 }
 
-// teamLayer is a layer that a team has; its map is the first's.
-type teamLayer struct {
+// parallelLayer is a layer that a team has; its map is the first's.
+type parallelLayer struct {
 	block.Source
-	t         *team
+	source         *parallelSource
 	uid, root string
 }
 
 // ReadAt implements io.ReaderAt.
-func (l *teamLayer) ReadAt(p []byte, off int64) (int, error) {
+func (l *parallelLayer) ReadAt(p []byte, off int64) (int, error) {
 	if len(p) > block.ChunkSize || off+int64(len(p)) > l.Size() {
 		return l.Source.ReadAt(p, off)
 	}
 	for {
-		s, began := l.t.next(), time.Now()
-		if s == l.t.first {
+		s, began := l.source.selectSender(), time.Now()
+		if s == l.source.first {
 			n, err := l.Source.ReadAt(p, off)
-			l.t.done(s, n, began, err)
+			l.source.finishChunk(s, n, began, err)
 			return n, err
 		}
-		err := l.from(s, p, off)
-		l.t.done(s, len(p), began, err)
+		err := l.readFrom(s, p, off)
+		l.source.finishChunk(s, len(p), began, err)
 		if err == nil {
 			return len(p), nil
 		}
 	}
 }
 
-// from reads a piece from a helper, once it is known to have the same layer.
-func (l *teamLayer) from(s *sender, p []byte, off int64) error {
-	ctx, cancel := context.WithTimeout(l.t.ctx, helpTime)
+// readFrom reads a piece from a helper, once it is known to have the same layer.
+func (l *parallelLayer) readFrom(s *sender, p []byte, off int64) error {
+	ctx, cancel := context.WithTimeout(l.source.ctx, chunkTimeout)
 	defer cancel()
-	l.t.mu.Lock()
+	l.source.mu.Lock()
 	same := s.same[l.uid]
-	l.t.mu.Unlock()
+	l.source.mu.Unlock()
 	if !same {
 		root, _, err := s.client.Digest(ctx, s.disk, l.uid)
 		if err != nil {
 			return err
 		}
 		if root != l.root {
-			return api.Errorf(api.Corrupt, "layer %s on disk %s is another one than that on disk %s", l.uid, s.disk, l.t.uid)
+			return api.Errorf(api.Corrupt, "layer %s on disk %s is another one than that on disk %s", l.uid, s.disk, l.source.uid)
 		}
-		l.t.mu.Lock()
+		l.source.mu.Lock()
 		s.same[l.uid] = true
-		l.t.mu.Unlock()
+		l.source.mu.Unlock()
 	}
 	return s.client.Read(ctx, s.disk, l.uid, p, off)
 }
 
-// helpers are disks of nodes other than this one and the sender's that have an image, one of each node.
-func (n *copies) helpers(ctx context.Context, c *api.ImageCopy) []helper {
-	from, _, err := n.whereIs(ctx, c.Spec.From)
+// findHelpers are disks of nodes other than this one and the sender's that have an image, one of each node.
+func (n *copyReconciler) findHelpers(ctx context.Context, c *api.ImageCopy) []helperDisk {
+	from, _, err := n.locateDisk(ctx, c.Spec.From)
 	if err != nil {
 		return nil
 	}
@@ -238,33 +238,33 @@ func (n *copies) helpers(ctx context.Context, c *api.ImageCopy) []helper {
 		return nil
 	}
 	taken := map[string]bool{n.node: true, from: true}
-	var found []helper
+	var found []helperDisk
 	for _, i := range rand.Perm(len(list.Items)) {
 		o := &list.Items[i]
 		if o.Spec.UUID != c.Spec.UUID || o.Status.State != api.ImageReady || o.DeletionTimestamp != nil ||
-			taken[o.Spec.Node] || len(found) == mostHelpers {
+			taken[o.Spec.Node] || len(found) == maxHelpers {
 			continue
 		}
-		node, address, err := n.whereIs(ctx, o.Spec.Disk)
+		node, address, err := n.locateDisk(ctx, o.Spec.Disk)
 		if err == nil && address != "" && node == o.Spec.Node {
 			taken[node] = true
-			found = append(found, helper{node, address, string(o.Spec.Disk)})
+			found = append(found, helperDisk{node, address, string(o.Spec.Disk)})
 		}
 	}
 	return found
 }
 
-// copyTogether is importer.Copy from a disk of another node and those that help it.
-func (n *copies) copyTogether(ctx context.Context, first *farDisk, c *api.ImageCopy, on block.Layers, want importer.Spec,
+// copyParallel is importer.Copy from a disk of another node and those that help it.
+func (n *copyReconciler) copyParallel(ctx context.Context, first *remoteDisk, c *api.ImageCopy, on block.Layers, want importer.Spec,
 	p *importer.Progress) (importer.Result, error) {
-	others := n.helpers(ctx, c)
+	others := n.findHelpers(ctx, c)
 	if len(others) == 0 {
 		return importer.Copy(ctx, first, on, want, p)
 	}
-	t := newTeam(ctx, first, n.opts.Identity, others, placeTime, n.log)
+	t := newParallelSource(ctx, first, n.opts.Identity, others, slotTimeout, n.log)
 	got, err := importer.Copy(ctx, t, on, want, p)
 	t.end()
-	if sent := t.helped(); len(sent) > 0 {
+	if sent := t.bytesByDisk(); len(sent) > 0 {
 		n.log.Info("a copy came from several nodes", "image", c.Spec.Image, "disk", c.Spec.Disk, "first", c.Spec.From,
 			"others", sent, "err", err)
 		if api.Is(err, api.Corrupt) { // whose fault that is nobody knows

@@ -48,7 +48,7 @@ func (s lentSource) ReadAt(p []byte, off int64) (int, error) {
 type senders struct {
 	t       *testing.T
 	id      *wire.Identity
-	others  []helper      // the first of them is who is asked first
+	others  []helperDisk      // the first of them is who is asked first
 	left    chan struct{} // a place was given back
 	want    importer.Spec
 	content []byte
@@ -115,7 +115,7 @@ func newSenders(t *testing.T, reads ...func([]byte) error) *senders {
 				t.Error(err)
 			}
 		})
-		s.others = append(s.others, helper{name, ln.Addr().String(), d.UID()})
+		s.others = append(s.others, helperDisk{name, ln.Addr().String(), d.UID()})
 	}
 	return s
 }
@@ -124,12 +124,12 @@ func newSenders(t *testing.T, reads ...func([]byte) error) *senders {
 func (s *senders) copy() (map[string]int64, error) {
 	c := wire.NewClient(s.id, s.others[0].node, s.others[0].address)
 	defer c.Close()
-	t := newTeam(s.t.Context(), &farDisk{s.t.Context(), c, s.others[0].disk}, s.id, s.others[1:],
+	t := newParallelSource(s.t.Context(), &remoteDisk{s.t.Context(), c, s.others[0].disk}, s.id, s.others[1:],
 		time.Minute, slog.New(slog.DiscardHandler))
 	t.asking.Wait()
 	_, err := importer.Copy(s.t.Context(), t, s.to, s.want, &importer.Progress{})
 	t.end()
-	return t.helped(), err
+	return t.bytesByDisk(), err
 }
 
 func (s *senders) holds() {

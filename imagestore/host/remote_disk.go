@@ -24,7 +24,7 @@ import (
 // where it was.
 
 // serveLayers lets other nodes read the layers on this node's disks.
-func (n *copies) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
+func (n *copyReconciler) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
 	// Begun with the manager's other informers: the first node that asks does not wait for it.
 	_, err := mgr.GetCache().GetInformer(context.Background(), &api.Replica{}, cache.BlockUntilSynced(false))
 	if err != nil {
@@ -35,10 +35,10 @@ func (n *copies) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identit
 		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
 		Send: func(ctx context.Context, uid string) (func(), error) {
 			lane := "send " + uid
-			if err := n.movers.lanes.take(ctx, lane, n.sends(ctx)); err != nil {
+			if err := n.transfers.limits.acquire(ctx, lane, n.sendLimit(ctx)); err != nil {
 				return nil, err
 			}
-			return func() { n.movers.lanes.give(lane) }, nil
+			return func() { n.transfers.limits.release(lane) }, nil
 		},
 		Kind: func(err error) string { return api.KindOf(err).String() },
 	})
@@ -51,14 +51,14 @@ type everyNode struct{ manager.Runnable }
 // NeedLeaderElection implements manager.LeaderElectionRunnable.
 func (everyNode) NeedLeaderElection() bool { return false }
 
-// sends is how many transfers one disk serves at once.
-func (n *copies) sends(ctx context.Context) int {
+// sendLimit is how many transfers one disk serves at once.
+func (n *copyReconciler) sendLimit(ctx context.Context) int {
 	return max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
 }
 
-// lender is a disk that a copy is taken from: one of this node, or one of another. done ends the taking.
-func (n *copies) lender(ctx context.Context, uid api.UID) (from block.Layers, done func(), err error) {
-	node, address, err := n.whereIs(ctx, uid)
+// openCopySource is a disk that a copy is taken from: one of this node, or one of another. done ends the taking.
+func (n *copyReconciler) openCopySource(ctx context.Context, uid api.UID) (from block.Layers, done func(), err error) {
+	node, address, err := n.locateDisk(ctx, uid)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -67,10 +67,10 @@ func (n *copies) lender(ctx context.Context, uid api.UID) (from block.Layers, do
 			return nil, nil, err
 		}
 		lane := "send " + string(uid)
-		if err := n.movers.lanes.take(ctx, lane, n.sends(ctx)); err != nil {
+		if err := n.transfers.limits.acquire(ctx, lane, n.sendLimit(ctx)); err != nil {
 			return nil, nil, err
 		}
-		return from, func() { n.movers.lanes.give(lane) }, nil
+		return from, func() { n.transfers.limits.release(lane) }, nil
 	}
 	if n.opts.Identity == nil || address == "" {
 		return nil, nil, api.Errorf(api.Unavailable, "node %s does not serve its images to other nodes yet", node)
@@ -79,13 +79,13 @@ func (n *copies) lender(ctx context.Context, uid api.UID) (from block.Layers, do
 	end, err := c.Send(ctx, string(uid))
 	if err != nil {
 		c.Close()
-		return nil, nil, farError(err)
+		return nil, nil, remoteError(err)
 	}
-	return &farDisk{ctx, c, string(uid)}, func() { end(); c.Close() }, nil
+	return &remoteDisk{ctx, c, string(uid)}, func() { end(); c.Close() }, nil
 }
 
-// whereIs finds the node of a disk, and where that node's layers are served.
-func (n *copies) whereIs(ctx context.Context, uid api.UID) (node, address string, err error) {
+// locateDisk finds the node of a disk, and where that node's layers are served.
+func (n *copyReconciler) locateDisk(ctx context.Context, uid api.UID) (node, address string, err error) {
 	var nodes api.NodeList
 	if err := n.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
 		return "", "", err
@@ -99,45 +99,45 @@ func (n *copies) whereIs(ctx context.Context, uid api.UID) (node, address string
 	return "", "", api.Errorf(api.Unavailable, "disk %s is not there on any node", uid)
 }
 
-// farDisk is a disk of another node, as far as copies are made from it.
-type farDisk struct {
+// remoteDisk is a disk of another node, as far as copies are made from it.
+type remoteDisk struct {
 	ctx    context.Context
 	client *wire.Client
 	uid    string
 }
 
-var _ block.Layers = (*farDisk)(nil)
+var _ block.Layers = (*remoteDisk)(nil)
 
-var errFar = api.Errorf(api.Unsupported, "a disk of another node can only be read")
+var errRemoteReadOnly = api.Errorf(api.Unsupported, "a disk of another node can only be read")
 
-func (f *farDisk) UID() string { return f.uid }
+func (f *remoteDisk) UID() string { return f.uid }
 
-func (f *farDisk) Open(uid string) (block.Source, error) {
+func (f *remoteDisk) Open(uid string) (block.Source, error) {
 	s, err := f.client.Open(f.ctx, f.uid, uid)
-	return s, farError(err)
+	return s, remoteError(err)
 }
 
-func (f *farDisk) Digest(uid string) (root string, allocated int64, err error) {
+func (f *remoteDisk) Digest(uid string) (root string, allocated int64, err error) {
 	root, allocated, err = f.client.Digest(f.ctx, f.uid, uid)
-	return root, allocated, farError(err)
+	return root, allocated, remoteError(err)
 }
 
 // Image is what package disk asks a disk that knows its images one by one.
-func (f *farDisk) Image(uid string) (block.Image, error) {
+func (f *remoteDisk) Image(uid string) (block.Image, error) {
 	img, err := f.client.Image(f.ctx, f.uid, uid)
-	return img, farError(err)
+	return img, remoteError(err)
 }
 
-func (f *farDisk) Create(context.Context, string, int64) (block.LayerWriter, error) {
-	return nil, errFar
+func (f *remoteDisk) Create(context.Context, string, int64) (block.LayerWriter, error) {
+	return nil, errRemoteReadOnly
 }
-func (f *farDisk) Verify(context.Context, string) error { return errFar }
-func (f *farDisk) PutImage(block.Image) error           { return errFar }
-func (f *farDisk) Images() ([]block.Image, error)       { return nil, errFar }
-func (f *farDisk) RemoveImage(string) error             { return errFar }
+func (f *remoteDisk) Verify(context.Context, string) error { return errRemoteReadOnly }
+func (f *remoteDisk) PutImage(block.Image) error           { return errRemoteReadOnly }
+func (f *remoteDisk) Images() ([]block.Image, error)       { return nil, errRemoteReadOnly }
+func (f *remoteDisk) RemoveImage(string) error             { return errRemoteReadOnly }
 
-// farError gives an error the kind that it had on its node; a node that cannot be reached is not available.
-func farError(err error) error {
+// remoteError gives an error the kind that it had on its node; a node that cannot be reached is not available.
+func remoteError(err error) error {
 	var said *wire.Error
 	switch {
 	case err == nil || errors.Is(err, context.Canceled) || apierrors.IsNotFound(err):
@@ -148,27 +148,27 @@ func farError(err error) error {
 	return api.Errorf(api.Unavailable, "%w", err)
 }
 
-// copyFrom is a transfer from another disk.
-func (n *copies) copyFrom(ctx context.Context, j *job, c *api.ImageCopy, on block.Layers,
+// copyFromDisk is a transfer from another disk.
+func (n *copyReconciler) copyFromDisk(ctx context.Context, j *transfer, c *api.ImageCopy, on block.Layers,
 	want importer.Spec, mend bool) (importer.Result, error) {
-	from, done, err := n.lender(ctx, c.Spec.From)
+	from, done, err := n.openCopySource(ctx, c.Spec.From)
 	if err != nil {
 		return importer.Result{}, err
 	}
 	defer done()
-	j.is(api.ImageInProgress, "")
-	want.KeepEvery = n.opts.KeepEvery
-	first, far := from.(*farDisk)
+	j.setState(api.ImageInProgress, "")
+	want.CheckpointEvery = n.opts.CheckpointEvery
+	first, far := from.(*remoteDisk)
 	if far && !mend {
-		return n.copyTogether(ctx, first, c, on, want, &j.progress)
+		return n.copyParallel(ctx, first, c, on, want, &j.progress)
 	}
 	carry := importer.Copy
 	if mend {
-		carry = importer.Mend
+		carry = importer.Repair
 	}
 	got, err := carry(ctx, from, on, want, &j.progress)
 	if !far && api.Is(err, api.Corrupt) {
-		n.doubt(ctx, c.Spec.UUID, c.Spec.From)
+		n.suspectCopy(ctx, c.Spec.UUID, c.Spec.From)
 	}
 	return got, err
 }

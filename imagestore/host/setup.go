@@ -23,15 +23,15 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	if err != nil {
 		return err
 	}
-	uploads.Patience = o.UploadPatience
-	n := &copies{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
+	uploads.Patience = o.UploadTimeout
+	n := &copyReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
 		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
-		movers: newMovers(o.Parallel, o.Tell), pens: map[string]*pen{},
-		verdicts: map[string]verdict{}, doubts: map[string]bool{}}
+		transfers: newTransferSet(o.Parallel, o.ProgressEvery), records: map[string]*statusRecord{},
+		verifications: map[string]verification{}, suspects: map[string]bool{}}
 	if err := mgr.Add(uploads); err != nil {
 		return err
 	}
-	if err := mgr.Add(n.movers); err != nil {
+	if err := mgr.Add(n.transfers); err != nil {
 		return err
 	}
 	if o.Layers != nil && o.Identity != nil {
@@ -45,8 +45,8 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	})
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
-		WatchesRawSource(ctrlsource.Channel(n.movers.wake, &handler.EnqueueRequestForObject{})).
-		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.disksChanged}).
+		WatchesRawSource(ctrlsource.Channel(n.transfers.wake, &handler.EnqueueRequestForObject{})).
+		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.wakeCopiesOfDisks}).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(n)
 }

@@ -13,10 +13,10 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// movers owns the transfers of a node: it starts them, bounds how many run at once, cancels them, and waits for all of
+// transferSet owns the transfers of a node: it starts them, bounds how many run at once, cancels them, and waits for all of
 // them when the manager stops. A transfer touches a disk and nothing else; what it did is read from it by the
 // reconciler of its ImageCopy, which is woken (wake) when there is news.
-type movers struct {
+type transferSet struct {
 	wake  chan event.GenericEvent
 	slots chan struct{}
 	tick  time.Duration
@@ -24,21 +24,21 @@ type movers struct {
 	started chan struct{} // closed when ctx is set
 	ctx     context.Context
 
-	lanes lanes
+	limits diskLimits
 
 	mu   sync.Mutex
-	jobs map[string]*job // by name of the ImageCopy
+	byCopy map[string]*transfer // by name of the ImageCopy
 	wg   sync.WaitGroup
 	done bool
 }
 
-func newMovers(parallel int, tick time.Duration) *movers {
-	return &movers{wake: make(chan event.GenericEvent, 16), slots: make(chan struct{}, parallel), tick: tick,
-		started: make(chan struct{}), lanes: newLanes(), jobs: map[string]*job{}}
+func newTransferSet(parallel int, tick time.Duration) *transferSet {
+	return &transferSet{wake: make(chan event.GenericEvent, 16), slots: make(chan struct{}, parallel), tick: tick,
+		started: make(chan struct{}), limits: newDiskLimits(), byCopy: map[string]*transfer{}}
 }
 
 // Start is the life of all transfers.
-func (m *movers) Start(ctx context.Context) error {
+func (m *transferSet) Start(ctx context.Context) error {
 	m.ctx = ctx
 	close(m.started)
 	<-ctx.Done()
@@ -50,10 +50,10 @@ func (m *movers) Start(ctx context.Context) error {
 }
 
 // NeedLeaderElection is false: every node moves its own.
-func (m *movers) NeedLeaderElection() bool { return false }
+func (m *transferSet) NeedLeaderElection() bool { return false }
 
-// job is one transfer.
-type job struct {
+// transfer is one transfer.
+type transfer struct {
 	object types.UID // the ImageCopy that it is for
 	source string    // for metrics
 	token  string    // of a verification that was asked for before it began
@@ -69,7 +69,7 @@ type job struct {
 	url      string         // where an upload is expected
 }
 
-func (j *job) running() bool {
+func (j *transfer) running() bool {
 	select {
 	case <-j.ended:
 		return false
@@ -78,25 +78,25 @@ func (j *job) running() bool {
 	}
 }
 
-// is tells the world where the job is before bytes arrive.
-func (j *job) is(state api.ImageState, url string) {
+// setState tells the world where the job is before bytes arrive.
+func (j *transfer) setState(state api.ImageState, url string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.state, j.url = state, url
 }
 
-// glance is what can be seen of a running job.
-type glance struct {
+// transferState is what can be seen of a running job.
+type transferState struct {
 	state       api.ImageState
 	percent     int32
 	done, total int64
 	url         string
 }
 
-func (j *job) glance() glance {
+func (j *transfer) snapshot() transferState {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	g := glance{state: j.state, url: j.url}
+	g := transferState{state: j.state, url: j.url}
 	if g.state == api.ImageInProgress {
 		g.state, g.percent, g.done, g.total = j.progress.Snapshot()
 	}
@@ -104,24 +104,24 @@ func (j *job) glance() glance {
 }
 
 // get is the job of an ImageCopy, running or ended.
-func (m *movers) get(name string) *job {
+func (m *transferSet) get(name string) *transfer {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.jobs[name]
+	return m.byCopy[name]
 }
 
 // forget drops an ended job.
-func (m *movers) forget(name string) {
+func (m *transferSet) forget(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if j := m.jobs[name]; j != nil && !j.running() {
-		delete(m.jobs, name)
+	if j := m.byCopy[name]; j != nil && !j.running() {
+		delete(m.byCopy, name)
 	}
 }
 
 // start begins a transfer. run gets a function that waits for a slot, which the job then has until its end.
-func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
-	run func(ctx context.Context, j *job, slot func(context.Context) error) (importer.Result, error)) (*job, error) {
+func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source string,
+	run func(ctx context.Context, j *transfer, slot func(context.Context) error) (importer.Result, error)) (*transfer, error) {
 	select {
 	case <-m.started:
 	case <-ctx.Done():
@@ -132,25 +132,25 @@ func (m *movers) start(ctx context.Context, copy *api.ImageCopy, source string,
 	if m.done {
 		return nil, context.Canceled
 	}
-	if j := m.jobs[copy.Name]; j != nil && j.running() {
+	if j := m.byCopy[copy.Name]; j != nil && j.running() {
 		return nil, api.Errorf(api.Busy, "a transfer for %s is under way", copy.Name)
 	}
 	jctx, cancel := context.WithCancel(m.ctx)
-	j := &job{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}),
+	j := &transfer{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}),
 		begun: time.Now(),
 		state: api.ImagePending}
-	m.jobs[copy.Name] = j
+	m.byCopy[copy.Name] = j
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}
-	m.wg.Go(func() { m.carry(jctx, j, ev, run) })
+	m.wg.Go(func() { m.run(jctx, j, ev, run) })
 	return j, nil
 }
 
-// carry is the owner of one transfer: it tells of progress at every tick, and of the end.
-func (m *movers) carry(ctx context.Context, j *job, ev event.GenericEvent,
-	run func(ctx context.Context, j *job, slot func(context.Context) error) (importer.Result, error)) {
+// run is the owner of one transfer: it tells of progress at every tick, and of the end.
+func (m *transferSet) run(ctx context.Context, j *transfer, ev event.GenericEvent,
+	run func(ctx context.Context, j *transfer, slot func(context.Context) error) (importer.Result, error)) {
 	defer j.cancel()
-	transfers.Inc()
-	defer transfers.Dec()
+	transfersRunning.Inc()
+	defer transfersRunning.Dec()
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -171,16 +171,16 @@ func (m *movers) carry(ctx context.Context, j *job, ev event.GenericEvent,
 	}()
 	ticker := time.NewTicker(m.tick)
 	defer ticker.Stop()
-	var last glance
+	var last transferState
 	var counted int64
 	for running := true; running; {
 		select {
 		case <-ended:
 			running = false
 		case <-ticker.C:
-			if g := j.glance(); g != last {
+			if g := j.snapshot(); g != last {
 				last = g
-				m.tell(ctx, ev)
+				m.wakeReconciler(ctx, ev)
 			}
 		}
 		_, _, done, _ := j.progress.Snapshot()
@@ -196,11 +196,11 @@ func (m *movers) carry(ctx context.Context, j *job, ev event.GenericEvent,
 	}
 	transferSeconds.WithLabelValues(j.source, result).Observe(time.Since(j.begun).Seconds())
 	close(j.ended)
-	m.tell(m.ctx, ev)
+	m.wakeReconciler(m.ctx, ev)
 }
 
-// tell wakes the reconciler, unless everything ends.
-func (m *movers) tell(ctx context.Context, ev event.GenericEvent) {
+// wakeReconciler wakes the reconciler, unless everything ends.
+func (m *transferSet) wakeReconciler(ctx context.Context, ev event.GenericEvent) {
 	select {
 	case m.wake <- ev:
 	case <-ctx.Done():

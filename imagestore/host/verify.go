@@ -18,27 +18,27 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// verifying is the kind of a job that reads a copy which is there.
-const verifying = "verification"
+// verificationKind is the kind of a job that reads a copy which is there.
+const verificationKind = "verification"
 
-// verdict is what a verification found of a copy.
-type verdict struct {
+// verification is what a verification found of a copy.
+type verification struct {
 	mark string // which touch of its files it is about; empty: none
 	err  error  // nil: the content is what it was
 }
 
-// sound tells whether a copy's content is what it was: err nil where there is no reason to doubt it, or where a
+// checkContent tells whether a copy's content is what it was: err nil where there is no reason to doubt it, or where a
 // verification found no harm; known is false while that is being found out. Reasons are: somebody touched its files,
 // what was copied from it was damaged, the user asks, or the last verification is long ago.
-func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, got importer.Result, st *api.ImageCopyStatus) (
+func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on block.Layers, got importer.Result, st *api.ImageCopyStatus) (
 	known bool, err error) {
 	mark, err := importer.Touched(on, got.Image)
 	if err != nil {
 		return true, err
 	}
 	n.mu.Lock()
-	v, ok := n.verdicts[c.Name]
-	doubt := n.doubts[c.Name]
+	v, ok := n.verifications[c.Name]
+	doubt := n.suspects[c.Name]
 	n.mu.Unlock()
 	lane := "verify " + on.UID()
 	held := false
@@ -48,42 +48,42 @@ func (n *copies) sound(ctx context.Context, c *api.ImageCopy, on block.Layers, g
 	case asked, doubt:
 	case mark != "" && (!ok || v.mark != mark):
 		n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
-	case n.old(ctx, st) && n.movers.lanes.try(lane, 1): // else at the next look, when the disk is not busy with others
+	case n.verificationDue(ctx, st) && n.transfers.limits.tryAcquire(lane, 1): // else at the next look, when the disk is not busy with others
 		held = true
 	default:
 		return true, nil
 	}
-	_, err = n.movers.start(ctx, c, verifying,
-		func(ctx context.Context, _ *job, _ func(context.Context) error) (importer.Result, error) {
+	_, err = n.transfers.start(ctx, c, verificationKind,
+		func(ctx context.Context, _ *transfer, _ func(context.Context) error) (importer.Result, error) {
 			if !held {
-				if err := n.movers.lanes.take(ctx, lane, 1); err != nil {
+				if err := n.transfers.limits.acquire(ctx, lane, 1); err != nil {
 					return importer.Result{}, err
 				}
 			}
-			defer n.movers.lanes.give(lane)
+			defer n.transfers.limits.release(lane)
 			err := importer.Verify(ctx, on, got.Image)
 			if ctx.Err() == nil {
 				n.mu.Lock()
-				n.verdicts[c.Name] = verdict{mark, err}
-				delete(n.doubts, c.Name)
+				n.verifications[c.Name] = verification{mark, err}
+				delete(n.suspects, c.Name)
 				n.mu.Unlock()
 			}
 			return got, err
 		})
 	if err != nil && held {
-		n.movers.lanes.give(lane)
+		n.transfers.limits.release(lane)
 	}
 	return false, err
 }
 
-// old reports whether it is time to verify a copy again.
-func (n *copies) old(ctx context.Context, st *api.ImageCopyStatus) bool {
+// verificationDue reports whether it is time to verify a copy again.
+func (n *copyReconciler) verificationDue(ctx context.Context, st *api.ImageCopyStatus) bool {
 	hours := watch.SettingNumber(ctx, n.Client, settingVerify, n.log)
 	return hours > 0 && time.Since(st.LastVerified.Time) > time.Duration(hours)*time.Hour
 }
 
-// doubt asks for the verification of an image's copy on a disk of this node.
-func (n *copies) doubt(ctx context.Context, image, on api.UID) {
+// suspectCopy asks for the verification of an image's copy on a disk of this node.
+func (n *copyReconciler) suspectCopy(ctx context.Context, image, on api.UID) {
 	var list api.ImageCopyList
 	if err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(on)}, client.UnsafeDisableDeepCopy); err != nil {
 		n.log.Error("copies of a disk not listed", "disk", on, "error", err)
@@ -95,14 +95,14 @@ func (n *copies) doubt(ctx context.Context, image, on api.UID) {
 			continue
 		}
 		n.mu.Lock()
-		n.doubts[c.Name] = true
+		n.suspects[c.Name] = true
 		n.mu.Unlock()
-		n.movers.tell(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}})
+		n.transfers.wakeReconciler(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}})
 	}
 }
 
-// disksChanged wakes the copies on disks of this node that came or went.
-func (n *copies) disksChanged(ctx context.Context, e event.UpdateEvent,
+// wakeCopiesOfDisks wakes the copies on disks of this node that came or went.
+func (n *copyReconciler) wakeCopiesOfDisks(ctx context.Context, e event.UpdateEvent,
 	q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
 	was, is := e.ObjectOld.(*api.Node), e.ObjectNew.(*api.Node)
 	if is.Name != n.node {

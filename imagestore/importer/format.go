@@ -19,11 +19,11 @@ import (
 type format string
 
 const (
-	raw     format = "raw"
-	isQCOW2 format = "qcow2"
-	isVMDK  format = "vmdk"
-	isVHD   format = "vhd"
-	isVHDX  format = "vhdx"
+	formatRaw   format = "raw"
+	formatQCOW2 format = "qcow2"
+	formatVMDK  format = "vmdk"
+	formatVHD   format = "vhd"
+	formatVHDX  format = "vhdx"
 )
 
 // headSize is how much of the beginning detect wants to see, where there is as much.
@@ -32,8 +32,8 @@ const headSize = 4096
 // packedNames are what a packed format is called: as its files end.
 var packedNames = map[archive.Format]string{archive.Gzip: ".gz", archive.Xz: ".xz", archive.Zstd: ".zst"}
 
-// foreign are formats that would otherwise be taken for raw and become a disk nobody can use.
-var foreign = []struct {
+// unsupportedFormats are formats that would otherwise be taken for raw and become a disk nobody can use.
+var unsupportedFormats = []struct {
 	off                 int
 	magic, name, advice string
 }{
@@ -61,29 +61,29 @@ func detect(head []byte) (format, error) {
 			return "", api.Errorf(api.Unsupported, "it is qcow version %d, and only 2 and 3 can be read: convert it with: "+
 				"qemu-img convert -O qcow2", v)
 		}
-		return isQCOW2, nil
+		return formatQCOW2, nil
 	case vmdk.Detect(head):
-		return isVMDK, nil
+		return formatVMDK, nil
 	case vhdx.Detect(head):
-		return isVHDX, nil
+		return formatVHDX, nil
 	case vhd.Detect(head):
-		return isVHD, nil
+		return formatVHD, nil
 	}
-	for _, f := range foreign {
+	for _, f := range unsupportedFormats {
 		if len(head) > f.off && bytes.HasPrefix(head[f.off:], []byte(f.magic)) {
 			return "", api.Errorf(api.Unsupported, "it is in %s format, which cannot be read: %s", f.name, f.advice)
 		}
 	}
-	if markup(head) {
+	if isMarkup(head) {
 		return "", api.Errorf(api.Invalid,
 			"it is a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
 	}
-	return raw, nil
+	return formatRaw, nil
 }
 
-// markup reports whether the bytes are the beginning of a page or of an error document. A disk image has zeros or
+// isMarkup reports whether the bytes are the beginning of a page or of an error document. A disk image has zeros or
 // machine code there; the whole head must be text, so that a boot sector is never taken for a page.
-func markup(head []byte) bool {
+func isMarkup(head []byte) bool {
 	if bytes.IndexByte(head, 0) >= 0 {
 		return false
 	}
@@ -96,15 +96,15 @@ func markup(head []byte) bool {
 	return false
 }
 
-// open opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on its
+// pending opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on its
 // way, and size is -1 where it shows only at its end.
 func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
 	switch f {
-	case isQCOW2:
+	case formatQCOW2:
 		return qcow2.Open(r, size, qcow2.Limits{Lazy: stream})
-	case isVMDK:
+	case formatVMDK:
 		return vmdk.Open(r, size, vmdk.Limits{Stream: stream})
-	case isVHD:
+	case formatVHD:
 		return vhd.Open(r, size, vhd.Limits{Stream: stream})
 	default:
 		return vhdx.Open(r, size, vhdx.Limits{})
@@ -112,7 +112,7 @@ func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, erro
 }
 
 // needsEnd reports that nothing can be made of an image before its size is known.
-func (f format) needsEnd() bool { return f != isQCOW2 }
+func (f format) needsEnd() bool { return f != formatQCOW2 }
 
 // tailSize is how much of the end of a raw source shows whether it is a fixed VHD disk.
 const tailSize = 512

@@ -19,7 +19,7 @@ func FuzzDetect(f *testing.F) {
 		"\xbe\xba\xfe\xca\x00\x00\x00\x00", strings.Repeat("a", 257) + "ustar\x00", ""} {
 		f.Add([]byte(s), []byte(nil))
 	}
-	for _, x := range foreign {
+	for _, x := range unsupportedFormats {
 		f.Add(append(make([]byte, x.off), x.magic...), []byte(nil))
 	}
 	footer := make([]byte, tailSize) // of a fixed VHD disk of 4 KiB
@@ -52,8 +52,8 @@ func FuzzDetect(f *testing.F) {
 		switch {
 		case err != nil:
 			return
-		case is == raw:
-			for _, x := range foreign {
+		case is == formatRaw:
+			for _, x := range unsupportedFormats {
 				if len(head) > x.off && bytes.HasPrefix(head[x.off:], []byte(x.magic)) {
 					t.Fatalf("%s is taken for raw", x.name)
 				}

@@ -36,17 +36,17 @@ import (
 
 // Spec is the image that is to be on the disk. What is known of it from an earlier copy must come out the same.
 type Spec struct {
-	UID         api.UID
-	Name        string
-	Layers      []api.UID
-	Checksum    string          // expected SHA-512, or empty
-	Digest      string          // known root digest of the top layer, or empty
-	Format      string          // known, or empty
-	Object      json.RawMessage // what the API knows of the image, to be kept with it; or nil
-	VirtualSize int64           // known, or 0
-	Export      bool            // the layers are those of a snapshot, and may be volumes' too
-	Kept        *Kept           // what FindKept found, to be used or dropped by Import; or nil
-	KeepEvery   time.Duration   // how often a download is kept, at the most; 10 s when zero
+	UID             api.UID
+	Name            string
+	Layers          []api.UID
+	Checksum        string          // expected SHA-512, or empty
+	Digest          string          // known root digest of the top layer, or empty
+	Format          string          // known, or empty
+	Object          json.RawMessage // what the API knows of the image, to be kept with it; or nil
+	VirtualSize     int64           // known, or 0
+	Export          bool            // the layers are those of a snapshot, and may be volumes' too
+	Checkpoint      *Checkpoint     // what FindCheckpoint found, to be used or dropped by Import; or nil
+	CheckpointEvery time.Duration   // how often a download is kept, at the most; 10 s when zero
 }
 
 // Result is the image that is on the disk.
@@ -106,28 +106,28 @@ func Import(ctx context.Context, on block.Layers, want Spec, p *Progress,
 	defer cancel(nil)
 	s, err := open(ctx)
 	if err != nil {
-		if want.Kept != nil {
-			err = errors.Join(err, want.Kept.w.Leave())
+		if want.Checkpoint != nil {
+			err = errors.Join(err, want.Checkpoint.w.Leave())
 		}
 		return Result{}, err
 	}
 	defer s.Close()
-	im := &importer{ctx: ctx, cancel: cancel, on: on, want: want, p: p, s: s, sum: sha512.New(), room: newRoom(on)}
+	im := &importRun{ctx: ctx, cancel: cancel, on: on, want: want, p: p, s: s, sum: sha512.New(), space: newSpaceGuard(on)}
 	p.readTotal.Store(s.Size)
 	got, err := im.run()
 	if err != nil {
 		if im.w != nil {
-			if aerr := im.leave(err); aerr != nil {
+			if aerr := im.endFailed(err); aerr != nil {
 				err = errors.Join(err, api.Errorf(api.Other, "what was written could not be removed: %w", aerr))
 			}
 		}
-		return Result{}, explain(on, err)
+		return Result{}, explainDiskError(on, err)
 	}
 	return got, nil
 }
 
-// explain gives errors of the kernel a kind and a message.
-func explain(on block.Layers, err error) error {
+// explainDiskError gives errors of the kernel a kind and a message.
+func explainDiskError(on block.Layers, err error) error {
 	switch {
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
 		return api.Errorf(api.Full, "disk %s is full: free some room, or let the image go to a larger disk (%w)", on.UID(),
@@ -140,7 +140,7 @@ func explain(on block.Layers, err error) error {
 	return err
 }
 
-type importer struct {
+type importRun struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	on     block.Layers
@@ -149,24 +149,24 @@ type importer struct {
 	s      *origin.Stream
 	sum    hash.Hash
 	w      block.LayerWriter
-	room   *room
+	space  *spaceGuard
 
 	format  format
 	packed  string       // how the image is packed, as its name would end, or empty
 	virtual int64        // bytes of the disk
 	cut     atomic.Int64 // where the disk ends in a raw source
 
-	from int64  // the first byte of the image that comes; those before were kept,
-	at   int64  // and so is the layer up to here
-	crc  uint32 // CRC-32C of the source's bytes, where it wants that
-	kept bool   // something is kept
+	from         int64  // the first byte of the image that comes; those before were kept,
+	at           int64  // and so is the layer up to here
+	crc          uint32 // CRC-32C of the source's bytes, where it wants that
+	checkpointed bool   // something is kept
 
 	mu   sync.Mutex
 	size int64 // of the layer, while it grows
 }
 
-// bytesOf is an image as it comes: head, then what r gives.
-type bytesOf struct {
+// imageStream is an image as it comes: head, then what r gives.
+type imageStream struct {
 	head []byte
 	r    io.Reader
 	size int64     // -1: it shows at the end
@@ -175,39 +175,39 @@ type bytesOf struct {
 	tell func(int64)
 }
 
-func (im *importer) run() (Result, error) {
-	adopted, err := im.adopt(im.want.Kept)
+func (im *importRun) run() (Result, error) {
+	adopted, err := im.adoptCheckpoint(im.want.Checkpoint)
 	if err != nil {
-		return Result{}, im.named(err)
+		return Result{}, im.nameError(err)
 	}
 	if adopted {
-		n, err := im.goOn(im.want.Kept)
+		n, err := im.continueImport(im.want.Checkpoint)
 		if err != nil {
-			return Result{}, im.named(err)
+			return Result{}, im.nameError(err)
 		}
 		return im.commit(n)
 	}
-	b := bytesOf{r: im.s, size: im.s.Size, file: im.s.File, sum: im.hashed(), tell: im.readSome}
-	if err := b.look(); err != nil {
+	b := imageStream{r: im.s, size: im.s.Size, file: im.s.File, sum: im.originHash(), tell: im.readSome}
+	if err := b.readHead(); err != nil {
 		return Result{}, err
 	}
 	packing := archive.Detect(b.head)
 	if packing == archive.None {
-		n, err := im.image(b)
+		n, err := im.importImage(b)
 		if err != nil {
-			return Result{}, im.named(err)
+			return Result{}, im.nameError(err)
 		}
 		return im.commit(n)
 	}
-	n, err := im.unpack(b.head, packing)
+	n, err := im.importArchive(b.head, packing)
 	if err != nil {
-		return Result{}, im.named(err)
+		return Result{}, im.nameError(err)
 	}
 	return im.commit(n)
 }
 
-// look reads the head.
-func (b *bytesOf) look() error {
+// readHead reads the head.
+func (b *imageStream) readHead() error {
 	head := make([]byte, headSize)
 	n, err := io.ReadFull(b.r, head)
 	if err != nil && !errors.Is(err, io.EOF) && err != io.ErrUnexpectedEOF {
@@ -217,34 +217,34 @@ func (b *bytesOf) look() error {
 	return nil
 }
 
-// named is an error about the image with the name of its source, where it does not say that itself.
-func (im *importer) named(err error) error {
+// nameError is an error about the image with the name of its source, where it does not say that itself.
+func (im *importRun) nameError(err error) error {
 	if api.KindOf(err) == api.Other || strings.Contains(err.Error(), im.s.Name) {
 		return err
 	}
 	return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
 }
 
-// image makes the layer from an image. It returns how many bytes the image had.
-func (im *importer) image(b bytesOf) (n int64, err error) {
+// record makes the layer from an image. It returns how many bytes the image had.
+func (im *importRun) importImage(b imageStream) (n int64, err error) {
 	if im.format, err = detect(b.head); err != nil {
 		return 0, err
 	}
 	switch {
-	case im.format == raw:
-		return im.raw(b)
+	case im.format == formatRaw:
+		return im.importRaw(b)
 	case b.file != nil:
 		return im.convertFile(b)
 	}
-	return im.spooled(b, nil)
+	return im.convertStream(b, nil)
 }
 
-func (im *importer) tooLarge(size int64) error {
+func (im *importRun) tooLarge(size int64) error {
 	return api.Errorf(api.OutOfRange, "%d bytes are more than a volume can have (%d)", size, api.MaxVolumeSize)
 }
 
-// create starts the layer of size bytes, or gives one that was begun this size.
-func (im *importer) create(size int64) (err error) {
+// createLayer starts the layer of size bytes, or gives one that was begun this size.
+func (im *importRun) createLayer(size int64) (err error) {
 	if size > api.MaxVolumeSize {
 		return im.tooLarge(size)
 	}
@@ -255,44 +255,44 @@ func (im *importer) create(size int64) (err error) {
 	if im.w != nil {
 		return im.w.Resize(size)
 	}
-	im.w, err = create(im.ctx, im.on, im.want.Layers[0], size)
+	im.w, err = createLayer(im.ctx, im.on, im.want.Layers[0], size)
 	return err
 }
 
-// raw carries a raw source into the layer, whose size may show at the end only.
-func (im *importer) raw(b bytesOf) (int64, error) {
+// importRaw carries a raw source into the layer, whose size may show at the end only.
+func (im *importRun) importRaw(b imageStream) (int64, error) {
 	size := b.size
 	if size < 0 {
-		size = 32 * pieceSize
+		size = 32 * chunkSize
 	}
-	if err := im.create(size); err != nil {
+	if err := im.createLayer(size); err != nil {
 		return 0, err
 	}
-	return im.stream(&b)
+	return im.writeRaw(&b)
 }
 
-// stream carries the bytes of a raw source into the layer that was begun.
-func (im *importer) stream(b *bytesOf) (int64, error) {
+// writeRaw carries the bytes of a raw source into the layer that was begun.
+func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 	im.cut.Store(1 << 62)
 	var f feed
 	if b.file != nil {
-		tail, err := tailOf(b.file, b.size)
+		tail, err := fileTail(b.file, b.size)
 		if err == nil {
-			err = im.ended(tail, b.size)
+			err = im.checkEnd(tail, b.size)
 		}
 		if err != nil {
 			return 0, err
 		}
 		f = &fileFeed{f: b.file, size: b.size}
 	} else {
-		f = &tailFeed{feed: &streamFeed{head: b.head, r: b.r}, off: im.from, end: im.ended}
+		f = &holdbackFeed{feed: &streamFeed{head: b.head, r: b.r}, off: im.from, end: im.checkEnd}
 	}
-	if w, ok := im.keepable(); ok {
-		f = &keepFeed{feed: f, im: im, w: w, next: time.Now().Add(im.keepEvery()), last: im.from}
+	if w, ok := im.checkpointWriter(); ok {
+		f = &checkpointFeed{feed: f, im: im, w: w, next: time.Now().Add(im.checkpointEvery()), last: im.from}
 	}
-	put := im.clipped(im.fitted(im.room.within(whole(im.w))))
-	n, err := pump(im.ctx, f, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, writers, b.tell,
-		im.cancel)
+	put := im.clipWrites(im.growWrites(im.space.guard(chunkWriter(im.w))))
+	n, err := runPipeline(im.ctx, pipelineStages{feed: f, hash: b.sum, writers: writers, progress: b.tell,
+		put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 	if n += im.from; err != nil {
 		return n, err
 	}
@@ -303,10 +303,10 @@ func (im *importer) stream(b *bytesOf) (int64, error) {
 	return n, im.w.Resize(im.virtual)
 }
 
-func (im *importer) readSome(n int64) { im.p.read.Add(n) }
+func (im *importRun) readSome(n int64) { im.p.read.Add(n) }
 
 // complete compares what came with what was announced.
-func (im *importer) complete(n int64) error {
+func (im *importRun) complete(n int64) error {
 	if im.s.Size >= 0 && n != im.s.Size {
 		return api.Errorf(api.Corrupt, "%d bytes came instead of %d", n, im.s.Size)
 	}
@@ -314,18 +314,19 @@ func (im *importer) complete(n int64) error {
 }
 
 // convertFile makes the layer from an image in a file of this node, while the file is hashed.
-func (im *importer) convertFile(b bytesOf) (n int64, err error) {
+func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 	var wg sync.WaitGroup
 	var hashed error
-	sum := newPace()
+	sum := newThrottle()
 	wg.Go(func() {
-		n, hashed = pump(im.ctx, &fileFeed{f: b.file, size: b.size}, b.sum, nil, 0, func(n int64) {
-			sum.forward(n)
-			b.tell(n)
-		}, im.cancel)
+		n, hashed = runPipeline(im.ctx, pipelineStages{feed: &fileFeed{f: b.file, size: b.size}, hash: b.sum,
+			progress: func(n int64) {
+				sum.advance(n)
+				b.tell(n)
+			}, cancel: im.cancel})
 		sum.end()
 	})
-	g := newGate(0)
+	g := newCheckpointGate(0)
 	g.wait = sum.wait
 	if err = im.convert(b.file, b.size, false, g); err != nil {
 		im.cancel(err)
@@ -337,26 +338,26 @@ func (im *importer) convertFile(b bytesOf) (n int64, err error) {
 	return n, err
 }
 
-// spooled takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an earlier
+// convertStream takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an earlier
 // process left of that, or nil.
-func (im *importer) spooled(b bytesOf, kept *spoolState) (n int64, err error) {
-	sp, feed, g, err := im.spool(b, kept)
+func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, err error) {
+	sp, feed, g, err := im.openScratch(b, kept)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { _ = sp.Close() }()
 	var wg sync.WaitGroup
 	var arrived error
-	put := im.room.within(sp.put)
+	put := im.space.guard(sp.put)
 	wg.Go(func() {
-		n, arrived = pump(im.ctx, feed, b.sum, func(p []byte, off int64) error { return put(p, im.from+off) }, 1, b.tell,
-			im.cancel)
+		n, arrived = runPipeline(im.ctx, pipelineStages{feed: feed, hash: b.sum, writers: 1, progress: b.tell,
+			put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 		n += im.from
-		g.fail() // nobody is left who would open it again
+		g.release() // nobody is left who would open it again
 		sp.finish(arrived)
 	})
 	end := context.AfterFunc(im.ctx, func() {
-		g.fail()
+		g.release()
 		sp.finish(context.Cause(im.ctx))
 	})
 	defer end()
@@ -369,10 +370,10 @@ func (im *importer) spooled(b bytesOf, kept *spoolState) (n int64, err error) {
 		err = im.convert(sp, size, true, g)
 	}
 	// What was found to be damaged before it came may be the server's doing: what comes tells.
-	if err != nil && !(api.Is(err, api.Corrupt) && sp.early.open()) {
+	if err != nil && !(api.Is(err, api.Corrupt) && sp.lookahead.pending()) {
 		im.cancel(err)
 	}
-	sp.enough()
+	sp.discard()
 	wg.Wait()
 	if arrived != nil && !errors.Is(arrived, context.Canceled) {
 		return n, arrived // the cause; what the conversion says follows from it
@@ -380,54 +381,54 @@ func (im *importer) spooled(b bytesOf, kept *spoolState) (n int64, err error) {
 	return n, err
 }
 
-// spool makes the scratch file, and what carries the stream to it. Where the import can be continued by another
+// scratchFile makes the scratch file, and what carries the stream to it. Where the import can be continued by another
 // process, the file lies beside the layer, which is begun for that.
-func (im *importer) spool(b bytesOf, kept *spoolState) (
-	sp *spool, f feed, g *gate, err error,
+func (im *importRun) openScratch(b imageStream, kept *scratchState) (
+	sp *scratchFile, f feed, g *checkpointGate, err error,
 ) {
-	g = newGate(im.at)
+	g = newCheckpointGate(im.at)
 	f = &streamFeed{head: b.head, r: b.r}
 	_, resumes := im.on.(block.Resumer)
-	if resumes && im.w == nil && im.continuable() {
-		if err := im.create(pieceSize); err != nil {
+	if resumes && im.w == nil && im.resumable() {
+		if err := im.createLayer(chunkSize); err != nil {
 			return nil, nil, nil, err
 		}
 	}
-	w, ok := im.keepable()
+	w, ok := im.checkpointWriter()
 	if !ok {
-		file, err := scratch(im.on)
-		sp = newSpool(file, &im.p.scratch)
-		sp.early = im.ahead()
+		file, err := createScratch(im.on)
+		sp = newScratchFile(file, &im.p.scratch)
+		sp.lookahead = im.newLookahead()
 		return sp, f, g, err
 	}
-	file, err := w.Beside(spoolName)
+	file, err := w.Beside(scratchName)
 	if err != nil {
 		return nil, nil, nil, err
 	}
-	sp = newSpool(file, &im.p.scratch)
-	sp.early = im.ahead()
+	sp = newScratchFile(file, &im.p.scratch)
+	sp.lookahead = im.newLookahead()
 	if kept != nil {
 		if err := sp.resume(kept); err != nil {
 			return nil, nil, nil, errors.Join(err, sp.Close())
 		}
 	}
-	return sp, &spoolFeed{feed: f, im: im, sp: sp, gate: g, w: w, next: time.Now().Add(im.keepEvery()), shut: -1,
+	return sp, &scratchFeed{feed: f, im: im, sp: sp, gate: g, w: w, next: time.Now().Add(im.checkpointEvery()), shut: -1,
 		off: im.from, at: im.at}, g, nil
 }
 
 // convert makes the layer from an image that is not raw. With stream, it is still on its way.
-func (im *importer) convert(r io.ReaderAt, size int64, stream bool, g *gate) error {
+func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpointGate) error {
 	img, err := im.format.open(r, size, stream)
 	if err != nil {
 		return err
 	}
 	defer img.Close()
-	if err := im.create(img.Size()); err != nil {
+	if err := im.createLayer(img.Size()); err != nil {
 		return err
 	}
 	im.p.makeTotal.Store(img.Size())
-	g.of(img)
-	err = block.Copy(im.ctx, g.sink(wholeSink{im.w, im.room.within(whole(im.w))}), g, block.CopyOptions{
+	g.setImage(img)
+	err = block.Copy(im.ctx, g.sink(chunkSink{im.w, im.space.guard(chunkWriter(im.w))}), g, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
 	if s, ok := img.(interface{ Settled() error }); ok && err == nil {
 		err = s.Settled()
@@ -436,9 +437,9 @@ func (im *importer) convert(r io.ReaderAt, size int64, stream bool, g *gate) err
 }
 
 // commit compares sizes and checksums, makes the layer durable and records the image. n is how many bytes came.
-func (im *importer) commit(n int64) (Result, error) {
+func (im *importRun) commit(n int64) (Result, error) {
 	if err := im.complete(n); err != nil {
-		return Result{}, im.named(err)
+		return Result{}, im.nameError(err)
 	}
 	if im.s.Size < 0 {
 		im.p.readTotal.Store(n)
@@ -462,7 +463,7 @@ func (im *importer) commit(n int64) (Result, error) {
 			im.s.Name)
 		return Result{}, errors.Join(err, Remove(im.ctx, im.on, im.want))
 	}
-	img := block.Image{UID: string(im.want.UID), Name: im.want.Name, Layers: names(im.want.Layers),
+	img := block.Image{UID: string(im.want.UID), Name: im.want.Name, Layers: layerNames(im.want.Layers),
 		Format: string(im.format) + im.packed, VirtualSize: im.virtual, Checksum: sum, Digest: root,
 		Object: im.want.Object}
 	if err := im.on.PutImage(img); err != nil {
@@ -471,7 +472,7 @@ func (im *importer) commit(n int64) (Result, error) {
 	return Result{img, allocated}, nil
 }
 
-func names(uids []api.UID) []string {
+func layerNames(uids []api.UID) []string {
 	out := make([]string, len(uids))
 	for i, u := range uids {
 		out[i] = string(u)

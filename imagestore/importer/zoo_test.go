@@ -28,7 +28,7 @@ type animal struct {
 	b    []byte
 	kind api.Kind
 	text string
-	// stream is what else a stream of it may fail for, and is Corrupt then.
+	// writeRaw is what else a stream of it may fail for, and is Corrupt then.
 	stream string
 }
 

@@ -18,33 +18,33 @@ import (
 // is there at once, on another they are copied. Once it has a copy it does not need the origin any more: a layer stays
 // as long as any image names it.
 
-// originWait is when an origin that cannot be cloned is looked at again.
-const originWait = 10 * time.Second
+// sourceRetry is when an origin that cannot be cloned is looked at again.
+const sourceRetry = 10 * time.Second
 
-// conceive begins the life of a clone with what is known of its origin, or says why that cannot be cloned.
-func (r *images) conceive(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
+// beginClone begins the life of a clone with what is known of its origin, or says why that cannot be cloned.
+func (r *imageReconciler) beginClone(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
 	s := &img.Status
-	origin, err := r.origin(ctx, img)
+	origin, err := r.cloneSource(ctx, img)
 	if err != nil {
 		if api.KindOf(err) == api.Other {
 			return ctrl.Result{}, err
 		}
 		if s.State == api.ImageFailed && s.Message == err.Error() {
-			return ctrl.Result{RequeueAfter: originWait}, nil
+			return ctrl.Result{RequeueAfter: sourceRetry}, nil
 		}
 		s.State, s.Message = api.ImageFailed, err.Error()
-		return ctrl.Result{RequeueAfter: originWait}, again(r.Status().Update(ctx, img))
+		return ctrl.Result{RequeueAfter: sourceRetry}, ignoreRace(r.Status().Update(ctx, img))
 	}
 	s.UUID, s.State, s.Message = api.NewUID(), api.ImagePending, ""
 	s.Layers = slices.Clone(origin.Status.Layers)
 	s.Format, s.VirtualSize = origin.Status.Format, origin.Status.VirtualSize
 	s.Checksum, s.Digest = origin.Status.Checksum, origin.Status.Digest
-	return ctrl.Result{}, again(r.Status().Update(ctx, img)) // its event brings us back
+	return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
 }
 
-// origin is the image that img is a clone of, which must be whole.
-func (r *images) origin(ctx context.Context, img *api.BackingImage) (*api.BackingImage, error) {
-	if err := validate(img); err != nil {
+// cloneSource is the image that img is a clone of, which must be whole.
+func (r *imageReconciler) cloneSource(ctx context.Context, img *api.BackingImage) (*api.BackingImage, error) {
+	if err := validateImage(img); err != nil {
 		return nil, err
 	}
 	name := img.Spec.SourceParameters["backingImage"]
@@ -72,8 +72,8 @@ func (r *images) origin(ctx context.Context, img *api.BackingImage) (*api.Backin
 	return &o, nil
 }
 
-// origins are the ready copies of the image that img is a clone of, as far as they have its layers.
-func (r *images) origins(ctx context.Context, img *api.BackingImage) ([]need, error) {
+// sourceLocations are the ready copies of the image that img is a clone of, as far as they have its layers.
+func (r *imageReconciler) sourceLocations(ctx context.Context, img *api.BackingImage) ([]location, error) {
 	if img.Spec.SourceType != api.SourceClone {
 		return nil, nil
 	}
@@ -82,10 +82,10 @@ func (r *images) origins(ctx context.Context, img *api.BackingImage) ([]need, er
 		client.UnsafeDisableDeepCopy); err != nil {
 		return nil, err
 	}
-	var at []need
+	var at []location
 	for i := range copies.Items {
 		if c := &copies.Items[i]; c.LendsLayers(img.Status.Layers) {
-			at = append(at, need{c.Spec.Node, c.Spec.Disk})
+			at = append(at, location{c.Spec.Node, c.Spec.Disk})
 		}
 	}
 	return at, nil

@@ -33,26 +33,26 @@ func TestPlanAcrossNodes(t *testing.T) {
 	} {
 		img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload, MinNumberOfCopies: c.least}}
 		img.Status.UUID = "image"
-		v := &view{nodes: map[string]bool{"n1": true, "n2": true}, copies: c.copies}
+		v := &clusterView{nodes: map[string]bool{"n1": true, "n2": true}, copies: c.copies}
 		for _, d := range []struct {
 			uid  api.UID
 			node string
 		}{{"a", "n1"}, {"b", "n1"}, {"c", "n2"}, {"d", "n2"}} {
-			v.disks = append(v.disks, place{uid: d.uid, node: d.node, alive: true, open: true, available: 100})
+			v.disks = append(v.disks, diskState{uid: d.uid, node: d.node, alive: true, open: true, available: 100})
 		}
 		if c.needed != "" {
-			v.needed = []need{{"n2", api.UID(c.needed)}}
+			v.needed = []location{{"n2", api.UID(c.needed)}}
 		}
-		p := plan(img, v, rules{now: time.Now()})
+		p := planCopies(img, v, planRules{now: time.Now()})
 		create, mend := "", ""
 		if len(p.create) == 1 {
 			create = string(p.create[0].from)
 		}
-		if len(p.repair) == 1 {
-			mend = string(p.repair[0].from)
+		if len(p.redirect) == 1 {
+			mend = string(p.redirect[0].from)
 		}
-		if create != c.create || mend != c.mend || len(p.create) > 1 || len(p.repair) > 1 {
-			t.Errorf("%s: create %+v, repair %+v, problem %q", c.name, p.create, p.repair, p.problem)
+		if create != c.create || mend != c.mend || len(p.create) > 1 || len(p.redirect) > 1 {
+			t.Errorf("%s: create %+v, repair %+v, problem %q", c.name, p.create, p.redirect, p.problem)
 		}
 	}
 }

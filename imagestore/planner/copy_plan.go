@@ -11,77 +11,77 @@ import (
 	"drover.io/drover/api"
 )
 
-// rules are what a plan goes by besides the objects.
-type rules struct {
+// planRules are what a plan goes by besides the objects.
+type planRules struct {
 	now    time.Time
 	unused time.Duration // a copy that nobody needs goes after it; 0: never
 }
 
-type wanted struct {
+type placement struct {
 	node       string
 	disk, from api.UID
 }
 
-type repair struct {
+type redirect struct {
 	object *api.ImageCopy
 	from   api.UID
 }
 
 // copyPlan is what is to be done, and what is to be told.
 type copyPlan struct {
-	create  []wanted
-	drop    []*api.ImageCopy
-	repair  []repair
+	create  []placement
+	remove    []*api.ImageCopy
+	redirect  []redirect
 	cleaned []api.UID     // disks whose clean-up is over: nothing is there, or it stays
 	problem string        // what could not be done
 	stays   string        // why a copy is still on a disk that is to be left
 	wait    time.Duration // until time alone changes the plan; 0: it does not
 }
 
-// planning is the making of one plan.
-type planning struct {
+// copyPlanner is the making of one plan.
+type copyPlanner struct {
 	copyPlan
 	img   *api.BackingImage
-	v     *view
-	rules rules
+	v     *clusterView
+	rules planRules
 	have  []*api.ImageCopy // all that stay, as far as is known before the plan
 	ready []*api.ImageCopy // of those, the ones that can be copied from
 	least int
 }
 
-// plan decides which copies are wanted. It looks at nothing but its arguments.
+// planCopies decides which copies are wanted. It looks at nothing but its arguments.
 //
 // First one copy is made from the source; when that is ready, the others: one on every disk where a replica needs it,
 // and as many more as the minimum asks for. A copy goes when its disk is to be left or cleaned, or when nobody has
 // needed it for long; but not while a replica there needs it, or another copy is made from it, nor below the minimum.
 // A disk is left even so, where no further disk takes a copy; the last ready one never goes.
-func plan(img *api.BackingImage, v *view, r rules) copyPlan {
-	p := &planning{img: img, v: v, rules: r, least: int(max(img.Spec.MinNumberOfCopies, 1))}
-	p.sort()
+func planCopies(img *api.BackingImage, v *clusterView, r planRules) copyPlan {
+	p := &copyPlanner{img: img, v: v, rules: r, least: int(max(img.Spec.MinNumberOfCopies, 1))}
+	p.classify()
 	if len(p.ready) == 0 {
-		p.first()
+		p.planFirst()
 	} else {
-		p.whereNeeded()
+		p.planNeeded()
 		if img.DeletionTimestamp.IsZero() {
-			p.minimum()
+			p.planMinimum()
 		}
-		p.cleanUp()
-		p.sources()
+		p.planRemovals()
+		p.planSources()
 	}
 	for _, d := range img.Spec.CleanupDisks {
-		if !p.holds(d) {
+		if !p.hasCopy(d) {
 			p.cleaned = append(p.cleaned, d)
 		}
 	}
 	return p.copyPlan
 }
 
-// sort finds out which copies count.
-func (p *planning) sort() {
+// classify finds out which copies count.
+func (p *copyPlanner) classify() {
 	for i := range p.v.copies {
 		c := &p.v.copies[i]
 		if c.Spec.UUID != p.img.Status.UUID || p.v.gone(c.Spec.Node, c.Spec.Disk) || !c.DeletionTimestamp.IsZero() {
-			p.drop = append(p.drop, c)
+			p.remove = append(p.remove, c)
 			continue
 		}
 		p.have = append(p.have, c)
@@ -92,68 +92,68 @@ func (p *planning) sort() {
 	}
 }
 
-// first asks for the copy from the source, unless one is there or under way.
-func (p *planning) first() {
+// planFirst asks for the copy from the source, unless one is there or under way.
+func (p *copyPlanner) planFirst() {
 	for _, c := range p.have {
-		if !p.away(c) && (c.Status.State != api.ImageFailed || !p.leaving(c)) {
+		if !p.isLost(c) && (c.Status.State != api.ImageFailed || !p.mustLeave(c)) {
 			return // it is made, or tried again
 		}
 	}
-	if len(p.have) > 0 && !fetchable(p.img, p.have, "") {
+	if len(p.have) > 0 && !canImport(p.img, p.have, "") {
 		return
 	}
 	if x := p.img.Status.Export; x != nil { // there alone is what it is made of
 		if p.img.DeletionTimestamp.IsZero() {
-			p.add(x.Node, x.Disk)
+			p.addCopy(x.Node, x.Disk)
 		}
 		return
 	}
 	for _, n := range p.v.needed {
-		if p.v.alive(n.disk) && !p.holds(n.disk) {
-			p.add(n.node, n.disk)
+		if p.v.alive(n.disk) && !p.hasCopy(n.disk) {
+			p.addCopy(n.node, n.disk)
 			return
 		}
 	}
 	if !p.img.DeletionTimestamp.IsZero() {
 		return
 	}
-	if d := p.byOrigin(); d != nil {
-		p.add(d.node, d.uid)
+	if d := p.placeClone(); d != nil {
+		p.addCopy(d.node, d.uid)
 	} else if len(p.have) == 0 {
-		p.problem = noDisk(p.img, p.v)
+		p.problem = explainNoDisk(p.img, p.v)
 	}
 }
 
-// byOrigin picks the disk for the first copy: for a clone one that has its layers, or else one of a node that has them.
-func (p *planning) byOrigin() *place {
-	far := func(same func(need, *place) bool) func(api.UID) bool {
+// placeClone picks the disk for the first copy: for a clone one that has its layers, or else one of a node that has them.
+func (p *copyPlanner) placeClone() *diskState {
+	far := func(same func(location, *diskState) bool) func(api.UID) bool {
 		return func(u api.UID) bool {
 			d := p.v.disk(u)
-			return p.holds(u) || !slices.ContainsFunc(p.v.origins, func(o need) bool { return same(o, d) })
+			return p.hasCopy(u) || !slices.ContainsFunc(p.v.sources, func(o location) bool { return same(o, d) })
 		}
 	}
-	if len(p.v.origins) > 0 {
-		if d := choose(p.img, p.v, far(func(o need, d *place) bool { return o.disk == d.uid }), nil); d != nil {
+	if len(p.v.sources) > 0 {
+		if d := choosePlacement(p.img, p.v, far(func(o location, d *diskState) bool { return o.disk == d.uid }), nil); d != nil {
 			return d
 		}
-		if d := choose(p.img, p.v, far(func(o need, d *place) bool { return o.node == d.node }), nil); d != nil {
+		if d := choosePlacement(p.img, p.v, far(func(o location, d *diskState) bool { return o.node == d.node }), nil); d != nil {
 			return d
 		}
 	}
-	return choose(p.img, p.v, p.holds, nil)
+	return choosePlacement(p.img, p.v, p.hasCopy, nil)
 }
 
-// whereNeeded asks for copies where replicas are.
-func (p *planning) whereNeeded() {
+// planNeeded asks for copies where replicas are.
+func (p *copyPlanner) planNeeded() {
 	for _, n := range p.v.needed {
-		if p.v.alive(n.disk) && !p.holds(n.disk) {
-			p.add(n.node, n.disk)
+		if p.v.alive(n.disk) && !p.hasCopy(n.disk) {
+			p.addCopy(n.node, n.disk)
 		}
 	}
 }
 
-// minimum asks for as many copies as the image wants at least, on disks that stay.
-func (p *planning) minimum() {
+// planMinimum asks for as many copies as the image wants at least, on disks that stay.
+func (p *copyPlanner) planMinimum() {
 	onNode := map[string]int{}
 	coming := 0
 	for _, w := range p.create {
@@ -164,47 +164,47 @@ func (p *planning) minimum() {
 	}
 	for _, c := range p.have {
 		onNode[c.Spec.Node]++
-		if !p.leaving(c) && c.Status.State != api.ImageFailed && !p.away(c) {
+		if !p.mustLeave(c) && c.Status.State != api.ImageFailed && !p.isLost(c) {
 			coming++
 		}
 	}
 	for ; coming < p.least; coming++ {
-		d := choose(p.img, p.v, p.holds, onNode)
+		d := choosePlacement(p.img, p.v, p.hasCopy, onNode)
 		if d == nil {
 			stay := ""
-			if slices.ContainsFunc(p.have, p.leaving) {
+			if slices.ContainsFunc(p.have, p.mustLeave) {
 				stay = " on disks that stay"
 			}
-			p.problem = fmt.Sprintf("%d of %d copies%s: %s", coming, p.least, stay, noDisk(p.img, p.v))
+			p.problem = fmt.Sprintf("%d of %d copies%s: %s", coming, p.least, stay, explainNoDisk(p.img, p.v))
 			p.least = max(coming, 1) // more cannot be: a disk that is to be left need not wait for it
 			return
 		}
 		onNode[d.node]++
-		p.add(d.node, d.uid)
+		p.addCopy(d.node, d.uid)
 	}
 }
 
-// cleanUp drops what is not needed.
-func (p *planning) cleanUp() {
+// planRemovals drops what is not needed.
+func (p *copyPlanner) planRemovals() {
 	left := 0 // ready, on disks that stay
 	for _, c := range p.ready {
-		if !p.leaving(c) {
+		if !p.mustLeave(c) {
 			left++
 		}
 	}
 	// What suits least goes first, then what nobody has needed for longest.
 	order := slices.Clone(p.have)
 	slices.SortStableFunc(order, func(a, b *api.ImageCopy) int {
-		return cmp.Or(cmp.Compare(p.fit(a), p.fit(b)), p.since(a).Compare(p.since(b)))
+		return cmp.Or(cmp.Compare(p.diskFit(a), p.diskFit(b)), p.lastNeeded(a).Compare(p.lastNeeded(b)))
 	})
 	for _, c := range order {
-		leaving, asked := p.leaving(c), slices.Contains(p.img.Spec.CleanupDisks, c.Spec.Disk)
-		idle := p.idle(c)
+		leaving, asked := p.mustLeave(c), slices.Contains(p.img.Spec.CleanupDisks, c.Spec.Disk)
+		idle := p.idleTime(c)
 		why := ""
 		switch {
 		case p.v.used(c.Spec.Disk):
 			why = "a volume on it needs it"
-		case p.lends(c):
+		case p.isSource(c):
 			why = "another copy is being made from it"
 		default:
 			after := left
@@ -223,15 +223,15 @@ func (p *planning) cleanUp() {
 		}
 		switch {
 		case why == "" && (leaving || asked || idle == 0):
-			p.drop = append(p.drop, c)
+			p.remove = append(p.remove, c)
 			if slices.Contains(p.ready, c) && !leaving {
 				left--
 			}
 			continue
 		case why == "" && idle > 0:
-			p.later(idle)
+			p.wakeAfter(idle)
 		case leaving:
-			p.stays = fmt.Sprintf("the copy stays on disk %s, which is to be left: %s", p.name(c.Spec.Disk), why)
+			p.stays = fmt.Sprintf("the copy stays on disk %s, which is to be left: %s", p.diskName(c.Spec.Disk), why)
 		}
 		if asked {
 			p.cleaned = append(p.cleaned, c.Spec.Disk)
@@ -239,8 +239,8 @@ func (p *planning) cleanUp() {
 	}
 }
 
-// sources gives copies that are not ready another place to come from, where the one they have is none any more.
-func (p *planning) sources() {
+// planSources gives copies that are not ready another place to come from, where the one they have is none any more.
+func (p *copyPlanner) planSources() {
 	for _, c := range p.have {
 		isSender := slices.ContainsFunc(p.ready, func(s *api.ImageCopy) bool { return s.Spec.Disk == c.Spec.From })
 		switch {
@@ -250,17 +250,17 @@ func (p *planning) sources() {
 			// It is tried from there first; else two that both fail would take turns at every look.
 		case c.Spec.From != "" && isSender && (c.Status.State != api.ImageFailed || c.Status.Attempts < 2):
 		default:
-			f, ok := p.from(c.Spec.Node, c.Spec.From)
+			f, ok := p.selectSource(c.Spec.Node, c.Spec.From)
 			if ok && f != c.Spec.From && f != c.Spec.Disk {
-				p.repair = append(p.repair, repair{c, f})
+				p.redirect = append(p.redirect, redirect{c, f})
 			}
 		}
 	}
 }
 
-// from finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else that of any
+// selectSource finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else that of any
 // node, else the image's source. ok is false if there is no way today. not is a disk that it has failed from.
-func (p *planning) from(node string, not api.UID) (uid api.UID, ok bool) {
+func (p *copyPlanner) selectSource(node string, not api.UID) (uid api.UID, ok bool) {
 	least := 0
 	for _, c := range p.ready {
 		if c.Spec.Disk == not {
@@ -284,11 +284,11 @@ func (p *planning) from(node string, not api.UID) (uid api.UID, ok bool) {
 			uid, least = c.Spec.Disk, serves
 		}
 	}
-	return uid, uid != "" || fetchable(p.img, p.have, node)
+	return uid, uid != "" || canImport(p.img, p.have, node)
 }
 
-// fetchable reports whether the source can be asked again. have are the copies that were made of it.
-func fetchable(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
+// canImport reports whether the source can be asked again. have are the copies that were made of it.
+func canImport(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 	switch img.Spec.SourceType {
 	case api.SourceDownload, api.SourceRegistry:
 		return true
@@ -300,53 +300,53 @@ func fetchable(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 	return len(have) == 0
 }
 
-func (p *planning) add(node string, uid api.UID) {
-	f, ok := p.from(node, "")
+func (p *copyPlanner) addCopy(node string, uid api.UID) {
+	f, ok := p.selectSource(node, "")
 	if !ok {
 		p.problem = fmt.Sprintf("a copy is needed on node %s, and there is none that is ready to take it from", node)
 		return
 	}
-	p.create = append(p.create, wanted{node, uid, f})
+	p.create = append(p.create, placement{node, uid, f})
 }
 
-// holds reports whether a copy is on the disk, or planned there.
-func (p *planning) holds(uid api.UID) bool {
+// hasCopy reports whether a copy is on the disk, or planned there.
+func (p *copyPlanner) hasCopy(uid api.UID) bool {
 	return slices.ContainsFunc(p.v.copies, func(c api.ImageCopy) bool { return c.Spec.Disk == uid }) ||
-		slices.ContainsFunc(p.create, func(w wanted) bool { return w.disk == uid })
+		slices.ContainsFunc(p.create, func(w placement) bool { return w.disk == uid })
 }
 
-// leaving reports whether the copy's disk is to be left.
-func (p *planning) leaving(c *api.ImageCopy) bool {
+// mustLeave reports whether the copy's disk is to be left.
+func (p *copyPlanner) mustLeave(c *api.ImageCopy) bool {
 	d := p.v.disk(c.Spec.Disk)
-	if x := p.img.Status.Export; d != nil && x != nil && x.Disk == d.uid && !p.suits(d) {
+	if x := p.img.Status.Export; d != nil && x != nil && x.Disk == d.uid && !p.matchesTags(d) {
 		return true // the image had to be made there
 	}
 	return d != nil && d.leaving
 }
 
-// suits reports whether the image may be on a disk.
-func (p *planning) suits(d *place) bool {
-	return hasAll(d.nodeTags, p.img.Spec.NodeSelector) && hasAll(d.diskTags, p.img.Spec.DiskSelector)
+// matchesTags reports whether the image may be on a disk.
+func (p *copyPlanner) matchesTags(d *diskState) bool {
+	return hasTags(d.nodeTags, p.img.Spec.NodeSelector) && hasTags(d.diskTags, p.img.Spec.DiskSelector)
 }
 
-// away reports whether the copy's disk has not answered for so long that the copy does not count.
-func (p *planning) away(c *api.ImageCopy) bool {
+// isLost reports whether the copy's disk has not answered for so long that the copy does not count.
+func (p *copyPlanner) isLost(c *api.ImageCopy) bool {
 	if !p.v.nodes[c.Spec.Node] {
 		return true
 	}
 	if p.v.alive(c.Spec.Disk) || c.Status.State != api.ImageUnknown {
 		return false
 	}
-	rest := silence - p.rules.now.Sub(c.Status.LastTransition.Time)
+	rest := silentAfter - p.rules.now.Sub(c.Status.LastTransition.Time)
 	if rest > 0 {
-		p.later(rest)
+		p.wakeAfter(rest)
 	}
 	return rest <= 0
 }
 
-// lends reports whether something is read from the copy that does not have its own yet: a copy that is made from it, or
+// isSource reports whether something is read from the copy that does not have its own yet: a copy that is made from it, or
 // a replica on a disk of the node whose copy is not ready.
-func (p *planning) lends(c *api.ImageCopy) bool {
+func (p *copyPlanner) isSource(c *api.ImageCopy) bool {
 	if !slices.Contains(p.ready, c) {
 		return false
 	}
@@ -356,28 +356,28 @@ func (p *planning) lends(c *api.ImageCopy) bool {
 			return true
 		}
 	}
-	return slices.ContainsFunc(p.v.needed, func(n need) bool {
+	return slices.ContainsFunc(p.v.needed, func(n location) bool {
 		return n.node == c.Spec.Node && p.v.alive(n.disk) &&
 			!slices.ContainsFunc(p.ready, func(r *api.ImageCopy) bool { return r.Spec.Disk == n.disk })
 	})
 }
 
-// fit orders copies by how well their disks suit.
-func (p *planning) fit(c *api.ImageCopy) int {
+// diskFit orders copies by how well their disks suit.
+func (p *copyPlanner) diskFit(c *api.ImageCopy) int {
 	d := p.v.disk(c.Spec.Disk)
 	switch {
 	case d == nil || d.leaving:
 		return 0
 	case !slices.Contains(p.ready, c):
 		return 1
-	case !p.suits(d):
+	case !p.matchesTags(d):
 		return 2
 	}
 	return 3
 }
 
-// since is when the copy was last needed; zero: it is, or nobody knows.
-func (p *planning) since(c *api.ImageCopy) time.Time {
+// lastNeeded is when the copy was last needed; zero: it is, or nobody knows.
+func (p *copyPlanner) lastNeeded(c *api.ImageCopy) time.Time {
 	for _, s := range p.img.Status.Copies {
 		if s.Disk == c.Spec.Disk {
 			return s.LastUsed.Time
@@ -386,38 +386,38 @@ func (p *planning) since(c *api.ImageCopy) time.Time {
 	return time.Time{}
 }
 
-// idle is how long it takes until nobody has needed the copy for too long: 0 if that is so now, -1 if it never will.
-func (p *planning) idle(c *api.ImageCopy) time.Duration {
-	since := p.since(c)
+// idleTime is how long it takes until nobody has needed the copy for too long: 0 if that is so now, -1 if it never will.
+func (p *copyPlanner) idleTime(c *api.ImageCopy) time.Duration {
+	since := p.lastNeeded(c)
 	if p.rules.unused <= 0 || since.IsZero() || !p.v.alive(c.Spec.Disk) {
 		return -1
 	}
 	return max(p.rules.unused-p.rules.now.Sub(since), 0)
 }
 
-func (p *planning) later(d time.Duration) {
+func (p *copyPlanner) wakeAfter(d time.Duration) {
 	d += time.Second // times in the API have whole seconds
 	if p.wait == 0 || d < p.wait {
 		p.wait = d
 	}
 }
 
-// name is a disk for people.
-func (p *planning) name(uid api.UID) string {
+// diskName is a disk for people.
+func (p *copyPlanner) diskName(uid api.UID) string {
 	if d := p.v.disk(uid); d != nil && d.path != "" {
 		return d.path + " of node " + d.node
 	}
 	return string(uid)
 }
 
-// choose picks the disk for one more copy: on the node with the fewest copies, there with the most room.
-func choose(img *api.BackingImage, v *view, taken func(api.UID) bool, onNode map[string]int) *place {
-	var best *place
+// choosePlacement picks the disk for one more copy: on the node with the fewest copies, there with the most room.
+func choosePlacement(img *api.BackingImage, v *clusterView, taken func(api.UID) bool, onNode map[string]int) *diskState {
+	var best *diskState
 	for i := range v.disks {
 		d := &v.disks[i]
-		if !d.alive || !d.open || taken(d.uid) || d.available <= roomFor(img) ||
+		if !d.alive || !d.open || taken(d.uid) || d.available <= minSize(img) ||
 			slices.Contains(img.Spec.CleanupDisks, d.uid) ||
-			!hasAll(d.nodeTags, img.Spec.NodeSelector) || !hasAll(d.diskTags, img.Spec.DiskSelector) {
+			!hasTags(d.nodeTags, img.Spec.NodeSelector) || !hasTags(d.diskTags, img.Spec.DiskSelector) {
 			continue
 		}
 		if best == nil || onNode[d.node] < onNode[best.node] ||
@@ -428,7 +428,7 @@ func choose(img *api.BackingImage, v *view, taken func(api.UID) bool, onNode map
 	return best
 }
 
-func hasAll(tags, want []string) bool {
+func hasTags(tags, want []string) bool {
 	for _, w := range want {
 		if !slices.Contains(tags, w) {
 			return false
@@ -437,11 +437,11 @@ func hasAll(tags, want []string) bool {
 	return true
 }
 
-// roomFor is what a copy takes at least, as far as it is known.
-func roomFor(img *api.BackingImage) int64 { return img.Status.Size }
+// minSize is what a copy takes at least, as far as it is known.
+func minSize(img *api.BackingImage) int64 { return img.Status.Size }
 
-// noDisk says why no disk takes a copy.
-func noDisk(img *api.BackingImage, v *view) string {
+// explainNoDisk says why no disk takes a copy.
+func explainNoDisk(img *api.BackingImage, v *clusterView) string {
 	if len(v.disks) == 0 {
 		return "no node has a disk: add one with `drover disk add`"
 	}
@@ -449,7 +449,7 @@ func noDisk(img *api.BackingImage, v *view) string {
 	if s := append(slices.Clone(img.Spec.NodeSelector), img.Spec.DiskSelector...); len(s) > 0 {
 		why = append(why, "tags "+strings.Join(s, ", "))
 	}
-	if n := roomFor(img); n > 0 {
+	if n := minSize(img); n > 0 {
 		why = append(why, "room for "+api.SizeText(n))
 	}
 	why = append(why, "ready and schedulable")

@@ -80,10 +80,10 @@ func TestPlan(t *testing.T) {
 			for _, d := range strings.Fields(c.clean) {
 				img.Spec.CleanupDisks = append(img.Spec.CleanupDisks, api.UID(d))
 			}
-			v := &view{nodes: map[string]bool{"n": true}}
+			v := &clusterView{nodes: map[string]bool{"n": true}}
 			for i, d := range strings.Fields(c.disks) {
 				name := strings.ToLower(strings.TrimPrefix(d, "-"))
-				p := place{uid: api.UID(name), node: "n", available: int64(100 - i), alive: d[0] != '-'}
+				p := diskState{uid: api.UID(name), node: "n", available: int64(100 - i), alive: d[0] != '-'}
 				p.leaving = d != strings.ToLower(d)
 				p.open = !p.leaving
 				v.disks = append(v.disks, p)
@@ -91,7 +91,7 @@ func TestPlan(t *testing.T) {
 			for _, text := range strings.Fields(c.copies) {
 				parse(t, text, img, v, now)
 			}
-			p := plan(img, v, rules{now: now, unused: time.Hour})
+			p := planCopies(img, v, planRules{now: now, unused: time.Hour})
 			if got := p.text(); got != c.want {
 				t.Errorf("plan %q, want %q", got, c.want)
 			}
@@ -102,7 +102,7 @@ func TestPlan(t *testing.T) {
 				t.Errorf("problem %q, want %q", p.problem, c.problem)
 			}
 			for _, d := range img.Spec.CleanupDisks { // a wish is over, or its copy goes
-				dropped := slices.ContainsFunc(p.drop, func(c *api.ImageCopy) bool { return c.Spec.Disk == d })
+				dropped := slices.ContainsFunc(p.remove, func(c *api.ImageCopy) bool { return c.Spec.Disk == d })
 				if !slices.Contains(p.cleaned, d) && !dropped {
 					t.Errorf("the clean-up of %s never ends", d)
 				}
@@ -112,11 +112,11 @@ func TestPlan(t *testing.T) {
 }
 
 // parse reads one copy; one without a state is only a volume there.
-func parse(t *testing.T, text string, img *api.BackingImage, v *view, now time.Time) {
+func parse(t *testing.T, text string, img *api.BackingImage, v *clusterView, now time.Time) {
 	t.Helper()
 	disk := api.UID(text[:1])
 	if strings.Contains(text, "!") {
-		v.needed = append(v.needed, need{"n", disk})
+		v.needed = append(v.needed, location{"n", disk})
 	}
 	_, state, there := strings.Cut(strings.ReplaceAll(text, "!", ""), ":")
 	if !there {
@@ -148,10 +148,10 @@ func (p copyPlan) text() string {
 	for _, c := range p.create {
 		out = append(out, string(c.from)+">"+string(c.disk))
 	}
-	for _, c := range p.drop {
+	for _, c := range p.remove {
 		out = append(out, "-"+string(c.Spec.Disk))
 	}
-	for _, r := range p.repair {
+	for _, r := range p.redirect {
 		out = append(out, string(r.object.Spec.Disk)+"<"+string(r.from))
 	}
 	return strings.Join(out, " ")

@@ -9,11 +9,11 @@ import (
 	"drover.io/drover/api"
 )
 
-// silence is how long a copy on a disk that does not answer counts still.
-const silence = 40 * time.Second
+// silentAfter is how long a copy on a disk that does not answer counts still.
+const silentAfter = 40 * time.Second
 
-// place is one disk of a node, as far as placement cares.
-type place struct {
+// diskState is one disk of a node, as far as placement cares.
+type diskState struct {
 	uid                api.UID
 	node, path         string
 	nodeTags, diskTags []string
@@ -26,8 +26,8 @@ type place struct {
 	available          int64
 }
 
-// disksOf is every disk that the nodes tell of, and which nodes are alive.
-func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]bool) {
+// disksOfNodes is every disk that the nodes tell of, and which nodes are alive.
+func disksOfNodes(nodes []api.Node, now time.Time) (disks []diskState, alive map[string]bool) {
 	alive = map[string]bool{}
 	for i := range nodes {
 		n := &nodes[i]
@@ -38,7 +38,7 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 			if st.UID == "" {
 				continue
 			}
-			d := place{uid: st.UID, node: n.Name, path: st.Path, nodeTags: n.Spec.Tags, alive: live && st.Ready,
+			d := diskState{uid: st.UID, node: n.Name, path: st.Path, nodeTags: n.Spec.Tags, alive: live && st.Ready,
 				message: st.Message, available: st.Available, gone: st.Gone}
 			j := slices.IndexFunc(n.Spec.Disks, func(s api.DiskSpec) bool { return s.Path == st.Path })
 			if j >= 0 {
@@ -55,10 +55,10 @@ func disksOf(nodes []api.Node, now time.Time) (disks []place, alive map[string]b
 	return disks, alive
 }
 
-func (v *view) disk(uid api.UID) *place {
-	i := slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid && d.alive }) // where it is now, if it moved
+func (v *clusterView) disk(uid api.UID) *diskState {
+	i := slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid && d.alive }) // where it is now, if it moved
 	if i < 0 {
-		i = slices.IndexFunc(v.disks, func(d place) bool { return d.uid == uid })
+		i = slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid })
 	}
 	if i < 0 {
 		return nil
@@ -67,14 +67,14 @@ func (v *view) disk(uid api.UID) *place {
 }
 
 // alive reports whether the disk answers.
-func (v *view) alive(uid api.UID) bool {
+func (v *clusterView) alive(uid api.UID) bool {
 	d := v.disk(uid)
 	return d != nil && d.alive
 }
 
 // gone reports that nobody will ever answer for the disk on that node: the node is no object any more, or the user took
 // the disk away, or the node is alive with all its disks and this one is not among them.
-func (v *view) gone(node string, uid api.UID) bool {
+func (v *clusterView) gone(node string, uid api.UID) bool {
 	live, known := v.nodes[node]
 	if !known {
 		return true
@@ -96,6 +96,6 @@ func (v *view) gone(node string, uid api.UID) bool {
 }
 
 // used reports whether a replica on the disk has the image below it.
-func (v *view) used(uid api.UID) bool {
-	return slices.ContainsFunc(v.needed, func(n need) bool { return n.disk == uid })
+func (v *clusterView) used(uid api.UID) bool {
+	return slices.ContainsFunc(v.needed, func(n location) bool { return n.disk == uid })
 }

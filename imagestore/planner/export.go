@@ -22,8 +22,8 @@ import (
 // exportSnapshot is the name of the snapshot that an image takes for itself.
 func exportSnapshot(img *api.BackingImage) string { return "export-" + string(img.Status.UUID) }
 
-// ofSnapshot is the image that a snapshot was taken for.
-func ofSnapshot(_ context.Context, o client.Object) []reconcile.Request {
+// imageOfSnapshot is the image that a snapshot was taken for.
+func imageOfSnapshot(_ context.Context, o client.Object) []reconcile.Request {
 	s := o.(*api.Snapshot)
 	if name, ok := s.Spec.Labels[api.LabelExport]; ok {
 		return imageRequests(name)
@@ -31,11 +31,11 @@ func ofSnapshot(_ context.Context, o client.Object) []reconcile.Request {
 	return nil
 }
 
-// export finds out what an image is made of: the snapshot, and then its layers.
-func (r *images) export(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
+// beginExport finds out what an image is made of: the snapshot, and then its layers.
+func (r *imageReconciler) beginExport(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
 	s := &img.Status
 	before := s.DeepCopy()
-	err := r.exported(ctx, img)
+	err := r.resolveExport(ctx, img)
 	switch kind := api.KindOf(err); {
 	case err == nil && len(s.Layers) > 0:
 		s.State, s.Message = api.ImagePending, ""
@@ -48,21 +48,21 @@ func (r *images) export(ctx context.Context, img *api.BackingImage) (ctrl.Result
 	default:
 		s.State, s.Message = api.ImageFailed, err.Error()
 	}
-	wait := ctrl.Result{RequeueAfter: originWait} // what it waits for may not tell
+	wait := ctrl.Result{RequeueAfter: sourceRetry} // what it waits for may not tell
 	if before.State == s.State && before.Message == s.Message && len(s.Layers) == 0 &&
 		(before.Export == nil) == (s.Export == nil) {
 		return wait, nil
 	}
-	return wait, again(r.Status().Update(ctx, img)) // its event brings us back
+	return wait, ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
 }
 
-func (r *images) exported(ctx context.Context, img *api.BackingImage) error {
-	if err := validate(img); err != nil {
+func (r *imageReconciler) resolveExport(ctx context.Context, img *api.BackingImage) error {
+	if err := validateImage(img); err != nil {
 		return err
 	}
 	s := &img.Status
 	if s.Export == nil {
-		fact, err := r.cut(ctx, img)
+		fact, err := r.resolveSnapshot(ctx, img)
 		if err == nil {
 			s.Export = fact
 		}
@@ -71,7 +71,7 @@ func (r *images) exported(ctx context.Context, img *api.BackingImage) error {
 	c := &api.ImageCopy{}
 	err := r.Get(ctx, client.ObjectKey{Name: copyName(s.UUID, s.Export.Disk)}, c)
 	if apierrors.IsNotFound(err) {
-		c = newCopy(img, wanted{node: s.Export.Node, disk: s.Export.Disk})
+		c = newCopy(img, placement{node: s.Export.Node, disk: s.Export.Disk})
 		if err := r.Create(ctx, c); err != nil && !apierrors.IsAlreadyExists(err) {
 			return err
 		}
@@ -90,8 +90,8 @@ func (r *images) exported(ctx context.Context, img *api.BackingImage) error {
 	return nil
 }
 
-// cut finds the snapshot, or has it taken.
-func (r *images) cut(ctx context.Context, img *api.BackingImage) (*api.ExportFact, error) {
+// resolveSnapshot finds the snapshot, or has it taken.
+func (r *imageReconciler) resolveSnapshot(ctx context.Context, img *api.BackingImage) (*api.ExportFact, error) {
 	of, name := img.Spec.SourceParameters[api.ExportVolume], img.Spec.SourceParameters[api.ExportSnapshot]
 	var v api.Volume
 	if err := r.Get(ctx, client.ObjectKey{Name: of}, &v); apierrors.IsNotFound(err) {
@@ -133,8 +133,8 @@ func (r *images) cut(ctx context.Context, img *api.BackingImage) (*api.ExportFac
 	if err := errors.Join(r.List(ctx, &reps), r.List(ctx, &nodes)); err != nil {
 		return nil, err
 	}
-	disks, _ := disksOf(nodes.Items, time.Now())
-	rep := holder(&v, reps.Items, &view{disks: disks})
+	disks, _ := disksOfNodes(nodes.Items, time.Now())
+	rep := selectReplica(&v, reps.Items, &clusterView{disks: disks})
 	if rep == nil {
 		return nil, api.Errorf(api.Unavailable, "volume %s has no usable replica", of)
 	}
@@ -142,8 +142,8 @@ func (r *images) cut(ctx context.Context, img *api.BackingImage) (*api.ExportFac
 		Replica: rep.Spec.UID, Node: rep.Spec.Node, Disk: rep.Spec.Disk, CreationTime: snap.Status.CreationTime}, nil
 }
 
-// holder is a member of the volume whose layers become the image: one whose disk answers, if there is one.
-func holder(v *api.Volume, reps []api.Replica, look *view) *api.Replica {
+// selectReplica is a member of the volume whose layers become the image: one whose disk answers, if there is one.
+func selectReplica(v *api.Volume, reps []api.Replica, look *clusterView) *api.Replica {
 	var best *api.Replica
 	for i := range reps {
 		rep := &reps[i]
@@ -158,8 +158,8 @@ func holder(v *api.Volume, reps []api.Replica, look *view) *api.Replica {
 	return best
 }
 
-// released lets the snapshot go that an image took for itself.
-func (r *images) released(ctx context.Context, img *api.BackingImage) error {
+// releaseSnapshot lets the snapshot go that an image took for itself.
+func (r *imageReconciler) releaseSnapshot(ctx context.Context, img *api.BackingImage) error {
 	if img.Spec.SourceType != api.SourceExport || img.Status.UUID == "" {
 		return nil
 	}
@@ -171,8 +171,8 @@ func (r *images) released(ctx context.Context, img *api.BackingImage) error {
 	return client.IgnoreNotFound(r.Delete(ctx, &snap))
 }
 
-// known tells copies that were made before the layers were known what they are.
-func (r *images) known(ctx context.Context, img *api.BackingImage, v *view) error {
+// passOnLayers tells copies that were made before the layers were known what they are.
+func (r *imageReconciler) passOnLayers(ctx context.Context, img *api.BackingImage, v *clusterView) error {
 	if img.Spec.SourceType != api.SourceExport || len(img.Status.Layers) == 0 {
 		return nil
 	}

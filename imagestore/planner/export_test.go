@@ -15,36 +15,36 @@ func TestPlanExport(t *testing.T) {
 		DiskSelector: []string{"fast"}}}
 	img.Status.UUID, img.Status.Layers = "u", []api.UID{"l"}
 	img.Status.Export = &api.ExportFact{Node: "n", Disk: "a"}
-	v := &view{nodes: map[string]bool{"n": true}, disks: []place{
+	v := &clusterView{nodes: map[string]bool{"n": true}, disks: []diskState{
 		{node: "n", uid: "a", alive: true, open: true, available: 1 << 30},
 		{node: "n", uid: "b", alive: true, open: true, available: 1 << 30, diskTags: []string{"fast"}}}}
-	r := rules{now: time.Now(), unused: time.Hour}
-	p := plan(img, v, r)
-	if len(p.create) != 1 || p.create[0] != (wanted{"n", "a", ""}) {
+	r := planRules{now: time.Now(), unused: time.Hour}
+	p := planCopies(img, v, r)
+	if len(p.create) != 1 || p.create[0] != (placement{"n", "a", ""}) {
 		t.Fatalf("%+v", p.create)
 	}
 	on := func(disk api.UID, s api.ImageState) api.ImageCopy {
-		c := *newCopy(img, wanted{node: "n", disk: disk})
+		c := *newCopy(img, placement{node: "n", disk: disk})
 		c.Status.State = s
 		return c
 	}
 	v.copies = []api.ImageCopy{on("a", api.ImageReady)}
-	if p = plan(img, v, r); len(p.create)+len(p.drop) > 0 {
-		t.Fatalf("copied without digests: %+v, %+v", p.create, p.drop)
+	if p = planCopies(img, v, r); len(p.create)+len(p.remove) > 0 {
+		t.Fatalf("copied without digests: %+v, %+v", p.create, p.remove)
 	}
 	v.copies[0].Status.Digest = "sha256:1"
-	p = plan(img, v, r)
-	if len(p.create) != 1 || p.create[0] != (wanted{"n", "b", "a"}) || len(p.drop) > 0 {
-		t.Fatalf("%+v, %+v", p.create, p.drop)
+	p = planCopies(img, v, r)
+	if len(p.create) != 1 || p.create[0] != (placement{"n", "b", "a"}) || len(p.remove) > 0 {
+		t.Fatalf("%+v, %+v", p.create, p.remove)
 	}
 	v.copies = append(v.copies, on("b", api.ImageInProgress))
 	v.copies[1].Spec.From = "a"
-	if p = plan(img, v, r); len(p.create)+len(p.drop) > 0 {
-		t.Fatalf("%+v, %+v", p.create, p.drop)
+	if p = planCopies(img, v, r); len(p.create)+len(p.remove) > 0 {
+		t.Fatalf("%+v, %+v", p.create, p.remove)
 	}
 	v.copies[1].Status.State, v.copies[1].Status.Digest = api.ImageReady, "sha256:1"
-	if p = plan(img, v, r); len(p.drop) != 1 || p.drop[0].Spec.Disk != "a" {
-		t.Fatalf("%+v", p.drop)
+	if p = planCopies(img, v, r); len(p.remove) != 1 || p.remove[0].Spec.Disk != "a" {
+		t.Fatalf("%+v", p.remove)
 	}
 }
 
@@ -56,7 +56,7 @@ func TestHolder(t *testing.T) {
 		r.Name, r.Status.Mode = name, mode
 		return r
 	}
-	look := &view{disks: []place{{uid: "near", alive: true}, {uid: "far"}}}
+	look := &clusterView{disks: []diskState{{uid: "near", alive: true}, {uid: "far"}}}
 	former, away := rep("v.0", "near", "v", api.ReplicaCurrent), rep("v.1", "far", "v", api.ReplicaCurrent)
 	there, other := rep("v.2", "near", "v", api.ReplicaCurrent), rep("v.2", "near", "other", api.ReplicaCurrent)
 	for _, c := range []struct {
@@ -71,7 +71,7 @@ func TestHolder(t *testing.T) {
 			rep("v.1", "near", "v", api.ReplicaStale)}, ""},
 	} {
 		got := ""
-		if r := holder(v, c.reps, look); r != nil {
+		if r := selectReplica(v, c.reps, look); r != nil {
 			got = r.Name
 		}
 		if got != c.want {
@@ -83,11 +83,11 @@ func TestHolder(t *testing.T) {
 // An image of a volume has no SHA-512, and none is told of it.
 func TestInShort(t *testing.T) {
 	s := &api.BackingImageStatus{Format: "raw", VirtualSizeText: "1 GiB"}
-	if got := inShort(s); got != "raw image, 1 GiB" {
+	if got := summarize(s); got != "raw image, 1 GiB" {
 		t.Errorf("%q", got)
 	}
 	s.Checksum = strings.Repeat("0123456789abcdef", 8)
-	if got := inShort(s); got != "raw image, 1 GiB, SHA-512 0123456789abcdef..." {
+	if got := summarize(s); got != "raw image, 1 GiB, SHA-512 0123456789abcdef..." {
 		t.Errorf("%q", got)
 	}
 }

@@ -41,7 +41,7 @@ const replicasByLayer = "imagestore.layers"
 
 const settingUnused = "backing-image-cleanup-wait-interval" // minutes
 
-type images struct {
+type imageReconciler struct {
 	client.Client
 	live   client.Reader // past the cache
 	events recorder.EventRecorder
@@ -50,10 +50,10 @@ type images struct {
 
 // Setup adds the reconcilers of the planner to a manager whose cache has the indexes of api/watch.
 func Setup(mgr ctrl.Manager, log *slog.Logger) error {
-	r := &images{Client: mgr.GetClient(), live: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-images"),
+	r := &imageReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-images"),
 		log: log.With("loop", "images")}
 	if err := mgr.GetFieldIndexer().IndexField(context.Background(), &api.Replica{}, replicasByLayer,
-		func(o client.Object) []string { return names(o.(*api.Replica).Spec.Layers) }); err != nil {
+		func(o client.Object) []string { return layerKeys(o.(*api.Replica).Spec.Layers) }); err != nil {
 		return err
 	}
 	nodes := &nodeWatch{Client: r.Client, seen: map[string]string{}, wake: make(chan event.GenericEvent, 1)}
@@ -61,7 +61,7 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 		WithOptions(controller.Options{NewQueue: backlog.New}).Complete(nodes); err != nil {
 		return err
 	}
-	all := handler.EnqueueRequestsFromMapFunc(r.every)
+	all := handler.EnqueueRequestsFromMapFunc(r.allImages)
 	// An update of a volume or replica never changes a plan, only existence does: there may be thousands of them.
 	existence := watch.Updates(func(client.Object, client.Object) bool { return false })
 	return ctrl.NewControllerManagedBy(mgr).Named("images").For(&api.BackingImage{}).
@@ -73,8 +73,8 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 			func(_ context.Context, o client.Object) []reconcile.Request {
 				return imageRequests(o.(*api.Volume).Spec.BackingImage)
 			}), existence).
-		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.ofReplica), existence).
-		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(ofSnapshot)).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.imageOfReplica), existence).
+		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(imageOfSnapshot)).
 		Watches(&api.Setting{}, all, watch.Named(settingUnused)).
 		WatchesRawSource(source.Channel(nodes.wake, all)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NewQueue: backlog.New}).
@@ -89,7 +89,7 @@ func imageRequests(name string) []reconcile.Request {
 	return watch.Requests(name)
 }
 
-func names(uids []api.UID) []string {
+func layerKeys(uids []api.UID) []string {
 	out := make([]string, len(uids))
 	for i, u := range uids {
 		out[i] = string(u)
@@ -97,8 +97,8 @@ func names(uids []api.UID) []string {
 	return out
 }
 
-// every is all images: something changed that matters to all of them.
-func (r *images) every(ctx context.Context, _ client.Object) []reconcile.Request {
+// allImages is all images: something changed that matters to all of them.
+func (r *imageReconciler) allImages(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.BackingImageList
 	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		r.log.Error("images not listed", "error", err)
@@ -110,8 +110,8 @@ func (r *images) every(ctx context.Context, _ client.Object) []reconcile.Request
 	return all
 }
 
-// ofReplica is the image below a replica.
-func (r *images) ofReplica(ctx context.Context, o client.Object) []reconcile.Request {
+// imageOfReplica is the image below a replica.
+func (r *imageReconciler) imageOfReplica(ctx context.Context, o client.Object) []reconcile.Request {
 	rep := o.(*api.Replica)
 	if len(rep.Spec.Layers) == 0 {
 		return nil
@@ -127,12 +127,12 @@ func (r *images) ofReplica(ctx context.Context, o client.Object) []reconcile.Req
 }
 
 // Reconcile makes one image's copies what they should be, and its status what they are.
-func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	img := &api.BackingImage{}
 	if err := r.Get(ctx, req.NamespacedName, img); err != nil {
 		if apierrors.IsNotFound(err) {
 			forgetImageMetrics(req.Name)
-			return ctrl.Result{}, r.orphans(ctx, req.Name)
+			return ctrl.Result{}, r.deleteOrphans(ctx, req.Name)
 		}
 		return ctrl.Result{}, err
 	}
@@ -141,13 +141,13 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 		return ctrl.Result{}, nil
 	}
 	if !deleting && controllerutil.AddFinalizer(img, api.Finalizer) {
-		return ctrl.Result{}, again(r.Update(ctx, img)) // its event brings us back
+		return ctrl.Result{}, ignoreRace(r.Update(ctx, img)) // its event brings us back
 	}
 	if _, rebuilt := img.Annotations[api.AnnotationRecovered]; rebuilt && !deleting {
-		return ctrl.Result{}, r.takeOver(ctx, img)
+		return ctrl.Result{}, r.adoptRecovered(ctx, img)
 	}
 	if img.Status.UUID == "" && !deleting && img.Spec.SourceType == api.SourceClone {
-		return r.conceive(ctx, img)
+		return r.beginClone(ctx, img)
 	}
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
@@ -156,55 +156,55 @@ func (r *images) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 			img.Status.Layers = []api.UID{api.NewUID()}
 		}
 		img.Status.State = api.ImagePending
-		return ctrl.Result{}, again(r.Status().Update(ctx, img))
+		return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, img))
 	}
 	if img.Spec.SourceType == api.SourceExport && len(img.Status.Layers) == 0 && !deleting {
-		return r.export(ctx, img)
+		return r.beginExport(ctx, img)
 	}
 	if deleting || img.Status.State == api.ImageReady {
-		if err := r.released(ctx, img); err != nil {
+		if err := r.releaseSnapshot(ctx, img); err != nil {
 			return ctrl.Result{}, err
 		}
 	}
-	v, err := r.look(ctx, img)
+	v, err := r.collectView(ctx, img)
 	if err == nil {
-		err = r.known(ctx, img, v)
+		err = r.passOnLayers(ctx, img, v)
 	}
 	if err != nil {
 		return ctrl.Result{}, err
 	}
 	if deleting && len(v.users) == 0 {
-		return r.remove(ctx, img, v)
+		return r.removeImage(ctx, img, v)
 	}
 	var p copyPlan
-	if err := validate(img); err != nil {
+	if err := validateImage(img); err != nil {
 		p.problem = err.Error()
-	} else if p, err = r.settle(ctx, img, v); err != nil {
-		return ctrl.Result{}, again(err)
+	} else if p, err = r.applyPlan(ctx, img, v); err != nil {
+		return ctrl.Result{}, ignoreRace(err)
 	}
-	return ctrl.Result{RequeueAfter: p.wait}, r.mirror(ctx, img, v, p)
+	return ctrl.Result{RequeueAfter: p.wait}, r.writeStatus(ctx, img, v, p)
 }
 
-// takeOver begins the life of an image that was rebuilt from disks: with its UUID, and with the copies that are there.
+// adoptRecovered begins the life of an image that was rebuilt from disks: with its UUID, and with the copies that are there.
 // No other copy is planned before those are objects.
-func (r *images) takeOver(ctx context.Context, img *api.BackingImage) error {
+func (r *imageReconciler) adoptRecovered(ctx context.Context, img *api.BackingImage) error {
 	found, err := img.Recovered()
 	if err != nil {
 		if img.Status.State == api.ImageFailed && img.Status.Message == err.Error() {
 			return nil
 		}
 		img.Status.State, img.Status.Message = api.ImageFailed, err.Error()
-		return again(r.Status().Update(ctx, img))
+		return ignoreRace(r.Status().Update(ctx, img))
 	}
 	if img.Status.UUID == "" {
 		s := &img.Status
 		s.UUID, s.Layers, s.State = found.UUID, found.Layers, api.ImagePending
 		s.Format, s.VirtualSize, s.Checksum, s.Digest = found.Format, found.VirtualSize, found.Checksum, found.Digest
-		return again(r.Status().Update(ctx, img)) // its event brings us back
+		return ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
 	}
 	if img.Status.UUID == found.UUID {
 		for _, c := range found.Copies {
-			err := r.Create(ctx, newCopy(img, wanted{node: c.Node, disk: c.Disk}))
+			err := r.Create(ctx, newCopy(img, placement{node: c.Node, disk: c.Disk}))
 			if err != nil && !apierrors.IsAlreadyExists(err) {
 				return err
 			}
@@ -212,42 +212,42 @@ func (r *images) takeOver(ctx context.Context, img *api.BackingImage) error {
 		r.log.Info("image rebuilt from disks", "image", img.Name, "uuid", found.UUID, "copies", len(found.Copies))
 	}
 	delete(img.Annotations, api.AnnotationRecovered)
-	return again(r.Update(ctx, img))
+	return ignoreRace(r.Update(ctx, img))
 }
 
-func validate(img *api.BackingImage) error {
+func validateImage(img *api.BackingImage) error {
 	if err := api.ValidateImageName(img.Name); err != nil {
 		return err
 	}
 	return img.Spec.Validate()
 }
 
-// again lets a lost race be run once more without noise: the newer object's event is on its way.
-func again(err error) error {
+// ignoreRace lets a lost race be run once more without noise: the newer object's event is on its way.
+func ignoreRace(err error) error {
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return nil
 	}
 	return err
 }
 
-// view is what the plan for one image is made from.
-type view struct {
+// clusterView is what the plan for one image is made from.
+type clusterView struct {
 	copies []api.ImageCopy // of this image, deleting ones included
 	users  []string        // of an image that is deleted: volumes that hold it
-	needed []need          // disks where a replica of such a volume is
-	disks  []place         // every disk there is
-	// origins are where the layers of a clone are, in copies of the image that it was made of.
-	origins []need
+	needed []location          // disks where a replica of such a volume is
+	disks  []diskState         // every disk there is
+	// sourceLocations are where the layers of a clone are, in copies of the image that it was made of.
+	sources []location
 	nodes   map[string]bool // node: alive
 }
 
-type need struct {
+type location struct {
 	node string
 	disk api.UID
 }
 
-func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error) {
-	v := &view{}
+func (r *imageReconciler) collectView(ctx context.Context, img *api.BackingImage) (*clusterView, error) {
+	v := &clusterView{}
 	var copies api.ImageCopyList
 	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: img.Name}); err != nil {
 		return nil, err
@@ -263,15 +263,15 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 			client.UnsafeDisableDeepCopy); err != nil {
 			return nil, err
 		}
-		seen := map[need]bool{}
+		seen := map[location]bool{}
 		for i := range reps.Items {
 			spec := &reps.Items[i].Spec
 			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != api.LabelValue(img.Name) {
 				continue // of another image that has the same layers
 			}
-			placed[spec.Volume], seen[need{spec.Node, spec.Disk}] = true, true
+			placed[spec.Volume], seen[location{spec.Node, spec.Disk}] = true, true
 		}
-		v.needed = slices.SortedFunc(maps.Keys(seen), func(a, b need) int {
+		v.needed = slices.SortedFunc(maps.Keys(seen), func(a, b location) int {
 			return strings.Compare(string(a.disk), string(b.disk))
 		})
 	}
@@ -292,17 +292,17 @@ func (r *images) look(ctx context.Context, img *api.BackingImage) (*view, error)
 	if err := r.List(ctx, &nodes); err != nil {
 		return nil, err
 	}
-	v.disks, v.nodes = disksOf(nodes.Items, time.Now())
-	if err := r.adopt(ctx, v, nodes.Items); err != nil {
+	v.disks, v.nodes = disksOfNodes(nodes.Items, time.Now())
+	if err := r.moveCopiesWithDisks(ctx, v, nodes.Items); err != nil {
 		return nil, err
 	}
 	var err error
-	v.origins, err = r.origins(ctx, img)
+	v.sources, err = r.sourceLocations(ctx, img)
 	return v, err
 }
 
-// adopt gives copies to the nodes that their disks have moved to.
-func (r *images) adopt(ctx context.Context, v *view, nodes []api.Node) error {
+// moveCopiesWithDisks gives copies to the nodes that their disks have moved to.
+func (r *imageReconciler) moveCopiesWithDisks(ctx context.Context, v *clusterView, nodes []api.Node) error {
 	for i := range v.copies {
 		c := &v.copies[i]
 		to := api.DiskMovedTo(nodes, c.Spec.Disk, c.Spec.Node, time.Now())
@@ -322,12 +322,12 @@ func (r *images) adopt(ctx context.Context, v *view, nodes []api.Node) error {
 	return nil
 }
 
-// settle makes the ImageCopy objects what the plan wants.
-func (r *images) settle(ctx context.Context, img *api.BackingImage, v *view) (copyPlan, error) {
+// applyPlan makes the ImageCopy objects what the plan wants.
+func (r *imageReconciler) applyPlan(ctx context.Context, img *api.BackingImage, v *clusterView) (copyPlan, error) {
 	minutes := time.Duration(watch.SettingNumber(ctx, r.Client, settingUnused, r.log)) * time.Minute
-	p := plan(img, v, rules{now: time.Now(), unused: minutes})
-	for _, c := range p.drop {
-		if err := r.dropCopy(ctx, v, c); err != nil {
+	p := planCopies(img, v, planRules{now: time.Now(), unused: minutes})
+	for _, c := range p.remove {
+		if err := r.deleteCopy(ctx, v, c); err != nil {
 			return p, err
 		}
 	}
@@ -341,29 +341,29 @@ func (r *images) settle(ctx context.Context, img *api.BackingImage, v *view) (co
 			r.log.Info("copy wanted", "image", img.Name, "node", c.Spec.Node, "disk", c.Spec.Disk, "from", c.Spec.From)
 		}
 	}
-	for _, c := range p.repair {
-		if err := r.patch(ctx, c.object, `{"spec":{"from":%q}}`, c.from); err != nil {
+	for _, c := range p.redirect {
+		if err := r.patchCopy(ctx, c.object, `{"spec":{"from":%q}}`, c.from); err != nil {
 			return p, err
 		}
 	}
 	token := img.Annotations[api.AnnotationVerify]
 	for i := range v.copies {
 		if c := &v.copies[i]; c.Spec.UUID == img.Status.UUID && c.Spec.Verify != token && c.DeletionTimestamp.IsZero() {
-			if err := r.patch(ctx, c, `{"spec":{"verify":%q}}`, token); err != nil {
+			if err := r.patchCopy(ctx, c, `{"spec":{"verify":%q}}`, token); err != nil {
 				return p, err
 			}
 		}
 	}
-	return p, r.cleaned(ctx, img, p)
+	return p, r.finishCleanups(ctx, img, p)
 }
 
-func (r *images) patch(ctx context.Context, c *api.ImageCopy, format string, args ...any) error {
+func (r *imageReconciler) patchCopy(ctx context.Context, c *api.ImageCopy, format string, args ...any) error {
 	return client.IgnoreNotFound(r.Patch(ctx, c.DeepCopy(),
 		client.RawPatch(types.MergePatchType, fmt.Appendf(nil, format, args...))))
 }
 
-// cleaned takes the wishes for clean-up back that are done with: the copy is gone, or it has to stay.
-func (r *images) cleaned(ctx context.Context, img *api.BackingImage, p copyPlan) error {
+// finishCleanups takes the wishes for clean-up back that are done with: the copy is gone, or it has to stay.
+func (r *imageReconciler) finishCleanups(ctx context.Context, img *api.BackingImage, p copyPlan) error {
 	if len(p.cleaned) == 0 {
 		return nil
 	}
@@ -377,8 +377,8 @@ func (r *images) cleaned(ctx context.Context, img *api.BackingImage, p copyPlan)
 	return r.Patch(ctx, img, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 }
 
-// dropCopy deletes a copy; where its node or disk is gone for good, nobody is left to take the finalizer off.
-func (r *images) dropCopy(ctx context.Context, v *view, c *api.ImageCopy) error {
+// deleteCopy deletes a copy; where its node or disk is gone for good, nobody is left to take the finalizer off.
+func (r *imageReconciler) deleteCopy(ctx context.Context, v *clusterView, c *api.ImageCopy) error {
 	if c.DeletionTimestamp.IsZero() {
 		if err := client.IgnoreNotFound(r.Delete(ctx, c, client.Preconditions{UID: &c.UID})); err != nil {
 			return err
@@ -399,7 +399,7 @@ func copyName(image, disk api.UID) string {
 	return string(image) + "." + string(disk)[:min(8, len(disk))]
 }
 
-func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
+func newCopy(img *api.BackingImage, w placement) *api.ImageCopy {
 	c := &api.ImageCopy{Spec: api.ImageCopySpec{Image: img.Name, UUID: img.Status.UUID, Layers: img.Status.Layers,
 		Node: w.node, Disk: w.disk, From: w.from, Verify: img.Annotations[api.AnnotationVerify]}}
 	if c.Spec.Export = img.Status.Export; c.Spec.Export == nil && img.Spec.SourceType == api.SourceExport {
@@ -415,15 +415,15 @@ func newCopy(img *api.BackingImage, w wanted) *api.ImageCopy {
 	return c
 }
 
-// remove ends an image that no volume uses: all copies first, then the name.
-func (r *images) remove(ctx context.Context, img *api.BackingImage, v *view) (ctrl.Result, error) {
+// removeImage ends an image that no volume uses: all copies first, then the name.
+func (r *imageReconciler) removeImage(ctx context.Context, img *api.BackingImage, v *clusterView) (ctrl.Result, error) {
 	for i := range v.copies {
-		if err := r.dropCopy(ctx, v, &v.copies[i]); err != nil {
-			return ctrl.Result{}, again(err)
+		if err := r.deleteCopy(ctx, v, &v.copies[i]); err != nil {
+			return ctrl.Result{}, ignoreRace(err)
 		}
 	}
 	if len(v.copies) > 0 {
-		return ctrl.Result{}, r.mirror(ctx, img, v, copyPlan{})
+		return ctrl.Result{}, r.writeStatus(ctx, img, v, copyPlan{})
 	}
 	// The cache may not know a copy that was made a moment ago. There is one name per disk.
 	for _, d := range v.disks {
@@ -437,11 +437,11 @@ func (r *images) remove(ctx context.Context, img *api.BackingImage, v *view) (ct
 	}
 	controllerutil.RemoveFinalizer(img, api.Finalizer)
 	forgetImageMetrics(img.Name)
-	return ctrl.Result{}, again(r.Update(ctx, img))
+	return ctrl.Result{}, ignoreRace(r.Update(ctx, img))
 }
 
-// orphans removes copies that were asked for while their image went.
-func (r *images) orphans(ctx context.Context, name string) error {
+// deleteOrphans removes copies that were asked for while their image went.
+func (r *imageReconciler) deleteOrphans(ctx context.Context, name string) error {
 	var copies api.ImageCopyList
 	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: name}); err != nil || len(copies.Items) == 0 {
 		return err
@@ -454,32 +454,32 @@ func (r *images) orphans(ctx context.Context, name string) error {
 	if err := r.List(ctx, &nodes); err != nil {
 		return err
 	}
-	v := &view{}
-	v.disks, v.nodes = disksOf(nodes.Items, time.Now())
+	v := &clusterView{}
+	v.disks, v.nodes = disksOfNodes(nodes.Items, time.Now())
 	for i := range copies.Items {
-		if err := r.dropCopy(ctx, v, &copies.Items[i]); err != nil {
-			return again(err)
+		if err := r.deleteCopy(ctx, v, &copies.Items[i]); err != nil {
+			return ignoreRace(err)
 		}
 	}
 	return nil
 }
 
-// mirror writes the status, if it changed, and tells of transitions.
-func (r *images) mirror(ctx context.Context, img *api.BackingImage, v *view, p copyPlan) error {
+// writeStatus writes the status, if it changed, and tells of transitions.
+func (r *imageReconciler) writeStatus(ctx context.Context, img *api.BackingImage, v *clusterView, p copyPlan) error {
 	before := img.Status.DeepCopy()
-	img.Status = statusOf(img, v, p)
+	img.Status = describeImage(img, v, p)
 	setImageMetrics(img)
 	if equality.Semantic.DeepEqual(*before, img.Status) {
 		return nil
 	}
 	if err := r.Status().Update(ctx, img); err != nil {
-		return again(err)
+		return ignoreRace(err)
 	}
 	s := &img.Status
 	if before.State != s.State {
 		switch s.State {
 		case api.ImageReady:
-			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", inShort(s))
+			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", summarize(s))
 		case api.ImageFailed:
 			r.events.Eventf(img, nil, corev1.EventTypeWarning, "Failed", "Import", "%s", api.ClipMessage(s.Message))
 		}

@@ -34,7 +34,7 @@ func (w *nodeWatch) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resul
 	}
 	looks, wait := "", time.Duration(0)
 	if err == nil {
-		disks, alive := disksOf([]api.Node{n}, time.Now())
+		disks, alive := disksOfNodes([]api.Node{n}, time.Now())
 		var all []string
 		for _, d := range disks {
 			d.available = min(d.available, 1) // whether there is room at all

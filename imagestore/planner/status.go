@@ -15,8 +15,8 @@ import (
 var rank = map[api.ImageState]int{api.ImageFailed: 1, api.ImageUnknown: 2, api.ImagePending: 3, api.ImageStarting: 4,
 	api.ImageInProgress: 5, api.ImageTransfer: 6, api.ImageReady: 7}
 
-// statusOf mirrors the copies into the image: its state is that of the most advanced one.
-func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus {
+// describeImage mirrors the copies into the image: its state is that of the most advanced one.
+func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.BackingImageStatus {
 	s := *img.Status.DeepCopy()
 	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
 	var worst string
@@ -64,7 +64,7 @@ func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus
 	}
 	switch {
 	case s.State != "":
-	case p.problem != "" && validate(img) != nil:
+	case p.problem != "" && validateImage(img) != nil:
 		s.State = api.ImageFailed
 	default:
 		s.State = api.ImagePending
@@ -78,12 +78,12 @@ func statusOf(img *api.BackingImage, v *view, p copyPlan) api.BackingImageStatus
 	if s.Size > 0 {
 		s.SizeText, s.VirtualSizeText = api.SizeText(s.Size), api.SizeText(s.VirtualSize)
 	}
-	conditions(img, v, p, &s)
+	setConditions(img, v, p, &s)
 	return s
 }
 
-// inShort is what an image that is ready is.
-func inShort(s *api.BackingImageStatus) string {
+// summarize is what an image that is ready is.
+func summarize(s *api.BackingImageStatus) string {
 	text := fmt.Sprintf("%s image, %s", s.Format, s.VirtualSizeText)
 	if s.Checksum != "" { // an image of a volume has none
 		text += fmt.Sprintf(", SHA-512 %.16s...", s.Checksum)
@@ -100,7 +100,7 @@ func explainCopy(c *api.ImageCopy) string {
 		c.Status.NextTry.UTC().Format(time.RFC3339))
 }
 
-func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageStatus) {
+func setConditions(img *api.BackingImage, v *clusterView, p copyPlan, s *api.BackingImageStatus) {
 	ready := metav1.Condition{Type: api.ConditionReady, Status: metav1.ConditionFalse, Reason: "InProgress",
 		Message: s.Message, ObservedGeneration: img.Generation}
 	least := max(img.Spec.MinNumberOfCopies, 1)
@@ -121,7 +121,7 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 	}
 	ready.Message = api.ClipMessage(ready.Message)
 	meta.SetStatusCondition(&s.Conditions, ready)
-	leave(v, p, s, img.Generation)
+	setEvictionCondition(v, p, s, img.Generation)
 	if img.DeletionTimestamp.IsZero() {
 		meta.RemoveStatusCondition(&s.Conditions, ConditionInUse)
 		return
@@ -130,8 +130,8 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 		Message: "copies are being removed", ObservedGeneration: img.Generation}
 	if len(v.users) > 0 {
 		use.Status, use.Reason = metav1.ConditionTrue, "UsedByVolumes"
-		use.Message = fmt.Sprintf("the deletion waits: %s it: %s", usedBy(v.users), some(v.users))
-	} else if why := hindrance(v); why != "" {
+		use.Message = fmt.Sprintf("the deletion waits: %s it: %s", usersText(v.users), listSome(v.users))
+	} else if why := explainStuckCopy(v); why != "" {
 		use.Reason, use.Message = "CopyStays", "the deletion waits: "+why
 	}
 	if s.Message == "" || len(v.users) == 0 {
@@ -141,8 +141,8 @@ func conditions(img *api.BackingImage, v *view, p copyPlan, s *api.BackingImageS
 	meta.SetStatusCondition(&s.Conditions, use)
 }
 
-// hindrance says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
-func hindrance(v *view) string {
+// explainStuckCopy says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
+func explainStuckCopy(v *clusterView) string {
 	for i := range v.copies {
 		c := &v.copies[i]
 		d := v.disk(c.Spec.Disk)
@@ -164,8 +164,8 @@ func hindrance(v *view) string {
 	return ""
 }
 
-// leave tells of copies on disks that are to be left.
-func leave(v *view, p copyPlan, s *api.BackingImageStatus, generation int64) {
+// setEvictionCondition tells of copies on disks that are to be left.
+func setEvictionCondition(v *clusterView, p copyPlan, s *api.BackingImageStatus, generation int64) {
 	on := 0
 	for i := range v.copies {
 		if d := v.disk(v.copies[i].Spec.Disk); d != nil && d.leaving {
@@ -184,15 +184,15 @@ func leave(v *view, p copyPlan, s *api.BackingImageStatus, generation int64) {
 	meta.SetStatusCondition(&s.Conditions, c)
 }
 
-func usedBy(users []string) string {
+func usersText(users []string) string {
 	if len(users) == 1 {
 		return "a volume uses"
 	}
 	return plural(len(users), "volume") + " use"
 }
 
-// some names a few, so that a thousand do not fill the message.
-func some(names []string) string {
+// listSome names a few, so that a thousand do not fill the message.
+func listSome(names []string) string {
 	if len(names) > 10 {
 		return strings.Join(names[:10], ", ") + fmt.Sprintf(" and %d more", len(names)-10)
 	}

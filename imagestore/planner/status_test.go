@@ -17,14 +17,14 @@ func TestHindranceOfADeletion(t *testing.T) {
 	gone := metav1.NewTime(time.Now())
 	c := on("n1", "a", api.ImageFailed, "", 1)
 	c.DeletionTimestamp = &gone
-	v := &view{nodes: map[string]bool{"n1": true}, copies: []api.ImageCopy{c},
-		disks: []place{{uid: "a", node: "n1", path: "/srv/a", alive: true}}}
+	v := &clusterView{nodes: map[string]bool{"n1": true}, copies: []api.ImageCopy{c},
+		disks: []diskState{{uid: "a", node: "n1", path: "/srv/a", alive: true}}}
 	for message, want := range map[string]string{
 		"wrong checksum": "",
 		api.CopyNotRemoved + errors.ErrUnsupported.Error(): "disk /srv/a of node n1: " + api.CopyNotRemoved,
 	} {
 		v.copies[0].Status.Message = message
-		if got := hindrance(v); (want == "") != (got == "") || !strings.Contains(got, want) {
+		if got := explainStuckCopy(v); (want == "") != (got == "") || !strings.Contains(got, want) {
 			t.Errorf("%q: told %q, want %q", message, got, want)
 		}
 	}
@@ -38,7 +38,7 @@ func TestTooFewCopiesAreCounted(t *testing.T) {
 		"1 of 2 copies: no": "1 of 2 copies: no",
 	} {
 		s := api.BackingImageStatus{State: api.ImageReady, ReadyCopies: 1, Message: message}
-		conditions(img, &view{}, copyPlan{}, &s)
+		setConditions(img, &clusterView{}, copyPlan{}, &s)
 		c := meta.FindStatusCondition(s.Conditions, api.ConditionReady)
 		if c == nil || c.Reason != "TooFewCopies" || c.Message != want {
 			t.Errorf("%q: %+v, want %q", message, c, want)

@@ -13,8 +13,8 @@ import (
 // A copy that is cut off goes on where it was: now and then what is there is kept, with the digest that the whole shall
 // have.
 
-// stretch is how much is copied between two looks at whether to keep it.
-const stretch = 64 << 20
+// copyStep is how much is copied between two looks at whether to keep it.
+const copyStep = 64 << 20
 
 // copyNote is recorded beside a layer that is half copied.
 type copyNote struct {
@@ -46,7 +46,7 @@ func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery
 	if x, ok := w.(block.Exact); ok {
 		x.Exact(root)
 	}
-	kept, err := fill(ctx, on, w, src, at, note, keepEvery, tell)
+	kept, err := copyData(ctx, on, w, src, at, note, keepEvery, tell)
 	var made string
 	if err == nil {
 		made, allocated, err = w.Seal(ctx)
@@ -60,7 +60,7 @@ func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery
 	if made != root {
 		err := api.Errorf(api.Corrupt, "layer %s on disk %s does not match its digest: the copy is thrown away", uid,
 			from.UID())
-		return 0, 0, errors.Join(err, forget(on, uid))
+		return 0, 0, errors.Join(err, removeLayer(on, uid))
 	}
 	return allocated, size, nil
 }
@@ -78,12 +78,12 @@ func resumeCopy(ctx context.Context, on block.Layers, uid string, note copyNote)
 			}
 		}
 	}
-	w, err := create(ctx, on, api.UID(uid), note.Size)
+	w, err := createLayer(ctx, on, api.UID(uid), note.Size)
 	return w, 0, err
 }
 
-// fill copies what src holds from at on. kept: what is there outlives this process, and an error.
-func fill(ctx context.Context, on block.Layers, w block.LayerWriter, src block.Source, at int64, note copyNote,
+// copyData copies what src holds from at on. kept: what is there outlives this process, and an error.
+func copyData(ctx context.Context, on block.Layers, w block.LayerWriter, src block.Source, at int64, note copyNote,
 	keepEvery time.Duration, tell func(int64)) (kept bool, err error) {
 	raw, err := json.Marshal(note)
 	if err != nil {
@@ -94,11 +94,11 @@ func fill(ctx context.Context, on block.Layers, w block.LayerWriter, src block.S
 	if keepEvery <= 0 {
 		keepEvery = defaultKeepEvery
 	}
-	sink := roomySink{w, newRoom(on)}
+	sink := guardedSink{w, newSpaceGuard(on)}
 	for last := time.Now(); at < note.Size; {
-		end := min(at+stretch, note.Size)
+		end := min(at+copyStep, note.Size)
 		begin := at
-		err := block.Copy(ctx, sink, &part{src, begin, end},
+		err := block.Copy(ctx, sink, &sourceRange{src, begin, end},
 			block.CopyOptions{Progress: func(done, _ int64) { tell(max(done, begin)) }})
 		if err != nil {
 			return kept, err
@@ -115,15 +115,15 @@ func fill(ctx context.Context, on block.Layers, w block.LayerWriter, src block.S
 
 const defaultKeepEvery = 10 * time.Second
 
-// part is a stretch of a source, at the same offsets.
-type part struct {
+// sourceRange is a stretch of a source, at the same offsets.
+type sourceRange struct {
 	block.Source
 	from, to int64
 }
 
-func (p *part) Size() int64 { return p.to }
+func (p *sourceRange) Size() int64 { return p.to }
 
-func (p *part) Next(off int64) (block.Extent, error) {
+func (p *sourceRange) Next(off int64) (block.Extent, error) {
 	if off < p.from {
 		return block.Extent{Off: off, Len: p.from - off, Kind: block.Hole}, nil
 	}

@@ -11,20 +11,20 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// mender is a disk that can make a finished layer whole again under those who use it.
-type mender interface {
+// layerRepairer is a disk that can make a finished layer whole again under those who use it.
+type layerRepairer interface {
 	Mend(ctx context.Context, uid, root string, src block.Source) error
 }
 
-// Mend repairs an image that replicas of the disk use, in place, from another disk that has its layers. What is known
+// Repair repairs an image that replicas of the disk use, in place, from another disk that has its layers. What is known
 // of the image (Want) must be all of it.
-func Mend(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (Result, error) {
-	return mend(ctx, from, on, want, want.Layers, p)
+func Repair(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (Result, error) {
+	return repairLayers(ctx, from, on, want, want.Layers, p)
 }
 
-// mend repairs the image's layers from those of another disk, or of other uids on the same.
-func mend(ctx context.Context, from, on block.Layers, want Spec, good []api.UID, p *Progress) (Result, error) {
-	m, ok := on.(mender)
+// repairLayers repairs the image's layers from those of another disk, or of other uids on the same.
+func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []api.UID, p *Progress) (Result, error) {
+	m, ok := on.(layerRepairer)
 	if !ok || want.Digest == "" || len(good) != len(want.Layers) || len(good) == 0 {
 		return Result{}, api.Errorf(api.Unsupported, "image %s cannot be repaired in place", want.Name)
 	}
@@ -42,52 +42,52 @@ func mend(ctx context.Context, from, on block.Layers, want Spec, good []api.UID,
 			return Result{}, err
 		}
 		if err = errors.Join(m.Mend(ctx, string(want.Layers[i]), root, src), src.Close()); err != nil {
-			return Result{}, explain(on, err)
+			return Result{}, explainDiskError(on, err)
 		}
 	}
-	got := Result{Image: want.image()}
+	got := Result{Image: want.record()}
 	err := on.PutImage(got.Image)
 	if err == nil {
-		got.Allocated, err = allocated(on, got.Layers)
+		got.Allocated, err = allocatedBytes(on, got.Layers)
 	}
 	return got, err
 }
 
-// Spare is what an image that is repaired from its source is called meanwhile: the same every time, so that what was
+// RepairSpec is what an image that is repaired from its source is called meanwhile: the same every time, so that what was
 // left of it is found.
-func Spare(want Spec) Spec {
+func RepairSpec(want Spec) Spec {
 	spare := want
 	spare.Name, spare.Object = want.Name+" (being repaired)", nil
-	spare.UID = derived(want.UID)
+	spare.UID = repairUID(want.UID)
 	spare.Layers = nil
 	for _, l := range want.Layers {
-		spare.Layers = append(spare.Layers, derived(l))
+		spare.Layers = append(spare.Layers, repairUID(l))
 	}
 	return spare
 }
 
-// RemoveSpare removes what a repair left that was not ended. What is half made and not kept the disk collects by
+// RemoveRepairData removes what a repair left that was not ended. What is half made and not kept the disk collects by
 // itself.
-func RemoveSpare(ctx context.Context, on block.Layers, want Spec) error {
-	spare := Spare(want)
-	if _, err := record(on, string(spare.UID)); err == nil {
+func RemoveRepairData(ctx context.Context, on block.Layers, want Spec) error {
+	spare := RepairSpec(want)
+	if _, err := readRecord(on, string(spare.UID)); err == nil {
 		return Remove(ctx, on, spare)
 	}
-	if k := FindKept(ctx, on, spare); k != nil {
+	if k := FindCheckpoint(ctx, on, spare); k != nil {
 		k.Drop()
 	}
 	return nil
 }
 
-func derived(uid api.UID) api.UID {
+func repairUID(uid api.UID) api.UID {
 	b := sha256.Sum256([]byte("spare of " + string(uid)))
 	b[6], b[8] = b[6]&0x0f|0x80, b[8]&0x3f|0x80 // a UUID of version 8
 	return api.UID(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 }
 
-// Remake repairs an image that replicas of the disk use from its source: it is brought once more, under another name,
+// RepairFromOrigin repairs an image that replicas of the disk use from its source: it is brought once more, under another name,
 // and what is damaged is put right from there.
-func Remake(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
+func RepairFromOrigin(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
 	open func(context.Context) (*origin.Stream, error)) (Result, error) {
 	if _, err := Find(on, spare); err != nil {
 		if err := Remove(ctx, on, Spec{UID: spare.UID, Name: spare.Name}); err != nil {
@@ -96,9 +96,9 @@ func Remake(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
 		if _, err := Import(ctx, on, spare, p, open); err != nil {
 			return Result{}, err
 		}
-	} else if spare.Kept != nil {
-		spare.Kept.Drop()
+	} else if spare.Checkpoint != nil {
+		spare.Checkpoint.Drop()
 	}
-	got, err := mend(ctx, on, on, want, spare.Layers, p)
+	got, err := repairLayers(ctx, on, on, want, spare.Layers, p)
 	return got, errors.Join(err, Remove(ctx, on, spare))
 }

@@ -63,7 +63,7 @@ func TestRegistryGoesOnAfterARestart(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.KeepEvery = 100 * time.Millisecond
+			w.opts.CheckpointEvery = 100 * time.Millisecond
 			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
 			w.start()
 			s, reg, ref := newSlowRegistry(t, 0)

@@ -9,44 +9,44 @@ import (
 	"drover.io/drover/block"
 )
 
-// spoolName is what the scratch file of an import is called that can be continued.
-const spoolName = "spool"
+// scratchName is what the scratch file of an import is called that can be continued.
+const scratchName = "spool"
 
-// spoolState is what of a spool is not in its file.
-type spoolState struct {
+// scratchState is what of a spool is not in its file.
+type scratchState struct {
 	Have int64         `json:"have"`
 	Gone []byte        `json:"gone,omitempty"` // as spool.gone, in little-endian words
 	Part map[int64]int `json:"part,omitempty"`
 	// What was read before it came, and is to be compared.
-	Early []earlyNote `json:"early,omitempty"`
+	Early []lookaheadRecord `json:"early,omitempty"`
 }
 
-// mostParts bounds what is recorded of a spool: of an image in great disorder nothing is kept.
-const mostParts = 100_000
+// maxParts bounds what is recorded of a spool: of an image in great disorder nothing is kept.
+const maxParts = 100_000
 
 // state makes durable what is there, while nothing comes and nothing is read, and tells the rest. ok is false where
 // that would be too much.
-func (s *spool) state() (st spoolState, ok bool, err error) {
+func (s *scratchFile) state() (st scratchState, ok bool, err error) {
 	s.mu.Lock()
-	st = spoolState{Have: s.have, Part: maps.Clone(s.part)}
+	st = scratchState{Have: s.have, Part: maps.Clone(s.part)}
 	for _, w := range s.gone {
 		st.Gone = binary.LittleEndian.AppendUint64(st.Gone, w)
 	}
 	s.mu.Unlock()
-	if st.Early, ok = s.early.state(); !ok {
+	if st.Early, ok = s.lookahead.state(); !ok {
 		return st, false, nil
 	}
-	if len(st.Part) > mostParts || len(st.Gone) > 4<<20 {
+	if len(st.Part) > maxParts || len(st.Gone) > 4<<20 {
 		return st, false, nil
 	}
 	return st, true, s.f.Datasync()
 }
 
-// settle says that the state up to some byte is recorded: what was dropped before that is of no use to anybody.
-func (s *spool) settle(upTo int64) {
+// checkpointed says that the state up to some byte is recorded: what was dropped before that is of no use to anybody.
+func (s *scratchFile) checkpointed(upTo int64) {
 	s.mu.Lock()
-	done := s.owed
-	s.owed, s.owing, s.kept = nil, 0, upTo
+	done := s.punchLater
+	s.punchLater, s.punchLaterBytes, s.durable = nil, 0, upTo
 	s.mu.Unlock()
 	for _, u := range done {
 		s.punch(u)
@@ -54,19 +54,19 @@ func (s *spool) settle(upTo int64) {
 }
 
 // resume makes it what it was when it was kept.
-func (s *spool) resume(st *spoolState) error {
-	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*unit > st.Have {
+func (s *scratchFile) resume(st *scratchState) error {
+	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*scratchUnit > st.Have {
 		return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
 	}
-	if err := s.early.resume(st.Early, st.Have); err != nil {
+	if err := s.lookahead.resume(st.Early, st.Have); err != nil {
 		return err
 	}
 	if err := s.f.Truncate(st.Have); err != nil { // what came later comes again
 		return err
 	}
-	s.have, s.held, s.kept = st.Have, st.Have, st.Have
+	s.have, s.held, s.durable = st.Have, st.Have, st.Have
 	for u, n := range st.Part {
-		if u < 0 || u*unit > st.Have || n <= 0 || n >= unit {
+		if u < 0 || u*scratchUnit > st.Have || n <= 0 || n >= scratchUnit {
 			return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
 		}
 		s.part[u] = n
@@ -79,7 +79,7 @@ func (s *spool) resume(st *spoolState) error {
 				continue
 			}
 			u := int64(w)*64 + i
-			s.held -= unit
+			s.held -= scratchUnit
 			s.punch(units{u, u + 1}) // the last ones need not have been
 		}
 	}
@@ -87,13 +87,13 @@ func (s *spool) resume(st *spoolState) error {
 	return nil
 }
 
-// spoolFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion, and
+// scratchFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion, and
 // when that stands still, records all of it.
-type spoolFeed struct {
+type scratchFeed struct {
 	feed
-	im   *importer
-	sp   *spool
-	gate *gate
+	im   *importRun
+	sp   *scratchFile
+	gate *checkpointGate
 	w    block.Keeper
 
 	next time.Time // when it is to be kept again
@@ -102,18 +102,18 @@ type spoolFeed struct {
 	at   int64     // and of the layer
 }
 
-func (f *spoolFeed) news() <-chan struct{} { return f.gate.news }
+func (f *scratchFeed) wake() <-chan struct{} { return f.gate.news }
 
-// when is far off while the conversion is halted: there is news then.
-func (f *spoolFeed) when() time.Time {
+// nextPause is far off while the conversion is halted: there is news then.
+func (f *scratchFeed) nextPause() time.Time {
 	if f.shut >= 0 {
-		return time.Now().Add(f.im.keepEvery())
+		return time.Now().Add(f.im.checkpointEvery())
 	}
 	return f.next
 }
 
-// due is asked after each piece, and when the conversion may have halted.
-func (f *spoolFeed) due(off int64) bool {
+// pauseDue is asked after each piece, and when the conversion may have halted.
+func (f *scratchFeed) pauseDue(off int64) bool {
 	switch {
 	case f.shut < 0 && time.Now().Before(f.next):
 		return false
@@ -125,26 +125,26 @@ func (f *spoolFeed) due(off int64) bool {
 	if _, ok := f.gate.halted(); ok {
 		return true
 	}
-	if off-f.shut > 2*ahead {
+	if off-f.shut > 2*scratchTarget {
 		f.resume() // it takes its time; another time, perhaps
 	}
 	return false
 }
 
-func (f *spoolFeed) resume() {
-	f.shut, f.next = -1, time.Now().Add(f.im.keepEvery())
+func (f *scratchFeed) resume() {
+	f.shut, f.next = -1, time.Now().Add(f.im.checkpointEvery())
 	f.sp.halt(false)
 	f.gate.open()
 }
 
-func (f *spoolFeed) rest(off int64) error {
+func (f *scratchFeed) pause(off int64) error {
 	defer f.resume()
 	off += f.im.from
 	at, ok := f.gate.halted()
-	if !ok || at%pieceSize != 0 || off == f.off && at == f.at {
+	if !ok || at%chunkSize != 0 || off == f.off && at == f.at {
 		return nil
 	}
-	note, ok := f.im.place(off)
+	note, ok := f.im.recordAt(off)
 	if !ok {
 		return nil
 	}
@@ -153,10 +153,10 @@ func (f *spoolFeed) rest(off int64) error {
 		return err
 	}
 	note.Spool = &st
-	if err := f.im.keep(f.w, at, note); err != nil {
+	if err := f.im.writeCheckpoint(f.w, at, note); err != nil {
 		return err
 	}
 	f.off, f.at = off, at
-	f.sp.settle(off)
+	f.sp.checkpointed(off)
 	return nil
 }

@@ -86,7 +86,7 @@ func TestPackedDownloadBeginsAgainAfterARestart(t *testing.T) {
 			file := image(body)
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.KeepEvery = 100 * time.Millisecond
+			w.opts.CheckpointEvery = 100 * time.Millisecond
 			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
 			w.opts.Download.Connections = 1
 			w.start()
@@ -136,7 +136,7 @@ func TestPackedRecordOfAnEarlierVersionBeginsAgain(t *testing.T) {
 		t.Parallel()
 		w := newWorld(t, 1)
 		w.stop()
-		w.opts.KeepEvery = 100 * time.Millisecond
+		w.opts.CheckpointEvery = 100 * time.Millisecond
 		w.opts.Download.Connections = 1
 		w.start()
 		s, url := newSlow(t, body, len(body)*3/4)
@@ -161,7 +161,7 @@ func TestPackedRecordOfAnEarlierVersionBeginsAgain(t *testing.T) {
 		t.Parallel()
 		w := newWorld(t, 1)
 		w.stop()
-		w.opts.KeepEvery = 100 * time.Millisecond
+		w.opts.CheckpointEvery = 100 * time.Millisecond
 		w.start()
 		s, reg, ref := newSlowRegistry(t, 0)
 		size := pushDisk(t, reg, "disks/golden", "1", body)

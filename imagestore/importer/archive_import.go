@@ -13,15 +13,15 @@ import (
 // The importer unpacks an archive while it arrives. No decoder can begin in the middle of an archive, so the importer
 // keeps nothing of such an import: after a restart of the process it begins again.
 
-// tally hashes and counts the bytes of a packed source.
-type tally struct {
+// hashingReader hashes and counts the bytes of a packed source.
+type hashingReader struct {
 	r    io.Reader
 	sum  hash.Hash
 	tell func(int64)
 	n    int64
 }
 
-func (t *tally) Read(p []byte) (int, error) {
+func (t *hashingReader) Read(p []byte) (int, error) {
 	n, err := t.r.Read(p)
 	_, _ = t.sum.Write(p[:n])
 	t.n += int64(n)
@@ -29,29 +29,29 @@ func (t *tally) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// unpack makes the layer from an image in an archive that starts with head. It returns the size of the archive.
-func (im *importer) unpack(head []byte, packing archive.Format) (int64, error) {
-	all := &tally{r: io.MultiReader(bytes.NewReader(head), im.s), sum: im.hashed(), tell: im.readSome}
+// importArchive makes the layer from an image in an archive that starts with head. It returns the size of the archive.
+func (im *importRun) importArchive(head []byte, packing archive.Format) (int64, error) {
+	all := &hashingReader{r: io.MultiReader(bytes.NewReader(head), im.s), sum: im.originHash(), tell: im.readSome}
 	plain, err := archive.NewReader(all, packing, archive.Limits{})
 	if err != nil {
 		return 0, err
 	}
 	im.packed = packedNames[packing]
-	if err = im.unpacked(bytesOf{r: plain, size: -1}, packing); err != nil {
+	if err = im.importUnpacked(imageStream{r: plain, size: -1}, packing); err != nil {
 		im.cancel(err) // ends a read of the source that Close would wait for
 	}
 	err = errors.Join(err, plain.Close()) // all.n is final then
 	return all.n, err
 }
 
-func (im *importer) unpacked(b bytesOf, packing archive.Format) error {
-	if err := b.look(); err != nil {
+func (im *importRun) importUnpacked(b imageStream, packing archive.Format) error {
+	if err := b.readHead(); err != nil {
 		return err
 	}
 	if inner := archive.Detect(b.head); inner != archive.None {
 		return api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first", inner,
 			packing)
 	}
-	_, err := im.image(b)
+	_, err := im.importImage(b)
 	return err
 }

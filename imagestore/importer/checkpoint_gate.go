@@ -6,34 +6,34 @@ import (
 	"drover.io/drover/block"
 )
 
-// gate stands between an image and block.Copy: it lets a conversion be halted at a place before which all is written
+// checkpointGate stands between an image and block.Copy: it lets a conversion be halted at a place before which all is written
 // and behind which no data was read, and be continued. The image's chunks are asked for by one goroutine, which waits
 // until all bytes that a chunk needs have come: so what was let through is soon through, however slow the source is.
-type gate struct {
-	src  *wholeSource
+type checkpointGate struct {
+	src  *chunkSource
 	from int64         // what is before it was made by an earlier process
 	news chan struct{} // something is put here when it may have halted
 
 	wait  func(end int64) (int64, error) // for the bytes of the source before end; or nil
 	reach func(off, n int64) (int64, error)
 
-	mu     sync.Mutex
-	change *sync.Cond
-	shut   bool
-	stands int64 // no data from here on was let through
-	busy   int   // chunks on their way
-	broken bool  // it halts no more: whoever failed, or ended it, says why
+	mu       sync.Mutex
+	change   *sync.Cond
+	shut     bool
+	position int64 // no data from here on was let through
+	busy     int   // chunks on their way
+	broken   bool  // it halts no more: whoever failed, or ended it, says why
 }
 
-func newGate(from int64) *gate {
-	g := &gate{from: from, stands: from, news: make(chan struct{}, 1)}
+func newCheckpointGate(from int64) *checkpointGate {
+	g := &checkpointGate{from: from, position: from, news: make(chan struct{}, 1)}
 	g.change = sync.NewCond(&g.mu)
 	return g
 }
 
-// of sets the image. Where wait is set, it is asked before each chunk.
-func (g *gate) of(img block.Source) {
-	g.src = &wholeSource{Source: img}
+// setImage sets the image. Where wait is set, it is asked before each chunk.
+func (g *checkpointGate) setImage(img block.Source) {
+	g.src = &chunkSource{Source: img}
 	if r, ok := img.(interface {
 		Reach(off, n int64) (int64, error)
 	}); ok && g.wait != nil {
@@ -42,22 +42,22 @@ func (g *gate) of(img block.Source) {
 }
 
 // close lets no further chunk through.
-func (g *gate) close() {
+func (g *checkpointGate) close() {
 	g.mu.Lock()
 	g.shut = true
 	g.mu.Unlock()
 }
 
-// open lets chunks through again.
-func (g *gate) open() {
+// pending lets chunks through again.
+func (g *checkpointGate) open() {
 	g.mu.Lock()
 	g.shut = false
 	g.mu.Unlock()
 	g.change.Broadcast()
 }
 
-// fail lets everything through for good: an error, or the end, must not wait here.
-func (g *gate) fail() {
+// release lets everything through for good: an error, or the end, must not wait here.
+func (g *checkpointGate) release() {
 	g.mu.Lock()
 	g.broken = true
 	g.mu.Unlock()
@@ -65,27 +65,27 @@ func (g *gate) fail() {
 }
 
 // halted tells where a closed gate's conversion stands, once nothing is on its way any more.
-func (g *gate) halted() (at int64, ok bool) {
+func (g *checkpointGate) halted() (at int64, ok bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.stands, g.shut && g.busy == 0 && !g.broken
+	return g.position, g.shut && g.busy == 0 && !g.broken
 }
 
 // pass waits at an open gate and lets the extent through.
-func (g *gate) pass(e block.Extent) {
+func (g *checkpointGate) pass(e block.Extent) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for g.shut && !g.broken {
 		g.change.Wait()
 	}
-	g.stands = e.End()
+	g.position = e.End()
 	if e.Kind == block.Data {
-		g.busy++ // a wholeSource gives one chunk at a time
+		g.busy++ // a chunkSource gives one chunk at a time
 	}
 }
 
-// through says that a chunk is.
-func (g *gate) through() {
+// finishChunk says that a chunk is.
+func (g *checkpointGate) finishChunk() {
 	g.mu.Lock()
 	g.busy--
 	still := g.busy == 0
@@ -99,13 +99,13 @@ func (g *gate) through() {
 }
 
 // Size implements block.Source.
-func (g *gate) Size() int64 { return g.src.Size() }
+func (g *checkpointGate) Size() int64 { return g.src.Size() }
 
 // Close implements block.Source.
-func (g *gate) Close() error { return nil }
+func (g *checkpointGate) Close() error { return nil }
 
 // Next implements block.Source.
-func (g *gate) Next(off int64) (block.Extent, error) {
+func (g *checkpointGate) Next(off int64) (block.Extent, error) {
 	if off < g.from {
 		return block.Extent{Off: off, Len: min(g.from, g.Size()) - off, Kind: block.Hole}, nil
 	}
@@ -123,29 +123,29 @@ func (g *gate) Next(off int64) (block.Extent, error) {
 }
 
 // ReadAt implements block.Source.
-func (g *gate) ReadAt(p []byte, off int64) (int, error) {
+func (g *checkpointGate) ReadAt(p []byte, off int64) (int, error) {
 	n, err := g.src.ReadAt(p, off)
 	if n < len(p) {
-		g.fail()
+		g.release()
 	}
 	return n, err
 }
 
 // sink is where a chunk's way ends.
-func (g *gate) sink(to block.Sink) block.Sink { return gatedSink{to, g} }
+func (g *checkpointGate) sink(to block.Sink) block.Sink { return gatedSink{to, g} }
 
 type gatedSink struct {
 	block.Sink
-	g *gate
+	g *checkpointGate
 }
 
 func (s gatedSink) WriteAt(p []byte, off int64) (int, error) {
 	n, err := s.Sink.WriteAt(p, off)
 	if err != nil {
-		s.g.fail()
+		s.g.release()
 	}
-	s.g.through()
+	s.g.finishChunk()
 	return n, err
 }
 
-var _ block.Source = (*gate)(nil)
+var _ block.Source = (*checkpointGate)(nil)

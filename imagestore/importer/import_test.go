@@ -101,7 +101,7 @@ func download(url string) func(context.Context) (*origin.Stream, error) {
 // anywhere lets tests ask servers of this machine.
 var anywhere = originhttp.Access{Allow: func(netip.Addr) bool { return true }}
 
-// stream is a source that comes in order, of known size or not.
+// writeRaw is a source that comes in order, of known size or not.
 func stream(b []byte, sized bool) func(context.Context) (*origin.Stream, error) {
 	return func(context.Context) (*origin.Stream, error) {
 		s := &origin.Stream{ReadCloser: io.NopCloser(bytes.NewReader(b)), Size: -1, Name: "a stream"}

@@ -22,24 +22,24 @@ func TestNotesOfHalfMadeLayersAreReadAndWrittenAsBefore(t *testing.T) {
 	summed := mark
 	summed.CRC = 0xdeadbeef
 	sum := []byte("sha\x05state")
-	for name, want := range map[string]keptNote{
+	for name, want := range map[string]checkpointRecord{
 		"raw":    {Mark: mark, Sum: sum, From: 4 << 20},
 		"upload": {Mark: summed, Sum: sum, From: 4 << 20},
 		"registry": {Mark: mark, Sum: sum, From: 2 << 20,
 			State: json.RawMessage(`{"layers":["sha256:c0ffee"],"open":0}`)},
 		"packed": {Mark: mark, Sum: sum, From: 6 << 20, Packed: json.RawMessage(
 			`{"point":{"format":2,"packed":5242880,"plain":7340032,"window":1048576,"state":{"know":{}}},"off":8388608}`)},
-		"converted": {Mark: mark, Sum: sum, From: 4 << 20, Format: isQCOW2, Spool: &spoolState{Have: 4 << 20,
+		"converted": {Mark: mark, Sum: sum, From: 4 << 20, Format: formatQCOW2, Spool: &scratchState{Have: 4 << 20,
 			Gone: []byte{1, 0, 0, 0, 0, 0, 0, 0}, Part: map[int64]int{3: 512, 9: 4096},
-			Early: []earlyNote{{Unit: 60, Sum: []byte("digest")}}}},
+			Early: []lookaheadRecord{{Unit: 60, Sum: []byte("digest")}}}},
 	} {
 		raw := noteFixture(t, name, want)
-		k := Kept{at: want.Mark.Off}
-		if err := json.Unmarshal(raw, &k.note); err != nil || !reflect.DeepEqual(k.note, want) {
-			t.Errorf("%s says %+v, %v; it said %+v", name, k.note, err, want)
+		k := Checkpoint{at: want.Mark.Off}
+		if err := json.Unmarshal(raw, &k.record); err != nil || !reflect.DeepEqual(k.record, want) {
+			t.Errorf("%s says %+v, %v; it said %+v", name, k.record, err, want)
 		}
-		if k.sound() != (name != "packed") { // no version can continue an archive any more
-			t.Errorf("%s is continued: %v", name, k.sound())
+		if k.isUsable() != (name != "packed") { // no version can continue an archive any more
+			t.Errorf("%s is continued: %v", name, k.isUsable())
 		}
 	}
 	want, got := copyNote{Root: "c0ffee", Size: 64 << 20}, copyNote{}

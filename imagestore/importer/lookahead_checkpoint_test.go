@@ -13,27 +13,27 @@ import (
 
 // What was read early is compared by the process that goes on as well, and by nobody with what came before.
 func TestEarlyIsComparedAfterARestart(t *testing.T) {
-	const size = nearby + 5*earlyUnit + 1000
+	const size = waitDistance + 5*lookaheadUnit + 1000
 	file := make([]byte, size)
 	_, _ = rand.Read(file)
-	made := func(came int64) *early {
-		return &early{read: func(p []byte, off int64) error { copy(p, file[off:]); return nil }, size: size, name: "it",
-			told: new(atomic.Int64), bytes: map[int64][]byte{}, came: came}
+	made := func(came int64) *lookahead {
+		return &lookahead{read: func(p []byte, off int64) error { copy(p, file[off:]); return nil }, size: size, name: "it",
+			total: new(atomic.Int64), bytes: map[int64][]byte{}, arrived: came}
 	}
 	first := made(0)
-	if first.readAt(make([]byte, 10), nearby-1, 0) || first.readAt(make([]byte, 10), size-9, 0) {
+	if first.readAt(make([]byte, 10), waitDistance-1, 0) || first.readAt(make([]byte, 10), size-9, 0) {
 		t.Error("something was read that is near, or not there")
 	}
-	for off, n := range map[int64]int{nearby + 10: 100, nearby + 3*earlyUnit - 5: 10, size - 700: 700} {
+	for off, n := range map[int64]int{waitDistance + 10: 100, waitDistance + 3*lookaheadUnit - 5: 10, size - 700: 700} {
 		p := make([]byte, n)
 		if !first.readAt(p, off, 0) || !bytes.Equal(p, file[off:off+int64(n)]) {
 			t.Fatalf("%d bytes at %d were not read", n, off)
 		}
 	}
-	if n := first.told.Load(); n != 3*earlyUnit+1000 {
+	if n := first.total.Load(); n != 3*lookaheadUnit+1000 {
 		t.Errorf("%d bytes were read", n)
 	}
-	const here = nearby - earlyUnit
+	const here = waitDistance - lookaheadUnit
 	if err := first.compare(file[:here], 0); err != nil {
 		t.Fatal(err)
 	}
@@ -41,9 +41,9 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 	if !ok || len(notes) != 4 {
 		t.Fatalf("%d notes, %v", len(notes), ok)
 	}
-	for _, wrong := range []int64{-1, nearby + 1, nearby + 3*earlyUnit - 1, size - 1, nearby + earlyUnit} {
+	for _, wrong := range []int64{-1, waitDistance + 1, waitDistance + 3*lookaheadUnit - 1, size - 1, waitDistance + lookaheadUnit} {
 		then := bytes.Clone(file)
-		unread := wrong == nearby+earlyUnit // it may be whatever it is
+		unread := wrong == waitDistance+lookaheadUnit // it may be whatever it is
 		if wrong >= 0 {
 			then[wrong]++
 		}
@@ -58,28 +58,28 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 		if (wrong >= 0 && !unread) != (origin.Changed(err) && api.Is(err, api.Unavailable)) {
 			t.Errorf("with another byte at %d: %v", wrong, err)
 		}
-		if err == nil && next.open() {
+		if err == nil && next.pending() {
 			t.Error("not all was compared")
 		}
 	}
-	if err := made(size).resume(notes, nearby+1); !api.Is(err, api.Corrupt) {
+	if err := made(size).resume(notes, waitDistance+1); !api.Is(err, api.Corrupt) {
 		t.Errorf("a record of what has come: %v", err)
 	}
-	if err := (*early)(nil).resume(notes, here); !errors.Is(err, errAnew) {
+	if err := (*lookahead)(nil).resume(notes, here); !errors.Is(err, errRestart) {
 		t.Errorf("a source that cannot be compared: %v", err)
 	}
 	// In the middle of a unit nothing can be recorded.
-	if err := first.compare(file[here:nearby+1], here); err != nil {
+	if err := first.compare(file[here:waitDistance+1], here); err != nil {
 		t.Fatal(err)
 	}
 	if _, ok := first.state(); ok {
 		t.Error("half a comparison was recorded")
 	}
 	// What the stream has passed is not taken early, whatever the reader thought.
-	if err := first.compare(file[nearby+1:nearby+earlyUnit+10], nearby+1); err != nil {
+	if err := first.compare(file[waitDistance+1:waitDistance+lookaheadUnit+10], waitDistance+1); err != nil {
 		t.Fatal(err)
 	}
-	if first.readAt(make([]byte, 10), nearby+earlyUnit+20, 0) {
+	if first.readAt(make([]byte, 10), waitDistance+lookaheadUnit+20, 0) {
 		t.Error("bytes were given that had come")
 	}
 }

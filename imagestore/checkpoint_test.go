@@ -133,7 +133,7 @@ func TestDownloadGoesOnAfterARestart(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.KeepEvery = 10 * time.Millisecond
+			w.opts.CheckpointEvery = 10 * time.Millisecond
 			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
 			w.start()
 			body := content(96<<20, 21)
@@ -196,7 +196,7 @@ func TestKeptDownloadIsDeleted(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
 	w.stop()
-	w.opts.KeepEvery = 10 * time.Millisecond
+	w.opts.CheckpointEvery = 10 * time.Millisecond
 	w.opts.Download.Stall = 20 * time.Second
 	w.start()
 	_, url := newSlow(t, content(96<<20, 25), 60<<20)
@@ -275,7 +275,7 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.KeepEvery = 5 * time.Millisecond
+			w.opts.CheckpointEvery = 5 * time.Millisecond
 			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
 			w.opts.Download.Connections = 1 // what the server lets through are the next bytes then
 			w.start()
@@ -332,10 +332,10 @@ func TestUploadGoesOnAfterARestart(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 1)
 			w.stop()
-			w.opts.KeepEvery = 5 * time.Millisecond
-			w.opts.UploadPatience = time.Second
+			w.opts.CheckpointEvery = 5 * time.Millisecond
+			w.opts.UploadTimeout = time.Second
 			if name != "left" {
-				w.opts.UploadPatience = 5 * time.Minute
+				w.opts.UploadTimeout = 5 * time.Minute
 			}
 			w.start()
 			w.image("golden", api.SourceUpload, map[string]string{"size": fmt.Sprint(len(file))},

@@ -14,13 +14,13 @@ import (
 // Find looks for the image on the disk. Its own record counts; where that was lost, finished layers with the digest
 // that the image is known to have are named again. Not there: an error of kind not found.
 func Find(on block.Layers, want Spec) (Result, error) {
-	img, err := record(on, string(want.UID))
+	img, err := readRecord(on, string(want.UID))
 	if err == nil {
 		var size int64
 		if x, ok := on.(block.Exporter); ok && img.Digest == "" {
 			size, err = x.Taken(img)
 		} else {
-			size, err = allocated(on, img.Layers)
+			size, err = allocatedBytes(on, img.Layers)
 		}
 		if err != nil {
 			return Result{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
@@ -42,17 +42,17 @@ func Find(on block.Layers, want Spec) (Result, error) {
 	if root, _, err := on.Digest(top); err != nil || root != want.Digest {
 		return Result{}, missing
 	}
-	size, err := allocated(on, names(want.Layers))
+	size, err := allocatedBytes(on, layerNames(want.Layers))
 	if err != nil {
 		return Result{}, missing
 	}
-	img = block.Image{UID: string(want.UID), Name: want.Name, Layers: names(want.Layers), Format: want.Format,
+	img = block.Image{UID: string(want.UID), Name: want.Name, Layers: layerNames(want.Layers), Format: want.Format,
 		VirtualSize: want.VirtualSize, Checksum: want.Checksum, Digest: want.Digest, Object: want.Object}
 	return Result{img, size}, on.PutImage(img)
 }
 
-// record is what the disk has recorded of an image. Not there: an error of kind not found.
-func record(on block.Layers, uid string) (block.Image, error) {
+// readRecord is what the disk has recorded of an image. Not there: an error of kind not found.
+func readRecord(on block.Layers, uid string) (block.Image, error) {
 	if d, ok := on.(interface {
 		Image(uid string) (block.Image, error)
 	}); ok {
@@ -68,15 +68,15 @@ func record(on block.Layers, uid string) (block.Image, error) {
 	return block.Image{}, api.Errorf(api.NotFound, "image %s is not on disk %s", uid, on.UID())
 }
 
-// toucher is a disk that knows when somebody changed a finished layer.
-type toucher interface {
+// touchDetector is a disk that knows when somebody changed a finished layer.
+type touchDetector interface {
 	Touched(uid string) (mark string, err error)
 }
 
 // Touched names a change that somebody made to the image's layers since they were sealed: the content is to be verified
 // then. Empty: there was none. The mark differs from one change to the next.
 func Touched(on block.Layers, img block.Image) (mark string, err error) {
-	t, ok := on.(toucher)
+	t, ok := on.(touchDetector)
 	if !ok {
 		return "", nil
 	}
@@ -102,8 +102,8 @@ func Verify(ctx context.Context, on block.Layers, img block.Image) error {
 	return nil
 }
 
-// allocated is what the layers take; all of them must be there with all their files.
-func allocated(on block.Layers, layers []string) (sum int64, err error) {
+// allocatedBytes is what the layers take; all of them must be there with all their files.
+func allocatedBytes(on block.Layers, layers []string) (sum int64, err error) {
 	if _, err := Touched(on, block.Image{Layers: layers}); err != nil {
 		return 0, err
 	}
@@ -119,7 +119,7 @@ func allocated(on block.Layers, layers []string) (sum int64, err error) {
 
 // Copy brings an image from another disk, of this node or another. The digest of each layer is compared.
 func Copy(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (Result, error) {
-	src, err := record(from, string(want.UID))
+	src, err := readRecord(from, string(want.UID))
 	if err != nil {
 		found, err := Find(from, want)
 		if err != nil {
@@ -130,7 +130,7 @@ func Copy(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (R
 	if want.Object != nil {
 		src.Object = want.Object
 	}
-	return copyAll(ctx, from, on, src, want.KeepEvery, p)
+	return copyLayers(ctx, from, on, src, want.CheckpointEvery, p)
 }
 
 // Share brings an image from another disk that has its layers, but under the name of another image. What
@@ -140,16 +140,16 @@ func Share(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (
 		return Result{}, errors.Join(api.Errorf(api.NotFound, "disk %s does not have the layers of image %s", from.UID(),
 			want.Name), err)
 	}
-	return copyAll(ctx, from, on, want.image(), want.KeepEvery, p)
+	return copyLayers(ctx, from, on, want.record(), want.CheckpointEvery, p)
 }
 
-// image is what is known of it.
-func (w Spec) image() block.Image {
-	return block.Image{UID: string(w.UID), Name: w.Name, Layers: names(w.Layers), Format: w.Format,
+// record is what is known of it.
+func (w Spec) record() block.Image {
+	return block.Image{UID: string(w.UID), Name: w.Name, Layers: layerNames(w.Layers), Format: w.Format,
 		VirtualSize: w.VirtualSize, Checksum: w.Checksum, Digest: w.Digest, Object: w.Object}
 }
 
-func copyAll(ctx context.Context, from, on block.Layers, img block.Image, keepEvery time.Duration,
+func copyLayers(ctx context.Context, from, on block.Layers, img block.Image, keepEvery time.Duration,
 	p *Progress) (Result, error) {
 	got := Result{Image: img}
 	var total int64
@@ -171,33 +171,33 @@ func copyAll(ctx context.Context, from, on block.Layers, img block.Image, keepEv
 	for _, l := range img.Layers {
 		n, size, err := copyLayer(ctx, from, on, l, keepEvery, func(done int64) { p.read.Store(before + done) })
 		if err != nil {
-			return Result{}, explain(on, err)
+			return Result{}, explainDiskError(on, err)
 		}
 		got.Allocated += n
 		before += size
 	}
 	p.sealing.Store(true)
 	if err := on.PutImage(got.Image); err != nil {
-		return Result{}, explain(on, err)
+		return Result{}, explainDiskError(on, err)
 	}
 	return got, nil
 }
 
-// create starts a layer. A finished one of that UID that no image names was left by a crash between its end and the
+// createLayer starts a layer. A finished one of that UID that no image names was left by a crash between its end and the
 // image's record: it goes, unless a replica names it.
-func create(ctx context.Context, on block.Layers, uid api.UID, size int64) (block.LayerWriter, error) {
+func createLayer(ctx context.Context, on block.Layers, uid api.UID, size int64) (block.LayerWriter, error) {
 	w, err := on.Create(ctx, string(uid), size)
 	if !api.Is(err, api.Exists) {
 		return w, err
 	}
-	if err := forget(on, string(uid)); err != nil {
+	if err := removeLayer(on, string(uid)); err != nil {
 		return nil, err
 	}
 	return on.Create(ctx, string(uid), size)
 }
 
-// forget removes a finished layer that no image names.
-func forget(on block.Layers, uid string) error {
+// removeLayer removes a finished layer that no image names.
+func removeLayer(on block.Layers, uid string) error {
 	// What no image names cannot be removed: so it is named, and the name removed with all that it held.
 	if err := on.PutImage(block.Image{UID: uid, Name: "left over", Layers: []string{uid}}); err != nil {
 		return err
@@ -214,7 +214,7 @@ func Remove(ctx context.Context, on block.Layers, want Spec) error {
 	if err := on.RemoveImage(string(want.UID)); err != nil {
 		return err
 	}
-	for _, l := range names(want.Layers) {
+	for _, l := range layerNames(want.Layers) {
 		if _, _, err := on.Digest(l); err == nil { // finished: another image's too, or left over
 			imgs, err := on.Images()
 			if err != nil && !api.Is(err, api.Corrupt) {
@@ -225,7 +225,7 @@ func Remove(ctx context.Context, on block.Layers, want Spec) error {
 			}
 		}
 		// Making a layer removes a half-made one of that name.
-		w, err := create(ctx, on, api.UID(l), block.Size)
+		w, err := createLayer(ctx, on, api.UID(l), block.Size)
 		if err != nil {
 			return err
 		}

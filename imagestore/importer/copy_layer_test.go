@@ -46,7 +46,7 @@ func TestCopyGoesOn(t *testing.T) {
 	if _, err := importer.Import(t.Context(), from, want, new(importer.Progress), file(sparseFile(t, content))); err != nil {
 		t.Fatal(err)
 	}
-	want.KeepEvery = time.Nanosecond
+	want.CheckpointEvery = time.Nanosecond
 	far := &cutOff{Layers: from}
 	far.left.Store(45 << 20)
 	if _, err := importer.Copy(t.Context(), far, to, want, new(importer.Progress)); !errors.Is(err, errCut) {
@@ -70,7 +70,7 @@ func TestCopyGoesOn(t *testing.T) {
 		t.Fatal(err)
 	}
 	far.left.Store(25 << 20)
-	other.KeepEvery = time.Nanosecond
+	other.CheckpointEvery = time.Nanosecond
 	if _, err := importer.Copy(t.Context(), far, to, other, new(importer.Progress)); !errors.Is(err, errCut) {
 		t.Fatalf("a copy that is cut off: %v", err)
 	}
