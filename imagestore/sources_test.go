@@ -66,9 +66,9 @@ func TestImageOfASecret(t *testing.T) {
 	ca := string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw}))
 	ref := &api.SecretRef{Name: "golden-login", Namespace: "images"}
 	w.image("golden", api.SourceDownload, map[string]string{"url": s.URL + "/golden.img"}, withSecret(ref))
-	w.failing("golden", "Secret golden-login in namespace images: it does not exist")
+	w.failing("golden", "Secret golden-login in namespace images: does not exist")
 	w.secret(ref, map[string]string{"user": "me"})
-	w.failing("golden", "it holds none of username, password, token, ca.crt and header.<name>")
+	w.failing("golden", "holds none of username, password, token, ca.crt and header.<name>")
 	w.secret(ref, map[string]string{"ca.crt": "rubbish"})
 	w.failing("golden", "no certificate in PEM form")
 	w.secret(ref, map[string]string{"ca.crt": ca, "username": "me", "password": "pass-2", "header.X-Tenant": "t-1"})

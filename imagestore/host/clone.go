@@ -14,19 +14,22 @@ import (
 )
 
 // cloneSources are the ready copies of the image that spec is a clone of, as far as they have its layers.
-func (n *copyReconciler) cloneSources(ctx context.Context, spec *api.BackingImageSpec, layers []api.UID) ([]api.ImageCopy, error) {
+func (n *copyReconciler) cloneSources(ctx context.Context, image *api.BackingImageSpec, layers []api.UID) (
+	[]api.ImageCopy, error,
+) {
 	var copies api.ImageCopyList
-	err := n.List(ctx, &copies, client.MatchingFields{watch.ByImage: spec.SourceParameters["backingImage"]})
+	err := n.List(ctx, &copies, client.MatchingFields{watch.ByImage: image.SourceParameters["backingImage"]})
 	return slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool { return !c.LendsLayers(layers) }), err
 }
 
-// copyClone brings a clone to a disk that does not have its layers, from another one: of this node, else of any.
-func (n *copyReconciler) copyClone(ctx context.Context, j *transfer, slot func(context.Context) error, spec *api.BackingImageSpec,
-	on block.Layers, want importer.Spec, mend bool) (importer.Result, error) {
+// copyClone copies the layers of a clone to a disk that lacks them, from a disk of this node if possible.
+func (n *copyReconciler) copyClone(ctx context.Context, t *transfer, slot slotFunc, image *api.BackingImageSpec,
+	on block.Layers, spec importer.Spec, repair bool,
+) (importer.Result, error) {
 	if err := slot(ctx); err != nil {
 		return importer.Result{}, err
 	}
-	copies, err := n.cloneSources(ctx, spec, want.Layers)
+	copies, err := n.cloneSources(ctx, image, spec.Layers)
 	if err != nil {
 		return importer.Result{}, err
 	}
@@ -39,14 +42,14 @@ func (n *copyReconciler) copyClone(ctx context.Context, j *transfer, slot func(c
 		}
 		return cmp.Compare(near(a), near(b))
 	})
-	want.CheckpointEvery = n.opts.CheckpointEvery
+	spec.CheckpointEvery = n.opts.CheckpointEvery
 	err = api.Errorf(api.NotFound, "image %s, of which this is a clone, has no copy that is ready",
-		spec.SourceParameters["backingImage"])
+		image.SourceParameters["backingImage"])
 	for i := range copies {
-		if mend && string(copies[i].Spec.Disk) == on.UID() {
+		if repair && string(copies[i].Spec.Disk) == on.UID() {
 			continue
 		}
-		got, cerr := n.shareLayers(ctx, j, &copies[i], on, want, mend)
+		got, cerr := n.shareLayers(ctx, t, &copies[i], on, spec, repair)
 		if cerr == nil || ctx.Err() != nil {
 			return got, cerr
 		}
@@ -55,16 +58,18 @@ func (n *copyReconciler) copyClone(ctx context.Context, j *transfer, slot func(c
 	return importer.Result{}, err
 }
 
-func (n *copyReconciler) shareLayers(ctx context.Context, j *transfer, c *api.ImageCopy, on block.Layers, want importer.Spec, mend bool) (
-	importer.Result, error) {
+// shareLayers copies the layers of another image's copy.
+func (n *copyReconciler) shareLayers(ctx context.Context, t *transfer, c *api.ImageCopy, on block.Layers,
+	spec importer.Spec, repair bool,
+) (importer.Result, error) {
 	from, done, err := n.openCopySource(ctx, c.Spec.Disk)
 	if err != nil {
 		return importer.Result{}, err
 	}
 	defer done()
-	j.setState(api.ImageInProgress, "")
-	if mend {
-		return importer.Repair(ctx, from, on, want, &j.progress)
+	t.setState(api.ImageInProgress, "")
+	if repair {
+		return importer.Repair(ctx, from, on, spec, &t.progress)
 	}
-	return importer.Share(ctx, from, on, want, &j.progress)
+	return importer.Share(ctx, from, on, spec, &t.progress)
 }

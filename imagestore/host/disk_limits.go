@@ -5,25 +5,28 @@ import (
 	"sync"
 )
 
-// limits bound how many jobs of a kind run at once for one disk. A lane is a name; the bound is that of who asks.
+// diskLimits bounds how many jobs of a kind run at once on one disk. A name stands for kind and disk; the caller brings
+// the limit, which a setting may change at any time.
 type diskLimits struct {
 	mu    sync.Mutex
 	busy  map[string]int
-	freed chan struct{} // closed when one is given back
+	freed chan struct{} // closed by a release
 }
 
-func newDiskLimits() diskLimits { return diskLimits{busy: map[string]int{}, freed: make(chan struct{})} }
+func newDiskLimits() diskLimits {
+	return diskLimits{busy: map[string]int{}, freed: make(chan struct{})}
+}
 
-// tryAcquire takes a place in a lane, if one is free.
-func (l *diskLimits) tryAcquire(lane string, limit int) bool {
-	ok, _ := l.attempt(lane, limit)
+// tryAcquire acquires a slot if one is free.
+func (l *diskLimits) tryAcquire(name string, limit int) bool {
+	ok, _ := l.attempt(name, limit)
 	return ok
 }
 
-// acquire waits for a place in a lane.
-func (l *diskLimits) acquire(ctx context.Context, lane string, limit int) error {
+// acquire waits for a slot.
+func (l *diskLimits) acquire(ctx context.Context, name string, limit int) error {
 	for {
-		ok, freed := l.attempt(lane, limit)
+		ok, freed := l.attempt(name, limit)
 		if ok {
 			return nil
 		}
@@ -35,22 +38,22 @@ func (l *diskLimits) acquire(ctx context.Context, lane string, limit int) error 
 	}
 }
 
-func (l *diskLimits) attempt(lane string, limit int) (ok bool, freed chan struct{}) {
+func (l *diskLimits) attempt(name string, limit int) (ok bool, freed chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.busy[lane] >= limit {
+	if l.busy[name] >= limit {
 		return false, l.freed
 	}
-	l.busy[lane]++
+	l.busy[name]++
 	return true, nil
 }
 
-// release leaves a lane.
-func (l *diskLimits) release(lane string) {
+// release returns a slot.
+func (l *diskLimits) release(name string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.busy[lane]--; l.busy[lane] == 0 {
-		delete(l.busy, lane)
+	if l.busy[name]--; l.busy[name] == 0 {
+		delete(l.busy, name)
 	}
 	close(l.freed)
 	l.freed = make(chan struct{})

@@ -15,13 +15,14 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// holdLayers finds the layers of an export on its disk.
-func (n *copyReconciler) holdLayers(ctx context.Context, c *api.ImageCopy, on block.Layers, st *api.ImageCopyStatus) time.Duration {
+// holdLayers finds the layers of an export on its disk and keeps them there.
+func (n *copyReconciler) holdLayers(ctx context.Context, c *api.ImageCopy, on block.Layers, st *api.ImageCopyStatus,
+) time.Duration {
 	if len(st.Layers) > 0 {
-		return n.opts.RetryMin // the controller is about to take them over
+		return n.opts.RetryMin // the planner is about to pass them on
 	}
 	if st.State == api.ImageFailed && !mayRetry(c, st) {
-		return max(time.Until(st.NextTry.Time), 0)
+		return untilRetry(st)
 	}
 	x, ok := on.(block.Exporter)
 	err := api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
@@ -47,23 +48,23 @@ func (n *copyReconciler) holdLayers(ctx context.Context, c *api.ImageCopy, on bl
 	return 0
 }
 
-// recordExport makes the image of layers that are held.
-func (n *copyReconciler) recordExport(ctx context.Context, j *transfer, slot func(context.Context) error, on block.Layers,
-	want importer.Spec, size int64) (importer.Result, error) {
+// recordExport records the image over layers that the disk holds for the image.
+func (n *copyReconciler) recordExport(ctx context.Context, t *transfer, slot slotFunc, on block.Layers,
+	spec importer.Spec, size int64) (importer.Result, error) {
 	if err := slot(ctx); err != nil {
 		return importer.Result{}, err
 	}
-	j.setState(api.ImageInProgress, "")
+	t.setState(api.ImageInProgress, "")
 	x, ok := on.(block.Exporter)
 	if !ok {
 		return importer.Result{}, api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
-	img := block.Image{UID: string(want.UID), Name: want.Name, Format: "raw", VirtualSize: size, Checksum: want.Checksum,
-		Object: want.Object}
-	for _, l := range want.Layers {
+	img := block.Image{UID: string(spec.UID), Name: spec.Name, Format: "raw", VirtualSize: size, Checksum: spec.Checksum,
+		Object: spec.Object}
+	for _, l := range spec.Layers {
 		img.Layers = append(img.Layers, string(l))
 	}
-	if want.Checksum != "" {
+	if spec.Checksum != "" {
 		if err := compareChecksum(ctx, x, img); err != nil {
 			return importer.Result{}, err
 		}
@@ -71,7 +72,7 @@ func (n *copyReconciler) recordExport(ctx context.Context, j *transfer, slot fun
 	for {
 		_, err := x.Name(ctx, img)
 		if err == nil {
-			return importer.Find(on, want)
+			return importer.Find(on, spec)
 		}
 		if err = waitIfBusy(ctx, err); err != nil {
 			return importer.Result{}, err
@@ -79,7 +80,7 @@ func (n *copyReconciler) recordExport(ctx context.Context, j *transfer, slot fun
 	}
 }
 
-// waitIfBusy waits a moment where something was busy, and returns any other error.
+// waitIfBusy waits a moment after an error of kind busy, and returns any other error.
 func waitIfBusy(ctx context.Context, err error) error {
 	if !api.Is(err, api.Busy) {
 		return err
@@ -94,39 +95,40 @@ func waitIfBusy(ctx context.Context, err error) error {
 	}
 }
 
-// digestKind is the kind of a job that makes the digests of a copy that is used meanwhile.
+// digestKind is the kind of a transfer that makes the digests of a copy while volumes use the copy.
 const digestKind = "digests"
 
-// lacksDigest reports whether a copy that is there names layers without digests.
+// lacksDigest reports whether a copy on its disk names layers without digests.
 func lacksDigest(c *api.ImageCopy, g importer.Result) bool {
 	return c.Spec.Export != nil && g.Digest == ""
 }
 
-// makeDigests gives a copy that names a snapshot's layers the digests that they lack.
-func (n *copyReconciler) makeDigests(ctx context.Context, c *api.ImageCopy, on block.Layers, want importer.Spec, img block.Image) error {
+// makeDigests starts the digests of the layers of a snapshot that a copy names.
+func (n *copyReconciler) makeDigests(ctx context.Context, c *api.ImageCopy, on block.Layers, spec importer.Spec,
+	img block.Image,
+) error {
 	x, ok := on.(block.Exporter)
 	if !ok {
 		return api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
-	_, err := n.transfers.start(ctx, c, digestKind,
-		func(ctx context.Context, _ *transfer, slot func(context.Context) error) (importer.Result, error) {
+	return n.transfers.start(ctx, c, digestKind,
+		func(ctx context.Context, _ *transfer, slot slotFunc) (importer.Result, error) {
 			if err := slot(ctx); err != nil {
 				return importer.Result{}, err
 			}
 			for {
 				_, err := x.Digests(ctx, img)
 				if err == nil {
-					return importer.Find(on, want)
+					return importer.Find(on, spec)
 				}
 				if err = waitIfBusy(ctx, err); err != nil {
 					return importer.Result{}, err
 				}
 			}
 		})
-	return err
 }
 
-// compareChecksum compares the content with a SHA-512 that the user gave.
+// compareChecksum compares the content with the SHA-512 from the image's spec.
 func compareChecksum(ctx context.Context, x block.Exporter, img block.Image) (err error) {
 	src, err := x.OpenStack(img.Layers, img.VirtualSize)
 	if err != nil {

@@ -13,14 +13,14 @@ import (
 	"drover.io/drover/block/listener"
 )
 
-// A node serves layers to another node only where the API says what that node needs them for: an ImageCopy of it, or a
-// Replica of it whose image they are. The cache answers, also while the API is away; what it does not know yet is
-// looked up in the API itself, once a second for each node.
+// A node serves a layer to another node only if the API holds an object with a need of the other node: an ImageCopy, or
+// a Replica above the layer. The cache answers, also without a connection to the API. Before a refusal the node asks
+// the API itself, at most once a second for each node.
 
 const (
-	accessRecent = time.Second     // for which an answer of the API counts
-	accessTrust  = 5 * time.Second // for which a node that was allowed a layer is not looked up again
-	accessMost   = 4096            // such answers
+	accessRecent = time.Second     // how long an answer of the API counts
+	accessTrust  = 5 * time.Second // how long a permission counts
+	accessMost   = 4096            // permissions
 )
 
 // layerAccess decides which layers other nodes may read.
@@ -28,15 +28,15 @@ type layerAccess struct {
 	cached, live client.Reader
 	log          *slog.Logger
 
-	apiQueries sync.Mutex       // of recent; before mu. Nodes that the API need not be asked about do not wait for it
-	answers map[string]nodeNeeds // by node, as the API said
+	apiQueries sync.Mutex           // guards answers; taken before mu. Requests that the cache answers take no apiQueries
+	answers    map[string]nodeNeeds // of the API, by node
 
 	mu      sync.Mutex
-	trusted map[[3]string]time.Time // node, disk and uid: until when
+	trusted map[[3]string]time.Time // node, disk and uid; end of the permission
 	refused listener.Tally
 }
 
-// nodeNeeds are the objects that say what a node needs.
+// nodeNeeds are the objects with the needs of nodes.
 type nodeNeeds struct {
 	at       time.Time
 	copies   []api.ImageCopy
@@ -56,8 +56,8 @@ func (n *nodeNeeds) load(ctx context.Context, r client.Reader) error {
 	return nil
 }
 
-// include reports whether a node needs a layer or the record of an image; without a uid, whether it needs something that is
-// on a disk.
+// include reports whether a node needs a layer or the record of an image; without a uid, whether the node needs any
+// data of the disk.
 func (n *nodeNeeds) include(node, disk, uid string) bool {
 	for i := range n.replicas {
 		r := &n.replicas[i]
@@ -76,7 +76,7 @@ func (n *nodeNeeds) include(node, disk, uid string) bool {
 		if uid != "" && (uid == string(c.Spec.UUID) || slices.Contains(c.Spec.Layers, api.UID(uid))) {
 			return true
 		}
-		for j := range n.copies { // of the same image elsewhere, whose node says what it is made of
+		for j := range n.copies { // the node of another copy knows the layers of an export first
 			o := &n.copies[j]
 			switch {
 			case o.Spec.UUID != c.Spec.UUID || o.Spec.Node == node:
@@ -90,8 +90,8 @@ func (n *nodeNeeds) include(node, disk, uid string) bool {
 	return false
 }
 
-// allow says whether a node may read a layer, or an image's record, of a disk of this node; or take a place among those
-// that the disk serves.
+// allow returns nil if a node may read a layer or the record of an image from a disk of this node, or acquire a slot of
+// the disk.
 func (l *layerAccess) allow(ctx context.Context, node, disk, uid string) error {
 	key := [3]string{node, disk, uid}
 	if l.trusts(key) {
@@ -137,10 +137,10 @@ func newLayerAccess(cached, live client.Reader, log *slog.Logger) *layerAccess {
 		trusted: map[[3]string]time.Time{}}
 }
 
-// queryAPI is what the API itself says, now or a moment ago.
+// queryAPI returns the objects in the API, at most accessRecent old.
 func (l *layerAccess) queryAPI(ctx context.Context, node string) (nodeNeeds, error) {
 	l.apiQueries.Lock()
-	defer l.apiQueries.Unlock() // a node's requests wait for one answer
+	defer l.apiQueries.Unlock() // requests of a node share one answer
 	if n, ok := l.answers[node]; ok && time.Since(n.at) < accessRecent {
 		return n, nil
 	}

@@ -16,29 +16,29 @@ const (
 	settingSends  = "concurrent-image-copies-per-sender"
 )
 
-// Options of the node role. The zero value of each field but Log stands for its default.
+// Options of the host. The zero value of a field stands for its default.
 type Options struct {
 	Log *slog.Logger
-	// UploadListen is the address that uploads are taken on; 127.0.0.1:0. UploadHost is the name or address that users
-	// reach it by; default: the one listened on.
+	// UploadListen is the address for uploads, default 127.0.0.1:0. UploadHost is the name or address in the URLs of
+	// uploads, default the address of the listener.
 	UploadListen, UploadHost string
-	// UploadCert makes uploads come over TLS; nil: without. UploadCA is the authority (PEM) by which users know it.
+	// UploadCert turns TLS on for uploads. UploadCA is the authority (PEM) by which senders know the certificate.
 	UploadCert *tls.Certificate
 	UploadCA   []byte
-	// UploadTimeout is how long a sender may take to come back; 5 min.
+	// UploadTimeout is how long the host waits for a sender to continue after a cut; 5 min.
 	UploadTimeout time.Duration
-	// Parallel is how many transfers run at once; 3. An upload that nobody sends yet does not count.
+	// Parallel is how many transfers run at once; 3. An upload without a sender does not count.
 	Parallel int
-	// RetryMin and RetryMax bound the pause after a failure, which doubles: 5 s to 5 min.
+	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
-	// ProgressEvery is how often it is told how far a transfer is; 500 ms.
+	// ProgressEvery is the interval between two reports of the progress; 500 ms.
 	ProgressEvery time.Duration
-	// CheckEvery is how often a ready copy is looked at: whether its files are there, and untouched; 1 min.
+	// CheckEvery is the interval between two checks of the files of a ready copy; 1 min.
 	CheckEvery time.Duration
-	// CheckpointEvery is how often what a download brought is made durable, to go on from there after a restart; 10 s.
+	// CheckpointEvery is the interval between two checkpoints of an import or a copy; 10 s.
 	CheckpointEvery time.Duration
-	// Identity and Layers, if set, let other nodes read the finished layers on this node's disks there, and this node
-	// those of others.
+	// Identity and Layers, if set, let other nodes read the layers on the disks of this node, and this node the layers of
+	// other nodes.
 	Identity *wire.Identity
 	Layers   net.Listener
 	// Download tunes downloads.

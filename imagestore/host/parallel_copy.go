@@ -15,24 +15,24 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// A copy that comes from another node is read from further nodes that have the image too, where they have a place free:
-// each piece from the one that has least to do. All of them count against the bounds of their disks. One that fails is
-// left out; what came from them is verified as a whole, by the digest of the layer, and comes from the first alone
-// where that does not match.
+// A copy from another node also reads from helpers: further nodes with the image and a free slot. Each chunk comes from
+// the sender with the fewest requests in progress. Every sender counts against the limit of its disk. A failing helper
+// is left out. The digest of the layer verifies the chunks of all senders together; after a mismatch the whole layer
+// comes from the first sender alone.
 
 const (
-	maxHelpers = 2                // beside the first
-	slotTimeout   = 2 * time.Second  // a place that is not free by then is for others
-	chunkTimeout    = 20 * time.Second // for one piece
+	maxHelpers   = 2                // beside the first sender
+	slotTimeout  = 2 * time.Second  // a helper without a free slot by then is left out
+	chunkTimeout = 20 * time.Second // of one chunk from a helper
 )
 
-// helperDisk is a disk of a further node.
+// helperDisk is a disk of a helper.
 type helperDisk struct {
 	node, address string
 	disk          string
 }
 
-// parallelSource is a disk of another node, and those that help it. end ends it.
+// parallelSource reads a disk of another node with its helpers. end ends the help.
 type parallelSource struct {
 	*remoteDisk
 	log    *slog.Logger
@@ -45,19 +45,20 @@ type parallelSource struct {
 	sent  map[string]int64 // by disk of a helper
 }
 
-// sender is one that sends.
+// sender is the disk of a helper, or the first sender.
 type sender struct {
 	helperDisk
-	client *wire.Client
-	give   func()          // its place
-	same   map[string]bool // layers that are known to be those of the first
-	busy   int
-	rate   float64 // seconds for a byte, of late
+	client  *wire.Client
+	release func()          // of its slot
+	same    map[string]bool // layers with the digest of the first sender
+	busy    int
+	rate    float64 // recent seconds per byte
 }
 
-// newParallelSource asks helpers for a place, for so long, each of which takes part as soon as it has one.
-func newParallelSource(ctx context.Context, first *remoteDisk, id *wire.Identity, others []helperDisk, long time.Duration,
-	log *slog.Logger) *parallelSource {
+// newParallelSource asks every helper for a slot, until long has passed. A helper takes part as soon as it has a slot.
+func newParallelSource(ctx context.Context, first *remoteDisk, id *wire.Identity, others []helperDisk,
+	long time.Duration, log *slog.Logger,
+) *parallelSource {
 	ctx, cancel := context.WithCancel(ctx)
 	t := &parallelSource{remoteDisk: first, log: log, first: &sender{}, sent: map[string]int64{}}
 	for _, o := range others {
@@ -66,11 +67,11 @@ func newParallelSource(ctx context.Context, first *remoteDisk, id *wire.Identity
 			give, err := acquireSlot(ctx, c, o.disk, long)
 			if err != nil {
 				c.Close()
-				return // the others do without it
+				return // the copy continues without this helper
 			}
 			t.mu.Lock()
 			defer t.mu.Unlock()
-			t.help = append(t.help, &sender{helperDisk: o, client: c, give: give, same: map[string]bool{}})
+			t.help = append(t.help, &sender{helperDisk: o, client: c, release: give, same: map[string]bool{}})
 		})
 	}
 	t.end = func() {
@@ -86,7 +87,7 @@ func newParallelSource(ctx context.Context, first *remoteDisk, id *wire.Identity
 	return t
 }
 
-// acquireSlot takes a place among those that a disk serves, if one is free within a time.
+// acquireSlot acquires a slot of a disk of another node, if one is free before long has passed.
 func acquireSlot(ctx context.Context, c *wire.Client, disk string, long time.Duration) (give func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	late := time.AfterFunc(long, cancel)
@@ -103,11 +104,11 @@ func acquireSlot(ctx context.Context, c *wire.Client, disk string, long time.Dur
 }
 
 func (s *sender) close() {
-	s.give()
+	s.release()
 	s.client.Close()
 }
 
-// selectSender is who has least to do, the first before others.
+// selectSender returns the sender with the fewest requests in progress, and prefers the first sender.
 func (t *parallelSource) selectSender() *sender {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -121,8 +122,8 @@ func (t *parallelSource) selectSender() *sender {
 	return least
 }
 
-// setReady ends a piece; with an error, the help of who had it. One that is far slower than the first is no help either:
-// what comes next waits for the last piece of a stretch.
+// finishChunk ends a request. A failing helper is left out, and so is a helper far slower than the first sender,
+// because the importer waits for the slowest chunk.
 func (t *parallelSource) finishChunk(s *sender, n int, began time.Time, err error) {
 	took := time.Since(began)
 	t.mu.Lock()
@@ -153,7 +154,7 @@ func (t *parallelSource) finishChunk(s *sender, n int, began time.Time, err erro
 	}
 }
 
-// bytesByDisk is how much came from each helper's disk.
+// bytesByDisk returns how many bytes each helper sent.
 func (t *parallelSource) bytesByDisk() map[string]int64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -164,7 +165,7 @@ func (t *parallelSource) bytesByDisk() map[string]int64 {
 	return sent
 }
 
-// Open opens a layer that is read from all of them.
+// Open opens a layer on every sender.
 func (t *parallelSource) Open(uid string) (block.Source, error) {
 	root, _, err := t.Digest(uid)
 	if err != nil {
@@ -177,10 +178,10 @@ func (t *parallelSource) Open(uid string) (block.Source, error) {
 	return &parallelLayer{Source: src, source: t, uid: uid, root: root}, nil
 }
 
-// parallelLayer is a layer that a team has; its map is the first's.
+// parallelLayer is a layer on several senders; the first sender supplies the map.
 type parallelLayer struct {
 	block.Source
-	source         *parallelSource
+	source    *parallelSource
 	uid, root string
 }
 
@@ -204,7 +205,7 @@ func (l *parallelLayer) ReadAt(p []byte, off int64) (int, error) {
 	}
 }
 
-// readFrom reads a piece from a helper, once it is known to have the same layer.
+// readFrom reads a chunk from a helper, after a comparison of the digests.
 func (l *parallelLayer) readFrom(s *sender, p []byte, off int64) error {
 	ctx, cancel := context.WithTimeout(l.source.ctx, chunkTimeout)
 	defer cancel()
@@ -217,7 +218,7 @@ func (l *parallelLayer) readFrom(s *sender, p []byte, off int64) error {
 			return err
 		}
 		if root != l.root {
-			return api.Errorf(api.Corrupt, "layer %s on disk %s is another one than that on disk %s", l.uid, s.disk, l.source.uid)
+			return api.Errorf(api.Corrupt, "layer %s on disk %s differs from disk %s", l.uid, s.disk, l.source.uid)
 		}
 		l.source.mu.Lock()
 		s.same[l.uid] = true
@@ -226,7 +227,7 @@ func (l *parallelLayer) readFrom(s *sender, p []byte, off int64) error {
 	return s.client.Read(ctx, s.disk, l.uid, p, off)
 }
 
-// findHelpers are disks of nodes other than this one and the sender's that have an image, one of each node.
+// findHelpers returns disks with the image on other nodes than this node and the first sender, one disk per node.
 func (n *copyReconciler) findHelpers(ctx context.Context, c *api.ImageCopy) []helperDisk {
 	from, _, err := n.locateDisk(ctx, c.Spec.From)
 	if err != nil {
@@ -254,21 +255,22 @@ func (n *copyReconciler) findHelpers(ctx context.Context, c *api.ImageCopy) []he
 	return found
 }
 
-// copyParallel is importer.Copy from a disk of another node and those that help it.
-func (n *copyReconciler) copyParallel(ctx context.Context, first *remoteDisk, c *api.ImageCopy, on block.Layers, want importer.Spec,
-	p *importer.Progress) (importer.Result, error) {
+// copyParallel is importer.Copy from a disk of another node and from helpers.
+func (n *copyReconciler) copyParallel(ctx context.Context, first *remoteDisk, c *api.ImageCopy, on block.Layers,
+	spec importer.Spec, p *importer.Progress,
+) (importer.Result, error) {
 	others := n.findHelpers(ctx, c)
 	if len(others) == 0 {
-		return importer.Copy(ctx, first, on, want, p)
+		return importer.Copy(ctx, first, on, spec, p)
 	}
 	t := newParallelSource(ctx, first, n.opts.Identity, others, slotTimeout, n.log)
-	got, err := importer.Copy(ctx, t, on, want, p)
+	got, err := importer.Copy(ctx, t, on, spec, p)
 	t.end()
 	if sent := t.bytesByDisk(); len(sent) > 0 {
 		n.log.Info("a copy came from several nodes", "image", c.Spec.Image, "disk", c.Spec.Disk, "first", c.Spec.From,
 			"others", sent, "err", err)
-		if api.Is(err, api.Corrupt) { // whose fault that is nobody knows
-			return importer.Copy(ctx, first, on, want, p)
+		if api.Is(err, api.Corrupt) { // any sender may have sent the wrong bytes
+			return importer.Copy(ctx, first, on, spec, p)
 		}
 	}
 	return got, err

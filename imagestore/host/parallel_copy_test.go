@@ -48,7 +48,7 @@ func (s lentSource) ReadAt(p []byte, off int64) (int, error) {
 type senders struct {
 	t       *testing.T
 	id      *wire.Identity
-	others  []helperDisk      // the first of them is who is asked first
+	others  []helperDisk  // the first of them is who is asked first
 	left    chan struct{} // a place was given back
 	want    importer.Spec
 	content []byte

@@ -19,13 +19,13 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// A copy may come from a disk of another node. That node bounds how many transfers each of its disks serves at once,
-// those to its own other disks among them; the receiver verifies what it got by its digests, and goes on after a cut
-// where it was.
+// A copy can come from a disk of another node. The sending node bounds how many transfers each of its disks serves at
+// once, including transfers to other disks of the same node. The receiver verifies the layers by their digests and
+// continues after a cut at its last checkpoint.
 
 // serveLayers lets other nodes read the layers on this node's disks.
 func (n *copyReconciler) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire.Identity) error {
-	// Begun with the manager's other informers: the first node that asks does not wait for it.
+	// Started with the manager's other informers, so that the first request of a node does not wait for the informer.
 	_, err := mgr.GetCache().GetInformer(context.Background(), &api.Replica{}, cache.BlockUntilSynced(false))
 	if err != nil {
 		return err
@@ -33,44 +33,39 @@ func (n *copyReconciler) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire
 	access := newLayerAccess(n.Client, n.live, n.log)
 	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log, Allow: access.allow,
 		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
-		Send: func(ctx context.Context, uid string) (func(), error) {
-			lane := "send " + uid
-			if err := n.transfers.limits.acquire(ctx, lane, n.sendLimit(ctx)); err != nil {
-				return nil, err
-			}
-			return func() { n.transfers.limits.release(lane) }, nil
-		},
+		Send: func(ctx context.Context, uid string) (func(), error) { return n.acquireSend(ctx, api.UID(uid)) },
 		Kind: func(err error) string { return api.KindOf(err).String() },
 	})
 	return mgr.Add(everyNode{manager.RunnableFunc(func(ctx context.Context) error { return s.Serve(ctx, ln) })})
 }
 
-// everyNode runs on every node.
+// everyNode is a Runnable of every node, with or without the lead.
 type everyNode struct{ manager.Runnable }
 
 // NeedLeaderElection implements manager.LeaderElectionRunnable.
 func (everyNode) NeedLeaderElection() bool { return false }
 
-// sendLimit is how many transfers one disk serves at once.
-func (n *copyReconciler) sendLimit(ctx context.Context) int {
-	return max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
+// acquireSend waits for one of the transfers that a disk of this node serves at once.
+func (n *copyReconciler) acquireSend(ctx context.Context, disk api.UID) (release func(), err error) {
+	limit := "send " + string(disk)
+	most := max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
+	if err := n.transfers.limits.acquire(ctx, limit, most); err != nil {
+		return nil, err
+	}
+	return func() { n.transfers.limits.release(limit) }, nil
 }
 
-// openCopySource is a disk that a copy is taken from: one of this node, or one of another. done ends the taking.
+// openCopySource opens a disk of this or another node as the source of a copy; done ends its use.
 func (n *copyReconciler) openCopySource(ctx context.Context, uid api.UID) (from block.Layers, done func(), err error) {
 	node, address, err := n.locateDisk(ctx, uid)
 	if err != nil {
 		return nil, nil, err
 	}
 	if node == n.node {
-		if from, err = n.disks(uid); err != nil {
-			return nil, nil, err
+		if from, err = n.disks(uid); err == nil {
+			done, err = n.acquireSend(ctx, uid)
 		}
-		lane := "send " + string(uid)
-		if err := n.transfers.limits.acquire(ctx, lane, n.sendLimit(ctx)); err != nil {
-			return nil, nil, err
-		}
-		return from, func() { n.transfers.limits.release(lane) }, nil
+		return from, done, err
 	}
 	if n.opts.Identity == nil || address == "" {
 		return nil, nil, api.Errorf(api.Unavailable, "node %s does not serve its images to other nodes yet", node)
@@ -84,7 +79,7 @@ func (n *copyReconciler) openCopySource(ctx context.Context, uid api.UID) (from 
 	return &remoteDisk{ctx, c, string(uid)}, func() { end(); c.Close() }, nil
 }
 
-// locateDisk finds the node of a disk, and where that node's layers are served.
+// locateDisk finds the node of a disk, and the address of the node's layers.
 func (n *copyReconciler) locateDisk(ctx context.Context, uid api.UID) (node, address string, err error) {
 	var nodes api.NodeList
 	if err := n.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
@@ -99,7 +94,7 @@ func (n *copyReconciler) locateDisk(ctx context.Context, uid api.UID) (node, add
 	return "", "", api.Errorf(api.Unavailable, "disk %s is not there on any node", uid)
 }
 
-// remoteDisk is a disk of another node, as far as copies are made from it.
+// remoteDisk is a disk of another node as the source of copies.
 type remoteDisk struct {
 	ctx    context.Context
 	client *wire.Client
@@ -122,7 +117,7 @@ func (f *remoteDisk) Digest(uid string) (root string, allocated int64, err error
 	return root, allocated, remoteError(err)
 }
 
-// Image is what package disk asks a disk that knows its images one by one.
+// Image lets package importer read one record, without a list of all images.
 func (f *remoteDisk) Image(uid string) (block.Image, error) {
 	img, err := f.client.Image(f.ctx, f.uid, uid)
 	return img, remoteError(err)
@@ -148,26 +143,26 @@ func remoteError(err error) error {
 	return api.Errorf(api.Unavailable, "%w", err)
 }
 
-// copyFromDisk is a transfer from another disk.
-func (n *copyReconciler) copyFromDisk(ctx context.Context, j *transfer, c *api.ImageCopy, on block.Layers,
-	want importer.Spec, mend bool) (importer.Result, error) {
+// copyFromDisk copies or repairs an image from another disk.
+func (n *copyReconciler) copyFromDisk(ctx context.Context, t *transfer, c *api.ImageCopy, on block.Layers,
+	spec importer.Spec, repair bool) (importer.Result, error) {
 	from, done, err := n.openCopySource(ctx, c.Spec.From)
 	if err != nil {
 		return importer.Result{}, err
 	}
 	defer done()
-	j.setState(api.ImageInProgress, "")
-	want.CheckpointEvery = n.opts.CheckpointEvery
-	first, far := from.(*remoteDisk)
-	if far && !mend {
-		return n.copyParallel(ctx, first, c, on, want, &j.progress)
+	t.setState(api.ImageInProgress, "")
+	spec.CheckpointEvery = n.opts.CheckpointEvery
+	first, remote := from.(*remoteDisk)
+	if remote && !repair {
+		return n.copyParallel(ctx, first, c, on, spec, &t.progress)
 	}
-	carry := importer.Copy
-	if mend {
-		carry = importer.Repair
+	transferImage := importer.Copy
+	if repair {
+		transferImage = importer.Repair
 	}
-	got, err := carry(ctx, from, on, want, &j.progress)
-	if !far && api.Is(err, api.Corrupt) {
+	got, err := transferImage(ctx, from, on, spec, &t.progress)
+	if !remote && api.Is(err, api.Corrupt) {
 		n.suspectCopy(ctx, c.Spec.UUID, c.Spec.From)
 	}
 	return got, err

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/imagestore/origin/upload"
 )
 
-// Setup adds the reconciler of a node's ImageCopies to a manager whose cache has the indexes of api/watch. disks finds a
-// disk of the node by its UID.
+// Setup adds the reconciler of a node's ImageCopies to a manager whose cache has the indexes of api/watch. disks finds
+// a disk of the node by its UID.
 func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers, error), o Options) error {
 	o = o.withDefaults()
 	uploads, err := upload.Listen(o.UploadListen, o.UploadHost, o.UploadCert)

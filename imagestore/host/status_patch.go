@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// statusPatch writes a whole status over another one: what the new one lacks is removed.
+// statusPatch replaces a whole status: fields that the new status lacks are removed.
 type statusPatch struct{ old, next api.ImageCopyStatus }
 
 func (statusPatch) Type() types.PatchType { return types.MergePatchType }

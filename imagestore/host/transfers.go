@@ -13,23 +13,29 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// transferSet owns the transfers of a node: it starts them, bounds how many run at once, cancels them, and waits for all of
-// them when the manager stops. A transfer touches a disk and nothing else; what it did is read from it by the
-// reconciler of its ImageCopy, which is woken (wake) when there is news.
+// slotFunc waits for one of the slots that bound the transfers of a node. The transfer holds the slot until its end.
+type slotFunc func(context.Context) error
+
+// transferFunc is the work of a transfer. It touches disks and origins, never the API.
+type transferFunc func(ctx context.Context, t *transfer, slot slotFunc) (importer.Result, error)
+
+// transferSet owns the transfers of a node: it starts them, bounds how many run at once, cancels them, and waits for
+// all of them when the manager stops. A transfer wakes the reconciler of its ImageCopy, and the reconciler reads the
+// result.
 type transferSet struct {
 	wake  chan event.GenericEvent
 	slots chan struct{}
 	tick  time.Duration
 
-	started chan struct{} // closed when ctx is set
+	started chan struct{} // closed once ctx is set
 	ctx     context.Context
 
 	limits diskLimits
 
-	mu   sync.Mutex
+	mu     sync.Mutex
 	byCopy map[string]*transfer // by name of the ImageCopy
-	wg   sync.WaitGroup
-	done bool
+	wg     sync.WaitGroup
+	done   bool
 }
 
 func newTransferSet(parallel int, tick time.Duration) *transferSet {
@@ -37,7 +43,7 @@ func newTransferSet(parallel int, tick time.Duration) *transferSet {
 		started: make(chan struct{}), limits: newDiskLimits(), byCopy: map[string]*transfer{}}
 }
 
-// Start is the life of all transfers.
+// Start runs until ctx and then all transfers end.
 func (m *transferSet) Start(ctx context.Context) error {
 	m.ctx = ctx
 	close(m.started)
@@ -49,43 +55,43 @@ func (m *transferSet) Start(ctx context.Context) error {
 	return nil
 }
 
-// NeedLeaderElection is false: every node moves its own.
+// NeedLeaderElection is false: every node runs its own transfers.
 func (m *transferSet) NeedLeaderElection() bool { return false }
 
-// transfer is one transfer.
+// transfer is one job for an ImageCopy: an import, a copy, a verification or the making of digests.
 type transfer struct {
-	object types.UID // the ImageCopy that it is for
+	object types.UID // of the ImageCopy
 	source string    // for metrics
-	token  string    // of a verification that was asked for before it began
+	token  string    // of the verification that the user asked for before the start
 	cancel context.CancelFunc
-	ended  chan struct{} // closed at the end; then got and err are set
+	ended  chan struct{} // closed at the end, after got and err are set
 	begun  time.Time
 	got    importer.Result
 	err    error
 
 	progress importer.Progress
 	mu       sync.Mutex
-	state    api.ImageState // before bytes arrive: pending or starting; then in-progress
-	url      string         // where an upload is expected
+	state    api.ImageState // before the first byte: pending or starting; then in-progress
+	url      string         // for the sender of an upload
 }
 
-func (j *transfer) running() bool {
+func (t *transfer) running() bool {
 	select {
-	case <-j.ended:
+	case <-t.ended:
 		return false
 	default:
 		return true
 	}
 }
 
-// setState tells the world where the job is before bytes arrive.
-func (j *transfer) setState(state api.ImageState, url string) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	j.state, j.url = state, url
+// setState sets the state before the first byte arrives.
+func (t *transfer) setState(state api.ImageState, url string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.state, t.url = state, url
 }
 
-// transferState is what can be seen of a running job.
+// transferState is the visible state of a running transfer.
 type transferState struct {
 	state       api.ImageState
 	percent     int32
@@ -93,69 +99,66 @@ type transferState struct {
 	url         string
 }
 
-func (j *transfer) snapshot() transferState {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	g := transferState{state: j.state, url: j.url}
-	if g.state == api.ImageInProgress {
-		g.state, g.percent, g.done, g.total = j.progress.Snapshot()
+func (t *transfer) snapshot() transferState {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := transferState{state: t.state, url: t.url}
+	if s.state == api.ImageInProgress {
+		s.state, s.percent, s.done, s.total = t.progress.Snapshot()
 	}
-	return g
+	return s
 }
 
-// get is the job of an ImageCopy, running or ended.
+// get returns the transfer of an ImageCopy, running or ended, or nil.
 func (m *transferSet) get(name string) *transfer {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.byCopy[name]
 }
 
-// forget drops an ended job.
+// forget drops an ended transfer.
 func (m *transferSet) forget(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if j := m.byCopy[name]; j != nil && !j.running() {
+	if t := m.byCopy[name]; t != nil && !t.running() {
 		delete(m.byCopy, name)
 	}
 }
 
-// start begins a transfer. run gets a function that waits for a slot, which the job then has until its end.
-func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source string,
-	run func(ctx context.Context, j *transfer, slot func(context.Context) error) (importer.Result, error)) (*transfer, error) {
+// start starts a transfer for an ImageCopy.
+func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source string, work transferFunc) error {
 	select {
 	case <-m.started:
 	case <-ctx.Done():
-		return nil, ctx.Err()
+		return ctx.Err()
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.done {
-		return nil, context.Canceled
+		return context.Canceled
 	}
-	if j := m.byCopy[copy.Name]; j != nil && j.running() {
-		return nil, api.Errorf(api.Busy, "a transfer for %s is under way", copy.Name)
+	if t := m.byCopy[copy.Name]; t != nil && t.running() {
+		return api.Errorf(api.Busy, "a transfer for %s is in progress", copy.Name)
 	}
-	jctx, cancel := context.WithCancel(m.ctx)
-	j := &transfer{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel, ended: make(chan struct{}),
-		begun: time.Now(),
-		state: api.ImagePending}
-	m.byCopy[copy.Name] = j
+	ctx, cancel := context.WithCancel(m.ctx)
+	t := &transfer{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel,
+		ended: make(chan struct{}), begun: time.Now(), state: api.ImagePending}
+	m.byCopy[copy.Name] = t
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}
-	m.wg.Go(func() { m.run(jctx, j, ev, run) })
-	return j, nil
+	m.wg.Go(func() { m.run(ctx, t, ev, work) })
+	return nil
 }
 
-// run is the owner of one transfer: it tells of progress at every tick, and of the end.
-func (m *transferSet) run(ctx context.Context, j *transfer, ev event.GenericEvent,
-	run func(ctx context.Context, j *transfer, slot func(context.Context) error) (importer.Result, error)) {
-	defer j.cancel()
+// run owns one transfer: it wakes the reconciler after progress, at most once per tick, and after the end.
+func (m *transferSet) run(ctx context.Context, t *transfer, ev event.GenericEvent, work transferFunc) {
+	defer t.cancel()
 	transfersRunning.Inc()
 	defer transfersRunning.Dec()
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		held := false
-		slot := func(ctx context.Context) error {
+		t.got, t.err = work(ctx, t, func(ctx context.Context) error {
 			select {
 			case m.slots <- struct{}{}:
 				held = true
@@ -163,8 +166,7 @@ func (m *transferSet) run(ctx context.Context, j *transfer, ev event.GenericEven
 			case <-ctx.Done():
 				return ctx.Err()
 			}
-		}
-		j.got, j.err = run(ctx, j, slot)
+		})
 		if held {
 			<-m.slots
 		}
@@ -178,28 +180,28 @@ func (m *transferSet) run(ctx context.Context, j *transfer, ev event.GenericEven
 		case <-ended:
 			running = false
 		case <-ticker.C:
-			if g := j.snapshot(); g != last {
-				last = g
+			if now := t.snapshot(); now != last {
+				last = now
 				m.wakeReconciler(ctx, ev)
 			}
 		}
-		_, _, done, _ := j.progress.Snapshot()
-		transferBytes.WithLabelValues(j.source).Add(float64(done - counted))
+		_, _, done, _ := t.progress.Snapshot()
+		transferBytes.WithLabelValues(t.source).Add(float64(done - counted))
 		counted = done
 	}
 	result := "ok"
 	switch {
-	case errors.Is(j.err, context.Canceled):
+	case errors.Is(t.err, context.Canceled):
 		result = "cancelled"
-	case j.err != nil:
-		result = api.KindOf(j.err).String()
+	case t.err != nil:
+		result = api.KindOf(t.err).String()
 	}
-	transferSeconds.WithLabelValues(j.source, result).Observe(time.Since(j.begun).Seconds())
-	close(j.ended)
+	transferSeconds.WithLabelValues(t.source, result).Observe(time.Since(t.begun).Seconds())
+	close(t.ended)
 	m.wakeReconciler(m.ctx, ev)
 }
 
-// wakeReconciler wakes the reconciler, unless everything ends.
+// wakeReconciler wakes the reconciler of an ImageCopy, unless ctx ends first.
 func (m *transferSet) wakeReconciler(ctx context.Context, ev event.GenericEvent) {
 	select {
 	case m.wake <- ev:

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -18,49 +17,50 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// verificationKind is the kind of a job that reads a copy which is there.
+// verificationKind is the kind of a transfer that reads a copy on its disk.
 const verificationKind = "verification"
 
-// verification is what a verification found of a copy.
+// verification is the result of reading a copy.
 type verification struct {
-	mark string // which touch of its files it is about; empty: none
-	err  error  // nil: the content is what it was
+	mark string // the change of the files that the result covers; empty: none
+	err  error  // nil: the content matches its digests
 }
 
-// checkContent tells whether a copy's content is what it was: err nil where there is no reason to doubt it, or where a
-// verification found no harm; known is false while that is being found out. Reasons are: somebody touched its files,
-// what was copied from it was damaged, the user asks, or the last verification is long ago.
-func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on block.Layers, got importer.Result, st *api.ImageCopyStatus) (
-	known bool, err error) {
+// checkContent reports whether the content of a copy matches its digests: err is nil without a doubt, or after a
+// verification without damage; known is false while a verification runs. Doubts are: the files were changed, a copy
+// made from this copy was damaged, the user asks for a verification, or the last verification is long ago.
+func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on block.Layers, got importer.Result,
+	st *api.ImageCopyStatus,
+) (known bool, err error) {
 	mark, err := importer.Touched(on, got.Image)
 	if err != nil {
 		return true, err
 	}
 	n.mu.Lock()
 	v, ok := n.verifications[c.Name]
-	doubt := n.suspects[c.Name]
+	suspect := n.suspects[c.Name]
 	n.mu.Unlock()
-	lane := "verify " + on.UID()
+	limit := "verify " + on.UID()
 	held := false
 	switch asked := c.Spec.Verify != "" && c.Spec.Verify != st.Verified; {
 	case ok && v.err != nil && v.mark == mark:
-		return true, v.err // until it is replaced
-	case asked, doubt:
+		return true, v.err // until the copy is replaced
+	case asked, suspect:
 	case mark != "" && (!ok || v.mark != mark):
 		n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
-	case n.verificationDue(ctx, st) && n.transfers.limits.tryAcquire(lane, 1): // else at the next look, when the disk is not busy with others
-		held = true
+	case n.verificationDue(ctx, st) && n.transfers.limits.tryAcquire(limit, 1):
+		held = true // a busy disk waits for the next reconcile
 	default:
 		return true, nil
 	}
-	_, err = n.transfers.start(ctx, c, verificationKind,
-		func(ctx context.Context, _ *transfer, _ func(context.Context) error) (importer.Result, error) {
+	err = n.transfers.start(ctx, c, verificationKind,
+		func(ctx context.Context, _ *transfer, _ slotFunc) (importer.Result, error) {
 			if !held {
-				if err := n.transfers.limits.acquire(ctx, lane, 1); err != nil {
+				if err := n.transfers.limits.acquire(ctx, limit, 1); err != nil {
 					return importer.Result{}, err
 				}
 			}
-			defer n.transfers.limits.release(lane)
+			defer n.transfers.limits.release(limit)
 			err := importer.Verify(ctx, on, got.Image)
 			if ctx.Err() == nil {
 				n.mu.Lock()
@@ -71,12 +71,12 @@ func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on 
 			return got, err
 		})
 	if err != nil && held {
-		n.transfers.limits.release(lane)
+		n.transfers.limits.release(limit)
 	}
 	return false, err
 }
 
-// verificationDue reports whether it is time to verify a copy again.
+// verificationDue reports whether the interval since the last verification is over.
 func (n *copyReconciler) verificationDue(ctx context.Context, st *api.ImageCopyStatus) bool {
 	hours := watch.SettingNumber(ctx, n.Client, settingVerify, n.log)
 	return hours > 0 && time.Since(st.LastVerified.Time) > time.Duration(hours)*time.Hour
@@ -84,24 +84,31 @@ func (n *copyReconciler) verificationDue(ctx context.Context, st *api.ImageCopyS
 
 // suspectCopy asks for the verification of an image's copy on a disk of this node.
 func (n *copyReconciler) suspectCopy(ctx context.Context, image, on api.UID) {
-	var list api.ImageCopyList
-	if err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(on)}, client.UnsafeDisableDeepCopy); err != nil {
+	copies, err := n.copiesOfDisk(ctx, on)
+	if err != nil {
 		n.log.Error("copies of a disk not listed", "disk", on, "error", err)
 		return
 	}
-	for i := range list.Items {
-		c := &list.Items[i]
-		if c.Spec.UUID != image {
+	for i := range copies {
+		if copies[i].Spec.UUID != image {
 			continue
 		}
+		name := copies[i].Name
 		n.mu.Lock()
-		n.suspects[c.Name] = true
+		n.suspects[name] = true
 		n.mu.Unlock()
-		n.transfers.wakeReconciler(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: c.Name}}})
+		n.transfers.wakeReconciler(ctx, event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: metav1.ObjectMeta{Name: name}}})
 	}
 }
 
-// wakeCopiesOfDisks wakes the copies on disks of this node that came or went.
+// copiesOfDisk lists the copies on a disk of this node.
+func (n *copyReconciler) copiesOfDisk(ctx context.Context, disk api.UID) ([]api.ImageCopy, error) {
+	var list api.ImageCopyList
+	err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(disk)}, client.UnsafeDisableDeepCopy)
+	return slices.DeleteFunc(slices.Clone(list.Items), func(c api.ImageCopy) bool { return c.Spec.Node != n.node }), err
+}
+
+// wakeCopiesOfDisks wakes the copies on disks of this node that appeared or disappeared.
 func (n *copyReconciler) wakeCopiesOfDisks(ctx context.Context, e event.UpdateEvent,
 	q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
 	was, is := e.ObjectOld.(*api.Node), e.ObjectNew.(*api.Node)
@@ -115,16 +122,13 @@ func (n *copyReconciler) wakeCopiesOfDisks(ctx context.Context, e event.UpdateEv
 		if same || d.UID == "" {
 			continue
 		}
-		var list api.ImageCopyList
-		if err := n.List(ctx, &list, client.MatchingFields{watch.ByDisk: string(d.UID)},
-			client.UnsafeDisableDeepCopy); err != nil {
+		copies, err := n.copiesOfDisk(ctx, d.UID)
+		if err != nil {
 			n.log.Error("copies of a disk not listed", "disk", d.UID, "error", err)
 			return
 		}
-		for i := range list.Items {
-			if list.Items[i].Spec.Node == n.node {
-				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: list.Items[i].Name}})
-			}
+		for i := range copies {
+			q.Add(watch.Request(copies[i].Name))
 		}
 	}
 }

@@ -123,7 +123,8 @@ func (im *importRun) checkpointWriter() (block.Keeper, bool) {
 // errRestart is in the errors of what cannot be continued, but may be had from the beginning.
 var errRestart = errors.New("it begins anew")
 
-// continueImport makes the rest of an image whose begin was adopted. It returns how many bytes of the source came in all.
+// continueImport makes the rest of an image whose begin was adopted. It returns how many bytes of the source came in
+// all.
 func (im *importRun) continueImport(k *Checkpoint) (n int64, err error) {
 	rest := imageStream{r: im.s, size: im.s.Size, sum: im.originHash(), tell: im.readSome}
 	if k.record.Spool != nil {

@@ -6,9 +6,10 @@ import (
 	"drover.io/drover/block"
 )
 
-// checkpointGate stands between an image and block.Copy: it lets a conversion be halted at a place before which all is written
-// and behind which no data was read, and be continued. The image's chunks are asked for by one goroutine, which waits
-// until all bytes that a chunk needs have come: so what was let through is soon through, however slow the source is.
+// checkpointGate stands between an image and block.Copy: it lets a conversion be halted at a place before which all is
+// written and behind which no data was read, and be continued. The image's chunks are asked for by one goroutine, which
+// waits until all bytes that a chunk needs have come: so what was let through is soon through, however slow the source
+// is.
 type checkpointGate struct {
 	src  *chunkSource
 	from int64         // what is before it was made by an earlier process

@@ -10,8 +10,8 @@ import (
 var zeros = make([]byte, 1<<20)
 
 // chunkWriter writes chunks of a layer: a chunk of zeros stays a hole, any other chunk is written as a whole, with its
-// zeros. So the digest of a layer follows from the content alone, not from the holes of the origin, and the writer of the
-// layer digests each chunk while the chunk is in memory. A last block that is not full is padded.
+// zeros. So the digest of a layer follows from the content alone, not from the holes of the origin, and the writer of
+// the layer digests each chunk while the chunk is in memory. A last block that is not full is padded.
 func chunkWriter(w io.WriterAt) func(p []byte, off int64) error {
 	return func(p []byte, off int64) error {
 		if isZero(p) {

@@ -23,7 +23,8 @@ func Find(on block.Layers, want Spec) (Result, error) {
 			size, err = allocatedBytes(on, img.Layers)
 		}
 		if err != nil {
-			return Result{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name, on.UID(), err)
+			return Result{}, api.Errorf(api.Corrupt, "image %s is recorded on disk %s, but not whole: %w", want.Name,
+				on.UID(), err)
 		}
 		if want.Object != nil && !bytes.Equal(want.Object, img.Object) { // it changed, or an older program wrote this
 			img.Object = want.Object
@@ -183,8 +184,8 @@ func copyLayers(ctx context.Context, from, on block.Layers, img block.Image, kee
 	return got, nil
 }
 
-// createLayer starts a layer. A finished one of that UID that no image names was left by a crash between its end and the
-// image's record: it goes, unless a replica names it.
+// createLayer starts a layer. A finished one of that UID that no image names was left by a crash between its end and
+// the image's record: it goes, unless a replica names it.
 func createLayer(ctx context.Context, on block.Layers, uid api.UID, size int64) (block.LayerWriter, error) {
 	w, err := on.Create(ctx, string(uid), size)
 	if !api.Is(err, api.Exists) {

@@ -96,8 +96,8 @@ func isMarkup(head []byte) bool {
 	return false
 }
 
-// pending opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on its
-// way, and size is -1 where it shows only at its end.
+// pending opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on
+// its way, and size is -1 where it shows only at its end.
 func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
 	switch f {
 	case formatQCOW2:

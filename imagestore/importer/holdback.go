@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// holdbackFeed reads a stream two pieces ahead, so that the end of the stream has been seen before its last two pieces are
-// given out: a fixed VHD disk shows by its last bytes only. end hears of them.
+// holdbackFeed reads a stream two pieces ahead, so that the end of the stream has been seen before its last two pieces
+// are given out: a fixed VHD disk shows by its last bytes only. end hears of them.
 type holdbackFeed struct {
 	feed
 	ahead [][]byte

@@ -338,8 +338,8 @@ func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 	return n, err
 }
 
-// convertStream takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an earlier
-// process left of that, or nil.
+// convertStream takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an
+// earlier process left of that, or nil.
 func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, err error) {
 	sp, feed, g, err := im.openScratch(b, kept)
 	if err != nil {

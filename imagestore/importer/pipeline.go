@@ -260,8 +260,8 @@ func (p *pipeline) pauseIfDue(pauses pauseClock, off int64) bool {
 }
 
 // pausingFeed is a feed that pauses the pipeline now and then. The pipeline asks pauseDue after each chunk, at
-// nextPause, and on a wake-up; pause runs with every byte before off hashed and put. The goroutine that dispatches calls
-// all methods but fill, so that a silent origin does not delay a pause.
+// nextPause, and on a wake-up; pause runs with every byte before off hashed and put. The goroutine that dispatches
+// calls all methods but fill, so that a silent origin does not delay a pause.
 type pausingFeed interface {
 	wake() <-chan struct{}
 	nextPause() time.Time

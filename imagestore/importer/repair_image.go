@@ -53,8 +53,8 @@ func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []
 	return got, err
 }
 
-// RepairSpec is what an image that is repaired from its source is called meanwhile: the same every time, so that what was
-// left of it is found.
+// RepairSpec is what an image that is repaired from its source is called meanwhile: the same every time, so that what
+// was left of it is found.
 func RepairSpec(want Spec) Spec {
 	spare := want
 	spare.Name, spare.Object = want.Name+" (being repaired)", nil
@@ -85,8 +85,8 @@ func repairUID(uid api.UID) api.UID {
 	return api.UID(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 }
 
-// RepairFromOrigin repairs an image that replicas of the disk use from its source: it is brought once more, under another name,
-// and what is damaged is put right from there.
+// RepairFromOrigin repairs an image that replicas of the disk use from its source: it is brought once more, under
+// another name, and what is damaged is put right from there.
 func RepairFromOrigin(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
 	open func(context.Context) (*origin.Stream, error)) (Result, error) {
 	if _, err := Find(on, spare); err != nil {

@@ -87,8 +87,8 @@ func (s *scratchFile) resume(st *scratchState) error {
 	return nil
 }
 
-// scratchFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion, and
-// when that stands still, records all of it.
+// scratchFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion,
+// and when that stands still, records all of it.
 type scratchFeed struct {
 	feed
 	im   *importRun

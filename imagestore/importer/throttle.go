@@ -5,8 +5,8 @@ import "sync"
 // maxLead is how far a conversion may be ahead of the checksum of its source.
 const maxLead = 16 << 20
 
-// throttle keeps a conversion from getting ahead of the checksum of the file that it reads. The checksum runs on one core
-// and often is what the import takes; a conversion that takes the cores first only lets it end later.
+// throttle keeps a conversion from getting ahead of the checksum of the file that it reads. The checksum runs on one
+// core and often is what the import takes; a conversion that takes the cores first only lets it end later.
 type throttle struct {
 	mu     sync.Mutex
 	change *sync.Cond

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// maxWait is the longest pause for which a transfer waits for a busy server. After a longer one the importer tries again.
+// maxWait is the longest pause for which a transfer waits for a busy server. After a longer one the importer tries
+// again.
 const maxWait = 2 * time.Minute
 
 // BusyError is the cause in the errors about a busy server.

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// inside lists blocks of addresses that lead into this machine, its network or its cloud, with their names. The standard
-// library knows the others: loopback, private, link-local, multicast.
+// inside lists blocks of addresses that lead into this machine, its network or its cloud, with their names. The
+// standard library knows the others: loopback, private, link-local, multicast.
 var inside = []struct {
 	block netip.Prefix
 	name  string

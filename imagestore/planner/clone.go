@@ -14,14 +14,14 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A clone of an image has an identity and copies of its own, and the layers of its origin: on a disk that has those it
-// is there at once, on another they are copied. Once it has a copy it does not need the origin any more: a layer stays
-// as long as any image names it.
+// A clone has an identity and copies of its own, and the layers of the cloned image: a disk with these layers has the
+// clone at once, another disk copies the layers. A clone with a copy no longer needs the cloned image: a layer exists
+// as long as any image names the layer.
 
-// sourceRetry is when an origin that cannot be cloned is looked at again.
+// sourceRetry is the interval between two looks at an image that cannot be cloned yet.
 const sourceRetry = 10 * time.Second
 
-// beginClone begins the life of a clone with what is known of its origin, or says why that cannot be cloned.
+// beginClone gives a clone the layers of the cloned image, or explains why the image cannot be cloned.
 func (r *imageReconciler) beginClone(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
 	s := &img.Status
 	origin, err := r.cloneSource(ctx, img)
@@ -39,10 +39,10 @@ func (r *imageReconciler) beginClone(ctx context.Context, img *api.BackingImage)
 	s.Layers = slices.Clone(origin.Status.Layers)
 	s.Format, s.VirtualSize = origin.Status.Format, origin.Status.VirtualSize
 	s.Checksum, s.Digest = origin.Status.Checksum, origin.Status.Digest
-	return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
+	return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, img)) // the event of the update continues
 }
 
-// cloneSource is the image that img is a clone of, which must be whole.
+// cloneSource returns the image to clone, which must be ready.
 func (r *imageReconciler) cloneSource(ctx context.Context, img *api.BackingImage) (*api.BackingImage, error) {
 	if err := validateImage(img); err != nil {
 		return nil, err
@@ -72,7 +72,7 @@ func (r *imageReconciler) cloneSource(ctx context.Context, img *api.BackingImage
 	return &o, nil
 }
 
-// sourceLocations are the ready copies of the image that img is a clone of, as far as they have its layers.
+// sourceLocations returns the ready copies of the cloned image with the layers of the clone.
 func (r *imageReconciler) sourceLocations(ctx context.Context, img *api.BackingImage) ([]location, error) {
 	if img.Spec.SourceType != api.SourceClone {
 		return nil, nil

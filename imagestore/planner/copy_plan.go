@@ -11,10 +11,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// planRules are what a plan goes by besides the objects.
+// planRules are the settings of a plan.
 type planRules struct {
 	now    time.Time
-	unused time.Duration // a copy that nobody needs goes after it; 0: never
+	unused time.Duration // a copy without a use is removed after this time; 0: never
 }
 
 type placement struct {
@@ -27,34 +27,35 @@ type redirect struct {
 	from   api.UID
 }
 
-// copyPlan is what is to be done, and what is to be told.
+// copyPlan is the result of planning: changes of ImageCopies, and facts for the status.
 type copyPlan struct {
-	create  []placement
-	remove    []*api.ImageCopy
-	redirect  []redirect
-	cleaned []api.UID     // disks whose clean-up is over: nothing is there, or it stays
-	problem string        // what could not be done
-	stays   string        // why a copy is still on a disk that is to be left
-	wait    time.Duration // until time alone changes the plan; 0: it does not
+	create   []placement
+	remove   []*api.ImageCopy
+	redirect []redirect
+	cleaned  []api.UID     // disks with a finished cleanup: the copy is removed, or has to stay
+	problem  string        // the reason for a missing copy
+	stays    string        // the reason for a copy on a disk under eviction
+	wait     time.Duration // until time alone changes the plan; 0: never
 }
 
-// copyPlanner is the making of one plan.
+// copyPlanner makes one plan.
 type copyPlanner struct {
 	copyPlan
 	img   *api.BackingImage
 	v     *clusterView
 	rules planRules
-	have  []*api.ImageCopy // all that stay, as far as is known before the plan
-	ready []*api.ImageCopy // of those, the ones that can be copied from
+	have  []*api.ImageCopy // copies that count
+	ready []*api.ImageCopy // copies that other copies can be made from
 	least int
 }
 
-// planCopies decides which copies are wanted. It looks at nothing but its arguments.
+// planCopies decides which copies an image needs, from its arguments alone.
 //
-// First one copy is made from the source; when that is ready, the others: one on every disk where a replica needs it,
-// and as many more as the minimum asks for. A copy goes when its disk is to be left or cleaned, or when nobody has
-// needed it for long; but not while a replica there needs it, or another copy is made from it, nor below the minimum.
-// A disk is left even so, where no further disk takes a copy; the last ready one never goes.
+// The first copy comes from the origin. Once the first copy is ready, planCopies adds a copy on every disk with a
+// replica above the image, and further copies up to the minimum. planCopies removes a copy from a disk under eviction
+// or cleanup, or after a long time without a use; but not below a replica, not while another copy reads the copy, and
+// not below the minimum. A disk under eviction may fall below the minimum if no other disk takes a copy; the last ready
+// copy always stays.
 func planCopies(img *api.BackingImage, v *clusterView, r planRules) copyPlan {
 	p := &copyPlanner{img: img, v: v, rules: r, least: int(max(img.Spec.MinNumberOfCopies, 1))}
 	p.classify()
@@ -76,7 +77,7 @@ func planCopies(img *api.BackingImage, v *clusterView, r planRules) copyPlan {
 	return p.copyPlan
 }
 
-// classify finds out which copies count.
+// classify separates copies that count from copies to remove.
 func (p *copyPlanner) classify() {
 	for i := range p.v.copies {
 		c := &p.v.copies[i]
@@ -85,24 +86,24 @@ func (p *copyPlanner) classify() {
 			continue
 		}
 		p.have = append(p.have, c)
-		// One of a snapshot without digests yet is used already, but not copied.
+		// Volumes use the copy of an export before its digests exist; other copies wait for the digests.
 		if c.Status.State == api.ImageReady && p.v.alive(c.Spec.Disk) && (c.Spec.Export == nil || c.Status.Digest != "") {
 			p.ready = append(p.ready, c)
 		}
 	}
 }
 
-// planFirst asks for the copy from the source, unless one is there or under way.
+// planFirst adds the copy from the origin, unless such a copy exists.
 func (p *copyPlanner) planFirst() {
 	for _, c := range p.have {
 		if !p.isLost(c) && (c.Status.State != api.ImageFailed || !p.mustLeave(c)) {
-			return // it is made, or tried again
+			return // the copy is in progress, or is tried again
 		}
 	}
 	if len(p.have) > 0 && !canImport(p.img, p.have, "") {
 		return
 	}
-	if x := p.img.Status.Export; x != nil { // there alone is what it is made of
+	if x := p.img.Status.Export; x != nil { // the snapshot is on this disk alone
 		if p.img.DeletionTimestamp.IsZero() {
 			p.addCopy(x.Node, x.Disk)
 		}
@@ -124,26 +125,28 @@ func (p *copyPlanner) planFirst() {
 	}
 }
 
-// placeClone picks the disk for the first copy: for a clone one that has its layers, or else one of a node that has them.
+// placeClone places the first copy: of a clone on a disk with its layers, or else on a node with its layers.
 func (p *copyPlanner) placeClone() *diskState {
-	far := func(same func(location, *diskState) bool) func(api.UID) bool {
+	without := func(same func(location, *diskState) bool) func(api.UID) bool {
 		return func(u api.UID) bool {
 			d := p.v.disk(u)
 			return p.hasCopy(u) || !slices.ContainsFunc(p.v.sources, func(o location) bool { return same(o, d) })
 		}
 	}
+	sameDisk := func(o location, d *diskState) bool { return o.disk == d.uid }
+	sameNode := func(o location, d *diskState) bool { return o.node == d.node }
 	if len(p.v.sources) > 0 {
-		if d := choosePlacement(p.img, p.v, far(func(o location, d *diskState) bool { return o.disk == d.uid }), nil); d != nil {
+		if d := choosePlacement(p.img, p.v, without(sameDisk), nil); d != nil {
 			return d
 		}
-		if d := choosePlacement(p.img, p.v, far(func(o location, d *diskState) bool { return o.node == d.node }), nil); d != nil {
+		if d := choosePlacement(p.img, p.v, without(sameNode), nil); d != nil {
 			return d
 		}
 	}
 	return choosePlacement(p.img, p.v, p.hasCopy, nil)
 }
 
-// planNeeded asks for copies where replicas are.
+// planNeeded adds copies on disks with replicas.
 func (p *copyPlanner) planNeeded() {
 	for _, n := range p.v.needed {
 		if p.v.alive(n.disk) && !p.hasCopy(n.disk) {
@@ -152,7 +155,7 @@ func (p *copyPlanner) planNeeded() {
 	}
 }
 
-// planMinimum asks for as many copies as the image wants at least, on disks that stay.
+// planMinimum adds copies up to the minimum of the image, on disks that stay.
 func (p *copyPlanner) planMinimum() {
 	onNode := map[string]int{}
 	coming := 0
@@ -176,7 +179,7 @@ func (p *copyPlanner) planMinimum() {
 				stay = " on disks that stay"
 			}
 			p.problem = fmt.Sprintf("%d of %d copies%s: %s", coming, p.least, stay, explainNoDisk(p.img, p.v))
-			p.least = max(coming, 1) // more cannot be: a disk that is to be left need not wait for it
+			p.least = max(coming, 1) // without a disk for more copies, an eviction does not wait for more
 			return
 		}
 		onNode[d.node]++
@@ -184,7 +187,7 @@ func (p *copyPlanner) planMinimum() {
 	}
 }
 
-// planRemovals drops what is not needed.
+// planRemovals removes copies that the image does not need.
 func (p *copyPlanner) planRemovals() {
 	left := 0 // ready, on disks that stay
 	for _, c := range p.ready {
@@ -192,7 +195,7 @@ func (p *copyPlanner) planRemovals() {
 			left++
 		}
 	}
-	// What suits least goes first, then what nobody has needed for longest.
+	// The copy on the least suitable disk is removed first, then the copy with the longest time without a use.
 	order := slices.Clone(p.have)
 	slices.SortStableFunc(order, func(a, b *api.ImageCopy) int {
 		return cmp.Or(cmp.Compare(p.diskFit(a), p.diskFit(b)), p.lastNeeded(a).Compare(p.lastNeeded(b)))
@@ -239,7 +242,7 @@ func (p *copyPlanner) planRemovals() {
 	}
 }
 
-// planSources gives copies that are not ready another place to come from, where the one they have is none any more.
+// planSources gives unfinished copies another source if their source failed or disappeared.
 func (p *copyPlanner) planSources() {
 	for _, c := range p.have {
 		isSender := slices.ContainsFunc(p.ready, func(s *api.ImageCopy) bool { return s.Spec.Disk == c.Spec.From })
@@ -247,7 +250,7 @@ func (p *copyPlanner) planSources() {
 		case c.Status.State == api.ImageReady:
 		case c.Spec.From == "" && c.Status.State != api.ImageFailed:
 		case c.Status.TriedFrom != c.Spec.From && (c.Spec.From == "" || isSender):
-			// It is tried from there first; else two that both fail would take turns at every look.
+			// The copy tries its source first; otherwise two failing sources would take turns at every reconcile.
 		case c.Spec.From != "" && isSender && (c.Status.State != api.ImageFailed || c.Status.Attempts < 2):
 		default:
 			f, ok := p.selectSource(c.Spec.Node, c.Spec.From)
@@ -258,8 +261,9 @@ func (p *copyPlanner) planSources() {
 	}
 }
 
-// selectSource finds where a copy on a node comes from: the ready copy there that has the fewest to serve, else that of any
-// node, else the image's source. ok is false if there is no way today. not is a disk that it has failed from.
+// selectSource finds the source of a copy on a node: the ready copy of the node that serves the fewest copies, else a
+// ready copy of any node, else the origin. ok is false without a source. not is a disk from which the copy failed
+// before.
 func (p *copyPlanner) selectSource(node string, not api.UID) (uid api.UID, ok bool) {
 	least := 0
 	for _, c := range p.ready {
@@ -268,7 +272,7 @@ func (p *copyPlanner) selectSource(node string, not api.UID) (uid api.UID, ok bo
 		}
 		serves := 0
 		if c.Spec.Node != node {
-			serves = 1 << 20 // those of the node are asked first
+			serves = 1 << 20 // copies of the node come first
 		}
 		for _, r := range p.have {
 			if r.Spec.From == c.Spec.Disk && r.Status.State != api.ImageReady {
@@ -287,12 +291,12 @@ func (p *copyPlanner) selectSource(node string, not api.UID) (uid api.UID, ok bo
 	return uid, uid != "" || canImport(p.img, p.have, node)
 }
 
-// canImport reports whether the source can be asked again. have are the copies that were made of it.
+// canImport reports whether the origin can supply the image again. have are the copies that came from the origin.
 func canImport(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 	switch img.Spec.SourceType {
 	case api.SourceDownload, api.SourceRegistry:
 		return true
-	case api.SourceFile, api.SourceClone: // on a node that has had it
+	case api.SourceFile, api.SourceClone: // on a node with an earlier copy
 		return len(have) == 0 || slices.ContainsFunc(have, func(c *api.ImageCopy) bool {
 			return node == "" || c.Spec.Node == node
 		})
@@ -309,27 +313,27 @@ func (p *copyPlanner) addCopy(node string, uid api.UID) {
 	p.create = append(p.create, placement{node, uid, f})
 }
 
-// hasCopy reports whether a copy is on the disk, or planned there.
+// hasCopy reports whether the disk has a copy or a planned copy.
 func (p *copyPlanner) hasCopy(uid api.UID) bool {
 	return slices.ContainsFunc(p.v.copies, func(c api.ImageCopy) bool { return c.Spec.Disk == uid }) ||
 		slices.ContainsFunc(p.create, func(w placement) bool { return w.disk == uid })
 }
 
-// mustLeave reports whether the copy's disk is to be left.
+// mustLeave reports whether the copy has to leave its disk.
 func (p *copyPlanner) mustLeave(c *api.ImageCopy) bool {
 	d := p.v.disk(c.Spec.Disk)
 	if x := p.img.Status.Export; d != nil && x != nil && x.Disk == d.uid && !p.matchesTags(d) {
-		return true // the image had to be made there
+		return true // an export starts on the disk of its snapshot
 	}
 	return d != nil && d.leaving
 }
 
-// matchesTags reports whether the image may be on a disk.
+// matchesTags reports whether a disk matches the image's selectors.
 func (p *copyPlanner) matchesTags(d *diskState) bool {
 	return hasTags(d.nodeTags, p.img.Spec.NodeSelector) && hasTags(d.diskTags, p.img.Spec.DiskSelector)
 }
 
-// isLost reports whether the copy's disk has not answered for so long that the copy does not count.
+// isLost reports whether the disk has not answered for so long that the copy no longer counts.
 func (p *copyPlanner) isLost(c *api.ImageCopy) bool {
 	if !p.v.nodes[c.Spec.Node] {
 		return true
@@ -344,8 +348,7 @@ func (p *copyPlanner) isLost(c *api.ImageCopy) bool {
 	return rest <= 0
 }
 
-// isSource reports whether something is read from the copy that does not have its own yet: a copy that is made from it, or
-// a replica on a disk of the node whose copy is not ready.
+// isSource reports whether an unfinished copy, or a replica on a disk of the node without a ready copy, reads the copy.
 func (p *copyPlanner) isSource(c *api.ImageCopy) bool {
 	if !slices.Contains(p.ready, c) {
 		return false
@@ -362,7 +365,7 @@ func (p *copyPlanner) isSource(c *api.ImageCopy) bool {
 	})
 }
 
-// diskFit orders copies by how well their disks suit.
+// diskFit orders copies by the fitness of their disks.
 func (p *copyPlanner) diskFit(c *api.ImageCopy) int {
 	d := p.v.disk(c.Spec.Disk)
 	switch {
@@ -376,7 +379,7 @@ func (p *copyPlanner) diskFit(c *api.ImageCopy) int {
 	return 3
 }
 
-// lastNeeded is when the copy was last needed; zero: it is, or nobody knows.
+// lastNeeded returns the end of the last use; zero: in use, or unknown.
 func (p *copyPlanner) lastNeeded(c *api.ImageCopy) time.Time {
 	for _, s := range p.img.Status.Copies {
 		if s.Disk == c.Spec.Disk {
@@ -386,7 +389,7 @@ func (p *copyPlanner) lastNeeded(c *api.ImageCopy) time.Time {
 	return time.Time{}
 }
 
-// idleTime is how long it takes until nobody has needed the copy for too long: 0 if that is so now, -1 if it never will.
+// idleTime returns the time until the copy has been without a use for too long: 0 now, -1 never.
 func (p *copyPlanner) idleTime(c *api.ImageCopy) time.Duration {
 	since := p.lastNeeded(c)
 	if p.rules.unused <= 0 || since.IsZero() || !p.v.alive(c.Spec.Disk) {
@@ -402,7 +405,7 @@ func (p *copyPlanner) wakeAfter(d time.Duration) {
 	}
 }
 
-// diskName is a disk for people.
+// diskName names a disk in messages.
 func (p *copyPlanner) diskName(uid api.UID) string {
 	if d := p.v.disk(uid); d != nil && d.path != "" {
 		return d.path + " of node " + d.node
@@ -410,8 +413,9 @@ func (p *copyPlanner) diskName(uid api.UID) string {
 	return string(uid)
 }
 
-// choosePlacement picks the disk for one more copy: on the node with the fewest copies, there with the most room.
-func choosePlacement(img *api.BackingImage, v *clusterView, taken func(api.UID) bool, onNode map[string]int) *diskState {
+// choosePlacement chooses the disk for a copy: on the node with the fewest copies, there the disk with the most room.
+func choosePlacement(img *api.BackingImage, v *clusterView, taken func(api.UID) bool, onNode map[string]int,
+) *diskState {
 	var best *diskState
 	for i := range v.disks {
 		d := &v.disks[i]
@@ -437,10 +441,10 @@ func hasTags(tags, want []string) bool {
 	return true
 }
 
-// minSize is what a copy takes at least, as far as it is known.
+// minSize returns the known minimum of bytes that a copy takes.
 func minSize(img *api.BackingImage) int64 { return img.Status.Size }
 
-// explainNoDisk says why no disk takes a copy.
+// explainNoDisk explains why no disk takes a copy.
 func explainNoDisk(img *api.BackingImage, v *clusterView) string {
 	if len(v.disks) == 0 {
 		return "no node has a disk: add one with `drover disk add`"

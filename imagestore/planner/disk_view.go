@@ -9,10 +9,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// silentAfter is how long a copy on a disk that does not answer counts still.
+// silentAfter is how long a copy counts on a disk that does not answer.
 const silentAfter = 40 * time.Second
 
-// diskState is one disk of a node, as far as placement cares.
+// diskState is the part of a disk that placement needs.
 type diskState struct {
 	uid                api.UID
 	node, path         string
@@ -20,13 +20,13 @@ type diskState struct {
 	alive              bool   // node and disk answer
 	open               bool   // takes new copies
 	leaving            bool   // eviction is requested
-	gone               bool   // the node says that it is not there any more
-	removed            bool   // taken out of the node's spec, and it does not answer
-	message            string // why it does not answer
+	gone               bool   // the node reports that the disk is missing
+	removed            bool   // no longer in the node's spec, and without an answer
+	message            string // why the disk does not answer
 	available          int64
 }
 
-// disksOfNodes is every disk that the nodes tell of, and which nodes are alive.
+// disksOfNodes returns all disks in the statuses of nodes, and which nodes are alive.
 func disksOfNodes(nodes []api.Node, now time.Time) (disks []diskState, alive map[string]bool) {
 	alive = map[string]bool{}
 	for i := range nodes {
@@ -56,7 +56,8 @@ func disksOfNodes(nodes []api.Node, now time.Time) (disks []diskState, alive map
 }
 
 func (v *clusterView) disk(uid api.UID) *diskState {
-	i := slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid && d.alive }) // where it is now, if it moved
+	// A disk that moved is in the status of both nodes.
+	i := slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid && d.alive })
 	if i < 0 {
 		i = slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid })
 	}
@@ -72,8 +73,8 @@ func (v *clusterView) alive(uid api.UID) bool {
 	return d != nil && d.alive
 }
 
-// gone reports that nobody will ever answer for the disk on that node: the node is no object any more, or the user took
-// the disk away, or the node is alive with all its disks and this one is not among them.
+// gone reports that no node will ever answer for the disk: the Node object was deleted, or a user removed the disk, or
+// the node is alive with all its disks except this disk.
 func (v *clusterView) gone(node string, uid api.UID) bool {
 	live, known := v.nodes[node]
 	if !known {
@@ -95,7 +96,7 @@ func (v *clusterView) gone(node string, uid api.UID) bool {
 	return live && mine > 0
 }
 
-// used reports whether a replica on the disk has the image below it.
+// used reports whether a replica on the disk has the image below.
 func (v *clusterView) used(uid api.UID) bool {
 	return slices.ContainsFunc(v.needed, func(n location) bool { return n.disk == uid })
 }

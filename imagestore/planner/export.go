@@ -15,14 +15,14 @@ import (
 	"drover.io/drover/api"
 )
 
-// An image of a volume or a snapshot names the layers that the snapshot has on its disk: nothing is copied there, and
-// volume and snapshot can go. Its first copy is on that disk; others are copied from it like those of any image. A
-// volume as it is now is cut first, by a snapshot that goes when the image is there.
+// An export names the layers of a snapshot on the disk of a replica, without a copy of data; volume and snapshot can be
+// deleted afterwards. The first copy is on the same disk; other copies are made from the first copy. For a volume
+// without a given snapshot, the export takes a snapshot of its own, and deletes the snapshot once the image is ready.
 
-// exportSnapshot is the name of the snapshot that an image takes for itself.
+// exportSnapshot names the snapshot that an export takes for itself.
 func exportSnapshot(img *api.BackingImage) string { return "export-" + string(img.Status.UUID) }
 
-// imageOfSnapshot is the image that a snapshot was taken for.
+// imageOfSnapshot requests the image that took a snapshot for itself.
 func imageOfSnapshot(_ context.Context, o client.Object) []reconcile.Request {
 	s := o.(*api.Snapshot)
 	if name, ok := s.Spec.Labels[api.LabelExport]; ok {
@@ -31,7 +31,7 @@ func imageOfSnapshot(_ context.Context, o client.Object) []reconcile.Request {
 	return nil
 }
 
-// beginExport finds out what an image is made of: the snapshot, and then its layers.
+// beginExport finds the snapshot of an export, and then its layers.
 func (r *imageReconciler) beginExport(ctx context.Context, img *api.BackingImage) (ctrl.Result, error) {
 	s := &img.Status
 	before := s.DeepCopy()
@@ -48,12 +48,12 @@ func (r *imageReconciler) beginExport(ctx context.Context, img *api.BackingImage
 	default:
 		s.State, s.Message = api.ImageFailed, err.Error()
 	}
-	wait := ctrl.Result{RequeueAfter: sourceRetry} // what it waits for may not tell
+	wait := ctrl.Result{RequeueAfter: sourceRetry} // not every awaited change sends an event
 	if before.State == s.State && before.Message == s.Message && len(s.Layers) == 0 &&
 		(before.Export == nil) == (s.Export == nil) {
 		return wait, nil
 	}
-	return wait, ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
+	return wait, ignoreRace(r.Status().Update(ctx, img)) // the event of the update continues
 }
 
 func (r *imageReconciler) resolveExport(ctx context.Context, img *api.BackingImage) error {
@@ -90,7 +90,7 @@ func (r *imageReconciler) resolveExport(ctx context.Context, img *api.BackingIma
 	return nil
 }
 
-// resolveSnapshot finds the snapshot, or has it taken.
+// resolveSnapshot finds the snapshot, or creates a snapshot.
 func (r *imageReconciler) resolveSnapshot(ctx context.Context, img *api.BackingImage) (*api.ExportFact, error) {
 	of, name := img.Spec.SourceParameters[api.ExportVolume], img.Spec.SourceParameters[api.ExportSnapshot]
 	var v api.Volume
@@ -142,7 +142,7 @@ func (r *imageReconciler) resolveSnapshot(ctx context.Context, img *api.BackingI
 		Replica: rep.Spec.UID, Node: rep.Spec.Node, Disk: rep.Spec.Disk, CreationTime: snap.Status.CreationTime}, nil
 }
 
-// selectReplica is a member of the volume whose layers become the image: one whose disk answers, if there is one.
+// selectReplica selects the member of the volume whose layers become the image, on a disk that answers if possible.
 func selectReplica(v *api.Volume, reps []api.Replica, look *clusterView) *api.Replica {
 	var best *api.Replica
 	for i := range reps {
@@ -158,7 +158,7 @@ func selectReplica(v *api.Volume, reps []api.Replica, look *clusterView) *api.Re
 	return best
 }
 
-// releaseSnapshot lets the snapshot go that an image took for itself.
+// releaseSnapshot deletes the snapshot that an export took for itself.
 func (r *imageReconciler) releaseSnapshot(ctx context.Context, img *api.BackingImage) error {
 	if img.Spec.SourceType != api.SourceExport || img.Status.UUID == "" {
 		return nil
@@ -171,7 +171,7 @@ func (r *imageReconciler) releaseSnapshot(ctx context.Context, img *api.BackingI
 	return client.IgnoreNotFound(r.Delete(ctx, &snap))
 }
 
-// passOnLayers tells copies that were made before the layers were known what they are.
+// passOnLayers adds the layers to copies that were created before the layers were known.
 func (r *imageReconciler) passOnLayers(ctx context.Context, img *api.BackingImage, v *clusterView) error {
 	if img.Spec.SourceType != api.SourceExport || len(img.Status.Layers) == 0 {
 		return nil

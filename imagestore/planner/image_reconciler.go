@@ -32,8 +32,8 @@ import (
 
 // Condition types of a BackingImage besides Ready.
 const (
-	ConditionInUse    = "InUse"   // of a deletion: True while it waits for volumes, False while copies go
-	ConditionEviction = "Evicted" // False while a copy is on a disk that is to be left; else not there
+	ConditionInUse    = "InUse"   // of a deletion: True while volumes use the image, False while copies are removed
+	ConditionEviction = "Evicted" // False while a copy is on a disk under eviction; else absent
 )
 
 // replicasByLayer is the index of Replicas by every layer below them.
@@ -43,7 +43,7 @@ const settingUnused = "backing-image-cleanup-wait-interval" // minutes
 
 type imageReconciler struct {
 	client.Client
-	live   client.Reader // past the cache
+	live   client.Reader // without the cache
 	events recorder.EventRecorder
 	log    *slog.Logger
 }
@@ -97,7 +97,7 @@ func layerKeys(uids []api.UID) []string {
 	return out
 }
 
-// allImages is all images: something changed that matters to all of them.
+// allImages requests every image, after a change that matters to every plan.
 func (r *imageReconciler) allImages(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.BackingImageList
 	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
@@ -110,7 +110,7 @@ func (r *imageReconciler) allImages(ctx context.Context, _ client.Object) []reco
 	return all
 }
 
-// imageOfReplica is the image below a replica.
+// imageOfReplica requests the image below a replica.
 func (r *imageReconciler) imageOfReplica(ctx context.Context, o client.Object) []reconcile.Request {
 	rep := o.(*api.Replica)
 	if len(rep.Spec.Layers) == 0 {
@@ -121,12 +121,12 @@ func (r *imageReconciler) imageOfReplica(ctx context.Context, o client.Object) [
 	}
 	var vol api.Volume
 	if err := r.Get(ctx, client.ObjectKey{Name: rep.Spec.Volume}, &vol); err != nil {
-		return nil // the volume's own event comes
+		return nil // the event of the volume requests the image
 	}
 	return imageRequests(vol.Spec.BackingImage)
 }
 
-// Reconcile makes one image's copies what they should be, and its status what they are.
+// Reconcile brings the copies of one image in line with its plan, and writes the status of the image.
 func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	img := &api.BackingImage{}
 	if err := r.Get(ctx, req.NamespacedName, img); err != nil {
@@ -141,7 +141,7 @@ func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl
 		return ctrl.Result{}, nil
 	}
 	if !deleting && controllerutil.AddFinalizer(img, api.Finalizer) {
-		return ctrl.Result{}, ignoreRace(r.Update(ctx, img)) // its event brings us back
+		return ctrl.Result{}, ignoreRace(r.Update(ctx, img)) // the event of the update continues
 	}
 	if _, rebuilt := img.Annotations[api.AnnotationRecovered]; rebuilt && !deleting {
 		return ctrl.Result{}, r.adoptRecovered(ctx, img)
@@ -152,7 +152,7 @@ func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
 		img.Status.UUID = api.NewUID()
-		if img.Spec.SourceType != api.SourceExport { // else they are there already
+		if img.Spec.SourceType != api.SourceExport { // an export names existing layers
 			img.Status.Layers = []api.UID{api.NewUID()}
 		}
 		img.Status.State = api.ImagePending
@@ -185,8 +185,8 @@ func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl
 	return ctrl.Result{RequeueAfter: p.wait}, r.writeStatus(ctx, img, v, p)
 }
 
-// adoptRecovered begins the life of an image that was rebuilt from disks: with its UUID, and with the copies that are there.
-// No other copy is planned before those are objects.
+// adoptRecovered adopts an image that was rebuilt from disks, with its UUID and its copies. The planner plans further
+// copies once these copies are objects.
 func (r *imageReconciler) adoptRecovered(ctx context.Context, img *api.BackingImage) error {
 	found, err := img.Recovered()
 	if err != nil {
@@ -200,7 +200,7 @@ func (r *imageReconciler) adoptRecovered(ctx context.Context, img *api.BackingIm
 		s := &img.Status
 		s.UUID, s.Layers, s.State = found.UUID, found.Layers, api.ImagePending
 		s.Format, s.VirtualSize, s.Checksum, s.Digest = found.Format, found.VirtualSize, found.Checksum, found.Digest
-		return ignoreRace(r.Status().Update(ctx, img)) // its event brings us back
+		return ignoreRace(r.Status().Update(ctx, img)) // the event of the update continues
 	}
 	if img.Status.UUID == found.UUID {
 		for _, c := range found.Copies {
@@ -222,7 +222,7 @@ func validateImage(img *api.BackingImage) error {
 	return img.Spec.Validate()
 }
 
-// ignoreRace lets a lost race be run once more without noise: the newer object's event is on its way.
+// ignoreRace drops the error of a lost race: the event of the newer object starts the next reconcile.
 func ignoreRace(err error) error {
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return nil
@@ -230,12 +230,12 @@ func ignoreRace(err error) error {
 	return err
 }
 
-// clusterView is what the plan for one image is made from.
+// clusterView is the input of the plan for one image.
 type clusterView struct {
-	copies []api.ImageCopy // of this image, deleting ones included
-	users  []string        // of an image that is deleted: volumes that hold it
-	needed []location          // disks where a replica of such a volume is
-	disks  []diskState         // every disk there is
+	copies []api.ImageCopy // of this image, including copies under deletion
+	users  []string        // of a deleted image: volumes that use the image
+	needed []location      // disks with a replica above the image
+	disks  []diskState     // all disks of the cluster
 	// sourceLocations are where the layers of a clone are, in copies of the image that it was made of.
 	sources []location
 	nodes   map[string]bool // node: alive
@@ -267,7 +267,7 @@ func (r *imageReconciler) collectView(ctx context.Context, img *api.BackingImage
 		for i := range reps.Items {
 			spec := &reps.Items[i].Spec
 			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != api.LabelValue(img.Name) {
-				continue // of another image that has the same layers
+				continue // of another image with the same layers
 			}
 			placed[spec.Volume], seen[location{spec.Node, spec.Disk}] = true, true
 		}
@@ -301,7 +301,7 @@ func (r *imageReconciler) collectView(ctx context.Context, img *api.BackingImage
 	return v, err
 }
 
-// moveCopiesWithDisks gives copies to the nodes that their disks have moved to.
+// moveCopiesWithDisks assigns copies to the nodes that now hold their disks.
 func (r *imageReconciler) moveCopiesWithDisks(ctx context.Context, v *clusterView, nodes []api.Node) error {
 	for i := range v.copies {
 		c := &v.copies[i]
@@ -322,7 +322,7 @@ func (r *imageReconciler) moveCopiesWithDisks(ctx context.Context, v *clusterVie
 	return nil
 }
 
-// applyPlan makes the ImageCopy objects what the plan wants.
+// applyPlan creates, deletes and changes ImageCopies by the plan.
 func (r *imageReconciler) applyPlan(ctx context.Context, img *api.BackingImage, v *clusterView) (copyPlan, error) {
 	minutes := time.Duration(watch.SettingNumber(ctx, r.Client, settingUnused, r.log)) * time.Minute
 	p := planCopies(img, v, planRules{now: time.Now(), unused: minutes})
@@ -362,7 +362,7 @@ func (r *imageReconciler) patchCopy(ctx context.Context, c *api.ImageCopy, forma
 		client.RawPatch(types.MergePatchType, fmt.Appendf(nil, format, args...))))
 }
 
-// finishCleanups takes the wishes for clean-up back that are done with: the copy is gone, or it has to stay.
+// finishCleanups removes finished cleanup wishes from the spec: the copy was removed, or has to stay.
 func (r *imageReconciler) finishCleanups(ctx context.Context, img *api.BackingImage, p copyPlan) error {
 	if len(p.cleaned) == 0 {
 		return nil
@@ -377,7 +377,7 @@ func (r *imageReconciler) finishCleanups(ctx context.Context, img *api.BackingIm
 	return r.Patch(ctx, img, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 }
 
-// deleteCopy deletes a copy; where its node or disk is gone for good, nobody is left to take the finalizer off.
+// deleteCopy deletes a copy. Without a node to do so, deleteCopy removes the finalizer as well.
 func (r *imageReconciler) deleteCopy(ctx context.Context, v *clusterView, c *api.ImageCopy) error {
 	if c.DeletionTimestamp.IsZero() {
 		if err := client.IgnoreNotFound(r.Delete(ctx, c, client.Preconditions{UID: &c.UID})); err != nil {
@@ -415,7 +415,7 @@ func newCopy(img *api.BackingImage, w placement) *api.ImageCopy {
 	return c
 }
 
-// removeImage ends an image that no volume uses: all copies first, then the name.
+// removeImage removes an image without users: first all copies, then the object.
 func (r *imageReconciler) removeImage(ctx context.Context, img *api.BackingImage, v *clusterView) (ctrl.Result, error) {
 	for i := range v.copies {
 		if err := r.deleteCopy(ctx, v, &v.copies[i]); err != nil {
@@ -440,7 +440,7 @@ func (r *imageReconciler) removeImage(ctx context.Context, img *api.BackingImage
 	return ctrl.Result{}, ignoreRace(r.Update(ctx, img))
 }
 
-// deleteOrphans removes copies that were asked for while their image went.
+// deleteOrphans deletes copies that were created during the deletion of their image.
 func (r *imageReconciler) deleteOrphans(ctx context.Context, name string) error {
 	var copies api.ImageCopyList
 	if err := r.List(ctx, &copies, client.MatchingFields{watch.ByImage: name}); err != nil || len(copies.Items) == 0 {
@@ -448,7 +448,7 @@ func (r *imageReconciler) deleteOrphans(ctx context.Context, name string) error 
 	}
 	err := r.live.Get(ctx, client.ObjectKey{Name: name}, &api.BackingImage{})
 	if !apierrors.IsNotFound(err) {
-		return err // it is there: its own event comes
+		return err // the image exists, and its event requests the image
 	}
 	var nodes api.NodeList
 	if err := r.List(ctx, &nodes); err != nil {
@@ -464,7 +464,7 @@ func (r *imageReconciler) deleteOrphans(ctx context.Context, name string) error 
 	return nil
 }
 
-// writeStatus writes the status, if it changed, and tells of transitions.
+// writeStatus writes a changed status and reports transitions.
 func (r *imageReconciler) writeStatus(ctx context.Context, img *api.BackingImage, v *clusterView, p copyPlan) error {
 	before := img.Status.DeepCopy()
 	img.Status = describeImage(img, v, p)

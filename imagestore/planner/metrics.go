@@ -35,7 +35,7 @@ func setImageMetrics(img *api.BackingImage) {
 func forgetImageMetrics(name string) {
 	imageSize.DeleteLabelValues(name)
 	imageVirtualSize.DeleteLabelValues(name)
-	for state := range rank { // one by one: a partial match looks at those of all images
+	for state := range rank { // a partial match would visit the metrics of all images
 		imageCopies.DeleteLabelValues(name, string(state))
 	}
 }

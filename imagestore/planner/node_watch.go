@@ -16,14 +16,14 @@ import (
 	"drover.io/drover/api"
 )
 
-// nodeWatch wakes the images when something about a node changed that placement or mirrored states look at. Heartbeats
-// and the room on disks change all the time and wake nobody; a heartbeat that stays away does.
+// nodeWatch wakes all images after a change of a node that matters to placement or to the status of copies. A heartbeat
+// or a change of free room wakes no image; a missing heartbeat does.
 type nodeWatch struct {
 	client.Client
 	wake chan event.GenericEvent
 
 	mu   sync.Mutex
-	seen map[string]string // node: what it looked like
+	seen map[string]string // by node
 }
 
 func (w *nodeWatch) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
@@ -37,7 +37,7 @@ func (w *nodeWatch) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resul
 		disks, alive := disksOfNodes([]api.Node{n}, time.Now())
 		var all []string
 		for _, d := range disks {
-			d.available = min(d.available, 1) // whether there is room at all
+			d.available = min(d.available, 1) // only zero or not matters
 			all = append(all, fmt.Sprintf("%+v", d))
 		}
 		slices.Sort(all)

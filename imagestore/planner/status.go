@@ -11,11 +11,12 @@ import (
 	"drover.io/drover/api"
 )
 
-// rank orders states by how far they are.
+// rank orders states by progress.
 var rank = map[api.ImageState]int{api.ImageFailed: 1, api.ImageUnknown: 2, api.ImagePending: 3, api.ImageStarting: 4,
 	api.ImageInProgress: 5, api.ImageTransfer: 6, api.ImageReady: 7}
 
-// describeImage mirrors the copies into the image: its state is that of the most advanced one.
+// describeImage derives the status of an image from its copies: the state of the image is the state of its most
+// advanced copy.
 func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.BackingImageStatus {
 	s := *img.Status.DeepCopy()
 	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
@@ -44,7 +45,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 			}
 		}
 		if v.used(c.Spec.Disk) {
-			sum.LastUsed = metav1.Time{} // in use: no time since when it is not
+			sum.LastUsed = metav1.Time{} // in use
 		} else if sum.LastUsed.IsZero() {
 			sum.LastUsed = metav1.NewTime(time.Now().Truncate(time.Second))
 		}
@@ -82,16 +83,16 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 	return s
 }
 
-// summarize is what an image that is ready is.
+// summarize describes a ready image.
 func summarize(s *api.BackingImageStatus) string {
 	text := fmt.Sprintf("%s image, %s", s.Format, s.VirtualSizeText)
-	if s.Checksum != "" { // an image of a volume has none
+	if s.Checksum != "" { // an export has no checksum
 		text += fmt.Sprintf(", SHA-512 %.16s...", s.Checksum)
 	}
 	return text
 }
 
-// explainCopy is a copy's message, and when it is tried again.
+// explainCopy returns the message of a copy with the time of its next try.
 func explainCopy(c *api.ImageCopy) string {
 	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed {
 		return c.Status.Message
@@ -141,7 +142,7 @@ func setConditions(img *api.BackingImage, v *clusterView, p copyPlan, s *api.Bac
 	meta.SetStatusCondition(&s.Conditions, use)
 }
 
-// explainStuckCopy says what keeps a copy of an image that is deleted on its disk, if it cannot be removed at once.
+// explainStuckCopy explains which copy of a deleted image cannot be removed, and why.
 func explainStuckCopy(v *clusterView) string {
 	for i := range v.copies {
 		c := &v.copies[i]
@@ -157,14 +158,14 @@ func explainStuckCopy(v *clusterView) string {
 		case !d.alive:
 			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it goes when the disk is back, or was "+
 				"removed with `drover disk remove`", d.path, d.node)
-		case strings.HasPrefix(c.Status.Message, api.CopyNotRemoved): // others are of what the copy was for
+		case strings.HasPrefix(c.Status.Message, api.CopyNotRemoved): // other messages concern the use of the copy
 			return fmt.Sprintf("a copy is on disk %s of node %s: %s", d.path, d.node, c.Status.Message)
 		}
 	}
 	return ""
 }
 
-// setEvictionCondition tells of copies on disks that are to be left.
+// setEvictionCondition reports copies on disks under eviction.
 func setEvictionCondition(v *clusterView, p copyPlan, s *api.BackingImageStatus, generation int64) {
 	on := 0
 	for i := range v.copies {
@@ -191,7 +192,7 @@ func usersText(users []string) string {
 	return plural(len(users), "volume") + " use"
 }
 
-// listSome names a few, so that a thousand do not fill the message.
+// listSome lists a few names, so that a message stays short.
 func listSome(names []string) string {
 	if len(names) > 10 {
 		return strings.Join(names[:10], ", ") + fmt.Sprintf(" and %d more", len(names)-10)

@@ -14,9 +14,9 @@ import (
 // helperWait is how long the other connections may take to be there; the first one is not held up longer.
 const helperWait = 3 * time.Second
 
-// rangeWindow brings a run of bytes in pieces, several at once, and gives them in order. At most as many pieces as there are
-// connections are in memory. A server that wants fewer connections gets fewer. Read belongs to one goroutine; the
-// workers belong to the window and end with close.
+// rangeWindow brings a run of bytes in pieces, several at once, and gives them in order. At most as many pieces as
+// there are connections are in memory. A server that wants fewer connections gets fewer. Read belongs to one goroutine;
+// the workers belong to the window and end with close.
 type rangeWindow struct {
 	s      *server
 	cancel context.CancelFunc
@@ -41,8 +41,8 @@ type piece struct {
 	read int
 }
 
-// newRangeWindow begins at off. a is the answer with the first piece, or nil. It returns when it is known that the answers
-// of all connections are of the same bytes: ErrChanged if they are not.
+// newRangeWindow begins at off. a is the answer with the first piece, or nil. It returns when it is known that the
+// answers of all connections are of the same bytes: ErrChanged if they are not.
 func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 	ctx, cancel := context.WithCancel(of.ctx)
 	s := of.within(ctx)
