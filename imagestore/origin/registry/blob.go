@@ -17,17 +17,17 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// blob is the bytes of one layer as the registry keeps them, over any number of connections. After the last byte Read
-// compares the digest: io.EOF means that it was right. Owner: the goroutine that reads; any may ask for failure.
+// blob is the bytes of one layer in the registry, over any number of connections. After the last byte, Read compares
+// the digest: io.EOF means a match. The goroutine that reads owns the blob; any goroutine may call failure.
 type blob struct {
 	ctx  context.Context
 	c    *client
-	want descriptor
+	want v1.Descriptor
 	sum  hash.Hash
 
-	off  int64 // next byte
-	skip int64 // bytes that the current connection brings again
-	all  bool  // the server cannot send a part
+	off      int64 // next byte
+	skip     int64 // bytes that the current connection repeats
+	noRanges bool  // the server sends no parts
 
 	body   io.ReadCloser
 	cuts   int // in a row
@@ -37,7 +37,7 @@ type blob struct {
 	err error // final
 }
 
-// failure is why nothing more comes.
+// failure returns the final error.
 func (b *blob) failure() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -50,34 +50,33 @@ func (b *blob) fail(err error) {
 	b.err = err
 }
 
-// openBlob asks for the blob; an error says why it is not to be had.
-// It begins at off, where sum is the state of the digest, or nil at the start.
-func (c *client) openBlob(ctx context.Context, want descriptor, off int64, state []byte) (*blob, error) {
+// openBlob opens a blob at off, with the state of the digest there; nil at the start.
+func (c *client) openBlob(ctx context.Context, want v1.Descriptor, off int64, state []byte) (*blob, error) {
 	sum, err := v1.Hasher(want.Digest.Algorithm)
 	if err != nil {
 		return nil, api.Errorf(api.Unsupported, "%s: a layer's digest: %w", c.name, err)
 	}
 	b := &blob{ctx: ctx, c: c, want: want, sum: sum}
 	if state != nil {
-		if err := b.enter(off, state); err != nil {
+		if err := b.restore(off, state); err != nil {
 			return nil, err
 		}
 	}
 	b.states.Record(b.off, b.sum)
 	if b.off == want.Size && b.off > 0 {
-		return b, nil // all of it was there
+		return b, nil // complete already
 	}
 	return b, b.open()
 }
 
-// open sends a request for everything from off on.
+// open requests the bytes from off on.
 func (b *blob) open() error {
 	header := http.Header{}
-	part := b.off > 0 && !b.all
+	part := b.off > 0 && !b.noRanges
 	if part {
 		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.off, b.want.Size-1))
 	}
-	resp, err := b.c.get(b.ctx, "blobs/"+b.want.Digest.String(), header)
+	resp, err := b.c.getBlob(b.ctx, b.want.Digest.String(), header)
 	if err != nil {
 		return err
 	}
@@ -89,8 +88,8 @@ func (b *blob) open() error {
 	return nil
 }
 
-// accept looks at the head of an answer. What the bytes are is known by their digest, so an answer with all of them
-// is as good as one with the rest: it only takes longer.
+// accept checks the head of an answer. The digest identifies the bytes, so an answer with all bytes serves as well as
+// an answer with the rest.
 func (b *blob) accept(resp *http.Response, part bool) error {
 	from := int64(0)
 	switch {
@@ -98,12 +97,12 @@ func (b *blob) accept(resp *http.Response, part bool) error {
 	case resp.StatusCode == http.StatusPartialContent && part:
 		from = b.off
 		if got := resp.Header.Get("Content-Range"); !strings.HasPrefix(got, "bytes "+strconv.FormatInt(from, 10)+"-") {
-			b.all = true
+			b.noRanges = true
 			return api.Errorf(api.Unavailable, "%s: the registry answered a request for the rest with another range (%q)",
 				b.c.name, clip(got))
 		}
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable:
-		b.all = true
+		b.noRanges = true
 		return b.c.refused(resp.StatusCode, "")
 	default:
 		return b.c.refused(resp.StatusCode, "layer "+b.want.Digest.String())
@@ -116,7 +115,7 @@ func (b *blob) accept(resp *http.Response, part bool) error {
 	return nil
 }
 
-// Read gives the next bytes, over a new connection where the old one was cut.
+// Read returns the next bytes, over a new connection after a cut.
 func (b *blob) Read(p []byte) (int, error) {
 	for b.failure() == nil && len(p) > 0 {
 		if b.off == b.want.Size {
@@ -133,7 +132,7 @@ func (b *blob) Read(p []byte) (int, error) {
 			b.off += int64(n)
 			b.states.Record(b.off, b.sum)
 			b.cuts = 0
-			return n, nil // an error that came with bytes comes again with the next Read
+			return n, nil // the next Read returns the error again
 		}
 		if err != nil {
 			b.fail(b.resume(err))
@@ -142,7 +141,7 @@ func (b *blob) Read(p []byte) (int, error) {
 	return 0, b.failure()
 }
 
-// verify is io.EOF for the bytes that were asked for.
+// verify compares the digest; io.EOF is a match.
 func (b *blob) verify() error {
 	if got := fmt.Sprintf("%x", b.sum.Sum(nil)); got != b.want.Digest.Hex {
 		return api.Errorf(api.Corrupt, "%s: the registry sent other bytes than those of layer %s: their digest is %s:%s",
@@ -151,7 +150,7 @@ func (b *blob) verify() error {
 	return io.EOF
 }
 
-// resume opens the rest after a cut, or says why that is not possible.
+// resume requests the rest after a cut, or returns why the rest cannot be had.
 func (b *blob) resume(err error) error {
 	b.drop()
 	for ; b.cuts < b.c.opts.Resumes; b.cuts++ {
@@ -161,7 +160,7 @@ func (b *blob) resume(err error) error {
 		if b.c.opts.Resumed != nil {
 			b.c.opts.Resumed(b.off, err)
 		}
-		if err := pause(b.ctx, b.c.opts.Pause<<b.cuts); err != nil {
+		if err := origin.Pause(b.ctx, b.c.opts.Pause<<b.cuts); err != nil {
 			return err
 		}
 		oerr := b.open()
@@ -170,7 +169,7 @@ func (b *blob) resume(err error) error {
 			return nil
 		}
 		if b.ctx.Err() != nil || !api.Is(oerr, api.Unavailable) || origin.Wait(oerr) > 0 {
-			return oerr // a registry that says when to come again is not asked before
+			return oerr // the registry asked for a pause
 		}
 		err = oerr
 	}

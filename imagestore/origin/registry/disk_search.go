@@ -13,44 +13,44 @@ import (
 	"drover.io/drover/imagestore/archive"
 )
 
-// What the layers of one image may hold beside the disk, in all.
+// Limits of an image beside its disk.
 const (
-	maxHeaders = 1 << 20  // files and folders
-	maxBeside  = 64 << 30 // bytes of them, unpacked
+	maxHeaders = 1 << 20  // files and folders of all layers
+	maxBeside  = 64 << 30 // unpacked bytes beside the disk
 	maxHidden  = 10_000   // files that an upper layer removes
-	maxName    = 260      // bytes of a file's name, and of what marks it as removed
+	maxName    = 260      // bytes of a name, including a whiteout prefix
 )
 
-// bombRatio is how many bytes a packed layer's byte may stand for, where a disk has more than bombFloor. gzip cannot
-// reach it; for zstd it is an empty disk, and a wish for work without end.
+// bombRatio bounds the bytes per packed byte of a disk larger than bombFloor. gzip cannot reach the bound; zstd reaches
+// it only with an empty disk, which would cost work without end.
 const (
 	bombRatio = 10_000
 	bombFloor = 1 << 30
 )
 
 const (
-	whiteout = ".wh."         // before a name: it is removed from the layers below
-	opaque   = ".wh..wh..opq" // the folder's content in the layers below is removed
+	whiteout = ".wh."         // prefix of a name that lower layers lose
+	opaque   = ".wh..wh..opq" // lower layers lose the content of the folder
 )
 
-// walk looks for the one disk file through the layers of an image, the topmost first. It is a pure reader of archives:
-// whatever it is fed, it gives the header of one ordinary file, or an error.
-type walk struct {
+// diskSearch searches the layers of an image for the one disk file, the topmost layer first. From any input, it returns
+// the header of one ordinary file, or an error.
+type diskSearch struct {
 	image   string // for messages
-	found   string // the disk
+	found   string // name of the disk
 	hidden  map[string]bool
-	closed  bool // the layers below have nothing to say about /disk/
+	closed  bool // lower layers cannot add to /disk/
 	seen    []string
 	headers int
 	beside  int64
 
-	// of the current layer; they count for those below
+	// of the current layer, for lower layers
 	hides  []string
 	closes bool
 }
 
-// disk finds the next disk file of a layer; io.EOF: there is none in the rest of it. A second disk is an error.
-func (w *walk) disk(tr *tar.Reader) (*tar.Header, error) {
+// nextDisk returns the next disk file of a layer, or io.EOF at the end of the layer. A second disk is an error.
+func (w *diskSearch) nextDisk(tr *tar.Reader) (*tar.Header, error) {
 	for {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
@@ -62,7 +62,7 @@ func (w *walk) disk(tr *tar.Reader) (*tar.Header, error) {
 		if w.headers++; w.headers > maxHeaders {
 			return nil, api.Errorf(api.OutOfRange, "%s: the image holds more than %d files", w.image, maxHeaders)
 		}
-		name, err := w.look(h)
+		name, err := w.classify(h)
 		if err != nil {
 			return nil, err
 		}
@@ -79,9 +79,9 @@ func (w *walk) disk(tr *tar.Reader) (*tar.Header, error) {
 	}
 }
 
-// look says what an entry means for /disk/: the name of the disk, where it is one.
-func (w *walk) look(h *tar.Header) (string, error) {
-	at, ok := split(h.Name)
+// classify returns the name of the disk if an entry is the disk, and notes whiteouts.
+func (w *diskSearch) classify(h *tar.Header) (string, error) {
+	at, ok := splitName(h.Name)
 	if !ok || len(at) == 0 || h.Typeflag == tar.TypeXGlobalHeader {
 		return "", nil
 	}
@@ -91,7 +91,7 @@ func (w *walk) look(h *tar.Header) (string, error) {
 		if len(at) == 1 && slices.Contains([]string{"disk", whiteout + "disk", opaque}, at[0]) {
 			w.closes = true
 		}
-		w.note(at[0])
+		w.noteTop(at[0])
 		return "", nil
 	case len(at) != 2 || w.closed:
 		return "", nil
@@ -105,27 +105,27 @@ func (w *walk) look(h *tar.Header) (string, error) {
 		return "", w.hide(strings.TrimPrefix(at[1], whiteout))
 	case w.hidden[at[1]]:
 		return "", nil
-	case dir: // nobody looks for the disk further down
+	case dir: // a disk further down does not count
 		return "", w.hide(at[1])
 	case w.found == at[1]:
-		return "", api.Errorf(api.Corrupt, "%s: the image holds %s twice in one layer", w.image, shown(at[1]))
+		return "", api.Errorf(api.Corrupt, "%s: the image holds %s twice in one layer", w.image, quoteDisk(at[1]))
 	case w.found != "":
 		return "", api.Errorf(api.Invalid, "%s: the image holds more than one file in /disk/ (%s and %s): which one is the "+
-			"disk cannot be known", w.image, shown(w.found), shown(at[1]))
+			"disk cannot be known", w.image, quoteDisk(w.found), quoteDisk(at[1]))
 	}
-	return at[1], w.ordinary(h)
+	return at[1], w.checkOrdinary(h)
 }
 
-// note keeps the first names at the top, to tell what there is instead of a disk.
-func (w *walk) note(top string) {
+// noteTop notes the first names at the top, for the message about an image without a disk.
+func (w *diskSearch) noteTop(top string) {
 	top = "/" + strings.Clone(clip(top))
 	if !strings.HasPrefix(top, "/"+whiteout) && len(w.seen) < 8 && !slices.Contains(w.seen, top) {
 		w.seen = append(w.seen, top)
 	}
 }
 
-// ordinary refuses a disk that is no plain run of bytes.
-func (w *walk) ordinary(h *tar.Header) error {
+// checkOrdinary refuses a disk that is no ordinary file.
+func (w *diskSearch) checkOrdinary(h *tar.Header) error {
 	what := ""
 	switch h.Typeflag {
 	case tar.TypeReg:
@@ -148,7 +148,7 @@ func (w *walk) ordinary(h *tar.Header) error {
 	return nil
 }
 
-func (w *walk) hide(name string) error {
+func (w *diskSearch) hide(name string) error {
 	if len(w.hides)+len(w.hidden) >= maxHidden {
 		return api.Errorf(api.OutOfRange, "%s: the image removes more than %d files", w.image, maxHidden)
 	}
@@ -156,8 +156,8 @@ func (w *walk) hide(name string) error {
 	return nil
 }
 
-// below goes on to the next layer down: what this one removes or replaces is not there any more.
-func (w *walk) below() {
+// nextLayer applies the whiteouts of a layer before the next lower layer.
+func (w *diskSearch) nextLayer() {
 	if w.hidden == nil {
 		w.hidden = map[string]bool{}
 	}
@@ -168,8 +168,8 @@ func (w *walk) below() {
 	w.hides, w.closes = nil, false
 }
 
-// none is the error for an image without a disk.
-func (w *walk) none() error {
+// errNoDisk is the error for an image without a disk.
+func (w *diskSearch) errNoDisk() error {
 	has := "it is empty"
 	if len(w.seen) > 0 {
 		has = "it has " + strings.Join(w.seen, " ")
@@ -177,32 +177,32 @@ func (w *walk) none() error {
 	return api.Errorf(api.Invalid, "%s is not a containerDisk: there is no file in /disk/ (%s)", w.image, has)
 }
 
-// fits refuses a file that claims what cannot be.
-func (w *walk) fits(h *tar.Header, layer int64, packed bool) error {
+// checkSize refuses a file with an impossible size.
+func (w *diskSearch) checkSize(h *tar.Header, layer int64, packed bool) error {
 	switch {
 	case h.Size > api.MaxVolumeSize:
-		return api.Errorf(api.OutOfRange, "%s: %s claims %d bytes, more than a volume can have (%d)", w.image, shown(w.found),
-			h.Size, api.MaxVolumeSize)
+		return api.Errorf(api.OutOfRange, "%s: %s claims %d bytes, more than a volume can have (%d)", w.image,
+			quoteDisk(w.found), h.Size, api.MaxVolumeSize)
 	case !packed && h.Size > layer:
-		return api.Errorf(api.Corrupt, "%s: %s claims %d bytes in a layer of %d", w.image, shown(w.found), h.Size, layer)
+		return api.Errorf(api.Corrupt, "%s: %s claims %d bytes in a layer of %d", w.image, quoteDisk(w.found), h.Size, layer)
 	case h.Size > bombFloor && h.Size/bombRatio > layer:
 		return api.Errorf(api.Corrupt, "%s: %s claims %d bytes, packed into a layer of %d: such a thing is made to do harm",
-			w.image, shown(w.found), h.Size, layer)
+			w.image, quoteDisk(w.found), h.Size, layer)
 	}
 	return nil
 }
 
-func shown(name string) string { return fmt.Sprintf("%q", "/disk/"+clip(name)) }
+func quoteDisk(name string) string { return fmt.Sprintf("%q", "/disk/"+clip(name)) }
 
-// split takes a name of an archive apart. A name with .. in it means nothing to us, wherever it leads.
-func split(name string) (at []string, ok bool) {
+// splitName splits a name of an archive into its elements. A name with .. matches no file.
+func splitName(name string) (at []string, ok bool) {
 	for e := range strings.SplitSeq(name, "/") {
 		switch e {
 		case "", ".":
 		case "..":
 			return nil, false
 		default:
-			if len(at) < 3 { // deeper is all the same
+			if len(at) < 3 { // deeper elements make no difference
 				at = append(at, e)
 			}
 		}
@@ -210,9 +210,9 @@ func split(name string) (at []string, ok bool) {
 	return at, true
 }
 
-// unpack gives the archive inside a blob, by its first bytes: what a manifest calls a layer is often wrong. It is nil
-// where the blob is the archive as it is.
-func unpack(blob *bufio.Reader) (*archive.Reader, error) {
+// unpackLayer detects an archive by the first bytes of a blob, because the type in a manifest is often wrong. nil means
+// a plain blob.
+func unpackLayer(blob *bufio.Reader) (*archive.Reader, error) {
 	head, err := blob.Peek(archive.HeadSize)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err

@@ -8,34 +8,36 @@ import (
 	"io"
 	"strings"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
 	"drover.io/drover/api"
 	"drover.io/drover/imagestore/archive"
 )
 
-// disk is the bytes of the disk file. It goes through the layers, the topmost first: up to the file when it is opened,
-// and through all that follows after its last byte. Owner: the goroutine that reads.
-type disk struct {
+// diskStream is the bytes of the disk file. Opening reads the layers from the topmost layer to the file; after the last
+// byte of the file, Read reads all other layers. The goroutine that reads owns the stream.
+type diskStream struct {
 	ctx    context.Context
 	c      *client
-	all    []descriptor // the topmost last
-	layers []descriptor // of them, what was not looked at yet
-	walk   walk
+	all    []v1.Descriptor // the lowest first
+	layers []v1.Descriptor // not opened yet
+	search diskSearch
 
-	at     *layer       // the open one
-	origin *resumePoint // of the disk file; nil: its transfer cannot be gone on with
-	err    error        // final; io.EOF: all is read, and right
+	at        *layer       // the open layer
+	resumable *resumePoint // nil: another process cannot continue
+	err       error        // final; io.EOF: every layer matched its digest
 }
 
-// layer is an open one.
+// layer is an open layer.
 type layer struct {
 	blob  *blob
-	stop  context.CancelFunc // ends its requests
+	stop  context.CancelFunc // ends the requests of blob
 	buf   *bufio.Reader      // over blob
-	plain *archive.Reader    // over buf; nil: it is not packed
-	files *counted           // the archive, unpacked
+	plain *archive.Reader    // over buf; nil: the blob is plain
+	files *countingReader    // the archive, unpacked
 	tar   *tar.Reader        // over files
 
-	left, fill int64 // of the disk file, and behind it, where tar does not know of it
+	left, fill int64 // bytes of the file and padding that tar does not count, after a resume
 }
 
 const (
@@ -43,71 +45,71 @@ const (
 	tarBlock   = 512
 )
 
-// find goes to the disk file and returns its size.
-func (d *disk) find() (int64, error) {
-	d.walk.image = d.c.name
-	h, err := d.next()
+// findDisk advances to the disk file and returns its size.
+func (d *diskStream) findDisk() (int64, error) {
+	d.search.image = d.c.name
+	h, err := d.nextDisk()
 	if errors.Is(err, io.EOF) {
-		err = d.walk.none()
+		err = d.search.errNoDisk()
 	}
 	if err == nil {
-		err = d.walk.fits(h, d.at.blob.want.Size, d.at.plain != nil)
+		err = d.search.checkSize(h, d.at.blob.want.Size, d.at.plain != nil)
 	}
 	if err != nil {
 		d.err = err
 		return 0, err
 	}
-	d.remember(h.Size)
+	d.setResumePoint(h.Size)
 	return h.Size, nil
 }
 
-// next is the next disk file in what was not looked at yet; io.EOF: there is none, and all layers were right.
-func (d *disk) next() (*tar.Header, error) {
+// nextDisk returns the next disk file, or io.EOF once every layer matched its digest.
+func (d *diskStream) nextDisk() (*tar.Header, error) {
 	for {
 		if d.at == nil {
-			if len(d.layers) == 0 || d.walk.closed {
+			if len(d.layers) == 0 || d.search.closed {
 				return nil, io.EOF
 			}
-			if err := d.open(); err != nil {
+			if err := d.openLayer(); err != nil {
 				return nil, err
 			}
 		}
-		h, err := d.walk.disk(d.at.tar)
+		h, err := d.search.nextDisk(d.at.tar)
 		if errors.Is(err, io.EOF) {
-			err = d.finish()
+			err = d.finishLayer()
 			if err == nil {
 				continue
 			}
 		}
 		if err != nil {
-			return nil, d.explain(err)
+			return nil, d.explainDamage(err)
 		}
 		return h, nil
 	}
 }
 
-// open begins with the topmost layer that was not looked at yet.
-func (d *disk) open() error {
-	b, stop, err := d.blob(d.layers[len(d.layers)-1], 0, nil)
+// openLayer opens the topmost unopened layer.
+func (d *diskStream) openLayer() error {
+	b, stop, err := d.openBlob(d.layers[len(d.layers)-1], 0, nil)
 	if err != nil {
 		return err
 	}
 	d.layers = d.layers[:len(d.layers)-1]
 	d.at = &layer{blob: b, stop: stop, buf: bufio.NewReaderSize(b, bufferSize)}
 	files := io.Reader(d.at.buf)
-	if d.at.plain, err = unpack(d.at.buf); err != nil {
-		return d.explain(err)
+	if d.at.plain, err = unpackLayer(d.at.buf); err != nil {
+		return d.explainDamage(err)
 	}
 	if d.at.plain != nil {
 		files = d.at.plain
 	}
-	d.at.files = &counted{r: files}
+	d.at.files = &countingReader{r: files}
 	d.at.tar = tar.NewReader(d.at.files)
 	return nil
 }
 
-// blob opens one, whose requests end with stop.
-func (d *disk) blob(want descriptor, off int64, sum []byte) (b *blob, stop context.CancelFunc, err error) {
+// openBlob opens a blob; stop ends the requests of the blob.
+func (d *diskStream) openBlob(want v1.Descriptor, off int64, sum []byte) (b *blob, stop context.CancelFunc, err error) {
 	ctx, stop := context.WithCancel(d.ctx)
 	if b, err = d.c.openBlob(ctx, want, off, sum); err != nil {
 		stop()
@@ -116,9 +118,9 @@ func (d *disk) blob(want descriptor, off int64, sum []byte) (b *blob, stop conte
 	return b, stop, nil
 }
 
-// finish reads what stands behind the archive's end, so that the digest is known, and leaves the layer.
-func (d *disk) finish() error {
-	left := maxBeside - d.walk.beside
+// finishLayer reads the rest of the blob, so that the digest is compared, and closes the layer.
+func (d *diskStream) finishLayer() error {
+	left := maxBeside - d.search.beside
 	n, err := io.Copy(io.Discard, io.LimitReader(d.at.files, left+1))
 	if err != nil {
 		return err
@@ -126,17 +128,17 @@ func (d *disk) finish() error {
 	if n > left {
 		return api.Errorf(api.OutOfRange, "%s: the image holds more than %d GiB beside the disk", d.c.name, maxBeside>>30)
 	}
-	d.walk.beside += n
+	d.search.beside += n
 	if _, err := io.Copy(io.Discard, d.at.buf); err != nil {
 		return err
 	}
-	d.walk.below()
-	d.leave()
+	d.search.nextLayer()
+	d.closeLayer()
 	return nil
 }
 
-// explain tells what was wrong: the way here comes first, for a cut leaves the archive damaged, too.
-func (d *disk) explain(err error) error {
+// explainDamage prefers the failure of the blob, because a cut damages the archive as well.
+func (d *diskStream) explainDamage(err error) error {
 	if failed := d.at.blob.failure(); failed != nil && !errors.Is(failed, io.EOF) {
 		return failed
 	}
@@ -149,10 +151,10 @@ func (d *disk) explain(err error) error {
 		d.at.blob.want.Digest, clip(err.Error()))
 }
 
-// leave closes the open layer.
-func (d *disk) leave() {
+// closeLayer closes the open layer.
+func (d *diskStream) closeLayer() {
 	if d.at != nil {
-		d.at.stop() // ends a read that Close waits for
+		d.at.stop() // ends a read for which Close waits
 		if d.at.plain != nil {
 			_ = d.at.plain.Close()
 		}
@@ -161,30 +163,30 @@ func (d *disk) leave() {
 	}
 }
 
-// Read gives the next bytes of the disk file. io.EOF comes after all layers were read and compared.
-func (d *disk) Read(p []byte) (int, error) {
+// Read returns the next bytes of the disk file. io.EOF comes after every layer matched its digest.
+func (d *diskStream) Read(p []byte) (int, error) {
 	if d.err != nil || len(p) == 0 {
 		return 0, d.err
 	}
 	n, err := d.at.read(p)
 	switch {
 	case n > 0 || err == nil:
-		return n, nil // an error that came with bytes comes again with the next Read
+		return n, nil // the next Read returns the error again
 	case !errors.Is(err, io.EOF):
-		d.err = d.explain(err)
+		d.err = d.explainDamage(err)
 		return 0, d.err
 	}
-	_, d.err = d.next() // a second disk is an error of it
+	_, d.err = d.nextDisk() // fails for a second disk
 	if d.err == nil {
 		d.err = api.Errorf(api.Corrupt, "%s: the image holds more than one disk", d.c.name)
 	}
 	return 0, d.err
 }
 
-// read gives the next bytes of the disk file in the layer.
+// read returns the next bytes of the disk file in the layer.
 func (l *layer) read(p []byte) (int, error) {
 	if l.left == 0 && l.fill == 0 {
-		return l.tar.Read(p) // where another one read the file, there is none before the next header
+		return l.tar.Read(p) // also after the file, until the next header
 	}
 	if l.left == 0 {
 		_, err := io.CopyN(io.Discard, l.files, l.fill)
@@ -201,13 +203,13 @@ func (l *layer) read(p []byte) (int, error) {
 	if errors.Is(err, io.EOF) && n == 0 {
 		err = io.ErrUnexpectedEOF
 	} else if n > 0 {
-		err = nil // it comes again
+		err = nil // the next Read returns the error
 	}
 	return n, err
 }
 
-// settled says, after the last byte, whether all of them were the image's.
-func (d *disk) settled() error {
+// settled reports, after the last byte, whether all bytes are the image's.
+func (d *diskStream) settled() error {
 	var one [1]byte
 	for d.err == nil {
 		if n, _ := d.Read(one[:]); n > 0 {
@@ -221,11 +223,11 @@ func (d *disk) settled() error {
 }
 
 // Close ends the transfer.
-func (d *disk) Close() error {
+func (d *diskStream) Close() error {
 	if d.err == nil {
 		d.err = api.Errorf(api.Unavailable, "%s: closed", d.c.name)
 	}
-	d.leave()
+	d.closeLayer()
 	d.c.close()
 	return nil
 }

@@ -30,11 +30,11 @@ func FuzzWalk(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, upper, lower []byte) {
-		w := &walk{image: "docker://registry.example.com/a"}
+		w := &diskSearch{image: "docker://registry.example.com/a"}
 		found := 0
 		for _, layer := range [][]byte{upper, lower} {
 			buf := bufio.NewReader(bytes.NewReader(layer))
-			plain, err := unpack(buf)
+			plain, err := unpackLayer(buf)
 			if err != nil {
 				return
 			}
@@ -45,7 +45,7 @@ func FuzzWalk(f *testing.F) {
 			}
 			tr := tar.NewReader(files)
 			for {
-				h, err := w.disk(tr)
+				h, err := w.nextDisk(tr)
 				if errors.Is(err, io.EOF) {
 					break
 				}
@@ -58,12 +58,12 @@ func FuzzWalk(f *testing.F) {
 				if found++; found > 1 {
 					t.Fatal("more than one disk was given out")
 				}
-				at, ok := split(h.Name)
+				at, ok := splitName(h.Name)
 				if !ok || len(at) != 2 || at[0] != "disk" || at[1] != w.found || w.closed || w.hidden[at[1]] ||
 					h.Typeflag != tar.TypeReg || h.Size < 0 {
 					t.Fatalf("this is a disk: %+v", h)
 				}
-				if w.fits(h, int64(len(layer)), plain != nil) != nil {
+				if w.checkSize(h, int64(len(layer)), plain != nil) != nil {
 					return
 				}
 				n, err := io.Copy(io.Discard, io.LimitReader(tr, 1<<20))
@@ -74,7 +74,7 @@ func FuzzWalk(f *testing.F) {
 					return
 				}
 			}
-			w.below()
+			w.nextLayer()
 		}
 	})
 }
@@ -95,7 +95,7 @@ func FuzzManifest(f *testing.F) {
 	}
 	c := &client{name: "docker://registry.example.com/a", opts: Options{Arch: "amd64"}}
 	f.Fuzz(func(t *testing.T, body []byte, contentType string) {
-		m, err := c.understand(body, contentType)
+		m, err := c.parseManifest(body, contentType)
 		if err != nil {
 			if api.KindOf(err) == api.Other || len(err.Error()) > 1000 {
 				t.Fatalf("not a message: %v", err)
@@ -106,7 +106,7 @@ func FuzzManifest(f *testing.F) {
 			t.Fatalf("%d layers, %d images", len(m.Layers), len(m.Manifests))
 		}
 		if len(m.Manifests) > 0 {
-			if one, err := c.choose(m.Manifests); err == nil && one.Digest.Hex == "" {
+			if one, err := c.selectImage(m.Manifests); err == nil && one.Digest.Hex == "" {
 				t.Fatal("an image without a digest was chosen")
 			}
 		}

@@ -9,9 +9,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// Login finds what a Docker configuration (the .dockerconfigjson of a Secret of type kubernetes.io/dockerconfigjson)
-// holds for an image: the entry of its registry, or the longest one of its registry and a folder of it. Messages show
-// nothing of what is in there.
+// Login returns the account for an image from a Docker configuration (the .dockerconfigjson of a Secret of type
+// kubernetes.io/dockerconfigjson): the entry with the longest match of registry and folders. Messages repeat nothing of
+// the configuration.
 func Login(config []byte, ref string) (username, password string, err error) {
 	parsed, err := parse(ref, false)
 	if err != nil {
@@ -31,7 +31,7 @@ func Login(config []byte, ref string) (username, password string, err error) {
 		}
 		key = strings.TrimRight(key, "/")
 		if at, path, _ := strings.Cut(key, "/"); at == host && (path == "v1" || path == "v2") {
-			key = host // what docker login writes for some registries
+			key = host // docker login writes this form for some registries
 		}
 		if strings.HasPrefix(image, key+"/") && len(key) > best {
 			best, found = len(key), entry

@@ -174,7 +174,20 @@ func TestFaultyRegistries(t *testing.T) {
 		"a byte of the last":  {"/blobs/", flip(len(packed) - 2), api.Corrupt, ""},
 		"a byte of the manifest": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, next http.Handler) {
 			next.ServeHTTP(&flipper{w, 20}, r)
-		}, api.Corrupt, "its digest is sha256:"},
+		}, api.Corrupt, "does not match requested digest"},
+		"a packed manifest": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, next http.Handler) {
+			w.Header().Set("Content-Encoding", "gzip")
+			next.ServeHTTP(w, r)
+		}, api.Unsupported, "packed the answer (gzip)"},
+		"endless redirects of a manifest": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, r.URL.Path+"?signature=x", http.StatusTemporaryRedirect)
+		}, api.Invalid, "more than 10 times"},
+		"redirect of a manifest to plain http": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, "http://198.51.100.1/manifest?signature=x", http.StatusTemporaryRedirect)
+		}, api.Denied, "plain http to 198.51.100.1 is refused"},
+		"redirect of a manifest to cloud metadata": {"/manifests/", func(_ int, w http.ResponseWriter, r *http.Request, _ http.Handler) {
+			http.Redirect(w, r, "https://169.254.169.254/latest?signature=x", http.StatusTemporaryRedirect)
+		}, api.Unavailable, "private/link-local"},
 		"another range": {"/blobs/", func(n int, w http.ResponseWriter, r *http.Request, next http.Handler) {
 			if n == 1 {
 				next.ServeHTTP(&cutter{w, 5000}, r)

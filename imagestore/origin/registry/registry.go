@@ -1,19 +1,3 @@
-// Package registry opens the disk inside an OCI containerDisk as a origin.Stream: an image of a registry, as KubeVirt
-// knows it, whose layers hold one file in /disk/ (qcow2 or raw). The file's bytes stream out of the layer's blob while
-// it comes: nothing is unpacked onto a disk, and names inside the archive are compared and shown, never used as paths.
-//
-//	docker://registry.example.com/disks/fedora:42
-//	   index ---> manifest ---> layers, the topmost first ---> blob ---> gzip | zstd | as it is ---> tar ---> /disk/x
-//
-// What is trusted is the digest alone: manifests and blobs are compared with theirs. A blob's digest is known to be
-// right only at its end, so the last Read (and Settled) says it; who uses the bytes commits nothing before that. All
-// layers are read to their end, because only then it is known that there is one disk and which one; upper layers hide
-// files of lower ones as they do in a container.
-//
-// Registries are hostile input: sizes and numbers are limited, messages show no credentials and no query, credentials
-// go to the registry and to the token service that it names over TLS, and addresses inside the network are refused
-// (origin.GuardTransport). A Stream belongs to one goroutine; those of the readers that unpack (package archive) and of
-// the connections end with Close.
 package registry
 
 import (
@@ -31,37 +15,37 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Options say how a registry may be used; the zero value: anonymously, over TLS, on the public internet.
+// Options configure access to a registry; the zero value: anonymous, over TLS, on the public internet.
 type Options struct {
-	// Username and Password for the registry or its token service; none: anonymous.
+	// Username and Password for the registry or its token service; empty: anonymous.
 	Username, Password string
-	// CA holds certificates (PEM) that are trusted besides those of the system.
+	// CA holds certificates (PEM) of further trusted authorities.
 	CA []byte
-	// PlainHTTP lets a registry without TLS be used. On this host (a loopback address) it may be without anyway.
+	// PlainHTTP allows a registry without TLS. A registry on a loopback address needs no permission.
 	PlainHTTP bool
-	// Allow names the addresses outside the public internet that may be connected to; nil: none.
+	// Allow accepts addresses outside the public internet; nil: none.
 	Allow func(netip.Addr) bool
-	// Arch is the architecture to take from an image of several, as Go calls it; this node's.
+	// Arch is the architecture to select from an index, in the words of Go; default: of this node.
 	Arch string
 
 	// Start is how long the registry may take until the first byte of an answer; 30 s.
 	Start time.Duration
-	// Stall is how long it may be silent in the middle; 60 s. Then the connection counts as cut.
+	// Stall is how long the registry may be silent in the middle of an answer; 60 s. Then the connection counts as cut.
 	Stall time.Duration
-	// Resumes is how many cuts in a row, without a byte between them, are healed by asking for the rest, and how often
-	// a busy registry is asked again; 5.
+	// Resumes is how many cuts in a row, without a byte between them, are followed by a request for the rest, and how
+	// often a busy registry is asked again; 5.
 	Resumes int
 	// Pause before a resume; doubles with each cut in a row. 500 ms.
 	Pause time.Duration
-	// From is where an earlier transfer of the same image stopped. The zero value is the beginning.
+	// From is where an earlier transfer of the same image stopped. The zero value is the start.
 	From From
-	// Resumed is told of every resume, for the log: the bytes of the blob that are there, and why. May be nil.
+	// Resumed is called before every resume with the number of received bytes and the cause. May be nil.
 	Resumed func(off int64, cause error)
-	// Resolved is told the digest of the manifest that the reference meant, for the log. May be nil.
+	// Resolved is called with the digest of the manifest behind the reference. May be nil.
 	Resolved func(digest string)
 }
 
-// From is a place in the disk file: a Mark of the Stream, and the state that its At returned there.
+// From is a place in the disk file: a Mark of the Stream, and the state from Stream.At.
 type From struct {
 	Mark  origin.Mark
 	State json.RawMessage
@@ -88,8 +72,8 @@ func (o Options) withDefaults() Options {
 // Scheme begins a reference.
 const Scheme = "docker://"
 
-// parse reads docker://host[:port]/repo[:tag|@digest]. The host must be there: a name that means one thing here and
-// another there is no address of a golden image.
+// parse reads docker://host[:port]/repo[:tag|@digest]. The host is mandatory: a name with a different meaning on each
+// node is no address of an image.
 func parse(ref string, plain bool) (name.Reference, error) {
 	const form = Scheme + "HOST[:PORT]/REPOSITORY[:TAG or @DIGEST]"
 	rest, ok := strings.CutPrefix(ref, Scheme)
@@ -98,7 +82,7 @@ func parse(ref string, plain bool) (name.Reference, error) {
 	}
 	host, _, slash := strings.Cut(rest, "/")
 	if strings.Contains(host, "@") {
-		// Not repeated: what stands before the @ may be a password.
+		// The message does not repeat the host: the part before the @ may be a password.
 		return nil, api.Errorf(api.Invalid, "no credentials in the reference: they belong in a Secret")
 	}
 	if !slash || host != "localhost" && !strings.ContainsAny(host, ".:") {
@@ -124,14 +108,14 @@ func loopback(host string) bool {
 	return host == "localhost" || err == nil && addr.Unmap().IsLoopback()
 }
 
-// Check says whether a reference can be read at all; no connection is made.
+// Check reports whether a reference is valid; Check opens no connection.
 func Check(ref string) error {
 	_, err := parse(ref, false)
 	return err
 }
 
-// Open finds the disk in the image that ref names and returns its bytes, once the first of them are near: Size is the
-// file's. A connection that is cut is continued where it stopped. ctx holds for reading, too.
+// Open finds the disk in the image of ref and returns its bytes once the first bytes are near; Size is the size of the
+// file. A cut connection is continued where it stopped. ctx covers reading as well.
 func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error) {
 	opts = opts.withDefaults()
 	parsed, err := parse(ref, opts.PlainHTTP)
@@ -142,32 +126,32 @@ func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error)
 	if err != nil {
 		return nil, err
 	}
-	layers, err := c.layers(ctx, parsed.Identifier())
+	layers, err := c.layers(ctx, parsed)
 	if err != nil {
 		c.close()
 		return nil, err
 	}
-	d := &disk{ctx: ctx, c: c, all: layers, layers: layers}
+	d := &diskStream{ctx: ctx, c: c, all: layers, layers: layers}
 	var size int64
 	if opts.From.State != nil {
-		size, err = d.again()
+		size, err = d.resume()
 	} else {
-		size, err = d.find()
+		size, err = d.findDisk()
 	}
 	if err != nil {
 		_ = d.Close()
 		return nil, err
 	}
 	s := &origin.Stream{ReadCloser: d, Size: size, Name: c.name, Settled: d.settled}
-	if d.origin != nil {
-		st := &d.origin.state
+	if d.resumable != nil {
+		st := &d.resumable.state
 		s.Mark = &origin.Mark{Off: opts.From.Mark.Off, Size: size, Validator: st.Layers[st.Open]}
-		s.At = d.origin.place
+		s.At = d.resumable.stateAt
 	}
 	return s, nil
 }
 
-// clip makes a text of the other side fit for a message.
+// clip prepares text of the other side for a message.
 func clip(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f {

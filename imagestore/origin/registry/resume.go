@@ -9,29 +9,31 @@ import (
 	"maps"
 	"slices"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
 	"drover.io/drover/api"
 	"drover.io/drover/imagestore/origin"
 )
 
-// Another process can continue a transfer whose layer is not packed: at a place in the disk file that is known by the
-// place in the blob and the state of the blob's digest there. No decoder can begin in the middle of a packed layer, so
-// the transfer of such a layer begins again.
+// Another process can continue the transfer of a plain layer: the place in the disk file follows from the place in the
+// blob and the state of the digest there. No decoder can begin in the middle of a packed layer, so the transfer of such
+// a layer starts again.
 
-// diskState is what is to be recorded of such a place.
-type diskState struct {
-	Layers []string  `json:"layers"` // of the image, the lowest first
-	Open   int       `json:"open"`   // which of them it is in
-	Walk   walkState `json:"walk"`
-	Size   int64     `json:"size"`  // of the disk file,
-	Start  int64     `json:"start"` // and where it begins in the layer
-	Off    int64     `json:"off"`   // where to go on in the blob,
-	Sum    []byte    `json:"sum"`   // and the state of its digest there
+// resumeState is the record of a place in the disk file.
+type resumeState struct {
+	Layers []string    `json:"layers"` // of the image, the lowest first
+	Open   int         `json:"open"`   // index of the layer with the disk
+	Walk   searchState `json:"walk"`
+	Size   int64       `json:"size"`  // of the disk file
+	Start  int64       `json:"start"` // of the disk file in the layer
+	Off    int64       `json:"off"`   // of the next byte in the blob
+	Sum    []byte      `json:"sum"`   // state of the digest at Off
 	// Earlier versions recorded a place in a packed layer.
 	Point json.RawMessage `json:"point,omitempty"`
 }
 
-// walkState is a walk.
-type walkState struct {
+// searchState is the record of a diskSearch.
+type searchState struct {
 	Found   string   `json:"found"`
 	Hidden  []string `json:"hidden,omitempty"`
 	Closed  bool     `json:"closed,omitempty"`
@@ -42,41 +44,41 @@ type walkState struct {
 	Closes  bool     `json:"closes,omitempty"`
 }
 
-// mostNames is how many names of hidden files are recorded at most: where there are more, the transfer begins anew.
-const mostNames = 1000
+// maxRecordedNames bounds the recorded names of hidden files; with more names the transfer cannot be continued.
+const maxRecordedNames = 1000
 
-// resumePoint is where the disk file comes from. It does not change.
+// resumePoint is the constant part of all records of a transfer.
 type resumePoint struct {
-	state  diskState // without a place
+	state  resumeState // without Off and Sum
 	states *origin.HashStates
 }
 
-// counted tells how far an archive was read.
-type counted struct {
+// countingReader counts the bytes of an archive.
+type countingReader struct {
 	r io.Reader
 	n int64
 }
 
-func (c *counted) Read(p []byte) (int, error) {
+func (c *countingReader) Read(p []byte) (int, error) {
 	n, err := c.r.Read(p)
 	c.n += int64(n)
 	return n, err
 }
 
-// remember makes the origin of the disk file that was just found.
-func (d *disk) remember(size int64) {
-	if d.at.plain != nil || len(d.walk.hidden)+len(d.walk.hides) > mostNames {
+// setResumePoint prepares the records after the disk file was found.
+func (d *diskStream) setResumePoint(size int64) {
+	if d.at.plain != nil || len(d.search.hidden)+len(d.search.hides) > maxRecordedNames {
 		return
 	}
-	w := &d.walk
-	st := diskState{Layers: digests(d.all), Open: len(d.layers), Size: size, Start: d.at.files.n}
-	st.Walk = walkState{Found: w.found,
+	w := &d.search
+	st := resumeState{Layers: digests(d.all), Open: len(d.layers), Size: size, Start: d.at.files.n}
+	st.Walk = searchState{Found: w.found,
 		Hidden: slices.Sorted(maps.Keys(w.hidden)), Closed: w.closed, Seen: slices.Clone(w.seen), Headers: w.headers,
 		Beside: w.beside, Hides: slices.Clone(w.hides), Closes: w.closes}
-	d.origin = &resumePoint{state: st, states: &d.at.blob.states}
+	d.resumable = &resumePoint{state: st, states: &d.at.blob.states}
 }
 
-func digests(layers []descriptor) []string {
+func digests(layers []v1.Descriptor) []string {
 	var out []string
 	for _, l := range layers {
 		out = append(out, l.Digest.String())
@@ -84,8 +86,8 @@ func digests(layers []descriptor) []string {
 	return out
 }
 
-// place is origin.Stream.At.
-func (o *resumePoint) place(off int64) (state json.RawMessage, ok bool) {
+// stateAt is origin.Stream.At.
+func (o *resumePoint) stateAt(off int64) (state json.RawMessage, ok bool) {
 	st := o.state
 	m, ok := o.states.Before(st.Start + off)
 	if !ok {
@@ -96,56 +98,56 @@ func (o *resumePoint) place(off int64) (state json.RawMessage, ok bool) {
 	return state, err == nil
 }
 
-// again goes to where an earlier transfer was, if the registry has the same image.
-func (d *disk) again() (size int64, err error) {
+// resume advances to the place of an earlier transfer, if the registry has the same image.
+func (d *diskStream) resume() (size int64, err error) {
 	from := d.c.opts.From
-	var st diskState
+	var st resumeState
 	if err := json.Unmarshal(from.State, &st); err != nil || st.Point != nil || st.Size != from.Mark.Size ||
 		from.Mark.Off > st.Size ||
 		st.Start < 0 || st.Off < 0 || st.Open < 0 || st.Open >= len(d.all) || !slices.Equal(digests(d.all), st.Layers) {
-		return 0, d.anew()
+		return 0, d.errChanged()
 	}
 	w := st.Walk
-	d.walk = walk{image: d.c.name, found: w.Found, hidden: map[string]bool{}, closed: w.Closed, seen: w.Seen,
+	d.search = diskSearch{image: d.c.name, found: w.Found, hidden: map[string]bool{}, closed: w.Closed, seen: w.Seen,
 		headers: w.Headers, beside: w.Beside, hides: w.Hides, closes: w.Closes}
 	for _, name := range w.Hidden {
-		d.walk.hidden[name] = true
+		d.search.hidden[name] = true
 	}
 	d.layers = d.all[:st.Open]
-	b, stop, err := d.blob(d.all[st.Open], st.Off, st.Sum)
+	b, stop, err := d.openBlob(d.all[st.Open], st.Off, st.Sum)
 	if err != nil {
 		return 0, err
 	}
 	d.at = &layer{blob: b, stop: stop, buf: bufio.NewReaderSize(b, bufferSize)}
-	if err := d.enter(&st, from.Mark.Off); err != nil {
-		return 0, d.explain(err)
+	if err := d.enterLayer(&st, from.Mark.Off); err != nil {
+		return 0, d.explainDamage(err)
 	}
-	d.origin = &resumePoint{state: st, states: &b.states}
-	d.origin.state.Sum = nil
+	d.resumable = &resumePoint{state: st, states: &b.states}
+	d.resumable.state.Sum = nil
 	return st.Size, nil
 }
 
-// enter goes to a place of the disk file in the open layer.
-func (d *disk) enter(st *diskState, off int64) error {
+// enterLayer advances to a place of the disk file in the open layer.
+func (d *diskStream) enterLayer(st *resumeState, off int64) error {
 	l := d.at
 	if _, err := io.CopyN(io.Discard, l.buf, st.Start+off-st.Off); err != nil {
 		return err
 	}
-	l.files = &counted{r: l.buf, n: st.Start + off}
+	l.files = &countingReader{r: l.buf, n: st.Start + off}
 	// The rest of the file is read by hand, with what fills up its last block; then comes a header.
 	l.left, l.fill = st.Size-off, -st.Size&(tarBlock-1)
 	l.tar = tar.NewReader(l.files)
 	return nil
 }
 
-// anew is the error for what is not the same any more.
-func (d *disk) anew() error {
+// errChanged is the error for a changed image or an unusable record.
+func (d *diskStream) errChanged() error {
 	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or what was kept of it cannot be used", d.c.name,
 		origin.ErrChanged)
 }
 
-// enter begins a blob at a place, with the state of its digest there.
-func (b *blob) enter(off int64, sum []byte) error {
+// restore starts a blob at a place, with the state of the digest there.
+func (b *blob) restore(off int64, sum []byte) error {
 	u, ok := b.sum.(encoding.BinaryUnmarshaler)
 	if !ok || off > b.want.Size || u.UnmarshalBinary(sum) != nil {
 		return api.Errorf(api.Unavailable, "%s: layer %s %w, or what was kept of it cannot be used", b.c.name, b.want.Digest,

@@ -100,7 +100,7 @@ func digest(b []byte) string { return fmt.Sprintf("sha256:%x", sha256.Sum256(b))
 
 type object = map[string]any
 
-// blob pushes a layer and describes it.
+// openBlob pushes a layer and describes it.
 func (w *world) blob(repo string, kind types.MediaType, body []byte) object {
 	w.t.Helper()
 	w.push(http.MethodPost, "/v2/"+repo+"/blobs/uploads/?digest="+digest(body), "application/octet-stream", body)
