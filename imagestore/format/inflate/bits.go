@@ -2,52 +2,45 @@ package inflate
 
 import "encoding/binary"
 
-// Bits is input as bits: the next N of them are in Buf, from the low end, and what follows is in Src, from Pos on. Up
-// to 7 bytes before Pos may be gone back to.
-type Bits struct {
-	Src  []byte
-	Pos  int
-	Buf  uint64
-	N    uint
-	More bool // something may follow Src
+// bitReader reads input as bits: the next n bits are in buf, from the low end; the bits behind them are in src, from pos
+// on. align can return up to 7 bytes to src.
+type bitReader struct {
+	src []byte
+	pos int
+	buf uint64
+	n   uint
 }
 
-// has reports whether Src has n more bytes, or nothing follows it.
-func (b *Bits) has(n int) bool { return !b.More || len(b.Src)-b.Pos >= n }
-
-// fill makes at least 56 bits available, or all there are.
-func (b *Bits) fill() {
-	if b.Pos+8 <= len(b.Src) {
-		b.Buf |= binary.LittleEndian.Uint64(b.Src[b.Pos:]) << (b.N & 63)
-		b.Pos += int((63 - b.N) >> 3)
-		b.N |= 56
+// fill loads at least 56 bits, or all remaining bits.
+func (b *bitReader) fill() {
+	if b.pos+8 <= len(b.src) {
+		b.buf |= binary.LittleEndian.Uint64(b.src[b.pos:]) << (b.n & 63)
+		b.pos += int((63 - b.n) >> 3)
+		b.n |= 56
 		return
 	}
-	for b.N < 56 && b.Pos < len(b.Src) {
-		b.Buf |= uint64(b.Src[b.Pos]) << b.N
-		b.Pos++
-		b.N += 8
+	for b.n < 56 && b.pos < len(b.src) {
+		b.buf |= uint64(b.src[b.pos]) << b.n
+		b.pos++
+		b.n += 8
 	}
 }
 
-// align goes to the next whole byte, and gives those that are in Buf back to Src.
-func (b *Bits) align() {
-	b.Pos = b.used()
-	b.Buf, b.N = 0, 0
+// align advances to the next whole byte and returns whole bytes in buf to src.
+func (b *bitReader) align() {
+	b.pos -= int(b.n >> 3)
+	b.buf, b.n = 0, 0
 }
 
-// used is how many bytes of src are consumed, the one that is begun included.
-func (b *Bits) used() int { return b.Pos - int(b.N>>3) }
-
-// Take consumes n bits, which must be at most 32.
-func (b *Bits) Take(n uint) (uint32, bool) {
-	if b.N < n {
-		if b.fill(); b.N < n {
+// take consumes n bits, at most 32.
+func (b *bitReader) take(n uint) (uint32, bool) {
+	if b.n < n {
+		if b.fill(); b.n < n {
 			return 0, false
 		}
 	}
-	v := uint32(b.Buf & (1<<n - 1))
-	b.Buf >>= n
-	b.N -= n
+	v := uint32(b.buf & (1<<n - 1))
+	b.buf >>= n
+	b.n -= n
 	return v, true
 }

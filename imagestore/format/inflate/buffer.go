@@ -5,10 +5,10 @@ import (
 	"hash/adler32"
 )
 
-// Fill fills dst from src, whatever follows. Used is the length of the deflate data, or 0 where that does not end with
-// dst.
+// Fill fills dst from src, with anything behind the data. used is the length of the deflate data, or 0 if the data does
+// not end with dst.
 func (d *Decoder) Fill(dst, src []byte) (used int, err error) {
-	b := Bits{Src: src}
+	b := bitReader{src: src}
 	n, ended, err := d.run(&b, dst)
 	switch {
 	case err != nil:
@@ -18,17 +18,17 @@ func (d *Decoder) Fill(dst, src []byte) (used int, err error) {
 	case !ended:
 		return 0, nil
 	}
-	return b.Pos, nil
+	return b.pos, nil
 }
 
-// Zlib unpacks the zlib stream at the start of src into dst, which has to have room for all of it, and compares its
-// checksum. It returns how many bytes of dst it made, and used of src.
+// Zlib unpacks the zlib stream at the start of src into dst, which needs room for all of the content, and compares the
+// checksum. n is the number of bytes in dst, used the length of the stream.
 func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
 	// Deflate with a window of at most 32 KiB, and no dictionary.
 	if len(src) < 2 || src[0]&15 != 8 || src[0]>>4 > 7 || src[1]&32 != 0 || binary.BigEndian.Uint16(src)%31 != 0 {
 		return 0, 0, errZlib
 	}
-	b := Bits{Src: src[2:]}
+	b := bitReader{src: src[2:]}
 	n, ended, err := d.run(&b, dst)
 	if err != nil {
 		return n, 0, err
@@ -36,7 +36,7 @@ func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
 	if !ended {
 		return n, 0, ErrLong
 	}
-	used = 2 + b.Pos
+	used = 2 + b.pos
 	if len(src)-used < 4 {
 		return n, 0, ErrShort
 	}
@@ -46,19 +46,19 @@ func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
 	return n, used + 4, nil
 }
 
-// run decodes blocks to the end of the data, or until dst is full and it does not end there.
-func (d *Decoder) run(b *Bits, dst []byte) (out int, ended bool, err error) {
-	d.Reset()
-	w := Window{B: dst, Stop: len(dst) + 1}
+// run decodes blocks to the end of the data, or until dst is full before the end of the data.
+func (d *Decoder) run(b *bitReader, dst []byte) (out int, ended bool, err error) {
+	w := output{buf: dst}
 	for {
-		stop, err := d.Next(b, &w)
+		r, err := d.block(b, &w)
 		switch {
-		case err != nil && w.Pos == len(dst), err == nil && stop == Full:
-			return w.Pos, false, nil
+		case err != nil && w.pos == len(dst), err == nil && r == full:
+			return w.pos, false, nil
 		case err != nil:
-			return w.Pos, false, err
-		case stop == End:
-			return w.Pos, true, nil
+			return w.pos, false, err
+		case d.last:
+			b.align()
+			return w.pos, true, nil
 		}
 	}
 }

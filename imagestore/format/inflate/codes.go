@@ -37,7 +37,7 @@ var (
 	preOrder    = [19]uint8{16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15}
 )
 
-// makeLitEntries gives each literal/length symbol its entry, without the code's length.
+// makeLitEntries returns the entry of each literal/length symbol, without the length of its code.
 func makeLitEntries() (t [288]uint32) {
 	for i := range uint32(256) {
 		t[i] = flagLiteral | i<<16
@@ -87,7 +87,7 @@ type codes struct {
 	isFix bool // the tables hold the fixed codes
 }
 
-// fixed makes them those of a block that has none of its own.
+// fixed loads the codes of a block without codes of its own.
 func (c *codes) fixed() {
 	if c.isFix {
 		return
@@ -114,9 +114,9 @@ func (c *codes) fixed() {
 }
 
 // read reads the head of a dynamic block and builds its tables.
-func (c *codes) read(b *Bits) error {
+func (c *codes) read(b *bitReader) error {
 	c.isFix = false
-	head, ok := b.Take(14)
+	head, ok := b.take(14)
 	if !ok {
 		return ErrShort
 	}
@@ -126,7 +126,7 @@ func (c *codes) read(b *Bits) error {
 	}
 	var pre [19]uint8
 	for i := range npre {
-		v, ok := b.Take(3)
+		v, ok := b.take(3)
 		if !ok {
 			return ErrShort
 		}
@@ -138,16 +138,16 @@ func (c *codes) read(b *Bits) error {
 	lens := c.lens[:nlit+ndist]
 	for i := 0; i < len(lens); {
 		b.fill()
-		e := c.pre[b.Buf&(1<<preBits-1)]
+		e := c.pre[b.buf&(1<<preBits-1)]
 		n := uint(e & 0xff)
 		if e&flagSpecial != 0 {
 			return errData
 		}
-		if n > b.N {
+		if n > b.n {
 			return ErrShort
 		}
-		b.Buf >>= n
-		b.N -= n
+		b.buf >>= n
+		b.n -= n
 		sym := uint8(e >> 16)
 		if sym < 16 {
 			lens[i] = sym
@@ -164,7 +164,7 @@ func (c *codes) read(b *Bits) error {
 		case 17:
 			extra, repeat = 3, 3
 		}
-		v, ok := b.Take(extra)
+		v, ok := b.take(extra)
 		if !ok {
 			return ErrShort
 		}
@@ -187,7 +187,7 @@ func (c *codes) read(b *Bits) error {
 	return nil
 }
 
-// build makes the decoding table of the canonical code with these lengths. It reports whether the code is one: not
+// build makes the decoding table of the canonical code with these lengths. build reports whether the code is valid: not
 // over-subscribed, and complete unless it has at most one code, of one bit.
 func build(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool {
 	var count, next [16]int

@@ -132,54 +132,6 @@ func TestZlib(t *testing.T) {
 
 func third(_, _ int, err error) error { return err }
 
-const ring = 40 << 10
-
-// inSteps unpacks at most so many bytes by way of a ring; so many bytes of the input come at once, and so many go out.
-func inSteps(src []byte, most, in, out int) (got []byte, err error) {
-	var d Decoder
-	var b Bits
-	w := Window{B: make([]byte, ring+outMargin+out), Ring: ring}
-	for came := 0; len(got) <= most; {
-		b.Src, b.More = src[:came], came < len(src)
-		from := w.Pos
-		w.Stop = min(from+out, ring)
-		stop, err := d.Next(&b, &w)
-		if got = append(got, w.B[from:w.Pos]...); err != nil {
-			return got, err
-		}
-		if w.Pos >= ring {
-			w.Pos = copy(w.B, w.B[ring:w.Pos])
-			w.Have += ring
-		}
-		if stop == End {
-			return got, nil
-		}
-		if stop == Short {
-			came = min(came+in, len(src))
-		}
-	}
-	return got[:most], ErrLong
-}
-
-// TestSteps: a stream gives what a buffer gives, however it is cut.
-func TestSteps(t *testing.T) {
-	suite.Slow(t)
-	for name, b := range samples(t) {
-		for _, level := range []int{-2, 0, 1, 6} {
-			z := deflated(t, b, level)
-			for _, step := range [][2]int{{1, 1}, {7, 300}, {1000, 64}, {len(z), ring}} {
-				got, err := inSteps(z, len(b), step[0], step[1])
-				if err != nil || !bytes.Equal(got, b) {
-					t.Fatalf("%s level %d in steps of %v: %d of %d bytes, or others: %v", name, level, step, len(got), len(b), err)
-				}
-			}
-			if _, err := inSteps(z[:len(z)-1], len(b), 100, 100); !errors.Is(err, ErrShort) {
-				t.Fatalf("%s level %d, cut: %v", name, level, err)
-			}
-		}
-	}
-}
-
 // FuzzInflate compares with another implementation, on input that is not always deflate data.
 func FuzzInflate(f *testing.F) {
 	for _, b := range samples(f) {
@@ -209,10 +161,6 @@ func FuzzInflate(f *testing.F) {
 		}
 		if err == nil && !bytes.Equal(got[:len(want)], want) {
 			t.Fatal("output differs from the other decoder's")
-		}
-		steps, serr := inSteps(src, int(size), 1+len(src)%97, 1+int(size)%1999)
-		if err == nil && !bytes.Equal(steps[:min(len(steps), int(size))], got[:size]) {
-			t.Fatalf("in steps it is something else: %d of %d bytes, %v", len(steps), size, serr)
 		}
 	})
 }
