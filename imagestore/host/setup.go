@@ -23,7 +23,7 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	if err != nil {
 		return err
 	}
-	uploads.Patience = o.UploadTimeout
+	uploads.ResumeTimeout = o.UploadTimeout
 	n := &copyReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
 		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
 		transfers: newTransferSet(o.Parallel, o.ProgressEvery), records: map[string]*statusRecord{},

@@ -10,10 +10,10 @@ import (
 	"drover.io/drover/imagestore/archive"
 )
 
-// The importer unpacks an archive while it arrives. No decoder can begin in the middle of an archive, so the importer
-// keeps nothing of such an import: after a restart of the process it begins again.
+// The importer unpacks an archive during the transfer. No decoder can begin in the middle of an archive, so an import
+// of an archive has no checkpoint and starts again after a restart of the process.
 
-// hashingReader hashes and counts the bytes of a packed source.
+// hashingReader hashes and counts the bytes of an archive.
 type hashingReader struct {
 	r    io.Reader
 	sum  hash.Hash
@@ -29,7 +29,8 @@ func (t *hashingReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// importArchive makes the layer from an image in an archive that starts with head. It returns the size of the archive.
+// importArchive makes the layer from an image in an archive with the first bytes head, and returns the size of the
+// archive.
 func (im *importRun) importArchive(head []byte, packing archive.Format) (int64, error) {
 	all := &hashingReader{r: io.MultiReader(bytes.NewReader(head), im.s), sum: im.originHash(), tell: im.readSome}
 	plain, err := archive.NewReader(all, packing, archive.Limits{})
@@ -38,9 +39,9 @@ func (im *importRun) importArchive(head []byte, packing archive.Format) (int64, 
 	}
 	im.packed = packedNames[packing]
 	if err = im.importUnpacked(imageStream{r: plain, size: -1}, packing); err != nil {
-		im.cancel(err) // ends a read of the source that Close would wait for
+		im.cancel(err) // ends a read of the origin for which Close would wait
 	}
-	err = errors.Join(err, plain.Close()) // all.n is final then
+	err = errors.Join(err, plain.Close()) // makes all.n final
 	return all.n, err
 }
 
@@ -49,7 +50,7 @@ func (im *importRun) importUnpacked(b imageStream, packing archive.Format) error
 		return err
 	}
 	if inner := archive.Detect(b.head); inner != archive.None {
-		return api.Errorf(api.Unsupported, "it is an archive (%s) in an archive (%s): unpack the outer one first", inner,
+		return api.Errorf(api.Unsupported, "an archive (%s) in an archive (%s): unpack the outer one first", inner,
 			packing)
 	}
 	_, err := im.importImage(b)

@@ -14,11 +14,11 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// An import whose source can be continued is kept on the disk now and then: the layer up to some chunk, the state of
-// the checksum, the place in the source, and, of an image that is converted, the scratch file. So a restart costs what
-// came since, not all of it. Nothing is kept of an archive: no decoder can begin in its middle.
+// An import from an origin that can continue writes a checkpoint now and then: the layer up to some chunk, the state of
+// the checksum, the place in the origin, and of a converted image the scratch file. So a restart costs the time since
+// the last checkpoint. An archive has no checkpoint: no decoder can begin in the middle of an archive.
 
-// checkpointEvery is how often that is done, at the most; it costs a sync of the disk.
+// defaultCheckpointEvery is the interval between checkpoints; each costs a sync of the disk.
 const defaultCheckpointEvery = 10 * time.Second
 
 func (im *importRun) checkpointEvery() time.Duration {
@@ -28,32 +28,32 @@ func (im *importRun) checkpointEvery() time.Duration {
 	return defaultCheckpointEvery
 }
 
-// Checkpoint is what an earlier process left of an import.
+// Checkpoint is the state of an earlier process from which an import continues.
 type Checkpoint struct {
-	// Mark is where the source is to be continued; State is what Stream.At said of it, or nil.
+	// Mark is the place in the origin; State is the state from Stream.At there, or nil.
 	Mark  origin.Mark
 	State json.RawMessage
 
 	w      block.Keeper
-	at     int64 // up to where the layer is made
+	at     int64 // end of the data in the layer
 	record checkpointRecord
 }
 
-// checkpointRecord is what is recorded beside the layer.
+// checkpointRecord is the record beside the layer.
 type checkpointRecord struct {
 	Mark origin.Mark `json:"mark"`
 	Sum  []byte      `json:"sum"` // state of the SHA-512
-	// What the source itself has to know.
+	// The state of the origin itself.
 	State json.RawMessage `json:"state,omitempty"`
-	// Earlier versions recorded a place in an archive, and From is where the bytes begin that they need: at the Mark.
+	// Earlier versions recorded a place in an archive; From is the first byte that these versions need, at the Mark.
 	Packed json.RawMessage `json:"packed,omitempty"`
 	From   int64           `json:"from,omitempty"`
-	// Of an image that is converted: its format, and the scratch file.
+	// The format and the scratch file of a converted image.
 	Format format        `json:"format,omitempty"`
 	Spool  *scratchState `json:"spool,omitempty"`
 }
 
-// FindCheckpoint looks for what was kept of an image; nil: nothing that could be used. Give it to Import, or Drop it.
+// FindCheckpoint returns the usable checkpoint of an image, or nil. Give the checkpoint to Import, or call Drop.
 func FindCheckpoint(ctx context.Context, on block.Layers, want Spec) *Checkpoint {
 	r, ok := on.(block.Resumer)
 	if !ok || len(want.Layers) != 1 {
@@ -61,7 +61,7 @@ func FindCheckpoint(ctx context.Context, on block.Layers, want Spec) *Checkpoint
 	}
 	w, upTo, note, err := r.Resume(ctx, string(want.Layers[0]))
 	if err != nil {
-		return nil // it is made from the beginning then
+		return nil // the import starts from the beginning
 	}
 	k := &Checkpoint{w: w, at: upTo}
 	if err := json.Unmarshal(note, &k.record); err != nil || !k.isUsable() {
@@ -78,7 +78,7 @@ func (k *Checkpoint) isUsable() bool {
 		return false
 	}
 	if n.Packed != nil {
-		return false // that import begins again
+		return false // an import of an archive starts again
 	}
 	if n.Spool != nil {
 		return n.Spool.Have == n.Mark.Off && n.Format != formatRaw
@@ -86,10 +86,10 @@ func (k *Checkpoint) isUsable() bool {
 	return n.Mark.Off == k.at
 }
 
-// Drop removes what was kept.
-func (k *Checkpoint) Drop() { _ = k.w.Abort() } // what cannot be removed is when the layer is made
+// Drop removes the checkpoint with its data.
+func (k *Checkpoint) Drop() { _ = k.w.Abort() } // a new layer removes what is left
 
-// adoptCheckpoint begins with what was kept, if the source continues there.
+// adoptCheckpoint starts at the checkpoint, if the origin continues at its Mark.
 func (im *importRun) adoptCheckpoint(k *Checkpoint) (bool, error) {
 	if k == nil {
 		return false, nil
@@ -99,7 +99,7 @@ func (im *importRun) adoptCheckpoint(k *Checkpoint) (bool, error) {
 		k.Drop()
 		im.sum.Reset()
 		if im.s.Mark != nil && im.s.Mark.Off > 0 {
-			return false, api.Errorf(api.Unavailable, "what was kept of it cannot be used: %w", errRestart)
+			return false, api.Errorf(api.Unavailable, "the checkpoint of the import is unusable: %w", errRestart)
 		}
 		return false, nil
 	}
@@ -114,17 +114,16 @@ func (im *importRun) adoptCheckpoint(k *Checkpoint) (bool, error) {
 	return true, nil
 }
 
-// checkpointWriter is a writer whose work can be kept, where the source can be continued.
+// checkpointWriter returns the writer of a layer with checkpoints, if the origin can continue.
 func (im *importRun) checkpointWriter() (block.Keeper, bool) {
 	w, ok := im.w.(block.Keeper)
 	return w, ok && im.resumable()
 }
 
-// errRestart is in the errors of what cannot be continued, but may be had from the beginning.
-var errRestart = errors.New("it begins anew")
+// errRestart is in the errors of an import that cannot continue but can start again.
+var errRestart = errors.New("the import starts again")
 
-// continueImport makes the rest of an image whose begin was adopted. It returns how many bytes of the source came in
-// all.
+// continueImport completes an import from its checkpoint and returns the number of bytes of the whole origin.
 func (im *importRun) continueImport(k *Checkpoint) (n int64, err error) {
 	rest := imageStream{r: im.s, size: im.s.Size, sum: im.originHash(), tell: im.readSome}
 	if k.record.Spool != nil {
@@ -133,8 +132,8 @@ func (im *importRun) continueImport(k *Checkpoint) (n int64, err error) {
 		n, err = im.writeRaw(&rest)
 	}
 	if k.record.State != nil && api.Is(err, api.Corrupt) {
-		// It may be what was kept that is damaged.
-		err = api.Errorf(api.Unavailable, "it could not be continued (%w): %w", err, errRestart)
+		// The checkpoint may be damaged instead of the image.
+		err = api.Errorf(api.Unavailable, "the import could not continue (%w): %w", err, errRestart)
 	}
 	return n, err
 }
@@ -145,7 +144,7 @@ func (im *importRun) resumable() bool {
 	return sums && im.s.Mark != nil && im.packed == ""
 }
 
-// recordAt is what is to be recorded when off bytes of the image are there, in so far as it is about the source.
+// recordAt returns the record for a checkpoint after off bytes of the origin, without format and scratch file.
 func (im *importRun) recordAt(off int64) (note checkpointRecord, ok bool) {
 	note.Mark, note.From = *im.s.Mark, off
 	if im.s.At != nil {
@@ -163,7 +162,7 @@ func (im *importRun) recordAt(off int64) (note checkpointRecord, ok bool) {
 	return note, err == nil
 }
 
-// writeCheckpoint records an import: what the note says is there, and what is in the layer before at.
+// writeCheckpoint writes a checkpoint: the record, and the data of the layer before at.
 func (im *importRun) writeCheckpoint(w block.Keeper, at int64, note checkpointRecord) error {
 	if note.Spool != nil {
 		note.Format = im.format
@@ -176,7 +175,7 @@ func (im *importRun) writeCheckpoint(w block.Keeper, at int64, note checkpointRe
 	return err
 }
 
-// endFailed ends a failed import: what may be continued stays, all else goes.
+// endFailed ends a failed import: a checkpoint stays if the import can continue, everything else is removed.
 func (im *importRun) endFailed(err error) error {
 	passes := errors.Is(err, context.Canceled) || api.Is(err, api.Unavailable) && !origin.Changed(err) &&
 		!errors.Is(err, errRestart)
@@ -186,15 +185,15 @@ func (im *importRun) endFailed(err error) error {
 	return im.w.Abort()
 }
 
-// checkpointFeed keeps a raw import from time to time.
+// checkpointFeed writes checkpoints of a raw import.
 type checkpointFeed struct {
 	feed
 	im   *importRun
 	w    block.Keeper
 	next time.Time
-	last int64 // what was kept
+	last int64 // bytes at the last checkpoint
 
-	given, inside atomic.Int64 // bytes, and those before pieces that show whether they are the end
+	given, inside atomic.Int64 // bytes, and bytes before the chunks that can be the end
 }
 
 func (f *checkpointFeed) fill(buf []byte) ([]byte, int64, error) {
@@ -213,7 +212,7 @@ func (f *checkpointFeed) pauseDue(int64) bool   { return !time.Now().Before(f.ne
 func (f *checkpointFeed) pause(off int64) error {
 	im := f.im
 	f.next = time.Now().Add(im.checkpointEvery())
-	// What the end tells must be told by what is read anew.
+	// The next process must read the end again, because the end shows a VHD footer.
 	end := off > f.inside.Load()
 	off += im.from
 	if end || off == f.last || off%chunkSize != 0 {
@@ -227,7 +226,7 @@ func (f *checkpointFeed) pause(off int64) error {
 	return im.writeCheckpoint(f.w, off, note)
 }
 
-// originHash is where the bytes of the source go to be summed.
+// originHash returns the hash for the bytes of the origin.
 func (im *importRun) originHash() hash.Hash {
 	if im.s.Mark != nil && im.s.CRC {
 		return &crcHash{im.sum, &im.crc}
@@ -235,7 +234,7 @@ func (im *importRun) originHash() hash.Hash {
 	return im.sum
 }
 
-// crcHash adds a CRC-32C to a checksum.
+// crcHash adds a CRC-32C to a hash.
 type crcHash struct {
 	hash.Hash
 	crc *uint32

@@ -6,24 +6,23 @@ import (
 	"drover.io/drover/block"
 )
 
-// checkpointGate stands between an image and block.Copy: it lets a conversion be halted at a place before which all is
-// written and behind which no data was read, and be continued. The image's chunks are asked for by one goroutine, which
-// waits until all bytes that a chunk needs have come: so what was let through is soon through, however slow the source
-// is.
+// checkpointGate sits between an image and block.Copy. A closed gate halts a conversion at a position: every chunk
+// before the position is written, no data behind the position was read. One goroutine asks for the chunks and waits
+// until all bytes for a chunk arrived, so that a chunk in progress finishes soon even with a slow origin.
 type checkpointGate struct {
 	src  *chunkSource
-	from int64         // what is before it was made by an earlier process
-	news chan struct{} // something is put here when it may have halted
+	from int64         // an earlier process made the content before
+	news chan struct{} // receives a value when the conversion may have halted
 
-	wait  func(end int64) (int64, error) // for the bytes of the source before end; or nil
+	wait  func(end int64) (int64, error) // for the bytes of the origin before end; or nil
 	reach func(off, n int64) (int64, error)
 
 	mu       sync.Mutex
 	change   *sync.Cond
 	shut     bool
-	position int64 // no data from here on was let through
-	busy     int   // chunks on their way
-	broken   bool  // it halts no more: whoever failed, or ended it, says why
+	position int64 // no data from here on passed
+	busy     int   // chunks in progress
+	broken   bool  // the gate no longer halts: an error or the end must not wait
 }
 
 func newCheckpointGate(from int64) *checkpointGate {
@@ -32,7 +31,7 @@ func newCheckpointGate(from int64) *checkpointGate {
 	return g
 }
 
-// setImage sets the image. Where wait is set, it is asked before each chunk.
+// setImage sets the image. wait, if set, is called before each chunk.
 func (g *checkpointGate) setImage(img block.Source) {
 	g.src = &chunkSource{Source: img}
 	if r, ok := img.(interface {
@@ -42,14 +41,14 @@ func (g *checkpointGate) setImage(img block.Source) {
 	}
 }
 
-// close lets no further chunk through.
+// close lets no further chunk pass.
 func (g *checkpointGate) close() {
 	g.mu.Lock()
 	g.shut = true
 	g.mu.Unlock()
 }
 
-// pending lets chunks through again.
+// open lets chunks pass again.
 func (g *checkpointGate) open() {
 	g.mu.Lock()
 	g.shut = false
@@ -57,7 +56,7 @@ func (g *checkpointGate) open() {
 	g.change.Broadcast()
 }
 
-// release lets everything through for good: an error, or the end, must not wait here.
+// release opens the gate for good: an error, or the end, must not wait here.
 func (g *checkpointGate) release() {
 	g.mu.Lock()
 	g.broken = true
@@ -65,14 +64,14 @@ func (g *checkpointGate) release() {
 	g.change.Broadcast()
 }
 
-// halted tells where a closed gate's conversion stands, once nothing is on its way any more.
+// halted returns the position of a halted conversion.
 func (g *checkpointGate) halted() (at int64, ok bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.position, g.shut && g.busy == 0 && !g.broken
 }
 
-// pass waits at an open gate and lets the extent through.
+// pass waits at an open gate and lets the extent pass.
 func (g *checkpointGate) pass(e block.Extent) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -81,11 +80,11 @@ func (g *checkpointGate) pass(e block.Extent) {
 	}
 	g.position = e.End()
 	if e.Kind == block.Data {
-		g.busy++ // a chunkSource gives one chunk at a time
+		g.busy++ // a chunkSource returns one chunk at a time
 	}
 }
 
-// finishChunk says that a chunk is.
+// finishChunk ends a chunk.
 func (g *checkpointGate) finishChunk() {
 	g.mu.Lock()
 	g.busy--
@@ -115,7 +114,7 @@ func (g *checkpointGate) Next(off int64) (block.Extent, error) {
 		return e, err
 	}
 	if e.Kind == block.Data && g.reach != nil {
-		if end, err := g.reach(e.Off, e.Len); err == nil { // whoever reads it meets the error too, and says more
+		if end, err := g.reach(e.Off, e.Len); err == nil { // ReadAt meets the same error with more context
 			_, _ = g.wait(end)
 		}
 	}
@@ -132,7 +131,7 @@ func (g *checkpointGate) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// sink is where a chunk's way ends.
+// sink returns a sink whose writes end chunks of the gate.
 func (g *checkpointGate) sink(to block.Sink) block.Sink { return gatedSink{to, g} }
 
 type gatedSink struct {

@@ -10,19 +10,19 @@ import (
 	"drover.io/drover/block"
 )
 
-// A copy that is cut off goes on where it was: now and then what is there is kept, with the digest that the whole shall
-// have.
+// A copy writes a checkpoint now and then and continues there after a cut. The checkpoint names the digest of the
+// complete layer.
 
-// copyStep is how much is copied between two looks at whether to keep it.
+// copyStep is the number of bytes between two looks at the time of the next checkpoint.
 const copyStep = 64 << 20
 
-// copyNote is recorded beside a layer that is half copied.
+// copyNote is the record beside an incomplete layer.
 type copyNote struct {
 	Root string `json:"root"`
 	Size int64  `json:"size"`
 }
 
-// copyLayer makes one layer; a layer of that UID that is there already is the same (I6).
+// copyLayer makes one layer. An existing layer with the same UID has the same content (I6).
 func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery time.Duration,
 	tell func(int64)) (allocated, size int64, err error) {
 	root, _, err := from.Digest(uid)
@@ -65,7 +65,7 @@ func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery
 	return allocated, size, nil
 }
 
-// resumeCopy continues what an earlier copy of the same content kept, or begins.
+// resumeCopy continues at the checkpoint of a copy of the same content, or starts a layer.
 func resumeCopy(ctx context.Context, on block.Layers, uid string, note copyNote) (block.LayerWriter, int64, error) {
 	if r, ok := on.(block.Resumer); ok {
 		if w, upTo, raw, err := r.Resume(ctx, uid); err == nil {
@@ -82,7 +82,7 @@ func resumeCopy(ctx context.Context, on block.Layers, uid string, note copyNote)
 	return w, 0, err
 }
 
-// copyData copies what src holds from at on. kept: what is there outlives this process, and an error.
+// copyData copies the data of src from at on. kept: a checkpoint exists.
 func copyData(ctx context.Context, on block.Layers, w block.LayerWriter, src block.Source, at int64, note copyNote,
 	keepEvery time.Duration, tell func(int64)) (kept bool, err error) {
 	raw, err := json.Marshal(note)
@@ -115,7 +115,7 @@ func copyData(ctx context.Context, on block.Layers, w block.LayerWriter, src blo
 
 const defaultKeepEvery = 10 * time.Second
 
-// sourceRange is a stretch of a source, at the same offsets.
+// sourceRange is a range of a source, at the same offsets.
 type sourceRange struct {
 	block.Source
 	from, to int64

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/imagestore/format/vmdk"
 )
 
-// format is what the bytes of a source are, once they are unpacked.
+// format is the format of an image, outside of any archive.
 type format string
 
 const (
@@ -26,13 +26,13 @@ const (
 	formatVHDX  format = "vhdx"
 )
 
-// headSize is how much of the beginning detect wants to see, where there is as much.
+// headSize is the number of first bytes that detect uses.
 const headSize = 4096
 
-// packedNames are what a packed format is called: as its files end.
+// packedNames are the endings of archives.
 var packedNames = map[archive.Format]string{archive.Gzip: ".gz", archive.Xz: ".xz", archive.Zstd: ".zst"}
 
-// unsupportedFormats are formats that would otherwise be taken for raw and become a disk nobody can use.
+// unsupportedFormats would otherwise count as raw and become a useless disk.
 var unsupportedFormats = []struct {
 	off                 int
 	magic, name, advice string
@@ -50,15 +50,15 @@ var unsupportedFormats = []struct {
 	{0, "LUKS\xba\xbe", "LUKS", "it is encrypted: give a decrypted one"},
 }
 
-// detect tells the format by the first bytes (headSize of them, or all there are).
+// detect finds the format by the first bytes: headSize bytes, or all bytes of a shorter image.
 func detect(head []byte) (format, error) {
 	if len(head) == 0 {
-		return "", api.Errorf(api.Invalid, "it is empty: not a disk image")
+		return "", api.Errorf(api.Invalid, "empty: not a disk image")
 	}
 	switch {
 	case qcow2.Detect(head):
 		if v := binary.BigEndian.Uint32(head[4:]); v != 2 && v != 3 {
-			return "", api.Errorf(api.Unsupported, "it is qcow version %d, and only 2 and 3 can be read: convert it with: "+
+			return "", api.Errorf(api.Unsupported, "qcow version %d, and only 2 and 3 can be read: convert it with: "+
 				"qemu-img convert -O qcow2", v)
 		}
 		return formatQCOW2, nil
@@ -71,7 +71,7 @@ func detect(head []byte) (format, error) {
 	}
 	for _, f := range unsupportedFormats {
 		if len(head) > f.off && bytes.HasPrefix(head[f.off:], []byte(f.magic)) {
-			return "", api.Errorf(api.Unsupported, "it is in %s format, which cannot be read: %s", f.name, f.advice)
+			return "", api.Errorf(api.Unsupported, "%s format cannot be read: %s", f.name, f.advice)
 		}
 	}
 	if isMarkup(head) {
@@ -81,8 +81,8 @@ func detect(head []byte) (format, error) {
 	return formatRaw, nil
 }
 
-// isMarkup reports whether the bytes are the beginning of a page or of an error document. A disk image has zeros or
-// machine code there; the whole head must be text, so that a boot sector is never taken for a page.
+// isMarkup reports whether the bytes begin a web page or an error document. The whole head must be text: a disk image
+// has zeros or machine code there.
 func isMarkup(head []byte) bool {
 	if bytes.IndexByte(head, 0) >= 0 {
 		return false
@@ -96,8 +96,8 @@ func isMarkup(head []byte) bool {
 	return false
 }
 
-// pending opens an image of a format that is not raw, in the first size bytes of r. With stream, the image is still on
-// its way, and size is -1 where it shows only at its end.
+// open opens an image that is not raw, in the first size bytes of r. stream: the image is still in transfer, and size
+// is -1 if only the end shows the size.
 func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
 	switch f {
 	case formatQCOW2:
@@ -111,14 +111,14 @@ func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, erro
 	}
 }
 
-// needsEnd reports that nothing can be made of an image before its size is known.
+// needsEnd reports that a conversion needs the size of the image.
 func (f format) needsEnd() bool { return f != formatQCOW2 }
 
-// tailSize is how much of the end of a raw source shows whether it is a fixed VHD disk.
+// tailSize is the number of last bytes that show a fixed VHD disk.
 const tailSize = 512
 
-// fixedVHD looks at the last bytes of what began like a raw disk: a fixed VHD disk is one with a footer. It returns the
-// size of the disk, or -1 where it is not VHD.
+// fixedVHD checks the last bytes of an image without a known head for the footer of a fixed VHD disk. It returns the
+// size of the disk, or -1 without a footer.
 func fixedVHD(tail []byte, size int64) (int64, error) {
 	if !vhd.DetectEnd(tail) {
 		return -1, nil
@@ -135,7 +135,7 @@ func fixedVHD(tail []byte, size int64) (int64, error) {
 	return img.Size(), nil
 }
 
-// tailReader is a file of which only the end is there: all else is zeros.
+// tailReader is a file with known last bytes; all other bytes are zeros.
 type tailReader struct {
 	tail []byte
 	size int64

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/imagestore/archive"
 )
 
-// FuzzDetect: whatever a file begins and ends with, it is of one format, whose reader then gives a disk that can be or an
-// error with a kind; what is refused by name is never a raw disk.
+// FuzzDetect: whatever a file begins and ends with, it is of one format, whose reader then gives a disk that can be or
+// an error with a kind; what is refused by name is never a raw disk.
 func FuzzDetect(f *testing.F) {
 	for _, s := range []string{"QFI\xfb\x00\x00\x00\x03", "QFI\xfb\x00\x00\x00\x01", "QFI\xfb", "KDMV\x01", "COWD",
 		"# Disk DescriptorFile\ncreateType=\"monolithicFlat\"\nRW 1 FLAT \"x\"\n", "vhdxfile", "conectix", "\x1f\x8b\x08",

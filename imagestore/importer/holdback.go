@@ -8,18 +8,18 @@ import (
 	"drover.io/drover/api"
 )
 
-// holdbackFeed reads a stream two pieces ahead, so that the end of the stream has been seen before its last two pieces
-// are given out: a fixed VHD disk shows by its last bytes only. end hears of them.
+// holdbackFeed reads a stream two chunks ahead, so that the end of the stream is known before the last two chunks leave
+// the feed: only the last bytes show a fixed VHD disk. end receives the last bytes.
 type holdbackFeed struct {
 	feed
 	ahead [][]byte
 	spare [][]byte
-	off   int64 // of what was read
+	off   int64 // of the next byte to read
 	end   func(tail []byte, size int64) error
 	done  bool
 }
 
-// heldChunks is how many pieces are read ahead: so the last one that is full, and what follows it.
+// heldChunks is the number of chunks to read ahead: the last full chunk and the rest behind.
 const heldChunks = 2
 
 func (t *holdbackFeed) fill(buf []byte) ([]byte, int64, error) {
@@ -53,7 +53,7 @@ func (t *holdbackFeed) fill(buf []byte) ([]byte, int64, error) {
 	return b, 0, nil
 }
 
-// tail is the last bytes, from two pieces at most.
+// tail returns the last bytes, from at most two chunks.
 func (t *holdbackFeed) tail() []byte {
 	var b []byte
 	for _, a := range t.ahead[max(len(t.ahead)-2, 0):] {
@@ -62,14 +62,14 @@ func (t *holdbackFeed) tail() []byte {
 	return b[max(len(b)-tailSize, 0):]
 }
 
-// fileTail is the end of a file.
+// fileTail returns the last bytes of a file.
 func fileTail(f *os.File, size int64) ([]byte, error) {
 	b := make([]byte, min(size, tailSize))
 	_, err := f.ReadAt(b, size-int64(len(b)))
 	return b, err
 }
 
-// checkEnd looks at the end of what began like a raw disk.
+// checkEnd checks the end of an image without a known head for the footer of a fixed VHD disk.
 func (im *importRun) checkEnd(tail []byte, size int64) error {
 	disk, err := fixedVHD(tail, size)
 	if err != nil || disk < 0 {
@@ -84,7 +84,7 @@ func (im *importRun) checkEnd(tail []byte, size int64) error {
 	return nil
 }
 
-// clipWrites is put for the bytes of the disk alone, where its end is known to be before that of the source.
+// clipWrites limits put to the bytes of the disk, once the end of the disk is known.
 func (im *importRun) clipWrites(put func([]byte, int64) error) func([]byte, int64) error {
 	return func(p []byte, off int64) error {
 		cut := im.cut.Load()
@@ -92,14 +92,14 @@ func (im *importRun) clipWrites(put func([]byte, int64) error) func([]byte, int6
 		case off >= cut:
 			return nil
 		case off+int64(len(p)) > cut:
-			// Padding may not overwrite what is still being hashed.
+			// Padding must not overwrite bytes that are not hashed yet.
 			p = append(make([]byte, 0, chunkSize), p[:cut-off]...)
 		}
 		return put(p, off)
 	}
 }
 
-// growWrites is put into a layer that grows with what comes.
+// growWrites grows the layer before each put.
 func (im *importRun) growWrites(put func([]byte, int64) error) func([]byte, int64) error {
 	return func(p []byte, off int64) error {
 		if err := im.growLayer(off + int64(len(p))); err != nil {
@@ -109,7 +109,7 @@ func (im *importRun) growWrites(put func([]byte, int64) error) func([]byte, int6
 	}
 }
 
-// growLayer makes the layer at least so large.
+// growLayer grows the layer to at least size bytes.
 func (im *importRun) growLayer(size int64) error {
 	im.mu.Lock()
 	defer im.mu.Unlock()

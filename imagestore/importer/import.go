@@ -1,16 +1,3 @@
-// Package importer makes true that a backing image is, or is not, on a disk: it imports an image from a source into a
-// layer, copies layers from another disk, finds what is there already, and removes. It sees a disk as block.Layers.
-//
-// The bytes of the source go through once: read, hashed (SHA-512, over the source's bytes, holes included) and written
-// in parallel; chunks of zeros stay holes. What comes packed (gzip, xz, zstd) is unpacked on the way. A raw image
-// streams straight into the layer, and so does a fixed VHD disk, which shows by its end. The other formats need random
-// access: from a file of this node they are converted in place, while the file is hashed; from a stream they go through
-// a nameless scratch file on the same disk, and are converted while they arrive. What was converted is taken out of
-// that file, and the source waits when it is too far ahead, so that it stays small where the image is in order.
-//
-// The commit point of an import is the record of the image (Layers.PutImage): before it nothing is there, and every
-// failure leaves nothing. The checksum is compared before the layer is sealed. All goroutines end before a function
-// returns.
 package importer
 
 import (
@@ -34,7 +21,7 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Spec is the image that is to be on the disk. What is known of it from an earlier copy must come out the same.
+// Spec is an image that a disk shall have. Facts from an earlier copy must come out the same.
 type Spec struct {
 	UID             api.UID
 	Name            string
@@ -42,29 +29,29 @@ type Spec struct {
 	Checksum        string          // expected SHA-512, or empty
 	Digest          string          // known root digest of the top layer, or empty
 	Format          string          // known, or empty
-	Object          json.RawMessage // what the API knows of the image, to be kept with it; or nil
+	Object          json.RawMessage // the image in the API, for the record on the disk; or nil
 	VirtualSize     int64           // known, or 0
-	Export          bool            // the layers are those of a snapshot, and may be volumes' too
-	Checkpoint      *Checkpoint     // what FindCheckpoint found, to be used or dropped by Import; or nil
-	CheckpointEvery time.Duration   // how often a download is kept, at the most; 10 s when zero
+	Export          bool            // the layers belong to a snapshot, and perhaps to volumes
+	Checkpoint      *Checkpoint     // from FindCheckpoint, for Import to use or drop; or nil
+	CheckpointEvery time.Duration   // interval between checkpoints; 10 s when zero
 }
 
-// Result is the image that is on the disk.
+// Result is the image on the disk.
 type Result struct {
 	block.Image
-	Allocated int64 // bytes that it takes there
+	Allocated int64 // bytes on the disk
 }
 
-// Progress of one import or copy. Written by its goroutines, read by anybody.
+// Progress of one import or copy. The goroutines of the import write the fields; any goroutine may read them.
 type Progress struct {
-	read, readTotal atomic.Int64 // bytes of the source
-	made, makeTotal atomic.Int64 // bytes of the content, where it is made in a second step
+	read, readTotal atomic.Int64 // bytes of the origin
+	made, makeTotal atomic.Int64 // bytes of the content, if a conversion follows
 	sealing         atomic.Bool
-	scratch         atomic.Int64 // the most bytes that a scratch file took
-	early           atomic.Int64 // bytes that were read before they came
+	scratch         atomic.Int64 // peak bytes of the scratch file
+	early           atomic.Int64 // bytes of the lookahead
 }
 
-// Notice is what a user may want to know of it, or empty.
+// Notice returns a remark for the user, or "".
 func (p *Progress) Notice() string {
 	n := p.scratch.Load()
 	if n == 0 {
@@ -77,7 +64,7 @@ func (p *Progress) Notice() string {
 	return said
 }
 
-// Snapshot is how far it is; percent reaches 100 only when the image is ready, and is then not asked for here.
+// Snapshot returns the progress. percent stays below 100 until the image is ready.
 func (p *Progress) Snapshot() (state api.ImageState, percent int32, done, total int64) {
 	state, done, total = api.ImageInProgress, p.read.Load(), max(p.readTotal.Load(), 0)
 	share := 0.0
@@ -93,10 +80,10 @@ func (p *Progress) Snapshot() (state api.ImageState, percent int32, done, total 
 	return state, int32(min(max(share, 0)*100, 99)), done, total
 }
 
-// writers is how many goroutines write one import.
+// writers is the number of goroutines that write one import.
 const writers = 4
 
-// Import brings an image from its source to the disk. open gets a context that ends when the import does.
+// Import imports an image from its origin to the disk. The context of open ends with the import.
 func Import(ctx context.Context, on block.Layers, want Spec, p *Progress,
 	open func(context.Context) (*origin.Stream, error)) (Result, error) {
 	if len(want.Layers) != 1 {
@@ -118,7 +105,7 @@ func Import(ctx context.Context, on block.Layers, want Spec, p *Progress,
 	if err != nil {
 		if im.w != nil {
 			if aerr := im.endFailed(err); aerr != nil {
-				err = errors.Join(err, api.Errorf(api.Other, "what was written could not be removed: %w", aerr))
+				err = errors.Join(err, api.Errorf(api.Other, "the incomplete layer could not be removed: %w", aerr))
 			}
 		}
 		return Result{}, explainDiskError(on, err)
@@ -152,26 +139,26 @@ type importRun struct {
 	space  *spaceGuard
 
 	format  format
-	packed  string       // how the image is packed, as its name would end, or empty
-	virtual int64        // bytes of the disk
-	cut     atomic.Int64 // where the disk ends in a raw source
+	packed  string       // ending of the archive: ".gz", ".xz", ".zst" or empty
+	virtual int64        // bytes of the disk in the image
+	cut     atomic.Int64 // end of the disk in a raw origin
 
-	from         int64  // the first byte of the image that comes; those before were kept,
-	at           int64  // and so is the layer up to here
-	crc          uint32 // CRC-32C of the source's bytes, where it wants that
-	checkpointed bool   // something is kept
+	from         int64  // first byte of the origin after the checkpoint
+	at           int64  // end of the layer in the checkpoint
+	crc          uint32 // CRC-32C of the bytes, if the origin asks for it
+	checkpointed bool   // a checkpoint exists
 
 	mu   sync.Mutex
-	size int64 // of the layer, while it grows
+	size int64 // of the growing layer
 }
 
-// imageStream is an image as it comes: head, then what r gives.
+// imageStream is an image in transfer: head, then the bytes of r.
 type imageStream struct {
 	head []byte
 	r    io.Reader
-	size int64     // -1: it shows at the end
-	file *os.File  // where it is one
-	sum  hash.Hash // takes the bytes, where they are those of the source
+	size int64     // -1: only the end shows the size
+	file *os.File  // of a file of this node
+	sum  hash.Hash // of the bytes, unless an archive is around them
 	tell func(int64)
 }
 
@@ -206,7 +193,7 @@ func (im *importRun) run() (Result, error) {
 	return im.commit(n)
 }
 
-// readHead reads the head.
+// readHead reads the first bytes.
 func (b *imageStream) readHead() error {
 	head := make([]byte, headSize)
 	n, err := io.ReadFull(b.r, head)
@@ -217,7 +204,7 @@ func (b *imageStream) readHead() error {
 	return nil
 }
 
-// nameError is an error about the image with the name of its source, where it does not say that itself.
+// nameError adds the name of the origin to an error about the image.
 func (im *importRun) nameError(err error) error {
 	if api.KindOf(err) == api.Other || strings.Contains(err.Error(), im.s.Name) {
 		return err
@@ -225,7 +212,7 @@ func (im *importRun) nameError(err error) error {
 	return api.Errorf(api.KindOf(err), "%s: %w", im.s.Name, err)
 }
 
-// record makes the layer from an image. It returns how many bytes the image had.
+// importImage makes the layer from an image and returns the number of bytes of the image.
 func (im *importRun) importImage(b imageStream) (n int64, err error) {
 	if im.format, err = detect(b.head); err != nil {
 		return 0, err
@@ -243,7 +230,7 @@ func (im *importRun) tooLarge(size int64) error {
 	return api.Errorf(api.OutOfRange, "%d bytes are more than a volume can have (%d)", size, api.MaxVolumeSize)
 }
 
-// createLayer starts the layer of size bytes, or gives one that was begun this size.
+// createLayer starts the layer with size bytes, or resizes a started layer.
 func (im *importRun) createLayer(size int64) (err error) {
 	if size > api.MaxVolumeSize {
 		return im.tooLarge(size)
@@ -259,7 +246,7 @@ func (im *importRun) createLayer(size int64) (err error) {
 	return err
 }
 
-// importRaw carries a raw source into the layer, whose size may show at the end only.
+// importRaw writes a raw image into the layer; the size may show only at the end.
 func (im *importRun) importRaw(b imageStream) (int64, error) {
 	size := b.size
 	if size < 0 {
@@ -271,7 +258,7 @@ func (im *importRun) importRaw(b imageStream) (int64, error) {
 	return im.writeRaw(&b)
 }
 
-// writeRaw carries the bytes of a raw source into the layer that was begun.
+// writeRaw writes the bytes of a raw image into the started layer.
 func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 	im.cut.Store(1 << 62)
 	var f feed
@@ -305,7 +292,7 @@ func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 
 func (im *importRun) readSome(n int64) { im.p.read.Add(n) }
 
-// complete compares what came with what was announced.
+// complete compares the received with the announced number of bytes.
 func (im *importRun) complete(n int64) error {
 	if im.s.Size >= 0 && n != im.s.Size {
 		return api.Errorf(api.Corrupt, "%d bytes came instead of %d", n, im.s.Size)
@@ -313,7 +300,7 @@ func (im *importRun) complete(n int64) error {
 	return nil
 }
 
-// convertFile makes the layer from an image in a file of this node, while the file is hashed.
+// convertFile converts a file of this node while the file is hashed.
 func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 	var wg sync.WaitGroup
 	var hashed error
@@ -338,8 +325,8 @@ func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 	return n, err
 }
 
-// convertStream takes a stream to a scratch file, and makes the layer from there while it comes; kept is what an
-// earlier process left of that, or nil.
+// convertStream converts a stream by way of a scratch file, during the transfer. kept is the scratch file of a
+// checkpoint, or nil.
 func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, err error) {
 	sp, feed, g, err := im.openScratch(b, kept)
 	if err != nil {
@@ -353,7 +340,7 @@ func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, 
 		n, arrived = runPipeline(im.ctx, pipelineStages{feed: feed, hash: b.sum, writers: 1, progress: b.tell,
 			put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 		n += im.from
-		g.release() // nobody is left who would open it again
+		g.release() // the feed that opens the gate has ended
 		sp.finish(arrived)
 	})
 	end := context.AfterFunc(im.ctx, func() {
@@ -369,20 +356,20 @@ func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, 
 		g.wait = sp.wait
 		err = im.convert(sp, size, true, g)
 	}
-	// What was found to be damaged before it came may be the server's doing: what comes tells.
+	// Damage in the lookahead may be a fault of the server: the stream decides.
 	if err != nil && !(api.Is(err, api.Corrupt) && sp.lookahead.pending()) {
 		im.cancel(err)
 	}
 	sp.discard()
 	wg.Wait()
 	if arrived != nil && !errors.Is(arrived, context.Canceled) {
-		return n, arrived // the cause; what the conversion says follows from it
+		return n, arrived // the cause of the failed conversion
 	}
 	return n, err
 }
 
-// scratchFile makes the scratch file, and what carries the stream to it. Where the import can be continued by another
-// process, the file lies beside the layer, which is begun for that.
+// openScratch creates the scratch file and its feed. For an import that can continue, the file lies beside the layer,
+// which starts now.
 func (im *importRun) openScratch(b imageStream, kept *scratchState) (
 	sp *scratchFile, f feed, g *checkpointGate, err error,
 ) {
@@ -416,7 +403,7 @@ func (im *importRun) openScratch(b imageStream, kept *scratchState) (
 		off: im.from, at: im.at}, g, nil
 }
 
-// convert makes the layer from an image that is not raw. With stream, it is still on its way.
+// convert makes the layer from an image that is not raw. stream: the image is still in transfer.
 func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpointGate) error {
 	img, err := im.format.open(r, size, stream)
 	if err != nil {
@@ -436,7 +423,8 @@ func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpoi
 	return err
 }
 
-// commit compares sizes and checksums, makes the layer durable and records the image. n is how many bytes came.
+// commit compares sizes and checksums, makes the layer durable and records the image. n is the number of received
+// bytes.
 func (im *importRun) commit(n int64) (Result, error) {
 	if err := im.complete(n); err != nil {
 		return Result{}, im.nameError(err)

@@ -13,37 +13,37 @@ import (
 )
 
 const (
-	// lookaheadUnit is what of a source is read at once before it comes.
+	// lookaheadUnit is the unit of reads ahead of the stream.
 	lookaheadUnit = 64 << 10
-	// maxLookahead is how much of a source is read before it comes.
+	// maxLookahead bounds the bytes read ahead of the stream.
 	maxLookahead = 16 << 20
-	// waitDistance is what is waited for instead: it will soon be there.
+	// waitDistance is how near bytes have to be for a read to wait for the stream instead.
 	waitDistance = 16 << 20
 )
 
-// lookahead is what a conversion has read of a source before it came: tables that are behind the data, which all of the
-// image would otherwise wait for in the scratch file. When it comes it is compared: what the checksum is over is what
-// the image was made from.
+// lookahead is the part of a stream that a conversion reads early: tables behind the data, which the whole image would
+// otherwise wait for in the scratch file. The bytes of the stream are compared with the lookahead when they arrive, so
+// that the checksum covers the bytes that the image was made from.
 type lookahead struct {
-	read  func(p []byte, off int64) error // nil: no more
-	size  int64                           // of the source
+	read  func(p []byte, off int64) error // nil: no further reads
+	size  int64                           // of the stream
 	name  string
-	total *atomic.Int64 // bytes read
+	total *atomic.Int64 // bytes read ahead
 
 	mu      sync.Mutex
 	bytes   map[int64][]byte  // by unit
-	records []lookaheadRecord // what has not come yet, in order
-	arrived int64             // the stream is known up to here
-	sum     hash.Hash         // of what came of the first note; nil: nothing
+	records []lookaheadRecord // units that did not arrive yet, in order
+	arrived int64             // end of the bytes that arrived
+	sum     hash.Hash         // of the arrived part of the first record; nil: nothing arrived
 }
 
-// lookaheadRecord is a unit that was read and has not come.
+// lookaheadRecord is a unit that was read ahead and did not arrive yet.
 type lookaheadRecord struct {
 	Unit int64  `json:"unit"`
 	Sum  []byte `json:"sha256"`
 }
 
-// newLookahead makes it that of a stream, where that can be read out of order.
+// newLookahead returns the lookahead of a stream that can be read out of order, else nil.
 func (im *importRun) newLookahead() *lookahead {
 	if im.s.Ahead == nil || im.s.Size < 0 || im.packed != "" {
 		return nil
@@ -54,7 +54,7 @@ func (im *importRun) newLookahead() *lookahead {
 
 func (e *lookahead) end(unit int64) int64 { return min((unit+1)*lookaheadUnit, e.size) }
 
-// readAt fills p from what is far behind have. It reports false where that has to be waited for.
+// readAt fills p with bytes far behind have. false means that the read has to wait for the stream.
 func (e *lookahead) readAt(p []byte, off, have int64) bool {
 	end := off + int64(len(p))
 	if e == nil || len(p) == 0 || off < have+waitDistance || end > e.size {
@@ -78,21 +78,21 @@ func (e *lookahead) readAt(p []byte, off, have int64) bool {
 		unit := at / lookaheadUnit
 		b := e.bytes[unit]
 		if b == nil {
-			return false // it came while the others were read
+			return false // the unit arrived meanwhile
 		}
 		at += int64(copy(p[at-off:], b[at-unit*lookaheadUnit:]))
 	}
 	return true
 }
 
-// fetch reads units. What stands against it is no failure: then they are waited for.
+// fetch reads units ahead. A failure of fetch only means waiting for the stream.
 func (e *lookahead) fetch(from, to int64) bool {
 	n := e.end(to-1) - from*lookaheadUnit
 	if e.read == nil || e.total.Load()+n > maxLookahead {
 		return false
 	}
 	b := make([]byte, n)
-	e.mu.Unlock() // what comes meanwhile must not wait
+	e.mu.Unlock() // the stream must not wait
 	err := e.read(b, from*lookaheadUnit)
 	e.mu.Lock()
 	if err != nil {
@@ -100,12 +100,12 @@ func (e *lookahead) fetch(from, to int64) bool {
 		return false
 	}
 	if from*lookaheadUnit < e.arrived {
-		return false // it has come, or is about to
+		return false // the stream was faster
 	}
 	e.total.Add(n)
 	for unit := from; unit < to; unit++ {
 		if e.bytes[unit] != nil {
-			continue // somebody else was faster
+			continue // another read was faster
 		}
 		part := b[(unit-from)*lookaheadUnit : e.end(unit)-from*lookaheadUnit]
 		sum := sha256.Sum256(part)
@@ -116,7 +116,7 @@ func (e *lookahead) fetch(from, to int64) bool {
 	return true
 }
 
-// compare compares the next bytes of the stream with what was read of them before.
+// compare compares the next bytes of the stream with the lookahead.
 func (e *lookahead) compare(p []byte, off int64) error {
 	if e == nil {
 		return nil
@@ -133,10 +133,10 @@ func (e *lookahead) compare(p []byte, off int64) error {
 		to := min(e.end(note.Unit), end)
 		_, _ = e.sum.Write(p[max(note.Unit*lookaheadUnit-off, 0) : to-off])
 		if to < e.end(note.Unit) {
-			break // the rest comes next
+			break // the rest follows
 		}
 		if !bytes.Equal(e.sum.Sum(nil), note.Sum) {
-			return api.Errorf(api.Unavailable, "%s %w: what was read of it at %#x is not what came there afterwards", e.name,
+			return api.Errorf(api.Unavailable, "%s %w: the bytes read ahead at %#x differ from the bytes of the stream", e.name,
 				origin.ErrChanged, note.Unit*lookaheadUnit)
 		}
 		e.sum, e.records = nil, e.records[1:]
@@ -145,7 +145,7 @@ func (e *lookahead) compare(p []byte, off int64) error {
 	return nil
 }
 
-// pending reports whether something that was read has not been compared yet.
+// pending reports whether a part of the lookahead is not compared yet.
 func (e *lookahead) pending() bool {
 	if e == nil {
 		return false
@@ -155,7 +155,7 @@ func (e *lookahead) pending() bool {
 	return len(e.records) > 0
 }
 
-// state is what is to be compared yet. ok is false in the middle of that.
+// state returns the units to compare. ok is false in the middle of a comparison.
 func (e *lookahead) state() (notes []lookaheadRecord, ok bool) {
 	if e == nil {
 		return nil, true
@@ -165,13 +165,13 @@ func (e *lookahead) state() (notes []lookaheadRecord, ok bool) {
 	return slices.Clone(e.records), e.sum == nil
 }
 
-// resume has what an earlier process read compared, too.
+// resume adds the lookahead of an earlier process to the comparison.
 func (e *lookahead) resume(notes []lookaheadRecord, have int64) error {
 	if len(notes) == 0 {
 		return nil
 	}
 	if e == nil {
-		return api.Errorf(api.Unavailable, "what was read of it before it came cannot be compared: %w", errRestart)
+		return api.Errorf(api.Unavailable, "the lookahead of the checkpoint cannot be compared: %w", errRestart)
 	}
 	e.records, e.arrived = notes, have
 	for i, n := range notes {

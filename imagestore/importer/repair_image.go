@@ -11,18 +11,17 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// layerRepairer is a disk that can make a finished layer whole again under those who use it.
+// layerRepairer is a disk that repairs a sealed layer below its replicas.
 type layerRepairer interface {
 	Mend(ctx context.Context, uid, root string, src block.Source) error
 }
 
-// Repair repairs an image that replicas of the disk use, in place, from another disk that has its layers. What is known
-// of the image (Want) must be all of it.
+// Repair repairs an image below replicas, in place, from another disk with the layers. The Spec must be complete.
 func Repair(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (Result, error) {
 	return repairLayers(ctx, from, on, want, want.Layers, p)
 }
 
-// repairLayers repairs the image's layers from those of another disk, or of other uids on the same.
+// repairLayers repairs the layers of an image from the layers good of another disk, or of the same disk.
 func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []api.UID, p *Progress) (Result, error) {
 	m, ok := on.(layerRepairer)
 	if !ok || want.Digest == "" || len(good) != len(want.Layers) || len(good) == 0 {
@@ -53,8 +52,8 @@ func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []
 	return got, err
 }
 
-// RepairSpec is what an image that is repaired from its source is called meanwhile: the same every time, so that what
-// was left of it is found.
+// RepairSpec names the second import for a repair: the same name every time, so that a later try finds the data of an
+// earlier try.
 func RepairSpec(want Spec) Spec {
 	spare := want
 	spare.Name, spare.Object = want.Name+" (being repaired)", nil
@@ -66,8 +65,8 @@ func RepairSpec(want Spec) Spec {
 	return spare
 }
 
-// RemoveRepairData removes what a repair left that was not ended. What is half made and not kept the disk collects by
-// itself.
+// RemoveRepairData removes the data of an unfinished repair. The disk itself collects unfinished layers without a
+// checkpoint.
 func RemoveRepairData(ctx context.Context, on block.Layers, want Spec) error {
 	spare := RepairSpec(want)
 	if _, err := readRecord(on, string(spare.UID)); err == nil {
@@ -85,8 +84,8 @@ func repairUID(uid api.UID) api.UID {
 	return api.UID(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 }
 
-// RepairFromOrigin repairs an image that replicas of the disk use from its source: it is brought once more, under
-// another name, and what is damaged is put right from there.
+// RepairFromOrigin repairs an image below replicas from its origin: it imports the image under another name and repairs
+// the damaged layers from the import.
 func RepairFromOrigin(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
 	open func(context.Context) (*origin.Stream, error)) (Result, error) {
 	if _, err := Find(on, spare); err != nil {

@@ -9,23 +9,23 @@ import (
 	"drover.io/drover/block"
 )
 
-// scratchName is what the scratch file of an import is called that can be continued.
+// scratchName is the name of the scratch file of an import that can continue.
 const scratchName = "spool"
 
-// scratchState is what of a spool is not in its file.
+// scratchState is the state of a scratchFile besides the bytes in its file.
 type scratchState struct {
 	Have int64         `json:"have"`
-	Gone []byte        `json:"gone,omitempty"` // as spool.gone, in little-endian words
+	Gone []byte        `json:"gone,omitempty"` // scratchFile.gone in little-endian words
 	Part map[int64]int `json:"part,omitempty"`
-	// What was read before it came, and is to be compared.
+	// The lookahead that is not compared yet.
 	Early []lookaheadRecord `json:"early,omitempty"`
 }
 
-// maxParts bounds what is recorded of a spool: of an image in great disorder nothing is kept.
+// maxParts bounds the record of a scratch file: an image in great disorder has no checkpoint.
 const maxParts = 100_000
 
-// state makes durable what is there, while nothing comes and nothing is read, and tells the rest. ok is false where
-// that would be too much.
+// state makes the bytes durable while the conversion is halted and no byte arrives, and returns the rest of the state.
+// ok is false if the state is too large.
 func (s *scratchFile) state() (st scratchState, ok bool, err error) {
 	s.mu.Lock()
 	st = scratchState{Have: s.have, Part: maps.Clone(s.part)}
@@ -42,7 +42,8 @@ func (s *scratchFile) state() (st scratchState, ok bool, err error) {
 	return st, true, s.f.Datasync()
 }
 
-// checkpointed says that the state up to some byte is recorded: what was dropped before that is of no use to anybody.
+// checkpointed reports that the checkpoint with the bytes before upTo is durable: no process needs bytes dropped
+// before.
 func (s *scratchFile) checkpointed(upTo int64) {
 	s.mu.Lock()
 	done := s.punchLater
@@ -53,7 +54,7 @@ func (s *scratchFile) checkpointed(upTo int64) {
 	}
 }
 
-// resume makes it what it was when it was kept.
+// resume restores the state of a checkpoint.
 func (s *scratchFile) resume(st *scratchState) error {
 	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*scratchUnit > st.Have {
 		return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
@@ -61,7 +62,7 @@ func (s *scratchFile) resume(st *scratchState) error {
 	if err := s.lookahead.resume(st.Early, st.Have); err != nil {
 		return err
 	}
-	if err := s.f.Truncate(st.Have); err != nil { // what came later comes again
+	if err := s.f.Truncate(st.Have); err != nil { // later bytes arrive again
 		return err
 	}
 	s.have, s.held, s.durable = st.Have, st.Have, st.Have
@@ -80,15 +81,15 @@ func (s *scratchFile) resume(st *scratchState) error {
 			}
 			u := int64(w)*64 + i
 			s.held -= scratchUnit
-			s.punch(units{u, u + 1}) // the last ones need not have been
+			s.punch(units{u, u + 1}) // the earlier process may not have punched the last units
 		}
 	}
 	s.peak.Store(max(s.peak.Load(), s.held))
 	return nil
 }
 
-// scratchFeed is the stream of an import that is spooled and can be continued: now and then it halts the conversion,
-// and when that stands still, records all of it.
+// scratchFeed is the stream of a conversion that can continue. It halts the conversion now and then and writes a
+// checkpoint.
 type scratchFeed struct {
 	feed
 	im   *importRun
@@ -96,15 +97,15 @@ type scratchFeed struct {
 	gate *checkpointGate
 	w    block.Keeper
 
-	next time.Time // when it is to be kept again
-	shut int64     // where the conversion was halted; -1: it is not
-	off  int64     // what was kept: of the source,
-	at   int64     // and of the layer
+	next time.Time // of the next checkpoint
+	shut int64     // place in the stream where the conversion was halted; -1: not halted
+	off  int64     // in the stream, at the last checkpoint
+	at   int64     // in the layer, at the last checkpoint
 }
 
 func (f *scratchFeed) wake() <-chan struct{} { return f.gate.news }
 
-// nextPause is far off while the conversion is halted: there is news then.
+// nextPause is far away while the conversion is halted: a wake-up follows.
 func (f *scratchFeed) nextPause() time.Time {
 	if f.shut >= 0 {
 		return time.Now().Add(f.im.checkpointEvery())
@@ -112,7 +113,7 @@ func (f *scratchFeed) nextPause() time.Time {
 	return f.next
 }
 
-// pauseDue is asked after each piece, and when the conversion may have halted.
+// pauseDue is called after each chunk, and when the conversion may have halted.
 func (f *scratchFeed) pauseDue(off int64) bool {
 	switch {
 	case f.shut < 0 && time.Now().Before(f.next):
@@ -126,7 +127,7 @@ func (f *scratchFeed) pauseDue(off int64) bool {
 		return true
 	}
 	if off-f.shut > 2*scratchTarget {
-		f.resume() // it takes its time; another time, perhaps
+		f.resume() // the conversion takes too long to halt: try again later
 	}
 	return false
 }

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// unnamedFile is a file without a name as a block.Scratch.
+// unnamedFile is a block.Scratch without a name.
 type unnamedFile struct{ *os.File }
 
 func (f unnamedFile) Punch(off, n int64) error {
@@ -22,7 +22,7 @@ func (f unnamedFile) Punch(off, n int64) error {
 
 func (f unnamedFile) Datasync() error { return unix.Fdatasync(int(f.Fd())) }
 
-// createScratch gives a file on the disk that has no name: it is gone when it is closed, also by a crash.
+// createScratch creates a file without a name on the disk: Close or a crash removes the file.
 func createScratch(on block.Layers) (block.Scratch, error) {
 	f, err := createUnnamed(on)
 	return unnamedFile{f}, err
@@ -37,7 +37,7 @@ func createUnnamed(on block.Layers) (*os.File, error) {
 	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) {
 		return f, err
 	}
-	// Some file systems make no nameless files.
+	// Some file systems have no files without a name.
 	f, err = os.CreateTemp(at.Path(), ".scratch-")
 	if err != nil {
 		return nil, err
@@ -50,43 +50,43 @@ func createUnnamed(on block.Layers) (*os.File, error) {
 }
 
 const (
-	// scratchUnit is what is given back of a scratch file at once. Sectors do not cross it.
+	// scratchUnit is the unit in which a scratch file returns room to the disk. Sectors do not cross a unit.
 	scratchUnit = 256 << 10
-	// newLookahead is how much of a source is taken in before it is asked for. More brought nothing.
+	// scratchTarget is the number of bytes to receive ahead of the conversion. More brought nothing.
 	scratchTarget = 32 << 20
 )
 
-// scratchFile is a source that arrives in order and is read in any order: a read of what is not there yet waits. So a
-// conversion that needs random access runs while the bytes still come. What the conversion has done with (Drop) is
-// given back to the disk, and the source waits when the conversion falls behind; so the file stays small where the
-// image is in the order of its disk, as it is when a tool has just made it.
+// scratchFile holds a stream that arrives in order and is read in any order: a read waits for its bytes. So a
+// conversion with random access runs during the transfer. Converted parts (Drop) return their room to the disk, and the
+// stream waits for a slow conversion; so the file stays small for an image in the order of its disk, as tools write
+// images.
 //
-// It can be kept (state, settle) and continued by another process (resume). What came before it was kept and is dropped
-// later stays in the file until it is kept again: the other process would need it.
+// A checkpoint (state, checkpointed) lets another process continue (resume). Bytes from before the checkpoint that are
+// dropped later stay in the file until the next checkpoint, because the other process would need them.
 type scratchFile struct {
 	f         block.Scratch
-	peak      *atomic.Int64 // the most bytes that were in f at once
-	lookahead *lookahead    // what was read before it came; or nil
+	peak      *atomic.Int64 // peak of the bytes in f
+	lookahead *lookahead    // or nil
 
 	mu         sync.Mutex
 	change     *sync.Cond
-	have       int64 // bytes [0, have) came
-	held       int64 // of them in f
-	waiting    int   // reads that wait for more
-	unbounded  bool  // the conversion is halted, and not behind
-	discarding bool  // nobody will read any more
+	have       int64 // bytes [0, have) arrived
+	held       int64 // bytes in f
+	waiting    int   // reads that wait for bytes
+	unbounded  bool  // the stream does not wait for the halted conversion
+	discarding bool  // no further read follows
 	done       bool
-	err        error // why no more bytes come
+	err        error // why no further bytes arrive
 
-	part map[int64]int // bytes dropped of units that are not dropped whole
-	gone []uint64      // units that are: a bit each
+	part map[int64]int // dropped bytes of partly dropped units
+	gone []uint64      // a bit per dropped unit
 
-	durable         int64   // what came before this is kept
-	punchLater      []units // of it, what was dropped since
-	punchLaterBytes int64   // bytes in owed
+	durable         int64   // end of the bytes in the last checkpoint
+	punchLater      []units // units dropped since, from before the checkpoint
+	punchLaterBytes int64   // bytes in punchLater
 }
 
-// units is a run of units, [from, to).
+// units is a range of units, [from, to).
 type units struct{ from, to int64 }
 
 func newScratchFile(f block.Scratch, peak *atomic.Int64) *scratchFile {
@@ -95,7 +95,7 @@ func newScratchFile(f block.Scratch, peak *atomic.Int64) *scratchFile {
 	return s
 }
 
-// put takes the next bytes; called in order, by one goroutine. It waits while enough are there.
+// put stores the next bytes. One goroutine calls put, in order. put waits while scratchTarget bytes are in the file.
 func (s *scratchFile) put(p []byte, off int64) error {
 	s.mu.Lock()
 	for s.held >= scratchTarget && s.waiting == 0 && !s.unbounded && !s.discarding && !s.done {
@@ -107,7 +107,7 @@ func (s *scratchFile) put(p []byte, off int64) error {
 		return err
 	}
 	if sated || done {
-		return err // whoever made it done knows why
+		return err // finish received the cause
 	}
 	if !isZero(p) {
 		if _, err := s.f.WriteAt(p, off); err != nil {
@@ -123,7 +123,7 @@ func (s *scratchFile) put(p []byte, off int64) error {
 	return nil
 }
 
-// halt says that the conversion is halted, or goes on.
+// halt reports whether the conversion is halted.
 func (s *scratchFile) halt(yes bool) {
 	s.mu.Lock()
 	s.unbounded = yes
@@ -131,7 +131,7 @@ func (s *scratchFile) halt(yes bool) {
 	s.change.Broadcast()
 }
 
-// finish says that no more bytes come, and why (nil: that was all).
+// finish reports that no further bytes arrive, with the cause; nil after the last byte.
 func (s *scratchFile) finish(err error) {
 	s.mu.Lock()
 	if !s.done {
@@ -141,7 +141,7 @@ func (s *scratchFile) finish(err error) {
 	s.change.Broadcast()
 }
 
-// discard says that nobody reads any more: what still comes is not kept.
+// discard reports that no further read follows: later bytes are not stored.
 func (s *scratchFile) discard() {
 	s.mu.Lock()
 	s.discarding = true
@@ -149,13 +149,13 @@ func (s *scratchFile) discard() {
 	s.change.Broadcast()
 }
 
-// wait returns once the bytes up to end are there, or none come any more. It returns how many there are.
+// wait returns the number of received bytes once the bytes up to end arrived, or no further bytes arrive.
 func (s *scratchFile) wait(end int64) (int64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.waiting++
 	for s.have < end && !s.done {
-		s.change.Broadcast() // a source that waits for us goes on
+		s.change.Broadcast() // the stream may wait for this read
 		s.change.Wait()
 	}
 	s.waiting--
@@ -165,10 +165,10 @@ func (s *scratchFile) wait(end int64) (int64, error) {
 	return s.have, s.err
 }
 
-// chunkWriter waits for all bytes and tells how many they are.
+// whole waits for all bytes and returns their number.
 func (s *scratchFile) whole() (int64, error) { return s.wait(1 << 62) }
 
-// Have tells how many bytes have come.
+// Have returns the number of received bytes.
 func (s *scratchFile) Have() int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -193,7 +193,7 @@ func (s *scratchFile) ReadAt(p []byte, off int64) (int, error) {
 	}
 	n, rerr := s.f.ReadAt(p, off)
 	if errors.Is(rerr, io.EOF) {
-		clear(p[n:]) // zeros at the end were not written
+		clear(p[n:]) // zeros at the end have no bytes in the file
 		n, rerr = len(p), nil
 	}
 	if rerr != nil {
@@ -202,8 +202,8 @@ func (s *scratchFile) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// dropped finds the first byte of a range that is not there any more, or -1. The last sector of a range may be: that of
-// compressed data is read whole, also where something else shares it.
+// dropped returns the first dropped byte of a range, or -1. The last sector of a range may be dropped: compressed data
+// is read in whole sectors, also if the last sector belongs to other data too.
 func (s *scratchFile) dropped(off, end int64) int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -238,7 +238,7 @@ func (s *scratchFile) Drop(off, n int64) {
 	}
 	var now units
 	if from >= 0 {
-		// All units between are gone too: those that are not at the ends of the range went whole.
+		// The units between the ends of a range are dropped as a whole.
 		late := min(max((s.durable+scratchUnit-1)/scratchUnit, from), to)
 		if now = (units{late, to}); late > from {
 			s.punchLater = append(s.punchLater, units{from, late})
@@ -252,10 +252,11 @@ func (s *scratchFile) Drop(off, n int64) {
 	}
 }
 
-// punch gives units back to the disk.
+// punch returns units to the disk.
 func (s *scratchFile) punch(u units) {
 	if u.to > u.from {
-		_ = s.f.Punch(u.from*scratchUnit, (u.to-u.from)*scratchUnit) // room that stays taken is given back with the file
+		// After a failure, Close of the file returns the room.
+		_ = s.f.Punch(u.from*scratchUnit, (u.to-u.from)*scratchUnit)
 	}
 }
 

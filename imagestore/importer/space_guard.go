@@ -9,23 +9,23 @@ import (
 	"drover.io/drover/block"
 )
 
-// An image stops short of filling its disk: volumes on it need room to write, and how much a source sends is for the
-// source to say.
+// An import stops before its disk is full: volumes on the disk need room to write, and the origin alone decides how
+// many bytes arrive.
 const (
-	minFreeShare = 20      // one part in so many of the disk stays free,
-	maxMinFree   = 1 << 30 // but no more than this, in bytes
-	checkEvery   = 8 << 20 // bytes between two looks
+	minFreeShare = 20      // the part of the disk that stays free, as a divisor
+	maxMinFree   = 1 << 30 // bytes; the upper limit of that part
+	checkEvery   = 8 << 20 // bytes between two checks
 )
 
-// space looks, while an image is written, that its disk keeps some.
+// spaceGuard checks the free room of a disk while an image is written.
 type spaceGuard struct {
 	on         block.Layers
 	path       string
-	untilCheck atomic.Int64 // bytes to write until the next look
-	inFlight   atomic.Int64 // bytes that may not be on the disk yet
+	untilCheck atomic.Int64 // bytes to write until the next check
+	inFlight   atomic.Int64 // bytes that the disk may not count yet
 }
 
-// newSpaceGuard is for a disk that is a folder; for any other, nothing is looked at.
+// newSpaceGuard guards a disk that is a folder; other disks have no check.
 func newSpaceGuard(on block.Layers) *spaceGuard {
 	r := &spaceGuard{on: on}
 	if at, ok := on.(interface{ Path() string }); ok {
@@ -34,7 +34,7 @@ func newSpaceGuard(on block.Layers) *spaceGuard {
 	return r
 }
 
-// reserve is asked for n more bytes.
+// reserve asks for room for n bytes.
 func (r *spaceGuard) reserve(n int64) error {
 	if r.path == "" || r.untilCheck.Add(-n) >= 0 {
 		return nil
@@ -42,7 +42,7 @@ func (r *spaceGuard) reserve(n int64) error {
 	r.untilCheck.Store(checkEvery)
 	var st unix.Statfs_t
 	if err := unix.Statfs(r.path, &st); err != nil {
-		return api.Errorf(api.Unavailable, "disk %s: how much room is left: %w", r.on.UID(), err)
+		return api.Errorf(api.Unavailable, "disk %s: free room unknown: %w", r.on.UID(), err)
 	}
 	free, spare := int64(st.Bavail)*st.Bsize, min(int64(st.Blocks)*st.Bsize/minFreeShare, maxMinFree)
 	if free-checkEvery-r.inFlight.Load() < spare {
@@ -52,7 +52,7 @@ func (r *spaceGuard) reserve(n int64) error {
 	return nil
 }
 
-// guard is put as long as there is room for it; zeros take none.
+// guard checks the room before each put. Chunks of zeros take no room.
 func (r *spaceGuard) guard(put func([]byte, int64) error) func([]byte, int64) error {
 	return func(p []byte, off int64) error {
 		if !isZero(p) {
@@ -66,7 +66,7 @@ func (r *spaceGuard) guard(put func([]byte, int64) error) func([]byte, int64) er
 	}
 }
 
-// guardedSink is a sink that looks at the room.
+// guardedSink checks the room before each write.
 type guardedSink struct {
 	block.Sink
 	room *spaceGuard

@@ -2,11 +2,11 @@ package importer
 
 import "sync"
 
-// maxLead is how far a conversion may be ahead of the checksum of its source.
+// maxLead is how far a conversion may read ahead of the checksum.
 const maxLead = 16 << 20
 
-// throttle keeps a conversion from getting ahead of the checksum of the file that it reads. The checksum runs on one
-// core and often is what the import takes; a conversion that takes the cores first only lets it end later.
+// throttle keeps a conversion behind the checksum of its file. The checksum needs one core and often decides the time
+// of an import, so a conversion that takes all cores first only makes the import longer.
 type throttle struct {
 	mu     sync.Mutex
 	change *sync.Cond
@@ -20,7 +20,7 @@ func newThrottle() *throttle {
 	return p
 }
 
-// advance says that n more bytes are summed.
+// advance reports n more hashed bytes.
 func (p *throttle) advance(n int64) {
 	p.mu.Lock()
 	p.at += n
@@ -28,7 +28,7 @@ func (p *throttle) advance(n int64) {
 	p.change.Broadcast()
 }
 
-// end lets everything through.
+// end releases every wait.
 func (p *throttle) end() {
 	p.mu.Lock()
 	p.ended = true
@@ -36,8 +36,8 @@ func (p *throttle) end() {
 	p.change.Broadcast()
 }
 
-// wait returns once the bytes before end are summed, but for the lead, and tells how many are. What is far ahead of
-// them is not waited for: the image is not in the order of its file.
+// wait returns once the hash is within maxLead of end, with the number of hashed bytes. wait does not wait for a place
+// far ahead: the image is not in the order of its file.
 func (p *throttle) wait(end int64) (int64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -16,23 +16,23 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Access is what a server asks of who fetches an image from it, and what is asked of the server.
+// Access holds the credentials for a server and the demands on its connection.
 type Access struct {
-	// Username and Password are for basic authentication, Token for that by bearer; at most one of both.
+	// Username and Password are for basic authentication, Token for a bearer token; at most one kind.
 	Username, Password, Token string
-	// Header is sent with every request to the server that the user named.
+	// Header is sent with every request to the named server.
 	Header http.Header
-	// CA holds certificates (PEM) that are trusted besides those of the system.
+	// CA holds certificates (PEM) of further trusted authorities.
 	CA []byte
-	// Allow names the addresses outside the public internet that may be connected to; nil: none.
+	// Allow accepts addresses outside the public internet; nil: none.
 	Allow func(netip.Addr) bool
 }
 
-// ours are headers that this package sets, or that say how long a request is.
-var ours = map[string]bool{"Range": true, "If-Range": true, "Accept-Encoding": true, "Host": true,
+// reservedHeaders are headers that this package sets, or that describe the length of a request.
+var reservedHeaders = map[string]bool{"Range": true, "If-Range": true, "Accept-Encoding": true, "Host": true,
 	"Content-Length": true, "Transfer-Encoding": true, "Connection": true, "Trailer": true, "Te": true, "Upgrade": true}
 
-// Check refuses what cannot be sent. No message repeats a value.
+// Check refuses credentials that cannot be sent. Messages repeat no value.
 func (a *Access) Check() error {
 	switch {
 	case a.Token != "" && (a.Username != "" || a.Password != ""):
@@ -45,7 +45,7 @@ func (a *Access) Check() error {
 		return api.Errorf(api.Invalid, "the token holds characters that a header cannot hold")
 	}
 	for name, values := range a.Header {
-		if !httpguts.ValidHeaderFieldName(name) || ours[http.CanonicalHeaderKey(name)] {
+		if !httpguts.ValidHeaderFieldName(name) || reservedHeaders[http.CanonicalHeaderKey(name)] {
 			return api.Errorf(api.Invalid, "%.80q is no header that can be set", name)
 		}
 		for _, v := range values {
@@ -54,12 +54,12 @@ func (a *Access) Check() error {
 			}
 		}
 	}
-	_, err := a.authorities()
+	_, err := a.caPool()
 	return err
 }
 
-// authorities are the system's and those of CA; nil: the system's alone.
-func (a *Access) authorities() (*x509.CertPool, error) {
+// caPool returns the authorities of the system and of CA; nil: of the system alone.
+func (a *Access) caPool() (*x509.CertPool, error) {
 	if len(a.CA) == 0 {
 		return nil, nil
 	}
@@ -73,7 +73,7 @@ func (a *Access) authorities() (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// apply puts the credentials on a request to the server that the user named.
+// apply puts the credentials on a request to the named server.
 func (a *Access) apply(req *http.Request) {
 	for name, values := range a.Header {
 		req.Header[http.CanonicalHeaderKey(name)] = values
@@ -87,7 +87,7 @@ func (a *Access) apply(req *http.Request) {
 	}
 }
 
-// strip takes all that apply put on away.
+// strip removes everything that apply set.
 func (a *Access) strip(h http.Header) {
 	for name := range a.Header {
 		h.Del(name)
@@ -95,11 +95,11 @@ func (a *Access) strip(h http.Header) {
 	h.Del("Authorization")
 }
 
-// transport makes connections of one download: to where Allow lets it, through the proxy of the environment.
+// transport makes the connections of one download, guarded by Allow, through the proxy of the environment.
 func (a *Access) transport() (*http.Transport, error) {
 	tr := &http.Transport{
 		Proxy: http.ProxyFromEnvironment,
-		// The bytes as they are: the checksum is over what the user knows, and lengths must count them.
+		// The checksum and all lengths count the bytes of the content.
 		DisableCompression:     true,
 		MaxResponseHeaderBytes: 64 << 10,
 		TLSHandshakeTimeout:    10 * time.Second,
@@ -107,19 +107,19 @@ func (a *Access) transport() (*http.Transport, error) {
 		MaxIdleConnsPerHost:    maxConnections,
 		ReadBufferSize:         64 << 10,
 		TLSClientConfig:        &tls.Config{MinVersion: tls.VersionTLS12},
-		// HTTP/1.1 alone: several ranges at once are to come over several connections.
+		// HTTP/1.1 alone, so that several ranges use several connections.
 		TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{},
 	}
 	var err error
-	if tr.TLSClientConfig.RootCAs, err = a.authorities(); err != nil {
+	if tr.TLSClientConfig.RootCAs, err = a.caPool(); err != nil {
 		return nil, err
 	}
 	origin.GuardTransport(tr, a.Allow)
 	return tr, nil
 }
 
-// client follows redirects. Credentials go to the server that the user named and to no other; nor does the address
-// that was asked, which may hold some.
+// client follows redirects. Credentials go to the named server alone, and so does the requested address, which may hold
+// credentials.
 func (a *Access) client(tr *http.Transport) *http.Client {
 	return &http.Client{Transport: tr, CheckRedirect: func(req *http.Request, via []*http.Request) error {
 		if len(via) >= 10 {
@@ -138,7 +138,7 @@ func (a *Access) client(tr *http.Transport) *http.Client {
 	}}
 }
 
-// sameServer reports whether both addresses are of one server, and reached as safely.
+// sameServer reports whether two addresses belong to one server over the same scheme.
 func sameServer(a, b *url.URL) bool {
 	port := func(u *url.URL) string {
 		if p := u.Port(); p != "" {
@@ -159,7 +159,7 @@ func checkScheme(u *url.URL) error {
 	return nil
 }
 
-// redact is the address without what may be secret: password and query.
+// redact returns the address without password and query.
 func redact(u *url.URL) string {
 	c := *u
 	c.User = nil

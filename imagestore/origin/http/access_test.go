@@ -52,7 +52,7 @@ func TestDownloadWithCredentials(t *testing.T) {
 		{"none", bearer, Access{}, false},
 	} {
 		o := quick
-		o.Piece = 64 << 10 // every range needs them
+		o.RangeSize = 64 << 10 // every range needs them
 		o.Access = c.access
 		o.Allow = anywhere
 		got, _, err := fetch(t, wants(t, body, c.right), o)
@@ -124,7 +124,7 @@ func TestCredentialsAreNotSentOn(t *testing.T) {
 		}
 	})
 	o := quick
-	o.Piece = 64 << 10
+	o.RangeSize = 64 << 10
 	o.Token, o.Header = "tok", http.Header{"X-Api-Key": {"k"}}
 	for _, path := range []string{"/away?sig=secret", "/back", "/inside"} {
 		if got, _, err := fetch(t, home+path, o); err != nil || !bytes.Equal(got, body) {
@@ -157,7 +157,7 @@ func TestDownloadThroughSignedAddresses(t *testing.T) {
 		http.Redirect(w, r, store+"/x?sig="+fmt.Sprint(signs.Load()), http.StatusFound)
 	})
 	o := quick
-	o.Piece, o.Connections = 100_000, 2
+	o.RangeSize, o.Connections = 100_000, 2
 	if got, _, err := fetch(t, front, o); err != nil || !bytes.Equal(got, body) {
 		t.Fatalf("%d bytes: %v", len(got), err)
 	}

@@ -12,24 +12,24 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Options tune a download; the zero value is what the product uses.
+// Options tune a download; the zero value has the defaults of the product.
 type Options struct {
 	Access
 	// Start is how long the server may take until its first byte; 30 s.
 	Start time.Duration
 	// Stall is how long the server may be silent in the middle; 60 s. Then the connection counts as cut.
 	Stall time.Duration
-	// Resumes is how many cuts in a row, without a byte between them, are healed by asking for the rest, and how often a
-	// busy server is asked again; 5.
+	// Resumes is how many cuts in a row, without a byte between them, are followed by a request for the rest, and how
+	// often a busy server is asked again; 5.
 	Resumes int
 	// Pause before a resume; doubles with each cut in a row. 500 ms.
 	Pause time.Duration
-	// Connections is how many ranges come at once, each of Piece bytes; 4 of 8 MiB. That is also the memory.
+	// Connections is how many ranges of RangeSize bytes arrive at once; 4 of 8 MiB, which is the memory as well.
 	Connections int
-	Piece       int64
-	// From is where an earlier download of the same address stopped. The zero value is the beginning.
+	RangeSize   int64
+	// From is where an earlier download of the same address stopped. The zero value is the start.
 	From origin.Mark
-	// Resumed is told of every resume, for the log. May be nil.
+	// Resumed is called before every resume. May be nil.
 	Resumed func(off int64, cause error)
 }
 
@@ -50,20 +50,19 @@ func (o Options) withDefaults() Options {
 	if o.Connections == 0 {
 		o.Connections = maxConnections
 	}
-	if o.Piece == 0 {
-		o.Piece = 8 << 20
+	if o.RangeSize == 0 {
+		o.RangeSize = 8 << 20
 	}
 	return o
 }
 
-// Open opens an http or https address. It returns once the server agreed to send it, or an error that says why not.
-// A server that serves ranges and names the content by an ETag or a date is asked for several of them at a time, and
-// what a cut left missing is asked for again; any other sends all of it over one connection, and Read fails when that
-// is cut and says how far it came. Stream.Mark tells where a later download could go on.
+// Open opens an http or https address and returns once the server agreed to send the content. A server with ranges and
+// a validator (ETag or date) sends several ranges at once, and missing bytes are requested again after a cut. Any other
+// server sends all bytes over one connection, and Read fails after a cut. Stream.Mark lets a later download continue.
 func Open(ctx context.Context, address string, opts Options) (*origin.Stream, error) {
 	u, err := url.Parse(address)
 	if err != nil {
-		// The error of Parse repeats the address, and with it a password.
+		// The error of Parse repeats the address, and so a password.
 		return nil, api.Errorf(api.Invalid, "the url cannot be read: is it complete, and are special characters escaped?")
 	}
 	name := redact(u)
@@ -77,110 +76,113 @@ func Open(ctx context.Context, address string, opts Options) (*origin.Stream, er
 	ctx, cancel := context.WithCancel(ctx)
 	d := &download{server: server{ctx: ctx, url: u, at: u, name: name, opts: opts.withDefaults(), http: opts.client(tr)},
 		cancel: cancel, idle: tr.CloseIdleConnections}
-	if err := d.begin(); err != nil {
+	if err := d.start(); err != nil {
 		_ = d.Close()
 		return nil, err
 	}
 	s := &origin.Stream{ReadCloser: d, Size: d.size, Name: name}
 	if d.validator != "" && d.size >= 0 {
 		s.Mark = &origin.Mark{Off: d.opts.From.Off, Size: d.size, Validator: d.validator}
-		s.Ahead = d.ahead
+		s.Ahead = d.readAhead
 	}
 	return s, nil
 }
 
-// download is the bytes of one address, in order. Owner: the goroutine that reads; window has goroutines of its own.
+// download is the bytes of one address, in order. The goroutine that reads owns the download; the window has its own
+// goroutines.
 type download struct {
 	server
 	cancel context.CancelFunc
 	idle   func()
 
-	one  *section     // all of it over one connection at a time, or
-	many *rangeWindow // several ranges at once
-	err  error        // final
+	single *rangeReader // one connection at a time, or
+	window *rangeWindow // several ranges at once
+	err    error        // final
 }
 
-// begin asks for the first bytes, and finds out how the rest is to be had.
-func (d *download) begin() error {
+// start requests the first bytes and chooses how to request the rest.
+func (d *download) start() error {
 	if d.opts.From.Off > 0 {
 		d.size, d.validator = d.opts.From.Size, d.opts.From.Validator
 		return d.divide(nil, d.opts.From.Off)
 	}
-	a, err := d.first()
+	a, err := d.firstAnswer()
 	if err != nil {
 		return err
 	}
 	d.size, d.validator = a.total, a.validator
-	if !a.part {
-		d.one = &section{s: &d.server, end: a.total, fixed: !a.ranges || a.validator == "" || a.total < 0, body: a.body}
+	if !a.partial {
+		d.single = &rangeReader{s: &d.server, end: a.total, body: a.body,
+			noRanges: !a.ranges || a.validator == "" || a.total < 0}
 		return nil
 	}
 	return d.divide(a, 0)
 }
 
-// first is the answer to the first request: a range with all that is needed to ask for others, or everything.
-func (d *download) first() (*answer, error) {
-	a, err := d.get(0, d.opts.Piece, d.opts.Resumes)
-	if err == nil && a.part && (a.validator == "" || a.total < 0) {
-		a.body.Close() // other ranges might be of other bytes
+// firstAnswer returns the answer to the first request: a range with the facts for requests of other ranges, or the
+// whole content.
+func (d *download) firstAnswer() (*answer, error) {
+	a, err := d.get(0, d.opts.RangeSize, d.opts.Resumes)
+	if err == nil && a.partial && (a.validator == "" || a.total < 0) {
+		a.body.Close() // other ranges could belong to other content
 		a, err = d.get(0, -1, d.opts.Resumes)
 	} else if errors.Is(err, origin.ErrRange) {
-		a, err = d.get(0, -1, d.opts.Resumes) // nothing is in it, or it knows no ranges
+		a, err = d.get(0, -1, d.opts.Resumes) // empty, or without ranges
 	}
 	return a, err
 }
 
-// divide asks for the bytes from off on in pieces; a is the answer with the first one, or nil.
+// divide requests the bytes from off on, in ranges if useful; a is the answer with the first range, or nil.
 func (d *download) divide(a *answer, off int64) error {
-	if d.size-off <= d.opts.Piece || d.opts.Connections < 2 {
-		d.one = &section{s: &d.server, off: off, end: d.size}
+	if d.size-off <= d.opts.RangeSize || d.opts.Connections < 2 {
+		d.single = &rangeReader{s: &d.server, off: off, end: d.size}
 		if off == d.size && a == nil {
-			return nil // all was there already
+			return nil // complete already
 		}
-		if a != nil && d.size <= d.opts.Piece {
-			d.one.body = a.body
+		if a != nil && d.size <= d.opts.RangeSize {
+			d.single.body = a.body
 			return nil
 		} else if a != nil {
 			a.body.Close()
 		}
-		return d.one.open(d.opts.Resumes)
+		return d.single.open(d.opts.Resumes)
 	}
 	w, err := newRangeWindow(&d.server, a, off)
 	if errors.Is(err, origin.ErrChanged) && off == 0 {
-		// Its parts do not fit together, as with several servers behind one name: then all of it at once.
+		// The ranges have different validators, as with several servers behind one name: one connection for all bytes.
 		if a, err = d.get(0, -1, d.opts.Resumes); err != nil {
 			return err
 		}
 		d.size, d.validator = a.total, ""
-		d.one = &section{s: &d.server, end: a.total, fixed: true, body: a.body}
+		d.single = &rangeReader{s: &d.server, end: a.total, noRanges: true, body: a.body}
 		return nil
 	}
-	d.many = w
+	d.window = w
 	return err
 }
 
-// Read gives the next bytes, over a new connection where the old one was cut.
+// Read returns the next bytes, over a new connection after a cut.
 func (d *download) Read(p []byte) (int, error) {
 	if d.err != nil || len(p) == 0 {
 		return 0, d.err
 	}
 	var n int
-	if d.many != nil {
-		n, d.err = d.many.Read(p)
+	if d.window != nil {
+		n, d.err = d.window.Read(p)
 	} else {
-		n, d.err = d.one.Read(p)
+		n, d.err = d.single.Read(p)
 	}
 	return n, d.err
 }
 
-// ahead reads all of p from a part that has not come yet, by a request of its own.
-func (d *download) ahead(p []byte, off int64) error {
+// readAhead reads all of p by a request of its own.
+func (d *download) readAhead(p []byte, off int64) error {
 	a, err := d.get(off, int64(len(p)), 0)
 	if err != nil {
 		return err
 	}
 	defer a.body.Close()
-	if !a.part {
+	if !a.partial {
 		return d.changed(off)
 	}
 	_, err = io.ReadFull(a.body, p)
@@ -190,11 +192,11 @@ func (d *download) ahead(p []byte, off int64) error {
 // Close ends the transfer.
 func (d *download) Close() error {
 	d.cancel()
-	if d.many != nil {
-		d.many.close()
+	if d.window != nil {
+		d.window.close()
 	}
-	if d.one != nil {
-		d.one.drop()
+	if d.single != nil {
+		d.single.drop()
 	}
 	d.idle()
 	if d.err == nil {
@@ -203,24 +205,24 @@ func (d *download) Close() error {
 	return nil
 }
 
-// section is a run of bytes of a server over any number of connections. Owner: the goroutine that reads.
-type section struct {
-	s     *server
-	off   int64 // next byte
-	end   int64 // -1: where the server ends
-	fixed bool  // the rest alone is not to be had
+// rangeReader reads a range of a server over any number of connections. The goroutine that reads owns the rangeReader.
+type rangeReader struct {
+	s        *server
+	off      int64 // next byte
+	end      int64 // -1: unknown
+	noRanges bool  // the server cannot send the rest alone
 
 	body *body
 	cuts int // in a row
 }
 
-// open asks for the rest of the section; busy is how often a busy server is asked again.
-func (x *section) open(busy int) error {
+// open requests the rest of the range; busy is how often a busy server is asked again.
+func (x *rangeReader) open(busy int) error {
 	a, err := x.s.get(x.off, x.end-x.off, busy)
 	if err != nil {
 		return err
 	}
-	if !a.part && (x.off > 0 || a.total != x.s.size || a.validator != x.s.validator) {
+	if !a.partial && (x.off > 0 || a.total != x.s.size || a.validator != x.s.validator) {
 		a.body.Close()
 		return x.s.changed(x.off)
 	}
@@ -228,8 +230,8 @@ func (x *section) open(busy int) error {
 	return nil
 }
 
-// Read gives the next bytes; io.EOF after the last one of the section.
-func (x *section) Read(p []byte) (int, error) {
+// Read returns the next bytes, and io.EOF after the last byte of the range.
+func (x *rangeReader) Read(p []byte) (int, error) {
 	for {
 		if x.end >= 0 {
 			if x.off == x.end {
@@ -242,7 +244,7 @@ func (x *section) Read(p []byte) (int, error) {
 		x.off += int64(n)
 		if n > 0 {
 			x.cuts = 0
-			return n, nil // an error that came with bytes comes again with the next Read
+			return n, nil // the next Read returns the error again
 		}
 		switch {
 		case errors.Is(err, io.EOF) && x.end < 0:
@@ -256,8 +258,8 @@ func (x *section) Read(p []byte) (int, error) {
 	}
 }
 
-// resume opens the rest after a cut, or says why that is not possible.
-func (x *section) resume(err error) error {
+// resume requests the rest after a cut, or returns why the rest cannot be had.
+func (x *rangeReader) resume(err error) error {
 	x.drop()
 	s := x.s
 	if s.ctx.Err() != nil {
@@ -280,7 +282,7 @@ func (x *section) resume(err error) error {
 		}
 		return api.Errorf(api.Unavailable, "%s: %s after %d%s bytes%s", s.name, what, x.off, of, why)
 	}
-	if x.fixed {
+	if x.noRanges {
 		return broken(", and it cannot send the rest alone")
 	}
 	for ; x.cuts < s.opts.Resumes; x.cuts++ {
@@ -298,8 +300,8 @@ func (x *section) resume(err error) error {
 		if s.ctx.Err() != nil {
 			return s.ctx.Err()
 		}
-		if !passing(oerr) || origin.Wait(oerr) > 0 {
-			return oerr // a server that says when to come again is not asked before
+		if !isTemporary(oerr) || origin.Wait(oerr) > 0 {
+			return oerr // the server asked for a pause
 		}
 		err = oerr
 	}
@@ -307,7 +309,7 @@ func (x *section) resume(err error) error {
 }
 
 // drop ends the current request.
-func (x *section) drop() {
+func (x *rangeReader) drop() {
 	if x.body != nil {
 		x.body.Close()
 		x.body = nil

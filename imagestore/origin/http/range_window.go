@@ -11,100 +11,100 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// helperWait is how long the other connections may take to be there; the first one is not held up longer.
-const helperWait = 3 * time.Second
+// startTimeout is how long the first connection waits for the answers of the others.
+const startTimeout = 3 * time.Second
 
-// rangeWindow brings a run of bytes in pieces, several at once, and gives them in order. At most as many pieces as
-// there are connections are in memory. A server that wants fewer connections gets fewer. Read belongs to one goroutine;
-// the workers belong to the window and end with close.
+// rangeWindow fetches several ranges at once and returns their bytes in order. It holds as many ranges in memory as
+// there are connections, and uses fewer connections if the server refuses some. One goroutine calls Read; close ends
+// the workers.
 type rangeWindow struct {
 	s      *server
 	cancel context.CancelFunc
 	stop   func() bool
 	wg     sync.WaitGroup
 
-	mu    sync.Mutex
-	news  *sync.Cond
-	queue []*piece // in order; the first one is being read
-	todo  []*piece // of queue: what nobody brings now, in order
-	free  [][]byte
-	next  int64 // the first byte that no piece has
-	alive int   // workers
-	err   error // no more bytes come
+	mu      sync.Mutex
+	news    *sync.Cond
+	queue   []*rangeBuffer // in order; Read reads the first range
+	todo    []*rangeBuffer // ranges of queue without a worker, in order
+	free    [][]byte
+	next    int64 // first byte behind all ranges
+	workers int   // workers
+	err     error // final
 }
 
-// piece is a run of bytes on its way. buf[:have] is there, and no longer changes.
-type piece struct {
+// rangeBuffer is a range in transfer. buf[:have] has arrived and no longer changes.
+type rangeBuffer struct {
 	off  int64
 	buf  []byte
 	have int
 	read int
 }
 
-// newRangeWindow begins at off. a is the answer with the first piece, or nil. It returns when it is known that the
-// answers of all connections are of the same bytes: ErrChanged if they are not.
+// newRangeWindow starts at off. a is the answer with the first range, or nil. It returns once the answers of all
+// connections are known to have one validator, or ErrChanged.
 func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 	ctx, cancel := context.WithCancel(of.ctx)
-	s := of.within(ctx)
+	s := of.withContext(ctx)
 	w := &rangeWindow{s: s, cancel: cancel, next: off}
 	w.news = sync.NewCond(&w.mu)
 	w.stop = context.AfterFunc(ctx, func() { w.fail(ctx.Err()) })
 	if a == nil {
-		n := min(s.opts.Piece, s.size-off)
+		n := min(s.opts.RangeSize, s.size-off)
 		var err error
 		if a, err = s.get(off, n, s.opts.Resumes); err != nil {
 			return w, err
 		}
-		if !a.part {
+		if !a.partial {
 			a.body.Close()
 			return w, s.changed(off)
 		}
 	}
-	w.work(w.cut(), a)
+	w.startWorker(w.addRange(), a)
 	type opened struct {
-		p   *piece
+		p   *rangeBuffer
 		a   *answer
 		err error
 	}
 	helpers := make(chan opened, s.opts.Connections)
 	n := 0
 	for ; n < s.opts.Connections-1; n++ {
-		p := w.cut()
+		p := w.addRange()
 		if p == nil {
 			break
 		}
 		w.wg.Go(func() {
-			a, err := s.once(p.off, int64(len(p.buf)))
-			if err == nil && !a.part {
+			a, err := s.request(p.off, int64(len(p.buf)))
+			if err == nil && !a.partial {
 				a.body.Close()
 				err = s.changed(p.off)
 			}
 			helpers <- opened{p, a, err}
 		})
 	}
-	late := time.NewTimer(helperWait)
+	late := time.NewTimer(startTimeout)
 	defer late.Stop()
 	for i := range n {
 		select {
 		case h := <-helpers:
 			switch {
 			case h.err == nil:
-				w.work(h.p, h.a)
+				w.startWorker(h.p, h.a)
 			case errors.Is(h.err, origin.ErrChanged):
 				w.close()
 				return nil, h.err
 			default:
-				w.back(h.p)
+				w.requeue(h.p)
 			}
 		case <-late.C:
-			// Whoever comes later works all the same.
+			// A later answer still gets a worker.
 			w.wg.Go(func() {
 				for range n - i {
 					h := <-helpers
 					if h.err == nil {
-						w.work(h.p, h.a)
+						w.startWorker(h.p, h.a)
 					} else {
-						w.back(h.p)
+						w.requeue(h.p)
 					}
 				}
 			})
@@ -114,15 +114,15 @@ func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 	return w, nil
 }
 
-// cut makes the next piece, or nil where there is none, or no room for it.
-func (w *rangeWindow) cut() *piece {
+// addRange adds the next range; nil without a further range or without memory.
+func (w *rangeWindow) addRange() *rangeBuffer {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.cutLocked()
+	return w.addRangeLocked()
 }
 
-func (w *rangeWindow) cutLocked() *piece {
-	n := min(w.s.opts.Piece, w.s.size-w.next)
+func (w *rangeWindow) addRangeLocked() *rangeBuffer {
+	n := min(w.s.opts.RangeSize, w.s.size-w.next)
 	if n <= 0 || len(w.queue) >= w.s.opts.Connections {
 		return nil
 	}
@@ -130,32 +130,32 @@ func (w *rangeWindow) cutLocked() *piece {
 	if len(w.free) > 0 {
 		buf, w.free = w.free[0], w.free[1:]
 	} else {
-		buf = make([]byte, min(w.s.opts.Piece, w.s.size))
+		buf = make([]byte, min(w.s.opts.RangeSize, w.s.size))
 	}
-	p := &piece{off: w.next, buf: buf[:n]}
+	p := &rangeBuffer{off: w.next, buf: buf[:n]}
 	w.next += n
 	w.queue = append(w.queue, p)
 	return p
 }
 
-// back gives a piece to whoever brings it.
-func (w *rangeWindow) back(p *piece) {
+// requeue leaves a range to another worker.
+func (w *rangeWindow) requeue(p *rangeBuffer) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.backLocked(p)
+	w.requeueLocked(p)
 }
 
-func (w *rangeWindow) backLocked(p *piece) {
+func (w *rangeWindow) requeueLocked(p *rangeBuffer) {
 	at := 0
 	for at < len(w.todo) && w.todo[at].off < p.off {
 		at++
 	}
-	w.todo = append(w.todo[:at], append([]*piece{p}, w.todo[at:]...)...)
+	w.todo = append(w.todo[:at], append([]*rangeBuffer{p}, w.todo[at:]...)...)
 	w.news.Broadcast()
 }
 
-// take waits for a piece to bring; nil: there is none any more.
-func (w *rangeWindow) take() *piece {
+// nextRange waits for a range without a worker; nil at the end.
+func (w *rangeWindow) nextRange() *rangeBuffer {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for {
@@ -167,7 +167,7 @@ func (w *rangeWindow) take() *piece {
 			w.todo = w.todo[1:]
 			return p
 		}
-		if p := w.cutLocked(); p != nil {
+		if p := w.addRangeLocked(); p != nil {
 			return p
 		}
 		if w.next >= w.s.size && len(w.queue) == 0 {
@@ -177,43 +177,43 @@ func (w *rangeWindow) take() *piece {
 	}
 }
 
-// work brings a piece, whose answer is there, and then others.
-func (w *rangeWindow) work(p *piece, a *answer) {
+// startWorker starts a worker with a range and its answer; the worker then fetches further ranges.
+func (w *rangeWindow) startWorker(p *rangeBuffer, a *answer) {
 	w.mu.Lock()
-	w.alive++
+	w.workers++
 	w.mu.Unlock()
 	w.wg.Go(func() {
-		x := &section{s: w.s, off: p.off, end: p.off + int64(len(p.buf)), body: a.body}
+		x := &rangeReader{s: w.s, off: p.off, end: p.off + int64(len(p.buf)), body: a.body}
 		for p != nil {
-			// Only the last connection waits and asks again: others leave the server in peace.
-			patient := w.last()
-			err := w.fill(x, p, patient)
+			// Only the last worker waits and asks again, to spare the server.
+			patient := w.isLast()
+			err := w.fetch(x, p, patient)
 			x.drop()
-			if err != nil && w.leave(p, err, patient) {
+			if err != nil && w.endWorker(p, err, patient) {
 				return
 			}
 			if err == nil {
-				p = w.take()
+				p = w.nextRange()
 			}
 			if p != nil {
-				x = &section{s: w.s, off: p.off + int64(p.have), end: p.off + int64(len(p.buf))}
+				x = &rangeReader{s: w.s, off: p.off + int64(p.have), end: p.off + int64(len(p.buf))}
 			}
 		}
 		w.mu.Lock()
-		w.alive--
+		w.workers--
 		w.mu.Unlock()
 	})
 }
 
-// fill brings what is missing of a piece.
-func (w *rangeWindow) fill(x *section, p *piece, patient bool) error {
+// fetch fetches the missing bytes of a range.
+func (w *rangeWindow) fetch(x *rangeReader, p *rangeBuffer, patient bool) error {
 	if x.body == nil {
 		busy := 0
 		if patient {
 			busy = w.s.opts.Resumes
 		}
 		err := x.open(busy)
-		if err != nil && patient && passing(err) && origin.Wait(err) == 0 {
+		if err != nil && patient && isTemporary(err) && origin.Wait(err) == 0 {
 			err = x.resume(err)
 		}
 		if err != nil {
@@ -233,31 +233,31 @@ func (w *rangeWindow) fill(x *section, p *piece, patient bool) error {
 	return nil
 }
 
-func (w *rangeWindow) last() bool {
+func (w *rangeWindow) isLast() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.alive == 1
+	return w.workers == 1
 }
 
-// passing reports that the same request may be answered later.
-func passing(err error) bool {
+// isTemporary reports whether the same request may succeed later.
+func isTemporary(err error) bool {
 	return api.Is(err, api.Unavailable) && !errors.Is(err, origin.ErrChanged)
 }
 
-// leave is what a worker does about an error: it leaves its piece to the others, or is the last one and tries once
-// more (false) where that may help, or ends the transfer.
-func (w *rangeWindow) leave(p *piece, err error, patient bool) bool {
+// endWorker handles the error of a worker. With other workers, the range is left to the others; the last worker tries
+// once more (false) after a temporary error, or ends the transfer.
+func (w *rangeWindow) endWorker(p *rangeBuffer, err error, patient bool) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
-	case passing(err) && w.alive > 1:
-		w.backLocked(p)
-	case passing(err) && !patient:
+	case isTemporary(err) && w.workers > 1:
+		w.requeueLocked(p)
+	case isTemporary(err) && !patient:
 		return false
 	default:
 		w.failLocked(err)
 	}
-	w.alive--
+	w.workers--
 	return true
 }
 
@@ -274,7 +274,7 @@ func (w *rangeWindow) failLocked(err error) {
 	w.news.Broadcast()
 }
 
-// Read gives the next bytes; what is there is given before an error.
+// Read returns the next bytes; bytes that arrived come before an error.
 func (w *rangeWindow) Read(p []byte) (int, error) {
 	w.mu.Lock()
 	for len(w.queue) == 0 && w.next < w.s.size && w.err == nil {

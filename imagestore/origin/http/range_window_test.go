@@ -20,7 +20,7 @@ import (
 // pieces is quick with pieces so small that there are many.
 func pieces(connections int) Options {
 	o := quick
-	o.Piece, o.Connections = 100_000, connections
+	o.RangeSize, o.Connections = 100_000, connections
 	return o
 }
 

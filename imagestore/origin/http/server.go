@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// server is the other side of a download. Requests may be sent from several goroutines once begin has returned.
+// server is the other side of a download. Several goroutines may send requests once start has returned.
 type server struct {
 	ctx  context.Context
 	url  *url.URL
@@ -25,12 +25,12 @@ type server struct {
 	opts Options
 	http *http.Client
 
-	size      int64  // -1: not known
-	validator string // strong ETag or date that names the content
+	size      int64  // -1: unknown
+	validator string // strong ETag or date
 
-	mu    sync.Mutex
-	at    *url.URL // where it was found: the address itself, or what that redirected to
-	alien bool     // another server led there: no credentials for it
+	mu      sync.Mutex
+	at      *url.URL // the address, or the target of its redirects
+	foreign bool     // reached through another server: no credentials
 }
 
 var (
@@ -41,24 +41,25 @@ var (
 // answer is a server's agreement to send bytes.
 type answer struct {
 	body      *body
-	part      bool  // the range that was asked for; else everything
-	total     int64 // of the whole; -1: not known
-	ranges    bool  // the server says that it serves ranges
+	partial   bool  // the requested range; else everything
+	total     int64 // size of the content; -1: unknown
+	ranges    bool  // the server serves ranges
 	validator string
 }
 
-// within is the same server for requests that end with another context.
-func (s *server) within(ctx context.Context) *server {
+// withContext returns the same server for requests under another context.
+func (s *server) withContext(ctx context.Context) *server {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return &server{ctx: ctx, url: s.url, name: s.name, opts: s.opts, http: s.http, size: s.size, validator: s.validator,
-		at: s.at, alien: s.alien}
+		at: s.at, foreign: s.foreign}
 }
 
-// get asks for n bytes from off on (n < 0: all). A server that is busy is asked up to again times more, when it wants.
+// get requests n bytes from off on (n < 0: all). A busy server is asked up to again times more, at the time that the
+// server wants.
 func (s *server) get(off, n int64, again int) (*answer, error) {
 	for try := 0; ; try++ {
-		a, err := s.once(off, n)
+		a, err := s.request(off, n)
 		var busy *origin.BusyError
 		if !errors.As(err, &busy) || try >= again {
 			return a, err
@@ -73,20 +74,20 @@ func (s *server) get(off, n int64, again int) (*answer, error) {
 	}
 }
 
-// once sends a request to where the image was found last. What a redirect led to may end sooner than the address
-// itself, as signed addresses do: then that is asked again.
-func (s *server) once(off, n int64) (*answer, error) {
+// request sends a request to the last known target. The target of a redirect may expire before the address, as signed
+// addresses do; then request asks the address again.
+func (s *server) request(off, n int64) (*answer, error) {
 	s.mu.Lock()
-	at, alien := s.at, s.alien
+	at, alien := s.at, s.foreign
 	s.mu.Unlock()
-	a, err := s.ask(at, alien, off, n)
+	a, err := s.send(at, alien, off, n)
 	if at != s.url && (api.Is(err, api.Denied) || api.Is(err, api.NotFound)) {
-		a, err = s.ask(s.url, false, off, n)
+		a, err = s.send(s.url, false, off, n)
 	}
 	return a, err
 }
 
-func (s *server) ask(at *url.URL, alien bool, off, n int64) (*answer, error) {
+func (s *server) send(at *url.URL, alien bool, off, n int64) (*answer, error) {
 	ctx, cancel := context.WithCancelCause(s.ctx)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, at.String(), nil)
 	if err != nil {
@@ -127,12 +128,12 @@ func (s *server) ask(at *url.URL, alien bool, off, n int64) (*answer, error) {
 		r = r.Response.Request
 	}
 	s.mu.Lock()
-	s.at, s.alien = resp.Request.URL, alien
+	s.at, s.foreign = resp.Request.URL, alien
 	s.mu.Unlock()
 	return a, nil
 }
 
-// accept looks at the head of an answer.
+// accept checks the head of an answer.
 func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 	if busy := origin.Busy(resp); busy != nil {
 		return nil, api.Errorf(api.Unavailable, "%s: the server is %w", s.name, busy)
@@ -148,14 +149,14 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 			err := api.Errorf(api.Unavailable, "%s: the server answered a request for a part with another range (%.80q)",
 				s.name, resp.Header.Get("Content-Range"))
 			if s.validator == "" {
-				err = errors.Join(origin.ErrRange, err) // the first request; all at once may do
+				err = errors.Join(origin.ErrRange, err) // the first request: the whole content may work
 			}
 			return nil, err
 		}
 		if s.validator != "" && a.validator != "" && a.validator != s.validator {
 			return nil, s.changed(off)
 		}
-		a.part, a.total = true, total
+		a.partial, a.total = true, total
 	case code == http.StatusOK:
 	case code == http.StatusRequestedRangeNotSatisfiable && n >= 0:
 		return nil, api.Errorf(api.Unavailable, "%s: the server has %w from %d on (HTTP %s)", s.name, origin.ErrRange, off,
@@ -175,7 +176,7 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 	return a, nil
 }
 
-// changed is the error of a server that has other bytes now.
+// changed is the error for other content on the server.
 func (s *server) changed(off int64) error {
 	return api.Errorf(api.Unavailable, "%s %w on the server after %d bytes, or it cannot send the rest alone", s.name,
 		origin.ErrChanged, off)
@@ -189,7 +190,7 @@ func (s *server) unreachable(err, cause error) error {
 	if errors.Is(cause, errStart) {
 		return api.Errorf(api.Unavailable, "%s: the server sent nothing within %s", s.name, s.opts.Start)
 	}
-	// *url.Error repeats the address, and with it secrets.
+	// *url.Error repeats the address, and so secrets.
 	var ue *url.Error
 	if errors.As(err, &ue) {
 		err = ue.Err
@@ -209,7 +210,7 @@ func (s *server) unreachable(err, cause error) error {
 	return api.Errorf(api.Unavailable, "%s cannot be reached: %w", s.name, err)
 }
 
-// validator is a strong ETag, or else a date, or nothing.
+// validator returns a strong ETag, or else a date, or "".
 func validator(h http.Header) string {
 	if tag := h.Get("ETag"); tag != "" && !strings.HasPrefix(tag, "W/") {
 		return tag
@@ -217,16 +218,16 @@ func validator(h http.Header) string {
 	return h.Get("Last-Modified")
 }
 
-// body is what a server sends, and ends when the server is silent for too long. The clock runs only while the server
-// is waited for: a slow disk of ours is not its silence.
+// body is the body of an answer that ends after a silence of the server. The clock runs only during a read, so that a
+// slow disk of this node does not count as silence.
 type body struct {
 	r      io.ReadCloser
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 
-	limit time.Duration // of silence, now
-	late  error         // what it is called
-	next  time.Duration // after the first byte
+	limit time.Duration // of the current silence
+	late  error         // the error after limit
+	next  time.Duration // limit after the first byte
 }
 
 func (b *body) Read(p []byte) (int, error) {

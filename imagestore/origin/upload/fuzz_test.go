@@ -34,7 +34,7 @@ func FuzzUpload(f *testing.F) {
 		r := &http.Request{Method: method, URL: &url.URL{Path: Path, RawQuery: query}, ContentLength: n,
 			Header: http.Header{"Content-Range": {contentRange}, "Content-Type": {contentType}},
 			Body:   io.NopCloser(strings.NewReader(body))}
-		p, err := up.read(r)
+		p, err := up.parseRequest(r)
 		if err != nil {
 			if api.KindOf(err) == api.Other || len(err.Error()) > 1000 {
 				t.Fatalf("not a message: %v", err)

@@ -119,7 +119,7 @@ func TestUploadIsContinued(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			u := listen(t, 0)
-			u.Patience = time.Minute
+			u.ResumeTimeout = time.Minute
 			up := u.Expect(0, "")
 			got := make(chan []byte, 1)
 			go func() {

@@ -18,29 +18,28 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Path is the path below which uploads are taken; a token follows.
+// Path is the path of uploads; a token follows.
 const Path = "/v1/upload/"
 
-// Server is the HTTP server of a node that takes images from users. An upload is expected first (Expect) and gets an
-// address that nobody can guess. It is sent there in one request, or in several where a connection was cut: what came
-// is kept, and GET says how much that is. The answer to the user is the outcome of the import, not of the transfer
-// alone.
+// Server is the HTTP server of a node for uploads. The importer expects an upload (Expect) and gets an address with a
+// secret token. The sender sends the image in one request, or in several requests after cuts: received bytes stay, and
+// GET returns their number. The answer to the sender is the outcome of the import, not of the transfer alone.
 type Server struct {
 	// Stall is how long a sender may be silent; 60 s when zero. Then its connection counts as cut.
 	Stall time.Duration
-	// Patience is how long a sender may take to come back; 5 min when zero.
-	Patience time.Duration
+	// ResumeTimeout is how long the server waits for a sender to continue; 5 min when zero.
+	ResumeTimeout time.Duration
 
 	ln   net.Listener
 	base string
 
-	mu      sync.Mutex
-	waiting map[string]*Upload
-	ending  bool
+	mu       sync.Mutex
+	expected map[string]*Upload
+	ending   bool
 }
 
-// Listen binds the server. host is what users reach this node by; empty: the address of listen. With a
-// certificate, TLS is spoken.
+// Listen binds the server. host is the name or address of this node for users; empty: the address of listen. A
+// certificate turns TLS on.
 func Listen(listen, host string, cert *tls.Certificate) (*Server, error) {
 	ln, err := net.Listen("tcp", listen)
 	if err != nil {
@@ -59,10 +58,10 @@ func Listen(listen, host string, cert *tls.Certificate) (*Server, error) {
 		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{*cert}, MinVersion: tls.VersionTLS12})
 	}
 	base := scheme + net.JoinHostPort(host, strconv.Itoa(addr.Port)) + Path
-	return &Server{ln: ln, base: base, waiting: map[string]*Upload{}}, nil
+	return &Server{ln: ln, base: base, expected: map[string]*Upload{}}, nil
 }
 
-// Start serves until ctx ends, then cuts the transfers that are left and waits for their handlers.
+// Start serves until ctx ends, then cuts all transfers and waits for their handlers.
 func (u *Server) Start(ctx context.Context) error {
 	srv := &http.Server{Handler: u, ReadHeaderTimeout: 10 * time.Second, MaxHeaderBytes: 16 << 10,
 		BaseContext: func(net.Listener) context.Context { return ctx }}
@@ -75,7 +74,7 @@ func (u *Server) Start(ctx context.Context) error {
 	}
 	u.mu.Lock()
 	u.ending = true
-	for _, up := range u.waiting {
+	for _, up := range u.expected {
 		up.cut(context.Canceled)
 	}
 	u.mu.Unlock()
@@ -92,8 +91,8 @@ func (u *Server) Start(ctx context.Context) error {
 // NeedLeaderElection is false: every node takes its own uploads.
 func (u *Server) NeedLeaderElection() bool { return false }
 
-// Expect makes an address for one upload of size bytes (0: the first request says how many). Close it in the end. last
-// is the address that an earlier process had for it, or empty: where it can be had again, it is.
+// Expect returns an address for one upload of size bytes (0: the first request has the size). Call Finish in the end.
+// last is the address from an earlier process, or empty; Expect returns the same address if possible.
 func (u *Server) Expect(size int64, last string) *Upload {
 	token := strings.ToLower(rand.Text())
 	if _, t, ok := strings.Cut(last, Path); ok && len(t) == len(token) {
@@ -102,22 +101,22 @@ func (u *Server) Expect(size int64, last string) *Upload {
 	return u.expect(token, size)
 }
 
-// Continue expects the rest of an upload from its Mark on, under the address that it had if the node is reached as it
-// was. It fails when nobody comes for as long as a sender may take.
+// Continue expects the rest of an upload from its Mark on, under the same address if the address of the node is
+// unchanged. Continue fails without a sender after ResumeTimeout.
 func (u *Server) Continue(from origin.Mark) *Upload {
 	up := u.expect(from.Validator, from.Size)
 	up.mu.Lock()
 	defer up.mu.Unlock()
-	up.off, up.crc, up.again = from.Off, from.CRC, true
+	up.off, up.crc, up.continued = from.Off, from.CRC, true
 	return up
 }
 
 func (u *Server) expect(token string, size int64) *Upload {
-	up := &Upload{URL: u.base + token, srv: u, token: token, size: size, parts: make(chan *part),
+	up := &Upload{URL: u.base + token, srv: u, token: token, size: size, requests: make(chan *request),
 		closed: make(chan struct{})}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.waiting[token] = up
+	u.expected[token] = up
 	if u.ending {
 		up.cut(context.Canceled)
 	}
@@ -131,51 +130,51 @@ func (u *Server) stall() time.Duration {
 	return u.Stall
 }
 
-func (u *Server) patience() time.Duration {
-	if u.Patience == 0 {
+func (u *Server) resumeTimeout() time.Duration {
+	if u.ResumeTimeout == 0 {
 		return 5 * time.Minute
 	}
-	return u.Patience
+	return u.ResumeTimeout
 }
 
-// State is what GET says of an upload.
+// State is the answer to GET for an upload.
 type State struct {
 	State   api.ImageState `json:"state"`
 	Message string         `json:"message,omitempty"`
-	// Offset is how many bytes are there, and where a request is to continue; CRC32C is over them.
+	// Offset is the number of received bytes, where a request has to continue; CRC32C covers these bytes.
 	Offset int64  `json:"offset"`
 	CRC32C uint32 `json:"crc32c"`
 	Size   int64  `json:"size,omitempty"`
-	// Sending: somebody sends now.
+	// Sending: a request is sending now.
 	Sending bool `json:"sending,omitempty"`
 }
 
-// ServeHTTP takes PUT with the image as the body, POST of a multipart form with the image in its first file, and GET,
-// which says how far the upload is. A request with Content-Range continues it.
+// ServeHTTP takes PUT with the image as the body, POST of a multipart form with the image in its first file, and GET
+// for the state of the upload. A request with Content-Range continues the upload.
 func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	token, ok := strings.CutPrefix(r.URL.Path, Path)
 	u.mu.Lock()
-	up := u.waiting[token]
+	up := u.expected[token]
 	u.mu.Unlock()
 	if !ok || up == nil {
 		reply(w, http.StatusNotFound, State{State: api.ImageFailed, Message: "no upload is expected here"})
 		return
 	}
 	if r.Method == http.MethodGet || r.Method == http.MethodHead {
-		reply(w, http.StatusOK, up.now())
+		reply(w, http.StatusOK, up.state())
 		return
 	}
 	refuse := func(code int, message string) {
-		s := up.now()
+		s := up.state()
 		s.Message = message
 		select {
 		case <-up.closed:
 			s.State = api.ImageFailed
-		default: // the request failed, and the upload waits for another one
+		default: // the upload waits for another request
 		}
 		reply(w, code, s)
 	}
-	p, err := up.read(r)
+	p, err := up.parseRequest(r)
 	if err != nil {
 		code := http.StatusBadRequest
 		if api.Is(err, api.Unsupported) {
@@ -188,33 +187,33 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p.rc = http.NewResponseController(w)
 	// One image, one connection: whatever cuts the transfer short must not meet another request.
 	w.Header().Set("Connection", "close")
-	if err := up.enter(r.Context(), p); err != nil {
+	if err := up.takeTurn(r.Context(), p); err != nil {
 		refuse(http.StatusConflict, err.Error())
 		return
 	}
 	select {
-	case up.parts <- p:
+	case up.requests <- p:
 	case <-r.Context().Done():
-		up.leave(p)
+		up.leaveTurn(p)
 		refuse(http.StatusServiceUnavailable, "the connection ended before the image was asked for")
 		return
-	case <-p.kicked:
-		up.leave(p)
+	case <-p.replaced:
+		up.leaveTurn(p)
 		refuse(http.StatusConflict, "another request continues this upload")
 		return
 	case <-up.closed:
-		up.leave(p)
-		refuse(http.StatusGone, up.said())
+		up.leaveTurn(p)
+		refuse(http.StatusGone, up.outcomeText())
 		return
 	}
-	// The body may be read until this handler returns, so the reader has to let go of it first.
+	// The body is valid until the handler returns, so the reader has to finish first.
 	<-p.done
 	switch {
 	case p.err != nil:
 		refuse(http.StatusConflict, p.err.Error())
 		return
-	case up.going():
-		reply(w, http.StatusAccepted, up.now())
+	case up.expectsMore():
+		reply(w, http.StatusAccepted, up.state())
 		return
 	}
 	<-up.closed
@@ -223,10 +222,10 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if up.outcome != nil {
-		refuse(http.StatusUnprocessableEntity, up.said())
+		refuse(http.StatusUnprocessableEntity, up.outcomeText())
 		return
 	}
-	s := up.now()
+	s := up.state()
 	s.State = api.ImageReady
 	reply(w, http.StatusOK, s)
 }

@@ -16,76 +16,76 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// Upload is one expected upload. As a reader it is the bytes in order, over any number of requests.
+// Upload is one expected upload. Read returns its bytes in order, over any number of requests.
 type Upload struct {
 	URL string
 
-	srv   *Server
-	token string
-	parts chan *part // from the handlers of requests to the reader
+	srv      *Server
+	token    string
+	requests chan *request // from the handlers of requests to the reader
 
 	closed  chan struct{}
 	outcome error // set before closed is
 
-	mu    sync.Mutex
-	size  int64 // 0: not known yet
-	off   int64 // bytes that are there
-	crc   uint32
-	cur   *part // the request that sends, or waits for its turn
-	ended bool
-	again bool  // an earlier process took the first bytes
-	why   error // of the end, where it is not the sender's
+	mu        sync.Mutex
+	size      int64 // 0: unknown
+	off       int64 // received bytes
+	crc       uint32
+	sending   *request // the request with the turn
+	ended     bool
+	continued bool  // an earlier process took the first bytes
+	why       error // cause of the end, unless the sender ended the upload
 
-	ctx  context.Context // of the import
-	stop func() bool     // lets go of it
-	at   *part           // the request that is being read; of the reader alone
+	ctx     context.Context // of the import
+	stop    func() bool     // detaches from ctx
+	reading *request        // the request that Read reads; for the reader alone
 }
 
-// part is one request.
-type part struct {
+// request is one request of the sender.
+type request struct {
 	body     io.Reader
-	from, to int64 // bytes of the image; to is -1 where its end says it
+	from, to int64 // bytes of the image; to is -1 if only the end shows it
 	size     int64 // of the image
-	explicit bool  // it says where it continues
+	explicit bool  // with Content-Range
 	rc       *http.ResponseController
 
-	kicked chan struct{} // closed when another request takes its place
-	gone   chan struct{} // closed when it has left
-	done   chan struct{} // closed when its body is no longer read
-	err    error         // why that was; set before done is closed
+	replaced chan struct{} // closed once another request takes the turn
+	left     chan struct{} // closed after the turn
+	done     chan struct{} // closed after the last read of the body
+	err      error         // cause of the end; set before done is closed
 }
 
-// going reports whether more requests are expected.
-func (up *Upload) going() bool {
+// expectsMore reports whether further requests are expected.
+func (up *Upload) expectsMore() bool {
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	return !up.ended && up.off < up.size
 }
 
-// now is the state of the upload.
-func (up *Upload) now() State {
+// state returns the state of the upload.
+func (up *Upload) state() State {
 	up.mu.Lock()
 	defer up.mu.Unlock()
-	s := State{State: api.ImageStarting, Offset: up.off, CRC32C: up.crc, Size: up.size, Sending: up.cur != nil}
+	s := State{State: api.ImageStarting, Offset: up.off, CRC32C: up.crc, Size: up.size, Sending: up.sending != nil}
 	if up.off > 0 {
 		s.State = api.ImageInProgress
 	}
 	return s
 }
 
-func (up *Upload) said() string {
+func (up *Upload) outcomeText() string {
 	if up.outcome == nil {
 		return "this upload is complete already"
 	}
 	return up.outcome.Error()
 }
 
-// read finds the image, or a part of it, in the request.
-func (up *Upload) read(r *http.Request) (*part, error) {
+// parseRequest finds the image, or a part of the image, in the request.
+func (up *Upload) parseRequest(r *http.Request) (*request, error) {
 	up.mu.Lock()
 	size := up.size
 	up.mu.Unlock()
-	p := &part{to: -1, kicked: make(chan struct{}), gone: make(chan struct{}), done: make(chan struct{})}
+	p := &request{to: -1, replaced: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{})}
 	agree := func(n int64, how string) error {
 		if size != 0 && size != n {
 			return api.Errorf(api.Invalid, "%s, but the image's size is to be %d bytes", how, size)
@@ -148,7 +148,7 @@ func (up *Upload) read(r *http.Request) (*part, error) {
 	for {
 		f, err := mr.NextPart()
 		if err != nil {
-			return nil, api.Errorf(api.Invalid, "no file in the form: %.200s", err) // it may repeat a header
+			return nil, api.Errorf(api.Invalid, "no file in the form: %.200s", err) // the error may repeat a header
 		}
 		if isFile(f) {
 			p.body = f
@@ -159,12 +159,12 @@ func (up *Upload) read(r *http.Request) (*part, error) {
 
 func isFile(p *multipart.Part) bool { return p.FileName() != "" || p.FormName() == "chunk" }
 
-// enter makes the request the one that sends. One that says where it continues takes the place of another, whose
-// connection may be dead.
-func (up *Upload) enter(ctx context.Context, p *part) error {
+// takeTurn gives the turn to a request. A request with Content-Range replaces another request, whose connection may be
+// dead.
+func (up *Upload) takeTurn(ctx context.Context, p *request) error {
 	for {
 		up.mu.Lock()
-		old := up.cur
+		old := up.sending
 		switch {
 		case up.ended:
 			up.mu.Unlock()
@@ -184,95 +184,95 @@ func (up *Upload) enter(ctx context.Context, p *part) error {
 			return api.Errorf(api.Busy, "%d bytes of this upload came before: continue it with Content-Range: bytes %d-%d/%d "+
 				"(curl: -C %d)", up.off, up.off, up.size-1, up.size, up.off)
 		case old == nil:
-			up.cur, up.size = p, p.size
+			up.sending, up.size = p, p.size
 			up.mu.Unlock()
 			return nil
 		}
 		select {
-		case <-old.kicked:
+		case <-old.replaced:
 		default:
-			close(old.kicked)
+			close(old.replaced)
 		}
 		_ = old.rc.SetReadDeadline(time.Now())
 		up.mu.Unlock()
 		select {
-		case <-old.gone:
+		case <-old.left:
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
 }
 
-// leave ends the request's turn.
-func (up *Upload) leave(p *part) {
+// leaveTurn ends the request's turn.
+func (up *Upload) leaveTurn(p *request) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
-	if up.cur == p {
-		up.cur = nil
+	if up.sending == p {
+		up.sending = nil
 	}
-	close(p.gone)
+	close(p.left)
 }
 
-// Accept waits for the sender. When ctx ends, the transfer is cut.
+// Accept waits for the sender. The end of ctx cuts the transfer.
 func (up *Upload) Accept(ctx context.Context) (*origin.Stream, error) {
 	up.ctx = ctx
 	var late <-chan time.Time
-	if up.again {
-		t := time.NewTimer(up.srv.patience())
+	if up.continued {
+		t := time.NewTimer(up.srv.resumeTimeout())
 		defer t.Stop()
 		late = t.C
 	}
-	from := up.now()
-	if !up.again || from.Offset < from.Size {
+	from := up.state()
+	if !up.continued || from.Offset < from.Size {
 		select {
-		case up.at = <-up.parts:
+		case up.reading = <-up.requests:
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		case <-late:
-			return nil, up.unattended()
+			return nil, up.errUnattended()
 		}
 	}
 	up.stop = context.AfterFunc(ctx, func() { up.cut(ctx.Err()) })
-	size := up.now().Size
+	size := up.state().Size
 	return &origin.Stream{ReadCloser: up, Size: size, Name: "upload", CRC: true,
 		Mark: &origin.Mark{Off: from.Offset, Size: size, Validator: up.token, CRC: from.CRC32C}}, nil
 }
 
-// unattended is the error of an upload that nobody continues.
-func (up *Upload) unattended() error {
-	s := up.now()
+// errUnattended is the error of an upload that no sender continues.
+func (up *Upload) errUnattended() error {
+	s := up.state()
 	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and nobody continued it within %s",
-		s.Offset, s.Size, up.srv.patience())
+		s.Offset, s.Size, up.srv.resumeTimeout())
 }
 
-// Finish tells the sender the outcome and forgets the address. A transfer under way is cut.
+// Finish reports the outcome to the sender, cuts a running transfer and drops the address.
 func (up *Upload) Finish(outcome error) {
 	up.srv.mu.Lock()
-	delete(up.srv.waiting, up.token)
+	delete(up.srv.expected, up.token)
 	up.srv.mu.Unlock()
 	up.outcome = outcome
 	close(up.closed)
 	up.cut(nil)
 }
 
-// cut makes reads of the transfer fail now, and lets no other begin.
+// cut makes reads of the transfer fail, now and later.
 func (up *Upload) cut(why error) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	if !up.ended {
 		up.ended, up.why = true, why
 	}
-	if up.cur != nil {
-		_ = up.cur.rc.SetReadDeadline(time.Now())
+	if up.sending != nil {
+		_ = up.sending.rc.SetReadDeadline(time.Now())
 	}
 }
 
-// patient gives the sender time for the next bytes, unless its turn is over.
-func (up *Upload) patient(p *part) {
+// extendDeadline gives the sender time for the next bytes, unless its turn is over.
+func (up *Upload) extendDeadline(p *request) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	select {
-	case <-p.kicked:
+	case <-p.replaced:
 	default:
 		if !up.ended {
 			_ = p.rc.SetReadDeadline(time.Now().Add(up.srv.stall()))
@@ -280,40 +280,40 @@ func (up *Upload) patient(p *part) {
 	}
 }
 
-// let ends the reading of a request; err is why, nil where all of it was read.
-func (up *Upload) let(err error) {
-	p := up.at
-	up.at = nil
+// endRequest ends the reading of a request; err is the cause, nil after all bytes.
+func (up *Upload) endRequest(err error) {
+	p := up.reading
+	up.reading = nil
 	if p == nil {
 		return
 	}
 	if err == nil {
-		_ = p.rc.SetReadDeadline(time.Time{}) // the connection may be looked at until its answer is sent
+		_ = p.rc.SetReadDeadline(time.Time{}) // the HTTP server needs the connection for the answer
 	}
 	p.err = err
-	up.leave(p)
+	up.leaveTurn(p)
 	close(p.done)
 }
 
-// Read gives the next bytes. A request that is cut is waited for to be continued.
+// Read returns the next bytes. After a cut, Read waits for a request that continues.
 func (up *Upload) Read(b []byte) (int, error) {
 	for len(b) > 0 {
 		if up.ctx.Err() != nil {
 			return 0, up.ctx.Err()
 		}
-		if up.at == nil {
-			if s := up.now(); s.Size > 0 && s.Offset == s.Size {
+		if up.reading == nil {
+			if s := up.state(); s.Size > 0 && s.Offset == s.Size {
 				return 0, io.EOF
 			}
-			if err := up.next(); err != nil {
+			if err := up.awaitRequest(); err != nil {
 				return 0, err
 			}
 		}
-		p := up.at
-		up.patient(p)
+		p := up.reading
+		up.extendDeadline(p)
 		n, err := p.body.Read(b)
 		if again := min(up.off-p.from, int64(n)); again > 0 {
-			p.from += again // came before
+			p.from += again // received before
 			copy(b, b[again:n])
 			n -= int(again)
 		}
@@ -331,18 +331,18 @@ func (up *Upload) Read(b []byte) (int, error) {
 		case over && why != nil:
 			return n, why
 		case over:
-			return n, short(off, size)
+			return n, errEndedEarly(off, size)
 		case off == size:
-			up.let(nil)
+			up.endRequest(nil)
 			return n, io.EOF
 		case errors.Is(err, io.EOF) && p.explicit:
-			up.let(nil) // the end of this part, and others follow
+			up.endRequest(nil) // further requests follow
 		case errors.Is(err, io.EOF):
-			return n, short(off, size)
+			return n, errEndedEarly(off, size)
 		case errors.As(err, &ne) && ne.Timeout():
-			up.let(api.Errorf(api.Unavailable, "the sender was silent for %s, or another one continues", up.srv.stall()))
+			up.endRequest(api.Errorf(api.Unavailable, "the sender was silent for %s, or another one continues", up.srv.stall()))
 		default:
-			up.let(api.Errorf(api.Unavailable, "the connection was cut after %d of %d bytes", off, size))
+			up.endRequest(api.Errorf(api.Unavailable, "the connection was cut after %d of %d bytes", off, size))
 		}
 		if n > 0 {
 			return n, nil
@@ -351,32 +351,32 @@ func (up *Upload) Read(b []byte) (int, error) {
 	return 0, nil
 }
 
-func short(off, size int64) error {
+func errEndedEarly(off, size int64) error {
 	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes", off, size)
 }
 
-// next waits for a request that continues.
-func (up *Upload) next() error {
-	t := time.NewTimer(up.srv.patience())
+// awaitRequest waits for a request that continues.
+func (up *Upload) awaitRequest() error {
+	t := time.NewTimer(up.srv.resumeTimeout())
 	defer t.Stop()
 	select {
-	case up.at = <-up.parts:
+	case up.reading = <-up.requests:
 		return nil
 	case <-up.ctx.Done():
 		return up.ctx.Err()
 	case <-t.C:
-		return up.unattended()
+		return up.errUnattended()
 	}
 }
 
-// Close lets go of the request's body.
+// Close ends the use of the request's body.
 func (up *Upload) Close() error {
 	if up.stop != nil {
 		up.stop()
 	}
 	up.mu.Lock()
-	up.ended = true // whoever sends now waits for the outcome
+	up.ended = true // a sender now waits for the outcome
 	up.mu.Unlock()
-	up.let(nil)
+	up.endRequest(nil)
 	return nil
 }

@@ -23,7 +23,7 @@ func listen(t *testing.T, stall time.Duration) *Server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u.Stall, u.Patience = stall, 200*time.Millisecond
+	u.Stall, u.ResumeTimeout = stall, 200*time.Millisecond
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- u.Start(ctx) }()
