@@ -25,7 +25,7 @@ import (
 // Format is the compression format of a stream.
 type Format uint8
 
-// The formats. None means that the stream is in none of the others.
+// The formats. None stands for a stream in no other format.
 const (
 	None Format = iota
 	Gzip

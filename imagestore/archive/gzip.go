@@ -16,11 +16,11 @@ const (
 )
 
 // gunzip decodes one member after the other. Zeros after the last member are padding, as for the gzip program: archives
-// from tapes have them.
+// from tapes have such padding.
 type gunzip struct {
 	in     *bufio.Reader
 	z      *gzip.Reader
-	member bool // z is in the middle of one
+	member bool // z is inside a member
 }
 
 func newGunzip(r io.Reader) (decoder, error) {
@@ -62,7 +62,7 @@ func (g *gunzip) Read(p []byte) (int, error) {
 	}
 }
 
-// next begins the next member; io.EOF: there is none.
+// next begins the next member; io.EOF after the last member.
 func (g *gunzip) next() error {
 	padded := false
 	for {

@@ -22,8 +22,8 @@ type readahead struct {
 	wg     sync.WaitGroup
 	full   chan chunk
 	empty  chan []byte
-	cur    chunk  // the current one
-	buf    []byte // its memory
+	cur    chunk  // the current chunk
+	buf    []byte // memory of cur
 
 	mu   sync.Mutex
 	read int64 // bytes that the decoder took

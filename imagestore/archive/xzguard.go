@@ -31,18 +31,18 @@ var xzFilters = map[uint64]string{0x03: "delta", 0x04: "BCJ x86", 0x05: "BCJ Pow
 // xzChecks are the sizes of the checks that the decoder knows: none, CRC32, CRC64, SHA-256.
 var xzChecks = map[byte]int64{0: 0, 1: 4, 4: 8, 10: 32}
 
-// xzGuard passes an xz file on to the decoder, and refuses what the decoder would not: a dictionary beyond the limit
-// (the decoder allocates what the header of each block names), lists of blocks without end, a file that ends between
-// two blocks (the decoder takes that for its end), data behind the end. It follows the structure by the sizes in it;
-// the decoder verifies the content.
+// xzGuard passes an xz file on to the decoder, and refuses files that the decoder accepts: a dictionary beyond the
+// limit (the decoder allocates the size in the header of each block), endless lists of blocks, a file that ends between
+// two blocks (the decoder takes the place for the end), data behind the end. xzGuard follows the structure by the sizes
+// in the file; the decoder verifies the content.
 type xzGuard struct {
 	r    io.Reader
 	err  error
 	seen int64 // bytes that passed
 
 	skip int64  // bytes that pass before the next part
-	part []byte // what came of it
-	want int    // its size
+	part []byte // received bytes of the next part
+	want int    // size of the next part
 	take func(part []byte) error
 
 	check  int64 // size of the check of a block
@@ -50,7 +50,7 @@ type xzGuard struct {
 	blocks int   // of the stream; -1: behind it
 	dicts  int64 // bytes of all dictionaries
 	index  int64 // bytes of the index
-	fields int   // numbers of the index that are still to come
+	fields int   // numbers of the index left
 }
 
 func newXzGuard(r io.Reader) *xzGuard {
@@ -77,7 +77,7 @@ func (g *xzGuard) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// end is the error for the end of the file here; io.EOF: it may end.
+// end returns the error for the end of the file here; io.EOF: a valid end.
 func (g *xzGuard) end() error {
 	switch {
 	case g.blocks >= 0 || g.skip > 0 || g.want != 4:
@@ -88,7 +88,7 @@ func (g *xzGuard) end() error {
 	return io.EOF
 }
 
-// follow goes on with the next bytes.
+// follow handles the next bytes.
 func (g *xzGuard) follow(b []byte) error {
 	for len(b) > 0 {
 		if g.skip > 0 {
@@ -143,7 +143,7 @@ func (g *xzGuard) blockSize(b []byte) error {
 	if g.blocks++; g.blocks > maxBlocks {
 		return api.Errorf(api.OutOfRange, "xz: the file has more than %d blocks", maxBlocks)
 	}
-	g.part = append(g.part, b[0]) // its checksum is over the size, too
+	g.part = append(g.part, b[0]) // the checksum covers the size as well
 	g.expect((int(b[0])+1)*4, g.blockHead)
 	return nil
 }

@@ -292,8 +292,8 @@ func TestFlip(t *testing.T) {
 	}
 }
 
-// TestXzGuardRefusesManyLargeDictionaries: the decoder allocates the dictionary that each block names, so blocks without
-// content must not have it allocate without end.
+// TestXzGuardRefusesManyLargeDictionaries: the decoder allocates the dictionary that each block names, so blocks
+// without content must not have it allocate without end.
 func TestXzGuardRefusesManyLargeDictionaries(t *testing.T) {
 	if err := guarded(20_000, 28); !api.Is(err, api.OutOfRange) || !strings.Contains(err.Error(), "dictionary of 64 MiB") {
 		t.Errorf("20,000 dictionaries of 64 MiB in 320 KB: %v", err)

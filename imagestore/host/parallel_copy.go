@@ -142,7 +142,7 @@ func (t *parallelSource) finishChunk(s *sender, n int, began time.Time, err erro
 		if fair := t.first.rate * float64(n); fair == 0 || took.Seconds() < 4*fair+1 {
 			return
 		}
-		err = api.Errorf(api.Unavailable, "it took %v for %d bytes", took.Round(time.Millisecond), n)
+		err = api.Errorf(api.Unavailable, "the chunk of %d bytes took %v", n, took.Round(time.Millisecond))
 	}
 	for i := range t.help {
 		if t.help[i] == s {

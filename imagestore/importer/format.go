@@ -76,7 +76,7 @@ func detect(head []byte) (format, error) {
 	}
 	if isMarkup(head) {
 		return "", api.Errorf(api.Invalid,
-			"it is a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
+			"a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
 	}
 	return formatRaw, nil
 }

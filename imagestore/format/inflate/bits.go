@@ -2,8 +2,8 @@ package inflate
 
 import "encoding/binary"
 
-// bitReader reads input as bits: the next n bits are in buf, from the low end; the bits behind them are in src, from pos
-// on. align can return up to 7 bytes to src.
+// bitReader reads input as bits: the next n bits are in buf, from the low end; the bits behind them are in src, from
+// pos on. align can return up to 7 bytes to src.
 type bitReader struct {
 	src []byte
 	pos int

@@ -1,9 +1,9 @@
-// Package inflate unpacks deflate (RFC 1951) and zlib (RFC 1950) data of clusters and grains, which are wholly in memory
-// on both sides (Fill, Zlib). Streaming decoders keep a window and stop at every byte of input; the speed of a
+// Package inflate unpacks deflate (RFC 1951) and zlib (RFC 1950) data of clusters and grains, which are wholly in
+// memory on both sides (Fill, Zlib). Streaming decoders keep a window and stop at every byte of input; the speed of a
 // compressed import is the speed of this loop (docs/decisions/0009-qcow2-reader.md).
 //
-// The input is hostile. The language checks every bound; the package has no unsafe code and does not allocate. A Decoder
-// serves one call at a time; the package starts no goroutine and takes no lock.
+// The input is hostile. The language checks every bound; the package has no unsafe code and does not allocate. A
+// Decoder serves one call at a time; the package starts no goroutine and takes no lock.
 package inflate
 
 import (

@@ -15,13 +15,13 @@ import (
 	"drover.io/drover/block"
 )
 
-// file is a sink that leaves zeros as holes, as a fresh raw file may.
+// file is a sink that leaves zeros as holes, as a new raw file may.
 type file struct{ *os.File }
 
 func (file) ZeroAt(_, _ int64) error      { return nil }
 func (f file) Sync(context.Context) error { return f.File.Sync() }
 
-// Disk makes a 1 GiB raw disk: ext4 with files of this system in it.
+// Disk makes a raw disk of 1 GiB: ext4 with files of this system.
 func Disk(b *testing.B, dir string) string {
 	tree, raw := filepath.Join(dir, "tree"), filepath.Join(dir, "raw")
 	left, n := int64(900<<20), 0
@@ -55,7 +55,7 @@ func Disk(b *testing.B, dir string) string {
 	return raw
 }
 
-// cpu is the processor time that this process, or its ended children, took.
+// cpu returns the processor time of this process, or of its ended children.
 func cpu(b *testing.B, who int) float64 {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(who, &u); err != nil {
@@ -64,8 +64,8 @@ func cpu(b *testing.B, who int) float64 {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano()).Seconds()
 }
 
-// Convert makes an image of a raw disk and converts it back, in turn with qemu-img on two coroutines; medians. On a
-// busy machine the processor time (cpu-s) says more than the clock.
+// Convert converts an image of a raw disk back, in turn with qemu-img on two coroutines, and reports medians. On a busy
+// machine the processor time (cpu-s) says more than the clock.
 func Convert(b *testing.B, open Opener, raw, format string, options ...string) {
 	dir := b.TempDir()
 	image, out := filepath.Join(dir, "image"), filepath.Join(dir, "out")

@@ -1,5 +1,6 @@
-// Package oracle holds the readers of foreign disk images to qemu-img, which is their oracle: whatever it makes must
-// read here as it reads there. It serves the tests of those packages and is part of no program.
+// Package oracle compares the readers of foreign disk images with qemu-img, their oracle: an image made by qemu-img
+// must read the same here. The package serves the tests of the readers and is part of no program. The caller waits for
+// every goroutine; there is no lock.
 package oracle
 
 import (
@@ -62,7 +63,7 @@ func Write(t testing.TB, format, path string, cmds ...string) {
 	}
 }
 
-// Scribble gives commands that write at random: small pieces, whole units, zeros. All are multiples of 512 bytes.
+// Scribble returns commands that write at random: small ranges, whole units, zeros. All are multiples of 512 bytes.
 func Scribble(rng *rand.Rand, size, unit int64, n int) []string {
 	var cmds []string
 	for range n {
@@ -81,8 +82,8 @@ func Scribble(rng *rand.Rand, size, unit int64, n int) []string {
 	return cmds
 }
 
-// Raw makes a sparse raw disk of random content: text-like and random bytes in pieces of all sizes, the last sector of
-// the disk among them.
+// Raw makes a sparse raw disk of random content: text-like and random bytes in ranges of all sizes, including the last
+// sector of the disk.
 func Raw(t testing.TB, rng *rand.Rand, path string, size int64) {
 	t.Helper()
 	f, err := os.Create(path)
@@ -114,7 +115,7 @@ func Raw(t testing.TB, rng *rand.Rand, path string, size int64) {
 	}
 }
 
-// Memory is a sink that checks that nothing is given twice.
+// Memory is a sink that checks that every byte arrives at most once.
 type Memory struct {
 	mu   sync.Mutex
 	B    []byte
@@ -187,18 +188,18 @@ func OpenFile(t testing.TB, open Opener, path string) block.Source {
 	return src
 }
 
-// Extents says how far qemu-img map tells what kind a sector is of.
+// Extents is how exact qemu-img map is about the kind of a sector.
 type Extents int
 
-// What is compared: nothing, what is data, or data, zeros and holes.
+// Compared are: no kinds, data, or data, zeros and holes.
 const (
 	NoExtents Extents = iota
 	DataExtents
 	AllExtents
 )
 
-// Compare holds an image to what qemu-img reads: size, content, and reads at odd places from several goroutines. It
-// also holds the image's extents to qemu-img map, sector by sector.
+// Compare compares an image with qemu-img: size, content, and reads at odd places from several goroutines. Compare also
+// compares the extents of the image with qemu-img map, sector by sector.
 func Compare(t testing.TB, open Opener, format, path string, extents Extents) block.Source {
 	t.Helper()
 	raw := filepath.Join(t.TempDir(), "raw")
@@ -216,7 +217,7 @@ func Compare(t testing.TB, open Opener, format, path string, extents Extents) bl
 	return src
 }
 
-// Same holds an image to its content.
+// Same compares an image with its content.
 func Same(t testing.TB, src block.Source, want []byte) *Memory {
 	t.Helper()
 	if src.Size() != int64(len(want)) {
@@ -233,7 +234,7 @@ func Same(t testing.TB, src block.Source, want []byte) *Memory {
 	return got
 }
 
-// reaches holds an image to what it says of how far its reads go.
+// reaches compares Reach of an image with its reads.
 func reaches(t testing.TB, open Opener, path string, want []byte) {
 	t.Helper()
 	f, err := os.Open(path)
@@ -271,7 +272,7 @@ func reaches(t testing.TB, open Opener, path string, want []byte) {
 	}
 }
 
-// bounded is a reader that knows how far it was read, and can be told to fail behind a limit.
+// bounded is a reader that knows how far it was read, and fails behind a limit.
 type bounded struct {
 	r           io.ReaderAt
 	most, limit int64
@@ -334,7 +335,7 @@ func pieces(t testing.TB, src block.Source, want []byte) {
 	wg.Wait()
 }
 
-// Differs is the first byte in which they differ, or -1.
+// Differs returns the first different byte, or -1.
 func Differs(a, b []byte) int {
 	if bytes.Equal(a, b) {
 		return -1
@@ -360,7 +361,7 @@ func Read(open Opener, b []byte) ([]byte, error) {
 	return m.B, nil
 }
 
-// Refused fails the test unless reading the image fails with an error of that kind which says that.
+// Refused fails the test unless reading the image fails with an error of the kind and with the text.
 func Refused(t *testing.T, open Opener, b []byte, kind api.Kind, says string) {
 	t.Helper()
 	_, err := Read(open, b)
@@ -369,7 +370,7 @@ func Refused(t *testing.T, open Opener, b []byte, kind api.Kind, says string) {
 	}
 }
 
-// Known fails the test unless the error is of a kind that a damaged image may have.
+// Known fails the test unless the kind of the error is a kind of damaged images.
 func Known(t *testing.T, err error) {
 	t.Helper()
 	switch api.KindOf(err) {
@@ -379,9 +380,9 @@ func Known(t *testing.T, err error) {
 	}
 }
 
-// Sound holds an image of whatever bytes to this: it has extents from its start to its end, each reads the same in
-// large and in small pieces, what is no data is zeros, and all that fails does so with a known kind of error. Only the
-// first few hundred extents are looked at, and of each its start and its end.
+// Sound checks an image of any bytes: the image has extents from its start to its end, each extent reads the same in
+// large and in small reads, extents without data read as zeros, and every error has a known kind. Sound checks the
+// first few hundred extents, each at its start and its end.
 func Sound(t *testing.T, open Opener, r io.ReaderAt, size int64) {
 	t.Helper()
 	src, err := open(r, size)
@@ -424,7 +425,7 @@ func Sound(t *testing.T, open Opener, r io.ReaderAt, size int64) {
 	}
 }
 
-// Frugal fails the test unless opening an image allocates less than 128 MiB, whatever comes of it.
+// Frugal fails the test unless opening an image allocates less than 128 MiB, with any outcome.
 func Frugal(t *testing.T, open Opener, r io.ReaderAt, size int64) error {
 	t.Helper()
 	var before, after runtime.MemStats
@@ -454,7 +455,7 @@ func (failing) ReadAt([]byte, int64) (int, error) {
 	return 0, api.Errorf(api.Unavailable, "the disk is gone")
 }
 
-// ReaderFails checks that errors of the reader stay what they are, and that a file that shrinks is found.
+// ReaderFails checks that errors of the reader stay the same, and that a shrinking file is found.
 func ReaderFails(t *testing.T, open Opener, b []byte) {
 	t.Helper()
 	if _, err := open(failing{}, int64(len(b))); !api.Is(err, api.Unavailable) {

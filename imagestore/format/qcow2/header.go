@@ -37,7 +37,7 @@ const (
 	compressZstd = 1
 )
 
-// Info says what an image is.
+// Info describes an image.
 type Info struct {
 	Version       int
 	VirtualSize   int64 // bytes
@@ -54,16 +54,15 @@ type Info struct {
 	Data, Compressed int64
 }
 
-// Limits bound what an image may ask for. The zero value of each field means its default.
+// Limits bound the demands of an image. The zero value of a field means its default.
 type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB
 	// Ratio bounds the bytes of data per byte of the file, once there are more than 64 MiB of data; default 2000.
 	Ratio int64
-	// Memory bounds the tables and clusters that are kept for the next read, besides the L1 table and the buffers of
-	// the reads under way; default 16 MiB.
+	// Memory bounds the cached tables and clusters, besides the L1 table and the buffers of running reads; default 16 MiB.
 	Memory int64
-	// Lazy leaves the check of each L2 table to its first use, for an image that is still on its way: behind an
-	// io.ReaderAt that waits. Its size may be -1 then, which is: not known yet.
+	// Lazy moves the check of each L2 table to its first use, for an image in transfer behind an io.ReaderAt that waits.
+	// The size may be -1: unknown.
 	Lazy bool
 }
 
@@ -84,20 +83,20 @@ type header struct {
 	version     uint32
 	clusterBits uint
 	size        int64
-	l1Entries   int64 // those that the virtual size needs
+	l1Entries   int64 // entries for the virtual size
 	l1Offset    int64
 	compression uint8
 	extended    bool
 	info        Info
 }
 
-// Detect reports whether a file that starts with head is a qcow2 image, of whatever version. Eight bytes are enough.
+// Detect reports whether a file with the first bytes head is a qcow2 image of any version. Eight bytes are enough.
 func Detect(head []byte) bool {
 	return len(head) >= 8 && binary.BigEndian.Uint32(head) == magic
 }
 
-// ReadHeader says what the image is whose file starts with head, or why it will be refused, before the rest of it is
-// there. HeadSize bytes are always enough; a shorter file is given whole.
+// ReadHeader describes the image in a file with the first bytes head, or returns why Open will refuse it, before the
+// rest of the file exists. HeadSize bytes are always enough; a shorter file is passed whole.
 func ReadHeader(head []byte, lim Limits) (Info, error) {
 	h, err := parseHeader(head, lim.filled())
 	if err != nil {
@@ -133,7 +132,7 @@ func parseHeader(head []byte, lim Limits) (*header, error) {
 		return nil, corrupt("cluster_bits is %d: it must be 9 to 21 (512 bytes to 2 MiB)", cb)
 	}
 	h.clusterBits = uint(be.Uint32(head[20:]))
-	// What is in the first cluster and at hand.
+	// The available part of the first cluster.
 	first := head[:min(len(head), 1<<h.clusterBits)]
 
 	var incompat, compat uint64
@@ -189,7 +188,7 @@ func parseHeader(head []byte, lim Limits) (*header, error) {
 	return h, nil
 }
 
-// refuse refuses what the format allows but an image that stands for itself may not have.
+// refuse refuses features that the format allows but a self-contained image may not have.
 func refuse(head []byte, incompat uint64) error {
 	be := binary.BigEndian
 	switch m := be.Uint32(head[32:]); m {
@@ -254,7 +253,7 @@ func (h *header) entryBits() uint {
 	return 3
 }
 
-// featureNames names the incompatible features in set, by the image's own table where it has one.
+// featureNames names the incompatible features in set, by the image's own table if it exists.
 func featureNames(first []byte, at int, set uint64) string {
 	be := binary.BigEndian
 	names := map[int]string{}

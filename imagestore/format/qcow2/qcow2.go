@@ -1,14 +1,15 @@
 // Package qcow2 reads qcow2 images: versions 2 and 3, every cluster size, zlib and zstd clusters, zero clusters and
-// subclusters. It is written from the format's public specification and treats an image as hostile.
+// subclusters. The package is written from the format's public specification and treats an image as hostile.
 //
-// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine; each reader decompresses its own
-// clusters straight into its own buffer, so that an import is as parallel as its readers.
+// An Image is a block.Source: block.Copy over the Image is the import. The package starts no goroutine; each reader
+// unpacks its own clusters straight into its own buffer, so that an import is as parallel as its readers. Image.mu
+// guards the results of table checks, cache.mu the cache; they are never held together.
 //
-// What an image must stand for by itself is refused with its own message: a backing file, an external data file,
-// encryption, unknown incompatible features, an image marked corrupt. Internal snapshots are ignored. A dirty image is
-// read: see Info.Dirty. Open walks all tables, so that after it only the data itself can turn out to be damaged;
-// or, for an image that is still on its way (Limits.Lazy), each is checked when it is first used. Reads never leave the
-// file, and memory does not depend on what the image says beyond the limits.
+// Dependencies of an image on other files or unknown features are refused with a message each: a backing file, an
+// external data file, encryption, unknown incompatible features, an image marked corrupt. Internal snapshots are
+// ignored. A dirty image is read: see Info.Dirty. Open walks all tables, so that afterwards only data can be damaged;
+// for an image in transfer (Limits.Lazy) each table is checked at its first use. Reads never leave the file, and memory
+// depends on the limits alone.
 package qcow2
 
 import (
@@ -22,7 +23,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// Image is an open qcow2 image. Its methods may be called from several goroutines at once.
+// Image is an open qcow2 image. Several goroutines may call its methods at once.
 type Image struct {
 	r        io.ReaderAt
 	fileSize int64
@@ -35,24 +36,23 @@ type Image struct {
 	sliceBits    uint  // log of the clusters that a cached part of an L2 table maps
 	perSlice     int64 // 1 << sliceBits
 	tables       *cache
-	clusters     *cache             // decompressed, for those who read less than a cluster
-	drop         func(off, n int64) // tells of bytes that were read once and for all; or nil
+	clusters     *cache             // unpacked clusters, for reads of less than a cluster
+	drop         func(off, n int64) // reports bytes that were read for good; or nil
 
-	mu      sync.Mutex // for what the check of a table changes
+	mu      sync.Mutex // guards the results of table checks
 	overlay overlay
-	plain   int64         // bytes in plain clusters, of the tables checked
-	checked []atomic.Bool // by L1 entry; nil: all are
+	plain   int64         // bytes in plain clusters, in checked tables
+	checked []atomic.Bool // by L1 entry; nil: all tables
 }
 
 var _ block.Source = (*Image)(nil)
 
-// unknownSize stands for the size of a file that is not known yet.
+// unknownSize stands for a file of unknown size.
 const unknownSize = 1 << 60
 
-// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open. A
-// block.Dropper behind r is told what was read of data: see it for what follows from that.
-// Errors are of kind Invalid (not qcow2), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or
-// come from r.
+// Open opens the image in the first size bytes of r, which must not change. Close of the image leaves r open. A
+// block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not qcow2), Unsupported,
+// OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im, err := open(r, size, lim.filled())
 	if err != nil {
@@ -96,24 +96,24 @@ func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	return im, nil
 }
 
-// Info says what the image is.
+// Info describes the image.
 func (im *Image) Info() Info {
 	im.mu.Lock()
 	defer im.mu.Unlock()
 	return im.h.info
 }
 
-// Size is the virtual size in bytes.
+// Size returns the virtual size in bytes.
 func (im *Image) Size() int64 { return im.h.size }
 
-// Close forgets what is cached. The file stays open: whoever opened it closes it.
+// Close drops the cache. The file stays open.
 func (im *Image) Close() error {
 	im.tables.clear()
 	im.clusters.clear()
 	return nil
 }
 
-// Next is the extent that holds off, from off on. Unallocated clusters are holes.
+// Next returns the extent at off. Unallocated clusters are holes.
 func (im *Image) Next(off int64) (block.Extent, error) {
 	if off < 0 || off >= im.h.size {
 		return block.Extent{}, api.Errorf(api.OutOfRange, "qcow2: offset %d is outside of the %d bytes", off, im.h.size)
@@ -131,13 +131,13 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 		e.Len += m.n
 		visits += n
 		if im.checked != nil && e.Kind == block.Data && e.End()&(1<<im.h.tableBits()-1) == 0 {
-			break // the next table may not have come yet, the data of this one has
+			break // the next table may still be in transfer, the data of this table has arrived
 		}
 	}
 	return e, nil
 }
 
-// ReadAt reads from the virtual disk.
+// ReadAt implements io.ReaderAt for the virtual disk.
 func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	if off < 0 {
 		return 0, api.Errorf(api.OutOfRange, "qcow2: offset %d is negative", off)

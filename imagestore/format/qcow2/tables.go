@@ -24,10 +24,10 @@ const (
 	subclusters   = 32
 	maxSlice      = 64 << 10
 	ratioFrom     = 64 << 20
-	maxSpanVisits = 16 << 10 // entries that one call of Next may look at
+	maxSpanVisits = 16 << 10 // entries per call of Next
 )
 
-// mapping says where a run of the virtual disk is. For a compressed cluster the run is what is left of that cluster.
+// mapping is the place of a run of the virtual disk. The run of a compressed cluster is the rest of the cluster.
 type mapping struct {
 	kind   block.Kind
 	packed bool
@@ -36,7 +36,7 @@ type mapping struct {
 	n      int64 // bytes of the virtual disk
 }
 
-// entry is one decoded L2 entry. Where alloc and zero have no bit, the subcluster is a hole.
+// entry is a decoded L2 entry. A subcluster without a bit in alloc and zero is a hole.
 type entry struct {
 	packed      bool
 	host, bytes int64
@@ -53,7 +53,7 @@ func (e entry) kind(sub uint) block.Kind {
 	return block.Hole
 }
 
-// decode reads entry i of a slice of an L2 table. Its errors do not know where the entry is.
+// decode reads entry i of a slice of an L2 table. Its errors do not name the place of the entry.
 func (im *Image) decode(slice []byte, i int64) (e entry, err error) {
 	raw := binary.BigEndian.Uint64(slice[i<<im.h.entryBits():])
 	if raw&flagPacked != 0 {
@@ -98,7 +98,7 @@ func (im *Image) decode(slice []byte, i int64) (e entry, err error) {
 	return e, nil
 }
 
-// need is how many bytes of the cluster of that number belong to the disk and must be in the file.
+// need returns how many bytes of a cluster belong to the disk and must be in the file.
 func (im *Image) need(e entry, number int64) int64 {
 	n := min(im.cluster, im.h.size-number<<im.h.clusterBits)
 	if im.h.extended {
@@ -125,7 +125,7 @@ func (im *Image) readL1() error {
 	return nil
 }
 
-// overlay finds clusters of the active map that lie in its tables.
+// overlay finds clusters of the active map inside its tables.
 type overlay struct {
 	l1From, l1To int64
 	cluster      int64
@@ -140,9 +140,9 @@ func (o *overlay) hits(from, n int64) bool {
 	return i < len(o.l2) && o.l2[i] < from+n
 }
 
-// check walks all tables once, in the order of the file: after it every offset is known to be inside the file and to
-// hit nothing that it must not hit. A map in which the same cluster is found twice makes loops and bombs; tables are
-// held to be unique, data by its sum. Lazily, it looks at what the L1 table alone says.
+// check walks all tables once, in the order of the file. Afterwards every offset is known to be inside the file and
+// outside of all metadata. A map with the same cluster twice makes loops and bombs: tables must be unique, data is
+// bounded by its sum. In lazy mode, check reads the L1 table alone.
 func (im *Image) check() error {
 	h := im.h
 	type table struct {
@@ -184,7 +184,7 @@ func (im *Image) check() error {
 	return nil
 }
 
-// checkNext checks the L2 table of an L1 entry, and the sums over all that were checked.
+// checkNext checks the L2 table of an L1 entry, and the sums over all checked tables.
 func (im *Image) checkNext(index int64) error {
 	before := im.h.info.Data
 	n, err := im.checkTable(index, &im.overlay)
@@ -197,7 +197,7 @@ func (im *Image) checkNext(index int64) error {
 	}
 	size, counted := im.fileSize, im.h.info.Data
 	if s, ok := im.r.(interface{ Have() int64 }); ok && size == unknownSize {
-		size, counted = s.Have(), before // the data of this table is still on its way
+		size, counted = s.Have(), before // the data of this table is still in transfer
 	}
 	if counted > ratioFrom && counted/im.limits.Ratio > size {
 		return api.Errorf(api.OutOfRange, "the image of %d bytes unpacks to more than %d times its size", size,
@@ -206,7 +206,7 @@ func (im *Image) checkNext(index int64) error {
 	return nil
 }
 
-// checkTable checks the L2 table of an L1 entry and counts its data. It returns the bytes in plain clusters.
+// checkTable checks the L2 table of an L1 entry, counts its data, and returns the bytes in plain clusters.
 func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 	h, first := im.h, index<<im.perTableBits
 	last := min(first+1<<im.perTableBits, (h.size+im.cluster-1)>>h.clusterBits)
@@ -247,13 +247,12 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 	return plain, nil
 }
 
-// at names the cluster that an error is about.
+// at names the cluster in an error.
 func (im *Image) at(number int64, err error) error {
 	return fmt.Errorf("cluster %d (at %d): %w", number, number<<im.h.clusterBits, err)
 }
 
-// slice is the part of an L2 table that maps the cluster of that number; its table must exist. A table that was not
-// checked yet is.
+// slice returns the part of an existing L2 table with the cluster, after the check of the table.
 func (im *Image) slice(number int64) ([]byte, error) {
 	if index := number >> im.perTableBits; im.checked != nil && !im.checked[index].Load() {
 		if err := im.checkFirst(index); err != nil {
@@ -263,7 +262,7 @@ func (im *Image) slice(number int64) ([]byte, error) {
 	return im.load(number)
 }
 
-// checkFirst checks the L2 table of an L1 entry, unless somebody else just did.
+// checkFirst checks the L2 table of an L1 entry, unless another goroutine did.
 func (im *Image) checkFirst(index int64) error {
 	im.mu.Lock()
 	defer im.mu.Unlock()
@@ -277,7 +276,7 @@ func (im *Image) checkFirst(index int64) error {
 	return nil
 }
 
-// load is slice without a check.
+// load is slice without the check.
 func (im *Image) load(number int64) ([]byte, error) {
 	key := number >> im.sliceBits
 	if b, ok := im.tables.get(key); ok {
@@ -292,7 +291,7 @@ func (im *Image) load(number int64) ([]byte, error) {
 	return b, nil
 }
 
-// readFull reads structure what; a file that ends before it is corrupt.
+// readFull reads the named structure; a file that ends earlier is corrupt.
 func (im *Image) readFull(p []byte, off int64, what string) error {
 	if off > im.fileSize || int64(len(p)) > im.fileSize-off {
 		return corrupt("%s at %#x is not within the file of %d bytes: it was cut off", what, off, im.fileSize)
@@ -307,8 +306,8 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 	return fmt.Errorf("read %s at %#x: %w", what, off, err)
 }
 
-// span finds the run of one mapping that starts at off, of at most limit bytes, within one slice of the tables.
-// visits is how many entries it looked at.
+// span finds the run of one mapping at off, of at most limit bytes, within one slice of the tables. visits is the
+// number of entries read.
 func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
 	h := im.h
 	limit = min(limit, h.size-off)
@@ -345,7 +344,7 @@ func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
 	return m, visits, nil
 }
 
-// extend adds what e maps from byte in of its cluster on, and reports whether the run went on to the cluster's end.
+// extend adds the mapping of e from byte in of its cluster, and reports whether the run reaches the end of the cluster.
 func (im *Image) extend(m *mapping, e entry, in int64) bool {
 	step := im.cluster
 	if im.h.extended {

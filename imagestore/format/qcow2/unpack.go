@@ -13,10 +13,10 @@ import (
 	"drover.io/drover/imagestore/format/inflate"
 )
 
-// window is how much compressed data is read at once where compressed clusters follow each other.
+// window is the size of one read of compressed data, over adjacent compressed clusters.
 const window = 1 << 20
 
-// unpackers holds what one reader needs for its time. Nothing in it belongs to an image.
+// unpackers are buffers for one reader at a time, independent of images.
 var unpackers = sync.Pool{New: func() any { return new(unpacker) }}
 
 type unpacker struct {
@@ -24,13 +24,13 @@ type unpacker struct {
 	off     int64
 	inflate inflate.Decoder
 	zstd    *zstd.Decoder
-	plain   []byte // what zstd makes
+	plain   []byte // output of zstd
 }
 
 func (u *unpacker) reset() { u.buf = u.buf[:0] }
 
-// unpack fills to, which starts at off, from the compressed cluster that m describes. The read under way goes on for
-// rest bytes from off, so that the next clusters' data can be fetched along.
+// unpack fills to, which starts at off, from the compressed cluster of m. The caller reads rest bytes from off, so that
+// unpack can fetch the data of the next clusters as well.
 func (im *Image) unpack(u *unpacker, m mapping, to []byte, off, rest int64) error {
 	number, in := off>>im.h.clusterBits, off&(im.cluster-1)
 	if int64(len(to)) == im.cluster {
@@ -68,7 +68,7 @@ func (im *Image) unpackTo(u *unpacker, m mapping, to []byte, off, rest int64) er
 	return nil
 }
 
-// packed is the compressed data of m, read together with that of the clusters behind it.
+// packed returns the compressed data of m, read together with the data of the clusters behind.
 func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error) {
 	if at := m.host - u.off; at >= 0 && at+m.bytes <= int64(len(u.buf)) {
 		return u.buf[at : at+m.bytes], nil
@@ -77,7 +77,7 @@ func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error)
 	for m.n < rest {
 		off, rest = off+m.n, rest-m.n
 		next, _, err := im.span(off, rest)
-		// Writers put clusters one behind the other, the next often in the last sector of the one before.
+		// Writers put clusters one behind the other; a cluster often begins in the last sector of the cluster before.
 		if err != nil || !next.packed || next.host > end || next.host < m.host || next.host+next.bytes-m.host > window {
 			break
 		}
@@ -106,7 +106,7 @@ func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error)
 	return u.buf[:min(m.bytes, int64(n))], nil
 }
 
-// zstdSlack is the room behind the output that lets the decoder take its fast path: a block and its overshoot.
+// zstdSlack is room behind the output for the fast path of the decoder: a block and its overshoot.
 const zstdSlack = 128<<10 + 64
 
 var (
@@ -114,8 +114,8 @@ var (
 	errZstdData  = errors.New("bad zstd data")
 )
 
-// unzstd fills dst from the zstd frames at the start of src. What follows them is not looked at: the last sector of a
-// compressed cluster may hold the next one. It returns the length of those frames.
+// unzstd fills dst from the zstd frames at the start of src, and returns the length of the frames. Bytes behind the
+// frames are ignored: the last sector of a compressed cluster may hold the next cluster.
 func (u *unpacker) unzstd(dst, src []byte) (used int, err error) {
 	if u.zstd == nil {
 		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
@@ -148,7 +148,7 @@ func (u *unpacker) unzstd(dst, src []byte) (used int, err error) {
 	return used, nil
 }
 
-// frameSize is the size of the zstd frame that src starts with (RFC 8878).
+// frameSize returns the size of the zstd frame at the start of src (RFC 8878).
 func frameSize(src []byte) (int, error) {
 	var h zstd.Header
 	if err := h.Decode(src); err != nil {
@@ -189,8 +189,8 @@ func frameSize(src []byte) (int, error) {
 	return at, nil
 }
 
-// cache keeps the byte slices last used, up to a number of bytes and always at least one. What it gives out must not be
-// changed, and stays valid after it is dropped.
+// cache keeps the most recently used byte slices, up to a number of bytes and at least one slice. Slices must not be
+// changed, and stay valid after the cache drops them.
 type cache struct {
 	limit int64
 	mu    sync.Mutex

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// WriteOptions say how Write works. The zero value is usable.
+// WriteOptions configure Write. The zero value is usable.
 type WriteOptions struct {
 	// Compress makes clusters of zstd (QEMU 5.1 or later reads them).
 	Compress bool
@@ -30,17 +30,17 @@ const (
 	perTable     = writeCluster / 8        // clusters that an L2 table maps
 	tableSpan    = perTable * writeCluster // bytes
 	maxWrite     = int64(1) << 46          // bytes of content
-	copiedFlag   = uint64(1) << 63         // in an entry: nobody else has the cluster
+	copiedFlag   = uint64(1) << 63         // in an entry: the only reference of the cluster
 	packedFlag   = uint64(1) << 62         // in an entry: compressed
-	sectorShift  = 62 - (writeBits - 8)    // where the count of sectors is in it
+	sectorShift  = 62 - (writeBits - 8)    // place of the count of sectors in an entry
 	zstdFeature  = uint64(1) << 3          // incompatible: the compression type counts
 	headerLength = 112                     // with the compression type
 	perRefBlock  = int64(writeCluster / 2) // counts of 16 bits
 	perRefTable  = int64(writeCluster / 8) // of their blocks in a cluster of the table
 )
 
-// Write writes what src holds as a qcow2 image of version 3: what is a hole or zero takes no room. out is to be empty.
-// The header is written last, so that a file that was cut off is no image.
+// Write writes src as a qcow2 image of version 3; holes and zeros take no room. out must be empty. The header is
+// written last, so that an incomplete file is no image.
 func Write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOptions) error {
 	if err := write(ctx, out, src, o); err != nil {
 		return fmt.Errorf("write qcow2: %w", err)
@@ -54,10 +54,10 @@ type qwriter struct {
 	o      WriteOptions
 	size   int64
 	end    int64 // of the file so far
-	packed int64 // where the next compressed cluster goes, if that is before end
+	packed int64 // place of the next compressed cluster, if before end
 	refs   []uint16
 	l1     []uint64
-	l2     []uint64 // of the table being filled
+	l2     []uint64 // of the current table
 }
 
 func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOptions) error {
@@ -106,7 +106,7 @@ func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOption
 	return err
 }
 
-// take makes the file longer, by whole clusters that are each named once, and returns where they begin.
+// take extends the file by whole clusters with one reference each, and returns their place.
 func (w *qwriter) take(n int64) int64 {
 	at := w.end
 	w.end += (n + writeCluster - 1) / writeCluster * writeCluster
@@ -116,11 +116,11 @@ func (w *qwriter) take(n int64) int64 {
 	return at
 }
 
-// batch is a chunk of the content on its way into the file.
+// batch is a chunk of the content in progress.
 type batch struct {
 	off   int64
 	data  []byte
-	parts [][]byte // by cluster: nil where it is zero; compressed where that is smaller
+	parts [][]byte // by cluster: nil for zeros; compressed if smaller
 	err   error
 	ready chan struct{}
 }
@@ -139,7 +139,7 @@ func (w *qwriter) content(ctx context.Context) error {
 			if w.o.Compress {
 				enc, _ = zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithWindowSize(writeCluster),
 					zstd.WithSingleSegment(true)) // the options are sound
-				defer func() { _ = enc.Close() }() // nothing of it is left behind
+				defer func() { _ = enc.Close() }() // no output is buffered
 			}
 			for b := range work {
 				b.err = w.fill(b, enc)
@@ -208,7 +208,7 @@ func (w *qwriter) content(ctx context.Context) error {
 	return errors.Join(<-planned, w.endTable(table))
 }
 
-// data is the first byte at or behind off that is neither hole nor zero.
+// data returns the first byte of data at or behind off.
 func (w *qwriter) data(off int64) (int64, error) {
 	for off < w.size {
 		e, err := w.src.Next(off)
@@ -223,7 +223,7 @@ func (w *qwriter) data(off int64) (int64, error) {
 	return off, nil
 }
 
-// fill reads a chunk and makes clusters of it.
+// fill reads a chunk and makes its clusters.
 func (w *qwriter) fill(b *batch, enc *zstd.Encoder) error {
 	if n, err := w.src.ReadAt(b.data, b.off); n < len(b.data) {
 		return fmt.Errorf("read at %d: %w", b.off, err)
@@ -248,7 +248,7 @@ func (w *qwriter) fill(b *batch, enc *zstd.Encoder) error {
 	return nil
 }
 
-// put writes a cluster, and returns the entry that names it.
+// put writes a cluster and returns its entry.
 func (w *qwriter) put(part []byte) (uint64, error) {
 	if len(part) == writeCluster {
 		at := w.take(writeCluster)
@@ -263,7 +263,7 @@ func (w *qwriter) put(part []byte) (uint64, error) {
 	case room == 0:
 		at = w.take(writeCluster)
 		w.refs[at/writeCluster] = 0
-	case n > room && w.packed+room == w.end: // it goes on in the next cluster
+	case n > room && w.packed+room == w.end: // the data continues in the next cluster
 		next := w.take(writeCluster)
 		w.refs[next/writeCluster] = 0
 	case n > room:
@@ -278,7 +278,7 @@ func (w *qwriter) put(part []byte) (uint64, error) {
 	return packedFlag | uint64(n/512-1)<<sectorShift | uint64(at), err
 }
 
-// endTable writes the L2 table that was filled.
+// endTable writes the full L2 table.
 func (w *qwriter) endTable(table int64) error {
 	if table < 0 {
 		return nil
@@ -293,7 +293,7 @@ func (w *qwriter) endTable(table int64) error {
 	return err
 }
 
-// refcounts writes how often each cluster is named, the counts' own included.
+// refcounts writes the reference counts of all clusters, including the counts themselves.
 func (w *qwriter) refcounts() (tableAt, tableClusters int64, err error) {
 	used := w.end / writeCluster
 	blocks, tables := int64(0), int64(0)

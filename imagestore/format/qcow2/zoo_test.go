@@ -298,7 +298,8 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something else.
+// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
+// else.
 func TestTruncated(t *testing.T) {
 	images := map[string]*tiny{
 		"zlib": makeTiny(t, 9, false, false), "zstd": makeTiny(t, 9, true, false), "extended": makeTiny(t, 14, false, true),

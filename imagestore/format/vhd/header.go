@@ -27,7 +27,7 @@ const (
 	kindDynamic      = 3
 	kindDifferencing = 4
 
-	checksumFooter  = 64 // where it is
+	checksumFooter  = 64 // offset
 	checksumDynamic = 36
 
 	// The largest disk that a geometry can describe; larger ones have this geometry too.
@@ -39,17 +39,17 @@ var be = binary.BigEndian
 
 func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
 
-// Detect reports whether a file that starts with head is a dynamic or differencing VHD image: fixed ones start with
-// the disk itself, see DetectEnd. 8 bytes are enough.
+// Detect reports whether a file with the first bytes head is a dynamic or differencing VHD image. A fixed image starts
+// with its disk, see DetectEnd. 8 bytes are enough.
 func Detect(head []byte) bool { return bytes.HasPrefix(head, []byte(cookie)) }
 
-// DetectEnd reports whether a file that ends with tail, at least 512 bytes, is a VHD image. One that does not start as
-// a VHD image is a fixed disk.
+// DetectEnd reports whether a file with the last bytes tail, at least 512, is a VHD image. Without a VHD head the file
+// is a fixed disk.
 func DetectEnd(tail []byte) bool {
 	return len(tail) >= footerSize && Detect(tail[len(tail)-footerSize:])
 }
 
-// checksum is the complement of the sum of all bytes but its own.
+// checksum is the complement of the sum of all bytes except the checksum itself.
 func checksum(b []byte, at int) uint32 {
 	sum := uint32(0)
 	for i, c := range b {
@@ -70,7 +70,7 @@ type footer struct {
 	byGeometry bool
 }
 
-// footer finds the good one of the footer at the end and its copy at the start.
+// footer returns the valid footer: at the end, or the copy at the start.
 func (im *Image) footer() (*footer, error) {
 	if im.fileSize < footerSize {
 		return nil, api.Errorf(api.Invalid, "not a VHD image: it has %d bytes", im.fileSize)
@@ -116,7 +116,7 @@ func good(b []byte) bool {
 	return Detect(b) && checksum(b, checksumFooter) == be.Uint32(b[checksumFooter:])
 }
 
-// Settled compares the copy of the footer that a stream was read by with the footer at the end, if that is a good one.
+// Settled compares the footer copy of a stream with a valid footer at the end.
 func (im *Image) Settled() error {
 	if im.front == nil {
 		return nil
@@ -158,7 +158,7 @@ func parseFooter(b []byte) (*footer, error) {
 	return nil, api.Errorf(api.Unsupported, "disk type %d cannot be read, only fixed (2) and dynamic (3)", f.kind)
 }
 
-// check finds the size of the disk.
+// check determines the size of the disk.
 func (f *footer) check(lim Limits) error {
 	if f.current > uint64(lim.VirtualSize) {
 		return api.Errorf(api.OutOfRange, "the virtual size of %d bytes is above the limit of %d bytes", f.current,
@@ -181,7 +181,7 @@ func (f *footer) check(lim Limits) error {
 // dynamic header
 type header struct {
 	table   int64 // offset of the allocation table
-	entries int64 // that the size needs
+	entries int64 // entries for the size
 	block   int64 // bytes
 	own     span
 }
@@ -202,7 +202,7 @@ func (im *Image) dynamic(f *footer) (*header, error) {
 	}
 	if f.kind == kindDifferencing {
 		return nil, api.Errorf(api.Unsupported,
-			"it is a differencing disk%s: make one image of both with: qemu-img convert -O vpc, or merge it in Hyper-V",
+			"a differencing disk%s: make one image of both with: qemu-img convert -O vpc, or merge it in Hyper-V",
 			parentName(b[64:576]))
 	}
 	if v := be.Uint32(b[24:]); v>>16 != 1 {
@@ -232,7 +232,7 @@ func (im *Image) dynamic(f *footer) (*header, error) {
 	return h, nil
 }
 
-// parentName is for a message.
+// parentName returns the name of the parent for a message.
 func parentName(b []byte) string {
 	var s []uint16
 	for ; len(b) >= 2 && (b[0] != 0 || b[1] != 0); b = b[2:] {

@@ -2,8 +2,8 @@ package vhd
 
 import "drover.io/drover/block"
 
-// Reach tells how far into the file a read of the virtual disk's bytes [off, off+n) goes: the first byte behind all
-// that it needs of data. It waits for bitmaps only.
+// Reach returns the first byte of the file behind all data that a read of the virtual bytes [off, off+n) needs. Reach
+// waits for bitmaps only.
 func (im *Image) Reach(off, n int64) (end int64, err error) {
 	to := min(off+n, im.Size())
 	if im.info.Fixed {

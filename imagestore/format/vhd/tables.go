@@ -13,12 +13,12 @@ import (
 
 const (
 	unused     = 1<<32 - 1 // an entry of the allocation table
-	maxBitmaps = 256       // that one call of Next may read
+	maxBitmaps = 256       // bitmaps per call of Next
 )
 
 type span struct{ from, to int64 }
 
-// readFull reads structure what; a file that ends before it is corrupt.
+// readFull reads the named structure; a file that ends earlier is corrupt.
 func (im *Image) readFull(p []byte, off int64, what string) error {
 	if off > im.fileSize || int64(len(p)) > im.fileSize-off {
 		return corrupt("%s at %#x is not within the file of %d bytes: it was cut off", what, off, im.fileSize)
@@ -33,7 +33,8 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 	return fmt.Errorf("read %s at %#x: %w", what, off, err)
 }
 
-// load reads the allocation table and holds its blocks to be inside the file, apart from each other and from all else.
+// load reads the allocation table and checks that its blocks are inside the file, apart from each other and from
+// metadata.
 func (im *Image) load(h *header) error {
 	im.blockBits = uint(bits.TrailingZeros64(uint64(h.block)))
 	im.info.BlockSize = h.block
@@ -79,17 +80,17 @@ func (im *Image) load(h *header) error {
 	return nil
 }
 
-// scratches holds what one reader needs for its time.
+// scratches are buffers for one reader at a time.
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
 type scratch struct{ bitmap []byte }
 
-// part is a part of the disk whose bitmap is at hand: within one block, or a run of unused ones.
+// part is a part of the disk with a loaded bitmap: within one block, or a run of unused blocks.
 type part struct {
 	off, end int64
 	bitmap   []byte // nil: all holes
-	first    int64  // number of the sector of the disk that the bitmap's first bit is of
-	host     int64  // of that sector
+	first    int64  // sector of the disk for the first bit of the bitmap
+	host     int64  // offset of the first sector in the file
 }
 
 func (im *Image) lookup(s *scratch, off, limit int64) (part, error) {
@@ -115,13 +116,13 @@ func (im *Image) lookup(s *scratch, off, limit int64) (part, error) {
 
 func (p *part) left() bool { return p.off < p.end }
 
-// isWhole reports whether the part is all that the disk has of a block.
+// isWhole reports whether the part is the whole part of a block on the disk.
 func (im *Image) isWhole(p part) bool {
 	start := p.off >> im.blockBits << im.blockBits
 	return p.bitmap != nil && p.off == start && p.end == min(start+1<<im.blockBits, im.Size())
 }
 
-// next takes the next run of one kind off the part; host is where its first byte is.
+// next takes the next run of one kind off the part; host is the offset of its first byte.
 func (p *part) next() (kind block.Kind, host, n int64) {
 	from := p.off
 	if p.bitmap == nil {

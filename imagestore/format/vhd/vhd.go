@@ -1,18 +1,18 @@
-// Package vhd reads VHD images of Virtual PC and Hyper-V: fixed disks (content, then a footer) and dynamic ones (a
-// block allocation table and a sector bitmap in front of each block). It is written from Microsoft's "Virtual Hard Disk
-// Image Format Specification" 1.0, checked against qemu-img, and treats an image as hostile.
+// Package vhd reads VHD images of Virtual PC and Hyper-V: fixed disks (content, then a footer) and dynamic disks (a
+// block allocation table and a sector bitmap in front of each block). The package is written from Microsoft's "Virtual
+// Hard Disk Image Format Specification" 1.0, checked against qemu-img, and treats an image as hostile.
 //
-// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine and keeps the allocation table, at
-// most 16 MiB, twice that while it is opened. Open walks the table, so that after it every block is known to be inside
-// the file and to be there once. Differencing disks are refused: their parent is another file.
+// An Image is a block.Source: block.Copy over the Image is the import. The package starts no goroutine and takes no
+// lock. An Image keeps the allocation table, at most 16 MiB, twice as much during Open. Open walks the table, so that
+// afterwards every block is known to be inside the file and to exist once. Differencing disks are refused: their parent
+// is another file.
 //
-// The size is what the maker of the file takes it for. Virtual PC, and qemu-img unless told otherwise, go by the
-// geometry (cylinders * heads * sectors); everybody else goes by the footer's current size, and so do all for disks
-// that have no geometry, or none that describes them. qemu-img 7.2 is the same for the makers that it knows, but takes
-// those that it does not know (VirtualBox, Azure) for Virtual PC, which cuts off the end of their disks; it is not
-// followed there.
+// The size of a disk depends on the maker of the file. Virtual PC, and qemu-img by default, use the geometry (cylinders
+// * heads * sectors); all other makers use the footer's current size, and so do all makers for disks without a usable
+// geometry. qemu-img 7.2 agrees for known makers, but takes unknown makers (VirtualBox, Azure) for Virtual PC and so
+// cuts off the end of their disks; the package does not follow qemu-img there.
 //
-// A sector that its bitmap does not mark was never written and is a hole, as the specification says.
+// A sector without a bit in its bitmap was never written and is a hole, as the specification says.
 package vhd
 
 import (
@@ -23,7 +23,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// Info says what an image is.
+// Info describes an image.
 type Info struct {
 	// Fixed: the disk is the first VirtualSize bytes of the file, so that it can be read from there as well.
 	Fixed       bool
@@ -34,27 +34,27 @@ type Info struct {
 	ByGeometry bool
 	// FrontCopy: the footer at the end is missing or damaged, and its copy at the start is good.
 	FrontCopy bool
-	Allocated int64 // bytes of the virtual disk that are in allocated blocks
+	Allocated int64 // bytes of the virtual disk in allocated blocks
 }
 
-// Limits bound what an image may ask for. The zero value of each field means its default.
+// Limits bound the demands of an image. The zero value of a field means its default.
 type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB. The format itself ends at 2040 GiB.
-	// Stream is for an image that is still on its way, in the order of its file, and is read from its first block to its
-	// last: a good copy of the footer at the start is taken for it, so that reads can begin with the first blocks.
-	// Settled compares it with the footer when that has come.
+	// Stream is for an image in transfer, in the order of its file, which is read from its first to its last block: a
+	// valid footer copy at the start replaces the footer, so that reads can begin with the first blocks. Settled compares
+	// the copy with the footer in the end.
 	Stream bool
 }
 
-// Image is an open VHD image. Its methods may be called from several goroutines at once.
+// Image is an open VHD image. Several goroutines may call its methods at once.
 type Image struct {
 	r        io.ReaderAt
 	fileSize int64
 	info     Info
 	stream   bool
 	limits   Limits
-	front    *footer            // what a stream is read by; or nil
-	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
+	front    *footer            // footer copy of a stream; or nil
+	drop     func(off, n int64) // reports bytes that were read for good; or nil
 
 	blockBits  uint
 	bitmapSize int64
@@ -63,10 +63,9 @@ type Image struct {
 
 var _ block.Source = (*Image)(nil)
 
-// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
-// A block.Dropper behind r is told what was read of data.
-// Errors are of kind Invalid (not VHD), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
-// from r.
+// Open opens the image in the first size bytes of r, which must not change. Close of the image leaves r open. A
+// block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not VHD), Unsupported,
+// OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	if lim.VirtualSize <= 0 {
 		lim.VirtualSize = 64 << 40
@@ -105,16 +104,16 @@ func (im *Image) open(lim Limits) error {
 	return im.load(h)
 }
 
-// Info says what the image is.
+// Info describes the image.
 func (im *Image) Info() Info { return im.info }
 
-// Size is the virtual size in bytes.
+// Size returns the virtual size in bytes.
 func (im *Image) Size() int64 { return im.info.VirtualSize }
 
-// Close has nothing to give back. The file stays open: whoever opened it closes it.
+// Close does nothing. The file stays open.
 func (im *Image) Close() error { return nil }
 
-// Next is the extent that holds off, from off on. What was never written is a hole; a fixed disk is all data.
+// Next returns the extent at off. Sectors that were never written are holes; a fixed disk is all data.
 func (im *Image) Next(off int64) (block.Extent, error) {
 	size := im.Size()
 	if off < 0 || off >= size {
@@ -134,7 +133,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 		}
 		if part.bitmap != nil {
 			if looked++; im.stream {
-				looked = maxBitmaps // the next block may not have come yet, this one's data have
+				looked = maxBitmaps // the next block may still be in transfer, the data of this block has arrived
 			}
 		}
 		for part.left() {
@@ -149,7 +148,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	return e, nil
 }
 
-// ReadAt reads from the virtual disk.
+// ReadAt implements io.ReaderAt for the virtual disk.
 func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	size := im.Size()
 	if off < 0 {

@@ -19,7 +19,7 @@ const (
 	headerSize   = 4 * kib
 	tableSize    = 64 * kib // region and metadata tables
 	maxEntries   = 2047
-	maxEffective = 128 << 40 // bytes of a file that a log may ask for
+	maxEffective = 128 << 40 // bytes to which a log may grow a file
 
 	flagLeaveAllocated = 1 << 0
 	flagHasParent      = 1 << 1
@@ -30,7 +30,7 @@ const (
 
 type guid [16]byte
 
-// parseGUID makes the bytes of a file from the usual notation, whose first three parts are numbers.
+// parseGUID returns the bytes in a file for the usual notation, whose first three parts are numbers.
 func parseGUID(s string) (g guid) {
 	var a uint32
 	var b, c uint16
@@ -61,7 +61,7 @@ var (
 	itemParent   = parseGUID("A8D35F2D-B30B-454D-ABF7-D3D84834AB0C")
 )
 
-// Detect reports whether a file that starts with head is a VHDX image. 8 bytes are enough.
+// Detect reports whether a file with the first bytes head is a VHDX image. 8 bytes are enough.
 func Detect(head []byte) bool { return bytes.HasPrefix(head, []byte(magic)) }
 
 var (
@@ -69,7 +69,7 @@ var (
 	zeros      [4]byte
 )
 
-// checksum is the CRC-32C of b with the four bytes at 4, where it is kept, as zeros.
+// checksum is the CRC-32C of b with zeros in the place of the checksum, the four bytes at 4.
 func checksum(b []byte) uint32 {
 	sum := crc32.Update(0, castagnoli, b[:4])
 	sum = crc32.Update(sum, castagnoli, zeros[:])
@@ -105,7 +105,7 @@ type header struct {
 	log      span
 }
 
-// header finds the current one of the two headers.
+// header returns the current header of the two headers.
 func (im *Image) header() (*header, error) {
 	both := make([]byte, 2*headerSize)
 	var current []byte
@@ -156,7 +156,7 @@ type span struct{ from, to int64 }
 
 func (s span) hits(o span) bool { return s.from < o.to && s.to > o.from }
 
-// regions reads the region table, or its copy where it is damaged.
+// regions reads the region table, or the copy of a damaged region table.
 func (im *Image) regions(h *header) (table, metadata span, err error) {
 	b := make([]byte, tableSize)
 	good := false
@@ -213,7 +213,7 @@ func (im *Image) regions(h *header) (table, metadata span, err error) {
 	return table, metadata, nil
 }
 
-// metadata reads what the image is.
+// metadata reads the description of the image.
 func (im *Image) metadata(region span) error {
 	b := make([]byte, tableSize)
 	if err := im.readFull(b, region.from, "its table"); err != nil {
@@ -238,7 +238,7 @@ func (im *Image) metadata(region span) error {
 			}
 			continue
 		case id == itemParent:
-			continue // a disk that has a parent says so elsewhere
+			continue // other metadata shows a parent
 		case !known && flags&entryRequired != 0:
 			return api.Errorf(api.Unsupported, "the image needs the unknown item %s", id)
 		case !known:
@@ -265,7 +265,7 @@ func (im *Image) metadata(region span) error {
 
 func (im *Image) describe(blockSize, flags uint32, size uint64, logical uint32) error {
 	if flags&flagHasParent != 0 {
-		return api.Errorf(api.Unsupported, "it is a differencing disk, whose parent is another file: "+
+		return api.Errorf(api.Unsupported, "a differencing disk, whose parent is another file: "+
 			"merge it in Hyper-V first")
 	}
 	switch {

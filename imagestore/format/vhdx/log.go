@@ -9,20 +9,20 @@ import (
 	"drover.io/drover/api"
 )
 
-// The log is a ring of entries; each entry says what to write where, in pieces of 4 KiB, or what to make zero. The last
-// writes of a writer that stopped are those of the newest sequence of entries that is whole. Whatever the writer did to
-// the tables afterwards, replaying them once more comes to the same.
+// The log is a ring of entries; an entry lists writes of 4 KiB and ranges to zero. The newest complete sequence of
+// entries holds the last writes of a writer that stopped. Replaying the sequence again after any progress of the writer
+// has the same result.
 
 const (
 	logSector  = 4 * kib
 	entryHead  = 64
 	descSize   = 32
-	maxChanges = 32 << 10 // in all; those that were seen make a few
+	maxChanges = 32 << 10 // in all; real images have a few
 	// How often the bytes of the log may be summed, on average: entries that are not whole claim any length.
 	maxChecked = 8
 )
 
-// change is a range of the file that the log changes: to data, or to zeros where there is none.
+// change is a range of the file that the log changes: to data, or without data to zeros.
 type change struct {
 	off, n int64
 	data   []byte
@@ -30,7 +30,7 @@ type change struct {
 
 func (c change) end() int64 { return c.off + c.n }
 
-// patch applies the changes to what was read at off.
+// patch applies the changes to the bytes read at off.
 func (im *Image) patch(p []byte, off int64) {
 	end := off + int64(len(p))
 	i, _ := slices.BinarySearchFunc(im.changes, off, func(c change, off int64) int { return cmp.Compare(c.end(), off+1) })
@@ -45,7 +45,7 @@ func (im *Image) patch(p []byte, off int64) {
 	}
 }
 
-// change adds a change over all earlier ones.
+// change adds a change over all earlier changes.
 func (im *Image) change(c change) {
 	overlaps := func(o change, off int64) int { return cmp.Compare(o.end(), off+1) }
 	i, _ := slices.BinarySearchFunc(im.changes, c.off, overlaps)
@@ -76,10 +76,10 @@ func (c change) cut(from, to int64) change {
 	return c
 }
 
-// logEntry is an entry of the log that is whole.
+// logEntry is a complete entry of the log.
 type logEntry struct {
 	at, length    int64 // in the ring
-	tail          int64 // where its sequence starts
+	tail          int64 // start of its sequence
 	sequence      uint64
 	flushed, last int64 // sizes of the file
 	descriptors   int64
@@ -89,11 +89,11 @@ type ring struct {
 	im   *Image
 	b    []byte
 	id   guid
-	left int64 // bytes that may still be summed
+	left int64 // bytes left to sum
 	made int   // changes
 }
 
-// bytes is a piece of the ring, which may go on at its start.
+// bytes returns a part of the ring, which may wrap around.
 func (r *ring) bytes(at, n int64) []byte {
 	if at+n <= int64(len(r.b)) {
 		return r.b[at : at+n]
@@ -101,7 +101,7 @@ func (r *ring) bytes(at, n int64) []byte {
 	return append(slices.Clone(r.b[at:]), r.b[:at+n-int64(len(r.b))]...)
 }
 
-// entry is the entry at a place in the ring, if there is one that is whole.
+// entry returns the entry at a place in the ring, if a complete entry starts there.
 func (r *ring) entry(at int64) (e logEntry, ok bool, err error) {
 	b := r.b[at : at+entryHead]
 	e = logEntry{at: at, length: int64(le.Uint32(b[8:])), tail: int64(le.Uint32(b[12:])), sequence: le.Uint64(b[16:]),
@@ -119,12 +119,12 @@ func (r *ring) entry(at int64) (e logEntry, ok bool, err error) {
 	return e, le.Uint32(b[4:]) == sum, nil
 }
 
-// headLen is how many bytes an entry's header and descriptors take.
+// headLen returns the length of the header and descriptors of an entry.
 func headLen(descriptors int64) int64 {
 	return (entryHead + descriptors*descSize + logSector - 1) / logSector * logSector
 }
 
-// active finds the newest sequence of entries that is whole, oldest entry first.
+// active finds the newest complete sequence of entries, the oldest entry first.
 func (r *ring) active() ([]logEntry, error) {
 	var all []logEntry
 	for at := int64(0); at < int64(len(r.b)); {
@@ -179,7 +179,7 @@ func (im *Image) replay(h *header) error {
 	}
 	entries, err := r.active()
 	if err != nil || len(entries) == 0 {
-		return err // a writer that had not written anything yet
+		return err // the writer had written nothing yet
 	}
 	last := entries[len(entries)-1]
 	if last.flushed < 0 || last.flushed > im.fileSize {
@@ -239,7 +239,7 @@ func (r *ring) apply(e logEntry, protected []span) error {
 			}
 		}
 		if r.made++; r.made > maxChanges {
-			return api.Errorf(api.OutOfRange, "it makes more than %d changes", maxChanges)
+			return api.Errorf(api.OutOfRange, "the log makes more than %d changes", maxChanges)
 		}
 		r.im.change(c)
 	}

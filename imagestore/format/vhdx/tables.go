@@ -6,7 +6,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// States of a block, in the lower bits of its entry. An entry's offset counts only where the block is there.
+// States of a block, in the lower bits of its entry. Only an existing block has an offset in its entry.
 const (
 	stateNotPresent   = 0
 	stateUndefined    = 1
@@ -14,11 +14,11 @@ const (
 	stateUnmapped     = 3
 	stateUnmappedOld  = 5 // as written before the format was final
 	stateFullyPresent = 6
-	statePartly       = 7 // the rest is in the parent
+	statePartly       = 7 // parts are in the parent
 
 	stateMask  = 7
 	offsetMask = ^uint64(mib - 1)
-	maxVisits  = 64 // pieces of the table that one call of Next may look at
+	maxVisits  = 64 // parts of the table per call of Next
 )
 
 func kindOf(entry uint64) block.Kind {
@@ -33,12 +33,11 @@ func kindOf(entry uint64) block.Kind {
 
 func hostOf(entry uint64) int64 { return int64(entry & offsetMask) }
 
-// entryAt is where a block's entry is: behind every ratio blocks is an entry of a sector bitmap, which only disks with
-// a parent use.
+// entryAt returns the place of a block's entry: each ratio entries of blocks are followed by an entry of a sector
+// bitmap, which only disks with a parent use.
 func (im *Image) entryAt(number int64) int64 { return im.table + (number+number>>im.ratioBits)*8 }
 
-// entries reads the entries of the blocks from that of off to that of the byte before end, as many as fit and lie side
-// by side.
+// entries reads the entries of the blocks from off to end, as many as fit and are adjacent.
 func (im *Image) entries(s *scratch, off, end int64) ([]byte, error) {
 	first, last := off>>im.blockBits, (end-1)>>im.blockBits
 	last = min(last, first|(1<<im.ratioBits-1), first+int64(len(s.entries))/8-1)
@@ -46,8 +45,8 @@ func (im *Image) entries(s *scratch, off, end int64) ([]byte, error) {
 	return b, im.readFull(b, im.entryAt(first), "the block allocation table")
 }
 
-// check walks the block allocation table: after it every block is known to be inside the file, to be there once, and
-// to hit nothing else.
+// check walks the block allocation table. Afterwards every block is known to be inside the file, to exist once, and to
+// be outside of metadata.
 func (im *Image) check(table span, own []span) error {
 	size, length := im.info.VirtualSize, int64(1)<<im.blockBits
 	im.table = table.from
@@ -98,7 +97,7 @@ func (im *Image) check(table span, own []span) error {
 	return nil
 }
 
-// mark sets the bits from first to last, and reports whether none of them was set.
+// mark sets the bits from first to last, and reports whether all were clear.
 func mark(used []uint64, first, last int64) bool {
 	for first <= last {
 		word, bit := first/64, uint(first%64)

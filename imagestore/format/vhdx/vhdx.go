@@ -1,14 +1,14 @@
 // Package vhdx reads VHDX images of Hyper-V: fixed and dynamic disks, every block size, logical sectors of 512 and 4096
-// bytes. It is written from Microsoft's open specification [MS-VHDX], checked against qemu-img, and treats an image as
-// hostile.
+// bytes. The package is written from Microsoft's open specification [MS-VHDX], checked against qemu-img, and treats an
+// image as hostile.
 //
-// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine and keeps no table: what a read
-// needs of the block allocation table it reads along, which is 8 bytes per block.
+// An Image is a block.Source: block.Copy over the Image is the import. The package starts no goroutine and takes no
+// lock. An Image keeps no table: a read loads its entries of the block allocation table, 8 bytes per block.
 //
-// An image that was not closed has a log of changes to its tables. Open replays it in memory, over the file, which
-// stays as it is: Info.Replayed says so. Open walks the allocation table, so that after it every block is known to be
-// inside the file and to be there once. Differencing disks are refused: their parent is another file. Memory is bounded
-// by the log (Limits.Log, twice that while it is replayed) and one bit per MiB of the file.
+// An image that was not closed has a log of changes to its tables. Open replays the log in memory, over the unchanged
+// file, and sets Info.Replayed. Open walks the allocation table, so that afterwards every block is known to be inside
+// the file and to exist once. Differencing disks are refused: their parent is another file. Memory is bounded by the
+// log (Limits.Log, twice as much during the replay) and one bit per MiB of the file.
 package vhdx
 
 import (
@@ -22,22 +22,22 @@ import (
 	"drover.io/drover/block"
 )
 
-// Info says what an image is.
+// Info describes an image.
 type Info struct {
 	Creator           string
-	Fixed             bool  // blocks are to stay allocated; they need not all be
+	Fixed             bool  // allocated blocks stay allocated; not every block is
 	VirtualSize       int64 // bytes
 	BlockSize         int64 // bytes
 	LogicalSectorSize int64 // bytes
 	// Replayed is how many entries of the log were replayed in memory: the image was not closed.
 	Replayed int
-	Data     int64 // bytes of the virtual disk that are data
+	Data     int64 // bytes of data on the virtual disk
 }
 
-// Limits bound what an image may ask for. The zero value of each field means its default.
+// Limits bound the demands of an image. The zero value of a field means its default.
 type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB
-	Log         int64 // bytes of a log that must be replayed; default 32 MiB
+	Log         int64 // bytes of a log to replay; default 32 MiB
 }
 
 func (l Limits) filled() Limits {
@@ -50,18 +50,18 @@ func (l Limits) filled() Limits {
 	return l
 }
 
-// Image is an open VHDX image. Its methods may be called from several goroutines at once.
+// Image is an open VHDX image. Several goroutines may call its methods at once.
 type Image struct {
 	r        io.ReaderAt
-	fileSize int64 // also what a replay adds to it
+	fileSize int64 // including the growth by a replay
 	realSize int64
 	limits   Limits
 	info     Info
-	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
-	changes  []change           // what the log says, sorted
+	drop     func(off, n int64) // reports bytes that were read for good; or nil
+	changes  []change           // of the log, sorted
 
 	blockBits uint
-	ratioBits uint // log of the blocks between two entries of the table that are of no use here
+	ratioBits uint // log of the blocks between two unused entries of the table
 	table     int64
 }
 
@@ -71,10 +71,9 @@ var le = binary.LittleEndian
 
 func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
 
-// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
-// A block.Dropper behind r is told what was read of data.
-// Errors are of kind Invalid (not VHDX), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
-// from r.
+// Open opens the image in the first size bytes of r, which must not change. Close of the image leaves r open. A
+// block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not VHDX), Unsupported,
+// OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, realSize: size, limits: lim.filled()}
 	if d, ok := r.(block.Dropper); ok {
@@ -109,7 +108,7 @@ func (im *Image) open() error {
 	return im.check(table, []span{{0, headersSize}, h.log, table, metadata})
 }
 
-// readFull reads structure what, through the changes that the log makes; a file that ends before it is corrupt.
+// readFull reads the named structure through the changes of the log; a file that ends earlier is corrupt.
 func (im *Image) readFull(p []byte, off int64, what string) error {
 	if off > im.fileSize || int64(len(p)) > im.fileSize-off {
 		return corrupt("%s at %#x is not within the file of %d bytes: it was cut off", what, off, im.fileSize)
@@ -132,16 +131,16 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 	return nil
 }
 
-// Info says what the image is.
+// Info describes the image.
 func (im *Image) Info() Info { return im.info }
 
-// Size is the virtual size in bytes.
+// Size returns the virtual size in bytes.
 func (im *Image) Size() int64 { return im.info.VirtualSize }
 
-// Close has nothing to give back. The file stays open: whoever opened it closes it.
+// Close does nothing. The file stays open.
 func (im *Image) Close() error { return nil }
 
-// Next is the extent that holds off, from off on. Blocks that are not there or were unmapped are holes.
+// Next returns the extent at off. Missing and unmapped blocks are holes.
 func (im *Image) Next(off int64) (block.Extent, error) {
 	size := im.Size()
 	if off < 0 || off >= size {
@@ -168,7 +167,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	return e, nil
 }
 
-// ReadAt reads from the virtual disk.
+// ReadAt implements io.ReaderAt for the virtual disk.
 func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	size := im.Size()
 	if off < 0 {
@@ -205,7 +204,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	return n, err
 }
 
-// scratches holds what one reader needs for its time.
+// scratches are buffers for one reader at a time.
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
 type scratch struct{ entries [4096]byte }

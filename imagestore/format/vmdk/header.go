@@ -13,8 +13,8 @@ import (
 const (
 	magicSparse   = "KDMV"
 	magicESX      = "COWD"                             // sparse disks of old ESX servers
-	magicSESparse = "\xbe\xba\xfe\xca\x00\x00\x00\x00" // sparse disks of new ones
-	magicText     = "# disk descriptor"                // in whatever case
+	magicSESparse = "\xbe\xba\xfe\xca\x00\x00\x00\x00" // sparse disks of new ESX servers
+	magicText     = "# disk descriptor"                // in any case
 
 	sector   = 512
 	textSize = 64 << 10 // of a descriptor, at most
@@ -25,18 +25,18 @@ const (
 	flagCompressed = 1 << 16
 	flagMarkers    = 1 << 17
 
-	atEnd      = -1  // directory offset: the footer knows
+	atEnd      = -1  // directory offset: in the footer
 	perTable   = 512 // entries of a grain table
 	maxGrain   = 4 << 20
 	maxTables  = 4 << 20 // entries of a grain directory
-	maxSectors = 1 << 54 // that many have a size in bytes
+	maxSectors = 1 << 54 // the size in bytes has to fit
 
 	markFooter = 3
 )
 
 var le = binary.LittleEndian
 
-// header is that of a sparse extent, in bytes where the file has sectors.
+// header is the header of a sparse extent, in bytes instead of sectors.
 type header struct {
 	version              uint32
 	size, grain          int64
@@ -45,7 +45,7 @@ type header struct {
 	directory, redundant int64
 	compressed, zeros    bool
 	unclean              bool
-	numTables            int64 // entries of the directory that the size needs
+	numTables            int64 // entries of the directory for the size
 }
 
 func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, format, args...) }
@@ -54,8 +54,8 @@ func unsupported(format string, args ...any) error {
 	return api.Errorf(api.Unsupported, format, args...)
 }
 
-// Detect reports whether a file that starts with head is a VMDK file of whatever kind, be it one that Open refuses.
-// 24 bytes are enough.
+// Detect reports whether a file with the first bytes head is a VMDK file of any kind, including kinds that Open
+// refuses. 24 bytes are enough.
 func Detect(head []byte) bool {
 	return hasMagic(head, magicSparse) || hasMagic(head, magicESX) || hasMagic(head, magicSESparse) || isText(head)
 }
@@ -68,7 +68,7 @@ func isText(head []byte) bool {
 
 const oneFile = "make one file of the disk with: qemu-img convert -O vmdk"
 
-// refuse refuses what is VMDK, but not a sparse disk in one file.
+// refuse refuses VMDK files other than a sparse disk in one file.
 func refuse(head []byte) error {
 	switch {
 	case isText(head):
@@ -83,7 +83,7 @@ func refuse(head []byte) error {
 	return nil
 }
 
-// parseHeader parses a header, or the footer that stands for it.
+// parseHeader parses a header, or a footer in the place of a header.
 func parseHeader(b []byte) (*header, error) {
 	if len(b) < sector {
 		return nil, corrupt("the file ends inside the header, at byte %d of %d: it was cut off", len(b), sector)
@@ -159,7 +159,7 @@ func (h *header) checkSizes(lim Limits) error {
 	return nil
 }
 
-// footer reads the header that a stream has at its end: a marker, the footer, and the marker of the end.
+// footer reads the header at the end of a stream: a marker, the footer, and the end marker.
 func (im *Image) footer() (*header, error) {
 	b := make([]byte, 3*sector)
 	if err := im.readFull(b, im.fileSize-int64(len(b)), "the footer"); err != nil {
@@ -177,7 +177,7 @@ func (im *Image) footer() (*header, error) {
 	return h, err
 }
 
-// text is what a descriptor says.
+// text is a parsed descriptor.
 type text struct {
 	createType, parentCID, parent string
 	extents                       []extent
@@ -185,7 +185,7 @@ type text struct {
 
 type extent struct{ access, kind, file string }
 
-// parseText reads what is of interest, and leaves the rest alone.
+// parseText reads the needed lines and ignores the rest.
 func parseText(b []byte) text {
 	if i := bytes.IndexByte(b, 0); i >= 0 {
 		b = b[:i]
@@ -222,7 +222,7 @@ func parseText(b []byte) text {
 	return d
 }
 
-// kind is the create type for a message: hostile text is quoted.
+// kind returns the create type for a message, quoted.
 func (d text) kind() string {
 	if d.createType == "" {
 		return "no createType"
@@ -230,7 +230,7 @@ func (d text) kind() string {
 	return "createType " + shorten(d.createType)
 }
 
-// named says what files the descriptor names.
+// named lists the files in the descriptor.
 func (d text) named() string {
 	var s []string
 	for _, e := range d.extents {
@@ -254,7 +254,7 @@ func shorten(s string) string {
 	return strconv.Quote(s)
 }
 
-// descriptor reads the descriptor inside the file, and refuses all that says that the disk is not in this file alone.
+// descriptor reads the descriptor inside the file, and refuses a disk with data outside of the file.
 func (im *Image) descriptor(h *header) (createType string, err error) {
 	alone := unsupported("it has no descriptor, so it is one extent of a disk that is in several files: %s", oneFile)
 	if h.text == 0 || h.textLen == 0 {
@@ -268,7 +268,7 @@ func (im *Image) descriptor(h *header) (createType string, err error) {
 		return "", err
 	}
 	if b[0] == 0 {
-		return "", alone // room for one
+		return "", alone // reserved for a descriptor
 	}
 	d := parseText(b)
 	none := d.parentCID == "" || strings.EqualFold(d.parentCID, "ffffffff")

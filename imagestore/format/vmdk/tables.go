@@ -14,12 +14,12 @@ import (
 const (
 	tableSize = perTable * 4
 	ratioFrom = 64 << 20
-	maxVisits = 4 << 10 // grain tables that one call of Next may look at
-	zeroGrain = 1       // an entry that stands for a grain of zeros, where the header says so
+	maxVisits = 4 << 10 // grain tables per call of Next
+	zeroGrain = 1       // entry of a grain of zeros, if the header allows it
 	markSize  = 12      // before the data of a compressed grain
 )
 
-// readFull reads structure what; a file that ends before it is corrupt.
+// readFull reads the named structure; a file that ends earlier is corrupt.
 func (im *Image) readFull(p []byte, off int64, what string) error {
 	if off < 0 || off > im.fileSize || int64(len(p)) > im.fileSize-off {
 		return corrupt("%s at %#x is not within the file of %d bytes: it was cut off", what, max(off, 0), im.fileSize)
@@ -36,7 +36,7 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 
 type span struct{ from, to int64 }
 
-// metadata is where no grain may be.
+// metadata are the ranges without grains.
 type metadata struct {
 	fixed  []span   // header, descriptor, directory
 	tables []uint64 // sector<<32 | index, sorted
@@ -55,9 +55,9 @@ func (m *metadata) hits(from, n int64) bool {
 	return i < len(m.tables) && int64(m.tables[i]>>32)*sector < from+n
 }
 
-// load reads the grain directory at off and walks all of its tables once, in the order of the file: after it every
-// offset is known to be inside the file and to hit no metadata. A map in which the same grain is found twice makes
-// bombs; tables are held to be unique, plain grains by their sum, compressed ones by the marker in front of each.
+// load reads the grain directory at off and walks all tables once, in the order of the file. Afterwards every offset is
+// known to be inside the file and outside of metadata. A map with the same grain twice makes bombs: tables must be
+// unique, plain grains are bounded by their sum, compressed grains by the marker in front of each.
 func (im *Image) load(off int64) error {
 	h := im.h
 	raw := make([]byte, h.numTables*4)
@@ -111,7 +111,7 @@ func (im *Image) load(off int64) error {
 	return nil
 }
 
-// checkNext checks a grain table, and the sums over all that were checked.
+// checkNext checks a grain table, and the sums over all checked tables.
 func (im *Image) checkNext(b []byte, index int64) error {
 	n, err := im.checkTable(b, index, im.own)
 	if err != nil {
@@ -127,7 +127,7 @@ func (im *Image) checkNext(b []byte, index int64) error {
 	return nil
 }
 
-// checkFirst checks a table that is used, unless somebody did.
+// checkFirst checks a table before its use, unless another goroutine did.
 func (im *Image) checkFirst(index int64) error {
 	if im.checked == nil || im.checked[index].Load() {
 		return nil
@@ -144,13 +144,13 @@ func (im *Image) checkFirst(index int64) error {
 	return nil
 }
 
-// tableLen is how many entries of a table belong to the disk.
+// tableLen returns how many entries of a table belong to the disk.
 func (im *Image) tableLen(index int64) int64 {
 	grains := (im.h.size + im.h.grain - 1) >> im.h.grainBits
 	return min(grains-index*perTable, perTable)
 }
 
-// checkTable checks a grain table and counts its data. It returns how many bytes of the file that takes, at least.
+// checkTable checks a grain table, counts its data, and returns the minimum of bytes of the data in the file.
 func (im *Image) checkTable(b []byte, index int64, m *metadata) (stored int64, err error) {
 	h := im.h
 	b = b[:im.tableLen(index)*4]
@@ -196,23 +196,23 @@ func (im *Image) kind(entry uint32) block.Kind {
 	return block.Data
 }
 
-// run is a range of the disk that is in one piece in the file; for a compressed image it is in one grain, and host is
-// where that grain's marker is.
+// run is a contiguous range of the disk in the file. The run of a compressed image is inside one grain, and host is the
+// offset of its marker.
 type run struct {
 	kind block.Kind
 	host int64
 	n    int64
 }
 
-// part is a part of the disk whose entries are at hand.
+// part is a part of the disk with loaded entries.
 type part struct {
 	im       *Image
 	off, end int64
 	entries  []byte // nil: all holes
-	first    int64  // number of the grain that the first entry is of
+	first    int64  // grain of the first entry
 }
 
-// lookup finds the entries for what begins at off, of at most limit bytes and within one grain table.
+// lookup finds the entries from off on, of at most limit bytes and within one grain table.
 func (im *Image) lookup(u *unpacker, off, limit int64) (part, error) {
 	h := im.h
 	number := off >> h.grainBits
@@ -232,7 +232,7 @@ func (im *Image) lookup(u *unpacker, off, limit int64) (part, error) {
 
 func (p *part) left() bool { return p.off < p.end }
 
-// next takes the next run off the part. Without host, grains of one kind are one run wherever they are.
+// next takes the next run off the part. Without host, grains of one kind are one run at any place.
 func (p *part) next(host bool) run {
 	if p.entries == nil {
 		r := run{n: p.end - p.off}

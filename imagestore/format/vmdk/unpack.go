@@ -7,23 +7,23 @@ import (
 	"drover.io/drover/imagestore/format/inflate"
 )
 
-// unpackers holds what one reader needs for its time. Nothing in it belongs to an image.
+// unpackers are buffers for one reader at a time, independent of images.
 var unpackers = sync.Pool{New: func() any { return new(unpacker) }}
 
 type unpacker struct {
 	entries [tableSize]byte
 	mark    [markSize]byte
 	packed  []byte
-	plain   []byte // of a grain that is not wanted whole
+	plain   []byte // of a grain that is read in part
 	inflate inflate.Decoder
 }
 
 var (
-	errShort = errors.New("it ends too early")
-	errLong  = errors.New("it unpacks to more than a grain")
+	errShort = errors.New("the data ends too early")
+	errLong  = errors.New("the data unpacks to more than a grain")
 )
 
-// unpack fills to, which starts at off and lies in one grain, from the compressed grain whose marker is at host.
+// unpack fills to, which starts at off and lies in one grain, from the compressed grain with its marker at host.
 func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
 	h := im.h
 	number := off >> h.grainBits
@@ -36,7 +36,7 @@ func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
 	if lba := le.Uint64(mark); lba != uint64(start/sector) {
 		return corrupt("the grain at %#x is that of sector %d, not %d: grains are mixed up", host, lba, start/sector)
 	}
-	// What does not compress grows by its block headers only.
+	// Incompressible data grows by its block headers only.
 	size := int64(le.Uint32(mark[8:]))
 	if size == 0 || size > h.grain+h.grain/16+1024 {
 		return corrupt("the grain at %#x has %d compressed bytes: there are more than 0, and not more than its content", host,
@@ -50,7 +50,7 @@ func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
 		return err
 	}
 	dst := to
-	if len(to) != int(h.grain) { // a part of it, or the last one, which may go on behind the disk
+	if len(to) != int(h.grain) { // a part of the grain, or the last grain, which may exceed the disk
 		if cap(u.plain) < int(h.grain) {
 			u.plain = make([]byte, h.grain)
 		}

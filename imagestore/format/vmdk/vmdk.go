@@ -1,16 +1,16 @@
-// Package vmdk reads VMware disks that are one file: monolithicSparse and streamOptimized (compressed grains, with the
-// directory in front or behind a footer), header versions 1 to 3. It is written from VMware's "Virtual Disk Format 5.0"
-// technical note, checked against qemu-img, and treats an image as hostile.
+// Package vmdk reads VMware disks in one file: monolithicSparse and streamOptimized (compressed grains, with the
+// directory in front or behind a footer), header versions 1 to 3. The package is written from VMware's "Virtual Disk
+// Format 5.0" technical note, checked against qemu-img, and treats an image as hostile.
 //
-// An Image is a block.Source: block.Copy over it is the import. It owns no goroutine; each reader unpacks its own
-// grains straight into its own buffer, so that an import is as parallel as its readers.
+// An Image is a block.Source: block.Copy over the Image is the import. The package starts no goroutine; each reader
+// unpacks its own grains straight into its own buffer, so that an import is as parallel as its readers. Image.mu is the
+// only lock and guards the results of table checks.
 //
-// No other file is ever opened: a descriptor without data, a descriptor that names further or other files, a delta of a
-// parent and a single extent of a larger disk are each refused with their own message. Open walks the grain directory
-// and all grain tables, so that after it only the data itself can turn out to be damaged; where they are damaged and
-// the image has the redundant ones, those are used as a whole, and Info.Redundant says so. Reads never leave the file.
-// An open image takes 4 bytes of memory per 32 MiB of disk (with grains of 64 KiB), and at most 64 MiB while it is
-// opened.
+// No other file is ever opened: a descriptor without data, a descriptor of further or other files, a delta of a parent
+// and a single extent of a larger disk are refused with a message each. Open walks the grain directory and all grain
+// tables, so that afterwards only data can be damaged. For damaged tables, Open uses the redundant tables of the image
+// as a whole, and sets Info.Redundant. Reads never leave the file. An open image takes 4 bytes of memory per 32 MiB of
+// disk (with grains of 64 KiB), and at most 64 MiB during Open.
 package vmdk
 
 import (
@@ -23,26 +23,26 @@ import (
 	"drover.io/drover/block"
 )
 
-// Info says what an image is.
+// Info describes an image.
 type Info struct {
 	CreateType  string // monolithicSparse or streamOptimized
 	Version     int
 	VirtualSize int64 // bytes
 	GrainSize   int64 // bytes
 	Compressed  bool
-	// Unclean: the writer did not close the image. What it had not written is not there; all else reads.
+	// Unclean: the writer did not close the image. Data that the writer still held is missing; everything else reads.
 	Unclean bool
-	// Redundant: the grain directory or a grain table is damaged, and the redundant ones are read instead.
+	// Redundant: the grain directory or a grain table is damaged, and the redundant tables are read instead.
 	Redundant bool
-	Data      int64 // bytes of the virtual disk that are data
+	Data      int64 // bytes of data on the virtual disk
 }
 
-// Limits bound what an image may ask for. The zero value of each field means its default.
+// Limits bound the demands of an image. The zero value of a field means its default.
 type Limits struct {
 	VirtualSize int64 // bytes; default 64 TiB
 	// Ratio bounds the bytes of data per byte of the file, once there are more than 64 MiB of data; default 2000.
 	Ratio int64
-	// Stream: the image is still on its way, and reads wait for what has not come.
+	// Stream: the image is in transfer, and reads wait for their bytes.
 	Stream bool
 }
 
@@ -56,28 +56,27 @@ func (l Limits) filled() Limits {
 	return l
 }
 
-// Image is an open VMDK image. Its methods may be called from several goroutines at once.
+// Image is an open VMDK image. Several goroutines may call its methods at once.
 type Image struct {
 	r        io.ReaderAt
 	fileSize int64
 	limits   Limits
 	h        *header
 	info     Info
-	drop     func(off, n int64) // tells of bytes that were read once and for all; or nil
+	drop     func(off, n int64) // reports bytes that were read for good; or nil
 	tables   []uint32           // the grain directory: sectors of the grain tables; 0: all holes
 
-	mu      sync.Mutex    // of what checks of tables change: the sums
-	checked []atomic.Bool // by table; nil: all are
+	mu      sync.Mutex    // guards the sums of checked tables
+	checked []atomic.Bool // by table; nil: all tables
 	own     *metadata
-	stored  int64 // bytes of the file that data takes, at least
+	stored  int64 // minimum of bytes of data in the file
 }
 
 var _ block.Source = (*Image)(nil)
 
-// Open opens the image in the first size bytes of r, which must stay as they are. Closing the image leaves r open.
-// A block.Dropper behind r is told what was read of data.
-// Errors are of kind Invalid (not VMDK), Unsupported, OutOfRange (above a limit), Corrupt (damaged or cut off), or come
-// from r.
+// Open opens the image in the first size bytes of r, which must not change. Close of the image leaves r open. A
+// block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not VMDK), Unsupported,
+// OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, limits: lim.filled()}
 	if d, ok := r.(block.Dropper); ok {
@@ -124,20 +123,20 @@ func (im *Image) open() error {
 	return err
 }
 
-// Info says what the image is.
+// Info describes the image.
 func (im *Image) Info() Info {
 	im.mu.Lock()
 	defer im.mu.Unlock()
 	return im.info
 }
 
-// Size is the virtual size in bytes.
+// Size returns the virtual size in bytes.
 func (im *Image) Size() int64 { return im.h.size }
 
-// Close has nothing to give back. The file stays open: whoever opened it closes it.
+// Close does nothing. The file stays open.
 func (im *Image) Close() error { return nil }
 
-// Next is the extent that holds off, from off on. Unallocated grains are holes.
+// Next returns the extent at off. Unallocated grains are holes.
 func (im *Image) Next(off int64) (block.Extent, error) {
 	if off < 0 || off >= im.h.size {
 		return block.Extent{}, api.Errorf(api.OutOfRange, "vmdk: offset %d is outside of the %d bytes", off, im.h.size)
@@ -159,13 +158,13 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 			e.Len += run.n
 		}
 		if im.checked != nil && e.Kind == block.Data && e.End()&(perTable<<im.h.grainBits-1) == 0 {
-			break // the next table may not have come yet, the data of this one has
+			break // the next table may still be in transfer, the data of this table has arrived
 		}
 	}
 	return e, nil
 }
 
-// ReadAt reads from the virtual disk.
+// ReadAt implements io.ReaderAt for the virtual disk.
 func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	if off < 0 {
 		return 0, api.Errorf(api.OutOfRange, "vmdk: offset %d is negative", off)
