@@ -35,7 +35,7 @@ const (
 	ConditionScheduled = "Scheduled" // every replica has a disk
 	ConditionImage     = "BackingImageReady"
 	ConditionSpace     = "SpaceAvailable" // False: writes are paused, the disk is full
-	// True: reads wait, the disk that the image is borrowed from fails.
+	// True: reads wait, no source gives a part of a layer.
 	ConditionSourceLost = "SourceLost"
 	ConditionReady      = "Ready"
 	ConditionIntact     = "DataIntact" // False: a scrub found layers that are damaged

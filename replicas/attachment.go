@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -18,6 +17,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/host/volumelock"
+	"drover.io/drover/replicas/stack"
 )
 
 // attachmentLoop makes the Attachments of this node true.
@@ -212,28 +212,24 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 	s.wasFull = true
 }
 
-// tellSource writes whether reads wait for layers that another disk lent.
+// tellSource writes whether reads wait for the sources of layers.
 func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	m := s.member()
 	if m == nil || s.noting.Load() {
 		return
 	}
-	from, lost := m.Lenders()
-	_, far := m.Hydrates()
-	if !lost && far == nil {
+	layers := m.Remote()
+	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
+	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
 			l.events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
 		}
 		return
 	}
-	paths := make([]string, len(from))
-	for i, disk := range from {
-		paths[i] = disk.Path()
-	}
-	msg := fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
-		strings.Join(paths, ", "), l.Node, s.Path)
-	if !lost {
-		msg = fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Node, far)
+	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Node, layers[lost].Why)
+	if path := layers[lost].From.Path; path != "" {
+		msg = fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
+			path, l.Node, s.Path)
 	}
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {

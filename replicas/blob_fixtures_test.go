@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/host/remote"
+	"drover.io/drover/replicas/sources"
 )
 
 // testdata/v1 has what a released version leaves with the holder for each kind of session, and the file of a node's
@@ -109,7 +110,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 func TestPlacesAreReadAndWrittenAsBefore(t *testing.T) {
 	want := remote.Known{Disks: map[api.UID]string{fixDiskA: "/var/lib/drover/a"},
 		Nodes: map[string]string{"two": "192.0.2.2:7000", "three": "[2001:db8::3]:7000"},
-		Far:   map[string][]remote.Place{string(fixComer): {{Node: "two", Address: "192.0.2.2:7001", Disk: fixDiskB}}}}
+		Far:   map[string][]sources.Source{string(fixComer): {{Node: "two", Address: "192.0.2.2:7001", Disk: fixDiskB}}}}
 	var got remote.Known
 	raw := likeFixture(t, "peers.json", want)
 	if err := json.Unmarshal(raw, &got); err != nil || !reflect.DeepEqual(got, want) {

@@ -34,6 +34,7 @@ import (
 	"drover.io/drover/replicas/host/maintain"
 	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/host/volumelock"
+	"drover.io/drover/replicas/sources"
 )
 
 // DataOptions say what NewData needs.
@@ -90,7 +91,7 @@ type Data struct {
 
 	remote   *remote.Server
 	places   *remote.Places
-	far      farLayers
+	sources  sources.Sources
 	upkeep   upkeep
 	watch    *engine.Watch // of the replicas here
 	rebuilds takers        // of replicas that are compared as a whole
@@ -121,11 +122,9 @@ func NewData(o DataOptions) (*Data, error) {
 		places: remote.NewPlaces(o.Peers.State, o.Log)}
 	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
 	d.scrubber = maintain.NewScrubber(maintained{d}, o.Node, d.workers, o.Log)
-	open := disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged}
-	if o.Peers.Identity != nil {
-		open.Fetch = d.fetchFar
-	}
-	d.disks = disks.NewRegistry(open)
+	d.sources.Identity, d.sources.Disk = o.Peers.Identity, d.sourceDisk
+	d.disks = disks.NewRegistry(disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged,
+		Fetch: d.fetchLayer, Beside: d.otherDisks})
 	var err error
 	if d.threads, err = iothreads.Start(o.Loops, o.Log); err != nil {
 		return nil, err
@@ -211,8 +210,7 @@ func (d *Data) Close() error {
 			"%d replicas are left as they are: their disks do not answer", n))...)
 	}
 	d.watch.Close()
-	errs = append(errs, d.remote.Close(), d.disks.Close(), d.threads.Close())
-	d.far.close()
+	errs = append(errs, d.remote.Close(), d.disks.Close(), d.threads.Close(), d.sources.Close())
 	return errors.Join(errs...)
 }
 

@@ -1,81 +1,86 @@
 package replicas
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
-	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/host/remote"
+	"drover.io/drover/replicas/sources"
 	"drover.io/drover/replicas/stack"
 )
 
-// A replica whose image is on other nodes only reads it there, until the copy is here that the image's loops make: the
-// volume need not wait for that. What it reads it keeps, so no chunk travels twice for the guest; the copy is made
-// beside it, from a source of its own.
+// A replica whose disk lacks a layer reads the layer on other disks of the node, else on nodes with the layer's image,
+// and keeps the chunks. Copy jobs make the copy meanwhile, from a source of their own. No volume waits for the copy.
 
-// farTime bounds one try to read a chunk; a node that is silent for farSilent is not the only one asked any more.
-const (
-	farTime   = 10 * time.Second
-	farSilent = time.Second
-)
+// farTime bounds the request for the map and the digests of another node's layer.
+const farTime = 10 * time.Second
 
-// farLayers are the connections that layers of other nodes are read through.
-type farLayers struct {
-	mu      sync.Mutex
-	clients map[remote.Place]*wire.Client // by node and address
-	bad     map[remote.Place]time.Time    // when one failed: the others are asked first
-}
-
-// to is the client for a place.
-func (f *farLayers) to(id *wire.Identity, p remote.Place) *wire.Client {
-	p.Disk = ""
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.clients == nil {
-		f.clients, f.bad = map[remote.Place]*wire.Client{}, map[remote.Place]time.Time{}
+// otherDisks lists the disks of the node without own. Once the API answers otherDisks opens all ready disks first.
+func (d *Data) otherDisks(own *stack.Disk) []*stack.Disk {
+	ctx := context.Background()
+	var n api.Node
+	if d.api.Load() {
+		if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
+			d.Log.Warn("the node's other disks are not known", "err", err)
+		}
 	}
-	if f.clients[p] == nil {
-		f.clients[p] = wire.NewClient(id, p.Node, p.Address)
+	for _, st := range n.Status.Disks {
+		if !st.Ready || string(st.UID) == own.UID() {
+			continue
+		}
+		if _, err := d.disks.Get(st.UID); err == nil {
+			continue
+		}
+		if _, err := d.disks.Open(ctx, st.Path, st.UID, false); err != nil {
+			d.Log.Warn("a disk of the node cannot be opened as a source of layers", "disk", st.Path, "err", err)
+		}
 	}
-	return f.clients[p]
+	return d.disks.Except(own)
 }
 
-func (f *farLayers) close() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, c := range f.clients {
-		c.Close()
+// sourceDisk finds the disk of a source on this node, also after a change of the mount point.
+func (d *Data) sourceDisk(ctx context.Context, s sources.Source) (*stack.Disk, error) {
+	disk, err := d.disks.Get(s.Disk)
+	if err != nil && d.api.Load() {
+		disk, err = d.disk(ctx, s.Disk)
 	}
-	f.clients = nil
-}
-
-func (f *farLayers) failed(p remote.Place) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.bad != nil {
-		f.bad[p] = time.Now()
+	if err != nil {
+		disk, err = d.disks.Open(ctx, s.Path, s.Disk, false)
 	}
+	return disk, err
 }
 
-// order puts places that failed a moment ago last.
-func (f *farLayers) order(list []remote.Place) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	slices.SortStableFunc(list, func(a, b remote.Place) int { return f.bad[a].Compare(f.bad[b]) })
+// fetchLayer reads a part of a layer for a disk: from the disk in the layer's record, other disks of the node, other
+// nodes.
+func (d *Data) fetchLayer(ctx context.Context, on *stack.Disk, l stack.RemoteLayer, off int64, buf []byte,
+	check func([]byte) error) error {
+	var list []sources.Source
+	if l.From.UID != "" {
+		list = append(list, sources.Source{Disk: api.UID(l.From.UID), Path: l.From.Path})
+	}
+	for _, other := range d.disks.Except(on) {
+		if other.UID() != l.From.UID {
+			list = append(list, sources.Source{Disk: api.UID(other.UID()), Path: other.Path()})
+		}
+	}
+	return d.sources.Fetch(ctx, append(list, d.farSources(ctx, l.UID)...), l.UID, off, buf, check)
 }
 
-// farPlaces are the disks of other nodes that have an image with a layer. While the API cannot be asked they are where
+// farSources are the disks of other nodes that have an image with a layer. While the API cannot be asked they are where
 // they were.
-func (d *Data) farPlaces(ctx context.Context, uid string) []remote.Place {
+func (d *Data) farSources(ctx context.Context, uid string) []sources.Source {
+	if d.Peers.Identity == nil {
+		return nil
+	}
 	known := d.places.Get().Far[uid]
 	if !d.api.Load() {
 		return known
@@ -86,7 +91,7 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []remote.Place {
 		d.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy) != nil {
 		return known
 	}
-	var list []remote.Place
+	var list []sources.Source
 	for i := range copies.Items {
 		c := &copies.Items[i]
 		if c.Spec.Node == d.Node || c.Status.State != api.ImageReady || !slices.Contains(c.Spec.Layers, api.UID(uid)) ||
@@ -95,7 +100,7 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []remote.Place {
 		}
 		n := slices.IndexFunc(nodes.Items, func(n api.Node) bool { return n.Name == c.Spec.Node })
 		if n >= 0 && nodes.Items[n].Status.LayerAddress != "" {
-			list = append(list, remote.Place{Node: c.Spec.Node, Address: nodes.Items[n].Status.LayerAddress,
+			list = append(list, sources.Source{Node: c.Spec.Node, Address: nodes.Items[n].Status.LayerAddress,
 				Disk: c.Spec.Disk})
 		}
 	}
@@ -105,96 +110,25 @@ func (d *Data) farPlaces(ctx context.Context, uid string) []remote.Place {
 	return list
 }
 
-// fetchFar reads a part of a layer of another node.
-func (d *Data) fetchFar(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error {
-	list := d.farPlaces(ctx, uid)
-	if len(list) == 0 {
-		return api.Errorf(api.Unavailable, "no node has layer %s", uid)
-	}
-	d.far.order(list)
-	err := readFirst(ctx, len(list), farSilent, buf, func(ctx context.Context, i int, b []byte) error {
-		ctx, cancel := context.WithTimeout(ctx, farTime)
-		defer cancel()
-		late := time.AfterFunc(farSilent, func() { d.far.failed(list[i]) }) // the other nodes are asked first from now on
-		defer late.Stop()
-		err := d.far.to(d.Peers.Identity, list[i]).Read(ctx, string(list[i].Disk), uid, b, off)
-		if err == nil {
-			err = check(b)
-		}
-		if err != nil && !errors.Is(err, context.Canceled) {
-			d.far.failed(list[i])
-		}
-		return err
-	})
-	if err != nil {
-		return api.Errorf(api.Unavailable, "layer %s: %w", uid, err)
-	}
-	return nil
-}
-
-// readFirst reads from the first of some sources that answers. It asks the next one as soon as one fails, and beside
-// one that is silent for a while.
-func readFirst(ctx context.Context, sources int, silent time.Duration, buf []byte,
-	read func(ctx context.Context, i int, b []byte) error) error {
-	type answer struct {
-		b   []byte
-		err error
-	}
-	var asked sync.WaitGroup
-	defer asked.Wait()
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	answers, next := make(chan answer, sources), 0
-	late := time.NewTimer(silent)
-	defer late.Stop()
-	ask := func() {
-		if next == sources {
-			return
-		}
-		i, b := next, make([]byte, len(buf))
-		next++
-		late.Reset(silent)
-		asked.Go(func() { answers <- answer{b, read(ctx, i, b)} })
-	}
-	var errs []error
-	for ask(); len(errs) < sources; {
-		select {
-		case a := <-answers:
-			if a.err == nil {
-				copy(buf, a.b)
-				return nil
-			}
-			errs = append(errs, a.err)
-			ask()
-		case <-late.C:
-			ask()
-		}
-	}
-	return errors.Join(errs...)
-}
-
 // readFar lets the layers of an image be read that are on other nodes only, and reports whether all can be read then.
-func (d *Data) readFar(ctx context.Context, disk *stack.Disk, layers []api.UID) (bool, error) {
-	if d.Peers.Identity == nil {
-		return false, nil
-	}
+func (l *replicaLoop) readFar(ctx context.Context, disk *stack.Disk, layers []api.UID) (bool, error) {
 	for _, uid := range layers {
 		if lacks, err := disk.LackingOf([]string{string(uid)}); err != nil {
 			return false, err
 		} else if len(lacks) == 0 || disk.Hydrating(string(uid)) {
 			continue
 		}
-		list := d.farPlaces(ctx, string(uid))
-		d.far.order(list)
+		list := l.farSources(ctx, string(uid))
+		l.sources.Order(list)
 		done := false
 		for _, p := range list {
-			err := d.describeFar(ctx, disk, string(uid), p)
+			err := l.describeFar(ctx, disk, string(uid), p)
 			if err == nil {
 				done = true
 				break
 			}
-			d.far.failed(p)
-			d.Log.Warn("a layer of another node cannot be read yet", "layer", uid, "node", p.Node, "err", err)
+			l.sources.Failed(p)
+			l.Log.Warn("a layer of another node cannot be read yet", "layer", uid, "node", p.Node, "err", err)
 		}
 		if !done {
 			return false, nil
@@ -204,15 +138,15 @@ func (d *Data) readFar(ctx context.Context, disk *stack.Disk, layers []api.UID) 
 }
 
 // describeFar gets what has to be known of a layer before it is read.
-func (d *Data) describeFar(ctx context.Context, disk *stack.Disk, uid string, p remote.Place) error {
+func (l *replicaLoop) describeFar(ctx context.Context, disk *stack.Disk, uid string, p sources.Source) error {
 	ctx, cancel := context.WithTimeout(ctx, farTime)
 	defer cancel()
-	c := d.far.to(d.Peers.Identity, p)
+	c := l.sources.Client(p)
 	root, _, err := c.Digest(ctx, string(p.Disk), uid)
 	if err != nil {
 		return err
 	}
-	if want := d.digestOf(ctx, uid); want != "" && want != root {
+	if want := l.digestOf(ctx, uid); want != "" && want != root {
 		return api.Errorf(api.Corrupt, "the digest of layer %s there is %s, and should be %s", uid, root, want)
 	}
 	sums, err := c.Sums(ctx, string(p.Disk), uid)
@@ -227,9 +161,9 @@ func (d *Data) describeFar(ctx context.Context, disk *stack.Disk, uid string, p 
 }
 
 // digestOf is what the API says of the topmost layer of an image; empty: nothing.
-func (d *Data) digestOf(ctx context.Context, uid string) string {
+func (l *replicaLoop) digestOf(ctx context.Context, uid string) string {
 	var images api.BackingImageList
-	if d.client.List(ctx, &images, client.UnsafeDisableDeepCopy) != nil {
+	if l.client.List(ctx, &images, client.UnsafeDisableDeepCopy) != nil {
 		return ""
 	}
 	for i := range images.Items {
@@ -260,7 +194,7 @@ func (l *replicaLoop) describeFetch(ctx context.Context, r *api.Replica, disk *s
 	r.Status.Fetching = fmt.Sprintf("about %d %% of %s", max(100-progress+step-1, step)/step*step, what)
 	var nodes []string
 	for _, uid := range lacks {
-		for _, p := range l.farPlaces(ctx, uid) {
+		for _, p := range l.farSources(ctx, uid) {
 			if !slices.Contains(nodes, p.Node) {
 				nodes = append(nodes, p.Node)
 			}
@@ -272,19 +206,23 @@ func (l *replicaLoop) describeFetch(ctx context.Context, r *api.Replica, disk *s
 	return nil
 }
 
-// farText says where an open replica reads what is not here yet; empty: all is here.
-func (d *Data) farText(ctx context.Context, r *stack.Replica) string {
-	layers, why := r.Hydrates()
+// remoteText says where an open replica reads layers without a copy on its disk; empty: no layer lacks a copy.
+func (l *replicaLoop) remoteText(ctx context.Context, layers []stack.RemoteLayer) string {
 	if len(layers) == 0 {
 		return ""
 	}
 	var nodes []string
-	for _, uid := range layers {
-		for _, p := range d.farPlaces(ctx, uid) {
+	var why error
+	for _, layer := range layers {
+		if layer.From.Path != "" {
+			return fmt.Sprintf("reads layers from disk %s until they are copied here", layer.From.Path)
+		}
+		for _, p := range l.farSources(ctx, layer.UID) {
 			if !slices.Contains(nodes, p.Node) {
 				nodes = append(nodes, p.Node)
 			}
 		}
+		why = cmp.Or(why, layer.Why)
 	}
 	text := "reads its image from node " + strings.Join(nodes, ", ") + " until the copy is here"
 	if len(nodes) == 0 {

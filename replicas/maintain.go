@@ -108,9 +108,6 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 		return err
 	}
 	defer d.threads.PutBack(loop)
-	if lacks, err := disk.Lacking(uid); err == nil && len(lacks) > 0 {
-		d.openLenders(ctx, api.UID(disk.UID()), []api.UID{api.UID(lacks[0])})
-	}
 	r, err := disk.OpenReplica(ctx, uid, loop.Loop)
 	if err != nil {
 		return err

@@ -138,7 +138,6 @@ func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error)
 	if err != nil {
 		return peer.Info{}, err
 	}
-	d.openLendersOf(ctx, disk, r)
 	loop, err := d.threads.Pick()
 	if err != nil {
 		return peer.Info{}, err

@@ -66,7 +66,6 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if m.Merge != nil {
 		return api.Errorf(api.Busy, "two layers of volume %s are being merged; try again", v.Name)
 	}
-	l.openLenders(ctx, r.Spec.Disk, []api.UID{api.UID(src.UID())})
 	s.Size, s.Layers, s.Snapshots, s.Branches = max(s.Size, m.Size), m.Layers, m.Snapshots, m.Branches
 	if err := disk.CreateReplica(ctx, s); err != nil {
 		return err

@@ -31,11 +31,10 @@ func (l *replicaLoop) begin(ctx context.Context, r *api.Replica, disk *stack.Dis
 	case from.Disk == "" || from.Disk == r.Spec.Disk:
 		return l.share(ctx, r, disk, s)
 	}
-	src, pin, err := l.pin(ctx, r)
+	_, pin, err := l.pin(ctx, r)
 	if err != nil {
 		return err
 	}
-	l.openLenders(ctx, r.Spec.Disk, []api.UID{api.UID(src.UID())})
 	s.Layers = pin.Layers
 	return disk.CreateReplica(ctx, s)
 }
@@ -78,9 +77,8 @@ func (l *replicaLoop) pinElsewhere(ctx context.Context, r *api.Replica, src *sta
 		if slices.Contains(r.Spec.Layers, api.UID(uid)) {
 			continue // an image's
 		}
-		l.openLenders(ctx, api.UID(src.UID()), []api.UID{api.UID(uid)})
 		err := api.Errorf(api.Busy, "layer %s is on its way; try again", uid)
-		for _, other := range l.disks.Except(src) {
+		for _, other := range l.otherDisks(src) {
 			if none, lerr := other.LackingOf([]string{uid}); lerr != nil || len(none) > 0 {
 				continue
 			}
@@ -124,7 +122,8 @@ func (l *replicaLoop) copyAll(ctx context.Context, r *api.Replica, disk *stack.D
 		rate := l.rate(l.bringer.ctx)
 		j = l.bringer.start(r.Spec.UID, api.UID(src.UID()), l.copiesAtOnce(ctx), l.tellReplica(r.Name),
 			func(ctx context.Context, j *bringing) error {
-				return disk.Flatten(ctx, src, own, string(from.Layer), stack.BringOptions{BytesPerSecond: rate, Progress: j.at})
+				return disk.Flatten(ctx, append([]*stack.Disk{src}, l.otherDisks(src)...), own, string(from.Layer),
+					stack.BringOptions{BytesPerSecond: rate, Progress: j.at})
 			})
 		if j == nil {
 			return api.Errorf(api.Unavailable, "the data role is stopping")
@@ -323,7 +322,6 @@ func (l *replicaLoop) hydrate(ctx context.Context, r *api.Replica, disk *stack.D
 		r.Status.Message = fmt.Sprintf("layers are not copied yet: %v", j.err)
 		return api.Errorf(api.Busy, "%s", r.Status.Message)
 	}
-	l.openLenders(ctx, r.Spec.Disk, []api.UID{r.Spec.Disk})
 	var from api.UID
 	if r.Spec.From != nil {
 		from = r.Spec.From.Disk
@@ -336,25 +334,25 @@ func (l *replicaLoop) hydrate(ctx context.Context, r *api.Replica, disk *stack.D
 
 // bringHome copies layers to a disk from those that have them.
 func (d *Data) bringHome(ctx context.Context, disk *stack.Disk, layers []string, rate func() int64, j *bringing) error {
-	lenders := make([]*stack.Disk, len(layers))
+	sources := make([]*stack.Disk, len(layers))
 	sizes := make([]int64, len(layers))
 	var total, before int64
 	for i, uid := range layers {
-		for _, other := range d.disks.Except(disk) {
+		for _, other := range d.otherDisks(disk) {
 			if _, used, err := other.LayerSize(uid); err == nil {
-				lenders[i], sizes[i] = other, used
+				sources[i], sizes[i] = other, used
 				total += used
 				break
 			}
 		}
-		if lenders[i] == nil {
+		if sources[i] == nil {
 			return api.Errorf(api.Unavailable, "layer %s is on no disk of this node: the volume reads it where it was lost", uid)
 		}
 	}
 	j.at(0, total)
 	for i, uid := range layers {
 		for {
-			err := disk.Bring(ctx, lenders[i], uid, stack.BringOptions{BytesPerSecond: rate,
+			err := disk.Bring(ctx, sources[i], uid, stack.BringOptions{BytesPerSecond: rate,
 				Progress: func(done, _ int64) { j.at(before+min(done, sizes[i]), total) }})
 			if err == nil {
 				break

@@ -57,7 +57,7 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
-	l.pending.set(r.Name, waits || l.borrows(&r) || r.Status.Fetching != "")
+	l.pending.set(r.Name, waits || l.hydrates(&r) || r.Status.Fetching != "")
 	if err != nil {
 		r.Status.Message = err.Error()
 		if r.Status.Mode == "" {
@@ -157,7 +157,6 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 
 // share makes a replica over the layers of a snapshot on the same disk: a clone.
 func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
-	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
 	from := r.Spec.From
 	for tries := 0; ; tries++ {
 		m, err := disk.Stack(string(from.Replica))
@@ -181,10 +180,10 @@ func (l *replicaLoop) share(ctx context.Context, r *api.Replica, disk *stack.Dis
 	}
 }
 
-// borrows reports whether the replica is open and has layers of other disks or machines open, too, or may have.
-func (l *replicaLoop) borrows(r *api.Replica) bool {
+// hydrates reports whether the replica is open and reads layers from sources, or may.
+func (l *replicaLoop) hydrates(r *api.Replica) bool {
 	open := l.opened(r)
-	return open != nil && (l.beingNoted(r, open) || open.Borrows())
+	return open != nil && (l.beingNoted(r, open) || open.Hydrates())
 }
 
 // beingNoted reports whether the record of an open replica is being written: whoever asks it something waits for its
@@ -210,7 +209,7 @@ func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
 // home makes an open replica read from its own disk what was copied there meanwhile. That can be merged then.
 func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	open := l.opened(r)
-	if open == nil || l.beingNoted(r, open) || !open.Borrows() {
+	if open == nil || l.beingNoted(r, open) || !open.Hydrates() {
 		return nil
 	}
 	err := open.Home(ctx)
@@ -221,44 +220,10 @@ func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if err != nil {
 		return err
 	}
-	if from, _ := open.Lenders(); len(from) > 0 {
-		r.Status.Message = fmt.Sprintf("reads layers from disk %s until they are copied here", from[0].Path())
-	} else if text := l.farText(ctx, open); text != "" {
+	if text := l.remoteText(ctx, open.Remote()); text != "" {
 		r.Status.Message = text
 	}
 	return nil
-}
-
-// openLendersOf does so for a replica that names layers which are not on its disk, or may.
-func (d *Data) openLendersOf(ctx context.Context, disk *stack.Disk, r *api.Replica) {
-	layers := r.Spec.Layers
-	if lacks, err := disk.Lacking(string(r.Spec.UID)); err == nil && len(lacks) > 0 {
-		layers = append(slices.Clone(layers), api.UID(lacks[0]))
-	}
-	d.openLenders(ctx, r.Spec.Disk, layers)
-}
-
-// openLenders opens the node's other disks, where a layer that a replica names may have to be borrowed.
-func (d *Data) openLenders(ctx context.Context, own api.UID, layers []api.UID) {
-	if len(layers) == 0 {
-		return
-	}
-	var n api.Node
-	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); err != nil {
-		d.Log.Warn("the node's other disks are not known", "err", err)
-		return
-	}
-	for _, st := range n.Status.Disks {
-		if !st.Ready || st.UID == own {
-			continue
-		}
-		if _, err := d.disks.Get(st.UID); err == nil {
-			continue
-		}
-		if _, err := d.disks.Open(ctx, st.Path, st.UID, false); err != nil {
-			d.Log.Warn("a disk to borrow layers from cannot be opened", "disk", st.Path, "err", err)
-		}
-	}
 }
 
 // disk is the open disk of a uid. The node role has looked at it and says in the Node where it is.
@@ -427,7 +392,7 @@ func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
 // noteTime is how long it is waited for that the record on the disk is brought up to date.
 const noteTime = 5 * time.Second
 
-// layersReady waits for the copy of the image that a replica starts from: on its disk, or on one to borrow it from.
+// layersReady waits for the copy of the image that a replica starts from: on its disk, or on a source.
 func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 	if len(r.Spec.Layers) == 0 {
 		return nil
@@ -441,12 +406,11 @@ func (l *replicaLoop) layersReady(ctx context.Context, r *api.Replica) error {
 	case own != nil && own.Status.State == api.ImageReady:
 		return nil
 	}
-	l.openLenders(ctx, r.Spec.Disk, r.Spec.Layers)
 	disk, err := l.disks.Get(r.Spec.Disk)
 	if err != nil {
 		return err
 	}
-	for _, other := range l.disks.Except(disk) {
+	for _, other := range l.otherDisks(disk) {
 		c, err := l.copyOn(ctx, api.UID(other.UID()), r.Spec.Layers)
 		if err != nil {
 			return err
@@ -505,7 +469,6 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 		return err
 	}
 	defer l.threads.PutBack(loop)
-	l.openLendersOf(ctx, disk, r)
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	if err != nil {
 		return err

@@ -99,7 +99,7 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	b.upgrade(d.Node)
 	for _, from := range b.Lenders {
 		if _, err := d.disks.Open(ctx, from.Path, from.Disk, false); err != nil {
-			d.Log.Warn("a disk that layers were borrowed from is not there", "volume", b.Volume, "err", err)
+			d.Log.Warn("a disk that layers are read from is not there", "volume", b.Volume, "err", err)
 		}
 	}
 	if b.Next != 0 {

@@ -43,11 +43,6 @@ func (s served) Disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 	return s.d.disk(ctx, uid)
 }
 
-// OpenSources implements remote.Node.
-func (s served) OpenSources(ctx context.Context, disk api.UID, layers []api.UID) {
-	s.d.openLenders(ctx, disk, layers)
-}
-
 // Damaged implements remote.Node.
 func (s served) Damaged(ctx context.Context, replica api.UID, why error) {
 	s.d.doubt(ctx, replica, why)

@@ -33,7 +33,7 @@ type blob struct {
 	ReadOnly bool         `json:"readOnly,omitempty"`
 	// Alone: the volume has one replica, and the engine notes no intents.
 	Alone bool `json:"alone,omitempty"`
-	// Lenders are the disks that layers were borrowed from when the device was made.
+	// Lenders are source disks in blobs of older versions. Newer versions keep a source in the layer's hydrating.json.
 	Lenders []lender `json:"lenders,omitempty"`
 }
 
@@ -131,10 +131,6 @@ func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica)
 // has notes the replica that a new session has here.
 func (s *session) has(member *stack.Replica) {
 	s.here.Store(member)
-	from, _ := member.Lenders()
-	for _, disk := range from {
-		s.Lenders = append(s.Lenders, lender{api.UID(disk.UID()), disk.Path()})
-	}
 	member.OnLost(func(bool) { s.wake() })
 }
 

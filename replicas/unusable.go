@@ -79,7 +79,6 @@ func (l *replicaLoop) tryOut(ctx context.Context, r *api.Replica, disk *stack.Di
 		return err
 	}
 	defer l.threads.PutBack(loop)
-	l.openLendersOf(ctx, disk, r) // what it borrows is not missing
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	switch {
 	case err == nil:

@@ -106,7 +106,7 @@ func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Sour
 		if on == nil || r.Status.Mode != api.ReplicaCurrent {
 			continue
 		}
-		src, err := openSnapshot(ctx, on, string(r.Spec.UID), &s)
+		src, err := openSnapshot(ctx, disks, on, string(r.Spec.UID), &s)
 		if err == nil || ctx.Err() != nil {
 			return src, err
 		}
@@ -136,16 +136,6 @@ func local(ctx context.Context, c client.Client) (map[api.UID]*stack.Disk, error
 			}
 		}
 	}
-	for _, d := range disks {
-		d.Borrow(func() (others []*stack.Disk) {
-			for _, o := range disks {
-				if o != d {
-					others = append(others, o)
-				}
-			}
-			return others
-		})
-	}
 	return disks, nil
 }
 
@@ -174,8 +164,16 @@ func openImage(ctx context.Context, c client.Client, disks map[api.UID]*stack.Di
 // sectors is a size that a stack can have: layers are padded to whole blocks.
 func sectors(n int64) int64 { return (n + block.Size - 1) / block.Size * block.Size }
 
-// openSnapshot opens the layers of a snapshot. Two of them may just be made one: then it looks again.
-func openSnapshot(ctx context.Context, on *stack.Disk, replica string, s *api.Snapshot) (block.Source, error) {
+// openSnapshot opens the layers of a snapshot, also those that the replica's disk still lacks and another disk of the
+// machine has. Two of them may just be made one: then it looks again.
+func openSnapshot(ctx context.Context, disks map[api.UID]*stack.Disk, on *stack.Disk, replica string,
+	s *api.Snapshot) (block.Source, error) {
+	places := []*stack.Disk{on}
+	for _, d := range disks {
+		if d != on {
+			places = append(places, d)
+		}
+	}
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for tries := 0; ; tries++ {
@@ -191,7 +189,7 @@ func openSnapshot(ctx context.Context, on *stack.Disk, replica string, s *api.Sn
 		if err != nil {
 			return nil, err
 		}
-		src, err := on.OpenStack(chain, s.Status.RestoreSize)
+		src, err := stack.OpenLayers(places, chain, s.Status.RestoreSize)
 		if err == nil || tries == 100 || !api.Is(err, api.Busy) && !api.Is(err, api.NotFound) {
 			return src, err
 		}

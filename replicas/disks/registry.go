@@ -22,8 +22,12 @@ type RegistryOptions struct {
 	Instance string
 	// VolumeBelow returns the device path if a folder is on a Drover volume, where no disk may be. Nil: not checked.
 	VolumeBelow func(path string) (string, error)
-	Fetch       stack.FetchFunc                      // reads layers of other nodes; nil: no disk reads them
-	OnDamage    func(disk *stack.Disk, layer string) // is called when a read finds damage in a layer; nil: not called
+	// Beside lists the other disks of the machine, which may have layers that a disk lacks, and Fetch reads such layers
+	// from their sources, for a disk that lacks them. Nil: disks read no layers of others.
+	Beside func(disk *stack.Disk) []*stack.Disk
+	Fetch  func(ctx context.Context, disk *stack.Disk, l stack.RemoteLayer, off int64, buf []byte,
+		check func([]byte) error) error
+	OnDamage func(disk *stack.Disk, layer string) // is called when a read finds damage in a layer; nil: not called
 }
 
 // Registry holds the open disks of this machine, by path and by UID.
@@ -117,9 +121,11 @@ func (r *Registry) Open(ctx context.Context, path string, known api.UID, add boo
 	if err != nil {
 		return nil, errors.Join(err, now.Close())
 	}
-	now.Borrow(func() []*stack.Disk { return r.Except(now) })
 	if r.Fetch != nil {
-		now.Fetch(r.Fetch)
+		now.Sources(func() []*stack.Disk { return r.Beside(now) },
+			func(ctx context.Context, l stack.RemoteLayer, off int64, buf []byte, check func([]byte) error) error {
+				return r.Fetch(ctx, now, l, off, buf, check)
+			})
 		now.DropHydrating()
 	}
 	if r.OnDamage != nil {

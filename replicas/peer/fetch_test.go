@@ -43,11 +43,11 @@ func image(t *testing.T, disk *stack.Disk) string {
 // hydrate lets a disk read a layer of another one, as long as that is not lost.
 func hydrate(t *testing.T, to, from *stack.Disk, layer string, lost *atomic.Bool) {
 	t.Helper()
-	to.Fetch(func(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
+	to.Sources(nil, func(_ context.Context, l stack.RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
 		if lost.Load() {
 			return api.Errorf(api.Unavailable, "the source is off")
 		}
-		src, err := from.Open(uid)
+		src, err := from.Open(l.UID)
 		if err != nil {
 			return err
 		}

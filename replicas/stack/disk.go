@@ -36,7 +36,8 @@ type Disk struct {
 	direct   int                      // O_DIRECT where the file system has it
 	lifetime func() (lifetime, error) // of the disk's file system
 	others   func() []*Disk           // the machine's other disks, for layers that are not here yet
-	fetch    FetchFunc                // reads layers of other machines; nil: none are read
+	fetch    FetchFunc                // reads layers from sources; nil: none are read
+	reading  chan struct{}            // reads of layers for other disks
 	window   int64                    // mergeWindow, but in tests
 	piece    int                      // mapPiece, but in tests
 	early    int64                    // syncEvery, but in tests
@@ -130,7 +131,7 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
 	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, window: mergeWindow,
-		piece: mapPiece, early: syncEvery}
+		piece: mapPiece, early: syncEvery, others: noDisks, reading: make(chan struct{}, readsAtOnce)}
 	d.lifetime = func() (lifetime, error) { return currentLifetime(path) }
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {

@@ -71,19 +71,3 @@ func (r *Replica) tellSource() {
 		}
 	}
 }
-
-// Hydrates are the layers that the replica reads from other machines, and why reads of them wait; nil: they do not.
-func (r *Replica) Hydrates() (layers []string, why error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, l := range r.layers {
-		if l.hy == nil || slices.Contains(layers, l.rec.UID) {
-			continue
-		}
-		layers = append(layers, l.rec.UID)
-		if p := l.hy.failed.Load(); p != nil && why == nil {
-			why = *p
-		}
-	}
-	return layers, why
-}

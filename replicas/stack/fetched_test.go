@@ -17,7 +17,7 @@ import (
 func fetching(t *testing.T, d *Disk, size int64) (far *farther, layer, uid string, model []byte) {
 	t.Helper()
 	far = &farther{disk: newDisk(t)}
-	d.Fetch(far.fetch)
+	d.Sources(nil, far.fetch)
 	model = make([]byte, size)
 	randomBytes(rand.New(rand.NewPCG(1, 1)), model)
 	layer = wholeLayer(t, far.disk, model)
@@ -152,7 +152,7 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 		d := after.disk(t)
 		lost := &farther{disk: far.disk}
 		lost.fails.Store(true)
-		d.Fetch(lost.fetch)
+		d.Sources(nil, lost.fetch)
 		if !d.Hydrating(layer) {
 			t.Fatal("the layer is gone")
 		}

@@ -312,8 +312,8 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 	d := released(t, "v1")
 	_, _, _, _, far := fixtureContent()
 	var fetched []int64
-	d.Fetch(func(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
-		if uid != fixFar {
+	d.Sources(nil, func(_ context.Context, l RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
+		if l != (RemoteLayer{UID: fixFar}) {
 			return errors.New("no such layer")
 		}
 		fetched = append(fetched, off/chunkSize)
@@ -376,5 +376,65 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	}
 	if _, err := os.Stat(d.path(layersDir, fixKept, keptFile)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the record of the half-made layer stays: %v", err)
+	}
+}
+
+// TestReleasedBorrowerGoesOn opens a replica whose layers, one of them frozen, are on another disk of the machine: an
+// older version read them there and recorded nothing of it. It reads the same, gets its copies, and needs that disk no
+// more.
+func TestReleasedBorrowerGoesOn(t *testing.T) {
+	ctx, loop := context.Background(), startLoop(t)
+	d, other := released(t, "v1"), newDisk(t)
+	if err := os.Mkdir(other.path(pinsDir), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	move := func(elem ...string) {
+		t.Helper()
+		if err := os.Rename(d.path(elem...), other.path(elem...)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	layers := []string{fixBase, fixTop, fixFrozen}
+	for _, uid := range layers {
+		move(layersDir, uid)
+	}
+	move(pinsDir, fixPin) // it kept them there
+	_, member, _, _, _ := fixtureContent()
+	if _, err := d.OpenReplica(ctx, fixMember, loop); !api.Is(err, api.Corrupt) {
+		t.Fatalf("without the other disk: %v", err)
+	}
+	fromDisk(d, other)
+	member.check(t, d, loop, fixMember)
+	r, err := d.OpenReplica(ctx, fixMember, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = r.Close() }()
+	want := make([]RemoteLayer, len(layers))
+	for i, uid := range layers {
+		want[i] = RemoteLayer{UID: uid, From: SourceDisk{other.UID(), other.Path()}}
+	}
+	if got := r.Remote(); !slices.Equal(got, want) {
+		t.Errorf("it reads %v elsewhere, not %v", got, want)
+	}
+	for _, uid := range layers {
+		if err := d.Bring(ctx, other, uid, BringOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if root := d.LayerRoot(fixFrozen); root != fixFrozenRoot {
+		t.Errorf("the frozen layer has the digest %s", root)
+	}
+	comeHome(t, r)
+	if lacks, err := d.Lacking(fixMember); r.Hydrates() || err != nil || len(lacks) > 0 {
+		t.Errorf("it still reads %v elsewhere and lacks %v, %v", r.Remote(), lacks, err)
+	}
+	if err := errors.Join(r.Close(), d.Close(), os.RemoveAll(other.path(layersDir))); err != nil {
+		t.Fatal(err)
+	}
+	d.Sources(nil, nil)
+	member.check(t, d, loop, fixMember)
+	if _, err := os.Stat(d.path(hydratingDir, fixBase)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what was read on the way stays: %v", err)
 	}
 }

@@ -297,7 +297,7 @@ func (w *fixtureWriter) far() {
 	other := newDisk(w.t)
 	w.layer(other, fixFar, fixFarSize, fixFarBlocks, 5<<32)
 	f := &farther{disk: other}
-	w.d.Fetch(f.fetch)
+	w.d.Sources(nil, f.fetch)
 	w.must(f.hydrate(w.d, fixFar))
 	w.replica(fixReader, "reader", fixFarSize, fixFar)
 	r, err := w.d.openReplica(ctx, fixReader, w.loop)

@@ -9,16 +9,18 @@ import (
 	"os"
 	"slices"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
 
-// Flatten makes one layer of this disk that holds what several layers of a disk, bottom first, hold together: neither
-// needs the other afterwards. Layers that have digests are verified as they are read: a chunk that is the same in the
+// Flatten makes one layer of this disk that holds what several layers, bottom first, hold together: neither needs the
+// other afterwards. Each layer is read on the first of some disks that has it. Layers that have digests are verified as they are read: a chunk that is the same in the
 // copy keeps its digest, and its blocks are compared with their checksums; what gets a new digest is compared with the
 // old ones. So no damage gets a digest that matches it.
-func (d *Disk) Flatten(ctx context.Context, from *Disk, layers []string, uid string, o BringOptions) (err error) {
+func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o BringOptions) (err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("copy to layer %s on disk %s: %w", uid, d.root, classify(err))
@@ -34,23 +36,16 @@ func (d *Disk) Flatten(ctx context.Context, from *Disk, layers []string, uid str
 	defer f.close()
 	size := blockSize
 	for _, l := range layers {
-		one, err := from.findLayer(l, from.direct, false)
+		one, err := openFirst(from, l, unix.O_DIRECT)
 		if err != nil {
 			return err
 		}
 		f.parts = append(f.parts, &flatPart{layer: one})
-		if one.hy != nil {
-			return api.Errorf(api.Unavailable, "layer %s is still on its way from another machine", l)
-		}
 		size = max(size, one.rec.Size)
 		if one.rec.Root == "" {
 			continue
 		}
-		on := from
-		if one.lender != nil {
-			on = one.lender
-		}
-		if err := f.parts[len(f.parts)-1].open(on); err != nil {
+		if err := f.parts[len(f.parts)-1].open(); err != nil {
 			return err
 		}
 	}
@@ -78,8 +73,9 @@ type flatPart struct {
 	kinds *index      // that the digests are of; nil: map and digests do not match
 }
 
-// open opens what tells whether the layer is whole, on the disk that it is on.
-func (p *flatPart) open(on *Disk) (err error) {
+// open opens what tells whether the layer is whole.
+func (p *flatPart) open() (err error) {
+	on := p.disk
 	if p.sums, err = on.fs.Open(on.path(layersDir, p.rec.UID, sumsFile), os.O_RDONLY, 0); err != nil {
 		return err
 	}

@@ -67,7 +67,7 @@ func TestFlattenedDigests(t *testing.T) {
 	} {
 		c.change()
 		uid := string(api.NewUID())
-		if err := d.Flatten(ctx, d, layers, uid, BringOptions{}); err != nil {
+		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
 			t.Fatalf("%s: %v", c.name, err)
 		}
 		if err := d.Verify(ctx, uid); err != nil {
@@ -113,7 +113,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	refused := func(what string) {
 		t.Helper()
 		uid := string(api.NewUID())
-		if err := d.Flatten(ctx, d, layers, uid, BringOptions{}); !api.Is(err, api.Corrupt) {
+		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); !api.Is(err, api.Corrupt) {
 			t.Fatalf("%s: %v", what, err)
 		}
 		if _, _, err := d.Digest(uid); !api.Is(err, api.NotFound) {
@@ -136,7 +136,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	flipBit(t, sums, sumsHeader)
 	damage(0, true)
 	uid := string(api.NewUID())
-	if err := d.Flatten(ctx, d, layers, uid, BringOptions{}); err != nil {
+	if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	bad := []Damage{{0, chunkSize}}
@@ -183,7 +183,7 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 		layers = append(layers, uid)
 	}
 	uid := string(api.NewUID())
-	if err := errors.Join(d.Flatten(ctx, d, layers, uid, BringOptions{}), d.Verify(ctx, uid)); err != nil {
+	if err := errors.Join(d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}), d.Verify(ctx, uid)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -17,7 +17,7 @@ func TestHomeBesideALostSource(t *testing.T) {
 	const size = 8 << 20
 	ctx := context.Background()
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
-	d.Fetch(far.fetch)
+	d.Sources(nil, far.fetch)
 	rng := rand.New(rand.NewPCG(1, 1))
 	model := make([]byte, size)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
@@ -40,14 +40,14 @@ func TestHomeBesideALostSource(t *testing.T) {
 	far.fails.Store(true)
 	read := make(chan error, 1)
 	go func() { read <- issue(loop, r, block.OpRead, 0, size, alignedBuffer(size), false) }()
-	for why := error(nil); why == nil; _, why = r.Hydrates() {
+	for why := error(nil); why == nil; _, why = hydrates(r) {
 		time.Sleep(time.Millisecond)
 	}
 	bring(t, far.disk, d, spec.Layers[0])
 	if err := r.Home(ctx); err != nil {
 		t.Errorf("a layer is not given back while reads of another one wait: %v", err)
 	}
-	if len(r.lenders) > 0 {
+	if len(r.replaced) > 0 {
 		t.Error("a layer that is read from the own disk stays open elsewhere")
 	}
 	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize)))
@@ -58,8 +58,8 @@ func TestHomeBesideALostSource(t *testing.T) {
 	if err := <-read; err != nil {
 		t.Errorf("the read that waited: %v", err)
 	}
-	if r.Borrows() {
-		t.Errorf("%d layers are still open elsewhere", len(r.lenders))
+	if r.Hydrates() {
+		t.Errorf("%d layers are still open elsewhere", len(r.replaced))
 	}
 	if err := r.Close(); err != nil {
 		t.Error(err)

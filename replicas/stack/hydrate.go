@@ -1,10 +1,8 @@
 package stack
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -19,10 +17,11 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// A layer that another machine has can be read here at once: hydrating/<uid> has its map and its digests, and keeps
-// the chunks that somebody read. A block that is not there is fetched with its whole chunk, and compared with the
-// digest before anybody gets it. It is no copy of the layer: who makes one does so beside it, and once that is finished
-// readers come home to it (Replica.Home), and the folder goes.
+// A layer that a source has can be read here at once: hydrating/<uid> has its map and its digests, and keeps the chunks
+// that somebody read. A block that is not there is fetched with its whole chunk, and compared with the digest before
+// anybody gets it. A layer that its source has frozen has no digests yet: the source is trusted with it, as readers on
+// the source's own disk trust it. The folder is no copy of the layer: who makes one does so beside it, and once that is
+// finished readers come home to it (Replica.Home), and the folder goes.
 
 const (
 	hydratingDir    = "hydrating"
@@ -37,102 +36,6 @@ type haveRecord struct {
 	Chunks []byte `json:"chunks"` // one bit each, the lowest first
 }
 
-// FetchFunc reads [off, off+len(buf)) of a layer from one of its sources; holes are zeros. It asks the next source if
-// one fails, or if check refuses the bytes of one.
-type FetchFunc func(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error
-
-// Fetch lets layers be read that other machines have. Before anybody uses the disk.
-func (d *Disk) Fetch(fetch FetchFunc) { d.fetch = fetch }
-
-// Hydrating reports whether a layer can be read that another machine has.
-func (d *Disk) Hydrating(uid string) bool {
-	_, err := d.hydratingRecord(uid)
-	return err == nil
-}
-
-func (d *Disk) hydratingRecord(uid string) (layerRecord, error) {
-	var rec layerRecord
-	if d.fetch == nil {
-		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
-	}
-	err := readMeta(d.fs, d.path(hydratingDir, uid, hydratingFile), formatHydrating, &rec)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
-	case err == nil && (rec.UID != uid || rec.Size <= 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize):
-		return rec, api.Errorf(api.Corrupt, "%s does not describe this layer", hydratingFile)
-	}
-	return rec, err
-}
-
-// Hydrate lets a finished layer of another machine be read here: src is it, root its digest, and sums what its file of
-// digests holds. src is read for its map alone.
-func (d *Disk) Hydrate(ctx context.Context, uid, root string, src block.Source, sums []byte) (err error) {
-	defer func() {
-		if err != nil {
-			err = fmt.Errorf("read layer %s of another machine on disk %s: %w", uid, d.root, classify(err))
-		}
-	}()
-	if err := api.UID(uid).Validate(); err != nil {
-		return err
-	}
-	d.thirst.mu.Lock()
-	defer d.thirst.mu.Unlock()
-	if _, err := d.hydratingRecord(uid); !api.Is(err, api.NotFound) && !api.Is(err, api.Corrupt) {
-		return err
-	}
-	size := src.Size()
-	if size <= 0 || size%blockSize != 0 || size > api.MaxVolumeSize {
-		return api.Errorf(api.Corrupt, "%d is not a size that a layer can have", size)
-	}
-	kinds := newIndex(size>>blockBits, uint16(block.Hole))
-	for off := int64(0); off < size; {
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		e, err := src.Next(off)
-		if err != nil {
-			return err
-		}
-		if e.Len <= 0 || e.Len%blockSize != 0 && e.End() != size {
-			return api.Errorf(api.Corrupt, "its map makes no sense at %d", off)
-		}
-		kinds.set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
-		off = e.End()
-	}
-	want := sumsHeader + (size+chunkSize-1)/chunkSize*sumSize
-	if int64(len(sums)) != want || !bytes.Equal(sums[:sumsHeader], encodeSumsHeader(size)) {
-		return api.Errorf(api.Corrupt, "its digests make no sense")
-	}
-	if have, err := rootDigest(bytes.NewReader(sums), size, &kinds); err != nil {
-		return err
-	} else if have != root {
-		return api.Errorf(api.Corrupt, "its digest is %s, and should be %s", have, root)
-	}
-	dir := d.path(hydratingDir, uid)
-	if err := d.fs.Mkdir(d.path(hydratingDir), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return err
-	}
-	if err := file.RemoveAll(d.fs, dir); err != nil {
-		return err
-	}
-	if err := d.fs.Mkdir(dir, 0o700); err != nil {
-		return err
-	}
-	data, err := d.fs.Open(dir+"/"+dataFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	err = errors.Join(data.Truncate(size), data.Datasync(), data.Close(),
-		writeMap(d.fs, dir+"/"+mapFile, &kinds), writeFile(d.fs, dir+"/"+sumsFile, sums),
-		d.fs.SyncDir(dir), d.fs.SyncDir(d.path(hydratingDir)), d.fs.SyncDir(d.root))
-	if err != nil {
-		return errors.Join(err, file.RemoveAll(d.fs, dir))
-	}
-	rec := layerRecord{UID: uid, Size: size, Root: root, Created: time.Now().UTC().Truncate(time.Second)}
-	return writeMeta(d.fs, dir+"/"+hydratingFile, formatHydrating, rec)
-}
-
 // thirst are the layers of a disk that are open while they are hydrated.
 type thirst struct {
 	mu   sync.Mutex
@@ -144,10 +47,10 @@ type thirst struct {
 type hydration struct {
 	d      *Disk
 	dir    string
-	rec    layerRecord
+	rec    hydratingRecord
 	kinds  *index
 	data   file.Handle
-	sums   file.Handle
+	sums   file.Handle     // nil: its source had no digests yet
 	crcs   file.Handle     // of the blocks in data, as a finished layer has them
 	have   []atomic.Uint64 // a bit per chunk: it is in data
 	failed atomic.Pointer[error]
@@ -166,6 +69,9 @@ type hydration struct {
 	dirty   bool          // have is not durable
 }
 
+// readsAtOnce is how many reads of one disk for others are under way.
+const readsAtOnce = 16
+
 // Fetches at once of one layer, how often what came is made durable, and pauses after a failure.
 const (
 	fetchesAtOnce = 4
@@ -174,7 +80,7 @@ const (
 	fetchPauseMax = 2 * time.Second
 )
 
-// openHydrating opens a layer of another machine.
+// openHydrating opens a layer that sources supply.
 func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 	rec, err := d.hydratingRecord(uid)
 	if err != nil {
@@ -193,7 +99,7 @@ func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 		d.thirst.open[uid] = h
 	}
 	h.users++
-	l := &layer{disk: d, rec: rec, hy: h}
+	l := &layer{disk: d, rec: rec.layerRecord, hy: h}
 	if l.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDONLY|flag, 0); err == nil {
 		l.mapping, err = d.fs.Open(h.dir+"/"+mapFile, os.O_RDONLY, 0)
 	}
@@ -216,7 +122,7 @@ func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 	return l, nil
 }
 
-func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
+func (d *Disk) beginHydration(rec hydratingRecord) (_ *hydration, err error) {
 	chunks := (rec.Size + chunkSize - 1) / chunkSize
 	h := &hydration{d: d, dir: d.path(hydratingDir, rec.UID), rec: rec, have: make([]atomic.Uint64, (chunks+63)/64),
 		slots: make(chan struct{}, fetchesAtOnce), wanted: map[int64]bool{},
@@ -245,8 +151,10 @@ func (d *Disk) beginHydration(rec layerRecord) (_ *hydration, err error) {
 	if h.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDWR|d.direct, 0); err != nil {
 		return nil, err
 	}
-	if h.sums, err = d.fs.Open(h.dir+"/"+sumsFile, os.O_RDONLY, 0); err != nil {
-		return nil, err
+	if rec.Root != "" {
+		if h.sums, err = d.fs.Open(h.dir+"/"+sumsFile, os.O_RDONLY, 0); err != nil {
+			return nil, err
+		}
 	}
 	// An older version kept no checksums: a read judges the chunk by its digest then, and adds them.
 	if h.crcs, err = d.fs.Open(h.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
@@ -337,15 +245,24 @@ func (h *hydration) fetch(c int64) error {
 		return h.ctx.Err()
 	}
 	buf := alignedBuffer(int(min(chunkSize, h.rec.Size-c*chunkSize)))
+	var checked atomic.Bool
 	check := func(b []byte) error {
+		if h.sums == nil {
+			return nil
+		}
 		_, err := verified(h.sums, c, b)
+		if err == nil {
+			checked.Store(true)
+		}
 		return err
 	}
-	if err := h.d.fetch(h.ctx, h.rec.UID, c*chunkSize, buf, check); err != nil {
+	if err := h.d.fetch(h.ctx, h.rec.remote(), c*chunkSize, buf, check); err != nil {
 		return err
 	}
-	if err := check(buf); err != nil {
-		return err
+	if !checked.Load() { // once: it takes as long as all the rest
+		if err := check(buf); err != nil {
+			return err
+		}
 	}
 	first := c * chunkBlks
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
@@ -436,7 +353,7 @@ func (h *hydration) await(off, n int64) error {
 		select {
 		case <-changed:
 		case <-h.ctx.Done():
-			return api.Errorf(api.Unavailable, "layer %s of another machine is not read any more", h.rec.UID)
+			return api.Errorf(api.Unavailable, "layer %s is not hydrated any more", h.rec.UID)
 		}
 	}
 }
@@ -517,7 +434,7 @@ func (h *hydration) leave(l *layer) {
 	})
 }
 
-// dropHydrating removes what was read of layers of other machines that are finished here by now, or that nobody names.
+// dropHydrating removes what was read of layers that are finished here by now, or that nobody names.
 func (d *Disk) dropHydrating() {
 	d.thirst.mu.Lock()
 	defer d.thirst.mu.Unlock()
@@ -548,5 +465,5 @@ func (d *Disk) dropHydrating() {
 	}
 }
 
-// DropHydrating removes, in the background, what was read of layers of other machines and is not needed any more.
+// DropHydrating removes, in the background, what was read of layers of sources and is not needed any more.
 func (d *Disk) DropHydrating() { d.background.Go(d.dropHydrating) }

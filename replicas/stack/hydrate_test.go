@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"math/rand/v2"
@@ -22,11 +23,11 @@ type farther struct {
 	lies    atomic.Bool
 }
 
-func (f *farther) fetch(_ context.Context, uid string, off int64, buf []byte, _ func([]byte) error) error {
+func (f *farther) fetch(_ context.Context, l RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
 	if f.fails.Load() {
 		return api.Errorf(api.Unavailable, "it is cut off")
 	}
-	src, err := f.disk.Open(uid)
+	src, err := f.disk.Open(l.UID)
 	if err != nil {
 		return err
 	}
@@ -59,6 +60,15 @@ func (f *farther) hydrate(d *Disk, uid string) error {
 	return d.Hydrate(context.Background(), uid, root, src, sums)
 }
 
+// hydrates are the layers that a replica reads from sources, and why reads of them wait.
+func hydrates(r *Replica) (layers []string, why error) {
+	for _, l := range r.Remote() {
+		layers = append(layers, l.UID)
+		why = cmp.Or(why, l.Why)
+	}
+	return layers, why
+}
+
 // A replica reads a layer of another machine chunk by chunk as it needs them, waits while that machine does not answer,
 // knows after a restart what is there, and comes home to the copy.
 func TestHydrate(t *testing.T) {
@@ -69,7 +79,7 @@ func TestHydrate(t *testing.T) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	far := &farther{disk: newDisk(t)}
 	d := newDisk(t)
-	d.Fetch(far.fetch)
+	d.Sources(nil, far.fetch)
 	model := make([]byte, size)
 	layer := makeLayer(t, far.disk, rng, size, model)
 	uid := string(api.NewUID())
@@ -95,7 +105,7 @@ func TestHydrate(t *testing.T) {
 		return r
 	}
 	r := open()
-	if layers, why := r.Hydrates(); len(layers) != 1 || why != nil {
+	if layers, why := hydrates(r); len(layers) != 1 || why != nil {
 		t.Fatalf("it reads %v from elsewhere: %v", layers, why)
 	}
 	if n := far.fetched.Load(); n != 0 {
@@ -149,7 +159,7 @@ func TestHydrate(t *testing.T) {
 			t.Fatalf("reads went on without the other machine: %v", err)
 		}
 	}
-	if _, why := r.Hydrates(); !api.Is(why, api.Unavailable) {
+	if _, why := hydrates(r); !api.Is(why, api.Unavailable) {
 		t.Errorf("why reads wait: %v", why)
 	}
 	buf := alignedBuffer(int(blockSize))
@@ -158,7 +168,7 @@ func TestHydrate(t *testing.T) {
 	far.lies.Store(true)
 	far.fails.Store(false)
 	for {
-		_, why := r.Hydrates()
+		_, why := hydrates(r)
 		if api.Is(why, api.Corrupt) {
 			break
 		}
@@ -197,7 +207,7 @@ func TestHydrate(t *testing.T) {
 	if err := r.Home(ctx); err != nil {
 		t.Fatal(err)
 	}
-	if layers, _ := r.Hydrates(); len(layers) != 0 {
+	if layers, _ := hydrates(r); len(layers) != 0 {
 		t.Fatalf("still read from elsewhere: %v", layers)
 	}
 	far.fails.Store(true)
@@ -216,7 +226,7 @@ func TestHydrateClose(t *testing.T) {
 	ctx := context.Background()
 	far := &farther{disk: newDisk(t)}
 	d := newDisk(t)
-	d.Fetch(far.fetch)
+	d.Sources(nil, far.fetch)
 	model := make([]byte, size)
 	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, model)
 	if err := far.hydrate(d, layer); err != nil {
@@ -237,7 +247,7 @@ func TestHydrateClose(t *testing.T) {
 	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, alignedBuffer(4<<20), false) }()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for why := error(nil); why == nil; _, why = r.Hydrates() {
+	for why := error(nil); why == nil; _, why = hydrates(r) {
 		<-tick.C
 	}
 	if err := r.Close(); err != nil {

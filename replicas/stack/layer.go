@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -83,22 +82,6 @@ func openMap(h io.ReaderAt, length, size int64) (*layerMap, error) {
 		}
 	}
 	return m, nil
-}
-
-// keep reads all pages into memory, so that the map no longer needs its file. A page takes at most 4 KiB per 64 MiB.
-func (m *layerMap) keep() error {
-	end := int64(mapHeader)
-	for p := range m.pages {
-		if t, _, off := m.entry(p); t == entryPacked {
-			end = max(end, off+mapPage)
-		}
-	}
-	b := make([]byte, end)
-	if _, err := m.h.ReadAt(b, 0); err != nil {
-		return fmt.Errorf("map: %w", err)
-	}
-	m.h = bytes.NewReader(b)
-	return nil
 }
 
 func (m *layerMap) length() int64 { return m.size }
@@ -268,8 +251,7 @@ type layer struct {
 	damage  []Damage
 	disk    *Disk
 	pages   map[int64]*crcPage // of crcs, that are in memory; the loop's
-	lender  *Disk              // the other disk that it is borrowed from, until it is finished here; else nil
-	hy      *hydration         // of a layer that is read from another machine until then; else nil
+	hy      *hydration         // of a layer that sources supply until it is finished here; else nil
 }
 
 // openLayer opens a finished or frozen layer; flag is added to the flags of the data file.

@@ -31,6 +31,22 @@ func (d *Disk) Open(uid string) (block.Source, error) {
 	return &source{l: l, page: -1}, nil
 }
 
+// openFirst opens a layer on the first of some disks that has it.
+func openFirst(disks []*Disk, uid string, flag int) (*layer, error) {
+	coming := false
+	for _, d := range disks {
+		l, err := d.openLayer(uid, flag&d.direct)
+		if !api.Is(err, api.NotFound) {
+			return l, err
+		}
+		coming = coming || d.Hydrating(uid)
+	}
+	if coming {
+		return nil, api.Errorf(api.Unavailable, "layer %s is not copied to this machine yet", uid)
+	}
+	return nil, api.Errorf(api.NotFound, "no disk has layer %s", uid)
+}
+
 // Size implements block.Source.
 func (s *source) Size() int64 { return s.l.rec.Size }
 

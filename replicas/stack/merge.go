@@ -297,7 +297,7 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 	if err != nil {
 		return nil, err
 	}
-	away, err := r.readAway()
+	remote, err := r.hydrating()
 	if err != nil {
 		return nil, err
 	}
@@ -307,13 +307,13 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 	}
 	for _, two := range m.neighbours(needed) {
 		lower, upper := two[0], two[1]
-		if others[lower] || others[upper] || away[lower] || away[upper] {
+		if others[lower] || others[upper] || remote[lower] || remote[upper] {
 			continue
 		}
 		a, aerr := d.layerRecord(lower)
 		b, berr := d.layerRecord(upper)
 		if api.Is(aerr, api.NotFound) || api.Is(berr, api.NotFound) {
-			continue // frozen, or borrowed
+			continue // frozen, or remote
 		}
 		if err := errors.Join(aerr, berr); err != nil {
 			return nil, err

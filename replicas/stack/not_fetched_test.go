@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"os"
 	"testing"
 	"time"
 
@@ -17,7 +16,7 @@ import (
 func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) {
 	t.Helper()
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
-	d.Fetch(far.fetch)
+	d.Sources(nil, far.fetch)
 	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, make([]byte, size))
 	if err := far.hydrate(d, layer); err != nil {
 		t.Fatal(err)
@@ -85,7 +84,7 @@ func TestNothingWaitsForALostSource(t *testing.T) {
 	if err := once(t, loop, r, block.OpRead, 0, 4<<20); !errors.Is(err, ErrNotFetched) {
 		t.Fatalf("a read of a lost source: %v", err)
 	}
-	for why := error(nil); why == nil; _, why = r.Hydrates() {
+	for why := error(nil); why == nil; _, why = hydrates(r) {
 		time.Sleep(time.Millisecond)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -106,41 +105,6 @@ func TestNothingWaitsForALostSource(t *testing.T) {
 		if err := step.do(); err != nil {
 			t.Errorf("%s beside a lost source: %v", step.what, err)
 		}
-	}
-	if err := r.Close(); err != nil {
-		t.Error(err)
-	}
-}
-
-// A read of a layer that a failed disk lends is answered as well, and nothing waits for that disk.
-func TestNothingWaitsForALostDisk(t *testing.T) {
-	t.Parallel()
-	a, _, layer, uid, r, loop, _ := lend(t, 8<<20)
-	src, err := a.Open(layer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer src.Close()
-	e, err := src.Next(0)
-	for err == nil && e.Kind != block.Data {
-		e, err = src.Next(e.End())
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Truncate(a.path(layersDir, layer, dataFile), 0); err != nil {
-		t.Fatal(err)
-	}
-	if err := once(t, loop, r, block.OpRead, e.Off, blockSize); !errors.Is(err, ErrNotFetched) {
-		t.Fatalf("a read of a lost disk: %v", err)
-	}
-	if _, lost := r.Lenders(); !lost {
-		t.Error("nobody is told that the disk is lost")
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	if err := r.Adopt(ctx, 2, 1, []string{uid, "other"}); err != nil {
-		t.Errorf("a newer session beside a lost disk: %v", err)
 	}
 	if err := r.Close(); err != nil {
 		t.Error(err)
@@ -200,11 +164,11 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	t.Parallel()
 	const size, bad = 16 * chunkSize, 2 * fetchesAtOnce
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
-	d.Fetch(func(ctx context.Context, uid string, off int64, buf []byte, check func([]byte) error) error {
+	d.Sources(nil, func(ctx context.Context, l RemoteLayer, off int64, buf []byte, check func([]byte) error) error {
 		if off/chunkSize < bad {
 			return api.Errorf(api.Corrupt, "the source is damaged there")
 		}
-		return far.fetch(ctx, uid, off, buf, check)
+		return far.fetch(ctx, l, off, buf, check)
 	})
 	model := make([]byte, size)
 	randomBytes(rand.New(rand.NewPCG(1, 1)), model)
@@ -245,7 +209,7 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("a chunk that the source has waits for chunks that it has not")
 	}
-	if _, why := r.Hydrates(); !api.Is(why, api.Corrupt) {
+	if _, why := hydrates(r); !api.Is(why, api.Corrupt) {
 		t.Errorf("chunks that no source gives are not reported any more: %v", why)
 	}
 	if err := r.Close(); err != nil {
@@ -254,7 +218,7 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 }
 
 // wholeLayer makes a layer of data on a disk.
-func wholeLayer(t *testing.T, d *Disk, content []byte) string {
+func wholeLayer(t testing.TB, d *Disk, content []byte) string {
 	t.Helper()
 	uid := string(api.NewUID())
 	w, err := d.Create(t.Context(), uid, int64(len(content)))

@@ -338,8 +338,6 @@ func readDone(op *uring.Op, res int32) {
 	case again(res):
 		f.r.ring.Read(op, p.fd, p.buf, p.off)
 		return
-	case f.r.strand(p):
-		return
 	case p.src > 0 && f.r.layers[p.src-1].crcs != nil: // what cannot be read is damaged as well
 		f.r.doubt(p)
 		return

@@ -21,9 +21,9 @@ func TestNoMergeOfWhatIsReadAway(t *testing.T) {
 			far, d := &farther{disk: newDisk(t)}, newDisk(t)
 			d.window = size / 2
 			if from == "disk" {
-				d.Borrow(func() []*Disk { return []*Disk{far.disk} })
+				fromDisk(d, far.disk)
 			} else {
-				d.Fetch(far.fetch)
+				d.Sources(nil, far.fetch)
 			}
 			rng := rand.New(rand.NewPCG(1, 1))
 			model := make([]byte, size)

@@ -184,7 +184,7 @@ type Spec struct {
 	Volume    string // name of the volume
 	VolumeUID string
 	Size      int64    // bytes, a multiple of 4 KiB
-	Layers    []string // finished layers of this disk, or of one to borrow from; bottom first
+	Layers    []string // finished layers of this disk, or of a source; bottom first
 	Object    json.RawMessage
 	// Of a replica that takes the place of another one.
 	Snapshots []Snapshot
@@ -208,6 +208,10 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
+	remote, err := d.remoteSizes(m.all()) // without the lock: other disks may hang
+	if err != nil {
+		return err
+	}
 	unlock, err := d.lock()
 	if err != nil {
 		return err
@@ -225,6 +229,9 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	}
 	for _, uid := range m.all() {
 		size, err := d.sizeOf(uid)
+		if n, is := remote[uid]; is && api.Is(err, api.NotFound) {
+			size, err = n, nil
+		}
 		if err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		}
@@ -240,15 +247,15 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	return d.makeReplica(m)
 }
 
-// sizeOf is the size of a layer that may be named: finished, here or on a disk to borrow from, or frozen and named by
-// another stack. The caller has the disk's lock.
+// sizeOf is the size of a layer of the disk that may be named: finished, or frozen and named by another stack. The
+// caller has the disk's lock if it is about to name the layer.
 func (d *Disk) sizeOf(uid string) (int64, error) {
 	if merging, err := d.beingMerged(uid); err != nil {
 		return 0, err
 	} else if merging {
 		return 0, api.Errorf(api.Busy, "it is being merged; try again")
 	}
-	rec, err := d.findRecord(uid)
+	rec, err := d.layerRecord(uid)
 	if !api.Is(err, api.NotFound) {
 		return rec.Size, err
 	}

@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -49,12 +48,11 @@ type Replica struct {
 	over    bool  // and is done: nothing is recorded any more
 	unsure  error // set: it is not known what stack.json says
 
-	merging sync.Mutex    // one merge at a time
-	lenders []*layer      // of other disks, not needed any more; under mu
-	strays  []file.Handle // of a cut whose outcome is not known; under mu
-	lost    atomic.Bool
-	onLost  func(lost bool)
-	parched bool // onLost was told that another machine fails; the loop's
+	merging  sync.Mutex    // one merge at a time
+	replaced []*layer      // that were hydrated, until they can be closed; under mu
+	strays   []file.Handle // of a cut whose outcome is not known; under mu
+	onLost   func(lost bool)
+	parched  bool // onLost was told that a source fails; the loop's
 
 	fetchMu   sync.Mutex
 	onFetched func()
@@ -230,7 +228,7 @@ func (r *Replica) closeFiles() error {
 	if r.log != nil {
 		errs = append(errs, r.log.close())
 	}
-	for _, l := range append(r.lenders, r.layers...) {
+	for _, l := range append(r.replaced, r.layers...) {
 		errs = append(errs, l.close())
 	}
 	for _, h := range r.strays {

@@ -290,7 +290,7 @@ func pace(ctx context.Context, began time.Time, done, rate int64) error {
 func (r *Replica) Knows(uid string, list []Damage) error {
 	return r.name(r.onLoop(func() {
 		for _, l := range r.layers {
-			if l.rec.UID == uid && l.lender == nil && l.hy == nil {
+			if l.rec.UID == uid && l.hy == nil {
 				l.damage = list
 			}
 		}

@@ -27,7 +27,7 @@ func (r *Replica) settle(ctx context.Context) error {
 		errs = append(errs, r.log.h.Datasync())
 	}
 	for _, l := range r.layers {
-		if _, frozen := l.m.(*frozenMap); frozen && l.lender == nil {
+		if _, frozen := l.m.(*frozenMap); frozen {
 			errs = append(errs, r.disk.settleFrozen(ctx, l.rec.UID))
 		}
 	}

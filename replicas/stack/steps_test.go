@@ -42,6 +42,7 @@ type ids struct {
 	replica, image, layer, other string
 	e                            expect // of the replica
 	side                         expect // of what is beside its head
+	from                         *Disk  // the machine's other disk; nil: none
 }
 
 func (i *ids) spec(layers ...string) Spec {
@@ -442,7 +443,7 @@ func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 func TestPowerLossInSteps(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
-	for _, s := range steps {
+	for _, s := range append(steps, hydrateStep) {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
 			loop := startLoop(t)
@@ -465,7 +466,7 @@ func TestPowerLossInSteps(t *testing.T) {
 					p.disk(t).Close()
 					after := p.crash(t, rng)
 					d := after.disk(t)
-					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e), i.side}, err == nil)
+					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e), i.side, i.from}, err == nil)
 					d.Close()
 					after.fs.Close() // many are open else until the end
 					p.fs.Close()

@@ -131,20 +131,10 @@ func crcsRead(op *uring.Op, res int32) {
 		if ok {
 			r.compare(p)
 		} else {
-			r.unread(p)
+			r.doubt(p)
 		}
 	}
 	r.leave()
-}
-
-// unread deals with a read of which not everything could be read that it takes to answer it.
-func (r *Replica) unread(p *part) {
-	if r.layers[p.src-1].lender == nil {
-		r.doubt(p)
-		return
-	}
-	p.buf, p.off, p.good = p.all, p.at, 0
-	r.strand(p) // the disk that it is borrowed from is gone, perhaps
 }
 
 // compare ends a read of a layer whose bytes are there, once they were compared.
@@ -210,10 +200,6 @@ func (r *Replica) doubt(p *part) {
 		}
 		r.ring.Post(func() {
 			off, n := at, int64(len(rest))
-			if err != nil && l.lender != nil {
-				r.unread(p)
-				return
-			}
 			if len(bad) > 0 && l.hy != nil {
 				l.hy.lose(bad)
 				r.ended(p, ErrNotFetched)
@@ -248,7 +234,7 @@ func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 		dir = hydratingDir
 	}
 	sums, err := d.fs.Open(d.path(dir, l.rec.UID, sumsFile), os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) && l.lender == nil { // nothing tells what is right
+	if errors.Is(err, fs.ErrNotExist) { // nothing tells what is right
 		from := at &^ (chunkSize - 1)
 		return []Damage{{from, min((at+int64(len(buf))+chunkSize-1)&^(chunkSize-1), l.rec.Size) - from}}, nil
 	}
@@ -263,9 +249,7 @@ func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 		var want [sumSize]byte
 		_, err := sums.ReadAt(want[:], sumsHeader+c*sumSize)
 		n, rerr := l.data.ReadAt(chunk, off)
-		if err = errors.Join(err, rerr); err != nil && l.lender != nil {
-			return nil, err
-		}
+		err = errors.Join(err, rerr)
 		hole := want == [sumSize]byte{} && isZero(chunk) // it has no digest
 		if n < len(chunk) || sha256.Sum256(chunk) != want && !hole {
 			slog.Error("a layer is damaged", "layer", l.rec.UID, "disk", d.root, "offset", off,
@@ -404,7 +388,7 @@ func (r *Replica) know(uid string) error {
 	k := -1
 	err := r.onLoop(func() {
 		k = slices.IndexFunc(r.layers, func(l *layer) bool {
-			return l.rec.UID == uid && l.lender == nil && l.hy == nil && (l.mapping == nil || l.crcs == nil)
+			return l.rec.UID == uid && l.hy == nil && (l.mapping == nil || l.crcs == nil)
 		})
 	})
 	if k < 0 || err != nil {

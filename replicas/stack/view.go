@@ -70,29 +70,38 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 		return nil, err
 	}
 	v.merge = m.Merge
-	return v, v.open(d, m.Size, m.Layers)
+	return v, v.open(m.Size, m.Layers, func(uid string) (*layer, error) { return d.findLayer(uid, 0, true) })
 }
 
 // OpenStack opens finished layers, bottom first, as one source of size bytes.
 func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
+	return openStack(layers, size, func(uid string) (*layer, error) { return d.findLayer(uid, 0, false) })
+}
+
+// OpenLayers is OpenStack with each layer on the first of some disks that has it. It changes nothing on any of them.
+func OpenLayers(disks []*Disk, layers []string, size int64) (block.Source, error) {
+	return openStack(layers, size, func(uid string) (*layer, error) { return openFirst(disks, uid, 0) })
+}
+
+func openStack(layers []string, size int64, open func(uid string) (*layer, error)) (block.Source, error) {
 	v := &view{log: &zeroLog{zeros: newIndex(size>>blockBits, 0)}}
-	if err := v.open(d, size, layers); err != nil {
+	if err := v.open(size, layers, open); err != nil {
 		_ = v.Close()
 		return nil, err
 	}
 	return v, nil
 }
 
-func (v *view) open(d *Disk, size int64, layers []string) error {
+func (v *view) open(size int64, layers []string, open func(uid string) (*layer, error)) error {
 	v.size, v.idx = size, newIndex(size>>blockBits, unbuilt)
 	for _, uid := range layers {
-		l, err := d.findLayer(uid, 0, v.head != nil)
+		l, err := open(uid)
 		if err != nil {
 			return err
 		}
 		v.layers = append(v.layers, l)
 		if l.rec.Size > size {
-			return api.Errorf(api.Invalid, "layer %s on disk %s is larger than %d bytes", uid, d.root, size)
+			return api.Errorf(api.Invalid, "layer %s on disk %s is larger than %d bytes", uid, l.disk.root, size)
 		}
 	}
 	return nil

@@ -8,21 +8,15 @@ import (
 	"sync"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/sources"
 )
-
-// Place is a layer's place on another node.
-type Place struct {
-	Node    string  `json:"node"`
-	Address string  `json:"address"`
-	Disk    api.UID `json:"disk"`
-}
 
 // Known is the content of the places file: which disks this node served, and where other nodes were.
 type Known struct {
 	Disks map[api.UID]string `json:"disks,omitempty"`
 	Nodes map[string]string  `json:"nodes,omitempty"`
-	// Far has the places of layers that this node lacks.
-	Far map[string][]Place `json:"far,omitempty"`
+	// Far has the sources of layers that this node lacks.
+	Far map[string][]sources.Source `json:"far,omitempty"`
 }
 
 // Places is a file of hints for the time before a process reaches the API. Without the file the process asks the API.
@@ -37,7 +31,7 @@ func NewPlaces(path string, log *slog.Logger) *Places { return &Places{path: pat
 
 // Get reads the file.
 func (p *Places) Get() Known {
-	k := Known{Disks: map[api.UID]string{}, Nodes: map[string]string{}, Far: map[string][]Place{}}
+	k := Known{Disks: map[api.UID]string{}, Nodes: map[string]string{}, Far: map[string][]sources.Source{}}
 	if p.path == "" {
 		return k
 	}

@@ -40,7 +40,6 @@ func (s *Server) openServed(ctx context.Context, uid, volume string) (peer.Repli
 					if _, err := s.o.Host.Disk(ctx, r.Spec.Disk); err != nil {
 						return nil, nil, err
 					}
-					s.o.Host.OpenSources(ctx, r.Spec.Disk, r.Spec.Layers)
 				}
 			}
 		}

@@ -30,8 +30,6 @@ type Node interface {
 	APIReached() bool
 	// Disk is a disk of the node by its uid, opened if need be.
 	Disk(ctx context.Context, uid api.UID) (*stack.Disk, error)
-	// OpenSources opens the other disks of the node that have layers of a replica on disk.
-	OpenSources(ctx context.Context, disk api.UID, layers []api.UID)
 	// Damaged notes that a replica could not be opened, and why.
 	Damaged(ctx context.Context, replica api.UID, why error)
 	// LayersChanged notes that a call of another node changed the layers of a replica.
