@@ -96,6 +96,38 @@ func TestAMembersWordDropsThatMember(t *testing.T) {
 	}
 }
 
+// TestDoubtOutlivesTheDropOfAnotherMember: while a member is being dropped, another one says that another engine has the
+// volume. The first drop settles nothing of that: reads wait for the second one.
+func TestDoubtOutlivesTheDropOfAnotherMember(t *testing.T) {
+	r, _, _ := owned(t, 3)
+	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, nil)
+	r.answer(1, 0, errAway)
+	r.answer(2, 0, nil)
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
+		t.Fatalf("dropped %s", m)
+	}
+	denied := r.start(block.OpWrite, 4096, fill(4096, 2), 0)
+	r.answer(0, 0, nil)
+	r.answer(2, 0, errOther)
+	r.settle <- nil
+	within(t, "word of a drop", r.dropped)
+	if m := within(t, "second drop that is asked for", r.drops); m != "c" {
+		t.Fatalf("dropped %s", m)
+	}
+	read := r.start(block.OpRead, 8192, make([]byte, 4096), 0)
+	if r.pending(0) != 0 {
+		t.Error("a member is read from while another engine may have the volume")
+	}
+	r.settle <- nil
+	within(t, "word of a drop", r.dropped)
+	is(t, done, nil)
+	is(t, denied, nil)
+	r.answer(0, 0, nil)
+	is(t, read, nil)
+	notFenced(t, r)
+}
+
 // TestAMembersWordAndTheAPIFence: where the API names another engine, the device goes down.
 func TestAMembersWordAndTheAPIFence(t *testing.T) {
 	r, _, _ := owned(t, 2)

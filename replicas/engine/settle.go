@@ -236,10 +236,11 @@ func (e *Engine) settled(d *drop, err error) {
 		e.revive(d.revived)
 		return
 	}
-	e.doubted = false    // the swap was made: the API names this engine
 	e.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
+	// The swap was made: the API named this engine then. Another member may have raised the doubt since.
+	e.doubted = e.doubted && e.members&(e.suspect|e.lost) != 0
 	e.absent &^= bit(d.m)
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
