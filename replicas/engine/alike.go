@@ -2,9 +2,11 @@ package engine
 
 import (
 	"context"
+	"errors"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // A write that failed, because no replica was reached for longer than the user wants to wait, may be on some members
@@ -40,9 +42,10 @@ func (e *Engine) alikeSoon() {
 }
 
 // makeAlike makes the members equal where writes failed. What fails is tried again with the next change of the members,
-// or by the clock.
+// or by the clock; so are pieces that no member has fetched, while the others are made equal.
 func (e *Engine) makeAlike(ctx context.Context) {
 	buf := aligned(alikePiece)
+	unfetched := map[int64]bool{}
 	for {
 		piece := int64(-1)
 		var size int64
@@ -56,14 +59,19 @@ func (e *Engine) makeAlike(ctx context.Context) {
 				return
 			}
 			for k := range e.spoilt {
-				piece = k
-				break
+				if !unfetched[k] {
+					piece = k
+					break
+				}
 			}
 		}) != nil || piece < 0 {
 			return
 		}
 		p := span{piece * alikePiece, min(alikePiece, size-piece*alikePiece)}
-		if err := e.alikeOne(ctx, p, buf); err != nil {
+		switch err := e.alikeOne(ctx, p, buf); {
+		case errors.Is(err, stack.ErrNotFetched):
+			unfetched[piece] = true
+		case err != nil:
 			return
 		}
 	}
@@ -77,22 +85,31 @@ func (e *Engine) alikeOne(ctx context.Context, p span, buf []byte) error {
 	defer release()
 	var epoch int64
 	var who set
-	var from int
+	var sources []int
 	var list []Named
 	calm := func() bool { return e.suspect|e.lost|e.weak|e.joining == 0 && !e.dropping && !e.refusing }
 	ok := false
 	if err := e.on(ctx, func() {
 		// Replicas on their way are members soon, and may have been compared there already.
-		epoch, who, from, list, ok = e.epoch, e.members|e.joiners, e.reader(e.hurt), e.cfg.Members, calm()
-		if from < 0 {
-			from = e.reader(0)
+		epoch, who, list, ok = e.epoch, e.members|e.joiners, e.cfg.Members, calm()
+		asked := set(0)
+		for _, not := range []set{e.hurt, 0} { // damaged members last
+			for m := e.reader(not | asked); m >= 0; m = e.reader(not | asked) {
+				sources, asked = append(sources, m), asked|bit(m)
+			}
 		}
-	}); err != nil || !ok || from < 0 {
+	}); err != nil || !ok || len(sources) == 0 {
 		return orChanged(err)
 	}
 	buf = buf[:p.n]
-	src := list[from].Member
-	if err := do(ctx, e.cfg.Loop, src, &block.Request{Op: block.OpRead, Off: p.off, Len: p.n, Buf: buf}); err != nil {
+	var from int
+	for _, from = range sources {
+		r := &block.Request{Op: block.OpRead, Off: p.off, Len: p.n, Buf: buf}
+		if err = do(ctx, e.cfg.Loop, list[from].Member, r); !errors.Is(err, stack.ErrNotFetched) {
+			break
+		}
+	}
+	if err != nil {
 		return err
 	}
 	for i, m := range list {

@@ -2,12 +2,15 @@ package engine
 
 import (
 	"bytes"
+	"maps"
 	"runtime"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // TestFailedWritesAreMadeAlike: a write that failed after one member took it is on that one only. The members are made
@@ -42,4 +45,44 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 		}
 	}
 	is(t, r.start(block.OpWrite, 8192, fill(4096, 9), 0), nil)
+}
+
+// TestMembersAreMadeAlikeBesideAnUnfetchedPiece: a member that still fetches a piece in which a write failed is not asked
+// for it where another one has it, and a piece that no member has keeps no other one from being made equal.
+func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
+	r := newRig(t, 2, nil)
+	lacks := func(pieces ...int64) func(q *block.Request) error {
+		return func(q *block.Request) error {
+			if q.Op == block.OpRead && slices.Contains(pieces, q.Off/alikePiece) {
+				return stack.ErrNotFetched
+			}
+			return nil
+		}
+	}
+	r.l.do(func() {
+		for i, m := range r.m {
+			m.auto = true
+			m.fail = lacks([][]int64{{0, 1}, {1}}[i]...)
+		}
+		for k := range int64(3) {
+			copy(r.m[1].data[k*alikePiece:], fill(4096, 7))
+			r.e.spoilt[k] = true
+		}
+		r.e.alikeSoon()
+	})
+	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
+		var left []int64
+		r.l.do(func() { left = slices.Collect(maps.Keys(r.e.spoilt)) })
+		if slices.Equal(left, []int64{1}) {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("pieces %v are left", left)
+		}
+	}
+	r.l.do(func() {
+		if a, b := r.m[0].data, r.m[1].data; a[0] != 7 || !bytes.Equal(a[2*alikePiece:], b[2*alikePiece:]) {
+			t.Error("the members differ")
+		}
+	})
 }
