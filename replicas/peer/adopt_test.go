@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // pausing is a replica whose Adopt of one incarnation takes its time after it is durable.
@@ -74,5 +75,21 @@ func TestAdoptionsCross(t *testing.T) {
 	_ = old.Close()
 	if err := now.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestPanicInAdoptLeavesNoLock: a panic of a call ends its session, and Close of the replica must not wait for a lock.
+func TestPanicInAdoptLeavesNoLock(t *testing.T) {
+	b := &Backend{cut: &stack.Cut{}} // of no replica: to abort this cut panics
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("the cut was aborted")
+			}
+		}()
+		_ = b.AdoptFor(t.Context(), "near", 1, 1, nil)
+	}()
+	if !b.mu.TryLock() {
+		t.Error("the lock of the replica is left")
 	}
 }

@@ -220,12 +220,15 @@ func (b *Backend) DoCut(ctx context.Context, layer string) error {
 }
 
 // AbortCut gives a cut up that was prepared. Where the disk may have it all the same, the error is stack.ErrFailed.
-func (b *Backend) AbortCut(context.Context) error {
+func (b *Backend) AbortCut(context.Context) error { return errors.Join(b.endCut(), b.Failed()) }
+
+func (b *Backend) endCut() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(b.abort(), b.Failed())
+	return b.abort()
 }
 
+// abort is endCut for a caller that has the lock.
 func (b *Backend) abort() error {
 	c := b.cut
 	b.cut = nil
@@ -243,10 +246,7 @@ func (b *Backend) Adopt(ctx context.Context, epoch, incarnation int64, members [
 // AdoptFor implements Replica. A cut of a former session ends with it.
 func (b *Backend) AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error {
 	b.Release()
-	b.mu.Lock()
-	err := b.abort()
-	b.mu.Unlock()
-	if err != nil {
+	if err := b.endCut(); err != nil {
 		return err
 	}
 	return b.Replica.AdoptFor(ctx, node, epoch, incarnation, members)

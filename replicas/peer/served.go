@@ -229,10 +229,10 @@ func (c *served) read(r *bufio.Reader) error {
 				c.args += int64(len(b))
 				c.mu.Unlock()
 				c.calls.Add(1)
-				go func() {
+				go func(h header) { // captured, each header would be allocated
 					defer c.calls.Done()
 					c.control(h, b)
-				}()
+				}(h)
 			}
 		default:
 			err = api.Errorf(api.Corrupt, "node %s sends a frame of kind %d", c.node, h.kind)
