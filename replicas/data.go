@@ -93,7 +93,7 @@ type Data struct {
 	places   *remote.Places
 	sources  sources.Sources
 	upkeep   upkeep
-	watch    *engine.Watch // of the replicas here
+	watch    *engine.Watch // of members, here and on other nodes
 	rebuilds takers        // of replicas that are compared as a whole
 	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
 }

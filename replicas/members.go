@@ -85,7 +85,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 		f := &list[i]
 		f.spec = memberSpec{Name: name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
 		if r.Spec.Node == d.Node {
-			if f.held = d.watch.Buried(string(r.Spec.UID)); f.held {
+			if f.held = d.watch.Abandoned(string(r.Spec.UID)); f.held {
 				f.err = api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", name)
 			} else {
 				f.info, f.err = d.probeHere(ctx, &r)
@@ -238,18 +238,20 @@ func orRestarted(err error) error {
 func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
 	uid := string(spec.UID)
 	n := engine.Named{Name: uid, Local: spec.Node == d.Node}
-	down := func(why error) {
+	watched := engine.WatchOptions{Loop: s.loop, Replica: uid, OnStall: func(why error) {
 		if e := s.serving.Load(); e != nil {
 			e.Suspect(uid, why)
 		}
-	}
+	}}
 	if !n.Local {
 		m, err := d.remote.Member(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
-			Boot: spec.Boot, OnDown: down})
-		n.Member = m
+			Boot: spec.Boot})
+		if err == nil {
+			n.Member = d.watch.Member(m, watched)
+		}
 		return n, nil, err
 	}
-	if d.watch.Buried(uid) {
+	if d.watch.Abandoned(uid) {
 		return n, nil, api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", uid)
 	}
 	var disk *stack.Disk
@@ -268,8 +270,7 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 		d.doubt(ctx, spec.UID, err)
 		return n, nil, err
 	}
-	n.Member = engine.NewNear(d.backendOf(r, s.loop), engine.NearOptions{Watch: d.watch, Loop: s.loop, Replica: uid,
-		OnDown: down})
+	n.Member = d.watch.Member(d.backendOf(r, s.loop), watched)
 	return n, r, nil
 }
 
@@ -338,7 +339,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	s.serving.Store(s.engine)
 	s.noteAbsent(s.engine.Absent())
 	for _, m := range members {
-		if p, ok := m.Member.(*peer.Member); ok {
+		if p, ok := engine.Unwrap(m.Member).(*peer.Member); ok {
 			s.mates.mu.Lock()
 			for i := range s.Members {
 				if string(s.Members[i].UID) == m.Name {

@@ -12,7 +12,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/engine"
-	"drover.io/drover/replicas/peer"
 )
 
 // What is done with all members of a volume at once goes through an engine: that of the attached volume, or, for a
@@ -183,18 +182,4 @@ func (h *engineHandle) family(ctx context.Context) (*lineage, error) {
 		return nil, err
 	}
 	return &lineage{m.Head, family(m)}, nil
-}
-
-// sizes are those of the layers of snapshots, on one of the members.
-func (h *engineHandle) sizes(ctx context.Context) (map[string]peer.LayerSize, error) {
-	m, err := h.Source(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if s, ok := m.(interface {
-		Sizes(ctx context.Context) (map[string]peer.LayerSize, error)
-	}); ok {
-		return s.Sizes(ctx)
-	}
-	return nil, api.Errorf(api.Unsupported, "the member does not know")
 }

@@ -24,7 +24,6 @@ import (
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/replicas/host/volumelock"
-	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -245,7 +244,7 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 			return err
 		}
 	}
-	sizes, err := h.sizes(ctx)
+	sizes, err := h.Sizes(ctx)
 	if err != nil {
 		return err
 	}
@@ -292,7 +291,7 @@ func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.V
 		if err != nil {
 			return err
 		}
-		l.tell(s, v, k, peer.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
+		l.tell(s, v, k, stack.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
 		s.Status.ReadyToUse = true
 		return nil
 	}
@@ -398,7 +397,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 }
 
 // tell writes what is known of a snapshot into its status.
-func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is peer.LayerSize) {
+func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is stack.LayerSize) {
 	st := &s.Status
 	if st.RestoreSize == 0 {
 		st.RestoreSize = is.Size

@@ -31,6 +31,7 @@ func TestNothingIsAllocatedPerBlock(t *testing.T) {
 }
 
 func BenchmarkWholeBlock(b *testing.B) {
+	b.ReportAllocs()
 	r := newRig(b, 1, nil)
 	req := &block.Request{Op: block.OpWrite, Len: 4096, Buf: fill(4096, 1), Done: func(*block.Request) {}}
 	r.l.do(func() {
@@ -41,4 +42,37 @@ func BenchmarkWholeBlock(b *testing.B) {
 		}
 		r.e.cfg.Members[0].Member = m
 	})
+}
+
+// TestNothingIsAllocatedPerWatchedBlock: nor is anything by the stall timeout.
+func TestNothingIsAllocatedPerWatchedBlock(t *testing.T) {
+	w := NewWatch()
+	defer w.Close()
+	m := w.Member(prompt{}, WatchOptions{Loop: newLoop(t), Replica: "r"})
+	count := 0
+	req := &block.Request{Op: block.OpWrite, Len: 4096, Buf: fill(4096, 1), Done: func(*block.Request) { count++ }}
+	if allocs := testing.AllocsPerRun(1000, func() { m.Submit(req) }); allocs != 0 || count < 1000 {
+		t.Errorf("%v allocations, %d requests done", allocs, count)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// prompt is a member that answers at once.
+type prompt struct{ Cutter }
+
+func (prompt) Submit(r *block.Request) { r.Err = nil; r.Done(r) }
+func (prompt) Close() error            { return nil }
+
+func BenchmarkWatchedBlock(b *testing.B) {
+	w := NewWatch()
+	defer w.Close()
+	m := w.Member(prompt{}, WatchOptions{Loop: newLoop(b), Replica: "r"})
+	req := &block.Request{Op: block.OpWrite, Len: 4096, Buf: fill(4096, 1), Done: func(*block.Request) {}}
+	b.ReportAllocs()
+	for b.Loop() {
+		m.Submit(req)
+	}
+	_ = m.Close()
 }

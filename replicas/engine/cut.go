@@ -39,6 +39,8 @@ type Cutter interface {
 	SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error)
 	SnapRead(ctx context.Context, uid string, off int64, buf []byte) error
 	SnapEnd(ctx context.Context) error
+	// Sizes are those of the layers that snapshots name, by the uid of the snapshot.
+	Sizes(ctx context.Context) (map[string]stack.LayerSize, error)
 }
 
 const (
@@ -535,13 +537,13 @@ func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error)
 	return x, cutting, err
 }
 
-// Source is a member that has all that was written, to be asked about its snapshots.
-func (e *Engine) Source(ctx context.Context) (Member, error) {
-	x, _, err := e.source(ctx)
-	if n, ok := x.(*Near); ok {
-		return n.on, err
+// Sizes are those of the layers that snapshots name, on one of the members.
+func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
+	m, _, err := e.source(ctx)
+	if err != nil {
+		return nil, err
 	}
-	return x, err
+	return m.Sizes(ctx)
 }
 
 // DropSnapshot takes a snapshot out of every member. After an error it may be on some of them; the next engine drops

@@ -54,11 +54,12 @@ func (m *cuttable) cause() error {
 	return nil
 }
 
-func (m *cuttable) State(context.Context) (stack.Meta, error)             { return stack.Meta{}, nil }
-func (m *cuttable) Forget(context.Context, string) error                  { return nil }
-func (m *cuttable) Seal(context.Context, ...stack.Snapshot) error         { return nil }
-func (m *cuttable) SnapRead(context.Context, string, int64, []byte) error { return nil }
-func (m *cuttable) SnapEnd(context.Context) error                         { return nil }
+func (m *cuttable) State(context.Context) (stack.Meta, error)                 { return stack.Meta{}, nil }
+func (m *cuttable) Forget(context.Context, string) error                      { return nil }
+func (m *cuttable) Seal(context.Context, ...stack.Snapshot) error             { return nil }
+func (m *cuttable) SnapRead(context.Context, string, int64, []byte) error     { return nil }
+func (m *cuttable) SnapEnd(context.Context) error                             { return nil }
+func (m *cuttable) Sizes(context.Context) (map[string]stack.LayerSize, error) { return nil, nil }
 func (m *cuttable) SnapDigests(context.Context, string, int64, int64) ([]byte, error) {
 	return nil, nil
 }

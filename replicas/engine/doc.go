@@ -14,6 +14,8 @@
 //   - Fence: a member that answers with an error of kind denied serves another engine. If the API confirms that this
 //     engine was replaced (see owner.go), or the volume has no other member, this one stops: everything that waits and
 //     everything new fails, and OnFence is called once. Else the member is dropped.
+//   - Stall: every member of a real volume is a WatchedMember. It answers its requests and calls in bounded time, with an
+//     error where its replica does not, unless it is the last member. The memory of such a request is leased.
 //   - Partial blocks are merged here and nowhere else, under a lock of the block that writes of whole blocks respect.
 //     With several members, writes that overlap are sent one after the other, so that all members end up equal.
 //   - Not fetched: a member answers a read of blocks that it still fetches from another source at once. The engine asks
@@ -22,6 +24,8 @@
 //     fail. Reads, and writes that need no new room, go on.
 //
 // Owner: everything but Open, Expand, Retry, Stats and Close runs on the thread of the loop that carries the volume;
-// there are no locks. The engine starts a goroutine only to drop a member; Close waits for it. On the path of a whole
-// block read or write nothing is allocated.
+// there are no locks. The engine starts a goroutine only to drop a member; Close waits for it. A Watch has one
+// for all members of a process, and one for each replica that it closes; its Close waits for these. A call of a
+// WatchedMember runs in a goroutine of its own, and the replica is closed after the last of these ended. Lock order: of a
+// Remote member, of its WatchedMember, of the Watch. On the path of a whole block read or write nothing is allocated.
 package engine

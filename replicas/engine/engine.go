@@ -24,8 +24,8 @@ type Loop interface {
 
 // Member is one replica of the volume as the engine sees it, here or on another node; a pointer.
 type Member interface {
-	// Submit takes requests of whole 4 KiB blocks. Every request is answered once, in bounded time, and a member that
-	// answers has let go of the buffer. An error of kind denied says that a newer engine was adopted.
+	// Submit takes requests of whole 4 KiB blocks. Every request is answered once, in bounded time (WatchedMember), and a
+	// member that answers has let go of the buffer, or leases it. An error of kind denied says that a newer engine was adopted.
 	block.Submitter
 	// Adopt refuses every older session, drains its disk I/O, and makes epoch, incarnation and members durable.
 	Adopt(ctx context.Context, epoch, incarnation int64, members []string) error

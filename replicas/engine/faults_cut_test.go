@@ -31,8 +31,8 @@ func (r *replica) at(uid string) []byte {
 	return r.data
 }
 
-func (r *replica) State(context.Context) (m stack.Meta, err error) {
-	if err := r.reach(); err != nil {
+func (r *replica) State(ctx context.Context) (m stack.Meta, err error) {
+	if err := r.reach(ctx); err != nil {
 		return m, err
 	}
 	r.mu.Lock()
@@ -43,8 +43,8 @@ func (r *replica) State(context.Context) (m stack.Meta, err error) {
 	return m, nil
 }
 
-func (r *replica) PrepareCut(_ context.Context, s stack.Snapshot) error {
-	if err := r.reach(); err != nil {
+func (r *replica) PrepareCut(ctx context.Context, s stack.Snapshot) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -53,8 +53,8 @@ func (r *replica) PrepareCut(_ context.Context, s stack.Snapshot) error {
 	return nil
 }
 
-func (r *replica) DoCut(_ context.Context, layer string) error {
-	if err := r.reach(); err != nil {
+func (r *replica) DoCut(ctx context.Context, layer string) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -67,8 +67,8 @@ func (r *replica) DoCut(_ context.Context, layer string) error {
 	return nil
 }
 
-func (r *replica) AbortCut(context.Context) error {
-	if err := r.reach(); err != nil {
+func (r *replica) AbortCut(ctx context.Context) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -77,8 +77,8 @@ func (r *replica) AbortCut(context.Context) error {
 	return nil
 }
 
-func (r *replica) Forget(_ context.Context, uid string) error {
-	if err := r.reach(); err != nil {
+func (r *replica) Forget(ctx context.Context, uid string) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -87,8 +87,8 @@ func (r *replica) Forget(_ context.Context, uid string) error {
 	return nil
 }
 
-func (r *replica) Seal(_ context.Context, list ...stack.Snapshot) error {
-	if err := r.reach(); err != nil {
+func (r *replica) Seal(ctx context.Context, list ...stack.Snapshot) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -101,8 +101,8 @@ func (r *replica) Seal(_ context.Context, list ...stack.Snapshot) error {
 	return nil
 }
 
-func (r *replica) SnapRead(_ context.Context, uid string, off int64, buf []byte) error {
-	if err := r.reach(); err != nil {
+func (r *replica) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -116,8 +116,12 @@ func (r *replica) SnapRead(_ context.Context, uid string, off int64, buf []byte)
 
 func (r *replica) SnapEnd(context.Context) error { return nil }
 
-func (r *replica) SnapDigests(_ context.Context, uid string, off, n int64) ([]byte, error) {
-	if err := r.reach(); err != nil {
+func (r *replica) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
+	return nil, r.reach(ctx)
+}
+
+func (r *replica) SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error) {
+	if err := r.reach(ctx); err != nil {
 		return nil, err
 	}
 	r.mu.Lock()
@@ -194,9 +198,10 @@ func (w *faulty) open(cfg Config) {
 func (w *faulty) opened() {
 	absent, others := w.e.Absent(), w.chance(2)
 	for _, r := range w.recorded() {
-		r.mu.Lock()
 		late := slices.Contains(absent, r.name)
-		if r.away = len(absent) > 0 && !late && others; !late {
+		r.goAway(func(bool) bool { return len(absent) > 0 && !late && others })
+		r.mu.Lock()
+		if !late {
 			w.model = bytes.Clone(r.data)
 		}
 		r.mu.Unlock()

@@ -23,16 +23,16 @@ import (
 // end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
 func TestFaults(t *testing.T) {
 	n := suite.Count(t, "DROVER_FAULTS", 60, 500)
-	downs, taken, absent, grown := 0, 0, 0, int64(0)
+	stalls, taken, absent, grown := 0, 0, 0, int64(0)
 	defer func() {
-		t.Logf("%d schedules: %d replicas of the engine's own node were given up, %d were absent when it opened, %d snapshots, "+
-			"%d expansions", n, downs, absent, taken, grown)
+		t.Logf("%d schedules: %d replicas were abandoned, %d were absent when the engine opened, %d snapshots, %d expansions",
+			n, stalls, absent, taken, grown)
 	}()
 	for seed := range suite.Seeds(t, n) {
 		synctest.Test(t, func(t *testing.T) {
 			w := newFaulty(t, seed)
 			w.play()
-			downs, taken, absent = downs+w.downs, taken+len(w.taken), absent+len(w.e.Absent())
+			stalls, taken, absent = stalls+w.stalls, taken+len(w.taken), absent+len(w.e.Absent())
 			grown += (w.size - faultySize) / (64 << 10)
 		})
 		if t.Failed() {
@@ -53,6 +53,7 @@ type replica struct {
 	tracks  bool
 	hung    chan struct{} // closed when its disk goes on; nil: it does not hang
 	pending []*block.Request
+	far     *farReplica // nil: it is on the engine's node
 
 	snaps    []snapped
 	prepared *stack.Snapshot
@@ -81,7 +82,7 @@ type faulty struct {
 	cutting bool
 	cuts    int
 	taken   []stack.Snapshot // cuts that were reported
-	downs   int              // replicas that were given up
+	stalls  int              // replicas that were abandoned
 	bufs    [][]byte         // of requests that are over: what is in use by a disk that hangs is not among them. Loop thread
 }
 
@@ -117,15 +118,13 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 	if seed%3 == 0 { // a volume with one replica, which is to have more
 		w.alone = w.replica("a")
 		w.members, n, cfg.Track = []string{"a"}, 0, false
-		cfg.Members = []Named{{Name: "a", Local: true, Member: w.near(w.alone)}}
+		cfg.Members = []Named{{Name: "a", Local: true, Member: w.member(w.alone, true)}}
 	}
 	for i := range n {
 		r := w.replica(string(rune('a' + i)))
 		w.members = append(w.members, r.name)
-		m := Named{Name: r.name, Local: i == 0 && seed%2 == 0, Member: r}
-		if m.Local {
-			m.Member = w.near(r)
-		}
+		m := Named{Name: r.name, Local: i == 0 && seed%2 == 0}
+		m.Member = w.member(r, m.Local)
 		cfg.Members = append(cfg.Members, m)
 	}
 	if n > 1 && seed%2 == 1 {
@@ -136,12 +135,19 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 	return w
 }
 
-// near is a replica as that of the engine's own node.
-func (w *faulty) near(r *replica) Member {
-	return NewNear(r, NearOptions{Watch: w.watch, Loop: w.l, Replica: r.name,
-		Patience: NearPatience{nearTick, 2 * nearTick}, OnDown: func(why error) {
+// member is a replica of the engine's node, or of another one.
+func (w *faulty) member(r *replica, near bool) Member {
+	on := Cutter(r)
+	if !near {
+		r.mu.Lock()
+		r.far = &farReplica{replica: r, asked: map[*block.Request]bool{}}
+		on = r.far
+		r.mu.Unlock()
+	}
+	return w.watch.Member(on, WatchOptions{Loop: w.l, Replica: r.name,
+		Timeout: func() StallTimeout { return StallTimeout{watchTick, 2 * watchTick} }, OnStall: func(why error) {
 			w.mu.Lock()
-			w.downs++
+			w.stalls++
 			e := w.e
 			w.mu.Unlock()
 			if e != nil {
@@ -234,12 +240,20 @@ func (r *replica) answer(i int) {
 	q.Done(q)
 }
 
-func (r *replica) reach() error {
+func (r *replica) reach(ctx context.Context) error {
 	time.Sleep(time.Duration(1+r.w.pick(5)) * time.Millisecond)
 	r.mu.Lock()
 	if hung := r.hung; hung != nil {
+		far := r.far != nil
 		r.mu.Unlock()
-		<-hung
+		if !far {
+			ctx = context.Background() // a disk does not hear of it
+		}
+		select {
+		case <-hung:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 		r.mu.Lock()
 	}
 	defer r.mu.Unlock()
@@ -249,9 +263,9 @@ func (r *replica) reach() error {
 	return nil
 }
 
-func (r *replica) Adopt(context.Context, int64, int64, []string) error { return r.reach() }
-func (r *replica) Expand(_ context.Context, size int64) error {
-	if err := r.reach(); err != nil {
+func (r *replica) Adopt(ctx context.Context, _, _ int64, _ []string) error { return r.reach(ctx) }
+func (r *replica) Expand(ctx context.Context, size int64) error {
+	if err := r.reach(ctx); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -267,15 +281,15 @@ func (r *replica) Track(_ context.Context, on bool) error {
 	return nil
 }
 func (r *replica) Intend(context.Context, []int64) error              { return nil }
-func (r *replica) Unnoted(context.Context, int64) error               { return r.reach() }
-func (r *replica) Mark(context.Context, int64) error                  { return r.reach() }
+func (r *replica) Unnoted(ctx context.Context, _ int64) error         { return r.reach(ctx) }
+func (r *replica) Mark(ctx context.Context, _ int64) error            { return r.reach(ctx) }
 func (r *replica) Clean(context.Context, int64, int64, []int64) error { return nil }
-func (r *replica) Intents(context.Context) (stack.Intents, error) {
-	return stack.Intents{Region: 64 << 10, Joined: 1, Regions: []int64{0, 1, 2, 3}}, r.reach()
+func (r *replica) Intents(ctx context.Context) (stack.Intents, error) {
+	return stack.Intents{Region: 64 << 10, Joined: 1, Regions: []int64{0, 1, 2, 3}}, r.reach(ctx)
 }
 
-func (r *replica) Digests(_ context.Context, off, n int64) ([]byte, error) {
-	if err := r.reach(); err != nil {
+func (r *replica) Digests(ctx context.Context, off, n int64) ([]byte, error) {
+	if err := r.reach(ctx); err != nil {
 		return nil, err
 	}
 	r.mu.Lock()
@@ -308,10 +322,7 @@ func (w *faulty) join() {
 		for i := range r.data {
 			r.data[i] = 0xdd // of another time
 		}
-		n := Named{Name: r.name, Member: r}
-		if w.chance(3) {
-			n.Member = w.near(r)
-		}
+		n := Named{Name: r.name, Member: w.member(r, w.chance(3))}
 		if _, err := w.e.Join(w.t.Context(), n, JoinOptions{}); err != nil {
 			_ = n.Member.Close()
 		}
@@ -336,9 +347,7 @@ func (w *faulty) fault() {
 		}
 		r.mu.Unlock()
 	case 0, 1:
-		r.mu.Lock()
-		r.away = !r.away
-		r.mu.Unlock()
+		r.goAway(func(is bool) bool { return !is })
 	case 2:
 		r.mu.Lock()
 		r.full = !r.full
@@ -358,8 +367,9 @@ func (w *faulty) heal() {
 	defer w.mu.Unlock()
 	w.lossy = false
 	for _, r := range w.all {
+		r.goAway(func(bool) bool { return false })
 		r.mu.Lock()
-		r.away, r.full = false, false
+		r.full = false
 		if r.hung != nil {
 			close(r.hung)
 			r.hung = nil

@@ -30,6 +30,7 @@ func (k *keeper) AbortCut(context.Context) error                                
 func (k *keeper) Seal(context.Context, ...stack.Snapshot) error                     { return nil }
 func (k *keeper) SnapRead(context.Context, string, int64, []byte) error             { return nil }
 func (k *keeper) SnapEnd(context.Context) error                                     { return nil }
+func (k *keeper) Sizes(context.Context) (map[string]stack.LayerSize, error)         { return nil, nil }
 func (k *keeper) SnapDigests(context.Context, string, int64, int64) ([]byte, error) { return nil, nil }
 func (k *keeper) Changed(context.Context, string, string, []string, int64) ([]int64, error) {
 	return nil, nil

@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Laster is a Member that gives up when it is waited for too long, unless it is told that it is the last one.
+// Laster is a Member with a stall timeout, which the last member does not have: there is none to go on with.
 type Laster interface{ Last(is bool) }
 
 // tellLast tells the members which of them is the last one.
@@ -214,7 +214,7 @@ func (e *Engine) serving() set {
 	return live
 }
 
-// Absentee is a Member that knows how long it could not be reached; 0: it can.
+// Absentee is a Member that knows how long there has been no connection to it; 0: there is one.
 type Absentee interface{ AbsentFor() time.Duration }
 
 // tire has the last member given up that is waited for otherwise, once it was not reached for long enough.

@@ -40,17 +40,6 @@ func unnotedOf(ctx context.Context, m Mirror, name string, epoch int64) error {
 	return nil
 }
 
-// Unnoted records that no intents tell what was written before an epoch, or in it until now.
-func (n *Near) Unnoted(ctx context.Context, epoch int64) error {
-	return n.bound(ctx, func() error {
-		u, ok := n.on.(unnoter)
-		if !ok {
-			return api.Errorf(api.Unsupported, "replica %s: it cannot record that writes were not noted", n.o.Replica)
-		}
-		return u.Unnoted(ctx, epoch)
-	})
-}
-
 // NoteIntents makes the only member of an engine that was opened without Track note intents: other replicas may join
 // from then on. A repeated call does nothing.
 func (e *Engine) NoteIntents(ctx context.Context) error {

@@ -198,23 +198,5 @@ func showing(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte
 	return nil
 }
 
-// Broken implements Mender.
-func (n *Near) Broken(ctx context.Context) ([]stack.Broken, error) {
-	m, ok := n.on.(Mender)
-	if !ok {
-		return nil, nil
-	}
-	return bound(ctx, n, false, func() ([]stack.Broken, error) { return m.Broken(ctx) })
-}
-
-// Repair implements Mender.
-func (n *Near) Repair(ctx context.Context, layer string, off int64, right []byte) error {
-	m, ok := n.on.(Mender)
-	if !ok {
-		return api.Errorf(api.Unsupported, "it cannot be repaired")
-	}
-	return n.bound(ctx, func() error { return m.Repair(ctx, layer, off, right) })
-}
-
 // isDamage reports whether a member could not read what its own disk has, and nothing else is wrong with it.
 func isDamage(err error) bool { return api.Is(err, api.Corrupt) }

@@ -45,8 +45,7 @@ func TestAdoptionsCross(t *testing.T) {
 	d := newDialer(t, f.at)
 	loop := startLoop(t)
 	ctx := context.Background()
-	patient := func(o *Options) { o.Patience = endless }
-	old, now := member(t, d, f, loop, patient), member(t, d, f, loop, patient)
+	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
 	write := func(m *Member) error {
 		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
 	}

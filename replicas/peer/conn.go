@@ -2,6 +2,7 @@ package peer
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"hash/crc32"
@@ -42,14 +43,14 @@ type slot struct {
 	h      header
 	state  slotState // under the connection's lock while it has one
 	id     uint64
-	since  time.Duration // of the Dialer's clock, when it was submitted
-	weight int64         // bytes of credit
-	resent bool          // its time says nothing about the replica
-	ended  bool          // answered; under the Member's lock
-	kept   bool          // not to be used again: a connection may still know it
-	err    error
-	prev   *slot // of the Member's pending ones
-	next   *slot
+	weight int64 // bytes of credit
+	ended  bool  // answered; under the Member's lock
+	kept   bool  // not to be used again: a connection may still know it
+	// given: the Member took the slot back while the connection used its buffer, and the connection completes the slot.
+	given bool
+	err   error
+	prev  *slot // of the Member's pending ones
+	next  *slot
 }
 
 // call is a control request and its answer.
@@ -157,12 +158,13 @@ func (c *conn) enqueue(s *slot) bool {
 	return true
 }
 
-// cancel takes a slot back; false: its buffer is in use, the connection has to be closed first.
+// cancel takes a slot back; false: the connection uses its buffer, and completes the slot afterwards.
 func (c *conn) cancel(s *slot) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch s.state {
 	case slotWriting, slotReading:
+		s.given = true
 		return false
 	case slotSent:
 		c.forget(s)
@@ -184,6 +186,20 @@ func (c *conn) use(session uint32, n int64) {
 	if c.shares[session] += n; c.shares[session] == 0 {
 		delete(c.shares, session)
 	}
+}
+
+// add subscribes a member to the end of the connection.
+func (c *conn) add(session uint32, m *Member) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.members[session] = m
+}
+
+// remove unsubscribes a session.
+func (c *conn) remove(session uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.members, session)
 }
 
 // fail breaks the connection.
@@ -220,11 +236,7 @@ func (c *conn) write() {
 			_, err = w.Write(hb[:])
 		} else {
 			err = c.send(w, s, &hb)
-			c.mu.Lock()
-			if s.state == slotWriting {
-				s.state = slotSent
-			}
-			c.mu.Unlock()
+			c.sent(s)
 		}
 		if err != nil {
 			c.fail(err)
@@ -232,6 +244,25 @@ func (c *conn) write() {
 		}
 	}
 }
+
+// sent lets go of a slot after the write. The answer may have arrived already.
+func (c *conn) sent(s *slot) {
+	c.mu.Lock()
+	over := s.state == slotWriting && s.given
+	switch {
+	case over:
+		c.forget(s)
+		s.state = slotOver
+	case s.state == slotWriting:
+		s.state = slotSent
+	}
+	c.mu.Unlock()
+	if over {
+		s.m.complete(s, errGiven)
+	}
+}
+
+var errGiven = api.Errorf(api.Unavailable, "the request was abandoned")
 
 // take waits for something to write.
 func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
@@ -407,16 +438,18 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 		return broken
 	}
 	c.mu.Lock()
-	if broken != nil {
+	over := broken == nil || s.given
+	switch {
+	case over:
+		s.state, err = slotOver, cmp.Or(err, broken)
+	case s.call != nil:
+		c.queue = append(c.queue, s) // whoever made it is told when the connection has ended
+		fallthrough
+	default:
 		s.state = slotIdle // it will be sent again
-		if s.call != nil {
-			c.queue = append(c.queue, s) // whoever made it is told when the connection has ended
-		}
-	} else {
-		s.state = slotOver
 	}
 	c.mu.Unlock()
-	if broken == nil {
+	if over {
 		s.m.complete(s, err)
 	}
 	return broken

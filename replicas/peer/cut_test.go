@@ -414,7 +414,7 @@ func cutFaults(t *testing.T, seed uint64) {
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
-	c.patient(Patience{400 * time.Millisecond, 2 * time.Second}) // whoever is given up is taken back
+	c.stalls.set(400*time.Millisecond, 2*time.Second) // abandoned members rejoin
 	rng := rand.New(rand.NewPCG(seed, 17))
 	w := startCounters(c, 6)
 	all := slices.Clone(c.rec.members)
@@ -474,7 +474,7 @@ func cutFaults(t *testing.T, seed uint64) {
 		now, members := c.rec.state()
 		c.e.SetWhole(now, len(members) == len(all))
 	}
-	c.patient(endless)
+	c.stalls.set(endless, endless)
 	for deadline := time.Now().Add(5 * time.Minute); ; {
 		_, members := c.rec.state()
 		if len(members) == len(all) {

@@ -31,7 +31,6 @@ type Dialer struct {
 
 	mu      sync.Mutex
 	nodes   map[string]*lanes
-	members map[*Member]bool
 	session uint32
 	closed  bool
 	began   time.Time
@@ -65,7 +64,7 @@ func (d *Dialer) start() {
 		return
 	}
 	d.stop, d.began = make(chan struct{}), time.Now()
-	d.nodes, d.members = map[string]*lanes{}, map[*Member]bool{}
+	d.nodes = map[string]*lanes{}
 	d.wg.Add(1)
 	go d.clock()
 }
@@ -105,10 +104,6 @@ func (d *Dialer) clock() {
 		}
 		last = now
 		d.mu.Lock()
-		members := make([]*Member, 0, len(d.members))
-		for m := range d.members {
-			members = append(members, m)
-		}
 		var conns []*conn
 		for _, l := range d.nodes {
 			l.mu.Lock()
@@ -120,9 +115,6 @@ func (d *Dialer) clock() {
 			l.mu.Unlock()
 		}
 		d.mu.Unlock()
-		for _, m := range members {
-			m.look(now)
-		}
 		for _, c := range conns {
 			c.look(now)
 		}

@@ -9,19 +9,21 @@
 //
 // What always holds:
 //
-//   - A request given to a Member is answered once, and its buffer is let go of before that, in bounded time: a member
-//     whose oldest request waits longer than a limit that follows the latency seen so far is given up, and all it has
-//     is answered with an error of kind unavailable. Only the last member of a volume is waited for (Last).
-//   - While a Member is not given up, it connects again when a connection breaks, adopts the same session again, and
+//   - A Member answers a request once, and lets go of the buffer before. A Member has no stall timeout: the engine's
+//     WatchedMember abandons the Member. Then the Member answers all requests with an error; if the connection is just
+//     writing from a buffer or reading into a buffer, the answer to this request waits for the connection.
+//   - While a Member is not abandoned, it connects again when a connection breaks, adopts the same session again, and
 //     sends again what was not answered. The engine keeps overlapping writes apart, so that is harmless. Before that
-//     the replica, which may have been opened anew, is told again whether it notes intents. The Member is given up for
-//     good where the machine of the replica restarted in between: what it had acknowledged may be gone.
+//     the replica, which may have been opened again, is asked again to note intents. The Member fails for good where
+//     the machine of the replica restarted in between: acknowledged writes may be gone.
+//   - An abandoned Member adopts a new session, so that the Server drains the disk I/O of the former session. Close of
+//     an abandoned Member ends the session at the Server, if the connection lives, and waits for nothing.
 //   - A Server takes requests of the session alone that was adopted last. The check is made on the loop's thread, right
 //     before the request goes to the replica, so nothing of an older session reaches it after ADOPT was answered.
 //   - Each side validates the arguments and the answers of calls (method) before it uses them. A call that panics ends
 //     its session, and no other one.
 //   - What is under way on a connection is bounded: by credit at the sender, by buffers at the receiver.
 //
-// Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for time. Each is
-// waited for by Close of its owner. Submit and the answers run on the loop's thread.
+// Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for the pings of
+// its connections. Each is waited for by Close of its owner. Submit and the answers run on the loop's thread.
 package peer

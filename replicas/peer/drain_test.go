@@ -78,8 +78,7 @@ func TestAdoptDrainsAfterItChangedSessions(t *testing.T) {
 	d := newDialer(t, f.at)
 	loop := startLoop(t)
 	ctx := context.Background()
-	patient := func(o *Options) { o.Patience = endless }
-	old, now := member(t, d, f, loop, patient), member(t, d, f, loop, patient)
+	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
 	adoptAs(t, old, 1, 11)
 	newer := make(chan error, 1)
 	go func() { newer <- now.Adopt(ctx, 2, 12, []string{f.uid}) }()

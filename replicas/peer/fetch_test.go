@@ -104,7 +104,7 @@ type imaged struct {
 	dropped chan string
 }
 
-func newImaged(t *testing.T, patience engine.NearPatience) *imaged {
+func newImaged(t *testing.T, timeout engine.StallTimeout) *imaged {
 	w := &imaged{t: t, far: newFar(t, imageSize, nil), dropped: make(chan string, 9)}
 	layer := image(t, w.far.disk)
 	w.far.uid = onImage(t, w.far.disk, w.far.volume, layer)
@@ -117,17 +117,18 @@ func newImaged(t *testing.T, patience engine.NearPatience) *imaged {
 		t.Fatal(err)
 	}
 	w.loop = loop
-	m := member(t, newDialer(t, w.far.at), w.far, loop, func(o *Options) {
-		o.Patience = Patience{time.Second, 2 * time.Second}
-	})
-	watch := engine.NewWatch()
+	m := member(t, newDialer(t, w.far.at), w.far, loop, nil)
+	watch := newWatch(t)
+	watched := func(on engine.Cutter, replica string, timeout engine.StallTimeout) engine.Member {
+		return watch.Member(on, engine.WatchOptions{Loop: loop, Replica: replica,
+			Timeout: func() engine.StallTimeout { return timeout }})
+	}
 	w.e, err = engine.Open(t.Context(), engine.Config{Loop: loop, Size: imageSize, Epoch: 7, Incarnation: 1, Track: true,
 		Drop:   func(context.Context, int64, string) error { return nil },
 		OnDrop: func(name string, why error) { w.dropped <- name },
 		Members: []engine.Named{
-			{Name: near, Local: true, Member: engine.NewNear(NewBackend(r, loop),
-				engine.NearOptions{Watch: watch, Loop: loop, Replica: near, Patience: patience})},
-			{Name: w.far.uid, Member: m},
+			{Name: near, Local: true, Member: watched(NewBackend(r, loop), near, timeout)},
+			{Name: w.far.uid, Member: watched(m, w.far.uid, engine.StallTimeout{Min: time.Second, Max: 2 * time.Second})},
 		}})
 	if err != nil {
 		t.Fatal(err)
@@ -135,7 +136,6 @@ func newImaged(t *testing.T, patience engine.NearPatience) *imaged {
 	t.Cleanup(func() {
 		w.e.Hurry()
 		_ = w.e.Close()
-		watch.Close()
 	})
 	return w
 }
@@ -150,7 +150,7 @@ func (w *imaged) start(op block.Op, off int64) chan error {
 // The only other machine dies that has the image and a replica, while a read waits for a block of the image: the replica
 // is dropped and writes go on.
 func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
-	w := newImaged(t, engine.NearPatience{Min: 5 * time.Minute, Max: 5 * time.Minute})
+	w := newImaged(t, engine.StallTimeout{Min: endless, Max: endless})
 	if err := within(t, "a block of the image", w.start(block.OpRead, 0)); err != nil {
 		t.Fatal(err)
 	}
@@ -174,12 +174,12 @@ func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
 
 // A replica whose image's source does not answer stays a member, and another one answers the read.
 func TestSlowSourceCostsNoMember(t *testing.T) {
-	w := newImaged(t, engine.NearPatience{Min: 300 * time.Millisecond, Max: 600 * time.Millisecond})
+	w := newImaged(t, engine.StallTimeout{Min: 300 * time.Millisecond, Max: 600 * time.Millisecond})
 	w.lost.Store(true)
 	if err := within(t, "a block of the image", w.start(block.OpRead, 16<<20)); err != nil {
 		t.Fatal(err)
 	}
-	for range 8 { // of its patience
+	for range 8 { // of its stall timeout
 		time.Sleep(300 * time.Millisecond)
 		if err := within(t, "answer to a write", w.start(block.OpWrite, 0)); err != nil {
 			t.Fatal(err)

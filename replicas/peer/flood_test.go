@@ -23,8 +23,7 @@ func connOf(m *Member) *conn {
 func TestFloodOfUnknownConnections(t *testing.T) {
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Listen = listener.Options{Unknown: 32, PerSource: 4} })
 	d, loop := newDialer(t, f.at), startLoop(t)
-	endure := func(o *Options) { o.Patience = endless }
-	m := member(t, d, f, loop, endure)
+	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1)
 	write := func(m *Member) {
 		t.Helper()
@@ -46,7 +45,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 		}
 		write(m)
 		other := newDialer(t, f.at)
-		next := member(t, other, f, loop, endure)
+		next := member(t, other, f, loop, nil)
 		if _, _, err := next.Probe(context.Background()); err != nil {
 			t.Fatalf("after %d connections: %v", i, err)
 		}
@@ -61,7 +60,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 	if n > 32+16 {
 		t.Errorf("%d connections are served", n)
 	}
-	next := member(t, newDialer(t, f.at), f, loop, endure)
+	next := member(t, newDialer(t, f.at), f, loop, nil)
 	adoptAs(t, next, 2, 1)
 	write(next)
 	_ = m.Close()
@@ -75,7 +74,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 func TestIdleConnectionsEnd(t *testing.T) {
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Idle = time.Millisecond })
 	d, loop := newDialer(t, f.at), startLoop(t)
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	m := member(t, d, f, loop, nil)
 	if _, _, err := m.Probe(context.Background()); err != nil {
 		t.Fatal(err)
 	}

@@ -201,7 +201,7 @@ func TestGreedy(t *testing.T) {
 			}
 			full(t, f, c.is)
 			d, loop := newDialer(t, f.at), startLoop(t)
-			m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+			m := member(t, d, f, loop, nil)
 			adoptAs(t, m, 1, 1)
 			g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(1, 2)), model: make([]byte, testSize)}
 			ran := make(chan struct{})

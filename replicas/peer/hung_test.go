@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/engine"
 )
 
 // TestHung has the other side stop answering: all is answered in bounded time, and a new Adopt takes the member back.
@@ -18,12 +19,19 @@ func TestHung(t *testing.T) {
 	p := newProxy(t, f.at)
 	d := newDialer(t, at(p.ln.Addr().String()))
 	loop := startLoop(t)
-	short := Patience{2 * time.Second, 3 * time.Second}
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless }) // short only with one that hangs, not one that is busy
-	adoptAs(t, m, 1, 1)
+	var s stalls // short only for a connection that hangs, not for a busy one
+	short := func() { s.set(2*time.Second, 3*time.Second) }
+	m := newWatch(t).Member(member(t, d, f, loop, nil), engine.WatchOptions{Loop: loop, Replica: f.uid, Timeout: s.get})
+	adopt := func() {
+		t.Helper()
+		if err := m.Adopt(t.Context(), 1, 1, []string{f.uid}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	adopt()
 	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(3, 3)), model: make([]byte, testSize)}
 	g.run(500, 16)
-	setPatience(m, short)
+	short()
 	p.freeze(true)
 	failed := 0
 	g.fail = func(r *block.Request) {
@@ -36,9 +44,9 @@ func TestHung(t *testing.T) {
 	if failed != 200 {
 		t.Errorf("%d requests failed", failed)
 	}
-	setPatience(m, endless)
+	s.set(endless, endless)
 	p.freeze(false)
-	adoptAs(t, m, 1, 1)
+	adopt()
 	g.fail, g.model = nil, make([]byte, testSize) // what failed may be there or not: all is written anew
 	zero := &block.Request{Op: block.OpZero, Len: testSize}
 	if err := Do(context.Background(), loop, m, zero); err != nil {
@@ -47,7 +55,7 @@ func TestHung(t *testing.T) {
 	g.run(500, 16)
 	// The last member is waited for.
 	m.Last(true)
-	setPatience(m, short)
+	short()
 	p.freeze(true)
 	ran := make(chan struct{})
 	go func() { g.run(100, 4); close(ran) }()
@@ -70,8 +78,7 @@ func TestFence(t *testing.T) {
 	d := newDialer(t, f.at)
 	loop := startLoop(t)
 	ctx := context.Background()
-	patient := func(o *Options) { o.Patience = endless }
-	old, now := member(t, d, f, loop, patient), member(t, d, f, loop, patient)
+	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
 	adoptAs(t, old, 1, 1)
 	buf := aligned(block.Size)
 	write := func(m *Member) error {

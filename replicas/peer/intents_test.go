@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/engine"
 )
 
 // spell is one session: members begin it, value is written, and joiners become members. With whole, intents are cleared
@@ -114,7 +115,7 @@ func TestReopenedGoesOnNoting(t *testing.T) {
 			write(0, 2)
 			reopen(c)
 			write(region, 3) // nothing was noted there before
-			told, err := c.members[1].Member.(*Member).Intents(context.Background())
+			told, err := c.members[1].Member.(engine.Mirror).Intents(context.Background())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -133,17 +134,6 @@ func TestReopenedGoesOnNoting(t *testing.T) {
 				}
 			}
 		})
-	}
-}
-
-// impatient is for members that are given up soon.
-var impatient = Patience{2 * time.Second, 10 * time.Second}
-
-// patient sets how long the others are waited for from now on.
-func (c *cluster) patient(p Patience) {
-	c.patience = p
-	for _, m := range c.made {
-		setPatience(m, p)
 	}
 }
 

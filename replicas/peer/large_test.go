@@ -42,7 +42,7 @@ func newLargest(t *testing.T) *far {
 // and where every other one is. The connection stays, and the session has a clean end.
 func TestCallsOfTheLargestVolume(t *testing.T) {
 	f := newLargest(t)
-	m := member(t, newDialer(t, f.at), f, startLoop(t), func(o *Options) { o.Patience = endless })
+	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
 	adoptAs(t, m, 1, 1, "other")
 	c := m.c
 	for i, list := range [][]int64{everyRegion(1), everyRegion(2), everyRegion(1001), {}} {
@@ -125,7 +125,7 @@ func TestDetachOfTheLargestVolume(t *testing.T) {
 	for i, f := range fars {
 		d := newDialer(t, f.at)
 		cfg.Members = append(cfg.Members, engine.Named{Name: f.uid, Member: d.Member(Options{Node: fmt.Sprint("far", i),
-			Replica: f.uid, Volume: f.volume, Loop: loop, Patience: endless})})
+			Replica: f.uid, Volume: f.volume, Loop: loop})})
 	}
 	e, err := engine.Open(t.Context(), cfg)
 	if err != nil {
@@ -174,7 +174,7 @@ func TestFrameThatIsTooLarge(t *testing.T) {
 	loop := startLoop(t)
 	var all []*Member
 	for range 2 * laneCount { // two have one connection
-		m := d.Member(Options{Node: "old", Replica: "r", Volume: "v", Loop: loop, Patience: endless})
+		m := d.Member(Options{Node: "old", Replica: "r", Volume: "v", Loop: loop})
 		adoptAs(t, m, 1, 1, "other")
 		all = append(all, m)
 	}
@@ -195,7 +195,7 @@ func TestFrameThatIsTooLarge(t *testing.T) {
 	}
 
 	// And an answer, for who asks for a list.
-	m = member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	m = member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1, "other")
 	if err := m.Intend(t.Context(), everyRegion(1)); err != nil {
 		t.Fatal(err)

@@ -135,23 +135,15 @@ func (b *Backend) Seal(ctx context.Context, list ...stack.Snapshot) error {
 	return b.besideCut(func() error { return b.Cut(ctx, list[0], list[1:]...) })
 }
 
-// LayerSize is how long a layer is, and what it takes on the disk; Root is the digest of what it holds, once it has
-// one.
-type LayerSize struct {
-	Size int64  `json:"size"`
-	Used int64  `json:"used"`
-	Root string `json:"root,omitempty"`
-}
-
 // Sizes are those of the layers that snapshots name.
-func (b *Backend) Sizes(context.Context) (map[string]LayerSize, error) {
-	all := map[string]LayerSize{}
+func (b *Backend) Sizes(context.Context) (map[string]stack.LayerSize, error) {
+	all := map[string]stack.LayerSize{}
 	for _, s := range b.Meta().Snapshots {
 		size, used, err := b.Disk().LayerSize(s.Layer)
 		if err != nil {
 			return nil, err
 		}
-		all[s.UID] = LayerSize{size, used, b.Disk().LayerRoot(s.Layer)}
+		all[s.UID] = stack.LayerSize{Size: size, Used: used, Root: b.Disk().LayerRoot(s.Layer)}
 	}
 	return all, nil
 }

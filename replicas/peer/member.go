@@ -14,16 +14,6 @@ type Loop interface {
 	Post(fn func()) bool
 }
 
-// Patience is how long a Member is waited for: the limit is a multiple of the longest wait seen lately, between the
-// two.
-type Patience struct{ Min, Max time.Duration }
-
-// defaultPatience outlasts the restart of the other node's data process, and a disk that is slow for once.
-var defaultPatience = Patience{Min: 4 * time.Second, Max: 30 * time.Second}
-
-// patienceFactor is how much longer than the longest wait seen lately is too long.
-const patienceFactor = 8
-
 // Options of a Member.
 type Options struct {
 	Node    string // that has the replica
@@ -31,14 +21,10 @@ type Options struct {
 	Volume  string // uid of the volume, which the other side compares
 	Loop    Loop
 	// Boot of the other machine in the session that is resumed; empty: none is.
-	Boot     string
-	Patience Patience
-	// OnDown is told, from a goroutine of the Dialer, once the replica has not been reached for the limit while nothing
-	// was asked of it. May be nil.
-	OnDown func(why error)
+	Boot string
 }
 
-// Member is a replica on another node. It implements engine.Member.
+// Member is a replica on another node. Member implements engine.Remote, and has no stall timeout.
 type Member struct {
 	d    *Dialer
 	o    Options
@@ -55,19 +41,16 @@ type Member struct {
 	done     []*slot
 	spare    []*slot
 	posted   bool
-	dead     error // all requests are answered with it
-	forGood  bool  // and Adopt does not change that
+	answers  func() // answer, for Post
+	dead     error  // all requests are answered with it
+	forGood  bool   // and Adopt does not change that
 	closed   bool
-	last     bool
-	told     bool // OnDown
+	onLink   func(down error) // may be nil
 	reviving bool
-	downAt   time.Duration
 	want     *adoption
 	track    bool // intents are noted: a replica that was opened anew has to be told again
 	boot     string
 	info     Info
-	peak     time.Duration // the longest wait seen lately
-	faded    time.Duration // when peak was last reduced
 }
 
 // adoption is what Adopt asks for.
@@ -97,16 +80,13 @@ type Info struct {
 
 // Member makes a member; it connects when it is asked for something.
 func (d *Dialer) Member(o Options) *Member {
-	if o.Patience == (Patience{}) {
-		o.Patience = defaultPatience
-	}
 	m := &Member{d: d, o: o, turn: make(chan struct{}, 1), changed: make(chan struct{}), boot: o.Boot}
+	m.answers = m.answer
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.start()
 	d.session++
 	m.lane = int(d.session) % laneCount
-	d.members[m] = true
 	return m
 }
 
@@ -134,7 +114,7 @@ func (m *Member) Submit(r *block.Request) {
 	} else {
 		m.free = s.next
 	}
-	*s = slot{m: m, req: r, since: m.d.now(), prev: m.tail}
+	*s = slot{m: m, req: r, prev: m.tail}
 	s.h = header{off: r.Off, n: r.Len}
 	switch r.Op {
 	case block.OpRead:
@@ -174,13 +154,9 @@ func (m *Member) complete(s *slot, err error) {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if s.ended {
-		return
+	if !s.ended {
+		m.finish(s, err)
 	}
-	if !s.resent {
-		m.peak = max(m.peak, m.d.now()-s.since)
-	}
-	m.finish(s, err)
 }
 
 // finish takes a slot out and has its request answered on the loop. The caller has the lock.
@@ -200,7 +176,7 @@ func (m *Member) finish(s *slot, err error) {
 	m.done = append(m.done, s)
 	if !m.posted {
 		m.posted = true
-		m.o.Loop.Post(m.answer)
+		m.o.Loop.Post(m.answers)
 	}
 }
 
@@ -241,98 +217,54 @@ func (m *Member) Boot() string {
 	return m.boot
 }
 
-// Last says whether this is the volume's last member: it is waited for as long as it takes.
-func (m *Member) Last(is bool) {
+// OnLink implements engine.Remote.
+func (m *Member) OnLink(fn func(down error)) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.last = is
+	m.onLink = fn
 }
 
-// AbsentFor implements engine.Absentee.
-func (m *Member) AbsentFor() time.Duration {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.c != nil || m.want == nil || m.closed {
-		return 0
+// link reports the state of the connection. The caller has the lock.
+func (m *Member) link(down error) {
+	if m.onLink != nil {
+		m.onLink(down)
 	}
-	return m.d.now() - m.downAt
 }
 
-// limit is how long the oldest request may wait. The caller has the lock.
-func (m *Member) limit() time.Duration {
-	return min(max(patienceFactor*m.peak, m.o.Patience.Min), m.o.Patience.Max)
-}
+// Abandon implements engine.Remote.
+func (m *Member) Abandon(why error) { m.die(why, false) }
 
-// look finds out whether the member takes too long.
-func (m *Member) look(now time.Duration) {
-	m.mu.Lock()
-	if now-m.faded > time.Second {
-		m.peak -= m.peak / 64
-		m.faded = now
-	}
-	limit := m.limit()
-	switch late := m.head != nil && now-m.head.since > limit; {
-	case m.dead != nil || m.closed:
-	case late && !m.last:
-		m.mu.Unlock()
-		m.die(m.name(api.Errorf(api.Unavailable, "no answer for %v", limit.Round(time.Millisecond))), false)
-		return
-	case m.c == nil && m.want != nil && !m.told && !m.last && m.reviving && now-m.downAt > limit && m.o.OnDown != nil:
-		m.told = true
-		m.mu.Unlock()
-		m.o.OnDown(m.name(api.Errorf(api.Unavailable, "it was not reached for %v", limit.Round(time.Millisecond))))
-		return
-	}
-	m.mu.Unlock()
-}
-
-// die answers all that is pending with why, and everything that comes.
+// die answers all requests with why, pending and new ones.
 func (m *Member) die(why error, forGood bool) {
 	m.mu.Lock()
+	defer m.mu.Unlock()
 	if m.dead != nil || m.closed {
 		m.forGood = m.forGood || forGood
-		m.mu.Unlock()
 		return
 	}
 	m.dead, m.forGood = why, forGood
-	c := m.abandon()
-	m.mu.Unlock()
-	if c != nil {
-		c.fail(api.Errorf(api.Unavailable, "given up: %w", why))
-		<-c.ended
-	}
-	m.mu.Lock()
-	for m.head != nil {
-		m.finish(m.head, why)
-	}
+	m.takeBack(why)
 	m.wake()
-	m.mu.Unlock()
 }
 
-// abandon takes everything back from the connection. Where a buffer is in use it returns the connection, which must be
-// broken first. The caller has the lock.
-func (m *Member) abandon() (must *conn) {
-	c := m.c
-	m.c = nil
-	if c == nil {
-		return nil
-	}
-	c.mu.Lock()
-	delete(c.members, m.session)
-	c.mu.Unlock()
-	for s := m.head; s != nil; s = s.next {
+// takeBack answers all pending requests, except requests whose buffers the connection uses: the connection completes
+// these. The caller has the lock.
+func (m *Member) takeBack(why error) {
+	for s := m.head; s != nil; {
+		next := s.next
 		s.kept = true
-		if !c.cancel(s) {
-			must = c
+		if m.c == nil || m.c.cancel(s) {
+			m.finish(s, why)
 		}
+		s = next
 	}
-	return must
 }
 
 // closeTime bounds how long the end of a session is waited for.
 const closeTime = 20 * time.Second
 
-// Close implements engine.Member: a clean end, if the replica is reached. No request is outstanding.
+// Close implements engine.Member: a clean end, if the replica is reached. No request is outstanding. Close does not
+// wait for the end of an abandoned session.
 func (m *Member) Close() error {
 	m.turn <- struct{}{}
 	defer func() { <-m.turn }()
@@ -344,30 +276,26 @@ func (m *Member) Close() error {
 	c, session, dead := m.c, m.session, m.dead
 	m.mu.Unlock()
 	var err error
-	if c != nil && dead == nil {
+	switch {
+	case dead != nil && c != nil:
+		m.leave(c, session)
+	case dead != nil:
+	case c != nil:
 		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
 		err = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
 		cancel()
-	} else if dead == nil {
+	default:
 		err = api.Errorf(api.Unavailable, "it is not reached: its end is not marked clean")
 	}
 	m.mu.Lock()
 	m.closed = true
-	must := m.abandon()
+	m.takeBack(errClosed)
+	c, session = m.c, m.session
 	m.wake()
 	m.mu.Unlock()
-	if must != nil {
-		must.fail(errClosed)
-		<-must.ended
+	if c != nil {
+		c.remove(session)
 	}
-	m.mu.Lock()
-	for m.head != nil {
-		m.finish(m.head, errClosed)
-	}
-	m.mu.Unlock()
-	m.d.mu.Lock()
-	delete(m.d.members, m)
-	m.d.mu.Unlock()
 	if err != nil {
 		return m.name(err)
 	}

@@ -119,7 +119,7 @@ func (m *Member) Seal(ctx context.Context, list ...stack.Snapshot) error {
 }
 
 // Sizes is that of Backend.
-func (m *Member) Sizes(ctx context.Context) (map[string]LayerSize, error) {
+func (m *Member) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
 	return sizesCall.call(ctx, m, none{})
 }
 

@@ -58,9 +58,9 @@ var (
 		run: func(_ context.Context, b *Backend, _ none) (none, error) { b.Release(); return none{}, nil }}
 	sealCall = &method[sealArgs, none]{name: "seal", changes: true,
 		run: func(ctx context.Context, b *Backend, a sealArgs) (none, error) { return none{}, b.Seal(ctx, a...) }}
-	sizesCall = &method[none, map[string]LayerSize]{name: "sizes", repeat: true, atOnce: sessionCalls,
-		run:    func(ctx context.Context, b *Backend, _ none) (map[string]LayerSize, error) { return b.Sizes(ctx) },
-		encode: asJSON[none, map[string]LayerSize], decode: decodeSizes}
+	sizesCall = &method[none, map[string]stack.LayerSize]{name: "sizes", repeat: true, atOnce: sessionCalls,
+		run:    func(ctx context.Context, b *Backend, _ none) (map[string]stack.LayerSize, error) { return b.Sizes(ctx) },
+		encode: asJSON[none, map[string]stack.LayerSize], decode: decodeSizes}
 	changedCall = &method[changedArgs, []run]{name: "changed", repeat: true, atOnce: listCalls,
 		run: func(ctx context.Context, b *Backend, a changedArgs) ([]run, error) {
 			list, err := b.ChangedPieces(ctx, a.From, a.To, a.Base, a.Piece)
@@ -185,8 +185,8 @@ func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
 	return m, nil
 }
 
-func decodeSizes(b []byte, _ none, _ limits) (map[string]LayerSize, error) {
-	all, err := decode[map[string]LayerSize](b)
+func decodeSizes(b []byte, _ none, _ limits) (map[string]stack.LayerSize, error) {
+	all, err := decode[map[string]stack.LayerSize](b)
 	if err != nil {
 		return nil, err
 	}

@@ -355,13 +355,6 @@ func member(t testing.TB, d *Dialer, f *far, loop Loop, change func(*Options)) *
 	return d.Member(o)
 }
 
-// setPatience sets how long a member is waited for from now on.
-func setPatience(m *Member, p Patience) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.o.Patience = p
-}
-
 func adoptAs(t testing.TB, m *Member, epoch, inc int64, members ...string) {
 	t.Helper()
 	if err := m.Adopt(context.Background(), epoch, inc, append([]string{m.o.Replica}, members...)); err != nil {
@@ -412,8 +405,7 @@ func TestWork(t *testing.T) {
 	d := newDialer(t, f.at)
 	d.TLS = func(node string) (*tls.Config, error) { return ids["near"].Client(node, Protocol) }
 	loop := startLoop(t)
-	patient := func(o *Options) { o.Patience = endless }
-	m := member(t, d, f, loop, patient)
+	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1, "another")
 	if asked.Load() != "near" {
 		t.Errorf("the server was asked by node %v", asked.Load())
@@ -435,7 +427,7 @@ func TestWork(t *testing.T) {
 		t.Fatal(err)
 	}
 	compare(t, f, g.model, want)
-	other := member(t, d, f, loop, patient)
+	other := member(t, d, f, loop, nil)
 	if err := other.Adopt(context.Background(), 9, 1, []string{f.uid}); !api.Is(err, api.Denied) {
 		t.Errorf("an engine that the API does not name: %v", err)
 	}
@@ -472,7 +464,7 @@ func TestCuts(t *testing.T) {
 	p := newProxy(t, f.at)
 	d := newDialer(t, at(p.ln.Addr().String()))
 	loop := startLoop(t)
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1)
 	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(2, 2)), model: make([]byte, testSize)}
 	stop, done := make(chan struct{}), make(chan struct{})

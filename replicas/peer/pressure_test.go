@@ -21,7 +21,7 @@ func TestCreditHoldsBack(t *testing.T) {
 	}
 	defer ln.Close()
 	d, loop := newDialer(t, at(ln.Addr().String())), startLoop(t)
-	m := d.Member(Options{Node: "far", Replica: "r", Volume: "v", Loop: loop, Patience: endless})
+	m := d.Member(Options{Node: "far", Replica: "r", Volume: "v", Loop: loop})
 	adopted := make(chan error, 1)
 	go func() { adopted <- m.Adopt(t.Context(), 1, 1, []string{"r"}) }()
 	nc, err := ln.Accept()

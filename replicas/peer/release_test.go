@@ -11,7 +11,7 @@ func TestRelease(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	d := newDialer(t, f.at)
 	loop := startLoop(t)
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1)
 	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(4, 4)), model: make([]byte, testSize)}
 	stop, done := make(chan struct{}), make(chan struct{})

@@ -19,11 +19,11 @@ func (m *Member) lost(c *conn) {
 		return
 	}
 	m.c = nil
-	m.downAt, m.told = m.d.now(), false
 	for s := m.head; s != nil; s = s.next {
-		s.state, s.resent = slotIdle, true
+		s.state = slotIdle
 	}
 	m.wake()
+	m.link(c.cause())
 	m.startRevival()
 }
 
@@ -68,11 +68,14 @@ func (m *Member) revived() (over bool) {
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
 	defer cancel()
-	err := m.connect(ctx) // why not is known to the member by now, or it is tried again
+	err := m.connect(ctx, nil)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	over = err == nil && m.c != nil
 	m.reviving = !over
+	if err != nil {
+		m.link(err)
+	}
 	return over
 }
 
@@ -85,8 +88,9 @@ func (d *Dialer) stopped() bool {
 	}
 }
 
-// connect opens a session, has it adopted, and sends what waits. The caller has the turn.
-func (m *Member) connect(ctx context.Context) error {
+// connect opens a session, adopts, and sends the pending requests. Was is the reason for which the engine abandoned the
+// member before: connect revokes that, unless there is a new reason by now. The caller has the turn.
+func (m *Member) connect(ctx context.Context, was error) error {
 	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
 	if err != nil {
 		return m.name(err)
@@ -102,9 +106,7 @@ func (m *Member) connect(ctx context.Context) error {
 	m.d.session++
 	session := m.d.session
 	m.d.mu.Unlock()
-	c.mu.Lock()
-	c.members[session] = m
-	c.mu.Unlock()
+	c.add(session, m)
 	var info Info
 	err = m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
 	if err == nil {
@@ -114,18 +116,22 @@ func (m *Member) connect(ctx context.Context) error {
 		err = m.say(ctx, c, session, trackCall.name, onArgs{true})
 	}
 	if err != nil {
-		c.mu.Lock()
-		delete(c.members, session)
-		c.mu.Unlock()
+		c.remove(session)
 		return m.refused(err)
 	}
 	m.mu.Lock()
 	if m.closed || m.forGood {
 		m.mu.Unlock()
+		c.remove(session)
 		return m.name(errClosed)
 	}
-	m.boot, m.info, m.dead = c.boot, info, nil
+	old, ended := m.c, m.session
+	m.boot, m.info = c.boot, info
 	m.c, m.session = c, session
+	if m.dead == was { //nolint:errorlint // the very same reason
+		m.dead = nil
+		m.link(nil)
+	}
 	alive := true
 	for s := m.head; s != nil && alive; s = s.next {
 		s.h.session = session
@@ -133,12 +139,22 @@ func (m *Member) connect(ctx context.Context) error {
 	}
 	m.wake()
 	m.mu.Unlock()
+	if old != nil {
+		m.leave(old, ended)
+	}
 	if c.cause() != nil {
 		<-c.ended
 		m.lost(c) // it may have told its members before we were one
 		return m.name(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
 	}
 	return nil
+}
+
+// leave ends a session at the server, if the connection lives. Nobody waits for the answer.
+func (m *Member) leave(c *conn, session uint32) {
+	c.remove(session)
+	c.enqueue(&slot{m: m, call: &call{payload: []byte("{}"), done: make(chan struct{})}, kept: true,
+		h: header{kind: kindClose, session: session}})
 }
 
 // refused looks at why a session does not begin: some reasons are for good.
@@ -154,7 +170,8 @@ func (m *Member) name(err error) error {
 	return fmt.Errorf("replica %s on node %s: %w", m.o.Replica, m.o.Node, err)
 }
 
-// Adopt implements engine.Member. A member that was given up is taken back, if its machine did not restart.
+// Adopt implements engine.Member. An abandoned member gets a new session, whose adoption drains the disk I/O of the
+// former session, unless the machine of the replica restarted.
 func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	select {
 	case m.turn <- struct{}{}:
@@ -163,9 +180,7 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 	}
 	defer func() { <-m.turn }()
 	m.mu.Lock()
-	ctx, cancel := context.WithTimeout(ctx, m.o.Patience.Max)
-	defer cancel()
-	if m.forGood || m.closed {
+	if m.forGood || m.closed || m.dead != nil && m.head != nil { // a connection uses a buffer
 		err := m.dead
 		m.mu.Unlock()
 		if err == nil {
@@ -175,18 +190,22 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 	}
 	want := adoption{epoch, incarnation, slices.Clone(members)}
 	m.want = &want
-	c, session := m.c, m.session
+	c, session, was := m.c, m.session, m.dead
 	m.mu.Unlock()
-	if c != nil {
-		err := m.exchange(ctx, c, session, kindAdopt, want, nil)
-		if err == nil || !errors.Is(err, errBroken) {
-			if err != nil {
-				return m.refused(err)
-			}
+	if c != nil && was == nil {
+		switch err := m.exchange(ctx, c, session, kindAdopt, want, nil); {
+		case err == nil:
 			return nil
+		case !errors.Is(err, errBroken):
+			return m.refused(err)
+		}
+		select {
+		case <-c.closed: // the connection uses no buffer any more
+		case <-ctx.Done():
+			return m.name(api.Errorf(api.Unavailable, "%w", ctx.Err()))
 		}
 	}
-	return m.connect(ctx)
+	return m.connect(ctx, was)
 }
 
 // Probe asks the replica what it is, without a session, and reports how the run of its machine is named.
@@ -203,11 +222,7 @@ func (m *Member) Probe(ctx context.Context) (Info, string, error) {
 	if err := m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
 		return info, "", m.name(err)
 	}
-	m.d.run(func() { // the server forgets it with the connection in any case
-		ctx, cancel := context.WithTimeout(context.Background(), dialTime)
-		defer cancel()
-		_ = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
-	})
+	m.leave(c, session)
 	return info, c.boot, nil
 }
 
@@ -240,7 +255,7 @@ func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, 
 
 func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, payload []byte) ([]byte, error) {
 	s := &slot{m: m, call: &call{payload: payload, done: make(chan struct{})}, kept: true,
-		h: header{kind: k, session: session}, since: m.d.now()}
+		h: header{kind: k, session: session}}
 	if !c.enqueue(s) {
 		return nil, api.Errorf(api.Unavailable, "the connection broke: %w", errors.Join(errBroken, c.cause()))
 	}
@@ -248,6 +263,7 @@ func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, paylo
 	case <-s.call.done:
 		return s.call.answer, s.call.err
 	case <-ctx.Done():
+		c.cancel(s)
 		return nil, api.Errorf(api.Unavailable, "no answer: %w", ctx.Err())
 	}
 }

@@ -34,10 +34,9 @@ func TestBesideAHungLastReplica(t *testing.T) {
 	f.start()
 	d, loop := newDialer(t, f.at), startLoop(t)
 	on := func(replica string) *Member {
-		m := member(t, d, f, loop, func(o *Options) { o.Replica, o.Volume, o.Patience = replica, replica, endless })
+		m := member(t, d, f, loop, func(o *Options) { o.Replica, o.Volume = replica, replica })
 		m.lane = 0
 		adoptAs(t, m, 1, 1)
-		m.Last(true)
 		return m
 	}
 	a, b := on("hung"), on("well")

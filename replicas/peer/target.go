@@ -34,6 +34,7 @@ type target struct {
 	inMu  sync.Mutex
 	inbox []*incoming
 	spare []*incoming
+	takes func() // take, for Post
 }
 
 // session is one engine on one connection.
@@ -87,6 +88,7 @@ func (s *Server) target(ctx context.Context, replica, volume string) (*target, e
 	}
 	t := &target{s: s, uid: replica, volume: volume, rep: rep, loop: loop, sessions: map[*session]bool{},
 		gone: make(chan struct{})}
+	t.takes = t.take
 	s.mu.Lock()
 	if s.targets[replica] != nil || s.closed { // cannot be: a replica has one opener
 		s.mu.Unlock()
@@ -175,7 +177,7 @@ func (t *target) put(in *incoming) {
 	t.inbox = append(t.inbox, in)
 	first := len(t.inbox) == 1
 	t.inMu.Unlock()
-	if first && !t.loop.Post(t.take) {
+	if first && !t.loop.Post(t.takes) {
 		t.inMu.Lock()
 		list := t.inbox
 		t.inbox = nil

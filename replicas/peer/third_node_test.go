@@ -117,7 +117,7 @@ func TestThirdNodeGetsNothing(t *testing.T) {
 	})
 	d, loop := newDialer(t, f.at), startLoop(t)
 	d.TLS = func(node string) (*tls.Config, error) { return ids["near"].Client(node, Protocol) }
-	m := member(t, d, f, loop, func(o *Options) { o.Patience = endless })
+	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 5, 1)
 	buf := aligned(block.Size)
 	buf[0] = 7

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -64,19 +65,15 @@ type cluster struct {
 	inc   int64
 	// members of the engine, as it has them.
 	members []engine.Named
-	// patience with the others: endless, unless a test is about the end of it. A busy machine is not to be taken for one
-	// that hangs.
-	patience Patience
-	made     []*Member // all that have it
+	watch   *engine.Watch
+	stalls  stalls
+	serving atomic.Pointer[engine.Engine] // the last engine
 	// reported is what the API says of a snapshot; nil: it is not asked.
 	reported func(context.Context, stack.Snapshot) (bool, error)
 }
 
-// endless is for tests in which nobody is to be given up.
-var endless = Patience{5 * time.Minute, 5 * time.Minute}
-
 func newCluster(t *testing.T, size int64, others int, withLocal bool) *cluster {
-	c := &cluster{t: t, size: size, loop: startLoop(t), patience: endless}
+	c := &cluster{t: t, size: size, loop: startLoop(t)}
 	volume := string(api.NewUID())
 	if withLocal {
 		disk, err := stack.Add(context.Background(), filepath.Join(t.TempDir(), "disk"))
@@ -104,6 +101,7 @@ func newCluster(t *testing.T, size int64, others int, withLocal bool) *cluster {
 	c.dial = &Dialer{Node: "near"}
 	c.dial.Address = func(_ context.Context, node string) (string, error) { return addr[node], nil }
 	t.Cleanup(c.dial.Close)
+	c.watch = newWatch(t)
 	return c
 }
 
@@ -113,18 +111,24 @@ func (c *cluster) member(uid string) engine.Named {
 		if err != nil {
 			c.t.Fatal(err)
 		}
-		return engine.Named{Name: uid, Local: true, Member: NewBackend(r, c.loop)}
+		return engine.Named{Name: uid, Local: true, Member: c.watched(uid, NewBackend(r, c.loop))}
 	}
 	for i, f := range c.far {
 		if f.uid == uid {
-			m := c.dial.Member(Options{Node: "far" + strconv.Itoa(i), Replica: uid, Volume: f.volume, Loop: c.loop,
-				Patience: c.patience})
-			c.made = append(c.made, m)
-			return engine.Named{Name: uid, Member: m}
+			m := c.dial.Member(Options{Node: "far" + strconv.Itoa(i), Replica: uid, Volume: f.volume, Loop: c.loop})
+			return engine.Named{Name: uid, Member: c.watched(uid, m)}
 		}
 	}
 	c.t.Fatalf("no replica %s", uid)
 	return engine.Named{}
+}
+
+func (c *cluster) watched(uid string, on engine.Cutter) *engine.WatchedMember {
+	return c.watch.Member(on, engine.WatchOptions{Loop: c.loop, Replica: uid, Timeout: c.stalls.get, OnStall: func(why error) {
+		if e := c.serving.Load(); e != nil {
+			e.Suspect(uid, why)
+		}
+	}})
 }
 
 // attach claims the volume.
@@ -165,6 +169,7 @@ func (c *cluster) attach() error {
 	}
 	e.SetWhole(epoch+1, len(members) == len(c.far)+1 || c.local == "" && len(members) == len(c.far))
 	c.e, c.members = e, cfg.Members
+	c.serving.Store(e)
 	return nil
 }
 
@@ -280,7 +285,7 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
-	c.patient(Patience{400 * time.Millisecond, 2 * time.Second}) // whoever is given up is taken back
+	c.stalls.set(400*time.Millisecond, 2*time.Second) // abandoned members rejoin
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rng, model: make([]byte, size)}
 	all := slices.Clone(c.rec.members)
 	for range rounds {
@@ -340,7 +345,7 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 		now, members := c.rec.state()
 		c.e.SetWhole(now, len(members) == len(all))
 	}
-	c.patient(endless)
+	c.stalls.set(endless, endless)
 	for deadline := time.Now().Add(5 * time.Minute); ; {
 		_, members := c.rec.state()
 		if len(members) == len(all) {
@@ -383,7 +388,7 @@ func TestGone(t *testing.T) {
 	}
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rand.New(rand.NewPCG(5, 5)), model: make([]byte, testSize)}
 	g.run(200, 8)
-	c.patient(impatient)
+	c.stalls.set(2*time.Second, 10*time.Second)
 	for i, f := range c.far {
 		f.stop()
 		c.proxy[i].cut()
@@ -473,7 +478,7 @@ func TestGoneForLong(t *testing.T) {
 	if err := write(); err != nil {
 		t.Fatal(err)
 	}
-	c.patient(impatient)
+	c.stalls.set(2*time.Second, 10*time.Second)
 	c.far[0].stop()
 	c.proxy[0].cut()
 	failed := make(chan error, 2)
@@ -539,7 +544,7 @@ func TestBothGone(t *testing.T) {
 	if err := write(1); err != nil {
 		t.Fatal(err)
 	}
-	c.patient(impatient)
+	c.stalls.set(2*time.Second, 10*time.Second)
 	for _, p := range c.proxy {
 		p.freeze(true) // the write is sent to both, and answered by none
 	}

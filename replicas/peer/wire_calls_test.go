@@ -44,7 +44,7 @@ func done(call func(ctx context.Context, m *Member) error) func(context.Context,
 
 // calls are all that a member can ask for.
 func calls() []callFixture {
-	sizes := map[string]LayerSize{"snapshot": {64 << 20, 4096, "c0ffee"}, "younger": {64 << 20, 0, ""}}
+	sizes := map[string]stack.LayerSize{"snapshot": {Size: 64 << 20, Used: 4096, Root: "c0ffee"}, "younger": {Size: 64 << 20}}
 	broken := []stack.Broken{{Layer: "layer-1", Off: 2 << 20, Len: 2 << 20, Snap: "snapshot"},
 		{Layer: "layer-2", Len: 4096}}
 	return []callFixture{

@@ -248,8 +248,7 @@ func converse(t *testing.T, version int) string {
 	d := &Dialer{Node: "one", Address: func(context.Context, string) (string, error) {
 		return between.Addr().String(), nil
 	}}
-	m := d.Member(Options{Node: "two", Replica: "replica-b", Volume: "volume", Loop: rep,
-		Patience: Patience{Min: hangs, Max: hangs}})
+	m := d.Member(Options{Node: "two", Replica: "replica-b", Volume: "volume", Loop: rep})
 	talk(t, m, rep, version)
 	must(t, m.Close())
 	d.Close()

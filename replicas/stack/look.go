@@ -25,6 +25,13 @@ func (d *Disk) Stack(replica string) (Meta, error) {
 	return m, nil
 }
 
+// LayerSize is how long a layer is, and what it takes on its disk; Root is the digest of what it holds, once it has one.
+type LayerSize struct {
+	Size int64  `json:"size"`
+	Used int64  `json:"used"`
+	Root string `json:"root,omitempty"`
+}
+
 // LayerSize is how long a layer of this disk is, and what it takes on it, in bytes.
 func (d *Disk) LayerSize(uid string) (size, used int64, err error) {
 	defer func() {

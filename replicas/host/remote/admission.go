@@ -22,7 +22,7 @@ func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, erro
 	if l := s.Opened(replica); l != nil {
 		return l.Meta(), nil
 	}
-	if s.o.Watch.Buried(replica) {
+	if s.o.Watch.Abandoned(replica) {
 		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrGivenUp)
 	}
 	s.openServedDisks(ctx)

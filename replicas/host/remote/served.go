@@ -25,7 +25,7 @@ func (s *Server) Open(ctx context.Context, uid, volume string) (peer.Replica, pe
 }
 
 func (s *Server) openServed(ctx context.Context, uid, volume string) (peer.Replica, peer.Loop, error) {
-	if s.o.Watch.Buried(uid) {
+	if s.o.Watch.Abandoned(uid) {
 		return nil, nil, fmt.Errorf("replica %s: %w", uid, peer.ErrGivenUp)
 	}
 	s.openServedDisks(ctx)
