@@ -235,8 +235,9 @@ func (c *conn) write() {
 			h.encode(&hb)
 			_, err = w.Write(hb[:])
 		} else {
+			id := s.id
 			err = c.send(w, s, &hb)
-			c.sent(s)
+			c.sent(id, s)
 		}
 		if err != nil {
 			c.fail(err)
@@ -245,16 +246,17 @@ func (c *conn) write() {
 	}
 }
 
-// sent lets go of a slot after the write. The answer may have arrived already.
-func (c *conn) sent(s *slot) {
+// sent lets go of a slot after the write. The answer may have arrived already: the slot may be in use again.
+func (c *conn) sent(id uint64, s *slot) {
 	c.mu.Lock()
-	over := s.state == slotWriting && s.given
-	switch {
-	case over:
+	if c.table[id] != s {
+		c.mu.Unlock()
+		return
+	}
+	over := s.given
+	if s.state = slotSent; over {
 		c.forget(s)
 		s.state = slotOver
-	case s.state == slotWriting:
-		s.state = slotSent
 	}
 	c.mu.Unlock()
 	if over {
