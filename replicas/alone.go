@@ -9,9 +9,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// A volume with one replica, used where that is, has an engine that notes no intents, and a session that nothing wakes
-// while it is idle. When the volume is to have another replica (its number was raised, or the one that it has is to
-// leave its disk) the engine begins to note intents; the device, and whoever uses it, notice nothing.
+// The engine of a volume whose only replica is on the engine's node notes no intents, and no timer wakes its session.
+// When the volume is to have another replica (a user raised the replica count, or the replica is to leave its disk),
+// the engine begins to note intents; the device does not change.
 
 // awaitOthers returns when the volume of a session has, or is to have, other replicas, and the engine notes intents.
 // False: ctx ended before.
@@ -30,7 +30,7 @@ func (d *Data) awaitOthers(ctx context.Context, s *session) bool {
 	return ctx.Err() == nil
 }
 
-// awaitLook waits until the replicas are to be looked at, or for a time; 0: as long as it takes. False: ctx ended.
+// awaitLook waits for a wake-up, or for a time; 0: for the wake-up alone. False: ctx ended.
 func awaitLook(ctx context.Context, s *session, longest time.Duration) bool {
 	var late <-chan time.Time
 	if longest > 0 {

@@ -23,9 +23,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A group of snapshots is cut at one instant: its Snapshots are made first, then all volumes are held, cut and let go
-// together. Each cut has the instant in its record, so that one in which a process died half-way is seen: what there
-// is of it is dropped, and all are cut again. A Snapshot of a group is told to nobody before the group is whole.
+// A group of snapshots is cut at one instant: the loop makes the Snapshots first, then holds, cuts and releases all
+// volumes together. Each cut has the instant in its record, so that the loop sees a group in which a process died
+// half-way: the loop drops its cuts, and cuts all volumes again. No Snapshot of a group is ready before all volumes are
+// cut.
 
 // groupLoop cuts the groups whose volumes are on this node.
 type groupLoop struct{ snapshotLoop }
@@ -75,7 +76,7 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	if slices.ContainsFunc(volumes, l.beingResumed) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
-	for _, name := range volumes { // in one order, or two groups would wait for each other
+	for _, name := range volumes { // in one order, so that two groups do not deadlock
 		unlock, ok := l.locks.LockSoon(name)
 		if !ok {
 			return reconcile.Result{RequeueAfter: volumelock.Again}, nil
@@ -109,10 +110,10 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	case api.Busy:
 		return reconcile.Result{RequeueAfter: busyAgain(err)}, nil
 	}
-	return reconcile.Result{RequeueAfter: 5 * time.Second}, nil // what it waits for may change and nobody tell
+	return reconcile.Result{RequeueAfter: 5 * time.Second}, nil // the cause may change without an event
 }
 
-// mine reports whether this node cuts the group: it looks after the snapshots of the first volume.
+// mine reports whether this node cuts the group: the node is responsible for the first volume.
 func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error) {
 	for _, name := range g.Spec.Volumes {
 		var v api.Volume
@@ -134,13 +135,13 @@ type groupPart struct {
 	vol    *api.Volume
 	engine *engineHandle
 	lin    *lineage
-	is     *kin // of lin; nil: it is not cut yet
+	is     *kin // of lin; nil: not cut yet
 }
 
 // cutting is an engine.Cut.
 type cutting interface {
 	Hold(ctx context.Context) error // until LetGo, Release or Abort
-	LetGo()                         // of what is held, after an error; Abort follows
+	LetGo()                         // after an error; Abort follows
 	Commit(ctx context.Context) error
 	Release()
 	Abort()
@@ -148,7 +149,7 @@ type cutting interface {
 
 // cutGroup makes the group's snapshots, all or none. The caller has the locks of the volumes.
 func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
-	if controllerutil.AddFinalizer(g, api.Finalizer) { // before anything of it exists
+	if controllerutil.AddFinalizer(g, api.Finalizer) { // before a snapshot exists
 		st := g.Status.DeepCopy()
 		if err := l.client.Update(ctx, g); err != nil {
 			return err
@@ -188,7 +189,7 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	return nil
 }
 
-// part finds a volume of the group, and its Snapshot, which it makes if there is none.
+// part finds a volume of the group, and its Snapshot, or makes the Snapshot.
 func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
 	p := &groupPart{vol: &api.Volume{}, snap: &api.Snapshot{}}
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
@@ -233,7 +234,7 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 	return p, nil
 }
 
-// cutParts drops what an earlier try left, and cuts.
+// cutParts drops the cuts of an earlier try, and cuts.
 func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Time) error {
 	for _, p := range parts {
 		if p.is == nil {
@@ -246,7 +247,7 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 	var cuts []cutting
 	defer func() {
 		for _, c := range cuts {
-			c.Abort() // of those that were not begun, else nothing
+			c.Abort() // does nothing after a Commit
 		}
 		for _, p := range parts {
 			l.wasCut(ctx, p.vol, p.engine.local, p.lin)
@@ -263,8 +264,8 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 		}
 	}
 	frozen, thaw := l.freeze(ctx, volumes, snaps)
-	defer thaw()                                // before what is above
-	late := time.AfterFunc(longestFrozen, thaw) // where the disk of one hangs, the others go on
+	defer thaw()                                // before the function above
+	late := time.AfterFunc(longestFrozen, thaw) // if a disk hangs, the other volumes continue
 	defer late.Stop()
 	for _, p := range parts {
 		c, err := p.engine.PrepareCut(ctx, stack.Snapshot{UID: string(uidOf(p.snap)), Name: p.snap.Name, Created: at})
@@ -278,19 +279,19 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 			return api.Errorf(api.Busy, "file systems were frozen for %v, and could not be cut: a disk does not answer; it is "+
 				"tried again", longestFrozen)
 		}
-		late.Reset(longestFrozen) // what is thawed from now on is held until it is cut
+		late.Reset(longestFrozen) // a volume that thaws from now on is held until its cut
 		return nil
 	})
 }
 
 const (
-	longestHeld   = 10 * time.Second // of a group's volumes, until what is under way in all of them is over
+	longestHeld   = 10 * time.Second // of a group's volumes, until all have ended their I/O in progress
 	longestFrozen = time.Minute      // of their file systems, for others of the group
 )
 
-// together holds the writes of all volumes, cuts them, and lets each go on when it is cut: what it holds is that of the
-// instant, whatever the disks of the others do. Where the instant does not come soon nothing is held any longer. When
-// all are held, ready may have a reason to give it up.
+// together holds the writes of all volumes, cuts all, and releases each volume after its own cut: each snapshot holds
+// the instant, whatever the other disks do. If a volume's I/O does not end soon, together releases all. When all
+// volumes are held, ready may return a reason to give up.
 func together(ctx context.Context, parts []*groupPart, cuts []cutting, ready func() error) error {
 	err := holdAll(ctx, parts, cuts)
 	if err == nil {
@@ -328,7 +329,7 @@ func holdAll(ctx context.Context, parts []*groupPart, cuts []cutting) error {
 	return nil
 }
 
-// ofGroup reports whether a snapshot of a group that nobody was told of yet has to wait for its group.
+// ofGroup reports whether an unreported snapshot of a group has to wait for the group.
 func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *kin) (waits bool, err error) {
 	var g api.SnapshotGroup
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
@@ -337,7 +338,7 @@ func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *kin) (wa
 		return false, err
 	}
 	if !g.Status.ReadyToUse {
-		return true, nil // the group's loop wakes it
+		return true, nil // the group's loop wakes the snapshot
 	}
 	if k == nil || instant(k.Created) != g.Status.CreationTime {
 		return false, api.Errorf(api.NotFound, "lost: it is not of the instant of snapshot group %s; delete the object",

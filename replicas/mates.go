@@ -15,45 +15,46 @@ import (
 	"drover.io/drover/api"
 )
 
-// memberSpec is a replica as a later process has to know it without the API.
+// memberSpec has what a later process must know of a replica without the API.
 type memberSpec struct {
 	Name string  `json:"name"` // of the object
 	UID  api.UID `json:"uid"`
 	Node string  `json:"node"`
 	Disk api.UID `json:"disk"`
-	Path string  `json:"path,omitempty"` // of the disk, if it is here
-	Boot string  `json:"boot,omitempty"` // run of the other machine that the session is with
-	// Absent: an engine of this device began without it and has not dropped it yet. No later process adopts it.
+	Path string  `json:"path,omitempty"` // of the disk, if this node has the disk
+	Boot string  `json:"boot,omitempty"` // the boot of the other machine in the session
+	// Absent: an engine of this device began without the member and has not dropped the member yet. No later process
+	// adopts the member.
 	Absent bool `json:"absent,omitempty"`
 }
 
-// mates are what a session has for the members of its volume, as the device's holder knows them too, and for the
-// goroutines that rebuild replicas.
+// mates has a session's state of the members, which the device record repeats, and of the goroutines that rebuild
+// replicas.
 type mates struct {
 	tried  atomic.Int64 // the highest epoch that this engine has asked for
 	cancel context.CancelFunc
 	done   chan struct{}
-	look   chan struct{} // the replicas are to be looked at now
-	turn   chan struct{} // whoever has it makes a replica equal to the members
-	// joiners are the replicas on their way, by uid.
+	look   chan struct{} // wakes the rebuild goroutine
+	turn   chan struct{} // held by the rebuild that resyncs a replica
+	// joiners are the replicas that a rebuild is about to join, by uid.
 	joiners *sync.Map
-	most    atomic.Int64 // seconds that I/O waits for replicas; 0: as long as it takes
-	fails   atomic.Bool  // I/O fails since it waited for longer
-	// What became of replicas since the attach, for the metrics; compared and sent are bytes.
+	most    atomic.Int64 // seconds that I/O waits for replicas; 0: without end
+	fails   atomic.Bool  // I/O waited for longer, and fails
+	// Counts of drops and rebuilds since the attach, for the metrics; compared and sent are bytes.
 	dropped, deltas, fulls, compared, sent, repaired atomic.Int64
 	repairs                                          repairs
 
-	keeping  sync.Mutex // from a look at the blob until the holder has it: none is overtaken by an older one; before mu
-	mu       sync.Mutex // of what follows, and of Now, Members, Next and Joining in the blob
+	keeping  sync.Mutex // until the holder has a blob that was read, so that none overtakes a newer one; before mu
+	mu       sync.Mutex // guards the fields below, and Now, Members, Next, Joining and Alone of the blob
 	news     []news
 	rebuilds map[string]api.RebuildStatus
 	compare  []fresh // snapshots that the members are to be compared in
 }
 
-// fresh is a snapshot that was taken, and the one before it.
+// fresh is a new snapshot, and the snapshot before.
 type fresh struct{ before, uid, name string }
 
-// news is an event to tell.
+// news is an event to emit.
 type news struct{ kind, reason, text string }
 
 func (m *mates) end() {
@@ -64,10 +65,10 @@ func (m *mates) end() {
 	}
 }
 
-// at is the epoch of the session: the highest that it has asked for.
+// at is the highest epoch that the session has asked for.
 func (s *session) at() int64 { return max(s.mates.tried.Load(), s.Epoch) }
 
-// snapshotBlob is the blob as it is now.
+// snapshotBlob copies the blob.
 func (s *session) snapshotBlob() blob {
 	s.mates.mu.Lock()
 	defer s.mates.mu.Unlock()
@@ -76,7 +77,7 @@ func (s *session) snapshotBlob() blob {
 	return b
 }
 
-// keepBlob has the holder know what the session is. A device that is not there yet gets it when it is made.
+// keepBlob writes the blob into the device record. A new device gets the record when the holder makes the device.
 func (d *Data) keepBlob(s *session) error {
 	s.mates.keeping.Lock()
 	defer s.mates.keeping.Unlock()
@@ -90,7 +91,7 @@ func (d *Data) keepBlob(s *session) error {
 	return nil
 }
 
-// propose notes a swap before it is made: should this process die, its successor must find out what came of it.
+// propose records a swap beforehand: if this process dies, its successor asks the API for the outcome.
 func (d *Data) propose(s *session, epoch int64, joining *memberSpec) error {
 	s.mates.mu.Lock()
 	s.Next, s.Joining = epoch, joining
@@ -99,7 +100,7 @@ func (d *Data) propose(s *session, epoch int64, joining *memberSpec) error {
 	return d.keepBlob(s)
 }
 
-// settled notes what came of it.
+// settled records the outcome of a swap.
 func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
 	s.mates.mu.Lock()
 	change(&s.blob)
@@ -114,7 +115,7 @@ func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
 func (d *Data) dropper(s *session) func(ctx context.Context, epoch int64, member string) error {
 	drop := d.dropMember(s.blob)
 	return func(ctx context.Context, epoch int64, member string) error {
-		if !d.api.Load() { // before it is proposed: a successor would have to ask the API what came of it
+		if !d.api.Load() { // before the proposal: a successor would have to ask the API for the outcome
 			return api.Errorf(api.Unavailable, "volume %s: replica %s cannot be dropped before the API is reached",
 				s.Volume, member)
 		}
@@ -167,8 +168,8 @@ func (d *Data) dropMember(b blob) func(ctx context.Context, epoch int64, name st
 	}
 }
 
-// ownerOf is the engine's way to ask the API whether it still names this engine. A swap that this engine asked for may
-// have been made already.
+// ownerOf is the engine's way to ask the API whether the API still names this engine. The API may have made a swap that
+// this engine asked for.
 func (d *Data) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
 	return func(ctx context.Context, epoch int64) error {
 		if !d.api.Load() {
@@ -192,7 +193,7 @@ func (d *Data) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
 
 // adder makes a replica a member in the volume's record.
 func (d *Data) adder(s *session) func(ctx context.Context, epoch int64, member string) error {
-	asked := int64(0) // the epoch in which the API was asked, with whatever outcome; one call at a time
+	asked := int64(0) // the epoch in which the API was asked, with any outcome; one call at a time
 	return func(ctx context.Context, epoch int64, member string) error {
 		x, ok := s.mates.joiners.Load(member)
 		if !ok {
@@ -213,8 +214,8 @@ func (d *Data) adder(s *session) func(ctx context.Context, epoch int64, member s
 	}
 }
 
-// add makes the swap. Once it was asked for in an epoch, with an outcome that is not known, it is insisted on: "not
-// found" would promise that it is never made.
+// add makes the swap. After a request with an unknown outcome, add insists in the same epoch: "not found" would promise
+// that the swap is never made.
 func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec, asked *int64) error {
 	var v api.Volume
 	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
@@ -245,7 +246,7 @@ func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec
 	return nil
 }
 
-// bound fails I/O that waits for longer than the user wants, where no replica is reached.
+// bound fails I/O that has waited for replicas longer than the setting allows.
 func (d *Data) bound(ctx context.Context, s *session) {
 	if d.api.Load() {
 		s.mates.most.Store(d.setting(ctx, settingLost))
@@ -267,7 +268,7 @@ func (d *Data) bound(ctx context.Context, s *session) {
 
 const settingLost = "all-replicas-lost-timeout"
 
-// tellNews writes events about the volume.
+// tellNews emits events about the volume.
 func (d *Data) tellNews(ctx context.Context, s *session) {
 	s.mates.mu.Lock()
 	list := s.mates.news
@@ -282,7 +283,7 @@ func (d *Data) tellNews(ctx context.Context, s *session) {
 	}
 }
 
-// rebuilding is what the Attachment tells of replicas that come back.
+// rebuilding lists the rebuilds for the Attachment's status.
 func (s *session) rebuilding() (list []api.RebuildStatus) {
 	s.mates.mu.Lock()
 	defer s.mates.mu.Unlock()

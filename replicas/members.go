@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// The members of a volume: who they are, which of them a new engine begins with, and how the engine reaches them.
+// The members of a volume: which members a new engine begins with, and how the engine reaches each.
 
 // hasOthers reports whether a volume has, or is to have, other replicas beside its only member on this node. An engine
 // without others notes no intents.
@@ -31,7 +31,7 @@ func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 		return false, err
 	}
 	n := 0
-	var moved api.UID // whose place the only member has taken on this node
+	var moved api.UID // the replica whose place the only member has taken on this node
 	for i := range list.Items {
 		if r := &list.Items[i]; slices.Contains(v.Status.Members, r.Name) && r.Spec.From != nil && r.Spec.From.Whole {
 			moved = r.Spec.From.Replica
@@ -44,7 +44,7 @@ func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 		case r.Spec.VolumeUID != v.Status.UID || r.Spec.UID == moved:
 			continue
 		case !is && (r.DeletionTimestamp != nil || r.Spec.From != nil && r.Spec.From.Whole):
-			continue // the latter takes the place of one that counts
+			continue // a whole copy takes the place of a replica that counts
 		}
 		n++
 		if is && (r.Spec.Node != d.Node || r.Spec.Transient) {
@@ -59,7 +59,7 @@ type memberProbe struct {
 	spec memberSpec
 	info peer.Info
 	err  error
-	held bool // who has it cannot be waited for: it has all that was acknowledged, and is not to be had
+	held bool // the member has every acknowledged write, and its owner cannot be awaited
 }
 
 const (
@@ -70,7 +70,7 @@ const (
 	probeAgain  = 100 * time.Millisecond
 )
 
-// probeMembers asks the members of a volume what they are. Nothing is opened that stays open.
+// probeMembers probes the members of a volume, and leaves none open.
 func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, error) {
 	list := make([]memberProbe, len(v.Status.Members))
 	var wg sync.WaitGroup
@@ -126,7 +126,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 			if errors.Is(f.err, peer.ErrGivenUp) {
 				f.held, f.err = true, api.Errorf(api.Unavailable, "replica %s of node %s: %w", name, f.spec.Node, f.err)
 			}
-			_ = m.Close() // it had no session
+			_ = m.Close() // the probe had no session
 		}()
 	}
 	wg.Wait()
@@ -156,9 +156,9 @@ func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error)
 	return info, b.Close()
 }
 
-// selectMembers says which members a new engine begins with. All recorded ones have every acknowledged write, so those
-// that answer do. One whose machine restarted during the last session may lack what was not flushed: it is taken only
-// where no other is left, like any disk after a power cut.
+// selectMembers says which members a new engine begins with. Every recorded member has every acknowledged
+// write, so the engine takes all that answer. A member whose machine restarted during the last session may lack writes
+// that were not flushed: the engine takes that member only if no other is left, like any disk after a power cut.
 func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err error) {
 	var restarted []memberProbe
 	var why []error
@@ -173,7 +173,7 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 			why = append(why, f.err)
 			if f.held {
 				held = f.err
-			} else if api.Is(f.err, api.Busy) { // it is there, and about to be free
+			} else if api.Is(f.err, api.Busy) { // the member exists, and is about to be free
 				return nil, f.err
 			}
 		case f.info.Epoch > v.Status.Epoch:
@@ -203,7 +203,7 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 	return take, nil
 }
 
-// claim moves a volume to a new epoch with its engine on this node and the selected members, by compare-and-swap. It
+// claim moves a volume to a new epoch with its engine on this node and the selected members, by compare-and-swap. Claim
 // returns the record of the session to be and the size of the smallest member.
 func (d *Data) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64, err error) {
 	others, err := d.hasOthers(ctx, v)
@@ -234,7 +234,7 @@ func orRestarted(err error) error {
 	return err
 }
 
-// openMember opens a replica for a session: here (then it is returned too), or by the node that has it.
+// openMember opens a replica for a session: a replica of this node, which is returned too, or one of another node.
 func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
 	uid := string(spec.UID)
 	n := engine.Named{Name: uid, Local: spec.Node == d.Node}
@@ -314,12 +314,12 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 		if err != nil && (fresh || spec.Node != d.Node) {
 			return nil, fmt.Errorf("replica %s: %w", spec.Name, err)
 		} else if err != nil {
-			return nil, err // of this node: it comes back, or the volume is detached by force
+			return nil, err // of this node: the disk comes back, or a user detaches the volume by force
 		}
 		if r != nil && s.Replica == "" {
 			s.Replica, s.Disk, s.Path = spec.UID, spec.Disk, spec.Path
 			s.has(r)
-			members = slices.Insert(members, 0, m) // reads prefer it, and the others are made like it
+			members = slices.Insert(members, 0, m) // reads prefer the local member, and a resync copies from the first
 			continue
 		}
 		if r != nil {
@@ -329,7 +329,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	}
 	c := d.config(s, size, b.Now)
 	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
-	if fresh || d.api.Load() { // one that resumes does not wait for the API
+	if fresh || d.api.Load() { // a resume does not wait for the API
 		c.Reported = d.reported(s)
 	}
 	s.engine, err = engine.Open(ctx, c)
@@ -352,7 +352,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	return s, nil
 }
 
-// noteAbsent notes the members that the engine did not reach when it opened, for what is kept with the device.
+// noteAbsent notes the members that the engine did not reach when it opened, for the device record.
 func (s *session) noteAbsent(names []string) {
 	s.mates.mu.Lock()
 	defer s.mates.mu.Unlock()

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// What is done with all members of a volume at once goes through an engine: that of the attached volume, or, for a
-// detached one, an engine without a device, which takes an epoch like any other and is fenced by an attach.
+// An operation on all members of a volume at once goes through an engine: the engine of the attached volume, or an
+// offline engine, which claims an epoch like any other engine and is fenced by an attach.
 
 // engineHandle is the engine of a volume for the time of one operation.
 type engineHandle struct {
@@ -24,8 +24,8 @@ type engineHandle struct {
 	end   func() error
 }
 
-// responsibleNode is the node that looks after the snapshots of a volume: where it is attached, else that of its first
-// member whose node gives signs of life.
+// responsibleNode is the node that looks after the snapshots of a volume: the node of the attachment, else the node
+// of the first member whose node is not silent.
 func (d *Data) responsibleNode(ctx context.Context, v *api.Volume) (node string, attached bool, err error) {
 	var a api.Attachment
 	err = d.client.Get(ctx, client.ObjectKey{Name: v.Name}, &a)
@@ -79,7 +79,7 @@ func (d *Data) quiet(ctx context.Context, node string) (bool, error) {
 // silentAfter is how old a heartbeat may be, of nodes like this one.
 func (d *Data) silentAfter(ctx context.Context) time.Duration {
 	var n api.Node
-	_ = d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n) // else as by default
+	_ = d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n) // else the default
 	return n.SilentAfter()
 }
 
@@ -98,7 +98,7 @@ func (d *Data) engineOf(ctx context.Context, v *api.Volume) (*engineHandle, erro
 	return &engineHandle{s.engine, s.localMember(d.Node), func() error { return nil }}, nil
 }
 
-// openOffline makes an engine for a volume that nobody has attached.
+// openOffline opens an offline engine for a detached volume.
 func (d *Data) openOffline(ctx context.Context, v *api.Volume) (*engineHandle, error) {
 	key := client.ObjectKey{Name: v.Name}
 	var now api.Volume
@@ -129,7 +129,7 @@ func (d *Data) openOffline(ctx context.Context, v *api.Volume) (*engineHandle, e
 	if err != nil {
 		return nil, err
 	}
-	for _, f := range list { // nobody is in a hurry: one that is about to come back is not left behind
+	for _, f := range list { // no guest waits: a member that is about to return is not left behind
 		if f.err == nil {
 			continue
 		}
@@ -156,8 +156,7 @@ func (d *Data) openOffline(ctx context.Context, v *api.Volume) (*engineHandle, e
 	}}, nil
 }
 
-// memberReverting reports whether a volume or a member of it is to be reverted, and nothing else may be done with the
-// volume before.
+// memberReverting returns an error if a volume, or a member of the volume, is to be reverted first.
 func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
 	if err := v.RevertInProgress(); err != nil {
 		return err

@@ -17,16 +17,16 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// resumeWait is how long Resume waits for all devices. One whose disk hangs is taken up when the disk goes on, and
-// keeps no other waiting.
+// resumeWait is how long Resume waits for all devices. A device whose disk hangs is resumed when the disk answers, and
+// delays no other device.
 const resumeWait = 5 * time.Second
 
-// resumeAgain is when what waits for a device that is being taken up is looked at again.
+// resumeAgain is the pause before a reconciler looks again at a volume whose device is being resumed.
 const resumeAgain = time.Second
 
-// Resume takes up the devices that a predecessor left, each on the epoch that its replica has recorded. It needs no
-// API: I/O that waited goes on. A device that cannot be resumed stays held, its I/O waits, and the Attachment loop
-// tries again; the error says which. So does one that takes long: that one goes on by itself, until Close.
+// Resume resumes the devices that a predecessor left, each in its recorded epoch, without the API: waiting I/O
+// continues. A device that cannot be resumed stays held, its I/O waits, and the attachment reconciler tries again; the
+// error names the device. A device that takes long is resumed in the background, until Close.
 func (d *Data) Resume(ctx context.Context) error {
 	held := d.Host.Held()
 	d.mu.Lock()
@@ -76,8 +76,8 @@ func (d *Data) Resume(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// beingResumed reports that a volume's device is being taken up. Who would wait for the volume's lock, as others wait
-// for him, looks again later.
+// beingResumed reports whether a volume's device is being resumed. A reconciler then looks again later, instead of
+// waiting for the volume's lock while others wait for the reconciler.
 func (d *Data) beingResumed(volume string) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -89,7 +89,7 @@ func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
 	return d.resumeLocked(ctx, spec)
 }
 
-// resumeLocked takes up one device in the epoch that its record names. A swap that was under way is settled first,
+// resumeLocked resumes one device in the epoch that its record names. resumeLocked settles an unfinished swap first,
 // which needs the API. The caller has the volume's lock.
 func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, error) {
 	var b blob
@@ -114,7 +114,7 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 		}
 	}
 	if api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
-		// Another engine has the volume, or what was written is lost: to go on would be a lie.
+		// Another engine has the volume, or acknowledged writes are lost: the device must not serve any more.
 		return nil, errors.Join(err, d.Host.Discard(spec.Key))
 	}
 	if err != nil {
@@ -136,7 +136,7 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	return s, nil
 }
 
-// settleBlob finds out what came of a swap that a dead process had begun.
+// settleBlob asks the API for the outcome of a swap that a dead process had begun.
 func (d *Data) settleBlob(ctx context.Context, b *blob) error {
 	if !d.api.Load() {
 		return api.Errorf(api.Unavailable, "a change of the members was under way: the API has to be asked what came of it")
@@ -150,7 +150,8 @@ func (d *Data) settleBlob(ctx context.Context, b *blob) error {
 		return api.Errorf(api.Unavailable, "the engine of volume %s is on node %q by now: detach it here by force", b.Volume,
 			v.Status.EngineNode)
 	case v.Status.Epoch == b.Now:
-		// It was not made. What the dead process sent may be on its way yet: the epoch is taken, so that it comes too late.
+		// The swap was not made. A request of the dead process may still arrive: this process takes the epoch, so that the
+		// request comes too late.
 		v.Status.Epoch = b.Next
 		if err := d.client.Status().Update(ctx, &v); err != nil {
 			return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)

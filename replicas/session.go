@@ -17,15 +17,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// blob is what the holder keeps beside a device: all that a later process needs to take it up without the API.
+// blob is the device record that the holder keeps: all that a later process needs to resume the device without the API.
 type blob struct {
 	Volume    string  `json:"volume"`
 	VolumeUID api.UID `json:"volumeUID"`
-	Replica   api.UID `json:"replica,omitempty"` // the local member; empty: all are on other nodes
+	Replica   api.UID `json:"replica,omitempty"` // the local member; empty: all members are on other nodes
 	Disk      api.UID `json:"disk,omitempty"`
 	Path      string  `json:"path,omitempty"` // of the disk
-	Epoch     int64   `json:"epoch"`          // that the device was made in
-	// The epoch now and its members, and those of a swap whose outcome is not known.
+	Epoch     int64   `json:"epoch"`          // in which the device was made
+	// The epoch now with its members, and the epoch and replica of a swap whose outcome is not known.
 	Now      int64        `json:"now,omitempty"`
 	Members  []memberSpec `json:"members,omitempty"`
 	Next     int64        `json:"next,omitempty"`
@@ -37,8 +37,8 @@ type blob struct {
 	Lenders []lender `json:"lenders,omitempty"`
 }
 
-// upgrade names the member of a record that a process wrote for a volume with one replica before records named members.
-// The name of its object is not known: leaveAlone asks for it.
+// upgrade names the member in an older record of a volume with one replica, which has no members. Upgrade does not know
+// the name of the Replica object: leaveAlone asks for the name.
 func (b *blob) upgrade(node string) {
 	if len(b.Members) > 0 {
 		return
@@ -57,8 +57,8 @@ type session struct {
 	blob
 	log     *slog.Logger
 	loop    *iothreads.Thread
-	here    atomic.Pointer[stack.Replica] // nil: it has none here. Another one once it was dropped and is back
-	others  sync.Map                      // further replicas that it has, or had, here: *stack.Replica by api.UID
+	here    atomic.Pointer[stack.Replica] // nil: no replica is here. A rebuild after a drop replaces the replica
+	others  sync.Map                      // further replicas of the session here, now or before: *stack.Replica by api.UID
 	engine  *engine.Engine
 	size    atomic.Int64
 	serving atomic.Pointer[engine.Engine] // the engine, once it is open
@@ -70,21 +70,21 @@ type session struct {
 	forced  bool // the device was taken away by force; under the volume's lock
 
 	trim   atomic.Pointer[trimRun] // the last one
-	owed   atomic.Bool             // what a trim asked for did not come back yet
-	zeroed atomic.Int64            // of the head when it was last looked at for what can be reclaimed
-	noting atomic.Bool             // its record is being written: who has the volume's lock asks the replica nothing then
+	owed   atomic.Bool             // a trim asked for space that is not freed yet
+	zeroed atomic.Int64            // zeroed bytes of the head at the last look for a reclaim
+	noting atomic.Bool             // the replica's record is being written: the lock's owner does not call the replica
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]
-	stir   chan struct{} // something of the above changed
+	stir   chan struct{} // a field above changed
 	cancel context.CancelFunc
 	ended  chan struct{} // care has returned
 }
 
-// probeEvery is how often one write probes for room while others wait; nobody tells when a file system gets room.
+// probeEvery is how often one write probes for room while others wait: a file system does not report room.
 const probeEvery = time.Second
 
-// config is what the engines of all sessions have in common.
+// config has the options that the engines of all sessions share.
 func (d *Data) config(s *session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
@@ -105,7 +105,7 @@ func (d *Data) config(s *session, size, epoch int64) engine.Config {
 	}
 }
 
-// openHere opens a replica of this node for an engine of this node. One of another node that has it loses it.
+// openHere opens a replica of this node for an engine of this node. An engine of another node loses the replica.
 func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
 	if err := d.remote.Release(uid); err != nil {
 		d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
@@ -113,7 +113,7 @@ func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop 
 	return disk.OpenReplica(ctx, uid, loop.Loop)
 }
 
-// newSession is one without an engine yet; member may be nil.
+// newSession has no engine yet; member may be nil.
 func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *session {
 	b.Lenders = nil
 	s := &session{log: d.Log.With("volume", b.Volume), loop: loop,
@@ -128,13 +128,13 @@ func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica)
 	return s
 }
 
-// has notes the replica that a new session has here.
+// has notes the replica of a new session on this node.
 func (s *session) has(member *stack.Replica) {
 	s.here.Store(member)
 	member.OnLost(func(bool) { s.wake() })
 }
 
-// uses reports whether a replica is one of the engine's.
+// uses reports whether the engine has a replica.
 func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
 	if _, joins := s.mates.joiners.Load(string(uid)); joins {
 		return true, nil
@@ -143,7 +143,7 @@ func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
 	return slices.Contains(members, string(uid)), err
 }
 
-// local is a replica that the session has, or had, here; nil: it had it never.
+// local is a replica of the session on this node, now or before; nil: the replica never was.
 func (s *session) local(uid api.UID) *stack.Replica {
 	if uid == s.Replica {
 		return s.member()
@@ -166,17 +166,17 @@ func (s *session) localMember(node string) api.UID {
 	return ""
 }
 
-// member is the replica that the session has here, or nil.
+// member is the session's replica on this node, or nil.
 func (s *session) member() *stack.Replica { return s.here.Load() }
 
 func (s *session) wake() {
 	select {
 	case s.stir <- struct{}{}:
-	default: // it is going to look anyway
+	default: // a wake-up is pending
 	}
 }
 
-// begin starts to look after a session that has its device. changed is called whenever its state has changed.
+// begin starts the goroutine that looks after a session with a device, which calls changed after each change of state.
 func (s *session) begin(changed func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s.cancel = cancel
@@ -234,7 +234,7 @@ func (d *Data) close(s *session) error {
 		s.cancel()
 		<-s.ended
 	}
-	s.engine.Hurry() // the device is gone: nobody is waited for any more
+	s.engine.Hurry() // the device is gone: the engine awaits no member any more
 	s.mates.end()
 	err := s.engine.Close()
 	d.threads.PutBack(s.loop)

@@ -27,8 +27,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// snapshotLoop makes the Snapshots of the volumes true whose replica is on this node. What exists is what the replica's
-// stack.json says: it is looked at before anything is cut, so that a cut whose answer was lost is not made twice.
+// snapshotLoop reconciles the Snapshots of volumes for which this node is responsible. The loop reads the members'
+// records before each cut, so that a cut whose answer was lost is not made twice.
 type snapshotLoop struct{ *Data }
 
 // setupSnapshots adds the loop to mgr.
@@ -71,7 +71,7 @@ func membersMatter(old, now client.Object) bool {
 			meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionKept)
 }
 
-// unfinished are the snapshots of a volume that are not what their object wants, or had no digest yet.
+// unfinished are the snapshots of a volume that differ from the wish of their object, or lack a digest.
 func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotList
 	err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}, client.UnsafeDisableDeepCopy)
@@ -88,7 +88,7 @@ func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Reques
 	return all
 }
 
-// Reconcile brings one snapshot to what its object says.
+// Reconcile reconciles one snapshot.
 func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var s api.Snapshot
 	if err := l.client.Get(ctx, req.NamespacedName, &s); err != nil {
@@ -111,12 +111,12 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	}
 	if !mine { // another node's, or the controller's
 		if v != nil && (!s.Status.ReadyToUse || s.DeletionTimestamp != nil) && l.mayKeep(ctx, v) {
-			return reconcile.Result{RequeueAfter: l.silentAfter(ctx) / 2}, nil // nobody tells when a node falls silent
+			return reconcile.Result{RequeueAfter: l.silentAfter(ctx) / 2}, nil // no event reports a silent node
 		}
 		return reconcile.Result{}, nil
 	}
 	old := s.DeepCopy()
-	l.snapWaits.set(s.Name, true) // before it looks: what changes meanwhile is not missed
+	l.snapWaits.set(s.Name, true) // before the look, which may miss a later change
 	if s.DeletionTimestamp != nil {
 		err = l.remove(ctx, &s, v)
 	} else {
@@ -128,7 +128,7 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	l.snapWaits.set(s.Name, api.Is(err, api.Unavailable))
 	s.Status.Error = ""
 	switch {
-	case api.Is(err, api.Busy) && old.Status.ReadyToUse && s.DeletionTimestamp == nil: // it is what it was: for a moment
+	case api.Is(err, api.Busy) && old.Status.ReadyToUse && s.DeletionTimestamp == nil: // the status stays for the moment
 		s.Status = *old.Status.DeepCopy()
 	case err != nil:
 		s.Status.ReadyToUse, s.Status.Error = false, err.Error()
@@ -149,15 +149,15 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{}, err
 	case api.Busy: // for a moment
 		return reconcile.Result{RequeueAfter: busyAgain(err)}, nil
-	case api.Unavailable, api.Denied: // nobody tells when a replica is reached again
+	case api.Unavailable, api.Denied: // no event reports a replica that answers again
 		return reconcile.Result{RequeueAfter: 2 * time.Second}, nil
-	case api.Full: // nobody tells of room
+	case api.Full: // no event reports room
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, nil
 }
 
-// busyAgain is when what is busy is tried again: after a try that held I/O back, or would have, not at once.
+// busyAgain is the pause before the next try of a busy volume: longer after a try that held I/O back, or would have.
 func busyAgain(err error) time.Duration {
 	if errors.Is(err, stack.ErrUnderWay) {
 		return 5 * time.Second
@@ -197,7 +197,7 @@ func memberOn(ctx context.Context, c client.Reader, v *api.Volume, node string) 
 
 // ensure takes the snapshot unless the members have it, and reports it.
 func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
-	if s.Adorn(v) { // before anything of it exists
+	if s.Adorn(v) { // before the snapshot exists
 		st := s.Status.DeepCopy()
 		if err := l.client.Update(ctx, s); err != nil {
 			return err
@@ -208,7 +208,7 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 	if err != nil {
 		return err
 	}
-	if s.Status.CreationTime != "" { // the API reported it once, so every member has it, and the one here can tell
+	if s.Status.CreationTime != "" { // the API reported the snapshot, so every member has it
 		if local == nil && l.session(v.Name) == nil {
 			return nil
 		}
@@ -250,7 +250,7 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 	}
 	l.tell(s, v, k, sizes[k.UID])
 	s.Status.ReadyToUse = true
-	if h.local == "" { // it is where a replica is
+	if h.local == "" { // the owner is the node of a member
 		if r, err := memberOn(ctx, l.client, v, ""); err == nil && r != nil {
 			s.Status.OwnerID = r.Spec.Node
 		}
@@ -258,8 +258,8 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 	return nil
 }
 
-// reportFrom writes into the status what the member on this node, if there is one, has of a snapshot of that instant.
-// Busy: it does not have it, or that is not known.
+// reportFrom writes the snapshot of an instant into the status, as the member r on this node, which may be nil, has the
+// snapshot. Busy: the member lacks the snapshot, or may lack it.
 func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Volume, r *api.Replica,
 	created string) error {
 	if r == nil || r.Status.Mode != api.ReplicaCurrent {
@@ -297,8 +297,8 @@ func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.V
 	}
 }
 
-// uidOf is the snapshot's uid on the disk: the object's own, which exists before anything is written and is never used
-// twice, but for one that was found on a disk.
+// uidOf is the snapshot's uid on the disk: the uid of the object, which exists before the first write and is never used
+// twice, except for a snapshot that was found on a disk.
 func uidOf(s *api.Snapshot) api.UID {
 	if s.Status.UID != "" {
 		return s.Status.UID
@@ -306,7 +306,8 @@ func uidOf(s *api.Snapshot) api.UID {
 	return api.UID(s.UID)
 }
 
-// find looks for the snapshot in the stack. An object that was made for one that is there takes it by its name.
+// find looks for the snapshot in the stack. An object that was made for an existing snapshot finds the snapshot by
+// name.
 func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
 	if k := lin.all[string(uidOf(s))]; k != nil {
 		return k, nil
@@ -332,12 +333,12 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 	lin *lineage) (*kin, error) {
 	switch {
 	case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
-		// The engine's members have every snapshot of the volume, and the one that was asked has not this one.
+		// The engine's members have every snapshot of the volume, and the source member lacks this snapshot.
 		return nil, l.lost(ctx, s, v)
 	case v.DeletionTimestamp != nil:
 		return nil, api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
 	}
-	if err := h.Settled(ctx); err != nil { // before anything is frozen, too
+	if err := h.Settled(ctx); err != nil { // before the freeze, too
 		return nil, err
 	}
 	_, thaw := l.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
@@ -363,10 +364,10 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 	return k, nil
 }
 
-// momentNow is the instant of a cut, as exact as the clock: it tells one try from the next.
+// momentNow is the instant of a cut, as exact as the clock: two tries differ in the instant.
 func momentNow() time.Time { return time.Now().UTC() }
 
-// wasCut has those looked at that a cut may have changed; lin is of before.
+// wasCut wakes the snapshots that a cut may have changed; lin is of before.
 func (d *Data) wasCut(ctx context.Context, v *api.Volume, local api.UID, lin *lineage) {
 	var names []string
 	for _, k := range lin.all {
@@ -374,7 +375,7 @@ func (d *Data) wasCut(ctx context.Context, v *api.Volume, local api.UID, lin *li
 			names = append(names, k.Name)
 		}
 	}
-	d.changed(local, names...) // after an error too: it may be there
+	d.changed(local, names...) // after an error too: the snapshot may exist
 	d.tidyLocal(ctx, v, local)
 }
 
@@ -396,7 +397,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 	}
 }
 
-// tell writes what is known of a snapshot into its status.
+// tell writes the facts of a snapshot into its status.
 func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is stack.LayerSize) {
 	st := &s.Status
 	if st.RestoreSize == 0 {
@@ -425,7 +426,7 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 	h, err := l.engineOf(ctx, v)
 	if err != nil {
 		if gone, gerr := l.diskOfLastMemberForgotten(ctx, v); gerr != nil || !gone {
-			return err // it comes back, and then the snapshot must go
+			return err // the disk may come back with the snapshot
 		}
 		return l.letObjectGo(ctx, s)
 	}
@@ -444,7 +445,7 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 	if k := lin.all[string(uidOf(s))]; k != nil {
 		l.Log.Info("snapshot removed", "snapshot", s.Name, "volume", s.Spec.Volume)
 		if k.children[api.VolumeHead] && v.DeletionTimestamp == nil {
-			// Its layer is the newest, and merges with a layer alone: what is above it is cut off the head.
+			// The layer is the newest, and merges with another layer only: SealAll cuts the head off.
 			if err := h.SealAll(ctx); err != nil {
 				l.Log.Info("the space of the newest snapshot comes back with the next one", "volume", v.Name, "why", err)
 			}
@@ -478,7 +479,7 @@ func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
 	return nil
 }
 
-// beingCloned tells of a clone that is being made from a snapshot.
+// beingCloned returns an error while a clone is being made from a snapshot.
 func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
 	var clones api.ReplicaList
 	if err := l.client.List(ctx, &clones, client.MatchingFields{watch.BySource: string(uidOf(s))}); err != nil {
