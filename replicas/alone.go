@@ -21,7 +21,7 @@ func (d *Data) awaitOthers(ctx context.Context, s *session) bool {
 		again := time.Duration(0)
 		if err := d.leaveAlone(ctx, s); err != nil {
 			s.log.Warn("the volume takes no other replicas yet", "err", err)
-			again = comeLast
+			again = rebuildLast
 		}
 		if s.alone() && !awaitLook(ctx, s, again) {
 			return false

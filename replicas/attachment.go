@@ -20,7 +20,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// attachmentLoop makes the Attachments of this node true.
+// attachmentLoop reconciles the Attachments of this node.
 type attachmentLoop struct{ *Data }
 
 // Reconcile attaches or detaches one volume.
@@ -37,7 +37,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
 	}
 	if s := l.session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
-		if err := s.dev.Abort(); err != nil { // before the lock: who has it may wait for a disk that hangs
+		if err := s.dev.Abort(); err != nil { // before the lock, whose owner may wait for a disk that hangs
 			l.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
 		}
 	}
@@ -55,7 +55,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	} else {
 		err = l.attach(ctx, &a)
 	}
-	if apierrors.IsConflict(err) { // somebody else wrote; nothing that a user need know
+	if apierrors.IsConflict(err) { // another writer was faster; no user need know
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 	}
 	if err != nil {
@@ -73,17 +73,17 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{}, nil
 	case api.Is(err, api.NotFound) || api.Is(err, api.Unsupported) || api.Is(err, api.Denied):
-		return reconcile.Result{}, nil // the volume, a replica or the node's disks will tell
-	case api.Is(err, api.Full): // each try takes an epoch, and nobody tells of room
+		return reconcile.Result{}, nil // a change of the volume, a replica or the node's disks wakes the loop
+	case api.Is(err, api.Full): // each try takes an epoch, and no event reports room
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	case api.KindOf(err) == api.InUse || api.KindOf(err) == api.Busy:
-		return reconcile.Result{RequeueAfter: time.Second}, nil // nobody tells when a device is free
+		return reconcile.Result{RequeueAfter: time.Second}, nil // no event reports a free device
 	}
 	l.Log.Warn("attachment", "volume", a.Spec.Volume, "err", err)
 	return reconcile.Result{}, err
 }
 
-// orphan takes away the device of a volume that is not wanted here any more: its object went without this node's say.
+// orphan detaches a volume whose Attachment disappeared without this node's finalizer.
 func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
 	if l.beingResumed(volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
@@ -113,7 +113,7 @@ func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.R
 	return reconcile.Result{}, nil
 }
 
-// attach makes the device, or tells what is there.
+// attach makes the device, or reports the existing one.
 func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if controllerutil.AddFinalizer(a, api.Finalizer) {
 		st := a.Status.DeepCopy()
@@ -147,7 +147,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 		return err
 	}
 	told := a.Status.Ready && a.Status.Epoch == s.Epoch
-	if a.Status.Epoch != s.Epoch { // not what was written of this very device before
+	if a.Status.Epoch != s.Epoch { // the status is that of another device
 		a.Status.Blank = s.blank
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
@@ -160,7 +160,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
-	if !told { // to grow may take long, or fail for long: the device can be used meanwhile
+	if !told { // an expansion may take long, or fail for long: the device can be used meanwhile
 		s.wake()
 		return nil
 	}
@@ -169,15 +169,15 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	return err
 }
 
-// notReady tells why there is no device.
+// notReady reports why the volume has no device.
 func notReady(a *api.Attachment, why error) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
 	api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, false, "NotAttached", why.Error())
 	return why
 }
 
-// replaced reports whether the volume of that name is another one now than the one that is served: its objects were
-// lost or removed by force, and made anew. While the API cannot be asked, it is the same.
+// replaced reports whether the API has another volume under the name of the served volume: a user removed the objects
+// by force, or lost the objects, and created new ones. While the API does not answer, replaced reports false.
 func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID) (bool, error) {
 	var v api.Volume
 	key := client.ObjectKey{Name: name}
@@ -193,7 +193,7 @@ func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID)
 	return true, nil
 }
 
-// tellSpace writes whether writes wait for room.
+// tellSpace reports whether writes wait for room.
 func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *session) {
 	if !s.full.Load() {
 		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
@@ -212,7 +212,7 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 	s.wasFull = true
 }
 
-// tellSource writes whether reads wait for the sources of layers.
+// tellSource reports whether reads wait for the sources of layers.
 func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	m := s.member()
 	if m == nil || s.noting.Load() {
@@ -237,7 +237,8 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	}
 }
 
-// superseded asks the API whether a resumed session is still the volume's; while it cannot be asked, it is.
+// superseded returns an error if the API names a newer epoch than a resumed session. While the API does not answer, the
+// session counts as current.
 func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 	var v api.Volume
 	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
@@ -256,7 +257,7 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 	return nil
 }
 
-// behind tells, for people, that the API knows an older epoch than the engine that serves: it went back in time.
+// behind explains to users that the API went back in time: the API has an older epoch than the engine.
 func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 	var v api.Volume
 	key := client.ObjectKey{Name: s.Volume}
@@ -268,7 +269,7 @@ func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 		"attached again after a detach until a newer state of the API is restored", s.at(), v.Status.Epoch)
 }
 
-// renewSession ends a session that cannot go on, so that the next look makes a new one.
+// renewSession ends a session that cannot continue; the next reconciliation makes a new session.
 func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s *session) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
 	if why := s.fence.Load(); why != nil {
@@ -284,9 +285,9 @@ func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s 
 	return nil
 }
 
-// make claims the volume for this node and makes its device.
+// make claims the volume for this node and makes its device, or resumes a held device.
 func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session, error) {
-	for _, held := range l.Host.Held() { // a predecessor's, and Resume did not succeed
+	for _, held := range l.Host.Held() { // a predecessor's device that Resume could not resume
 		if held.Name != a.Spec.Volume {
 			continue
 		}
@@ -376,19 +377,19 @@ func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *
 	if err != nil {
 		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.at()))
 	}
-	if err := l.keepBlob(s); err != nil { // what changed since the device began to be made
+	if err := l.keepBlob(s); err != nil { // the members may have changed since the blob was read
 		l.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
 	}
 	l.note(s, v)
 	l.keep(s)
-	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch, "members", v.Status.Members)
+	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch,
+		"members", v.Status.Members)
 	return s, nil
 }
 
-// wanted asks the API itself whether a volume is still to be attached here. A node that was cut off hears of its
-// engine's end from the members, and may do so before its cache knows that the volume is attached elsewhere by now: it
-// would take the volume back. It is asked after the volume was read, which whoever attaches it from then on changes, so
-// that a claim fails.
+// wanted asks the API itself whether a volume is still to be attached here. A node that was cut off may learn from the
+// members that its engine has ended before its cache has the new attachment elsewhere: the node would take the volume
+// back. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
 func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
 	var now api.Attachment
 	err := l.reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
@@ -401,7 +402,7 @@ func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
 	return nil
 }
 
-// grow makes the members and the device larger once every replica may be.
+// grow expands the members and the device once the spec of every replica allows the new size.
 func (l *attachmentLoop) grow(ctx context.Context, s *session) error {
 	var list api.ReplicaList
 	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {

@@ -70,7 +70,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 	here := memberSpec{Name: "data-a", UID: fixHere, Node: "one", Disk: fixDiskA, Path: "/var/lib/drover/a"}
 	there := memberSpec{Name: "data-b", UID: fixThere, Node: "two", Disk: fixDiskB,
 		Boot: "5f3c8e0a-4b53-4a57-9d3e-2f0c6a1b7d11/1795"}
-	comer := memberSpec{Name: "data-c", UID: fixComer, Node: "three", Disk: fixDiskB}
+	rebuildJob := memberSpec{Name: "data-c", UID: fixComer, Node: "three", Disk: fixDiskB}
 	single := blob{Volume: "data", VolumeUID: fixVolume, Replica: fixHere, Disk: fixDiskA, Path: "/var/lib/drover/a",
 		Epoch: 7}
 	with := func(b blob, change func(b *blob)) blob {
@@ -87,7 +87,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 		"several":          several,
 		"several-readonly": with(several, func(b *blob) { b.ReadOnly = true }),
 		"several-drop":     with(several, func(b *blob) { b.Next = 10 }),
-		"several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &comer }),
+		"several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &rebuildJob }),
 		"several-borrows": with(several, func(b *blob) {
 			b.Lenders = []lender{{fixDiskB, "/var/lib/drover/b"}, {fixDiskA, "/var/lib/drover/c"}}
 		}),

@@ -37,7 +37,7 @@ import (
 	"drover.io/drover/replicas/sources"
 )
 
-// DataOptions say what NewData needs.
+// DataOptions are the options of NewData.
 type DataOptions struct {
 	Node string
 	Host *device.Host
@@ -65,25 +65,25 @@ type Data struct {
 
 	mu       sync.Mutex
 	sessions map[string]*session        // by volume name
-	made     map[api.UID]bool           // replicas known to be on their disk
-	doubts   map[api.UID]bool           // replicas that could not be opened, for their files
-	listed   map[api.UID]bool           // disks whose replicas are in made
-	resuming map[string]bool            // volumes whose devices are being taken up from a predecessor
-	pinned   map[api.UID][]api.UID      // replicas that are gone and may have a pin yet, by its disk
-	left     map[*session]chan struct{} // that end by themselves; closed when one has
-	resumed  chan struct{}              // closed when all of them are, or have failed
+	made     map[api.UID]bool           // replicas that exist on their disk
+	doubts   map[api.UID]bool           // replicas that failed to open for their files
+	listed   map[api.UID]bool           // disks whose replicas made has
+	resuming map[string]bool            // volumes whose devices are being resumed
+	pinned   map[api.UID][]api.UID      // removed replicas that may still have a pin, by the disk of the pin
+	left     map[*session]chan struct{} // sessions that end in the background; closed at the end
+	resumed  chan struct{}              // closed when all devices are resumed, or have failed
 
 	attachments atomic.Pointer[backlog.Queue]
 	pending     waiters // replicas that wait for a disk or an image
 
 	replicaQueue atomic.Pointer[backlog.Queue]
 	bringer      *bringer
-	whole        map[api.UID]bool // replicas known to lack no layer on their disk; under mu
+	whole        map[api.UID]bool // replicas that have all layers on their disk; under mu
 
 	snapshots atomic.Pointer[backlog.Queue]
-	snapWaits waiters              // snapshots that wait for a disk or a device
-	lineages  map[api.UID]*lineage // by replica; under mu
-	unseen    map[api.UID]bool     // replicas whose snapshots may lack objects; under mu
+	snapWaits waiters                   // snapshots that wait for a disk or a device
+	trees     map[api.UID]*snapshotTree // by replica; under mu
+	unseen    map[api.UID]bool          // replicas whose snapshots may lack objects; under mu
 
 	workers     *maintain.Workers // of the two below, and of trims
 	mergeWorker *maintain.MergeWorker
@@ -94,11 +94,11 @@ type Data struct {
 	sources  sources.Sources
 	upkeep   upkeep
 	watch    *engine.Watch // of members, here and on other nodes
-	rebuilds takers        // of replicas that are compared as a whole
+	rebuilds semaphore     // of replicas that are compared as a whole
 	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
 }
 
-// usedEvery is how often the used bytes of attached volumes are told.
+// usedEvery is how often the used bytes of attached volumes are reported.
 const usedEvery = 30 * time.Second
 
 // NewData starts the I/O threads.
@@ -116,8 +116,8 @@ func NewData(o DataOptions) (*Data, error) {
 		locks: volumelock.New(), sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
-		pinned:   map[api.UID][]api.UID{},
-		lineages: map[api.UID]*lineage{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
+		pinned: map[api.UID][]api.UID{},
+		trees:  map[api.UID]*snapshotTree{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
 		bringer: newBringer(), whole: map[api.UID]bool{},
 		places: remote.NewPlaces(o.Peers.State, o.Log)}
 	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
@@ -143,7 +143,7 @@ func (d *Data) session(volume string) *session {
 	return d.sessions[volume]
 }
 
-// keep takes a session with a device into the books.
+// keep registers a session with a device.
 func (d *Data) keep(s *session) {
 	d.mu.Lock()
 	d.sessions[s.Volume] = s
@@ -154,7 +154,7 @@ func (d *Data) keep(s *session) {
 	s.begin(func() { d.stir(s.Volume) })
 }
 
-// forget takes it out again.
+// forget unregisters a session.
 func (d *Data) forget(s *session) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -171,7 +171,7 @@ func (d *Data) all() []*session {
 	return list
 }
 
-// stir has a volume's Attachment looked at.
+// stir wakes a volume's Attachment.
 func (d *Data) stir(volume string) {
 	if q := d.attachments.Load(); q != nil {
 		(*q).Add(watch.Request(volume))
@@ -187,8 +187,8 @@ func (d *Data) Close() error {
 		return err
 	}
 	if err := d.Host.Close(); err != nil {
-		// Requests are still under way, or wait for room. To end their engines would fail them; the next process does
-		// them instead, once this one is gone.
+		// Requests are in progress, or wait for room. The end of their engines would fail them; the next process serves
+		// the requests, once this process has ended.
 		return fmt.Errorf("devices are left as they are: %w", err)
 	}
 	sessions := d.all()
@@ -196,16 +196,16 @@ func (d *Data) Close() error {
 	var closing sync.WaitGroup
 	for i, s := range sessions {
 		d.forget(s)
-		closing.Go(func() { // a disk that hangs is waited for once, not for each of its volumes
+		closing.Go(func() { // a disk that hangs delays the end once, not once for each of its volumes
 			if err := d.close(s); err != nil {
 				errs[i] = fmt.Errorf("volume %s: %w", s.Volume, err)
 			}
 		})
 	}
 	closing.Wait()
-	n := d.awaitLeft() // those it does not count any more may wait for their disks by now
+	n := d.awaitLeft() // sessions that are not counted any more may wait for their disks now
 	if n += d.watch.Waits(); n > 0 {
-		// The kernel has requests of theirs still, and with them the I/O threads cannot end.
+		// The kernel still has requests of these, and the I/O threads cannot end before.
 		return errors.Join(append(errs, d.remote.Close(), api.Errorf(api.Unavailable,
 			"%d replicas are left as they are: their disks do not answer", n))...)
 	}
@@ -214,7 +214,7 @@ func (d *Data) Close() error {
 	return errors.Join(errs...)
 }
 
-// awaitResumed waits for devices that are still being taken up: not for ever, as a disk may hang for so long.
+// awaitResumed waits a bounded time for devices that are being resumed.
 func (d *Data) awaitResumed() error {
 	d.mu.Lock()
 	left := len(d.resuming)
@@ -282,7 +282,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			d.api.Store(true)
 			d.attachments.Store(&q)
-			for _, s := range d.all() { // resumed ones, in case their Attachment is gone
+			for _, s := range d.all() { // resumed sessions may have lost their Attachment
 				q.Add(watch.Request(s.Volume))
 			}
 			return nil
@@ -303,7 +303,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	return mgr.Add(manager.RunnableFunc(d.beat))
 }
 
-// attachmentOf wakes the Attachment of a volume if it is one of this node that is not ready.
+// attachmentOf wakes the Attachment of a volume on this node.
 func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Request {
 	var a api.Attachment
 	if d.client.Get(ctx, client.ObjectKey{Name: o.GetName()}, &a) != nil || a.Spec.Node != d.Node {
@@ -312,8 +312,8 @@ func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Re
 	return watch.Requests(a.Name)
 }
 
-// replicaChanged has the engine of a volume that is attached here look at its replicas, or wakes the Attachment of one
-// that is to be attached here: it may wait for this replica.
+// replicaChanged wakes the rebuild loop of a volume that is attached here, or the Attachment of a volume that is to be
+// attached here and may wait for the replica.
 func (d *Data) replicaChanged(ctx context.Context, o client.Object) []reconcile.Request {
 	volume := o.(*api.Replica).Spec.Volume
 	s := d.session(volume)
@@ -324,8 +324,8 @@ func (d *Data) replicaChanged(ctx context.Context, o client.Object) []reconcile.
 	return nil
 }
 
-// replicaMatters tells whether a replica's change can matter to the volume's engine: it can come, is to go, or is
-// damaged.
+// replicaMatters reports whether a replica's change can matter to the volume's engine: the replica can join, is to
+// leave, or is damaged.
 func replicaMatters(old, now client.Object) bool {
 	a, b := old.(*api.Replica), now.(*api.Replica)
 	return a.Status.Mode != b.Status.Mode || a.Spec.Leave != b.Spec.Leave ||
@@ -333,7 +333,7 @@ func replicaMatters(old, now client.Object) bool {
 		!slices.Equal(a.Status.Damage, b.Status.Damage)
 }
 
-// unready wakes the Attachments that wait for the node's disks, to come or to go.
+// unready wakes the Attachments of this node that wait for a disk.
 func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.AttachmentList
 	if err := d.client.List(ctx, &list); err != nil {
@@ -349,17 +349,17 @@ func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request
 	return all
 }
 
-// volumeMatters tells whether a volume's change can matter to its Attachment.
+// volumeMatters reports whether a volume's change can matter to its Attachment.
 func volumeMatters(old, now client.Object) bool {
 	x, y := old.(*api.Volume), now.(*api.Volume)
 	a, b := x.Status, y.Status
 	if x.Generation != y.Generation || !maps.Equal(x.Annotations, y.Annotations) || !maps.Equal(x.Labels, y.Labels) {
-		return true // the disk keeps a record of it
+		return true // the disk has a record of the object
 	}
 	return a.Epoch != b.Epoch || a.EngineNode != b.EngineNode || len(a.Members) != len(b.Members) || a.UID != b.UID
 }
 
-// waiters are names of objects to be looked at when something has changed.
+// waiters are names of objects that wait for a change.
 type waiters struct {
 	mu    sync.Mutex
 	names map[string]bool

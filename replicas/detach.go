@@ -15,10 +15,10 @@ import (
 	"drover.io/drover/replicas/device"
 )
 
-// detachTime bounds one try to take a device away; the next one goes on.
+// detachTime bounds one try to detach; the next try continues.
 const detachTime = 30 * time.Second
 
-// detach takes the device away, gives the volume back, and lets the object go.
+// detach removes the device, releases the volume, and removes the finalizer of the object.
 func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 	s := l.session(a.Spec.Volume)
 	if s == nil {
@@ -62,7 +62,7 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 	return nil
 }
 
-// force fails the I/O of a session, which the user does not want to wait for any longer.
+// force fails the I/O of a session: a user detached the volume by force.
 func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
 	if err := s.dev.Abort(); err != nil {
 		return err
@@ -76,13 +76,13 @@ func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
 	return nil
 }
 
-// discard takes down a held device that nobody will ever serve again: its replica is destroyed, the disk is on another
-// node now, or the user has taken the disk, which is gone, out of the node; or that is taken away by force. Its I/O
-// fails. In any other case it returns why: the device stays, and its I/O waits.
+// discard removes a held device that no process will serve again: its replica is destroyed, the disk is on another node
+// now, a user has taken the missing disk out of the node, or a user detached the volume by force. The device's I/O
+// fails. In any other case discard returns why: the device stays, and its I/O waits.
 func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
 	var b blob
 	if err := json.Unmarshal(held.Blob, &b); err == nil && a.Annotations[api.AnnotationForce] == "" {
-		if b.Disk == "" { // all replicas are on other nodes
+		if b.Disk == "" { // all members are on other nodes
 			return why
 		}
 		if _, err := l.disks.Open(ctx, b.Path, b.Disk, false); err == nil {
@@ -91,7 +91,7 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 			}
 		} else if gone, err := l.diskLeft(ctx, b); err != nil {
 			return err
-		} else if !gone { // nobody tells when another node has it
+		} else if !gone { // no event reports the disk on another node
 			return api.Errorf(api.Unavailable, "%w", why)
 		}
 	}
@@ -104,8 +104,8 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 	return nil
 }
 
-// diskLeft reports whether the disk of a held device surely is not of this node any more, by the user's word, or
-// because another node has it. In the latter case other replicas may serve the device yet.
+// diskLeft reports whether the disk of a held device surely left this node: a user took the disk out of the node, or
+// another node has the disk and no other replica can serve the device.
 func (d *Data) diskLeft(ctx context.Context, b blob) (bool, error) {
 	if gone, err := d.diskForgotten(ctx, b.Disk); gone || err != nil {
 		return gone, err
@@ -120,10 +120,10 @@ func (d *Data) diskLeft(ctx context.Context, b blob) (bool, error) {
 	return api.DiskMovedTo(nodes.Items, b.Disk, d.Node, time.Now()) != "", nil
 }
 
-// end takes a session's device away, ends the session, and records a clean end.
+// end removes a session's device, ends the session, and records a clean end.
 func (d *Data) end(ctx context.Context, s *session) error {
 	if s.full.Load() && s.fence.Load() == nil && !s.forced {
-		// The flush below would wait in the kernel, where nothing can end it, and this process could not end either.
+		// The flush below would wait in the kernel without end, and with the flush this process.
 		return api.Errorf(api.InUse, "writes to the volume wait because %s: make room there, or delete what "+
 			"is not needed on it; the volume is detached then. `drover volume detach --force` fails them instead",
 			d.fullDisks(ctx, s))
@@ -143,7 +143,7 @@ func (d *Data) end(ctx context.Context, s *session) error {
 	return d.giveBack(ctx, s.Volume, s.at())
 }
 
-// heedForce ends a try to take a device away when the user does not want to wait for it any longer.
+// heedForce ends a try to detach when a user detaches the volume by force.
 func (d *Data) heedForce(ctx context.Context, volume string, enough func()) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
@@ -161,18 +161,18 @@ func (d *Data) heedForce(ctx context.Context, volume string, enough func()) {
 	}
 }
 
-// forcedTime is how long the engine of a device that was taken away by force is waited for.
+// forcedTime is how long a forced detach waits for the engine.
 const forcedTime = 5 * time.Second
 
-// leave ends a session whose device is gone. By force it is not waited for what a disk that hangs was asked for: nobody
-// hears the answer, and as long as the disk may still do it the engine has the replica open, so that none but it can.
-// The disk may begin to hang here: then the force comes later.
+// leave ends a session whose device is gone. A forced leave does not wait for a disk that hangs: no caller needs the
+// answer, and the engine keeps the replica open until the disk answers, so that no other engine opens the replica. The
+// force may come later, if the disk begins to hang here.
 func (d *Data) leave(ctx context.Context, s *session) {
 	ended := make(chan struct{})
 	d.mu.Lock()
 	d.left[s] = ended
 	d.mu.Unlock()
-	go func() { // Close waits for it, as long as it makes sense
+	go func() { // Close awaits the goroutine for a bounded time
 		if err := d.close(s); err != nil {
 			d.Log.Error("the end of a volume's engine", "volume", s.Volume, "err", err)
 		}
@@ -194,15 +194,14 @@ func (d *Data) leave(ctx context.Context, s *session) {
 	case <-ended:
 	case <-wait.Done():
 		if ctx.Err() != nil {
-			return // this process ends, and waits for it as for all
+			return // this process ends, and awaits all sessions
 		}
 		d.Log.Warn("the disk of a volume that was detached by force does not answer: "+
 			"its replica cannot be opened until it does", "volume", s.Volume)
 	}
 }
 
-// awaitLeft waits for sessions that were left so: not for ever, as their disks may hang for so long. It tells how many
-// are left as they are.
+// awaitLeft waits a bounded time for the sessions that leave left behind, and returns how many have not ended.
 func (d *Data) awaitLeft() int {
 	late := time.NewTimer(forcedTime)
 	defer late.Stop()
@@ -225,7 +224,7 @@ func (d *Data) awaitLeft() int {
 	}
 }
 
-// anyEpoch is for who knows that this node, which has one data process, has no engine of the volume.
+// anyEpoch is for a caller that knows that this node's only data process has no engine of the volume.
 const anyEpoch = -1
 
 // giveBack clears the engine's node in the volume if epoch is still the one that this node had claimed.

@@ -134,8 +134,8 @@ type groupPart struct {
 	snap   *api.Snapshot
 	vol    *api.Volume
 	engine *engineHandle
-	lin    *lineage
-	is     *kin // of lin; nil: not cut yet
+	lin    *snapshotTree
+	is     *snapshotNode // of lin; nil: not cut yet
 }
 
 // cutting is an engine.Cut.
@@ -227,7 +227,7 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 	if p.engine, err = l.engineOf(ctx, p.vol); err != nil {
 		return nil, err
 	}
-	if p.lin, err = p.engine.family(ctx); err != nil {
+	if p.lin, err = p.engine.tree(ctx); err != nil {
 		return nil, errors.Join(err, p.engine.end())
 	}
 	p.is = p.lin.all[string(uidOf(p.snap))]
@@ -330,7 +330,7 @@ func holdAll(ctx context.Context, parts []*groupPart, cuts []cutting) error {
 }
 
 // ofGroup reports whether an unreported snapshot of a group has to wait for the group.
-func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *kin) (waits bool, err error) {
+func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *snapshotNode) (waits bool, err error) {
 	var g api.SnapshotGroup
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
 		return false, api.Errorf(api.NotFound, "lost: snapshot group %s does not exist; delete the object", s.Spec.Group)

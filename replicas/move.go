@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// move puts a replica in the place of its source, which nobody has attached. The caller has the volume's lock.
+// move replaces the only member of a detached volume by a replica on another disk. The caller has the volume's lock.
 func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
 	uid, from := string(r.Spec.UID), string(r.Spec.From.Replica)
 	var v api.Volume
@@ -37,7 +37,7 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if err != nil {
 		return err
 	}
-	// What a try before left is of another moment.
+	// An earlier try copied another moment.
 	if err := disk.RemoveReplica(uid); err != nil {
 		return err
 	}
@@ -70,7 +70,7 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if err := disk.CreateReplica(ctx, s); err != nil {
 		return err
 	}
-	// The commit point: who had the volume attached, or attaches it now, changed the object, or is refused by it.
+	// The commit point: an attach before has changed the object, and an attach after is refused.
 	if err := l.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return err
 	}
@@ -89,7 +89,7 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 	return nil
 }
 
-// moved is the replica whose place is taken, if that may be done now: nobody has the volume attached.
+// moved is the replica to replace, if the volume is detached.
 func (l *replicaLoop) moved(ctx context.Context, r *api.Replica, v *api.Volume) (*api.Replica, error) {
 	var list api.ReplicaList
 	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
@@ -114,7 +114,7 @@ func (l *replicaLoop) moved(ctx context.Context, r *api.Replica, v *api.Volume) 
 	return &list.Items[i], list.Items[i].RevertPending()
 }
 
-// waitsForDetach wakes the replicas of a volume that is not attached any more.
+// waitsForDetach wakes the replicas that wait for the detach of a volume.
 func (d *Data) waitsForDetach(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
 	volume := o.(*api.Attachment).Spec.Volume

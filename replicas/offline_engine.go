@@ -174,11 +174,11 @@ func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
 	return nil
 }
 
-// family are the snapshots that all members have, with their neighbours.
-func (h *engineHandle) family(ctx context.Context) (*lineage, error) {
+// tree has the snapshots that all members have, with their neighbours.
+func (h *engineHandle) tree(ctx context.Context) (*snapshotTree, error) {
 	m, err := h.Snapshots(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return &lineage{m.Head, family(m)}, nil
+	return &snapshotTree{m.Head, buildSnapshotTree(m)}, nil
 }

@@ -8,13 +8,13 @@ import (
 	"drover.io/drover/api"
 )
 
-// What a guest discards over layers that nobody needs any more comes back when the head is cut off and merged. That is
-// done after a trim that was asked for, and by itself where it gives back much for what it costs.
+// The space of blocks that a guest discards above unreferenced layers is freed when the head is cut and merged. The
+// node reclaims after a requested trim, and by itself if much space is freed for little work.
 
-// reclaimLeast is how much must come back for it to be done by itself; of what is copied for it, at least half.
+// reclaimLeast is the least space that the node reclaims by itself; at least half of the bytes to copy.
 const reclaimLeast = 32 << 20
 
-// reclaimAll does it for all attached volumes; anew: also where the heads are what they were.
+// reclaimAll reclaims on all attached volumes; anew: also where the heads have not changed.
 func (d *Data) reclaimAll(ctx context.Context, anew bool) {
 	for _, s := range d.all() {
 		if anew {
@@ -30,8 +30,7 @@ func (d *Data) reclaimAll(ctx context.Context, anew bool) {
 	}
 }
 
-// reclaimOwed does what a trim asked for, once no layers of the volume are being merged: what is below a merge is not
-// known.
+// reclaimOwed reclaims for a trim, once no layers of the volume are being merged: the space below a merge is unknown.
 func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
 	if m := s.member(); s.merges() || m != nil && d.mergeWorker.IsDue(m.Meta().UID) {
 		return nil
@@ -50,13 +49,13 @@ func (s *session) merges() bool {
 	return m != nil && m.Meta().Merge != nil
 }
 
-// reclaim does it for an attached volume; sure: for whatever comes back.
+// reclaim reclaims on an attached volume; sure: for any gain.
 func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 	m := s.member()
 	if s.ReadOnly || m == nil && !sure {
 		return nil
 	}
-	gain := int64(0) // not known: the replicas are on other nodes
+	gain := int64(0) // unknown: the replicas are on other nodes
 	if m != nil {
 		if n, err := m.Zeroed(); err != nil || n == 0 || !sure && (n < reclaimLeast || n == s.zeroed.Swap(n)) {
 			return err

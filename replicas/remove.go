@@ -42,7 +42,7 @@ func (l *replicaLoop) remove(ctx context.Context, r *api.Replica) error {
 			l.mergeWorker.Freed(disk)
 		}
 		if r.Spec.From != nil {
-			l.tellKin(ctx, r.Spec.From.Volume)
+			l.wakeSharers(ctx, r.Spec.From.Volume)
 		}
 		for _, s := range l.all() {
 			if s.Disk == r.Spec.Disk {

@@ -20,10 +20,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// replicaLoop makes the Replicas of this node true.
+// replicaLoop reconciles the Replicas of this node.
 type replicaLoop struct{ *Data }
 
-// Reconcile brings one replica to what its spec says.
+// Reconcile reconciles one replica.
 func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var r api.Replica
 	if err := l.client.Get(ctx, req.NamespacedName, &r); err != nil {
@@ -33,8 +33,8 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if at := r.Status.Mode; r.DeletionTimestamp == nil && (at == api.ReplicaCurrent || at == api.ReplicaStale) &&
-		r.Status.Size >= r.Spec.Size && r.Spec.Revert == nil && l.keepsUp(r.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: upkeepEvery}, nil // it would end for nothing
+		r.Status.Size >= r.Spec.Size && r.Spec.Revert == nil && l.isRebuilding(r.Spec.Volume) {
+		return reconcile.Result{RequeueAfter: upkeepEvery}, nil // the reconciliation would interrupt the rebuild
 	}
 	if l.beingResumed(r.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: resumeAgain}, nil
@@ -54,7 +54,7 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
-	l.pending.set(r.Name, true) // before it looks: what changes meanwhile is not missed
+	l.pending.set(r.Name, true) // before the look, which may miss a later change
 	err := l.bring(ctx, &r)
 	waits := api.Is(err, api.Unavailable) || api.Is(err, api.NotFound)
 	l.pending.set(r.Name, waits || l.hydrates(&r) || r.Status.Fetching != "")
@@ -73,17 +73,17 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	switch {
 	case err == nil || waits || r.Status.Mode == api.ReplicaFailed:
 		return reconcile.Result{}, nil
-	case api.Is(err, api.Busy) && r.Status.Copy != nil: // it is tried again
+	case api.Is(err, api.Busy) && r.Status.Copy != nil: // a copy is tried again
 		return reconcile.Result{RequeueAfter: bringRetry}, nil
-	case api.Is(err, api.Busy) && r.Spec.From != nil: // a layer is being cut off or merged
+	case api.Is(err, api.Busy) && r.Spec.From != nil: // a layer is being cut or merged
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
-	case api.KindOf(err) != api.Other: // a fact that may change by itself, and nobody tells
+	case api.KindOf(err) != api.Other: // the cause may change without an event
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, err
 }
 
-// told writes the status of a replica where it changed; again is when to look once more, as somebody else wrote.
+// told writes the changed status of a replica; again is when to look once more, because another writer was faster.
 func (l *replicaLoop) told(ctx context.Context, old, r *api.Replica) (again time.Duration, err error) {
 	if equality.Semantic.DeepEqual(old.Status, r.Status) {
 		return 0, nil
@@ -113,7 +113,7 @@ func (l *replicaLoop) bring(ctx context.Context, r *api.Replica) error {
 		return nil
 	}
 	if there, err := l.holds(disk, r.Spec.UID); err != nil {
-		return l.unusable(ctx, r, err) // whether a member is there is not known: it is not given up
+		return l.unusable(ctx, r, err) // the member may exist: the volume does not give it up
 	} else if !there {
 		r.Status.Mode = api.ReplicaFailed
 		err := api.Errorf(api.NotFound, "the replica's folder is gone from disk %s", disk.Path())
@@ -186,14 +186,14 @@ func (l *replicaLoop) hydrates(r *api.Replica) bool {
 	return open != nil && (l.beingNoted(r, open) || open.Hydrates())
 }
 
-// beingNoted reports whether the record of an open replica is being written: whoever asks it something waits for its
-// disk then.
+// beingNoted reports whether the record of an open replica is being written: a call of the replica waits for the disk
+// then.
 func (l *replicaLoop) beingNoted(r *api.Replica, open *stack.Replica) bool {
 	s := l.session(r.Spec.Volume)
 	return s != nil && s.noting.Load() && s.member() == open
 }
 
-// opened is a replica that an engine has open, of this node or of another; nil: none has.
+// opened is a replica that an engine of this node or of another one has open, or nil.
 func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
 	if s := l.session(r.Spec.Volume); s != nil {
 		if open := s.local(r.Spec.UID); open != nil {
@@ -206,7 +206,7 @@ func (l *replicaLoop) opened(r *api.Replica) *stack.Replica {
 	return nil
 }
 
-// home makes an open replica read from its own disk what was copied there meanwhile. That can be merged then.
+// home makes an open replica read copied layers from its own disk, after which they can be merged.
 func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	open := l.opened(r)
 	if open == nil || l.beingNoted(r, open) || !open.Hydrates() {
@@ -214,7 +214,7 @@ func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk
 	}
 	err := open.Home(ctx)
 	l.mergeWorker.Merge(disk, string(r.Spec.UID), r.Spec.Volume)
-	if api.Is(err, api.Busy) { // they are given back later: there is no hurry
+	if api.Is(err, api.Busy) { // the next reconciliation tries again
 		return api.Errorf(api.InUse, "%v", err)
 	}
 	if err != nil {
@@ -226,7 +226,7 @@ func (l *replicaLoop) home(ctx context.Context, r *api.Replica, disk *stack.Disk
 	return nil
 }
 
-// disk is the open disk of a uid. The node role has looked at it and says in the Node where it is.
+// disk is the open disk of a uid, at the path that the node role wrote into the Node.
 func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 	var n api.Node
 	if err := d.client.Get(ctx, client.ObjectKey{Name: d.Node}, &n); apierrors.IsNotFound(err) {
@@ -243,7 +243,7 @@ func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 	}
 	path := n.Status.Disks[i].Path
 	disk, err := d.disks.Get(uid)
-	if err != nil || disk.Path() != path { // it is not known, or mounted elsewhere by now
+	if err != nil || disk.Path() != path { // the disk is unknown, or mounted elsewhere now
 		if disk, err = d.disks.Open(ctx, path, uid, false); err != nil {
 			return nil, err
 		}
@@ -261,7 +261,7 @@ func (d *Data) disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
 	return disk, nil
 }
 
-// list notes the replicas of a disk, once; those that come later this process makes itself.
+// list notes the replicas of a disk once; this process makes all later ones.
 func (d *Data) list(disk *stack.Disk) error {
 	uid := api.UID(disk.UID())
 	d.mu.Lock()
@@ -298,7 +298,7 @@ func (d *Data) onDisk(uid api.UID) bool {
 	return d.made[uid]
 }
 
-// holds reports whether a replica is on its disk, and looks there if it is not known to be.
+// holds reports whether a replica is on its disk.
 func (d *Data) holds(disk *stack.Disk, uid api.UID) (bool, error) {
 	if d.onDisk(uid) {
 		return true, nil
@@ -322,10 +322,10 @@ func (d *Data) setOnDisk(uid api.UID, is bool) {
 	}
 }
 
-// create makes the stack of a new replica, once the layers it starts from are on the disk.
+// create makes the stack of a new replica, once its base layers are on the disk.
 func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	r.Status.Mode = api.ReplicaCreating
-	if r.Spec.From == nil && !l.onDisk(r.Spec.UID) { // else its own stack, or that of its source, names what it needs
+	if r.Spec.From == nil && !l.onDisk(r.Spec.UID) { // else its own stack, or that of its source, names the layers
 		if err := l.layersReady(ctx, r); err != nil {
 			return err
 		}
@@ -370,14 +370,14 @@ func (l *replicaLoop) create(ctx context.Context, r *api.Replica, disk *stack.Di
 		return err
 	}
 	if r.Spec.From != nil {
-		l.tellKin(ctx, r.Spec.From.Volume)
+		l.wakeSharers(ctx, r.Spec.From.Volume)
 	}
 	l.tellReplica(r.Name)() // the rest follows in the next step
 	return nil
 }
 
-// tellKin has the replicas of a volume looked at whose layers others came to share, or cease to.
-func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
+// wakeSharers wakes the replicas of a volume whose layers other replicas begin or cease to share.
+func (l *replicaLoop) wakeSharers(ctx context.Context, volume string) {
 	var list api.ReplicaList
 	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
 		l.Log.Warn("replicas of a volume cannot be listed", "volume", volume, "err", err)
@@ -389,7 +389,7 @@ func (l *replicaLoop) tellKin(ctx context.Context, volume string) {
 	}
 }
 
-// noteTime is how long it is waited for that the record on the disk is brought up to date.
+// noteTime is how long a reconciler waits for the record on the disk.
 const noteTime = 5 * time.Second
 
 // layersReady waits for the copy of the image that a replica starts from: on its disk, or on a source.
@@ -457,7 +457,7 @@ func (l *replicaLoop) expand(ctx context.Context, r *api.Replica, disk *stack.Di
 		l.stir(r.Spec.Volume)
 		return nil
 	}
-	if info, is := l.remote.Info(string(r.Spec.UID)); is { // its engine, on another node, does it
+	if info, is := l.remote.Info(string(r.Spec.UID)); is { // its engine, on another node, expands the replica
 		if info.Size < size {
 			return api.Errorf(api.Busy, "the volume's engine makes it larger")
 		}

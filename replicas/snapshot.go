@@ -221,7 +221,7 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 		return err
 	}
 	defer func() { err = errors.Join(err, h.end()) }()
-	lin, err := h.family(ctx)
+	lin, err := h.tree(ctx)
 	if err != nil {
 		return err
 	}
@@ -270,7 +270,7 @@ func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.V
 		return err
 	}
 	for was := ""; ; {
-		lin, err := l.lineageOf(r, disk)
+		lin, err := l.treeOf(r, disk)
 		if err != nil {
 			return err
 		}
@@ -279,13 +279,13 @@ func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.V
 			return err
 		}
 		if k == nil || instant(k.Created) != created || k.Layer == was {
-			l.forgetLineage(r.Spec.UID)
+			l.forgetTree(r.Spec.UID)
 			return api.Errorf(api.Busy, "snapshot %s: the members have to be asked", s.Name)
 		}
 		size, used, err := disk.LayerSize(k.Layer)
 		if api.Is(err, api.NotFound) { // merged a moment ago: the record tells into which
 			was = k.Layer
-			l.forgetLineage(r.Spec.UID)
+			l.forgetTree(r.Spec.UID)
 			continue
 		}
 		if err != nil {
@@ -308,7 +308,7 @@ func uidOf(s *api.Snapshot) api.UID {
 
 // find looks for the snapshot in the stack. An object that was made for an existing snapshot finds the snapshot by
 // name.
-func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
+func (l *snapshotLoop) find(s *api.Snapshot, lin *snapshotTree) (*snapshotNode, error) {
 	if k := lin.all[string(uidOf(s))]; k != nil {
 		return k, nil
 	}
@@ -330,7 +330,7 @@ func (l *snapshotLoop) find(s *api.Snapshot, lin *lineage) (*kin, error) {
 
 // cut takes the snapshot of all members at one instant. lin is of before.
 func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h *engineHandle,
-	lin *lineage) (*kin, error) {
+	lin *snapshotTree) (*snapshotNode, error) {
 	switch {
 	case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
 		// The engine's members have every snapshot of the volume, and the source member lacks this snapshot.
@@ -348,7 +348,7 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 	if err != nil {
 		return nil, err
 	}
-	if lin, err = h.family(ctx); err != nil {
+	if lin, err = h.tree(ctx); err != nil {
 		return nil, err
 	}
 	k := lin.all[string(uidOf(s))]
@@ -368,7 +368,7 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 func momentNow() time.Time { return time.Now().UTC() }
 
 // wasCut wakes the snapshots that a cut may have changed; lin is of before.
-func (d *Data) wasCut(ctx context.Context, v *api.Volume, local api.UID, lin *lineage) {
+func (d *Data) wasCut(ctx context.Context, v *api.Volume, local api.UID, lin *snapshotTree) {
 	var names []string
 	for _, k := range lin.all {
 		if k.children[api.VolumeHead] {
@@ -398,7 +398,7 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 }
 
 // tell writes the facts of a snapshot into its status.
-func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *kin, is stack.LayerSize) {
+func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *snapshotNode, is stack.LayerSize) {
 	st := &s.Status
 	if st.RestoreSize == 0 {
 		st.RestoreSize = is.Size
@@ -435,7 +435,7 @@ func (l *snapshotLoop) remove(ctx context.Context, s *api.Snapshot, v *api.Volum
 			l.Log.Warn("the end of an engine without a device", "volume", v.Name, "err", herr)
 		}
 	}()
-	lin, err := h.family(ctx)
+	lin, err := h.tree(ctx)
 	if err != nil {
 		return err
 	}
@@ -508,7 +508,7 @@ func (l *replicaLoop) adopt(ctx context.Context, r *api.Replica, disk *stack.Dis
 	if v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
 		return nil // not yet the volume's
 	}
-	lin, err := l.lineageOf(r, disk)
+	lin, err := l.treeOf(r, disk)
 	if err != nil {
 		return err
 	}

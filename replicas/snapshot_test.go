@@ -405,7 +405,7 @@ func TestSnapshotSpace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	before, err := w.data.lineageOf(of, disk)
+	before, err := w.data.treeOf(of, disk)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -418,7 +418,7 @@ func TestSnapshotSpace(t *testing.T) {
 
 	// Looked at in the moment between the merge and the news of it, it stays what it is.
 	w.data.mu.Lock()
-	w.data.lineages[rep] = before
+	w.data.trees[rep] = before
 	w.data.mu.Unlock()
 	base := s2.DeepCopy()
 	delete(s2.Labels, api.LabelVolume)
@@ -427,7 +427,7 @@ func TestSnapshotSpace(t *testing.T) {
 	}
 	for tick := time.NewTicker(20 * time.Millisecond); ; { // no change of the object tells of it
 		w.data.mu.Lock()
-		looked := w.data.lineages[rep] != before
+		looked := w.data.trees[rep] != before
 		w.data.mu.Unlock()
 		if looked {
 			tick.Stop()

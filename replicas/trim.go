@@ -67,7 +67,7 @@ func (l *attachmentLoop) trim(ctx context.Context, a *api.Attachment, s *session
 // wanted.
 func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimFact {
 	fact := api.TrimFact{State: api.CloneFailed}
-	var below []*kin
+	var below []*snapshotNode
 	if d.trimRemoves(ctx, v) {
 		var err error
 		if below, err = d.chain(ctx, s); err != nil {
@@ -133,26 +133,26 @@ func (d *Data) trimRemoves(ctx context.Context, v *api.Volume) bool {
 
 // chain are the snapshots that the volume alone stands on, the newest first: down to the first that something else
 // stands on, too.
-func (d *Data) chain(ctx context.Context, s *session) ([]*kin, error) {
-	var lin map[string]*kin
+func (d *Data) chain(ctx context.Context, s *session) ([]*snapshotNode, error) {
+	var lin map[string]*snapshotNode
 	if m := s.member(); m != nil {
-		lin = family(m.Meta())
+		lin = buildSnapshotTree(m.Meta())
 	} else {
 		m, err := s.engine.Snapshots(ctx)
 		if err != nil {
 			return nil, err
 		}
-		lin = family(m)
+		lin = buildSnapshotTree(m)
 	}
-	names := map[string]*kin{}
-	var at *kin
+	names := map[string]*snapshotNode{}
+	var at *snapshotNode
 	for _, k := range lin {
 		names[k.Name] = k
 		if k.children[api.VolumeHead] {
 			at = k
 		}
 	}
-	var list []*kin
+	var list []*snapshotNode
 	for ; at != nil && len(at.children) == 1; at = names[at.parent] {
 		list = append(list, at)
 	}

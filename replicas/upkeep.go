@@ -15,12 +15,12 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// A detached volume whose replicas are not all members is made whole by an engine without a device, on the node of its
-// first member. It is a claim like any other, and whoever wants the volume takes it over: an attach, a snapshot, a
-// removal on the same node has it ended first; an attach elsewhere waits for its end, which comes within a second.
+// An offline engine on the node of the first member rebuilds the replicas of a detached volume. The engine claims the
+// volume like any other, and gives the volume up to any other operation: an attach, a snapshot or a removal on the same
+// node ends the engine first; an attach elsewhere waits for the end, which comes within a second.
 
-// Times of upkeep: how often is looked, how often the end of one is looked for, how long one may go on without anything
-// to copy, and when it is tried again after that.
+// Times of upkeep: between two looks for volumes, between two looks for the end of a run, for a run without progress,
+// and before the next try after such a run.
 const (
 	upkeepEvery = 3 * time.Second
 	upkeepLook  = 200 * time.Millisecond
@@ -28,11 +28,11 @@ const (
 	upkeepLater = time.Minute
 )
 
-// upkeep is what is known of it.
+// upkeep has the runs.
 type upkeep struct {
 	mu    sync.Mutex
-	runs  map[string]bool      // volumes that are being made whole
-	later map[string]time.Time // when one that could not be is tried again
+	runs  map[string]bool      // volumes that are being rebuilt
+	later map[string]time.Time // when the next try may begin
 }
 
 func (u *upkeep) begin(volume string, most int) bool {
@@ -58,14 +58,14 @@ func (u *upkeep) end(volume string, again time.Duration) {
 	}
 }
 
-// keepsUp reports whether a volume is being made whole here.
-func (d *Data) keepsUp(volume string) bool {
+// isRebuilding reports whether this node rebuilds a detached volume.
+func (d *Data) isRebuilding(volume string) bool {
 	d.upkeep.mu.Lock()
 	defer d.upkeep.mu.Unlock()
 	return d.upkeep.runs[volume]
 }
 
-// keepUp makes the detached volumes of this node whole, until ctx ends.
+// keepUp rebuilds the detached volumes of this node, until ctx ends.
 func (d *Data) keepUp(ctx context.Context) error {
 	var all sync.WaitGroup
 	defer all.Wait()
@@ -85,13 +85,13 @@ func (d *Data) keepUp(ctx context.Context) error {
 					d.Log.Warn("a detached volume is not made whole yet", "volume", volume, "err", err)
 				}
 				d.upkeep.end(volume, again)
-				d.tellReplica(name)() // what was put off meanwhile
+				d.tellReplica(name)() // the reconciler deferred the replica meanwhile
 			})
 		}
 	})
 }
 
-// wantsUpkeep reports whether r is the member that makes its volume whole.
+// wantsUpkeep reports whether r is the member whose node rebuilds the volume.
 func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	var v api.Volume
 	if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
@@ -105,7 +105,7 @@ func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	if err != nil || lacks == 0 && v.Status.EngineNode == "" {
 		return false
 	}
-	for _, m := range mine { // the first whose node is there
+	for _, m := range mine { // the first member whose node is not silent
 		if !slices.Contains(v.Status.Members, m.Name) {
 			continue
 		}
@@ -118,7 +118,7 @@ func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	return false
 }
 
-// detached reports whether nobody wants the volume attached, as far as the cache knows.
+// detached reports whether the volume has no attachment, as far as the cache knows.
 func (d *Data) detached(ctx context.Context, v *api.Volume) bool {
 	for _, held := range d.Host.Held() {
 		if held.Key == string(v.Status.UID) {
@@ -128,7 +128,8 @@ func (d *Data) detached(ctx context.Context, v *api.Volume) bool {
 	return apierrors.IsNotFound(d.client.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{}))
 }
 
-// lacking are the replicas of a volume, by name, and how many of them could be members and are not, or are damaged.
+// lacking lists the replicas of a volume by name, and counts the replicas that are damaged, or could be members and are
+// not.
 func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, n int, err error) {
 	var list api.ReplicaList
 	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
@@ -159,8 +160,8 @@ func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, 
 	return mine, n, nil
 }
 
-// makeWhole claims a detached volume and brings its replicas back until all are members, somebody else wants the
-// volume, or nothing comes of it; again is when it is to be tried again then.
+// makeWhole claims a detached volume and rebuilds its replicas until all are members, another operation wants the
+// volume, or no progress is made; again is the pause before the next try.
 func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duration, err error) {
 	ctx, unlock, ok := d.locks.LockYielding(ctx, volume)
 	if !ok {
@@ -190,7 +191,7 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 	if err != nil {
 		return upkeepLater, err
 	}
-	// A member that is not reached is not dropped for this: nobody writes.
+	// The engine drops no member that does not answer: no guest writes.
 	take, err := selectMembers(&v, list)
 	if err != nil || len(take) < len(list) {
 		return upkeepLater, err
@@ -214,8 +215,8 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 	return again, err
 }
 
-// somebodyCame reports whether one of the replicas answers that a volume lacks, or one of its members is to leave it:
-// else a claim would only keep others waiting.
+// somebodyCame reports whether a replica that the volume lacks answers, or a member is to leave the volume: else a
+// claim would only delay other operations.
 func (d *Data) somebodyCame(ctx context.Context, v *api.Volume) bool {
 	mine, _, err := d.lacking(ctx, v)
 	if err != nil {
@@ -236,7 +237,7 @@ func (d *Data) somebodyCame(ctx context.Context, v *api.Volume) bool {
 			came.Store(true)
 		case !is:
 			all.Go(func() {
-				if d.knock(ctx, loop, r) == nil {
+				if d.probeReplica(ctx, loop, r) == nil {
 					came.Store(true)
 				}
 			})
@@ -276,7 +277,7 @@ func (d *Data) awaitWhole(ctx context.Context, s *session) time.Duration {
 			r := &mine[i]
 			switch {
 			case r.DeletionTimestamp != nil:
-			case is == r.Spec.Leave: // to come, or to go
+			case is == r.Spec.Leave: // to join, or to leave
 				left++
 			case is && wantsRepair(r) && len(members) > 1 && !s.mates.repairs.wasTried(r.Spec.UID):
 				left++

@@ -16,33 +16,33 @@ import (
 	"drover.io/drover/replicas/peer"
 )
 
-// Replicas that are not members are brought back by the engine's node. Each has a goroutine that knocks at its node, so
-// that one whose node is off keeps no other waiting; one at a time is made equal.
+// The engine's node rebuilds replicas that are not members. Each replica has a goroutine that probes its node, so that
+// a node without power delays no other replica; one replica at a time is resynced.
 
-// mendEvery is how often the volume's replicas are looked at. What changes, or the engine drops, is looked at once.
-const mendEvery = 3 * time.Second
+// rebuildEvery is how often the loop looks at the volume's replicas. A change or a drop wakes the loop at once.
+const rebuildEvery = 3 * time.Second
 
-// Times of a replica that is to come back: how long one answer is waited for, when a node that is not reached is asked
-// again, and what is waited longer and longer where something else is in the way.
+// Times of a rebuild: for the answer to a probe, between the probes of a node that does not answer, and the growing
+// pause between tries that fail for another reason.
 const (
-	knockTime  = 3 * time.Second
-	knockAgain = 500 * time.Millisecond
-	comeFirst  = 250 * time.Millisecond
-	comeLast   = 5 * time.Second
+	replyTime    = 3 * time.Second
+	replyAgain   = 500 * time.Millisecond
+	rebuildFirst = 250 * time.Millisecond
+	rebuildLast  = 5 * time.Second
 )
 
-// comer is a replica that is to come back.
-type comer struct {
+// rebuildJob is a replica that the loop rebuilds.
+type rebuildJob struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
 	mu       sync.Mutex
-	swapping bool // it is being made a member
+	swapping bool // the swap that adds the replica is in progress
 	unwanted bool
 }
 
-// giveUp ends it, unless it is being made a member: then it is one, and is dropped like one.
-func (c *comer) giveUp() {
+// giveUp ends the job, unless the swap is in progress: then the engine drops the new member.
+func (c *rebuildJob) giveUp() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.unwanted = true; !c.swapping {
@@ -50,8 +50,8 @@ func (c *comer) giveUp() {
 	}
 }
 
-// swaps says that it is going to be made a member.
-func (c *comer) swaps() error {
+// swaps marks the begin of the swap.
+func (c *rebuildJob) swaps() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.unwanted {
@@ -61,8 +61,8 @@ func (c *comer) swaps() error {
 	return nil
 }
 
-// swapped says that this is over.
-func (c *comer) swapped() {
+// swapped marks the end of the swap.
+func (c *rebuildJob) swapped() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.swapping = false; c.unwanted {
@@ -70,7 +70,7 @@ func (c *comer) swapped() {
 	}
 }
 
-func (c *comer) over() bool {
+func (c *rebuildJob) over() bool {
 	select {
 	case <-c.done:
 		return true
@@ -84,11 +84,11 @@ func (d *Data) startRebuilds(s *session) {
 	var ctx context.Context
 	ctx, s.mates.cancel = context.WithCancel(context.Background())
 	s.mates.done = make(chan struct{})
-	go d.mend(ctx, s, s.mates.joiners)
+	go d.rebuildLoop(ctx, s, s.mates.joiners)
 }
 
-// mend brings replicas back that are not members, and says whether all are, until ctx ends.
-func (d *Data) mend(ctx context.Context, s *session, joiners *sync.Map) {
+// rebuildLoop rebuilds replicas that are not members, and reports to the engine whether all are, until ctx ends.
+func (d *Data) rebuildLoop(ctx context.Context, s *session, joiners *sync.Map) {
 	defer close(s.mates.done)
 	if !d.awaitOthers(ctx, s) {
 		return
@@ -97,12 +97,12 @@ func (d *Data) mend(ctx context.Context, s *session, joiners *sync.Map) {
 	beside.Go(func() { _ = every(ctx, time.Second, func() { d.bound(ctx, s) }) })
 	beside.Go(func() { _ = every(ctx, compareEvery, func() { d.compareNext(ctx, s) }) })
 	defer beside.Wait()
-	comers := map[api.UID]*comer{}
-	tick := time.NewTicker(mendEvery)
+	jobs := map[api.UID]*rebuildJob{}
+	tick := time.NewTicker(rebuildEvery)
 	defer tick.Stop()
 	for {
 		d.tellNews(ctx, s)
-		d.mendOnce(ctx, s, joiners, comers, &beside)
+		d.startJobs(ctx, s, joiners, jobs, &beside)
 		select {
 		case <-tick.C:
 		case <-s.mates.look:
@@ -112,15 +112,15 @@ func (d *Data) mend(ctx context.Context, s *session, joiners *sync.Map) {
 	}
 }
 
-// lookSoon has the volume's replicas looked at: one was dropped, or is back.
+// lookSoon wakes the loop: a replica was dropped, or has returned.
 func (m *mates) lookSoon() {
 	select {
 	case m.look <- struct{}{}:
-	default: // it is going to be done anyway
+	default: // a wake-up is pending
 	}
 }
 
-func (d *Data) mendOnce(ctx context.Context, s *session, joiners *sync.Map, comers map[api.UID]*comer,
+func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, jobs map[api.UID]*rebuildJob,
 	all *sync.WaitGroup) {
 	if !d.api.Load() || s.fence.Load() != nil {
 		return
@@ -157,48 +157,49 @@ func (d *Data) mendOnce(ctx context.Context, s *session, joiners *sync.Map, come
 		}
 		uid, name := r.Spec.UID, r.Name
 		wanted[uid] = true
-		if c := comers[uid]; c != nil && !c.over() {
+		if c := jobs[uid]; c != nil && !c.over() {
 			continue
 		}
-		c := &comer{done: make(chan struct{})}
+		c := &rebuildJob{done: make(chan struct{})}
 		var come context.Context
 		come, c.cancel = context.WithCancel(ctx)
-		comers[uid] = c
+		jobs[uid] = c
 		all.Go(func() {
 			defer close(c.done)
 			defer c.cancel()
-			d.comeBack(come, s, c, name, uid, joiners)
+			d.rebuildReplica(come, s, c, name, uid, joiners)
 		})
 	}
-	for uid, c := range comers {
+	for uid, c := range jobs {
 		if !wanted[uid] {
 			c.giveUp()
 			if c.over() {
-				delete(comers, uid)
+				delete(jobs, uid)
 			}
 		}
 	}
 	s.engine.SetWhole(epoch, whole && known == len(members))
 }
 
-// comeBack brings one replica back, or ends with ctx.
-func (d *Data) comeBack(ctx context.Context, s *session, c *comer, name string, uid api.UID, joiners *sync.Map) {
+// rebuildReplica tries to rebuild one replica until it is a member, or ctx ends.
+func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, name string, uid api.UID,
+	joiners *sync.Map) {
 	defer s.mates.lookSoon()
-	pause := comeFirst
+	pause := rebuildFirst
 	for ctx.Err() == nil {
 		var r api.Replica
 		if d.client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
-			return // it is gone
+			return // the replica was removed
 		}
-		wait := knockAgain
-		err := d.knock(ctx, s.loop, &r)
+		wait := replyAgain
+		err := d.probeReplica(ctx, s.loop, &r)
 		if err == nil {
-			if err = d.bringBack(ctx, s, c, &r, joiners); err == nil {
+			if err = d.resyncAndJoin(ctx, s, c, &r, joiners); err == nil {
 				return
 			}
-			wait, pause = pause, min(2*pause, comeLast)
+			wait, pause = pause, min(2*pause, rebuildLast)
 		} else if !api.Is(err, api.Unavailable) {
-			wait, pause = pause, min(2*pause, comeLast)
+			wait, pause = pause, min(2*pause, rebuildLast)
 		}
 		t := time.NewTimer(wait)
 		select {
@@ -209,12 +210,12 @@ func (d *Data) comeBack(ctx context.Context, s *session, c *comer, name string, 
 	}
 }
 
-// knock asks whether a replica is there at all.
-func (d *Data) knock(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
+// probeReplica asks whether a replica answers.
+func (d *Data) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
 	if r.Spec.Node == d.Node {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, knockTime)
+	ctx, cancel := context.WithTimeout(ctx, replyTime)
 	defer cancel()
 	m, err := d.remote.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
 		Volume: string(r.Spec.VolumeUID), Loop: loop})
@@ -222,13 +223,13 @@ func (d *Data) knock(ctx context.Context, loop *iothreads.Thread, r *api.Replica
 		return err
 	}
 	_, _, err = m.Probe(ctx)
-	_ = m.Close() // it had no session
+	_ = m.Close() // the probe had no session
 	return err
 }
 
-// bringBack makes one replica equal to the members, and one of them.
-func (d *Data) bringBack(ctx context.Context, s *session, c *comer, r *api.Replica, joiners *sync.Map) error {
-	select { // one at a time
+// resyncAndJoin resyncs one replica, which joins the members.
+func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *api.Replica, joiners *sync.Map) error {
+	select { // one replica at a time
 	case s.mates.turn <- struct{}{}:
 		defer func() { <-s.mates.turn }()
 	case <-ctx.Done():
@@ -293,15 +294,15 @@ func (d *Data) bringBack(ctx context.Context, s *session, c *comer, r *api.Repli
 	return nil
 }
 
-// takers are those that do something of which only so many may be done at once.
-type takers struct {
+// semaphore bounds how many goroutines do a kind of work at once, by a bound that may change.
+type semaphore struct {
 	mu      sync.Mutex
 	n       int
 	waiting []chan struct{}
 }
 
-// take waits until fewer than most are at it.
-func (t *takers) take(ctx context.Context, most func() int) (release func(), err error) {
+// take waits until fewer than most goroutines work.
+func (t *semaphore) take(ctx context.Context, most func() int) (release func(), err error) {
 	for {
 		t.mu.Lock()
 		if t.n < most() {
@@ -323,11 +324,11 @@ func (t *takers) take(ctx context.Context, most func() int) (release func(), err
 	}
 }
 
-func (t *takers) give() {
+func (t *semaphore) give() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.n--
-	for _, c := range t.waiting { // they look for themselves who is next
+	for _, c := range t.waiting { // the first one that looks is next
 		close(c)
 	}
 	t.waiting = nil

@@ -9,15 +9,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// kin is a snapshot in a stack, with its neighbours.
-type kin struct {
+// snapshotNode is a snapshot in a stack, with its neighbours.
+type snapshotNode struct {
 	stack.Snapshot
 	parent   string
 	children map[string]bool
 }
 
-// family finds the neighbours of all snapshots of a stack, by uid, in one pass: each layer is looked at once.
-func family(m stack.Meta) map[string]*kin {
+// buildSnapshotTree finds the neighbours of all snapshots of a stack, by uid, in one pass over the layers.
+func buildSnapshotTree(m stack.Meta) map[string]*snapshotNode {
 	below := map[string]string{}
 	for i, l := range m.Layers {
 		if i > 0 {
@@ -27,22 +27,22 @@ func family(m stack.Meta) map[string]*kin {
 	for _, b := range m.Branches {
 		below[b.Layer] = b.Below
 	}
-	all := map[string]*kin{}
-	names := map[string]*kin{} // by layer; of several that hold the same the last one
-	before := map[*kin]*kin{}  // of those, the one before
+	all := map[string]*snapshotNode{}
+	names := map[string]*snapshotNode{}         // by layer; of several snapshots of a layer the last
+	before := map[*snapshotNode]*snapshotNode{} // the snapshot of the same layer before
 	for _, s := range slices.SortedStableFunc(slices.Values(m.Snapshots), func(a, b stack.Snapshot) int {
 		return a.Created.Compare(b.Created)
 	}) {
-		k := &kin{Snapshot: s}
+		k := &snapshotNode{Snapshot: s}
 		if was := names[s.Layer]; was != nil {
 			before[k] = was
 		}
 		all[s.UID], names[s.Layer] = k, k
 	}
-	nearest := map[string]*kin{} // the snapshot of a layer, or of the first below that has one
-	find := func(layer string) *kin {
+	nearest := map[string]*snapshotNode{} // the snapshot of a layer, or of the first below that has one
+	find := func(layer string) *snapshotNode {
 		var path []string
-		var found *kin
+		var found *snapshotNode
 		for at := layer; at != ""; at = below[at] {
 			if k, known := nearest[at]; known {
 				found = k
@@ -58,7 +58,7 @@ func family(m stack.Meta) map[string]*kin {
 		}
 		return found
 	}
-	child := func(of *kin, name string) {
+	child := func(of *snapshotNode, name string) {
 		if of.children == nil {
 			of.children = map[string]bool{}
 		}
@@ -82,16 +82,16 @@ func family(m stack.Meta) map[string]*kin {
 	return all
 }
 
-// lineage is what the snapshots of one replica's stack were when it was last looked at.
-type lineage struct {
-	head string // tells a stack that was reverted
-	all  map[string]*kin
+// snapshotTree has the snapshots of one replica's stack, as of the last read.
+type snapshotTree struct {
+	head string // a revert changes the head
+	all  map[string]*snapshotNode
 }
 
-// lineageOf reads the snapshots of a replica's stack, once until something about them changes.
-func (d *Data) lineageOf(r *api.Replica, disk *stack.Disk) (*lineage, error) {
+// treeOf reads the snapshots of a replica's stack, and keeps the result until a snapshot changes.
+func (d *Data) treeOf(r *api.Replica, disk *stack.Disk) (*snapshotTree, error) {
 	d.mu.Lock()
-	known := d.lineages[r.Spec.UID]
+	known := d.trees[r.Spec.UID]
 	d.mu.Unlock()
 	if known != nil {
 		return known, nil
@@ -105,22 +105,22 @@ func (d *Data) lineageOf(r *api.Replica, disk *stack.Disk) (*lineage, error) {
 			return nil, err
 		}
 	}
-	l := &lineage{m.Head, family(m)}
+	l := &snapshotTree{m.Head, buildSnapshotTree(m)}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.lineages[r.Spec.UID] = l
+	d.trees[r.Spec.UID] = l
 	return l, nil
 }
 
-func (d *Data) forgetLineage(replica api.UID) {
+func (d *Data) forgetTree(replica api.UID) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	delete(d.lineages, replica)
+	delete(d.trees, replica)
 }
 
-// changed has the snapshots of a replica looked at anew: those named, and with a nil list all of them.
+// changed forgets the tree of a replica, and wakes the named snapshots.
 func (d *Data) changed(replica api.UID, names ...string) {
-	d.forgetLineage(replica)
+	d.forgetTree(replica)
 	q := d.snapshots.Load()
 	if q == nil {
 		return
@@ -134,7 +134,7 @@ func (d *Data) changed(replica api.UID, names ...string) {
 }
 
 // neighbours are the names of a snapshot's parent and children.
-func (k *kin) neighbours() []string {
+func (k *snapshotNode) neighbours() []string {
 	if k == nil {
 		return nil
 	}

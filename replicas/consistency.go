@@ -14,7 +14,7 @@ import (
 const compareMost = 16
 
 // compareSoon has a snapshot compared on all members. lin is of before the cut.
-func (m *mates) compareSoon(k *kin, lin *lineage) {
+func (m *mates) compareSoon(k *snapshotNode, lin *snapshotTree) {
 	f := fresh{uid: k.UID, name: k.Name}
 	for _, p := range lin.all {
 		if p.children[api.VolumeHead] {
