@@ -1,8 +1,8 @@
-// Package await waits for an object to become what a caller needs, by watching that one object: nothing polls. It also
-// edits objects that others write too.
+// Package await waits, by a watch of one object and without polling, until the object has the state that a caller
+// needs. The package also edits objects that other programs write too.
 //
-// It has no goroutines of its own; the watch ends before a call returns. Errors are those of the Kubernetes client and
-// of the context, unwrapped: the caller knows what it was waiting for and says so.
+// The package starts no goroutines; the watch ends before a call returns. Errors are those of the Kubernetes client
+// and of the context, unwrapped: the caller names the state that was awaited.
 package await
 
 import (
@@ -18,8 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 )
 
-// Until returns the first version of the named object for which done returns true, or done's error. An object that does
-// not exist, or goes away meanwhile, is the client's NotFound.
+// Until returns the first version of the named object for which done returns true, or done's error. An object that
+// does not exist, or is deleted meanwhile, is the client's NotFound.
 func Until[T client.Object](ctx context.Context, c client.WithWatch, name string, done func(T) (bool, error)) (
 	T, error) {
 	var zero T
@@ -38,7 +38,8 @@ func Until[T client.Object](ctx context.Context, c client.WithWatch, name string
 	}
 }
 
-// Gone returns once no object of that name and UID exists. see, which may be nil, is shown every version on the way.
+// Gone returns once no object of that name and UID exists. Gone passes every version meanwhile to see, which may be
+// nil.
 func Gone[T client.Object](ctx context.Context, c client.WithWatch, obj T, see func(T)) error {
 	_, err := Until(ctx, c, obj.GetName(), func(now T) (bool, error) {
 		if see != nil {
@@ -52,7 +53,7 @@ func Gone[T client.Object](ctx context.Context, c client.WithWatch, obj T, see f
 	return err
 }
 
-// next watches from obj on. ok false without an error means that the watch ended and the caller must look again.
+// next watches from obj on. ok false without an error means that the watch ended and the caller must read again.
 func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done func(T) (bool, error)) (
 	T, bool, error) {
 	var zero T
@@ -90,7 +91,7 @@ func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done 
 				continue
 			}
 			if e.Type == watch.Deleted {
-				return zero, false, nil // the Get that follows says NotFound, or finds a new object of that name
+				return zero, false, nil // the next Get says NotFound, or finds a new object of the name
 			}
 			if ok, err := done(now); ok || err != nil {
 				return now, ok, err
@@ -99,7 +100,7 @@ func next[T client.Object](ctx context.Context, c client.WithWatch, obj T, done 
 	}
 }
 
-// ended prefers the end of the context to the client's words for it.
+// ended prefers the end of the context to the client's error for the same end.
 func ended(ctx context.Context, err error) error {
 	if c := ctx.Err(); c != nil && !errors.Is(err, c) {
 		return c

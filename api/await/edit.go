@@ -10,10 +10,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Edit changes the named object and returns it as it is then. change sees the newest version, once more each time that
-// somebody else wrote meanwhile; where it returns false nothing is written. Volumes and snapshots are written by their
-// nodes all the time: only the end of ctx bounds the tries. (client-go's RetryOnConflict gives up after some tries and
-// does not see ctx.)
+// Edit changes the named object and returns the new version. Edit calls change with the newest version, again after
+// each conflict with another writer, and writes nothing where change returns false. Only the end of ctx bounds the
+// tries, because nodes write volumes and snapshots all the time. (client-go's RetryOnConflict gives up after some
+// tries and does not see ctx.)
 func Edit[T client.Object](ctx context.Context, c client.Client, name string, change func(T) (bool, error)) (T, error) {
 	return edit(ctx, c, name, change, func(obj T) error { return c.Update(ctx, obj) })
 }

@@ -1,8 +1,8 @@
-// Package backlog is where the objects that the loops of all rooms look after wait for their turn: controller-runtime's
-// priority queue, but without that one's metrics, which wake the process twice a second for each loop for as long as it
-// lives. How many objects wait is counted when somebody asks (drover_loop_backlog).
+// Package backlog holds the queues in which objects wait for the reconcilers of all rooms: controller-runtime's
+// priority queue, but without that queue's metrics, which wake the process twice a second per reconciler until the
+// process ends. A scrape of drover_loop_backlog counts the waiting objects.
 //
-// A queue's goroutines are its own, and end with its ShutDown.
+// Each queue owns its goroutines and ends them in ShutDown.
 package backlog
 
 import (
@@ -19,12 +19,13 @@ import (
 // Queue holds the requests of one reconciler.
 type Queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
-// RateLimiter backs off after errors for 15 seconds at most: the usual cause is another part that restarts.
+// RateLimiter backs off after errors for 15 seconds at most: the usual cause is another part in the middle of a
+// restart.
 func RateLimiter() workqueue.TypedRateLimiter[reconcile.Request] {
 	return workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](50*time.Millisecond, 15*time.Second)
 }
 
-// New makes the queue of a loop: the NewQueue of its controller's options.
+// New makes the queue of a reconciler: the NewQueue of a controller's options.
 func New(loop string, limiter workqueue.TypedRateLimiter[reconcile.Request]) Queue {
 	q := &queue{loop: loop, PriorityQueue: priorityqueue.New("", func(o *priorityqueue.Opts[reconcile.Request]) {
 		o.RateLimiter = limiter
@@ -40,7 +41,7 @@ type queue struct {
 	loop string
 }
 
-// ShutDown ends it.
+// ShutDown ends the queue.
 func (q *queue) ShutDown() {
 	open.Lock()
 	delete(open.queues, q)
@@ -48,7 +49,7 @@ func (q *queue) ShutDown() {
 	q.PriorityQueue.ShutDown()
 }
 
-// ShutDownWithDrain ends it when what was taken out is done.
+// ShutDownWithDrain ends the queue when all taken requests are done.
 func (q *queue) ShutDownWithDrain() {
 	open.Lock()
 	delete(open.queues, q)
@@ -56,7 +57,7 @@ func (q *queue) ShutDownWithDrain() {
 	q.PriorityQueue.ShutDownWithDrain()
 }
 
-// open are the queues of this process.
+// open lists the queues of this process.
 var open = struct {
 	sync.Mutex
 	queues map[*queue]bool
