@@ -2,8 +2,8 @@ package api
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// AuthoritySecret is the Secret that the controller role keeps the authority of all nodes in, in the namespace of its
-// lease: certificate and key in one PEM. Who has it can speak as any node.
+// AuthoritySecret is the Secret with the authority of all nodes, certificate and key in one PEM. The controller role
+// keeps the Secret in the namespace of its lease. A reader of the Secret can speak as any node.
 const (
 	AuthoritySecret = "drover-node-authority"
 	AuthorityKey    = "authority.pem"

@@ -5,7 +5,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// SetCondition sets a condition of an object of generation gen, and reports whether its status or reason changed.
+// SetCondition sets a condition of an object of generation gen, and reports whether the status or reason changed.
 func SetCondition(all *[]metav1.Condition, gen int64, kind string, is bool, reason, message string) bool {
 	status := metav1.ConditionFalse
 	if is {

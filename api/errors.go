@@ -5,16 +5,16 @@ import (
 	"fmt"
 )
 
-// Kind says what sort of failure an error is, so that a door can translate it (one table in driver) and a loop can
-// decide whether to try again. Kinds survive wrapping with fmt.Errorf("...: %w", err).
+// Kind is the sort of failure of an error, so that a door can translate the error (one table in driver) and a
+// reconciler can decide whether to try again. Kinds survive wrapping with fmt.Errorf("...: %w", err).
 type Kind uint8
 
-// The kinds. Other is everything unforeseen: it is worth a retry and a look.
+// The kinds. Other is everything unforeseen, worth a retry and a look.
 const (
 	Other       Kind = iota
-	Invalid          // the request can never succeed as it is
+	Invalid          // the request can never succeed unchanged
 	NotFound         // the named object does not exist
-	Exists           // the name is taken by something that differs
+	Exists           // a different object has the name
 	Busy             // the same or a conflicting operation is under way: try again
 	InUse            // the object's state forbids it: attached, referenced, dependent
 	Full             // no room: disk, quota, attach limit, topology
@@ -35,7 +35,7 @@ func (k Kind) String() string {
 	return "kind " + fmt.Sprint(uint8(k))
 }
 
-// Error is an error with a kind. Its message is written for the user: what happened, to which object, what to do.
+// Error is an error with a kind. The message is written for the user: the failure, the object, the remedy.
 //
 // +kubebuilder:object:generate=false
 type Error struct {
@@ -63,7 +63,7 @@ func KindOf(err error) Kind {
 // Is reports whether err is of kind k.
 func Is(err error, k Kind) bool { return err != nil && KindOf(err) == k }
 
-// KindNamed is the kind that a word stands for (see Kind.String): of an error that came over the wire.
+// KindNamed is the kind for a word of Kind.String, as errors on the wire have.
 func KindNamed(word string) Kind {
 	for i, name := range kindNames {
 		if name == word {

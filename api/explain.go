@@ -9,8 +9,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// Explain wraps an error of the Kubernetes client, or the end of a context, with what was being done to which object,
-// and gives it its kind. An error that has a kind already keeps it; nil stays nil.
+// Explain wraps an error of the Kubernetes client, or the end of a context, with the action and its object, and adds
+// a kind. An error with a kind keeps the kind; nil stays nil.
 func Explain(err error, format string, args ...any) error {
 	if err == nil {
 		return nil

@@ -28,12 +28,12 @@ func (u UID) Validate() error {
 const (
 	BlockSize     = 4096            // granularity of maps, heads and replication
 	ChunkSize     = 2 << 20         // granularity of digests and backups
-	SizeUnit      = 2 << 20         // a volume's size is a multiple of this
+	SizeUnit      = 2 << 20         // unit of a volume's size
 	MinVolumeSize = 10 << 20        // smallest volume
 	MaxVolumeSize = int64(64) << 40 // largest volume
 )
 
-// RoundSize rounds a requested size up to a size that a volume can have.
+// RoundSize rounds a requested size up to a possible size of a volume.
 func RoundSize(n int64) int64 {
 	if n < MinVolumeSize {
 		return MinVolumeSize
@@ -41,8 +41,8 @@ func RoundSize(n int64) int64 {
 	return (n + SizeUnit - 1) / SizeUnit * SizeUnit
 }
 
-// LabelValue is a name as the value of a label, which has at most 63 characters and ends in a letter or a digit. Long
-// names may have one value: whoever lists objects by it looks at their specs too.
+// LabelValue is a name as the value of a label, which has at most 63 characters and ends in a letter or a digit.
+// Several long names may share a value: whoever lists objects by label also compares the specs.
 func LabelValue(name string) string { return strings.TrimRight(name[:min(len(name), 63)], "-._") }
 
 // Labels and finalizers.
@@ -55,15 +55,15 @@ const (
 	Finalizer      = "drover.io/protect"
 	AnnotationMkfs = "drover.io/mkfs"       // on a Volume: a filesystem is being made; value: its type
 	AnnotationFS   = "drover.io/filesystem" // on a Volume: a filesystem of this type was made, and is not made again
-	AnnotationRaw  = "drover.io/raw"        // on an Attachment: its device was used as it is; Blank no longer holds
+	AnnotationRaw  = "drover.io/raw"        // on an Attachment: the device was used raw; Blank no longer holds
 	AnnotationDoor = "drover.io/door"       // on an Attachment: csi, where only the CSI doors showed the device to anybody
-	// AnnotationVerify is on a BackingImage: a new value asks for a verification of all its copies.
+	// AnnotationVerify is on a BackingImage: a new value asks for a verification of all copies.
 	AnnotationVerify = "drover.io/verify"
-	// AnnotationForce on an Attachment that is deleted: its I/O fails and is not waited for.
+	// AnnotationForce on an Attachment that is deleted: all I/O fails, and the detach does not wait for I/O.
 	AnnotationForce = "drover.io/force-detach"
-	// AnnotationPrefer is on a Volume: the node that it will be used on first.
+	// AnnotationPrefer is on a Volume: the node of the first use.
 	AnnotationPrefer = "drover.io/prefer-node"
-	// AnnotationRetry is on a Volume whose clone failed: a new value has it tried again.
+	// AnnotationRetry is on a Volume whose clone failed: a new value starts another try.
 	AnnotationRetry = "drover.io/retry-clone"
 	TopologyNode    = "topology.drover.io/node"
 	DriverName      = "drover.io" // the CSI driver's name

@@ -8,8 +8,8 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 type SourceType string
 
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
-// export-from-volume {volume-name, snapshot-name} (the volume as it is now, or a snapshot);
-// clone {backingImage}; registry {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}.
+// export-from-volume {volume-name, snapshot-name} (the volume now, or a snapshot); clone {backingImage}; registry
+// {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"
@@ -87,7 +87,7 @@ type SecretRef struct {
 	Namespace string `json:"namespace,omitempty"`
 }
 
-// Keys of an image's Secret. What is not there is not used.
+// Keys of an image's Secret. A missing key is not used.
 const (
 	SecretUsername = "username" // with password: basic authentication, or the registry's account
 	SecretPassword = "password"
@@ -192,12 +192,12 @@ type ImageCopySpec struct {
 	Verify string `json:"verify,omitempty"`
 }
 
-// UploadPath is where Drover's own API server takes an upload for the node that waits for it.
+// UploadPath is the path of Drover's own API server for uploads to a waiting node.
 func UploadPath(image string) string {
 	return "/apis/" + GroupVersion.String() + "/backingimages/" + image + "/upload"
 }
 
-// CopyNotRemoved begins the message of an image copy that its node failed to remove.
+// CopyNotRemoved begins the message of an image copy that the copy's node failed to remove.
 const CopyNotRemoved = "the copy cannot be removed yet: "
 
 // ImageCopyStatus is how far it is.

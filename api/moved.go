@@ -7,9 +7,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// DiskMovedTo is the node that has a disk now which was on another one; empty: none surely has. The former node must
-// live and say that the disk is gone from it, and one alone that lives must have it: what a silent node says is past,
-// and where two have it one has a copy.
+// DiskMovedTo is the node that now has another node's former disk; empty: no node surely has the disk. The former
+// node must be alive and report the disk as gone, and exactly one node, alive too, must have the disk: a silent
+// node's report is past, and of two nodes with the disk one has a copy.
 func DiskMovedTo(nodes []Node, disk UID, from string, now time.Time) string {
 	gone := false
 	var at []string
@@ -35,7 +35,7 @@ func DiskMovedTo(nodes []Node, disk UID, from string, now time.Time) string {
 	return at[0]
 }
 
-// MoveTo has an object say that its disk is on another node. node is where its spec says it.
+// MoveTo writes the disk's new node into an object; node is the field of the object's spec.
 func MoveTo(obj metav1.Object, node *string, to string) {
 	*node = to
 	labels := maps.Clone(obj.GetLabels())

@@ -127,9 +127,9 @@ var Settings = map[string]string{
 	"storage-minimal-available-percentage": "10",    // no new replica on a disk with less free
 	"backing-image-cleanup-wait-interval":  "60",    // minutes until an unused copy goes; 0: never
 	"backing-image-verify-interval":        "168",   // hours between two verifications of a copy; 0: never
-	"concurrent-image-copies-per-sender":   "3",     // copies that are sent from one disk at once
-	"concurrent-replica-copies-per-node":   "2",     // clones and replicas that are copied at once on one node; 0: 1
-	"replica-copy-rate-limit":              "0",     // MiB per second that one of those reads at most; 0: no limit
+	"concurrent-image-copies-per-sender":   "3",     // simultaneous copies from one disk
+	"concurrent-replica-copies-per-node":   "2",     // simultaneous copies of clones and replicas on one node; 0: 1
+	"replica-copy-rate-limit":              "0",     // MiB per second that such a copy reads at most; 0: no limit
 	"clone-stall-timeout":                  "60",    // minutes without progress after which a clone has failed
 	"replica-replenishment-wait-interval":  "600",   // seconds that a replica of a silent node is waited for
 	"replica-soft-anti-affinity":           "false", // replicas of a volume may be on one node where no other suits
@@ -146,17 +146,17 @@ var Settings = map[string]string{
 	"replica-auto-balance-disk-pressure-percentage": "90",
 	"merge-rate-limit":               "200",   // MiB per second that a merge of layers copies at most; 0: no limit
 	"volume-scrub-interval":          "168",   // hours between two comparisons of a replica with digests; 0: never
-	"volume-scrub-rate-limit":        "50",    // MiB per second that these read at most; 0: no limit
+	"volume-scrub-rate-limit":        "50",    // MiB per second that a comparison reads at most; 0: no limit
 	"freeze-filesystem-for-snapshot": "false", // mounted file systems are frozen while they are cut
 	// A trim also deletes the snapshots below the volume, for volumes that do not say.
 	"remove-snapshots-during-filesystem-trim": "false",
 	// Snapshots of a volume above which its condition TooManySnapshots is True; 0: never. There is no limit.
 	"snapshot-count-warning-threshold": "100",
-	"snapshot-data-integrity":          "enabled", // what is compared at those intervals, for volumes that do not say
-	"volume-attach-limit":              "256",     // volumes that one node may have attached
+	"snapshot-data-integrity":          "enabled", // kind of comparison at these intervals, for volumes that do not say
+	"volume-attach-limit":              "256",     // attached volumes on one node at most
 }
 
-// DefaultHeartbeat is how often a node says that it is there, where it does not say otherwise.
+// DefaultHeartbeat is the interval of the heartbeat of a node that does not name another.
 const DefaultHeartbeat = 10 * time.Second
 
 // SilentAfter is how old the node's heartbeat may be.

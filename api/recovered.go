@@ -6,12 +6,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// AnnotationRecovered is on a Volume or BackingImage that was rebuilt from disks: the facts that its status begins
-// with. The controller role takes them in place of new ones, once, and takes the annotation off.
+// AnnotationRecovered is on a Volume or BackingImage that was rebuilt from disks: the facts with which the status
+// begins. The controller role takes the facts in place of new ones, once, and removes the annotation.
 const AnnotationRecovered = "drover.io/recovered"
 
-// AnnotationCut is in what a disk keeps of a BackingImage that was made of a volume, and on one that was rebuilt from
-// that; value: when the volume was cut, as in ExportFact.
+// AnnotationCut is in a disk's record of a BackingImage that was made of a volume, and on a BackingImage that was
+// rebuilt from the record; value: the time of the volume's cut, as in ExportFact.
 const AnnotationCut = "drover.io/cut"
 
 // RecoveredVolume is the annotation's value on a Volume.
@@ -45,7 +45,7 @@ type RecoveredCopy struct {
 	Disk UID    `json:"disk"`
 }
 
-// Recovered reads the annotation of a Volume that has no status yet; nil: it was not rebuilt.
+// Recovered reads the annotation of a Volume that has no status yet; nil: not rebuilt.
 func (v *Volume) Recovered() (*RecoveredVolume, error) {
 	var r RecoveredVolume
 	if there, err := recovered(v.Annotations, &r); !there || err != nil {
@@ -58,7 +58,7 @@ func (v *Volume) Recovered() (*RecoveredVolume, error) {
 	return &r, nil
 }
 
-// Recovered reads the annotation of a BackingImage that has no status yet; nil: it was not rebuilt.
+// Recovered reads the annotation of a BackingImage that has no status yet; nil: not rebuilt.
 func (i *BackingImage) Recovered() (*RecoveredImage, error) {
 	var r RecoveredImage
 	if there, err := recovered(i.Annotations, &r); !there || err != nil {
@@ -104,12 +104,12 @@ type ImageRecord struct {
 	Spec        BackingImageSpec  `json:"spec"`
 }
 
-// Record is what a disk keeps of v, as JSON.
+// Record is a disk's record of v, as JSON.
 func (v *Volume) Record() (json.RawMessage, error) {
 	return json.Marshal(VolumeRecord{v.Labels, lasting(v.ObjectMeta), v.Spec})
 }
 
-// Record is what a disk keeps of i, as JSON.
+// Record is a disk's record of i, as JSON.
 func (i *BackingImage) Record() (json.RawMessage, error) {
 	annotations := lasting(i.ObjectMeta)
 	if x := i.Status.Export; x != nil {
@@ -118,7 +118,7 @@ func (i *BackingImage) Record() (json.RawMessage, error) {
 	return json.Marshal(ImageRecord{i.Labels, annotations, i.Spec})
 }
 
-// lasting leaves out annotations that speak of a moment. A file system that was being made then may hold data by now.
+// lasting leaves out annotations on passing states. A file system that was being made then may hold data by now.
 func lasting(m metav1.ObjectMeta) map[string]string {
 	keep := map[string]string{}
 	for k, v := range m.Annotations {

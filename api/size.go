@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// SizeText formats a number of bytes for people, as the statuses show it: "512 B", "1.5 GiB".
+// SizeText formats a number of bytes for people, as in the statuses: "512 B", "1.5 GiB".
 func SizeText(n int64) string {
 	const units = "KMGTPE"
 	if n < 1024 {

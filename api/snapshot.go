@@ -85,7 +85,7 @@ func NewSnapshot(v *Volume, name string) *Snapshot {
 	return s
 }
 
-// Adorn gives a snapshot what it has to have beside its spec, and reports whether anything was missing.
+// Adorn adds the required metadata of a snapshot, and reports whether anything was missing.
 func (s *Snapshot) Adorn(v *Volume) bool {
 	changed := false
 	label := LabelValue(v.Name)
@@ -105,23 +105,23 @@ func (s *Snapshot) Adorn(v *Volume) bool {
 	return changed
 }
 
-// Bare reports whether something of what Adorn gives was taken away.
+// Bare reports whether any of Adorn's metadata was taken away.
 func (s *Snapshot) Bare() bool {
 	return s.Labels[LabelVolume] != LabelValue(s.Spec.Volume) || !slices.Contains(s.Finalizers, Finalizer) ||
 		len(s.OwnerReferences) == 0
 }
 
-// VolumeHead is, among the children of a snapshot, the volume itself.
+// VolumeHead is, among the children of a snapshot, the volume.
 const VolumeHead = "volume-head"
 
-// LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. It
-// goes when the clone is there.
+// LabelClone is in the spec's labels of a snapshot that was made to clone a volume; value: the name of the clone. The
+// snapshot is deleted when the clone exists.
 const LabelClone = "drover.io/clone"
 
-// LabelExport is there too, beside LabelClone, where it was made for a backing image; value: the image's name.
+// LabelExport stands beside LabelClone on a snapshot for a backing image; value: the image's name.
 const LabelExport = "drover.io/export"
 
-// ConditionKept is True on a Volume that is deleted and stays, hidden, because snapshots of it are there.
+// ConditionKept is True on a deleted Volume that stays, hidden, because snapshots of the volume exist.
 const ConditionKept = "KeptForSnapshots"
 
 // SnapshotList is a list of Snapshot.
@@ -177,7 +177,7 @@ type RevertFact struct {
 	Message  string     `json:"message,omitempty"`
 }
 
-// Clone modes: CloneLinked shares the source's layers, and is instant, whatever the size; CloneFull copies them.
+// Clone modes: CloneLinked shares the source's layers, and is instant at any size; CloneFull copies the layers.
 const (
 	CloneLinked = "linked"
 	CloneFull   = "full-copy"
@@ -191,7 +191,7 @@ type DataSource struct {
 	Snapshot string // empty: the volume as it is now
 }
 
-// String is its form in Volume.spec.dataSource, and a snapshot's handle in CSI.
+// String is the form in Volume.spec.dataSource, and a snapshot's handle in CSI.
 func (s DataSource) String() string {
 	switch {
 	case s.Volume == "":

@@ -13,7 +13,7 @@ import (
 // SourceRestore is known by name and not supported yet.
 const SourceRestore SourceType = "restore"
 
-// Parameters of SourceExport. The type is there for those who are used to it: an image is layers, not a file.
+// Parameters of SourceExport. The type exists for users with the habit: an image is layers, not a file.
 const (
 	ExportVolume   = "volume-name"
 	ExportSnapshot = "snapshot-name"
@@ -44,7 +44,7 @@ func ValidateImageName(name string) error {
 	return nil
 }
 
-// Normalize puts what people write into the form that the API keeps: the checksum in lower case, without white space.
+// Normalize puts users' input into the form that the API keeps: the checksum in lower case, without white space.
 func (s *BackingImageSpec) Normalize() {
 	s.Checksum = strings.ToLower(strings.TrimSpace(s.Checksum))
 	if s.SourceParameters == nil {
@@ -52,7 +52,7 @@ func (s *BackingImageSpec) Normalize() {
 	}
 }
 
-// Validate refuses a wish that can never come true, with kind invalid, or unsupported for what comes later. The
+// Validate refuses a wish that can never come true, with kind invalid, or unsupported for planned features. The
 // checksum is compared without regard to case.
 func (s *BackingImageSpec) Validate() error {
 	known, ok := sourceParameters[s.SourceType]
@@ -97,7 +97,7 @@ func (s *BackingImageSpec) Validate() error {
 	return nil
 }
 
-// sourceTypes lists what can be used.
+// sourceTypes lists the usable types.
 func sourceTypes() string {
 	var names []string
 	for t := range sourceParameters {
@@ -115,7 +115,7 @@ func (s *BackingImageSpec) validateParameters() error {
 	case SourceDownload:
 		u, err := url.Parse(s.SourceParameters["url"])
 		if err != nil {
-			// The error repeats the address, and with it a password.
+			// The error repeats the address, and the address may hold a password.
 			return Errorf(Invalid, "parameter url cannot be read: are special characters escaped?")
 		}
 		if sc := strings.ToLower(u.Scheme); sc != "http" && sc != "https" {
@@ -128,7 +128,7 @@ func (s *BackingImageSpec) validateParameters() error {
 		rest, ok := strings.CutPrefix(s.SourceParameters["url"], RegistryScheme)
 		host, repo, _ := strings.Cut(rest, "/")
 		if strings.Contains(host, "@") {
-			// Not repeated: it may be a password.
+			// Not repeated: the host may hold a password.
 			return Errorf(Invalid, "parameter url holds credentials: they belong in a Secret that secretRef names")
 		}
 		if !ok || host == "" || repo == "" {

@@ -41,9 +41,9 @@ const (
 	ConditionIntact     = "DataIntact" // False: a scrub found layers that are damaged
 	ConditionEvicted    = "Evicted"    // False while the replica is on a disk that is to be left; else not there
 	ConditionExpanded   = "Expanded"   // False while size and status.size differ
-	// Of an attached volume with data locality best-effort: whether its node has a whole replica.
+	// On an attached volume with data locality best-effort: whether the node has a whole replica.
 	ConditionLocal = "DataLocal"
-	// Of a volume with replicaAutoBalance: False while a replica is to be in a better place.
+	// On a volume with replicaAutoBalance: False while a replica is to be in a better place.
 	ConditionBalanced = "Balanced"
 	// True: the volume has more snapshots than the setting snapshot-count-warning-threshold says. No limit is near.
 	ConditionTooMany = "TooManySnapshots"
@@ -346,13 +346,13 @@ const (
 	LocalityStrict     = "strict-local"
 )
 
-// Of are those of a volume: where they were listed by its label, another one may have the same.
+// Of are the replicas of a volume: other volumes may share the label's value in the list.
 func (l *ReplicaList) Of(volume string) []Replica {
 	return slices.DeleteFunc(l.Items, func(r Replica) bool { return r.Spec.Volume != volume })
 }
 
-// Holders are the members of a volume, whose snapshots mean the same. One that was left out may have a snapshot of the
-// same uid and of another instant: its cut was given up, and done again without it.
+// Holders are the members of a volume, whose snapshots agree. A dropped member may have a snapshot of the same uid
+// and of another instant: the engine gave the cut up, and repeated the cut without the member.
 func (l *ReplicaList) Holders(v *Volume, s *Snapshot) []Replica {
 	return slices.DeleteFunc(l.Items, func(r Replica) bool {
 		return r.Spec.VolumeUID != s.Status.VolumeUID || !slices.Contains(v.Status.Members, r.Name)
