@@ -1,5 +1,5 @@
-// Package identity is the CSI Identity door: who this driver is and what it can do. It holds no state and starts no
-// goroutines; whether the process is ready is asked of whoever made the server.
+// Package identity is the CSI Identity door: it names the driver and its capabilities. The package holds no state and
+// starts no goroutines; the function that New takes decides whether the process is ready.
 package identity
 
 import (
@@ -36,7 +36,7 @@ func (s *Server) Probe(context.Context, *csi.ProbeRequest) (*csi.ProbeResponse, 
 	return &csi.ProbeResponse{Ready: wrapperspb.Bool(s.ready())}, nil
 }
 
-// GetPluginCapabilities is the same on every instance of one version, whatever its roles, as CSI demands.
+// GetPluginCapabilities answers the same on every instance of a version, whatever the roles, as CSI demands.
 func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabilitiesRequest) (
 	*csi.GetPluginCapabilitiesResponse, error) {
 	service := func(t csi.PluginCapability_Service_Type) *csi.PluginCapability {
