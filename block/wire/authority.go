@@ -17,21 +17,21 @@ import (
 	"time"
 )
 
-// Certificates live for CertificateLife and are renewed when a third of it is left.
+// Certificates live for CertificateLife; nodes renew a certificate when a third of its life is left.
 const (
 	CertificateLife = 90 * 24 * time.Hour
 	authorityLife   = 30 * 365 * 24 * time.Hour
 	backdate        = time.Hour // clocks differ
 )
 
-// Authority signs the certificates of nodes. It is the controller's.
+// Authority signs the certificates of nodes. The controller owns the authority.
 type Authority struct {
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
 	pem  []byte // the certificate
 }
 
-// NewAuthority makes an authority, as LoadAuthority reads it: certificate and key in one PEM.
+// NewAuthority makes an authority in the form that LoadAuthority reads: certificate and key in one PEM.
 func NewAuthority() ([]byte, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -47,7 +47,7 @@ func NewAuthority() ([]byte, error) {
 	return encode(der, key)
 }
 
-// LoadAuthority reads what NewAuthority made.
+// LoadAuthority reads the PEM of NewAuthority.
 func LoadAuthority(both []byte) (*Authority, error) {
 	cert, key, err := decode(both)
 	if err != nil {
@@ -60,7 +60,7 @@ func LoadAuthority(both []byte) (*Authority, error) {
 // PEM is the authority's certificate.
 func (a *Authority) PEM() []byte { return a.pem }
 
-// Signed reports whether a certificate (PEM) is one of this authority, and until when it is good.
+// Signed reports whether this authority signed a certificate (PEM), and until when the certificate is valid.
 func (a *Authority) Signed(cert []byte) (until time.Time, ok bool) {
 	block, _ := pem.Decode(cert)
 	if block == nil {
@@ -100,10 +100,10 @@ func (a *Authority) Sign(request []byte, node string, life time.Duration) (cert 
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), until, nil
 }
 
-// nodeURI names a node in its certificate: of all names there the only one that counts.
+// nodeURI names a node in the node's certificate: the only name there that counts.
 func nodeURI(node string) *url.URL { return &url.URL{Scheme: "drover", Host: "node", Path: "/" + node} }
 
-// nodeOf is the node that a certificate is for.
+// nodeOf is the node that a certificate names.
 func nodeOf(c *x509.Certificate) (string, error) {
 	for _, u := range c.URIs {
 		if u.Scheme == "drover" && u.Host == "node" && len(u.Path) > 1 {

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// Bounds of what another node may say.
+// Bounds of another node's answers and requests.
 const (
 	maxFacts   = 64 << 10 // bytes of an answer of a few facts
 	maxList    = 1 << 20  // of a list of maxExtents extents
@@ -20,7 +20,7 @@ const (
 	sumSize    = 32              // bytes of the digest of a chunk
 )
 
-// errNonsense is in the error of a call whose answer cannot be true. Nobody asks again.
+// errNonsense is in the error of a call whose answer cannot be true. Callers do not ask again.
 var errNonsense = errors.New("the answer makes no sense")
 
 // readAtMost reads all of r, and refuses more bytes than most.
@@ -44,7 +44,8 @@ func takeJSON(r io.Reader, most int64, into any) error {
 	return nil
 }
 
-// checkID refuses what cannot be the uid of a disk, an image or a layer: nothing else reaches a file system.
+// checkID refuses any string that cannot be the uid of a disk, an image or a layer: nothing else reaches a file
+// system.
 func checkID(what, id string) error {
 	ok := id != "" && len(id) <= maxID
 	for _, c := range []byte(id) {

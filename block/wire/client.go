@@ -18,12 +18,12 @@ import (
 	"drover.io/drover/block"
 )
 
-// Error is what the other node answered instead of what was asked for.
+// Error is the other node's answer instead of the requested one.
 type Error struct{ Node, Kind, Message string }
 
 func (e *Error) Error() string { return "node " + e.Node + ": " + e.Message }
 
-// Times of a client. A read is tried again while the other node cannot be reached: after a moment it often can.
+// Times of a client. The client tries a read again while the other node is unreachable, often for a moment only.
 const (
 	callTime = time.Minute
 	dialTime = 5 * time.Second
@@ -38,7 +38,7 @@ type Client struct {
 	http *http.Client
 }
 
-// NewClient makes a client of the node that is reached at address. Close it.
+// NewClient makes a client of the node at address. The caller closes the client.
 func NewClient(id *Identity, node, address string) *Client {
 	dial := func(ctx context.Context, network, addr string) (net.Conn, error) {
 		cfg, err := id.Client(node)
@@ -79,7 +79,7 @@ func (c *Client) get(ctx context.Context, what string, v url.Values) (*http.Resp
 		maxMessage)], "")}
 }
 
-// call asks until there is an answer, takes it, and tells whether it could be taken.
+// call asks until an answer comes, passes the answer to take, and tells whether take accepted the answer.
 func (c *Client) call(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
 	for try := 1; ; try++ {
 		err := c.once(ctx, what, v, take)
@@ -112,7 +112,7 @@ func (c *Client) once(ctx context.Context, what string, v url.Values, take func(
 
 func of(disk, uid string) url.Values { return url.Values{"disk": {disk}, "uid": {uid}} }
 
-// Image is what a disk of the node has recorded of an image.
+// Image is the record of an image on a disk of the node.
 func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, err error) {
 	err = c.call(ctx, "image", of(disk, uid), func(r io.Reader) error {
 		img = block.Image{}
@@ -124,7 +124,7 @@ func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, 
 	return img, err
 }
 
-// Digest is the root digest of a finished layer and the bytes that it takes there.
+// Digest is the root digest of a finished layer and the layer's bytes on the disk.
 func (c *Client) Digest(ctx context.Context, disk, uid string) (root string, allocated int64, err error) {
 	f, err := c.layer(ctx, disk, uid)
 	return f.Root, f.Allocated, err
@@ -144,7 +144,7 @@ func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err erro
 	return b, err
 }
 
-// Read reads a part of a finished layer, of 4 MiB at most. It is asked for once.
+// Read reads a part of a finished layer, of 4 MiB at most. Read asks once.
 func (c *Client) Read(ctx context.Context, disk, uid string, p []byte, off int64) error {
 	v := of(disk, uid)
 	v.Set("off", strconv.FormatInt(off, 10))
@@ -166,7 +166,7 @@ func (c *Client) layer(ctx context.Context, disk, uid string) (f layerFacts, err
 	return f, err
 }
 
-// Send waits for a place among those that the disk serves, and keeps it until end is called.
+// Send waits for a place among the transfers that the disk serves, and keeps the place until the caller calls end.
 func (c *Client) Send(ctx context.Context, disk string) (end func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	resp, err := c.get(ctx, "send", url.Values{"disk": {disk}})

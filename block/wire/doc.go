@@ -1,12 +1,12 @@
-// Package wire is how nodes read each other's layers, and how they know each other: mutual TLS 1.3 with certificates
-// that the controller issues.
+// Package wire lets nodes read each other's layers and prove their names: mutual TLS 1.3 with certificates that the
+// controller issues.
 //
-// It owns the identity of a node (its key never leaves the node) and the protocol by which a finished layer, an
-// immutable thing with a digest, is a block.Source on another node. Standard library and packages of block only.
+// The package owns the identity of a node (the key never leaves the node) and the protocol by which a finished layer,
+// an immutable thing with a digest, is a block.Source on another node. Standard library and packages of block only.
 //
-// Invariants: nobody is served or believed whose certificate is not one of a node of this authority; what a node is
-// called is in the certificate, not in its address. Each side bounds and checks what the other one sends before it uses
-// it: answers have a largest size, and nothing but a uid reaches a disk.
+// Invariants: a node serves and believes only peers with a node's certificate of the same authority; the certificate,
+// not the address, names a node. Each side bounds and checks the other side's messages before use: answers have a
+// largest size, and nothing but a uid reaches a disk.
 //
-// Goroutines: a Server's are ended and waited for by its Serve; a client has none.
+// Goroutines: Serve ends and awaits the goroutines of a Server; a client has none.
 package wire

@@ -19,16 +19,16 @@ import (
 	"drover.io/drover/block/listener"
 )
 
-// Identity is what a node's processes prove to other nodes that they are its own. It lives in a folder, so that the
-// processes share it and know it before they can ask the API: node.key is made once, node.pem (the certificate and the
-// authorities that others' are checked against) is written by the one that gets it issued. All others read it anew when
-// it has changed, at their next handshake.
+// Identity proves to other nodes that a process belongs to its node. The identity lives in a folder, so that the
+// processes of a node share it and know it before the API answers: node.key is made once; one process gets node.pem
+// (the certificate, and the authorities for checking other nodes' certificates) issued and writes the file. All other
+// processes read a changed node.pem again at the next handshake.
 type Identity struct {
 	dir, node string
 	key       *ecdsa.PrivateKey
 
 	mu   sync.Mutex
-	seen fs.FileInfo // of node.pem, as it was read
+	seen fs.FileInfo // of node.pem when read
 	now  *credentials
 }
 
@@ -44,7 +44,7 @@ const (
 	certFile = "node.pem"
 )
 
-// ErrNoCertificate is returned while the node has not been issued one.
+// ErrNoCertificate is returned while the node has no certificate.
 var ErrNoCertificate = errors.New("this node has no certificate yet: the controller issues it")
 
 // OpenIdentity opens or makes the identity of a node in dir.
@@ -73,7 +73,7 @@ func OpenIdentity(dir, node string) (*Identity, error) {
 	return id, nil
 }
 
-// newKey makes a key. The file appears whole or not at all, and never replaces one.
+// newKey makes a key. The file appears whole or not at all, and never replaces another.
 func newKey(path string) ([]byte, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -92,7 +92,7 @@ func newKey(path string) ([]byte, error) {
 	return b, os.Link(tmp, path)
 }
 
-// writeTemp writes b durably to a file beside path, readable by its owner alone.
+// writeTemp writes b durably to a file beside path, readable by the owner alone.
 func writeTemp(path string, b []byte) (string, error) {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
 	if err != nil {
@@ -106,7 +106,7 @@ func writeTemp(path string, b []byte) (string, error) {
 	return f.Name(), nil
 }
 
-// Node is whose identity it is.
+// Node is the name of the identity's node.
 func (id *Identity) Node() string { return id.node }
 
 // Fingerprint names the key.
@@ -122,7 +122,7 @@ func (id *Identity) Request() ([]byte, error) {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
 }
 
-// Put takes a certificate and the authorities (PEM) that was issued for this identity's key.
+// Put takes a certificate for this identity's key, and the authorities (PEM).
 func (id *Identity) Put(cert, authorities []byte) error {
 	both := append(append([]byte{}, cert...), authorities...)
 	if _, err := id.parse(both); err != nil {
@@ -141,7 +141,7 @@ func (id *Identity) Put(cert, authorities []byte) error {
 	return nil
 }
 
-// Until is how long the certificate is good; ErrNoCertificate while there is none.
+// Until is how long the certificate is valid; ErrNoCertificate while there is none.
 func (id *Identity) Until() (time.Time, error) {
 	c, err := id.current()
 	if err != nil {
@@ -182,7 +182,7 @@ func (id *Identity) parse(b []byte) (*credentials, error) {
 	return c, nil
 }
 
-// current is what node.pem says now.
+// current is the content of node.pem now.
 func (id *Identity) current() (*credentials, error) {
 	path := filepath.Join(id.dir, certFile)
 	st, err := os.Stat(path)
@@ -204,7 +204,7 @@ func (id *Identity) current() (*credentials, error) {
 	}
 	if err != nil {
 		if id.now != nil {
-			return id.now, nil // what was good is better than nothing
+			return id.now, nil // an older valid certificate is better than nothing
 		}
 		return nil, fmt.Errorf("certificate of node %s, %s: %w", id.node, path, err)
 	}
@@ -212,7 +212,8 @@ func (id *Identity) current() (*credentials, error) {
 	return c, nil
 }
 
-// Server is for a listener: it takes nodes of the same authority alone, by TLS 1.3. NodeOf tells which.
+// Server is the configuration of a listener: only nodes of the same authority connect, by TLS 1.3. NodeOf names the
+// node.
 func (id *Identity) Server(protocols ...string) *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(hello *tls.ClientHelloInfo) (
 		*tls.Config, error) {
@@ -229,12 +230,12 @@ func (id *Identity) Server(protocols ...string) *tls.Config {
 				}
 				return err
 			},
-			// A resumed session would outlive the certificate that it began with.
+			// A resumed session would outlive the certificate of its first handshake.
 			SessionTicketsDisabled: true}, nil
 	}}
 }
 
-// Client is for a connection to a node: whoever answers must be that node. It is to be asked for anew for every
+// Client is the configuration of a connection to a node: only that node may answer. Callers call Client for every
 // connection, since certificates change.
 func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error) {
 	c, err := id.current()
@@ -242,7 +243,8 @@ func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error
 		return nil, err
 	}
 	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, NextProtos: protocols,
-		// Nodes are known by their names in Drover, wherever they are reached: VerifyConnection does what this leaves out.
+		// Nodes are known by their names in Drover, at any address: VerifyConnection makes the check that Go then
+		// skips.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(s tls.ConnectionState) error {
 			if len(s.PeerCertificates) == 0 {
@@ -263,7 +265,7 @@ func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error
 		}}, nil
 }
 
-// NodeOf is the node at the other end of a connection that was accepted with Server's configuration.
+// NodeOf is the node at the other end of a connection that Server's configuration accepted.
 func NodeOf(s tls.ConnectionState) (string, error) {
 	if len(s.PeerCertificates) == 0 {
 		return "", errors.New("the other side has no certificate")

@@ -33,20 +33,20 @@ const (
 	idleSource = 30 * time.Second
 )
 
-// ServerOptions say what a Server serves.
+// ServerOptions configure a Server.
 type ServerOptions struct {
 	Identity *Identity
 	// Disk finds a disk of this node.
 	Disk func(uid string) (block.Layers, error)
-	// Allow says whether a node may read a layer, or the record of an image, of a disk; without a uid, whether it may take
-	// a place among those that the disk serves. Nil: every node may.
+	// Allow decides whether a node may read a layer, or the record of an image, of a disk; without a uid, whether the
+	// node may take a place among the transfers that the disk serves. Nil: every node may.
 	Allow func(ctx context.Context, node, disk, uid string) error
-	// Send waits until a disk may serve one more transfer; the returned function ends it. nil: any number.
+	// Send waits until a disk may serve one more transfer; the returned function ends the transfer. nil: any number.
 	Send func(ctx context.Context, disk string) (end func(), err error)
 	// Kind names the kind of an error, for the other side.
 	Kind func(error) string
 	Log  *slog.Logger
-	// Listen bounds the connections; its Name and Log are set.
+	// Listen bounds the connections; the server sets Name and Log.
 	Listen listener.Options
 }
 
@@ -58,10 +58,10 @@ type Server struct {
 	closed   bool
 	lastRead map[string]time.Time // of each node that has read
 	buffers  sync.Pool
-	idleSend time.Duration // a place is taken from a node that reads nothing for so long
+	idleSend time.Duration // a node that reads nothing for so long loses its place
 }
 
-// openSource is a layer that was asked for a moment ago.
+// openSource is a layer that a node asked for a moment ago.
 type openSource struct {
 	ready chan struct{} // closed when src or err is set
 	src   block.Source
@@ -143,7 +143,7 @@ func (s *Server) close() {
 	}
 }
 
-// drop closes a source that nobody uses. The caller has the lock.
+// drop closes an unused source. The caller has the lock.
 func (s *Server) drop(key [2]string, o *openSource) {
 	if o.idle != nil {
 		o.idle.Stop()
@@ -154,7 +154,7 @@ func (s *Server) drop(key [2]string, o *openSource) {
 	}
 }
 
-// checked answers a request only if the uids in it are some.
+// checked answers a request only if the uids in the request are well-formed.
 func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		for _, name := range names {
@@ -171,7 +171,7 @@ func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerF
 	}
 }
 
-// open opens a layer, or takes the one that is open already; give it back with done.
+// open opens a layer, or returns the already open one; the caller gives the layer back with done.
 func (s *Server) open(disk, uid string) (src block.Source, done func(), err error) {
 	key := [2]string{disk, uid}
 	s.mu.Lock()
@@ -241,7 +241,7 @@ func answer(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// image tells what a disk has recorded of an image.
+// image answers with a disk's record of an image.
 func (s *Server) image(w http.ResponseWriter, r *http.Request) {
 	on, err := s.Disk(r.FormValue("disk"))
 	if err != nil {
@@ -410,7 +410,7 @@ func (s *Server) idle(r *http.Request, since time.Time) time.Duration {
 	return time.Since(since)
 }
 
-// askerOf is the node that asks, by its certificate.
+// askerOf is the asking node, by the node's certificate.
 func askerOf(r *http.Request) string {
 	if r.TLS == nil {
 		return ""
@@ -422,7 +422,7 @@ func askerOf(r *http.Request) string {
 	return node
 }
 
-// send is a place among those that a disk serves.
+// send is a place among the transfers that a disk serves.
 func (s *Server) send(w http.ResponseWriter, r *http.Request) {
 	disk := r.FormValue("disk")
 	if _, err := s.Disk(disk); err != nil {
@@ -441,7 +441,7 @@ func (s *Server) send(w http.ResponseWriter, r *http.Request) {
 	if err := http.NewResponseController(w).Flush(); err != nil {
 		return
 	}
-	// A node that was cut off is noticed by this, and its place becomes free.
+	// The ticker notices a node that was cut off, and the node's place becomes free.
 	alive := time.NewTicker(min(5*time.Second, s.idleSend/4))
 	defer alive.Stop()
 	began := time.Now()

@@ -7,14 +7,14 @@ import (
 	"time"
 )
 
-// TCP sends what was not confirmed again after a pause that it doubles each time, up to two minutes: a connection that
+// TCP repeats unconfirmed data after a pause, and doubles the pause each time, up to two minutes: a connection that
 // outlives an outage of a minute would be silent for up to one more. Between machines of one cluster a second is long
 // enough. Kernels before 6.15 do not know the option, and double.
 const (
 	tcpRTOMax      = 44 // TCP_RTO_MAX_MS
 	tcpUserTimeout = 18 // TCP_USER_TIMEOUT
 	resendAfter    = time.Second
-	// With pauses that short the kernel would give a connection up after 15 s.
+	// With pauses so short the kernel would give a connection up after 15 s.
 	giveUpAfter = time.Minute
 )
 
@@ -29,7 +29,7 @@ func quick(_, _ string, c syscall.RawConn) error {
 // NewDialer makes connections to other machines, each try of which takes 5 s at most.
 func NewDialer() *net.Dialer {
 	d := &net.Dialer{KeepAlive: 10 * time.Second, Timeout: dialTime, Control: quick}
-	d.SetMultipathTCP(false) // it does not know the options
+	d.SetMultipathTCP(false) // MPTCP does not know the options
 	return d
 }
 
