@@ -1,15 +1,15 @@
-// Package uring runs asynchronous file I/O on one thread. A Loop is an OS thread with an io_uring; where the kernel or
-// a seccomp filter forbids io_uring, the same Loop works through a few worker goroutines.
+// Package uring runs asynchronous file I/O on one thread. A Loop is an OS thread with an io_uring; where the kernel
+// or a seccomp filter forbids io_uring, the same Loop works through a few worker goroutines.
 //
-// Everything but New, Post, Do and Close belongs to the loop's thread: the ops are started there and their Done is
-// called there, so the data behind a Loop needs no locks. An Op is reusable as soon as its Done runs, and nothing is
-// allocated per I/O. Ops that are started while completions are handled reach the kernel in small groups.
+// Everything but New, Post, Do and Close belongs to the loop's thread: the thread starts ops and calls their Done, so
+// the data behind a Loop needs no locks. An Op is reusable as soon as its Done runs, and nothing is allocated per
+// I/O. Ops that are started while completions are handled reach the kernel in small groups.
 //
 // Syncs, allocations and some writes block in threads of the kernel, of which a Loop has two: more only fight for the
-// locks of files. Those that hang do not count: for each op that takes longer than a second or two there may be one
-// more.
+// locks of files. Hanging threads do not count: for each op that takes longer than a second or two the kernel may use
+// one more thread.
 //
-// The caller's goroutine in Run is the loop's thread; the fallback's goroutines are started and awaited by Run.
+// The caller's goroutine in Run is the loop's thread; Run starts and awaits the fallback's goroutines.
 package uring
 
 import (
@@ -22,18 +22,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrClosed is what Do returns when the loop has ended.
+// ErrClosed is returned by Do when the loop has ended.
 var ErrClosed = errors.New("uring: the loop has ended")
 
-// Op is one operation. The zero value with a Done is ready; it must not be copied or reused while it is under way.
+// Op is one operation. The zero value with a Done is ready; an Op in progress must not be copied or reused.
 type Op struct {
 	// Done is called exactly once per start, on the loop's thread; res is a count of bytes or -errno.
 	Done func(op *Op, res int32)
 	// Tag and Ctx belong to the caller.
 	Tag uint64
 	Ctx any
-	// Blocks says that the op surely blocks, as a write to where a file has no blocks yet: the kernel does not try it
-	// without blocking first. It is for one start.
+	// Blocks says that the op surely blocks, as a write does where a file has no blocks yet: the kernel skips the try
+	// without blocking. Blocks holds for one start.
 	Blocks bool
 
 	code uint8
@@ -44,9 +44,9 @@ type Op struct {
 	mode uint32
 	off  int64
 	n    int64
-	look uint32 // how many looks there were when it was started
+	look uint32 // number of looks at the start of the op
 	buf  []byte // keeps the memory reachable while the kernel uses it
-	prev *Op    // list of polls under way, so that Close can cancel them
+	prev *Op    // list of polls in progress, for Close to cancel
 	next *Op
 }
 
@@ -61,16 +61,16 @@ const (
 	opWrite     = 23
 )
 
-// backend is the io_uring or its stand-in. All but wake is called on the loop's thread only.
+// backend is the io_uring or the worker goroutines. All but wake is called on the loop's thread only.
 type backend interface {
 	open() error
 	start(op *Op)
 	cancel(op *Op)
-	// wait hands what is queued to the kernel, waits for a completion or a wake unless told not to, and calls done
-	// for what is complete.
+	// wait hands the queue to the kernel, waits for a completion or a wake unless told not to, and calls done for
+	// each completion.
 	wait(block bool, done func(op *Op, res int32)) error
 	wake()
-	// widen lets so many more ops block in the kernel at a time than there are from the start, those too that wait there.
+	// widen lets extra more ops block in the kernel at a time than at the start, waiting ops included.
 	widen(extra int)
 	close()
 }
@@ -91,10 +91,11 @@ type Loop struct {
 	polls    *Op
 	inflight int
 	complete func(op *Op, res int32)
-	// Ops on a disk that hangs keep the threads that they block in, and ops on other disks would wait for them. So while
-	// something is under way the loop looks every now and then for those that take long: it may have so many more threads.
+	// Ops on a hanging disk keep the threads that they block in, and ops on other disks would wait for these threads.
+	// So while ops are in progress the loop looks now and then for long ones: the kernel may use one more thread for
+	// each.
 	looks uint32
-	ages  [3]int // ops under way, but for polls: since the last look, since the one before it, and longer
+	ages  [3]int // ops in progress, polls excepted: since the last look, since the look before, and longer
 	extra int
 	timer *time.Timer // of the next look
 	awake bool        // there is a next look
@@ -105,7 +106,7 @@ const (
 	extraMost = 256
 )
 
-// New makes a loop whose ring has room for entries submissions at a time; more may be under way.
+// New makes a loop whose ring has room for entries submissions at a time; more may be in progress.
 func New(entries int) (*Loop, error) {
 	r, err := newRing(uint32(entries))
 	if err == nil {
@@ -133,7 +134,7 @@ func (l *Loop) Native() bool {
 	return ok
 }
 
-// Run is the loop. It returns after Close, when every op has been completed; polls are cancelled (-ECANCELED).
+// Run is the loop. Run returns after Close, when every op is complete; polls are cancelled (-ECANCELED).
 func (l *Loop) Run() error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -171,7 +172,7 @@ func (l *Loop) Run() error {
 	}
 }
 
-// runPosted runs what was posted and reports whether the loop is to end.
+// runPosted runs the posted functions and reports whether the loop is to end.
 func (l *Loop) runPosted() bool {
 	l.mu.Lock()
 	fns := l.posted
@@ -203,8 +204,8 @@ func (l *Loop) end() bool {
 	return true
 }
 
-// Post has fn run on the loop's thread soon, in the order of the calls. Any goroutine may call it, the loop's own too.
-// It reports false, and fn never runs, once the loop has ended.
+// Post has fn run on the loop's thread soon, in the order of the calls. Any goroutine may call Post, the loop's own
+// too. Post reports false, and fn never runs, once the loop has ended.
 func (l *Loop) Post(fn func()) bool {
 	l.mu.Lock()
 	if l.ended {
@@ -214,13 +215,13 @@ func (l *Loop) Post(fn func()) bool {
 	l.posted = append(l.posted, fn)
 	first := len(l.posted) == 1
 	if first {
-		l.be.wake() // under the lock, so that the loop cannot end and close it in between
+		l.be.wake() // under the lock, so that the loop cannot end and close the backend in between
 	}
 	l.mu.Unlock()
 	return true
 }
 
-// Do has fn run on the loop's thread and waits for it. The loop's own thread must not call it.
+// Do has fn run on the loop's thread and waits for fn's end. The loop's own thread must not call Do.
 func (l *Loop) Do(fn func()) error {
 	ran := make(chan struct{})
 	if !l.Post(func() { fn(); close(ran) }) {
@@ -239,7 +240,7 @@ func (l *Loop) Do(fn func()) error {
 	}
 }
 
-// Close asks the loop to end; Run returns once every op is done. Calling it again does nothing.
+// Close asks the loop to end; Run returns once every op is done. A repeated Close does nothing.
 func (l *Loop) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -332,7 +333,7 @@ func (l *Loop) Write(op *Op, fd int, buf []byte, off int64) {
 	l.start(op)
 }
 
-// Fdatasync makes what was written, and completed before this call, durable.
+// Fdatasync makes all writes durable that completed before this call.
 func (l *Loop) Fdatasync(op *Op, fd int) {
 	op.code, op.fd, op.off, op.n = opFsync, int32(fd), 0, 0
 	l.start(op)
@@ -354,8 +355,8 @@ func (l *Loop) PollIn(op *Op, fd int) {
 	l.start(op)
 }
 
-// CancelPoll ends a poll under way with -ECANCELED, unless it completes by itself at the same moment. Its Done still
-// runs, later. A poll that is not under way is left alone.
+// CancelPoll ends a poll in progress with -ECANCELED, unless the poll completes at the same moment. Done still runs,
+// later. CancelPoll ignores an idle poll.
 func (l *Loop) CancelPoll(op *Op) {
 	if op.busy && op.code == opPollAdd {
 		l.be.cancel(op)

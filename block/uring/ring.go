@@ -22,12 +22,12 @@ const (
 	registerEnableRings = 12
 	registerIOWQWorkers = 19 // since 5.15
 
-	// What the kernel cannot do at once (writes that allocate, syncs) it gives to threads. Writes of one file take turns
-	// there anyhow, and more threads only fight for the file's lock: on two processors, two of them wrote 1.1 to 1.4
-	// times as fast as the default eight. One would let every write wait for a sync.
+	// The kernel hands operations that would block (writes that allocate, syncs) to threads. Writes of one file take
+	// turns there anyhow, and more threads only fight for the file's lock: on two processors, two threads wrote 1.1
+	// to 1.4 times as fast as the default eight. One thread would let every write wait for a sync.
 	kernelWorkers = 2
-	// So many reads and writes go to the disk together. Fewer cost system calls; with more the disk idles while they are
-	// gathered.
+	// So many reads and writes go to the disk together. Fewer cost system calls; with more the disk idles while the
+	// loop gathers.
 	together = 4
 
 	featSingleMmap = 1 << 0
@@ -77,10 +77,10 @@ const (
 	slotMask  = 1<<24 - 1
 )
 
-// one is what an eventfd takes to wake its reader.
+// one is the value that wakes the reader of an eventfd.
 var one = binary.NativeEndian.AppendUint64(nil, 1)
 
-// ring is an io_uring and the table of the ops in it.
+// ring is an io_uring and the table of ops in progress.
 type ring struct {
 	fd       int
 	single   bool // made for one issuer: submitted to by the loop's thread only
@@ -94,7 +94,7 @@ type ring struct {
 	cqTail   *uint32
 	sqMask   uint32
 	cqMask   uint32
-	ops      []*Op // by slot; also what keeps ops and their buffers reachable
+	ops      []*Op // by slot; also keeps ops and their buffers reachable
 	free     []uint32
 	turn     uint64 // counts ops, so that a late cancel cannot hit the slot's next user
 	stowed   []cqe  // taken from the completion queue to make room, not handled yet
@@ -185,7 +185,7 @@ func (r *ring) listen() {
 }
 
 func (r *ring) wake() {
-	_, _ = unix.Write(r.event, one) // EAGAIN: the counter is full, so a wake is under way anyhow
+	_, _ = unix.Write(r.event, one) // EAGAIN: the counter is full, so a wake is in progress anyhow
 }
 
 func (r *ring) close() {
@@ -205,8 +205,8 @@ func (r *ring) close() {
 func (r *ring) next() *sqe {
 	t := *r.sqTail
 	for t-atomic.LoadUint32(r.sqHead) > r.sqMask {
-		// Full. A failure here is met again, and reported, by wait; only no room at all cannot be survived. Busy says,
-		// before Linux 5.19, that completions do not fit: nothing is taken until there is room for them.
+		// Full. wait meets a failure here again, and reports the error; only no room at all cannot be survived. Busy
+		// says, before Linux 5.19, that completions do not fit: the kernel takes nothing until there is room.
 		switch err := r.enter(false); {
 		case err == nil, errors.Is(err, unix.EAGAIN):
 		case errors.Is(err, unix.EBUSY):
@@ -274,7 +274,7 @@ func (r *ring) push() {
 	queued := int(*r.sqTail - atomic.LoadUint32(r.sqHead))
 	under := len(r.ops) - len(r.free) - queued
 	if queued >= max(1, min(together, under/2)) {
-		_ = r.enter(false) // what it could not take stays queued; wait meets the error again
+		_ = r.enter(false) // the rest stays queued; wait meets the error again
 	}
 }
 

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// workers stands in for an io_uring: goroutines that block in the kernel, and one that sits in epoll.
+// workers replaces an io_uring: goroutines that block in the kernel, and one goroutine that sits in epoll.
 type workers struct {
 	ops   chan *Op
 	count int // of them, from the start
