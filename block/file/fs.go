@@ -1,6 +1,6 @@
-// Package file is sparse files: as a block.Source, as a block.Sink, and behind a small seam (FS, Handle) through which
-// all writers of on-disk formats go, so that tests can put a back end under them that loses whatever was not synced
-// (package lossy). It starts no goroutines.
+// Package file is sparse files: as a block.Source, as a block.Sink, and behind a small seam (FS, Handle). All writers
+// of on-disk formats use the seam, so that tests can put a back end under the writers that loses unsynced data
+// (package lossy). The package starts no goroutines.
 package file
 
 import (
@@ -31,8 +31,8 @@ type FS interface {
 	SyncDir(name string) error
 }
 
-// Handle is an open file. ReadAt and WriteAt may be called from several goroutines at once. Whoever writes through Fd
-// goes past the seam.
+// Handle is an open file. Several goroutines may call ReadAt and WriteAt at once. A writer through Fd bypasses the
+// seam.
 type Handle interface {
 	io.ReaderAt
 	io.WriterAt
@@ -48,8 +48,8 @@ type Handle interface {
 	CopyFrom(from Handle, off, n int64) error
 	// Datasync returns once all earlier writes, holes and sizes survive power loss.
 	Datasync() error
-	// Writeout sends what was written to a range to the disk, and waits for it, so that a later Datasync has little left
-	// to do. It makes nothing durable by itself.
+	// Writeout sends the written data of a range to the disk, and waits, so that a later Datasync has little left to
+	// do. Writeout makes nothing durable.
 	Writeout(off, n int64) error
 }
 

@@ -1,11 +1,11 @@
-// Package lossy is a back end of the file seam for tests: it stands for a disk that loses power. A folder holds what
-// running programs see. Beside it the FS knows what is durable, by the letter of the seam: content after Datasync,
-// names after SyncDir. Crash writes out what a power loss could leave: everything durable, and of all other changes,
-// data and names alike, a random part, in sectors of 512 bytes and in any order. Only a rename stays whole, and a
-// change of a name comes with the earlier changes of the same name.
+// Package lossy is a back end of the file seam for tests: lossy simulates a disk that loses power. A folder holds the
+// files that running programs see. Beside the folder the FS knows the durable state, by the letter of the seam:
+// content after Datasync, names after SyncDir. Crash writes out a state that a power loss could leave: everything
+// durable, and of all other changes, data and names alike, a random part, in sectors of 512 bytes and in any order.
+// Only a rename stays whole, and a change of a name comes with the earlier changes of the same name.
 //
-// What goes past the seam, such as writes to Handle.Fd, is seen as well: content is compared with what was durable. A
-// sync that goes past it must be told with Synced. The package starts no goroutines.
+// Changes past the seam, such as writes to Handle.Fd, are seen as well: the FS compares content with the durable
+// content. A caller reports a sync past the seam with Synced. The package starts no goroutines.
 package lossy
 
 import (
@@ -24,7 +24,7 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// ErrKilled is what every change returns after the kill that KillAfter asked for.
+// ErrKilled is returned by every change after the kill of KillAfter.
 var ErrKilled = errors.New("lossy: the process is dead")
 
 const (
@@ -47,17 +47,17 @@ type FS struct {
 
 var _ file.FS = (*FS)(nil)
 
-// inode is a file or a folder, whatever its names are.
+// inode is a file or a folder, under any number of names.
 type inode struct {
-	live    map[string]*inode // of a folder: what programs see
+	live    map[string]*inode // of a folder: the programs' view
 	durable map[string]*inode // of a folder
-	f       *os.File          // of a file: to read what programs see, even after its name is gone
+	f       *os.File          // of a file: reads the programs' view, even after the name is removed
 	content content           // of a file: durable
 }
 
 func (n *inode) isDir() bool { return n.live != nil }
 
-// content is a sparse file: its size and its blocks of data.
+// content is a sparse file: a size and blocks of data.
 type content struct {
 	size   int64
 	blocks map[int64][]byte
@@ -74,7 +74,7 @@ type place struct {
 	name string
 }
 
-// New stands on the folder root. What it holds now is durable.
+// New stands on the folder root, whose content counts as durable.
 func New(root string) (*FS, error) {
 	f := &FS{root: filepath.Clean(root), open: make(map[int]*inode), left: -1}
 	top, err := load(f.root, make(map[uint64]*inode))
@@ -82,7 +82,7 @@ func New(root string) (*FS, error) {
 	return f, err
 }
 
-// load reads what name is; seen are the files that have been read, by number: a file may have several names.
+// load reads the file or folder name; seen holds the read files by number: a file may have several names.
 func load(name string, seen map[uint64]*inode) (*inode, error) {
 	st, err := os.Lstat(name)
 	if err != nil {
@@ -116,7 +116,7 @@ func load(name string, seen map[uint64]*inode) (*inode, error) {
 	return n, nil
 }
 
-// look reads what a file holds now.
+// look reads the present content of a file.
 func look(f *os.File) (content, error) {
 	st, err := f.Stat()
 	if err != nil {
@@ -166,15 +166,15 @@ func (f *FS) Close() error {
 	return nil
 }
 
-// KillAfter lets n changes happen; all later ones, reads excepted, fail with ErrKilled.
+// KillAfter lets n changes happen; all later operations but reads fail with ErrKilled.
 func (f *FS) KillAfter(n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.left = n
 }
 
-// Restart lets changes happen again, after a kill: only the process was dead, and what it wrote is there, durable or
-// not. The dead one's handles must be closed.
+// Restart lets changes happen again, after a kill: only the process was dead, and its writes still exist, durable or
+// not. The dead process's handles must be closed.
 func (f *FS) Restart() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -188,7 +188,7 @@ func (f *FS) Killed() bool {
 	return f.dead
 }
 
-// Step counts as a change: for what goes past the seam.
+// Step counts as a change: for operations past the seam.
 func (f *FS) Step() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -386,7 +386,7 @@ func (f *FS) SyncDir(name string) error {
 	return nil
 }
 
-// settle makes those pending changes durable that chosen picks, with the earlier changes of the same names.
+// settle makes the pending changes durable that chosen picks, with the earlier changes of the same names.
 func (f *FS) settle(chosen func(*change) bool) {
 	take := make([]bool, len(f.pending))
 	need := make(map[place]bool)
@@ -483,8 +483,8 @@ func (h *handle) Close() error {
 	return h.Handle.Close()
 }
 
-// Crash writes into the folder into, which must not exist, what a loss of power now could leave. The FS itself goes on
-// with that as its durable state, so a Crash is the last thing to do with it.
+// Crash writes a state that a loss of power now could leave into the folder into, which must not exist. The FS
+// continues with the result as its durable state, so Crash is the last call on an FS.
 func (f *FS) Crash(rng *rand.Rand, into string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -492,7 +492,7 @@ func (f *FS) Crash(rng *rand.Rand, into string) error {
 	return write(f.top, into, rng, make(map[*inode]string))
 }
 
-// write makes what n is after a crash; seen has the first name of every file that is there.
+// write makes the state of n after a crash; seen has the first name of every file.
 func write(n *inode, name string, rng *rand.Rand, seen map[*inode]string) error {
 	if first := seen[n]; first != "" {
 		return os.Link(first, name)
@@ -544,7 +544,7 @@ func writeFile(n *inode, name string, rng *rand.Rand) error {
 	return nil
 }
 
-// mix is what a block may be after a crash; nil is a hole.
+// mix is a possible content of a block after a crash; nil is a hole.
 func mix(was, now []byte, rng *rand.Rand) []byte {
 	if was == nil || now == nil { // the map changes in whole blocks
 		if rng.IntN(2) == 0 {
