@@ -1,7 +1,7 @@
-// Package block is the one verb of Drover: fill a layer from a source. It holds the seams that the rooms share without
-// knowing each other: Source and Sink (bytes with holes), Copy (parallel, hole-aware, cancellable), Request (one I/O of
-// an attached volume), and Layers (what image movers need of a disk). Standard library only; it starts goroutines only
-// inside Copy, which waits for them.
+// Package block is the one verb of Drover: fill a layer from a source. The package holds the seams that the rooms
+// share without knowing each other: Source and Sink (bytes with holes), Copy (parallel, hole-aware, cancellable),
+// Request (one I/O of an attached volume), and Layers (the part of a disk that image movers need). Standard library
+// only; only Copy starts goroutines, and waits for them.
 package block
 
 import (
@@ -13,10 +13,10 @@ import (
 // Size is the granularity of every map, in bytes.
 const Size = 4096
 
-// Kind says what a range of a Source or layer holds.
+// Kind tells the content of a range of a Source or layer.
 type Kind uint8
 
-// Kinds of range. Zero differs from Hole in that it hides what lies below.
+// Kinds of range. Zero differs from Hole: a Zero hides the layers below.
 const (
 	Hole Kind = iota // nothing here: reads as zeros, or as the layer below
 	Zero             // explicitly zero
@@ -37,58 +37,61 @@ type Source interface {
 	io.ReaderAt // full reads, or an error; io.EOF only at Size; holes read as zeros
 	// Size in bytes; need not be a multiple of the block size.
 	Size() int64
-	// Next is the extent that holds off, from off on, as long as is cheap to know. Off must be below Size.
+	// Next is the extent that holds off, from off on, as far as is cheap to know. Off must be below Size.
 	Next(off int64) (Extent, error)
 	io.Closer
 }
 
-// Dropper is what a reader of an image may find behind its io.ReaderAt: scratch room. Drop says that the bytes
-// [off, off+n) were read and will not be asked for again; who asks all the same may get an error.
+// Dropper is scratch room behind an io.ReaderAt of an image. With Drop the reader promises to read the bytes [off,
+// off+n) no more; a later read of these bytes may fail.
 type Dropper interface {
 	Drop(off, n int64)
 }
 
-// Sink takes what a Source holds. WriteAt and ZeroAt may be called from several goroutines at once, for ranges that do
-// not overlap; ranges never given stay holes.
+// Sink takes the content of a Source. Several goroutines may call WriteAt and ZeroAt at once, for ranges that do not
+// overlap; ranges never given stay holes.
 type Sink interface {
 	io.WriterAt
 	// ZeroAt makes a range explicitly zero.
 	ZeroAt(off, n int64) error
-	// Sync returns once every earlier WriteAt and ZeroAt survives power loss. After an error all of them count as lost.
+	// Sync returns once every earlier WriteAt and ZeroAt survives power loss. After an error all of these count
+	// as lost.
 	Sync(ctx context.Context) error
 }
 
-// Op is what a Request asks for.
+// Op is the operation of a Request.
 type Op uint8
 
 // Ops of an attached volume.
 const (
 	OpRead    Op = iota
 	OpWrite      // Buf to Off
-	OpFlush      // all that was acknowledged before is durable when this is done
+	OpFlush      // makes all acknowledged writes durable
 	OpDiscard    // content becomes zero; space is given back
 	OpZero       // content becomes zero
 )
 
-// Request is one I/O of an attached volume. It is submitted once and completed once, on the thread of the loop that
-// carries the volume. Whoever submits owns it again after Done; between, the submittee owns Buf too.
+// Request is one I/O of an attached volume. The submitter submits a Request once; the backend completes it once, on
+// the thread of the loop that carries the volume. The submitter owns the Request again after Done; until then the
+// backend owns Buf too.
 type Request struct {
 	Op  Op
-	FUA bool   // a write that is durable when done
+	FUA bool   // a write, durable when done
 	Off int64  // bytes; any multiple of 512
 	Len int64  // bytes; any multiple of 512; equals len(Buf) for reads and writes
 	Buf []byte // page-aligned, resident and private memory
-	// Spans of a write are the pieces of Buf that are to be written, ascending, apart, whole blocks from its start: a
-	// fragmented copy, which is written at leisure and is durable with the next flush. The rest of Buf is what is there
-	// already, so who knows no spans may write all of it. Nil: all.
+	// Spans of a write are the pieces of Buf to write, ascending, apart, whole blocks from the start of Buf: a
+	// fragmented copy, written at leisure and durable with the next flush. The rest of Buf equals the stored
+	// data, so a backend without knowledge of spans may write all of Buf. Nil: all.
 	Spans []Span
 	Err   error // outcome, set before Done is called; a syscall.Errno where the kernel said so
-	// Lent is set by who answers, with an error, a request whose Buf a disk that hangs may still use; and by who answers
-	// one of which that was a part. Then Buf is not what was submitted any more if it was a read; it holds the answer.
+	// Lent is set by a backend that answers a request with an error while a hanging disk may still use Buf, and
+	// by the backend of a request of which such a request was a part. A read then has another Buf than the
+	// submitted one, with the answer.
 	Lent *Lent
 	// Done is called exactly once, on the loop's thread.
 	Done func(*Request)
-	// Tag belongs to whoever submitted it.
+	// Tag belongs to the submitter.
 	Tag uint64
 }
 
@@ -100,7 +103,7 @@ type Submitter interface {
 	Submit(*Request)
 }
 
-// Image is what a disk records of a backing image.
+// Image is a disk's record of a backing image.
 type Image struct {
 	UID         string   `json:"uid"`
 	Name        string   `json:"name"`
@@ -108,56 +111,59 @@ type Image struct {
 	Format      string   `json:"format"`      // of the source: raw, qcow2, qcow2.xz, ...
 	VirtualSize int64    `json:"virtualSize"` // bytes, as the source says; layers are padded to Size
 	Checksum    string   `json:"checksum"`    // SHA-512 of the source's bytes, hex
-	Digest      string   `json:"digest"`      // root digest of the top layer's content; empty: not all layers have one yet
-	// Object is what the API knew of the image: opaque here, for who rebuilds objects from disks.
+	Digest      string   `json:"digest"`      // root digest of the top layer; empty: some layers lack digests
+	// the API's object, opaque here: for rebuilding objects from disks
 	Object json.RawMessage `json:"object,omitempty"`
 }
 
-// Layers is what image movers need of one disk. Implemented by replicas/stack, wired by driver.
-// Methods are safe for concurrent use, also by several processes on the same disk.
+// Layers is the part of a disk that image movers need. Implemented by replicas/stack, wired by driver. Methods are
+// safe for concurrent use, also by several processes on the same disk.
 type Layers interface {
-	// UID of the disk, from its own record.
+	// UID of the disk, from the disk's own record.
 	UID() string
-	// Create starts a layer of size bytes (rounded up to Size) under uid. A half-made layer of that uid is removed
-	// first; a finished one is an error of kind exists.
+	// Create starts a layer of size bytes (rounded up to Size) under uid. Create first removes a half-made layer
+	// of the same uid; a finished layer is an error of kind exists.
 	Create(ctx context.Context, uid string, size int64) (LayerWriter, error)
-	// Open opens a finished layer for reading; it stays readable until closed, whatever happens to its name.
+	// Open opens a finished layer for reading; the layer stays readable until closed, even if its name is
+	// removed.
 	Open(uid string) (Source, error)
-	// Digest is the root digest of a finished layer, and the bytes it takes on the disk.
+	// Digest is the root digest of a finished layer, and the layer's bytes on the disk.
 	Digest(uid string) (root string, allocated int64, err error)
 	// Verify reads a finished layer and compares every chunk's digest.
 	Verify(ctx context.Context, uid string) error
-	// PutImage records an image: the commit point of an import. Its layers must be finished, if it has a digest.
+	// PutImage records an image: the commit point of an import. If the image has a digest, all layers must be
+	// finished.
 	PutImage(img Image) error
 	// Images lists the images recorded on the disk.
 	Images() ([]Image, error)
-	// RemoveImage forgets an image; layers that nothing names go. No image of that uid: no error.
-	// An image whose layers a replica names is refused with kind in use.
+	// RemoveImage forgets an image and removes layers without a reference. No image of that uid: no error. An
+	// image whose layers a replica references is refused with kind in use.
 	RemoveImage(uid string) error
 }
 
-// Exporter is a Layers that has snapshots of volumes, of which images can be made.
+// Exporter is a Layers with snapshots of volumes, from which images can be made.
 type Exporter interface {
-	// Hold finds the layers of a snapshot in a replica, bottom first, and keeps them for an image, whatever becomes of
-	// the snapshot. What was held for it before is told again.
+	// Hold finds the layers of a snapshot in a replica, bottom first, and keeps the layers for an image, even if
+	// the snapshot is deleted. A repeated call returns the layers that are held already.
 	Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64, err error)
-	// Name is PutImage for layers that were held, and lets go of the hold. It returns the image with its digest, or
-	// without one where its layers lack digests: those are then made by Digests. Layers that are damaged are refused with
-	// kind unavailable: they may be repaired.
+	// Name is PutImage for held layers, and ends the hold. Name returns the image with a digest, or without a
+	// digest where layers lack digests: Digests then makes the missing digests. Damaged layers are refused with
+	// kind unavailable: a repair may follow.
 	Name(ctx context.Context, img Image) (Image, error)
-	// Digests makes the digests that the layers of an image lack, and records it with its own. Somebody else is at it: an
-	// error of kind busy.
+	// Digests makes and records the missing digests of an image's layers, and the image's digest. An error of
+	// kind busy: another caller makes these digests.
 	Digests(ctx context.Context, img Image) (Image, error)
-	// Taken is what the layers of an image without a digest take on the disk, in bytes. All of them must be there.
+	// Taken is the size on the disk, in bytes, of the layers of an image without a digest. All layers must exist.
 	Taken(img Image) (int64, error)
-	// Forget is RemoveImage for an image whose layers may be those of volumes, which keep them. It ends a hold, too.
+	// Forget is RemoveImage for an image whose layers may belong to volumes, which keep the layers. Forget also
+	// ends a hold.
 	Forget(image string) error
 	// OpenStack opens layers, bottom first, as one source of size bytes.
 	OpenStack(layers []string, size int64) (Source, error)
 }
 
-// Exact is a LayerWriter that can be held to a layer that there is already: blocks of zeros that are written stay data,
-// and Seal refuses content of another root digest.
+// Exact is a LayerWriter that can be held to an existing layer: written blocks of zeros stay data, and Seal refuses
+// content of another root digest.
 type Exact interface {
 	Exact(root string)
 }
@@ -165,31 +171,31 @@ type Exact interface {
 // LayerWriter fills one new layer.
 type LayerWriter interface {
 	Sink
-	// Resize gives the layer another size (rounded up to Size): for a source that tells its length only at its end. It
-	// may grow while it is written to; to shrink, no other call may be under way.
+	// Resize gives the layer another size (rounded up to Size), for a source that tells its length only at the
+	// end. The layer may grow during writes; to shrink, no other call may be in progress.
 	Resize(size int64) error
-	// Seal makes the layer durable and immutable, with digests, and publishes it under its uid.
+	// Seal makes the layer durable and immutable, with digests, and publishes the layer under its uid.
 	Seal(ctx context.Context) (root string, allocated int64, err error)
-	// Abort removes what was written. After Seal it does nothing.
+	// Abort removes the written data. After Seal, Abort does nothing.
 	Abort() error
 }
 
-// Keeper is a LayerWriter whose half-made layer can be continued by another process (see Resumer).
+// Keeper is a LayerWriter whose half-made layer another process can continue (see Resumer).
 type Keeper interface {
 	LayerWriter
-	// Keep records durably that all bytes before upTo, a multiple of ChunkSize, are there, and a note (JSON) of the
-	// caller. No other call may be under way for bytes before upTo.
+	// Keep records durably that all bytes before upTo, a multiple of ChunkSize, are written, and a note (JSON) of
+	// the caller. No other call may be in progress for bytes before upTo.
 	Keep(upTo int64, note []byte) error
-	// Leave ends the work without removing what was kept. After Seal and Abort it does nothing.
+	// Leave ends the work without removing the checkpoint. After Seal and Abort, Leave does nothing.
 	Leave() error
-	// Beside opens a file that lies beside the layer while it is made, and goes with it; name is a word. It is made where
-	// it is not there. What is in it is for the caller to make durable, and to close.
+	// Beside opens a file that lies beside the half-made layer and is removed with the layer; name is a word.
+	// Beside makes a missing file. The caller makes the content durable, and closes the file.
 	Beside(name string) (Scratch, error)
-	// ReadAt reads what is in the layer so far; what was not written is zero.
+	// ReadAt reads the layer's content so far; bytes never written are zero.
 	io.ReaderAt
 }
 
-// Scratch is room for what cannot be in the layer yet.
+// Scratch is room for data that the layer cannot take yet.
 type Scratch interface {
 	io.ReaderAt
 	io.WriterAt
@@ -203,7 +209,7 @@ type Scratch interface {
 
 // Resumer is a Layers that keeps half-made layers over a restart.
 type Resumer interface {
-	// Resume continues a layer with what the last Keep recorded; what was written later is gone. Nothing kept: an error
-	// of kind not found.
+	// Resume continues a layer from the record of the last Keep; later writes are lost. No record: an error of
+	// kind not found.
 	Resume(ctx context.Context, uid string) (w Keeper, upTo int64, note []byte, err error)
 }

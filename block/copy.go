@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// ChunkSize is the unit of work of Copy and of digests: chunks are aligned to it, so a sink that digests chunks sees a
-// full chunk in one WriteAt wherever the source has no holes in it.
+// ChunkSize is the unit of work of Copy and of digests: Copy aligns chunks, so a sink that digests chunks sees a full
+// chunk in one WriteAt wherever the source has no holes inside the chunk.
 const ChunkSize = 2 << 20
 
 // CopyOptions says how Copy works. The zero value is usable.
@@ -29,8 +29,8 @@ type piece struct {
 	holes int64 // bytes of holes before this piece, for the progress
 }
 
-// Copy writes to dst what src holds: data is read and written, zeros are made, holes are left out. It returns the first
-// error after all its goroutines have ended, and never syncs: that is up to the owner of dst.
+// Copy writes the content of src to dst: Copy reads and writes data, makes zeros and leaves holes out. Copy returns
+// the first error after all goroutines have ended, and never syncs: the owner of dst does.
 func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
 	if o.Workers <= 0 {
 		o.Workers = 4
@@ -73,7 +73,7 @@ func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
 	return nil
 }
 
-// plan cuts the source into pieces of at most one aligned chunk. It returns the holes after the last piece.
+// plan cuts the source into pieces of at most one aligned chunk, and returns the holes after the last piece.
 func plan(ctx context.Context, src Source, total int64, work chan<- piece) (holes int64, err error) {
 	for off := int64(0); off < total; {
 		e, err := src.Next(off)
@@ -146,7 +146,7 @@ func (p *progress) add(n int64) {
 	p.tell(p.done, p.total)
 }
 
-// pacer spaces data so that its mean rate stays below rate.
+// pacer spaces data so that the mean rate stays below rate.
 type pacer struct {
 	rate  int64
 	mu    sync.Mutex

@@ -1,13 +1,13 @@
 package block
 
-// Lent is memory of a request that was answered although a disk that hangs may still read it or write to it. It is
-// neither used nor given back until then. All of it is the loop thread's.
+// Lent is a buffer lease: memory of a request that was answered although a hanging disk may still read or write the
+// memory. Nobody uses or frees the memory until then. A Lent belongs to the loop's thread.
 type Lent struct {
 	back bool
 	then []func()
 }
 
-// Until calls fn once nobody uses the memory any more, at once if that is so already.
+// Until calls fn once the memory is unused, at once if it is unused already.
 func (l *Lent) Until(fn func()) {
 	if l.back {
 		fn()
@@ -16,10 +16,10 @@ func (l *Lent) Until(fn func()) {
 	l.then = append(l.then, fn)
 }
 
-// Back reports whether nobody uses the memory any more. Without a Lent nobody does.
+// Back reports whether the memory is unused. Without a Lent the memory is unused.
 func (l *Lent) Back() bool { return l == nil || l.back }
 
-// Return says that nobody uses the memory any more.
+// Return says that the memory is unused from now on.
 func (l *Lent) Return() {
 	if l.back {
 		return
@@ -31,7 +31,7 @@ func (l *Lent) Return() {
 	l.then = nil
 }
 
-// LentTo is memory that is back once each of some is.
+// LentTo is memory that is back once each of some parts is.
 func LentTo(list ...*Lent) *Lent {
 	all := &Lent{}
 	left := len(list)
