@@ -33,7 +33,7 @@ func supported(c *csi.VolumeCapability) error {
 	return nil
 }
 
-// allSupported wants at least one capability, and all of them supported.
+// allSupported requires at least one capability, and all supported.
 func allSupported(caps []*csi.VolumeCapability) error {
 	if len(caps) == 0 {
 		return api.Errorf(api.Invalid, "the request has no volume capability")

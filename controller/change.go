@@ -28,8 +28,8 @@ func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (
 	return vol, nil
 }
 
-// ControllerExpandVolume grows the volume and waits until every replica, and the device of an attached one, has the
-// size.
+// ControllerExpandVolume grows the volume and waits until every replica, and the device of an attached volume, has
+// the size.
 func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (
 	*csi.ControllerExpandVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -87,7 +87,7 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 	}, nil
 }
 
-// mayGrow refuses a size that the planner would have to keep waiting: a wish cannot be taken back, and the caller may
+// mayGrow refuses a size that the planner would have to hold back: a wish cannot be taken back, and the caller may
 // want to ask for less.
 func (s *Server) mayGrow(ctx context.Context, volume string, size int64) error {
 	reps, nodes := &api.ReplicaList{}, &api.NodeList{}

@@ -1,9 +1,10 @@
-// Package controller is the CSI Controller door: it translates requests into objects of storage.drover.io/v1alpha1 and
-// waits, by watching, until the loops of the rooms have made them true. It holds no storage logic and no state but a
-// mutex: every call is idempotent by the object it creates or verifies, so that a repeated call, also to another
-// instance or after a restart, joins the work instead of doing it twice.
+// Package controller is the CSI Controller door: the server translates requests into objects of
+// storage.drover.io/v1alpha1 and waits, by watching, until the reconcilers of the rooms have carried the objects out.
+// The package holds no storage logic and no state but a mutex: every call is idempotent by the object that the call
+// creates or verifies, so that a repeated call, also to another instance or after a restart, joins the work instead
+// of doing the work twice.
 //
-// Errors are api errors; the table that turns their kinds into gRPC codes is the driver's. It starts no goroutines.
+// Errors are api errors; the driver's table turns their kinds into gRPC codes. The package starts no goroutines.
 package controller
 
 import (
@@ -23,7 +24,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// annotationName keeps the name a volume was asked for, where it is not the object's.
+// annotationName keeps the requested name of a volume, where the object has another name.
 const annotationName = "drover.io/csi-name"
 
 const (
@@ -37,12 +38,12 @@ type Server struct {
 	csi.UnimplementedControllerServer
 	csi.UnimplementedGroupControllerServer
 	client client.WithWatch
-	// attach makes counting a node's attachments and adding one a single step, so that the limit holds.
+	// attach makes counting a node's attachments and adding an attachment a single step, so that the limit holds.
 	attach sync.Mutex
 }
 
-// New makes the door. The client must read from the API server itself, not from a cache: the door looks at what it
-// has just written.
+// New makes the door. The client must read from the API server, not from a cache: the door reads objects just after
+// writing.
 func New(c client.WithWatch) *Server { return &Server{client: c} }
 
 // ControllerGetCapabilities lists what the Controller RPCs can do.
@@ -84,8 +85,8 @@ func bound(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(ctx, waitDefault)
 }
 
-// objectName is the name of the object for a name given by a user: the same where it is safe as an object's name, a
-// label's value and a device's name; else a hash of it.
+// objectName is the name of the object for a name given by a user: the same name where it is safe as an object's
+// name, a label's value and a device's name; else a hash of the name.
 func objectName(name string) string {
 	if len(validation.IsDNS1123Label(name)) == 0 {
 		return name
@@ -94,7 +95,7 @@ func objectName(name string) string {
 	return "vol-" + hex.EncodeToString(sum[:16])
 }
 
-// checkName refuses what CSI forbids in names.
+// checkName refuses names that CSI forbids.
 func checkName(name string) error {
 	if name == "" {
 		return api.Errorf(api.Invalid, "the volume needs a name")
@@ -114,7 +115,7 @@ func checkName(name string) error {
 	return nil
 }
 
-// volume reads a volume by its CSI id, which is the object's name. An id that no object can have names no volume.
+// volume reads a volume by CSI id, which is the object's name. An id that no object can have names no volume.
 func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -137,7 +138,7 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 
 func validID(id string) bool { return len(validation.IsDNS1123Subdomain(id)) == 0 }
 
-// setting is the value of a cluster-wide setting, or its default.
+// setting is the value of a cluster-wide setting, or the setting's default.
 func (s *Server) setting(ctx context.Context, name string) (string, error) {
 	set := &api.Setting{}
 	if err := s.client.Get(ctx, client.ObjectKey{Name: name}, set); err != nil {
@@ -149,7 +150,7 @@ func (s *Server) setting(ctx context.Context, name string) (string, error) {
 	return set.Value, nil
 }
 
-// number is a setting as a number; one that is none counts as its default.
+// number is a setting as a number; a setting that is no number counts as its default.
 func (s *Server) number(ctx context.Context, name string) (int64, error) {
 	v, err := s.setting(ctx, name)
 	if err != nil {

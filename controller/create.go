@@ -17,8 +17,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// CreateVolume creates the Volume, or verifies that the one of that name is the same wish, and waits until its bytes
-// have a place. A backing image that is missing is created first, from the parameters.
+// CreateVolume creates the Volume, or verifies that an existing Volume of the name is the same wish, and waits until
+// the bytes have a place. CreateVolume first creates a missing backing image, from the parameters.
 func (s *Server) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
 	defer cancel()
@@ -40,7 +40,7 @@ func (s *Server) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest)
 	return &csi.CreateVolumeResponse{Volume: out}, nil
 }
 
-// understand checks all of a request that can be checked without looking at any object.
+// understand makes all checks of a request that read no object.
 func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
@@ -79,7 +79,7 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	return w, strictLocal(&w.spec)
 }
 
-// sizes checks a capacity range by itself.
+// sizes checks a capacity range alone.
 func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
 	required, limit = r.GetRequiredBytes(), r.GetLimitBytes()
 	switch {
@@ -98,10 +98,10 @@ func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
 	return required, limit, nil
 }
 
-// defaultSize is given to a blank volume that asks for no size, as other drivers do.
+// defaultSize is the size of a blank volume without a requested size, as in other drivers.
 const defaultSize = 1 << 30
 
-// size is what a new volume gets: what is required, rounded up, never less than what it begins with.
+// size is the size of a new volume: the required bytes, rounded up, never less than the initial content.
 func (w *wish) size(virtual int64) (int64, error) {
 	n := w.required
 	switch {
@@ -132,7 +132,7 @@ func (w *wish) size(virtual int64) (int64, error) {
 	return n, nil
 }
 
-// topologyNodes are the nodes that a topology requirement allows, preferred ones first; nil: any.
+// topologyNodes are the nodes that a topology requirement allows, preferred nodes first; nil: any.
 func topologyNodes(r *csi.TopologyRequirement) ([]string, error) {
 	var nodes []string
 	for _, t := range slices.Concat(r.GetPreferred(), r.GetRequisite()) {
@@ -148,7 +148,7 @@ func topologyNodes(r *csi.TopologyRequirement) ([]string, error) {
 	return nodes, nil
 }
 
-// ensure creates the object or verifies that it says the same.
+// ensure creates the object, or verifies that an existing object says the same.
 func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wish) (*api.Volume, error) {
 	name := objectName(req.GetName())
 	vol := &api.Volume{}
@@ -198,7 +198,7 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	return vol, api.Explain(err, "create volume %s", name)
 }
 
-// defaultReplicas is for a StorageClass that does not say how many replicas its volumes have.
+// defaultReplicas is for a StorageClass without a number of replicas.
 func (s *Server) defaultReplicas(ctx context.Context, spec *api.VolumeSpec) (int32, error) {
 	if spec.DataLocality == localStrict {
 		return 1, nil
@@ -207,7 +207,7 @@ func (s *Server) defaultReplicas(ctx context.Context, spec *api.VolumeSpec) (int
 	return int32(min(max(n, 1), maxReplicas)), err
 }
 
-// anywhere takes a list of all nodes that there are for none: replicas of the volume may go to nodes that come later.
+// anywhere turns a list of all existing nodes into no list: replicas of the volume may go to later nodes too.
 func (s *Server) anywhere(ctx context.Context, vol *api.Volume, prefer string) error {
 	if len(vol.Spec.Nodes) == 0 {
 		return nil
@@ -221,7 +221,7 @@ func (s *Server) anywhere(ctx context.Context, vol *api.Volume, prefer string) e
 			return nil
 		}
 	}
-	if len(nodes.Items) < 2 { // it says the same, and names the node
+	if len(nodes.Items) < 2 { // the same wish, and names the node
 		return nil
 	}
 	vol.Spec.Nodes = nil
@@ -231,7 +231,7 @@ func (s *Server) anywhere(ctx context.Context, vol *api.Volume, prefer string) e
 	return nil
 }
 
-// contentSize is how many bytes the volume begins with, 0 for a blank one.
+// contentSize is the number of bytes of the volume's initial content, 0 for a blank volume.
 func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 	if w.source == nil {
 		return s.imageSize(ctx, w)
@@ -252,7 +252,7 @@ func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 	return size, nil
 }
 
-// verify says how an existing volume differs from what is asked for. What may be modified later is not compared.
+// verify names the difference between an existing volume and the request. verify ignores modifiable fields.
 func verify(vol *api.Volume, name string, w *wish) error {
 	is := vol.Annotations[annotationName]
 	if is == "" {
@@ -286,7 +286,7 @@ func verify(vol *api.Volume, name string, w *wish) error {
 	return nil
 }
 
-// placed waits until the volume has its size on every replica. One for which no disk has room is taken away again, so
+// placed waits until the volume has its size on every replica. placed removes a volume for which no disk has room, so
 // that the caller may choose another topology.
 func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, error) {
 	var last *api.Volume
@@ -330,7 +330,7 @@ func usable(v *api.Volume) bool {
 	return false
 }
 
-// unschedulable reports whether the planner has said, of the wish as it is now, that no disk has room.
+// unschedulable reports whether the planner has said, of the present wish, that no disk has room.
 func unschedulable(v *api.Volume, c *metav1.Condition) bool {
 	return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "NoDisk" &&
 		c.ObservedGeneration >= v.Generation && len(v.Status.Members) == 0
@@ -345,7 +345,7 @@ func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, er
 	return inCSI(vol, reps.Of(vol.Name)), nil
 }
 
-// inCSI says where a volume is accessible too: on every node, but for one that is to be used where its data is.
+// inCSI is a volume in CSI's form, accessible on every node; a strict-local volume only on the nodes with its data.
 func inCSI(vol *api.Volume, reps []api.Replica) *csi.Volume {
 	out := &csi.Volume{VolumeId: vol.Name, CapacityBytes: vol.Status.Size, ContentSource: contentSource(vol)}
 	for _, n := range strictNodes(vol, reps) {
@@ -355,7 +355,7 @@ func inCSI(vol *api.Volume, reps []api.Replica) *csi.Volume {
 	return out
 }
 
-// strictNodes are the nodes that a strict-local volume can be used on; nil: it is none.
+// strictNodes are the nodes on which a strict-local volume can be used; nil: the volume is not strict-local.
 func strictNodes(vol *api.Volume, reps []api.Replica) (nodes []string) {
 	if vol.Spec.DataLocality != localStrict {
 		return nil
@@ -369,7 +369,7 @@ func strictNodes(vol *api.Volume, reps []api.Replica) (nodes []string) {
 	return nodes
 }
 
-// DeleteVolume removes a volume that nobody has attached, and waits until it is gone.
+// DeleteVolume removes a volume without attachments, and waits until the volume is gone.
 func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
 	defer cancel()

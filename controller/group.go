@@ -26,8 +26,8 @@ func (s *Server) GroupControllerGetCapabilities(context.Context, *csi.GroupContr
 			Type: csi.GroupControllerServiceCapability_RPC_CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT}}}}}, nil
 }
 
-// CreateVolumeGroupSnapshot creates the SnapshotGroup, or verifies that the one of that name is of the same volumes,
-// and waits until all its snapshots can be used.
+// CreateVolumeGroupSnapshot creates the SnapshotGroup, or verifies that an existing group of the name is of the same
+// volumes, and waits until all snapshots of the group can be used.
 func (s *Server) CreateVolumeGroupSnapshot(ctx context.Context, req *csi.CreateVolumeGroupSnapshotRequest) (
 	*csi.CreateVolumeGroupSnapshotResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -118,7 +118,7 @@ func (s *Server) ensureGroup(ctx context.Context, req *csi.CreateVolumeGroupSnap
 	}
 }
 
-// group reads a group by its CSI id.
+// group reads a group by CSI id.
 func (s *Server) group(ctx context.Context, id string) (*api.SnapshotGroup, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot group")
@@ -136,7 +136,7 @@ func (s *Server) group(ctx context.Context, id string) (*api.SnapshotGroup, erro
 	return g, api.Explain(err, "read snapshot group %s", id)
 }
 
-// sameMembers refuses a list of snapshots that are not those of the group. No list is fine.
+// sameMembers refuses a list of snapshots that differs from the group's snapshots. No list is fine.
 func sameMembers(g *api.SnapshotGroup, ids []string) error {
 	var have []string
 	for _, m := range g.Status.Members {
@@ -158,7 +158,7 @@ func (s *Server) groupInCSI(ctx context.Context, g *api.SnapshotGroup) (*csi.Vol
 		snap := &api.Snapshot{}
 		err := s.client.Get(ctx, client.ObjectKey{Name: m.Snapshot}, snap)
 		if apierrors.IsNotFound(err) {
-			out.ReadyToUse = false // somebody deleted it by itself
+			out.ReadyToUse = false // a user deleted this snapshot alone
 			continue
 		}
 		if err != nil {
@@ -172,7 +172,7 @@ func (s *Server) groupInCSI(ctx context.Context, g *api.SnapshotGroup) (*csi.Vol
 	return out, nil
 }
 
-// GetVolumeGroupSnapshot is a group as it is now.
+// GetVolumeGroupSnapshot is the present state of a group.
 func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, req *csi.GetVolumeGroupSnapshotRequest) (
 	*csi.GetVolumeGroupSnapshotResponse, error) {
 	g, err := s.group(ctx, req.GetGroupSnapshotId())
@@ -189,8 +189,8 @@ func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, req *csi.GetVolumeG
 	return &csi.GetVolumeGroupSnapshotResponse{GroupSnapshot: out}, nil
 }
 
-// DeleteVolumeGroupSnapshot removes a group with its snapshots and waits until it is gone. An id that names nothing is
-// no error.
+// DeleteVolumeGroupSnapshot removes a group with the group's snapshots and waits until the group is gone. An id of
+// nothing is no error.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, req *csi.DeleteVolumeGroupSnapshotRequest) (
 	*csi.DeleteVolumeGroupSnapshotResponse, error) {
 	ctx, cancel := bound(ctx)

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// imageSize is the size of the disk in the wish's backing image, 0 without one. A missing image is created from the
-// parameters; an existing one must match them. A size that is not known yet is waited for.
+// imageSize is the size of the disk in the wish's backing image, 0 without an image. imageSize creates a missing
+// image from the parameters; an existing image must match them. imageSize waits for a size that is not known yet.
 func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 	if w.image.name == "" {
 		return 0, nil
@@ -34,7 +34,7 @@ func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 		if i.Status.State != api.ImageReady || i.Status.VirtualSize == 0 {
 			return false, nil // not known for sure before
 		}
-		return true, w.image.matches(i) // its checksum is known only now
+		return true, w.image.matches(i) // the image's checksum is known only now
 	})
 	if err != nil {
 		return 0, api.Explain(err, "backing image %s (%s)", w.image.name, progress)
@@ -80,7 +80,7 @@ func (s *Server) ensureImage(ctx context.Context, want *imageWish) (*api.Backing
 	return img, api.Explain(err, "create backing image %s", want.name)
 }
 
-// matches compares what the parameters say with the image that exists. What they leave out matches anything.
+// matches compares the parameters with the existing image. An absent parameter matches anything.
 func (i *imageWish) matches(img *api.BackingImage) error {
 	differs := ""
 	switch {

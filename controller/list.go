@@ -13,8 +13,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// tokenPrefix makes a page's token: the name of the last volume shown. It stays good whatever is created or deleted
-// between pages, since the next page begins with the first name beyond it, and a name alone is not a token.
+// tokenPrefix makes a page's token: the name of the last volume shown. A token stays valid whatever is created or
+// deleted between pages, since the next page begins with the first name beyond the token, and a name alone is not a
+// token.
 const tokenPrefix = "after:"
 
 // page cuts a list sorted by name.
@@ -42,7 +43,8 @@ func page[T any](all []T, name func(T) string, token string, most int32) (out []
 	return all, next, nil
 }
 
-// ListVolumes lists the volumes that exist with all their bytes, where they are published, and what ails them.
+// ListVolumes lists the volumes that exist with all bytes, the nodes that each is published on, and each volume's
+// problems.
 func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (*csi.ListVolumesResponse, error) {
 	vols := &api.VolumeList{}
 	if err := s.client.List(ctx, vols); err != nil {
@@ -101,7 +103,7 @@ func (s *Server) ControllerGetVolume(ctx context.Context, req *csi.ControllerGet
 	return &csi.ControllerGetVolumeResponse{Volume: out, Status: status}, nil
 }
 
-// health is what ails a volume, as the controller sees it. Nothing: it is well.
+// health lists a volume's problems, as the controller sees the volume. Empty: the volume is well.
 func health(vol *api.Volume) *csi.VolumeHealth {
 	h := &csi.VolumeHealth{VolumeId: vol.Name}
 	add := func(t csi.VolumeHealthErrorType, reason, msg string) {
@@ -123,7 +125,7 @@ func health(vol *api.Volume) *csi.VolumeHealth {
 	return h
 }
 
-// damageIs is what damage of a replica means: reads of the only one fail, others have the data still.
+// damageIs explains damage of a replica: reads of the only replica fail, other replicas have the data still.
 func damageIs(vol *api.Volume) csi.VolumeHealthErrorType {
 	if vol.Spec.NumberOfReplicas > 1 {
 		return csi.VolumeHealthErrorType_DEGRADED
@@ -131,7 +133,7 @@ func damageIs(vol *api.Volume) csi.VolumeHealthErrorType {
 	return csi.VolumeHealthErrorType_DATA_LOSS
 }
 
-// ControllerGetVolumeHealth tells what ails one volume.
+// ControllerGetVolumeHealth reports the problems of one volume.
 func (s *Server) ControllerGetVolumeHealth(ctx context.Context, req *csi.ControllerGetVolumeHealthRequest) (
 	*csi.ControllerGetVolumeHealthResponse, error) {
 	vol, err := s.volume(ctx, req.GetVolumeId())
@@ -141,7 +143,7 @@ func (s *Server) ControllerGetVolumeHealth(ctx context.Context, req *csi.Control
 	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: health(vol)}, nil
 }
 
-// ControllerListVolumeHealth lists the volumes that something ails.
+// ControllerListVolumeHealth lists the volumes with problems.
 func (s *Server) ControllerListVolumeHealth(ctx context.Context, req *csi.ControllerListVolumeHealthRequest) (
 	*csi.ControllerListVolumeHealthResponse, error) {
 	vols := &api.VolumeList{}
@@ -161,8 +163,8 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, req *csi.Contro
 	return &csi.ControllerListVolumeHealthResponse{Entries: shown, NextToken: next}, nil
 }
 
-// GetCapacity says how much may be provisioned where the parameters and the topology allow, by the planner's rule:
-// a disk takes volumes up to its over-provisioned capacity, and none while too little of it is really free.
+// GetCapacity says how much may be provisioned where the parameters and the topology allow, by the planner's rule: a
+// disk takes volumes up to its over-provisioned capacity, and none while too little of the disk is really free.
 func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
 	w := &wish{}
 	if err := w.parse(req.GetParameters()); err != nil {
@@ -224,7 +226,7 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 	return res, nil
 }
 
-// imageBinds adds the selectors of the backing image, or those that it will have, to the volume's.
+// imageBinds adds the selectors of the backing image, existing or future, to the volume's selectors.
 func (s *Server) imageBinds(ctx context.Context, w *wish) error {
 	if w.image.name == "" {
 		return nil

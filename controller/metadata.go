@@ -22,7 +22,7 @@ type Changes interface {
 	io.Closer
 }
 
-// OpenChanges finds, in a replica, what a snapshot holds that another one has not; without a base, all that it holds.
+// OpenChanges finds, in a replica, the ranges of a snapshot that a base snapshot lacks; without a base, all ranges.
 type OpenChanges func(ctx context.Context, r *api.Replica, base, target api.UID) (Changes, error)
 
 // Metadata answers the SnapshotMetadata RPCs from the maps of the layers, exactly, in blocks of 4 KiB.
@@ -40,7 +40,7 @@ const (
 	metadataMost    = 16384 // in one message
 )
 
-// GetMetadataAllocated streams the ranges that a snapshot holds.
+// GetMetadataAllocated streams the ranges of a snapshot that hold data.
 func (m *Metadata) GetMetadataAllocated(req *csi.GetMetadataAllocatedRequest,
 	out csi.SnapshotMetadata_GetMetadataAllocatedServer) error {
 	return m.stream(out.Context(), "", req.GetSnapshotId(), req.GetStartingOffset(), req.GetMaxResults(),
@@ -50,7 +50,7 @@ func (m *Metadata) GetMetadataAllocated(req *csi.GetMetadataAllocatedRequest,
 		})
 }
 
-// GetMetadataDelta streams the ranges in which a snapshot differs from another one of the same volume.
+// GetMetadataDelta streams the ranges in which a snapshot differs from another snapshot of the same volume.
 func (m *Metadata) GetMetadataDelta(req *csi.GetMetadataDeltaRequest,
 	out csi.SnapshotMetadata_GetMetadataDeltaServer) error {
 	if req.GetBaseSnapshotId() == "" {
@@ -157,7 +157,7 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 		"try again: %w", target, errors.Join(why...))
 }
 
-// members are the replicas that hold what the volume of a snapshot holds.
+// members are the replicas that hold the content of a snapshot's volume.
 func (m *Metadata) members(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
 	var vol api.Volume
 	if err := m.server.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &vol); err != nil {

@@ -16,18 +16,18 @@ import (
 	"drover.io/drover/api"
 )
 
-// wish is what a request asks for, once understood.
+// wish is an understood request.
 type wish struct {
 	spec            api.VolumeSpec // without Size
 	required, limit int64
 	image           imageWish
 	source          *csi.VolumeContentSource
 	cloneMode       string
-	content         string // the handle of a snapshot of type bi that it begins with
-	prefer          string // the node that it will be used on first, if that is known
+	content         string // handle of the snapshot of type bi that the volume begins with
+	prefer          string // the node of the first use, if known
 }
 
-// imageWish is the backing image that parameters name, and how to make it where it is missing.
+// imageWish is the backing image that parameters name, and the recipe for a missing image.
 type imageWish struct {
 	name         string
 	source       api.SourceType
@@ -44,13 +44,13 @@ type imageWish struct {
 type parameter struct {
 	// set takes the value over; nil: not supported yet.
 	set func(*wish, string) error
-	// neutral are the values of a key that is not supported yet which ask for nothing, and so are accepted.
+	// neutral are the values of an unsupported key that ask for nothing, and so are accepted.
 	neutral []string
 	// mutable keys may change on an existing volume.
 	mutable bool
 }
 
-// parameters is the one table of keys: those of the field's users, so that their StorageClasses work as they are.
+// parameters is the one table of keys: the users' keys of the field, so that existing StorageClasses work unchanged.
 var parameters = map[string]parameter{
 	"numberOfReplicas":    {set: setReplicas, mutable: true},
 	"staleReplicaTimeout": {set: setStale, mutable: true},
@@ -116,10 +116,11 @@ var parameters = map[string]parameter{
 	"storageCapacityMode":     {neutral: []string{"node"}},
 }
 
-// sidecarPrefix marks keys that belong to the CSI sidecars (names of claims, secrets): none of ours, and not kept.
+// sidecarPrefix marks keys of the CSI sidecars (names of claims, secrets): not Drover's, and not kept.
 const sidecarPrefix = "csi.storage.k8s.io/"
 
-// parse takes the parameters over into w, in the order of their names, so that the same mistake gives the same answer.
+// parse takes the parameters over into w, in the order of their names, so that the same mistake gives the same
+// answer.
 func (w *wish) parse(given map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(given)) {
 		if strings.HasPrefix(key, sidecarPrefix) {
@@ -162,7 +163,7 @@ func (w *wish) set(key, value string) error {
 		return api.Errorf(api.Invalid, "parameter %s=%.80q is not supported yet%s", key, value, msg)
 	}
 	if value == "" {
-		return nil // as if it were not there
+		return nil // as if absent
 	}
 	if err := p.set(w, value); err != nil {
 		return api.Errorf(api.Invalid, "parameter %s=%.200q: %w", key, value, err)
@@ -243,7 +244,7 @@ func setBalance(w *wish, v string) error {
 	return fmt.Errorf("want ignored, disabled, least-effort or best-effort")
 }
 
-// strictLocal refuses a volume that is to be on its node alone and has replicas on others.
+// strictLocal refuses a volume that is to be on its node alone and has replicas on other nodes.
 func strictLocal(spec *api.VolumeSpec) error {
 	if spec.DataLocality == localStrict && spec.NumberOfReplicas > 1 {
 		return api.Errorf(api.Invalid, "dataLocality strict-local and %d replicas: such a volume has one replica, on the "+

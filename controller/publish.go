@@ -26,7 +26,7 @@ func (s *Server) attachment(ctx context.Context, volume string) (*api.Attachment
 	return att, nil
 }
 
-// ControllerPublishVolume asks for the volume's device on a node and waits until it is there.
+// ControllerPublishVolume asks for the volume's device on a node and waits until the device exists.
 func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.ControllerPublishVolumeRequest) (
 	*csi.ControllerPublishVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -84,7 +84,7 @@ func (s *Server) knownNode(ctx context.Context, name string) error {
 	return api.Errorf(api.NotFound, "node %.80q does not exist", name)
 }
 
-// strictlyElsewhere refuses to have a strict-local volume where its data is not.
+// strictlyElsewhere refuses to attach a strict-local volume on a node without the volume's data.
 func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node string) error {
 	if vol.Spec.DataLocality != localStrict {
 		return nil
@@ -101,7 +101,7 @@ func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node st
 		"data is on node %s", vol.Name, node, strings.Join(at, ", "))
 }
 
-// mayBeStrict refuses strict-local for a volume that is used where its data is not.
+// mayBeStrict refuses strict-local for a volume that is attached on a node without the volume's data.
 func (s *Server) mayBeStrict(ctx context.Context, vol *api.Volume, spec *api.VolumeSpec) error {
 	att, err := s.attachment(ctx, vol.Name)
 	if err != nil || att == nil {
@@ -112,7 +112,7 @@ func (s *Server) mayBeStrict(ctx context.Context, vol *api.Volume, spec *api.Vol
 	return s.strictlyElsewhere(ctx, strict, att.Spec.Node)
 }
 
-// ensureAttachment creates the attachment or verifies that the one there is the same wish.
+// ensureAttachment creates the attachment, or verifies that an existing attachment is the same wish.
 func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node string, readOnly bool) (
 	*api.Attachment, error) {
 	s.attach.Lock()
@@ -177,7 +177,7 @@ func (s *Server) room(ctx context.Context, node string) error {
 	return nil
 }
 
-// ControllerUnpublishVolume gives the device up and waits until it is gone.
+// ControllerUnpublishVolume gives the device up and waits until the device is gone.
 func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.ControllerUnpublishVolumeRequest) (
 	*csi.ControllerUnpublishVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -212,8 +212,8 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.Control
 	return done, nil
 }
 
-// ValidateVolumeCapabilities confirms capabilities, the volume's parameters and its context, or says which does not
-// fit.
+// ValidateVolumeCapabilities confirms capabilities, the volume's parameters and the volume's context, or names the
+// misfit.
 func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.ValidateVolumeCapabilitiesRequest) (
 	*csi.ValidateVolumeCapabilitiesResponse, error) {
 	if req.GetVolumeId() == "" || len(req.GetVolumeCapabilities()) == 0 {

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// snapshotTypes are what the VolumeSnapshotClass parameter "type" can say.
+// snapshotTypes are the values of the VolumeSnapshotClass parameter "type".
 var snapshotTypes = map[string]bool{"": true, "snap": true, "bak": false, "bs": false, "bi": true}
 
 // snapshotClass checks the parameters of a VolumeSnapshotClass. The image is nil but for type bi.
@@ -67,7 +67,7 @@ func handle(s *api.Snapshot) string {
 	return api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String()
 }
 
-// snapshot reads a snapshot by its CSI id; one that names nothing is an error of kind not found.
+// snapshot reads a snapshot by CSI id; an unknown id is an error of kind not found.
 func (s *Server) snapshot(ctx context.Context, id string) (*api.Snapshot, error) {
 	none := api.Errorf(api.NotFound, "snapshot %.200q does not exist", id)
 	from, err := api.ParseDataSource(id)
@@ -82,8 +82,8 @@ func (s *Server) snapshot(ctx context.Context, id string) (*api.Snapshot, error)
 	return snap, api.Explain(err, "read snapshot %s", id)
 }
 
-// CreateSnapshot creates the Snapshot, or verifies that the one of that name is of the same volume, and waits until it
-// can be used.
+// CreateSnapshot creates the Snapshot, or verifies that an existing Snapshot of the name is of the same volume, and
+// waits until the snapshot can be used.
 func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest) (
 	*csi.CreateSnapshotResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -122,8 +122,9 @@ func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	}
 	out := snapshotInCSI(snap)
 	if len(req.GetAccessibilityRequirements().GetRequisite()) == 1 {
-		// The field is optional, and who named the one place where it has to be knows it. csi-sanity asks so, and compares
-		// the answer's message with its own as Go structures, with what the encoder notes in them: no answer is equal.
+		// The field is optional, and a caller that names the one required place knows it. csi-sanity names a place,
+		// and compares the answer's message with its own as Go structures, including the encoder's notes: no answer
+		// is equal.
 		out.AccessibleTopology = nil
 	}
 	return &csi.CreateSnapshotResponse{Snapshot: out}, nil
@@ -177,7 +178,7 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	return snap, api.Explain(err, "create snapshot %s", name)
 }
 
-// within refuses a topology that none of the volume's replicas is in: its snapshots are where they are.
+// within refuses a topology without any of the volume's replicas: the snapshots lie with the replicas.
 func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyRequirement) error {
 	if len(r.GetRequisite()) == 0 {
 		return nil
@@ -215,7 +216,7 @@ func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
 	return out
 }
 
-// DeleteSnapshot removes a snapshot and waits until it is gone. An id that names nothing is no error.
+// DeleteSnapshot removes a snapshot and waits until the snapshot is gone. An id of nothing is no error.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequest) (
 	*csi.DeleteSnapshotResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -280,12 +281,12 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 	return &csi.GetSnapshotResponse{Snapshot: snapshotInCSI(snap)}, nil
 }
 
-// shown reports whether a snapshot was made, and is not one that Drover made for itself.
+// shown reports whether a snapshot was made, and not for Drover's own purposes.
 func shown(s *api.Snapshot) bool {
 	return s.Status.CreationTime != "" && s.Spec.Labels[api.LabelClone] == ""
 }
 
-// ListSnapshots lists the snapshots that were made: all, those of a volume, or the one of an id.
+// ListSnapshots lists the finished snapshots: all, a volume's, or the snapshot of an id.
 func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsRequest) (
 	*csi.ListSnapshotsResponse, error) {
 	all, err := s.listed(ctx, req.GetSnapshotId())
@@ -315,7 +316,7 @@ func snapshotKey(s *csi.Snapshot) string {
 	return "snap." + s.SnapshotId[strings.LastIndexByte(s.SnapshotId, '/')+1:]
 }
 
-// listed are all snapshots that were made, or the one of an id, if there is one.
+// listed are all finished snapshots, or the snapshot of an id, if any.
 func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, err error) {
 	switch {
 	case strings.HasPrefix(id, imageScheme):
@@ -358,8 +359,8 @@ func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, er
 	return all, nil
 }
 
-// beginning is what a new volume is to begin with: its form in the spec, how many bytes it has, and the backing image
-// that it stands on.
+// beginning is the initial content of a new volume: the form in the spec, the number of bytes, and the backing image
+// under the content.
 func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_ string, size int64, image string,
 	err error) {
 	var from api.DataSource
@@ -376,7 +377,7 @@ func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_
 		if !snap.Status.ReadyToUse {
 			return "", 0, "", api.Errorf(api.Unavailable, "snapshot %s is not ready: %s", handle(snap), snap.Status.Error)
 		}
-		vol = &api.Volume{} // a deleted one still has its snapshots
+		vol = &api.Volume{} // a deleted volume still has its snapshots
 		if err := s.client.Get(ctx, client.ObjectKey{Name: from.Volume}, vol); err != nil {
 			return "", 0, "", api.Explain(err, "read volume %s", from.Volume)
 		}
@@ -394,12 +395,12 @@ func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_
 	return from.String(), size, vol.Spec.BackingImage, nil
 }
 
-// kept reports whether a volume is deleted, and there for its snapshots alone: to CSI it is gone.
+// kept reports whether a volume is deleted and kept for its snapshots alone: for CSI the volume is gone.
 func kept(v *api.Volume) bool {
 	return v.DeletionTimestamp != nil && meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionKept)
 }
 
-// asked is the data source of a request by its words alone, to compare it with a volume that exists.
+// asked is the data source of a request by the request's words alone, for comparison with an existing volume.
 func asked(req *csi.VolumeContentSource) string {
 	if v := req.GetVolume(); v != nil {
 		return api.DataSource{Volume: v.GetVolumeId()}.String()

@@ -16,23 +16,23 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// A snapshot of type bi is a backing image that is made of the volume. Its handle says what it is, and, where somebody
-// wrote it by hand, how to make the image.
+// A snapshot of type bi is a backing image of the volume. The handle of the snapshot names the image, and, where a
+// user wrote the handle by hand, tells how to make the image.
 
 const (
 	imageScheme = "bi://backing?"
-	// annotationSnapshot is on a BackingImage that was made as a CSI snapshot; value: the name that was asked for.
+	// annotationSnapshot is on a BackingImage that was made as a CSI snapshot; value: the requested name.
 	annotationSnapshot = "drover.io/csi-snapshot"
-	// annotationContent is on a Volume that began with such a snapshot; value: its handle.
+	// annotationContent is on a Volume that began with such a snapshot; value: the snapshot's handle.
 	annotationContent = "drover.io/csi-content-source"
 )
 
-// imageClass is what a VolumeSnapshotClass of type bi says besides.
+// imageClass is the rest of a VolumeSnapshotClass of type bi.
 type imageClass struct {
 	format     string
 	nodes      []string
 	disks      []string
-	parameters bool // something of it was said
+	parameters bool // any of these keys is set
 }
 
 func (c *imageClass) set(key, value string) (err error) {
@@ -56,7 +56,7 @@ func (c *imageClass) set(key, value string) (err error) {
 	return err
 }
 
-// imageHandle is the CSI id of an image that was made of a volume.
+// imageHandle is the CSI id of an image of a volume.
 func imageHandle(img *api.BackingImage) string {
 	p := img.Spec.SourceParameters
 	format := p[api.ExportFormat]
@@ -67,7 +67,7 @@ func imageHandle(img *api.BackingImage) string {
 		api.ExportFormat: {format}, api.ExportVolume: {p[api.ExportVolume]}}.Encode()
 }
 
-// parseImageHandle reads what a handle says of an image; false: it is none, or is not well-formed.
+// parseImageHandle reads the handle of an image; false: another kind of handle, or a malformed one.
 func parseImageHandle(id string) (w imageWish, ok bool) {
 	rest, is := strings.CutPrefix(id, imageScheme)
 	q, err := url.ParseQuery(rest)
@@ -79,7 +79,7 @@ func parseImageHandle(id string) (w imageWish, ok bool) {
 	case api.SourceDownload, api.SourceRegistry:
 		w.parameters = map[string]string{"url": q.Get("url")}
 		w.checksum = strings.ToLower(q.Get("backingImageChecksum"))
-	case "", api.SourceExport: // it is there, or is not made by this
+	case "", api.SourceExport: // the image exists, or no handle makes it
 		w.source = ""
 	default:
 		return w, false
@@ -87,7 +87,7 @@ func parseImageHandle(id string) (w imageWish, ok bool) {
 	return w, true
 }
 
-// createImageSnapshot makes a backing image of a volume, and waits until it is there.
+// createImageSnapshot makes a backing image of a volume, and waits until the image exists.
 func (s *Server) createImageSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest, class *imageClass) (
 	*csi.CreateSnapshotResponse, error) {
 	name, of := snapshotName(req.GetName()), req.GetSourceVolumeId()
@@ -161,13 +161,14 @@ func imageInCSI(img *api.BackingImage, id string) *csi.Snapshot {
 	return out
 }
 
-// cut reports whether the instant is past that an image is of. One that was rebuilt from a disk has no Export any more.
+// cut reports whether the instant of an image's content is past. An image that was rebuilt from a disk has no Export
+// any more.
 func cut(img *api.BackingImage) bool {
 	return img.Spec.SourceType != api.SourceExport || img.Status.Export != nil || img.Status.State == api.ImageReady ||
 		img.Annotations[api.AnnotationCut] != ""
 }
 
-// snapshotImage is the image that a handle names; an error of kind not found: there is none.
+// snapshotImage is the image that a handle names; an error of kind not found: no such image.
 func (s *Server) snapshotImage(ctx context.Context, id string) (*api.BackingImage, error) {
 	none := api.Errorf(api.NotFound, "snapshot %.200q does not exist", id)
 	w, ok := parseImageHandle(id)
@@ -182,7 +183,7 @@ func (s *Server) snapshotImage(ctx context.Context, id string) (*api.BackingImag
 	return img, api.Explain(err, "read backing image %s", w.name)
 }
 
-// deleteImageSnapshot removes the image of a handle and waits until it is gone.
+// deleteImageSnapshot removes the image of a handle and waits until the image is gone.
 func (s *Server) deleteImageSnapshot(ctx context.Context, id string) error {
 	img, err := s.snapshotImage(ctx, id)
 	if api.Is(err, api.NotFound) {
@@ -200,7 +201,7 @@ func (s *Server) deleteImageSnapshot(ctx context.Context, id string) error {
 			return api.Errorf(api.InUse, "backing image %s is in use by volume %s: delete that first", img.Name, v.Name)
 		}
 	}
-	reps := &api.ReplicaList{} // a clone stands on the image of its source, whether it names it or not
+	reps := &api.ReplicaList{} // a clone stands on the image of its source, named or not
 	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)}); err != nil {
 		return api.Explain(err, "list replicas")
 	}
@@ -219,8 +220,8 @@ func (s *Server) deleteImageSnapshot(ctx context.Context, id string) error {
 	return nil
 }
 
-// fromImage makes a volume begin with the image of a handle, which is made first where it is missing and the handle
-// says how.
+// fromImage makes a volume begin with the image of a handle. fromImage first makes a missing image where the handle
+// tells how.
 func (s *Server) fromImage(ctx context.Context, w *wish, id string) (int64, error) {
 	image, ok := parseImageHandle(id)
 	if !ok {
@@ -230,7 +231,7 @@ func (s *Server) fromImage(ctx context.Context, w *wish, id string) (int64, erro
 		return 0, api.Errorf(api.Invalid, "parameter backingImage is %s, but the source is backing image %s", w.image.name,
 			image.name)
 	}
-	if image.source == "" { // what the class says of the image is for volumes without a source
+	if image.source == "" { // the class's words on the image are for volumes without a source
 		if _, err := s.snapshotImage(ctx, id); err != nil {
 			return 0, err
 		}
