@@ -14,15 +14,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// shownDir holds one device file for each volume that is published as a block device. What workloads get is a bind
-// mount of that file: so the mount table says which volume a mount is of. The device's own file cannot tell, since
-// after a crash its number may belong to another volume while old mounts of it are still there.
+// shownDir holds one device file for each volume that is published as a block device. Workloads get a bind mount of
+// the file: so the mount table names the volume of a mount. The device's own file cannot tell, since after a crash
+// its number may belong to another volume while old mounts of the file still exist.
 const shownDir = "/dev/drover-published"
 
 // shown is the file that is bound to the workloads of a volume.
 func (d device) shown() string { return filepath.Join(shownDir, d.volume) }
 
-// show makes the file, anew if an earlier life of the volume left it with another device.
+// show makes the file, again if an earlier life of the volume left a file of another device.
 func (d device) show() error {
 	dev := unix.Mkdev(uint32(d.major), uint32(d.minor))
 	fail := func(err error) error {
@@ -67,7 +67,7 @@ func (d device) showsMine(m *mountinfo.Info) bool {
 	return strings.HasSuffix(m.Root, "/"+filepath.Base(shownDir)+"/"+d.volume)
 }
 
-// hide removes the file of a volume that is published nowhere any more.
+// hide removes the file of a volume that is no longer published.
 func hide(volume string) error {
 	if len(validation.IsDNS1123Subdomain(volume)) > 0 {
 		return nil // no volume has such a name
@@ -86,6 +86,6 @@ func hide(volume string) error {
 	if err := os.Remove(d.shown()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return api.Errorf(api.Other, "remove the device file of volume %s: %w", volume, err)
 	}
-	_ = os.Remove(shownDir) // only if it is empty
+	_ = os.Remove(shownDir) // only an empty folder
 	return nil
 }

@@ -21,25 +21,25 @@ import (
 	"drover.io/drover/api"
 )
 
-// filesystem is how one type of file system is mounted, checked and grown; api.MkfsCommand makes it.
+// filesystem describes how to mount, check and grow one type of file system; api.MkfsCommand makes a file system.
 type filesystem struct {
 	options []string // of every mount
 	// whole is a check that changes nothing and ends well only for a complete file system.
 	whole []string
-	// slack is how much smaller than its device a file system that fills it may be, in bytes.
+	// slack is by how much a file system that fills its device may be smaller, in bytes.
 	slack int64
 }
 
 var filesystems = map[string]filesystem{
 	"ext4": {whole: []string{"e2fsck", "-fn"}, slack: 4 << 20},
-	// Volumes of one image have one UUID, and xfs would refuse to mount the second.
+	// Volumes of one image share one UUID, and xfs would refuse to mount the second.
 	"xfs":   {options: []string{"nouuid"}, whole: []string{"xfs_repair", "-n"}, slack: 1 << 20},
 	"btrfs": {whole: []string{"btrfs", "check", "--readonly"}, slack: 1 << 20},
 }
 
 const defaultFS = "ext4"
 
-// probe names what is on a device: a file system's type, "" for nothing that blkid knows.
+// probe names the content of a device: a file system's type, "" for nothing that blkid knows.
 func probe(d device) (string, error) {
 	fs, err := mount.NewSafeFormatAndMount(mount.NewWithoutSystemd(""), utilexec.New()).GetDiskFormat(d.path)
 	if err != nil {
@@ -48,7 +48,8 @@ func probe(d device) (string, error) {
 	return fs, nil
 }
 
-// run runs a program to its end, whatever the caller's patience: a file system half made or half grown helps nobody.
+// run runs a program to its end, even after the caller's deadline: a half-made or half-grown file system helps no
+// caller.
 func run(ctx context.Context, args ...string) error {
 	out, err := exec.CommandContext(context.WithoutCancel(ctx), args[0], args[1:]...).CombinedOutput()
 	if errors.Is(err, exec.ErrNotFound) {
@@ -60,7 +61,7 @@ func run(ctx context.Context, args ...string) error {
 	return nil
 }
 
-// failure is a program that ended badly, with what it said.
+// failure is a failed program, with the program's output.
 type failure struct {
 	name string
 	err  error
@@ -77,14 +78,14 @@ func (f *failure) Error() string {
 
 func (f *failure) Unwrap() error { return f.err }
 
-// said reports whether a program failed with these words.
+// said reports whether a program failed with the given words.
 func said(err error, words string) bool {
 	var f *failure
 	return errors.As(err, &f) && strings.Contains(strings.ToLower(f.out), strings.ToLower(words))
 }
 
-// ensureFilesystem returns the type of the file system on the device, and makes a file system if, and only if, that is
-// safe. An empty wanted accepts any type, and makes the default.
+// ensureFilesystem returns the type of the file system on the device, and makes a file system only if that is safe.
+// An empty wanted accepts any type, and makes the default.
 func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, wanted string,
 	readOnly bool) (string, error) {
 	begun, had := vol.Annotations[api.AnnotationMkfs], vol.Annotations[api.AnnotationFS]
@@ -107,7 +108,7 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 		return "", api.Errorf(api.InUse, "volume %s: a %s was being made on it, but it holds %s: it is not formatted",
 			vol.Name, begun, found)
 	case begun != "" && found == made && run(ctx, append(slices.Clone(filesystems[made].whole), d.path)...) == nil:
-		return made, s.mark(ctx, vol, "", made) // it was finished, only the mark was not
+		return made, s.mark(ctx, vol, "", made) // the file system was finished, only the mark was missing
 	case begun != "":
 	case had != "":
 		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system that is not recognised any more: it is not "+
@@ -120,7 +121,7 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 	return made, s.mkfs(ctx, vol, d, made)
 }
 
-// usable refuses what cannot be mounted, or is not what was asked for.
+// usable refuses a file system that cannot be mounted, or that is not the requested type.
 func usable(name, found, wanted string) error {
 	_, known := filesystems[found]
 	switch {
@@ -134,9 +135,8 @@ func usable(name, found, wanted string) error {
 	return nil
 }
 
-// blank is the proof that nothing was ever written. The map gave it when the device was made; since then nobody may
-// have had the device to write to, but for this door's mounts, which need a file system. The samples are for what goes
-// past all doors.
+// blank proves that the device was never written. The map proved so when the device was made; since then only this
+// door's mounts, which need a file system, may have used the device. The samples catch writes past all doors.
 func blank(vol *api.Volume, att *api.Attachment, d device) error {
 	if att.Status.Blank && att.Annotations[api.AnnotationDoor] != "csi" {
 		return api.Errorf(api.InUse, "volume %s was attached by hand, so that it may have been written to since: detach "+
@@ -164,7 +164,7 @@ func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string)
 	if err := run(ctx, append(args, d.path)...); err != nil {
 		kind := api.KindOf(err)
 		if kind == api.Other {
-			kind = api.Invalid // of its options or its size: the same call will fail again
+			kind = api.Invalid // of the options or the size: the same call will fail again
 		}
 		return api.Errorf(kind, "make a %s file system on volume %s: %w", fs, vol.Name, err)
 	}
@@ -172,12 +172,12 @@ func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string)
 	return s.mark(ctx, vol, "", fs)
 }
 
-// mark records on the Volume, durably, which file system is being made, and which was made. It goes on after the caller
-// has lost patience, since what it records has happened.
+// mark records on the Volume, durably, which file system is being made, and which was made. mark continues after the
+// caller's deadline, since the recorded step has happened.
 func (s *Server) mark(ctx context.Context, vol *api.Volume, making, made string) error {
 	or := func(v string) any {
 		if v == "" {
-			return nil // removes it
+			return nil // a null removes the annotation
 		}
 		return v
 	}
@@ -189,7 +189,7 @@ func (s *Server) mark(ctx context.Context, vol *api.Volume, making, made string)
 	return api.Explain(err, "record the making of a file system on volume %s", vol.Name)
 }
 
-// sizeOf reads from its super block how large a file system is, in bytes; 0: not known.
+// sizeOf reads the size of a file system from the super block, in bytes; 0: not known.
 func sizeOf(d device, fs string) (int64, error) {
 	f, err := os.Open(d.path)
 	if err != nil {
@@ -230,7 +230,7 @@ func sizeOf(d device, fs string) (int64, error) {
 	return n, nil
 }
 
-// small reports whether a file system leaves some of its device unused.
+// small reports whether a file system leaves a part of the device unused.
 func small(d device, fs string) (bool, error) {
 	have, err := d.size()
 	if err != nil {
@@ -240,7 +240,7 @@ func small(d device, fs string) (bool, error) {
 	return err == nil && is > 0 && have-is > filesystems[fs].slack, err
 }
 
-// grow makes a mounted file system as large as its device.
+// grow makes a mounted file system as large as the device.
 func grow(ctx context.Context, d device, fs, path string) error {
 	var err error
 	switch fs {
@@ -257,7 +257,7 @@ func grow(ctx context.Context, d device, fs, path string) error {
 	return err
 }
 
-// growOffline makes an unmounted ext file system as large as its device.
+// growOffline makes an unmounted ext file system as large as the device.
 func growOffline(ctx context.Context, d device) error {
 	if err := check(ctx, d, "-f"); err != nil {
 		return err
@@ -269,7 +269,7 @@ func growOffline(ctx context.Context, d device) error {
 	return nil
 }
 
-// check repairs what is safe to repair in an ext file system that is not mounted.
+// check makes the safe repairs of an unmounted ext file system.
 func check(ctx context.Context, d device, flags ...string) error {
 	err := run(ctx, append(append([]string{"e2fsck", "-p"}, flags...), d.path)...)
 	var exit *exec.ExitError

@@ -11,13 +11,13 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// answers reports whether a device still has somebody behind it. The node of a device whose server died stays, its size
-// too, and what the kernel has cached of its file system reads well: only a read past the cache tells.
+// answers reports whether a process still serves a device. The device node of a dead server stays, with its size, and
+// reads of the kernel's cache succeed: only a read past the cache tells.
 func answers(path string) bool {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err == nil {
 		defer f.Close()
-		var page []byte // aligned, as direct reads want it
+		var page []byte // aligned, as direct reads require
 		if page, err = unix.Mmap(-1, 0, api.BlockSize, unix.PROT_READ|unix.PROT_WRITE,
 			unix.MAP_ANON|unix.MAP_PRIVATE); err == nil {
 			_, err = unix.Pread(int(f.Fd()), page, 0)
@@ -32,8 +32,9 @@ func answers(path string) bool {
 	return true
 }
 
-// live returns the volume's attachment to this node and its device, once that answers: after a crash the attachment
-// tells of the old device until the new one is there, and another may have the old one's number by then.
+// live returns the volume's attachment to this node and the device, once the device answers: after a crash the
+// attachment names the old device until the new device exists, and another volume may have the old device's number by
+// then.
 func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, device, error) {
 	for {
 		att, err := s.attached(ctx, vol.Name)

@@ -19,7 +19,7 @@ import (
 
 // device is a block device of this node.
 type device struct {
-	volume       string // whose it is
+	volume       string // the device's volume
 	path         string // resolved
 	major, minor int
 }
@@ -50,7 +50,7 @@ func (d device) size() (int64, error) {
 	return n[0] * 512, nil
 }
 
-// looksBlank samples the device: its ends, where labels and tables are, and some blocks between.
+// looksBlank samples the device: both ends, where labels and tables are, and some blocks between.
 func (d device) looksBlank() (bool, error) {
 	size, err := d.size()
 	if err != nil {
@@ -100,14 +100,14 @@ func sysNumbers(path string) ([]int64, error) {
 	return out, nil
 }
 
-// holds reports whether a line of the mount table is a mount of the device's file system, or of the file that shows the
-// volume's device to workloads.
+// holds reports whether a line of the mount table is a mount of the device's file system, or of the file that shows
+// the volume's device to workloads.
 func (d device) holds(m *mountinfo.Info) (filesystem, block bool) {
 	filesystem = (m.Major == d.major && m.Minor == d.minor) || (m.FSType == "btrfs" && m.Source == d.path)
 	return filesystem, d.showsMine(m)
 }
 
-// resolve follows links in the folder that a path is in, but not the path itself: it may be a dead mount.
+// resolve follows links in the folder of a path, but not the path itself, which may be a dead mount.
 func resolve(path string) (string, error) {
 	path = filepath.Clean(path)
 	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
@@ -117,8 +117,8 @@ func resolve(path string) (string, error) {
 	return filepath.Join(dir, filepath.Base(path)), nil
 }
 
-// mountAt is the top mount at exactly this path, or nil. It looks into the mount table alone, so that a dead device
-// cannot block it.
+// mountAt is the top mount at exactly this path, or nil. mountAt reads the mount table alone, so that a dead device
+// cannot block the caller.
 func mountAt(path string) (*mountinfo.Info, error) {
 	real, err := resolve(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -140,7 +140,7 @@ func mountAt(path string) (*mountinfo.Info, error) {
 	return nil, nil
 }
 
-// mountsOf are all mounts of the device's file system or of its file, in the order they were made.
+// mountsOf are all mounts of the device's file system or of the device's file, oldest first.
 func mountsOf(d device) ([]*mountinfo.Info, error) {
 	all, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
 		a, b := d.holds(m)
@@ -152,7 +152,7 @@ func mountsOf(d device) ([]*mountinfo.Info, error) {
 	return all, nil
 }
 
-// dead reports whether the mount at a path can no longer be used: its device or its server is gone.
+// dead reports whether the mount at a path has become unusable: the device or the server is gone.
 func dead(path string) bool {
 	var st unix.Stat_t
 	err := unix.Lstat(path, &st)
@@ -164,7 +164,7 @@ func dead(path string) bool {
 	return false
 }
 
-// gone reports whether the device of a mount's file system no longer exists, or has nobody behind it any more.
+// gone reports whether the device of a mount's file system no longer exists, or no process serves the device.
 func gone(m *mountinfo.Info) bool {
 	if !strings.HasPrefix(m.Source, "/dev/") || m.Major == 0 {
 		return false
@@ -177,7 +177,7 @@ func gone(m *mountinfo.Info) bool {
 	return d.isAt(m.Source) && !answers(m.Source)
 }
 
-// backing is the name of the file that a loop device in sysfs stands on; empty: it is none, or stands on nothing.
+// backing is the name of the file under a loop device in sysfs; empty: not a loop device, or no file.
 func backing(sysfs string) string {
 	b, err := os.ReadFile(filepath.Join(sysfs, "loop", "backing_file"))
 	if err != nil {
@@ -186,24 +186,24 @@ func backing(sysfs string) string {
 	return filepath.Base(strings.TrimSpace(string(b)))
 }
 
-// isOf reports whether a device stands on the file that carries the volume's uid: the number of one that is gone may
-// have been given to anybody.
+// isOf reports whether a device stands on the file that carries the volume's uid: the number of a removed device may
+// belong to any other device now.
 func (d device) isOf(volume api.UID) bool {
 	key, ours := strings.CutPrefix(backing(d.sysfs()), "drover-")
-	key, _, _ = strings.Cut(key, ".") // what follows is its host's
+	key, _, _ = strings.Cut(key, ".") // the rest is the host's mark
 	return ours && key != "" && key == string(volume)
 }
 
-// replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries the
-// volume's name. Such a device was lost with the processes that served it.
+// replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries
+// the volume's name. The earlier device was lost with the processes that served the device.
 func (d device) replaces(m *mountinfo.Info) bool {
 	mine := backing(d.sysfs())
 	return strings.HasPrefix(mine, "drover-") && mine == backing(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
 }
 
-// unmount takes everything off a path. A dead mount is taken off even while something still uses it.
+// unmount takes everything off a path, a dead mount even while a program still uses the mount.
 func unmount(path string) error {
-	for range 100 { // more than are ever stacked: a mount that another one hides cannot be reached, and stays
+	for range 100 { // more than are ever stacked: a mount under another mount cannot be reached, and stays
 		m, err := mountAt(path)
 		if m == nil || err != nil {
 			return err
@@ -215,14 +215,14 @@ func unmount(path string) error {
 		switch err := unix.Unmount(m.Mountpoint, flags); {
 		case errors.Is(err, unix.EBUSY):
 			return api.Errorf(api.InUse, "%s is in use: a program has files open there or works in it", path)
-		case err != nil && !errors.Is(err, unix.EINVAL): // EINVAL: somebody was quicker
+		case err != nil && !errors.Is(err, unix.EINVAL): // EINVAL: another call was quicker
 			return api.Errorf(api.Other, "unmount %s: %w", path, err)
 		}
 	}
 	return api.Errorf(api.Other, "unmount %s: it stays mounted; is another mount over a folder above it?", path)
 }
 
-// bind mounts what is at from to the path at, read-only on demand.
+// bind mounts the path from at the path at, read-only on demand.
 func bind(from, at string, readOnly bool) error {
 	if err := unix.Mount(from, at, "", unix.MS_BIND, ""); err != nil {
 		return api.Errorf(api.Other, "bind %s to %s: %w", from, at, err)
@@ -230,7 +230,7 @@ func bind(from, at string, readOnly bool) error {
 	if !readOnly {
 		return nil
 	}
-	// A bind mount takes its flags over from what it shows; they must be said again or the kernel refuses.
+	// A bind mount inherits the flags of the bound mount; a remount must repeat the flags or the kernel refuses.
 	var st unix.Statfs_t
 	err := unix.Statfs(at, &st)
 	if err == nil {

@@ -36,14 +36,14 @@ type Server struct {
 	csi.UnimplementedNodeServer
 	client client.WithWatch
 	name   string
-	// isOf tells whether a device is one that was made for a volume.
+	// isOf tells whether a device was made for a volume.
 	isOf func(d device, volume api.UID) bool
 
 	mu   sync.Mutex
-	busy map[string]chan struct{} // closed when the call that works on this volume ends
+	busy map[string]chan struct{} // closed when the call for this volume ends
 }
 
-// New makes the door of the node of that name. The client must read from the API server itself, not from a cache.
+// New makes the door of the named node. The client must read from the API server, not from a cache.
 func New(c client.WithWatch, nodeName string) *Server {
 	return &Server{client: c, name: nodeName, isOf: device.isOf, busy: map[string]chan struct{}{}}
 }
@@ -66,7 +66,7 @@ func (s *Server) NodeGetCapabilities(context.Context, *csi.NodeGetCapabilitiesRe
 	return res, nil
 }
 
-// NodeGetInfo says which node this is, where it is, and how many volumes it takes.
+// NodeGetInfo names this node, its topology, and the number of volumes that the node takes.
 func (s *Server) NodeGetInfo(ctx context.Context, _ *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
 	const setting = "volume-attach-limit"
 	limit := api.Settings[setting]
@@ -125,7 +125,7 @@ func (s *Server) lock(ctx context.Context, id string) (unlock func(), err error)
 	}
 }
 
-// volume reads a volume by its CSI id, which is the object's name.
+// volume reads a volume by CSI id, which is the object's name.
 func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -140,7 +140,7 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 	return nil, api.Errorf(api.NotFound, "volume %.80q does not exist: %w", id, err)
 }
 
-// attached returns the volume's attachment to this node once its device is there.
+// attached returns the volume's attachment to this node once the attachment's device exists.
 func (s *Server) attached(ctx context.Context, id string) (*api.Attachment, error) {
 	msg := ""
 	att, err := await.Until(ctx, s.client, id, func(a *api.Attachment) (bool, error) {

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// NodePublishVolume shows a staged volume at a workload's path: a bind mount of its file system, or of its device.
+// NodePublishVolume shows a staged volume at a workload's path, by a bind mount of the file system or of the device.
 func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolumeRequest) (
 	*csi.NodePublishVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -61,7 +61,7 @@ func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolu
 	return &csi.NodePublishVolumeResponse{}, nil
 }
 
-// onePath lets a volume be published at a second path of this node only in the access mode that is made for it.
+// onePath allows a second path of a volume on this node only in the access mode for several writers.
 func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error {
 	if req.GetVolumeCapability().GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER {
 		return nil
@@ -79,7 +79,7 @@ func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error
 		return api.Errorf(api.Other, "path %s: %w", req.GetStagingTargetPath(), err)
 	}
 	if slices.ContainsFunc(all, func(m *mountinfo.Info) bool { return m.Mountpoint == target }) {
-		// A repeat. What else is mounted then may be the caller's own: a subPath, a device map.
+		// A repeat. Other mounts may be the caller's own: a subPath, a device map.
 		return nil
 	}
 	for _, m := range all {
@@ -148,7 +148,7 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 	return bind(d.shown(), at, false)
 }
 
-// NodeUnpublishVolume unmounts the target path and removes it. What is not there is no error.
+// NodeUnpublishVolume unmounts the target path and removes the path. A missing path is no error.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, req *csi.NodeUnpublishVolumeRequest) (
 	*csi.NodeUnpublishVolumeResponse, error) {
 	ctx, cancel := bound(ctx)

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// NodeStageVolume mounts the volume's file system at the staging path, after making it on a blank volume and growing it
-// on a grown one. A block volume needs no staging but its device.
+// NodeStageVolume mounts the volume's file system at the staging path, after making a file system on a blank volume
+// and growing the file system of a grown volume. A block volume needs no staging but its device.
 func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (
 	*csi.NodeStageVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -54,8 +54,8 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 	return &csi.NodeStageVolumeResponse{}, nil
 }
 
-// stageBlock records that the workload may write anything from now on: the device is not proven blank any more, and a
-// file system half made before is no longer ours to make again.
+// stageBlock records that the workload may write anything from now on: the device is not proven blank any more, and
+// the server may not make a half-made file system again.
 func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, path string) error {
 	if m, err := mountAt(path); err != nil {
 		return err
@@ -119,7 +119,7 @@ func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attac
 	return mountGrown(ctx, vol, d, fs, path, options)
 }
 
-// mountGrown mounts the file system, as large as its device.
+// mountGrown mounts the file system, as large as the device.
 func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string, options []string) error {
 	readOnly := slices.Contains(options, "ro")
 	isExt := fs == "ext2" || fs == "ext3" || fs == "ext4"
@@ -155,8 +155,8 @@ func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string,
 	return nil
 }
 
-// growIfSmall finishes the growing of a staged file system where the kernel lets it grow while mounted. Where it does
-// not, the file system is used as it is until it is staged anew.
+// growIfSmall finishes the growing of a staged file system where the kernel grows mounted file systems. Elsewhere the
+// file system keeps its size until the volume is staged again.
 func growIfSmall(ctx context.Context, vol *api.Volume, d device, m *mountinfo.Info) error {
 	if isReadOnly(m) {
 		return nil
@@ -177,8 +177,8 @@ func refused(err error) bool {
 	return said(err, "permission denied") || said(err, "operation not permitted")
 }
 
-// settled is the mount of the device that is at path already, or nil where the path is free. A dead mount that an
-// earlier life of the volume left there is taken off; somebody else's is an error.
+// settled is the existing mount of the device at path, or nil where the path is free. settled takes off a dead mount
+// of an earlier life of the volume; any other mount is an error.
 func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 	for {
 		m, err := mountAt(path)
@@ -203,7 +203,8 @@ func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 	}
 }
 
-// NodeUnstageVolume unmounts the staging path. What is not mounted there is no error, whatever became of the volume.
+// NodeUnstageVolume unmounts the staging path. A path without a mount is no error, even if the volume no longer
+// exists.
 func (s *Server) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolumeRequest) (
 	*csi.NodeUnstageVolumeResponse, error) {
 	ctx, cancel := bound(ctx)

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// place is where a volume is found on this node.
+// place is a mounted path of a volume on this node.
 type place struct {
 	vol   *api.Volume
 	att   *api.Attachment
@@ -27,7 +27,7 @@ type place struct {
 	block bool
 }
 
-// find looks a volume up and where it is mounted: at one of the paths, which need not exist.
+// find finds a volume and its mount at one of the paths, which need not exist.
 func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 	vol, err := s.volume(ctx, id)
 	if err != nil {
@@ -96,7 +96,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 	}}, nil
 }
 
-// NodeExpandVolume grows the file system to its device, once the device has the size.
+// NodeExpandVolume grows the file system to the device, once the device has the size.
 func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolumeRequest) (
 	*csi.NodeExpandVolumeResponse, error) {
 	ctx, cancel := bound(ctx)
@@ -151,7 +151,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 	return res, nil
 }
 
-// NodeGetVolumeHealth tells what ails a volume as seen from this node.
+// NodeGetVolumeHealth reports the problems of one volume that this node sees.
 func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolumeHealthRequest) (
 	*csi.NodeGetVolumeHealthResponse, error) {
 	vol, err := s.volume(ctx, req.GetVolumeId())
@@ -185,7 +185,7 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolume
 	}
 	if c := meta.FindStatusCondition(conditions, api.ConditionIntact); c != nil && c.Status == "False" {
 		t := csi.VolumeHealthErrorType_DATA_LOSS
-		if vol.Spec.NumberOfReplicas > 1 { // others have it still
+		if vol.Spec.NumberOfReplicas > 1 { // other replicas have the data still
 			t = csi.VolumeHealthErrorType_DEGRADED
 		}
 		add(t, "DataDamaged", c.Message)
@@ -216,7 +216,7 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolume
 	return &csi.NodeGetVolumeHealthResponse{VolumeHealth: h}, nil
 }
 
-// NodeGetStorageHealth tells what ails the disks of this node.
+// NodeGetStorageHealth reports the problems of this node's disks.
 func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorageHealthRequest) (
 	*csi.NodeGetStorageHealthResponse, error) {
 	n := &api.Node{}
