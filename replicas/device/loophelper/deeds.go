@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	// Openers that only have a look (udev, blkid) are gone after this; a workload is not.
+	// Short openers (udev, blkid) are gone after this time; a workload is not.
 	lookWait = 2 * time.Second
 	lookStep = 20 * time.Millisecond
 )
@@ -31,7 +31,7 @@ func serve(asked string) error {
 	}
 	path := fmt.Sprintf("/dev/loop%d", n)
 	d, err := Open(n, flags)
-	if !standsOn(n, file) { // while it is open it changes hands no more
+	if !standsOn(n, file) { // an open device does not change hands
 		return ErrGone
 	}
 	if errors.Is(err, unix.EBUSY) {
@@ -55,10 +55,10 @@ func serve(asked string) error {
 			word = fmt.Sprintf("flush %s: %v", path, err)
 		}
 		if _, err := fmt.Fprintln(os.Stdout, word); err != nil {
-			return nil // who asked is gone
+			return nil // the caller is gone
 		}
 		if _, err := bufio.NewReader(os.Stdin).ReadString('\n'); err != nil {
-			return nil // nobody wants it any more
+			return nil // the caller gave up
 		}
 		return clearLoop(d, n)
 	}
@@ -68,7 +68,7 @@ func serve(asked string) error {
 // Major is the device number of all loop devices.
 const Major = 7
 
-// Open opens a loop device, and makes its node where /dev is not kept by the kernel.
+// Open opens a loop device, and makes the device's node where the kernel does not keep /dev.
 func Open(n, flags int) (int, error) {
 	path := fmt.Sprintf("/dev/loop%d", n)
 	fd, err := unix.Open(path, flags|unix.O_CLOEXEC, 0)
@@ -84,13 +84,13 @@ func Open(n, flags int) (int, error) {
 	return fd, nil
 }
 
-// clearLoop takes a claimed loop device off its file.
+// clearLoop takes a claimed loop device off the file.
 func clearLoop(d, n int) error {
 	tick := time.NewTicker(lookStep) // nothing tells of openers
 	defer tick.Stop()
 	for end := time.Now().Add(lookWait); ; <-tick.C {
 		late := time.Now().After(end)
-		if busy(n) { // so it is open. The mark below could be taken off only when that I/O has ended, with all other stopped
+		if busy(n) { // the device is open; removing the mark below would wait for this I/O and stop all other
 			if late {
 				return ErrOpen
 			}
@@ -103,8 +103,8 @@ func clearLoop(d, n int) error {
 		if err != nil {
 			return fmt.Errorf("clear /dev/loop%d: %w", n, err)
 		}
-		// With no other opener the kernel has let go of the file, or does so when d is closed. Else it has only marked
-		// the device to go with its last opener, and that mark is taken off again.
+		// Without another opener the kernel has detached the file, or does so when d is closed. Otherwise the kernel
+		// has only marked the device to go with the last opener, and clearLoop removes the mark again.
 		info, err := unix.IoctlLoopGetStatus64(d)
 		if err != nil {
 			return nil
@@ -119,7 +119,7 @@ func clearLoop(d, n int) error {
 	}
 }
 
-// busy reports whether I/O of the loop device is under way.
+// busy reports whether I/O of the loop device is in progress.
 func busy(n int) bool {
 	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/inflight", n))
 	if err != nil {

@@ -1,13 +1,13 @@
-// Package loophelper performs the operations on a loop device that may wait for the device's I/O: setting it up,
-// opening it while another program closes it and writes dirty pages, flushing it, freezing its queue, closing it. Each
-// runs in a helper process, which is this program again. A thread of the process that serves the device could not end
-// while it waits in the kernel for an answer that only this process can give: a killed process would keep its files,
-// and no successor could take over.
+// Package loophelper performs the operations on a loop device that may wait for the device's I/O: setting up, opening
+// while another program closes the device and writes dirty pages, flushing, freezing the queue, closing. Each
+// operation runs in a helper process, which is this program again. A thread of the data process could not end while
+// waiting in the kernel for an answer that only the data process can give: a killed process would keep its files, and
+// no successor could take over.
 //
-// A helper outlives the process that started it, and ends with the I/O that it waits for. It inherits no file but the
-// two that a set-up needs.
+// A helper outlives the process that started the helper, and ends with the I/O that the helper waits for. A helper
+// inherits no file but the two for a set-up.
 //
-// Goroutines: one for each helper, which ends with it.
+// Goroutines: one for each helper, which ends with the helper.
 package loophelper
 
 import (
@@ -27,15 +27,15 @@ import (
 const (
 	variable = "DROVER_LOOP_HELPER"
 
-	deedClaim = "claim" // see whether nobody has mounted or claimed it
+	deedClaim = "claim" // check that no program has mounted or claimed the device
 	deedGrow  = "grow"
-	deedClear = "clear" // claim, flush, and when told take it off its file
+	deedClear = "clear" // claim, flush, and on demand take the device off the file
 	deedSetUp = "setup" // put a free loop device on a file
 
-	flushed = "flushed" // what it says then; or why it is not
+	flushed = "flushed" // the helper's word for a good flush; else a cause
 )
 
-// What a helper may find; they are exit codes too.
+// A helper's findings, which are exit codes too.
 var (
 	ErrGone    = errors.New("the loop device is another one's")
 	ErrClaimed = errors.New("it is mounted, or somebody has it for himself")
@@ -47,7 +47,7 @@ var exits = map[int]error{10: ErrGone, 11: ErrClaimed, 12: ErrOpen}
 // Kinds of errors are exit codes, too.
 var kinds = map[int]api.Kind{20: api.Unsupported, 21: api.Busy}
 
-// init is all that a helper does: it must work in every program that serves devices, tests too.
+// init is the whole life of a helper: init must work in every program that serves devices, tests too.
 func init() {
 	asked := os.Getenv(variable)
 	if asked == "" {
@@ -76,10 +76,10 @@ func init() {
 	os.Exit(0)
 }
 
-// Claim sees whether the loop device stands on file still and nobody has mounted it.
+// Claim checks that the loop device still stands on file and that no program has mounted the device.
 func Claim(ctx context.Context, n int, file string) error { return do(ctx, deedClaim, n, file) }
 
-// Grow makes the loop device as large as its file.
+// Grow makes the loop device as large as the file.
 func Grow(ctx context.Context, n int, file string) error { return do(ctx, deedGrow, n, file) }
 
 func do(ctx context.Context, deed string, n int, file string) error {
@@ -98,8 +98,8 @@ type Helper struct {
 	ended   chan error
 }
 
-// Clear begins to take a loop device off its file: nobody else can mount it from now on, and it is flushed. Finish or
-// GiveUp must follow.
+// Clear begins to take a loop device off the file: from now on no other program can mount the device, and the helper
+// flushes the device. Finish or GiveUp must follow.
 func Clear(n int, file string) (*Helper, error) { return start(deedClear, n, file) }
 
 func start(deed string, n int, file string) (*Helper, error) {
@@ -151,7 +151,7 @@ func ending(err error, said string) error {
 	return nil
 }
 
-// Flushed waits for the flush: flush is how it ended, err why there was none.
+// Flushed waits for the flush: flush is the flush's error, err says why there was no flush.
 func (h *Helper) Flushed(ctx context.Context) (flush, err error) {
 	select {
 	case flush = <-h.flushed:
@@ -169,7 +169,7 @@ func (h *Helper) Flushed(ctx context.Context) (flush, err error) {
 	}
 }
 
-// Finish lets the device go and waits until that is done, or is not since somebody has it open.
+// Finish takes the device off the file and waits for the end, or fails since another program has the device open.
 func (h *Helper) Finish(ctx context.Context) error {
 	if _, err := h.tell.WriteString("clear\n"); err != nil {
 		return fmt.Errorf("helper for a loop device: %w", err)
@@ -177,10 +177,10 @@ func (h *Helper) Finish(ctx context.Context) error {
 	return h.Wait(ctx)
 }
 
-// GiveUp has a helper end that was not told to finish.
+// GiveUp ends a helper without Finish.
 func (h *Helper) GiveUp() { _ = h.tell.Close() }
 
-// Wait waits for the helper's end, and tells how it ended.
+// Wait waits for the helper's end, and returns the helper's error.
 func (h *Helper) Wait(ctx context.Context) error {
 	select {
 	case err := <-h.ended:

@@ -19,9 +19,9 @@ const (
 	lockFd            // of the set-up's lock, open until the helper ends
 )
 
-// SetUp puts a free loop device on the one file of a mount, and returns the device's number. The kernel opens the file
-// and flushes it meanwhile, and waits for the process that serves the file. If that process dies, the helper lives on
-// until the successor has answered the kernel. The helper keeps the lock until it ends, so a successor that takes the
+// SetUp puts a free loop device on the one file of a mount, and returns the device's number. Meanwhile the kernel
+// opens and flushes the file, and waits for the process that serves the file. If that process dies, the helper lives
+// on until the successor has answered the kernel. The helper keeps the lock until its end, so a successor with the
 // lock finds either the finished device or none.
 func SetUp(tree, lock int, file, name string, readOnly bool) (n int, err error) {
 	var inherited []*os.File
@@ -59,7 +59,7 @@ func SetUp(tree, lock int, file, name string, readOnly bool) (n int, err error) 
 	return n, nil
 }
 
-// setUp is the life of a helper that SetUp started.
+// setUp is the life of a helper of SetUp.
 func setUp(asked string) error {
 	var deed, file, name string
 	var flag int
@@ -78,7 +78,7 @@ func setUp(asked string) error {
 		return err
 	}
 	tune(n)
-	_, _ = fmt.Fprintln(os.Stdout, n) // the parent may have died: its successor finds the device
+	_, _ = fmt.Fprintln(os.Stdout, n) // the parent may have died: the successor finds the device
 	return nil
 }
 
@@ -133,8 +133,8 @@ func Configure(file int, name string, readOnly bool) (int, error) {
 	return -1, api.Errorf(api.Busy, "every free loop device was taken by somebody else; try again")
 }
 
-// tune removes the I/O scheduler, which only costs time above a file that has a queue of its own. It writes nothing
-// where none is set: each write makes the kernel wait for all processors.
+// tune removes the I/O scheduler, which only costs time above a file with its own queue. tune does not write where no
+// scheduler is set: each write makes the kernel wait for all processors.
 func tune(n int) {
 	path := fmt.Sprintf("/sys/block/loop%d/queue/scheduler", n)
 	if b, err := os.ReadFile(path); err == nil && !strings.Contains(string(b), "[none]") {
