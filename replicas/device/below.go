@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Below names the Drover volume that a folder or file is on, by itself or through partitions, device mapper and loop
-// devices; empty: none. What serves volumes must not keep its own data there: each would wait for the other.
+// Below names the Drover volume under a folder or file, directly or through partitions, device mapper and loop
+// devices; empty: none. A server of volumes must not keep its own data on a volume: each would wait for the other.
 func Below(path string) (name string, err error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -22,7 +22,7 @@ func Below(path string) (name string, err error) {
 	}
 	major, minor := unix.Major(st.Dev), unix.Minor(st.Dev)
 	devs := []string{fmt.Sprintf("%d:%d", major, minor)}
-	if major == 0 { // btrfs and others have no device number of their own: ask the mount table
+	if major == 0 { // btrfs and others have no own device number: ask the mount table
 		devs = mountSources(major, minor)
 	}
 	for _, dev := range devs {
@@ -55,10 +55,10 @@ func mountSources(major, minor uint32) []string {
 	return out
 }
 
-// ourFile is what the kernel says of the file behind a device of ours: it is at the top of a mount that is in no tree.
+// ourFile matches the kernel's name of the file behind a device of Drover: at the top of a mount that is in no tree.
 var ourFile = regexp.MustCompile(`^/drover-[^/]+\.[0-9a-f]{8}$`)
 
-// served reports whether a loop device is one of ours, whatever its name.
+// served reports whether a loop device belongs to Drover, whatever its name.
 func served(sys string) bool {
 	b, err := os.ReadFile(filepath.Join(sys, "loop", "backing_file"))
 	return err == nil && ourFile.MatchString(strings.TrimSpace(string(b)))
@@ -74,11 +74,11 @@ func ownVolume(sys string, depth int) string {
 	}
 	dev := "/dev/" + filepath.Base(sys)
 	for name, to := range links() {
-		if _, _, ok := backing(to); ok && to == dev { // a name can be left of a device that is gone
+		if _, _, ok := backing(to); ok && to == dev { // a name may outlive its device
 			return filepath.Join(linkDir, name)
 		}
 	}
-	if served(sys) { // it has no name, or another volume has it: one of an instance beside, or left behind
+	if served(sys) { // no name, or another volume's: of an instance beside, or left behind
 		return dev
 	}
 	if _, err := os.Stat(filepath.Join(sys, "partition")); err == nil {

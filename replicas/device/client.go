@@ -11,15 +11,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// client talks to the holder, one ask at a time. It remembers what the holder keeps for this process: if the holder
-// dies, the next one knows nothing, and is given all of it again.
+// client talks to the holder, one ask at a time. The client remembers the data that the holder keeps for this
+// process: the successor of a dead holder knows nothing, and gets all data again.
 type client struct {
 	socket string
 
 	mu     sync.Mutex
 	c      *net.UnixConn
 	buf    []byte
-	number int64           // the incarnation that hello gave
+	number int64           // the incarnation from hello
 	mine   map[string]held // the descriptors are copies
 	closed bool
 
@@ -64,7 +64,7 @@ func (c *client) ask(a ask, send []int) (answer, []int, error) {
 	return out, fds, nil
 }
 
-// exchange sends one ask and takes its answer; an error is one of the connection.
+// exchange sends one ask and receives the answer; an error is a failure of the connection.
 func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, fds []int, err error) {
 	if err := transmit(conn, a, send); err != nil {
 		return out, nil, fmt.Errorf("ask the holder: %w", err)
@@ -76,7 +76,7 @@ func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, f
 	return out, fds, nil
 }
 
-// mend connects to the next holder and gives it what is this process's. The caller has mu.
+// mend connects to the next holder and hands over the data of this process. The caller has mu.
 func (c *client) mend() error {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
@@ -84,7 +84,7 @@ func (c *client) mend() error {
 	if err != nil {
 		return err
 	}
-	give := []ask{{Op: askHello, Least: c.number}} // whoever comes after this process must have a higher number
+	give := []ask{{Op: askHello, Least: c.number}} // the next process must have a higher number
 	fds := [][]int{nil}
 	for key, h := range c.mine {
 		give, fds = append(give, ask{Op: askPut, Key: key, Blob: h.blob}), append(fds, h.fds)
@@ -104,7 +104,7 @@ func (c *client) mend() error {
 	return nil
 }
 
-// watch has a new holder learn at once what the dead one kept, until close. One goroutine, which close waits for.
+// watch hands a dead holder's data to the next holder at once, until close. One goroutine, which close waits for.
 func (c *client) watch(log *slog.Logger) error {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
@@ -116,7 +116,7 @@ func (c *client) watch(log *slog.Logger) error {
 	go func() {
 		defer close(c.ended)
 		for {
-			_, _ = packetSize(conn) // the holder never sends here: this is its end, or ours
+			_, _ = packetSize(conn) // the holder never sends here: the holder or this client has ended
 			_ = conn.Close()
 			for conn = nil; conn == nil; {
 				var stop bool
@@ -129,7 +129,7 @@ func (c *client) watch(log *slog.Logger) error {
 	return nil
 }
 
-// succeed tries to turn to the holder's successor; stop says that the client was closed.
+// succeed tries to connect to the holder's successor; stop says that the client was closed.
 func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
@@ -160,7 +160,7 @@ func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
 // mendStep is the pause between two tries to find the holder's successor.
 const mendStep = 50 * time.Millisecond
 
-// remember notes what the holder keeps for this process; without fds, their blob has changed.
+// remember notes the data that the holder keeps for this process; without fds, only the blob has changed.
 func (c *client) remember(key string, blob []byte, fds ...int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -10,10 +10,10 @@ import (
 	"drover.io/drover/block/uring"
 )
 
-// conn is one FUSE connection: the file that one loop device stands on. Fields that change belong to the loop's thread.
+// conn is one FUSE connection: the file under one loop device. Fields that change belong to the loop's thread.
 //
 //	start ----> serving ----> stopping ----> idle (fd closed)
-//	                 (stop, or the kernel ended it)
+//	                 (stop, or the end of the connection by the kernel)
 type conn struct {
 	srv      *server
 	fd       int
@@ -32,14 +32,14 @@ type conn struct {
 	cutDone  bool
 	used     int64 // bytes of the pool
 	inflight int
-	resent   int64         // requests that a predecessor had left unanswered
-	idle     chan struct{} // closed when nothing is under way any more and fd is closed
+	resent   int64         // requests that a predecessor left unanswered
+	idle     chan struct{} // closed when nothing is in progress any more and fd is closed
 	aborted  chan struct{} // closed when fd is closed, answers or not
 }
 
 const forever = 1 << 25 // seconds an answer about names and attributes holds
 
-// start begins to serve; resume asks first for what a predecessor left unanswered.
+// start begins to serve; resume first asks for a predecessor's unanswered requests.
 func (c *conn) start(resume bool) error {
 	if err := c.srv.prepare(); err != nil {
 		return err
@@ -72,7 +72,7 @@ func (c *conn) polled(_ *uring.Op, res int32) {
 	c.ended()
 }
 
-// stop reads no further request. What is under way is answered, then the descriptor is closed.
+// stop reads no further request, answers the requests in progress, then closes the descriptor.
 func (c *conn) stop() {
 	c.stopping = true
 	c.srv.loop.CancelPoll(&c.poll)
@@ -106,7 +106,7 @@ func (c *conn) ended() {
 	}
 }
 
-// serve takes the requests that are there and listens for more.
+// serve takes the waiting requests and listens for more.
 func (c *conn) serve() {
 	s := c.srv
 	s.serving = true
@@ -135,7 +135,7 @@ func (c *conn) drain() {
 	c.ended()
 }
 
-// read takes one request; false when there is none.
+// read takes one request; false: there is none.
 func (c *conn) read() bool {
 	s := c.srv
 	s.vec[1] = iovec{uintptr(unsafe.Pointer(&s.stage.mem[0])), maxIO}
@@ -145,11 +145,11 @@ func (c *conn) read() bool {
 		case 0:
 			c.dispatch(int(n))
 			return true
-		case unix.EINTR, unix.ENOENT: // ENOENT: that request was given up before it was read
+		case unix.EINTR, unix.ENOENT: // ENOENT: the kernel gave the request up before the read
 			continue
 		case unix.EAGAIN:
 			return false
-		case unix.EIO, unix.EFAULT, unix.ENOMEM, unix.E2BIG: // it could not be copied: the kernel has failed that one
+		case unix.EIO, unix.EFAULT, unix.ENOMEM, unix.E2BIG: // the copy failed: the kernel has failed the request
 			s.log.Error("a request was lost on its way from the kernel", "device", c.name, "err", e)
 			return true
 		case unix.ENODEV: // unmounted or aborted
@@ -222,7 +222,7 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	c.be.Submit(&r.Request)
 }
 
-// answer is for what is rare: the request's parts are put together, the answer built behind them.
+// answer is for rare requests: answer joins the request's parts and builds the reply behind them.
 func (c *conn) answer(h inHeader, n int) {
 	stage := c.srv.stage.mem
 	const out = 2 * page // behind the longest name
@@ -237,7 +237,7 @@ func (c *conn) answer(h inHeader, n int) {
 	c.write(uintptr(unsafe.Pointer(&stage[out])), uintptr(outSize+k))
 }
 
-// meta answers what is asked about the file itself.
+// meta answers requests about the file, not its data.
 func (c *conn) meta(h inHeader, in, out []byte) (e int32, n int) {
 	switch h.opcode {
 	case opLookup:
@@ -257,7 +257,7 @@ func (c *conn) meta(h inHeader, in, out []byte) (e int32, n int) {
 		return 0, put(out, openOut{flags: openDirectIO | openNoFlush | openParallelWrites})
 	case opOpendir:
 		return 0, put(out, openOut{})
-	case opStatfs: // the loop driver takes its discard granularity from the block size
+	case opStatfs: // the loop driver takes the discard granularity from the block size
 		return 0, put(out, statfsOut{blockSize: block.Size, fragSize: block.Size, nameLen: 255, files: 1})
 	case opRelease, opReleasedir, opFlush, opDestroy:
 		return 0, 0

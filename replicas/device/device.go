@@ -24,22 +24,22 @@ type Device struct {
 	host *Host
 	loop *uring.Loop
 	conn *conn
-	file string // the name of the one file
+	file string // name of the one file
 
-	mu   sync.Mutex // serialises what follows, not I/O
+	mu   sync.Mutex // serialises the fields below, not I/O
 	spec Spec
-	dev  int // loop device, -1 when there is none
+	dev  int // loop device; -1: none
 	tree int // descriptor of the mount, -1 when closed
 	down bool
 
-	leaving *loophelper.Helper // of a Detach, until it has ended
+	leaving *loophelper.Helper // of a Detach, until the helper has ended
 }
 
-// fileName carries the key and the host's mark, so that /sys tells whose a loop device is: on one kernel several nodes
-// may have a device of the same volume, one of them fenced.
+// fileName carries the key and the host's mark, so that /sys names the owner of a loop device: on one kernel several
+// nodes may have a device of the same volume, one of the nodes fenced.
 func (h *Host) fileName(key string) string { return "drover-" + key + "." + h.mark }
 
-// oldFileName is that of devices of earlier versions.
+// oldFileName is the name for devices of earlier versions.
 func oldFileName(key string) string { return "drover-" + key }
 
 func newDevice(h *Host, rec record, loop *uring.Loop, be block.Submitter, fuse, tree int) *Device {
@@ -59,7 +59,7 @@ func (d *Device) start(resume bool) error {
 	return err
 }
 
-// present makes the loop device and its link, or finds those that an earlier process made.
+// present makes the loop device and the link, or finds those of an earlier process.
 func (d *Device) present(ctx context.Context, hint int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -85,8 +85,8 @@ func (d *Device) present(ctx context.Context, hint int) error {
 	return d.link()
 }
 
-// setUp puts a loop device on the file, unless one stands on it. A dead predecessor's helper may be doing the same; it
-// ends once this process answers the kernel's requests.
+// setUp puts a loop device on the file, unless the file has one. A dead predecessor's helper may be doing the same;
+// the helper ends once this process answers the kernel's requests.
 func (d *Device) setUp(ctx context.Context, hint int) error {
 	path := filepath.Join(d.host.runDir, "setup-"+d.spec.Key+".lock")
 	lock, err := lockFile(ctx, path)
@@ -104,7 +104,7 @@ func (d *Device) setUp(ctx context.Context, hint int) error {
 	return err
 }
 
-// lockFile locks a file, which it creates if needed.
+// lockFile locks a file, and creates a missing file.
 func lockFile(ctx context.Context, path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
 	if err != nil {
@@ -135,7 +135,7 @@ func (d *Device) link() error {
 		return fmt.Errorf("link the device: %w", err)
 	}
 	path := filepath.Join(linkDir, d.spec.Name)
-	for name, to := range links() { // a loop device has one link: others are of what it was before
+	for name, to := range links() { // a loop device has one link: other links name earlier devices of the number
 		if to == loopPath(d.dev) && name != d.spec.Name {
 			_ = os.Remove(filepath.Join(linkDir, name))
 		}
@@ -154,13 +154,14 @@ func (d *Device) link() error {
 	return nil
 }
 
-// strangers reports whether a loop device is that of another volume on another host of this machine: its link stays.
+// strangers reports whether a loop device is another volume's on another host of this machine: the link then stays.
 func (d *Device) strangers(path string) bool {
 	key, mark, ok := backing(path)
 	return ok && key != d.spec.Key && mark != d.host.mark
 }
 
-// backing tells whose a loop device is: the key of its volume, and the mark of its host. Not ok: it is none of ours.
+// backing names the owner of a loop device: the key of the volume and the mark of the host. Not ok: not a Drover
+// device.
 func backing(path string) (key, mark string, ok bool) {
 	n, err := strconv.Atoi(strings.TrimPrefix(path, "/dev/loop"))
 	if err != nil {
@@ -173,10 +174,10 @@ func backing(path string) (key, mark string, ok bool) {
 	return key, mark, ok
 }
 
-// links are the names in linkDir, and where they lead.
+// links are the names in linkDir, and their targets.
 func links() map[string]string {
 	all := map[string]string{}
-	list, _ := os.ReadDir(linkDir) // none is there before the first device
+	list, _ := os.ReadDir(linkDir) // linkDir appears with the first device
 	for _, e := range list {
 		if to, err := os.Readlink(filepath.Join(linkDir, e.Name())); err == nil {
 			all[e.Name()] = to
@@ -185,8 +186,8 @@ func links() map[string]string {
 	return all
 }
 
-// dropStaleLinks takes links away that lead to what is no device of a volume any more: whoever writes through one would
-// write to whatever has the number now.
+// dropStaleLinks removes links to devices that no longer belong to a volume: a write through such a link would reach
+// the present owner of the number.
 func dropStaleLinks() {
 	for name, to := range links() {
 		if _, _, ok := backing(to); !ok {
@@ -208,14 +209,14 @@ func (d *Device) Path() string { return loopPath(d.dev) }
 // Link is the path under which the device can be found by the volume's name.
 func (d *Device) Link() string { return filepath.Join(linkDir, d.spec.Name) }
 
-// Spec is what the device is now.
+// Spec is the present form of the device.
 func (d *Device) Spec() Spec {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.spec
 }
 
-// Resent is how many requests, left unanswered by earlier processes, this one was given again.
+// Resent is the number of requests, left unanswered by earlier processes, that the kernel repeated to this process.
 func (d *Device) Resent() (n int64) {
 	_ = d.loop.Do(func() { n = d.conn.resent })
 	return n
@@ -239,7 +240,7 @@ func (d *Device) update(change func(*Spec)) error {
 	return nil
 }
 
-// Resize grows the device, also while it is in use. What stands behind it must have grown before.
+// Resize grows the device, also while in use. The backend must have grown before.
 func (d *Device) Resize(ctx context.Context, size int64) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -259,7 +260,7 @@ func (d *Device) Resize(ctx context.Context, size int64) error {
 	}
 	err = d.tellSize()
 	d.mu.Unlock()
-	if err == nil { // without the lock: it may wait for I/O, and Abort must not
+	if err == nil { // without the lock: Grow may wait for I/O, and Abort must not
 		err = loophelper.Grow(ctx, d.dev, d.file)
 	}
 	if err != nil {
@@ -286,8 +287,8 @@ func (d *Device) tellSize() error {
 	return nil
 }
 
-// Detach flushes the device and takes it away. One that somebody uses stays as it is: kind in use. A flush that fails
-// is told in the log, and does not keep the device.
+// Detach flushes the device and removes the device. A device in use stays unchanged: kind in use. Detach logs a
+// failed flush, and removes the device all the same.
 func (d *Device) Detach(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -321,7 +322,7 @@ func (d *Device) detach(ctx context.Context) error {
 	return nil
 }
 
-// letGo flushes the loop device and takes it off its file.
+// letGo flushes the loop device and takes the loop device off the file.
 func (d *Device) letGo(ctx context.Context) error {
 	if d.leaving != nil { // an earlier Detach was given up, and may hold the device yet
 		_ = d.leaving.Wait(ctx)
@@ -348,8 +349,8 @@ func (d *Device) letGo(ctx context.Context) error {
 	return inUse(d.dev, err)
 }
 
-// flushed tells how the last flush ended. An error does not keep the device: it would fail for ever, since only a new
-// attach opens anew what stands behind it.
+// flushed logs a failed last flush. An error does not keep the device: each flush would fail again, since only a new
+// attach opens the backend again.
 func (d *Device) flushed(err error) {
 	if err != nil {
 		d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
@@ -368,7 +369,7 @@ func (d *Device) closeTree() {
 func (d *Device) await(ctx context.Context) error {
 	err := d.loop.Do(d.conn.stop)
 	if errors.Is(err, uring.ErrClosed) {
-		return nil // it ended with nothing under way
+		return nil // the loop ended with nothing in progress
 	}
 	select {
 	case <-d.conn.idle:
@@ -378,7 +379,7 @@ func (d *Device) await(ctx context.Context) error {
 	}
 }
 
-// quiesce stops serving and leaves the device to its holder.
+// quiesce stops serving and leaves the device to the holder.
 func (d *Device) quiesce(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -390,9 +391,9 @@ func (d *Device) quiesce(ctx context.Context) error {
 	return d.await(ctx)
 }
 
-// Abort fails all of the device's I/O, that which waits and that which comes, and lets the loop device go with its last
-// user. It is for a device whose backend is fenced or lost. Requests given to the backend stay its own until it
-// completes them; nobody hears of them.
+// Abort fails all I/O of the device, waiting and future, and lets the loop device go with the last user. Abort is for
+// a device whose backend is fenced or lost. The backend still owns the requests in progress until it completes them;
+// the results are discarded.
 func (d *Device) Abort() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -424,8 +425,8 @@ func (d *Device) abandonLocked() error {
 	return err
 }
 
-// takeDown makes the holder's descriptors go, by which the kernel fails what is under way, and then the loop device.
-// This process must have closed its own before.
+// takeDown removes the holder's descriptors, so that the kernel fails all requests in progress, and then the loop
+// device. This process must have closed its own descriptors before.
 func (d *Device) takeDown(hint int) error {
 	err := d.host.hold.delete(d.spec.Key)
 	if n := findLoop(d.file, hint); n >= 0 {

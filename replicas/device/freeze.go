@@ -23,11 +23,12 @@ import (
 	"drover.io/drover/replicas/device/loophelper"
 )
 
-// The file system of a device is frozen by a process of its own, since it waits for I/O that this one serves. That
-// process also thaws it, when it is told or when this process is gone. In case it is killed too, there is a record of
-// what it freezes, which it keeps locked as long as it or a child of it lives: the next process thaws what is recorded.
+// A process of its own, the freezer, freezes the file system of a device, since a freeze waits for I/O that the data
+// process serves. The freezer also thaws the file system, on demand or when the data process is gone. In case the
+// freezer is killed too, a record names the file system; the freezer and its children keep the record locked while
+// any of them lives: the next data process thaws the recorded file systems.
 //
-// A freeze does not outlive the kernel: a record need not be synced, and says of which boot it is.
+// A freeze does not outlive the kernel: a record need not be synced, and names its boot.
 
 //go:embed freeze.sh
 var freezeScript string
@@ -40,12 +41,12 @@ const (
 
 // Exit codes of freeze.sh.
 const (
-	exitNoFolder = 2 // as the shell has it
-	exitNotMount = 3 // the folder is not that mount any more
+	exitNoFolder = 2 // the shell's code
+	exitNotMount = 3 // the folder is no longer the mount
 	exitNotThaw  = 6
 )
 
-// frozenRecord is what a file tells of a file system that is going to be frozen.
+// frozenRecord is the content of a record: a file system that is going to be frozen.
 type frozenRecord struct {
 	Boot string `json:"boot"`
 	Key  string `json:"key"`
@@ -60,11 +61,11 @@ type Frozen struct {
 	tell  *os.File
 	lines chan string
 	ended chan error
-	done  chan struct{} // the record is gone, or somebody else's
+	done  chan struct{} // the record is gone, or another freeze's
 }
 
-// Freeze freezes the file system of a device that is mounted here: all that was written to it is on the device, and
-// who writes waits. Nil: it is not mounted. If ctx ends before, it is thawed as soon as the kernel can.
+// Freeze freezes the file system of a device that is mounted here: all written data is on the device, and writers
+// wait. Nil: not mounted. If ctx ends before, the file system is thawed as soon as the kernel can.
 func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 	mounts, err := mountsOn(d.dev)
 	if err != nil || len(mounts) == 0 || loopFile(d.dev) != d.file { // the number can be another device's by now
@@ -92,7 +93,7 @@ func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 	return nil, errors.Join(err, os.Remove(path))
 }
 
-// recordFreeze makes the record, and waits for the end of an earlier one.
+// recordFreeze makes the record, and waits for the end of an earlier freeze.
 func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.File, path string, err error) {
 	path = filepath.Join(h.runDir, freezePrefix+rec.Key)
 	b, err := json.Marshal(rec)
@@ -151,7 +152,7 @@ func (f *Frozen) start(lock *os.File, deed string, m mounted) error {
 		return err
 	}
 	f.pid, f.tell, f.lines, f.ended = cmd.Process.Pid, tell, make(chan string, 4), make(chan error, 1)
-	go func() { // ends with the process, which the kernel ends with its I/O
+	go func() { // ends with the process, which the kernel ends with the process's I/O
 		for sc := bufio.NewScanner(out); sc.Scan(); {
 			select {
 			case f.lines <- sc.Text():
@@ -169,7 +170,8 @@ func (f *Frozen) start(lock *os.File, deed string, m mounted) error {
 	return nil
 }
 
-// advance waits until the file system is frozen. What is dirty is written before, while others still write.
+// advance waits until the file system is frozen. The freezer first writes out dirty data, while other programs still
+// write.
 func (f *Frozen) advance(ctx context.Context) error {
 	for {
 		select {
@@ -192,7 +194,7 @@ func (f *Frozen) advance(ctx context.Context) error {
 	}
 }
 
-// end has the file system thawed and the record removed, however long that takes.
+// end has the file system thawed and the record removed, however long the thaw takes.
 func (f *Frozen) end() {
 	_ = f.tell.Close()
 	h := f.d.host
@@ -202,7 +204,7 @@ func (f *Frozen) end() {
 		select {
 		case err = <-f.ended:
 		case <-h.closing:
-			return // the next process does it
+			return // the next process thaws
 		}
 		var exit *exec.ExitError
 		if err == nil || errors.As(err, &exit) && exit.ExitCode() > 0 && exit.ExitCode() != exitNotThaw {
@@ -216,7 +218,7 @@ func (f *Frozen) end() {
 	})
 }
 
-// Thaw lets writers go on. An error says that it takes long; it is done nevertheless.
+// Thaw lets writers continue. An error says that the thaw takes long; the thaw is done nevertheless.
 func (f *Frozen) Thaw() error {
 	f.end()
 	late := time.NewTimer(thawWait)
@@ -229,19 +231,20 @@ func (f *Frozen) Thaw() error {
 	}
 }
 
-// ThawLeft thaws, in the background, what earlier processes may have left frozen. Call it when the devices are served.
+// ThawLeft thaws, in the background, file systems that earlier processes may have left frozen. The caller serves the
+// devices first.
 func (h *Host) ThawLeft() {
 	left, _ := filepath.Glob(filepath.Join(h.runDir, freezePrefix+"*"))
 	for _, path := range left {
 		h.thaws.Go(func() { h.rescue(path) })
 	}
 	half, _ := filepath.Glob(filepath.Join(h.runDir, ".freeze-*"))
-	for _, path := range half { // never linked, or a second name of one above
+	for _, path := range half { // never linked, or a second name of a record above
 		_ = os.Remove(path)
 	}
 }
 
-// rescue thaws what a record names and removes it, until that is done or the host closes.
+// rescue thaws the file system of a record and removes the record, with repeats until done or until the host closes.
 func (h *Host) rescue(path string) {
 	tick := time.NewTicker(rescueEvery)
 	defer tick.Stop()
@@ -267,7 +270,7 @@ func (h *Host) rescue(path string) {
 	}
 }
 
-// thawRecorded does so once. Nobody freezes any more once the record's lock is free.
+// thawRecorded makes one try of rescue. Once the record's lock is free, no process freezes any more.
 func (h *Host) thawRecorded(path string) error {
 	lock, err := os.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -300,7 +303,7 @@ func (h *Host) thawRecorded(path string) error {
 		ctx, cancel := context.WithTimeout(context.Background(), thawWait)
 		defer cancel()
 		if err := claimLoop(ctx, rec.Loop, file); err != nil && !errors.Is(err, loophelper.ErrGone) {
-			return err // unmounted while frozen: it is there until it is mounted again and thawed
+			return err // unmounted while frozen: the file system stays frozen until a mount and a thaw
 		}
 		return os.Remove(path)
 	}
@@ -316,7 +319,7 @@ func (h *Host) thawRecorded(path string) error {
 			return nil // the child has the lock, and the next process the record
 		}
 		_ = f.tell.Close()
-		if err == nil || strings.Contains(err.Error(), "Invalid argument") { // it is not frozen
+		if err == nil || strings.Contains(err.Error(), "Invalid argument") { // not frozen
 			h.log.Info("a file system that may have been frozen is thawed", "device", loopPath(rec.Loop), "path", m.dir,
 				"wasFrozen", err == nil)
 			return os.Remove(path)
@@ -344,7 +347,7 @@ type mounted struct {
 	dir string
 }
 
-// mountsOn are the mounts of a loop device. The device number of btrfs is its own; its source tells.
+// mountsOn are the mounts of a loop device. btrfs has device numbers of its own; the mount's source tells.
 func mountsOn(n int) ([]mounted, error) {
 	f, err := os.Open("/proc/self/mountinfo")
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// The holder's protocol: seqpackets with one JSON ask or answer each; descriptors travel beside it.
+// The holder's protocol: seqpackets with one JSON ask or answer each; descriptors travel beside the JSON.
 const (
 	askHello  = "hello"  // a new incarnation begins
 	askPut    = "put"    // keep fds and blob under key; without fds only the blob is replaced
@@ -35,7 +35,7 @@ type ask struct {
 	Key   string `json:"key,omitempty"`
 	Blob  []byte `json:"blob,omitempty"`
 	After string `json:"after,omitempty"` // list: keys greater than this
-	Least int64  `json:"least,omitempty"` // hello: a number that was given, by an earlier holder
+	Least int64  `json:"least,omitempty"` // hello: a number that an earlier holder gave
 }
 
 type answer struct {
@@ -47,13 +47,13 @@ type answer struct {
 	Blob        []byte   `json:"blob,omitempty"`
 }
 
-// held is what the holder keeps under a key.
+// held is the holder's data under a key.
 type held struct {
 	fds  []int
 	blob []byte
 }
 
-// holder keeps descriptors. It knows nothing of what they are, so that it never has to change.
+// holder keeps descriptors. The holder does not know their meaning, and so never has to change.
 type holder struct {
 	mu          sync.Mutex
 	incarnation int64
@@ -61,9 +61,10 @@ type holder struct {
 	conns       map[*net.UnixConn]bool
 }
 
-// RunHolder is the whole job of the holder's process: on a socket that only root may use it keeps descriptors, with a
-// blob beside them, until they are deleted, no matter which clients come and go. It returns when ctx ends; what it kept
-// is closed then, and the devices fail. A second holder on the same socket is refused with kind exists.
+// RunHolder is the whole job of the holder's process: on a socket that only root may use the holder keeps
+// descriptors, with a blob beside them, until a client deletes the key, no matter which clients come and go.
+// RunHolder returns when ctx ends, and closes all descriptors: the devices fail. A second holder on the same socket
+// is refused with kind exists.
 func RunHolder(ctx context.Context, socket string) error {
 	if err := os.MkdirAll(filepath.Dir(socket), 0o700); err != nil {
 		return fmt.Errorf("holder: %w", err)
@@ -85,7 +86,7 @@ func RunHolder(ctx context.Context, socket string) error {
 		_ = l.Close()
 		return fmt.Errorf("holder: %w", err)
 	}
-	// Starts above every number that an earlier holder gave, as far as the clock can tell.
+	// Starts above every number of earlier holders, as far as the clock can tell.
 	h := &holder{incarnation: time.Now().UnixMilli() << 10, kept: map[string]held{}, conns: map[*net.UnixConn]bool{}}
 	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
 	defer stop()
@@ -151,7 +152,7 @@ func (h *holder) serve(c *net.UnixConn) {
 		h.mu.Unlock()
 		_ = c.Close()
 	}()
-	buf := make([]byte, 4096) // grown by recv for the rare large one
+	buf := make([]byte, 4096) // grown by receive for the rare large packet
 	for {
 		var a ask
 		fds, err := receive(c, &buf, &a)
@@ -168,8 +169,8 @@ func (h *holder) serve(c *net.UnixConn) {
 	}
 }
 
-// handle does what a asks for. It owns fds; what it returns is the caller's to close: copies, because another client
-// may delete the key, and their numbers be used anew, before they are sent.
+// handle carries out a. handle owns fds; the caller closes the returned descriptors: copies, because another client
+// may delete the key before the answer is sent, and the kernel may give their numbers away.
 func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -296,7 +297,7 @@ func receive(c *net.UnixConn, buf *[]byte, v any) (fds []int, err error) {
 	return fds, json.Unmarshal((*buf)[:n], v)
 }
 
-// packetSize waits for a packet and tells its size without taking it.
+// packetSize waits for a packet and returns the size without taking the packet.
 func packetSize(c *net.UnixConn) (n int, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -28,16 +28,16 @@ import (
 // linkDir holds a link per device, named like the volume.
 const linkDir = "/dev/drover"
 
-// Spec is what makes a device.
+// Spec describes a device to make.
 type Spec struct {
 	Key      string // names the device for ever: the volume's UID
 	Name     string // the volume's name: /dev/drover/<name>
 	Size     int64
 	ReadOnly bool
-	Blob     []byte // for whoever resumes the device, up to 32 KiB
+	Blob     []byte // for the process that resumes the device, up to 32 KiB
 }
 
-// record is a Spec as the holder keeps it.
+// record is the holder's form of a Spec.
 type record struct {
 	Spec
 	Loop int    `json:"loop"` // loopUnknown: not set up yet
@@ -67,7 +67,7 @@ func (s Spec) validate() error {
 	return nil
 }
 
-// Host is a process's hold on its devices. One process at a time has it.
+// Host owns the devices of a process. One process at a time has the Host.
 type Host struct {
 	hold        *client
 	lock        *os.File
@@ -77,20 +77,20 @@ type Host struct {
 	runDir      string
 	closing     chan struct{}
 	closed      sync.Once
-	thaws       sync.WaitGroup // what thaws file systems, until closing
+	thaws       sync.WaitGroup // thaws of file systems, until closing
 
-	mu      sync.Mutex // over what follows, for moments only
+	mu      sync.Mutex // over the fields below, for moments only
 	devices map[string]*Device
 	waiting map[string]Spec // held from a predecessor, not resumed yet
 	taken   map[string]bool // being attached or resumed
 	servers map[*uring.Loop]*server
 
-	keeping sync.Mutex        // over what the holder is told, and over said; before mu
+	keeping sync.Mutex        // over the data for the holder, and over said; before mu
 	said    map[string][]byte // by SetBlob, of devices that are held and not resumed yet: newer than any Spec
 }
 
-// Open connects to the holder at <runDir>/hold.sock and takes <runDir>/data.lock. It waits until the process that had
-// the lock is really gone, with all its threads, or until ctx ends.
+// Open connects to the holder at <runDir>/hold.sock and takes <runDir>/data.lock. Open waits until the lock's
+// previous owner is really gone, with all threads, or until ctx ends.
 func Open(ctx context.Context, runDir string) (*Host, error) {
 	lock, err := takeLock(ctx, filepath.Join(runDir, "data.lock"))
 	if err != nil {
@@ -111,14 +111,15 @@ func Open(ctx context.Context, runDir string) (*Host, error) {
 		return nil, err
 	}
 	dropStaleLinks()
-	// The last to be killed when memory is short: others wait for its I/O to free theirs.
+	// The last process to be killed when memory is short: other processes wait for the data process's I/O to free
+	// memory.
 	if err := os.WriteFile("/proc/self/oom_score_adj", []byte("-999"), 0); err != nil {
 		h.log.Info("oom_score_adj stays as it is", "err", err)
 	}
 	return h, nil
 }
 
-// openMark reads what tells this host's devices from those of others, or makes it. The caller has the lock.
+// openMark reads or makes the mark that tells this host's devices from other hosts' devices. The caller has the lock.
 func openMark(path string) (string, error) {
 	b, err := os.ReadFile(path)
 	if mark := strings.TrimSpace(string(b)); err == nil && len(mark) == 8 {
@@ -170,8 +171,8 @@ func (h *Host) fetch(key string) (rec record, fds []int, err error) {
 	return rec, fds, nil
 }
 
-// takeLock waits for the lock's owner to end. The lock goes with its last descriptor; the pidfd then says when every
-// thread of that process is gone too.
+// takeLock waits for the lock's owner to end. The kernel drops the lock with the last descriptor; the pidfd then
+// tells when every thread of the owner is gone too.
 func takeLock(ctx context.Context, path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
 	if err != nil {
@@ -199,7 +200,7 @@ func takeLock(ctx context.Context, path string) (*os.File, error) {
 	}
 }
 
-// ownerLine is a process's id and its start time, so that a reused id is not taken for the old process.
+// ownerLine is a process's id and start time, so that a reused id is not taken for the old process.
 func ownerLine(pid int) string { return fmt.Sprintf("%d %s\n", pid, startTime(pid)) }
 
 func startTime(pid int) string {
@@ -215,7 +216,7 @@ func startTime(pid int) string {
 	return f[19]
 }
 
-// lockOwner is the process that last had the lock, 0 when it is gone or unknown.
+// lockOwner is the process that last had the lock; 0: gone or unknown.
 func lockOwner(f *os.File) int {
 	b := make([]byte, 64)
 	n, _ := f.ReadAt(b, 0)
@@ -227,8 +228,8 @@ func lockOwner(f *os.File) int {
 	return id
 }
 
-// awaitExit waits for the process to end: all of it when it let go of the lock already, else for a moment at most,
-// since the lock may change hands without.
+// awaitExit waits for the process to end: wholly if the process has dropped the lock already, else for a moment at
+// most, since the lock may change hands without.
 func awaitExit(ctx context.Context, pid int, all bool) error {
 	fd := -1
 	if pid > 0 {
@@ -240,7 +241,7 @@ func awaitExit(ctx context.Context, pid int, all bool) error {
 	if fd < 0 && all {
 		return ctx.Err()
 	}
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}} // a negative one only waits
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}} // a negative descriptor only waits
 	for {
 		n, err := unix.Poll(fds, 20)
 		if err != nil && err != unix.EINTR {
@@ -255,7 +256,7 @@ func awaitExit(ctx context.Context, pid int, all bool) error {
 	}
 }
 
-// Incarnation is this process's number: higher than that of every process before it under the same holder.
+// Incarnation is this process's number: higher than the number of every earlier process under the same holder.
 func (h *Host) Incarnation() int64 { return h.incarnation }
 
 // Held lists the devices that a dead predecessor left and that are not resumed yet.
@@ -270,7 +271,7 @@ func (h *Host) Held() []Spec {
 	return out
 }
 
-// Devices lists what this process serves.
+// Devices lists the devices that this process serves.
 func (h *Host) Devices() []*Device {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -282,7 +283,7 @@ func (h *Host) Devices() []*Device {
 	return out
 }
 
-// reserve makes sure that nobody else works on key.
+// reserve keeps other calls from working on key.
 func (h *Host) reserve(key string, resume bool) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -301,14 +302,15 @@ func (h *Host) reserve(key string, resume bool) error {
 	return nil
 }
 
-// release ends what reserve began; d is the device now served, if any, and gone says that the holder has it no more.
+// release ends a reservation; d is the device now served, if any, and gone says that the holder no longer has the
+// device.
 func (h *Host) release(key string, d *Device, gone bool) {
 	h.keeping.Lock()
 	defer h.keeping.Unlock()
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if blob, is := h.said[key]; is && d != nil {
-		d.spec.Blob = blob // nobody else knows the device yet
+		d.spec.Blob = blob // no other goroutine knows the device yet
 	}
 	if d != nil || gone {
 		delete(h.said, key)
@@ -331,7 +333,7 @@ func (h *Host) server(loop *uring.Loop) *server {
 		s = newServer(loop, h.log)
 		h.servers[loop] = s
 		loop.Post(func() {
-			// Allocating memory must not wait for I/O that this thread itself would have to do.
+			// Allocating memory must not wait for I/O that this thread would have to do.
 			if err := unix.Prctl(unix.PR_SET_IO_FLUSHER, 1, 0, 0, 0); err != nil {
 				h.log.Info("the I/O thread is no I/O flusher", "err", err)
 			}
@@ -368,7 +370,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	d := newDevice(h, rec, loop, be, fuse, tree)
 	if err := h.keep(rec, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
-		return nil, errors.Join(err, h.hold.delete(spec.Key)) // it may have got them
+		return nil, errors.Join(err, h.hold.delete(spec.Key)) // the holder may have the descriptors
 	}
 	if err := d.start(false); err != nil {
 		closeFds([]int{fuse, tree})
@@ -380,8 +382,9 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	return d, nil
 }
 
-// Resume serves a held device again: requests that a predecessor left unanswered are done now. spec.Size may be larger
-// than it was. Where the kernel cannot repeat requests the device is taken down and the error is of kind unsupported.
+// Resume serves a held device again: this process now does the requests that a predecessor left unanswered. spec.Size
+// may be larger than before. If the kernel cannot repeat requests, Resume takes the device down and returns an error
+// of kind unsupported.
 func (h *Host) Resume(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
 	if err := spec.validate(); err != nil {
 		return nil, err
@@ -451,7 +454,7 @@ func (h *Host) keep(rec record, fds ...int) error {
 	return h.hold.put(rec.Key, blob, fds...)
 }
 
-// SetBlob replaces what a later process is told about the device, also of one that is held and not resumed yet.
+// SetBlob replaces the blob for a later process, also of a device that is held and not resumed yet.
 func (h *Host) SetBlob(key string, blob []byte) error {
 	if is, err := h.setHeld(key, blob); is {
 		return err
@@ -465,7 +468,7 @@ func (h *Host) SetBlob(key string, blob []byte) error {
 	return d.update(func(s *Spec) { s.Blob = blob })
 }
 
-// setHeld is SetBlob for a device that waits to be resumed, and reports whether it is one.
+// setHeld is SetBlob for a device that waits to be resumed, and reports whether the device is waiting.
 func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
 	h.keeping.Lock()
 	defer h.keeping.Unlock()
@@ -499,7 +502,8 @@ func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
 	return true, nil
 }
 
-// Discard takes down a held device without serving it: its I/O fails. For devices that nothing can serve any more.
+// Discard takes down a held device without serving the device, and fails all I/O. For devices that no process can
+// serve any more.
 func (h *Host) Discard(key string) error {
 	if err := h.reserve(key, true); err != nil {
 		return err
@@ -514,9 +518,9 @@ func (h *Host) Discard(key string) error {
 	return err
 }
 
-// Close stops serving and leaves the devices to the next process; their I/O waits. The loops must still run. A backend
-// that does not complete what it was given keeps the lock with this process until it exits, so that nobody serves the
-// same requests beside it.
+// Close stops serving and leaves the devices to the next process; their I/O waits. The loops must still run. If a
+// backend does not complete its requests, this process keeps the lock until its exit, so that no other process serves
+// the same requests at the same time.
 func (h *Host) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

@@ -23,7 +23,7 @@ func loopSys(n int, name string) string {
 	return filepath.Join("/sys/block", "loop"+strconv.Itoa(n), name)
 }
 
-// loopFile is the file that loop device n stands on, without asking that file's server.
+// loopFile is the file under loop device n, read without asking the file's server.
 func loopFile(n int) string {
 	b, err := os.ReadFile(loopSys(n, "loop/backing_file"))
 	if err != nil {
@@ -35,10 +35,10 @@ func loopFile(n int) string {
 // Hints for findLoop beside a device's number.
 const (
 	loopUnknown = -1
-	loopFresh   = -2 // there cannot be one
+	loopFresh   = -2 // the file cannot have a loop device
 )
 
-// findLoop is the loop device that stands on the file of that name, or -1; it looks at hint first.
+// findLoop is the loop device on the named file, or -1; findLoop looks at hint first.
 func findLoop(file string, hint int) int {
 	if hint == loopFresh {
 		return -1
@@ -65,13 +65,13 @@ func loopSize(n int) (int64, error) {
 	return k * 512, err
 }
 
-// claimLoop sees whether nobody has a loop device for himself. A mounted one, for example, is refused with kind in use;
-// one that does not stand on file any more with loophelper.ErrGone.
+// claimLoop checks that no program has claimed a loop device. A mounted device, for example, is refused with kind in
+// use; a device no longer on file with loophelper.ErrGone.
 func claimLoop(ctx context.Context, n int, file string) error {
 	return inUse(n, loophelper.Claim(ctx, n, file))
 }
 
-// inUse tells a user what a helper found.
+// inUse turns a helper's finding into an error for a user.
 func inUse(n int, err error) error {
 	switch {
 	case errors.Is(err, loophelper.ErrClaimed):
@@ -89,9 +89,9 @@ func holders(n int) string {
 	return "a file system, or a process"
 }
 
-// dropLoop lets the loop device go with its last opener, if it stands on file still: it may have gone in the meantime,
-// and the number be somebody else's by now. While it is open here it is nobody else's. Its I/O fails already, so that
-// nothing waits for it.
+// dropLoop detaches the loop device from file with the last opener. The number may belong to another device by now,
+// so dropLoop first opens the device, which keeps the number from changing hands, and then looks at the file. The
+// device's I/O fails already, so that dropLoop does not wait.
 func dropLoop(n int, file string) {
 	if d, err := loophelper.Open(n, unix.O_RDONLY); err == nil {
 		if loopFile(n) == file {

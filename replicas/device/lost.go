@@ -11,14 +11,15 @@ import (
 	"drover.io/drover/replicas/device/loophelper"
 )
 
-// Lost is a loop device whose data process and holder are both dead: all its I/O fails, and nobody can take it up.
+// Lost is a loop device whose data process and holder are both dead: all I/O fails, and no process can resume the
+// device.
 type Lost struct {
 	Path   string
-	Mounts []string // folders where its file system is still mounted
+	Mounts []string // folders where the device's file system is still mounted
 }
 
-// TakeLost lets the lost loop devices of a volume go, with their last user at the latest, and returns those that are
-// still there. The caller owns the volume's member, so that no other process can be serving it.
+// TakeLost detaches the lost loop devices of a volume, at the latest with the last user, and returns the devices that
+// still exist. The caller owns the volume's member, so that no other process can be serving the volume.
 func (h *Host) TakeLost(key, name string) []Lost {
 	h.mu.Lock()
 	d, busy := h.devices[key], h.taken[key]
@@ -47,7 +48,7 @@ func (h *Host) TakeLost(key, name string) []Lost {
 	return out
 }
 
-// loopsOn are the loop devices that stand on a file of that name.
+// loopsOn are the loop devices on files of the given name.
 func loopsOn(file string) []int {
 	var out []int
 	dirs, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
@@ -60,8 +61,8 @@ func loopsOn(file string) []int {
 	return out
 }
 
-// mountsOfLoop are the folders where a loop device is mounted in this process's view. Only the mount table is read: the
-// file system itself may not answer.
+// mountsOfLoop are the folders where a loop device is mounted in this process's view. Only the mount table is read:
+// the file system may not answer.
 func mountsOfLoop(n int) []string {
 	f, err := os.Open("/proc/self/mountinfo")
 	if err != nil {

@@ -12,8 +12,9 @@ import (
 // initWait is how long the kernel may take to greet a new connection, in milliseconds.
 const initWait = 10_000
 
-// mount makes a FUSE file system that is attached to no tree: nothing shows in any mount table, and it is gone with
-// its last descriptor. resend says whether the kernel can repeat requests that a dead server left unanswered.
+// mount makes a FUSE file system that is attached to no tree: no mount table shows the mount, and the kernel removes
+// the mount with the last descriptor. resend says whether the kernel can repeat requests that a dead server left
+// unanswered.
 func mount() (fuse, tree int, resend bool, err error) {
 	fuse, err = unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -114,6 +115,6 @@ var resendSupported = sync.OnceValue(func() error {
 		"whose data process dies fails its I/O and must be attached again", unix.ByteSliceToString(u.Release[:]))
 })
 
-// ResendSupported is nil when devices outlive the process that serves them, which takes Linux 6.9. Otherwise it is an
-// error of kind unsupported that says so in words for the user.
+// ResendSupported is nil when devices outlive the process that serves them, which takes Linux 6.9. Otherwise the
+// error is of kind unsupported and explains so to the user.
 func ResendSupported() error { return resendSupported() }

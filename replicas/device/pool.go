@@ -13,13 +13,13 @@ const (
 	poolCap = 64 << 20 // of one server
 )
 
-// Classes of slots. The last one is a whole staging buffer.
+// Classes of slots. The last class is a whole staging buffer.
 var classSize = [...]int{page, 4 * page, 16 * page, maxIO}
 
 const (
 	bigClass = len(classSize) - 1
-	slabSize = 2 << 20 // a huge page: its memory is one run for the disk, and quick to pin
-	reserved = 2       // slabs that are there before the first request, and for as long as there is a connection
+	slabSize = 2 << 20 // a huge page: one run of memory for the disk, and quick to pin
+	reserved = 2       // slabs that exist before the first request, and as long as a connection exists
 )
 
 // slot is memory of a pool: page-aligned, populated, locked.
@@ -28,14 +28,14 @@ type slot struct {
 	class int
 }
 
-// pool is the memory of all requests of one server. It is made of slabs, which come from outside: taking memory from
-// the system can wait for the very I/O that it is for, so the server's thread, to which the pool belongs, never does.
-// What it hands out never faults.
+// pool is the memory of all requests of one server, made of slabs from outside. Taking memory from the system can
+// wait for the very I/O that needs the memory, so the server's thread, which owns the pool, never does. Memory of the
+// pool never faults.
 type pool struct {
 	free  [len(classSize)][]slot
 	slabs [][]byte
 	used  int64 // bytes handed out
-	lent  int64 // of them, that a disk which hangs has
+	lent  int64 // of these, held by a hanging disk
 }
 
 func (p *pool) size() int64 { return int64(len(p.slabs)) * slabSize }
@@ -56,12 +56,12 @@ func locked(n int, warn func(error)) ([]byte, error) {
 	if n >= slabSize {
 		_ = unix.Madvise(mem, unix.MADV_HUGEPAGE) // small pages do too
 	}
-	// Touched before it is locked: a lock of what is not there would keep all of the address space waiting with it.
+	// Touched before the lock: locking absent pages would keep all of the address space waiting.
 	for i := 0; i < n; i += page {
 		mem[i] = 0
 	}
 	if err := unix.Mlock(mem); err != nil {
-		warn(err) // only reclaim could take it away then
+		warn(err) // only reclaim could take the memory away then
 	}
 	return mem, nil
 }
@@ -74,7 +74,7 @@ func (p *pool) add(m []byte) {
 	p.split(m, bigClass)
 }
 
-// refill makes slots of a small class from a big one.
+// refill makes slots of a small class from a big slot.
 func (p *pool) refill(class int) bool {
 	f := p.free[bigClass]
 	if class == bigClass || len(f) == 0 {
@@ -91,7 +91,7 @@ func (p *pool) split(m []byte, class int) {
 	}
 }
 
-// get is a slot of at least n bytes, or false when there is none.
+// get is a slot of at least n bytes; false: none is free.
 func (p *pool) get(n int) (slot, bool) {
 	class := 0
 	for classSize[class] < n {

@@ -15,37 +15,37 @@ import (
 )
 
 const (
-	headSize  = inSize + ioSize // of READ and WRITE: a payload then stands at its buffer's start
-	batch     = 64              // requests read from one connection before another gets its turn
-	copyMax   = 16 * page       // larger requests keep the buffer they were read into
+	headSize  = inSize + ioSize // of READ and WRITE: puts a payload at the buffer's start
+	batch     = 64              // requests read from one connection before another gets a turn
+	copyMax   = 16 * page       // larger requests keep the buffer of the read
 	trimWait  = 5 * time.Second // after which an idle pool is given back
 	wantAgain = time.Second     // when memory was not to be had
 	requests  = 256             // made at a time
-	fewLeft   = requests / 4    // that more are made at
+	fewLeft   = requests / 4    // the number at which more are made
 )
 
-// server serves the connections of one loop. All of it belongs to the loop's thread.
+// server serves the connections of one loop. The server belongs to the loop's thread.
 type server struct {
 	loop *uring.Loop
 	log  *slog.Logger
 	pool pool
 
-	stage    slot      // where payloads are read to; no memory when a request had to keep it
-	head     []byte    // where the fixed part of a request is read to: what is longer goes on in stage
+	stage    slot      // target of payload reads; no memory when a request had to keep the buffer
+	head     []byte    // target of a request's fixed part; the rest of a longer one continues in stage
 	vec      *[2]iovec // of both
 	free     []*request
 	hungry   []*conn // not polled until there is memory
-	conns    int     // that have begun and are not over; without any there need be no memory
+	conns    int     // started and not ended; without any no memory is needed
 	serving  bool    // somewhere up the stack: a backend may complete within Submit
 	freed    bool    // memory came back since the hungry were last fed
 	trimming bool
 	growing  bool
 	asking   bool // again, soon
 	warn     func(error)
-	aside    sync.WaitGroup // what takes and gives memory beside the thread
+	aside    sync.WaitGroup // goroutines that take and give memory beside the thread
 }
 
-// request is one I/O on its way through the backend. It is reused, never freed.
+// request is one I/O in the backend. A request is reused, never freed.
 type request struct {
 	block.Request
 	conn   *conn
@@ -73,7 +73,7 @@ func newServer(loop *uring.Loop, log *slog.Logger) *server {
 	return s
 }
 
-// prepare makes sure that there is memory to serve with: to read the first request, and to get on without more.
+// prepare takes the memory for serving: to read the first request, and to continue without more.
 func (s *server) prepare() error {
 	s.conns++
 	if s.conns > 1 || s.stage.mem != nil && s.pool.size()-s.pool.lent >= reserved*slabSize {
@@ -86,7 +86,7 @@ func (s *server) prepare() error {
 	return err
 }
 
-// reserve takes the memory that is there for as long as there are connections.
+// reserve takes the memory that exists as long as connections do.
 func (s *server) reserve() error {
 	var slabs [reserved][]byte
 	for i := range slabs {
@@ -95,7 +95,7 @@ func (s *server) reserve() error {
 			return err
 		}
 	}
-	if s.head == nil { // this stays
+	if s.head == nil { // stays
 		m, err := locked(page, s.warn)
 		if err != nil {
 			return err
@@ -115,14 +115,14 @@ func (s *server) reserve() error {
 	return nil
 }
 
-// restage finds a staging buffer where there is none: nothing is read without.
+// restage finds a missing staging buffer: without a buffer the server reads nothing.
 func (s *server) restage() {
 	if s.stage.mem == nil {
 		s.stage, _ = s.pool.get(maxIO)
 	}
 }
 
-// kept is how many slabs stay when nothing is under way.
+// kept is how many slabs stay when nothing is in progress.
 func (s *server) kept() int {
 	if s.conns == 0 {
 		return 0
@@ -130,7 +130,7 @@ func (s *server) kept() int {
 	return reserved
 }
 
-// left is told of a connection that is over.
+// left is called when a connection has ended.
 func (s *server) left() {
 	s.conns--
 	s.settle()
@@ -153,12 +153,12 @@ func (s *server) make() ([]*request, error) {
 	return made, nil
 }
 
-// want asks for more memory. It comes when it can: the system may have to write through this very thread to find some.
+// want asks for more memory, without waiting: the system may have to write through this very thread to find some.
 func (s *server) want() {
 	size := s.pool.size()
 	slabs := (poolCap + s.pool.lent - size + slabSize - 1) / slabSize
 	if slabs <= 0 && s.stage.mem == nil && size < poolCap+s.pool.lent+int64(s.conns)*slabSize {
-		slabs = 1 // what is not answered must not keep those waiting who have nothing under way
+		slabs = 1 // unanswered requests must not hold up connections with nothing in progress
 	}
 	slabs = min(slabs, int64(len(s.pool.slabs))) // twice as much as before
 	few := len(s.free) < fewLeft
@@ -190,7 +190,7 @@ func (s *server) want() {
 	})
 }
 
-// came takes in what want asked for. Meanwhile the last buffer may have been lent, or all have been trimmed away.
+// came takes in the memory from want. Meanwhile the last buffer may have been lent, or trim may have removed all.
 func (s *server) came(slabs [][]byte, made []*request) {
 	s.growing = false
 	for _, m := range slabs {
@@ -201,7 +201,7 @@ func (s *server) came(slabs [][]byte, made []*request) {
 	s.freed = true
 	s.feed()
 	s.settle()
-	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // there was none, and nobody may be left to ask
+	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // no memory, and maybe no later call of want
 		s.wantSoon()
 	}
 }
@@ -214,9 +214,9 @@ func (s *server) wantSoon() {
 	time.AfterFunc(wantAgain, func() { s.loop.Post(func() { s.asking = false; s.want() }) })
 }
 
-// may reports whether c may read a request of unknown size. A device alone gets a third of what there is; the more is
-// in use, the less each gets, and a device with nothing under way is refused only when nothing is left at all: none
-// can starve the others.
+// may reports whether c may read a request of unknown size. A device alone gets a third of the memory; the more is in
+// use, the less each gets, and a device with nothing in progress is refused only when nothing is left at all: no
+// device can starve the others.
 func (s *server) may(c *conn) bool {
 	if len(s.free) < fewLeft {
 		s.want()
@@ -232,7 +232,7 @@ func (s *server) may(c *conn) bool {
 	return false
 }
 
-// request is a free one. may has seen that there is.
+// request is a free request. may has checked that one exists.
 func (s *server) request() *request {
 	n := len(s.free)
 	r := s.free[n-1]
@@ -240,8 +240,7 @@ func (s *server) request() *request {
 	return r
 }
 
-// take finds memory for a request of n bytes that was read into the staging buffer; keep says that its payload
-// matters.
+// take finds memory for a request of n bytes in the staging buffer; keep says that the payload matters.
 func (s *server) take(n int, keep bool) slot {
 	if n <= copyMax {
 		if m, ok := s.pool.get(n); ok {
@@ -252,7 +251,7 @@ func (s *server) take(n int, keep bool) slot {
 		}
 	}
 	m := s.stage
-	s.stage, _ = s.pool.get(maxIO) // none: nothing is read until some request is done
+	s.stage, _ = s.pool.get(maxIO) // none: the server reads nothing until a request is done
 	return m
 }
 
@@ -266,7 +265,7 @@ func (s *server) give(m slot) {
 	s.pool.put(m)
 }
 
-// lend leaves memory to a disk that hangs until that lets go of it. Others get as much in its place.
+// lend leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
 func (s *server) lend(m slot, l *block.Lent) {
 	n := int64(classSize[m.class])
 	s.pool.lent += n
@@ -279,7 +278,7 @@ func (s *server) lend(m slot, l *block.Lent) {
 	s.want()
 }
 
-// feed lets the connections go on that waited for memory.
+// feed lets connections continue that waited for memory.
 func (s *server) feed() {
 	if s.serving {
 		return
@@ -315,7 +314,7 @@ func (s *server) trim() {
 	s.pool.put(s.stage)
 	s.stage = slot{}
 	spare := s.pool.trim(s.kept())
-	s.restage() // none where no slab is kept
+	s.restage() // no buffer where no slab is kept
 	s.aside.Go(func() {
 		for _, m := range spare {
 			unlock(m)
@@ -336,13 +335,13 @@ func (c *conn) write(base, n uintptr) {
 }
 
 func (c *conn) written(e syscall.Errno) {
-	// ENOENT: the kernel no longer wants that answer. ENODEV, EBADF: the connection was ended.
+	// ENOENT: the kernel no longer wants the answer. ENODEV, EBADF: the connection was ended.
 	if e != 0 && e != unix.ENOENT && e != unix.ENODEV && e != unix.EBADF {
 		c.srv.log.Error("a reply to the kernel failed", "device", c.name, "err", e)
 	}
 }
 
-// finish answers a request that the backend is done with.
+// finish answers a request after the backend.
 func (r *request) finish(*block.Request) {
 	c, w := r.conn, r.wire
 	w.head = outHeader{uint32(outSize), errno(r.Err), r.unique}
@@ -357,7 +356,7 @@ func (r *request) finish(*block.Request) {
 	default:
 		w.head.length += uint32(r.Len)
 		w.vec[0] = iovec{base, uintptr(outSize)}
-		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // its slot, unless that is lent
+		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // the slot's, unless lent
 		_, _, e := unix.RawSyscall(unix.SYS_WRITEV, uintptr(c.fd), uintptr(unsafe.Pointer(&w.vec[0])), 2)
 		c.written(e)
 	}
@@ -379,7 +378,7 @@ func (r *request) finish(*block.Request) {
 	s.settle()
 }
 
-// errno is how the kernel is told of err.
+// errno is the kernel's code for err.
 func errno(err error) int32 {
 	if err == nil {
 		return 0

@@ -18,14 +18,14 @@ import (
 //go:embed trim.sh
 var trimScript string
 
-// trimmed is what fstrim says: "/mnt: 1.2 GiB (1288490188 bytes) trimmed".
+// trimmed matches fstrim's output: "/mnt: 1.2 GiB (1288490188 bytes) trimmed".
 var trimmed = regexp.MustCompile(`\((\d+) bytes\) trimmed`)
 
-// trimEnds is how long a trim that is given up may take to end.
+// trimEnds is how long an abandoned trim may take to end.
 const trimEnds = 10 * time.Second
 
-// Trim has the file system of a device that is mounted here discard what it does not use, and returns how many bytes
-// that is. A process of its own does it, as for a freeze: it waits for I/O that this one serves.
+// Trim has the file system of a device that is mounted here discard its unused blocks, and returns the number of
+// bytes. As for a freeze, a process of its own trims: a trim waits for I/O that the data process serves.
 func (d *Device) Trim(ctx context.Context) (int64, error) {
 	mounts, err := mountsOn(d.dev)
 	if err != nil {

@@ -2,7 +2,7 @@ package device
 
 import "unsafe"
 
-// The FUSE protocol (include/uapi/linux/fuse.h), as far as one file with direct I/O needs it.
+// The FUSE protocol (include/uapi/linux/fuse.h), as far as one file with direct I/O needs the protocol.
 const (
 	opLookup      = 1
 	opForget      = 2
