@@ -48,6 +48,9 @@ const (
 	drainTime   = 10 * time.Second // for writes under way to be over
 	sealTime    = 6 * time.Second  // for a member to seal, its process may be restarted meanwhile
 	suspectTime = 4 * time.Second  // a member that let a cut wait longer is looked at
+	// aloneTime is for the steps of a single member that is cut beside its writes: a slow disk keeps nobody waiting, and
+	// there is no other member to go on with.
+	aloneTime = time.Minute
 )
 
 // Cut is one under way.
@@ -71,6 +74,10 @@ var errNoRoom = api.Errorf(api.Full, "writes wait for room on the disks: make ro
 
 // PrepareCut begins a cut. Between it and the end of Commit or Abort there is no other one.
 func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error) {
+	return e.prepareCut(ctx, s, prepareTime)
+}
+
+func (e *Engine) prepareCut(ctx context.Context, s stack.Snapshot, within time.Duration) (*Cut, error) {
 	c := &Cut{e: e, s: s}
 	for {
 		var refused error
@@ -103,7 +110,7 @@ func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error)
 	}
 	c.layers = make([]string, len(c.list))
 	began := time.Now()
-	pctx, cancel := context.WithTimeout(ctx, prepareTime)
+	pctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	errs := c.each(c.who, func(m int, x Cutter) error { return c.prepare(pctx, m, x) })
 	var all []error
@@ -272,8 +279,12 @@ func (c *Cut) Commit(ctx context.Context) error {
 		return api.Errorf(api.Invalid, "the cut is not at its instant")
 	}
 	c.begun = true
-	until := time.Now().Add(sealTime)
-	errs := c.each(c.who, func(m int, x Cutter) error { return c.seal(ctx, m, x, until) })
+	began := time.Now()
+	within := sealTime
+	if c.single {
+		within = aloneTime
+	}
+	errs := c.each(c.who, func(m int, x Cutter) error { return c.seal(ctx, m, x, began, within) })
 	var done set
 	var all []error
 	for m := range c.list {
@@ -323,9 +334,9 @@ func (c *Cut) Commit(ctx context.Context) error {
 }
 
 // seal has one member commit. Where its session broke in between, what was prepared is gone: nothing was written since,
-// so it is prepared anew.
-func (c *Cut) seal(ctx context.Context, m int, x Cutter, until time.Time) error {
-	ctx, cancel := context.WithDeadline(ctx, until)
+// so it is prepared anew, until sealTime has passed.
+func (c *Cut) seal(ctx context.Context, m int, x Cutter, began time.Time, within time.Duration) error {
+	ctx, cancel := context.WithDeadline(ctx, began.Add(within))
 	defer cancel()
 	for {
 		err := x.DoCut(ctx, c.layers[m])
@@ -335,7 +346,7 @@ func (c *Cut) seal(ctx context.Context, m int, x Cutter, until time.Time) error 
 		if has, serr := c.has(ctx, x); serr == nil && has {
 			return nil // and the answer was lost
 		}
-		if pause(ctx, 20*time.Millisecond) != nil {
+		if time.Since(began) > sealTime || pause(ctx, 20*time.Millisecond) != nil {
 			return err
 		}
 		if perr := c.prepare(ctx, m, x); perr != nil && ctx.Err() != nil {
@@ -473,7 +484,15 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	if err := e.Settled(ctx); err != nil {
 		return err
 	}
-	c, err := e.PrepareCut(ctx, s)
+	within := prepareTime
+	if err := e.on(ctx, func() {
+		if single(e) {
+			within = aloneTime
+		}
+	}); err != nil {
+		return err
+	}
+	c, err := e.prepareCut(ctx, s, within)
 	if err != nil {
 		return err
 	}

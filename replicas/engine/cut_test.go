@@ -256,3 +256,72 @@ func TestCutOfASingleMemberHoldsNoWrites(t *testing.T) {
 		is(t, write, nil)
 	})
 }
+
+// slowCut is a replica that a disk is slow to cut: its calls wait for each other, and go on when nobody waits for them.
+type slowCut struct {
+	*cuttable
+	turn  chan struct{} // a mutex
+	takes time.Duration
+	next  stack.Snapshot
+	has   []stack.Snapshot
+}
+
+func (m *slowCut) lock() (unlock func()) {
+	m.turn <- struct{}{}
+	return func() { <-m.turn }
+}
+
+func (m *slowCut) PrepareCut(_ context.Context, s stack.Snapshot) error {
+	defer m.lock()()
+	time.Sleep(m.takes)
+	m.next = s
+	return nil
+}
+
+func (m *slowCut) DoCut(context.Context, string) error {
+	defer m.lock()()
+	time.Sleep(m.takes)
+	m.has = append(m.has, m.next)
+	return nil
+}
+
+func (m *slowCut) AbortCut(context.Context) error { m.lock()(); return nil }
+
+func (m *slowCut) State(context.Context) (stack.Meta, error) {
+	return stack.Meta{Snapshots: m.has}, nil
+}
+
+func (m *slowCut) Forget(context.Context, string) error {
+	defer m.lock()()
+	m.has = nil
+	return nil
+}
+
+// TestSlowDiskIsCut: a disk that takes long for a cut keeps no writes of a single member back, so nobody is in a hurry:
+// the cut is not given up, or no try would ever succeed.
+func TestSlowDiskIsCut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := NewWatch()
+		slow := &slowCut{turn: make(chan struct{}, 1), takes: 12 * time.Second}
+		r := newRig(t, 1, func(c *Config) {
+			m := c.Members[0].Member.(*memory)
+			m.auto = true
+			slow.cuttable = &cuttable{mirror: mirror{memory: m}}
+			c.Members[0].Member = w.Member(slow, WatchOptions{Loop: c.Loop, Replica: "a"})
+		})
+		done := make(chan error)
+		go func() { done <- r.cut(t) }()
+		synctest.Wait()
+		wrote := r.start(block.OpWrite, 0, fill(block.Size, 1), 0)
+		select {
+		case <-wrote:
+		case <-time.After(time.Second):
+			t.Error("a write waits for the cut")
+		}
+		if err := <-done; err != nil || len(slow.has) != 1 {
+			t.Errorf("the cut: %v; the replica has %d snapshots", err, len(slow.has))
+		}
+		r.close()
+		w.Close()
+	})
+}
