@@ -19,6 +19,9 @@ func (d *Data) awaitOthers(ctx context.Context, s *session) bool {
 	for s.alone() {
 		d.tellNews(ctx, s)
 		again := time.Duration(0)
+		if !d.api.Load() { // nobody may tell a second time of a replica that is there by then
+			again = comeLast
+		}
 		if err := d.leaveAlone(ctx, s); err != nil {
 			s.log.Warn("the volume takes no other replicas yet", "err", err)
 			again = rebuildLast

@@ -1,0 +1,54 @@
+package replicas
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// asked is an API in which nothing is, and that tells when it is asked.
+type asked struct {
+	client.Client
+	ch chan struct{}
+}
+
+func (a asked) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
+	select {
+	case a.ch <- struct{}{}:
+	default:
+	}
+	return apierrors.NewNotFound(schema.GroupResource{}, "v")
+}
+
+// TestOthersBeforeTheAPI: a replica is told of before the API is reached, to a session that was resumed. It is looked
+// for again once the API is there, though nobody tells a second time.
+func TestOthersBeforeTheAPI(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		there := asked{ch: make(chan struct{}, 1)}
+		d := &Data{DataOptions: DataOptions{Node: "a", Log: slog.New(slog.DiscardHandler)}, client: there}
+		s := d.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil, nil)
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan bool)
+		go func() { ended <- d.awaitOthers(ctx, s) }()
+		s.mates.lookSoon()
+		synctest.Wait()
+		d.api.Store(true)
+		select {
+		case <-there.ch:
+		case <-time.After(time.Hour):
+			t.Error("nobody looks for other replicas")
+		}
+		cancel()
+		if <-ended {
+			t.Error("there are others")
+		}
+	})
+}
