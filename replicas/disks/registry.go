@@ -23,7 +23,8 @@ type RegistryOptions struct {
 	// VolumeBelow returns the device path if a folder is on a Drover volume, where no disk may be. Nil: not checked.
 	VolumeBelow func(path string) (string, error)
 	// Beside lists the other disks of the machine, which may have layers that a disk lacks, and Fetch reads such layers
-	// from their sources, for a disk that lacks them. Nil: disks read no layers of others.
+	// from their sources, for a disk that lacks them. Nil: layers that a disk lacks are looked at on the other open disks,
+	// and nothing of them is kept.
 	Beside func(disk *stack.Disk) []*stack.Disk
 	Fetch  func(ctx context.Context, disk *stack.Disk, l stack.RemoteLayer, off int64, buf []byte,
 		check func([]byte) error) error
@@ -127,6 +128,8 @@ func (r *Registry) Open(ctx context.Context, path string, known api.UID, add boo
 				return r.Fetch(ctx, now, l, off, buf, check)
 			})
 		now.DropHydrating()
+	} else {
+		now.Sources(func() []*stack.Disk { return r.Except(now) }, nil)
 	}
 	if r.OnDamage != nil {
 		now.OnDamage(func(layer string) { r.OnDamage(now, layer) })

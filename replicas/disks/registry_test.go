@@ -1,12 +1,17 @@
 package disks
 
 import (
+	"bytes"
+	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack"
 )
 
 // TestNoDiskInAMissingFolder: Open adds no disk to a folder that nobody made.
@@ -42,6 +47,66 @@ func TestNoDiskOnADroverVolume(t *testing.T) {
 	}
 	below = ""
 	if _, err := r.Open(t.Context(), path, "", true); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestChangesOverALayerOfAnotherDisk: a snapshot stands on a layer that its disk does not have yet, and another disk of
+// the machine has. A process that fetches no layers tells what the snapshot holds all the same, and writes nothing.
+func TestChangesOverALayerOfAnotherDisk(t *testing.T) {
+	const size = 4 << 20
+	ctx := t.Context()
+	fetch := func(context.Context, *stack.Disk, stack.RemoteLayer, int64, []byte, func([]byte) error) error {
+		return errors.ErrUnsupported
+	}
+	data, node := NewRegistry(RegistryOptions{Fetch: fetch}), NewRegistry(RegistryOptions{})
+	data.Beside = data.Except
+	var own, other *stack.Disk
+	for _, disk := range []**stack.Disk{&own, &other} {
+		d, err := data.Open(ctx, t.TempDir(), "", true)
+		if err == nil {
+			_, err = node.Open(ctx, d.Path(), api.UID(d.UID()), false)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		*disk = d
+	}
+	layer := func(on *stack.Disk, off int64) string {
+		uid := string(api.NewUID())
+		w, err := on.Create(ctx, uid, size)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.WriteAt(bytes.Repeat([]byte("x"), block.Size), off); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := w.Seal(ctx); err != nil {
+			t.Fatal(err)
+		}
+		return uid
+	}
+	r := &api.Replica{Spec: api.ReplicaSpec{UID: api.NewUID(), Disk: api.UID(own.UID())}}
+	snap := api.NewUID()
+	layers := []string{layer(other, 0), layer(own, 1<<20)}
+	spec := stack.Spec{UID: string(r.Spec.UID), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: layers,
+		Snapshots: []stack.Snapshot{{UID: string(snap), Name: "s", Layer: layers[1]}}}
+	if err := own.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	delta, err := node.Changes(ctx, r, "", snap)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, off := range []int64{0, 1 << 20} {
+		if e, err := delta.Next(off); err != nil || e.Off != off || e.Len != block.Size {
+			t.Errorf("what the snapshot holds from %d on: %+v, %v", off, e, err)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(own.Path(), "hydrating")); err == nil {
+		t.Error("it began to copy the layer")
+	}
+	if err := errors.Join(delta.Close(), node.Close(), data.Close()); err != nil {
 		t.Error(err)
 	}
 }

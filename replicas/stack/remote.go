@@ -55,7 +55,8 @@ func (rec hydratingRecord) remote() RemoteLayer {
 type FetchFunc func(ctx context.Context, l RemoteLayer, off int64, buf []byte, check func([]byte) error) error
 
 // Sources lets layers be read that the disk lacks: fetch reads them, and others are the machine's other disks, from
-// which a layer is hydrated without preparation; nil: there are none. Before anybody uses the disk.
+// which a layer is hydrated without preparation; nil: there are none. Without fetch a layer of another disk is opened
+// there, for a process that opens no replicas. Before anybody uses the disk.
 func (d *Disk) Sources(others func() []*Disk, fetch FetchFunc) {
 	if d.others, d.fetch = others, fetch; others == nil {
 		d.others = noDisks
@@ -189,6 +190,12 @@ func (d *Disk) findLayer(uid string, flag int, owner bool) (*layer, error) {
 		err = herr
 	}
 	for _, o := range d.others() {
+		if d.fetch == nil { // this process writes nothing for the layer
+			if l, oerr := o.openLayer(uid, flag&o.direct); !api.Is(oerr, api.NotFound) {
+				return l, oerr
+			}
+			continue
+		}
 		herr := hydrateFrom(o, d, uid)
 		if herr == nil {
 			return d.openHydrating(uid, flag)
