@@ -1,6 +1,6 @@
-// Package export writes what an image, a snapshot or a volume holds into a file, raw or as qcow2. It reads the layers
-// on the disks of this machine by itself, beside the processes that use them; readers are known to those by the locks
-// that they hold. It starts no goroutine that it does not wait for.
+// Package export writes the content of an image or a snapshot into a file, raw or as qcow2. The package opens the
+// layers on the disks of this machine, beside the processes that use the layers; the locks of an open layer announce
+// its readers. No goroutine outlives a call.
 package export
 
 import (
@@ -22,7 +22,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Run is the work of `drover image export` and its neighbours.
+// Run carries out `drover image export` and `drover snapshot export`; `drover volume export` exports a new snapshot. Run
+// implements cli.Exporter.
 func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) {
 	src, err := open(ctx, c, o)
 	if err != nil {
@@ -32,7 +33,7 @@ func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) 
 	return save(ctx, src, o)
 }
 
-// save puts what src holds into the file, which is there whole or not at all.
+// save writes the content of src into a temporary file and renames the file when complete.
 func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if _, err := os.Lstat(o.File); err == nil && !o.Force {
 		return api.Errorf(api.Exists, "%s is there already: choose another name, or --force", o.File)
@@ -50,13 +51,13 @@ func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if err := os.Rename(part, o.File); err != nil {
 		return err
 	}
-	if o.Progress != nil { // of what holds nothing, nothing was told
+	if o.Progress != nil { // an empty source reports no progress
 		o.Progress(src.Size(), src.Size())
 	}
 	return file.OS.SyncDir(filepath.Dir(o.File))
 }
 
-// write makes the whole file, durable.
+// write writes the whole file and syncs the data.
 func write(ctx context.Context, name string, src block.Source, o cli.ExportOptions) (err error) {
 	if o.Format == "qcow2" {
 		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -77,7 +78,7 @@ func write(ctx context.Context, name string, src block.Source, o cli.ExportOptio
 	return errors.Join(err, sink.Close())
 }
 
-// open finds what is to be exported on a disk of this machine.
+// open opens the image or snapshot of the options on a disk of this machine.
 func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Source, error) {
 	disks, err := local(ctx, c)
 	if err != nil {
@@ -122,7 +123,7 @@ func elsewhere(what, name string) error {
 	return api.Errorf(api.NotFound, "%s %s is on no disk of this machine: run this on a node that has it", what, name)
 }
 
-// local are the disks of nodes that are on this machine.
+// local returns the disks of all nodes that this machine can open.
 func local(ctx context.Context, c client.Client) (map[api.UID]*stack.Disk, error) {
 	var nodes api.NodeList
 	if err := c.List(ctx, &nodes); err != nil {
@@ -161,11 +162,11 @@ func openImage(ctx context.Context, c client.Client, disks map[api.UID]*stack.Di
 	return nil, err
 }
 
-// sectors is a size that a stack can have: layers are padded to whole blocks.
+// sectors rounds a size up to whole blocks, because layers are padded.
 func sectors(n int64) int64 { return (n + block.Size - 1) / block.Size * block.Size }
 
-// openSnapshot opens the layers of a snapshot, also those that the replica's disk still lacks and another disk of the
-// machine has. Two of them may just be made one: then it looks again.
+// openSnapshot opens the layers of a snapshot. Other disks of the machine supply the layers that the replica's disk
+// lacks. A merge may replace layers meanwhile: then openSnapshot reads the stack again.
 func openSnapshot(ctx context.Context, disks map[api.UID]*stack.Disk, on *stack.Disk, replica string,
 	s *api.Snapshot) (block.Source, error) {
 	places := []*stack.Disk{on}

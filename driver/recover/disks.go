@@ -13,17 +13,18 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// disk is what one folder holds.
+// disk is a disk with its records.
 type disk struct {
 	*stack.Disk
-	node   string // that has it now
+	node   string // serves the disk now
 	images []block.Image
 	reps   []stack.Meta
 }
 
 func (d *disk) uid() api.UID { return api.UID(d.UID()) }
 
-// readDisks opens the disks and reads their records. A disk that no node has cannot be recovered: who would serve it?
+// readDisks opens the disks and reads their records. A disk without a node becomes a conflict, because no node would
+// serve the recovered objects.
 func (j *job) readDisks() error {
 	paths := j.options.Disks
 	named := len(paths) > 0
@@ -45,7 +46,7 @@ func (j *job) readDisks() error {
 		}
 		on, err := stack.Open(path)
 		if api.Is(err, api.NotFound) && !named {
-			continue // of another machine, or not mounted: its node says so
+			continue // the disk of another machine or an unmounted disk: its node reports the state
 		}
 		if err != nil {
 			j.add(step{Finding: cli.Finding{Kind: "Disk", Name: path, Disk: path, State: cli.FoundDamaged, Note: err.Error()}})
@@ -80,9 +81,8 @@ func (j *job) readDisks() error {
 	return nil
 }
 
-// nodeOf is the node that serves a disk now. What a node said that gives no sign of life counts where no other has it:
-// a disk that was taken out of a machine that is no more is the other one's. So it is where the user says that it is
-// dead.
+// nodeOf returns the node that serves a disk now. The report of a silent or dead node counts only if no other node
+// reports the disk, because the disk may have moved from a dead machine to another. The user declares nodes dead.
 func (j *job) nodeOf(d *disk) (node, why string) {
 	var ready, past []string
 	here := map[string]bool{}
@@ -116,7 +116,7 @@ func (j *job) nodeOf(d *disk) (node, why string) {
 	return node, ""
 }
 
-// readRecords reads what the disk says of itself. Records that cannot be read are told; the others count.
+// readRecords reads the images and stacks of the disk. Unreadable records become findings; the others count.
 func (j *job) readRecords(d *disk) {
 	damaged := func(kind, name string, uid api.UID, err error) {
 		j.add(step{Finding: cli.Finding{Kind: kind, Name: name, UID: uid, Disk: d.Path(), State: cli.FoundDamaged,
@@ -150,7 +150,7 @@ func (j *job) readRecords(d *disk) {
 	}
 }
 
-// there tells whether layers are on the disk, or on another one that they are read from until they are copied.
+// there checks that each layer exists on the disk, or on another disk that serves reads until the copy is complete.
 func (j *job) there(d *disk, layers []string) error {
 	lacks, err := d.LackingOf(layers)
 	for _, l := range layers {
@@ -174,7 +174,7 @@ func (j *job) there(d *disk, layers []string) error {
 	return err
 }
 
-// whole tells whether the layers of an image are finished on the disk. One of a snapshot may get its digests later.
+// whole checks that the layers of an image are complete on the disk. A layer of a snapshot may get digests later.
 func (d *disk) whole(img block.Image) error {
 	if img.Digest == "" {
 		_, err := d.Taken(img)
@@ -188,5 +188,4 @@ func (d *disk) whole(img block.Image) error {
 	return nil
 }
 
-// replicaName is the name of a Replica object.
 func replicaName(volume, uid string) string { return volume + "." + uid[:min(8, len(uid))] }

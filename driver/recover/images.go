@@ -13,7 +13,6 @@ import (
 	"drover.io/drover/driver/cli"
 )
 
-// image is one backing image and the disks that have it.
 type image struct {
 	block.Image
 	on []*disk
@@ -82,14 +81,14 @@ func orNone(uid api.UID) string {
 	return string(uid)
 }
 
-// planCopy compares one copy of an image that the API knows.
+// planCopy compares a copy on a disk with the API's ImageCopy.
 func (j *job) planCopy(have *api.BackingImage, img *image, d *disk) {
 	name := img.UID + "." + d.UID()[:8]
 	f := cli.Finding{Kind: "ImageCopy", Name: name, UID: api.UID(img.UID), Disk: d.Path(), State: cli.FoundThere}
 	c := j.copies[name]
 	export := have.Status.Export
 	if export == nil && have.Spec.SourceType == api.SourceExport {
-		export = &api.ExportFact{} // as of one that was rebuilt: its layers may lack digests still
+		export = &api.ExportFact{} // as for a recovered image: the layers may still lack digests
 	}
 	switch {
 	case c == nil && have.DeletionTimestamp == nil:
@@ -125,7 +124,7 @@ func relabel(obj metav1.Object, node string) {
 	obj.SetLabels(labels)
 }
 
-// object is the BackingImage as it was.
+// object returns the BackingImage from the record on the disk.
 func (i *image) object() (obj *api.BackingImage, note string, err error) {
 	rec := api.ImageRecord{Spec: api.BackingImageSpec{SourceType: api.SourceUpload, SourceParameters: map[string]string{},
 		Checksum: i.Checksum, MinNumberOfCopies: 1}}
@@ -145,7 +144,7 @@ func (i *image) object() (obj *api.BackingImage, note string, err error) {
 		known.Copies = append(known.Copies, api.RecoveredCopy{Node: d.node, Disk: d.uid()})
 	}
 	meta, err := metaOf(i.Name, rec.Labels, rec.Annotations, known)
-	rec.Spec.CleanupDisks = nil // a wish of another day
+	rec.Spec.CleanupDisks = nil // the recorded request is out of date
 	return &api.BackingImage{ObjectMeta: meta, Spec: rec.Spec}, note, err
 }
 

@@ -1,16 +1,17 @@
-// Package recover rebuilds objects from disks: disks describe themselves, and when the API server's state is lost, is
-// an old copy, or never knew a disk, the images, volumes and replicas on it become objects again, with names and UIDs.
+// Package recover recreates objects from disks. Each disk describes its images, volumes and replicas. When the API
+// server's state is lost, is an old copy, or never included a disk, the package creates the objects again, with names
+// and UIDs.
 //
-// Invariants: it only reads the disks, and of the API it deletes nothing. It writes specs, and the annotation from
-// which the controller begins a status: so every status keeps its one writer. The exception is asked for by name:
-// raising a volume's epoch, by compare-and-swap like an engine. What two sources say differently is told and left
-// alone.
+// Invariants: the package only reads the disks, and deletes no object. The package writes specs, and the annotation
+// from which the controller begins a status, so every status keeps its one writer. One exception needs an explicit
+// request: raising a volume's epoch, by compare-and-swap like an engine. The package reports contradictions between two
+// sources and changes nothing there.
 //
 //	disk:   image.json ──> BackingImage + recovered{uuid, layers, copies} ──controller──> status, ImageCopies
 //	        stack.json ──> Replica spec ──data role finds it on its disk──> mode current
 //	                  └──> Volume + recovered{uid, epoch, members} ──controller──> status
 //
-// It has no goroutines.
+// The package has no goroutines.
 package recover
 
 import (
@@ -27,23 +28,22 @@ import (
 	"drover.io/drover/driver/cli"
 )
 
-// settleTime is how long the loops are given to take over what was created: seconds, but not where much else goes on.
+// settleTime bounds the wait until the reconcilers use the created objects: seconds, but more on a busy machine.
 const settleTime = 3 * time.Minute
 
-// step is one finding, and how to act on it.
+// step is a finding and the action on the finding.
 type step struct {
 	cli.Finding
 	do   func(context.Context) error
-	done string                      // the action's word once it is done
-	wait func(context.Context) error // until the loops have taken it over
+	done string                      // replaces Action after success
+	wait func(context.Context) error // until the reconcilers use the object
 }
 
-// job is one run.
 type job struct {
 	client  client.WithWatch
 	options cli.RecoverOptions
 	steps   []*step
-	paths   []string // of all disks
+	paths   []string // of the disks to read
 	nodes   []api.Node
 	disks   []*disk
 	images  map[string]*api.BackingImage // by name
@@ -53,7 +53,7 @@ type job struct {
 	atts    map[string]*api.Attachment
 }
 
-// Run compares disks with objects and, with Apply, makes what is missing. It is the cli.Recoverer.
+// Run compares disks with objects and, with Apply, creates the missing objects. Run implements cli.Recoverer.
 func Run(ctx context.Context, c client.WithWatch, o cli.RecoverOptions) ([]cli.Finding, error) {
 	j := &job{client: c, options: o}
 	for _, name := range o.DeadNodes {
@@ -85,7 +85,7 @@ func (j *job) add(s step) *step {
 	return &s
 }
 
-// apply does what was planned, in the order of the plan: images, then replicas before their volumes.
+// apply carries out the plan in order: images, then replicas before their volumes.
 func (j *job) apply(ctx context.Context) error {
 	var errs []error
 	for _, s := range j.steps {
@@ -136,7 +136,7 @@ func (j *job) awaitImage(name string) func(context.Context) error {
 	}
 }
 
-// readObjects reads all that is to be compared.
+// readObjects reads the objects for the comparison.
 func (j *job) readObjects(ctx context.Context) error {
 	var nodes api.NodeList
 	var images api.BackingImageList
@@ -167,7 +167,7 @@ func byName[T any, P interface {
 	return out
 }
 
-// create makes an object. Somebody else's of that name, made since we looked, is an error.
+// create creates an object. An object of the same name, created since the comparison, is an error.
 func (j *job) create(obj client.Object) func(context.Context) error {
 	return func(ctx context.Context) error {
 		err := j.client.Create(ctx, obj)
@@ -178,7 +178,7 @@ func (j *job) create(obj client.Object) func(context.Context) error {
 	}
 }
 
-// move tells an object that its disk is on another node now.
+// move records the node that has the object's disk now.
 func (j *job) move(obj client.Object, set func()) func(context.Context) error {
 	return func(ctx context.Context) error {
 		base := obj.DeepCopyObject().(client.Object)

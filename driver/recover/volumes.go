@@ -17,13 +17,13 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// replica is one stack on one disk.
+// replica is a stack on a disk.
 type replica struct {
 	stack.Meta
 	on *disk
 }
 
-// volume is what the disks know of one volume: its replicas, the one that adopted the latest session first.
+// volume is the disks' knowledge of a volume: its replicas, first the replica that adopted the latest session.
 type volume struct {
 	uid  api.UID
 	name string
@@ -39,7 +39,7 @@ func (r *replica) finding(state, note string) cli.Finding {
 		State: state, Note: note}
 }
 
-// members are the uids of the replicas that were current when the latest session was adopted.
+// members returns the UIDs of the members of the latest session.
 func (v *volume) members() []string {
 	if m := v.reps[0].Members; len(m) > 0 {
 		return m
@@ -55,7 +55,7 @@ func (v *volume) memberNames() []string {
 	return names
 }
 
-// epoch of the latest session; a volume that was never attached is in its first.
+// epoch returns the epoch of the latest session, or 1 for a volume that was never attached.
 func (v *volume) epoch() int64 { return max(v.reps[0].Epoch, 1) }
 
 func (j *job) planVolumes() {
@@ -66,7 +66,7 @@ func (j *job) planVolumes() {
 		}
 	}
 	all := map[string]*volume{}
-	torn := map[string]bool{} // volumes with a replica that is on two disks
+	torn := map[string]bool{} // volumes with a replica on two disks
 	for _, uid := range slices.Sorted(maps.Keys(byUID)) {
 		reps := byUID[uid]
 		for _, r := range reps {
@@ -140,7 +140,7 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 		if j.planReplica(v, r, have) {
 			continue
 		}
-		for _, s := range j.steps[before:] { // all of a volume, or nothing
+		for _, s := range j.steps[before:] { // all steps of a volume, or none
 			s.do, s.Action = nil, ""
 		}
 		j.add(step{Finding: v.finding(cli.FoundConflict, "its replica is in conflict")})
@@ -168,8 +168,8 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 	}
 }
 
-// raise takes the volume to the epoch that its disk is in, by compare-and-swap: whatever else of its status was written
-// since it was read, its epoch was not.
+// raise sets the volume's epoch to the disk's epoch, by compare-and-swap on the epoch: other fields of the status may
+// have changed since the read.
 func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := await.EditStatus(ctx, j.client, v.name, func(now *api.Volume) (bool, error) {
@@ -184,7 +184,7 @@ func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
 	}
 }
 
-// planReplica reports false where the API says something that cannot be.
+// planReplica reports false if the API's replica contradicts the disk.
 func (j *job) planReplica(v *volume, r *replica, have *api.Volume) bool {
 	name := replicaName(v.name, r.UID)
 	obj := j.reps[name]
@@ -247,7 +247,7 @@ type below struct {
 	layers []string
 }
 
-// image is the backing image on the replica's disk whose layers it stands on, or nil.
+// image returns the backing image on the replica's disk under the replica's layers, or nil.
 func (r *replica) image() *below {
 	for _, i := range r.on.images {
 		if n := len(i.Layers); n > 0 && len(r.Layers) >= n && slices.Equal(r.Layers[:n], i.Layers) {
@@ -257,7 +257,7 @@ func (r *replica) image() *below {
 	return nil
 }
 
-// volumeObject is the Volume as it was when the disk was last told, with the size that the disk has.
+// volumeObject returns the Volume as the disk recorded the object last, with the size of the replica.
 func (j *job) volumeObject(v *volume) (*api.Volume, error) {
 	lead := v.reps[0]
 	var rec api.VolumeRecord
@@ -277,7 +277,7 @@ func (j *job) volumeObject(v *volume) (*api.Volume, error) {
 	return &api.Volume{ObjectMeta: meta, Spec: rec.Spec}, err
 }
 
-// planLost tells of what the API has on the disks that were read, and they have not.
+// planLost reports replicas and image copies that the API expects on a disk, but the disk lacks.
 func (j *job) planLost() {
 	on := map[api.UID]*disk{}
 	for _, d := range j.disks {
