@@ -27,7 +27,7 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// ourNamespace is where the lease and the authority of nodes are: that of the pod, or default.
+// ourNamespace returns the namespace of the lease and of the nodes' authority: the pod's namespace, or default.
 func ourNamespace(wish string) string {
 	if wish != "" {
 		return wish
@@ -38,7 +38,7 @@ func ourNamespace(wish string) string {
 	return metav1.NamespaceDefault
 }
 
-// openNodeIdentity is the identity of this node, shared by its processes.
+// openNodeIdentity opens the identity of this node. All processes of the node share the identity.
 func openNodeIdentity(stateDir, node string) (*wire.Identity, error) {
 	id, err := wire.OpenIdentity(filepath.Join(stateDir, "pki"), node)
 	if err != nil {
@@ -47,13 +47,13 @@ func openNodeIdentity(stateDir, node string) (*wire.Identity, error) {
 	return id, nil
 }
 
-// issuer signs what nodes ask for. It is a loop of the controller role.
+// issuer signs the requests of NodeCertificates. The controller role runs this reconciler.
 type issuer struct {
 	client    client.Client
-	reader    client.Reader // Secrets are not cached
+	reader    client.Reader // the cache has no Secrets
 	namespace string
 	log       *slog.Logger
-	seen      string // the authority that all certificates were looked at by
+	seen      string // authority of all certificates at the last check
 }
 
 func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
@@ -62,8 +62,8 @@ func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
 		WithOptions(controller.Options{NewQueue: backlog.New}).Complete(i)
 }
 
-// Reconcile issues a certificate, or renews it in time. Where the authority is another one, all get new ones: those of
-// two authorities do not know each other.
+// Reconcile issues a certificate, or renews a certificate in time. A new authority makes Reconcile issue all
+// certificates again, because nodes of two authorities refuse each other.
 func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	a, err := i.authority(ctx)
 	if err != nil {
@@ -113,7 +113,7 @@ func (i *issuer) issue(ctx context.Context, a *wire.Authority, c *api.NodeCertif
 	return reconcile.Result{RequeueAfter: wire.CertificateLife / 2}, nil
 }
 
-// authority is that of all nodes; it is made once.
+// authority returns the authority of all nodes. The first call creates the authority.
 func (i *issuer) authority(ctx context.Context) (*wire.Authority, error) {
 	key := client.ObjectKey{Namespace: i.namespace, Name: api.AuthoritySecret}
 	var s corev1.Secret
@@ -135,7 +135,7 @@ func (i *issuer) authority(ctx context.Context) (*wire.Authority, error) {
 	return wire.LoadAuthority(s.Data[api.AuthorityKey])
 }
 
-// applicant gets this node its certificate, and takes over renewed ones.
+// applicant requests the certificate of this node, and stores renewed certificates.
 type applicant struct {
 	client client.Client
 	id     *wire.Identity
@@ -149,14 +149,14 @@ func setupApplicant(mgr ctrl.Manager, id *wire.Identity) error {
 		For(&api.NodeCertificate{}, builder.WithPredicates(mine)).
 		WatchesRawSource(source.Func(
 			func(_ context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: a.name}}) // it may not exist yet
+				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: a.name}}) // may not exist yet
 				return nil
 			})).
 		WithOptions(controller.Options{NeedLeaderElection: new(bool), NewQueue: backlog.New}).
 		Complete(a)
 }
 
-// Reconcile asks for a certificate, or puts the issued one where this node's processes find it.
+// Reconcile requests a certificate, or stores the issued certificate in the state folder for the node's processes.
 func (a *applicant) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var c api.NodeCertificate
 	err := a.client.Get(ctx, req.NamespacedName, &c)

@@ -21,15 +21,15 @@ import (
 	"drover.io/drover/driver/cli"
 )
 
-// pidFile is what data and hold say about themselves in <state>/run/<role>.pid. The process keeps the file locked for
-// as long as it lives: without the lock the number means nothing.
+// pidFile is the content of <state>/run/<role>.pid for data and hold. The process locks the file until the process
+// ends: without the lock the pid means nothing.
 type pidFile struct {
 	Pid   int    `json:"pid"`
-	Build string `json:"build"`         // which binary it runs
-	API   string `json:"api,omitempty"` // the API server that it talks to
+	Build string `json:"build"`         // identifies the running binary
+	API   string `json:"api,omitempty"` // address of the API server
 }
 
-// build tells this binary from others, rebuilt ones of the same version included.
+// build identifies this binary; a rebuilt binary of the same version differs.
 func build() string {
 	var st unix.Stat_t
 	if err := unix.Stat("/proc/self/exe", &st); err != nil {
@@ -40,8 +40,8 @@ func build() string {
 
 func pidPath(stateDir, role string) string { return filepath.Join(stateDir, "run", role+".pid") }
 
-// claim makes this process the only one of its role in the state folder. The lock lasts until the process ends; the
-// file must not be collected, so the caller keeps it.
+// claim makes this process the only process of the role in the state folder. The lock lasts until the process ends. The
+// caller keeps the file, because a garbage collection would close the file.
 func claim(stateDir, role, apiServer string) (*os.File, error) {
 	f, err := lockFile(pidPath(stateDir, role))
 	if err != nil {
@@ -61,7 +61,7 @@ func claim(stateDir, role, apiServer string) (*os.File, error) {
 	return f, nil
 }
 
-// lockFile opens path and locks it for this process, or fails at once when another one has it.
+// lockFile opens path and locks the file for this process, or fails at once if another process holds the lock.
 func lockFile(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -74,14 +74,14 @@ func lockFile(path string) (*os.File, error) {
 	return f, nil
 }
 
-// process is a living data or hold process: a child of ours, or one that an earlier serve started.
+// process is a living data or hold process: a child of this serve or of an earlier serve.
 type process struct {
 	pidFile
 	fd  *os.File // pidfd
 	cmd *exec.Cmd
 }
 
-const ( // together longer than a process takes from its lock to its first line on a busy machine
+const ( // together longer than a process needs from the lock to the content of the pid file on a busy machine
 	findTries = 1000
 	findPause = 10 * time.Millisecond
 )
@@ -90,12 +90,12 @@ const ( // together longer than a process takes from its lock to its first line 
 func find(stateDir, role string) (*process, error) {
 	path := pidPath(stateDir, role)
 	for try := range findTries {
-		if try > 0 { // it is between its lock and its first line, or has just ended
+		if try > 0 { // the process has just locked the file, or has just ended
 			<-time.After(findPause)
 		}
 		f, err := lockFile(path)
 		if err == nil {
-			return nil, f.Close() // nobody has it
+			return nil, f.Close() // no process holds the lock
 		}
 		if !errors.Is(err, unix.EWOULDBLOCK) {
 			return nil, err
@@ -111,7 +111,7 @@ func find(stateDir, role string) (*process, error) {
 		if p.fd, err = openPid(p.Pid); err != nil {
 			continue
 		}
-		// Still locked and still the same number: the descriptor is the holder's.
+		// Lock and pid are unchanged: the descriptor belongs to the lock's holder.
 		again, err := os.ReadFile(path)
 		if err == nil && string(again) == string(b) {
 			if f, err := lockFile(path); err != nil {
@@ -130,10 +130,10 @@ func openPid(pid int) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("pidfd of %d: %w", pid, err)
 	}
-	return os.NewFile(uintptr(fd), "pidfd"), nil // non-blocking: waits in the runtime's poller
+	return os.NewFile(uintptr(fd), "pidfd"), nil // a non-blocking descriptor waits in the runtime's poller
 }
 
-// wait returns when the process is gone, or when ctx ends.
+// wait returns when the process has ended, or when ctx ends.
 func (p *process) wait(ctx context.Context) error {
 	raw, err := p.fd.SyscallConn()
 	if err != nil {
@@ -163,7 +163,7 @@ func (p *process) wait(ctx context.Context) error {
 	return nil
 }
 
-// release gives up the descriptor; a child that is gone is reaped, and its fate returned.
+// release closes the descriptor. If the process has ended, release reaps a child and returns the exit status.
 func (p *process) release(gone bool) string {
 	_ = p.fd.Close()
 	switch {
@@ -181,7 +181,7 @@ func (p *process) signal(s syscall.Signal) error {
 	return unix.PidfdSendSignal(int(p.fd.Fd()), s, nil, 0)
 }
 
-// stop ends the process: SIGTERM, and SIGKILL when grace is over.
+// stop ends the process: SIGTERM, then SIGKILL after grace.
 func (p *process) stop(grace time.Duration) error {
 	if err := p.signal(syscall.SIGTERM); err != nil && !errors.Is(err, unix.ESRCH) {
 		return fmt.Errorf("stop process %d: %w", p.Pid, err)
@@ -197,29 +197,29 @@ func (p *process) stop(grace time.Duration) error {
 	return p.wait(context.Background())
 }
 
-// child is a role that runs in a process of its own and is always there. Its owner calls run.
+// child keeps a role running in a separate process. The owner of child calls run.
 type child struct {
 	role      string
-	output    string // file in the log folder for its standard output and error
+	output    string // file in the log folder for standard output and error
 	stateDir  string
 	args      []string
 	apiServer string
 	log       *slog.Logger
-	// renew replaces a process of another binary, or one that talks to another API server. Only for a role whose work
-	// goes on in its successor.
+	// renew replaces a process of another binary or of another API server. Only for a role whose successor resumes the
+	// work.
 	renew bool
-	// anew replaces what an earlier serve started, once.
+	// True replaces the process of an earlier serve, once.
 	anew bool
-	// inPath is set for the process that everybody's I/O goes through.
+	// inPath marks the process that carries I/O.
 	inPath bool
-	// keep is asked at the end: true leaves the process alive for the next serve.
+	// keep runs at the end: true leaves the process alive for the next serve.
 	keep func() bool
-	// adopted is set when a process of an earlier serve is taken over.
+	// run sets adopted when run adopts a process of an earlier serve.
 	adopted *atomic.Bool
 }
 
-// A process that dies within young of its start is restarted at once a few times, then with growing pauses. One that
-// was killed did not fail by itself, and I/O waits for the next: its pause stays short.
+// run restarts a process that dies within young of the start: a few times at once, then with growing pauses. The pause
+// after a kill stays short, because the process did not fail and I/O waits for the successor.
 const (
 	young     = time.Second
 	atOnce    = 5
@@ -290,14 +290,14 @@ func (c *child) end(p *process) error {
 	return err
 }
 
-// start runs the role in a session of its own, so that it outlives this process.
+// start runs the role in a session of its own, so that the role outlives this process.
 func (c *child) start() (*process, error) {
 	out, err := openLog(filepath.Join(c.stateDir, "log", c.output))
 	if err != nil {
 		return nil, err
 	}
 	defer out.Close()
-	// The file that runs, even when it was replaced or removed meanwhile.
+	// The running binary, even if an update replaced or removed the file meanwhile.
 	cmd := exec.Command("/proc/self/exe", append([]string{c.role}, c.args...)...)
 	cmd.Args[0] = "drover"
 	cmd.Dir = "/"
@@ -313,13 +313,13 @@ func (c *child) start() (*process, error) {
 		fd: os.NewFile(uintptr(pidfd), "pidfd")}, nil
 }
 
-// dataNice is the scheduling priority of the data process: everybody else's I/O waits for it.
+// dataNice is the scheduling priority of the data process, because all I/O waits for the data process.
 const dataNice = -10
 
-// spawn starts cmd. Priority and the mark of an I/O flusher belong to a thread and are inherited. With the mark, memory
-// that the process needs is never reclaimed through the devices that it serves.
+// spawn starts cmd. Priority and the mark of an I/O flusher belong to a thread, and children inherit both. With the
+// mark, the kernel never reclaims memory for the process through the devices that the process serves.
 func (c *child) spawn(cmd *exec.Cmd) (err error) {
-	// No collection until the process has what it serves: that is a third of its way to the first I/O.
+	// No garbage collection before the process has resumed: collections take a third of the time to the first I/O.
 	cmd.Env = append(os.Environ(), "GOGC=off")
 	if !c.inPath {
 		return cmd.Start()
@@ -341,9 +341,9 @@ func (c *child) spawn(cmd *exec.Cmd) (err error) {
 
 const maxLog = 16 << 20
 
-// openLog opens the file for a child's standard output and error, for appending; a long one is set aside first. The
-// child has the file itself, because it outlives this process. It is for what the runtime prints when a process dies,
-// and for hold, which prints next to nothing; the data process rotates its log by itself (logFile).
+// openLog opens the file of a child's standard output and error for appending, and first renames a long file. The child
+// holds the file itself, because the child outlives this process. The file takes the runtime's output when a process
+// dies, and the little output of hold; the data process rotates a log of its own (logFile).
 func openLog(path string) (*os.File, error) {
 	if st, err := os.Stat(path); err == nil && st.Size() > maxLog {
 		if err := os.Rename(path, path+".1"); err != nil {

@@ -43,7 +43,7 @@ func dataCommand() *cobra.Command {
 	return c
 }
 
-// run is the data process: what its predecessor served goes on first; the API comes after.
+// run is the data process. First run resumes the devices of the predecessor; the API comes after.
 func (o dataOptions) run(ctx context.Context) (err error) {
 	file := openLogFile(filepath.Join(o.stateDir, "log", "data.log"))
 	defer file.Close()
@@ -72,7 +72,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, data.Close()) }()
-	debug.SetGCPercent(50) // it was started without a collector, to be back soon
+	debug.SetGCPercent(50) // the parent disabled garbage collection for a fast resume
 
 	mgr, err := ctrl.NewManager(withEvents(cfg), managerOptions())
 	if err != nil {
@@ -99,7 +99,7 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 	return g.wait()
 }
 
-// resume takes over the devices of the process before this one.
+// resume takes over the devices of the predecessor.
 func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance string) (*replicas.Data, error) {
 	runDir := filepath.Join(o.stateDir, "run")
 	if err := awaitSocket(ctx, "unixpacket", holdSocket(o.stateDir)); err != nil {
@@ -124,7 +124,7 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 	return data, nil
 }
 
-// peers is how this process reaches those of other nodes, and is reached.
+// peers returns the address and identity for connections between data processes of nodes.
 func (o dataOptions) peers() (p replicas.PeerOptions, err error) {
 	if p.Identity, err = openNodeIdentity(o.stateDir, o.node); err != nil {
 		return p, err
@@ -136,8 +136,8 @@ func (o dataOptions) peers() (p replicas.PeerOptions, err error) {
 	return p, err
 }
 
-// awaitSocket returns when somebody answers on a socket: its process may have been started a moment ago, after another
-// one was stopped.
+// awaitSocket returns when a process accepts connections on a socket: serve may have started the process a moment ago,
+// after the end of another process.
 func awaitSocket(ctx context.Context, network, path string) error {
 	ctx, cancel := context.WithTimeout(ctx, stopGrace+10*time.Second)
 	defer cancel()
@@ -159,7 +159,7 @@ func awaitSocket(ctx context.Context, network, path string) error {
 func holdSocket(stateDir string) string { return filepath.Join(stateDir, "run", "hold.sock") }
 func dataSocket(stateDir string) string { return filepath.Join(stateDir, "run", "data.sock") }
 
-// listenUnix opens a socket for this user alone. Its folder belongs to one process of each role, so what is there is
+// listenUnix opens a socket for this user alone. One process of each role owns the folder, so an existing socket is
 // stale.
 func listenUnix(path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -1,18 +1,19 @@
-// Package driver puts the rooms of the house together: it is the only one that imports all of them.
+// Package driver assembles the rooms of the house. No other package imports all rooms.
 //
-// It owns the processes and what they share: the command line, the state folder, logs, metrics, the gRPC server with
-// the table of error kinds, the managers that run the rooms' loops, and the supervision of the data and hold processes.
+// Package driver owns the processes and their common parts: the command line, the state folder, logs, metrics, the gRPC
+// server with the table of error kinds, the managers that run the rooms' reconcilers, and the supervision of the data
+// and hold processes.
 //
 //	serve ──┬── embedded API server (kubeapi)      <state>/kubeconfig
 //	        ├── controller and node loops, CSI doors <state>/csi.sock
 //	        ├── starts, adopts, restarts ── data     replicas, engines, devices; own session
 //	        └── starts, adopts, restarts ── hold     descriptors of the devices, nothing else; own session
 //
-// Invariants: one serve per state folder (flock); data and hold outlive serve, so that mounts do; they say who they are
-// in pid files that they keep locked, so that a number used again by another process is never taken for them. The data
-// process resumes what it served before it needs the API.
+// Invariants: one serve per state folder (flock). The data and hold processes outlive serve, so that mounts do. Each of
+// both locks a pid file, so that serve never mistakes another process with a reused pid for data or hold. The data
+// process resumes its devices before the process needs the API.
 //
-// Goroutines: those of serve and data run under one errgroup-like owner each (group), which waits for all of them.
+// Goroutines: groups own the goroutines of serve and data, and wait for all of them (group).
 package driver
 
 import (
@@ -32,9 +33,8 @@ import (
 	"drover.io/drover/driver/recover"
 )
 
-// Main runs the command line and returns the process's exit code.
 func Main(args []string) int {
-	// The holder is asked for first: it must touch as little memory as it can.
+	// hold comes first, because hold must touch as little memory as possible.
 	if len(args) > 0 && args[0] == "hold" {
 		return exit(runHold(args[1:]))
 	}
@@ -43,7 +43,7 @@ func Main(args []string) int {
 	return exit(root.ExecuteContext(signals()))
 }
 
-// Command returns the whole command line.
+// Command returns the root command with all commands.
 func Command() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "drover",
@@ -71,8 +71,8 @@ func exit(err error) int { return cli.Report(os.Stderr, err) }
 
 var signalOnce sync.Once
 
-// signals returns a context that ends with the first SIGTERM or SIGINT. A later one ends the process, whatever it does;
-// one that follows at once is the same one (timeout and terminals signal a process and its group).
+// signals returns a context that ends with the first SIGTERM or SIGINT. A later signal ends the process in any state. A
+// signal right after the first counts as the same signal, because timeout and terminals signal a process and its group.
 func signals() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	signalOnce.Do(func() {

@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// codeOf is the one table from kinds of error to what CSI calls them.
+// codeOf maps every kind of error to a gRPC code.
 var codeOf = map[api.Kind]codes.Code{
 	api.Other:       codes.Internal,
 	api.Invalid:     codes.InvalidArgument,
@@ -21,12 +21,12 @@ var codeOf = map[api.Kind]codes.Code{
 	api.Full:        codes.ResourceExhausted,
 	api.OutOfRange:  codes.OutOfRange,
 	api.Unavailable: codes.Unavailable,
-	api.Unsupported: codes.InvalidArgument, // asked for by a parameter; a whole call that is missing is Unimplemented
+	api.Unsupported: codes.InvalidArgument, // an unsupported parameter; an unsupported call is Unimplemented
 	api.Corrupt:     codes.DataLoss,
 	api.Denied:      codes.PermissionDenied,
 }
 
-// toStatus turns an error into what goes over the wire: a code, a message, never details.
+// toStatus turns an error into a code and a message without details.
 func toStatus(err error) error {
 	if err == nil {
 		return nil

@@ -6,7 +6,7 @@ import (
 	"sync"
 )
 
-// group is a set of goroutines that live and end together: the first one that fails ends the context of all.
+// group owns goroutines: the first failure ends the context of all.
 type group struct {
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -34,7 +34,7 @@ func (g *group) run(f func(context.Context) error) {
 	})
 }
 
-// wait returns when all have ended, with the first error.
+// wait returns the first error after the end of all goroutines.
 func (g *group) wait() error {
 	g.wg.Wait()
 	g.cancel()

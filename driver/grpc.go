@@ -33,7 +33,7 @@ var csiSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 
 func init() { metrics.Registry.MustRegister(csiSeconds) }
 
-// doors are the CSI services of one process; those it has no role for are nil.
+// doors are the CSI services of a process, nil for roles that the process lacks.
 type doors struct {
 	identity   csi.IdentityServer
 	controller csi.ControllerServer
@@ -41,7 +41,7 @@ type doors struct {
 	metadata   csi.SnapshotMetadataServer
 }
 
-// newServer makes the gRPC server that all doors share.
+// newServer creates the gRPC server of all doors.
 func newServer(d doors, log *slog.Logger) *grpc.Server {
 	g := &guard{log: log, busy: map[string]chan struct{}{}}
 	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept), grpc.StreamInterceptor(g.stream))
@@ -61,8 +61,8 @@ func newServer(d doors, log *slog.Logger) *grpc.Server {
 	return s
 }
 
-// listenCSI opens the socket of a CSI endpoint (unix:///path or a path). A socket that nobody answers is replaced; a
-// living one is not.
+// listenCSI opens the socket of a CSI endpoint (unix:///path or a path). listenCSI replaces a dead socket and refuses a
+// socket that answers.
 func listenCSI(endpoint string) (net.Listener, error) {
 	file := strings.TrimPrefix(strings.TrimPrefix(endpoint, "unix://"), "unix:")
 	if !filepath.IsAbs(file) || strings.Contains(endpoint, "://") && !strings.HasPrefix(endpoint, "unix://") {
@@ -98,16 +98,16 @@ func listenCSI(endpoint string) (net.Listener, error) {
 	return ln, nil
 }
 
-// guard stands before every call: panics become errors, errors become codes, one call at a time changes a volume, and
-// the log says what was asked, without secrets.
+// guard wraps every call: guard turns panics into errors and errors into codes, lets one call at a time change a
+// volume, and logs the request without secrets.
 type guard struct {
 	log  *slog.Logger
 	mu   sync.Mutex
-	busy map[string]chan struct{} // closed when the holder is done
+	busy map[string]chan struct{} // closed at the end of the call that holds the key
 }
 
-// changes are the methods that change a volume. Those of the controller and of the node do not wait for each other: an
-// unpublish may wait for what only an unstage can give.
+// changes lists the methods that change a volume. Methods of controller and node do not wait for each other, because an
+// unpublish may wait for an unstage.
 var changes = map[string]string{
 	"CreateVolume": "c", "DeleteVolume": "c", "ControllerPublishVolume": "c", "ControllerUnpublishVolume": "c",
 	"ControllerExpandVolume": "c", "ControllerModifyVolume": "c", "CreateSnapshot": "s", "DeleteSnapshot": "s",
@@ -126,14 +126,14 @@ func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerIn
 	return resp, nil
 }
 
-// stream stands before the calls that answer with a stream.
+// stream wraps the calls that answer with a stream.
 func (g *guard) stream(srv any, s grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	method, began := path.Base(info.FullMethod), time.Now()
 	_, err := g.call(s.Context(), method, nil, func(context.Context, any) (any, error) { return nil, next(srv, s) })
 	return g.tell(method, nil, began, err)
 }
 
-// tell logs a call that has ended, and gives its error a code.
+// tell logs the end of a call, and gives the error a code.
 func (g *guard) tell(method string, req any, began time.Time, err error) error {
 	err = toStatus(err)
 	took, code := time.Since(began), status.Code(err)
@@ -172,7 +172,7 @@ func (g *guard) call(ctx context.Context, method string, req any, next grpc.Unar
 	return next(ctx, req)
 }
 
-// volumeOf is the volume that a request is about: its id, or its name where it has no id yet.
+// volumeOf returns the volume id of a request, or the name of a volume without an id.
 func volumeOf(req any) string {
 	switch r := req.(type) {
 	case interface{ GetVolumeId() string }:
@@ -187,7 +187,7 @@ func volumeOf(req any) string {
 	return ""
 }
 
-// enter waits until nobody else is at key. The caller must call done.
+// enter waits until no other call holds key. The caller must call done.
 func (g *guard) enter(ctx context.Context, key string) (done func(), err error) {
 	for {
 		if err := ctx.Err(); err != nil {
@@ -215,7 +215,7 @@ func (g *guard) enter(ctx context.Context, key string) (done func(), err error) 
 	}
 }
 
-// sanitized prints a request without its secrets, and only when somebody reads it.
+// sanitized prints a request without secrets, and only when a log handler formats the record.
 type sanitized struct{ req any }
 
 func (s sanitized) LogValue() slog.Value {

@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/device"
 )
 
-// holdCommand is in the help only: Main runs hold before anything else is set up.
+// holdCommand only appears in the help: Main runs hold before any setup.
 func holdCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "hold --socket PATH", Hidden: true,
@@ -23,13 +23,13 @@ func holdCommand() *cobra.Command {
 	return c
 }
 
-// runHold is the holder's process. It does as little as it can, for as long as it can.
+// runHold is the hold process. The process does as little as possible, for as long as possible.
 func runHold(args []string) error {
 	if len(args) != 2 || args[0] != "--socket" || !filepath.IsAbs(args[1]) {
 		return api.Errorf(api.Invalid, "usage: drover hold --socket /path/to/hold.sock")
 	}
-	// What it allocates is little and seldom: a collection at a limit instead of one every two minutes, which would touch
-	// much of the program.
+	// The process allocates little. A collection at a memory limit replaces the collection every two minutes, which
+	// would touch much of the program.
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(24 << 20)
 	ctx := signals()

@@ -25,8 +25,9 @@ import (
 
 const leaseName = "drover-controller"
 
-// elected reports whether this process has to win an election before it may run the controller's loops: others may have
-// the role too. Nobody is beside an embedded server that only this machine can reach.
+// elected reports whether this process must win an election before the process may run the controller's reconcilers,
+// because other processes may have the role too. An embedded server that only this machine can reach has no second
+// controller.
 func (s *server) elected(ctx context.Context) (bool, error) {
 	if !s.controller || s.kube != nil && s.apiListen == "" {
 		return false, nil
@@ -39,13 +40,13 @@ func (s *server) elected(ctx context.Context) (bool, error) {
 		if ctx.Err() != nil || !isNotFound(err) {
 			return false, api.Errorf(api.Unavailable, "API server %s: %w", s.cfg.Host, err)
 		}
-		return false, nil // one without leases: nobody else may be the controller
+		return false, nil // a server without leases has no second controller
 	}
 	return true, nil
 }
 
-// lead runs the controller's loops whenever this process is elected. A lease that is lost, because the server was away
-// or another process took it, ends the loops and not this process: what else it does goes on.
+// lead runs the controller's reconcilers while this process is elected. A lost lease, because the server was
+// unreachable or another process took the lease, ends the reconcilers; the rest of the process continues.
 func (s *server) lead(ctx context.Context) error {
 	for {
 		mgr, err := s.leader()
@@ -65,12 +66,12 @@ func (s *server) lead(ctx context.Context) error {
 	}
 }
 
-// leader is a manager of the controller's loops, which begin when the lease is won.
+// leader returns the manager of the controller's reconcilers, which start with the lease.
 func (s *server) leader() (ctrl.Manager, error) {
 	o := managerOptions()
 	cfg := rest.CopyConfig(s.cfg)
-	cfg.Timeout = 5 * time.Second // one request that hangs must not lose the lease
-	// A server of custom resources does not know the other encoding.
+	cfg.Timeout = 5 * time.Second // one stalled request must not lose the lease
+	// A server of custom resources has no protobuf encoding.
 	cfg.ContentType, cfg.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
 	client, err := coordinationv1.NewForConfig(cfg)
 	if err != nil {
@@ -94,15 +95,15 @@ func (s *server) leader() (ctrl.Manager, error) {
 	return mgr, s.setupController(mgr)
 }
 
-// candidate is this process's name in the election. It is that of its state folder: after a restart the lease is
-// its own still, and need not run out.
+// candidate returns the name of this process in the election, from the state folder: after a restart the process still
+// holds the lease, and need not wait for the expiry.
 func (s *server) candidate() (string, error) {
 	path := filepath.Join(s.stateDir, "run", "candidate")
 	if b, err := os.ReadFile(path); err == nil && len(strings.TrimSpace(string(b))) > 0 {
 		return strings.TrimSpace(string(b)), nil
 	}
 	raw := make([]byte, 8)
-	_, _ = rand.Read(raw) // never fails
+	_, _ = rand.Read(raw)
 	who := s.node + "_" + hex.EncodeToString(raw)
 	if err := os.WriteFile(path, []byte(who+"\n"), 0o600); err != nil {
 		return "", api.Errorf(api.Unavailable, "%s: %w", path, err)

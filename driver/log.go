@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// newLogger makes the process's log and hands it to the libraries as well, whose remarks count one level less.
+// newLogger creates the process's log and gives the log to the libraries, whose records count one level less.
 func newLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
@@ -37,11 +37,11 @@ func newLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 	return log, nil
 }
 
-// stopping is set when the process has begun to end: libraries then complain about what goes away on purpose.
+// stopping is set once the process begins to end: libraries then complain about intended closures.
 var stopping atomic.Bool
 
-// demoted lowers the level of records: what is information to a library is detail to a user of Drover, and its errors
-// are ones that it handles by itself.
+// demoted lowers the level of records: a library's information is detail for a user of Drover, and the library itself
+// handles its errors.
 type demoted struct{ slog.Handler }
 
 func demote(l slog.Level) slog.Level {
@@ -56,7 +56,7 @@ func (d demoted) Enabled(ctx context.Context, l slog.Level) bool {
 }
 func (d demoted) Handle(ctx context.Context, r slog.Record) error {
 	if !d.Enabled(ctx, r.Level) {
-		return nil // errors come here unasked
+		return nil // libraries report errors without asking Enabled
 	}
 	r.Level = demote(r.Level)
 	return d.Handler.Handle(ctx, r)

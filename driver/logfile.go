@@ -18,9 +18,9 @@ const (
 	logGrace = time.Second
 )
 
-// logFile is the log of a process that carries I/O and outlives the process that started it: so it rotates the file by
-// itself. Lines wait in memory for the goroutine that writes them. A slow, full or broken disk therefore never holds up
-// I/O: logFile drops the lines that do not fit, and tells how many.
+// logFile is the log of a process that carries I/O and outlives serve: so logFile rotates the file. Lines wait in
+// memory for the goroutine that writes to disk. A slow, full or broken disk therefore never delays I/O: logFile drops
+// the lines that do not fit, and reports the count.
 //
 // Close ends the goroutine, which belongs to logFile. The goroutine of lumberjack, which removes old files, stays until
 // the process ends.
@@ -70,7 +70,7 @@ func (f *logFile) run(w io.WriteCloser) {
 	}
 }
 
-// write ignores errors: there is nowhere else to report them.
+// write ignores errors, because no other place can report an error of the log.
 func (f *logFile) write(w io.Writer, b []byte) {
 	_, _ = w.Write(b)
 	if n := f.dropped.Swap(0); n > 0 {
@@ -78,7 +78,7 @@ func (f *logFile) write(w io.Writer, b []byte) {
 	}
 }
 
-// Close writes the lines that wait, unless the disk hangs. It must be called once.
+// Close writes the waiting lines, unless the disk stalls. The owner calls Close once.
 func (f *logFile) Close() {
 	close(f.quit)
 	select {

@@ -27,7 +27,6 @@ import (
 // inCluster stands for the kubeconfig of the pod's service account.
 const inCluster = "in-cluster"
 
-// loadConfig reads a kubeconfig.
 func loadConfig(path string) (*rest.Config, error) {
 	var cfg *rest.Config
 	var err error
@@ -39,26 +38,25 @@ func loadConfig(path string) (*rest.Config, error) {
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "kubeconfig %s: %w", path, err)
 	}
-	cfg.QPS = -1 // the server decides how much it takes
+	cfg.QPS = -1 // the server limits the rate
 	cfg.UserAgent = "drover"
 	cfg.Dial = wire.NewDialer().DialContext
 	return cfg, nil
 }
 
-// instance tells this Drover from others on the machine, the same to all processes of a node.
+// instance identifies a Drover on the machine. All processes of a node have the same instance.
 func instance(node string, cfg *rest.Config) string { return "node " + node + " of " + cfg.Host }
 
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
-	// Events need their references resolved, leases their type.
+	// Events need types for references; leases need their own type.
 	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
-		panic(err) // a kind registered twice: cannot happen in a binary that passed any test
+		panic(err) // a kind registered twice, which every test would find
 	}
 	return s
 }()
 
-// mapper knows our kinds and those that they refer to, so that nothing begins with a round of discovery, or needs one
-// while the server is away.
+// mapper knows Drover's kinds and the kinds of their references. So no start needs a discovery, or a reachable server.
 func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
@@ -68,7 +66,7 @@ func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	return m, nil
 }
 
-// newClient makes a client that reads from the server itself.
+// newClient creates a client without a cache.
 func newClient(cfg *rest.Config) (client.WithWatch, error) {
 	m, err := mapper(nil, nil)
 	if err != nil {
@@ -81,8 +79,8 @@ func newClient(cfg *rest.Config) (client.WithWatch, error) {
 	return c, nil
 }
 
-// eventPatches makes the recorder's way to count a repeated event one that a server of custom resources knows too. The
-// two kinds of patch mean the same for an event.
+// eventPatches changes the patch type with which the recorder counts a repeated event to a type of custom resources.
+// Both types mean the same for an event.
 type eventPatches struct{ http.RoundTripper }
 
 func (e eventPatches) RoundTrip(r *http.Request) (*http.Response, error) {
@@ -94,15 +92,14 @@ func (e eventPatches) RoundTrip(r *http.Request) (*http.Response, error) {
 	return e.RoundTripper.RoundTrip(r)
 }
 
-// withEvents is cfg for a manager whose events are to be kept.
+// withEvents returns cfg for a manager that records events.
 func withEvents(cfg *rest.Config) *rest.Config {
 	cfg = rest.CopyConfig(cfg)
 	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return eventPatches{rt} })
 	return cfg
 }
 
-// managerOptions are what the managers of all roles have in common. Metrics are served by this package, for the process
-// as a whole.
+// managerOptions are common to the managers of all roles. This package serves metrics once, for the whole process.
 func managerOptions() ctrl.Options {
 	yes, grace := true, 15*time.Second
 	return ctrl.Options{
@@ -110,11 +107,11 @@ func managerOptions() ctrl.Options {
 		MapperProvider:          mapper,
 		Metrics:                 metricsserver.Options{BindAddress: "0"},
 		GracefulShutdownTimeout: &grace,
-		// What other writers did is of no use to a loop, and half the size of an object.
+		// Managed fields are half the size of an object, and no reconciler reads managed fields.
 		Cache: cache.Options{DefaultTransform: cache.TransformStripManagedFields()},
 		Controller: config.Controller{
 			SkipNameValidation: &yes,
-			// A server that is away for long comes back; meanwhile what is attached is served.
+			// Attached volumes keep working while the server is unreachable, however long.
 			CacheSyncTimeout: 10 * 365 * 24 * time.Hour,
 		},
 	}

@@ -12,18 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Times of settle: between two looks, and how long a process may compute between them and still count as
-// idle; and after how many looks an idle process's heap is collected: a little before the runtime would, which keeps
-// what it frees.
+// settle checks every settleEvery. A process with less CPU time than settleIdle in between is idle. After settleHeap
+// checks settle collects an idle heap: a little before the runtime would, because the runtime keeps the freed memory.
 const (
 	settleEvery = 10 * time.Second
 	settleIdle  = settleEvery / 40
 	settleHeap  = 10
 )
 
-// settle gives back what idling does not need, until ctx ends: free heap when starting is over, after every burst
-// of work and now and then, and at every look at an idle process the pages of the program itself, which costs next to
-// nothing.
+// settle returns memory that an idle process does not need, until ctx ends. settle frees heap after the start, after
+// each burst of work and from time to time. At each check of an idle process settle also drops the pages of the
+// program, at nearly no cost.
 func settle(ctx context.Context) error {
 	debug.FreeOSMemory()
 	dropProgram()
@@ -49,7 +48,7 @@ func settle(ctx context.Context) error {
 	}
 }
 
-// cpuTime is what this process has computed so far.
+// cpuTime returns the CPU time of this process.
 func cpuTime() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -58,8 +57,7 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// dropProgram gives back the clean pages of the program itself, which the kernel brings back from its cache when they
-// are wanted.
+// dropProgram returns the clean pages of the program; the kernel reads the pages again from the page cache.
 func dropProgram() {
 	exe, err := os.Readlink("/proc/self/exe")
 	if err != nil {
@@ -79,8 +77,8 @@ func dropProgram() {
 		lo, err1 := strconv.ParseUint(from, 16, 64)
 		hi, err2 := strconv.ParseUint(to, 16, 64)
 		if ok && err1 == nil && err2 == nil && lo < hi {
-			// Only clean, file-backed pages: dropping them loses nothing. From Linux 6.18 on one touch brings 2 MiB back,
-			// where the kernel's cache has the program in pieces of that size, unless told otherwise.
+			// Only clean, file-backed pages: dropping loses nothing. From Linux 6.18 on one touch maps 2 MiB if the
+			// page cache holds the program in folios of 2 MiB, unless MADV_NOHUGEPAGE forbids large mappings.
 			for _, advice := range []uintptr{unix.MADV_NOHUGEPAGE, unix.MADV_DONTNEED} {
 				_, _, _ = unix.Syscall(unix.SYS_MADVISE, uintptr(lo), uintptr(hi-lo), advice)
 			}

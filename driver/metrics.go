@@ -18,8 +18,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 )
 
-// gatherData collects the metrics of the data process through its socket and marks them as its own. A process that is
-// not there has none.
+// gatherData collects the metrics of the data process through the socket and labels the metrics. Without a data process
+// the result is empty.
 func gatherData(socket string) prometheus.GathererFunc {
 	h := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
@@ -30,7 +30,7 @@ func gatherData(socket string) prometheus.GathererFunc {
 	return func() ([]*dto.MetricFamily, error) {
 		resp, err := h.Get("http://data/metrics")
 		if err != nil {
-			return nil, nil // no data process now: the others' metrics are still wanted
+			return nil, nil // no data process now: other metrics still count
 		}
 		defer resp.Body.Close()
 		parser := expfmt.NewTextParser(model.UTF8Validation)
@@ -49,7 +49,7 @@ func gatherData(socket string) prometheus.GathererFunc {
 	}
 }
 
-// metricsHandler serves what every registry says.
+// metricsHandler serves the metrics of every registry.
 func metricsHandler(log *slog.Logger, more ...prometheus.Gatherer) http.Handler {
 	all := append(prometheus.Gatherers{metrics.Registry}, more...)
 	return promhttp.HandlerFor(all, promhttp.HandlerOpts{
@@ -58,7 +58,6 @@ func metricsHandler(log *slog.Logger, more ...prometheus.Gatherer) http.Handler 
 	})
 }
 
-// serveHTTP serves until ctx ends.
 func serveHTTP(ctx context.Context, ln net.Listener, h http.Handler) error {
 	s := &http.Server{Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: time.Minute}
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
@@ -69,7 +68,7 @@ func serveHTTP(ctx context.Context, ln net.Listener, h http.Handler) error {
 	return nil
 }
 
-// probe answers a health question: 200, or 503 and why not.
+// probe answers a health check: 200, or 503 with the cause.
 func probe(ask func() error) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		if err := ask(); err != nil {

@@ -25,7 +25,7 @@ const (
 	roleData       = "data"
 )
 
-// envEndpoint is how an orchestrator tells a CSI driver where to listen.
+// envEndpoint is the variable that gives a CSI driver its endpoint.
 const envEndpoint = "CSI_ENDPOINT"
 
 type serveOptions struct {
@@ -97,13 +97,13 @@ func serveCommand() *cobra.Command {
 		"log-level":  {"debug", "info", "warn", "error"},
 		"log-format": {"text", "json"},
 	} {
-		// A flag has one completion, and is looked up by its name: it cannot fail.
+		// The call fails only for a second completion or an unknown flag.
 		_ = c.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
 	}
 	return c
 }
 
-// check completes the options and refuses what cannot work, before anything is touched.
+// check completes the options and refuses invalid options, before serve changes anything.
 func (o *serveOptions) check() error {
 	for _, r := range o.roles {
 		switch r {

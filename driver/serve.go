@@ -37,20 +37,20 @@ import (
 	"drover.io/drover/replicas/disks"
 )
 
-// server is one run of serve.
+// server is a run of serve.
 type server struct {
 	*serveOptions
 	log   *slog.Logger
 	out   func(format string, args ...any)
 	began time.Time
 	ready atomic.Bool
-	// adopted: the data path was there before this process.
+	// adopted is set if an earlier serve left the data and hold processes alive.
 	adopted atomic.Bool
 	cfg     *rest.Config
 	client  client.WithWatch
 	kube    *kubeapi.Server // nil with --kubeconfig
 	disks   *disks.Registry // nil without the node role
-	// identity is what other nodes know this one by; nil on a controller alone.
+	// identity authenticates this node to other nodes; nil without the node role.
 	identity *wire.Identity
 
 	apis, work, children *group // end in the order work, children, apis
@@ -65,7 +65,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	debug.SetGCPercent(400) // until it is ready: collections are a fifth of the way there
+	debug.SetGCPercent(400) // until ready: collections take a fifth of the start
 	s := &server{serveOptions: o, log: log, began: time.Now(),
 		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
 	lock, err := openState(o.stateDir)
@@ -81,7 +81,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 
 	ctx, s.stop = context.WithCancelCause(ctx)
 	defer s.stop(nil)
-	// What has begun to end must end in order, so none of these follows ctx by itself.
+	// The end has an order, so no group follows ctx by itself.
 	s.apis, s.work = newGroup(context.Background()), newGroup(context.Background())
 	s.children = newGroup(context.Background())
 	gs, err := s.start(ctx, socket)
@@ -96,7 +96,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	return errors.Join(err, s.end(gs))
 }
 
-// start brings everything up, in the order of who needs whom.
+// start starts all parts in the order of their dependencies.
 func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
 	if s.data {
 		s.supervise(&child{role: "hold", output: "hold.log", args: []string{"--socket", holdSocket(s.stateDir)}})
@@ -146,12 +146,12 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	s.ready.Store(true)
 	s.announce(kubeconfig, address)
-	debug.SetGCPercent(50) // most of the time there is little to do
+	debug.SetGCPercent(50) // an idle process allocates little
 	s.background(s.work, settle)
 	return gs, nil
 }
 
-// serveDoors serves until the server is stopped, which can be before this has begun.
+// serveDoors serves until the server stops; the stop may come first.
 func serveDoors(gs *grpc.Server, on net.Listener) error {
 	if err := gs.Serve(on); !errors.Is(err, grpc.ErrServerStopped) {
 		return err
@@ -159,7 +159,7 @@ func serveDoors(gs *grpc.Server, on net.Listener) error {
 	return nil
 }
 
-// connect finds the API server, or is one, and returns the path of its kubeconfig.
+// connect uses the given API server or starts the embedded server, and returns the path of the kubeconfig.
 func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
 	if s.kubeconfig == "" {
 		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log, Listen: s.apiListen,
@@ -186,7 +186,7 @@ func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
 	return s.kubeconfig, nil
 }
 
-// apiServerNames are those under which other machines reach the API server here.
+// apiServerNames returns the names under which other machines reach the embedded API server.
 func (s *server) apiServerNames() []string {
 	if s.apiListen == "" || len(s.apiNames) > 0 {
 		return s.apiNames
@@ -201,7 +201,7 @@ func (s *server) apiServerNames() []string {
 	return []string{host}
 }
 
-// manager runs the loops of this process's roles, those of the controller if no other process may be it.
+// manager runs the reconcilers of this process's roles; the controller's only if no other process may be controller.
 func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) {
 	mgr, err := ctrl.NewManager(withEvents(s.cfg), managerOptions())
 	if err != nil {
@@ -260,7 +260,7 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, o)
 }
 
-// nodeAddress is where other nodes reach this one; empty where there can be none.
+// nodeAddress returns the address for other nodes, or "" without other nodes.
 func (s *server) nodeAddress() string {
 	switch all := addresses(); {
 	case s.address != "":
@@ -272,7 +272,7 @@ func (s *server) nodeAddress() string {
 	}
 }
 
-// listenLayers opens the socket on which layers are served to other nodes; nil: there can be none.
+// listenLayers opens the socket that serves layers to other nodes, or returns nil without other nodes.
 func (s *server) listenLayers() (net.Listener, error) {
 	at := s.nodeAddress()
 	if at == "" {
@@ -292,8 +292,8 @@ func addressOf(ln net.Listener) string {
 	return ln.Addr().String()
 }
 
-// uploadServer is the name under which uploads are sent here, and the certificate for it: of the authority in the
-// kubeconfig where the API server is this process's own.
+// uploadServer returns the name and the certificate for uploads to this node. With an embedded API server, the
+// authority of the kubeconfig signs the certificate.
 func (s *server) uploadServer() (host string, cert *tls.Certificate, ca []byte, err error) {
 	all := addresses()
 	if h, _, err := net.SplitHostPort(s.upload); err == nil {
@@ -311,10 +311,10 @@ func (s *server) uploadServer() (host string, cert *tls.Certificate, ca []byte, 
 	return host, &c, ca, err
 }
 
-// addresses are those of this machine that others may reach.
+// addresses returns the addresses of this machine that other machines may reach.
 func addresses() []string {
 	var out []string
-	all, _ := net.InterfaceAddrs() // none known is no reason not to serve
+	all, _ := net.InterfaceAddrs() // serve also works without known addresses
 	for _, a := range all {
 		if ip, ok := a.(*net.IPNet); ok && ip.IP.IsGlobalUnicast() {
 			out = append(out, ip.IP.String())
@@ -323,7 +323,7 @@ func addresses() []string {
 	return out
 }
 
-// background runs f in g; if it fails, all of serve stops.
+// background runs f in g. A failure of f stops serve.
 func (s *server) background(g *group, f func(context.Context) error) {
 	g.run(func(ctx context.Context) error {
 		err := f(ctx)
@@ -339,10 +339,10 @@ func (s *server) supervise(c *child) {
 	s.background(s.children, c.run)
 }
 
-// attached says whether a volume is attached here, or may be: then the data path stays.
+// attached reports whether a volume is attached here or may be. Then serve leaves the data path running.
 func (s *server) attached() bool {
 	if s.client == nil {
-		return s.adopted.Load() // stopped before the API was up
+		return s.adopted.Load() // serve stops before the API was reachable
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
@@ -382,7 +382,7 @@ func (s *server) healthy() error {
 	return nil
 }
 
-// awaitReady returns when a request would be served: the loops see the objects.
+// awaitReady returns when the doors can serve requests: the caches of the reconcilers are filled.
 func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
 	if !mgr.GetCache().WaitForCacheSync(ctx) {
 		if cause := context.Cause(ctx); cause != nil {
@@ -402,8 +402,8 @@ func (s *server) awaitReady(ctx context.Context, mgr ctrl.Manager) error {
 	return nil
 }
 
-// awaitNode returns when the node has looked at its disks, so that a volume can be made right after. A disk that cannot
-// be used is no reason not to serve the others.
+// awaitNode returns when the node has reported its disks, so that the first volume finds a disk. An unusable disk does
+// not stop serve.
 func (s *server) awaitNode(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute) // on a busy machine
 	defer cancel()
@@ -427,7 +427,7 @@ func (s *server) awaitNode(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return api.Errorf(api.Unavailable, "node %s does not register: %w", s.node, err)
-		case <-time.After(20 * time.Millisecond): // an object that does not exist yet cannot be watched by name
+		case <-time.After(20 * time.Millisecond): // the API cannot watch by name before the object exists
 		}
 	}
 }
@@ -444,7 +444,7 @@ func (s *server) announce(kubeconfig, metrics string) {
 	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
 }
 
-// end stops what start began: first nothing new, then the loops, the data path, and the API last.
+// end stops the parts in order: new requests, the reconcilers, the data path, and the API last.
 func (s *server) end(gs *grpc.Server) error {
 	s.ready.Store(false)
 	if gs != nil {

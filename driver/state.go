@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/device"
 )
 
-// openState makes the state folder and takes it for this process. The lock lasts until the file is closed.
+// openState creates the state folder and locks the folder for this process, until the caller closes the file.
 func openState(dir string) (*os.File, error) {
 	for _, d := range []string{dir, filepath.Join(dir, "run"), filepath.Join(dir, "log")} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
@@ -30,11 +30,11 @@ func openState(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// forkTime is how long the lock of a serve that was killed may outlive it: a process that it was starting has all its
-// descriptors until it runs another program.
+// forkTime bounds how long the lock of a killed serve may outlive serve: a child holds all descriptors between fork and
+// exec.
 const forkTime = 2 * time.Second
 
-// awaitLockFile opens path and locks it for this process, or fails when another one has it for longer than a time.
+// awaitLockFile opens path and locks the file, or fails if another process holds the lock for longer than within.
 func awaitLockFile(path string, within time.Duration) (*os.File, error) {
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
@@ -46,8 +46,7 @@ func awaitLockFile(path string, within time.Duration) (*os.File, error) {
 	}
 }
 
-// refuseOwnVolume refuses a folder on a volume of ours: serving that volume would need the folder, and the folder the
-// volume.
+// refuseOwnVolume refuses a state folder on a Drover volume, because volume and folder would need each other.
 func refuseOwnVolume(dir string) error {
 	name, err := device.Below(dir)
 	if err == nil && name != "" {
