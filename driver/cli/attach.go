@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// attachment is the workload's attachment of a volume, or nil.
+// attachment returns the workload's attachment of a volume, or nil.
 func attachment(ctx context.Context, c client.Client, volume string) (*api.Attachment, error) {
 	var att api.Attachment
 	err := c.Get(ctx, client.ObjectKey{Name: volume}, &att)
@@ -60,7 +60,7 @@ func (a *app) volumeAttach() *cobra.Command {
 	return c
 }
 
-// attach creates the attachment or joins the same one, and waits for the device.
+// attach creates the attachment or joins an equal attachment, and waits for the device.
 func attach(ctx context.Context, c client.WithWatch, volume, node string, readOnly bool, remarks io.Writer) (
 	*api.Attachment, error) {
 	var v api.Volume
@@ -70,7 +70,7 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	if err := strictly(ctx, c, &v, node); err != nil {
 		return nil, err
 	}
-	if err := leaves(&v); err != nil { // the wish would keep it from going, too
+	if err := leaves(&v); err != nil { // a new attachment would also block the deletion
 		have, herr := attachment(ctx, c, volume)
 		if herr != nil {
 			return nil, herr
@@ -118,7 +118,7 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 		colon(told), volume)
 }
 
-// strictly refuses to attach a strict-local volume where its data is not.
+// strictly refuses to attach a strict-local volume on a node without its data.
 func strictly(ctx context.Context, c client.Client, v *api.Volume, node string) error {
 	if v.Spec.DataLocality != "strict-local" || len(v.Status.Members) == 0 {
 		return nil
@@ -165,7 +165,7 @@ func (a *app) volumeDetach() *cobra.Command {
 	return c
 }
 
-// detach deletes the attachment and waits until the device is gone. It reports whether there was one.
+// detach deletes the attachment and waits until the device is gone. detach reports whether an attachment existed.
 func detach(ctx context.Context, c client.WithWatch, volume string, force bool) (bool, error) {
 	var v api.Volume
 	if err := get(ctx, c, "volume", volume, &v); err != nil {
@@ -199,7 +199,7 @@ func detach(ctx context.Context, c client.WithWatch, volume string, force bool) 
 	return true, untilGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
 }
 
-// isHere reports whether a node is this machine, so that what is mounted here says something about it.
+// isHere reports whether a node is this machine, so that the mount table of this machine counts.
 func isHere(ctx context.Context, c client.Client, node string) (bool, error) {
 	host, err := os.Hostname()
 	if err != nil {

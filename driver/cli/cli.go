@@ -1,9 +1,9 @@
 // Package cli is the command line of Drover: images, volumes, nodes and disks as commands, in the words of the objects.
 //
-// It talks to the API server only, and through it to whoever makes the wishes true; what it does on this machine itself
-// is to look (preflight, mounts) and to make and mount filesystems. It waits by watching, never by polling. Results go
-// to standard output in the form that -o asks for, progress and remarks to standard error, so that scripts can read
-// the one and people the other. The package owns no goroutine beyond the command that runs.
+// The commands talk to the API server only, and through the API server to the reconcilers. On this machine the commands
+// only inspect (preflight, mounts), and make and mount filesystems. Commands wait by watches, never by polling. Results
+// go to standard output in the form of -o, for scripts; progress and remarks go to standard error, for people. The
+// package owns no goroutine beyond the running command.
 package cli
 
 import (
@@ -30,23 +30,23 @@ import (
 	"drover.io/drover/api"
 )
 
-// DefaultStateDir is where `drover serve` keeps its state unless told otherwise.
+// DefaultStateDir is the default state folder of `drover serve`.
 const DefaultStateDir = "/var/lib/drover"
 
-// Environment variable that names the kubeconfig file.
+// envKubeconfig is the environment variable with the path of the kubeconfig file.
 const envKubeconfig = "DROVER_KUBECONFIG"
 
-// app is what the commands of one invocation share.
+// app is the common state of the commands of an invocation.
 type app struct {
 	kubeconfig string
 	output     string
 	timeout    time.Duration
 	exporter   Exporter
-	encoded    bool // something was printed as yaml: what follows is another document
+	encoded    bool // a yaml document was printed: the next document needs a separator
 }
 
-// Commands returns everything that a user types but `serve` and the roles: add them to the root command. What an export
-// does needs more of the house than a command may know, so it is given.
+// Commands returns all commands except `serve` and the roles, for the root command. The caller supplies the exporter,
+// because an export needs rooms that this package may not import.
 func Commands(export Exporter) []*cobra.Command {
 	a := &app{exporter: export}
 	cmds := []*cobra.Command{
@@ -64,7 +64,7 @@ func Commands(export Exporter) []*cobra.Command {
 	return cmds
 }
 
-// quiet leaves the printing of errors to ExitCode's caller: one line, without the usage text behind it.
+// quiet leaves the printing of errors to ExitCode's caller: one line without the usage text.
 func quiet(c *cobra.Command) {
 	c.SilenceUsage, c.SilenceErrors = true, true
 	for _, sub := range c.Commands() {
@@ -85,20 +85,20 @@ const (
 	exitFailed      = 1
 	exitUsage       = 2
 	exitNotFound    = 3
-	exitTimeout     = 4 // gave up waiting; the work goes on
-	exitConflict    = 5 // the state forbids it: exists, in use, attached
+	exitTimeout     = 4 // the wait timed out; the work continues
+	exitConflict    = 5 // the state forbids the command: exists, in use, attached
 	exitUnreachable = 6 // the API server does not answer
 )
 
-// errTimeout marks an error as "gave up waiting".
+// errTimeout marks an error as a timeout.
 var errTimeout = errors.New("timed out")
 
-// usageError is a command line that can never work.
+// usageError is an invalid command line.
 type usageError struct{ error }
 
 func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
 
-// ExitCode is the exit code of the process for what a command returned.
+// ExitCode returns the exit code of the process for a command's error.
 func ExitCode(err error) int {
 	var usage usageError
 	switch {
@@ -124,7 +124,7 @@ func ExitCode(err error) int {
 	return exitFailed
 }
 
-// Report writes what a command returned as one sentence, and gives the exit code of the process.
+// Report writes a command's error as a sentence, and returns the exit code of the process.
 func Report(w io.Writer, err error) int {
 	code := ExitCode(err)
 	if err != nil {
@@ -143,7 +143,7 @@ func args(check cobra.PositionalArgs) cobra.PositionalArgs {
 	}
 }
 
-// kubeconfigPath finds the kubeconfig, or says where it looked.
+// kubeconfigPath finds the kubeconfig, or returns an error with the searched places.
 func (a *app) kubeconfigPath() (string, error) {
 	if a.kubeconfig != "" {
 		return a.kubeconfig, nil
@@ -169,12 +169,12 @@ func (a *app) kubeconfigPath() (string, error) {
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
 	if err := errors.Join(api.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
-		panic(err) // a kind registered twice: cannot happen in a binary that passed any test
+		panic(err) // a kind registered twice, which every test would find
 	}
 	return s
 }()
 
-// mapper knows our kinds, so that no command begins with a round of discovery.
+// mapper knows Drover's kinds, so that no command starts with a discovery.
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
@@ -184,7 +184,7 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// connect makes a client. It does not talk to the server yet.
+// connect creates a client without a request to the server.
 func (a *app) connect() (client.WithWatch, error) {
 	if err := a.checkOutput(); err != nil {
 		return nil, err
@@ -196,7 +196,7 @@ func (a *app) connect() (client.WithWatch, error) {
 	return newClient(cfg)
 }
 
-// config is how the API server is reached.
+// config returns the configuration for the API server.
 func (a *app) config() (*rest.Config, error) {
 	path, err := a.kubeconfigPath()
 	if err != nil {
@@ -210,9 +210,9 @@ func (a *app) config() (*rest.Config, error) {
 }
 
 func newClient(cfg *rest.Config) (client.WithWatch, error) {
-	ctrllog.SetLogger(logr.Discard()) // a command speaks for itself
+	ctrllog.SetLogger(logr.Discard()) // a command prints its own errors
 	cfg = rest.CopyConfig(cfg)
-	cfg.QPS = -1 // a person's command never waits for a client-side rate limiter
+	cfg.QPS = -1 // a person's command never waits for a client-side rate limit
 	c, err := client.NewWithWatch(cfg, client.Options{Scheme: scheme, Mapper: mapper()})
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "client for %s: %w", cfg.Host, err)
@@ -220,7 +220,7 @@ func newClient(cfg *rest.Config) (client.WithWatch, error) {
 	return c, nil
 }
 
-// bounded is the command's context under --timeout.
+// bounded limits the command's context by --timeout.
 func (a *app) bounded(c *cobra.Command) (context.Context, context.CancelFunc) {
 	ctx := c.Context()
 	if ctx == nil {
@@ -232,7 +232,7 @@ func (a *app) bounded(c *cobra.Command) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(ctx, a.timeout, fmt.Errorf("%w after %s", errTimeout, a.timeout))
 }
 
-// group is a command that only holds others.
+// group is a command with subcommands only.
 func group(use, short string, aliases ...string) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Aliases: aliases,

@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// complete offers the names of objects on <Tab>. Silence where the server does not answer: it is only a help.
+// complete offers the names of objects on <Tab>, or nothing if the server does not answer.
 func (a *app) complete(list func() client.ObjectList, once bool) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
 		if once && len(got) > 0 {
@@ -27,7 +27,7 @@ func (a *app) complete(list func() client.ObjectList, once bool) cobra.Completio
 	}
 }
 
-// objects lists what there is of a kind, or nothing where the server does not answer.
+// objects lists the objects of a kind, or nothing if the server does not answer.
 func (a *app) objects(cmd *cobra.Command, list client.ObjectList) []client.Object {
 	a.output = "table"
 	c, err := a.connect()
@@ -66,15 +66,15 @@ func (a *app) completeDisks(cmd *cobra.Command, got []string, prefix string) ([]
 	return found, cobra.ShellCompDirectiveNoFileComp
 }
 
-// completeSources offers what a volume or an image can begin with: volumes and snapshots.
+// completeSources offers sources of a new volume or image: volumes and snapshots.
 func (a *app) completeSources(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
 	vols, _ := a.complete(volumes, false)(cmd, nil, prefix)
 	snaps, d := a.complete(snapshots, false)(cmd, nil, prefix)
 	return append(vols, snaps...), d
 }
 
-// completeFlags tells the shell what the flags of a command and those below it take, by their names, which mean the
-// same everywhere. Flags that are not here take files or free text.
+// completeFlags registers the completions of the flags of a command and its subcommands by flag name, because a name
+// means the same everywhere. Other flags take files or free text.
 func (a *app) completeFlags(c *cobra.Command) {
 	values := map[string]cobra.CompletionFunc{
 		"output":        words("table", "json", "yaml", "name"),
@@ -96,7 +96,7 @@ func (a *app) completeFlags(c *cobra.Command) {
 		if c.Flags().Lookup(name) == nil && c.PersistentFlags().Lookup(name) == nil {
 			continue
 		}
-		// A flag has one completion, and is looked up by its name: it cannot fail.
+		// The call fails only for a second completion or an unknown flag.
 		_ = c.RegisterFlagCompletionFunc(name, f)
 	}
 	for _, sub := range c.Commands() {

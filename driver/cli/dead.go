@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// A node that is dead says so by nothing: its last status may call all disks ready. What counts is its heartbeat.
+// The last status of a dead node may call all disks ready. Only the heartbeat counts.
 
 // isSilent reports whether a node's heartbeat is too old for a node that is alive.
 func isSilent(n *api.Node) bool { return time.Since(n.Status.Heartbeat.Time) >= n.SilentAfter() }
@@ -39,7 +39,7 @@ func ConfirmDead(ctx context.Context, c client.WithWatch, name string) error {
 	return explain(ctx, err)
 }
 
-// isDead reports whether a disk's node gives no sign of life. With surely the user says that it never will again.
+// isDead reports whether a disk's node is silent. With surely the user declares the node dead for ever.
 func isDead(ctx context.Context, c client.WithWatch, name string, surely bool) (bool, error) {
 	if surely {
 		return true, ConfirmDead(ctx, c, name)
@@ -51,8 +51,7 @@ func isDead(ctx context.Context, c client.WithWatch, name string, surely bool) (
 	return isSilent(n), nil
 }
 
-// forget ends the objects of what is on a disk whose node is dead: nobody else takes their finalizers off. Its files
-// stay.
+// forget deletes the objects of a disk whose node is dead and cannot remove the finalizers. The files stay.
 func forget(ctx context.Context, c client.Client, d disk) error {
 	reps, copies, err := objectsOn(ctx, c, d)
 	if err != nil {
@@ -73,7 +72,7 @@ func forget(ctx context.Context, c client.Client, d disk) error {
 	return nil
 }
 
-// abandon deletes an object without its keeper, if it is still as it was seen.
+// abandon deletes an object and its finalizers, if the object is unchanged since the read.
 func abandon(ctx context.Context, c client.Client, obj client.Object) error {
 	if obj.GetDeletionTimestamp() == nil {
 		uid, seen := obj.GetUID(), obj.GetResourceVersion()

@@ -12,10 +12,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// nodeSilent is how old a heartbeat may be; nodes renew it every 10 s.
+// nodeSilent is the maximum age of a heartbeat; nodes renew the heartbeat every 10 s.
 const nodeSilent = 40 * time.Second
 
-// nodeDrain takes a node out of use, or back.
 func (a *app) nodeDrain() *cobra.Command {
 	var undo bool
 	c := &cobra.Command{
@@ -56,7 +55,7 @@ func (a *app) nodeDrain() *cobra.Command {
 	return c
 }
 
-// onNode is what the disks of a node hold.
+// onNode returns the volumes and images on the disks of a node.
 func onNode(ctx context.Context, c client.Client, n *api.Node) (vols, imgs []string, err error) {
 	for _, d := range n.Status.Disks {
 		if d.UID == "" {
@@ -73,7 +72,7 @@ func onNode(ctx context.Context, c client.Client, n *api.Node) (vols, imgs []str
 	return slices.Compact(vols), slices.Compact(imgs), nil
 }
 
-// nodeSet sets what a node is known by when things are placed.
+// nodeSet sets the zone and tags of a node, for placement.
 func (a *app) nodeSet() *cobra.Command {
 	var zone, tags string
 	c := &cobra.Command{

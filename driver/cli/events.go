@@ -13,11 +13,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// showEvents is how many events of an object are shown.
+// showEvents is the number of events shown for an object.
 const showEvents = 10
 
-// eventsOf are the latest events of an object, which is of that kind, and of those of other kinds that have its name,
-// oldest first; not those of an object that had the name before. Who may not read events sees none.
+// eventsOf returns the latest events of an object of a kind, and of objects of the other kinds with the same name,
+// oldest first. eventsOf omits events of an earlier object of the name. A user without the right to read events sees no
+// events.
 func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string, others ...string) []eventsv1.Event {
 	var list eventsv1.EventList
 	if err := c.List(ctx, &list, client.MatchingFields{"regarding.name": o.GetName()}); err != nil {
@@ -32,7 +33,7 @@ func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string
 	return latest(all)
 }
 
-// latest are the latest of some events, oldest first.
+// latest returns the latest events, oldest first.
 func latest(all []eventsv1.Event) []eventsv1.Event {
 	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
 	return all[max(0, len(all)-showEvents):]

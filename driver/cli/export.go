@@ -14,35 +14,35 @@ import (
 	"drover.io/drover/api"
 )
 
-// ExportOptions say what is written into which file.
+// ExportOptions select a source, a file and a format.
 type ExportOptions struct {
-	Image, Snapshot string // one of them, by name
+	Image, Snapshot string // one name, the other is empty
 	File            string
 	Format          string // raw or qcow2
 	Compress        bool   // qcow2 alone
-	Force           bool   // the file may be there
+	Force           bool   // replace an existing file
 	Progress        func(done, total int64)
 }
 
-// Exporter writes what an image or a snapshot holds into a file. It reads disks of this machine.
+// Exporter writes the content of an image or a snapshot into a file. Exporter reads disks of this machine.
 type Exporter func(ctx context.Context, c client.Client, o ExportOptions) error
 
-// exportFlags are those of all exports.
+// exportFlags adds the flags of all exports.
 func exportFlags(c *cobra.Command, o *ExportOptions) {
 	c.Flags().StringVar(&o.Format, "format", "raw", "raw (sparse) or qcow2")
 	c.Flags().BoolVar(&o.Compress, "compress", false, "with qcow2: compress with zstd (QEMU 5.1 or later reads it)")
 	c.Flags().BoolVar(&o.Force, "force", false, "replace a file that is there")
 }
 
-// exported is what an export tells as json and yaml.
+// exported is the result of an export as json and yaml.
 type exported struct {
 	outcome
 	File   string `json:"file"`
 	Format string `json:"format"`
-	Size   int64  `json:"size"` // of the disk inside, bytes
+	Size   int64  `json:"size"` // of the disk image inside, bytes
 }
 
-// export runs an export of an object, of a kind as said takes it, with a progress bar.
+// export exports an object with a progress bar. The kind is a key of kinds.
 func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string,
 	o ExportOptions) error {
 	if o.Format != "raw" && o.Format != "qcow2" {

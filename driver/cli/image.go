@@ -96,7 +96,7 @@ func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 	conditions(w, s.Conditions)
 }
 
-// imageUsers are the names of the volumes that have the image at the bottom.
+// imageUsers returns the names of the volumes that stand on the image.
 func imageUsers(ctx context.Context, c client.Client, image string) ([]string, error) {
 	var vols api.VolumeList
 	if err := c.List(ctx, &vols); err != nil {
@@ -108,7 +108,7 @@ func imageUsers(ctx context.Context, c client.Client, image string) ([]string, e
 			users = append(users, v.Name)
 		}
 	}
-	var reps api.ReplicaList // a clone stands on the image of its source, whether it names it or not
+	var reps api.ReplicaList // a clone stands on its source's image, also without a name in the spec
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelImage: api.LabelValue(image)}); err != nil {
 		return nil, explain(ctx, err)
 	}
@@ -142,7 +142,7 @@ func (a *app) imageDelete() *cobra.Command {
 	}
 }
 
-// deleteImage waits until the image is gone. What the deletion waits for is told, as a remark.
+// deleteImage waits until the image is deleted. A remark says why the deletion waits.
 func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) error {
 	var img api.BackingImage
 	if err := get(ctx, c, "image", name, &img); err != nil {
@@ -155,7 +155,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 	if len(users) > 0 {
 		return api.Errorf(api.InUse, "image %q is in use by %s: delete what uses it first", name, someOf("volume", users))
 	}
-	// The precondition keeps a new image of the same name from being deleted in place of this one.
+	// The precondition protects a new image of the same name.
 	err = c.Delete(ctx, &img, client.Preconditions{UID: &img.UID})
 	if err != nil && !apierrors.IsNotFound(err) {
 		return explain(ctx, err)
@@ -172,7 +172,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 	})
 }
 
-// someOf lists names, but not a hundred of them.
+// someOf lists names, and counts the rest of a long list.
 func someOf(noun string, names []string) string {
 	if len(names) > 1 {
 		noun += "s"

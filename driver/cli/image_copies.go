@@ -13,9 +13,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// where is what there is to tell of an image's copies.
+// where is the knowledge of an image's copies.
 type where struct {
-	users  []string // volumes that have the image
+	users  []string // volumes that stand on the image
 	copies map[api.UID]api.ImageCopy
 	paths  map[api.UID]string // of disks
 	using  map[api.UID]int    // replicas per disk that stand on the image
@@ -60,7 +60,7 @@ func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*
 
 const copyHeader = "NODE DISK STATE PROGRESS SIZE USED VERIFIED FROM MESSAGE"
 
-// rows are the image's copies, one per disk.
+// rows returns the image's copies, one per disk.
 func (w *where) rows(img *api.BackingImage) [][]string {
 	var rows [][]string
 	for _, s := range img.Status.Copies {
@@ -95,7 +95,7 @@ func (w *where) rows(img *api.BackingImage) [][]string {
 	return rows
 }
 
-// progressOf is how far a copy is, and in bytes while they arrive.
+// progressOf returns the progress of a copy, in bytes during a transfer.
 func progressOf(s api.ImageCopySummary, st api.ImageCopyStatus) string {
 	text := fmt.Sprintf("%d%%", s.Progress)
 	if s.State != api.ImageInProgress || st.BytesDone == 0 {
@@ -108,7 +108,7 @@ func progressOf(s api.ImageCopySummary, st api.ImageCopyStatus) string {
 	return text
 }
 
-// disk is a disk for people: its path, or its UID where it has none any more.
+// disk names a disk for people: by path, or by UID if no node lists the disk.
 func (w *where) disk(uid api.UID) string {
 	if p := w.paths[uid]; p != "" {
 		return p
@@ -155,7 +155,7 @@ func (a *app) imageCleanup() *cobra.Command {
 			if err != nil {
 				return late(err, "the clean-up of image %q goes on", img.Name)
 			}
-			w, err := whereabouts(ctx, c, now) // the image's own list of its copies follows later
+			w, err := whereabouts(ctx, c, now) // the image's own list of copies follows later
 			if err != nil {
 				return err
 			}
@@ -236,21 +236,21 @@ func (a *app) imageVerify() *cobra.Command {
 	return c
 }
 
-// beingMade are the states of a copy that is not there yet.
+// beingMade are the states of an incomplete copy.
 var beingMade = []api.ImageState{api.ImagePending, api.ImageStarting, api.ImageInProgress, api.ImageTransfer}
 
-// notWell reports whether a copy is damaged, or away.
+// notWell reports whether a copy is damaged or missing.
 func notWell(s api.ImageCopySummary) bool {
 	return s.State == api.ImageUnknown || s.State == api.ImageFailed
 }
 
-// awaitVerified follows the copies until each of those that were ready has been read, or removed.
+// awaitVerified follows the copies until every copy that was ready is verified or removed.
 func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
 	token string) error {
-	verdicts := map[api.UID]string{} // "": well
-	removed := map[api.UID]bool{}    // before they were read
-	ready := map[api.UID]bool{}      // when it began
-	again := false                   // what is damaged is made good by itself
+	verdicts := map[api.UID]string{} // "": intact
+	removed := map[api.UID]bool{}    // before the verification
+	ready := map[api.UID]bool{}      // at the start
+	again := false                   // Drover repairs a damaged copy
 	w, err := whereabouts(ctx, c, img)
 	if err != nil {
 		return err
@@ -282,7 +282,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 			removed[f.Spec.Disk] = !read && (gone || !f.DeletionTimestamp.IsZero())
 			switch {
 			case removed[f.Spec.Disk]:
-			case lost: // what is brought anew is verified on its way, and says nothing of what was there
+			case lost: // the import verifies a new copy, which proves nothing about the lost copy
 				verdicts[f.Spec.Disk] = "it was gone"
 			case st.Verified == token && st.State == api.ImageFailed:
 				verdicts[f.Spec.Disk] = st.Message
@@ -295,7 +295,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 		p.at(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
 		return !pending(), nil
 	}
-	if !pending() { // what was found before is told
+	if !pending() { // report earlier verdicts
 		for _, o := range known {
 			_, _ = look(o, false)
 		}

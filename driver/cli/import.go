@@ -23,7 +23,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// imageFlags are the wishes that every way of making an image shares.
+// imageFlags are the common flags of all commands that create an image.
 type imageFlags struct {
 	name, checksum, nodes, disks string
 	secret                       string
@@ -42,7 +42,7 @@ func (f *imageFlags) add(c *cobra.Command, canWait bool) {
 	}
 }
 
-// copy adds those that a clone has, too.
+// copy adds the flags that also apply to a clone.
 func (f *imageFlags) copy(c *cobra.Command) {
 	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
 	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
@@ -187,7 +187,7 @@ func (a *app) imageClone() *cobra.Command {
 	return c
 }
 
-// repository is what names an image in a registry, without its host, tag and digest.
+// repository returns the name of an image in a registry, without host, tag and digest.
 func repository(ref string) string {
 	ref, _, _ = strings.Cut(ref, "@")
 	ref = ref[strings.LastIndex(ref, "/")+1:]
@@ -219,7 +219,7 @@ func (a *app) imageUpload() *cobra.Command {
 	return c
 }
 
-// openImage opens a regular file under its absolute, real path: that is what a node will be told.
+// openImage opens a regular file under its absolute, real path, the path for the node.
 func openImage(path string) (*os.File, error) {
 	abs, err := filepath.Abs(path)
 	if err == nil {
@@ -257,7 +257,7 @@ func fileError(path string, err error) error {
 	return api.Errorf(kind, "image file %s: %w", path, err)
 }
 
-// onlyNode reports whether this machine is the only node, so that a path here is a path there.
+// onlyNode reports whether this machine is the only node, so that the node can open paths of this machine.
 func onlyNode(ctx context.Context, c client.Client) (bool, error) {
 	var list api.NodeList
 	if err := c.List(ctx, &list); err != nil {
@@ -286,14 +286,14 @@ func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch
 	return a.makeImage(ctx, cmd, c, img, &outgoing{file, server}, false)
 }
 
-// makeImage creates the object, or joins one that is the same wish, and waits until it is ready.
+// makeImage creates the image, or joins an equal image, and waits until the image is ready.
 func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
 	body *outgoing, background bool) error {
 	began := time.Now()
 	wish := img
 	img, err := ensureImage(ctx, c, wish)
 	if errors.Is(err, context.Canceled) && isThere(ctx, c, wish) {
-		return interrupted(err, wish.Name, body) // the API took it, and its answer was not waited for
+		return interrupted(err, wish.Name, body) // the API created the image; ctx ended before the answer
 	}
 	if err != nil {
 		return err
@@ -318,7 +318,7 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 	})
 }
 
-// interrupted tells who ends a command what becomes of its image.
+// interrupted tells the user of an interrupted command whether the image continues.
 func interrupted(err error, image string, body *outgoing) error {
 	if body != nil {
 		return fmt.Errorf("%w: what was sent of image %[2]q is kept for 5 minutes: the same command sends the rest, "+
@@ -328,7 +328,7 @@ func interrupted(err error, image string, body *outgoing) error {
 		"`drover image delete %[2]s`", err, image)
 }
 
-// isThere looks, after the end of ctx, whether an image that is the wish is being made.
+// isThere checks, after the end of ctx, whether an image equal to want is in progress.
 func isThere(ctx context.Context, c client.Client, want *api.BackingImage) bool {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
@@ -337,7 +337,7 @@ func isThere(ctx context.Context, c client.Client, want *api.BackingImage) bool 
 		isSame(&have, want)
 }
 
-// isSame reports whether an image that is there is what is wanted.
+// isSame reports whether an existing image satisfies want.
 func isSame(have, want *api.BackingImage) bool {
 	return have.Spec.SourceType == want.Spec.SourceType &&
 		maps.Equal(have.Spec.SourceParameters, want.Spec.SourceParameters) &&
@@ -345,8 +345,7 @@ func isSame(have, want *api.BackingImage) bool {
 		(want.Spec.Checksum == "" || want.Spec.Checksum == have.Spec.Checksum || want.Spec.Checksum == have.Status.Checksum)
 }
 
-// ensureImage creates the image. One of the same name is joined where it is the same wish, and made anew where it
-// failed.
+// ensureImage creates the image. ensureImage joins an existing image that satisfies want, and replaces a failed image.
 func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage) (*api.BackingImage, error) {
 	err := c.Create(ctx, want)
 	if err == nil {
@@ -373,12 +372,12 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 	return &have, nil
 }
 
-// awaitImage follows image and copies until the image is ready or failed. With a body, it is sent to the copy that
-// asks for it.
+// awaitImage follows image and copies until the image is ready or failed. awaitImage sends a body to the copy that asks
+// for the body.
 func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *outgoing) (
 	*api.BackingImage, error) {
 	name := img.Name
-	errReady := errors.New("ready") // ends the group: whoever still watches or sends can stop
+	errReady := errors.New("ready") // ends the group: the other watchers and the sender stop
 	g, gctx := errgroup.WithContext(ctx)
 	var mu sync.Mutex
 	last := img
@@ -395,7 +394,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				case api.ImageFailed:
 					return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
 				}
-				if len(i.Status.Copies) == 0 { // else the copies tell, below
+				if len(i.Status.Copies) == 0 { // otherwise the copies report below
 					p.at("pending", 0, 0)
 				}
 				return false, nil
@@ -403,7 +402,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 			return err
 		})
 	})
-	to, stop := "", func() {} // where the body is sent
+	to, stop := "", func() {} // address of the upload and the end of its sender
 	g.Go(func() error {
 		defer func() { stop() }()
 		see := func(o client.Object) (bool, error) {
@@ -423,7 +422,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 					if err := s.send(sctx); sctx.Err() == nil {
 						return err
 					}
-					return gctx.Err() // another address is sent to
+					return gctx.Err() // the upload continues at another address
 				})
 			}
 			return false, nil
@@ -445,11 +444,11 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		colon(last.Status.Message), name)
 }
 
-// restartTime is how long an API server that answered before may be silent.
+// restartTime bounds the silence of an API server that answered before.
 const restartTime = 2 * time.Minute
 
-// throughRestarts does again what failed because the API server is away for a while: what is being made goes on
-// without it, and after its restart.
+// throughRestarts retries do while the API server is unreachable, because reconcilers continue without the API server
+// and after its restart.
 func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 	for since := time.Now(); ; {
 		began := time.Now()
@@ -458,7 +457,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 			return err
 		}
 		if time.Since(began) > 5*time.Second {
-			since = time.Now() // it had answered until then
+			since = time.Now() // the server answered until the end of the call
 		}
 		if time.Since(since) > restartTime {
 			return err
@@ -474,7 +473,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 	}
 }
 
-// silent reports that the API server did not answer, or could not yet.
+// silent reports that the API server did not answer, or is still starting.
 func silent(err error) bool {
 	var op *net.OpError
 	return api.Is(err, api.Unavailable) && (errors.As(err, &op) || errors.Is(err, io.EOF) ||

@@ -10,8 +10,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// readyDisks are the disks that are ready, on nodes that are alive. dead is a node that is not, whatever its heartbeat
-// says yet; empty: none is known to be.
+// readyDisks returns the ready disks of living nodes. The user declared the node dead; empty: no node.
 func readyDisks(ctx context.Context, c client.Client, dead string) (map[api.UID]bool, error) {
 	var nodes api.NodeList
 	if err := c.List(ctx, &nodes); err != nil {
@@ -27,7 +26,7 @@ func readyDisks(ctx context.Context, c client.Client, dead string) (map[api.UID]
 	return ready, nil
 }
 
-// lastCopies refuses to forget a disk that has the only whole copy of an image that cannot be fetched again.
+// lastCopies refuses to forget a disk with the only whole copy of an image that no import can fetch again.
 func lastCopies(ctx context.Context, c client.Client, d disk, dead string) error {
 	var copies api.ImageCopyList
 	ready, err := readyDisks(ctx, c, dead)
@@ -40,7 +39,7 @@ func lastCopies(ctx context.Context, c client.Client, d disk, dead string) error
 	var last []string
 	for _, f := range copies.Items {
 		if f.Spec.Disk != d.status.UID || f.Status.Digest == "" {
-			continue // elsewhere, or never whole
+			continue // on another disk, or never whole
 		}
 		var img api.BackingImage
 		err := c.Get(ctx, client.ObjectKey{Name: f.Spec.Image}, &img)

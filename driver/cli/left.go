@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// leaving are the volumes and images that are still on disks of a node which are to be left, and what each waits for.
+// leaving returns the volumes and images on the evicted disks of a node, each with the reason of its wait.
 func leaving(ctx context.Context, c client.Client, n *api.Node) (rows [][]string, err error) {
 	disks := map[api.UID]string{}
 	for _, d := range disksOf(n) {
@@ -45,8 +45,8 @@ func leaving(ctx context.Context, c client.Client, n *api.Node) (rows [][]string
 	return rows, nil
 }
 
-// isElsewhere reports whether a disk that is not where it is looked for is at another path of its node, or on another
-// node, with all that is on it. What a dead node says of it is past.
+// isElsewhere reports whether a missing disk is at another path of its node, or on another node, with all its objects.
+// The status of a dead node does not count.
 func isElsewhere(ctx context.Context, c client.Client, d disk, dead bool) (bool, error) {
 	var nodes api.NodeList
 	if err := c.List(ctx, &nodes); err != nil {
@@ -74,7 +74,7 @@ func isElsewhere(ctx context.Context, c client.Client, d disk, dead bool) (bool,
 	return len(reps)+len(copies) == 0, err
 }
 
-// objectsOn are those of what is on a disk of a node.
+// objectsOn returns the replicas and image copies on a disk.
 func objectsOn(ctx context.Context, c client.Client, d disk) ([]api.Replica, []api.ImageCopy, error) {
 	var reps api.ReplicaList
 	var copies api.ImageCopyList
@@ -86,7 +86,7 @@ func objectsOn(ctx context.Context, c client.Client, d disk) ([]api.Replica, []a
 		slices.DeleteFunc(copies.Items, func(c api.ImageCopy) bool { return c.Spec.Node != d.node }), nil
 }
 
-// waitsFor says in words what keeps something on a disk that it is to leave.
+// waitsFor says why an object stays on an evicted disk.
 func waitsFor(conds []metav1.Condition) string {
 	if c := meta.FindStatusCondition(conds, api.ConditionKept); c != nil && c.Status == metav1.ConditionTrue {
 		return c.Message

@@ -51,7 +51,7 @@ func (a *app) volumeMount() *cobra.Command {
 	return c
 }
 
-// mounting is one `volume mount` on its way.
+// mounting is a `volume mount` in progress.
 type mounting struct {
 	c                    client.WithWatch
 	volume, dir, options string
@@ -84,7 +84,7 @@ func (m *mounting) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() {
-		if err != nil && before == nil { // leave it as it was found
+		if err != nil && before == nil { // restore the former state
 			_, derr := detach(context.WithoutCancel(ctx), m.c, m.volume, false)
 			err = errors.Join(err, derr)
 		}
@@ -95,7 +95,7 @@ func (m *mounting) run(ctx context.Context) (err error) {
 	if err := os.MkdirAll(m.dir, 0o755); err != nil {
 		return err
 	}
-	if m.fs != "xfs" && m.fs != "btrfs" && !ro { // those two grow when mounted
+	if m.fs != "xfs" && m.fs != "btrfs" && !ro { // xfs and btrfs grow while mounted
 		if err := growUnmounted(ctx, m.fs, m.att.Status.Device); err != nil {
 			return err
 		}
@@ -109,7 +109,7 @@ func (m *mounting) run(ctx context.Context) (err error) {
 	return nil
 }
 
-// checkTarget refuses to hide what is there.
+// checkTarget refuses a folder with content, because a mount would hide the content.
 func checkTarget(dir string) error {
 	entries, err := os.ReadDir(dir)
 	switch {
@@ -131,9 +131,9 @@ func checkTarget(dir string) error {
 	return nil
 }
 
-// filesystem finds out what is on the device, and makes a filesystem only on a volume that is proven blank.
-// The proof was taken when the device was made; where it stood before this command, somebody may have written to it
-// since, so it is detached and attached again for a fresh one.
+// filesystem detects the content of the device, and makes a filesystem only on a volume that is proven blank. The proof
+// dates from the attach. A device that stood before this command may have been written since, so filesystem detaches
+// and attaches the volume for a new proof.
 func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 	var v api.Volume
 	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
@@ -151,7 +151,7 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 	case begun != "" && m.fs != "" && m.fs != begun:
 		return api.Errorf(api.InUse, "volume %q: a %s filesystem was being made on it, but it holds %s: it is not formatted",
 			m.volume, begun, m.fs)
-	case begun != "": // an mkfs that did not get to its end: nothing else was written, so it may be made again
+	case begun != "": // an unfinished mkfs wrote the only data, so mkfs may run again
 	case had != "":
 		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem that is not recognised any more: it is not formatted "+
 			"again; repair it on %s, or restore it", m.volume, had, m.att.Status.Device)
@@ -180,8 +180,8 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 	return m.mark(ctx, "", m.fs)
 }
 
-// mark records on the volume which filesystem is being made, so that a half-made one can be made again, and which one
-// was made, so that it never is.
+// mark records on the volume the filesystem that mkfs begins, so that a killed mkfs can run again, and the finished
+// filesystem, so that mkfs never runs again.
 func (m *mounting) mark(ctx context.Context, making, made string) error {
 	var v api.Volume
 	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
@@ -201,7 +201,7 @@ func (m *mounting) mark(ctx context.Context, making, made string) error {
 
 func (m *mounting) mount(ctx context.Context) error {
 	opts := m.options
-	if m.fs == "xfs" { // volumes from one image carry the same filesystem UUID
+	if m.fs == "xfs" { // volumes from the same image carry the same filesystem UUID
 		opts = strings.Trim(opts+",nouuid", ",")
 	}
 	argv := []string{"-t", m.fs}
@@ -212,7 +212,7 @@ func (m *mounting) mount(ctx context.Context) error {
 	return err
 }
 
-// mkfs makes a filesystem as the node door does.
+// mkfs makes a filesystem like the CSI node service.
 func mkfs(ctx context.Context, fs, params, device string) error {
 	argv := api.MkfsCommand(fs)
 	if argv == nil {
@@ -222,7 +222,7 @@ func mkfs(ctx context.Context, fs, params, device string) error {
 	return err
 }
 
-// probe names the filesystem on a device, or "" where there is no known content.
+// probe names the filesystem on a device, or returns "" for unknown content.
 func probe(ctx context.Context, device string) (string, error) {
 	out, err := exec.CommandContext(ctx, "blkid", "-p", "-u", "filesystem", "-s", "TYPE", "-o", "value", device).Output()
 	var exit *exec.ExitError
@@ -235,7 +235,7 @@ func probe(ctx context.Context, device string) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// run runs a tool; its error carries the tool's own last words.
+// run runs a tool. The error carries the tool's last words.
 func run(ctx context.Context, name string, argv ...string) (string, error) {
 	out, err := exec.CommandContext(ctx, name, argv...).CombinedOutput()
 	if err == nil {
@@ -251,7 +251,7 @@ func run(ctx context.Context, name string, argv ...string) (string, error) {
 	return "", api.Errorf(api.Other, "%s %s: %w: %s", name, strings.Join(argv, " "), err, said)
 }
 
-// growMounted grows the filesystem of a volume that is mounted here; it says what it did, for the report.
+// growMounted grows the filesystem of a volume that is mounted here, and describes the growth for the report.
 func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string, error) {
 	att, err := attachment(ctx, c, v.Name)
 	if att == nil || err != nil {
@@ -281,7 +281,7 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 	return ", the " + on[0].fs + " filesystem at " + on[0].dir + " too", nil
 }
 
-// growFS makes a mounted filesystem as large as its device. It changes nothing where it is so already.
+// growFS grows a mounted filesystem to the size of its device, if necessary.
 func growFS(ctx context.Context, fs, device, dir string) error {
 	var err error
 	switch fs {
@@ -298,7 +298,7 @@ func growFS(ctx context.Context, fs, device, dir string) error {
 	return err
 }
 
-// growUnmounted grows a filesystem that can only, or also, grow while it is not mounted.
+// growUnmounted grows a filesystem that can grow while unmounted.
 func growUnmounted(ctx context.Context, fs, device string) error {
 	if !strings.HasPrefix(fs, "ext") {
 		return nil
@@ -307,7 +307,7 @@ func growUnmounted(ctx context.Context, fs, device string) error {
 	if !smaller || err != nil {
 		return err
 	}
-	// resize2fs insists on a check before. Exit code 1 means that something was repaired: fine.
+	// resize2fs requires a check first. Exit code 1 means a successful repair.
 	if _, err := run(ctx, "e2fsck", "-f", "-p", device); err != nil {
 		var exit *exec.ExitError
 		if !errors.As(err, &exit) || exit.ExitCode() > 1 {
@@ -318,7 +318,7 @@ func growUnmounted(ctx context.Context, fs, device string) error {
 	return err
 }
 
-// extSmaller reports whether an ext filesystem leaves room on its device that it could use.
+// extSmaller reports whether an ext filesystem is smaller than its device.
 func extSmaller(ctx context.Context, device string) (bool, error) {
 	out, err := run(ctx, "dumpe2fs", "-h", device)
 	if err != nil {
@@ -397,7 +397,7 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 	if err != nil {
 		return err
 	}
-	for _, dir := range slices.Backward(dirs) { // later mounts may lie below earlier ones
+	for _, dir := range slices.Backward(dirs) { // later mounts may lie below earlier mounts
 		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
 			if errors.Is(err, unix.EBUSY) {
 				return api.Errorf(api.InUse, "%s is in use: end what uses it (`fuser -vm %s` lists it) and try again", dir, dir)
@@ -412,9 +412,9 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 	return err
 }
 
-// lostDevices are the loop devices of this machine that stand on a volume's file, by the name that the data process
-// gives it: drover-UID.MARK, without the mark from older versions. Beside the attachment's there are those that were
-// lost when all of Drover was killed: they may still be mounted, and only give errors.
+// lostDevices returns the loop devices of this machine on a volume's file, by the data process's name of the file:
+// drover-UID.MARK, without the mark from older versions. Beside the attachment's device, lostDevices returns devices
+// that lost all processes of Drover: such devices may still be mounted, and only return errors.
 func lostDevices(volume api.UID) []string {
 	var out []string
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
@@ -428,7 +428,7 @@ func lostDevices(volume api.UID) []string {
 	return out
 }
 
-// mountEntry is one line of this machine's mount table.
+// mountEntry is a line of this machine's mount table.
 type mountEntry struct{ device, dir, fs string }
 
 func mountsWhere(match func(mountEntry) bool) ([]mountEntry, error) {
@@ -447,7 +447,7 @@ func onDevice(device string) func(mountEntry) bool {
 	return func(e mountEntry) bool { return device != "" && e.device == device }
 }
 
-// mountsOf are the folders where a device is mounted on this machine.
+// mountsOf returns the folders where a device is mounted on this machine.
 func mountsOf(device string) ([]string, error) {
 	on, err := mountsWhere(onDevice(device))
 	var dirs []string

@@ -74,7 +74,7 @@ func (a *app) nodeCommand() *cobra.Command {
 	return c
 }
 
-// nodeOf reads the named node, or this machine's where no name is given.
+// nodeOf reads the named node, or this machine's node for an empty name.
 func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error) {
 	if name == "" {
 		var err error
@@ -114,12 +114,12 @@ func describeNode(w io.Writer, n *api.Node) {
 	conditions(w, s.Conditions)
 }
 
-// disk joins what the user wished and what the node found.
+// disk joins the spec and the status of a disk.
 type disk struct {
 	node   string
 	spec   api.DiskSpec
 	status api.DiskStatus
-	left   string // what is still on a disk that is being evicted
+	left   string // the rest on an evicted disk
 }
 
 const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
@@ -150,7 +150,7 @@ func disksOf(n *api.Node) []disk {
 	return out
 }
 
-// findDisk finds a disk by path, UID or the node:path of -o name, on one node or, with node "", anywhere.
+// findDisk finds a disk by path, UID or the node:path of -o name, on a node or, with node "", anywhere.
 func findDisk(ctx context.Context, c client.Client, node, which string) (disk, error) {
 	if n, path, ok := strings.Cut(which, ":/"); ok && node == "" {
 		node, which = n, "/"+path
@@ -220,7 +220,7 @@ func (a *app) diskList() *cobra.Command {
 				}
 				return nil
 			}
-			out := make([]map[string]any, 0, len(disks)) // a disk is no object of its own
+			out := make([]map[string]any, 0, len(disks)) // a disk is no API object
 			for _, d := range disks {
 				out = append(out, map[string]any{"node": d.node, "spec": d.spec, "status": d.status})
 			}
@@ -283,7 +283,7 @@ func (a *app) diskAdd() *cobra.Command {
 	return c
 }
 
-// editNode changes a node, which itself writes its status all the time: change sees the newest version.
+// editNode changes a node. The node writes its status all the time, so change always sees the newest version.
 func editNode(ctx context.Context, c client.Client, name string, change func(*api.Node) error) (*api.Node, error) {
 	n, err := await.Edit(ctx, c, name, func(n *api.Node) (bool, error) {
 		err := change(n)
@@ -295,7 +295,7 @@ func editNode(ctx context.Context, c client.Client, name string, change func(*ap
 	return n, explain(ctx, err)
 }
 
-// awaitDisk waits for the node's verdict. A disk that it refuses is taken out of the spec again.
+// awaitDisk waits for the node's verdict, and removes a refused disk from the spec.
 func awaitDisk(ctx context.Context, c client.WithWatch, node, path string) (api.DiskStatus, error) {
 	var verdict api.DiskStatus
 	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
@@ -326,7 +326,7 @@ func dropDisk(ctx context.Context, c client.Client, node, path string) error {
 	return err
 }
 
-// holdings are what lies on a disk: names of volumes and of images.
+// holdings returns the names of the volumes and images on a disk.
 func holdings(ctx context.Context, c client.Client, uid api.UID) (vols, imgs []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
@@ -393,7 +393,7 @@ func (a *app) diskEvict() *cobra.Command {
 	return c
 }
 
-// whatMoves says what becomes of what is on a disk that is evicted, and what the user has to do.
+// whatMoves says where the content of an evicted disk moves, and whether the user must act.
 func whatMoves(vols, imgs []string) string {
 	text := ""
 	if len(imgs) > 0 {
@@ -419,7 +419,7 @@ func stillHolds(vols, imgs []string) string {
 	return "; on it: " + strings.Join(what, "; ")
 }
 
-// forgotten says what goes with a disk that does not answer.
+// forgotten names the images that the API forgets with a dead disk.
 func forgotten(imgs []string) string {
 	if len(imgs) == 0 {
 		return ""
@@ -427,9 +427,9 @@ func forgotten(imgs []string) string {
 	return fmt.Sprintf("; what was on it is forgotten: %s", someOf("image", imgs))
 }
 
-// dependants are the volumes that need what is on a disk: they are not being deleted, and a replica there is a member,
-// or may become the first. A replica that others took the place of is not needed, as long as one of those is there: it
-// may be what is left to salvage. dead is as with readyDisks.
+// dependants returns the volumes that need a disk: undeleted volumes with a member on the disk, or with a replica there
+// that may become the first member. No volume needs a replaced replica while a ready member exists; without ready
+// members, salvage may need the replica. For dead see readyDisks.
 func dependants(ctx context.Context, c client.Client, uid api.UID, dead string) (names []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
@@ -455,7 +455,7 @@ func dependants(ctx context.Context, c client.Client, uid api.UID, dead string) 
 	return names, nil
 }
 
-// replicasThere tells of the name of a replica whether its disk is ready, on a node that is alive.
+// replicasThere returns a function that reports by name whether a replica's disk is ready, on a living node.
 func replicasThere(ctx context.Context, c client.Client, dead string) (func(name string) bool, error) {
 	var reps api.ReplicaList
 	ready, err := readyDisks(ctx, c, dead)
@@ -470,7 +470,7 @@ func replicasThere(ctx context.Context, c client.Client, dead string) (func(name
 	}, nil
 }
 
-// awaitForgotten waits until a node knows nothing of a disk any more.
+// awaitForgotten waits until a node no longer lists a disk.
 func awaitForgotten(ctx context.Context, c client.WithWatch, node string, uid api.UID) error {
 	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
 	_, err := until(ctx, c, node, gone, func(n *api.Node) (bool, error) {
@@ -547,7 +547,7 @@ func (a *app) diskRemove() *cobra.Command {
 					return err
 				}
 			}
-			if waits { // its place is free once what was on it is forgotten
+			if waits { // the path is free once the node has forgotten the disk
 				if err := awaitForgotten(ctx, c, d.node, d.status.UID); err != nil {
 					return err
 				}

@@ -27,7 +27,7 @@ func parseSize(s string) (int64, error) {
 	return q.Value(), nil
 }
 
-// volumeSize rounds to what a volume can have and refuses what it cannot.
+// volumeSize rounds a size up to a valid volume size and refuses larger sizes.
 func volumeSize(s string) (int64, error) {
 	n, err := parseSize(s)
 	if err != nil {
@@ -39,7 +39,7 @@ func volumeSize(s string) (int64, error) {
 	return api.RoundSize(n), nil
 }
 
-// checkName says early, and in one sentence, what the API server would say in three.
+// checkName refuses an invalid name before the API server does, in a shorter sentence.
 func checkName(noun, name string) error {
 	if errs := validation.IsDNS1123Subdomain(name); len(errs) > 0 {
 		return api.Errorf(api.Invalid, "%q cannot be the name of a %s: use lower-case letters, digits, '-' and '.', "+
@@ -50,7 +50,7 @@ func checkName(noun, name string) error {
 
 var notInNames = regexp.MustCompile(`[^a-z0-9.-]+`)
 
-// nameFrom makes an image's name of the last part of a path or URL: "…/Debian_12.qcow2.xz" is debian-12.
+// nameFrom derives an image's name from the last part of a path or URL: "…/Debian_12.qcow2.xz" becomes debian-12.
 func nameFrom(source string) string {
 	base := strings.ToLower(path.Base(strings.SplitN(strings.SplitN(source, "?", 2)[0], "#", 2)[0]))
 	for {
@@ -78,7 +78,7 @@ func tags(s string) []string {
 	return out
 }
 
-// thisNode finds the Node object of this machine: the one named like the host, or the only one there is.
+// thisNode finds the Node of this machine: the node named like the host, or the only node.
 func thisNode(ctx context.Context, c client.Client) (string, error) {
 	var nodes api.NodeList
 	if err := c.List(ctx, &nodes); err != nil {

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// finding is the answer to one question about this machine.
+// finding is the answer to a question about this machine.
 type finding struct {
 	Check  string `json:"check"`
 	Result string `json:"result"` // ok, warning or failed
@@ -92,7 +92,7 @@ func (a *app) printFindings(cmd *cobra.Command, all []finding) error {
 	return nil
 }
 
-// preflight asks all questions. Each one stands alone.
+// preflight asks all questions. The questions are independent.
 func preflight(disks []string) []finding {
 	all := []finding{checkRoot(), checkKernel(), checkFUSE(), checkFUSETimeout(), checkLoop(), checkIOURing(),
 		checkHungTask(), checkResource(), checkFiles()}
@@ -118,7 +118,7 @@ func checkRoot() finding {
 		"devices and mounts need root: run this, and `drover serve`, with sudo"}
 }
 
-// kernel is the running kernel's release and its first two numbers.
+// kernel returns the running kernel's release and its first two numbers.
 func kernel() (release string, major, minor int) {
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
@@ -155,7 +155,7 @@ func checkFUSE() finding {
 	return finding{"fuse", fine, "/dev/fuse opens", ""}
 }
 
-// checkFUSETimeout: a kernel that gives up on slow requests would turn a pause into an I/O error.
+// checkFUSETimeout warns of a kernel that aborts slow requests, because a pause would become an I/O error.
 func checkFUSETimeout() finding {
 	worst := 0
 	for _, name := range []string{"default_request_timeout", "max_request_timeout"} {
@@ -217,7 +217,7 @@ func checkHungTask() finding {
 	return finding{"hung-task", fine, "waiting tasks do not make the kernel panic", ""}
 }
 
-// checkResource: CAP_SYS_RESOURCE, by a question that takes it.
+// checkResource checks CAP_SYS_RESOURCE by an operation that requires the capability.
 func checkResource() finding {
 	if err := unix.Prctl(unix.PR_GET_IO_FLUSHER, 0, 0, 0, 0); err != nil {
 		return finding{"io-flusher", warning, "the data process cannot be marked as one that serves I/O: " + err.Error(),
@@ -239,7 +239,7 @@ func checkFiles() finding {
 	return finding{"open-files", fine, fmt.Sprintf("at most %d", lim.Max), ""}
 }
 
-// checkTool looks for a program. need is the result where it is missing; "": nothing of Drover needs it.
+// checkTool looks for a program. need is the result for a missing program; "": Drover does not need the program.
 func checkTool(tool, pkg, need string) finding {
 	path, err := exec.LookPath(tool)
 	if err == nil {
@@ -254,7 +254,7 @@ func checkTool(tool, pkg, need string) finding {
 	return finding{tool, fine, "not found; Drover itself does not need it (package " + pkg + ")", ""}
 }
 
-// checkDisk looks at the file system below a folder, without writing to it.
+// checkDisk inspects the file system below a folder without a write.
 func checkDisk(path string) finding {
 	check := "disk " + path
 	dir := path

@@ -28,7 +28,7 @@ func (a *app) checkOutput() error {
 	return usagef("-o %s is not known: use table, json, yaml or name", a.output)
 }
 
-// print writes one object: as json, yaml or name where asked for, else what human writes.
+// print writes an object: as json, yaml or name if -o asks for these forms, else by human.
 func (a *app) print(w io.Writer, obj client.Object, human func(io.Writer)) error {
 	switch a.output {
 	case "table":
@@ -44,7 +44,7 @@ func (a *app) print(w io.Writer, obj client.Object, human func(io.Writer)) error
 	return a.encode(w, obj)
 }
 
-// printList does the same for a list. row is called for each object in the order of the list.
+// printList is print for a list. printList calls row for each object in order.
 func (a *app) printList(w io.Writer, list client.ObjectList, header string, row func(runtime.Object) []string) error {
 	items, err := meta.ExtractList(list)
 	if err != nil {
@@ -81,7 +81,7 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 	return a.encode(w, list)
 }
 
-// encode writes v as json or yaml. A command of several names calls it for each: a document after another one.
+// encode writes v as json or yaml. For several names a command calls encode once per document.
 func (a *app) encode(w io.Writer, v any) error {
 	if a.output == "yaml" {
 		out, err := yaml.Marshal(v)
@@ -101,7 +101,7 @@ func (a *app) encode(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// dress gives an object its kind, which typed clients leave out, and takes off what no reader wants.
+// dress sets an object's kind, which typed clients omit, and removes the managed fields.
 func dress(obj client.Object) error {
 	gvk, err := apiutil.GVKForObject(obj, scheme)
 	if err != nil {
@@ -120,7 +120,7 @@ func typedName(obj client.Object) string {
 	return strings.ToLower(gvk.Kind) + "." + gvk.Group + "/" + obj.GetName()
 }
 
-// outcome is what became of an object that is not shown, or that is gone.
+// outcome is the result for an object that is deleted or not shown.
 type outcome struct {
 	Kind   string `json:"kind"`
 	Name   string `json:"name"`
@@ -128,7 +128,7 @@ type outcome struct {
 	Result string `json:"result"`
 }
 
-// said reports a finished act in the form that -o asks for; the kind is as people say it.
+// said reports a finished command in the form of -o; the kind is a key of kinds.
 func (a *app) said(cmd *cobra.Command, kind, name, what string) {
 	w := cmd.OutOrStdout()
 	switch a.output {
@@ -137,11 +137,11 @@ func (a *app) said(cmd *cobra.Command, kind, name, what string) {
 	case "table":
 		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
 	default:
-		_ = a.encode(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // three texts: they can be encoded
+		_ = a.encode(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // a struct of strings always encodes
 	}
 }
 
-// saidDisk tells what became of a disk; its name is the one that other commands take.
+// saidDisk reports a finished command on a disk, named as other commands accept the name.
 func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
 	w := cmd.OutOrStdout()
 	switch a.output {
@@ -154,11 +154,11 @@ func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
 	}
 }
 
-// kinds are those of said, by what people call them.
+// kinds maps the kinds in people's words to API kinds.
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
 	"snapshot group": "SnapshotGroup", "node": "Node"}
 
-// table writes aligned columns; empty cells show as "-", so that columns can be counted by scripts too.
+// table writes aligned columns. An empty cell shows as "-", so that scripts can count columns.
 func table(w io.Writer, header string, rows [][]string) error {
 	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
 	fmt.Fprintln(tw, strings.ReplaceAll(header, " ", "\t"))
@@ -173,7 +173,7 @@ func table(w io.Writer, header string, rows [][]string) error {
 	return tw.Flush()
 }
 
-// fields writes "Name:  value" lines, leaving out those without a value.
+// fields writes "Name:  value" lines, except empty values.
 func fields(w io.Writer, pairs ...string) {
 	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	for i := 0; i+1 < len(pairs); i += 2 {
@@ -203,7 +203,7 @@ func age(t metav1.Time) string {
 	return duration.HumanDuration(time.Since(t.Time))
 }
 
-// someBytes is a size for people, but nothing for 0: unknown yet.
+// someBytes formats a size for people, and an unknown size (0) as nothing.
 func someBytes(n int64) string {
 	if n == 0 {
 		return ""
@@ -211,7 +211,7 @@ func someBytes(n int64) string {
 	return api.SizeText(n)
 }
 
-// seconds is a duration for people.
+// seconds formats a duration for people.
 func seconds(d time.Duration) string {
 	if d < 10*time.Second {
 		return fmt.Sprintf("%.2f s", d.Seconds())

@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// progress shows how far something is: one line that is drawn anew on a terminal, and elsewhere a plain line at each
-// change of state and each tenth. Safe for concurrent use. It draws when told to and has no goroutine of its own.
+// progress shows the progress of an operation: a redrawn line on a terminal, elsewhere a plain line at each change of
+// state and each tenth. progress is safe for concurrent use and has no goroutine; callers trigger the drawing.
 type progress struct {
 	w     io.Writer
 	width int // of the terminal; 0: not a terminal
@@ -30,12 +30,12 @@ type progress struct {
 	baseAt  time.Time
 	current int64
 	form    int // of the line, in this state: how many figures gave way to the bar,
-	bar     int // and how wide that is
+	bar     int // and the width of the bar
 }
 
 const narrowestBar, widestBar = 8, 40 // columns
 
-// newProgress writes to w, in colour-free text. label names what moves.
+// newProgress writes to w, in colour-free text. The label names the object.
 func newProgress(w io.Writer, label string) *progress {
 	p := &progress{w: w, label: label, start: time.Now(), tenth: -1}
 	if f, ok := w.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
@@ -47,14 +47,14 @@ func newProgress(w io.Writer, label string) *progress {
 	return p
 }
 
-// at reports: done of total bytes (total 0: unknown), or a percentage with total 100 and unit "%".
+// at reports done of total bytes (total 0: unknown).
 func (p *progress) at(state string, done, total int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
 	changed := state != p.state
 	if changed || done < p.current {
-		p.baseAt = time.Time{} // what goes on after a pause, or from further back, has a speed of its own
+		p.baseAt = time.Time{} // progress after a pause, or from further back, has a new speed
 	}
 	if changed {
 		p.form, p.bar = 0, widestBar
@@ -103,11 +103,11 @@ func (p *progress) draw(done, total int64) {
 	}
 	left := fmt.Sprintf("%s  %s ", p.label, p.state)
 	text := left + count + rate + rest
-	forms := []string{count + rate + rest, count + rest, count} // rather a bar than all the figures
+	forms := []string{count + rate + rest, count + rest, count} // the bar takes precedence over figures
 	for ; total > 0 && p.form < len(forms); p.form++ {
 		right := forms[p.form]
 		if room := p.width - len(left) - len(right) - 3; room >= narrowestBar {
-			p.bar = min(p.bar, room) // as figures come and go it stays, and does not flicker
+			p.bar = min(p.bar, room) // the bar never widens, so that changing figures cause no flicker
 			full := int(int64(p.bar) * min(done, total) / total)
 			text = left + "[" + strings.Repeat("=", full) + strings.Repeat(" ", p.bar-full) + "]" + right
 			break
@@ -119,7 +119,7 @@ func (p *progress) draw(done, total int64) {
 	fmt.Fprintf(p.w, "\r%s\x1b[K", text)
 }
 
-// clear takes the line away, so that a result or an error stands alone.
+// clear erases the line, so that a result or an error stands alone.
 func (p *progress) clear() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -129,7 +129,7 @@ func (p *progress) clear() {
 	}
 }
 
-// counter counts what is read through it into a progress.
+// counter reports the bytes read through counter to a progress.
 type counter struct {
 	r     io.Reader
 	p     *progress

@@ -11,28 +11,28 @@ import (
 	"drover.io/drover/api"
 )
 
-// RecoverOptions say what `drover recover` does.
+// RecoverOptions are the options of `drover recover`.
 type RecoverOptions struct {
-	Disks       []string // folders to read; none: the disks of the nodes that are on this machine
-	Apply       bool     // do it; otherwise only tell
+	Disks       []string // folders to read; empty: the disks of this machine's nodes
+	Apply       bool     // apply the findings; otherwise only report
 	RaiseEpochs bool
-	DeadNodes   []string // what they say of disks does not count: the user says that they are no more
-	NoWait      bool     // do not wait until the loops have taken over what was created
+	DeadNodes   []string // the user declares the nodes dead: their reports on disks do not count
+	NoWait      bool     // do not wait until the reconcilers use the created objects
 }
 
 // States of a Finding.
 const (
 	FoundThere    = "there"    // disk and API agree
-	FoundMissing  = "missing"  // on a disk, and not in the API
+	FoundMissing  = "missing"  // on a disk, but not in the API
 	FoundBehind   = "behind"   // the API knows an older epoch than the disk
-	FoundMoved    = "moved"    // the disk is on another node now
-	FoundStale    = "stale"    // a replica that was no member any more
-	FoundLost     = "lost"     // in the API, and not on its disk
-	FoundConflict = "conflict" // both say different things: a person must decide
-	FoundDamaged  = "damaged"  // cannot be read, or is not whole
+	FoundMoved    = "moved"    // another node has the disk now
+	FoundStale    = "stale"    // a replica that is no longer a member
+	FoundLost     = "lost"     // in the API, but not on its disk
+	FoundConflict = "conflict" // disk and API contradict each other: a person must decide
+	FoundDamaged  = "damaged"  // unreadable, or not whole
 )
 
-// Finding is one thing that a disk holds, or the API speaks of, and what recovery does about it.
+// Finding is an object on a disk or in the API, and recovery's action on the object.
 type Finding struct {
 	Kind   string  `json:"kind"`
 	Name   string  `json:"name"`
@@ -43,14 +43,14 @@ type Finding struct {
 	Note   string  `json:"note,omitempty"`
 }
 
-// Recoverer compares disks with objects and, where asked to, makes the objects that are missing. It returns all that it
-// found, also with an error.
+// Recoverer compares disks with objects and, with Apply, creates the missing objects. Recoverer returns all findings,
+// also with an error.
 type Recoverer func(ctx context.Context, c client.WithWatch, o RecoverOptions) ([]Finding, error)
 
-// Restorer makes the API's state in a state folder what a snapshot holds, and returns where the former one is kept.
+// Restorer replaces the API's state in a state folder by a snapshot, and returns the path of the former state.
 type Restorer func(stateDir, snapshot string) (aside string, err error)
 
-// RecoverCommand is `drover recover`. What it does needs more of the house than a command may know, so it is given.
+// RecoverCommand is `drover recover`. The caller supplies the work, which needs rooms that this package may not import.
 func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	a := &app{}
 	var o RecoverOptions
@@ -102,7 +102,7 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	return c
 }
 
-// restoreState is for a machine whose server is stopped: nothing of the API can be asked.
+// restoreState works on a machine whose API server is stopped, so restoreState sends no request.
 func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot string, o RecoverOptions) error {
 	if err := a.checkOutput(); err != nil {
 		return err
@@ -151,7 +151,7 @@ func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
 	return a.encode(w, all)
 }
 
-// verdict says in a sentence what is left to do, as an error where something was not done.
+// verdict says which work remains, as an error if recovery skipped a finding.
 func verdict(cmd *cobra.Command, all []Finding, o RecoverOptions) error {
 	todo, behind := 0, 0
 	var skipped []string

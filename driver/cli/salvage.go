@@ -122,7 +122,7 @@ func (a *app) salvage(
 	})
 }
 
-// later reports whether a has more than b, as far as can be told.
+// later reports whether a has more data than b, as far as the API knows.
 func later(a, b *api.Replica) bool {
 	if a.Status.Joined != b.Status.Joined {
 		return a.Status.Joined > b.Status.Joined
@@ -130,7 +130,7 @@ func later(a, b *api.Replica) bool {
 	return a.Status.LastWrite != nil && (b.Status.LastWrite == nil || b.Status.LastWrite.Before(a.Status.LastWrite))
 }
 
-// silentNodes are the nodes that give no sign of life.
+// silentNodes returns the silent nodes.
 func silentNodes(ctx context.Context, c client.Client) (map[string]bool, error) {
 	var list api.NodeList
 	if err := c.List(ctx, &list); err != nil {

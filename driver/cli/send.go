@@ -20,32 +20,32 @@ import (
 	"drover.io/drover/api"
 )
 
-// sender streams a file to a node. A connection that is cut is no end: what the node has is asked for, compared with
-// the file, and the rest is sent.
+// sender streams a file to a node. After a broken connection sender asks the node for the received part, compares the
+// part with the file, and sends the rest.
 type sender struct {
-	ways []way // the first one is taken
+	ways []way // the first is in use
 	body *os.File
 	size int64
 	p    *progress
 
-	tries int // in a row, without a byte that the node took between
+	tries int // in a row, without progress at the node
 	off   int64
-	mine  bool // the last request there was ours
+	mine  bool // the last upload at the node was ours
 }
 
-// outgoing is a file that is sent, and the API server that may take it for a node that cannot be reached.
+// outgoing is a file to send, and the API server that forwards the file if the node is unreachable.
 type outgoing struct {
 	*os.File
 	server *rest.Config
 }
 
-// way is an address where the file is taken.
+// way is an address that takes the file.
 type way struct {
 	to   string
 	http *http.Client
 }
 
-// said is what a node says of an upload.
+// said is a node's answer about an upload.
 type said struct {
 	Message string `json:"message"`
 	Offset  int64  `json:"offset"`
@@ -59,8 +59,8 @@ const (
 	sendMost  = 10 * time.Second
 )
 
-// newSender is for an address that the API names, whose server has a certificate of that authority (PEM). Where that is
-// not reached, as from another machine, Drover's own API server forwards what is sent.
+// newSender sends to an address from the API, whose server has a certificate of the authority (PEM). If the address is
+// unreachable, as from another machine, Drover's API server forwards the file.
 func newSender(image, to, authority string, body *outgoing, p *progress) (*sender, error) {
 	st, err := body.Stat()
 	if err != nil {
@@ -91,7 +91,7 @@ func sending(trust *tls.Config) *http.Transport {
 		DialContext: (&net.Dialer{Timeout: 5 * time.Second}).DialContext}
 }
 
-// throughAPI is the way by the API server, with the credentials of the kubeconfig.
+// throughAPI is the way through the API server, with the credentials of the kubeconfig.
 func throughAPI(cfg *rest.Config, image string) (way, error) {
 	base, _, err := rest.DefaultServerUrlFor(cfg)
 	if err != nil {
@@ -115,7 +115,7 @@ func (s *sender) close() {
 	}
 }
 
-// send sends the file, and returns when the node has it, or when it is told elsewhere what became of it.
+// send sends the file, and returns when the node has the file, or when the address expects no upload any more.
 func (s *sender) send(ctx context.Context) error {
 	for first := true; ; first = false {
 		answer, code, err := s.put(ctx, first)
@@ -139,15 +139,15 @@ func (s *sender) send(ctx context.Context) error {
 	}
 }
 
-// errGone is said of an address where nothing is expected.
+// errGone means that an address expects no upload.
 var errGone = errors.New("no upload is expected there")
 
-// wait pauses, and asks the node where to continue. gone: the upload is not expected there any more. A node that was
-// just started does not expect it yet.
+// wait pauses, and asks the node where to continue. gone: the node expects no upload any more. A node that has just
+// started does not expect the upload yet.
 func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 	for ; ; s.tries++ {
 		if s.tries >= sendTries && errors.Is(cause, errGone) {
-			return true, nil // it has ended, or goes on under another address: the image says so
+			return true, nil // the upload ended or continues at another address: the image's status decides
 		}
 		if s.tries >= sendTries {
 			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command goes on from %s",
@@ -180,14 +180,14 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 		s.off = now.Offset
 		s.p.at("sending", s.off, s.size)
 		if now.Sending && !s.mine {
-			continue // somebody else sends it; whoever is silent for too long is sent away by the node
+			continue // another sender is active; the node ends a silent sender
 		}
 		s.tries++
 		return now.Offset == s.size, s.compare(now)
 	}
 }
 
-// ask asks how far the upload is: by the way that was taken, else by the other one, which is taken from then on.
+// ask asks for the progress of the upload: through the current way, else through the other way, which becomes current.
 func (s *sender) ask(ctx context.Context) (first said, code int, err error) {
 	for i := range s.ways {
 		req, rerr := http.NewRequestWithContext(ctx, http.MethodGet, s.ways[i].to, nil)
@@ -208,7 +208,7 @@ func (s *sender) ask(ctx context.Context) (first said, code int, err error) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// compare refuses to continue what was sent of another file.
+// compare refuses to continue an upload of another file.
 func (s *sender) compare(now said) error {
 	sum := crc32.New(castagnoli)
 	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
@@ -220,7 +220,7 @@ func (s *sender) compare(now said) error {
 	return nil
 }
 
-// put sends the rest of the file. The first time, it gives way to whoever sends already.
+// put sends the rest of the file. The first call gives way to an active sender.
 func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
 	n := s.size - s.off
 	r := &counter{r: io.NewSectionReader(s.body, s.off, n), p: s.p, state: "sending", done: s.off, total: s.size}
@@ -236,7 +236,7 @@ func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
 	return s.ways[0].do(req)
 }
 
-// do sends a request and reads what the node says.
+// do sends a request and reads the node's answer.
 func (w way) do(req *http.Request) (said, int, error) {
 	resp, err := w.http.Do(req)
 	if err != nil {

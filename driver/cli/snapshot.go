@@ -68,7 +68,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 			s := api.NewSnapshot(&v, name)
 			s.Spec.Labels = labels
 			err = c.Create(ctx, s)
-			for n := 2; len(left) == 1 && apierrors.IsAlreadyExists(err); n++ { // of the same second
+			for n := 2; len(left) == 1 && apierrors.IsAlreadyExists(err); n++ { // name of the same second
 				s.Name = fmt.Sprintf("%s-%d", name, n)
 				err = c.Create(ctx, s)
 			}
@@ -132,7 +132,7 @@ func (a *app) snapshotList() *cobra.Command {
 	}
 }
 
-// snapshotsOf are the snapshots of a volume, or of all, oldest first.
+// snapshotsOf returns the snapshots of a volume, or of all volumes, oldest first.
 func snapshotsOf(ctx context.Context, c client.Client, volume string) (*api.SnapshotList, error) {
 	list := &api.SnapshotList{}
 	if err := c.List(ctx, list); err != nil {
@@ -262,7 +262,7 @@ func (a *app) snapshotRevert() *cobra.Command {
 			}
 			base, id := v.DeepCopy(), string(api.NewUID())
 			v.Spec.RevertTo = &api.RevertWish{Snapshot: s.Name, ID: id}
-			delete(v.Annotations, api.AnnotationMkfs) // of what is written over
+			delete(v.Annotations, api.AnnotationMkfs) // the revert overwrites the filesystem
 			delete(v.Annotations, api.AnnotationFS)
 			if err := c.Patch(ctx, &v, client.MergeFrom(base)); err != nil {
 				return explain(ctx, err)
@@ -290,8 +290,8 @@ func (a *app) snapshotRevert() *cobra.Command {
 	}
 }
 
-// sourceOf finds what --from names: a handle, or the name of a snapshot or a volume. It returns the source, how large
-// it is, and its backing image.
+// sourceOf resolves --from: a handle, or the name of a snapshot or a volume. sourceOf returns the source, its size, and
+// its backing image.
 func sourceOf(ctx context.Context, c client.Client, from string) (source string, size int64, image string, err error) {
 	var ds api.DataSource
 	if strings.Contains(from, "://") {
@@ -339,7 +339,7 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 	return ds.String(), size, v.Spec.BackingImage, nil
 }
 
-// leaves refuses what needs a volume as it is now, of one that is deleted: it would wait for ever.
+// leaves refuses work on a deleted volume that needs the current volume, because the work would wait for ever.
 func leaves(v *api.Volume) error {
 	if v.DeletionTimestamp == nil {
 		return nil

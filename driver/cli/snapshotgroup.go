@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// createGroup takes snapshots of several volumes at one instant.
+// createGroup takes snapshots of several volumes at the same instant.
 func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name string, volumes []string,
 	labels map[string]string) error {
 	began := time.Now()

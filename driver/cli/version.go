@@ -8,10 +8,9 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// Version is set by the linker; a plain `go build` leaves it to what the build recorded.
+// The linker sets Version; a plain `go build` leaves Version empty, and the build information counts.
 var Version string
 
-// BuildVersion is the version of this binary.
 func BuildVersion() string {
 	if Version != "" {
 		return Version

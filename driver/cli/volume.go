@@ -107,7 +107,7 @@ func (a *app) volumeCreate() *cobra.Command {
 	return c
 }
 
-// begin makes a volume begin with the content of a volume or a snapshot.
+// begin makes the content of a volume or a snapshot the source of a new volume.
 func begin(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, size string) error {
 	if spec.BackingImage != "" {
 		return usagef("--image and --from: a volume begins with one of them; the source's image comes along")
@@ -129,7 +129,7 @@ func begin(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, siz
 	return nil
 }
 
-// wantedSize is the size asked for, or that of the image. An image that is still being made may not know it yet.
+// wantedSize returns the size from the flag, or the image's size. An image in progress may not know the size yet.
 func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (int64, error) {
 	var virtual int64
 	if image != "" {
@@ -162,10 +162,10 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 	return n, err
 }
 
-// awaitVolume waits until ready is content with the volume, and gives up where the volume is faulted. What keeps it
-// waiting is told once, as a remark.
+// awaitVolume waits until ready accepts the volume, and fails for a faulted volume. awaitVolume writes each reason for
+// waiting once, as a remark.
 //
-// counts, if given, says whether a fault is one of now.
+// counts, if given, says whether the current status already reflects the command.
 func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks io.Writer,
 	ready func(*api.Volume) bool, counts ...func(*api.Volume) bool) (
 	*api.Volume, error) {
@@ -202,10 +202,10 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		colon(hindrance(vol)), name)
 }
 
-// hindrance is what the volume itself says against being ready.
+// hindrance returns the volume's own reason for not being ready.
 func hindrance(v *api.Volume) string {
 	for _, c := range v.Status.Conditions {
-		if c.Status == "False" && c.Message != "" && c.Type != api.ConditionExpanded { // its message is only the progress
+		if c.Status == "False" && c.Message != "" && c.Type != api.ConditionExpanded { // an expansion's is progress
 			return c.Message
 		}
 	}
@@ -271,7 +271,7 @@ func (a *app) volumeShow() *cobra.Command {
 			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
 				mine, all := reps.Of(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
 				describeVolume(w, &v, mine, att)
-				for i := range mine { // damage is told of the replica that has it
+				for i := range mine { // the damage belongs to the replica that reports damage
 					all = append(all, eventsOf(ctx, c, &mine[i], "Replica")...)
 				}
 				describeEvents(w, latest(all))
@@ -323,7 +323,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 	conditions(w, s.Conditions)
 }
 
-// copied is how much of what is copied to the replica's disk is there; nothing where nothing is copied.
+// copied returns the progress of the copy to the replica's disk, or nothing without a copy.
 func copied(r *api.Replica) string {
 	if r.Status.Copy == nil {
 		return ""
@@ -371,7 +371,7 @@ func (a *app) volumeRetry() *cobra.Command {
 	}
 }
 
-// origin is what a volume began with, and how far that is.
+// origin describes a volume's source and the progress of its copy.
 func origin(v *api.Volume) string {
 	if c := v.Status.CloneStatus; c != nil {
 		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
@@ -493,7 +493,8 @@ func (a *app) volumeDelete() *cobra.Command {
 	return c
 }
 
-// userSnapshots are the names of a volume's snapshots, but for those that go by themselves.
+// userSnapshots returns the names of a volume's snapshots, except for deleted snapshots and snapshots of clones, which
+// Drover deletes.
 func userSnapshots(ctx context.Context, c client.Client, volume string) ([]string, error) {
 	list, err := snapshotsOf(ctx, c, volume)
 	if err != nil {

@@ -21,7 +21,7 @@ import (
 )
 
 // follow lists, then watches, and calls see for every object and every change, in the caller's goroutine, until see
-// says stop. A watch that ends (server restart, expired version) begins again with a list.
+// returns true. After the end of a watch (server restart, expired version) follow lists again.
 func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see func(client.Object) (bool, error),
 	opts ...client.ListOption) error {
 	return followAll(ctx, c, list, map[string]client.Object{}, func(o client.Object, gone bool) (bool, error) {
@@ -32,7 +32,7 @@ func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see
 	}, opts...)
 }
 
-// followAll is follow, and also tells which objects are gone: of those that it has seen, and of known, by their names.
+// followAll is follow, and also reports deleted objects: seen objects, and known objects, by name.
 func followAll(ctx context.Context, c client.WithWatch, list client.ObjectList, known map[string]client.Object,
 	see func(o client.Object, gone bool) (bool, error), opts ...client.ListOption) error {
 	saw := func(o client.Object, gone bool) (bool, error) {
@@ -98,7 +98,7 @@ func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList
 	}
 }
 
-// until watches the named object until done is content with it. gone is the error where it does not exist.
+// until watches the named object until done accepts the object. gone is the error for a deleted object.
 func until[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
 	done func(T) (bool, error)) (T, error) {
 	obj, err := await.Until(ctx, c, name, done)
@@ -108,7 +108,7 @@ func until[T client.Object](ctx context.Context, c client.WithWatch, name string
 	return obj, explain(ctx, err)
 }
 
-// unserved reports that the server does not know the kind of object, as one that has just been started.
+// unserved reports that the server does not know the kind, as right after the server's start.
 func unserved(err error) bool {
 	var s *apierrors.StatusError
 	return apierrors.IsNotFound(err) && errors.As(err, &s) && (s.ErrStatus.Details == nil ||
@@ -119,14 +119,14 @@ func unserved(err error) bool {
 		}))
 }
 
-// untilGone waits until an object is gone. why tells what holds it, for the message when time is up.
+// untilGone waits until an object is deleted. why explains the wait, for the message of a timeout.
 func untilGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
 	held := ""
 	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) { held = why(now) }))
 	return late(err, "the deletion of %s %q goes on%s", noun, obj.GetName(), colon(held))
 }
 
-// late adds to a time-out what was being waited for.
+// late adds the awaited event to a timeout error.
 func late(err error, format string, args ...any) error {
 	if errors.Is(err, errTimeout) {
 		return fmt.Errorf("%w: %s", err, fmt.Sprintf(format, args...))
@@ -141,7 +141,7 @@ func colon(s string) string {
 	return ": " + s
 }
 
-// explain turns what the client library says into a sentence with advice, and gives it a kind.
+// explain turns an error of the client library into a sentence with advice, and adds a kind.
 func explain(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
@@ -178,7 +178,7 @@ func explain(ctx context.Context, err error) error {
 	return err
 }
 
-// causes is the part of a validation error that a person needs: which field, and what is wrong with it.
+// causes returns a person's part of a validation error: the field and its fault.
 func causes(err error) string {
 	var s *apierrors.StatusError
 	if !errors.As(err, &s) || s.ErrStatus.Details == nil || len(s.ErrStatus.Details.Causes) == 0 {
@@ -187,8 +187,8 @@ func causes(err error) string {
 	var out []string
 	for _, c := range s.ErrStatus.Details.Causes {
 		switch {
-		case strings.Contains(c.Message, "some validation rules were not checked"): // for the causes beside it
-		case c.Field == "<nil>": // of the object as a whole
+		case strings.Contains(c.Message, "some validation rules were not checked"): // follows from the other causes
+		case c.Field == "<nil>": // concerns the whole object
 			out = append(out, c.Message)
 		default:
 			out = append(out, c.Field+": "+c.Message)
@@ -197,7 +197,7 @@ func causes(err error) string {
 	return strings.Join(out, "; ")
 }
 
-// get reads one object; a missing one is an error of kind not found that says how to list those there are.
+// get reads an object; a missing object is an error of kind not found that says how to list the existing objects.
 func get(ctx context.Context, c client.Client, noun, name string, obj client.Object) error {
 	err := c.Get(ctx, client.ObjectKey{Name: name}, obj)
 	if apierrors.IsNotFound(err) {
