@@ -32,12 +32,12 @@ var eventCRD []byte
 //go:embed lease.yaml
 var leaseCRD []byte
 
-// digestAnnotation tells whether a definition on the server is the one in this binary.
+// digestAnnotation holds the digest of a definition, to compare the server's definition with this binary's.
 const digestAnnotation = "drover.io/definition-digest"
 
-// InstallCRDs makes the server behind cfg know the kinds of Drover, and waits until it serves them. The definitions
-// of events and leases are added only where the server is an embedded one. In a whole cluster it refuses to go on while
-// objects of the former group exist.
+// InstallCRDs installs the definitions of Drover's kinds on the server behind cfg, and waits until the server serves
+// the kinds. InstallCRDs adds the definitions of events and leases only on an embedded server. In a Kubernetes cluster
+// InstallCRDs fails while objects of the former group exist.
 func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	cs, err := clientset.NewForConfig(cfg)
 	if err != nil {
@@ -47,7 +47,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	// A whole cluster has pods among its core types, and more than these. (No core types is no error for this call.)
+	// Only a Kubernetes cluster has pods. (For this call a server without core types is no error.)
 	core, err := cs.Discovery().ServerResourcesForGroupVersion("v1")
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
@@ -67,7 +67,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 		names[wanted[i].Name] = true
 	}
 	err = awaitEstablished(ctx, crds, names)
-	for tries := 1; apierrors.IsInternalError(err) && tries < 10; tries++ { // a watch may break off: it is begun anew
+	for tries := 1; apierrors.IsInternalError(err) && tries < 10; tries++ { // a broken watch is an internal error
 		err = awaitEstablished(ctx, crds, names)
 	}
 	if err != nil {
@@ -81,8 +81,8 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	return nil
 }
 
-// awaitDiscovery returns when clients can find the kind: the server learns of it a moment after it is established, and
-// has no event for that.
+// awaitDiscovery returns when clients can discover the kind. The server lists a kind a moment after establishing the
+// definition, without an event.
 func awaitDiscovery(ctx context.Context, d discovery.DiscoveryInterface, crd *apixv1.CustomResourceDefinition) error {
 	gv := crd.Spec.Group + "/" + crd.Spec.Versions[0].Name
 	retry := time.NewTicker(10 * time.Millisecond)
@@ -107,10 +107,10 @@ func awaitDiscovery(ctx context.Context, d discovery.DiscoveryInterface, crd *ap
 	}
 }
 
-// builtIn is how many definitions stand in for kinds that a whole cluster has.
+// builtIn is the number of definitions that replace built-in kinds of a Kubernetes cluster.
 const builtIn = 2
 
-// definitions are those of this binary, first those that stand in for built-in kinds.
+// definitions returns the definitions of this binary, first the replacements of built-in kinds.
 func definitions() ([]apixv1.CustomResourceDefinition, error) {
 	files := [][]byte{eventCRD, leaseCRD}
 	err := fs.WalkDir(api.CRDs, ".", func(path string, d fs.DirEntry, err error) error {
@@ -161,7 +161,7 @@ func apply(ctx context.Context, crds apixclient.CustomResourceDefinitionInterfac
 	}
 }
 
-// awaitEstablished returns when the server serves all of names.
+// awaitEstablished returns when the server serves all names.
 func awaitEstablished(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface,
 	names map[string]bool) error {
 	list, err := crds.List(ctx, metav1.ListOptions{})

@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// finder answers /apis, which in a cluster is the aggregator's job, in the form of today (aggregated) and in the one
-// that kubectl before 1.26 knows. It leads uploads to where they are taken. Who asks is known to the API by then.
+// finder answers /apis, as the aggregator does in a cluster: aggregated, and in the form for kubectl before 1.26.
+// finder also forwards uploads. The API server has authenticated every request before finder.
 type finder struct {
 	next    http.Handler
 	groups  http.Handler
@@ -78,10 +78,10 @@ func (d *finder) legacyGroups(w http.ResponseWriter, r *http.Request) {
 
 func writeJSON(w http.ResponseWriter, contentType string, v any) {
 	w.Header().Set("Content-Type", contentType)
-	_ = json.NewEncoder(w).Encode(v) // the client went away
+	_ = json.NewEncoder(w).Encode(v) // an error means a closed connection
 }
 
-// body is a ResponseWriter that keeps what is written.
+// body is a ResponseWriter that keeps the response.
 type body struct {
 	header http.Header
 	data   []byte
@@ -101,8 +101,8 @@ func (b *body) Write(p []byte) (int, error) {
 
 const protobufType = "application/vnd.kubernetes.protobuf"
 
-// plainJSON makes a request about events one that custom resources understand: clients take events for a built-in kind,
-// and speak protobuf.
+// plainJSON turns a request about events into JSON, because custom resources have no protobuf: clients use protobuf for
+// events as for any built-in kind.
 func plainJSON(r *http.Request) error {
 	if strings.Contains(r.Header.Get("Accept"), protobufType) {
 		r.Header.Set("Accept", "application/json")

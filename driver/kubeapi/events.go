@@ -20,8 +20,8 @@ import (
 	eventsclient "k8s.io/client-go/kubernetes/typed/events/v1"
 )
 
-// eventView is the kind Event of the core group, read-only: what is recorded is kept as events.k8s.io, and `kubectl
-// describe` and `kubectl events` ask for the older kind.
+// eventView is the kind Event of the core group, read-only. The server stores events as events.k8s.io, but `kubectl
+// describe` and `kubectl events` read the older kind.
 type eventView struct {
 	client eventsclient.EventsV1Interface
 }
@@ -80,7 +80,7 @@ func (v eventView) Watch(ctx context.Context, o *internalversion.ListOptions) (w
 	return watch.Filter(w, func(in watch.Event) (watch.Event, bool) {
 		is, ok := in.Object.(*eventsv1.Event)
 		if !ok {
-			return in, true // a status: the watch is over
+			return in, true // a status ends the watch
 		}
 		e := coreEvent(is)
 		in.Object = e
@@ -88,8 +88,8 @@ func (v eventView) Watch(ctx context.Context, o *internalversion.ListOptions) (w
 	}), nil
 }
 
-// underneath are the options for events as they are kept; what is selected by fields is matched here, where they have
-// the names that are asked for.
+// underneath returns the options for the stored events, and a filter: stored events have other field names, so the
+// filter matches the field selector.
 func underneath(o *internalversion.ListOptions) (metav1.ListOptions, func(*corev1.Event) bool, error) {
 	var opts metav1.ListOptions
 	if o == nil {
@@ -104,7 +104,7 @@ func underneath(o *internalversion.ListOptions) (metav1.ListOptions, func(*corev
 	}, err
 }
 
-// eventFields are the fields that events can be selected by, as in a cluster.
+// eventFields returns the selectable fields of an event, as in a cluster.
 func eventFields(e *corev1.Event) fields.Set {
 	of := e.InvolvedObject
 	return fields.Set{
@@ -116,7 +116,7 @@ func eventFields(e *corev1.Event) fields.Set {
 	}
 }
 
-// addEvents makes a scheme know the kind and its fields.
+// addEvents registers the kind and its fields in a scheme.
 func addEvents(sch *runtime.Scheme, v1 schema.GroupVersion) error {
 	for _, gv := range []schema.GroupVersion{v1, {Version: runtime.APIVersionInternal}} {
 		sch.AddKnownTypes(gv, &corev1.Event{}, &corev1.EventList{})
@@ -129,7 +129,7 @@ func addEvents(sch *runtime.Scheme, v1 schema.GroupVersion) error {
 	})
 }
 
-// coreEvent is an event in the words of the older kind.
+// coreEvent converts an event to the older kind.
 func coreEvent(e *eventsv1.Event) *corev1.Event {
 	out := &corev1.Event{ObjectMeta: e.ObjectMeta, InvolvedObject: e.Regarding, Related: e.Related, Reason: e.Reason,
 		Message: e.Note, Type: e.Type, Action: e.Action, EventTime: e.EventTime,
@@ -154,7 +154,7 @@ func coreEvent(e *eventsv1.Event) *corev1.Event {
 	return out
 }
 
-// ConvertToTable gives `kubectl get events` the columns that it has in a cluster.
+// ConvertToTable gives `kubectl get events` the columns of a cluster.
 func (eventView) ConvertToTable(_ context.Context, obj, _ runtime.Object) (*metav1.Table, error) {
 	table := &metav1.Table{ColumnDefinitions: []metav1.TableColumnDefinition{
 		{Name: "Last Seen", Type: "string"}, {Name: "Type", Type: "string"}, {Name: "Reason", Type: "string"},

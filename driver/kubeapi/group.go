@@ -85,7 +85,7 @@ func (s *store) page(ctx context.Context, prefix, after string, limit int64) ([]
 		from = after + "\x00"
 	}
 	end := []byte(prefix)
-	end[len(end)-1]++ // the first key after all with the prefix
+	end[len(end)-1]++ // the first key after all keys with the prefix
 	got, err := s.etcd.Server.Range(ctx, &etcdserverpb.RangeRequest{Key: []byte(from), RangeEnd: end, Limit: limit})
 	if err != nil {
 		return nil, err
@@ -125,7 +125,7 @@ func (s *store) moveNext(ctx context.Context, after string) (key string, moved b
 func toGroupOfToday(value []byte) ([]byte, error) {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(value))
-	d.UseNumber() // numbers stay as they are written
+	d.UseNumber() // keep the written form of numbers
 	if err := d.Decode(&object); err != nil {
 		return nil, err
 	}

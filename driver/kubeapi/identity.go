@@ -35,7 +35,7 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// identity is what lets clients know the server and the server know its clients: authority, token and port.
+// identity authenticates the server to clients and clients to the server: authority, token and port.
 type identity struct {
 	dir     string
 	token   string
@@ -53,7 +53,7 @@ const tenYears = 10 * 365 * 24 * time.Hour
 
 const loopback = "127.0.0.1"
 
-// openIdentity reads <dir>/pki, or makes it.
+// openIdentity reads <dir>/pki, or creates the folder.
 func openIdentity(dir, listen string, names []string) (*identity, error) {
 	id := &identity{dir: filepath.Join(dir, "pki"), host: loopback, names: names}
 	if listen != "" {
@@ -76,7 +76,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 	if len(id.token) < 32 {
 		return nil, api.Errorf(api.Corrupt, "%s/token is too short: delete it to get a new one", id.dir)
 	}
-	// One file for certificate and key: they are never of different ages.
+	// Certificate and key share a file, so that both always match.
 	both, err := id.load("ca.pem", newAuthority)
 	if err != nil {
 		return nil, err
@@ -84,7 +84,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 	if err := id.authority(both); err != nil {
 		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged (%w): delete it to get a new authority", id.dir, err)
 	}
-	// The serving certificate lives in memory alone and is new at every start, so that it never expires in use.
+	// The serving certificate stays in memory and is new at every start, so that no certificate in use expires.
 	cert, key, err := id.issue(append([]string{"localhost", loopback, id.host}, names...)...)
 	if err != nil {
 		return nil, fmt.Errorf("serving certificate: %w", err)
@@ -93,7 +93,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 	return id, err
 }
 
-// load reads a file of the pki folder, or makes it, readable by its owner alone.
+// load reads a file of the pki folder, or creates the file, readable by its owner alone.
 func (id *identity) load(name string, make func() ([]byte, error)) ([]byte, error) {
 	path := filepath.Join(id.dir, name)
 	b, err := os.ReadFile(path)
@@ -121,7 +121,7 @@ func newAuthority() ([]byte, error) {
 	return encode(der, key)
 }
 
-// authority reads what newAuthority made.
+// authority parses the output of newAuthority.
 func (id *identity) authority(both []byte) (err error) {
 	certBlock, rest := pem.Decode(both)
 	keyBlock, _ := pem.Decode(rest)
@@ -136,13 +136,13 @@ func (id *identity) authority(both []byte) (err error) {
 	return err
 }
 
-// Certificate is for a server beside this one, reached by these names and addresses. Whoever trusts ca trusts it: that
-// is the authority in the kubeconfig.
+// Certificate returns a certificate for a server beside this server, with these names and addresses. ca is the
+// authority in the kubeconfig, so that clients of the API trust the certificate.
 func (s *Server) Certificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
 	return s.id.certificate(hosts)
 }
 
-// NewCertificate is one of an authority of its own, which is not kept.
+// NewCertificate returns a certificate of a new authority without a stored key.
 func NewCertificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
 	both, err := newAuthority()
 	if err != nil {
@@ -163,7 +163,7 @@ func (id *identity) certificate(hosts []string) (cert tls.Certificate, ca []byte
 	return cert, id.caPEM, err
 }
 
-// issue makes a server certificate for names and addresses.
+// issue signs a server certificate for names and addresses.
 func (id *identity) issue(hosts ...string) (cert, key []byte, err error) {
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -202,7 +202,7 @@ func serial() *big.Int {
 	return new(big.Int).SetBytes(b)
 }
 
-// listen takes the port of the last time, or a free one below those that the kernel gives to outgoing connections.
+// listen opens the port of the last start, or a free port below the kernel's range for outgoing connections.
 func (id *identity) listen() (net.Listener, error) {
 	path := filepath.Join(id.dir, "port")
 	if id.wish != "" && id.wish != "0" {
@@ -237,7 +237,7 @@ func (id *identity) listen() (net.Listener, error) {
 	return nil, api.Errorf(api.Unavailable, "no port on %s for the API server: %w", id.host, last)
 }
 
-// AuthenticateToken knows one user. Digests are compared, so that neither length nor content shows in the time taken.
+// AuthenticateToken accepts the only user. A comparison of digests has the same duration for every token.
 func (id *identity) AuthenticateToken(_ context.Context, token string) (*authenticator.Response, bool, error) {
 	got, want := sha256.Sum256([]byte(token)), sha256.Sum256([]byte(id.token))
 	if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
@@ -247,7 +247,7 @@ func (id *identity) AuthenticateToken(_ context.Context, token string) (*authent
 		Groups: []string{user.SystemPrivilegedGroup}}}, true, nil
 }
 
-// url is for clients on this machine.
+// url returns the URL for clients on this machine.
 func (id *identity) url() string {
 	host := id.host
 	if net.ParseIP(host).IsUnspecified() {
@@ -256,7 +256,7 @@ func (id *identity) url() string {
 	return "https://" + net.JoinHostPort(host, strconv.Itoa(id.port))
 }
 
-// joinURL is for clients on other machines, or empty.
+// joinURL returns the URL for clients on other machines, or "".
 func (id *identity) joinURL() string {
 	ip := net.ParseIP(id.host)
 	switch {
@@ -286,7 +286,7 @@ func (id *identity) writeKubeconfig(path, url string) error {
 	return writeFile(path, b)
 }
 
-// writeFile replaces path in one step, readable by its owner alone, and survives power loss.
+// writeFile replaces a file atomically and durably. Only the owner may read the file.
 func writeFile(path string, b []byte) error {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
 	if err != nil {

@@ -1,14 +1,13 @@
 // Package kubeapi is the API server inside Drover: k8s.io/apiextensions-apiserver over an embedded etcd, for machines
-// without Kubernetes and for tests. It owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots, <dir>/etcd-lineage.json,
-// <dir>/kubeconfig and <dir>/join.kubeconfig.
+// without Kubernetes and for tests. Package kubeapi owns <dir>/pki, <dir>/etcd, <dir>/etcd-snapshots,
+// <dir>/etcd-lineage.json, <dir>/kubeconfig and <dir>/join.kubeconfig.
 //
-// Invariants: it listens on loopback alone unless told otherwise; every request carries the token of <dir>/pki/token;
-// port, token and
-// authority survive restarts, so that kubeconfigs and clients stay valid; one process at a time has the folder (flock);
-// what was answered is on disk (etcd syncs every commit). There is no watch cache: with few clients it costs more
-// memory than it saves.
+// Invariants: by default the server listens on loopback alone. Every request carries the token of <dir>/pki/token.
+// Port, token and authority survive restarts, so that kubeconfigs and clients stay valid. A flock keeps other processes
+// out of the folder. Every answered write is on disk (etcd syncs every commit). The server has no watch cache: with few
+// clients a cache costs more memory than the cache saves.
 //
-// Goroutines: Start's context owns them all; Server.Wait returns when the last one is gone.
+// Goroutines: Start's context owns all goroutines; Server.Wait returns after the last.
 package kubeapi
 
 import (
@@ -47,40 +46,41 @@ import (
 	"drover.io/drover/api"
 )
 
-// Options say where the server lives.
+// Options configure the server.
 type Options struct {
-	// Dir is the state folder. It is created; it must be on a local file system.
+	// Dir is the state folder, on a local file system. Start creates the folder.
 	Dir string
-	// Listen is where others reach the server: an address, or address:port; empty: loopback alone, a free port of its
-	// own for ever. Names (and addresses) are those under which they do; the first one is in JoinKubeconfig.
+	// Listen is the address, or address:port, for other machines; empty: loopback alone. Without a port the server
+	// picks a free port once and keeps the port. Names are the names and addresses in the certificate for other
+	// machines; the first appears in JoinKubeconfig.
 	Listen string
 	Names  []string
-	// Log takes what the server has to say; nil means slog.Default().
+	// Log is the server's log; nil means slog.Default().
 	Log *slog.Logger
 	// QuotaBytes bounds the database; 0 means 1 GiB.
 	QuotaBytes int64
-	// KeepEvents and MaxEvents bound the events that are kept; 0 means 24 h and 2000.
+	// KeepEvents and MaxEvents bound the stored events; 0 means 24 h and 2000.
 	KeepEvents time.Duration
 	MaxEvents  int
-	// Tidy is how often events are pruned, the quota is looked at and a snapshot may be due; 0 means 10 min.
+	// Tidy is the interval in which the server prunes events, checks the quota and takes due snapshots; 0 means 10 min.
 	Tidy time.Duration
-	// Compact is how often the past is forgotten; 0 means 5 min. What is younger stays for those who watch.
+	// Compact is the interval of compactions of the history; 0 means 5 min. Watches may start within the last interval.
 	Compact time.Duration
-	// Volatile leaves what is written to the page cache: it outlives the process, but no loss of power. For tests, which
-	// make a thousand small changes and keep none of them.
+	// Volatile leaves writes in the page cache: writes survive the process, but no power loss. Tests make a thousand
+	// small changes and keep nothing.
 	Volatile bool
 }
 
 // Server is a running API server.
 type Server struct {
-	// Config is for clients in this process and others on this machine. It has no client-side rate limit.
+	// Config is for clients on this machine, also in this process. Config has no client-side rate limit.
 	Config *rest.Config
 	// Kubeconfig is the path of the kubeconfig file, readable by its owner alone.
 	Kubeconfig string
-	// JoinKubeconfig is the path of the one for other machines; empty where the server is on loopback alone.
+	// JoinKubeconfig is the path of the kubeconfig for other machines; empty if the server listens on loopback alone.
 	JoinKubeconfig string
-	// WentBack is set where the state is another one, or older, than what was last served from this folder. Clients
-	// that live since then must start anew: their watches ask for revisions that are not there.
+	// WentBack is set if the state is older than the state that this folder served last, or another state. Older
+	// clients must start again, because their watches ask for missing revisions.
 	WentBack bool
 
 	id    *identity
@@ -93,15 +93,15 @@ type Server struct {
 	lock  *os.File
 }
 
-// services refuses webhooks that point at Services: there are none here.
+// services refuses webhooks that point at Services, because the server has no Services.
 type services struct{}
 
 func (services) ResolveEndpoint(namespace, name string, _ int32) (*url.URL, error) {
 	return nil, fmt.Errorf("no Service %s/%s: the embedded API server has no Services", namespace, name)
 }
 
-// Start runs the server until ctx ends and returns once it serves every kind of Drover. The caller cancels ctx and then
-// calls Wait.
+// Start runs the server until ctx ends and returns once the server serves every kind of Drover. The caller cancels ctx
+// and then calls Wait.
 func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	o = o.withDefaults()
 	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
@@ -167,7 +167,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	storage := genericoptions.NewEtcdOptions(storagebackend.NewDefaultConfig("/registry",
 		apiserver.Codecs.LegacyCodec(apixv1.SchemeGroupVersion)))
 	storage.StorageConfig.Transport.ServerList = []string{s.store.endpoint}
-	// The metric of object counts is not served; polling for it is idle load.
+	// Nothing reads the metric of object counts, and its polling is idle load.
 	storage.StorageConfig.CountMetricPollPeriod = 0
 	storage.StorageConfig.CompactionInterval = o.Compact
 	storage.EnableWatchCache = false
@@ -206,7 +206,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		return nil, err
 	}
 	disc.groups = srv.GenericAPIServer.AggregatedDiscoveryGroupManager
-	// Watches never end by themselves; a stop must not wait for them.
+	// Watches never end by themselves, so a stop does not wait for watches.
 	srv.GenericAPIServer.ShutdownTimeout = 300 * time.Millisecond
 
 	prepared := srv.GenericAPIServer.PrepareRun()
@@ -232,7 +232,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	return s, nil
 }
 
-// Wait returns when the server has stopped: nil after a stop that was asked for, otherwise why it stopped.
+// Wait returns after the server's end: nil after a requested stop, otherwise the cause.
 func (s *Server) Wait() error {
 	s.wg.Wait()
 	s.stop()
@@ -245,7 +245,7 @@ func (s *Server) Wait() error {
 	return s.err
 }
 
-// fail is called by the server's own goroutine, before Wait can return.
+// fail records the first error. Only the server's goroutine calls fail, before Wait can return.
 func (s *Server) fail(err error) {
 	s.err = err
 	s.log.Error("embedded API server failed", "err", err)
@@ -273,7 +273,7 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// takeLock makes this process the only one in the folder. The kernel gives the lock back when the process ends.
+// takeLock makes this process the only process in the folder. The kernel releases the lock at the end of the process.
 func takeLock(dir string) (*os.File, error) {
 	f, err := os.OpenFile(filepath.Join(dir, "kubeapi.lock"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -289,6 +289,6 @@ func takeLock(dir string) (*os.File, error) {
 
 func randomToken() string {
 	b := make([]byte, 32)
-	_, _ = rand.Read(b) // never fails
+	_, _ = rand.Read(b)
 	return hex.EncodeToString(b)
 }

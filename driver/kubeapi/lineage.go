@@ -14,25 +14,24 @@ import (
 	"drover.io/drover/api"
 )
 
-// Who watches asks the database for what comes after the revision it knows. If the database was lost or restored from
-// an older copy, its revisions begin again below that, and such a watch sees nothing for a long time, without any
-// error. So every start leaves a mark in the database and beside it, and the next start tells whether one goes on from
-// the other.
+// A watch asks the database for changes after a known revision. If the database was lost or restored from an older
+// copy, its revisions continue below the known revision, and such a watch receives nothing for a long time, without an
+// error. So every start leaves a mark in the database and beside the database, and the next start compares both marks.
 
 const lineageFile = "etcd-lineage.json"
 
-// lineage is what <dir>/etcd-lineage.json says of the last server.
+// lineage is the content of <dir>/etcd-lineage.json, written by the last server.
 type lineage struct {
-	Start    string `json:"start"`    // the mark that it left in the database
-	Revision int64  `json:"revision"` // the database was at least this far
-	Clean    bool   `json:"clean"`    // and exactly this far when the server ended
+	Start    string `json:"start"`    // the mark of the last start in the database
+	Revision int64  `json:"revision"` // the least revision of the database
+	Clean    bool   `json:"clean"`    // Revision is exact: the server ended cleanly
 }
 
-// startKey holds the mark. It is outside of what the API server keeps.
+// startKey holds the mark, outside of the API server's prefix.
 var startKey = []byte("/drover/start")
 
-// follow compares the database with what the last server left, and leaves a new mark. It reports true where the
-// database is another one, or an older state.
+// follow compares the database with the last server's lineage, and writes a new mark. follow reports true for another
+// database and for an older state.
 func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 	defer func() {
 		if err != nil {
@@ -48,7 +47,7 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 	var was lineage
 	if known && json.Unmarshal(b, &was) != nil {
 		s.log.Warn("what the last server left beside its database cannot be read", "file", s.lineage)
-		was.Start = "unknown" // so it counts as another one
+		was.Start = "unknown" // counts as another database
 	}
 	got, err := s.etcd.Server.Range(ctx, &etcdserverpb.RangeRequest{Key: startKey})
 	if err != nil {
@@ -59,7 +58,7 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 		mark = string(got.Kvs[0].Value)
 	}
 	rev := got.Header.Revision
-	// After a kill the last revisions were not noted: a copy from the moment of the last note looks the same.
+	// A killed server did not record its last revisions: a copy from the moment of the last note looks the same.
 	back = known && (mark != was.Start || rev < was.Revision || rev == was.Revision && !was.Clean)
 	s.start = randomToken()
 	if _, err := s.etcd.Server.Put(ctx, &etcdserverpb.PutRequest{Key: startKey, Value: []byte(s.start)}); err != nil {
@@ -68,7 +67,7 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 	return back, s.note(false)
 }
 
-// note writes down how far the database is.
+// note records the revision of the database.
 func (s *store) note(clean bool) error {
 	b, err := json.Marshal(lineage{s.start, s.etcd.Server.KV().Rev(), clean})
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"k8s.io/kube-openapi/pkg/validation/spec"
 )
 
-// withCore adds the schemas of Secrets and events, which `kubectl apply` and `kubectl explain` read, to generated ones.
+// withCore adds the schemas of Secrets and events for `kubectl apply` and `kubectl explain` to the generated schemas.
 func withCore(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefinitions {
 	text := func(format, description string) spec.Schema {
 		return spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"string"}, Format: format, Description: description}}

@@ -18,12 +18,13 @@ import (
 	"drover.io/drover/api"
 )
 
-// revisionGap is put between a restored state and what comes after it. It is more than was ever written since the
-// snapshot, so that a client that watches from a later revision is told to read anew, and does not wait for it.
+// revisionGap separates the revisions of a restored state from later revisions. revisionGap exceeds all writes since
+// the snapshot, so that a client that watches from a later revision receives an error and lists again, instead of
+// waiting.
 const revisionGap = 1_000_000_000
 
-// Restore makes the state of the API in dir what a snapshot holds. No server may run on it. The former database is set
-// aside; the path of that is returned, or "" where there was none.
+// Restore replaces the state of the API in dir by a snapshot. No server may run on dir. Restore renames the former
+// database and returns the new path, or "" without a former database.
 func Restore(dir, file string) (aside string, err error) {
 	defer func() {
 		if err != nil {
@@ -42,7 +43,7 @@ func Restore(dir, file string) (aside string, err error) {
 	}
 	defer lock.Close()
 	db, fresh := filepath.Join(dir, "etcd"), filepath.Join(dir, "etcd.restoring")
-	if err := os.RemoveAll(fresh); err != nil { // of a try that was cut off
+	if err := os.RemoveAll(fresh); err != nil { // of an interrupted Restore
 		return "", err
 	}
 	c := embed.NewConfig()
@@ -57,7 +58,7 @@ func Restore(dir, file string) (aside string, err error) {
 	if err != nil {
 		return "", errors.Join(api.Errorf(api.Corrupt, "%w", err), os.RemoveAll(fresh))
 	}
-	// The next start is to know that the state is another one, whenever the snapshot was taken.
+	// The next start must recognise another state, whatever the age of the snapshot.
 	b, err := json.Marshal(lineage{Start: "restored"})
 	if err == nil {
 		err = writeFile(filepath.Join(dir, lineageFile), b)
@@ -76,7 +77,7 @@ func Restore(dir, file string) (aside string, err error) {
 	return aside, errors.Join(os.Rename(fresh, db), syncDir(dir))
 }
 
-// Snapshots are the paths of the snapshots of the state in dir, oldest first.
+// Snapshots returns the paths of the snapshots of the state in dir, oldest first.
 func Snapshots(dir string) ([]string, error) {
 	return filepath.Glob(filepath.Join(dir, "etcd-snapshots", snapshotPrefix+"*.db"))
 }

@@ -22,10 +22,10 @@ import (
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 )
 
-// Secrets are the one built-in kind of Kubernetes that Drover's objects refer to, so this server has them too: the same
-// manifests, `kubectl create secret` and the same code work here and in a cluster. Their type is its own internal
-// version; what the cluster's server does beyond that is done in secretStrategy. Beside them in the core group are
-// events, as a view.
+// Drover's objects refer to Secrets and to no other built-in kind, so this server serves Secrets too: the same
+// manifests, `kubectl create secret` and the same code work here and in a cluster. The stored version of Secrets is
+// also the internal version; secretStrategy does the rest of the cluster server's work. The core group also has events,
+// as a view.
 
 func installCore(srv *genericapiserver.GenericAPIServer, etcd string, events eventView) error {
 	sch := runtime.NewScheme()
@@ -67,7 +67,7 @@ func installCore(srv *genericapiserver.GenericAPIServer, etcd string, events eve
 	return srv.InstallLegacyAPIGroup(genericapiserver.DefaultLegacyAPIPrefix, &info)
 }
 
-// factory says that all is stored in the one way there is.
+// factory gives every resource the same storage.
 type factory struct{ config storagebackend.Config }
 
 func (f factory) NewConfig(r schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
@@ -77,7 +77,7 @@ func (f factory) ResourcePrefix(r schema.GroupResource) string { return r.Resour
 func (f factory) Configs() []storagebackend.Config             { return []storagebackend.Config{f.config} }
 func (f factory) Backends() []storage.Backend                  { return nil }
 
-// secretStrategy is what the server does to a secret before it is stored.
+// secretStrategy prepares and validates a secret before the server stores the secret.
 type secretStrategy struct {
 	runtime.ObjectTyper
 	names.NameGenerator
@@ -90,7 +90,7 @@ var (
 
 func (secretStrategy) NamespaceScoped() bool { return true }
 
-// settle moves stringData, which is for writing alone, to data.
+// settle moves the write-only stringData to data.
 func settle(obj runtime.Object) {
 	s := obj.(*corev1.Secret)
 	if s.Type == "" {

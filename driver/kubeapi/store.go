@@ -34,19 +34,19 @@ type store struct {
 	dir      *os.File // keeps the short socket path alive
 	quota    int64
 	snaps    string
-	taking   sync.Mutex // one snapshot at a time: each removes half-written ones
+	taking   sync.Mutex // excludes a second snapshot, which would remove the unfinished first
 	saved    int64      // revision of the newest snapshot
 	lineage  string     // file beside the database
-	start    string     // mark of this start
+	start    string     // mark of this start, in the database
 	full     atomic.Bool
-	quiet    atomic.Bool // starting: advice is for clusters; closing: its own listeners go away
+	quiet    atomic.Bool // during the start etcd's advice is for clusters; during the end etcd's own listeners close
 }
 
-// memberName is the name of the only member of the embedded etcd.
+// memberName is the only member of the embedded etcd.
 const memberName = "drover"
 
 func init() {
-	// Two log segments are allocated ahead; 64 MB each is a lot for a few thousand objects.
+	// etcd allocates two log segments ahead; 64 MB each is a lot for a few thousand objects.
 	wal.SegmentSizeBytes = 8 << 20
 }
 
@@ -58,7 +58,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 			return nil, api.Errorf(api.Unavailable, "etcd: %w", err)
 		}
 	}
-	// A socket's path has at most 107 bytes, the state folder's any length: go through a descriptor of the folder.
+	// A socket's path has at most 107 bytes, and the state folder may be longer: use a descriptor of the folder.
 	fd, err := os.Open(dir)
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "etcd: %w", err)
@@ -74,16 +74,16 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}
 	c.ListenPeerUrls = nil // one member has no peers
 	c.InitialCluster = c.InitialClusterFromName(c.Name)
-	c.SnapshotCount, c.SnapshotCatchUpEntries = 2000, 200 // raft's log in memory stays short
-	// Each tick wakes a processor for an idle server. A single member elects itself within five of them; its log is
-	// synced at every commit, so the database behind it may follow a second later.
+	c.SnapshotCount, c.SnapshotCatchUpEntries = 2000, 200 // a short raft log in memory
+	// Each tick wakes a processor for an idle server. A single member elects itself within five ticks. etcd syncs the
+	// log at every commit, so the database may follow a second later.
 	c.TickMs, c.ElectionMs, c.BackendBatchInterval = 200, 1000, time.Second
 	c.MaxSnapFiles, c.MaxWalFiles = 2, 2
 	c.QuotaBackendBytes = o.QuotaBytes
 	c.UnsafeNoFsync = o.Volatile
 	c.BootstrapDefragThresholdMegabytes = 64
 	c.WatchProgressNotifyInterval = 10 * time.Minute
-	// One disk serves the data too: what etcd calls slow is usual under load.
+	// The disk also serves the data, so requests that etcd calls slow are usual under load.
 	c.WarningApplyDuration, c.WarningUnaryRequestDuration = 2*time.Second, 2*time.Second
 	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"
@@ -119,13 +119,14 @@ func (s *store) close() {
 	_ = s.dir.Close()
 }
 
-// checkQuota gives room back when the database is nearly full, says so in the log, and clears the alarm when there is
-// room again. A full database refuses all writes but those that free space.
+// checkQuota defragments a nearly full database, logs the shortage, and clears the alarm once the database has room. A
+// full database refuses all writes except writes that free space.
 func (s *store) checkQuota(ctx context.Context) {
 	be := s.etcd.Server.Backend()
 	alarms := s.etcd.Server.Alarms()
 	if len(alarms) > 0 {
-		// The API server's own compaction writes a key first, which is refused: deleted objects would keep their room.
+		// The API server's compaction first writes a key, which the full database refuses: deleted objects would keep
+		// their room.
 		_, err := s.etcd.Server.Compact(ctx, &etcdserverpb.CompactionRequest{Revision: s.etcd.Server.KV().Rev(),
 			Physical: true})
 		if err != nil && !errors.Is(err, mvcc.ErrCompacted) {
@@ -155,7 +156,7 @@ func (s *store) checkQuota(ctx context.Context) {
 	}
 }
 
-// healthy says why writes are refused, or soon will be.
+// healthy returns the reason why the database refuses writes now or soon.
 func (s *store) healthy() error {
 	if s.full.Load() || len(s.etcd.Server.Alarms()) > 0 {
 		return api.Errorf(api.Full, "the state database has reached its quota of %d bytes: delete objects", s.quota)
@@ -169,7 +170,7 @@ const (
 	snapshotPrefix   = "state-"
 )
 
-// snapshot copies the database if it changed and the newest copy is an hour old. The copies are those of
+// snapshot copies the database if the database changed and the newest copy is an hour old. A copy has the format of
 // `etcdctl snapshot save`: the database and its SHA-256 at the end.
 func (s *store) snapshot(now time.Time) error {
 	s.taking.Lock()
@@ -235,7 +236,7 @@ func (s *store) save(path string) (err error) {
 	return syncDir(filepath.Dir(path))
 }
 
-// snapshots are the names of the copies, oldest first. Half-written ones are removed.
+// snapshots returns the names of the copies, oldest first, and removes unfinished copies.
 func (s *store) snapshots() ([]string, error) {
 	dir, err := os.ReadDir(s.snaps)
 	if err != nil {
@@ -254,10 +255,10 @@ func (s *store) snapshots() ([]string, error) {
 	return names, nil
 }
 
-// newDatabase is what etcd complains of while a database has no entry yet.
+// newDatabase lists etcd's complaints about a database without entries.
 var newDatabase = map[string]bool{"Failed to detect schema version": true, "failed to update storage version": true}
 
-// zapTo hands etcd's log to slog.
+// zapTo forwards etcd's log to slog.
 type zapTo struct {
 	log   *slog.Logger
 	quiet *atomic.Bool

@@ -10,7 +10,7 @@ import (
 	eventsclient "k8s.io/client-go/kubernetes/typed/events/v1"
 )
 
-// tidy keeps the state small and safe. It is the only one that removes events, looks at the quota and takes snapshots.
+// tidy keeps the state small and safe: only tidy removes events, checks the quota and takes snapshots.
 func (s *Server) tidy(ctx context.Context, o Options) {
 	tick := time.NewTicker(o.Tidy)
 	defer tick.Stop()
@@ -33,7 +33,7 @@ func (s *Server) tidy(ctx context.Context, o Options) {
 	}
 }
 
-// Healthy says whether the server can take writes now, and if not, why.
+// Healthy returns nil if the server can take writes now, and otherwise the cause.
 func (s *Server) Healthy() error { return s.store.healthy() }
 
 // pruneEvents removes events that are older than o.KeepEvents, and the oldest beyond o.MaxEvents.

@@ -22,8 +22,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// uploads forward what is sent to api.UploadPath to the node that takes it, and its answer back. Who may use this API
-// may send; the node's own address need be neither known nor reached.
+// uploads forwards a request to api.UploadPath to the node that takes the upload, and forwards the answer. Every user
+// of the API may upload, and needs neither the node's address nor a route to the node.
 type uploads struct {
 	objects client.Client
 }
@@ -37,7 +37,7 @@ func newUploads(cfg *rest.Config) (*uploads, error) {
 	return &uploads{c}, err
 }
 
-// uploadTo is the image whose bytes a path is for, or empty.
+// uploadTo returns the image of an upload path, or "".
 func uploadTo(path string) string {
 	parts := strings.Split(path, "/")
 	if len(parts) != strings.Count(api.UploadPath(""), "/")+1 {
@@ -49,7 +49,7 @@ func uploadTo(path string) string {
 	return ""
 }
 
-// longRunning makes uploads take the time that they take.
+// longRunning exempts uploads from the request timeout.
 func longRunning(is apirequest.LongRunningRequestCheck) apirequest.LongRunningRequestCheck {
 	return func(r *http.Request, info *apirequest.RequestInfo) bool {
 		return uploadTo(r.URL.Path) != "" || is(r, info)
@@ -81,7 +81,7 @@ func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
 	refuse(http.StatusNotFound, api.Errorf(api.NotFound, "no upload of an image %q is expected", image))
 }
 
-// forward sends the request to the address of the copy, whose server is known by the authority beside it.
+// forward sends the request to the upload address of the copy. The copy's status has the authority of the address.
 func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse func(int, error)) error {
 	to, err := url.Parse(c.Status.UploadURL)
 	if err != nil {
@@ -89,7 +89,7 @@ func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse fu
 	}
 	trust := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: x509.NewCertPool()}
 	trust.RootCAs.AppendCertsFromPEM([]byte(c.Status.UploadCA))
-	// A connection for each request: uploads are few, and the node closes it too.
+	// Uploads are few, and the node also closes the connection, so each request has its own connection.
 	tr := &http.Transport{TLSClientConfig: trust, DisableKeepAlives: true, ExpectContinueTimeout: time.Second,
 		TLSHandshakeTimeout: 10 * time.Second,
 		WriteBufferSize:     256 << 10, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext}
@@ -99,11 +99,11 @@ func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse fu
 			query := p.In.URL.RawQuery
 			p.Out.URL, p.Out.Host = to, to.Host
 			p.Out.URL.RawQuery = query
-			p.Out.Header.Del("Authorization") // what is for this server alone
+			p.Out.Header.Del("Authorization") // credentials for this server alone
 			p.Out.Header.Del("Cookie")
 		},
 		Transport: tr,
-		ErrorLog:  log.New(io.Discard, "", 0), // who asked is told
+		ErrorLog:  log.New(io.Discard, "", 0), // the client receives the error
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			refuse(http.StatusBadGateway, fmt.Errorf("node %s takes the upload and was not reached, or cut it: %w",
 				c.Spec.Node, err))
