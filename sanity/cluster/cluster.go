@@ -25,27 +25,26 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// Options say what cluster is wanted.
+// Options describe a cluster.
 type Options struct {
-	Binary string // the program
+	Binary string // path of drover
 	Nodes  int    // machines with the roles node and data; 0: 3
 	// Disks of each node; none: one folder.
 	Disks []Disk
-	// AllRoles gives the control machine the roles of a node too, with a folder for a disk.
+	// AllRoles also gives the control machine the roles of a node, with a folder as disk.
 	AllRoles bool
-	// Controllers is how many machines have the controller role beside the one with the API server; they stand for
-	// election.
+	// Controllers is the number of further machines with the controller role. All controllers stand for election.
 	Controllers int
-	// Settings of Drover. Without its own, a cluster takes any disk however full it is.
+	// Settings are Drover's settings. By default a cluster takes any disk, however full.
 	Settings map[string]string
-	// Heartbeat of the nodes, that count as lost after four times that; 0: what the program has.
+	// Heartbeat is the interval of the nodes' heartbeats; a node is silent after four intervals; 0: Drover's default.
 	Heartbeat time.Duration
-	// Args of every `serve` besides those that the cluster needs.
+	// Args are further arguments of every `serve`.
 	Args []string
 	Log  io.Writer // nil: none
 }
 
-// Disk is one disk of a node.
+// Disk describes a disk of a node.
 type Disk struct {
 	Size int64  // of a file system of its own; 0: a folder of the machine
 	FS   string // ext4 (default) or xfs
@@ -60,20 +59,20 @@ type Cluster struct {
 	Others  []*Machine // further controllers
 	Net     *Network
 	Objects client.WithWatch
-	// Kubeconfig is good on this machine, for kubectl and the program's commands.
+	// Kubeconfig works on this machine, for kubectl and drover.
 	Kubeconfig string
 
 	opts   Options
 	lock   *os.File
 	subnet net.IP
-	births chan func() // done on a thread that lives as long as the cluster
+	births chan func() // run on a thread that lives as long as the cluster
 	wg     sync.WaitGroup
 }
 
 // prefix of the folders of all clusters.
 const prefix = "drover-c-"
 
-// Start makes a cluster and returns when all of it is ready.
+// Start creates a cluster and returns when all machines are ready.
 func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("a cluster has networks, mounts and devices of its own: run this as root")
@@ -95,7 +94,7 @@ func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
 	alone := make(chan error, 1)
 	go func() {
 		defer c.wg.Done()
-		runtime.LockOSThread() // and never unlocked: the thread must do nothing else, and end with this
+		runtime.LockOSThread() // without an unlock: the thread does nothing else, and ends with this goroutine
 		alone <- ownMounts()
 		for f := range c.births {
 			f()
@@ -115,11 +114,11 @@ func Start(ctx context.Context, o Options) (_ *Cluster, err error) {
 	return c, c.bringUp(ctx)
 }
 
-// beginning keeps a cluster that is being made from others that are made by this process: from being swept up by them,
-// and from their networks.
+// beginning serialises the start of clusters in this process, so that a cluster neither sweeps up an unfinished cluster
+// nor takes its network.
 var beginning sync.Mutex
 
-// begin makes the cluster's folder.
+// begin creates the cluster's folder.
 func (c *Cluster) begin() (err error) {
 	beginning.Lock()
 	defer beginning.Unlock()
@@ -128,14 +127,15 @@ func (c *Cluster) begin() (err error) {
 		if c.Dir, err = os.MkdirTemp("", prefix); err != nil {
 			return err
 		}
-		// Another process that sweeps may have it for one of the dead before it is locked, and takes it away.
+		// The sweep of another process may lock and remove the new folder first.
 		if c.lock, err = lockDir(c.Dir, os.O_CREATE); !errors.Is(err, unix.EWOULDBLOCK) {
 			return err
 		}
 	}
 }
 
-// connectOwner finds a network. A card has the mask of its class for a moment, which is half of what there is.
+// connectOwner finds a network. A new card has the mask of its class for a moment, which covers every candidate, so
+// connectOwner holds beginning.
 func (c *Cluster) connectOwner() (err error) {
 	beginning.Lock()
 	defer beginning.Unlock()
@@ -160,7 +160,7 @@ func (c *Cluster) address(host byte) [4]byte {
 	return [4]byte{c.subnet[0], c.subnet[1], c.subnet[2], host}
 }
 
-// OwnerIP is this process's address in the cluster's network.
+// OwnerIP returns this process's address in the cluster's network.
 func (c *Cluster) OwnerIP() string {
 	a := c.address(254)
 	return net.IP(a[:]).String()
@@ -229,10 +229,10 @@ func (c *Cluster) bringUp(ctx context.Context) (err error) {
 	return errors.Join(errs...)
 }
 
-// join is the kubeconfig for other machines than the control machine.
+// join returns the kubeconfig for all machines except the control machine.
 func (c *Cluster) join() string { return filepath.Join(c.Control.Dir, "state", "join.kubeconfig") }
 
-// ServeNode runs the program on a node and waits until its disks are ready.
+// ServeNode runs drover on a node and waits until the node's disks are ready.
 func (c *Cluster) ServeNode(ctx context.Context, m *Machine) error {
 	args := []string{"--roles", "node,data", "--kubeconfig", c.join()}
 	if c.opts.Heartbeat > 0 {
@@ -264,7 +264,7 @@ func (c *Cluster) ServeNode(ctx context.Context, m *Machine) error {
 	return nil
 }
 
-// connect makes the client of the owner.
+// connect creates the owner's client.
 func (c *Cluster) connect() error {
 	cfg, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
 	if err != nil {
@@ -295,7 +295,7 @@ func (c *Cluster) Set(ctx context.Context, name, value string) error {
 	return nil
 }
 
-// Machines are all of them, the control machine first.
+// Machines returns all machines, first the control machine.
 func (c *Cluster) Machines() []*Machine {
 	var all []*Machine
 	if c.Control != nil {
@@ -304,7 +304,7 @@ func (c *Cluster) Machines() []*Machine {
 	return append(append(all, c.Others...), c.Nodes...)
 }
 
-// Close stops everything, as if all machines lost their power, and removes what there is of the cluster.
+// Close stops all machines as if by power loss, and removes the files of the cluster.
 func (c *Cluster) Close() error {
 	var errs []error
 	for _, m := range c.Machines() {
@@ -317,7 +317,7 @@ func (c *Cluster) Close() error {
 	return errors.Join(errs...)
 }
 
-// lockDir marks a cluster's folder as one that lives, and tells whether it does.
+// lockDir marks a cluster's folder as alive, and fails if another process holds the mark.
 func lockDir(dir string, flags int) (*os.File, error) {
 	f, err := os.OpenFile(filepath.Join(dir, "alive"), os.O_RDWR|flags, 0o600)
 	if err != nil {
@@ -330,5 +330,5 @@ func lockDir(dir string, flags int) (*os.File, error) {
 	return f, nil
 }
 
-// readyTime is longer than a machine takes to be ready, on a computer with ten times as much to do as it can.
+// readyTime exceeds the start of a machine on a computer with ten times its load.
 const readyTime = 5 * time.Minute

@@ -12,15 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MachineDisk is a disk of a machine.
 type MachineDisk struct {
 	Path  string // on the machine
 	Tags  []string
 	m     *Machine
-	image string // of a file system of its own; empty: a folder
+	image string // file with the disk's own file system; empty: a folder
 }
 
-// addDisk makes a disk of a machine that runs nothing yet.
+// addDisk creates a disk of a machine without processes.
 func (m *Machine) addDisk(o Disk) error {
 	n := strconv.Itoa(len(m.Disks) + 1)
 	d := &MachineDisk{Path: filepath.Join(m.Dir, "disk"+n), Tags: o.Tags, m: m}
@@ -51,12 +50,12 @@ func (m *Machine) addDisk(o Disk) error {
 	return nil
 }
 
-// View is where the owner sees the disk.
+// View returns the owner's path of the disk.
 func (d *MachineDisk) View(elem ...string) string {
 	return d.m.View(filepath.Join(append([]string{d.Path}, elem...)...))
 }
 
-// Fill takes all the room of a disk that is a file system of its own; Free gives it back.
+// Fill takes all room of a disk with its own file system; Free returns the room.
 func (d *MachineDisk) Fill() error {
 	if d.image == "" {
 		return errors.New("a folder is not filled: others have their files there too")
@@ -75,14 +74,14 @@ func (d *MachineDisk) Fill() error {
 	if !errors.Is(err, unix.ENOSPC) {
 		return errors.Join(err, f.Close())
 	}
-	_ = f.Sync() // what did not fit is not there
+	_ = f.Sync() // an error only means a full disk
 	return f.Close()
 }
 
-// Free gives back the room that Fill took.
+// Free removes the file of Fill.
 func (d *MachineDisk) Free() error { return os.Remove(d.View("filler")) }
 
-// Immutable makes all files of the disk refuse changes, as a disk does that went read-only beneath its file system.
+// Immutable makes all files of the disk refuse changes, like a disk that became read-only below its file system.
 func (d *MachineDisk) Immutable(on bool) error {
 	return filepath.WalkDir(d.View(), func(path string, e os.DirEntry, err error) error {
 		if err == nil && (e.IsDir() || e.Type().IsRegular()) {
@@ -92,15 +91,14 @@ func (d *MachineDisk) Immutable(on bool) error {
 	})
 }
 
-// ReadOnly makes the file system of a disk of its own (ext4) refuse writes, as after an error of its device. It stays
-// so until the machine is turned off.
+// ReadOnly makes the file system of a disk (ext4) refuse writes until PowerOff, as after an error of the device.
 func (d *MachineDisk) ReadOnly() error {
 	_, err := d.m.Run(context.Background(), "mount", "-o", "remount,abort", d.Path)
 	return err
 }
 
-// loseUnsynced stops the file system of a disk (ext4 or xfs) as a loss of power does: what is not in its journal on the
-// device by now never gets there.
+// loseUnsynced stops the file system of a disk (ext4 or xfs) like a power loss: the device never gets the unwritten
+// part of the journal.
 func (d *MachineDisk) loseUnsynced() error {
 	fd, err := unix.Open(d.View(), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -114,7 +112,7 @@ func (d *MachineDisk) loseUnsynced() error {
 	return nil
 }
 
-// Remove takes the disk away under those who use it; Return brings it back.
+// Remove removes the disk during use; Return brings the disk back.
 func (d *MachineDisk) Remove() error {
 	if d.image == "" {
 		return os.Rename(d.Path, d.Path+".away")
@@ -132,7 +130,7 @@ func (d *MachineDisk) Return() error {
 	return err
 }
 
-// Corrupt changes n bytes of the files on the disk that match a pattern, and returns how many files it changed.
+// Corrupt changes n bytes in each file of the disk that matches a pattern, and returns the number of changed files.
 func (d *MachineDisk) Corrupt(pattern string, off int64, n int) (int, error) {
 	files, err := filepath.Glob(d.View(pattern))
 	if err != nil {

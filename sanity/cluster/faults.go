@@ -9,21 +9,21 @@ import (
 	"time"
 )
 
-// Fault breaks something, and mends it.
+// Fault breaks a part of the cluster, and repairs the part.
 type Fault struct {
 	Name  string
 	Break func(ctx context.Context) error
 	Mend  func(ctx context.Context) error
-	First bool // it is mended before others, which need what it broke: nothing is ready without the API server
+	First bool // repaired before other faults, because no machine is ready without the API server
 }
 
-// Faults are those that no volume may notice by an error: its engine and the member with its data live on, or come
-// back.
+// Faults returns faults that must cause no error of a volume: the volume's engine and the member with its data live on
+// or return.
 func (c *Cluster) Faults(r *rand.Rand) []Fault {
 	n := c.Nodes[r.IntN(len(c.Nodes))]
 	o := c.Nodes[r.IntN(len(c.Nodes))]
 	none := func(context.Context) error { return nil }
-	// down ends serve, and has it again unless another fault that hit the same one has.
+	// down ends serve, and starts serve again, unless another fault on the same serve already has.
 	down := func(name string, m *Machine, how func() error) Fault {
 		var hit *serving
 		return Fault{Name: name,
@@ -40,7 +40,7 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 			},
 			First: m == c.Control}
 	}
-	// Where a fault that went before, or one at the same time, has ended the process, there is none to be hit.
+	// An earlier or concurrent fault may have ended the process.
 	ifAny := func(err error) error {
 		if errors.Is(err, errNobody) {
 			return nil
@@ -86,10 +86,10 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 	}
 }
 
-// dropTime is how long a fault lasts that a replica is to be dropped for: it is waited for 4 s at least.
+// dropTime is the duration of a fault that causes a drop; the stall timeout is at least 4 s.
 const dropTime = 5 * time.Second
 
-// Schedule is a few faults after each other, some of them at the same time.
+// Schedule breaks the cluster several times in succession, sometimes with two faults at once.
 func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string)) error {
 	for range 2 + r.IntN(3) {
 		var now []Fault
@@ -97,7 +97,7 @@ func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string))
 			all := c.Faults(r)
 			f := all[r.IntN(len(all))]
 			if len(now) > 0 && (len(f.Name) < 5 || f.Name[:4] != now[0].Name[:4] || f.Name == now[0].Name) {
-				continue // two that would be in each other's way are not done at once
+				continue // two faults on the same part would disturb each other
 			}
 			now = append(now, f)
 		}

@@ -16,20 +16,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// initEnv says that this process is the init of a machine, and of which one.
+// initEnv marks this process as the init of a machine, and describes the machine.
 const initEnv = "DROVER_CLUSTER_INIT"
 
-// birth is what a machine's init is told.
+// birth is the description of a machine for its init.
 type birth struct {
 	IP, Mask [4]byte
 	Mounts   []diskMount
-	Boot     string // a file with the id of this run of the machine
+	Boot     string // file with the boot id of this run of the machine
 }
 
 // diskMount is a file system in a file.
 type diskMount struct{ File, Dir string }
 
-// Init makes this process the init of a machine if it was started as one; then it does not return.
+// Init turns this process into the init of a machine if PowerOn started the process; then Init never returns.
 func Init() {
 	text := os.Getenv(initEnv)
 	if text == "" {
@@ -44,8 +44,8 @@ func Init() {
 	os.Exit(1)
 }
 
-// ownMounts gives this thread a mount table of its own, from which those of the machines are copied: one copy of the
-// owner's for a cluster, and not one for each start of a machine.
+// ownMounts gives this thread a mount table of its own, and machines copy the thread's table: the cluster copies the
+// owner's table once, instead of at each start of a machine.
 func ownMounts() error {
 	err := unix.Unshare(unix.CLONE_NEWNS)
 	if err == nil {
@@ -60,8 +60,8 @@ func ownMounts() error {
 	return nil
 }
 
-// forsake lets go of the file systems on loop devices that came with the copy of the mount table: they are others',
-// and a copy keeps their devices in use. What the machines lie on themselves stays.
+// forsake unmounts the file systems on loop devices in the copied mount table. The file systems belong to other
+// programs, and a copy keeps the devices in use. File systems below the owner's files stay.
 func forsake() error {
 	self, _ := os.Executable()
 	here, _ := os.Getwd()
@@ -79,7 +79,7 @@ func forsake() error {
 			if slices.ContainsFunc(own, below) {
 				continue
 			}
-			err := unix.Unmount(dir, unix.MNT_DETACH) // it may be gone by now, and its folder with it
+			err := unix.Unmount(dir, unix.MNT_DETACH) // mount or folder may be gone by now
 			if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
 				return fmt.Errorf("let go of %s: %w", dir, err)
 			}
@@ -88,9 +88,9 @@ func forsake() error {
 	return nil
 }
 
-// live sets up the machine, hands its network card to the owner (descriptor 3), and reaps whom nobody else does.
+// live sets up the machine, passes the machine's network card to the owner (descriptor 3), and reaps orphans.
 func (b *birth) live() error {
-	// Mounts stay in here; /proc shows this machine's processes; links of devices are its own.
+	// Mounts stay in the namespace; /proc shows this machine's processes; the machine has its own links of devices.
 	err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
 	if err == nil {
 		err = unix.Mount("proc", "/proc", "proc", 0, "")
@@ -98,7 +98,7 @@ func (b *birth) live() error {
 	if err == nil {
 		err = unix.Mount("links", "/dev/drover", "tmpfs", 0, "size=1m")
 	}
-	if err == nil && b.Boot != "" { // the kernel is the one of all machines; what they say of their last start is not
+	if err == nil && b.Boot != "" { // machines share the kernel, but not the boot id
 		err = unix.Mount(b.Boot, "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND, "")
 	}
 	if err != nil {
@@ -134,10 +134,11 @@ func (b *birth) live() error {
 	return nil
 }
 
-// vnetHeader precedes each frame of a TAP: whole segments of 64 KiB pass, with their checksums left undone.
+// vnetHeader is the size of the header before each frame of a TAP: the TAP passes segments of 64 KiB whole and without
+// checksums.
 const vnetHeader = 10
 
-// newTap makes a TAP in this process's network namespace. It goes with its last descriptor.
+// newTap creates a TAP in this process's network namespace. The kernel removes the TAP with the last descriptor.
 func newTap(name string, ip, mask [4]byte) (int, error) {
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -148,7 +149,7 @@ func newTap(name string, ip, mask [4]byte) (int, error) {
 		req.SetUint16(unix.IFF_TAP | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
 		err = unix.IoctlIfreq(fd, unix.TUNSETIFF, req)
 	}
-	if err == nil { // checksums and segmentation are left to whoever needs them, and nobody does
+	if err == nil { // leave checksums and segmentation undone, because no card needs either
 		err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, unix.TUN_F_CSUM|unix.TUN_F_TSO4)
 	}
 	if err == nil {
@@ -161,8 +162,9 @@ func newTap(name string, ip, mask [4]byte) (int, error) {
 	return fd, nil
 }
 
-// configure gives an interface its addresses and turns it on. Its hardware address follows from the other: a machine
-// keeps its card. With a new one after each start the others would send to the old one for up to a minute.
+// configure gives an interface its addresses and turns the interface on. The hardware address follows from the IP
+// address, so that a machine keeps its card. With a new card after each start the other machines would send to the old
+// card for up to a minute.
 func configure(name string, ip, mask [4]byte) error {
 	s, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -175,7 +177,7 @@ func configure(name string, ip, mask [4]byte) error {
 		_ [8]byte // struct ifreq ends here
 	}{RawSockaddr: unix.RawSockaddr{Family: unix.ARPHRD_ETHER}}
 	copy(hw.name[:], name)
-	for i, b := range append([]byte{2, 0}, ip[:]...) { // 2: not a maker's
+	for i, b := range append([]byte{2, 0}, ip[:]...) { // 2: locally administered
 		hw.Data[i] = int8(b)
 	}
 	if _, _, no := unix.Syscall(unix.SYS_IOCTL, uintptr(s), unix.SIOCSIFHWADDR, uintptr(unsafe.Pointer(&hw))); no != 0 {
@@ -216,8 +218,8 @@ func ifUp(name string) error {
 	return nil
 }
 
-// spawn starts a machine's init and returns the other end of its network card. The calling thread must live as long as
-// the machine shall: with it the machine dies.
+// spawn starts a machine's init and returns the other end of the machine's network card. The machine dies with the
+// calling thread.
 func spawn(b birth, stderr *os.File) (*exec.Cmd, int, error) {
 	if err := os.MkdirAll("/dev/drover", 0o755); err != nil {
 		return nil, -1, err

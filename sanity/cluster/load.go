@@ -15,20 +15,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Load writes blocks that say which block they are and how often it was written, reads them back, and knows what may be
-// read: nothing older than what was acknowledged, nothing that was never written. It outlives a device: what is true of
-// a volume stays true on its next one.
+// Load writes blocks with the block's number and the number of the write, reads the blocks back, and knows the allowed
+// content: nothing older than an acknowledged write, and no unwritten data. A Load works across devices, because the
+// next device of a volume must hold the same content.
 type Load struct {
 	Workers int
 
 	blocks []blockState
 	writes atomic.Int64
 	reads  atomic.Int64
-	worst  atomic.Int64 // nanoseconds of one request
+	worst  atomic.Int64 // nanoseconds of the longest request
 	last   atomic.Int64 // end of the last request, in Unix nanoseconds
 }
 
-// blockState is what is known of a block, by numbers of writes. Each is used by one worker.
+// blockState holds numbers of writes of a block. Each block belongs to a worker.
 type blockState struct{ issued, acked, flushed, seen uint32 }
 
 const (
@@ -38,15 +38,15 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// NewLoad is for a volume of size bytes, of which at most most are used.
+// NewLoad creates a load for a volume of size bytes; the load uses at most most bytes.
 func NewLoad(size, most int64) *Load {
 	return &Load{Workers: 4, blocks: make([]blockState, min(size, most)/loadBlock)}
 }
 
-// ErrLost is an answer that breaks the promise of a volume.
+// ErrLost means that a volume broke its promise.
 var ErrLost = errors.New("the volume does not hold what it should")
 
-// Run writes and reads until ctx ends, and returns the first error of the device or of what it holds.
+// Run writes and reads until ctx ends, and returns the first error of the device or of its content.
 func (l *Load) Run(ctx context.Context, device string) error {
 	errs := make([]error, l.Workers)
 	var all sync.WaitGroup
@@ -61,16 +61,16 @@ func (l *Load) Run(ctx context.Context, device string) error {
 	return errors.Join(errs...)
 }
 
-// Writes is how many writes were acknowledged.
+// Writes returns the number of acknowledged writes.
 func (l *Load) Writes() int64 { return l.writes.Load() }
 
-// Worst is the longest time that one request took.
+// Worst returns the duration of the longest request.
 func (l *Load) Worst() time.Duration { return time.Duration(l.worst.Load()) }
 
-// Idle is how long no request ended.
+// Idle returns the time since the end of the last request.
 func (l *Load) Idle() time.Duration { return time.Since(time.Unix(0, l.last.Load())) }
 
-// alignedBlock is memory that direct I/O takes.
+// alignedBlock returns memory for direct I/O.
 func alignedBlock() ([]byte, func(), error) {
 	b, err := unix.Mmap(-1, 0, loadBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
@@ -134,7 +134,7 @@ func (l *Load) worker(ctx context.Context, device string, me int) error {
 	return nil
 }
 
-// orShort is the error of a request that ended early: the device is smaller, as one that stands on nothing is.
+// orShort returns the error of a short request: the device is smaller, like a loop device that lost its file.
 func orShort(err error) error {
 	if err == nil {
 		return io.ErrUnexpectedEOF
@@ -142,7 +142,7 @@ func orShort(err error) error {
 	return err
 }
 
-// Verify reads every block. crashed: what was acknowledged and not flushed may be lost.
+// Verify reads every block. crashed: the volume may have lost acknowledged writes since the last flush.
 func (l *Load) Verify(device string, crashed bool) error {
 	fd, err := unix.Open(device, unix.O_RDONLY|unix.O_DIRECT|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -165,11 +165,11 @@ func (l *Load) Verify(device string, crashed bool) error {
 	return nil
 }
 
-// Instant is what a snapshot must hold, and may: the writes that were acknowledged before it was asked for, and those
-// that were issued until it was there.
+// Instant bounds the content of a snapshot: at least the writes acknowledged before the request for the snapshot, at
+// most the writes issued before the snapshot's completion.
 type Instant struct{ acked, issued []uint32 }
 
-// Before begins an Instant.
+// Before begins an Instant, before the request for the snapshot.
 func (l *Load) Before() *Instant {
 	i := &Instant{acked: make([]uint32, len(l.blocks))}
 	for n := range l.blocks {
@@ -178,7 +178,7 @@ func (l *Load) Before() *Instant {
 	return i
 }
 
-// After ends it.
+// After ends an Instant, after the snapshot's completion.
 func (l *Load) After(i *Instant) {
 	i.issued = make([]uint32, len(l.blocks))
 	for n := range l.blocks {
@@ -186,7 +186,7 @@ func (l *Load) After(i *Instant) {
 	}
 }
 
-// Verify compares a device that holds the snapshot with it. What it finds must be found by the next Verify too.
+// Verify compares a device with the snapshot's content. The next Verify must find the same content.
 func (i *Instant) Verify(device string) error {
 	l := &Load{blocks: make([]blockState, len(i.acked))}
 	for n := range l.blocks {
@@ -199,7 +199,7 @@ func (i *Instant) Verify(device string) error {
 	return err
 }
 
-// Mark is what was acknowledged so far. Nothing is under way.
+// Mark returns the acknowledged writes, for a load without requests in progress.
 func (l *Load) Mark() []uint32 {
 	mark := make([]uint32, len(l.blocks))
 	for i := range mark {
@@ -208,7 +208,7 @@ func (l *Load) Mark() []uint32 {
 	return mark
 }
 
-// Rewind says that what came after a mark may be lost; Verify as after a crash finds out what is.
+// Rewind allows the loss of writes after a mark. A Verify with crashed finds the lost writes.
 func (l *Load) Rewind(mark []uint32) {
 	for i := range mark {
 		l.blocks[i].flushed = mark[i]
@@ -226,8 +226,8 @@ func fillBlock(buf []byte, n int, seq uint32) {
 	}
 }
 
-// check compares a block that was read with what is known. A later write that nobody has acknowledged may be there, but
-// once it was read it stays.
+// check compares the content of a block with the allowed content. A block may hold a later, unacknowledged write, but
+// must keep the write after a read.
 func (b *blockState) check(buf []byte, n int, crashed bool) error {
 	seq := binary.LittleEndian.Uint32(buf[4:])
 	zero := true
@@ -256,7 +256,7 @@ func (b *blockState) check(buf []byte, n int, crashed bool) error {
 	}
 	b.seen = seq
 	b.acked = min(max(b.acked, seq), b.issued)
-	if crashed { // what was lost is not to come back
+	if crashed { // a lost write must not return
 		b.acked, b.flushed = seq, min(b.flushed, seq)
 	}
 	return nil

@@ -19,7 +19,6 @@ import (
 	"drover.io/drover/api"
 )
 
-// Machine is one machine of a cluster.
 type Machine struct {
 	Name, IP string
 	Dir      string // state, logs, disks
@@ -30,19 +29,19 @@ type Machine struct {
 	log  *os.File
 
 	mu    sync.Mutex
-	init  *exec.Cmd // nil: it is off
+	init  *exec.Cmd // nil: the machine is off
 	args  []string  // of the last Serve
 	serve *serving
 }
 
-// serving is one run of the program.
+// serving is a run of drover.
 type serving struct {
-	cmd  *exec.Cmd // nsenter, whose child it is
+	cmd  *exec.Cmd // nsenter, the parent of drover
 	done chan struct{}
-	err  error // after done
+	err  error // valid after done
 }
 
-// machine makes a machine and turns it on.
+// machine creates a machine and turns the machine on.
 func (c *Cluster) machine(name string, host byte) (*Machine, error) {
 	a := c.address(host)
 	m := &Machine{Name: name, IP: fmt.Sprintf("%d.%d.%d.%d", a[0], a[1], a[2], a[3]), Dir: filepath.Join(c.Dir, name),
@@ -57,7 +56,7 @@ func (c *Cluster) machine(name string, host byte) (*Machine, error) {
 	return m, m.PowerOn()
 }
 
-// PowerOn starts the machine without the program.
+// PowerOn starts the machine without drover.
 func (m *Machine) PowerOn() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -90,8 +89,8 @@ func (m *Machine) PowerOn() error {
 	return os.WriteFile(filepath.Join(m.Dir, "init.pid"), []byte(strconv.Itoa(cmd.Process.Pid)), 0o600)
 }
 
-// PowerOff ends everything that runs on the machine at once. What is in the page cache stays: see the lossy back end of
-// block/file for a loss of that.
+// PowerOff ends all processes of the machine at once. The page cache survives; for the loss of the page cache see the
+// lossy back end of block/file.
 func (m *Machine) PowerOff() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -100,7 +99,7 @@ func (m *Machine) PowerOff() error {
 	}
 	m.noteVolumes()
 	err := m.init.Process.Kill()
-	_ = m.init.Wait() // killed: no news
+	_ = m.init.Wait() // a killed init returns no useful error
 	m.init = nil
 	m.c.Net.unplug(m.Name)
 	if m.serve != nil {
@@ -110,15 +109,15 @@ func (m *Machine) PowerOff() error {
 	return err
 }
 
-// CutPower is PowerOff with a loss of all that was not synced: the machine's disks that are file systems of their own
-// lose what their journals have not written.
+// CutPower is PowerOff with a loss of unsynced data: disks with their own file system lose the unwritten part of the
+// journal.
 func (m *Machine) CutPower() error {
 	if m.init == nil {
 		return nil
 	}
 	var errs []error
 	if len(m.Pids("data")) > 0 {
-		errs = append(errs, m.Freeze("data", "hold")) // nobody sees the disks go before itself
+		errs = append(errs, m.Freeze("data", "hold")) // no process may see the disks fail before its own end
 	}
 	for _, d := range m.Disks {
 		if d.image != "" {
@@ -128,7 +127,7 @@ func (m *Machine) CutPower() error {
 	return errors.Join(append(errs, m.PowerOff())...)
 }
 
-// noteVolumes keeps in mind whose loop devices may stay behind.
+// noteVolumes records the volumes whose loop devices may stay behind.
 func (m *Machine) noteVolumes() {
 	f, err := os.OpenFile(filepath.Join(m.c.Dir, "volumes"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
@@ -145,7 +144,7 @@ func (m *Machine) noteVolumes() {
 	}
 }
 
-// View is where the owner sees a path of the machine, with the machine's mounts.
+// View returns the owner's path of a path of the machine, through the machine's mounts.
 func (m *Machine) View(path string) string {
 	if m.init == nil {
 		return path
@@ -153,13 +152,13 @@ func (m *Machine) View(path string) string {
 	return filepath.Join("/proc", strconv.Itoa(m.init.Process.Pid), "root", path)
 }
 
-// Command is a command that runs on the machine.
+// Command returns a command to run on the machine.
 func (m *Machine) Command(ctx context.Context, argv ...string) *exec.Cmd {
 	return exec.CommandContext(ctx, "nsenter", append([]string{"--target", strconv.Itoa(m.init.Process.Pid), "--net",
 		"--mount", "--pid", "--"}, argv...)...)
 }
 
-// Run runs a command on the machine and returns what it said.
+// Run runs a command on the machine and returns the output.
 func (m *Machine) Run(ctx context.Context, argv ...string) (string, error) {
 	out, err := m.Command(ctx, argv...).CombinedOutput()
 	if err != nil {
@@ -168,7 +167,8 @@ func (m *Machine) Run(ctx context.Context, argv ...string) (string, error) {
 	return string(out), nil
 }
 
-// Serve runs `drover serve` on the machine and returns when it is ready. Without arguments it runs as the last time.
+// Serve runs `drover serve` on the machine and returns when serve is ready. Without arguments Serve repeats the last
+// arguments.
 func (m *Machine) Serve(ctx context.Context, args ...string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -212,7 +212,7 @@ func (m *Machine) Serve(ctx context.Context, args ...string) error {
 	}
 }
 
-// LogTail is the end of what the machine's program said.
+// LogTail returns the end of the log of the machine's drover.
 func (m *Machine) LogTail() string {
 	b, _ := os.ReadFile(m.log.Name())
 	data, _ := os.ReadFile(filepath.Join(m.Dir, "state", "log", "data.log"))
@@ -222,7 +222,7 @@ func (m *Machine) LogTail() string {
 	return fmt.Sprintf("-- %s serve:\n%s\n-- %s data:\n%s", m.Name, tail(b), m.Name, tail(data))
 }
 
-// Pids are the machine's processes of a role: serve, data, hold, or all for "".
+// Pids returns the machine's processes of a role: serve, data, hold, or all for "".
 func (m *Machine) Pids(role string) (pids []int) {
 	if m.init == nil {
 		return nil
@@ -252,7 +252,7 @@ func (m *Machine) Pids(role string) (pids []int) {
 
 var errNobody = errors.New("there is no process of")
 
-// Signal sends a signal to the machine's processes of some roles; none: to all.
+// Signal sends a signal to the machine's processes of the roles; without roles to all processes.
 func (m *Machine) Signal(s syscall.Signal, roles ...string) error {
 	if len(roles) == 0 {
 		roles = []string{""}
@@ -274,16 +274,14 @@ func (m *Machine) Signal(s syscall.Signal, roles ...string) error {
 	return errors.Join(errs...)
 }
 
-// Kill is kill -9.
 func (m *Machine) Kill(roles ...string) error { return m.Signal(syscall.SIGKILL, roles...) }
 
-// Freeze stops processes where they are.
 func (m *Machine) Freeze(roles ...string) error { return m.Signal(syscall.SIGSTOP, roles...) }
 
-// Thaw lets frozen processes go on.
+// Thaw continues frozen processes.
 func (m *Machine) Thaw(roles ...string) error { return m.Signal(syscall.SIGCONT, roles...) }
 
-// Stop ends serve with SIGTERM and waits for it.
+// Stop ends serve with SIGTERM and waits for the end.
 func (m *Machine) Stop() error {
 	m.mu.Lock()
 	s := m.serve
@@ -304,12 +302,12 @@ func (m *Machine) Stop() error {
 	defer m.mu.Unlock()
 	m.serve = nil
 	if s.err != nil && strings.Contains(tail, "grace period") {
-		return nil // not all of it has ended in its time, on a busy computer
+		return nil // parts of serve exceed the grace period on a busy computer
 	}
 	return s.err
 }
 
-// serving is the run of serve that there is, or was last; nil after Stop and Gone.
+// serving returns the current or last run of serve; nil after Stop and Gone.
 func (m *Machine) serving() *serving {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -10,22 +10,21 @@ import (
 	"time"
 )
 
-// Network is the switch that all machines are plugged into, and the owner too. What it does to frames is set per pair
-// of machines and direction.
+// Network is the switch of all machines and the owner. Links set the fate of frames per pair of machines and direction.
 type Network struct {
 	mu    sync.Mutex
 	ports map[string]*port
-	table map[[6]byte]*port // which port a hardware address was seen at
+	table map[[6]byte]*port // hardware address to the address's last port
 	links map[[2]string]Link
 	wg    sync.WaitGroup
 }
 
-// Link is what happens to the frames of one direction between two machines.
+// Link is the fate of frames in a direction between two machines.
 type Link struct {
 	Cut    bool
 	Loss   float64 // of 1
 	Delay  time.Duration
-	Jitter time.Duration // added to Delay, 0 to this much; frames keep their order
+	Jitter time.Duration // added to Delay, between 0 and Jitter; frames keep their order
 }
 
 type port struct {
@@ -44,7 +43,7 @@ func newNetwork() *Network {
 	return &Network{ports: map[string]*port{}, table: map[[6]byte]*port{}, links: map[[2]string]Link{}}
 }
 
-// plug connects a card until it is unplugged or gone.
+// plug connects a card until the card is unplugged or deleted.
 func (n *Network) plug(name string, fd int) {
 	p := &port{name: name, card: os.NewFile(uintptr(fd), "card of "+name), queue: make(chan delayed, 4096),
 		done: make(chan struct{})}
@@ -91,7 +90,7 @@ func (n *Network) close() {
 	n.wg.Wait()
 }
 
-// pump moves the frames that come from one card.
+// pump moves the frames from a card.
 func (n *Network) pump(p *port) {
 	buf := make([]byte, vnetHeader+65536+64)
 	for {
@@ -103,7 +102,7 @@ func (n *Network) pump(p *port) {
 			select {
 			case <-p.done:
 				return
-			case <-time.After(10 * time.Millisecond): // the machine is going, or its card is down
+			case <-time.After(10 * time.Millisecond): // the machine is ending, or its card is down
 				continue
 			}
 		}
@@ -151,12 +150,12 @@ func (n *Network) forward(from *port, frame []byte) {
 			default: // a full queue loses frames, as any switch does
 			}
 		default:
-			_, _ = p.card.Write(frame) // a card that is down loses it
+			_, _ = p.card.Write(frame) // a card that is down loses the frame
 		}
 	}
 }
 
-// late delivers what is delayed, in the order of its sending.
+// late delivers delayed frames in the order of sending.
 func (p *port) late() {
 	for {
 		select {
@@ -173,7 +172,7 @@ func (p *port) late() {
 	}
 }
 
-// Set says what happens to frames from one machine to another.
+// Set sets the link from a machine to another.
 func (n *Network) Set(from, to *Machine, l Link) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -186,7 +185,7 @@ func (n *Network) Between(a, b *Machine, l Link) {
 	n.Set(b, a, l)
 }
 
-// Isolate cuts a machine off from all others.
+// Isolate separates a machine from the other machines.
 func (n *Network) Isolate(m *Machine, others ...*Machine) {
 	for _, o := range others {
 		if o != m {
@@ -195,14 +194,14 @@ func (n *Network) Isolate(m *Machine, others ...*Machine) {
 	}
 }
 
-// Heal makes all links good again.
+// Heal restores all links.
 func (n *Network) Heal() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	clear(n.links)
 }
 
-// freeSubnet is a /24 that nothing on this machine uses.
+// freeSubnet returns a /24 that no interface of this computer uses.
 func freeSubnet() (net.IP, error) {
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 )
 
-// patient is a client that tries again where an API server has no time, or is just not there: on a busy computer its
-// database is late now and then. What it says of an object is final.
+// patient returns a client that retries while an API server is busy or unreachable: on a busy computer the server's
+// database is late now and then. An answer about an object is final.
 func patient(c client.WithWatch) client.WithWatch {
 	return interceptor.NewClient(c, interceptor.Funcs{
 		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, obj client.Object,
@@ -29,7 +29,7 @@ func patient(c client.WithWatch) client.WithWatch {
 		},
 		Create: func(ctx context.Context, c client.WithWatch, obj client.Object, opts ...client.CreateOption) error {
 			again, err := tries(ctx, func() error { return c.Create(ctx, obj, opts...) })
-			if again && apierrors.IsAlreadyExists(err) { // the first one was late, and not in vain
+			if again && apierrors.IsAlreadyExists(err) { // the first request succeeded after its timeout
 				err = c.Get(ctx, client.ObjectKeyFromObject(obj), obj)
 			}
 			return err
@@ -71,7 +71,7 @@ func patient(c client.WithWatch) client.WithWatch {
 	})
 }
 
-// tries does something until the server has had the time for it, and tells whether that took more than one try.
+// tries calls do until the server has answered, and reports a second call.
 func tries(ctx context.Context, do func() error) (again bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, readyTime)
 	defer cancel()
@@ -88,7 +88,7 @@ func tries(ctx context.Context, do func() error) (again bool, err error) {
 	}
 }
 
-// passing is an error that says nothing of the object.
+// passing reports an error that says nothing about the object.
 func passing(err error) bool {
 	var u *url.Error
 	var op *net.OpError

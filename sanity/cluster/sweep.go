@@ -13,16 +13,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Sweep removes what clusters left whose owners were killed.
+// Sweep removes the remains of clusters whose owners were killed.
 func Sweep(log io.Writer) {
 	dirs, _ := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))
 	for _, dir := range dirs {
 		if _, err := os.Stat(filepath.Join(dir, "alive")); err != nil {
-			continue // it is just being made
+			continue // the cluster is starting
 		}
 		lock, err := lockDir(dir, 0)
 		if err != nil {
-			continue // it lives
+			continue // the cluster is alive
 		}
 		fmt.Fprintf(log, "removing what is left of an earlier cluster: %s\n", dir)
 		if err := remove(dir); err != nil {
@@ -32,7 +32,7 @@ func Sweep(log io.Writer) {
 	}
 }
 
-// remove takes away the loop devices and the files of a cluster, whose machines are off.
+// remove removes the loop devices and the files of a cluster whose machines are off.
 func remove(dir string) error {
 	var errs []error
 	volumes := map[string]bool{}
@@ -54,7 +54,7 @@ func remove(dir string) error {
 		}
 		return nil
 	})
-	b, err := os.ReadFile(filepath.Join(dir, "volumes")) // of disks that are not mounted now
+	b, err := os.ReadFile(filepath.Join(dir, "volumes")) // names the volumes of unmounted disks
 	if err == nil {
 		for uid := range strings.FieldsSeq(string(b)) {
 			volumes[uid] = true
@@ -70,7 +70,7 @@ func remove(dir string) error {
 	return errors.Join(append(errs, os.RemoveAll(dir))...)
 }
 
-// volumeUIDs are the volumes that a replica's record names.
+// volumeUIDs returns the volumes in a replica's record.
 func volumeUIDs(path string) []string {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -100,7 +100,7 @@ func volumeUIDs(path string) []string {
 	return uids
 }
 
-// loops are the loop devices in use and the files that they stand on.
+// loops returns the loop devices in use and their files.
 func loops() map[string]string {
 	out := map[string]string{}
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
@@ -112,8 +112,8 @@ func loops() map[string]string {
 	return out
 }
 
-// detachLoop takes a loop device off its file, unless it stands on another one by now: while it is open it changes
-// hands no more.
+// detachLoop detaches a loop device from a file, unless the device has another file by now: an open device keeps its
+// file.
 func detachLoop(name, file string) error {
 	fd, err := unix.Open("/dev/"+name, unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -129,7 +129,7 @@ func detachLoop(name, file string) error {
 	return nil
 }
 
-// setImmutable sets or clears the flag that keeps even root from changing a file.
+// setImmutable sets or clears the flag that forbids even root to change a file.
 func setImmutable(path string, on bool) error {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
 	if err != nil {

@@ -1,5 +1,5 @@
-// Command play makes a cluster of three machines on this one for a person to play with, and takes commands that break
-// it. With its end all of it goes.
+// Command play starts a cluster of three machines on this computer, for a person, and takes commands that break the
+// cluster. The end of play removes the cluster.
 package main
 
 import (
@@ -72,7 +72,7 @@ func run() (err error) {
 				fmt.Fprintln(os.Stdout)
 				return nil
 			}
-			if !more { // it was started without one, to be ended by a signal
+			if !more { // without a standard input, a signal ends play
 				lines = nil
 				continue
 			}
@@ -91,7 +91,7 @@ func isTerminal(f *os.File) bool {
 	return err == nil
 }
 
-// writeEnv makes what a shell needs to work with the cluster.
+// writeEnv writes the environment of a shell that works with the cluster.
 func writeEnv(c *cluster.Cluster, bin string) (string, error) {
 	tools := filepath.Join(c.Dir, "bin")
 	if err := os.MkdirAll(tools, 0o755); err != nil {
@@ -115,7 +115,7 @@ const help = `machines: control node-1 node-2 ...; roles: serve data hold
   immutable|mutable MACHINE  the files of its first disk
 `
 
-// commands are those that name a machine.
+// commands lists the commands with the name of a machine.
 var commands = []string{"kill", "freeze", "thaw", "off", "on", "serve", "isolate", "immutable", "mutable", "cut",
 	"delay", "lose"}
 

@@ -1,5 +1,5 @@
-// Command tour is the story of a volume with three replicas on three machines: one machine dies under load and comes
-// back, a process is killed, and at last the machine that uses the volume is lost.
+// Command tour is the story of a volume with three replicas on three machines: a machine dies under load and returns, a
+// process dies, and in the end the machine of the volume's user dies.
 package main
 
 import (
@@ -35,7 +35,6 @@ const (
 	patient = 2 * time.Minute
 )
 
-// tour is one run.
 type tour struct {
 	*cluster.Cluster
 	bin   string
@@ -144,7 +143,7 @@ func (t *tour) story(ctx context.Context) error {
 	return nil
 }
 
-// attach attaches the volume on a machine, checks all of it, and begins the load.
+// attach attaches the volume on a machine, verifies all blocks, and starts the load.
 func (t *tour) attach(ctx context.Context, m *cluster.Machine) error {
 	if err := t.command(ctx, "volume", "attach", volume, "--node", m.Name, "--timeout", "2m"); err != nil {
 		return err
@@ -162,7 +161,7 @@ func (t *tour) attach(ctx context.Context, m *cluster.Machine) error {
 	return nil
 }
 
-// halt ends the load and tells whether all was well.
+// halt ends the load and returns its error.
 func (t *tour) halt() error {
 	if t.stop == nil {
 		return nil
@@ -172,7 +171,7 @@ func (t *tour) halt() error {
 	return <-t.ended
 }
 
-// progress returns when the load has made some more writes.
+// progress returns when the load has made n more writes.
 func (t *tour) progress(ctx context.Context, n int64) error {
 	ctx, cancel := context.WithTimeout(ctx, patient)
 	defer cancel()
@@ -191,7 +190,7 @@ func (t *tour) progress(ctx context.Context, n int64) error {
 	return nil
 }
 
-// whole waits until the volume has so many members.
+// whole waits until the volume has n members.
 func (t *tour) whole(ctx context.Context, n int) (*api.Volume, error) {
 	ctx, cancel := context.WithTimeout(ctx, patient)
 	defer cancel()
