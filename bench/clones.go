@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// clone makes a volume of another one and waits until it can be attached.
+// clone creates a clone of a volume and waits until the clone can be attached.
 func (b *bench) clone(ctx context.Context, name, source, mode string, size int64) (float64, error) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, DataSource: source, CloneMode: mode}}
 	v.Name = name
@@ -68,7 +68,8 @@ func (b *bench) linked(ctx context.Context) error {
 	return nil
 }
 
-// fillDevice writes random data to the first n bytes of a device, in every other run of 8 MiB if span is twice that.
+// fillDevice writes random data to the first n bytes of a device. With span 2n fillDevice writes every other run of 8
+// MiB.
 func fillDevice(dev string, n, span int64) error {
 	src, err := os.Open("/dev/urandom")
 	if err != nil {
@@ -93,7 +94,7 @@ func fillDevice(dev string, n, span int64) error {
 	return f.Sync()
 }
 
-// cold drops what the page cache has of a file.
+// cold drops the page cache of a file.
 func cold(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -103,10 +104,10 @@ func cold(path string) error {
 	return unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
 }
 
-// fullCopy copies a volume of which every other run of 8 MiB is data, and a file that holds the same, each until it is
-// on the disk.
+// fullCopy copies a volume with data in every other run of 8 MiB, and a file with the same content. Each copy ends with
+// the data on the disk.
 func (b *bench) fullCopy(ctx context.Context) error {
-	size := 2 * b.sizeMiB << 20 / (32 << 20) * (32 << 20) // so that requests and answers are a small part
+	size := 2 * b.sizeMiB << 20 / (32 << 20) * (32 << 20) // a small share for requests and answers
 	dev, err := b.in.volume(ctx, "copied", "", 2*size)
 	if err != nil {
 		return err
@@ -136,7 +137,7 @@ func (b *bench) fullCopy(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for tick := time.NewTicker(100 * time.Millisecond); ; <-tick.C { // its digests are made first, for all the same
+	for tick := time.NewTicker(100 * time.Millisecond); ; <-tick.C { // the digests come first, once for all copies
 		if _, _, err := disk.Digest(string(snap.Status.Layer)); err == nil {
 			tick.Stop()
 			break
@@ -185,7 +186,7 @@ func (b *bench) fullCopy(ctx context.Context) error {
 	return errors.Join(b.in.deleteVolume(ctx, "copied"), os.Remove(file))
 }
 
-// merge makes one layer of two, of which each has half of the data, and tells what an index of such fragments takes.
+// merge merges two layers with half of the data each, and measures the index of such fragments.
 func (b *bench) merge(ctx context.Context) (err error) {
 	size := b.sizeMiB << 20 / (64 << 20) * (64 << 20)
 	dir := filepath.Join(b.dir, "merge")
@@ -220,7 +221,7 @@ func (b *bench) mergeOf(ctx context.Context, disk *stack.Disk, loop *uring.Loop,
 		if err != nil {
 			return err
 		}
-		buf := make([]byte, piece+1)[1:] // not aligned: through the page cache
+		buf := make([]byte, piece+1)[1:] // unaligned: through the page cache
 		for i := range buf {
 			buf[i] = byte(i) | 1
 		}
@@ -252,7 +253,7 @@ func (b *bench) mergeOf(ctx context.Context, disk *stack.Disk, loop *uring.Loop,
 		return errors.Join(err, r.Close())
 	}
 	defer func() { _ = unix.Munmap(buf) }()
-	for off := int64(0); off < size; off += 64 << 20 { // one read builds a page of the index
+	for off := int64(0); off < size; off += 64 << 20 { // a read builds a page of the index
 		done := make(chan error, 1)
 		loop.Post(func() {
 			r.Submit(&block.Request{Op: block.OpRead, Off: off, Len: block.Size, Buf: buf,

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// job is one way of doing I/O.
+// job is a kind of I/O.
 type job struct {
 	name, rw, bs, unit string
 	depth              int
@@ -20,7 +20,7 @@ type job struct {
 
 func (j job) writes() bool { return strings.Contains(j.rw, "write") }
 
-// Reads come before writes: the volume over the image shall read from the image.
+// Reads come before writes, so that the volume over the image reads from the image.
 var jobs = []job{
 	{"randread-4k-qd1", "randread", "4k", "iops", 1},
 	{"randread-4k-qd32", "randread", "4k", "iops", 32},
@@ -30,13 +30,13 @@ var jobs = []job{
 	{"write-1m", "write", "1m", "MB/s", 8},
 }
 
-// subject is something that fio can open.
+// subject is a device or file for fio.
 type subject struct{ name, path string }
 
-// ramp is the time before a round is measured.
+// ramp is the time before the measurement of a round.
 const ramp = 300 * time.Millisecond
 
-// fio does one round of a job and returns IOPS, or MB/s for large blocks.
+// fio runs a round of a job and returns IOPS, or MB/s for large blocks.
 func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 	out, err := tool(ctx, "fio", "--name="+j.name, "--filename="+path, "--rw="+j.rw, "--bs="+j.bs,
 		"--iodepth="+strconv.Itoa(j.depth), "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--direct=1",
@@ -58,7 +58,7 @@ func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 		} `json:"jobs"`
 	}
 	if i := strings.IndexByte(out, '{'); i > 0 {
-		out = out[i:] // fio puts its warnings before the report
+		out = out[i:] // fio prints warnings before the report
 	}
 	if err := json.Unmarshal([]byte(out), &rep); err != nil || len(rep.Jobs) != 1 || rep.Jobs[0].Error != 0 {
 		return 0, fmt.Errorf("fio %s on %s: %w: %.300s", j.name, path, err, out)
@@ -73,14 +73,14 @@ func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 	return s.Bytes / 1e6, nil
 }
 
-// fill writes all of a subject once, so that nobody is measured on holes.
+// fill writes all of a subject, because reads of holes are too fast.
 func (b *bench) fill(ctx context.Context, path string) error {
 	_, err := tool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write", "--bs=1m", "--iodepth=8", "--direct=1",
 		"--ioengine=libaio", "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--end_fsync=1")
 	return err
 }
 
-// loopOn puts a loop device with direct I/O on a file; the function takes it away.
+// loopOn attaches a loop device with direct I/O to a file; the returned function detaches the device.
 func loopOn(ctx context.Context, path string) (string, func() error, error) {
 	out, err := tool(ctx, "losetup", "--find", "--show", "--direct-io=on", path)
 	if err != nil {
@@ -94,7 +94,7 @@ func loopOn(ctx context.Context, path string) (string, func() error, error) {
 }
 
 // devices measures all jobs on all subjects, round by round. A volume over an image begins with an empty head, so its
-// writes allocate: it is compared with a loop device on a sparse file as well, which has seen the same writes.
+// writes allocate. Therefore a loop device on a sparse file with the same earlier writes is a further baseline.
 func (b *bench) devices(ctx context.Context) (err error) {
 	size := b.sizeMiB << 20
 	plain, looped, raw := filepath.Join(b.dir, "plain"), filepath.Join(b.dir, "looped"), filepath.Join(b.dir, "source.raw")
@@ -148,7 +148,7 @@ func (b *bench) devices(ctx context.Context) (err error) {
 		for r := range b.rounds {
 			for _, s := range subjects {
 				if s.name == "loop-sparse" && !j.writes() {
-					continue // it would read holes
+					continue // the reads would find holes
 				}
 				v, err := b.fio(ctx, j, s.path)
 				if err != nil {

@@ -30,7 +30,7 @@ func (b *bench) downloads(ctx context.Context) error {
 	go func() { ended <- srv.Serve(ln) }()
 	defer func() {
 		_ = srv.Close()
-		<-ended //nolint:errcheck // its error is that of the cancelled context
+		<-ended //nolint:errcheck // the error of the cancelled context
 	}()
 	private := &api.Setting{Value: "true"}
 	private.Name = "allow-private-image-sources"
@@ -77,14 +77,14 @@ func (b *bench) downloads(ctx context.Context) error {
 	return os.Remove(file)
 }
 
-// usage is what a process had used at some time.
+// usage is a process's usage at an instant.
 type usage struct {
 	pid int
 	cpu float64 // seconds
 	rss float64 // MiB
 }
 
-// usageOf is the usage of now; its peak of memory counts from now on.
+// usageOf returns the current usage, and resets the peak of memory.
 func usageOf(pid int) (u usage, err error) {
 	u.pid = pid
 	if err := os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte("5"), 0); err != nil {
@@ -97,7 +97,7 @@ func usageOf(pid int) (u usage, err error) {
 	return u, err
 }
 
-// since is the CPU time since then, and the peak of memory above what there was.
+// since returns the CPU time since usageOf, and the peak of memory above usageOf's value.
 func (u usage) since() (cpu, rss float64, err error) {
 	if cpu, err = cpuOf(u.pid); err == nil {
 		rss, err = statusOf(u.pid, "VmHWM:")
@@ -116,10 +116,10 @@ func cpuOf(pid int) (float64, error) {
 		return 0, err
 	}
 	system, err := strconv.ParseFloat(string(f[12]), 64)
-	return (user + system) / 100, err // ticks are hundredths of a second on every machine that Go runs on
+	return (user + system) / 100, err // a tick is 10 ms on every architecture of Go
 }
 
-// statusOf is a size in /proc/<pid>/status, in MiB.
+// statusOf returns a size from /proc/<pid>/status, in MiB.
 func statusOf(pid int, key string) (float64, error) {
 	raw, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {

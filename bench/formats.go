@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// spent is what one import or conversion took.
+// spent is the cost of an import or conversion.
 type spent struct {
 	seconds, cpu float64
 	rss          int64 // peak, bytes
@@ -22,7 +22,7 @@ type spent struct {
 
 const qemu = "qemu-img convert -O raw -m 2 $in $out"
 
-// samples are the formats, how to make one, and the tool of the format: what users would do by hand.
+// samples lists the formats, the command for a sample, and the format's tool, as a user would run the tool.
 var samples = []struct{ name, make, tool string }{
 	{"raw", "cp --sparse=always $in $out", "cp --sparse=always $in $out"},
 	{"raw-synced", "cp --sparse=always $in $out", "cp --sparse=always $in $out && sync $out"},
@@ -37,8 +37,8 @@ var samples = []struct{ name, make, tool string }{
 	{"zst", "zstd -q -T2 -c $in > $out", "zstd -q -dc $in > $out"},
 }
 
-// formats compares imports of one disk in all formats with the tool of the format. The tools neither hash nor wait for
-// the disk; imports do both.
+// formats compares imports of a disk in all formats with the tool of the format. The tools neither hash nor sync;
+// imports do both.
 func (b *bench) formats(ctx context.Context, size int64) error {
 	raw := filepath.Join(b.dir, "disk.raw")
 	defer func() { _ = os.Remove(raw) }()
@@ -83,7 +83,7 @@ func (b *bench) format(ctx context.Context, name, with, convert, raw string, siz
 			other = append(other, s)
 			return err
 		}} {
-			if err := readAll(image); err != nil { // from memory for everybody
+			if err := readAll(image); err != nil { // page cache for all subjects
 				return err
 			}
 			if _, err := tool(ctx, "sync"); err != nil {
@@ -109,7 +109,7 @@ func (b *bench) format(ctx context.Context, name, with, convert, raw string, siz
 	return nil
 }
 
-// told records what came out for a format.
+// told records the figures of a format.
 func (b *bench) told(format, toolName string, own, other []spent, hash, mb float64) {
 	of := func(all []spent, what func(spent) float64) float64 {
 		var v []float64
@@ -125,7 +125,7 @@ func (b *bench) told(format, toolName string, own, other []spent, hash, mb float
 		note += fmt.Sprintf("; sha512sum of the file alone: %.0f MB/s, ratio to that %.2f", limit, o/limit)
 	}
 	b.add(name, toolName, t, "MB/s", "", 0, "not durable when it ends")
-	if limit := mb / hash; strings.HasPrefix(format, "raw") && limit < t { // nothing that hashes can be faster
+	if limit := mb / hash; strings.HasPrefix(format, "raw") && limit < t { // hashing bounds every import
 		b.add(name, "drover", o, "MB/s", "sha512sum", limit, "durable, with SHA-512 and digests; SHA-512 is the limit")
 	} else {
 		b.add(name, "drover", o, "MB/s", toolName, t, note)
@@ -139,7 +139,7 @@ func (b *bench) told(format, toolName string, own, other []spent, hash, mb float
 	b.add(name+"-du", "drover", of(own, du), "MiB", toolName, of(other, du), "on the disk")
 }
 
-// shell runs a command of a shell with $in and $out set.
+// shell runs a shell command with $in and $out set.
 func shell(ctx context.Context, command, in, out string) (spent, error) {
 	var said strings.Builder
 	cmd := exec.CommandContext(ctx, "sh", "-c", command)
@@ -162,7 +162,7 @@ func shell(ctx context.Context, command, in, out string) (spent, error) {
 	return s, nil
 }
 
-// imported imports a file and removes the image again.
+// imported imports a file and deletes the image again.
 func (b *bench) imported(ctx context.Context, name, file string) (s spent, err error) {
 	name = strings.ToLower("fmt-" + name)
 	pid := b.in.cmd.Process.Pid
@@ -186,10 +186,10 @@ func (b *bench) imported(ctx context.Context, name, file string) (s spent, err e
 	return s, b.in.deleteImage(ctx, name)
 }
 
-// status is the peak of a process's memory in bytes, since the last reset, and its processor time in seconds.
+// status returns the peak of a process's memory in bytes since the last reset, and the CPU time in seconds.
 func status(pid int, reset bool) (peak int64, cpu float64, err error) {
 	proc := fmt.Sprintf("/proc/%d/", pid)
-	if reset { // the peak becomes what it has now
+	if reset { // resets the peak to the current memory
 		if err := os.WriteFile(proc+"clear_refs", []byte("5"), 0); err != nil {
 			return 0, 0, err
 		}
@@ -207,7 +207,7 @@ func status(pid int, reset bool) (peak int64, cpu float64, err error) {
 	if err != nil || serr != nil {
 		return 0, 0, fmt.Errorf("memory of process %d: %w", pid, errors.Join(err, serr))
 	}
-	// utime and stime are the 14th and 15th; the name before them may hold anything but ends with a bracket.
+	// utime and stime are fields 14 and 15. The name before may contain any character, but ends with a bracket.
 	f := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	const tick = 100 // USER_HZ
 	for _, v := range f[11:13] {
@@ -220,7 +220,7 @@ func status(pid int, reset bool) (peak int64, cpu float64, err error) {
 	return peak << 10, cpu, nil
 }
 
-// allocated is what the layers of a disk take.
+// allocated returns the allocated size of a disk's layers.
 func allocated(disk string) (n int64, err error) {
 	names, err := filepath.Glob(filepath.Join(disk, "layers", "*", "data"))
 	for _, name := range names {

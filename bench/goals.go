@@ -6,8 +6,8 @@ import (
 	"slices"
 )
 
-// goal is what a figure is to reach: its ratio, its value, or the difference to the baseline's value. Name and subject
-// are patterns of path.Match.
+// goal bounds a figure: its ratio, its value, or the difference to the baseline's value. Name and subject are patterns
+// of path.Match.
 type goal struct {
 	name, subject string
 	to            string // the baseline; empty: any
@@ -20,7 +20,7 @@ type measure int
 const (
 	ratio measure = iota
 	value
-	over // the baseline
+	over // above the baseline's value
 )
 
 const loopDirect = "loop-direct"
@@ -59,7 +59,7 @@ var goals = []goal{
 	{name: "rebuild-delta-bytes", subject: "3-replicas", most: 1.2},
 }
 
-// text is the goal as people read it.
+// text formats the goal for people.
 func (g goal) text() string {
 	sign, v := ">=", g.least
 	if g.most > 0 {
@@ -75,12 +75,12 @@ func (g goal) text() string {
 	}
 }
 
-// hasGoal reports whether a figure of that name has one.
+// hasGoal reports whether a goal names the figure.
 func hasGoal(name string) bool {
 	return slices.ContainsFunc(goals, func(g goal) bool { return g.name == name })
 }
 
-// judge notes the goal of a figure, and whether it is missed.
+// judge records the goal of a figure, and a miss.
 func (r *result) judge() {
 	for _, g := range goals {
 		name, err := path.Match(g.name, r.Name)

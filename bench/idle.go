@@ -12,18 +12,17 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Times of idle: until a process that has nothing to do is left to itself, and over which its use of a processor is
-// taken.
+// idleAfter is the time until an idle process has settled; idleFor is the duration of the measurement of CPU time.
 const (
 	idleAfter = 35 * time.Second
 	idleFor   = 30 * time.Second
 )
 
-// attached is how many volumes are attached in the end.
+// attached is the number of volumes attached in the end.
 const attached = 100
 
-// idle tells what a `drover serve` takes that nobody asks anything of: fresh, and after bursts of volumes that came and
-// went, and with many of them attached. The figures are those of its three processes together.
+// idle measures a `drover serve` without requests: fresh, after bursts of short-lived volumes, and with many attached
+// volumes. The figures are sums over the three processes.
 func (b *bench) idle(ctx context.Context) (err error) {
 	dir, err := os.MkdirTemp(b.options.dir, "drover-idle.")
 	if err != nil {
@@ -71,7 +70,7 @@ func (b *bench) idle(ctx context.Context) (err error) {
 	return b.atRest(ctx, in, fmt.Sprintf("with %d attached", attached))
 }
 
-// comeAndGo makes a volume, attaches it, writes to it, and removes it.
+// comeAndGo creates a volume, attaches the volume, writes, and deletes the volume.
 func (in *instance) comeAndGo(ctx context.Context, name string) error {
 	dev, err := in.volume(ctx, name, "", 1<<30)
 	if err != nil {
@@ -83,7 +82,7 @@ func (in *instance) comeAndGo(ctx context.Context, name string) error {
 	return in.deleteVolume(ctx, name)
 }
 
-// atRest waits until an instance is idle and records what it takes.
+// atRest waits until an instance is idle and records its memory and CPU time.
 func (b *bench) atRest(ctx context.Context, in *instance, subject string) error {
 	if err := sleep(ctx, idleAfter); err != nil {
 		return err
@@ -109,13 +108,12 @@ func (b *bench) atRest(ctx context.Context, in *instance, subject string) error 
 	}
 	b.add("serve-idle-rss", subject, float64(rss)/1024, "MiB", "", 0, "sum of its three processes")
 	b.add("serve-idle-pss", subject, float64(pss)/1024, "MiB", "", 0, "what they share counted once")
-	const hz = 100 // USER_HZ, the same on every architecture that Go knows
+	const hz = 100 // USER_HZ, the same on every architecture of Go
 	b.add("serve-idle-cpu", subject, 100*float64(after-before)/hz/idleFor.Seconds(), "% of a core", "", 0, "")
 	return nil
 }
 
-// settled waits until the data process has nothing left to do in the background: it takes less than a tenth of a core
-// for two seconds.
+// settled waits until the data process has no background work: less than a tenth of a core for two seconds.
 func (in *instance) settled(ctx context.Context) error {
 	pid, err := in.pid("data")
 	if err != nil {
@@ -147,7 +145,7 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// processes are serve and those that it has started.
+// processes returns the pids of serve and its children.
 func (in *instance) processes() ([]int, error) {
 	pids := []int{in.cmd.Process.Pid}
 	for _, role := range []string{"data", "hold"} {
@@ -160,7 +158,7 @@ func (in *instance) processes() ([]int, error) {
 	return pids, nil
 }
 
-// ticks is the processor time of processes.
+// ticks returns the CPU time of processes.
 func ticks(pids []int) (sum int64, err error) {
 	for _, p := range pids {
 		raw, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p))
@@ -181,7 +179,8 @@ func ticks(pids []int) (sum int64, err error) {
 	return sum, nil
 }
 
-// resident is the memory of processes in KiB: with what they share counted for each, and divided among them.
+// resident returns the memory of processes in KiB: rss counts shared pages for each process, pss divides shared pages
+// among the processes.
 func resident(pids []int) (rss, pss int64, err error) {
 	for _, p := range pids {
 		f, err := os.Open(fmt.Sprintf("/proc/%d/smaps_rollup", p))

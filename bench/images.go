@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// fromImage times volumes from images of two sizes, from the request to the device.
+// fromImage times the creation of volumes from images of two sizes, from the request to the device.
 func (b *bench) fromImage(ctx context.Context) error {
 	for _, gib := range []int64{1, 100} {
 		file := filepath.Join(b.dir, "large.raw")
@@ -53,7 +53,8 @@ func readAll(path string) error {
 	return err
 }
 
-// sampleFile fills every other run of 8 MiB with programs and texts of this machine: it packs like a real disk.
+// sampleFile fills every other run of 8 MiB with programs and texts of this machine, so that the file packs like a real
+// disk.
 func sampleFile(path string, size int64) error {
 	f, err := os.Create(path)
 	if err != nil {
@@ -96,7 +97,7 @@ func sampleFile(path string, size int64) error {
 func appendFile(to *os.File, off int64, name string, limit int64) (int64, error) {
 	from, err := os.Open(name)
 	if err != nil {
-		return 0, nil // a sample that cannot be read is left out
+		return 0, nil // skip an unreadable sample
 	}
 	defer from.Close()
 	st, err := from.Stat()

@@ -12,8 +12,7 @@ import (
 
 var ofHeap = regexp.MustCompile(`([0-9.]+) MiB of heap`)
 
-// index tells what the index of a volume of 1 TiB takes, as the test that simulates such volumes measures it: no disk
-// of that size is needed.
+// index measures the index of a volume of 1 TiB by the test that simulates such volumes, without a disk of such a size.
 func (b *bench) index(ctx context.Context) error {
 	const test = "TestIndexMemory"
 	out, err := tool(ctx, "go", "test", "-json", "-count=1", "-run", "^"+test+"$", "./replicas/stack")

@@ -29,7 +29,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// instance is a `drover serve` of our own.
+// instance is a `drover serve` of the bench.
 type instance struct {
 	drover, disk, kubeconfig string
 	state, metrics           string
@@ -40,7 +40,7 @@ type instance struct {
 	node                     string
 }
 
-// start runs serve and returns when its node has a ready disk. more are further disks.
+// start runs serve and returns when the node has a ready disk. more are further disks.
 func start(ctx context.Context, drover, dir string, more ...string) (in *instance, err error) {
 	state := filepath.Join(dir, "state")
 	in = &instance{drover: drover, state: state, disk: filepath.Join(dir, "disk"),
@@ -61,7 +61,7 @@ func start(ctx context.Context, drover, dir string, more ...string) (in *instanc
 	}
 	in.cmd = exec.Command(drover, args...)
 	in.cmd.Stderr = log
-	in.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for us: we detach first, then stop it
+	in.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for bench, which detaches first
 	out, err := in.cmd.StdoutPipe()
 	if err != nil {
 		return nil, err
@@ -138,7 +138,7 @@ func (in *instance) connect(ctx context.Context) error {
 
 func (in *instance) pid(role string) (int, error) { return pidIn(in.state, role) }
 
-// told are the last lines of the log of a process.
+// told returns the last lines of a process's log.
 func (in *instance) told(role string) string {
 	raw, err := os.ReadFile(filepath.Join(in.state, "log", role+".log"))
 	if err != nil {
@@ -147,11 +147,11 @@ func (in *instance) told(role string) string {
 	return string(raw[max(0, len(raw)-3000):])
 }
 
-// endTime is how long serve is given to end.
+// endTime bounds the end of serve.
 const endTime = 4 * time.Minute
 
-// stop detaches everything, so that the data path ends with serve, and waits for the end. What cannot be detached, as
-// its replicas are gone, is taken away by force.
+// stop detaches all volumes, so that the data path ends with serve, and waits for the end. If a detach fails, as
+// without replicas, stop kills the data and hold processes and detaches the loop devices.
 func (in *instance) stop() error {
 	var errs []error
 	ctx, cancel := context.WithTimeout(context.Background(), 40*time.Second)
@@ -186,7 +186,7 @@ func (in *instance) stop() error {
 	select {
 	case err := <-in.ended:
 		if err != nil && in.late() {
-			err = nil // not all of it has ended in its time, on a busy computer
+			err = nil // parts of serve exceed the grace period on a busy computer
 		}
 		errs = append(errs, err)
 	case <-time.After(endTime):
@@ -205,14 +205,14 @@ func (in *instance) stop() error {
 	return errors.Join(errs...)
 }
 
-// late reports whether serve says that its grace period was over.
+// late reports whether serve logged the end of the grace period.
 func (in *instance) late() bool {
 	raw, err := os.ReadFile(in.log)
 	return err == nil && bytes.Contains(raw[max(0, len(raw)-4000):], []byte("grace period"))
 }
 
-// letGo takes the loop devices of a volume away that nobody serves any more. By its number alone one may be somebody
-// else's by now; while it is open it changes hands no more.
+// letGo detaches the orphaned loop devices of a volume. The number of a loop device may belong to another program by
+// now; an open device keeps its file, so letGo checks the file after the open.
 func letGo(volume api.UID) error {
 	dirs, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	errs := []error{err}
@@ -237,7 +237,7 @@ func letGo(volume api.UID) error {
 	return errors.Join(errs...)
 }
 
-// metric is a counter of a volume, with another label of this value.
+// metric returns a counter of a volume with a further label.
 func (in *instance) metric(ctx context.Context, name, volume, label string) (float64, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, in.metrics, nil)
 	if err != nil {
@@ -258,7 +258,6 @@ func (in *instance) metric(ctx context.Context, name, volume, label string) (flo
 	return 0, fmt.Errorf("%s of volume %s is not among the metrics", name, volume)
 }
 
-// volume creates a volume, attaches it and returns its device.
 func (in *instance) volume(ctx context.Context, name, image string, size int64) (string, error) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, BackingImage: image}}
 	v.Name = name
@@ -268,7 +267,6 @@ func (in *instance) volume(ctx context.Context, name, image string, size int64) 
 	return in.attach(ctx, name)
 }
 
-// attach attaches a volume and returns its device.
 func (in *instance) attach(ctx context.Context, name string) (string, error) {
 	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: in.node}}
 	a.Name, a.Labels = name, map[string]string{api.LabelVolume: name, api.LabelNode: in.node}
@@ -309,7 +307,7 @@ func (in *instance) deleteVolume(ctx context.Context, name string) error {
 	return await.Gone(ctx, in.client, &v, nil)
 }
 
-// importFile makes a backing image of a file and waits for it.
+// importFile creates a backing image from a file and waits for the import.
 func (in *instance) importFile(ctx context.Context, name, path string) error {
 	return in.importFrom(ctx, name, api.SourceFile, map[string]string{"path": path})
 }
@@ -340,7 +338,7 @@ func (in *instance) deleteImage(ctx context.Context, name string) error {
 	return await.Gone(ctx, in.client, &i, nil)
 }
 
-// tool runs a program; its error carries what it said.
+// tool runs a program. The error carries the program's output.
 func tool(ctx context.Context, name string, args ...string) (string, error) {
 	var said strings.Builder
 	cmd := exec.CommandContext(ctx, name, args...)
@@ -352,7 +350,7 @@ func tool(ctx context.Context, name string, args ...string) (string, error) {
 	return string(out), nil
 }
 
-// randomFile writes a file of size bytes of which every other run of 8 MiB is random and the rest holes.
+// randomFile writes a file of size bytes. With holes every other run of 8 MiB is a hole, and the rest is random.
 func randomFile(path string, size int64, holes bool) error {
 	src, err := os.Open("/dev/urandom")
 	if err != nil {

@@ -1,9 +1,8 @@
-// Command bench measures Drover side by side with what the machine can do without it: a plain file, the kernel's loop
-// device with direct I/O on that file, cp and qemu-img. Rounds of all subjects are interleaved on one disk, so that a
-// noisy machine is noisy for everybody; figures are medians. It runs an own `drover serve` in a temporary folder and
-// leaves nothing behind.
+// Command bench compares Drover with the machine's own means: a plain file, the kernel's loop device with direct I/O on
+// the file, cp and qemu-img. All subjects take turns on the same disk, so that a noisy machine disturbs all subjects
+// alike; figures are medians. bench runs its own `drover serve` in a temporary folder and removes all its files.
 //
-// The figures of the volumes are those of the mode that the kill test runs in: there is only one.
+// The figures of volumes hold for the mode of the kill test: Drover has no other mode.
 package main
 
 import (
@@ -78,17 +77,16 @@ func run(ctx context.Context, o options) (err error) {
 	defer func() { err = errors.Join(err, in.stop()) }()
 	b = &bench{options: o, dir: dir, in: in, loadBefore: load()}
 	err = b.all(ctx)
-	if len(b.results) > 0 { // what was measured before an error counts too
+	if len(b.results) > 0 { // figures from before an error count too
 		b.print(os.Stdout)
 	}
 	return errors.Join(err, b.write(o.out))
 }
 
-// sectionTime bounds one section: one that hangs is told of like one that fails.
+// sectionTime bounds a section: a stalled section fails.
 const sectionTime = 15 * time.Minute
 
-// all measures one section after the other. One that fails is told of at the end, and keeps no other from being
-// measured.
+// all measures the sections in order. all reports failures at the end, and continues after a failed section.
 func (b *bench) all(ctx context.Context) error {
 	var errs []error
 	for _, s := range b.sections() {
@@ -121,14 +119,14 @@ func (b *bench) all(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// bench is one run and what it found.
+// bench is a run and its figures.
 type bench struct {
 	options
 	dir     string
 	in      *instance
-	section string // that is measured now
+	section string // the current section
 	results []result
 
 	loadBefore       float64
-	copied, loopback float64 // MB/s of cp, and of the transport: what a rebuild is compared with
+	copied, loopback float64 // MB/s of cp and of the transport, the baselines of a rebuild
 }

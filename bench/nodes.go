@@ -16,13 +16,13 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// other is another node on this machine.
+// other is a further node on this machine.
 type other struct {
 	name, dir string
 	cmd       *exec.Cmd
 }
 
-// begin runs the node and returns when its disk is ready.
+// begin starts the node and returns when the disk is ready.
 func (o *other) begin(ctx context.Context, in *instance) error {
 	log, err := os.OpenFile(filepath.Join(o.dir, "serve.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
@@ -39,7 +39,7 @@ func (o *other) begin(ctx context.Context, in *instance) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	for found := false; !found; { // its object comes with its first heartbeat
+	for found := false; !found; { // the first heartbeat creates the Node
 		err := in.client.Get(ctx, client.ObjectKey{Name: o.name}, &api.Node{})
 		if found = err == nil; !found {
 			if client.IgnoreNotFound(err) != nil {
@@ -61,7 +61,7 @@ func (o *other) begin(ctx context.Context, in *instance) error {
 
 func (o *other) pid(role string) (int, error) { return pidIn(filepath.Join(o.dir, "state"), role) }
 
-// pidIn is the process of a role whose state is in a folder.
+// pidIn returns the pid of a role with a state folder.
 func pidIn(state, role string) (int, error) {
 	raw, err := os.ReadFile(filepath.Join(state, "run", role+".pid"))
 	if err != nil {
@@ -76,17 +76,17 @@ func pidIn(state, role string) (int, error) {
 	return of.Pid, nil
 }
 
-// end stops the node with all its processes.
+// end stops the node and all its processes.
 func (o *other) end() error {
 	if o.cmd == nil {
 		return nil
 	}
 	err := o.cmd.Process.Signal(syscall.SIGTERM)
-	_ = o.cmd.Wait() // it was asked to end
+	_ = o.cmd.Wait() // an error follows from SIGTERM
 	o.cmd = nil
 	for _, role := range []string{"data", "hold"} {
 		if pid, perr := o.pid(role); perr == nil {
-			_ = syscall.Kill(pid, syscall.SIGTERM) // it may be gone already
+			_ = syscall.Kill(pid, syscall.SIGTERM) // the process may have ended already
 		}
 	}
 	return err

@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kills kills the data process of the engine's node under small writes, of a volume with one replica and of one with
-// three: how long until the next one ends.
+// kills kills the data process of the engine's node under small writes, with a replica and with three replicas, and
+// measures the time until the end of the next write.
 func (b *bench) kills(ctx context.Context, _ []*other) error {
 	here := b.in.node
 	for _, s := range []struct {
 		name   string
 		nodes  []string
-		beside bool // another volume's layers are being merged and removed
+		beside bool // Drover merges and removes another volume's layers meanwhile
 	}{{"1-local", []string{here}, false}, {"3-replicas", []string{here, "far-1", "far-2"}, false},
 		{"1-local-beside-merges", []string{here}, true}} {
 		name := "r-killed-" + s.name
@@ -30,7 +30,7 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 		}
 		var waits []float64
 		for range max(b.rounds, 5) {
-			merges := s.beside && len(waits)%2 == 0 // else what was merged is removed
+			merges := s.beside && len(waits)%2 == 0 // otherwise Drover removes merged layers
 			if s.beside {
 				if err := b.leftovers(ctx, !merges); err != nil {
 					return err
@@ -67,8 +67,8 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 	return nil
 }
 
-// leftovers makes a volume of several snapshots with single blocks all over it, and deletes them: what they hold is
-// merged then. Or it deletes the volume as well.
+// leftovers creates a volume with several snapshots of scattered single blocks, and deletes the snapshots, so that
+// Drover merges the layers. With all, leftovers also deletes the volume.
 func (b *bench) leftovers(ctx context.Context, all bool) error {
 	const name, cuts = "r-fragments", 6
 	dev, err := b.replicated(ctx, name, []string{b.in.node}, b.sizeMiB<<20)
@@ -91,7 +91,7 @@ func (b *bench) leftovers(ctx context.Context, all bool) error {
 			return err
 		}
 	}
-	if err := sleep(ctx, 3*time.Second); err != nil { // digests first
+	if err := sleep(ctx, 3*time.Second); err != nil { // digests come first
 		return err
 	}
 	if all {
@@ -100,7 +100,7 @@ func (b *bench) leftovers(ctx context.Context, all bool) error {
 	return nil
 }
 
-// under does something while one block after the other is written, and returns what the longest write took, in seconds.
+// under runs do while pulse writes block after block, and returns the duration of the longest write in seconds.
 func (b *bench) under(ctx context.Context, dev string, do func() error) (float64, error) {
 	p := &pulse{}
 	stop, err := p.start(dev)
@@ -115,7 +115,7 @@ func (b *bench) under(ctx context.Context, dev string, do func() error) (float64
 	return p.worst().Seconds(), err
 }
 
-// outage takes a replica's node away under small writes, and brings it back.
+// outage stops a replica's node under small writes, and starts the node again.
 func (b *bench) outage(ctx context.Context, others []*other) error {
 	const volume = "r-outage"
 	o := others[0]
@@ -155,7 +155,7 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	}
 	b.add("replica-lost-longest-write", "3-replicas", worst, "s", "", 0,
 		"its node is stopped for good: until it is dropped")
-	// One in a hundred of its blocks is written meanwhile.
+	// Meanwhile writes change a hundredth of the blocks.
 	changed := b.sizeMiB << 20 / 100 / 4096 * 4096
 	if _, err := tool(ctx, "fio", "--name=delta", "--filename="+dev, "--rw=randwrite", "--bs=4k", "--iodepth=16",
 		"--direct=1", "--ioengine=libaio", "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m",
@@ -177,7 +177,7 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 		return err
 	}
 	sent := before
-	for end := time.Now().Add(5 * time.Second); sent == before && time.Now().Before(end); { // it is counted a moment later
+	for end := time.Now().Add(5 * time.Second); sent == before && time.Now().Before(end); { // the counter lags
 		if sent, err = b.in.metric(ctx, "drover_volume_rebuild_bytes_total", volume, "sent"); err != nil {
 			return err
 		}
@@ -193,13 +193,13 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	return nil
 }
 
-// pulse writes one block after the other and knows which took longest.
+// pulse writes block after block and records the longest write.
 type pulse struct{ longest atomic.Int64 }
 
 func (p *pulse) reset()               { p.longest.Store(0) }
 func (p *pulse) worst() time.Duration { return time.Duration(p.longest.Load()) }
 
-// start begins; the function ends it.
+// start starts the writes; the returned function ends the writes.
 func (p *pulse) start(dev string) (func() error, error) {
 	fd, err := unix.Open(dev, unix.O_RDWR|unix.O_DIRECT|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -209,7 +209,7 @@ func (p *pulse) start(dev string) (func() error, error) {
 	if err != nil {
 		return nil, errors.Join(err, unix.Close(fd))
 	}
-	buf[0] = 1 // zeros are recorded instead of written
+	buf[0] = 1 // a write of zeros would only be recorded
 	quit, ended := make(chan struct{}), make(chan error, 1)
 	go func() {
 		for n := int64(0); ; n++ {

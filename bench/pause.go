@@ -17,7 +17,7 @@ const (
 	pauseCuts    = 100
 )
 
-// spell is a write: when it began and how long it took.
+// spell is the time of a write.
 type spell struct {
 	began time.Time
 	took  time.Duration
@@ -25,12 +25,12 @@ type spell struct {
 
 func (s spell) end() time.Time { return s.began.Add(s.took) }
 
-// window is a time in which a snapshot was made, or none was.
+// window is a period with or without a cut.
 type window struct{ from, to time.Time }
 
-// pause cuts a volume under 32 writers. Every other window of time, of the same length, has no cut in it: what a cut
-// costs is what its windows have more. Of each window two things are told: the longest write that was under way in it,
-// and the longest time in which none of the 32 ended, which is the pause.
+// pause cuts a volume under 32 writers. Every other window, of the same length, has no cut: the difference between the
+// windows is the cost of a cut. pause reports two figures of each window: the longest write in progress during the
+// window, and the longest time without the end of a write, which is the pause.
 func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64) error {
 	f, err := os.OpenFile(dev, os.O_RDWR|syscall.O_DIRECT, 0)
 	if err != nil {
@@ -53,7 +53,7 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 			break
 		}
 		cut := window{from, time.Now()}
-		time.Sleep(50 * time.Millisecond) // what follows a cut is none of the next window
+		time.Sleep(50 * time.Millisecond) // keeps the effects of a cut out of the next window
 		from = time.Now()
 		time.Sleep(cut.to.Sub(cut.from))
 		cuts, without = append(cuts, cut), append(without, window{from, time.Now()})
@@ -85,7 +85,7 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 	return nil
 }
 
-// cuts measures that of a volume with two replicas, whose writes are held until both have sealed.
+// cuts measures pauses of a volume with two replicas, which holds writes until both replicas have sealed.
 func (b *bench) cuts(ctx context.Context, _ []*other) error {
 	const name = "r-cuts"
 	size := b.sizeMiB << 20
@@ -99,7 +99,7 @@ func (b *bench) cuts(ctx context.Context, _ []*other) error {
 	return b.pause(ctx, "snapshot-pause-2-replicas", name, dev, size)
 }
 
-// writeUntil writes blocks all over f, one at a time.
+// writeUntil writes blocks all over f, one after the other.
 func writeUntil(stop <-chan struct{}, f *os.File, w, size int64) (mine []spell, err error) {
 	buf, err := syscall.Mmap(-1, 0, 4096, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
 	if err != nil {
@@ -123,8 +123,8 @@ func writeUntil(stop <-chan struct{}, f *os.File, w, size int64) (mine []spell, 
 	}
 }
 
-// syncUntil times syncs of a small file under the same load, in ms. Seldom: each makes the journal of the disk go on,
-// which writes wait for.
+// syncUntil times syncs of a small file under the same load, in ms. Syncs are rare, because each sync commits the
+// journal of the disk, and writes wait for the commit.
 func syncUntil(stop <-chan struct{}, name string) (took []float64, err error) {
 	s, err := os.Create(name)
 	if err != nil {
@@ -150,8 +150,8 @@ func syncUntil(stop <-chan struct{}, name string) (took []float64, err error) {
 	}
 }
 
-// inWindows is, for each window, the longest write that was under way in it, and the longest time in it without an end
-// of a write, in ms. The writes are in the order of their ends.
+// inWindows returns for each window the longest write in progress during the window, and the longest time without the
+// end of a write, in ms. The caller orders the writes by their ends.
 func inWindows(all []spell, in []window) (longest, gap []float64) {
 	for _, w := range in {
 		var worst, still time.Duration

@@ -18,8 +18,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// rebuilds has attached volumes with two replicas get a third one: with dense content, with every second block of 4
-// KiB, and with 100 snapshots in which nothing is. Beside it, cp and rsync copy the same within the same disk.
+// rebuilds adds a third replica to attached volumes with two replicas: with dense content, with every second block of 4
+// KiB, and with 100 empty snapshots. As baselines cp and rsync copy the same content within the disk.
 func (b *bench) rebuilds(ctx context.Context, others []*other) error {
 	errs := []error{b.copies(ctx)}
 	for _, kind := range []string{"dense", "fragmented"} {
@@ -28,7 +28,7 @@ func (b *bench) rebuilds(ctx context.Context, others []*other) error {
 	return errors.Join(append(errs, b.manySnapshots(ctx, others))...)
 }
 
-// copies is how fast a file of the size of the volume is copied until it is on the disk.
+// copies measures a durable copy of a file of the volume's size.
 func (b *bench) copies(ctx context.Context) error {
 	from, to := filepath.Join(b.dir, "copy-from"), filepath.Join(b.dir, "copy-to")
 	defer func() { _ = os.Remove(from) }()
@@ -69,7 +69,7 @@ func (b *bench) copies(ctx context.Context) error {
 	return nil
 }
 
-// fullRebuild has a volume get a third replica, again and again.
+// fullRebuild adds a third replica to a volume, several times.
 func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) error {
 	name := "r-full-" + kind
 	two, three := []string{b.in.node, others[0].name}, []string{b.in.node, others[0].name, others[1].name}
@@ -117,7 +117,8 @@ func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) e
 	return b.in.deleteVolume(ctx, name)
 }
 
-// fragments is how fast the disk takes every second block of 4 KiB of a new file, and how fast cp copies that.
+// fragments measures how fast the disk takes every second block of 4 KiB of a new file, and how fast cp copies the
+// file.
 func (b *bench) fragments(ctx context.Context) (float64, error) {
 	file := filepath.Join(b.dir, "fragments")
 	var rates, copies []float64
@@ -161,8 +162,8 @@ func (b *bench) fragment(ctx context.Context, path string) error {
 	return err
 }
 
-// third gives a volume a third replica and takes it away again. It returns the seconds from its first contact with the
-// engine, and from the wish.
+// third adds a third replica to a volume and removes the replica again. third returns the seconds since the engine
+// reported the rebuild, and since the change of the spec.
 func (b *bench) third(ctx context.Context, name string, two, three []string) (copying, took float64, err error) {
 	w := b.watchRebuild(ctx, name)
 	began := time.Now()
@@ -186,7 +187,7 @@ func (b *bench) third(ctx context.Context, name string, two, three []string) (co
 	return w.took(done), done.Sub(began).Seconds(), nil
 }
 
-// replicasLeft waits until no more than n replicas of a volume are there: what a former round had is gone.
+// replicasLeft waits until a volume has at most n replicas, so that the replica of a former round is deleted.
 func (b *bench) replicasLeft(ctx context.Context, volume string, n int) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -204,10 +205,10 @@ func (b *bench) replicasLeft(ctx context.Context, volume string, n int) error {
 	}
 }
 
-// emptySnapshots is how many there are without anything in them.
+// emptySnapshots is the number of empty snapshots.
 const emptySnapshots = 100
 
-// manySnapshots compares rebuilds of two equal volumes, one of which has 100 empty snapshots.
+// manySnapshots compares rebuilds of two equal volumes. The second has 100 empty snapshots.
 func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 	two, three := []string{b.in.node, others[0].name}, []string{b.in.node, others[0].name, others[1].name}
 	names := []string{"r-none", "r-hundred"}
@@ -253,7 +254,7 @@ func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 	return nil
 }
 
-// watch knows when a rebuild was first told of.
+// watch records the first report of a rebuild.
 type watch struct {
 	began  time.Time
 	first  atomic.Int64 // Unix nanoseconds
@@ -280,11 +281,11 @@ func (b *bench) watchRebuild(ctx context.Context, volume string) *watch {
 func (w *watch) end() error {
 	w.cancel()
 	<-w.done
-	w.first.CompareAndSwap(0, w.began.UnixNano()) // it was over before the Attachment told of it
+	w.first.CompareAndSwap(0, w.began.UnixNano()) // the rebuild ended before the Attachment reported it
 	return nil
 }
 
-// took is the time from then on, in seconds.
+// took returns the seconds since the first report.
 func (w *watch) took(until time.Time) float64 {
 	return until.Sub(time.Unix(0, w.first.Load())).Seconds()
 }

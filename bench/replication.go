@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// Volumes with replicas on other nodes are measured with three nodes on this machine, which reach each other over
-// loopback. All of them share its processors and its disk: what several machines do is better than this.
+// Three nodes on this machine, connected over loopback, serve the volumes with several replicas. All nodes share the
+// machine's processors and disk, so several machines perform better.
 
 var memberJobs = []job{
 	{"randwrite-4k-qd1", "randwrite", "4k", "iops", 1},
@@ -27,7 +27,7 @@ var memberJobs = []job{
 	{"read-1m", "read", "1m", "MB/s", 8},
 }
 
-// replication measures volumes with replicas elsewhere.
+// replication measures volumes with replicas on other nodes.
 func (b *bench) replication(ctx context.Context) (err error) {
 	fmt.Fprintln(os.Stderr, "two more nodes on this machine ...")
 	var others []*other
@@ -42,7 +42,7 @@ func (b *bench) replication(ctx context.Context) (err error) {
 		}
 		others = append(others, o)
 	}
-	defer func() { err = errors.Join(err, b.clear(others)) }() // before the nodes end: a detach needs its members
+	defer func() { err = errors.Join(err, b.clear(others)) }() // before the nodes end: a detach needs the members
 	var errs []error
 	for _, part := range []struct {
 		name string
@@ -62,7 +62,7 @@ func (b *bench) replication(ctx context.Context) (err error) {
 	return errors.Join(errs...)
 }
 
-// clear removes the volumes of a part, whatever became of it.
+// clear deletes the volumes of a part, also after a failure.
 func (b *bench) clear(others []*other) error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -86,7 +86,7 @@ func (b *bench) clear(others []*other) error {
 	return errors.Join(errs...)
 }
 
-// members measures I/O of volumes with one to three replicas, beside a plain file.
+// members measures I/O of volumes with one to three replicas, and of a plain file.
 func (b *bench) members(ctx context.Context, _ []*other) error {
 	plain := filepath.Join(b.dir, "plain-beside")
 	if err := b.fill(ctx, plain); err != nil {
@@ -140,7 +140,7 @@ func (b *bench) members(ctx context.Context, _ []*other) error {
 	return nil
 }
 
-// replicated makes a volume with a replica on each of some nodes and attaches it here.
+// replicated creates a volume with a replica on each of the nodes and attaches the volume here.
 func (b *bench) replicated(ctx context.Context, name string, nodes []string, size int64) (string, error) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: int32(len(nodes)), Nodes: nodes}}
 	v.Name = name
@@ -157,7 +157,7 @@ func (b *bench) replicated(ctx context.Context, name string, nodes []string, siz
 	return dev, b.whole(ctx, name, len(nodes))
 }
 
-// spread asks for replicas on these nodes.
+// spread sets the nodes of a volume's replicas.
 func (b *bench) spread(ctx context.Context, name string, nodes ...string) error {
 	var v api.Volume
 	if err := b.in.client.Get(ctx, client.ObjectKey{Name: name}, &v); err != nil {
@@ -168,7 +168,7 @@ func (b *bench) spread(ctx context.Context, name string, nodes ...string) error 
 	return b.in.client.Patch(ctx, &v, client.MergeFrom(was))
 }
 
-// wholeTime bounds how long replicas are waited for.
+// wholeTime bounds the wait for replicas.
 const wholeTime = 3 * time.Minute
 
 func (b *bench) whole(ctx context.Context, name string, n int) error {
@@ -183,7 +183,7 @@ func (b *bench) whole(ctx context.Context, name string, n int) error {
 	return nil
 }
 
-// cpuSeconds is what all processors were busy with since the start.
+// cpuSeconds returns the busy time of all processors since the boot.
 func cpuSeconds() float64 {
 	raw, err := os.ReadFile("/proc/stat")
 	if err != nil {
@@ -192,7 +192,7 @@ func cpuSeconds() float64 {
 	f := strings.Fields(strings.SplitN(string(raw), "\n", 2)[0])
 	sum := 0.0
 	for i, x := range f[1:] {
-		if n, err := strconv.ParseFloat(x, 64); err == nil && i != 3 && i != 4 && i < 8 { // not idle, not waiting
+		if n, err := strconv.ParseFloat(x, 64); err == nil && i != 3 && i != 4 && i < 8 { // neither idle nor iowait
 			sum += n
 		}
 	}

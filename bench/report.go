@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// result is one figure. Ratio is value over the baseline's; for figures in seconds or bytes there may be no baseline.
+// result is a figure. Ratio is value over the baseline's value; figures in seconds or bytes may have no baseline.
 type result struct {
 	Name     string  `json:"name"`
 	Subject  string  `json:"subject"`
@@ -70,7 +70,7 @@ func machine() string {
 	return fmt.Sprintf("%d cores, kernel %s", runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]))
 }
 
-// load is the load average of the last minute.
+// load returns the load average of the last minute.
 func load() float64 {
 	var i unix.Sysinfo_t
 	if unix.Sysinfo(&i) != nil {
@@ -79,7 +79,7 @@ func load() float64 {
 	return round(float64(i.Loads[0]) / (1 << 16))
 }
 
-// print writes a table for each section, and in the end what misses its goal.
+// print writes a table for each section, and in the end the missed goals.
 func (b *bench) print(w io.Writer) {
 	fmt.Fprintf(w, "\n%s; medians of %d rounds; load %.1f before, %.1f now\n", machine(), b.rounds, b.loadBefore, load())
 	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
@@ -115,7 +115,7 @@ func (b *bench) print(w io.Writer) {
 	}
 }
 
-// short is a figure without digits that say nothing.
+// short formats a figure without insignificant digits.
 func short(v float64) string {
 	if v >= 1000 || v <= -1000 {
 		return fmt.Sprintf("%.0f", v)

@@ -15,11 +15,11 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// few is the number of images and volumes that single operations are compared with.
+// few is the number of images and volumes of the baseline.
 const few = 10
 
-// scale times single operations beside a few images and volumes, and beside n of each, on two disks. Every image is a
-// file of its own, and every volume stands on one of them. There are two instances, whose rounds are interleaved.
+// scale times single operations beside a few images and volumes, and beside n of each, on two disks. Every image has
+// its own file, and every volume stands on an image. Two instances take turns.
 func (b *bench) scale(ctx context.Context, n int) (err error) {
 	var subjects []*crowd
 	defer func() {
@@ -72,7 +72,7 @@ type crowd struct {
 	took      map[string][]float64
 }
 
-// fill makes n images and volumes.
+// fill creates n images and volumes.
 func (s *crowd) fill(ctx context.Context, n int) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(8)

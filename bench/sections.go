@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// section is a part of the bench. Its name, or that of one of its parts, is enough for it to be wanted.
+// section is a part of the bench. -only selects a section by its name or the name of a part.
 type section struct {
 	name    string
 	parts   []string
@@ -32,19 +32,19 @@ func (b *bench) sections() []section {
 		{"images", []string{"volumes"}, b.fromImage},
 		{"images", []string{"scale"}, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
 		{"snapshots", []string{"pause", "chains"}, b.snapshots},
-		// Last: its nodes are away after it.
+		// Last, because the section stops its nodes.
 		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},
 	}
 }
 
-// wanted reports whether one of these is to be measured.
+// wanted reports whether -only selects a name.
 func (b *bench) wanted(names ...string) bool {
 	return b.only == "" || slices.ContainsFunc(strings.Split(b.only, ","), func(n string) bool {
 		return slices.Contains(names, n)
 	})
 }
 
-// known refuses what nothing is called that can be measured.
+// known refuses an unknown name in -only.
 func (b *bench) known() error {
 	if b.only == "" {
 		return nil

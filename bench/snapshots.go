@@ -15,8 +15,9 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// snapshots measures what snapshots cost: the pause of writers at queue depth 32, beside syncs of the disk in the same
-// seconds; making and deleting 1,000 (-snaps); and reads over chains of 1, 100 and 1,000 layers.
+// snapshots measures the cost of snapshots: the pause of writers at queue depth 32, beside syncs of the disk in the
+// same seconds; the creation and deletion of 1,000 snapshots (-snaps); and reads over chains of 1, 100 and 1,000
+// layers.
 func (b *bench) snapshots(ctx context.Context) error {
 	const name = "snap-bench"
 	size := b.sizeMiB << 20
@@ -37,7 +38,7 @@ func (b *bench) snapshots(ctx context.Context) error {
 	return errors.Join(append(errs, b.in.deleteVolume(ctx, name))...)
 }
 
-// cut makes a snapshot and waits until it can be used.
+// cut creates a snapshot and waits until the snapshot is ready.
 func (b *bench) cut(ctx context.Context, volume, name string) error {
 	var v api.Volume
 	if err := b.in.client.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
@@ -69,8 +70,8 @@ func percentile(v []float64, p float64) float64 {
 	return v[min(len(v)-1, int(float64(len(v))*p/100))]
 }
 
-// chains reads over longer and longer chains of layers, each with blocks of its own, in turn with a volume that has one
-// layer, then deletes them all.
+// chains reads over growing chains of layers, each with its own blocks, in turn with a volume of a single layer, then
+// deletes the snapshots.
 func (b *bench) chains(ctx context.Context, name, dev string, size int64) error {
 	const other = "one-layer"
 	short, err := b.in.volume(ctx, other, "", size)
@@ -93,7 +94,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 	many := fmt.Sprintf("snapshots-%d", b.snaps)
 	made, hundred := time.Duration(0), time.Duration(0)
 	for i := 1; i <= b.snaps; i++ {
-		for k := range int64(4) { // somewhere else each time
+		for k := range int64(4) { // at another offset each time
 			buf[0] = byte(i)
 			if _, err := f.WriteAt(buf, (int64(i)*4+k)*7919%(size>>16)<<16); err != nil {
 				return err
@@ -111,7 +112,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 		if i != 1 && i != 100 && i != b.snaps {
 			continue
 		}
-		if err := b.in.settled(ctx); err != nil { // the digests of the layers are computed behind
+		if err := b.in.settled(ctx); err != nil { // the digests of the layers follow in the background
 			return err
 		}
 		took := map[string][]float64{}
@@ -127,7 +128,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 		b.add("read-over-chain", fmt.Sprintf("%d layers", i), median(took[dev]), "IOPS", "1 layer", median(took[short]),
 			"4 KiB random, queue depth 32, in turn")
 	}
-	if err := f.Close(); err != nil { // else it is in use
+	if err := f.Close(); err != nil { // an open device is in use
 		return err
 	}
 	began := time.Now()
@@ -154,7 +155,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 	if err := b.uncut(ctx, "only"); err != nil {
 		return err
 	}
-	if err := b.in.settled(ctx); err != nil { // what comes next is not measured beside the merges
+	if err := b.in.settled(ctx); err != nil { // keeps the merges out of the next figures
 		return err
 	}
 	return errors.Join(b.in.detach(ctx, other), b.in.deleteVolume(ctx, other))

@@ -23,7 +23,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// wireJobs are done between an engine's side and a replica's.
+// wireJobs run between an engine's side and a replica's side.
 var wireJobs = []struct {
 	name  string
 	op    block.Op
@@ -36,8 +36,8 @@ var wireJobs = []struct {
 	{"read-1m", block.OpRead, 1 << 20, 8},
 }
 
-// transport measures what TLS costs between nodes: both ends of the protocol in this process, a replica on the disk
-// behind one of them, over loopback, in turn with TLS and without. The program itself has no way without it.
+// transport measures the cost of TLS between nodes. This process has both ends of the protocol and a replica on the
+// disk, over loopback, in turn with TLS and without. The program itself always uses TLS.
 func (b *bench) transport(ctx context.Context) (err error) {
 	dir, err := os.MkdirTemp(b.options.dir, "drover-wire.")
 	if err != nil {
@@ -64,7 +64,7 @@ func (b *bench) transport(ctx context.Context) (err error) {
 		if err := w.open(ctx, filepath.Join(dir, name), with); err != nil {
 			return err
 		}
-		if _, _, err := w.pump(block.OpWrite, 1<<20, 8, 0); err != nil { // nobody is measured on holes
+		if _, _, err := w.pump(block.OpWrite, 1<<20, 8, 0); err != nil { // reads of holes are too fast
 			return err
 		}
 	}
@@ -97,7 +97,7 @@ func (b *bench) transport(ctx context.Context) (err error) {
 	return nil
 }
 
-// identities are the certificates of two nodes.
+// identities creates the certificates of two nodes.
 func identities(dir string) (map[string]*wire.Identity, error) {
 	both, err := wire.NewAuthority()
 	if err != nil {
@@ -133,13 +133,13 @@ func identities(dir string) (map[string]*wire.Identity, error) {
 	return ids, nil
 }
 
-// wired is a replica and the two ends of a connection to it.
+// wired is a replica and both ends of a connection to the replica.
 type wired struct {
 	name   string
 	size   int64
 	near   *uring.Loop
 	member *peer.Member
-	ends   []func() error // in the order in which they were made
+	ends   []func() error // in the order of creation
 }
 
 func (w *wired) loop() (*uring.Loop, error) {
@@ -163,7 +163,7 @@ func (w *wired) close() (err error) {
 	return err
 }
 
-// open makes the replica and connects to it; without identities by TCP alone.
+// open creates the replica and connects to the replica, without identities by plain TCP.
 func (w *wired) open(ctx context.Context, dir string, ids map[string]*wire.Identity) error {
 	disk, err := stack.Add(ctx, dir)
 	if err != nil {
@@ -220,8 +220,8 @@ func (w *wired) open(ctx context.Context, dir string, ids map[string]*wire.Ident
 	return w.member.Adopt(ctx, 1, 1, []string{spec.UID})
 }
 
-// pump keeps requests under way for a time, and returns how many were done; for no time: one for each piece of the
-// volume. Large pieces go one after the other, small ones anywhere.
+// pump keeps requests in progress for a time, and returns their count; without a time pump sends a request for each
+// piece of the volume. Large pieces are sequential, small pieces random.
 func (w *wired) pump(op block.Op, piece int64, depth int, d time.Duration) (n int64, took time.Duration, err error) {
 	mem, err := unix.Mmap(-1, 0, depth*int(piece), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
@@ -232,7 +232,7 @@ func (w *wired) pump(op block.Op, piece int64, depth int, d time.Duration) (n in
 		mem[i] = byte(i/7) | 1
 	}
 	done, began := make(chan struct{}), time.Now()
-	begun, left := int64(0), depth // the loop's, as n and err until done is closed
+	begun, left := int64(0), depth // like n and err the loop's until done is closed
 	var next func(slot int)
 	next = func(slot int) {
 		if err != nil || d > 0 && time.Since(began) > d || d == 0 && begun == w.size/piece {
@@ -243,7 +243,7 @@ func (w *wired) pump(op block.Op, piece int64, depth int, d time.Duration) (n in
 		}
 		at := begun % (w.size / piece)
 		if piece < 1<<20 {
-			at = rand.Int64N(w.size/piece/int64(depth))*int64(depth) + int64(slot) // slots do not meet
+			at = rand.Int64N(w.size/piece/int64(depth))*int64(depth) + int64(slot) // each slot has its own blocks
 		}
 		begun++
 		w.member.Submit(&block.Request{Op: op, Off: at * piece, Len: piece, Buf: mem[int64(slot)*piece:][:piece],
@@ -266,7 +266,7 @@ func (w *wired) pump(op block.Op, piece int64, depth int, d time.Duration) (n in
 	return n, time.Since(began), err
 }
 
-// ownCPU is the processor time of this process.
+// ownCPU returns the CPU time of this process.
 func ownCPU() time.Duration {
 	var u syscall.Rusage
 	if syscall.Getrusage(syscall.RUSAGE_SELF, &u) != nil {
