@@ -20,7 +20,7 @@ func (d *Data) awaitOthers(ctx context.Context, s *session) bool {
 		d.tellNews(ctx, s)
 		again := time.Duration(0)
 		if !d.api.Load() { // nobody may tell a second time of a replica that is there by then
-			again = comeLast
+			again = rebuildLast
 		}
 		if err := d.leaveAlone(ctx, s); err != nil {
 			s.log.Warn("the volume takes no other replicas yet", "err", err)

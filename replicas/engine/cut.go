@@ -74,10 +74,10 @@ var errNoRoom = api.Errorf(api.Full, "writes wait for room on the disks: make ro
 
 // PrepareCut begins a cut. Between it and the end of Commit or Abort there is no other one.
 func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error) {
-	return e.prepareCut(ctx, s, prepareTime)
+	return prepareCut(ctx, e, s, prepareTime)
 }
 
-func (e *Engine) prepareCut(ctx context.Context, s stack.Snapshot, within time.Duration) (*Cut, error) {
+func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Duration) (*Cut, error) {
 	c := &Cut{e: e, s: s}
 	for {
 		var refused error
@@ -492,7 +492,7 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	}); err != nil {
 		return err
 	}
-	c, err := e.prepareCut(ctx, s, within)
+	c, err := prepareCut(ctx, e, s, within)
 	if err != nil {
 		return err
 	}
@@ -507,112 +507,4 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	err = c.Commit(ctx)
 	c.Release()
 	return err
-}
-
-// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy,
-// and also before a member that was absent when the engine opened is dropped: nobody compared its snapshots with the
-// others'.
-func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
-	m, cutting, err := e.source(ctx)
-	if err != nil {
-		return stack.Meta{}, err
-	}
-	if cutting {
-		return stack.Meta{}, api.Errorf(api.Busy, "a snapshot is being taken")
-	}
-	var absent []string
-	if err := e.on(ctx, func() { absent = e.names(e.absent) }); err != nil {
-		return stack.Meta{}, err
-	}
-	if len(absent) > 0 {
-		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach",
-			absent[0])
-	}
-	st, err := m.State(ctx)
-	if err != nil {
-		return st, err
-	}
-	if _, cutting, err = e.source(ctx); err == nil && cutting {
-		err = api.Errorf(api.Busy, "a snapshot is being taken")
-	}
-	return st, err
-}
-
-// source is a member that can tell for all of them.
-func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error) {
-	err = e.on(ctx, func() {
-		cutting = e.cutting
-		m := e.reader(e.hurt)
-		if m < 0 {
-			m = e.reader(0)
-		}
-		if m >= 0 {
-			x, _ = e.cfg.Members[m].Member.(Cutter)
-		}
-	})
-	if err == nil && x == nil {
-		err = api.Errorf(api.Unavailable, "no member can be asked now")
-	}
-	return x, cutting, err
-}
-
-// Sizes are those of the layers that snapshots name, on one of the members.
-func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
-	m, _, err := e.source(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return m.Sizes(ctx)
-}
-
-// DropSnapshot takes a snapshot out of every member. After an error it may be on some of them; the next engine drops
-// it, or a repeated call.
-func (e *Engine) DropSnapshot(ctx context.Context, uid string) error {
-	return e.all(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
-}
-
-// SealAll cuts off the heads of the members, each at its own time: for layers without a name.
-func (e *Engine) SealAll(ctx context.Context) error {
-	return e.all(ctx, false, func(ctx context.Context, x Cutter) error {
-		return x.Seal(ctx, stack.Snapshot{Layer: string(api.NewUID()), Created: time.Now().UTC()})
-	})
-}
-
-// all calls fn for all members, and for those on their way too. No cut begins meanwhile.
-func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
-	var refused error
-	c := &Cut{e: e}
-	var coming set
-	if err := e.on(ctx, func() {
-		switch {
-		case e.closing || e.fenced != nil:
-			refused = api.Errorf(api.Unavailable, "the engine is ending")
-		case e.cutting:
-			refused = api.Errorf(api.Busy, "a snapshot is being taken")
-		default:
-			e.cutting = true
-			c.list, c.who = e.cfg.Members, (e.members|e.joining)&^e.suspect
-			if joiners {
-				coming = e.joiners
-			}
-		}
-	}); err != nil || refused != nil {
-		return errors.Join(err, refused)
-	}
-	defer c.Release()
-	ctx, cancel := context.WithTimeout(ctx, prepareTime)
-	defer cancel()
-	errs := c.each(c.who|coming, func(_ int, x Cutter) error { return fn(ctx, x) })
-	var all []error
-	for m, err := range errs {
-		if err == nil {
-			continue
-		}
-		if coming.has(m) {
-			_ = e.on(ctx, func() { e.unjoin(bit(m), err) })
-			continue
-		}
-		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
-	}
-	return errors.Join(all...)
 }
