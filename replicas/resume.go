@@ -4,11 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
-
-	"fmt"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
