@@ -34,7 +34,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		return l.orphan(ctx, req.Name)
 	}
 	if l.beingResumed(a.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+		return reconcile.Result{RequeueAfter: resumePause}, nil
 	}
 	if s := l.session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
 		if err := s.dev.Abort(); err != nil { // before the lock, whose owner may wait for a disk that hangs
@@ -86,7 +86,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 // orphan detaches a volume whose Attachment disappeared without this node's finalizer.
 func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
 	if l.beingResumed(volume) {
-		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+		return reconcile.Result{RequeueAfter: resumePause}, nil
 	}
 	unlock, ok := l.locks.LockSoon(volume)
 	if !ok {

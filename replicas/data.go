@@ -72,6 +72,7 @@ type Data struct {
 	pinned   map[api.UID][]api.UID      // removed replicas that may still have a pin, by the disk of the pin
 	left     map[*session]chan struct{} // sessions that end in the background; closed at the end
 	resumed  chan struct{}              // closed when all devices are resumed, or have failed
+	closing  chan struct{}              // closed when Close begins
 
 	attachments atomic.Pointer[backlog.Queue]
 	pending     waiters // replicas that wait for a disk or an image
@@ -116,6 +117,7 @@ func NewData(o DataOptions) (*Data, error) {
 		locks: volumelock.New(), sessions: map[string]*session{},
 		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
+		closing: make(chan struct{}),
 		pinned: map[api.UID][]api.UID{},
 		trees:  map[api.UID]*snapshotTree{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
 		bringer: newBringer(), whole: map[api.UID]bool{},
@@ -181,6 +183,7 @@ func (d *Data) stir(volume string) {
 // Close stops serving, leaves the devices to the holder for the next process, and ends everything else. The manager
 // must have stopped.
 func (d *Data) Close() error {
+	close(d.closing)
 	d.bringer.close()
 	d.workers.Close()
 	if err := d.awaitResumed(); err != nil {

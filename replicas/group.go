@@ -74,7 +74,7 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	}
 	volumes := slices.Sorted(slices.Values(g.Spec.Volumes))
 	if slices.ContainsFunc(volumes, l.beingResumed) {
-		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+		return reconcile.Result{RequeueAfter: resumePause}, nil
 	}
 	for _, name := range volumes { // in one order, so that two groups do not deadlock
 		unlock, ok := l.locks.LockSoon(name)

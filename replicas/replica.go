@@ -37,7 +37,7 @@ func (l *replicaLoop) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		return reconcile.Result{RequeueAfter: upkeepEvery}, nil // the reconciliation would interrupt the rebuild
 	}
 	if l.beingResumed(r.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+		return reconcile.Result{RequeueAfter: resumePause}, nil
 	}
 	old := r.DeepCopy()
 	if err := l.merging(ctx, &r); err != nil {

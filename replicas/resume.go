@@ -20,33 +20,38 @@ import (
 // delays no other device.
 const resumeWait = 5 * time.Second
 
-// resumeAgain is the pause before a reconciler looks again at a volume whose device is being resumed.
-const resumeAgain = time.Second
+// resumePause is the pause between two tries to resume a device, and before a reconciler looks again at a volume whose
+// device is being resumed.
+const resumePause = time.Second
 
 // Resume resumes the devices that a predecessor left, each in its recorded epoch, without the API: waiting I/O
-// continues. A device that cannot be resumed stays held, its I/O waits, and the attachment reconciler tries again; the
-// error names the device. A device that takes long is resumed in the background, until Close.
+// continues. A device that cannot be resumed stays held, its I/O waits, and the error names the device. Resume tries such
+// a device again in the background until the API answers; then the attachment reconciler does.
 func (d *Data) Resume(ctx context.Context) error {
+	type try struct {
+		volume string
+		err    error
+	}
 	held := d.Host.Held()
+	first := make(chan try, len(held))
+	slow := map[string]bool{} // volumes whose first try has not ended
 	d.mu.Lock()
 	for _, spec := range held {
-		d.resuming[spec.Name] = true
+		d.resuming[spec.Name], slow[spec.Name] = true, true
 	}
 	d.mu.Unlock()
 	var wg sync.WaitGroup
-	ended := make(chan error, len(held))
 	for _, spec := range held {
 		wg.Go(func() {
+			defer d.stir(spec.Name)
+			defer d.endResume(spec.Name)
 			_, err := d.resume(ctx, spec)
 			if err != nil {
 				err = fmt.Errorf("volume %s: %w", spec.Name, err)
 				d.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
 			}
-			d.mu.Lock()
-			delete(d.resuming, spec.Name)
-			d.mu.Unlock()
-			d.stir(spec.Name)
-			ended <- err
+			first <- try{spec.Name, err}
+			d.resumeAgain(ctx, spec, err)
 		})
 	}
 	go func() { // ends with them
@@ -56,23 +61,45 @@ func (d *Data) Resume(ctx context.Context) error {
 	var errs []error
 	late := time.NewTimer(resumeWait)
 	defer late.Stop()
-	for range held {
+	for expired := false; len(slow) > 0 && !expired; {
 		select {
-		case err := <-ended:
-			errs = append(errs, err)
-			continue
+		case t := <-first:
+			delete(slow, t.volume)
+			errs = append(errs, t.err)
 		case <-late.C:
+			expired = true
 		}
-		d.mu.Lock()
-		for volume := range d.resuming {
-			errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
-				volume))
-		}
-		d.mu.Unlock()
-		break
+	}
+	for volume := range slow {
+		errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
+			volume))
 	}
 	d.Host.ThawLeft()
 	return errors.Join(errs...)
+}
+
+// resumeAgain repeats a resume that failed with err until the API answers: from then on the attachment reconciler resumes
+// the device. A disk, or the node of a member, may answer earlier than the API.
+func (d *Data) resumeAgain(ctx context.Context, spec device.Spec, err error) {
+	for err != nil && !d.api.Load() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
+		pause := time.NewTimer(resumePause)
+		select {
+		case <-pause.C:
+		case <-d.closing:
+			pause.Stop()
+			return
+		case <-ctx.Done():
+			pause.Stop()
+			return
+		}
+		_, err = d.resume(ctx, spec)
+	}
+}
+
+func (d *Data) endResume(volume string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.resuming, volume)
 }
 
 // beingResumed reports whether a volume's device is being resumed. A reconciler then looks again later, instead of

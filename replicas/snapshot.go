@@ -98,7 +98,7 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if l.beingResumed(s.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: resumeAgain}, nil
+		return reconcile.Result{RequeueAfter: resumePause}, nil
 	}
 	unlock, ok := l.locks.LockSoon(s.Spec.Volume)
 	if !ok {
