@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -23,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/semaphore"
 )
 
 var csiSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -43,7 +43,7 @@ type doors struct {
 
 // newServer creates the gRPC server of all doors.
 func newServer(d doors, log *slog.Logger) *grpc.Server {
-	g := &guard{log: log, busy: map[string]chan struct{}{}}
+	g := &guard{log: log}
 	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept), grpc.StreamInterceptor(g.stream))
 	csi.RegisterIdentityServer(s, d.identity)
 	if d.controller != nil {
@@ -101,9 +101,8 @@ func listenCSI(endpoint string) (net.Listener, error) {
 // guard wraps every call: guard turns panics into errors and errors into codes, lets one call at a time change a
 // volume, and logs the request without secrets.
 type guard struct {
-	log  *slog.Logger
-	mu   sync.Mutex
-	busy map[string]chan struct{} // closed at the end of the call that holds the key
+	log   *slog.Logger
+	calls semaphore.Set[string] // one call at a time changes a volume
 }
 
 // changes lists the methods that change a volume. Methods of controller and node do not wait for each other, because an
@@ -162,7 +161,7 @@ func (g *guard) call(ctx context.Context, method string, req any, next grpc.Unar
 	}()
 	if kind, ok := changes[method]; ok {
 		if name := volumeOf(req); name != "" {
-			done, err := g.enter(ctx, kind+"/"+name)
+			done, err := g.calls.Acquire(ctx, kind+"/"+name, semaphore.Limit(1))
 			if err != nil {
 				return nil, api.Errorf(api.Busy, "volume %s: another operation is under way: try again", name)
 			}
@@ -185,34 +184,6 @@ func volumeOf(req any) string {
 		return r.GetName()
 	}
 	return ""
-}
-
-// enter waits until no other call holds key. The caller must call done.
-func (g *guard) enter(ctx context.Context, key string) (done func(), err error) {
-	for {
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
-		g.mu.Lock()
-		other, taken := g.busy[key]
-		if !taken {
-			mine := make(chan struct{})
-			g.busy[key] = mine
-			g.mu.Unlock()
-			return func() {
-				g.mu.Lock()
-				delete(g.busy, key)
-				g.mu.Unlock()
-				close(mine)
-			}, nil
-		}
-		g.mu.Unlock()
-		select {
-		case <-other:
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
 }
 
 // sanitized prints a request without secrets, and only when a log handler formats the record.

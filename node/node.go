@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -24,6 +23,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/semaphore"
 )
 
 const (
@@ -39,13 +39,12 @@ type Server struct {
 	// isOf tells whether a device was made for a volume.
 	isOf func(d device, volume api.UID) bool
 
-	mu   sync.Mutex
-	busy map[string]chan struct{} // closed when the call for this volume ends
+	volumes semaphore.Set[string] // one call at a time works on a volume
 }
 
 // New makes the door of the named node. The client must read from the API server, not from a cache.
 func New(c client.WithWatch, nodeName string) *Server {
-	return &Server{client: c, name: nodeName, isOf: device.isOf, busy: map[string]chan struct{}{}}
+	return &Server{client: c, name: nodeName, isOf: device.isOf}
 }
 
 // NodeGetCapabilities lists what the Node RPCs can do.
@@ -102,27 +101,11 @@ func bound(ctx context.Context) (context.Context, context.CancelFunc) {
 
 // lock waits until no other call works on the volume. Two at once could make two file systems.
 func (s *Server) lock(ctx context.Context, id string) (unlock func(), err error) {
-	for {
-		s.mu.Lock()
-		other, taken := s.busy[id]
-		if !taken {
-			mine := make(chan struct{})
-			s.busy[id] = mine
-			s.mu.Unlock()
-			return func() {
-				s.mu.Lock()
-				delete(s.busy, id)
-				s.mu.Unlock()
-				close(mine)
-			}, nil
-		}
-		s.mu.Unlock()
-		select {
-		case <-other:
-		case <-ctx.Done():
-			return nil, api.Errorf(api.Busy, "volume %s: another call is working on it", id)
-		}
+	unlock, err = s.volumes.Acquire(ctx, id, semaphore.Limit(1))
+	if err != nil {
+		return nil, api.Errorf(api.Busy, "volume %s: another call is working on it", id)
 	}
+	return unlock, nil
 }
 
 // volume reads a volume by CSI id, which is the object's name.

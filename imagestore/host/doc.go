@@ -7,7 +7,7 @@
 // the manager that waits for all of them. A transfer never writes to the API; it wakes the reconciler of its ImageCopy
 // at most twice a second.
 //
-// Lock order: copyReconciler.mu, transfers.mu, transfer.mu and diskLimits.mu guard maps and fields; no two of them are
-// held together, and none over disk I/O or a request to the API. layerAccess.apiQueries is held over a request to the
+// Lock order: copyReconciler.mu, transfers.mu and transfer.mu guard maps and fields; no two of them are held together,
+// and none over disk I/O or a request to the API. layerAccess.apiQueries is held over a request to the
 // API, before layerAccess.mu.
 package host

@@ -47,12 +47,9 @@ func (everyNode) NeedLeaderElection() bool { return false }
 
 // acquireSend waits for one of the transfers that a disk of this node serves at once.
 func (n *copyReconciler) acquireSend(ctx context.Context, disk api.UID) (release func(), err error) {
-	limit := "send " + string(disk)
-	most := max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
-	if err := n.transfers.limits.acquire(ctx, limit, most); err != nil {
-		return nil, err
-	}
-	return func() { n.transfers.limits.release(limit) }, nil
+	return n.transfers.limits.Acquire(ctx, "send "+string(disk), func() int {
+		return max(int(watch.SettingNumber(ctx, n.Client, settingSends, n.log)), 1)
+	})
 }
 
 // openCopySource opens a disk of this or another node as the source of a copy; done ends its use.

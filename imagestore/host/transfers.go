@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/semaphore"
 	"drover.io/drover/imagestore/importer"
 )
 
@@ -30,7 +31,7 @@ type transferSet struct {
 	started chan struct{} // closed once ctx is set
 	ctx     context.Context
 
-	limits diskLimits
+	limits semaphore.Set[string] // by kind of job and disk
 
 	mu     sync.Mutex
 	byCopy map[string]*transfer // by name of the ImageCopy
@@ -40,7 +41,7 @@ type transferSet struct {
 
 func newTransferSet(parallel int, tick time.Duration) *transferSet {
 	return &transferSet{wake: make(chan event.GenericEvent, 16), slots: make(chan struct{}, parallel), tick: tick,
-		started: make(chan struct{}), limits: newDiskLimits(), byCopy: map[string]*transfer{}}
+		started: make(chan struct{}), byCopy: map[string]*transfer{}}
 }
 
 // Start runs until ctx and then all transfers end.

@@ -14,6 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
+	"drover.io/drover/block/semaphore"
 	"drover.io/drover/imagestore/importer"
 )
 
@@ -41,26 +42,29 @@ func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on 
 	suspect := n.suspects[c.Name]
 	n.mu.Unlock()
 	limit := "verify " + on.UID()
-	held := false
+	var release func() // of the disk's semaphore, once it is held
 	switch asked := c.Spec.Verify != "" && c.Spec.Verify != st.Verified; {
 	case ok && v.err != nil && v.mark == mark:
 		return true, v.err // until the copy is replaced
 	case asked, suspect:
 	case mark != "" && (!ok || v.mark != mark):
 		n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
-	case n.verificationDue(ctx, st) && n.transfers.limits.tryAcquire(limit, 1):
-		held = true // a busy disk waits for the next reconcile
+	case n.verificationDue(ctx, st):
+		if release, _ = n.transfers.limits.TryAcquire(limit, 1); release == nil {
+			return true, nil // a busy disk waits for the next reconcile
+		}
 	default:
 		return true, nil
 	}
 	err = n.transfers.start(ctx, c, verificationKind,
 		func(ctx context.Context, _ *transfer, _ slotFunc) (importer.Result, error) {
-			if !held {
-				if err := n.transfers.limits.acquire(ctx, limit, 1); err != nil {
+			if release == nil {
+				var err error
+				if release, err = n.transfers.limits.Acquire(ctx, limit, semaphore.Limit(1)); err != nil {
 					return importer.Result{}, err
 				}
 			}
-			defer n.transfers.limits.release(limit)
+			defer release()
 			err := importer.Verify(ctx, on, got.Image)
 			if ctx.Err() == nil {
 				n.mu.Lock()
@@ -70,8 +74,8 @@ func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on 
 			}
 			return got, err
 		})
-	if err != nil && held {
-		n.transfers.limits.release(limit)
+	if err != nil && release != nil {
+		release()
 	}
 	return false, err
 }
