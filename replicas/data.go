@@ -27,6 +27,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/block/semaphore"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
@@ -94,9 +95,9 @@ type Data struct {
 	places   *remote.Places
 	sources  sources.Sources
 	upkeep   upkeep
-	watch    *engine.Watch // of members, here and on other nodes
-	rebuilds semaphore     // of replicas that are compared as a whole
-	api      atomic.Bool   // the caches have synced; before that a read of client waits for the API
+	watch    *engine.Watch         // of members, here and on other nodes
+	rebuilds semaphore.Set[string] // of replicas that are compared as a whole: key "full"
+	api      atomic.Bool           // the caches have synced; before that a read of client waits for the API
 }
 
 // usedEvery is how often the used bytes of attached volumes are reported.

@@ -258,7 +258,7 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 		BytesPerSecond: d.number(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
 		Turn: func(ctx context.Context) (func(), error) {
 			tell(engine.Progress{}, "it waits for other replicas that are compared as a whole")
-			return d.rebuilds.take(ctx, func() int { return (&replicaLoop{d}).copiesAtOnce(ctx) })
+			return d.rebuilds.Acquire(ctx, "full", func() int { return (&replicaLoop{d}).copiesAtOnce(ctx) })
 		}})
 	c.swapped()
 	s.mates.compared.Add(p.Done)
@@ -292,44 +292,4 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 	s.wake()
 	d.tellNews(ctx, s)
 	return nil
-}
-
-// semaphore bounds how many goroutines do a kind of work at once, by a bound that may change.
-type semaphore struct {
-	mu      sync.Mutex
-	n       int
-	waiting []chan struct{}
-}
-
-// take waits until fewer than most goroutines work.
-func (t *semaphore) take(ctx context.Context, most func() int) (release func(), err error) {
-	for {
-		t.mu.Lock()
-		if t.n < most() {
-			t.n++
-			t.mu.Unlock()
-			return t.give, nil
-		}
-		freed := make(chan struct{})
-		t.waiting = append(t.waiting, freed)
-		t.mu.Unlock()
-		select {
-		case <-freed:
-		case <-ctx.Done():
-			t.mu.Lock()
-			t.waiting = slices.DeleteFunc(t.waiting, func(c chan struct{}) bool { return c == freed })
-			t.mu.Unlock()
-			return nil, ctx.Err()
-		}
-	}
-}
-
-func (t *semaphore) give() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.n--
-	for _, c := range t.waiting { // the first one that looks is next
-		close(c)
-	}
-	t.waiting = nil
 }
