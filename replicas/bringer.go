@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/block/semaphore"
 )
 
 // bringer owns what copies layers to the disks of this node, one job for a replica at a time. A job touches disks and
@@ -19,12 +20,11 @@ type bringer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
+	slots  semaphore.Set[string] // of running jobs: key "copy"
 
 	mu    sync.Mutex
 	ended bool
 	jobs  map[api.UID]*bringing // by replica
-	busy  int
-	freed chan struct{} // closed when a job ends
 }
 
 // bringing is one job.
@@ -41,7 +41,7 @@ type bringing struct {
 }
 
 func newBringer() *bringer {
-	b := &bringer{jobs: map[api.UID]*bringing{}, freed: make(chan struct{})}
+	b := &bringer{jobs: map[api.UID]*bringing{}}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	return b
 }
@@ -98,10 +98,10 @@ func (b *bringer) start(replica, from api.UID, limit int, tell func(),
 			defer close(told)
 			j.watch(tell)
 		}()
-		err := b.take(ctx, limit)
+		release, err := b.slots.Acquire(ctx, "copy", semaphore.Limit(limit))
 		if err == nil {
 			err = run(ctx, j)
-			b.give()
+			release()
 		}
 		j.mu.Lock()
 		j.err, j.stopped = err, time.Now()
@@ -110,32 +110,6 @@ func (b *bringer) start(replica, from api.UID, limit int, tell func(),
 		<-told
 	})
 	return j
-}
-
-func (b *bringer) take(ctx context.Context, limit int) error {
-	for {
-		b.mu.Lock()
-		if b.busy < limit {
-			b.busy++
-			b.mu.Unlock()
-			return nil
-		}
-		freed := b.freed
-		b.mu.Unlock()
-		select {
-		case <-freed:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-}
-
-func (b *bringer) give() {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.busy--
-	close(b.freed)
-	b.freed = make(chan struct{})
 }
 
 // watch tells of progress, at most once a second, and of the end.
