@@ -1,13 +1,13 @@
 package device
 
 import (
-	"bufio"
 	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
@@ -35,20 +35,16 @@ func Below(path string) (name string, err error) {
 
 // mountSources are the block devices behind mounts with device number major:minor, as major:minor themselves.
 func mountSources(major, minor uint32) []string {
-	f, err := os.Open("/proc/self/mountinfo")
+	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		return m.Major != int(major) || m.Minor != int(minor), false
+	})
 	if err != nil {
 		return nil
 	}
-	defer f.Close()
 	var out []string
-	for sc := bufio.NewScanner(f); sc.Scan(); {
-		left, right, ok := strings.Cut(sc.Text(), " - ")
-		l, r := strings.Fields(left), strings.Fields(right)
-		if !ok || len(l) < 3 || len(r) < 2 || l[2] != fmt.Sprintf("%d:%d", major, minor) {
-			continue
-		}
+	for _, m := range mounts {
 		var st unix.Stat_t
-		if unix.Stat(r[1], &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+		if unix.Stat(m.Source, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
 			out = append(out, fmt.Sprintf("%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev)))
 		}
 	}

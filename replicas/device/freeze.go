@@ -17,6 +17,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
@@ -86,7 +87,7 @@ func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 		}
 		if c := code(err); c != exitNotMount && c != exitNoFolder {
 			f.end()
-			return nil, fmt.Errorf("freeze %s at %s: %w", d.Path(), m.dir, err)
+			return nil, fmt.Errorf("freeze %s at %s: %w", d.Path(), m.Mountpoint, err)
 		}
 		_ = f.tell.Close()
 	}
@@ -131,7 +132,7 @@ func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.Fil
 }
 
 // start runs freeze.sh with the lock.
-func (f *Frozen) start(lock *os.File, deed string, m mounted) error {
+func (f *Frozen) start(lock *os.File, deed string, m *mountinfo.Info) error {
 	in, tell, err := os.Pipe()
 	if err != nil {
 		return err
@@ -140,7 +141,7 @@ func (f *Frozen) start(lock *os.File, deed string, m mounted) error {
 	if err != nil {
 		return errors.Join(err, in.Close(), tell.Close())
 	}
-	cmd := exec.Command("sh", "-c", freezeScript, "freeze", deed, m.dir, strconv.Itoa(m.id))
+	cmd := exec.Command("sh", "-c", freezeScript, "freeze", deed, m.Mountpoint, strconv.Itoa(m.ID))
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
 	cmd.Stdin, cmd.Stdout, cmd.ExtraFiles = in, say, []*os.File{lock}
 	var said bytes.Buffer
@@ -320,7 +321,7 @@ func (h *Host) thawRecorded(path string) error {
 		}
 		_ = f.tell.Close()
 		if err == nil || strings.Contains(err.Error(), "Invalid argument") { // not frozen
-			h.log.Info("a file system that may have been frozen is thawed", "device", loopPath(rec.Loop), "path", m.dir,
+			h.log.Info("a file system that may have been frozen is thawed", "device", loopPath(rec.Loop), "path", m.Mountpoint,
 				"wasFrozen", err == nil)
 			return os.Remove(path)
 		}
@@ -341,35 +342,12 @@ func bootID() string {
 	return strings.TrimSpace(string(b))
 }
 
-// mounted is a folder where a file system is mounted in this process's view.
-type mounted struct {
-	id  int
-	dir string
-}
-
-// mountsOn are the mounts of a loop device. btrfs has device numbers of its own; the mount's source tells.
-func mountsOn(n int) ([]mounted, error) {
-	f, err := os.Open("/proc/self/mountinfo")
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close() }()
-	var out []mounted
-	sc := bufio.NewScanner(f)
-	for sc.Scan() {
-		left, right, ok := strings.Cut(sc.Text(), " - ")
-		l, r := strings.Fields(left), strings.Fields(right)
-		if !ok || len(l) < 5 || len(r) < 2 {
-			continue
-		}
-		if l[2] != fmt.Sprintf("%d:%d", loophelper.Major, n) && !isLoop(r[1], n) {
-			continue
-		}
-		if id, err := strconv.Atoi(l[0]); err == nil {
-			out = append(out, mounted{id, plain.Replace(l[4])})
-		}
-	}
-	return out, sc.Err()
+// mountsOn are the mounts of a loop device in this process's view. btrfs has device numbers of its own; the mount's
+// source tells.
+func mountsOn(n int) ([]*mountinfo.Info, error) {
+	return mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		return (m.Major != loophelper.Major || m.Minor != n) && !isLoop(m.Source, n), false
+	})
 }
 
 func isLoop(source string, n int) bool {
@@ -378,6 +356,3 @@ func isLoop(source string, n int) bool {
 	}
 	return source == loopPath(n)
 }
-
-// plain undoes the octal escapes of mountinfo.
-var plain = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)

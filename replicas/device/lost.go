@@ -1,14 +1,10 @@
 package device
 
 import (
-	"bufio"
-	"fmt"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
-
-	"drover.io/drover/replicas/device/loophelper"
 )
 
 // Lost is a loop device whose data process and holder are both dead: all I/O fails, and no process can resume the
@@ -64,16 +60,10 @@ func loopsOn(file string) []int {
 // mountsOfLoop are the folders where a loop device is mounted in this process's view. Only the mount table is read:
 // the file system may not answer.
 func mountsOfLoop(n int) []string {
-	f, err := os.Open("/proc/self/mountinfo")
-	if err != nil {
-		return nil
-	}
-	defer f.Close()
+	mounts, _ := mountsOn(n)
 	var out []string
-	for sc := bufio.NewScanner(f); sc.Scan(); {
-		if l := strings.Fields(sc.Text()); len(l) > 4 && l[2] == fmt.Sprintf("%d:%d", loophelper.Major, n) {
-			out = append(out, l[4])
-		}
+	for _, m := range mounts {
+		out = append(out, m.Mountpoint)
 	}
 	return out
 }

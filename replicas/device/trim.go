@@ -37,17 +37,17 @@ func (d *Device) Trim(ctx context.Context) (int64, error) {
 	var said bytes.Buffer
 	for _, m := range mounts { // all of one file system
 		said.Reset()
-		cmd := exec.CommandContext(ctx, "sh", "-c", trimScript, "trim", m.dir, strconv.Itoa(m.id))
+		cmd := exec.CommandContext(ctx, "sh", "-c", trimScript, "trim", m.Mountpoint, strconv.Itoa(m.ID))
 		cmd.Env = append(os.Environ(), "LC_ALL=C")
 		cmd.Stdout, cmd.Stderr, cmd.WaitDelay = &said, &said, trimEnds
 		if err = cmd.Run(); err == nil {
 			if is := trimmed.FindStringSubmatch(said.String()); is != nil {
 				return strconv.ParseInt(is[1], 10, 64)
 			}
-			return 0, fmt.Errorf("trim %s at %s: fstrim said %q", d.Path(), m.dir, said.String())
+			return 0, fmt.Errorf("trim %s at %s: fstrim said %q", d.Path(), m.Mountpoint, said.String())
 		}
 		if c := code(err); c != exitNotMount && c != exitNoFolder {
-			return 0, fmt.Errorf("trim %s at %s: %w: %s", d.Path(), m.dir, err, strings.TrimSpace(said.String()))
+			return 0, fmt.Errorf("trim %s at %s: %w: %s", d.Path(), m.Mountpoint, err, strings.TrimSpace(said.String()))
 		}
 	}
 	return 0, api.Errorf(api.Unsupported, "%s is not mounted on this node: who uses a raw block volume trims it", d.Path())

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"unsafe"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 )
 
@@ -66,23 +67,20 @@ func forsake() error {
 	self, _ := os.Executable()
 	here, _ := os.Getwd()
 	own := []string{self, here, os.TempDir()}
-	table, err := os.ReadFile("/proc/thread-self/mountinfo")
+	mounts, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		return !strings.HasPrefix(m.Source, "/dev/loop"), false
+	})
 	if err != nil {
 		return err
 	}
-	for line := range strings.Lines(string(table)) {
-		left, right, _ := strings.Cut(line, " - ")
-		l, r := strings.Fields(left), strings.Fields(right)
-		if len(l) > 4 && len(r) > 1 && strings.HasPrefix(r[1], "/dev/loop") {
-			dir := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(l[4])
-			below := func(p string) bool { return strings.HasPrefix(p+"/", strings.TrimRight(dir, "/")+"/") }
-			if slices.ContainsFunc(own, below) {
-				continue
-			}
-			err := unix.Unmount(dir, unix.MNT_DETACH) // mount or folder may be gone by now
-			if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
-				return fmt.Errorf("let go of %s: %w", dir, err)
-			}
+	for _, m := range mounts {
+		below := func(p string) bool { return strings.HasPrefix(p+"/", strings.TrimRight(m.Mountpoint, "/")+"/") }
+		if slices.ContainsFunc(own, below) {
+			continue
+		}
+		err := unix.Unmount(m.Mountpoint, unix.MNT_DETACH) // mount or folder may be gone by now
+		if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("let go of %s: %w", m.Mountpoint, err)
 		}
 	}
 	return nil
