@@ -1,10 +1,8 @@
 package wire
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/x509"
 	"crypto/x509/pkix"
@@ -12,53 +10,29 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"math/big"
 	"net/url"
 	"time"
+
+	"drover.io/drover/block/authority"
 )
 
-// Certificates live for CertificateLife; nodes renew a certificate when a third of its life is left.
-const (
-	CertificateLife = 90 * 24 * time.Hour
-	authorityLife   = 30 * 365 * 24 * time.Hour
-	backdate        = time.Hour // clocks differ
-)
+// CertificateLife is how long a certificate lives; nodes renew a certificate when a third of its life is left.
+const CertificateLife = 90 * 24 * time.Hour
 
 // Authority signs the certificates of nodes. The controller owns the authority.
-type Authority struct {
-	cert *x509.Certificate
-	key  *ecdsa.PrivateKey
-	pem  []byte // the certificate
-}
+type Authority struct{ *authority.Authority }
 
 // NewAuthority makes an authority in the form that LoadAuthority reads: certificate and key in one PEM.
-func NewAuthority() ([]byte, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, err
-	}
-	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover nodes"},
-		NotBefore: time.Now().Add(-backdate), NotAfter: time.Now().Add(authorityLife), IsCA: true,
-		BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign}
-	der, err := x509.CreateCertificate(rand.Reader, t, t, key.Public(), key)
-	if err != nil {
-		return nil, err
-	}
-	return encode(der, key)
-}
+func NewAuthority() ([]byte, error) { return authority.New("drover nodes") }
 
 // LoadAuthority reads the PEM of NewAuthority.
 func LoadAuthority(both []byte) (*Authority, error) {
-	cert, key, err := decode(both)
+	a, err := authority.Load(both)
 	if err != nil {
 		return nil, fmt.Errorf("the authority of nodes: %w", err)
 	}
-	return &Authority{cert: cert, key: key,
-		pem: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert.Raw})}, nil
+	return &Authority{a}, nil
 }
-
-// PEM is the authority's certificate.
-func (a *Authority) PEM() []byte { return a.pem }
 
 // Signed reports whether this authority signed a certificate (PEM), and until when the certificate is valid.
 func (a *Authority) Signed(cert []byte) (until time.Time, ok bool) {
@@ -67,7 +41,7 @@ func (a *Authority) Signed(cert []byte) (until time.Time, ok bool) {
 		return time.Time{}, false
 	}
 	c, err := x509.ParseCertificate(block.Bytes)
-	if err != nil || c.CheckSignatureFrom(a.cert) != nil {
+	if err != nil || !a.Authority.Signed(c) {
 		return time.Time{}, false
 	}
 	return c.NotAfter, true
@@ -90,14 +64,10 @@ func (a *Authority) Sign(request []byte, node string, life time.Duration) (cert 
 		return nil, until, errors.New("the request's key is not one of P-256")
 	}
 	until = time.Now().Add(life).Truncate(time.Second)
-	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: node}, URIs: []*url.URL{nodeURI(node)},
-		NotBefore: time.Now().Add(-backdate), NotAfter: until, KeyUsage: x509.KeyUsageDigitalSignature,
-		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
-	der, err := x509.CreateCertificate(rand.Reader, t, a.cert, req.PublicKey, a.key)
-	if err != nil {
-		return nil, until, err
-	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), until, nil
+	cert, err = a.Authority.Sign(req.PublicKey, x509.Certificate{Subject: pkix.Name{CommonName: node},
+		URIs: []*url.URL{nodeURI(node)}, NotAfter: until,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}})
+	return cert, until, err
 }
 
 // nodeURI names a node in the node's certificate: the only name there that counts.
@@ -121,43 +91,4 @@ func fingerprint(key *ecdsa.PrivateKey) string {
 	}
 	sum := sha256.Sum256(der)
 	return hex.EncodeToString(sum[:4])
-}
-
-func encode(cert []byte, key *ecdsa.PrivateKey) ([]byte, error) {
-	der, err := x509.MarshalECPrivateKey(key)
-	if err != nil {
-		return nil, err
-	}
-	b := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert})
-	return append(b, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})...), nil
-}
-
-func decode(both []byte) (*x509.Certificate, *ecdsa.PrivateKey, error) {
-	var cert *x509.Certificate
-	var key *ecdsa.PrivateKey
-	for block, rest := pem.Decode(both); block != nil; block, rest = pem.Decode(rest) {
-		var err error
-		switch block.Type {
-		case "CERTIFICATE":
-			cert, err = x509.ParseCertificate(block.Bytes)
-		case "EC PRIVATE KEY":
-			key, err = x509.ParseECPrivateKey(block.Bytes)
-		}
-		if err != nil {
-			return nil, nil, err
-		}
-	}
-	switch {
-	case cert == nil || key == nil:
-		return nil, nil, errors.New("no certificate, or no key")
-	case !key.PublicKey.Equal(cert.PublicKey):
-		return nil, nil, errors.New("the key is not that of the certificate")
-	}
-	return cert, key, nil
-}
-
-func serial() *big.Int {
-	b := make([]byte, 16)
-	_, _ = rand.Read(b) // never fails
-	return new(big.Int).SetBytes(bytes.TrimLeft(b, "\x00"))
 }

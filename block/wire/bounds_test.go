@@ -48,7 +48,7 @@ func endless(w http.ResponseWriter, first, again string) {
 // TestAnswersAreBounded: a client takes no more memory for an answer than the largest true one needs, and refuses one
 // that cannot be true.
 func TestAnswersAreBounded(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	const sound = `{"size":1073741824,"root":"ab","allocated":4096}`
 	var layer, other atomic.Value
@@ -119,7 +119,7 @@ func TestAnswersAreBounded(t *testing.T) {
 
 // TestMessagesAreBounded: what a node says of an error is cut, and its reason phrase is not shown.
 func TestMessagesAreBounded(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	var text atomic.Value
 	addr := liar(t, one, func(w http.ResponseWriter, _ *http.Request) {
@@ -141,7 +141,7 @@ func TestMessagesAreBounded(t *testing.T) {
 
 // TestOnlyUIDsReachADisk: a server looks for no disk, image or layer whose name is no uid.
 func TestOnlyUIDsReachADisk(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	var asked atomic.Int32
 	addr := serve(t, one, ServerOptions{Disk: func(string) (block.Layers, error) {
@@ -172,7 +172,7 @@ func TestOnlyUIDsReachADisk(t *testing.T) {
 
 // TestPlaceOfAnIdleNode: a node that has a place and reads nothing loses it; one that reads keeps it.
 func TestPlaceOfAnIdleNode(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	ended := make(chan struct{}, 1)
 	s := NewServer(ServerOptions{Identity: one, Log: slog.New(slog.DiscardHandler),

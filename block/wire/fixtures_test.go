@@ -67,7 +67,7 @@ func (t told) Sums(string) ([]byte, error) { return []byte("sums\x00\xff"), nil 
 // TestNodesReadLayersAsBefore has a client ask a server for everything. Both decode what they get, so that a transcript
 // which is byte for byte the old one says that they read old messages too.
 func TestNodesReadLayersAsBefore(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	m := &memory{data: bytes.Repeat([]byte("0123456789abcdef"), 3*block.Size/16), extents: []block.Extent{
 		{Off: 0, Len: block.Size, Kind: block.Data}, {Off: block.Size, Len: block.Size, Kind: block.Zero},
 		{Off: 2 * block.Size, Len: block.Size, Kind: block.Hole}}}

@@ -2,7 +2,6 @@ package wire
 
 import (
 	"crypto/ecdsa"
-	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
@@ -16,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"drover.io/drover/block/authority"
 	"drover.io/drover/block/listener"
 )
 
@@ -75,15 +75,14 @@ func OpenIdentity(dir, node string) (*Identity, error) {
 
 // newKey makes a key. The file appears whole or not at all, and never replaces another.
 func newKey(path string) ([]byte, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	key, err := authority.NewKey()
 	if err != nil {
 		return nil, err
 	}
-	der, err := x509.MarshalECPrivateKey(key)
+	b, err := authority.KeyPEM(key)
 	if err != nil {
 		return nil, err
 	}
-	b := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
 	tmp, err := writeTemp(path, b)
 	if err != nil {
 		return nil, err

@@ -36,7 +36,7 @@ func issue(t *testing.T, a *Authority, id *Identity, node string) {
 	}
 }
 
-func authority(t *testing.T) *Authority {
+func testAuthority(t *testing.T) *Authority {
 	t.Helper()
 	b, err := NewAuthority()
 	if err != nil {
@@ -91,7 +91,7 @@ func client(t *testing.T, id *Identity, node string) *tls.Config {
 }
 
 func TestNodesKnowEachOther(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	if seen, err1, err2 := meet(t, one.Server(), client(t, two, "one")); seen != "two" || errors.Join(err1, err2) != nil {
 		t.Errorf("the server sees %q: %v, %v", seen, err1, err2)
@@ -100,7 +100,7 @@ func TestNodesKnowEachOther(t *testing.T) {
 		!strings.Contains(err.Error(), "node one answers where node three should be") {
 		t.Errorf("a client that wants another node: %v", err)
 	}
-	stranger := issued(t, authority(t), "two")
+	stranger := issued(t, testAuthority(t), "two")
 	if _, err, _ := meet(t, one.Server(), client(t, stranger, "one")); err == nil {
 		t.Error("a server takes a node of another authority")
 	}
@@ -113,7 +113,7 @@ func TestNodesKnowEachOther(t *testing.T) {
 }
 
 func TestIdentityIsShared(t *testing.T) {
-	a, dir := authority(t), t.TempDir()
+	a, dir := testAuthority(t), t.TempDir()
 	one, err := OpenIdentity(dir, "one")
 	if err != nil {
 		t.Fatal(err)

@@ -122,7 +122,7 @@ func serve(t *testing.T, id *Identity, o ServerOptions) string {
 }
 
 func TestLayerOfAnotherNode(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	m := newMemory()
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	addr := serve(t, one, ServerOptions{
@@ -184,7 +184,7 @@ func (c *Client) refused(ctx context.Context) error {
 }
 
 func TestSendsAreBounded(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	places := make(chan struct{}, 1)
 	addr := serve(t, one, ServerOptions{
@@ -230,7 +230,7 @@ func TestSendsAreBounded(t *testing.T) {
 
 // TestLayersOfOthersAreRefused: a node that may not read a layer learns nothing of it, by no request; one that may does.
 func TestLayersOfOthersAreRefused(t *testing.T) {
-	a := authority(t)
+	a := testAuthority(t)
 	one, two, three := issued(t, a, "one"), issued(t, a, "two"), issued(t, a, "three")
 	addr := serve(t, one, ServerOptions{
 		Disk: func(string) (block.Layers, error) { return newMemory(), nil },

@@ -2,19 +2,14 @@ package kubeapi
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io/fs"
-	"math/big"
 	mrand "math/rand/v2"
 	"net"
 	"os"
@@ -32,6 +27,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/authority"
 	"drover.io/drover/block/wire"
 )
 
@@ -39,9 +35,7 @@ import (
 type identity struct {
 	dir     string
 	token   string
-	caPEM   []byte
-	ca      *x509.Certificate
-	caKey   *ecdsa.PrivateKey
+	ca      *authority.Authority
 	host    string // to listen on
 	wish    string // port to listen on, if the user named one
 	names   []string
@@ -77,11 +71,11 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 		return nil, api.Errorf(api.Corrupt, "%s/token is too short: delete it to get a new one", id.dir)
 	}
 	// Certificate and key share a file, so that both always match.
-	both, err := id.load("ca.pem", newAuthority)
+	both, err := id.load("ca.pem", func() ([]byte, error) { return authority.New(authorityName()) })
 	if err != nil {
 		return nil, err
 	}
-	if err := id.authority(both); err != nil {
+	if id.ca, err = authority.Load(both); err != nil {
 		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged (%w): delete it to get a new authority", id.dir, err)
 	}
 	// The serving certificate stays in memory and is new at every start, so that no certificate in use expires.
@@ -106,35 +100,8 @@ func (id *identity) load(name string, make func() ([]byte, error)) ([]byte, erro
 	return b, writeFile(path, b)
 }
 
-func newAuthority() ([]byte, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, err
-	}
-	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover " + randomToken()[:8]},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(3 * tenYears), IsCA: true,
-		BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature}
-	der, err := x509.CreateCertificate(rand.Reader, t, t, key.Public(), key)
-	if err != nil {
-		return nil, err
-	}
-	return encode(der, key)
-}
-
-// authority parses the output of newAuthority.
-func (id *identity) authority(both []byte) (err error) {
-	certBlock, rest := pem.Decode(both)
-	keyBlock, _ := pem.Decode(rest)
-	if certBlock == nil || keyBlock == nil {
-		return errors.New("no certificate, or no key")
-	}
-	if id.ca, err = x509.ParseCertificate(certBlock.Bytes); err != nil {
-		return err
-	}
-	id.caPEM = pem.EncodeToMemory(certBlock)
-	id.caKey, err = x509.ParseECPrivateKey(keyBlock.Bytes)
-	return err
-}
+// authorityName tells this server's authority from others.
+func authorityName() string { return "drover " + randomToken()[:8] }
 
 // Certificate returns a certificate for a server beside this server, with these names and addresses. ca is the
 // authority in the kubeconfig, so that clients of the API trust the certificate.
@@ -144,62 +111,45 @@ func (s *Server) Certificate(hosts ...string) (cert tls.Certificate, ca []byte, 
 
 // NewCertificate returns a certificate of a new authority without a stored key.
 func NewCertificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
-	both, err := newAuthority()
+	both, err := authority.New(authorityName())
 	if err != nil {
 		return cert, nil, err
 	}
-	id := &identity{}
-	if err := id.authority(both); err != nil {
+	a, err := authority.Load(both)
+	if err != nil {
 		return cert, nil, err
 	}
-	return id.certificate(hosts)
+	return (&identity{ca: a}).certificate(hosts)
 }
 
 func (id *identity) certificate(hosts []string) (cert tls.Certificate, ca []byte, err error) {
-	both, _, err := id.issue(hosts...)
+	certPEM, key, err := id.issue(hosts...)
 	if err == nil {
-		cert, err = tls.X509KeyPair(both, both)
+		cert, err = tls.X509KeyPair(certPEM, key)
 	}
-	return cert, id.caPEM, err
+	return cert, id.ca.PEM(), err
 }
 
 // issue signs a server certificate for names and addresses.
 func (id *identity) issue(hosts ...string) (cert, key []byte, err error) {
-	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	k, err := authority.NewKey()
 	if err != nil {
 		return nil, nil, err
 	}
-	t := &x509.Certificate{SerialNumber: serial(), Subject: pkix.Name{CommonName: "drover"},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(tenYears),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}
+	want := x509.Certificate{Subject: pkix.Name{CommonName: "drover"}, NotAfter: time.Now().Add(tenYears),
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}
 	for _, h := range hosts {
 		if ip := net.ParseIP(h); ip != nil {
-			t.IPAddresses = append(t.IPAddresses, ip)
+			want.IPAddresses = append(want.IPAddresses, ip)
 		} else if h != "" {
-			t.DNSNames = append(t.DNSNames, h)
+			want.DNSNames = append(want.DNSNames, h)
 		}
 	}
-	der, err := x509.CreateCertificate(rand.Reader, t, id.ca, k.Public(), id.caKey)
-	if err != nil {
+	if cert, err = id.ca.Sign(k.Public(), want); err != nil {
 		return nil, nil, err
 	}
-	both, err := encode(der, k)
-	return both, both, err
-}
-
-func encode(cert []byte, key *ecdsa.PrivateKey) ([]byte, error) {
-	der, err := x509.MarshalECPrivateKey(key)
-	if err != nil {
-		return nil, err
-	}
-	b := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert})
-	return append(b, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})...), nil
-}
-
-func serial() *big.Int {
-	b := make([]byte, 16)
-	_, _ = rand.Read(b)
-	return new(big.Int).SetBytes(b)
+	key, err = authority.KeyPEM(k)
+	return cert, key, err
 }
 
 // listen opens the port of the last start, or a free port below the kernel's range for outgoing connections.
@@ -270,12 +220,12 @@ func (id *identity) joinURL() string {
 
 func (id *identity) clientConfig() *rest.Config {
 	return &rest.Config{Host: id.url(), BearerToken: id.token, QPS: -1,
-		TLSClientConfig: rest.TLSClientConfig{CAData: id.caPEM}}
+		TLSClientConfig: rest.TLSClientConfig{CAData: id.ca.PEM()}}
 }
 
 func (id *identity) writeKubeconfig(path, url string) error {
 	kc := clientcmdapi.NewConfig()
-	kc.Clusters["drover"] = &clientcmdapi.Cluster{Server: url, CertificateAuthorityData: id.caPEM}
+	kc.Clusters["drover"] = &clientcmdapi.Cluster{Server: url, CertificateAuthorityData: id.ca.PEM()}
 	kc.AuthInfos["drover"] = &clientcmdapi.AuthInfo{Token: id.token}
 	kc.Contexts["drover"] = &clientcmdapi.Context{Cluster: "drover", AuthInfo: "drover"}
 	kc.CurrentContext = "drover"
