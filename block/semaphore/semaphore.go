@@ -1,8 +1,8 @@
-// Package semaphore bounds how many jobs run at once. A Set owns one semaphore per key (a disk, a volume, a request's
+// Package semaphore bounds how many jobs run at once. A Set owns a semaphore per key (a disk, a volume, a request's
 // name); the caller brings the limit, because a setting may change the limit while jobs wait.
 //
-// Invariants: a semaphore never admits a job above the limit of that job; every release wakes all jobs that wait for
-// the same key, and each of them reads its limit again.
+// Invariants: a semaphore never admits a job above the job's limit; every release wakes all jobs that wait for the same
+// key, and each job reads the limit again.
 //
 // The package starts no goroutine. Set.mu is held for moments only, and never while a limit is read.
 package semaphore
@@ -12,10 +12,10 @@ import (
 	"sync"
 )
 
-// Set has one semaphore per key. The zero value is ready.
+// Set has a semaphore per key. The zero value is ready.
 type Set[K comparable] struct {
 	mu  sync.Mutex
-	all map[K]*semaphore // that a job holds
+	all map[K]*semaphore // held by jobs
 }
 
 // semaphore of one key.
