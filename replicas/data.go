@@ -31,6 +31,7 @@ import (
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
+	"drover.io/drover/replicas/host/attempts"
 	"drover.io/drover/replicas/host/iothreads"
 	"drover.io/drover/replicas/host/maintain"
 	"drover.io/drover/replicas/host/remote"
@@ -94,7 +95,7 @@ type Data struct {
 	remote   *remote.Server
 	places   *remote.Places
 	sources  sources.Sources
-	upkeep   upkeep
+	upkeep   attempts.Log[string]  // rebuilds of detached volumes
 	watch    *engine.Watch         // of members, here and on other nodes
 	rebuilds semaphore.Set[string] // of replicas that are compared as a whole: key "full"
 	api      atomic.Bool           // the caches have synced; before that a read of client waits for the API

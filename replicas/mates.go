@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/host/attempts"
 )
 
 // memberSpec has what a later process must know of a replica without the API.
@@ -42,7 +43,7 @@ type mates struct {
 	fails   atomic.Bool  // I/O waited for longer, and fails
 	// Counts of drops and rebuilds since the attach, for the metrics; compared and sent are bytes.
 	dropped, deltas, fulls, compared, sent, repaired atomic.Int64
-	repairs                                          repairs
+	repairs                                          attempts.Log[api.UID]
 
 	keeping  sync.Mutex // until the holder has a blob that was read, so that none overtakes a newer one; before mu
 	mu       sync.Mutex // guards the fields below, and Now, Members, Next, Joining and Alone of the blob

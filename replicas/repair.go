@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -22,47 +23,13 @@ const (
 	repairLater   = 30 * time.Second
 )
 
-// repairs are those of a session.
-type repairs struct {
-	mu    sync.Mutex
-	under map[api.UID]bool
-	later map[api.UID]time.Time
-	tried map[api.UID]bool // one has ended, with whatever outcome
-}
-
-func (x *repairs) begin(replica api.UID) bool {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if x.under[replica] || time.Now().Before(x.later[replica]) {
-		return false
-	}
-	if x.under == nil {
-		x.under, x.later, x.tried = map[api.UID]bool{}, map[api.UID]time.Time{}, map[api.UID]bool{}
-	}
-	x.under[replica] = true
-	return true
-}
-
-func (x *repairs) end(replica api.UID, again time.Duration) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	delete(x.under, replica)
-	x.later[replica], x.tried[replica] = time.Now().Add(again), true
-}
-
-func (x *repairs) wasTried(replica api.UID) bool {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.tried[replica]
-}
-
 // wantsRepair reports whether a replica is damaged and may be repaired.
 func wantsRepair(r *api.Replica) bool { return len(r.Status.Damage) > 0 && !r.Status.BeyondRepair }
 
 // repair begins to repair a member that is damaged, unless that is under way.
 func (d *Data) repair(ctx context.Context, s *session, r *api.Replica, members []string, all *sync.WaitGroup) {
 	uid, name := r.Spec.UID, r.Name
-	if !wantsRepair(r) || len(members) < 2 || !slices.Contains(members, string(uid)) || !s.mates.repairs.begin(uid) {
+	if !wantsRepair(r) || len(members) < 2 || !slices.Contains(members, string(uid)) || !s.mates.repairs.Begin(uid, math.MaxInt) {
 		return
 	}
 	all.Go(func() {
@@ -84,7 +51,7 @@ func (d *Data) repair(ctx context.Context, s *session, r *api.Replica, members [
 			again = repairLater
 			s.log.Warn("a damaged replica is not repaired yet", "replica", name, "err", err)
 		}
-		s.mates.repairs.end(uid, again)
+		s.mates.repairs.End(uid, again)
 		s.mates.mu.Lock()
 		s.mates.news = append(s.mates.news, list...)
 		s.mates.mu.Unlock()
@@ -96,7 +63,7 @@ func (d *Data) repair(ctx context.Context, s *session, r *api.Replica, members [
 // whether anything is right now that was not.
 func (d *Data) repairFrom(ctx context.Context, s *session, n engine.Named) bool {
 	from := api.UID("from " + n.Name) // beside what is done about the replica itself
-	if !s.mates.repairs.begin(from) {
+	if !s.mates.repairs.Begin(from, math.MaxInt) {
 		return false
 	}
 	did, err := s.engine.RepairFrom(ctx, n, d.number(ctx, "replica-copy-rate-limit")<<20)
@@ -104,7 +71,7 @@ func (d *Data) repairFrom(ctx context.Context, s *session, n engine.Named) bool 
 	if did.Chunks == 0 {
 		again = repairLater // it is made equal again and again meanwhile, and has nothing new to show
 	}
-	s.mates.repairs.end(from, again)
+	s.mates.repairs.End(from, again)
 	s.mates.repaired.Add(did.Bytes)
 	s.log.Info("members were to be repaired from a replica on its way", "replica", n.Name, "chunks", did.Chunks,
 		"bytes", did.Bytes, "beyond repair", did.Lost, "err", errors.Join(err, did.Why))

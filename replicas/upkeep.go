@@ -28,42 +28,8 @@ const (
 	upkeepLater = time.Minute
 )
 
-// upkeep has the runs.
-type upkeep struct {
-	mu    sync.Mutex
-	runs  map[string]bool      // volumes that are being rebuilt
-	later map[string]time.Time // when the next try may begin
-}
-
-func (u *upkeep) begin(volume string, most int) bool {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.runs[volume] || len(u.runs) >= most || time.Now().Before(u.later[volume]) {
-		return false
-	}
-	if u.runs == nil {
-		u.runs, u.later = map[string]bool{}, map[string]time.Time{}
-	}
-	u.runs[volume] = true
-	return true
-}
-
-func (u *upkeep) end(volume string, again time.Duration) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	delete(u.runs, volume)
-	delete(u.later, volume)
-	if again > 0 {
-		u.later[volume] = time.Now().Add(again)
-	}
-}
-
 // isRebuilding reports whether this node rebuilds a detached volume.
-func (d *Data) isRebuilding(volume string) bool {
-	d.upkeep.mu.Lock()
-	defer d.upkeep.mu.Unlock()
-	return d.upkeep.runs[volume]
-}
+func (d *Data) isRebuilding(volume string) bool { return d.upkeep.InProgress(volume) }
 
 // keepUp rebuilds the detached volumes of this node, until ctx ends.
 func (d *Data) keepUp(ctx context.Context) error {
@@ -76,7 +42,7 @@ func (d *Data) keepUp(ctx context.Context) error {
 		}
 		for i := range list.Items {
 			volume, name := list.Items[i].Spec.Volume, list.Items[i].Name
-			if !d.wantsUpkeep(ctx, &list.Items[i]) || !d.upkeep.begin(volume, (&replicaLoop{d}).copiesAtOnce(ctx)) {
+			if !d.wantsUpkeep(ctx, &list.Items[i]) || !d.upkeep.Begin(volume, (&replicaLoop{d}).copiesAtOnce(ctx)) {
 				continue
 			}
 			all.Go(func() {
@@ -84,7 +50,9 @@ func (d *Data) keepUp(ctx context.Context) error {
 				if err != nil && ctx.Err() == nil {
 					d.Log.Warn("a detached volume is not made whole yet", "volume", volume, "err", err)
 				}
-				d.upkeep.end(volume, again)
+				if d.upkeep.End(volume, again); again == 0 {
+					d.upkeep.Forget(volume)
+				}
 				d.tellReplica(name)() // the reconciler deferred the replica meanwhile
 			})
 		}
@@ -279,7 +247,7 @@ func (d *Data) awaitWhole(ctx context.Context, s *session) time.Duration {
 			case r.DeletionTimestamp != nil:
 			case is == r.Spec.Leave: // to join, or to leave
 				left++
-			case is && wantsRepair(r) && len(members) > 1 && !s.mates.repairs.wasTried(r.Spec.UID):
+			case is && wantsRepair(r) && len(members) > 1 && !s.mates.repairs.Ended(r.Spec.UID):
 				left++
 			}
 		}

@@ -83,6 +83,7 @@ var walls = []wall{
 		"disks opens what stack keeps on a disk; it knows neither decisions nor attached volumes"},
 	{[]string{"replicas/host/maintain"}, []string{"api", "block", "replicas/stack"},
 		"maintenance works on the layers of disks; it knows engines and volume locks only through its interface Node"},
+	{[]string{"replicas/host/attempts"}, nil, "a record of attempts knows no more of an object than its key"},
 	{[]string{"replicas/host/volumelock"}, nil, "a lock knows no more of a volume than its name"},
 	{[]string{"replicas/host/iothreads"}, []string{"api", "block", "replicas/engine", "replicas/stack"},
 		"I/O threads carry engines; they know neither sessions nor objects"},
