@@ -48,7 +48,7 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 	}
 	vol, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
 		if limit > 0 && v.Spec.Size > limit {
-			return false, api.Errorf(api.OutOfRange, "it has %d bytes, over the limit of %d, and cannot shrink",
+			return false, api.Errorf(api.OutOfRange, "the volume has %d bytes, over the limit of %d, and cannot shrink",
 				v.Spec.Size, limit)
 		}
 		if required <= v.Spec.Size {

@@ -131,7 +131,7 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 		return nil, api.Explain(err, "read volume %s", id)
 	}
 	if kept(vol) {
-		return nil, api.Errorf(api.NotFound, "volume %s is deleted: only snapshots of it are there", id)
+		return nil, api.Errorf(api.NotFound, "volume %s is deleted; it is kept until its last snapshot is deleted", id)
 	}
 	return vol, nil
 }

@@ -26,10 +26,10 @@ func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 	img, err = await.Until(ctx, s.client, img.Name, func(i *api.BackingImage) (bool, error) {
 		progress = string(i.Status.State)
 		if i.DeletionTimestamp != nil {
-			return false, api.Errorf(api.Busy, "it is being deleted: try again")
+			return false, api.Errorf(api.Busy, "the image is being deleted: try again")
 		}
 		if i.Status.State == api.ImageFailed {
-			return false, api.Errorf(api.Unavailable, "it failed: %s", i.Status.Message)
+			return false, api.Errorf(api.Unavailable, "the import failed: %s", i.Status.Message)
 		}
 		if i.Status.State != api.ImageReady || i.Status.VirtualSize == 0 {
 			return false, nil // not known for sure before

@@ -151,7 +151,7 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 		why = append(why, fmt.Errorf("replica %s: %w", members[i].Name, err))
 	}
 	if len(why) == 0 {
-		why = []error{errors.New("it has none")}
+		why = []error{errors.New("the volume has no replica")}
 	}
 	return nil, api.Errorf(api.Unavailable, "snapshot %s: no replica of its volume can tell of its blocks now, "+
 		"try again: %w", target, errors.Join(why...))

@@ -62,12 +62,12 @@ func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.Controlle
 			msg = " (" + msg + ")"
 		}
 		if a.UID != att.UID || a.DeletionTimestamp != nil {
-			return false, api.Errorf(api.Busy, "it was detached meanwhile: try again")
+			return false, api.Errorf(api.Busy, "the volume was detached meanwhile: try again")
 		}
 		return a.Status.Ready, nil
 	}); err != nil {
 		if apierrors.IsNotFound(err) {
-			err = api.Errorf(api.Busy, "it was detached meanwhile: try again")
+			err = api.Errorf(api.Busy, "the volume was detached meanwhile: try again")
 		}
 		return nil, api.Explain(err, "attach volume %s to node %s%s", vol.Name, req.GetNodeId(), msg)
 	}

@@ -124,7 +124,7 @@ func (s *Server) createImageSnapshot(ctx context.Context, req *csi.CreateSnapsho
 	}
 	switch {
 	case img.Spec.SourceType != api.SourceExport || img.Annotations[annotationSnapshot] != req.GetName():
-		return nil, api.Errorf(api.Exists, "there is a backing image %s already, which is no snapshot of this name", name)
+		return nil, api.Errorf(api.Exists, "backing image %s exists and is no snapshot of this name", name)
 	case img.Spec.SourceParameters[api.ExportVolume] != of:
 		return nil, api.Errorf(api.Exists, "snapshot %s exists and is one of volume %s", req.GetName(),
 			img.Spec.SourceParameters[api.ExportVolume])

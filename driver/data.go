@@ -151,7 +151,7 @@ func awaitSocket(ctx context.Context, network, path string) error {
 		select {
 		case <-retry.C:
 		case <-ctx.Done():
-			return api.Errorf(api.Unavailable, "nobody answers at %s: %w", path, err)
+			return api.Errorf(api.Unavailable, "no process answers at %s: %w", path, err)
 		}
 	}
 }

@@ -52,7 +52,7 @@ func Command() *cobra.Command {
 		SilenceErrors: true,
 		Args: func(c *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return api.Errorf(api.Invalid, "there is no command %q: see `drover --help`", args[0])
+				return api.Errorf(api.Invalid, "command %q does not exist: see `drover --help`", args[0])
 			}
 			return nil
 		},

@@ -163,7 +163,7 @@ func (g *guard) call(ctx context.Context, method string, req any, next grpc.Unar
 		if name := volumeOf(req); name != "" {
 			done, err := g.calls.Acquire(ctx, kind+"/"+name, semaphore.Limit(1))
 			if err != nil {
-				return nil, api.Errorf(api.Busy, "volume %s: another operation is under way: try again", name)
+				return nil, api.Errorf(api.Busy, "volume %s: another operation is in progress: try again", name)
 			}
 			defer done()
 		}

@@ -128,7 +128,7 @@ func (s *Server) attached(ctx context.Context, id string) (*api.Attachment, erro
 	msg := ""
 	att, err := await.Until(ctx, s.client, id, func(a *api.Attachment) (bool, error) {
 		if a.Spec.Node != s.name || a.DeletionTimestamp != nil {
-			return false, api.Errorf(api.InUse, "it is attached to node %s, or leaving", a.Spec.Node)
+			return false, api.Errorf(api.InUse, "the volume is attached to node %s, or is being detached", a.Spec.Node)
 		}
 		if msg = a.Status.Message; msg != "" {
 			msg = " (" + msg + ")"

@@ -46,7 +46,7 @@ var (
 	proseWord    = regexp.MustCompile(`[A-Za-z']+`)
 	proseOpening = regexp.MustCompile(`(?:^|[.!?:]\s+|\n\s*[-|]?\s*)(?:What|Who|Where|Whoever|Of)\s`)
 	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|(?:is|are|was|were) told of|made (?:equal|whole|true|alike)|on its way|on their way)\b`)
-	proseError   = regexp.MustCompile(`^(?:it|its|what|who|nobody|nothing)\b`)
+	proseError   = regexp.MustCompile(`^(?:it|its|what|who|whoever|nobody|nothing|somebody|they|that|those|there)\b`)
 	prosePronoun = map[string]bool{}
 )
 

@@ -85,7 +85,9 @@ func (a *Authority) Sign(key any, want x509.Certificate) ([]byte, error) {
 }
 
 // Signed reports whether this authority signed a certificate.
-func (a *Authority) Signed(cert *x509.Certificate) bool { return cert.CheckSignatureFrom(a.cert) == nil }
+func (a *Authority) Signed(cert *x509.Certificate) bool {
+	return cert.CheckSignatureFrom(a.cert) == nil
+}
 
 // template adds what all certificates have.
 func template(want x509.Certificate) *x509.Certificate {
@@ -109,4 +111,6 @@ func KeyPEM(key *ecdsa.PrivateKey) ([]byte, error) {
 }
 
 // CertPEM encodes a certificate.
-func CertPEM(der []byte) []byte { return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}) }
+func CertPEM(der []byte) []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+}

@@ -73,7 +73,7 @@ func (c *Client) get(ctx context.Context, what string, v url.Values) (*http.Resp
 	defer resp.Body.Close()
 	f := failure{}
 	if takeJSON(resp.Body, maxFacts, &f) != nil || f.Message == "" {
-		f.Message = fmt.Sprintf("it answered %d %s", resp.StatusCode, http.StatusText(resp.StatusCode))
+		f.Message = fmt.Sprintf("status %d %s", resp.StatusCode, http.StatusText(resp.StatusCode))
 	}
 	return nil, &Error{c.node, f.Kind[:min(len(f.Kind), maxID)], strings.ToValidUTF8(f.Message[:min(len(f.Message),
 		maxMessage)], "")}

@@ -45,7 +45,7 @@ const (
 )
 
 // ErrNoCertificate is returned while the node has no certificate.
-var ErrNoCertificate = errors.New("this node has no certificate yet: the controller issues it")
+var ErrNoCertificate = errors.New("the node has no certificate yet: the controller issues one")
 
 // OpenIdentity opens or makes the identity of a node in dir.
 func OpenIdentity(dir, node string) (*Identity, error) {
@@ -169,11 +169,11 @@ func (id *Identity) parse(b []byte) (*credentials, error) {
 	case c.leaf == nil || roots == 0:
 		return nil, errors.New("no certificate, or no authority")
 	case !id.key.PublicKey.Equal(c.leaf.PublicKey):
-		return nil, errors.New("it is for another key")
+		return nil, errors.New("the certificate is for another key")
 	}
 	node, err := nodeOf(c.leaf)
 	if err == nil && node != id.node {
-		err = fmt.Errorf("it is one of node %q", node)
+		err = fmt.Errorf("the certificate is one of node %q", node)
 	}
 	if err != nil {
 		return nil, err

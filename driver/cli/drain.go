@@ -81,7 +81,7 @@ func (a *app) nodeSet() *cobra.Command {
 		RunE: func(cmd *cobra.Command, left []string) error {
 			flags := cmd.Flags()
 			if !flags.Changed("zone") && !flags.Changed("tags") {
-				return api.Errorf(api.Invalid, "nothing to set: give --zone or --tags")
+				return api.Errorf(api.Invalid, "the command changes nothing: give --zone or --tags")
 			}
 			ctx, done := a.bounded(cmd)
 			defer done()

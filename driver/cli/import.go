@@ -366,7 +366,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 		return want, explain(ctx, c.Create(ctx, want))
 	}
 	if !isSame(&have, want) {
-		return nil, api.Errorf(api.Exists, "there is an image %q already, made of something else: choose another --name, or "+
+		return nil, api.Errorf(api.Exists, "image %q exists already, made from another source: choose another --name, or "+
 			"`drover image delete %s`", want.Name, want.Name)
 	}
 	return &have, nil

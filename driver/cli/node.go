@@ -169,7 +169,7 @@ func findDisk(ctx context.Context, c client.Client, node, which string) (disk, e
 	}
 	switch {
 	case len(found) == 0:
-		return disk{}, api.Errorf(api.NotFound, "there is no disk %q: `drover disk list` shows those there are", which)
+		return disk{}, api.Errorf(api.NotFound, "disk %q does not exist: `drover disk list` shows all", which)
 	case len(found) > 1:
 		return disk{}, usagef("several nodes have a disk %q: say which with --node, or give its UID", which)
 	}
@@ -290,7 +290,7 @@ func editNode(ctx context.Context, c client.Client, name string, change func(*ap
 		return err == nil, err
 	})
 	if apierrors.IsNotFound(err) {
-		return nil, api.Errorf(api.NotFound, "there is no node %q: `drover node list` shows those there are", name)
+		return nil, api.Errorf(api.NotFound, "node %q does not exist: `drover node list` shows all", name)
 	}
 	return n, explain(ctx, err)
 }

@@ -69,7 +69,7 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 		gone := api.Errorf(api.NotFound, "replica %q was deleted meanwhile", reps.Items[i].Name)
 		r, err := until(ctx, c, reps.Items[i].Name, gone, func(r *api.Replica) (bool, error) {
 			if r.Spec.Scrub != id {
-				return true, api.Errorf(api.Busy, "somebody else scrubs volume %q at the same time", name)
+				return true, api.Errorf(api.Busy, "volume %q is scrubbed by another command at the same time", name)
 			}
 			return r.Status.Scrubbed == id, nil
 		})

@@ -214,7 +214,7 @@ func (s *sender) compare(now said) error {
 	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
 		return fileError(s.body.Name(), err)
 	} else if n != now.Offset || sum.Sum32() != now.CRC32C {
-		return api.Errorf(api.Exists, "the node has %s of another file for this image: delete the image to begin anew",
+		return api.Errorf(api.Exists, "the node has %s of another file for this image: delete the image to begin again",
 			api.SizeText(now.Offset))
 	}
 	return nil

@@ -75,7 +75,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 			name = s.Name
 			if err != nil {
 				if apierrors.IsAlreadyExists(err) {
-					return api.Errorf(api.Exists, "there is a snapshot %q already: see `drover snapshot show %s`", name, name)
+					return api.Errorf(api.Exists, "snapshot %q exists already: see `drover snapshot show %s`", name, name)
 				}
 				return explain(ctx, err)
 			}
@@ -90,7 +90,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 				return s.Status.ReadyToUse, nil
 			})
 			if err != nil {
-				return late(err, "snapshot %q is not there yet%s", name, colon(why))
+				return late(err, "snapshot %q does not exist yet%s", name, colon(why))
 			}
 			return a.print(cmd.OutOrStdout(), s, func(w io.Writer) {
 				fmt.Fprintf(w, "snapshot %q of volume %q created, in %s\n", name, v.Name, seconds(time.Since(began)))
@@ -272,7 +272,7 @@ func (a *app) snapshotRevert() *cobra.Command {
 				is := v.Status.Reverted
 				switch {
 				case v.Spec.RevertTo == nil || v.Spec.RevertTo.ID != id:
-					return true, api.Errorf(api.Busy, "somebody else reverted the volume at the same time")
+					return true, api.Errorf(api.Busy, "volume %q was reverted by another command at the same time", v.Name)
 				case is == nil || is.ID != id || is.State == api.CloneInitiated:
 					return false, nil
 				case is.State == api.CloneFailed:
@@ -333,7 +333,7 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 			return "", 0, "", api.Errorf(api.NotFound, "snapshot %q is one of volume %q", ds.Snapshot, s.Spec.Volume)
 		}
 		if size = s.Status.RestoreSize; size == 0 {
-			return "", 0, "", api.Errorf(api.InUse, "snapshot %q is not there yet%s", ds.Snapshot, colon(s.Status.Error))
+			return "", 0, "", api.Errorf(api.InUse, "snapshot %q does not exist yet%s", ds.Snapshot, colon(s.Status.Error))
 		}
 	}
 	return ds.String(), size, v.Spec.BackingImage, nil
@@ -344,5 +344,5 @@ func leaves(v *api.Volume) error {
 	if v.DeletionTimestamp == nil {
 		return nil
 	}
-	return api.Errorf(api.InUse, "volume %q is deleted, and there for its snapshots alone, if at all", v.Name)
+	return api.Errorf(api.InUse, "volume %q is deleted; it is kept until its last snapshot is deleted", v.Name)
 }

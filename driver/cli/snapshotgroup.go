@@ -30,7 +30,7 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 	g.Spec.Labels = labels
 	if err := c.Create(ctx, g); err != nil {
 		if apierrors.IsAlreadyExists(err) {
-			return api.Errorf(api.Exists, "there is a group of snapshots %q already", name)
+			return api.Errorf(api.Exists, "snapshot group %q exists already: choose another name", name)
 		}
 		return explain(ctx, err)
 	}

@@ -51,7 +51,7 @@ func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatc
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
 	now, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		if v.Spec.Trim != id {
-			return true, api.Errorf(api.Busy, "somebody else trims volume %q at the same time", name)
+			return true, api.Errorf(api.Busy, "volume %q is trimmed by another command at the same time", name)
 		}
 		is := v.Status.Trimmed
 		return is != nil && is.ID == id && is.State != api.CloneInitiated, nil

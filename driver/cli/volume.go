@@ -67,7 +67,7 @@ func (a *app) volumeCreate() *cobra.Command {
 			}
 			if err := c.Create(ctx, &v); err != nil {
 				if apierrors.IsAlreadyExists(err) {
-					return api.Errorf(api.Exists, "there is a volume %q already: see `drover volume show %s`", v.Name, v.Name)
+					return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
 				}
 				return explain(ctx, err)
 			}
@@ -133,7 +133,7 @@ func begin(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, siz
 func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (int64, error) {
 	var virtual int64
 	if image != "" {
-		none := api.Errorf(api.NotFound, "there is no image %q: `drover image list` shows those there are", image)
+		none := api.Errorf(api.NotFound, "image %q does not exist: `drover image list` shows all", image)
 		_, err := until(ctx, c, image, none, func(i *api.BackingImage) (bool, error) {
 			if i.DeletionTimestamp != nil {
 				return true, api.Errorf(api.InUse, "image %q is being deleted: no volume can begin with it any more", image)

@@ -171,7 +171,7 @@ func explain(ctx context.Context, err error) error {
 	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
 		return api.Errorf(api.Invalid, "the API server refuses this: %s", causes(err))
 	case apierrors.IsConflict(err):
-		return api.Errorf(api.Busy, "somebody changed it at the same time: try again (%w)", err)
+		return api.Errorf(api.Busy, "the object was changed at the same time: try again (%w)", err)
 	case meta.IsNoMatchError(err):
 		return api.Errorf(api.Unavailable, "the API server does not know Drover's objects: is it the right one? (%w)", err)
 	}
@@ -201,7 +201,7 @@ func causes(err error) string {
 func get(ctx context.Context, c client.Client, noun, name string, obj client.Object) error {
 	err := c.Get(ctx, client.ObjectKey{Name: name}, obj)
 	if apierrors.IsNotFound(err) {
-		return api.Errorf(api.NotFound, "there is no %s %q: `drover %s list` shows those there are", noun, name, noun)
+		return api.Errorf(api.NotFound, "%s %q does not exist: `drover %s list` shows all", noun, name, noun)
 	}
 	return explain(ctx, err)
 }

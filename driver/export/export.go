@@ -36,7 +36,7 @@ func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) 
 // save writes the content of src into a temporary file and renames the file when complete.
 func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if _, err := os.Lstat(o.File); err == nil && !o.Force {
-		return api.Errorf(api.Exists, "%s is there already: choose another name, or --force", o.File)
+		return api.Errorf(api.Exists, "file %s exists already: choose another name, or --force", o.File)
 	}
 	part := o.File + ".part"
 	if err := os.Remove(part); err != nil && !errors.Is(err, os.ErrNotExist) {

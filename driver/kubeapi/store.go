@@ -98,7 +98,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 		return s, nil
 	case err = <-s.etcd.Err():
 	case <-s.etcd.Server.StopNotify():
-		err = errors.New("it stopped")
+		err = errors.New("etcd stopped")
 	case <-ctx.Done():
 		err = ctx.Err()
 	case <-time.After(time.Minute):

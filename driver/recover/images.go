@@ -132,7 +132,7 @@ func (i *image) object() (obj *api.BackingImage, note string, err error) {
 	if i.Object != nil {
 		rec, note = api.ImageRecord{}, ""
 		if err := json.Unmarshal(i.Object, &rec); err != nil {
-			return nil, "", api.Errorf(api.Corrupt, "its record: %w", err)
+			return nil, "", api.Errorf(api.Corrupt, "the image's record: %w", err)
 		}
 	}
 	known := api.RecoveredImage{UUID: api.UID(i.UID), Format: i.Format, VirtualSize: i.VirtualSize, Checksum: i.Checksum,

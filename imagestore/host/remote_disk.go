@@ -88,7 +88,7 @@ func (n *copyReconciler) locateDisk(ctx context.Context, uid api.UID) (node, add
 			return nodes.Items[i].Name, st.LayerAddress, nil
 		}
 	}
-	return "", "", api.Errorf(api.Unavailable, "disk %s is not there on any node", uid)
+	return "", "", api.Errorf(api.Unavailable, "disk %s is on no node", uid)
 }
 
 // remoteDisk is a disk of another node as the source of copies.

@@ -236,7 +236,7 @@ func (im *importRun) createLayer(size int64) (err error) {
 		return im.tooLarge(size)
 	}
 	if size <= 0 {
-		return api.Errorf(api.Invalid, "the disk in it has no bytes")
+		return api.Errorf(api.Invalid, "the disk in the image has no bytes")
 	}
 	im.virtual, im.size = size, size
 	if im.w != nil {
@@ -285,7 +285,7 @@ func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 	}
 	im.virtual = min(n, im.cut.Load())
 	if im.virtual == 0 {
-		return n, api.Errorf(api.Invalid, "the disk in it has no bytes")
+		return n, api.Errorf(api.Invalid, "the disk in the image has no bytes")
 	}
 	return n, im.w.Resize(im.virtual)
 }

@@ -100,7 +100,7 @@ func (r *imageReconciler) resolveSnapshot(ctx context.Context, img *api.BackingI
 		return nil, err
 	}
 	if len(v.Status.Members) == 0 {
-		return nil, api.Errorf(api.Unavailable, "volume %s, of which the image is to be made, is not there yet: it is %s", of,
+		return nil, api.Errorf(api.Unavailable, "volume %s, of which the image is to be made, is not ready yet: it is %s", of,
 			v.Status.State)
 	}
 	own := name == ""

@@ -129,7 +129,7 @@ func (c *Cluster) try(t *testing.T, args ...string) (string, error) {
 		out := string(b)
 		has := func(s string) bool { return strings.Contains(out, s) }
 		switch {
-		case err == nil || again && (makes && has("there is a ") && has(" already") || ends && has("there is no ")):
+		case err == nil || again && (makes && has(" exists already") || ends && has(" does not exist")):
 			return out, nil
 		case time.Since(began) > readyTime || t.Context().Err() != nil || !has("etcdserver") &&
 			!has("timed out waiting") && !has("too many requests") && (!has("the API server") || !has("does not answer")):

@@ -250,7 +250,7 @@ func (m *Machine) Pids(role string) (pids []int) {
 	return pids
 }
 
-var errNobody = errors.New("there is no process of")
+var errNobody = errors.New("no process has the roles")
 
 // Signal sends a signal to the machine's processes of the roles; without roles to all processes.
 func (m *Machine) Signal(s syscall.Signal, roles ...string) error {

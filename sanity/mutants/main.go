@@ -138,7 +138,7 @@ func (g *guard) test(ctx context.Context, dir string, limit time.Duration) (by, 
 	case strings.Contains(said, "[build failed]") || strings.Contains(said, "[setup failed]"):
 		return "", said, fmt.Errorf("the code without the guard does not compile: %s", said)
 	case strings.Contains(said, "no tests to run"):
-		return "", said, fmt.Errorf("there is no test %s in %s", g.run, g.pkg)
+		return "", said, fmt.Errorf("test %s does not exist in %s", g.run, g.pkg)
 	case err == nil:
 		return "", said, nil
 	case m != nil:

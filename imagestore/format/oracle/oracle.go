@@ -281,7 +281,7 @@ type bounded struct {
 func (b *bounded) ReadAt(p []byte, off int64) (int, error) {
 	end := off + int64(len(p))
 	if b.limit > 0 && end > b.limit {
-		return 0, errors.New("that has not come yet")
+		return 0, errors.New("these bytes have not come yet")
 	}
 	b.most = max(b.most, end)
 	return b.r.ReadAt(p, off)

@@ -168,17 +168,17 @@ func (up *Upload) takeTurn(ctx context.Context, p *request) error {
 		switch {
 		case up.ended:
 			up.mu.Unlock()
-			return api.Errorf(api.Busy, "this upload has ended")
+			return api.Errorf(api.Busy, "the upload has ended")
 		case up.size != 0 && up.size != p.size:
 			up.mu.Unlock()
-			return api.Errorf(api.Busy, "this upload is under way already, with another size")
+			return api.Errorf(api.Busy, "the upload is in progress already, with another size")
 		case p.from > up.off:
 			defer up.mu.Unlock()
 			return api.Errorf(api.Invalid, "%d bytes are here: continue with Content-Range: bytes %d-%d/%d", up.off, up.off,
 				p.size-1, p.size)
 		case old != nil && !p.explicit:
 			up.mu.Unlock()
-			return api.Errorf(api.Busy, "this upload is under way already")
+			return api.Errorf(api.Busy, "the upload is in progress already")
 		case old == nil && !p.explicit && up.off > 0:
 			defer up.mu.Unlock()
 			return api.Errorf(api.Busy, "%d bytes of this upload came before: continue it with Content-Range: bytes %d-%d/%d "+

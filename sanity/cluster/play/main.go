@@ -132,7 +132,7 @@ func do(ctx context.Context, c *cluster.Cluster, words []string) error {
 				return m, nil
 			}
 		}
-		return nil, fmt.Errorf("there is no machine %s", words[i])
+		return nil, fmt.Errorf("machine %s does not exist", words[i])
 	}
 	switch words[0] {
 	case "help":
@@ -143,7 +143,7 @@ func do(ctx context.Context, c *cluster.Cluster, words []string) error {
 		return nil
 	}
 	if !slices.Contains(commands, words[0]) {
-		return fmt.Errorf("there is no command %s (see help)", words[0])
+		return fmt.Errorf("command %s does not exist (see help)", words[0])
 	}
 	m, err := find(1)
 	if err != nil {
@@ -171,7 +171,7 @@ func do(ctx context.Context, c *cluster.Cluster, words []string) error {
 		return nil
 	case "immutable", "mutable":
 		if len(m.Disks) == 0 {
-			return errors.New("it has no disk")
+			return fmt.Errorf("machine %s has no disk", m.Name)
 		}
 		return m.Disks[0].Immutable(words[0] == "immutable")
 	}
