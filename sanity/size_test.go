@@ -28,7 +28,6 @@ var largerTypes = map[string]int{
 	"replicas.Data":          124,
 	"replicas/stack.Disk":    176,
 	"replicas/stack.Replica": 120,
-	"replicas/engine.Engine": 106,
 }
 
 func TestSizes(t *testing.T) {

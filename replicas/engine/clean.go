@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -20,37 +21,56 @@ const cleanRegion = int64(16) << 20
 // SetWhole says whether all replicas of the volume are members. While one is away, intents stay: they tell what it
 // lacks. It is said of an epoch: by now the engine may have dropped one.
 func (e *Engine) SetWhole(epoch int64, is bool) {
-	e.cfg.Loop.Post(func() { e.whole.Store(is && e.epoch == epoch) })
+	e.cfg.Loop.Post(func() { e.cleaner.whole.Store(is && e.epoch == epoch) })
 }
 
+// cleaner takes intents away that are not needed any more.
+type cleaner struct {
+	e       *Engine
+	whole   atomic.Bool     // all replicas of the volume are members
+	touched map[int64]int64 // region -> generation of its last write, since it was last clean. Loop thread
+	ended   chan struct{}   // closed when the goroutine has ended; nil: there is none. Set before the engine serves, or on the loop
+}
+
+// start starts the goroutine, which ends with the engine.
+func (c *cleaner) start() {
+	c.ended = make(chan struct{})
+	go c.run()
+}
+
+// notes reports whether the members note intents. Loop thread.
+func (c *cleaner) notes() bool { return c.ended != nil }
+
 // touch notes a write. Loop thread.
-func (e *Engine) touch(off, n, gen int64) {
+func (c *cleaner) touch(off, n, gen int64) {
 	for g := off / cleanRegion; g <= (off+n-1)/cleanRegion; g++ {
-		e.touched[g] = max(e.touched[g], gen) // one that had to wait may come after a younger one
+		c.touched[g] = max(c.touched[g], gen) // one that had to wait may come after a younger one
 	}
 }
 
-func (e *Engine) clean() {
-	defer close(e.cleaner)
+func (c *cleaner) run() {
+	e := c.e
+	defer close(c.ended)
 	tick := time.NewTicker(cleanEvery)
 	defer tick.Stop()
 	for {
 		select {
 		case <-tick.C:
-			e.makeAlike(e.ctx)
-			e.cleanOnce(e.ctx)
-		case <-e.alike:
-			e.makeAlike(e.ctx)
+			e.unequal.resync(e.ctx)
+			c.once(e.ctx)
+		case <-e.unequal.wake:
+			e.unequal.resync(e.ctx)
 		case <-e.ctx.Done():
 			return
 		}
 	}
 }
 
-// cleanOnce takes the intents of regions away that were not written to since the last time. What fails is tried again
+// once takes the intents of regions away that were not written to since the last time. What fails is tried again
 // the next time: an intent that stays costs a comparison.
-func (e *Engine) cleanOnce(ctx context.Context) {
-	if !e.whole.Load() {
+func (c *cleaner) once(ctx context.Context) {
+	e := c.e
+	if !c.whole.Load() {
 		return
 	}
 	var members set
@@ -58,11 +78,11 @@ func (e *Engine) cleanOnce(ctx context.Context) {
 	settled := make(chan struct{})
 	some := false
 	if e.on(ctx, func() {
-		if some = len(e.touched) > 0 && e.steady(); !some {
+		if some = len(c.touched) > 0 && e.steady(); !some {
 			return
 		}
 		members, epoch = e.members, e.epoch
-		gen = e.settledGen(func() { close(settled) })
+		gen = e.gens.after(func() { close(settled) })
 	}) != nil || !some {
 		return
 	}
@@ -85,13 +105,13 @@ func (e *Engine) cleanOnce(ctx context.Context) {
 	}
 	var regions []int64
 	if e.on(ctx, func() {
-		if !e.steady() || e.members != members || e.epoch != epoch || !e.whole.Load() {
+		if !e.steady() || e.members != members || e.epoch != epoch || !c.whole.Load() {
 			return
 		}
-		for g, last := range e.touched {
+		for g, last := range c.touched {
 			if last < gen {
 				regions = append(regions, g)
-				delete(e.touched, g)
+				delete(c.touched, g)
 			}
 		}
 	}) != nil || len(regions) == 0 {
@@ -104,7 +124,7 @@ func (e *Engine) cleanOnce(ctx context.Context) {
 
 // steady reports whether every member has everything. Loop thread.
 func (e *Engine) steady() bool {
-	return e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping && !e.spoiled && len(e.spoilt) == 0 &&
+	return e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping && e.unequal.none() &&
 		e.fenced == nil
 }
 
@@ -122,15 +142,16 @@ func (e *Engine) mirrorsOf(ctx context.Context, who set) (all []Mirror) {
 // closeTime bounds what is done for the next attach when a volume is detached.
 const closeTime = 10 * time.Second
 
-// lastClean takes all intents away when everything is flushed and nothing more will come.
-func (e *Engine) lastClean() {
+// last takes all intents away when everything is flushed and nothing more will come.
+func (c *cleaner) last() {
+	e := c.e
 	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
 	defer cancel()
 	var members set
 	var epoch, size int64
 	ok := false
 	if e.on(ctx, func() {
-		ok = e.steady() && e.whole.Load()
+		ok = e.steady() && c.whole.Load()
 		members, epoch, size = e.members, e.epoch, e.size
 	}) != nil || !ok {
 		return

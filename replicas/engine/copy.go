@@ -119,7 +119,7 @@ func (c *copier) turn(ctx context.Context, p span, buf *[]byte) error {
 }
 
 func (c *copier) guest(ctx context.Context) (is bool, err error) {
-	err = c.e.on(ctx, func() { is = c.e.inflight > c.e.locks })
+	err = c.e.on(ctx, func() { is = c.e.inflight > c.e.ranges.locks })
 	return is, err
 }
 

@@ -5,11 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"syscall"
 	"time"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -190,14 +188,14 @@ func (e *Engine) Settled(ctx context.Context) error {
 	settled, alone := make(chan struct{}), false
 	if err := e.on(ctx, func() {
 		if alone = single(e); !alone {
-			e.settledGen(func() { close(settled) })
+			e.gens.after(func() { close(settled) })
 		}
 	}); err != nil || alone {
 		return err
 	}
 	for {
 		full := false
-		if err := e.on(ctx, func() { full = len(e.held) > 0 }); err != nil {
+		if err := e.on(ctx, func() { full = len(e.room.held) > 0 }); err != nil {
 			return underWay(ctx, err)
 		}
 		select {
@@ -231,8 +229,8 @@ func (c *Cut) Hold(ctx context.Context) error {
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 			return
 		}
-		e.holding = true
-		e.settledGen(func() { close(settled) })
+		e.gate.closed = true
+		e.gens.after(func() { close(settled) })
 	}); err != nil || refused != nil {
 		return errors.Join(err, refused)
 	}
@@ -241,7 +239,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 		var full, steady bool
 		var now set
 		if err := e.on(ctx, func() {
-			full = len(e.held) > 0
+			full = len(e.room.held) > 0
 			steady = e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
 			now = e.members
 			refused = e.fenced
@@ -431,8 +429,7 @@ func (c *Cut) LetGo() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
 		if !c.out {
-			e.holding = false
-			e.unpark(nil)
+			e.gate.open(nil)
 		}
 	})
 }
@@ -445,38 +442,9 @@ func (c *Cut) Release() {
 			return
 		}
 		c.out = true
-		e.cutting, e.holding = false, false
-		e.unpark(nil)
+		e.cutting = false
+		e.gate.open(nil)
 	})
-}
-
-// unpark starts the writes that were held back, or fails them. Loop thread.
-func (e *Engine) unpark(why error) {
-	list := e.parked
-	e.parked = nil
-	for _, r := range list {
-		if why != nil {
-			r.Err = why
-			r.Done(r)
-			continue
-		}
-		e.Submit(r)
-	}
-}
-
-// park keeps a write back until the cut under way is over, and reports whether it did.
-func (e *Engine) park(r *block.Request) bool {
-	if !e.holding || r.Op == block.OpRead || r.Op == block.OpFlush {
-		return false
-	}
-	e.parked = append(e.parked, r)
-	return true
-}
-
-// failParked ends what is held back: the engine ends.
-func (e *Engine) failParked() {
-	e.holding = false
-	e.unpark(syscall.EIO)
 }
 
 // Cut takes a snapshot of all members. A single member cuts beside its writes: no other has to hold the same.

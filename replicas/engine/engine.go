@@ -102,28 +102,24 @@ type Engine struct {
 	missed  []string // names of the members that this engine began without
 	gone    set      // members that the engine has closed already
 	spare   set      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
-	whole   atomic.Bool
-	alike   chan struct{} // the members are to be made equal where writes failed
-	cleaner chan struct{} // closed when the goroutine that cleans intents has ended; nil: there is none
+	cleaner cleaner
+	unequal unequal
 
 	// Loop thread only from here on.
-	size     int64
-	epoch    int64
-	members  set  // of the epoch
-	suspect  set  // members that failed and are being dropped: no I/O for them
-	weak     set  // those of them that have not adopted the epoch
-	doubted  bool // a member says that another engine has the volume: reads wait until the API has been asked
-	lost     set  // the last one that served, if its session is gone: everything waits for it, or for another one
-	absent   set  // suspects that Open did not reach, and that nobody resynced: the engine drops and never revives them
-	joiners  set  // replicas that get all writes and are no members yet
-	joining  set  // the one of them that is being made a member: nothing is acknowledged without it
-	joins    map[int]*join
-	wishes   []*join // that wait for their swap
-	dropping bool
-	vouched  bool // a member has answered since the drop under way began
-	// A flush failed, or so many writes that they are not counted: until the next attach members may differ.
-	spoiled   bool
-	spoilt    map[int64]bool // pieces in which a write failed: members may differ there until they are made equal
+	size      int64
+	epoch     int64
+	members   set  // of the epoch
+	suspect   set  // members that failed and are being dropped: no I/O for them
+	weak      set  // those of them that have not adopted the epoch
+	doubted   bool // a member says that another engine has the volume: reads wait until the API has been asked
+	lost      set  // the last one that served, if its session is gone: everything waits for it, or for another one
+	absent    set  // suspects that Open did not reach, and that nobody resynced: the engine drops and never revives them
+	joiners   set  // replicas that get all writes and are no members yet
+	joining   set  // the one of them that is being made a member: nothing is acknowledged without it
+	joins     map[int]*join
+	wishes    []*join // that wait for their swap
+	dropping  bool
+	vouched   bool // a member has answered since the drop under way began
 	fenced    error
 	hurry     bool
 	bare      time.Time // since when all replicas are gone and something waits for one; zero: not
@@ -132,24 +128,17 @@ type Engine struct {
 	closing   bool
 	drained   chan struct{} // closed when the last operation is done, set by Close
 
-	free     *op  // operations not in use
-	inflight int  // operations in use
-	busy     list // writes, zeros, discards and flushes that hold their range, in the order of admission
-	queue    list // those that wait for a range
-	locks    int  // those of them that only keep the guest from a range
-	slow     int  // operations in busy and queue that no overlapping write may pass
-	held     []*op
-	retrying int // formerly held operations that are being tried
-	full     bool
+	free     *op // operations not in use
+	inflight int // operations in use
+	ranges   ranges
+	room     roomQueue
 	reads    [MaxMembers]int // in flight, by member
 	hurt     set             // members that could not read something, since it is damaged on their disks
-	stalled  []*op           // reads that nobody can answer
+	stalled  stalledReads
 	fetches  fetches
-	gens     []generation
-	cutting  bool             // a cut is under way: nobody else begins one, and nobody joins
-	holding  bool             // writes are held back for it
-	parked   []*block.Request // those
-	touched  map[int64]int64  // region -> generation of its last write, since it was last clean
+	gens     generations
+	cutting  bool // a cut is under way: nobody else begins one, and nobody joins
+	gate     cutGate
 	pool     *Pool
 }
 
@@ -197,11 +186,12 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
 		members: set(1)<<n - 1, dropped: why, suspect: absent, absent: absent,
-		joins: map[int]*join{}, gens: []generation{{}},
-		touched: map[int64]int64{}, spoilt: map[int64]bool{}, alike: make(chan struct{}, 1),
+		joins: map[int]*join{}, gens: generations{{}},
 	}
+	e.ranges.e, e.room.e, e.gate.e, e.stalled.e, e.fetches.e = e, e, e, e, e
+	e.cleaner.e, e.cleaner.touched = e, map[int64]int64{}
+	e.unequal = unequal{e: e, wake: make(chan struct{}, 1), pieces: map[int64]bool{}}
 	e.ctx, e.cancel = context.WithCancel(context.Background())
-	e.fetches.e = e
 	if e.pool = cfg.Pool; e.pool == nil {
 		var err error
 		if e.pool, err = NewPool(); err != nil {
@@ -215,7 +205,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		o.next, e.free = e.free, o
 	}
-	if err := e.mirrors(ctx); err != nil {
+	if err := (&opening{e: e}).mirrors(ctx); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
 			e.pool.Close()
@@ -237,8 +227,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	if n > 1 || cfg.Track {
-		e.cleaner = make(chan struct{})
-		go e.clean()
+		e.cleaner.start()
 	}
 	return e, nil
 }
@@ -259,7 +248,7 @@ func (e *Engine) Submit(r *block.Request) {
 		r.Done(r)
 		return
 	}
-	if e.park(r) {
+	if e.gate.park(r) {
 		return
 	}
 	o := e.take(r)
@@ -273,14 +262,14 @@ func (e *Engine) Submit(r *block.Request) {
 		o.begin()
 	case block.OpFlush:
 		o.lo, o.hi = 0, 0
-		e.busy.push(o)
+		e.ranges.busy.push(o)
 		o.send(block.OpFlush, nil, 0, 0, false)
 	case block.OpWrite:
 		o.slow = !o.aligned()
-		e.admit(o)
+		e.ranges.admit(o)
 	default:
 		o.slow = true
-		e.admit(o)
+		e.ranges.admit(o)
 	}
 }
 
@@ -302,56 +291,6 @@ func (e *Engine) refuse(r *block.Request) error {
 	return nil
 }
 
-// admit starts an operation that changes a range, or lets it wait for those that it must not pass.
-func (e *Engine) admit(o *op) {
-	if o.slow {
-		e.slow++
-	}
-	if e.conflicts(o, nil) {
-		e.queue.push(o)
-		return
-	}
-	e.busy.push(o)
-	o.begin()
-}
-
-// conflicts reports whether o must wait for an operation in busy, or for one in queue that came before upTo.
-func (e *Engine) conflicts(o *op, upTo *op) bool {
-	if e.slow == 0 && len(e.cfg.Members) == 1 {
-		return false // whole blocks, one member: the order of overlapping writes is the guest's own affair
-	}
-	for b := e.busy.head; b != nil; b = b.next {
-		if e.clash(o, b) {
-			return true
-		}
-	}
-	for b := e.queue.head; b != nil && b != upTo; b = b.next {
-		if e.clash(o, b) {
-			return true
-		}
-	}
-	return false
-}
-
-func (e *Engine) clash(a, b *op) bool {
-	return a != b && a.lo < b.hi && b.lo < a.hi && (a.slow || b.slow || len(e.cfg.Members) > 1)
-}
-
-// requeue starts what no longer has to wait, in order.
-func (e *Engine) requeue() {
-	for o := e.queue.head; o != nil; {
-		next := o.next
-		if !e.conflicts(o, o) {
-			e.queue.remove(o)
-			e.busy.push(o)
-			o.begin()
-			// begin may have finished it and others at once and so changed the queue: look again from the start.
-			next = e.queue.head
-		}
-		o = next
-	}
-}
-
 // finish ends an operation: the guest hears about it.
 func (e *Engine) finish(o *op, err error) {
 	r := o.parent
@@ -363,21 +302,16 @@ func (e *Engine) finish(o *op, err error) {
 	if o.lock == nil {
 		e.stats.count(r, int64(time.Since(e.base))-o.start)
 	} else {
-		e.locks--
+		e.ranges.locks--
 	}
 	locked := !o.isRead()
 	if err != nil && locked && o.lock == nil {
-		e.spoil(o)
+		e.unequal.note(o)
 	}
 	if locked {
-		e.busy.remove(o)
-		if o.slow {
-			e.slow--
-		}
+		e.ranges.leave(o)
 	}
-	if o.again {
-		e.retrying--
-	}
+	e.room.tried(o)
 	if o.bounce != nil {
 		o.giveBounce()
 	}
@@ -388,10 +322,10 @@ func (e *Engine) finish(o *op, err error) {
 	e.give(o)
 	r.Done(r)
 	if locked {
-		if e.queue.head != nil {
-			e.requeue()
+		if e.ranges.queue.head != nil {
+			e.ranges.requeue()
 		}
-		e.space()
+		e.room.report()
 	}
 	if e.inflight == 0 && e.drained != nil {
 		close(e.drained)
@@ -455,7 +389,7 @@ func (e *Engine) names(s set) []string {
 
 // Full reports whether writes wait for room.
 func (e *Engine) Full(ctx context.Context) (full bool, err error) {
-	err = e.on(ctx, func() { full = e.full })
+	err = e.on(ctx, func() { full = e.room.full })
 	return full, err
 }
 
@@ -479,9 +413,9 @@ func (e *Engine) Close() error {
 	}
 	<-done
 	e.drops.Wait()
-	if e.cleaner != nil {
-		<-e.cleaner
-		e.lastClean()
+	if e.cleaner.ended != nil {
+		<-e.cleaner.ended
+		e.cleaner.last()
 	}
 	var gone set
 	var list []Named
@@ -504,20 +438,20 @@ func (e *Engine) Close() error {
 
 // failWaiting ends every operation that waits for something else than a member's answer.
 func (e *Engine) failWaiting() {
-	e.failParked()
-	held := e.held
-	e.held = nil
+	e.gate.open(syscall.EIO)
+	held := e.room.held
+	e.room.held = nil
 	for _, o := range held {
 		e.finish(o, syscall.ENOSPC)
 	}
-	for _, o := range e.waiting() {
+	for _, o := range e.ranges.waiting() {
 		if o.waiting { // not ended by the one before it
 			e.finish(o, syscall.EIO)
 		}
 	}
-	e.endStalled()
+	e.stalled.end()
 	e.fetches.end()
-	e.requeue() // begin ends them
+	e.ranges.requeue() // begin ends them
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {
 			if o.e == e {

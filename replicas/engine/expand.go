@@ -77,12 +77,12 @@ func (e *Engine) without(ctx context.Context, m Member, why error) (is bool) {
 
 // lengthen makes a replica that is to join as long as the volume is. It may be longer, by an expansion that others did
 // not follow: nobody sees more of it than the volume has.
-func (e *Engine) lengthen(ctx context.Context, m Member) error {
-	size, err := e.length(ctx)
+func (r *joinRun) lengthen(ctx context.Context) error {
+	size, err := r.e.length(ctx)
 	if err != nil {
 		return err
 	}
-	if err := m.Expand(ctx, size); !api.Is(err, api.OutOfRange) {
+	if err := r.dst.Expand(ctx, size); !api.Is(err, api.OutOfRange) {
 		return err
 	}
 	return nil

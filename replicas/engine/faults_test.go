@@ -514,7 +514,7 @@ func (w *faulty) play() {
 		w.e.Retry()
 		w.l.do(func() {
 			w.answers(40)
-			left = w.e.inflight + len(w.e.stalled)
+			left = w.e.inflight + len(w.e.stalled.list)
 			if w.e.dropping || w.e.suspect != 0 {
 				left++
 			}

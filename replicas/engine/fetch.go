@@ -75,26 +75,19 @@ func (a *fetches) add(o *op) {
 	if o.bounce != nil {
 		o.giveBounce() // other operations need the buffer
 	}
-	if o.again {
-		o.again = false
-		e.retrying--
-	}
-	o.probe = false
+	e.room.tried(o)
 	e.inflight--
-	e.ended(o.gen)
+	e.gens.end(o.gen)
 	a.list = append(a.list, o)
 	a.arm()
 	if o.isRead() {
 		return
 	}
-	e.busy.remove(o)
-	if o.slow {
-		e.slow--
+	e.ranges.leave(o)
+	if e.ranges.queue.head != nil {
+		e.ranges.requeue()
 	}
-	if e.queue.head != nil {
-		e.requeue()
-	}
-	e.space()
+	e.room.report()
 }
 
 // reported asks a member again that reported a fetch.
@@ -125,7 +118,7 @@ func (a *fetches) askAgain(which func(o *op) bool) {
 	list := a.list
 	a.list = nil
 	for _, o := range list {
-		held := a.e.holding && !o.isRead()
+		held := a.e.gate.closed && !o.isRead()
 		if held {
 			o.due = max(o.due, time.Since(a.e.base)+fetchFirst)
 		}
@@ -137,7 +130,7 @@ func (a *fetches) askAgain(which func(o *op) bool) {
 		switch {
 		case !o.isRead():
 			o.stage = stageHead // another write may have changed the block
-			a.e.admit(o)
+			a.e.ranges.admit(o)
 		case o.aligned():
 			o.read(o.parent.Buf, o.parent.Off)
 		default:
@@ -171,9 +164,9 @@ func (a *fetches) end() {
 	for _, o := range list {
 		o.enter()
 		if !o.isRead() {
-			a.e.busy.push(o)
+			a.e.ranges.busy.push(o)
 			if o.slow {
-				a.e.slow++
+				a.e.ranges.slow++
 			}
 		}
 	}
@@ -186,9 +179,7 @@ func (a *fetches) end() {
 func (o *op) enter() {
 	e := o.e
 	e.inflight++
-	g := &e.gens[len(e.gens)-1]
-	o.gen = g.gen
-	g.n++
+	o.gen = e.gens.begin()
 }
 
 // untilFetched repeats a read outside of the loop's thread until a member has fetched its blocks, no longer than most;

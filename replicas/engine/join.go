@@ -50,23 +50,22 @@ type JoinOptions struct {
 	Turn func(ctx context.Context) (release func(), err error)
 }
 
-// turns has a Join wait for its turn once.
-type turns struct {
-	o       *JoinOptions
-	release func()
+// joinRun is one call of Join, and its goroutine's.
+type joinRun struct {
+	e       *Engine
+	n       Named
+	dst     Mirror
+	o       JoinOptions
+	release func()  // ends the turn; nil: there was none yet
+	at      layered // how far the snapshots are
 }
 
-func (t *turns) wait(ctx context.Context) (err error) {
-	if t.release == nil && t.o.Turn != nil {
-		t.release, err = t.o.Turn(ctx)
+// turn waits for the turn of a comparison as a whole, once.
+func (r *joinRun) turn(ctx context.Context) (err error) {
+	if r.release == nil && r.o.Turn != nil {
+		r.release, err = r.o.Turn(ctx)
 	}
 	return err
-}
-
-func (t *turns) end() {
-	if t.release != nil {
-		t.release()
-	}
 }
 
 // join is a replica on its way to be a member.
@@ -75,44 +74,6 @@ type join struct {
 	failed chan struct{} // closed when it is one no more
 	err    error         // why
 	done   chan struct{} // closed when it is a member
-}
-
-// generation counts the operations that began between two changes of who gets writes.
-type generation struct {
-	gen  int64
-	n    int
-	then []func() // once all operations of this and older generations are done
-}
-
-// ended takes an operation out of its generation.
-func (e *Engine) ended(gen int64) {
-	for i := range e.gens {
-		if e.gens[i].gen == gen {
-			e.gens[i].n--
-			break
-		}
-	}
-	e.oldest()
-}
-
-func (e *Engine) oldest() {
-	for e.gens[0].n == 0 && len(e.gens) > 1 {
-		then := e.gens[0].then
-		e.gens = e.gens[1:]
-		for _, fn := range then {
-			fn()
-		}
-	}
-}
-
-// settledGen begins a new generation, and calls fn once the operations of all former ones are done. Loop thread.
-func (e *Engine) settledGen(fn func()) int64 {
-	last := &e.gens[len(e.gens)-1]
-	last.then = append(last.then, fn)
-	gen := last.gen + 1
-	e.gens = append(e.gens, generation{gen: gen})
-	e.oldest()
-	return gen
 }
 
 // Join makes a replica a member: it gets all writes from now on, what it lacks is copied to it, and then it is
@@ -127,43 +88,26 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	if !ok || e.cfg.Add == nil {
 		return p, api.Errorf(api.Unsupported, "replica %s cannot join", n.Name)
 	}
-	if err := e.NoteIntents(ctx); err != nil {
-		return p, err
+	r := &joinRun{e: e, n: n, dst: dst, o: o}
+	defer func() {
+		if r.release != nil {
+			r.release()
+		}
+	}()
+	if err := r.prepare(ctx); err != nil {
+		return r.at.p, err
 	}
-	epoch, names, err := e.Epoch(ctx)
-	if err != nil {
-		return p, err
-	}
-	// It refuses late writes of former engines from now on.
-	if err := dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
-		return p, err
-	}
-	if err := e.lengthen(ctx, dst); err != nil {
-		return p, err
-	}
-	if err := dst.Track(ctx, true); err != nil {
-		return p, err
-	}
-	t := &turns{o: &o}
-	defer t.end()
-	at, err := e.bringLayers(ctx, dst, o, t)
-	if err != nil {
-		return at.p, fmt.Errorf("replica %s cannot be made equal to the others: %w", n.Name, err)
-	}
-	if err := e.lengthen(ctx, dst); err != nil { // the volume may have grown meanwhile
-		return p, err
-	}
-	j, src, err := e.enlist(ctx, n)
+	j, src, err := r.enlist(ctx)
 	if err != nil {
 		return p, err
 	}
 	defer func() {
 		if err != nil {
-			e.expel(j, err)
+			r.expel(j, err)
 		}
 	}()
-	// Or since: from now on Expand knows of it, and may have made it longer already.
-	if err := e.lengthen(ctx, dst); err != nil {
+	// Again: from now on Expand knows of the replica, and may have made it longer already.
+	if err := r.lengthen(ctx); err != nil {
 		return p, err
 	}
 	if err := sameSnapshots(ctx, src, dst); err != nil {
@@ -178,7 +122,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		case <-work.Done():
 		}
 	}()
-	if p, err = e.catchUp(work, j, src, dst, o, at, t); err == nil {
+	if p, err = r.catchUp(work, j, src); err == nil {
 		err = do(work, e.cfg.Loop, dst, &block.Request{Op: block.OpFlush})
 	}
 	if err != nil {
@@ -205,6 +149,32 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	}
 }
 
+// prepare makes the replica adopt the present epoch, and gives it the size and the snapshots of the members.
+func (r *joinRun) prepare(ctx context.Context) error {
+	e := r.e
+	if err := e.NoteIntents(ctx); err != nil {
+		return err
+	}
+	epoch, names, err := e.Epoch(ctx)
+	if err != nil {
+		return err
+	}
+	// From now on the replica refuses late writes of former engines.
+	if err := r.dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
+		return err
+	}
+	if err := r.lengthen(ctx); err != nil {
+		return err
+	}
+	if err := r.dst.Track(ctx, true); err != nil {
+		return err
+	}
+	if err := r.bringLayers(ctx); err != nil {
+		return fmt.Errorf("replica %s cannot be made equal to the others: %w", r.n.Name, err)
+	}
+	return r.lengthen(ctx) // the volume may have grown meanwhile
+}
+
 func errJoin(name string, j *join, err error) error {
 	select {
 	case <-j.failed:
@@ -220,7 +190,8 @@ func (e *Engine) length(ctx context.Context) (size int64, err error) {
 }
 
 // enlist has a replica get all writes that begin from now on, and waits for those that began before.
-func (e *Engine) enlist(ctx context.Context, n Named) (*join, Mirror, error) {
+func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
+	e, n := r.e, r.n
 	j := &join{failed: make(chan struct{}), done: make(chan struct{})}
 	settled := make(chan struct{})
 	var src Mirror
@@ -265,7 +236,7 @@ func (e *Engine) enlist(ctx context.Context, n Named) (*join, Mirror, error) {
 		e.joiners |= bit(j.m)
 		e.joins[j.m] = j
 		e.fetches.follow(n.Member)
-		e.settledGen(func() { close(settled) })
+		e.gens.after(func() { close(settled) })
 	})
 	if err == nil {
 		err = refused
@@ -278,7 +249,7 @@ func (e *Engine) enlist(ctx context.Context, n Named) (*join, Mirror, error) {
 		return j, src, nil
 	case <-ctx.Done():
 		err := api.Errorf(api.Unavailable, "writes wait: %w", ctx.Err())
-		e.expel(j, err)
+		r.expel(j, err)
 		return nil, nil, err
 	}
 }
@@ -294,13 +265,14 @@ func (e *Engine) isIn(name string) bool {
 
 // expel takes a replica out again that did not become a member, and waits until it has nothing of the engine's any
 // more.
-func (e *Engine) expel(j *join, why error) {
+func (r *joinRun) expel(j *join, why error) {
+	e := r.e
 	idle := make(chan struct{})
 	if !e.cfg.Loop.Post(func() {
 		if e.joins[j.m] == j { // else its place may be another one's by now
 			e.unjoin(bit(j.m), why)
 		}
-		e.settledGen(func() { close(idle) })
+		e.gens.after(func() { close(idle) })
 	}) {
 		return
 	}
@@ -333,7 +305,7 @@ func (e *Engine) unjoin(who set, why error) {
 // retire has the place of a replica that is none any more taken by others, once all operations are done that may have
 // asked it. Loop thread.
 func (e *Engine) retire(m int) {
-	e.settledGen(func() { e.spare |= bit(m) })
+	e.gens.after(func() { e.spare |= bit(m) })
 }
 
 // nextJoin starts the swap that makes a replica a member.
@@ -403,30 +375,29 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 	}
 	e.nextDrop()
 	e.settleWaiting()
-	e.alikeSoon()
+	e.unequal.soon()
 }
 
-// catchUp copies to dst what it lacks.
-func (e *Engine) catchUp(ctx context.Context, j *join, src, dst Mirror, o JoinOptions, at layered, t *turns) (
-	p Progress, err error) {
-	regions, region, full, err := e.lacking(ctx, src, dst, at)
+// catchUp copies to the replica what it lacks.
+func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress, err error) {
+	regions, region, full, err := r.lacking(ctx, src)
 	if err == nil {
-		err = inherit(ctx, src, dst)
+		err = inherit(ctx, src, r.dst)
 	}
 	if err != nil {
-		return at.p, err
+		return r.at.p, err
 	}
-	size, err := e.length(ctx)
+	size, err := r.e.length(ctx)
 	if err != nil {
-		return at.p, err
+		return r.at.p, err
 	}
-	p = at.p
+	p = r.at.p
 	if p.Full = p.Full || full; full {
-		if err := t.wait(ctx); err != nil {
+		if err := r.turn(ctx); err != nil {
 			return p, err
 		}
 	}
-	c := copier{e: e, to: []Mirror{dst}, join: j, o: o, p: p}
+	c := copier{e: r.e, to: []Mirror{r.dst}, join: j, o: r.o, p: p}
 	c.bare.Store(p.Full)
 	return c.regions(ctx, regions, region, size)
 }
@@ -445,34 +416,6 @@ func union(a, b []int64) []int64 {
 	all := append(slices.Clone(a), b...)
 	slices.Sort(all)
 	return slices.Compact(all)
-}
-
-// equalise makes the members equal before the guest is served: the first is the winner, since each has all that was
-// acknowledged, and what was not may be there or not, but on all of them. For a piece that is damaged there another one
-// is.
-func (e *Engine) equalise(ctx context.Context, all []Mirror) error {
-	var regions []int64
-	var region int64
-	for _, m := range all {
-		t, err := m.Intents(ctx)
-		if err != nil {
-			return err
-		}
-		if region != 0 && t.Region != region {
-			return api.Errorf(api.Corrupt, "members note intents in regions of %d and %d bytes", region, t.Region)
-		}
-		region, regions = t.Region, union(regions, t.Regions)
-	}
-	c := copier{e: e, equal: all}
-	if _, err := c.regions(ctx, regions, region, e.cfg.Size); err != nil {
-		return fmt.Errorf("members are made equal: %w", err)
-	}
-	for _, m := range all {
-		if err := do(ctx, e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
-			return fmt.Errorf("members are made equal: %w", err)
-		}
-	}
-	return nil
 }
 
 // lock keeps the guest from writing to a range until release.
@@ -494,8 +437,8 @@ func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err er
 		o = e.take(r)
 		o.slow = true
 		o.lock = func() { ended = true; got <- nil }
-		e.locks++
-		e.admit(o)
+		e.ranges.locks++
+		e.ranges.admit(o)
 	}) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}

@@ -23,69 +23,75 @@ type layered struct {
 	p   Progress // so far
 }
 
-// bringLayers gives dst the snapshots that the members have.
-func (e *Engine) bringLayers(ctx context.Context, dst Mirror, o JoinOptions, t *turns) (at layered, err error) {
-	to, ok := dst.(Cutter)
+// bringLayers gives the replica the snapshots that the members have.
+func (r *joinRun) bringLayers(ctx context.Context) error {
+	to, ok := r.dst.(Cutter)
 	if !ok {
-		return at, nil
+		return nil
 	}
 	for {
-		src, cutting, err := e.source(ctx)
+		src, cutting, err := r.e.source(ctx)
 		if err != nil {
-			return at, err
+			return err
 		}
 		if cutting {
 			if err := pause(ctx, 50*time.Millisecond); err != nil {
-				return at, err
+				return err
 			}
 			continue
 		}
 		missing, err := snapshotsLike(ctx, src, to)
 		if err != nil || len(missing) == 0 {
-			return at, err
-		}
-		size, err := e.length(ctx)
-		if err != nil {
-			return at, err
-		}
-		var same []stack.Snapshot // to be cut off together: nothing was written between them
-		seal := func() error {
-			if len(same) == 0 {
-				return nil
-			}
-			same[0].Layer = string(api.NewUID())
-			err := to.Seal(ctx, same...)
-			same = nil
 			return err
 		}
-		for _, s := range missing {
-			regions, region, full, err := e.towards(ctx, src, to, at.top, s.UID)
-			if err != nil {
-				return at, err
-			}
-			if at.p.Full = at.p.Full || full; full {
-				if err := t.wait(ctx); err != nil {
-					return at, err
-				}
-			}
-			if len(regions) > 0 || at.top == "" {
-				if err := seal(); err != nil {
-					return at, err
-				}
-				c := copier{e: e, to: []Mirror{dst}, snap: s.UID, polite: true, o: o, p: at.p}
-				c.bare.Store(full)
-				at.p, err = c.regions(ctx, regions, region, size)
-				if err != nil {
-					return at, err
-				}
-			}
-			same = append(same, s)
-			at.top = s.UID
-		}
-		if err := seal(); err != nil {
-			return at, err
+		if err := r.bringSnapshots(ctx, src, to, missing); err != nil {
+			return err
 		}
 	}
+}
+
+// bringSnapshots makes the replica's head hold what each of some snapshots holds, in turn, and cuts the head off.
+func (r *joinRun) bringSnapshots(ctx context.Context, src, to Cutter, missing []stack.Snapshot) error {
+	at := &r.at
+	size, err := r.e.length(ctx)
+	if err != nil {
+		return err
+	}
+	var same []stack.Snapshot // to be cut off together: nothing was written between them
+	seal := func() error {
+		if len(same) == 0 {
+			return nil
+		}
+		same[0].Layer = string(api.NewUID())
+		err := to.Seal(ctx, same...)
+		same = nil
+		return err
+	}
+	for _, s := range missing {
+		regions, region, full, err := r.towards(ctx, src, s.UID)
+		if err != nil {
+			return err
+		}
+		if at.p.Full = at.p.Full || full; full {
+			if err := r.turn(ctx); err != nil {
+				return err
+			}
+		}
+		if len(regions) > 0 || at.top == "" {
+			if err := seal(); err != nil {
+				return err
+			}
+			c := copier{e: r.e, to: []Mirror{r.dst}, snap: s.UID, polite: true, o: r.o, p: at.p}
+			c.bare.Store(full)
+			at.p, err = c.regions(ctx, regions, region, size)
+			if err != nil {
+				return err
+			}
+		}
+		same = append(same, s)
+		at.top = s.UID
+	}
+	return seal()
 }
 
 // snapshotsLike has a replica lose the snapshots that the members do not have, and returns those that it lacks, the
@@ -127,31 +133,31 @@ func sameSnapshots(ctx context.Context, src, dst Mirror) error {
 	return err
 }
 
-// towards says where the head of a replica and a snapshot may differ: top is the snapshot that the head begins with,
-// and nothing was written to it since.
-func (e *Engine) towards(ctx context.Context, src, dst Cutter, top, uid string) (regions []int64, region int64,
-	full bool, err error) {
-	if top != "" {
-		regions, err = src.Changed(ctx, top, uid, nil, comparePiece)
+// towards says where the head of the replica and a snapshot may differ: the head begins with the snapshot at.top, and
+// nothing was written to it since.
+func (r *joinRun) towards(ctx context.Context, src Cutter, uid string) (regions []int64, region int64, full bool,
+	err error) {
+	if r.at.top != "" {
+		regions, err = src.Changed(ctx, r.at.top, uid, nil, comparePiece)
 		return regions, comparePiece, false, err
 	}
-	return e.differing(ctx, src, dst, uid)
+	return r.differing(ctx, src, uid)
 }
 
-// lacking says what a replica may lack of what the members hold now.
-func (e *Engine) lacking(ctx context.Context, src, dst Mirror, at layered) (regions []int64, region int64, full bool,
-	err error) {
-	if at.top != "" {
-		regions, err = src.(Cutter).Changed(ctx, at.top, "", nil, comparePiece)
+// lacking says what the replica may lack of what the members hold now.
+func (r *joinRun) lacking(ctx context.Context, src Mirror) (regions []int64, region int64, full bool, err error) {
+	if r.at.top != "" {
+		regions, err = src.(Cutter).Changed(ctx, r.at.top, "", nil, comparePiece)
 		return regions, comparePiece, false, err
 	}
-	return e.differing(ctx, src, dst, "")
+	return r.differing(ctx, src, "")
 }
 
 // differing says it of a replica that was away: as the intents of both sides tell, or, where these do not tell all,
 // wherever one of the two holds something.
-func (e *Engine) differing(ctx context.Context, src, dst Mirror, uid string) (regions []int64, region int64, full bool,
+func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (regions []int64, region int64, full bool,
 	err error) {
+	dst := r.dst
 	ours, err := src.Intents(ctx)
 	if err != nil {
 		return nil, 0, false, err
@@ -166,7 +172,7 @@ func (e *Engine) differing(ctx context.Context, src, dst Mirror, uid string) (re
 	from, ok := src.(Cutter)
 	to, is := dst.(Cutter)
 	if !ok || !is {
-		size, err := e.length(ctx)
+		size, err := r.e.length(ctx)
 		if err != nil {
 			return nil, 0, true, err
 		}

@@ -6,53 +6,61 @@ import (
 	"slices"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
+// opening prepares the members of an engine that begins: it is a part of Open.
+type opening struct {
+	e   *Engine
+	all []Mirror // members that answered
+	who []int    // their numbers
+}
+
 // mirrors prepares the members of a volume with several replicas: they note intents, the engine resyncs where an
 // unclean end left them unequal, and they have the same snapshots.
-func (e *Engine) mirrors(ctx context.Context) error {
+func (p *opening) mirrors(ctx context.Context) error {
+	e := p.e
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
 		e.tellLast()
 		return e.cfg.unnoted(ctx)
 	}
-	var all []Mirror
-	var who []int // their numbers
 	for i, m := range e.cfg.Members {
 		if r, ok := m.Member.(Mirror); ok && !e.suspect.has(i) {
 			if err := r.Track(ctx, true); err != nil {
 				return err
 			}
-			all, who = append(all, r), append(who, i)
+			p.all, p.who = append(p.all, r), append(p.who, i)
 		}
 	}
 	// First of all: a member that went back in time must not win.
-	all, behind, err := e.leaveBehind(ctx, all, who)
+	behind, err := p.leaveBehind(ctx)
 	if err != nil {
 		return err
 	}
 	e.tellLast()
-	if e.cfg.Equalise && len(all) > 1 {
-		if err := e.equalise(ctx, all); err != nil {
+	if e.cfg.Equalise && len(p.all) > 1 {
+		if err := p.equalise(ctx); err != nil {
 			return err
 		}
 	}
 	if behind {
-		if err := e.intendAll(ctx, all); err != nil {
+		if err := p.intendAll(ctx); err != nil {
 			return err
 		}
 	}
-	return e.level(ctx, all)
+	return p.level(ctx)
 }
 
 // leaveBehind takes the members out that lack a snapshot which another one has and the API reported: they went back in
 // time. The engine drops them like members that it did not reach.
-func (e *Engine) leaveBehind(ctx context.Context, all []Mirror, who []int) (left []Mirror, some bool, err error) {
-	states, err := statesOf(ctx, all)
+func (p *opening) leaveBehind(ctx context.Context) (some bool, err error) {
+	e := p.e
+	states, err := statesOf(ctx, p.all)
 	if err != nil || states == nil || e.cfg.Reported == nil {
-		return all, false, err
+		return false, err
 	}
-	lacks := make([]string, len(all)) // name of such a snapshot, by member
+	lacks := make([]string, len(p.all)) // name of such a snapshot, by member
 	for _, st := range states {
 		for _, s := range st.Snapshots {
 			if everywhere(states, s) {
@@ -60,7 +68,7 @@ func (e *Engine) leaveBehind(ctx context.Context, all []Mirror, who []int) (left
 			}
 			is, err := e.cfg.Reported(ctx, s)
 			if err != nil {
-				return nil, false, fmt.Errorf("snapshot %s: not known whether it was reported: %w", s.Name, err)
+				return false, fmt.Errorf("snapshot %s: not known whether it was reported: %w", s.Name, err)
 			}
 			for i, o := range states {
 				if is && !slices.ContainsFunc(o.Snapshots, s.Same) {
@@ -69,33 +77,37 @@ func (e *Engine) leaveBehind(ctx context.Context, all []Mirror, who []int) (left
 			}
 		}
 	}
-	for i, m := range all {
+	var left []Mirror
+	var who []int
+	for i, m := range p.all {
+		k := p.who[i]
 		if lacks[i] == "" {
-			left = append(left, m)
+			left, who = append(left, m), append(who, k)
 			continue
 		}
-		k := who[i]
 		e.suspect |= bit(k)
 		e.absent |= bit(k)
 		e.dropped[k] = api.Errorf(api.Corrupt, "replica %s: it lacks snapshot %s, which was reported: its disk went back in "+
 			"time", e.cfg.Members[k].Name, lacks[i])
 	}
 	if len(left) == 0 {
-		return nil, false, api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
+		return false, api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
 			"went back in time; salvage the one that is to count")
 	}
-	return left, len(left) < len(all), nil
+	some = len(left) < len(p.all)
+	p.all, p.who = left, who
+	return some, nil
 }
 
 // intendAll has members note every region: intents do not tell what a member lacks that went back in time.
-func (e *Engine) intendAll(ctx context.Context, all []Mirror) error {
-	for _, m := range all {
+func (p *opening) intendAll(ctx context.Context) error {
+	for _, m := range p.all {
 		t, err := m.Intents(ctx)
 		if err != nil {
 			return err
 		}
 		var regions []int64
-		for g := range (e.cfg.Size + t.Region - 1) / t.Region {
+		for g := range (p.e.cfg.Size + t.Region - 1) / t.Region {
 			regions = append(regions, g)
 		}
 		if err := m.Intend(ctx, regions); err != nil {
@@ -127,8 +139,8 @@ func everywhere(states []stack.Meta, s stack.Snapshot) bool {
 
 // level makes the snapshots of the members the same, before anything is served: one that is not on all of them was not
 // there for anybody yet, or was being taken away.
-func (e *Engine) level(ctx context.Context, all []Mirror) error {
-	states, err := statesOf(ctx, all)
+func (p *opening) level(ctx context.Context) error {
+	states, err := statesOf(ctx, p.all)
 	if err != nil {
 		return err
 	}
@@ -137,9 +149,37 @@ func (e *Engine) level(ctx context.Context, all []Mirror) error {
 			if everywhere(states, s) {
 				continue
 			}
-			if err := all[i].(Cutter).Forget(ctx, s.UID); err != nil {
+			if err := p.all[i].(Cutter).Forget(ctx, s.UID); err != nil {
 				return fmt.Errorf("snapshots of the members: %w", err)
 			}
+		}
+	}
+	return nil
+}
+
+// equalise makes the members equal before the guest is served: the first is the winner, since each has all that was
+// acknowledged, and what was not may be there or not, but on all of them. For a piece that is damaged there another one
+// is.
+func (p *opening) equalise(ctx context.Context) error {
+	var regions []int64
+	var region int64
+	for _, m := range p.all {
+		t, err := m.Intents(ctx)
+		if err != nil {
+			return err
+		}
+		if region != 0 && t.Region != region {
+			return api.Errorf(api.Corrupt, "members note intents in regions of %d and %d bytes", region, t.Region)
+		}
+		region, regions = t.Region, union(regions, t.Regions)
+	}
+	c := copier{e: p.e, equal: p.all}
+	if _, err := c.regions(ctx, regions, region, p.e.cfg.Size); err != nil {
+		return fmt.Errorf("members are made equal: %w", err)
+	}
+	for _, m := range p.all {
+		if err := do(ctx, p.e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
+			return fmt.Errorf("members are made equal: %w", err)
 		}
 	}
 	return nil

@@ -108,34 +108,41 @@ func (e *Engine) revive(who set) {
 			e.propose(m, errLost)
 		}
 	}
-	for o := e.busy.head; o != nil; o = o.next {
+	for o := e.ranges.busy.head; o != nil; o = o.next {
 		if !o.reading {
 			o.failed &^= who
 			o.full &^= who
 			o.away &^= who
 		}
 	}
-	e.retryStalled()
+	e.stalled.retry()
 	e.nextDrop()
 	e.settleWaiting()
-	e.alikeSoon()
+	e.unequal.soon()
 }
 
-// retryStalled asks again for the reads that nobody could answer: the members have changed.
-func (e *Engine) retryStalled() {
-	list := e.stalled
-	e.stalled = nil
+// stalledReads are reads that no member can answer now. Loop thread.
+type stalledReads struct {
+	e    *Engine
+	list []*op
+}
+
+// retry asks again for the reads: the members have changed.
+func (s *stalledReads) retry() {
+	list := s.list
+	s.list = nil
 	for _, o := range list {
 		o.waiting, o.tried, o.sore, o.err = false, 0, 0, nil
 		o.read(o.stall, o.stallAt)
 	}
 }
 
-// stall lets a read wait that no member can answer now, and reports whether it does.
-func (e *Engine) stall(o *op, buf []byte, off int64) bool {
+// add lets a read wait that no member can answer now, and reports whether it does.
+func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
+	e := s.e
 	if e.doubted && !e.closing && e.fenced == nil {
 		o.stall, o.stallAt = buf, off
-		e.stalled = append(e.stalled, o)
+		s.list = append(s.list, o)
 		return true
 	}
 	if e.closing || e.fenced != nil || !api.Is(o.err, api.Unavailable) && e.members&^e.suspect&^o.tried == 0 &&
@@ -152,17 +159,17 @@ func (e *Engine) stall(o *op, buf []byte, off int64) bool {
 		return false // those that may come to answer are members no more
 	}
 	o.stall, o.stallAt = buf, off
-	e.stalled = append(e.stalled, o)
+	s.list = append(s.list, o)
 	e.nextDrop()
 	return true
 }
 
-// endStalled fails the reads that wait: the engine ends.
-func (e *Engine) endStalled() {
-	list := e.stalled
-	e.stalled = nil
+// end fails the reads that wait: the engine ends.
+func (s *stalledReads) end() {
+	list := s.list
+	s.list = nil
 	for _, o := range list {
-		e.finish(o, syscall.EIO)
+		s.e.finish(o, syscall.EIO)
 	}
 }
 
@@ -183,9 +190,9 @@ func (e *Engine) Suspect(name string, why error) {
 func (e *Engine) Patience(ctx context.Context, most time.Duration) (fails bool, err error) {
 	err = e.on(ctx, func() {
 		// One that goes on does not know which writes failed before it: intents stay until the next attach compares.
-		e.spoiled = e.spoiled || most > 0 && !e.cfg.Equalise
+		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Equalise
 		e.tire(most)
-		waits := len(e.stalled) > 0 || len(e.waiting()) > 0
+		waits := len(e.stalled.list) > 0 || len(e.ranges.waiting()) > 0
 		switch {
 		case most == 0 || e.serving() != 0 || !waits && !e.refusing:
 			e.bare, e.refusing = time.Time{}, false
@@ -205,7 +212,7 @@ func (e *Engine) Patience(ctx context.Context, most time.Duration) (fails bool, 
 func (e *Engine) serving() set {
 	live := e.members &^ e.suspect &^ e.lost
 	if e.suspect != 0 && !e.vouched {
-		for _, o := range e.waiting() {
+		for _, o := range e.ranges.waiting() {
 			if !o.reading {
 				live &^= o.failed & o.away
 			}
@@ -232,10 +239,10 @@ func (e *Engine) tire(most time.Duration) {
 
 // failLost ends what waits for a replica.
 func (e *Engine) failLost() {
-	for _, o := range e.waiting() {
+	for _, o := range e.ranges.waiting() {
 		if o.waiting { // not ended by the one before it
 			e.finish(o, syscall.EIO)
 		}
 	}
-	e.endStalled()
+	e.stalled.end()
 }

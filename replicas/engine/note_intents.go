@@ -48,7 +48,7 @@ func (e *Engine) NoteIntents(ctx context.Context) error {
 	var members []Named
 	var refused error
 	if err := e.on(ctx, func() {
-		notes, members, epoch = e.cleaner != nil, e.cfg.Members, e.epoch
+		notes, members, epoch = e.cleaner.notes(), e.cfg.Members, e.epoch
 		if e.closing || e.fenced != nil {
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 		}
@@ -71,9 +71,8 @@ func (e *Engine) NoteIntents(ctx context.Context) error {
 		switch {
 		case e.closing || e.fenced != nil:
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
-		case e.cleaner == nil:
-			e.cleaner = make(chan struct{})
-			go e.clean()
+		case !e.cleaner.notes():
+			e.cleaner.start()
 		}
 	}); err != nil {
 		return err

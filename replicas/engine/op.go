@@ -119,7 +119,7 @@ func (e *Engine) more(o *op) {
 
 func (e *Engine) give(o *op) {
 	e.inflight--
-	e.ended(o.gen)
+	e.gens.end(o.gen)
 	o.parent = nil
 	for i := range o.subs {
 		o.subs[i].Buf = nil
@@ -230,8 +230,8 @@ func (o *op) stepped() {
 func (o *op) send(kind block.Op, buf []byte, off, n int64, fua bool) {
 	o.reading = false
 	o.ok, o.failed, o.full, o.away, o.err = 0, 0, 0, 0, nil
-	if kind != block.OpFlush && o.e.cleaner != nil {
-		o.e.touch(off, n, o.gen)
+	if kind != block.OpFlush && o.e.cleaner.notes() {
+		o.e.cleaner.touch(off, n, o.gen)
 	}
 	o.out = block.Request{Op: kind, FUA: fua, Off: off, Len: n, Buf: buf}
 	o.ask((o.e.members | o.e.joiners | o.e.joining) &^ o.e.suspect)
@@ -267,7 +267,7 @@ func (o *op) read(buf []byte, off int64) {
 		return
 	}
 	if m < 0 {
-		if e.stall(o, buf, off) {
+		if e.stalled.add(o, buf, off) {
 			return
 		}
 		err := o.err
@@ -347,31 +347,4 @@ func (o *op) arrived() {
 	if o.pending--; o.pending == 0 {
 		o.e.settle(o)
 	}
-}
-
-// list of operations, linked through them.
-type list struct{ head, tail *op }
-
-func (l *list) push(o *op) {
-	o.prev, o.next = l.tail, nil
-	if l.tail == nil {
-		l.head = o
-	} else {
-		l.tail.next = o
-	}
-	l.tail = o
-}
-
-func (l *list) remove(o *op) {
-	if o.prev == nil {
-		l.head = o.next
-	} else {
-		o.prev.next = o.next
-	}
-	if o.next == nil {
-		l.tail = o.prev
-	} else {
-		o.next.prev = o.prev
-	}
-	o.next, o.prev = nil, nil
 }

@@ -187,8 +187,8 @@ func random(t *testing.T, seed uint64, members int, overlap bool) {
 				t.Errorf("seed %d, %d members: member %d differs", seed, members, i)
 			}
 		}
-		if r.e.slow != 0 || r.e.inflight != 0 || r.e.busy.head != nil || r.e.queue.head != nil || r.e.full {
-			t.Errorf("seed %d: something is left over: slow %d, in flight %d", seed, r.e.slow, r.e.inflight)
+		if r.e.ranges.slow != 0 || r.e.inflight != 0 || r.e.ranges.busy.head != nil || r.e.ranges.queue.head != nil || r.e.room.full {
+			t.Errorf("seed %d: something is left over: slow %d, in flight %d", seed, r.e.ranges.slow, r.e.inflight)
 		}
 	})
 	r.close()

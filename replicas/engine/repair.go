@@ -35,7 +35,7 @@ type Repaired struct {
 
 // Repair repairs a member from the others. After an error it can be called again: what is right stays so.
 func (e *Engine) Repair(ctx context.Context, member string, bytesPerSecond int64) (did Repaired, err error) {
-	return e.repair(ctx, member, nil, bytesPerSecond)
+	return (&repairRun{e: e, member: member}).run(ctx, bytesPerSecond)
 }
 
 // RepairFrom repairs the members from a replica that cannot be made a member because they are damaged: it is in the
@@ -47,27 +47,35 @@ func (e *Engine) RepairFrom(ctx context.Context, n Named, bytesPerSecond int64) 
 			continue
 		}
 		var one Repaired
-		one, err = e.repair(ctx, name, &n, bytesPerSecond)
+		one, err = (&repairRun{e: e, member: name, beside: &n}).run(ctx, bytesPerSecond)
 		did = Repaired{did.Chunks + one.Chunks, did.Bytes + one.Bytes, did.Lost + one.Lost, cmp.Or(one.Why, did.Why)}
 	}
 	return did, err
 }
 
-// repair does so, also from one that is no member. That one may not be the last to be asked: nothing is given up then.
-func (e *Engine) repair(ctx context.Context, member string, beside *Named, bytesPerSecond int64) (
-	did Repaired, err error) {
+// repairRun repairs one member.
+type repairRun struct {
+	e      *Engine
+	member string
+	beside *Named // a replica that is no member, and shows what it holds; nil: there is none
+	used   map[Cutter]bool
+}
+
+// run repairs the member. A replica beside the members may not be the last one to ask: nothing is given up then.
+func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired, err error) {
+	e, beside := r.e, r.beside
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(e.ctx, cancel)()
 	c := copier{e: e, polite: true, o: JoinOptions{BytesPerSecond: bytesPerSecond}, began: time.Now()}
-	used := map[Cutter]bool{}
+	r.used = map[Cutter]bool{}
 	defer func() {
-		for x := range used {
+		for x := range r.used {
 			_ = x.SnapEnd(ctx) // else with the session
 		}
 	}()
 	for {
-		hurt, _, err := e.menders(ctx, member, beside)
+		hurt, _, err := r.menders(ctx)
 		if err != nil {
 			return did, err
 		}
@@ -76,7 +84,7 @@ func (e *Engine) repair(ctx context.Context, member string, beside *Named, bytes
 			return did, err // they would be told of again
 		}
 		if err == nil && len(list) == 0 && did.Lost == 0 {
-			err = e.on(ctx, func() { e.unhurt(member) })
+			err = e.on(ctx, r.unhurt)
 		}
 		if err != nil || len(list) == 0 {
 			return did, err
@@ -84,11 +92,11 @@ func (e *Engine) repair(ctx context.Context, member string, beside *Named, bytes
 		for _, b := range list {
 			began := time.Now()
 			// Asked anew for each: others may have been dropped, and their content is old then.
-			hurt, others, err := e.menders(ctx, member, beside)
+			hurt, others, err := r.menders(ctx)
 			if err != nil {
 				return did, err
 			}
-			why, err := repairOne(ctx, &c, hurt, others, b, used)
+			why, err := r.one(ctx, hurt, others, b)
 			if why != nil && err == nil && beside == nil {
 				err = hurt.Repair(ctx, b.Layer, b.Off, nil)
 			}
@@ -108,19 +116,20 @@ func (e *Engine) repair(ctx context.Context, member string, beside *Named, bytes
 	}
 }
 
-// unhurt forgets that a member was damaged. Loop thread.
-func (e *Engine) unhurt(member string) {
-	for i, m := range e.cfg.Members {
-		if m.Name == member {
-			e.hurt &^= bit(i)
+// unhurt forgets that the member was damaged. Loop thread.
+func (r *repairRun) unhurt() {
+	for i, m := range r.e.cfg.Members {
+		if m.Name == r.member {
+			r.e.hurt &^= bit(i)
 		}
 	}
 }
 
 // menders are a member that is to be repaired, and those that serve beside it.
-func (e *Engine) menders(ctx context.Context, member string, beside *Named) (hurt Mender, others []Named, err error) {
-	if beside != nil {
-		others = append(others, *beside)
+func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, err error) {
+	e, member := r.e, r.member
+	if r.beside != nil {
+		others = append(others, *r.beside)
 	}
 	err = e.on(ctx, func() {
 		for i, m := range e.cfg.Members {
@@ -144,18 +153,17 @@ func (e *Engine) menders(ctx context.Context, member string, beside *Named) (hur
 	return hurt, others, err
 }
 
-// repairOne asks one member after another; why: none of them shows what the chunk held.
-func repairOne(ctx context.Context, c *copier, hurt Mender, others []Named, b stack.Broken,
-	used map[Cutter]bool) (why, err error) {
+// one asks one member after another; why: none of them shows what the chunk held.
+func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stack.Broken) (why, err error) {
 	away := error(nil)
 	for _, m := range others {
 		x, ok := m.Member.(Cutter)
 		if !ok {
 			continue
 		}
-		used[x] = true
+		r.used[x] = true
 		right := aligned(int(b.Len)) // its own: a disk that hangs may still read into it
-		if err := showing(ctx, c.e.cfg.Loop, x, b, right); err != nil {
+		if err := showing(ctx, r.e.cfg.Loop, x, b, right); err != nil {
 			if api.Is(err, api.Corrupt) || api.Is(err, api.Invalid) {
 				why = fmt.Errorf("replica %s: %w", m.Name, err)
 			} else { // not reached, or the snapshot was deleted meanwhile: it is looked at again

@@ -28,7 +28,7 @@ func (e *Engine) settle(o *op) {
 	if e.acked(o) {
 		if o.probe {
 			o.probe = false
-			e.retryAll()
+			e.room.retryAll()
 		}
 		o.stepped()
 		return
@@ -56,7 +56,7 @@ func (e *Engine) settle(o *op) {
 	case e.suspect != 0 || e.joining&^o.ok != 0 || e.weak != 0 && e.dropping:
 		o.waiting = true
 	case o.full&live == live:
-		e.hold(o)
+		e.room.hold(o)
 	case o.away&live != 0:
 		e.lost |= o.away & live
 		o.waiting = true
@@ -236,7 +236,7 @@ func (e *Engine) settled(d *drop, err error) {
 		e.revive(d.revived)
 		return
 	}
-	e.whole.Store(false) // until the owner says so again
+	e.cleaner.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
 	// The swap was made: the API named this engine then. Another member may have raised the doubt since.
@@ -261,30 +261,19 @@ func (e *Engine) settled(d *drop, err error) {
 		defer e.drops.Done()
 		_ = gone.Close() // nothing depends on a member that was dropped
 	}()
-	e.retryStalled()
+	e.stalled.retry()
 	e.nextDrop()
 	e.settleWaiting()
-	e.alikeSoon()
+	e.unequal.soon()
 }
 
 // settleWaiting looks again at what waited for a change of the members.
 func (e *Engine) settleWaiting() {
-	for _, o := range e.waiting() {
+	for _, o := range e.ranges.waiting() {
 		if o.waiting { // not ended by the one before it
 			e.settle(o)
 		}
 	}
-}
-
-// waiting lists the operations that wait for a drop.
-func (e *Engine) waiting() []*op {
-	var ops []*op
-	for o := e.busy.head; o != nil; o = o.next {
-		if o.waiting {
-			ops = append(ops, o)
-		}
-	}
-	return ops
 }
 
 // fence stops the engine for good. What members still have ends with their answers.

@@ -2,55 +2,70 @@ package engine
 
 import "syscall"
 
+// roomQueue has the writes that wait for room on the disks. Loop thread.
+type roomQueue struct {
+	e        *Engine
+	held     []*op
+	retrying int // formerly held operations that are being tried
+	full     bool
+}
+
 // hold lets a write wait for room on the disk, with its range locked.
-func (e *Engine) hold(o *op) {
+func (q *roomQueue) hold(o *op) {
 	if !o.slow {
 		o.slow = true
-		e.slow++
+		q.e.ranges.slow++
 	}
 	if o.bounce != nil {
 		o.giveBounce() // others may need it; the piece is merged anew
 		o.stage = stageHead
 	}
-	if o.again {
-		o.again = false
-		e.retrying--
-	}
-	o.probe = false
-	e.held = append(e.held, o)
-	if !e.full {
-		e.full = true
-		if e.cfg.OnSpace != nil {
-			e.cfg.OnSpace(true)
+	q.tried(o)
+	q.held = append(q.held, o)
+	if !q.full {
+		q.full = true
+		if q.e.cfg.OnSpace != nil {
+			q.e.cfg.OnSpace(true)
 		}
 	}
+}
+
+// tried ends the try of an operation, if it is one that was held.
+func (q *roomQueue) tried(o *op) {
+	if o.again {
+		o.again = false
+		q.retrying--
+	}
+	o.probe = false
 }
 
 // Retry tries one of the writes that wait for room; if there is room now, the others follow. Any goroutine; the owner
 // calls it when the disk may have got room, and every now and then while writes wait.
 func (e *Engine) Retry() {
 	e.cfg.Loop.Post(func() {
-		if len(e.held) == 0 || e.retrying > 0 {
+		q := &e.room
+		if len(q.held) == 0 || q.retrying > 0 {
 			return
 		}
-		o := e.held[0]
-		e.held = e.held[1:]
+		o := q.held[0]
+		q.held = q.held[1:]
 		o.probe = true
-		e.retry(o)
+		q.retry(o)
 	})
 }
 
-func (e *Engine) retryAll() {
-	held := e.held
-	e.held = nil
+func (q *roomQueue) retryAll() {
+	held := q.held
+	q.held = nil
 	for _, o := range held {
-		e.retry(o)
+		q.retry(o)
 	}
 }
 
-func (e *Engine) retry(o *op) {
+func (q *roomQueue) retry(o *op) {
+	e := q.e
 	o.again = true
-	e.retrying++
+	q.retrying++
 	if e.fenced != nil || e.closing {
 		e.finish(o, syscall.EIO)
 		return
@@ -58,12 +73,12 @@ func (e *Engine) retry(o *op) {
 	o.begin()
 }
 
-// space tells when no write waits for room any more.
-func (e *Engine) space() {
-	if e.full && len(e.held) == 0 && e.retrying == 0 {
-		e.full = false
-		if e.cfg.OnSpace != nil {
-			e.cfg.OnSpace(false)
+// report tells when no write waits for room any more.
+func (q *roomQueue) report() {
+	if q.full && len(q.held) == 0 && q.retrying == 0 {
+		q.full = false
+		if q.e.cfg.OnSpace != nil {
+			q.e.cfg.OnSpace(false)
 		}
 	}
 }

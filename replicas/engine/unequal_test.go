@@ -26,12 +26,12 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 		q := &block.Request{Op: block.OpWrite, Off: 8192, Len: 4096, Buf: fill(4096, 7)}
 		q.Done = func(q *block.Request) { failed <- q.Err }
 		o := r.e.take(q)
-		r.e.busy.push(o)
+		r.e.ranges.busy.push(o)
 		r.e.finish(o, syscall.EIO)
 		if r.e.steady() {
 			t.Error("a write failed, and the members are said to be equal")
 		}
-		r.e.alikeSoon()
+		r.e.unequal.soon()
 	})
 	is(t, failed, syscall.EIO)
 	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
@@ -66,13 +66,13 @@ func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 		}
 		for k := range int64(3) {
 			copy(r.m[1].data[k*alikePiece:], fill(4096, 7))
-			r.e.spoilt[k] = true
+			r.e.unequal.pieces[k] = true
 		}
-		r.e.alikeSoon()
+		r.e.unequal.soon()
 	})
 	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
 		var left []int64
-		r.l.do(func() { left = slices.Collect(maps.Keys(r.e.spoilt)) })
+		r.l.do(func() { left = slices.Collect(maps.Keys(r.e.unequal.pieces)) })
 		if slices.Equal(left, []int64{1}) {
 			break
 		}

@@ -19,31 +19,45 @@ const (
 	mostAlike  = 64 << 10
 )
 
-// spoil takes note of an operation that failed. Loop thread.
-func (e *Engine) spoil(o *op) {
-	if o.parent.Op == block.OpFlush || len(e.spoilt) >= mostAlike {
-		e.spoiled = true
+// unequal has the pieces in which writes failed: members may differ there until they are resynced.
+type unequal struct {
+	e    *Engine
+	wake chan struct{} // the cleaner's goroutine is to resync
+	// Loop thread from here on.
+	pieces map[int64]bool
+	// unknown: a flush failed, or so many writes that they are not counted. Until the next attach members may differ.
+	unknown bool
+}
+
+// note notes an operation that failed. Loop thread.
+func (u *unequal) note(o *op) {
+	if o.parent.Op == block.OpFlush || len(u.pieces) >= mostAlike {
+		u.unknown = true
 		return
 	}
 	for k := o.lo / alikePiece; k <= (o.hi-1)/alikePiece; k++ {
-		e.spoilt[k] = true
+		u.pieces[k] = true
 	}
 }
 
-// alikeSoon has the members made equal where writes failed. Loop thread.
-func (e *Engine) alikeSoon() {
-	if len(e.spoilt) == 0 {
+// none reports whether the members are equal but for writes in progress. Loop thread.
+func (u *unequal) none() bool { return !u.unknown && len(u.pieces) == 0 }
+
+// soon has the members resynced where writes failed. Loop thread.
+func (u *unequal) soon() {
+	if len(u.pieces) == 0 {
 		return
 	}
 	select {
-	case e.alike <- struct{}{}:
+	case u.wake <- struct{}{}:
 	default: // it is going to be done anyway
 	}
 }
 
-// makeAlike makes the members equal where writes failed. What fails is tried again with the next change of the members,
+// resync makes the members equal where writes failed. What fails is tried again with the next change of the members,
 // or by the clock; so are pieces that no member has fetched, while the others are made equal.
-func (e *Engine) makeAlike(ctx context.Context) {
+func (u *unequal) resync(ctx context.Context) {
+	e := u.e
 	buf := aligned(alikePiece)
 	unfetched := map[int64]bool{}
 	for {
@@ -55,10 +69,10 @@ func (e *Engine) makeAlike(ctx context.Context) {
 				return
 			}
 			if (e.members | e.joiners).len() == 1 { // who comes back is told by the intents
-				clear(e.spoilt)
+				clear(u.pieces)
 				return
 			}
-			for k := range e.spoilt {
+			for k := range u.pieces {
 				if !unfetched[k] {
 					piece = k
 					break
@@ -68,7 +82,7 @@ func (e *Engine) makeAlike(ctx context.Context) {
 			return
 		}
 		p := span{piece * alikePiece, min(alikePiece, size-piece*alikePiece)}
-		switch err := e.alikeOne(ctx, p, buf); {
+		switch err := u.resyncPiece(ctx, p, buf); {
 		case errors.Is(err, stack.ErrNotFetched):
 			unfetched[piece] = true
 		case err != nil:
@@ -77,7 +91,8 @@ func (e *Engine) makeAlike(ctx context.Context) {
 	}
 }
 
-func (e *Engine) alikeOne(ctx context.Context, p span, buf []byte) error {
+func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
+	e := u.e
 	release, err := e.lock(ctx, p.off, p.n)
 	if err != nil {
 		return err
@@ -132,7 +147,7 @@ func (e *Engine) alikeOne(ctx context.Context, p span, buf []byte) error {
 	}
 	if err := e.on(ctx, func() {
 		if ok = epoch == e.epoch && who == e.members|e.joiners && calm(); ok {
-			delete(e.spoilt, p.off/alikePiece)
+			delete(u.pieces, p.off/alikePiece)
 		}
 	}); err != nil || !ok {
 		return orChanged(err)

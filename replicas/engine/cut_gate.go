@@ -1,0 +1,34 @@
+package engine
+
+import "drover.io/drover/block"
+
+// cutGate holds new writes back while a cut is at its instant. Loop thread.
+type cutGate struct {
+	e      *Engine
+	closed bool
+	parked []*block.Request
+}
+
+// park holds a write back, and reports whether it did. Reads and flushes pass.
+func (g *cutGate) park(r *block.Request) bool {
+	if !g.closed || r.Op == block.OpRead || r.Op == block.OpFlush {
+		return false
+	}
+	g.parked = append(g.parked, r)
+	return true
+}
+
+// open starts the writes that were held back; with a reason it fails them.
+func (g *cutGate) open(why error) {
+	g.closed = false
+	list := g.parked
+	g.parked = nil
+	for _, r := range list {
+		if why != nil {
+			r.Err = why
+			r.Done(r)
+			continue
+		}
+		g.e.Submit(r)
+	}
+}

@@ -1,0 +1,106 @@
+package engine
+
+// ranges keep the operations apart that change overlapping ranges. Loop thread.
+type ranges struct {
+	e     *Engine
+	busy  list // writes, zeros, discards and flushes that hold their range, in the order of admission
+	queue list // those that wait for a range
+	locks int  // those of them that only keep the guest from a range
+	slow  int  // operations in busy and queue that no overlapping write may pass
+}
+
+// admit starts an operation that changes a range, or lets it wait for those that it must not pass.
+func (r *ranges) admit(o *op) {
+	if o.slow {
+		r.slow++
+	}
+	if r.conflicts(o, nil) {
+		r.queue.push(o)
+		return
+	}
+	r.busy.push(o)
+	o.begin()
+}
+
+// conflicts reports whether o must wait for an operation in busy, or for one in queue that came before upTo.
+func (r *ranges) conflicts(o *op, upTo *op) bool {
+	if r.slow == 0 && len(r.e.cfg.Members) == 1 {
+		return false // whole blocks, one member: the order of overlapping writes is the guest's own affair
+	}
+	for b := r.busy.head; b != nil; b = b.next {
+		if r.clash(o, b) {
+			return true
+		}
+	}
+	for b := r.queue.head; b != nil && b != upTo; b = b.next {
+		if r.clash(o, b) {
+			return true
+		}
+	}
+	return false
+}
+
+func (r *ranges) clash(a, b *op) bool {
+	return a != b && a.lo < b.hi && b.lo < a.hi && (a.slow || b.slow || len(r.e.cfg.Members) > 1)
+}
+
+// requeue starts what no longer has to wait, in order.
+func (r *ranges) requeue() {
+	for o := r.queue.head; o != nil; {
+		next := o.next
+		if !r.conflicts(o, o) {
+			r.queue.remove(o)
+			r.busy.push(o)
+			o.begin()
+			// begin may have finished it and others at once and so changed the queue: look again from the start.
+			next = r.queue.head
+		}
+		o = next
+	}
+}
+
+// leave removes an operation that holds its range.
+func (r *ranges) leave(o *op) {
+	r.busy.remove(o)
+	if o.slow {
+		r.slow--
+	}
+}
+
+// waiting lists the operations that wait for a drop.
+func (r *ranges) waiting() []*op {
+	var ops []*op
+	for o := r.busy.head; o != nil; o = o.next {
+		if o.waiting {
+			ops = append(ops, o)
+		}
+	}
+	return ops
+}
+
+// list of operations, linked through them.
+type list struct{ head, tail *op }
+
+func (l *list) push(o *op) {
+	o.prev, o.next = l.tail, nil
+	if l.tail == nil {
+		l.head = o
+	} else {
+		l.tail.next = o
+	}
+	l.tail = o
+}
+
+func (l *list) remove(o *op) {
+	if o.prev == nil {
+		l.head = o.next
+	} else {
+		o.prev.next = o.next
+	}
+	if o.next == nil {
+		l.tail = o.prev
+	} else {
+		o.next.prev = o.prev
+	}
+	o.next, o.prev = nil, nil
+}
