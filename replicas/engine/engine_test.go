@@ -314,6 +314,16 @@ func TestAckNeedsEveryMember(t *testing.T) {
 		waits(t, done, "a member has not answered")
 		r.answer(1, 0, nil)
 		is(t, done, nil)
+		done = r.start(kind, 8192, buf, 4096)
+		r.answer(0, 0, nil)
+		r.answer(2, 0, nil)
+		r.answer(1, 0, syscall.EIO)
+		waits(t, done, "a member has failed, and is one still")
+		if m := within(t, "drop that is asked for", r.drops); m != "b" {
+			t.Fatalf("dropped %s", m)
+		}
+		r.settle <- nil
+		is(t, done, nil)
 		r.close()
 	}
 }

@@ -16,14 +16,15 @@ type unnoter interface {
 	Unnoted(ctx context.Context, epoch int64) error
 }
 
-// unnoted has a single member without Track record that, where it has noted intents before.
+// unnoted has a single member without Track record that, in each epoch: also a member that never noted an intent, since
+// a replica that left before the first write has the same past.
 func (c *Config) unnoted(ctx context.Context) error {
 	m, ok := c.Members[0].Member.(Mirror)
 	if !ok {
 		return nil
 	}
 	t, err := m.Intents(ctx)
-	if err != nil || t.Base == 0 && len(t.Regions) == 0 || t.Base >= c.Epoch {
+	if err != nil || t.Base >= c.Epoch {
 		return err
 	}
 	return unnotedOf(ctx, m, c.Members[0].Name, c.Epoch)

@@ -80,6 +80,20 @@ func TestBackAndForth(t *testing.T) {
 	c.hold(2, third, b)
 }
 
+// TestReturnAfterWritesThatWereNotNoted: a replica leaves before anything was written. Then the volume has one member,
+// whose engine notes no intents, and is written to. The next engine notes intents, and the replica comes back: the few
+// intents do not tell what the replica lacks, so it is compared as a whole.
+func TestReturnAfterWritesThatWereNotNoted(t *testing.T) {
+	c := newCluster(t, testSize, 1, true)
+	s, b := c.local, c.far[0].uid
+	c.spell([]string{s, b}, 0, false)
+	c.alone = true
+	c.spell([]string{s}, 1, false)
+	c.alone = false
+	c.spell([]string{s}, 0, false, b)
+	c.hold(1, s, b)
+}
+
 // TestReopenedGoesOnNoting: a replica that is opened anew under its engine, as after a restart of its process, notes what
 // is written from then on, also where it is the only one that is left. One that was away gets that when it comes back.
 func TestReopenedGoesOnNoting(t *testing.T) {

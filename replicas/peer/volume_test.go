@@ -68,6 +68,7 @@ type cluster struct {
 	watch   *engine.Watch
 	stalls  stalls
 	serving atomic.Pointer[engine.Engine] // the last engine
+	alone   bool                          // the next engine has one member, and notes no intents
 	// reported is what the API says of a snapshot; nil: it is not asked.
 	reported func(context.Context, stack.Snapshot) (bool, error)
 }
@@ -138,7 +139,7 @@ func (c *cluster) attach() error {
 		return err
 	}
 	c.inc++
-	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: true, Equalise: true, Lenient: true,
+	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: !c.alone, Equalise: true, Lenient: true,
 		Reported: c.reported,
 		Drop: func(_ context.Context, epoch int64, m string) error {
 			err := c.rec.swap(epoch, func() {
