@@ -108,8 +108,14 @@ func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byt
 // SnapEnd lets go of the layers that were read.
 func (b *Backend) SnapEnd(context.Context) error { return b.seen.close() }
 
-// State is what the replica's stack.json says.
-func (b *Backend) State(context.Context) (stack.Meta, error) { return b.Meta(), nil }
+// State is what the replica's stack.json says. After a failed sync State is an error: the record may name a snapshot
+// whose data the disk lacks, and the API would report the snapshot ready.
+func (b *Backend) State(context.Context) (stack.Meta, error) {
+	if err := b.Failed(); err != nil {
+		return stack.Meta{}, err
+	}
+	return b.Meta(), nil
+}
 
 // Forget takes a snapshot's name away.
 func (b *Backend) Forget(_ context.Context, uid string) error {
