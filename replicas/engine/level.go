@@ -15,6 +15,8 @@ type opening struct {
 	e   *Engine
 	all []Mirror // members that answered
 	who []int    // their numbers
+	// behind: a member went back in time, and the intents of the others do not tell what it lacks.
+	behind bool
 }
 
 // mirrors prepares the members of a volume with several replicas: they note intents, the engine resyncs where an
@@ -25,6 +27,17 @@ func (p *opening) mirrors(ctx context.Context) error {
 		e.tellLast()
 		return e.cfg.unnoted(ctx)
 	}
+	for {
+		err := p.prepare(ctx)
+		if err == nil || !p.leaveOut() {
+			return err
+		}
+	}
+}
+
+func (p *opening) prepare(ctx context.Context) error {
+	e := p.e
+	p.all, p.who = nil, nil
 	for i, m := range e.cfg.Members {
 		if r, ok := m.Member.(Mirror); ok && !e.suspect.has(i) {
 			if err := r.Track(ctx, true); err != nil {
@@ -34,8 +47,7 @@ func (p *opening) mirrors(ctx context.Context) error {
 		}
 	}
 	// First of all: a member that went back in time must not win.
-	behind, err := p.leaveBehind(ctx)
-	if err != nil {
+	if err := p.leaveBehind(ctx); err != nil {
 		return err
 	}
 	e.tellLast()
@@ -44,7 +56,7 @@ func (p *opening) mirrors(ctx context.Context) error {
 			return err
 		}
 	}
-	if behind {
+	if p.behind {
 		if err := p.intendAll(ctx); err != nil {
 			return err
 		}
@@ -52,13 +64,35 @@ func (p *opening) mirrors(ctx context.Context) error {
 	return p.level(ctx)
 }
 
+// leaveOut takes the members out that stalled while they were prepared, and reports whether the engine can begin with the
+// others: each has every acknowledged write, and notes what was copied to it so far. The engine drops the members like
+// members that it did not reach.
+func (p *opening) leaveOut() bool {
+	e := p.e
+	var stalled set
+	for i, m := range e.cfg.Members {
+		if a, ok := m.Member.(Abandonable); ok && !e.suspect.has(i) {
+			if why := a.Abandoned(); why != nil {
+				stalled |= bit(i)
+				e.dropped[i] = fmt.Errorf("replica %s, epoch %d: %w", m.Name, e.epoch, why)
+			}
+		}
+	}
+	if stalled == 0 || !e.cfg.Lenient || e.members&^e.suspect&^stalled == 0 {
+		return false
+	}
+	e.suspect |= stalled
+	e.absent |= stalled
+	return true
+}
+
 // leaveBehind takes the members out that lack a snapshot which another one has and the API reported: they went back in
 // time. The engine drops them like members that it did not reach.
-func (p *opening) leaveBehind(ctx context.Context) (some bool, err error) {
+func (p *opening) leaveBehind(ctx context.Context) error {
 	e := p.e
 	states, err := statesOf(ctx, p.all)
 	if err != nil || states == nil || e.cfg.Reported == nil {
-		return false, err
+		return err
 	}
 	lacks := make([]string, len(p.all)) // name of such a snapshot, by member
 	for _, st := range states {
@@ -68,7 +102,7 @@ func (p *opening) leaveBehind(ctx context.Context) (some bool, err error) {
 			}
 			is, err := e.cfg.Reported(ctx, s)
 			if err != nil {
-				return false, fmt.Errorf("snapshot %s: not known whether it was reported: %w", s.Name, err)
+				return fmt.Errorf("snapshot %s: not known whether it was reported: %w", s.Name, err)
 			}
 			for i, o := range states {
 				if is && !slices.ContainsFunc(o.Snapshots, s.Same) {
@@ -91,12 +125,12 @@ func (p *opening) leaveBehind(ctx context.Context) (some bool, err error) {
 			"time", e.cfg.Members[k].Name, lacks[i])
 	}
 	if len(left) == 0 {
-		return false, api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
+		return api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
 			"went back in time; salvage the one that is to count")
 	}
-	some = len(left) < len(p.all)
+	p.behind = p.behind || len(left) < len(p.all)
 	p.all, p.who = left, who
-	return some, nil
+	return nil
 }
 
 // intendAll has members note every region: intents do not tell what a member lacks that went back in time.

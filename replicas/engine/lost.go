@@ -13,6 +13,9 @@ import (
 // Laster is a Member with a stall timeout, which the last member does not have: there is none to go on with.
 type Laster interface{ Last(is bool) }
 
+// Abandonable is a Member that can be abandoned for a stall. Abandoned is the reason; nil: the member is not.
+type Abandonable interface{ Abandoned() error }
+
 // tellLast tells the members which of them is the last one.
 func (e *Engine) tellLast() {
 	live := e.members &^ e.suspect

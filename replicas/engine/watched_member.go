@@ -196,6 +196,13 @@ func (m *WatchedMember) AbsentFor() time.Duration {
 	return m.watch.now() - m.downAt
 }
 
+// Abandoned implements Abandonable.
+func (m *WatchedMember) Abandoned() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.dead
+}
+
 // stalled returns the reason to abandon the member; nil: there is none. The caller has the lock.
 func (m *WatchedMember) stalled(now time.Duration) error {
 	t := m.o.Timeout()

@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -241,4 +242,65 @@ func TestDroppedMemberLetsGoOfRequests(t *testing.T) {
 		}
 		w.Close()
 	})
+}
+
+// hangsIn is a member that does not answer one kind of call.
+type hangsIn struct {
+	*keeper
+	call string
+}
+
+func (m hangsIn) hang(ctx context.Context, call string) error {
+	if m.call != call {
+		return nil
+	}
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+func (m hangsIn) Forget(ctx context.Context, uid string) error {
+	return errors.Join(m.hang(ctx, "forget"), m.keeper.Forget(ctx, uid))
+}
+
+func (m hangsIn) Intents(ctx context.Context) (stack.Intents, error) {
+	t, err := m.keeper.Intents(ctx)
+	return t, errors.Join(m.hang(ctx, "intents"), err)
+}
+
+func (m hangsIn) State(ctx context.Context) (stack.Meta, error) {
+	t, err := m.keeper.State(ctx)
+	return t, errors.Join(m.hang(ctx, "state"), err)
+}
+
+// TestOpenLeavesOutAMemberThatStalls: a member that adopts the epoch and stalls in another call does not keep the volume
+// from being attached. The engine begins without the member, and drops it, like one that the engine did not reach.
+func TestOpenLeavesOutAMemberThatStalls(t *testing.T) {
+	for _, call := range []string{"forget", "intents", "state"} {
+		t.Run(call, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w, loop, dropped := NewWatch(), newLoop(t), make(chan string, 1)
+				old := stack.Snapshot{UID: "s", Name: "s", Created: time.Unix(1, 0)}
+				watched := func(name string, on Cutter) Named {
+					return Named{Name: name, Member: w.Member(on, WatchOptions{Loop: loop, Replica: name})}
+				}
+				e, err := Open(t.Context(), Config{Loop: loop, Size: 1 << 20, Epoch: 5, Incarnation: 1, Track: true, Lenient: true,
+					Equalise: true, Members: []Named{watched("a", hangsIn{newKeeper(old), call}), watched("b", newKeeper())},
+					Drop:   func(context.Context, int64, string) error { return nil },
+					OnDrop: func(m string, _ error) { dropped <- m }})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := e.Absent(); !slices.Equal(got, []string{"a"}) {
+					t.Errorf("absent: %v", got)
+				}
+				if got := <-dropped; got != "a" {
+					t.Errorf("%s was dropped", got)
+				}
+				if err := e.Close(); err != nil {
+					t.Error(err)
+				}
+				w.Close()
+			})
+		})
+	}
 }
