@@ -29,6 +29,7 @@ const (
 	replyAgain   = 500 * time.Millisecond
 	rebuildFirst = 250 * time.Millisecond
 	rebuildLast  = 5 * time.Second
+	stallPause   = 30 * time.Second // the longest pause after a try that a stall ended
 )
 
 // rebuildJob is a replica that the loop rebuilds.
@@ -191,13 +192,16 @@ func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, na
 		if d.client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
 			return // the replica was removed
 		}
-		wait := replyAgain
+		wait, began := replyAgain, time.Now()
 		err := d.probeReplica(ctx, s.loop, &r)
 		if err == nil {
 			if err = d.resyncAndJoin(ctx, s, c, &r, joiners); err == nil {
 				return
 			}
 			wait, pause = pause, min(2*pause, rebuildLast)
+			if api.Is(err, api.Unavailable) { // a disk that stalls has the turns of others half of the time at most
+				wait = max(wait, min(time.Since(began), stallPause))
+			}
 		} else if !api.Is(err, api.Unavailable) {
 			wait, pause = pause, min(2*pause, rebuildLast)
 		}
@@ -229,12 +233,12 @@ func (d *Data) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.
 
 // resyncAndJoin resyncs one replica, which joins the members.
 func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *api.Replica, joiners *sync.Map) error {
-	select { // one replica at a time
-	case s.mates.turn <- struct{}{}:
-		defer func() { <-s.mates.turn }()
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	mine := false // one replica at a time
+	defer func() {
+		if mine {
+			<-s.mates.turn
+		}
+	}()
 	spec := memberSpec{Name: r.Name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
 	m, here, err := d.openMember(ctx, s, &spec)
 	if err != nil {
@@ -257,6 +261,15 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 	p, err := s.engine.Join(ctx, m, engine.JoinOptions{OnProgress: func(p engine.Progress) { tell(p, "") },
 		BytesPerSecond: d.number(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
 		Turn: func(ctx context.Context) (func(), error) {
+			select {
+			case s.mates.turn <- struct{}{}:
+				mine = true
+				return func() {}, nil
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			}
+		},
+		WholeTurn: func(ctx context.Context) (func(), error) {
 			tell(engine.Progress{}, "it waits for other replicas that are compared as a whole")
 			return d.rebuilds.Acquire(ctx, "full", func() int { return (&replicaLoop{d}).copiesAtOnce(ctx) })
 		}})

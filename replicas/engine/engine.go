@@ -98,10 +98,11 @@ type Engine struct {
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
 	drops   sync.WaitGroup
-	dropped []error  // why, by member
-	missed  []string // names of the members that this engine began without
-	gone    set      // members that the engine has closed already
-	spare   set      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
+	dropped []error                  // why, by member
+	missed  []string                 // names of the members that this engine began without
+	gone    set                      // members that the engine has closed already
+	spare   set                      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
+	leaving map[string]chan struct{} // dropped members, by name: closed when the engine has closed the member. Loop thread
 	cleaner cleaner
 	unequal unequal
 
@@ -186,7 +187,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
 		members: set(1)<<n - 1, dropped: why, suspect: absent, absent: absent,
-		joins: map[int]*join{}, gens: generations{{}},
+		joins: map[int]*join{}, gens: generations{{}}, leaving: map[string]chan struct{}{},
 	}
 	e.ranges.e, e.room.e, e.gate.e, e.stalled.e, e.fetches.e = e, e, e, e, e
 	e.cleaner.e, e.cleaner.touched = e, map[int64]int64{}

@@ -46,26 +46,61 @@ type JoinOptions struct {
 	// OnSwap is called before it is made a member; an error gives it up. From then on it is not given up but with the
 	// engine. May be nil.
 	OnSwap func() error
-	// Turn is waited for before the replica is compared as a whole; release is called in the end. Nil: there is none.
-	Turn func(ctx context.Context) (release func(), err error)
+	// Join waits for Turn once the replica has adopted the epoch, so that a replica which does not answer has no turn; and
+	// for WholeTurn before the replica is compared as a whole. Each release is called in the end. Nil: there is none.
+	Turn, WholeTurn func(ctx context.Context) (release func(), err error)
 }
 
 // joinRun is one call of Join, and its goroutine's.
 type joinRun struct {
-	e       *Engine
-	n       Named
-	dst     Mirror
-	o       JoinOptions
-	release func()  // ends the turn; nil: there was none yet
-	at      layered // how far the snapshots are
+	e     *Engine
+	n     Named
+	dst   Mirror
+	o     JoinOptions
+	turns []func() // end the turns that the run has
+	whole bool     // the run has the turn of a comparison as a whole
+	at    layered  // how far the snapshots are
 }
 
-// turn waits for the turn of a comparison as a whole, once.
-func (r *joinRun) turn(ctx context.Context) (err error) {
-	if r.release == nil && r.o.Turn != nil {
-		r.release, err = r.o.Turn(ctx)
+// turn waits for a turn, which end gives back.
+func (r *joinRun) turn(ctx context.Context, take func(context.Context) (func(), error)) error {
+	if take == nil {
+		return nil
+	}
+	release, err := take(ctx)
+	if err == nil {
+		r.turns = append(r.turns, release)
 	}
 	return err
+}
+
+// wholeTurn waits for the turn of a comparison as a whole, once.
+func (r *joinRun) wholeTurn(ctx context.Context) error {
+	if r.whole {
+		return nil
+	}
+	r.whole = true
+	return r.turn(ctx, r.o.WholeTurn)
+}
+
+func (r *joinRun) end() {
+	for _, release := range r.turns {
+		release()
+	}
+}
+
+// awaitEnd waits until a former member of this name is closed: the end of its session ends all sessions with the replica.
+func (r *joinRun) awaitEnd(ctx context.Context) error {
+	var ended chan struct{}
+	if err := r.e.on(ctx, func() { ended = r.e.leaving[r.n.Name] }); err != nil || ended == nil {
+		return err
+	}
+	select {
+	case <-ended:
+		return nil
+	case <-ctx.Done():
+		return api.Errorf(api.Unavailable, "replica %s: its former session has not ended: %w", r.n.Name, ctx.Err())
+	}
 }
 
 // join is a replica on its way to be a member.
@@ -89,11 +124,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		return p, api.Errorf(api.Unsupported, "replica %s cannot join", n.Name)
 	}
 	r := &joinRun{e: e, n: n, dst: dst, o: o}
-	defer func() {
-		if r.release != nil {
-			r.release()
-		}
-	}()
+	defer r.end()
 	if err := r.prepare(ctx); err != nil {
 		return r.at.p, err
 	}
@@ -159,8 +190,14 @@ func (r *joinRun) prepare(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := r.awaitEnd(ctx); err != nil {
+		return err
+	}
 	// From now on the replica refuses late writes of former engines.
 	if err := r.dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
+		return err
+	}
+	if err := r.turn(ctx, r.o.Turn); err != nil {
 		return err
 	}
 	if err := r.lengthen(ctx); err != nil {
@@ -393,7 +430,7 @@ func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress,
 	}
 	p = r.at.p
 	if p.Full = p.Full || full; full {
-		if err := r.turn(ctx); err != nil {
+		if err := r.wholeTurn(ctx); err != nil {
 			return p, err
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -110,4 +111,75 @@ func TestJoinFlushesBeforeTheSwap(t *testing.T) {
 			t.Errorf("flush fails: %v, swap asked for: %v, join: %v", fails, added, err)
 		}
 	}
+}
+
+// lingers is a member whose end takes as long as the test says.
+type lingers struct {
+	mirror
+	goOn chan struct{}
+}
+
+func (m lingers) Close() error { <-m.goOn; return m.mirror.Close() }
+
+// TestJoinWaitsForTheEndOfTheDroppedMember: the end of a dropped member's session ends every session with the replica. So
+// a Join of the same replica begins no session before that.
+func TestJoinWaitsForTheEndOfTheDroppedMember(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		goOn := make(chan struct{})
+		r := newRig(t, 2, func(c *Config) {
+			for i, m := range c.Members {
+				m.Member.(*memory).auto = true
+				c.Members[i].Member = lingers{mirror{memory: m.Member.(*memory)}, goOn}
+			}
+			c.Add = func(context.Context, int64, string) error { return nil }
+		})
+		r.e.Suspect("b", errAway)
+		within(t, "drop that is asked for", r.drops)
+		r.settle <- nil
+		within(t, "word of a drop", r.dropped)
+		back := mirror{memory: &memory{t: t, data: make([]byte, testSize), auto: true}}
+		joined := make(chan error, 1)
+		go func() {
+			_, err := r.e.Join(t.Context(), Named{Name: "b", Member: back}, JoinOptions{})
+			joined <- err
+		}()
+		synctest.Wait()
+		if back.epoch() != 0 || len(joined) > 0 {
+			t.Error("the replica has adopted a session before the former one ended")
+		}
+		close(goOn)
+		if err := <-joined; err != nil {
+			t.Error(err)
+		}
+		r.close()
+	})
+}
+
+// TestHangingReplicaTakesNoTurn: a replica that does not answer when it is to join holds no turn, for which others wait.
+func TestHangingReplicaTakesNoTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 1, func(c *Config) {
+			c.Members[0].Member.(*memory).auto = true
+			c.Members[0].Member = mirror{memory: c.Members[0].Member.(*memory)}
+			c.Add = func(context.Context, int64, string) error { return nil }
+		})
+		hangs, turns := make(chan struct{}), 0
+		back := mirror{memory: &memory{t: t, data: make([]byte, testSize), auto: true}}
+		back.refuse = func(int64) error { <-hangs; return nil }
+		joined := make(chan error, 1)
+		go func() {
+			_, err := r.e.Join(t.Context(), Named{Name: "b", Member: back}, JoinOptions{
+				Turn: func(context.Context) (func(), error) { turns++; return func() { turns-- }, nil }})
+			joined <- err
+		}()
+		synctest.Wait()
+		if turns != 0 || len(joined) > 0 {
+			t.Errorf("the replica has not answered, and holds %d turns", turns)
+		}
+		close(hangs)
+		if err := <-joined; err != nil || turns != 0 {
+			t.Errorf("%v; %d turns are held after the end", err, turns)
+		}
+		r.close()
+	})
 }

@@ -73,7 +73,7 @@ func (r *joinRun) bringSnapshots(ctx context.Context, src, to Cutter, missing []
 			return err
 		}
 		if at.p.Full = at.p.Full || full; full {
-			if err := r.turn(ctx); err != nil {
+			if err := r.wholeTurn(ctx); err != nil {
 				return err
 			}
 		}

@@ -253,18 +253,30 @@ func (e *Engine) settled(d *drop, err error) {
 	if e.cfg.OnDrop != nil {
 		e.cfg.OnDrop(e.cfg.Members[d.m].Name, e.dropped[d.m])
 	}
-	gone := e.cfg.Members[d.m].Member
-	e.gone |= bit(d.m)
-	e.retire(d.m)
-	e.drops.Add(1)
-	go func() { // it waits for what the member still has
-		defer e.drops.Done()
-		_ = gone.Close() // nothing depends on a member that was dropped
-	}()
+	e.leave(d.m)
 	e.stalled.retry()
 	e.nextDrop()
 	e.settleWaiting()
 	e.unequal.soon()
+}
+
+// leave closes a dropped member, which waits for what the member still has. A Join of the same replica waits for the end.
+func (e *Engine) leave(m int) {
+	gone, ended := e.cfg.Members[m], make(chan struct{})
+	e.gone |= bit(m)
+	e.leaving[gone.Name] = ended
+	e.retire(m)
+	e.drops.Add(1)
+	go func() {
+		defer e.drops.Done()
+		_ = gone.Member.Close() // nothing depends on a member that was dropped
+		close(ended)
+		e.cfg.Loop.Post(func() {
+			if e.leaving[gone.Name] == ended {
+				delete(e.leaving, gone.Name)
+			}
+		})
+	}()
 }
 
 // settleWaiting looks again at what waited for a change of the members.

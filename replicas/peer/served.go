@@ -523,7 +523,10 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		}
 		return json.Marshal(t.rep.Info())
 	}
-	if x == nil {
+	switch {
+	case x == nil && h.kind == kindClose: // errSession would break the connection, and all other sessions with it
+		return nil, api.Errorf(api.Unavailable, "the session has ended already")
+	case x == nil:
 		return nil, errSession
 	}
 	switch h.kind {

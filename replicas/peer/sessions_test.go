@@ -262,3 +262,28 @@ func errorsOf(g *greedy, n int) []error {
 	}
 	return list
 }
+
+// TestCloseOfAnEndedSessionKeepsTheConnection: a replica ended a session, as another session's end does, and the engine
+// closes the session afterwards. The connection stays, with all other sessions.
+func TestCloseOfAnEndedSessionKeepsTheConnection(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	d, loop := newDialer(t, f.at), startLoop(t)
+	m := member(t, d, f, loop, nil)
+	c, err := d.lanesTo("far").get(t.Context(), m.lane)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const session = 1 << 20
+	if err := m.exchange(t.Context(), c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &Info{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.s.Release(f.uid); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.exchange(t.Context(), c, session, kindClose, struct{}{}, nil); !api.Is(err, api.Unavailable) {
+		t.Errorf("the end of a session that has ended: %v", err)
+	}
+	if err := c.cause(); err != nil {
+		t.Errorf("the connection broke: %v", err)
+	}
+}
