@@ -85,10 +85,10 @@ type Request struct {
 	// data, so a backend without knowledge of spans may write all of Buf. Nil: all.
 	Spans []Span
 	Err   error // outcome, set before Done is called; a syscall.Errno where the kernel said so
-	// Lent is set by a backend that answers a request with an error while a hanging disk may still use Buf, and
+	// Lease is set by a backend that answers a request with an error while a hanging disk may still use Buf, and
 	// by the backend of a request of which such a request was a part. A read then has another Buf than the
 	// submitted one, with the answer.
-	Lent *Lent
+	Lease *BufferLease
 	// Done is called exactly once, on the loop's thread.
 	Done func(*Request)
 	// Tag belongs to the submitter.

@@ -252,7 +252,7 @@ func (d *Data) bound(ctx context.Context, s *session) {
 	if d.api.Load() {
 		s.mates.most.Store(d.setting(ctx, settingLost))
 	}
-	fails, err := s.engine.Patience(ctx, time.Duration(s.mates.most.Load())*time.Second)
+	fails, err := s.engine.FailAfter(ctx, time.Duration(s.mates.most.Load())*time.Second)
 	if err != nil || s.mates.fails.Swap(fails) == fails {
 		return
 	}

@@ -123,7 +123,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 					break
 				}
 			}
-			if errors.Is(f.err, peer.ErrGivenUp) {
+			if errors.Is(f.err, peer.ErrAbandoned) {
 				f.held, f.err = true, api.Errorf(api.Unavailable, "replica %s of node %s: %w", name, f.spec.Node, f.err)
 			}
 			_ = m.Close() // the probe had no session

@@ -266,10 +266,10 @@ func (s *server) give(m slot) {
 }
 
 // lend leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
-func (s *server) lend(m slot, l *block.Lent) {
+func (s *server) lend(m slot, l *block.BufferLease) {
 	n := int64(classSize[m.class])
 	s.pool.lent += n
-	l.Until(func() {
+	l.OnRelease(func() {
 		s.pool.lent -= n
 		s.give(m)
 		s.feed()
@@ -362,13 +362,13 @@ func (r *request) finish(*block.Request) {
 	}
 	if r.slot.mem != nil {
 		c.used -= int64(classSize[r.slot.class])
-		if r.Lent.Back() {
+		if r.Lease.Released() {
 			c.srv.give(r.slot)
 		} else {
-			c.srv.lend(r.slot, r.Lent)
+			c.srv.lend(r.slot, r.Lease)
 		}
 	}
-	r.slot, r.Buf, r.Err, r.Lent, r.conn = slot{}, nil, nil, nil, nil
+	r.slot, r.Buf, r.Err, r.Lease, r.conn = slot{}, nil, nil, nil, nil
 	s := c.srv
 	s.free = append(s.free, r)
 	s.freed = true

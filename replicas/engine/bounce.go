@@ -162,9 +162,9 @@ func (o *op) giveBounce() {
 	} else {
 		delete(b.held, o.e)
 	}
-	if l := block.LentTo(o.lents...); !l.Back() {
+	if l := block.JoinLeases(o.leases...); !l.Released() {
 		lent := buf
-		l.Until(func() { b.put(lent) })
+		l.OnRelease(func() { b.put(lent) })
 		buf = aligned(bounceSize) // others need one
 	}
 	b.put(buf)
@@ -184,13 +184,13 @@ func (b *bounces) put(buf []byte) {
 	}
 }
 
-// lend takes note of memory that a member has answered for and may still use.
-func (o *op) lend(r *block.Request) {
-	if !r.Lent.Back() {
-		o.lents = append(o.lents, r.Lent)
+// noteLease takes note of memory that a member has answered for and may still use.
+func (o *op) noteLease(r *block.Request) {
+	if !r.Lease.Released() {
+		o.leases = append(o.leases, r.Lease)
 		o.renew = o.renew || o.reading
 	}
-	r.Lent = nil
+	r.Lease = nil
 }
 
 // otherMemory is for a read that is asked again, while a disk that hangs may still write to the memory of the first.
@@ -203,6 +203,6 @@ func (o *op) otherMemory(buf []byte) []byte {
 	at, b, old := cap(o.bounce)-cap(buf), o.bounces(), o.bounce
 	o.bounce = aligned(bounceSize)
 	copy(o.bounce, old)
-	block.LentTo(o.lents...).Until(func() { b.put(old) })
+	block.JoinLeases(o.leases...).OnRelease(func() { b.put(old) })
 	return o.bounce[at : at+len(buf)]
 }

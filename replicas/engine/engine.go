@@ -316,9 +316,9 @@ func (e *Engine) finish(o *op, err error) {
 	if o.bounce != nil {
 		o.giveBounce()
 	}
-	if len(o.lents) > 0 {
-		r.Lent = block.LentTo(o.lents...)
-		o.lents = nil
+	if len(o.leases) > 0 {
+		r.Lease = block.JoinLeases(o.leases...)
+		o.leases = nil
 	}
 	e.give(o)
 	r.Done(r)

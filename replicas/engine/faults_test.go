@@ -417,10 +417,10 @@ func (w *faulty) submit(busy map[int64]bool) {
 	mine := q.Buf
 	q.Done = func(q *block.Request) {
 		if mine != nil {
-			if q.Lent.Back() {
+			if q.Lease.Released() {
 				w.bufs = append(w.bufs, mine[:cap(mine)])
 			} else {
-				q.Lent.Until(func() { w.bufs = append(w.bufs, mine[:cap(mine)]) })
+				q.Lease.OnRelease(func() { w.bufs = append(w.bufs, mine[:cap(mine)]) })
 			}
 		}
 		for s := from; s < to; s++ {

@@ -187,10 +187,10 @@ func (e *Engine) Suspect(name string, why error) {
 	})
 }
 
-// Patience bounds how long I/O waits where all replicas are gone; 0: it waits as long as it takes. It is to be called
+// FailAfter bounds how long I/O waits where all replicas are gone; 0: it waits as long as it takes. It is to be called
 // every now and then. What waits for longer fails, and so does what comes, until a replica is back. It reports whether
 // I/O fails now.
-func (e *Engine) Patience(ctx context.Context, most time.Duration) (fails bool, err error) {
+func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool, err error) {
 	err = e.on(ctx, func() {
 		// One that goes on does not know which writes failed before it: intents stay until the next attach compares.
 		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Equalise

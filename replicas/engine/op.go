@@ -50,7 +50,7 @@ type op struct {
 	bounce []byte
 	pa, pb int64 // the piece under way, in whole blocks
 
-	lents []*block.Lent // memory that disks which hang may use
+	leases []*block.BufferLease // memory that disks which hang may use
 	renew bool          // a read needs other memory for that
 
 	gen  int64  // when it began
@@ -94,7 +94,7 @@ func (e *Engine) take(r *block.Request) *op {
 	o.slow, o.reading, o.waiting, o.again, o.probe = false, false, false, false, false
 	o.tried, o.sore, o.err, o.stage, o.lock = 0, 0, nil, stageHead, nil
 	o.unfetched, o.pause, o.due = 0, 0, 0
-	o.lents, o.renew = nil, false
+	o.leases, o.renew = nil, false
 	for len(o.subs) < len(e.cfg.Members) { // others have joined since it was made
 		e.more(o)
 	}
@@ -113,7 +113,7 @@ func (e *Engine) make() *op {
 func (e *Engine) more(o *op) {
 	o.subs = append(o.subs, block.Request{})
 	for k := range o.subs { // they may have moved
-		o.subs[k].Done = func(r *block.Request) { o.lend(r); o.answer(k, r.Err) }
+		o.subs[k].Done = func(r *block.Request) { o.noteLease(r); o.answer(k, r.Err) }
 	}
 }
 
@@ -247,7 +247,7 @@ func (o *op) ask(who set) {
 		if who.has(i) {
 			s := &o.subs[i]
 			s.Op, s.FUA, s.Off, s.Len, s.Buf, s.Err = o.out.Op, o.out.FUA, o.out.Off, o.out.Len, o.out.Buf, nil
-			s.Lent = nil
+			s.Lease = nil
 			o.e.cfg.Members[i].Member.Submit(s)
 		}
 	}

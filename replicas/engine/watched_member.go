@@ -74,7 +74,7 @@ type WatchedMember struct {
 type watchedSlot struct {
 	in         block.Request
 	out        *block.Request // nil: the engine's request was answered
-	lent       *block.Lent
+	lent       *block.BufferLease
 	since      time.Duration
 	prev, next *watchedSlot
 }
@@ -172,7 +172,7 @@ func (m *WatchedMember) answered(s *watchedSlot) {
 		out.Done(out)
 		return
 	}
-	lent.Return()
+	lent.Release()
 }
 
 // link records the state of the connection.
@@ -267,8 +267,8 @@ func (m *WatchedMember) answerAll(why error) {
 	for s := m.head; s != nil; s = m.head {
 		m.unlink(s)
 		m.left++
-		s.lent = &block.Lent{}
-		s.out.Err, s.out.Lent = why, s.lent
+		s.lent = &block.BufferLease{}
+		s.out.Err, s.out.Lease = why, s.lent
 		list = append(list, s.out)
 		s.out = nil
 	}

@@ -238,7 +238,7 @@ type fault struct {
 
 // codes are the errors that keep their identity.
 var codes = map[string]error{"restarted": ErrRestarted, "session": errSession, "failed": stack.ErrFailed,
-	"given up": ErrGivenUp, "not fetched": stack.ErrNotFetched}
+	"given up": ErrAbandoned, "not fetched": stack.ErrNotFetched}
 
 // errSession says that a server does not know the session any more. It is no answer: the client begins a new one.
 var errSession = api.Errorf(api.Unavailable, "the session has ended at the other side")
@@ -246,9 +246,9 @@ var errSession = api.Errorf(api.Unavailable, "the session has ended at the other
 // ErrRestarted says that the replica's machine restarted during the session.
 var ErrRestarted = stack.ErrRestarted
 
-// ErrGivenUp says of a replica that an engine gave it up and its disk has something of it still: nobody can have it
+// ErrAbandoned says of a replica that an engine gave it up and its disk has something of it still: nobody can have it
 // before the disk answers, but it has what it had. Of kind busy, so that a node which does not know it waits.
-var ErrGivenUp = api.Errorf(api.Busy, "it was given up, and its disk does not answer yet")
+var ErrAbandoned = api.Errorf(api.Busy, "it was given up, and its disk does not answer yet")
 
 // maxErrno is one more than the kernel's largest error number.
 const maxErrno = 4096

@@ -453,18 +453,18 @@ func TestBuffersOfAnAbandonedMember(t *testing.T) {
 		}
 	}
 	s.set(300*time.Millisecond, 600*time.Millisecond)
-	var leased []*block.Lent
+	var leased []*block.BufferLease
 	for range count {
 		r := within(t, "answer", answers)
 		if !api.Is(r.Err, api.Unavailable) {
 			t.Errorf("a request of an abandoned member: %v", r.Err)
 		}
-		if r.Lent != nil {
-			leased = append(leased, r.Lent)
+		if r.Lease != nil {
+			leased = append(leased, r.Lease)
 		}
 	}
 	back := make(chan bool, 1)
-	loop.Post(func() { back <- len(leased) == 1 && !leased[0].Back() })
+	loop.Post(func() { back <- len(leased) == 1 && !leased[0].Released() })
 	is := <-back
 	if c.cause() != nil {
 		t.Skip("the machine is so busy that the connection counts as silent: ", c.cause())
@@ -476,7 +476,7 @@ func TestBuffersOfAnAbandonedMember(t *testing.T) {
 		t.Errorf("the member is adopted while a buffer is in use: %v", err)
 	}
 	returned := make(chan struct{})
-	loop.Post(func() { leased[0].Until(func() { close(returned) }) })
+	loop.Post(func() { leased[0].OnRelease(func() { close(returned) }) })
 	select {
 	case <-returned:
 		t.Error("a buffer is back while the connection writes it")

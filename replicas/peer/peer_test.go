@@ -547,7 +547,7 @@ func at(addr string) func() string { return func() string { return addr } }
 
 // TestErrorsTravel: what callers look for in an error of a replica is in it on the other node, too.
 func TestErrorsTravel(t *testing.T) {
-	for _, want := range []error{ErrRestarted, errSession, stack.ErrFailed, ErrGivenUp} {
+	for _, want := range []error{ErrRestarted, errSession, stack.ErrFailed, ErrAbandoned} {
 		b, err := json.Marshal(faultOf(fmt.Errorf("replica r: %w", want)))
 		if err != nil {
 			t.Fatal(err)

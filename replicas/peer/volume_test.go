@@ -499,7 +499,7 @@ func TestGoneForLong(t *testing.T) {
 			}
 			n++
 		case <-tick.C:
-			if _, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
+			if _, err := c.e.FailAfter(context.Background(), 300*time.Millisecond); err != nil {
 				t.Fatal(err)
 			}
 			if time.Since(began) > 5*time.Minute {
@@ -513,7 +513,7 @@ func TestGoneForLong(t *testing.T) {
 	c.far[0].start()
 	for {
 		<-tick.C
-		if fails, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
+		if fails, err := c.e.FailAfter(context.Background(), 300*time.Millisecond); err != nil {
 			t.Fatal(err)
 		} else if !fails {
 			break
@@ -554,7 +554,7 @@ func TestBothGone(t *testing.T) {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for began := time.Now(); ; {
-		if _, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
+		if _, err := c.e.FailAfter(context.Background(), 300*time.Millisecond); err != nil {
 			t.Fatal(err)
 		}
 		select {
@@ -576,7 +576,7 @@ func TestBothGone(t *testing.T) {
 	}
 	for {
 		<-tick.C
-		if fails, err := c.e.Patience(context.Background(), 300*time.Millisecond); err != nil {
+		if fails, err := c.e.FailAfter(context.Background(), 300*time.Millisecond); err != nil {
 			t.Fatal(err)
 		} else if !fails {
 			break

@@ -343,7 +343,7 @@ func talkOfFaults(t *testing.T, m *Member, rep *told) {
 			t.Errorf("%v arrives for kind %v", err, k)
 		}
 	}
-	for _, want := range []error{ErrRestarted, stack.ErrFailed, ErrGivenUp, unix.ENOSPC} {
+	for _, want := range []error{ErrRestarted, stack.ErrFailed, ErrAbandoned, unix.ENOSPC} {
 		rep.want = func(string, []byte) ([]byte, error) { return nil, fmt.Errorf("it fails: %w", want) }
 		if err := m.Expand(ctx, 128<<20); !errors.Is(err, want) {
 			t.Errorf("%v arrives for %v", err, want)

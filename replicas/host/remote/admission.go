@@ -23,7 +23,7 @@ func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, erro
 		return l.Meta(), nil
 	}
 	if s.o.Watch.Abandoned(replica) {
-		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrGivenUp)
+		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrAbandoned)
 	}
 	s.openServedDisks(ctx)
 	disk, err := holder(s.o.Disks.Except(nil), replica)

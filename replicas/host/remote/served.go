@@ -26,7 +26,7 @@ func (s *Server) Open(ctx context.Context, uid, volume string) (peer.Replica, pe
 
 func (s *Server) openServed(ctx context.Context, uid, volume string) (peer.Replica, peer.Loop, error) {
 	if s.o.Watch.Abandoned(uid) {
-		return nil, nil, fmt.Errorf("replica %s: %w", uid, peer.ErrGivenUp)
+		return nil, nil, fmt.Errorf("replica %s: %w", uid, peer.ErrAbandoned)
 	}
 	s.openServedDisks(ctx)
 	if s.o.Host.APIReached() {
