@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 const awaySize = 8 << 20
@@ -120,7 +121,7 @@ func TestResumeOfMergedAway(t *testing.T) {
 	keep := func() { // as a crash leaves it that comes right after the seal
 		t.Helper()
 		var rec keptRecord
-		err := readMeta(d.fs, d.path(layersDir, half, keptFile), formatKept, &rec)
+		err := format.ReadMeta(d.fs, d.path(layersDir, half, keptFile), formatKept, &rec)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -129,8 +130,8 @@ func TestResumeOfMergedAway(t *testing.T) {
 			t.Fatal(err)
 		}
 		rec.UID = upper
-		if err := errors.Join(replaceFile(d.fs, d.path(layersDir, upper, keptMapFile), m),
-			writeMeta(d.fs, d.path(layersDir, upper, keptFile), formatKept, rec)); err != nil {
+		if err := errors.Join(format.ReplaceFile(d.fs, d.path(layersDir, upper, keptMapFile), m),
+			format.WriteMeta(d.fs, d.path(layersDir, upper, keptFile), formatKept, rec)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Layers are brought from another disk chunk by chunk, several at once. Each chunk is compared with its digest as it is
@@ -35,11 +36,11 @@ type BringOptions struct {
 // origin is what is brought.
 type origin struct {
 	size  int64
-	kinds *index // values are block.Kind
-	note  []byte // tells it from everything else
-	root  string // its digest, if it is known
+	kinds *format.Index // values are block.Kind
+	note  []byte        // tells it from everything else
+	root  string        // its digest, if it is known
 	// read fills a chunk of buf, holes and zeros as zeros, and verifies what it can.
-	read func(c int64, buf, scratch []byte) (chunkSums, error)
+	read func(c int64, buf, scratch []byte) (format.ChunkSums, error)
 }
 
 // Bring makes a layer of another disk a layer of this one. One that is here already is fine.
@@ -73,7 +74,7 @@ func (d *Disk) Bring(ctx context.Context, from *Disk, uid string, o BringOptions
 		return err
 	}
 	defer func() { _ = l.close() }() // read only
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return err
 	}
@@ -86,21 +87,21 @@ func (d *Disk) Bring(ctx context.Context, from *Disk, uid string, o BringOptions
 	if err != nil {
 		return err
 	}
-	read := func(c int64, buf, _ []byte) (chunkSums, error) {
+	read := func(c int64, buf, _ []byte) (format.ChunkSums, error) {
 		if err := readRuns(l.data, kinds, c, buf, block.Data); err != nil {
-			return chunkSums{}, err
+			return format.ChunkSums{}, err
 		}
 		sum, err := verified(sums, c, buf)
-		return chunkSums{sum, chunkCRCs(buf)}, err
+		return format.ChunkSums{Digest: sum, CRCs: format.ChunkCRCs(buf)}, err
 	}
 	return d.take(ctx, uid, origin{rec.Size, kinds, note, rec.Root, read}, o)
 }
 
 // readRuns fills buf, all of chunk c, with the blocks that have a value in the index; the others become zeros.
-func readRuns(h file.Handle, x *index, c int64, buf []byte, value block.Kind) error {
+func readRuns(h file.Handle, x *format.Index, c int64, buf []byte, value block.Kind) error {
 	first := c * chunkBlks
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
-		v, n := x.run(b, end)
+		v, n := x.Run(b, end)
 		part := buf[(b-first)<<blockBits:][:n<<blockBits]
 		if block.Kind(v) != value {
 			clear(part)
@@ -139,8 +140,8 @@ func (d *Disk) take(ctx context.Context, uid string, from origin, o BringOptions
 	if o.KeepEvery <= 0 {
 		t.o.KeepEvery = 5 * time.Second
 	}
-	for b := int64(0); b < from.kinds.blocks; {
-		v, n := from.kinds.run(b, from.kinds.blocks)
+	for b := int64(0); b < from.kinds.Blocks; {
+		v, n := from.kinds.Run(b, from.kinds.Blocks)
 		if block.Kind(v) == block.Data {
 			t.total += n << blockBits
 			t.bytes += max(min(b+n, upTo>>blockBits)-b, 0) << blockBits
@@ -225,7 +226,7 @@ func (t *taking) run(ctx context.Context) error {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		for c := range t.from.kinds.chunks() {
+		for c := range t.from.kinds.Chunks() {
 			if c < t.mark0() {
 				continue
 			}
@@ -269,10 +270,10 @@ func (t *taking) mark0() int64 {
 func (t *taking) chunk(ctx context.Context, c int64, buf, scratch []byte) error {
 	k := t.from.kinds
 	first := c * chunkBlks
-	n := min(chunkBlks, k.blocks-first)
+	n := min(chunkBlks, k.Blocks-first)
 	data := int64(0)
 	for b := first; b < first+n; {
-		v, m := k.run(b, first+n)
+		v, m := k.Run(b, first+n)
 		if block.Kind(v) == block.Data {
 			data += m << blockBits
 		}
@@ -364,7 +365,7 @@ func (t *taking) room(need int64) error {
 
 // allocate takes room for the data of the window of chunks that c is in, before the first of them is written: to ext4
 // several direct writes at once go on only where blocks are there already. It is no harm if it fails.
-func (w *layerWriter) allocate(c int64, kinds *index) {
+func (w *layerWriter) allocate(c int64, kinds *format.Index) {
 	const window = 32 // chunks
 	n := c / window
 	w.mu.Lock()
@@ -377,8 +378,8 @@ func (w *layerWriter) allocate(c int64, kinds *index) {
 	if done {
 		return
 	}
-	for b, end := n*window*chunkBlks, min((n+1)*window*chunkBlks, kinds.blocks); b < end; {
-		v, m := kinds.run(b, end)
+	for b, end := n*window*chunkBlks, min((n+1)*window*chunkBlks, kinds.Blocks); b < end; {
+		v, m := kinds.Run(b, end)
 		if block.Kind(v) == block.Data && m<<blockBits >= 64<<10 {
 			_ = unix.Fallocate(int(w.data.Fd()), unix.FALLOC_FL_KEEP_SIZE, b<<blockBits, m<<blockBits)
 		}
@@ -387,7 +388,7 @@ func (w *layerWriter) allocate(c int64, kinds *index) {
 }
 
 // putChunk writes a chunk whose kinds are known, with its digest and checksums. Nobody else writes to it.
-func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sums chunkSums) error {
+func (w *layerWriter) putChunk(c int64, kinds *format.Index, buf []byte, sums format.ChunkSums) error {
 	const small = 64 << 10 // less is better left to the page cache
 	first := c * chunkBlks
 	if _, err := w.check(c*chunkSize, int64(len(buf))); err != nil {
@@ -396,7 +397,7 @@ func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sums chunkSums
 	w.allocate(c, kinds)
 	cached := false
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
-		v, n := kinds.run(b, end)
+		v, n := kinds.Run(b, end)
 		if block.Kind(v) == block.Data {
 			part := buf[(b-first)<<blockBits:][:n<<blockBits]
 			h := w.direct
@@ -409,7 +410,7 @@ func (w *layerWriter) putChunk(c int64, kinds *index, buf []byte, sums chunkSums
 			w.wrote(int64(len(part)))
 		}
 		w.mu.Lock()
-		w.kinds.set(b, b+n, v)
+		w.kinds.Set(b, b+n, v)
 		w.mu.Unlock()
 		b += n
 	}

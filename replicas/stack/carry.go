@@ -6,6 +6,7 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // What a merge carries are blocks, and their checksums with them: those that the target gets are written into its own
@@ -29,8 +30,8 @@ func (d *Disk) bothHaveCRCs(g *Merge) (bool, error) {
 	if g.Up {
 		to, from = from, to
 	}
-	return to.Size >= from.Size && d.hasCRCs(g.Lower, crcsLength(lower.Size)) &&
-		d.hasCRCs(g.Upper, crcsLength(upper.Size)), errors.Join(lerr, uerr)
+	return to.Size >= from.Size && d.hasCRCs(g.Lower, format.CRCsLength(lower.Size)) &&
+		d.hasCRCs(g.Upper, format.CRCsLength(upper.Size)), errors.Join(lerr, uerr)
 }
 
 // openCRCs opens the checksums that move. Should the target have lost its own, none do.
@@ -58,7 +59,7 @@ func (w *merger) giveCRCs(off, n int64) error {
 	if err == nil && crcs == nil { // it has lost them
 		buf := alignedBuffer(int(n))
 		if _, err = w.from.ReadAt(buf, off); err == nil {
-			crcs = crcsOf(nil, buf)
+			crcs = format.AppendCRCs(nil, buf)
 		}
 	}
 	if err != nil {
@@ -79,12 +80,12 @@ func (w *merger) sync() error {
 // empty takes out of the other layer what the target has by now, up to where the merge is; off is where it was.
 func (w *merger) empty(off, done int64) error {
 	if w.spent != nil {
-		first, end := off>>blockBits>>crcPageBits, done>>blockBits>>crcPageBits
+		first, end := off>>blockBits>>format.CRCPageBits, done>>blockBits>>format.CRCPageBits
 		if done >= w.size {
-			end = crcsLength(w.size) / crcPageSize
+			end = format.CRCsLength(w.size) / format.CRCPageSize
 		}
 		if first < end {
-			if err := w.spent.Punch(first*crcPageSize, (end-first)*crcPageSize); err != nil {
+			if err := w.spent.Punch(first*format.CRCPageSize, (end-first)*format.CRCPageSize); err != nil {
 				return err
 			}
 		}
@@ -94,7 +95,7 @@ func (w *merger) empty(off, done int64) error {
 
 // forget has the checksums of a range read anew, once they have changed. On the loop, with no read under way.
 func (l *layer) forget(off, end int64) {
-	for n := off >> blockBits >> crcPageBits; n<<crcPageBits<<blockBits < end; n++ {
+	for n := off >> blockBits >> format.CRCPageBits; n<<format.CRCPageBits<<blockBits < end; n++ {
 		if page := l.pages[n]; page != nil && page.ready {
 			page.forget()
 		}
@@ -104,7 +105,7 @@ func (l *layer) forget(off, end int64) {
 // kinds are those of both layers in a page.
 func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
 	lower, upper = new([pageBlocks]block.Kind), new([pageBlocks]block.Kind)
-	return lower, upper, errors.Join(w.lower.m.load(p, lower), w.upper.m.load(p, upper))
+	return lower, upper, errors.Join(w.lower.m.Load(p, lower), w.upper.m.Load(p, upper))
 }
 
 // carry copies into the target what the other layer has to give in a window, and returns how far that is: no more than

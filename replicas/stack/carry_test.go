@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // checksummed has every block of a layer match its own checksum: reads would ask the digest where one does not.
@@ -24,13 +25,13 @@ func checksummed(t *testing.T, d *Disk, uid string) {
 		t.Fatal(err)
 	}
 	defer func() { _ = l.close() }()
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil || l.crcs == nil {
 		t.Fatalf("checksums %v, %v", l.crcs, err)
 	}
 	buf := alignedBuffer(int(blockSize))
-	for b := int64(0); b < kinds.blocks; b++ {
-		if v, n := kinds.run(b, kinds.blocks); block.Kind(v) != block.Data {
+	for b := int64(0); b < kinds.Blocks; b++ {
+		if v, n := kinds.Run(b, kinds.Blocks); block.Kind(v) != block.Data {
 			b += n - 1
 			continue
 		}
@@ -64,7 +65,7 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 			t.Fatal(err)
 		}
 		change(t, d, &m)
-		if err := writeMeta(d.fs, d.path(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
+		if err := format.WriteMeta(d.fs, d.path(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
 			t.Fatal(err)
 		}
 	},
@@ -116,7 +117,7 @@ var (
 		m.Merge = &Merge{Lower: m.Layers[1], Upper: m.Layers[2], Result: string(api.NewUID())}
 		for _, uid := range m.Layers[1:] {
 			dir := d.path(layersDir, uid)
-			if err := errors.Join(writeFile(d.fs, dir+"/"+mergingFile, []byte(m.UID)), d.fs.SyncDir(dir)); err != nil {
+			if err := errors.Join(format.WriteFile(d.fs, dir+"/"+mergingFile, []byte(m.UID)), d.fs.SyncDir(dir)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -161,10 +162,10 @@ func TestMergeMovesChecksums(t *testing.T) {
 	defer plain.Close()
 	var scattered, dense []int64
 	for k := range int64(pages) {
-		scattered = append(scattered, k<<crcPageBits+5)
+		scattered = append(scattered, k<<format.CRCPageBits+5)
 	}
 	for k := range int64(2 * pages) {
-		dense = append(dense, pages<<crcPageBits+k)
+		dense = append(dense, pages<<format.CRCPageBits+k)
 	}
 	for _, up := range []bool{true, false} {
 		d, f := tap(t, plain)
@@ -239,8 +240,8 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 		if err := r.onLoop(func() {
 			to := r.layers[1]
 			for n, page := range to.pages {
-				have := make([]byte, crcPageSize)
-				if _, err := w.upper.crcs.ReadAt(have, n*crcPageSize); err != nil || string(have) != string(page.crc) {
+				have := make([]byte, format.CRCPageSize)
+				if _, err := w.upper.crcs.ReadAt(have, n*format.CRCPageSize); err != nil || string(have) != string(page.crc) {
 					t.Errorf("page %d is not what the file says, %v", n, err)
 				}
 			}

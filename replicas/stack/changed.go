@@ -140,15 +140,15 @@ func (r *Replica) markLayer(uid string, found *pieces) (err error) {
 		defer func() { err = errors.Join(err, l.close()) }()
 	}
 	kinds := new([pageBlocks]block.Kind)
-	for p := range int((l.m.length()>>blockBits + pageBlocks - 1) >> pageBits) {
+	for p := range int((l.m.Length()>>blockBits + pageBlocks - 1) >> pageBits) {
 		at := int64(p) * pageSize
-		if kind, ok := l.m.uniform(p); ok {
+		if kind, ok := l.m.Uniform(p); ok {
 			if kind != block.Hole {
-				found.mark(at, min(at+pageSize, l.m.length()))
+				found.mark(at, min(at+pageSize, l.m.Length()))
 			}
 			continue
 		}
-		if err := l.m.load(p, kinds); err != nil {
+		if err := l.m.Load(p, kinds); err != nil {
 			return err
 		}
 		for i, k := range kinds {
@@ -163,9 +163,9 @@ func (r *Replica) markLayer(uid string, found *pieces) (err error) {
 // markHead does so for the head. In the worker, which has the record of zeros.
 func (r *Replica) markHead(found *pieces) (err error) {
 	r.work.do(func() {
-		z := &r.log.zeros
-		for b := int64(0); b < z.blocks; {
-			v, n := z.run(b, z.blocks)
+		z := &r.log.Zeros
+		for b := int64(0); b < z.Blocks; {
+			v, n := z.Run(b, z.Blocks)
 			if v == 1 {
 				found.mark(b<<blockBits, (b+n)<<blockBits)
 			}

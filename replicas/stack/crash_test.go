@@ -18,6 +18,7 @@ import (
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // power is a disk that can lose power, and the loop of the process that uses it.
@@ -58,7 +59,7 @@ func ramDir(t testing.TB) string {
 func freshPower(t testing.TB, loop *uring.Loop) *power {
 	t.Helper()
 	p := newPower(t, loop, ramDir(t))
-	if err := format(p.fs, p.root); err != nil {
+	if err := initDisk(p.fs, p.root); err != nil {
 		t.Fatal(err)
 	}
 	return p
@@ -164,7 +165,7 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 		if b%256 == 0 {
 			n := min(1<<20, r.meta.Size-b<<blockBits)
 			mustIssue(t, on, r, block.OpRead, b<<blockBits, n, many[:n])
-			if !told[b/256] && isZero(many[:n]) {
+			if !told[b/256] && format.IsZero(many[:n]) {
 				b += 255
 				continue
 			}

@@ -5,71 +5,20 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
-	"io"
 	"io/fs"
 	"os"
 	"slices"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Beside the digest of each chunk a finished layer has a checksum of each block, since a digest of 2 MiB cannot be
 // computed at every read. It decides nothing by itself: where it does not match, the digest of the chunk tells whether
 // the block is damaged or its checksum.
 
-const (
-	crcsFile    = "crcs"
-	crcSize     = 4
-	crcPageBits = 10                      // blocks per page of the file, which is what is read of it at once
-	crcPageBlks = int64(1) << crcPageBits //
-	crcPageSize = crcPageBlks * crcSize   // one block
-	crcsInChunk = int(chunkSize>>blockBits) * crcSize
-)
-
-// crcsLength is the length of the file, whole pages.
-func crcsLength(size int64) int64 {
-	return (size>>blockBits + crcPageBlks - 1) >> crcPageBits * crcPageSize
-}
-
-func blockCRC(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
-
-// crcsOf are the checksums of the blocks in buf.
-func crcsOf(dst, buf []byte) []byte {
-	for ; len(buf) > 0; buf = buf[blockSize:] {
-		dst = binary.LittleEndian.AppendUint32(dst, blockCRC(buf[:blockSize]))
-	}
-	return dst
-}
-
-// chunkCRCs are those of a chunk, whose content is buf.
-func chunkCRCs(buf []byte) []byte { return crcsOf(make([]byte, 0, crcsInChunk), buf) }
-
-// putCRCs writes those of chunk c, whose content is buf.
-func putCRCs(h io.WriterAt, c int64, buf []byte) error {
-	_, err := h.WriteAt(chunkCRCs(buf), c*int64(crcsInChunk))
-	return err
-}
-
-// takeCRCs takes over those of a chunk that stays what it is. Where there are none, reads ask the digest.
-func takeCRCs(to, from file.Handle, c int64) error {
-	var room [crcsInChunk]byte
-	if from == nil {
-		return nil
-	}
-	n, err := from.ReadAt(room[:], c*int64(crcsInChunk))
-	if err != nil && !errors.Is(err, io.EOF) {
-		return fmt.Errorf("checksums of chunk %d: %w", c, err)
-	}
-	_, err = to.WriteAt(room[:n], c*int64(crcsInChunk))
-	return err
-}
-
-// sealCRCs gives the file its length and makes it durable.
-func sealCRCs(h file.Handle, size int64) error {
-	return errors.Join(h.Truncate(crcsLength(size)), h.Datasync(), h.Chmod(0o444))
-}
+const crcsFile = "crcs"
 
 // openCRCs opens the checksums of a finished layer; one that was made before there were any has none.
 func (d *Disk) openCRCs(uid string, size int64, flag int) (file.Handle, error) {
@@ -80,7 +29,7 @@ func (d *Disk) openCRCs(uid string, size int64, flag int) (file.Handle, error) {
 	if err != nil {
 		return nil, err
 	}
-	if st, err := h.Stat(); err != nil || st.Size() != crcsLength(size) {
+	if st, err := h.Stat(); err != nil || st.Size() != format.CRCsLength(size) {
 		return nil, errors.Join(err, h.Close()) // it is as good as none, and made anew
 	}
 	return h, nil
@@ -96,7 +45,7 @@ func (d *Disk) hasCRCs(uid string, length int64) bool {
 // none, so that every read of them is looked at.
 func (d *Disk) makeCRCs(ctx context.Context, uid string, each eachBy) error {
 	rec, err := d.layerRecord(uid)
-	if err != nil || d.hasCRCs(uid, crcsLength(rec.Size)) {
+	if err != nil || d.hasCRCs(uid, format.CRCsLength(rec.Size)) {
 		return nil
 	}
 	l, err := d.openLayer(uid, d.direct) // nobody begins to merge it meanwhile
@@ -104,7 +53,7 @@ func (d *Disk) makeCRCs(ctx context.Context, uid string, each eachBy) error {
 		return err
 	}
 	defer func() { _ = l.close() }() // read only
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return err
 	}
@@ -122,21 +71,21 @@ func (d *Disk) makeCRCs(ctx context.Context, uid string, each eachBy) error {
 		return err
 	}
 	err = each(ctx, kinds, func(c int64, buf []byte) error {
-		k := kinds.chunk(c)
-		if !k.data {
+		k := kinds.Chunk(c)
+		if !k.Data {
 			return nil
 		}
 		var want [sumSize]byte
 		if _, err := sums.ReadAt(want[:], sumsHeader+c*sumSize); err != nil {
 			return err
 		}
-		if sum, err := chunkSum(l.data, k, c, l.rec.Size, buf); err != nil || sum != want {
+		if sum, err := format.ChunkSum(l.data, k, c, l.rec.Size, buf); err != nil || sum != want {
 			return nil
 		}
-		return putCRCs(h, c, buf[:min(chunkSize, l.rec.Size-c*chunkSize)])
+		return format.PutCRCs(h, c, buf[:min(chunkSize, l.rec.Size-c*chunkSize)])
 	})
 	if err == nil {
-		err = sealCRCs(h, l.rec.Size)
+		err = format.SealCRCs(h, l.rec.Size)
 	}
 	if err = errors.Join(err, h.Close()); err != nil {
 		return errors.Join(err, d.fs.Remove(name+".tmp"))
@@ -154,12 +103,12 @@ func (d *Disk) rightCRCs(l *layer, c int64, buf []byte) error {
 		return err
 	}
 	defer h.Close()
-	var have, want [crcsInChunk]byte
-	w := crcsOf(want[:0], buf)
-	if _, err := h.ReadAt(have[:len(w)], c*int64(crcsInChunk)); err == nil && slices.Equal(have[:len(w)], w) {
+	var have, want [format.ChunkCRCsSize]byte
+	w := format.AppendCRCs(want[:0], buf)
+	if _, err := h.ReadAt(have[:len(w)], c*int64(format.ChunkCRCsSize)); err == nil && slices.Equal(have[:len(w)], w) {
 		return nil
 	}
-	_, err = h.WriteAt(w, c*int64(crcsInChunk))
+	_, err = h.WriteAt(w, c*int64(format.ChunkCRCsSize))
 	return errors.Join(err, h.Datasync())
 }
 
@@ -167,9 +116,9 @@ func (d *Disk) rightCRCs(l *layer, c int64, buf []byte) error {
 // Holes have no checksum.
 func (l *layer) compare(p []byte, off int64) error {
 	first, end := off>>blockBits, (off+int64(len(p))+blockSize-1)>>blockBits
-	from := first >> crcPageBits
-	crcs := alignedBuffer(int(((end-1)>>crcPageBits - from + 1) * crcPageSize))
-	if n, err := l.crcs.ReadAt(crcs, from*crcPageSize); n < len(crcs) {
+	from := first >> format.CRCPageBits
+	crcs := alignedBuffer(int(((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize))
+	if n, err := l.crcs.ReadAt(crcs, from*format.CRCPageSize); n < len(crcs) {
 		return l.judged(p, off, fmt.Errorf("checksums: %w", err))
 	}
 	var part []byte
@@ -188,8 +137,8 @@ func (l *layer) compare(p []byte, off int64) error {
 			}
 			copy(p[max(at, 0):min(at+blockSize, int64(len(p)))], whole[max(-at, 0):])
 		}
-		want := binary.LittleEndian.Uint32(crcs[(b-from<<crcPageBits)*crcSize:])
-		if blockCRC(whole) != want && (want != 0 || !isZero(whole)) {
+		want := binary.LittleEndian.Uint32(crcs[(b-from<<format.CRCPageBits)*crcSize:])
+		if format.BlockCRC(whole) != want && (want != 0 || !format.IsZero(whole)) {
 			return l.judged(p, off, api.Errorf(api.Corrupt, "block %d does not match its checksum", b))
 		}
 	}

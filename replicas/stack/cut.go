@@ -17,34 +17,35 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
-// Cut makes an immutable layer of what an open replica holds, and puts a new head on it. It moves no data.
+// Cut freezes the head of an open replica into an immutable layer, and puts a new head on top. A cut moves no data.
 //
-// No I/O waits for the disk. The new head is there beforehand, the old one has a second name as a layer, and the new
-// stack.json is written beside the old one. Its rename commits while writes go on, to what is the head in memory and a
-// layer on the disk: should the process end now, the layer is what was there at that moment, and so is the volume. Then
-// the loop's thread turns to the new head between two requests: that is the instant of the cut. Writes under way
-// belong to the layer and are waited for, but hold nobody up. Only discards under way do: what comes after them is
-// held back until they are over. The layer counts as durable when Do returns; until then flushes wait.
+// No I/O waits for the disk. PrepareCut makes the new head, gives the old head a second name as a layer, and writes the
+// new stack.json beside the current file. Do renames stack.json, which commits the cut, while writes continue to the
+// file that is the head in memory and a layer on the disk: if the process ends now, the layer and the volume hold the
+// content of that moment. Then the loop's thread switches to the new head between two requests: the instant of the cut.
+// Writes in progress belong to the layer; Do waits for them and delays no other I/O. Discards in progress delay the
+// requests behind them. The layer is durable when Do returns; until then flushes wait.
 type Cut struct {
 	r        *Replica
 	snapshot Snapshot
 	was, now Meta // now is written as the file beside stack.json
 	head     file.Handle
-	log      *zeroLog
-	making   bool // what clean removes may be there, and is this cut's
+	log      *format.ZeroLog
+	making   bool // files that clean removes may exist, and belong to this cut
 	ended    bool
 
-	// Of a cut that is there:
+	// Set at the instant of the cut:
 	old     *layer // of the old head
-	oldLog  *zeroLog
+	oldLog  *format.ZeroLog
 	writing *writes // to the old head
 }
 
-// PrepareCut begins a cut that gives the layer of snapshot.Layer, a new uid, that snapshot's name; without a name it is
-// a layer that no snapshot has. Others that hold the same can be given that layer too. Between it and Do or Abort the
-// replica does nothing else. The replica must be in a session.
+// PrepareCut begins a cut: the new layer gets the uid s.Layer and belongs to snapshot s; without a name, to no
+// snapshot. The snapshots also get the same layer. Until Do or Abort the replica does nothing else. The replica must be
+// in a session.
 func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) (_ *Cut, err error) {
 	r.mu.Lock()
 	defer func() {
@@ -82,7 +83,7 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 			c.now.Snapshots = append(c.now.Snapshots, s)
 		}
 	}
-	// What is written already need not be synced in the end.
+	// The last sync of the cut has less to write after this one.
 	if err := errors.Join(r.recordZeros(), r.syncNow()); err != nil {
 		return nil, err
 	}
@@ -115,12 +116,12 @@ func (c *Cut) prepare() (err error) {
 		return api.Errorf(api.Exists, "there is a layer %s already", c.snapshot.Layer)
 	}
 	if _, err := d.fs.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
-		return errors.Join(unread, err) // it may be what such a record names
+		return errors.Join(unread, err) // an unreadable record may name the layer
 	}
 	c.making = true
-	r.work.do(func() { r.log.twice = true })
+	r.work.do(func() { r.log.Linked = true })
 	old, next := r.dir+"/"+c.was.Head, r.dir+"/"+c.now.Head
-	for _, name := range []string{c.dir(), next + dataSuffix, next + zeroSuffix} { // of a cut that a crash ended
+	for _, name := range []string{c.dir(), next + dataSuffix, next + zeroSuffix} { // left by a crash during a cut
 		if err := file.RemoveAll(d.fs, name); err != nil {
 			return err
 		}
@@ -135,7 +136,7 @@ func (c *Cut) prepare() (err error) {
 		return err
 	}
 	rec := frozenRecord{c.snapshot.Layer, c.was.Size, time.Now().UTC().Truncate(time.Second)}
-	if err := writeMeta(d.fs, c.dir()+"/"+frozenFile, formatFrozen, rec); err != nil {
+	if err := format.WriteMeta(d.fs, c.dir()+"/"+frozenFile, formatFrozen, rec); err != nil {
 		return err
 	}
 	if c.head, err = d.fs.Open(next+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL|d.direct, 0o600); err != nil {
@@ -147,32 +148,32 @@ func (c *Cut) prepare() (err error) {
 	if err := errors.Join(c.head.Truncate(c.was.Size), c.head.Datasync()); err != nil {
 		return err
 	}
-	if err := writeFile(d.fs, next+zeroSuffix, zeroHeader()); err != nil {
+	if err := format.WriteFile(d.fs, next+zeroSuffix, format.ZeroHeader()); err != nil {
 		return err
 	}
-	if c.log, err = openZeroLog(d.fs, next+zeroSuffix, c.was.Size>>blockBits); err != nil {
+	if c.log, err = format.OpenZeroLog(d.fs, next+zeroSuffix, c.was.Size>>blockBits); err != nil {
 		return err
 	}
-	c.log.reserve()
-	data, err := encodeMeta(formatStack, c.now.record())
+	c.log.Reserve()
+	data, err := format.EncodeMeta(formatStack, c.now.record())
 	if err != nil {
 		return err
 	}
 	// All names but the one that commits are durable.
-	return errors.Join(writeFile(d.fs, c.beside(), data), d.fs.SyncDir(d.path(layersDir)), d.fs.SyncDir(r.dir))
+	return errors.Join(format.WriteFile(d.fs, c.beside(), data), d.fs.SyncDir(d.path(layersDir)), d.fs.SyncDir(r.dir))
 }
 
 func (c *Cut) beside() string { return c.r.dir + "/" + stackFile + ".cut" }
 
-// clean removes what was prepared.
+// clean removes the prepared files.
 func (c *Cut) clean() error {
 	if !c.making {
 		return nil
 	}
-	c.r.work.do(func() { c.r.log.twice = false })
+	c.r.work.do(func() { c.r.log.Linked = false })
 	var errs []error
 	if c.log != nil {
-		errs = append(errs, c.log.close())
+		errs = append(errs, c.log.Close())
 	}
 	if c.head != nil {
 		errs = append(errs, c.head.Close())
@@ -184,7 +185,7 @@ func (c *Cut) clean() error {
 	return errors.Join(errs...)
 }
 
-// Abort ends a cut that was not done.
+// Abort ends a prepared cut without effect. After Do it does nothing.
 func (c *Cut) Abort() error {
 	if c.ended {
 		return nil
@@ -194,21 +195,22 @@ func (c *Cut) Abort() error {
 	return c.r.name(c.clean())
 }
 
-// Hold keeps new I/O back until release; it returns when none is under way. Holds of several replicas make one instant.
+// Hold holds new I/O until release, and returns when no I/O is in progress. Holds of several replicas make one instant.
 func (r *Replica) Hold(ctx context.Context) (release func(), err error) { return r.quiesce(ctx) }
 
-// Hold keeps new I/O of the replica back until release; it returns when none is under way. Where nothing of it
-// ends any more the error is of kind busy, and nothing is held.
+// Hold holds new I/O of the replica until release, and returns when no I/O is in progress. If I/O stops ending, Hold
+// releases all I/O and fails with an error of kind busy.
 func (c *Cut) Hold(ctx context.Context) (release func(), err error) { return c.r.holdWhile(ctx) }
 
-// Do commits the cut. After an error that leaves it open whether the disk has it, the replica takes no more writes.
+// Do commits the cut. After an error that leaves the commit open, the replica takes no more writes.
 func (c *Cut) Do(ctx context.Context) error { return Together(ctx, c) }
 
-// Together commits cuts of several replicas, of any disks and loops, at one instant: none of them turns to its new head
-// before all are committed, and their I/O is held back meanwhile. After an error some may be there and others not.
+// Together commits cuts of several replicas, on any disks and loops, at one instant: no replica switches to its new
+// head before all cuts are committed, and Together holds their I/O meanwhile. After an error only some cuts may be
+// committed.
 func Together(ctx context.Context, cuts ...*Cut) (err error) {
 	defer func() {
-		for _, c := range cuts { // those that were not begun
+		for _, c := range cuts { // without effect on cuts that began
 			err = errors.Join(err, c.Abort())
 		}
 	}()
@@ -264,26 +266,26 @@ func (c *Cut) commit() error {
 	}
 	if err := d.fs.SyncDir(r.dir); err != nil {
 		c.unknown(err)
-		return fmt.Errorf("%w: %w", errUnsure, err)
+		return fmt.Errorf("%w: %w", format.ErrUnsure, err)
 	}
 	return nil
 }
 
-// unknown ends a cut of which nobody knows whether the disk has it.
+// unknown ends a cut that may or may not be committed on the disk.
 func (c *Cut) unknown(err error) {
 	r := c.r
 	r.unknown(err)
-	r.strays = append(r.strays, c.head, c.log.h) // whoever opens the replica next finds nobody in them
+	r.strays = append(r.strays, c.head, c.log.File) // whoever opens the replica next finds nobody in them
 }
 
-// undo takes a cut back that was committed and did not come to its instant. Where somebody has named its layer since,
-// nothing more may be written to that: whoever opens the replica next has the cut.
+// undo rolls back a committed cut before its instant. If another record references the layer already, the replica must
+// not write to the layer any more: the next opener of the replica finds the cut.
 func (c *Cut) undo() error {
 	d := c.r.disk
 	unlock, err := d.lock()
 	if err == nil {
 		defer unlock()
-		all, _, _ := d.namings() // what cannot be read is older than the layer
+		all, _, _ := d.namings() // an unreadable record is older than the layer
 		for _, n := range all {
 			if n.replica != c.was.UID && slices.Contains(n.layers, c.snapshot.Layer) {
 				err = api.Errorf(api.InUse, "layer %s, which was to be taken back, is named already", c.snapshot.Layer)
@@ -295,13 +297,13 @@ func (c *Cut) undo() error {
 	}
 	if err != nil {
 		c.unknown(err)
-		return fmt.Errorf("%w: %w", errUnsure, err)
+		return fmt.Errorf("%w: %w", format.ErrUnsure, err)
 	}
 	return c.clean()
 }
 
-// turn has the data paths of all cuts turn to the new heads, at one instant. A single one has no need to hold I/O back,
-// unless discards are under way.
+// turn switches the data paths of all cuts to the new heads, at one instant. A single cut holds no I/O unless discards
+// are in progress.
 func turn(ctx context.Context, cuts []*Cut) error {
 	if len(cuts) == 1 {
 		if err := cuts[0].turn(false); err != nil || cuts[0].old != nil {
@@ -322,10 +324,10 @@ func turn(ctx context.Context, cuts []*Cut) error {
 	return errors.Join(errs...)
 }
 
-// turn puts the new head in place, unless I/O is not held and some is under way that must not see that.
+// turn switches to the new head, unless I/O is not held and a request in progress depends on the old head.
 func (c *Cut) turn(held bool) (err error) {
 	r := c.r
-	// The worker does not look meanwhile.
+	// The worker reads none of the fields meanwhile.
 	r.work.do(func() {
 		err = r.onLoop(func() {
 			if !held && !r.calm() {
@@ -333,11 +335,11 @@ func (c *Cut) turn(held bool) (err error) {
 			}
 			value := fromLayer + uint16(len(r.layers))
 			c.old = &layer{rec: layerRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created},
-				data: r.head, disk: r.disk, m: &frozenMap{size: c.was.Size, data: r.head, zeros: r.log.zeros}}
+				data: r.head, disk: r.disk, m: &frozenMap{size: c.was.Size, data: r.head, zeros: r.log.Zeros}}
 			c.oldLog, c.writing = r.log, r.now
 			c.writing.seal(value, r.takeZeros())
 			r.now = &writes{value: fromHead}
-			r.idx.change(fromHead, value)
+			r.idx.Change(fromHead, value)
 			r.layers, r.fds = append(r.layers, c.old), append(r.fds, r.fds[0])
 			r.metaMu.Lock()
 			r.head, r.meta = c.head, c.now
@@ -350,19 +352,19 @@ func (c *Cut) turn(held bool) (err error) {
 	return err
 }
 
-// settle makes the layer durable, lets the flushes go that wait for that, and takes the head's old names away.
+// settle makes the layer durable, starts the flushes that wait for the layer, and removes the old names of the head.
 func (c *Cut) settle() error {
 	r, old, log := c.r, c.old, c.oldLog
 	<-c.writing.over
-	_ = c.writing.forget() // what it wrote is synced below
+	_ = c.writing.forget() // the sync below covers the file
 	var err error
 	r.work.do(func() {
-		if err = log.add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.data.Fd()), c.writing.zeros) {
+		if err = log.Add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.data.Fd()), c.writing.zeros) {
 			err = nil
 		}
-		err = errors.Join(err, log.sync(), log.close())
+		err = errors.Join(err, log.Sync(), log.Close())
 	})
-	// It is no head any more: readers may have it.
+	// The file is no head any more: readers may open the layer.
 	err = errors.Join(err, old.data.Datasync(), flock(old.data, unix.LOCK_UN))
 	lerr := r.onLoop(func() {
 		if r.cutting--; err != nil {
@@ -401,7 +403,7 @@ func (r *Replica) Cut(ctx context.Context, s Snapshot, also ...Snapshot) error {
 	return c.Do(ctx)
 }
 
-// tidyHeads removes what a cut that a crash ended left in a replica's folder: names of other heads than its own.
+// tidyHeads removes the files of other heads from a replica's folder, which a crash during a cut leaves.
 func (d *Disk) tidyHeads(dir, head string) error {
 	entries, err := d.fs.ReadDir(dir)
 	if err != nil {

@@ -256,7 +256,7 @@ func TestPrepareCutRunsOutOfTime(t *testing.T) {
 		}
 	}
 	r.work.do(func() {
-		if r.log.twice {
+		if r.log.Linked {
 			t.Error("the record of zeros is written as if a cut were under way")
 		}
 	})

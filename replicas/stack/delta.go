@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Delta tells, from the maps alone, which blocks of one stack of layers may differ from those of another: where both
@@ -17,14 +18,14 @@ type Delta struct {
 	base, target []*layer
 	common       int // layers that both begin with
 
-	none index // no head, no zeros in it
+	none format.Index // no head, no zeros in it
 	page int
 	a, b []uint16
 }
 
 // Delta opens two stacks of finished or frozen layers, bottom first. Size is that of the target.
 func (d *Disk) Delta(base, target []string, size int64) (_ *Delta, err error) {
-	x := &Delta{size: size, none: newIndex(size>>blockBits, 0), page: -1}
+	x := &Delta{size: size, none: format.NewIndex(size>>blockBits, 0), page: -1}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, x.Close())
@@ -126,7 +127,7 @@ func (x *Delta) differs(b int64) (bool, error) {
 	if p := int(b >> pageBits); p != x.page {
 		x.a, x.b, x.page = nil, nil, p
 		if !x.untouched(p) {
-			x.a, x.b = make([]uint16, x.none.pageLen(p)), make([]uint16, x.none.pageLen(p))
+			x.a, x.b = make([]uint16, x.none.PageLen(p)), make([]uint16, x.none.PageLen(p))
 			if err := errors.Join(resolve(x.a, p, x.base, &x.none, -1), resolve(x.b, p, x.target, &x.none, -1)); err != nil {
 				return false, fmt.Errorf("map: %w", err)
 			}
@@ -146,7 +147,7 @@ func (x *Delta) differs(b int64) (bool, error) {
 // know.
 func (x *Delta) untouched(p int) bool {
 	for _, l := range append(slices.Clone(x.base[x.common:]), x.target[x.common:]...) {
-		if kind, ok := l.m.uniform(p); !ok || kind != block.Hole {
+		if kind, ok := l.m.Uniform(p); !ok || kind != block.Hole {
 			return false
 		}
 	}

@@ -26,6 +26,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Disk is one folder of a node that holds layers, replicas and images.
@@ -64,6 +65,7 @@ type diskRecord struct {
 
 const (
 	diskFile   = "drover-disk.json"
+	formatDisk = "drover-disk"
 	lockFile   = "lock"
 	layersDir  = "layers"
 	replicaDir = "replicas"
@@ -80,14 +82,14 @@ func Add(ctx context.Context, path string) (*Disk, error) {
 	if err := Probe(ctx, path); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	if err := format(file.OS, path); err != nil {
+	if err := initDisk(file.OS, path); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, classify(err))
 	}
 	return Open(path)
 }
 
-// format writes drover-disk.json, the commit point of a new disk, unless it is there.
-func format(fsys file.FS, path string) error {
+// initDisk writes drover-disk.json, the commit point of a new disk, unless it is there.
+func initDisk(fsys file.FS, path string) error {
 	h, err := fsys.Open(filepath.Join(path, lockFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -97,7 +99,7 @@ func format(fsys file.FS, path string) error {
 		return err
 	}
 	var rec diskRecord
-	err = readMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec)
+	err = format.ReadMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec)
 	if err == nil || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -113,7 +115,7 @@ func format(fsys file.FS, path string) error {
 				"or empty the folder to start anew", diskFile, dir, diskFile)
 		}
 	}
-	return writeMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})
+	return format.WriteMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})
 }
 
 // Open opens a disk that Add has made.
@@ -121,7 +123,7 @@ func Open(path string) (*Disk, error) { return openOn(file.OS, path) }
 
 func openOn(fsys file.FS, path string) (*Disk, error) {
 	var rec diskRecord
-	if err := readMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec); err != nil {
+	if err := format.ReadMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, api.Errorf(api.NotFound, "disk %s: it is not a disk of Drover, or is not mounted: %w", path, err)
 		}

@@ -5,6 +5,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A replica answers reads of blocks that its disk still fetches, and reports fetches to those who ask again.
@@ -17,7 +18,7 @@ var ErrNotFetched = api.Errorf(api.Busy, "a block of the layer has to be fetched
 func (r *Replica) fetched(q *block.Request) bool {
 	all := true
 	for b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits; b < end; {
-		v, n := r.idx.run(b, end)
+		v, n := r.idx.Run(b, end)
 		if v > fromHead {
 			if h := r.layers[v-fromLayer].hy; h != nil && !h.ready(b<<blockBits, n<<blockBits) {
 				all = false
@@ -52,7 +53,7 @@ func (r *Replica) follow(l *layer) {
 	r.hydrates = true
 	l.hy.listen(l, func(c int64) {
 		r.ring.Post(func() {
-			if page := l.pages[c*chunkBlks>>crcPageBits]; c >= 0 && page != nil && page.ready {
+			if page := l.pages[c*chunkBlks>>format.CRCPageBits]; c >= 0 && page != nil && page.ready {
 				page.forget() // it may be older than the chunk
 			}
 			r.tellSource()

@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // fetching is a layer of data that a disk reads from another machine, and a replica that stands on it.
@@ -113,7 +114,7 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	compareAll(t, loop, r, model)
 	crcs, err := os.ReadFile(d.path(hydratingDir, layer, crcsFile))
-	if err != nil || !bytes.Equal(crcs[:crcsInChunk], chunkCRCs(model[:chunkSize])) {
+	if err != nil || !bytes.Equal(crcs[:format.ChunkCRCsSize], format.ChunkCRCs(model[:chunkSize])) {
 		t.Errorf("a chunk that was judged gets no checksums: %v", err)
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Unfinished lists the frozen layers that a replica or an image of this disk names.
@@ -43,8 +44,8 @@ func (d *Disk) unfinished() (frozen, lacking []string, err error) {
 		}
 		rec, err := d.layerRecord(uid)
 		switch {
-		case err == nil && d.hasCRCs(uid, crcsLength(rec.Size)):
-			whole[uid] = crcsLength(rec.Size)
+		case err == nil && d.hasCRCs(uid, format.CRCsLength(rec.Size)):
+			whole[uid] = format.CRCsLength(rec.Size)
 		case err == nil:
 			lacking = append(lacking, uid)
 		case api.Is(err, api.NotFound):
@@ -73,7 +74,7 @@ func (d *Disk) finishNow(ctx context.Context, uid string) error {
 }
 
 // eachBy is how the chunks of a layer are gone through.
-type eachBy func(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error
+type eachBy func(ctx context.Context, kinds *format.Index, fn func(c int64, buf []byte) error) error
 
 func (d *Disk) finishBy(ctx context.Context, uid string, each eachBy) (err error) {
 	defer func() {
@@ -157,11 +158,11 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	if err := l.data.Datasync(); err != nil {
 		return err
 	}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return err
 	}
-	rec.Data, rec.Zero = kinds.held()
+	rec.Data, rec.Zero = kinds.Held()
 	if err := file.RemoveAll(d.fs, dir+"/"+sumsFile); err != nil {
 		return err
 	}
@@ -179,10 +180,10 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	}
 	defer crcs.Close()
 	err = each(ctx, kinds, func(c int64, buf []byte) error {
-		k := kinds.chunk(c)
-		sum, err := chunkSum(l.data, k, c, rec.Size, buf)
-		if err == nil && k.data { // nobody asks for checksums else, and they take room
-			err = putCRCs(crcs, c, buf[:min(chunkSize, rec.Size-c*chunkSize)])
+		k := kinds.Chunk(c)
+		sum, err := format.ChunkSum(l.data, k, c, rec.Size, buf)
+		if err == nil && k.Data { // nobody asks for checksums else, and they take room
+			err = format.PutCRCs(crcs, c, buf[:min(chunkSize, rec.Size-c*chunkSize)])
 		}
 		if err != nil {
 			return err
@@ -193,13 +194,13 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 	if err != nil {
 		return err
 	}
-	if _, err := sums.WriteAt(encodeSumsHeader(rec.Size), 0); err != nil {
+	if _, err := sums.WriteAt(format.SumsHeaderOf(rec.Size), 0); err != nil {
 		return err
 	}
 	if err := sums.Truncate(sumsHeader + (rec.Size+chunkSize-1)/chunkSize*sumSize); err != nil {
 		return err
 	}
-	if rec.Root, err = rootDigest(sums, rec.Size, kinds); err != nil {
+	if rec.Root, err = format.RootDigest(sums, rec.Size, kinds); err != nil {
 		return err
 	}
 	st, err := l.data.Stat()
@@ -207,15 +208,15 @@ func (d *Disk) finish(ctx context.Context, uid string, l *layer, each eachBy) er
 		return err
 	}
 	rec.Allocated = allocated(st)
-	err = atOnce(sums.Datasync, func() error { return sealCRCs(crcs, rec.Size) },
-		func() error { return writeMap(d.fs, dir+"/"+mapFile, kinds) })
+	err = atOnce(sums.Datasync, func() error { return format.SealCRCs(crcs, rec.Size) },
+		func() error { return format.WriteMap(d.fs, dir+"/"+mapFile, kinds) })
 	if err = errors.Join(err, l.data.Chmod(0o444), sums.Chmod(0o444), d.fs.SyncDir(dir)); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
-	if err := writeMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
+	if err := format.WriteMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
 		return err
 	}
 	if err := d.thaw(uid); err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // The folders testdata/v1, v2, ... hold one disk each, as a released version left it: every kind of file, and every
@@ -60,7 +61,7 @@ const (
 )
 
 const (
-	fixSize    = int64(3) * intentsRegion
+	fixSize    = int64(3) * format.IntentsRegion
 	fixMapSize = int64(260) << 20 // five pages of the map, the last one short
 	fixFarSize = int64(6) << 20
 	fixObject  = `{"spec":{"size":"48Mi"}}`
@@ -88,7 +89,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	}
 	put(member, 3<<32, []int64{1, 20})
 	member.put(2, 0) // discarded before the cut
-	put(member, 4<<32, []int64{21, 2 * (intentsRegion >> blockBits)})
+	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> blockBits)})
 	member.put(600, 0) // discarded after it
 	put(mapping, 1<<32, fixMapLowBlocks)
 	put(mapping, 2<<32, fixMapHighBlocks)
@@ -341,7 +342,7 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	ctx := context.Background()
 	d := released(t, "v1")
 	var rec keptRecord
-	if err := readMeta(d.fs, d.path(layersDir, fixKept, keptFile), formatKept, &rec); err != nil {
+	if err := format.ReadMeta(d.fs, d.path(layersDir, fixKept, keptFile), formatKept, &rec); err != nil {
 		t.Fatal(err)
 	}
 	if writtenThen(t, &rec.At); !slices.Equal(rec.Open, []int64{1}) {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 var (
@@ -148,7 +149,7 @@ func writeFixture(t *testing.T, dir string) map[string][]byte {
 		t.Fatal(err)
 	}
 	w := &fixtureWriter{t, d, startLoop(t)}
-	w.must(writeMeta(d.fs, d.path(diskFile), formatDisk, diskRecord{fixDisk}))
+	w.must(format.WriteMeta(d.fs, d.path(diskFile), formatDisk, diskRecord{fixDisk}))
 	w.must(d.Close())
 	if w.d, err = Open(dir); err != nil {
 		t.Fatal(err)
@@ -206,7 +207,7 @@ func (w *fixtureWriter) member() *Replica {
 	mustIssue(w.t, w.loop, r, block.OpDiscard, 2<<blockBits, blockSize, nil)
 	w.must(r.Cut(ctx, Snapshot{UID: fixSnapshot, Name: "before", Layer: fixFrozen, Created: fixTime}))
 	write(21, 4<<32)
-	write(2*intentsRegion>>blockBits, 4<<32)
+	write(2*format.IntentsRegion>>blockBits, 4<<32)
 	mustIssue(w.t, w.loop, r, block.OpZero, 600<<blockBits, blockSize, nil)
 	mustIssue(w.t, w.loop, r, block.OpFlush, 0, 0, nil)
 	w.d.hurry(fixFrozen)

@@ -14,12 +14,13 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Flatten makes one layer of this disk that holds what several layers, bottom first, hold together: neither needs the
-// other afterwards. Each layer is read on the first of some disks that has it. Layers that have digests are verified as they are read: a chunk that is the same in the
-// copy keeps its digest, and its blocks are compared with their checksums; what gets a new digest is compared with the
-// old ones. So no damage gets a digest that matches it.
+// other afterwards. Each layer is read on the first of some disks that has it. Layers that have digests are verified as
+// they are read: a chunk that is the same in the copy keeps its digest, and its blocks are compared with their
+// checksums; what gets a new digest is compared with the old ones. So no damage gets a digest that matches it.
 func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o BringOptions) (err error) {
 	defer func() {
 		if err != nil {
@@ -62,15 +63,15 @@ func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid s
 // flat is several layers as one.
 type flat struct {
 	parts []*flatPart
-	from  index // which of them a block is of
-	kinds index // values are block.Kind
+	from  format.Index // which of them a block is of
+	kinds format.Index // values are block.Kind
 }
 
 // flatPart is one of them.
 type flatPart struct {
 	*layer
-	sums  file.Handle // nil: it has none yet
-	kinds *index      // that the digests are of; nil: map and digests do not match
+	sums  file.Handle   // nil: it has none yet
+	kinds *format.Index // that the digests are of; nil: map and digests do not match
 }
 
 // open opens what tells whether the layer is whole.
@@ -79,11 +80,11 @@ func (p *flatPart) open() (err error) {
 	if p.sums, err = on.fs.Open(on.path(layersDir, p.rec.UID, sumsFile), os.O_RDONLY, 0); err != nil {
 		return err
 	}
-	kinds, err := indexOf(p.m)
+	kinds, err := format.IndexOf(p.m)
 	if err != nil {
 		return err
 	}
-	if root, err := rootDigest(p.sums, p.rec.Size, kinds); err == nil && root == p.rec.Root {
+	if root, err := format.RootDigest(p.sums, p.rec.Size, kinds); err == nil && root == p.rec.Root {
 		p.kinds = kinds
 	}
 	return nil
@@ -99,21 +100,21 @@ func (f *flat) close() {
 }
 
 func (f *flat) resolve(ctx context.Context, size int64) error {
-	f.from, f.kinds = newIndex(size>>blockBits, fromNowhere), newIndex(size>>blockBits, uint16(block.Hole))
-	none := newIndex(size>>blockBits, 0)
+	f.from, f.kinds = format.NewIndex(size>>blockBits, fromNowhere), format.NewIndex(size>>blockBits, uint16(block.Hole))
+	none := format.NewIndex(size>>blockBits, 0)
 	layers := make([]*layer, len(f.parts))
 	for i, p := range f.parts {
 		layers[i] = p.layer
 	}
-	for p := range f.from.uniform {
+	for p := range f.from.Uniform {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		vals := make([]uint16, f.from.pageLen(p))
+		vals := make([]uint16, f.from.PageLen(p))
 		if err := resolve(vals, p, layers, &none, -1); err != nil {
 			return err
 		}
-		f.from.load(p, vals)
+		f.from.Load(p, vals)
 		for i, v := range vals {
 			switch {
 			case v >= fromLayer:
@@ -124,17 +125,17 @@ func (f *flat) resolve(ctx context.Context, size int64) error {
 				vals[i] = uint16(block.Hole)
 			}
 		}
-		f.kinds.load(p, vals)
+		f.kinds.Load(p, vals)
 	}
 	return nil
 }
 
-func (f *flat) read(c int64, buf, scratch []byte) (sums chunkSums, err error) {
+func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err error) {
 	first := c * chunkBlks
 	end := first + int64(len(buf))>>blockBits
 	var of []*flatPart // that give something
 	for b := first; b < end; {
-		v, n := f.from.run(b, end)
+		v, n := f.from.Run(b, end)
 		part := buf[(b-first)<<blockBits:][:n<<blockBits]
 		if v < fromLayer {
 			clear(part)
@@ -149,17 +150,17 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums chunkSums, err error) {
 		}
 		b += n
 	}
-	sums.crcs = chunkCRCs(buf)
-	if len(of) == 1 && f.same(c, of[0]) && of[0].matches(c, sums.crcs) {
-		sums.digest, err = of[0].digest(c)
+	sums.CRCs = format.ChunkCRCs(buf)
+	if len(of) == 1 && f.same(c, of[0]) && of[0].matches(c, sums.CRCs) {
+		sums.Digest, err = of[0].digest(c)
 		return sums, err
 	}
-	sums.digest = sha256.Sum256(buf)
+	sums.Digest = sha256.Sum256(buf)
 	for _, p := range of {
 		if p.sums == nil {
 			continue
 		}
-		if err := p.verify(c, sums.digest, len(of) == 1, scratch); err != nil {
+		if err := p.verify(c, sums.Digest, len(of) == 1, scratch); err != nil {
 			return sums, fmt.Errorf("layer %s: %w", p.rec.UID, err)
 		}
 	}
@@ -169,7 +170,7 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums chunkSums, err error) {
 // same reports whether chunk c, to which no other layer gives anything, is the chunk of that one: then its digest is
 // that of both.
 func (f *flat) same(c int64, p *flatPart) bool {
-	return p.kinds != nil && p.kinds.chunk(c) == f.kinds.chunk(c)
+	return p.kinds != nil && p.kinds.Chunk(c) == f.kinds.Chunk(c)
 }
 
 // matches reports whether a chunk whose blocks have these checksums is what it was. Else its digest has to tell.
@@ -183,7 +184,7 @@ func (p *flatPart) matches(c int64, crcs []byte) bool {
 		return false
 	}
 	for b, end := off>>blockBits, (off+n)>>blockBits; b < end; {
-		v, m := p.kinds.run(b, end)
+		v, m := p.kinds.Run(b, end)
 		i, j := (b-off>>blockBits)*crcSize, (b+m-off>>blockBits)*crcSize
 		if block.Kind(v) == block.Data && !bytes.Equal(crcs[i:j], want[i:j]) {
 			return false

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // twoLayers are layers that give each other's chunks something, or hide something of them, or neither.
@@ -106,7 +107,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, blockCRC(buf)), b*crcSize); err != nil {
+		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, format.BlockCRC(buf)), b*crcSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -156,7 +157,7 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 	var layers []string
 	hides := alignedBuffer(int(blockSize))
 	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // the polynomial: adding it changes no checksum
-	if blockCRC(hides) != blockCRC(make([]byte, blockSize)) {
+	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, blockSize)) {
 		t.Fatal("its checksum is not that of zeros")
 	}
 	for i := range 2 {

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/uring"
 )
@@ -47,7 +48,7 @@ func (r *Replica) flush(f *flight) {
 
 // unrecorded goes on with a flush although there is no room for the record of all-zero writes, if the head surely keeps
 // them as data: then the record is not needed. It is tried again with the next flush.
-func (r *Replica) unrecorded(f *flight, spans []span) {
+func (r *Replica) unrecorded(f *flight, spans []block.Span) {
 	fd := r.fds[0]
 	r.work.put(func() {
 		there := kept(fd, spans)
@@ -65,30 +66,30 @@ func (r *Replica) unrecorded(f *flight, spans []span) {
 }
 
 // kept reports whether a file has all of the ranges as data.
-func kept(fd int, spans []span) bool {
+func kept(fd int, spans []block.Span) bool {
 	for _, s := range spans {
-		if from, to, err := file.NextData(fd, s.off, s.off+s.n); err != nil || from != s.off || to != s.off+s.n {
+		if from, to, err := file.NextData(fd, s.Off, s.Off+s.Len); err != nil || from != s.Off || to != s.Off+s.Len {
 			return false
 		}
 	}
 	return true
 }
 
-func (r *Replica) takeZeros() []span {
+func (r *Replica) takeZeros() []block.Span {
 	spans := r.zeros
 	r.zeros = nil
 	return spans
 }
 
 // record appends to the log and syncs it, in the worker, and calls then on the loop's thread.
-func (r *Replica) record(spans []span, then func(error)) {
+func (r *Replica) record(spans []block.Span, then func(error)) {
 	r.syncing++
 	r.work.put(func() {
-		err := r.log.add(spans)
+		err := r.log.Add(spans)
 		lost := false
 		if err == nil {
-			if err = r.log.sync(); err == nil {
-				err = r.log.shrink()
+			if err = r.log.Sync(); err == nil {
+				err = r.log.Shrink()
 			}
 			lost = err != nil
 		}

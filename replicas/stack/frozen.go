@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A frozen layer is a head that was cut off and not finished yet: its folder holds data and zero, which are second
@@ -30,35 +31,25 @@ type frozenRecord struct {
 	Created time.Time `json:"created"`
 }
 
-// blockMap says which blocks a layer holds.
-type blockMap interface {
-	// length is the size of the layer in bytes.
-	length() int64
-	// uniform is the one kind of page p, if it is known to have one.
-	uniform(p int) (block.Kind, bool)
-	// load fills kinds, one per block of page p, up to the end of the layer; the rest is holes.
-	load(p int, kinds *[pageBlocks]block.Kind) error
-}
-
 // frozenMap is the map of a frozen layer: what the file system says is data, and the record of zeros.
 type frozenMap struct {
 	size  int64
 	data  file.Handle
-	zeros index // 1: zero
+	zeros format.Index // 1: zero
 }
 
-func (m *frozenMap) length() int64 { return m.size }
+func (m *frozenMap) Length() int64 { return m.size }
 
-func (m *frozenMap) uniform(p int) (block.Kind, bool) {
+func (m *frozenMap) Uniform(p int) (block.Kind, bool) {
 	return block.Hole, int64(p)<<(pageBits+blockBits) >= m.size
 }
 
-func (m *frozenMap) load(p int, kinds *[pageBlocks]block.Kind) error {
+func (m *frozenMap) Load(p int, kinds *[pageBlocks]block.Kind) error {
 	clear(kinds[:])
 	base := int64(p) << pageBits
 	end := min(base+pageBlocks, m.size>>blockBits)
-	for b := base; b < min(end, m.zeros.blocks); {
-		v, n := m.zeros.run(b, min(end, m.zeros.blocks))
+	for b := base; b < min(end, m.zeros.Blocks); {
+		v, n := m.zeros.Run(b, min(end, m.zeros.Blocks))
 		for i := b; v == 1 && i < b+n; i++ {
 			kinds[i-base] = block.Zero
 		}
@@ -82,7 +73,7 @@ func (m *frozenMap) load(p int, kinds *[pageBlocks]block.Kind) error {
 // frozenRecord reads frozen.json; none is an error of kind not found.
 func (d *Disk) frozenRecord(uid string) (frozenRecord, error) {
 	var rec frozenRecord
-	err := readMeta(d.fs, d.path(layersDir, uid, frozenFile), formatFrozen, &rec)
+	err := format.ReadMeta(d.fs, d.path(layersDir, uid, frozenFile), formatFrozen, &rec)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return rec, api.Errorf(api.NotFound, "no layer of that uid")
@@ -108,12 +99,12 @@ func (d *Disk) openFrozen(l *layer, uid string, flag int, owner bool) error {
 	if err != nil {
 		return err
 	}
-	m := &frozenMap{size: rec.Size, data: l.data, zeros: newIndex(rec.Size>>blockBits, 0)}
+	m := &frozenMap{size: rec.Size, data: l.data, zeros: format.NewIndex(rec.Size>>blockBits, 0)}
 	st, err := zero.Stat()
 	if err == nil {
-		log := zeroLog{zeros: m.zeros}
-		_, err = readZeroLog(bufio.NewReaderSize(io.NewSectionReader(zero, 0, st.Size()), 1<<16), log.mark)
-		m.zeros = log.zeros
+		log := format.ZeroLog{Zeros: m.zeros}
+		_, err = format.ReadZeroLog(bufio.NewReaderSize(io.NewSectionReader(zero, 0, st.Size()), 1<<16), log.Mark)
+		m.zeros = log.Zeros
 	}
 	if err = errors.Join(err, zero.Close()); err != nil {
 		return fmt.Errorf("%s: %w", zeroFile, err)

@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A layer that a source has can be read here at once: hydrating/<uid> has its map and its digests, and keeps the chunks
@@ -48,7 +49,7 @@ type hydration struct {
 	d      *Disk
 	dir    string
 	rec    hydratingRecord
-	kinds  *index
+	kinds  *format.Index
 	data   file.Handle
 	sums   file.Handle     // nil: its source had no digests yet
 	crcs   file.Handle     // of the blocks in data, as a finished layer has them
@@ -111,7 +112,7 @@ func (d *Disk) openHydrating(uid string, flag int) (_ *layer, err error) {
 		st, err = l.mapping.Stat()
 	}
 	if err == nil {
-		l.m, err = openMap(l.mapping, st.Size(), rec.Size)
+		l.m, err = format.OpenMap(l.mapping, st.Size(), rec.Size)
 	}
 	if err != nil {
 		l.hy = nil
@@ -141,11 +142,11 @@ func (d *Disk) beginHydration(rec hydratingRecord) (_ *hydration, err error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := openMap(mapping, st.Size(), rec.Size)
+	m, err := format.OpenMap(mapping, st.Size(), rec.Size)
 	if err != nil {
 		return nil, err
 	}
-	if h.kinds, err = indexOf(m); err != nil {
+	if h.kinds, err = format.IndexOf(m); err != nil {
 		return nil, err
 	}
 	if h.data, err = d.fs.Open(h.dir+"/"+dataFile, os.O_RDWR|d.direct, 0); err != nil {
@@ -160,11 +161,11 @@ func (d *Disk) beginHydration(rec hydratingRecord) (_ *hydration, err error) {
 	if h.crcs, err = d.fs.Open(h.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
-	if err = h.crcs.Truncate(crcsLength(rec.Size)); err != nil {
+	if err = h.crcs.Truncate(format.CRCsLength(rec.Size)); err != nil {
 		return nil, err
 	}
 	var have haveRecord
-	if err := readMeta(d.fs, h.dir+"/"+haveFile, formatHave, &have); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := format.ReadMeta(d.fs, h.dir+"/"+haveFile, formatHave, &have); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		slog.Warn("what is there of a layer is fetched again", "layer", rec.UID, "error", err)
 		have.Chunks = nil
 	}
@@ -266,7 +267,7 @@ func (h *hydration) fetch(c int64) error {
 	}
 	first := c * chunkBlks
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
-		v, n := h.kinds.run(b, end)
+		v, n := h.kinds.Run(b, end)
 		if block.Kind(v) == block.Data {
 			if _, err := h.data.WriteAt(buf[(b-first)<<blockBits:][:n<<blockBits], b<<blockBits); err != nil {
 				return classify(err)
@@ -274,7 +275,7 @@ func (h *hydration) fetch(c int64) error {
 		}
 		b += n
 	}
-	return classify(putCRCs(h.crcs, c, buf))
+	return classify(format.PutCRCs(h.crcs, c, buf))
 }
 
 // lose takes damaged chunks out of the data, and fetches them again.
@@ -402,7 +403,7 @@ func (h *hydration) note() {
 	// What fails is fetched again by the next process.
 	err := atOnce(h.data.Datasync, h.crcs.Datasync)
 	if err == nil {
-		err = writeMeta(h.d.fs, h.dir+"/"+haveFile, formatHave, rec)
+		err = format.WriteMeta(h.d.fs, h.dir+"/"+haveFile, formatHave, rec)
 	}
 	if err != nil && !errors.Is(err, unix.ENOSPC) {
 		slog.Warn("what is there of a layer is not kept in mind", "layer", h.rec.UID, "error", err)

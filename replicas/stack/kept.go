@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A layer that is being made can be kept, to be continued by another process: its record says up to where it is whole.
@@ -53,17 +54,17 @@ func (w *layerWriter) Keep(upTo int64, note []byte) error {
 	}
 	rec := keptRecord{UID: w.uid, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
 	w.mu.Lock()
-	m := encodeMap(&w.kinds)
+	m := format.EncodeMap(&w.kinds)
 	for c := range upTo / chunkSize {
 		if !w.known[c] && !w.blank(c) {
 			rec.Open = append(rec.Open, c)
 		}
 	}
 	w.mu.Unlock()
-	if err := replaceFile(w.d.fs, w.dir+"/"+keptMapFile, m); err != nil {
+	if err := format.ReplaceFile(w.d.fs, w.dir+"/"+keptMapFile, m); err != nil {
 		return w.name(err)
 	}
-	if err := writeMeta(w.d.fs, w.dir+"/"+keptFile, formatKept, rec); err != nil {
+	if err := format.WriteMeta(w.d.fs, w.dir+"/"+keptFile, formatKept, rec); err != nil {
 		return w.name(err)
 	}
 	return w.name(w.d.fs.SyncDir(w.d.path(layersDir)))
@@ -129,7 +130,7 @@ func (w *layerWriter) unkeep() {
 // kept reports whether a half-made layer may still be continued. A record that makes no sense is of no use to anybody.
 func (d *Disk) kept(uid string, now time.Time) (bool, error) {
 	var rec keptRecord
-	err := readMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
+	err := format.ReadMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
 	if errors.Is(err, fs.ErrNotExist) || api.Is(err, api.Corrupt) {
 		return false, nil
 	}
@@ -157,7 +158,7 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 		return nil, 0, nil, api.Errorf(api.NotFound, "nothing of it was kept")
 	}
 	var rec keptRecord
-	err = readMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
+	err = format.ReadMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
 	if errors.Is(err, fs.ErrNotExist) {
 		err = api.Errorf(api.NotFound, "nothing of it was kept")
 	}
@@ -172,7 +173,8 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 		return nil, 0, nil, api.Errorf(api.Corrupt, "its record makes no sense")
 	}
 	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: rec.Size,
-		kinds: newIndex(rec.Size>>blockBits, uint16(block.Hole)), known: make(map[int64]bool), dirty: make(map[int64]int)}
+		kinds: format.NewIndex(rec.Size>>blockBits, uint16(block.Hole)), known: make(map[int64]bool),
+		dirty: make(map[int64]int)}
 	if err := w.reopen(&rec); err != nil {
 		return nil, 0, nil, errors.Join(err, w.closeFiles())
 	}
@@ -236,8 +238,8 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 // blank reports whether nothing was written to a chunk. Its digest follows from that.
 func (w *layerWriter) blank(c int64) bool {
 	b := c * (chunkSize >> blockBits)
-	end := min(b+chunkSize>>blockBits, w.kinds.blocks)
-	v, n := w.kinds.run(b, end)
+	end := min(b+chunkSize>>blockBits, w.kinds.Blocks)
+	v, n := w.kinds.Run(b, end)
 	return v == uint16(block.Hole) && n == end-b
 }
 
@@ -253,14 +255,14 @@ func (w *layerWriter) readKinds(rec *keptRecord) error {
 	if err != nil {
 		return err
 	}
-	m, err := openMap(h, st.Size(), rec.Size)
+	m, err := format.OpenMap(h, st.Size(), rec.Size)
 	if err != nil {
 		return err
 	}
 	var kinds [pageBlocks]block.Kind
 	end := rec.UpTo >> blockBits
 	for p := 0; int64(p)<<pageBits < end; p++ {
-		if err := m.load(p, &kinds); err != nil {
+		if err := m.Load(p, &kinds); err != nil {
 			return err
 		}
 		first := int64(p) << pageBits
@@ -270,7 +272,7 @@ func (w *layerWriter) readKinds(rec *keptRecord) error {
 			for e < n && kinds[e] == kinds[b] {
 				e++
 			}
-			w.kinds.set(first+b, first+e, uint16(kinds[b]))
+			w.kinds.Set(first+b, first+e, uint16(kinds[b]))
 			b = e
 		}
 	}

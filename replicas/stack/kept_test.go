@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // chunks is content with chunks of data, chunks with zeros in them, and holes.
@@ -125,11 +126,11 @@ func TestKeptLayerOfNoUse(t *testing.T) {
 		"sums":   func(_ *Disk, dir string) error { return os.Remove(dir + "/" + sumsFile) },
 		"old": func(d *Disk, dir string) error {
 			var rec keptRecord
-			if err := readMeta(d.fs, dir+"/"+keptFile, formatKept, &rec); err != nil {
+			if err := format.ReadMeta(d.fs, dir+"/"+keptFile, formatKept, &rec); err != nil {
 				return err
 			}
 			rec.At = time.Now().Add(-keptFor - time.Hour)
-			return writeMeta(d.fs, dir+"/"+keptFile, formatKept, rec)
+			return format.WriteMeta(d.fs, dir+"/"+keptFile, formatKept, rec)
 		},
 	} {
 		d := newDisk(t)

@@ -1,11 +1,8 @@
 package stack
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
-	"io"
 	"io/fs"
 	"os"
 	"time"
@@ -13,25 +10,18 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A finished layer is a folder: data (sparse, offset = offset in the volume), map (which blocks it holds), sums (one
 // digest per chunk), and layer.json, its commit point.
 const (
-	dataFile  = "data"
-	mapFile   = "map"
-	sumsFile  = "sums"
-	layerFile = "layer.json"
-
-	mapMagic  = "DROVERM1"
-	mapHeader = 64
-	mapEntry  = 16
-	mapPage   = pageBlocks / 4 // bytes of a page with 2 bits per block
-
-	entryUniform = 0
-	entryPacked  = 1
+	dataFile    = "data"
+	mapFile     = "map"
+	sumsFile    = "sums"
+	layerFile   = "layer.json"
+	formatLayer = "drover-layer"
 )
 
 // layerRecord is layer.json.
@@ -46,204 +36,10 @@ type layerRecord struct {
 	Created   time.Time `json:"created"`
 }
 
-// layerMap is the opened map of a layer: its table in memory, its pages on the disk.
-type layerMap struct {
-	size  int64
-	pages int
-	table []byte
-	h     io.ReaderAt
-}
-
-// openMap reads and checks the header and the table.
-func openMap(h io.ReaderAt, length, size int64) (*layerMap, error) {
-	var b [mapHeader]byte
-	if _, err := h.ReadAt(b[:], 0); err != nil {
-		return nil, api.Errorf(api.Corrupt, "header of the map: %w", err)
-	}
-	pages := (size + pageSize - 1) / pageSize
-	if string(b[:8]) != mapMagic || binary.LittleEndian.Uint32(b[8:]) != version ||
-		crc32.Checksum(b[:60], castagnoli) != binary.LittleEndian.Uint32(b[60:]) ||
-		int64(binary.LittleEndian.Uint64(b[16:])) != size || int64(binary.LittleEndian.Uint64(b[24:])) != pages ||
-		length < mapHeader+pages*mapEntry {
-		return nil, api.Errorf(api.Corrupt, "header of the map is damaged")
-	}
-	m := &layerMap{size: size, pages: int(pages), table: make([]byte, pages*mapEntry), h: h}
-	if _, err := h.ReadAt(m.table, mapHeader); err != nil {
-		return nil, fmt.Errorf("table of the map: %w", err)
-	}
-	if crc32.Checksum(m.table, castagnoli) != binary.LittleEndian.Uint32(b[32:]) {
-		return nil, api.Errorf(api.Corrupt, "table of the map is damaged")
-	}
-	for p := range m.pages {
-		t, k, off := m.entry(p)
-		if t > entryPacked || k > byte(block.Data) ||
-			t == entryPacked && (off < mapHeader+pages*mapEntry || off > length-mapPage) {
-			return nil, api.Errorf(api.Corrupt, "table of the map: entry %d makes no sense", p)
-		}
-	}
-	return m, nil
-}
-
-func (m *layerMap) length() int64 { return m.size }
-
-func (m *layerMap) entry(p int) (typ, kind byte, off int64) {
-	e := m.table[p*mapEntry:]
-	return e[0], e[1], int64(binary.LittleEndian.Uint64(e[8:]))
-}
-
-// uniform is the one kind of page p, if it has one.
-func (m *layerMap) uniform(p int) (block.Kind, bool) {
-	if p >= m.pages {
-		return block.Hole, true
-	}
-	t, k, _ := m.entry(p)
-	return block.Kind(k), t == entryUniform
-}
-
-// load fills kinds, one byte per block of page p, up to the end of the layer; the rest is holes.
-func (m *layerMap) load(p int, kinds *[pageBlocks]block.Kind) error {
-	end := pageBlocks
-	if last := m.size>>blockBits - int64(p)<<pageBits; last < pageBlocks {
-		end = int(max(last, 0))
-	}
-	clear(kinds[end:])
-	if k, ok := m.uniform(p); ok {
-		for i := range kinds[:end] {
-			kinds[i] = k
-		}
-		return nil
-	}
-	_, _, off := m.entry(p)
-	var b [mapPage]byte
-	if _, err := m.h.ReadAt(b[:], off); err != nil {
-		return fmt.Errorf("page %d of the map: %w", p, err)
-	}
-	if crc32.Checksum(b[:], castagnoli) != binary.LittleEndian.Uint32(m.table[p*mapEntry+4:]) {
-		return api.Errorf(api.Corrupt, "page %d of the map is damaged", p)
-	}
-	for i := range kinds[:end] {
-		k := block.Kind(b[i>>2] >> (i & 3 * 2) & 3)
-		if k > block.Data {
-			return api.Errorf(api.Corrupt, "page %d of the map holds a kind that does not exist", p)
-		}
-		kinds[i] = k
-	}
-	return nil
-}
-
-// mapWriter writes the file of a map, some pages after others, and in the end what makes it one.
-type mapWriter struct {
-	w    io.WriterAt
-	head []byte // header and table
-	at   int64  // where the next page goes
-}
-
-func newMapWriter(w io.WriterAt, pages int) *mapWriter {
-	m := &mapWriter{w: w, head: make([]byte, mapHeader+pages*mapEntry)}
-	m.at = int64(len(m.head))
-	return m
-}
-
-// table is what tells of the pages [from, end).
-func (m *mapWriter) table(from, end int) []byte {
-	return m.head[mapHeader+from*mapEntry : mapHeader+end*mapEntry]
-}
-
-// put writes the pages [from, end) of an index whose values are kinds, and not yet what tells of them. No more than a
-// few are in memory a second time.
-func (m *mapWriter) put(x *index, from, end int) error {
-	some := make([]byte, 0, 64*mapPage)
-	flush := func() error {
-		_, err := m.w.WriteAt(some, m.at)
-		m.at, some = m.at+int64(len(some)), some[:0]
-		return err
-	}
-	for p := from; p < end; p++ {
-		e := m.table(p, p+1)
-		q := x.packed[p]
-		if q == nil {
-			e[0], e[1] = entryUniform, byte(x.uniform[p])
-			continue
-		}
-		n := len(some)
-		some = some[:n+mapPage]
-		b := some[n:]
-		clear(b)
-		for i := range q.blocks {
-			b[i>>2] |= byte(q.pal[q.code(i)]) << (i & 3 * 2)
-		}
-		e[0] = entryPacked
-		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b, castagnoli))
-		binary.LittleEndian.PutUint64(e[8:], uint64(m.at)+uint64(n))
-		if len(some) == cap(some) {
-			if err := flush(); err != nil {
-				return err
-			}
-		}
-	}
-	if len(some) > 0 {
-		return flush()
-	}
-	return nil
-}
-
-// end writes the header and the table: all pages of a layer of that many blocks are there.
-func (m *mapWriter) end(blocks int64) error {
-	pages := (len(m.head) - mapHeader) / mapEntry
-	copy(m.head, mapMagic)
-	binary.LittleEndian.PutUint32(m.head[8:], version)
-	binary.LittleEndian.PutUint64(m.head[16:], uint64(blocks)<<blockBits)
-	binary.LittleEndian.PutUint64(m.head[24:], uint64(pages))
-	binary.LittleEndian.PutUint32(m.head[32:], crc32.Checksum(m.table(0, pages), castagnoli))
-	binary.LittleEndian.PutUint32(m.head[60:], crc32.Checksum(m.head[:60], castagnoli))
-	_, err := m.w.WriteAt(m.head, 0)
-	return err
-}
-
-// putMap writes the file of a map from an index whose values are kinds.
-func putMap(w io.WriterAt, x *index) error {
-	m := newMapWriter(w, len(x.uniform))
-	if err := m.put(x, 0, len(x.uniform)); err != nil {
-		return err
-	}
-	return m.end(x.blocks)
-}
-
-// writeMap makes the file of a map with durable content; its name is durable once the folder is synced.
-func writeMap(fsys file.FS, name string, x *index) error {
-	h, err := fsys.Open(name, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	if err := putMap(h, x); err != nil {
-		return errors.Join(err, h.Close())
-	}
-	return errors.Join(h.Datasync(), h.Close())
-}
-
-// encodeMap is what putMap writes.
-func encodeMap(x *index) []byte {
-	n := mapHeader + len(x.uniform)*mapEntry
-	for _, q := range x.packed {
-		if q != nil {
-			n += mapPage
-		}
-	}
-	out := make(inMemory, n)
-	_ = putMap(out, x) // it has room for all
-	return out
-}
-
-// inMemory is a file in memory, of a length that is known.
-type inMemory []byte
-
-// WriteAt implements io.WriterAt.
-func (m inMemory) WriteAt(b []byte, off int64) (int, error) { return copy(m[off:], b), nil }
-
 // layer is an open, finished layer. It stays readable whatever happens to its name.
 type layer struct {
 	rec     layerRecord
-	m       blockMap
+	m       format.BlockMap
 	data    file.Handle
 	mapping file.Handle
 	mapped  file.Handle // of a layer that is being merged: what m has of the result's map
@@ -312,7 +108,7 @@ func (d *Disk) openTables(l *layer, flag int) (err error) {
 	if err != nil {
 		return err
 	}
-	if l.m, err = openMap(l.mapping, st.Size(), l.rec.Size); err != nil {
+	if l.m, err = format.OpenMap(l.mapping, st.Size(), l.rec.Size); err != nil {
 		return err
 	}
 	l.crcs, err = d.openCRCs(l.rec.UID, l.rec.Size, flag)
@@ -360,7 +156,7 @@ func (d *Disk) openData(l *layer, uid string, flag int, owner bool) (err error) 
 // found.
 func (d *Disk) layerRecord(uid string) (layerRecord, error) {
 	var rec layerRecord
-	err := readMeta(d.fs, d.path(layersDir, uid, layerFile), formatLayer, &rec)
+	err := format.ReadMeta(d.fs, d.path(layersDir, uid, layerFile), formatLayer, &rec)
 	away := false
 	if err == nil {
 		away, err = d.mergedAway(uid)

@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // TestLayerContract goes through the promises of block.Layers.
@@ -198,7 +199,7 @@ func TestVerifyFindsDamage(t *testing.T) {
 	model := make([]byte, 16<<20)
 	uid := makeLayer(t, d, rand.New(rand.NewPCG(5, 6)), 16<<20, model)
 	first := int64(bytes.IndexFunc(model, func(r rune) bool { return r != 0 }))
-	for name, at := range map[string]int64{dataFile: first, mapFile: mapHeader + mapEntry + 9, sumsFile: sumsHeader + 1,
+	for name, at := range map[string]int64{dataFile: first, mapFile: format.MapHeader + format.MapEntry + 9, sumsFile: sumsHeader + 1,
 		layerFile: 40} {
 		flip := func() {
 			f, err := os.OpenFile(d.path(layersDir, uid, name), os.O_RDWR, 0)

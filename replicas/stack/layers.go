@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // source is a finished layer as a block.Source.
@@ -113,12 +114,12 @@ func (s *source) Next(off int64) (block.Extent, error) {
 func (s *source) run(b, end int64) (block.Kind, int64, error) {
 	p := int(b >> pageBits)
 	lo, hi := b&(pageBlocks-1), min(end-int64(p)<<pageBits, pageBlocks)
-	if k, ok := s.l.m.uniform(p); ok {
+	if k, ok := s.l.m.Uniform(p); ok {
 		return k, hi - lo, nil
 	}
 	if s.page != p {
 		s.page = -1
-		if err := s.l.m.load(p, &s.kinds); err != nil {
+		if err := s.l.m.Load(p, &s.kinds); err != nil {
 			return 0, 0, err
 		}
 		s.page = p
@@ -157,7 +158,7 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 	if _, frozen := l.m.(*frozenMap); frozen {
 		return api.Errorf(api.Unavailable, "it has no digests yet")
 	}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return err
 	}
@@ -167,10 +168,10 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 	}
 	defer sums.Close()
 	var b [sumsHeader]byte
-	if _, err := sums.ReadAt(b[:], 0); err != nil || string(b[:]) != string(encodeSumsHeader(l.rec.Size)) {
+	if _, err := sums.ReadAt(b[:], 0); err != nil || string(b[:]) != string(format.SumsHeaderOf(l.rec.Size)) {
 		return api.Errorf(api.Corrupt, "header of the sums is damaged")
 	}
-	root, err := rootDigest(sums, l.rec.Size, kinds)
+	root, err := format.RootDigest(sums, l.rec.Size, kinds)
 	if err != nil {
 		return api.Errorf(api.Corrupt, "sums: %w", err)
 	}
@@ -182,7 +183,7 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 		if _, err := sums.ReadAt(want[:], sumsHeader+c*sumSize); err != nil {
 			return err
 		}
-		sum, err := chunkSum(l.data, kinds.chunk(c), c, l.rec.Size, buf)
+		sum, err := format.ChunkSum(l.data, kinds.Chunk(c), c, l.rec.Size, buf)
 		if err != nil {
 			return err
 		}
@@ -191,31 +192,6 @@ func (d *Disk) Verify(ctx context.Context, uid string) (err error) {
 		}
 		return nil
 	})
-}
-
-// indexOf is a whole map in memory.
-func indexOf(m blockMap) (*index, error) {
-	x := newIndex(m.length()>>blockBits, uint16(block.Hole))
-	kinds := new([pageBlocks]block.Kind)
-	for p := range x.uniform {
-		if k, ok := m.uniform(p); ok {
-			x.uniform[p] = uint16(k)
-			continue
-		}
-		if err := m.load(p, kinds); err != nil {
-			return nil, err
-		}
-		n := x.pageLen(p)
-		for i := 0; i < n; {
-			j := i + 1
-			for j < n && kinds[j] == kinds[i] {
-				j++
-			}
-			x.setInPage(p, i, j, uint16(kinds[i]))
-			i = j
-		}
-	}
-	return &x, nil
 }
 
 // Sums is the file of digests of a finished layer.

@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Stack is what the record of a replica says, whether it is open or not.
@@ -25,7 +26,8 @@ func (d *Disk) Stack(replica string) (Meta, error) {
 	return m, nil
 }
 
-// LayerSize is how long a layer is, and what it takes on its disk; Root is the digest of what it holds, once it has one.
+// LayerSize is how long a layer is, and what it takes on its disk; Root is the digest of what it holds, once it has
+// one.
 type LayerSize struct {
 	Size int64  `json:"size"`
 	Used int64  `json:"used"`
@@ -77,7 +79,7 @@ const hurryFile = "hurry"
 
 // gently is eachChunk on the caller's thread alone, at rest for most of the time unless somebody waits.
 func (d *Disk) gently(uid string) eachBy {
-	return func(ctx context.Context, kinds *index, fn func(c int64, buf []byte) error) error {
+	return func(ctx context.Context, kinds *format.Index, fn func(c int64, buf []byte) error) error {
 		return eachChunkGently(ctx, kinds, func() bool {
 			there, err := d.exists(d.path(layersDir, uid, hurryFile))
 			return there && err == nil
@@ -92,10 +94,11 @@ func (d *Disk) hurry(uid string) {
 	}
 }
 
-func eachChunkGently(ctx context.Context, kinds *index, hurry func() bool, fn func(c int64, buf []byte) error) error {
+func eachChunkGently(ctx context.Context, kinds *format.Index, hurry func() bool,
+	fn func(c int64, buf []byte) error) error {
 	const rest = 2 // times what the work took
 	buf := alignedBuffer(int(chunkSize))
-	for c := range kinds.chunks() {
+	for c := range kinds.Chunks() {
 		began := time.Now()
 		if err := fn(c, buf); err != nil {
 			return err

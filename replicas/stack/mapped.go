@@ -3,13 +3,11 @@ package stack
 import (
 	"context"
 	"errors"
-	"fmt"
-	"hash/crc32"
 	"os"
 
-	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // The map of what comes of a merge is made when all data has moved, and its digests with it: piece by piece, so that
@@ -26,30 +24,30 @@ const mapPiece = 4096
 
 // mappedMap is the map of a layer that is being merged: below upto, the target has all that both held.
 type mappedMap struct {
-	blockMap           // its own
-	upto     int       // page
-	result   *layerMap // of which that much is there; nil: the layer was emptied
+	format.BlockMap             // its own
+	upto            int         // page
+	result          *format.Map // of which that much is there; nil: the layer was emptied
 }
 
-func (m *mappedMap) uniform(p int) (block.Kind, bool) {
+func (m *mappedMap) Uniform(p int) (block.Kind, bool) {
 	switch {
 	case p >= m.upto:
-		return m.blockMap.uniform(p)
+		return m.BlockMap.Uniform(p)
 	case m.result == nil:
 		return block.Hole, true
 	}
-	return m.result.uniform(p)
+	return m.result.Uniform(p)
 }
 
-func (m *mappedMap) load(p int, kinds *[pageBlocks]block.Kind) error {
+func (m *mappedMap) Load(p int, kinds *[pageBlocks]block.Kind) error {
 	switch {
 	case p >= m.upto:
-		return m.blockMap.load(p, kinds)
+		return m.BlockMap.Load(p, kinds)
 	case m.result == nil:
 		clear(kinds[:])
 		return nil
 	}
-	return m.result.load(p, kinds)
+	return m.result.Load(p, kinds)
 }
 
 // target is the layer whose file becomes the result's.
@@ -71,7 +69,7 @@ func (d *Disk) openMapped(l *layer) error {
 }
 
 // mappedOf is the map of a layer that is being merged. It needs the file, if there is one.
-func (d *Disk) mappedOf(l *layer, g *Merge) (_ blockMap, h file.Handle, err error) {
+func (d *Disk) mappedOf(l *layer, g *Merge) (_ format.BlockMap, h file.Handle, err error) {
 	own := ownMap(l)
 	if l.rec.UID != g.target() {
 		return &mappedMap{own, g.Mapped, nil}, nil, nil
@@ -79,44 +77,18 @@ func (d *Disk) mappedOf(l *layer, g *Merge) (_ blockMap, h file.Handle, err erro
 	if h, err = d.fs.Open(d.path(layersDir, l.rec.UID, mappedFile), os.O_RDONLY, 0); err != nil {
 		return nil, nil, err
 	}
-	w, err := resumeMap(h, len(newIndex(l.rec.Size>>blockBits, 0).uniform), g)
+	w, err := format.ResumeMap(h, l.rec.Size, g.Mapped, g.MapSum)
 	if err != nil {
 		return nil, nil, errors.Join(err, h.Close())
 	}
-	m := &layerMap{size: l.rec.Size, pages: g.Mapped, table: w.table(0, g.Mapped), h: h}
-	return &mappedMap{own, g.Mapped, m}, h, nil
-}
-
-// resumeMap goes on with a map of which some pages are recorded.
-func resumeMap(h file.Handle, pages int, g *Merge) (*mapWriter, error) {
-	w := newMapWriter(h, pages)
-	if g.Mapped == 0 {
-		return w, nil
-	}
-	if g.Mapped > pages {
-		return nil, api.Errorf(api.Corrupt, "%d pages of a map that has %d", g.Mapped, pages)
-	}
-	table := w.table(0, g.Mapped)
-	if n, err := h.ReadAt(table, mapHeader); n < len(table) {
-		return nil, fmt.Errorf("table of the merge's map: %w", err)
-	}
-	if crc32.Checksum(table, castagnoli) != g.MapSum {
-		return nil, api.Errorf(api.Corrupt, "table of the merge's map is damaged")
-	}
-	m := layerMap{pages: g.Mapped, table: table}
-	for p := range g.Mapped {
-		if t, _, off := m.entry(p); t == entryPacked {
-			w.at = max(w.at, off+mapPage)
-		}
-	}
-	return w, nil
+	return &mappedMap{own, g.Mapped, w.Written(l.rec.Size, g.Mapped, h)}, h, nil
 }
 
 // mapper makes map and digests of the result.
 type mapper struct {
 	w      *merger
-	kinds  index // what the result holds
-	pages  *mapWriter
+	kinds  format.Index // what the result holds
+	pages  *format.MapWriter
 	mapped file.Handle
 	sums   file.Handle // those of the target, where the two are of one size
 	crcs   file.Handle
@@ -131,7 +103,7 @@ type mapper struct {
 func (w *merger) newMapper(dir string) (_ *mapper, err error) {
 	d, g := w.r.disk, &w.seen
 	_, target := w.ends()
-	m := &mapper{w: w, kinds: newIndex(w.size>>blockBits, uint16(block.Hole)), touched: map[int64]bool{},
+	m := &mapper{w: w, kinds: format.NewIndex(w.size>>blockBits, uint16(block.Hole)), touched: map[int64]bool{},
 		whole: target.rec.Size == w.size}
 	defer func() {
 		if err != nil {
@@ -161,7 +133,7 @@ func (w *merger) newMapper(dir string) (_ *mapper, err error) {
 		return nil, err
 	}
 	// What is in the result's folder alone does not outlive a crash.
-	if m.piece = len(m.kinds.uniform); m.own {
+	if m.piece = len(m.kinds.Uniform); m.own {
 		m.piece = d.piece
 	}
 	name, flag := d.path(layersDir, target.rec.UID, mappedFile), os.O_RDWR
@@ -177,7 +149,7 @@ func (w *merger) newMapper(dir string) (_ *mapper, err error) {
 	if err = d.fs.Link(name, dir+"/"+mapFile); err != nil {
 		return nil, err
 	}
-	m.pages, err = resumeMap(m.mapped, len(m.kinds.uniform), g)
+	m.pages, err = format.ResumeMap(m.mapped, w.size, g.Mapped, g.MapSum)
 	return m, err
 }
 
@@ -192,12 +164,12 @@ func (m *mapper) close() {
 // look finds out what the result holds, and which chunks the merge had to do with.
 func (m *mapper) look() error {
 	w := m.w
-	for p := range m.kinds.uniform {
+	for p := range m.kinds.Uniform {
 		lower, upper, err := w.kinds(p)
 		if err != nil {
 			return err
 		}
-		vals := make([]uint16, m.kinds.pageLen(p))
+		vals := make([]uint16, m.kinds.PageLen(p))
 		for i := range vals {
 			k := union(lower[i], upper[i])
 			vals[i] = uint16(k)
@@ -206,23 +178,23 @@ func (m *mapper) look() error {
 				m.touched[(int64(p)<<pageBits+int64(i))/chunkBlks] = true
 			}
 		}
-		m.kinds.load(p, vals)
+		m.kinds.Load(p, vals)
 	}
 	return nil
 }
 
 // run makes what is not recorded yet, all but the last piece so that it need not be made again.
 func (m *mapper) run(ctx context.Context) error {
-	pages := len(m.kinds.uniform)
+	pages := len(m.kinds.Uniform)
 	for from := m.w.seen.Mapped; from < pages; {
 		end := min(from+m.piece, pages)
-		some := newIndex(m.kinds.blocks, uint16(block.Hole))
-		copy(some.uniform[from:end], m.kinds.uniform[from:end])
-		copy(some.packed[from:end], m.kinds.packed[from:end])
+		some := format.NewIndex(m.kinds.Blocks, uint16(block.Hole))
+		copy(some.Uniform[from:end], m.kinds.Uniform[from:end])
+		copy(some.Packed[from:end], m.kinds.Packed[from:end])
 		if err := eachChunk(ctx, &some, m.chunk); err != nil {
 			return err
 		}
-		if err := m.pages.put(&m.kinds, from, end); err != nil {
+		if err := m.pages.Put(&m.kinds, from, end); err != nil {
 			return err
 		}
 		if end < pages {
@@ -232,7 +204,7 @@ func (m *mapper) run(ctx context.Context) error {
 		}
 		from = end
 	}
-	return m.pages.end(m.kinds.blocks)
+	return m.pages.Finish(m.kinds.Blocks)
 }
 
 // chunk gives a chunk its digest, and its blocks their checksums.
@@ -240,16 +212,16 @@ func (m *mapper) chunk(c int64, buf []byte) error {
 	w := m.w
 	if !m.touched[c] && m.whole {
 		if _, target := w.ends(); !m.own {
-			return takeCRCs(m.crcs, target.crcs, c)
+			return format.CopyCRCs(m.crcs, target.crcs, c)
 		}
 		return nil
 	}
-	chunk, kinds := buf[:min(chunkSize, w.size-c*chunkSize)], m.kinds.chunk(c)
-	sum, err := chunkSum(w.to, kinds, c, w.size, buf)
-	if err == nil && kinds.data { // else it is asked for no checksums, and they take room
+	chunk, kinds := buf[:min(chunkSize, w.size-c*chunkSize)], m.kinds.Chunk(c)
+	sum, err := format.ChunkSum(w.to, kinds, c, w.size, buf)
+	if err == nil && kinds.Data { // else it is asked for no checksums, and they take room
 		var whole bool
 		if whole, err = w.whole(c, chunk); err == nil && whole {
-			err = putCRCs(m.crcs, c, chunk)
+			err = format.PutCRCs(m.crcs, c, chunk)
 		} else if !whole {
 			sum = noSum
 		}
@@ -264,7 +236,7 @@ func (m *mapper) chunk(c int64, buf []byte) error {
 // record has stack.json say that a piece of the map is there.
 func (m *mapper) record(from, end int) error {
 	w, r, d := m.w, m.w.r, m.w.r.disk
-	if _, err := m.mapped.WriteAt(m.pages.table(from, end), mapHeader+int64(from)*mapEntry); err != nil {
+	if err := m.pages.SaveTable(from, end); err != nil {
 		return err
 	}
 	err := atOnce(m.mapped.Datasync, m.sums.Datasync, m.crcs.Datasync)
@@ -277,7 +249,7 @@ func (m *mapper) record(from, end int) error {
 		return err
 	}
 	next := w.seen
-	next.Mapped, next.MapSum = end, crc32.Checksum(m.pages.table(0, end), castagnoli)
+	next.Mapped, next.MapSum = end, m.pages.TableSum(end)
 	if err := r.commit(func(meta *Meta) { meta.Merge = &next }); err != nil {
 		return err
 	}
@@ -326,20 +298,12 @@ func (w *merger) turnMapsHeld() error {
 
 // emptyMap takes out of a map the pages that nobody asks it for any more.
 func (w *merger) emptyMap(l *layer) error {
-	own, ok := ownMap(l).(*layerMap)
+	own, ok := ownMap(l).(*format.Map)
 	if !ok {
 		return nil
 	}
-	from, end := int64(-1), int64(0)
-	for p := range min(w.seen.Mapped, own.pages) {
-		if t, _, off := own.entry(p); t == entryPacked {
-			if from < 0 {
-				from = off
-			}
-			end = off + mapPage
-		}
-	}
-	if from < 0 {
+	from, end := own.PackedRange(w.seen.Mapped)
+	if from == end {
 		return nil
 	}
 	h, err := w.r.disk.fs.Open(w.r.disk.path(layersDir, l.rec.UID, mapFile), os.O_RDWR, 0)
@@ -350,9 +314,9 @@ func (w *merger) emptyMap(l *layer) error {
 }
 
 // ownMap is the map that a layer had before it was merged.
-func ownMap(l *layer) blockMap {
+func ownMap(l *layer) format.BlockMap {
 	if m, ok := l.m.(*mappedMap); ok {
-		return m.blockMap
+		return m.BlockMap
 	}
 	return l.m
 }

@@ -180,7 +180,7 @@ func TestMergeMapNeedsLittleRoom(t *testing.T) {
 	defer func() { _ = l.close() }()
 	kinds := new([pageBlocks]block.Kind)
 	for p := range int(size / pageSize) {
-		if err := l.m.load(p, kinds); err != nil || kinds[0] != block.Zero || kinds[1] != block.Zero || kinds[2] != block.Hole {
+		if err := l.m.Load(p, kinds); err != nil || kinds[0] != block.Zero || kinds[1] != block.Zero || kinds[2] != block.Hole {
 			t.Fatalf("page %d: %v, %v", p, kinds[:3], err)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Mend makes a finished layer whole again where it is, under those who use it. root is the digest that it is known to
@@ -47,8 +48,8 @@ func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (er
 	}
 	rec := layerRecord{UID: uid, Size: m.size, Root: root, Allocated: m.allocated, Durable: true,
 		Created: time.Now().UTC().Truncate(time.Second)}
-	for b := int64(0); b < m.kinds.blocks; {
-		v, n := m.kinds.run(b, m.kinds.blocks)
+	for b := int64(0); b < m.kinds.Blocks; {
+		v, n := m.kinds.Run(b, m.kinds.Blocks)
 		switch block.Kind(v) {
 		case block.Data:
 			rec.Data += n << blockBits
@@ -62,7 +63,7 @@ func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (er
 		return err
 	}
 	defer unlock()
-	if err := writeMeta(d.fs, m.dir+"/"+layerFile, formatLayer, rec); err != nil {
+	if err := format.WriteMeta(d.fs, m.dir+"/"+layerFile, formatLayer, rec); err != nil {
 		return err
 	}
 	return errors.Join(d.putDamage(uid, m.size, nil), d.fs.SyncDir(d.path(layersDir)))
@@ -74,7 +75,7 @@ type mending struct {
 	src  block.Source
 	size int64
 
-	kinds index
+	kinds format.Index
 	mu    sync.Mutex
 	sums  map[int64][sumSize]byte
 
@@ -87,19 +88,19 @@ func (m *mending) learn(ctx context.Context, root string) error {
 	if m.size <= 0 || m.size%blockSize != 0 || m.size > api.MaxVolumeSize {
 		return api.Errorf(api.Corrupt, "the other copy has %d bytes", m.size)
 	}
-	m.kinds = newIndex(m.size>>blockBits, uint16(block.Hole))
+	m.kinds = format.NewIndex(m.size>>blockBits, uint16(block.Hole))
 	for off := int64(0); off < m.size; {
 		e, err := m.src.Next(off)
 		if err != nil {
 			return err
 		}
 		if e.Kind != block.Hole {
-			m.kinds.set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
+			m.kinds.Set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
 		}
 		off = e.End()
 	}
 	err := eachChunk(ctx, &m.kinds, func(c int64, buf []byte) error {
-		sum, err := chunkSum(m.src, m.kinds.chunk(c), c, m.size, buf)
+		sum, err := format.ChunkSum(m.src, m.kinds.Chunk(c), c, m.size, buf)
 		if err == nil {
 			m.mu.Lock()
 			m.sums[c] = sum
@@ -110,9 +111,9 @@ func (m *mending) learn(ctx context.Context, root string) error {
 	if err != nil {
 		return fmt.Errorf("the other copy: %w", err)
 	}
-	h := newRoot(m.size)
-	for c := range m.kinds.chunks() {
-		addRoot(h, c, m.sums[c], m.kinds.chunk(c))
+	h := format.NewRoot(m.size)
+	for c := range m.kinds.Chunks() {
+		format.AddRoot(h, c, m.sums[c], m.kinds.Chunk(c))
 	}
 	if hex.EncodeToString(h.Sum(nil)) != root {
 		return api.Errorf(api.Corrupt, "the other copy does not match the digest")
@@ -179,7 +180,7 @@ func (m *mending) write(ctx context.Context) error {
 	if err := eachChunk(ctx, &m.kinds, m.chunk); err != nil {
 		return err
 	}
-	if err := errors.Join(m.data.Datasync(), m.data.Chmod(0o444), sealCRCs(m.crcs, m.size)); err != nil {
+	if err := errors.Join(m.data.Datasync(), m.data.Chmod(0o444), format.SealCRCs(m.crcs, m.size)); err != nil {
 		return err
 	}
 	if st, err = m.data.Stat(); err != nil {
@@ -197,12 +198,12 @@ func (m *mending) write(ctx context.Context) error {
 
 // chunk compares one chunk, and writes the blocks of it that are not what they should be.
 func (m *mending) chunk(c int64, buf []byte) error {
-	kinds := m.kinds.chunk(c)
-	if !kinds.data {
+	kinds := m.kinds.Chunk(c)
+	if !kinds.Data {
 		return nil // nobody reads the file there
 	}
-	if sum, err := chunkSum(m.direct, kinds, c, m.size, buf); err == nil && sum == m.sums[c] {
-		return putCRCs(m.crcs, c, buf[:min(chunkSize, m.size-c*chunkSize)])
+	if sum, err := format.ChunkSum(m.direct, kinds, c, m.size, buf); err == nil && sum == m.sums[c] {
+		return format.PutCRCs(m.crcs, c, buf[:min(chunkSize, m.size-c*chunkSize)])
 	}
 	right := buf[:min(chunkSize, m.size-c*chunkSize)]
 	if n, err := m.src.ReadAt(right, c*chunkSize); n < len(right) {
@@ -213,7 +214,7 @@ func (m *mending) chunk(c int64, buf []byte) error {
 	}
 	first := c * chunkBlks
 	for b := first; b < first+int64(len(right))>>blockBits; {
-		v, n := m.kinds.run(b, first+int64(len(right))>>blockBits)
+		v, n := m.kinds.Run(b, first+int64(len(right))>>blockBits)
 		at, end := (b-first)<<blockBits, (b-first+n)<<blockBits
 		var err error
 		if block.Kind(v) == block.Data {
@@ -226,7 +227,7 @@ func (m *mending) chunk(c int64, buf []byte) error {
 		}
 		b += n
 	}
-	return putCRCs(m.crcs, c, right)
+	return format.PutCRCs(m.crcs, c, right)
 }
 
 // side puts one of the files beside the data right, in place.
@@ -243,8 +244,8 @@ func (m *mending) side(name string, write func(h file.Handle) (size int64, err e
 }
 
 func (m *mending) writeSums(h file.Handle) (int64, error) {
-	_, err := h.WriteAt(encodeSumsHeader(m.size), 0)
-	for c := range m.kinds.chunks() {
+	_, err := h.WriteAt(format.SumsHeaderOf(m.size), 0)
+	for c := range m.kinds.Chunks() {
 		sum := m.sums[c]
 		if err == nil {
 			_, err = h.WriteAt(sum[:], sumsHeader+c*sumSize)
@@ -253,18 +254,18 @@ func (m *mending) writeSums(h file.Handle) (int64, error) {
 	return sumsHeader + (m.size+chunkSize-1)/chunkSize*sumSize, err
 }
 
-// writeMap leaves a map that says the same as it is: who has it open knows where its pages are.
+// WriteMap leaves a map that says the same as it is: who has it open knows where its pages are.
 func (m *mending) writeMap(h file.Handle) (int64, error) {
 	st, err := h.Stat()
 	if err != nil {
 		return 0, err
 	}
-	if old, err := openMap(h, st.Size(), m.size); err == nil {
-		if x, err := indexOf(old); err == nil && bytes.Equal(encodeMap(x), encodeMap(&m.kinds)) {
+	if old, err := format.OpenMap(h, st.Size(), m.size); err == nil {
+		if x, err := format.IndexOf(old); err == nil && bytes.Equal(format.EncodeMap(x), format.EncodeMap(&m.kinds)) {
 			return st.Size(), nil
 		}
 	}
-	b := encodeMap(&m.kinds)
+	b := format.EncodeMap(&m.kinds)
 	_, err = h.WriteAt(b, 0)
 	return int64(len(b)), err
 }

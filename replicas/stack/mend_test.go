@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Whatever happened to the files of a layer, it is made whole from another copy, and who had it open reads on.
@@ -47,7 +48,7 @@ func TestMend(t *testing.T) {
 		"longer":     func(_ *testing.T, dir string) { _ = os.Truncate(dir+"/data", size+4096) },
 		"no data":    func(_ *testing.T, dir string) { _ = os.Remove(dir + "/data") },
 		"no map":     func(_ *testing.T, dir string) { _ = os.Remove(dir + "/map") },
-		"map":        func(t *testing.T, dir string) { flip(t, dir+"/map", mapHeader+mapEntry+9) },
+		"map":        func(t *testing.T, dir string) { flip(t, dir+"/map", format.MapHeader+format.MapEntry+9) },
 		"sums":       func(t *testing.T, dir string) { flip(t, dir+"/sums", sumsHeader+1) },
 		"no sums":    func(_ *testing.T, dir string) { _ = os.Remove(dir + "/sums") },
 		"record":     func(t *testing.T, dir string) { flip(t, dir+"/layer.json", 40) },

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Two neighbouring layers become one when nothing needs the lower one by itself any more. What the smaller of them has
@@ -204,7 +205,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		}
 		// Commit 1: the two are out of everybody else's reach.
 		for _, uid := range []string{g.Lower, g.Upper} {
-			if err := writeFile(d.fs, d.path(layersDir, uid, mergingFile), []byte(m.UID)); err != nil {
+			if err := format.WriteFile(d.fs, d.path(layersDir, uid, mergingFile), []byte(m.UID)); err != nil {
 				return nil, err
 			}
 			if err := d.fs.SyncDir(d.path(layersDir, uid)); err != nil {
@@ -229,7 +230,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	for _, uid := range []string{g.Lower, g.Upper} {
 		dir := d.path(layersDir, uid)
 		// What a crash left of its making must not be gone on with: the files become another layer's.
-		err := errors.Join(file.RemoveAll(d.fs, dir+"/"+keptFile), writeFile(d.fs, dir+"/"+movingFile, nil),
+		err := errors.Join(file.RemoveAll(d.fs, dir+"/"+keptFile), format.WriteFile(d.fs, dir+"/"+movingFile, nil),
 			d.fs.SyncDir(dir))
 		if err != nil {
 			return nil, err
@@ -509,7 +510,7 @@ func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
 		k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == g.Lower })
 		from, to := g.ends(k)
 		r.layers[to-fromLayer].forget(off, g.Done)
-		r.idx.changeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.blocks), from, to)
+		r.idx.ChangeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.Blocks), from, to)
 	})
 }
 

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // end makes the target the data of the new layer, and puts that in the place of the two: commit 2.
@@ -65,7 +66,7 @@ func (w *merger) publish(ctx context.Context, dir string, rec layerRecord) error
 		}
 		defer d.tell(g.Result, w.damage)
 	}
-	if err := writeMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
+	if err := format.WriteMeta(d.fs, dir+"/"+layerFile, formatLayer, rec); err != nil {
 		return err
 	}
 	own, err := d.openLayerAs(g.Result, d.direct, true)
@@ -147,7 +148,7 @@ func (r *Replica) replace(g Merge, by *layer) (old []*layer, err error) {
 			old = slices.Clone(r.layers[k : k+2])
 			r.layers = slices.Replace(slices.Clone(r.layers), k, k+2, by)
 			r.fds = slices.Replace(slices.Clone(r.fds), k+1, k+3, int(by.data.Fd()))
-			r.idx.remap(func(v uint16) uint16 {
+			r.idx.Remap(func(v uint16) uint16 {
 				if v != unbuilt && v > fromLayer+uint16(k) {
 					return v - 1
 				}
@@ -170,14 +171,14 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 	if err := m.run(ctx); err != nil {
 		return rec, err
 	}
-	rec.Data, rec.Zero = m.kinds.held()
-	if _, err := m.sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
+	rec.Data, rec.Zero = m.kinds.Held()
+	if _, err := m.sums.WriteAt(format.SumsHeaderOf(w.size), 0); err != nil {
 		return rec, err
 	}
 	if err := m.sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
 		return rec, err
 	}
-	rec.Root, err = rootDigest(m.sums, w.size, &m.kinds, func(c int64, sum [sumSize]byte) {
+	rec.Root, err = format.RootDigest(m.sums, w.size, &m.kinds, func(c int64, sum [sumSize]byte) {
 		if sum == noSum {
 			w.damaged(c, min(chunkSize, w.size-c*chunkSize))
 		}
@@ -190,11 +191,12 @@ func (w *merger) describe(ctx context.Context, dir string) (layerRecord, error) 
 		return rec, err
 	}
 	rec.Allocated = allocated(st)
-	err = atOnce(w.to.Datasync, m.sums.Datasync, m.mapped.Datasync, func() error { return sealCRCs(m.crcs, w.size) })
+	err = atOnce(w.to.Datasync, m.sums.Datasync, m.mapped.Datasync,
+		func() error { return format.SealCRCs(m.crcs, w.size) })
 	return rec, errors.Join(err, m.sums.Chmod(0o444))
 }
 
-// crcsOf are the checksums of the result: those of the target, under a second name, since they are as large as a
+// AppendCRCs are the checksums of the result: those of the target, under a second name, since they are as large as a
 // thousandth of its data. What is written into them says the same as before of every block that the target itself has,
 // and it is asked for no others.
 func (w *merger) crcsOf(target *layer, dir string, whole bool) (h file.Handle, taken bool, err error) {

@@ -13,16 +13,17 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // mirror is what a replica does because there are others: before the first write to a region it notes durably that the
 // region may differ from theirs. The loop thread's.
 type mirror struct {
 	tracking bool
-	region   int64         // bytes of a region; set once
-	noted    *intents      // durable on the disk, or about to be cleared there
-	wanted   []uint64      // bits that waiting requests need
-	toNote   []func(error) // that wait for them
+	region   int64           // bytes of a region; set once
+	noted    *format.Intents // durable on the disk, or about to be cleared there
+	wanted   []uint64        // bits that waiting requests need
+	toNote   []func(error)   // that wait for them
 	noting   bool
 	token    int64    // of the last Mark
 	since    []uint64 // regions touched since then
@@ -34,15 +35,15 @@ func (r *Replica) openIntents() (err error) {
 	if r.marks, err = r.disk.fs.Open(name, os.O_RDWR, 0); err != nil {
 		return err
 	}
-	data, err := io.ReadAll(io.NewSectionReader(r.marks, 0, maxIntents))
+	data, err := io.ReadAll(io.NewSectionReader(r.marks, 0, format.MaxIntentsSize))
 	if err != nil {
 		return err
 	}
-	if r.noted, err = decodeIntents(data); err != nil {
+	if r.noted, err = format.DecodeIntents(data); err != nil {
 		return err
 	}
-	r.region = r.noted.region
-	r.wanted, r.since = make([]uint64, len(r.noted.bits)), make([]uint64, len(r.noted.bits))
+	r.region = r.noted.Region
+	r.wanted, r.since = make([]uint64, len(r.noted.Bits)), make([]uint64, len(r.noted.Bits))
 	return nil
 }
 
@@ -59,13 +60,13 @@ func (r *Replica) growIntents(size int64) (err error) {
 		err = errors.Join(err, r.onLoop(func() { r.noting = false; r.note() }))
 	}()
 	r.work.do(func() {
-		t := &intents{}
-		if err = r.onLoop(func() { *t = *r.noted; t.bits = slices.Clone(t.bits) }); err != nil || t.size >= size {
+		t := &format.Intents{}
+		if err = r.onLoop(func() { *t = *r.noted; t.Bits = slices.Clone(t.Bits) }); err != nil || t.Size >= size {
 			return
 		}
-		t.size = size
-		n := (t.regions() + 63) / 64
-		t.bits = append(t.bits, make([]uint64, n-int64(len(t.bits)))...)
+		t.Size = size
+		n := (t.Regions() + 63) / 64
+		t.Bits = append(t.Bits, make([]uint64, n-int64(len(t.Bits)))...)
 		if err = r.rewriteIntents(t); err != nil {
 			return
 		}
@@ -80,10 +81,10 @@ func (r *Replica) growIntents(size int64) (err error) {
 
 // rewriteIntents replaces the file. In the worker. Where it is not known which file has the name, the replica fails: it
 // would note in one that is gone after a loss of power.
-func (r *Replica) rewriteIntents(t *intents) error {
+func (r *Replica) rewriteIntents(t *format.Intents) error {
 	name := r.dir + "/" + intentsFile
-	err := replaceFile(r.disk.fs, name, encodeIntents(t))
-	if err != nil && !errors.Is(err, errUnsure) {
+	err := format.ReplaceFile(r.disk.fs, name, format.EncodeIntents(t))
+	if err != nil && !errors.Is(err, format.ErrUnsure) {
 		return err
 	}
 	var h file.Handle
@@ -102,9 +103,9 @@ func (r *Replica) rewriteIntents(t *intents) error {
 // intended reports whether all regions of a request are noted; else begin is called again once they are.
 func (r *Replica) intended(q *block.Request) bool {
 	t, all := r.noted, true
-	for g := q.Off / t.region; g <= (q.Off+q.Len-1)/t.region; g++ {
+	for g := q.Off / t.Region; g <= (q.Off+q.Len-1)/t.Region; g++ {
 		r.since[g/64] |= 1 << (g % 64)
-		if !t.dirty(g) {
+		if !t.Dirty(g) {
 			all = false
 			r.wanted[g/64] |= 1 << (g % 64)
 		}
@@ -132,11 +133,11 @@ func (r *Replica) Intend(ctx context.Context, regions []int64) error {
 	err := r.onLoop(func() {
 		t, all := r.noted, true
 		for _, g := range regions {
-			if g < 0 || g >= t.regions() {
+			if g < 0 || g >= t.Regions() {
 				continue // it is smaller
 			}
 			r.since[g/64] |= 1 << (g % 64)
-			if !t.dirty(g) {
+			if !t.Dirty(g) {
 				all = false
 				r.wanted[g/64] |= 1 << (g % 64)
 			}
@@ -166,13 +167,13 @@ func (r *Replica) note() {
 	r.noting = true
 	list := r.toNote
 	r.toNote = nil
-	t := &intents{}
+	t := &format.Intents{}
 	*t = *r.noted
-	t.bits = slices.Clone(t.bits)
+	t.Bits = slices.Clone(t.Bits)
 	changed := slices.Clone(r.wanted)
 	clear(r.wanted)
 	for i := range changed {
-		t.bits[i] |= changed[i]
+		t.Bits[i] |= changed[i]
 	}
 	r.work.put(func() {
 		err := r.writePages(t, changed)
@@ -189,7 +190,7 @@ func (r *Replica) note() {
 			}
 			if err == nil {
 				for i := range changed {
-					r.noted.bits[i] |= changed[i]
+					r.noted.Bits[i] |= changed[i]
 				}
 			}
 			for _, answer := range list {
@@ -201,18 +202,18 @@ func (r *Replica) note() {
 }
 
 // writePages writes the pages of t in which bits of changed are set. In the worker.
-func (r *Replica) writePages(t *intents, changed []uint64) error {
-	var page [intentsPage]byte
+func (r *Replica) writePages(t *format.Intents, changed []uint64) error {
+	var page [format.IntentsPageSize]byte
 	last := int64(-1)
 	for i, w := range changed {
 		for ; w != 0; w &= w - 1 {
-			p := (int64(i)*64 + int64(bits.TrailingZeros64(w))) / intentsBits
+			p := (int64(i)*64 + int64(bits.TrailingZeros64(w))) / format.RegionsPerPage
 			if p == last {
 				continue
 			}
 			last = p
-			t.encodePage(page[:], p)
-			if _, err := r.marks.WriteAt(page[:], intentsPage*(1+p)); err != nil {
+			t.EncodePage(page[:], p)
+			if _, err := r.marks.WriteAt(page[:], format.IntentsPageSize*(1+p)); err != nil {
 				return err
 			}
 		}
@@ -240,9 +241,9 @@ func (r *Replica) Intents(context.Context) (Intents, error) {
 	var out Intents
 	err := r.onLoop(func() {
 		t := r.noted
-		out = Intents{Region: t.region, Base: t.epoch}
-		for g := range t.regions() {
-			if t.dirty(g) {
+		out = Intents{Region: t.Region, Base: t.Epoch}
+		for g := range t.Regions() {
+			if t.Dirty(g) {
 				out.Regions = append(out.Regions, g)
 			}
 		}
@@ -260,11 +261,11 @@ func (r *Replica) Track(_ context.Context, on bool) error {
 // member before is compared as a whole.
 func (r *Replica) Unnoted(_ context.Context, epoch int64) (err error) {
 	r.work.do(func() { // what was noted before is in the file, and nothing else is written to it meanwhile
-		now := &intents{}
+		now := &format.Intents{}
 		if err = r.onLoop(func() {
-			r.noted.epoch = max(r.noted.epoch, epoch)
+			r.noted.Epoch = max(r.noted.Epoch, epoch)
 			*now = *r.noted
-			now.bits = slices.Clone(now.bits)
+			now.Bits = slices.Clone(now.Bits)
 		}); err == nil {
 			err = r.rewriteIntents(now)
 		}
@@ -288,33 +289,33 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 	}
 	return r.name(r.onLoop(func() {
 		t := r.noted
-		if token != r.token || t.epoch > epoch || r.noting {
+		if token != r.token || t.Epoch > epoch || r.noting {
 			return
 		}
-		was := &intents{}
+		was := &format.Intents{}
 		*was = *t
-		was.bits, was.epoch = slices.Clone(t.bits), epoch
-		gone := make([]uint64, len(t.bits))
+		was.Bits, was.Epoch = slices.Clone(t.Bits), epoch
+		gone := make([]uint64, len(t.Bits))
 		for _, g := range regions {
-			if g < 0 || g >= t.regions() || r.since[g/64]>>(g%64)&1 != 0 || !t.dirty(g) {
+			if g < 0 || g >= t.Regions() || r.since[g/64]>>(g%64)&1 != 0 || !t.Dirty(g) {
 				continue
 			}
 			gone[g/64] |= 1 << (g % 64)
 		}
 		// The epoch first: what is cleared is cleared as of then. It counts where nothing is to be cleared, too: all are
 		// equal in it but for what stays noted.
-		fresh := t.epoch != epoch
+		fresh := t.Epoch != epoch
 		if !fresh && !slices.ContainsFunc(gone, func(w uint64) bool { return w != 0 }) {
 			return
 		}
-		before := t.epoch
-		t.epoch = epoch
+		before := t.Epoch
+		t.Epoch = epoch
 		for i := range gone {
-			t.bits[i] &^= gone[i]
+			t.Bits[i] &^= gone[i]
 		}
-		now := &intents{}
+		now := &format.Intents{}
 		*now = *t
-		now.bits = slices.Clone(t.bits)
+		now.Bits = slices.Clone(t.Bits)
 		r.noting = true // what is to be noted waits until this is over, one way or the other
 		r.work.put(func() {
 			var err error
@@ -331,9 +332,9 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 					slog.Warn("intents of a replica stay on its disk", "replica", r.dir, "err", err)
 				}
 				if kept { // all of them: else some may be gone, and what is touched there is noted again
-					r.noted.epoch = before
+					r.noted.Epoch = before
 					for i := range gone {
-						r.noted.bits[i] |= gone[i]
+						r.noted.Bits[i] |= gone[i]
 					}
 				}
 				r.note()

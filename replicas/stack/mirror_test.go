@@ -12,13 +12,14 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // newMirror is a replica of three regions on a disk.
 func newMirror(t *testing.T, d *Disk) string {
 	t.Helper()
 	uid := string(api.NewUID())
-	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 3 * intentsRegion}
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 3 * format.IntentsRegion}
 	if err := d.CreateReplica(context.Background(), spec); err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +81,7 @@ func TestReopenedNotes(t *testing.T) {
 				} else {
 					again(t, r, uid)
 				}
-				mustIssue(t, l, r, block.OpWrite, 2*intentsRegion, blockSize, buf)
+				mustIssue(t, l, r, block.OpWrite, 2*format.IntentsRegion, blockSize, buf)
 				notes(t, r, 0, 2)
 			})
 		}
@@ -134,7 +135,7 @@ func TestIntentsNotSynced(t *testing.T) {
 	r.work.do(func() { r.marks = marks })
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*intentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
 	}
 	r.work.do(func() { marks.write = unix.ENOSPC })
 	if err := write(0); !errors.Is(err, unix.ENOSPC) {
@@ -172,7 +173,7 @@ func TestIntentsReplaced(t *testing.T) {
 			}
 			adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 			write := func(region int64) error {
-				return issue(l, r, block.OpWrite, region*intentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+				return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
 			}
 			if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 				t.Fatal(err)
@@ -227,23 +228,23 @@ func TestIntentsClearedInPart(t *testing.T) {
 		t.Fatal(err)
 	}
 	adopt(t, r, 1, 7, spec.UID, string(api.NewUID()))
-	const far = intentsBits + 7 // on another page
+	const far = format.RegionsPerPage + 7 // on another page
 	first := []int64{1, far}
 	if err := errors.Join(r.Intend(ctx, first), r.Mark(ctx, 5), r.Clean(ctx, 5, 1, nil)); err != nil {
 		t.Fatal(err)
 	}
-	marks := &marksOf{from: 2 * intentsPage, write: unix.EIO}
+	marks := &marksOf{from: 2 * format.IntentsPageSize, write: unix.EIO}
 	r.work.do(func() { marks.Handle, r.marks = r.marks, marks })
 	if err := r.Clean(ctx, 5, 1, first); err != nil {
 		t.Fatal(err)
 	}
 	r.work.do(func() { marks.write = nil })
-	mustIssue(t, l, r, block.OpWrite, intentsRegion, blockSize, alignedBuffer(int(blockSize)))
+	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)))
 	b, err := os.ReadFile(d.path(replicaDir, spec.UID, intentsFile))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if on, err := decodeIntents(b); err != nil || !on.dirty(1) || !on.dirty(far) {
+	if on, err := format.DecodeIntents(b); err != nil || !on.Dirty(1) || !on.Dirty(far) {
 		t.Errorf("the file of the intents does not tell of an acknowledged write: %v", err)
 	}
 	_ = r.Close()
@@ -260,7 +261,7 @@ func TestIntentsGrow(t *testing.T) {
 	}
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*intentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
 	}
 	if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 		t.Fatal(err)
@@ -272,7 +273,7 @@ func TestIntentsGrow(t *testing.T) {
 		}
 		return nil, nil
 	})
-	if err := r.Expand(ctx, 5*intentsRegion); err != nil {
+	if err := r.Expand(ctx, 5*format.IntentsRegion); err != nil {
 		t.Fatal(err)
 	}
 	r.work.do(func() { f.set(nil) })

@@ -147,13 +147,13 @@ func (w *model) make(v *mvol, layers []string) error {
 }
 
 // io does one request; the model knows of it whether it is acknowledged or not.
-func (w *model) io(v *mvol, op block.Op, s span, value uint64, fua bool) error {
+func (w *model) io(v *mvol, op block.Op, s block.Span, value uint64, fua bool) error {
 	var buf []byte
 	if op == block.OpWrite {
-		buf = alignedBuffer(int(s.n))
-		fillBlocks(buf, value, s.off)
+		buf = alignedBuffer(int(s.Len))
+		fillBlocks(buf, value, s.Off)
 	}
-	if err := issue(w.p, v.r, op, s.off, s.n, buf, fua); err != nil {
+	if err := issue(w.p, v.r, op, s.Off, s.Len, buf, fua); err != nil {
 		v.flies(s, value)
 		return err
 	}
@@ -193,21 +193,21 @@ func (w *model) batch(d deed) error {
 		return err
 	}
 	type flying struct {
-		s     span
+		s     block.Span
 		value uint64
 		q     *block.Request
 	}
 	var all []flying
 	done := make(chan struct{}, 8)
 	for k := range int64(8) {
-		s := span{(k*8 + int64(d.A>>(4*k)%4)) << blockBits, (1 + int64(d.B>>(4*k)%4)) << blockBits}
+		s := block.Span{Off: (k*8 + int64(d.A>>(4*k)%4)) << blockBits, Len: (1 + int64(d.B>>(4*k)%4)) << blockBits}
 		value := w.value(d.C >> (8 + k))
-		q := &block.Request{Op: block.OpWrite, Off: s.off, Len: s.n, Done: func(*block.Request) { done <- struct{}{} }}
+		q := &block.Request{Op: block.OpWrite, Off: s.Off, Len: s.Len, Done: func(*block.Request) { done <- struct{}{} }}
 		if d.A>>(40+k)%4 == 0 {
 			q.Op, value = block.OpDiscard, 0
 		} else {
-			q.Buf = alignedBuffer(int(s.n))
-			fillBlocks(q.Buf, value, s.off)
+			q.Buf = alignedBuffer(int(s.Len))
+			fillBlocks(q.Buf, value, s.Off)
 		}
 		all = append(all, flying{s, value, q})
 	}

@@ -102,7 +102,7 @@ func newModel(on *modelLoop, dir string) (*model, error) {
 		return nil, err
 	}
 	w.p = &power{on.Loop, f, root, 128 << 10}
-	if err := format(f, root); err != nil {
+	if err := initDisk(f, root); err != nil {
 		return nil, err
 	}
 	w.d, err = openModel(f, root)
@@ -166,26 +166,26 @@ func sectors(b []byte, off int64, found func(sector int64, v uint64) error) erro
 }
 
 // hot are the ranges of a volume that may hold something.
-func hot(size int64) []span {
-	all := []span{{0, min(size, smallSize)}}
+func hot(size int64) []block.Span {
+	all := []block.Span{{Off: 0, Len: min(size, smallSize)}}
 	if size > highStart<<blockBits {
-		all = append(all, span{highStart << blockBits, min(size, largeSize) - highStart<<blockBits})
+		all = append(all, block.Span{Off: highStart << blockBits, Len: min(size, largeSize) - highStart<<blockBits})
 	}
 	return all
 }
 
 // place chooses a range of a volume.
-func place(size int64, a, b uint64) span {
+func place(size int64, a, b uint64) block.Span {
 	regions := hot(size)
 	g := regions[a%uint64(len(regions))]
-	blocks := g.n >> blockBits
+	blocks := g.Len >> blockBits
 	first := int64(a >> 8 % (1 << 40) % uint64(blocks))
 	n := 1 + int64(b%16)
 	if b>>8%8 == 0 {
 		n = blocks
 	}
 	n = min(n, blocks-first)
-	return span{g.off + first<<blockBits, n << blockBits}
+	return block.Span{Off: g.Off + first<<blockBits, Len: n << blockBits}
 }
 
 // readSource calls found for every sector that a source says holds data or may hold any.
@@ -228,8 +228,8 @@ func same(src block.Source, img image) error {
 }
 
 // becomes says what a range holds from now on; whether it is durable is open.
-func (v *mvol) becomes(s span, value uint64) {
-	for i := s.off / 512; i < (s.off+s.n)/512; i++ {
+func (v *mvol) becomes(s block.Span, value uint64) {
+	for i := s.Off / 512; i < (s.Off+s.Len)/512; i++ {
 		if v.now[i] != value || len(v.maybe[i]) > 0 {
 			v.maybe[i] = append(v.maybe[i], v.now[i])
 		}
@@ -238,8 +238,8 @@ func (v *mvol) becomes(s span, value uint64) {
 }
 
 // flies says that a range may hold something, as the process died.
-func (v *mvol) flies(s span, value uint64) {
-	for i := s.off / 512; i < (s.off+s.n)/512; i++ {
+func (v *mvol) flies(s block.Span, value uint64) {
+	for i := s.Off / 512; i < (s.Off+s.Len)/512; i++ {
 		v.flying[i] = append(v.flying[i], value)
 	}
 }
@@ -517,11 +517,11 @@ func (w *model) checkStack(layers []string, size int64, img image) error {
 
 func (w *model) checkOpen(v *mvol) error {
 	for _, h := range hot(v.size) {
-		b := alignedBuffer(int(h.n))
-		if err := issue(w.p, v.r, block.OpRead, h.off, h.n, b, false); err != nil {
+		b := alignedBuffer(int(h.Len))
+		if err := issue(w.p, v.r, block.OpRead, h.Off, h.Len, b, false); err != nil {
 			return err
 		}
-		err := sectors(b, h.off, func(sector int64, n uint64) error {
+		err := sectors(b, h.Off, func(sector int64, n uint64) error {
 			if v.now[sector] != n {
 				return fmt.Errorf("sector %d holds %d, not %d", sector, n, v.now[sector])
 			}

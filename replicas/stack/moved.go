@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // While layers are merged, the target's file holds blocks of both, up to where the merge is, and neither its digests
@@ -47,7 +48,7 @@ func (r *Replica) given(p *part, gave *layer, blk []byte) (known, whole bool) {
 		return false, false
 	}
 	page.used = true
-	return true, blockCRC(blk) == binary.LittleEndian.Uint32(page.crc[b&(crcPageBlks-1)*crcSize:])
+	return true, format.BlockCRC(blk) == binary.LittleEndian.Uint32(page.crc[b&(format.CRCPageBlocks-1)*crcSize:])
 }
 
 // judgeMoved reads a range anew of which the merge is through, and reports whether all its blocks are right.
@@ -90,20 +91,21 @@ func (l *layer) readMoved(p []byte, off int64, gave *layer) error {
 }
 
 // crcsAt are the checksums of blocks; nil: the layer has none.
-func (l *layer) crcsAt(off, n int64) ([]byte, error) {
+func (l *layer) crcsAt(off, length int64) ([]byte, error) {
 	if l.crcs == nil {
 		return nil, nil
 	}
-	first, end := off>>blockBits, min(off+n, l.rec.Size)>>blockBits
+	first, end := off>>blockBits, min(off+length, l.rec.Size)>>blockBits
 	if end <= first {
 		return []byte{}, nil
 	}
-	from := first >> crcPageBits
-	pages := alignedBuffer(int(((end-1)>>crcPageBits - from + 1) * crcPageSize)) // the file may be open for direct I/O
-	if k, err := l.crcs.ReadAt(pages, from*crcPageSize); k < len(pages) {
+	from := first >> format.CRCPageBits
+	n := ((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize
+	pages := alignedBuffer(int(n)) // the file may be open for direct I/O
+	if k, err := l.crcs.ReadAt(pages, from*format.CRCPageSize); k < len(pages) {
 		return nil, errors.Join(err, os.ErrInvalid)
 	}
-	return pages[(first-from<<crcPageBits)*crcSize : (end-from<<crcPageBits)*crcSize], nil
+	return pages[(first-from<<format.CRCPageBits)*crcSize : (end-from<<format.CRCPageBits)*crcSize], nil
 }
 
 // crcIs reports whether the block at off matches; no checksums say nothing against it.
@@ -112,7 +114,7 @@ func crcIs(crcs []byte, off int64, blk []byte) bool {
 	if crcs == nil {
 		return true
 	}
-	return i < int64(len(crcs)) && blockCRC(blk) == binary.LittleEndian.Uint32(crcs[i:])
+	return i < int64(len(crcs)) && format.BlockCRC(blk) == binary.LittleEndian.Uint32(crcs[i:])
 }
 
 // digestIs reports whether the chunk of a block is still what the layer's digest says: then a checksum is wrong.

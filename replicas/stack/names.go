@@ -16,12 +16,14 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // What names layers: the images and replicas of the disk. All of this happens under the disk's lock.
 
 const (
-	imageFile = "image.json"
+	imageFile   = "image.json"
+	formatImage = "drover-image"
 	// Names in the trash: a prefix, the kind of thing, its uid, and when it came there, in seconds.
 	gonePrefix   = "gone"   // somebody removed it: to be deleted at once
 	orphanPrefix = "orphan" // nobody knows it: to be deleted after a grace
@@ -69,12 +71,12 @@ func (d *Disk) PutImage(img block.Image) (err error) {
 	if err := d.fs.SyncDir(d.path(imagesDir)); err != nil {
 		return err
 	}
-	return writeMeta(d.fs, dir+"/"+imageFile, formatImage, img)
+	return format.WriteMeta(d.fs, dir+"/"+imageFile, formatImage, img)
 }
 
 func (d *Disk) image(uid string) (block.Image, error) {
 	var img block.Image
-	if err := readMeta(d.fs, d.path(imagesDir, uid, imageFile), formatImage, &img); err != nil {
+	if err := format.ReadMeta(d.fs, d.path(imagesDir, uid, imageFile), formatImage, &img); err != nil {
 		return img, err
 	}
 	if img.UID != uid {

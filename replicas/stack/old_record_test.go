@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // TestRecordOfAnOlderProgramIsRead: stack.json of an older program has a field that nothing reads any more.
@@ -21,11 +22,11 @@ func TestRecordOfAnOlderProgramIsRead(t *testing.T) {
 			t.Fatal(err)
 		}
 		var body map[string]any
-		if err := decodeMeta(data, formatStack, &body); err != nil {
+		if err := format.DecodeMeta(data, formatStack, &body); err != nil {
 			t.Fatal(err)
 		}
 		body["winner"] = winner
-		if data, err = encodeMeta(formatStack, body); err != nil {
+		if data, err = format.EncodeMeta(formatStack, body); err != nil {
 			t.Fatal(err)
 		}
 		if err := os.WriteFile(name, data, 0o600); err != nil {

@@ -7,12 +7,13 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // ready reports whether the index knows all blocks of q. If not, q waits for the first page that is missing.
 func (r *Replica) ready(q *block.Request) bool {
 	for p := int(q.Off >> (blockBits + pageBits)); p <= int((q.Off+q.Len-1)>>(blockBits+pageBits)); p++ {
-		if r.idx.built(p) || r.buildNow(p) {
+		if r.idx.Built(p) || r.buildNow(p) {
 			continue
 		}
 		list, building := r.waiting[p]
@@ -33,12 +34,12 @@ func (r *Replica) Nothing(off, n int64) bool {
 		return false
 	}
 	for p := int(off >> (blockBits + pageBits)); p <= int((off+n-1)>>(blockBits+pageBits)); p++ {
-		if !r.idx.built(p) {
+		if !r.idx.Built(p) {
 			return false
 		}
 	}
 	for b, end := off>>blockBits, (off+n)>>blockBits; b < end; {
-		v, k := r.idx.run(b, end)
+		v, k := r.idx.Run(b, end)
 		if v >= fromHead {
 			return false
 		}
@@ -55,8 +56,8 @@ func (r *Replica) buildNow(p int) bool {
 	v, full := fromNowhere, false
 	for k := len(r.layers) - 1; k >= 0 && !full; k-- {
 		m := r.layers[k].m
-		kind, ok := m.uniform(p)
-		if !ok || kind != block.Hole && m.length()>>blockBits < int64(p)<<pageBits+int64(r.idx.pageLen(p)) {
+		kind, ok := m.Uniform(p)
+		if !ok || kind != block.Hole && m.Length()>>blockBits < int64(p)<<pageBits+int64(r.idx.PageLen(p)) {
 			return false
 		}
 		switch kind {
@@ -66,16 +67,16 @@ func (r *Replica) buildNow(p int) bool {
 			v, full = fromZero, true
 		}
 	}
-	r.idx.uniform[p] = v
+	r.idx.Uniform[p] = v
 	return true
 }
 
 // build builds a page in the worker and starts what waits for it.
 func (r *Replica) build(p int) {
-	n := r.idx.pageLen(p)
+	n := r.idx.PageLen(p)
 	r.work.put(func() {
 		vals := make([]uint16, n)
-		err := resolve(vals, p, r.layers, &r.log.zeros, r.fds[0])
+		err := resolve(vals, p, r.layers, &r.log.Zeros, r.fds[0])
 		r.merge.moved(vals, int64(p)<<pageBits, r.layers)
 		if err != nil {
 			slog.Error("index of a replica cannot be built; its I/O fails", "replica", r.dir, "page", p, "error", err)
@@ -84,7 +85,7 @@ func (r *Replica) build(p int) {
 			list := r.waiting[p]
 			delete(r.waiting, p)
 			if err == nil {
-				r.idx.load(p, vals)
+				r.idx.Load(p, vals)
 			}
 			for _, q := range list {
 				if err != nil {
@@ -99,13 +100,13 @@ func (r *Replica) build(p int) {
 
 // resolve fills vals with where the blocks of page p are read from. Layers come bottom first; zeros is the head's
 // record, which the data in the head (-1: none) overrides.
-func resolve(vals []uint16, p int, layers []*layer, zeros *index, head int) error {
+func resolve(vals []uint16, p int, layers []*layer, zeros *format.Index, head int) error {
 	kinds := new([pageBlocks]block.Kind)
 	for k, l := range layers {
-		if kind, ok := l.m.uniform(p); ok && kind == block.Hole {
+		if kind, ok := l.m.Uniform(p); ok && kind == block.Hole {
 			continue
 		}
-		if err := l.m.load(p, kinds); err != nil {
+		if err := l.m.Load(p, kinds); err != nil {
 			return err
 		}
 		for i := range vals {
@@ -120,7 +121,7 @@ func resolve(vals []uint16, p int, layers []*layer, zeros *index, head int) erro
 	base := int64(p) << pageBits
 	end := base + int64(len(vals))
 	for b := base; b < end; {
-		v, n := zeros.run(b, end)
+		v, n := zeros.Run(b, end)
 		if v == 1 {
 			for i := b; i < b+n; i++ {
 				vals[i-base] = fromZero

@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // path is the data path of a Replica. All of it belongs to the loop's thread. Nothing is allocated per I/O once the
@@ -18,7 +19,7 @@ import (
 type path struct {
 	blocks  int64
 	fds     []int // of a value in the index, less fromHead
-	idx     index
+	idx     format.Index
 	waiting map[int][]*block.Request // requests that wait until a page of the index is built
 
 	fresh    bool // the head held nothing when it was opened: a page that is not built yet has nothing from it
@@ -36,8 +37,8 @@ type path struct {
 	cutting  int       // heads that were cut off and are not durable yet
 	afterCut []*flight // flushes that wait for them
 
-	zeros    []span // all-zero writes over lower data, not given to the log yet
-	syncing  int    // rounds of the log under way
+	zeros    []block.Span // all-zero writes over lower data, not given to the log yet
+	syncing  int          // rounds of the log under way
 	freeIO   *flight
 	freePart *part
 
@@ -76,17 +77,17 @@ type part struct {
 	off  int64
 	all  []byte // of a read: the whole, at at
 	at   int64
-	good int    // bytes of all that were compared
-	gaps []span // of all, where the file has nothing that is to be read
+	good int          // bytes of all that were compared
+	gaps []block.Span // of all, where the file has nothing that is to be read
 	next *part
 }
 
 func (p *path) init(r *Replica, fresh bool) {
 	p.blocks = r.meta.Size >> blockBits
-	p.idx = newIndex(p.blocks, unbuilt)
+	p.idx = format.NewIndex(p.blocks, unbuilt)
 	p.waiting = make(map[int][]*block.Request)
 	p.fresh = fresh
-	p.noZeros = r.log.n == 0
+	p.noZeros = r.log.Records == 0
 	p.now = &writes{value: fromHead}
 	flights, parts := make([]flight, ahead), make([]part, ahead)
 	for i := range ahead {
@@ -132,8 +133,8 @@ func (r *Replica) check(q *block.Request) error {
 	if q.Op == block.OpFlush {
 		return nil
 	}
-	if (q.Off|q.Len)&(blockSize-1) != 0 || q.Off < 0 || q.Len <= 0 || q.Len>>blockBits > r.idx.blocks ||
-		q.Off>>blockBits > r.idx.blocks-q.Len>>blockBits {
+	if (q.Off|q.Len)&(blockSize-1) != 0 || q.Off < 0 || q.Len <= 0 || q.Len>>blockBits > r.idx.Blocks ||
+		q.Off>>blockBits > r.idx.Blocks-q.Len>>blockBits {
 		return unix.EINVAL
 	}
 	if q.Op == block.OpRead || q.Op == block.OpWrite {
@@ -238,7 +239,7 @@ func (r *Replica) read(q *block.Request) {
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
 	var f *flight
 	for b < end {
-		v, n := r.idx.run(b, end)
+		v, n := r.idx.Run(b, end)
 		whole := n
 		if v == fromHead {
 			whole = r.stretch(b, n, end)
@@ -277,7 +278,7 @@ const mostGap = 16
 // together with the holes between them.
 func (r *Replica) stretch(b, n, end int64) int64 {
 	for at := b + n; at < end; {
-		v, k := r.idx.run(at, end)
+		v, k := r.idx.Run(at, end)
 		if v == fromHead {
 			at += k
 			n = at - b
@@ -294,9 +295,9 @@ func (r *Replica) stretch(b, n, end int64) int64 {
 // gapsOf notes what is to be zero of a read that was stretched, whatever the file has there.
 func (r *Replica) gapsOf(p *part) {
 	for b, end := p.at>>blockBits, (p.at+int64(len(p.all)))>>blockBits; b < end; {
-		v, n := r.idx.run(b, end)
+		v, n := r.idx.Run(b, end)
 		if v < fromHead {
-			p.gaps = append(p.gaps, span{b<<blockBits - p.at, n << blockBits})
+			p.gaps = append(p.gaps, block.Span{Off: b<<blockBits - p.at, Len: n << blockBits})
 		}
 		b += n
 	}
@@ -326,7 +327,7 @@ func readDone(op *uring.Op, res int32) {
 	switch {
 	case int(res) == len(p.buf):
 		for _, g := range p.gaps {
-			clear(p.all[g.off:][:g.n])
+			clear(p.all[g.Off:][:g.Len])
 		}
 		if p.src > 0 && f.r.layers[p.src-1].crcs != nil {
 			f.r.compare(p)
@@ -367,33 +368,17 @@ func (r *Replica) write(q *block.Request) {
 
 // headHas reports whether all of the blocks are the head's own.
 func (r *Replica) headHas(b, end int64) bool {
-	v, n := r.idx.run(b, end)
+	v, n := r.idx.Run(b, end)
 	return v == fromHead && n == end-b
 }
 
 // addSpan adds a range, to the last one where they touch.
-func addSpan(s []span, off, n int64) []span {
-	if k := len(s) - 1; k >= 0 && s[k].off+s[k].n == off {
-		s[k].n += n
+func addSpan(s []block.Span, off, n int64) []block.Span {
+	if k := len(s) - 1; k >= 0 && s[k].Off+s[k].Len == off {
+		s[k].Len += n
 		return s
 	}
-	return append(s, span{off, n})
-}
-
-func isZero(b []byte) bool {
-	w := unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(b))), len(b)/8)
-	for len(w) >= 8 {
-		if w[0]|w[1]|w[2]|w[3]|w[4]|w[5]|w[6]|w[7] != 0 {
-			return false
-		}
-		w = w[8:]
-	}
-	for _, x := range w {
-		if x != 0 {
-			return false
-		}
-	}
-	return true
+	return append(s, block.Span{Off: off, Len: n})
 }
 
 func writeDone(op *uring.Op, res int32) {
@@ -428,7 +413,7 @@ func (r *Replica) torn(f *flight, p *part, err error) {
 		there := found(fd, off, end)
 		r.ring.Post(func() {
 			for _, s := range there {
-				r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
+				r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
 			}
 			w.ended()
 			f.end(errnoOf(err))

@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A pin names layers of this disk for somebody elsewhere who still reads them: a replica on another disk, until it has
@@ -134,12 +135,12 @@ func (d *Disk) writePin(p Pin) error {
 	if err := d.syncDirs(d.root, d.path(pinsDir)); err != nil {
 		return err
 	}
-	return writeMeta(d.fs, d.path(pinsDir, p.UID, pinFile), formatPin, p)
+	return format.WriteMeta(d.fs, d.path(pinsDir, p.UID, pinFile), formatPin, p)
 }
 
 func (d *Disk) pin(uid string) (Pin, error) {
 	var p Pin
-	if err := readMeta(d.fs, d.path(pinsDir, uid, pinFile), formatPin, &p); err != nil {
+	if err := format.ReadMeta(d.fs, d.path(pinsDir, uid, pinFile), formatPin, &p); err != nil {
 		return p, err
 	}
 	if p.UID != uid {

@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // What is discarded over a layer is a record in the head: the layer is never written to. Where nobody needs the layer
@@ -25,7 +26,7 @@ func (r *Replica) eachZero(each func(off, n int64)) error {
 	if err := r.isOpen(); err != nil {
 		return err
 	}
-	r.work.do(func() { r.log.ranges(each) })
+	r.work.do(func() { r.log.Ranges(each) })
 	return nil
 }
 
@@ -38,8 +39,9 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 	if err != nil || len(own) == 0 {
 		return 0, 0, err
 	}
-	var zeros []span
-	if err := r.eachZero(func(off, n int64) { zeros = append(zeros, span{off, n}) }); err != nil || len(zeros) == 0 {
+	var zeros []block.Span
+	err = r.eachZero(func(off, n int64) { zeros = append(zeros, block.Span{Off: off, Len: n}) })
+	if err != nil || len(zeros) == 0 {
 		return 0, 0, err
 	}
 	below := int64(0)
@@ -91,7 +93,7 @@ func (d *Disk) unneeded(m Meta) ([]string, error) {
 }
 
 // heldIn is how many bytes of data a finished layer holds in ranges, and how many in all.
-func (d *Disk) heldIn(uid string, ranges []span) (n, all int64, err error) {
+func (d *Disk) heldIn(uid string, ranges []block.Span) (n, all int64, err error) {
 	l, err := d.openLayer(uid, 0)
 	if err != nil {
 		return 0, 0, err
@@ -100,14 +102,14 @@ func (d *Disk) heldIn(uid string, ranges []span) (n, all int64, err error) {
 	if _, frozen := l.m.(*frozenMap); frozen {
 		return 0, 0, api.Errorf(api.Busy, "layer %s is being finished", uid)
 	}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return 0, 0, fmt.Errorf("layer %s: %w", uid, err)
 	}
 	for _, s := range ranges {
-		end := min((s.off+s.n)>>blockBits, kinds.blocks)
-		for b := s.off >> blockBits; b < end; {
-			v, k := kinds.run(b, end)
+		end := min((s.Off+s.Len)>>blockBits, kinds.Blocks)
+		for b := s.Off >> blockBits; b < end; {
+			v, k := kinds.Run(b, end)
 			if block.Kind(v) == block.Data {
 				n += k << blockBits
 			}

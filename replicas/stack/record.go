@@ -14,11 +14,13 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Files of a replica's folder. Head files carry the name that stack.json gives to the head.
 const (
 	stackFile   = "stack.json"
+	formatStack = "drover-stack"
 	ownerFile   = "lock"
 	intentsFile = "intents"
 	firstHead   = "head"
@@ -291,8 +293,10 @@ func (d *Disk) makeReplica(m Meta) error {
 		return err
 	}
 	err = atOnce(func() error { return errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()) },
-		func() error { return writeFile(d.fs, dir+"/"+m.Head+zeroSuffix, zeroHeader()) },
-		func() error { return writeFile(d.fs, dir+"/"+intentsFile, encodeIntents(newIntents(m.Size))) })
+		func() error { return format.WriteFile(d.fs, dir+"/"+m.Head+zeroSuffix, format.ZeroHeader()) },
+		func() error {
+			return format.WriteFile(d.fs, dir+"/"+intentsFile, format.EncodeIntents(format.NewIntents(m.Size)))
+		})
 	if err != nil {
 		return err
 	}
@@ -300,7 +304,7 @@ func (d *Disk) makeReplica(m Meta) error {
 	if err := d.syncDirs(dir, d.path(replicaDir)); err != nil {
 		return err
 	}
-	return writeMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
+	return format.WriteMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
 }
 
 func (d *Disk) readStack(uid string) (Meta, error) {
@@ -308,7 +312,7 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 		return Meta{}, err
 	}
 	var rec stackRecord
-	if err := readMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
+	if err := format.ReadMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
 		return Meta{}, err
 	}
 	m := rec.meta()

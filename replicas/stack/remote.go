@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A replica may name layers that its disk does not have yet. Sources supply such a layer chunk by chunk (hydrate.go),
@@ -76,7 +77,7 @@ func (d *Disk) hydratingRecord(uid string) (hydratingRecord, error) {
 	if d.fetch == nil {
 		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
 	}
-	err := readMeta(d.fs, d.path(hydratingDir, uid, hydratingFile), formatHydrating, &rec)
+	err := format.ReadMeta(d.fs, d.path(hydratingDir, uid, hydratingFile), formatHydrating, &rec)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
@@ -126,27 +127,27 @@ func (d *Disk) hydrate(ctx context.Context, rec hydratingRecord, src block.Sourc
 		return err
 	}
 	err = atOnce(func() error { return errors.Join(data.Truncate(rec.Size), data.Datasync(), data.Close()) },
-		func() error { return writeMap(d.fs, dir+"/"+mapFile, kinds) },
+		func() error { return format.WriteMap(d.fs, dir+"/"+mapFile, kinds) },
 		func() error {
 			if rec.Root == "" {
 				return nil
 			}
-			return writeFile(d.fs, dir+"/"+sumsFile, sums)
+			return format.WriteFile(d.fs, dir+"/"+sumsFile, sums)
 		})
 	err = errors.Join(err, d.syncDirs(dir, d.path(hydratingDir), d.root))
 	if err != nil {
 		return errors.Join(err, file.RemoveAll(d.fs, dir))
 	}
-	return writeMeta(d.fs, dir+"/"+hydratingFile, formatHydrating, rec)
+	return format.WriteMeta(d.fs, dir+"/"+hydratingFile, formatHydrating, rec)
 }
 
 // describe is the map of a layer, which must match its digests where the layer has some.
-func describe(ctx context.Context, root string, src block.Source, sums []byte) (*index, error) {
+func describe(ctx context.Context, root string, src block.Source, sums []byte) (*format.Index, error) {
 	size := src.Size()
 	if size <= 0 || size%blockSize != 0 || size > api.MaxVolumeSize {
 		return nil, api.Errorf(api.Corrupt, "%d is not a size that a layer can have", size)
 	}
-	kinds := newIndex(size>>blockBits, uint16(block.Hole))
+	kinds := format.NewIndex(size>>blockBits, uint16(block.Hole))
 	for off := int64(0); off < size; {
 		if err := ctx.Err(); err != nil {
 			return nil, err
@@ -158,17 +159,17 @@ func describe(ctx context.Context, root string, src block.Source, sums []byte) (
 		if e.Len <= 0 || e.Len%blockSize != 0 && e.End() != size {
 			return nil, api.Errorf(api.Corrupt, "its map makes no sense at %d", off)
 		}
-		kinds.set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
+		kinds.Set(off>>blockBits, e.End()>>blockBits, uint16(e.Kind))
 		off = e.End()
 	}
 	if root == "" {
 		return &kinds, nil
 	}
 	want := sumsHeader + (size+chunkSize-1)/chunkSize*sumSize
-	if int64(len(sums)) != want || !bytes.Equal(sums[:sumsHeader], encodeSumsHeader(size)) {
+	if int64(len(sums)) != want || !bytes.Equal(sums[:sumsHeader], format.SumsHeaderOf(size)) {
 		return nil, api.Errorf(api.Corrupt, "its digests make no sense")
 	}
-	if have, err := rootDigest(bytes.NewReader(sums), size, &kinds); err != nil {
+	if have, err := format.RootDigest(bytes.NewReader(sums), size, &kinds); err != nil {
 		return nil, err
 	} else if have != root {
 		return nil, api.Errorf(api.Corrupt, "its digest is %s, and should be %s", have, root)

@@ -289,7 +289,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 	l := r.layers[len(r.layers)-1]
 	off, n := int64(0), l.rec.Size>>blockBits
 	for b := int64(0); b < n; {
-		v, m := l.hy.kinds.run(b, n)
+		v, m := l.hy.kinds.Run(b, n)
 		if block.Kind(v) == block.Data {
 			off = b << blockBits
 			break

@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A chunk of a layer that is damaged is put right with what another replica of the volume holds there: not the same
@@ -100,7 +101,7 @@ func (d *Disk) Repair(uid string, off int64, right []byte) (err error) {
 	if off < 0 || off&(chunkSize-1) != 0 || n <= 0 || int64(len(right)) != n {
 		return api.Errorf(api.Invalid, "%d bytes at %d are no chunk", len(right), off)
 	}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err != nil {
 		return err
 	}
@@ -116,8 +117,8 @@ func (d *Disk) Repair(uid string, off int64, right []byte) (err error) {
 	if !slices.Contains(c.bad, true) && sha256.Sum256(c.have) == want {
 		return d.repaired(l, off, c.have) // somebody did it
 	}
-	k := kinds.chunk(off / chunkSize)
-	if !k.data {
+	k := kinds.Chunk(off / chunkSize)
+	if !k.Data {
 		return d.repaired(l, off, nil) // nobody reads the file there
 	}
 	now := c.compose(kinds, right, false)
@@ -133,13 +134,13 @@ func (d *Disk) Repair(uid string, off int64, right []byte) (err error) {
 }
 
 // sumOf is the digest of a chunk, once the root digest has told that it is right.
-func (d *Disk) sumOf(l *layer, c int64, kinds *index) (want [sumSize]byte, err error) {
+func (d *Disk) sumOf(l *layer, c int64, kinds *format.Index) (want [sumSize]byte, err error) {
 	sums, err := d.fs.Open(d.path(layersDir, l.rec.UID, sumsFile), os.O_RDONLY, 0)
 	if err != nil {
 		return want, api.Errorf(api.Corrupt, "its digests are gone: %w", err)
 	}
 	defer sums.Close()
-	if root, err := rootDigest(sums, l.rec.Size, kinds); err != nil || root != l.rec.Root {
+	if root, err := format.RootDigest(sums, l.rec.Size, kinds); err != nil || root != l.rec.Root {
 		return want, api.Errorf(api.Corrupt, "its digests are damaged: %v", err)
 	}
 	_, err = sums.ReadAt(want[:], sumsHeader+c*sumSize)
@@ -170,28 +171,28 @@ func (c *chunkRepair) read() {
 
 // compose is what the chunk may have held: its blocks of data as the other replica shows them, zeros elsewhere. Keep:
 // blocks that match their checksum are taken as they are; what was written over them later hides them over there.
-func (c *chunkRepair) compose(kinds *index, right []byte, keep bool) []byte {
+func (c *chunkRepair) compose(kinds *format.Index, right []byte, keep bool) []byte {
 	now := alignedBuffer(len(c.have))
 	copy(now, right)
-	crcs := make([]byte, crcsInChunk)
+	crcs := make([]byte, format.ChunkCRCsSize)
 	if keep {
 		if c.l.crcs == nil {
 			return now
 		}
-		page := alignedBuffer(int(crcPageSize)) // the file may be open for direct I/O
-		if n, _ := c.l.crcs.ReadAt(page, c.off>>blockBits>>crcPageBits*crcPageSize); n < len(page) {
+		page := alignedBuffer(int(format.CRCPageSize)) // the file may be open for direct I/O
+		if n, _ := c.l.crcs.ReadAt(page, c.off>>blockBits>>format.CRCPageBits*format.CRCPageSize); n < len(page) {
 			return now
 		}
-		copy(crcs, page[c.off>>blockBits&(crcPageBlks-1)*crcSize:])
+		copy(crcs, page[c.off>>blockBits&(format.CRCPageBlocks-1)*crcSize:])
 	}
 	for b := range c.bad {
 		at := int64(b) << blockBits
-		v, _ := kinds.run((c.off+at)>>blockBits, (c.off+at)>>blockBits+1)
+		v, _ := kinds.Run((c.off+at)>>blockBits, (c.off+at)>>blockBits+1)
 		mine := c.have[at:][:blockSize]
 		switch {
 		case block.Kind(v) != block.Data:
 			clear(now[at:][:blockSize])
-		case keep && !c.bad[b] && string(crcsOf(nil, mine)) == string(crcs[b*crcSize:][:crcSize]):
+		case keep && !c.bad[b] && string(format.AppendCRCs(nil, mine)) == string(crcs[b*crcSize:][:crcSize]):
 			copy(now[at:], mine)
 		}
 	}
@@ -199,7 +200,7 @@ func (c *chunkRepair) compose(kinds *index, right []byte, keep bool) []byte {
 }
 
 // rewrite writes the blocks that are not what they should be.
-func (d *Disk) rewrite(c *chunkRepair, kinds *index, now []byte) (err error) {
+func (d *Disk) rewrite(c *chunkRepair, kinds *format.Index, now []byte) (err error) {
 	h, err := d.fs.Open(d.path(layersDir, c.l.rec.UID, dataFile), os.O_RDWR|d.direct, 0)
 	if err != nil {
 		return err
@@ -218,7 +219,7 @@ func (d *Disk) rewrite(c *chunkRepair, kinds *index, now []byte) (err error) {
 		if !c.bad[b] && string(blk) == string(c.have[at:][:blockSize]) {
 			continue
 		}
-		v, _ := kinds.run((c.off+at)>>blockBits, (c.off+at)>>blockBits+1)
+		v, _ := kinds.Run((c.off+at)>>blockBits, (c.off+at)>>blockBits+1)
 		if block.Kind(v) == block.Data {
 			_, err = h.WriteAt(blk, c.off+at)
 		} else {

@@ -16,6 +16,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // ring is what a Replica needs of its loop.
@@ -37,7 +38,7 @@ type Replica struct {
 	head   file.Handle
 	marks  file.Handle // the intents; the worker's
 	layers []*layer
-	log    *zeroLog // the worker's
+	log    *format.ZeroLog // the worker's
 	work   *worker
 
 	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
@@ -120,13 +121,13 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		}
 		r.layers = append(r.layers, lay)
 	}
-	if r.log, err = openZeroLog(d.fs, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
+	if r.log, err = format.OpenZeroLog(d.fs, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
 		return nil, err
 	}
 	if len(r.layers) > 0 {
-		r.log.reserve()
+		r.log.Reserve()
 	}
-	if err := fitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
+	if err := format.FitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
 	if err := r.openIntents(); err != nil {
@@ -226,7 +227,7 @@ func awaitIO(h file.Handle, size int64) error {
 func (r *Replica) closeFiles() error {
 	var errs []error
 	if r.log != nil {
-		errs = append(errs, r.log.close())
+		errs = append(errs, r.log.Close())
 	}
 	for _, l := range append(r.replaced, r.layers...) {
 		errs = append(errs, l.close())
@@ -279,7 +280,7 @@ func (r *Replica) Used() int64 {
 
 // IndexMemory is the memory that the index of an open replica takes, in bytes, as far as it has been built.
 func (r *Replica) IndexMemory() (n int64, err error) {
-	err = r.onLoop(func() { n = r.idx.memory() })
+	err = r.onLoop(func() { n = r.idx.Memory() })
 	return n, err
 }
 

@@ -7,6 +7,8 @@ import (
 	"sync"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A disk keeps a file of blocks that nobody uses, so that the record of a replica can be replaced where no room is
@@ -27,7 +29,7 @@ type reserve struct {
 // writeStack replaces a replica's stack.json.
 func (d *Disk) writeStack(dir string, m Meta) error {
 	name := dir + "/" + stackFile
-	err := writeMeta(d.fs, name, formatStack, m.record())
+	err := format.WriteMeta(d.fs, name, formatStack, m.record())
 	if err == nil {
 		d.fillReserve()
 	}
@@ -44,9 +46,9 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 		if !left {
 			return err
 		}
-		again := writeMeta(d.fs, name, formatStack, m.record())
-		if again != nil && errors.Is(err, errUnsure) {
-			again = fmt.Errorf("%w: %w", errUnsure, again) // the first one may be there
+		again := format.WriteMeta(d.fs, name, formatStack, m.record())
+		if again != nil && errors.Is(err, format.ErrUnsure) {
+			again = fmt.Errorf("%w: %w", format.ErrUnsure, again) // the first one may be there
 		}
 		err = again
 	}

@@ -41,14 +41,14 @@ func (r *Replica) scatter(q *block.Request) {
 		out.put(func() {
 			var lost error
 			if err == nil {
-				lost = w.writeOut(span{q.Off, q.Len})
+				lost = w.writeOut(block.Span{Off: q.Off, Len: q.Len})
 			}
 			r.ring.Post(func() {
 				for _, s := range q.Spans[:done] {
 					r.written(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
 				}
 				for _, s := range torn {
-					r.place(w, s.off>>blockBits, (s.off+s.n)>>blockBits)
+					r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
 				}
 				w.ended()
 				switch {
@@ -67,7 +67,7 @@ func (r *Replica) scatter(q *block.Request) {
 
 // spread writes the spans, says how many of them are there, and which ranges of the next one are after an error. In the
 // scatterer.
-func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, torn []span, err error) {
+func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, torn []block.Span, err error) {
 	if w.cached == nil {
 		if w.cached, err = fsys.Open(name, os.O_RDWR, 0); err != nil {
 			return 0, nil, err
@@ -89,31 +89,31 @@ const mostBehind = 16
 // cache forget what was long ago: nobody reads it by way of that. An error of what was waited for must not be passed
 // over: the flush would find it, too, but not that of a process that opens the file after the death of this one. In the
 // scatterer.
-func (w *writes) writeOut(s span) error {
+func (w *writes) writeOut(s block.Span) error {
 	fd := int(w.cached.Fd())
-	_ = unix.SyncFileRange(fd, s.off, s.n, unix.SYNC_FILE_RANGE_WRITE) // what fails the wait or the flush tells
+	_ = unix.SyncFileRange(fd, s.Off, s.Len, unix.SYNC_FILE_RANGE_WRITE) // what fails the wait or the flush tells
 	if w.behind = append(w.behind, s); len(w.behind) <= mostBehind {
 		return nil
 	}
 	old := w.behind[0]
 	w.behind = append(w.behind[:0], w.behind[1:]...)
-	err := unix.SyncFileRange(fd, old.off, old.n,
+	err := unix.SyncFileRange(fd, old.Off, old.Len,
 		unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
 	if errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.EPERM) { // forbidden here: the flush has it all to do
 		err = nil
 	}
-	_ = unix.Fadvise(fd, old.off, old.n, unix.FADV_DONTNEED)
+	_ = unix.Fadvise(fd, old.Off, old.Len, unix.FADV_DONTNEED)
 	return err
 }
 
 // found are the parts of a range that a file holds as data.
-func found(fd int, off, end int64) (list []span) {
+func found(fd int, off, end int64) (list []block.Span) {
 	for off < end {
 		from, to, err := file.NextData(fd, off, end)
 		if err != nil || from >= end {
 			break
 		}
-		list = append(list, span{from, to - from})
+		list = append(list, block.Span{Off: from, Len: to - from})
 		off = to
 	}
 	return list

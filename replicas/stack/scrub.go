@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A scrub reads a finished layer and compares each chunk with its digest. What does not match is recorded beside the
@@ -38,7 +39,7 @@ type damageRecord struct {
 // damaged reads what is known of a layer; a record that cannot be read stands for the whole layer.
 func (d *Disk) damaged(uid string, size int64) []Damage {
 	var rec damageRecord
-	err := readMeta(d.fs, d.path(layersDir, uid, damageFile), formatDamage, &rec)
+	err := format.ReadMeta(d.fs, d.path(layersDir, uid, damageFile), formatDamage, &rec)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
@@ -136,7 +137,7 @@ func (d *Disk) putDamage(uid string, size int64, list []Damage) error {
 	if len(list) > maxDamageList {
 		list = []Damage{{0, size}}
 	}
-	return writeMeta(d.fs, d.path(layersDir, uid, damageFile), formatDamage,
+	return format.WriteMeta(d.fs, d.path(layersDir, uid, damageFile), formatDamage,
 		damageRecord{uid, time.Now().UTC().Truncate(time.Second), list})
 }
 
@@ -145,7 +146,7 @@ func (d *Disk) putDamage(uid string, size int64, list []Damage) error {
 // If only is set, it says which chunks to look at.
 func (d *Disk) compare(ctx context.Context, l *layer, rate int64, only func(c int64) bool) (list []Damage, err error) {
 	all := []Damage{{0, l.rec.Size}}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if api.Is(err, api.Corrupt) {
 		return all, nil
 	} else if err != nil {
@@ -159,24 +160,24 @@ func (d *Disk) compare(ctx context.Context, l *layer, rate int64, only func(c in
 	}
 	defer sums.Close()
 	var head [sumsHeader]byte
-	if _, err := sums.ReadAt(head[:], 0); err != nil || string(head[:]) != string(encodeSumsHeader(l.rec.Size)) {
+	if _, err := sums.ReadAt(head[:], 0); err != nil || string(head[:]) != string(format.SumsHeaderOf(l.rec.Size)) {
 		return all, nil
 	}
-	if root, err := rootDigest(sums, l.rec.Size, kinds); err != nil || root != l.rec.Root {
+	if root, err := format.RootDigest(sums, l.rec.Size, kinds); err != nil || root != l.rec.Root {
 		return all, nil
 	}
 	buf := alignedBuffer(int(chunkSize))
 	began, done := time.Now(), int64(0)
-	for c := range kinds.chunks() {
+	for c := range kinds.Chunks() {
 		if only != nil && !only(c) {
 			continue
 		}
-		k := kinds.chunk(c)
+		k := kinds.Chunk(c)
 		var want [sumSize]byte
 		if _, err := sums.ReadAt(want[:], sumsHeader+c*sumSize); err != nil {
 			return nil, err
 		}
-		sum, err := chunkSum(l.data, k, c, l.rec.Size, buf)
+		sum, err := format.ChunkSum(l.data, k, c, l.rec.Size, buf)
 		if err != nil || sum != want { // what cannot be read is damaged as well
 			g := Damage{c * chunkSize, min(chunkSize, l.rec.Size-c*chunkSize)}
 			if n := len(list); n > 0 && list[n-1].Off+list[n-1].Len == g.Off {
@@ -184,10 +185,10 @@ func (d *Disk) compare(ctx context.Context, l *layer, rate int64, only func(c in
 			} else {
 				list = append(list, g)
 			}
-		} else if k.data {
+		} else if k.Data {
 			d.mendCRCs(l, c, buf[:min(chunkSize, l.rec.Size-c*chunkSize)])
 		}
-		if k.data {
+		if k.Data {
 			done += chunkSize
 		}
 		if err := pace(ctx, began, done, rate); err != nil {
@@ -226,7 +227,7 @@ func (r *Replica) soundPair(ctx context.Context, o MergeOptions) (again bool, er
 	if !g.Up {
 		slices.Reverse(uids)
 	}
-	var from *index // what the layer that is copied holds
+	var from *format.Index // what the layer that is copied holds
 	for _, uid := range uids {
 		l, err := d.openLayer(uid, d.direct)
 		if api.Is(err, api.Busy) {
@@ -239,15 +240,15 @@ func (r *Replica) soundPair(ctx context.Context, o MergeOptions) (again bool, er
 		if from == nil {
 			list, err = d.compare(ctx, l, o.BytesPerSecond, nil)
 			if err == nil && len(list) == 0 {
-				from, err = indexOf(l.m)
+				from, err = format.IndexOf(l.m)
 			}
 		} else {
 			list, err = d.compare(ctx, l, o.BytesPerSecond, func(c int64) bool {
-				if c*chunkBlks >= from.blocks {
+				if c*chunkBlks >= from.Blocks {
 					return false
 				}
-				k := from.chunk(c)
-				return k != chunkKinds{}
+				k := from.Chunk(c)
+				return k != format.ChunkKinds{}
 			})
 		}
 		if err == nil && len(list) > 0 {

@@ -50,11 +50,11 @@ func TestScrub(t *testing.T) {
 	}()
 	// A block that is read from the middle layer.
 	at := int64(-1)
-	for b := int64(0); b < r.idx.blocks && at < 0; b++ {
+	for b := int64(0); b < r.idx.Blocks && at < 0; b++ {
 		buf := alignedBuffer(int(blockSize))
 		mustIssue(t, c.loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 		if err := r.onLoop(func() {
-			if v, _ := r.idx.run(b, b+1); v == fromLayer+1 {
+			if v, _ := r.idx.Run(b, b+1); v == fromLayer+1 {
 				at = b << blockBits
 			}
 		}); err != nil {

@@ -11,14 +11,15 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/format"
 )
 
-// commit writes stack.json with what change does to it.
+// commit applies change to the record and writes stack.json.
 func (r *Replica) commit(change func(*Meta)) error {
 	r.metaMu.Lock()
 	ended, unsure := r.over, r.unsure
 	r.metaMu.Unlock()
-	if ended { // its record may be another opener's by now
+	if ended { // the record may belong to another opener by now
 		return errClosed
 	}
 	if unsure != nil {
@@ -27,7 +28,7 @@ func (r *Replica) commit(change func(*Meta)) error {
 	m := r.Meta()
 	change(&m)
 	if err := r.disk.writeStack(r.dir, m); err != nil {
-		if errors.Is(err, errUnsure) {
+		if errors.Is(err, format.ErrUnsure) {
 			r.unknown(err)
 		}
 		return classify(err)
@@ -38,8 +39,8 @@ func (r *Replica) commit(change func(*Meta)) error {
 	return nil
 }
 
-// unknown ends all recording and all writes: the disk's stack.json may be another one than what is known here. What it
-// does not name may be collected, so only who opens the replica anew, and reads it, goes on from there.
+// unknown ends all recording and all writes: stack.json on the disk may differ from the record in memory, and garbage
+// collection may remove layers that the file does not name. Only a new opener, who reads the file, can continue.
 func (r *Replica) unknown(err error) {
 	r.metaMu.Lock()
 	r.unsure = api.Errorf(api.Unavailable, "what its record says is not known since it could not be synced; nothing is "+
@@ -55,20 +56,20 @@ func (r *Replica) name(err error) error {
 	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
 }
 
-// ErrRestarted is the answer of Adopt where the machine restarted, or the disk's file system was mounted again, since
-// the replica's last session, and that session had no clean end: acknowledged writes that were not flushed may be lost.
+// ErrRestarted is the answer of Adopt if the machine restarted, or the disk's file system was mounted again, during the
+// replica's last session: acknowledged writes that were not flushed may be lost.
 var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its file system was mounted again during the "+
 	"last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
 
-// Adopt begins the session (epoch, incarnation): all writes of earlier ones are over, and the session is durable, when
-// it returns. A session older than the one adopted before is refused with kind denied. The same one again is fine, and
-// waits for no I/O.
+// Adopt begins the session (epoch, incarnation): when Adopt returns, all writes of earlier sessions have ended and the
+// session is durable. Adopt refuses an older session with kind denied. The same session again is no error, and waits
+// for no I/O.
 //
-// As one of several members a replica whose machine restarted is not adopted: ErrRestarted, now and with every try, so
-// that a lost answer loses nothing. The engine drops it like any member that fails. As the only member it is taken as
-// it is, like any disk after a power cut. So is one that is no member: it is about to be made equal to them.
+// After a restart of the machine Adopt refuses one of several members with ErrRestarted, now and at every try, so that
+// a lost answer loses nothing, and the engine drops the member. Adopt accepts an only member, like any disk after a
+// loss of power, and a replica that is no member, because the engine is about to resync the replica.
 //
-// It does not say whose engine that is: AdoptFor does.
+// AdoptFor also names the engine.
 func (r *Replica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	return r.AdoptFor(ctx, "", epoch, incarnation, members)
 }
@@ -103,17 +104,17 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	}
 	same := epoch == m.Epoch && incarnation == m.Incarnation && node == m.EngineNode && m.Dirty && !restarted
 	if same && r.adopted {
-		return nil // no older session has I/O under way
+		return nil // no older session has I/O in progress
 	}
 	release, err := r.holdUntil(ctx, nil, writesEnded)
 	if err != nil {
 		return r.name(err)
 	}
 	defer release()
-	// An engine that goes on, and has or had several members, may not know that the replica was opened anew meanwhile.
+	// An engine that continues, and has or had several members, may not know that the replica was opened again meanwhile.
 	goesOn := incarnation == m.Incarnation
 	if err := r.onLoop(func() {
-		if len(members) > 1 || goesOn && (len(m.Members) > 1 || r.noted.used()) {
+		if len(members) > 1 || goesOn && (len(m.Members) > 1 || r.noted.Used()) {
 			r.tracking = true
 		}
 	}); err != nil {
@@ -139,7 +140,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	return r.name(err)
 }
 
-// Drain returns when the writes that are under way have ended. A server calls it after it changed its session.
+// Drain returns when the writes in progress have ended. A server calls Drain after a change of the session.
 func (r *Replica) Drain(ctx context.Context) error {
 	release, err := r.holdUntil(ctx, nil, writesEnded)
 	if err != nil {
@@ -149,7 +150,7 @@ func (r *Replica) Drain(ctx context.Context) error {
 	return nil
 }
 
-// Note records what the API knows of the volume, so that its object can be rebuilt from this disk alone.
+// Note records the API object of the volume, so that `drover recover` can rebuild the object from this disk alone.
 func (r *Replica) Note(object json.RawMessage) error {
 	var compact bytes.Buffer
 	if err := json.Compact(&compact, object); err != nil {
@@ -163,8 +164,8 @@ func (r *Replica) Note(object json.RawMessage) error {
 	return r.name(r.commit(func(m *Meta) { m.Object = compact.Bytes() }))
 }
 
-// Expand makes the volume larger. The same size again is fine, a smaller one is refused. While I/O is under way that
-// does not end soon the error is of kind busy.
+// Expand makes the volume larger. The same size again is no error; Expand refuses a smaller size. If I/O in progress
+// does not end soon, the error is of kind busy.
 func (r *Replica) Expand(ctx context.Context, size int64) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -190,13 +191,12 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
 		return r.name(err)
 	}
-	r.work.do(func() { r.log.zeros.grow(size>>blockBits, 0) })
-	return r.name(r.onLoop(func() { r.idx.grow(size>>blockBits, fromNowhere) }))
+	r.work.do(func() { r.log.Zeros.Grow(size>>blockBits, 0) })
+	return r.name(r.onLoop(func() { r.idx.Grow(size>>blockBits, fromNowhere) }))
 }
 
-// Close ends the session: I/O under way is waited for, what was acknowledged is made durable, and stack.json says that
-// the end was clean. I/O that comes later fails. Without an Adopt there was no session: one that ended without a clean
-// end before stays so.
+// Close ends the session: Close waits for I/O in progress, makes acknowledged writes durable, and records a clean end
+// in stack.json. Later I/O fails. Without an Adopt there was no session, and the record stays as Close finds it.
 func (r *Replica) Close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -216,7 +216,7 @@ func (r *Replica) Close() error {
 	}
 	var errs []error
 	r.scattering.close()
-	r.work.do(func() { errs = append(errs, r.log.add(r.takeZeros()), r.log.sync()) })
+	r.work.do(func() { errs = append(errs, r.log.Add(r.takeZeros()), r.log.Sync()) })
 	r.work.close()
 	if failed == nil {
 		err := errors.Join(append(errs, r.head.Datasync())...)
@@ -237,7 +237,7 @@ func (r *Replica) Close() error {
 
 var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
 
-// quiesce holds new I/O back and returns when none is under way. Release lets it go on.
+// quiesce holds new I/O until release, and returns when no I/O is in progress.
 func (r *Replica) quiesce(ctx context.Context) (release func(), err error) {
 	return r.holdUntil(ctx, nil, allEnded)
 }
@@ -248,8 +248,8 @@ const (
 	writesEnded
 )
 
-// holdUntil holds new I/O back and returns when the I/O of that kind has ended. It gives up if none ended between two
-// looks.
+// holdUntil holds new I/O until release, and returns when the I/O of that kind has ended. The hold fails if no I/O
+// ended between two ticks of look.
 func (r *Replica) holdUntil(ctx context.Context, look <-chan time.Time, what int) (release func(), err error) {
 	quiet, begun := make(chan struct{}), make(chan int, 1)
 	left, then := &r.inflight, &r.idle
@@ -301,13 +301,13 @@ func (r *Replica) holdUntil(ctx context.Context, look <-chan time.Time, what int
 	}
 }
 
-// leave takes something that is no request out of what is in flight.
+// leave ends an operation that counts as in flight and is no request.
 func (r *Replica) leave() {
 	r.inflight--
 	r.rest()
 }
 
-// rest calls who waits until nothing is in flight, or no write.
+// rest calls the functions that wait until no request, or no write, is in flight.
 func (r *Replica) rest() {
 	if r.writing == 0 && len(r.drained) > 0 {
 		drained := r.drained
@@ -325,8 +325,7 @@ func (r *Replica) rest() {
 	}
 }
 
-// ErrUnderWay is in the errors of what needed I/O to be over for a moment. Whoever tries again lets it go on for
-// longer.
+// ErrUnderWay marks the errors of operations that need a moment without I/O. The caller tries again later.
 var ErrUnderWay = errors.New("I/O is still under way")
 
 var errLoopEnded = api.Errorf(api.Unavailable, "its loop has ended")
@@ -341,7 +340,7 @@ func (r *Replica) onLoop(fn func()) error {
 	return nil
 }
 
-// shut makes later I/O fail, and reports an error that came before.
+// shut makes later I/O fail, and returns an earlier error.
 func (r *Replica) shut() error {
 	var failed error
 	err := r.onLoop(func() {

@@ -23,8 +23,8 @@ func (r *Replica) settle(ctx context.Context) error {
 	if !r.meta.Dirty {
 		return errors.Join(errs...)
 	}
-	if r.log.n > 0 {
-		errs = append(errs, r.log.h.Datasync())
+	if r.log.Records > 0 {
+		errs = append(errs, r.log.File.Datasync())
 	}
 	for _, l := range r.layers {
 		if _, frozen := l.m.(*frozenMap); frozen {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"slices"
@@ -12,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Same reports whether o is the same cut: of one snapshot there may have been several tries, each with its own instant.
@@ -142,7 +144,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		return err
 	}
 	err = d.writeStack(dir, m)
-	if err != nil && !errors.Is(err, errUnsure) {
+	if err != nil && !errors.Is(err, format.ErrUnsure) {
 		return err
 	}
 	if err == nil {
@@ -198,7 +200,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		if err := errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()); err != nil {
 			return nil, err
 		}
-		if err := errors.Join(writeFile(d.fs, base+zeroSuffix, zeroHeader()), d.fs.SyncDir(dir)); err != nil {
+		if err := errors.Join(format.WriteFile(d.fs, base+zeroSuffix, format.ZeroHeader()), d.fs.SyncDir(dir)); err != nil {
 			return nil, err
 		}
 		// The head's layers that the snapshot has not become a branch; the branch that it was on becomes the head's.
@@ -213,4 +215,24 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		m.Layers = chain
 		return m.prune(), ctx.Err()
 	})
+}
+
+// raiseIntents has the intents of a replica that nobody has open tell nothing to replicas that were members before an
+// epoch alone.
+func (d *Disk) raiseIntents(dir string, epoch int64) error {
+	name := dir + "/" + intentsFile
+	h, err := d.fs.Open(name, os.O_RDONLY, 0)
+	if err != nil {
+		return err
+	}
+	data, err := io.ReadAll(io.NewSectionReader(h, 0, format.MaxIntentsSize))
+	if err = errors.Join(err, h.Close()); err != nil {
+		return err
+	}
+	t, err := format.DecodeIntents(data)
+	if err != nil || t.Epoch >= epoch {
+		return err
+	}
+	t.Epoch = epoch
+	return format.ReplaceFile(d.fs, name, format.EncodeIntents(t))
 }

@@ -18,6 +18,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // chained is a replica with snapshots, and what they must hold.
@@ -501,12 +502,12 @@ func TestImageOfDamagedLayers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kinds, err := indexOf(l.m)
+	kinds, err := format.IndexOf(l.m)
 	if err := errors.Join(err, l.close()); err != nil {
 		t.Fatal(err)
 	}
 	e := int64(0)
-	for !kinds.chunk(e / chunkSize).data {
+	for !kinds.Chunk(e / chunkSize).Data {
 		e += chunkSize
 	}
 	f, err := os.OpenFile(c.d.path(layersDir, uid, dataFile), os.O_RDWR, 0)

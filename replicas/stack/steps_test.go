@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // A step is one operation on metadata, with what must hold after it, whether it happened or not.
@@ -384,7 +385,7 @@ var steps = []step{
 	mergeBeside,
 	{name: "compact the record of zeros of an open replica", long: true, setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeReplica(t, d)
-		fillZeroLog(t, d, i.replica, compactAt-1)
+		fillZeroLog(t, d, i.replica, format.CompactAt-1)
 		i.e.put(5, 0)
 	},
 		do: func(d *Disk, p *power, i *ids) error {
@@ -416,7 +417,7 @@ var steps = []step{
 		}},
 	{name: "compact the record of zeros", setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeReplica(t, d)
-		fillZeroLog(t, d, i.replica, compactAt)
+		fillZeroLog(t, d, i.replica, format.CompactAt)
 		i.e.put(5, 0)
 	},
 		do:    withReplica(func(r *Replica) error { return nil }),
@@ -426,15 +427,15 @@ var steps = []step{
 // fillZeroLog records that block 5 is zero, n times.
 func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 	t.Helper()
-	l, err := openZeroLog(d.fs, d.path(replicaDir, replica, "head.zero"), 2048)
+	l, err := format.OpenZeroLog(d.fs, d.path(replicaDir, replica, "head.zero"), 2048)
 	if err != nil {
 		t.Fatal(err)
 	}
-	spans := make([]span, n)
+	spans := make([]block.Span, n)
 	for k := range spans {
-		spans[k] = span{5 << blockBits, blockSize}
+		spans[k] = block.Span{Off: 5 << blockBits, Len: blockSize}
 	}
-	if err := errors.Join(l.add(spans), l.sync(), l.close()); err != nil {
+	if err := errors.Join(l.Add(spans), l.Sync(), l.Close()); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -497,12 +498,12 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var rec [3 * zeroRecord]byte
-		putZeroRecord(rec[:], 0, 5<<blockBits, blockSize)
-		putZeroRecord(rec[zeroRecord:], 1, 0, blockSize)
-		putZeroRecord(rec[2*zeroRecord:], 2, 700<<blockBits, blockSize)
-		rec[zeroRecord+20] ^= 1
-		if _, err := h.WriteAt(rec[:], zeroRecord); err != nil {
+		var rec [3 * format.ZeroRecordSize]byte
+		format.PutZeroRecord(rec[:], 0, 5<<blockBits, blockSize)
+		format.PutZeroRecord(rec[format.ZeroRecordSize:], 1, 0, blockSize)
+		format.PutZeroRecord(rec[2*format.ZeroRecordSize:], 2, 700<<blockBits, blockSize)
+		rec[format.ZeroRecordSize+20] ^= 1
+		if _, err := h.WriteAt(rec[:], format.ZeroRecordSize); err != nil {
 			t.Fatal(err)
 		}
 		h.Close()
@@ -517,7 +518,7 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 		after := p.crash(t, rng)
 		i.e.check(t, after.disk(t), after, i.replica)
 		name := filepath.Join(after.root, replicaDir, i.replica, "head.zero")
-		if b, err := os.ReadFile(name); err != nil || len(b) != 2*zeroRecord {
+		if b, err := os.ReadFile(name); err != nil || len(b) != 2*format.ZeroRecordSize {
 			t.Fatalf("the torn tail is still there: %d bytes, %v", len(b), err)
 		}
 	}

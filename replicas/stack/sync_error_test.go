@@ -10,6 +10,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // syncOnce is an open file whose next sync fails. The ones after it find nothing, as the kernel has it.
@@ -33,7 +34,7 @@ func TestSyncErrorIsNotLost(t *testing.T) {
 			_, err := r.PrepareCut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
 			return err
 		},
-		"expand": func(r *Replica) error { return r.Expand(ctx, 6*intentsRegion) },
+		"expand": func(r *Replica) error { return r.Expand(ctx, 6*format.IntentsRegion) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, l := newDisk(t), startLoop(t)

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // Reads of finished layers are compared with the checksums of their blocks before they are answered. What does not
@@ -53,7 +54,7 @@ type crcCache struct {
 
 // crcsOfBlock is the page with the checksum of a block, which may still be on its way.
 func (r *Replica) crcsOfBlock(l *layer, b int64) *crcPage {
-	n := b >> crcPageBits
+	n := b >> format.CRCPageBits
 	if page := l.pages[n]; page != nil {
 		return page
 	}
@@ -64,7 +65,7 @@ func (r *Replica) crcsOfBlock(l *layer, b int64) *crcPage {
 	}
 	l.pages[n] = page
 	r.inflight++ // nobody closes the file meanwhile
-	r.ring.Read(&page.op, int(l.crcs.Fd()), page.crc, n*crcPageSize)
+	r.ring.Read(&page.op, int(l.crcs.Fd()), page.crc, n*format.CRCPageSize)
 	return page
 }
 
@@ -83,10 +84,10 @@ func (r *Replica) takePage() *crcPage {
 		}
 	}
 	if len(c.slab) == 0 {
-		c.slab = alignedBuffer(crcSlab * int(crcPageSize))
+		c.slab = alignedBuffer(crcSlab * int(format.CRCPageSize))
 	}
-	page := &crcPage{r: r, crc: c.slab[:crcPageSize:crcPageSize]}
-	c.slab = c.slab[crcPageSize:]
+	page := &crcPage{r: r, crc: c.slab[:format.CRCPageSize:format.CRCPageSize]}
+	c.slab = c.slab[format.CRCPageSize:]
 	page.op.Ctx, page.op.Done = page, crcsRead
 	if c.pages = append(c.pages, page); len(c.pages) > crcPagesOwn {
 		crcPagesUsed.Add(1)
@@ -114,7 +115,7 @@ func crcsRead(op *uring.Op, res int32) {
 	page := op.Ctx.(*crcPage)
 	r := page.r
 	if again(res) {
-		r.ring.Read(op, int(page.l.crcs.Fd()), page.crc, page.n*crcPageSize)
+		r.ring.Read(op, int(page.l.crcs.Fd()), page.crc, page.n*format.CRCPageSize)
 		return
 	}
 	list := page.waits
@@ -149,9 +150,9 @@ func (r *Replica) compare(p *part) {
 			return
 		}
 		page.used = true
-		crcs := page.crc[b&(crcPageBlks-1)*crcSize:]
+		crcs := page.crc[b&(format.CRCPageBlocks-1)*crcSize:]
 		for ; len(crcs) > 0 && p.good < len(p.all); crcs = crcs[crcSize:] {
-			if blk := p.all[p.good:][:blockSize]; blockCRC(blk) != binary.LittleEndian.Uint32(crcs) {
+			if blk := p.all[p.good:][:blockSize]; format.BlockCRC(blk) != binary.LittleEndian.Uint32(crcs) {
 				if p.at+int64(p.good) >= moved {
 					r.doubt(p)
 					return
@@ -209,8 +210,8 @@ func (r *Replica) doubt(p *part) {
 				l.disk.learn(l, off, n, bad)
 				l.damage = replaceDamage(l.damage, off, n, bad)
 			}
-			for b := off >> blockBits; n > 0 && b <= (off+n-1)>>blockBits; b += crcPageBlks { // it may be put right
-				if page := l.pages[b>>crcPageBits]; page != nil && page.ready {
+			for b := off >> blockBits; n > 0 && b <= (off+n-1)>>blockBits; b += format.CRCPageBlocks { // it may be put right
+				if page := l.pages[b>>format.CRCPageBits]; page != nil && page.ready {
 					page.forget()
 				}
 			}
@@ -250,7 +251,7 @@ func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 		_, err := sums.ReadAt(want[:], sumsHeader+c*sumSize)
 		n, rerr := l.data.ReadAt(chunk, off)
 		err = errors.Join(err, rerr)
-		hole := want == [sumSize]byte{} && isZero(chunk) // it has no digest
+		hole := want == [sumSize]byte{} && format.IsZero(chunk) // it has no digest
 		if n < len(chunk) || sha256.Sum256(chunk) != want && !hole {
 			slog.Error("a layer is damaged", "layer", l.rec.UID, "disk", d.root, "offset", off,
 				"length", len(chunk), "error", err)
@@ -258,7 +259,7 @@ func (l *layer) judge(buf []byte, at int64) (bad []Damage, err error) {
 			continue
 		}
 		if l.hy != nil {
-			_ = putCRCs(l.hy.crcs, c, chunk) // without them the next read judges the chunk again
+			_ = format.PutCRCs(l.hy.crcs, c, chunk) // without them the next read judges the chunk again
 		}
 		if off < at {
 			copy(buf, chunk[at-off:])

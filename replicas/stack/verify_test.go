@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // flipBit changes one bit of a file.
@@ -121,7 +122,7 @@ func TestReadsAreCompared(t *testing.T) {
 		t.Fatal(list, err)
 	}
 	h, err := os.ReadFile(crcs)
-	if err != nil || !bytes.Equal(h[600*crcSize:][:crcSize], crcsOf(nil, whole[at:][:blockSize])) {
+	if err != nil || !bytes.Equal(h[600*crcSize:][:crcSize], format.AppendCRCs(nil, whole[at:][:blockSize])) {
 		t.Fatalf("a scrub does not put checksums right: %v", err)
 	}
 	// Views and readers of the layer.

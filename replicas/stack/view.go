@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // view is a whole stack as a block.Source: what a guest would read.
@@ -21,11 +22,11 @@ type view struct {
 	owner  file.Handle
 	head   file.Handle // nil: layers only
 	layers []*layer
-	log    *zeroLog
+	log    *format.ZeroLog
 	merge  *Merge // of the replica: blocks below its Done have moved
 
 	mu  sync.Mutex
-	idx index
+	idx format.Index
 }
 
 // OpenView opens a whole replica for reading. While it is open nobody can open the replica for I/O, and the other way
@@ -66,7 +67,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	} else if err != nil {
 		return nil, err
 	}
-	if v.log, err = openZeroLog(d.fs, dir+"/"+m.Head+zeroSuffix, m.Size>>blockBits); err != nil {
+	if v.log, err = format.OpenZeroLog(d.fs, dir+"/"+m.Head+zeroSuffix, m.Size>>blockBits); err != nil {
 		return nil, err
 	}
 	v.merge = m.Merge
@@ -84,7 +85,7 @@ func OpenLayers(disks []*Disk, layers []string, size int64) (block.Source, error
 }
 
 func openStack(layers []string, size int64, open func(uid string) (*layer, error)) (block.Source, error) {
-	v := &view{log: &zeroLog{zeros: newIndex(size>>blockBits, 0)}}
+	v := &view{log: &format.ZeroLog{Zeros: format.NewIndex(size>>blockBits, 0)}}
 	if err := v.open(size, layers, open); err != nil {
 		_ = v.Close()
 		return nil, err
@@ -93,7 +94,7 @@ func openStack(layers []string, size int64, open func(uid string) (*layer, error
 }
 
 func (v *view) open(size int64, layers []string, open func(uid string) (*layer, error)) error {
-	v.size, v.idx = size, newIndex(size>>blockBits, unbuilt)
+	v.size, v.idx = size, format.NewIndex(size>>blockBits, unbuilt)
 	for _, uid := range layers {
 		l, err := open(uid)
 		if err != nil {
@@ -115,19 +116,19 @@ func (v *view) run(b, end int64) (uint16, int64, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	p := int(b >> pageBits)
-	if !v.idx.built(p) {
-		vals := make([]uint16, v.idx.pageLen(p))
+	if !v.idx.Built(p) {
+		vals := make([]uint16, v.idx.PageLen(p))
 		head := -1
 		if v.head != nil {
 			head = int(v.head.Fd())
 		}
-		if err := resolve(vals, p, v.layers, &v.log.zeros, head); err != nil {
+		if err := resolve(vals, p, v.layers, &v.log.Zeros, head); err != nil {
 			return 0, 0, err
 		}
 		v.merge.moved(vals, int64(p)<<pageBits, v.layers)
-		v.idx.load(p, vals)
+		v.idx.Load(p, vals)
 	}
-	val, n := v.idx.runInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))
+	val, n := v.idx.RunInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))
 	return val, int64(n), nil
 }
 
@@ -200,8 +201,8 @@ func (v *view) Close() error {
 			errs = append(errs, h.Close())
 		}
 	}
-	if v.log != nil && v.log.h != nil {
-		errs = append(errs, v.log.close())
+	if v.log != nil && v.log.File != nil {
+		errs = append(errs, v.log.Close())
 	}
 	for _, l := range v.layers {
 		errs = append(errs, l.close())

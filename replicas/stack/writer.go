@@ -14,12 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-)
-
-const (
-	sumsMagic  = "DROVERS1"
-	sumsHeader = 64
-	sumSize    = sha256.Size
+	"drover.io/drover/replicas/stack/format"
 )
 
 // layerWriter fills a new layer. The flock on its data file tells other processes that it is being made.
@@ -34,7 +29,7 @@ type layerWriter struct {
 	crcs   file.Handle
 
 	mu    sync.Mutex
-	kinds index          // values are block.Kind
+	kinds format.Index   // values are block.Kind
 	known map[int64]bool // chunks whose digest is in sums and true
 	dirty map[int64]int  // WriteAt calls under way per chunk, so that a digest is not noted over a newer write
 	state writerState
@@ -84,7 +79,7 @@ func (d *Disk) Create(ctx context.Context, uid string, size int64) (_ block.Laye
 	if err := d.unmade(uid); err != nil {
 		return nil, err
 	}
-	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: size, kinds: newIndex(size>>blockBits, 0),
+	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: size, kinds: format.NewIndex(size>>blockBits, 0),
 		known: make(map[int64]bool), dirty: make(map[int64]int)}
 	if busy, err := d.held(d.path(layersDir, uid, dataFile)); err != nil {
 		return nil, err
@@ -245,7 +240,7 @@ func (w *layerWriter) Resize(size int64) error {
 	// The end of the last chunk moves: what was its digest is that of something else.
 	delete(w.known, min(size, w.size)/chunkSize)
 	if size >= w.size {
-		w.kinds.grow(size>>blockBits, uint16(block.Hole))
+		w.kinds.Grow(size>>blockBits, uint16(block.Hole))
 		w.size = size
 		return nil // the file gets its length when it is sealed
 	}
@@ -255,10 +250,10 @@ func (w *layerWriter) Resize(size int64) error {
 	if err := errors.Join(w.data.Truncate(size), w.crcs.Truncate(size>>blockBits*crcSize)); err != nil {
 		return w.name(err)
 	}
-	kinds := newIndex(size>>blockBits, uint16(block.Hole))
-	for b := int64(0); b < kinds.blocks; {
-		v, n := w.kinds.run(b, kinds.blocks)
-		kinds.set(b, b+n, v)
+	kinds := format.NewIndex(size>>blockBits, uint16(block.Hole))
+	for b := int64(0); b < kinds.Blocks; {
+		v, n := w.kinds.Run(b, kinds.Blocks)
+		kinds.Set(b, b+n, v)
 		b += n
 	}
 	w.kinds, w.size = kinds, size
@@ -309,10 +304,10 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 	defer func() { w.end(off, n, size, summed) }()
 	for at := int64(0); at < n; {
 		end := at + blockSize - (off+at)%blockSize
-		zero := !w.exact && end <= n && end-at == blockSize && isZero(p[at:end])
+		zero := !w.exact && end <= n && end-at == blockSize && format.IsZero(p[at:end])
 		for end < n {
 			next := min(end+blockSize, n)
-			if (!w.exact && next-end == blockSize && isZero(p[end:next])) != zero {
+			if (!w.exact && next-end == blockSize && format.IsZero(p[end:next])) != zero {
 				break
 			}
 			end = next
@@ -336,7 +331,7 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 			break
 		}
 		part := p[c*chunkSize-off : end-off]
-		if err := w.putSums(c, chunkSums{sha256.Sum256(part), chunkCRCs(part)}); err != nil {
+		if err := w.putSums(c, format.ChunkSums{Digest: sha256.Sum256(part), CRCs: format.ChunkCRCs(part)}); err != nil {
 			return int(n), w.name(err)
 		}
 		summed = append(summed, c)
@@ -345,11 +340,11 @@ func (w *layerWriter) WriteAt(p []byte, off int64) (int, error) {
 }
 
 // putSums writes what there is to compare chunk c with.
-func (w *layerWriter) putSums(c int64, sums chunkSums) error {
-	if _, err := w.sums.WriteAt(sums.digest[:], sumsHeader+c*sumSize); err != nil {
+func (w *layerWriter) putSums(c int64, sums format.ChunkSums) error {
+	if _, err := w.sums.WriteAt(sums.Digest[:], sumsHeader+c*sumSize); err != nil {
 		return err
 	}
-	_, err := w.crcs.WriteAt(sums.crcs, c*int64(crcsInChunk))
+	_, err := w.crcs.WriteAt(sums.CRCs, c*int64(format.ChunkCRCsSize))
 	return err
 }
 
@@ -363,7 +358,7 @@ func (w *layerWriter) put(p []byte, off int64) error {
 	}
 	end := off + int64(len(p))
 	w.mu.Lock()
-	w.kinds.set(off>>blockBits, (end+blockSize-1)>>blockBits, uint16(block.Data))
+	w.kinds.Set(off>>blockBits, (end+blockSize-1)>>blockBits, uint16(block.Data))
 	w.mu.Unlock()
 	w.wrote(int64(len(p)))
 	return nil
@@ -375,7 +370,7 @@ func (w *layerWriter) mark(off, n int64, k block.Kind) error {
 	w.mu.Lock()
 	had := false
 	for i := b; i < end && !had; {
-		v, m := w.kinds.run(i, end)
+		v, m := w.kinds.Run(i, end)
 		had = v == uint16(block.Data)
 		i += m
 	}
@@ -386,7 +381,7 @@ func (w *layerWriter) mark(off, n int64, k block.Kind) error {
 		}
 	}
 	w.mu.Lock()
-	w.kinds.set(b, end, uint16(k))
+	w.kinds.Set(b, end, uint16(k))
 	w.mu.Unlock()
 	return nil
 }
@@ -455,34 +450,34 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		if known {
 			return nil
 		}
-		k := w.kinds.chunk(c)
-		sum, err := chunkSum(w.direct, k, c, w.size, buf)
+		k := w.kinds.Chunk(c)
+		sum, err := format.ChunkSum(w.direct, k, c, w.size, buf)
 		if err != nil {
 			return err
 		}
 		var crcs []byte // nobody asks for them where nothing is data, and they take room
-		if k.data {
-			crcs = chunkCRCs(buf[:min(chunkSize, w.size-c*chunkSize)])
+		if k.Data {
+			crcs = format.ChunkCRCs(buf[:min(chunkSize, w.size-c*chunkSize)])
 		}
-		return w.putSums(c, chunkSums{sum, crcs})
+		return w.putSums(c, format.ChunkSums{Digest: sum, CRCs: crcs})
 	})
 	if err != nil {
 		return rec, err
 	}
-	if _, err := w.sums.WriteAt(encodeSumsHeader(w.size), 0); err != nil {
+	if _, err := w.sums.WriteAt(format.SumsHeaderOf(w.size), 0); err != nil {
 		return rec, err
 	}
 	if err := w.sums.Truncate(sumsHeader + (w.size+chunkSize-1)/chunkSize*sumSize); err != nil {
 		return rec, err
 	}
-	if rec.Root, err = rootDigest(w.sums, w.size, &w.kinds); err != nil {
+	if rec.Root, err = format.RootDigest(w.sums, w.size, &w.kinds); err != nil {
 		return rec, err
 	}
 	if w.want != "" && rec.Root != w.want {
 		return rec, api.Errorf(api.Corrupt, "its digest is %s, and should be %s", rec.Root, w.want)
 	}
-	for b := int64(0); b < w.kinds.blocks; {
-		v, n := w.kinds.run(b, w.kinds.blocks)
+	for b := int64(0); b < w.kinds.Blocks; {
+		v, n := w.kinds.Run(b, w.kinds.Blocks)
 		switch block.Kind(v) {
 		case block.Data:
 			rec.Data += n << blockBits
@@ -491,8 +486,9 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 		}
 		b += n
 	}
-	if err := atOnce(func() error { return w.sync(w.sums.Datasync, func() error { return sealCRCs(w.crcs, w.size) }) },
-		func() error { return writeMap(w.d.fs, w.dir+"/"+mapFile, &w.kinds) }); err != nil {
+	seal := func() error { return format.SealCRCs(w.crcs, w.size) }
+	if err := atOnce(func() error { return w.sync(w.sums.Datasync, seal) },
+		func() error { return format.WriteMap(w.d.fs, w.dir+"/"+mapFile, &w.kinds) }); err != nil {
 		return rec, err
 	}
 	if err := errors.Join(w.data.Chmod(0o444), w.sums.Chmod(0o444)); err != nil {
@@ -509,7 +505,7 @@ func (w *layerWriter) seal(ctx context.Context) (layerRecord, error) {
 	if err := ctx.Err(); err != nil {
 		return rec, context.Cause(ctx)
 	}
-	return rec, writeMeta(w.d.fs, w.dir+"/"+layerFile, formatLayer, rec)
+	return rec, format.WriteMeta(w.d.fs, w.dir+"/"+layerFile, formatLayer, rec)
 }
 
 // Abort implements block.LayerWriter.

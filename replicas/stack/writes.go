@@ -1,6 +1,10 @@
 package stack
 
-import "drover.io/drover/block/file"
+import (
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/format"
+)
 
 // writes are those to one head that are under way. A cut leaves them to the layer that the head becomes: they were
 // issued before its instant, and nobody was told of their end. The loop thread's.
@@ -8,14 +12,14 @@ type writes struct {
 	value uint16        // of their blocks in the index
 	left  int           // under way
 	over  chan struct{} // of a head that was cut off: closed when none is left
-	zeros []span        // of a head that was cut off: all-zero writes that its log does not have
+	zeros []block.Span  // of a head that was cut off: all-zero writes that its log does not have
 
-	cached file.Handle // the head, buffered; nil: not needed so far. The scatterer's
-	behind []span      // of it, that the page cache may have still
+	cached file.Handle  // the head, buffered; nil: not needed so far. The scatterer's
+	behind []block.Span // of it, that the page cache may have still
 }
 
 // seal says that no more come: their blocks are those of a layer from now on.
-func (w *writes) seal(value uint16, zeros []span) {
+func (w *writes) seal(value uint16, zeros []block.Span) {
 	w.value, w.zeros, w.over = value, zeros, make(chan struct{})
 	if w.left == 0 {
 		close(w.over)
@@ -38,7 +42,7 @@ func (r *Replica) calm() bool { return r.slow == 0 && r.syncing == 0 && len(r.wa
 // the record still says what they are. It becomes durable with the next flush.
 func (r *Replica) written(w *writes, buf []byte, off int64) {
 	b, end := off>>blockBits, (off+int64(len(buf)))>>blockBits
-	zero := func(i int64) bool { return isZero(buf[(i-b)<<blockBits:][:blockSize]) }
+	zero := func(i int64) bool { return format.IsZero(buf[(i-b)<<blockBits:][:blockSize]) }
 	switch {
 	case w.value != fromHead:
 		for i := b; i < end && w.value > fromLayer; i++ {
@@ -48,7 +52,7 @@ func (r *Replica) written(w *writes, buf []byte, off int64) {
 		}
 	case len(r.layers) > 0:
 		for i := b; i < end; {
-			v, n := r.idx.run(i, end)
+			v, n := r.idx.Run(i, end)
 			for j := i; v >= fromLayer && j < i+n; j++ {
 				if zero(j) {
 					r.zeros = addSpan(r.zeros, j<<blockBits, blockSize)
@@ -64,13 +68,13 @@ func (r *Replica) written(w *writes, buf []byte, off int64) {
 // late write brings to a layer.
 func (r *Replica) place(w *writes, b, end int64) {
 	if w.value == fromHead {
-		r.idx.set(b, end, fromHead)
+		r.idx.Set(b, end, fromHead)
 		return
 	}
 	for b < end {
-		v, n := r.idx.run(b, end)
+		v, n := r.idx.Run(b, end)
 		if v != fromHead {
-			r.idx.set(b, b+n, w.value)
+			r.idx.Set(b, b+n, w.value)
 		}
 		b += n
 	}

@@ -13,7 +13,7 @@ func (r *Replica) zero(q *block.Request) {
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
 	inHead, below := false, false
 	for i := b; i < end; {
-		v, n := r.idx.run(i, end)
+		v, n := r.idx.Run(i, end)
 		inHead = inHead || v == fromHead
 		below = below || v >= fromHead
 		i += n
@@ -25,14 +25,14 @@ func (r *Replica) zero(q *block.Request) {
 	case len(r.layers) == 0:
 		r.punch(f)
 	default:
-		r.record([]span{{q.Off, q.Len}}, func(err error) {
+		r.record([]block.Span{{Off: q.Off, Len: q.Len}}, func(err error) {
 			switch {
 			case err != nil:
 				f.end(err)
 			case inHead:
 				r.punch(f)
 			default:
-				r.idx.set(b, end, fromZero)
+				r.idx.Set(b, end, fromZero)
 				f.acknowledge()
 			}
 		})
@@ -51,7 +51,7 @@ func (r *Replica) punchNext(p *part) {
 	f := p.f
 	b, end := p.off>>blockBits, (f.q.Off+f.q.Len)>>blockBits
 	for b < end {
-		v, n := r.idx.run(b, end)
+		v, n := r.idx.Run(b, end)
 		if v == fromHead || v == fromZero {
 			p.off, p.at = b<<blockBits, min(b<<blockBits+punchPiece, end<<blockBits)
 			r.ring.Fallocate(&p.op, p.fd, punchMode, p.off, p.at-p.off)
@@ -64,7 +64,7 @@ func (r *Replica) punchNext(p *part) {
 	if len(r.layers) > 0 {
 		v = fromZero
 	}
-	r.idx.set(f.q.Off>>blockBits, end, v)
+	r.idx.Set(f.q.Off>>blockBits, end, v)
 	f.acknowledge()
 }
 

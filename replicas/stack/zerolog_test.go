@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/format"
 )
 
 // zeroed is an open replica, on a layer with blocks 0 to 9, whose record of zeros has room for one more.
@@ -21,7 +22,7 @@ func zeroed(t *testing.T, d *Disk, on ring, e expect) (*Replica, Spec) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	fillZeroLog(t, d, spec.UID, compactAt-1)
+	fillZeroLog(t, d, spec.UID, format.CompactAt-1)
 	e.put(5, 0)
 	r, err := d.openReplica(ctx, spec.UID, on)
 	if err != nil {
@@ -48,9 +49,9 @@ func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	}
 	records := func() (n int64) {
 		t.Helper()
-		r.work.do(func() { n = r.log.n })
+		r.work.do(func() { n = r.log.Records })
 		st, err := os.Stat(d.path(replicaDir, spec.UID, r.Meta().Head+zeroSuffix))
-		if err != nil || st.Size() != (n+1)*zeroRecord {
+		if err != nil || st.Size() != (n+1)*format.ZeroRecordSize {
 			t.Fatalf("%d records in %d bytes, %v", n, st.Size(), err)
 		}
 		return n
@@ -66,7 +67,7 @@ func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	c := cut()
 	discard(0)
 	discard(1)
-	if n := records(); n != compactAt+1 {
+	if n := records(); n != format.CompactAt+1 {
 		t.Fatalf("%d records while a cut is prepared", n)
 	}
 	if err := c.Abort(); err != nil {
@@ -84,7 +85,7 @@ func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
 	}
-	fillZeroLog(t, d, spec.UID, compactAt-5)
+	fillZeroLog(t, d, spec.UID, format.CompactAt-5)
 	var err error
 	if r, err = d.OpenReplica(ctx, spec.UID, loop); err != nil {
 		t.Fatal(err)

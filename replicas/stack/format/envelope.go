@@ -1,4 +1,4 @@
-package stack
+package format
 
 import (
 	"bytes"
@@ -15,18 +15,14 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// Formats of metadata files. A reader refuses every version but its own: what it does not understand it must not
-// rewrite, and nothing is collected while such a file is on the disk.
+// The version of all formats. A program refuses files of every other version: it must not rewrite an unknown file, and
+// collects nothing while such a file is on the disk.
 const (
-	formatDisk  = "drover-disk"
-	formatStack = "drover-stack"
-	formatLayer = "drover-layer"
-	formatImage = "drover-image"
-	version     = 1
-	maxMeta     = 16 << 20
+	version = 1
+	maxMeta = 16 << 20
 )
 
-// envelope is what every metadata file holds: one JSON object, with a checksum over the body in its compact form.
+// envelope is the content of every metadata file: one JSON object, with a checksum over the body in its compact form.
 type envelope struct {
 	Format  string          `json:"format"`
 	Version int             `json:"version"`
@@ -34,7 +30,8 @@ type envelope struct {
 	Body    json.RawMessage `json:"body"`
 }
 
-func encodeMeta(format string, body any) ([]byte, error) {
+// EncodeMeta encodes a metadata file of a format.
+func EncodeMeta(format string, body any) ([]byte, error) {
 	raw, err := json.Marshal(body)
 	if err != nil {
 		return nil, err
@@ -47,7 +44,8 @@ func encodeMeta(format string, body any) ([]byte, error) {
 	return append(out, '\n'), nil
 }
 
-func decodeMeta(data []byte, format string, body any) error {
+// DecodeMeta decodes a metadata file of a format into body. Unknown fields are an error.
+func DecodeMeta(data []byte, format string, body any) error {
 	var e envelope
 	if err := json.Unmarshal(data, &e); err != nil {
 		return api.Errorf(api.Corrupt, "not a metadata file: %w", err)
@@ -75,8 +73,8 @@ func decodeMeta(data []byte, format string, body any) error {
 	return nil
 }
 
-// readMeta reads a metadata file into body. A file that is not there is an error that wraps fs.ErrNotExist.
-func readMeta(fsys file.FS, name, format string, body any) error {
+// ReadMeta reads a metadata file into body. The error for a missing file wraps fs.ErrNotExist.
+func ReadMeta(fsys file.FS, name, format string, body any) error {
 	h, err := fsys.Open(name, os.O_RDONLY, 0)
 	if err != nil {
 		return err
@@ -89,40 +87,41 @@ func readMeta(fsys file.FS, name, format string, body any) error {
 	if len(data) > maxMeta {
 		return api.Errorf(api.Corrupt, "%s is larger than %d bytes", name, maxMeta)
 	}
-	if err := decodeMeta(data, format, body); err != nil {
+	if err := DecodeMeta(data, format, body); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	return nil
 }
 
-// writeMeta replaces a metadata file atomically: the rename is the commit point, and it is durable on return.
-func writeMeta(fsys file.FS, name, format string, body any) error {
-	data, err := encodeMeta(format, body)
+// WriteMeta replaces a metadata file atomically: the rename is the commit point, and is durable on return.
+func WriteMeta(fsys file.FS, name, format string, body any) error {
+	data, err := EncodeMeta(format, body)
 	if err != nil {
 		return err
 	}
-	return replaceFile(fsys, name, data)
+	return ReplaceFile(fsys, name, data)
 }
 
-// errUnsure says that a file was replaced, and that it is not known whether the disk has the old one or the new one.
-var errUnsure = errors.New("whether it is on the disk is not known")
+// ErrUnsure marks the error of a replaced file where the disk may have the old or the new content.
+var ErrUnsure = errors.New("whether it is on the disk is not known")
 
-func replaceFile(fsys file.FS, name string, data []byte) error {
+// ReplaceFile replaces a file atomically. An error that wraps ErrUnsure leaves open which content the disk has.
+func ReplaceFile(fsys file.FS, name string, data []byte) error {
 	tmp := name + ".tmp"
-	if err := writeFile(fsys, tmp, data); err != nil {
+	if err := WriteFile(fsys, tmp, data); err != nil {
 		return err
 	}
 	if err := fsys.Rename(tmp, name); err != nil {
 		return err
 	}
 	if err := fsys.SyncDir(filepath.Dir(name)); err != nil {
-		return fmt.Errorf("%w: %w", errUnsure, err)
+		return fmt.Errorf("%w: %w", ErrUnsure, err)
 	}
 	return nil
 }
 
-// writeFile makes a file with durable content; its name is durable once the folder is synced.
-func writeFile(fsys file.FS, name string, data []byte) error {
+// WriteFile makes a file with durable content; the name becomes durable with a sync of the folder.
+func WriteFile(fsys file.FS, name string, data []byte) error {
 	h, err := fsys.Open(name, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err

@@ -1,4 +1,4 @@
-package stack
+package format
 
 import (
 	"bytes"
@@ -14,12 +14,12 @@ import (
 )
 
 // patchwork is an index of kinds of so many pages, of which some are uniform.
-func patchwork(rng *rand.Rand, pages int, uniform float64) index {
-	x := newIndex(int64(pages)<<pageBits-int64(rng.IntN(pageBlocks)), uint16(block.Hole))
-	vals := make([]uint16, pageBlocks)
+func patchwork(rng *rand.Rand, pages int, uniform float64) Index {
+	x := NewIndex(int64(pages)<<PageBits-int64(rng.IntN(PageBlocks)), uint16(block.Hole))
+	vals := make([]uint16, PageBlocks)
 	for p := range pages {
 		same := rng.Float64() < uniform
-		vals := vals[:x.pageLen(p)]
+		vals := vals[:x.PageLen(p)]
 		for i := range vals {
 			if i == 0 || !same {
 				vals[i] = uint16(rng.IntN(int(block.Data) + 1))
@@ -27,7 +27,7 @@ func patchwork(rng *rand.Rand, pages int, uniform float64) index {
 				vals[i] = vals[0]
 			}
 		}
-		x.load(p, vals)
+		x.Load(p, vals)
 	}
 	return x
 }
@@ -41,24 +41,24 @@ func TestMapFile(t *testing.T) {
 	for _, pages := range []int{1, 2, 63, 64, 65, 129, 200} {
 		for _, uniform := range []float64{0, 0.5, 1} {
 			x := patchwork(rng, pages, uniform)
-			if err := writeMap(file.OS, name, &x); err != nil {
+			if err := WriteMap(file.OS, name, &x); err != nil {
 				t.Fatal(err)
 			}
 			b, err := os.ReadFile(name)
-			if err != nil || !bytes.Equal(b, encodeMap(&x)) {
+			if err != nil || !bytes.Equal(b, EncodeMap(&x)) {
 				t.Fatalf("%d pages: the file and what is in memory differ: %v", pages, err)
 			}
-			m, err := openMap(bytes.NewReader(b), int64(len(b)), x.blocks<<blockBits)
+			m, err := OpenMap(bytes.NewReader(b), int64(len(b)), x.Blocks<<BlockBits)
 			if err != nil {
 				t.Fatal(err)
 			}
-			var kinds [pageBlocks]block.Kind
+			var kinds [PageBlocks]block.Kind
 			for p := range pages {
-				if err := m.load(p, &kinds); err != nil {
+				if err := m.Load(p, &kinds); err != nil {
 					t.Fatal(err)
 				}
-				for i := range x.pageLen(p) {
-					v, _ := x.runInPage(p, i, i+1)
+				for i := range x.PageLen(p) {
+					v, _ := x.RunInPage(p, i, i+1)
 					if block.Kind(v) != kinds[i] {
 						t.Fatalf("%d pages: block %d of page %d is of kind %d, not %d", pages, i, p, kinds[i], v)
 					}
@@ -70,11 +70,11 @@ func TestMapFile(t *testing.T) {
 
 // BenchmarkMapFile is what it takes to write the map of a fragmented TiB beside the index that it is made of.
 func BenchmarkMapFile(b *testing.B) {
-	x := patchwork(rand.New(rand.NewPCG(1, 1)), 1<<40/pageSize, 0)
-	b.ReportMetric(float64(x.memory()), "index-bytes")
+	x := patchwork(rand.New(rand.NewPCG(1, 1)), 1<<40/PageSize, 0)
+	b.ReportMetric(float64(x.Memory()), "index-bytes")
 	b.ReportAllocs()
 	for b.Loop() {
-		if err := putMap(nowhere{}, &x); err != nil {
+		if err := PutMap(nowhere{}, &x); err != nil {
 			b.Fatal(err)
 		}
 	}
