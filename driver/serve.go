@@ -57,6 +57,13 @@ type server struct {
 	stop                 context.CancelCauseFunc
 }
 
+// collectAt sets the growth of the heap, in percent, that starts a garbage collection, unless GOGC says otherwise.
+func collectAt(percent int) {
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(percent)
+	}
+}
+
 func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if os.Geteuid() != 0 && (o.onNode || o.data) {
 		return api.Errorf(api.Denied, "devices and mounts need root: run this as root")
@@ -65,7 +72,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	debug.SetGCPercent(400) // until ready: collections take a fifth of the start
+	collectAt(400) // until ready: collections take a fifth of the start
 	s := &server{serveOptions: o, log: log, began: time.Now(),
 		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
 	lock, err := openState(o.stateDir)
@@ -146,7 +153,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 	}
 	s.ready.Store(true)
 	s.announce(kubeconfig, address)
-	debug.SetGCPercent(50) // an idle process allocates little
+	collectAt(50) // an idle process allocates little
 	s.background(s.work, settle)
 	return gs, nil
 }

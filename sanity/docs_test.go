@@ -1,13 +1,13 @@
 package sanity_test
 
 import (
+	"bytes"
 	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver"
 )
 
 // The documents are held against the source: links lead somewhere, and what the program knows by name is described.
@@ -258,17 +259,20 @@ var (
 	flagLine   = regexp.MustCompile(`(?m)^ +(?:-[a-z], +)?(--[a-z-]+)`)
 )
 
-// eachCommand runs the help of every command of the program as it is built; path is empty for the program itself.
+// eachCommand reads the help of every command; path is empty for the program itself.
 func eachCommand(t *testing.T, see func(path []string, help string, last bool)) {
 	t.Helper()
-	program := drover(t)
 	var walk func(path ...string)
 	walk = func(path ...string) {
-		out, err := exec.Command(program, append(path, "--help")...).CombinedOutput()
-		if err != nil {
-			t.Fatalf("help of %v: %v\n%s", path, err, out)
+		var out bytes.Buffer
+		c := driver.Command()
+		c.SetOut(&out)
+		c.SetErr(&out)
+		c.SetArgs(append(path, "--help"))
+		if err := c.Execute(); err != nil {
+			t.Fatalf("help of %v: %v\n%s", path, err, &out)
 		}
-		text := string(out)
+		text := out.String()
 		_, subs, more := strings.Cut(text, "Available Commands:\n")
 		see(path, text, !more)
 		if !more {
@@ -284,7 +288,7 @@ func eachCommand(t *testing.T, see func(path []string, help string, last bool)) 
 	walk()
 }
 
-// TestDocsCommands walks the help of the program as it is built.
+// TestDocsCommands walks the help of the program.
 func TestDocsCommands(t *testing.T) {
 	docs := markdown(t)
 	commands, flags := map[string]bool{}, map[string]bool{}

@@ -142,7 +142,7 @@ func TestMergeBesideTheHeadIsInterrupted(t *testing.T) {
 }
 
 // mergeBeside is a merge of layers that a revert left beside the head.
-var mergeBeside = step{name: "merge beside the head", long: true, setup: func(t *testing.T, d *Disk, i *ids) {
+var mergeBeside = step{name: "merge beside the head", setup: func(t *testing.T, d *Disk, i *ids) {
 	i.makeImage(t, d)
 	var layers []string
 	for k, b := range [][]int64{{1, 5, 600, 601, 900}, {5, 6, 601, 700, 1500, 2047}, {2}} {

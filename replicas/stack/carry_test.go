@@ -50,7 +50,7 @@ func mergeStep(name string, change func(t *testing.T, d *Disk, m *Meta), blocks 
 }
 
 func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
-	return step{name: name, long: true, setup: func(t *testing.T, d *Disk, i *ids) {
+	return step{name: name, setup: func(t *testing.T, d *Disk, i *ids) {
 		i.makeImage(t, d)
 		spec := i.spec(i.layer)
 		spec.Size = size
