@@ -48,7 +48,7 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 			t.Errorf("what is kept with the device about %s: absent %v", m.Name, m.Absent)
 		}
 	}
-	opened, err := d.disks.Open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
+	opened, err := d.Disks.Open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,5 +61,5 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 	if err := s.engine.Close(); err != nil {
 		t.Error(err)
 	}
-	d.threads.PutBack(s.loop)
+	d.Threads.PutBack(s.loop)
 }

@@ -20,6 +20,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/peer"
 )
@@ -43,7 +44,7 @@ func (w *world) replicaOn(volume, node string) *api.Replica {
 // asks is a node's client of a replica on another node.
 func (o *other) asks(r *api.Replica) *peer.Member {
 	o.w.t.Helper()
-	thread, err := o.data.threads.Pick()
+	thread, err := o.data.Threads.Pick()
 	if err != nil {
 		o.w.t.Fatal(err)
 	}
@@ -204,7 +205,7 @@ func TestServesBeforeTheAPIAnswers(t *testing.T) {
 	defer tick.Stop()
 	defer func() { // the manager does not end before its caches have synced
 		close(away)
-		for !c.data.api.Load() && w.ctx.Err() == nil {
+		for !c.data.APIReached() && w.ctx.Err() == nil {
 			<-tick.C
 		}
 		stop()
@@ -301,8 +302,8 @@ func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
 		epoch, asks int64
 		kind        api.Kind
 	}{
-		{d.Node, 7, 7, api.Other}, {d.Node, 8, 7, api.Other}, // its own swap
-		{d.Node, 9, 7, api.Denied}, {d.Node, 6, 7, api.Denied}, {"b", 7, 7, api.Denied}, {"", 7, 7, api.Denied},
+		{d.Name, 7, 7, api.Other}, {d.Name, 8, 7, api.Other}, // its own swap
+		{d.Name, 9, 7, api.Denied}, {d.Name, 6, 7, api.Denied}, {"b", 7, 7, api.Denied}, {"", 7, 7, api.Denied},
 	} {
 		editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode, v.Status.Epoch = c.node, c.epoch })
 		if err := d.ownerOf(b)(w.ctx, c.asks); (err == nil) != (c.kind == api.Other) || err != nil && !api.Is(err, c.kind) {
@@ -310,9 +311,8 @@ func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
 		}
 	}
 	editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode = "" })
-	d.api.Store(false)
-	if err := d.ownerOf(b)(w.ctx, 6); !api.Is(err, api.Unavailable) {
+	early := &Data{Node: &localnode.Node{Name: d.Name, Client: d.Client, Reader: d.Reader}}
+	if err := early.ownerOf(b)(w.ctx, 6); !api.Is(err, api.Unavailable) {
 		t.Errorf("without the API: %v", err)
 	}
-	d.api.Store(true)
 }

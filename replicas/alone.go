@@ -19,7 +19,7 @@ func (d *Data) awaitOthers(ctx context.Context, s *session) bool {
 	for s.alone() {
 		d.tellNews(ctx, s)
 		again := time.Duration(0)
-		if !d.api.Load() { // nobody may tell a second time of a replica that is there by then
+		if !d.APIReached() { // nobody may tell a second time of a replica that is there by then
 			again = rebuildLast
 		}
 		if err := d.leaveAlone(ctx, s); err != nil {
@@ -59,11 +59,11 @@ func (s *session) alone() bool {
 
 // leaveAlone makes the engine note intents if the volume has, or is to have, other replicas.
 func (d *Data) leaveAlone(ctx context.Context, s *session) error {
-	if !d.api.Load() || s.fence.Load() != nil {
+	if !d.APIReached() || s.fence.Load() != nil {
 		return nil
 	}
 	var v api.Volume
-	if err := d.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := d.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if v.Status.UID != s.VolumeUID || len(v.Status.Members) != 1 {
@@ -72,7 +72,7 @@ func (d *Data) leaveAlone(ctx context.Context, s *session) error {
 	if others, err := d.hasOthers(ctx, &v); err != nil || !others {
 		return err
 	}
-	r, err := memberOn(ctx, d.client, &v, d.Node)
+	r, err := d.MemberOn(ctx, &v, d.Name)
 	if err != nil || r == nil || r.Spec.UID != s.Replica {
 		return err
 	}

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/host/localnode"
 )
 
 // asked is an API in which nothing is, and that tells when it is asked.
@@ -33,14 +34,14 @@ func (a asked) Get(context.Context, client.ObjectKey, client.Object, ...client.G
 func TestOthersBeforeTheAPI(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		there := asked{ch: make(chan struct{}, 1)}
-		d := &Data{DataOptions: DataOptions{Node: "a", Log: slog.New(slog.DiscardHandler)}, client: there}
+		d := &Data{Node: &localnode.Node{Name: "a", Log: slog.New(slog.DiscardHandler), Client: there}}
 		s := d.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil, nil)
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan bool)
 		go func() { ended <- d.awaitOthers(ctx, s) }()
 		s.mates.lookSoon()
 		synctest.Wait()
-		d.api.Store(true)
+		d.ReachedAPI()
 		select {
 		case <-there.ch:
 		case <-time.After(time.Hour):

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/stack"
 )
@@ -26,22 +27,22 @@ type attachmentLoop struct{ *Data }
 // Reconcile attaches or detaches one volume.
 func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var a api.Attachment
-	err := l.client.Get(ctx, req.NamespacedName, &a)
+	err := l.Client.Get(ctx, req.NamespacedName, &a)
 	if err != nil && !apierrors.IsNotFound(err) {
 		return reconcile.Result{}, err
 	}
-	if err != nil || a.Spec.Node != l.Node {
+	if err != nil || a.Spec.Node != l.Name {
 		return l.orphan(ctx, req.Name)
 	}
 	if l.beingResumed(a.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: resumePause}, nil
+		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
 	if s := l.session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
 		if err := s.dev.Abort(); err != nil { // before the lock, whose owner may wait for a disk that hangs
 			l.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
 		}
 	}
-	unlock, ok := l.locks.LockSoon(a.Spec.Volume)
+	unlock, ok := l.Locks.LockSoon(a.Spec.Volume)
 	if !ok {
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
@@ -62,7 +63,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		a.Status.Message = err.Error()
 	}
 	if len(a.Finalizers) > 0 && !equality.Semantic.DeepEqual(old.Status, a.Status) {
-		if serr := l.client.Status().Update(ctx, &a); serr != nil {
+		if serr := l.Client.Status().Update(ctx, &a); serr != nil {
 			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
 				return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 			}
@@ -86,9 +87,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 // orphan detaches a volume whose Attachment disappeared without this node's finalizer.
 func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
 	if l.beingResumed(volume) {
-		return reconcile.Result{RequeueAfter: resumePause}, nil
+		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
-	unlock, ok := l.locks.LockSoon(volume)
+	unlock, ok := l.Locks.LockSoon(volume)
 	if !ok {
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
@@ -99,8 +100,8 @@ func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.R
 	}
 	// The cache may be behind.
 	var a api.Attachment
-	err := l.reader.Get(ctx, client.ObjectKey{Name: volume}, &a)
-	if err == nil && a.Spec.Node == l.Node {
+	err := l.Reader.Get(ctx, client.ObjectKey{Name: volume}, &a)
+	if err == nil && a.Spec.Node == l.Name {
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
@@ -117,7 +118,7 @@ func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.R
 func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 	if controllerutil.AddFinalizer(a, api.Finalizer) {
 		st := a.Status.DeepCopy()
-		if err := l.client.Update(ctx, a); err != nil {
+		if err := l.Client.Update(ctx, a); err != nil {
 			return err
 		}
 		a.Status = *st
@@ -140,7 +141,7 @@ func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
 		if s, err = l.make(ctx, a); err != nil {
 			return notReady(a, err)
 		}
-		l.events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Node)
+		l.Events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Name)
 		l.lost(ctx, a, s.dev.Path())
 	}
 	if err := l.superseded(ctx, s); err != nil {
@@ -181,10 +182,10 @@ func notReady(a *api.Attachment, why error) error {
 func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID) (bool, error) {
 	var v api.Volume
 	key := client.ObjectKey{Name: name}
-	if l.client.Get(ctx, key, &v) != nil || v.Status.UID == uid {
+	if l.Client.Get(ctx, key, &v) != nil || v.Status.UID == uid {
 		return false, nil
 	}
-	if err := l.reader.Get(ctx, key, &v); err != nil || v.Status.UID == uid { // the cache may be behind
+	if err := l.Reader.Get(ctx, key, &v); err != nil || v.Status.UID == uid { // the cache may be behind
 		return false, nil
 	}
 	if v.Status.UID == "" {
@@ -198,7 +199,7 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 	if !s.full.Load() {
 		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
-			l.events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
+			l.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
 				s.Volume)
 		}
 		s.wasFull = false
@@ -207,7 +208,7 @@ func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *se
 	msg := l.fullDisks(ctx, s) + ": writes to the volume wait; make room there"
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
-		l.events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
+		l.Events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
 	}
 	s.wasFull = true
 }
@@ -222,18 +223,18 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
 	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
-			l.events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
+			l.Events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
 		}
 		return
 	}
-	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Node, layers[lost].Why)
+	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Name, layers[lost].Why)
 	if path := layers[lost].From.Path; path != "" {
 		msg = fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
-			path, l.Node, s.Path)
+			path, l.Name, s.Path)
 	}
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
-		l.events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
+		l.Events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
 	}
 }
 
@@ -241,7 +242,7 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 // session counts as current.
 func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 	var v api.Volume
-	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := l.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.at() {
@@ -261,8 +262,8 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 	var v api.Volume
 	key := client.ObjectKey{Name: s.Volume}
-	if l.client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
-		l.reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
+	if l.Client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
+		l.Reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
 		return ""
 	}
 	return fmt.Sprintf("the volume is served in epoch %d and the API says %d: the API went back in time. It cannot be "+
@@ -273,7 +274,7 @@ func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s *session) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
 	if why := s.fence.Load(); why != nil {
-		l.events.Eventf(a, nil, "Warning", "Fenced", "Attach", "%s", *why)
+		l.Events.Eventf(a, nil, "Warning", "Fenced", "Attach", "%s", *why)
 		if err := s.dev.Abort(); err != nil {
 			return err
 		}
@@ -307,7 +308,7 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 		}
 	}
 	var v api.Volume
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); apierrors.IsNotFound(err) {
+	if err := l.Reader.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.NotFound, "volume %s does not exist", a.Spec.Volume)
 	} else if err != nil {
 		return nil, err
@@ -339,10 +340,10 @@ func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *
 	// The engine of a node that is cut off from the API alone may have its own member for as long as it lives.
 	for i := range list {
 		f := &list[i]
-		if !api.Is(f.err, api.Busy) || f.spec.Node == l.Node {
+		if !api.Is(f.err, api.Busy) || f.spec.Node == l.Name {
 			continue
 		}
-		if quiet, err := l.quiet(ctx, f.spec.Node); err != nil {
+		if quiet, err := l.Silent(ctx, f.spec.Node); err != nil {
 			return nil, err
 		} else if quiet {
 			f.held, f.err = true, api.Errorf(api.Unavailable, "node %s gives no sign of life: %v", f.spec.Node, f.err)
@@ -359,7 +360,7 @@ func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *
 	}
 	for _, f := range list {
 		if slices.Contains(was, f.spec.Name) && !slices.Contains(v.Status.Members, f.spec.Name) {
-			l.events.Eventf(v, nil, "Warning", "ReplicaDropped", "Attach", "replica %s is not current any more: %v",
+			l.Events.Eventf(v, nil, "Warning", "ReplicaDropped", "Attach", "replica %s is not current any more: %v",
 				f.spec.Name, orRestarted(f.err))
 		}
 	}
@@ -392,12 +393,12 @@ func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *
 // back. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
 func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
 	var now api.Attachment
-	err := l.reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
+	err := l.Reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
 	if client.IgnoreNotFound(err) != nil {
 		return err
 	}
-	if err != nil || now.UID != a.UID || now.Spec.Node != l.Node || now.DeletionTimestamp != nil {
-		return api.Errorf(api.Busy, "volume %s is not to be attached to node %s any more", a.Spec.Volume, l.Node)
+	if err != nil || now.UID != a.UID || now.Spec.Node != l.Name || now.DeletionTimestamp != nil {
+		return api.Errorf(api.Busy, "volume %s is not to be attached to node %s any more", a.Spec.Volume, l.Name)
 	}
 	return nil
 }
@@ -405,7 +406,7 @@ func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
 // grow expands the members and the device once the spec of every replica allows the new size.
 func (l *attachmentLoop) grow(ctx context.Context, s *session) error {
 	var list api.ReplicaList
-	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+	if err := l.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err
 	}
 	_, members, err := s.engine.Epoch(ctx)

@@ -56,7 +56,7 @@ func TestDropBeforeAPI(t *testing.T) {
 	d := dataWithoutAPI(t)
 	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
 		Members: []memberSpec{{Name: "v-1", UID: api.NewUID(), Node: "a"}, {Name: "v-2", UID: api.NewUID(), Node: "b"}}}
-	thread, err := d.threads.Pick()
+	thread, err := d.Threads.Pick()
 	if err != nil {
 		t.Fatal(err)
 	}

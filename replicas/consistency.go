@@ -36,11 +36,11 @@ func (d *Data) compareNext(ctx context.Context, s *session) {
 	s.mates.mu.Lock()
 	list := s.mates.compare
 	s.mates.mu.Unlock()
-	if len(list) == 0 || !d.api.Load() {
+	if len(list) == 0 || !d.APIReached() {
 		return
 	}
 	f := list[0]
-	err := s.engine.Compare(ctx, f.before, f.uid, d.number(ctx, "volume-scrub-rate-limit")<<20)
+	err := s.engine.Compare(ctx, f.before, f.uid, d.Setting(ctx, "volume-scrub-rate-limit")<<20)
 	switch {
 	case api.Is(err, api.Corrupt):
 		s.log.Error("the members of a volume differ", "snapshot", f.name, "err", err)

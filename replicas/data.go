@@ -13,14 +13,11 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/tools/events"
 	ctrl "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -33,10 +30,11 @@ import (
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/host/attempts"
 	"drover.io/drover/replicas/host/iothreads"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/maintain"
 	"drover.io/drover/replicas/host/remote"
+	"drover.io/drover/replicas/host/replica"
 	"drover.io/drover/replicas/host/volumelock"
-	"drover.io/drover/replicas/sources"
 )
 
 // DataOptions are the options of NewData.
@@ -56,35 +54,21 @@ type DataOptions struct {
 //
 //	d := NewData(...); d.Resume(ctx); SetupData(mgr, d); mgr.Start(ctx); d.Close()
 type Data struct {
-	DataOptions
-	client client.Client
-	reader client.Reader // of the API itself, for compare-and-swap
-	events events.EventRecorder
-	disks  *disks.Registry
-
-	locks   *volumelock.Locks
-	threads *iothreads.Threads
+	*localnode.Node
+	Host      *device.Host
+	Heartbeat time.Duration // of the used bytes
 
 	mu       sync.Mutex
 	sessions map[string]*session        // by volume name
-	made     map[api.UID]bool           // replicas that exist on their disk
-	doubts   map[api.UID]bool           // replicas that failed to open for their files
-	listed   map[api.UID]bool           // disks whose replicas made has
 	resuming map[string]bool            // volumes whose devices are being resumed
-	pinned   map[api.UID][]api.UID      // removed replicas that may still have a pin, by the disk of the pin
 	left     map[*session]chan struct{} // sessions that end in the background; closed at the end
 	resumed  chan struct{}              // closed when all devices are resumed, or have failed
 	closing  chan struct{}              // closed when Close begins
 
 	attachments atomic.Pointer[backlog.Queue]
-	pending     waiters // replicas that wait for a disk or an image
-
-	replicaQueue atomic.Pointer[backlog.Queue]
-	bringer      *bringer
-	whole        map[api.UID]bool // replicas that have all layers on their disk; under mu
 
 	snapshots atomic.Pointer[backlog.Queue]
-	snapWaits waiters                   // snapshots that wait for a disk or a device
+	snapWaits localnode.Waiters         // snapshots that wait for a disk or a device
 	trees     map[api.UID]*snapshotTree // by replica; under mu
 	unseen    map[api.UID]bool          // replicas whose snapshots may lack objects; under mu
 
@@ -93,12 +77,11 @@ type Data struct {
 	scrubber    *maintain.Scrubber
 
 	remote   *remote.Server
-	places   *remote.Places
-	sources  sources.Sources
+	layers   *remote.Layers
+	replicas *replica.Replicas
 	upkeep   attempts.Log[string]  // rebuilds of detached volumes
 	watch    *engine.Watch         // of members, here and on other nodes
 	rebuilds semaphore.Set[string] // of replicas that are compared as a whole: key "full"
-	api      atomic.Bool           // the caches have synced; before that a read of client waits for the API
 }
 
 // usedEvery is how often the used bytes of attached volumes are reported.
@@ -115,29 +98,31 @@ func NewData(o DataOptions) (*Data, error) {
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
-	d := &Data{DataOptions: o,
-		locks: volumelock.New(), sessions: map[string]*session{},
-		made: map[api.UID]bool{}, doubts: map[api.UID]bool{}, listed: map[api.UID]bool{},
+	node := &localnode.Node{Name: o.Node, Log: o.Log, Locks: volumelock.New()}
+	d := &Data{Node: node, Host: o.Host, Heartbeat: o.Heartbeat, sessions: map[string]*session{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
 		closing: make(chan struct{}),
-		pinned: map[api.UID][]api.UID{},
-		trees:  map[api.UID]*snapshotTree{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers(),
-		bringer: newBringer(), whole: map[api.UID]bool{},
-		places: remote.NewPlaces(o.Peers.State, o.Log)}
+		trees:   map[api.UID]*snapshotTree{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers()}
 	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
 	d.scrubber = maintain.NewScrubber(maintained{d}, o.Node, d.workers, o.Log)
-	d.sources.Identity, d.sources.Disk = o.Peers.Identity, d.sourceDisk
-	d.disks = disks.NewRegistry(disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged,
-		Fetch: d.fetchLayer, Beside: d.otherDisks})
+	places := remote.NewPlaces(o.Peers.State, o.Log)
+	d.layers = remote.NewLayers(node, served{d}, places, o.Peers.Identity)
+	node.Disks = disks.NewRegistry(disks.RegistryOptions{Instance: o.Instance, OnDamage: d.scrubber.Damaged,
+		Fetch: d.layers.Fetch, Beside: d.layers.Beside})
 	var err error
-	if d.threads, err = iothreads.Start(o.Loops, o.Log); err != nil {
+	if node.Threads, err = iothreads.Start(o.Loops, o.Log); err != nil {
 		return nil, err
 	}
 	d.watch = engine.NewWatch()
-	if err := d.startRemote(); err != nil {
+	d.remote, err = remote.Start(remote.Options{Node: o.Node, Identity: o.Peers.Identity, Listener: o.Peers.Listener,
+		Places: places, Host: served{d}, Disks: node.Disks, Threads: node.Threads, Locks: node.Locks, Watch: d.watch,
+		Log: o.Log})
+	if err != nil {
 		d.watch.Close()
-		return nil, errors.Join(err, d.threads.Close())
+		return nil, errors.Join(err, node.Threads.Close())
 	}
+	d.replicas = replica.New(replica.Options{Node: node, Merges: d.mergeWorker, Scrubs: d.scrubber, Remote: d.remote,
+		Layers: d.layers, Attachments: attached{d}, Snapshots: snapshotted{d}})
 	return d, nil
 }
 
@@ -151,10 +136,10 @@ func (d *Data) session(volume string) *session {
 func (d *Data) keep(s *session) {
 	d.mu.Lock()
 	d.sessions[s.Volume] = s
-	if s.Replica != "" {
-		d.made[s.Replica] = true
-	}
 	d.mu.Unlock()
+	if s.Replica != "" {
+		d.replicas.Created(s.Replica)
+	}
 	s.begin(func() { d.stir(s.Volume) })
 }
 
@@ -186,7 +171,7 @@ func (d *Data) stir(volume string) {
 // must have stopped.
 func (d *Data) Close() error {
 	close(d.closing)
-	d.bringer.close()
+	d.replicas.Close()
 	d.workers.Close()
 	if err := d.awaitResumed(); err != nil {
 		return err
@@ -215,7 +200,7 @@ func (d *Data) Close() error {
 			"%d replicas are left as they are: their disks do not answer", n))...)
 	}
 	d.watch.Close()
-	errs = append(errs, d.remote.Close(), d.disks.Close(), d.threads.Close(), d.sources.Close())
+	errs = append(errs, d.remote.Close(), d.Disks.Close(), d.Threads.Close(), d.layers.Close())
 	return errors.Join(errs...)
 }
 
@@ -240,52 +225,32 @@ func (d *Data) awaitResumed() error {
 // SetupData adds the Replica and Attachment loops of the data role to mgr. The manager starts loops after the caches
 // have synced: whichever loop is first sets d.api.
 func SetupData(mgr ctrl.Manager, d *Data) error {
-	d.client, d.reader = mgr.GetClient(), sureReader{mgr.GetAPIReader()}
-	d.events = mgr.GetEventRecorder("drover-data")
-	d.scrubber.Use(d.client, d.events)
-	d.remote.Use(d.client, d.reader, d.events)
+	d.Use(mgr)
+	d.scrubber.Use(d.Client, d.Events)
+	d.remote.Use(d.Client, d.Reader, d.Events)
 	if err := watch.AddIndexes(mgr); err != nil {
 		return err
 	}
 	if err := setupIOMetrics(d); err != nil {
 		return err
 	}
-	node := func(of func(client.Object) string) builder.Predicates {
-		return builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool { return of(o) == d.Node }))
-	}
-	waiting := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
-		return d.pending.requests()
-	})
 	opts := controller.Options{MaxConcurrentReconciles: 8, NeedLeaderElection: new(bool),
 		RateLimiter: backlog.RateLimiter(),
 		NewQueue:    backlog.New}
-	err := ctrl.NewControllerManagedBy(mgr).Named("replica").
-		For(&api.Replica{}, node(func(o client.Object) string { return o.(*api.Replica).Spec.Node })).
-		Watches(&api.ImageCopy{}, waiting, node(func(o client.Object) string { return o.(*api.ImageCopy).Spec.Node })).
-		Watches(&api.Node{}, waiting, node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
-		Watches(&api.Volume{}, handler.EnqueueRequestsFromMapFunc(d.unseenOf), watch.Updates(membersMatter)).
-		Watches(&api.Attachment{}, handler.EnqueueRequestsFromMapFunc(d.waitsForDetach)).
-		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
-			d.api.Store(true)
-			d.scrubber.Queue(&q)
-			d.replicaQueue.Store(&q)
-			return nil
-		})).
-		WithOptions(opts).Complete(&replicaLoop{d})
-	if err != nil {
+	if err := d.replicas.Setup(mgr, opts); err != nil {
 		return err
 	}
 	mine := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		return d.attachmentOf(ctx, o)
 	})
-	err = ctrl.NewControllerManagedBy(mgr).Named("attachment").
-		For(&api.Attachment{}, node(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
+	err := ctrl.NewControllerManagedBy(mgr).Named("attachment").
+		For(&api.Attachment{}, d.OfNode(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
 		Watches(&api.Volume{}, mine, watch.Updates(volumeMatters)).
 		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(d.replicaChanged), watch.Updates(replicaMatters)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(d.unready),
-			node(client.Object.GetName), watch.Updates(watch.DisksChanged)).
+			d.OfNode(client.Object.GetName), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
-			d.api.Store(true)
+			d.ReachedAPI()
 			d.attachments.Store(&q)
 			for _, s := range d.all() { // resumed sessions may have lost their Attachment
 				q.Add(watch.Request(s.Volume))
@@ -311,7 +276,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 // attachmentOf wakes the Attachment of a volume on this node.
 func (d *Data) attachmentOf(ctx context.Context, o client.Object) []reconcile.Request {
 	var a api.Attachment
-	if d.client.Get(ctx, client.ObjectKey{Name: o.GetName()}, &a) != nil || a.Spec.Node != d.Node {
+	if d.Client.Get(ctx, client.ObjectKey{Name: o.GetName()}, &a) != nil || a.Spec.Node != d.Name {
 		return nil
 	}
 	return watch.Requests(a.Name)
@@ -341,13 +306,13 @@ func replicaMatters(old, now client.Object) bool {
 // unready wakes the Attachments of this node that wait for a disk.
 func (d *Data) unready(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.AttachmentList
-	if err := d.client.List(ctx, &list); err != nil {
+	if err := d.Client.List(ctx, &list); err != nil {
 		d.Log.Error("attachments cannot be listed", "err", err)
 		return nil
 	}
 	var all []reconcile.Request
 	for i := range list.Items {
-		if a := &list.Items[i]; a.Spec.Node == d.Node && (!a.Status.Ready || a.DeletionTimestamp != nil) {
+		if a := &list.Items[i]; a.Spec.Node == d.Name && (!a.Status.Ready || a.DeletionTimestamp != nil) {
 			all = append(all, watch.Requests(a.Name)...)
 		}
 	}
@@ -362,33 +327,4 @@ func volumeMatters(old, now client.Object) bool {
 		return true // the disk has a record of the object
 	}
 	return a.Epoch != b.Epoch || a.EngineNode != b.EngineNode || len(a.Members) != len(b.Members) || a.UID != b.UID
-}
-
-// waiters are names of objects that wait for a change.
-type waiters struct {
-	mu    sync.Mutex
-	names map[string]bool
-}
-
-func (w *waiters) set(name string, on bool) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.names == nil {
-		w.names = map[string]bool{}
-	}
-	if on {
-		w.names[name] = true
-	} else {
-		delete(w.names, name)
-	}
-}
-
-func (w *waiters) requests() []reconcile.Request {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	all := make([]reconcile.Request, 0, len(w.names))
-	for name := range w.names {
-		all = append(all, watch.Requests(name)...)
-	}
-	return all
 }

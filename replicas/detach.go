@@ -41,7 +41,7 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 	}
 	if s != nil {
 		var v api.Volume
-		if l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) == nil && v.Status.UID == s.VolumeUID {
+		if l.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) == nil && v.Status.UID == s.VolumeUID {
 			l.note(s, &v)
 		}
 		if err := l.renew(ctx, s, true); err != nil && !apierrors.IsConflict(err) {
@@ -57,7 +57,7 @@ func (l *attachmentLoop) detach(ctx context.Context, a *api.Attachment) error {
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size, a.Status.Message = false, "", 0, ""
 	if controllerutil.RemoveFinalizer(a, api.Finalizer) {
-		return client.IgnoreNotFound(l.client.Update(ctx, a))
+		return client.IgnoreNotFound(l.Client.Update(ctx, a))
 	}
 	return nil
 }
@@ -68,7 +68,7 @@ func (l *attachmentLoop) force(a *api.Attachment, s *session) error {
 		return err
 	}
 	if !s.forced {
-		l.events.Eventf(a, nil, "Warning", "Forced", "Detach", "the device of volume %s was taken away by force: I/O that "+
+		l.Events.Eventf(a, nil, "Warning", "Forced", "Detach", "the device of volume %s was taken away by force: I/O that "+
 			"was not answered failed", s.Volume)
 		l.Log.Warn("a device was taken away by force", "volume", s.Volume)
 	}
@@ -85,7 +85,7 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 		if b.Disk == "" { // all members are on other nodes
 			return why
 		}
-		if _, err := l.disks.Open(ctx, b.Path, b.Disk, false); err == nil {
+		if _, err := l.Disks.Open(ctx, b.Path, b.Disk, false); err == nil {
 			if !api.Is(why, api.NotFound) && !api.Is(why, api.Corrupt) {
 				return why
 			}
@@ -98,7 +98,7 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 	if err := l.Host.Discard(held.Key); err != nil {
 		return err
 	}
-	l.events.Eventf(a, nil, "Warning", "DeviceDiscarded", "Detach", "the device of volume %s cannot be served any more, "+
+	l.Events.Eventf(a, nil, "Warning", "DeviceDiscarded", "Detach", "the device of volume %s cannot be served any more, "+
 		"its unanswered I/O failed: %s", held.Name, why)
 	l.Log.Error("a device that cannot be served any more was taken down", "volume", held.Name, "err", why)
 	return nil
@@ -107,17 +107,17 @@ func (l *attachmentLoop) discard(ctx context.Context, a *api.Attachment, held de
 // diskLeft reports whether the disk of a held device surely left this node: a user took the disk out of the node, or
 // another node has the disk and no other replica can serve the device.
 func (d *Data) diskLeft(ctx context.Context, b blob) (bool, error) {
-	if gone, err := d.diskForgotten(ctx, b.Disk); gone || err != nil {
+	if gone, err := d.DiskForgotten(ctx, b.Disk); gone || err != nil {
 		return gone, err
 	}
 	if slices.ContainsFunc(b.Members, func(m memberSpec) bool { return m.Disk != b.Disk }) {
 		return false, nil
 	}
 	var nodes api.NodeList
-	if err := d.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+	if err := d.Client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
 		return false, err
 	}
-	return api.DiskMovedTo(nodes.Items, b.Disk, d.Node, time.Now()) != "", nil
+	return api.DiskMovedTo(nodes.Items, b.Disk, d.Name, time.Now()) != "", nil
 }
 
 // end removes a session's device, ends the session, and records a clean end.
@@ -154,7 +154,7 @@ func (d *Data) heedForce(ctx context.Context, volume string, enough func()) {
 		case <-tick.C:
 		}
 		var a api.Attachment
-		if d.client.Get(ctx, client.ObjectKey{Name: volume}, &a) == nil && a.Annotations[api.AnnotationForce] != "" {
+		if d.Client.Get(ctx, client.ObjectKey{Name: volume}, &a) == nil && a.Annotations[api.AnnotationForce] != "" {
 			enough()
 			return
 		}
@@ -231,14 +231,14 @@ const anyEpoch = -1
 func (d *Data) giveBack(ctx context.Context, volume string, epoch int64) error {
 	for {
 		var v api.Volume
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
 			return client.IgnoreNotFound(err)
 		}
-		if v.Status.EngineNode != d.Node || v.Status.Epoch != epoch && epoch != anyEpoch {
+		if v.Status.EngineNode != d.Name || v.Status.Epoch != epoch && epoch != anyEpoch {
 			return nil
 		}
 		v.Status.EngineNode = ""
-		err := d.client.Status().Update(ctx, &v)
+		err := d.Client.Status().Update(ctx, &v)
 		if !apierrors.IsConflict(err) {
 			return client.IgnoreNotFound(err)
 		}

@@ -26,7 +26,7 @@ func (d *Data) wantsFreeze(ctx context.Context, v *api.Volume) bool {
 		return false
 	}
 	var s api.Setting
-	if err := d.client.Get(ctx, client.ObjectKey{Name: settingFreeze}, &s); err == nil {
+	if err := d.Client.Get(ctx, client.ObjectKey{Name: settingFreeze}, &s); err == nil {
 		return s.Value == "true"
 	}
 	return api.Settings[settingFreeze] == "true"
@@ -50,7 +50,7 @@ func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.S
 			if err != nil {
 				d.Log.Warn("a file system is not frozen for a snapshot", "volume", v.Name, "snapshot", snaps[i].Name,
 					"err", err)
-				d.events.Eventf(v, snaps[i], "Warning", "NotFrozen", "Snapshot", "snapshot %s is made without freezing the "+
+				d.Events.Eventf(v, snaps[i], "Warning", "NotFrozen", "Snapshot", "snapshot %s is made without freezing the "+
 					"file system, as if the power had failed: %v", snaps[i].Name, err)
 			}
 			list[i] = f
@@ -66,7 +66,7 @@ func (d *Data) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.S
 			wg.Go(func() {
 				if err := f.Thaw(); err != nil {
 					d.Log.Error("a file system is not thawed yet", "volume", volumes[i].Name, "err", err)
-					d.events.Eventf(volumes[i], snaps[i], "Warning", "NotThawed", "Snapshot", "%v", err)
+					d.Events.Eventf(volumes[i], snaps[i], "Warning", "NotThawed", "Snapshot", "%v", err)
 				}
 			})
 		}

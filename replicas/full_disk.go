@@ -35,7 +35,7 @@ func (d *Data) pathOf(ctx context.Context, m memberSpec) string {
 		return m.Path
 	}
 	var n api.Node
-	if d.client.Get(ctx, client.ObjectKey{Name: m.Node}, &n) == nil {
+	if d.Client.Get(ctx, client.ObjectKey{Name: m.Node}, &n) == nil {
 		if i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == m.Disk }); i >= 0 {
 			return n.Status.Disks[i].Path
 		}

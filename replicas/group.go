@@ -19,6 +19,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/stack"
 )
@@ -41,13 +42,13 @@ func (d *Data) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
 		For(&api.SnapshotGroup{}, watch.Updates(watch.WishChanged)).
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume })).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
-		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(membersMatter)).
+		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(localnode.MembersChanged)).
 		WithOptions(opts).Complete(&groupLoop{snapshotLoop{d}})
 }
 
 func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotGroupList
-	if err := d.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	if err := d.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		d.Log.Error("groups of snapshots cannot be listed", "err", err)
 		return nil
 	}
@@ -63,7 +64,7 @@ func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.
 // Reconcile cuts one group, once.
 func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var g api.SnapshotGroup
-	if err := l.client.Get(ctx, req.NamespacedName, &g); err != nil {
+	if err := l.Client.Get(ctx, req.NamespacedName, &g); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if g.DeletionTimestamp != nil || g.Status.ReadyToUse {
@@ -74,10 +75,10 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	}
 	volumes := slices.Sorted(slices.Values(g.Spec.Volumes))
 	if slices.ContainsFunc(volumes, l.beingResumed) {
-		return reconcile.Result{RequeueAfter: resumePause}, nil
+		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
 	for _, name := range volumes { // in one order, so that two groups do not deadlock
-		unlock, ok := l.locks.LockSoon(name)
+		unlock, ok := l.Locks.LockSoon(name)
 		if !ok {
 			return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 		}
@@ -92,7 +93,7 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 		g.Status.Error = err.Error()
 	}
 	if !equality.Semantic.DeepEqual(old.Status, g.Status) {
-		if serr := l.client.Status().Update(ctx, &g); serr != nil {
+		if serr := l.Client.Status().Update(ctx, &g); serr != nil {
 			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
 				return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 			}
@@ -117,13 +118,13 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error) {
 	for _, name := range g.Spec.Volumes {
 		var v api.Volume
-		if err := l.client.Get(ctx, client.ObjectKey{Name: name}, &v); apierrors.IsNotFound(err) {
+		if err := l.Client.Get(ctx, client.ObjectKey{Name: name}, &v); apierrors.IsNotFound(err) {
 			continue
 		} else if err != nil {
 			return false, err
 		}
-		if node, _, err := l.responsibleNode(ctx, &v); err != nil || node != "" {
-			return node == l.Node, err
+		if node, _, err := l.ResponsibleNode(ctx, &v); err != nil || node != "" {
+			return node == l.Name, err
 		}
 	}
 	return false, nil
@@ -151,7 +152,7 @@ type cutting interface {
 func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	if controllerutil.AddFinalizer(g, api.Finalizer) { // before a snapshot exists
 		st := g.Status.DeepCopy()
-		if err := l.client.Update(ctx, g); err != nil {
+		if err := l.Client.Update(ctx, g); err != nil {
 			return err
 		}
 		g.Status = *st
@@ -185,14 +186,14 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	for _, p := range parts {
 		g.Status.Members = append(g.Status.Members, api.SnapshotGroupMember{Volume: p.vol.Name, Snapshot: p.snap.Name})
 	}
-	l.events.Eventf(g, nil, "Normal", "SnapshotsCreated", "Snapshot", "%d volumes were cut at one instant", len(parts))
+	l.Events.Eventf(g, nil, "Normal", "SnapshotsCreated", "Snapshot", "%d volumes were cut at one instant", len(parts))
 	return nil
 }
 
 // part finds a volume of the group, and its Snapshot, or makes the Snapshot.
 func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
 	p := &groupPart{vol: &api.Volume{}, snap: &api.Snapshot{}}
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
+	if err := l.Reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.Unavailable, "volume %s does not exist", volume)
 	} else if err != nil {
 		return nil, err
@@ -203,19 +204,19 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 	if len(p.vol.Status.Members) == 0 {
 		return nil, api.Errorf(api.Unavailable, "volume %s is not ready yet: %s", volume, p.vol.Status.Message)
 	}
-	node, attached, err := l.responsibleNode(ctx, p.vol)
+	node, attached, err := l.ResponsibleNode(ctx, p.vol)
 	if err != nil {
 		return nil, err
 	}
-	if attached && node != l.Node {
+	if attached && node != l.Name {
 		return nil, api.Errorf(api.Unsupported, "volume %s is attached to node %s, and the first one of the group is looked "+
-			"after on %s: a group is cut on one node", volume, node, l.Node)
+			"after on %s: a group is cut on one node", volume, node, l.Name)
 	}
-	err = l.reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
+	err = l.Reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
 	if apierrors.IsNotFound(err) {
 		p.snap = api.NewSnapshot(p.vol, g.Member(volume))
 		p.snap.Spec.Group, p.snap.Spec.Labels = g.Name, g.Spec.Labels
-		err = l.client.Create(ctx, p.snap)
+		err = l.Client.Create(ctx, p.snap)
 	}
 	if err != nil {
 		return nil, err
@@ -332,7 +333,7 @@ func holdAll(ctx context.Context, parts []*groupPart, cuts []cutting) error {
 // ofGroup reports whether an unreported snapshot of a group has to wait for the group.
 func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *snapshotNode) (waits bool, err error) {
 	var g api.SnapshotGroup
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
+	if err := l.Reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
 		return false, api.Errorf(api.NotFound, "lost: snapshot group %s does not exist; delete the object", s.Spec.Group)
 	} else if err != nil {
 		return false, err

@@ -363,7 +363,7 @@ func TestSnapshotsOnAHungDisk(t *testing.T) {
 	}
 	ready := func(s *api.Snapshot) bool { return s.Status.ReadyToUse }
 	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // nobody tells when the first of them waits
-		if w.data.locks.Taken("v") {
+		if w.data.Locks.Taken("v") {
 			tick.Stop()
 			break
 		}

@@ -11,10 +11,10 @@ func (d *Data) strictlyHere(ctx context.Context, v *api.Volume) error {
 	if v.Spec.DataLocality != api.LocalityStrict {
 		return nil
 	}
-	if r, err := memberOn(ctx, d.client, v, d.Node); err != nil || r != nil {
+	if r, err := d.MemberOn(ctx, v, d.Name); err != nil || r != nil {
 		return err
 	}
-	r, err := memberOn(ctx, d.client, v, "")
+	r, err := d.MemberOn(ctx, v, "")
 	if err != nil {
 		return err
 	}
@@ -23,5 +23,5 @@ func (d *Data) strictlyHere(ctx context.Context, v *api.Volume) error {
 		where = "node " + r.Spec.Node
 	}
 	return api.Errorf(api.InUse, "volume %s has dataLocality strict-local and its data is on %s: use it there, or set "+
-		"dataLocality to best-effort to use it on node %s", v.Name, where, d.Node)
+		"dataLocality to best-effort to use it on node %s", v.Name, where, d.Name)
 }

@@ -14,7 +14,7 @@ import (
 // volume's device of today, if it has one. The caller has the volume's lock and its member, or knows it detached.
 func (l *attachmentLoop) lost(ctx context.Context, a *api.Attachment, now string) {
 	var v api.Volume
-	if err := l.client.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); err != nil || v.Status.UID == "" {
+	if err := l.Client.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); err != nil || v.Status.UID == "" {
 		return
 	}
 	next := "unmount it"
@@ -26,7 +26,7 @@ func (l *attachmentLoop) lost(ctx context.Context, a *api.Attachment, now string
 		if len(d.Mounts) > 0 {
 			where = "is mounted at " + strings.Join(d.Mounts, ", ")
 		}
-		l.events.Eventf(a, nil, "Warning", "DeviceLost", "Attach", "%s of volume %s was lost with the processes that served "+
+		l.Events.Eventf(a, nil, "Warning", "DeviceLost", "Attach", "%s of volume %s was lost with the processes that served "+
 			"it, and %s: its I/O fails; %s", d.Path, v.Name, where, next)
 		l.Log.Warn("a device was lost with the processes that served it, and is still in use", "volume", v.Name,
 			"device", d.Path, "mounts", d.Mounts)

@@ -18,11 +18,11 @@ func (l *snapshotLoop) lost(ctx context.Context, s *api.Snapshot, v *api.Volume)
 	if s.Status.CreationTime != "" {
 		is = "it was of " + s.Status.CreationTime + "; " + is
 	}
-	err := l.client.Delete(ctx, s, client.Preconditions{UID: &s.UID, ResourceVersion: &s.ResourceVersion})
+	err := l.Client.Delete(ctx, s, client.Preconditions{UID: &s.UID, ResourceVersion: &s.ResourceVersion})
 	if err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	l.Log.Warn("a snapshot is lost", "volume", v.Name, "snapshot", s.Name)
-	l.events.Eventf(v, s, "Warning", "SnapshotLost", "Snapshot", "volume %s has no snapshot %s: %s", v.Name, s.Name, is)
+	l.Events.Eventf(v, s, "Warning", "SnapshotLost", "Snapshot", "volume %s has no snapshot %s: %s", v.Name, s.Name, is)
 	return api.Errorf(api.NotFound, "lost: volume %s has no such snapshot", v.Name)
 }

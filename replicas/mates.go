@@ -116,7 +116,7 @@ func (d *Data) settled(s *session, epoch int64, change func(*blob)) {
 func (d *Data) dropper(s *session) func(ctx context.Context, epoch int64, member string) error {
 	drop := d.dropMember(s.blob)
 	return func(ctx context.Context, epoch int64, member string) error {
-		if !d.api.Load() { // before the proposal: a successor would have to ask the API for the outcome
+		if !d.APIReached() { // before the proposal: a successor would have to ask the API for the outcome
 			return api.Errorf(api.Unavailable, "volume %s: replica %s cannot be dropped before the API is reached",
 				s.Volume, member)
 		}
@@ -144,14 +144,14 @@ func (d *Data) dropper(s *session) func(ctx context.Context, epoch int64, member
 func (d *Data) dropMember(b blob) func(ctx context.Context, epoch int64, name string) error {
 	return func(ctx context.Context, epoch int64, name string) error {
 		var v api.Volume
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
 			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
 		} else if err != nil {
 			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
 		}
 		there := slices.Index(v.Status.Members, name)
 		switch {
-		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Name:
 			return api.Errorf(api.Denied, "volume %s has its engine on node %s", b.Volume, v.Status.EngineNode)
 		case v.Status.Epoch == epoch+1 && there < 0:
 			return nil // an earlier call did it
@@ -162,7 +162,7 @@ func (d *Data) dropMember(b blob) func(ctx context.Context, epoch int64, name st
 		}
 		v.Status.Members = slices.Delete(v.Status.Members, there, there+1)
 		v.Status.Epoch++
-		if err := d.client.Status().Update(ctx, &v); err != nil {
+		if err := d.Client.Status().Update(ctx, &v); err != nil {
 			return api.Errorf(api.Unavailable, "drop replica %s: %w", name, err)
 		}
 		return nil
@@ -173,17 +173,17 @@ func (d *Data) dropMember(b blob) func(ctx context.Context, epoch int64, name st
 // this engine asked for.
 func (d *Data) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
 	return func(ctx context.Context, epoch int64) error {
-		if !d.api.Load() {
-			return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Node)
+		if !d.APIReached() {
+			return api.Errorf(api.Unavailable, "node %s cannot ask the API yet", d.Name)
 		}
 		var v api.Volume
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); apierrors.IsNotFound(err) {
 			return api.Errorf(api.Denied, "volume %s does not exist any more", b.Volume)
 		} else if err != nil {
 			return api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, err)
 		}
 		switch {
-		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+		case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Name:
 			return api.Errorf(api.Denied, "volume %s has its engine on node %q", b.Volume, v.Status.EngineNode)
 		case v.Status.Epoch != epoch && v.Status.Epoch != epoch+1:
 			return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", b.Volume, v.Status.Epoch, epoch)
@@ -219,12 +219,12 @@ func (d *Data) adder(s *session) func(ctx context.Context, epoch int64, member s
 // that the swap is never made.
 func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec, asked *int64) error {
 	var v api.Volume
-	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := d.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return api.Errorf(api.Unavailable, "volume %s: %w", s.Volume, err)
 	}
 	there := slices.Contains(v.Status.Members, spec.Name)
 	switch {
-	case v.Status.UID != s.VolumeUID || v.Status.EngineNode != d.Node:
+	case v.Status.UID != s.VolumeUID || v.Status.EngineNode != d.Name:
 		return api.Errorf(api.Denied, "volume %s has its engine on node %s", s.Volume, v.Status.EngineNode)
 	case v.Status.Epoch == epoch+1 && there:
 		return nil // an earlier call did it
@@ -232,7 +232,7 @@ func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec
 		return api.Errorf(api.Denied, "volume %s is at epoch %d, this engine at %d", s.Volume, v.Status.Epoch, epoch)
 	}
 	var r api.Replica
-	switch err := d.reader.Get(ctx, client.ObjectKey{Name: spec.Name}, &r); {
+	switch err := d.Reader.Get(ctx, client.ObjectKey{Name: spec.Name}, &r); {
 	case client.IgnoreNotFound(err) != nil:
 		return api.Errorf(api.Unavailable, "replica %s: %w", spec.Name, err)
 	case *asked != epoch && (err != nil || r.DeletionTimestamp != nil || r.Spec.Leave || r.Spec.UID != spec.UID):
@@ -241,7 +241,7 @@ func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec
 	v.Status.Members = append(slices.Clone(v.Status.Members), spec.Name)
 	v.Status.Epoch++
 	*asked = epoch
-	if err := d.client.Status().Update(ctx, &v); err != nil {
+	if err := d.Client.Status().Update(ctx, &v); err != nil {
 		return api.Errorf(api.Unavailable, "add replica %s: %w", spec.Name, err)
 	}
 	return nil
@@ -249,8 +249,8 @@ func (d *Data) add(ctx context.Context, s *session, epoch int64, spec memberSpec
 
 // bound fails I/O that has waited for replicas longer than the setting allows.
 func (d *Data) bound(ctx context.Context, s *session) {
-	if d.api.Load() {
-		s.mates.most.Store(d.setting(ctx, settingLost))
+	if d.APIReached() {
+		s.mates.most.Store(d.Setting(ctx, settingLost))
 	}
 	fails, err := s.engine.FailAfter(ctx, time.Duration(s.mates.most.Load())*time.Second)
 	if err != nil || s.mates.fails.Swap(fails) == fails {
@@ -276,11 +276,11 @@ func (d *Data) tellNews(ctx context.Context, s *session) {
 	s.mates.news = nil
 	s.mates.mu.Unlock()
 	var v api.Volume
-	if len(list) == 0 || !d.api.Load() || d.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil {
+	if len(list) == 0 || !d.APIReached() || d.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil {
 		return
 	}
 	for _, n := range list {
-		d.events.Eventf(&v, nil, n.kind, n.reason, "Replicate", "%s", n.text)
+		d.Events.Eventf(&v, nil, n.kind, n.reason, "Replicate", "%s", n.text)
 	}
 }
 

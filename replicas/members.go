@@ -27,7 +27,7 @@ func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 		return true, nil
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return false, err
 	}
 	n := 0
@@ -47,7 +47,7 @@ func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 			continue // a whole copy takes the place of a replica that counts
 		}
 		n++
-		if is && (r.Spec.Node != d.Node || r.Spec.Transient) {
+		if is && (r.Spec.Node != d.Name || r.Spec.Transient) {
 			return true, nil
 		}
 	}
@@ -76,7 +76,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 	var wg sync.WaitGroup
 	for i, name := range v.Status.Members {
 		var r api.Replica
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
 			return nil, err
 		} else if err != nil {
 			list[i] = memberProbe{spec: memberSpec{Name: name}, err: api.Errorf(api.NotFound, "replica %s does not exist", name)}
@@ -84,7 +84,7 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 		}
 		f := &list[i]
 		f.spec = memberSpec{Name: name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
-		if r.Spec.Node == d.Node {
+		if r.Spec.Node == d.Name {
 			if f.held = d.watch.Abandoned(string(r.Spec.UID)); f.held {
 				f.err = api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", name)
 			} else {
@@ -97,12 +97,12 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 			defer wg.Done()
 			ctx, cancel := context.WithTimeout(ctx, probeTime)
 			defer cancel()
-			loop, err := d.threads.Pick()
+			loop, err := d.Threads.Pick()
 			if err != nil {
 				f.err = err
 				return
 			}
-			defer d.threads.PutBack(loop)
+			defer d.Threads.PutBack(loop)
 			m, err := d.remote.Member(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
 				Volume: string(v.Status.UID), Loop: loop})
 			if err != nil {
@@ -134,15 +134,15 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 }
 
 func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error) {
-	disk, err := d.disk(ctx, r.Spec.Disk)
+	disk, err := d.replicas.Disk(ctx, r.Spec.Disk)
 	if err != nil {
 		return peer.Info{}, err
 	}
-	loop, err := d.threads.Pick()
+	loop, err := d.Threads.Pick()
 	if err != nil {
 		return peer.Info{}, err
 	}
-	defer d.threads.PutBack(loop)
+	defer d.Threads.PutBack(loop)
 	rep, err := d.openHere(ctx, disk, string(r.Spec.UID), loop)
 	if err != nil {
 		return peer.Info{}, err
@@ -219,8 +219,8 @@ func (d *Data) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b 
 		size = min(size, f.info.Size)
 	}
 	v.Status.Epoch++
-	v.Status.EngineNode = d.Node
-	if err := d.client.Status().Update(ctx, v); err != nil {
+	v.Status.EngineNode = d.Name
+	if err := d.Client.Status().Update(ctx, v); err != nil {
 		return b, 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
 	}
 	b.Epoch, b.Now = v.Status.Epoch, v.Status.Epoch
@@ -237,7 +237,7 @@ func orRestarted(err error) error {
 // openMember opens a replica for a session: a replica of this node, which is returned too, or one of another node.
 func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
 	uid := string(spec.UID)
-	n := engine.Named{Name: uid, Local: spec.Node == d.Node}
+	n := engine.Named{Name: uid, Local: spec.Node == d.Name}
 	watched := engine.WatchOptions{Loop: s.loop, Replica: uid, OnStall: func(why error) {
 		if e := s.serving.Load(); e != nil {
 			e.Suspect(uid, why)
@@ -257,9 +257,9 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 	var disk *stack.Disk
 	var err error
 	if spec.Path != "" {
-		disk, err = d.disks.Open(ctx, spec.Path, spec.Disk, false)
+		disk, err = d.Disks.Open(ctx, spec.Path, spec.Disk, false)
 	} else {
-		disk, err = d.disk(ctx, spec.Disk)
+		disk, err = d.replicas.Disk(ctx, spec.Disk)
 	}
 	if err != nil {
 		return n, nil, err
@@ -267,7 +267,7 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 	spec.Path = disk.Path()
 	r, err := d.openHere(ctx, disk, uid, s.loop)
 	if err != nil {
-		d.doubt(ctx, spec.UID, err)
+		d.replicas.Damaged(ctx, spec.UID, err)
 		return n, nil, err
 	}
 	n.Member = d.watch.Member(d.backendOf(r, s.loop), watched)
@@ -277,13 +277,13 @@ func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (en
 // backendOf is a replica of this node that an engine of this node has for a member.
 func (d *Data) backendOf(r *stack.Replica, loop *iothreads.Thread) *peer.Backend {
 	b := peer.NewBackend(r, loop)
-	b.Node = d.Node
+	b.Node = d.Name
 	return b
 }
 
 // openSession opens the members of b and the engine: by a claim, which is fresh, or to resume.
 func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) (_ *session, err error) {
-	loop, err := d.threads.Pick()
+	loop, err := d.Threads.Pick()
 	if err != nil {
 		return nil, err
 	}
@@ -296,7 +296,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 			for _, m := range members {
 				err = errors.Join(err, m.Member.Close())
 			}
-			d.threads.PutBack(loop)
+			d.Threads.PutBack(loop)
 		}
 	}()
 	for i := range s.Members {
@@ -307,11 +307,11 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 			continue
 		}
 		m, r, err := d.openMember(ctx, s, spec)
-		if !fresh && spec.Node == d.Node && len(s.Members) > 1 && isAbsent(err) {
+		if !fresh && spec.Node == d.Name && len(s.Members) > 1 && isAbsent(err) {
 			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
 			m, err = engine.Named{Name: string(spec.UID), Member: &absent{err}}, nil
 		}
-		if err != nil && (fresh || spec.Node != d.Node) {
+		if err != nil && (fresh || spec.Node != d.Name) {
 			return nil, fmt.Errorf("replica %s: %w", spec.Name, err)
 		} else if err != nil {
 			return nil, err // of this node: the disk comes back, or a user detaches the volume by force
@@ -329,7 +329,7 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	}
 	c := d.config(s, size, b.Now)
 	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
-	if fresh || d.api.Load() { // a resume does not wait for the API
+	if fresh || d.APIReached() { // a resume does not wait for the API
 		c.Reported = d.reported(s)
 	}
 	s.engine, err = engine.Open(ctx, c)

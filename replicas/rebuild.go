@@ -123,7 +123,7 @@ func (m *mates) lookSoon() {
 
 func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, jobs map[api.UID]*rebuildJob,
 	all *sync.WaitGroup) {
-	if !d.api.Load() || s.fence.Load() != nil {
+	if !d.APIReached() || s.fence.Load() != nil {
 		return
 	}
 	epoch, members, err := s.engine.Epoch(ctx)
@@ -131,7 +131,7 @@ func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, job
 		return
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return
 	}
 	whole, known := true, 0
@@ -189,7 +189,7 @@ func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, na
 	pause := rebuildFirst
 	for ctx.Err() == nil {
 		var r api.Replica
-		if d.client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
+		if d.Client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
 			return // the replica was removed
 		}
 		wait, began := replyAgain, time.Now()
@@ -216,7 +216,7 @@ func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, na
 
 // probeReplica asks whether a replica answers.
 func (d *Data) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
-	if r.Spec.Node == d.Node {
+	if r.Spec.Node == d.Name {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, replyTime)
@@ -259,7 +259,7 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 	}
 	tell(engine.Progress{}, "")
 	p, err := s.engine.Join(ctx, m, engine.JoinOptions{OnProgress: func(p engine.Progress) { tell(p, "") },
-		BytesPerSecond: d.number(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
+		BytesPerSecond: d.Setting(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
 		Turn: func(ctx context.Context) (func(), error) {
 			select {
 			case s.mates.turn <- struct{}{}:
@@ -271,7 +271,7 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 		},
 		WholeTurn: func(ctx context.Context) (func(), error) {
 			tell(engine.Progress{}, "it waits for other replicas that are compared as a whole")
-			return d.rebuilds.Acquire(ctx, "full", func() int { return (&replicaLoop{d}).copiesAtOnce(ctx) })
+			return d.rebuilds.Acquire(ctx, "full", func() int { return d.CopiesAtOnce(ctx) })
 		}})
 	c.swapped()
 	s.mates.compared.Add(p.Done)

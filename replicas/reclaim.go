@@ -67,13 +67,13 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 			return err
 		}
 	}
-	unlock, ok := d.locks.LockSoon(s.Volume)
+	unlock, ok := d.Locks.LockSoon(s.Volume)
 	if !ok {
 		return api.Errorf(api.Busy, "something takes long with the volume")
 	}
 	defer unlock()
 	var v api.Volume
-	if err := d.reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := d.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if d.session(s.Volume) != s || s.member() != m || v.Status.UID != s.VolumeUID {

@@ -34,7 +34,7 @@ func (d *Data) repair(ctx context.Context, s *session, r *api.Replica, members [
 	}
 	all.Go(func() {
 		again := repairedAgain
-		did, err := s.engine.Repair(ctx, string(uid), d.number(ctx, "replica-copy-rate-limit")<<20)
+		did, err := s.engine.Repair(ctx, string(uid), d.Setting(ctx, "replica-copy-rate-limit")<<20)
 		s.mates.repaired.Add(did.Bytes)
 		var list []news
 		if did.Chunks > 0 {
@@ -66,7 +66,7 @@ func (d *Data) repairFrom(ctx context.Context, s *session, n engine.Named) bool 
 	if !s.mates.repairs.Begin(from, math.MaxInt) {
 		return false
 	}
-	did, err := s.engine.RepairFrom(ctx, n, d.number(ctx, "replica-copy-rate-limit")<<20)
+	did, err := s.engine.RepairFrom(ctx, n, d.Setting(ctx, "replica-copy-rate-limit")<<20)
 	again := time.Duration(0)
 	if did.Chunks == 0 {
 		again = repairLater // it is made equal again and again meanwhile, and has nothing new to show

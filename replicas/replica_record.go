@@ -2,7 +2,6 @@ package replicas
 
 import (
 	"context"
-	"encoding/json"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,18 +13,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// record is what a disk keeps of a volume's object; nil where there is no object.
-func (d *Data) record(ctx context.Context, volume string) (json.RawMessage, error) {
-	var v api.Volume
-	err := d.client.Get(ctx, client.ObjectKey{Name: volume}, &v)
-	if apierrors.IsNotFound(err) { // the cache of volumes can be behind that of replicas
-		err = d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v)
-	}
-	if err != nil {
-		return nil, client.IgnoreNotFound(err)
-	}
-	return v.Record()
-}
+// noteTime is how long a reconciler waits for the record on the disk.
+const noteTime = 5 * time.Second
 
 // note brings the record on the disk up to date. Without it a later recovery knows an older wish, nothing worse: a disk
 // that hangs keeps nobody waiting, and when it goes on the volume is looked at again.
@@ -78,7 +67,7 @@ func (d *Data) beat(ctx context.Context) error {
 		if look { // images are deleted by another process
 			looked = time.Now()
 		}
-		for _, disk := range d.disks.Except(nil) {
+		for _, disk := range d.Disks.Except(nil) {
 			disk.DropHydrating()
 			if look {
 				d.mergeWorker.Freed(disk)
@@ -93,7 +82,7 @@ func (d *Data) beat(ctx context.Context) error {
 		if unpins.CompareAndSwap(false, true) { // on disks that failed, and may hang now
 			beside.Go(func() {
 				defer unpins.Store(false)
-				d.unpinLeft()
+				d.replicas.UnpinLeft()
 			})
 		}
 		for _, s := range d.all() {
@@ -108,7 +97,7 @@ func (d *Data) beat(ctx context.Context) error {
 // cannot be asked is passed over.
 func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err
 	}
 	for i := range list.Items {
@@ -117,7 +106,7 @@ func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 		if open == nil || r.Spec.VolumeUID != s.VolumeUID || r.DeletionTimestamp != nil {
 			continue
 		}
-		disk, err := d.disks.Get(r.Spec.Disk)
+		disk, err := d.Disks.Get(r.Spec.Disk)
 		var used, shared int64
 		if err == nil {
 			used, shared, err = disk.Space(string(r.Spec.UID))
@@ -134,7 +123,7 @@ func (d *Data) renew(ctx context.Context, s *session, sure bool) error {
 		old := r.DeepCopy()
 		r.Status.Used, r.Status.UsedText = used, api.SizeText(used)
 		r.Status.Shared, r.Status.Epoch = shared, epoch
-		if err := d.client.Status().Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
+		if err := d.Client.Status().Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
 			return err
 		}
 	}

@@ -14,7 +14,7 @@ import (
 func (d *Data) reported(s *session) func(context.Context, stack.Snapshot) (bool, error) {
 	return func(ctx context.Context, k stack.Snapshot) (bool, error) {
 		var snap api.Snapshot
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: k.Name}, &snap); err != nil {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: k.Name}, &snap); err != nil {
 			return false, unknownUnlessGone(err)
 		}
 		switch {
@@ -24,7 +24,7 @@ func (d *Data) reported(s *session) func(context.Context, stack.Snapshot) (bool,
 			return snap.Status.CreationTime == instant(k.Created), nil
 		}
 		var g api.SnapshotGroup
-		if err := d.reader.Get(ctx, client.ObjectKey{Name: snap.Spec.Group}, &g); err != nil {
+		if err := d.Reader.Get(ctx, client.ObjectKey{Name: snap.Spec.Group}, &g); err != nil {
 			return false, unknownUnlessGone(err)
 		}
 		return g.Status.CreationTime == instant(k.Created), nil

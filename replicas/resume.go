@@ -13,16 +13,13 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/stack"
 )
 
 // resumeWait is how long Resume waits for all devices. A device whose disk hangs is resumed when the disk answers, and
 // delays no other device.
 const resumeWait = 5 * time.Second
-
-// resumePause is the pause between two tries to resume a device, and before a reconciler looks again at a volume whose
-// device is being resumed.
-const resumePause = time.Second
 
 // Resume resumes the devices that a predecessor left, each in its recorded epoch, without the API: waiting I/O
 // continues. A device that cannot be resumed stays held, its I/O waits, and the error names the device. Resume tries such
@@ -81,8 +78,8 @@ func (d *Data) Resume(ctx context.Context) error {
 // resumeAgain repeats a resume that failed with err until the API answers: from then on the attachment reconciler resumes
 // the device. A disk, or the node of a member, may answer earlier than the API.
 func (d *Data) resumeAgain(ctx context.Context, spec device.Spec, err error) {
-	for err != nil && !d.api.Load() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
-		pause := time.NewTimer(resumePause)
+	for err != nil && !d.APIReached() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
+		pause := time.NewTimer(localnode.ResumePause)
 		select {
 		case <-pause.C:
 		case <-d.closing:
@@ -111,7 +108,7 @@ func (d *Data) beingResumed(volume string) bool {
 }
 
 func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
-	defer d.locks.Lock(spec.Name)()
+	defer d.Locks.Lock(spec.Name)()
 	return d.resumeLocked(ctx, spec)
 }
 
@@ -122,9 +119,9 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {
 		return nil, api.Errorf(api.Corrupt, "volume %s: the device record makes no sense: %v", spec.Name, err)
 	}
-	b.upgrade(d.Node)
+	b.upgrade(d.Name)
 	for _, from := range b.Lenders {
-		if _, err := d.disks.Open(ctx, from.Path, from.Disk, false); err != nil {
+		if _, err := d.Disks.Open(ctx, from.Path, from.Disk, false); err != nil {
 			d.Log.Warn("a disk that layers are read from is not there", "volume", b.Volume, "err", err)
 		}
 	}
@@ -164,22 +161,22 @@ func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, er
 
 // settleBlob asks the API for the outcome of a swap that a dead process had begun.
 func (d *Data) settleBlob(ctx context.Context, b *blob) error {
-	if !d.api.Load() {
+	if !d.APIReached() {
 		return api.Errorf(api.Unavailable, "a change of the members was under way: the API has to be asked what came of it")
 	}
 	var v api.Volume
-	if err := d.reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
+	if err := d.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
 		return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
 	}
 	switch {
-	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Node:
+	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Name:
 		return api.Errorf(api.Unavailable, "the engine of volume %s is on node %q by now: detach it here by force", b.Volume,
 			v.Status.EngineNode)
 	case v.Status.Epoch == b.Now:
 		// The swap was not made. A request of the dead process may still arrive: this process takes the epoch, so that the
 		// request comes too late.
 		v.Status.Epoch = b.Next
-		if err := d.client.Status().Update(ctx, &v); err != nil {
+		if err := d.Client.Status().Update(ctx, &v); err != nil {
 			return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
 		}
 		b.Now = b.Next

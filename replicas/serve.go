@@ -23,29 +23,22 @@ type PeerOptions struct {
 // ListenPeers opens a listener for engines of other nodes, with the port of the last time if the port is free.
 func ListenPeers(host, state string) (net.Listener, error) { return remote.Listen(host, state) }
 
-// startRemote serves other nodes.
-func (d *Data) startRemote() (err error) {
-	d.remote, err = remote.Start(remote.Options{Node: d.Node, Identity: d.Peers.Identity, Listener: d.Peers.Listener,
-		Places: d.places, Host: served{d}, Disks: d.disks, Threads: d.threads, Locks: d.locks, Watch: d.watch, Log: d.Log})
-	return err
-}
-
 // served is this node for the package remote.
 type served struct{ d *Data }
 
 var _ remote.Node = served{}
 
 // APIReached implements remote.Node.
-func (s served) APIReached() bool { return s.d.api.Load() }
+func (s served) APIReached() bool { return s.d.APIReached() }
 
 // Disk implements remote.Node.
 func (s served) Disk(ctx context.Context, uid api.UID) (*stack.Disk, error) {
-	return s.d.disk(ctx, uid)
+	return s.d.replicas.Disk(ctx, uid)
 }
 
 // Damaged implements remote.Node.
 func (s served) Damaged(ctx context.Context, replica api.UID, why error) {
-	s.d.doubt(ctx, replica, why)
+	s.d.replicas.Damaged(ctx, replica, why)
 }
 
 // LayersChanged implements remote.Node.

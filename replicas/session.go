@@ -237,7 +237,7 @@ func (d *Data) close(s *session) error {
 	s.engine.Hurry() // the device is gone: the engine awaits no member any more
 	s.mates.end()
 	err := s.engine.Close()
-	d.threads.PutBack(s.loop)
+	d.Threads.PutBack(s.loop)
 	if err != nil && s.fence.Load() != nil { // another engine has the volume, whose end is not this engine's to mark
 		s.log.Info("a session that was fenced has no clean end", "err", err)
 		return nil

@@ -69,7 +69,7 @@ func (o *other) holds(t *testing.T, volume, snapshot string) string {
 }
 
 func (o *other) look(volume, snapshot string) (string, error) {
-	for _, disk := range o.data.disks.Except(nil) {
+	for _, disk := range o.data.Disks.Except(nil) {
 		list, err := disk.Replicas()
 		if err != nil {
 			return "", err

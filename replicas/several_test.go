@@ -227,7 +227,7 @@ func TestSeveral(t *testing.T) {
 // content digests the one replica on the node's disk.
 func (o *other) content(t *testing.T) string {
 	t.Helper()
-	disks := o.data.disks.Except(nil)
+	disks := o.data.Disks.Except(nil)
 	if len(disks) != 1 {
 		t.Fatalf("%d disks", len(disks))
 	}

@@ -9,7 +9,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -23,6 +22,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/volumelock"
 	"drover.io/drover/replicas/stack"
 )
@@ -38,7 +38,7 @@ func (d *Data) setupSnapshots(mgr ctrl.Manager, opts controller.Options) error {
 			return d.unfinished(ctx, of(o))
 		})
 	}
-	mine := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.(*api.Replica).Spec.Node == d.Node })
+	mine := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.(*api.Replica).Spec.Node == d.Name })
 	if err := d.setupGroups(mgr, opts); err != nil {
 		return err
 	}
@@ -49,32 +49,24 @@ func (d *Data) setupSnapshots(mgr ctrl.Manager, opts controller.Options) error {
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume }),
 			builder.WithPredicates(mine)).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
-		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(membersMatter)).
+		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(localnode.MembersChanged)).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
-			return d.snapWaits.requests()
+			return d.snapWaits.Requests()
 		}), builder.WithPredicates(predicate.NewPredicateFuncs(func(o client.Object) bool {
-			return o.GetName() == d.Node
+			return o.GetName() == d.Name
 		})), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
-			d.api.Store(true)
+			d.ReachedAPI()
 			d.snapshots.Store(&q)
 			return nil
 		})).
 		WithOptions(opts).Complete(&snapshotLoop{d})
 }
 
-// watch.WishChanged lets changes of an object's wish pass, and its deletion, but not those of its status.
-func membersMatter(old, now client.Object) bool {
-	a, b := old.(*api.Volume), now.(*api.Volume)
-	return !slices.Equal(a.Status.Members, b.Status.Members) || !a.DeletionTimestamp.Equal(b.DeletionTimestamp) ||
-		meta.IsStatusConditionTrue(a.Status.Conditions, api.ConditionKept) !=
-			meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionKept)
-}
-
 // unfinished are the snapshots of a volume that differ from the wish of their object, or lack a digest.
 func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotList
-	err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}, client.UnsafeDisableDeepCopy)
+	err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		d.Log.Error("snapshots of a volume cannot be listed", "volume", volume, "err", err)
 		return nil
@@ -91,16 +83,16 @@ func (d *Data) unfinished(ctx context.Context, volume string) []reconcile.Reques
 // Reconcile reconciles one snapshot.
 func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var s api.Snapshot
-	if err := l.client.Get(ctx, req.NamespacedName, &s); err != nil {
+	if err := l.Client.Get(ctx, req.NamespacedName, &s); err != nil {
 		if apierrors.IsNotFound(err) {
-			l.snapWaits.set(req.Name, false)
+			l.snapWaits.Set(req.Name, false)
 		}
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if l.beingResumed(s.Spec.Volume) {
-		return reconcile.Result{RequeueAfter: resumePause}, nil
+		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
-	unlock, ok := l.locks.LockSoon(s.Spec.Volume)
+	unlock, ok := l.Locks.LockSoon(s.Spec.Volume)
 	if !ok {
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
@@ -110,13 +102,13 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		return reconcile.Result{}, err
 	}
 	if !mine { // another node's, or the controller's
-		if v != nil && (!s.Status.ReadyToUse || s.DeletionTimestamp != nil) && l.mayKeep(ctx, v) {
-			return reconcile.Result{RequeueAfter: l.silentAfter(ctx) / 2}, nil // no event reports a silent node
+		if v != nil && (!s.Status.ReadyToUse || s.DeletionTimestamp != nil) && l.MayBecomeResponsible(ctx, v) {
+			return reconcile.Result{RequeueAfter: l.SilentAfter(ctx) / 2}, nil // no event reports a silent node
 		}
 		return reconcile.Result{}, nil
 	}
 	old := s.DeepCopy()
-	l.snapWaits.set(s.Name, true) // before the look, which may miss a later change
+	l.snapWaits.Set(s.Name, true) // before the look, which may miss a later change
 	if s.DeletionTimestamp != nil {
 		err = l.remove(ctx, &s, v)
 	} else {
@@ -125,7 +117,7 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 	}
-	l.snapWaits.set(s.Name, api.Is(err, api.Unavailable))
+	l.snapWaits.Set(s.Name, api.Is(err, api.Unavailable))
 	s.Status.Error = ""
 	switch {
 	case api.Is(err, api.Busy) && old.Status.ReadyToUse && s.DeletionTimestamp == nil: // the status stays for the moment
@@ -134,7 +126,7 @@ func (l *snapshotLoop) Reconcile(ctx context.Context, req reconcile.Request) (re
 		s.Status.ReadyToUse, s.Status.Error = false, err.Error()
 	}
 	if len(s.Finalizers) > 0 && !equality.Semantic.DeepEqual(old.Status, s.Status) {
-		if serr := l.client.Status().Update(ctx, &s); serr != nil {
+		if serr := l.Client.Status().Update(ctx, &s); serr != nil {
 			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
 				return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 			}
@@ -168,43 +160,27 @@ func busyAgain(err error) time.Duration {
 // volumeOf is the snapshot's volume, and whether this node looks after its snapshots. Nil: there is no such volume.
 func (l *snapshotLoop) volumeOf(ctx context.Context, s *api.Snapshot) (_ *api.Volume, mine bool, err error) {
 	var v api.Volume
-	if err := l.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {
+	if err := l.Client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {
 		return nil, false, client.IgnoreNotFound(err)
 	}
 	if v.Status.UID == "" || s.Status.VolumeUID != "" && s.Status.VolumeUID != v.Status.UID ||
 		len(v.Status.Members) == 0 {
 		return nil, false, nil
 	}
-	node, _, err := l.responsibleNode(ctx, &v)
-	return &v, err == nil && node == l.Node, err
-}
-
-// memberOn is a volume's member on a node; the node "" is any. Nil: there is none.
-func memberOn(ctx context.Context, c client.Reader, v *api.Volume, node string) (*api.Replica, error) {
-	var list api.ReplicaList
-	if err := c.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
-		return nil, err
-	}
-	for i := range list.Items {
-		r := &list.Items[i]
-		if r.Spec.VolumeUID == v.Status.UID && (node == "" || r.Spec.Node == node) &&
-			slices.Contains(v.Status.Members, r.Name) {
-			return r, nil
-		}
-	}
-	return nil, nil
+	node, _, err := l.ResponsibleNode(ctx, &v)
+	return &v, err == nil && node == l.Name, err
 }
 
 // ensure takes the snapshot unless the members have it, and reports it.
 func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
 	if s.Adorn(v) { // before the snapshot exists
 		st := s.Status.DeepCopy()
-		if err := l.client.Update(ctx, s); err != nil {
+		if err := l.Client.Update(ctx, s); err != nil {
 			return err
 		}
 		s.Status = *st
 	}
-	local, err := memberOn(ctx, l.client, v, l.Node)
+	local, err := l.MemberOn(ctx, v, l.Name)
 	if err != nil {
 		return err
 	}
@@ -251,7 +227,7 @@ func (l *snapshotLoop) ensure(ctx context.Context, s *api.Snapshot, v *api.Volum
 	l.tell(s, v, k, sizes[k.UID])
 	s.Status.ReadyToUse = true
 	if h.local == "" { // the owner is the node of a member
-		if r, err := memberOn(ctx, l.client, v, ""); err == nil && r != nil {
+		if r, err := l.MemberOn(ctx, v, ""); err == nil && r != nil {
 			s.Status.OwnerID = r.Spec.Node
 		}
 	}
@@ -265,7 +241,7 @@ func (l *snapshotLoop) reportFrom(ctx context.Context, s *api.Snapshot, v *api.V
 	if r == nil || r.Status.Mode != api.ReplicaCurrent {
 		return api.Errorf(api.Busy, "snapshot %s: the other members have to be asked", s.Name)
 	}
-	disk, err := l.disk(ctx, r.Spec.Disk)
+	disk, err := l.replicas.Disk(ctx, r.Spec.Disk)
 	if err != nil {
 		return err
 	}
@@ -356,7 +332,7 @@ func (l *snapshotLoop) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, 
 		return nil, api.Errorf(api.Corrupt, "it was cut and is not in the stack")
 	}
 	if s.Spec.Labels[api.LabelClone] == "" {
-		l.events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
+		l.Events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
 	}
 	if open := l.session(v.Name); open != nil {
 		open.mates.compareSoon(k, lin)
@@ -385,12 +361,12 @@ func (d *Data) tidyLocal(ctx context.Context, v *api.Volume, local api.UID) {
 		return
 	}
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return // the next look at the disk finds it
 	}
 	for i := range list.Items {
 		if r := &list.Items[i]; r.Spec.UID == local {
-			if disk, err := d.disks.Get(r.Spec.Disk); err == nil {
+			if disk, err := d.Disks.Get(r.Spec.Disk); err == nil {
 				d.mergeWorker.Merge(disk, string(local), v.Name)
 			}
 		}
@@ -405,7 +381,7 @@ func (l *snapshotLoop) tell(s *api.Snapshot, v *api.Volume, k *snapshotNode, is 
 	}
 	st.UID, st.Layer, st.VolumeUID = api.UID(k.UID), api.UID(k.Layer), v.Status.UID
 	st.Parent, st.Children, st.Labels = k.parent, k.children, s.Spec.Labels
-	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), is.Used, l.Node
+	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), is.Used, l.Name
 	st.UserCreated = s.Spec.CreateSnapshot && s.Spec.Labels[api.LabelClone] == ""
 	st.MarkRemoved = false
 	st.SizeText, st.RestoreSizeText = api.SizeText(is.Used), api.SizeText(st.RestoreSize)
@@ -462,19 +438,19 @@ func (l *snapshotLoop) diskOfLastMemberForgotten(ctx context.Context, v *api.Vol
 	if len(v.Status.Members) != 1 || l.session(v.Name) != nil {
 		return false, nil
 	}
-	r, err := memberOn(ctx, l.client, v, l.Node)
+	r, err := l.MemberOn(ctx, v, l.Name)
 	if err != nil || r == nil {
 		return false, err
 	}
-	if _, err := l.disk(ctx, r.Spec.Disk); !api.Is(err, api.Unavailable) {
+	if _, err := l.replicas.Disk(ctx, r.Spec.Disk); !api.Is(err, api.Unavailable) {
 		return false, nil
 	}
-	return l.diskForgotten(ctx, r.Spec.Disk)
+	return l.DiskForgotten(ctx, r.Spec.Disk)
 }
 
 func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
 	if controllerutil.RemoveFinalizer(s, api.Finalizer) {
-		return client.IgnoreNotFound(l.client.Update(ctx, s))
+		return client.IgnoreNotFound(l.Client.Update(ctx, s))
 	}
 	return nil
 }
@@ -482,7 +458,7 @@ func (l *snapshotLoop) letObjectGo(ctx context.Context, s *api.Snapshot) error {
 // beingCloned returns an error while a clone is being made from a snapshot.
 func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
 	var clones api.ReplicaList
-	if err := l.client.List(ctx, &clones, client.MatchingFields{watch.BySource: string(uidOf(s))}); err != nil {
+	if err := l.Client.List(ctx, &clones, client.MatchingFields{watch.BySource: string(uidOf(s))}); err != nil {
 		return err
 	}
 	for _, c := range clones.Items {
@@ -494,26 +470,26 @@ func (l *snapshotLoop) beingCloned(ctx context.Context, s *api.Snapshot) error {
 }
 
 // adopt makes objects for the snapshots of a stack that have none, such as after the objects were lost.
-func (l *replicaLoop) adopt(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
-	l.mu.Lock()
-	look := l.unseen[r.Spec.UID]
-	l.mu.Unlock()
+func (d *Data) adopt(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
+	d.mu.Lock()
+	look := d.unseen[r.Spec.UID]
+	d.mu.Unlock()
 	if !look {
 		return nil
 	}
 	var v api.Volume
-	if err := l.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+	if err := d.Client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
 		return nil // not yet the volume's
 	}
-	lin, err := l.treeOf(r, disk)
+	lin, err := d.treeOf(r, disk)
 	if err != nil {
 		return err
 	}
 	var have api.SnapshotList
-	if err := l.reader.List(ctx, &have); err != nil {
+	if err := d.Reader.List(ctx, &have); err != nil {
 		return err
 	}
 	named := map[string]bool{}
@@ -526,33 +502,17 @@ func (l *replicaLoop) adopt(ctx context.Context, r *api.Replica, disk *stack.Dis
 	for _, k := range lin.all {
 		s := api.NewSnapshot(&v, k.Name)
 		if s.Spec.CreateSnapshot = false; named[k.Name] {
-			l.Log.Warn("a snapshot on the disk has no object, and its name is taken", "volume", v.Name, "snapshot", k.Name)
+			d.Log.Warn("a snapshot on the disk has no object, and its name is taken", "volume", v.Name, "snapshot", k.Name)
 			continue
 		}
-		if err := l.client.Create(ctx, s); err != nil && !apierrors.IsAlreadyExists(err) {
+		if err := d.Client.Create(ctx, s); err != nil && !apierrors.IsAlreadyExists(err) {
 			return fmt.Errorf("snapshot %s: %w", k.Name, err)
 		}
-		l.Log.Info("a snapshot that was found on the disk has an object again", "volume", v.Name, "snapshot", k.Name)
+		d.Log.Info("a snapshot that was found on the disk has an object again", "volume", v.Name, "snapshot", k.Name)
 	}
-	l.changed(r.Spec.UID)
-	l.mu.Lock()
-	delete(l.unseen, r.Spec.UID)
-	l.mu.Unlock()
+	d.changed(r.Spec.UID)
+	d.mu.Lock()
+	delete(d.unseen, r.Spec.UID)
+	d.mu.Unlock()
 	return nil
-}
-
-// unseenOf are the replicas of a volume on this node: its members have changed.
-func (d *Data) unseenOf(ctx context.Context, o client.Object) []reconcile.Request {
-	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: o.GetName()}); err != nil {
-		d.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)
-		return nil
-	}
-	var all []reconcile.Request
-	for _, r := range list.Items {
-		if r.Spec.Node == d.Node {
-			all = append(all, watch.Requests(r.Name)...)
-		}
-	}
-	return all
 }

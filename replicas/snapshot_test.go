@@ -401,7 +401,7 @@ func TestSnapshotSpace(t *testing.T) {
 	}
 	of := w.memberOf("a")
 	rep := of.Spec.UID
-	disk, err := w.data.disks.Get(of.Spec.Disk)
+	disk, err := w.data.Disks.Get(of.Spec.Disk)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -128,7 +128,7 @@ func TestMergeIsLetEnd(t *testing.T) {
 				break
 			}
 		}
-		locks = append(locks, w.data.locks.Lock(name)) // as one who merges has it: with two tries that fail the revert would fail, too
+		locks = append(locks, w.data.Locks.Lock(name)) // as one who merges has it: with two tries that fail the revert would fail, too
 	}
 	w.volumeIs("away", "to go anywhere", func(v *api.Volume) bool {
 		v.Spec.DiskSelector = nil

@@ -19,7 +19,7 @@ func TestSwapOfADeadProcess(t *testing.T) {
 	d := w.data
 	ask := func() (blob, *api.Volume) {
 		v := w.volumeIs("v", "on its engine's node", func(v *api.Volume) bool {
-			v.Status.EngineNode = d.Node
+			v.Status.EngineNode = d.Name
 			return w.c.Status().Update(w.ctx, v) == nil
 		})
 		late := v.DeepCopy()

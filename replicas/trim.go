@@ -40,7 +40,7 @@ func (l *attachmentLoop) trim(ctx context.Context, a *api.Attachment, s *session
 		}
 	}
 	var v api.Volume
-	if l.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID || v.Spec.Trim == "" {
+	if l.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID || v.Spec.Trim == "" {
 		return
 	}
 	for _, was := range []*api.TrimFact{a.Status.Trimmed, v.Status.Trimmed} {
@@ -83,7 +83,7 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 	fact.State, fact.Bytes = api.CloneCompleted, n
 	for _, k := range below {
 		var snap api.Snapshot
-		err := d.client.Get(ctx, client.ObjectKey{Name: k.Name}, &snap)
+		err := d.Client.Get(ctx, client.ObjectKey{Name: k.Name}, &snap)
 		if err == nil && (snap.Spec.Volume != v.Name || uidOf(&snap) != api.UID(k.UID)) {
 			continue
 		}
@@ -92,7 +92,7 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 			break
 		}
 		if err == nil {
-			err = d.client.Delete(ctx, &snap, client.Preconditions{UID: &snap.UID})
+			err = d.Client.Delete(ctx, &snap, client.Preconditions{UID: &snap.UID})
 		}
 		if client.IgnoreNotFound(err) != nil {
 			fact.State, fact.Message = api.CloneFailed, fmt.Sprintf("snapshot %s: %v", k.Name, err)
@@ -101,7 +101,7 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 		fact.Snapshots = append(fact.Snapshots, k.Name)
 	}
 	if len(fact.Snapshots) > 0 {
-		d.events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that it stood "+
+		d.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that it stood "+
 			"on (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
 	}
 	if len(fact.Snapshots) == 0 { // else their end does that
@@ -125,7 +125,7 @@ func (d *Data) trimRemoves(ctx context.Context, v *api.Volume) bool {
 		return false
 	}
 	var s api.Setting
-	if err := d.client.Get(ctx, client.ObjectKey{Name: settingTrim}, &s); err == nil {
+	if err := d.Client.Get(ctx, client.ObjectKey{Name: settingTrim}, &s); err == nil {
 		return s.Value == "true"
 	}
 	return api.Settings[settingTrim] == "true"

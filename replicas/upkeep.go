@@ -37,12 +37,12 @@ func (d *Data) keepUp(ctx context.Context) error {
 	defer all.Wait()
 	return every(ctx, upkeepEvery, func() {
 		var list api.ReplicaList
-		if d.client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Node}, client.UnsafeDisableDeepCopy) != nil {
+		if d.Client.List(ctx, &list, client.MatchingFields{watch.ByNode: d.Name}, client.UnsafeDisableDeepCopy) != nil {
 			return
 		}
 		for i := range list.Items {
 			volume, name := list.Items[i].Spec.Volume, list.Items[i].Name
-			if !d.wantsUpkeep(ctx, &list.Items[i]) || !d.upkeep.Begin(volume, (&replicaLoop{d}).copiesAtOnce(ctx)) {
+			if !d.wantsUpkeep(ctx, &list.Items[i]) || !d.upkeep.Begin(volume, d.CopiesAtOnce(ctx)) {
 				continue
 			}
 			all.Go(func() {
@@ -53,7 +53,7 @@ func (d *Data) keepUp(ctx context.Context) error {
 				if d.upkeep.End(volume, again); again == 0 {
 					d.upkeep.Forget(volume)
 				}
-				d.tellReplica(name)() // the reconciler deferred the replica meanwhile
+				d.replicas.Wake(name) // the reconciler deferred the replica meanwhile
 			})
 		}
 	})
@@ -62,11 +62,11 @@ func (d *Data) keepUp(ctx context.Context) error {
 // wantsUpkeep reports whether r is the member whose node rebuilds the volume.
 func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 	var v api.Volume
-	if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
+	if d.Client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
 		v.RevertInProgress() != nil || v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
 		return false
 	}
-	if v.Status.EngineNode != "" && v.Status.EngineNode != d.Node || d.session(v.Name) != nil || !d.detached(ctx, &v) {
+	if v.Status.EngineNode != "" && v.Status.EngineNode != d.Name || d.session(v.Name) != nil || !d.detached(ctx, &v) {
 		return false
 	}
 	mine, lacks, err := d.lacking(ctx, &v)
@@ -78,7 +78,7 @@ func (d *Data) wantsUpkeep(ctx context.Context, r *api.Replica) bool {
 			continue
 		}
 		var n api.Node
-		if d.client.Get(ctx, client.ObjectKey{Name: m.Spec.Node}, &n) == nil &&
+		if d.Client.Get(ctx, client.ObjectKey{Name: m.Spec.Node}, &n) == nil &&
 			(m.Name == r.Name || time.Since(n.Status.Heartbeat.Time) < n.SilentAfter()) {
 			return m.Name == r.Name
 		}
@@ -93,14 +93,14 @@ func (d *Data) detached(ctx context.Context, v *api.Volume) bool {
 			return false
 		}
 	}
-	return apierrors.IsNotFound(d.client.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{}))
+	return apierrors.IsNotFound(d.Client.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{}))
 }
 
 // lacking lists the replicas of a volume by name, and counts the replicas that are damaged, or could be members and are
 // not.
 func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, n int, err error) {
 	var list api.ReplicaList
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, 0, err
 	}
 	for _, r := range list.Items {
@@ -114,7 +114,7 @@ func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, 
 			continue
 		}
 		var node api.Node
-		if d.client.Get(ctx, client.ObjectKey{Name: r.Spec.Node}, &node) == nil &&
+		if d.Client.Get(ctx, client.ObjectKey{Name: r.Spec.Node}, &node) == nil &&
 			time.Since(node.Status.Heartbeat.Time) < node.SilentAfter() {
 			n++
 		}
@@ -131,16 +131,16 @@ func (d *Data) lacking(ctx context.Context, v *api.Volume) (mine []api.Replica, 
 // makeWhole claims a detached volume and rebuilds its replicas until all are members, another operation wants the
 // volume, or no progress is made; again is the pause before the next try.
 func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duration, err error) {
-	ctx, unlock, ok := d.locks.LockYielding(ctx, volume)
+	ctx, unlock, ok := d.Locks.LockYielding(ctx, volume)
 	if !ok {
 		return upkeepLater, nil
 	}
 	defer unlock()
 	var v api.Volume
-	if err := d.reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
+	if err := d.Reader.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
 		return 0, client.IgnoreNotFound(err)
 	}
-	if v.Status.EngineNode == d.Node && d.session(volume) == nil && d.detached(ctx, &v) { // a dead process's
+	if v.Status.EngineNode == d.Name && d.session(volume) == nil && d.detached(ctx, &v) { // a dead process's
 		if err := d.giveBack(ctx, volume, v.Status.Epoch); err != nil {
 			return 0, err
 		}
@@ -149,7 +149,7 @@ func (d *Data) makeWhole(ctx context.Context, volume string) (again time.Duratio
 	}
 	if v.Status.EngineNode != "" || d.session(volume) != nil ||
 		v.DeletionTimestamp != nil || v.RevertInProgress() != nil ||
-		!apierrors.IsNotFound(d.reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
+		!apierrors.IsNotFound(d.Reader.Get(ctx, client.ObjectKey{Name: volume}, &api.Attachment{})) {
 		return 0, nil
 	}
 	if !d.somebodyCame(ctx, &v) {
@@ -190,18 +190,18 @@ func (d *Data) somebodyCame(ctx context.Context, v *api.Volume) bool {
 	if err != nil {
 		return false
 	}
-	loop, err := d.threads.Pick()
+	loop, err := d.Threads.Pick()
 	if err != nil {
 		return false
 	}
-	defer d.threads.PutBack(loop)
+	defer d.Threads.PutBack(loop)
 	var all sync.WaitGroup
 	var came atomic.Bool
 	for i := range mine {
 		r := &mine[i]
 		switch is := slices.Contains(v.Status.Members, r.Name); {
 		case r.DeletionTimestamp != nil || !is && r.Spec.Leave:
-		case is && (r.Spec.Leave || wantsRepair(r)) || !is && r.Spec.Node == d.Node:
+		case is && (r.Spec.Leave || wantsRepair(r)) || !is && r.Spec.Node == d.Name:
 			came.Store(true)
 		case !is:
 			all.Go(func() {
@@ -227,7 +227,7 @@ func (d *Data) awaitWhole(ctx context.Context, s *session) time.Duration {
 			return 0
 		}
 		var v api.Volume
-		if d.client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID ||
+		if d.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID ||
 			!d.detached(ctx, &v) || s.fence.Load() != nil {
 			return 0
 		}

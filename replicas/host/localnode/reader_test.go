@@ -1,4 +1,4 @@
-package replicas
+package localnode
 
 import (
 	"net/http"

@@ -1,8 +1,7 @@
-package replicas
+package replica
 
 import (
 	"context"
-	"errors"
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -15,48 +14,44 @@ import (
 )
 
 // move replaces the only member of a detached volume by a replica on another disk. The caller has the volume's lock.
-func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
+func (rs *Replicas) move(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
 	uid, from := string(r.Spec.UID), string(r.Spec.From.Replica)
 	var v api.Volume
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+	if err := rs.Reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return err
 	}
-	there, err := disk.Holds(uid)
+	exists, err := disk.Holds(uid)
 	if err != nil {
 		return err
 	}
-	if there && slices.Equal(v.Status.Members, []string{r.Name}) {
+	if exists && slices.Equal(v.Status.Members, []string{r.Name}) {
 		r.Status.Pinned = true
-		return nil // and the answer was lost
+		return nil // an earlier try made the swap, and its answer was lost
 	}
-	old, err := l.moved(ctx, r, &v)
+	old, err := rs.replacedMember(ctx, r, &v)
 	if err != nil {
 		return err
 	}
-	src, err := l.source(ctx, r)
+	src, err := rs.sourceDisk(ctx, r)
 	if err != nil {
 		return err
 	}
-	// An earlier try copied another moment.
+	// The copy of an earlier try may lack later writes.
 	if err := disk.RemoveReplica(uid); err != nil {
 		return err
 	}
-	if err := l.unpin(r.Spec.UID, disk); err != nil {
+	if err := rs.unpin(r.Spec.UID, disk); err != nil {
 		return err
 	}
-	h, err := l.openOffline(ctx, &v)
-	if err != nil {
+	if err := rs.attachments.SealOffline(ctx, &v); err != nil {
 		return err
 	}
-	if err := errors.Join(h.SealAll(ctx), h.end()); err != nil {
-		return err
-	}
-	l.changed(old.Spec.UID)
+	rs.snapshots.Changed(old.Spec.UID)
 	pin, err := src.Pin(ctx, stack.Pin{UID: uid, For: v.Name, Disk: string(r.Spec.Disk)}, from, "")
 	if err != nil {
 		return err
 	}
-	if err := l.pinElsewhere(ctx, r, src, pin.Layers); err != nil {
+	if err := rs.pinElsewhere(ctx, r, src, pin.Layers); err != nil {
 		return err
 	}
 	m, err := src.Stack(from)
@@ -71,42 +66,39 @@ func (l *replicaLoop) move(ctx context.Context, r *api.Replica, disk *stack.Disk
 		return err
 	}
 	// The commit point: an attach before has changed the object, and an attach after is refused.
-	if err := l.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
+	if err := rs.Reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return err
 	}
-	if _, err := l.moved(ctx, r, &v); err != nil {
+	if _, err := rs.replacedMember(ctx, r, &v); err != nil {
 		return err
 	}
 	v.Status.Members, v.Status.EngineNode = []string{r.Name}, ""
 	v.Status.Epoch++
-	if err := l.client.Status().Update(ctx, &v); apierrors.IsConflict(err) {
+	if err := rs.Client.Status().Update(ctx, &v); apierrors.IsConflict(err) {
 		return api.Errorf(api.Busy, "volume %s has changed; try again", v.Name)
 	} else if err != nil {
 		return err
 	}
-	l.Log.Info("replica moved", "volume", v.Name, "from", src.Path(), "to", disk.Path())
+	rs.Log.Info("replica moved", "volume", v.Name, "from", src.Path(), "to", disk.Path())
 	r.Status.Pinned = true
 	return nil
 }
 
-// moved is the replica to replace, if the volume is detached.
-func (l *replicaLoop) moved(ctx context.Context, r *api.Replica, v *api.Volume) (*api.Replica, error) {
+// replacedMember is the replica to replace, if the volume is detached.
+func (rs *Replicas) replacedMember(ctx context.Context, r *api.Replica, v *api.Volume) (*api.Replica, error) {
 	var list api.ReplicaList
-	if err := l.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+	if err := rs.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return nil, err
 	}
 	i := slices.IndexFunc(list.Items, func(o api.Replica) bool { return o.Spec.UID == r.Spec.From.Replica })
 	if i < 0 || v.Status.UID != r.Spec.VolumeUID || !slices.Equal(v.Status.Members, []string{list.Items[i].Name}) {
-		return nil, api.Errorf(api.Invalid, "the replica whose place this was to take is not the volume's any more")
+		return nil, api.Errorf(api.Invalid, "replica %s was to replace a replica that is not the only member of volume %s any more",
+			r.Name, v.Name)
 	}
-	waits := api.Errorf(api.Unavailable, "takes the place of replica %s when the volume is detached", list.Items[i].Name)
-	busy := l.session(v.Name) != nil
-	for _, held := range l.Host.Held() {
-		busy = busy || held.Key == string(v.Status.UID)
-	}
-	err := l.reader.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{})
+	waits := api.Errorf(api.Unavailable, "replaces replica %s when the volume is detached", list.Items[i].Name)
+	err := rs.Reader.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{})
 	switch {
-	case busy || err == nil:
+	case rs.attachments.Attached(v.Name, v.Status.UID) || err == nil:
 		return nil, waits
 	case !apierrors.IsNotFound(err):
 		return nil, err
@@ -114,17 +106,17 @@ func (l *replicaLoop) moved(ctx context.Context, r *api.Replica, v *api.Volume) 
 	return &list.Items[i], list.Items[i].RevertPending()
 }
 
-// waitsForDetach wakes the replicas that wait for the detach of a volume.
-func (d *Data) waitsForDetach(ctx context.Context, o client.Object) []reconcile.Request {
+// awaitingDetach wakes the replicas that wait for the detach of a volume.
+func (rs *Replicas) awaitingDetach(ctx context.Context, o client.Object) []reconcile.Request {
 	var list api.ReplicaList
 	volume := o.(*api.Attachment).Spec.Volume
-	if err := d.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
-		d.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)
+	if err := rs.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
+		rs.Log.Error("replicas of a volume cannot be listed", "volume", o.GetName(), "err", err)
 		return nil
 	}
 	var all []reconcile.Request
 	for i := range list.Items {
-		if r := &list.Items[i]; r.Spec.Node == d.Node && r.Spec.From != nil && r.Spec.From.Whole &&
+		if r := &list.Items[i]; r.Spec.Node == rs.Name && r.Spec.From != nil && r.Spec.From.Whole &&
 			r.Status.Mode != api.ReplicaCurrent {
 			all = append(all, watch.Requests(r.Name)...)
 		}

@@ -1,0 +1,19 @@
+// Package host is the picture of the data role's parts, without code. Each part below owns a lock, maps and goroutines, and
+// meets the other parts through small interfaces of its own; replicas.NewData connects the parts.
+//
+//	replica     Replicas: create, clone, copy jobs, expand, move, revert, remove
+//	maintain    layers of disks: finish, merge, scrub
+//	remote      replicas served to other nodes, layers read from them
+//	localnode   the shared clients, disks and settings; volumelock; iothreads
+//
+// Lock order, from the first taken to the last:
+//
+//  1. the lock of a volume (volumelock); of several volumes in the order of their names
+//  2. the mutexes of a session: keeping, then mu
+//  3. the mutex of one owner: replica.Replicas, MergeWorker, Scrubber, remote.Server, Data
+//  4. the mutexes of localnode, stack, engine, peer and device
+//
+// No owner calls another owner with a mutex of step 3 held. A reconciler takes a volume's lock with LockSoon, because the
+// lock's owner may wait for a disk that hangs; a background operation takes the lock with LockYielding. Close ends the
+// owners in this order: replica, maintain, the sessions, remote.
+package host
