@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
 )
 
 // After a cut the members are compared in what it holds, in the background: where two replicas differ that should not,
@@ -13,14 +14,9 @@ import (
 // compareMost is how many snapshots wait for it at most: where they are taken faster, the oldest are left out.
 const compareMost = 16
 
-// compareSoon has a snapshot compared on all members. lin is of before the cut.
-func (m *mates) compareSoon(k *snapshotNode, lin *snapshotTree) {
-	f := fresh{uid: k.UID, name: k.Name}
-	for _, p := range lin.all {
-		if p.children[api.VolumeHead] {
-			f.before = p.UID
-		}
-	}
+// compareSoon has a new snapshot compared on all members; before is the uid of its predecessor.
+func (m *mates) compareSoon(before string, snapshot stack.Snapshot) {
+	f := fresh{before: before, uid: snapshot.UID, name: snapshot.Name}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.compare = append(m.compare, f); len(m.compare) > compareMost {

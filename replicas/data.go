@@ -34,6 +34,7 @@ import (
 	"drover.io/drover/replicas/host/maintain"
 	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/host/replica"
+	"drover.io/drover/replicas/host/snapshot"
 	"drover.io/drover/replicas/host/volumelock"
 )
 
@@ -67,21 +68,17 @@ type Data struct {
 
 	attachments atomic.Pointer[backlog.Queue]
 
-	snapshots atomic.Pointer[backlog.Queue]
-	snapWaits localnode.Waiters         // snapshots that wait for a disk or a device
-	trees     map[api.UID]*snapshotTree // by replica; under mu
-	unseen    map[api.UID]bool          // replicas whose snapshots may lack objects; under mu
-
 	workers     *maintain.Workers // of the two below, and of trims
 	mergeWorker *maintain.MergeWorker
 	scrubber    *maintain.Scrubber
 
-	remote   *remote.Server
-	layers   *remote.Layers
-	replicas *replica.Replicas
-	upkeep   attempts.Log[string]  // rebuilds of detached volumes
-	watch    *engine.Watch         // of members, here and on other nodes
-	rebuilds semaphore.Set[string] // of replicas that are compared as a whole: key "full"
+	remote    *remote.Server
+	layers    *remote.Layers
+	replicas  *replica.Replicas
+	snapshots *snapshot.Snapshots
+	upkeep    attempts.Log[string]  // rebuilds of detached volumes
+	watch     *engine.Watch         // of members, here and on other nodes
+	rebuilds  semaphore.Set[string] // of replicas that are compared as a whole: key "full"
 }
 
 // usedEvery is how often the used bytes of attached volumes are reported.
@@ -101,8 +98,7 @@ func NewData(o DataOptions) (*Data, error) {
 	node := &localnode.Node{Name: o.Node, Log: o.Log, Locks: volumelock.New()}
 	d := &Data{Node: node, Host: o.Host, Heartbeat: o.Heartbeat, sessions: map[string]*session{},
 		resuming: map[string]bool{}, left: map[*session]chan struct{}{}, resumed: make(chan struct{}),
-		closing: make(chan struct{}),
-		trees:   map[api.UID]*snapshotTree{}, unseen: map[api.UID]bool{}, workers: maintain.NewWorkers()}
+		closing: make(chan struct{}), workers: maintain.NewWorkers()}
 	d.mergeWorker = maintain.NewMergeWorker(maintained{d}, d.workers, o.Log)
 	d.scrubber = maintain.NewScrubber(maintained{d}, o.Node, d.workers, o.Log)
 	places := remote.NewPlaces(o.Peers.State, o.Log)
@@ -121,8 +117,10 @@ func NewData(o DataOptions) (*Data, error) {
 		d.watch.Close()
 		return nil, errors.Join(err, node.Threads.Close())
 	}
+	d.snapshots = snapshot.New(snapshot.Options{Node: node, Merges: d.mergeWorker, Attachments: attached{d},
+		Replicas: served{d}})
 	d.replicas = replica.New(replica.Options{Node: node, Merges: d.mergeWorker, Scrubs: d.scrubber, Remote: d.remote,
-		Layers: d.layers, Attachments: attached{d}, Snapshots: snapshotted{d}})
+		Layers: d.layers, Attachments: attached{d}, Snapshots: d.snapshots})
 	return d, nil
 }
 
@@ -261,7 +259,7 @@ func SetupData(mgr ctrl.Manager, d *Data) error {
 	if err != nil {
 		return err
 	}
-	if err := d.setupSnapshots(mgr, opts); err != nil {
+	if err := d.snapshots.Setup(mgr, opts); err != nil {
 		return err
 	}
 	if err := mgr.Add(manager.RunnableFunc(d.remote.Announce)); err != nil {

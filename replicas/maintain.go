@@ -2,7 +2,6 @@ package replicas
 
 import (
 	"context"
-	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -45,23 +44,11 @@ func (m maintained) Opened(disk *stack.Disk) (all []*stack.Replica) {
 
 // SnapshotsChanged implements maintain.Node.
 func (m maintained) SnapshotsChanged(replica api.UID, names ...string) {
-	m.d.changed(replica, names...)
+	m.d.snapshots.Changed(replica, names...)
 }
-
-// digestsReported is when the digests of finished layers are reported: by then most of the snapshots are looked at
-// anyway.
-const digestsReported = 2 * time.Second
 
 // DigestsMade implements maintain.Node.
-func (m maintained) DigestsMade(names []string) {
-	q := m.d.snapshots.Load()
-	if q == nil {
-		return
-	}
-	for _, name := range names {
-		(*q).AddAfter(watch.Request(name), digestsReported)
-	}
-}
+func (m maintained) DigestsMade(names []string) { m.d.snapshots.DigestsMade(names) }
 
 // MergeReported implements maintain.Node. Where the API does not answer, the next look at the replica reports.
 func (m maintained) MergeReported(ctx context.Context, replica, volume string) {

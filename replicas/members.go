@@ -330,7 +330,9 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	c := d.config(s, size, b.Now)
 	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
 	if fresh || d.APIReached() { // a resume does not wait for the API
-		c.Reported = d.reported(s)
+		c.Reported = func(ctx context.Context, k stack.Snapshot) (bool, error) {
+			return d.snapshots.Reported(ctx, s.Volume, k)
+		}
 	}
 	s.engine, err = engine.Open(ctx, c)
 	if err != nil {

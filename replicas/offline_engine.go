@@ -13,84 +13,79 @@ import (
 // An operation on all members of a volume at once goes through an engine: the engine of the attached volume, or an
 // offline engine, which claims an epoch like any other engine and is fenced by an attach.
 
-// engineHandle is the engine of a volume for the time of one operation.
-type engineHandle struct {
-	*engine.Engine
-	local api.UID // the member on this node; empty: none
-	end   func() error
-}
-
-// engineOf gets the engine of a volume. The caller has the volume's lock, and calls end.
-func (d *Data) engineOf(ctx context.Context, v *api.Volume) (*engineHandle, error) {
+// engineOf is the engine of a volume, and its member on this node, if any. The caller has the volume's lock, and calls end.
+func (d *Data) engineOf(ctx context.Context, v *api.Volume) (e *engine.Engine, local api.UID, end func() error,
+	err error) {
 	s := d.session(v.Name)
 	if s == nil {
 		return d.openOffline(ctx, v)
 	}
 	if s.VolumeUID != v.Status.UID {
-		return nil, api.Errorf(api.Busy, "volume %s is being taken over", v.Name)
+		return nil, "", nil, api.Errorf(api.Busy, "volume %s is being taken over", v.Name)
 	}
 	if why := s.fence.Load(); why != nil {
-		return nil, api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
+		return nil, "", nil, api.Errorf(api.Unavailable, "the volume is being taken over: %w", *why)
 	}
-	return &engineHandle{s.engine, s.localMember(d.Name), func() error { return nil }}, nil
+	return s.engine, s.localMember(d.Name), func() error { return nil }, nil
 }
 
 // openOffline opens an offline engine for a detached volume.
-func (d *Data) openOffline(ctx context.Context, v *api.Volume) (*engineHandle, error) {
+func (d *Data) openOffline(ctx context.Context, v *api.Volume) (e *engine.Engine, local api.UID, end func() error,
+	err error) {
 	key := client.ObjectKey{Name: v.Name}
 	var now api.Volume
 	if err := d.Reader.Get(ctx, key, &now); err != nil {
-		return nil, err
+		return nil, "", nil, err
 	}
 	// The Attachment is read after the volume: whoever attaches the volume from now on changes it, and the claim below
 	// fails. A deleted volume that no node has attached stays so.
 	var a api.Attachment
 	switch err := d.Reader.Get(ctx, key, &a); {
 	case err == nil && (now.DeletionTimestamp == nil || now.Status.EngineNode != "" || a.Status.Ready):
-		return nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
+		return nil, "", nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
 	case client.IgnoreNotFound(err) != nil:
-		return nil, err
+		return nil, "", nil, err
 	}
 	for _, held := range d.Host.Held() {
 		if held.Key == string(v.Status.UID) {
-			return nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows", v.Name)
+			return nil, "", nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows", v.Name)
 		}
 	}
 	if now.UID != v.UID || now.Status.UID != v.Status.UID || len(now.Status.Members) == 0 {
-		return nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
+		return nil, "", nil, api.Errorf(api.Busy, "volume %s has changed", v.Name)
 	}
 	if err := d.memberReverting(ctx, &now); err != nil {
-		return nil, err
+		return nil, "", nil, err
 	}
 	list, err := d.probeMembers(ctx, &now)
 	if err != nil {
-		return nil, err
+		return nil, "", nil, err
 	}
 	for _, f := range list { // no guest waits: a member that is about to return is not left behind
 		if f.err == nil {
 			continue
 		}
 		if quiet, err := d.Silent(ctx, f.spec.Node); err != nil {
-			return nil, err
+			return nil, "", nil, err
 		} else if !quiet {
-			return nil, api.Errorf(api.Unavailable, "replica %s cannot be reached: %w", f.spec.Name, f.err)
+			return nil, "", nil, api.Errorf(api.Unavailable, "replica %s cannot be reached: %w", f.spec.Name, f.err)
 		}
 	}
 	take, err := selectMembers(&now, list)
 	if err != nil {
-		return nil, err
+		return nil, "", nil, err
 	}
 	b, size, err := d.claim(ctx, &now, take)
 	if err != nil {
-		return nil, err
+		return nil, "", nil, err
 	}
 	s, err := d.openSession(ctx, b, size, true)
 	if err != nil {
-		return nil, errors.Join(err, d.giveBack(ctx, v.Name, b.Epoch))
+		return nil, "", nil, errors.Join(err, d.giveBack(ctx, v.Name, b.Epoch))
 	}
-	return &engineHandle{s.engine, s.Replica, func() error {
+	return s.engine, s.Replica, func() error {
 		return errors.Join(d.close(s), d.giveBack(context.WithoutCancel(ctx), s.Volume, s.at()))
-	}}, nil
+	}, nil
 }
 
 // memberReverting returns an error if a volume, or a member of the volume, is to be reverted first.
@@ -109,13 +104,4 @@ func (d *Data) memberReverting(ctx context.Context, v *api.Volume) error {
 		}
 	}
 	return nil
-}
-
-// tree has the snapshots that all members have, with their neighbours.
-func (h *engineHandle) tree(ctx context.Context) (*snapshotTree, error) {
-	m, err := h.Snapshots(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return &snapshotTree{m.Head, buildSnapshotTree(m)}, nil
 }

@@ -5,14 +5,19 @@ import (
 	"errors"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/host/replica"
+	"drover.io/drover/replicas/host/snapshot"
 	"drover.io/drover/replicas/stack"
 )
 
-// attached is the attached volumes of this node, for package replica.
+// attached is the attached volumes of this node, for the packages replica and snapshot.
 type attached struct{ d *Data }
 
-var _ replica.Attachments = attached{}
+var (
+	_ replica.Attachments  = attached{}
+	_ snapshot.Attachments = attached{}
+)
 
 // Attached implements replica.Attachments.
 func (a attached) Attached(volume string, uid api.UID) bool {
@@ -76,29 +81,46 @@ func (a attached) RoomOn(disk api.UID) {
 
 // SealOffline implements replica.Attachments.
 func (a attached) SealOffline(ctx context.Context, v *api.Volume) error {
-	h, err := a.d.openOffline(ctx, v)
+	e, _, end, err := a.d.openOffline(ctx, v)
 	if err != nil {
 		return err
 	}
-	return errors.Join(h.SealAll(ctx), h.end())
+	return errors.Join(e.SealAll(ctx), end())
 }
 
-// snapshotted is the snapshots of this node, for package replica.
-type snapshotted struct{ d *Data }
+// HasSession implements snapshot.Attachments.
+func (a attached) HasSession(volume string) bool { return a.d.session(volume) != nil }
 
-var _ replica.Snapshots = snapshotted{}
-
-// Changed implements replica.Snapshots.
-func (s snapshotted) Changed(replica api.UID, names ...string) { s.d.changed(replica, names...) }
-
-// Found implements replica.Snapshots.
-func (s snapshotted) Found(replica api.UID) {
-	s.d.mu.Lock()
-	defer s.d.mu.Unlock()
-	s.d.unseen[replica] = true
+// Engine implements snapshot.Attachments.
+func (a attached) Engine(ctx context.Context, v *api.Volume) (*engine.Engine, api.UID, func() error, error) {
+	return a.d.engineOf(ctx, v)
 }
 
-// CreateObjects implements replica.Snapshots.
-func (s snapshotted) CreateObjects(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
-	return s.d.adopt(ctx, r, disk)
+// OpenedMeta implements snapshot.Attachments.
+func (a attached) OpenedMeta(volume string, replica api.UID) (stack.Meta, bool) {
+	s := a.d.session(volume)
+	if s == nil || s.Replica != replica {
+		return stack.Meta{}, false
+	}
+	return s.member().Meta(), true
+}
+
+// Freeze implements snapshot.Attachments.
+func (a attached) Freeze(ctx context.Context, v *api.Volume) (thaw func() error, err error) {
+	s := a.d.session(v.Name)
+	if s == nil || s.VolumeUID != v.Status.UID || s.ReadOnly || s.fence.Load() != nil {
+		return nil, nil
+	}
+	frozen, err := s.dev.Freeze(ctx)
+	if frozen == nil || err != nil {
+		return nil, err
+	}
+	return frozen.Thaw, nil
+}
+
+// CompareSoon implements snapshot.Attachments.
+func (a attached) CompareSoon(volume, before string, snapshot stack.Snapshot) {
+	if s := a.d.session(volume); s != nil {
+		s.mates.compareSoon(before, snapshot)
+	}
 }

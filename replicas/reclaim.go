@@ -2,6 +2,7 @@ package replicas
 
 import (
 	"context"
+	"errors"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -83,15 +84,14 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 	if m != nil {
 		uid = api.UID(m.Meta().UID)
 	}
-	h, err := d.engineOf(ctx, &v)
+	e, _, end, err := d.engineOf(ctx, &v)
 	if err != nil {
 		return err
 	}
-	if err := h.SealAll(ctx); err != nil {
+	if err := errors.Join(e.SealAll(ctx), end()); err != nil {
 		return err
 	}
-	d.tidyLocal(ctx, &v, uid)
-	d.changed(uid)
+	d.snapshots.Sealed(ctx, &v, uid)
 	d.Log.Info("what was trimmed over layers that nobody needs comes back", "volume", v.Name, "bytes", gain)
 	return nil
 }

@@ -18,8 +18,8 @@ func TestReportedSnapshots(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cut := stack.Snapshot{UID: string(uidOf(s)), Name: "s1", Created: at}
-	ask := w.data.reported(&session{blob: blob{Volume: "v"}})
+	cut := stack.Snapshot{UID: string(s.Status.UID), Name: "s1", Created: at}
+	ask := func(k stack.Snapshot) (bool, error) { return w.data.snapshots.Reported(w.ctx, "v", k) }
 	for name, c := range map[string]struct {
 		change func(*stack.Snapshot)
 		want   bool
@@ -31,11 +31,11 @@ func TestReportedSnapshots(t *testing.T) {
 	} {
 		k := cut
 		c.change(&k)
-		if is, err := ask(w.ctx, k); err != nil || is != c.want {
+		if is, err := ask(k); err != nil || is != c.want {
 			t.Errorf("%s: %v, %v", name, is, err)
 		}
 	}
-	if is, err := w.data.reported(&session{blob: blob{Volume: "other"}})(w.ctx, cut); err != nil || is {
+	if is, err := w.data.snapshots.Reported(w.ctx, "other", cut); err != nil || is {
 		t.Errorf("of another volume: %v, %v", is, err)
 	}
 }

@@ -43,6 +43,6 @@ func (s served) Damaged(ctx context.Context, replica api.UID, why error) {
 
 // LayersChanged implements remote.Node.
 func (s served) LayersChanged(disk *stack.Disk, replica, volume string) {
-	s.d.changed(api.UID(replica))
+	s.d.snapshots.Changed(api.UID(replica))
 	s.d.mergeWorker.Merge(disk, replica, volume)
 }

@@ -405,7 +405,7 @@ func TestSnapshotSpace(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	before, err := w.data.treeOf(of, disk)
+	before, err := w.data.snapshots.TreeOf(of, disk)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -417,19 +417,18 @@ func TestSnapshotSpace(t *testing.T) {
 	s2 := w.snapshotIs("s2", "in its new layer", inNew)
 
 	// Looked at in the moment between the merge and the news of it, it stays what it is.
-	w.data.mu.Lock()
-	w.data.trees[rep] = before
-	w.data.mu.Unlock()
+	w.data.snapshots.KeepTree(rep, before)
 	base := s2.DeepCopy()
 	delete(s2.Labels, api.LabelVolume)
 	if err := w.c.Patch(w.ctx, s2, client.MergeFrom(base)); err != nil {
 		t.Fatal(err)
 	}
 	for tick := time.NewTicker(20 * time.Millisecond); ; { // no change of the object tells of it
-		w.data.mu.Lock()
-		looked := w.data.trees[rep] != before
-		w.data.mu.Unlock()
-		if looked {
+		now, err := w.data.snapshots.TreeOf(of, disk)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if now != before {
 			tick.Stop()
 			break
 		}

@@ -2,13 +2,13 @@ package replicas
 
 import (
 	"context"
-	"fmt"
 	"strings"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
 )
 
 // A trim has the mounted file system discard what it does not use. The volume's node does it, once for each new value
@@ -67,8 +67,8 @@ func (l *attachmentLoop) trim(ctx context.Context, a *api.Attachment, s *session
 // wanted.
 func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimFact {
 	fact := api.TrimFact{State: api.CloneFailed}
-	var below []*snapshotNode
-	if d.trimRemoves(ctx, v) {
+	var below []stack.Snapshot
+	if d.Enabled(ctx, v.Spec.UnmapMarkSnapChainRemoved, settingTrim) {
 		var err error
 		if below, err = d.chain(ctx, s); err != nil {
 			fact.Message = err.Error()
@@ -81,24 +81,8 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 		return fact
 	}
 	fact.State, fact.Bytes = api.CloneCompleted, n
-	for _, k := range below {
-		var snap api.Snapshot
-		err := d.Client.Get(ctx, client.ObjectKey{Name: k.Name}, &snap)
-		if err == nil && (snap.Spec.Volume != v.Name || uidOf(&snap) != api.UID(k.UID)) {
-			continue
-		}
-		if err == nil && (snap.Spec.Group != "" || snap.Spec.Labels[api.LabelClone] != "") {
-			fact.Message = fmt.Sprintf("snapshot %s and those below it stay: it is part of a group, or being cloned", k.Name)
-			break
-		}
-		if err == nil {
-			err = d.Client.Delete(ctx, &snap, client.Preconditions{UID: &snap.UID})
-		}
-		if client.IgnoreNotFound(err) != nil {
-			fact.State, fact.Message = api.CloneFailed, fmt.Sprintf("snapshot %s: %v", k.Name, err)
-			break
-		}
-		fact.Snapshots = append(fact.Snapshots, k.Name)
+	if fact.Snapshots, fact.Message, err = d.snapshots.DeleteChain(ctx, v, below); err != nil {
+		fact.State, fact.Message = api.CloneFailed, err.Error()
 	}
 	if len(fact.Snapshots) > 0 {
 		d.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that it stood "+
@@ -117,44 +101,14 @@ func (d *Data) trimNow(ctx context.Context, s *session, v *api.Volume) api.TrimF
 	return fact
 }
 
-func (d *Data) trimRemoves(ctx context.Context, v *api.Volume) bool {
-	switch v.Spec.UnmapMarkSnapChainRemoved {
-	case "enabled":
-		return true
-	case "disabled":
-		return false
-	}
-	var s api.Setting
-	if err := d.Client.Get(ctx, client.ObjectKey{Name: settingTrim}, &s); err == nil {
-		return s.Value == "true"
-	}
-	return api.Settings[settingTrim] == "true"
-}
-
-// chain are the snapshots that the volume alone stands on, the newest first: down to the first that something else
-// stands on, too.
-func (d *Data) chain(ctx context.Context, s *session) ([]*snapshotNode, error) {
-	var lin map[string]*snapshotNode
+// chain are the snapshots that the volume alone stands on, the newest first.
+func (d *Data) chain(ctx context.Context, s *session) ([]stack.Snapshot, error) {
 	if m := s.member(); m != nil {
-		lin = buildSnapshotTree(m.Meta())
-	} else {
-		m, err := s.engine.Snapshots(ctx)
-		if err != nil {
-			return nil, err
-		}
-		lin = buildSnapshotTree(m)
+		return d.snapshots.Chain(m.Meta()), nil
 	}
-	names := map[string]*snapshotNode{}
-	var at *snapshotNode
-	for _, k := range lin {
-		names[k.Name] = k
-		if k.children[api.VolumeHead] {
-			at = k
-		}
+	m, err := s.engine.Snapshots(ctx)
+	if err != nil {
+		return nil, err
 	}
-	var list []*snapshotNode
-	for ; at != nil && len(at.children) == 1; at = names[at.parent] {
-		list = append(list, at)
-	}
-	return list, nil
+	return d.snapshots.Chain(m), nil
 }

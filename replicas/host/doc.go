@@ -2,6 +2,7 @@
 // meets the other parts through small interfaces of its own; replicas.NewData connects the parts.
 //
 //	replica     Replicas: create, clone, copy jobs, expand, move, revert, remove
+//	snapshot    Snapshots and groups: cut, freeze, remove, the snapshot tree
 //	maintain    layers of disks: finish, merge, scrub
 //	remote      replicas served to other nodes, layers read from them
 //	localnode   the shared clients, disks and settings; volumelock; iothreads
@@ -10,7 +11,7 @@
 //
 //  1. the lock of a volume (volumelock); of several volumes in the order of their names
 //  2. the mutexes of a session: keeping, then mu
-//  3. the mutex of one owner: replica.Replicas, MergeWorker, Scrubber, remote.Server, Data
+//  3. the mutex of one owner: replica.Replicas, snapshot.Snapshots, MergeWorker, Scrubber, remote.Server, Data
 //  4. the mutexes of localnode, stack, engine, peer and device
 //
 // No owner calls another owner with a mutex of step 3 held. A reconciler takes a volume's lock with LockSoon, because the

@@ -1,4 +1,4 @@
-package replicas
+package snapshot
 
 import (
 	"context"
@@ -24,18 +24,17 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A group of snapshots is cut at one instant: the loop makes the Snapshots first, then holds, cuts and releases all
-// volumes together. Each cut has the instant in its record, so that the loop sees a group in which a process died
-// half-way: the loop drops its cuts, and cuts all volumes again. No Snapshot of a group is ready before all volumes are
-// cut.
+// A group of snapshots is cut at one instant: the reconciler creates the Snapshots first, then holds, cuts and releases all
+// volumes together. Each cut has the instant in its record, so that the reconciler sees a group in which a process died
+// half-way: the reconciler drops the group's cuts, and cuts all volumes again.
 
-// groupLoop cuts the groups whose volumes are on this node.
-type groupLoop struct{ snapshotLoop }
+// groupReconciler cuts the groups whose volumes are on this node.
+type groupReconciler struct{ *Snapshots }
 
-func (d *Data) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
+func (ss *Snapshots) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
 	unfinished := func(of func(client.Object) string) handler.EventHandler {
 		return handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return d.unfinishedGroups(ctx, of(o))
+			return ss.unfinishedGroups(ctx, of(o))
 		})
 	}
 	return ctrl.NewControllerManagedBy(mgr).Named("snapshotgroup").
@@ -43,13 +42,13 @@ func (d *Data) setupGroups(mgr ctrl.Manager, opts controller.Options) error {
 		Watches(&api.Replica{}, unfinished(func(o client.Object) string { return o.(*api.Replica).Spec.Volume })).
 		Watches(&api.Attachment{}, unfinished(func(o client.Object) string { return o.(*api.Attachment).Spec.Volume })).
 		Watches(&api.Volume{}, unfinished(client.Object.GetName), watch.Updates(localnode.MembersChanged)).
-		WithOptions(opts).Complete(&groupLoop{snapshotLoop{d}})
+		WithOptions(opts).Complete(&groupReconciler{ss})
 }
 
-func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.Request {
+func (ss *Snapshots) unfinishedGroups(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotGroupList
-	if err := d.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		d.Log.Error("groups of snapshots cannot be listed", "err", err)
+	if err := ss.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		ss.Log.Error("groups of snapshots cannot be listed", "err", err)
 		return nil
 	}
 	var all []reconcile.Request
@@ -62,30 +61,30 @@ func (d *Data) unfinishedGroups(ctx context.Context, volume string) []reconcile.
 }
 
 // Reconcile cuts one group, once.
-func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+func (ss *groupReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var g api.SnapshotGroup
-	if err := l.Client.Get(ctx, req.NamespacedName, &g); err != nil {
+	if err := ss.Client.Get(ctx, req.NamespacedName, &g); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if g.DeletionTimestamp != nil || g.Status.ReadyToUse {
 		return reconcile.Result{}, nil
 	}
-	if mine, err := l.mine(ctx, &g); !mine || err != nil {
+	if mine, err := ss.cutsGroup(ctx, &g); !mine || err != nil {
 		return reconcile.Result{}, err
 	}
 	volumes := slices.Sorted(slices.Values(g.Spec.Volumes))
-	if slices.ContainsFunc(volumes, l.beingResumed) {
+	if slices.ContainsFunc(volumes, ss.attachments.Resuming) {
 		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
 	for _, name := range volumes { // in one order, so that two groups do not deadlock
-		unlock, ok := l.Locks.LockSoon(name)
+		unlock, ok := ss.Locks.LockSoon(name)
 		if !ok {
 			return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 		}
 		defer unlock()
 	}
 	old := g.DeepCopy()
-	err := l.cutGroup(ctx, &g)
+	err := ss.cutGroup(ctx, &g)
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 	}
@@ -93,17 +92,15 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 		g.Status.Error = err.Error()
 	}
 	if !equality.Semantic.DeepEqual(old.Status, g.Status) {
-		if serr := l.Client.Status().Update(ctx, &g); serr != nil {
+		if serr := ss.Client.Status().Update(ctx, &g); serr != nil {
 			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
 				return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
 			}
 			return reconcile.Result{}, fmt.Errorf("status of snapshot group %s: %w", g.Name, serr)
 		}
 	}
-	if q := l.snapshots.Load(); q != nil && err == nil {
-		for _, m := range g.Status.Members {
-			(*q).Add(watch.Request(m.Snapshot))
-		}
+	for _, m := range g.Status.Members {
+		ss.wake(m.Snapshot)
 	}
 	switch api.KindOf(err) {
 	case api.Other:
@@ -114,17 +111,17 @@ func (l *groupLoop) Reconcile(ctx context.Context, req reconcile.Request) (recon
 	return reconcile.Result{RequeueAfter: 5 * time.Second}, nil // the cause may change without an event
 }
 
-// mine reports whether this node cuts the group: the node is responsible for the first volume.
-func (l *groupLoop) mine(ctx context.Context, g *api.SnapshotGroup) (bool, error) {
+// cutsGroup reports whether this node cuts the group: the node is responsible for the first volume.
+func (ss *Snapshots) cutsGroup(ctx context.Context, g *api.SnapshotGroup) (bool, error) {
 	for _, name := range g.Spec.Volumes {
 		var v api.Volume
-		if err := l.Client.Get(ctx, client.ObjectKey{Name: name}, &v); apierrors.IsNotFound(err) {
+		if err := ss.Client.Get(ctx, client.ObjectKey{Name: name}, &v); apierrors.IsNotFound(err) {
 			continue
 		} else if err != nil {
 			return false, err
 		}
-		if node, _, err := l.ResponsibleNode(ctx, &v); err != nil || node != "" {
-			return node == l.Name, err
+		if node, _, err := ss.ResponsibleNode(ctx, &v); err != nil || node != "" {
+			return node == ss.Name, err
 		}
 	}
 	return false, nil
@@ -135,8 +132,8 @@ type groupPart struct {
 	snap   *api.Snapshot
 	vol    *api.Volume
 	engine *engineHandle
-	lin    *snapshotTree
-	is     *snapshotNode // of lin; nil: not cut yet
+	tree   *Tree
+	is     *node // of tree; nil: not cut yet
 }
 
 // cutting is an engine.Cut.
@@ -148,11 +145,11 @@ type cutting interface {
 	Abort()
 }
 
-// cutGroup makes the group's snapshots, all or none. The caller has the locks of the volumes.
-func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
+// cutGroup cuts the group's snapshots, all or none. The caller has the locks of the volumes.
+func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	if controllerutil.AddFinalizer(g, api.Finalizer) { // before a snapshot exists
 		st := g.Status.DeepCopy()
-		if err := l.Client.Update(ctx, g); err != nil {
+		if err := ss.Client.Update(ctx, g); err != nil {
 			return err
 		}
 		g.Status = *st
@@ -161,12 +158,12 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	defer func() {
 		for _, p := range parts {
 			if err := p.engine.end(); err != nil {
-				l.Log.Warn("the end of an offline engine", "volume", p.vol.Name, "err", err)
+				ss.Log.Warn("the end of an offline engine", "volume", p.vol.Name, "err", err)
 			}
 		}
 	}()
 	for _, name := range g.Spec.Volumes {
-		p, err := l.part(ctx, g, name)
+		p, err := ss.part(ctx, g, name)
 		if err != nil {
 			return err
 		}
@@ -176,24 +173,24 @@ func (l *groupLoop) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	for _, p := range parts {
 		whole = whole && p.is != nil && p.is.Created.Equal(parts[0].is.Created)
 	}
-	at := momentNow()
-	if whole { // and the answer was lost
+	at := now()
+	if whole { // an earlier try cut, and its answer was lost
 		at = parts[0].is.Created
-	} else if err := l.cutParts(ctx, parts, at); err != nil {
+	} else if err := ss.cutParts(ctx, parts, at); err != nil {
 		return err
 	}
 	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = instant(at), true, nil
 	for _, p := range parts {
 		g.Status.Members = append(g.Status.Members, api.SnapshotGroupMember{Volume: p.vol.Name, Snapshot: p.snap.Name})
 	}
-	l.Events.Eventf(g, nil, "Normal", "SnapshotsCreated", "Snapshot", "%d volumes were cut at one instant", len(parts))
+	ss.Events.Eventf(g, nil, "Normal", "SnapshotsCreated", "Snapshot", "%d volumes were cut at one instant", len(parts))
 	return nil
 }
 
-// part finds a volume of the group, and its Snapshot, or makes the Snapshot.
-func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
+// part finds a volume of the group, and finds or creates the Snapshot.
+func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
 	p := &groupPart{vol: &api.Volume{}, snap: &api.Snapshot{}}
-	if err := l.Reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
+	if err := ss.Reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.Unavailable, "volume %s does not exist", volume)
 	} else if err != nil {
 		return nil, err
@@ -204,19 +201,19 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 	if len(p.vol.Status.Members) == 0 {
 		return nil, api.Errorf(api.Unavailable, "volume %s is not ready yet: %s", volume, p.vol.Status.Message)
 	}
-	node, attached, err := l.ResponsibleNode(ctx, p.vol)
+	node, attached, err := ss.ResponsibleNode(ctx, p.vol)
 	if err != nil {
 		return nil, err
 	}
-	if attached && node != l.Name {
+	if attached && node != ss.Name {
 		return nil, api.Errorf(api.Unsupported, "volume %s is attached to node %s, and the first one of the group is looked "+
-			"after on %s: a group is cut on one node", volume, node, l.Name)
+			"after on %s: a group is cut on one node", volume, node, ss.Name)
 	}
-	err = l.Reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
+	err = ss.Reader.Get(ctx, client.ObjectKey{Name: g.Member(volume)}, p.snap)
 	if apierrors.IsNotFound(err) {
 		p.snap = api.NewSnapshot(p.vol, g.Member(volume))
 		p.snap.Spec.Group, p.snap.Spec.Labels = g.Name, g.Spec.Labels
-		err = l.Client.Create(ctx, p.snap)
+		err = ss.Client.Create(ctx, p.snap)
 	}
 	if err != nil {
 		return nil, err
@@ -225,18 +222,18 @@ func (l *groupLoop) part(ctx context.Context, g *api.SnapshotGroup, volume strin
 		return nil, api.Errorf(api.Exists, "there is a snapshot %s already: delete it, or give the group another name",
 			s.Name)
 	}
-	if p.engine, err = l.engineOf(ctx, p.vol); err != nil {
+	if p.engine, err = ss.engine(ctx, p.vol); err != nil {
 		return nil, err
 	}
-	if p.lin, err = p.engine.tree(ctx); err != nil {
+	if p.tree, err = p.engine.tree(ctx); err != nil {
 		return nil, errors.Join(err, p.engine.end())
 	}
-	p.is = p.lin.all[string(uidOf(p.snap))]
+	p.is = p.tree.all[string(uidOf(p.snap))]
 	return p, nil
 }
 
 // cutParts drops the cuts of an earlier try, and cuts.
-func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Time) error {
+func (ss *Snapshots) cutParts(ctx context.Context, parts []*groupPart, at time.Time) error {
 	for _, p := range parts {
 		if p.is == nil {
 			continue
@@ -251,7 +248,7 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 			c.Abort() // does nothing after a Commit
 		}
 		for _, p := range parts {
-			l.wasCut(ctx, p.vol, p.engine.local, p.lin)
+			ss.afterCut(ctx, p.vol, p.engine.local, p.tree)
 		}
 	}()
 	var volumes []*api.Volume
@@ -264,7 +261,7 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
 		}
 	}
-	frozen, thaw := l.freeze(ctx, volumes, snaps)
+	frozen, thaw := ss.freeze(ctx, volumes, snaps)
 	defer thaw()                                // before the function above
 	late := time.AfterFunc(longestFrozen, thaw) // if a disk hangs, the other volumes continue
 	defer late.Stop()
@@ -275,7 +272,7 @@ func (l *groupLoop) cutParts(ctx context.Context, parts []*groupPart, at time.Ti
 		}
 		cuts = append(cuts, c)
 	}
-	return together(ctx, parts, cuts, func() error {
+	return cutTogether(ctx, parts, cuts, func() error {
 		if frozen && !late.Stop() {
 			return api.Errorf(api.Busy, "file systems were frozen for %v, and could not be cut: a disk does not answer; it is "+
 				"tried again", longestFrozen)
@@ -290,10 +287,10 @@ const (
 	longestFrozen = time.Minute      // of their file systems, for others of the group
 )
 
-// together holds the writes of all volumes, cuts all, and releases each volume after its own cut: each snapshot holds
-// the instant, whatever the other disks do. If a volume's I/O does not end soon, together releases all. When all
+// cutTogether holds the writes of all volumes, cuts all, and releases each volume after its own cut: each snapshot holds
+// the instant, whatever the other disks do. If a volume's I/O does not end soon, cutTogether releases all. When all
 // volumes are held, ready may return a reason to give up.
-func together(ctx context.Context, parts []*groupPart, cuts []cutting, ready func() error) error {
+func cutTogether(ctx context.Context, parts []*groupPart, cuts []cutting, ready func() error) error {
 	err := holdAll(ctx, parts, cuts)
 	if err == nil {
 		err = ready()
@@ -330,19 +327,19 @@ func holdAll(ctx context.Context, parts []*groupPart, cuts []cutting) error {
 	return nil
 }
 
-// ofGroup reports whether an unreported snapshot of a group has to wait for the group.
-func (l *snapshotLoop) ofGroup(ctx context.Context, s *api.Snapshot, k *snapshotNode) (waits bool, err error) {
+// awaitsGroup reports whether an unreported snapshot of a group has to wait for the group.
+func (ss *Snapshots) awaitsGroup(ctx context.Context, s *api.Snapshot, k *node) (waits bool, err error) {
 	var g api.SnapshotGroup
-	if err := l.Reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
+	if err := ss.Reader.Get(ctx, client.ObjectKey{Name: s.Spec.Group}, &g); apierrors.IsNotFound(err) {
 		return false, api.Errorf(api.NotFound, "lost: snapshot group %s does not exist; delete the object", s.Spec.Group)
 	} else if err != nil {
 		return false, err
 	}
 	if !g.Status.ReadyToUse {
-		return true, nil // the group's loop wakes the snapshot
+		return true, nil // the group's reconciler wakes the snapshot
 	}
 	if k == nil || instant(k.Created) != g.Status.CreationTime {
-		return false, api.Errorf(api.NotFound, "lost: it is not of the instant of snapshot group %s; delete the object",
+		return false, api.Errorf(api.NotFound, "lost: the snapshot is older or newer than snapshot group %s; delete the object",
 			s.Spec.Group)
 	}
 	return false, nil

@@ -1,4 +1,4 @@
-package replicas
+package snapshot
 
 import (
 	"context"
@@ -41,7 +41,7 @@ func (c *fakeCut) Abort()   {}
 
 func groupOf(cuts ...*fakeCut) (parts []*groupPart, all []cutting) {
 	for _, c := range cuts {
-		parts, all = append(parts, &groupPart{vol: volume("v", 0)}), append(all, c)
+		parts, all = append(parts, &groupPart{vol: &api.Volume{}}), append(all, c)
 	}
 	return parts, all
 }
@@ -55,7 +55,7 @@ func TestGroupBesideIOThatHangs(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 		defer cancel()
 		began := time.Now()
-		if err := together(ctx, parts, cuts, func() error { return nil }); !api.Is(err, api.Busy) {
+		if err := cutTogether(ctx, parts, cuts, func() error { return nil }); !api.Is(err, api.Busy) {
 			t.Errorf("the group is cut: %v", err)
 		}
 		if took := time.Since(began); took > longestHeld {
@@ -69,10 +69,10 @@ func TestGroupBesideIOThatHangs(t *testing.T) {
 		}
 		b.stirs = false
 		tooLate := errors.New("too late")
-		if err := together(ctx, parts, cuts, func() error { return tooLate }); !errors.Is(err, tooLate) || a.done || a.held {
+		if err := cutTogether(ctx, parts, cuts, func() error { return tooLate }); !errors.Is(err, tooLate) || a.done || a.held {
 			t.Errorf("it was to be given up: %v", err)
 		}
-		if err := together(ctx, parts, cuts, func() error { return nil }); err != nil || !a.done || !b.done || !c.done {
+		if err := cutTogether(ctx, parts, cuts, func() error { return nil }); err != nil || !a.done || !b.done || !c.done {
 			t.Errorf("the next try: %v", err)
 		}
 	})
@@ -84,7 +84,7 @@ func TestGroupBesideADiskThatHangs(t *testing.T) {
 		a, b := &fakeCut{}, &fakeCut{hangs: make(chan struct{})}
 		parts, cuts := groupOf(a, b)
 		ended := make(chan error, 1)
-		go func() { ended <- together(t.Context(), parts, cuts, func() error { return nil }) }()
+		go func() { ended <- cutTogether(t.Context(), parts, cuts, func() error { return nil }) }()
 		synctest.Wait()
 		if !a.done || a.held {
 			t.Error("a volume that is cut is held, as another one's disk hangs")
