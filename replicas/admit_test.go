@@ -20,7 +20,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/device"
-	"drover.io/drover/replicas/host/localnode"
 	"drover.io/drover/replicas/host/remote"
 	"drover.io/drover/replicas/peer"
 )
@@ -99,7 +98,7 @@ func TestThirdNodeIsRefused(t *testing.T) {
 	if now := w.volumeIs("v", "healthy still", is); now.Status.Epoch != epoch {
 		t.Errorf("the volume is at epoch %d, it was at %d", now.Status.Epoch, epoch)
 	}
-	if a.data.session("v").fence.Load() != nil {
+	if a.data.attachments.Session("v").Fenced() != nil {
 		t.Error("the engine was fenced")
 	}
 	w.detachFrom("v")
@@ -159,7 +158,7 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 	w.volumeIs("v", "whole", func(v *api.Volume) bool {
 		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
 	})
-	if a.data.session("v").fence.Load() != nil {
+	if a.data.attachments.Session("v").Fenced() != nil {
 		t.Error("the engine was fenced")
 	}
 	w.detachFrom("v")
@@ -287,32 +286,5 @@ func (w *world) lentSoon(o *other, uid string) *remote.Served {
 		case <-ctx.Done():
 			w.t.Fatalf("no engine opened replica %s on node %s", uid, o.name)
 		}
-	}
-}
-
-// TestTheAPISaysWhoseTheVolumeIs: the engine's question is answered by the volume as the API has it now.
-func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t)
-	v := w.make("v", 16*mib)
-	d := w.data
-	b := blob{Volume: "v", VolumeUID: v.Status.UID}
-	for _, c := range []struct {
-		node        string
-		epoch, asks int64
-		kind        api.Kind
-	}{
-		{d.Name, 7, 7, api.Other}, {d.Name, 8, 7, api.Other}, // its own swap
-		{d.Name, 9, 7, api.Denied}, {d.Name, 6, 7, api.Denied}, {"b", 7, 7, api.Denied}, {"", 7, 7, api.Denied},
-	} {
-		editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode, v.Status.Epoch = c.node, c.epoch })
-		if err := d.ownerOf(b)(w.ctx, c.asks); (err == nil) != (c.kind == api.Other) || err != nil && !api.Is(err, c.kind) {
-			t.Errorf("the API names node %q in epoch %d, asked about epoch %d: %v", c.node, c.epoch, c.asks, err)
-		}
-	}
-	editStatus(w, v, func(v *api.Volume) { v.Status.EngineNode = "" })
-	early := &Data{Node: &localnode.Node{Name: d.Name, Client: d.Client, Reader: d.Reader}}
-	if err := early.ownerOf(b)(w.ctx, 6); !api.Is(err, api.Unavailable) {
-		t.Errorf("without the API: %v", err)
 	}
 }

@@ -1,18 +1,18 @@
-// Package replicas makes volumes true. SetupController plans (which disk, how large, what state), SetupNode looks after
-// the disks of a machine, SetupData creates replicas and attaches volumes; Resume takes up the devices of a dead
-// predecessor before the API is reachable.
+// Package replicas connects the parts of the room of volumes: SetupController adds the planner (which replicas, on which
+// disks), SetupNode the disks of a machine, SetupData the owners of package host; Data.Resume resumes the devices of a
+// dead process before the API answers.
 //
-//	Volume --planner--> Replica --data--> stack on a disk
-//	Attachment --data--> epoch + 1 in the Volume, engine over the members, device
+//	Volume --planner--> Replica --host/replica--> stack on a disk
+//	Attachment --host/attach--> epoch + 1 in the Volume, engine over the members, device
+//	Snapshot --host/snapshot--> a cut of all members by the engine
 //
-// Every status has one writer: the planner writes the Volume's, but for epoch, engineNode and members, which the data
-// role of the engine changes by compare-and-swap on the resourceVersion; data writes Replica and Attachment; node
-// writes Node.
+// Invariants: every status has one writer. The planner writes Volume.status, except for epoch, engineNode and members,
+// which the engine's node changes by compare-and-swap on the resourceVersion; the data role writes the status of Replica,
+// Attachment and Snapshot, the node role of Node.
 //
-// Loops are event driven. Times exist for three things: the node's heartbeat, with which the used bytes of its replicas
-// are renewed; the probe for room while writes wait; back-off after an error. Below: stack (layers on a disk), engine
-// (one attached volume), device (what the kernel sees).
+// Reconcilers are event driven. Timers exist for the heartbeat of the node, for the used bytes of replicas, for the probe
+// for room while writes wait, and for the pause after a failure.
 //
-// Goroutines: the manager runs the loops and the heartbeats; a session's goroutines end with the session, and all
-// sessions end, with their devices kept for the next process, when the manager stops.
+// Goroutines: the manager runs the reconcilers and the heartbeat; each owner of package host owns all others, and Close
+// ends the owners in the order of host/doc.go. The package has no lock.
 package replicas

@@ -404,10 +404,7 @@ func TestForcedDetachOfADiskThatHangsAtTheEnd(t *testing.T) {
 	thaw := freeze(t, hung)
 	w.remove(a)
 	for tick := time.NewTicker(10 * time.Millisecond); ; { // nobody tells when the device is gone
-		w.data.mu.Lock()
-		ends := len(w.data.left) > 0
-		w.data.mu.Unlock()
-		if ends {
+		if w.data.attachments.Ending() > 0 {
 			tick.Stop()
 			break
 		}

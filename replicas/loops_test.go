@@ -184,7 +184,7 @@ func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
 	w.volumeIs("v1", "detached", func(v *api.Volume) bool {
 		return v.Status.State == api.VolumeDetached && v.Status.EngineNode == ""
 	})
-	if len(w.data.all())+len(w.host.Held()) > 0 {
+	if len(w.data.attachments.Sessions())+len(w.host.Held()) > 0 {
 		t.Fatal("a device is left")
 	}
 }

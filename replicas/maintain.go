@@ -23,23 +23,13 @@ func (m maintained) APIReached() bool { return m.d.APIReached() }
 func (m maintained) Setting(ctx context.Context, name string) int64 { return m.d.Setting(ctx, name) }
 
 // GuestRequests implements maintain.Node.
-func (m maintained) GuestRequests() (n uint64) {
-	for _, s := range m.d.all() {
-		for _, c := range s.engine.Stats() {
-			n += c.Ops
-		}
-	}
-	return n
+func (m maintained) GuestRequests() uint64 {
+	return m.d.attachments.GuestRequests()
 }
 
 // Opened implements maintain.Node.
-func (m maintained) Opened(disk *stack.Disk) (all []*stack.Replica) {
-	for _, s := range m.d.all() {
-		if r := s.member(); r != nil && r.Disk() == disk {
-			all = append(all, r)
-		}
-	}
-	return all
+func (m maintained) Opened(disk *stack.Disk) []*stack.Replica {
+	return m.d.attachments.OpenedOn(disk)
 }
 
 // SnapshotsChanged implements maintain.Node.
@@ -68,10 +58,8 @@ func (m maintained) MergeReported(ctx context.Context, replica, volume string) {
 func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volume string,
 	work func(ctx context.Context, r *stack.Replica) error) error {
 	d := m.d
-	if s := d.session(volume); s != nil {
-		if open := s.local(api.UID(uid)); open != nil {
-			return work(ctx, open)
-		}
+	if open, _ := d.attachments.Opened(volume, api.UID(uid)); open != nil {
+		return work(ctx, open)
 	}
 	if served := d.remote.Opened(uid); served != nil {
 		return work(ctx, served.Replica)
@@ -81,13 +69,8 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 		return api.Errorf(api.Busy, "volume %s: something takes long with it", volume)
 	}
 	defer unlock()
-	if d.session(volume) != nil {
+	if d.attachments.HasDevice(volume) {
 		return api.Errorf(api.Busy, "volume %s is attached", volume)
-	}
-	for _, held := range d.Host.Held() {
-		if held.Name == volume {
-			return api.Errorf(api.Busy, "volume %s: its device is being taken over", volume)
-		}
 	}
 	loop, err := d.Threads.Pick()
 	if err != nil {

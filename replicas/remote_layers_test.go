@@ -131,16 +131,19 @@ func TestResumeOfAReplicaThatReadsAnotherDisk(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s := w.data.session("b")
-			raw, err := json.Marshal(s.snapshotBlob())
-			if err != nil || bytes.Contains(raw, []byte("lenders")) {
-				t.Fatalf("%s is kept with the device, %v", raw, err)
+			spec := w.data.attachments.Session("b").Device().Spec()
+			if bytes.Contains(spec.Blob, []byte("lenders")) {
+				t.Fatalf("the device record has lenders: %s", spec.Blob)
 			}
 			if older {
-				was := s.snapshotBlob()
-				was.Lenders = []lender{{disk["near"], near.Path()}}
-				if raw, err = json.Marshal(was); err == nil {
-					err = w.host.SetBlob(string(s.VolumeUID), raw)
+				var was map[string]any
+				if err := json.Unmarshal(spec.Blob, &was); err != nil {
+					t.Fatal(err)
+				}
+				was["lenders"] = []map[string]any{{"disk": disk["near"], "path": near.Path()}}
+				raw, err := json.Marshal(was)
+				if err == nil {
+					err = w.host.SetBlob(spec.Key, raw)
 				}
 				if err != nil {
 					t.Fatal(err)

@@ -85,9 +85,9 @@ func (w *world) other(ca *wire.Authority, name string) *other {
 	o.mute = w.run(mgr)
 	o.start()
 	w.t.Cleanup(func() {
-		for _, s := range o.data.all() {
-			if s.dev != nil {
-				_ = s.dev.Abort()
+		for _, s := range o.data.attachments.Sessions() {
+			if dev := s.Device(); dev != nil {
+				_ = dev.Abort()
 			}
 		}
 		o.stop()

@@ -116,12 +116,12 @@ func TestTrimExact(t *testing.T) {
 
 	// What is discarded over what is left of them comes back, too, where it is much, or when it is asked for.
 	discard(3<<20, 1<<20)
-	if err := w.data.reclaim(w.ctx, w.data.session("exact"), false); err != nil {
+	if err := w.data.attachments.Reclaim(w.ctx, w.data.attachments.Session("exact"), false); err != nil {
 		t.Fatal(err)
 	}
 	w.layersUse("too little to be worth it", 8<<20)
 	w.layersUse("asked for", 7<<20, func() { // beside a merge, which may not be over yet, nothing is done
-		if err := w.data.reclaim(w.ctx, w.data.session("exact"), true); err != nil && !api.Is(err, api.Busy) {
+		if err := w.data.attachments.Reclaim(w.ctx, w.data.attachments.Session("exact"), true); err != nil && !api.Is(err, api.Busy) {
 			t.Fatal(err)
 		}
 	})
@@ -206,7 +206,7 @@ func TestTrim(t *testing.T) {
 	w.ready("s1")
 	w.ready("s2")
 
-	w.create(&api.Setting{ObjectMeta: named(settingTrim), Value: "true"})
+	w.create(&api.Setting{ObjectMeta: named("remove-snapshots-during-filesystem-trim"), Value: "true"})
 	v := w.volumeState("trims", api.VolumeAttached)
 	base := v.DeepCopy()
 	v.Spec.UnmapMarkSnapChainRemoved = "disabled"
@@ -311,12 +311,9 @@ func TestTrimBranch(t *testing.T) {
 	w.snapshot("trims", "s5")
 	w.create(attachment("trims"))
 	w.attached("trims")
-	list, err := w.data.chain(w.ctx, w.data.session("trims"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	open, _ := w.data.attachments.Opened("trims", w.memberOf("trims").Spec.UID)
 	var names []string
-	for _, k := range list {
+	for _, k := range w.data.snapshots.Chain(open.Meta()) {
 		names = append(names, k.Name)
 	}
 	if !slices.Equal(names, []string{"s5", "s4"}) {

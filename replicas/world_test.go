@@ -168,9 +168,9 @@ func (w *world) loops() {
 
 // tidy leaves no device behind, whatever the test did.
 func (w *world) tidy() {
-	for _, s := range w.data.all() {
-		if s.dev != nil {
-			if err := s.dev.Abort(); err != nil {
+	for _, s := range w.data.attachments.Sessions() {
+		if dev := s.Device(); dev != nil {
+			if err := dev.Abort(); err != nil {
 				w.t.Error(err)
 			}
 		}

@@ -67,8 +67,8 @@ type Server struct {
 	refusals map[string]*listener.Tally // of other nodes, by volume and node
 }
 
-// Start serves other nodes from the first moment: engines wait for replicas whose process was restarted.
-func Start(o Options) (*Server, error) {
+// New has a server that does not serve yet.
+func New(o Options) (*Server, error) {
 	s := &Server{o: o, open: map[api.UID]*Served{}, refusals: map[string]*listener.Tally{}}
 	id := o.Identity
 	if id == nil {
@@ -85,13 +85,21 @@ func Start(o Options) (*Server, error) {
 		return nil, err
 	}
 	s.server, s.served = server, make(chan struct{})
+	return s, nil
+}
+
+// Serve serves other nodes until Close. A process serves as soon as its owners are connected, before the API answers:
+// engines wait for replicas whose process was restarted.
+func (s *Server) Serve() {
+	if s.server == nil {
+		return
+	}
 	go func() {
 		defer close(s.served)
-		if s.serveErr = server.Serve(o.Listener); s.serveErr != nil {
-			o.Log.Error("other nodes are not served any more", "err", s.serveErr)
+		if s.serveErr = s.server.Serve(s.o.Listener); s.serveErr != nil {
+			s.o.Log.Error("other nodes are not served any more", "err", s.serveErr)
 		}
 	}()
-	return s, nil
 }
 
 // Use gives the server its clients, before the node has reached the API.
@@ -99,7 +107,7 @@ func (s *Server) Use(c client.Client, reader client.Reader, e events.EventRecord
 	s.client, s.reader, s.events = c, reader, e
 }
 
-// Close ends the server and the connections to other nodes.
+// Close ends the server and the connections to other nodes. Serve was called.
 func (s *Server) Close() error {
 	if s.dialer != nil {
 		s.dialer.Close()

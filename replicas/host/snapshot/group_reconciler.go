@@ -219,7 +219,7 @@ func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume stri
 		return nil, err
 	}
 	if s := p.snap; s.Spec.Volume != volume || s.Spec.Group != g.Name || s.DeletionTimestamp != nil {
-		return nil, api.Errorf(api.Exists, "there is a snapshot %s already: delete it, or give the group another name",
+		return nil, api.Errorf(api.Exists, "snapshot %s exists already: delete the snapshot, or give the group another name",
 			s.Name)
 	}
 	if p.engine, err = ss.engine(ctx, p.vol); err != nil {

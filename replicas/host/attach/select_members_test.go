@@ -1,15 +1,16 @@
-package replicas
+package attach
 
 import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/kubeapi/apitest"
 	"drover.io/drover/replicas/peer"
 )
 
 // A member whose machine restarted takes the place of the others only where nobody holds what it may lack.
 func TestSelectMembers(t *testing.T) {
-	v := &api.Volume{ObjectMeta: named("v")}
+	v := &api.Volume{ObjectMeta: apitest.Named("v")}
 	whole := memberProbe{spec: memberSpec{Name: "whole"}}
 	restarted := memberProbe{spec: memberSpec{Name: "restarted"}, info: peer.Info{Restarted: true}}
 	away := memberProbe{spec: memberSpec{Name: "away"}, err: api.Errorf(api.Unavailable, "it is away")}

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"sync"
@@ -10,13 +10,13 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// ioFacts tells of every attached volume what its engine has counted.
-type ioFacts struct {
-	once sync.Once
-	data atomic.Pointer[Data]
+// ioCollector reports the counts of the engines of all attached volumes.
+type ioCollector struct {
+	once        sync.Once
+	attachments atomic.Pointer[Attachments]
 }
 
-var ioFact ioFacts
+var collector ioCollector
 
 var (
 	ioLabels  = []string{"volume", "op"}
@@ -38,14 +38,15 @@ var (
 		[]string{"volume", "what"}, nil)
 )
 
-func setupIOMetrics(d *Data) (err error) {
-	ioFact.data.Store(d)
-	ioFact.once.Do(func() { err = metrics.Registry.Register(&ioFact) })
+// setupMetrics has the collector report the volumes of as.
+func setupMetrics(as *Attachments) (err error) {
+	collector.attachments.Store(as)
+	collector.once.Do(func() { err = metrics.Registry.Register(&collector) })
 	return err
 }
 
 // Describe implements prometheus.Collector.
-func (*ioFacts) Describe(ch chan<- *prometheus.Desc) {
+func (*ioCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{descOps, descErrs, descBytes, descLat, descFull, descMembers, descDropped,
 		descRebuilds, descRebuilt} {
 		ch <- d
@@ -53,14 +54,14 @@ func (*ioFacts) Describe(ch chan<- *prometheus.Desc) {
 }
 
 // Collect implements prometheus.Collector.
-func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
-	for _, s := range f.data.Load().all() {
+func (f *ioCollector) Collect(ch chan<- prometheus.Metric) {
+	for _, s := range f.attachments.Load().Sessions() {
 		full := 0.0
 		if s.full.Load() {
 			full = 1
 		}
 		ch <- prometheus.MustNewConstMetric(descFull, prometheus.GaugeValue, full, s.Volume)
-		s.collectMates(ch)
+		s.collectMembership(ch)
 		stats := s.engine.Stats()
 		for class, c := range stats {
 			op := engine.Class(class).String()
@@ -82,9 +83,9 @@ func (f *ioFacts) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// collectMates tells of the replicas of a volume.
-func (s *session) collectMates(ch chan<- prometheus.Metric) {
-	m := &s.mates
+// collectMembership tells of the replicas of a volume.
+func (s *Session) collectMembership(ch chan<- prometheus.Metric) {
+	m := &s.membership
 	m.mu.Lock()
 	members := len(s.Members)
 	m.mu.Unlock()

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 // TestResumeLeavesOutAbsentMembers: a process that takes a device up does not adopt a member that an earlier one began
 // without, however well it can be opened by now, and notes the members that it begins without itself.
 func TestResumeLeavesOutAbsentMembers(t *testing.T) {
-	d := dataWithoutAPI(t)
+	as := attachmentsWithoutAPI(t)
 	ctx := context.Background()
 	disk, err := stack.Add(ctx, filepath.Join(t.TempDir(), "disk"))
 	if err != nil {
@@ -35,7 +35,7 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 	if err := disk.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s, err := d.openSession(ctx, b, 1<<20, false)
+	s, err := as.openSession(ctx, b, 1<<20, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 			t.Errorf("what is kept with the device about %s: absent %v", m.Name, m.Absent)
 		}
 	}
-	opened, err := d.Disks.Open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
+	opened, err := as.Disks.Open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,5 +61,5 @@ func TestResumeLeavesOutAbsentMembers(t *testing.T) {
 	if err := s.engine.Close(); err != nil {
 		t.Error(err)
 	}
-	d.Threads.PutBack(s.loop)
+	as.Threads.PutBack(s.loop)
 }

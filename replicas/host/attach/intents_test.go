@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -34,18 +34,18 @@ func (a asked) Get(context.Context, client.ObjectKey, client.Object, ...client.G
 func TestOthersBeforeTheAPI(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		there := asked{ch: make(chan struct{}, 1)}
-		d := &Data{Node: &localnode.Node{Name: "a", Log: slog.New(slog.DiscardHandler), Client: there}}
-		s := d.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil, nil)
+		as := &Attachments{Node: &localnode.Node{Name: "a", Log: slog.New(slog.DiscardHandler), Client: there}}
+		s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil, nil)
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan bool)
-		go func() { ended <- d.awaitOthers(ctx, s) }()
-		s.mates.lookSoon()
+		go func() { ended <- as.awaitOthers(ctx, s) }()
+		s.membership.wakeRebuilds()
 		synctest.Wait()
-		d.ReachedAPI()
+		as.ReachedAPI()
 		select {
 		case <-there.ch:
 		case <-time.After(time.Hour):
-			t.Error("nobody looks for other replicas")
+			t.Error("the session does not look for other replicas")
 		}
 		cancel()
 		if <-ended {

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"encoding/json"
@@ -16,7 +16,7 @@ import (
 // places, both byte for byte. A process of a later version takes devices up by them, and an older one may follow it,
 // so they are never changed; a version that writes something else adds a folder, with
 //
-//	DROVER_WRITE_FIXTURES=v2 go test -run 'TestBlobs|TestPlaces' ./replicas
+//	DROVER_WRITE_FIXTURES=v2 go test -run 'TestBlobs|TestPlaces' ./replicas/host/attach
 //
 // and goes on to read the older ones.
 const fixtureNow = "v1"
@@ -99,7 +99,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 			t.Errorf("%s says %+v, %v; it said %+v", name, got, err, want)
 		}
 		// As a session keeps it, which has more fields beside.
-		s := &session{blob: got}
+		s := &Session{blob: got}
 		if again := s.snapshotBlob(); !reflect.DeepEqual(again, want) {
 			t.Errorf("a session keeps %s as %+v", name, again)
 		}

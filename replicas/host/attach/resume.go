@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -24,36 +24,36 @@ const resumeWait = 5 * time.Second
 // Resume resumes the devices that a predecessor left, each in its recorded epoch, without the API: waiting I/O
 // continues. A device that cannot be resumed stays held, its I/O waits, and the error names the device. Resume tries such
 // a device again in the background until the API answers; then the attachment reconciler does.
-func (d *Data) Resume(ctx context.Context) error {
+func (as *Attachments) Resume(ctx context.Context) error {
 	type try struct {
 		volume string
 		err    error
 	}
-	held := d.Host.Held()
+	held := as.host.Held()
 	first := make(chan try, len(held))
 	slow := map[string]bool{} // volumes whose first try has not ended
-	d.mu.Lock()
+	as.mu.Lock()
 	for _, spec := range held {
-		d.resuming[spec.Name], slow[spec.Name] = true, true
+		as.resuming[spec.Name], slow[spec.Name] = true, true
 	}
-	d.mu.Unlock()
+	as.mu.Unlock()
 	var wg sync.WaitGroup
 	for _, spec := range held {
 		wg.Go(func() {
-			defer d.stir(spec.Name)
-			defer d.endResume(spec.Name)
-			_, err := d.resume(ctx, spec)
+			defer as.Wake(spec.Name)
+			defer as.endResume(spec.Name)
+			_, err := as.resume(ctx, spec)
 			if err != nil {
 				err = fmt.Errorf("volume %s: %w", spec.Name, err)
-				d.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
+				as.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
 			}
 			first <- try{spec.Name, err}
-			d.resumeAgain(ctx, spec, err)
+			as.resumeAgain(ctx, spec, err)
 		})
 	}
-	go func() { // ends with them
+	go func() { // ends with the resumes
 		wg.Wait()
-		close(d.resumed)
+		close(as.resumed)
 	}()
 	var errs []error
 	late := time.NewTimer(resumeWait)
@@ -71,112 +71,112 @@ func (d *Data) Resume(ctx context.Context) error {
 		errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
 			volume))
 	}
-	d.Host.ThawLeft()
+	as.host.ThawLeft()
 	return errors.Join(errs...)
 }
 
 // resumeAgain repeats a resume that failed with err until the API answers: from then on the attachment reconciler resumes
 // the device. A disk, or the node of a member, may answer earlier than the API.
-func (d *Data) resumeAgain(ctx context.Context, spec device.Spec, err error) {
-	for err != nil && !d.APIReached() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
+func (as *Attachments) resumeAgain(ctx context.Context, spec device.Spec, err error) {
+	for err != nil && !as.APIReached() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
 		pause := time.NewTimer(localnode.ResumePause)
 		select {
 		case <-pause.C:
-		case <-d.closing:
+		case <-as.closing:
 			pause.Stop()
 			return
 		case <-ctx.Done():
 			pause.Stop()
 			return
 		}
-		_, err = d.resume(ctx, spec)
+		_, err = as.resume(ctx, spec)
 	}
 }
 
-func (d *Data) endResume(volume string) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	delete(d.resuming, volume)
+func (as *Attachments) endResume(volume string) {
+	as.mu.Lock()
+	defer as.mu.Unlock()
+	delete(as.resuming, volume)
 }
 
-// beingResumed reports whether a volume's device is being resumed. A reconciler then looks again later, instead of
+// Resuming reports whether a volume's device is being resumed. A reconciler then looks again later, instead of
 // waiting for the volume's lock while others wait for the reconciler.
-func (d *Data) beingResumed(volume string) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.resuming[volume]
+func (as *Attachments) Resuming(volume string) bool {
+	as.mu.Lock()
+	defer as.mu.Unlock()
+	return as.resuming[volume]
 }
 
-func (d *Data) resume(ctx context.Context, spec device.Spec) (*session, error) {
-	defer d.Locks.Lock(spec.Name)()
-	return d.resumeLocked(ctx, spec)
+func (as *Attachments) resume(ctx context.Context, spec device.Spec) (*Session, error) {
+	defer as.Locks.Lock(spec.Name)()
+	return as.resumeLocked(ctx, spec)
 }
 
 // resumeLocked resumes one device in the epoch that its record names. resumeLocked settles an unfinished swap first,
 // which needs the API. The caller has the volume's lock.
-func (d *Data) resumeLocked(ctx context.Context, spec device.Spec) (*session, error) {
+func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Session, error) {
 	var b blob
 	if err := json.Unmarshal(spec.Blob, &b); err != nil || string(b.VolumeUID) != spec.Key {
 		return nil, api.Errorf(api.Corrupt, "volume %s: the device record makes no sense: %v", spec.Name, err)
 	}
-	b.upgrade(d.Name)
+	b.upgrade(as.Name)
 	for _, from := range b.Lenders {
-		if _, err := d.Disks.Open(ctx, from.Path, from.Disk, false); err != nil {
-			d.Log.Warn("a disk that layers are read from is not there", "volume", b.Volume, "err", err)
+		if _, err := as.Disks.Open(ctx, from.Path, from.Disk, false); err != nil {
+			as.Log.Warn("a disk that layers are read from is not there", "volume", b.Volume, "err", err)
 		}
 	}
 	if b.Next != 0 {
-		if err := d.settleBlob(ctx, &b); err != nil {
+		if err := as.settleBlob(ctx, &b); err != nil {
 			return nil, err
 		}
 	}
-	s, err := d.openSession(ctx, b, spec.Size, false)
+	s, err := as.openSession(ctx, b, spec.Size, false)
 	if api.Is(err, api.Denied) { // a member's word; the API knows
-		if oerr := d.ownerOf(b)(ctx, b.Now); !api.Is(oerr, api.Denied) {
+		if oerr := as.ownerOf(b)(ctx, b.Now); !api.Is(oerr, api.Denied) {
 			return nil, api.Errorf(api.Unavailable, "volume %s: %w", b.Volume, errors.Join(err, oerr))
 		}
 	}
 	if api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) {
 		// Another engine has the volume, or acknowledged writes are lost: the device must not serve any more.
-		return nil, errors.Join(err, d.Host.Discard(spec.Key))
+		return nil, errors.Join(err, as.host.Discard(spec.Key))
 	}
 	if err != nil {
 		return nil, err
 	}
-	d.startRebuilds(s)
+	as.startRebuilds(s)
 	want, err := s.spec()
 	if err == nil {
-		s.dev, err = d.Host.Resume(ctx, want, s.loop.Loop, s.engine)
+		s.dev, err = as.host.Resume(ctx, want, s.loop.Loop, s.engine)
 	}
 	if err != nil {
-		return nil, errors.Join(err, d.close(s))
+		return nil, errors.Join(err, as.closeSession(s))
 	}
-	if err := d.keepBlob(s); err != nil {
-		d.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
+	if err := as.writeBlob(s); err != nil {
+		as.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
 	}
-	d.keep(s)
-	d.Log.Info("device resumed", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Now)
+	as.add(s)
+	as.Log.Info("device resumed", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Now)
 	return s, nil
 }
 
 // settleBlob asks the API for the outcome of a swap that a dead process had begun.
-func (d *Data) settleBlob(ctx context.Context, b *blob) error {
-	if !d.APIReached() {
+func (as *Attachments) settleBlob(ctx context.Context, b *blob) error {
+	if !as.APIReached() {
 		return api.Errorf(api.Unavailable, "a change of the members was under way: the API has to be asked what came of it")
 	}
 	var v api.Volume
-	if err := d.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
+	if err := as.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
 		return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
 	}
 	switch {
-	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != d.Name:
+	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != as.Name:
 		return api.Errorf(api.Unavailable, "the engine of volume %s is on node %q by now: detach it here by force", b.Volume,
 			v.Status.EngineNode)
 	case v.Status.Epoch == b.Now:
 		// The swap was not made. A request of the dead process may still arrive: this process takes the epoch, so that the
 		// request comes too late.
 		v.Status.Epoch = b.Next
-		if err := d.Client.Status().Update(ctx, &v); err != nil {
+		if err := as.Client.Status().Update(ctx, &v); err != nil {
 			return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
 		}
 		b.Now = b.Next

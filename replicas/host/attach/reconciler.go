@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -21,28 +21,28 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// attachmentLoop reconciles the Attachments of this node.
-type attachmentLoop struct{ *Data }
+// reconciler reconciles the Attachments of this node.
+type reconciler struct{ *Attachments }
 
 // Reconcile attaches or detaches one volume.
-func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
+func (as *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var a api.Attachment
-	err := l.Client.Get(ctx, req.NamespacedName, &a)
+	err := as.Client.Get(ctx, req.NamespacedName, &a)
 	if err != nil && !apierrors.IsNotFound(err) {
 		return reconcile.Result{}, err
 	}
-	if err != nil || a.Spec.Node != l.Name {
-		return l.orphan(ctx, req.Name)
+	if err != nil || a.Spec.Node != as.Name {
+		return as.orphan(ctx, req.Name)
 	}
-	if l.beingResumed(a.Spec.Volume) {
+	if as.Resuming(a.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
-	if s := l.session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
+	if s := as.Session(a.Spec.Volume); s != nil && a.DeletionTimestamp != nil && a.Annotations[api.AnnotationForce] != "" {
 		if err := s.dev.Abort(); err != nil { // before the lock, whose owner may wait for a disk that hangs
-			l.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
+			as.Log.Warn("a device cannot be taken away by force yet", "volume", s.Volume, "err", err)
 		}
 	}
-	unlock, ok := l.Locks.LockSoon(a.Spec.Volume)
+	unlock, ok := as.Locks.LockSoon(a.Spec.Volume)
 	if !ok {
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
@@ -52,9 +52,9 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		if !controllerutil.ContainsFinalizer(&a, api.Finalizer) {
 			return reconcile.Result{}, nil
 		}
-		err = l.detach(ctx, &a)
+		err = as.detach(ctx, &a)
 	} else {
-		err = l.attach(ctx, &a)
+		err = as.attach(ctx, &a)
 	}
 	if apierrors.IsConflict(err) { // another writer was faster; no user need know
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
@@ -63,7 +63,7 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 		a.Status.Message = err.Error()
 	}
 	if len(a.Finalizers) > 0 && !equality.Semantic.DeepEqual(old.Status, a.Status) {
-		if serr := l.Client.Status().Update(ctx, &a); serr != nil {
+		if serr := as.Client.Status().Update(ctx, &a); serr != nil {
 			if apierrors.IsConflict(serr) || apierrors.IsNotFound(serr) {
 				return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 			}
@@ -80,92 +80,92 @@ func (l *attachmentLoop) Reconcile(ctx context.Context, req reconcile.Request) (
 	case api.KindOf(err) == api.InUse || api.KindOf(err) == api.Busy:
 		return reconcile.Result{RequeueAfter: time.Second}, nil // no event reports a free device
 	}
-	l.Log.Warn("attachment", "volume", a.Spec.Volume, "err", err)
+	as.Log.Warn("attachment", "volume", a.Spec.Volume, "err", err)
 	return reconcile.Result{}, err
 }
 
 // orphan detaches a volume whose Attachment disappeared without this node's finalizer.
-func (l *attachmentLoop) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
-	if l.beingResumed(volume) {
+func (as *reconciler) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
+	if as.Resuming(volume) {
 		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
-	unlock, ok := l.Locks.LockSoon(volume)
+	unlock, ok := as.Locks.LockSoon(volume)
 	if !ok {
 		return reconcile.Result{RequeueAfter: volumelock.Again}, nil
 	}
 	defer unlock()
-	s := l.session(volume)
+	s := as.Session(volume)
 	if s == nil {
 		return reconcile.Result{}, nil
 	}
 	// The cache may be behind.
 	var a api.Attachment
-	err := l.Reader.Get(ctx, client.ObjectKey{Name: volume}, &a)
-	if err == nil && a.Spec.Node == l.Name {
+	err := as.Reader.Get(ctx, client.ObjectKey{Name: volume}, &a)
+	if err == nil && a.Spec.Node == as.Name {
 		return reconcile.Result{RequeueAfter: 50 * time.Millisecond}, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	if err := l.end(ctx, s); err != nil {
-		l.Log.Warn("a device that no attachment wants cannot be detached yet", "volume", volume, "err", err)
+	if err := as.detachSession(ctx, s); err != nil {
+		as.Log.Warn("a device that no attachment wants cannot be detached yet", "volume", volume, "err", err)
 		return reconcile.Result{RequeueAfter: 5 * time.Second}, nil
 	}
 	return reconcile.Result{}, nil
 }
 
 // attach makes the device, or reports the existing one.
-func (l *attachmentLoop) attach(ctx context.Context, a *api.Attachment) error {
+func (as *reconciler) attach(ctx context.Context, a *api.Attachment) error {
 	if controllerutil.AddFinalizer(a, api.Finalizer) {
 		st := a.Status.DeepCopy()
-		if err := l.Client.Update(ctx, a); err != nil {
+		if err := as.Client.Update(ctx, a); err != nil {
 			return err
 		}
 		a.Status = *st
 	}
-	s := l.session(a.Spec.Volume)
+	s := as.Session(a.Spec.Volume)
 	if s != nil {
-		other, err := l.replaced(ctx, s.Volume, s.VolumeUID)
+		other, err := as.isReplaced(ctx, s.Volume, s.VolumeUID)
 		if err == nil && other {
-			s, err = nil, l.end(ctx, s)
+			s, err = nil, as.detachSession(ctx, s)
 		}
 		if err != nil {
 			return notReady(a, err)
 		}
 	}
 	if s != nil && (s.fence.Load() != nil || s.ReadOnly != a.Spec.ReadOnly && a.Status.Epoch != s.Epoch) {
-		return l.renewSession(ctx, a, s)
+		return as.renewSession(ctx, a, s)
 	}
 	if s == nil {
 		var err error
-		if s, err = l.make(ctx, a); err != nil {
+		if s, err = as.createSession(ctx, a); err != nil {
 			return notReady(a, err)
 		}
-		l.Events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), l.Name)
-		l.lost(ctx, a, s.dev.Path())
+		as.Events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), as.Name)
+		as.reportLostDevices(ctx, a, s.dev.Path())
 	}
-	if err := l.superseded(ctx, s); err != nil {
+	if err := as.checkSuperseded(ctx, s); err != nil {
 		return err
 	}
 	told := a.Status.Ready && a.Status.Epoch == s.Epoch
-	if a.Status.Epoch != s.Epoch { // the status is that of another device
+	if a.Status.Epoch != s.Epoch { // the status is of another device
 		a.Status.Blank = s.blank
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
-	a.Status.Epoch, a.Status.Message = s.Epoch, l.behind(ctx, s)
+	a.Status.Epoch, a.Status.Message = s.Epoch, as.apiBehind(ctx, s)
 	a.Status.Rebuilds = s.rebuilding()
 	api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
-	l.tellSpace(ctx, a, s)
-	l.tellSource(a, s)
-	l.trim(ctx, a, s)
-	if err := l.renew(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
+	as.reportSpace(ctx, a, s)
+	as.reportSource(a, s)
+	as.trim(ctx, a, s)
+	if err := as.reportUsed(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
 	if !told { // an expansion may take long, or fail for long: the device can be used meanwhile
 		s.wake()
 		return nil
 	}
-	err := l.grow(ctx, s)
+	err := as.grow(ctx, s)
 	a.Status.Size = s.dev.Spec().Size
 	return err
 }
@@ -177,15 +177,15 @@ func notReady(a *api.Attachment, why error) error {
 	return why
 }
 
-// replaced reports whether the API has another volume under the name of the served volume: a user removed the objects
-// by force, or lost the objects, and created new ones. While the API does not answer, replaced reports false.
-func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID) (bool, error) {
+// isReplaced reports whether the API has another volume under the name of the served volume: a user removed the objects
+// by force, or lost the objects, and created new ones. While the API does not answer, isReplaced reports false.
+func (as *reconciler) isReplaced(ctx context.Context, name string, uid api.UID) (bool, error) {
 	var v api.Volume
 	key := client.ObjectKey{Name: name}
-	if l.Client.Get(ctx, key, &v) != nil || v.Status.UID == uid {
+	if as.Client.Get(ctx, key, &v) != nil || v.Status.UID == uid {
 		return false, nil
 	}
-	if err := l.Reader.Get(ctx, key, &v); err != nil || v.Status.UID == uid { // the cache may be behind
+	if err := as.Reader.Get(ctx, key, &v); err != nil || v.Status.UID == uid { // the cache may be behind
 		return false, nil
 	}
 	if v.Status.UID == "" {
@@ -194,27 +194,27 @@ func (l *attachmentLoop) replaced(ctx context.Context, name string, uid api.UID)
 	return true, nil
 }
 
-// tellSpace reports whether writes wait for room.
-func (l *attachmentLoop) tellSpace(ctx context.Context, a *api.Attachment, s *session) {
+// reportSpace reports whether writes wait for room.
+func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Session) {
 	if !s.full.Load() {
 		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
-			l.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
+			as.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
 				s.Volume)
 		}
 		s.wasFull = false
 		return
 	}
-	msg := l.fullDisks(ctx, s) + ": writes to the volume wait; make room there"
+	msg := as.fullDisks(ctx, s) + ": writes to the volume wait; make room there"
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, false, "DiskFull", msg) {
-		l.Events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
+		as.Events.Eventf(a, nil, "Warning", "DiskFull", "Write", "%s", msg)
 	}
 	s.wasFull = true
 }
 
-// tellSource reports whether reads wait for the sources of layers.
-func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
+// reportSource reports whether reads wait for the sources of layers.
+func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
 	m := s.member()
 	if m == nil || s.noting.Load() {
 		return
@@ -223,26 +223,26 @@ func (l *attachmentLoop) tellSource(a *api.Attachment, s *session) {
 	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
 	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
-			l.Events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
+			as.Events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
 		}
 		return
 	}
-	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", l.Name, layers[lost].Why)
+	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", as.Name, layers[lost].Why)
 	if path := layers[lost].From.Path; path != "" {
 		msg = fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
-			path, l.Name, s.Path)
+			path, as.Name, s.Path)
 	}
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {
-		l.Events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
+		as.Events.Eventf(a, nil, "Warning", "SourceLost", "Read", "%s", msg)
 	}
 }
 
-// superseded returns an error if the API names a newer epoch than a resumed session. While the API does not answer, the
-// session counts as current.
-func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
+// checkSuperseded returns an error if the API names a newer epoch than a resumed session. While the API does not answer, the
+// Session counts as current.
+func (as *reconciler) checkSuperseded(ctx context.Context, s *Session) error {
 	var v api.Volume
-	if err := l.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := as.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.at() {
@@ -253,17 +253,17 @@ func (l *attachmentLoop) superseded(ctx context.Context, s *session) error {
 		return err
 	}
 	if v.Status.UID == s.VolumeUID {
-		l.note(s, &v)
+		as.writeRecord(s, &v)
 	}
 	return nil
 }
 
-// behind explains to users that the API went back in time: the API has an older epoch than the engine.
-func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
+// apiBehind explains to users that the API went back in time: the API has an older epoch than the engine.
+func (as *reconciler) apiBehind(ctx context.Context, s *Session) string {
 	var v api.Volume
 	key := client.ObjectKey{Name: s.Volume}
-	if l.Client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
-		l.Reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
+	if as.Client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
+		as.Reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
 		return ""
 	}
 	return fmt.Sprintf("the volume is served in epoch %d and the API says %d: the API went back in time. It cannot be "+
@@ -271,44 +271,44 @@ func (l *attachmentLoop) behind(ctx context.Context, s *session) string {
 }
 
 // renewSession ends a session that cannot continue; the next reconciliation makes a new session.
-func (l *attachmentLoop) renewSession(ctx context.Context, a *api.Attachment, s *session) error {
+func (as *reconciler) renewSession(ctx context.Context, a *api.Attachment, s *Session) error {
 	a.Status.Ready, a.Status.Device, a.Status.Size = false, "", 0
 	if why := s.fence.Load(); why != nil {
-		l.Events.Eventf(a, nil, "Warning", "Fenced", "Attach", "%s", *why)
+		as.Events.Eventf(a, nil, "Warning", "Fenced", "Attach", "%s", *why)
 		if err := s.dev.Abort(); err != nil {
 			return err
 		}
 	}
-	if err := l.end(ctx, s); err != nil {
+	if err := as.detachSession(ctx, s); err != nil {
 		return err
 	}
-	l.stir(s.Volume)
+	as.Wake(s.Volume)
 	return nil
 }
 
-// make claims the volume for this node and makes its device, or resumes a held device.
-func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session, error) {
-	for _, held := range l.Host.Held() { // a predecessor's device that Resume could not resume
+// createSession claims the volume for this node and makes its device, or resumes a held device.
+func (as *reconciler) createSession(ctx context.Context, a *api.Attachment) (*Session, error) {
+	for _, held := range as.host.Held() { // a device of the process before, not resumed yet
 		if held.Name != a.Spec.Volume {
 			continue
 		}
-		other, err := l.replaced(ctx, held.Name, api.UID(held.Key))
+		other, err := as.isReplaced(ctx, held.Name, api.UID(held.Key))
 		if err != nil {
 			return nil, err
 		}
-		s, err := l.resumeLocked(ctx, held)
+		s, err := as.resumeLocked(ctx, held)
 		if !other {
 			return s, err
 		}
 		if err == nil {
-			err = l.end(ctx, s)
+			err = as.detachSession(ctx, s)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("a former volume of that name: %w", err)
+			return nil, fmt.Errorf("volume %s: a former volume of the same name: %w", held.Name, err)
 		}
 	}
 	var v api.Volume
-	if err := l.Reader.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); apierrors.IsNotFound(err) {
+	if err := as.Reader.Get(ctx, client.ObjectKey{Name: a.Spec.Volume}, &v); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.NotFound, "volume %s does not exist", a.Spec.Volume)
 	} else if err != nil {
 		return nil, err
@@ -319,31 +319,31 @@ func (l *attachmentLoop) make(ctx context.Context, a *api.Attachment) (*session,
 	case len(v.Status.Members) == 0:
 		return nil, api.Errorf(api.NotFound, "volume %s is not ready yet: %s", v.Name, v.Status.Message)
 	}
-	if err := l.wanted(ctx, a); err != nil {
+	if err := as.stillWanted(ctx, a); err != nil {
 		return nil, err
 	}
-	if err := l.memberReverting(ctx, &v); err != nil {
+	if err := as.memberReverting(ctx, &v); err != nil {
 		return nil, err
 	}
-	if err := l.strictlyHere(ctx, &v); err != nil {
+	if err := as.checkLocality(ctx, &v); err != nil {
 		return nil, err
 	}
-	return l.claimDevice(ctx, a, &v)
+	return as.claimDevice(ctx, a, &v)
 }
 
 // claimDevice claims a volume for this node and makes its device.
-func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *api.Volume) (*session, error) {
-	list, err := l.probeMembers(ctx, v)
+func (as *reconciler) claimDevice(ctx context.Context, a *api.Attachment, v *api.Volume) (*Session, error) {
+	list, err := as.probeMembers(ctx, v)
 	if err != nil {
 		return nil, err
 	}
-	// The engine of a node that is cut off from the API alone may have its own member for as long as it lives.
+	// The engine of a node that only the API does not reach may keep its own member open without end.
 	for i := range list {
 		f := &list[i]
-		if !api.Is(f.err, api.Busy) || f.spec.Node == l.Name {
+		if !api.Is(f.err, api.Busy) || f.spec.Node == as.Name {
 			continue
 		}
-		if quiet, err := l.Silent(ctx, f.spec.Node); err != nil {
+		if quiet, err := as.Silent(ctx, f.spec.Node); err != nil {
 			return nil, err
 		} else if quiet {
 			f.held, f.err = true, api.Errorf(api.Unavailable, "node %s gives no sign of life: %v", f.spec.Node, f.err)
@@ -354,59 +354,59 @@ func (l *attachmentLoop) claimDevice(ctx context.Context, a *api.Attachment, v *
 		return nil, err
 	}
 	was := v.Status.Members
-	b, size, err := l.claim(ctx, v, take)
+	b, size, err := as.claim(ctx, v, take)
 	if err != nil {
 		return nil, err
 	}
 	for _, f := range list {
 		if slices.Contains(was, f.spec.Name) && !slices.Contains(v.Status.Members, f.spec.Name) {
-			l.Events.Eventf(v, nil, "Warning", "ReplicaDropped", "Attach", "replica %s is not current any more: %v",
+			as.Events.Eventf(v, nil, "Warning", "ReplicaDropped", "Attach", "replica %s is not current any more: %v",
 				f.spec.Name, orRestarted(f.err))
 		}
 	}
 	b.ReadOnly = a.Spec.ReadOnly
-	s, err := l.openSession(ctx, b, size, true)
+	s, err := as.openSession(ctx, b, size, true)
 	if err != nil {
-		return nil, errors.Join(err, l.giveBack(ctx, v.Name, b.Epoch))
+		return nil, errors.Join(err, as.releaseClaim(ctx, v.Name, b.Epoch))
 	}
-	l.startRebuilds(s)
+	as.startRebuilds(s)
 	s.blank = !slices.ContainsFunc(take, func(f memberProbe) bool { return !f.info.Empty })
 	spec, err := s.spec()
 	if err == nil {
-		s.dev, err = l.Host.Attach(ctx, spec, s.loop.Loop, s.engine)
+		s.dev, err = as.host.Attach(ctx, spec, s.loop.Loop, s.engine)
 	}
 	if err != nil {
-		return nil, errors.Join(err, l.close(s), l.giveBack(ctx, s.Volume, s.at()))
+		return nil, errors.Join(err, as.closeSession(s), as.releaseClaim(ctx, s.Volume, s.at()))
 	}
-	if err := l.keepBlob(s); err != nil { // the members may have changed since the blob was read
-		l.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
+	if err := as.writeBlob(s); err != nil { // the members may have changed since the blob was read
+		as.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
 	}
-	l.note(s, v)
-	l.keep(s)
-	l.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch,
+	as.writeRecord(s, v)
+	as.add(s)
+	as.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch,
 		"members", v.Status.Members)
 	return s, nil
 }
 
-// wanted asks the API itself whether a volume is still to be attached here. A node that was cut off may learn from the
-// members that its engine has ended before its cache has the new attachment elsewhere: the node would take the volume
-// back. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
-func (l *attachmentLoop) wanted(ctx context.Context, a *api.Attachment) error {
+// stillWanted asks the API itself whether a volume is still to be attached here. A node that was cut off may learn from the
+// members that the engine has ended before the cache has the new attachment elsewhere: the node would claim the volume
+// again. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
+func (as *reconciler) stillWanted(ctx context.Context, a *api.Attachment) error {
 	var now api.Attachment
-	err := l.Reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
+	err := as.Reader.Get(ctx, client.ObjectKeyFromObject(a), &now)
 	if client.IgnoreNotFound(err) != nil {
 		return err
 	}
-	if err != nil || now.UID != a.UID || now.Spec.Node != l.Name || now.DeletionTimestamp != nil {
-		return api.Errorf(api.Busy, "volume %s is not to be attached to node %s any more", a.Spec.Volume, l.Name)
+	if err != nil || now.UID != a.UID || now.Spec.Node != as.Name || now.DeletionTimestamp != nil {
+		return api.Errorf(api.Busy, "volume %s is not to be attached to node %s any more", a.Spec.Volume, as.Name)
 	}
 	return nil
 }
 
 // grow expands the members and the device once the spec of every replica allows the new size.
-func (l *attachmentLoop) grow(ctx context.Context, s *session) error {
+func (as *reconciler) grow(ctx context.Context, s *Session) error {
 	var list api.ReplicaList
-	if err := l.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+	if err := as.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err
 	}
 	_, members, err := s.engine.Epoch(ctx)

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -22,8 +22,8 @@ import (
 // rebuildEvery is how often the loop looks at the volume's replicas. A change or a drop wakes the loop at once.
 const rebuildEvery = 3 * time.Second
 
-// Times of a rebuild: for the answer to a probe, between the probes of a node that does not answer, and the growing
-// pause between tries that fail for another reason.
+// Times of a rebuild: for the answer to a probe, between the probes of a silent node, and the growing pause between tries
+// after another failure.
 const (
 	replyTime    = 3 * time.Second
 	replyAgain   = 500 * time.Millisecond
@@ -32,7 +32,7 @@ const (
 	stallPause   = 30 * time.Second // the longest pause after a try that a stall ended
 )
 
-// rebuildJob is a replica that the loop rebuilds.
+// rebuildJob is the rebuild of one replica.
 type rebuildJob struct {
 	cancel context.CancelFunc
 	done   chan struct{}
@@ -56,7 +56,7 @@ func (c *rebuildJob) swaps() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.unwanted {
-		return api.Errorf(api.Unavailable, "it is not wanted any more")
+		return api.Errorf(api.Unavailable, "the replica is not wanted any more")
 	}
 	c.swapping = true
 	return nil
@@ -80,50 +80,50 @@ func (c *rebuildJob) over() bool {
 	}
 }
 
-// startRebuilds starts the goroutine that rebuilds replicas; mates.end ends it.
-func (d *Data) startRebuilds(s *session) {
+// startRebuilds starts the goroutine that rebuilds replicas; membership.end ends it.
+func (as *Attachments) startRebuilds(s *Session) {
 	var ctx context.Context
-	ctx, s.mates.cancel = context.WithCancel(context.Background())
-	s.mates.done = make(chan struct{})
-	go d.rebuildLoop(ctx, s, s.mates.joiners)
+	ctx, s.membership.cancel = context.WithCancel(context.Background())
+	s.membership.done = make(chan struct{})
+	go as.rebuildLoop(ctx, s, s.membership.joiners)
 }
 
 // rebuildLoop rebuilds replicas that are not members, and reports to the engine whether all are, until ctx ends.
-func (d *Data) rebuildLoop(ctx context.Context, s *session, joiners *sync.Map) {
-	defer close(s.mates.done)
-	if !d.awaitOthers(ctx, s) {
+func (as *Attachments) rebuildLoop(ctx context.Context, s *Session, joiners *sync.Map) {
+	defer close(s.membership.done)
+	if !as.awaitOthers(ctx, s) {
 		return
 	}
 	var beside sync.WaitGroup
-	beside.Go(func() { _ = every(ctx, time.Second, func() { d.bound(ctx, s) }) })
-	beside.Go(func() { _ = every(ctx, compareEvery, func() { d.compareNext(ctx, s) }) })
+	beside.Go(func() { _ = every(ctx, time.Second, func() { as.boundWait(ctx, s) }) })
+	beside.Go(func() { _ = every(ctx, compareEvery, func() { as.compareNext(ctx, s) }) })
 	defer beside.Wait()
 	jobs := map[api.UID]*rebuildJob{}
 	tick := time.NewTicker(rebuildEvery)
 	defer tick.Stop()
 	for {
-		d.tellNews(ctx, s)
-		d.startJobs(ctx, s, joiners, jobs, &beside)
+		as.emitEvents(ctx, s)
+		as.startJobs(ctx, s, joiners, jobs, &beside)
 		select {
 		case <-tick.C:
-		case <-s.mates.look:
+		case <-s.membership.look:
 		case <-ctx.Done():
 			return
 		}
 	}
 }
 
-// lookSoon wakes the loop: a replica was dropped, or has returned.
-func (m *mates) lookSoon() {
+// wakeRebuilds wakes the loop: a replica was dropped, or has returned.
+func (m *membership) wakeRebuilds() {
 	select {
 	case m.look <- struct{}{}:
 	default: // a wake-up is pending
 	}
 }
 
-func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, jobs map[api.UID]*rebuildJob,
+func (as *Attachments) startJobs(ctx context.Context, s *Session, joiners *sync.Map, jobs map[api.UID]*rebuildJob,
 	all *sync.WaitGroup) {
-	if !d.APIReached() || s.fence.Load() != nil {
+	if !as.APIReached() || s.fence.Load() != nil {
 		return
 	}
 	epoch, members, err := s.engine.Epoch(ctx)
@@ -131,7 +131,7 @@ func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, job
 		return
 	}
 	var list api.ReplicaList
-	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
+	if err := as.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return
 	}
 	whole, known := true, 0
@@ -144,9 +144,9 @@ func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, job
 		case slices.Contains(members, string(r.Spec.UID)):
 			known++
 			if r.Spec.Leave && len(members) > 1 {
-				s.engine.Suspect(string(r.Spec.UID), api.Errorf(api.Unavailable, "it is to leave the volume"))
+				s.engine.Suspect(string(r.Spec.UID), api.Errorf(api.Unavailable, "the replica is to leave the volume"))
 			} else {
-				d.repair(ctx, s, r, members, all)
+				as.repair(ctx, s, r, members, all)
 			}
 			continue
 		case r.DeletionTimestamp != nil || r.Spec.Leave:
@@ -168,7 +168,7 @@ func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, job
 		all.Go(func() {
 			defer close(c.done)
 			defer c.cancel()
-			d.rebuildReplica(come, s, c, name, uid, joiners)
+			as.rebuildReplica(come, s, c, name, uid, joiners)
 		})
 	}
 	for uid, c := range jobs {
@@ -182,20 +182,20 @@ func (d *Data) startJobs(ctx context.Context, s *session, joiners *sync.Map, job
 	s.engine.SetWhole(epoch, whole && known == len(members))
 }
 
-// rebuildReplica tries to rebuild one replica until it is a member, or ctx ends.
-func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, name string, uid api.UID,
+// rebuildReplica tries to rebuild one replica until the replica is a member, or ctx ends.
+func (as *Attachments) rebuildReplica(ctx context.Context, s *Session, c *rebuildJob, name string, uid api.UID,
 	joiners *sync.Map) {
-	defer s.mates.lookSoon()
+	defer s.membership.wakeRebuilds()
 	pause := rebuildFirst
 	for ctx.Err() == nil {
 		var r api.Replica
-		if d.Client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
+		if as.Client.Get(ctx, client.ObjectKey{Name: name}, &r) != nil || r.Spec.UID != uid {
 			return // the replica was removed
 		}
 		wait, began := replyAgain, time.Now()
-		err := d.probeReplica(ctx, s.loop, &r)
+		err := as.probeReplica(ctx, s.loop, &r)
 		if err == nil {
-			if err = d.resyncAndJoin(ctx, s, c, &r, joiners); err == nil {
+			if err = as.resyncAndJoin(ctx, s, c, &r, joiners); err == nil {
 				return
 			}
 			wait, pause = pause, min(2*pause, rebuildLast)
@@ -215,13 +215,13 @@ func (d *Data) rebuildReplica(ctx context.Context, s *session, c *rebuildJob, na
 }
 
 // probeReplica asks whether a replica answers.
-func (d *Data) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
-	if r.Spec.Node == d.Name {
+func (as *Attachments) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.Replica) error {
+	if r.Spec.Node == as.Name {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, replyTime)
 	defer cancel()
-	m, err := d.remote.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
+	m, err := as.remote.Member(peer.Options{Node: r.Spec.Node, Replica: string(r.Spec.UID),
 		Volume: string(r.Spec.VolumeUID), Loop: loop})
 	if err != nil {
 		return err
@@ -232,37 +232,37 @@ func (d *Data) probeReplica(ctx context.Context, loop *iothreads.Thread, r *api.
 }
 
 // resyncAndJoin resyncs one replica, which joins the members.
-func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *api.Replica, joiners *sync.Map) error {
+func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuildJob, r *api.Replica, joiners *sync.Map) error {
 	mine := false // one replica at a time
 	defer func() {
 		if mine {
-			<-s.mates.turn
+			<-s.membership.turn
 		}
 	}()
 	spec := memberSpec{Name: r.Name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
-	m, here, err := d.openMember(ctx, s, &spec)
+	m, here, err := as.openMember(ctx, s, &spec)
 	if err != nil {
 		return err
 	}
 	joiners.Store(string(spec.UID), spec)
 	defer joiners.Delete(string(spec.UID))
 	tell := func(p engine.Progress, message string) {
-		s.mates.mu.Lock()
+		s.membership.mu.Lock()
 		kind := "delta"
 		if p.Full {
 			kind = "full"
 		}
-		s.mates.rebuilds[r.Name] = api.RebuildStatus{Replica: r.Name, Kind: kind, Done: p.Done, Total: p.Total,
+		s.membership.rebuilds[r.Name] = api.RebuildStatus{Replica: r.Name, Kind: kind, Done: p.Done, Total: p.Total,
 			Sent: p.Sent, Message: message}
-		s.mates.mu.Unlock()
+		s.membership.mu.Unlock()
 		s.wake()
 	}
 	tell(engine.Progress{}, "")
 	p, err := s.engine.Join(ctx, m, engine.JoinOptions{OnProgress: func(p engine.Progress) { tell(p, "") },
-		BytesPerSecond: d.Setting(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
+		BytesPerSecond: as.Setting(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
 		Turn: func(ctx context.Context) (func(), error) {
 			select {
-			case s.mates.turn <- struct{}{}:
+			case s.membership.turn <- struct{}{}:
 				mine = true
 				return func() {}, nil
 			case <-ctx.Done():
@@ -270,25 +270,25 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 			}
 		},
 		WholeTurn: func(ctx context.Context) (func(), error) {
-			tell(engine.Progress{}, "it waits for other replicas that are compared as a whole")
-			return d.rebuilds.Acquire(ctx, "full", func() int { return d.CopiesAtOnce(ctx) })
+			tell(engine.Progress{}, "waits for other replicas that are compared as a whole")
+			return as.rebuilds.Acquire(ctx, "full", func() int { return as.CopiesAtOnce(ctx) })
 		}})
 	c.swapped()
-	s.mates.compared.Add(p.Done)
-	s.mates.sent.Add(p.Sent)
+	s.membership.compared.Add(p.Done)
+	s.membership.sent.Add(p.Sent)
 	if err != nil {
-		if api.Is(err, api.Corrupt) && d.repairFrom(ctx, s, m) {
-			err = fmt.Errorf("%w; that was repaired from it", err)
+		if api.Is(err, api.Corrupt) && as.repairFrom(ctx, s, m) {
+			err = fmt.Errorf("%w; the rebuilt replica repaired the damage", err)
 		}
 		_ = m.Member.Close()
 		tell(p, err.Error())
-		s.log.Warn("a replica cannot be brought back yet", "replica", r.Name, "err", err)
+		s.log.Warn("a replica is not rebuilt yet", "replica", r.Name, "err", err)
 		return err
 	}
 	if p.Full {
-		s.mates.fulls.Add(1)
+		s.membership.fulls.Add(1)
 	} else {
-		s.mates.deltas.Add(1)
+		s.membership.deltas.Add(1)
 	}
 	switch {
 	case here != nil && spec.UID == s.Replica:
@@ -297,12 +297,12 @@ func (d *Data) resyncAndJoin(ctx context.Context, s *session, c *rebuildJob, r *
 	case here != nil:
 		s.others.Store(spec.UID, here)
 	}
-	s.mates.mu.Lock()
-	delete(s.mates.rebuilds, r.Name)
-	s.mates.news = append(s.mates.news, news{"Normal", "ReplicaRebuilt", "replica " + r.Name + " is current again: " +
+	s.membership.mu.Lock()
+	delete(s.membership.rebuilds, r.Name)
+	s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRebuilt", "replica " + r.Name + " is current again: " +
 		api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " that were looked at had changed"})
-	s.mates.mu.Unlock()
+	s.membership.mu.Unlock()
 	s.wake()
-	d.tellNews(ctx, s)
+	as.emitEvents(ctx, s)
 	return nil
 }

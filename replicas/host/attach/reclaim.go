@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -15,29 +15,29 @@ import (
 // reclaimLeast is the least space that the node reclaims by itself; at least half of the bytes to copy.
 const reclaimLeast = 32 << 20
 
-// reclaimAll reclaims on all attached volumes; anew: also where the heads have not changed.
-func (d *Data) reclaimAll(ctx context.Context, anew bool) {
-	for _, s := range d.all() {
-		if anew {
+// ReclaimAll reclaims on all attached volumes; again: also where the heads have not changed.
+func (as *Attachments) ReclaimAll(ctx context.Context, again bool) {
+	for _, s := range as.Sessions() {
+		if again {
 			s.zeroed.Store(0)
 		}
-		reclaim := func() error { return d.reclaim(ctx, s, false) }
+		reclaim := func() error { return as.Reclaim(ctx, s, false) }
 		if s.owed.Load() {
-			reclaim = func() error { return d.reclaimOwed(ctx, s) }
+			reclaim = func() error { return as.reclaimOwed(ctx, s) }
 		}
 		if err := reclaim(); err != nil && ctx.Err() == nil && !api.Is(err, api.Busy) {
-			d.Log.Warn("what was trimmed over layers does not come back yet", "volume", s.Volume, "err", err)
+			as.Log.Warn("the space of trimmed blocks above layers is not freed yet", "volume", s.Volume, "err", err)
 		}
 	}
 }
 
 // reclaimOwed reclaims for a trim, once no layers of the volume are being merged: the space below a merge is unknown.
-func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
-	if m := s.member(); s.merges() || m != nil && d.mergeWorker.IsDue(m.Meta().UID) {
+func (as *Attachments) reclaimOwed(ctx context.Context, s *Session) error {
+	if m := s.member(); s.merges() || m != nil && as.merges.IsDue(m.Meta().UID) {
 		return nil
 	}
 	s.owed.Store(false)
-	err := d.reclaim(ctx, s, true)
+	err := as.Reclaim(ctx, s, true)
 	if err != nil {
 		s.owed.Store(true) // reclaimAll tries again
 	}
@@ -45,13 +45,13 @@ func (d *Data) reclaimOwed(ctx context.Context, s *session) error {
 }
 
 // merges reports whether layers of a replica here are being merged.
-func (s *session) merges() bool {
+func (s *Session) merges() bool {
 	m := s.member()
 	return m != nil && m.Meta().Merge != nil
 }
 
-// reclaim reclaims on an attached volume; sure: for any gain.
-func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
+// Reclaim reclaims on an attached volume; sure: for any gain.
+func (as *Attachments) Reclaim(ctx context.Context, s *Session, sure bool) error {
 	m := s.member()
 	if s.ReadOnly || m == nil && !sure {
 		return nil
@@ -68,30 +68,30 @@ func (d *Data) reclaim(ctx context.Context, s *session, sure bool) error {
 			return err
 		}
 	}
-	unlock, ok := d.Locks.LockSoon(s.Volume)
+	unlock, ok := as.Locks.LockSoon(s.Volume)
 	if !ok {
-		return api.Errorf(api.Busy, "something takes long with the volume")
+		return api.Errorf(api.Busy, "volume %s: another operation takes long", s.Volume)
 	}
 	defer unlock()
 	var v api.Volume
-	if err := d.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
+	if err := as.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if d.session(s.Volume) != s || s.member() != m || v.Status.UID != s.VolumeUID {
+	if as.Session(s.Volume) != s || s.member() != m || v.Status.UID != s.VolumeUID {
 		return nil
 	}
 	var uid api.UID
 	if m != nil {
 		uid = api.UID(m.Meta().UID)
 	}
-	e, _, end, err := d.engineOf(ctx, &v)
+	e, _, end, err := as.Engine(ctx, &v)
 	if err != nil {
 		return err
 	}
 	if err := errors.Join(e.SealAll(ctx), end()); err != nil {
 		return err
 	}
-	d.snapshots.Sealed(ctx, &v, uid)
-	d.Log.Info("what was trimmed over layers that nobody needs comes back", "volume", v.Name, "bytes", gain)
+	as.snapshots.Sealed(ctx, &v, uid)
+	as.Log.Info("the space of trimmed blocks above unused layers is freed", "volume", v.Name, "bytes", gain)
 	return nil
 }

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -11,15 +11,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// fullDisks names the disks that have no room where writes to a volume wait: those of all its members, since one that
-// is full while another is not is dropped.
-func (d *Data) fullDisks(ctx context.Context, s *session) string {
-	s.mates.mu.Lock()
+// fullDisks names the full disks of a volume whose writes wait: the disks of all members, since the engine drops a member
+// with a full disk while another member has room.
+func (as *Attachments) fullDisks(ctx context.Context, s *Session) string {
+	s.membership.mu.Lock()
 	on := slices.Clone(s.Members)
-	s.mates.mu.Unlock()
+	s.membership.mu.Unlock()
 	var names []string
 	for _, m := range on {
-		names = append(names, fmt.Sprintf("%s of node %s", d.pathOf(ctx, m), m.Node))
+		names = append(names, fmt.Sprintf("%s of node %s", as.pathOf(ctx, m), m.Node))
 	}
 	slices.Sort(names)
 	names = slices.Compact(names)
@@ -29,13 +29,13 @@ func (d *Data) fullDisks(ctx context.Context, s *session) string {
 	return "the disks of all replicas are full: " + strings.Join(names, ", ")
 }
 
-// pathOf is where the disk of a replica is, or its uid.
-func (d *Data) pathOf(ctx context.Context, m memberSpec) string {
+// pathOf is the path of a replica's disk, or else the uid.
+func (as *Attachments) pathOf(ctx context.Context, m memberSpec) string {
 	if m.Path != "" {
 		return m.Path
 	}
 	var n api.Node
-	if d.Client.Get(ctx, client.ObjectKey{Name: m.Node}, &n) == nil {
+	if as.Client.Get(ctx, client.ObjectKey{Name: m.Node}, &n) == nil {
 		if i := slices.IndexFunc(n.Status.Disks, func(s api.DiskStatus) bool { return s.UID == m.Disk }); i >= 0 {
 			return n.Status.Disks[i].Path
 		}

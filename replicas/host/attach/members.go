@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -22,12 +22,12 @@ import (
 
 // hasOthers reports whether a volume has, or is to have, other replicas beside its only member on this node. An engine
 // without others notes no intents.
-func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
+func (as *Attachments) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 	if v.Spec.NumberOfReplicas > 1 || len(v.Status.Members) > 1 {
 		return true, nil
 	}
 	var list api.ReplicaList
-	if err := d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
+	if err := as.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
 		return false, err
 	}
 	n := 0
@@ -44,10 +44,10 @@ func (d *Data) hasOthers(ctx context.Context, v *api.Volume) (bool, error) {
 		case r.Spec.VolumeUID != v.Status.UID || r.Spec.UID == moved:
 			continue
 		case !is && (r.DeletionTimestamp != nil || r.Spec.From != nil && r.Spec.From.Whole):
-			continue // a whole copy takes the place of a replica that counts
+			continue // a whole copy replaces a replica that counts
 		}
 		n++
-		if is && (r.Spec.Node != d.Name || r.Spec.Transient) {
+		if is && (r.Spec.Node != as.Name || r.Spec.Transient) {
 			return true, nil
 		}
 	}
@@ -71,12 +71,12 @@ const (
 )
 
 // probeMembers probes the members of a volume, and leaves none open.
-func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, error) {
+func (as *Attachments) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, error) {
 	list := make([]memberProbe, len(v.Status.Members))
 	var wg sync.WaitGroup
 	for i, name := range v.Status.Members {
 		var r api.Replica
-		if err := d.Reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
+		if err := as.Reader.Get(ctx, client.ObjectKey{Name: name}, &r); client.IgnoreNotFound(err) != nil {
 			return nil, err
 		} else if err != nil {
 			list[i] = memberProbe{spec: memberSpec{Name: name}, err: api.Errorf(api.NotFound, "replica %s does not exist", name)}
@@ -84,11 +84,11 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 		}
 		f := &list[i]
 		f.spec = memberSpec{Name: name, UID: r.Spec.UID, Node: r.Spec.Node, Disk: r.Spec.Disk}
-		if r.Spec.Node == d.Name {
-			if f.held = d.watch.Abandoned(string(r.Spec.UID)); f.held {
-				f.err = api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", name)
+		if r.Spec.Node == as.Name {
+			if f.held = as.watch.Abandoned(string(r.Spec.UID)); f.held {
+				f.err = api.Errorf(api.Unavailable, "replica %s was abandoned, and its disk does not answer yet", name)
 			} else {
-				f.info, f.err = d.probeHere(ctx, &r)
+				f.info, f.err = as.probeHere(ctx, &r)
 			}
 			continue
 		}
@@ -97,13 +97,13 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 			defer wg.Done()
 			ctx, cancel := context.WithTimeout(ctx, probeTime)
 			defer cancel()
-			loop, err := d.Threads.Pick()
+			loop, err := as.Threads.Pick()
 			if err != nil {
 				f.err = err
 				return
 			}
-			defer d.Threads.PutBack(loop)
-			m, err := d.remote.Member(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
+			defer as.Threads.PutBack(loop)
+			m, err := as.remote.Member(peer.Options{Node: f.spec.Node, Replica: string(f.spec.UID),
 				Volume: string(v.Status.UID), Loop: loop})
 			if err != nil {
 				f.err = err
@@ -133,23 +133,23 @@ func (d *Data) probeMembers(ctx context.Context, v *api.Volume) ([]memberProbe, 
 	return list, nil
 }
 
-func (d *Data) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error) {
-	disk, err := d.replicas.Disk(ctx, r.Spec.Disk)
+func (as *Attachments) probeHere(ctx context.Context, r *api.Replica) (peer.Info, error) {
+	disk, err := as.replicas.Disk(ctx, r.Spec.Disk)
 	if err != nil {
 		return peer.Info{}, err
 	}
-	loop, err := d.Threads.Pick()
+	loop, err := as.Threads.Pick()
 	if err != nil {
 		return peer.Info{}, err
 	}
-	defer d.Threads.PutBack(loop)
-	rep, err := d.openHere(ctx, disk, string(r.Spec.UID), loop)
+	defer as.Threads.PutBack(loop)
+	rep, err := as.openHere(ctx, disk, string(r.Spec.UID), loop)
 	if err != nil {
 		return peer.Info{}, err
 	}
 	b := peer.NewBackend(rep, loop)
 	if m := rep.Meta(); m.VolumeUID != string(r.Spec.VolumeUID) {
-		return peer.Info{}, errors.Join(b.Close(), api.Errorf(api.Corrupt, "replica %s: its disk has it for volume %s (%s)",
+		return peer.Info{}, errors.Join(b.Close(), api.Errorf(api.Corrupt, "replica %s: the disk has the replica for volume %s (%s)",
 			r.Name, m.Volume, m.VolumeUID))
 	}
 	info := b.Info()
@@ -203,10 +203,10 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 	return take, nil
 }
 
-// claim moves a volume to a new epoch with its engine on this node and the selected members, by compare-and-swap. Claim
+// claim moves a volume to a new epoch with the engine on this node and the selected members, by compare-and-swap. Claim
 // returns the record of the session to be and the size of the smallest member.
-func (d *Data) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64, err error) {
-	others, err := d.hasOthers(ctx, v)
+func (as *Attachments) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64, err error) {
+	others, err := as.hasOthers(ctx, v)
 	if err != nil {
 		return b, 0, err
 	}
@@ -219,8 +219,8 @@ func (d *Data) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b 
 		size = min(size, f.info.Size)
 	}
 	v.Status.Epoch++
-	v.Status.EngineNode = d.Name
-	if err := d.Client.Status().Update(ctx, v); err != nil {
+	v.Status.EngineNode = as.Name
+	if err := as.Client.Status().Update(ctx, v); err != nil {
 		return b, 0, fmt.Errorf("claim volume %s: %w", v.Name, err)
 	}
 	b.Epoch, b.Now = v.Status.Epoch, v.Status.Epoch
@@ -234,87 +234,87 @@ func orRestarted(err error) error {
 	return err
 }
 
-// openMember opens a replica for a session: a replica of this node, which is returned too, or one of another node.
-func (d *Data) openMember(ctx context.Context, s *session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
+// openMember opens a replica of this node, which openMember returns too, or a replica of another node, for a session.
+func (as *Attachments) openMember(ctx context.Context, s *Session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
 	uid := string(spec.UID)
-	n := engine.Named{Name: uid, Local: spec.Node == d.Name}
+	n := engine.Named{Name: uid, Local: spec.Node == as.Name}
 	watched := engine.WatchOptions{Loop: s.loop, Replica: uid, OnStall: func(why error) {
 		if e := s.serving.Load(); e != nil {
 			e.Suspect(uid, why)
 		}
 	}}
 	if !n.Local {
-		m, err := d.remote.Member(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
+		m, err := as.remote.Member(peer.Options{Node: spec.Node, Replica: uid, Volume: string(s.VolumeUID), Loop: s.loop,
 			Boot: spec.Boot})
 		if err == nil {
-			n.Member = d.watch.Member(m, watched)
+			n.Member = as.watch.Member(m, watched)
 		}
 		return n, nil, err
 	}
-	if d.watch.Abandoned(uid) {
-		return n, nil, api.Errorf(api.Unavailable, "replica %s was given up, and its disk does not answer yet", uid)
+	if as.watch.Abandoned(uid) {
+		return n, nil, api.Errorf(api.Unavailable, "replica %s was abandoned, and its disk does not answer yet", uid)
 	}
 	var disk *stack.Disk
 	var err error
 	if spec.Path != "" {
-		disk, err = d.Disks.Open(ctx, spec.Path, spec.Disk, false)
+		disk, err = as.Disks.Open(ctx, spec.Path, spec.Disk, false)
 	} else {
-		disk, err = d.replicas.Disk(ctx, spec.Disk)
+		disk, err = as.replicas.Disk(ctx, spec.Disk)
 	}
 	if err != nil {
 		return n, nil, err
 	}
 	spec.Path = disk.Path()
-	r, err := d.openHere(ctx, disk, uid, s.loop)
+	r, err := as.openHere(ctx, disk, uid, s.loop)
 	if err != nil {
-		d.replicas.Damaged(ctx, spec.UID, err)
+		as.replicas.Damaged(ctx, spec.UID, err)
 		return n, nil, err
 	}
-	n.Member = d.watch.Member(d.backendOf(r, s.loop), watched)
+	n.Member = as.watch.Member(as.backendOf(r, s.loop), watched)
 	return n, r, nil
 }
 
 // backendOf is a replica of this node that an engine of this node has for a member.
-func (d *Data) backendOf(r *stack.Replica, loop *iothreads.Thread) *peer.Backend {
+func (as *Attachments) backendOf(r *stack.Replica, loop *iothreads.Thread) *peer.Backend {
 	b := peer.NewBackend(r, loop)
-	b.Node = d.Name
+	b.Node = as.Name
 	return b
 }
 
 // openSession opens the members of b and the engine: by a claim, which is fresh, or to resume.
-func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) (_ *session, err error) {
-	loop, err := d.Threads.Pick()
+func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fresh bool) (_ *Session, err error) {
+	loop, err := as.Threads.Pick()
 	if err != nil {
 		return nil, err
 	}
 	b.Replica, b.Disk, b.Path = "", "", "" // as found below
-	s := d.newSession(b, loop, nil)
-	s.mates.tried.Store(b.Now)
+	s := as.newSession(b, loop, nil)
+	s.membership.tried.Store(b.Now)
 	var members []engine.Named
 	defer func() {
 		if err != nil {
 			for _, m := range members {
 				err = errors.Join(err, m.Member.Close())
 			}
-			d.Threads.PutBack(loop)
+			as.Threads.PutBack(loop)
 		}
 	}()
 	for i := range s.Members {
 		spec := &s.Members[i]
 		if spec.Absent && !fresh {
-			why := api.Errorf(api.Unavailable, "the volume's engine began without it")
-			members = append(members, engine.Named{Name: string(spec.UID), Member: &absent{why}})
+			why := api.Errorf(api.Unavailable, "the volume's engine began without the replica")
+			members = append(members, engine.Named{Name: string(spec.UID), Member: &missingMember{why}})
 			continue
 		}
-		m, r, err := d.openMember(ctx, s, spec)
-		if !fresh && spec.Node == d.Name && len(s.Members) > 1 && isAbsent(err) {
+		m, r, err := as.openMember(ctx, s, spec)
+		if !fresh && spec.Node == as.Name && len(s.Members) > 1 && isMissing(err) {
 			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
-			m, err = engine.Named{Name: string(spec.UID), Member: &absent{err}}, nil
+			m, err = engine.Named{Name: string(spec.UID), Member: &missingMember{err}}, nil
 		}
-		if err != nil && (fresh || spec.Node != d.Name) {
+		if err != nil && (fresh || spec.Node != as.Name) {
 			return nil, fmt.Errorf("replica %s: %w", spec.Name, err)
 		} else if err != nil {
-			return nil, err // of this node: the disk comes back, or a user detaches the volume by force
+			return nil, err // the disk of this node returns, or a user detaches the volume by force
 		}
 		if r != nil && s.Replica == "" {
 			s.Replica, s.Disk, s.Path = spec.UID, spec.Disk, spec.Path
@@ -327,11 +327,11 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 		}
 		members = append(members, m)
 	}
-	c := d.config(s, size, b.Now)
+	c := as.config(s, size, b.Now)
 	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
-	if fresh || d.APIReached() { // a resume does not wait for the API
+	if fresh || as.APIReached() { // a resume does not wait for the API
 		c.Reported = func(ctx context.Context, k stack.Snapshot) (bool, error) {
-			return d.snapshots.Reported(ctx, s.Volume, k)
+			return as.snapshots.Reported(ctx, s.Volume, k)
 		}
 	}
 	s.engine, err = engine.Open(ctx, c)
@@ -342,22 +342,22 @@ func (d *Data) openSession(ctx context.Context, b blob, size int64, fresh bool) 
 	s.noteAbsent(s.engine.Absent())
 	for _, m := range members {
 		if p, ok := engine.Unwrap(m.Member).(*peer.Member); ok {
-			s.mates.mu.Lock()
+			s.membership.mu.Lock()
 			for i := range s.Members {
 				if string(s.Members[i].UID) == m.Name {
 					s.Members[i].Boot = p.Boot()
 				}
 			}
-			s.mates.mu.Unlock()
+			s.membership.mu.Unlock()
 		}
 	}
 	return s, nil
 }
 
-// noteAbsent notes the members that the engine did not reach when it opened, for the device record.
-func (s *session) noteAbsent(names []string) {
-	s.mates.mu.Lock()
-	defer s.mates.mu.Unlock()
+// noteAbsent notes the members that the engine did not reach at its start, for the device record.
+func (s *Session) noteAbsent(names []string) {
+	s.membership.mu.Lock()
+	defer s.membership.mu.Unlock()
 	for i := range s.Members {
 		s.Members[i].Absent = slices.Contains(names, string(s.Members[i].UID))
 	}

@@ -1,4 +1,4 @@
-package replicas
+package attach
 
 import (
 	"context"
@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// blob is the device record that the holder keeps: all that a later process needs to resume the device without the API.
+// blob is the device record, which a later process reads to resume the device without the API.
 type blob struct {
 	Volume    string  `json:"volume"`
 	VolumeUID api.UID `json:"volumeUID"`
@@ -38,7 +38,7 @@ type blob struct {
 }
 
 // upgrade names the member in an older record of a volume with one replica, which has no members. Upgrade does not know
-// the name of the Replica object: leaveAlone asks for the name.
+// the name of the Replica object: noteIntents asks for the name.
 func (b *blob) upgrade(node string) {
 	if len(b.Members) > 0 {
 		return
@@ -52,19 +52,19 @@ type lender struct {
 	Path string  `json:"path"`
 }
 
-// session is a volume attached on this node: its member, engine and device.
-type session struct {
+// Session is a volume attached on this node: its member, engine and device.
+type Session struct {
 	blob
-	log     *slog.Logger
-	loop    *iothreads.Thread
-	here    atomic.Pointer[stack.Replica] // nil: no replica is here. A rebuild after a drop replaces the replica
-	others  sync.Map                      // further replicas of the session here, now or before: *stack.Replica by api.UID
-	engine  *engine.Engine
-	size    atomic.Int64
-	serving atomic.Pointer[engine.Engine] // the engine, once it is open
-	mates   mates
-	dev     *device.Device
-	blank   bool // when the device was made
+	log        *slog.Logger
+	loop       *iothreads.Thread
+	here       atomic.Pointer[stack.Replica] // nil: no replica is here. A rebuild after a drop replaces the replica
+	others     sync.Map                      // further replicas of the session here, now or before: *stack.Replica by api.UID
+	engine     *engine.Engine
+	size       atomic.Int64
+	serving    atomic.Pointer[engine.Engine] // the engine, once it is open
+	membership membership
+	dev        *device.Device
+	blank      bool // when the device was made
 
 	wasFull bool // as the Attachment says; under the volume's lock
 	forced  bool // the device was taken away by force; under the volume's lock
@@ -78,27 +78,27 @@ type session struct {
 	fence  atomic.Pointer[error]
 	stir   chan struct{} // a field above changed
 	cancel context.CancelFunc
-	ended  chan struct{} // care has returned
+	ended  chan struct{} // run has returned
 }
 
 // probeEvery is how often one write probes for room while others wait: a file system does not report room.
 const probeEvery = time.Second
 
 // config has the options that the engines of all sessions share.
-func (d *Data) config(s *session, size, epoch int64) engine.Config {
+func (as *Attachments) config(s *Session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
-		Loop: s.loop, Pool: s.loop.Pool, Size: size, Epoch: epoch, Incarnation: d.Host.Incarnation(), ReadOnly: s.ReadOnly,
-		Drop: d.dropper(s), Add: d.adder(s), Owns: d.ownerOf(s.blob),
+		Loop: s.loop, Pool: s.loop.Pool, Size: size, Epoch: epoch, Incarnation: as.host.Incarnation(), ReadOnly: s.ReadOnly,
+		Drop: as.dropper(s), Add: as.adder(s), Owns: as.ownerOf(s.blob),
 		OnDrop: func(member string, why error) {
 			s.log.Warn("a replica was dropped", "replica", member, "err", why)
-			s.mates.dropped.Add(1)
-			s.mates.mu.Lock()
-			s.mates.news = append(s.mates.news, news{"Warning", "ReplicaDropped",
+			s.membership.dropped.Add(1)
+			s.membership.mu.Lock()
+			s.membership.events = append(s.membership.events, event{"Warning", "ReplicaDropped",
 				fmt.Sprintf("the volume is degraded, it goes on without a replica: %v", why)})
-			s.mates.mu.Unlock()
+			s.membership.mu.Unlock()
 			s.wake()
-			s.mates.lookSoon()
+			s.membership.wakeRebuilds()
 		},
 		OnSpace: func(full bool) { s.full.Store(full); s.wake() },
 		OnFence: func(err error) { s.fence.Store(&err); s.wake() },
@@ -106,20 +106,20 @@ func (d *Data) config(s *session, size, epoch int64) engine.Config {
 }
 
 // openHere opens a replica of this node for an engine of this node. An engine of another node loses the replica.
-func (d *Data) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
-	if err := d.remote.Release(uid); err != nil {
-		d.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
+func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
+	if err := as.remote.Release(uid); err != nil {
+		as.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
 	}
 	return disk.OpenReplica(ctx, uid, loop.Loop)
 }
 
 // newSession has no engine yet; member may be nil.
-func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *session {
+func (as *Attachments) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *Session {
 	b.Lenders = nil
-	s := &session{log: d.Log.With("volume", b.Volume), loop: loop,
+	s := &Session{log: as.Log.With("volume", b.Volume), loop: loop,
 		stir: make(chan struct{}, 1), ended: make(chan struct{})}
-	s.mates.look, s.mates.turn = make(chan struct{}, 1), make(chan struct{}, 1)
-	s.mates.joiners, s.mates.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
+	s.membership.look, s.membership.turn = make(chan struct{}, 1), make(chan struct{}, 1)
+	s.membership.joiners, s.membership.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
 	s.blob = b
 	if member != nil {
 		s.has(member)
@@ -129,14 +129,14 @@ func (d *Data) newSession(b blob, loop *iothreads.Thread, member *stack.Replica)
 }
 
 // has notes the replica of a new session on this node.
-func (s *session) has(member *stack.Replica) {
+func (s *Session) has(member *stack.Replica) {
 	s.here.Store(member)
 	member.OnLost(func(bool) { s.wake() })
 }
 
 // uses reports whether the engine has a replica.
-func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
-	if _, joins := s.mates.joiners.Load(string(uid)); joins {
+func (s *Session) uses(ctx context.Context, uid api.UID) (bool, error) {
+	if _, joins := s.membership.joiners.Load(string(uid)); joins {
 		return true, nil
 	}
 	_, members, err := s.engine.Epoch(ctx)
@@ -144,7 +144,7 @@ func (s *session) uses(ctx context.Context, uid api.UID) (bool, error) {
 }
 
 // local is a replica of the session on this node, now or before; nil: the replica never was.
-func (s *session) local(uid api.UID) *stack.Replica {
+func (s *Session) local(uid api.UID) *stack.Replica {
 	if uid == s.Replica {
 		return s.member()
 	}
@@ -155,9 +155,9 @@ func (s *session) local(uid api.UID) *stack.Replica {
 }
 
 // localMember is a member on a node, or "".
-func (s *session) localMember(node string) api.UID {
-	s.mates.mu.Lock()
-	defer s.mates.mu.Unlock()
+func (s *Session) localMember(node string) api.UID {
+	s.membership.mu.Lock()
+	defer s.membership.mu.Unlock()
 	for _, m := range s.Members {
 		if m.Node == node {
 			return m.UID
@@ -167,27 +167,27 @@ func (s *session) localMember(node string) api.UID {
 }
 
 // member is the session's replica on this node, or nil.
-func (s *session) member() *stack.Replica { return s.here.Load() }
+func (s *Session) member() *stack.Replica { return s.here.Load() }
 
-func (s *session) wake() {
+func (s *Session) wake() {
 	select {
 	case s.stir <- struct{}{}:
 	default: // a wake-up is pending
 	}
 }
 
-// begin starts the goroutine that looks after a session with a device, which calls changed after each change of state.
-func (s *session) begin(changed func()) {
+// start starts run in a goroutine, for a session with a device; changed is called after each change of state.
+func (s *Session) start(changed func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s.cancel = cancel
 	go func() {
 		defer close(s.ended)
-		s.care(ctx, changed)
+		s.run(ctx, changed)
 	}()
 }
 
-// care tries the writes that wait for room, and takes the device down after a fence.
-func (s *session) care(ctx context.Context, changed func()) {
+// run tries the writes that wait for room, and takes the device down after a fence.
+func (s *Session) run(ctx context.Context, changed func()) {
 	tick := time.NewTicker(probeEvery)
 	defer tick.Stop()
 	tick.Stop()
@@ -221,24 +221,24 @@ func (s *session) care(ctx context.Context, changed func()) {
 	}
 }
 
-// room wakes the writes that wait, because the disk may have got room.
-func (s *session) room() {
+// retryFull wakes the writes that wait, because the disk may have got room.
+func (s *Session) retryFull() {
 	if s.full.Load() {
 		s.engine.Retry()
 	}
 }
 
-// close ends a session whose device is gone.
-func (d *Data) close(s *session) error {
+// closeSession ends a session whose device is gone.
+func (as *Attachments) closeSession(s *Session) error {
 	if s.cancel != nil {
 		s.cancel()
 		<-s.ended
 	}
 	s.engine.Hurry() // the device is gone: the engine awaits no member any more
-	s.mates.end()
+	s.membership.end()
 	err := s.engine.Close()
-	d.Threads.PutBack(s.loop)
-	if err != nil && s.fence.Load() != nil { // another engine has the volume, whose end is not this engine's to mark
+	as.Threads.PutBack(s.loop)
+	if err != nil && s.fence.Load() != nil { // another engine has the volume, and marks the clean end
 		s.log.Info("a session that was fenced has no clean end", "err", err)
 		return nil
 	}
@@ -246,7 +246,7 @@ func (d *Data) close(s *session) error {
 }
 
 // expand makes members, then the device, size bytes long.
-func (s *session) expand(ctx context.Context, size int64) error {
+func (s *Session) expand(ctx context.Context, size int64) error {
 	if s.fence.Load() != nil {
 		return api.Errorf(api.Denied, "the volume was taken over by another engine")
 	}
@@ -262,11 +262,22 @@ func (s *session) expand(ctx context.Context, size int64) error {
 	return nil
 }
 
-func (s *session) spec() (device.Spec, error) {
+func (s *Session) spec() (device.Spec, error) {
 	raw, err := json.Marshal(s.snapshotBlob())
 	if err != nil {
 		return device.Spec{}, fmt.Errorf("volume %s: %w", s.Volume, err)
 	}
 	return device.Spec{Key: string(s.VolumeUID), Name: s.Volume, Size: s.size.Load(), ReadOnly: s.ReadOnly,
 		Blob: raw}, nil
+}
+
+// Device is the device of the session; nil: an offline engine has none.
+func (s *Session) Device() *device.Device { return s.dev }
+
+// Fenced is why another engine has the volume; nil: no other engine has the volume.
+func (s *Session) Fenced() error {
+	if why := s.fence.Load(); why != nil {
+		return *why
+	}
+	return nil
 }

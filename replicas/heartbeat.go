@@ -1,0 +1,52 @@
+package replicas
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// freedEvery is the pause between two searches for mergeable layers that no event announces: another process deletes
+// images.
+const freedEvery = 5 * time.Minute
+
+// beat reports the used bytes of attached replicas, and retries reclaims and unpins, until ctx ends.
+func (d *Data) beat(ctx context.Context) error {
+	tick := time.NewTicker(d.Heartbeat)
+	defer tick.Stop()
+	var beside sync.WaitGroup // of tasks that may wait for a volume or a disk
+	defer beside.Wait()
+	var reclaims, unpins atomic.Bool
+	for looked := time.Now(); ; {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		d.scrubber.WakeDue(ctx)
+		look := time.Since(looked) > freedEvery
+		if look {
+			looked = time.Now()
+		}
+		for _, disk := range d.Disks.Except(nil) {
+			disk.DropHydrating()
+			if look {
+				d.mergeWorker.Freed(disk)
+			}
+		}
+		if reclaims.CompareAndSwap(false, true) {
+			beside.Go(func() {
+				defer reclaims.Store(false)
+				d.attachments.ReclaimAll(ctx, look)
+			})
+		}
+		if unpins.CompareAndSwap(false, true) { // the disk failed before, and may hang now
+			beside.Go(func() {
+				defer unpins.Store(false)
+				d.replicas.UnpinLeft()
+			})
+		}
+		d.attachments.ReportUsed(ctx)
+	}
+}
