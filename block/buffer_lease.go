@@ -4,7 +4,7 @@ package block
 // uses or frees the memory before the release. A BufferLease belongs to the loop's thread.
 type BufferLease struct {
 	released bool
-	then []func()
+	then     []func()
 }
 
 // OnRelease calls fn once the memory is unused, at once if it is unused already.

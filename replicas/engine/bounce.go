@@ -12,13 +12,13 @@ import (
 
 const (
 	bounceSize = 16 * block.Size
-	bounceMax  = 8 // beside the one of each engine
+	bounceMax  = 8 // beside one for each engine
 )
 
-// Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share it,
-// and each can always have one: others, whose disks hang, may have all the rest. Reads have their own buffers, so that
-// they get on while writes wait. All are there before they are needed: memory is not asked for while I/O is under way,
-// since the system may need that very I/O to find some.
+// Pool holds the buffers for partial blocks: page-aligned, resident, few. All engines on one loop's thread share the
+// pool, and each engine can always have one buffer: other engines with hanging disks may hold all the rest. Reads have
+// their own buffers, so that reads continue while writes wait. The pool allocates all buffers beforehand: an allocation
+// while I/O is in progress may need the very same I/O to free memory.
 type Pool struct{ reads, writes bounces }
 
 // NewPool makes a pool.
@@ -36,7 +36,7 @@ func NewPool() (*Pool, error) {
 	return p, nil
 }
 
-// join adds the buffers of one engine more.
+// join adds the buffers for one more engine.
 func (p *Pool) join(loop Loop) error {
 	r, w, err := newBounces()
 	if err != nil {
@@ -49,7 +49,7 @@ func (p *Pool) join(loop Loop) error {
 	return nil
 }
 
-// leave gives those of an engine back that has ended. Loop thread.
+// leave frees the buffers of an engine that has ended. Loop thread.
 func (p *Pool) leave() {
 	for _, b := range []*bounces{&p.reads, &p.writes} {
 		if n := len(b.free) - 1; n >= 0 {
@@ -59,8 +59,8 @@ func (p *Pool) leave() {
 	}
 }
 
-// Close gives the memory back, what a disk that hangs still may use when that is over. No engine uses the pool any
-// more; on their loop's thread, or after its end.
+// Close frees the memory; memory in use by a hanging disk is freed after its lease. Called when no engine uses the pool
+// any more, on the loop's thread or after its end.
 func (p *Pool) Close() {
 	p.reads.release()
 	p.writes.release()
@@ -69,13 +69,13 @@ func (p *Pool) Close() {
 type bounces struct {
 	all   [][]byte
 	free  [][]byte
-	held  map[*Engine]int // how many each has that has some
-	more  int             // of those, beside the first of each
-	queue []*op           // operations that wait for one
-	over  bool            // released: what comes back is unmapped
+	held  map[*Engine]int // buffers of each engine with buffers
+	more  int             // buffers in use beyond the first of each engine
+	queue []*op           // operations that wait for a buffer
+	over  bool            // released: put unmaps buffers
 }
 
-// newBounces are a buffer for reads and one for writes.
+// newBounces maps a buffer for reads and a buffer for writes.
 func newBounces() (r, w []byte, err error) {
 	for _, b := range []*[]byte{&r, &w} {
 		if *b, err = unix.Mmap(-1, 0, bounceSize, unix.PROT_READ|unix.PROT_WRITE,
@@ -85,7 +85,7 @@ func newBounces() (r, w []byte, err error) {
 			}
 			return nil, nil, fmt.Errorf("buffers for partial blocks: %w", err)
 		}
-		_ = unix.Mlock(*b) // where the limit forbids it the pages are at least populated
+		_ = unix.Mlock(*b) // beyond the limit the pages are at least populated
 	}
 	return r, w, nil
 }
@@ -103,10 +103,10 @@ func (b *bounces) release() {
 	}
 }
 
-// unmap gives a buffer back that was mapped; others are the collector's.
+// unmap unmaps a mapped buffer; the garbage collector frees others.
 func (b *bounces) unmap(buf []byte) {
 	if i := slices.IndexFunc(b.all, func(a []byte) bool { return &a[0] == &buf[0] }); i >= 0 {
-		_ = unix.Munmap(b.all[i]) // fails only for an address that is not mapped
+		_ = unix.Munmap(b.all[i]) // fails only for an unmapped address
 		b.all = slices.Delete(b.all, i, i+1)
 	}
 }
@@ -124,7 +124,7 @@ func (o *op) bounces() *bounces {
 	return &o.e.pool.writes
 }
 
-// takeBounce gets a buffer, or queues the operation for one.
+// takeBounce takes a buffer, or queues the operation for a buffer.
 func (o *op) takeBounce() bool {
 	b := o.bounces()
 	if !b.may(o.e) {
@@ -135,7 +135,7 @@ func (o *op) takeBounce() bool {
 	return true
 }
 
-// may reports whether an engine can have a buffer: its own, or one of those that are for all.
+// may reports whether an engine can have a buffer: the engine's own, or a shared buffer.
 func (b *bounces) may(e *Engine) bool {
 	return len(b.free) > 0 && (b.held[e] == 0 || b.more < bounceMax)
 }
@@ -152,7 +152,7 @@ func (b *bounces) give(o *op) {
 	}
 }
 
-// giveBounce hands the buffer to the next that waits, which goes on in a turn of its own.
+// giveBounce hands the buffer to the next waiting operation, which continues in a later turn of the loop.
 func (o *op) giveBounce() {
 	b := o.bounces()
 	buf := o.bounce
@@ -165,7 +165,7 @@ func (o *op) giveBounce() {
 	if l := block.JoinLeases(o.leases...); !l.Released() {
 		lent := buf
 		l.OnRelease(func() { b.put(lent) })
-		buf = aligned(bounceSize) // others need one
+		buf = aligned(bounceSize) // other operations need a buffer
 	}
 	b.put(buf)
 }
@@ -184,7 +184,7 @@ func (b *bounces) put(buf []byte) {
 	}
 }
 
-// noteLease takes note of memory that a member has answered for and may still use.
+// noteLease notes memory that a member has answered for and may still use.
 func (o *op) noteLease(r *block.Request) {
 	if !r.Lease.Released() {
 		o.leases = append(o.leases, r.Lease)
@@ -193,7 +193,7 @@ func (o *op) noteLease(r *block.Request) {
 	r.Lease = nil
 }
 
-// otherMemory is for a read that is asked again, while a disk that hangs may still write to the memory of the first.
+// otherMemory is for a repeated read, while a hanging disk may still write to the memory of the first.
 func (o *op) otherMemory(buf []byte) []byte {
 	o.renew = false
 	if o.bounce == nil {

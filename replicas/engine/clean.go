@@ -9,27 +9,27 @@ import (
 	"drover.io/drover/block"
 )
 
-// Intents say where members may differ after an unclean end. They are taken away again while all replicas of the volume
-// are members: a region that nobody wrote to for a while, after a flush that began later.
+// Intents say where members may differ after an unclean end. While all replicas of the volume are members, the cleaner
+// removes the intents of regions without recent writes, after a later flush.
 
-// cleanEvery is how often that is looked at.
+// cleanEvery is the pause between two runs of the cleaner.
 const cleanEvery = 20 * time.Second
 
-// cleanRegion is what the engine counts writes in; a multiple of it is a region of the intents.
+// cleanRegion is the unit in which the engine counts writes; a multiple of cleanRegion is a region of the intents.
 const cleanRegion = int64(16) << 20
 
-// SetWhole says whether all replicas of the volume are members. While one is away, intents stay: they tell what it
-// lacks. It is said of an epoch: by now the engine may have dropped one.
+// SetWhole says whether all replicas of the volume are members. While a replica is missing, intents stay, because they
+// name the regions that the replica lacks. SetWhole names an epoch, because the engine may have dropped a member since.
 func (e *Engine) SetWhole(epoch int64, is bool) {
 	e.cfg.Loop.Post(func() { e.cleaner.whole.Store(is && e.epoch == epoch) })
 }
 
-// cleaner takes intents away that are not needed any more.
+// cleaner removes intents of regions in which all members are equal.
 type cleaner struct {
 	e       *Engine
 	whole   atomic.Bool     // all replicas of the volume are members
-	touched map[int64]int64 // region -> generation of its last write, since it was last clean. Loop thread
-	ended   chan struct{}   // closed when the goroutine has ended; nil: there is none. Set before the engine serves, or on the loop
+	touched map[int64]int64 // region -> generation of its last write since the last cleaning. Loop thread
+	ended   chan struct{}   // closed at the goroutine's end; nil: not started
 }
 
 // start starts the goroutine, which ends with the engine.
@@ -44,7 +44,7 @@ func (c *cleaner) notes() bool { return c.ended != nil }
 // touch notes a write. Loop thread.
 func (c *cleaner) touch(off, n, gen int64) {
 	for g := off / cleanRegion; g <= (off+n-1)/cleanRegion; g++ {
-		c.touched[g] = max(c.touched[g], gen) // one that had to wait may come after a younger one
+		c.touched[g] = max(c.touched[g], gen) // a write that had to wait may come after a younger write
 	}
 }
 
@@ -66,8 +66,8 @@ func (c *cleaner) run() {
 	}
 }
 
-// once takes the intents of regions away that were not written to since the last time. What fails is tried again
-// the next time: an intent that stays costs a comparison.
+// once removes the intents of regions without a write since the last run. After an error the next run tries again: a
+// remaining intent costs a comparison.
 func (c *cleaner) once(ctx context.Context) {
 	e := c.e
 	if !c.whole.Load() {
@@ -118,7 +118,7 @@ func (c *cleaner) once(ctx context.Context) {
 		return
 	}
 	for _, m := range all {
-		_ = m.Clean(ctx, gen, epoch, regions) // else they stay for good, which is safe
+		_ = m.Clean(ctx, gen, epoch, regions) // else the intents stay, which is safe
 	}
 }
 
@@ -139,7 +139,7 @@ func (e *Engine) mirrorsOf(ctx context.Context, who set) (all []Mirror) {
 	return all
 }
 
-// closeTime bounds what is done for the next attach when a volume is detached.
+// closeTime bounds the work at a detach for the next attach.
 const closeTime = 10 * time.Second
 
 // last takes all intents away when everything is flushed and nothing more will come.
@@ -176,7 +176,7 @@ func (c *cleaner) last() {
 		regions = append(regions, g)
 	}
 	for _, m := range all {
-		_ = m.Clean(ctx, token, epoch, regions) // else they stay, which is safe
+		_ = m.Clean(ctx, token, epoch, regions) // else the intents stay, which is safe
 	}
 }
 

@@ -14,35 +14,35 @@ import (
 	"drover.io/drover/block"
 )
 
-// copier compares regions by digests and copies the blocks that differ. It works at several pieces at once while the
-// guest is idle, and reads from all members that it may; while the guest has I/O under way it works at one, and rests
-// as long as it worked.
+// copier compares regions by digests and copies the blocks that differ. While the guest is idle, the copier works at
+// several pieces at once and reads from all serving members; under guest I/O the copier works at one piece, and pauses
+// for as long as the piece took.
 type copier struct {
 	e      *Engine
-	to     []Mirror // it is copied from whoever is a member at the moment
-	equal  []Mirror // or these are to be equal: the others are made like the first that can be read
-	join   *join    // the guest writes meanwhile; nil: it does not
-	snap   string   // what is copied is that of a snapshot; empty: what the source holds now
+	to     []Mirror // destinations; the source is any present member
+	equal  []Mirror // or members to resync: the first readable one is the source
+	join   *join    // the guest writes in parallel; nil: the guest does not
+	snap   string   // the snapshot to copy; empty: the source's present content
 	polite bool     // the guest is to go first, although nothing is locked
 	o      JoinOptions
 
-	mu    sync.Mutex // of what follows
+	mu    sync.Mutex // guards the fields below
 	p     Progress
 	told  time.Time
 	began time.Time
 	did   int64           // bytes since then
-	read  map[Mirror]bool // members that a snapshot was read from
+	read  map[Mirror]bool // members whose snapshot was read
 	delay map[Mirror]*delay
-	near  Mirror        // the member on this machine, if it may be read
-	bare  atomic.Bool   // the last piece was blank where it was copied to: the next one may be
-	alone chan struct{} // whoever has it works beside the guest
+	near  Mirror        // the member on this machine, if readable
+	bare  atomic.Bool   // the last piece was blank at the destination: the next may be
+	alone chan struct{} // its owner works beside the guest
 }
 
 const (
 	comparePiece = 1 << 20
-	politePiece  = 256 << 10 // of it is copied at a time beside the guest, who is kept from it meanwhile
+	politePiece  = 256 << 10 // copied at a time beside guest I/O, which waits meanwhile
 	copyWorkers  = 8
-	nearSoon     = 25 * time.Millisecond // what a piece takes at most to be read on this machine alone
+	nearSoon     = 25 * time.Millisecond // the longest time for a piece to be read on this machine alone
 )
 
 // span of bytes.
@@ -89,7 +89,7 @@ feed:
 	return c.p, context.Cause(work)
 }
 
-// turn does one piece, when it may.
+// turn copies one piece in its turn.
 func (c *copier) turn(ctx context.Context, p span, buf *[]byte) error {
 	at := int64(comparePiece)
 	if c.join != nil || c.polite {
@@ -123,7 +123,7 @@ func (c *copier) guest(ctx context.Context) (is bool, err error) {
 	return is, err
 }
 
-// rest lets the guest go first, keeps to the rate, and tells how far it is.
+// rest lets the guest go first, keeps to the rate, and reports the progress.
 func (c *copier) rest(ctx context.Context, took time.Duration) error {
 	c.mu.Lock()
 	if c.o.OnProgress != nil && time.Since(c.told) > time.Second {
@@ -151,11 +151,11 @@ func (c *copier) rest(ctx context.Context, took time.Duration) error {
 	return pause(ctx, wait)
 }
 
-// errSource marks what went wrong with the member that is read: another one may do.
+// errSource marks an error of the member that is read: another member may succeed.
 var errSource = errors.New("the replica that it is copied from")
 
-// some copies a piece, so much of it at a time, from one of the members that have it. While members
-// fetch its blocks from another source, some waits and holds no lock.
+// some copies a piece, at bytes at a time, from one of the members with the piece. While members fetch the piece's
+// blocks from another source, some waits and holds no lock.
 func (c *copier) some(ctx context.Context, p span, at int64, buf *[]byte) error {
 	if c.equal != nil {
 		return untilFetched(ctx, equaliseTime, func() error { return c.level(ctx, p, at, buf) })
@@ -170,7 +170,7 @@ func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) err
 	}
 	for i := range src {
 		if i > 0 {
-			*buf = aligned(comparePiece) // the other one may still be read into
+			*buf = aligned(comparePiece) // a hanging disk may still read into the other buffer
 		}
 		m, done := c.soonest(src[i:])
 		err = c.piece(ctx, m, c.to, p, at, *buf)
@@ -182,7 +182,7 @@ func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) err
 	return err
 }
 
-// level makes a piece equal on all that are to be.
+// level resyncs a piece of all members in equal.
 func (c *copier) level(ctx context.Context, p span, at int64, buf *[]byte) (err error) {
 	for i, m := range c.equal {
 		if i > 0 {
@@ -197,15 +197,15 @@ func (c *copier) level(ctx context.Context, p span, at int64, buf *[]byte) (err 
 	return err
 }
 
-// delay is what reading from a member takes.
+// delay measures the reads from a member.
 type delay struct {
 	pieces int     // under way
 	perKiB float64 // nanoseconds, lately
 }
 
-// soonest puts the member first that a piece is read from soonest, as far as is known, and counts the piece until done.
-// To read from another machine costs the processors of both and the network, which guests need, so it is not asked
-// while the member on this one answers soon enough.
+// soonest puts the member first with the shortest expected wait for a piece, and counts the piece until done. A read
+// from another machine costs the processors of both machines and the network, which guests need, so soonest prefers the
+// member on this machine while the member answers soon enough.
 func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -246,7 +246,7 @@ func (c *copier) took(m Mirror, n int64, t time.Duration) {
 	}
 }
 
-// sources are the members that may be read now.
+// sources lists the members that may be read now.
 func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
 	var near Mirror
 	err = c.e.on(ctx, func() {
@@ -279,7 +279,7 @@ type digests struct {
 	err  error
 }
 
-// ask has a member digest a range. It answers in bounded time, whoever listens.
+// ask has a member digest a range. The member answers in bounded time, also if the caller has left.
 func ask(ctx context.Context, m Mirror, snap string, p span) chan digests {
 	ch := make(chan digests, 1)
 	go func() {
@@ -294,7 +294,7 @@ func ask(ctx context.Context, m Mirror, snap string, p span) chan digests {
 	return ch
 }
 
-// piece compares a range and copies what differs.
+// piece compares a range and copies the blocks that differ.
 func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at int64, buf []byte) error {
 	have := make([]chan digests, len(to))
 	for i, m := range to {
@@ -313,7 +313,7 @@ func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at 
 	}
 	for i, m := range to {
 		b := <-have[i]
-		if isDamage(b.err) { // all of it is written anew
+		if isDamage(b.err) { // all blocks are written again
 			b.sums, b.err = make([]byte, p.n/block.Size*digestSize), nil
 		}
 		if b.err != nil {
@@ -342,8 +342,8 @@ func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at 
 	return nil
 }
 
-// copy copies the blocks of a range that differ; nil: all that are not blank. The guest does not write to what is being
-// copied meanwhile.
+// copy copies the blocks of a range that differ; nil: all blocks that are not blank. The guest does not write to the
+// range meanwhile.
 func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, buf []byte,
 	differs func(int64) bool) error {
 	for at := int64(0); at < p.n; at += step {
@@ -370,7 +370,7 @@ func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, b
 	return nil
 }
 
-// move reads a range at once and writes the blocks that are to be copied.
+// move reads a range at once and writes the blocks to copy.
 func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, which func(int64) bool) error {
 	if c.join != nil {
 		release, err := c.e.lock(ctx, p.off, p.n)
@@ -383,7 +383,7 @@ func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, w
 	if err := c.readFrom(ctx, src, buf, p.off); err != nil {
 		return fmt.Errorf("%w: %w", errSource, err)
 	}
-	if c.join != nil { // one that was dropped in the meantime may lack what was written since
+	if c.join != nil { // a member dropped in the meantime may lack later writes
 		member := false
 		if err := c.e.on(ctx, func() {
 			for i, m := range c.e.cfg.Members {
@@ -393,7 +393,7 @@ func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, w
 			return err
 		}
 		if !member {
-			return fmt.Errorf("%w: %w", errSource, api.Errorf(api.Unavailable, "it was dropped"))
+			return fmt.Errorf("%w: %w", errSource, api.Errorf(api.Unavailable, "the replica was dropped"))
 		}
 	}
 	var list []*block.Request
@@ -429,7 +429,7 @@ func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, w
 	return doAll(ctx, c.e.cfg.Loop, to, list)
 }
 
-// writeOf is one write of pieces of a buffer.
+// writeOf makes one write of pieces of a buffer.
 func writeOf(off int64, buf []byte, spans []block.Span) *block.Request {
 	first, last := spans[0].Off, spans[len(spans)-1]
 	w := &block.Request{Op: block.OpWrite, Off: off + first, Buf: buf[first : last.Off+last.Len]}
@@ -458,7 +458,7 @@ func (c *copier) readFrom(ctx context.Context, src Mirror, buf []byte, off int64
 
 func isZero(b []byte) bool { return b[0] == 0 && bytes.Equal(b[:len(b)-1], b[1:]) }
 
-// isBlank reports whether digests are those of blocks of zeros.
+// isBlank reports whether digests belong to blocks of zeros.
 func isBlank(sums []byte) bool {
 	for i := 0; i+digestSize <= len(sums); i += digestSize {
 		if !bytes.Equal(sums[i:i+digestSize], zeroSum[:digestSize]) {
@@ -468,12 +468,12 @@ func isBlank(sums []byte) bool {
 	return len(sums) > 0
 }
 
-// do submits a request on the loop's thread and waits for it, whatever becomes of ctx: the buffer is in use.
+// do submits a request on the loop's thread and waits for the answer, also after the end of ctx: the buffer is in use.
 func do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) error {
 	return doAll(ctx, loop, to, []*block.Request{r})
 }
 
-// doAll submits requests together, waits for all of them, and returns an error of one.
+// doAll submits requests together, waits for all answers, and returns one of the errors.
 func doAll(ctx context.Context, loop Loop, to block.Submitter, list []*block.Request) error {
 	if err := ctx.Err(); err != nil {
 		return err

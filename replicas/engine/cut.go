@@ -11,47 +11,48 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A cut of all members at one instant. Each prepares; then writes are held here, and those under way are over: all
-// members hold the same. Then each seals. When all have, the cut is there, and writes go on. A member that does not
-// seal in time is dropped before that, like one that fails a write. Where none seals, the cut is given up: it is undone
-// on every member, which answers, or is dropped, before a write goes on.
+// A cut takes all members at one instant. Each member prepares; then the engine holds writes, and the writes in
+// progress end: all members hold the same. Then each member seals. After the last seal the snapshot exists, and writes
+// continue. The engine drops a member that does not seal in time, like a member that fails a write. If no member seals,
+// the engine gives the cut up: every member undoes the cut and answers, or is dropped, before writes continue.
 
-// Cutter is a member that can be cut.
+// Cutter is a member that supports cuts.
 type Cutter interface {
 	Mirror
-	// State is what it has recorded: its snapshots, among other things.
+	// State returns the member's record: its snapshots, among other things.
 	State(ctx context.Context) (stack.Meta, error)
-	// PrepareCut does all of a cut but the commit. A cut that was prepared before is given up.
+	// PrepareCut does all of a cut but the commit. An earlier prepared cut is given up.
 	PrepareCut(ctx context.Context, s stack.Snapshot) error
-	// DoCut commits the cut that was prepared for a layer.
+	// DoCut commits the prepared cut of a layer.
 	DoCut(ctx context.Context, layer string) error
 	AbortCut(ctx context.Context) error
-	// Forget takes a snapshot out; one that is not there is fine.
+	// Forget removes a snapshot; a missing snapshot is no error.
 	Forget(ctx context.Context, uid string) error
-	// Seal cuts this member alone: for a snapshot, or for several that hold the same and share the layer of the first.
+	// Seal cuts this member alone: for a snapshot, or for several snapshots of the same content, which share the layer
+	// of the first.
 	Seal(ctx context.Context, list ...stack.Snapshot) error
-	// Changed lists the pieces that may differ between two snapshots, or from one, or from some layers, to what it holds
-	// now.
+	// Changed lists the pieces that may differ between two snapshots, or between a snapshot or some layers and the
+	// member's present content.
 	Changed(ctx context.Context, from, to string, base []string, piece int64) ([]int64, error)
 	// SnapDigests and SnapRead are for the content of a snapshot, until SnapEnd.
 	SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error)
 	SnapRead(ctx context.Context, uid string, off int64, buf []byte) error
 	SnapEnd(ctx context.Context) error
-	// Sizes are those of the layers that snapshots name, by the uid of the snapshot.
+	// Sizes returns the sizes of the snapshots' layers, by the uid of the snapshot.
 	Sizes(ctx context.Context) (map[string]stack.LayerSize, error)
 }
 
 const (
-	prepareTime = 10 * time.Second // for all of what can be done beforehand
+	prepareTime = 10 * time.Second // for the whole preparation
 	drainTime   = 10 * time.Second // for writes under way to be over
-	sealTime    = 6 * time.Second  // for a member to seal, its process may be restarted meanwhile
-	suspectTime = 4 * time.Second  // a member that let a cut wait longer is looked at
-	// aloneTime is for the steps of a single member that is cut beside its writes: a slow disk keeps nobody waiting, and
-	// there is no other member to go on with.
+	sealTime    = 6 * time.Second  // for a member to seal: its process may restart meanwhile
+	suspectTime = 4 * time.Second  // after a longer wait for a member the cut suspects the member
+	// aloneTime is for each step of a single member, which is cut beside its writes: a slow disk delays no write, and
+	// the volume has no other member to continue with.
 	aloneTime = time.Minute
 )
 
-// Cut is one under way.
+// Cut is a cut in progress.
 type Cut struct {
 	e      *Engine
 	s      stack.Snapshot
@@ -59,18 +60,18 @@ type Cut struct {
 	who    set
 	layers []string // by member
 	held   bool
-	single bool // the member cuts beside its writes
+	single bool // the member is cut beside its writes
 	begun  bool // some member may have sealed
 	ended  bool
-	out    bool // it was released; loop thread
+	out    bool // released; loop thread
 }
 
-// errCutting is why a replica that is on its way is given up for the moment.
-var errCutting = api.Errorf(api.Busy, "a snapshot was taken meanwhile: it is begun anew, and what was copied stays")
+// errCutting ends a rebuild for the moment.
+var errCutting = api.Errorf(api.Busy, "a snapshot was taken meanwhile: the rebuild starts again and keeps copied data")
 
 var errNoRoom = api.Errorf(api.Full, "writes wait for room on the disks: make room, the snapshot follows")
 
-// PrepareCut begins a cut. Between it and the end of Commit or Abort there is no other one.
+// PrepareCut begins a cut. No other cut begins before the end of Commit or Abort.
 func (e *Engine) PrepareCut(ctx context.Context, s stack.Snapshot) (*Cut, error) {
 	return prepareCut(ctx, e, s, prepareTime)
 }
@@ -130,7 +131,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 
 func (c *Cut) prepare(ctx context.Context, m int, x Cutter) error {
 	s := c.s
-	s.Layer = string(api.NewUID()) // a layer is a replica's own: what a uid names is the same for ever
+	s.Layer = string(api.NewUID()) // each replica has a layer of its own: a uid names the same content for ever
 	c.layers[m] = s.Layer
 	return x.PrepareCut(ctx, s)
 }
@@ -146,7 +147,7 @@ func (c *Cut) each(who set, fn func(m int, x Cutter) error) []error {
 		}
 		x, ok := c.list[m].Member.(Cutter)
 		if !ok {
-			errs[m] = api.Errorf(api.Unsupported, "it cannot be cut")
+			errs[m] = api.Errorf(api.Unsupported, "the member does not support cuts")
 			continue
 		}
 		n++
@@ -172,7 +173,7 @@ func pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// underWay is the error of a look at what is under way that was given up: its time is over, or it could not be made.
+// underWay marks the error of a wait for I/O in progress that exceeded its time.
 func underWay(ctx context.Context, err error) error {
 	if ctx.Err() == nil {
 		return err
@@ -180,8 +181,8 @@ func underWay(ctx context.Context, err error) error {
 	return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
 }
 
-// Settled returns when all operations that are under way now are over. A cut calls this first, so that a slow disk ends
-// its I/O before writes are held. Cut holds no writes of a single member, and Settled returns at once.
+// Settled returns when all operations now in progress have ended. A cut calls Settled first, so that a slow disk ends
+// its I/O before the cut holds writes. Cut holds no writes of a single member, so Settled returns at once.
 func (e *Engine) Settled(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
 	defer cancel()
@@ -212,12 +213,12 @@ func (e *Engine) Settled(ctx context.Context) error {
 	}
 }
 
-// single reports whether there is one member and no other replica gets writes. Loop thread.
+// single reports whether the volume has one member and no other replica gets writes. Loop thread.
 func single(e *Engine) bool {
 	return e.members.len() == 1 && e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
 }
 
-// Hold keeps new writes back, and returns when none is under way: every member holds the same.
+// Hold holds new writes, and returns when no write is in progress: every member holds the same.
 func (c *Cut) Hold(ctx context.Context) error {
 	e := c.e
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
@@ -269,8 +270,8 @@ func (c *Cut) Hold(ctx context.Context) error {
 	}
 }
 
-// Commit has every member seal, and drops those that do not. It returns when the cut is there, or when it surely is
-// nowhere. Writes are held still: Release.
+// Commit has every member seal, and drops members that do not. Commit returns when the snapshot exists, or surely does
+// not. Writes stay held until Release.
 func (c *Cut) Commit(ctx context.Context) error {
 	e := c.e
 	if !c.held && !c.single || c.ended {
@@ -316,7 +317,7 @@ func (c *Cut) Commit(ctx context.Context) error {
 		switch c.who = left; {
 		case fenced != nil:
 			return fenced
-		case c.who&done == 0: // who had it is gone, too
+		case c.who&done == 0: // the members with the snapshot are gone, too
 			c.Abort()
 			return errors.Join(all...)
 		}
@@ -331,8 +332,8 @@ func (c *Cut) Commit(ctx context.Context) error {
 	return nil
 }
 
-// seal has one member commit. Where its session broke in between, what was prepared is gone: nothing was written since,
-// so it is prepared anew, until sealTime has passed.
+// seal has one member commit. If the member's session broke, the prepared cut is gone: the engine wrote nothing since,
+// so seal prepares again, until sealTime has passed.
 func (c *Cut) seal(ctx context.Context, m int, x Cutter, began time.Time, within time.Duration) error {
 	ctx, cancel := context.WithDeadline(ctx, began.Add(within))
 	defer cancel()
@@ -353,13 +354,13 @@ func (c *Cut) seal(ctx context.Context, m int, x Cutter, began time.Time, within
 	}
 }
 
-// has reports whether a member has this very cut.
+// has reports whether a member has exactly this cut.
 func (c *Cut) has(ctx context.Context, x Cutter) (bool, error) {
 	m, err := x.State(ctx)
 	return slices.ContainsFunc(m.Snapshots, c.s.Same), err
 }
 
-// Abort undoes a cut that was not committed, on every member, and lets writes go on.
+// Abort undoes an uncommitted cut on every member, and lets writes continue.
 func (c *Cut) Abort() {
 	e := c.e
 	if c.ended {
@@ -372,14 +373,14 @@ func (c *Cut) Abort() {
 	} else {
 		c.LetGo()
 		ctx, cancel := context.WithTimeout(e.ctx, prepareTime)
-		c.each(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else a next session does it
+		c.each(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else the next session does so
 		cancel()
 	}
 	c.Release()
 }
 
-// undo has every member answer that it has nothing of the cut. A member that does not is dropped if another one did.
-// Where all that are left take no more writes, it makes no difference any more.
+// undo has every member answer that the member has nothing of the cut, and drops the others if a member did answer. If
+// no member left takes writes any more, undo ends: no write can follow.
 func (c *Cut) undo() {
 	e := c.e
 	var clean, failed set
@@ -424,7 +425,7 @@ func (c *Cut) undo() {
 	}
 }
 
-// LetGo lets writes go on of a cut that no member was asked for and that is going to be aborted.
+// LetGo lets writes continue before the abort of a cut that no member was asked to seal.
 func (c *Cut) LetGo() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
@@ -434,7 +435,7 @@ func (c *Cut) LetGo() {
 	})
 }
 
-// Release lets writes go on, and other cuts begin. It can be called again.
+// Release lets writes continue, and other cuts begin. A repeated call does nothing.
 func (c *Cut) Release() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
@@ -447,7 +448,7 @@ func (c *Cut) Release() {
 	})
 }
 
-// Cut takes a snapshot of all members. A single member cuts beside its writes: no other has to hold the same.
+// Cut takes a snapshot of all members. A single member is cut beside its writes: no other member has to hold the same.
 func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	if err := e.Settled(ctx); err != nil {
 		return err
@@ -464,7 +465,7 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	// No other replica becomes a member meanwhile: PrepareCut has seen to that.
+	// no other replica becomes a member meanwhile: PrepareCut prevents that
 	if err = e.on(ctx, func() { c.single = single(e) && c.who == e.members }); err == nil && !c.single {
 		err = c.Hold(ctx)
 	}

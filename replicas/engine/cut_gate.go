@@ -2,14 +2,14 @@ package engine
 
 import "drover.io/drover/block"
 
-// cutGate holds new writes back while a cut is at its instant. Loop thread.
+// cutGate holds new writes back during a cut's instant. Loop thread.
 type cutGate struct {
 	e      *Engine
 	closed bool
 	parked []*block.Request
 }
 
-// park holds a write back, and reports whether it did. Reads and flushes pass.
+// park holds a write back, and reports whether the gate did. Reads and flushes pass.
 func (g *cutGate) park(r *block.Request) bool {
 	if !g.closed || r.Op == block.OpRead || r.Op == block.OpFlush {
 		return false
@@ -18,7 +18,7 @@ func (g *cutGate) park(r *block.Request) bool {
 	return true
 }
 
-// open starts the writes that were held back; with a reason it fails them.
+// open starts the held writes, or fails them for a reason.
 func (g *cutGate) open(why error) {
 	g.closed = false
 	list := g.parked

@@ -16,16 +16,17 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Loop is the thread that the engine lives on.
+// Loop is the engine's thread.
 type Loop interface {
-	// Post runs fn on the loop's thread soon. Any goroutine may call it. False: the loop has ended, fn never runs.
+	// Post runs fn on the loop's thread soon. Any goroutine may call Post. False: the loop has ended, fn never runs.
 	Post(fn func()) bool
 }
 
-// Member is one replica of the volume as the engine sees it, here or on another node; a pointer.
+// Member is one replica of the volume as the engine sees the replica, on any node; a pointer.
 type Member interface {
-	// Submit takes requests of whole 4 KiB blocks. Every request is answered once, in bounded time (WatchedMember), and a
-	// member that answers has let go of the buffer, or leases it. An error of kind denied says that a newer engine was adopted.
+	// Submit takes requests of whole 4 KiB blocks. A member answers each request once, in bounded time (WatchedMember),
+	// and before that lets go of the buffer, or leases the buffer. An error of kind denied says: a newer engine was
+	// adopted.
 	block.Submitter
 	// Adopt refuses every older session, drains its disk I/O, and makes epoch, incarnation and members durable.
 	Adopt(ctx context.Context, epoch, incarnation int64, members []string) error
@@ -38,7 +39,7 @@ type Member interface {
 // Named is a member with the name of its Replica object.
 type Named struct {
 	Name   string
-	Local  bool // reads prefer it
+	Local  bool // for reads
 	Member Member
 }
 
@@ -48,37 +49,39 @@ const MaxMembers = 64
 // Config of an engine. Loop, Size and Members are required; Drop too if there are several members.
 type Config struct {
 	Loop        Loop
-	Pool        *Pool // of the loop; nil: the engine has one of its own
+	Pool        *Pool // of the loop; nil: the engine makes one
 	Size        int64 // bytes, a multiple of the block size
 	Members     []Named
 	Epoch       int64
 	Incarnation int64
 	ReadOnly    bool
-	// Drop takes a member out of the volume's record, which moves from epoch to epoch+1. Nil says that this is so, no
-	// matter whether an earlier call had done it. Denied: the record belongs to another engine. Any other error: the
-	// outcome is unknown, Drop will be called again. Called from a goroutine of the engine.
+	// Drop takes a member out of the volume's record, which moves from epoch to epoch+1. Nil: the member is out, also
+	// if an earlier call had that effect. Denied: the record belongs to another engine. Any other error: the outcome is
+	// unknown, and the engine calls Drop again. A goroutine of the engine calls Drop.
 	Drop func(ctx context.Context, epoch int64, member string) error
 	// Add makes a replica a member in the volume's record, which moves from epoch to epoch+1; as Drop. An error of kind
-	// not found says that it is not done and never will be. Nil: nobody can join.
+	// not found says: not done, now and later. Nil: no replica can join.
 	Add func(ctx context.Context, epoch int64, member string) error
-	// Owns asks the API whether it still names this engine in an epoch. Denied: it names another one. Any other error: not
-	// known, Owns will be called again. Called from a goroutine of the engine. Nil: a member's word counts alone.
+	// Owns asks the API whether the API still names this engine in an epoch. Denied: the API names another engine. Any
+	// other error: not known, and the engine calls Owns again, from a goroutine of the engine. Nil: a member's word
+	// counts alone.
 	Owns func(ctx context.Context, epoch int64) error
-	// Track makes a single member note intents, as several always do: the volume has other replicas. An engine without
-	// Track begins that with NoteIntents.
+	// Track makes a single member note intents, as several members always do: the volume has other replicas. An engine
+	// without Track begins with NoteIntents.
 	Track bool
 	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
 	Lenient bool
 	// Equalise makes the members equal before anything is read: the last engine had no clean end.
 	Equalise bool
-	// Reported tells whether the API has reported a snapshot of the volume: a member that lacks it, where another one has
-	// it, is dropped. Nil: nobody can be asked, and a snapshot that is not on all members is taken out of them.
+	// Reported tells whether the API has reported a snapshot of the volume. The engine drops a member without a
+	// reported snapshot that another member has. Nil: the API cannot be asked, and the engine removes a snapshot that
+	// some member lacks from the other members.
 	Reported func(ctx context.Context, s stack.Snapshot) (bool, error)
-	// OnDrop tells that a member was dropped and why. Called on the loop's thread, must not block; may be nil.
+	// OnDrop reports a dropped member and the cause. Called on the loop's thread, must not block; may be nil.
 	OnDrop func(member string, why error)
-	// OnSpace tells that writes began to wait for room, or that none waits any more. As OnDrop.
+	// OnSpace reports that writes began to wait for room, or that no write waits any more. As OnDrop.
 	OnSpace func(full bool)
-	// OnFence tells that this engine was replaced and has stopped. As OnDrop.
+	// OnFence reports that another engine replaced this engine, which has stopped. As OnDrop.
 	OnFence func(why error)
 }
 
@@ -99,9 +102,9 @@ type Engine struct {
 	cancel  context.CancelFunc
 	drops   sync.WaitGroup
 	dropped []error                  // why, by member
-	missed  []string                 // names of the members that this engine began without
-	gone    set                      // members that the engine has closed already
-	spare   set                      // those of them that nothing under way speaks of any more: their places can be taken. Loop thread
+	missed  []string                 // names of the members without which the engine began
+	gone    set                      // members that the engine has closed
+	spare   set                      // closed members without an operation in progress: free places. Loop thread
 	leaving map[string]chan struct{} // dropped members, by name: closed when the engine has closed the member. Loop thread
 	cleaner cleaner
 	unequal unequal
@@ -111,21 +114,21 @@ type Engine struct {
 	epoch     int64
 	members   set  // of the epoch
 	suspect   set  // members that failed and are being dropped: no I/O for them
-	weak      set  // those of them that have not adopted the epoch
-	doubted   bool // a member says that another engine has the volume: reads wait until the API has been asked
-	lost      set  // the last one that served, if its session is gone: everything waits for it, or for another one
-	absent    set  // suspects that Open did not reach, and that nobody resynced: the engine drops and never revives them
+	weak      set  // members without the epoch's adoption
+	doubted   bool // a member names another engine: reads wait until the API has answered
+	lost      set  // the last serving member, if its session is gone: all I/O waits for a member
+	absent    set  // suspects that Open did not reach: never resynced, never revived
 	joiners   set  // replicas that get all writes and are no members yet
-	joining   set  // the one of them that is being made a member: nothing is acknowledged without it
+	joining   set  // the joiner in the swap: no acknowledgement without it
 	joins     map[int]*join
-	wishes    []*join // that wait for their swap
+	wishes    []*join // joins that wait for their swap
 	dropping  bool
 	vouched   bool // a member has answered since the drop under way began
 	fenced    error
 	hurry     bool
-	bare      time.Time // since when all replicas are gone and something waits for one; zero: not
+	bare      time.Time // since when all replicas are gone while I/O waits; zero: not
 	impatient bool      // the last member is not waited for any more
-	refusing  bool      // I/O fails until one is back: it waited for long enough
+	refusing  bool      // I/O fails until a replica is back: the wait was too long
 	closing   bool
 	drained   chan struct{} // closed when the last operation is done, set by Close
 
@@ -134,17 +137,17 @@ type Engine struct {
 	ranges   ranges
 	room     roomQueue
 	reads    [MaxMembers]int // in flight, by member
-	hurt     set             // members that could not read something, since it is damaged on their disks
+	hurt     set             // members with damage on their disks, which a read met
 	stalled  stalledReads
 	fetches  fetches
 	gens     generations
-	cutting  bool // a cut is under way: nobody else begins one, and nobody joins
+	cutting  bool // a cut is in progress: no other cut and no join begins
 	gate     cutGate
 	pool     *Pool
 }
 
-// Open makes every member adopt the epoch and returns the engine. It does not own the loop. On an error the members are
-// still the caller's to close.
+// Open makes every member adopt the epoch and returns the engine, which does not own the loop. After an error the
+// caller closes the members.
 func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	n := len(cfg.Members)
 	switch {
@@ -233,8 +236,8 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// acked reports whether the guest may hear "done" (I1): every member of the epoch has it and has adopted the epoch. For
-// reads one is enough.
+// acked reports whether the guest may hear "done" (I1): every member of the epoch has completed the operation and has
+// adopted the epoch. For reads one member is enough.
 func (e *Engine) acked(o *op) bool {
 	if o.reading {
 		return o.ok != 0
@@ -259,7 +262,7 @@ func (e *Engine) Submit(r *block.Request) {
 			o.read(r.Buf, r.Off)
 			return
 		}
-		o.slow = true // it needs a buffer, but no range
+		o.slow = true // for a buffer, not for a range
 		o.begin()
 	case block.OpFlush:
 		o.lo, o.hi = 0, 0
@@ -292,7 +295,7 @@ func (e *Engine) refuse(r *block.Request) error {
 	return nil
 }
 
-// finish ends an operation: the guest hears about it.
+// finish ends an operation, and answers the guest.
 func (e *Engine) finish(o *op, err error) {
 	r := o.parent
 	r.Err = nil
@@ -334,7 +337,7 @@ func (e *Engine) finish(o *op, err error) {
 	}
 }
 
-// errno is what the guest's kernel understands of an error.
+// errno translates an error for the guest's kernel.
 func errno(err error) error {
 	var no syscall.Errno
 	if errors.As(err, &no) {
@@ -343,9 +346,9 @@ func errno(err error) error {
 	return syscall.EIO
 }
 
-// on runs fn on the loop's thread and waits for it. After an error fn did not run, and will not.
+// on runs fn on the loop's thread and waits for the end. After an error fn did not run, and will not.
 func (e *Engine) on(ctx context.Context, fn func()) error {
-	var taken atomic.Bool // by the loop, or by who does not wait any longer
+	var taken atomic.Bool // by the loop, or by a caller that stopped waiting
 	done := make(chan struct{})
 	run := func() {
 		if taken.CompareAndSwap(false, true) {
@@ -368,11 +371,11 @@ func (e *Engine) on(ctx context.Context, fn func()) error {
 	}
 }
 
-// Absent names the members that Open did not reach, or that went back in time. Nobody resynced them: the engine drops
-// them, and before that a later process of the same epoch must not adopt them either.
+// Absent names the members that Open did not reach, or that went back in time. The engine did not resync these members
+// and drops them; until then a later process of the same epoch must not adopt them either.
 func (e *Engine) Absent() []string { return slices.Clone(e.missed) }
 
-// Epoch is the epoch now, and the names of its members.
+// Epoch returns the present epoch and the names of its members.
 func (e *Engine) Epoch(ctx context.Context) (epoch int64, members []string, err error) {
 	err = e.on(ctx, func() { epoch, members = e.epoch, e.names(e.members) })
 	return epoch, members, err
@@ -394,8 +397,8 @@ func (e *Engine) Full(ctx context.Context) (full bool, err error) {
 	return full, err
 }
 
-// Close ends the engine after its device is gone. Operations that members still have are waited for; those that wait
-// for room or for a drop fail. Then the members are closed. The loop must still run.
+// Close ends the engine after its device is gone. Close waits for operations at members, fails operations that wait for
+// room or for a drop, and then closes the members. The loop must still run.
 func (e *Engine) Close() error {
 	done := make(chan struct{})
 	alive := e.cfg.Loop.Post(func() {
@@ -420,7 +423,7 @@ func (e *Engine) Close() error {
 	}
 	var gone set
 	var list []Named
-	_ = e.on(context.Background(), func() { gone, list = e.gone, e.cfg.Members }) // after whatever the drops had posted
+	_ = e.on(context.Background(), func() { gone, list = e.gone, e.cfg.Members }) // after all that the drops posted
 	var errs []error
 	for i, m := range list {
 		if !gone.has(i) {
@@ -437,7 +440,7 @@ func (e *Engine) Close() error {
 	return errors.Join(errs...)
 }
 
-// failWaiting ends every operation that waits for something else than a member's answer.
+// failWaiting ends every operation that waits for anything but a member's answer.
 func (e *Engine) failWaiting() {
 	e.gate.open(syscall.EIO)
 	held := e.room.held
@@ -446,13 +449,13 @@ func (e *Engine) failWaiting() {
 		e.finish(o, syscall.ENOSPC)
 	}
 	for _, o := range e.ranges.waiting() {
-		if o.waiting { // not ended by the one before it
+		if o.waiting { // the operation before may have ended this one, too
 			e.finish(o, syscall.EIO)
 		}
 	}
 	e.stalled.end()
 	e.fetches.end()
-	e.ranges.requeue() // begin ends them
+	e.ranges.requeue() // begin fails the operations
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {
 			if o.e == e {

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Expand makes every member, and every replica that is about to be one, then the engine, size bytes long. It can be
-// repeated after an error.
+// Expand makes every member, and every replica in a join, then the engine, size bytes long. After an error the caller
+// may repeat Expand.
 func (e *Engine) Expand(ctx context.Context, size int64) error {
 	if size%block.Size != 0 {
 		return api.Errorf(api.Invalid, "size %d is not a multiple of %d", size, block.Size)
@@ -21,7 +21,7 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 	for {
 		var old int64
 		var short []Named
-		unknown := "" // a member of which it is not known whether it is to be one
+		unknown := "" // a member whose drop is not decided
 		err := e.on(ctx, func() {
 			who := (e.members | e.joiners | e.joining) &^ e.suspect
 			for i, m := range e.cfg.Members {
@@ -29,13 +29,13 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 					short = append(short, m)
 				}
 			}
-			// A suspect that vouches for what is there when the others have failed serves again, as long as it is.
+			// A suspect may serve again: to vouch for the content when the others have failed.
 			for i, m := range e.cfg.Members {
 				if (e.members & e.suspect).has(i) && !long[m.Member] && size > e.size {
 					unknown = m.Name
 				}
 			}
-			// Who joins from now on asks for the size after it was enlisted.
+			// A later joiner asks for the size after enlist.
 			if old = e.size; len(short) == 0 && unknown == "" {
 				e.size = max(old, size)
 			}
@@ -63,8 +63,8 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 	}
 }
 
-// without reports whether the volume goes on without a replica that cannot be made longer: it is no member. One that
-// was to join is given up.
+// without reports whether the volume continues without a replica that failed to expand, since the replica is no member.
+// The engine gives up the join of such a replica.
 func (e *Engine) without(ctx context.Context, m Member, why error) (is bool) {
 	err := e.on(ctx, func() {
 		i := slices.IndexFunc(e.cfg.Members, func(n Named) bool { return n.Member == m })
@@ -75,8 +75,8 @@ func (e *Engine) without(ctx context.Context, m Member, why error) (is bool) {
 	return err == nil && is
 }
 
-// lengthen makes a replica that is to join as long as the volume is. It may be longer, by an expansion that others did
-// not follow: nobody sees more of it than the volume has.
+// lengthen expands a joining replica to the volume's size. The replica may be longer, by an expansion that others did
+// not follow: no reader sees more than the volume's size.
 func (r *joinRun) lengthen(ctx context.Context) error {
 	size, err := r.e.length(ctx)
 	if err != nil {

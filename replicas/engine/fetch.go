@@ -13,10 +13,10 @@ import (
 )
 
 // A member may lack blocks of a layer and fetch them from another source. The member answers a read of such blocks with
-// stack.ErrNotFetched, at once. The engine asks the other members, and sets the operation aside if none has the blocks.
-// An operation that is set aside is no I/O under way: the operation holds no range, no buffer and no place in a
-// generation, so nothing that drains or fences waits for a source. The engine asks again when a member reports a fetch,
-// and by a timer.
+// stack.ErrNotFetched, at once. The engine asks the other members, and sets the operation aside if no member has the
+// blocks. An operation set aside is no I/O in progress: the operation holds no range, no buffer and no place in a
+// generation, so no drain and no fence waits for a source. The engine asks again when a member reports a fetch, and by
+// a timer.
 
 // Fetcher is a member that reports each fetch of blocks that a read asked for. Fn must not block.
 type Fetcher interface{ OnFetched(fn func()) }

@@ -1,13 +1,13 @@
 package engine
 
-// generations count the operations in progress by the moment at which they began, so that a caller can wait for the
+// generations count the operations in progress by the moment of their begin, so that a caller can wait for the
 // operations of a moment, and for no later ones. Loop thread.
 type generations []generation
 
 type generation struct {
 	gen  int64
 	n    int
-	then []func() // to call once all operations of this generation and of older ones have ended
+	then []func() // to call at the end of all operations of this and older generations
 }
 
 // begin counts an operation in the newest generation.

@@ -11,15 +11,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Mirror is a member that can be made equal to others.
+// Mirror is a member that the engine can resync.
 type Mirror interface {
 	Member
-	// Track has it note durably where it may differ from the others, before it is written to.
+	// Track makes the member note durably, before each write, where the member may differ from the others.
 	Track(ctx context.Context, on bool) error
 	Intents(ctx context.Context) (stack.Intents, error)
 	// Intend notes regions, as writes to them would.
 	Intend(ctx context.Context, regions []int64) error
-	// Mark and Clean take intents away that are not needed any more, but for regions touched in between.
+	// Mark and Clean remove intents of flushed regions, except regions touched in between.
 	Mark(ctx context.Context, token int64) error
 	Clean(ctx context.Context, token, epoch int64, regions []int64) error
 	// Digests has 16 bytes for each block of a range.
@@ -31,33 +31,34 @@ const digestSize = 16
 // zeroSum is the digest of a block of zeros.
 var zeroSum = sha256.Sum256(make([]byte, block.Size))
 
-// Progress of a replica on its way.
+// Progress of a rebuild.
 type Progress struct {
 	Total int64 // bytes in regions that may differ
-	Done  int64 // of them, compared
-	Sent  int64 // bytes that differed and were copied
-	Full  bool  // the intents do not tell what it lacks: everything is compared
+	Done  int64 // bytes compared
+	Sent  int64 // bytes copied
+	Full  bool  // the intents do not name all missing regions: everything is compared
 }
 
 // JoinOptions tune a Join.
 type JoinOptions struct {
 	OnProgress     func(Progress) // called every now and then, from Join's goroutine; may be nil
-	BytesPerSecond int64          // that are compared; 0: as fast as the guest lets it
-	// OnSwap is called before it is made a member; an error gives it up. From then on it is not given up but with the
-	// engine. May be nil.
+	BytesPerSecond int64          // bytes compared per second; 0: as fast as the guest allows
+	// OnSwap is called before the swap that adds the replica; an error gives the join up. Afterwards only the engine's
+	// end does. May be nil.
 	OnSwap func() error
-	// Join waits for Turn once the replica has adopted the epoch, so that a replica which does not answer has no turn; and
-	// for WholeTurn before the replica is compared as a whole. Each release is called in the end. Nil: there is none.
+	// Join waits for Turn once the replica has adopted the epoch, so that a replica without an answer has no turn; and
+	// for WholeTurn before the engine compares the replica as a whole. Join calls each release in the end. Nil: no
+	// wait.
 	Turn, WholeTurn func(ctx context.Context) (release func(), err error)
 }
 
-// joinRun is one call of Join, and its goroutine's.
+// joinRun is one call of Join, in the caller's goroutine.
 type joinRun struct {
 	e     *Engine
 	n     Named
 	dst   Mirror
 	o     JoinOptions
-	turns []func() // end the turns that the run has
+	turns []func() // release the turns of the run
 	whole bool     // the run has the turn of a comparison as a whole
 	at    layered  // how far the snapshots are
 }
@@ -89,7 +90,8 @@ func (r *joinRun) end() {
 	}
 }
 
-// awaitEnd waits until a former member of this name is closed: the end of its session ends all sessions with the replica.
+// awaitEnd waits until the engine has closed a former member of this name: the end of the former session ends all
+// sessions with the replica.
 func (r *joinRun) awaitEnd(ctx context.Context) error {
 	var ended chan struct{}
 	if err := r.e.on(ctx, func() { ended = r.e.leaving[r.n.Name] }); err != nil || ended == nil {
@@ -103,17 +105,16 @@ func (r *joinRun) awaitEnd(ctx context.Context) error {
 	}
 }
 
-// join is a replica on its way to be a member.
+// join is a replica between enlist and its membership.
 type join struct {
 	m      int
-	failed chan struct{} // closed when it is one no more
+	failed chan struct{} // closed when the join fails
 	err    error         // why
-	done   chan struct{} // closed when it is a member
+	done   chan struct{} // closed when the replica is a member
 }
 
-// Join makes a replica a member: it gets all writes from now on, what it lacks is copied to it, and then it is
-// recorded. The guest goes on. Join returns when it is a member, or an error when it is not and will not be; then the
-// member is still the caller's to close.
+// Join makes a replica a member: the replica gets all new writes, the engine copies the missing data, and a swap adds
+// the replica. Guest I/O continues. After an error the replica is no member and will not be, and the caller closes it.
 func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -137,7 +138,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 			r.expel(j, err)
 		}
 	}()
-	// Again: from now on Expand knows of the replica, and may have made it longer already.
+	// Again: from now on Expand includes the replica, and may have run already.
 	if err := r.lengthen(ctx); err != nil {
 		return p, err
 	}
@@ -165,7 +166,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		}
 	}
 	e.cfg.Loop.Post(func() {
-		if e.joins[j.m] == j { // else it failed in the meantime
+		if e.joins[j.m] == j { // else the join failed in the meantime
 			e.wishes = append(e.wishes, j)
 			e.nextDrop()
 		}
@@ -175,12 +176,12 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		return p, nil
 	case <-j.failed:
 		return p, errJoin(n.Name, j, j.err)
-	case <-ctx.Done(): // whether it is a member is for the next engine to find out
+	case <-ctx.Done(): // the next engine finds the outcome of the swap
 		return p, api.Errorf(api.Unavailable, "the volume's engine is ending")
 	}
 }
 
-// prepare makes the replica adopt the present epoch, and gives it the size and the snapshots of the members.
+// prepare makes the replica adopt the present epoch, and gives the replica the size and the snapshots of the members.
 func (r *joinRun) prepare(ctx context.Context) error {
 	e := r.e
 	if err := e.NoteIntents(ctx); err != nil {
@@ -207,7 +208,7 @@ func (r *joinRun) prepare(ctx context.Context) error {
 		return err
 	}
 	if err := r.bringLayers(ctx); err != nil {
-		return fmt.Errorf("replica %s cannot be made equal to the others: %w", r.n.Name, err)
+		return fmt.Errorf("replica %s cannot be rebuilt: %w", r.n.Name, err)
 	}
 	return r.lengthen(ctx) // the volume may have grown meanwhile
 }
@@ -218,7 +219,7 @@ func errJoin(name string, j *join, err error) error {
 		err = j.err
 	default:
 	}
-	return fmt.Errorf("replica %s cannot be made equal to the others: %w", name, err)
+	return fmt.Errorf("replica %s cannot be rebuilt: %w", name, err)
 }
 
 func (e *Engine) length(ctx context.Context) (size int64, err error) {
@@ -226,7 +227,7 @@ func (e *Engine) length(ctx context.Context) (size int64, err error) {
 	return size, err
 }
 
-// enlist has a replica get all writes that begin from now on, and waits for those that began before.
+// enlist makes the replica get all new writes, and waits for the end of the older ones.
 func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 	e, n := r.e, r.n
 	j := &join{failed: make(chan struct{}), done: make(chan struct{})}
@@ -245,7 +246,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 			refused = api.Errorf(api.Busy, "the volume has %d replicas, or had them a moment ago", MaxMembers)
 			return
 		case slices.ContainsFunc(e.cfg.Members, func(m Named) bool { return m.Name == n.Name && e.isIn(m.Name) }):
-			refused = api.Errorf(api.Exists, "it is one already")
+			refused = api.Errorf(api.Exists, "replica %s is a member already", n.Name)
 			return
 		}
 		m := e.reader(e.hurt)
@@ -259,7 +260,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 			refused = api.Errorf(api.Unavailable, "no member can be copied from now")
 			return
 		}
-		e.cfg.Members = slices.Clone(e.cfg.Members) // others go through the old one
+		e.cfg.Members = slices.Clone(e.cfg.Members) // readers iterate over the old slice
 		if e.spare != 0 {
 			j.m = e.spare.first()
 			e.spare &^= bit(j.m)
@@ -269,7 +270,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 			j.m = len(e.cfg.Members)
 			e.cfg.Members, e.dropped = append(e.cfg.Members, n), append(e.dropped, nil)
 		}
-		e.gone |= bit(j.m) // until it is a member, who called Join closes it
+		e.gone |= bit(j.m) // until the membership the caller of Join closes it
 		e.joiners |= bit(j.m)
 		e.joins[j.m] = j
 		e.fetches.follow(n.Member)
@@ -300,13 +301,12 @@ func (e *Engine) isIn(name string) bool {
 	return false
 }
 
-// expel takes a replica out again that did not become a member, and waits until it has nothing of the engine's any
-// more.
+// expel takes the replica out after a failed join, and waits for the end of all operations that may use the replica.
 func (r *joinRun) expel(j *join, why error) {
 	e := r.e
 	idle := make(chan struct{})
 	if !e.cfg.Loop.Post(func() {
-		if e.joins[j.m] == j { // else its place may be another one's by now
+		if e.joins[j.m] == j { // else another replica may have the place
 			e.unjoin(bit(j.m), why)
 		}
 		e.gens.after(func() { close(idle) })
@@ -330,7 +330,7 @@ func (e *Engine) unjoin(who set, why error) {
 			j.err = why
 		}
 		if j.err == nil {
-			j.err = api.Errorf(api.Unavailable, "it failed")
+			j.err = api.Errorf(api.Unavailable, "a write to the replica failed")
 		}
 		e.wishes = slices.DeleteFunc(e.wishes, func(w *join) bool { return w == j })
 		delete(e.joins, m)
@@ -339,13 +339,12 @@ func (e *Engine) unjoin(who set, why error) {
 	}
 }
 
-// retire has the place of a replica that is none any more taken by others, once all operations are done that may have
-// asked it. Loop thread.
+// retire frees the place of a replica at the end of all operations that may have asked the replica. Loop thread.
 func (e *Engine) retire(m int) {
 	e.gens.after(func() { e.spare |= bit(m) })
 }
 
-// nextJoin starts the swap that makes a replica a member.
+// nextJoin starts the swap for the next join.
 func (e *Engine) nextJoin() {
 	if len(e.wishes) == 0 {
 		return
@@ -354,7 +353,7 @@ func (e *Engine) nextJoin() {
 	e.wishes = slices.Delete(e.wishes, 0, 1)
 	e.dropping = true
 	e.joiners &^= bit(j.m)
-	e.joining = bit(j.m) // from now on nothing is acknowledged without it
+	e.joining = bit(j.m) // from now on no acknowledgement without the replica
 	d := drop{m: j.m, list: e.cfg.Members, epoch: e.epoch, names: e.names(e.members | bit(j.m)),
 		survivors: e.members&^e.suspect | bit(j.m)}
 	name := e.cfg.Members[j.m].Name
@@ -415,7 +414,7 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 	e.unequal.soon()
 }
 
-// catchUp copies to the replica what it lacks.
+// catchUp copies the data that the replica lacks.
 func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress, err error) {
 	regions, region, full, err := r.lacking(ctx, src)
 	if err == nil {
@@ -439,8 +438,8 @@ func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress,
 	return c.regions(ctx, regions, region, size)
 }
 
-// inherit has a replica note what the member that it is made like has noted. Where both happen to hold the same in such
-// a region nothing is written to it, and yet a third that was away may hold something else.
+// inherit makes the replica note the intents of the member that the copy came from. In such a region both may hold the
+// same, so that the engine copies nothing, but a third, missing replica may hold something else.
 func inherit(ctx context.Context, src, dst Mirror) error {
 	t, err := src.Intents(ctx)
 	if err != nil {
@@ -479,7 +478,7 @@ func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err er
 	}) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
-	if err := <-got; err != nil { // in bounded time: what it waits for is answered, or the engine ends
+	if err := <-got; err != nil { // in bounded time: the operations before end, or the engine does
 		return nil, err
 	}
 	return func() {

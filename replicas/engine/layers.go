@@ -10,16 +10,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A replica that comes back lacks snapshots that were taken while it was away, and has some that are gone. What
-// counts is what a snapshot holds, not how the layers of a replica are divided: those may have been merged in one and
-// not in the other. So it loses those that are gone; and for each that it lacks, in the order in which they were
-// taken, its head is made to hold what that snapshot holds, and is cut off. Snapshots do not change: all this goes on
-// without a lock, and before the replica gets any write of the guest's. Where it stops, it goes on with the next
-// snapshot.
+// A returning replica lacks the snapshots of its absence, and has some deleted ones. The content of a snapshot counts,
+// not the division of a replica into layers: merges differ between replicas. So the replica forgets deleted snapshots;
+// and for each missing snapshot, in the order of their instants, the engine resyncs the replica's head to the snapshot
+// and cuts the head. Snapshots do not change: the engine needs no lock, and does all this before the replica gets any
+// guest write. After an error the next join continues with the next snapshot.
 
-// layered is how far that went.
+// layered is the progress through the snapshots.
 type layered struct {
-	top string   // the snapshot that the head was cut off for last; empty: none was
+	top string   // the snapshot that the head begins with; empty: none yet
 	p   Progress // so far
 }
 
@@ -50,14 +49,14 @@ func (r *joinRun) bringLayers(ctx context.Context) error {
 	}
 }
 
-// bringSnapshots makes the replica's head hold what each of some snapshots holds, in turn, and cuts the head off.
+// bringSnapshots resyncs the replica's head to each missing snapshot in turn, and cuts the head.
 func (r *joinRun) bringSnapshots(ctx context.Context, src, to Cutter, missing []stack.Snapshot) error {
 	at := &r.at
 	size, err := r.e.length(ctx)
 	if err != nil {
 		return err
 	}
-	var same []stack.Snapshot // to be cut off together: nothing was written between them
+	var same []stack.Snapshot // to seal together: no write came between them
 	seal := func() error {
 		if len(same) == 0 {
 			return nil
@@ -94,8 +93,8 @@ func (r *joinRun) bringSnapshots(ctx context.Context, src, to Cutter, missing []
 	return seal()
 }
 
-// snapshotsLike has a replica lose the snapshots that the members do not have, and returns those that it lacks, the
-// oldest first.
+// snapshotsLike makes a replica forget the snapshots that the members lack, and returns the snapshots that the replica
+// lacks, the oldest first.
 func snapshotsLike(ctx context.Context, src, to Cutter) ([]stack.Snapshot, error) {
 	want, err := src.State(ctx)
 	if err != nil {
@@ -119,7 +118,7 @@ func snapshotsLike(ctx context.Context, src, to Cutter) ([]stack.Snapshot, error
 	return missing, nil
 }
 
-// sameSnapshots makes sure, once a replica gets all writes, that none was taken in between.
+// sameSnapshots makes sure, once a replica gets all writes, that no new snapshot was taken.
 func sameSnapshots(ctx context.Context, src, dst Mirror) error {
 	from, ok := src.(Cutter)
 	to, is := dst.(Cutter)
@@ -133,8 +132,8 @@ func sameSnapshots(ctx context.Context, src, dst Mirror) error {
 	return err
 }
 
-// towards says where the head of the replica and a snapshot may differ: the head begins with the snapshot at.top, and
-// nothing was written to it since.
+// towards says where the head of the replica and a snapshot may differ: the head begins with the snapshot at.top,
+// without a later write.
 func (r *joinRun) towards(ctx context.Context, src Cutter, uid string) (regions []int64, region int64, full bool,
 	err error) {
 	if r.at.top != "" {
@@ -144,7 +143,7 @@ func (r *joinRun) towards(ctx context.Context, src Cutter, uid string) (regions 
 	return r.differing(ctx, src, uid)
 }
 
-// lacking says what the replica may lack of what the members hold now.
+// lacking says where the replica may differ from the members now.
 func (r *joinRun) lacking(ctx context.Context, src Mirror) (regions []int64, region int64, full bool, err error) {
 	if r.at.top != "" {
 		regions, err = src.(Cutter).Changed(ctx, r.at.top, "", nil, comparePiece)
@@ -153,8 +152,8 @@ func (r *joinRun) lacking(ctx context.Context, src Mirror) (regions []int64, reg
 	return r.differing(ctx, src, "")
 }
 
-// differing says it of a replica that was away: as the intents of both sides tell, or, where these do not tell all,
-// wherever one of the two holds something.
+// differing says where a returning replica may differ: by the intents of both sides, or, if these do not name all
+// regions, wherever one of the two replicas holds data.
 func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (regions []int64, region int64, full bool,
 	err error) {
 	dst := r.dst
@@ -193,7 +192,7 @@ func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (region
 	return union(a, b), comparePiece, true, err
 }
 
-// sharedLayers are the lowest layers that both stand on, such as an image's: a uid means one content.
+// sharedLayers returns the lowest layers that both replicas stand on, such as an image's: a uid means one content.
 func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
 	x, err := a.State(ctx)
 	if err != nil {
@@ -210,8 +209,8 @@ func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
 	return x.Layers[:n], nil
 }
 
-// Compare reads a snapshot on all members where it may differ from the one before it, and returns an error of kind
-// corrupt if they hold different content. The guest goes first.
+// Compare reads a snapshot on all members in the pieces that may differ from the snapshot before, and returns an error
+// of kind corrupt if the members hold different content. The guest goes first.
 func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond int64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -255,7 +254,7 @@ func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond
 		var first []byte
 		for i, x := range all {
 			sums, err := x.SnapDigests(ctx, uid, off, n)
-			if isDamage(err) { // which is told otherwise, and does not mean that they hold something else
+			if isDamage(err) { // damage is reported elsewhere, and is no difference
 				err = api.Errorf(api.Unavailable, "replica %s: %w", list[i].Name, err)
 			}
 			if err != nil {

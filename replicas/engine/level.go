@@ -10,17 +10,17 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// opening prepares the members of an engine that begins: it is a part of Open.
+// opening is one run of Open, which prepares the members.
 type opening struct {
 	e   *Engine
 	all []Mirror // members that answered
 	who []int    // their numbers
-	// behind: a member went back in time, and the intents of the others do not tell what it lacks.
+	// behind: a member went back in time, and the intents of the others do not name what the member lacks.
 	behind bool
 }
 
-// mirrors prepares the members of a volume with several replicas: they note intents, the engine resyncs where an
-// unclean end left them unequal, and they have the same snapshots.
+// mirrors prepares the members of a volume with several replicas: the members note intents, the engine resyncs the
+// members after an unclean end, and removes snapshots that some member lacks.
 func (p *opening) mirrors(ctx context.Context) error {
 	e := p.e
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
@@ -64,9 +64,9 @@ func (p *opening) prepare(ctx context.Context) error {
 	return p.level(ctx)
 }
 
-// leaveOut takes the members out that stalled while they were prepared, and reports whether the engine can begin with the
-// others: each has every acknowledged write, and notes what was copied to it so far. The engine drops the members like
-// members that it did not reach.
+// leaveOut takes out the members that stalled in the preparation, and reports whether the engine can begin with the
+// others: each other member has every acknowledged write, and notes the copies of the unfinished resync. The engine
+// drops the stalled members like members that Open did not reach.
 func (p *opening) leaveOut() bool {
 	e := p.e
 	var stalled set
@@ -86,8 +86,8 @@ func (p *opening) leaveOut() bool {
 	return true
 }
 
-// leaveBehind takes the members out that lack a snapshot which another one has and the API reported: they went back in
-// time. The engine drops them like members that it did not reach.
+// leaveBehind takes out the members without a snapshot that another member has and the API reported: these members went
+// back in time. The engine drops them like members that Open did not reach.
 func (p *opening) leaveBehind(ctx context.Context) error {
 	e := p.e
 	states, err := statesOf(ctx, p.all)
@@ -133,7 +133,7 @@ func (p *opening) leaveBehind(ctx context.Context) error {
 	return nil
 }
 
-// intendAll has members note every region: intents do not tell what a member lacks that went back in time.
+// intendAll makes members note every region: intents do not name what a member lacks that went back in time.
 func (p *opening) intendAll(ctx context.Context) error {
 	for _, m := range p.all {
 		t, err := m.Intents(ctx)
@@ -151,7 +151,7 @@ func (p *opening) intendAll(ctx context.Context) error {
 	return nil
 }
 
-// statesOf are the records of members; nil: they keep no snapshots.
+// statesOf returns the records of members; nil: the members keep no snapshots.
 func statesOf(ctx context.Context, all []Mirror) ([]stack.Meta, error) {
 	states := make([]stack.Meta, len(all))
 	for i, m := range all {
@@ -171,8 +171,8 @@ func everywhere(states []stack.Meta, s stack.Snapshot) bool {
 	return !slices.ContainsFunc(states, func(o stack.Meta) bool { return !slices.ContainsFunc(o.Snapshots, s.Same) })
 }
 
-// level makes the snapshots of the members the same, before anything is served: one that is not on all of them was not
-// there for anybody yet, or was being taken away.
+// level removes snapshots that some member lacks, before the engine serves: the API never reported such a snapshot, or
+// the snapshot was being deleted.
 func (p *opening) level(ctx context.Context) error {
 	states, err := statesOf(ctx, p.all)
 	if err != nil {
@@ -191,9 +191,9 @@ func (p *opening) level(ctx context.Context) error {
 	return nil
 }
 
-// equalise makes the members equal before the guest is served: the first is the winner, since each has all that was
-// acknowledged, and what was not may be there or not, but on all of them. For a piece that is damaged there another one
-// is.
+// equalise resyncs the members before the engine serves the guest. The first member wins: each member has every
+// acknowledged write, and an unacknowledged write may survive or not, but on all members alike. For a piece with damage
+// on the first member, another member wins.
 func (p *opening) equalise(ctx context.Context) error {
 	var regions []int64
 	var region int64
@@ -209,11 +209,11 @@ func (p *opening) equalise(ctx context.Context) error {
 	}
 	c := copier{e: p.e, equal: p.all}
 	if _, err := c.regions(ctx, regions, region, p.e.cfg.Size); err != nil {
-		return fmt.Errorf("members are made equal: %w", err)
+		return fmt.Errorf("members are resynced: %w", err)
 	}
 	for _, m := range p.all {
 		if err := do(ctx, p.e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
-			return fmt.Errorf("members are made equal: %w", err)
+			return fmt.Errorf("members are resynced: %w", err)
 		}
 	}
 	return nil

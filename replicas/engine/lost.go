@@ -10,13 +10,13 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Laster is a Member with a stall timeout, which the last member does not have: there is none to go on with.
+// Laster is a Member with a stall timeout. The last member has none: no other member is left to continue with.
 type Laster interface{ Last(is bool) }
 
-// Abandonable is a Member that can be abandoned for a stall. Abandoned is the reason; nil: the member is not.
+// Abandonable is a Member that can be abandoned for a stall. Abandoned returns the reason; nil: not abandoned.
 type Abandonable interface{ Abandoned() error }
 
-// tellLast tells the members which of them is the last one.
+// tellLast tells each member whether it is the last one.
 func (e *Engine) tellLast() {
 	live := e.members &^ e.suspect
 	if e.hurry {
@@ -29,7 +29,7 @@ func (e *Engine) tellLast() {
 	}
 }
 
-// Hurry says that the engine is about to be closed: members that do not answer are given up, the last one too.
+// Hurry announces Close: members that do not answer are abandoned, the last one too.
 func (e *Engine) Hurry() {
 	e.cfg.Loop.Post(func() {
 		e.hurry = true
@@ -37,8 +37,9 @@ func (e *Engine) Hurry() {
 	})
 }
 
-// vouch finds a member that is in its session still. If none serves, vouch also asks those that failed, as long as it
-// takes. It never asks a member that was absent when the engine opened: that one may lack what the others were given.
+// vouch finds a member whose session is unbroken. If no serving member answers, vouch also asks failed members, as long
+// as necessary. vouch never asks a member that was absent when the engine opened: the others were resynced without that
+// member.
 func (e *Engine) vouch(d *drop) error {
 	wait := 50 * time.Millisecond
 	for {
@@ -80,7 +81,7 @@ func (e *Engine) vouch(d *drop) error {
 			if err := e.cfg.confirm(e.ctx, d.epoch, refusal); api.Is(err, api.Denied) {
 				return err
 			} else if err == nil && denied == d.able {
-				return refusal // the API names this engine, and no member is left that it could go on with
+				return refusal // the API names this engine, and no member is left to continue with
 			}
 		}
 		if restarted == d.able.len() {
@@ -98,16 +99,16 @@ func (e *Engine) vouch(d *drop) error {
 	}
 }
 
-// revive sends what waits to members that serve again: what failed there, and what came while they did not.
+// revive sends the waiting operations to members that serve again: failed operations, and operations since.
 func (e *Engine) revive(who set) {
 	e.bare, e.refusing, e.impatient = time.Time{}, false, false
 	e.suspect &^= who
-	e.weak &^= who // to vouch they adopted the epoch
+	e.weak &^= who // each adopted the epoch to vouch
 	e.lost = 0
 	e.doubted = e.doubted && e.members&e.suspect != 0
 	e.tellLast()
 	for m := range e.cfg.Members {
-		if e.weak.has(m) { // it was the last one that served, and is not any more
+		if e.weak.has(m) { // the last serving member, which serves no more
 			e.propose(m, errLost)
 		}
 	}
@@ -124,7 +125,7 @@ func (e *Engine) revive(who set) {
 	e.unequal.soon()
 }
 
-// stalledReads are reads that no member can answer now. Loop thread.
+// stalledReads are reads without a member that can answer now. Loop thread.
 type stalledReads struct {
 	e    *Engine
 	list []*op
@@ -140,7 +141,7 @@ func (s *stalledReads) retry() {
 	}
 }
 
-// add lets a read wait that no member can answer now, and reports whether it does.
+// add sets a read aside if a member may answer later, and reports whether add did.
 func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
 	e := s.e
 	if e.doubted && !e.closing && e.fenced == nil {
@@ -156,10 +157,10 @@ func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
 		return false
 	}
 	if e.suspect == 0 && e.lost == 0 {
-		e.lost = e.members & o.tried &^ o.sore // one that is only damaged there serves
+		e.lost = e.members & o.tried &^ o.sore // a member with damage there serves
 	}
 	if e.suspect|e.lost == 0 {
-		return false // those that may come to answer are members no more
+		return false // the members that may answer later were dropped
 	}
 	o.stall, o.stallAt = buf, off
 	s.list = append(s.list, o)
@@ -167,7 +168,7 @@ func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
 	return true
 }
 
-// end fails the reads that wait: the engine ends.
+// end fails the reads: the engine ends.
 func (s *stalledReads) end() {
 	list := s.list
 	s.list = nil
@@ -176,7 +177,7 @@ func (s *stalledReads) end() {
 	}
 }
 
-// Suspect has a member dropped that fails in a way that no request tells of.
+// Suspect drops a member for a failure that no request shows.
 func (e *Engine) Suspect(name string, why error) {
 	e.cfg.Loop.Post(func() {
 		for i, m := range e.cfg.Members {
@@ -187,12 +188,12 @@ func (e *Engine) Suspect(name string, why error) {
 	})
 }
 
-// FailAfter bounds how long I/O waits where all replicas are gone; 0: it waits as long as it takes. It is to be called
-// every now and then. What waits for longer fails, and so does what comes, until a replica is back. It reports whether
-// I/O fails now.
+// FailAfter bounds how long I/O waits without a replica; 0: without limit. The owner calls FailAfter now and then.
+// Operations that wait for longer fail, and so do new operations until a replica is back. FailAfter reports whether I/O
+// fails now.
 func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool, err error) {
 	err = e.on(ctx, func() {
-		// One that goes on does not know which writes failed before it: intents stay until the next attach compares.
+		// A resumed engine does not know which writes failed earlier: intents stay until the next attach compares.
 		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Equalise
 		e.tire(most)
 		waits := len(e.stalled.list) > 0 || len(e.ranges.waiting()) > 0
@@ -210,8 +211,8 @@ func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool,
 	return fails, err
 }
 
-// serving are the members that answer, as far as is known. One of those that failed a write at the same time is
-// nobody's suspect, since somebody has to vouch for what is there; it serves once one of them did.
+// serving returns the members that answer, as far as is known. A member that failed a write together with the others is
+// no suspect, because some member has to vouch; such a member serves again once a member vouched.
 func (e *Engine) serving() set {
 	live := e.members &^ e.suspect &^ e.lost
 	if e.suspect != 0 && !e.vouched {
@@ -224,10 +225,10 @@ func (e *Engine) serving() set {
 	return live
 }
 
-// Absentee is a Member that knows how long there has been no connection to it; 0: there is one.
+// Absentee is a Member with a connection: AbsentFor is the time without a connection; 0: connected.
 type Absentee interface{ AbsentFor() time.Duration }
 
-// tire has the last member given up that is waited for otherwise, once it was not reached for long enough.
+// tire abandons the last member once the member was unreachable for long enough.
 func (e *Engine) tire(most time.Duration) {
 	live := e.members &^ e.suspect
 	if e.lost != 0 || live.len() != 1 {
@@ -240,10 +241,10 @@ func (e *Engine) tire(most time.Duration) {
 	}
 }
 
-// failLost ends what waits for a replica.
+// failLost ends the operations that wait for a replica.
 func (e *Engine) failLost() {
 	for _, o := range e.ranges.waiting() {
-		if o.waiting { // not ended by the one before it
+		if o.waiting { // the operation before may have ended this one, too
 			e.finish(o, syscall.EIO)
 		}
 	}

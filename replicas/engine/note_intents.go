@@ -8,15 +8,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// An engine of a single member that nobody is to join notes no intents: Config.Track. It says so durably, so that a
-// replica which was a member before is compared as a whole when it returns.
+// An engine notes no intents if the volume has a single member and no other replica is to join: Config.Track. The
+// member records this durably, so that the engine later compares a returning former member as a whole.
 
-// unnoter is a member that can record that no intents tell what was written before an epoch, or in it until now.
+// unnoter is a member that can record: intents do not name the writes before an epoch, or in the epoch until now.
 type unnoter interface {
 	Unnoted(ctx context.Context, epoch int64) error
 }
 
-// unnoted has a single member without Track record that, in each epoch: also a member that never noted an intent, since
+// unnoted makes a single member without Track record so, in each epoch: also a member that never noted an intent, since
 // a replica that left before the first write has the same past.
 func (c *Config) unnoted(ctx context.Context) error {
 	m, ok := c.Members[0].Member.(Mirror)
@@ -41,8 +41,8 @@ func unnotedOf(ctx context.Context, m Mirror, name string, epoch int64) error {
 	return nil
 }
 
-// NoteIntents makes the only member of an engine that was opened without Track note intents: other replicas may join
-// from then on. A repeated call does nothing.
+// NoteIntents makes the only member of an engine that was opened without Track note intents, so that other replicas may
+// join. A repeated call does nothing.
 func (e *Engine) NoteIntents(ctx context.Context) error {
 	var notes bool
 	var epoch int64

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// op is one request of the guest on its way. It is taken from a free list, and so are its requests to members: nothing
-// is allocated for an I/O once there were as many at a time.
+// op is one request of the guest in progress. Operations come from a free list, and so do their requests to members:
+// the engine allocates nothing for an I/O once as many were in progress at a time.
 //
 //	begin -> step -> send / read -> answers -> settle -+-> step again (partial blocks, long ranges)
 //	                                                   +-> held (no room) -> step again
@@ -23,39 +23,39 @@ type op struct {
 	start  int64
 	lo, hi int64 // the range in whole blocks
 
-	slow    bool // overlapping operations neither pass it nor are passed by it
+	slow    bool // overlapping operations wait for each other, in order
 	reading bool // the step under way is a read
 	waiting bool // for a drop
-	again   bool // it was held and is being tried again
-	probe   bool // its outcome decides about the other held ones
+	again   bool // a second try after a hold
+	probe   bool // the outcome decides about the other held operations
 
 	// The step under way.
-	out     block.Request // what members are asked for
+	out     block.Request // the request to members
 	pending int
 	tried   set // members that failed this read
-	sore    set // those of them on whose disks it is damaged
-	// Members that fetch what this read needs, and when it is asked again.
+	sore    set // tried members with damage there
+	// Members that fetch the blocks of this read, and the time of the next question.
 	unfetched  set
 	pause, due time.Duration
 	ok         set
 	failed     set
 	full       set   // failed for want of room
-	away       set   // failed because they were not reached
+	away       set   // failed, not reached
 	err        error // of a member
 
-	// Of an operation in steps.
+	// For an operation in steps.
 	cur    int64 // first byte not done yet
 	end    int64
 	stage  stage
 	bounce []byte
 	pa, pb int64 // the piece under way, in whole blocks
 
-	leases []*block.BufferLease // memory that disks which hang may use
-	renew bool          // a read needs other memory for that
+	leases []*block.BufferLease // memory that hanging disks may use
+	renew  bool                 // the next read needs other memory
 
-	gen  int64  // when it began
-	lock func() // of an operation that only holds its range: called once it has it
-	// Of a read that nobody can answer.
+	gen  int64  // generation of the begin
+	lock func() // for an operation that only holds its range: called with the range held
+	// For a read without a member to answer.
 	stall   []byte
 	stallAt int64
 
@@ -67,8 +67,8 @@ type op struct {
 type stage uint8
 
 const (
-	stageHead  stage = iota // read the first block of the piece, if it is partial
-	stageTail               // read the last one
+	stageHead  stage = iota // read the first block of the piece, if partial
+	stageTail               // read the last block
 	stageWrite              // write the piece
 )
 
@@ -95,7 +95,7 @@ func (e *Engine) take(r *block.Request) *op {
 	o.tried, o.sore, o.err, o.stage, o.lock = 0, 0, nil, stageHead, nil
 	o.unfetched, o.pause, o.due = 0, 0, 0
 	o.leases, o.renew = nil, false
-	for len(o.subs) < len(e.cfg.Members) { // others have joined since it was made
+	for len(o.subs) < len(e.cfg.Members) { // replicas have joined since the operation was made
 		e.more(o)
 	}
 	o.enter()
@@ -109,10 +109,10 @@ func (e *Engine) make() *op {
 	return &op{e: e, subs: make([]block.Request, 0, len(e.cfg.Members))}
 }
 
-// more makes a request for one more member. Nothing of the operation is under way.
+// more makes a request for one more member. The operation is not in progress.
 func (e *Engine) more(o *op) {
 	o.subs = append(o.subs, block.Request{})
-	for k := range o.subs { // they may have moved
+	for k := range o.subs { // the slice may have moved
 		o.subs[k].Done = func(r *block.Request) { o.noteLease(r); o.answer(k, r.Err) }
 	}
 }
@@ -128,7 +128,7 @@ func (e *Engine) give(o *op) {
 	e.free = o
 }
 
-// begin takes the first step of an operation that has its range.
+// begin takes the first step of an operation with its range held.
 func (o *op) begin() {
 	e := o.e
 	if e.fenced != nil || e.closing || e.refusing {
@@ -150,7 +150,7 @@ func (o *op) begin() {
 	o.step()
 }
 
-// step sends what is to be done next of an operation with partial blocks.
+// step sends the next request of an operation with partial blocks.
 func (o *op) step() {
 	r := o.parent
 	switch r.Op {
@@ -173,7 +173,7 @@ func (o *op) step() {
 	}
 }
 
-// merge reads the partial blocks at the ends of the piece, lays the new bytes over them, and writes the piece.
+// merge reads the partial blocks at the ends of the piece, lays the new bytes over the blocks, and writes the piece.
 func (o *op) merge() {
 	buf, last := o.bounce[:o.pb-o.pa], o.pb-block.Size
 	stop := min(o.pb, o.end)
@@ -185,7 +185,7 @@ func (o *op) merge() {
 		o.stage = stageTail
 	}
 	if o.stage == stageTail {
-		if stop < o.pb && !(o.cur > o.pa && last == o.pa) { // not the block that was read as the first one
+		if stop < o.pb && !(o.cur > o.pa && last == o.pa) { // not the first block again
 			o.read(buf[last-o.pa:], last)
 			return
 		}
@@ -200,7 +200,7 @@ func (o *op) merge() {
 	o.send(block.OpWrite, buf, o.pa, o.pb-o.pa, o.parent.FUA)
 }
 
-// stepped goes on after a step that succeeded.
+// stepped continues after a successful step.
 func (o *op) stepped() {
 	e := o.e
 	switch {
@@ -226,7 +226,7 @@ func (o *op) stepped() {
 	e.finish(o, nil)
 }
 
-// send gives one request to every member that may have it.
+// send gives one request to every member, except suspects.
 func (o *op) send(kind block.Op, buf []byte, off, n int64, fua bool) {
 	o.reading = false
 	o.ok, o.failed, o.full, o.away, o.err = 0, 0, 0, 0, nil
@@ -239,10 +239,10 @@ func (o *op) send(kind block.Op, buf []byte, off, n int64, fua bool) {
 
 // ask gives the step's request to some.
 func (o *op) ask(who set) {
-	for len(o.subs) < len(o.e.cfg.Members) { // others have joined since it began
+	for len(o.subs) < len(o.e.cfg.Members) { // replicas have joined since the begin
 		o.e.more(o)
 	}
-	o.pending = who.len() + 1 // the one keeps the step open while requests are sent: a member may answer at once
+	o.pending = who.len() + 1 // one more keeps the step open: a member may answer at once
 	for i := range o.subs {
 		if who.has(i) {
 			s := &o.subs[i]
@@ -254,7 +254,8 @@ func (o *op) ask(who set) {
 	o.arrived()
 }
 
-// read asks one member: the local one, else the least busy one that neither failed this read nor fetches its blocks.
+// read asks one member: the local one, else the least busy one, except members that failed this read or fetch its
+// blocks.
 func (o *op) read(buf []byte, off int64) {
 	e := o.e
 	o.reading = true
@@ -301,7 +302,7 @@ func (e *Engine) reader(not set) int {
 	return best
 }
 
-// answer takes what member m said.
+// answer takes the answer of member m.
 func (o *op) answer(m int, err error) {
 	if o.reading {
 		o.e.reads[m]--
@@ -329,20 +330,20 @@ func (o *op) answer(m int, err error) {
 		o.sore |= bit(m)
 		o.e.hurt |= bit(m)
 	case errors.Is(errno(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush:
-		// A flush that failed is not tried again: the kernel tells of a lost write only once.
+		// A failed flush is not tried again: the kernel reports a lost write only once.
 		o.full |= bit(m)
 	}
 	switch j := o.e.joins[m]; {
 	case j != nil:
 		j.err = err
-	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // who does not answer may have what is damaged here
+	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // an unreachable member may have the damaged data
 	default:
 		o.err = err
 	}
 	o.arrived()
 }
 
-// arrived counts an answer; with the last one the step is settled.
+// arrived counts an answer; the last answer settles the step.
 func (o *op) arrived() {
 	if o.pending--; o.pending == 0 {
 		o.e.settle(o)

@@ -6,13 +6,13 @@ import (
 	"drover.io/drover/api"
 )
 
-// A member that serves another session says so, and may be wrong: only the API knows which engine has the volume. So a
-// member's word takes no device down while other members are there. The engine treats that member like one that does
-// not answer, and lets reads wait, until the swap that drops the member has told whether the API still names this
-// engine. If all members say so, the engine asks the API itself.
+// A member may answer that it serves another session, and may be wrong: only the API knows which engine has the volume.
+// So a member's word takes no device down while other members are left. The engine treats this member like an
+// unreachable one, and lets reads wait, until the swap that drops the member has shown whether the API still names this
+// engine. If all members answer so, the engine asks the API itself.
 
-// confirm asks the API about a member's word that another engine has the volume. Nil: the API names this engine.
-// Denied: it does not, or nobody can be asked. Any other error: the API did not answer.
+// confirm asks the API about a member's word: another engine has the volume. Nil: the API names this engine. Denied:
+// the API names another engine, or cannot be asked. Any other error: the API did not answer.
 func (c *Config) confirm(ctx context.Context, epoch int64, word error) error {
 	if c.Owns == nil {
 		return word
@@ -27,14 +27,14 @@ func (c *Config) confirm(ctx context.Context, epoch int64, word error) error {
 	return api.Errorf(api.Unavailable, "whether another engine has the volume is not known: %w; %v", err, word)
 }
 
-// doubt takes member m's word that it serves another engine, and reports whether the engine asks the API first. It does
-// not where m is the volume's only member: nothing could go on without it. Loop thread.
+// doubt takes member m's word that another engine has the volume, and reports whether the engine asks the API first.
+// The word of the volume's only member counts at once: nothing could continue without this member. Loop thread.
 func (e *Engine) doubt(m int, why error) bool {
 	if e.cfg.Owns == nil || e.members == bit(m) {
 		return false
 	}
 	if !e.members.has(m) || e.closing || e.fenced != nil {
-		return true // nothing depends on a replica that is no member
+		return true // nothing depends on a joining replica
 	}
 	e.doubted = true
 	if e.members&^e.suspect == bit(m) {

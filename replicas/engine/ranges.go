@@ -1,15 +1,15 @@
 package engine
 
-// ranges keep the operations apart that change overlapping ranges. Loop thread.
+// ranges keep operations on overlapping ranges apart. Loop thread.
 type ranges struct {
 	e     *Engine
-	busy  list // writes, zeros, discards and flushes that hold their range, in the order of admission
-	queue list // those that wait for a range
-	locks int  // those of them that only keep the guest from a range
-	slow  int  // operations in busy and queue that no overlapping write may pass
+	busy  list // writes, zeros, discards and flushes with their range held, in the order of admission
+	queue list // operations that wait for a range
+	locks int  // operations in busy that only keep the guest from a range
+	slow  int  // operations in busy and queue that wait for each other, and writes for them
 }
 
-// admit starts an operation that changes a range, or lets it wait for those that it must not pass.
+// admit starts an operation that changes a range, or queues the operation behind conflicting ones.
 func (r *ranges) admit(o *op) {
 	if o.slow {
 		r.slow++
@@ -22,10 +22,10 @@ func (r *ranges) admit(o *op) {
 	o.begin()
 }
 
-// conflicts reports whether o must wait for an operation in busy, or for one in queue that came before upTo.
+// conflicts reports whether o must wait for an operation in busy, or in queue before upTo.
 func (r *ranges) conflicts(o *op, upTo *op) bool {
 	if r.slow == 0 && len(r.e.cfg.Members) == 1 {
-		return false // whole blocks, one member: the order of overlapping writes is the guest's own affair
+		return false // whole blocks, one member: the guest orders its overlapping writes
 	}
 	for b := r.busy.head; b != nil; b = b.next {
 		if r.clash(o, b) {
@@ -44,7 +44,7 @@ func (r *ranges) clash(a, b *op) bool {
 	return a != b && a.lo < b.hi && b.lo < a.hi && (a.slow || b.slow || len(r.e.cfg.Members) > 1)
 }
 
-// requeue starts what no longer has to wait, in order.
+// requeue starts the operations that need not wait any more, in order.
 func (r *ranges) requeue() {
 	for o := r.queue.head; o != nil; {
 		next := o.next
@@ -52,14 +52,14 @@ func (r *ranges) requeue() {
 			r.queue.remove(o)
 			r.busy.push(o)
 			o.begin()
-			// begin may have finished it and others at once and so changed the queue: look again from the start.
+			// begin may have finished operations at once and so changed the queue: start from its head again.
 			next = r.queue.head
 		}
 		o = next
 	}
 }
 
-// leave removes an operation that holds its range.
+// leave removes an operation from busy.
 func (r *ranges) leave(o *op) {
 	r.busy.remove(o)
 	if o.slow {
@@ -78,7 +78,7 @@ func (r *ranges) waiting() []*op {
 	return ops
 }
 
-// list of operations, linked through them.
+// list of operations, linked through the operations.
 type list struct{ head, tail *op }
 
 func (l *list) push(o *op) {

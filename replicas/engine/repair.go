@@ -11,35 +11,35 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A member whose layers are damaged stays one: reads of what is damaged are answered by another. It is repaired under
-// the guest, chunk by chunk, with what the others show, and each chunk is compared with its digest before it is
-// written.
+// A member with damaged layers stays a member: another member answers reads of the damaged data. The engine repairs the
+// member under the guest, chunk by chunk, with the content of the other members, and compares each chunk with its
+// digest before the write.
 
-// Mender is a member that can be repaired.
+// Mender is a member that supports repair.
 type Mender interface {
 	Cutter
-	// Broken are the damaged chunks of its layers that others may be asked for.
+	// Broken lists the damaged chunks of the member's layers that other members may show.
 	Broken(ctx context.Context) ([]stack.Broken, error)
-	// Repair puts one right with what another member shows there. Of kind corrupt: that one does not show what it held.
-	// Nil instead of bytes: nobody does.
+	// Repair repairs a chunk with the content of another member. An error of kind corrupt: the content does not match
+	// the digest. Nil instead of content: no member shows the content.
 	Repair(ctx context.Context, layer string, off int64, right []byte) error
 }
 
-// Repaired is what came of a Repair.
+// Repaired is the outcome of a Repair.
 type Repaired struct {
-	Chunks int   // that are right now
-	Bytes  int64 // of them
-	Lost   int   // chunks of which no other member shows what they held
-	Why    error // of the last of those
+	Chunks int   // repaired chunks
+	Bytes  int64 // in repaired chunks
+	Lost   int   // chunks whose content no other member shows
+	Why    error // cause of the last lost chunk
 }
 
-// Repair repairs a member from the others. After an error it can be called again: what is right stays so.
+// Repair repairs a member from the others. After an error the caller may repeat Repair, which keeps repaired chunks.
 func (e *Engine) Repair(ctx context.Context, member string, bytesPerSecond int64) (did Repaired, err error) {
 	return (&repairRun{e: e, member: member}).run(ctx, bytesPerSecond)
 }
 
-// RepairFrom repairs the members from a replica that cannot be made a member because they are damaged: it is in the
-// engine's session. What else it holds may be old, but a digest tells what a layer held.
+// RepairFrom repairs the members from a replica that cannot join because the members are damaged, and has a session of
+// the engine. Other data of the replica may be old, but a digest decides about each layer.
 func (e *Engine) RepairFrom(ctx context.Context, n Named, bytesPerSecond int64) (did Repaired, err error) {
 	_, names, err := e.Epoch(ctx)
 	for _, name := range names {
@@ -53,15 +53,15 @@ func (e *Engine) RepairFrom(ctx context.Context, n Named, bytesPerSecond int64) 
 	return did, err
 }
 
-// repairRun repairs one member.
+// repairRun is one repair of a member.
 type repairRun struct {
 	e      *Engine
 	member string
-	beside *Named // a replica that is no member, and shows what it holds; nil: there is none
+	beside *Named // a replica that is no member, and shows its content; nil: none
 	used   map[Cutter]bool
 }
 
-// run repairs the member. A replica beside the members may not be the last one to ask: nothing is given up then.
+// run repairs the member. With a replica beside the members run gives no chunk up: other replicas may return later.
 func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired, err error) {
 	e, beside := r.e, r.beside
 	ctx, cancel := context.WithCancel(ctx)
@@ -81,7 +81,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 		}
 		list, err := hurt.Broken(ctx)
 		if beside != nil && did.Lost > 0 {
-			return did, err // they would be told of again
+			return did, err // the same chunks would come again
 		}
 		if err == nil && len(list) == 0 && did.Lost == 0 {
 			err = e.on(ctx, r.unhurt)
@@ -91,7 +91,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 		}
 		for _, b := range list {
 			began := time.Now()
-			// Asked anew for each: others may have been dropped, and their content is old then.
+			// Asked again for each chunk: other members may have been dropped, and hold old content.
 			hurt, others, err := r.menders(ctx)
 			if err != nil {
 				return did, err
@@ -116,7 +116,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 	}
 }
 
-// unhurt forgets that the member was damaged. Loop thread.
+// unhurt notes that the member has no damage. Loop thread.
 func (r *repairRun) unhurt() {
 	for i, m := range r.e.cfg.Members {
 		if m.Name == r.member {
@@ -125,7 +125,7 @@ func (r *repairRun) unhurt() {
 	}
 }
 
-// menders are a member that is to be repaired, and those that serve beside it.
+// menders returns the member to repair, and the other serving members.
 func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, err error) {
 	e, member := r.e, r.member
 	if r.beside != nil {
@@ -153,7 +153,7 @@ func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, e
 	return hurt, others, err
 }
 
-// one asks one member after another; why: none of them shows what the chunk held.
+// one asks one member after another; why: no member shows the chunk's content.
 func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stack.Broken) (why, err error) {
 	away := error(nil)
 	for _, m := range others {
@@ -162,17 +162,17 @@ func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stac
 			continue
 		}
 		r.used[x] = true
-		right := aligned(int(b.Len)) // its own: a disk that hangs may still read into it
+		right := aligned(int(b.Len)) // not shared: a hanging disk may still read into the buffer
 		if err := showing(ctx, r.e.cfg.Loop, x, b, right); err != nil {
 			if api.Is(err, api.Corrupt) || api.Is(err, api.Invalid) {
 				why = fmt.Errorf("replica %s: %w", m.Name, err)
-			} else { // not reached, or the snapshot was deleted meanwhile: it is looked at again
+			} else { // unreachable, or the snapshot was deleted: the caller tries again
 				away = fmt.Errorf("replica %s: %w", m.Name, err)
 			}
 			continue
 		}
 		switch err := hurt.Repair(ctx, b.Layer, b.Off, right); {
-		case err == nil || api.Is(err, api.NotFound): // or its layer was merged, or dropped
+		case err == nil || api.Is(err, api.NotFound): // or the layer was merged, or deleted
 			return nil, nil
 		case !api.Is(err, api.Corrupt):
 			return nil, err
@@ -181,7 +181,7 @@ func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stac
 		}
 	}
 	switch {
-	case away != nil: // it may have it
+	case away != nil: // the unreachable member may have the content
 		return nil, away
 	case why == nil:
 		return nil, api.Errorf(api.Unsupported, "no other member can be asked")
@@ -189,7 +189,7 @@ func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stac
 	return why, nil
 }
 
-// showing reads what a member shows of a chunk: in a snapshot, or now.
+// showing reads a member's content of a chunk: in a snapshot, or now.
 func showing(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte) error {
 	for at := int64(0); at < b.Len; at += comparePiece {
 		part := to[at:min(b.Len, at+comparePiece)]
@@ -206,5 +206,5 @@ func showing(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte
 	return nil
 }
 
-// isDamage reports whether a member could not read what its own disk has, and nothing else is wrong with it.
+// isDamage reports whether a member could not read data of its own disk, without any other failure.
 func isDamage(err error) bool { return api.Is(err, api.Corrupt) }

@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// settle decides about a step that every member asked has answered, or that waited for a drop.
+// settle decides about a step after the answers of all asked members, or after a drop.
 func (e *Engine) settle(o *op) {
 	o.waiting = false
 	if e.fenced != nil {
@@ -22,7 +22,7 @@ func (e *Engine) settle(o *op) {
 		e.settleRead(o)
 		return
 	}
-	if j := o.failed & e.joiners; j != 0 { // it lacks this now, and was not yet promised to be a member
+	if j := o.failed & e.joiners; j != 0 { // the joiner lacks this write, and no swap has begun
 		e.unjoin(j, nil)
 	}
 	if e.acked(o) {
@@ -34,16 +34,16 @@ func (e *Engine) settle(o *op) {
 		return
 	}
 	if late := (e.members | e.joining) &^ e.suspect &^ o.ok &^ o.failed; late != 0 && !e.closing {
-		o.ask(late) // they serve since it was sent
+		o.ask(late) // members that serve since the begin
 		return
 	}
 	live := e.members &^ e.suspect
 	bad := e.members &^ o.ok & o.failed
 	switch {
 	case live != 0 && o.full&live == live:
-		bad &^= live // all of them are full: nobody is better than the others, the write waits for room
+		bad &^= live // all members are full: the write waits for room
 	case o.ok&live == 0 && o.full != 0:
-		bad &^= o.full // nobody has it and some have just no room: these stay
+		bad &^= o.full // no member has the write and some are full: these stay
 	}
 	for m := range e.cfg.Members {
 		if bad.has(m) {
@@ -73,7 +73,7 @@ func (o *op) failure() error {
 	return syscall.EIO
 }
 
-// settleRead goes on with what was read, or asks the next member.
+// settleRead continues after a read, or asks the next member.
 func (e *Engine) settleRead(o *op) {
 	if !e.acked(o) && o.failed|o.unfetched != 0 {
 		o.tried |= o.failed
@@ -82,7 +82,7 @@ func (e *Engine) settleRead(o *op) {
 	}
 	if o.tried != 0 {
 		for m := range e.cfg.Members {
-			if (o.tried &^ o.sore).has(m) && e.members.has(m) { // one that is only damaged there is repaired
+			if (o.tried &^ o.sore).has(m) && e.members.has(m) { // a member with damage there is repaired
 				e.propose(m, o.err)
 			}
 		}
@@ -92,7 +92,7 @@ func (e *Engine) settleRead(o *op) {
 	o.stepped()
 }
 
-// propose begins to drop member m, unless it is the last one that serves.
+// propose begins to drop member m, unless m is the last serving one.
 func (e *Engine) propose(m int, why error) {
 	if e.suspect.has(m) || e.members&^e.suspect == bit(m) {
 		return
@@ -103,14 +103,14 @@ func (e *Engine) propose(m int, why error) {
 	e.nextDrop()
 }
 
-// nextDrop starts to drop a suspect, or to find a member again where all are lost; one at a time, because each moves
-// the epoch on. Where there is nothing of that to do, a replica that waits for it is made a member.
+// nextDrop starts to drop a suspect, or to find a serving member if all are lost; one at a time, because each drop
+// increments the epoch. Without such work nextDrop starts the next join.
 func (e *Engine) nextDrop() {
 	if e.dropping || e.fenced != nil || e.closing {
 		return
 	}
 	if e.lost &= e.members; e.lost != 0 && e.members&^e.suspect&^e.lost != 0 {
-		// Since it was lost another one joined: it is dropped like any that fails.
+		// another replica joined since the loss: the lost member is dropped like a failed one
 		for m := range e.cfg.Members {
 			if e.lost.has(m) && e.dropped[m] == nil {
 				e.dropped[m] = fmt.Errorf("replica %s: %w", e.cfg.Members[m].Name, errLost)
@@ -138,27 +138,28 @@ func (e *Engine) nextDrop() {
 	}()
 }
 
-var errLost = api.Errorf(api.Unavailable, "it does not answer")
+var errLost = api.Errorf(api.Unavailable, "the member does not answer")
 
-// drop is one member on its way out.
+// drop is the drop of one member in progress.
 type drop struct {
-	m         int // -1: none is to be dropped
+	m         int // -1: no member
 	list      []Named
 	epoch     int64
 	before    []string // members now
 	names     []string // members of the new epoch
-	able      set      // members now that may vouch: the engine resynced them when it began, or since
-	serving   set      // those of the able that nobody suspects
-	survivors set      // those that must adopt the new epoch
-	weak      set      // survivors that could not adopt it
-	revived   set      // members that serve again: nobody is dropped
+	able      set      // members now that may vouch: resynced by the engine
+	serving   set      // able members that are no suspects
+	survivors set      // members that must adopt the new epoch
+	weak      set      // survivors without the adoption
+	revived   set      // members that serve again: nothing is dropped
 	why       error
 }
 
-// drop records it and has the survivors adopt the new epoch. It runs in its own goroutine.
+// drop records the drop in the API and has the survivors adopt the new epoch. drop runs in a goroutine of its own.
 //
-// First somebody must vouch: a member that is in its session still, and so has everything. Two members whose sessions
-// broke at once cannot tell which of them lost something; the engine waits for one that did not.
+// First some member must vouch: a member with an unbroken session, which has every acknowledged write. Two members
+// whose sessions broke at once cannot tell which of the two lost writes; the engine waits for a member with an unbroken
+// session.
 func (e *Engine) drop(d *drop) error {
 	if err := e.vouch(d); err != nil || d.revived != 0 {
 		return err
@@ -182,7 +183,7 @@ func (e *Engine) adoptAll(d *drop, epoch int64) error {
 		}
 		var err error
 		if d.survivors&^d.weak == bit(i) {
-			err = e.insist(adopt) // the last one: there is nothing else to turn to
+			err = e.insist(adopt) // the last member: no other is left to ask
 		} else {
 			err = adopt(e.ctx)
 		}
@@ -198,7 +199,7 @@ func (e *Engine) adoptAll(d *drop, epoch int64) error {
 	return nil
 }
 
-// insist repeats fn until it succeeds, is denied, or the engine closes.
+// insist repeats fn until success, denial, or the engine's end.
 func (e *Engine) insist(fn func(context.Context) error) error {
 	wait := 50 * time.Millisecond
 	for {
@@ -230,7 +231,7 @@ func (e *Engine) settled(d *drop, err error) {
 		return // else the engine is closing
 	}
 	if e.closing {
-		return // Close ends what waits and closes the members
+		return // Close ends the waiting operations and closes the members
 	}
 	if d.revived != 0 {
 		e.revive(d.revived)
@@ -239,7 +240,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.cleaner.whole.Store(false) // until the owner says so again
 	e.members &^= bit(d.m)
 	e.suspect &^= bit(d.m)
-	// The swap was made: the API named this engine then. Another member may have raised the doubt since.
+	// At the swap the API named this engine. Another member may have raised the doubt since.
 	e.doubted = e.doubted && e.members&(e.suspect|e.lost) != 0
 	e.absent &^= bit(d.m)
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
@@ -260,7 +261,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.unequal.soon()
 }
 
-// leave closes a dropped member, which waits for what the member still has. A Join of the same replica waits for the end.
+// leave closes a dropped member, which waits for its requests. A Join of the same replica waits for the end.
 func (e *Engine) leave(m int) {
 	gone, ended := e.cfg.Members[m], make(chan struct{})
 	e.gone |= bit(m)
@@ -269,7 +270,7 @@ func (e *Engine) leave(m int) {
 	e.drops.Add(1)
 	go func() {
 		defer e.drops.Done()
-		_ = gone.Member.Close() // nothing depends on a member that was dropped
+		_ = gone.Member.Close() // nothing depends on a dropped member
 		close(ended)
 		e.cfg.Loop.Post(func() {
 			if e.leaving[gone.Name] == ended {
@@ -279,16 +280,16 @@ func (e *Engine) leave(m int) {
 	}()
 }
 
-// settleWaiting looks again at what waited for a change of the members.
+// settleWaiting settles the waiting operations after a change of the members.
 func (e *Engine) settleWaiting() {
 	for _, o := range e.ranges.waiting() {
-		if o.waiting { // not ended by the one before it
+		if o.waiting { // the operation before may have ended this one, too
 			e.settle(o)
 		}
 	}
 }
 
-// fence stops the engine for good. What members still have ends with their answers.
+// fence stops the engine for good. Operations at members end with the answers.
 func (e *Engine) fence(why error) {
 	if e.fenced != nil {
 		return

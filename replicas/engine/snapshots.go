@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Snapshots are those that every member has, as one of them says. While one is being taken the error is of kind busy,
-// and also before a member that was absent when the engine opened is dropped: nobody compared its snapshots with the
-// others'.
+// Snapshots returns the snapshots that every member has, as one member tells them. The error is of kind busy during a
+// cut, and while the engine has not dropped a member that was absent when the engine opened: the engine did not compare
+// the absent member's snapshots with the others'.
 func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	m, cutting, err := e.source(ctx)
 	if err != nil {
@@ -39,7 +39,7 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	return st, err
 }
 
-// source is a member that can tell for all of them.
+// source returns a member that can tell for all members.
 func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error) {
 	err = e.on(ctx, func() {
 		cutting = e.cutting
@@ -57,7 +57,7 @@ func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error)
 	return x, cutting, err
 }
 
-// Sizes are those of the layers that snapshots name, on one of the members.
+// Sizes returns the sizes of the snapshots' layers on one of the members.
 func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
 	m, _, err := e.source(ctx)
 	if err != nil {
@@ -66,20 +66,20 @@ func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) 
 	return m.Sizes(ctx)
 }
 
-// DropSnapshot takes a snapshot out of every member. After an error it may be on some of them; the next engine drops
-// it, or a repeated call.
+// DropSnapshot removes a snapshot from every member. After an error some members may have the snapshot; the next engine
+// removes it, or a repeated call.
 func (e *Engine) DropSnapshot(ctx context.Context, uid string) error {
 	return e.all(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
 }
 
-// SealAll cuts off the heads of the members, each at its own time: for layers without a name.
+// SealAll cuts the heads of the members, each at its own time: for layers without a name.
 func (e *Engine) SealAll(ctx context.Context) error {
 	return e.all(ctx, false, func(ctx context.Context, x Cutter) error {
 		return x.Seal(ctx, stack.Snapshot{Layer: string(api.NewUID()), Created: time.Now().UTC()})
 	})
 }
 
-// all calls fn for all members, and for those on their way too. No cut begins meanwhile.
+// all calls fn for all members, and for joiners, too. No cut begins meanwhile.
 func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
 	var refused error
 	c := &Cut{e: e}

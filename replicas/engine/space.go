@@ -6,7 +6,7 @@ import "syscall"
 type roomQueue struct {
 	e        *Engine
 	held     []*op
-	retrying int // formerly held operations that are being tried
+	retrying int // formerly held operations in a new try
 	full     bool
 }
 
@@ -17,7 +17,7 @@ func (q *roomQueue) hold(o *op) {
 		q.e.ranges.slow++
 	}
 	if o.bounce != nil {
-		o.giveBounce() // others may need it; the piece is merged anew
+		o.giveBounce() // other operations may need the buffer; the piece is merged again
 		o.stage = stageHead
 	}
 	q.tried(o)
@@ -30,7 +30,7 @@ func (q *roomQueue) hold(o *op) {
 	}
 }
 
-// tried ends the try of an operation, if it is one that was held.
+// tried ends the new try of a formerly held operation.
 func (q *roomQueue) tried(o *op) {
 	if o.again {
 		o.again = false
@@ -39,8 +39,8 @@ func (q *roomQueue) tried(o *op) {
 	o.probe = false
 }
 
-// Retry tries one of the writes that wait for room; if there is room now, the others follow. Any goroutine; the owner
-// calls it when the disk may have got room, and every now and then while writes wait.
+// Retry tries one of the writes that wait for room; if the write finds room, the others follow. Any goroutine; the
+// owner calls Retry when the disk may have room again, and now and then while writes wait.
 func (e *Engine) Retry() {
 	e.cfg.Loop.Post(func() {
 		q := &e.room

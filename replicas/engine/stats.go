@@ -7,17 +7,17 @@ import (
 	"drover.io/drover/block"
 )
 
-// Buckets are the upper bounds of the latency histograms; what is longer counts in a last one.
+// Buckets are the upper bounds of the latency histograms; longer latencies count in a last bucket.
 var Buckets = [...]time.Duration{
 	50 * time.Microsecond, 100 * time.Microsecond, 200 * time.Microsecond, 500 * time.Microsecond,
 	time.Millisecond, 2 * time.Millisecond, 5 * time.Millisecond, 10 * time.Millisecond, 20 * time.Millisecond,
 	50 * time.Millisecond, 100 * time.Millisecond, 500 * time.Millisecond, time.Second, 5 * time.Second,
 }
 
-// Class of requests that are counted together.
+// Class of requests with common counts.
 type Class uint8
 
-// Classes. Discards and zeros are one.
+// Classes. Discards and zeros share a class.
 const (
 	Read Class = iota
 	Write
@@ -68,7 +68,7 @@ func (c *counters) count(r *block.Request, nanos int64) {
 	k.latency[b].Add(1)
 }
 
-// Stats counts what was done since Open. Any goroutine.
+// Stats returns the counts since Open. Any goroutine.
 func (e *Engine) Stats() Stats {
 	var s Stats
 	for i := range e.stats {

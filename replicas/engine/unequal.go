@@ -9,23 +9,24 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A write that failed, because no replica was reached for longer than the user wants to wait, may be on some members
-// and not on others. Once they serve again they are made equal there: what the guest was told has failed may be there
-// or not, but it is the same whoever is read.
+// A write that failed, because no replica was reached for longer than the user allows, may be on some members and not
+// on others. When the members serve again, the engine resyncs them there: a failed write may survive or not, but every
+// reader sees the same.
 
-// alikePiece is what failed writes are counted in, and mostAlike how many pieces are remembered.
+// alikePiece is the unit in which failed writes are counted, and mostAlike the number of pieces that the engine
+// remembers.
 const (
 	alikePiece = 256 << 10
 	mostAlike  = 64 << 10
 )
 
-// unequal has the pieces in which writes failed: members may differ there until they are resynced.
+// unequal has the pieces with failed writes: members may differ there until the resync.
 type unequal struct {
 	e    *Engine
 	wake chan struct{} // the cleaner's goroutine is to resync
 	// Loop thread from here on.
 	pieces map[int64]bool
-	// unknown: a flush failed, or so many writes that they are not counted. Until the next attach members may differ.
+	// unknown: a flush failed, or too many writes to count. Until the next attach members may differ anywhere.
 	unknown bool
 }
 
@@ -40,7 +41,7 @@ func (u *unequal) note(o *op) {
 	}
 }
 
-// none reports whether the members are equal but for writes in progress. Loop thread.
+// none reports whether the members are equal except for writes in progress. Loop thread.
 func (u *unequal) none() bool { return !u.unknown && len(u.pieces) == 0 }
 
 // soon has the members resynced where writes failed. Loop thread.
@@ -50,12 +51,12 @@ func (u *unequal) soon() {
 	}
 	select {
 	case u.wake <- struct{}{}:
-	default: // it is going to be done anyway
+	default: // a wake-up is pending
 	}
 }
 
-// resync makes the members equal where writes failed. What fails is tried again with the next change of the members,
-// or by the clock; so are pieces that no member has fetched, while the others are made equal.
+// resync resyncs the members in the pieces with failed writes. After an error the next change of the members, or the
+// clock, starts the next try. Pieces that no member has fetched wait, while the engine resyncs the others.
 func (u *unequal) resync(ctx context.Context) {
 	e := u.e
 	buf := aligned(alikePiece)
@@ -68,7 +69,7 @@ func (u *unequal) resync(ctx context.Context) {
 			if e.suspect|e.lost|e.weak|e.joining != 0 || e.dropping || e.refusing || e.closing || e.fenced != nil {
 				return
 			}
-			if (e.members | e.joiners).len() == 1 { // who comes back is told by the intents
+			if (e.members | e.joiners).len() == 1 { // a returning replica has intents there
 				clear(u.pieces)
 				return
 			}
@@ -105,7 +106,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 	calm := func() bool { return e.suspect|e.lost|e.weak|e.joining == 0 && !e.dropping && !e.refusing }
 	ok := false
 	if err := e.on(ctx, func() {
-		// Replicas on their way are members soon, and may have been compared there already.
+		// Joiners are members soon, and may have been compared there already.
 		epoch, who, list, ok = e.epoch, e.members|e.joiners, e.cfg.Members, calm()
 		asked := set(0)
 		for _, not := range []set{e.hurt, 0} { // damaged members last

@@ -9,8 +9,8 @@ import (
 // watchTick is how fine a Watch measures time.
 const watchTick = 250 * time.Millisecond
 
-// Watch measures how long the members of a process take to answer. Time is counted in ticks: none pass while the
-// process itself stands still, or has no member. The Watch has a goroutine, which Close ends.
+// Watch measures how long the members of a process take to answer, in ticks: no tick passes while the process itself
+// stands still, or has no member. The Watch has a goroutine, which Close ends.
 type Watch struct {
 	ticks atomic.Int64
 	some  chan struct{} // there is a member again
@@ -20,7 +20,7 @@ type Watch struct {
 
 	mu        sync.Mutex
 	members   map[*WatchedMember]bool
-	abandoned map[string]bool // replicas that were abandoned and are not closed yet
+	abandoned map[string]bool // abandoned replicas that are not closed yet
 }
 
 // NewWatch starts a Watch.
@@ -85,8 +85,8 @@ func (w *Watch) look() int {
 	return len(list)
 }
 
-// Abandoned reports whether a replica was abandoned and is not closed yet, as its disk has requests of the replica:
-// nobody can open the replica.
+// Abandoned reports whether a replica was abandoned and is not closed yet, because its disk has requests: no process
+// can open the replica.
 func (w *Watch) Abandoned(replica string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -116,7 +116,7 @@ func (m *WatchedMember) Clean(ctx context.Context, token, epoch int64, regions [
 	return m.bound(ctx, func(ctx context.Context) error { return m.on.Clean(ctx, token, epoch, regions) })
 }
 
-// Unnoted records that no intents tell what was written before an epoch, or in it until now.
+// Unnoted records: intents do not name the writes before an epoch, or in the epoch until now.
 func (m *WatchedMember) Unnoted(ctx context.Context, epoch int64) error {
 	on, ok := m.on.(unnoter)
 	if !ok {
@@ -207,7 +207,7 @@ func (m *WatchedMember) Broken(ctx context.Context) ([]stack.Broken, error) {
 func (m *WatchedMember) Repair(ctx context.Context, layer string, off int64, right []byte) error {
 	on, ok := m.on.(Mender)
 	if !ok {
-		return api.Errorf(api.Unsupported, "it cannot be repaired")
+		return api.Errorf(api.Unsupported, "replica %s cannot be repaired", m.o.Replica)
 	}
 	return m.bound(ctx, func(ctx context.Context) error { return on.Repair(ctx, layer, off, right) })
 }

@@ -368,5 +368,5 @@ func (m *WatchedMember) shut(quiet <-chan struct{}) error {
 	default:
 	}
 	w.abandoned[replica] = true
-	return api.Errorf(api.Unavailable, "its disk does not answer: its end is not marked clean")
+	return api.Errorf(api.Unavailable, "replica %s: the disk does not answer, the end is not marked clean", replica)
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"runtime"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -375,8 +374,8 @@ func TestMemberWhoseDiskHangsInACallIsDropped(t *testing.T) {
 	_ = c.e.Close() // the abandoned member has no clean end
 }
 
-// TestAttachBesideADiskThatHangs: an attach that removes a snapshot from a member whose disk hangs fails, and the next
-// attach leaves the member out.
+// TestAttachBesideADiskThatHangs: an attach that removes a snapshot from a member whose disk hangs leaves the member out,
+// once the call has exceeded the stall timeout.
 func TestAttachBesideADiskThatHangs(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
 	d := c.hangOn(0)
@@ -398,12 +397,8 @@ func TestAttachBesideADiskThatHangs(t *testing.T) {
 		runtime.Gosched()
 	}
 	c.stalls.set(2*time.Second, 3*time.Second)
-	err := within(t, "end of the attach", first)
-	if !api.Is(err, api.Unavailable) || !strings.Contains(err.Error(), f.uid) {
+	if err := within(t, "end of the attach", first); err != nil {
 		t.Fatalf("the attach: %v", err)
-	}
-	if err := c.attach(); err != nil {
-		t.Fatal(err)
 	}
 	if absent := c.e.Absent(); len(absent) != 1 || absent[0] != f.uid {
 		t.Errorf("absent: %v", absent)
