@@ -330,7 +330,7 @@ func (d *Device) letGo(ctx context.Context) error {
 		d.flushed(flush)
 	}
 	if ctx.Err() != nil {
-		return api.Errorf(api.Busy, "its last flush is still under way: %w", ctx.Err())
+		return api.Errorf(api.Busy, "the device's last flush is in progress: %w", ctx.Err())
 	}
 	h, err := loophelper.Clear(d.dev, d.file)
 	if err != nil {
@@ -344,7 +344,7 @@ func (d *Device) letGo(ctx context.Context) error {
 		err = h.Finish(ctx)
 	}
 	if err != nil && ctx.Err() != nil {
-		return api.Errorf(api.Busy, "it is not flushed, or not let go of yet: %w", ctx.Err())
+		return api.Errorf(api.Busy, "the device is not flushed, or not released yet: %w", ctx.Err())
 	}
 	return inUse(d.dev, err)
 }

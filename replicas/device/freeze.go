@@ -186,11 +186,11 @@ func (f *Frozen) advance(ctx context.Context) error {
 		case err := <-f.ended:
 			f.ended <- err // for end
 			if err == nil {
-				err = errors.New("it was thawed at once")
+				err = errors.New("the file system was thawed at once")
 			}
 			return err
 		case <-ctx.Done():
-			return api.Errorf(api.Busy, "it takes too long: %w", ctx.Err())
+			return api.Errorf(api.Busy, "the freeze takes too long: %w", ctx.Err())
 		}
 	}
 }

@@ -166,7 +166,7 @@ func (h *Host) fetch(key string) (rec record, fds []int, err error) {
 	}
 	if err := json.Unmarshal(blob, &rec); err != nil || rec.Key != key {
 		closeFds(fds)
-		return record{}, nil, api.Errorf(api.Corrupt, "what the holder keeps for device %s makes no sense: %v", key, err)
+		return record{}, nil, api.Errorf(api.Corrupt, "the record of device %s makes no sense: %v", key, err)
 	}
 	return rec, fds, nil
 }
@@ -415,7 +415,7 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	}
 	if spec.Size < rec.Size {
 		closeFds(fds)
-		return nil, false, api.Errorf(api.OutOfRange, "its size is %d, so it cannot become %d", rec.Size, spec.Size)
+		return nil, false, api.Errorf(api.OutOfRange, "the device has %d bytes and cannot shrink to %d", rec.Size, spec.Size)
 	}
 	d := newDevice(h, record{spec, rec.Loop, rec.File}, loop, be, fds[0], fds[1])
 	if err := ResendSupported(); err != nil {

@@ -9,18 +9,18 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Bounds of what a peer may say.
+// Bounds of a peer's arguments and answers.
 const (
 	maxID        = 64   // bytes of the id of a replica, a volume or a member
 	maxName      = 253  // bytes of the name of a snapshot
 	maxMembers   = 64   // of a volume
-	maxSnapshots = 4096 // that one layer is sealed for
+	maxSnapshots = 4096 // snapshots of one sealed layer
 	maxNote      = 1 << 20
 	maxBroken    = 256 // damaged chunks in an answer
 	maxDigests   = 64 << 20
 )
 
-// Arguments of calls. Their names in JSON are those of the fields.
+// Arguments of calls. The fields' names are the names in JSON.
 type (
 	sizeArgs struct{ Size int64 }
 	onArgs   struct{ On bool }
@@ -46,7 +46,7 @@ type (
 	repairArgs struct {
 		Layer string
 		Off   int64
-		Right []byte // none: nobody has it
+		Right []byte // none: no form of the list is set
 	}
 	snapArgs struct {
 		UID    string
@@ -59,7 +59,7 @@ type (
 	}
 )
 
-// Validate implements arguments. A replica refuses what is smaller than it is.
+// validate implements arguments. A replica refuses a size smaller than its own.
 func (a sizeArgs) Validate(limits) error {
 	if a.Size <= 0 || a.Size%block.Size != 0 || a.Size > api.MaxVolumeSize {
 		return api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", a.Size)
@@ -91,7 +91,7 @@ func (a regionArgs) Validate(limits) error {
 	return nil
 }
 
-// list is the regions that the replica has.
+// list returns the regions within the replica.
 func (a regionArgs) list(l limits) []int64 {
 	if a.Set != nil {
 		return a.Set.list(l.regions())
@@ -133,7 +133,7 @@ func (intentsArgs) forVersion(version int) (any, error) {
 // Validate implements arguments.
 func (a rangeArgs) Validate(l limits) error { return checkRange(a.Off, a.N, maxDigests, l) }
 
-// checkRange refuses a range that is not one of whole blocks within the replica, or longer than most.
+// checkRange refuses a range that is longer than most, or not of whole blocks within the replica.
 func checkRange(off, n, most int64, l limits) error {
 	if off < 0 || n <= 0 || n > most || (off|n)%block.Size != 0 || off > l.size-n {
 		return api.Errorf(api.Invalid, "%d bytes at %d of a replica with %d", n, off, l.size)
@@ -144,7 +144,7 @@ func checkRange(off, n, most int64, l limits) error {
 // Validate implements arguments.
 func (a uidArgs) Validate(limits) error { return checkID(a.UID) }
 
-// checkID refuses what cannot be an id: nothing else may become a part of a path or of a record.
+// checkID refuses text that cannot be an id: only an id may become a part of a path or of a record.
 func checkID(id string) error {
 	if id == "" || len(id) > maxID {
 		return api.Errorf(api.Invalid, "an id of %d bytes", len(id))
@@ -174,7 +174,7 @@ func (a *noteArgs) UnmarshalJSON(b []byte) error { return (*json.RawMessage)(a).
 // Validate implements arguments.
 func (a cutArgs) Validate(limits) error { return checkSnapshot(stack.Snapshot(a)) }
 
-// checkSnapshot checks a snapshot's ids and its name; a layer that no snapshot names has neither name nor uid.
+// checkSnapshot checks a snapshot's ids and its name; a layer without a snapshot has neither name nor uid.
 func checkSnapshot(s stack.Snapshot) error {
 	if len(s.Name) > maxName || !utf8.ValidString(s.Name) {
 		return api.Errorf(api.Invalid, "the name of a snapshot has %d bytes", len(s.Name))
@@ -233,7 +233,7 @@ func (a changedArgs) Validate(l limits) error {
 	return nil
 }
 
-// validate checks what opens a session.
+// validate checks the arguments that open a session.
 func (q openRequest) validate() error {
 	if err := checkID(q.Replica); err != nil {
 		return err
@@ -241,7 +241,7 @@ func (q openRequest) validate() error {
 	return checkID(q.Volume)
 }
 
-// validate checks what a session is adopted as.
+// validate checks the arguments that adopt a session.
 func (a adoption) validate() error {
 	if a.Epoch < 0 || a.Incarnation < 0 || len(a.Members) > maxMembers {
 		return api.Errorf(api.Invalid, "session %d.%d with %d members", a.Epoch, a.Incarnation, len(a.Members))

@@ -13,23 +13,24 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Backend is a replica on a disk of this node, as an engine of this node has it for a member, and a Server serves it.
+// Backend is a replica on a disk of this node: a member for an engine of this node, and served by a Server to other
+// nodes.
 type Backend struct {
 	*stack.Replica
-	// Node is that of the engine which has it for a member: Adopt records it.
+	// Node is the node of the engine with this member: Adopt records the node.
 	Node string
 	loop Loop
 
 	mu  sync.Mutex
 	cut *stack.Cut // prepared
-	let func()     // lets I/O go on that is held for a cut
-	was string     // the layer of the cut that was prepared last
+	let func()     // ends the hold of I/O for a cut
+	was string     // the layer of the last prepared cut
 	end bool
 
-	seen seen // the snapshot that is read
+	seen seen // the open snapshot
 }
 
-// NewBackend is for a replica that is open on loop. It owns the replica.
+// NewBackend makes a Backend, which owns a replica that is open on loop.
 func NewBackend(r *stack.Replica, loop Loop) *Backend { return &Backend{Replica: r, loop: loop} }
 
 // Info implements Replica.
@@ -37,7 +38,7 @@ func (b *Backend) Info() Info {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	m := b.Meta()
-	if b.end { // its files are closed
+	if b.end { // the files are closed
 		return Info{Size: m.Size, Epoch: m.Epoch, Joined: m.Joined, Reverted: m.Reverted}
 	}
 	restarted, err := b.Restarted()
@@ -57,10 +58,10 @@ var zeroDigest = func() (d [digestSize]byte) {
 	return d
 }()
 
-// digestPiece is the most that is asked of a snapshot at once.
+// digestPiece is the longest range of one read from a snapshot.
 const digestPiece = 1 << 20
 
-// Digests reads [off, off+n) and returns a digest for each block of it.
+// Digests reads [off, off+n) and returns a digest for each block of the range.
 func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > maxDigests {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
@@ -75,7 +76,7 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 }
 
 // fetchTime bounds the wait of a call for blocks that the replica fetches: the engine asks another replica then, and
-// does not take a slow source for a disk that hangs.
+// takes no slow source for a hanging disk.
 const fetchTime = 2 * time.Second
 
 // fetching repeats a read while the replica fetches its blocks, up to fetchTime.
@@ -98,7 +99,7 @@ func (b *Backend) fetching(ctx context.Context, read func() error) error {
 	}
 }
 
-// reader reads a range unless the map says that nothing is there.
+// reader reads a range, except where the map has no data.
 type reader struct {
 	*stack.Replica
 	blank bool
@@ -112,10 +113,10 @@ func (r *reader) Submit(q *block.Request) {
 	r.Replica.Submit(q)
 }
 
-// digests are those of what read reads; it need not where it says that all is zero.
+// digests returns the digests of a range that read reads; read may report a blank range instead of reading.
 func (b *Backend) digests(off, n int64, read func(off int64, buf []byte) (blank bool, err error)) ([]byte, error) {
 	buf, back := b.Scratch()
-	defer back() // nothing reads into it any more, whatever went wrong
+	defer back() // no read is in progress, also after an error
 	out := make([]byte, 0, n/block.Size*digestSize)
 	for end := off + n; off < end; off += int64(len(buf)) {
 		piece := buf[:min(end-off, int64(len(buf)))]
@@ -140,7 +141,7 @@ func isZero(b []byte) bool {
 	return b[0] == 0 && bytes.Equal(b[:len(b)-1], b[1:])
 }
 
-// Do submits a request on the loop's thread and waits for it, whatever becomes of ctx: the buffer is in use.
+// Do submits a request on the loop's thread and waits for the answer, also after the end of ctx: the buffer is in use.
 func Do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -154,10 +155,10 @@ func Do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) er
 	return r.Err
 }
 
-// limits are those that the arguments of a call are checked against.
+// limits returns the limits for the arguments of a call.
 func (b *Backend) limits() limits { return limits{size: b.Meta().Size, region: b.RegionSize()} }
 
-// Call implements Replica: the calls that Member makes.
+// Call implements Replica: Member makes these calls.
 func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, error) {
 	m := methods[name]
 	if m == nil {
@@ -166,7 +167,7 @@ func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, e
 	return m.serve(ctx, b, args)
 }
 
-// PrepareCut prepares a cut. One that was prepared before is given up.
+// PrepareCut prepares a cut. An earlier prepared cut is given up.
 func (b *Backend) PrepareCut(ctx context.Context, s stack.Snapshot) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -202,7 +203,7 @@ func (b *Backend) Release() {
 	}
 }
 
-// DoCut commits the cut that was prepared for a layer.
+// DoCut commits the prepared cut of a layer.
 func (b *Backend) DoCut(ctx context.Context, layer string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -219,7 +220,7 @@ func (b *Backend) DoCut(ctx context.Context, layer string) error {
 	return c.Do(ctx)
 }
 
-// AbortCut gives a cut up that was prepared. Where the disk may have it all the same, the error is stack.ErrFailed.
+// AbortCut gives a prepared cut up. The error is stack.ErrFailed if the disk may have the cut all the same.
 func (b *Backend) AbortCut(context.Context) error { return errors.Join(b.endCut(), b.Failed()) }
 
 func (b *Backend) endCut() error {
@@ -228,7 +229,7 @@ func (b *Backend) endCut() error {
 	return b.abort()
 }
 
-// abort is endCut for a caller that has the lock.
+// abort is endCut for a caller with the lock.
 func (b *Backend) abort() error {
 	c := b.cut
 	b.cut = nil

@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// buffers are page-aligned memory for payloads, in a few sizes, bounded in all. Who finds none waits: that is the
-// back-pressure of a server. But a session that has little is given some all the same: others, whose disks hang or who
-// do not take their answers, cannot keep it from going on.
+// buffers are page-aligned memory for payloads, in a few sizes, bounded in all. A session without a buffer waits: this
+// is the back-pressure of a server. But a session with a small share gets a buffer in any case: other sessions with
+// hanging disks, or without reads of their answers, cannot block the session.
 type buffers struct {
 	mu    sync.Mutex
 	room  *sync.Cond
@@ -17,17 +17,18 @@ type buffers struct {
 	ended bool
 }
 
-// account is what a session has of the buffers, or all sessions of a connection.
+// account counts the buffers of a session, or of all sessions of a connection.
 type account struct {
 	of     *account // of the session's connection
-	held   int64    // bytes, of those asked for
-	closed bool     // a connection's: it gets no more
+	held   int64    // bytes, of the requested lengths
+	closed bool     // of a connection: gets no more buffers
 }
 
 const (
-	// connMost is what a connection may have: twice what it was told, as what it gave up itself may be with a disk still.
+	// connMost bounds the buffers of a connection: twice the announced credit, because a disk may still use the buffers
+	// of abandoned requests.
 	connMost = 2 * connCredit
-	// sessionShare is what a session gets though there is nothing left; one buffer, if that is larger.
+	// sessionShare is the share of a session also beyond the bounds; or one buffer, if larger.
 	sessionShare = 256 << 10
 )
 
@@ -59,7 +60,7 @@ func (b *buffers) get(n int, a *account) ([]byte, bool) {
 	defer b.mu.Unlock()
 	for !b.ended && !conn.closed {
 		if conn.held > 0 && conn.held+int64(n) > connMost {
-			b.room.Wait() // until it takes its answers
+			b.room.Wait() // until the client takes answers
 			continue
 		}
 		var buf []byte
@@ -83,7 +84,7 @@ func (b *buffers) get(n int, a *account) ([]byte, bool) {
 	return nil, false
 }
 
-// leave has whoever waits for a connection's buffers wait no more.
+// leave ends all waits for a connection's buffers.
 func (b *buffers) leave(conn *account) {
 	b.mu.Lock()
 	conn.closed = true
@@ -91,7 +92,7 @@ func (b *buffers) leave(conn *account) {
 	b.mu.Unlock()
 }
 
-// trim gives back free buffers of other sizes until there is room for one of size. The caller has the lock.
+// trim frees unused buffers of other sizes until one of size fits. The caller has the lock.
 func (b *buffers) trim(not int, size int64) bool {
 	for c := range b.free {
 		for c != not && len(b.free[c]) > 0 && b.left < size {
@@ -106,10 +107,10 @@ func (b *buffers) trim(not int, size int64) bool {
 func (b *buffers) drop(buf []byte) {
 	buf = buf[:cap(buf)]
 	b.left += int64(len(buf))
-	_ = unix.Munmap(buf) // fails only for an address that is not mapped
+	_ = unix.Munmap(buf) // fails only for an unmapped address
 }
 
-// put takes a buffer back, as long as it was when the session got it.
+// put takes a buffer back, with its length as of get.
 func (b *buffers) put(buf []byte, a *account) {
 	if buf == nil {
 		return
@@ -127,7 +128,7 @@ func (b *buffers) put(buf []byte, a *account) {
 	b.room.Broadcast()
 }
 
-// close gives the free ones back; the others follow when they are put.
+// close frees the unused buffers; put frees the others.
 func (b *buffers) close() {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -23,7 +23,7 @@ const (
 	helloTime   = 5 * time.Second
 )
 
-// state of a slot: whose its buffer is.
+// slotState says which side owns the slot's buffer.
 type slotState uint8
 
 const (
@@ -35,21 +35,21 @@ const (
 	slotOver
 )
 
-// slot is a request on its way, or a call.
+// slot is a request in progress, or a call.
 type slot struct {
 	m      *Member
 	req    *block.Request // or
 	call   *call
 	h      header
-	state  slotState // under the connection's lock while it has one
+	state  slotState // guarded by the connection's lock while on a connection
 	id     uint64
 	weight int64 // bytes of credit
 	ended  bool  // answered; under the Member's lock
-	kept   bool  // not to be used again: a connection may still know it
+	kept   bool  // never used again: a connection may still refer to the slot
 	// given: the Member took the slot back while the connection used its buffer, and the connection completes the slot.
 	given bool
 	err   error
-	prev  *slot // of the Member's pending ones
+	prev  *slot // among the Member's pending slots
 	next  *slot
 }
 
@@ -65,9 +65,9 @@ type call struct {
 type conn struct {
 	set     *lanes
 	nc      net.Conn
-	below   *records // TLS; nil: it is none
+	below   *records // of TLS; nil: without TLS
 	credit  int64
-	version int // that both sides speak
+	version int // spoken on the connection
 
 	mu       sync.Mutex
 	work     *sync.Cond
@@ -75,7 +75,7 @@ type conn struct {
 	table    map[uint64]*slot // sent and not answered
 	nextID   uint64
 	flying   int64            // bytes of credit in use
-	shares   map[uint32]int64 // those of each session that has some
+	shares   map[uint32]int64 // by session
 	members  map[uint32]*Member
 	ping     bool
 	heard    time.Duration
@@ -219,7 +219,7 @@ func (c *conn) cause() error {
 	return c.err
 }
 
-// write sends what is queued. Several frames go out together; the buffer is flushed when nothing is left.
+// write sends the queue. Several frames travel together; write flushes the buffer when the queue is empty.
 func (c *conn) write() {
 	defer c.finished.Done()
 	w := newFrames(c.nc, c.below)
@@ -294,9 +294,8 @@ func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
 	}
 }
 
-// next takes the first slot from the queue that may be sent; nil: none may. A session without credit is passed over
-// with all that it has there, so that its order stays: others do not wait for a disk that hangs. The caller has the
-// lock.
+// next takes the first slot from the queue that has credit; nil: no slot has. next passes over all slots of a session
+// without credit, so that their order stays: other sessions do not wait for a hanging disk. The caller has the lock.
 func (c *conn) next() *slot {
 	var few [8]uint32
 	short := few[:0] // sessions without credit
@@ -322,14 +321,14 @@ func (c *conn) next() *slot {
 	return nil
 }
 
-// may reports whether there is credit for a slot. A session that has little under way gets its share though none is
-// left, as it does of the server's buffers. The caller has the lock.
+// may reports whether a slot has credit. A session with little in progress gets its share beyond the credit, as of the
+// server's buffers. The caller has the lock.
 func (c *conn) may(s *slot) bool {
 	has := c.shares[s.h.session]
 	return s.weight == 0 || c.flying+s.weight <= c.credit || has == 0 || has+s.weight <= sessionShare
 }
 
-// send writes one frame. The payload of a write is the guest's buffer, which stays as it is until the answer.
+// send writes one frame. The payload of a write is the guest's buffer, which does not change before the answer.
 func (c *conn) send(w *frames, s *slot, hb *[headerSize]byte) error {
 	h := s.h
 	h.id = s.id
@@ -445,10 +444,10 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 	case over:
 		s.state, err = slotOver, cmp.Or(err, broken)
 	case s.call != nil:
-		c.queue = append(c.queue, s) // whoever made it is told when the connection has ended
+		c.queue = append(c.queue, s) // lost answers the call when the connection has ended
 		fallthrough
 	default:
-		s.state = slotIdle // it will be sent again
+		s.state = slotIdle // the next connection sends the slot again
 	}
 	c.mu.Unlock()
 	if over {
@@ -457,7 +456,7 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 	return broken
 }
 
-// look is called every now and then: it pings, and finds out that nobody is there any more.
+// look pings an idle connection, and breaks a silent one. The Dialer's clock calls look.
 func (c *conn) look(now time.Duration) {
 	c.mu.Lock()
 	silent := now - c.heard

@@ -18,13 +18,13 @@ import (
 // errBroken is in the error of a call whose connection broke before the answer.
 var errBroken = errors.New("no answer")
 
-// laneCount is how many connections two nodes keep. Sessions are spread over them.
+// laneCount is the number of connections between two nodes, which the sessions share.
 const laneCount = 2
 
-// Dialer keeps this node's connections to others. The zero value with its exported fields set is ready.
+// Dialer keeps this node's connections to other nodes. The zero value with its exported fields set is ready.
 type Dialer struct {
-	Node string // this one's name
-	// TLS is for a connection to a node, asked for anew each time; nil: none, which tests use.
+	Node string // this node's name
+	// TLS returns the configuration for a new connection to a node; nil: no TLS, for tests.
 	TLS func(node string) (*tls.Config, error)
 	// Address is where a node's data process is, host:port.
 	Address func(ctx context.Context, node string) (string, error)
@@ -55,7 +55,7 @@ type dialing struct {
 	err  error
 }
 
-// now is a clock that stands still while this process is stopped: it cannot tell then how long others took.
+// now is a clock that stands still while this process is stopped, so that the pause does not count as another node's.
 func (d *Dialer) now() time.Duration { return time.Since(d.began) - time.Duration(d.skipped.Load()) }
 
 // start begins to look at the clock. The caller has the lock.
@@ -132,7 +132,7 @@ func (d *Dialer) lanesTo(node string) *lanes {
 	return l
 }
 
-// get returns a connection of the set, which it makes if there is none.
+// get returns a connection of the set, and connects if necessary.
 func (l *lanes) get(ctx context.Context, lane int) (*conn, error) {
 	l.mu.Lock()
 	if c := l.conns[lane]; c != nil && c.cause() == nil {
@@ -215,7 +215,7 @@ func (l *lanes) dial() (*conn, error) {
 	return c, nil
 }
 
-// lost tells the members of a connection that it is gone. Both its goroutines have ended.
+// lost notifies the members of a connection of its end. Both goroutines of the connection have ended.
 func (l *lanes) lost(c *conn) {
 	l.mu.Lock()
 	for i := range l.conns {

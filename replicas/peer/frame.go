@@ -14,19 +14,20 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Version of the protocol. Both sides say theirs in hello; the lower one is spoken, if both know it.
+// Version of the protocol. Each side names its versions in hello, and both speak the lower of the two newest, if both
+// know that version.
 //
-// Since version 2 a write may have spans: its payload tells them first, and has their bytes alone. Since version 3 the
-// arguments of a call, and an answer for which they ask, may have regions as a set; before, they have a list. Since
-// version 4 a server answers a read with stack.ErrNotFetched if the replica still fetches its blocks from another
-// source; the server keeps such a read of an older client until the replica has the blocks.
+// Since version 2 a write may have spans: the payload begins with the spans, and has only their bytes. Since version 3
+// the arguments of a call, and an answer on request, may have regions as a set; before, as a list. Since version 4 a
+// server answers a read with stack.ErrNotFetched if the replica still fetches its blocks from another source; the
+// server keeps such a read of an older client until the replica has the blocks.
 const (
 	Version         = 4
 	minVersion      = 1
 	spansSince      = 2
 	setsSince       = 3
 	notFetchedSince = 4
-	// Protocol is the name that TLS agrees on.
+	// Protocol is the name in the TLS handshake.
 	Protocol = "drover-peer"
 )
 
@@ -60,8 +61,8 @@ const (
 	flagSpans = 2
 )
 
-// Spans of a write on their way: how many, and of each its first block in the write and how many blocks it has, all
-// of 4 bytes.
+// Spans of a write on the wire: their number, and for each span the first block in the write and the number of blocks,
+// each a number of 4 bytes.
 const (
 	spansHead = 4
 	spanSize  = 8
@@ -76,7 +77,7 @@ func encodeSpans(list []block.Span) []byte {
 	return b
 }
 
-// readSpans reads the payload of a write with spans: their bytes come to where they belong in buf.
+// readSpans reads the payload of a write with spans: each span's bytes come to the span's place in buf.
 func (h *header) readSpans(r io.Reader, buf []byte) ([]block.Span, error) {
 	broken := api.Errorf(api.Corrupt, "a write with spans that make no sense")
 	var head [spansHead]byte
@@ -184,7 +185,7 @@ func (h *header) readInto(r io.Reader, buf []byte) error {
 	return err
 }
 
-// readSum fills buf and adds to a CRC what came, piece by piece while the processor has it at hand still.
+// readSum fills buf and adds the bytes to a CRC, piece by piece while the processor's cache has the piece.
 func readSum(r io.Reader, buf []byte, sum uint32) (uint32, error) {
 	for len(buf) > 0 {
 		n, err := r.Read(buf)
@@ -214,11 +215,11 @@ type hello struct {
 	MinVersion int    `json:"minVersion"`
 	Node       string `json:"node"`
 	Boot       string `json:"boot,omitempty"`   // of the server's machine
-	Credit     int64  `json:"credit,omitempty"` // bytes of payload, both ways, that the client may have under way
+	Credit     int64  `json:"credit,omitempty"` // bytes of payload, both ways, that the client may have in progress
 	Error      *fault `json:"error,omitempty"`
 }
 
-// agree is the version that both speak.
+// agree returns the version that both sides speak.
 func (h *hello) agree() (int, error) {
 	v := min(h.Version, Version)
 	if v < minVersion || v < h.MinVersion {
@@ -228,27 +229,29 @@ func (h *hello) agree() (int, error) {
 	return v, nil
 }
 
-// fault is an error on its way.
+// fault is an error on the wire.
 type fault struct {
 	Kind    string `json:"kind,omitempty"`
 	Errno   int    `json:"errno,omitempty"`
 	Message string `json:"message"`
-	Code    string `json:"code,omitempty"` // names an error that callers look for
+	Code    string `json:"code,omitempty"` // names an error that callers compare with
 }
 
-// codes are the errors that keep their identity.
+// codes are the errors with an identity on the wire.
 var codes = map[string]error{"restarted": ErrRestarted, "session": errSession, "failed": stack.ErrFailed,
 	"given up": ErrAbandoned, "not fetched": stack.ErrNotFetched}
 
-// errSession says that a server does not know the session any more. It is no answer: the client begins a new one.
+// errSession says that a server does not know the session any more. errSession is no answer to a request: the client
+// begins a new session.
 var errSession = api.Errorf(api.Unavailable, "the session has ended at the other side")
 
 // ErrRestarted says that the replica's machine restarted during the session.
 var ErrRestarted = stack.ErrRestarted
 
-// ErrAbandoned says of a replica that an engine gave it up and its disk has something of it still: nobody can have it
-// before the disk answers, but it has what it had. Of kind busy, so that a node which does not know it waits.
-var ErrAbandoned = api.Errorf(api.Busy, "it was given up, and its disk does not answer yet")
+// ErrAbandoned says of a replica: an engine abandoned the replica, and the disk still has requests. No process can open
+// the replica before the disk answers, and the replica has every acknowledged write. The error is of kind busy, so that
+// a node of an older version waits.
+var ErrAbandoned = api.Errorf(api.Busy, "an engine abandoned the replica, and the disk does not answer yet")
 
 // maxErrno is one more than the kernel's largest error number.
 const maxErrno = 4096

@@ -11,9 +11,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// What snapshots of a volume with several members need of each of them: Backend does it, Member asks for it.
+// Calls for the snapshots of a volume with several members: Backend serves the calls, Member makes the calls.
 
-// seen is the snapshot of a replica that is being read; one at a time.
+// seen is the open snapshot of a replica; one at a time.
 type seen struct {
 	mu  sync.RWMutex
 	uid string
@@ -26,7 +26,7 @@ func (s *seen) close() error {
 	return s.shut()
 }
 
-// shut closes what is open. The caller has the lock.
+// shut closes the snapshot. The caller has the lock.
 func (s *seen) shut() error {
 	src := s.src
 	s.src, s.uid = nil, ""
@@ -52,7 +52,7 @@ func (b *Backend) with(uid string, fn func(block.Source) error) error {
 	}
 }
 
-// show opens a snapshot to be read. Its layers are not merged meanwhile.
+// show opens a snapshot for reads. Its layers are not merged meanwhile.
 func (b *Backend) show(uid string) error {
 	b.mu.Lock()
 	end := b.end
@@ -81,7 +81,7 @@ func (b *Backend) show(uid string) error {
 	return nil
 }
 
-// SnapDigests are the Digests of what a snapshot holds.
+// SnapDigests returns the Digests of a snapshot's content.
 func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error) {
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > digestPiece {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
@@ -91,7 +91,7 @@ func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]
 	})
 }
 
-// SnapRead reads what a snapshot holds.
+// SnapRead reads a snapshot's content.
 func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -105,11 +105,11 @@ func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byt
 	})
 }
 
-// SnapEnd lets go of the layers that were read.
+// SnapEnd closes the open snapshot.
 func (b *Backend) SnapEnd(context.Context) error { return b.seen.close() }
 
-// State is what the replica's stack.json says. After a failed sync State is an error: the record may name a snapshot
-// whose data the disk lacks, and the API would report the snapshot ready.
+// State returns the replica's record. After a failed sync State is an error: the record may name a snapshot whose data
+// the disk lacks, and the API would report the snapshot ready.
 func (b *Backend) State(context.Context) (stack.Meta, error) {
 	if err := b.Failed(); err != nil {
 		return stack.Meta{}, err
@@ -122,8 +122,8 @@ func (b *Backend) Forget(_ context.Context, uid string) error {
 	return b.besideCut(func() error { return b.DropSnapshot(uid) })
 }
 
-// besideCut runs what changes layers, unless a cut is prepared: that lets nothing else be done with the replica, and a
-// call that waits for it keeps the next session from being adopted, which would end it.
+// besideCut runs a change of layers, unless a cut is prepared: the prepared cut blocks every other change of the
+// replica, and a blocked call would delay the adoption of the next session, which ends the cut.
 func (b *Backend) besideCut(change func() error) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -133,7 +133,7 @@ func (b *Backend) besideCut(change func() error) error {
 	return change()
 }
 
-// Seal cuts off the head as it is, apart from the other members, for one snapshot or for several that hold the same.
+// Seal cuts the head, apart from the other members, for one snapshot or for several snapshots of the same content.
 func (b *Backend) Seal(ctx context.Context, list ...stack.Snapshot) error {
 	if len(list) == 0 {
 		return api.Errorf(api.Invalid, "a layer for no snapshot")
@@ -141,7 +141,7 @@ func (b *Backend) Seal(ctx context.Context, list ...stack.Snapshot) error {
 	return b.besideCut(func() error { return b.Cut(ctx, list[0], list[1:]...) })
 }
 
-// Sizes are those of the layers that snapshots name.
+// Sizes returns the sizes of the snapshots' layers.
 func (b *Backend) Sizes(context.Context) (map[string]stack.LayerSize, error) {
 	all := map[string]stack.LayerSize{}
 	for _, s := range b.Meta().Snapshots {

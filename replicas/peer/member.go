@@ -9,18 +9,18 @@ import (
 	"drover.io/drover/block"
 )
 
-// Loop is the thread that a Member's requests come from and are answered on.
+// Loop is the thread of a Member's requests and answers.
 type Loop interface {
 	Post(fn func()) bool
 }
 
 // Options of a Member.
 type Options struct {
-	Node    string // that has the replica
-	Replica string // its uid
+	Node    string // with the replica
+	Replica string // uid of the replica
 	Volume  string // uid of the volume, which the other side compares
 	Loop    Loop
-	// Boot of the other machine in the session that is resumed; empty: none is.
+	// Boot of the other machine in the resumed session; empty: a new session.
 	Boot string
 }
 
@@ -29,7 +29,7 @@ type Member struct {
 	d    *Dialer
 	o    Options
 	lane int
-	turn chan struct{} // whoever has it connects or adopts
+	turn chan struct{} // held by a goroutine that connects or adopts
 
 	mu       sync.Mutex
 	c        *conn // nil: not connected, or not adopted
@@ -42,18 +42,18 @@ type Member struct {
 	spare    []*slot
 	posted   bool
 	answers  func() // answer, for Post
-	dead     error  // all requests are answered with it
-	forGood  bool   // and Adopt does not change that
+	dead     error  // all requests fail with it
+	forGood  bool   // also Adopt does not revive the Member
 	closed   bool
 	onLink   func(down error) // may be nil
 	reviving bool
 	want     *adoption
-	track    bool // intents are noted: a replica that was opened anew has to be told again
+	track    bool // intents are on: a replica that was opened again has to be asked again
 	boot     string
 	info     Info
 }
 
-// adoption is what Adopt asks for.
+// adoption has the arguments of Adopt.
 type adoption struct {
 	Epoch       int64    `json:"epoch"`
 	Incarnation int64    `json:"incarnation"`
@@ -66,19 +66,19 @@ type openRequest struct {
 	Volume  string `json:"volume"`
 }
 
-// Info is what a replica says of itself when a session begins.
+// Info describes a replica at the begin of a session.
 type Info struct {
 	Size   int64 `json:"size"`
 	Epoch  int64 `json:"epoch"`  // adopted last
-	Joined int64 `json:"joined"` // in which it was a member last
-	// Reverted is the epoch in which it went back to a snapshot last.
+	Joined int64 `json:"joined"` // the last epoch as a member
+	// Reverted is the epoch of the last revert to a snapshot.
 	Reverted int64 `json:"reverted,omitempty"`
 	Empty    bool  `json:"empty"` // nothing was ever written
 	// Restarted: the machine restarted during the last session.
 	Restarted bool `json:"restarted,omitempty"`
 }
 
-// Member makes a member; it connects when it is asked for something.
+// Member makes a member, which connects at the first call.
 func (d *Dialer) Member(o Options) *Member {
 	m := &Member{d: d, o: o, turn: make(chan struct{}, 1), changed: make(chan struct{}), boot: o.Boot}
 	m.answers = m.answer
@@ -90,7 +90,7 @@ func (d *Dialer) Member(o Options) *Member {
 	return m
 }
 
-// wake tells those who wait for a change. The caller has the lock.
+// wake wakes the goroutines that wait for a change. The caller has the lock.
 func (m *Member) wake() {
 	close(m.changed)
 	m.changed = make(chan struct{})
@@ -139,7 +139,7 @@ func (m *Member) Submit(r *block.Request) {
 	m.tail = s
 	if m.c != nil {
 		s.h.session = m.session
-		m.c.enqueue(s) // else it is sent on the next connection
+		m.c.enqueue(s) // else the next connection sends the slot
 	}
 	m.mu.Unlock()
 }
@@ -159,7 +159,7 @@ func (m *Member) complete(s *slot, err error) {
 	}
 }
 
-// finish takes a slot out and has its request answered on the loop. The caller has the lock.
+// finish takes a slot out and posts the answer to the loop. The caller has the lock.
 func (m *Member) finish(s *slot, err error) {
 	if s.prev == nil {
 		m.head = s.next
@@ -180,7 +180,7 @@ func (m *Member) finish(s *slot, err error) {
 	}
 }
 
-// answer gives answers to whoever asked. Loop thread.
+// answer answers the finished requests. Loop thread.
 func (m *Member) answer() {
 	m.mu.Lock()
 	list := m.done
@@ -203,14 +203,14 @@ func (m *Member) answer() {
 	m.mu.Unlock()
 }
 
-// Info is what the replica said when the session began.
+// Info returns the replica's description at the begin of the session.
 func (m *Member) Info() Info {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.info
 }
 
-// Boot names the run of the other machine that the session is with.
+// Boot names the run of the other machine in the session.
 func (m *Member) Boot() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -285,7 +285,7 @@ func (m *Member) Close() error {
 		err = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
 		cancel()
 	default:
-		err = api.Errorf(api.Unavailable, "it is not reached: its end is not marked clean")
+		err = api.Errorf(api.Unavailable, "no connection: the end is not marked clean")
 	}
 	m.mu.Lock()
 	m.closed = true

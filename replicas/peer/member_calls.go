@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// limits are those that the replica's answers are checked against.
+// limits returns the limits for the replica's answers.
 func (m *Member) limits() limits {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -30,7 +30,7 @@ func (m *Member) Expand(ctx context.Context, size int64) error {
 	return err
 }
 
-// Track is that of stack.Replica. The Member repeats it whenever the replica may have been opened again.
+// Track implements engine.Mirror. The Member repeats the call whenever the replica may have been opened again.
 func (m *Member) Track(ctx context.Context, on bool) error {
 	m.mu.Lock()
 	m.track = on
@@ -39,91 +39,91 @@ func (m *Member) Track(ctx context.Context, on bool) error {
 	return err
 }
 
-// Intend is that of stack.Replica.
+// Intend implements engine.Mirror.
 func (m *Member) Intend(ctx context.Context, regions []int64) error {
 	_, err := intendCall.call(ctx, m, regionArgs{Regions: regions})
 	return err
 }
 
-// Mark is that of stack.Replica.
+// Mark implements engine.Mirror.
 func (m *Member) Mark(ctx context.Context, token int64) error {
 	_, err := markCall.call(ctx, m, markArgs{Token: token})
 	return err
 }
 
-// Clean is that of stack.Replica.
+// Clean implements engine.Mirror.
 func (m *Member) Clean(ctx context.Context, token, epoch int64, regions []int64) error {
 	_, err := cleanCall.call(ctx, m, cleanArgs{markArgs{token, epoch}, regionArgs{Regions: regions}})
 	return err
 }
 
-// Intents is that of stack.Replica.
+// Intents implements engine.Mirror.
 func (m *Member) Intents(ctx context.Context) (stack.Intents, error) {
 	return intentsCall.call(ctx, m, intentsArgs{})
 }
 
-// Digests is that of Backend.
+// Digests implements engine.Mirror.
 func (m *Member) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	return digestsCall.call(ctx, m, rangeArgs{off, n})
 }
 
-// Note is that of stack.Replica.
+// Note records an object's state in the replica.
 func (m *Member) Note(ctx context.Context, object json.RawMessage) error {
 	_, err := noteCall.call(ctx, m, noteArgs(object))
 	return err
 }
 
-// State is that of Backend.
+// State implements engine.Cutter.
 func (m *Member) State(ctx context.Context) (stack.Meta, error) { return metaCall.call(ctx, m, none{}) }
 
-// Forget is that of Backend.
+// Forget implements engine.Cutter.
 func (m *Member) Forget(ctx context.Context, uid string) error {
 	_, err := dropSnapshotCall.call(ctx, m, uidArgs{uid})
 	return err
 }
 
-// PrepareCut is that of Backend.
+// PrepareCut implements engine.Cutter.
 func (m *Member) PrepareCut(ctx context.Context, s stack.Snapshot) error {
 	_, err := prepareCutCall.call(ctx, m, cutArgs(s))
 	return err
 }
 
-// Hold is that of Backend.
+// Hold makes the replica hold I/O for a cut.
 func (m *Member) Hold(ctx context.Context) error {
 	_, err := holdCall.call(ctx, m, none{})
 	return err
 }
 
-// DoCut is that of Backend.
+// DoCut implements engine.Cutter.
 func (m *Member) DoCut(ctx context.Context, layer string) error {
 	_, err := doCutCall.call(ctx, m, uidArgs{layer})
 	return err
 }
 
-// AbortCut is that of Backend.
+// AbortCut implements engine.Cutter.
 func (m *Member) AbortCut(ctx context.Context) error {
 	_, err := abortCutCall.call(ctx, m, none{})
 	return err
 }
 
-// Release is that of Backend.
+// Release ends a Hold.
 func (m *Member) Release(ctx context.Context) error {
 	_, err := releaseCall.call(ctx, m, none{})
 	return err
 }
 
-// Seal is that of Backend.
+// Seal implements engine.Cutter.
 func (m *Member) Seal(ctx context.Context, list ...stack.Snapshot) error {
 	_, err := sealCall.call(ctx, m, sealArgs(list))
 	return err
 }
 
-// Sizes is that of Backend.
+// Sizes implements engine.Cutter.
 func (m *Member) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
 	return sizesCall.call(ctx, m, none{})
 }
 
-// Changed is that of stack.Replica.
+// Changed implements engine.Cutter.
 func (m *Member) Changed(ctx context.Context, from, to string, base []string, piece int64) ([]int64, error) {
 	runs, err := changedCall.call(ctx, m, changedArgs{from, to, base, piece})
 	if err != nil {
@@ -132,36 +132,36 @@ func (m *Member) Changed(ctx context.Context, from, to string, base []string, pi
 	return unroll(runs), nil
 }
 
-// SnapDigests is that of Backend.
+// SnapDigests implements engine.Cutter.
 func (m *Member) SnapDigests(ctx context.Context, uid string, off, n int64) ([]byte, error) {
 	return snapDigestsCall.call(ctx, m, snapArgs{uid, off, n})
 }
 
-// SnapRead is that of Backend.
+// SnapRead implements engine.Cutter.
 func (m *Member) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
 	b, err := snapReadCall.call(ctx, m, snapArgs{uid, off, int64(len(buf))})
 	copy(buf, b)
 	return err
 }
 
-// SnapEnd is that of Backend.
+// SnapEnd implements engine.Cutter.
 func (m *Member) SnapEnd(ctx context.Context) error {
 	_, err := snapEndCall.call(ctx, m, none{})
 	return err
 }
 
-// Broken is that of Backend.
+// Broken implements engine.Mender.
 func (m *Member) Broken(ctx context.Context) ([]stack.Broken, error) {
 	return brokenCall.call(ctx, m, none{})
 }
 
-// Repair is that of Backend.
+// Repair implements engine.Mender.
 func (m *Member) Repair(ctx context.Context, layer string, off int64, right []byte) error {
 	_, err := repairCall.call(ctx, m, repairArgs{layer, off, right})
 	return err
 }
 
-// checkFrame refuses a control frame that the other side would take for damage, and break the connection for.
+// checkFrame refuses a control frame that exceeds the other side's bound, where it would break the connection.
 func checkFrame(of string, payload []byte) error {
 	if len(payload) > maxControl {
 		return fmt.Errorf("%s: %w", of, api.Errorf(api.OutOfRange, "%d bytes do not fit into a frame of %d", len(payload),

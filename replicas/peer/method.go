@@ -8,10 +8,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// limits are what the arguments and the answers of a call are checked against.
+// limits bound the arguments and the answers of a call.
 type limits struct {
 	size   int64 // of the replica
-	region int64 // bytes of a region of its intents; 0: not known at this end
+	region int64 // bytes of a region of the intents; 0: unknown at this end
 }
 
 // regions is how many regions the replica has.
@@ -22,31 +22,31 @@ func (l limits) regions() int64 {
 	return min((l.size+l.region-1)/l.region, maxRegions)
 }
 
-// arguments of a call. The sender validates them before they travel, the receiver before it uses them.
+// arguments of a call. The sender validates them before sending, the receiver before use.
 type arguments interface{ Validate(limits) error }
 
-// versioned arguments have another form for a peer that speaks an older version of the protocol.
+// versioned arguments have another form for a peer with an older version of the protocol.
 type versioned interface {
 	forVersion(version int) (any, error)
 }
 
-// none is the arguments, or the answer, of a call that has none.
+// none stands for empty arguments, or an empty answer.
 type none struct{}
 
 func (none) Validate(limits) error { return nil }
 
-// method is a call that an engine makes of a replica: Member sends it, Backend runs it.
+// method is a call of an engine to a replica: Member makes the call, Backend serves it.
 type method[A arguments, R any] struct {
 	name    string
-	repeat  bool // it may be done twice, so it is sent again where the connection broke before the answer
-	changes bool // it changes layers: none of a former session is carried out after ADOPT was answered
-	atOnce  int  // how many of it a session may have under way, as they read content or make long lists; 0: any number
+	repeat  bool // the call may run twice: sent again after a broken connection
+	changes bool // the call changes layers: never carried out for a former session after the answer to ADOPT
+	atOnce  int  // calls at once in a session, for reads of content and long lists; 0: any number
 	run     func(ctx context.Context, b *Backend, args A) (R, error)
 	encode  func(out R, args A) ([]byte, error)
 	decode  func(b []byte, args A, l limits) (R, error) // and check
 }
 
-// servedMethod is a method as a server sees it.
+// servedMethod is a method at the server's end.
 type servedMethod interface {
 	called() string
 	changesLayers() bool
@@ -58,7 +58,7 @@ func (m *method[A, R]) called() string      { return m.name }
 func (m *method[A, R]) changesLayers() bool { return m.changes }
 func (m *method[A, R]) mostAtOnce() int     { return m.atOnce }
 
-// serve carries out a call that came from a peer.
+// serve carries out a peer's call.
 func (m *method[A, R]) serve(ctx context.Context, b *Backend, args []byte) ([]byte, error) {
 	a, err := decode[A](args)
 	if err == nil {
@@ -90,7 +90,7 @@ func (m *method[A, R]) call(ctx context.Context, on *Member, args A) (out R, err
 	return checked, nil
 }
 
-// callOf is the payload of a call for a peer that speaks some version.
+// callOf encodes a call for a peer of some version.
 func callOf(name string, args any, version int) ([]byte, error) {
 	if v, ok := args.(versioned); ok {
 		var err error
@@ -113,5 +113,5 @@ func decode[T any](b []byte) (T, error) {
 // asJSON encodes an answer.
 func asJSON[A arguments, R any](out R, _ A) ([]byte, error) { return json.Marshal(out) }
 
-// asBytes is for answers that are bytes.
+// asBytes decodes answers of raw bytes.
 func asBytes[A arguments](out []byte, _ A) ([]byte, error) { return out, nil }

@@ -22,7 +22,7 @@ var (
 		}}
 	markCall = &method[markArgs, none]{name: "mark",
 		run: func(ctx context.Context, b *Backend, a markArgs) (none, error) { return none{}, b.Mark(ctx, a.Token) }}
-	// cleanCall is not repeated: later it could take away too much.
+	// cleanCall is not repeated: a late repetition could remove later intents.
 	cleanCall = &method[cleanArgs, none]{name: "clean", atOnce: listCalls,
 		run: func(ctx context.Context, b *Backend, a cleanArgs) (none, error) {
 			return none{}, b.Clean(ctx, a.Token, a.Epoch, a.list(b.limits()))
@@ -112,7 +112,7 @@ func tableOf(list ...servedMethod) map[string]servedMethod {
 	return table
 }
 
-// intentsAnswer is the answer to intents: with Set for who asked for it, else with Regions.
+// intentsAnswer is the answer to intents: with Set on request, else with Regions.
 type intentsAnswer struct {
 	stack.Intents
 	Set *regionSet `json:"set,omitempty"`
@@ -225,7 +225,7 @@ func decodeBroken(b []byte, _ none, l limits) ([]stack.Broken, error) {
 	return slices.Clip(list), nil
 }
 
-// validate checks what a replica says of itself when a session begins.
+// validate checks a replica's description at the begin of a session.
 func (i Info) validate() error {
 	if i.Size < 0 || i.Size > api.MaxVolumeSize || i.Epoch < 0 || i.Joined < 0 || i.Reverted < 0 {
 		return api.Errorf(api.Corrupt, "a replica of %d bytes, in epoch %d", i.Size, i.Epoch)

@@ -7,16 +7,16 @@ import (
 	"sync/atomic"
 )
 
-// TLS gives each record of 16 KiB to the connection below on its own, and takes as much from it. records gathers full
-// ones on their way out, until one comes that is not full or until flush, and reads ahead: a system call for each
-// record costs as much as its encryption.
+// TLS writes each record of 16 KiB to the connection below alone, and reads as much. records gathers full records until
+// a shorter one, or until flush, and reads ahead: a system call for each record costs as much as the record's
+// encryption.
 type records struct {
 	net.Conn
-	r *bufio.Reader // of the one who reads
+	r *bufio.Reader // of the reader
 
 	mu    sync.Mutex
 	out   []byte
-	holds atomic.Bool // out is not empty: asked by who must not wait for one that writes
+	holds atomic.Bool // out is not empty: for a caller that must not wait for a writer
 }
 
 const (
@@ -47,7 +47,7 @@ func (c *records) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// send writes what was gathered. The caller has the lock.
+// send writes the gathered records. The caller has the lock.
 func (c *records) send() error {
 	if len(c.out) == 0 {
 		return nil
@@ -64,7 +64,7 @@ func (c *records) flush() error {
 	return c.send()
 }
 
-// frames gathers what is written to a connection.
+// frames gathers frames for a connection.
 type frames struct {
 	*bufio.Writer
 	below *records // nil: no TLS
@@ -74,10 +74,10 @@ func newFrames(nc net.Conn, below *records) *frames {
 	return &frames{bufio.NewWriterSize(nc, 64<<10), below}
 }
 
-// waiting reports whether something was written that is not on its way.
+// waiting reports whether gathered bytes wait for Flush.
 func (f *frames) waiting() bool { return f.Buffered() > 0 || f.below != nil && f.below.holds.Load() }
 
-// Flush has all that was written go out.
+// Flush sends all gathered bytes.
 func (f *frames) Flush() error {
 	err := f.Writer.Flush()
 	if err == nil && f.below != nil {
@@ -86,7 +86,7 @@ func (f *frames) Flush() error {
 	return err
 }
 
-// hangUp closes a connection at once. TLS would say goodbye first, and wait for whoever is being written to.
+// hangUp closes a connection at once. TLS would send an alert first, and wait for a writer in progress.
 func hangUp(nc net.Conn, below *records) {
 	if below != nil {
 		nc = below.Conn

@@ -8,15 +8,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// Bounds of what is numbered in a volume.
+// Bounds of numbers in a volume.
 const (
-	// maxRegions is how many regions a volume has at most: the largest one, in regions of 16 MiB.
+	// maxRegions is the number of regions of the largest volume, in regions of 16 MiB.
 	maxRegions = api.MaxVolumeSize / (16 << 20)
 	// maxPieces is how many pieces Changed divides a volume into at most.
 	maxPieces = api.MaxVolumeSize / (1 << 20)
 )
 
-// run is numbers that follow each other: the first, and how many.
+// run is a range of numbers: the first, and how many.
 type run [2]int64
 
 // end is one past the last number.
@@ -25,8 +25,8 @@ func (r run) end() int64 { return r[0] + r[1] }
 // maxRuns keeps an answer well below the size of a frame.
 const maxRuns = 100_000
 
-// runsOf says which numbers are in an ascending list, in at most so many runs: where there would be more, gaps are
-// filled, the small ones first. What is looked at in vain costs time, and nothing else.
+// runsOf returns the numbers of an ascending list as runs, of which there are at most a given number: beyond it runsOf
+// fills gaps, the small ones first. A needless number costs a comparison, and nothing else.
 func runsOf(list iter.Seq[int64], most int) []run {
 	for gap := int64(1); ; gap *= 2 {
 		var runs []run
@@ -74,7 +74,7 @@ func unroll(runs []run) []int64 {
 	return list
 }
 
-// regionSet is a set of regions in a frame: as runs, or as a bitmap where that is shorter. The regions of the largest
+// regionSet is a set of regions in a frame: as runs, or as a bitmap if a bitmap is shorter. The regions of the largest
 // volume are a bitmap of 512 KiB, so every set fits into one frame.
 type regionSet struct {
 	Runs []run `json:"runs,omitempty"`
@@ -122,7 +122,7 @@ func newRegionSet(list []int64) (*regionSet, error) {
 	return s, nil
 }
 
-// check refuses a set with regions that no volume has.
+// check refuses a set with regions beyond the largest volume.
 func (s *regionSet) check() error {
 	if s.First < 0 || s.First >= maxRegions || int64(len(s.Bits)) > (maxRegions-s.First+7)/8 {
 		return api.Errorf(api.Invalid, "a bitmap of %d bytes from region %d", len(s.Bits), s.First)
@@ -133,7 +133,7 @@ func (s *regionSet) check() error {
 	return checkRuns(s.Runs, maxRegions)
 }
 
-// list is the regions of a checked set that are below count, in ascending order.
+// list returns the regions of a checked set below count, in ascending order.
 func (s *regionSet) list(count int64) (list []int64) {
 	for _, r := range s.Runs {
 		for g := r[0]; g < min(r.end(), count); g++ {

@@ -8,13 +8,13 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Broken are the damaged chunks of the replica's layers that others may be asked for.
+// Broken returns the damaged chunks of the replica's layers that other members may show.
 func (b *Backend) Broken(context.Context) ([]stack.Broken, error) { return b.Replica.Broken(), nil }
 
-// Repair puts a chunk of a layer right with what another replica shows there; nil: nobody has what it held.
+// Repair repairs a chunk of a layer with the content of another replica; nil: no replica has the content.
 func (b *Backend) Repair(_ context.Context, layer string, off int64, right []byte) error {
 	if !slices.Contains(b.Meta().All(), layer) {
-		return api.Errorf(api.NotFound, "the replica has no layer %s", layer) // it was merged meanwhile
+		return api.Errorf(api.NotFound, "the replica has no layer %s", layer) // merged meanwhile
 	}
 	if len(right) == 0 {
 		b.Replica.Hopeless(layer, off)

@@ -23,7 +23,7 @@ import (
 type served struct {
 	s      *Server
 	nc     net.Conn
-	below  *records // TLS; nil: it is none
+	below  *records // of TLS; nil: without TLS
 	node   string
 	speaks int // the version of the protocol
 	ctx    context.Context
@@ -39,9 +39,9 @@ type served struct {
 	err      error
 	calls    sync.WaitGroup
 	flying   int   // requests with replicas
-	calling  int   // calls that are carried out
-	args     int64 // their bytes
-	answers  int64 // bytes of calls' answers that are not sent
+	calling  int   // calls in progress
+	args     int64 // bytes of the calls
+	answers  int64 // bytes of unsent answers to calls
 
 	account account // under the lock of the buffers
 }
@@ -50,11 +50,11 @@ type served struct {
 type outgoing struct {
 	h       header
 	payload []byte
-	of      *account // whose buffer the payload is; nil: it is none
+	of      *account // account of the payload's buffer; nil: no buffer
 	call    bool
 }
 
-// hasty is a connection that breaks when nothing of what is written is taken for a while.
+// hasty is a connection that breaks when the other side takes no bytes for a while.
 type hasty struct {
 	net.Conn
 	after time.Duration
@@ -78,7 +78,7 @@ func (c *served) fail(err error) {
 	c.s.bufs.leave(&c.account)
 }
 
-// drop forgets a session: what comes for it is answered with an error.
+// drop forgets a session: its frames are answered with an error.
 func (c *served) drop(x *session) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -126,7 +126,7 @@ func (c *served) run() {
 	for _, x := range sessions {
 		x.t.leave(x)
 	}
-	c.mu.Lock() // requests that replicas still have bring their buffers back
+	c.mu.Lock() // requests at replicas still return their buffers
 	for c.flying > 0 {
 		c.work.Wait()
 	}
@@ -183,7 +183,7 @@ func (c *served) greet() (*bufio.Reader, error) {
 		err = api.Errorf(api.Denied, "node %s says that it is %s", c.node, in.Node)
 		answer.Error = faultOf(err)
 	}
-	if err == nil { // by its certificate, where there is one
+	if err == nil { // by its certificate, if the connection has one
 		if err = listener.Identify(c.accepted, "node "+c.node); err != nil {
 			answer.Error = faultOf(err)
 		}
@@ -245,8 +245,8 @@ func (c *served) read(r *bufio.Reader) error {
 
 var errIdle = api.Errorf(api.Unavailable, "the connection has no session")
 
-// isIdle reports whether a connection has been without sessions and requests for long. The client makes another one
-// when it needs one.
+// isIdle reports whether a connection has been without sessions and requests for long. A client connects again when
+// necessary.
 func (c *served) isIdle(used time.Time) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -256,7 +256,7 @@ func (c *served) isIdle(used time.Time) bool {
 	return time.Since(used) > c.s.o.Idle
 }
 
-// room waits until the connection may have one frame more.
+// room waits until the connection may have one more frame.
 func (c *served) room(h *header) error {
 	size := int64(0)
 	if h.kind >= kindClose || h.kind < kindRead {
@@ -271,7 +271,7 @@ func (c *served) room(h *header) error {
 	return c.err
 }
 
-// giveBack frees the memory of an answer that was sent, or never will be.
+// giveBack frees the memory of an answer after the write, or without one.
 func (c *served) giveBack(o outgoing) {
 	if o.of != nil {
 		c.s.bufs.put(o.payload, o.of)
@@ -281,7 +281,7 @@ func (c *served) giveBack(o outgoing) {
 var ops = map[kind]block.Op{kindRead: block.OpRead, kindWrite: block.OpWrite, kindFlush: block.OpFlush,
 	kindDiscard: block.OpDiscard, kindZero: block.OpZero}
 
-// request takes one for a replica.
+// request hands a request to its replica.
 func (c *served) request(r *bufio.Reader, h *header) error {
 	moves := h.kind == kindRead || h.kind == kindWrite
 	if moves && h.n == 0 {
@@ -339,11 +339,11 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 	return nil
 }
 
-// notFetchedPause is the pause between two questions about a block that the replica fetches.
+// notFetchedPause is the pause between two reads of a block that the replica fetches.
 const notFetchedPause = 100 * time.Millisecond
 
 // keep submits a read again after a pause if the replica fetches its blocks and the client is too old for that answer.
-// It reports whether it does.
+// keep reports whether it did.
 func (c *served) keep(in *incoming) bool {
 	c.mu.Lock()
 	broken := c.err != nil
@@ -356,7 +356,7 @@ func (c *served) keep(in *incoming) bool {
 	return true
 }
 
-// done takes what the replica answered.
+// done takes a replica's answer.
 func (c *served) done(in *incoming) {
 	if in.err != nil && c.keep(in) {
 		return
@@ -483,7 +483,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		switch h.kind {
 		case kindClose:
 			c.drop(x)
-		case kindAdopt: // the engine wants the replica again: it has to begin a new session
+		case kindAdopt: // the engine wants the replica again, in a new session
 			c.drop(x)
 			failed = errSession
 		}
@@ -549,7 +549,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 			c.drop(x)
 			x.t.leave(x)
 			if errors.Is(err, errSession) {
-				err = nil // nobody was adopted; to say so would break the connection, and what others have on it
+				err = nil // no session was adopted; errSession would break the connection, and all other sessions with it
 			}
 			return nil, err
 		}
@@ -575,8 +575,8 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	return x.t.rep.Call(c.ctx, string(name), args)
 }
 
-// begin waits until a call may read content: few of a kind do at once in a session, and none while answers wait to be
-// taken.
+// begin waits until a call may read content: few calls of a kind do at once in a session, and none while answers wait
+// for the client.
 func (x *session) begin(places chan struct{}) error {
 	c := x.c
 	select {

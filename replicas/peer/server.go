@@ -17,14 +17,14 @@ import (
 	"drover.io/drover/block/listener"
 )
 
-// Replica is what a Server serves: a replica that is open on a loop.
+// Replica is a replica that is open on a loop, as a Server serves it.
 type Replica interface {
 	block.Submitter
 	// AdoptFor adopts a session of the engine on a node.
 	AdoptFor(ctx context.Context, node string, epoch, incarnation int64, members []string) error
-	// Drain returns when the writes that are under way have ended.
+	// Drain returns at the end of the writes in progress.
 	Drain(ctx context.Context) error
-	// Info is what the replica says of itself.
+	// Info describes the replica.
 	Info() Info
 	// Call carries out a call by name.
 	Call(ctx context.Context, name string, args []byte) ([]byte, error)
@@ -32,53 +32,53 @@ type Replica interface {
 	Close() error
 }
 
-// ServerOptions say whom a Server serves, and what.
+// ServerOptions of a Server.
 type ServerOptions struct {
-	Node string // this one's name
-	// TLS of the listener; nil: none, which tests use.
+	Node string // this node's name
+	// TLS of the listener; nil: no TLS, for tests.
 	TLS *tls.Config
-	// NodeOf tells which node a connection comes from; nil: what it says itself.
+	// NodeOf names the node of a connection; nil: the client's own word counts.
 	NodeOf func(tls.ConnectionState) (string, error)
-	// Open opens a replica on a loop. What it returns is closed when no session has it any more.
+	// Open opens a replica on a loop. The Server closes the replica after the last session.
 	Open func(ctx context.Context, replica, volume string) (Replica, Loop, error)
-	// AllowOpen says whether a node may learn what a replica is. Nil: every node may.
+	// AllowOpen says whether a node may learn about a replica. Nil: every node may.
 	AllowOpen func(ctx context.Context, node, replica, volume string) error
-	// Allow says whether the API names a node as that of the volume's engine. An error of kind denied fences.
+	// Allow says whether the API names a node as the node of the volume's engine. An error of kind denied fences.
 	Allow func(ctx context.Context, node, replica, volume string, epoch int64) error
-	// Linger is how long a replica stays open after its last session broke; 0: 15 s.
+	// Linger is how long a replica stays open after the break of its last session; 0: 15 s.
 	Linger time.Duration
 	// Listen bounds the connections; its Name and Log are set.
 	Listen listener.Options
 	// Idle is how long a connection without sessions stays open; 0: 5 min.
 	Idle time.Duration
-	// Stalled is how long a client may take none of its answers; 0: 30 s.
+	// Stalled is how long a client may take no answers; 0: 30 s.
 	Stalled time.Duration
 	// Boot names the run of this machine; empty: the kernel's.
 	Boot string
 	Log  *slog.Logger
 }
 
-// serverMemory bounds the payloads that a server has under way; a connection is told that it may use connCredit of it.
+// serverMemory bounds the payloads of a server in progress; each connection has a credit of connCredit.
 const (
 	serverMemory = 64 << 20
 	connCredit   = 16 << 20
 )
 
-// What is served of a connection at once. One that asks for more is read again when it took answers.
+// Bounds of a connection. Beyond a bound the server reads the connection again when the client took answers.
 const (
 	connFrames   = 16 << 10 // of all kinds
 	connCalls    = 4 << 10
 	connArgs     = connCredit // bytes of calls
-	connAnswers  = 4 << 20    // of calls, not sent: then no call begins that reads content
-	sessionCalls = 8          // of each kind that reads content
-	listCalls    = 2          // of each kind that has a list of regions or pieces
+	connAnswers  = 4 << 20    // of calls, not sent: beyond it no call begins that reads content
+	sessionCalls = 8          // of each kind of call that reads content
+	listCalls    = 2          // of each kind of call with a list of regions or pieces
 )
 
-// Sessions. An engine has one with each replica, and some more while it connects again.
+// Sessions. An engine has one with each replica, and some more during reconnects.
 const (
 	connSessions    = 4 << 10
 	serverSessions  = 16 << 10
-	replicaSessions = 32 // of one replica on one connection
+	replicaSessions = 32 // with one replica, on one connection
 )
 
 // Server serves replicas to engines on other nodes.
@@ -155,12 +155,12 @@ func (s *Server) Serve(on net.Listener) error {
 	}
 }
 
-// Close closes the listener, breaks all connections, and gives up what they had open.
+// Close closes the listener, breaks all connections, and closes their replicas.
 func (s *Server) Close() {
 	s.mu.Lock()
 	s.closed = true
 	if s.ln != nil {
-		_ = s.ln.Close() // it may be closed already
+		_ = s.ln.Close() // may be closed already
 	}
 	for c := range s.conns {
 		c.fail(errClosed)
@@ -189,8 +189,8 @@ func (s *Server) isClosed() bool {
 	return s.closed
 }
 
-// Release closes a replica that is served, so that it can be opened by others; its sessions break and may come again.
-// Nothing is served: no error.
+// Release closes a served replica, so that another process or an engine of this node can open the replica; its sessions
+// break and may come again. Without a served replica Release does nothing.
 func (s *Server) Release(replica string) error {
 	s.mu.Lock()
 	t := s.targets[replica]
@@ -208,7 +208,7 @@ func (s *Server) Serves(replica string) bool {
 	return s.targets[replica] != nil
 }
 
-// Info of a replica that is served.
+// Info describes a served replica.
 func (s *Server) Info(replica string) (Info, bool) {
 	s.mu.Lock()
 	t := s.targets[replica]

@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// lost is told that a connection is gone, and no buffer in use any more.
+// lost notes the end of a connection, which uses no buffer any more.
 func (m *Member) lost(c *conn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -89,7 +89,7 @@ func (d *Dialer) stopped() bool {
 }
 
 // connect opens a session, adopts, and sends the pending requests. Was is the reason for which the engine abandoned the
-// member before: connect revokes that, unless there is a new reason by now. The caller has the turn.
+// member before: connect revokes the reason, unless a new one came meanwhile. The caller has the turn.
 func (m *Member) connect(ctx context.Context, was error) error {
 	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
 	if err != nil {
@@ -144,13 +144,13 @@ func (m *Member) connect(ctx context.Context, was error) error {
 	}
 	if c.cause() != nil {
 		<-c.ended
-		m.lost(c) // it may have told its members before we were one
+		m.lost(c) // the connection may have notified its members before this one was added
 		return m.name(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
 	}
 	return nil
 }
 
-// leave ends a session at the server, if the connection lives. Nobody waits for the answer.
+// leave ends a session at the server, if the connection lives, and does not wait for the answer.
 func (m *Member) leave(c *conn, session uint32) {
 	c.remove(session)
 	c.enqueue(&slot{m: m, call: &call{payload: []byte("{}"), done: make(chan struct{})}, kept: true,
@@ -208,7 +208,7 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 	return m.connect(ctx, was)
 }
 
-// Probe asks the replica what it is, without a session, and reports how the run of its machine is named.
+// Probe asks the replica for its description, without a session, and names the run of the replica's machine.
 func (m *Member) Probe(ctx context.Context) (Info, string, error) {
 	var info Info
 	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
@@ -277,7 +277,7 @@ func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, 
 	return err
 }
 
-// call makes a call of the replica by name. One that may be repeated is, if the connection breaks.
+// call makes a call of the replica by name, and repeats a repeatable call if the connection breaks.
 func (m *Member) call(ctx context.Context, name string, args any, repeat bool) ([]byte, error) {
 	for {
 		m.mu.Lock()
@@ -295,7 +295,7 @@ func (m *Member) call(ctx context.Context, name string, args any, repeat bool) (
 			case <-changed:
 				continue
 			case <-ctx.Done():
-				return nil, m.name(api.Errorf(api.Unavailable, "it is not reached: %w", ctx.Err()))
+				return nil, m.name(api.Errorf(api.Unavailable, "no connection: %w", ctx.Err()))
 			}
 		}
 		payload, err := callOf(name, args, c.version) // the next connection may be to a newer process
@@ -313,14 +313,14 @@ func (m *Member) call(ctx context.Context, name string, args any, repeat bool) (
 			return nil, m.name(err)
 		}
 		select {
-		case <-c.closed: // so that it is not asked again
+		case <-c.closed: // the same connection is not asked again
 		case <-ctx.Done():
 			return nil, m.name(err)
 		}
 	}
 }
 
-// fits refuses a call that is too large for a frame.
+// fits refuses a call beyond the size of a frame.
 func (c *conn) fits(call string, payload []byte) error {
 	err := checkFrame(fmt.Sprintf("call %q", call), payload)
 	if err != nil && c.version < Version {

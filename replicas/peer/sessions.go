@@ -18,8 +18,8 @@ func (c *served) guarded(h *header, b []byte) (answer []byte, err error) {
 	return c.carryOut(h, b)
 }
 
-// endSession ends the session of a control frame that panicked: what comes for it is answered with the error, and the
-// replica is closed, since what it has in memory may be half done. Engines open it again.
+// endSession ends the session of a control frame that panicked: all frames of the session are answered with the error.
+// The server closes the replica, whose state in memory may be inconsistent; engines open the replica again.
 func (c *served) endSession(h *header, panicked any) error {
 	c.s.o.Log.Error("a call of another node panicked: its session ends", "node", c.node, "panic", panicked,
 		"stack", string(debug.Stack()))
@@ -31,7 +31,7 @@ func (c *served) endSession(h *header, panicked any) error {
 	}
 	c.mu.Unlock()
 	if x != nil {
-		c.s.wg.Go(func() { // the call is one of a connection that Close waits for
+		c.s.wg.Go(func() { // Close waits for the call's connection
 			if err := x.t.shut(); err != nil {
 				c.s.o.Log.Warn("a replica whose session ended is closed", "replica", x.t.uid, "err", err)
 			}
@@ -51,8 +51,8 @@ func (c *served) roomForSession() error {
 	return nil
 }
 
-// add takes a session that was opened, and removes the oldest ones that the connection has with the same replica: an
-// engine that gave them up says nothing.
+// add adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine sends
+// no notice of abandoned sessions.
 func (c *served) add(x *session) error {
 	serving := x.t.servingNow()
 	c.mu.Lock()

@@ -10,22 +10,22 @@ import (
 	"drover.io/drover/block"
 )
 
-// target is a replica that is open for sessions.
+// target is an open replica with its sessions.
 type target struct {
 	s       *Server
 	uid     string
 	volume  string
 	rep     Replica
 	loop    Loop
-	current *session // loop thread: the one that was adopted last
+	current *session // loop thread: the last adopted session
 
 	adopting sync.Mutex // from the replica's answer to the change of sessions
-	// changing is held for reading by a call that changes layers, from the look at its session to its end: none of a
-	// former session is carried out after ADOPT was answered.
+	// changing is read-locked by a call that changes layers, from the look at its session to the call's end: no call of
+	// a former session runs after the answer to ADOPT.
 	changing sync.RWMutex
 	mu       sync.Mutex
 	sessions map[*session]bool
-	serving  *session // that was adopted last
+	serving  *session // the last adopted session
 	linger   *time.Timer
 	shutting bool
 	gone     chan struct{}
@@ -37,19 +37,19 @@ type target struct {
 	takes func() // take, for Post
 }
 
-// session is one engine on one connection.
+// session is an engine's session on one connection.
 type session struct {
 	id      uint32
 	c       *served
 	t       *target
 	adopted bool // loop thread
 	account account
-	failed  error // under the connection's lock: why nothing of it is served any more
-	// Places for calls that read content, by their name: a snapshot whose source hangs holds back no digests.
+	failed  error // guarded by the connection's lock: why the server refuses the session's frames
+	// Places for calls that read content, by their name: reads of a snapshot with a hanging source delay no digests.
 	reading map[string]chan struct{}
 }
 
-// incoming is a request on its way to the replica.
+// incoming is a request between the connection and the replica.
 type incoming struct {
 	req  block.Request
 	sess *session
@@ -79,7 +79,7 @@ func (s *Server) target(ctx context.Context, replica, volume string) (*target, e
 		select {
 		case <-t.gone:
 		case <-ctx.Done():
-			return nil, api.Errorf(api.Busy, "its last session is being ended: %w", ctx.Err())
+			return nil, api.Errorf(api.Busy, "the replica's last session is ending: %w", ctx.Err())
 		}
 	}
 	rep, loop, err := s.o.Open(ctx, replica, volume)
@@ -90,9 +90,9 @@ func (s *Server) target(ctx context.Context, replica, volume string) (*target, e
 		gone: make(chan struct{})}
 	t.takes = t.take
 	s.mu.Lock()
-	if s.targets[replica] != nil || s.closed { // cannot be: a replica has one opener
+	if s.targets[replica] != nil || s.closed { // a replica has one opener: unreachable
 		s.mu.Unlock()
-		return nil, errors.Join(api.Errorf(api.Busy, "it was opened twice"), rep.Close())
+		return nil, errors.Join(api.Errorf(api.Busy, "the replica was opened twice"), rep.Close())
 	}
 	s.targets[replica] = t
 	s.mu.Unlock()
@@ -104,7 +104,7 @@ func (t *target) join(x *session) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.shutting {
-		return api.Errorf(api.Busy, "its last session is being ended")
+		return api.Errorf(api.Busy, "the replica's last session is ending")
 	}
 	t.stopTimer()
 	t.sessions[x] = true
@@ -141,7 +141,7 @@ func (t *target) leave(x *session) {
 	})
 }
 
-// shut closes the replica: no session has it any more.
+// shut closes the replica, without sessions.
 func (t *target) shut() error {
 	t.mu.Lock()
 	if t.shutting {
@@ -158,7 +158,7 @@ func (t *target) shut() error {
 	clear(t.sessions)
 	t.mu.Unlock()
 	ran := make(chan struct{})
-	if t.loop.Post(func() { t.current = nil; close(ran) }) { // what comes later is refused
+	if t.loop.Post(func() { t.current = nil; close(ran) }) { // later requests are refused
 		<-ran
 	}
 	t.err = t.rep.Close()
@@ -189,7 +189,7 @@ func (t *target) put(in *incoming) {
 	}
 }
 
-// take submits what came. Loop thread.
+// take submits the requests of the inbox. Loop thread.
 func (t *target) take() {
 	t.inMu.Lock()
 	list := t.inbox
@@ -215,8 +215,7 @@ func (t *target) take() {
 	t.inMu.Unlock()
 }
 
-// adopt makes a session the one that is served. One at a time: an older session that was adopted just before a newer
-// one must not take its place.
+// adopt serves a session from now on. One adoption runs at a time, so that an older session cannot replace a newer one.
 func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	t.adopting.Lock()
 	defer t.adopting.Unlock()
@@ -228,7 +227,7 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	}
 	t.s.o.Log.Info("replica adopted a session", "replica", t.uid, "volume", t.volume, "node", node, "epoch", a.Epoch,
 		"incarnation", a.Incarnation)
-	// Until the change of sessions the replica took writes of the former session: the drain ends the last of them.
+	// Until the change of sessions the replica took writes of the former session: the drain waits for the last write.
 	ran := make(chan bool, 1)
 	if !t.loop.Post(func() {
 		was := t.current
@@ -247,21 +246,21 @@ func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
 	return nil
 }
 
-// servingNow is the session that was adopted last; nil: none was.
+// servingNow returns the last adopted session; nil: none.
 func (t *target) servingNow() *session {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.serving
 }
 
-// failure is why nothing of the session is served any more; nil: it is.
+// failure is the reason to refuse the session's frames; nil: served.
 func (x *session) failure() error {
 	x.c.mu.Lock()
 	defer x.c.mu.Unlock()
 	return x.failed
 }
 
-// isCurrent reports whether the session is the one that is served; an error: it has ended.
+// isCurrent reports whether the session is the served one; an error: the session has ended.
 func (x *session) isCurrent() (is bool, err error) {
 	ran := make(chan struct{})
 	if !x.t.loop.Post(func() {

@@ -38,8 +38,8 @@ const (
 // A helper's findings, which are exit codes too.
 var (
 	ErrGone    = errors.New("the loop device is another one's")
-	ErrClaimed = errors.New("it is mounted, or somebody has it for himself")
-	ErrOpen    = errors.New("it is open in some process")
+	ErrClaimed = errors.New("the loop device is mounted, or open exclusively")
+	ErrOpen    = errors.New("the loop device is open in some process")
 )
 
 var exits = map[int]error{10: ErrGone, 11: ErrClaimed, 12: ErrOpen}
