@@ -291,7 +291,7 @@ func TestOpenLeavesOutAMemberThatStalls(t *testing.T) {
 					t.Fatal(err)
 				}
 				if got := e.Absent(); !slices.Equal(got, []string{"a"}) {
-					t.Errorf("absent: %v", got)
+					t.Fatalf("absent: %v", got) // no drop follows
 				}
 				if got := <-dropped; got != "a" {
 					t.Errorf("%s was dropped", got)
