@@ -148,7 +148,7 @@ func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, e
 	case hurt == nil:
 		err = api.Errorf(api.Unavailable, "replica %s is no member that can be repaired now", member)
 	case len(others) == 0:
-		err = api.Errorf(api.Unavailable, "there is no other member to repair replica %s from", member)
+		err = api.Errorf(api.Unavailable, "replica %s cannot be repaired: the volume has no other member", member)
 	}
 	return hurt, others, err
 }
