@@ -107,7 +107,7 @@ func TestAbsentMemberNeverServes(t *testing.T) {
 	}}
 	dropped := make(chan string, 2)
 	e, err := Open(t.Context(), Config{Loop: l, Size: 1 << 20, Epoch: 5, Incarnation: 1, Track: true, Lenient: true,
-		Equalise: true, Members: []Named{{Name: "kept", Member: kept}, {Name: "late", Member: late}},
+		Resync: true, Members: []Named{{Name: "kept", Member: kept}, {Name: "late", Member: late}},
 		Drop:   func(context.Context, int64, string) error { return nil },
 		OnDrop: func(m string, _ error) { dropped <- m }})
 	if err != nil {

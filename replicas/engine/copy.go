@@ -33,7 +33,7 @@ type copier struct {
 	did   int64           // bytes since then
 	read  map[Mirror]bool // members whose snapshot was read
 	delay map[Mirror]*delay
-	near  Mirror        // the member on this machine, if readable
+	local Mirror        // the member on this machine, if readable
 	bare  atomic.Bool   // the last piece was blank at the destination: the next may be
 	alone chan struct{} // its owner works beside the guest
 }
@@ -42,7 +42,7 @@ const (
 	comparePiece = 1 << 20
 	politePiece  = 256 << 10 // copied at a time beside guest I/O, which waits meanwhile
 	copyWorkers  = 8
-	nearSoon     = 25 * time.Millisecond // the longest time for a piece to be read on this machine alone
+	localSoon    = 25 * time.Millisecond // the longest time for a piece to be read on this machine alone
 )
 
 // span of bytes.
@@ -158,7 +158,7 @@ var errSource = errors.New("the replica that it is copied from")
 // blocks from another source, some waits and holds no lock.
 func (c *copier) some(ctx context.Context, p span, at int64, buf *[]byte) error {
 	if c.equal != nil {
-		return untilFetched(ctx, equaliseTime, func() error { return c.level(ctx, p, at, buf) })
+		return untilFetched(ctx, resyncTime, func() error { return c.level(ctx, p, at, buf) })
 	}
 	return untilFetched(ctx, 0, func() error { return c.fromOne(ctx, p, at, buf) })
 }
@@ -215,7 +215,7 @@ func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 			c.delay[m] = &delay{}
 		}
 		d := c.delay[m]
-		if m == c.near && d.perKiB*(comparePiece>>10) < float64(nearSoon) {
+		if m == c.local && d.perKiB*(comparePiece>>10) < float64(localSoon) {
 			best = i
 			break
 		}
@@ -259,7 +259,7 @@ func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
 		}
 	})
 	c.mu.Lock()
-	c.near = near
+	c.local = near
 	c.mu.Unlock()
 	if err == nil && len(list) == 0 {
 		err = api.Errorf(api.Unavailable, "no member can be copied from now")

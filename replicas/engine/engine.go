@@ -71,8 +71,8 @@ type Config struct {
 	Track bool
 	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
 	Lenient bool
-	// Equalise makes the members equal before anything is read: the last engine had no clean end.
-	Equalise bool
+	// Resync makes Open resync the members before the first read: the last engine had no clean end.
+	Resync bool
 	// Reported tells whether the API has reported a snapshot of the volume. The engine drops a member without a
 	// reported snapshot that another member has. Nil: the API cannot be asked, and the engine removes a snapshot that
 	// some member lacks from the other members.
@@ -203,7 +203,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 	}
 	for range ahead {
-		o := e.make()
+		o := e.newOp()
 		for range n {
 			e.more(o)
 		}
@@ -404,7 +404,7 @@ func (e *Engine) Close() error {
 	alive := e.cfg.Loop.Post(func() {
 		e.closing, e.hurry = true, true
 		e.cancel()
-		e.tellLast()
+		e.updateLast()
 		if e.inflight == 0 && len(e.fetches.list) == 0 {
 			close(done)
 			return

@@ -128,7 +128,7 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 		cfg.Members = append(cfg.Members, m)
 	}
 	if n > 1 && seed%2 == 1 {
-		cfg.Equalise = true
+		cfg.Resync = true
 		w.unlike()
 	}
 	w.open(cfg)

@@ -27,8 +27,8 @@ const (
 	fetchLast  = time.Second
 )
 
-// equaliseTime bounds the wait for a source before an engine serves: the attach fails then, and names the cause.
-const equaliseTime = 20 * time.Second
+// resyncTime bounds the wait for a source before an engine serves: the attach fails then, and names the cause.
+const resyncTime = 20 * time.Second
 
 // fetches are the operations of an engine that are set aside. Loop thread.
 type fetches struct {

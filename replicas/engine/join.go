@@ -207,7 +207,7 @@ func (r *joinRun) prepare(ctx context.Context) error {
 	if err := r.dst.Track(ctx, true); err != nil {
 		return err
 	}
-	if err := r.bringLayers(ctx); err != nil {
+	if err := r.copySnapshots(ctx); err != nil {
 		return fmt.Errorf("replica %s cannot be rebuilt: %w", r.n.Name, err)
 	}
 	return r.lengthen(ctx) // the volume may have grown meanwhile
@@ -402,7 +402,7 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
 	delete(e.joins, j.m)
-	e.tellLast()
+	e.updateLast()
 	close(j.done)
 	for m := range e.cfg.Members {
 		if d.weak.has(m) {

@@ -66,7 +66,7 @@ func TestOpenCopiesTheIntentsOfAllMembers(t *testing.T) {
 		"the second": {differs('A'), differs('B', 1)},
 	} {
 		e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 2 * halfSize, Epoch: 5, Incarnation: 1, Track: true,
-			Equalise: true, Members: []Named{{Name: "a", Member: c.a}, {Name: "b", Member: c.b}},
+			Resync: true, Members: []Named{{Name: "a", Member: c.a}, {Name: "b", Member: c.b}},
 			Drop: func(context.Context, int64, string) error { return nil }})
 		if err != nil {
 			t.Fatal(err)

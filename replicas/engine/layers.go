@@ -22,8 +22,8 @@ type layered struct {
 	p   Progress // so far
 }
 
-// bringLayers gives the replica the snapshots that the members have.
-func (r *joinRun) bringLayers(ctx context.Context) error {
+// copySnapshots gives the replica the snapshots that the members have.
+func (r *joinRun) copySnapshots(ctx context.Context) error {
 	to, ok := r.dst.(Cutter)
 	if !ok {
 		return nil
@@ -43,14 +43,14 @@ func (r *joinRun) bringLayers(ctx context.Context) error {
 		if err != nil || len(missing) == 0 {
 			return err
 		}
-		if err := r.bringSnapshots(ctx, src, to, missing); err != nil {
+		if err := r.cutSnapshots(ctx, src, to, missing); err != nil {
 			return err
 		}
 	}
 }
 
-// bringSnapshots resyncs the replica's head to each missing snapshot in turn, and cuts the head.
-func (r *joinRun) bringSnapshots(ctx context.Context, src, to Cutter, missing []stack.Snapshot) error {
+// cutSnapshots resyncs the replica's head to each missing snapshot in turn, and cuts the head.
+func (r *joinRun) cutSnapshots(ctx context.Context, src, to Cutter, missing []stack.Snapshot) error {
 	at := &r.at
 	size, err := r.e.length(ctx)
 	if err != nil {

@@ -24,7 +24,7 @@ type opening struct {
 func (p *opening) mirrors(ctx context.Context) error {
 	e := p.e
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
-		e.tellLast()
+		e.updateLast()
 		return e.cfg.unnoted(ctx)
 	}
 	for {
@@ -50,9 +50,9 @@ func (p *opening) prepare(ctx context.Context) error {
 	if err := p.leaveBehind(ctx); err != nil {
 		return err
 	}
-	e.tellLast()
-	if e.cfg.Equalise && len(p.all) > 1 {
-		if err := p.equalise(ctx); err != nil {
+	e.updateLast()
+	if e.cfg.Resync && len(p.all) > 1 {
+		if err := p.resync(ctx); err != nil {
 			return err
 		}
 	}
@@ -191,10 +191,10 @@ func (p *opening) level(ctx context.Context) error {
 	return nil
 }
 
-// equalise resyncs the members before the engine serves the guest. The first member wins: each member has every
+// resync resyncs the members before the engine serves the guest. The first member wins: each member has every
 // acknowledged write, and an unacknowledged write may survive or not, but on all members alike. For a piece with damage
 // on the first member, another member wins.
-func (p *opening) equalise(ctx context.Context) error {
+func (p *opening) resync(ctx context.Context) error {
 	var regions []int64
 	var region int64
 	for _, m := range p.all {

@@ -65,7 +65,7 @@ func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dropped := make(chan string, 2)
 			e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 1 << 20, Epoch: 5, Incarnation: 1, Track: true,
-				Lenient: true, Equalise: true, Members: []Named{{Name: "a", Member: c.a}, {Name: "b", Member: c.b}},
+				Lenient: true, Resync: true, Members: []Named{{Name: "a", Member: c.a}, {Name: "b", Member: c.b}},
 				Reported: c.reported,
 				Drop:     func(context.Context, int64, string) error { return nil },
 				OnDrop:   func(m string, _ error) { dropped <- m }})

@@ -16,8 +16,8 @@ type Laster interface{ Last(is bool) }
 // Abandonable is a Member that can be abandoned for a stall. Abandoned returns the reason; nil: not abandoned.
 type Abandonable interface{ Abandoned() error }
 
-// tellLast tells each member whether it is the last one.
-func (e *Engine) tellLast() {
+// updateLast tells each member whether it is the last one.
+func (e *Engine) updateLast() {
 	live := e.members &^ e.suspect
 	if e.hurry {
 		live = 0
@@ -33,7 +33,7 @@ func (e *Engine) tellLast() {
 func (e *Engine) Hurry() {
 	e.cfg.Loop.Post(func() {
 		e.hurry = true
-		e.tellLast()
+		e.updateLast()
 	})
 }
 
@@ -106,7 +106,7 @@ func (e *Engine) revive(who set) {
 	e.weak &^= who // each adopted the epoch to vouch
 	e.lost = 0
 	e.doubted = e.doubted && e.members&e.suspect != 0
-	e.tellLast()
+	e.updateLast()
 	for m := range e.cfg.Members {
 		if e.weak.has(m) { // the last serving member, which serves no more
 			e.propose(m, errLost)
@@ -194,8 +194,8 @@ func (e *Engine) Suspect(name string, why error) {
 func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool, err error) {
 	err = e.on(ctx, func() {
 		// A resumed engine does not know which writes failed earlier: intents stay until the next attach compares.
-		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Equalise
-		e.tire(most)
+		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Resync
+		e.abandonLast(most)
 		waits := len(e.stalled.list) > 0 || len(e.ranges.waiting()) > 0
 		switch {
 		case most == 0 || e.serving() != 0 || !waits && !e.refusing:
@@ -228,8 +228,8 @@ func (e *Engine) serving() set {
 // Absentee is a Member with a connection: AbsentFor is the time without a connection; 0: connected.
 type Absentee interface{ AbsentFor() time.Duration }
 
-// tire abandons the last member once the member was unreachable for long enough.
-func (e *Engine) tire(most time.Duration) {
+// abandonLast abandons the last member once the member was unreachable for long enough.
+func (e *Engine) abandonLast(most time.Duration) {
 	live := e.members &^ e.suspect
 	if e.lost != 0 || live.len() != 1 {
 		return
@@ -237,7 +237,7 @@ func (e *Engine) tire(most time.Duration) {
 	a, ok := e.cfg.Members[live.first()].Member.(Absentee)
 	if is := ok && most > 0 && a.AbsentFor() > most; is != e.impatient {
 		e.impatient = is
-		e.tellLast()
+		e.updateLast()
 	}
 }
 

@@ -82,7 +82,7 @@ func up(n int64) int64   { return (n + block.Size - 1) &^ (block.Size - 1) }
 func (e *Engine) take(r *block.Request) *op {
 	o := e.free
 	if o == nil {
-		o = e.make()
+		o = e.newOp()
 	} else {
 		e.free = o.next
 	}
@@ -105,7 +105,7 @@ func (e *Engine) take(r *block.Request) *op {
 // ahead is how many operations an engine has from the start: as many as the kernel gives a loop device at a time.
 const ahead = 128
 
-func (e *Engine) make() *op {
+func (e *Engine) newOp() *op {
 	return &op{e: e, subs: make([]block.Request, 0, len(e.cfg.Members))}
 }
 

@@ -15,8 +15,8 @@ import (
 // member under the guest, chunk by chunk, with the content of the other members, and compares each chunk with its
 // digest before the write.
 
-// Mender is a member that supports repair.
-type Mender interface {
+// Repairer is a member that supports repair.
+type Repairer interface {
 	Cutter
 	// Broken lists the damaged chunks of the member's layers that other members may show.
 	Broken(ctx context.Context) ([]stack.Broken, error)
@@ -75,7 +75,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 		}
 	}()
 	for {
-		hurt, _, err := r.menders(ctx)
+		hurt, _, err := r.repairers(ctx)
 		if err != nil {
 			return did, err
 		}
@@ -92,7 +92,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 		for _, b := range list {
 			began := time.Now()
 			// Asked again for each chunk: other members may have been dropped, and hold old content.
-			hurt, others, err := r.menders(ctx)
+			hurt, others, err := r.repairers(ctx)
 			if err != nil {
 				return did, err
 			}
@@ -125,8 +125,8 @@ func (r *repairRun) unhurt() {
 	}
 }
 
-// menders returns the member to repair, and the other serving members.
-func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, err error) {
+// repairers returns the member to repair, and the other serving members.
+func (r *repairRun) repairers(ctx context.Context) (hurt Repairer, others []Named, err error) {
 	e, member := r.e, r.member
 	if r.beside != nil {
 		others = append(others, *r.beside)
@@ -137,7 +137,7 @@ func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, e
 				continue
 			}
 			if m.Name == member {
-				hurt, _ = m.Member.(Mender)
+				hurt, _ = m.Member.(Repairer)
 			} else {
 				others = append(others, m)
 			}
@@ -154,7 +154,7 @@ func (r *repairRun) menders(ctx context.Context) (hurt Mender, others []Named, e
 }
 
 // one asks one member after another; why: no member shows the chunk's content.
-func (r *repairRun) one(ctx context.Context, hurt Mender, others []Named, b stack.Broken) (why, err error) {
+func (r *repairRun) one(ctx context.Context, hurt Repairer, others []Named, b stack.Broken) (why, err error) {
 	away := error(nil)
 	for _, m := range others {
 		x, ok := m.Member.(Cutter)

@@ -98,7 +98,7 @@ func (e *Engine) propose(m int, why error) {
 		return
 	}
 	e.suspect |= bit(m)
-	e.tellLast()
+	e.updateLast()
 	e.dropped[m] = fmt.Errorf("replica %s: %w", e.cfg.Members[m].Name, why)
 	e.nextDrop()
 }
@@ -117,7 +117,7 @@ func (e *Engine) nextDrop() {
 			}
 		}
 		e.suspect, e.lost = e.suspect|e.lost, 0
-		e.tellLast()
+		e.updateLast()
 	}
 	if e.suspect|e.lost == 0 {
 		e.nextJoin()
@@ -245,7 +245,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.absent &^= bit(d.m)
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
-	e.tellLast()
+	e.updateLast()
 	for m := range e.cfg.Members {
 		if d.weak.has(m) && e.members.has(m) {
 			e.propose(m, d.why)

@@ -11,7 +11,7 @@ import (
 func TestSoonest(t *testing.T) {
 	all := []Mirror{&readable{name: "a"}, &readable{name: "b"}, &readable{name: "c"}}
 	near := all[1]
-	c := &copier{delay: map[Mirror]*delay{}, near: near}
+	c := &copier{delay: map[Mirror]*delay{}, local: near}
 	spread := func() map[Mirror]int {
 		asked := map[Mirror]int{}
 		var ends []func()
@@ -47,12 +47,12 @@ func TestSoonest(t *testing.T) {
 	for _, m := range all {
 		took(m, time.Millisecond)
 	}
-	took(near, nearSoon-5*time.Millisecond)
+	took(near, localSoon-5*time.Millisecond)
 	if asked := spread(); asked[near] != 9 {
 		t.Errorf("the near one is slower, but quick: %v", asked)
 	}
 	for _, m := range all {
-		took(m, 2*nearSoon)
+		took(m, 2*localSoon)
 	}
 	if asked := spread(); asked[all[0]] != 3 || asked[near] != 3 || asked[all[2]] != 3 {
 		t.Errorf("all are slow: %v", asked)
@@ -60,7 +60,7 @@ func TestSoonest(t *testing.T) {
 	for _, m := range all {
 		took(m, time.Millisecond)
 	}
-	c.near = nil
+	c.local = nil
 	if asked := spread(); asked[all[0]] != 3 || asked[near] != 3 || asked[all[2]] != 3 {
 		t.Errorf("none is near: %v", asked)
 	}

@@ -13,11 +13,11 @@ import (
 // on others. When the members serve again, the engine resyncs them there: a failed write may survive or not, but every
 // reader sees the same.
 
-// alikePiece is the unit in which failed writes are counted, and mostAlike the number of pieces that the engine
+// unequalPiece is the unit in which failed writes are counted, and mostUnequal the number of pieces that the engine
 // remembers.
 const (
-	alikePiece = 256 << 10
-	mostAlike  = 64 << 10
+	unequalPiece = 256 << 10
+	mostUnequal  = 64 << 10
 )
 
 // unequal has the pieces with failed writes: members may differ there until the resync.
@@ -32,11 +32,11 @@ type unequal struct {
 
 // note notes an operation that failed. Loop thread.
 func (u *unequal) note(o *op) {
-	if o.parent.Op == block.OpFlush || len(u.pieces) >= mostAlike {
+	if o.parent.Op == block.OpFlush || len(u.pieces) >= mostUnequal {
 		u.unknown = true
 		return
 	}
-	for k := o.lo / alikePiece; k <= (o.hi-1)/alikePiece; k++ {
+	for k := o.lo / unequalPiece; k <= (o.hi-1)/unequalPiece; k++ {
 		u.pieces[k] = true
 	}
 }
@@ -59,7 +59,7 @@ func (u *unequal) soon() {
 // clock, starts the next try. Pieces that no member has fetched wait, while the engine resyncs the others.
 func (u *unequal) resync(ctx context.Context) {
 	e := u.e
-	buf := aligned(alikePiece)
+	buf := aligned(unequalPiece)
 	unfetched := map[int64]bool{}
 	for {
 		piece := int64(-1)
@@ -82,7 +82,7 @@ func (u *unequal) resync(ctx context.Context) {
 		}) != nil || piece < 0 {
 			return
 		}
-		p := span{piece * alikePiece, min(alikePiece, size-piece*alikePiece)}
+		p := span{piece * unequalPiece, min(unequalPiece, size-piece*unequalPiece)}
 		switch err := u.resyncPiece(ctx, p, buf); {
 		case errors.Is(err, stack.ErrNotFetched):
 			unfetched[piece] = true
@@ -148,7 +148,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 	}
 	if err := e.on(ctx, func() {
 		if ok = epoch == e.epoch && who == e.members|e.joiners && calm(); ok {
-			delete(u.pieces, p.off/alikePiece)
+			delete(u.pieces, p.off/unequalPiece)
 		}
 	}); err != nil || !ok {
 		return orChanged(err)

@@ -53,7 +53,7 @@ func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 	r := newRig(t, 2, nil)
 	lacks := func(pieces ...int64) func(q *block.Request) error {
 		return func(q *block.Request) error {
-			if q.Op == block.OpRead && slices.Contains(pieces, q.Off/alikePiece) {
+			if q.Op == block.OpRead && slices.Contains(pieces, q.Off/unequalPiece) {
 				return stack.ErrNotFetched
 			}
 			return nil
@@ -65,7 +65,7 @@ func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 			m.fail = lacks([][]int64{{0, 1}, {1}}[i]...)
 		}
 		for k := range int64(3) {
-			copy(r.m[1].data[k*alikePiece:], fill(4096, 7))
+			copy(r.m[1].data[k*unequalPiece:], fill(4096, 7))
 			r.e.unequal.pieces[k] = true
 		}
 		r.e.unequal.soon()
@@ -81,7 +81,7 @@ func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 		}
 	}
 	r.l.do(func() {
-		if a, b := r.m[0].data, r.m[1].data; a[0] != 7 || !bytes.Equal(a[2*alikePiece:], b[2*alikePiece:]) {
+		if a, b := r.m[0].data, r.m[1].data; a[0] != 7 || !bytes.Equal(a[2*unequalPiece:], b[2*unequalPiece:]) {
 			t.Error("the members differ")
 		}
 	})

@@ -194,18 +194,18 @@ func (m *WatchedMember) SnapEnd(ctx context.Context) error {
 	return m.bound(ctx, func(ctx context.Context) error { return m.on.SnapEnd(ctx) })
 }
 
-// Broken implements Mender.
+// Broken implements Repairer.
 func (m *WatchedMember) Broken(ctx context.Context) ([]stack.Broken, error) {
-	on, ok := m.on.(Mender)
+	on, ok := m.on.(Repairer)
 	if !ok {
 		return nil, nil
 	}
 	return bound(ctx, m, false, func(ctx context.Context) ([]stack.Broken, error) { return on.Broken(ctx) })
 }
 
-// Repair implements Mender.
+// Repair implements Repairer.
 func (m *WatchedMember) Repair(ctx context.Context, layer string, off int64, right []byte) error {
-	on, ok := m.on.(Mender)
+	on, ok := m.on.(Repairer)
 	if !ok {
 		return api.Errorf(api.Unsupported, "replica %s cannot be repaired", m.o.Replica)
 	}

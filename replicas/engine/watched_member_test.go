@@ -284,7 +284,7 @@ func TestOpenLeavesOutAMemberThatStalls(t *testing.T) {
 					return Named{Name: name, Member: w.Member(on, WatchOptions{Loop: loop, Replica: name})}
 				}
 				e, err := Open(t.Context(), Config{Loop: loop, Size: 1 << 20, Epoch: 5, Incarnation: 1, Track: true, Lenient: true,
-					Equalise: true, Members: []Named{watched("a", hangsIn{newKeeper(old), call}), watched("b", newKeeper())},
+					Resync: true, Members: []Named{watched("a", hangsIn{newKeeper(old), call}), watched("b", newKeeper())},
 					Drop:   func(context.Context, int64, string) error { return nil },
 					OnDrop: func(m string, _ error) { dropped <- m }})
 				if err != nil {

@@ -120,7 +120,7 @@ func TestChangedOfTheLargestVolume(t *testing.T) {
 func TestDetachOfTheLargestVolume(t *testing.T) {
 	fars := []*far{newLargest(t), newLargest(t)}
 	loop := startLoop(t)
-	cfg := engine.Config{Loop: loop, Size: api.MaxVolumeSize, Epoch: 1, Incarnation: 1, Track: true, Equalise: true,
+	cfg := engine.Config{Loop: loop, Size: api.MaxVolumeSize, Epoch: 1, Incarnation: 1, Track: true, Resync: true,
 		Drop: func(context.Context, int64, string) error { return api.Errorf(api.Denied, "nobody is to be dropped") }}
 	for i, f := range fars {
 		d := newDialer(t, f.at)

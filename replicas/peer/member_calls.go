@@ -150,12 +150,12 @@ func (m *Member) SnapEnd(ctx context.Context) error {
 	return err
 }
 
-// Broken implements engine.Mender.
+// Broken implements engine.Repairer.
 func (m *Member) Broken(ctx context.Context) ([]stack.Broken, error) {
 	return brokenCall.call(ctx, m, none{})
 }
 
-// Repair implements engine.Mender.
+// Repair implements engine.Repairer.
 func (m *Member) Repair(ctx context.Context, layer string, off int64, right []byte) error {
 	_, err := repairCall.call(ctx, m, repairArgs{layer, off, right})
 	return err

@@ -9,9 +9,9 @@ import (
 )
 
 var (
-	_ engine.Remote = (*Member)(nil)
-	_ engine.Mender = (*Member)(nil)
-	_ engine.Mender = (*Backend)(nil)
+	_ engine.Remote   = (*Member)(nil)
+	_ engine.Repairer = (*Member)(nil)
+	_ engine.Repairer = (*Backend)(nil)
 )
 
 // endless is for tests in which no member stalls.

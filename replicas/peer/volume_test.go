@@ -139,7 +139,7 @@ func (c *cluster) attach() error {
 		return err
 	}
 	c.inc++
-	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: !c.alone, Equalise: true, Lenient: true,
+	cfg := engine.Config{Loop: c.loop, Size: c.size, Epoch: epoch + 1, Incarnation: c.inc, Track: !c.alone, Resync: true, Lenient: true,
 		Reported: c.reported,
 		Drop: func(_ context.Context, epoch int64, m string) error {
 			err := c.rec.swap(epoch, func() {

@@ -328,7 +328,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		members = append(members, m)
 	}
 	c := as.config(s, size, b.Now)
-	c.Members, c.Track, c.Equalise, c.Lenient = members, !b.Alone, fresh, true
+	c.Members, c.Track, c.Resync, c.Lenient = members, !b.Alone, fresh, true
 	if fresh || as.APIReached() { // a resume does not wait for the API
 		c.Reported = func(ctx context.Context, k stack.Snapshot) (bool, error) {
 			return as.snapshots.Reported(ctx, s.Volume, k)
