@@ -26,4 +26,6 @@
 //   - If the holder dies, this process gives its devices to the next holder: only both deaths at a time lose a device.
 //
 // Goroutines: RunHolder waits for its own; Host.Close waits for the goroutine that watches the holder.
+//
+// Lock order: a Device's mutex or Host.keeping, then Host.mu, then the mutex of the client of the holder.
 package device
