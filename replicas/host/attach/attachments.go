@@ -143,6 +143,9 @@ func (as *Attachments) Stop() error {
 	if err := as.awaitResumed(); err != nil {
 		return err
 	}
+	for _, s := range as.Sessions() {
+		s.membership.leave()
+	}
 	if err := as.host.Close(); err != nil {
 		return fmt.Errorf("devices are left as they are: %w", err)
 	}

@@ -45,6 +45,7 @@ type membership struct {
 	repairs                                          attempts.Log[api.UID]
 
 	recording sync.Mutex // held until the holder has the blob, so that no older blob overtakes a newer blob; before mu
+	leaving   bool       // guarded by recording: this process gives its devices up
 	mu        sync.Mutex // guards the fields below, and Now, Members, Next, Joining and Alone of the blob
 	events    []event
 	rebuilds  map[string]api.RebuildStatus
@@ -81,6 +82,11 @@ func (s *Session) snapshotBlob() blob {
 func (as *Attachments) writeBlob(s *Session) error {
 	s.membership.recording.Lock()
 	defer s.membership.recording.Unlock()
+	return as.writeBlobLocked(s)
+}
+
+// writeBlobLocked is writeBlob for a caller with the recording lock.
+func (as *Attachments) writeBlobLocked(s *Session) error {
 	raw, err := json.Marshal(s.snapshotBlob())
 	if err != nil {
 		return err

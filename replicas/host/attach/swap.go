@@ -12,11 +12,24 @@ import (
 
 // propose records a swap beforehand: if this process dies, the next process asks the API for the outcome.
 func (as *Attachments) propose(s *Session, epoch int64, joining *memberSpec) error {
+	s.membership.recording.Lock()
+	defer s.membership.recording.Unlock()
+	if s.membership.leaving {
+		return api.Errorf(api.Unavailable, "volume %s: this process ends, the next one changes the members", s.Volume)
+	}
 	s.membership.mu.Lock()
 	s.Next, s.Joining = epoch, joining
 	s.membership.mu.Unlock()
 	s.membership.tried.Store(epoch)
-	return as.writeBlob(s)
+	return as.writeBlobLocked(s)
+}
+
+// leave ends the swaps before this process gives its devices up. The record of a later swap would be lost, and the next
+// process would take the swap for another engine's.
+func (m *membership) leave() {
+	m.recording.Lock()
+	defer m.recording.Unlock()
+	m.leaving = true
 }
 
 // settled records the outcome of a swap.

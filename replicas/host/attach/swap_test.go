@@ -158,3 +158,25 @@ func TestDropBeforeAPI(t *testing.T) {
 		t.Errorf("the device record: %+v", now)
 	}
 }
+
+// TestNoSwapBeginsWithoutARecord: a process that ends gives its devices up before it ends the engines. A swap in between
+// would have no record, and the next process would end the device as one of another engine.
+func TestNoSwapBeginsWithoutARecord(t *testing.T) {
+	as := attachmentsWithoutAPI(t)
+	thread, err := as.Threads.Pick()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Now: 5}, thread, nil)
+	if err := as.propose(s, 6, nil); err != nil {
+		t.Fatal(err)
+	}
+	as.settled(s, 6, func(*blob) {})
+	s.membership.leave()
+	if err := as.propose(s, 7, nil); !api.Is(err, api.Unavailable) {
+		t.Errorf("a swap of a process that ends: %v", err)
+	}
+	if s.at() != 6 || s.Next != 0 {
+		t.Errorf("the session has asked for epoch %d, and waits for the outcome of %d", s.at(), s.Next)
+	}
+}
