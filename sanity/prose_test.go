@@ -80,8 +80,7 @@ func (p *prose) addFile(t *testing.T, path string) {
 		if !ok {
 			return true
 		}
-		sel, ok := call.Fun.(*ast.SelectorExpr)
-		if !ok || sel.Sel.Name != "Errorf" && sel.Sel.Name != "New" {
+		if name := calledName(call); name != "Errorf" && name != "New" && name != "corrupt" && name != "unsupported" {
 			return true
 		}
 		for _, arg := range call.Args {
@@ -93,6 +92,17 @@ func (p *prose) addFile(t *testing.T, path string) {
 		}
 		return true
 	})
+}
+
+// calledName is the name of a called function or method, without package or receiver.
+func calledName(call *ast.CallExpr) string {
+	switch fun := call.Fun.(type) {
+	case *ast.SelectorExpr:
+		return fun.Sel.Name
+	case *ast.Ident:
+		return fun.Name
+	}
+	return ""
 }
 
 // measureProse measures every package by its folder, tests excepted, and every document by its path.

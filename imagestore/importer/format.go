@@ -42,24 +42,24 @@ var unsupportedFormats = []struct {
 	{0, "7z\xbc\xaf\x27\x1c", "7z", "unpack it first, or pack it with gzip, xz or zstd"},
 	{0, "Rar!\x1a\x07", "RAR", "unpack it first, or pack it with gzip, xz or zstd"},
 	{0, "\x04\x22\x4d\x18", "lz4", "unpack it first, or pack it with gzip, xz or zstd"},
-	{257, "ustar", "tar", "take the disk image out of it first"},
+	{257, "ustar", "tar", "unpack it first"},
 	{0, "<<< ", "VDI", "convert it with: qemu-img convert -O qcow2"},
 	{0, "QED\x00", "QED", "convert it with: qemu-img convert -O qcow2"},
 	{0, "WithoutFreeSpace", "Parallels", "convert it with: qemu-img convert -O qcow2"},
 	{0, "WithouFreSpacExt", "Parallels", "convert it with: qemu-img convert -O qcow2"},
-	{0, "LUKS\xba\xbe", "LUKS", "it is encrypted: give a decrypted one"},
+	{0, "LUKS\xba\xbe", "LUKS", "decrypt the encrypted image first"},
 }
 
 // detect finds the format by the first bytes: headSize bytes, or all bytes of a shorter image.
 func detect(head []byte) (format, error) {
 	if len(head) == 0 {
-		return "", api.Errorf(api.Invalid, "empty: not a disk image")
+		return "", api.Errorf(api.Invalid, "the image is empty: not a disk image")
 	}
 	switch {
 	case qcow2.Detect(head):
 		if v := binary.BigEndian.Uint32(head[4:]); v != 2 && v != 3 {
-			return "", api.Errorf(api.Unsupported, "qcow version %d, and only 2 and 3 can be read: convert it with: "+
-				"qemu-img convert -O qcow2", v)
+			return "", api.Errorf(api.Unsupported, "the image has qcow version %d, and only 2 and 3 can be read: "+
+				"convert it with: qemu-img convert -O qcow2", v)
 		}
 		return formatQCOW2, nil
 	case vmdk.Detect(head):
@@ -71,12 +71,13 @@ func detect(head []byte) (format, error) {
 	}
 	for _, f := range unsupportedFormats {
 		if len(head) > f.off && bytes.HasPrefix(head[f.off:], []byte(f.magic)) {
-			return "", api.Errorf(api.Unsupported, "%s format cannot be read: %s", f.name, f.advice)
+			return "", api.Errorf(api.Unsupported, "the image is in %s format, which cannot be read: %s", f.name, f.advice)
 		}
 	}
 	if isMarkup(head) {
 		return "", api.Errorf(api.Invalid,
-			"a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a web page?")
+			"the image is a text page (HTML, XML or JSON), not a disk image: does the address need a log-in, or lead to a "+
+				"web page?")
 	}
 	return formatRaw, nil
 }

@@ -229,7 +229,7 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 			} else {
 				e.bytes = im.need(e, number)
 				if e.host+e.bytes > im.fileSize {
-					return 0, im.at(number, corrupt("its data at %#x is not within the file of %d bytes: it was cut off",
+					return 0, im.at(number, corrupt("the data at %#x is not within the file of %d bytes: it was cut off",
 						e.host, im.fileSize))
 				}
 				if h.extended {
@@ -240,7 +240,7 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 			h.info.Data += n
 			// Compressed data is counted in whole sectors, and the last one may belong to something else.
 			if o.hits(e.host, min(e.bytes, max(1, e.bytes-sector))) {
-				return 0, im.at(number, corrupt("its data at %#x lies in the image's tables", e.host))
+				return 0, im.at(number, corrupt("the data at %#x lies in the image's tables", e.host))
 			}
 		}
 	}

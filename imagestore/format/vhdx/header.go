@@ -216,15 +216,15 @@ func (im *Image) regions(h *header) (table, metadata span, err error) {
 // metadata reads the description of the image.
 func (im *Image) metadata(region span) error {
 	b := make([]byte, tableSize)
-	if err := im.readFull(b, region.from, "its table"); err != nil {
+	if err := im.readFull(b, region.from, "the metadata table"); err != nil {
 		return err
 	}
 	if !bytes.HasPrefix(b, []byte("metadata")) {
-		return corrupt("its table at %#x does not start with metadata", region.from)
+		return corrupt("the metadata table at %#x does not start with metadata", region.from)
 	}
 	count := int(le.Uint16(b[10:]))
 	if count > maxEntries {
-		return corrupt("its table has %d entries: it must be at most %d", count, maxEntries)
+		return corrupt("the metadata table has %d entries, more than %d", count, maxEntries)
 	}
 	items := map[guid][]byte{}
 	for i := range count {

@@ -112,7 +112,7 @@ func (r *ring) entry(at int64) (e logEntry, ok bool, err error) {
 		return e, false, nil
 	}
 	if r.left -= e.length; r.left < 0 {
-		return e, false, corrupt("it is full of entries that are not whole")
+		return e, false, corrupt("the log is full of entries that are not whole")
 	}
 	over := max(at+e.length-ring, 0)
 	sum := crc32.Update(checksum(r.b[at:at+e.length-over]), castagnoli, r.b[:over])
@@ -174,7 +174,7 @@ func (im *Image) replay(h *header) error {
 			"attach the image once where it was made", length, im.limits.Log)
 	}
 	r := &ring{im: im, b: make([]byte, length), id: h.logID, left: maxChecked * length}
-	if err := im.readFull(r.b, h.log.from, "its entries"); err != nil {
+	if err := im.readFull(r.b, h.log.from, "the log's entries"); err != nil {
 		return err
 	}
 	entries, err := r.active()
@@ -186,7 +186,7 @@ func (im *Image) replay(h *header) error {
 		return corrupt("the file had %d bytes when it was written, and has %d: it was cut off", last.flushed, im.fileSize)
 	}
 	if last.last > maxEffective || last.last < 0 {
-		return corrupt("it says that the file has %d bytes", last.last)
+		return corrupt("the log says that the file has %d bytes", last.last)
 	}
 	im.info.Replayed = len(entries)
 	protected := []span{{0, 192 * kib}, h.log}

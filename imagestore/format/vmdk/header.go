@@ -73,10 +73,10 @@ func refuse(head []byte) error {
 	switch {
 	case isText(head):
 		d := parseText(head)
-		return unsupported("it is only the descriptor (%s) of a disk that is in other files%s: %s", d.kind(), d.named(),
+		return unsupported("the file is only the descriptor (%s) of a disk that is in other files%s: %s", d.kind(), d.named(),
 			oneFile)
 	case hasMagic(head, magicESX), hasMagic(head, magicSESparse):
-		return unsupported("it is one extent of an ESX server's sparse disk, not a disk by itself: %s", oneFile)
+		return unsupported("the file is an extent of an ESX server's sparse disk, not a disk by itself: %s", oneFile)
 	case !hasMagic(head, magicSparse):
 		return api.Errorf(api.Invalid, "not a VMDK image: it does not start with %s", magicSparse)
 	}
@@ -94,15 +94,15 @@ func parseHeader(b []byte) (*header, error) {
 	}
 	flags := le.Uint32(b[8:])
 	if flags&flagNewlines != 0 && string(b[73:77]) != "\n \r\n" {
-		return nil, corrupt("its line ends were changed: it was transferred as text, not as binary data")
+		return nil, corrupt("the line ends were changed: the file was transferred as text, not as binary data")
 	}
 	h.zeros = flags&flagZeroGrains != 0
 	h.compressed = flags&flagCompressed != 0
 	switch method := le.Uint16(b[77:]); {
 	case h.compressed && method != 1:
-		return nil, unsupported("its compression method %d cannot be read, only deflate (1)", method)
+		return nil, unsupported("the compression method %d cannot be read, only deflate (1)", method)
 	case h.compressed && flags&flagMarkers == 0:
-		return nil, unsupported("it has compressed grains without markers; %s", oneFile)
+		return nil, unsupported("the image has compressed grains without markers; %s", oneFile)
 	}
 	raw := func(at int) uint64 { return le.Uint64(b[at:]) }
 	for _, f := range []struct {
@@ -168,11 +168,11 @@ func (im *Image) footer() (*header, error) {
 	mark, foot, end := b[:sector], b[sector:2*sector], b[2*sector:]
 	if le.Uint32(mark[8:]) != 0 || le.Uint32(mark[12:]) != markFooter || le.Uint64(end) != 0 || le.Uint64(end[8:]) != 0 ||
 		!hasMagic(foot, magicSparse) {
-		return nil, corrupt("it is not in the last 3 sectors of the file: the file was cut off, or something follows it")
+		return nil, corrupt("not in the last 3 sectors of the file: the file was cut off, or data follows the footer")
 	}
 	h, err := parseHeader(foot)
 	if err == nil && h.directory == atEnd {
-		err = corrupt("it does not say where the grain directory is")
+		err = corrupt("the footer does not say where the grain directory is")
 	}
 	return h, err
 }
@@ -256,7 +256,7 @@ func shorten(s string) string {
 
 // descriptor reads the descriptor inside the file, and refuses a disk with data outside of the file.
 func (im *Image) descriptor(h *header) (createType string, err error) {
-	alone := unsupported("it has no descriptor, so it is one extent of a disk that is in several files: %s", oneFile)
+	alone := unsupported("the image has no descriptor, so the file is an extent of a disk in several files: %s", oneFile)
 	if h.text == 0 || h.textLen == 0 {
 		return "", alone
 	}
@@ -274,25 +274,25 @@ func (im *Image) descriptor(h *header) (createType string, err error) {
 	none := d.parentCID == "" || strings.EqualFold(d.parentCID, "ffffffff")
 	switch {
 	case d.parent != "":
-		return "", unsupported("it is a delta of the parent %s: %s", shorten(d.parent), oneFile)
+		return "", unsupported("the image is a delta of the parent %s: %s", shorten(d.parent), oneFile)
 	case !none:
-		return "", unsupported("it is a delta of the parent with the content id %s: %s", shorten(d.parentCID), oneFile)
+		return "", unsupported("the image is a delta of the parent with the content id %s: %s", shorten(d.parentCID), oneFile)
 	case d.createType == "":
 		return "", corrupt("the descriptor has no createType")
 	case !strings.EqualFold(d.createType, "monolithicSparse") && !strings.EqualFold(d.createType, "streamOptimized"):
-		return "", unsupported("it is part of a disk (%s) that is in other files%s: %s", d.kind(), d.named(), oneFile)
+		return "", unsupported("the file is part of a disk (%s) that is in other files%s: %s", d.kind(), d.named(), oneFile)
 	case len(d.extents) == 0:
 		return "", corrupt("the descriptor names no extent")
 	case len(d.extents) > 1:
-		return "", unsupported("its descriptor names %d files%s: %s", len(d.extents), d.named(), oneFile)
+		return "", unsupported("the descriptor names %d files%s: %s", len(d.extents), d.named(), oneFile)
 	}
 	// The name of a lone sparse extent is that of this file when it was made, in the same folder.
 	switch e := d.extents[0]; {
 	case e.kind != "SPARSE" || strings.ContainsAny(e.file, `/\`):
-		return "", unsupported("its descriptor names another file, a %s extent %s: %s", shorten(e.kind), shorten(e.file),
+		return "", unsupported("the descriptor names another file, a %s extent %s: %s", shorten(e.kind), shorten(e.file),
 			oneFile)
 	case e.access == "NOACCESS":
-		return "", unsupported("its descriptor allows no access to the extent %s", shorten(e.file))
+		return "", unsupported("the descriptor allows no access to the extent %s", shorten(e.file))
 	}
 	return d.createType, nil
 }

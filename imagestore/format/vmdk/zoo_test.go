@@ -263,7 +263,7 @@ func TestZoo(t *testing.T) {
 		{"last grain too long", true, func(m *tiny) {
 			m.b = append(m.b[:m.at(514)], packed(514, make([]byte, 1<<20), 9)...)
 		}, api.Corrupt, "more than a grain"},
-		{"no footer", true, func(m *tiny) { le.PutUint64(m.b[56:], 1<<64-1) }, api.Corrupt, "the footer: it is not in"},
+		{"no footer", true, func(m *tiny) { le.PutUint64(m.b[56:], 1<<64-1) }, api.Corrupt, "the footer: not in"},
 		{"footer cut", true, func(m *tiny) {
 			m.b = withFooter(m.b)
 			m.b = m.b[:len(m.b)-512]
