@@ -9,8 +9,8 @@ const (
 	AuthorityKey    = "authority.pem"
 )
 
-// NodeCertificate is how a process of a node gets the certificate that other nodes know it by. Spec: written by that
-// process, which keeps its key to itself. Status: by the controller role alone, which issues and renews.
+// NodeCertificate gets a process of a node the certificate by which other nodes know the process. Spec: written by the
+// process, which keeps its key secret. Status: by the controller role alone, which issues and renews.
 // Name: <node name>.<first 8 hex digits of the digest of the public key>.
 //
 // +kubebuilder:object:root=true
@@ -40,7 +40,7 @@ type NodeCertificateSpec struct {
 // NodeCertificateStatus is what was issued.
 type NodeCertificateStatus struct {
 	Certificate string `json:"certificate,omitempty"` // PEM
-	// Authorities (PEM) that the certificates of other nodes are checked against.
+	// Authorities (PEM) for checking the certificates of other nodes.
 	Authorities string      `json:"authorities,omitempty"`
 	NotAfter    metav1.Time `json:"notAfter,omitempty"`
 	Message     string      `json:"message,omitempty"` // why there is none

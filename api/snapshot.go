@@ -7,10 +7,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Snapshot is what a volume held at one instant. Spec: written by who wants it, or by the data role for one that it
-// found on a disk. Status: by the data role of the node that has the volume's replica; where there is no such replica,
-// by the controller role. Labels: LabelVolume. Owner: the Volume. Finalizer: Finalizer. It outlives the deletion of its
-// volume, whose object stays until the last of its snapshots is gone.
+// Snapshot is the content of a volume at an instant. Spec: written by the client that wants the snapshot, or by the
+// data role for a snapshot found on a disk. Status: by the data role of the node with the volume's replica; without
+// such a replica, by the controller role. Labels: LabelVolume. Owner: the Volume. Finalizer: Finalizer. The snapshot
+// outlives the deletion of its volume, whose object stays until the last snapshot is deleted.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a snapshot has at most 128 characters"
@@ -32,7 +32,7 @@ type Snapshot struct {
 
 // SnapshotSpec is the wish and cannot change.
 //
-// What is left out is the same as what is empty: not every client writes it.
+// An omitted field equals an empty field, because not every client writes empty fields.
 //
 // +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && (has(self.createSnapshot) ? self.createSnapshot : false) == (has(oldSelf.createSnapshot) ? oldSelf.createSnapshot : false) && (has(self.group) && size(self.group) > 0 ? has(oldSelf.group) && self.group == oldSelf.group : !has(oldSelf.group) || size(oldSelf.group) == 0) && (has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0)",message="a snapshot cannot change: delete it and make a new one"
 type SnapshotSpec struct {
@@ -40,9 +40,9 @@ type SnapshotSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
 	Volume string `json:"volume"`
-	// CreateSnapshot asks for a new one. Without it the object stands for one that is there, and nothing is made.
+	// CreateSnapshot asks for a new snapshot. Without the field, the object stands for an existing snapshot.
 	CreateSnapshot bool `json:"createSnapshot,omitempty"`
-	// Group is the SnapshotGroup that the snapshot is part of: it is cut with the others, and goes with them.
+	// Group is the SnapshotGroup that the snapshot is part of: the group's snapshots are cut and deleted together.
 	// +kubebuilder:validation:MaxLength=100
 	Group string `json:"group,omitempty"`
 	// +kubebuilder:validation:MaxProperties=64
@@ -53,26 +53,26 @@ type SnapshotSpec struct {
 type SnapshotStatus struct {
 	// Parent is the snapshot below; empty: none.
 	Parent string `json:"parent,omitempty"`
-	// Children are the snapshots that have this one as their parent, and VolumeHead where the volume itself stands on it.
+	// Children are the snapshots with this snapshot as parent, and VolumeHead if the volume itself stands on the snapshot.
 	Children    map[string]bool `json:"children,omitempty"`
 	MarkRemoved bool            `json:"markRemoved,omitempty"` // being deleted
-	// UserCreated is false for those that Drover makes for itself, such as to clone a volume.
+	// UserCreated is false for Drover's own snapshots, such as to clone a volume.
 	UserCreated bool `json:"userCreated,omitempty"`
 	// CreationTime is the instant of the cut, RFC 3339.
 	CreationTime string            `json:"creationTime,omitempty"`
-	Size         int64             `json:"size,omitempty"` // bytes that its own layer takes on the disk
+	Size         int64             `json:"size,omitempty"` // bytes of the snapshot's own layer on the disk
 	Labels       map[string]string `json:"labels,omitempty"`
-	OwnerID      string            `json:"ownerID,omitempty"` // node that looks after it
+	OwnerID      string            `json:"ownerID,omitempty"` // node that writes the status
 	Error        string            `json:"error,omitempty"`
 	RestoreSize  int64             `json:"restoreSize,omitempty"` // of the volume at that instant, bytes
 	ReadyToUse   bool              `json:"readyToUse,omitempty"`
-	// UID of the snapshot in the replica's stack, and of the layer that it names.
+	// UID of the snapshot in the replica's stack, and of the snapshot's layer.
 	UID   UID `json:"uid,omitempty"`
 	Layer UID `json:"layer,omitempty"`
-	// Checksum is the digest of what the snapshot's own layer holds, sha256:HEX over the digests of its pieces and its
-	// map; empty until it is computed, a moment after the cut. Merged with another layer, it has a new one.
+	// Checksum is the root digest of the snapshot's own layer, sha256:HEX over the digests of the layer's chunks and the
+	// map; empty until computed, a moment after the cut. A merge with another layer changes the checksum.
 	Checksum string `json:"checksum,omitempty"`
-	// VolumeUID tells the volume from a later one of the same name.
+	// VolumeUID tells the volume from a later volume of the same name.
 	VolumeUID       UID    `json:"volumeUID,omitempty"`
 	SizeText        string `json:"sizeText,omitempty"`
 	RestoreSizeText string `json:"restoreSizeText,omitempty"`
@@ -133,7 +133,7 @@ type SnapshotList struct {
 	Items           []Snapshot `json:"items"`
 }
 
-// CloneState is how far a volume that begins with the content of another one is.
+// CloneState is the progress of a volume that begins with the content of another volume.
 //
 // +kubebuilder:validation:Enum=initiated;completed;failed
 type CloneState string
@@ -151,25 +151,25 @@ type CloneStatus struct {
 	Source   string     `json:"source,omitempty"`   // the volume
 	Snapshot string     `json:"snapshot,omitempty"` // that was, or is being, cloned
 	Message  string     `json:"message,omitempty"`
-	// Progress is percent of the data that a full copy has, or a linked clone on another disk than its source; a linked
+	// Progress is the copied percent of a full copy, or of a linked clone on another disk than its source; a linked
 	// clone on the disk of its source has nothing to copy.
 	Progress int32 `json:"progress,omitempty"`
-	// WaitingSince is since when the source could not be used, one try after another.
+	// WaitingSince is the time since which every try found the source unusable.
 	WaitingSince *metav1.Time `json:"waitingSince,omitempty"`
-	// Retried is the last value of AnnotationRetry that was followed.
+	// Retried is the last value of AnnotationRetry that the controller followed.
 	Retried string `json:"retried,omitempty"`
 }
 
 // RevertWish asks for a revert.
 type RevertWish struct {
 	Snapshot string `json:"snapshot"`
-	// ID tells one wish from the next: whatever is new.
+	// ID tells the wish from an earlier wish: any new value.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=64
 	ID string `json:"id"`
 }
 
-// RevertFact says what became of it.
+// RevertFact is the outcome of a revert.
 type RevertFact struct {
 	Snapshot string     `json:"snapshot,omitempty"`
 	ID       string     `json:"id,omitempty"`
@@ -183,12 +183,12 @@ const (
 	CloneFull   = "full-copy"
 )
 
-// DataSource is what a volume begins with.
+// DataSource is the volume or snapshot that a volume begins with.
 //
 // +kubebuilder:object:generate=false
 type DataSource struct {
 	Volume   string
-	Snapshot string // empty: the volume as it is now
+	Snapshot string // empty: the volume's present content
 }
 
 // String is the form in Volume.spec.dataSource, and a snapshot's handle in CSI.

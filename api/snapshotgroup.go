@@ -8,9 +8,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// SnapshotGroup is what several volumes held at one instant: a Snapshot of each, all cut while writes to all of them
-// were held back. Spec: written by who wants it. Status: by the data role of the node that has the replica of the first
-// volume. Finalizer: Finalizer, removed by the controller role when its Snapshots are gone: they go with it.
+// SnapshotGroup is the content of several volumes at an instant: a Snapshot of each volume, all cut while writes to all
+// volumes were held back. Spec: written by the client that wants the group. Status: by the data role of the node with
+// the replica of the first volume. Finalizer: Finalizer, removed by the controller role after the deletion of the
+// group's Snapshots, which are deleted with the group.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 100",message="the name of a group of snapshots has at most 100 characters"
@@ -29,19 +30,19 @@ type SnapshotGroup struct {
 
 // SnapshotGroupSpec is the wish and cannot change.
 //
-// What is left out is the same as what is empty: not every client writes it.
+// An omitted field equals an empty field, because not every client writes empty fields.
 //
 // +kubebuilder:validation:XValidation:rule="self.volumes == oldSelf.volumes && (has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0)",message="a group of snapshots cannot change: delete it and make a new one"
 type SnapshotGroupSpec struct {
-	// Volumes to cut at one instant. Those that are attached are on one node, which cuts them all; a single replica of one
-	// that is not attached is there, too.
+	// Volumes to cut at the same instant. Attached volumes are attached on the same node, which cuts all volumes; the
+	// single replica of a detached volume is on this node, too.
 	// +kubebuilder:validation:MinItems=1
 	// +kubebuilder:validation:MaxItems=64
 	// +kubebuilder:validation:items:MinLength=1
 	// +kubebuilder:validation:items:MaxLength=128
 	// +listType=set
 	Volumes []string `json:"volumes"`
-	// Labels of its snapshots.
+	// Labels of the group's snapshots.
 	// +kubebuilder:validation:MaxProperties=64
 	Labels map[string]string `json:"labels,omitempty"`
 }
@@ -56,7 +57,7 @@ type SnapshotGroupStatus struct {
 	Error   string                `json:"error,omitempty"`
 }
 
-// SnapshotGroupMember is one snapshot of a group.
+// SnapshotGroupMember is a snapshot of a group.
 type SnapshotGroupMember struct {
 	Volume   string `json:"volume"`
 	Snapshot string `json:"snapshot"`

@@ -6,7 +6,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// VolumeState is what a volume is doing, in the words that users of the field know.
+// VolumeState is the volume's activity, in words that users of the field know.
 // +kubebuilder:validation:Enum=creating;detached;attaching;attached;detaching;faulted;deleting
 type VolumeState string
 
@@ -38,14 +38,14 @@ const (
 	// True: reads wait, no source gives a part of a layer.
 	ConditionSourceLost = "SourceLost"
 	ConditionReady      = "Ready"
-	ConditionIntact     = "DataIntact" // False: a scrub found layers that are damaged
-	ConditionEvicted    = "Evicted"    // False while the replica is on a disk that is to be left; else not there
+	ConditionIntact     = "DataIntact" // False: a scrub found damaged layers
+	ConditionEvicted    = "Evicted"    // False while the replica is on a disk that is evicted or drained; otherwise unset
 	ConditionExpanded   = "Expanded"   // False while size and status.size differ
 	// On an attached volume with data locality best-effort: whether the node has a whole replica.
 	ConditionLocal = "DataLocal"
 	// On a volume with replicaAutoBalance: False while a replica is to be in a better place.
 	ConditionBalanced = "Balanced"
-	// True: the volume has more snapshots than the setting snapshot-count-warning-threshold says. No limit is near.
+	// True: the volume has more snapshots than the setting snapshot-count-warning-threshold. No limit is near.
 	ConditionTooMany = "TooManySnapshots"
 	// False: layers of a replica cannot be merged, so that deleted snapshots give no space back.
 	ConditionMerged = "LayersMerged"
@@ -91,50 +91,51 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:Maximum=20
 	NumberOfReplicas int32  `json:"numberOfReplicas,omitempty"`
 	BackingImage     string `json:"backingImage,omitempty"`
-	// DataSource is what the volume begins with: vol://VOLUME or snap://VOLUME/SNAPSHOT. Its backing image, if it has
-	// one, is the volume's too, and need not be named.
+	// DataSource is the volume or snapshot that the volume begins with: vol://VOLUME or snap://VOLUME/SNAPSHOT. The
+	// source's backing image is the volume's too, and need not be named.
 	// +kubebuilder:validation:MaxLength=600
 	// +kubebuilder:validation:Pattern=`^(vol://[^/]+|snap://[^/]+/[^/]+)?$`
 	DataSource string `json:"dataSource,omitempty"`
-	// CloneMode says how: linked (default) shares the source's layers; full-copy copies what they hold, and shares nothing
-	// but the backing image.
+	// CloneMode is linked (default), which shares the source's layers, or full-copy, which copies their content and shares
+	// only the backing image.
 	// +kubebuilder:validation:Enum="";linked;full-copy
 	CloneMode string `json:"cloneMode,omitempty"`
-	// RevertTo asks for what a snapshot of the volume holds in place of what it holds now, once, if it is detached.
+	// RevertTo asks, once, to replace the content of the detached volume with the content of a snapshot.
 	RevertTo *RevertWish `json:"revertTo,omitempty"`
-	// Salvage asks, once, to go on with what one replica has, where no member is left: what only others had is given up.
+	// Salvage asks, once, to continue with the content of a single replica when no member is left. Writes that only other
+	// replicas have are lost.
 	Salvage *SalvageWish `json:"salvage,omitempty"`
-	// Trim asks, once for each new value, that the file system of the attached volume gives back what it does not use.
+	// Trim asks, once for each new value, that the file system of the attached volume gives back its unused blocks.
 	// +kubebuilder:validation:MaxLength=64
 	Trim string `json:"trim,omitempty"`
-	// UnmapMarkSnapChainRemoved, enabled: a Trim also deletes the volume's newest snapshot and those below it, down to the
-	// first that something else stands on; ignored: as the setting remove-snapshots-during-filesystem-trim says.
+	// UnmapMarkSnapChainRemoved, enabled: a Trim also deletes the volume's newest snapshot and the snapshots below, down
+	// to the first with other users; ignored: the setting remove-snapshots-during-filesystem-trim decides.
 	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
 	UnmapMarkSnapChainRemoved string `json:"unmapMarkSnapChainRemoved,omitempty"`
-	// DataLocality says whether a replica is to be on the node that uses the volume: best-effort makes one there after an
-	// attach, where it can be; strict-local: the only replica is there, and it is attached nowhere else.
+	// DataLocality says whether a replica is to be on the node that uses the volume: best-effort makes a replica there
+	// after an attach, if possible; strict-local keeps the only replica there, and refuses an attach elsewhere.
 	// +kubebuilder:validation:Enum=disabled;best-effort;strict-local
 	// +kubebuilder:default=disabled
 	DataLocality string `json:"dataLocality,omitempty"`
-	// ReplicaAutoBalance moves replicas of a healthy volume: least-effort where more nodes or zones have one then,
-	// best-effort also where they are spread more evenly, and off disks that are nearly full; ignored: as the setting
-	// replica-auto-balance says.
+	// ReplicaAutoBalance moves replicas of a healthy volume: least-effort if more nodes or zones have a replica then,
+	// best-effort also for a more even spread, and off disks that are nearly full; ignored: the setting
+	// replica-auto-balance decides.
 	// +kubebuilder:validation:Enum="";ignored;disabled;least-effort;best-effort
 	ReplicaAutoBalance string `json:"replicaAutoBalance,omitempty"`
-	// Whether replicas may share a node, a zone or a disk where no other suits; ignored: as the setting
-	// replica-soft-anti-affinity, replica-zone-soft-anti-affinity or replica-disk-soft-anti-affinity says.
+	// Whether replicas may share a node, a zone or a disk if no other suits; ignored: the setting
+	// replica-soft-anti-affinity, replica-zone-soft-anti-affinity or replica-disk-soft-anti-affinity decides.
 	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
 	ReplicaSoftAntiAffinity string `json:"replicaSoftAntiAffinity,omitempty"`
 	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
 	ReplicaZoneSoftAntiAffinity string `json:"replicaZoneSoftAntiAffinity,omitempty"`
 	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
 	ReplicaDiskSoftAntiAffinity string `json:"replicaDiskSoftAntiAffinity,omitempty"`
-	// Whether a file system that is mounted is frozen for the moment of a snapshot; ignored: as the setting
-	// freeze-filesystem-for-snapshot says.
+	// Whether a mounted file system is frozen for the moment of a snapshot; ignored: the setting
+	// freeze-filesystem-for-snapshot decides.
 	// +kubebuilder:validation:Enum="";ignored;enabled;disabled
 	FreezeFilesystemForSnapshot string `json:"freezeFilesystemForSnapshot,omitempty"`
 	// SnapshotDataIntegrity says which layers are compared with their digests at intervals: enabled, all; fast-check,
-	// those whose files were touched; disabled, none; ignored: as the setting snapshot-data-integrity says.
+	// layers with touched files; disabled, no layer; ignored: the setting snapshot-data-integrity decides.
 	// +kubebuilder:validation:Enum="";ignored;enabled;fast-check;disabled
 	SnapshotDataIntegrity string `json:"snapshotDataIntegrity,omitempty"`
 	// StaleReplicaTimeout in minutes.
@@ -142,13 +143,13 @@ type VolumeSpec struct {
 	StaleReplicaTimeout int32    `json:"staleReplicaTimeout,omitempty"`
 	NodeSelector        []string `json:"nodeSelector,omitempty"`
 	DiskSelector        []string `json:"diskSelector,omitempty"`
-	// Nodes where the volume must be placed (from CSI topology); empty: anywhere.
+	// Nodes for the volume's replicas (from CSI topology); empty: anywhere.
 	Nodes []string `json:"nodes,omitempty"`
 	// FSType of the filesystem made on a blank volume; empty: ext4.
 	// +kubebuilder:validation:Enum="";ext4;xfs;btrfs
 	FSType     string `json:"fsType,omitempty"`
 	MkfsParams string `json:"mkfsParams,omitempty"`
-	// Parameters as given at CreateVolume, kept to answer a repeat with other ones.
+	// Parameters of the CreateVolume, kept to refuse a repeat with other parameters.
 	Parameters map[string]string `json:"parameters,omitempty"`
 }
 
@@ -159,8 +160,8 @@ type VolumeStatus struct {
 	Robustness Robustness  `json:"robustness,omitempty"`
 	Message    string      `json:"message,omitempty"`
 	Size       int64       `json:"size,omitempty"` // that every member really has
-	// Used is what the volume with its snapshots takes on the fullest disk, bytes: head and layers. Shared is the part of
-	// it in layers that an image or another volume has too: what would not come back if the volume went.
+	// Used is the bytes of the volume with its snapshots on the fullest disk: head and layers. Shared is the part in
+	// layers that an image or another volume has too: a deletion of the volume would not free this part.
 	Used         int64  `json:"used,omitempty"`
 	Shared       int64  `json:"shared,omitempty"`
 	SharedText   string `json:"sharedText,omitempty"`
@@ -169,17 +170,17 @@ type VolumeStatus struct {
 	AttachedNode string `json:"attachedNode,omitempty"`
 	// Epoch counts changes of the engine or of the members; an engine of an older epoch is fenced.
 	Epoch int64 `json:"epoch,omitempty"`
-	// EngineNode is where the engine of this epoch runs, empty after a clean detach.
+	// EngineNode is the node of this epoch's engine; empty after a clean detach.
 	EngineNode string `json:"engineNode,omitempty"`
-	// Members are the replicas (object names) that are current: every one of them has every acknowledged write.
+	// Members are the current replicas (object names): every member has every acknowledged write.
 	Members []string `json:"members,omitempty"`
-	// CloneStatus is there where the spec has a data source.
+	// CloneStatus is set if the spec has a data source.
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
-	// Reverted is what became of the last RevertTo.
+	// Reverted is the outcome of the last RevertTo.
 	Reverted *RevertFact `json:"reverted,omitempty"`
-	// Salvaged is what became of the last Salvage.
+	// Salvaged is the outcome of the last Salvage.
 	Salvaged *SalvageFact `json:"salvaged,omitempty"`
-	// Trimmed is what became of the last Trim.
+	// Trimmed is the outcome of the last Trim.
 	Trimmed    *TrimFact          `json:"trimmed,omitempty"`
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
@@ -193,7 +194,7 @@ type VolumeList struct {
 	Items           []Volume `json:"items"`
 }
 
-// ReplicaMode says what a replica is good for.
+// ReplicaMode says whether a replica can be a member.
 //
 // +kubebuilder:validation:Enum=creating;current;stale;failed
 type ReplicaMode string
@@ -233,17 +234,18 @@ type ReplicaSpec struct {
 	Node      string `json:"node"`
 	Disk      UID    `json:"disk"`
 	Size      int64  `json:"size"`
-	// Layers below the head at creation, bottom first (the image's).
+	// Layers below the head at creation, bottom first: the image's layers.
 	Layers []UID `json:"layers,omitempty"`
-	// From is the snapshot whose layers the replica begins with; those of the image are the lowest of them.
+	// From is the snapshot whose layers the replica begins with; the image's layers are the lowest.
 	From *ReplicaSource `json:"from,omitempty"`
-	// Leave asks the engine to take the replica out of the volume's members: it goes then.
+	// Leave asks the engine to take the replica out of the volume's members; the replica is deleted then.
 	Leave bool `json:"leave,omitempty"`
-	// Transient: it is where its source is and may not stay there; it goes when others are whole where the volume may be.
+	// Transient: the replica is on its source's node, where it may not stay; it is deleted when whole replicas exist where
+	// the volume may be.
 	Transient bool `json:"transient,omitempty"`
-	// Instead is the replica, by name, that goes when this one is whole: it is in a better place.
+	// Instead is the name of the replica that is deleted when this replica, in a better place, is whole.
 	Instead string `json:"instead,omitempty"`
-	// Revert asks for what a snapshot in the replica's own stack holds, once for each ID.
+	// Revert asks for the content of a snapshot in the replica's own stack, once for each ID.
 	Revert *ReplicaRevert `json:"revert,omitempty"`
 	// Scrub asks for a comparison of the replica's layers with their digests, once for each new value.
 	// +kubebuilder:validation:MaxLength=64
@@ -254,19 +256,19 @@ type ReplicaSpec struct {
 type ReplicaRevert struct {
 	ID       string `json:"id"`
 	Snapshot UID    `json:"snapshot"`
-	// Epoch of the volume in which its members are reverted: one that is not is out of date.
+	// Epoch of the volume in which its members are reverted: a replica that is not reverted is out of date.
 	Epoch int64 `json:"epoch,omitempty"`
 }
 
 // ReplicaSource names a snapshot in the stack of another replica.
 type ReplicaSource struct {
 	Replica  UID    `json:"replica"`
-	Volume   string `json:"volume"` // of that replica, for people
+	Volume   string `json:"volume"` // of the other replica, for people
 	Snapshot UID    `json:"snapshot"`
 	Name     string `json:"name"` // of the snapshot, for people
-	// Disk that the source is on, if it is another one of the node: layers are read there until they are copied.
+	// Disk of the source, if another disk of the node: layers are read there until copied.
 	Disk UID `json:"disk,omitempty"`
-	// Layer is the uid of the layer that all is copied into, for a clone that shares nothing; empty: layers are shared.
+	// Layer is the uid of the target layer of a full copy; empty: layers are shared.
 	Layer UID `json:"layer,omitempty"`
 	// Whole: the replica takes the place of the source, with all its snapshots.
 	Whole bool `json:"whole,omitempty"`
@@ -277,43 +279,43 @@ type ReplicaStatus struct {
 	Mode    ReplicaMode `json:"mode,omitempty"`
 	Message string      `json:"message,omitempty"`
 	Size    int64       `json:"size,omitempty"`
-	Used    int64       `json:"used,omitempty"`   // bytes of the head and of all layers that the replica names
-	Shared  int64       `json:"shared,omitempty"` // of those, bytes in layers that something else on the disk names too
+	Used    int64       `json:"used,omitempty"`   // bytes of the head and of all layers of the replica
+	Shared  int64       `json:"shared,omitempty"` // the part in layers with other references on the disk
 	Epoch   int64       `json:"epoch,omitempty"`
 	// UsedText is Used for people.
 	UsedText string `json:"usedText,omitempty"`
-	// Joined is the last epoch in which it was a member, LastWrite when its head changed last; both as they were when no
-	// engine had it open.
+	// Joined is the last epoch in which the replica was a member, LastWrite the time of the head's last change; both are
+	// read while no engine has the replica open.
 	Joined    int64        `json:"joined,omitempty"`
 	LastWrite *metav1.Time `json:"lastWrite,omitempty"`
 	Layers    []UID        `json:"layers,omitempty"`
-	// Pinned: the layers of spec.from stay until they are copied, whatever becomes of the snapshot and its volume.
+	// Pinned: the layers of spec.from stay until copied, even if the snapshot and its volume are deleted.
 	Pinned bool `json:"pinned,omitempty"`
-	// Copy is how far the copying of layers to the replica's disk is; nil: there is nothing to copy.
+	// Copy is the progress of copying layers to the replica's disk; nil: nothing to copy.
 	Copy *CopyStatus `json:"copy,omitempty"`
-	// Fetching says which layers the replica's disk still lacks and fetches from elsewhere; empty: the disk has all of
-	// them. A replica that fetches is used, and is no redundancy.
+	// Fetching says which layers the replica's disk still lacks and fetches from elsewhere; empty: the disk has all
+	// layers. A replica that fetches is used, and is no redundancy.
 	Fetching string `json:"fetching,omitempty"`
-	// Reverted is the ID of the last Revert that was looked at; RevertError says why nothing was done.
+	// Reverted is the ID of the last Revert that the data role handled; RevertError says why nothing was done.
 	Reverted    string `json:"reverted,omitempty"`
 	RevertError string `json:"revertError,omitempty"`
-	// Reverting is written before the revert of an ID: the ID and the head of then.
+	// Reverting is written before the revert of an ID: the ID and the head at this time.
 	Reverting string `json:"reverting,omitempty"`
-	// Scrubbed is the last Scrub that was done, LastScrubbed when the last one ended, whoever had asked.
+	// Scrubbed is the last finished Scrub, LastScrubbed the end of the last scrub for any reason.
 	Scrubbed     string       `json:"scrubbed,omitempty"`
 	LastScrubbed *metav1.Time `json:"lastScrubbed,omitempty"`
-	// MergeError is why layers cannot be merged, and so the space of deleted snapshots does not come back; it is tried
-	// again and again.
+	// MergeError says why layers cannot be merged, so that the space of deleted snapshots does not come back. The data
+	// role tries again.
 	MergeError string `json:"mergeError,omitempty"`
-	// Damage is what scrubs and reads found: ranges whose content is not what its digest says. Reads of them are
-	// answered by another replica, or fail.
+	// Damage lists the ranges whose content does not match the digest, as scrubs and reads found. Another replica answers
+	// reads of these ranges, or the reads fail.
 	// +kubebuilder:validation:MaxItems=256
 	Damage []LayerDamage `json:"damage,omitempty"`
-	// BeyondRepair: no other replica shows what the damaged layers held. Another replica takes the place of this one.
+	// BeyondRepair: no other replica has the content of the damaged layers. A new replica replaces this replica.
 	BeyondRepair bool `json:"beyondRepair,omitempty"`
 }
 
-// CopyStatus is how far something that is copied is.
+// CopyStatus is the progress of a copy.
 type CopyStatus struct {
 	From     UID   `json:"from,omitempty"` // the disk
 	Progress int32 `json:"progress"`       // percent
@@ -321,7 +323,7 @@ type CopyStatus struct {
 	Total    int64 `json:"total"`
 }
 
-// LayerDamage is a range of a layer, in bytes; the offset is that in the volume, too.
+// LayerDamage is a range of a layer, in bytes; the offset in the volume is the same.
 type LayerDamage struct {
 	Layer  UID   `json:"layer"`
 	Offset int64 `json:"offset"`
@@ -346,8 +348,8 @@ const (
 	LocalityStrict     = "strict-local"
 )
 
-// Of are the replicas of a volume: other volumes may share the label's value in the list.
-func (l *ReplicaList) Of(volume string) []Replica {
+// OfVolume returns the replicas of a volume: other volumes may share the label's value in the list.
+func (l *ReplicaList) OfVolume(volume string) []Replica {
 	return slices.DeleteFunc(l.Items, func(r Replica) bool { return r.Spec.Volume != volume })
 }
 
@@ -359,9 +361,9 @@ func (l *ReplicaList) Holders(v *Volume, s *Snapshot) []Replica {
 	})
 }
 
-// Attachment asks for a volume's device on a node. A workload's Attachment has the volume's name, so that there is one
-// at most (I10). Spec: written by the door or the CLI. Status: by the data role of spec.node alone. Finalizer:
-// Finalizer, removed when the device is gone.
+// Attachment asks for a volume's device on a node. A workload's Attachment has the volume's name, so that a volume has
+// at most a single Attachment (I10). Spec: written by the door or the CLI. Status: by the data role of spec.node alone.
+// Finalizer: Finalizer, removed when the device is gone.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -380,14 +382,14 @@ type Attachment struct {
 
 // AttachmentSpec is the wish and cannot change.
 //
-// What is left out is the same as what is empty: not every client writes it.
+// An omitted field equals an empty field, because not every client writes empty fields.
 //
 // +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.node == oldSelf.node && (has(self.readOnly) ? self.readOnly : false) == (has(oldSelf.readOnly) ? oldSelf.readOnly : false) && (has(self.purpose) && size(self.purpose) > 0 ? has(oldSelf.purpose) && self.purpose == oldSelf.purpose : !has(oldSelf.purpose) || size(oldSelf.purpose) == 0)",message="an attachment cannot change: delete it and make a new one"
 type AttachmentSpec struct {
 	Volume   string `json:"volume"`
 	Node     string `json:"node"`
 	ReadOnly bool   `json:"readOnly,omitempty"`
-	// Purpose: workload. Others come with backups.
+	// Purpose: workload. Other purposes come with backups.
 	// +kubebuilder:validation:Enum=workload
 	// +kubebuilder:default=workload
 	Purpose string `json:"purpose,omitempty"`
@@ -400,19 +402,19 @@ type AttachmentStatus struct {
 	Size    int64  `json:"size,omitempty"`   // of the device, bytes
 	Message string `json:"message,omitempty"`
 	Epoch   int64  `json:"epoch,omitempty"`
-	// Blank: nothing was ever written, the map proves it; taken when the device was made. Only then may mkfs run.
+	// Blank: the map proves that nothing was ever written, when the device was made. Only then may mkfs run.
 	Blank bool `json:"blank,omitempty"`
-	// Trimmed is what became of the volume's last Trim.
+	// Trimmed is the outcome of the volume's last Trim.
 	Trimmed *TrimFact `json:"trimmed,omitempty"`
-	// Rebuilds are the replicas that the engine is making equal to the members.
+	// Rebuilds are the replicas that the engine rebuilds.
 	Rebuilds   []RebuildStatus    `json:"rebuilds,omitempty"`
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 }
 
-// RebuildStatus is how far a replica is on its way to be a member.
+// RebuildStatus is the progress of a replica's rebuild.
 type RebuildStatus struct {
 	Replica string `json:"replica"`
-	// Kind says what is copied: delta, what was written meanwhile, or full.
+	// Kind says which data is copied: delta, the writes made meanwhile, or full.
 	Kind    string `json:"kind,omitempty"`
 	Done    int64  `json:"done,omitempty"`  // bytes looked at
 	Total   int64  `json:"total,omitempty"` // bytes to look at
@@ -432,13 +434,13 @@ type AttachmentList struct {
 // SalvageWish names the replica whose content is to be the volume's.
 type SalvageWish struct {
 	Replica string `json:"replica"`
-	// ID tells one wish from the next: whatever is new.
+	// ID tells the wish from an earlier wish: any new value.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=64
 	ID string `json:"id"`
 }
 
-// SalvageFact says what became of it.
+// SalvageFact is the outcome of a salvage.
 type SalvageFact struct {
 	Replica string `json:"replica,omitempty"`
 	ID      string `json:"id,omitempty"`
@@ -446,12 +448,12 @@ type SalvageFact struct {
 	Message string `json:"message,omitempty"`
 }
 
-// TrimFact says what became of a Trim.
+// TrimFact is the outcome of a Trim.
 type TrimFact struct {
 	ID      string     `json:"id,omitempty"` // the value of Trim
 	State   CloneState `json:"state,omitempty"`
 	Message string     `json:"message,omitempty"`
 	Bytes   int64      `json:"bytes,omitempty"` // that the file system has given back
-	// Snapshots that were deleted with it; the space that they alone held comes back in the background.
+	// Snapshots that the Trim deleted; the space of their own layers comes back in the background.
 	Snapshots []string `json:"snapshots,omitempty"`
 }

@@ -342,7 +342,7 @@ func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, er
 	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return nil, api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	return inCSI(vol, reps.Of(vol.Name)), nil
+	return inCSI(vol, reps.OfVolume(vol.Name)), nil
 }
 
 // inCSI is a volume in CSI's form, accessible on every node; a strict-local volume only on the nodes with its data.

@@ -93,7 +93,7 @@ func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node st
 	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	at := strictNodes(vol, reps.Of(vol.Name))
+	at := strictNodes(vol, reps.OfVolume(vol.Name))
 	if len(at) == 0 || slices.Contains(at, node) {
 		return nil
 	}

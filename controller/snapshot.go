@@ -191,7 +191,7 @@ func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyReq
 	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return api.Explain(err, "list the replicas of volume %s", vol.Name)
 	}
-	for _, r := range reps.Of(vol.Name) {
+	for _, r := range reps.OfVolume(vol.Name) {
 		if slices.Contains(nodes, r.Spec.Node) {
 			return nil
 		}

@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// Names of the indexes. They carry the name of their room, so that another room can index the same kinds.
+// Names of the indexes, with the name of the room, so that another room can index the same kinds.
 const (
 	ByVolume = "replicas.volume"
 	ByDisk   = "replicas.disk"

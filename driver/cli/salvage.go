@@ -50,7 +50,7 @@ func (a *app) salvage(
 	if err := c.List(ctx, &list, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 		return explain(ctx, err)
 	}
-	reps := slices.DeleteFunc(list.Of(v.Name), func(r api.Replica) bool {
+	reps := slices.DeleteFunc(list.OfVolume(v.Name), func(r api.Replica) bool {
 		return r.Spec.VolumeUID != v.Status.UID || r.DeletionTimestamp != nil
 	})
 	away, err := silentNodes(ctx, c)

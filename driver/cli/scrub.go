@@ -54,7 +54,7 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 		return 0, explain(ctx, err)
 	}
-	reps.Items = reps.Of(v.Name)
+	reps.Items = reps.OfVolume(v.Name)
 	id := string(api.NewUID())
 	for i := range reps.Items {
 		r := &reps.Items[i]

@@ -269,7 +269,7 @@ func (a *app) volumeShow() *cobra.Command {
 				return err
 			}
 			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
-				mine, all := reps.Of(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
+				mine, all := reps.OfVolume(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
 				describeVolume(w, &v, mine, att)
 				for i := range mine { // the damage belongs to the replica that reports damage
 					all = append(all, eventsOf(ctx, c, &mine[i], "Replica")...)
