@@ -317,7 +317,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 		slices.Sort(bad)
 		then := ""
 		if again {
-			then = fmt.Sprintf("; what is damaged or gone is made good by itself: `drover image show %s` tells when", img.Name)
+			then = fmt.Sprintf("; Drover makes damaged or lost copies again: `drover image show %s` has the progress", img.Name)
 		}
 		return api.Errorf(api.Corrupt, "image %q: %d of %d copies are not well: %s%s", img.Name, len(bad), len(verdicts),
 			strings.Join(bad, "; "), then)

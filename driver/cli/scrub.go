@@ -35,8 +35,8 @@ func (a *app) volumeScrub() *cobra.Command {
 				damaged += n
 			}
 			if damaged > 0 {
-				return api.Errorf(api.Corrupt, "%d ranges are damaged: where a volume has other replicas they are repaired from "+
-					"them (\"drover volume show\" tells when they are whole); else restore what they are in", damaged)
+				return api.Errorf(api.Corrupt, "%d ranges are damaged: Drover repairs them from other replicas of the "+
+					"volume (\"drover volume show\" has the progress); without other replicas restore the volume", damaged)
 			}
 			return nil
 		},

@@ -150,7 +150,7 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 			return true, nil // the upload ended or continues at another address: the image's status decides
 		}
 		if s.tries >= sendTries {
-			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command goes on from %s",
+			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command continues at %s",
 				s.body.Name(), cause, s.tries, api.SizeText(s.off))
 		}
 		t := time.NewTimer(min(sendPause<<s.tries, sendMost))
