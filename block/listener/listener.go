@@ -259,7 +259,7 @@ func (c *Conn) expire() {
 	c.l.mu.Unlock()
 	if still {
 		_ = c.Close()
-		c.l.tell("it has not said who it is in time", c)
+		c.l.tell("the client did not authenticate in time", c)
 	}
 }
 

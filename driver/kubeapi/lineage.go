@@ -46,7 +46,7 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 	}
 	var was lineage
 	if known && json.Unmarshal(b, &was) != nil {
-		s.log.Warn("what the last server left beside its database cannot be read", "file", s.lineage)
+		s.log.Warn("the history file of the last server cannot be read", "file", s.lineage)
 		was.Start = "unknown" // counts as another database
 	}
 	got, err := s.etcd.Server.Range(ctx, &etcdserverpb.RangeRequest{Key: startKey})

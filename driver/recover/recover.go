@@ -146,7 +146,7 @@ func (j *job) readObjects(ctx context.Context) error {
 	var atts api.AttachmentList
 	for _, l := range []client.ObjectList{&nodes, &images, &volumes, &copies, &reps, &atts} {
 		if err := j.client.List(ctx, l); err != nil {
-			return api.Explain(err, "what the API knows")
+			return api.Explain(err, "read the objects of the API")
 		}
 	}
 	j.nodes = nodes.Items

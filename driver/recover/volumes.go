@@ -114,7 +114,7 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 	have := j.volumes[v.name]
 	lead := v.reps[0]
 	if len(v.reps) > 1 && lead.Epoch == v.reps[1].Epoch && !slices.Equal(lead.Members, v.reps[1].Members) {
-		j.add(step{Finding: v.finding(cli.FoundConflict, fmt.Sprintf("its replicas name different members in epoch %d",
+		j.add(step{Finding: v.finding(cli.FoundConflict, fmt.Sprintf("the replicas name different members in epoch %d",
 			lead.Epoch))})
 		return
 	}
@@ -143,7 +143,7 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 		for _, s := range j.steps[before:] { // all steps of a volume, or none
 			s.do, s.Action = nil, ""
 		}
-		j.add(step{Finding: v.finding(cli.FoundConflict, "its replica is in conflict")})
+		j.add(step{Finding: v.finding(cli.FoundConflict, "the replica is in conflict")})
 		return
 	}
 	switch {
@@ -205,7 +205,7 @@ func (j *job) planReplica(v *volume, r *replica, have *api.Volume) bool {
 		s.Action = "create"
 	case obj.Spec.Node != r.on.node:
 		if a := j.atts[v.name]; a != nil && a.Spec.Node != r.on.node {
-			j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("its disk is on node %s now, and the volume is "+
+			j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("the disk is on node %s now, and the volume is "+
 				"attached to node %s: detach it", r.on.node, a.Spec.Node))})
 			return false
 		}

@@ -150,13 +150,13 @@ func (s *copyStep) makeCopy(ctx context.Context, repair bool) (time.Duration, er
 	c, st := s.c, s.st
 	if st.State == api.ImageReady || st.State == api.ImageUnknown && st.Digest != "" {
 		s.log.Warn("copy is gone from its disk", "image", c.Spec.Image, "disk", c.Spec.Disk)
-		s.events.Eventf(c, nil, corev1.EventTypeWarning, "Lost", "Transfer", "the copy is gone from disk %s", c.Spec.Disk)
+		s.events.Eventf(c, nil, corev1.EventTypeWarning, "Lost", "Transfer", "the copy is no longer on disk %s", c.Spec.Disk)
 	}
 	if st.State == api.ImageFailed && !mayRetry(c, st) {
 		return untilRetry(st), nil
 	}
 	if st.Digest != "" && c.Spec.From == "" && s.img.Spec.SourceType == api.SourceUpload {
-		gone := api.Errorf(api.Unavailable, "the copy is gone from disk %s, and an upload cannot "+
+		gone := api.Errorf(api.Unavailable, "the copy is no longer on disk %s, and an upload cannot "+
 			"be asked for again: delete the image and upload it anew", c.Spec.Disk)
 		return s.setFailed(c, st, errors.Join(gone, importer.Remove(ctx, s.on, s.spec)), false), nil
 	}

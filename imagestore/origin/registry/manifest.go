@@ -60,7 +60,7 @@ func (c *client) layers(ctx context.Context, ref name.Reference) ([]v1.Descripto
 	}
 	for _, l := range m.Layers {
 		if !slices.Contains(layerTypes, l.MediaType) {
-			return nil, c.notContainerDisk(fmt.Sprintf("it holds a layer of type %q", clip(string(l.MediaType))))
+			return nil, c.notContainerDisk(fmt.Sprintf("the image holds a layer of type %q", clip(string(l.MediaType))))
 		}
 		if l.Size < 0 || l.Size > api.MaxVolumeSize || l.Digest.Hex == "" {
 			return nil, api.Errorf(api.Corrupt, "%s: the manifest names a layer of %d bytes with digest %q", c.name, l.Size,
@@ -149,12 +149,12 @@ func (c *client) parseManifest(body []byte, contentType string) (m manifest, err
 		return m, api.Errorf(api.Unsupported, "%s: its manifest has schema 1, long out of use: push the image again",
 			c.name)
 	case !m.MediaType.IsIndex() && !m.MediaType.IsImage():
-		return m, c.notContainerDisk(fmt.Sprintf("its manifest is of type %q", clip(string(m.MediaType))))
+		return m, c.notContainerDisk(fmt.Sprintf("the manifest is of type %q", clip(string(m.MediaType))))
 	case m.MediaType.IsIndex() && len(m.Layers) > 0, m.MediaType.IsImage() && len(m.Manifests) > 0:
 		// Readers of different halves of the manifest would see different images.
 		return m, api.Errorf(api.Corrupt, "%s: its manifest is both an image and an index", c.name)
 	case m.MediaType.IsIndex() && len(m.Manifests) == 0:
-		return m, c.notContainerDisk("its index names no image")
+		return m, c.notContainerDisk("the index names no image")
 	}
 	return m, nil
 }
