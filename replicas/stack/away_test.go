@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 const awaySize = 8 << 20
@@ -69,7 +70,7 @@ func closed(t *testing.T, d *Disk, r *Replica) {
 		t.Fatal(err)
 	}
 	patient(t, func() error {
-		open, err := d.held(d.path(replicaDir, r.meta.UID, ownerFile))
+		open, err := d.Locked(d.Join(replicaDir, r.meta.UID, ownerFile))
 		if open {
 			err = unix.EWOULDBLOCK
 		}
@@ -81,7 +82,7 @@ func closed(t *testing.T, d *Disk, r *Replica) {
 func mergeAndLeave(t *testing.T, d *Disk, f *tapped, r *Replica) {
 	t.Helper()
 	f.set(func(op, name string) (func(), error) {
-		if op == opRename && strings.HasPrefix(name, d.path(trashDir)) {
+		if op == opRename && strings.HasPrefix(name, d.Join(trashDir)) {
 			return nil, unix.EIO
 		}
 		return nil, nil
@@ -120,24 +121,24 @@ func TestResumeOfMergedAway(t *testing.T) {
 	}
 	keep := func() { // as a crash leaves it that comes right after the seal
 		t.Helper()
-		var rec keptRecord
-		err := format.ReadMeta(d.fs, d.path(layersDir, half, keptFile), formatKept, &rec)
+		var rec layer.CheckpointRecord
+		err := format.ReadMeta(d.FS, d.Join(layer.Dir, half, layer.CheckpointFile), layer.FormatCheckpoint, &rec)
 		if err != nil {
 			t.Fatal(err)
 		}
-		m, err := os.ReadFile(d.path(layersDir, half, keptMapFile))
+		m, err := os.ReadFile(d.Join(layer.Dir, half, layer.CheckpointMapFile))
 		if err != nil {
 			t.Fatal(err)
 		}
 		rec.UID = upper
-		if err := errors.Join(format.ReplaceFile(d.fs, d.path(layersDir, upper, keptMapFile), m),
-			format.WriteMeta(d.fs, d.path(layersDir, upper, keptFile), formatKept, rec)); err != nil {
+		if err := errors.Join(format.ReplaceFile(d.FS, d.Join(layer.Dir, upper, layer.CheckpointMapFile), m),
+			format.WriteMeta(d.FS, d.Join(layer.Dir, upper, layer.CheckpointFile), layer.FormatCheckpoint, rec)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	keep()
 	mergeAndLeave(t, d, f, r)
-	if there, err := d.exists(d.path(layersDir, upper, keptFile)); there || err != nil {
+	if there, err := d.Exists(d.Join(layer.Dir, upper, layer.CheckpointFile)); there || err != nil {
 		t.Errorf("the merge left the record of what was kept: %v", err)
 	}
 	keep()
@@ -187,7 +188,7 @@ func TestMendOfMerged(t *testing.T) {
 					return nil, nil
 				}
 				return func() { // it ends right after the file was opened, if it can
-					if locked, err := d.heldNow(d.path(lockFile)); err != nil {
+					if locked, err := d.LockedNow(d.Join(layer.LockFile)); err != nil {
 						t.Error(err)
 					} else if !locked {
 						ended = true
@@ -222,7 +223,7 @@ func TestMendOfMerged(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer src.Close()
-			err = during(t, d, f, r, d.path(layersDir, upper, dataFile), func() error { return d.Mend(ctx, upper, root, src) })
+			err = during(t, d, f, r, d.Join(layer.Dir, upper, layer.DataFile), func() error { return d.Mend(ctx, upper, root, src) })
 			if !api.Is(err, api.Busy) {
 				t.Errorf("repaired: %v", err)
 			}
@@ -241,7 +242,7 @@ func TestOneMergerAtATime(t *testing.T) {
 	r, _, _ := ofTwo(t, d, l, e)
 	w := begun(t, r)
 	closed(t, d, r)
-	again, err := openOn(d.fs, d.root) // as another process, or another Disk of this one
+	again, err := openOn(d.FS, d.Root) // as another process, or another Disk of this one
 	if err != nil {
 		t.Fatal(err)
 	}

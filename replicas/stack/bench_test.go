@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // keep has n requests in flight on the loop until total are done. Start begins the one with that tag; next is called on
@@ -57,7 +58,7 @@ func BenchmarkSubmit(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			big := alignedBuffer(1 << 20)
+			big := diskfs.AlignedBuffer(1 << 20)
 			fill(big, 7)
 			for off := int64(0); off < size; off += 1 << 20 {
 				mustIssue(b, loop, r, block.OpWrite, off, 1<<20, big)
@@ -66,7 +67,7 @@ func BenchmarkSubmit(b *testing.B) {
 			rng := rand.New(rand.NewPCG(1, 2))
 			bufs := make([][]byte, depth)
 			for i := range bufs {
-				bufs[i] = alignedBuffer(4096)
+				bufs[i] = diskfs.AlignedBuffer(4096)
 			}
 			b.Run(name+"/file", func(b *testing.B) {
 				fd := int(r.head.Fd())
@@ -101,7 +102,7 @@ func BenchmarkSubmit(b *testing.B) {
 			if err := r.Close(); err != nil {
 				b.Fatal(err)
 			}
-			os.RemoveAll(d.root)
+			os.RemoveAll(d.Root)
 		}
 	}
 }
@@ -130,7 +131,7 @@ func TestNoAllocationPerIO(t *testing.T) {
 	reqs := make([]block.Request, depth)
 	nexts := make([]func(), depth)
 	for i := range reqs {
-		buf := alignedBuffer(32 << 10)
+		buf := diskfs.AlignedBuffer(32 << 10)
 		fill(buf, 5)
 		reqs[i].Buf = buf
 		reqs[i].Done = func(*block.Request) { nexts[i]() }
@@ -140,8 +141,8 @@ func TestNoAllocationPerIO(t *testing.T) {
 			nexts[i] = next
 			q := &reqs[i]
 			q.Op, q.FUA = []block.Op{block.OpRead, block.OpRead, block.OpWrite}[rng.IntN(3)], rng.IntN(50) == 0
-			q.Len = int64(1+rng.IntN(8)) << blockBits
-			q.Off = rng.Int64N((8<<20-q.Len)>>blockBits) << blockBits
+			q.Len = int64(1+rng.IntN(8)) << BlockBits
+			q.Off = rng.Int64N((8<<20-q.Len)>>BlockBits) << BlockBits
 			q.Buf = q.Buf[:q.Len]
 			r.Submit(q)
 		})

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"testing"
 
+	"drover.io/drover/replicas/stack/layer"
+
 	"drover.io/drover/api"
 )
 
@@ -173,20 +175,20 @@ var mergeBeside = step{name: "merge beside the head", setup: func(t *testing.T, 
 		if err != nil {
 			t.Fatal(err)
 		}
-		layer := list[0].Branches[0].Layer
-		if err := d.Verify(context.Background(), layer); err != nil {
+		layerUID := list[0].Branches[0].Layer
+		if err := d.Verify(context.Background(), layerUID); err != nil {
 			t.Fatal(err)
 		}
-		checksummed(t, d, layer)
-		if chain, err := list[0].Chain(list[0].Snapshots[0].Layer); err != nil || !slices.Equal(chain, []string{layer}) {
+		checksummed(t, d, layerUID)
+		if chain, err := list[0].Chain(list[0].Snapshots[0].Layer); err != nil || !slices.Equal(chain, []string{layerUID}) {
 			t.Fatalf("%v, %v", chain, err)
 		}
-		i.side.checkLayers(t, d, []string{layer}, 8<<20)
+		i.side.checkLayers(t, d, []string{layerUID}, 8<<20)
 		if err := errors.Join(d.Collect(context.Background(), 0), d.Collect(context.Background(), 0), d.Close()); err != nil {
 			t.Fatal(err)
 		}
-		for dir, want := range map[string]int{layersDir: 2, trashDir: 0} {
-			if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) != want {
+		for dir, want := range map[string]int{layer.Dir: 2, trashDir: 0} {
+			if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || len(left) != want {
 				t.Fatalf("%s holds %v, %v", dir, left, err)
 			}
 		}

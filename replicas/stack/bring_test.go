@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // second is another disk of the machine, which has c's as a source.
@@ -129,7 +130,7 @@ func TestBringGoesOn(t *testing.T) {
 	}}); err != nil {
 		t.Fatal(err)
 	}
-	if began < first-2*chunkSize {
+	if began < first-2*ChunkSize {
 		t.Errorf("went on at %d of the %d that were there", began, first)
 	}
 	if err := b.Verify(ctx, uid); err != nil {
@@ -159,7 +160,7 @@ func TestBringGoesOn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	name := c.d.path(layersDir, l, dataFile)
+	name := c.d.Join(layer.Dir, l, layer.DataFile)
 	if err := os.Chmod(name, 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -6,7 +6,9 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What a merge carries are blocks, and their checksums with them: those that the target gets are written into its own
@@ -14,7 +16,7 @@ import (
 // window's there twice, and from then on the target's alone say what is right of what it holds there.
 
 // ends are the layer that is emptied and the target.
-func (w *merger) ends() (from, to *layer) {
+func (w *merger) ends() (from, to *layer.Layer) {
 	if w.seen.Up {
 		return w.lower, w.upper
 	}
@@ -24,26 +26,26 @@ func (w *merger) ends() (from, to *layer) {
 // bothHaveCRCs reports whether two layers have checksums that can move. Where the target has some for a part of the
 // result only, they are made anew in the end.
 func (d *Disk) bothHaveCRCs(g *Merge) (bool, error) {
-	lower, lerr := d.layerRecord(g.Lower)
-	upper, uerr := d.layerRecord(g.Upper)
+	lower, lerr := d.Record(g.Lower)
+	upper, uerr := d.Record(g.Upper)
 	to, from := lower, upper
 	if g.Up {
 		to, from = from, to
 	}
-	return to.Size >= from.Size && d.hasCRCs(g.Lower, format.CRCsLength(lower.Size)) &&
-		d.hasCRCs(g.Upper, format.CRCsLength(upper.Size)), errors.Join(lerr, uerr)
+	return to.Size >= from.Size && d.HasCRCs(g.Lower, format.CRCsLength(lower.Size)) &&
+		d.HasCRCs(g.Upper, format.CRCsLength(upper.Size)), errors.Join(lerr, uerr)
 }
 
 // openCRCs opens the checksums that move. Should the target have lost its own, none do.
 func (w *merger) openCRCs() (err error) {
 	from, to := w.ends()
-	if !w.seen.Crcs || to.crcs == nil {
+	if !w.seen.Crcs || to.CRCs == nil {
 		return nil
 	}
-	open := func(l *layer) (file.Handle, error) {
-		return w.r.disk.fs.Open(w.r.disk.path(layersDir, l.rec.UID, crcsFile), os.O_RDWR, 0)
+	open := func(l *layer.Layer) (file.Handle, error) {
+		return w.r.disk.FS.Open(w.r.disk.Join(layer.Dir, l.Rec.UID, layer.CRCsFile), os.O_RDWR, 0)
 	}
-	if w.crcs, err = open(to); err == nil && from.crcs != nil {
+	if w.crcs, err = open(to); err == nil && from.CRCs != nil {
 		w.spent, err = open(from)
 	}
 	return err
@@ -55,9 +57,9 @@ func (w *merger) giveCRCs(off, n int64) error {
 		return nil
 	}
 	from, _ := w.ends()
-	crcs, err := from.crcsAt(off, n)
+	crcs, err := from.CRCsAt(off, n)
 	if err == nil && crcs == nil { // it has lost them
-		buf := alignedBuffer(int(n))
+		buf := diskfs.AlignedBuffer(int(n))
 		if _, err = w.from.ReadAt(buf, off); err == nil {
 			crcs = format.AppendCRCs(nil, buf)
 		}
@@ -65,7 +67,7 @@ func (w *merger) giveCRCs(off, n int64) error {
 	if err != nil {
 		return err
 	}
-	_, err = w.crcs.WriteAt(crcs, off>>blockBits*crcSize)
+	_, err = w.crcs.WriteAt(crcs, off>>BlockBits*CRCSize)
 	return err
 }
 
@@ -74,13 +76,13 @@ func (w *merger) sync() error {
 	if w.crcs == nil {
 		return w.to.Datasync()
 	}
-	return atOnce(w.to.Datasync, w.crcs.Datasync)
+	return diskfs.AtOnce(w.to.Datasync, w.crcs.Datasync)
 }
 
 // empty takes out of the other layer what the target has by now, up to where the merge is; off is where it was.
 func (w *merger) empty(off, done int64) error {
 	if w.spent != nil {
-		first, end := off>>blockBits>>format.CRCPageBits, done>>blockBits>>format.CRCPageBits
+		first, end := off>>BlockBits>>format.CRCPageBits, done>>BlockBits>>format.CRCPageBits
 		if done >= w.size {
 			end = format.CRCsLength(w.size) / format.CRCPageSize
 		}
@@ -90,46 +92,37 @@ func (w *merger) empty(off, done int64) error {
 			}
 		}
 	}
-	return w.freed.punch(w.from, off, done-off)
-}
-
-// forget has the checksums of a range read anew, once they have changed. On the loop, with no read under way.
-func (l *layer) forget(off, end int64) {
-	for n := off >> blockBits >> format.CRCPageBits; n<<format.CRCPageBits<<blockBits < end; n++ {
-		if page := l.pages[n]; page != nil && page.ready {
-			page.forget()
-		}
-	}
+	return w.freed.Punch(w.from, off, done-off)
 }
 
 // kinds are those of both layers in a page.
-func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
-	lower, upper = new([pageBlocks]block.Kind), new([pageBlocks]block.Kind)
-	return lower, upper, errors.Join(w.lower.m.Load(p, lower), w.upper.m.Load(p, upper))
+func (w *merger) kinds(p int) (lower, upper *[PageBlocks]block.Kind, err error) {
+	lower, upper = new([PageBlocks]block.Kind), new([PageBlocks]block.Kind)
+	return lower, upper, errors.Join(w.lower.Map.Load(p, lower), w.upper.Map.Load(p, upper))
 }
 
 // carry copies into the target what the other layer has to give in a window, and returns how far that is: no more than
 // mergeTwice is copied. It may do so again after a crash.
 func (w *merger) carry(off, most int64) (end, copied int64, err error) {
 	sent, dirty := off, int64(0)
-	b, last := off>>blockBits, most>>blockBits
+	b, last := off>>BlockBits, most>>BlockBits
 	for b < last && copied < mergeTwice {
-		p := int(b >> pageBits)
-		base := int64(p) << pageBits
+		p := int(b >> PageBits)
+		base := int64(p) << PageBits
 		lower, upper, err := w.kinds(p)
 		if err != nil {
 			return off, copied, err
 		}
-		for stop := min(last, base+pageBlocks); b < stop && copied < mergeTwice; {
+		for stop := min(last, base+PageBlocks); b < stop && copied < mergeTwice; {
 			act := w.act(lower[b-base], upper[b-base])
 			e := b + 1
-			for e < stop && e-b < mergeAhead>>blockBits && w.act(lower[e-base], upper[e-base]) == act {
+			for e < stop && e-b < mergeAhead>>BlockBits && w.act(lower[e-base], upper[e-base]) == act {
 				e++
 			}
 			if act == copyBlock {
-				e = min(e, b+(mergeTwice-copied)>>blockBits)
+				e = min(e, b+(mergeTwice-copied)>>BlockBits)
 			}
-			from, n := b<<blockBits, (e-b)<<blockBits
+			from, n := b<<BlockBits, (e-b)<<BlockBits
 			switch act {
 			case copyBlock:
 				if err = w.to.CopyFrom(w.from, from, n); err == nil {
@@ -140,8 +133,8 @@ func (w *merger) carry(off, most int64) (end, copied int64, err error) {
 				err = w.to.Punch(from, n)
 			}
 			if err == nil && dirty >= mergeAhead {
-				err = w.to.Writeout(sent, e<<blockBits-sent)
-				sent, dirty = e<<blockBits, 0
+				err = w.to.Writeout(sent, e<<BlockBits-sent)
+				sent, dirty = e<<BlockBits, 0
 			}
 			if err != nil {
 				return off, copied, err
@@ -149,7 +142,7 @@ func (w *merger) carry(off, most int64) (end, copied int64, err error) {
 			b = e
 		}
 	}
-	return b << blockBits, copied, nil
+	return b << BlockBits, copied, nil
 }
 
 type action uint8

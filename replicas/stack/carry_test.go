@@ -14,31 +14,33 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // checksummed has every block of a layer match its own checksum: reads would ask the digest where one does not.
 func checksummed(t *testing.T, d *Disk, uid string) {
 	t.Helper()
-	l, err := d.openLayer(uid, 0)
+	l, err := d.OpenLayer(uid, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = l.close() }()
-	kinds, err := format.IndexOf(l.m)
-	if err != nil || l.crcs == nil {
-		t.Fatalf("checksums %v, %v", l.crcs, err)
+	defer func() { _ = l.Close() }()
+	kinds, err := format.IndexOf(l.Map)
+	if err != nil || l.CRCs == nil {
+		t.Fatalf("checksums %v, %v", l.CRCs, err)
 	}
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	for b := int64(0); b < kinds.Blocks; b++ {
 		if v, n := kinds.Run(b, kinds.Blocks); block.Kind(v) != block.Data {
 			b += n - 1
 			continue
 		}
-		if _, err := l.data.ReadAt(buf, b<<blockBits); err != nil {
+		if _, err := l.Data.ReadAt(buf, b<<BlockBits); err != nil {
 			t.Fatal(err)
 		}
-		if crcs, err := l.crcsAt(b<<blockBits, blockSize); err != nil || !crcIs(crcs, 0, buf) {
+		if crcs, err := l.CRCsAt(b<<BlockBits, BlockSize); err != nil || !layer.HasCRC(crcs, 0, buf) {
 			t.Fatalf("block %d does not match its checksum, %v", b, err)
 		}
 	}
@@ -65,7 +67,7 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 			t.Fatal(err)
 		}
 		change(t, d, &m)
-		if err := format.WriteMeta(d.fs, d.path(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
+		if err := format.WriteMeta(d.FS, d.Join(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
 			t.Fatal(err)
 		}
 	},
@@ -93,8 +95,8 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 			if err := errors.Join(d.Collect(context.Background(), 0), d.Collect(context.Background(), 0), d.Close()); err != nil {
 				t.Fatal(err)
 			}
-			for dir, want := range map[string]int{layersDir: 2, trashDir: 0} {
-				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) != want {
+			for dir, want := range map[string]int{layer.Dir: 2, trashDir: 0} {
+				if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || len(left) != want {
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
@@ -116,8 +118,8 @@ var (
 		t.Helper()
 		m.Merge = &Merge{Lower: m.Layers[1], Upper: m.Layers[2], Result: string(api.NewUID())}
 		for _, uid := range m.Layers[1:] {
-			dir := d.path(layersDir, uid)
-			if err := errors.Join(format.WriteFile(d.fs, dir+"/"+mergingFile, []byte(m.UID)), d.fs.SyncDir(dir)); err != nil {
+			dir := d.Join(layer.Dir, uid)
+			if err := errors.Join(format.WriteFile(d.FS, dir+"/"+layer.MergingFile, []byte(m.UID)), d.FS.SyncDir(dir)); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -138,7 +140,7 @@ func allocatedIn(t *testing.T, dir string) (n int64) {
 		}
 		if is := st.Sys().(*syscall.Stat_t); !seen[is.Ino] {
 			seen[is.Ino] = true
-			n += allocated(st)
+			n += diskfs.Allocated(st)
 		}
 		return nil
 	})
@@ -182,11 +184,11 @@ func TestMergeMovesChecksums(t *testing.T) {
 		if err := d.CreateReplica(ctx, spec); err != nil {
 			t.Fatal(err)
 		}
-		before := allocatedIn(t, d.path(layersDir))
+		before := allocatedIn(t, d.Join(layer.Dir))
 		most, commits := int64(0), 0
 		f.set(func(op, name string) (func(), error) {
-			if op == opRename && (strings.HasSuffix(name, stackFile) || strings.HasSuffix(name, layerFile)) {
-				most, commits = max(most, allocatedIn(t, d.path(layersDir))), commits+1
+			if op == opRename && (strings.HasSuffix(name, stackFile) || strings.HasSuffix(name, layer.LayerFile)) {
+				most, commits = max(most, allocatedIn(t, d.Join(layer.Dir))), commits+1
 			}
 			return nil, nil
 		})
@@ -230,7 +232,7 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	w := begun(t, r)
 	defer w.close()
-	buf := alignedBuffer(awaySize)
+	buf := diskfs.AlignedBuffer(awaySize)
 	for w.seen.Done < w.size {
 		mustIssue(t, l, r, block.OpRead, 0, awaySize, buf)
 		if err := errors.Join(w.window(ctx), w.whenQuiet(ctx, w.follow)); err != nil {
@@ -239,9 +241,13 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 		var off int64
 		if err := r.onLoop(func() {
 			to := r.layers[1]
-			for n, page := range to.pages {
+			for key, page := range r.crcs.at {
+				if key.l != to {
+					continue
+				}
+				n := key.n
 				have := make([]byte, format.CRCPageSize)
-				if _, err := w.upper.crcs.ReadAt(have, n*format.CRCPageSize); err != nil || string(have) != string(page.crc) {
+				if _, err := w.upper.CRCs.ReadAt(have, n*format.CRCPageSize); err != nil || string(have) != string(page.crc) {
 					t.Errorf("page %d is not what the file says, %v", n, err)
 				}
 			}
@@ -252,7 +258,11 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 	}
 	mustIssue(t, l, r, block.OpRead, 0, awaySize, buf)
 	if err := r.onLoop(func() {
-		if r.layers[1].rec.UID != upper || len(r.layers[1].pages) == 0 {
+		compared := false
+		for key := range r.crcs.at {
+			compared = compared || key.l == r.layers[1]
+		}
+		if r.layers[1].Rec.UID != upper || !compared {
 			t.Error("nothing of the target was compared")
 		}
 	}); err != nil {
@@ -277,12 +287,12 @@ func TestMergeLosesChecksums(t *testing.T) {
 		w.close()
 		closed(t, d, r)
 		if of != "of the other" {
-			if err := os.Remove(d.path(layersDir, upper, crcsFile)); err != nil {
+			if err := os.Remove(d.Join(layer.Dir, upper, layer.CRCsFile)); err != nil {
 				t.Fatal(err)
 			}
 		}
 		if of != "of the target" {
-			if err := os.Remove(d.path(layersDir, lower, crcsFile)); err != nil {
+			if err := os.Remove(d.Join(layer.Dir, lower, layer.CRCsFile)); err != nil {
 				t.Fatal(err)
 			}
 		}

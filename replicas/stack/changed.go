@@ -10,6 +10,8 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // Disk that the replica is on.
@@ -26,7 +28,7 @@ func (r *Replica) SnapshotLayers(uid string) ([]string, int64, error) {
 func (m Meta) chainOf(uid string) ([]string, error) {
 	i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == uid })
 	if i < 0 {
-		return nil, api.Errorf(api.NotFound, "it has no snapshot %s", uid)
+		return nil, api.Errorf(api.NotFound, "no snapshot %s", uid)
 	}
 	return m.Chain(m.Snapshots[i].Layer)
 }
@@ -54,7 +56,7 @@ func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []str
 		return nil, err
 	}
 	m := r.Meta()
-	if piece <= 0 || piece%blockSize != 0 || (m.Size-1)/piece >= maxPieces {
+	if piece <= 0 || piece%BlockSize != 0 || (m.Size-1)/piece >= maxPieces {
 		return nil, r.name(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
 	}
 	own := m.all()
@@ -85,12 +87,12 @@ func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []str
 			return nil, context.Cause(ctx)
 		}
 		if err := r.markLayer(uid, found); err != nil {
-			return nil, r.name(classify(err))
+			return nil, r.name(diskfs.Classify(err))
 		}
 	}
 	if to == "" {
 		if err := r.markHead(found); err != nil {
-			return nil, r.name(classify(err))
+			return nil, r.name(diskfs.Classify(err))
 		}
 	}
 	return found.all(), nil
@@ -130,30 +132,30 @@ func (p *pieces) all() iter.Seq[int64] {
 
 // markLayer marks the pieces in which a layer holds something.
 func (r *Replica) markLayer(uid string, found *pieces) (err error) {
-	var l *layer
-	if i := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == uid }); i >= 0 {
+	var l *layer.Layer
+	if i := slices.IndexFunc(r.layers, func(l *layer.Layer) bool { return l.Rec.UID == uid }); i >= 0 {
 		l = r.layers[i]
 	} else {
-		if l, err = r.disk.findLayer(uid, 0, true); err != nil {
+		if l, err = r.disk.Find(uid, 0, true); err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, l.close()) }()
+		defer func() { err = errors.Join(err, l.Close()) }()
 	}
-	kinds := new([pageBlocks]block.Kind)
-	for p := range int((l.m.Length()>>blockBits + pageBlocks - 1) >> pageBits) {
+	kinds := new([PageBlocks]block.Kind)
+	for p := range int((l.Map.Length()>>BlockBits + PageBlocks - 1) >> PageBits) {
 		at := int64(p) * pageSize
-		if kind, ok := l.m.Uniform(p); ok {
+		if kind, ok := l.Map.Uniform(p); ok {
 			if kind != block.Hole {
-				found.mark(at, min(at+pageSize, l.m.Length()))
+				found.mark(at, min(at+pageSize, l.Map.Length()))
 			}
 			continue
 		}
-		if err := l.m.Load(p, kinds); err != nil {
+		if err := l.Map.Load(p, kinds); err != nil {
 			return err
 		}
 		for i, k := range kinds {
 			if k != block.Hole {
-				found.mark(at+int64(i)*blockSize, at+int64(i+1)*blockSize)
+				found.mark(at+int64(i)*BlockSize, at+int64(i+1)*BlockSize)
 			}
 		}
 	}
@@ -167,7 +169,7 @@ func (r *Replica) markHead(found *pieces) (err error) {
 		for b := int64(0); b < z.Blocks; {
 			v, n := z.Run(b, z.Blocks)
 			if v == 1 {
-				found.mark(b<<blockBits, (b+n)<<blockBits)
+				found.mark(b<<BlockBits, (b+n)<<BlockBits)
 			}
 			b += n
 		}

@@ -29,14 +29,14 @@ func TestChangedTakesOwnLayersOnly(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, loop, r, block.OpWrite, 40<<20, blockSize, numbered(7))
-	if _, err := r.Changed(ctx, "", "", []string{larger}, blockSize); !api.Is(err, api.NotFound) {
+	mustIssue(t, loop, r, block.OpWrite, 40<<20, BlockSize, numbered(7))
+	if _, err := r.Changed(ctx, "", "", []string{larger}, BlockSize); !api.Is(err, api.NotFound) {
 		t.Errorf("a base with another's layer: %v", err)
 	}
-	if _, err := r.Changed(ctx, "", "", []string{"../" + own}, blockSize); !api.Is(err, api.NotFound) {
+	if _, err := r.Changed(ctx, "", "", []string{"../" + own}, BlockSize); !api.Is(err, api.NotFound) {
 		t.Errorf("a base with no layer: %v", err)
 	}
-	for _, piece := range []int64{0, -blockSize, blockSize / 2, blockSize + 1} {
+	for _, piece := range []int64{0, -BlockSize, BlockSize / 2, BlockSize + 1} {
 		if _, err := r.Changed(ctx, "", "", nil, piece); !api.Is(err, api.Invalid) {
 			t.Errorf("pieces of %d bytes: %v", piece, err)
 		}
@@ -53,12 +53,12 @@ func TestChangedTakesOwnLayersOnly(t *testing.T) {
 
 // TestPiecesEndWithTheVolume: what a map says beyond the end of the volume marks nothing.
 func TestPiecesEndWithTheVolume(t *testing.T) {
-	for _, size := range []int64{1 << 20, 3<<20 + blockSize, 64 << 20, api.MaxVolumeSize} {
+	for _, size := range []int64{1 << 20, 3<<20 + BlockSize, 64 << 20, api.MaxVolumeSize} {
 		const piece = 1 << 20
 		p := newPieces(size, piece)
-		p.mark(0, blockSize)
-		p.mark(size-blockSize, size)
-		p.mark(size-blockSize, 4*size)
+		p.mark(0, BlockSize)
+		p.mark(size-BlockSize, size)
+		p.mark(size-BlockSize, 4*size)
 		p.mark(size, 4*size)
 		p.mark(4*size, 5*size)
 		want := slices.Compact([]int64{0, (size - 1) / piece})

@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A single operation must not cost more with every image and volume that the disk has besides.
@@ -84,10 +85,10 @@ func (f *readsFS) take() map[string]int {
 func TestNothingKnownIsReadAgain(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
-	counted := &readsFS{FS: d.fs, reads: map[string]int{}}
-	d.fs = counted
+	counted := &readsFS{FS: d.FS, reads: map[string]int{}}
+	d.FS = counted
 	_, replicas := crowd(t, d, 5)
-	<-time.After(settled + 100*time.Millisecond) // the records are old enough to be kept
+	<-time.After(layer.SettledAge + 100*time.Millisecond) // the records are old enough to be kept
 	look := func() {
 		t.Helper()
 		if list, err := d.ToFinish(); err != nil || len(list) > 0 {
@@ -98,12 +99,12 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 		}
 	}
 	look()
-	if n := counted.take()[layerFile]; n == 0 {
+	if n := counted.take()[layer.LayerFile]; n == 0 {
 		t.Fatal("nothing was read at all")
 	}
 	look()
 	again := counted.take()
-	for _, name := range []string{layerFile, stackFile, imageFile} {
+	for _, name := range []string{layer.LayerFile, stackFile, imageFile} {
 		if n := again[name]; n > 0 {
 			t.Errorf("%s was read %d times again", name, n)
 		}
@@ -122,7 +123,7 @@ func TestWholeIsLookedAtAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Remove(d.path(layersDir, img.Layers[0], crcsFile)); err != nil {
+	if err := os.Remove(d.Join(layer.Dir, img.Layers[0], layer.CRCsFile)); err != nil {
 		t.Fatal(err)
 	}
 	if list, err := d.ToFinish(); err != nil || !slices.Equal(list, img.Layers) {
@@ -150,7 +151,7 @@ func TestSpaceIsToldByOneRecord(t *testing.T) {
 		}
 	}
 	shares(true)
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -203,7 +204,7 @@ func TestSpaceIsToldByOneRecord(t *testing.T) {
 func BenchmarkCrowd(b *testing.B) {
 	d := newDisk(b)
 	_, replicas := crowd(b, d, 1000)
-	<-time.After(settled + 100*time.Millisecond) // until then records are read each time
+	<-time.After(layer.SettledAge + 100*time.Millisecond) // until then records are read each time
 	for _, of := range []struct {
 		name string
 		do   func() error

@@ -17,7 +17,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // Cut freezes the head of an open replica into an immutable layer, and puts a new head on top. A cut moves no data.
@@ -38,7 +40,7 @@ type Cut struct {
 	ended    bool
 
 	// Set at the instant of the cut:
-	old     *layer // of the old head
+	old     *layer.Layer // of the old head
 	oldLog  *format.ZeroLog
 	writing *writes // to the old head
 }
@@ -51,7 +53,7 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 	defer func() {
 		if err != nil {
 			r.mu.Unlock()
-			err = r.name(fmt.Errorf("cut: %w", classify(err)))
+			err = r.name(fmt.Errorf("cut: %w", diskfs.Classify(err)))
 		}
 	}()
 	if err := r.isOpen(); err != nil {
@@ -63,9 +65,9 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 	m := r.Meta()
 	switch {
 	case !r.adopted:
-		return nil, api.Errorf(api.Denied, "it is in no session")
+		return nil, api.Errorf(api.Denied, "the replica is in no session")
 	case len(m.Layers) >= maxLayers-1:
-		return nil, api.Errorf(api.OutOfRange, "it has %d layers already", len(m.Layers))
+		return nil, api.Errorf(api.OutOfRange, "the replica has %d layers already", len(m.Layers))
 	}
 	for _, s := range append([]Snapshot{s}, also...) {
 		if s.Name != "" && slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return o.Name == s.Name }) {
@@ -102,11 +104,11 @@ func nextHead(head string) string {
 	return firstHead + "-" + strconv.FormatUint(n+1, 10)
 }
 
-func (c *Cut) dir() string { return c.r.disk.path(layersDir, c.snapshot.Layer) }
+func (c *Cut) dir() string { return c.r.disk.Join(layer.Dir, c.snapshot.Layer) }
 
 func (c *Cut) prepare() (err error) {
 	r, d := c.r, c.r.disk
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -115,43 +117,43 @@ func (c *Cut) prepare() (err error) {
 	if named {
 		return api.Errorf(api.Exists, "there is a layer %s already", c.snapshot.Layer)
 	}
-	if _, err := d.fs.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
+	if _, err := d.FS.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
 		return errors.Join(unread, err) // an unreadable record may name the layer
 	}
 	c.making = true
 	r.work.do(func() { r.log.Linked = true })
 	old, next := r.dir+"/"+c.was.Head, r.dir+"/"+c.now.Head
 	for _, name := range []string{c.dir(), next + dataSuffix, next + zeroSuffix} { // left by a crash during a cut
-		if err := file.RemoveAll(d.fs, name); err != nil {
+		if err := file.RemoveAll(d.FS, name); err != nil {
 			return err
 		}
 	}
-	if err := d.fs.Mkdir(c.dir(), 0o700); err != nil {
+	if err := d.FS.Mkdir(c.dir(), 0o700); err != nil {
 		return err
 	}
-	if err := d.fs.Link(old+dataSuffix, c.dir()+"/"+dataFile); err != nil {
+	if err := d.FS.Link(old+dataSuffix, c.dir()+"/"+layer.DataFile); err != nil {
 		return err
 	}
-	if err := d.fs.Link(old+zeroSuffix, c.dir()+"/"+zeroFile); err != nil {
+	if err := d.FS.Link(old+zeroSuffix, c.dir()+"/"+layer.ZeroFile); err != nil {
 		return err
 	}
-	rec := frozenRecord{c.snapshot.Layer, c.was.Size, time.Now().UTC().Truncate(time.Second)}
-	if err := format.WriteMeta(d.fs, c.dir()+"/"+frozenFile, formatFrozen, rec); err != nil {
+	rec := layer.FrozenRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: time.Now().UTC().Truncate(time.Second)}
+	if err := format.WriteMeta(d.FS, c.dir()+"/"+layer.FrozenFile, layer.FormatFrozen, rec); err != nil {
 		return err
 	}
-	if c.head, err = d.fs.Open(next+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL|d.direct, 0o600); err != nil {
+	if c.head, err = d.FS.Open(next+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL|d.Direct, 0o600); err != nil {
 		return err
 	}
-	if err := flock(c.head, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := diskfs.Flock(c.head, unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		return err
 	}
 	if err := errors.Join(c.head.Truncate(c.was.Size), c.head.Datasync()); err != nil {
 		return err
 	}
-	if err := format.WriteFile(d.fs, next+zeroSuffix, format.ZeroHeader()); err != nil {
+	if err := format.WriteFile(d.FS, next+zeroSuffix, format.ZeroHeader()); err != nil {
 		return err
 	}
-	if c.log, err = format.OpenZeroLog(d.fs, next+zeroSuffix, c.was.Size>>blockBits); err != nil {
+	if c.log, err = format.OpenZeroLog(d.FS, next+zeroSuffix, c.was.Size>>BlockBits); err != nil {
 		return err
 	}
 	c.log.Reserve()
@@ -160,7 +162,7 @@ func (c *Cut) prepare() (err error) {
 		return err
 	}
 	// All names but the one that commits are durable.
-	return errors.Join(format.WriteFile(d.fs, c.beside(), data), d.fs.SyncDir(d.path(layersDir)), d.fs.SyncDir(r.dir))
+	return errors.Join(format.WriteFile(d.FS, c.beside(), data), d.FS.SyncDir(d.Join(layer.Dir)), d.FS.SyncDir(r.dir))
 }
 
 func (c *Cut) beside() string { return c.r.dir + "/" + stackFile + ".cut" }
@@ -180,7 +182,7 @@ func (c *Cut) clean() error {
 	}
 	next := c.r.dir + "/" + c.now.Head
 	for _, name := range []string{c.beside(), next + dataSuffix, next + zeroSuffix, c.dir()} {
-		errs = append(errs, file.RemoveAll(c.r.disk.fs, name))
+		errs = append(errs, file.RemoveAll(c.r.disk.FS, name))
 	}
 	return errors.Join(errs...)
 }
@@ -224,7 +226,7 @@ func Together(ctx context.Context, cuts ...*Cut) (err error) {
 		var wg sync.WaitGroup
 		do := func(i int) {
 			if err := fn(cuts[i]); err != nil {
-				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", classify(err))), cuts[i].r.Failed())
+				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", diskfs.Classify(err))), cuts[i].r.Failed())
 			}
 		}
 		for i := range cuts[1:] {
@@ -261,10 +263,10 @@ func (c *Cut) commit() error {
 	if err := r.onLoop(func() { failed = r.failed }); err != nil || failed != nil {
 		return errors.Join(err, failed, c.clean())
 	}
-	if err := d.fs.Rename(c.beside(), r.dir+"/"+stackFile); err != nil {
+	if err := d.FS.Rename(c.beside(), r.dir+"/"+stackFile); err != nil {
 		return errors.Join(err, c.clean())
 	}
-	if err := d.fs.SyncDir(r.dir); err != nil {
+	if err := d.FS.SyncDir(r.dir); err != nil {
 		c.unknown(err)
 		return fmt.Errorf("%w: %w", format.ErrUnsure, err)
 	}
@@ -282,7 +284,7 @@ func (c *Cut) unknown(err error) {
 // not write to the layer any more: the next opener of the replica finds the cut.
 func (c *Cut) undo() error {
 	d := c.r.disk
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err == nil {
 		defer unlock()
 		all, _, _ := d.namings() // an unreadable record is older than the layer
@@ -333,13 +335,13 @@ func (c *Cut) turn(held bool) (err error) {
 			if !held && !r.calm() {
 				return
 			}
-			value := fromLayer + uint16(len(r.layers))
-			c.old = &layer{rec: layerRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created},
-				data: r.head, disk: r.disk, m: &frozenMap{size: c.was.Size, data: r.head, zeros: r.log.Zeros}}
+			value := FromLayer + uint16(len(r.layers))
+			c.old = &layer.Layer{Rec: layer.Record{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created},
+				Data: r.head, Store: r.disk.Store, Map: &layer.FrozenMap{Size: c.was.Size, Data: r.head, Zeros: r.log.Zeros}}
 			c.oldLog, c.writing = r.log, r.now
 			c.writing.seal(value, r.takeZeros())
-			r.now = &writes{value: fromHead}
-			r.idx.Change(fromHead, value)
+			r.now = &writes{value: FromHead}
+			r.idx.Change(FromHead, value)
 			r.layers, r.fds = append(r.layers, c.old), append(r.fds, r.fds[0])
 			r.metaMu.Lock()
 			r.head, r.meta = c.head, c.now
@@ -359,13 +361,13 @@ func (c *Cut) settle() error {
 	_ = c.writing.forget() // the sync below covers the file
 	var err error
 	r.work.do(func() {
-		if err = log.Add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.data.Fd()), c.writing.zeros) {
+		if err = log.Add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.Data.Fd()), c.writing.zeros) {
 			err = nil
 		}
 		err = errors.Join(err, log.Sync(), log.Close())
 	})
 	// The file is no head any more: readers may open the layer.
-	err = errors.Join(err, old.data.Datasync(), flock(old.data, unix.LOCK_UN))
+	err = errors.Join(err, old.Data.Datasync(), diskfs.Flock(old.Data, unix.LOCK_UN))
 	lerr := r.onLoop(func() {
 		if r.cutting--; err != nil {
 			r.fail(err)
@@ -387,7 +389,7 @@ func (c *Cut) settle() error {
 		return err
 	}
 	for _, suffix := range []string{dataSuffix, zeroSuffix} {
-		if err := r.disk.fs.Remove(r.dir + "/" + c.was.Head + suffix); err != nil {
+		if err := r.disk.FS.Remove(r.dir + "/" + c.was.Head + suffix); err != nil {
 			slog.Warn("a name of a former head stays", "replica", r.dir, "head", c.was.Head, "error", err)
 		}
 	}
@@ -405,7 +407,7 @@ func (r *Replica) Cut(ctx context.Context, s Snapshot, also ...Snapshot) error {
 
 // tidyHeads removes the files of other heads from a replica's folder, which a crash during a cut leaves.
 func (d *Disk) tidyHeads(dir, head string) error {
-	entries, err := d.fs.ReadDir(dir)
+	entries, err := d.FS.ReadDir(dir)
 	if err != nil {
 		return err
 	}
@@ -414,7 +416,7 @@ func (d *Disk) tidyHeads(dir, head string) error {
 		name, suffix, ok := strings.Cut(e.Name(), ".")
 		if stale := ok && headName(name) && name != head && ("."+suffix == dataSuffix || "."+suffix == zeroSuffix); stale ||
 			ok && headName(name) && "."+suffix == zeroSuffix+".tmp" || e.Name() == stackFile+".cut" {
-			errs = append(errs, d.fs.Remove(dir+"/"+e.Name()))
+			errs = append(errs, d.FS.Remove(dir+"/"+e.Name()))
 		}
 	}
 	return errors.Join(errs...)

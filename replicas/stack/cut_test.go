@@ -14,6 +14,8 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // TestCuts compares a replica that is cut now and then, and each of its snapshots, with arrays of bytes.
@@ -35,7 +37,7 @@ func TestCuts(t *testing.T) {
 		model []byte
 	}
 	var snaps []taken
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	for session := range 4 {
 		r, err := d.OpenReplica(ctx, spec.UID, loop)
 		if err != nil {
@@ -48,8 +50,8 @@ func TestCuts(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 120 {
-			off := rng.Int64N(size>>blockBits) << blockBits
-			n := min((1+rng.Int64N(64))<<blockBits, size-off)
+			off := rng.Int64N(size>>BlockBits) << BlockBits
+			n := min((1+rng.Int64N(64))<<BlockBits, size-off)
 			switch rng.IntN(8) {
 			case 0:
 				mustIssue(t, loop, r, block.OpDiscard, off, n, nil)
@@ -86,7 +88,7 @@ func TestCuts(t *testing.T) {
 				b := buf[:n]
 				randomBytes(rng, b)
 				if rng.IntN(5) == 0 {
-					clear(b[:blockSize])
+					clear(b[:BlockSize])
 				}
 				mustIssue(t, loop, r, block.OpWrite, off, n, b)
 				copy(model[off:], b)
@@ -130,8 +132,8 @@ func TestCuts(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, dir := range []string{layersDir, trashDir, replicaDir} {
-		if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) > 0 {
+	for _, dir := range []string{layer.Dir, trashDir, replicaDir} {
+		if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || len(left) > 0 {
 			t.Fatalf("%s holds %v, %v", dir, left, err)
 		}
 	}
@@ -162,7 +164,7 @@ func TestCutIsOneInstant(t *testing.T) {
 	var worst time.Duration
 	for w := range workers {
 		wg.Go(func() {
-			buf := alignedBuffer(int(blockSize))
+			buf := diskfs.AlignedBuffer(int(BlockSize))
 			for seq := uint64(1); ; seq++ {
 				select {
 				case <-stop:
@@ -175,7 +177,7 @@ func TestCutIsOneInstant(t *testing.T) {
 				mu.Unlock()
 				began := time.Now()
 				// One block, again and again: what a snapshot shows of it is a moment of this worker.
-				if err := issue(loop, r, block.OpWrite, int64(w)<<blockBits, blockSize, buf, seq%50 == 0); err != nil {
+				if err := issue(loop, r, block.OpWrite, int64(w)<<BlockBits, BlockSize, buf, seq%50 == 0); err != nil {
 					t.Error(err)
 					return
 				}
@@ -200,9 +202,9 @@ func TestCutIsOneInstant(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := make([]byte, blockSize)
+		buf := make([]byte, BlockSize)
 		for w := range workers {
-			if _, err := src.ReadAt(buf, int64(w)<<blockBits); err != nil {
+			if _, err := src.ReadAt(buf, int64(w)<<BlockBits); err != nil {
 				t.Fatal(err)
 			}
 			v := uint64(0)
@@ -236,7 +238,7 @@ func TestPrepareCutRunsOutOfTime(t *testing.T) {
 		t.Fatal(err)
 	}
 	adopt(t, r, 1, 1, spec.UID)
-	mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
+	mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
 	short, end := context.WithCancel(ctx)
 	f.set(func(op, name string) (func(), error) {
 		if op != opSync || name != r.dir {
@@ -244,14 +246,14 @@ func TestPrepareCutRunsOutOfTime(t *testing.T) {
 		}
 		return end, nil
 	})
-	layer := string(api.NewUID())
-	if c, err := r.PrepareCut(short, Snapshot{Layer: layer}); !errors.Is(err, context.Canceled) || c != nil {
+	layerUID := string(api.NewUID())
+	if c, err := r.PrepareCut(short, Snapshot{Layer: layerUID}); !errors.Is(err, context.Canceled) || c != nil {
 		t.Fatalf("%v, %v", c, err)
 	}
 	f.set(nil)
-	for _, name := range []string{d.path(layersDir, layer), r.dir + "/" + stackFile + ".cut",
+	for _, name := range []string{d.Join(layer.Dir, layerUID), r.dir + "/" + stackFile + ".cut",
 		r.dir + "/" + nextHead(r.Meta().Head) + dataSuffix} {
-		if there, err := d.exists(name); err != nil || there {
+		if there, err := d.Exists(name); err != nil || there {
 			t.Errorf("%s is there: %v, %v", name, there, err)
 		}
 	}

@@ -8,6 +8,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A record that is missing, of a replica that holds data or of a layer that is named, lets nothing be collected: with the
@@ -25,14 +27,14 @@ func TestMissingRecordsCollectNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	fill(buf, 99)
-	mustIssue(t, loop, r, block.OpWrite, 7<<blockBits, blockSize, buf)
+	mustIssue(t, loop, r, block.OpWrite, 7<<BlockBits, BlockSize, buf)
 	e.put(7, 99)
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, record := range []string{d.path(replicaDir, spec.UID, stackFile), d.path(layersDir, spec.Layers[0], layerFile)} {
+	for _, record := range []string{d.Join(replicaDir, spec.UID, stackFile), d.Join(layer.Dir, spec.Layers[0], layer.LayerFile)} {
 		good, err := os.ReadFile(record)
 		if err != nil {
 			t.Fatal(err)

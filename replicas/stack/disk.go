@@ -18,43 +18,28 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"sync"
-	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // Disk is one folder of a node that holds layers, replicas and images.
 type Disk struct {
-	root     string
-	uid      string
-	fs       file.FS
-	direct   int                      // O_DIRECT where the file system has it
-	lifetime func() (lifetime, error) // of the disk's file system
-	others   func() []*Disk           // the machine's other disks, for layers that are not here yet
-	fetch    FetchFunc                // reads layers from sources; nil: none are read
-	reading  chan struct{}            // reads of layers for other disks
-	window   int64                    // mergeWindow, but in tests
-	piece    int                      // mapPiece, but in tests
-	early    int64                    // syncEvery, but in tests
+	*layer.Store
+	lifetime func() (diskfs.Lifetime, error) // of the disk's file system
+	window   int64                           // mergeWindow, but in tests
+	piece    int                             // mapPiece, but in tests
 
-	openMu   sync.Mutex
-	open     map[*Replica]bool // by this Disk
-	onDamage atomic.Pointer[func(layer string)]
-
-	hopelessMu sync.Mutex
-	hopeless   map[chunkOf]bool // damaged, and nobody has what was there
-
-	names      namings
-	reserve    reserve
-	thirst     thirst
-	scratch    scratch
-	background sync.WaitGroup
+	open    openReplicas
+	names   namings
+	reserve reserve
+	scratch scratch
 }
 
 var _ block.Layers = (*Disk)(nil)
@@ -66,8 +51,6 @@ type diskRecord struct {
 const (
 	diskFile   = "drover-disk.json"
 	formatDisk = "drover-disk"
-	lockFile   = "lock"
-	layersDir  = "layers"
 	replicaDir = "replicas"
 	imagesDir  = "images"
 	trashDir   = "trash"
@@ -83,19 +66,19 @@ func Add(ctx context.Context, path string) (*Disk, error) {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
 	if err := initDisk(file.OS, path); err != nil {
-		return nil, fmt.Errorf("disk %s: %w", path, classify(err))
+		return nil, fmt.Errorf("disk %s: %w", path, diskfs.Classify(err))
 	}
 	return Open(path)
 }
 
 // initDisk writes drover-disk.json, the commit point of a new disk, unless it is there.
 func initDisk(fsys file.FS, path string) error {
-	h, err := fsys.Open(filepath.Join(path, lockFile), os.O_RDWR|os.O_CREATE, 0o600)
+	h, err := fsys.Open(filepath.Join(path, layer.LockFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
 	}
 	defer h.Close()
-	if err := flock(h, unix.LOCK_EX); err != nil {
+	if err := diskfs.Flock(h, unix.LOCK_EX); err != nil {
 		return err
 	}
 	var rec diskRecord
@@ -103,7 +86,7 @@ func initDisk(fsys file.FS, path string) error {
 	if err == nil || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	for _, dir := range []string{layersDir, replicaDir, imagesDir, trashDir} {
+	for _, dir := range []string{layer.Dir, replicaDir, imagesDir, trashDir} {
 		name := filepath.Join(path, dir)
 		if err := fsys.Mkdir(name, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return err
@@ -132,104 +115,25 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	d := &Disk{root: path, uid: rec.UID, fs: fsys, direct: unix.O_DIRECT, window: mergeWindow,
-		piece: mapPiece, early: syncEvery, others: noDisks, reading: make(chan struct{}, readsAtOnce)}
-	d.lifetime = func() (lifetime, error) { return currentLifetime(path) }
+	d := &Disk{window: mergeWindow, piece: mapPiece}
+	d.lifetime = func() (diskfs.Lifetime, error) { return diskfs.CurrentLifetime(path) }
+	direct := unix.O_DIRECT
 	h, err := fsys.Open(filepath.Join(path, diskFile), os.O_RDONLY|unix.O_DIRECT, 0)
 	if errors.Is(err, unix.EINVAL) {
-		d.direct = 0
+		direct = 0
 	} else if err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	} else {
 		h.Close()
 	}
+	d.Store = layer.NewStore(fsys, path, rec.UID, direct, records{d}, &d.open)
 	return d, nil
 }
 
-// UID implements block.Layers.
-func (d *Disk) UID() string { return d.uid }
-
-// Path is the disk's folder.
-func (d *Disk) Path() string { return d.root }
-
 // Close waits for the removals that go on in the background. Replicas and layers stay open.
 func (d *Disk) Close() error {
-	d.background.Wait()
+	d.Wait()
 	return nil
-}
-
-// Statfs is the room on the disk's file system, in bytes, and the file system's type.
-func (d *Disk) Statfs() (capacity, available int64, fsType string, err error) {
-	var st unix.Statfs_t
-	if err := retryEINTR(func() error { return unix.Statfs(d.root, &st) }); err != nil {
-		return 0, 0, "", fmt.Errorf("disk %s: statfs: %w", d.root, err)
-	}
-	return int64(st.Blocks) * st.Bsize, int64(st.Bavail) * st.Bsize, fsName(st.Type), nil
-}
-
-func fsName(magic int64) string {
-	switch magic {
-	case unix.EXT4_SUPER_MAGIC:
-		return "ext4"
-	case unix.XFS_SUPER_MAGIC:
-		return "xfs"
-	case unix.BTRFS_SUPER_MAGIC:
-		return "btrfs"
-	case unix.TMPFS_MAGIC:
-		return "tmpfs"
-	case unix.OVERLAYFS_SUPER_MAGIC:
-		return "overlay"
-	case 0x2fc12fc1:
-		return "zfs"
-	}
-	return fmt.Sprintf("0x%x", magic)
-}
-
-func (d *Disk) path(elem ...string) string {
-	return filepath.Join(append([]string{d.root}, elem...)...)
-}
-
-// lock is held while layers are named or collected, across processes.
-func (d *Disk) lock() (unlock func(), err error) {
-	h, err := d.fs.Open(d.path(lockFile), os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	if err := flock(h, unix.LOCK_EX); err != nil {
-		h.Close()
-		return nil, err
-	}
-	return func() { h.Close() }, nil
-}
-
-func flock(h file.Handle, how int) error {
-	err := retryEINTR(func() error { return unix.Flock(int(h.Fd()), how) })
-	if err != nil {
-		return fmt.Errorf("flock: %w", err)
-	}
-	return nil
-}
-
-func retryEINTR(f func() error) error {
-	for {
-		if err := f(); !errors.Is(err, unix.EINTR) {
-			return err
-		}
-	}
-}
-
-// classify gives the kernel's errors the kind that callers decide by.
-func classify(err error) error {
-	var e *api.Error
-	switch {
-	case err == nil || errors.As(err, &e):
-		return err
-	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return api.Errorf(api.Full, "no room on the disk: %w", err)
-	case errors.Is(err, unix.EROFS), errors.Is(err, unix.EIO):
-		return api.Errorf(api.Unavailable, "the disk does not work: %w", err)
-	}
-	return err
 }
 
 // discard removes a folder that was renamed into the trash, in the background. What a crash leaves, Collect removes.
@@ -237,10 +141,10 @@ func (d *Disk) discard(names []string) {
 	if len(names) == 0 {
 		return
 	}
-	d.background.Go(func() {
+	d.Go(func() {
 		for _, name := range names {
 			if err := d.emptyTrash(name); err != nil {
-				slog.Warn("trash is not removed yet; the next collection tries again", "disk", d.root, "name", name,
+				slog.Warn("trash is not removed yet; the next collection tries again", "disk", d.Root, "name", name,
 					"error", err)
 			}
 		}

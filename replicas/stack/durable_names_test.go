@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A process is killed right after it has recorded that two layers are one, and before that is durable. What comes next
@@ -48,7 +49,7 @@ func TestMergedBeforeAKill(t *testing.T) {
 				r, lower, upper := ofTwo(t, d, p, e)
 				uid, hit := r.meta.UID, false
 				f.set(func(op, name string) (func(), error) {
-					if op == opSync && name == d.path(replicaDir, uid) && !hit {
+					if op == opSync && name == d.Join(replicaDir, uid) && !hit {
 						if m, err := d.readStack(uid); err != nil || len(m.Layers) == 1 {
 							hit = true
 							return nil, unix.EIO
@@ -72,7 +73,7 @@ func TestMergedBeforeAKill(t *testing.T) {
 					t.Fatal(err)
 				}
 				for _, l := range m.Layers {
-					if _, err := d.layerRecord(l); api.Is(err, api.NotFound) {
+					if _, err := d.Record(l); api.Is(err, api.NotFound) {
 						t.Fatalf("seed %d: layer %s is gone, and named: %+v", seed, l, m)
 					}
 				}
@@ -98,7 +99,7 @@ func TestDropAfterAKill(t *testing.T) {
 			m, err := d.readStack(spec.UID)
 			if err == nil {
 				m.Layers = nil
-				err = d.writeStack(d.path(replicaDir, spec.UID), m)
+				err = d.writeStack(d.Join(replicaDir, spec.UID), m)
 			}
 			return err
 		}, replicaDir + "/" + spec.UID}
@@ -142,7 +143,7 @@ func TestDropAfterAKill(t *testing.T) {
 					t.Fatal(err)
 				}
 				f.set(func(op, name string) (func(), error) {
-					if op == opSync && name == d.path(first.folder) {
+					if op == opSync && name == d.Join(first.folder) {
 						return nil, unix.EIO
 					}
 					return nil, nil
@@ -159,7 +160,7 @@ func TestDropAfterAKill(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if _, err := d.layerRecord(layer); names[layer] && api.Is(err, api.NotFound) {
+				if _, err := d.Record(layer); names[layer] && api.Is(err, api.NotFound) {
 					t.Fatalf("seed %d: the layer is gone, and named", seed)
 				}
 			}
@@ -198,16 +199,16 @@ func TestSettledOnce(t *testing.T) {
 		t.Fatal("not all was synced", synced)
 	}
 	for len(settle()) > 0 { // as long as times cannot tell a change
-		time.Sleep(settled / 10)
+		time.Sleep(layer.SettledAge / 10)
 	}
 	m, err := d.readStack(uids[1])
 	if err == nil {
-		err = d.writeStack(d.path(replicaDir, m.UID), m)
+		err = d.writeStack(d.Join(replicaDir, m.UID), m)
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s := settle(); !slices.Equal(s, []string{d.path(replicaDir, m.UID)}) {
+	if s := settle(); !slices.Equal(s, []string{d.Join(replicaDir, m.UID)}) {
 		t.Fatal("one record was written, synced was", s)
 	}
 }

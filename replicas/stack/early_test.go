@@ -14,6 +14,8 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // syncsFS has the test end each sync of a layer's data.
@@ -32,7 +34,7 @@ type syncsHandle struct {
 
 func (f *syncsFS) Open(name string, flag int, perm fs.FileMode) (file.Handle, error) {
 	h, err := f.FS.Open(name, flag, perm)
-	if err != nil || filepath.Base(name) != dataFile {
+	if err != nil || filepath.Base(name) != layer.DataFile {
 		return h, err
 	}
 	return &syncsHandle{Handle: h, syncs: f.syncs, t: f.t}, nil
@@ -88,8 +90,8 @@ func (f *syncsFS) goes(t *testing.T) {
 func earlyWriter(t *testing.T) (*syncsFS, *Disk, block.LayerWriter) {
 	t.Helper()
 	d := newDisk(t)
-	syncs := &syncsFS{d.fs, t, make(chan chan error)}
-	d.fs, d.early = syncs, 8<<20
+	syncs := &syncsFS{d.FS, t, make(chan chan error)}
+	d.FS, d.Early = syncs, 8<<20
 	w, err := d.Create(t.Context(), string(api.NewUID()), 64<<20)
 	if err != nil {
 		t.Fatal(err)
@@ -99,7 +101,7 @@ func earlyWriter(t *testing.T) (*syncsFS, *Disk, block.LayerWriter) {
 
 func writeMiB(t *testing.T, w block.LayerWriter, from, n int64) {
 	t.Helper()
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	fill(buf, 7)
 	for i := range n {
 		if _, err := w.WriteAt(buf, (from+i)<<20); err != nil {
@@ -123,12 +125,12 @@ func TestSyncsWhileWriting(t *testing.T) {
 	gone := make(chan error, 1)
 	go func() { gone <- w.Abort() }()
 	until(t, "it is aborted", func() bool {
-		l := w.(*layerWriter)
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		return l.state == aborted
+		l := w.(*layer.Writer)
+		l.Mu.Lock()
+		defer l.Mu.Unlock()
+		return l.State == layer.Aborted
 	})
-	if unlock, err := d.lock(); err != nil { // nobody has the disk's lock while he waits for the sync
+	if unlock, err := d.Lock(); err != nil { // nobody has the disk's lock while he waits for the sync
 		t.Fatal(err)
 	} else {
 		unlock()
@@ -188,7 +190,7 @@ func TestEarlySyncedLayer(t *testing.T) {
 	if err != nil || root == "" {
 		t.Fatal(root, err)
 	}
-	list, err := d.fs.ReadDir(d.path(layersDir))
+	list, err := d.FS.ReadDir(d.Join(layer.Dir))
 	if err != nil || len(list) != 1 {
 		t.Fatal(list, err)
 	}

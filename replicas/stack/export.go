@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // An image can be made of a snapshot without copying anything: it names the snapshot's layers.
@@ -23,9 +24,9 @@ func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) 
 		return nil, 0, err
 	}
 	if len(lacks) > 0 {
-		return nil, 0, api.Errorf(api.Busy, "replica %s has not all its layers on disk %s yet; try again", replica, d.root)
+		return nil, 0, api.Errorf(api.Busy, "replica %s has not all its layers on disk %s yet; try again", replica, d.Root)
 	}
-	p, err := d.Pin(ctx, Pin{UID: image, For: name, Disk: d.uid, Image: true}, replica, snapshot)
+	p, err := d.Pin(ctx, Pin{UID: image, For: name, Disk: d.UID(), Image: true}, replica, snapshot)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -42,13 +43,13 @@ func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) 
 // Name implements block.Exporter.
 func (d *Disk) Name(ctx context.Context, img block.Image) (_ block.Image, err error) {
 	for _, uid := range img.Layers {
-		list, err := d.damagedStill(ctx, uid)
+		list, err := d.DamagedStill(ctx, uid)
 		if err != nil {
 			return img, err
 		}
 		if len(list) > 0 {
 			return img, api.Errorf(api.Unavailable, "layer %s on disk %s: %d ranges are damaged, the first %d bytes at %d", uid,
-				d.root, len(list), list[0].Len, list[0].Off)
+				d.Root, len(list), list[0].Len, list[0].Off)
 		}
 	}
 	if img.Digest, err = d.rootOf(img.Layers); err != nil {
@@ -63,12 +64,12 @@ func (d *Disk) Name(ctx context.Context, img block.Image) (_ block.Image, err er
 // rootOf is the digest of the topmost of some layers; empty: not all of them have one yet.
 func (d *Disk) rootOf(layers []string) (root string, err error) {
 	for _, uid := range layers {
-		rec, err := d.layerRecord(uid)
+		rec, err := d.Record(uid)
 		if api.Is(err, api.NotFound) { // frozen, or PutImage tells
 			return "", nil
 		}
 		if err != nil {
-			return "", fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+			return "", fmt.Errorf("layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 		root = rec.Root
 	}
@@ -90,12 +91,12 @@ func (d *Disk) Taken(img block.Image) (sum int64, err error) {
 // Digests implements block.Exporter.
 func (d *Disk) Digests(ctx context.Context, img block.Image) (block.Image, error) {
 	for _, uid := range img.Layers {
-		err := d.finishNow(ctx, uid)
-		if _, derr := d.layerRecord(uid); derr != nil {
+		err := d.FinishNow(ctx, uid)
+		if _, derr := d.Record(uid); derr != nil {
 			if errors.Is(err, os.ErrNotExist) || err == nil {
 				err = derr
 			}
-			return img, fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
+			return img, fmt.Errorf("layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}
 	root, err := d.rootOf(img.Layers)
@@ -110,13 +111,13 @@ func (d *Disk) Digests(ctx context.Context, img block.Image) (block.Image, error
 func (d *Disk) Forget(image string) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("remove image %s on disk %s: %w", image, d.root, classify(err))
+			err = fmt.Errorf("remove image %s on disk %s: %w", image, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := d.Unpin(image); err != nil {
 		return err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}

@@ -9,8 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/replicas/stack/layer"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -34,9 +37,9 @@ func fetching(t *testing.T, d *Disk, size int64) (far *farther, layer, uid strin
 }
 
 // flip changes a bit of what a disk keeps of a layer that it fetches.
-func flip(t *testing.T, d *Disk, layer string, at int64, was byte) {
+func flip(t *testing.T, d *Disk, layerUID string, at int64, was byte) {
 	t.Helper()
-	f, err := os.OpenFile(d.path(hydratingDir, layer, dataFile), os.O_RDWR, 0)
+	f, err := os.OpenFile(d.Join(layer.HydratingDir, layerUID, layer.DataFile), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,30 +65,30 @@ func TestDamagedChunkIsFetchedAgain(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	compareAll(t, loop, r, model)
 	all := far.fetched.Load()
-	const at = 5*blockSize + 100
+	const at = 5*BlockSize + 100
 	flip(t, d, layer, at, model[at])
 	far.fails.Store(true)
 	for range 2 { // the read that finds it, and one while it is fetched
-		if err := once(t, loop, r, block.OpRead, 5*blockSize, blockSize); !errors.Is(err, ErrNotFetched) {
+		if err := once(t, loop, r, block.OpRead, 5*BlockSize, BlockSize); !errors.Is(err, ErrNotFetched) {
 			t.Errorf("a read of a damaged chunk: %v", err)
 		}
 	}
 	far.fails.Store(false)
 	compareAll(t, loop, r, model)
-	if n := far.fetched.Load() - all; n != chunkSize {
+	if n := far.fetched.Load() - all; n != ChunkSize {
 		t.Errorf("%d bytes were fetched for a damaged chunk", n)
 	}
 
 	// A reader of the layer's content gets the right bytes as well.
 	flip(t, d, layer, at, model[at])
-	l, err := d.findLayer(layer, 0, false)
+	l, err := d.Find(layer, 0, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = l.close() }()
-	buf := make([]byte, chunkSize)
-	if _, err := l.readAt(buf, 0); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(buf, model[:chunkSize]) {
-		t.Errorf("the content of a damaged chunk: %v, right: %v", err, bytes.Equal(buf, model[:chunkSize]))
+	defer func() { _ = l.Close() }()
+	buf := make([]byte, ChunkSize)
+	if _, err := l.ReadAt(buf, 0); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(buf, model[:ChunkSize]) {
+		t.Errorf("the content of a damaged chunk: %v, right: %v", err, bytes.Equal(buf, model[:ChunkSize]))
 	}
 }
 
@@ -94,7 +97,7 @@ func TestDamagedChunkIsFetchedAgain(t *testing.T) {
 func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
-	far, layer, uid, model := fetching(t, d, 8<<20)
+	far, layerUID, uid, model := fetching(t, d, 8<<20)
 	loop := startLoop(t)
 	r, err := d.OpenReplica(t.Context(), uid, loop)
 	if err != nil {
@@ -104,7 +107,7 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	if err := errors.Join(r.Close(), d.Close()); err != nil { // the end of the last user is in the background
 		t.Fatal(err)
 	}
-	if err := os.Remove(d.path(hydratingDir, layer, crcsFile)); err != nil {
+	if err := os.Remove(d.Join(layer.HydratingDir, layerUID, layer.CRCsFile)); err != nil {
 		t.Fatal(err)
 	}
 	far.fails.Store(true)
@@ -113,8 +116,8 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	}
 	defer func() { _ = r.Close() }()
 	compareAll(t, loop, r, model)
-	crcs, err := os.ReadFile(d.path(hydratingDir, layer, crcsFile))
-	if err != nil || !bytes.Equal(crcs[:format.ChunkCRCsSize], format.ChunkCRCs(model[:chunkSize])) {
+	crcs, err := os.ReadFile(d.Join(layer.HydratingDir, layerUID, layer.CRCsFile))
+	if err != nil || !bytes.Equal(crcs[:format.ChunkCRCsSize], format.ChunkCRCs(model[:ChunkSize])) {
 		t.Errorf("a chunk that was judged gets no checksums: %v", err)
 	}
 }
@@ -127,7 +130,7 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	p := freshPower(t, startLoop(t))
 	d := p.disk(t)
-	far, layer, uid, model := fetching(t, d, 4*chunkSize)
+	far, layer, uid, model := fetching(t, d, 4*ChunkSize)
 	r, err := d.openReplica(t.Context(), uid, p)
 	if err != nil {
 		t.Fatal(err)
@@ -135,9 +138,9 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	read := func(r *Replica, on ring, c int64) error {
 		t.Helper()
-		buf := alignedBuffer(int(chunkSize))
-		err := issue(on, r, block.OpRead, c*chunkSize, chunkSize, buf, false)
-		if err == nil && !bytes.Equal(buf, model[c*chunkSize:][:chunkSize]) {
+		buf := diskfs.AlignedBuffer(int(ChunkSize))
+		err := issue(on, r, block.OpRead, c*ChunkSize, ChunkSize, buf, false)
+		if err == nil && !bytes.Equal(buf, model[c*ChunkSize:][:ChunkSize]) {
 			t.Errorf("chunk %d: wrong bytes", c)
 		}
 		return err
@@ -146,7 +149,7 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 		if err := read(r, p, c); err != nil {
 			t.Fatal(err)
 		}
-		r.layers[0].hy.note()
+		r.layers[0].Hydration.SaveState()
 	}
 	for range 5 {
 		after := p.crash(t, rng)
@@ -162,7 +165,7 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 			t.Fatal(err)
 		}
 		for c := range int64(3) {
-			if err := once(t, after, r, block.OpRead, c*chunkSize, chunkSize); err != nil {
+			if err := once(t, after, r, block.OpRead, c*ChunkSize, ChunkSize); err != nil {
 				t.Errorf("chunk %d, which the record names: %v", c, err)
 				continue
 			}

@@ -15,6 +15,7 @@ import (
 	"testing"
 
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A fixture keeps JSON and empty files as they are. NAME.hex stands for a file of bytes, with a line for its size, then
@@ -23,7 +24,7 @@ import (
 
 // dull reports whether a fixture leaves a file out, since the file holds no record.
 func dull(rel string) bool {
-	return rel == lockFile || rel == reserveFile || filepath.Base(rel) == ownerFile || strings.HasPrefix(rel, trashDir) ||
+	return rel == layer.LockFile || rel == reserveFile || filepath.Base(rel) == ownerFile || strings.HasPrefix(rel, trashDir) ||
 		filepath.Ext(rel) == ".tmp"
 }
 
@@ -67,7 +68,7 @@ func packFile(path string, size int64) ([]byte, error) {
 	defer f.Close()
 	var out bytes.Buffer
 	fmt.Fprintf(&out, "size %d\n", size)
-	block := make([]byte, blockSize)
+	block := make([]byte, BlockSize)
 	for at := int64(0); ; {
 		from, to, err := file.NextData(int(f.Fd()), at, size)
 		if err != nil {
@@ -77,18 +78,18 @@ func packFile(path string, size int64) ([]byte, error) {
 			return out.Bytes(), nil
 		}
 		for at = from; at < to; at += int64(len(block)) {
-			block = block[:min(blockSize, to-at)]
+			block = block[:min(BlockSize, to-at)]
 			if _, err := f.ReadAt(block, at); err != nil {
 				return nil, err
 			}
 			packBlock(&out, at, block)
 		}
-		block, at = block[:blockSize], to
+		block, at = block[:BlockSize], to
 	}
 }
 
 func packBlock(out *bytes.Buffer, at int64, b []byte) {
-	if len(b) == int(blockSize) && bytes.Equal(b, bytes.Repeat(b[:8], len(b)/8)) {
+	if len(b) == int(BlockSize) && bytes.Equal(b, bytes.Repeat(b[:8], len(b)/8)) {
 		fmt.Fprintf(out, "%d %x block\n", at, b[:8])
 		return
 	}
@@ -134,7 +135,7 @@ func unpackDisk(t *testing.T, from, root string) {
 	for name, first := range links {
 		err = errors.Join(err, os.Link(first, name))
 	}
-	for _, dir := range []string{layersDir, replicaDir, imagesDir, trashDir} {
+	for _, dir := range []string{layer.Dir, replicaDir, imagesDir, trashDir} {
 		err = errors.Join(err, os.MkdirAll(filepath.Join(root, dir), 0o700))
 	}
 	if err != nil {
@@ -159,7 +160,7 @@ func unpackFile(raw []byte, to string) error {
 		b, derr := hex.DecodeString(text)
 		if repeated == "block" {
 			v := binary.LittleEndian.Uint64(b)
-			b = make([]byte, blockSize)
+			b = make([]byte, BlockSize)
 			fill(b, v)
 		}
 		_, werr := f.WriteAt(b, at)

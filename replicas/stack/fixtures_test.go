@@ -14,7 +14,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // The folders testdata/v1, v2, ... hold one disk each, as a released version left it: every kind of file, and every
@@ -89,7 +91,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	}
 	put(member, 3<<32, []int64{1, 20})
 	member.put(2, 0) // discarded before the cut
-	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> blockBits)})
+	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> BlockBits)})
 	member.put(600, 0) // discarded after it
 	put(mapping, 1<<32, fixMapLowBlocks)
 	put(mapping, 2<<32, fixMapHighBlocks)
@@ -187,11 +189,11 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(pins, wantPins) {
 		t.Errorf("pins: %s, %v", jsonOf(t, pins), err)
 	}
-	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{0, chunkSize}, {3 * chunkSize, 4096}}) {
+	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{Off: 0, Len: ChunkSize}, {Off: 3 * ChunkSize, Len: 4096}}) {
 		t.Errorf("damage of a layer: %v", got)
 	}
-	frozen, err := d.frozenRecord(fixFrozen)
-	if writtenThen(t, &frozen.Created); err != nil || frozen != (frozenRecord{UID: fixFrozen, Size: fixSize}) {
+	frozen, err := d.Frozen(fixFrozen)
+	if writtenThen(t, &frozen.Created); err != nil || frozen != (layer.FrozenRecord{UID: fixFrozen, Size: fixSize}) {
 		t.Errorf("the frozen layer: %+v, %v", frozen, err)
 	}
 	if lacks, err := d.LackingOf([]string{fixBase, fixFrozen, fixKept, fixFar}); err != nil ||
@@ -216,11 +218,11 @@ func jsonOf(t *testing.T, v any) string {
 func TestReleasedLayersAreWhole(t *testing.T) {
 	ctx := context.Background()
 	d := released(t, "v1")
-	for uid, want := range map[string]layerRecord{
-		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * blockSize, Zero: blockSize, Durable: true},
-		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * blockSize, Durable: true},
+	for uid, want := range map[string]layer.Record{
+		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * BlockSize, Zero: BlockSize, Durable: true},
+		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * BlockSize, Durable: true},
 	} {
-		rec, err := d.layerRecord(uid)
+		rec, err := d.Record(uid)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -264,9 +266,9 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
 		t.Errorf("intents of the other one %+v, %v", got, err)
 	}
-	buf := alignedBuffer(int(blockSize))
-	mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
-	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
+	buf := diskfs.AlignedBuffer(int(BlockSize))
+	mustIssue(t, loop, other, block.OpRead, 600<<BlockBits, BlockSize, buf)
+	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<BlockBits, buf)
 	if restarted, err := r.Restarted(); err != nil || !restarted {
 		t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
 	}
@@ -317,12 +319,12 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 		if l != (RemoteLayer{UID: fixFar}) {
 			return errors.New("no such layer")
 		}
-		fetched = append(fetched, off/chunkSize)
-		for i := int64(0); i < int64(len(buf)); i += blockSize {
+		fetched = append(fetched, off/ChunkSize)
+		for i := int64(0); i < int64(len(buf)); i += BlockSize {
 			if v := far[(off+i)/512]; len(v) > 0 {
-				fill(buf[i:i+blockSize], v[0])
+				fill(buf[i:i+BlockSize], v[0])
 			} else {
-				clear(buf[i : i+blockSize])
+				clear(buf[i : i+BlockSize])
 			}
 		}
 		return nil
@@ -341,8 +343,8 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	ctx := context.Background()
 	d := released(t, "v1")
-	var rec keptRecord
-	if err := format.ReadMeta(d.fs, d.path(layersDir, fixKept, keptFile), formatKept, &rec); err != nil {
+	var rec layer.CheckpointRecord
+	if err := format.ReadMeta(d.FS, d.Join(layer.Dir, fixKept, layer.CheckpointFile), layer.FormatCheckpoint, &rec); err != nil {
 		t.Fatal(err)
 	}
 	if writtenThen(t, &rec.At); !slices.Equal(rec.Open, []int64{1}) {
@@ -353,7 +355,7 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 		t.Fatal(err)
 	}
 	var compact bytes.Buffer
-	if err := json.Compact(&compact, note); err != nil || upTo != 2*chunkSize || compact.String() != `{"root":"abc"}` {
+	if err := json.Compact(&compact, note); err != nil || upTo != 2*ChunkSize || compact.String() != `{"root":"abc"}` {
 		t.Errorf("kept up to %d with %s, %v", upTo, note, err)
 	}
 	scratch, err := w.Beside("spool")
@@ -375,7 +377,7 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	if err := d.Verify(ctx, fixKept); err != nil {
 		t.Error(err)
 	}
-	if _, err := os.Stat(d.path(layersDir, fixKept, keptFile)); !errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(d.Join(layer.Dir, fixKept, layer.CheckpointFile)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the record of the half-made layer stays: %v", err)
 	}
 }
@@ -386,18 +388,18 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 func TestReleasedBorrowerGoesOn(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d, other := released(t, "v1"), newDisk(t)
-	if err := os.Mkdir(other.path(pinsDir), 0o700); err != nil {
+	if err := os.Mkdir(other.Join(pinsDir), 0o700); err != nil {
 		t.Fatal(err)
 	}
 	move := func(elem ...string) {
 		t.Helper()
-		if err := os.Rename(d.path(elem...), other.path(elem...)); err != nil {
+		if err := os.Rename(d.Join(elem...), other.Join(elem...)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	layers := []string{fixBase, fixTop, fixFrozen}
 	for _, uid := range layers {
-		move(layersDir, uid)
+		move(layer.Dir, uid)
 	}
 	move(pinsDir, fixPin) // it kept them there
 	_, member, _, _, _ := fixtureContent()
@@ -413,7 +415,7 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	want := make([]RemoteLayer, len(layers))
 	for i, uid := range layers {
-		want[i] = RemoteLayer{UID: uid, From: SourceDisk{other.UID(), other.Path()}}
+		want[i] = RemoteLayer{UID: uid, From: SourceDisk{UID: other.UID(), Path: other.Path()}}
 	}
 	if got := r.Remote(); !slices.Equal(got, want) {
 		t.Errorf("it reads %v elsewhere, not %v", got, want)
@@ -430,12 +432,12 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	if lacks, err := d.Lacking(fixMember); r.Hydrates() || err != nil || len(lacks) > 0 {
 		t.Errorf("it still reads %v elsewhere and lacks %v, %v", r.Remote(), lacks, err)
 	}
-	if err := errors.Join(r.Close(), d.Close(), os.RemoveAll(other.path(layersDir))); err != nil {
+	if err := errors.Join(r.Close(), d.Close(), os.RemoveAll(other.Join(layer.Dir))); err != nil {
 		t.Fatal(err)
 	}
 	d.Sources(nil, nil)
 	member.check(t, d, loop, fixMember)
-	if _, err := os.Stat(d.path(hydratingDir, fixBase)); !errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(d.Join(layer.HydratingDir, fixBase)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("what was read on the way stays: %v", err)
 	}
 }

@@ -16,7 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 var (
@@ -121,14 +123,14 @@ func (w *fixtureWriter) layer(d *Disk, uid string, size int64, blocks []int64, v
 	w.t.Helper()
 	to, err := d.Create(context.Background(), uid, size)
 	w.must(err)
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	for _, b := range blocks {
 		fill(buf, v+uint64(b))
-		_, err := to.WriteAt(buf, b<<blockBits)
+		_, err := to.WriteAt(buf, b<<BlockBits)
 		w.must(err)
 	}
 	for _, b := range zeros {
-		w.must(to.ZeroAt(b<<blockBits, blockSize))
+		w.must(to.ZeroAt(b<<BlockBits, BlockSize))
 	}
 	_, _, err = to.Seal(context.Background())
 	w.must(err)
@@ -149,13 +151,13 @@ func writeFixture(t *testing.T, dir string) map[string][]byte {
 		t.Fatal(err)
 	}
 	w := &fixtureWriter{t, d, startLoop(t)}
-	w.must(format.WriteMeta(d.fs, d.path(diskFile), formatDisk, diskRecord{fixDisk}))
+	w.must(format.WriteMeta(d.FS, d.Join(diskFile), formatDisk, diskRecord{fixDisk}))
 	w.must(d.Close())
 	if w.d, err = Open(dir); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { w.d.Close() })
-	w.d.lifetime = func() (lifetime, error) { return lifetime{boot: fixBoot}, nil }
+	w.d.lifetime = func() (diskfs.Lifetime, error) { return diskfs.Lifetime{Boot: fixBoot}, nil }
 	w.image()
 	member := w.member()
 	w.reverted()
@@ -167,7 +169,7 @@ func writeFixture(t *testing.T, dir string) map[string][]byte {
 	w.kept()
 	w.far()
 	w.layer(w.d, fixDamaged, 8<<20, []int64{0, 1600}, 6<<32)
-	w.must(w.d.putDamage(fixDamaged, 8<<20, []Damage{{0, chunkSize}, {3 * chunkSize, 4096}}))
+	w.must(w.d.PutDamage(fixDamaged, 8<<20, []Damage{{Off: 0, Len: ChunkSize}, {Off: 3 * ChunkSize, Len: 4096}}))
 	packed := packDisk(t, dir)
 	for _, r := range []*Replica{member, mapping, moving} {
 		if err := r.Close(); err != nil && !errors.Is(err, unix.EIO) {
@@ -197,20 +199,20 @@ func (w *fixtureWriter) member() *Replica {
 	w.must(r.Adopt(ctx, 2, 1, both))
 	w.must(r.Unnoted(ctx, 2))
 	w.must(r.Adopt(ctx, 3, 2, both))
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	write := func(b int64, v uint64) {
 		fill(buf, v+uint64(b))
-		mustIssue(w.t, w.loop, r, block.OpWrite, b<<blockBits, blockSize, buf)
+		mustIssue(w.t, w.loop, r, block.OpWrite, b<<BlockBits, BlockSize, buf)
 	}
 	write(1, 3<<32)
 	write(20, 3<<32)
-	mustIssue(w.t, w.loop, r, block.OpDiscard, 2<<blockBits, blockSize, nil)
+	mustIssue(w.t, w.loop, r, block.OpDiscard, 2<<BlockBits, BlockSize, nil)
 	w.must(r.Cut(ctx, Snapshot{UID: fixSnapshot, Name: "before", Layer: fixFrozen, Created: fixTime}))
 	write(21, 4<<32)
-	write(2*format.IntentsRegion>>blockBits, 4<<32)
-	mustIssue(w.t, w.loop, r, block.OpZero, 600<<blockBits, blockSize, nil)
+	write(2*format.IntentsRegion>>BlockBits, 4<<32)
+	mustIssue(w.t, w.loop, r, block.OpZero, 600<<BlockBits, BlockSize, nil)
 	mustIssue(w.t, w.loop, r, block.OpFlush, 0, 0, nil)
-	w.d.hurry(fixFrozen)
+	w.d.Hurry(fixFrozen)
 	return r
 }
 
@@ -224,7 +226,7 @@ func (w *fixtureWriter) reverted() {
 	w.must(err)
 	m.Epoch, m.Incarnation, m.Members, m.Dirty = 9, 4, []string{fixReverted, fixOther}, true
 	m.Joined, m.Reverted, m.BootID = 7, 8, fixBoot
-	w.must(w.d.writeStack(w.d.path(replicaDir, fixReverted), m))
+	w.must(w.d.writeStack(w.d.Join(replicaDir, fixReverted), m))
 }
 
 // merging is a replica whose layers are being merged, up to where enough says so.
@@ -240,7 +242,7 @@ func (w *fixtureWriter) merging(uid, volume string, size int64, enough func(g *M
 	w.must(err)
 	w.must(r.Adopt(ctx, 1, 1, []string{uid}))
 	f.set(func(op, name string) (func(), error) {
-		if op != opRename && !(op == opSync && strings.Contains(name, layersDir)) {
+		if op != opRename && !(op == opSync && strings.Contains(name, layer.Dir)) {
 			return nil, nil
 		}
 		if g := r.Meta().Merge; g != nil && enough(g) {
@@ -268,19 +270,19 @@ func (w *fixtureWriter) pins() {
 // writeKept writes what a half-made layer is made of, from a chunk on.
 func writeKept(t *testing.T, w block.LayerWriter, from int64) {
 	t.Helper()
-	whole := bytes.Repeat([]byte("01234567"), int(chunkSize/8))
-	for c, b := range [][]byte{whole, whole[:3*blockSize], nil, whole[:blockSize]} {
+	whole := bytes.Repeat([]byte("01234567"), int(ChunkSize/8))
+	for c, b := range [][]byte{whole, whole[:3*BlockSize], nil, whole[:BlockSize]} {
 		if int64(c) < from {
 			continue
 		}
-		if _, err := w.WriteAt(b, int64(c)*chunkSize); err != nil {
+		if _, err := w.WriteAt(b, int64(c)*ChunkSize); err != nil {
 			t.Fatal(err)
 		}
 	}
 }
 
 func (w *fixtureWriter) kept() {
-	to, err := w.d.Create(context.Background(), fixKept, 4*chunkSize)
+	to, err := w.d.Create(context.Background(), fixKept, 4*ChunkSize)
 	w.must(err)
 	k := to.(block.Keeper)
 	writeKept(w.t, to, 0)
@@ -288,7 +290,7 @@ func (w *fixtureWriter) kept() {
 	w.must(err)
 	_, err = scratch.WriteAt([]byte("scratch"), 0)
 	w.must(errors.Join(err, scratch.Close()))
-	w.must(k.Keep(2*chunkSize, []byte(`{"root":"abc"}`)))
+	w.must(k.Keep(2*ChunkSize, []byte(`{"root":"abc"}`)))
 	w.must(k.Leave())
 }
 
@@ -303,6 +305,6 @@ func (w *fixtureWriter) far() {
 	w.replica(fixReader, "reader", fixFarSize, fixFar)
 	r, err := w.d.openReplica(ctx, fixReader, w.loop)
 	w.must(err)
-	mustIssue(w.t, w.loop, r, block.OpRead, 3<<blockBits, blockSize, alignedBuffer(int(blockSize)))
+	mustIssue(w.t, w.loop, r, block.OpRead, 3<<BlockBits, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
 	w.must(errors.Join(r.Close(), w.d.Close())) // what came is noted then
 }

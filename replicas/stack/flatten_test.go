@@ -10,7 +10,9 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // twoLayers are layers that give each other's chunks something, or hide something of them, or neither.
@@ -29,15 +31,15 @@ func twoLayers(t *testing.T, d *Disk) (layers []string, e expect) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	for _, b := range []int64{513, 1024, 2560, 3071} {
 		fill(buf, 2<<32+uint64(b))
-		if _, err := w.WriteAt(buf, b<<blockBits); err != nil {
+		if _, err := w.WriteAt(buf, b<<BlockBits); err != nil {
 			t.Fatal(err)
 		}
 		e.put(b, 2<<32+uint64(b))
 	}
-	if err := w.ZeroAt(1536<<blockBits, blockSize); err != nil {
+	if err := w.ZeroAt(1536<<BlockBits, BlockSize); err != nil {
 		t.Fatal(err)
 	}
 	e.put(1536, 0)
@@ -53,13 +55,13 @@ func TestFlattenedDigests(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	layers, e := twoLayers(t, d)
-	crcs := d.path(layersDir, layers[0], crcsFile)
+	crcs := d.Join(layer.Dir, layers[0], layer.CRCsFile)
 	for _, c := range []struct {
 		name   string
 		change func()
 	}{
 		{"whole", func() {}},
-		{"a checksum is wrong", func() { flipBit(t, crcs, 200*crcSize) }},
+		{"a checksum is wrong", func() { flipBit(t, crcs, 200*CRCSize) }},
 		{"checksums lack", func() {
 			if err := os.Remove(crcs); err != nil {
 				t.Fatal(err)
@@ -89,25 +91,25 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	// damage changes a block and, where it is so to say unseen, its checksum. Done twice, it is as it was.
 	damage := func(b int64, unseen bool) {
 		t.Helper()
-		flipBit(t, d.path(layersDir, lower, dataFile), b<<blockBits)
+		flipBit(t, d.Join(layer.Dir, lower, layer.DataFile), b<<BlockBits)
 		if !unseen {
 			return
 		}
-		h, err := os.OpenFile(d.path(layersDir, lower, dataFile), os.O_RDONLY, 0)
+		h, err := os.OpenFile(d.Join(layer.Dir, lower, layer.DataFile), os.O_RDONLY, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer h.Close()
-		buf := make([]byte, blockSize)
-		if _, err := h.ReadAt(buf, b<<blockBits); err != nil {
+		buf := make([]byte, BlockSize)
+		if _, err := h.ReadAt(buf, b<<BlockBits); err != nil {
 			t.Fatal(err)
 		}
-		c, err := os.OpenFile(d.path(layersDir, lower, crcsFile), os.O_RDWR, 0)
+		c, err := os.OpenFile(d.Join(layer.Dir, lower, layer.CRCsFile), os.O_RDWR, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, format.BlockCRC(buf)), b*crcSize); err != nil {
+		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, format.BlockCRC(buf)), b*CRCSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -131,16 +133,16 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 		refused("damage that checksums do not tell, of a chunk that gets a new digest")
 		damage(b, true)
 	}
-	sums := d.path(layersDir, lower, sumsFile)
-	flipBit(t, sums, sumsHeader)
+	sums := d.Join(layer.Dir, lower, layer.SumsFile)
+	flipBit(t, sums, SumsHeader)
 	refused("a digest that is damaged")
-	flipBit(t, sums, sumsHeader)
+	flipBit(t, sums, SumsHeader)
 	damage(0, true)
 	uid := string(api.NewUID())
 	if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	bad := []Damage{{0, chunkSize}}
+	bad := []Damage{{Off: 0, Len: ChunkSize}}
 	if list, err := d.Scrub(ctx, uid, 0); err != nil || !slices.Equal(list, bad) {
 		t.Fatalf("the damage has a digest that matches it: %v, %v", list, err)
 	}
@@ -155,25 +157,25 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	var layers []string
-	hides := alignedBuffer(int(blockSize))
+	hides := diskfs.AlignedBuffer(int(BlockSize))
 	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // the polynomial: adding it changes no checksum
-	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, blockSize)) {
+	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, BlockSize)) {
 		t.Fatal("its checksum is not that of zeros")
 	}
 	for i := range 2 {
 		uid := string(api.NewUID())
-		w, err := d.Create(ctx, uid, chunkSize)
+		w, err := d.Create(ctx, uid, ChunkSize)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if i == 0 {
-			data := alignedBuffer(int(blockSize))
+			data := diskfs.AlignedBuffer(int(BlockSize))
 			fill(data, 7)
 			if _, err = w.WriteAt(data, 0); err == nil {
-				_, err = w.WriteAt(hides, blockSize)
+				_, err = w.WriteAt(hides, BlockSize)
 			}
 		} else {
-			err = w.ZeroAt(blockSize, blockSize)
+			err = w.ZeroAt(BlockSize, BlockSize)
 		}
 		if err != nil {
 			t.Fatal(err)

@@ -18,6 +18,8 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // mounted is a file system of its own, on a loop device.
@@ -140,21 +142,21 @@ func onFileSystem(t *testing.T, d *Disk, remount func()) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := alignedBuffer(16 << 10)
+		buf := diskfs.AlignedBuffer(16 << 10)
 		for b := int64(round); b < 500; b += 7 {
 			switch b % 3 {
 			case 0:
-				fill(buf[:blockSize], 0)
-				mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, buf[:blockSize])
+				fill(buf[:BlockSize], 0)
+				mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, buf[:BlockSize])
 				e.put(b, 0)
 			case 1:
 				fill(buf, uint64(b)<<8|round)
-				mustIssue(t, loop, r, block.OpWrite, b<<blockBits, 3*blockSize, buf[:3*blockSize])
+				mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, 3*BlockSize, buf[:3*BlockSize])
 				for i := range int64(3) {
 					e.put(b+i, uint64(b)<<8|round)
 				}
 			case 2:
-				mustIssue(t, loop, r, block.OpDiscard, b<<blockBits, 2*blockSize, nil)
+				mustIssue(t, loop, r, block.OpDiscard, b<<BlockBits, 2*BlockSize, nil)
 				e.put(b, 0)
 				e.put(b+1, 0)
 			}
@@ -194,7 +196,7 @@ func TestFullDisk(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	var failed []int64
 	for off := int64(0); off < spec.Size; off += int64(len(buf)) {
 		fill(buf, uint64(off)|1)
@@ -206,7 +208,7 @@ func TestFullDisk(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for b := off >> blockBits; b < (off+int64(len(buf)))>>blockBits; b++ {
+		for b := off >> BlockBits; b < (off+int64(len(buf)))>>BlockBits; b++ {
 			e.put(b, uint64(off)|1)
 		}
 	}
@@ -276,7 +278,7 @@ func TestFullDisk(t *testing.T) {
 	if err := issue(loop, r, block.OpDiscard, 0, 8<<20, nil, false); err != nil {
 		t.Fatalf("discard on a full disk: %v", err)
 	}
-	for b := range int64(8<<20) >> blockBits {
+	for b := range int64(8<<20) >> BlockBits {
 		e.put(b, 0)
 	}
 	off := failed[0]
@@ -284,12 +286,12 @@ func TestFullDisk(t *testing.T) {
 	if err := issue(loop, r, block.OpWrite, off, int64(len(buf)), buf, true); err != nil {
 		t.Fatalf("write after there is room: %v", err)
 	}
-	for b := off >> blockBits; b < (off+int64(len(buf)))>>blockBits; b++ {
+	for b := off >> BlockBits; b < (off+int64(len(buf)))>>BlockBits; b++ {
 		e.put(b, 42)
 	}
 	for _, f := range failed[1:] { // undefined by contract; leave them out
 		mustIssue(t, loop, r, block.OpDiscard, f, int64(len(buf)), nil)
-		for b := f >> blockBits; b < (f+int64(len(buf)))>>blockBits; b++ {
+		for b := f >> BlockBits; b < (f+int64(len(buf)))>>BlockBits; b++ {
 			e.put(b, 0)
 		}
 	}
@@ -297,7 +299,7 @@ func TestFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.check(t, d, loop, spec.UID)
-	if left, err := d.fs.ReadDir(d.path(layersDir)); err != nil || len(left) != 1 {
+	if left, err := d.FS.ReadDir(d.Join(layer.Dir)); err != nil || len(left) != 1 {
 		t.Fatalf("layers: %v, %v", left, err)
 	}
 }
@@ -311,7 +313,7 @@ func exhaust(t *testing.T, dir string) {
 	}
 	defer f.Close()
 	for err == nil {
-		_, err = f.Write(make([]byte, blockSize))
+		_, err = f.Write(make([]byte, BlockSize))
 	}
 	if !errors.Is(err, syscall.ENOSPC) {
 		t.Fatal(err)
@@ -343,10 +345,10 @@ func TestAddAndOpen(t *testing.T) {
 			t.Errorf("left behind: %s", e.Name())
 		}
 	}
-	if err := os.Mkdir(d.path(layersDir, string(api.NewUID())), 0o700); err != nil {
+	if err := os.Mkdir(d.Join(layer.Dir, string(api.NewUID())), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Remove(d.path(diskFile)); err != nil {
+	if err := os.Remove(d.Join(diskFile)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Add(ctx, dir); !api.Is(err, api.Corrupt) {

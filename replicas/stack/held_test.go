@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // gaveUp fails unless what waits for quiet does so for a moment only.
@@ -51,7 +52,7 @@ func TestHoldsBesideIOThatHangs(t *testing.T) {
 			t.Parallel()
 			disk := &slowDisk{Loop: startLoop(t)}
 			r := mergeable(t, disk, newDisk(t), size)
-			mustIssue(t, disk, r, block.OpWrite, 5<<blockBits, blockSize, numbered(6))
+			mustIssue(t, disk, r, block.OpWrite, 5<<BlockBits, BlockSize, numbered(6))
 			layers := len(r.Meta().Layers)
 			defer disk.set(false)
 			disk.set(true)
@@ -76,8 +77,8 @@ func TestHoldsBesideIOThatHangs(t *testing.T) {
 				t.Fatal("it was done, and nothing has changed")
 			}
 			goesOn(t, disk, r, "after it was done")
-			buf := alignedBuffer(int(blockSize))
-			mustIssue(t, disk, r, block.OpRead, 5<<blockBits, blockSize, buf)
+			buf := diskfs.AlignedBuffer(int(BlockSize))
+			mustIssue(t, disk, r, block.OpRead, 5<<BlockBits, BlockSize, buf)
 			if string(buf) != string(numbered(0)) {
 				t.Fatalf("what was discarded begins with %x", buf[:8])
 			}

@@ -9,6 +9,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // mergeable is an open replica with two layers of one block each that can be merged, and a head with another one.
@@ -33,7 +34,7 @@ func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 		t.Fatal(err)
 	}
 	for i := range int64(2) {
-		mustIssue(t, disk, r, block.OpWrite, i<<blockBits, blockSize, numbered(uint64(i)+1))
+		mustIssue(t, disk, r, block.OpWrite, i<<BlockBits, BlockSize, numbered(uint64(i)+1))
 		s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()}
 		if err := r.Cut(ctx, s); err != nil {
 			t.Fatal(err)
@@ -42,7 +43,7 @@ func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 			t.Fatal(err)
 		}
 	}
-	mustIssue(t, disk, r, block.OpWrite, 2<<blockBits, blockSize, numbered(3))
+	mustIssue(t, disk, r, block.OpWrite, 2<<BlockBits, BlockSize, numbered(3))
 	return r
 }
 
@@ -50,7 +51,7 @@ func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 func goesOn(t *testing.T, s *slowDisk, r *Replica, when string) {
 	t.Helper()
 	for b := range int64(3) {
-		buf := alignedBuffer(int(blockSize))
+		buf := diskfs.AlignedBuffer(int(BlockSize))
 		select {
 		case err := <-s.later(r, block.OpRead, b, 1, buf):
 			if err != nil || string(buf) != string(numbered(uint64(b)+1)) {

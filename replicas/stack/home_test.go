@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // A layer that comes home holds no I/O up while reads wait for the lost source of another one: whole-block writes go on,
@@ -39,7 +40,7 @@ func TestHomeBesideALostSource(t *testing.T) {
 	adopt(t, r, 1, 1, spec.UID)
 	far.fails.Store(true)
 	read := make(chan error, 1)
-	go func() { read <- issue(loop, r, block.OpRead, 0, size, alignedBuffer(size), false) }()
+	go func() { read <- issue(loop, r, block.OpRead, 0, size, diskfs.AlignedBuffer(size), false) }()
 	for why := error(nil); why == nil; _, why = hydrates(r) {
 		time.Sleep(time.Millisecond)
 	}
@@ -50,7 +51,7 @@ func TestHomeBesideALostSource(t *testing.T) {
 	if len(r.replaced) > 0 {
 		t.Error("a layer that is read from the own disk stays open elsewhere")
 	}
-	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize)))
+	mustIssue(t, loop, r, block.OpWrite, 0, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
 	bring(t, far.disk, d, spec.Layers[1])
 	if err := r.Home(ctx); err != nil {
 		t.Error(err)

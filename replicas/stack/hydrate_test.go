@@ -10,9 +10,12 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/replicas/stack/layer"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // farther is another machine's disk, as far as its layers are read.
@@ -81,14 +84,14 @@ func TestHydrate(t *testing.T) {
 	d := newDisk(t)
 	d.Sources(nil, far.fetch)
 	model := make([]byte, size)
-	layer := makeLayer(t, far.disk, rng, size, model)
+	layerUID := makeLayer(t, far.disk, rng, size, model)
 	uid := string(api.NewUID())
-	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layerUID}}
 	if err := d.CreateReplica(ctx, spec); !api.Is(err, api.NotFound) {
 		t.Fatalf("a layer that nobody has spoken of: %v", err)
 	}
 	for range 2 {
-		if err := far.hydrate(d, layer); err != nil {
+		if err := far.hydrate(d, layerUID); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -112,7 +115,7 @@ func TestHydrate(t *testing.T) {
 		t.Errorf("%d bytes were fetched before anybody read", n)
 	}
 	check := func(r *Replica, off, n int64) error {
-		buf := alignedBuffer(int(n))
+		buf := diskfs.AlignedBuffer(int(n))
 		if err := issue(loop, r, block.OpRead, off, n, buf, false); err != nil {
 			return err
 		}
@@ -122,8 +125,8 @@ func TestHydrate(t *testing.T) {
 		return nil
 	}
 	for range 20 {
-		off := rng.Int64N(size/blockSize-256) * blockSize
-		if err := check(r, off, (1+rng.Int64N(255))*blockSize); err != nil {
+		off := rng.Int64N(size/BlockSize-256) * BlockSize
+		if err := check(r, off, (1+rng.Int64N(255))*BlockSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -162,9 +165,9 @@ func TestHydrate(t *testing.T) {
 	if _, why := hydrates(r); !api.Is(why, api.Unavailable) {
 		t.Errorf("why reads wait: %v", why)
 	}
-	buf := alignedBuffer(int(blockSize))
-	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, buf)
-	clear(model[size-blockSize:])
+	buf := diskfs.AlignedBuffer(int(BlockSize))
+	mustIssue(t, loop, r, block.OpWrite, size-BlockSize, BlockSize, buf)
+	clear(model[size-BlockSize:])
 	far.lies.Store(true)
 	far.fails.Store(false)
 	for {
@@ -203,7 +206,7 @@ func TestHydrate(t *testing.T) {
 	r = open()
 	defer func() { _ = r.Close() }()
 
-	bring(t, far.disk, d, layer)
+	bring(t, far.disk, d, layerUID)
 	if err := r.Home(ctx); err != nil {
 		t.Fatal(err)
 	}
@@ -215,7 +218,7 @@ func TestHydrate(t *testing.T) {
 	if err := d.Close(); err != nil { // what goes in the background is gone
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(d.path(hydratingDir, layer)); !errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(d.Join(layer.HydratingDir, layerUID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("what was read on the way stays: %v", err)
 	}
 }
@@ -228,14 +231,14 @@ func TestHydrateClose(t *testing.T) {
 	d := newDisk(t)
 	d.Sources(nil, far.fetch)
 	model := make([]byte, size)
-	layer := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, model)
-	if err := far.hydrate(d, layer); err != nil {
+	layerUID := makeLayer(t, far.disk, rand.New(rand.NewPCG(1, 1)), size, model)
+	if err := far.hydrate(d, layerUID); err != nil {
 		t.Fatal(err)
 	}
 	far.fails.Store(true)
 	uid := string(api.NewUID())
 	if err := d.CreateReplica(ctx, Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size,
-		Layers: []string{layer}}); err != nil {
+		Layers: []string{layerUID}}); err != nil {
 		t.Fatal(err)
 	}
 	loop := startLoop(t)
@@ -244,7 +247,7 @@ func TestHydrateClose(t *testing.T) {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, alignedBuffer(4<<20), false) }()
+	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, diskfs.AlignedBuffer(4<<20), false) }()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for why := error(nil); why == nil; _, why = hydrates(r) {
@@ -263,7 +266,7 @@ func TestHydrateClose(t *testing.T) {
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(d.path(hydratingDir, layer)); !errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(d.Join(layer.HydratingDir, layerUID)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("what nobody needs stays: %v", err)
 	}
 }

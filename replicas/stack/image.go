@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // Image is the record of one image, without a look at those of the others. Not there: an error of kind not found.
@@ -16,10 +17,10 @@ func (d *Disk) Image(uid string) (block.Image, error) {
 	}
 	img, err := d.image(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		return img, api.Errorf(api.NotFound, "image %s is not on disk %s", uid, d.root)
+		return img, api.Errorf(api.NotFound, "image %s is not on disk %s", uid, d.Root)
 	}
 	if err != nil {
-		err = fmt.Errorf("disk %s: %w", d.root, classify(err))
+		err = fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
 	return img, err
 }

@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // chunks is content with chunks of data, chunks with zeros in them, and holes.
@@ -20,10 +21,10 @@ func chunks(rng *rand.Rand, n int) [][]byte {
 		if rng.IntN(4) == 0 {
 			continue // a hole
 		}
-		all[i] = make([]byte, chunkSize)
-		for b := int64(0); b < chunkSize; b += blockSize {
+		all[i] = make([]byte, ChunkSize)
+		for b := int64(0); b < ChunkSize; b += BlockSize {
 			if rng.IntN(3) > 0 {
-				fill(all[i][b:b+blockSize], rng.Uint64()|1)
+				fill(all[i][b:b+BlockSize], rng.Uint64()|1)
 			}
 		}
 	}
@@ -36,7 +37,7 @@ func writeChunks(t *testing.T, w block.LayerWriter, all [][]byte, from, to int) 
 		if all[c] == nil {
 			continue
 		}
-		if _, err := w.WriteAt(all[c], int64(c)*chunkSize); err != nil {
+		if _, err := w.WriteAt(all[c], int64(c)*ChunkSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -49,9 +50,9 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 	for seed := range uint64(5) {
 		rng := rand.New(rand.NewPCG(seed, 7))
 		all := chunks(rng, 10)
-		size := int64(len(all))*chunkSize - 3*blockSize
+		size := int64(len(all))*ChunkSize - 3*BlockSize
 		if last := len(all) - 1; all[last] != nil {
-			all[last] = all[last][:chunkSize-3*blockSize]
+			all[last] = all[last][:ChunkSize-3*BlockSize]
 		}
 		whole := newDisk(t)
 		uid := string(api.NewUID())
@@ -77,7 +78,7 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 			if at = next; at == len(all) || rng.IntN(4) == 0 {
 				break
 			}
-			if err := w.(block.Keeper).Keep(int64(at)*chunkSize, fmt.Appendf(nil, `"note %d"`, at)); err != nil {
+			if err := w.(block.Keeper).Keep(int64(at)*ChunkSize, fmt.Appendf(nil, `"note %d"`, at)); err != nil {
 				t.Fatal(err)
 			}
 			kept = at
@@ -94,7 +95,7 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 			}
 			continue
 		}
-		if err != nil || upTo != int64(kept)*chunkSize || string(note) != fmt.Sprintf(`"note %d"`, kept) {
+		if err != nil || upTo != int64(kept)*ChunkSize || string(note) != fmt.Sprintf(`"note %d"`, kept) {
 			t.Fatalf("seed %d: up to %d, note %s: %v; want chunk %d", seed, upTo, note, err, kept)
 		}
 		if _, _, _, err := d.Resume(ctx, uid); !api.Is(err, api.Busy) {
@@ -118,39 +119,41 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 func TestKeptLayerOfNoUse(t *testing.T) {
 	ctx := context.Background()
 	all := chunks(rand.New(rand.NewPCG(3, 3)), 4)
-	all[0] = make([]byte, chunkSize)
+	all[0] = make([]byte, ChunkSize)
 	fill(all[0], 77)
 	for name, spoil := range map[string]func(d *Disk, dir string) error{
-		"record": func(_ *Disk, dir string) error { return os.WriteFile(dir+"/"+keptFile, []byte("{}"), 0o600) },
-		"map":    func(_ *Disk, dir string) error { return os.Truncate(dir+"/"+keptMapFile, 100) },
-		"sums":   func(_ *Disk, dir string) error { return os.Remove(dir + "/" + sumsFile) },
+		"record": func(_ *Disk, dir string) error {
+			return os.WriteFile(dir+"/"+layer.CheckpointFile, []byte("{}"), 0o600)
+		},
+		"map":  func(_ *Disk, dir string) error { return os.Truncate(dir+"/"+layer.CheckpointMapFile, 100) },
+		"sums": func(_ *Disk, dir string) error { return os.Remove(dir + "/" + layer.SumsFile) },
 		"old": func(d *Disk, dir string) error {
-			var rec keptRecord
-			if err := format.ReadMeta(d.fs, dir+"/"+keptFile, formatKept, &rec); err != nil {
+			var rec layer.CheckpointRecord
+			if err := format.ReadMeta(d.FS, dir+"/"+layer.CheckpointFile, layer.FormatCheckpoint, &rec); err != nil {
 				return err
 			}
-			rec.At = time.Now().Add(-keptFor - time.Hour)
-			return format.WriteMeta(d.fs, dir+"/"+keptFile, formatKept, rec)
+			rec.At = time.Now().Add(-layer.CheckpointAge - time.Hour)
+			return format.WriteMeta(d.FS, dir+"/"+layer.CheckpointFile, layer.FormatCheckpoint, rec)
 		},
 	} {
 		d := newDisk(t)
 		uid := string(api.NewUID())
-		w, err := d.Create(ctx, uid, 4*chunkSize)
+		w, err := d.Create(ctx, uid, 4*ChunkSize)
 		if err != nil {
 			t.Fatal(err)
 		}
 		writeChunks(t, w, all, 0, 3)
 		k := w.(block.Keeper)
-		if err := k.Keep(chunkSize+blockSize, nil); !api.Is(err, api.OutOfRange) {
+		if err := k.Keep(ChunkSize+BlockSize, nil); !api.Is(err, api.OutOfRange) {
 			t.Errorf("half a chunk was kept: %v", err)
 		}
-		if err := k.Keep(2*chunkSize, []byte("{}")); err != nil {
+		if err := k.Keep(2*ChunkSize, []byte("{}")); err != nil {
 			t.Fatal(err)
 		}
 		if err := k.Leave(); err != nil {
 			t.Fatal(err)
 		}
-		dir := d.path(layersDir, uid)
+		dir := d.Join(layer.Dir, uid)
 		if err := spoil(d, dir); err != nil {
 			t.Fatal(err)
 		}
@@ -167,7 +170,7 @@ func TestKeptLayerOfNoUse(t *testing.T) {
 				t.Errorf("%s: it is continued", name)
 			}
 		}
-		if w, err = d.Create(ctx, uid, 4*chunkSize); err != nil { // and is no hindrance
+		if w, err = d.Create(ctx, uid, 4*ChunkSize); err != nil { // and is no hindrance
 			t.Fatalf("%s: %v", name, err)
 		}
 		if err := w.Abort(); err != nil {

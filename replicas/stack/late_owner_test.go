@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestLateWriteOfADeadOwner has a process die while it writes, and one of its writes end long after it. Its disk I/O under
@@ -27,7 +28,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), childEnv+"="+d.root+" "+spec.UID)
+	cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -47,7 +48,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	files := stolen(t, cmd.Process.Pid, filepath.Join(d.root, "replicas", spec.UID, m.Head+dataSuffix))
+	files := stolen(t, cmd.Process.Pid, filepath.Join(d.Root, "replicas", spec.UID, m.Head+dataSuffix))
 	if len(files) == 0 {
 		t.Fatal("the child does not have the head open")
 	}
@@ -62,7 +63,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 	} else if !api.Is(err, api.Busy) {
 		t.Errorf("open beside a write that is under way: %v", err)
 	}
-	late := alignedBuffer(1 << 20)
+	late := diskfs.AlignedBuffer(1 << 20)
 	fill(late, 0xbbbb)
 	if _, err := files[0].WriteAt(late, 0); err != nil {
 		t.Fatal(err)
@@ -81,7 +82,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf, got := alignedBuffer(1<<20), alignedBuffer(1<<20)
+	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
 	fill(buf, 1)
 	mustIssue(t, loop, r, block.OpWrite, 0, int64(len(buf)), buf)
 	mustIssue(t, loop, r, block.OpRead, 0, int64(len(got)), got)

@@ -13,14 +13,17 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/replicas/stack/layer"
+
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // stopInCut halts a child that cuts again and again where it has committed a cut and waits for the writes to what was
 // its head. It returns the layer.
-func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) (layer string) {
+func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) (layerUID string) {
 	t.Helper()
 	// beingCut is the newest layer, if it has the lock of a head.
 	beingCut := func() string {
@@ -32,11 +35,11 @@ func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) 
 			return ""
 		}
 		newest := m.Layers[len(m.Layers)-1]
-		h, err := d.fs.Open(d.path(layersDir, newest, dataFile), os.O_RDONLY, 0)
+		h, err := d.FS.Open(d.Join(layer.Dir, newest, layer.DataFile), os.O_RDONLY, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = flock(h, unix.LOCK_SH|unix.LOCK_NB)
+		err = diskfs.Flock(h, unix.LOCK_SH|unix.LOCK_NB)
 		if cerr := h.Close(); cerr != nil {
 			t.Fatal(cerr)
 		}
@@ -56,8 +59,8 @@ func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) 
 		if _, err := syscall.Wait4(pid, &ws, syscall.WUNTRACED, nil); err != nil || !ws.Stopped() {
 			t.Fatalf("the child does not stop: %v, %v", ws, err)
 		}
-		if layer := beingCut(); layer != "" {
-			return layer
+		if layerUID := beingCut(); layerUID != "" {
+			return layerUID
 		}
 		if err := syscall.Kill(pid, syscall.SIGCONT); err != nil {
 			t.Fatal(err)
@@ -112,7 +115,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), childEnv+"="+d.root+" "+spec.UID)
+	cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)
 	cmd.Stderr = os.Stderr
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -123,9 +126,9 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 	})
 	soon, stop := context.WithTimeout(ctx, 5*time.Minute)
 	defer stop()
-	layer := stopInCut(soon, t, d, spec.UID, cmd.Process.Pid)
-	data := d.path(layersDir, layer, dataFile)
-	files := stolen(t, cmd.Process.Pid, filepath.Join(d.root, layersDir, layer, dataFile))
+	layerUID := stopInCut(soon, t, d, spec.UID, cmd.Process.Pid)
+	data := d.Join(layer.Dir, layerUID, layer.DataFile)
+	files := stolen(t, cmd.Process.Pid, filepath.Join(d.Root, layer.Dir, layerUID, layer.DataFile))
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -136,9 +139,9 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 	short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 	defer cancel()
 	if r, err := d.OpenReplica(short, spec.UID, loop); err == nil {
-		t.Fatalf("the replica is open while a write to its layer %s is under way: %v", layer, r.Close())
+		t.Fatalf("the replica is open while a write to its layer %s is under way: %v", layerUID, r.Close())
 	}
-	if err := d.Finish(short, layer); err == nil {
+	if err := d.Finish(short, layerUID); err == nil {
 		t.Fatal("the layer is finished while a write to it is under way")
 	}
 	type result struct {
@@ -153,7 +156,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 		}
 		opened <- result{r, err}
 	}()
-	late := alignedBuffer(256 << 10)
+	late := diskfs.AlignedBuffer(256 << 10)
 	fill(late, 0xbbbb)
 	if _, err := files[0].WriteAt(late, 0); err != nil {
 		t.Fatal(err)
@@ -181,7 +184,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	h, err := d.fs.Open(data, os.O_RDONLY, 0)
+	h, err := d.FS.Open(data, os.O_RDONLY, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

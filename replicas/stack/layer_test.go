@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // TestLayerContract goes through the promises of block.Layers.
@@ -35,7 +36,7 @@ func TestLayerContract(t *testing.T) {
 	if err := d.Collect(ctx, 0); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := w.WriteAt(make([]byte, 10), 1<<20+blockSize-5); !api.Is(err, api.OutOfRange) {
+	if _, err := w.WriteAt(make([]byte, 10), 1<<20+BlockSize-5); !api.Is(err, api.OutOfRange) {
 		t.Fatalf("write past the end: %v", err)
 	}
 	if _, err := w.WriteAt([]byte("odd bytes at an odd place"), 4090); err != nil {
@@ -63,7 +64,7 @@ func TestLayerContract(t *testing.T) {
 	if got, allocated, err := d.Digest(uid); err != nil || got != root || allocated <= 0 {
 		t.Fatalf("digest %s, %d, %v", got, allocated, err)
 	}
-	if st, err := os.Stat(d.path(layersDir, uid, dataFile)); err != nil || st.Mode().Perm() != 0o444 {
+	if st, err := os.Stat(d.Join(layer.Dir, uid, layer.DataFile)); err != nil || st.Mode().Perm() != 0o444 {
 		t.Fatalf("mode %v, %v", st.Mode(), err)
 	}
 	src, err := d.Open(uid)
@@ -71,7 +72,7 @@ func TestLayerContract(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer src.Close()
-	if src.Size() != 1<<20+blockSize {
+	if src.Size() != 1<<20+BlockSize {
 		t.Fatalf("size %d", src.Size())
 	}
 	img := block.Image{UID: string(api.NewUID()), Name: "i", Layers: []string{uid}}
@@ -123,7 +124,7 @@ func TestDigestIsOfContent(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	content := make([]byte, size)
 	randomBytes(rng, content[1<<20:4<<20])
-	clear(content[2<<20 : 2<<20+5*blockSize])
+	clear(content[2<<20 : 2<<20+5*BlockSize])
 	digest := func(fill func(w block.LayerWriter) error) string {
 		t.Helper()
 		w, err := d.Create(ctx, string(api.NewUID()), size)
@@ -199,10 +200,10 @@ func TestVerifyFindsDamage(t *testing.T) {
 	model := make([]byte, 16<<20)
 	uid := makeLayer(t, d, rand.New(rand.NewPCG(5, 6)), 16<<20, model)
 	first := int64(bytes.IndexFunc(model, func(r rune) bool { return r != 0 }))
-	for name, at := range map[string]int64{dataFile: first, mapFile: format.MapHeader + format.MapEntry + 9, sumsFile: sumsHeader + 1,
-		layerFile: 40} {
+	for name, at := range map[string]int64{layer.DataFile: first, layer.MapFile: format.MapHeader + format.MapEntry + 9, layer.SumsFile: SumsHeader + 1,
+		layer.LayerFile: 40} {
 		flip := func() {
-			f, err := os.OpenFile(d.path(layersDir, uid, name), os.O_RDWR, 0)
+			f, err := os.OpenFile(d.Join(layer.Dir, uid, name), os.O_RDWR, 0)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -12,20 +12,21 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 func TestLifetimeEndsWithTheBootOrTheMount(t *testing.T) {
 	for _, c := range []struct {
-		then, now lifetime
+		then, now diskfs.Lifetime
 		ended     bool
 	}{
-		{lifetime{"b1", "xfs/sda1/7"}, lifetime{"b1", "xfs/sda1/7"}, false},
-		{lifetime{"b1", "xfs/sda1/7"}, lifetime{"b2", "xfs/sda1/7"}, true},
-		{lifetime{"b1", "xfs/sda1/7"}, lifetime{"b1", "xfs/sda1/8"}, true},
-		{lifetime{"b1", ""}, lifetime{"b1", "xfs/sda1/8"}, false}, // recorded by an older version
-		{lifetime{"b1", "xfs/sda1/7"}, lifetime{"b1", ""}, false}, // a container without sysfs
+		{diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/7"}, diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/7"}, false},
+		{diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/7"}, diskfs.Lifetime{Boot: "b2", Mount: "xfs/sda1/7"}, true},
+		{diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/7"}, diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/8"}, true},
+		{diskfs.Lifetime{Boot: "b1", Mount: ""}, diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/8"}, false}, // recorded by an older version
+		{diskfs.Lifetime{Boot: "b1", Mount: "xfs/sda1/7"}, diskfs.Lifetime{Boot: "b1", Mount: ""}, false}, // a container without sysfs
 	} {
-		if got := c.then.ended(c.now); got != c.ended {
+		if got := c.then.Ended(c.now); got != c.ended {
 			t.Errorf("%+v in %+v: ended %v", c.then, c.now, got)
 		}
 	}
@@ -40,11 +41,11 @@ func TestMountIdentityChangesWithEachMount(t *testing.T) {
 			dir, remount := mounted(t, 512<<20, "", mkfs...)
 			seen := map[string]bool{}
 			for range 3 {
-				first, err := mountIdentity("/sys", dir)
+				first, err := diskfs.MountIdentity("/sys", dir)
 				if err != nil || first == "" {
 					t.Fatalf("identity %q, %v", first, err)
 				}
-				if again, err := mountIdentity("/sys", dir); err != nil || again != first {
+				if again, err := diskfs.MountIdentity("/sys", dir); err != nil || again != first {
 					t.Errorf("identity of one mount: %q, then %q, %v", first, again, err)
 				}
 				if seen[first] {
@@ -55,7 +56,7 @@ func TestMountIdentityChangesWithEachMount(t *testing.T) {
 			}
 		})
 	}
-	if none, err := mountIdentity(t.TempDir(), t.TempDir()); err != nil || none != "" {
+	if none, err := diskfs.MountIdentity(t.TempDir(), t.TempDir()); err != nil || none != "" {
 		t.Errorf("without sysfs: %q, %v", none, err)
 	}
 }
@@ -82,7 +83,7 @@ func TestAdoptAfterTheFileSystemWasMountedAgain(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{uid, "other"}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize))) // acknowledged, not flushed
+	mustIssue(t, loop, r, block.OpWrite, 0, BlockSize, diskfs.AlignedBuffer(int(BlockSize))) // acknowledged, not flushed
 	shutDown(t, dir)
 	_ = r.Close() // fails, as the last flush of a failed disk does
 	_ = d.Close()

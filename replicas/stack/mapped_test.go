@@ -14,6 +14,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // While the map of a merge is there in part, everything is read as before: by who has the replica open, by who opens it
@@ -44,12 +46,12 @@ func TestMergeMapsInPieces(t *testing.T) {
 					t.Fatal(err)
 				}
 				defer func() { _ = r.Close() }()
-				was, err := r.Changed(ctx, "", "", nil, chunkSize)
+				was, err := r.Changed(ctx, "", "", nil, ChunkSize)
 				if err != nil {
 					t.Fatal(err)
 				}
 				f.set(func(op, name string) (func(), error) {
-					if g := r.Meta().Merge; op == opSync && strings.Contains(name, layersDir) && g != nil && g.Mapped == pieces {
+					if g := r.Meta().Merge; op == opSync && strings.Contains(name, layer.Dir) && g != nil && g.Mapped == pieces {
 						return nil, unix.EIO
 					}
 					return nil, nil
@@ -61,10 +63,10 @@ func TestMergeMapsInPieces(t *testing.T) {
 				if g := r.Meta().Merge; g == nil || g.Mapped != pieces || g.Up != up {
 					t.Fatalf("%+v", g)
 				}
-				if now, err := r.Changed(ctx, "", "", nil, chunkSize); err != nil || !slices.Equal(now, was) {
+				if now, err := r.Changed(ctx, "", "", nil, ChunkSize); err != nil || !slices.Equal(now, was) {
 					t.Fatalf("changed: %v, not %v; %v", now, was, err)
 				}
-				buf := alignedBuffer(1 << 20)
+				buf := diskfs.AlignedBuffer(1 << 20)
 				for off := int64(0); off < size; off += int64(len(buf)) { // no page is built yet
 					mustIssue(t, loop, r, block.OpRead, off, int64(len(buf)), buf)
 					e.holds(t, off, buf)
@@ -92,7 +94,7 @@ func TestMergeMapsInPieces(t *testing.T) {
 				if err := mergeAll(r); err != nil {
 					t.Fatal(err)
 				}
-				if now, err := r.Changed(ctx, "", "", nil, chunkSize); err != nil || !slices.Equal(now, was) {
+				if now, err := r.Changed(ctx, "", "", nil, ChunkSize); err != nil || !slices.Equal(now, was) {
 					t.Fatalf("changed: %v, not %v; %v", now, was, err)
 				}
 				layers := r.Meta().Layers
@@ -112,14 +114,14 @@ func TestMergeMapsInPieces(t *testing.T) {
 // holds checks what was read at off.
 func (e expect) holds(t testing.TB, off int64, buf []byte) {
 	t.Helper()
-	want := alignedBuffer(int(blockSize))
-	for at := int64(0); at < int64(len(buf)); at += blockSize {
+	want := diskfs.AlignedBuffer(int(BlockSize))
+	for at := int64(0); at < int64(len(buf)); at += BlockSize {
 		v := uint64(0)
 		if may := e[(off+at)/512]; len(may) > 0 {
 			v = may[0]
 		}
-		if fill(want, v); string(want) != string(buf[at:at+blockSize]) {
-			t.Fatalf("block %d holds something else than %#x", (off+at)>>blockBits, v)
+		if fill(want, v); string(want) != string(buf[at:at+BlockSize]) {
+			t.Fatalf("block %d holds something else than %#x", (off+at)>>BlockBits, v)
 		}
 	}
 }
@@ -144,7 +146,7 @@ func TestMergeMapNeedsLittleRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 		for p := range size / pageSize {
-			if err := w.ZeroAt(p*pageSize+k*blockSize, blockSize); err != nil {
+			if err := w.ZeroAt(p*pageSize+k*BlockSize, BlockSize); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -173,14 +175,14 @@ func TestMergeMapNeedsLittleRoom(t *testing.T) {
 	if err := d.Verify(ctx, layers[0]); err != nil {
 		t.Fatal(err)
 	}
-	l, err := d.openLayer(layers[0], 0)
+	l, err := d.OpenLayer(layers[0], 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = l.close() }()
-	kinds := new([pageBlocks]block.Kind)
+	defer func() { _ = l.Close() }()
+	kinds := new([PageBlocks]block.Kind)
 	for p := range int(size / pageSize) {
-		if err := l.m.Load(p, kinds); err != nil || kinds[0] != block.Zero || kinds[1] != block.Zero || kinds[2] != block.Hole {
+		if err := l.Map.Load(p, kinds); err != nil || kinds[0] != block.Zero || kinds[1] != block.Zero || kinds[2] != block.Hole {
 			t.Fatalf("page %d: %v, %v", p, kinds[:3], err)
 		}
 	}

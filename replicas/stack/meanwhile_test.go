@@ -11,13 +11,15 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A cut that is committed while a collection is under way keeps its layer, wherever the collection is just then.
 func TestCollectDuringACut(t *testing.T) {
 	for _, at := range []struct{ name, op, file string }{
-		{"when the names are known", opOpen, layerFile},
-		{"when it is about to look who has the layer", opOpen, dataFile},
+		{"when the names are known", opOpen, layer.LayerFile},
+		{"when it is about to look who has the layer", opOpen, layer.DataFile},
 	} {
 		t.Run(at.name, func(t *testing.T) {
 			ctx := context.Background()
@@ -34,7 +36,7 @@ func TestCollectDuringACut(t *testing.T) {
 			if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 				t.Fatal(err)
 			}
-			mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
+			mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
 			snap := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}
 			c, err := r.PrepareCut(ctx, snap)
 			if err != nil {
@@ -43,7 +45,7 @@ func TestCollectDuringACut(t *testing.T) {
 			collector, f := tap(t, d)
 			cut := false
 			f.set(func(op, name string) (func(), error) {
-				if op == at.op && name == d.path(layersDir, snap.Layer, at.file) && !cut {
+				if op == at.op && name == d.Join(layer.Dir, snap.Layer, at.file) && !cut {
 					cut = true
 					if err := c.Do(ctx); err != nil {
 						t.Error(err)
@@ -79,7 +81,7 @@ func TestCollectDuringASeal(t *testing.T) {
 	collector, f := tap(t, d)
 	done := false
 	f.set(func(op, name string) (func(), error) {
-		if op == opOpen && name == d.path(layersDir, uid, dataFile) && !done {
+		if op == opOpen && name == d.Join(layer.Dir, uid, layer.DataFile) && !done {
 			done = true
 			if _, _, err := w.Seal(ctx); err != nil {
 				t.Error(err)
@@ -117,7 +119,7 @@ func TestCollectLeavesWhatItCannotRead(t *testing.T) {
 	}
 	collector, f := tap(t, d)
 	f.set(func(op, name string) (func(), error) {
-		if op == opOpen && (name == d.path(layersDir, sick, layerFile) || name == d.path(layersDir, half, keptFile)) {
+		if op == opOpen && (name == d.Join(layer.Dir, sick, layer.LayerFile) || name == d.Join(layer.Dir, half, layer.CheckpointFile)) {
 			return nil, unix.EIO
 		}
 		return nil, nil
@@ -149,17 +151,17 @@ func TestCollectEndsWhereARecordIsDamagedMeanwhile(t *testing.T) {
 		t.Fatal(err)
 	}
 	half := string(api.NewUID())
-	if err := os.Mkdir(d.path(layersDir, half), 0o700); err != nil {
+	if err := os.Mkdir(d.Join(layer.Dir, half), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	record := d.path(replicaDir, spec.UID, stackFile)
+	record := d.Join(replicaDir, spec.UID, stackFile)
 	good, err := os.ReadFile(record)
 	if err != nil {
 		t.Fatal(err)
 	}
 	collector, f := tap(t, d)
 	f.set(func(op, name string) (func(), error) {
-		if op == opOpen && name == d.path(layersDir, half, dataFile) {
+		if op == opOpen && name == d.Join(layer.Dir, half, layer.DataFile) {
 			return nil, os.WriteFile(record, good[:len(good)/2], 0o600)
 		}
 		return nil, nil
@@ -193,7 +195,7 @@ func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again
 	}
 	f.set(func(op, name string) (func(), error) {
 		switch {
-		case op != opOpen || name != d.path(layersDir, uid, file):
+		case op != opOpen || name != d.Join(layer.Dir, uid, file):
 			return nil, nil
 		case before:
 			once()
@@ -223,7 +225,7 @@ func TestFinishedByAnother(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := alignedBuffer(8 << 20)
+		buf := diskfs.AlignedBuffer(8 << 20)
 		fill(buf, 7)
 		if _, err := w.WriteAt(buf, 0); err != nil {
 			t.Fatal(err)
@@ -254,18 +256,18 @@ func TestFinishedByAnother(t *testing.T) {
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}
-		mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
+		mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
 		uid := string(api.NewUID())
 		if err := r.Cut(ctx, Snapshot{Layer: uid}); err != nil {
 			t.Fatal(err)
 		}
 		finish := func(ctx context.Context, d *Disk) error { return d.Finish(ctx, uid) }
-		finishedOnce(t, d, frozenFile, false, finish, finish, uid)
+		finishedOnce(t, d, layer.FrozenFile, false, finish, finish, uid)
 	})
 	t.Run("made anew", func(t *testing.T) {
 		d := newDisk(t)
 		uid, w := made(t, d)
-		finishedOnce(t, d, dataFile, true, seal(w), func(ctx context.Context, d *Disk) error {
+		finishedOnce(t, d, layer.DataFile, true, seal(w), func(ctx context.Context, d *Disk) error {
 			w, err := d.Create(context.Background(), uid, 8<<20)
 			if err != nil {
 				return err
@@ -276,7 +278,7 @@ func TestFinishedByAnother(t *testing.T) {
 	t.Run("continued", func(t *testing.T) {
 		d := newDisk(t)
 		uid, w := made(t, d)
-		finishedOnce(t, d, dataFile, true, seal(w), func(ctx context.Context, d *Disk) error {
+		finishedOnce(t, d, layer.DataFile, true, seal(w), func(ctx context.Context, d *Disk) error {
 			w, _, _, err := d.Resume(context.Background(), uid)
 			if err != nil {
 				return err
@@ -290,7 +292,7 @@ func TestFinishedByAnother(t *testing.T) {
 func TestCollectDeletesWithoutTheLock(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
-	gone := d.path(trashDir, "gone.layers."+string(api.NewUID())+".1")
+	gone := d.Join(trashDir, "gone.layers."+string(api.NewUID())+".1")
 	if err := os.Mkdir(gone, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -303,7 +305,7 @@ func TestCollectDeletesWithoutTheLock(t *testing.T) {
 		if op == opRemove && name == gone+"/data" {
 			var err error
 			for end := time.Now().Add(30 * time.Second); held && err == nil && time.Now().Before(end); {
-				held, err = d.held(d.path(lockFile)) // a process that is being started may have it, too
+				held, err = d.Locked(d.Join(layer.LockFile)) // a process that is being started may have it, too
 			}
 			if err != nil {
 				t.Error(err)
@@ -328,9 +330,9 @@ func TestCollectWithoutDurableNames(t *testing.T) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	layer := d.path(layersDir, string(api.NewUID())) // nobody makes it
-	gone := d.path(trashDir, "gone.layers."+string(api.NewUID())+".1")
-	for _, dir := range []string{layer, gone} {
+	layerUID := d.Join(layer.Dir, string(api.NewUID())) // nobody makes it
+	gone := d.Join(trashDir, "gone.layers."+string(api.NewUID())+".1")
+	for _, dir := range []string{layerUID, gone} {
 		if err := os.Mkdir(dir, 0o700); err != nil {
 			t.Fatal(err)
 		}
@@ -341,17 +343,17 @@ func TestCollectWithoutDurableNames(t *testing.T) {
 	}
 	collector, f := tap(t, d)
 	f.set(func(op, name string) (func(), error) {
-		if op == opSync && name == d.path(replicaDir, spec.UID) {
+		if op == opSync && name == d.Join(replicaDir, spec.UID) {
 			return nil, unix.EIO
 		}
 		return nil, nil
 	})
-	if err := collector.Collect(ctx, 0); !errors.Is(err, unix.EIO) || !there(layer) || there(gone) {
-		t.Errorf("%v; the layer is there: %t, the trash: %t", err, there(layer), there(gone))
+	if err := collector.Collect(ctx, 0); !errors.Is(err, unix.EIO) || !there(layerUID) || there(gone) {
+		t.Errorf("%v; the layer is there: %t, the trash: %t", err, there(layerUID), there(gone))
 	}
 	f.set(nil)
-	if err := collector.Collect(ctx, 0); err != nil || there(layer) {
-		t.Errorf("%v; the layer is there: %t", err, there(layer))
+	if err := collector.Collect(ctx, 0); err != nil || there(layerUID) {
+		t.Errorf("%v; the layer is there: %t", err, there(layerUID))
 	}
 }
 
@@ -371,19 +373,19 @@ func TestCollectBesideAChange(t *testing.T) {
 	collector, f := tap(t, d)
 	changed := false
 	f.set(func(op, name string) (func(), error) {
-		if op != opSync || name != d.path(replicaDir, uid) || changed {
+		if op != opSync || name != d.Join(replicaDir, uid) || changed {
 			return nil, nil
 		}
 		changed = true
 		return func() { // another process, killed before it made it durable
 			m.Layers, m.Snapshots = nil, nil
-			if err := d.writeStack(d.path(replicaDir, uid), m); err != nil {
+			if err := d.writeStack(d.Join(replicaDir, uid), m); err != nil {
 				t.Error(err)
 			}
 		}, nil
 	})
 	there := func() bool {
-		_, err := d.layerRecord(layer)
+		_, err := d.Record(layer)
 		return err == nil
 	}
 	if err := collector.Collect(ctx, 0); err != nil || !changed || !there() {

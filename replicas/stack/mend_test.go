@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // Whatever happened to the files of a layer, it is made whole from another copy, and who had it open reads on.
@@ -49,7 +50,7 @@ func TestMend(t *testing.T) {
 		"no data":    func(_ *testing.T, dir string) { _ = os.Remove(dir + "/data") },
 		"no map":     func(_ *testing.T, dir string) { _ = os.Remove(dir + "/map") },
 		"map":        func(t *testing.T, dir string) { flip(t, dir+"/map", format.MapHeader+format.MapEntry+9) },
-		"sums":       func(t *testing.T, dir string) { flip(t, dir+"/sums", sumsHeader+1) },
+		"sums":       func(t *testing.T, dir string) { flip(t, dir+"/sums", SumsHeader+1) },
 		"no sums":    func(_ *testing.T, dir string) { _ = os.Remove(dir + "/sums") },
 		"record":     func(t *testing.T, dir string) { flip(t, dir+"/layer.json", 40) },
 		"no record":  func(_ *testing.T, dir string) { _ = os.Remove(dir + "/layer.json") },
@@ -81,7 +82,7 @@ func TestMend(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer open.Close()
-			damage(t, filepath.Join(d.Path(), layersDir, uid))
+			damage(t, filepath.Join(d.Path(), layer.Dir, uid))
 			if err := d.Mend(ctx, uid, root, src); err != nil {
 				t.Fatal(err)
 			}

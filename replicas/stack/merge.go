@@ -3,8 +3,6 @@ package stack
 import (
 	"context"
 	"errors"
-	"io"
-	"io/fs"
 	"os"
 	"slices"
 	"sync"
@@ -14,7 +12,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // Two neighbouring layers become one when nothing needs the lower one by itself any more. What the smaller of them has
@@ -24,23 +24,6 @@ import (
 // larger file becomes the data of a new layer; a uid keeps meaning one content, and those of the two are never served
 // again.
 
-// Merge is a merge under way, as stack.json has it.
-type Merge struct {
-	Lower  string `json:"lower"`
-	Upper  string `json:"upper"`
-	Result string `json:"result"`           // the uid of the layer that comes of it
-	Up     bool   `json:"up"`               // the upper layer's file is the target
-	Done   int64  `json:"done"`             // bytes from the start on that the target has
-	Crcs   bool   `json:"crcs,omitempty"`   // checksums move with the data; not in merges of older versions
-	Mapped int    `json:"mapped,omitempty"` // pages from the start on that the result's map has; only where all is done
-	MapSum uint32 `json:"mapSum,omitempty"` // CRC-32C of what that map's table says of them
-}
-
-const (
-	mergingFile = "merging" // in the folders of both: nobody else may open or name them
-	movingFile  = "moving"  // likewise, before a block of them moves: without a merge under way they are nobody's any more
-)
-
 const (
 	mergeWindow = int64(512) << 20 // how far a window reaches at most
 	mergeTwice  = int64(32) << 20  // and how much of it is copied, which is what is on the disk twice
@@ -48,31 +31,6 @@ const (
 
 // mergeAhead is how much of a window is copied until the disk has it, so that no system call takes long: see emptier.
 const mergeAhead = int64(2) << 20
-
-// moved corrects where the blocks of a page, of which base is the first, are read from.
-func (g *Merge) moved(vals []uint16, base int64, layers []*layer) {
-	if g == nil || base >= g.Done>>blockBits {
-		return
-	}
-	k := slices.IndexFunc(layers, func(l *layer) bool { return l.rec.UID == g.Lower })
-	if k < 0 {
-		return
-	}
-	from, to := g.ends(k)
-	for i := range vals[:min(int64(len(vals)), g.Done>>blockBits-base)] {
-		if vals[i] == from {
-			vals[i] = to
-		}
-	}
-}
-
-// ends are the values in the index of the layer that is emptied and of the target; the lower one is layer k.
-func (g *Merge) ends(k int) (from, to uint16) {
-	if g.Up {
-		return fromLayer + uint16(k), fromLayer + uint16(k+1)
-	}
-	return fromLayer + uint16(k+1), fromLayer + uint16(k)
-}
 
 // MergeOptions tune a merge.
 type MergeOptions struct {
@@ -88,14 +46,14 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 	}
 	defer r.merging.Unlock()
 	if err := r.sound(ctx, o); err != nil {
-		return false, r.name(classify(err))
+		return false, r.name(diskfs.Classify(err))
 	}
 	w, err := r.beginMerge()
 	if errors.Is(err, errRead) {
-		awaitForks()
+		diskfs.AwaitForks()
 		w, err = r.beginMerge()
 	}
-	for wait := forkTime / 8; errors.Is(err, errRead) && wait <= forkTime; wait *= 2 {
+	for wait := diskfs.ForkTime / 8; errors.Is(err, errRead) && wait <= diskfs.ForkTime; wait *= 2 {
 		select { // a process that is being started may have them, too
 		case <-time.After(wait):
 		case <-ctx.Done():
@@ -107,10 +65,10 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, nil
 	}
 	if w == nil || err != nil {
-		return false, r.name(classify(err))
+		return false, r.name(diskfs.Classify(err))
 	}
 	defer w.close()
-	return true, r.name(classify(w.run(ctx, o)))
+	return true, r.name(diskfs.Classify(w.run(ctx, o)))
 }
 
 // run carries what is left of the merge.
@@ -119,7 +77,7 @@ func (w *merger) run(ctx context.Context, o MergeOptions) error {
 		if err := w.whenQuiet(ctx, w.follow); err != nil {
 			return err
 		}
-		if err := pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // with nothing held
+		if err := layer.Pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // with nothing held
 			return err
 		}
 		if w.seen.Done >= w.size {
@@ -134,15 +92,15 @@ func (w *merger) run(ctx context.Context, o MergeOptions) error {
 // merger carries one merge. Its handles are its own: the replica may be closed between two windows.
 type merger struct {
 	r            *Replica
-	lower, upper *layer // opened for this merge
+	lower, upper *layer.Layer // opened for this merge
 	from, to     file.Handle
 	crcs, spent  file.Handle // checksums, where they move: those of the target, and those it gets; nil: there are none
-	turn         file.Handle // the lower one's movingFile, locked: a merge of the replica's former opener may still copy
+	turn         file.Handle // the lower one's MovingFile, locked: a merge of the replica's former opener may still copy
 	size         int64
 	seen         Merge // as recorded
 	beside       bool  // both are beside the head: its data path does not have them
 	copied       int64
-	freed        emptier
+	freed        diskfs.Emptier
 	began        time.Time
 
 	mu     sync.Mutex
@@ -150,9 +108,9 @@ type merger struct {
 }
 
 func (w *merger) close() {
-	for _, l := range []*layer{w.lower, w.upper} {
+	for _, l := range []*layer.Layer{w.lower, w.upper} {
 		if l != nil {
-			_ = l.close()
+			_ = l.Close()
 		}
 	}
 	for _, h := range []file.Handle{w.from, w.to, w.crcs, w.spent, w.turn} {
@@ -186,7 +144,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		return nil, err
 	}
 	d := r.disk
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return nil, err
 	}
@@ -205,17 +163,17 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		}
 		// Commit 1: the two are out of everybody else's reach.
 		for _, uid := range []string{g.Lower, g.Upper} {
-			if err := format.WriteFile(d.fs, d.path(layersDir, uid, mergingFile), []byte(m.UID)); err != nil {
+			if err := format.WriteFile(d.FS, d.Join(layer.Dir, uid, layer.MergingFile), []byte(m.UID)); err != nil {
 				return nil, err
 			}
-			if err := d.fs.SyncDir(d.path(layersDir, uid)); err != nil {
+			if err := d.FS.SyncDir(d.Join(layer.Dir, uid)); err != nil {
 				return nil, err
 			}
 		}
-		free, done, err := d.unread(g.Lower, g.Upper)
+		free, done, err := d.Unread(g.Lower, g.Upper)
 		defer done()
 		if err != nil || !free {
-			if err = errors.Join(err, d.unmark(g.Lower), d.unmark(g.Upper)); err == nil {
+			if err = errors.Join(err, d.Unmark(g.Lower), d.Unmark(g.Upper)); err == nil {
 				err = errRead
 			}
 			return nil, err
@@ -228,10 +186,11 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 		}
 	}
 	for _, uid := range []string{g.Lower, g.Upper} {
-		dir := d.path(layersDir, uid)
+		dir := d.Join(layer.Dir, uid)
 		// What a crash left of its making must not be gone on with: the files become another layer's.
-		err := errors.Join(file.RemoveAll(d.fs, dir+"/"+keptFile), format.WriteFile(d.fs, dir+"/"+movingFile, nil),
-			d.fs.SyncDir(dir))
+		err := errors.Join(file.RemoveAll(d.FS, dir+"/"+layer.CheckpointFile),
+			format.WriteFile(d.FS, dir+"/"+layer.MovingFile, nil),
+			d.FS.SyncDir(dir))
 		if err != nil {
 			return nil, err
 		}
@@ -242,29 +201,29 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 			w.close()
 		}
 	}()
-	if w.turn, err = d.fs.Open(d.path(layersDir, g.Lower, movingFile), os.O_RDWR, 0); err != nil {
+	if w.turn, err = d.FS.Open(d.Join(layer.Dir, g.Lower, layer.MovingFile), os.O_RDWR, 0); err != nil {
 		return nil, err
 	}
-	if err = tryLock(w.turn, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
+	if err = diskfs.TryLock(w.turn, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return nil, api.Errorf(api.Busy, "a merge of its former opener is not over yet; try again")
 	} else if err != nil {
 		return nil, err
 	}
-	if w.lower, err = d.openLayerAs(g.Lower, 0, true); err != nil {
+	if w.lower, err = d.OpenLayerAs(g.Lower, 0, true); err != nil {
 		return nil, err
 	}
-	if w.upper, err = d.openLayerAs(g.Upper, 0, true); err != nil {
+	if w.upper, err = d.OpenLayerAs(g.Upper, 0, true); err != nil {
 		return nil, err
 	}
-	w.size = max(w.lower.rec.Size, w.upper.rec.Size)
+	w.size = max(w.lower.Rec.Size, w.upper.Rec.Size)
 	from, to := g.Lower, g.Upper
 	if !g.Up {
 		from, to = to, from
 	}
-	if w.from, err = d.fs.Open(d.path(layersDir, from, dataFile), os.O_RDWR, 0); err != nil {
+	if w.from, err = d.FS.Open(d.Join(layer.Dir, from, layer.DataFile), os.O_RDWR, 0); err != nil {
 		return nil, err
 	}
-	if w.to, err = d.fs.Open(d.path(layersDir, to, dataFile), os.O_RDWR, 0); err != nil {
+	if w.to, err = d.FS.Open(d.Join(layer.Dir, to, layer.DataFile), os.O_RDWR, 0); err != nil {
 		return nil, err
 	}
 	if err = w.openCRCs(); err != nil {
@@ -285,7 +244,7 @@ func (w *merger) emptyLast() error {
 	if err != nil || done == 0 {
 		return err
 	}
-	if err := r.disk.fs.SyncDir(r.dir); err != nil { // a process that was killed may have written the record a moment ago
+	if err := r.disk.FS.SyncDir(r.dir); err != nil { // a process that was killed may have written the record a moment ago
 		return err
 	}
 	return w.empty(max(done-r.disk.window, 0), done)
@@ -311,15 +270,15 @@ func (r *Replica) choose(m Meta) (*Merge, error) {
 		if others[lower] || others[upper] || remote[lower] || remote[upper] {
 			continue
 		}
-		a, aerr := d.layerRecord(lower)
-		b, berr := d.layerRecord(upper)
+		a, aerr := d.Record(lower)
+		b, berr := d.Record(upper)
 		if api.Is(aerr, api.NotFound) || api.Is(berr, api.NotFound) {
 			continue // frozen, or remote
 		}
 		if err := errors.Join(aerr, berr); err != nil {
 			return nil, err
 		}
-		if len(d.damaged(lower, a.Size)) > 0 || len(d.damaged(upper, b.Size)) > 0 {
+		if len(d.KnownDamage(lower, a.Size)) > 0 || len(d.KnownDamage(upper, b.Size)) > 0 {
 			continue // it would get digests that match
 		}
 		// The larger file is the target; but it must be as long as the result.
@@ -349,77 +308,6 @@ func (m Meta) neighbours(needed map[string]bool) (list [][2]string) {
 		}
 	}
 	return list
-}
-
-// unmark takes back that a layer is being merged.
-func (d *Disk) unmark(uid string) error { return d.fs.Remove(d.path(layersDir, uid, mergingFile)) }
-
-// unread reports whether nobody but their owner has the layers open, and keeps readers out until done is called. Those
-// that come later see the mark, and the merge in the stack of the replica that the mark names.
-func (d *Disk) unread(uids ...string) (free bool, done func(), err error) {
-	var held []file.Handle
-	done = func() {
-		for _, h := range held {
-			_ = h.Close()
-		}
-	}
-	for _, uid := range uids {
-		h, err := d.fs.Open(d.path(layersDir, uid, dataFile), os.O_RDONLY, 0)
-		if err != nil {
-			return false, done, err
-		}
-		held = append(held, h)
-		if err := flock(h, unix.LOCK_EX|unix.LOCK_NB); errors.Is(err, unix.EWOULDBLOCK) {
-			return false, done, nil
-		} else if err != nil {
-			return false, done, err
-		}
-	}
-	return true, done, nil
-}
-
-// beingMerged reports whether a layer is part of a merge.
-func (d *Disk) beingMerged(uid string) (bool, error) {
-	g, err := d.mergeOf(uid)
-	return g != nil, err
-}
-
-// mergeOf is the merge that a layer is part of; nil: none. A mark that a crash left before the merge began says
-// nothing.
-func (d *Disk) mergeOf(uid string) (*Merge, error) {
-	h, err := d.fs.Open(d.path(layersDir, uid, mergingFile), os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	b, err := io.ReadAll(io.NewSectionReader(h, 0, 64))
-	if err = errors.Join(err, h.Close()); err != nil {
-		return nil, err
-	}
-	if api.UID(b).Validate() != nil {
-		return nil, nil // cut off by a loss of power, before the merge
-	}
-	m, err := d.readStack(string(b))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil || m.Merge == nil || m.Merge.Lower != uid && m.Merge.Upper != uid {
-		return nil, err
-	}
-	return m.Merge, nil
-}
-
-// mergedAway reports whether blocks of a layer were moved by a merge that is over, or whose replica is gone: its files
-// do not hold any more what its uid means.
-func (d *Disk) mergedAway(uid string) (bool, error) {
-	moved, err := d.exists(d.path(layersDir, uid, movingFile))
-	if err != nil || !moved {
-		return false, err
-	}
-	merging, err := d.beingMerged(uid)
-	return err == nil && !merging, err
 }
 
 // namedBut are the layers that any stack, image or pin but one replica names. The caller has the disk's lock.
@@ -507,10 +395,10 @@ func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
 		return err
 	}
 	return r.onLoop(func() {
-		k := slices.IndexFunc(r.layers, func(l *layer) bool { return l.rec.UID == g.Lower })
-		from, to := g.ends(k)
-		r.layers[to-fromLayer].forget(off, g.Done)
-		r.idx.ChangeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.Blocks), from, to)
+		k := slices.IndexFunc(r.layers, func(l *layer.Layer) bool { return l.Rec.UID == g.Lower })
+		from, to := g.Values(k)
+		r.crcs.forget(r.layers[to-FromLayer], off, g.Done)
+		r.idx.ChangeIn(off>>BlockBits, min(g.Done>>BlockBits, r.idx.Blocks), from, to)
 	})
 }
 

@@ -32,7 +32,7 @@ type mirror struct {
 // openIntents reads the intents and keeps their file open.
 func (r *Replica) openIntents() (err error) {
 	name := r.dir + "/" + intentsFile
-	if r.marks, err = r.disk.fs.Open(name, os.O_RDWR, 0); err != nil {
+	if r.marks, err = r.disk.FS.Open(name, os.O_RDWR, 0); err != nil {
 		return err
 	}
 	data, err := io.ReadAll(io.NewSectionReader(r.marks, 0, format.MaxIntentsSize))
@@ -83,13 +83,13 @@ func (r *Replica) growIntents(size int64) (err error) {
 // would note in one that is gone after a loss of power.
 func (r *Replica) rewriteIntents(t *format.Intents) error {
 	name := r.dir + "/" + intentsFile
-	err := format.ReplaceFile(r.disk.fs, name, format.EncodeIntents(t))
+	err := format.ReplaceFile(r.disk.FS, name, format.EncodeIntents(t))
 	if err != nil && !errors.Is(err, format.ErrUnsure) {
 		return err
 	}
 	var h file.Handle
 	if err == nil {
-		h, err = r.disk.fs.Open(name, os.O_RDWR, 0)
+		h, err = r.disk.FS.Open(name, os.O_RDWR, 0)
 	}
 	if err != nil {
 		r.ring.Post(func() { r.fail(err) })
@@ -348,5 +348,5 @@ func (r *Replica) Clean(_ context.Context, token, epoch int64, regions []int64) 
 func (r *Replica) Restarted() (bool, error) {
 	now, err := r.disk.lifetime()
 	m := r.Meta()
-	return m.Dirty && m.lifetime().ended(now), r.name(err)
+	return m.Dirty && m.lifetime().Ended(now), r.name(err)
 }

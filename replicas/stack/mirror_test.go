@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -58,9 +59,9 @@ func TestReopenedNotes(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				buf := alignedBuffer(int(blockSize))
+				buf := diskfs.AlignedBuffer(int(BlockSize))
 				adopt(t, r, 1, 7, uid, other)
-				mustIssue(t, l, r, block.OpWrite, 0, blockSize, buf)
+				mustIssue(t, l, r, block.OpWrite, 0, BlockSize, buf)
 				if again == nil {
 					adopt(t, r, 2, 7, uid)
 				}
@@ -81,7 +82,7 @@ func TestReopenedNotes(t *testing.T) {
 				} else {
 					again(t, r, uid)
 				}
-				mustIssue(t, l, r, block.OpWrite, 2*format.IntentsRegion, blockSize, buf)
+				mustIssue(t, l, r, block.OpWrite, 2*format.IntentsRegion, BlockSize, buf)
 				notes(t, r, 0, 2)
 			})
 		}
@@ -98,7 +99,7 @@ func TestSingleNotesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		adopt(t, r, 1, 7, uid)
-		mustIssue(t, l, r, block.OpWrite, 0, blockSize, alignedBuffer(int(blockSize)))
+		mustIssue(t, l, r, block.OpWrite, 0, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
 		notes(t, r)
 		if err := r.Close(); err != nil {
 			t.Fatal(err)
@@ -135,7 +136,7 @@ func TestIntentsNotSynced(t *testing.T) {
 	r.work.do(func() { r.marks = marks })
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, BlockSize, diskfs.AlignedBuffer(int(BlockSize)), false)
 	}
 	r.work.do(func() { marks.write = unix.ENOSPC })
 	if err := write(0); !errors.Is(err, unix.ENOSPC) {
@@ -173,7 +174,7 @@ func TestIntentsReplaced(t *testing.T) {
 			}
 			adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 			write := func(region int64) error {
-				return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+				return issue(l, r, block.OpWrite, region*format.IntentsRegion, BlockSize, diskfs.AlignedBuffer(int(BlockSize)), false)
 			}
 			if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 				t.Fatal(err)
@@ -239,8 +240,8 @@ func TestIntentsClearedInPart(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.work.do(func() { marks.write = nil })
-	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)))
-	b, err := os.ReadFile(d.path(replicaDir, spec.UID, intentsFile))
+	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
+	b, err := os.ReadFile(d.Join(replicaDir, spec.UID, intentsFile))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -261,7 +262,7 @@ func TestIntentsGrow(t *testing.T) {
 	}
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, alignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, BlockSize, diskfs.AlignedBuffer(int(BlockSize)), false)
 	}
 	if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 		t.Fatal(err)

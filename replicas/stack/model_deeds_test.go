@@ -9,6 +9,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // deeds are what programs are made of, and how often.
@@ -150,7 +152,7 @@ func (w *model) make(v *mvol, layers []string) error {
 func (w *model) io(v *mvol, op block.Op, s block.Span, value uint64, fua bool) error {
 	var buf []byte
 	if op == block.OpWrite {
-		buf = alignedBuffer(int(s.Len))
+		buf = diskfs.AlignedBuffer(int(s.Len))
 		fillBlocks(buf, value, s.Off)
 	}
 	if err := issue(w.p, v.r, op, s.Off, s.Len, buf, fua); err != nil {
@@ -200,13 +202,13 @@ func (w *model) batch(d deed) error {
 	var all []flying
 	done := make(chan struct{}, 8)
 	for k := range int64(8) {
-		s := block.Span{Off: (k*8 + int64(d.A>>(4*k)%4)) << blockBits, Len: (1 + int64(d.B>>(4*k)%4)) << blockBits}
+		s := block.Span{Off: (k*8 + int64(d.A>>(4*k)%4)) << BlockBits, Len: (1 + int64(d.B>>(4*k)%4)) << BlockBits}
 		value := w.value(d.C >> (8 + k))
 		q := &block.Request{Op: block.OpWrite, Off: s.Off, Len: s.Len, Done: func(*block.Request) { done <- struct{}{} }}
 		if d.A>>(40+k)%4 == 0 {
 			q.Op, value = block.OpDiscard, 0
 		} else {
-			q.Buf = alignedBuffer(int(s.Len))
+			q.Buf = diskfs.AlignedBuffer(int(s.Len))
 			fillBlocks(q.Buf, value, s.Off)
 		}
 		all = append(all, flying{s, value, q})
@@ -425,7 +427,7 @@ func (w *model) expand(d deed) error {
 	if err := w.open(v); err != nil {
 		return err
 	}
-	v.grow = min(largeSize, v.size+int64(1+d.B%20000)<<blockBits)
+	v.grow = min(largeSize, v.size+int64(1+d.B%20000)<<BlockBits)
 	if d.C%2 == 0 {
 		v.grow = largeSize
 	}
@@ -488,7 +490,7 @@ func (w *model) layers(v *mvol, finished bool) ([]string, error) {
 	}
 	var list []string
 	for _, uid := range m.all() {
-		if is, err := w.d.exists(w.d.path(layersDir, uid, layerFile)); err != nil {
+		if is, err := w.d.Exists(w.d.Join(layer.Dir, uid, layer.LayerFile)); err != nil {
 			return nil, err
 		} else if is == finished {
 			list = append(list, uid)
@@ -566,7 +568,7 @@ func (w *model) image(d deed) error {
 		return err
 	}
 	for _, uid := range layers {
-		if is, err := w.d.exists(w.d.path(layersDir, uid, layerFile)); err != nil || !is {
+		if is, err := w.d.Exists(w.d.Join(layer.Dir, uid, layer.LayerFile)); err != nil || !is {
 			return err // frozen
 		}
 	}

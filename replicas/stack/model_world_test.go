@@ -17,6 +17,8 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // modelLoop is the loop that a worker of the model test runs its programs on.
@@ -26,9 +28,9 @@ type modelLoop struct{ *uring.Loop }
 const (
 	hotLow    = int64(64)
 	hotHigh   = int64(32)
-	highStart = pageBlocks - hotHigh/2
-	smallSize = hotLow << blockBits
-	largeSize = (highStart + hotHigh) << blockBits
+	highStart = PageBlocks - hotHigh/2
+	smallSize = hotLow << BlockBits
+	largeSize = (highStart + hotHigh) << BlockBits
 )
 
 // An image is what a volume or snapshot holds: a number for every sector that is not zero.
@@ -168,8 +170,8 @@ func sectors(b []byte, off int64, found func(sector int64, v uint64) error) erro
 // hot are the ranges of a volume that may hold something.
 func hot(size int64) []block.Span {
 	all := []block.Span{{Off: 0, Len: min(size, smallSize)}}
-	if size > highStart<<blockBits {
-		all = append(all, block.Span{Off: highStart << blockBits, Len: min(size, largeSize) - highStart<<blockBits})
+	if size > highStart<<BlockBits {
+		all = append(all, block.Span{Off: highStart << BlockBits, Len: min(size, largeSize) - highStart<<BlockBits})
 	}
 	return all
 }
@@ -178,14 +180,14 @@ func hot(size int64) []block.Span {
 func place(size int64, a, b uint64) block.Span {
 	regions := hot(size)
 	g := regions[a%uint64(len(regions))]
-	blocks := g.Len >> blockBits
+	blocks := g.Len >> BlockBits
 	first := int64(a >> 8 % (1 << 40) % uint64(blocks))
 	n := 1 + int64(b%16)
 	if b>>8%8 == 0 {
 		n = blocks
 	}
 	n = min(n, blocks-first)
-	return block.Span{Off: g.Off + first<<blockBits, Len: n << blockBits}
+	return block.Span{Off: g.Off + first<<BlockBits, Len: n << BlockBits}
 }
 
 // readSource calls found for every sector that a source says holds data or may hold any.
@@ -517,7 +519,7 @@ func (w *model) checkStack(layers []string, size int64, img image) error {
 
 func (w *model) checkOpen(v *mvol) error {
 	for _, h := range hot(v.size) {
-		b := alignedBuffer(int(h.Len))
+		b := diskfs.AlignedBuffer(int(h.Len))
 		if err := issue(w.p, v.r, block.OpRead, h.Off, h.Len, b, false); err != nil {
 			return err
 		}
@@ -563,14 +565,14 @@ func (w *model) finale() error {
 	w.vols, w.images = nil, nil
 	err := w.d.Collect(ctx, 0)
 	for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); { // a process that is being started holds some
-		if left, lerr := w.d.fs.ReadDir(w.d.path(layersDir)); lerr != nil || len(left) == 0 {
+		if left, lerr := w.d.FS.ReadDir(w.d.Join(layer.Dir)); lerr != nil || len(left) == 0 {
 			break
 		}
 		err = w.d.Collect(ctx, 0)
 	}
 	err = errors.Join(err, w.d.Collect(ctx, 0), w.d.Close())
-	for _, dir := range []string{layersDir, replicaDir, imagesDir, trashDir} {
-		left, lerr := w.d.fs.ReadDir(w.d.path(dir))
+	for _, dir := range []string{layer.Dir, replicaDir, imagesDir, trashDir} {
+		left, lerr := w.d.FS.ReadDir(w.d.Join(dir))
 		if lerr == nil && len(left) > 0 {
 			lerr = fmt.Errorf("%s holds %v", dir, left)
 		}

@@ -11,6 +11,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What is damaged while two layers are merged is not served, neither before the merge has ended nor after, whichever of
@@ -33,25 +35,25 @@ func TestDamageWhileMerging(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = r.Close() }()
-	all := alignedBuffer(size)
+	all := diskfs.AlignedBuffer(size)
 	mustIssue(t, loop, r, block.OpRead, 0, size, all)
 	if _, err = r.Merge(untilMerging{ctx, r}, MergeOptions{}); !errors.Is(err, errPatience) {
 		t.Fatalf("it was to be interrupted: %v", err)
 	}
-	name := d.path(layersDir, spec.Layers[1], dataFile)
-	buf := alignedBuffer(size)
+	name := d.Join(layer.Dir, spec.Layers[1], layer.DataFile)
+	buf := diskfs.AlignedBuffer(size)
 	read := func(b, n int64) error {
 		t.Helper()
-		into := buf[:n<<blockBits]
-		err := issue(loop, r, block.OpRead, b<<blockBits, n<<blockBits, into, false)
-		if err == nil && !bytes.Equal(into, all[b<<blockBits:][:n<<blockBits]) {
+		into := buf[:n<<BlockBits]
+		err := issue(loop, r, block.OpRead, b<<BlockBits, n<<BlockBits, into, false)
+		if err == nil && !bytes.Equal(into, all[b<<BlockBits:][:n<<BlockBits]) {
 			t.Fatalf("%d blocks at %d hold something else", n, b)
 		}
 		return err
 	}
 	for _, b := range []int64{10, 11, 600, 602} { // of either, where the merge has been
-		flipBit(t, name, b<<blockBits+99)
-		for _, at := range [][2]int64{{b, 1}, {b - 2, 40}, {0, size >> blockBits}} {
+		flipBit(t, name, b<<BlockBits+99)
+		for _, at := range [][2]int64{{b, 1}, {b - 2, 40}, {0, size >> BlockBits}} {
 			if err := read(at[0], at[1]); !errors.Is(err, unix.EIO) {
 				t.Fatalf("damage of block %d was served: %v", b, err)
 			}
@@ -59,20 +61,20 @@ func TestDamageWhileMerging(t *testing.T) {
 		if err := read(13, 500); err != nil {
 			t.Fatalf("what is whole is not read: %v", err)
 		}
-		flipBit(t, name, b<<blockBits+99) // it is repaired
-		if err := read(0, size>>blockBits); err != nil {
+		flipBit(t, name, b<<BlockBits+99) // it is repaired
+		if err := read(0, size>>BlockBits); err != nil {
 			t.Fatal(err)
 		}
 	}
 	// A checksum that is damaged does no harm where a digest can tell.
-	flipBit(t, d.path(layersDir, spec.Layers[1], crcsFile), 3000*crcSize)
+	flipBit(t, d.Join(layer.Dir, spec.Layers[1], layer.CRCsFile), 3000*CRCSize)
 	r.forgetAll(t)
-	if err := read(0, size>>blockBits); err != nil {
+	if err := read(0, size>>BlockBits); err != nil {
 		t.Fatal(err)
 	}
 	told := make(chan string, 16)
 	d.OnDamage(func(uid string) { told <- uid })
-	flipBit(t, name, 600<<blockBits+99)
+	flipBit(t, name, 600<<BlockBits+99)
 	for more := true; more; {
 		if more, err = r.Merge(ctx, MergeOptions{}); err != nil {
 			t.Fatal(err)
@@ -82,7 +84,7 @@ func TestDamageWhileMerging(t *testing.T) {
 	if len(layers) != 1 {
 		t.Fatalf("layers %v", layers)
 	}
-	bad := []Damage{{chunkSize, chunkSize}}
+	bad := []Damage{{Off: ChunkSize, Len: ChunkSize}}
 	if list := d.Damaged(layers[0]); !slices.Equal(list, bad) {
 		t.Fatalf("recorded: %v", list)
 	}
@@ -93,7 +95,7 @@ func TestDamageWhileMerging(t *testing.T) {
 		if err := read(600, 1); !errors.Is(err, unix.EIO) {
 			t.Fatalf("damage was served: %v", err)
 		}
-		if err := errors.Join(read(0, 512), read(1024, size>>blockBits-1024)); err != nil {
+		if err := errors.Join(read(0, 512), read(1024, size>>BlockBits-1024)); err != nil {
 			t.Fatal(err)
 		}
 		if list, err := d.Scrub(ctx, layers[0], 0); err != nil || !slices.Equal(list, bad) {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,8 +14,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What names layers: the images and replicas of the disk. All of this happens under the disk's lock.
@@ -33,16 +33,16 @@ const (
 func (d *Disk) PutImage(img block.Image) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("image %s (%s) on disk %s: %w", img.Name, img.UID, d.root, classify(err))
+			err = fmt.Errorf("image %s (%s) on disk %s: %w", img.Name, img.UID, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(img.UID).Validate(); err != nil {
 		return err
 	}
 	if len(img.Layers) == 0 {
-		return api.Errorf(api.Invalid, "it names no layer")
+		return api.Errorf(api.Invalid, "the image names no layer")
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -51,32 +51,32 @@ func (d *Disk) PutImage(img block.Image) (err error) {
 		if err := api.UID(uid).Validate(); err != nil {
 			return err
 		}
-		_, err := d.layerRecord(uid)
+		_, err := d.Record(uid)
 		if img.Digest == "" && api.Is(err, api.NotFound) {
 			_, _, err = d.LayerSize(uid) // it may be frozen
 		}
 		if err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		}
-		if merging, err := d.beingMerged(uid); err != nil {
+		if merging, err := d.BeingMerged(uid); err != nil {
 			return fmt.Errorf("layer %s: %w", uid, err)
 		} else if merging {
 			return api.Errorf(api.Busy, "layer %s is being merged; try again", uid)
 		}
 	}
-	dir := d.path(imagesDir, img.UID)
-	if err := d.fs.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	dir := d.Join(imagesDir, img.UID)
+	if err := d.FS.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	if err := d.fs.SyncDir(d.path(imagesDir)); err != nil {
+	if err := d.FS.SyncDir(d.Join(imagesDir)); err != nil {
 		return err
 	}
-	return format.WriteMeta(d.fs, dir+"/"+imageFile, formatImage, img)
+	return format.WriteMeta(d.FS, dir+"/"+imageFile, formatImage, img)
 }
 
 func (d *Disk) image(uid string) (block.Image, error) {
 	var img block.Image
-	if err := format.ReadMeta(d.fs, d.path(imagesDir, uid, imageFile), formatImage, &img); err != nil {
+	if err := format.ReadMeta(d.FS, d.Join(imagesDir, uid, imageFile), formatImage, &img); err != nil {
 		return img, err
 	}
 	if img.UID != uid {
@@ -88,9 +88,9 @@ func (d *Disk) image(uid string) (block.Image, error) {
 // Images implements block.Layers. Those whose record cannot be read are in the error; the others are listed all the
 // same.
 func (d *Disk) Images() ([]block.Image, error) {
-	entries, err := d.fs.ReadDir(d.path(imagesDir))
+	entries, err := d.FS.ReadDir(d.Join(imagesDir))
 	if err != nil {
-		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return nil, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
 	var list []block.Image
 	var errs []error
@@ -103,7 +103,7 @@ func (d *Disk) Images() ([]block.Image, error) {
 			continue // half-made
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+			errs = append(errs, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err)))
 			continue
 		}
 		list = append(list, img)
@@ -115,14 +115,14 @@ func (d *Disk) Images() ([]block.Image, error) {
 func (d *Disk) RemoveImage(uid string) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("remove image %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("remove image %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
 	d.settleAhead()
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -137,7 +137,7 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	}
 	seen := d.look()
 	if seen.ofReplicas != nil {
-		return fmt.Errorf("who uses it cannot be told while a replica's record cannot be read: %w", seen.ofReplicas)
+		return fmt.Errorf("the users of the image are unknown while a replica's record is unreadable: %w", seen.ofReplicas)
 	}
 	if seen.ofImages != nil && !api.Is(seen.ofImages, api.Corrupt) {
 		return seen.ofImages
@@ -182,24 +182,24 @@ func (d *Disk) RemoveReplica(uid string) error {
 func (d *Disk) TakeReplica(uid string) (mergeable bool, err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("remove replica %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("remove replica %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return true, err
 	}
 	d.settleAhead()
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return true, err
 	}
 	defer unlock()
-	open, err := d.held(d.path(replicaDir, uid, ownerFile))
+	open, err := d.Locked(d.Join(replicaDir, uid, ownerFile))
 	if err != nil {
 		return true, err
 	}
 	if open {
-		return true, api.Errorf(api.InUse, "it is open")
+		return true, api.Errorf(api.InUse, "the replica is open")
 	}
 	m, err := d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -239,33 +239,9 @@ func freesFor(all []*naming, gone string, layers []string) bool {
 	return slices.ContainsFunc(layers, func(l string) bool { return len(by[l]) == 1 && by[l][0].replica != "" })
 }
 
-// held reports whether somebody has a flock on the file, other than a process that is being started.
-func (d *Disk) held(name string) (bool, error) { return d.locked(name, tryLock) }
-
-// heldNow is held without a wait: where somebody has one, a later look will do.
-func (d *Disk) heldNow(name string) (bool, error) {
-	return d.locked(name, func(h file.Handle, how int) error { return flock(h, how|unix.LOCK_NB) })
-}
-
-func (d *Disk) locked(name string, try func(file.Handle, int) error) (bool, error) {
-	h, err := d.fs.Open(name, os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	defer h.Close()
-	err = try(h, unix.LOCK_EX)
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		return true, nil
-	}
-	return false, err
-}
-
 func (d *Disk) removeHalfMade(dir, uid string) error {
-	if _, err := d.fs.ReadDir(d.path(dir, uid)); errors.Is(err, fs.ErrNotExist) {
-		return d.fs.SyncDir(d.path(trashDir)) // a process that died may have removed it a moment ago
+	if _, err := d.FS.ReadDir(d.Join(dir, uid)); errors.Is(err, fs.ErrNotExist) {
+		return d.FS.SyncDir(d.Join(trashDir)) // a process that died may have removed it a moment ago
 	}
 	return d.toTrash(dir, gonePrefix, uid)
 }
@@ -275,7 +251,7 @@ func (d *Disk) removeHalfMade(dir, uid string) error {
 func (d *Disk) toTrash(dir, prefix, uid string) error {
 	name := fmt.Sprintf("%s.%s.%s.%d", prefix, dir, uid, time.Now().Unix())
 	for i := 1; ; i++ {
-		err := d.fs.Rename(d.path(dir, uid), d.path(trashDir, name))
+		err := d.FS.Rename(d.Join(dir, uid), d.Join(trashDir, name))
 		if err == nil {
 			break
 		}
@@ -284,7 +260,7 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 		}
 		name = fmt.Sprintf("%s.%s.%s.%d", prefix, dir, uid, time.Now().Unix()+int64(i))
 	}
-	if err := d.syncDirs(d.path(trashDir), d.path(dir)); err != nil {
+	if err := d.SyncDirs(d.Join(trashDir), d.Join(dir)); err != nil {
 		return err
 	}
 	if prefix == gonePrefix {
@@ -347,7 +323,7 @@ func (d *Disk) dropLayers(layers []string, named map[string]bool, seen *sight) e
 		return err
 	}
 	for _, uid := range layers {
-		if err := d.toTrash(layersDir, gonePrefix, uid); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := d.toTrash(layer.Dir, gonePrefix, uid); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
@@ -360,7 +336,7 @@ func (d *Disk) dropLayers(layers []string, named map[string]bool, seen *sight) e
 func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("collect on disk %s: %w", d.root, classify(err))
+			err = fmt.Errorf("collect on disk %s: %w", d.Root, diskfs.Classify(err))
 		}
 	}()
 	seen := d.look()
@@ -368,7 +344,7 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	if unsettled == nil {
 		unsettled = d.settleSight(ctx, seen)
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -387,7 +363,7 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 // collectHalfMade removes folders without a commit record that nobody works on, but for those that keep wants: their
 // record was there once.
 func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (bool, error)) error {
-	entries, err := d.fs.ReadDir(d.path(dir))
+	entries, err := d.FS.ReadDir(d.Join(dir))
 	if err != nil {
 		return err
 	}
@@ -396,12 +372,12 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 		if api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		made, err := d.exists(d.path(dir, e.Name(), record))
+		made, err := d.Exists(d.Join(dir, e.Name(), record))
 		if err == nil && !made && keep != nil {
 			made, err = keep(e.Name())
 		}
 		if err == nil && !made && lock != "" {
-			made, err = d.heldNow(d.path(dir, e.Name(), lock))
+			made, err = d.LockedNow(d.Join(dir, e.Name(), lock))
 		}
 		if err == nil && !made {
 			err = d.toTrash(dir, gonePrefix, e.Name())
@@ -411,17 +387,6 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 		}
 	}
 	return errors.Join(errs...)
-}
-
-func (d *Disk) exists(name string) (bool, error) {
-	h, err := d.fs.Open(name, os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	return true, h.Close()
 }
 
 // collectLayers collects the layers that nothing names, nor did before what was recorded then became durable.
@@ -436,23 +401,23 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 		if names[uid] || before[uid] {
 			return true, nil
 		}
-		if is, err = d.heldNow(d.path(layersDir, uid, dataFile)); err != nil || is {
+		if is, err = d.LockedNow(d.Join(layer.Dir, uid, layer.DataFile)); err != nil || is {
 			return is, err
 		}
-		if is, err = d.exists(d.path(layersDir, uid, layerFile)); err != nil || is {
+		if is, err = d.Exists(d.Join(layer.Dir, uid, layer.LayerFile)); err != nil || is {
 			return is, err
 		}
-		if is, err = d.kept(uid, now); err != nil || is {
+		if is, err = d.Resumable(uid, now); err != nil || is {
 			return is, err
 		}
 		newer, err := d.named()
 		return newer[uid], err
 	}
-	failed := d.collectHalfMade(layersDir, layerFile, "", wanted)
+	failed := d.collectHalfMade(layer.Dir, layer.LayerFile, "", wanted)
 	if names, err = d.named(); err != nil {
 		return errors.Join(failed, fmt.Errorf("no other layer is collected: %w", err))
 	}
-	entries, err := d.fs.ReadDir(d.path(layersDir))
+	entries, err := d.FS.ReadDir(d.Join(layer.Dir))
 	if err != nil {
 		return errors.Join(failed, err)
 	}
@@ -466,17 +431,17 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 		}
 		// A layer that was just finished is about to be named; one that was merged will never be again.
 		prefix := gonePrefix
-		away, err := d.mergedAway(uid)
+		away, err := d.MergedAway(uid)
 		if err == nil && !away {
-			var rec layerRecord
-			rec, err = d.layerRecord(uid)
+			var rec layer.Record
+			rec, err = d.Record(uid)
 			if err == nil && now.Sub(rec.Created) < grace || api.Is(err, api.NotFound) {
 				continue // the latter is half-made, and somebody is at it
 			}
 			prefix = orphanPrefix
 		}
 		if err == nil {
-			err = d.toTrash(layersDir, prefix, uid)
+			err = d.toTrash(layer.Dir, prefix, uid)
 		}
 		if err != nil {
 			failed = errors.Join(failed, fmt.Errorf("layer %s stays: %w", uid, err))
@@ -486,7 +451,7 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 }
 
 func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Duration) error {
-	entries, err := d.fs.ReadDir(d.path(trashDir))
+	entries, err := d.FS.ReadDir(d.Join(trashDir))
 	if err != nil {
 		return err
 	}
@@ -508,7 +473,7 @@ func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Durat
 	if len(gone) == 0 {
 		return nil
 	}
-	errs := []error{d.fs.SyncDir(d.path(trashDir))} // what is emptied must not come back
+	errs := []error{d.FS.SyncDir(d.Join(trashDir))} // what is emptied must not come back
 	for _, name := range gone {
 		errs = append(errs, d.emptyTrash(name))
 	}

@@ -4,16 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"slices"
 	"sync"
-	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // naming is what one record says of layers: that somebody needs them.
@@ -32,7 +30,7 @@ type namings struct {
 	seen  []*knownNaming          // all that the last look found, those that are not kept, too
 
 	settledMu sync.Mutex
-	settled   map[string]fileID // folders of all records of a kind, as they were before they were synced last
+	settled   map[string]layer.FileID // folders of all records of a kind, as they were before they were synced last
 
 	wholeMu sync.Mutex
 	whole   map[string]int64 // finished layers that have their checksums, and how long that file is
@@ -42,7 +40,7 @@ type namings struct {
 type knownNaming struct {
 	naming
 	path   string
-	file   fileID
+	file   layer.FileID
 	steady bool // as long as the file is the same, so is the naming
 	lasts  bool // it is durable, or what came after it is; guarded by settledMu
 }
@@ -54,59 +52,6 @@ type sight struct {
 	bare                 []string       // folders without a record, or whose record cannot be read
 	ofReplicas, ofImages error          // records that cannot be read
 	unlisted             error          // a kind of them that was not even listed
-}
-
-// fileID tells a file from every other that had its name. Records are replaced, never changed in place.
-type fileID struct {
-	dev, ino     uint64
-	size         int64
-	mtime, ctime int64
-}
-
-// settled is how old a file must be: of a younger one, times may not tell it from its successor.
-const settled = 2 * time.Second
-
-// fileID looks at a record; steady is whether it can be told from its successor.
-func (d *Disk) fileID(name string) (id fileID, steady bool, err error) {
-	return d.fileIDAt(unix.AT_FDCWD, name)
-}
-
-// fileIDAt is fileID of a name in the folder that is open as at.
-func (d *Disk) fileIDAt(at int, name string) (id fileID, steady bool, err error) {
-	if d.fs == file.OS { // straight: this is done for every record on the disk
-		var st unix.Stat_t
-		if err := retryEINTR(func() error { return unix.Fstatat(at, name, &st, 0) }); err != nil {
-			return id, false, err
-		}
-		id = fileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
-	} else {
-		h, err := d.fs.Open(name, os.O_RDONLY, 0)
-		if err != nil {
-			return id, false, err
-		}
-		defer h.Close()
-		info, err := h.Stat()
-		if err != nil {
-			return id, false, err
-		}
-		st, is := info.Sys().(*syscall.Stat_t)
-		if !is {
-			return id, false, nil
-		}
-		id = fileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
-	}
-	return id, time.Since(time.Unix(0, id.ctime)) > settled, nil
-}
-
-// openFolder opens a folder, to look at many names in it: the way there is gone once. Where that is not possible they
-// are looked at by their full names.
-func (d *Disk) openFolder(dir string) (at int, closeIt func()) {
-	if d.fs == file.OS {
-		if at, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0); err == nil {
-			return at, func() { _ = unix.Close(at) }
-		}
-	}
-	return unix.AT_FDCWD, func() {}
 }
 
 // unread is why more may be named than was seen.
@@ -148,16 +93,16 @@ func (d *Disk) look() *sight {
 // lookAt looks at the records of one kind. Its error is of those that cannot be read.
 func (d *Disk) lookAt(s *sight, kind, record string, was map[string]*knownNaming,
 	read func(uid string) (naming, error)) (bad error) {
-	entries, err := d.fs.ReadDir(d.path(kind))
+	entries, err := d.FS.ReadDir(d.Join(kind))
 	if kind == pinsDir && errors.Is(err, fs.ErrNotExist) {
 		return nil // made with the first of them
 	}
 	if err != nil {
 		s.unlisted = err
-		return fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
-	dir, skip := d.path(kind)+"/", 0
-	at, closeIt := d.openFolder(dir)
+	dir, skip := d.Join(kind)+"/", 0
+	at, closeIt := d.OpenFolder(dir)
 	defer closeIt()
 	if at != unix.AT_FDCWD {
 		skip = len(dir)
@@ -169,7 +114,7 @@ func (d *Disk) lookAt(s *sight, kind, record string, was map[string]*knownNaming
 		if k == nil && api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		id, steady, err := d.fileIDAt(at, path[skip:])
+		id, steady, err := d.FileIDAt(at, path[skip:])
 		if k == nil || err != nil || k.file != id {
 			n, err := read(e.Name())
 			if err != nil {
@@ -179,7 +124,7 @@ func (d *Disk) lookAt(s *sight, kind, record string, was map[string]*knownNaming
 				continue // half-made
 			}
 			if err != nil {
-				bad = errors.Join(bad, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+				bad = errors.Join(bad, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err)))
 				continue
 			}
 			k = &knownNaming{naming: n, path: path, file: id, steady: steady}
@@ -195,7 +140,7 @@ func (d *Disk) othersName(layers []string, replica string) (map[string]bool, err
 	if shared := d.knownShared(layers, replica); len(shared) == len(layers) {
 		return shared, nil
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return nil, err
 	}
@@ -237,7 +182,7 @@ func (d *Disk) knownShared(layers []string, replica string) map[string]bool {
 
 // namedNow is what a record names by now.
 func (d *Disk) namedNow(k *knownNaming) []string {
-	if id, _, err := d.fileID(k.path); err == nil && k.steady && id == k.file {
+	if id, _, err := d.FileID(k.path); err == nil && k.steady && id == k.file {
 		return k.layers
 	}
 	read, uid := d.pinNaming, k.pin
@@ -251,25 +196,6 @@ func (d *Disk) namedNow(k *knownNaming) []string {
 		return nil
 	}
 	return n.layers
-}
-
-// sizeOnDisk is what a file takes.
-func (d *Disk) sizeOnDisk(name string) (int64, error) {
-	if d.fs == file.OS { // straight: this is done for every layer
-		var st unix.Stat_t
-		err := retryEINTR(func() error { return unix.Stat(name, &st) })
-		return st.Blocks * 512, err
-	}
-	h, err := d.fs.Open(name, os.O_RDONLY, 0)
-	if err != nil {
-		return 0, err
-	}
-	defer h.Close()
-	st, err := h.Stat()
-	if err != nil {
-		return 0, err
-	}
-	return allocated(st), nil
 }
 
 func (d *Disk) imageNaming(uid string) (naming, error) {

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/replicas/stack/layer"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
@@ -18,7 +20,7 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	layer := func() string {
+	layerUID := func() string {
 		t.Helper()
 		uid := string(api.NewUID())
 		w, err := d.Create(t.Context(), uid, 1<<20)
@@ -30,7 +32,7 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 		}
 		return uid
 	}
-	a, b := layer(), layer()
+	a, b := layerUID(), layerUID()
 	img := block.Image{UID: string(api.NewUID()), Name: "golden", Layers: []string{a}}
 	put := func(layers ...string) {
 		t.Helper()
@@ -55,7 +57,7 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 		return layers
 	}
 	put(a)
-	<-time.After(settled + 100*time.Millisecond) // the record is old enough to be kept
+	<-time.After(layer.SettledAge + 100*time.Millisecond) // the record is old enough to be kept
 	for range 2 {
 		if got := named(); !slices.Equal(got, []string{a}) {
 			t.Fatalf("%v", got)
@@ -71,14 +73,14 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 			t.Fatalf("round %d: %v, want %v", i, got, want)
 		}
 	}
-	record := d.path(imagesDir, img.UID, imageFile)
+	record := d.Join(imagesDir, img.UID, imageFile)
 	if err := os.WriteFile(record, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, _, bad := d.namings(); !api.Is(bad, api.Corrupt) {
 		t.Fatalf("a damaged record: %v", bad)
 	}
-	if err := os.RemoveAll(d.path(imagesDir, img.UID)); err != nil {
+	if err := os.RemoveAll(d.Join(imagesDir, img.UID)); err != nil {
 		t.Fatal(err)
 	}
 	if got := named(); len(got) != 0 || len(d.names.known) != 0 {
@@ -132,7 +134,7 @@ func TestTakenReplicaTellsWhatItHeld(t *testing.T) {
 		t.Fatal(err)
 	}
 	take("two others name it", third, false)
-	record := d.path(imagesDir, images[1], imageFile)
+	record := d.Join(imagesDir, images[1], imageFile)
 	was, err := os.ReadFile(record)
 	if err != nil {
 		t.Fatal(err)

@@ -10,6 +10,8 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // lostSource is an open replica whose only layer is on another machine, which is cut off.
@@ -43,7 +45,7 @@ func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) 
 func once(t *testing.T, loop ring, r *Replica, op block.Op, off, n int64) error {
 	t.Helper()
 	done := make(chan error, 1)
-	q := &block.Request{Op: op, Off: off, Len: n, Buf: alignedBuffer(int(n)), Done: func(q *block.Request) { done <- q.Err }}
+	q := &block.Request{Op: op, Off: off, Len: n, Buf: diskfs.AlignedBuffer(int(n)), Done: func(q *block.Request) { done <- q.Err }}
 	loop.Post(func() { r.Submit(q) })
 	select {
 	case err := <-done:
@@ -97,7 +99,7 @@ func TestNothingWaitsForALostSource(t *testing.T) {
 		{"a newer session", func() error { return r.Adopt(ctx, 2, 1, []string{uid}) }},
 		{"expansion", func() error { return r.Expand(ctx, 2*size) }},
 		{"a note", func() error { return r.Note([]byte(`{"a":1}`)) }},
-		{"a whole-block write", func() error { return once(t, loop, r, block.OpWrite, blockSize, blockSize) }},
+		{"a whole-block write", func() error { return once(t, loop, r, block.OpWrite, BlockSize, BlockSize) }},
 		{"a snapshot", func() error {
 			return r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()})
 		}},
@@ -125,11 +127,11 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 	for _, op := range []block.Op{block.OpRead, block.OpDiscard} {
 		disk := slowAll{&slowDisk{Loop: startLoop(t)}}
 		r := mergeable(t, disk, newDisk(t), size)
-		mustIssue(t, disk, r, block.OpWrite, 5<<blockBits, blockSize, numbered(6))
+		mustIssue(t, disk, r, block.OpWrite, 5<<BlockBits, BlockSize, numbered(6))
 		disk.set(true)
 		var buf []byte
 		if op == block.OpRead {
-			buf = alignedBuffer(int(blockSize))
+			buf = diskfs.AlignedBuffer(int(BlockSize))
 		}
 		hangs := disk.later(r, op, 5, 1, buf)
 		until(t, "the request is with the disk", func() bool { return disk.waiting() > 0 })
@@ -162,22 +164,22 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 // Chunks that no source can give, more than are fetched at once, do not keep others from being fetched.
 func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	t.Parallel()
-	const size, bad = 16 * chunkSize, 2 * fetchesAtOnce
+	const size, bad = 16 * ChunkSize, 2 * layer.FetchesAtOnce
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
 	d.Sources(nil, func(ctx context.Context, l RemoteLayer, off int64, buf []byte, check func([]byte) error) error {
-		if off/chunkSize < bad {
+		if off/ChunkSize < bad {
 			return api.Errorf(api.Corrupt, "the source is damaged there")
 		}
 		return far.fetch(ctx, l, off, buf, check)
 	})
 	model := make([]byte, size)
 	randomBytes(rand.New(rand.NewPCG(1, 1)), model)
-	layer := wholeLayer(t, far.disk, model)
-	if err := far.hydrate(d, layer); err != nil {
+	layerUID := wholeLayer(t, far.disk, model)
+	if err := far.hydrate(d, layerUID); err != nil {
 		t.Fatal(err)
 	}
 	uid := string(api.NewUID())
-	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layerUID}}
 	if err := d.CreateReplica(t.Context(), spec); err != nil {
 		t.Fatal(err)
 	}
@@ -187,19 +189,19 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	for c := range int64(bad) {
-		if err := once(t, loop, r, block.OpRead, c*chunkSize, blockSize); !errors.Is(err, ErrNotFetched) {
+		if err := once(t, loop, r, block.OpRead, c*ChunkSize, BlockSize); !errors.Is(err, ErrNotFetched) {
 			t.Fatal(err)
 		}
 	}
-	h := r.layers[0].hy
+	h := r.layers[0].Hydration
 	until(t, "no source gives the chunks", func() bool {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		return len(h.failing) >= fetchesAtOnce
+		h.Mu.Lock()
+		defer h.Mu.Unlock()
+		return len(h.Failing) >= layer.FetchesAtOnce
 	})
 	read := make(chan error, 1)
 	go func() {
-		read <- issue(loop, r, block.OpRead, (bad+1)*chunkSize, blockSize, alignedBuffer(int(blockSize)), false)
+		read <- issue(loop, r, block.OpRead, (bad+1)*ChunkSize, BlockSize, diskfs.AlignedBuffer(int(BlockSize)), false)
 	}()
 	select {
 	case err := <-read:

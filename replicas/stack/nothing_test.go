@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // What is said to be nowhere is read as zeros; what is in the head or in a layer is never said to be nowhere.
@@ -39,25 +40,25 @@ func TestNothing(t *testing.T) {
 			t.Errorf("nothing at %d+%d: %v", off, n, got)
 		}
 	}
-	look := func() { mustIssue(t, loop, r, block.OpRead, 0, size, alignedBuffer(size)) }
+	look := func() { mustIssue(t, loop, r, block.OpRead, 0, size, diskfs.AlignedBuffer(size)) }
 	open(1)
-	is(false, 0, blockSize) // nobody has looked yet
+	is(false, 0, BlockSize) // nobody has looked yet
 	look()
 	is(true, 0, size)
-	mustIssue(t, loop, r, block.OpWrite, 100<<20, blockSize, numbered(7))
+	mustIssue(t, loop, r, block.OpWrite, 100<<20, BlockSize, numbered(7))
 	is(false, 0, size)
-	is(false, 100<<20, blockSize)
+	is(false, 100<<20, BlockSize)
 	is(true, 0, 100<<20)
-	is(true, 100<<20+blockSize, 92<<20-blockSize)
+	is(true, 100<<20+BlockSize, 92<<20-BlockSize)
 	s := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID()), Created: time.Now()}
 	if err := r.Cut(ctx, s); err != nil {
 		t.Fatal(err)
 	}
-	is(false, 100<<20, blockSize) // in a layer now
-	mustIssue(t, loop, r, block.OpDiscard, 100<<20, blockSize, nil)
+	is(false, 100<<20, BlockSize) // in a layer now
+	mustIssue(t, loop, r, block.OpDiscard, 100<<20, BlockSize, nil)
 	is(true, 0, size) // zeros over it
-	for _, bad := range [][2]int64{{-blockSize, blockSize}, {0, 0}, {1, blockSize}, {0, blockSize + 1}, {size, blockSize},
-		{0, size + blockSize}} {
+	for _, bad := range [][2]int64{{-BlockSize, BlockSize}, {0, 0}, {1, BlockSize}, {0, BlockSize + 1}, {size, BlockSize},
+		{0, size + BlockSize}} {
 		is(false, bad[0], bad[1])
 	}
 	if _, err := r.Hold(ctx); err != nil {

@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 const childEnv = "DROVER_STACK_CHILD"
@@ -37,7 +38,7 @@ func child(root, uid string) error {
 	size := r.Meta().Size
 	next := int64(0)
 	for range depth {
-		q := &block.Request{Op: block.OpWrite, Len: each, Buf: alignedBuffer(each)}
+		q := &block.Request{Op: block.OpWrite, Len: each, Buf: diskfs.AlignedBuffer(each)}
 		fill(q.Buf, 0xaaaa)
 		q.Done = func(q *block.Request) {
 			select {
@@ -79,7 +80,7 @@ func TestDeadCutter(t *testing.T) {
 	}
 	for range 8 {
 		cmd := exec.Command("/proc/self/exe")
-		cmd.Env = append(os.Environ(), childEnv+"="+d.root+" "+spec.UID)
+		cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)
 		cmd.Stderr = os.Stderr
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
@@ -145,10 +146,10 @@ func TestDeadOwner(t *testing.T) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	buf, got := alignedBuffer(1<<20), alignedBuffer(1<<20)
+	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
 	for round := range 6 {
 		cmd := exec.Command("/proc/self/exe")
-		cmd.Env = append(os.Environ(), childEnv+"="+d.root+" "+spec.UID)
+		cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()
 		if err != nil {

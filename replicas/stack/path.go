@@ -83,12 +83,12 @@ type part struct {
 }
 
 func (p *path) init(r *Replica, fresh bool) {
-	p.blocks = r.meta.Size >> blockBits
-	p.idx = format.NewIndex(p.blocks, unbuilt)
+	p.blocks = r.meta.Size >> BlockBits
+	p.idx = format.NewIndex(p.blocks, Unbuilt)
 	p.waiting = make(map[int][]*block.Request)
 	p.fresh = fresh
 	p.noZeros = r.log.Records == 0
-	p.now = &writes{value: fromHead}
+	p.now = &writes{value: FromHead}
 	flights, parts := make([]flight, ahead), make([]part, ahead)
 	for i := range ahead {
 		f, q := &flights[i], &parts[i]
@@ -97,7 +97,7 @@ func (p *path) init(r *Replica, fresh bool) {
 	}
 	p.fds = append(p.fds, int(r.head.Fd()))
 	for _, l := range r.layers {
-		p.fds = append(p.fds, int(l.data.Fd()))
+		p.fds = append(p.fds, int(l.Data.Fd()))
 	}
 }
 
@@ -133,12 +133,12 @@ func (r *Replica) check(q *block.Request) error {
 	if q.Op == block.OpFlush {
 		return nil
 	}
-	if (q.Off|q.Len)&(blockSize-1) != 0 || q.Off < 0 || q.Len <= 0 || q.Len>>blockBits > r.idx.Blocks ||
-		q.Off>>blockBits > r.idx.Blocks-q.Len>>blockBits {
+	if (q.Off|q.Len)&(BlockSize-1) != 0 || q.Off < 0 || q.Len <= 0 || q.Len>>BlockBits > r.idx.Blocks ||
+		q.Off>>BlockBits > r.idx.Blocks-q.Len>>BlockBits {
 		return unix.EINVAL
 	}
 	if q.Op == block.OpRead || q.Op == block.OpWrite {
-		if int64(len(q.Buf)) != q.Len || uintptr(unsafe.Pointer(unsafe.SliceData(q.Buf)))&uintptr(blockSize-1) != 0 {
+		if int64(len(q.Buf)) != q.Len || uintptr(unsafe.Pointer(unsafe.SliceData(q.Buf)))&uintptr(BlockSize-1) != 0 {
 			return unix.EINVAL
 		}
 	}
@@ -236,24 +236,24 @@ func (r *Replica) read(q *block.Request) {
 		r.finish(q, ErrNotFetched)
 		return
 	}
-	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
+	b, end := q.Off>>BlockBits, (q.Off+q.Len)>>BlockBits
 	var f *flight
 	for b < end {
 		v, n := r.idx.Run(b, end)
 		whole := n
-		if v == fromHead {
+		if v == FromHead {
 			whole = r.stretch(b, n, end)
 		}
-		buf := q.Buf[b<<blockBits-q.Off:][:whole<<blockBits]
-		if v < fromHead {
+		buf := q.Buf[b<<BlockBits-q.Off:][:whole<<BlockBits]
+		if v < FromHead {
 			clear(buf)
 		} else {
 			if f == nil {
 				f = r.flight(q)
 			}
 			first := f.left == 0
-			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
-			p.src = int(v - fromHead)
+			p := f.part(r.fds[v-FromHead], buf, b<<BlockBits, readDone)
+			p.src = int(v - FromHead)
 			if whole > n {
 				r.gapsOf(p)
 			}
@@ -279,12 +279,12 @@ const mostGap = 16
 func (r *Replica) stretch(b, n, end int64) int64 {
 	for at := b + n; at < end; {
 		v, k := r.idx.Run(at, end)
-		if v == fromHead {
+		if v == FromHead {
 			at += k
 			n = at - b
 			continue
 		}
-		if v > fromHead || k > mostGap {
+		if v > FromHead || k > mostGap {
 			break
 		}
 		at += k
@@ -294,10 +294,10 @@ func (r *Replica) stretch(b, n, end int64) int64 {
 
 // gapsOf notes what is to be zero of a read that was stretched, whatever the file has there.
 func (r *Replica) gapsOf(p *part) {
-	for b, end := p.at>>blockBits, (p.at+int64(len(p.all)))>>blockBits; b < end; {
+	for b, end := p.at>>BlockBits, (p.at+int64(len(p.all)))>>BlockBits; b < end; {
 		v, n := r.idx.Run(b, end)
-		if v < fromHead {
-			p.gaps = append(p.gaps, block.Span{Off: b<<blockBits - p.at, Len: n << blockBits})
+		if v < FromHead {
+			p.gaps = append(p.gaps, block.Span{Off: b<<BlockBits - p.at, Len: n << BlockBits})
 		}
 		b += n
 	}
@@ -307,15 +307,15 @@ func (r *Replica) gapsOf(p *part) {
 func (r *Replica) start(p *part) {
 	if p.src > 0 {
 		l := r.layers[p.src-1]
-		switch whole, hit := l.refuses(p.off, int64(len(p.buf))); {
+		switch whole, hit := l.Refuses(p.off, int64(len(p.buf))); {
 		case whole:
 			r.ended(p, ErrDamaged)
 			return
 		case hit: // it may have been repaired
 			r.doubt(p)
 			return
-		case l.crcs != nil:
-			r.crcsOfBlock(l, p.off>>blockBits) // while the data is read
+		case l.CRCs != nil:
+			r.crcsOfBlock(l, p.off>>BlockBits) // while the data is read
 		}
 	}
 	r.ring.Read(&p.op, p.fd, p.buf, p.off)
@@ -329,7 +329,7 @@ func readDone(op *uring.Op, res int32) {
 		for _, g := range p.gaps {
 			clear(p.all[g.Off:][:g.Len])
 		}
-		if p.src > 0 && f.r.layers[p.src-1].crcs != nil {
+		if p.src > 0 && f.r.layers[p.src-1].CRCs != nil {
 			f.r.compare(p)
 			return
 		}
@@ -339,7 +339,7 @@ func readDone(op *uring.Op, res int32) {
 	case again(res):
 		f.r.ring.Read(op, p.fd, p.buf, p.off)
 		return
-	case p.src > 0 && f.r.layers[p.src-1].crcs != nil: // what cannot be read is damaged as well
+	case p.src > 0 && f.r.layers[p.src-1].CRCs != nil: // what cannot be read is damaged as well
 		f.r.doubt(p)
 		return
 	case res == 0:
@@ -361,15 +361,15 @@ func (r *Replica) write(q *block.Request) {
 	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
 	p.w = r.now
 	p.w.left++
-	b := p.off >> blockBits
-	p.op.Blocks = !r.headHas(b, b+int64(len(p.buf))>>blockBits)
+	b := p.off >> BlockBits
+	p.op.Blocks = !r.headHas(b, b+int64(len(p.buf))>>BlockBits)
 	r.ring.Write(&p.op, p.fd, p.buf, p.off)
 }
 
 // headHas reports whether all of the blocks are the head's own.
 func (r *Replica) headHas(b, end int64) bool {
 	v, n := r.idx.Run(b, end)
-	return v == fromHead && n == end-b
+	return v == FromHead && n == end-b
 }
 
 // addSpan adds a range, to the last one where they touch.
@@ -385,7 +385,7 @@ func writeDone(op *uring.Op, res int32) {
 	p := op.Ctx.(*part)
 	f := p.f
 	r := f.r
-	whole := int64(max(res, 0)) &^ (blockSize - 1)
+	whole := int64(max(res, 0)) &^ (BlockSize - 1)
 	if whole > 0 {
 		r.written(p.w, p.buf[:whole], p.off)
 		p.buf, p.off = p.buf[whole:], p.off+whole
@@ -413,7 +413,7 @@ func (r *Replica) torn(f *flight, p *part, err error) {
 		there := found(fd, off, end)
 		r.ring.Post(func() {
 			for _, s := range there {
-				r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
+				r.place(w, s.Off>>BlockBits, (s.Off+s.Len)>>BlockBits)
 			}
 			w.ended()
 			f.end(errnoOf(err))
@@ -438,7 +438,7 @@ func errnoOf(err error) error {
 
 // ErrFailed is in the errors of a replica that takes no more writes: a sync failed, and what its disk has is not known.
 // It is found out when the replica is opened anew.
-var ErrFailed = api.Errorf(api.Unavailable, "it takes no more writes, since a sync of its disk failed")
+var ErrFailed = api.Errorf(api.Unavailable, "the replica takes no more writes, since a sync of its disk failed")
 
 // Failed is why the replica takes no more writes; nil: it does.
 func (r *Replica) Failed() error {

@@ -11,6 +11,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What is removed is emptied piece by piece, but not under somebody who reads it.
@@ -22,26 +24,26 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 	for i := range blocks {
 		blocks[i] = int64(2 * i)
 	}
-	remove := func() (layer string, done func()) {
+	remove := func() (layerUID string, done func()) {
 		t.Helper()
-		layer = filledLayer(t, d, 8<<20, blocks, 1<<32, make(expect))
+		layerUID = filledLayer(t, d, 8<<20, blocks, 1<<32, make(expect))
 		spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 8 << 20,
-			Layers: []string{layer}}
+			Layers: []string{layerUID}}
 		if err := d.CreateReplica(ctx, spec); err != nil {
 			t.Fatal(err)
 		}
-		return layer, func() {
+		return layerUID, func() {
 			t.Helper()
 			if err := errors.Join(d.RemoveReplica(spec.UID), d.Close()); err != nil {
 				t.Fatal(err)
 			}
-			if left, err := d.fs.ReadDir(d.path(trashDir)); err != nil || len(left) > 0 {
+			if left, err := d.FS.ReadDir(d.Join(trashDir)); err != nil || len(left) > 0 {
 				t.Fatalf("%v, %v", left, err)
 			}
 		}
 	}
-	layer, done := remove()
-	src, err := d.Open(layer)
+	layerUID, done := remove()
+	src, err := d.Open(layerUID)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,14 +59,14 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	layer, done = remove()
-	h, err := os.Open(d.path(layersDir, layer, dataFile)) // as one who has no lock yet
+	layerUID, done = remove()
+	h, err := os.Open(d.Join(layer.Dir, layerUID, layer.DataFile)) // as one who has no lock yet
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer h.Close()
 	until(t, "nobody has a lock on it", func() bool {
-		held, err := d.held(d.path(layersDir, layer, dataFile))
+		held, err := d.Locked(d.Join(layer.Dir, layerUID, layer.DataFile))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -74,7 +76,7 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 	if from, _, err := file.NextData(int(h.Fd()), 0, math.MaxInt64); err != nil || from != math.MaxInt64 {
 		t.Errorf("it holds data at %d: %v", from, err)
 	}
-	if st, err := h.Stat(); err != nil || names(st) != 0 {
+	if st, err := h.Stat(); err != nil || diskfs.LinkCount(st) != 0 {
 		t.Errorf("it has a name: %v", err)
 	}
 }
@@ -88,7 +90,7 @@ type slowFile struct {
 func (s *slowFile) Punch(_, n int64) error {
 	s.largest, s.calls = max(s.largest, n), s.calls+1
 	if n > 1<<20 {
-		<-time.After(2 * pieceLong)
+		<-time.After(2 * diskfs.PieceLong)
 	}
 	return nil
 }
@@ -96,8 +98,8 @@ func (s *slowFile) Punch(_, n int64) error {
 // A piece grows while it is freed in no time, and shrinks when it takes long.
 func TestPiecesAreAsLargeAsTheDiskIsFast(t *testing.T) {
 	var s slowFile
-	e := emptier{}
-	if err := e.punch(&s, 0, 64<<20); err != nil {
+	e := diskfs.Emptier{}
+	if err := e.Punch(&s, 0, 64<<20); err != nil {
 		t.Fatal(err)
 	}
 	if s.largest != 2<<20 || s.calls < 30 || s.calls > 200 {
@@ -137,13 +139,13 @@ func TestHalfMergedReplicaIsRemoved(t *testing.T) {
 	if err != nil || m.Merge == nil {
 		t.Fatalf("%+v, %v", m, err)
 	}
-	half := c.d.path(layersDir, m.Merge.Result) // as a merge leaves it that ends before its last commit
-	if err := errors.Join(os.Mkdir(half, 0o700), os.Link(c.d.path(layersDir, m.Merge.Upper, dataFile), half+"/"+dataFile),
+	half := c.d.Join(layer.Dir, m.Merge.Result) // as a merge leaves it that ends before its last commit
+	if err := errors.Join(os.Mkdir(half, 0o700), os.Link(c.d.Join(layer.Dir, m.Merge.Upper, layer.DataFile), half+"/"+layer.DataFile),
 		c.d.RemoveReplica(c.uid), c.d.Close()); err != nil {
 		t.Fatal(err)
 	}
-	for _, dir := range []string{layersDir, replicaDir, trashDir} {
-		if left, err := c.d.fs.ReadDir(c.d.path(dir)); err != nil || len(left) > 0 {
+	for _, dir := range []string{layer.Dir, replicaDir, trashDir} {
+		if left, err := c.d.FS.ReadDir(c.d.Join(dir)); err != nil || len(left) > 0 {
 			t.Fatalf("%s holds %v, %v", dir, left, err)
 		}
 	}

@@ -10,7 +10,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A pin names layers of this disk for somebody elsewhere who still reads them: a replica on another disk, until it has
@@ -38,13 +40,13 @@ type Pin struct {
 func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin, err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("pin layers of replica %s on disk %s: %w", replica, d.root, classify(err))
+			err = fmt.Errorf("pin layers of replica %s on disk %s: %w", replica, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := errors.Join(api.UID(p.UID).Validate(), ctx.Err()); err != nil {
 		return p, err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return p, err
 	}
@@ -62,14 +64,14 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	if p.Layers = m.all(); snapshot != "" {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
-			return p, api.Errorf(api.NotFound, "it has no snapshot %s", snapshot)
+			return p, api.Errorf(api.NotFound, "no snapshot %s", snapshot)
 		}
 		if p.Layers, err = m.Chain(m.Snapshots[i].Layer); err != nil {
 			return p, err
 		}
 	}
 	for _, uid := range p.Layers {
-		merging, err := d.beingMerged(uid)
+		merging, err := d.BeingMerged(uid)
 		if err != nil {
 			return p, err
 		}
@@ -85,13 +87,13 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 func (d *Disk) PinLayers(ctx context.Context, p Pin) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("pin layers on disk %s: %w", d.root, classify(err))
+			err = fmt.Errorf("pin layers on disk %s: %w", d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := errors.Join(api.UID(p.UID).Validate(), ctx.Err()); err != nil {
 		return err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -114,7 +116,7 @@ func (d *Disk) PinLayers(ctx context.Context, p Pin) (err error) {
 		return err
 	}
 	for _, uid := range p.Layers {
-		merging, err := d.beingMerged(uid)
+		merging, err := d.BeingMerged(uid)
 		if err != nil {
 			return err
 		}
@@ -127,20 +129,20 @@ func (d *Disk) PinLayers(ctx context.Context, p Pin) (err error) {
 }
 
 func (d *Disk) writePin(p Pin) error {
-	for _, dir := range []string{d.path(pinsDir), d.path(pinsDir, p.UID)} {
-		if err := d.fs.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	for _, dir := range []string{d.Join(pinsDir), d.Join(pinsDir, p.UID)} {
+		if err := d.FS.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return err
 		}
 	}
-	if err := d.syncDirs(d.root, d.path(pinsDir)); err != nil {
+	if err := d.SyncDirs(d.Root, d.Join(pinsDir)); err != nil {
 		return err
 	}
-	return format.WriteMeta(d.fs, d.path(pinsDir, p.UID, pinFile), formatPin, p)
+	return format.WriteMeta(d.FS, d.Join(pinsDir, p.UID, pinFile), formatPin, p)
 }
 
 func (d *Disk) pin(uid string) (Pin, error) {
 	var p Pin
-	if err := format.ReadMeta(d.fs, d.path(pinsDir, uid, pinFile), formatPin, &p); err != nil {
+	if err := format.ReadMeta(d.FS, d.Join(pinsDir, uid, pinFile), formatPin, &p); err != nil {
 		return p, err
 	}
 	if p.UID != uid {
@@ -161,12 +163,12 @@ func (d *Disk) pinNaming(uid string) (naming, error) {
 
 // Pins lists the pins of the disk.
 func (d *Disk) Pins() ([]Pin, error) {
-	entries, err := d.fs.ReadDir(d.path(pinsDir))
+	entries, err := d.FS.ReadDir(d.Join(pinsDir))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return nil, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
 	var list []Pin
 	var errs []error
@@ -179,7 +181,7 @@ func (d *Disk) Pins() ([]Pin, error) {
 			continue
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+			errs = append(errs, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err)))
 			continue
 		}
 		list = append(list, p)
@@ -189,15 +191,15 @@ func (d *Disk) Pins() ([]Pin, error) {
 
 // Pinned reports whether there may be a pin of that uid.
 func (d *Disk) Pinned(uid string) (bool, error) {
-	is, err := d.exists(d.path(pinsDir, uid))
+	is, err := d.Exists(d.Join(pinsDir, uid))
 	if !is && err == nil {
 		var there bool
-		if there, err = d.exists(d.path(diskFile)); !there && err == nil {
+		if there, err = d.Exists(d.Join(diskFile)); !there && err == nil {
 			err = api.Errorf(api.Unavailable, "the disk is not there")
 		}
 	}
 	if err != nil {
-		return false, fmt.Errorf("pin %s on disk %s: %w", uid, d.root, classify(err))
+		return false, fmt.Errorf("pin %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 	}
 	return is, nil
 }
@@ -206,29 +208,29 @@ func (d *Disk) Pinned(uid string) (bool, error) {
 func (d *Disk) Unpin(uid string) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("pin %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("pin %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
 	d.settleAhead()
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
 	p, err := d.pin(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		return file.RemoveAll(d.fs, d.path(pinsDir, uid))
+		return file.RemoveAll(d.FS, d.Join(pinsDir, uid))
 	}
 	if err != nil {
 		return err // what it holds is not known
 	}
-	if err := d.fs.Remove(d.path(pinsDir, uid, pinFile)); err != nil {
+	if err := d.FS.Remove(d.Join(pinsDir, uid, pinFile)); err != nil {
 		return err
 	}
-	if err := errors.Join(d.fs.SyncDir(d.path(pinsDir, uid)), file.RemoveAll(d.fs, d.path(pinsDir, uid))); err != nil {
+	if err := errors.Join(d.FS.SyncDir(d.Join(pinsDir, uid)), file.RemoveAll(d.FS, d.Join(pinsDir, uid))); err != nil {
 		return err
 	}
 	return d.dropUnnamed(p.Layers)
@@ -243,47 +245,23 @@ func (d *Disk) Lacking(replica string) ([]string, error) {
 	return d.LackingOf(m.all())
 }
 
-// LackingOf are those of some layers that are not on this disk.
-func (d *Disk) LackingOf(layers []string) (none []string, err error) {
-	for _, uid := range layers {
-		here := false
-		for _, record := range []string{layerFile, frozenFile, layerFile} { // the last: finished between the two looks
-			if here, err = d.exists(d.path(layersDir, uid, record)); here || err != nil {
-				break
-			}
-		}
-		if here && err == nil {
-			var away bool
-			away, err = d.mergedAway(uid)
-			here = !away
-		}
-		if err != nil {
-			return nil, fmt.Errorf("layer %s on disk %s: %w", uid, d.root, classify(err))
-		}
-		if !here {
-			none = append(none, uid)
-		}
-	}
-	return none, nil
-}
-
 // Drop removes a layer that nothing names, finished or half-made: its copying was given up. No such layer is fine.
 func (d *Disk) Drop(uid string) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("remove layer %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("remove layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
 	d.settleAhead()
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	if busy, err := d.held(d.path(layersDir, uid, dataFile)); err != nil {
+	if busy, err := d.Locked(d.Join(layer.Dir, uid, layer.DataFile)); err != nil {
 		return err
 	} else if busy {
 		return api.Errorf(api.Busy, "somebody is at it")
@@ -300,7 +278,7 @@ func (d *Disk) Drop(uid string) (err error) {
 func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("space of replica %s on disk %s: %w", replica, d.root, classify(err))
+			err = fmt.Errorf("space of replica %s on disk %s: %w", replica, d.Root, diskfs.Classify(err))
 		}
 	}()
 	m, err := d.Stack(replica)
@@ -312,17 +290,17 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 		return 0, 0, err
 	}
 	size := func(name string) (int64, error) {
-		n, err := d.sizeOnDisk(name)
+		n, err := d.SizeOnDisk(name)
 		if errors.Is(err, fs.ErrNotExist) { // elsewhere, or replaced meanwhile
 			return 0, nil
 		}
 		return n, err
 	}
-	if used, err = size(d.path(replicaDir, replica, m.Head+dataSuffix)); err != nil {
+	if used, err = size(d.Join(replicaDir, replica, m.Head+dataSuffix)); err != nil {
 		return 0, 0, err
 	}
 	for _, uid := range m.all() {
-		n, err := size(d.path(layersDir, uid, dataFile))
+		n, err := size(d.Join(layer.Dir, uid, layer.DataFile))
 		if err != nil {
 			return 0, 0, err
 		}

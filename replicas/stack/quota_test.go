@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // A quota that is used up is a full disk: the engine holds such writes, and must not give the guest an error.
@@ -33,7 +34,7 @@ func TestQuotaIsAFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	for off := int64(0); off < spec.Size && err == nil; off += int64(len(buf)) {
 		fill(buf, uint64(off)|1)
 		err = issue(loop, r, block.OpWrite, off, int64(len(buf)), buf, true)

@@ -2,12 +2,11 @@ package stack
 
 import (
 	"errors"
-	"fmt"
 	"io/fs"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // What is discarded over a layer is a record in the head: the layer is never written to. Where nobody needs the layer
@@ -33,7 +32,7 @@ func (r *Replica) eachZero(each func(off, n int64)) error {
 // Reclaimable is how many bytes would come back if the head were cut off and merged with the layers below it, for what
 // is recorded as zeros there; cost is how many the merge would copy at most.
 func (r *Replica) Reclaimable() (gain, cost int64, err error) {
-	defer func() { err = r.name(classify(err)) }()
+	defer func() { err = r.name(diskfs.Classify(err)) }()
 	m := r.Meta()
 	own, err := r.disk.unneeded(m)
 	if err != nil || len(own) == 0 {
@@ -46,7 +45,7 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 	}
 	below := int64(0)
 	for _, uid := range own {
-		n, data, err := r.disk.heldIn(uid, zeros)
+		n, data, err := r.disk.DataIn(uid, zeros)
 		switch {
 		case api.Is(err, api.NotFound) || api.Is(err, api.Busy) || errors.Is(err, fs.ErrNotExist):
 			return 0, 0, nil // it is being finished, merged, or on another disk
@@ -55,7 +54,7 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 		}
 		gain, below = gain+n, below+data
 	}
-	head, err := r.disk.sizeOnDisk(r.disk.path(replicaDir, m.UID, m.Head+dataSuffix))
+	head, err := r.disk.SizeOnDisk(r.disk.Join(replicaDir, m.UID, m.Head+dataSuffix))
 	return gain, min(head, below), err
 }
 
@@ -64,7 +63,7 @@ func (d *Disk) unneeded(m Meta) ([]string, error) {
 	if m.Merge != nil {
 		return nil, nil
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return nil, err
 	}
@@ -90,31 +89,4 @@ func (d *Disk) unneeded(m Meta) ([]string, error) {
 		own = append(own, m.Layers[i])
 	}
 	return own, nil
-}
-
-// heldIn is how many bytes of data a finished layer holds in ranges, and how many in all.
-func (d *Disk) heldIn(uid string, ranges []block.Span) (n, all int64, err error) {
-	l, err := d.openLayer(uid, 0)
-	if err != nil {
-		return 0, 0, err
-	}
-	defer func() { err = errors.Join(err, l.close()) }()
-	if _, frozen := l.m.(*frozenMap); frozen {
-		return 0, 0, api.Errorf(api.Busy, "layer %s is being finished", uid)
-	}
-	kinds, err := format.IndexOf(l.m)
-	if err != nil {
-		return 0, 0, fmt.Errorf("layer %s: %w", uid, err)
-	}
-	for _, s := range ranges {
-		end := min((s.Off+s.Len)>>blockBits, kinds.Blocks)
-		for b := s.Off >> blockBits; b < end; {
-			v, k := kinds.Run(b, end)
-			if block.Kind(v) == block.Data {
-				n += k << blockBits
-			}
-			b += k
-		}
-	}
-	return n, l.rec.Data, nil
 }

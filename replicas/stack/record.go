@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -128,7 +129,7 @@ func (m Meta) validate() error {
 	if err := api.UID(m.UID).Validate(); err != nil {
 		return err
 	}
-	if m.Size <= 0 || m.Size%blockSize != 0 || m.Size > api.MaxVolumeSize {
+	if m.Size <= 0 || m.Size%BlockSize != 0 || m.Size > api.MaxVolumeSize {
 		return api.Errorf(api.Corrupt, "size %d", m.Size)
 	}
 	if !headName(m.Head) {
@@ -198,7 +199,7 @@ type Spec struct {
 func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("create replica %s on disk %s: %w", s.UID, d.root, classify(err))
+			err = fmt.Errorf("create replica %s on disk %s: %w", s.UID, d.Root, diskfs.Classify(err))
 		}
 	}()
 	m := Meta{UID: s.UID, Volume: s.Volume, VolumeUID: s.VolumeUID, Size: s.Size, Layers: slices.Clone(s.Layers),
@@ -210,11 +211,11 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	remote, err := d.remoteSizes(m.all()) // without the lock: other disks may hang
+	remote, err := d.RemoteSizes(m.all()) // without the lock: other disks may hang
 	if err != nil {
 		return err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -224,13 +225,13 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
 			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
 		}
-		return d.fs.SyncDir(d.path(replicaDir, s.UID)) // a process that died may have made it a moment ago
+		return d.FS.SyncDir(d.Join(replicaDir, s.UID)) // a process that died may have made it a moment ago
 	}
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	for _, uid := range m.all() {
-		size, err := d.sizeOf(uid)
+		size, err := d.SizeOf(uid)
 		if n, is := remote[uid]; is && api.Is(err, api.NotFound) {
 			size, err = n, nil
 		}
@@ -244,35 +245,9 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if was, err := d.written(s.UID); err != nil {
 		return err
 	} else if was {
-		return api.Errorf(api.Corrupt, "its folder holds data, but %s is missing", stackFile)
+		return api.Errorf(api.Corrupt, "the folder holds data, but %s is missing", stackFile)
 	}
 	return d.makeReplica(m)
-}
-
-// sizeOf is the size of a layer of the disk that may be named: finished, or frozen and named by another stack. The
-// caller has the disk's lock if it is about to name the layer.
-func (d *Disk) sizeOf(uid string) (int64, error) {
-	if merging, err := d.beingMerged(uid); err != nil {
-		return 0, err
-	} else if merging {
-		return 0, api.Errorf(api.Busy, "it is being merged; try again")
-	}
-	rec, err := d.layerRecord(uid)
-	if !api.Is(err, api.NotFound) {
-		return rec.Size, err
-	}
-	frozen, ferr := d.frozenRecord(uid)
-	if ferr != nil {
-		return 0, err
-	}
-	named, nerr := d.isNamed(uid)
-	if nerr != nil {
-		return 0, nerr
-	}
-	if !named {
-		return 0, err // still a head
-	}
-	return frozen.Size, nil
 }
 
 func startsWith(have, want []string) bool {
@@ -281,30 +256,30 @@ func startsWith(have, want []string) bool {
 
 // makeReplica makes the folder. The rename of stack.json commits it; a folder without one is started over.
 func (d *Disk) makeReplica(m Meta) error {
-	dir := d.path(replicaDir, m.UID)
-	if err := file.RemoveAll(d.fs, dir); err != nil {
+	dir := d.Join(replicaDir, m.UID)
+	if err := file.RemoveAll(d.FS, dir); err != nil {
 		return err
 	}
-	if err := d.fs.Mkdir(dir, 0o700); err != nil {
+	if err := d.FS.Mkdir(dir, 0o700); err != nil {
 		return err
 	}
-	head, err := d.fs.Open(dir+"/"+m.Head+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	head, err := d.FS.Open(dir+"/"+m.Head+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	err = atOnce(func() error { return errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()) },
-		func() error { return format.WriteFile(d.fs, dir+"/"+m.Head+zeroSuffix, format.ZeroHeader()) },
+	err = diskfs.AtOnce(func() error { return errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()) },
+		func() error { return format.WriteFile(d.FS, dir+"/"+m.Head+zeroSuffix, format.ZeroHeader()) },
 		func() error {
-			return format.WriteFile(d.fs, dir+"/"+intentsFile, format.EncodeIntents(format.NewIntents(m.Size)))
+			return format.WriteFile(d.FS, dir+"/"+intentsFile, format.EncodeIntents(format.NewIntents(m.Size)))
 		})
 	if err != nil {
 		return err
 	}
 	// All names are durable before the one that says that they are there.
-	if err := d.syncDirs(dir, d.path(replicaDir)); err != nil {
+	if err := d.SyncDirs(dir, d.Join(replicaDir)); err != nil {
 		return err
 	}
-	return format.WriteMeta(d.fs, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
+	return format.WriteMeta(d.FS, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
 }
 
 func (d *Disk) readStack(uid string) (Meta, error) {
@@ -312,7 +287,7 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 		return Meta{}, err
 	}
 	var rec stackRecord
-	if err := format.ReadMeta(d.fs, d.path(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
+	if err := format.ReadMeta(d.FS, d.Join(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
 		return Meta{}, err
 	}
 	m := rec.meta()
@@ -334,15 +309,15 @@ func (d *Disk) Holds(uid string) (bool, error) {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
 	}
-	return false, fmt.Errorf("disk %s: %w", d.root, classify(err))
+	return false, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 }
 
 // Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
 // listed all the same.
 func (d *Disk) Replicas() ([]Meta, error) {
-	entries, err := d.fs.ReadDir(d.path(replicaDir))
+	entries, err := d.FS.ReadDir(d.Join(replicaDir))
 	if err != nil {
-		return nil, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return nil, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
 	var list []Meta
 	var errs []error
@@ -361,7 +336,7 @@ func (d *Disk) Replicas() ([]Meta, error) {
 			}
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("disk %s: %w", d.root, classify(err)))
+			errs = append(errs, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err)))
 			continue
 		}
 		list = append(list, m)
@@ -372,8 +347,8 @@ func (d *Disk) Replicas() ([]Meta, error) {
 // written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is
 // written before.
 func (d *Disk) written(uid string) (bool, error) {
-	dir := d.path(replicaDir, uid)
-	entries, err := d.fs.ReadDir(dir)
+	dir := d.Join(replicaDir, uid)
+	entries, err := d.FS.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return false, nil
 	}
@@ -384,7 +359,7 @@ func (d *Disk) written(uid string) (bool, error) {
 		if !strings.HasSuffix(e.Name(), dataSuffix) {
 			continue
 		}
-		h, err := d.fs.Open(dir+"/"+e.Name(), os.O_RDONLY, 0)
+		h, err := d.FS.Open(dir+"/"+e.Name(), os.O_RDONLY, 0)
 		if err != nil {
 			return false, err
 		}
@@ -403,11 +378,11 @@ func (d *Disk) written(uid string) (bool, error) {
 func (d *Disk) LastWrite(uid string) (time.Time, error) {
 	m, err := d.readStack(uid)
 	if err != nil {
-		return time.Time{}, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return time.Time{}, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
-	st, err := os.Stat(d.path(replicaDir, uid, m.Head+dataSuffix))
+	st, err := os.Stat(d.Join(replicaDir, uid, m.Head+dataSuffix))
 	if err != nil {
-		return time.Time{}, fmt.Errorf("disk %s: %w", d.root, classify(err))
+		return time.Time{}, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 	}
 	return st.ModTime(), nil
 }

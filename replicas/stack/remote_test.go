@@ -15,6 +15,8 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // fromDisk lets d read layers of another disk of the machine.
@@ -86,9 +88,9 @@ func bring(t *testing.T, from, to *Disk, layer string) {
 func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	t.Parallel()
 	const size = pageSize + 24<<20
-	a, b, layer, uid, r, loop, model := onTwoDisks(t, size)
+	a, b, layerUID, uid, r, loop, model := onTwoDisks(t, size)
 	ctx := context.Background()
-	if got := r.Remote(); len(got) != 1 || got[0] != (RemoteLayer{layer, SourceDisk{a.UID(), a.Path()}, nil}) {
+	if got := r.Remote(); len(got) != 1 || got[0] != (RemoteLayer{UID: layerUID, From: SourceDisk{UID: a.UID(), Path: a.Path()}, Why: nil}) {
 		t.Fatalf("it reads %v from elsewhere", got)
 	}
 	compareAll(t, loop, r, model)
@@ -97,7 +99,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	}
 	stop, ended := make(chan struct{}), make(chan error, 1)
 	go func() { // I/O all the time, on the upper half
-		buf := alignedBuffer(64 << 10)
+		buf := diskfs.AlignedBuffer(64 << 10)
 		for i := int64(0); ; i++ {
 			select {
 			case <-stop:
@@ -120,7 +122,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 			}
 		}
 	}()
-	bring(t, a, b, layer)
+	bring(t, a, b, layerUID)
 	comeHome(t, r)
 	if r.Hydrates() {
 		t.Fatalf("it still reads %v from elsewhere", r.Remote())
@@ -129,7 +131,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Fatal(err)
 	}
-	if err := os.RemoveAll(a.path(layersDir, layer)); err != nil {
+	if err := os.RemoveAll(a.Join(layer.Dir, layerUID)); err != nil {
 		t.Fatal(err)
 	}
 	compareAll(t, loop, r, model)
@@ -166,19 +168,19 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	fromDisk(b, a)
 	model := make([]byte, size)
 	randomBytes(rand.New(rand.NewPCG(1, 1)), model)
-	layer, uid := wholeLayer(t, a, model), string(api.NewUID())
-	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	layerUID, uid := wholeLayer(t, a, model), string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layerUID}}
 	if err := b.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	if b.Hydrating(layer) {
+	if b.Hydrating(layerUID) {
 		t.Error("the layer was looked at before anybody opened the replica")
 	}
 	loop := startLoop(t)
 	read := func(r *Replica, off int64) error {
-		buf := alignedBuffer(int(blockSize))
-		err := issue(loop, r, block.OpRead, off, blockSize, buf, false)
-		if err == nil && !bytes.Equal(buf, model[off:off+blockSize]) {
+		buf := diskfs.AlignedBuffer(int(BlockSize))
+		err := issue(loop, r, block.OpRead, off, BlockSize, buf, false)
+		if err == nil && !bytes.Equal(buf, model[off:off+BlockSize]) {
 			t.Errorf("the block at %d is another one", off)
 		}
 		return err
@@ -187,17 +189,17 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := read(r, chunkSize+5*blockSize); err != nil {
+	if err := read(r, ChunkSize+5*BlockSize); err != nil {
 		t.Fatal(err)
 	}
 	if err := errors.Join(r.Close(), b.Close()); err != nil {
 		t.Fatal(err)
 	}
-	away := a.path(layersDir, layer) + ".away"
-	if err := os.Rename(a.path(layersDir, layer), away); err != nil {
+	away := a.Join(layer.Dir, layerUID) + ".away"
+	if err := os.Rename(a.Join(layer.Dir, layerUID), away); err != nil {
 		t.Fatal(err)
 	}
-	if b, err = Open(b.root); err != nil { // as a new process, which sees no other disk
+	if b, err = Open(b.Root); err != nil { // as a new process, which sees no other disk
 		t.Fatal(err)
 	}
 	defer b.Close()
@@ -209,8 +211,8 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	}
 	told := make(chan bool, 10)
 	r.OnLost(func(lost bool) { told <- lost })
-	for i := range chunkSize >> blockBits {
-		if err := read(r, chunkSize+i<<blockBits); err != nil {
+	for i := range ChunkSize >> BlockBits {
+		if err := read(r, ChunkSize+i<<BlockBits); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -219,7 +221,7 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	if lost := <-told; !lost || !api.Is(r.Remote()[0].Why, api.Unavailable) {
 		t.Errorf("that the source is lost is told as %v, %v", lost, r.Remote())
 	}
-	mustIssue(t, loop, r, block.OpWrite, 6<<20, blockSize, alignedBuffer(int(blockSize)))
+	mustIssue(t, loop, r, block.OpWrite, 6<<20, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
 	if err := r.Close(); err != nil {
 		t.Error(err)
 	}
@@ -231,10 +233,10 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 // A source that loses a layer after reads began keeps those of other chunks waiting, until it has the layer again.
 func TestReadsGoOnWhenTheOtherDiskIsBack(t *testing.T) {
 	t.Parallel()
-	a, b, layer, _, r, loop, model := onTwoDisks(t, 8<<20)
+	a, b, layerUID, _, r, loop, model := onTwoDisks(t, 8<<20)
 	told := make(chan bool, 10)
 	r.OnLost(func(lost bool) { told <- lost })
-	at := a.path(layersDir, layer)
+	at := a.Join(layer.Dir, layerUID)
 	if err := os.Rename(at, at+".away"); err != nil {
 		t.Fatal(err)
 	}
@@ -253,7 +255,7 @@ func TestReadsGoOnWhenTheOtherDiskIsBack(t *testing.T) {
 	if lost := <-told; lost {
 		t.Error("OnLost did not tell of the end")
 	}
-	bring(t, a, b, layer)
+	bring(t, a, b, layerUID)
 	comeHome(t, r)
 	compareAll(t, loop, r, model)
 }
@@ -272,7 +274,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	top := pin.Layers[len(pin.Layers)-1]
-	if _, err := c.d.layerRecord(top); !api.Is(err, api.NotFound) {
+	if _, err := c.d.Record(top); !api.Is(err, api.NotFound) {
 		t.Fatalf("the layer was to be frozen: %v", err)
 	}
 	spec := Spec{UID: uid, Volume: "clone", VolumeUID: string(api.NewUID()), Size: int64(len(c.model)), Layers: pin.Layers}
@@ -287,11 +289,11 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 	model := c.snaps[snap]
 	compareAll(t, c.loop, r, model)
 	l := r.layers[len(r.layers)-1]
-	off, n := int64(0), l.rec.Size>>blockBits
+	off, n := int64(0), l.Rec.Size>>BlockBits
 	for b := int64(0); b < n; {
-		v, m := l.hy.kinds.Run(b, n)
+		v, m := l.Hydration.Kinds.Run(b, n)
 		if block.Kind(v) == block.Data {
-			off = b << blockBits
+			off = b << BlockBits
 			break
 		}
 		b += m
@@ -304,7 +306,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 		}
 	}
 	comeHome(t, r)
-	if err := os.RemoveAll(c.d.path(layersDir)); err != nil {
+	if err := os.RemoveAll(c.d.Join(layer.Dir)); err != nil {
 		t.Fatal(err)
 	}
 	compareAll(t, c.loop, r, model)
@@ -321,14 +323,14 @@ func TestFailedHydrationIsNoMissingLayer(t *testing.T) {
 	a, plain := newDisk(t), newDisk(t)
 	b, f := tap(t, plain)
 	fromDisk(b, a)
-	layer, uid := wholeLayer(t, a, make([]byte, 4<<20)), string(api.NewUID())
-	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 4 << 20, Layers: []string{layer}}
+	layerUID, uid := wholeLayer(t, a, make([]byte, 4<<20)), string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 4 << 20, Layers: []string{layerUID}}
 	if err := b.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
 	loop := startLoop(t)
 	f.set(func(op, name string) (func(), error) {
-		if strings.Contains(name, hydratingDir) {
+		if strings.Contains(name, layer.HydratingDir) {
 			return nil, unix.ENOSPC
 		}
 		return nil, nil
@@ -363,8 +365,8 @@ var hydrateStep = step{name: "hydrate from another disk", setup: func(t *testing
 			return err
 		}
 		for _, at := range []int64{0, 700} {
-			err = errors.Join(err, r.layers[0].hy.await(at<<blockBits, blockSize))
-			r.layers[0].hy.note()
+			err = errors.Join(err, r.layers[0].Hydration.Await(at<<BlockBits, BlockSize))
+			r.layers[0].Hydration.SaveState()
 		}
 		return errors.Join(err, r.Close(), d.Close())
 	},
@@ -374,8 +376,9 @@ var hydrateStep = step{name: "hydrate from another disk", setup: func(t *testing
 		if err := errors.Join(d.RemoveReplica(i.replica), d.Close()); err != nil {
 			t.Fatal(err)
 		}
-		d.dropHydrating()
-		if left, err := d.fs.ReadDir(d.path(hydratingDir)); err == nil && len(left) > 0 {
+		d.DropHydrating()
+		d.Wait()
+		if left, err := d.FS.ReadDir(d.Join(layer.HydratingDir)); err == nil && len(left) > 0 {
 			t.Fatalf("what was read stays: %v", left)
 		}
 	}}

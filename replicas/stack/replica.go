@@ -7,8 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"sync"
-	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,7 +14,9 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // ring is what a Replica needs of its loop.
@@ -37,7 +37,7 @@ type Replica struct {
 	owner  file.Handle // its flock says that somebody has the replica open
 	head   file.Handle
 	marks  file.Handle // the intents; the worker's
-	layers []*layer
+	layers []*layer.Layer
 	log    *format.ZeroLog // the worker's
 	work   *worker
 
@@ -49,9 +49,9 @@ type Replica struct {
 	over    bool  // and is done: nothing is recorded any more
 	unsure  error // set: it is not known what stack.json says
 
-	merging  sync.Mutex    // one merge at a time
-	replaced []*layer      // that were hydrated, until they can be closed; under mu
-	strays   []file.Handle // of a cut whose outcome is not known; under mu
+	merging  sync.Mutex     // one merge at a time
+	replaced []*layer.Layer // that were hydrated, until they can be closed; under mu
+	strays   []file.Handle  // of a cut whose outcome is not known; under mu
 	onLost   func(lost bool)
 	parched  bool // onLost was told that a source fails; the loop's
 
@@ -68,14 +68,14 @@ func (d *Disk) OpenReplica(ctx context.Context, uid string, loop *uring.Loop) (*
 }
 
 func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica, err error) {
-	r := &Replica{disk: d, dir: d.path(replicaDir, uid), ring: on}
+	r := &Replica{disk: d, dir: d.Join(replicaDir, uid), ring: on}
 	defer func() {
 		if err != nil {
 			_ = r.closeFiles()
 			if api.KindOf(err) == api.Other && errors.Is(err, fs.ErrNotExist) { // its record was there
 				err = api.Errorf(api.Corrupt, "one of its files is missing: %w", err)
 			}
-			err = fmt.Errorf("open replica %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("open replica %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if _, err = d.readStack(uid); err != nil {
@@ -84,26 +84,26 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		}
 		return nil, err
 	}
-	if r.owner, err = d.fs.Open(r.dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+	if r.owner, err = d.FS.Open(r.dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
-	if err := tryLock(r.owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := diskfs.TryLock(r.owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return nil, api.Errorf(api.Busy, "another process or session has it open")
 	} else if err != nil {
 		return nil, err
 	}
 	// Read again under the lock: the former owner may have written it meanwhile.
 	if r.meta, err = d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
-		return nil, api.Errorf(api.NotFound, "it was removed: %w", err)
+		return nil, api.Errorf(api.NotFound, "the replica was removed: %w", err)
 	}
 	if err != nil {
 		return nil, err
 	}
 	base := r.dir + "/" + r.meta.Head
-	if r.head, err = d.fs.Open(base+dataSuffix, os.O_RDWR|d.direct, 0); err != nil {
+	if r.head, err = d.FS.Open(base+dataSuffix, os.O_RDWR|d.Direct, 0); err != nil {
 		return nil, err
 	}
-	if err := drain(ctx, r.head, r.meta.Size); err != nil {
+	if err := diskfs.Drain(ctx, r.head, r.meta.Size); err != nil {
 		return nil, err
 	}
 	if st, err := r.head.Stat(); err != nil {
@@ -112,7 +112,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, api.Errorf(api.Corrupt, "the head has %d bytes, not %d", st.Size(), r.meta.Size)
 	}
 	for _, l := range r.meta.Layers {
-		lay, err := d.findLayer(l, d.direct, true)
+		lay, err := d.Find(l, d.Direct, true)
 		if api.Is(err, api.NotFound) {
 			return nil, api.Errorf(api.Corrupt, "a layer that it names is missing: %w", err)
 		}
@@ -121,13 +121,13 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		}
 		r.layers = append(r.layers, lay)
 	}
-	if r.log, err = format.OpenZeroLog(d.fs, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
+	if r.log, err = format.OpenZeroLog(d.FS, base+zeroSuffix, r.meta.Size>>BlockBits); err != nil {
 		return nil, err
 	}
 	if len(r.layers) > 0 {
 		r.log.Reserve()
 	}
-	if err := format.FitIntents(d.fs, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
+	if err := format.FitIntents(d.FS, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
 	if err := r.openIntents(); err != nil {
@@ -149,79 +149,8 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	for _, l := range r.layers {
 		r.follow(l)
 	}
-	d.setOpen(r, true)
+	d.open.add(r)
 	return r, nil
-}
-
-// drain waits until disk I/O that a dead owner issued is over. Every such I/O holds a reference to the dead owner's
-// open file, and with it the flock taken here; the fallocate waits for direct I/O in the inode itself.
-func drain(ctx context.Context, h file.Handle, size int64) error {
-	if err := awaitLock(ctx, h, unix.LOCK_EX); err != nil {
-		return err
-	}
-	return awaitIO(h, size)
-}
-
-// forkTime is how long a lock is waited for that only a process has which is just being started: it has all descriptors
-// of the one that starts it, and so its locks, until it runs another program.
-const forkTime = 100 * time.Millisecond
-
-// tryLock takes a flock that nobody should hold; EWOULDBLOCK says that somebody does.
-func tryLock(h file.Handle, how int) error {
-	err := lockWithin(forkTime, h, how)
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		awaitForks()
-		err = lockWithin(closeTime, h, how)
-	}
-	return err
-}
-
-// closeTime is how long a lock is waited for after that: a process closes what is not for its program a moment after
-// whoever started it goes on.
-const closeTime = 20 * time.Millisecond
-
-func lockWithin(limit time.Duration, h file.Handle, how int) error {
-	soon, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	err := awaitLock(soon, h, how)
-	if api.Is(err, api.Busy) {
-		return unix.EWOULDBLOCK
-	}
-	return err
-}
-
-// awaitForks waits until the processes that this one is starting run their programs, however long a busy machine takes
-// for that: what was closed before is not open in them then.
-func awaitForks() {
-	syscall.ForkLock.RLock()
-	defer syscall.ForkLock.RUnlock()
-}
-
-// awaitLock takes a flock as soon as nobody holds one against it.
-func awaitLock(ctx context.Context, h file.Handle, how int) error {
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for {
-		if err := flock(h, how|unix.LOCK_NB); !errors.Is(err, unix.EWOULDBLOCK) {
-			return err
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return api.Errorf(api.Busy, "disk I/O of its former owner is still under way: %w", ctx.Err())
-		}
-	}
-}
-
-// awaitIO waits until no direct I/O is under way in a file of size.
-func awaitIO(h file.Handle, size int64) error {
-	err := retryEINTR(func() error {
-		return unix.Fallocate(int(h.Fd()), unix.FALLOC_FL_KEEP_SIZE, size, blockSize)
-	})
-	if err != nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) && !errors.Is(err, unix.EFBIG) {
-		return fmt.Errorf("wait for disk I/O under way: %w", err)
-	}
-	return h.Punch(size, blockSize)
 }
 
 func (r *Replica) closeFiles() error {
@@ -230,7 +159,7 @@ func (r *Replica) closeFiles() error {
 		errs = append(errs, r.log.Close())
 	}
 	for _, l := range append(r.replaced, r.layers...) {
-		errs = append(errs, l.close())
+		errs = append(errs, l.Close())
 	}
 	for _, h := range r.strays {
 		errs = append(errs, h.Close())
@@ -275,20 +204,13 @@ func (r *Replica) Used() int64 {
 	if err != nil {
 		return 0
 	}
-	return allocated(st)
+	return diskfs.Allocated(st)
 }
 
 // IndexMemory is the memory that the index of an open replica takes, in bytes, as far as it has been built.
 func (r *Replica) IndexMemory() (n int64, err error) {
 	err = r.onLoop(func() { n = r.idx.Memory() })
 	return n, err
-}
-
-func allocated(st fs.FileInfo) int64 {
-	if s, ok := st.Sys().(*syscall.Stat_t); ok {
-		return s.Blocks * 512
-	}
-	return 0
 }
 
 var _ block.Submitter = (*Replica)(nil)

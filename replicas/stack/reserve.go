@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -29,16 +30,16 @@ type reserve struct {
 // writeStack replaces a replica's stack.json.
 func (d *Disk) writeStack(dir string, m Meta) error {
 	name := dir + "/" + stackFile
-	err := format.WriteMeta(d.fs, name, formatStack, m.record())
+	err := format.WriteMeta(d.FS, name, formatStack, m.record())
 	if err == nil {
 		d.fillReserve()
 	}
-	if !noRoom(err) {
+	if !diskfs.NoRoom(err) {
 		return err
 	}
 	d.reserve.mu.Lock()
 	defer d.reserve.mu.Unlock()
-	for noRoom(err) {
+	for diskfs.NoRoom(err) {
 		left, spent := d.spend()
 		if spent != nil {
 			return errors.Join(err, spent)
@@ -46,7 +47,7 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 		if !left {
 			return err
 		}
-		again := format.WriteMeta(d.fs, name, formatStack, m.record())
+		again := format.WriteMeta(d.FS, name, formatStack, m.record())
 		if again != nil && errors.Is(err, format.ErrUnsure) {
 			again = fmt.Errorf("%w: %w", format.ErrUnsure, again) // the first one may be there
 		}
@@ -58,12 +59,10 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 	return err
 }
 
-func noRoom(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
-
 // spend gives some of the reserve to the file system, and reports whether there was any. The caller has the lock.
 func (d *Disk) spend() (bool, error) {
 	d.reserve.whole = false
-	h, err := d.fs.Open(d.path(reserveFile), os.O_RDWR, 0)
+	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		return false, nil
 	}
@@ -92,7 +91,7 @@ func (d *Disk) fillReserve() {
 
 // fill does that, step by step: a reserve of which a part is there is of use. The caller has the lock.
 func (d *Disk) fill() {
-	h, err := d.fs.Open(d.path(reserveFile), os.O_RDWR|os.O_CREATE, 0o600)
+	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return
 	}

@@ -37,7 +37,7 @@ func (r *Replica) scatter(q *block.Request) {
 	r.metaMu.Unlock()
 	w.left++
 	r.scattering.put.put(func() {
-		done, torn, err := w.spread(r.disk.fs, name, q)
+		done, torn, err := w.spread(r.disk.FS, name, q)
 		out.put(func() {
 			var lost error
 			if err == nil {
@@ -48,7 +48,7 @@ func (r *Replica) scatter(q *block.Request) {
 					r.written(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
 				}
 				for _, s := range torn {
-					r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
+					r.place(w, s.Off>>BlockBits, (s.Off+s.Len)>>BlockBits)
 				}
 				w.ended()
 				switch {
@@ -133,7 +133,7 @@ func (w *writes) forget() error {
 func spansFit(q *block.Request) bool {
 	at := int64(0)
 	for _, s := range q.Spans {
-		if (s.Off|s.Len)&(blockSize-1) != 0 || s.Off < at || s.Len <= 0 || s.Len > q.Len || s.Off > q.Len-s.Len {
+		if (s.Off|s.Len)&(BlockSize-1) != 0 || s.Off < at || s.Len <= 0 || s.Len > q.Len || s.Off > q.Len-s.Len {
 			return false
 		}
 		at = s.Off + s.Len

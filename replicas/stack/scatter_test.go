@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // What is written in pieces is read as it was written, by the open replica and by the next one; the rest of the buffer
@@ -33,7 +34,7 @@ func TestScatter(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	model := make([]byte, size)
 	scatter := func(off int64, spans ...block.Span) error {
-		buf := alignedBuffer(1 << 20)
+		buf := diskfs.AlignedBuffer(1 << 20)
 		randomBytes(rng, buf)
 		q := &block.Request{Op: block.OpWrite, Off: off, Len: int64(len(buf)), Buf: buf, Spans: spans}
 		done := make(chan error, 1)
@@ -50,7 +51,7 @@ func TestScatter(t *testing.T) {
 	check := func() {
 		t.Helper()
 		for _, n := range []int64{size, 1 << 20, 12 << 10} {
-			buf := alignedBuffer(int(n))
+			buf := diskfs.AlignedBuffer(int(n))
 			for off := int64(0); off+n <= size; off += n {
 				mustIssue(t, loop, r, block.OpRead, off, n, buf)
 				if !bytes.Equal(buf, model[off:][:n]) {
@@ -60,8 +61,8 @@ func TestScatter(t *testing.T) {
 		}
 	}
 	every := func(step int64) (list []block.Span) {
-		for at := int64(0); at < 1<<20; at += step * blockSize {
-			list = append(list, block.Span{Off: at, Len: blockSize})
+		for at := int64(0); at < 1<<20; at += step * BlockSize {
+			list = append(list, block.Span{Off: at, Len: BlockSize})
 		}
 		return list
 	}
@@ -71,13 +72,13 @@ func TestScatter(t *testing.T) {
 		}
 	}
 	check()
-	buf := alignedBuffer(int(blockSize)) // directly over what was written so
+	buf := diskfs.AlignedBuffer(int(BlockSize)) // directly over what was written so
 	randomBytes(rng, buf)
-	mustIssue(t, loop, r, block.OpWrite, 2*blockSize, blockSize, buf)
-	copy(model[2*blockSize:], buf)
+	mustIssue(t, loop, r, block.OpWrite, 2*BlockSize, BlockSize, buf)
+	copy(model[2*BlockSize:], buf)
 	check()
-	for _, bad := range [][]block.Span{{{Off: 1, Len: blockSize}}, {{Off: 0, Len: 0}}, {{Off: 0, Len: 2 << 20}},
-		{{Off: blockSize, Len: blockSize}, {Off: 0, Len: blockSize}}, {{Off: -blockSize, Len: blockSize}}} {
+	for _, bad := range [][]block.Span{{{Off: 1, Len: BlockSize}}, {{Off: 0, Len: 0}}, {{Off: 0, Len: 2 << 20}},
+		{{Off: BlockSize, Len: BlockSize}, {Off: 0, Len: BlockSize}}, {{Off: -BlockSize, Len: BlockSize}}} {
 		if err := scatter(0, bad...); !errors.Is(err, unix.EINVAL) {
 			t.Fatalf("%v: %v", bad, err)
 		}

@@ -1,6 +1,10 @@
 package stack
 
-import "sync"
+import (
+	"sync"
+
+	"drover.io/drover/replicas/stack/diskfs"
+)
 
 // scratch is memory that content is read into to be digested: so much for a disk, however many ask at once. A replica
 // that has none gets a little where nothing is left, as what the others read may never come.
@@ -11,7 +15,7 @@ type scratch struct {
 	has  map[*Replica]int // of both sizes
 }
 
-var scratches = sync.Pool{New: func() any { b := alignedBuffer(scratchSize); return &b }}
+var scratches = sync.Pool{New: func() any { b := diskfs.AlignedBuffer(scratchSize); return &b }}
 
 const (
 	scratchSize   = 1 << 20
@@ -33,7 +37,7 @@ func (r *Replica) Scratch() (buf []byte, back func()) {
 	}
 	s.has[r]++
 	if s.used >= scratchCount {
-		return alignedBuffer(scratchLittle), func() { s.back(r, 0) }
+		return diskfs.AlignedBuffer(scratchLittle), func() { s.back(r, 0) }
 	}
 	s.used++
 	b := scratches.Get().(*[]byte)

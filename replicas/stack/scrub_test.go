@@ -12,6 +12,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What a scrub finds damaged is never served again, to nobody, is not merged, and is served again once it is whole.
@@ -51,11 +53,11 @@ func TestScrub(t *testing.T) {
 	// A block that is read from the middle layer.
 	at := int64(-1)
 	for b := int64(0); b < r.idx.Blocks && at < 0; b++ {
-		buf := alignedBuffer(int(blockSize))
-		mustIssue(t, c.loop, r, block.OpRead, b<<blockBits, blockSize, buf)
+		buf := diskfs.AlignedBuffer(int(BlockSize))
+		mustIssue(t, c.loop, r, block.OpRead, b<<BlockBits, BlockSize, buf)
 		if err := r.onLoop(func() {
-			if v, _ := r.idx.Run(b, b+1); v == fromLayer+1 {
-				at = b << blockBits
+			if v, _ := r.idx.Run(b, b+1); v == FromLayer+1 {
+				at = b << BlockBits
 			}
 		}); err != nil {
 			t.Fatal(err)
@@ -64,7 +66,7 @@ func TestScrub(t *testing.T) {
 	if at < 0 {
 		t.Skip("the middle layer is covered: a matter of luck")
 	}
-	name := c.d.path(layersDir, m.Layers[1], dataFile)
+	name := c.d.Join(layer.Dir, m.Layers[1], layer.DataFile)
 	flip := func() {
 		t.Helper()
 		f, err := os.OpenFile(name, os.O_RDWR, 0)
@@ -83,24 +85,24 @@ func TestScrub(t *testing.T) {
 	}
 	flip()
 	list, err := c.d.Scrub(ctx, m.Layers[1], 0)
-	if want := []Damage{{at &^ (chunkSize - 1), chunkSize}}; err != nil || !slices.Equal(list, want) {
+	if want := []Damage{{Off: at &^ (ChunkSize - 1), Len: ChunkSize}}; err != nil || !slices.Equal(list, want) {
 		t.Fatalf("%v, %v; not %v", list, err, want)
 	}
 	if err := r.Knows(m.Layers[1], list); err != nil {
 		t.Fatal(err)
 	}
-	buf := alignedBuffer(int(blockSize))
-	if err := issue(c.loop, r, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
+	buf := diskfs.AlignedBuffer(int(BlockSize))
+	if err := issue(c.loop, r, block.OpRead, at, BlockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
-	all := alignedBuffer(1 << 20)
+	all := diskfs.AlignedBuffer(1 << 20)
 	if err := issue(c.loop, r, block.OpRead, at&^(1<<20-1), 1<<20, all, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
 	randomBytes(c.rng, buf) // what is written over it is whole
-	mustIssue(t, c.loop, r, block.OpWrite, at, blockSize, buf)
-	got := alignedBuffer(int(blockSize))
-	mustIssue(t, c.loop, r, block.OpRead, at, blockSize, got)
+	mustIssue(t, c.loop, r, block.OpWrite, at, BlockSize, buf)
+	got := diskfs.AlignedBuffer(int(BlockSize))
+	mustIssue(t, c.loop, r, block.OpRead, at, BlockSize, got)
 	if !bytes.Equal(got, buf) {
 		t.Fatal("what was written is not read")
 	}
@@ -149,9 +151,9 @@ func TestScrub(t *testing.T) {
 		if slices.Contains(m.Layers, damaged) {
 			t.Fatalf("layers %v became %v", m.Layers, r.Meta().Layers)
 		}
-		name = c.d.path(layersDir, damaged, dataFile)
+		name = c.d.Join(layer.Dir, damaged, layer.DataFile)
 		list, err := c.d.Scrub(ctx, damaged, 0)
-		if want := []Damage{{at &^ (chunkSize - 1), chunkSize}}; err != nil || !slices.Equal(list, want) {
+		if want := []Damage{{Off: at &^ (ChunkSize - 1), Len: ChunkSize}}; err != nil || !slices.Equal(list, want) {
 			t.Fatalf("a damaged layer was merged: %v, %v", list, err)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -31,7 +32,7 @@ func (r *Replica) commit(change func(*Meta)) error {
 		if errors.Is(err, format.ErrUnsure) {
 			r.unknown(err)
 		}
-		return classify(err)
+		return diskfs.Classify(err)
 	}
 	r.metaMu.Lock()
 	r.meta = m
@@ -43,8 +44,8 @@ func (r *Replica) commit(change func(*Meta)) error {
 // collection may remove layers that the file does not name. Only a new opener, who reads the file, can continue.
 func (r *Replica) unknown(err error) {
 	r.metaMu.Lock()
-	r.unsure = api.Errorf(api.Unavailable, "what its record says is not known since it could not be synced; nothing is "+
-		"done with it until it is opened again: %w: %w", ErrFailed, err)
+	r.unsure = api.Errorf(api.Unavailable, "stack.json on the disk is unknown since a sync failed; nothing is done with "+
+		"the replica until it is opened again: %w: %w", ErrFailed, err)
 	r.metaMu.Unlock()
 	_ = r.onLoop(func() { r.fail(err) })
 }
@@ -53,13 +54,13 @@ func (r *Replica) name(err error) error {
 	if err == nil {
 		return nil
 	}
-	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.root, err)
+	return fmt.Errorf("replica %s of volume %s on disk %s: %w", r.meta.UID, r.meta.Volume, r.disk.Root, err)
 }
 
 // ErrRestarted is the answer of Adopt if the machine restarted, or the disk's file system was mounted again, during the
 // replica's last session: acknowledged writes that were not flushed may be lost.
-var ErrRestarted = api.Errorf(api.Unavailable, "its machine restarted or its file system was mounted again during the "+
-	"last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
+var ErrRestarted = api.Errorf(api.Unavailable, "the machine restarted or the file system of the disk was mounted "+
+	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
 
 // Adopt begins the session (epoch, incarnation): when Adopt returns, all writes of earlier sessions have ended and the
 // session is durable. Adopt refuses an older session with kind denied. The same session again is no error, and waits
@@ -95,7 +96,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	if err != nil {
 		return r.name(err)
 	}
-	restarted := m.Dirty && m.lifetime().ended(now)
+	restarted := m.Dirty && m.lifetime().Ended(now)
 	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
 		return r.name(ErrRestarted)
 	}
@@ -131,7 +132,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	}
 	err = r.commit(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
-		m.BootID, m.MountID, m.EngineNode = now.boot, now.mount, node
+		m.BootID, m.MountID, m.EngineNode = now.Boot, now.Mount, node
 		if slices.Contains(members, m.UID) {
 			m.Joined = epoch
 		}
@@ -154,7 +155,7 @@ func (r *Replica) Drain(ctx context.Context) error {
 func (r *Replica) Note(object json.RawMessage) error {
 	var compact bytes.Buffer
 	if err := json.Compact(&compact, object); err != nil {
-		return r.name(api.Errorf(api.Invalid, "what is to be noted: %w", err))
+		return r.name(api.Errorf(api.Invalid, "object of the volume: %w", err))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -173,7 +174,7 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	if size < m.Size {
 		return r.name(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
 	}
-	if size%blockSize != 0 || size > api.MaxVolumeSize {
+	if size%BlockSize != 0 || size > api.MaxVolumeSize {
 		return r.name(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
 	}
 	if size == m.Size {
@@ -186,13 +187,13 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	defer release()
 	err = errors.Join(r.head.Truncate(size), r.syncNow(), r.growIntents(size))
 	if err != nil {
-		return r.name(classify(err))
+		return r.name(diskfs.Classify(err))
 	}
 	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
 		return r.name(err)
 	}
-	r.work.do(func() { r.log.Zeros.Grow(size>>blockBits, 0) })
-	return r.name(r.onLoop(func() { r.idx.Grow(size>>blockBits, fromNowhere) }))
+	r.work.do(func() { r.log.Zeros.Grow(size>>BlockBits, 0) })
+	return r.name(r.onLoop(func() { r.idx.Grow(size>>BlockBits, FromNowhere) }))
 }
 
 // Close ends the session: Close waits for I/O in progress, makes acknowledged writes durable, and records a clean end
@@ -207,7 +208,7 @@ func (r *Replica) Close() error {
 	if was {
 		return nil
 	}
-	r.disk.setOpen(r, false)
+	r.disk.open.remove(r)
 	release, err := r.quiesce(context.Background())
 	failed := err
 	if err == nil {
@@ -328,7 +329,7 @@ func (r *Replica) rest() {
 // ErrUnderWay marks the errors of operations that need a moment without I/O. The caller tries again later.
 var ErrUnderWay = errors.New("I/O is still under way")
 
-var errLoopEnded = api.Errorf(api.Unavailable, "its loop has ended")
+var errLoopEnded = api.Errorf(api.Unavailable, "the loop of the replica has ended")
 
 // onLoop runs fn on the loop's thread and waits for it.
 func (r *Replica) onLoop(fn func()) error {
@@ -352,3 +353,6 @@ func (r *Replica) shut() error {
 	}
 	return failed
 }
+
+// lifetime is that of the last session.
+func (m Meta) lifetime() diskfs.Lifetime { return diskfs.Lifetime{Boot: m.BootID, Mount: m.MountID} }

@@ -5,13 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
-	"time"
 
-	"golang.org/x/sys/unix"
-
-	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What a process that was killed had written is seen by the next one, durable or not: the page cache outlives it.
@@ -19,7 +16,7 @@ import (
 
 // settle does so for a replica that is being opened.
 func (r *Replica) settle(ctx context.Context) error {
-	errs := []error{r.disk.fs.SyncDir(r.dir)} // the name of stack.json
+	errs := []error{r.disk.FS.SyncDir(r.dir)} // the name of stack.json
 	if !r.meta.Dirty {
 		return errors.Join(errs...)
 	}
@@ -27,34 +24,11 @@ func (r *Replica) settle(ctx context.Context) error {
 		errs = append(errs, r.log.File.Datasync())
 	}
 	for _, l := range r.layers {
-		if _, frozen := l.m.(*frozenMap); frozen {
-			errs = append(errs, r.disk.settleFrozen(ctx, l.rec.UID))
+		if _, frozen := l.Map.(*layer.FrozenMap); frozen {
+			errs = append(errs, r.disk.SettleFrozen(ctx, l.Rec.UID))
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// settleFrozen makes the content of a frozen layer durable. One that was finished meanwhile is. Writes to it that a
-// dead process left under way are waited for: it may have died between the commit of the cut and their end.
-func (d *Disk) settleFrozen(ctx context.Context, uid string) error {
-	for _, name := range []string{dataFile, zeroFile} {
-		h, err := d.fs.Open(d.path(layersDir, uid, name), os.O_RDWR, 0)
-		if errors.Is(err, os.ErrNotExist) {
-			if there, eerr := d.exists(d.path(layersDir, uid, layerFile)); there && eerr == nil {
-				return nil
-			}
-		}
-		if err != nil {
-			return err
-		}
-		if name == dataFile {
-			err = quiet(ctx, h)
-		}
-		if err := errors.Join(err, h.Datasync(), h.Close()); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // settleNames makes durable what replicas, images and pins name now, and that they name nothing else. A process that
@@ -71,18 +45,18 @@ func (d *Disk) settleSight(ctx context.Context, s *sight) error {
 	d.names.settledMu.Lock()
 	defer d.names.settledMu.Unlock()
 	if d.names.settled == nil {
-		d.names.settled = make(map[string]fileID)
+		d.names.settled = make(map[string]layer.FileID)
 	}
 	sync := func(dir string) error {
-		err := errors.Join(ctx.Err(), d.fs.SyncDir(dir))
+		err := errors.Join(ctx.Err(), d.FS.SyncDir(dir))
 		if errors.Is(err, fs.ErrNotExist) {
 			return ctx.Err() // it went
 		}
 		return err
 	}
 	for _, kind := range []string{trashDir, replicaDir, imagesDir, pinsDir} { // where removed records went, and were
-		dir := d.path(kind)
-		id, steady, err := d.fileID(dir)
+		dir := d.Join(kind)
+		id, steady, err := d.FileID(dir)
 		if kind == pinsDir && errors.Is(err, fs.ErrNotExist) {
 			continue // made with the first of them
 		}
@@ -125,35 +99,17 @@ func (d *Disk) settleAhead() {
 	}
 }
 
-// settleTime is how long writes of a dead process are waited for where nobody says.
-const settleTime = 10 * time.Second
-
-// quiet waits until no I/O of a dead process writes to a file that was a head: its lock goes with the last reference to
-// its open file, and direct I/O has one.
-func quiet(ctx context.Context, h file.Handle) error {
-	ctx, cancel := context.WithTimeout(ctx, settleTime)
-	defer cancel()
-	if err := awaitLock(ctx, h, unix.LOCK_SH); err != nil {
-		return err
-	}
-	st, err := h.Stat()
-	if err == nil {
-		err = awaitIO(h, st.Size())
-	}
-	return errors.Join(err, flock(h, unix.LOCK_UN))
-}
-
 // Settle makes durable what the record of a replica says now, and the layers: a process that is dead may have written
 // it a moment ago. Before anybody is told that a snapshot is there, or gone, or that the replica was reverted.
 func (d *Disk) Settle(replica string, layers ...string) error {
-	err := d.fs.SyncDir(d.path(replicaDir, replica))
+	err := d.FS.SyncDir(d.Join(replicaDir, replica))
 	for _, uid := range layers {
-		if there, eerr := d.exists(d.path(layersDir, uid, layerFile)); eerr == nil && !there {
-			err = errors.Join(err, d.settleFrozen(context.Background(), uid))
+		if there, eerr := d.Exists(d.Join(layer.Dir, uid, layer.LayerFile)); eerr == nil && !there {
+			err = errors.Join(err, d.SettleFrozen(context.Background(), uid))
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("replica %s on disk %s: %w", replica, d.root, classify(err))
+		return fmt.Errorf("replica %s on disk %s: %w", replica, d.Root, diskfs.Classify(err))
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -92,7 +93,7 @@ func (r *Replica) DropSnapshot(uid string) error {
 	r.disk.settleAhead()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	unlock, err := r.disk.lock()
+	unlock, err := r.disk.Lock()
 	if err != nil {
 		return r.name(err)
 	}
@@ -110,7 +111,7 @@ func (r *Replica) DropSnapshot(uid string) error {
 func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("replica %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("replica %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if _, err := d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
@@ -119,18 +120,18 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		return err
 	}
 	d.settleAhead()
-	dir := d.path(replicaDir, uid)
-	owner, err := d.fs.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
+	dir := d.Join(replicaDir, uid)
+	owner, err := d.FS.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
 	}
 	defer owner.Close()
-	if err := tryLock(owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
+	if err := diskfs.TryLock(owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "another process or session has it open")
 	} else if err != nil {
 		return err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
@@ -151,7 +152,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		err = errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
 	}
 	if err != nil { // the next one who reads the stack finds the change
-		return api.Errorf(api.Busy, "it is there, and what belongs to it is not done yet; try again: %w", err)
+		return api.Errorf(api.Busy, "the change is committed, and its cleanup is not done yet; try again: %w", err)
 	}
 	return nil
 }
@@ -169,7 +170,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 	return d.alone(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
-			return nil, api.Errorf(api.NotFound, "it has no snapshot %s", snapshot)
+			return nil, api.Errorf(api.NotFound, "no snapshot %s", snapshot)
 		}
 		if m.Merge != nil {
 			return nil, api.Errorf(api.Busy, "two of its layers are being merged; try again when that is done")
@@ -178,7 +179,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		if err != nil {
 			return nil, err
 		}
-		dir := d.path(replicaDir, replica)
+		dir := d.Join(replicaDir, replica)
 		if err := d.raiseIntents(dir, epoch); err != nil {
 			return nil, err
 		}
@@ -189,18 +190,18 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		m.Head = nextHead(m.Head)
 		base := dir + "/" + m.Head
 		for _, name := range []string{base + dataSuffix, base + zeroSuffix} {
-			if err := file.RemoveAll(d.fs, name); err != nil {
+			if err := file.RemoveAll(d.FS, name); err != nil {
 				return nil, err
 			}
 		}
-		head, err := d.fs.Open(base+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		head, err := d.FS.Open(base+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 		if err != nil {
 			return nil, err
 		}
 		if err := errors.Join(head.Truncate(m.Size), head.Datasync(), head.Close()); err != nil {
 			return nil, err
 		}
-		if err := errors.Join(format.WriteFile(d.fs, base+zeroSuffix, format.ZeroHeader()), d.fs.SyncDir(dir)); err != nil {
+		if err := errors.Join(format.WriteFile(d.FS, base+zeroSuffix, format.ZeroHeader()), d.FS.SyncDir(dir)); err != nil {
 			return nil, err
 		}
 		// The head's layers that the snapshot has not become a branch; the branch that it was on becomes the head's.
@@ -221,7 +222,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 // epoch alone.
 func (d *Disk) raiseIntents(dir string, epoch int64) error {
 	name := dir + "/" + intentsFile
-	h, err := d.fs.Open(name, os.O_RDONLY, 0)
+	h, err := d.FS.Open(name, os.O_RDONLY, 0)
 	if err != nil {
 		return err
 	}
@@ -234,5 +235,5 @@ func (d *Disk) raiseIntents(dir string, epoch int64) error {
 		return err
 	}
 	t.Epoch = epoch
-	return format.ReplaceFile(d.fs, name, format.EncodeIntents(t))
+	return format.ReplaceFile(d.FS, name, format.EncodeIntents(t))
 }

@@ -18,7 +18,9 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // chained is a replica with snapshots, and what they must hold.
@@ -46,11 +48,11 @@ func (c *chained) scribble(n int) (uids []string) {
 		c.t.Fatal(err)
 	}
 	size := int64(len(c.model))
-	buf := alignedBuffer(256 << 10)
+	buf := diskfs.AlignedBuffer(256 << 10)
 	for range n {
 		for range 30 {
-			off := c.rng.Int64N(size>>blockBits) << blockBits
-			n := min((1+c.rng.Int64N(64))<<blockBits, size-off)
+			off := c.rng.Int64N(size>>BlockBits) << BlockBits
+			n := min((1+c.rng.Int64N(64))<<BlockBits, size-off)
 			if c.rng.IntN(4) == 0 {
 				mustIssue(c.t, c.loop, r, block.OpDiscard, off, n, nil)
 				clear(c.model[off : off+n])
@@ -113,7 +115,7 @@ func (c *chained) layersOnDisk() int {
 	if err := c.d.Close(); err != nil { // waits for removals
 		c.t.Fatal(err)
 	}
-	list, err := c.d.fs.ReadDir(c.d.path(layersDir))
+	list, err := c.d.FS.ReadDir(c.d.Join(layer.Dir))
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -281,7 +283,7 @@ func (c *chained) mergeAll() {
 	size := int64(len(c.model))
 	go func() {
 		rng := rand.New(rand.NewPCG(c.rng.Uint64(), 1))
-		buf := alignedBuffer(64 << 10)
+		buf := diskfs.AlignedBuffer(64 << 10)
 		for {
 			select {
 			case <-stop:
@@ -289,7 +291,7 @@ func (c *chained) mergeAll() {
 				return
 			default:
 			}
-			off := rng.Int64N(size>>blockBits) << blockBits
+			off := rng.Int64N(size>>BlockBits) << BlockBits
 			n := min(int64(len(buf)), size-off)
 			if off >= size/2 && rng.IntN(2) == 0 {
 				randomBytes(rng, buf[:n])
@@ -498,24 +500,24 @@ func TestImageOfDamagedLayers(t *testing.T) {
 	if err := c.d.Finish(t.Context(), uid); err != nil {
 		t.Fatal(err)
 	}
-	l, err := c.d.openLayer(uid, c.d.direct)
+	l, err := c.d.OpenLayer(uid, c.d.Direct)
 	if err != nil {
 		t.Fatal(err)
 	}
-	kinds, err := format.IndexOf(l.m)
-	if err := errors.Join(err, l.close()); err != nil {
+	kinds, err := format.IndexOf(l.Map)
+	if err := errors.Join(err, l.Close()); err != nil {
 		t.Fatal(err)
 	}
 	e := int64(0)
-	for !kinds.Chunk(e / chunkSize).Data {
-		e += chunkSize
+	for !kinds.Chunk(e / ChunkSize).Data {
+		e += ChunkSize
 	}
-	f, err := os.OpenFile(c.d.path(layersDir, uid, dataFile), os.O_RDWR, 0)
+	f, err := os.OpenFile(c.d.Join(layer.Dir, uid, layer.DataFile), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	was, bad := make([]byte, chunkSize), make([]byte, chunkSize)
+	was, bad := make([]byte, ChunkSize), make([]byte, ChunkSize)
 	n, err := f.ReadAt(was, e)
 	if err != nil && !errors.Is(err, io.EOF) {
 		t.Fatal(err)
@@ -552,7 +554,7 @@ func TestRevertOfUnknownOutcome(t *testing.T) {
 	c := newChained(t)
 	first := c.scribble(2)[0]
 	d, f := tap(t, c.d)
-	dir := c.d.path(replicaDir, c.uid)
+	dir := c.d.Join(replicaDir, c.uid)
 	was, err := c.d.readStack(c.uid)
 	if err != nil {
 		t.Fatal(err)

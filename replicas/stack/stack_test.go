@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 func TestMain(m *testing.M) {
@@ -99,8 +100,8 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 		t.Fatal(err)
 	}
 	for range 40 {
-		off := rng.Int64N(size/blockSize) * blockSize
-		n := min((1+rng.Int64N(40))*blockSize, size-off)
+		off := rng.Int64N(size/BlockSize) * BlockSize
+		n := min((1+rng.Int64N(40))*BlockSize, size-off)
 		if rng.IntN(3) == 0 {
 			if err := w.ZeroAt(off, n); err != nil {
 				t.Fatal(err)
@@ -111,7 +112,7 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 		b := make([]byte, n)
 		randomBytes(rng, b)
 		if rng.IntN(4) == 0 {
-			clear(b[:blockSize])
+			clear(b[:BlockSize])
 		}
 		if _, err := w.WriteAt(b, off); err != nil {
 			t.Fatal(err)
@@ -146,7 +147,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 	model := make([]byte, size)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
 	for range layers {
-		small := size - rng.Int64N(30<<20)&^(blockSize-1)
+		small := size - rng.Int64N(30<<20)&^(BlockSize-1)
 		spec.Layers = append(spec.Layers, makeLayer(t, d, rng, small, model))
 	}
 	if err := d.CreateReplica(ctx, spec); err != nil {
@@ -155,7 +156,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatalf("again: %v", err)
 	}
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	for round := range 6 {
 		r, err := d.OpenReplica(ctx, spec.UID, loop)
 		if err != nil {
@@ -168,17 +169,17 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 			t.Fatal(err)
 		}
 		for range 150 {
-			off := rng.Int64N(size/blockSize) * blockSize
+			off := rng.Int64N(size/BlockSize) * BlockSize
 			if rng.IntN(4) == 0 {
-				off = max(0, int64(pageSize)-rng.Int64N(20)*blockSize) // across the border of pages
+				off = max(0, int64(pageSize)-rng.Int64N(20)*BlockSize) // across the border of pages
 			}
-			n := min((1+rng.Int64N(64))*blockSize, size-off)
+			n := min((1+rng.Int64N(64))*BlockSize, size-off)
 			b := buf[:n]
 			switch rng.IntN(8) {
 			case 0, 1, 2:
 				randomBytes(rng, b)
 				if rng.IntN(2) == 0 {
-					clear(b[:min(n, 3*blockSize)])
+					clear(b[:min(n, 3*BlockSize)])
 				}
 				copy(model[off:], b)
 				if err := issue(loop, r, block.OpWrite, off, n, b, rng.IntN(8) == 0); err != nil {
@@ -213,7 +214,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 		if m := r.Meta(); m.Dirty || m.Epoch != int64(round+1) || m.Size != size {
 			t.Fatalf("meta %+v", m)
 		}
-		if err := issue(loop, r, block.OpRead, 0, blockSize, buf[:blockSize], false); err == nil {
+		if err := issue(loop, r, block.OpRead, 0, BlockSize, buf[:BlockSize], false); err == nil {
 			t.Fatal("read after close succeeded")
 		}
 	}
@@ -226,7 +227,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 
 func compareAll(t testing.TB, loop ring, r *Replica, model []byte) {
 	t.Helper()
-	buf := alignedBuffer(1 << 20)
+	buf := diskfs.AlignedBuffer(1 << 20)
 	for off := int64(0); off < int64(len(model)); off += int64(len(buf)) {
 		b := buf[:min(int64(len(buf)), int64(len(model))-off)]
 		mustIssue(t, loop, r, block.OpRead, off, int64(len(b)), b)
@@ -315,7 +316,7 @@ func TestAdopt(t *testing.T) {
 		t.Fatalf("open after removal: %v", err)
 	}
 	d.Close()
-	if e, err := d.fs.ReadDir(d.path(trashDir)); err != nil || len(e) != 0 {
+	if e, err := d.FS.ReadDir(d.Join(trashDir)); err != nil || len(e) != 0 {
 		t.Fatalf("trash holds %v, %v", e, err)
 	}
 }
@@ -326,7 +327,7 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
 	boot := "boot one"
-	d.lifetime = func() (lifetime, error) { return lifetime{boot: boot}, nil }
+	d.lifetime = func() (diskfs.Lifetime, error) { return diskfs.Lifetime{Boot: boot}, nil }
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 << 20}
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
@@ -437,23 +438,23 @@ func TestSubmitRefusesNonsense(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	b := alignedBuffer(3 * int(blockSize))
+	b := diskfs.AlignedBuffer(3 * int(BlockSize))
 	for _, q := range []block.Request{
-		{Op: block.OpRead, Off: 512, Len: blockSize, Buf: b[:blockSize]},
+		{Op: block.OpRead, Off: 512, Len: BlockSize, Buf: b[:BlockSize]},
 		{Op: block.OpRead, Off: 0, Len: 512, Buf: b[:512]},
-		{Op: block.OpRead, Off: 0, Len: blockSize, Buf: b[512 : 512+blockSize]},
-		{Op: block.OpRead, Off: 0, Len: blockSize, Buf: b[:2*blockSize]},
-		{Op: block.OpRead, Off: 16 << 20, Len: blockSize, Buf: b[:blockSize]},
-		{Op: block.OpRead, Off: 16<<20 - blockSize, Len: 2 * blockSize, Buf: b[:2*blockSize]},
-		{Op: block.OpDiscard, Off: -blockSize, Len: blockSize},
-		{Op: block.OpDiscard, Off: blockSize, Len: 1 << 62},
+		{Op: block.OpRead, Off: 0, Len: BlockSize, Buf: b[512 : 512+BlockSize]},
+		{Op: block.OpRead, Off: 0, Len: BlockSize, Buf: b[:2*BlockSize]},
+		{Op: block.OpRead, Off: 16 << 20, Len: BlockSize, Buf: b[:BlockSize]},
+		{Op: block.OpRead, Off: 16<<20 - BlockSize, Len: 2 * BlockSize, Buf: b[:2*BlockSize]},
+		{Op: block.OpDiscard, Off: -BlockSize, Len: BlockSize},
+		{Op: block.OpDiscard, Off: BlockSize, Len: 1 << 62},
 		{Op: block.OpDiscard, Off: 0, Len: 0},
 	} {
 		if err := issue(loop, r, q.Op, q.Off, q.Len, q.Buf, false); err == nil {
 			t.Errorf("op %d at %d+%d was accepted", q.Op, q.Off, q.Len)
 		}
 	}
-	if err := issue(loop, r, block.Op(99), 0, blockSize, nil, false); err == nil || errors.Is(err, context.Canceled) {
+	if err := issue(loop, r, block.Op(99), 0, BlockSize, nil, false); err == nil || errors.Is(err, context.Canceled) {
 		t.Errorf("unknown op: %v", err)
 	}
 }

@@ -15,7 +15,9 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A step is one operation on metadata, with what must hold after it, whether it happened or not.
@@ -90,7 +92,7 @@ func mergeAll(r *Replica) error {
 // servedAsSealed has every layer that can be opened hold what its digest says, whether anything names it or not.
 func servedAsSealed(t *testing.T, d *Disk) {
 	t.Helper()
-	entries, err := d.fs.ReadDir(d.path(layersDir))
+	entries, err := d.FS.ReadDir(d.Join(layer.Dir))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,8 +183,8 @@ var steps = []step{
 			if err := errors.Join(d.RemoveReplica(i.replica), d.Close(), d.Collect(context.Background(), 0)); err != nil {
 				t.Fatal(err)
 			}
-			for _, dir := range []string{layersDir, replicaDir, trashDir} {
-				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) > 0 {
+			for _, dir := range []string{layer.Dir, replicaDir, trashDir} {
+				if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || len(left) > 0 {
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
@@ -193,12 +195,12 @@ var steps = []step{
 			if err != nil {
 				return err
 			}
-			buf := alignedBuffer(2 << 20)
+			buf := diskfs.AlignedBuffer(2 << 20)
 			fill(buf, 99)
 			if _, err := w.WriteAt(buf, 0); err == nil {
-				_, err = w.WriteAt(buf[:blockSize], 3<<20)
+				_, err = w.WriteAt(buf[:BlockSize], 3<<20)
 				if err == nil {
-					err = w.ZeroAt(3<<20+blockSize, blockSize)
+					err = w.ZeroAt(3<<20+BlockSize, BlockSize)
 				}
 				if err == nil {
 					_, _, err = w.Seal(context.Background())
@@ -266,8 +268,8 @@ var steps = []step{
 					t.Fatal(err)
 				}
 			}
-			for dir, want := range map[string]int{layersDir: 1, trashDir: 0} {
-				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || len(left) != want {
+			for dir, want := range map[string]int{layer.Dir: 1, trashDir: 0} {
+				if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || len(left) != want {
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
@@ -279,14 +281,14 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := alignedBuffer(int(blockSize))
+				buf := diskfs.AlignedBuffer(int(BlockSize))
 				fill(buf, 33)
 				err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
 				if err == nil {
-					err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
+					err = issue(p, r, block.OpWrite, 3<<BlockBits, BlockSize, buf, false)
 				}
 				if err == nil {
-					err = issue(p, r, block.OpDiscard, 5<<blockBits, blockSize, nil, false)
+					err = issue(p, r, block.OpDiscard, 5<<BlockBits, BlockSize, nil, false)
 				}
 				if err == nil {
 					err = r.Cut(context.Background(), Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
@@ -308,13 +310,13 @@ var steps = []step{
 			if err != nil {
 				t.Fatal(err)
 			}
-			for dir, want := range map[string]int{layersDir: len(list[0].Layers), trashDir: 0} {
-				if left, err := d.fs.ReadDir(d.path(dir)); err != nil || dir == layersDir && len(left) != want {
+			for dir, want := range map[string]int{layer.Dir: len(list[0].Layers), trashDir: 0} {
+				if left, err := d.FS.ReadDir(d.Join(dir)); err != nil || dir == layer.Dir && len(left) != want {
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
 			// Nothing of another head than the replica's own is left, or the space of its layer would never come back.
-			files, err := d.fs.ReadDir(d.path(replicaDir, i.replica))
+			files, err := d.FS.ReadDir(d.Join(replicaDir, i.replica))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -330,12 +332,12 @@ var steps = []step{
 			uids, err := d.Unfinished()
 			if err == nil && len(uids) == 0 { // its first part
 				err = withReplica(func(r *Replica) error {
-					buf := alignedBuffer(int(blockSize))
+					buf := diskfs.AlignedBuffer(int(BlockSize))
 					fill(buf, 34)
 					i.e.add(3, 1, 34)
 					err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
 					if err == nil {
-						err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
+						err = issue(p, r, block.OpWrite, 3<<BlockBits, BlockSize, buf, false)
 					}
 					if err == nil {
 						err = r.Cut(context.Background(), Snapshot{Layer: string(api.NewUID())})
@@ -386,14 +388,14 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := alignedBuffer(int(blockSize))
+				buf := diskfs.AlignedBuffer(int(BlockSize))
 				fill(buf, 44)
 				i.e.add(700, 1, 44)
-				err := issue(p, r, block.OpWrite, 700<<blockBits, blockSize, buf, true)
+				err := issue(p, r, block.OpWrite, 700<<BlockBits, BlockSize, buf, true)
 				for _, b := range []int64{0, 700, 5} {
 					if err == nil {
 						i.e.add(b, 1, 0)
-						err = issue(p, r, block.OpDiscard, b<<blockBits, blockSize, nil, false)
+						err = issue(p, r, block.OpDiscard, b<<BlockBits, BlockSize, nil, false)
 					}
 				}
 				if err == nil {
@@ -403,11 +405,11 @@ var steps = []step{
 			})(d, p, i)
 		},
 		check: func(t *testing.T, d *Disk, p *power, i *ids, done bool) {
-			if st, err := os.Stat(d.path(replicaDir, i.replica, "head.zero")); err != nil || done && st.Size() > 64<<10 {
+			if st, err := os.Stat(d.Join(replicaDir, i.replica, "head.zero")); err != nil || done && st.Size() > 64<<10 {
 				t.Fatalf("%d bytes, %v", st.Size(), err)
 			}
 			replicaIs(func(m Meta, done bool) bool { return true })(t, d, p, i, done)
-			if left, err := filepath.Glob(d.path(replicaDir, i.replica, "*.tmp")); err != nil || len(left) > 0 {
+			if left, err := filepath.Glob(d.Join(replicaDir, i.replica, "*.tmp")); err != nil || len(left) > 0 {
 				t.Fatalf("left behind: %v, %v", left, err)
 			}
 		}},
@@ -423,13 +425,13 @@ var steps = []step{
 // fillZeroLog records that block 5 is zero, n times.
 func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 	t.Helper()
-	l, err := format.OpenZeroLog(d.fs, d.path(replicaDir, replica, "head.zero"), 2048)
+	l, err := format.OpenZeroLog(d.FS, d.Join(replicaDir, replica, "head.zero"), 2048)
 	if err != nil {
 		t.Fatal(err)
 	}
 	spans := make([]block.Span, n)
 	for k := range spans {
-		spans[k] = block.Span{Off: 5 << blockBits, Len: blockSize}
+		spans[k] = block.Span{Off: 5 << BlockBits, Len: BlockSize}
 	}
 	if err := errors.Join(l.Add(spans), l.Sync(), l.Close()); err != nil {
 		t.Fatal(err)
@@ -495,9 +497,9 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 			t.Fatal(err)
 		}
 		var rec [3 * format.ZeroRecordSize]byte
-		format.PutZeroRecord(rec[:], 0, 5<<blockBits, blockSize)
-		format.PutZeroRecord(rec[format.ZeroRecordSize:], 1, 0, blockSize)
-		format.PutZeroRecord(rec[2*format.ZeroRecordSize:], 2, 700<<blockBits, blockSize)
+		format.PutZeroRecord(rec[:], 0, 5<<BlockBits, BlockSize)
+		format.PutZeroRecord(rec[format.ZeroRecordSize:], 1, 0, BlockSize)
+		format.PutZeroRecord(rec[2*format.ZeroRecordSize:], 2, 700<<BlockBits, BlockSize)
 		rec[format.ZeroRecordSize+20] ^= 1
 		if _, err := h.WriteAt(rec[:], format.ZeroRecordSize); err != nil {
 			t.Fatal(err)
@@ -531,9 +533,9 @@ func TestDamagedRecords(t *testing.T) {
 			d := p.disk(t)
 			i.makeReplica(t, d)
 			orphan := filledLayer(t, d, 1<<20, []int64{1}, 1, make(expect))
-			name := d.path(replicaDir, i.replica, stackFile)
+			name := d.Join(replicaDir, i.replica, stackFile)
 			if damage == "image" {
-				name = d.path(imagesDir, i.image, imageFile)
+				name = d.Join(imagesDir, i.image, imageFile)
 			}
 			good, err := os.ReadFile(name)
 			if err != nil {

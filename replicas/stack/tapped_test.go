@@ -28,7 +28,7 @@ const (
 func tap(t *testing.T, of *Disk) (*Disk, *tapped) {
 	t.Helper()
 	f := &tapped{FS: file.OS}
-	d, err := openOn(f, of.root)
+	d, err := openOn(f, of.Root)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // A head that was there when the replica was opened becomes a layer, gets its digests and is merged, all under the same
@@ -40,11 +41,11 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	}
 	r := open(1)
 	for b := range int64(32) { // the larger one: the other is copied into it, and emptied
-		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(100+uint64(b)))
+		mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, numbered(100+uint64(b)))
 	}
 	below := cut(r, "below")
 	for _, b := range []int64{3, 40} {
-		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(200+uint64(b)))
+		mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, numbered(200+uint64(b)))
 	}
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
@@ -77,9 +78,9 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	}
 	cancel()
 	<-merged
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	for b, want := range map[int64]uint64{2: 102, 3: 203, 40: 240, 41: 0} {
-		mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
+		mustIssue(t, loop, r, block.OpRead, b<<BlockBits, BlockSize, buf)
 		if string(buf) != string(numbered(want)) {
 			t.Errorf("block %d begins with %x, want %d", b, buf[:8], want)
 		}

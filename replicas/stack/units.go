@@ -4,21 +4,21 @@ import "drover.io/drover/replicas/stack/format"
 
 // Units of a volume, and the values of a block in the index of an open stack.
 const (
-	blockBits  = format.BlockBits
-	blockSize  = format.BlockSize
-	pageBits   = format.PageBits
-	pageBlocks = format.PageBlocks
+	BlockBits  = format.BlockBits
+	BlockSize  = format.BlockSize
+	PageBits   = format.PageBits
+	PageBlocks = format.PageBlocks
 	pageSize   = format.PageSize
-	chunkSize  = format.ChunkSize
-	chunkBlks  = format.ChunkBlocks
-	sumSize    = format.SumSize
-	sumsHeader = format.SumsHeader
-	crcSize    = format.CRCSize
+	ChunkSize  = format.ChunkSize
+	ChunkBlks  = format.ChunkBlocks
+	SumSize    = format.SumSize
+	SumsHeader = format.SumsHeader
+	CRCSize    = format.CRCSize
 
-	fromNowhere = format.FromNowhere
-	fromZero    = format.FromZero
-	fromHead    = format.FromHead
-	fromLayer   = format.FromLayer
-	unbuilt     = format.Unbuilt
+	FromNowhere = format.FromNowhere
+	FromZero    = format.FromZero
+	FromHead    = format.FromHead
+	FromLayer   = format.FromLayer
+	Unbuilt     = format.Unbuilt
 	maxLayers   = format.MaxLayers
 )

@@ -12,6 +12,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // A merge whose end may be on the disk or not: the replica records nothing more and touches neither the layers nor what
@@ -37,13 +39,13 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 	}
 	result := ""
 	f.set(func(op, name string) (func(), error) {
-		if op == opSync && name == d.path(replicaDir, spec.UID) && result == "" {
+		if op == opSync && name == d.Join(replicaDir, spec.UID) && result == "" {
 			if m, err := plain.Stack(spec.UID); err != nil || len(m.Layers) == 1 {
 				result = m.Layers[0]
 				return nil, unix.EIO
 			}
 		}
-		if op == opRemove && result != "" && strings.HasPrefix(name, d.path(layersDir, result)) {
+		if op == opRemove && result != "" && strings.HasPrefix(name, d.Join(layer.Dir, result)) {
 			t.Errorf("%s is removed, which the stack names", name)
 		}
 		return nil, nil
@@ -62,9 +64,9 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 	if err := r.Note(json.RawMessage(`{"size":1}`)); err == nil {
 		t.Error("a stack is recorded over the one that may be there")
 	}
-	buf := alignedBuffer(size)
+	buf := diskfs.AlignedBuffer(size)
 	mustIssue(t, loop, r, block.OpRead, 0, size, buf) // reads go on
-	if err := issue(loop, r, block.OpWrite, 0, blockSize, buf[:blockSize], true); err == nil {
+	if err := issue(loop, r, block.OpWrite, 0, BlockSize, buf[:BlockSize], true); err == nil {
 		t.Error("a replica whose record is not known takes writes")
 	}
 	_ = r.Close() // says what failed
@@ -102,13 +104,13 @@ func TestCutOfUnknownOutcome(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
+	mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
 	c, err := r.PrepareCut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
 	if err != nil {
 		t.Fatal(err)
 	}
 	f.set(func(op, name string) (func(), error) {
-		if op == opSync && name == d.path(replicaDir, spec.UID) {
+		if op == opSync && name == d.Join(replicaDir, spec.UID) {
 			return nil, unix.EIO
 		}
 		return nil, nil

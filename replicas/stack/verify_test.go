@@ -13,7 +13,9 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // flipBit changes one bit of a file.
@@ -52,8 +54,8 @@ func TestReadsAreCompared(t *testing.T) {
 	d := newDisk(t)
 	e := make(expect)
 	const size = 16 << 20
-	layer := filledLayer(t, d, size, []int64{0, 1, 2, 600, 1500, 1501, 4000}, 1<<32, e)
-	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	layerUID := filledLayer(t, d, size, []int64{0, 1, 2, 600, 1500, 1501, 4000}, 1<<32, e)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layerUID}}
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
@@ -64,9 +66,9 @@ func TestReadsAreCompared(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = r.Close() }()
-	data, crcs := d.path(layersDir, layer, dataFile), d.path(layersDir, layer, crcsFile)
+	data, crcs := d.Join(layer.Dir, layerUID, layer.DataFile), d.Join(layer.Dir, layerUID, layer.CRCsFile)
 	read := func(off, n int64) ([]byte, error) {
-		buf := alignedBuffer(int(n))
+		buf := diskfs.AlignedBuffer(int(n))
 		return buf, issue(loop, r, block.OpRead, off, n, buf, false)
 	}
 	whole, err := read(0, size)
@@ -78,26 +80,26 @@ func TestReadsAreCompared(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = other.Close() }()
-	const at = 600 << blockBits
-	bad := []Damage{{2 << 20, 2 << 20}}
+	const at = 600 << BlockBits
+	bad := []Damage{{Off: 2 << 20, Len: 2 << 20}}
 	flipBit(t, data, at+4095)
-	for _, n := range []int64{blockSize, 64 << 10, 4 << 20} {
+	for _, n := range []int64{BlockSize, 64 << 10, 4 << 20} {
 		if _, err := read(at, n); !errors.Is(err, unix.EIO) {
 			t.Fatalf("damage was served: %v", err)
 		}
 	}
-	if uid := <-told; uid != layer {
-		t.Fatalf("damage of %s was told, not of %s", uid, layer)
+	if uid := <-told; uid != layerUID {
+		t.Fatalf("damage of %s was told, not of %s", uid, layerUID)
 	}
-	if list := d.Damaged(layer); !slices.Equal(list, bad) {
+	if list := d.Damaged(layerUID); !slices.Equal(list, bad) {
 		t.Fatalf("recorded: %v", list)
 	}
 	// Others that have it open know.
-	buf := alignedBuffer(int(blockSize))
-	if err := issue(loop, other, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
+	buf := diskfs.AlignedBuffer(int(BlockSize))
+	if err := issue(loop, other, block.OpRead, at, BlockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
-	if got, err := read(1500<<blockBits, 8<<20); err != nil || !bytes.Equal(got, whole[1500<<blockBits:][:8<<20]) {
+	if got, err := read(1500<<BlockBits, 8<<20); err != nil || !bytes.Equal(got, whole[1500<<BlockBits:][:8<<20]) {
 		t.Fatalf("what is whole is not read: %v", err)
 	}
 	if did, err := r.Merge(ctx, MergeOptions{}); did || err != nil {
@@ -109,24 +111,24 @@ func TestReadsAreCompared(t *testing.T) {
 		t.Fatalf("what was repaired is not read: %v", err)
 	}
 	<-told
-	if list := d.Damaged(layer); len(list) > 0 {
+	if list := d.Damaged(layerUID); len(list) > 0 {
 		t.Fatalf("still recorded: %v", list)
 	}
 	// A checksum that is damaged does no harm.
-	flipBit(t, crcs, 600*crcSize)
+	flipBit(t, crcs, 600*CRCSize)
 	r.forgetAll(t)
 	if got, err := read(at, 64<<10); err != nil || !bytes.Equal(got, whole[at:][:64<<10]) {
 		t.Fatalf("a damaged checksum: %v", err)
 	}
-	if list, err := d.Scrub(ctx, layer, 0); err != nil || len(list) > 0 {
+	if list, err := d.Scrub(ctx, layerUID, 0); err != nil || len(list) > 0 {
 		t.Fatal(list, err)
 	}
 	h, err := os.ReadFile(crcs)
-	if err != nil || !bytes.Equal(h[600*crcSize:][:crcSize], format.AppendCRCs(nil, whole[at:][:blockSize])) {
+	if err != nil || !bytes.Equal(h[600*CRCSize:][:CRCSize], format.AppendCRCs(nil, whole[at:][:BlockSize])) {
 		t.Fatalf("a scrub does not put checksums right: %v", err)
 	}
 	// Views and readers of the layer.
-	src, err := d.Open(layer)
+	src, err := d.Open(layerUID)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -149,7 +151,7 @@ func TestReadsAreCompared(t *testing.T) {
 	<-told
 	_ = d.Close()
 	flipBit(t, data, at+7)
-	if _, err := read(at, blockSize); err != nil {
+	if _, err := read(at, BlockSize); err != nil {
 		t.Fatal(err)
 	}
 	<-told
@@ -190,7 +192,7 @@ func TestReadsAreComparedOnceFinished(t *testing.T) {
 	if err := r.Adopt(ctx, 100, 1, []string{c.uid}); err != nil {
 		t.Fatal(err)
 	}
-	buf, got := alignedBuffer(1<<20), alignedBuffer(1<<20)
+	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
 	randomBytes(c.rng, buf)
 	mustIssue(t, c.loop, r, block.OpWrite, 3<<20, 1<<20, buf)
 	s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Name: "one", Created: time.Now()}
@@ -201,12 +203,12 @@ func TestReadsAreComparedOnceFinished(t *testing.T) {
 	if err := c.d.Finish(ctx, s.Layer); err != nil {
 		t.Fatal(err)
 	}
-	dir := c.d.path(layersDir, s.Layer)
+	dir := c.d.Join(layer.Dir, s.Layer)
 	damaged := func() bool {
 		t.Helper()
-		flipBit(t, dir+"/"+dataFile, 3<<20+99)
+		flipBit(t, dir+"/"+layer.DataFile, 3<<20+99)
 		err := issue(c.loop, r, block.OpRead, 3<<20, 1<<20, got, false)
-		flipBit(t, dir+"/"+dataFile, 3<<20+99)
+		flipBit(t, dir+"/"+layer.DataFile, 3<<20+99)
 		return errors.Is(err, unix.EIO)
 	}
 	if !damaged() {
@@ -219,7 +221,7 @@ func TestReadsAreComparedOnceFinished(t *testing.T) {
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Remove(dir + "/" + crcsFile); err != nil {
+	if err := os.Remove(dir + "/" + layer.CRCsFile); err != nil {
 		t.Fatal(err)
 	}
 	if r, err = c.d.OpenReplica(ctx, c.uid, c.loop); err != nil {
@@ -250,7 +252,7 @@ func TestChecksumCacheIsBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	block1 := bytes.Repeat([]byte{7}, int(blockSize))
+	block1 := bytes.Repeat([]byte{7}, int(BlockSize))
 	for off := int64(0); off < size; off += 4 << 20 {
 		if _, err := w.WriteAt(block1, off); err != nil {
 			t.Fatal(err)
@@ -260,7 +262,7 @@ func TestChecksumCacheIsBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size,
-		Layers: []string{w.(*layerWriter).uid}}
+		Layers: []string{w.(*layer.Writer).UID}}
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
@@ -270,10 +272,10 @@ func TestChecksumCacheIsBounded(t *testing.T) {
 	}
 	before := crcPagesUsed.Load()
 	crcPagesUsed.Add(crcPagesAll) // others have all
-	buf := alignedBuffer(int(blockSize))
+	buf := diskfs.AlignedBuffer(int(BlockSize))
 	for range 2 {
 		for off := int64(0); off < size; off += 4 << 20 {
-			mustIssue(t, loop, r, block.OpRead, off, blockSize, buf)
+			mustIssue(t, loop, r, block.OpRead, off, BlockSize, buf)
 			if !bytes.Equal(buf, block1) {
 				t.Fatal("another block was read")
 			}

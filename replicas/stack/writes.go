@@ -41,21 +41,21 @@ func (r *Replica) calm() bool { return r.slow == 0 && r.syncing == 0 && len(r.wa
 // was there before. All-zero blocks that hide lower data are remembered: should the file system not keep them as data,
 // the record still says what they are. It becomes durable with the next flush.
 func (r *Replica) written(w *writes, buf []byte, off int64) {
-	b, end := off>>blockBits, (off+int64(len(buf)))>>blockBits
-	zero := func(i int64) bool { return format.IsZero(buf[(i-b)<<blockBits:][:blockSize]) }
+	b, end := off>>BlockBits, (off+int64(len(buf)))>>BlockBits
+	zero := func(i int64) bool { return format.IsZero(buf[(i-b)<<BlockBits:][:BlockSize]) }
 	switch {
-	case w.value != fromHead:
-		for i := b; i < end && w.value > fromLayer; i++ {
+	case w.value != FromHead:
+		for i := b; i < end && w.value > FromLayer; i++ {
 			if zero(i) {
-				w.zeros = addSpan(w.zeros, i<<blockBits, blockSize)
+				w.zeros = addSpan(w.zeros, i<<BlockBits, BlockSize)
 			}
 		}
 	case len(r.layers) > 0:
 		for i := b; i < end; {
 			v, n := r.idx.Run(i, end)
-			for j := i; v >= fromLayer && j < i+n; j++ {
+			for j := i; v >= FromLayer && j < i+n; j++ {
 				if zero(j) {
-					r.zeros = addSpan(r.zeros, j<<blockBits, blockSize)
+					r.zeros = addSpan(r.zeros, j<<BlockBits, BlockSize)
 				}
 			}
 			i += n
@@ -67,13 +67,13 @@ func (r *Replica) written(w *writes, buf []byte, off int64) {
 // place puts the blocks [b, end), which a write has reached, into the index. What the head has is newer than what a
 // late write brings to a layer.
 func (r *Replica) place(w *writes, b, end int64) {
-	if w.value == fromHead {
-		r.idx.Set(b, end, fromHead)
+	if w.value == FromHead {
+		r.idx.Set(b, end, FromHead)
 		return
 	}
 	for b < end {
 		v, n := r.idx.Run(b, end)
-		if v != fromHead {
+		if v != FromHead {
 			r.idx.Set(b, b+n, w.value)
 		}
 		b += n

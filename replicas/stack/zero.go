@@ -5,17 +5,18 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // zero makes a range read as zeros and gives its space back. Over lower layers the record of it is durable before the
 // punch, which would else expose what lies below.
 func (r *Replica) zero(q *block.Request) {
-	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
+	b, end := q.Off>>BlockBits, (q.Off+q.Len)>>BlockBits
 	inHead, below := false, false
 	for i := b; i < end; {
 		v, n := r.idx.Run(i, end)
-		inHead = inHead || v == fromHead
-		below = below || v >= fromHead
+		inHead = inHead || v == FromHead
+		below = below || v >= FromHead
 		i += n
 	}
 	f := r.flight(q)
@@ -32,7 +33,7 @@ func (r *Replica) zero(q *block.Request) {
 			case inHead:
 				r.punch(f)
 			default:
-				r.idx.Set(b, end, fromZero)
+				r.idx.Set(b, end, FromZero)
 				f.acknowledge()
 			}
 		})
@@ -49,22 +50,22 @@ func (r *Replica) punch(f *flight) {
 // punchNext punches the next piece in which the head may hold something, or ends. The piece ends at p.at.
 func (r *Replica) punchNext(p *part) {
 	f := p.f
-	b, end := p.off>>blockBits, (f.q.Off+f.q.Len)>>blockBits
+	b, end := p.off>>BlockBits, (f.q.Off+f.q.Len)>>BlockBits
 	for b < end {
 		v, n := r.idx.Run(b, end)
-		if v == fromHead || v == fromZero {
-			p.off, p.at = b<<blockBits, min(b<<blockBits+punchPiece, end<<blockBits)
-			r.ring.Fallocate(&p.op, p.fd, punchMode, p.off, p.at-p.off)
+		if v == FromHead || v == FromZero {
+			p.off, p.at = b<<BlockBits, min(b<<BlockBits+punchPiece, end<<BlockBits)
+			r.ring.Fallocate(&p.op, p.fd, diskfs.PunchMode, p.off, p.at-p.off)
 			return
 		}
 		b += n
 	}
 	p.free()
-	v := fromNowhere
+	v := FromNowhere
 	if len(r.layers) > 0 {
-		v = fromZero
+		v = FromZero
 	}
-	r.idx.Set(f.q.Off>>blockBits, end, v)
+	r.idx.Set(f.q.Off>>BlockBits, end, v)
 	f.acknowledge()
 }
 
@@ -73,7 +74,7 @@ func punchDone(op *uring.Op, res int32) {
 	f := p.f
 	r := f.r
 	if again(res) {
-		r.ring.Fallocate(op, p.fd, punchMode, p.off, p.at-p.off)
+		r.ring.Fallocate(op, p.fd, diskfs.PunchMode, p.off, p.at-p.off)
 		return
 	}
 	if res < 0 {

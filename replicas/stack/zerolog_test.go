@@ -44,13 +44,13 @@ func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	r, spec := zeroed(t, d, loop, e)
 	discard := func(b int64) {
 		t.Helper()
-		mustIssue(t, loop, r, block.OpDiscard, b<<blockBits, blockSize, nil)
+		mustIssue(t, loop, r, block.OpDiscard, b<<BlockBits, BlockSize, nil)
 		e.put(b, 0)
 	}
 	records := func() (n int64) {
 		t.Helper()
 		r.work.do(func() { n = r.log.Records })
-		st, err := os.Stat(d.path(replicaDir, spec.UID, r.Meta().Head+zeroSuffix))
+		st, err := os.Stat(d.Join(replicaDir, spec.UID, r.Meta().Head+zeroSuffix))
 		if err != nil || st.Size() != (n+1)*format.ZeroRecordSize {
 			t.Fatalf("%d records in %d bytes, %v", n, st.Size(), err)
 		}
@@ -120,14 +120,14 @@ func TestZerosThatCannotBeCompacted(t *testing.T) {
 		r, spec := zeroed(t, d, loop, e)
 		hit := false
 		f.set(func(op, name string) (func(), error) {
-			dir := d.path(replicaDir, spec.UID)
+			dir := d.Join(replicaDir, spec.UID)
 			if op == at && (op == opOpen && name == dir+"/head.zero.tmp" || op == opRename || op == opSync && name == dir) {
 				hit = true
 				return nil, unix.EIO
 			}
 			return nil, nil
 		})
-		err := issue(loop, r, block.OpDiscard, 0, blockSize, nil, true)
+		err := issue(loop, r, block.OpDiscard, 0, BlockSize, nil, true)
 		if !hit || (err != nil) != (at == opSync) {
 			t.Fatalf("%s fails: %v, %v", at, hit, err)
 		}
@@ -137,7 +137,7 @@ func TestZerosThatCannotBeCompacted(t *testing.T) {
 		} else {
 			e.add(0, 1, 0)
 		}
-		if err := issue(loop, r, block.OpDiscard, 1<<blockBits, blockSize, nil, true); (err != nil) != (at == opSync) {
+		if err := issue(loop, r, block.OpDiscard, 1<<BlockBits, BlockSize, nil, true); (err != nil) != (at == opSync) {
 			t.Fatalf("after a failure of %s: %v", at, err)
 		} else if err == nil {
 			e.put(1, 0)

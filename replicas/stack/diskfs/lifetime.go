@@ -1,4 +1,4 @@
-package stack
+package diskfs
 
 import (
 	"errors"
@@ -13,44 +13,41 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lifetime names the time in which a disk keeps writes that it acknowledged and nobody flushed: one boot of the machine
-// and one mount of the file system. A file system that was shut down and mounted again lost them, as a restart does.
-type lifetime struct {
-	boot  string
-	mount string // empty where the kernel does not tell mounts apart: then the boot alone counts
+// Lifetime names the time during which a disk keeps acknowledged writes that were not flushed: one boot of the machine
+// and one mount of the file system. A restart loses such writes, and so does a shutdown of the file system.
+type Lifetime struct {
+	Boot  string
+	Mount string // empty: the kernel does not tell mounts apart, and the boot alone counts
 }
 
-// ended reports whether l is over now. A record of an older version names no mount.
-func (l lifetime) ended(now lifetime) bool {
-	return l.boot != now.boot || l.mount != "" && now.mount != "" && l.mount != now.mount
+// Ended reports whether l is over now. A record of an older version names no mount.
+func (l Lifetime) Ended(now Lifetime) bool {
+	return l.Boot != now.Boot || l.Mount != "" && now.Mount != "" && l.Mount != now.Mount
 }
 
-// lifetime is that of the last session.
-func (m Meta) lifetime() lifetime { return lifetime{m.BootID, m.MountID} }
-
-// currentLifetime reads the lifetime of the file system below a folder.
-func currentLifetime(path string) (lifetime, error) {
+// CurrentLifetime reads the lifetime of the file system below a folder.
+func CurrentLifetime(path string) (Lifetime, error) {
 	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return lifetime{}, fmt.Errorf("boot id of the machine: %w", err)
+		return Lifetime{}, fmt.Errorf("boot id of the machine: %w", err)
 	}
-	mount, err := mountIdentity("/sys", path)
+	mount, err := MountIdentity("/sys", path)
 	if err != nil {
-		return lifetime{}, fmt.Errorf("mount of the file system: %w", err)
+		return Lifetime{}, fmt.Errorf("mount of the file system: %w", err)
 	}
-	return lifetime{strings.TrimSpace(string(b)), mount}, nil
+	return Lifetime{strings.TrimSpace(string(b)), mount}, nil
 }
 
-// mountIdentity names the mount of the file system below path: ext4, xfs and btrfs make a folder in sysfs for each file
-// system that they mount, and remove it with the last mount point. The kernel does not reuse the number of that
+// MountIdentity names the mount of the file system below path: ext4, xfs and btrfs make a folder in sysfs for each file
+// system that they mount, and remove the folder with the last mount point. The kernel does not reuse the number of that
 // folder's inode in one boot (fs/kernfs counts a generation), while it reuses device numbers, and mount ids differ in
 // each container. Other file systems have no name here.
-func mountIdentity(sysfs, path string) (string, error) {
+func MountIdentity(sysfs, path string) (string, error) {
 	var st unix.Statfs_t
-	if err := retryEINTR(func() error { return unix.Statfs(path, &st) }); err != nil {
+	if err := RetryEINTR(func() error { return unix.Statfs(path, &st) }); err != nil {
 		return "", err
 	}
-	kind := fsName(st.Type)
+	kind := FSName(st.Type)
 	var name string
 	var err error
 	switch kind {
@@ -65,7 +62,7 @@ func mountIdentity(sysfs, path string) (string, error) {
 		return "", err
 	}
 	var folder unix.Stat_t
-	err = retryEINTR(func() error { return unix.Stat(filepath.Join(sysfs, "fs", kind, name), &folder) })
+	err = RetryEINTR(func() error { return unix.Stat(filepath.Join(sysfs, "fs", kind, name), &folder) })
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", nil // a container without sysfs, or an old kernel
 	}
@@ -78,7 +75,7 @@ func mountIdentity(sysfs, path string) (string, error) {
 // blockDeviceName is the kernel's name of the block device below path, "sda1".
 func blockDeviceName(sysfs, path string) (string, error) {
 	var st unix.Stat_t
-	if err := retryEINTR(func() error { return unix.Stat(path, &st) }); err != nil {
+	if err := RetryEINTR(func() error { return unix.Stat(path, &st) }); err != nil {
 		return "", err
 	}
 	link := filepath.Join(sysfs, "dev/block", fmt.Sprintf("%d:%d", unix.Major(st.Dev), unix.Minor(st.Dev)))

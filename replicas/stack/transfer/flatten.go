@@ -1,4 +1,4 @@
-package stack
+package transfer
 
 import (
 	"bytes"
@@ -14,36 +14,39 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
-// Flatten makes one layer of this disk that holds what several layers, bottom first, hold together: neither needs the
-// other afterwards. Each layer is read on the first of some disks that has it. Layers that have digests are verified as
-// they are read: a chunk that is the same in the copy keeps its digest, and its blocks are compared with their
-// checksums; what gets a new digest is compared with the old ones. So no damage gets a digest that matches it.
-func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o BringOptions) (err error) {
+// Flatten makes one layer of disk d that holds the content of several layers, bottom first, together, and needs none of
+// them afterwards. Flatten reads each layer on the first disk that has the layer, and verifies layers with digests: a
+// chunk that is the same in the copy keeps its digest after a comparison of its checksums; a chunk with a new digest is
+// compared with the old digests first. So no damage gets a digest that matches.
+func Flatten(ctx context.Context, d *layer.Store, from []*layer.Store, layers []string, uid string, o Options) (
+	err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("copy to layer %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("copy to layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	if _, err := d.layerRecord(uid); !api.Is(err, api.NotFound) {
-		return err // it is whole
+	if _, err := d.Record(uid); !api.Is(err, api.NotFound) {
+		return err // finished already
 	}
 	f := &flat{}
 	defer f.close()
 	size := blockSize
 	for _, l := range layers {
-		one, err := openFirst(from, l, unix.O_DIRECT)
+		one, err := layer.OpenFirst(from, l, unix.O_DIRECT)
 		if err != nil {
 			return err
 		}
-		f.parts = append(f.parts, &flatPart{layer: one})
-		size = max(size, one.rec.Size)
-		if one.rec.Root == "" {
+		f.parts = append(f.parts, &flatPart{Layer: one})
+		size = max(size, one.Rec.Size)
+		if one.Rec.Root == "" {
 			continue
 		}
 		if err := f.parts[len(f.parts)-1].open(); err != nil {
@@ -57,34 +60,34 @@ func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid s
 	if err != nil {
 		return err
 	}
-	return d.take(ctx, uid, origin{size, &f.kinds, note, "", f.read}, o)
+	return take(ctx, d, uid, origin{size, &f.kinds, note, "", f.read}, o)
 }
 
-// flat is several layers as one.
+// flat reads several layers as one.
 type flat struct {
 	parts []*flatPart
-	from  format.Index // which of them a block is of
+	from  format.Index // the layer of each block
 	kinds format.Index // values are block.Kind
 }
 
-// flatPart is one of them.
+// flatPart is one of the layers.
 type flatPart struct {
-	*layer
-	sums  file.Handle   // nil: it has none yet
-	kinds *format.Index // that the digests are of; nil: map and digests do not match
+	*layer.Layer
+	sums  file.Handle   // nil: no digests yet
+	kinds *format.Index // the map that matches the digests; nil: no match
 }
 
-// open opens what tells whether the layer is whole.
+// open opens the digests, and compares digests and map with the root digest.
 func (p *flatPart) open() (err error) {
-	on := p.disk
-	if p.sums, err = on.fs.Open(on.path(layersDir, p.rec.UID, sumsFile), os.O_RDONLY, 0); err != nil {
+	on := p.Store
+	if p.sums, err = on.FS.Open(on.Join(layer.Dir, p.Rec.UID, layer.SumsFile), os.O_RDONLY, 0); err != nil {
 		return err
 	}
-	kinds, err := format.IndexOf(p.m)
+	kinds, err := format.IndexOf(p.Map)
 	if err != nil {
 		return err
 	}
-	if root, err := format.RootDigest(p.sums, p.rec.Size, kinds); err == nil && root == p.rec.Root {
+	if root, err := format.RootDigest(p.sums, p.Rec.Size, kinds); err == nil && root == p.Rec.Root {
 		p.kinds = kinds
 	}
 	return nil
@@ -92,7 +95,7 @@ func (p *flatPart) open() (err error) {
 
 func (f *flat) close() {
 	for _, p := range f.parts {
-		_ = p.close()
+		_ = p.Close()
 		if p.sums != nil {
 			_ = p.sums.Close()
 		}
@@ -102,16 +105,16 @@ func (f *flat) close() {
 func (f *flat) resolve(ctx context.Context, size int64) error {
 	f.from, f.kinds = format.NewIndex(size>>blockBits, fromNowhere), format.NewIndex(size>>blockBits, uint16(block.Hole))
 	none := format.NewIndex(size>>blockBits, 0)
-	layers := make([]*layer, len(f.parts))
+	layers := make([]*layer.Layer, len(f.parts))
 	for i, p := range f.parts {
-		layers[i] = p.layer
+		layers[i] = p.Layer
 	}
 	for p := range f.from.Uniform {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		vals := make([]uint16, f.from.PageLen(p))
-		if err := resolve(vals, p, layers, &none, -1); err != nil {
+		if err := layer.Resolve(vals, p, layers, &none, -1); err != nil {
 			return err
 		}
 		f.from.Load(p, vals)
@@ -133,7 +136,7 @@ func (f *flat) resolve(ctx context.Context, size int64) error {
 func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err error) {
 	first := c * chunkBlks
 	end := first + int64(len(buf))>>blockBits
-	var of []*flatPart // that give something
+	var of []*flatPart // layers with blocks in the chunk
 	for b := first; b < end; {
 		v, n := f.from.Run(b, end)
 		part := buf[(b-first)<<blockBits:][:n<<blockBits]
@@ -141,8 +144,8 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err er
 			clear(part)
 		} else {
 			p := f.parts[v-fromLayer]
-			if m, err := p.data.ReadAt(part, b<<blockBits); m < len(part) {
-				return sums, fmt.Errorf("layer %s: read %d bytes at %d: %w", p.rec.UID, len(part), b<<blockBits, err)
+			if m, err := p.Data.ReadAt(part, b<<blockBits); m < len(part) {
+				return sums, fmt.Errorf("layer %s: read %d bytes at %d: %w", p.Rec.UID, len(part), b<<blockBits, err)
 			}
 			if !slices.Contains(of, p) {
 				of = append(of, p)
@@ -161,26 +164,25 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err er
 			continue
 		}
 		if err := p.verify(c, sums.Digest, len(of) == 1, scratch); err != nil {
-			return sums, fmt.Errorf("layer %s: %w", p.rec.UID, err)
+			return sums, fmt.Errorf("layer %s: %w", p.Rec.UID, err)
 		}
 	}
 	return sums, nil
 }
 
-// same reports whether chunk c, to which no other layer gives anything, is the chunk of that one: then its digest is
-// that of both.
+// same reports whether chunk c, which has blocks of layer p alone, is equal to the chunk of p and has the same digest.
 func (f *flat) same(c int64, p *flatPart) bool {
 	return p.kinds != nil && p.kinds.Chunk(c) == f.kinds.Chunk(c)
 }
 
-// matches reports whether a chunk whose blocks have these checksums is what it was. Else its digest has to tell.
+// matches reports whether the checksums of a chunk match the layer's. Otherwise the digest decides.
 func (p *flatPart) matches(c int64, crcs []byte) bool {
 	off, n := c*chunkSize, int64(len(crcs)/crcSize)<<blockBits
-	if hits(p.damage, off, n) {
+	if layer.Hits(p.Damage, off, n) {
 		return false
 	}
-	want, err := p.crcsAt(off, n)
-	if err != nil || len(want) < len(crcs) { // it has none, or ends before the copy does
+	want, err := p.CRCsAt(off, n)
+	if err != nil || len(want) < len(crcs) { // no checksums, or a smaller layer
 		return false
 	}
 	for b, end := off>>blockBits, (off+n)>>blockBits; b < end; {
@@ -199,13 +201,13 @@ func (p *flatPart) digest(c int64) (sum [sumSize]byte, err error) {
 	return sum, err
 }
 
-// verify compares what the layer has of a chunk with its digest. If it alone gives the chunk, and nothing of it is
-// hidden, that is the chunk's; else all that it has there is read.
+// verify compares the layer's chunk with its digest. sum is the digest of the result's chunk; if the layer supplies the
+// whole chunk alone, sum is enough, otherwise verify reads the layer's chunk.
 func (p *flatPart) verify(c int64, sum [sumSize]byte, alone bool, scratch []byte) error {
-	if c*chunkSize >= p.rec.Size {
+	if c*chunkSize >= p.Rec.Size {
 		return nil
 	}
-	scratch = scratch[:min(int64(len(scratch)), p.rec.Size-c*chunkSize)]
+	scratch = scratch[:min(int64(len(scratch)), p.Rec.Size-c*chunkSize)]
 	want, err := p.digest(c)
 	if err != nil {
 		return err
@@ -213,7 +215,7 @@ func (p *flatPart) verify(c int64, sum [sumSize]byte, alone bool, scratch []byte
 	if alone && sum == want {
 		return nil
 	}
-	n, err := p.data.ReadAt(scratch, c*chunkSize)
+	n, err := p.Data.ReadAt(scratch, c*chunkSize)
 	if n < len(scratch) {
 		return fmt.Errorf("read at %d: %w", c*chunkSize, err)
 	}

@@ -1,4 +1,4 @@
-package stack
+package layer
 
 import (
 	"context"
@@ -15,33 +15,34 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
-// A layer that is being made can be kept, to be continued by another process: its record says up to where it is whole.
-// The record is replaced atomically, after all that it says is durable; what is written later does not count.
+// A checkpoint lets another process continue a half-made layer: the record names the complete part. Keep replaces the
+// record atomically, after the complete part is durable; later writes do not count.
 
 const (
-	formatKept  = "drover-kept-layer"
-	keptFile    = "kept.json"
-	keptMapFile = "kept.map"
-	keptFor     = 7 * 24 * time.Hour // then nobody will continue it
+	FormatCheckpoint  = "drover-kept-layer"
+	CheckpointFile    = "kept.json"
+	CheckpointMapFile = "kept.map"
+	CheckpointAge     = 7 * 24 * time.Hour // older checkpoints are garbage
 
 	besidePrefix = "beside-"
 )
 
-// keptRecord says what is there of a half-made layer.
-type keptRecord struct {
+// CheckpointRecord describes the complete part of a half-made layer.
+type CheckpointRecord struct {
 	UID  string          `json:"uid"`
 	Size int64           `json:"size"`
-	UpTo int64           `json:"upTo"`           // all before this is there; a multiple of the chunk size
-	Open []int64         `json:"open,omitempty"` // chunks before it whose digest is not noted
+	UpTo int64           `json:"upTo"`           // end of the complete part; a multiple of the chunk size
+	Open []int64         `json:"open,omitempty"` // chunks before UpTo without a digest in sums
 	At   time.Time       `json:"at"`
 	Note json.RawMessage `json:"note"`
 }
 
 // Keep implements block.Keeper.
-func (w *layerWriter) Keep(upTo int64, note []byte) error {
+func (w *Writer) Keep(upTo int64, note []byte) error {
 	size, err := w.check(0, upTo)
 	if err != nil {
 		return w.name(err)
@@ -52,32 +53,32 @@ func (w *layerWriter) Keep(upTo int64, note []byte) error {
 	if err := w.sync(w.sums.Datasync, w.crcs.Datasync); err != nil {
 		return w.name(err)
 	}
-	rec := keptRecord{UID: w.uid, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
-	w.mu.Lock()
+	rec := CheckpointRecord{UID: w.UID, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
+	w.Mu.Lock()
 	m := format.EncodeMap(&w.kinds)
 	for c := range upTo / chunkSize {
 		if !w.known[c] && !w.blank(c) {
 			rec.Open = append(rec.Open, c)
 		}
 	}
-	w.mu.Unlock()
-	if err := format.ReplaceFile(w.d.fs, w.dir+"/"+keptMapFile, m); err != nil {
+	w.Mu.Unlock()
+	if err := format.ReplaceFile(w.d.FS, w.dir+"/"+CheckpointMapFile, m); err != nil {
 		return w.name(err)
 	}
-	if err := format.WriteMeta(w.d.fs, w.dir+"/"+keptFile, formatKept, rec); err != nil {
+	if err := format.WriteMeta(w.d.FS, w.dir+"/"+CheckpointFile, FormatCheckpoint, rec); err != nil {
 		return w.name(err)
 	}
-	return w.name(w.d.fs.SyncDir(w.d.path(layersDir)))
+	return w.name(w.d.FS.SyncDir(w.d.Join(Dir)))
 }
 
 // Leave implements block.Keeper.
-func (w *layerWriter) Leave() error {
-	w.mu.Lock()
-	was := w.state
+func (w *Writer) Leave() error {
+	w.Mu.Lock()
+	was := w.State
 	if was == writing {
-		w.state = aborted
+		w.State = Aborted
 	}
-	w.mu.Unlock()
+	w.Mu.Unlock()
 	if was != writing {
 		return nil
 	}
@@ -85,17 +86,17 @@ func (w *layerWriter) Leave() error {
 }
 
 // Beside implements block.Keeper.
-func (w *layerWriter) Beside(name string) (block.Scratch, error) {
+func (w *Writer) Beside(name string) (block.Scratch, error) {
 	if _, err := w.check(0, 0); err != nil {
 		return nil, w.name(err)
 	}
 	if name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz") != "" {
 		return nil, w.name(api.Errorf(api.Invalid, "%q is no name for a file beside it", name))
 	}
-	h, err := w.d.fs.Open(w.dir+"/"+besidePrefix+name, os.O_RDWR|os.O_CREATE, 0o600)
+	h, err := w.d.FS.Open(w.dir+"/"+besidePrefix+name, os.O_RDWR|os.O_CREATE, 0o600)
 	if err == nil {
-		// Its name is to survive as what is in it does.
-		if err = w.d.fs.SyncDir(w.dir); err != nil {
+		// The name survives like the content.
+		if err = w.d.FS.SyncDir(w.dir); err != nil {
 			err = errors.Join(err, h.Close())
 		}
 	}
@@ -106,7 +107,7 @@ func (w *layerWriter) Beside(name string) (block.Scratch, error) {
 }
 
 // ReadAt implements block.Keeper.
-func (w *layerWriter) ReadAt(p []byte, off int64) (int, error) {
+func (w *Writer) ReadAt(p []byte, off int64) (int, error) {
 	if _, err := w.check(off, int64(len(p))); err != nil {
 		return 0, w.name(err)
 	}
@@ -114,53 +115,53 @@ func (w *layerWriter) ReadAt(p []byte, off int64) (int, error) {
 	return n, w.name(err)
 }
 
-// unkeep removes what is of use only while the layer is made. What is left of it harms nobody.
-func (w *layerWriter) unkeep() {
-	all, err := w.d.fs.ReadDir(w.dir)
+// unkeep removes the files of checkpoints. A leftover does no harm.
+func (w *Writer) unkeep() {
+	all, err := w.d.FS.ReadDir(w.dir)
 	if err != nil {
 		return
 	}
 	for _, e := range all {
-		if n := e.Name(); n == keptFile || n == keptMapFile || strings.HasPrefix(n, besidePrefix) {
-			_ = w.d.fs.Remove(w.dir + "/" + n)
+		if n := e.Name(); n == CheckpointFile || n == CheckpointMapFile || strings.HasPrefix(n, besidePrefix) {
+			_ = w.d.FS.Remove(w.dir + "/" + n)
 		}
 	}
 }
 
-// kept reports whether a half-made layer may still be continued. A record that makes no sense is of no use to anybody.
-func (d *Disk) kept(uid string, now time.Time) (bool, error) {
-	var rec keptRecord
-	err := format.ReadMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
+// Resumable reports whether a half-made layer has a recent checkpoint. A damaged checkpoint counts as none.
+func (d *Store) Resumable(uid string, now time.Time) (bool, error) {
+	var rec CheckpointRecord
+	err := format.ReadMeta(d.FS, d.Join(Dir, uid, CheckpointFile), FormatCheckpoint, &rec)
 	if errors.Is(err, fs.ErrNotExist) || api.Is(err, api.Corrupt) {
 		return false, nil
 	}
-	return err == nil && now.Sub(rec.At) < keptFor, err
+	return err == nil && now.Sub(rec.At) < CheckpointAge, err
 }
 
-// Resume continues a layer that was kept.
-func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int64, note []byte, err error) {
+// Resume continues a layer from its checkpoint.
+func (d *Store) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int64, note []byte, err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("continue layer %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("continue layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := errors.Join(api.UID(uid).Validate(), ctx.Err()); err != nil {
 		return nil, 0, nil, err
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return nil, 0, nil, err
 	}
 	defer unlock()
-	if away, err := d.mergedAway(uid); err != nil {
+	if away, err := d.MergedAway(uid); err != nil {
 		return nil, 0, nil, err
-	} else if away { // its files may be the result's by now
-		return nil, 0, nil, api.Errorf(api.NotFound, "nothing of it was kept")
+	} else if away { // the files may belong to the result of a merge by now
+		return nil, 0, nil, api.Errorf(api.NotFound, "no checkpoint")
 	}
-	var rec keptRecord
-	err = format.ReadMeta(d.fs, d.path(layersDir, uid, keptFile), formatKept, &rec)
+	var rec CheckpointRecord
+	err = format.ReadMeta(d.FS, d.Join(Dir, uid, CheckpointFile), FormatCheckpoint, &rec)
 	if errors.Is(err, fs.ErrNotExist) {
-		err = api.Errorf(api.NotFound, "nothing of it was kept")
+		err = api.Errorf(api.NotFound, "no checkpoint")
 	}
 	if err != nil {
 		return nil, 0, nil, err
@@ -170,9 +171,9 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 	}
 	if rec.UID != uid || rec.UpTo%chunkSize != 0 || rec.UpTo < 0 || rec.UpTo > rec.Size || rec.Size <= 0 ||
 		rec.Size > api.MaxVolumeSize || rec.Size%blockSize != 0 {
-		return nil, 0, nil, api.Errorf(api.Corrupt, "its record makes no sense")
+		return nil, 0, nil, api.Errorf(api.Corrupt, "the checkpoint is damaged: wrong uid or sizes")
 	}
-	w := &layerWriter{d: d, uid: uid, dir: d.path(layersDir, uid), size: rec.Size,
+	w := &Writer{d: d, UID: uid, dir: d.Join(Dir, uid), Size: rec.Size,
 		kinds: format.NewIndex(rec.Size>>blockBits, uint16(block.Hole)), known: make(map[int64]bool),
 		dirty: make(map[int64]int)}
 	if err := w.reopen(&rec); err != nil {
@@ -181,36 +182,36 @@ func (d *Disk) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int
 	return w, rec.UpTo, rec.Note, nil
 }
 
-// reopen opens the files and forgets what is behind the kept part.
-func (w *layerWriter) reopen(rec *keptRecord) (err error) {
-	name := w.dir + "/" + dataFile
-	if w.data, err = w.d.fs.Open(name, os.O_RDWR, 0); err != nil {
+// reopen opens the files and drops everything behind the complete part.
+func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
+	name := w.dir + "/" + DataFile
+	if w.data, err = w.d.FS.Open(name, os.O_RDWR, 0); err != nil {
 		return err
 	}
-	err = tryLock(w.data, unix.LOCK_EX)
+	err = diskfs.TryLock(w.data, unix.LOCK_EX)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody else is making it")
 	}
 	if err != nil {
 		return err
 	}
-	if err := w.d.unmade(w.uid); err != nil { // by who had the lock before
+	if err := w.d.unmade(w.UID); err != nil { // finished by the former holder of the lock
 		return err
 	}
 	if err := errors.Join(w.data.Truncate(rec.UpTo), w.data.Truncate(rec.Size)); err != nil {
 		return err
 	}
-	if w.direct, err = w.d.fs.Open(name, os.O_RDWR|w.d.direct, 0); err != nil {
+	if w.direct, err = w.d.FS.Open(name, os.O_RDWR|w.d.Direct, 0); err != nil {
 		return err
 	}
-	if w.sums, err = w.d.fs.Open(w.dir+"/"+sumsFile, os.O_RDWR, 0); err != nil {
+	if w.sums, err = w.d.FS.Open(w.dir+"/"+SumsFile, os.O_RDWR, 0); err != nil {
 		return err
 	}
 	had := true
-	w.crcs, err = w.d.fs.Open(w.dir+"/"+crcsFile, os.O_RDWR, 0)
+	w.crcs, err = w.d.FS.Open(w.dir+"/"+CRCsFile, os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		had = false
-		w.crcs, err = w.d.fs.Open(w.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+		w.crcs, err = w.d.FS.Open(w.dir+"/"+CRCsFile, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	}
 	if err != nil {
 		return err
@@ -222,7 +223,7 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 		return err
 	}
 	if !had {
-		return nil // all is read again in the end
+		return nil // Seal reads all chunks again
 	}
 	for c := range rec.UpTo / chunkSize {
 		if !w.blank(c) {
@@ -235,18 +236,18 @@ func (w *layerWriter) reopen(rec *keptRecord) (err error) {
 	return nil
 }
 
-// blank reports whether nothing was written to a chunk. Its digest follows from that.
-func (w *layerWriter) blank(c int64) bool {
+// blank reports whether a chunk is all holes, so that its digest is known.
+func (w *Writer) blank(c int64) bool {
 	b := c * (chunkSize >> blockBits)
 	end := min(b+chunkSize>>blockBits, w.kinds.Blocks)
 	v, n := w.kinds.Run(b, end)
 	return v == uint16(block.Hole) && n == end-b
 }
 
-// readKinds takes what the kept part holds from its map.
-func (w *layerWriter) readKinds(rec *keptRecord) error {
+// readKinds reads the map of the complete part.
+func (w *Writer) readKinds(rec *CheckpointRecord) error {
 	var h file.Handle
-	h, err := w.d.fs.Open(w.dir+"/"+keptMapFile, os.O_RDONLY, 0)
+	h, err := w.d.FS.Open(w.dir+"/"+CheckpointMapFile, os.O_RDONLY, 0)
 	if err != nil {
 		return err
 	}
@@ -279,4 +280,4 @@ func (w *layerWriter) readKinds(rec *keptRecord) error {
 	return nil
 }
 
-var _ block.Keeper = (*layerWriter)(nil)
+var _ block.Keeper = (*Writer)(nil)

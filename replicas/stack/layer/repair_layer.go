@@ -1,4 +1,4 @@
-package stack
+package layer
 
 import (
 	"bytes"
@@ -18,25 +18,26 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
-// Mend makes a finished layer whole again where it is, under those who use it. root is the digest that it is known to
-// have; src has that content, from anywhere. Only what is wrong is written, into the files that are there, so that who
-// has them open reads what is right from then on. Files that are gone are made; layer.json is written last.
+// Mend repairs a finished layer in place, while readers use the layer. root is the known root digest; src supplies the
+// content. Mend writes only wrong blocks, into the existing files, so that readers with open files read sound content
+// from then on, and makes missing files; layer.json comes last.
 //
-// It is no change of a sealed layer: its content is what its uid has meant from the beginning. Nothing is written
-// before all of src was read once and has that digest.
-func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (err error) {
+// Mend does not change a sealed layer: the uid keeps its one content. Mend writes nothing before a read of all of src
+// has led to the root digest.
+func (d *Store) Mend(ctx context.Context, uid, root string, src block.Source) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("repair layer %s on disk %s: %w", uid, d.root, classify(err))
+			err = fmt.Errorf("repair layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	m := &mending{d: d, dir: d.path(layersDir, uid), src: src, size: src.Size(), sums: map[int64][sumSize]byte{}}
+	m := &layerRepair{d: d, dir: d.Join(Dir, uid), src: src, size: src.Size(), sums: map[int64][sumSize]byte{}}
 	if err := m.learn(ctx, root); err != nil {
 		return err
 	}
@@ -46,7 +47,7 @@ func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (er
 	if err := errors.Join(m.write(ctx), m.close()); err != nil {
 		return err
 	}
-	rec := layerRecord{UID: uid, Size: m.size, Root: root, Allocated: m.allocated, Durable: true,
+	rec := Record{UID: uid, Size: m.size, Root: root, Allocated: m.allocated, Durable: true,
 		Created: time.Now().UTC().Truncate(time.Second)}
 	for b := int64(0); b < m.kinds.Blocks; {
 		v, n := m.kinds.Run(b, m.kinds.Blocks)
@@ -58,19 +59,19 @@ func (d *Disk) Mend(ctx context.Context, uid, root string, src block.Source) (er
 		}
 		b += n
 	}
-	unlock, err := d.lock()
+	unlock, err := d.Lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	if err := format.WriteMeta(d.fs, m.dir+"/"+layerFile, formatLayer, rec); err != nil {
+	if err := format.WriteMeta(d.FS, m.dir+"/"+LayerFile, FormatLayer, rec); err != nil {
 		return err
 	}
-	return errors.Join(d.putDamage(uid, m.size, nil), d.fs.SyncDir(d.path(layersDir)))
+	return errors.Join(d.PutDamage(uid, m.size, nil), d.FS.SyncDir(d.Join(Dir)))
 }
 
-type mending struct {
-	d    *Disk
+type layerRepair struct {
+	d    *Store
 	dir  string
 	src  block.Source
 	size int64
@@ -83,8 +84,8 @@ type mending struct {
 	allocated          int64
 }
 
-// learn reads all of the source and compares it with the digest.
-func (m *mending) learn(ctx context.Context, root string) error {
+// learn reads all of the source and compares the content with the root digest.
+func (m *layerRepair) learn(ctx context.Context, root string) error {
 	if m.size <= 0 || m.size%blockSize != 0 || m.size > api.MaxVolumeSize {
 		return api.Errorf(api.Corrupt, "the other copy has %d bytes", m.size)
 	}
@@ -99,7 +100,7 @@ func (m *mending) learn(ctx context.Context, root string) error {
 		}
 		off = e.End()
 	}
-	err := eachChunk(ctx, &m.kinds, func(c int64, buf []byte) error {
+	err := EachChunk(ctx, &m.kinds, func(c int64, buf []byte) error {
 		sum, err := format.ChunkSum(m.src, m.kinds.Chunk(c), c, m.size, buf)
 		if err == nil {
 			m.mu.Lock()
@@ -121,43 +122,43 @@ func (m *mending) learn(ctx context.Context, root string) error {
 	return nil
 }
 
-// open opens the files, and keeps merges away until close.
-func (m *mending) open(uid string) (err error) {
-	unlock, err := m.d.lock() // no merge begins or ends meanwhile
+// open opens the files, and keeps merges from beginning until close.
+func (m *layerRepair) open(uid string) (err error) {
+	unlock, err := m.d.Lock() // no merge begins or ends meanwhile
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	if err := m.d.fs.Mkdir(m.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	if err := m.d.FS.Mkdir(m.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	name := m.dir + "/" + dataFile
-	if m.data, err = m.d.fs.Open(name, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+	name := m.dir + "/" + DataFile
+	if m.data, err = m.d.FS.Open(name, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return err
 	}
-	if err = tryLock(m.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
+	if err = diskfs.TryLock(m.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
 		return api.Errorf(api.Busy, "somebody is making it")
 	}
 	var merging, away bool
 	if err == nil {
-		merging, err = m.d.beingMerged(uid)
+		merging, err = m.d.BeingMerged(uid)
 	}
 	if err == nil {
-		away, err = m.d.mergedAway(uid)
+		away, err = m.d.MergedAway(uid)
 	}
-	if err == nil && (merging || away) { // what is in its files is another layer's, too
-		return api.Errorf(api.Busy, "it is being merged, or what a merge left of it is not removed yet; try again")
-	}
-	if err == nil {
-		m.direct, err = m.d.fs.Open(name, os.O_RDWR|m.d.direct, 0)
+	if err == nil && (merging || away) { // the files hold blocks of another layer
+		return api.Errorf(api.Busy, "a merge is in progress, or its leftovers are not removed yet; try again")
 	}
 	if err == nil {
-		m.crcs, err = m.d.fs.Open(m.dir+"/"+crcsFile, os.O_RDWR|os.O_CREATE, 0o600)
+		m.direct, err = m.d.FS.Open(name, os.O_RDWR|m.d.Direct, 0)
+	}
+	if err == nil {
+		m.crcs, err = m.d.FS.Open(m.dir+"/"+CRCsFile, os.O_RDWR|os.O_CREATE, 0o600)
 	}
 	return err
 }
 
-func (m *mending) close() error {
+func (m *layerRepair) close() error {
 	var errs []error
 	for _, h := range []file.Handle{m.data, m.direct, m.crcs} {
 		if h != nil {
@@ -168,8 +169,8 @@ func (m *mending) close() error {
 	return errors.Join(errs...)
 }
 
-// write puts right what is wrong.
-func (m *mending) write(ctx context.Context) error {
+// write repairs all files.
+func (m *layerRepair) write(ctx context.Context) error {
 	st, err := m.data.Stat()
 	if err == nil && st.Size() != m.size {
 		err = m.data.Truncate(m.size)
@@ -177,7 +178,7 @@ func (m *mending) write(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := eachChunk(ctx, &m.kinds, m.chunk); err != nil {
+	if err := EachChunk(ctx, &m.kinds, m.chunk); err != nil {
 		return err
 	}
 	if err := errors.Join(m.data.Datasync(), m.data.Chmod(0o444), format.SealCRCs(m.crcs, m.size)); err != nil {
@@ -186,21 +187,21 @@ func (m *mending) write(ctx context.Context) error {
 	if st, err = m.data.Stat(); err != nil {
 		return err
 	}
-	m.allocated = allocated(st)
-	if err := m.side(sumsFile, m.writeSums); err != nil {
+	m.allocated = diskfs.Allocated(st)
+	if err := m.side(SumsFile, m.writeSums); err != nil {
 		return err
 	}
-	if err := m.side(mapFile, m.writeMap); err != nil {
+	if err := m.side(MapFile, m.writeMap); err != nil {
 		return err
 	}
-	return m.d.fs.SyncDir(m.dir)
+	return m.d.FS.SyncDir(m.dir)
 }
 
-// chunk compares one chunk, and writes the blocks of it that are not what they should be.
-func (m *mending) chunk(c int64, buf []byte) error {
+// chunk compares one chunk and writes its wrong blocks.
+func (m *layerRepair) chunk(c int64, buf []byte) error {
 	kinds := m.kinds.Chunk(c)
 	if !kinds.Data {
-		return nil // nobody reads the file there
+		return nil // no reader needs the file there
 	}
 	if sum, err := format.ChunkSum(m.direct, kinds, c, m.size, buf); err == nil && sum == m.sums[c] {
 		return format.PutCRCs(m.crcs, c, buf[:min(chunkSize, m.size-c*chunkSize)])
@@ -230,9 +231,9 @@ func (m *mending) chunk(c int64, buf []byte) error {
 	return format.PutCRCs(m.crcs, c, right)
 }
 
-// side puts one of the files beside the data right, in place.
-func (m *mending) side(name string, write func(h file.Handle) (size int64, err error)) error {
-	h, err := m.d.fs.Open(m.dir+"/"+name, os.O_RDWR|os.O_CREATE, 0o600)
+// side repairs one of the files beside the data, in place.
+func (m *layerRepair) side(name string, write func(h file.Handle) (size int64, err error)) error {
+	h, err := m.d.FS.Open(m.dir+"/"+name, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
 	}
@@ -243,7 +244,7 @@ func (m *mending) side(name string, write func(h file.Handle) (size int64, err e
 	return errors.Join(err, h.Close())
 }
 
-func (m *mending) writeSums(h file.Handle) (int64, error) {
+func (m *layerRepair) writeSums(h file.Handle) (int64, error) {
 	_, err := h.WriteAt(format.SumsHeaderOf(m.size), 0)
 	for c := range m.kinds.Chunks() {
 		sum := m.sums[c]
@@ -254,8 +255,8 @@ func (m *mending) writeSums(h file.Handle) (int64, error) {
 	return sumsHeader + (m.size+chunkSize-1)/chunkSize*sumSize, err
 }
 
-// WriteMap leaves a map that says the same as it is: who has it open knows where its pages are.
-func (m *mending) writeMap(h file.Handle) (int64, error) {
+// writeMap keeps a map with the same meaning: readers with the open map know the places of its pages.
+func (m *layerRepair) writeMap(h file.Handle) (int64, error) {
 	st, err := h.Stat()
 	if err != nil {
 		return 0, err

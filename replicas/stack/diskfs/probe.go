@@ -1,4 +1,4 @@
-package stack
+package diskfs
 
 import (
 	"context"
@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -26,7 +25,7 @@ func Probe(ctx context.Context, path string) (err error) {
 	_ = os.Remove(name)
 	f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return classify(err)
+		return Classify(err)
 	}
 	defer func() { err = errors.Join(err, f.Close(), os.Remove(name)) }()
 	fd := int(f.Fd())
@@ -34,13 +33,13 @@ func Probe(ctx context.Context, path string) (err error) {
 	if err := f.Truncate(size); err != nil {
 		return api.Errorf(api.Unsupported, "the file system cannot hold a sparse file of 1 TiB: %w", err)
 	}
-	zeros := alignedBuffer(int(blockSize))
-	// A block that is half written when the power goes must not become half a block of data over lower data.
+	zeros := AlignedBuffer(int(blockSize))
+	// A block that a loss of power leaves half written must not become half a block of data over lower data.
 	if _, err := unix.Pwrite(fd, zeros[:512], at); err != nil {
-		return classify(fmt.Errorf("write 512 bytes: %w", err))
+		return Classify(fmt.Errorf("write 512 bytes: %w", err))
 	}
 	if err := f.Sync(); err != nil {
-		return classify(err)
+		return Classify(err)
 	}
 	if from, to, err := file.NextData(fd, 0, size); err != nil {
 		return api.Errorf(api.Unsupported, "the file system does not report holes: %w", err)
@@ -48,7 +47,7 @@ func Probe(ctx context.Context, path string) (err error) {
 		return api.Errorf(api.Unsupported, "the file system's blocks are not of 4 KiB: 512 bytes at %d are reported as "+
 			"[%d, %d); make it with 4 KiB blocks", at, from, to)
 	}
-	if err := unix.Fallocate(fd, punchMode, at, blockSize); err != nil {
+	if err := unix.Fallocate(fd, PunchMode, at, blockSize); err != nil {
 		return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
 	}
 	for _, direct := range []bool{false, true} {
@@ -61,10 +60,10 @@ func Probe(ctx context.Context, path string) (err error) {
 			}
 		}
 		if _, err := unix.Pwrite(fd, zeros, at); err != nil {
-			return classify(fmt.Errorf("write 4 KiB: %w", err))
+			return Classify(fmt.Errorf("write 4 KiB: %w", err))
 		}
 		if err := f.Sync(); err != nil {
-			return classify(err)
+			return Classify(err)
 		}
 		from, to, err := file.NextData(fd, 0, size)
 		if err != nil {
@@ -75,7 +74,7 @@ func Probe(ctx context.Context, path string) (err error) {
 				"are reported as [%d, %d); use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression",
 				at, from, to)
 		}
-		if err := unix.Fallocate(fd, punchMode, at, blockSize); err != nil {
+		if err := unix.Fallocate(fd, PunchMode, at, blockSize); err != nil {
 			return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
 		}
 		if from, _, err = file.NextData(fd, 0, size); err != nil {
@@ -85,17 +84,4 @@ func Probe(ctx context.Context, path string) (err error) {
 		}
 	}
 	return nil
-}
-
-const punchMode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
-
-// alignedBuffer is n bytes that direct I/O accepts.
-func alignedBuffer(n int) []byte {
-	b := make([]byte, n+int(blockSize))
-	skip := int(-uintptr(unsafe.Pointer(&b[0])) & uintptr(blockSize-1))
-	return b[skip : skip+n : skip+n]
-}
-
-func aligned(b []byte, off int64) bool {
-	return len(b) > 0 && (uintptr(unsafe.Pointer(&b[0]))|uintptr(len(b))|uintptr(off))&uintptr(blockSize-1) == 0
 }
