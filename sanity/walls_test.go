@@ -15,12 +15,13 @@ type golist struct {
 	ImportPath string
 	Name       string
 	Standard   bool
+	Imports    []string
 	Deps       []string // transitive
 }
 
 func packages(t *testing.T) (ours []golist, standard map[string]bool) {
 	t.Helper()
-	cmd := exec.Command("go", "list", "-deps", "-json=ImportPath,Name,Standard,Deps", "./...")
+	cmd := exec.Command("go", "list", "-deps", "-json=ImportPath,Name,Standard,Imports,Deps", "./...")
 	cmd.Dir = ".."
 	out, err := cmd.Output()
 	if err != nil {
@@ -143,6 +144,11 @@ func TestWalls(t *testing.T) {
 	for _, p := range ours {
 		if dep, why := breach(p); dep != "" {
 			t.Errorf("%s must not import %s: %s", p.ImportPath, dep, why)
+		}
+		for _, i := range p.Imports {
+			if strings.HasPrefix(i, module+"/replicas/stack/") && !underAny(p.ImportPath, "replicas/stack") {
+				t.Errorf("%s must not import %s: other rooms import replicas/stack alone", p.ImportPath, i)
+			}
 		}
 		if underAny(p.ImportPath, "block") {
 			for _, d := range p.Deps {

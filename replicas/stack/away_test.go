@@ -255,7 +255,7 @@ func TestOneMergerAtATime(t *testing.T) {
 	if _, err := r.Merge(ctx, MergeOptions{}); !api.Is(err, api.Busy) {
 		t.Errorf("two at once: %v", err)
 	}
-	if _, _, err := w.carry(0, awaySize); err != nil {
+	if _, _, err := w.copyWindow(0, awaySize); err != nil {
 		t.Fatal(err)
 	}
 	w.close()

@@ -15,7 +15,7 @@ import (
 // BenchmarkReadOfAnotherDisk reads 4 KiB of each chunk of a layer that another disk of the machine has: for the first
 // time, and again.
 func BenchmarkReadOfAnotherDisk(b *testing.B) {
-	const size = 64 * ChunkSize
+	const size = 64 * chunkSize
 	ctx := context.Background()
 	loop := startLoop(b)
 	content := make([]byte, size)
@@ -35,7 +35,7 @@ func BenchmarkReadOfAnotherDisk(b *testing.B) {
 			b.Fatal(err)
 		}
 		open += time.Since(began)
-		fetched, buf := make(chan struct{}, 64), diskfs.AlignedBuffer(int(BlockSize))
+		fetched, buf := make(chan struct{}, 64), diskfs.AlignedBuffer(int(blockSize))
 		r.OnFetched(func() {
 			select {
 			case fetched <- struct{}{}:
@@ -44,10 +44,10 @@ func BenchmarkReadOfAnotherDisk(b *testing.B) {
 		})
 		pass := func() time.Duration {
 			began := time.Now()
-			for c := range size / ChunkSize {
+			for c := range size / chunkSize {
 				for {
 					done := make(chan error, 1)
-					q := &block.Request{Op: block.OpRead, Off: c*ChunkSize + 17*BlockSize, Len: BlockSize, Buf: buf,
+					q := &block.Request{Op: block.OpRead, Off: c*chunkSize + 17*blockSize, Len: blockSize, Buf: buf,
 						Done: func(q *block.Request) { done <- q.Err }}
 					loop.Post(func() { r.Submit(q) })
 					if err := <-done; errors.Is(err, ErrNotFetched) {
@@ -69,6 +69,6 @@ func BenchmarkReadOfAnotherDisk(b *testing.B) {
 	}
 	per := func(d time.Duration, n int) float64 { return float64(d.Microseconds()) / float64(b.N*n) }
 	b.ReportMetric(per(open, 1), "µs/open")
-	b.ReportMetric(per(first, int(size/ChunkSize)), "µs/first-read")
-	b.ReportMetric(per(again, int(size/ChunkSize)), "µs/read-again")
+	b.ReportMetric(per(first, int(size/chunkSize)), "µs/first-read")
+	b.ReportMetric(per(again, int(size/chunkSize)), "µs/read-again")
 }

@@ -141,8 +141,8 @@ func TestNoAllocationPerIO(t *testing.T) {
 			nexts[i] = next
 			q := &reqs[i]
 			q.Op, q.FUA = []block.Op{block.OpRead, block.OpRead, block.OpWrite}[rng.IntN(3)], rng.IntN(50) == 0
-			q.Len = int64(1+rng.IntN(8)) << BlockBits
-			q.Off = rng.Int64N((8<<20-q.Len)>>BlockBits) << BlockBits
+			q.Len = int64(1+rng.IntN(8)) << blockBits
+			q.Off = rng.Int64N((8<<20-q.Len)>>blockBits) << blockBits
 			q.Buf = q.Buf[:q.Len]
 			r.Submit(q)
 		})

@@ -119,7 +119,7 @@ func (p *power) Fdatasync(op *uring.Op, fd int) {
 // expect says, for every sector of a volume, which values it may have: blocks are filled with one number.
 type expect map[int64][]uint64
 
-const perBlock = BlockSize / 512
+const perBlock = blockSize / 512
 
 // add says that the blocks [b, b+n) may have the value v from now on.
 func (e expect) add(b, n int64, v uint64) {
@@ -162,16 +162,16 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 	for s := range e {
 		told[s*512>>20] = true
 	}
-	for b := int64(0); b < r.meta.Size>>BlockBits; b++ {
+	for b := int64(0); b < r.meta.Size>>blockBits; b++ {
 		if b%256 == 0 {
-			n := min(1<<20, r.meta.Size-b<<BlockBits)
-			mustIssue(t, on, r, block.OpRead, b<<BlockBits, n, many[:n])
+			n := min(1<<20, r.meta.Size-b<<blockBits)
+			mustIssue(t, on, r, block.OpRead, b<<blockBits, n, many[:n])
 			if !told[b/256] && format.IsZero(many[:n]) {
 				b += 255
 				continue
 			}
 		}
-		buf := many[b%256<<BlockBits:][:BlockSize]
+		buf := many[b%256<<blockBits:][:blockSize]
 		for s := range perBlock {
 			may := e[b*perBlock+s]
 			if len(may) == 0 {
@@ -221,10 +221,10 @@ func filledLayer(t testing.TB, d *Disk, size int64, blocks []int64, v uint64, e 
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	for _, b := range blocks {
 		fill(buf, v+uint64(b))
-		if _, err := w.WriteAt(buf, b<<BlockBits); err != nil {
+		if _, err := w.WriteAt(buf, b<<blockBits); err != nil {
 			t.Fatal(err)
 		}
 		e.put(b, v+uint64(b))
@@ -250,7 +250,7 @@ func TestPowerLossUnderIO(t *testing.T) {
 }
 
 func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
-	const size = int64(64) << BlockBits
+	const size = int64(64) << blockBits
 	ctx := context.Background()
 	p := freshPower(t, loop)
 	d := p.disk(t)
@@ -269,7 +269,7 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 		t.Fatal(err)
 	}
 	next := uint64(1) << 40
-	buf := diskfs.AlignedBuffer(16 << BlockBits)
+	buf := diskfs.AlignedBuffer(16 << blockBits)
 	type cut struct {
 		snapshot string
 		want     expect
@@ -314,18 +314,18 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 			case 1, 2:
 				e.add(b, n, 0)
 				op := []block.Op{block.OpDiscard, block.OpZero}[rng.IntN(2)]
-				err = issue(p, r, op, b<<BlockBits, n<<BlockBits, nil, false)
+				err = issue(p, r, op, b<<blockBits, n<<blockBits, nil, false)
 			default:
 				v := next
 				next++
 				if rng.IntN(4) == 0 {
 					v = 0
 				}
-				w := buf[:n<<BlockBits]
+				w := buf[:n<<blockBits]
 				fill(w, v)
 				e.add(b, n, v)
 				fua := rng.IntN(5) == 0
-				if err = issue(p, r, block.OpWrite, b<<BlockBits, n<<BlockBits, w, fua); err == nil && fua {
+				if err = issue(p, r, block.OpWrite, b<<blockBits, n<<blockBits, w, fua); err == nil && fua {
 					e.durable() // the flush behind it covers all
 				}
 			}

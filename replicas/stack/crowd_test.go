@@ -94,7 +94,7 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 		if list, err := d.ToFinish(); err != nil || len(list) > 0 {
 			t.Fatal(list, err)
 		}
-		if others, err := d.namedBut(replicas[0]); err != nil || len(others) != 5 {
+		if others, err := d.namedByOthers(replicas[0]); err != nil || len(others) != 5 {
 			t.Fatal(others, err)
 		}
 	}
@@ -210,11 +210,11 @@ func BenchmarkCrowd(b *testing.B) {
 		do   func() error
 	}{
 		{"named", func() error { _, err := d.named(); return err }},
-		{"settle", func() error { return d.settleNames(b.Context()) }},
+		{"settle", func() error { return d.settleReferences(b.Context()) }},
 		{"unfinished", func() error { _, err := d.Unfinished(); return err }},
 		{"mergeable", func() error { _, err := d.Mergeable(); return err }},
 		{"space", func() error { _, _, err := d.Space(replicas[0]); return err }},
-		{"others", func() error { _, err := d.namedBut(replicas[0]); return err }},
+		{"others", func() error { _, err := d.namedByOthers(replicas[0]); return err }},
 		{"collect", func() error { return d.Collect(b.Context(), time.Hour) }},
 		{"replicas", func() error { _, err := d.Replicas(); return err }},
 		{"images", func() error { _, err := d.Images(); return err }},

@@ -153,7 +153,7 @@ func (c *Cut) prepare() (err error) {
 	if err := format.WriteFile(d.FS, next+zeroSuffix, format.ZeroHeader()); err != nil {
 		return err
 	}
-	if c.log, err = format.OpenZeroLog(d.FS, next+zeroSuffix, c.was.Size>>BlockBits); err != nil {
+	if c.log, err = format.OpenZeroLog(d.FS, next+zeroSuffix, c.was.Size>>blockBits); err != nil {
 		return err
 	}
 	c.log.Reserve()
@@ -251,7 +251,7 @@ func Together(ctx context.Context, cuts ...*Cut) (err error) {
 		case c.old == nil:
 			return c.undo()
 		}
-		return c.settle()
+		return c.complete()
 	})
 	return errors.Join(append(errs, err)...)
 }
@@ -287,7 +287,7 @@ func (c *Cut) undo() error {
 	unlock, err := d.Lock()
 	if err == nil {
 		defer unlock()
-		all, _, _ := d.namings() // an unreadable record is older than the layer
+		all, _, _ := d.readReferences() // an unreadable record is older than the layer
 		for _, n := range all {
 			if n.replica != c.was.UID && slices.Contains(n.layers, c.snapshot.Layer) {
 				err = api.Errorf(api.InUse, "layer %s, which was to be taken back, is named already", c.snapshot.Layer)
@@ -335,13 +335,13 @@ func (c *Cut) turn(held bool) (err error) {
 			if !held && !r.calm() {
 				return
 			}
-			value := FromLayer + uint16(len(r.layers))
+			value := fromLayer + uint16(len(r.layers))
 			c.old = &layer.Layer{Rec: layer.Record{UID: c.snapshot.Layer, Size: c.was.Size, Created: c.snapshot.Created},
 				Data: r.head, Store: r.disk.Store, Map: &layer.FrozenMap{Size: c.was.Size, Data: r.head, Zeros: r.log.Zeros}}
 			c.oldLog, c.writing = r.log, r.now
 			c.writing.seal(value, r.takeZeros())
-			r.now = &writes{value: FromHead}
-			r.idx.Change(FromHead, value)
+			r.now = &writes{value: fromHead}
+			r.idx.Change(fromHead, value)
 			r.layers, r.fds = append(r.layers, c.old), append(r.fds, r.fds[0])
 			r.metaMu.Lock()
 			r.head, r.meta = c.head, c.now
@@ -354,8 +354,8 @@ func (c *Cut) turn(held bool) (err error) {
 	return err
 }
 
-// settle makes the layer durable, starts the flushes that wait for the layer, and removes the old names of the head.
-func (c *Cut) settle() error {
+// complete makes the layer durable, starts the flushes that wait for the layer, and removes the old names of the head.
+func (c *Cut) complete() error {
 	r, old, log := c.r, c.old, c.oldLog
 	<-c.writing.over
 	_ = c.writing.forget() // the sync below covers the file

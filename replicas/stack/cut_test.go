@@ -50,8 +50,8 @@ func TestCuts(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 120 {
-			off := rng.Int64N(size>>BlockBits) << BlockBits
-			n := min((1+rng.Int64N(64))<<BlockBits, size-off)
+			off := rng.Int64N(size>>blockBits) << blockBits
+			n := min((1+rng.Int64N(64))<<blockBits, size-off)
 			switch rng.IntN(8) {
 			case 0:
 				mustIssue(t, loop, r, block.OpDiscard, off, n, nil)
@@ -88,7 +88,7 @@ func TestCuts(t *testing.T) {
 				b := buf[:n]
 				randomBytes(rng, b)
 				if rng.IntN(5) == 0 {
-					clear(b[:BlockSize])
+					clear(b[:blockSize])
 				}
 				mustIssue(t, loop, r, block.OpWrite, off, n, b)
 				copy(model[off:], b)
@@ -164,7 +164,7 @@ func TestCutIsOneInstant(t *testing.T) {
 	var worst time.Duration
 	for w := range workers {
 		wg.Go(func() {
-			buf := diskfs.AlignedBuffer(int(BlockSize))
+			buf := diskfs.AlignedBuffer(int(blockSize))
 			for seq := uint64(1); ; seq++ {
 				select {
 				case <-stop:
@@ -177,7 +177,7 @@ func TestCutIsOneInstant(t *testing.T) {
 				mu.Unlock()
 				began := time.Now()
 				// One block, again and again: what a snapshot shows of it is a moment of this worker.
-				if err := issue(loop, r, block.OpWrite, int64(w)<<BlockBits, BlockSize, buf, seq%50 == 0); err != nil {
+				if err := issue(loop, r, block.OpWrite, int64(w)<<blockBits, blockSize, buf, seq%50 == 0); err != nil {
 					t.Error(err)
 					return
 				}
@@ -202,9 +202,9 @@ func TestCutIsOneInstant(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := make([]byte, BlockSize)
+		buf := make([]byte, blockSize)
 		for w := range workers {
-			if _, err := src.ReadAt(buf, int64(w)<<BlockBits); err != nil {
+			if _, err := src.ReadAt(buf, int64(w)<<blockBits); err != nil {
 				t.Fatal(err)
 			}
 			v := uint64(0)
@@ -238,7 +238,7 @@ func TestPrepareCutRunsOutOfTime(t *testing.T) {
 		t.Fatal(err)
 	}
 	adopt(t, r, 1, 1, spec.UID)
-	mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
+	mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
 	short, end := context.WithCancel(ctx)
 	f.set(func(op, name string) (func(), error) {
 		if op != opSync || name != r.dir {

@@ -27,9 +27,9 @@ func TestMissingRecordsCollectNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	fill(buf, 99)
-	mustIssue(t, loop, r, block.OpWrite, 7<<BlockBits, BlockSize, buf)
+	mustIssue(t, loop, r, block.OpWrite, 7<<blockBits, blockSize, buf)
 	e.put(7, 99)
 	if err := r.Close(); err != nil {
 		t.Fatal(err)

@@ -1,13 +1,3 @@
-// Package stack owns what is on a disk: layers, the heads of replicas on top of them, and the records of images. It is
-// the only writer of the formats that docs/formats.md describes.
-//
-// Invariants: a finished layer is never written again and its uid means one content for ever. A replica's stack.json
-// and an image's image.json name layers; what they do not name is garbage, and is collected only while every one of
-// them can be read. Naming and collecting take the disk's lock, a flock, so several processes can work on one disk.
-// A replica has one opener, and a new opener waits for the disk I/O of a dead one.
-//
-// The data path of a Replica belongs to the thread of its loop; what blocks runs in the replica's worker goroutine,
-// which Close ends and waits for. A Disk's background removals are awaited by Disk.Close.
 package stack
 
 import (
@@ -15,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 
@@ -29,17 +18,17 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// Disk is one folder of a node that holds layers, replicas and images.
+// Disk is one folder of a node with layers, replicas and images.
 type Disk struct {
 	*layer.Store
 	lifetime func() (diskfs.Lifetime, error) // of the disk's file system
 	window   int64                           // mergeWindow, but in tests
 	piece    int                             // mapPiece, but in tests
 
-	open    openReplicas
-	names   namings
-	reserve reserve
-	scratch scratch
+	open       openReplicas
+	references references
+	reserve    reserve
+	scratch    scratch
 }
 
 var _ block.Layers = (*Disk)(nil)
@@ -56,8 +45,7 @@ const (
 	trashDir   = "trash"
 )
 
-// Add makes the folder at path a disk of Drover, or opens it if it is one already. The file system below must pass the
-// probe.
+// Add makes the folder at path a disk of Drover, or opens an existing disk. The file system must pass the probe.
 func Add(ctx context.Context, path string) (*Disk, error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
@@ -101,7 +89,7 @@ func initDisk(fsys file.FS, path string) error {
 	return format.WriteMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})
 }
 
-// Open opens a disk that Add has made.
+// Open opens an existing disk.
 func Open(path string) (*Disk, error) { return openOn(file.OS, path) }
 
 func openOn(fsys file.FS, path string) (*Disk, error) {
@@ -130,23 +118,8 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	return d, nil
 }
 
-// Close waits for the removals that go on in the background. Replicas and layers stay open.
+// Close waits for removals in the background. Replicas and layers stay open.
 func (d *Disk) Close() error {
 	d.Wait()
 	return nil
-}
-
-// discard removes a folder that was renamed into the trash, in the background. What a crash leaves, Collect removes.
-func (d *Disk) discard(names []string) {
-	if len(names) == 0 {
-		return
-	}
-	d.Go(func() {
-		for _, name := range names {
-			if err := d.emptyTrash(name); err != nil {
-				slog.Warn("trash is not removed yet; the next collection tries again", "disk", d.Root, "name", name,
-					"error", err)
-			}
-		}
-	})
 }

@@ -190,7 +190,7 @@ func TestSettledOnce(t *testing.T) {
 	})
 	settle := func() []string {
 		synced = nil
-		if err := d.settleNames(ctx); err != nil {
+		if err := d.settleReferences(ctx); err != nil {
 			t.Fatal(err)
 		}
 		return synced

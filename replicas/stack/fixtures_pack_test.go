@@ -68,7 +68,7 @@ func packFile(path string, size int64) ([]byte, error) {
 	defer f.Close()
 	var out bytes.Buffer
 	fmt.Fprintf(&out, "size %d\n", size)
-	block := make([]byte, BlockSize)
+	block := make([]byte, blockSize)
 	for at := int64(0); ; {
 		from, to, err := file.NextData(int(f.Fd()), at, size)
 		if err != nil {
@@ -78,18 +78,18 @@ func packFile(path string, size int64) ([]byte, error) {
 			return out.Bytes(), nil
 		}
 		for at = from; at < to; at += int64(len(block)) {
-			block = block[:min(BlockSize, to-at)]
+			block = block[:min(blockSize, to-at)]
 			if _, err := f.ReadAt(block, at); err != nil {
 				return nil, err
 			}
 			packBlock(&out, at, block)
 		}
-		block, at = block[:BlockSize], to
+		block, at = block[:blockSize], to
 	}
 }
 
 func packBlock(out *bytes.Buffer, at int64, b []byte) {
-	if len(b) == int(BlockSize) && bytes.Equal(b, bytes.Repeat(b[:8], len(b)/8)) {
+	if len(b) == int(blockSize) && bytes.Equal(b, bytes.Repeat(b[:8], len(b)/8)) {
 		fmt.Fprintf(out, "%d %x block\n", at, b[:8])
 		return
 	}
@@ -160,7 +160,7 @@ func unpackFile(raw []byte, to string) error {
 		b, derr := hex.DecodeString(text)
 		if repeated == "block" {
 			v := binary.LittleEndian.Uint64(b)
-			b = make([]byte, BlockSize)
+			b = make([]byte, blockSize)
 			fill(b, v)
 		}
 		_, werr := f.WriteAt(b, at)

@@ -91,7 +91,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	}
 	put(member, 3<<32, []int64{1, 20})
 	member.put(2, 0) // discarded before the cut
-	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> BlockBits)})
+	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> blockBits)})
 	member.put(600, 0) // discarded after it
 	put(mapping, 1<<32, fixMapLowBlocks)
 	put(mapping, 2<<32, fixMapHighBlocks)
@@ -189,7 +189,7 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(pins, wantPins) {
 		t.Errorf("pins: %s, %v", jsonOf(t, pins), err)
 	}
-	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{Off: 0, Len: ChunkSize}, {Off: 3 * ChunkSize, Len: 4096}}) {
+	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{Off: 0, Len: chunkSize}, {Off: 3 * chunkSize, Len: 4096}}) {
 		t.Errorf("damage of a layer: %v", got)
 	}
 	frozen, err := d.Frozen(fixFrozen)
@@ -219,8 +219,8 @@ func TestReleasedLayersAreWhole(t *testing.T) {
 	ctx := context.Background()
 	d := released(t, "v1")
 	for uid, want := range map[string]layer.Record{
-		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * BlockSize, Zero: BlockSize, Durable: true},
-		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * BlockSize, Durable: true},
+		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * blockSize, Zero: blockSize, Durable: true},
+		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * blockSize, Durable: true},
 	} {
 		rec, err := d.Record(uid)
 		if err != nil {
@@ -266,9 +266,9 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
 		t.Errorf("intents of the other one %+v, %v", got, err)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
-	mustIssue(t, loop, other, block.OpRead, 600<<BlockBits, BlockSize, buf)
-	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<BlockBits, buf)
+	buf := diskfs.AlignedBuffer(int(blockSize))
+	mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
+	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
 	if restarted, err := r.Restarted(); err != nil || !restarted {
 		t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
 	}
@@ -319,12 +319,12 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 		if l != (RemoteLayer{UID: fixFar}) {
 			return errors.New("no such layer")
 		}
-		fetched = append(fetched, off/ChunkSize)
-		for i := int64(0); i < int64(len(buf)); i += BlockSize {
+		fetched = append(fetched, off/chunkSize)
+		for i := int64(0); i < int64(len(buf)); i += blockSize {
 			if v := far[(off+i)/512]; len(v) > 0 {
-				fill(buf[i:i+BlockSize], v[0])
+				fill(buf[i:i+blockSize], v[0])
 			} else {
-				clear(buf[i : i+BlockSize])
+				clear(buf[i : i+blockSize])
 			}
 		}
 		return nil
@@ -355,7 +355,7 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 		t.Fatal(err)
 	}
 	var compact bytes.Buffer
-	if err := json.Compact(&compact, note); err != nil || upTo != 2*ChunkSize || compact.String() != `{"root":"abc"}` {
+	if err := json.Compact(&compact, note); err != nil || upTo != 2*chunkSize || compact.String() != `{"root":"abc"}` {
 		t.Errorf("kept up to %d with %s, %v", upTo, note, err)
 	}
 	scratch, err := w.Beside("spool")

@@ -123,14 +123,14 @@ func (w *fixtureWriter) layer(d *Disk, uid string, size int64, blocks []int64, v
 	w.t.Helper()
 	to, err := d.Create(context.Background(), uid, size)
 	w.must(err)
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	for _, b := range blocks {
 		fill(buf, v+uint64(b))
-		_, err := to.WriteAt(buf, b<<BlockBits)
+		_, err := to.WriteAt(buf, b<<blockBits)
 		w.must(err)
 	}
 	for _, b := range zeros {
-		w.must(to.ZeroAt(b<<BlockBits, BlockSize))
+		w.must(to.ZeroAt(b<<blockBits, blockSize))
 	}
 	_, _, err = to.Seal(context.Background())
 	w.must(err)
@@ -169,7 +169,7 @@ func writeFixture(t *testing.T, dir string) map[string][]byte {
 	w.kept()
 	w.far()
 	w.layer(w.d, fixDamaged, 8<<20, []int64{0, 1600}, 6<<32)
-	w.must(w.d.PutDamage(fixDamaged, 8<<20, []Damage{{Off: 0, Len: ChunkSize}, {Off: 3 * ChunkSize, Len: 4096}}))
+	w.must(w.d.PutDamage(fixDamaged, 8<<20, []Damage{{Off: 0, Len: chunkSize}, {Off: 3 * chunkSize, Len: 4096}}))
 	packed := packDisk(t, dir)
 	for _, r := range []*Replica{member, mapping, moving} {
 		if err := r.Close(); err != nil && !errors.Is(err, unix.EIO) {
@@ -199,18 +199,18 @@ func (w *fixtureWriter) member() *Replica {
 	w.must(r.Adopt(ctx, 2, 1, both))
 	w.must(r.Unnoted(ctx, 2))
 	w.must(r.Adopt(ctx, 3, 2, both))
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	write := func(b int64, v uint64) {
 		fill(buf, v+uint64(b))
-		mustIssue(w.t, w.loop, r, block.OpWrite, b<<BlockBits, BlockSize, buf)
+		mustIssue(w.t, w.loop, r, block.OpWrite, b<<blockBits, blockSize, buf)
 	}
 	write(1, 3<<32)
 	write(20, 3<<32)
-	mustIssue(w.t, w.loop, r, block.OpDiscard, 2<<BlockBits, BlockSize, nil)
+	mustIssue(w.t, w.loop, r, block.OpDiscard, 2<<blockBits, blockSize, nil)
 	w.must(r.Cut(ctx, Snapshot{UID: fixSnapshot, Name: "before", Layer: fixFrozen, Created: fixTime}))
 	write(21, 4<<32)
-	write(2*format.IntentsRegion>>BlockBits, 4<<32)
-	mustIssue(w.t, w.loop, r, block.OpZero, 600<<BlockBits, BlockSize, nil)
+	write(2*format.IntentsRegion>>blockBits, 4<<32)
+	mustIssue(w.t, w.loop, r, block.OpZero, 600<<blockBits, blockSize, nil)
 	mustIssue(w.t, w.loop, r, block.OpFlush, 0, 0, nil)
 	w.d.Hurry(fixFrozen)
 	return r
@@ -270,19 +270,19 @@ func (w *fixtureWriter) pins() {
 // writeKept writes what a half-made layer is made of, from a chunk on.
 func writeKept(t *testing.T, w block.LayerWriter, from int64) {
 	t.Helper()
-	whole := bytes.Repeat([]byte("01234567"), int(ChunkSize/8))
-	for c, b := range [][]byte{whole, whole[:3*BlockSize], nil, whole[:BlockSize]} {
+	whole := bytes.Repeat([]byte("01234567"), int(chunkSize/8))
+	for c, b := range [][]byte{whole, whole[:3*blockSize], nil, whole[:blockSize]} {
 		if int64(c) < from {
 			continue
 		}
-		if _, err := w.WriteAt(b, int64(c)*ChunkSize); err != nil {
+		if _, err := w.WriteAt(b, int64(c)*chunkSize); err != nil {
 			t.Fatal(err)
 		}
 	}
 }
 
 func (w *fixtureWriter) kept() {
-	to, err := w.d.Create(context.Background(), fixKept, 4*ChunkSize)
+	to, err := w.d.Create(context.Background(), fixKept, 4*chunkSize)
 	w.must(err)
 	k := to.(block.Keeper)
 	writeKept(w.t, to, 0)
@@ -290,7 +290,7 @@ func (w *fixtureWriter) kept() {
 	w.must(err)
 	_, err = scratch.WriteAt([]byte("scratch"), 0)
 	w.must(errors.Join(err, scratch.Close()))
-	w.must(k.Keep(2*ChunkSize, []byte(`{"root":"abc"}`)))
+	w.must(k.Keep(2*chunkSize, []byte(`{"root":"abc"}`)))
 	w.must(k.Leave())
 }
 
@@ -305,6 +305,6 @@ func (w *fixtureWriter) far() {
 	w.replica(fixReader, "reader", fixFarSize, fixFar)
 	r, err := w.d.openReplica(ctx, fixReader, w.loop)
 	w.must(err)
-	mustIssue(w.t, w.loop, r, block.OpRead, 3<<BlockBits, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
+	mustIssue(w.t, w.loop, r, block.OpRead, 3<<blockBits, blockSize, diskfs.AlignedBuffer(int(blockSize)))
 	w.must(errors.Join(r.Close(), w.d.Close())) // what came is noted then
 }

@@ -31,15 +31,15 @@ func twoLayers(t *testing.T, d *Disk) (layers []string, e expect) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	for _, b := range []int64{513, 1024, 2560, 3071} {
 		fill(buf, 2<<32+uint64(b))
-		if _, err := w.WriteAt(buf, b<<BlockBits); err != nil {
+		if _, err := w.WriteAt(buf, b<<blockBits); err != nil {
 			t.Fatal(err)
 		}
 		e.put(b, 2<<32+uint64(b))
 	}
-	if err := w.ZeroAt(1536<<BlockBits, BlockSize); err != nil {
+	if err := w.ZeroAt(1536<<blockBits, blockSize); err != nil {
 		t.Fatal(err)
 	}
 	e.put(1536, 0)
@@ -61,7 +61,7 @@ func TestFlattenedDigests(t *testing.T) {
 		change func()
 	}{
 		{"whole", func() {}},
-		{"a checksum is wrong", func() { flipBit(t, crcs, 200*CRCSize) }},
+		{"a checksum is wrong", func() { flipBit(t, crcs, 200*crcSize) }},
 		{"checksums lack", func() {
 			if err := os.Remove(crcs); err != nil {
 				t.Fatal(err)
@@ -91,7 +91,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	// damage changes a block and, where it is so to say unseen, its checksum. Done twice, it is as it was.
 	damage := func(b int64, unseen bool) {
 		t.Helper()
-		flipBit(t, d.Join(layer.Dir, lower, layer.DataFile), b<<BlockBits)
+		flipBit(t, d.Join(layer.Dir, lower, layer.DataFile), b<<blockBits)
 		if !unseen {
 			return
 		}
@@ -100,8 +100,8 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer h.Close()
-		buf := make([]byte, BlockSize)
-		if _, err := h.ReadAt(buf, b<<BlockBits); err != nil {
+		buf := make([]byte, blockSize)
+		if _, err := h.ReadAt(buf, b<<blockBits); err != nil {
 			t.Fatal(err)
 		}
 		c, err := os.OpenFile(d.Join(layer.Dir, lower, layer.CRCsFile), os.O_RDWR, 0)
@@ -109,7 +109,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, format.BlockCRC(buf)), b*CRCSize); err != nil {
+		if _, err := c.WriteAt(binary.LittleEndian.AppendUint32(nil, format.BlockCRC(buf)), b*crcSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -134,15 +134,15 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 		damage(b, true)
 	}
 	sums := d.Join(layer.Dir, lower, layer.SumsFile)
-	flipBit(t, sums, SumsHeader)
+	flipBit(t, sums, sumsHeader)
 	refused("a digest that is damaged")
-	flipBit(t, sums, SumsHeader)
+	flipBit(t, sums, sumsHeader)
 	damage(0, true)
 	uid := string(api.NewUID())
 	if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	bad := []Damage{{Off: 0, Len: ChunkSize}}
+	bad := []Damage{{Off: 0, Len: chunkSize}}
 	if list, err := d.Scrub(ctx, uid, 0); err != nil || !slices.Equal(list, bad) {
 		t.Fatalf("the damage has a digest that matches it: %v, %v", list, err)
 	}
@@ -157,25 +157,25 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	var layers []string
-	hides := diskfs.AlignedBuffer(int(BlockSize))
+	hides := diskfs.AlignedBuffer(int(blockSize))
 	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // the polynomial: adding it changes no checksum
-	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, BlockSize)) {
+	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, blockSize)) {
 		t.Fatal("its checksum is not that of zeros")
 	}
 	for i := range 2 {
 		uid := string(api.NewUID())
-		w, err := d.Create(ctx, uid, ChunkSize)
+		w, err := d.Create(ctx, uid, chunkSize)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if i == 0 {
-			data := diskfs.AlignedBuffer(int(BlockSize))
+			data := diskfs.AlignedBuffer(int(blockSize))
 			fill(data, 7)
 			if _, err = w.WriteAt(data, 0); err == nil {
-				_, err = w.WriteAt(hides, BlockSize)
+				_, err = w.WriteAt(hides, blockSize)
 			}
 		} else {
-			err = w.ZeroAt(BlockSize, BlockSize)
+			err = w.ZeroAt(blockSize, blockSize)
 		}
 		if err != nil {
 			t.Fatal(err)

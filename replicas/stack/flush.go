@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/block/uring"
 )
 
-// acknowledge ends a write, a zero or a discard, which are durable first where that was asked for.
+// acknowledge ends a write, a zero or a discard; with FUA a flush comes first.
 func (f *flight) acknowledge() {
 	if f.q.FUA {
 		f.r.flush(f)
@@ -21,7 +21,7 @@ func (f *flight) acknowledge() {
 	f.end(nil)
 }
 
-// flush makes everything acknowledged durable: the record of zeros, then the head.
+// flush makes all acknowledged writes durable: first the zero log, then the head.
 func (r *Replica) flush(f *flight) {
 	if r.cutting > 0 {
 		r.afterCut = append(r.afterCut, f)
@@ -46,15 +46,15 @@ func (r *Replica) flush(f *flight) {
 	})
 }
 
-// unrecorded goes on with a flush although there is no room for the record of all-zero writes, if the head surely keeps
-// them as data: then the record is not needed. It is tried again with the next flush.
+// unrecorded continues a flush without room for the records of all-zero writes, if the head keeps the zeros as data and
+// so needs no record. The next flush tries to write the records again.
 func (r *Replica) unrecorded(f *flight, spans []block.Span) {
 	fd := r.fds[0]
 	r.work.put(func() {
 		there := kept(fd, spans)
 		r.ring.Post(func() {
 			switch {
-			case r.cutting > 0: // and they are no longer the head's
+			case r.cutting > 0: // the zeros belong to a layer now
 				r.flush(f)
 			case !there:
 				f.end(unix.ENOSPC)
@@ -65,7 +65,7 @@ func (r *Replica) unrecorded(f *flight, spans []block.Span) {
 	})
 }
 
-// kept reports whether a file has all of the ranges as data.
+// kept reports whether a file holds all of the ranges as data.
 func kept(fd int, spans []block.Span) bool {
 	for _, s := range spans {
 		if from, to, err := file.NextData(fd, s.Off, s.Off+s.Len); err != nil || from != s.Off || to != s.Off+s.Len {
@@ -81,7 +81,7 @@ func (r *Replica) takeZeros() []block.Span {
 	return spans
 }
 
-// record appends to the log and syncs it, in the worker, and calls then on the loop's thread.
+// record appends to the log and syncs the log, in the worker, and calls then on the loop's thread.
 func (r *Replica) record(spans []block.Span, then func(error)) {
 	r.syncing++
 	r.work.put(func() {
@@ -103,8 +103,8 @@ func (r *Replica) record(spans []block.Span, then func(error)) {
 	})
 }
 
-// syncNow makes durable what the head has, for who is not on the loop's thread. An error is told once for an open file:
-// it must not be lost on who asks here, since the next flush would find nothing.
+// syncNow makes the head durable, outside of the loop's thread. The kernel reports an error once per open file, so
+// syncNow fails the replica: the next flush would see no error.
 func (r *Replica) syncNow() error {
 	err := r.head.Datasync()
 	if err == nil {

@@ -146,17 +146,17 @@ func onFileSystem(t *testing.T, d *Disk, remount func()) {
 		for b := int64(round); b < 500; b += 7 {
 			switch b % 3 {
 			case 0:
-				fill(buf[:BlockSize], 0)
-				mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, buf[:BlockSize])
+				fill(buf[:blockSize], 0)
+				mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, buf[:blockSize])
 				e.put(b, 0)
 			case 1:
 				fill(buf, uint64(b)<<8|round)
-				mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, 3*BlockSize, buf[:3*BlockSize])
+				mustIssue(t, loop, r, block.OpWrite, b<<blockBits, 3*blockSize, buf[:3*blockSize])
 				for i := range int64(3) {
 					e.put(b+i, uint64(b)<<8|round)
 				}
 			case 2:
-				mustIssue(t, loop, r, block.OpDiscard, b<<BlockBits, 2*BlockSize, nil)
+				mustIssue(t, loop, r, block.OpDiscard, b<<blockBits, 2*blockSize, nil)
 				e.put(b, 0)
 				e.put(b+1, 0)
 			}
@@ -208,7 +208,7 @@ func TestFullDisk(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for b := off >> BlockBits; b < (off+int64(len(buf)))>>BlockBits; b++ {
+		for b := off >> blockBits; b < (off+int64(len(buf)))>>blockBits; b++ {
 			e.put(b, uint64(off)|1)
 		}
 	}
@@ -278,7 +278,7 @@ func TestFullDisk(t *testing.T) {
 	if err := issue(loop, r, block.OpDiscard, 0, 8<<20, nil, false); err != nil {
 		t.Fatalf("discard on a full disk: %v", err)
 	}
-	for b := range int64(8<<20) >> BlockBits {
+	for b := range int64(8<<20) >> blockBits {
 		e.put(b, 0)
 	}
 	off := failed[0]
@@ -286,12 +286,12 @@ func TestFullDisk(t *testing.T) {
 	if err := issue(loop, r, block.OpWrite, off, int64(len(buf)), buf, true); err != nil {
 		t.Fatalf("write after there is room: %v", err)
 	}
-	for b := off >> BlockBits; b < (off+int64(len(buf)))>>BlockBits; b++ {
+	for b := off >> blockBits; b < (off+int64(len(buf)))>>blockBits; b++ {
 		e.put(b, 42)
 	}
 	for _, f := range failed[1:] { // undefined by contract; leave them out
 		mustIssue(t, loop, r, block.OpDiscard, f, int64(len(buf)), nil)
-		for b := f >> BlockBits; b < (f+int64(len(buf)))>>BlockBits; b++ {
+		for b := f >> blockBits; b < (f+int64(len(buf)))>>blockBits; b++ {
 			e.put(b, 0)
 		}
 	}
@@ -313,7 +313,7 @@ func exhaust(t *testing.T, dir string) {
 	}
 	defer f.Close()
 	for err == nil {
-		_, err = f.Write(make([]byte, BlockSize))
+		_, err = f.Write(make([]byte, blockSize))
 	}
 	if !errors.Is(err, syscall.ENOSPC) {
 		t.Fatal(err)

@@ -51,7 +51,7 @@ func TestHomeBesideALostSource(t *testing.T) {
 	if len(r.replaced) > 0 {
 		t.Error("a layer that is read from the own disk stays open elsewhere")
 	}
-	mustIssue(t, loop, r, block.OpWrite, 0, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
+	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
 	bring(t, far.disk, d, spec.Layers[1])
 	if err := r.Home(ctx); err != nil {
 		t.Error(err)

@@ -125,8 +125,8 @@ func TestHydrate(t *testing.T) {
 		return nil
 	}
 	for range 20 {
-		off := rng.Int64N(size/BlockSize-256) * BlockSize
-		if err := check(r, off, (1+rng.Int64N(255))*BlockSize); err != nil {
+		off := rng.Int64N(size/blockSize-256) * blockSize
+		if err := check(r, off, (1+rng.Int64N(255))*blockSize); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -165,9 +165,9 @@ func TestHydrate(t *testing.T) {
 	if _, why := hydrates(r); !api.Is(why, api.Unavailable) {
 		t.Errorf("why reads wait: %v", why)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
-	mustIssue(t, loop, r, block.OpWrite, size-BlockSize, BlockSize, buf)
-	clear(model[size-BlockSize:])
+	buf := diskfs.AlignedBuffer(int(blockSize))
+	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, buf)
+	clear(model[size-blockSize:])
 	far.lies.Store(true)
 	far.fails.Store(false)
 	for {

@@ -36,7 +36,7 @@ func TestLayerContract(t *testing.T) {
 	if err := d.Collect(ctx, 0); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := w.WriteAt(make([]byte, 10), 1<<20+BlockSize-5); !api.Is(err, api.OutOfRange) {
+	if _, err := w.WriteAt(make([]byte, 10), 1<<20+blockSize-5); !api.Is(err, api.OutOfRange) {
 		t.Fatalf("write past the end: %v", err)
 	}
 	if _, err := w.WriteAt([]byte("odd bytes at an odd place"), 4090); err != nil {
@@ -72,7 +72,7 @@ func TestLayerContract(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer src.Close()
-	if src.Size() != 1<<20+BlockSize {
+	if src.Size() != 1<<20+blockSize {
 		t.Fatalf("size %d", src.Size())
 	}
 	img := block.Image{UID: string(api.NewUID()), Name: "i", Layers: []string{uid}}
@@ -124,7 +124,7 @@ func TestDigestIsOfContent(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	content := make([]byte, size)
 	randomBytes(rng, content[1<<20:4<<20])
-	clear(content[2<<20 : 2<<20+5*BlockSize])
+	clear(content[2<<20 : 2<<20+5*blockSize])
 	digest := func(fill func(w block.LayerWriter) error) string {
 		t.Helper()
 		w, err := d.Create(ctx, string(api.NewUID()), size)
@@ -200,7 +200,7 @@ func TestVerifyFindsDamage(t *testing.T) {
 	model := make([]byte, 16<<20)
 	uid := makeLayer(t, d, rand.New(rand.NewPCG(5, 6)), 16<<20, model)
 	first := int64(bytes.IndexFunc(model, func(r rune) bool { return r != 0 }))
-	for name, at := range map[string]int64{layer.DataFile: first, layer.MapFile: format.MapHeader + format.MapEntry + 9, layer.SumsFile: SumsHeader + 1,
+	for name, at := range map[string]int64{layer.DataFile: first, layer.MapFile: format.MapHeader + format.MapEntry + 9, layer.SumsFile: sumsHeader + 1,
 		layer.LayerFile: 40} {
 		flip := func() {
 			f, err := os.OpenFile(d.Join(layer.Dir, uid, name), os.O_RDWR, 0)

@@ -36,7 +36,7 @@ func TestCollectDuringACut(t *testing.T) {
 			if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 				t.Fatal(err)
 			}
-			mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
+			mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
 			snap := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}
 			c, err := r.PrepareCut(ctx, snap)
 			if err != nil {
@@ -256,7 +256,7 @@ func TestFinishedByAnother(t *testing.T) {
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}
-		mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
+		mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
 		uid := string(api.NewUID())
 		if err := r.Cut(ctx, Snapshot{Layer: uid}); err != nil {
 			t.Fatal(err)

@@ -17,35 +17,35 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// Two neighbouring layers become one when nothing needs the lower one by itself any more. What the smaller of them has
-// to give is copied into the file of the larger, window by window: copied, synced, recorded in stack.json, and only
-// then taken out of the smaller one. So no more than a window is there twice, and at any moment, after a crash too,
-// each block is surely in one place: below Done in the target, above it where the maps of the two say. In the end the
-// larger file becomes the data of a new layer; a uid keeps meaning one content, and those of the two are never served
-// again.
+// A merge joins two neighbouring layers when only the upper layer needs the lower one. The merge copies the blocks of
+// the smaller layer into the file of the larger one, the target, window by window: copy, sync, record in stack.json,
+// and only then free the blocks of the smaller layer. So at most a window exists twice, and at any moment, also after a
+// crash, each block is surely in one place: below Done in the target, above Done where the maps of the layers say. In
+// the end the larger file becomes the data of a new layer: a uid has one content for ever, and the old uids are never
+// served again.
 
 const (
 	mergeWindow = int64(512) << 20 // how far a window reaches at most
-	mergeTwice  = int64(32) << 20  // and how much of it is copied, which is what is on the disk twice
+	mergeTwice  = int64(32) << 20  // how much of a window is copied, and exists twice
 )
 
-// mergeAhead is how much of a window is copied until the disk has it, so that no system call takes long: see emptier.
+// mergeAhead is how much of a window is copied between two writeouts, so that no system call takes long.
 const mergeAhead = int64(2) << 20
 
 // MergeOptions tune a merge.
 type MergeOptions struct {
-	BytesPerSecond int64 // of what is copied; 0: as fast as it goes
+	BytesPerSecond int64 // bound of the copied bytes; 0: no bound
 }
 
-// Merge merges two neighbouring layers, or goes on with a merge that was interrupted, and reports whether there was
-// anything to do. I/O goes on; it is held for the moment in which a window changes its place. The newest layer is never
-// the lower one: cut first.
+// Merge merges two neighbouring layers, or continues an interrupted merge, and reports whether there was a merge to do.
+// I/O continues, except for the moment in which reads of a window change to the target. The newest layer is never the
+// lower one: cut first.
 func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 	if !r.merging.TryLock() {
 		return false, r.name(api.Errorf(api.Busy, "a merge is under way"))
 	}
 	defer r.merging.Unlock()
-	if err := r.sound(ctx, o); err != nil {
+	if err := r.mergePicker().check(ctx, o); err != nil {
 		return false, r.name(diskfs.Classify(err))
 	}
 	w, err := r.beginMerge()
@@ -54,7 +54,7 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		w, err = r.beginMerge()
 	}
 	for wait := diskfs.ForkTime / 8; errors.Is(err, errRead) && wait <= diskfs.ForkTime; wait *= 2 {
-		select { // a process that is being started may have them, too
+		select { // a process between fork and exec may have the layers open
 		case <-time.After(wait):
 		case <-ctx.Done():
 			return false, ctx.Err()
@@ -71,17 +71,17 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 	return true, r.name(diskfs.Classify(w.run(ctx, o)))
 }
 
-// run carries what is left of the merge.
+// run does the rest of the merge.
 func (w *merger) run(ctx context.Context, o MergeOptions) error {
 	for {
 		if err := w.whenQuiet(ctx, w.follow); err != nil {
 			return err
 		}
-		if err := layer.Pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // with nothing held
+		if err := layer.Pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // while no I/O is held
 			return err
 		}
 		if w.seen.Done >= w.size {
-			return w.end(ctx)
+			return w.complete(ctx)
 		}
 		if err := w.window(ctx); err != nil {
 			return err
@@ -89,16 +89,16 @@ func (w *merger) run(ctx context.Context, o MergeOptions) error {
 	}
 }
 
-// merger carries one merge. Its handles are its own: the replica may be closed between two windows.
+// merger runs one merge, with handles of its own: the replica may be closed between two windows.
 type merger struct {
 	r            *Replica
 	lower, upper *layer.Layer // opened for this merge
 	from, to     file.Handle
-	crcs, spent  file.Handle // checksums, where they move: those of the target, and those it gets; nil: there are none
+	crcs, spent  file.Handle // moving checksums: of the target, of the other layer; nil: none
 	turn         file.Handle // the lower one's MovingFile, locked: a merge of the replica's former opener may still copy
 	size         int64
 	seen         Merge // as recorded
-	beside       bool  // both are beside the head: its data path does not have them
+	beside       bool  // both layers are beside the head, outside of the data path
 	copied       int64
 	freed        diskfs.Emptier
 	began        time.Time
@@ -120,7 +120,7 @@ func (w *merger) close() {
 	}
 }
 
-// isOpen checks that the replica is still open, and that what is known of its stack is true. The caller has mu.
+// isOpen checks that the replica is open and its record known. The caller has mu.
 func (r *Replica) isOpen() error {
 	r.metaMu.Lock()
 	defer r.metaMu.Unlock()
@@ -130,13 +130,13 @@ func (r *Replica) isOpen() error {
 	return r.unsure
 }
 
-// errRead says that layers which could be merged are being read.
+// errRead: a reader has the layers open.
 var errRead = errors.New("somebody has the layers open")
 
-// beginMerge finds two layers, or the merge that stack.json tells of, and makes sure that nobody else has them.
+// beginMerge picks two layers, or the recorded merge, and makes sure that no other process has the layers.
 func (r *Replica) beginMerge() (_ *merger, err error) {
 	if m := r.Meta(); m.Merge == nil && len(m.Layers) > 1 {
-		r.disk.settleAhead()
+		r.disk.settleEarly()
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -152,16 +152,18 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	m := r.Meta()
 	g := m.Merge
 	if g == nil {
-		if g, err = r.choose(m); g == nil || err != nil {
+		if g, err = r.mergePicker().choose(m); g == nil || err != nil {
 			return nil, err
 		}
-		if err := errors.Join(r.know(g.Lower), r.know(g.Upper), d.settleNames(context.Background())); err != nil {
+		err := errors.Join(r.adoptFinished(g.Lower), r.adoptFinished(g.Upper),
+			d.settleReferences(context.Background()))
+		if err != nil {
 			return nil, err
 		}
 		if g.Crcs, err = d.bothHaveCRCs(g); err != nil {
 			return nil, err
 		}
-		// Commit 1: the two are out of everybody else's reach.
+		// Commit 1: no other process can open or name the layers.
 		for _, uid := range []string{g.Lower, g.Upper} {
 			if err := format.WriteFile(d.FS, d.Join(layer.Dir, uid, layer.MergingFile), []byte(m.UID)); err != nil {
 				return nil, err
@@ -187,7 +189,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	}
 	for _, uid := range []string{g.Lower, g.Upper} {
 		dir := d.Join(layer.Dir, uid)
-		// What a crash left of its making must not be gone on with: the files become another layer's.
+		// No process may continue from an old checkpoint: the files become the files of another layer.
 		err := errors.Join(file.RemoveAll(d.FS, dir+"/"+layer.CheckpointFile),
 			format.WriteFile(d.FS, dir+"/"+layer.MovingFile, nil),
 			d.FS.SyncDir(dir))
@@ -232,8 +234,8 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	return w, w.emptyLast()
 }
 
-// emptyLast empties the last window that reads have turned away from: whoever recorded it may not have come to that.
-// The caller has mu.
+// emptyLast frees the last recorded window in the emptied layer, which an interrupted merge may not have done. The
+// caller has mu.
 func (w *merger) emptyLast() error {
 	r, done := w.r, int64(0)
 	err := r.onLoop(func() {
@@ -247,56 +249,18 @@ func (w *merger) emptyLast() error {
 	if err := r.disk.FS.SyncDir(r.dir); err != nil { // a process that was killed may have written the record a moment ago
 		return err
 	}
-	return w.empty(max(done-r.disk.window, 0), done)
+	return w.emptyCopied(max(done-r.disk.window, 0), done)
 }
 
-// choose finds two layers that may be merged. The caller has the disk's lock.
-func (r *Replica) choose(m Meta) (*Merge, error) {
-	d := r.disk
-	others, err := d.namedBut(m.UID)
-	if err != nil {
-		return nil, err
-	}
-	remote, err := r.hydrating()
-	if err != nil {
-		return nil, err
-	}
-	needed := map[string]bool{}
-	for _, s := range m.Snapshots {
-		needed[s.Layer] = true
-	}
-	for _, two := range m.neighbours(needed) {
-		lower, upper := two[0], two[1]
-		if others[lower] || others[upper] || remote[lower] || remote[upper] {
-			continue
-		}
-		a, aerr := d.Record(lower)
-		b, berr := d.Record(upper)
-		if api.Is(aerr, api.NotFound) || api.Is(berr, api.NotFound) {
-			continue // frozen, or remote
-		}
-		if err := errors.Join(aerr, berr); err != nil {
-			return nil, err
-		}
-		if len(d.KnownDamage(lower, a.Size)) > 0 || len(d.KnownDamage(upper, b.Size)) > 0 {
-			continue // it would get digests that match
-		}
-		// The larger file is the target; but it must be as long as the result.
-		up := b.Data >= a.Data || a.Size < b.Size
-		return &Merge{Lower: lower, Upper: upper, Result: string(api.NewUID()), Up: up}, nil
-	}
-	return nil, nil
-}
-
-// neighbours are the layers, lower and upper, of which the upper one alone needs the lower one: below the head, and
-// beside it.
+// neighbours returns the pairs of layers, lower and upper, below the head and beside the head, where only the upper
+// layer needs the lower one.
 func (m Meta) neighbours(needed map[string]bool) (list [][2]string) {
 	above := map[string]int{}
 	for _, b := range m.Branches {
 		above[b.Below]++
 	}
 	for k := 0; k+1 < len(m.Layers); k++ {
-		// No branch stands on either: who needs the upper one would see it change its uid.
+		// No branch stands on either layer, because the merge changes the uid of the upper one.
 		if lower, upper := m.Layers[k], m.Layers[k+1]; !needed[lower] && above[lower] == 0 && above[upper] == 0 {
 			list = append(list, [2]string{lower, upper})
 		}
@@ -310,37 +274,19 @@ func (m Meta) neighbours(needed map[string]bool) (list [][2]string) {
 	return list
 }
 
-// namedBut are the layers that any stack, image or pin but one replica names. The caller has the disk's lock.
-func (d *Disk) namedBut(replica string) (map[string]bool, error) {
-	all, ofReplicas, ofImages := d.namings()
-	if err := errors.Join(ofReplicas, ofImages); err != nil {
-		return nil, err
-	}
-	names := map[string]bool{}
-	for _, n := range all {
-		if n.replica == replica {
-			continue
-		}
-		for _, l := range n.layers {
-			names[l] = true
-		}
-	}
-	return names, nil
-}
-
-// setMerge tells the data path of the merge; neither the worker nor the loop looks meanwhile.
+// setMerge gives the merge to the data path, while neither the worker nor the loop reads.
 func (r *Replica) setMerge(g *Merge) (err error) {
 	r.work.do(func() { err = r.onLoop(func() { r.merge = g }) })
 	return err
 }
 
-// window carries the next window, and records it.
+// window copies the next window and records the copy.
 func (w *merger) window(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
 	off := w.seen.Done
-	end, n, err := w.carry(off, min(off+w.r.disk.window, w.size))
+	end, n, err := w.copyWindow(off, min(off+w.r.disk.window, w.size))
 	if err != nil {
 		return err
 	}
@@ -362,7 +308,7 @@ func (w *merger) window(ctx context.Context) error {
 	return nil
 }
 
-// follow has reads go to the target in all that was carried, and then empties the other layer there.
+// follow switches reads of the copied part to the target, and then frees the part in the other layer.
 func (w *merger) follow(ctx context.Context) error {
 	r, g := w.r, w.seen
 	r.mu.Lock()
@@ -374,17 +320,17 @@ func (w *merger) follow(ctx context.Context) error {
 	if err := r.onLoop(func() { off = r.merge.Done }); err != nil || off == g.Done {
 		return err
 	}
-	if w.beside { // nobody reads there
+	if w.beside { // the data path does not read the layers
 		if err := r.setMerge(&g); err != nil {
 			return err
 		}
 	} else if err := r.turnTo(ctx, g, off); err != nil {
 		return err
 	}
-	return w.empty(off, g.Done)
+	return w.emptyCopied(off, g.Done)
 }
 
-// turnTo tells the data path how far the merge is, which it knew up to off. Reads of the old place are over then.
+// turnTo switches reads from off to Done to the target. Reads of the old place have ended then.
 func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
 	release, err := r.holdSoon(ctx)
 	if err != nil {
@@ -397,27 +343,27 @@ func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
 	return r.onLoop(func() {
 		k := slices.IndexFunc(r.layers, func(l *layer.Layer) bool { return l.Rec.UID == g.Lower })
 		from, to := g.Values(k)
-		r.crcs.forget(r.layers[to-FromLayer], off, g.Done)
-		r.idx.ChangeIn(off>>BlockBits, min(g.Done>>BlockBits, r.idx.Blocks), from, to)
+		r.crcs.forget(r.layers[to-fromLayer], off, g.Done)
+		r.idx.ChangeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.Blocks), from, to)
 	})
 }
 
 const (
-	mostHeld  = time.Second // how long I/O is held back, at most, until what is under way is over
-	holdTries = 8           // with as much time in between, before it is left for later
+	mostHeld  = time.Second // how long a hold waits for I/O in progress
+	holdTries = 8           // holds with mostHeld in between, before the merge gives up for now
 	longHeld  = 10 * mostHeld
 )
 
-// holdSoon is quiesce for a moment: I/O may wait for a slow disk for as long as it takes, and all other I/O is not to
-// wait with it. The caller tries again later.
+// holdSoon is quiesce with a short bound: one request may wait long for a slow disk, and other I/O must not wait with
+// the request. The caller tries again later.
 func (r *Replica) holdSoon(ctx context.Context) (release func(), err error) {
 	soon, cancel := context.WithTimeout(ctx, mostHeld)
 	defer cancel()
 	return r.quiesce(soon)
 }
 
-// holdWhile is quiesce for as long as I/O comes to an end: much of it may be under way on a slow disk. Where nothing
-// ends for mostHeld, or not all in longHeld, nothing is held, and who calls it tries again later.
+// holdWhile is quiesce for as long as requests end: a slow disk may have many in progress. If no request ends for
+// mostHeld, or not all end in longHeld, the hold fails, and the caller tries again later.
 func (r *Replica) holdWhile(ctx context.Context) (release func(), err error) {
 	ctx, cancel := context.WithTimeout(ctx, longHeld)
 	defer cancel()
@@ -426,7 +372,7 @@ func (r *Replica) holdWhile(ctx context.Context) (release func(), err error) {
 	return r.holdUntil(ctx, look.C, allEnded)
 }
 
-// whenQuiet does something that I/O has to be held back for, as soon as that can be had.
+// whenQuiet runs do, which holds I/O, and tries again while do is busy.
 func (w *merger) whenQuiet(ctx context.Context, do func(context.Context) error) (err error) {
 	for range holdTries {
 		if err = do(ctx); !api.Is(err, api.Busy) {

@@ -202,7 +202,7 @@ func (w *model) batch(d deed) error {
 	var all []flying
 	done := make(chan struct{}, 8)
 	for k := range int64(8) {
-		s := block.Span{Off: (k*8 + int64(d.A>>(4*k)%4)) << BlockBits, Len: (1 + int64(d.B>>(4*k)%4)) << BlockBits}
+		s := block.Span{Off: (k*8 + int64(d.A>>(4*k)%4)) << blockBits, Len: (1 + int64(d.B>>(4*k)%4)) << blockBits}
 		value := w.value(d.C >> (8 + k))
 		q := &block.Request{Op: block.OpWrite, Off: s.Off, Len: s.Len, Done: func(*block.Request) { done <- struct{}{} }}
 		if d.A>>(40+k)%4 == 0 {
@@ -427,7 +427,7 @@ func (w *model) expand(d deed) error {
 	if err := w.open(v); err != nil {
 		return err
 	}
-	v.grow = min(largeSize, v.size+int64(1+d.B%20000)<<BlockBits)
+	v.grow = min(largeSize, v.size+int64(1+d.B%20000)<<blockBits)
 	if d.C%2 == 0 {
 		v.grow = largeSize
 	}

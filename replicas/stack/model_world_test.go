@@ -28,9 +28,9 @@ type modelLoop struct{ *uring.Loop }
 const (
 	hotLow    = int64(64)
 	hotHigh   = int64(32)
-	highStart = PageBlocks - hotHigh/2
-	smallSize = hotLow << BlockBits
-	largeSize = (highStart + hotHigh) << BlockBits
+	highStart = pageBlocks - hotHigh/2
+	smallSize = hotLow << blockBits
+	largeSize = (highStart + hotHigh) << blockBits
 )
 
 // An image is what a volume or snapshot holds: a number for every sector that is not zero.
@@ -170,8 +170,8 @@ func sectors(b []byte, off int64, found func(sector int64, v uint64) error) erro
 // hot are the ranges of a volume that may hold something.
 func hot(size int64) []block.Span {
 	all := []block.Span{{Off: 0, Len: min(size, smallSize)}}
-	if size > highStart<<BlockBits {
-		all = append(all, block.Span{Off: highStart << BlockBits, Len: min(size, largeSize) - highStart<<BlockBits})
+	if size > highStart<<blockBits {
+		all = append(all, block.Span{Off: highStart << blockBits, Len: min(size, largeSize) - highStart<<blockBits})
 	}
 	return all
 }
@@ -180,14 +180,14 @@ func hot(size int64) []block.Span {
 func place(size int64, a, b uint64) block.Span {
 	regions := hot(size)
 	g := regions[a%uint64(len(regions))]
-	blocks := g.Len >> BlockBits
+	blocks := g.Len >> blockBits
 	first := int64(a >> 8 % (1 << 40) % uint64(blocks))
 	n := 1 + int64(b%16)
 	if b>>8%8 == 0 {
 		n = blocks
 	}
 	n = min(n, blocks-first)
-	return block.Span{Off: g.Off + first<<BlockBits, Len: n << BlockBits}
+	return block.Span{Off: g.Off + first<<blockBits, Len: n << blockBits}
 }
 
 // readSource calls found for every sector that a source says holds data or may hold any.

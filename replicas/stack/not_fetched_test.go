@@ -99,7 +99,7 @@ func TestNothingWaitsForALostSource(t *testing.T) {
 		{"a newer session", func() error { return r.Adopt(ctx, 2, 1, []string{uid}) }},
 		{"expansion", func() error { return r.Expand(ctx, 2*size) }},
 		{"a note", func() error { return r.Note([]byte(`{"a":1}`)) }},
-		{"a whole-block write", func() error { return once(t, loop, r, block.OpWrite, BlockSize, BlockSize) }},
+		{"a whole-block write", func() error { return once(t, loop, r, block.OpWrite, blockSize, blockSize) }},
 		{"a snapshot", func() error {
 			return r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Created: time.Now()})
 		}},
@@ -127,11 +127,11 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 	for _, op := range []block.Op{block.OpRead, block.OpDiscard} {
 		disk := slowAll{&slowDisk{Loop: startLoop(t)}}
 		r := mergeable(t, disk, newDisk(t), size)
-		mustIssue(t, disk, r, block.OpWrite, 5<<BlockBits, BlockSize, numbered(6))
+		mustIssue(t, disk, r, block.OpWrite, 5<<blockBits, blockSize, numbered(6))
 		disk.set(true)
 		var buf []byte
 		if op == block.OpRead {
-			buf = diskfs.AlignedBuffer(int(BlockSize))
+			buf = diskfs.AlignedBuffer(int(blockSize))
 		}
 		hangs := disk.later(r, op, 5, 1, buf)
 		until(t, "the request is with the disk", func() bool { return disk.waiting() > 0 })
@@ -164,10 +164,10 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 // Chunks that no source can give, more than are fetched at once, do not keep others from being fetched.
 func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	t.Parallel()
-	const size, bad = 16 * ChunkSize, 2 * layer.FetchesAtOnce
+	const size, bad = 16 * chunkSize, 2 * layer.FetchesAtOnce
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
 	d.Sources(nil, func(ctx context.Context, l RemoteLayer, off int64, buf []byte, check func([]byte) error) error {
-		if off/ChunkSize < bad {
+		if off/chunkSize < bad {
 			return api.Errorf(api.Corrupt, "the source is damaged there")
 		}
 		return far.fetch(ctx, l, off, buf, check)
@@ -189,7 +189,7 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	for c := range int64(bad) {
-		if err := once(t, loop, r, block.OpRead, c*ChunkSize, BlockSize); !errors.Is(err, ErrNotFetched) {
+		if err := once(t, loop, r, block.OpRead, c*chunkSize, blockSize); !errors.Is(err, ErrNotFetched) {
 			t.Fatal(err)
 		}
 	}
@@ -201,7 +201,7 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	})
 	read := make(chan error, 1)
 	go func() {
-		read <- issue(loop, r, block.OpRead, (bad+1)*ChunkSize, BlockSize, diskfs.AlignedBuffer(int(BlockSize)), false)
+		read <- issue(loop, r, block.OpRead, (bad+1)*chunkSize, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
 	}()
 	select {
 	case err := <-read:

@@ -75,7 +75,7 @@ type records struct{ d *Disk }
 
 func (r records) Named() (map[string]bool, error)  { return r.d.named() }
 func (r records) IsNamed(uid string) (bool, error) { return r.d.isNamed(uid) }
-func (r records) Settle(ctx context.Context) error { return r.d.settleNames(ctx) }
+func (r records) Settle(ctx context.Context) error { return r.d.settleReferences(ctx) }
 
 func (r records) MergeIn(replica string) (*Merge, error) {
 	m, err := r.d.readStack(replica)

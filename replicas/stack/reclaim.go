@@ -9,9 +9,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// What is discarded over a layer is a record in the head: the layer is never written to. Where nobody needs the layer
-// by itself any more, such as after its snapshot was deleted, what it holds there comes back when the head is cut off
-// and the two are merged.
+// A discard over a layer only adds a zero record to the head, because a layer is never written again. When no snapshot
+// needs the layer alone any more, a cut and a merge of the two layers free the space.
 
 // Zeroed is how many bytes of the head are recorded as zeros.
 func (r *Replica) Zeroed() (int64, error) {
@@ -29,8 +28,8 @@ func (r *Replica) eachZero(each func(off, n int64)) error {
 	return nil
 }
 
-// Reclaimable is how many bytes would come back if the head were cut off and merged with the layers below it, for what
-// is recorded as zeros there; cost is how many the merge would copy at most.
+// Reclaimable returns how many bytes a cut and a merge of the head with the layers below would free through zero
+// records, and as cost how many bytes the merge would copy at most.
 func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 	defer func() { err = r.name(diskfs.Classify(err)) }()
 	m := r.Meta()
@@ -48,7 +47,7 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 		n, data, err := r.disk.DataIn(uid, zeros)
 		switch {
 		case api.Is(err, api.NotFound) || api.Is(err, api.Busy) || errors.Is(err, fs.ErrNotExist):
-			return 0, 0, nil // it is being finished, merged, or on another disk
+			return 0, 0, nil // being finished, merged, or on another disk
 		case err != nil:
 			return 0, 0, err
 		}
@@ -58,7 +57,7 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 	return gain, min(head, below), err
 }
 
-// unneeded are the layers right below a head that nothing but it needs, the newest first.
+// unneeded returns the layers right below a head that only the head needs, the newest first.
 func (d *Disk) unneeded(m Meta) ([]string, error) {
 	if m.Merge != nil {
 		return nil, nil
@@ -67,7 +66,7 @@ func (d *Disk) unneeded(m Meta) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	all, ofReplicas, ofImages := d.namings()
+	all, ofReplicas, ofImages := d.readReferences()
 	unlock()
 	if err := errors.Join(ofReplicas, ofImages); err != nil {
 		return nil, err

@@ -29,28 +29,28 @@ const (
 	zeroSuffix  = ".zero"
 )
 
-// Meta is what a replica records about itself, so that a disk can be understood without an API server.
+// Meta is the record of a replica, which describes the replica without an API server.
 type Meta struct {
 	UID         string
 	Volume      string // the name users know
 	VolumeUID   string
 	Size        int64
-	Epoch       int64 // of the last session that was adopted
+	Epoch       int64 // of the last adopted session
 	Incarnation int64
-	Members     []string   // uids of the replicas that make up the volume in this epoch
-	Dirty       bool       // a session was adopted and did not end cleanly, yet
+	Members     []string   // uids of the volume's members in this epoch
+	Dirty       bool       // the last adopted session has no clean end yet
 	Layers      []string   // bottom first
 	Head        string     // name of the head's files
 	Snapshots   []Snapshot // names of sealed layers
-	Branches    []Branch   // layers that snapshots need and the head does not: it was reverted
-	Merge       *Merge     // two layers that are being made one
+	Branches    []Branch   // layers beside the head's, for snapshots, after a revert
+	Merge       *Merge     // the merge in progress
 	Created     time.Time
 	BootID      string // the machine's boot at the time of the last ADOPT
 	MountID     string // the mount of the disk's file system at that time
-	Joined      int64  // the last epoch that it was adopted in as a member
-	Reverted    int64  // the epoch in which it went back to a snapshot last
-	EngineNode  string // the node whose engine adopted the epoch; empty: not known, the API has to be asked
-	// Object is what the API knew of the volume when it was last told: opaque here, for who rebuilds objects from disks.
+	Joined      int64  // the last epoch in which the replica was adopted as a member
+	Reverted    int64  // the epoch of the last revert
+	EngineNode  string // the node of the engine that adopted the epoch; empty: unknown, only the API tells
+	// Object is the API's object of the volume at the last Note, opaque here, for `drover recover`.
 	Object json.RawMessage
 }
 
@@ -93,7 +93,7 @@ type stackRecord struct {
 	Object      json.RawMessage `json:"object,omitempty"`
 }
 
-// memberRecord is one member: an id that says nothing about where it is reached.
+// memberRecord is one member: an id without an address.
 type memberRecord struct {
 	ID string `json:"id"`
 }
@@ -124,12 +124,12 @@ func (m Meta) clone() Meta {
 	return m
 }
 
-// validate refuses what this program would never write, whatever its checksum says.
+// validate refuses a record that this program never writes, even with a right checksum.
 func (m Meta) validate() error {
 	if err := api.UID(m.UID).Validate(); err != nil {
 		return err
 	}
-	if m.Size <= 0 || m.Size%BlockSize != 0 || m.Size > api.MaxVolumeSize {
+	if m.Size <= 0 || m.Size%blockSize != 0 || m.Size > api.MaxVolumeSize {
 		return api.Errorf(api.Corrupt, "size %d", m.Size)
 	}
 	if !headName(m.Head) {
@@ -181,7 +181,7 @@ func headName(s string) bool {
 	return true
 }
 
-// Spec says what CreateReplica makes.
+// Spec describes the replica that CreateReplica makes.
 type Spec struct {
 	UID       string
 	Volume    string // name of the volume
@@ -189,13 +189,13 @@ type Spec struct {
 	Size      int64    // bytes, a multiple of 4 KiB
 	Layers    []string // finished layers of this disk, or of a source; bottom first
 	Object    json.RawMessage
-	// Of a replica that takes the place of another one.
+	// Set for the successor of another replica:
 	Snapshots []Snapshot
 	Branches  []Branch
 }
 
-// CreateReplica makes an empty head over the layers. A replica that is there already and matches is fine (it may have
-// grown since); one that differs is an error of kind exists.
+// CreateReplica makes a replica with an empty head over the layers. An existing replica that matches, or has grown
+// since, is no error; a different one is an error of kind exists.
 func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	defer func() {
 		if err != nil {
@@ -225,7 +225,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
 			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
 		}
-		return d.FS.SyncDir(d.Join(replicaDir, s.UID)) // a process that died may have made it a moment ago
+		return d.FS.SyncDir(d.Join(replicaDir, s.UID)) // a process that died may have written stack.json a moment ago
 	}
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -254,7 +254,7 @@ func startsWith(have, want []string) bool {
 	return len(have) >= len(want) && slices.Equal(have[:len(want)], want)
 }
 
-// makeReplica makes the folder. The rename of stack.json commits it; a folder without one is started over.
+// makeReplica makes the folder. The rename of stack.json commits; makeReplica replaces a folder without the file.
 func (d *Disk) makeReplica(m Meta) error {
 	dir := d.Join(replicaDir, m.UID)
 	if err := file.RemoveAll(d.FS, dir); err != nil {
@@ -275,11 +275,12 @@ func (d *Disk) makeReplica(m Meta) error {
 	if err != nil {
 		return err
 	}
-	// All names are durable before the one that says that they are there.
+	// All names are durable before stack.json.
 	if err := d.SyncDirs(dir, d.Join(replicaDir)); err != nil {
 		return err
 	}
-	return format.WriteMeta(d.FS, dir+"/"+stackFile, formatStack, m.record()) // no room for it, none for the volume
+	// Without the reserve: a full disk gets no new replica.
+	return format.WriteMeta(d.FS, dir+"/"+stackFile, formatStack, m.record())
 }
 
 func (d *Disk) readStack(uid string) (Meta, error) {
@@ -300,7 +301,7 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 	return m, nil
 }
 
-// Holds reports whether the replica is on the disk. One whose record cannot be read is an error: it may well be.
+// Holds reports whether the replica is on the disk. An unreadable record is an error.
 func (d *Disk) Holds(uid string) (bool, error) {
 	_, err := d.readStack(uid)
 	switch {
@@ -312,8 +313,8 @@ func (d *Disk) Holds(uid string) (bool, error) {
 	return false, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(err))
 }
 
-// Replicas lists the replicas on the disk. Those whose stack.json cannot be read are in the error; the others are
-// listed all the same.
+// Replicas lists the replicas on the disk. The error names unreadable records; the list has the other replicas all the
+// same.
 func (d *Disk) Replicas() ([]Meta, error) {
 	entries, err := d.FS.ReadDir(d.Join(replicaDir))
 	if err != nil {
@@ -344,8 +345,8 @@ func (d *Disk) Replicas() ([]Meta, error) {
 	return list, errors.Join(errs...)
 }
 
-// written reports whether a head of the replica holds data: then its stack.json was there once, since nothing is
-// written before.
+// written reports whether a head of the replica holds data: then stack.json existed once, because no write comes
+// before.
 func (d *Disk) written(uid string) (bool, error) {
 	dir := d.Join(replicaDir, uid)
 	entries, err := d.FS.ReadDir(dir)
@@ -374,7 +375,7 @@ func (d *Disk) written(uid string) (bool, error) {
 	return false, nil
 }
 
-// LastWrite is when the head of a replica changed last.
+// LastWrite is the time of the last change of a replica's head.
 func (d *Disk) LastWrite(uid string) (time.Time, error) {
 	m, err := d.readStack(uid)
 	if err != nil {

@@ -37,7 +37,7 @@ func TestRepair(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer src.Close()
-		b := make([]byte, ChunkSize)
+		b := make([]byte, chunkSize)
 		if _, err := src.ReadAt(b, chunk); err != nil {
 			t.Fatal(err)
 		}
@@ -51,13 +51,13 @@ func TestRepair(t *testing.T) {
 	}
 	read := func() ([]byte, error) {
 		defer d.Close() // what it finds is recorded in the background
-		buf := diskfs.AlignedBuffer(int(ChunkSize))
-		return buf, issue(loop, r, block.OpRead, chunk, ChunkSize, buf, false)
+		buf := diskfs.AlignedBuffer(int(chunkSize))
+		return buf, issue(loop, r, block.OpRead, chunk, chunkSize, buf, false)
 	}
 	damaged := func(want bool) {
 		t.Helper()
 		list, err := d.Scrub(ctx, lower, 0)
-		if err != nil || want != slices.Equal(list, []Damage{{Off: chunk, Len: ChunkSize}}) || !want && len(list) > 0 {
+		if err != nil || want != slices.Equal(list, []Damage{{Off: chunk, Len: chunkSize}}) || !want && len(list) > 0 {
 			t.Fatalf("damage %v, %v; expected: %v", list, err, want)
 		}
 		if broken := r.Broken(); want != (len(broken) == 1 && broken[0].Layer == lower && broken[0].Off == chunk) {
@@ -75,7 +75,7 @@ func TestRepair(t *testing.T) {
 	}
 
 	// A block that nothing covers, with what the whole stack shows: block 601 is another one there.
-	flipBit(t, data, 600<<BlockBits+99)
+	flipBit(t, data, 600<<blockBits+99)
 	damaged(true)
 	if _, err := read(); !api.Is(err, api.Corrupt) {
 		t.Fatalf("damage was served: %v", err)
@@ -90,10 +90,10 @@ func TestRepair(t *testing.T) {
 	}
 
 	// Another replica holds something else, or hides the block.
-	flipBit(t, data, 600<<BlockBits+99)
+	flipBit(t, data, 600<<blockBits+99)
 	damaged(true)
 	other := slices.Clone(all)
-	other[600<<BlockBits-chunk+5] ^= 1
+	other[600<<blockBits-chunk+5] ^= 1
 	was, err := os.ReadFile(data)
 	if err != nil {
 		t.Fatal(err)
@@ -105,7 +105,7 @@ func TestRepair(t *testing.T) {
 		t.Fatal("something else was written")
 	}
 	damaged(true)
-	flipBit(t, data, 601<<BlockBits+7)
+	flipBit(t, data, 601<<blockBits+7)
 	if err := d.Repair(lower, chunk, all); !api.Is(err, api.Corrupt) {
 		t.Fatalf("made of what hides it: %v", err)
 	}
@@ -131,14 +131,14 @@ func TestRepair(t *testing.T) {
 	same()
 
 	// Something where there was a hole, a file that is too short, and checksums that are wrong as well.
-	flipBit(t, data, 700<<BlockBits)
-	flipBit(t, crcs, 602*CRCSize)
+	flipBit(t, data, 700<<blockBits)
+	flipBit(t, crcs, 602*crcSize)
 	damaged(true)
 	if err := d.Repair(lower, chunk, exact); err != nil {
 		t.Fatal(err)
 	}
 	damaged(false)
-	if err := os.Truncate(data, 602<<BlockBits); err != nil {
+	if err := os.Truncate(data, 602<<blockBits); err != nil {
 		t.Fatal(err)
 	}
 	if list, err := d.Scrub(ctx, lower, 0); err != nil || len(list) == 0 {
@@ -153,11 +153,11 @@ func TestRepair(t *testing.T) {
 	same()
 
 	// Its digests are damaged: nothing tells what is right.
-	flipBit(t, d.Join(layer.Dir, lower, layer.SumsFile), SumsHeader+SumSize+1)
+	flipBit(t, d.Join(layer.Dir, lower, layer.SumsFile), sumsHeader+sumSize+1)
 	if err := d.Repair(lower, chunk, exact); !api.Is(err, api.Corrupt) {
 		t.Fatalf("without digests: %v", err)
 	}
-	flipBit(t, data, 600<<BlockBits+99)
+	flipBit(t, data, 600<<blockBits+99)
 	if list, err := d.Scrub(ctx, lower, 0); err != nil || len(list) == 0 {
 		t.Fatal(list, err)
 	}

@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// ring is what a Replica needs of its loop.
+// ring is the part of a loop that a Replica needs.
 type ring interface {
 	Post(fn func()) bool
 	Read(op *uring.Op, fd int, buf []byte, off int64)
@@ -34,35 +34,34 @@ type Replica struct {
 	disk   *Disk
 	dir    string
 	ring   ring
-	owner  file.Handle // its flock says that somebody has the replica open
+	owner  file.Handle // the flock of the opener
 	head   file.Handle
-	marks  file.Handle // the intents; the worker's
 	layers []*layer.Layer
 	log    *format.ZeroLog // the worker's
 	work   *worker
 
 	mu      sync.Mutex // serialises Adopt, Expand and Close; guards adopted
 	adopted bool       // this opener began a session, which Close may end
-	metaMu  sync.Mutex // guards meta, closed, over and unsure, and head against who does not hold mu
+	metaMu  sync.Mutex // guards meta, closed, over and unsure, and head against readers without mu
 	meta    Meta
 	closed  bool  // Close was called
-	over    bool  // and is done: nothing is recorded any more
-	unsure  error // set: it is not known what stack.json says
+	over    bool  // Close is done: no record is written any more
+	unsure  error // set: the content of stack.json on the disk is unknown
 
 	merging  sync.Mutex     // one merge at a time
-	replaced []*layer.Layer // that were hydrated, until they can be closed; under mu
-	strays   []file.Handle  // of a cut whose outcome is not known; under mu
+	replaced []*layer.Layer // hydrated layers that copies replaced, until they can be closed; under mu
+	strays   []file.Handle  // files of a cut with an unknown outcome; under mu
 	onLost   func(lost bool)
 	parched  bool // onLost was told that a source fails; the loop's
 
-	fetchMu   sync.Mutex
-	onFetched func()
+	fetchNotifier
 
-	path // the loop thread's
+	*intentTracker // the intents
+	path           // the loop thread's
 }
 
-// OpenReplica opens a replica for I/O on loop. It has one opener: while another process or Replica has it, the error is
-// of kind busy. Disk I/O that a dead process left under way is waited for, so that it cannot overtake ours.
+// OpenReplica opens a replica for I/O on loop. A replica has one opener: if another process or Replica has the replica
+// open, the error is of kind busy. OpenReplica waits for disk I/O of a dead process, which could overtake later writes.
 func (d *Disk) OpenReplica(ctx context.Context, uid string, loop *uring.Loop) (*Replica, error) {
 	return d.openReplica(ctx, uid, loop)
 }
@@ -92,7 +91,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	} else if err != nil {
 		return nil, err
 	}
-	// Read again under the lock: the former owner may have written it meanwhile.
+	// Again under the lock: the former owner may have written the record meanwhile.
 	if r.meta, err = d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
 		return nil, api.Errorf(api.NotFound, "the replica was removed: %w", err)
 	}
@@ -121,7 +120,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		}
 		r.layers = append(r.layers, lay)
 	}
-	if r.log, err = format.OpenZeroLog(d.FS, base+zeroSuffix, r.meta.Size>>BlockBits); err != nil {
+	if r.log, err = format.OpenZeroLog(d.FS, base+zeroSuffix, r.meta.Size>>blockBits); err != nil {
 		return nil, err
 	}
 	if len(r.layers) > 0 {
@@ -130,13 +129,14 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if err := format.FitIntents(d.FS, r.dir+"/"+intentsFile, r.meta.Size); err != nil {
 		return nil, err
 	}
-	if err := r.openIntents(); err != nil {
+	r.intentTracker = &intentTracker{host: r, ring: on, fs: d.FS, path: r.dir + "/" + intentsFile}
+	if err := r.intentTracker.open(); err != nil {
 		return nil, err
 	}
 	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
 		return nil, err
 	}
-	if err := r.settle(ctx); err != nil {
+	if err := r.settleFormerWrites(ctx); err != nil {
 		return nil, err
 	}
 	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)
@@ -146,6 +146,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	r.path.init(r, first == r.meta.Size)
 	r.merge = r.meta.Merge
 	r.work = newWorker()
+	r.intentTracker.work = r.work
 	for _, l := range r.layers {
 		r.follow(l)
 	}
@@ -167,8 +168,8 @@ func (r *Replica) closeFiles() error {
 	if r.head != nil {
 		errs = append(errs, r.now.forget(), r.head.Close())
 	}
-	if r.marks != nil {
-		errs = append(errs, r.marks.Close())
+	if r.intentTracker != nil && r.intentTracker.file != nil {
+		errs = append(errs, r.intentTracker.file.Close())
 	}
 	if r.owner != nil {
 		errs = append(errs, r.owner.Close())
@@ -176,14 +177,14 @@ func (r *Replica) closeFiles() error {
 	return errors.Join(errs...)
 }
 
-// Meta is what stack.json says now.
+// Meta returns the present record.
 func (r *Replica) Meta() Meta {
 	r.metaMu.Lock()
 	defer r.metaMu.Unlock()
 	return r.meta.clone()
 }
 
-// Blank reports whether the map proves that nothing was ever written, or all of it discarded again.
+// Blank reports whether the replica has no layers and its head no data.
 func (r *Replica) Blank() bool {
 	r.metaMu.Lock()
 	head, size, alone := r.head, r.meta.Size, len(r.meta.Layers) == 0
@@ -195,7 +196,7 @@ func (r *Replica) Blank() bool {
 	return err == nil && first >= size
 }
 
-// Used is the bytes that the head takes on the disk; layers count for themselves.
+// Used is the room that the head takes on the disk, in bytes, without the layers.
 func (r *Replica) Used() int64 {
 	r.metaMu.Lock()
 	head := r.head
@@ -207,7 +208,7 @@ func (r *Replica) Used() int64 {
 	return diskfs.Allocated(st)
 }
 
-// IndexMemory is the memory that the index of an open replica takes, in bytes, as far as it has been built.
+// IndexMemory is the memory of the built part of the index, in bytes.
 func (r *Replica) IndexMemory() (n int64, err error) {
 	err = r.onLoop(func() { n = r.idx.Memory() })
 	return n, err

@@ -12,16 +12,15 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// A disk keeps a file of blocks that nobody uses, so that the record of a replica can be replaced where no room is
-// left: a volume can then be attached and read, and a snapshot be deleted. The record that was replaced gives its
-// blocks back, with which the file is filled up again.
+// A disk keeps a reserve, a file of unused blocks, so that a full disk can still replace the record of a replica: then
+// a volume can be attached and read, and a snapshot deleted. The old record frees its blocks, which refill the reserve.
 const (
 	reserveFile = "reserve"
 	reserveSize = 256 << 10
-	reserveStep = 32 << 10 // spent at once: a record, its folder's block, and what others take meanwhile
+	reserveStep = 32 << 10 // spent at once: a record, the block of its folder, and room that other writers take meanwhile
 )
 
-// reserve is what this process knows of the file.
+// reserve is the state of the reserve in this process.
 type reserve struct {
 	mu    sync.Mutex
 	whole bool
@@ -49,7 +48,7 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 		}
 		again := format.WriteMeta(d.FS, name, formatStack, m.record())
 		if again != nil && errors.Is(err, format.ErrUnsure) {
-			again = fmt.Errorf("%w: %w", format.ErrUnsure, again) // the first one may be there
+			again = fmt.Errorf("%w: %w", format.ErrUnsure, again) // the first record may be on the disk
 		}
 		err = again
 	}
@@ -59,7 +58,7 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 	return err
 }
 
-// spend gives some of the reserve to the file system, and reports whether there was any. The caller has the lock.
+// spend frees a step of the reserve, and reports whether the reserve had one. The caller has the lock.
 func (d *Disk) spend() (bool, error) {
 	d.reserve.whole = false
 	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR, 0)
@@ -77,10 +76,10 @@ func (d *Disk) spend() (bool, error) {
 	if err := h.Truncate(max(st.Size()-reserveStep, 0)); err != nil {
 		return false, err
 	}
-	return true, h.Datasync() // only then does the file system give the blocks to others
+	return true, h.Datasync() // the file system reuses the blocks only after the sync
 }
 
-// fillReserve makes the reserve whole, if there is room.
+// fillReserve refills the reserve as far as the disk has room.
 func (d *Disk) fillReserve() {
 	d.reserve.mu.Lock()
 	defer d.reserve.mu.Unlock()
@@ -89,7 +88,7 @@ func (d *Disk) fillReserve() {
 	}
 }
 
-// fill does that, step by step: a reserve of which a part is there is of use. The caller has the lock.
+// fill is fillReserve with the lock held. A partial reserve is useful, too.
 func (d *Disk) fill() {
 	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -102,7 +101,7 @@ func (d *Disk) fill() {
 	}
 	for at := st.Size(); at < reserveSize; at += reserveStep {
 		if unix.Fallocate(int(h.Fd()), 0, at, reserveStep) != nil {
-			_ = h.Truncate(at) // what did not become a whole step
+			_ = h.Truncate(at) // without a partial step
 			return
 		}
 	}

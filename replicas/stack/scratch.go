@@ -6,8 +6,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// scratch is memory that content is read into to be digested: so much for a disk, however many ask at once. A replica
-// that has none gets a little where nothing is left, as what the others read may never come.
+// scratch is the bounded memory of a disk for reads that compute digests. A replica without a buffer gets a small one
+// when all large ones are in use, because reads of other replicas may never end.
 type scratch struct {
 	mu   sync.Mutex
 	room sync.Cond
@@ -23,8 +23,8 @@ const (
 	scratchLittle = 64 << 10
 )
 
-// Scratch is memory to read into, aligned for direct I/O, until it is given back: 1 MiB, or 64 KiB where others have
-// what the disk has of it. It waits for what the replica itself has alone.
+// Scratch returns a buffer for direct I/O until back is called: 1 MiB, or 64 KiB while other replicas have all large
+// buffers. Scratch waits only for buffers of the replica itself.
 func (r *Replica) Scratch() (buf []byte, back func()) {
 	s := &r.disk.scratch
 	s.mu.Lock()

@@ -53,11 +53,11 @@ func TestScrub(t *testing.T) {
 	// A block that is read from the middle layer.
 	at := int64(-1)
 	for b := int64(0); b < r.idx.Blocks && at < 0; b++ {
-		buf := diskfs.AlignedBuffer(int(BlockSize))
-		mustIssue(t, c.loop, r, block.OpRead, b<<BlockBits, BlockSize, buf)
+		buf := diskfs.AlignedBuffer(int(blockSize))
+		mustIssue(t, c.loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 		if err := r.onLoop(func() {
-			if v, _ := r.idx.Run(b, b+1); v == FromLayer+1 {
-				at = b << BlockBits
+			if v, _ := r.idx.Run(b, b+1); v == fromLayer+1 {
+				at = b << blockBits
 			}
 		}); err != nil {
 			t.Fatal(err)
@@ -85,14 +85,14 @@ func TestScrub(t *testing.T) {
 	}
 	flip()
 	list, err := c.d.Scrub(ctx, m.Layers[1], 0)
-	if want := []Damage{{Off: at &^ (ChunkSize - 1), Len: ChunkSize}}; err != nil || !slices.Equal(list, want) {
+	if want := []Damage{{Off: at &^ (chunkSize - 1), Len: chunkSize}}; err != nil || !slices.Equal(list, want) {
 		t.Fatalf("%v, %v; not %v", list, err, want)
 	}
 	if err := r.Knows(m.Layers[1], list); err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(BlockSize))
-	if err := issue(c.loop, r, block.OpRead, at, BlockSize, buf, false); !errors.Is(err, unix.EIO) {
+	buf := diskfs.AlignedBuffer(int(blockSize))
+	if err := issue(c.loop, r, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
 	all := diskfs.AlignedBuffer(1 << 20)
@@ -100,9 +100,9 @@ func TestScrub(t *testing.T) {
 		t.Fatalf("damage was served: %v", err)
 	}
 	randomBytes(c.rng, buf) // what is written over it is whole
-	mustIssue(t, c.loop, r, block.OpWrite, at, BlockSize, buf)
-	got := diskfs.AlignedBuffer(int(BlockSize))
-	mustIssue(t, c.loop, r, block.OpRead, at, BlockSize, got)
+	mustIssue(t, c.loop, r, block.OpWrite, at, blockSize, buf)
+	got := diskfs.AlignedBuffer(int(blockSize))
+	mustIssue(t, c.loop, r, block.OpRead, at, blockSize, got)
 	if !bytes.Equal(got, buf) {
 		t.Fatal("what was written is not read")
 	}
@@ -153,7 +153,7 @@ func TestScrub(t *testing.T) {
 		}
 		name = c.d.Join(layer.Dir, damaged, layer.DataFile)
 		list, err := c.d.Scrub(ctx, damaged, 0)
-		if want := []Damage{{Off: at &^ (ChunkSize - 1), Len: ChunkSize}}; err != nil || !slices.Equal(list, want) {
+		if want := []Damage{{Off: at &^ (chunkSize - 1), Len: chunkSize}}; err != nil || !slices.Equal(list, want) {
 			t.Fatalf("a damaged layer was merged: %v, %v", list, err)
 		}
 	}

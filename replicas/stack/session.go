@@ -60,7 +60,8 @@ func (r *Replica) name(err error) error {
 // ErrRestarted is the answer of Adopt if the machine restarted, or the disk's file system was mounted again, during the
 // replica's last session: acknowledged writes that were not flushed may be lost.
 var ErrRestarted = api.Errorf(api.Unavailable, "the machine restarted or the file system of the disk was mounted "+
-	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the other members")
+	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the other "+
+	"members")
 
 // Adopt begins the session (epoch, incarnation): when Adopt returns, all writes of earlier sessions have ended and the
 // session is durable. Adopt refuses an older session with kind denied. The same session again is no error, and waits
@@ -174,7 +175,7 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	if size < m.Size {
 		return r.name(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
 	}
-	if size%BlockSize != 0 || size > api.MaxVolumeSize {
+	if size%blockSize != 0 || size > api.MaxVolumeSize {
 		return r.name(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
 	}
 	if size == m.Size {
@@ -185,15 +186,15 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 		return r.name(err)
 	}
 	defer release()
-	err = errors.Join(r.head.Truncate(size), r.syncNow(), r.growIntents(size))
+	err = errors.Join(r.head.Truncate(size), r.syncNow(), r.intentTracker.grow(size))
 	if err != nil {
 		return r.name(diskfs.Classify(err))
 	}
 	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
 		return r.name(err)
 	}
-	r.work.do(func() { r.log.Zeros.Grow(size>>BlockBits, 0) })
-	return r.name(r.onLoop(func() { r.idx.Grow(size>>BlockBits, FromNowhere) }))
+	r.work.do(func() { r.log.Zeros.Grow(size>>blockBits, 0) })
+	return r.name(r.onLoop(func() { r.idx.Grow(size>>blockBits, fromNowhere) }))
 }
 
 // Close ends the session: Close waits for I/O in progress, makes acknowledged writes durable, and records a clean end
@@ -232,7 +233,7 @@ func (r *Replica) Close() error {
 	r.over = true
 	r.metaMu.Unlock()
 	errs = append(errs, r.closeFiles())
-	r.dropPages()
+	r.crcs.drop()
 	return r.name(errors.Join(errs...))
 }
 
@@ -332,9 +333,12 @@ var ErrUnderWay = errors.New("I/O is still under way")
 var errLoopEnded = api.Errorf(api.Unavailable, "the loop of the replica has ended")
 
 // onLoop runs fn on the loop's thread and waits for it.
-func (r *Replica) onLoop(fn func()) error {
+func (r *Replica) onLoop(fn func()) error { return onLoop(r.ring, fn) }
+
+// onLoop runs fn on the thread of a loop and waits for fn.
+func onLoop(on ring, fn func()) error {
 	ran := make(chan struct{})
-	if !r.ring.Post(func() { fn(); close(ran) }) {
+	if !on.Post(func() { fn(); close(ran) }) {
 		return errLoopEnded
 	}
 	<-ran
@@ -356,3 +360,11 @@ func (r *Replica) shut() error {
 
 // lifetime is that of the last session.
 func (m Meta) lifetime() diskfs.Lifetime { return diskfs.Lifetime{Boot: m.BootID, Mount: m.MountID} }
+
+// Restarted reports whether the lifetime of the replica's last session is over and that session had no clean end: the
+// machine restarted, or the disk's file system was mounted again.
+func (r *Replica) Restarted() (bool, error) {
+	now, err := r.disk.lifetime()
+	m := r.Meta()
+	return m.Dirty && m.lifetime().Ended(now), r.name(err)
+}

@@ -47,14 +47,14 @@ func TestExpandBesideManyReads(t *testing.T) {
 		}
 	}()
 	stop, done := false, make(chan error, depth)
-	w := &block.Request{Op: block.OpWrite, Len: BlockSize, Buf: numbered(1), Done: func(q *block.Request) { done <- q.Err }}
+	w := &block.Request{Op: block.OpWrite, Len: blockSize, Buf: numbered(1), Done: func(q *block.Request) { done <- q.Err }}
 	slow.Post(func() { r.Submit(w) })
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
 	slow.Post(func() {
 		for range depth {
-			q := &block.Request{Op: block.OpRead, Len: BlockSize, Buf: diskfs.AlignedBuffer(int(BlockSize))}
+			q := &block.Request{Op: block.OpRead, Len: blockSize, Buf: diskfs.AlignedBuffer(int(blockSize))}
 			q.Done = func(*block.Request) {
 				if stop || q.Err != nil {
 					done <- q.Err

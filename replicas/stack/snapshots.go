@@ -17,10 +17,10 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// Same reports whether o is the same cut: of one snapshot there may have been several tries, each with its own instant.
+// Same reports whether o is the same cut: a snapshot may have several tries, each with its own instant.
 func (s Snapshot) Same(o Snapshot) bool { return s.UID == o.UID && s.Created.Equal(o.Created) }
 
-// Chain is the layers of a stack that ends with the given one, bottom first: what a snapshot of that layer holds.
+// Chain returns the layers of a snapshot of the given layer, bottom first.
 func (m Meta) Chain(layer string) ([]string, error) {
 	var above []string
 	for at := layer; ; {
@@ -40,7 +40,7 @@ func (m Meta) Chain(layer string) ([]string, error) {
 	}
 }
 
-// all are the layers of the stack and of its branches.
+// all returns the layers of the stack and of its branches.
 func (m Meta) all() []string {
 	list := slices.Clone(m.Layers)
 	for _, b := range m.Branches {
@@ -49,10 +49,10 @@ func (m Meta) all() []string {
 	return list
 }
 
-// All are the layers of the stack and of its branches.
+// All returns the layers of the stack and of its branches.
 func (m Meta) All() []string { return m.all() }
 
-// prune takes out branches that no snapshot needs, nor a merge under way, and returns their layers.
+// prune removes branches that no snapshot and no merge in progress needs, and returns their layers.
 func (m *Meta) prune() (gone []string) {
 	need := map[string]bool{}
 	var tops []string
@@ -81,16 +81,16 @@ func (m *Meta) prune() (gone []string) {
 	return gone
 }
 
-// drop takes a snapshot out, by its uid, and returns the layers that nothing in the stack needs any more.
+// drop removes a snapshot, and returns the layers that the stack does not need any more.
 func (m *Meta) drop(uid string) (gone []string) {
 	m.Snapshots = slices.DeleteFunc(slices.Clone(m.Snapshots), func(s Snapshot) bool { return s.UID == uid })
 	return m.prune()
 }
 
-// DropSnapshot takes a snapshot's name away; one that is not there is fine. Its layer stays below the head until it is
-// merged; layers beside the head go.
+// DropSnapshot removes a snapshot; a missing snapshot is no error. A layer below the head stays until a merge; unneeded
+// layers beside the head are removed.
 func (r *Replica) DropSnapshot(uid string) error {
-	r.disk.settleAhead()
+	r.disk.settleEarly()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	unlock, err := r.disk.Lock()
@@ -105,9 +105,9 @@ func (r *Replica) DropSnapshot(uid string) error {
 	return r.name(r.disk.dropUnnamed(gone))
 }
 
-// alone runs change on the stack of a replica that nobody has open, and commits it. What it returns is dropped unless
-// something else names it. An error of a change that is in the place of the old stack, durable or not, is of kind busy:
-// it did not fail.
+// alone applies change to the record of a closed replica and commits the record, and then removes the layers that
+// change returns and no other record names. After the commit, durable or not, errors are of kind busy: the change did
+// not fail.
 func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
 	defer func() {
 		if err != nil {
@@ -119,7 +119,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	} else if err != nil {
 		return err
 	}
-	d.settleAhead()
+	d.settleEarly()
 	dir := d.Join(replicaDir, uid)
 	owner, err := d.FS.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -151,21 +151,20 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	if err == nil {
 		err = errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
 	}
-	if err != nil { // the next one who reads the stack finds the change
+	if err != nil { // the next reader of the record finds the change
 		return api.Errorf(api.Busy, "the change is committed, and its cleanup is not done yet; try again: %w", err)
 	}
 	return nil
 }
 
-// DropSnapshot is that of Replica, for one that nobody has open.
+// DropSnapshot removes a snapshot of a closed replica.
 func (d *Disk) DropSnapshot(replica, uid string) error {
 	return d.alone(replica, func(m *Meta) ([]string, error) { return m.drop(uid), nil })
 }
 
-// Revert makes a replica that nobody has open hold what a snapshot holds. What was written since the newest snapshot is
-// gone; newer snapshots stay. The size stays too: beyond that of the snapshot there are zeros. epoch is that of the
-// volume: sessions of earlier ones are refused from then on, and of its replicas, one that is not reverted then is out
-// of date, and no intents tell what it lacks.
+// Revert gives a closed replica the content of a snapshot. Writes since the newest snapshot are lost; newer snapshots
+// stay. The size stays, too, with zeros beyond the size of the snapshot. epoch is the epoch of the volume: the replica
+// refuses sessions of earlier epochs from then on, and its intents do not cover replicas that were not reverted.
 func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64) error {
 	return d.alone(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
@@ -204,7 +203,8 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		if err := errors.Join(format.WriteFile(d.FS, base+zeroSuffix, format.ZeroHeader()), d.FS.SyncDir(dir)); err != nil {
 			return nil, err
 		}
-		// The head's layers that the snapshot has not become a branch; the branch that it was on becomes the head's.
+		// Layers of the head that are not in the snapshot become a branch; the branch of the snapshot becomes the head's
+		// stack.
 		below := ""
 		for k, layer := range m.Layers {
 			if k >= len(chain) || chain[k] != layer {
@@ -218,8 +218,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 	})
 }
 
-// raiseIntents has the intents of a replica that nobody has open tell nothing to replicas that were members before an
-// epoch alone.
+// raiseIntents makes the intents of a closed replica relative to epoch: they do not cover members of earlier epochs.
 func (d *Disk) raiseIntents(dir string, epoch int64) error {
 	name := dir + "/" + intentsFile
 	h, err := d.FS.Open(name, os.O_RDONLY, 0)

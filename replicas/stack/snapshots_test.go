@@ -51,8 +51,8 @@ func (c *chained) scribble(n int) (uids []string) {
 	buf := diskfs.AlignedBuffer(256 << 10)
 	for range n {
 		for range 30 {
-			off := c.rng.Int64N(size>>BlockBits) << BlockBits
-			n := min((1+c.rng.Int64N(64))<<BlockBits, size-off)
+			off := c.rng.Int64N(size>>blockBits) << blockBits
+			n := min((1+c.rng.Int64N(64))<<blockBits, size-off)
 			if c.rng.IntN(4) == 0 {
 				mustIssue(c.t, c.loop, r, block.OpDiscard, off, n, nil)
 				clear(c.model[off : off+n])
@@ -291,7 +291,7 @@ func (c *chained) mergeAll() {
 				return
 			default:
 			}
-			off := rng.Int64N(size>>BlockBits) << BlockBits
+			off := rng.Int64N(size>>blockBits) << blockBits
 			n := min(int64(len(buf)), size-off)
 			if off >= size/2 && rng.IntN(2) == 0 {
 				randomBytes(rng, buf[:n])
@@ -509,15 +509,15 @@ func TestImageOfDamagedLayers(t *testing.T) {
 		t.Fatal(err)
 	}
 	e := int64(0)
-	for !kinds.Chunk(e / ChunkSize).Data {
-		e += ChunkSize
+	for !kinds.Chunk(e / chunkSize).Data {
+		e += chunkSize
 	}
 	f, err := os.OpenFile(c.d.Join(layer.Dir, uid, layer.DataFile), os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	was, bad := make([]byte, ChunkSize), make([]byte, ChunkSize)
+	was, bad := make([]byte, chunkSize), make([]byte, chunkSize)
 	n, err := f.ReadAt(was, e)
 	if err != nil && !errors.Is(err, io.EOF) {
 		t.Fatal(err)

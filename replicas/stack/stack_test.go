@@ -100,8 +100,8 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 		t.Fatal(err)
 	}
 	for range 40 {
-		off := rng.Int64N(size/BlockSize) * BlockSize
-		n := min((1+rng.Int64N(40))*BlockSize, size-off)
+		off := rng.Int64N(size/blockSize) * blockSize
+		n := min((1+rng.Int64N(40))*blockSize, size-off)
 		if rng.IntN(3) == 0 {
 			if err := w.ZeroAt(off, n); err != nil {
 				t.Fatal(err)
@@ -112,7 +112,7 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 		b := make([]byte, n)
 		randomBytes(rng, b)
 		if rng.IntN(4) == 0 {
-			clear(b[:BlockSize])
+			clear(b[:blockSize])
 		}
 		if _, err := w.WriteAt(b, off); err != nil {
 			t.Fatal(err)
@@ -147,7 +147,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 	model := make([]byte, size)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
 	for range layers {
-		small := size - rng.Int64N(30<<20)&^(BlockSize-1)
+		small := size - rng.Int64N(30<<20)&^(blockSize-1)
 		spec.Layers = append(spec.Layers, makeLayer(t, d, rng, small, model))
 	}
 	if err := d.CreateReplica(ctx, spec); err != nil {
@@ -169,17 +169,17 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 			t.Fatal(err)
 		}
 		for range 150 {
-			off := rng.Int64N(size/BlockSize) * BlockSize
+			off := rng.Int64N(size/blockSize) * blockSize
 			if rng.IntN(4) == 0 {
-				off = max(0, int64(pageSize)-rng.Int64N(20)*BlockSize) // across the border of pages
+				off = max(0, int64(pageSize)-rng.Int64N(20)*blockSize) // across the border of pages
 			}
-			n := min((1+rng.Int64N(64))*BlockSize, size-off)
+			n := min((1+rng.Int64N(64))*blockSize, size-off)
 			b := buf[:n]
 			switch rng.IntN(8) {
 			case 0, 1, 2:
 				randomBytes(rng, b)
 				if rng.IntN(2) == 0 {
-					clear(b[:min(n, 3*BlockSize)])
+					clear(b[:min(n, 3*blockSize)])
 				}
 				copy(model[off:], b)
 				if err := issue(loop, r, block.OpWrite, off, n, b, rng.IntN(8) == 0); err != nil {
@@ -214,7 +214,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 		if m := r.Meta(); m.Dirty || m.Epoch != int64(round+1) || m.Size != size {
 			t.Fatalf("meta %+v", m)
 		}
-		if err := issue(loop, r, block.OpRead, 0, BlockSize, buf[:BlockSize], false); err == nil {
+		if err := issue(loop, r, block.OpRead, 0, blockSize, buf[:blockSize], false); err == nil {
 			t.Fatal("read after close succeeded")
 		}
 	}
@@ -438,23 +438,23 @@ func TestSubmitRefusesNonsense(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	b := diskfs.AlignedBuffer(3 * int(BlockSize))
+	b := diskfs.AlignedBuffer(3 * int(blockSize))
 	for _, q := range []block.Request{
-		{Op: block.OpRead, Off: 512, Len: BlockSize, Buf: b[:BlockSize]},
+		{Op: block.OpRead, Off: 512, Len: blockSize, Buf: b[:blockSize]},
 		{Op: block.OpRead, Off: 0, Len: 512, Buf: b[:512]},
-		{Op: block.OpRead, Off: 0, Len: BlockSize, Buf: b[512 : 512+BlockSize]},
-		{Op: block.OpRead, Off: 0, Len: BlockSize, Buf: b[:2*BlockSize]},
-		{Op: block.OpRead, Off: 16 << 20, Len: BlockSize, Buf: b[:BlockSize]},
-		{Op: block.OpRead, Off: 16<<20 - BlockSize, Len: 2 * BlockSize, Buf: b[:2*BlockSize]},
-		{Op: block.OpDiscard, Off: -BlockSize, Len: BlockSize},
-		{Op: block.OpDiscard, Off: BlockSize, Len: 1 << 62},
+		{Op: block.OpRead, Off: 0, Len: blockSize, Buf: b[512 : 512+blockSize]},
+		{Op: block.OpRead, Off: 0, Len: blockSize, Buf: b[:2*blockSize]},
+		{Op: block.OpRead, Off: 16 << 20, Len: blockSize, Buf: b[:blockSize]},
+		{Op: block.OpRead, Off: 16<<20 - blockSize, Len: 2 * blockSize, Buf: b[:2*blockSize]},
+		{Op: block.OpDiscard, Off: -blockSize, Len: blockSize},
+		{Op: block.OpDiscard, Off: blockSize, Len: 1 << 62},
 		{Op: block.OpDiscard, Off: 0, Len: 0},
 	} {
 		if err := issue(loop, r, q.Op, q.Off, q.Len, q.Buf, false); err == nil {
 			t.Errorf("op %d at %d+%d was accepted", q.Op, q.Off, q.Len)
 		}
 	}
-	if err := issue(loop, r, block.Op(99), 0, BlockSize, nil, false); err == nil || errors.Is(err, context.Canceled) {
+	if err := issue(loop, r, block.Op(99), 0, blockSize, nil, false); err == nil || errors.Is(err, context.Canceled) {
 		t.Errorf("unknown op: %v", err)
 	}
 }

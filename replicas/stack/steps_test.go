@@ -198,9 +198,9 @@ var steps = []step{
 			buf := diskfs.AlignedBuffer(2 << 20)
 			fill(buf, 99)
 			if _, err := w.WriteAt(buf, 0); err == nil {
-				_, err = w.WriteAt(buf[:BlockSize], 3<<20)
+				_, err = w.WriteAt(buf[:blockSize], 3<<20)
 				if err == nil {
-					err = w.ZeroAt(3<<20+BlockSize, BlockSize)
+					err = w.ZeroAt(3<<20+blockSize, blockSize)
 				}
 				if err == nil {
 					_, _, err = w.Seal(context.Background())
@@ -281,14 +281,14 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := diskfs.AlignedBuffer(int(BlockSize))
+				buf := diskfs.AlignedBuffer(int(blockSize))
 				fill(buf, 33)
 				err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
 				if err == nil {
-					err = issue(p, r, block.OpWrite, 3<<BlockBits, BlockSize, buf, false)
+					err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
 				}
 				if err == nil {
-					err = issue(p, r, block.OpDiscard, 5<<BlockBits, BlockSize, nil, false)
+					err = issue(p, r, block.OpDiscard, 5<<blockBits, blockSize, nil, false)
 				}
 				if err == nil {
 					err = r.Cut(context.Background(), Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
@@ -332,12 +332,12 @@ var steps = []step{
 			uids, err := d.Unfinished()
 			if err == nil && len(uids) == 0 { // its first part
 				err = withReplica(func(r *Replica) error {
-					buf := diskfs.AlignedBuffer(int(BlockSize))
+					buf := diskfs.AlignedBuffer(int(blockSize))
 					fill(buf, 34)
 					i.e.add(3, 1, 34)
 					err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
 					if err == nil {
-						err = issue(p, r, block.OpWrite, 3<<BlockBits, BlockSize, buf, false)
+						err = issue(p, r, block.OpWrite, 3<<blockBits, blockSize, buf, false)
 					}
 					if err == nil {
 						err = r.Cut(context.Background(), Snapshot{Layer: string(api.NewUID())})
@@ -388,14 +388,14 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := diskfs.AlignedBuffer(int(BlockSize))
+				buf := diskfs.AlignedBuffer(int(blockSize))
 				fill(buf, 44)
 				i.e.add(700, 1, 44)
-				err := issue(p, r, block.OpWrite, 700<<BlockBits, BlockSize, buf, true)
+				err := issue(p, r, block.OpWrite, 700<<blockBits, blockSize, buf, true)
 				for _, b := range []int64{0, 700, 5} {
 					if err == nil {
 						i.e.add(b, 1, 0)
-						err = issue(p, r, block.OpDiscard, b<<BlockBits, BlockSize, nil, false)
+						err = issue(p, r, block.OpDiscard, b<<blockBits, blockSize, nil, false)
 					}
 				}
 				if err == nil {
@@ -431,7 +431,7 @@ func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 	}
 	spans := make([]block.Span, n)
 	for k := range spans {
-		spans[k] = block.Span{Off: 5 << BlockBits, Len: BlockSize}
+		spans[k] = block.Span{Off: 5 << blockBits, Len: blockSize}
 	}
 	if err := errors.Join(l.Add(spans), l.Sync(), l.Close()); err != nil {
 		t.Fatal(err)
@@ -497,9 +497,9 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 			t.Fatal(err)
 		}
 		var rec [3 * format.ZeroRecordSize]byte
-		format.PutZeroRecord(rec[:], 0, 5<<BlockBits, BlockSize)
-		format.PutZeroRecord(rec[format.ZeroRecordSize:], 1, 0, BlockSize)
-		format.PutZeroRecord(rec[2*format.ZeroRecordSize:], 2, 700<<BlockBits, BlockSize)
+		format.PutZeroRecord(rec[:], 0, 5<<blockBits, blockSize)
+		format.PutZeroRecord(rec[format.ZeroRecordSize:], 1, 0, blockSize)
+		format.PutZeroRecord(rec[2*format.ZeroRecordSize:], 2, 700<<blockBits, blockSize)
 		rec[format.ZeroRecordSize+20] ^= 1
 		if _, err := h.WriteAt(rec[:], format.ZeroRecordSize); err != nil {
 			t.Fatal(err)

@@ -45,7 +45,7 @@ func TestSyncErrorIsNotLost(t *testing.T) {
 				t.Fatal(err)
 			}
 			adopt(t, r, 1, 7, uid)
-			mustIssue(t, l, r, block.OpWrite, 0, BlockSize, diskfs.AlignedBuffer(int(BlockSize)))
+			mustIssue(t, l, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
 			r.head = &syncOnce{r.head, unix.EIO}
 			if err := hears(r); !errors.Is(err, ErrFailed) || !errors.Is(err, unix.EIO) {
 				t.Errorf("the error: %v", err)
@@ -57,7 +57,7 @@ func TestSyncErrorIsNotLost(t *testing.T) {
 				n := int64(0)
 				var b []byte
 				if op == block.OpWrite {
-					n, b = BlockSize, diskfs.AlignedBuffer(int(BlockSize))
+					n, b = blockSize, diskfs.AlignedBuffer(int(blockSize))
 				}
 				if err := issue(l, r, op, 0, n, b, false); err == nil {
 					t.Errorf("a %s was acknowledged", what)

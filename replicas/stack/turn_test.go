@@ -61,14 +61,14 @@ func (s *slowDisk) waiting() int {
 // later begins a request.
 func (s *slowDisk) later(r *Replica, op block.Op, b, blocks int64, buf []byte) <-chan error {
 	done := make(chan error, 1)
-	q := &block.Request{Op: op, Off: b << BlockBits, Len: blocks << BlockBits, Buf: buf,
+	q := &block.Request{Op: op, Off: b << blockBits, Len: blocks << blockBits, Buf: buf,
 		Done: func(q *block.Request) { done <- q.Err }}
 	s.Post(func() { r.Submit(q) })
 	return done
 }
 
 func numbered(v uint64) []byte {
-	b := diskfs.AlignedBuffer(int(BlockSize))
+	b := diskfs.AlignedBuffer(int(blockSize))
 	fill(b, v)
 	return b
 }
@@ -94,7 +94,7 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}
-		mustIssue(t, disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(11))
+		mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(11))
 		disk.set(true)
 		late := []<-chan error{disk.later(r, block.OpWrite, 1, 1, numbered(21)),
 			disk.later(r, block.OpWrite, 2, 1, numbered(22)), disk.later(r, block.OpWrite, 3, 1, numbered(0))}
@@ -116,8 +116,8 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
 			t.Fatal(err)
 		}
-		mustIssue(t, disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(31))
-		mustIssue(t, disk, r, block.OpWrite, 4<<BlockBits, BlockSize, numbered(34))
+		mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(31))
+		mustIssue(t, disk, r, block.OpWrite, 4<<blockBits, blockSize, numbered(34))
 		flushed := disk.later(r, block.OpFlush, 0, 0, nil)
 		if _, err := d.OpenStack(r.Meta().Layers, size); !api.Is(err, api.Busy) {
 			t.Fatalf("a reader while the snapshot is still being written: %v", err)
@@ -143,15 +143,15 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 		}
 		check := func(when string, want map[int64]uint64, read func(buf []byte, off int64)) {
 			t.Helper()
-			buf := diskfs.AlignedBuffer(int(BlockSize))
+			buf := diskfs.AlignedBuffer(int(blockSize))
 			for b, v := range want {
-				read(buf, b<<BlockBits)
+				read(buf, b<<blockBits)
 				if string(buf) != string(numbered(v)) {
 					t.Fatalf("%s: block %d begins with %x, want %d", when, b, buf[:8], v)
 				}
 			}
 		}
-		volume := func(buf []byte, off int64) { mustIssue(t, disk, r, block.OpRead, off, BlockSize, buf) }
+		volume := func(buf []byte, off int64) { mustIssue(t, disk, r, block.OpRead, off, blockSize, buf) }
 		snapshot := func(buf []byte, off int64) {
 			src, err := d.OpenStack(r.Meta().Layers, size)
 			if err != nil {
@@ -198,7 +198,7 @@ func TestCutWaitsForDiscards(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, disk, r, block.OpWrite, 0, BlockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
 	disk.set(true)
 	gone := disk.later(r, block.OpDiscard, 0, 1, nil)
 	for disk.waiting() < 1 {
@@ -227,12 +227,12 @@ func TestCutWaitsForDiscards(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer src.Close()
-	buf := make([]byte, BlockSize)
+	buf := make([]byte, blockSize)
 	if _, err := src.ReadAt(buf, 0); err != nil || string(buf) != string(numbered(0)) {
 		t.Fatalf("the snapshot begins with %x, %v: the discard came before it, the write after", buf[:8], err)
 	}
-	buf = diskfs.AlignedBuffer(int(BlockSize))
-	mustIssue(t, disk, r, block.OpRead, 0, BlockSize, buf)
+	buf = diskfs.AlignedBuffer(int(blockSize))
+	mustIssue(t, disk, r, block.OpRead, 0, blockSize, buf)
 	if string(buf) != string(numbered(2)) {
 		t.Fatalf("the volume begins with %x", buf[:8])
 	}
@@ -254,8 +254,8 @@ func TestCutThatIsGivenUp(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, disk, r, block.OpWrite, 0, BlockSize, numbered(1))
-	mustIssue(t, disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(2))
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(2))
 	disk.set(true)
 	gone := disk.later(r, block.OpDiscard, 0, 1, nil)
 	for disk.waiting() < 1 {
@@ -276,7 +276,7 @@ func TestCutThatIsGivenUp(t *testing.T) {
 	if m, err := d.Stack(spec.UID); err != nil || len(m.Layers) > 0 || len(m.Snapshots) > 0 || m.Head != r.Meta().Head {
 		t.Fatalf("after a cut that was given up: %+v, %v", m, err)
 	}
-	mustIssue(t, disk, r, block.OpWrite, 2<<BlockBits, BlockSize, numbered(3))
+	mustIssue(t, disk, r, block.OpWrite, 2<<blockBits, blockSize, numbered(3))
 	if err := r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}); err != nil {
 		t.Fatal(err)
 	}
@@ -287,7 +287,7 @@ func TestCutThatIsGivenUp(t *testing.T) {
 		t.Fatalf("layers: %v, %v", left, err)
 	}
 	model := make([]byte, size)
-	copy(model[BlockSize:], append(numbered(2), numbered(3)...))
+	copy(model[blockSize:], append(numbered(2), numbered(3)...))
 	compareView(t, d, spec.UID, model)
 }
 
@@ -309,8 +309,8 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, disk, r, block.OpWrite, 0, BlockSize, numbered(1))
-	mustIssue(t, disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(2))
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(2))
 	disk.set(true)
 	gone := disk.later(r, block.OpDiscard, 0, 1, nil)
 	for disk.waiting() < 1 {
@@ -339,14 +339,14 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	f.set(nil)
 	disk.set(false)
 	<-gone // done or refused: nobody was told of it yet
-	if err := issue(disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(3), false); err == nil {
+	if err := issue(disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(3), false); err == nil {
 		t.Error("a layer that is pinned takes writes")
 	}
 	_ = r.Close() // says what failed
 	compare := func(read func(buf []byte, off int64) error) {
 		t.Helper()
-		buf := diskfs.AlignedBuffer(int(BlockSize))
-		if err := read(buf, 1<<BlockBits); err != nil || !bytes.Equal(buf, numbered(2)) {
+		buf := diskfs.AlignedBuffer(int(blockSize))
+		if err := read(buf, 1<<blockBits); err != nil || !bytes.Equal(buf, numbered(2)) {
 			t.Fatalf("it begins with %x, %v", buf[:8], err)
 		}
 	}
@@ -365,7 +365,7 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	if m := r.Meta(); len(m.Layers) != 1 || m.Layers[0] != s.Layer || len(m.Snapshots) != 1 {
 		t.Errorf("opened again: %+v", m)
 	}
-	compare(func(buf []byte, off int64) error { return issue(disk, r, block.OpRead, off, BlockSize, buf, false) })
+	compare(func(buf []byte, off int64) error { return issue(disk, r, block.OpRead, off, blockSize, buf, false) })
 }
 
 // TestCutThatIsGivenUpBesideABadRecord: a record of something else that cannot be read does not keep a cut from being
@@ -384,8 +384,8 @@ func TestCutThatIsGivenUpBesideABadRecord(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, disk, r, block.OpWrite, 0, BlockSize, numbered(1))
-	mustIssue(t, disk, r, block.OpWrite, 1<<BlockBits, BlockSize, numbered(2))
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(1))
+	mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(2))
 	bad := d.Join(imagesDir, string(api.NewUID()))
 	if err := os.Mkdir(bad, 0o700); err != nil {
 		t.Fatal(err)
@@ -408,7 +408,7 @@ func TestCutThatIsGivenUpBesideABadRecord(t *testing.T) {
 	}
 	disk.set(false)
 	<-gone
-	mustIssue(t, disk, r, block.OpWrite, 0, BlockSize, numbered(3))
+	mustIssue(t, disk, r, block.OpWrite, 0, blockSize, numbered(3))
 	if err := r.Close(); err != nil {
 		t.Error(err)
 	}

@@ -41,11 +41,11 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	}
 	r := open(1)
 	for b := range int64(32) { // the larger one: the other is copied into it, and emptied
-		mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, numbered(100+uint64(b)))
+		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(100+uint64(b)))
 	}
 	below := cut(r, "below")
 	for _, b := range []int64{3, 40} {
-		mustIssue(t, loop, r, block.OpWrite, b<<BlockBits, BlockSize, numbered(200+uint64(b)))
+		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(200+uint64(b)))
 	}
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
@@ -78,9 +78,9 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	}
 	cancel()
 	<-merged
-	buf := diskfs.AlignedBuffer(int(BlockSize))
+	buf := diskfs.AlignedBuffer(int(blockSize))
 	for b, want := range map[int64]uint64{2: 102, 3: 203, 40: 240, 41: 0} {
-		mustIssue(t, loop, r, block.OpRead, b<<BlockBits, BlockSize, buf)
+		mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 		if string(buf) != string(numbered(want)) {
 			t.Errorf("block %d begins with %x, want %d", b, buf[:8], want)
 		}

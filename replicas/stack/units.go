@@ -4,21 +4,21 @@ import "drover.io/drover/replicas/stack/format"
 
 // Units of a volume, and the values of a block in the index of an open stack.
 const (
-	BlockBits  = format.BlockBits
-	BlockSize  = format.BlockSize
-	PageBits   = format.PageBits
-	PageBlocks = format.PageBlocks
+	blockBits  = format.BlockBits
+	blockSize  = format.BlockSize
+	pageBits   = format.PageBits
+	pageBlocks = format.PageBlocks
 	pageSize   = format.PageSize
-	ChunkSize  = format.ChunkSize
-	ChunkBlks  = format.ChunkBlocks
-	SumSize    = format.SumSize
-	SumsHeader = format.SumsHeader
-	CRCSize    = format.CRCSize
+	chunkSize  = format.ChunkSize
+	chunkBlks  = format.ChunkBlocks
+	sumSize    = format.SumSize
+	sumsHeader = format.SumsHeader
+	crcSize    = format.CRCSize
 
-	FromNowhere = format.FromNowhere
-	FromZero    = format.FromZero
-	FromHead    = format.FromHead
-	FromLayer   = format.FromLayer
-	Unbuilt     = format.Unbuilt
+	fromNowhere = format.FromNowhere
+	fromZero    = format.FromZero
+	fromHead    = format.FromHead
+	fromLayer   = format.FromLayer
+	unbuilt     = format.Unbuilt
 	maxLayers   = format.MaxLayers
 )

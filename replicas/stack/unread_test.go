@@ -49,7 +49,7 @@ func TestCutsBesideADamagedRecord(t *testing.T) {
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}
-		mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
+		mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
 		snap := Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())}
 		if err := r.Cut(ctx, snap); err != nil {
 			t.Fatalf("%s: cut: %v", damaged, err)

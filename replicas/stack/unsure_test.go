@@ -66,7 +66,7 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 	}
 	buf := diskfs.AlignedBuffer(size)
 	mustIssue(t, loop, r, block.OpRead, 0, size, buf) // reads go on
-	if err := issue(loop, r, block.OpWrite, 0, BlockSize, buf[:BlockSize], true); err == nil {
+	if err := issue(loop, r, block.OpWrite, 0, blockSize, buf[:blockSize], true); err == nil {
 		t.Error("a replica whose record is not known takes writes")
 	}
 	_ = r.Close() // says what failed
@@ -104,7 +104,7 @@ func TestCutOfUnknownOutcome(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, loop, r, block.OpWrite, 3<<BlockBits, BlockSize, numbered(33))
+	mustIssue(t, loop, r, block.OpWrite, 3<<blockBits, blockSize, numbered(33))
 	c, err := r.PrepareCut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID())})
 	if err != nil {
 		t.Fatal(err)

@@ -6,7 +6,7 @@ import (
 	"sync"
 )
 
-// worker runs what may block, one after the other, off the loop's thread.
+// worker runs functions that may block, one after the other, outside of the loop's thread.
 type worker struct {
 	mu     sync.Mutex
 	more   sync.Cond
@@ -48,7 +48,7 @@ func (w *worker) run() {
 	}
 }
 
-// do runs fn in the worker and waits for it. If fn panics, do panics, too: the caller may end the call alone.
+// do runs fn in the worker and waits for fn. If fn panics, do panics, too, and the caller can end its call alone.
 func (w *worker) do(fn func()) {
 	ran := make(chan any, 1)
 	w.put(func() { ran <- panicOf(fn) })
@@ -57,7 +57,7 @@ func (w *worker) do(fn func()) {
 	}
 }
 
-// panicOf runs fn and returns how it panicked, with the stack; nil: it did not.
+// panicOf runs fn and returns the panic with its stack; nil: no panic.
 func panicOf(fn func()) (panicked any) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -68,7 +68,7 @@ func panicOf(fn func()) (panicked any) {
 	return nil
 }
 
-// close runs what was put before, and waits.
+// close runs all functions that were put before, and waits.
 func (w *worker) close() {
 	w.mu.Lock()
 	w.closed = true

@@ -1,0 +1,303 @@
+package stack
+
+import (
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/format"
+)
+
+// newMirror is a replica of three regions on a disk.
+func newMirror(t *testing.T, d *Disk) string {
+	t.Helper()
+	uid := string(api.NewUID())
+	spec := Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 3 * format.IntentsRegion}
+	if err := d.CreateReplica(context.Background(), spec); err != nil {
+		t.Fatal(err)
+	}
+	return uid
+}
+
+func adopt(t *testing.T, r *Replica, epoch, incarnation int64, members ...string) {
+	t.Helper()
+	if err := r.Adopt(context.Background(), epoch, incarnation, members); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func notes(t *testing.T, r *Replica, regions ...int64) {
+	t.Helper()
+	got, err := r.Intents(context.Background())
+	if err != nil || !slices.Equal(got.Regions, regions) {
+		t.Errorf("intents of regions %v, %v; %v are expected", got.Regions, err, regions)
+	}
+}
+
+// TestReopenedNotes: an engine that goes on with a replica which was opened anew need not say again that intents are
+// noted: its record and its intents tell that there are, or were, others.
+func TestReopenedNotes(t *testing.T) {
+	const other = "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11"
+	for name, clean := range map[string]bool{"killed": false, "closed": true} {
+		for what, again := range map[string]func(t *testing.T, r *Replica, uid string){
+			"the same session":      func(t *testing.T, r *Replica, uid string) { adopt(t, r, 1, 7, uid, other) },
+			"the others left":       func(t *testing.T, r *Replica, uid string) { adopt(t, r, 2, 7, uid) },
+			"they had left already": nil,
+		} {
+			t.Run(name+", "+what, func(t *testing.T) {
+				d, l := newDisk(t), startLoop(t)
+				uid := newMirror(t, d)
+				r, err := d.OpenReplica(context.Background(), uid, l)
+				if err != nil {
+					t.Fatal(err)
+				}
+				buf := diskfs.AlignedBuffer(int(blockSize))
+				adopt(t, r, 1, 7, uid, other)
+				mustIssue(t, l, r, block.OpWrite, 0, blockSize, buf)
+				if again == nil {
+					adopt(t, r, 2, 7, uid)
+				}
+				if !clean { // its end is not marked
+					if err := r.onLoop(func() { r.fail(errors.New("the test says so")) }); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := r.Close(); err != nil {
+					t.Fatal(err)
+				}
+				if r, err = d.OpenReplica(context.Background(), uid, l); err != nil {
+					t.Fatal(err)
+				}
+				defer r.Close()
+				if again == nil {
+					adopt(t, r, 2, 7, uid)
+				} else {
+					again(t, r, uid)
+				}
+				mustIssue(t, l, r, block.OpWrite, 2*format.IntentsRegion, blockSize, buf)
+				notes(t, r, 0, 2)
+			})
+		}
+	}
+}
+
+// TestSingleNotesNothing: a volume that has one replica, and always had, does without intents.
+func TestSingleNotesNothing(t *testing.T) {
+	d, l := newDisk(t), startLoop(t)
+	uid := newMirror(t, d)
+	for range 2 {
+		r, err := d.OpenReplica(context.Background(), uid, l)
+		if err != nil {
+			t.Fatal(err)
+		}
+		adopt(t, r, 1, 7, uid)
+		mustIssue(t, l, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+		notes(t, r)
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// marksOf is the file of the intents, whose writes (behind from) and syncs can fail.
+type marksOf struct {
+	file.Handle
+	write, sync error
+	from        int64
+}
+
+func (m *marksOf) WriteAt(b []byte, off int64) (int, error) {
+	if m.write != nil && off >= m.from {
+		return 0, m.write
+	}
+	return m.Handle.WriteAt(b, off)
+}
+
+func (m *marksOf) Datasync() error { return errors.Join(m.sync, m.Handle.Datasync()) }
+
+// TestIntentsNotSynced: a replica that cannot note durably where it is written to takes no more writes; one that has no
+// room for it just now goes on.
+func TestIntentsNotSynced(t *testing.T) {
+	d, l := newDisk(t), startLoop(t)
+	uid := newMirror(t, d)
+	r, err := d.OpenReplica(context.Background(), uid, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	marks := &marksOf{Handle: r.intentTracker.file}
+	r.work.do(func() { r.intentTracker.file = marks })
+	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
+	write := func(region int64) error {
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+	}
+	r.work.do(func() { marks.write = unix.ENOSPC })
+	if err := write(0); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("a write without room for its intent: %v", err)
+	}
+	r.work.do(func() { marks.write = nil })
+	if err := write(0); err != nil {
+		t.Errorf("a write, when there is room again: %v", err)
+	}
+	r.work.do(func() { marks.sync = unix.EIO })
+	if err := write(1); err == nil {
+		t.Error("a write whose intent is not durable was done")
+	}
+	r.work.do(func() { marks.sync = nil }) // the kernel forgets what failed
+	if err := write(1); err == nil {
+		t.Error("after a sync that failed a write was done")
+	}
+	if err := r.Failed(); !errors.Is(err, ErrFailed) {
+		t.Errorf("the replica: %v", err)
+	}
+	_ = r.Close()
+}
+
+// TestIntentsReplaced: the file of the intents is replaced when they are taken away in a new epoch. Where that did not
+// begin, they stay; where nobody knows what came of it, nothing is noted in a file that may have no name any more.
+func TestIntentsReplaced(t *testing.T) {
+	for name, unsure := range map[string]bool{"it did not begin": false, "its outcome is not known": true} {
+		t.Run(name, func(t *testing.T) {
+			ctx, plain, l := context.Background(), newDisk(t), startLoop(t)
+			uid := newMirror(t, plain)
+			d, f := tap(t, plain)
+			r, err := d.OpenReplica(ctx, uid, l)
+			if err != nil {
+				t.Fatal(err)
+			}
+			adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
+			write := func(region int64) error {
+				return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+			}
+			if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
+				t.Fatal(err)
+			}
+			replaced := false
+			f.set(func(op, name string) (func(), error) {
+				switch {
+				case !unsure && op == opOpen && name == r.dir+"/"+intentsFile+".tmp":
+					return nil, unix.ENOSPC
+				case op == opRename && name == r.dir+"/"+intentsFile:
+					replaced = true
+				case op == opSync && name == r.dir && replaced:
+					return nil, unix.EIO
+				}
+				return nil, nil
+			})
+			if err := r.Clean(ctx, 5, 1, []int64{0}); err != nil {
+				t.Fatal(err)
+			}
+			if err := write(1); (err != nil) != unsure { // after what Clean began
+				t.Errorf("a write: %v", err)
+			}
+			if !unsure {
+				notes(t, r, 0, 1)
+				if got, err := r.Intents(ctx); err != nil || got.Base != 0 {
+					t.Errorf("they are of epoch %d, %v", got.Base, err)
+				}
+			}
+			f.set(nil)
+			_ = r.Close()
+			if r, err = plain.OpenReplica(ctx, uid, l); err != nil {
+				t.Fatal(err)
+			}
+			defer r.Close()
+			if !unsure {
+				notes(t, r, 0, 1)
+			}
+		})
+	}
+}
+
+// TestIntentsClearedInPart: where some pages of the intents are written and others not, what is touched there is noted
+// again, since nobody knows which of them the file has.
+func TestIntentsClearedInPart(t *testing.T) {
+	ctx, d, l := context.Background(), newDisk(t), startLoop(t)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 40}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.OpenReplica(ctx, spec.UID, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopt(t, r, 1, 7, spec.UID, string(api.NewUID()))
+	const far = format.RegionsPerPage + 7 // on another page
+	first := []int64{1, far}
+	if err := errors.Join(r.Intend(ctx, first), r.Mark(ctx, 5), r.Clean(ctx, 5, 1, nil)); err != nil {
+		t.Fatal(err)
+	}
+	marks := &marksOf{from: 2 * format.IntentsPageSize, write: unix.EIO}
+	r.work.do(func() { marks.Handle, r.intentTracker.file = r.intentTracker.file, marks })
+	if err := r.Clean(ctx, 5, 1, first); err != nil {
+		t.Fatal(err)
+	}
+	r.work.do(func() { marks.write = nil })
+	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+	b, err := os.ReadFile(d.Join(replicaDir, spec.UID, intentsFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if on, err := format.DecodeIntents(b); err != nil || !on.Dirty(1) || !on.Dirty(far) {
+		t.Errorf("the file of the intents does not tell of an acknowledged write: %v", err)
+	}
+	_ = r.Close()
+}
+
+// TestIntentsGrow: intents that are to be taken away while the volume grows stay, here and in the file.
+func TestIntentsGrow(t *testing.T) {
+	ctx, plain, l := context.Background(), newDisk(t), startLoop(t)
+	uid := newMirror(t, plain)
+	d, f := tap(t, plain)
+	r, err := d.OpenReplica(ctx, uid, l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
+	write := func(region int64) error {
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+	}
+	if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
+		t.Fatal(err)
+	}
+	cleaned := errors.New("nobody cleaned")
+	f.set(func(op, name string) (func(), error) {
+		if op == opOpen && name == r.dir+"/"+intentsFile+".tmp" && cleaned != nil {
+			cleaned = r.Clean(ctx, 5, 1, []int64{0})
+		}
+		return nil, nil
+	})
+	if err := r.Expand(ctx, 5*format.IntentsRegion); err != nil {
+		t.Fatal(err)
+	}
+	r.work.do(func() { f.set(nil) })
+	if cleaned != nil {
+		t.Fatal(cleaned)
+	}
+	if err := errors.Join(write(0), write(4)); err != nil {
+		t.Fatal(err)
+	}
+	notes(t, r, 0, 4)
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if r, err = plain.OpenReplica(ctx, uid, l); err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	notes(t, r, 0, 4)
+	if err := r.Mark(ctx, 6); err != nil { // it goes on to clean
+		t.Fatal(err)
+	}
+	if err := r.Clean(ctx, 6, 1, []int64{0, 4}); err != nil {
+		t.Fatal(err)
+	}
+	notes(t, r)
+}
