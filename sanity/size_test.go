@@ -22,8 +22,7 @@ const (
 
 var largerPackages = map[string]int{}
 
-var largerTypes = map[string]int{
-}
+var largerTypes = map[string]int{}
 
 func TestSizes(t *testing.T) {
 	cmd := exec.Command("git", "ls-files", "*.go")

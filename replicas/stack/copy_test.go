@@ -70,7 +70,7 @@ func TestCloneOnAnotherDisk(t *testing.T) {
 			t.Fatalf("lacks %v, %v", lacks, err)
 		}
 		last := int64(-1)
-		err = b.Bring(ctx, c.d, l, BringOptions{Progress: func(done, total int64) {
+		err = b.CopyLayer(ctx, c.d, l, CopyOptions{Progress: func(done, total int64) {
 			if done < last || done > total {
 				t.Errorf("progress %d after %d of %d", done, last, total)
 			}
@@ -113,7 +113,7 @@ func TestBringGoesOn(t *testing.T) {
 	stop := errors.New("killed")
 	first := int64(0)
 	ctx, cancel := context.WithCancelCause(context.Background())
-	err = b.Flatten(ctx, []*Disk{c.d}, p.Layers, uid, BringOptions{Workers: 1, Progress: func(done, total int64) {
+	err = b.Flatten(ctx, []*Disk{c.d}, p.Layers, uid, CopyOptions{Workers: 1, Progress: func(done, total int64) {
 		if first = done; done > total/2 {
 			cancel(stop)
 		}
@@ -123,7 +123,7 @@ func TestBringGoesOn(t *testing.T) {
 	}
 	ctx = context.Background()
 	began := int64(-1)
-	if err := b.Flatten(ctx, []*Disk{c.d}, p.Layers, uid, BringOptions{Progress: func(done, _ int64) {
+	if err := b.Flatten(ctx, []*Disk{c.d}, p.Layers, uid, CopyOptions{Progress: func(done, _ int64) {
 		if began < 0 {
 			began = done
 		}
@@ -176,13 +176,13 @@ func TestBringGoesOn(t *testing.T) {
 	if _, err := f.WriteAt([]byte{was[0] ^ 1}, e.Off); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.Bring(ctx, c.d, l, BringOptions{}); !api.Is(err, api.Corrupt) {
+	if err := b.CopyLayer(ctx, c.d, l, CopyOptions{}); !api.Is(err, api.Corrupt) {
 		t.Fatalf("a damaged layer: %v", err)
 	}
 	if _, _, err := b.Digest(l); !api.Is(err, api.NotFound) {
 		t.Fatalf("something came of it: %v", err)
 	}
-	if err := b.Flatten(ctx, []*Disk{c.d}, p.Layers[:1], string(api.NewUID()), BringOptions{}); !api.Is(err, api.Corrupt) {
+	if err := b.Flatten(ctx, []*Disk{c.d}, p.Layers[:1], string(api.NewUID()), CopyOptions{}); !api.Is(err, api.Corrupt) {
 		t.Fatalf("a damaged layer, copied: %v", err)
 	}
 }

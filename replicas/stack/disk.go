@@ -83,7 +83,7 @@ func initDisk(fsys file.FS, path string) error {
 			return err
 		} else if len(entries) > 0 {
 			return api.Errorf(api.Corrupt, "%s is missing, but %s is not empty: this was a disk of Drover; bring %s back, "+
-				"or empty the folder to start anew", diskFile, dir, diskFile)
+				"or empty the folder to start again", diskFile, dir, diskFile)
 		}
 	}
 	return format.WriteMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})

@@ -421,7 +421,7 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 		t.Errorf("it reads %v elsewhere, not %v", got, want)
 	}
 	for _, uid := range layers {
-		if err := d.Bring(ctx, other, uid, BringOptions{}); err != nil {
+		if err := d.CopyLayer(ctx, other, uid, CopyOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}

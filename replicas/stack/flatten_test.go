@@ -70,7 +70,7 @@ func TestFlattenedDigests(t *testing.T) {
 	} {
 		c.change()
 		uid := string(api.NewUID())
-		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
+		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, CopyOptions{}); err != nil {
 			t.Fatalf("%s: %v", c.name, err)
 		}
 		if err := d.Verify(ctx, uid); err != nil {
@@ -116,7 +116,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	refused := func(what string) {
 		t.Helper()
 		uid := string(api.NewUID())
-		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); !api.Is(err, api.Corrupt) {
+		if err := d.Flatten(ctx, []*Disk{d}, layers, uid, CopyOptions{}); !api.Is(err, api.Corrupt) {
 			t.Fatalf("%s: %v", what, err)
 		}
 		if _, _, err := d.Digest(uid); !api.Is(err, api.NotFound) {
@@ -139,7 +139,7 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	flipBit(t, sums, sumsHeader)
 	damage(0, true)
 	uid := string(api.NewUID())
-	if err := d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}); err != nil {
+	if err := d.Flatten(ctx, []*Disk{d}, layers, uid, CopyOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	bad := []Damage{{Off: 0, Len: chunkSize}}
@@ -186,7 +186,7 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 		layers = append(layers, uid)
 	}
 	uid := string(api.NewUID())
-	if err := errors.Join(d.Flatten(ctx, []*Disk{d}, layers, uid, BringOptions{}), d.Verify(ctx, uid)); err != nil {
+	if err := errors.Join(d.Flatten(ctx, []*Disk{d}, layers, uid, CopyOptions{}), d.Verify(ctx, uid)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -22,8 +22,8 @@ type (
 	LayerSize = layer.LayerSize
 	// Merge is a merge in progress, as stack.json records it.
 	Merge = layer.Merge
-	// BringOptions bound the copy of a layer.
-	BringOptions = transfer.Options
+	// CopyOptions bound the copy of a layer.
+	CopyOptions = transfer.Options
 	// Delta lists the blocks that differ between two stacks of layers.
 	Delta = transfer.Delta
 )

@@ -69,8 +69,8 @@ func (w *merger) giveCRCs(off, n int64) error {
 	return err
 }
 
-// resultCRCs opens the checksums of the result: the target's file under a second name, because the file is as large as a
-// thousandth of the data. Writes keep the checksums of all blocks of the target itself; no reader needs others.
+// resultCRCs opens the checksums of the result: the target's file under a second name, because the file is as large as
+// a thousandth of the data. Writes keep the checksums of all blocks of the target itself; no reader needs others.
 func (w *merger) resultCRCs(target *layer.Layer, dir string, whole bool) (h file.Handle, taken bool, err error) {
 	fsys, name := w.r.disk.FS, dir+"/"+layer.CRCsFile
 	if !whole || target.CRCs == nil {

@@ -301,7 +301,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 	flip(t, b, top, off, model[off]) // of what is home: fetched again, not served
 	compareAll(t, c.loop, r, model)
 	for _, uid := range pin.Layers {
-		if err := b.Bring(ctx, c.d, uid, BringOptions{}); err != nil {
+		if err := b.CopyLayer(ctx, c.d, uid, CopyOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -60,8 +60,8 @@ func (r *Replica) name(err error) error {
 // ErrRestarted is the answer of Adopt if the machine restarted, or the disk's file system was mounted again, during the
 // replica's last session: acknowledged writes that were not flushed may be lost.
 var ErrRestarted = api.Errorf(api.Unavailable, "the machine restarted or the file system of the disk was mounted "+
-	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the other "+
-	"members")
+	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the "+
+	"other members")
 
 // Adopt begins the session (epoch, incarnation): when Adopt returns, all writes of earlier sessions have ended and the
 // session is durable. Adopt refuses an older session with kind denied. The same session again is no error, and waits

@@ -37,14 +37,14 @@ func (d *Disk) Sources(others func() []*Disk, fetch FetchFunc) {
 	d.SetSources(func() []*layer.Store { return stores(others()) }, fetch)
 }
 
-// Bring copies a layer of another disk to this disk. A layer that the disk has already is no error.
-func (d *Disk) Bring(ctx context.Context, from *Disk, uid string, o BringOptions) error {
+// CopyLayer copies a layer of another disk to this disk. A layer that the disk has already is no error.
+func (d *Disk) CopyLayer(ctx context.Context, from *Disk, uid string, o CopyOptions) error {
 	return transfer.Copy(ctx, d.Store, from.Store, uid, o)
 }
 
 // Flatten makes one layer of this disk that holds the content of several layers, bottom first, together. Flatten reads
 // each layer on the first of the disks that has the layer.
-func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o BringOptions) error {
+func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o CopyOptions) error {
 	return transfer.Flatten(ctx, d.Store, stores(from), layers, uid, o)
 }
 

@@ -75,7 +75,7 @@ func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stac
 		j = rs.jobs.start(r.Spec.UID, api.UID(src.UID()), rs.CopiesAtOnce(ctx), func() { rs.Wake(name) },
 			func(ctx context.Context, j *copyJob) error {
 				return disk.Flatten(ctx, append([]*stack.Disk{src}, rs.layers.Beside(src)...), own, string(from.Layer),
-					stack.BringOptions{BytesPerSecond: rate, Progress: j.at})
+					stack.CopyOptions{BytesPerSecond: rate, Progress: j.at})
 			})
 		if j == nil {
 			return api.Errorf(api.Unavailable, "the data role is stopping")

@@ -83,7 +83,7 @@ func (rs *Replicas) copyLayers(ctx context.Context, disk *stack.Disk, layers []s
 	j.at(0, total)
 	for i, uid := range layers {
 		for {
-			err := disk.Bring(ctx, sources[i], uid, stack.BringOptions{BytesPerSecond: rate,
+			err := disk.CopyLayer(ctx, sources[i], uid, stack.CopyOptions{BytesPerSecond: rate,
 				Progress: func(done, _ int64) { j.at(before+min(done, sizes[i]), total) }})
 			if err == nil {
 				break

@@ -213,15 +213,15 @@ func (h *Hydration) want(c int64) {
 		return
 	}
 	h.wanted[c] = true
-	h.wg.Go(func() { h.bring(c) })
+	h.wg.Go(func() { h.fetchUntilDone(c) })
 }
 
-// bring fetches a chunk, and tries again after failures until the hydration ends.
-func (h *Hydration) bring(c int64) {
+// fetchUntilDone fetches a chunk, and tries again after failures until the hydration ends.
+func (h *Hydration) fetchUntilDone(c int64) {
 	for pause := fetchPause; ; pause = min(2*pause, fetchPauseMax) {
 		err := h.fetch(c)
 		if err == nil {
-			h.came(c)
+			h.arrived(c)
 			return
 		}
 		if h.ctx.Err() != nil {
@@ -308,8 +308,8 @@ func (h *Hydration) fails(c int64, err error) {
 	}
 }
 
-// came records that a chunk arrived.
-func (h *Hydration) came(c int64) {
+// arrived records that a chunk arrived.
+func (h *Hydration) arrived(c int64) {
 	h.set(c)
 	h.Mu.Lock()
 	delete(h.wanted, c)

@@ -44,7 +44,7 @@ type origin struct {
 func Copy(ctx context.Context, d, from *layer.Store, uid string, o Options) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("bring layer %s from disk %s to disk %s: %w", uid, from.Root, d.Root, diskfs.Classify(err))
+			err = fmt.Errorf("copy layer %s from disk %s to disk %s: %w", uid, from.Root, d.Root, diskfs.Classify(err))
 		}
 	}()
 	if err := api.UID(uid).Validate(); err != nil {
@@ -91,17 +91,17 @@ func Copy(ctx context.Context, d, from *layer.Store, uid string, o Options) (err
 		sum, err := layer.VerifyChunk(sums, c, buf)
 		return format.ChunkSums{Digest: sum, CRCs: format.ChunkCRCs(buf)}, err
 	}
-	return take(ctx, d, uid, origin{rec.Size, kinds, note, rec.Root, read}, o)
+	return makeLayer(ctx, d, uid, origin{rec.Size, kinds, note, rec.Root, read}, o)
 }
 
-// take makes a layer of an origin.
-func take(ctx context.Context, d *layer.Store, uid string, from origin, o Options) error {
+// makeLayer makes a layer of an origin.
+func makeLayer(ctx context.Context, d *layer.Store, uid string, from origin, o Options) error {
 	w, upTo, err := resumeCopy(ctx, d, uid, from)
 	if err != nil {
 		return err
 	}
 	w.Want = from.root
-	t := &taking{disk: d, w: w, from: from, o: o, done: map[int64]bool{}, mark: upTo / chunkSize}
+	t := &copyJob{disk: d, w: w, from: from, o: o, done: map[int64]bool{}, mark: upTo / chunkSize}
 	if o.Workers <= 0 {
 		t.o.Workers = 2 * runtime.GOMAXPROCS(0)
 	}
@@ -153,8 +153,8 @@ func resumeCopy(ctx context.Context, d *layer.Store, uid string, from origin) (*
 	return k2.(*layer.Writer), 0, nil
 }
 
-// taking is a layer in the making.
-type taking struct {
+// copyJob is a layer in the making.
+type copyJob struct {
 	disk  *layer.Store
 	w     *layer.Writer
 	from  origin
@@ -170,7 +170,7 @@ type taking struct {
 	due   time.Time // start of the next chunk under a bound
 }
 
-func (t *taking) run(ctx context.Context) error {
+func (t *copyJob) run(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	work := make(chan int64)
@@ -225,14 +225,14 @@ func (t *taking) run(ctx context.Context) error {
 	}
 }
 
-func (t *taking) mark0() int64 {
+func (t *copyJob) mark0() int64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.mark
 }
 
 // chunk copies one chunk.
-func (t *taking) chunk(ctx context.Context, c int64, buf, scratch []byte) error {
+func (t *copyJob) chunk(ctx context.Context, c int64, buf, scratch []byte) error {
 	k := t.from.kinds
 	first := c * chunkBlks
 	n := min(chunkBlks, k.Blocks-first)
@@ -271,7 +271,7 @@ func (t *taking) chunk(ctx context.Context, c int64, buf, scratch []byte) error 
 }
 
 // pace waits until n more bytes may be read.
-func (t *taking) pace(ctx context.Context, n int64) error {
+func (t *copyJob) pace(ctx context.Context, n int64) error {
 	if t.o.BytesPerSecond == nil {
 		return nil
 	}
@@ -298,7 +298,7 @@ func (t *taking) pace(ctx context.Context, n int64) error {
 }
 
 // keep writes a checkpoint.
-func (t *taking) keep() error {
+func (t *copyJob) keep() error {
 	t.mu.Lock()
 	upTo := min(t.mark*chunkSize, t.from.size/chunkSize*chunkSize)
 	was := t.kept
@@ -316,7 +316,7 @@ func (t *taking) keep() error {
 }
 
 // room keeps free space for the volumes of the disk, because a full disk harms a volume more than a copy.
-func (t *taking) room(need int64) error {
+func (t *copyJob) room(need int64) error {
 	capacity, available, _, err := t.disk.Statfs()
 	if err != nil {
 		return err

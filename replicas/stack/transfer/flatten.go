@@ -60,7 +60,7 @@ func Flatten(ctx context.Context, d *layer.Store, from []*layer.Store, layers []
 	if err != nil {
 		return err
 	}
-	return take(ctx, d, uid, origin{size, &f.kinds, note, "", f.read}, o)
+	return makeLayer(ctx, d, uid, origin{size, &f.kinds, note, "", f.read}, o)
 }
 
 // flat reads several layers as one.

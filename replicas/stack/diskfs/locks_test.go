@@ -1,4 +1,4 @@
-package stack
+package diskfs
 
 import (
 	"errors"
@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // A lock that only a process has which is being started is waited for, however long that takes.
@@ -26,40 +25,40 @@ func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 	}
 	child, h := open(), open() // what is open in the child counts as long as the descriptor here does
 	defer h.Close()
-	if err := diskfs.Flock(child, unix.LOCK_EX); err != nil {
+	if err := Flock(child, unix.LOCK_EX); err != nil {
 		t.Fatal(err)
 	}
-	if err := diskfs.TryLock(h, unix.LOCK_EX); !errors.Is(err, unix.EWOULDBLOCK) {
+	if err := TryLock(h, unix.LOCK_EX); !errors.Is(err, unix.EWOULDBLOCK) {
 		t.Fatalf("a lock that somebody has: %v", err)
 	}
 	syscall.ForkLock.Lock() // as whoever starts a process does
-	runs := time.AfterFunc(4*diskfs.ForkTime, func() {
+	runs := time.AfterFunc(4*ForkTime, func() {
 		_ = child.Close()
 		syscall.ForkLock.Unlock()
 	})
 	defer runs.Stop()
-	if err := diskfs.TryLock(h, unix.LOCK_EX); err != nil {
+	if err := TryLock(h, unix.LOCK_EX); err != nil {
 		t.Fatalf("a lock that a process has until it runs its program: %v", err)
 	}
 
 	// The started one closes what it inherited a moment after the one that started it goes on, at some moment at least.
 	for range 20 {
-		if err := diskfs.Flock(h, unix.LOCK_UN); err != nil {
+		if err := Flock(h, unix.LOCK_UN); err != nil {
 			t.Fatal(err)
 		}
 		child := open()
-		if err := diskfs.Flock(child, unix.LOCK_EX); err != nil {
+		if err := Flock(child, unix.LOCK_EX); err != nil {
 			t.Fatal(err)
 		}
 		syscall.ForkLock.Lock()
 		closed := make(chan struct{})
-		time.AfterFunc(diskfs.ForkTime+diskfs.ForkTime/4, func() {
+		time.AfterFunc(ForkTime+ForkTime/4, func() {
 			syscall.ForkLock.Unlock()
-			<-time.After(diskfs.CloseTime / 4)
+			<-time.After(CloseTime / 4)
 			_ = child.Close()
 			close(closed)
 		})
-		err := diskfs.TryLock(h, unix.LOCK_EX)
+		err := TryLock(h, unix.LOCK_EX)
 		if <-closed; err == nil {
 			return
 		}
