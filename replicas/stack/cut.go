@@ -71,7 +71,7 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 	}
 	for _, s := range append([]Snapshot{s}, also...) {
 		if s.Name != "" && slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return o.Name == s.Name }) {
-			return nil, api.Errorf(api.Exists, "there is a snapshot %s already", s.Name)
+			return nil, api.Errorf(api.Exists, "snapshot %s exists already", s.Name)
 		}
 	}
 	if err := api.UID(s.Layer).Validate(); err != nil {
@@ -115,7 +115,7 @@ func (c *Cut) prepare() (err error) {
 	defer unlock()
 	named, unread := d.isNamed(c.snapshot.Layer)
 	if named {
-		return api.Errorf(api.Exists, "there is a layer %s already", c.snapshot.Layer)
+		return api.Errorf(api.Exists, "layer %s exists already", c.snapshot.Layer)
 	}
 	if _, err := d.FS.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
 		return errors.Join(unread, err) // an unreadable record may name the layer

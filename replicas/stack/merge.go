@@ -131,7 +131,7 @@ func (r *Replica) isOpen() error {
 }
 
 // errRead: a reader has the layers open.
-var errRead = errors.New("somebody has the layers open")
+var errRead = errors.New("a reader has the layers open")
 
 // beginMerge picks two layers, or the recorded merge, and makes sure that no other process has the layers.
 func (r *Replica) beginMerge() (_ *merger, err error) {

@@ -56,7 +56,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	}
 	m, err := d.readStack(replica)
 	if errors.Is(err, fs.ErrNotExist) {
-		return p, api.Errorf(api.NotFound, "there is none: %w", err)
+		return p, api.Errorf(api.NotFound, "no such replica: %w", err)
 	}
 	if err != nil {
 		return p, err
@@ -260,7 +260,7 @@ func (d *Disk) Drop(uid string) (err error) {
 	if busy, err := d.Locked(d.Join(layer.Dir, uid, layer.DataFile)); err != nil {
 		return err
 	} else if busy {
-		return api.Errorf(api.Busy, "somebody is at it")
+		return api.Errorf(api.Busy, "another process works on the layer")
 	}
 	seen := d.scanReferences() // after the lock, as in collectLayers
 	if err := seen.unread(); err != nil {

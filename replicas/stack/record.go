@@ -223,7 +223,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	have, err := d.readStack(s.UID)
 	if err == nil {
 		if have.VolumeUID != s.VolumeUID || have.Size < s.Size || !startsWith(have.Layers, s.Layers) {
-			return api.Errorf(api.Exists, "there is one of volume %s (%s) that differs", have.Volume, have.VolumeUID)
+			return api.Errorf(api.Exists, "a different replica of volume %s (%s) exists", have.Volume, have.VolumeUID)
 		}
 		return d.FS.SyncDir(d.Join(replicaDir, s.UID)) // a process that died may have written stack.json a moment ago
 	}

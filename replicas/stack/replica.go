@@ -79,7 +79,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	}()
 	if _, err = d.readStack(uid); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, api.Errorf(api.NotFound, "there is none: %w", err)
+			return nil, api.Errorf(api.NotFound, "no such replica: %w", err)
 		}
 		return nil, err
 	}

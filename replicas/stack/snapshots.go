@@ -115,7 +115,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		}
 	}()
 	if _, err := d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
-		return api.Errorf(api.NotFound, "there is none: %w", err)
+		return api.Errorf(api.NotFound, "no such replica: %w", err)
 	} else if err != nil {
 		return err
 	}

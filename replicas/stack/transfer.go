@@ -115,7 +115,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	var m Meta
 	_, err = d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, api.Errorf(api.NotFound, "there is none: %w", err)
+		return nil, api.Errorf(api.NotFound, "no such replica: %w", err)
 	}
 	if err != nil {
 		return nil, err

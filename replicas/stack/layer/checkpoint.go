@@ -190,7 +190,7 @@ func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
 	}
 	err = diskfs.TryLock(w.data, unix.LOCK_EX)
 	if errors.Is(err, unix.EWOULDBLOCK) {
-		return api.Errorf(api.Busy, "somebody else is making it")
+		return api.Errorf(api.Busy, "another process makes the layer")
 	}
 	if err != nil {
 		return err

@@ -51,7 +51,7 @@ func (d *Store) finishBy(ctx context.Context, uid string, each Walk) (err error)
 	}
 	defer mine.Close()
 	if err := diskfs.TryLock(mine, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
-		return api.Errorf(api.Busy, "somebody is at it")
+		return api.Errorf(api.Busy, "another process works on the layer")
 	} else if err != nil {
 		return err
 	}

@@ -137,7 +137,7 @@ func (m *layerRepair) open(uid string) (err error) {
 		return err
 	}
 	if err = diskfs.TryLock(m.data, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
-		return api.Errorf(api.Busy, "somebody is making it")
+		return api.Errorf(api.Busy, "another process makes the layer")
 	}
 	var merging, away bool
 	if err == nil {

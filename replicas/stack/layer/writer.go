@@ -85,7 +85,7 @@ func (d *Store) Create(ctx context.Context, uid string, size int64) (_ block.Lay
 	if busy, err := d.Locked(d.Join(Dir, uid, DataFile)); err != nil {
 		return nil, err
 	} else if busy {
-		return nil, api.Errorf(api.Busy, "somebody else is making it")
+		return nil, api.Errorf(api.Busy, "another process makes the layer")
 	}
 	if err := d.unmade(uid); err != nil { // finished by the former holder of the lock
 		return nil, err
