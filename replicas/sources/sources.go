@@ -1,8 +1,9 @@
 // Package sources reads chunks of layers from other disks of the node and from other nodes, for a disk without these
 // layers. A failing or silent source gives way to the next.
 //
-// Sources owns the connections to other nodes, and a goroutine for each read under way. A read of a hanging disk
-// outlives its caller; Close waits a while for all reads. No I/O runs under the lock.
+// Sources owns the connections to other nodes, a goroutine for each read in progress, and one for each disk that is being
+// opened: all reads of a disk share the open. A read of a hanging disk outlives its caller; Close waits a while for all
+// reads. No I/O runs under the lock.
 package sources
 
 import (
@@ -41,7 +42,42 @@ type Sources struct {
 	mu      sync.Mutex
 	clients map[Source]*wire.Client // by node and address
 	bad     map[Source]time.Time    // the last failure
+	opens   map[Source]*opening     // disks of this node that are being opened
 	reads   sync.WaitGroup
+}
+
+// opening is a disk that is being opened. disk and err are set before done is closed.
+type opening struct {
+	done chan struct{}
+	disk *stack.Disk
+	err  error
+}
+
+// disk finds a disk of this node. The open of a disk that hangs goes on without the caller, and serves later callers.
+func (s *Sources) disk(ctx context.Context, of Source) (*stack.Disk, error) {
+	s.mu.Lock()
+	o := s.opens[of]
+	if o == nil {
+		o = &opening{done: make(chan struct{})}
+		if s.opens == nil {
+			s.opens = map[Source]*opening{}
+		}
+		s.opens[of] = o
+		s.reads.Go(func() {
+			o.disk, o.err = s.Disk(context.WithoutCancel(ctx), of)
+			s.mu.Lock()
+			delete(s.opens, of)
+			s.mu.Unlock()
+			close(o.done)
+		})
+	}
+	s.mu.Unlock()
+	select {
+	case <-o.done:
+		return o.disk, o.err
+	case <-ctx.Done():
+		return nil, api.Errorf(api.Unavailable, "disk %s does not answer: %w", of.Path, ctx.Err())
+	}
 }
 
 // Client is the connection to the node of a source.
@@ -133,7 +169,7 @@ func (s *Sources) read(ctx context.Context, from Source, uid string, off int64, 
 		b := make([]byte, n)
 		return b, s.Client(from).Read(ctx, string(from.Disk), uid, b, off)
 	}
-	disk, err := s.Disk(ctx, from)
+	disk, err := s.disk(ctx, from)
 	if err != nil {
 		return nil, err
 	}

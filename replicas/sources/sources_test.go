@@ -133,3 +133,44 @@ func TestFetchTakesWhatIsRight(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestReadsOfADiskThatHangsShareItsOpen: a disk that hangs, and is not open yet, has one open in progress, however many
+// reads gave it up.
+func TestReadsOfADiskThatHangsShareItsOpen(t *testing.T) {
+	t.Parallel()
+	answers, entered := make(chan struct{}), make(chan struct{}, 8)
+	var s Sources
+	s.Disk = func(context.Context, Source) (*stack.Disk, error) {
+		entered <- struct{}{}
+		<-answers
+		return nil, api.Errorf(api.NotFound, "disk a has no layer")
+	}
+	hung := Source{Disk: "a", Path: "/a"}
+	for range 5 {
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() {
+			_, err := s.read(ctx, hung, "layer", 0, 1)
+			ended <- err
+		}()
+		if len(entered) == 0 {
+			entered <- <-entered // the first read waits for the disk
+		}
+		cancel()
+		select {
+		case err := <-ended:
+			if !api.Is(err, api.Unavailable) {
+				t.Errorf("a read of a disk that hangs: %v", err)
+			}
+		case <-time.After(time.Minute):
+			t.Fatal("a read waits for a disk that hangs")
+		}
+	}
+	if n := len(entered); n != 1 {
+		t.Errorf("the disk is opened %d times at once", n)
+	}
+	close(answers)
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}

@@ -70,15 +70,18 @@ func (u *offlineRebuilds) run(ctx context.Context) error {
 // wantsOfflineRebuild reports whether r is the member whose node rebuilds the volume.
 func (u *offlineRebuilds) wantsOfflineRebuild(ctx context.Context, r *api.Replica) bool {
 	var v api.Volume
-	if u.Client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.DeletionTimestamp != nil ||
-		v.RevertInProgress() != nil || v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name) {
+	if u.Client.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v) != nil || v.Status.UID != r.Spec.VolumeUID ||
+		!slices.Contains(v.Status.Members, r.Name) || u.Session(v.Name) != nil || !u.isDetached(ctx, &v) {
 		return false
 	}
-	if v.Status.EngineNode != "" && v.Status.EngineNode != u.Name || u.Session(v.Name) != nil || !u.isDetached(ctx, &v) {
+	if v.Status.EngineNode == u.Name { // the claim of a dead process, unless another operation has the lock
+		return true
+	}
+	if v.DeletionTimestamp != nil || v.RevertInProgress() != nil || v.Status.EngineNode != "" {
 		return false
 	}
 	mine, lacks, err := u.listLacking(ctx, &v)
-	if err != nil || lacks == 0 && v.Status.EngineNode == "" {
+	if err != nil || lacks == 0 {
 		return false
 	}
 	for _, m := range mine { // the first member whose node is not silent
