@@ -40,7 +40,7 @@ func (m maintained) SnapshotsChanged(replica api.UID, names ...string) {
 // DigestsMade implements maintain.Node.
 func (m maintained) DigestsMade(names []string) { m.d.snapshots.DigestsMade(names) }
 
-// MergeReported implements maintain.Node. Where the API does not answer, the next look at the replica reports.
+// MergeReported implements maintain.Node. While the API does not answer, the next reconcile of the replica reports.
 func (m maintained) MergeReported(ctx context.Context, replica, volume string) {
 	var list api.ReplicaList
 	if err := m.d.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}); err != nil {
