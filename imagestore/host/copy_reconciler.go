@@ -191,7 +191,8 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 }
 
 // removeCopy removes the copy from its disk.
-func (n *copyReconciler) removeCopy(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (time.Duration, bool) {
+func (n *copyReconciler) removeCopy(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (
+	time.Duration, bool) {
 	on, err := n.disks(c.Spec.Disk)
 	if err == nil {
 		want := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil}

@@ -34,7 +34,8 @@ func setReady(st *api.ImageCopyStatus, g importer.Result) {
 }
 
 // setDamaged is the status of a copy with damaged content.
-func (n *copyReconciler) setDamaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus, err error) time.Duration {
+func (n *copyReconciler) setDamaged(c *api.ImageCopy, t api.SourceType, st *api.ImageCopyStatus,
+	err error) time.Duration {
 	err = api.Errorf(api.KindOf(err), "the copy on disk %s is damaged: %w", c.Spec.Disk, err)
 	n.events.Eventf(c, nil, corev1.EventTypeWarning, "Damaged", "Transfer", "%s", api.ClipMessage(err.Error()))
 	if t == api.SourceUpload && c.Spec.From == "" {
