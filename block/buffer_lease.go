@@ -1,7 +1,7 @@
 package block
 
-// BufferLease is memory of a request that was answered although a hanging disk may still read or write the memory. Nobody
-// uses or frees the memory before the release. A BufferLease belongs to the loop's thread.
+// BufferLease is memory of a request that was answered although a hanging disk may still read or write the memory.
+// Nobody uses or frees the memory before the release. A BufferLease belongs to the loop's thread.
 type BufferLease struct {
 	released bool
 	then     []func()

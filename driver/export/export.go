@@ -22,8 +22,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Run carries out `drover image export` and `drover snapshot export`; `drover volume export` exports a new snapshot. Run
-// implements cli.Exporter.
+// Run carries out `drover image export` and `drover snapshot export`; `drover volume export` exports a new snapshot.
+// Run implements cli.Exporter.
 func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) {
 	src, err := open(ctx, c, o)
 	if err != nil {
