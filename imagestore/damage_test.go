@@ -164,7 +164,7 @@ func TestLostUpload(t *testing.T) {
 	}
 	w.start()
 	bad := w.state("sent", api.ImageFailed)
-	if !strings.Contains(bad.Status.Message, "gone") || !strings.Contains(bad.Status.Message, "upload it anew") {
+	if !strings.Contains(bad.Status.Message, "no longer on disk") || !strings.Contains(bad.Status.Message, "upload the image again") {
 		t.Errorf("message %q", bad.Status.Message)
 	}
 }

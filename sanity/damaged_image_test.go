@@ -82,7 +82,8 @@ func damagedImages(t *testing.T, w *world) {
 
 	w.must("image", "import", url, "--name", "fetched", "--disk-selector", "spare")
 	said := w.finds("fetched", at[1], 1100, byItself("fetched", 1))
-	says(said, `image "fetched": 1 of 1 copies`, "disk "+at[1]+" of node "+w.name, "do not match their digest", "by itself")
+	says(said, `image "fetched": 1 of 1 copies`, "disk "+at[1]+" of node "+w.name, "do not match their digest",
+		"lost copies")
 	whole("fetched", "verified: 1 copy is what it was")
 
 	w.must("image", "import", url, "--name", "twin", "--min-copies", "2")
@@ -100,7 +101,8 @@ func damagedImages(t *testing.T, w *world) {
 		below = at[1]
 	}
 	said = w.finds("twin", below, 1100, byItself("twin", 2))
-	says(said, `image "twin": 1 of 2 copies`, "disk "+below+" of node "+w.name, "do not match their digest", "by itself")
+	says(said, `image "twin": 1 of 2 copies`, "disk "+below+" of node "+w.name, "do not match their digest",
+		"lost copies")
 	whole("twin", "verified: 2 copies are what they were")
 	must(t, p.up())
 	p.check("golden", sum)
@@ -116,8 +118,9 @@ func damagedImages(t *testing.T, w *world) {
 		w.must("image", "delete", "sent")
 		upload()
 	})
-	says(said, `image "sent": 1 of 1 copies`, "do not match their digest", "delete the image and upload it anew")
-	if out := w.must("image", "show", "sent"); !strings.Contains(out, "failed") || !strings.Contains(out, "upload it anew") {
+	says(said, `image "sent": 1 of 1 copies`, "do not match their digest", "delete the image and upload the image again")
+	if out := w.must("image", "show", "sent"); !strings.Contains(out, "failed") ||
+		!strings.Contains(out, "upload the image again") {
 		t.Errorf("image show: %s", out)
 	}
 	w.must("image", "delete", "sent", "twin", "fetched")

@@ -102,7 +102,7 @@ func TestImageVerifyWaits(t *testing.T) {
 		"verified": {func(*api.ImageCopyStatus) {}, 0, []string{`image "verified" verified: 2 copies are what they were`}},
 		"repaired": {func(st *api.ImageCopyStatus) {
 			st.State, st.Message, st.NextTry = api.ImageFailed, found, metav1.NewTime(time.Now().Add(5*time.Second))
-		}, 1, []string{`image "repaired": 1 of 2 copies`, "disk /srv/two of node node-of-repaired: " + found, "by itself",
+		}, 1, []string{`image "repaired": 1 of 2 copies`, "disk /srv/two of node node-of-repaired: " + found, "lost copies",
 			"drover image show repaired"}},
 		"for-good": {func(st *api.ImageCopyStatus) {
 			st.State, st.Message = api.ImageFailed, found+"; an upload cannot be asked for again"
@@ -174,7 +174,8 @@ func TestImageVerifyOfALostCopy(t *testing.T) {
 	for len(remarks) > 0 {
 		r.err += <-remarks
 	}
-	r.mustSay(t, 1, `image "one-lost": 1 of 2 copies`, "disk /srv/two of node node-of-one-lost: it was gone", "by itself")
+	r.mustSay(t, 1, `image "one-lost": 1 of 2 copies`, "disk /srv/two of node node-of-one-lost: it was gone",
+		"lost copies")
 }
 
 // What the clean-up left is counted by the copies that there are: the image's own list of them follows later.
@@ -217,5 +218,5 @@ func TestImageVerifyOfDamaged(t *testing.T) {
 		t.Fatal(err)
 	}
 	drover(t, kubeconfig("image", "verify", "damaged")...).mustSay(t, 1, `image "damaged": 2 of 2 copies are not well`,
-		"disk /srv/one of node node-of-damaged", found, "by itself")
+		"disk /srv/one of node node-of-damaged", found, "lost copies")
 }

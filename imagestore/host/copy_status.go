@@ -39,7 +39,8 @@ func (n *copyReconciler) setDamaged(c *api.ImageCopy, t api.SourceType, st *api.
 	err = api.Errorf(api.KindOf(err), "the copy on disk %s is damaged: %w", c.Spec.Disk, err)
 	n.events.Eventf(c, nil, corev1.EventTypeWarning, "Damaged", "Transfer", "%s", api.ClipMessage(err.Error()))
 	if t == api.SourceUpload && c.Spec.From == "" {
-		err = api.Errorf(api.KindOf(err), "%w; an upload cannot be asked for again: delete the image and upload it anew", err)
+		err = api.Errorf(api.KindOf(err), "%w; an upload cannot be asked for again: delete the image and "+
+			"upload the image again", err)
 	}
 	return n.setFailed(c, st, err, t != api.SourceUpload)
 }

@@ -157,7 +157,7 @@ func (s *copyStep) makeCopy(ctx context.Context, repair bool) (time.Duration, er
 	}
 	if st.Digest != "" && c.Spec.From == "" && s.img.Spec.SourceType == api.SourceUpload {
 		gone := api.Errorf(api.Unavailable, "the copy is no longer on disk %s, and an upload cannot "+
-			"be asked for again: delete the image and upload it anew", c.Spec.Disk)
+			"be asked for again: delete the image and upload the image again", c.Spec.Disk)
 		return s.setFailed(c, st, errors.Join(gone, importer.Remove(ctx, s.on, s.spec)), false), nil
 	}
 	if yes, err := s.stillWanted(ctx, c); !yes {

@@ -3,6 +3,8 @@ package engine
 import (
 	"context"
 	"errors"
+	"os"
+	"runtime/pprof"
 	"sync"
 	"syscall"
 	"testing"
@@ -273,6 +275,7 @@ func within[T any](t testing.TB, what string, from <-chan T) T {
 		return v
 	case <-late.C:
 	}
+	_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 1) // says where
 	t.Fatal("no " + what)
 	panic("not reached")
 }

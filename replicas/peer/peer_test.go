@@ -13,6 +13,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"runtime/pprof"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -208,6 +209,7 @@ func within[T any](t testing.TB, what string, from <-chan T) T {
 		return v
 	case <-late.C:
 	}
+	_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 1) // says where
 	t.Fatal("no " + what)
 	panic("not reached")
 }
