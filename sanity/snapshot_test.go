@@ -335,7 +335,7 @@ func snapshotCommands(t *testing.T, w *world) {
 	syncAt(t, dir)
 	w.must("snapshot", "create", "db", "one", "--label", "why=test")
 	w.refused(5, "already", "snapshot", "create", "db", "one")
-	w.refused(3, "no volume", "snapshot", "create", "none")
+	w.refused(3, "does not exist", "snapshot", "create", "none")
 	names, codes := make([]string, 4), make([]int, 4)
 	var all sync.WaitGroup
 	for i := range names { // without a name they are called by the second

@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"testing"
 
@@ -26,6 +27,7 @@ type scripted struct {
 	// What it was told to note, by Join's goroutine.
 	intended []int64
 	calls    []string // of Track and Unnoted, in their order
+	full     bool     // Unnoted finds no room
 }
 
 func (m *scripted) Submit(r *block.Request) {
@@ -61,6 +63,9 @@ func (m *scripted) Track(_ context.Context, on bool) error {
 
 func (m *scripted) Unnoted(_ context.Context, epoch int64) error {
 	m.calls = append(m.calls, fmt.Sprint("unnoted ", epoch))
+	if m.full {
+		return api.Errorf(api.Full, "no room on the disk")
+	}
 	return nil
 }
 
@@ -184,5 +189,22 @@ func TestAbsentMembersWaitForOneThatWasReached(t *testing.T) {
 	}
 	if err := e.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestFullDiskNotesIntents: a member whose disk has no room for the record that intents are not noted, notes them.
+func TestFullDiskNotesIntents(t *testing.T) {
+	m := &scripted{data: make([]byte, 1<<20), full: true, adopt: func(int) error { return nil }}
+	e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 1 << 20, Epoch: 5, Incarnation: 1,
+		Members: []Named{{Name: "a", Member: m, Local: true}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer e.Close()
+	if want := []string{"unnoted 5", "track true"}; !slices.Equal(m.calls, want) {
+		t.Errorf("calls %q, want %q", m.calls, want)
+	}
+	if err := e.NoteIntents(t.Context()); err != nil || len(m.calls) != 2 {
+		t.Errorf("a replica may join: %v; calls %q", err, m.calls)
 	}
 }

@@ -230,7 +230,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	if e.absent != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
-	if n > 1 || cfg.Track {
+	if n > 1 || e.cfg.Track {
 		e.cleaner.start()
 	}
 	return e, nil

@@ -25,7 +25,10 @@ func (p *opening) mirrors(ctx context.Context) error {
 	e := p.e
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
 		e.updateLast()
-		return e.cfg.unnoted(ctx)
+		if err := e.cfg.unnoted(ctx); !api.Is(err, api.Full) {
+			return err
+		}
+		e.cfg.Track = true // a full disk has no room for the record, and room for intents: the file of intents exists
 	}
 	for {
 		err := p.prepare(ctx)

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -266,16 +267,21 @@ func (i *intentTracker) Track(_ context.Context, on bool) error {
 }
 
 // Unnoted records durably that no intents cover the writes before epoch, and in epoch until now: a former member is
-// compared as a whole.
+// compared as a whole. On a full disk the error is of kind full, and the record stays as it was.
 func (i *intentTracker) Unnoted(_ context.Context, epoch int64) (err error) {
 	i.work.do(func() { // what was noted before is in the file, and nothing else is written to it meanwhile
+		var before int64
 		now := &format.Intents{}
 		if err = onLoop(i.ring, func() {
-			i.noted.Epoch = max(i.noted.Epoch, epoch)
+			before = i.noted.Epoch
+			i.noted.Epoch = max(before, epoch)
 			*now = *i.noted
 			now.Bits = slices.Clone(now.Bits)
-		}); err == nil {
-			err = i.rewrite(now)
+		}); err != nil {
+			return
+		}
+		if err = diskfs.Classify(i.rewrite(now)); err != nil { // a later removal of intents is relative to the epoch in the file
+			err = errors.Join(err, onLoop(i.ring, func() { i.noted.Epoch = before }))
 		}
 	})
 	return i.host.name(err)
