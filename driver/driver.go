@@ -33,6 +33,7 @@ import (
 	"drover.io/drover/driver/recover"
 )
 
+// Main runs the command that args name, and returns the exit code.
 func Main(args []string) int {
 	// hold comes first, because hold must touch as little memory as possible.
 	if len(args) > 0 && args[0] == "hold" {

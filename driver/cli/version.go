@@ -8,9 +8,10 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// The linker sets Version; a plain `go build` leaves Version empty, and the build information counts.
+// Version is set by the linker; a plain `go build` leaves Version empty, and the build information counts.
 var Version string
 
+// BuildVersion is the version of this program.
 func BuildVersion() string {
 	if Version != "" {
 		return Version

@@ -1,5 +1,5 @@
-// Package host is the picture of the data role's parts, without code. Each part below owns a lock, maps and goroutines, and
-// meets the other parts through small interfaces of its own; replicas.NewData connects the parts.
+// Package host is the picture of the data role's parts, without code. Each part below owns a lock, maps and goroutines,
+// and meets the other parts through small interfaces of its own; replicas.NewData connects the parts.
 //
 //	attach      Attachments: engine and device of a volume, members, rebuild, repair, resume, offline engine
 //	replica     Replicas: create, clone, copy jobs, expand, move, revert, remove
@@ -16,7 +16,7 @@
 //     remote.Server
 //  4. the mutexes of localnode, stack, engine, peer and device
 //
-// No owner calls another owner with a mutex of step 3 held. A reconciler takes a volume's lock with LockSoon, because the
-// lock's owner may wait for a disk that hangs; a background operation takes the lock with LockYielding. Close ends the
-// owners in this order: replica, maintain, attach, remote.
+// No owner calls another owner with a mutex of step 3 held. A reconciler takes a volume's lock with LockSoon, because
+// the lock's owner may wait for a disk that hangs; a background operation takes the lock with LockYielding. Close ends
+// the owners in this order: replica, maintain, attach, remote.
 package host

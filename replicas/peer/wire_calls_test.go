@@ -10,8 +10,6 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-const hangs = 2 * time.Minute // nothing here takes that long
-
 // callFixture is one call of a member: what the server answers, and what the caller gets of that.
 type callFixture struct {
 	name   string

@@ -274,8 +274,10 @@ func (m *Machine) Signal(s syscall.Signal, roles ...string) error {
 	return errors.Join(errs...)
 }
 
+// Kill sends SIGKILL to roles; none: to all.
 func (m *Machine) Kill(roles ...string) error { return m.Signal(syscall.SIGKILL, roles...) }
 
+// Freeze sends SIGSTOP to roles; none: to all.
 func (m *Machine) Freeze(roles ...string) error { return m.Signal(syscall.SIGSTOP, roles...) }
 
 // Thaw continues frozen processes.

@@ -134,9 +134,9 @@ func (as *Attachments) Wake(volume string) {
 	}
 }
 
-// Stop ends trims and resumes, and leaves the devices to the holder for the next process. The manager has stopped. After
-// an error the process changes nothing: requests are in progress, or wait for room, and the end of the engines would fail
-// the requests; the next process serves the requests, once this process has ended.
+// Stop ends trims and resumes, and leaves the devices to the holder for the next process. The manager has stopped.
+// After an error the process changes nothing: requests are in progress, or wait for room, and the end of the engines
+// would fail the requests; the next process serves the requests, once this process has ended.
 func (as *Attachments) Stop() error {
 	close(as.closing)
 	as.trims.Close()

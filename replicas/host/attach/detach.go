@@ -231,7 +231,8 @@ func (as *Attachments) awaitLeft() int {
 	}
 }
 
-// anyEpoch is for a caller that knows that this process, the only data process of the node, has no engine of the volume.
+// anyEpoch is for a caller that knows that this process, the only data process of the node, has no engine of the
+// volume.
 const anyEpoch = -1
 
 // releaseClaim clears the engine's node in the volume, unless another engine has claimed a later epoch.

@@ -149,7 +149,8 @@ func (as *Attachments) probeHere(ctx context.Context, r *api.Replica) (peer.Info
 	}
 	b := peer.NewBackend(rep, loop)
 	if m := rep.Meta(); m.VolumeUID != string(r.Spec.VolumeUID) {
-		return peer.Info{}, errors.Join(b.Close(), api.Errorf(api.Corrupt, "replica %s: the disk has the replica for volume %s (%s)",
+		return peer.Info{}, errors.Join(b.Close(), api.Errorf(api.Corrupt, "replica %s: the disk has the replica for "+
+			"volume %s (%s)",
 			r.Name, m.Volume, m.VolumeUID))
 	}
 	info := b.Info()
@@ -235,7 +236,8 @@ func orRestarted(err error) error {
 }
 
 // openMember opens a replica of this node, which openMember returns too, or a replica of another node, for a session.
-func (as *Attachments) openMember(ctx context.Context, s *Session, spec *memberSpec) (engine.Named, *stack.Replica, error) {
+func (as *Attachments) openMember(ctx context.Context, s *Session, spec *memberSpec) (engine.Named, *stack.Replica,
+	error) {
 	uid := string(spec.UID)
 	n := engine.Named{Name: uid, Local: spec.Node == as.Name}
 	watched := engine.WatchOptions{Loop: s.loop, Replica: uid, OnStall: func(why error) {

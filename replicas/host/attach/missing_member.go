@@ -9,9 +9,9 @@ import (
 	"drover.io/drover/block"
 )
 
-// missingMember is a member that a resume leaves out: the files of the replica, on this node, are missing or the disk fails,
-// or an earlier process began without the member and did not drop the member in time. The engine drops the member like a
-// replica on a node that does not answer, and continues with the other members.
+// missingMember is a member that a resume leaves out: the files of the replica, on this node, are missing or the disk
+// fails, or an earlier process began without the member and did not drop the member in time. The engine drops the
+// member like a replica on a node that does not answer, and continues with the other members.
 type missingMember struct{ why error }
 
 // isMissing reports whether a member is missing, so that the next try need not wait for the disk.

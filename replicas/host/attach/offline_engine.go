@@ -13,7 +13,8 @@ import (
 // An operation on all members of a volume at once goes through an engine: the engine of the attached volume, or an
 // offline engine, which claims an epoch like any other engine and is fenced by an attach.
 
-// Engine is the engine of a volume, and its member on this node, if any. The caller has the volume's lock, and calls end.
+// Engine is the engine of a volume, and its member on this node, if any. The caller has the volume's lock, and calls
+// end.
 func (as *Attachments) Engine(ctx context.Context, v *api.Volume) (e *engine.Engine, local api.UID, end func() error,
 	err error) {
 	s := as.Session(v.Name)
@@ -30,7 +31,8 @@ func (as *Attachments) Engine(ctx context.Context, v *api.Volume) (e *engine.Eng
 }
 
 // openOffline opens an offline engine for a detached volume.
-func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engine.Engine, local api.UID, end func() error,
+func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engine.Engine, local api.UID,
+	end func() error,
 	err error) {
 	key := client.ObjectKey{Name: v.Name}
 	var now api.Volume
@@ -42,13 +44,15 @@ func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engin
 	var a api.Attachment
 	switch err := as.Reader.Get(ctx, key, &a); {
 	case err == nil && (now.DeletionTimestamp == nil || now.Status.EngineNode != "" || a.Status.Ready):
-		return nil, "", nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows", v.Name)
+		return nil, "", nil, api.Errorf(api.Unavailable, "volume %s is being attached or detached: the snapshot follows",
+			v.Name)
 	case client.IgnoreNotFound(err) != nil:
 		return nil, "", nil, err
 	}
 	for _, held := range as.host.Held() {
 		if held.Key == string(v.Status.UID) {
-			return nil, "", nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot follows", v.Name)
+			return nil, "", nil, api.Errorf(api.Unavailable, "the device of volume %s is being taken over: the snapshot "+
+				"follows", v.Name)
 		}
 	}
 	if now.UID != v.UID || now.Status.UID != v.Status.UID || len(now.Status.Members) == 0 {

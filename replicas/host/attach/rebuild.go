@@ -22,8 +22,8 @@ import (
 // rebuildEvery is how often the loop looks at the volume's replicas. A change or a drop wakes the loop at once.
 const rebuildEvery = 3 * time.Second
 
-// Times of a rebuild: for the answer to a probe, between the probes of a silent node, and the growing pause between tries
-// after another failure.
+// Times of a rebuild: for the answer to a probe, between the probes of a silent node, and the growing pause between
+// tries after another failure.
 const (
 	replyTime    = 3 * time.Second
 	replyAgain   = 500 * time.Millisecond
@@ -232,7 +232,8 @@ func (as *Attachments) probeReplica(ctx context.Context, loop *iothreads.Thread,
 }
 
 // resyncAndJoin resyncs one replica, which joins the members.
-func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuildJob, r *api.Replica, joiners *sync.Map) error {
+func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuildJob, r *api.Replica,
+	joiners *sync.Map) error {
 	mine := false // one replica at a time
 	defer func() {
 		if mine {
@@ -299,8 +300,9 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 	}
 	s.membership.mu.Lock()
 	delete(s.membership.rebuilds, r.Name)
-	s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRebuilt", "replica " + r.Name + " is current again: " +
-		api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " that were looked at had changed"})
+	s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRebuilt",
+		"replica " + r.Name + " is current again: " +
+			api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " that were looked at had changed"})
 	s.membership.mu.Unlock()
 	s.wake()
 	as.emitEvents(ctx, s)

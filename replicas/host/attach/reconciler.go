@@ -141,7 +141,8 @@ func (as *reconciler) attach(ctx context.Context, a *api.Attachment) error {
 		if s, err = as.createSession(ctx, a); err != nil {
 			return notReady(a, err)
 		}
-		as.Events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(), as.Name)
+		as.Events.Eventf(a, nil, "Normal", "Attached", "Attach", "volume %s is %s on %s", a.Spec.Volume, s.dev.Path(),
+			as.Name)
 		as.reportLostDevices(ctx, a, s.dev.Path())
 	}
 	if err := as.checkSuperseded(ctx, s); err != nil {
@@ -238,8 +239,8 @@ func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
 	}
 }
 
-// checkSuperseded returns an error if the API names a newer epoch than a resumed session. While the API does not answer, the
-// Session counts as current.
+// checkSuperseded returns an error if the API names a newer epoch than a resumed session. While the API does not
+// answer, the Session counts as current.
 func (as *reconciler) checkSuperseded(ctx context.Context, s *Session) error {
 	var v api.Volume
 	if err := as.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
@@ -388,9 +389,9 @@ func (as *reconciler) claimDevice(ctx context.Context, a *api.Attachment, v *api
 	return s, nil
 }
 
-// stillWanted asks the API itself whether a volume is still to be attached here. A node that was cut off may learn from the
-// members that the engine has ended before the cache has the new attachment elsewhere: the node would claim the volume
-// again. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
+// stillWanted asks the API itself whether a volume is still to be attached here. A node that was cut off may learn from
+// the members that the engine has ended before the cache has the new attachment elsewhere: the node would claim the
+// volume again. The caller has read the volume before: each later attach changes the volume, so that the claim fails.
 func (as *reconciler) stillWanted(ctx context.Context, a *api.Attachment) error {
 	var now api.Attachment
 	err := as.Reader.Get(ctx, client.ObjectKeyFromObject(a), &now)

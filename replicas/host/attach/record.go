@@ -14,8 +14,9 @@ import (
 // recordTime is how long a reconciler waits for the record on the disk.
 const recordTime = 5 * time.Second
 
-// writeRecord writes the record of the volume's object to the local member's disk. With an older record a recovery knows an
-// older wish, nothing worse: writeRecord does not wait for a disk that hangs, and wakes the reconciler when the disk answers.
+// writeRecord writes the record of the volume's object to the local member's disk. With an older record a recovery
+// knows an older wish, nothing worse: writeRecord does not wait for a disk that hangs, and wakes the reconciler when
+// the disk answers.
 func (as *Attachments) writeRecord(s *Session, v *api.Volume) {
 	object, err := v.Record()
 	if m := s.member(); err == nil && m != nil && s.noting.CompareAndSwap(false, true) {
@@ -53,8 +54,8 @@ func (as *Attachments) ReportUsed(ctx context.Context) {
 	}
 }
 
-// reportUsed reports the used bytes of a session's replicas on this node, after a large change; sure: after any change. A
-// disk that does not answer is left out.
+// reportUsed reports the used bytes of a session's replicas on this node, after a large change; sure: after any change.
+// A disk that does not answer is left out.
 func (as *Attachments) reportUsed(ctx context.Context, s *Session, sure bool) error {
 	var list api.ReplicaList
 	if err := as.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {

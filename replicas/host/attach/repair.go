@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// A read or a scrub finds damage in the layers of a member. The volume's engine repairs the member with chunks of the other
-// members; if all members lack a chunk, the planner replaces the replica.
+// A read or a scrub finds damage in the layers of a member. The volume's engine repairs the member with chunks of the
+// other members; if all members lack a chunk, the planner replaces the replica.
 
 // Times of repairs: the pause after a repair, because the node may not have reported the end of the damage yet, and the
 // pause after a failed repair.
@@ -60,8 +60,8 @@ func (as *Attachments) repair(ctx context.Context, s *Session, r *api.Replica, m
 	})
 }
 
-// repairFrom repairs damaged members from a replica whose resync failed because of the damage, and reports whether a chunk
-// was repaired.
+// repairFrom repairs damaged members from a replica whose resync failed because of the damage, and reports whether a
+// chunk was repaired.
 func (as *Attachments) repairFrom(ctx context.Context, s *Session, n engine.Named) bool {
 	from := api.UID("from " + n.Name) // besides the repairs of the replica itself
 	if !s.membership.repairs.Begin(from, math.MaxInt) {
@@ -78,8 +78,9 @@ func (as *Attachments) repairFrom(ctx context.Context, s *Session, n engine.Name
 		"bytes", did.Bytes, "beyond repair", did.Lost, "err", errors.Join(err, did.Why))
 	if did.Chunks > 0 {
 		s.membership.mu.Lock()
-		s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRepaired", fmt.Sprintf("%s that were damaged were put "+
-			"right from replica %s", api.SizeText(did.Bytes), n.Name)})
+		s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRepaired",
+			fmt.Sprintf("%s that were damaged were put "+
+				"right from replica %s", api.SizeText(did.Bytes), n.Name)})
 		s.membership.mu.Unlock()
 	}
 	return did.Chunks > 0

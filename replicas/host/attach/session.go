@@ -106,7 +106,8 @@ func (as *Attachments) config(s *Session, size, epoch int64) engine.Config {
 }
 
 // openHere opens a replica of this node for an engine of this node. An engine of another node loses the replica.
-func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid string, loop *iothreads.Thread) (*stack.Replica, error) {
+func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid string,
+	loop *iothreads.Thread) (*stack.Replica, error) {
 	if err := as.remote.Release(uid); err != nil {
 		as.Log.Warn("the end of a session of another node", "replica", uid, "err", err)
 	}

@@ -100,8 +100,8 @@ func (as *Attachments) dropMember(b blob) func(ctx context.Context, epoch int64,
 	}
 }
 
-// ownerOf returns the engine's function to ask the API whether the volume still names this engine. The API may have made
-// a swap of this engine.
+// ownerOf returns the engine's function to ask the API whether the volume still names this engine. The API may have
+// made a swap of this engine.
 func (as *Attachments) ownerOf(b blob) func(ctx context.Context, epoch int64) error {
 	return func(ctx context.Context, epoch int64) error {
 		if !as.APIReached() {
@@ -146,8 +146,8 @@ func (as *Attachments) adder(s *Session) func(ctx context.Context, epoch int64, 
 	}
 }
 
-// addMember makes the swap. After a request with an unknown outcome, addMember insists in the same epoch: "not found" would promise
-// that the swap is never made.
+// addMember makes the swap. After a request with an unknown outcome, addMember insists in the same epoch: "not found"
+// would promise that the swap is never made.
 func (as *Attachments) addMember(ctx context.Context, s *Session, epoch int64, spec memberSpec, asked *int64) error {
 	var v api.Volume
 	if err := as.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {

@@ -11,9 +11,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A trim has the mounted file system discard its free blocks. The volume's node trims once for each new value of spec.trim.
-// The volume or a setting may ask a trim to delete snapshots, too, which frees the blocks of these snapshots. A discard of
-// the guest never deletes snapshots: the device cannot distinguish a discard from writes of zeros.
+// A trim has the mounted file system discard its free blocks. The volume's node trims once for each new value of
+// spec.trim. The volume or a setting may ask a trim to delete snapshots, too, which frees the blocks of these
+// snapshots. A discard of the guest never deletes snapshots: the device cannot distinguish a discard from writes of
+// zeros.
 
 // settingTrim applies to volumes without a choice of their own: whether a trim deletes snapshots.
 const settingTrim = "remove-snapshots-during-filesystem-trim"
@@ -40,7 +41,8 @@ func (as *reconciler) trim(ctx context.Context, a *api.Attachment, s *Session) {
 		}
 	}
 	var v api.Volume
-	if as.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID || v.Spec.Trim == "" {
+	if as.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v) != nil || v.Status.UID != s.VolumeUID ||
+		v.Spec.Trim == "" {
 		return
 	}
 	for _, was := range []*api.TrimFact{a.Status.Trimmed, v.Status.Trimmed} {
@@ -84,7 +86,8 @@ func (as *Attachments) trimNow(ctx context.Context, s *Session, v *api.Volume) a
 		fact.State, fact.Message = api.CloneFailed, err.Error()
 	}
 	if len(fact.Snapshots) > 0 {
-		as.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that it stood "+
+		as.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that "+
+			"it stood "+
 			"on (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
 	}
 	if len(fact.Snapshots) == 0 { // else the end of the snapshots frees the space

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A certificate says which node asks. Only the API, or the replica's own record of its adopted session, allows the node to
-// ask: docs/replication.md, "Who may ask a replica".
+// A certificate says which node asks. Only the API, or the replica's own record of its adopted session, allows the node
+// to ask: docs/replication.md, "Who may ask a replica".
 
 // recordOf is the record of a replica of this node: from memory where another node has it open, else from its disk.
 func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, error) {
@@ -169,7 +169,8 @@ func (s *Server) refused(volume, replica, node string, why error) {
 	if !now {
 		return
 	}
-	s.o.Log.Warn("a node was refused a replica", "node", node, "replica", replica, "volume", volume, "times", n, "err", why)
+	s.o.Log.Warn("a node was refused a replica", "node", node, "replica", replica, "volume", volume, "times", n, "err",
+		why)
 	var v api.Volume
 	if err := s.client.Get(context.Background(), client.ObjectKey{Name: volume}, &v); err == nil {
 		s.events.Eventf(&v, nil, "Warning", "AdoptionRefused", "Adopt", "node %s was refused replica %s: %v", node, replica,

@@ -110,7 +110,8 @@ type Served struct {
 }
 
 // openGently opens a replica for another node. A merge in the replica gives way.
-func (s *Server) openGently(ctx context.Context, disk *stack.Disk, m stack.Meta, loop *iothreads.Thread) (*stack.Replica, error) {
+func (s *Server) openGently(ctx context.Context, disk *stack.Disk, m stack.Meta,
+	loop *iothreads.Thread) (*stack.Replica, error) {
 	for tries := 0; ; tries++ {
 		r, err := disk.OpenReplica(ctx, m.UID, loop.Loop)
 		if !api.Is(err, api.Busy) || tries == 20 || !s.o.Locks.Disturb(m.Volume) {

@@ -64,7 +64,8 @@ func (rs *Replicas) hydrate(ctx context.Context, r *api.Replica, disk *stack.Dis
 }
 
 // copyLayers copies layers to a disk from the other disks of the node.
-func (rs *Replicas) copyLayers(ctx context.Context, disk *stack.Disk, layers []string, rate func() int64, j *copyJob) error {
+func (rs *Replicas) copyLayers(ctx context.Context, disk *stack.Disk, layers []string, rate func() int64,
+	j *copyJob) error {
 	sources := make([]*stack.Disk, len(layers))
 	sizes := make([]int64, len(layers))
 	var total, before int64

@@ -36,8 +36,8 @@ func (rs *Replicas) unpinOn(replica api.UID, disk *stack.Disk) error {
 	return nil
 }
 
-// unpinOrLater removes the pin of a deleted replica from another disk. A disk that fails does not keep replicas of other
-// disks: UnpinLeft follows.
+// unpinOrLater removes the pin of a deleted replica from another disk. A disk that fails does not keep replicas of
+// other disks: UnpinLeft follows.
 func (rs *Replicas) unpinOrLater(replica api.UID, disk *stack.Disk) {
 	err := rs.unpinOn(replica, disk)
 	if err == nil {
@@ -118,7 +118,8 @@ func (rs *Replicas) pinSource(ctx context.Context, r *api.Replica) (*stack.Disk,
 	pin, err := src.Pin(ctx, stack.Pin{UID: string(r.Spec.UID), For: r.Spec.Volume, Disk: string(r.Spec.Disk)},
 		string(from.Replica), string(from.Snapshot))
 	if api.Is(err, api.NotFound) {
-		return nil, pin, api.Errorf(api.NotFound, "snapshot %s of volume %s does not exist any more: %w", from.Name, from.Volume, err)
+		return nil, pin, api.Errorf(api.NotFound, "snapshot %s of volume %s does not exist any more: %w", from.Name,
+			from.Volume, err)
 	}
 	if err == nil {
 		err = rs.pinElsewhere(ctx, r, src, pin.Layers)

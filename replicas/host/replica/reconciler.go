@@ -155,9 +155,6 @@ func (rs *Replicas) reconcile(ctx context.Context, r *api.Replica) error {
 	return errors.Join(err, rs.reportFetch(ctx, r, disk))
 }
 
-// noteTime is how long a reconciler waits for the record on the disk.
-const noteTime = 5 * time.Second
-
 // reportMode reports whether a replica is one of the volume's members.
 func (rs *Replicas) reportMode(ctx context.Context, r *api.Replica) error {
 	var v api.Volume
@@ -209,5 +206,6 @@ func (rs *Replicas) awaitMerge(ctx context.Context, r *api.Replica) error {
 		}
 	}
 	rs.merges.Merge(disk, string(uid), r.Spec.Volume) // unless a worker merges already
-	return api.Errorf(api.Busy, "two layers of volume %s are being merged: the replica waits for the end of the merge", r.Spec.Volume)
+	return api.Errorf(api.Busy, "two layers of volume %s are being merged: the replica waits for the end of the merge",
+		r.Spec.Volume)
 }

@@ -79,10 +79,12 @@ func (rs *Replicas) checkRemovable(ctx context.Context, r *api.Replica) error {
 	case v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name):
 		return nil
 	case v.DeletionTimestamp == nil:
-		return api.Errorf(api.InUse, "replica %s is a member of volume %s: the removal waits for another whole replica", r.Name,
+		return api.Errorf(api.InUse, "replica %s is a member of volume %s: the removal waits for another whole replica",
+			r.Name,
 			v.Name)
 	case meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionKept):
-		return api.Errorf(api.InUse, "replica %s holds the snapshots that are left of volume %s: the removal waits for their end",
+		return api.Errorf(api.InUse, "replica %s holds the snapshots that are left of volume %s: the removal waits "+
+			"for their end",
 			r.Name, v.Name)
 	}
 	return nil

@@ -70,7 +70,8 @@ func (rs *Replicas) revert(ctx context.Context, r *api.Replica, disk *stack.Disk
 	}
 	err = disk.Revert(ctx, uid, string(wish.Snapshot), wish.Epoch)
 	if why := rs.merges.Fails(string(r.Spec.UID)); api.Is(err, api.Busy) && m.Merge != nil && why != "" {
-		err = api.Errorf(api.Unavailable, "replica %s: two layers have to be merged before, and the merge fails: %s", r.Name, why)
+		err = api.Errorf(api.Unavailable, "replica %s: two layers have to be merged before, and the merge fails: %s",
+			r.Name, why)
 	}
 	if api.Is(err, api.Busy) || err != nil && api.KindOf(err) == api.Other {
 		return err

@@ -18,7 +18,8 @@ const settingFreeze = "freeze-filesystem-for-snapshot"
 // freeze freezes the mounted file systems of volumes, all at once, where the volume or the setting asks for a freeze. A
 // cut without a freeze, after a failure, is an event of the snapshot. The caller has the volumes' locks, and calls thaw
 // right after the cut; a second thaw does nothing.
-func (ss *Snapshots) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.Snapshot) (frozen bool, thaw func()) {
+func (ss *Snapshots) freeze(ctx context.Context, volumes []*api.Volume, snaps []*api.Snapshot) (frozen bool,
+	thaw func()) {
 	ctx, cancel := context.WithTimeout(ctx, freezeTime)
 	defer cancel()
 	list := make([]func() error, len(volumes))

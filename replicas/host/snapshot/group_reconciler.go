@@ -24,9 +24,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A group of snapshots is cut at one instant: the reconciler creates the Snapshots first, then holds, cuts and releases all
-// volumes together. Each cut has the instant in its record, so that the reconciler sees a group in which a process died
-// half-way: the reconciler drops the group's cuts, and cuts all volumes again.
+// A group of snapshots is cut at one instant: the reconciler creates the Snapshots first, then holds, cuts and releases
+// all volumes together. Each cut has the instant in its record, so that the reconciler sees a group in which a process
+// died half-way: the reconciler drops the group's cuts, and cuts all volumes again.
 
 // groupReconciler cuts the groups whose volumes are on this node.
 type groupReconciler struct{ *Snapshots }
@@ -287,9 +287,9 @@ const (
 	longestFrozen = time.Minute      // of their file systems, for others of the group
 )
 
-// cutTogether holds the writes of all volumes, cuts all, and releases each volume after its own cut: each snapshot holds
-// the instant, whatever the other disks do. If a volume's I/O does not end soon, cutTogether releases all. When all
-// volumes are held, ready may return a reason to give up.
+// cutTogether holds the writes of all volumes, cuts all, and releases each volume after its own cut: each snapshot
+// holds the instant, whatever the other disks do. If a volume's I/O does not end soon, cutTogether releases all. When
+// all volumes are held, ready may return a reason to give up.
 func cutTogether(ctx context.Context, parts []*groupPart, cuts []cutting, ready func() error) error {
 	err := holdAll(ctx, parts, cuts)
 	if err == nil {
@@ -339,7 +339,8 @@ func (ss *Snapshots) awaitsGroup(ctx context.Context, s *api.Snapshot, k *node) 
 		return true, nil // the group's reconciler wakes the snapshot
 	}
 	if k == nil || instant(k.Created) != g.Status.CreationTime {
-		return false, api.Errorf(api.NotFound, "lost: the snapshot is older or newer than snapshot group %s; delete the object",
+		return false, api.Errorf(api.NotFound, "lost: the snapshot is older or newer than snapshot group %s; delete "+
+			"the object",
 			s.Spec.Group)
 	}
 	return false, nil

@@ -1,8 +1,8 @@
 // Package volumelock serialises the operations on a volume. It owns one lock per volume, while a caller has or
 // wants the lock, and has no goroutine.
 //
-// Invariants: no worker waits for a lock whose owner may wait for a disk that hangs, except the owner's first waiter, for
-// a bounded time; a background operation gives its lock way as soon as another caller wants it.
+// Invariants: no worker waits for a lock whose owner may wait for a disk that hangs, except the owner's first waiter,
+// for a bounded time; a background operation gives its lock way as soon as another caller wants it.
 //
 // Lock order: a volume's lock comes before every mutex of the data role. A caller takes the locks of several
 // volumes in the order of their names.

@@ -6,6 +6,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// PunchMode is the mode of fallocate that gives space back and keeps the size.
 const PunchMode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 
 // AlignedBuffer allocates n bytes that direct I/O accepts.

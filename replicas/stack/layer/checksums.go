@@ -19,6 +19,7 @@ import (
 // of 2 MiB. A checksum alone decides nothing: after a mismatch the digest of the chunk tells whether the block or the
 // checksum is damaged.
 
+// CRCsFile has the checksums of a layer.
 const CRCsFile = "crcs"
 
 // openCRCs opens the checksums of a finished layer; layers of old versions have no checksums.

@@ -24,7 +24,7 @@ const (
 	FormatFrozen = "drover-frozen"
 )
 
-// Frozen is frozen.json.
+// FrozenRecord is frozen.json.
 type FrozenRecord struct {
 	UID     string    `json:"uid"`
 	Size    int64     `json:"size"`
