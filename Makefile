@@ -13,7 +13,7 @@ TESTFLAGS   ?= -timeout 45m
 # Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
 PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 # Those that take longest begin first.
-LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack
+LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack ./replicas/peer
 TESTS       ?= $(LONGEST) ./...
 KILLS       ?= 200
 MODEL       ?= 3h
