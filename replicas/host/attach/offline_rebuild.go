@@ -152,11 +152,7 @@ func (u *offlineRebuilds) rebuildOffline(ctx context.Context, volume string) (ag
 		return 0, client.IgnoreNotFound(err)
 	}
 	if v.Status.EngineNode == u.Name && u.Session(volume) == nil && u.isDetached(ctx, &v) { // a dead process's
-		if err := u.releaseClaim(ctx, volume, v.Status.Epoch); err != nil {
-			return 0, err
-		}
-		v.Status.EngineNode = ""
-		return 0, nil
+		return 0, u.releaseClaim(ctx, volume, v.Status.Epoch)
 	}
 	if v.Status.EngineNode != "" || u.Session(volume) != nil ||
 		v.DeletionTimestamp != nil || v.RevertInProgress() != nil ||

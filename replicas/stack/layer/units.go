@@ -14,9 +14,7 @@ const (
 	sumsHeader = format.SumsHeader
 	crcSize    = format.CRCSize
 
-	fromNowhere = format.FromNowhere
-	fromZero    = format.FromZero
-	fromHead    = format.FromHead
-	fromLayer   = format.FromLayer
-	unbuilt     = format.Unbuilt
+	fromZero  = format.FromZero
+	fromHead  = format.FromHead
+	fromLayer = format.FromLayer
 )
