@@ -11,7 +11,12 @@ import (
 // images.
 const freedEvery = 5 * time.Minute
 
-// beat reports the used bytes of attached replicas, and retries reclaims and unpins, until ctx ends.
+// indexMemory is what the indexes of a disk's open replicas take before the node drops unused pages, in bytes. A fragmented
+// volume takes some 34 MiB per TiB; docs/performance.md.
+const indexMemory = 128 << 20
+
+// beat reports the used bytes of attached replicas, retries reclaims and unpins, and bounds the memory of indexes, until
+// ctx ends.
 func (d *Data) beat(ctx context.Context) error {
 	tick := time.NewTicker(d.Heartbeat)
 	defer tick.Stop()
@@ -31,6 +36,7 @@ func (d *Data) beat(ctx context.Context) error {
 		}
 		for _, disk := range d.Disks.Except(nil) {
 			disk.DropHydrating()
+			disk.DropPages(ctx, indexMemory)
 			if look {
 				d.mergeWorker.Freed(disk)
 			}

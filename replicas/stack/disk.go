@@ -71,7 +71,12 @@ func initDisk(fsys file.FS, path string) error {
 	}
 	var rec diskRecord
 	err = format.ReadMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec)
-	if err == nil || !errors.Is(err, fs.ErrNotExist) {
+	if err == nil { // versions before the holes file made disks, too
+		if err = diskfs.WriteHoles(fsys, path); diskfs.NoRoom(err) {
+			err = nil
+		}
+		return err
+	} else if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	for _, dir := range []string{layer.Dir, replicaDir, imagesDir, trashDir} {
@@ -85,6 +90,9 @@ func initDisk(fsys file.FS, path string) error {
 			return api.Errorf(api.Corrupt, "%s is missing, but %s is not empty: this was a disk of Drover; bring %s back, "+
 				"or empty the folder to start again", diskFile, dir, diskFile)
 		}
+	}
+	if err := diskfs.WriteHoles(fsys, path); err != nil {
+		return err
 	}
 	return format.WriteMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})
 }
@@ -101,6 +109,9 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
 	if err := api.UID(rec.UID).Validate(); err != nil {
+		return nil, fmt.Errorf("disk %s: %w", path, err)
+	}
+	if err := diskfs.CheckHoles(fsys, path); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
 	d := &Disk{window: mergeWindow, piece: mapPiece}

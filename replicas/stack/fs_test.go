@@ -123,6 +123,37 @@ func TestFileSystems(t *testing.T) {
 	}
 }
 
+// TestDiskWhoseHolesWereFilledIsRefused: a copy without holes shows zeros where the heads read lower layers. A disk of a
+// version before the holes file gets the file when it is added again.
+func TestDiskWhoseHolesWereFilledIsRefused(t *testing.T) {
+	d := newDisk(t)
+	name := filepath.Join(d.Path(), diskfs.HolesFile)
+	data, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(name); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(d.Path()); err != nil {
+		t.Errorf("a disk without the file: %v", err)
+	}
+	if _, err := Add(context.Background(), d.Path()); err != nil {
+		t.Errorf("a disk without the file, added again: %v", err)
+	}
+	if err := os.WriteFile(name, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for what, open := range map[string]func() (*Disk, error){
+		"opened": func() (*Disk, error) { return Open(d.Path()) },
+		"added":  func() (*Disk, error) { return Add(context.Background(), d.Path()) },
+	} {
+		if _, err := open(); !api.Is(err, api.Corrupt) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
 // onFileSystem writes blocks of zeros over lower data, single blocks into holes, and punches; then remounts and compares.
 func onFileSystem(t *testing.T, d *Disk, remount func()) {
 	ctx, loop := context.Background(), startLoop(t)

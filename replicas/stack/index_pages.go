@@ -1,7 +1,10 @@
 package stack
 
 import (
+	"context"
+	"errors"
 	"log/slog"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -12,6 +15,7 @@ import (
 // ready reports whether the index knows all blocks of q. If not, q waits for the first page that is missing.
 func (r *Replica) ready(q *block.Request) bool {
 	for p := int(q.Off >> (blockBits + pageBits)); p <= int((q.Off+q.Len-1)>>(blockBits+pageBits)); p++ {
+		r.idx.Used[p] = true
 		if r.idx.Built(p) || r.buildNow(p) {
 			continue
 		}
@@ -94,4 +98,56 @@ func (r *Replica) build(p int) {
 			}
 		})
 	})
+}
+
+// dropTime bounds how long DropPages holds I/O.
+const dropTime = 50 * time.Millisecond
+
+// DropPages drops the pages of the index that no I/O has used since the call before, but for pages with one value, which
+// take no room. The next I/O builds them again. DropPages returns the memory that it freed, in bytes; it drops nothing
+// during a merge, or while I/O takes long to end.
+func (r *Replica) DropPages(ctx context.Context) (freed int64, err error) {
+	soon, cancel := context.WithTimeout(ctx, dropTime)
+	defer cancel()
+	release, err := r.quiesce(soon)
+	if errors.Is(err, ErrUnderWay) {
+		return 0, nil
+	} else if err != nil {
+		return 0, err
+	}
+	defer release()
+	err = r.onLoop(func() {
+		if r.merge != nil || r.cutting > 0 || r.syncing > 0 {
+			return
+		}
+		if freed = r.idx.DropUnused(); freed > 0 {
+			r.fresh, r.noZeros = false, false // the head may have blocks of a dropped page
+		}
+	})
+	return freed, err
+}
+
+// DropPages drops unused pages of the indexes of open replicas if the indexes of the disk take more than most bytes.
+func (d *Disk) DropPages(ctx context.Context, most int64) {
+	var total int64
+	list := d.open.list()
+	for _, r := range list {
+		n, err := r.IndexMemory()
+		if err != nil {
+			continue // the replica is being closed
+		}
+		total += n
+	}
+	if total <= most {
+		return
+	}
+	var freed int64
+	for _, r := range list {
+		n, err := r.DropPages(ctx)
+		if err != nil && ctx.Err() == nil {
+			slog.Warn("unused pages of an index stay in memory", "replica", r.dir, "error", err)
+		}
+		freed += n
+	}
+	slog.Info("unused pages of indexes dropped", "disk", d.Path(), "indexes", total, "freed", freed)
 }

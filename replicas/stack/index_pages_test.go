@@ -2,6 +2,8 @@ package stack
 
 import (
 	"context"
+	"encoding/binary"
+	"slices"
 	"testing"
 	"time"
 
@@ -75,4 +77,105 @@ func TestNothing(t *testing.T) {
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// TestDropPages: the index gives the memory of unused pages back, and their next I/O finds the blocks of the head, of the
+// layers and of the zero records again.
+func TestDropPages(t *testing.T) {
+	ctx, loop := context.Background(), startLoop(t)
+	d := newDisk(t)
+	const size = 256 << 20
+	e := make(expect)
+	layer := filledLayer(t, d, size, []int64{2, 4, 6, 20000, 20002, 50000}, 1<<32, e)
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
+		t.Fatal(err)
+	}
+	put := func(b int64, v uint64) {
+		t.Helper()
+		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(v))
+		e.put(b, v)
+	}
+	drops := func(what string, want bool) {
+		t.Helper()
+		before, err := r.IndexMemory()
+		if err != nil {
+			t.Fatal(err)
+		}
+		freed, err := r.DropPages(ctx)
+		if err != nil || freed > 0 != want {
+			t.Errorf("%s: %d bytes freed, %v", what, freed, err)
+		}
+		if after, err := r.IndexMemory(); err != nil || after != before-freed {
+			t.Errorf("%s: %d bytes less %d are %d, %v", what, before, freed, after, err)
+		}
+	}
+	reads := func() {
+		t.Helper()
+		buf := diskfs.AlignedBuffer(int(blockSize))
+		for sector, want := range e {
+			b := sector / perBlock
+			mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
+			if got := binary.LittleEndian.Uint64(buf[sector%perBlock*512:]); got != want[0] {
+				t.Errorf("block %d begins with %#x, want %#x", b, got, want[0])
+			}
+		}
+	}
+	for page := range int64(4) { // the head was empty at the open
+		put(page<<pageBits|1, 100+uint64(page))
+	}
+	mustIssue(t, loop, r, block.OpDiscard, 2<<blockBits, blockSize, nil)
+	e.put(2, 0)
+	put(20000, 0) // zeros over data
+	drops("used since the open", false)
+	put(1<<pageBits|3, 200)
+	drops("three pages are unused", true)
+	if !slices.Equal(built(t, r), []bool{false, true, false, false}) {
+		t.Errorf("built: %v", built(t, r))
+	}
+	reads()
+	drops("all pages are used", false)
+	drops("all pages are unused", true)
+	if err := r.Cut(ctx, Snapshot{UID: string(api.NewUID()), Name: "s", Layer: string(api.NewUID()), Created: time.Now()}); err != nil {
+		t.Fatal(err)
+	}
+	put(7, 300)
+	reads()
+	drops("used after a cut", false)
+	drops("unused after a cut", true)
+	reads()
+	d.DropPages(ctx, 1<<30)
+	d.DropPages(ctx, 1<<30)
+	if slices.Contains(built(t, r), false) {
+		t.Errorf("pages are dropped that had room: %v", built(t, r))
+	}
+	d.DropPages(ctx, 1)
+	d.DropPages(ctx, 1)
+	if slices.Contains(built(t, r), true) {
+		t.Errorf("pages stay that have no room: %v", built(t, r))
+	}
+	reads()
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	e.check(t, d, loop, spec.UID)
+}
+
+func built(t *testing.T, r *Replica) (all []bool) {
+	t.Helper()
+	if err := r.onLoop(func() {
+		for p := range r.idx.Packed {
+			all = append(all, r.idx.Built(p))
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return all
 }

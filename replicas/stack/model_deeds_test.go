@@ -44,6 +44,7 @@ func init() { // not a literal: the deeds look at it
 		"image":    {2, (*model).image},
 		"unimage":  {1, (*model).unimage},
 		"read":     {3, (*model).read},
+		"pages":    {3, (*model).pages},
 		"unread":   {2, (*model).unread},
 		"scrub":    {2, (*model).scrub},
 		"delta":    {3, (*model).delta},
@@ -114,6 +115,16 @@ func (w *model) close(v *mvol) error {
 	if err == nil {
 		v.durable()
 	}
+	return err
+}
+
+// pages drops the pages of an index that no I/O has used since the deed before.
+func (w *model) pages(d deed) error {
+	v := w.vol(d.A)
+	if v == nil || v.r == nil {
+		return nil
+	}
+	_, err := v.r.DropPages(context.Background())
 	return err
 }
 

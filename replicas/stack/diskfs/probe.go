@@ -17,9 +17,7 @@ import (
 // zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with large blocks or clusters,
 // and compressing file systems, fail the probe; a head on such a file system would lose or invent blocks.
 //
-// The probe does not mount the file system again, because programs may use it. TestFileSystems compares maps after a
-// remount for ext4, xfs and btrfs. (Dropping the kernel's inode cache in place of a remount costs the whole machine its
-// page cache.)
+// The probe does not mount the file system again, because programs may use it: see HolesFile.
 func Probe(ctx context.Context, path string) (err error) {
 	name := filepath.Join(path, fmt.Sprintf(".probe-%d", os.Getpid()))
 	_ = os.Remove(name)

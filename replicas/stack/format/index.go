@@ -23,12 +23,13 @@ const (
 )
 
 // Index holds one value for every block of a volume, in pages of 64 MiB: the kinds of a map, or the layers that blocks
-// are read from. A page with one value costs 10 bytes; any other page is a palette plus 1, 2, 4, 8 or 16 bits per
+// are read from. A page with one value costs 11 bytes; any other page is a palette plus 1, 2, 4, 8 or 16 bits per
 // block.
 type Index struct {
 	Blocks  int64
 	Uniform []uint16  // the one value of a page, where Packed is nil
 	Packed  []*packed // nil: the page is uniform or unbuilt
+	Used    []bool    // by page: the user sets it, DropUnused clears it
 }
 
 // NewIndex makes an index in which every block has the value v.
@@ -48,6 +49,7 @@ func (x *Index) Grow(blocks int64, v uint16) {
 	for len(x.Uniform) < pages {
 		x.Uniform = append(x.Uniform, v)
 		x.Packed = append(x.Packed, nil)
+		x.Used = append(x.Used, false)
 	}
 	x.Blocks = blocks
 	if old&(PageBlocks-1) == 0 {
@@ -184,13 +186,23 @@ func (x *Index) Remap(to func(uint16) uint16) {
 
 // Memory is the heap that the index takes, in bytes.
 func (x *Index) Memory() int64 {
-	n := int64(cap(x.Uniform))*2 + int64(cap(x.Packed))*8
+	n := int64(cap(x.Uniform))*2 + int64(cap(x.Packed))*8 + int64(cap(x.Used))
 	for _, q := range x.Packed {
-		if q != nil {
-			n += packedOverhead + int64(cap(q.pal)+cap(q.cnt))*2 + int64(cap(q.words))*8
-		}
+		n += q.memory()
 	}
 	return n
+}
+
+// DropUnused makes the packed pages unbuilt that were not used since the call before, and returns their memory, in bytes.
+func (x *Index) DropUnused() (freed int64) {
+	for p, q := range x.Packed {
+		if q != nil && !x.Used[p] {
+			x.Uniform[p], x.Packed[p] = Unbuilt, nil
+			freed += q.memory()
+		}
+		x.Used[p] = false
+	}
+	return freed
 }
 
 // packed is a page of several values: each block has a code of width bits, an index into the palette.
@@ -203,6 +215,13 @@ type packed struct {
 }
 
 const packedOverhead = 96 // the struct and its slice headers
+
+func (q *packed) memory() int64 {
+	if q == nil {
+		return 0
+	}
+	return packedOverhead + int64(cap(q.pal)+cap(q.cnt))*2 + int64(cap(q.words))*8
+}
 
 func newPacked(blocks int, v uint16) *packed {
 	return &packed{blocks: blocks, width: 1, pal: []uint16{v}, cnt: []uint16{uint16(blocks)},
