@@ -192,25 +192,46 @@ func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (region
 	return union(a, b), comparePiece, true, err
 }
 
-// sharedLayers returns the lowest layers that both replicas stand on, such as an image's: a uid means one content.
-func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
-	x, err := a.State(ctx)
+// sharedLayers returns the lowest layers that all replicas stand on, such as an image's: a uid means one content.
+func sharedLayers(ctx context.Context, all ...Cutter) (shared []string, err error) {
+	for i, x := range all {
+		m, err := x.State(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if i == 0 {
+			shared = m.Layers
+		}
+		n := 0
+		for n < min(len(shared), len(m.Layers)) && shared[n] == m.Layers[n] {
+			n++
+		}
+		shared = shared[:n]
+	}
+	return shared, nil
+}
+
+// belowSnapshots returns the layers that all replicas stand on below their snapshots: those of an image or of a source.
+func belowSnapshots(ctx context.Context, all []Cutter) ([]string, error) {
+	shared, err := sharedLayers(ctx, all...)
+	if err != nil || len(shared) == 0 {
+		return nil, err
+	}
+	m, err := all[0].State(ctx)
 	if err != nil {
 		return nil, err
 	}
-	y, err := b.State(ctx)
-	if err != nil {
-		return nil, err
+	for _, s := range m.Snapshots {
+		if i := slices.Index(shared, s.Layer); i >= 0 {
+			shared = shared[:i]
+		}
 	}
-	n := 0
-	for n < min(len(x.Layers), len(y.Layers)) && x.Layers[n] == y.Layers[n] {
-		n++
-	}
-	return x.Layers[:n], nil
+	return shared, nil
 }
 
 // Compare reads a snapshot on all members in the pieces that may differ from the snapshot before, and returns an error
-// of kind corrupt if the members hold different content. The guest goes first.
+// of kind corrupt if the members hold different content. If the snapshot stands on no other, Compare reads all
+// layers but those that all members share below their snapshots. The guest goes first.
 func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond int64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -225,18 +246,25 @@ func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond
 	}); err != nil {
 		return err
 	}
-	var pieces []int64
 	var all []Cutter
 	for _, m := range list {
 		x, ok := m.Member.(Cutter)
 		if !ok {
 			return nil
 		}
-		some, err := x.Changed(ctx, before, uid, nil, comparePiece)
+		all = append(all, x)
+	}
+	base, err := belowSnapshots(ctx, all)
+	if err != nil {
+		return err
+	}
+	var pieces []int64
+	for _, x := range all {
+		some, err := x.Changed(ctx, before, uid, base, comparePiece)
 		if err != nil {
 			return err
 		}
-		pieces, all = union(pieces, some), append(all, x)
+		pieces = union(pieces, some)
 	}
 	defer func() {
 		for _, x := range all {

@@ -178,6 +178,8 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 		at = parts[0].is.Created
 	} else if err := ss.cutParts(ctx, parts, at); err != nil {
 		return err
+	} else if err := ss.compareParts(ctx, parts); err != nil {
+		return err
 	}
 	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = instant(at), true, nil
 	for _, p := range parts {
@@ -230,6 +232,20 @@ func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume stri
 	}
 	p.is = p.tree.all[string(uidOf(p.snap))]
 	return p, nil
+}
+
+// compareParts has the members of the volumes compared in their new snapshots.
+func (ss *Snapshots) compareParts(ctx context.Context, parts []*groupPart) error {
+	for _, p := range parts {
+		tree, err := p.engine.tree(ctx)
+		if err != nil {
+			return err
+		}
+		if k := tree.all[string(uidOf(p.snap))]; k != nil {
+			ss.attachments.CompareSoon(p.vol.Name, tree.predecessor(k.Name), k.Snapshot)
+		}
+	}
+	return nil
 }
 
 // cutParts drops the cuts of an earlier try, and cuts.
