@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -259,19 +258,9 @@ func (p *volumeReconciler) placeOne(
 			r.Labels[api.LabelImage] = api.LabelValue(from.image)
 		}
 	}
-	p.assumeReplica(r) // before the request: the event, which ends the assumption, can overtake the answer
-	if err := p.client.Create(ctx, r); err != nil {
-		p.mu.Lock()
-		delete(p.assumed, r.Name)
-		p.mu.Unlock()
-		return nil, fmt.Errorf("replica %s: %w", r.Name, err)
+	if err := p.createReplica(ctx, r); err != nil {
+		return nil, err
 	}
 	p.log.Info("replica placed", "volume", v.Name, "replica", r.Name, "node", s.node, "disk", s.path)
 	return r, nil
-}
-
-func (p *volumeReconciler) assumeReplica(r *api.Replica) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.assumed[r.Name] = assumedReplica{replica: *r.DeepCopy(), until: time.Now().Add(time.Minute)}
 }

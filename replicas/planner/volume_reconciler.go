@@ -36,7 +36,7 @@ type volumeReconciler struct {
 	log    *slog.Logger
 
 	mu sync.Mutex
-	// assumed holds new Replicas that the cache lacks: they count, and must not be created twice.
+	// assumed holds new Replicas that the cache may lack, by name: they count, and must not be created twice.
 	assumed map[string]assumedReplica
 	// waiting names volumes without enough disks; a change that can help wakes the volumes.
 	waiting    map[string]bool
@@ -45,11 +45,6 @@ type volumeReconciler struct {
 	migrations migrationLog               // replicas that move
 	snapshots  snapshotCount              // of snapshots
 	queue      backlog.Queue              // nil before the reconciler runs
-}
-
-type assumedReplica struct {
-	replica api.Replica
-	until   time.Time
 }
 
 // Setup adds the reconcilers of the controller role to mgr, whose cache has the indexes of api/watch.
@@ -379,17 +374,8 @@ func (p *volumeReconciler) replicasOf(ctx context.Context, v *api.Volume) ([]api
 			mine = append(mine, r)
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for name, a := range p.assumed {
-		switch {
-		case seen[name] || time.Now().After(a.until):
-			delete(p.assumed, name)
-		case a.replica.Spec.VolumeUID == v.Status.UID:
-			mine = append(mine, a.replica)
-		}
-	}
-	return mine, nil
+	assumed, err := p.assumedReplicas(ctx, v, seen)
+	return append(mine, assumed...), err
 }
 
 // settingNumber returns a numeric setting, or its default.
