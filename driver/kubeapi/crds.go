@@ -52,8 +52,9 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
+	embedded := true
 	if slices.ContainsFunc(core.APIResources, func(r metav1.APIResource) bool { return r.Name == "pods" }) {
-		wanted = wanted[builtIn:]
+		embedded, wanted = false, wanted[builtIn:]
 		if err := refuseFormerObjects(ctx, cfg, wanted); err != nil {
 			return err
 		}
@@ -74,11 +75,46 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 		return fmt.Errorf("definitions: %w", err)
 	}
 	for i := range wanted {
+		if !embedded {
+			break
+		}
+		if err := backdate(ctx, crds, wanted[i].Name); err != nil {
+			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
+		}
+	}
+	for i := range wanted {
 		if err := awaitDiscovery(ctx, cs.Discovery(), &wanted[i]); err != nil {
 			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
 		}
 	}
 	return nil
+}
+
+// youngest is the age of a definition below which the server delays each creation of such an object for as long, because
+// other servers may not know the definition yet: crdHandler of k8s.io/apiextensions-apiserver.
+const youngest = 2 * time.Second
+
+// backdate makes a definition old enough for creations without that delay: an embedded server has no others beside it.
+func backdate(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface, name string) error {
+	for {
+		crd, err := crds.Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		young := false
+		for i := range crd.Status.Conditions {
+			c := &crd.Status.Conditions[i]
+			if c.Type == apixv1.Established && time.Since(c.LastTransitionTime.Time) < youngest+time.Second {
+				c.LastTransitionTime, young = metav1.NewTime(time.Now().Add(-youngest-time.Second)), true
+			}
+		}
+		if !young {
+			return nil
+		}
+		if _, err = crds.UpdateStatus(ctx, crd, metav1.UpdateOptions{}); !apierrors.IsConflict(err) {
+			return err
+		}
+	}
 }
 
 // awaitDiscovery returns when clients can discover the kind. The server lists a kind a moment after establishing the

@@ -17,6 +17,8 @@ import (
 
 	"github.com/go-logr/logr"
 	eventsv1 "k8s.io/api/events/v1"
+	apixv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
@@ -194,6 +196,27 @@ func TestStateSurvivesKill(t *testing.T) {
 	}
 	if len(list.Items) != 60 {
 		t.Errorf("%d objects after three kills, want 60", len(list.Items))
+	}
+}
+
+// TestDefinitionsAreOldEnough: the API server of k8s.io/apiextensions-apiserver delays each creation of an object whose
+// definition is younger than 2 s. This server is alone, so its definitions count as older from the start.
+func TestDefinitionsAreOldEnough(t *testing.T) {
+	s, _ := start(t, kubeapi.Options{Dir: t.TempDir(), Volatile: true})
+	cs, err := clientset.NewForConfig(s.Config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := cs.ApiextensionsV1().CustomResourceDefinitions().List(t.Context(), metav1.ListOptions{})
+	if err != nil || len(list.Items) == 0 {
+		t.Fatalf("%d definitions, %v", len(list.Items), err)
+	}
+	for _, crd := range list.Items {
+		for _, c := range crd.Status.Conditions {
+			if old := crd.CreationTimestamp.Sub(c.LastTransitionTime.Time); c.Type == apixv1.Established && old < time.Second {
+				t.Errorf("definition %s is established %v before its creation", crd.Name, old)
+			}
+		}
 	}
 }
 

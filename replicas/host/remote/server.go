@@ -146,8 +146,11 @@ func (s *Server) Info(replica string) (peer.Info, bool) {
 	return s.server.Info(replica)
 }
 
-// announceEvery is how often Announce reads the Node, which may not exist yet, from the cache.
-const announceEvery = 2 * time.Second
+// Announce reads the Node from the cache so often: before the Node exists, and later.
+const (
+	announceSoon  = 100 * time.Millisecond
+	announceEvery = 2 * time.Second
+)
 
 // Announce keeps the address of the server in the Node's status. Announce returns an error, which ends the process, when
 // the server has ended: the next process serves the replicas again.
@@ -167,12 +170,13 @@ func (s *Server) Announce(ctx context.Context) error {
 		case <-serving.Done():
 		}
 	})
-	tick := time.NewTicker(announceEvery)
-	defer tick.Stop()
 	for {
-		s.writeAddress(ctx, addr)
+		pause := announceEvery
+		if !s.writeAddress(ctx, addr) {
+			pause = announceSoon
+		}
 		select {
-		case <-tick.C:
+		case <-time.After(pause):
 			continue
 		case <-serving.Done():
 		}
@@ -187,17 +191,22 @@ func (s *Server) Announce(ctx context.Context) error {
 	return nil
 }
 
-// writeAddress writes the address of the server into the Node's status, unless the status has the address.
-func (s *Server) writeAddress(ctx context.Context, addr string) {
+// writeAddress writes the address of the server into the Node's status, unless the status has the address. It reports
+// whether the Node exists.
+func (s *Server) writeAddress(ctx context.Context, addr string) (exists bool) {
 	var n api.Node
-	if s.client.Get(ctx, client.ObjectKey{Name: s.o.Node}, &n) != nil || n.Status.DataAddress == addr {
-		return
+	if s.client.Get(ctx, client.ObjectKey{Name: s.o.Node}, &n) != nil {
+		return false
+	}
+	if n.Status.DataAddress == addr {
+		return true
 	}
 	old := n.DeepCopy()
 	n.Status.DataAddress = addr
 	if err := s.client.Status().Patch(ctx, &n, client.MergeFrom(old)); err != nil && !apierrors.IsConflict(err) {
 		s.o.Log.Warn("the address of this node's replicas cannot be written", "err", err)
 	}
+	return true
 }
 
 // addressOf is the address of another node's data process: as the API has the address, else the last one that is known.
