@@ -16,61 +16,16 @@ import (
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"drover.io/drover/sanity/released"
 )
-
-// released is the commit whose devices every later binary takes over.
-const released = "116c2029b65b8591f11af0b77419f10cfc1c402c"
-
-// releasedBinary builds the program of a commit of this repository, outside of the module.
-func releasedBinary(t *testing.T, commit string) string {
-	t.Helper()
-	out, err := exec.Command("git", "cat-file", "-t", commit).CombinedOutput()
-	if err != nil || strings.TrimSpace(string(out)) != "commit" {
-		why := fmt.Sprintf("commit %s is not in the history of this clone (%s): fetch it with git fetch --unshallow",
-			commit, bytes.TrimSpace(out))
-		if os.Getenv("CI") == "true" {
-			t.Fatal(why)
-		}
-		t.Skip(why)
-	}
-	// The source is always that of the history, and always in one place, so that Go's own cache has what was compiled
-	// before, which it finds by content: nothing stale is taken.
-	cache, err := os.UserCacheDir()
-	must(t, err)
-	source, bin := filepath.Join(cache, "drover-tests", commit), filepath.Join(t.TempDir(), "drover")
-	must(t, os.MkdirAll(filepath.Dir(source), 0o700))
-	lock, err := os.Create(source + ".lock") // a test of another clone may build it now
-	must(t, err)
-	defer lock.Close()
-	must(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
-	must(t, os.RemoveAll(source))
-	must(t, os.Mkdir(source, 0o700))
-	tree, err := exec.Command("git", "rev-parse", "--show-toplevel").Output()
-	must(t, err)
-	archive := exec.Command("git", "-C", strings.TrimSpace(string(tree)), "archive", "--format=tar", commit)
-	unpack := exec.Command("tar", "-x", "-C", source)
-	unpack.Stdin, err = archive.StdoutPipe()
-	must(t, err)
-	must(t, archive.Start())
-	out, err = unpack.CombinedOutput()
-	if err = errors.Join(err, archive.Wait()); err != nil {
-		t.Fatalf("source of commit %s: %v\n%s", commit, err, out)
-	}
-	build := exec.Command("go", "build", "-buildvcs=false", "-o", bin, ".")
-	build.Dir, build.Env = source, append(os.Environ(), "GOWORK=off")
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build commit %s: %v\n%s", commit, err, out)
-	}
-	must(t, os.RemoveAll(source))
-	return bin
-}
 
 // TestNewBinaryTakesOverDevicesOfReleasedBinary upgrades a node as docs/operations.md says, under verified load: the
 // holder stays, and the new binary takes the devices up from what the old one left there and on the disk. Both speak
 // for themselves through their own commands and CSI: the test knows no path of the API.
 func TestNewBinaryTakesOverDevicesOfReleasedBinary(t *testing.T) {
 	now := drover(t)
-	old := releasedBinary(t, released)
+	old := released.Binary(t)
 	for name, stop := range map[string]func(w *world){
 		"stopped": func(w *world) { w.signal(syscall.SIGTERM) },
 		"killed":  func(w *world) { w.signal(syscall.SIGKILL); w.kill("data") },

@@ -39,6 +39,8 @@ type Options struct {
 	Settings map[string]string
 	// Heartbeat is the interval of the nodes' heartbeats; a node is silent after four intervals; 0: Drover's default.
 	Heartbeat time.Duration
+	// Off has the caller run drover: the cluster only creates its machines.
+	Off bool
 	// Args are further arguments of every `serve`.
 	Args []string
 	Log  io.Writer // nil: none
@@ -177,10 +179,13 @@ func (c *Cluster) bringUp(ctx context.Context) (err error) {
 		}
 		args = []string{"--api-listen", c.Control.IP + ":6443", "--disk", c.Control.Disks[0].Path}
 	}
+	c.Kubeconfig = filepath.Join(c.Control.Dir, "state", "kubeconfig")
+	if c.opts.Off {
+		return c.createNodes()
+	}
 	if err := c.Control.Serve(ctx, args...); err != nil {
 		return err
 	}
-	c.Kubeconfig = filepath.Join(c.Control.Dir, "state", "kubeconfig")
 	if err := c.connect(); err != nil {
 		return err
 	}
@@ -204,17 +209,8 @@ func (c *Cluster) bringUp(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	for i := range c.opts.Nodes {
-		m, err := c.machine(fmt.Sprintf("node-%d", i+1), byte(11+i))
-		if err != nil {
-			return err
-		}
-		c.Nodes = append(c.Nodes, m)
-		for _, d := range c.opts.Disks {
-			if err := m.addDisk(d); err != nil {
-				return err
-			}
-		}
+	if err := c.createNodes(); err != nil {
+		return err
 	}
 	errs := make([]error, len(c.Nodes))
 	var all sync.WaitGroup
@@ -227,6 +223,23 @@ func (c *Cluster) bringUp(ctx context.Context) (err error) {
 	}
 	all.Wait()
 	return errors.Join(errs...)
+}
+
+// createNodes creates the machines of the nodes, with their disks, without drover.
+func (c *Cluster) createNodes() error {
+	for i := range c.opts.Nodes {
+		m, err := c.machine(fmt.Sprintf("node-%d", i+1), byte(11+i))
+		if err != nil {
+			return err
+		}
+		c.Nodes = append(c.Nodes, m)
+		for _, d := range c.opts.Disks {
+			if err := m.addDisk(d); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // join returns the kubeconfig for all machines except the control machine.

@@ -49,6 +49,9 @@ func TestManifestGuardBoundsWhatTheLibraryReads(t *testing.T) {
 			t.Fatal(err)
 		}
 		resp, err := guard.RoundTrip(req)
+		if err == nil {
+			defer resp.Body.Close()
+		}
 		if c.err != "" {
 			if !api.Is(err, api.OutOfRange) || !strings.Contains(err.Error(), c.err) {
 				t.Errorf("%s: got %v, want %q", name, err, c.err)
@@ -66,6 +69,7 @@ func TestManifestGuardBoundsWhatTheLibraryReads(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		defer blob.Body.Close()
 		if got, err := io.ReadAll(blob.Body); err != nil || string(got) != c.body {
 			t.Errorf("%s as a blob: %d bytes pass, %v", name, len(got), err)
 		}
