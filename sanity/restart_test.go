@@ -9,6 +9,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"drover.io/drover/block/suite"
 )
 
 // restarts: mounts and their I/O go on while serve is away, and the next serve takes them over.
@@ -94,6 +96,14 @@ func killData(t *testing.T, w *world) {
 	do(t, p.down, p.remove)
 }
 
+// loadPace is the time from one write of a load to the next: the tests that run beside each other share the processors.
+func loadPace() time.Duration {
+	if suite.All() {
+		return 20 * time.Microsecond
+	}
+	return 2 * time.Millisecond
+}
+
 // load writes random blocks, reads some back at once and all at the end. Any error or difference ends it.
 func load(f *os.File, size int64, stop, progress chan struct{}) error {
 	const block = 16 << 10
@@ -116,6 +126,8 @@ func load(f *os.File, size int64, stop, progress chan struct{}) error {
 		}
 		return nil
 	}
+	pace := time.NewTicker(loadPace())
+	defer pace.Stop()
 	for n := 0; ; n++ {
 		select {
 		case <-stop:
@@ -144,6 +156,10 @@ func load(f *os.File, size int64, stop, progress chan struct{}) error {
 		select {
 		case progress <- struct{}{}:
 		default:
+		}
+		select {
+		case <-pace.C:
+		case <-stop:
 		}
 	}
 }

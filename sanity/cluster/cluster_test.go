@@ -40,6 +40,9 @@ func TestMain(m *testing.M) {
 	ctrllog.SetLogger(logr.Discard())
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	flag.Parse()
+	if !suite.All() { // the clusters that run beside each other share the processors
+		pace = 10 * time.Millisecond
+	}
 	set := false
 	flag.Visit(func(f *flag.Flag) { set = set || f.Name == "test.parallel" })
 	if !set { // they mostly wait

@@ -20,6 +20,9 @@ import (
 // next device of a volume must hold the same content.
 type Load struct {
 	Workers int
+	// Pace is the least time from one request of a worker to the next, in nanoseconds; 0: none. A load without a pace takes
+	// all processors.
+	Pace atomic.Int64
 
 	blocks []blockState
 	writes atomic.Int64
@@ -40,8 +43,13 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // NewLoad creates a load for a volume of size bytes; the load uses at most most bytes.
 func NewLoad(size, most int64) *Load {
-	return &Load{Workers: 4, blocks: make([]blockState, min(size, most)/loadBlock)}
+	l := &Load{Workers: 4, blocks: make([]blockState, min(size, most)/loadBlock)}
+	l.Pace.Store(int64(pace))
+	return l
 }
+
+// pace is the pace of new loads.
+var pace time.Duration
 
 // ErrLost means that a volume broke its promise.
 var ErrLost = errors.New("the volume does not hold what it should")
@@ -128,6 +136,12 @@ func (l *Load) worker(ctx context.Context, device string, me int) error {
 		for took := int64(now.Sub(began)); ; {
 			if was := l.worst.Load(); took <= was || l.worst.CompareAndSwap(was, took) {
 				break
+			}
+		}
+		if rest := time.Duration(l.Pace.Load()) - now.Sub(began); rest > 0 {
+			select {
+			case <-time.After(rest):
+			case <-ctx.Done():
 			}
 		}
 	}

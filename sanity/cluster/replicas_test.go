@@ -59,9 +59,15 @@ func (l *loaded) halt() {
 	must(l.t, l.load.Verify(l.device, false))
 }
 
+// manyWrites is how many writes the load makes without a pace.
+const manyWrites = 500
+
 // works waits for some more writes.
 func (l *loaded) works(n int64) {
 	l.t.Helper()
+	if n >= manyWrites {
+		defer l.load.Pace.Store(l.load.Pace.Swap(0))
+	}
 	was := l.load.Writes()
 	eventually(l.t, "I/O of volume "+l.name+" goes on", func() bool {
 		select {
