@@ -9,12 +9,13 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // TestManyVolumes attaches a hundred volumes at a time: more loop devices than a kernel begins with.
 func TestManyVolumes(t *testing.T) {
 	w := newWorld(t)
-	const n = 100
+	n := suite.Count(t, "DROVER_MANY", 40, 100)
 	name := func(i int) string { return fmt.Sprintf("m%d", i) }
 	began := time.Now()
 	for i := range n {

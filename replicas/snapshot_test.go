@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -327,7 +328,7 @@ func TestSnapshotUnderLoad(t *testing.T) {
 			}
 		}
 	}()
-	const many = 20
+	many := suite.Count(t, "DROVER_ROUNDS", 6, 20)
 	for i := range many {
 		w.snapshot("a", fmt.Sprintf("s%d", i))
 	}

@@ -10,11 +10,13 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // order is 32 writers, each of which writes a number to its block of volume a and, when that is done, to its block of
@@ -41,6 +43,8 @@ func (o *order) start(t *testing.T) {
 	for w := range int64(writers) {
 		o.wg.Go(func() {
 			buf := aligned(4096)
+			pace := time.NewTicker(5 * loadPace())
+			defer pace.Stop()
 			for n := uint64(1); !o.stop.Load(); n++ {
 				le.LittleEndian.PutUint64(buf, n)
 				for _, f := range o.files {
@@ -50,6 +54,7 @@ func (o *order) start(t *testing.T) {
 					}
 				}
 				o.n.Add(1)
+				<-pace.C
 			}
 		})
 	}
@@ -93,7 +98,7 @@ func groupOrder(t *testing.T, w *world) {
 	o.start(t)
 	ids := []string{pods[0].id, pods[1].id, pods[2].id}
 	var last *csi.VolumeGroupSnapshot
-	for i := range 12 {
+	for i := range suite.Count(t, "DROVER_ROUNDS", 6, 12) {
 		name := fmt.Sprintf("order-%d", i)
 		done := make(chan error, 1)
 		go func() {

@@ -31,7 +31,7 @@ func snapshotsAtOnce(t *testing.T, w *world) {
 		sources[i], err = w.create(fmt.Sprintf("many-%d", i), gib, mountCap("ext4"))
 		must(t, err)
 		must(t, sources[i].up())
-		counts[i] = sources[i].count("n", 0)
+		counts[i] = sources[i].count("n", loadPace())
 	}
 	var ids [callers]string
 	var clones [callers]*pod

@@ -251,7 +251,7 @@ func snapshotLoad(t *testing.T, w *world) {
 	a, err := w.create("load", gib, mountCap("ext4"))
 	must(t, err)
 	must(t, a.up())
-	c := a.count("n", 0)
+	c := a.count("n", loadPace())
 	var ids []string
 	var before, after []int64
 	for i := range 10 {
@@ -281,9 +281,9 @@ func snapshotKilled(t *testing.T, w *world) {
 	a, err := w.create("killed", gib, mountCap("ext4"))
 	must(t, err)
 	must(t, a.up())
-	c := a.count("n", 0)
+	c := a.count("n", loadPace())
 	var ids []string
-	for i := range kills(t, 12) {
+	for i := range kills(t, 6) {
 		done := make(chan error, 1)
 		before := c.n.Load()
 		go func() {
