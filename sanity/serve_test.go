@@ -179,7 +179,7 @@ func (w *world) set(name, value string) {
 
 // comes waits until something is so that nobody tells.
 func comes(so func() bool) bool {
-	tick := time.NewTicker(20 * time.Millisecond)
+	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for end := time.Now().Add(settle); !so(); <-tick.C {
 		if time.Now().After(end) {

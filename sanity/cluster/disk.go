@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// MachineDisk is a disk of a machine.
 type MachineDisk struct {
 	Path  string // on the machine
 	Tags  []string

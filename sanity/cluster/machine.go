@@ -19,6 +19,7 @@ import (
 	"drover.io/drover/api"
 )
 
+// Machine is a machine of a cluster: a process with a network, mounts and process ids of its own.
 type Machine struct {
 	Name, IP string
 	Dir      string // state, logs, disks
@@ -179,6 +180,7 @@ func (m *Machine) Serve(ctx context.Context, args ...string) error {
 		"--upload-listen", m.IP + ":0", "--metrics-listen", m.IP + ":9100"}, m.args...)
 	cmd := m.Command(context.Background(), append(argv, m.c.opts.Args...)...)
 	cmd.Stderr = m.log
+	cmd.Env = append(os.Environ(), "GOGC=300") // memory for processor time: several clusters share the machine
 	out, err := cmd.StdoutPipe()
 	if err == nil {
 		err = cmd.Start()

@@ -65,7 +65,7 @@ func settled(t *testing.T, c *Cluster, name string, nodes ...string) *api.Volume
 // eventually waits for what has no event of its own.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	tick := time.NewTicker(50 * time.Millisecond)
+	tick := time.NewTicker(200 * time.Millisecond) // each look costs the API server of the cluster some requests
 	defer tick.Stop()
 	for ctx := soon(t); !ok(); {
 		select {

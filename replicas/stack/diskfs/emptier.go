@@ -11,6 +11,7 @@ import (
 // to free a large file of many fragments, and longer if it passes each discard to the device.
 type Emptier struct{ Piece int64 }
 
+// Bounds of one call that frees a part of a file.
 const (
 	LeastPiece = int64(64) << 10
 	mostPiece  = int64(64) << 20

@@ -10,6 +10,7 @@ import (
 	"drover.io/drover/block/file"
 )
 
+// Units of the file of checksums, in bytes unless said otherwise.
 const (
 	CRCSize       = 4
 	CRCPageBits   = 10 // blocks per page of the file; readers read whole pages

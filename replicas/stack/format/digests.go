@@ -149,6 +149,7 @@ func AddRoot(h hash.Hash, c int64, sum [SumSize]byte, k ChunkKinds) {
 	h.Write(k.bits[:])
 }
 
+// Sizes in the file of digests, in bytes.
 const (
 	sumsMagic  = "DROVERS1"
 	SumsHeader = 64

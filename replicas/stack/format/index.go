@@ -1,7 +1,6 @@
 package format
 
 // Units of a volume and of an index.
-
 const (
 	PageBits    = 14
 	PageBlocks  = 1 << PageBits                 // blocks per page

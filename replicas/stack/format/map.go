@@ -23,6 +23,7 @@ type BlockMap interface {
 	Load(p int, kinds *[PageBlocks]block.Kind) error
 }
 
+// Sizes in the file of a map, in bytes.
 const (
 	mapMagic  = "DROVERM1"
 	MapHeader = 64

@@ -22,6 +22,7 @@ import (
 // A checkpoint lets another process continue a half-made layer: the record names the complete part. Keep replaces the
 // record atomically, after the complete part is durable; later writes do not count.
 
+// Names and age of the checkpoint of an import.
 const (
 	FormatCheckpoint  = "drover-kept-layer"
 	CheckpointFile    = "kept.json"

@@ -25,6 +25,7 @@ import (
 // like a reader on the source's disk does. The folder is no copy of the layer: a copy is made in layers/, and when the
 // copy is finished, readers change to the copy (Replica.Home) and the folder is deleted.
 
+// Names and formats of a hydration's files.
 const (
 	HydratingDir    = "hydrating"
 	hydratingFile   = "hydrating.json"

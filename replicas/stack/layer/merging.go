@@ -83,6 +83,7 @@ type Merge struct {
 	MapSum uint32 `json:"mapSum,omitempty"` // CRC-32C of the table entries of these pages
 }
 
+// Files that mark the layers of a merge.
 const (
 	MergingFile = "merging" // in both folders: no other replica may open or name the layers
 	MovingFile  = "moving"  // in both folders before a block moves: without a merge in progress the layers are garbage

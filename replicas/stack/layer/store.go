@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
+// Names on a disk.
 const (
 	Dir      = "layers"
 	LockFile = "lock"

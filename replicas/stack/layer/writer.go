@@ -49,6 +49,7 @@ func (w *Writer) Exact(root string) { w.Want, w.exact = root, true }
 
 type writerState uint8
 
+// States of a Writer.
 const (
 	writing writerState = iota
 	sealed
