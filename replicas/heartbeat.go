@@ -22,7 +22,7 @@ func (d *Data) beat(ctx context.Context) error {
 	defer tick.Stop()
 	var beside sync.WaitGroup // of tasks that may wait for a volume or a disk
 	defer beside.Wait()
-	var reclaims, unpins atomic.Bool
+	var reclaims, unpins, drops atomic.Bool
 	for looked := time.Now(); ; {
 		select {
 		case <-ctx.Done():
@@ -36,7 +36,6 @@ func (d *Data) beat(ctx context.Context) error {
 		}
 		for _, disk := range d.Disks.Except(nil) {
 			disk.DropHydrating()
-			disk.DropPages(ctx, indexMemory)
 			if look {
 				d.mergeWorker.Freed(disk)
 			}
@@ -45,6 +44,14 @@ func (d *Data) beat(ctx context.Context) error {
 			beside.Go(func() {
 				defer reclaims.Store(false)
 				d.attachments.ReclaimAll(ctx, look)
+			})
+		}
+		if drops.CompareAndSwap(false, true) { // a slow disk keeps its replicas busy
+			beside.Go(func() {
+				defer drops.Store(false)
+				for _, disk := range d.Disks.Except(nil) {
+					disk.DropPages(ctx, indexMemory)
+				}
 			})
 		}
 		if unpins.CompareAndSwap(false, true) { // the disk failed before, and may hang now

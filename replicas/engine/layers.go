@@ -211,28 +211,10 @@ func sharedLayers(ctx context.Context, all ...Cutter) (shared []string, err erro
 	return shared, nil
 }
 
-// belowSnapshots returns the layers that all replicas stand on below their snapshots: those of an image or of a source.
-func belowSnapshots(ctx context.Context, all []Cutter) ([]string, error) {
-	shared, err := sharedLayers(ctx, all...)
-	if err != nil || len(shared) == 0 {
-		return nil, err
-	}
-	m, err := all[0].State(ctx)
-	if err != nil {
-		return nil, err
-	}
-	for _, s := range m.Snapshots {
-		if i := slices.Index(shared, s.Layer); i >= 0 {
-			shared = shared[:i]
-		}
-	}
-	return shared, nil
-}
-
-// Compare reads a snapshot on all members in the pieces that may differ from the snapshot before, and returns an error
-// of kind corrupt if the members hold different content. If the snapshot stands on no other, Compare reads all
-// layers but those that all members share below their snapshots. The guest goes first.
-func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond int64) error {
+// Compare reads the layer of a snapshot on all members, and returns an error of kind corrupt if the members hold different
+// content, of kind not-found if the snapshot does not exist, and of kind unavailable if the comparison has to wait: a
+// single member, a layer that is not finished on all members, or a merge. The guest goes first.
+func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(e.ctx, cancel)()
@@ -254,17 +236,12 @@ func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond
 		}
 		all = append(all, x)
 	}
-	base, err := belowSnapshots(ctx, all)
+	if len(all) < 2 {
+		return api.Errorf(api.Unavailable, "snapshot %s: a single replica has nothing to be compared with", uid)
+	}
+	pieces, err := newPieces(ctx, all, uid)
 	if err != nil {
 		return err
-	}
-	var pieces []int64
-	for _, x := range all {
-		some, err := x.Changed(ctx, before, uid, base, comparePiece)
-		if err != nil {
-			return err
-		}
-		pieces = union(pieces, some)
 	}
 	defer func() {
 		for _, x := range all {
@@ -301,4 +278,37 @@ func (e *Engine) Compare(ctx context.Context, before, uid string, bytesPerSecond
 		}
 	}
 	return nil
+}
+
+// newPieces lists the pieces in which the layer of a snapshot holds something on any member.
+func newPieces(ctx context.Context, all []Cutter, uid string) (pieces []int64, err error) {
+	for _, x := range all {
+		m, err := x.State(ctx)
+		if err != nil {
+			return nil, err
+		}
+		i := slices.IndexFunc(m.Snapshots, func(s stack.Snapshot) bool { return s.UID == uid })
+		if i < 0 {
+			return nil, api.Errorf(api.NotFound, "snapshot %s does not exist", uid)
+		}
+		chain, err := m.Chain(m.Snapshots[i].Layer)
+		if err != nil {
+			return nil, err
+		}
+		sizes, err := x.Sizes(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if sizes[uid].Root == "" { // its map is still the file of the former head: a walk through that takes long
+			return nil, api.Errorf(api.Unavailable, "snapshot %s: layer %s is not finished", uid, m.Snapshots[i].Layer)
+		}
+		some, err := x.Changed(ctx, "", uid, chain[:len(chain)-1], comparePiece)
+		if api.Is(err, api.NotFound) {
+			return nil, api.Errorf(api.Unavailable, "snapshot %s: its layers are being merged: %w", uid, err)
+		} else if err != nil {
+			return nil, err
+		}
+		pieces = union(pieces, some)
+	}
+	return pieces, nil
 }

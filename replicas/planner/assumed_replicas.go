@@ -21,16 +21,28 @@ type assumedReplica struct {
 	unsure bool
 }
 
-// assumeTime bounds how long a created Replica is assumed while the cache lacks it: it may be deleted meanwhile.
-const assumeTime = time.Minute
+// How long an assumption lasts while the cache lacks the Replica, which may be deleted meanwhile, and how long without a
+// reconcile of its volume while the reconciler is unsure: the volume may be gone.
+const (
+	assumeTime = time.Minute
+	unsureTime = 10 * time.Minute
+)
+
+// settleAgain is the pause between two requests that settle whether a Replica exists.
+const settleAgain = 2 * time.Second
 
 // createReplica creates a Replica, and assumes it from now on, unless the API refuses it.
 func (p *volumeReconciler) createReplica(ctx context.Context, r *api.Replica) error {
 	// Before the request: the event, which ends the assumption, can overtake the answer.
-	p.assume(assumedReplica{replica: *r.DeepCopy(), unsure: true})
+	p.assume(assumedReplica{replica: *r.DeepCopy(), unsure: true, until: time.Now().Add(unsureTime)})
+	return p.create(ctx, r)
+}
+
+// create creates an assumed Replica. The name is random: a Replica of this name is this one.
+func (p *volumeReconciler) create(ctx context.Context, r *api.Replica) error {
 	err := p.client.Create(ctx, r)
 	switch {
-	case err == nil:
+	case err == nil || apierrors.IsAlreadyExists(err):
 		p.created(r.Name)
 		return nil
 	case refused(err):
@@ -54,26 +66,41 @@ func refused(err error) bool {
 }
 
 // assumedReplicas returns the assumed Replicas of a volume that the cache lacks; seen are the names that the cache has.
-func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, seen map[string]bool) ([]api.Replica,
-	error) {
-	var mine []api.Replica
+// A Replica whose creation got no answer counts until an answer settles whether the Replica exists.
+func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, seen map[string]bool) (mine []api.Replica) {
 	for _, a := range p.assumedOf(v, seen) {
 		r := &a.replica
 		if a.unsure {
-			err := p.client.Create(ctx, r.DeepCopy())
-			switch {
-			case err == nil || apierrors.IsAlreadyExists(err):
-				p.created(r.Name)
-			case refused(err):
-				p.forgetAssumed(r.Name)
+			missing, err := p.settle(ctx, v, r)
+			if missing {
 				continue
-			default:
-				return nil, fmt.Errorf("replica %s: %w", r.Name, err)
+			}
+			if err != nil {
+				p.log.Warn("whether a replica exists is not known yet", "volume", v.Name, "replica", r.Name, "err", err)
+				p.requeueAfter(v.Name, settleAgain)
 			}
 		}
 		mine = append(mine, *r)
 	}
-	return mine, nil
+	return mine
+}
+
+// settle finds out whether a Replica is missing whose creation got no answer: the reconciler creates the Replica again, or
+// deletes it where the volume is being deleted.
+func (p *volumeReconciler) settle(ctx context.Context, v *api.Volume, r *api.Replica) (missing bool, err error) {
+	if v.DeletionTimestamp == nil {
+		err := p.create(ctx, r.DeepCopy())
+		return refused(err), err
+	}
+	err = p.client.Delete(ctx, r.DeepCopy())
+	switch {
+	case err == nil:
+		p.created(r.Name)
+	case apierrors.IsNotFound(err):
+		p.forgetAssumed(r.Name)
+		return true, nil
+	}
+	return false, err
 }
 
 // assumedOf lists the assumed Replicas of a volume, and ends assumptions that are known or old.
@@ -82,9 +109,13 @@ func (p *volumeReconciler) assumedOf(v *api.Volume, seen map[string]bool) (list 
 	defer p.mu.Unlock()
 	for name, a := range p.assumed {
 		switch {
-		case seen[name] || !a.unsure && time.Now().After(a.until):
+		case seen[name] || time.Now().After(a.until):
 			delete(p.assumed, name)
 		case a.replica.Spec.VolumeUID == v.Status.UID:
+			if a.unsure {
+				a.until = time.Now().Add(unsureTime)
+				p.assumed[name] = a
+			}
 			list = append(list, a)
 		}
 	}

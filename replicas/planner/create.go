@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -31,7 +32,7 @@ func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for name, a := range p.assumed {
-		if a.replica.Spec.Disk == disk && !seen[name] {
+		if a.replica.Spec.Disk == disk && !seen[name] && time.Now().Before(a.until) {
 			sum += a.replica.Spec.Size
 		}
 	}

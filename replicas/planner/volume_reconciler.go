@@ -374,8 +374,7 @@ func (p *volumeReconciler) replicasOf(ctx context.Context, v *api.Volume) ([]api
 			mine = append(mine, r)
 		}
 	}
-	assumed, err := p.assumedReplicas(ctx, v, seen)
-	return append(mine, assumed...), err
+	return append(mine, p.assumedReplicas(ctx, v, seen)...), nil
 }
 
 // settingNumber returns a numeric setting, or its default.

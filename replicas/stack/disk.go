@@ -71,12 +71,7 @@ func initDisk(fsys file.FS, path string) error {
 	}
 	var rec diskRecord
 	err = format.ReadMeta(fsys, filepath.Join(path, diskFile), formatDisk, &rec)
-	if err == nil { // versions before the holes file made disks, too
-		if err = diskfs.WriteHoles(fsys, path); diskfs.NoRoom(err) {
-			err = nil
-		}
-		return err
-	} else if !errors.Is(err, fs.ErrNotExist) {
+	if err == nil || !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	for _, dir := range []string{layer.Dir, replicaDir, imagesDir, trashDir} {
@@ -92,6 +87,9 @@ func initDisk(fsys file.FS, path string) error {
 		}
 	}
 	if err := diskfs.WriteHoles(fsys, path); err != nil {
+		return err
+	}
+	if err := diskfs.CheckHoles(fsys, path); err != nil {
 		return err
 	}
 	return format.WriteMeta(fsys, filepath.Join(path, diskFile), formatDisk, diskRecord{string(api.NewUID())})
@@ -111,7 +109,11 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
-	if err := diskfs.CheckHoles(fsys, path); err != nil {
+	err := diskfs.CheckHoles(fsys, path)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = addHoles(fsys, path)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("disk %s: %w", path, err)
 	}
 	d := &Disk{window: mergeWindow, piece: mapPiece}
@@ -127,6 +129,23 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	}
 	d.Store = layer.NewStore(fsys, path, rec.UID, direct, records{d}, &d.open)
 	return d, nil
+}
+
+// addHoles makes the holes file of a disk of an earlier version. A full or read-only disk does without, and a later open
+// tries again; so does a disk that another process has locked.
+func addHoles(fsys file.FS, path string) error {
+	h, err := fsys.Open(filepath.Join(path, layer.LockFile), os.O_RDWR|os.O_CREATE, 0o600)
+	if err == nil {
+		defer h.Close()
+		if diskfs.TryLock(h, unix.LOCK_EX) != nil {
+			return nil
+		}
+		err = diskfs.WriteHoles(fsys, path)
+	}
+	if diskfs.NoRoom(err) || errors.Is(err, unix.EROFS) {
+		return nil
+	}
+	return err
 }
 
 // Close waits for removals in the background. Replicas and layers stay open.

@@ -107,6 +107,14 @@ const dropTime = 50 * time.Millisecond
 // take no room. The next I/O builds them again. DropPages returns the memory that it freed, in bytes; it drops nothing
 // during a merge, or while I/O takes long to end.
 func (r *Replica) DropPages(ctx context.Context) (freed int64, err error) {
+	unused := false
+	if err := r.onLoop(func() {
+		if unused = r.idx.AnyUnused(); !unused {
+			r.idx.DropUnused() // begins the next term of use
+		}
+	}); err != nil || !unused {
+		return 0, err
+	}
 	soon, cancel := context.WithTimeout(ctx, dropTime)
 	defer cancel()
 	release, err := r.quiesce(soon)
@@ -144,10 +152,12 @@ func (d *Disk) DropPages(ctx context.Context, most int64) {
 	var freed int64
 	for _, r := range list {
 		n, err := r.DropPages(ctx)
-		if err != nil && ctx.Err() == nil {
+		if err != nil && ctx.Err() == nil && !errors.Is(err, errLoopEnded) {
 			slog.Warn("unused pages of an index stay in memory", "replica", r.dir, "error", err)
 		}
 		freed += n
 	}
-	slog.Info("unused pages of indexes dropped", "disk", d.Path(), "indexes", total, "freed", freed)
+	if freed > 0 {
+		slog.Info("unused pages of indexes dropped", "disk", d.Path(), "indexes", total, "freed", freed)
+	}
 }

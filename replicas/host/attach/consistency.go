@@ -14,9 +14,9 @@ import (
 // compareMost bounds how many snapshots wait for a comparison. After faster cuts the oldest are left out.
 const compareMost = 16
 
-// compareSoon has a new snapshot compared on all members; before is the uid of the predecessor.
-func (m *membership) compareSoon(before string, snapshot stack.Snapshot) {
-	f := fresh{before: before, uid: snapshot.UID, name: snapshot.Name}
+// compareSoon has a new snapshot compared on all members.
+func (m *membership) compareSoon(snapshot stack.Snapshot) {
+	f := fresh{uid: snapshot.UID, name: snapshot.Name}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.compare = append(m.compare, f); len(m.compare) > compareMost {
@@ -36,7 +36,7 @@ func (as *Attachments) compareNext(ctx context.Context, s *Session) {
 		return
 	}
 	f := list[0]
-	err := s.engine.Compare(ctx, f.before, f.uid, as.Setting(ctx, "volume-scrub-rate-limit")<<20)
+	err := s.engine.Compare(ctx, f.uid, as.Setting(ctx, "volume-scrub-rate-limit")<<20)
 	switch {
 	case api.Is(err, api.Corrupt):
 		s.log.Error("the members of a volume differ", "snapshot", f.name, "err", err)
@@ -45,7 +45,7 @@ func (as *Attachments) compareNext(ctx context.Context, s *Session) {
 			" is not the same on all replicas: " + err.Error() + "; scrub the volume, and remove the damaged replica"})
 		s.membership.mu.Unlock()
 	case err != nil && !api.Is(err, api.NotFound):
-		return // a member is missing, or merges these layers
+		return // a member is missing, has not finished the layer, or merges it
 	}
 	s.membership.mu.Lock()
 	defer s.membership.mu.Unlock()

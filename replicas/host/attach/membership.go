@@ -53,7 +53,7 @@ type membership struct {
 }
 
 // fresh is a new snapshot, and the snapshot before.
-type fresh struct{ before, uid, name string }
+type fresh struct{ uid, name string }
 
 // event is an event to emit.
 type event struct{ kind, reason, text string }

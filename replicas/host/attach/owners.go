@@ -99,9 +99,9 @@ func (as *Attachments) Freeze(ctx context.Context, v *api.Volume) (thaw func() e
 }
 
 // CompareSoon is for package snapshot.
-func (as *Attachments) CompareSoon(volume, before string, snapshot stack.Snapshot) {
+func (as *Attachments) CompareSoon(volume string, snapshot stack.Snapshot) {
 	if s := as.Session(volume); s != nil {
-		s.membership.compareSoon(before, snapshot)
+		s.membership.compareSoon(snapshot)
 	}
 }
 

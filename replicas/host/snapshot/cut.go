@@ -41,7 +41,7 @@ func (ss *Snapshots) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h 
 	if s.Spec.Labels[api.LabelClone] == "" {
 		ss.Events.Eventf(v, s, "Normal", "SnapshotCreated", "Snapshot", "snapshot %s", s.Name)
 	}
-	ss.attachments.CompareSoon(v.Name, tree.predecessor(k.Name), k.Snapshot)
+	ss.attachments.CompareSoon(v.Name, k.Snapshot)
 	return k, nil
 }
 

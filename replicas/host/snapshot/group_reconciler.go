@@ -178,8 +178,8 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 		at = parts[0].is.Created
 	} else if err := ss.cutParts(ctx, parts, at); err != nil {
 		return err
-	} else if err := ss.compareParts(ctx, parts); err != nil {
-		return err
+	} else {
+		ss.compareParts(ctx, parts)
 	}
 	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = instant(at), true, nil
 	for _, p := range parts {
@@ -235,17 +235,17 @@ func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume stri
 }
 
 // compareParts has the members of the volumes compared in their new snapshots.
-func (ss *Snapshots) compareParts(ctx context.Context, parts []*groupPart) error {
+func (ss *Snapshots) compareParts(ctx context.Context, parts []*groupPart) {
 	for _, p := range parts {
 		tree, err := p.engine.tree(ctx)
-		if err != nil {
-			return err
+		if err != nil { // the cut counts all the same
+			ss.Log.Warn("the replicas are not compared in a snapshot", "volume", p.vol.Name, "snapshot", p.snap.Name, "err", err)
+			continue
 		}
 		if k := tree.all[string(uidOf(p.snap))]; k != nil {
-			ss.attachments.CompareSoon(p.vol.Name, tree.predecessor(k.Name), k.Snapshot)
+			ss.attachments.CompareSoon(p.vol.Name, k.Snapshot)
 		}
 	}
-	return nil
 }
 
 // cutParts drops the cuts of an earlier try, and cuts.

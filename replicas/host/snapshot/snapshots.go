@@ -37,8 +37,8 @@ type Attachments interface {
 	OpenedMeta(volume string, replica api.UID) (m stack.Meta, open bool)
 	// Freeze freezes the file system of an attached volume. A nil thaw: the volume has no mounted file system here.
 	Freeze(ctx context.Context, v *api.Volume) (thaw func() error, err error)
-	// CompareSoon has the members of an attached volume compared in a new snapshot, whose predecessor has the uid before.
-	CompareSoon(volume, before string, snapshot stack.Snapshot)
+	// CompareSoon has the members of an attached volume compared in a new snapshot.
+	CompareSoon(volume string, snapshot stack.Snapshot)
 }
 
 // Replicas are the replicas on this node's disks.

@@ -135,13 +135,3 @@ func (k *node) neighbours() []string {
 
 // instant is the time of a cut, as in the status of an object.
 func instant(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
-
-// predecessor is the uid of the snapshot that a snapshot of this name stands on; empty: it stands on none.
-func (t *Tree) predecessor(name string) (uid string) {
-	for _, k := range t.all {
-		if k.children[name] {
-			uid = k.UID
-		}
-	}
-	return uid
-}

@@ -12,7 +12,7 @@ import (
 
 // HolesFile is a file of a disk with one block between two holes. The probe of a new disk cannot mount the file system
 // again, because programs may use it; each later open of the disk, hence each open after a mount, compares the map of
-// this file with the map that the probe left. A disk whose files were copied by a tool that fills holes has another map:
+// this file with the map that the file was made with. A disk whose files were copied by a tool that fills holes has another map:
 // in a head, each filled hole would hide the data of a lower layer behind zeros.
 const HolesFile = "holes"
 
@@ -36,9 +36,9 @@ func WriteHoles(fsys file.FS, dir string) error {
 	}
 	block := AlignedBuffer(int(blockSize))
 	copy(block, "Drover compares which parts of this file are holes. Keep holes when you copy a disk.\n")
-	_, err = h.WriteAt(block, holesData)
-	if err == nil {
-		err = h.Truncate(holesSize)
+	// The size first: a file system may allocate blocks ahead behind a write at the end of a file.
+	if err = h.Truncate(holesSize); err == nil {
+		_, err = h.WriteAt(block, holesData)
 	}
 	if err == nil {
 		err = h.Datasync()
@@ -52,13 +52,11 @@ func WriteHoles(fsys file.FS, dir string) error {
 	return fsys.SyncDir(dir)
 }
 
-// CheckHoles returns an error of kind corrupt if the map of the holes file in dir has changed. A disk of a version
-// before the file has none.
+// CheckHoles returns an error of kind corrupt if the map of the holes file in dir has changed, and fs.ErrNotExist for a
+// disk of an earlier version, which has no such file.
 func CheckHoles(fsys file.FS, dir string) (err error) {
 	h, err := fsys.Open(filepath.Join(dir, HolesFile), os.O_RDONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	} else if err != nil {
+	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, h.Close()) }()

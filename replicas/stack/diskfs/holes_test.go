@@ -1,6 +1,8 @@
 package diskfs
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"testing"
@@ -10,7 +12,7 @@ import (
 )
 
 // TestHolesFileTellsOfFilledAndLostBlocks: the file passes as it was made, twice and in a copy that keeps holes, and a
-// disk without the file passes; a copy without holes, and one that lost the block, are refused.
+// disk without the file says so; a copy without holes, and one that lost the block, are refused.
 func TestHolesFileTellsOfFilledAndLostBlocks(t *testing.T) {
 	dir := t.TempDir()
 	check := func(what string, refused bool) {
@@ -19,7 +21,9 @@ func TestHolesFileTellsOfFilledAndLostBlocks(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	check("no file", false)
+	if err := CheckHoles(file.OS, dir); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no file: %v", err)
+	}
 	for range 2 {
 		if err := WriteHoles(file.OS, dir); err != nil {
 			t.Fatal(err)

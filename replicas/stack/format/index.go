@@ -192,6 +192,16 @@ func (x *Index) Memory() int64 {
 	return n
 }
 
+// AnyUnused reports whether DropUnused would drop a page.
+func (x *Index) AnyUnused() bool {
+	for p, q := range x.Packed {
+		if q != nil && !x.Used[p] {
+			return true
+		}
+	}
+	return false
+}
+
 // DropUnused makes the packed pages unbuilt that were not used since the call before, and returns their memory, in bytes.
 func (x *Index) DropUnused() (freed int64) {
 	for p, q := range x.Packed {
