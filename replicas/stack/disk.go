@@ -134,7 +134,10 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 // addHoles makes the holes file of a disk of an earlier version. A full or read-only disk does without, and a later open
 // tries again; so does a disk that another process has locked.
 func addHoles(fsys file.FS, path string) error {
-	h, err := fsys.Open(filepath.Join(path, layer.LockFile), os.O_RDWR|os.O_CREATE, 0o600)
+	h, err := fsys.Open(filepath.Join(path, layer.LockFile), os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // unmounted meanwhile
+	}
 	if err == nil {
 		defer h.Close()
 		if diskfs.TryLock(h, unix.LOCK_EX) != nil {

@@ -154,6 +154,32 @@ func TestDiskWhoseHolesWereFilledIsRefused(t *testing.T) {
 	}
 }
 
+// TestLockOfAnUnmountedDiskMakesNoFile: the folder is empty then, the mount point. A disk that lacks the file alone gets it.
+func TestLockOfAnUnmountedDiskMakesNoFile(t *testing.T) {
+	d := newDisk(t)
+	lock := d.Join(layer.LockFile)
+	if err := os.Remove(lock); err != nil {
+		t.Fatal(err)
+	}
+	unlock, err := d.Lock()
+	if err != nil {
+		t.Fatalf("a disk that lacks its lock: %v", err)
+	}
+	unlock()
+	if err := errors.Join(os.Rename(d.Path(), d.Path()+".mounted"), os.Mkdir(d.Path(), 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Lock(); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a disk that is not mounted: %v", err)
+	}
+	if left, err := os.ReadDir(d.Path()); err != nil || len(left) > 0 {
+		t.Errorf("in the mount point are %v, %v", left, err)
+	}
+	if err := errors.Join(os.Remove(d.Path()), os.Rename(d.Path()+".mounted", d.Path())); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // onFileSystem writes blocks of zeros over lower data, single blocks into holes, and punches; then remounts and compares.
 func onFileSystem(t *testing.T, d *Disk, remount func()) {
 	ctx, loop := context.Background(), startLoop(t)

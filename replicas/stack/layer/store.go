@@ -109,9 +109,15 @@ func (d *Store) Join(elem ...string) string {
 	return filepath.Join(append([]string{d.Root}, elem...)...)
 }
 
-// Lock takes the disk's lock, which processes hold while they name or collect layers.
+// Lock takes the disk's lock, which processes hold while they name or collect layers. Where the file system of the disk was
+// unmounted, Lock fails, and makes no file in the mount point.
 func (d *Store) Lock() (unlock func(), err error) {
-	h, err := d.FS.Open(d.Join(LockFile), os.O_RDWR|os.O_CREATE, 0o600)
+	h, err := d.FS.Open(d.Join(LockFile), os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		if mounted, merr := d.Exists(d.Join(Dir)); mounted && merr == nil {
+			h, err = d.FS.Open(d.Join(LockFile), os.O_RDWR|os.O_CREATE, 0o600)
+		}
+	}
 	if err != nil {
 		return nil, err
 	}
