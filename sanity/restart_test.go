@@ -96,7 +96,7 @@ func killData(t *testing.T, w *world) {
 	do(t, p.down, p.remove)
 }
 
-// loadPace is the time from one write of a load to the next: the tests that run beside each other share the processors.
+// loadPace is the time from one write of a load to the next: several tests run at a time and share the processors.
 func loadPace() time.Duration {
 	if suite.All() {
 		return 20 * time.Microsecond

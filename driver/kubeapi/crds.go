@@ -74,12 +74,11 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
-	for i := range wanted {
-		if !embedded {
-			break
-		}
-		if err := backdate(ctx, crds, wanted[i].Name); err != nil {
-			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
+	if embedded {
+		for i := range wanted {
+			if err := backdate(ctx, crds, wanted[i].Name); err != nil {
+				return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
+			}
 		}
 	}
 	for i := range wanted {
@@ -94,7 +93,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 // other servers may not know the definition yet: crdHandler of k8s.io/apiextensions-apiserver.
 const youngest = 2 * time.Second
 
-// backdate makes a definition old enough for creations without that delay: an embedded server has no others beside it.
+// backdate makes a definition look older, so that the server does not delay creations: an embedded server is the only one.
 func backdate(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface, name string) error {
 	for {
 		crd, err := crds.Get(ctx, name, metav1.GetOptions{})

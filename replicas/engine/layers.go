@@ -192,23 +192,21 @@ func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (region
 	return union(a, b), comparePiece, true, err
 }
 
-// sharedLayers returns the lowest layers that all replicas stand on, such as an image's: a uid means one content.
-func sharedLayers(ctx context.Context, all ...Cutter) (shared []string, err error) {
-	for i, x := range all {
-		m, err := x.State(ctx)
-		if err != nil {
-			return nil, err
-		}
-		if i == 0 {
-			shared = m.Layers
-		}
-		n := 0
-		for n < min(len(shared), len(m.Layers)) && shared[n] == m.Layers[n] {
-			n++
-		}
-		shared = shared[:n]
+// sharedLayers returns the lowest layers that both replicas stand on, such as an image's: a uid means one content.
+func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
+	x, err := a.State(ctx)
+	if err != nil {
+		return nil, err
 	}
-	return shared, nil
+	y, err := b.State(ctx)
+	if err != nil {
+		return nil, err
+	}
+	n := 0
+	for n < min(len(x.Layers), len(y.Layers)) && x.Layers[n] == y.Layers[n] {
+		n++
+	}
+	return x.Layers[:n], nil
 }
 
 // Compare reads the layer of a snapshot on all members, and returns an error of kind corrupt if the members hold different

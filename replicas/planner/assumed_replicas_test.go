@@ -17,7 +17,7 @@ import (
 )
 
 // TestUnknownReplicaHoldsUpNothing: while the API fails to say whether it created a Replica, the reconciler counts the
-// Replica and goes on; of a volume that is being deleted the reconciler creates none.
+// Replica and goes on; the reconciler creates no Replica of a volume that is being deleted.
 func TestUnknownReplicaHoldsUpNothing(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t, t.TempDir())

@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	ctrllog.SetLogger(logr.Discard())
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	flag.Parse()
-	if !suite.All() { // the clusters that run beside each other share the processors
+	if !suite.All() { // several clusters run at a time and share the processors
 		pace = 10 * time.Millisecond
 	}
 	set := false
