@@ -11,12 +11,12 @@ import (
 // images.
 const freedEvery = 5 * time.Minute
 
-// indexMemory is what the indexes of a disk's open replicas take before the node drops unused pages, in bytes. A fragmented
-// volume takes some 34 MiB per TiB; docs/performance.md.
+// indexMemory is what the indexes of a disk's open replicas take before the node drops unused pages, in bytes. A
+// fragmented volume takes some 34 MiB per TiB; docs/performance.md.
 const indexMemory = 128 << 20
 
-// beat reports the used bytes of attached replicas, retries reclaims and unpins, and bounds the memory of indexes, until
-// ctx ends.
+// beat reports the used bytes of attached replicas, retries reclaims and unpins, and bounds the memory of indexes,
+// until ctx ends.
 func (d *Data) beat(ctx context.Context) error {
 	tick := time.NewTicker(d.Heartbeat)
 	defer tick.Stop()

@@ -89,11 +89,12 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	return nil
 }
 
-// youngest is the age of a definition below which the server delays each creation of such an object for as long, because
-// other servers may not know the definition yet: crdHandler of k8s.io/apiextensions-apiserver.
+// youngest is the age of a definition below which the server delays each creation of such an object for as long,
+// because other servers may not know the definition yet: crdHandler of k8s.io/apiextensions-apiserver.
 const youngest = 2 * time.Second
 
-// backdate makes a definition look older, so that the server does not delay creations: an embedded server is the only one.
+// backdate makes a definition look older, so that the server does not delay creations: an embedded server is the only
+// one.
 func backdate(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface, name string) error {
 	for {
 		crd, err := crds.Get(ctx, name, metav1.GetOptions{})

@@ -209,9 +209,9 @@ func sharedLayers(ctx context.Context, a, b Cutter) ([]string, error) {
 	return x.Layers[:n], nil
 }
 
-// Compare reads the layer of a snapshot on all members, and returns an error of kind corrupt if the members hold different
-// content, of kind not-found if the snapshot does not exist, and of kind unavailable if the comparison has to wait: a
-// single member, a layer that is not finished on all members, or a merge. The guest goes first.
+// Compare reads the layer of a snapshot on all members, and returns an error of kind corrupt if the members hold
+// different content, of kind not-found if the snapshot does not exist, and of kind unavailable if the comparison has to
+// wait: a single member, a layer that is not finished on all members, or a merge. The guest goes first.
 func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

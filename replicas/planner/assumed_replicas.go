@@ -21,8 +21,8 @@ type assumedReplica struct {
 	unsure bool
 }
 
-// How long an assumption lasts while the cache lacks the Replica, which may be deleted meanwhile, and how long without a
-// reconcile of its volume while the reconciler is unsure: the volume may be gone.
+// How long an assumption lasts while the cache lacks the Replica, which may be deleted meanwhile, and how long without
+// a reconcile of its volume while the reconciler is unsure: the volume may be gone.
 const (
 	assumeTime = time.Minute
 	unsureTime = 10 * time.Minute
@@ -67,7 +67,8 @@ func refused(err error) bool {
 
 // assumedReplicas returns the assumed Replicas of a volume that the cache lacks; seen are the names that the cache has.
 // A Replica whose creation got no answer counts until an answer settles whether the Replica exists.
-func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, seen map[string]bool) (mine []api.Replica) {
+func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, seen map[string]bool) (
+	mine []api.Replica) {
 	for _, a := range p.assumedOf(v, seen) {
 		r := &a.replica
 		if a.unsure {
@@ -85,8 +86,8 @@ func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, s
 	return mine
 }
 
-// settle finds out whether a Replica is missing whose creation got no answer: the reconciler creates the Replica again, or
-// deletes it where the volume is being deleted.
+// settle finds out whether a Replica is missing whose creation got no answer: the reconciler creates the Replica again,
+// or deletes it where the volume is being deleted.
 func (p *volumeReconciler) settle(ctx context.Context, v *api.Volume, r *api.Replica) (missing bool, err error) {
 	if v.DeletionTimestamp == nil {
 		err := p.create(ctx, r.DeepCopy())

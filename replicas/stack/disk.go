@@ -131,8 +131,8 @@ func openOn(fsys file.FS, path string) (*Disk, error) {
 	return d, nil
 }
 
-// addHoles makes the holes file of a disk of an earlier version. A full or read-only disk does without, and a later open
-// tries again; so does a disk that another process has locked.
+// addHoles makes the holes file of a disk of an earlier version. A full or read-only disk does without, and a later
+// open tries again; so does a disk that another process has locked.
 func addHoles(fsys file.FS, path string) error {
 	h, err := fsys.Open(filepath.Join(path, layer.LockFile), os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {

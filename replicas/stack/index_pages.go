@@ -103,9 +103,9 @@ func (r *Replica) build(p int) {
 // dropTime bounds how long DropPages holds I/O.
 const dropTime = 50 * time.Millisecond
 
-// DropPages drops the pages of the index that no I/O has used since the call before, but for pages with one value, which
-// take no room. The next I/O builds them again. DropPages returns the memory that it freed, in bytes; it drops nothing
-// during a merge, or while I/O takes long to end.
+// DropPages drops the pages of the index that no I/O has used since the call before, but for pages with one value,
+// which take no room. The next I/O builds them again. DropPages returns the memory that it freed, in bytes; it drops
+// nothing during a merge, or while I/O takes long to end.
 func (r *Replica) DropPages(ctx context.Context) (freed int64, err error) {
 	unused := false
 	if err := r.onLoop(func() {

@@ -20,8 +20,8 @@ import (
 // next device of a volume must hold the same content.
 type Load struct {
 	Workers int
-	// Pace is the least time from one request of a worker to the next, in nanoseconds; 0: none. A load without a pace takes
-	// all processors.
+	// Pace is the least time from one request of a worker to the next, in nanoseconds; 0: none. A load without a pace
+	// takes all processors.
 	Pace atomic.Int64
 
 	blocks []blockState

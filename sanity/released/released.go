@@ -1,5 +1,5 @@
-// Package released builds the released program whose volumes, devices and peers later versions take over, for the tests of
-// upgrades. The package starts no goroutine.
+// Package released builds the released program whose volumes, devices and peers later versions take over, for the tests
+// of upgrades. The package starts no goroutine.
 package released
 
 import (
@@ -17,8 +17,8 @@ import (
 // Commit is the commit whose devices every later binary takes over.
 const Commit = "116c2029b65b8591f11af0b77419f10cfc1c402c"
 
-// Binary builds the program of Commit, outside of the module, and returns the path of the binary. A clone without the commit
-// skips the test, but in CI.
+// Binary builds the program of Commit, outside of the module, and returns the path of the binary. A clone without the
+// commit skips the test, but in CI.
 func Binary(t *testing.T) string {
 	t.Helper()
 	const commit = Commit

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// After a cut the engine compares the members in the new layer, in the background: users learn of a difference before the
-// volume needs the damaged replica. The list of comparisons ends with the session, so the session keeps the list.
+// After a cut the engine compares the members in the new layer, in the background: users learn of a difference before
+// the volume needs the damaged replica. The list of comparisons ends with the session, so the session keeps the list.
 
 // compareMost bounds how many snapshots wait for a comparison. After faster cuts the oldest are left out.
 const compareMost = 16

@@ -107,8 +107,8 @@ func (as *Attachments) isDetached(ctx context.Context, v *api.Volume) bool {
 	return apierrors.IsNotFound(as.Client.Get(ctx, client.ObjectKey{Name: v.Name}, &api.Attachment{}))
 }
 
-// listLacking lists the replicas of a volume by name, and counts the replicas that are damaged, or could be members and are
-// not.
+// listLacking lists the replicas of a volume by name, and counts the replicas that are damaged, or could be members and
+// are not.
 func (u *offlineRebuilds) listLacking(ctx context.Context, v *api.Volume) (mine []api.Replica, n int, err error) {
 	var list api.ReplicaList
 	if err := u.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: v.Name}); err != nil {
@@ -190,8 +190,8 @@ func (u *offlineRebuilds) rebuildOffline(ctx context.Context, volume string) (ag
 	return again, err
 }
 
-// someReplicaAnswers reports whether a replica that the volume lacks answers, or a member is to leave the volume: else a
-// claim would only delay other operations.
+// someReplicaAnswers reports whether a replica that the volume lacks answers, or a member is to leave the volume: else
+// a claim would only delay other operations.
 func (u *offlineRebuilds) someReplicaAnswers(ctx context.Context, v *api.Volume) bool {
 	mine, _, err := u.listLacking(ctx, v)
 	if err != nil {

@@ -58,7 +58,7 @@ type Session struct {
 	log        *slog.Logger
 	loop       *iothreads.Thread
 	here       atomic.Pointer[stack.Replica] // nil: no replica is here. A rebuild after a drop replaces the replica
-	others     sync.Map                      // further replicas of the session here, now or before: *stack.Replica by api.UID
+	others     sync.Map                      // api.UID to *stack.Replica: further replicas here, now or before
 	engine     *engine.Engine
 	size       atomic.Int64
 	serving    atomic.Pointer[engine.Engine] // the engine, once it is open

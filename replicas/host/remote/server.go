@@ -152,8 +152,8 @@ const (
 	announceEvery = 2 * time.Second
 )
 
-// Announce keeps the address of the server in the Node's status. Announce returns an error, which ends the process, when
-// the server has ended: the next process serves the replicas again.
+// Announce keeps the address of the server in the Node's status. Announce returns an error, which ends the process,
+// when the server has ended: the next process serves the replicas again.
 func (s *Server) Announce(ctx context.Context) error {
 	if s.server == nil {
 		return nil

@@ -12,8 +12,8 @@ import (
 
 // HolesFile is a file of a disk with one block between two holes. The probe of a new disk cannot mount the file system
 // again, because programs may use it; each later open of the disk, hence each open after a mount, compares the map of
-// this file with the map that the file was made with. A disk whose files were copied by a tool that fills holes has another map:
-// in a head, each filled hole would hide the data of a lower layer behind zeros.
+// this file with the map that the file was made with. A disk whose files were copied by a tool that fills holes has
+// another map: in a head, each filled hole would hide the data of a lower layer behind zeros.
 const HolesFile = "holes"
 
 const (
@@ -69,8 +69,8 @@ func CheckHoles(fsys file.FS, dir string) (err error) {
 		return err
 	}
 	if from != holesData || to != holesData+blockSize || next != holesSize {
-		return api.Errorf(api.Corrupt, "the holes of file %s have changed: bytes %d to %d are reported as data, not %d to %d; "+
-			"a copy of a disk needs a tool that keeps holes, such as cp --archive --sparse=auto: copy the disk again",
+		return api.Errorf(api.Corrupt, "the holes of file %s have changed: bytes %d to %d are reported as data, not %d "+
+			"to %d; a copy of a disk needs a tool that keeps holes, such as cp --archive --sparse=auto: copy the disk again",
 			HolesFile, from, to, holesData, holesData+blockSize)
 	}
 	return nil

@@ -202,7 +202,8 @@ func (x *Index) AnyUnused() bool {
 	return false
 }
 
-// DropUnused makes the packed pages unbuilt that were not used since the call before, and returns their memory, in bytes.
+// DropUnused makes the packed pages unbuilt that were not used since the call before, and returns their memory, in
+// bytes.
 func (x *Index) DropUnused() (freed int64) {
 	for p, q := range x.Packed {
 		if q != nil && !x.Used[p] {

@@ -109,8 +109,8 @@ func (d *Store) Join(elem ...string) string {
 	return filepath.Join(append([]string{d.Root}, elem...)...)
 }
 
-// Lock takes the disk's lock, which processes hold while they name or collect layers. If the file system of the disk was
-// unmounted, Lock fails, and makes no file in the mount point.
+// Lock takes the disk's lock, which processes hold while they name or collect layers. If the file system of the disk
+// was unmounted, Lock fails, and makes no file in the mount point.
 func (d *Store) Lock() (unlock func(), err error) {
 	h, err := d.FS.Open(d.Join(LockFile), os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
