@@ -5,11 +5,13 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // TestStateFolderOfAKilledServe: what a killed serve was starting has its lock for a moment; another serve has it for
 // long.
 func TestStateFolderOfAKilledServe(t *testing.T) {
+	suite.Slow(t)
 	dir := t.TempDir()
 	first, err := openState(dir)
 	if err != nil {

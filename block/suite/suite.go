@@ -72,8 +72,8 @@ func Seeds(t testing.TB, n int) iter.Seq[uint64] {
 	}
 }
 
-// Count is how often a test does something: as the variable says; otherwise many times where the run wants all, and a
-// few times where not.
+// Count is how often a test does something: as the variable says; otherwise many times where the run wants all, a few
+// times where not, and a tenth of that where the run is quick.
 func Count(t testing.TB, variable string, few, many int) int {
 	t.Helper()
 	if text := os.Getenv(variable); text != "" {
@@ -81,6 +81,9 @@ func Count(t testing.TB, variable string, few, many int) int {
 	}
 	if All() {
 		return many
+	}
+	if testing.Short() {
+		return (few + 9) / 10
 	}
 	return few
 }

@@ -7,12 +7,16 @@ import (
 )
 
 func TestAmountsGrowWithTheSuite(t *testing.T) {
+	few := 2
+	if testing.Short() {
+		few = 1
+	}
 	for _, c := range []struct {
 		test, count, long string
 		n                 int
 		d                 time.Duration
 	}{
-		{"", "", "", 2, 0},
+		{"", "", "", few, 0},
 		{"all", "", "", 50, time.Minute},
 		{"", "7", "3h", 7, 3 * time.Hour},
 		{"all", "7", "3h", 7, 3 * time.Hour},

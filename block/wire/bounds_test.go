@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // liar is a node with a sound certificate that answers what it likes.
@@ -172,6 +173,7 @@ func TestOnlyUIDsReachADisk(t *testing.T) {
 
 // TestPlaceOfAnIdleNode: a node that has a place and reads nothing loses it; one that reads keeps it.
 func TestPlaceOfAnIdleNode(t *testing.T) {
+	suite.Slow(t)
 	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
 	ended := make(chan struct{}, 1)

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // memory is a disk with one layer: the real things are in other rooms.
@@ -230,6 +231,7 @@ func TestSendsAreBounded(t *testing.T) {
 
 // TestLayersOfOthersAreRefused: a node that may not read a layer learns nothing of it, by no request; one that may does.
 func TestLayersOfOthersAreRefused(t *testing.T) {
+	suite.Slow(t)
 	a := testAuthority(t)
 	one, two, three := issued(t, a, "one"), issued(t, a, "two"), issued(t, a, "three")
 	addr := serve(t, one, ServerOptions{

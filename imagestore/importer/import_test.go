@@ -355,6 +355,7 @@ func TestImportFailuresLeaveNothing(t *testing.T) {
 
 // An import that is cancelled at any moment ends soon, and leaves nothing.
 func TestImportIsCancelled(t *testing.T) {
+	suite.Slow(t)
 	content := sample(24 << 20)
 	q := read(t, qcow2File(t, content, "-c"))
 	for _, b := range [][]byte{content, q} {

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/importer"
 	"drover.io/drover/imagestore/origin"
 )
@@ -18,6 +19,7 @@ import (
 // What is converted leaves the scratch file, and the source waits for the conversion: the file stays far below the size
 // of the image, where tools made that. The status tells.
 func TestScratchStaysSmall(t *testing.T) {
+	suite.Slow(t)
 	content := make([]byte, 128<<20)
 	r := rand.NewChaCha8([32]byte{9})
 	for i := 0; i < len(content); i += 4096 {

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/importer"
 	"drover.io/drover/imagestore/origin"
 	"drover.io/drover/replicas/stack"
@@ -275,6 +276,7 @@ func hostile(t *testing.T) []animal {
 // TestZoo has images that lie, each by way of a file and of a stream, on a real disk: a clear error each, nothing left,
 // and memory that does not follow what they claim.
 func TestZoo(t *testing.T) {
+	suite.Slow(t)
 	dir := t.TempDir()
 	d := newDisk(t, dir)
 	zoo := hostile(t)
@@ -382,6 +384,7 @@ func TestBombs(t *testing.T) {
 // Archives that make use of the largest windows there are. What does not fit into memory goes to the image's disk: the
 // folder for temporary files may be memory itself.
 func TestLargeWindows(t *testing.T) {
+	suite.Slow(t)
 	d := newDisk(t, t.TempDir())
 	half := sample(80 << 20)
 	for tool, content := range map[string][]byte{

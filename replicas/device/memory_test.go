@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block/suite"
 )
 
 // Every request can need the memory of the staging buffer when there is no other: it still goes on.
@@ -99,6 +101,7 @@ func TestMemoryComesLate(t *testing.T) {
 // Requests that are not answered leave those a buffer who have nothing under way, however many have all of the memory,
 // and however small the pieces are that it is cut into.
 func TestMemoryForEach(t *testing.T) {
+	suite.Slow(t)
 	for name, cut := range map[string]int{"large": maxIO, "cut": page} {
 		t.Run(name, func(t *testing.T) {
 			const devices = poolCap/maxIO + 20

@@ -8,10 +8,12 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // A disk is one instance's, for several processes of it at once, until the last of them is gone.
 func TestDiskHasOneUser(t *testing.T) {
+	suite.Slow(t)
 	dir, ctx := t.TempDir(), t.Context()
 	if err := os.WriteFile(filepath.Join(dir, lockFile), nil, 0o600); err != nil {
 		t.Fatal(err)

@@ -10,12 +10,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // TestRandom plays a guest that keeps many requests of any multiple of 512 in flight, sharing blocks but never sectors,
 // against members that answer in any order and fail now and then. Reads must give what the model says, and in the
 // end every member of the epoch holds it byte for byte.
 func TestRandom(t *testing.T) {
+	suite.Slow(t)
 	for seed := range uint64(24) {
 		for _, n := range []int{1, 2, 3} {
 			random(t, seed, n, false)

@@ -226,6 +226,7 @@ func (c *cluster) same() {
 
 // TestCut takes snapshots of three members under load.
 func TestCut(t *testing.T) {
+	suite.Slow(t)
 	const size = 16 << 20
 	c := newCluster(t, size, 2, true)
 	if err := c.attach(); err != nil {
@@ -265,6 +266,7 @@ func TestCut(t *testing.T) {
 // TestCutSteps ends the engine at each step of a cut: the next one finds no snapshot, or the same on all members, and a
 // second try of the same snapshot succeeds.
 func TestCutSteps(t *testing.T) {
+	suite.Slow(t)
 	const size = 16 << 20
 	for _, step := range []string{"prepared", "held", "one sealed", "two sealed", "all sealed"} {
 		t.Run(step, func(t *testing.T) {
@@ -335,6 +337,7 @@ func TestCutSteps(t *testing.T) {
 // TestLayersReturn has a replica away while snapshots are taken and deleted, and merged on one side; and a new replica
 // that has none of them.
 func TestLayersReturn(t *testing.T) {
+	suite.Slow(t)
 	const size = 32 << 20
 	c := newCluster(t, size, 2, true)
 	if err := c.attach(); err != nil {

@@ -7,11 +7,13 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // TestEmptySnapshots has a replica away while many snapshots are taken that hold nothing new: they cost a cut each, and
 // nothing is read for them.
 func TestEmptySnapshots(t *testing.T) {
+	suite.Slow(t)
 	const n = 100
 	c := newCluster(t, 256<<20, 1, true)
 	if err := c.attach(); err != nil {

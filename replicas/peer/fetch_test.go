@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/stack"
 )
@@ -150,6 +151,7 @@ func (w *imaged) start(op block.Op, off int64) chan error {
 // The only other machine dies that has the image and a replica, while a read waits for a block of the image: the replica
 // is dropped and writes go on.
 func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
+	suite.Slow(t)
 	w := newImaged(t, engine.StallTimeout{Min: endless, Max: endless})
 	if err := within(t, "a block of the image", w.start(block.OpRead, 0)); err != nil {
 		t.Fatal(err)
@@ -174,6 +176,7 @@ func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
 
 // A replica whose image's source does not answer stays a member, and another one answers the read.
 func TestSlowSourceCostsNoMember(t *testing.T) {
+	suite.Slow(t)
 	w := newImaged(t, engine.StallTimeout{Min: 300 * time.Millisecond, Max: 600 * time.Millisecond})
 	w.lost.Store(true)
 	if err := within(t, "a block of the image", w.start(block.OpRead, 16<<20)); err != nil {
@@ -192,6 +195,7 @@ func TestSlowSourceCostsNoMember(t *testing.T) {
 
 // A replica on another machine answers a read of what it still fetches at once, and calls in bounded time.
 func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
+	suite.Slow(t)
 	f, source := newFar(t, imageSize, nil), newDisk(t)
 	var lost atomic.Bool
 	layer := image(t, source)
@@ -228,6 +232,7 @@ func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
 
 // A node of an older version does not know such an answer: the server keeps its read until the block is fetched.
 func TestReadOfAnOlderNodeWaitsForTheFetch(t *testing.T) {
+	suite.Slow(t)
 	f, source := newFar(t, imageSize, nil), newDisk(t)
 	var lost atomic.Bool
 	layer := image(t, source)

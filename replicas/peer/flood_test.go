@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/listener"
+	"drover.io/drover/block/suite"
 )
 
 func connOf(m *Member) *conn {
@@ -72,6 +73,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 // TestIdleConnectionsEnd: a connection without sessions ends, one with a session stays, and a new one is made when it is
 // needed.
 func TestIdleConnectionsEnd(t *testing.T) {
+	suite.Slow(t)
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Idle = time.Millisecond })
 	d, loop := newDialer(t, f.at), startLoop(t)
 	m := member(t, d, f, loop, nil)

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // prompt is a replica that answers at once.
@@ -177,6 +178,7 @@ func allMemory(list []owed) bool {
 
 // TestGreedy: clients that ask and take no answer get a bounded part of the server's memory, and others are served.
 func TestGreedy(t *testing.T) {
+	suite.Slow(t)
 	read := header{kind: kindRead, session: 1, n: maxPayload}
 	call := []byte("snap-read\n{}")
 	for _, c := range []struct {
@@ -223,6 +225,7 @@ func TestGreedy(t *testing.T) {
 
 // TestGreedyIsCutOff: a client that takes none of its answers is cut off in the end, and what it had is given back.
 func TestGreedyIsCutOff(t *testing.T) {
+	suite.Slow(t)
 	// The test itself may stand still for long.
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Stalled = 5 * time.Second })
 	f.stop()

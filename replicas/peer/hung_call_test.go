@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/stack"
 )
@@ -134,6 +135,7 @@ func (c *cluster) hangOn(i int) *stuckDisk {
 // the same connection notices nothing. No goroutine is left, the server learns of the end of the session, and the
 // replica can be adopted again after the disk continued.
 func TestDiskHangsWhileItsConnectionLives(t *testing.T) {
+	suite.Slow(t)
 	d := &stuckDisk{}
 	defer d.resume()
 	f := newFar(t, testSize, func(o *ServerOptions) {
@@ -297,6 +299,7 @@ func TestAbandonedMemberDrainsBeforeItServes(t *testing.T) {
 
 // TestJoinBesideADiskThatHangs: the join of a replica whose disk hangs fails, and another replica is rebuilt.
 func TestJoinBesideADiskThatHangs(t *testing.T) {
+	suite.Slow(t)
 	for _, name := range []string{"digests", "intents"} {
 		t.Run(name, func(t *testing.T) {
 			c := newCluster(t, testSize, 3, true)
@@ -351,6 +354,7 @@ func TestJoinBesideADiskThatHangs(t *testing.T) {
 
 // TestMemberWhoseDiskHangsInACallIsDropped: the engine drops a member for a stalled call alone, without any I/O.
 func TestMemberWhoseDiskHangsInACallIsDropped(t *testing.T) {
+	suite.Slow(t)
 	c := newCluster(t, testSize, 2, true)
 	d := c.hangOn(0)
 	if err := c.attach(); err != nil {
@@ -377,6 +381,7 @@ func TestMemberWhoseDiskHangsInACallIsDropped(t *testing.T) {
 // TestAttachBesideADiskThatHangs: an attach that removes a snapshot from a member whose disk hangs leaves the member out,
 // once the call has exceeded the stall timeout.
 func TestAttachBesideADiskThatHangs(t *testing.T) {
+	suite.Slow(t)
 	c := newCluster(t, testSize, 2, true)
 	d := c.hangOn(0)
 	f := c.far[0]
@@ -486,6 +491,7 @@ func TestBuffersOfAnAbandonedMember(t *testing.T) {
 // TestUnfetchedReadsAreNoStall: the engine does not abandon a remote replica that answers "not fetched", however long
 // the source of the replica is away.
 func TestUnfetchedReadsAreNoStall(t *testing.T) {
+	suite.Slow(t)
 	f, source := newFar(t, imageSize, nil), newDisk(t)
 	var lost atomic.Bool
 	layer := image(t, source)

@@ -10,11 +10,13 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/engine"
 )
 
 // TestHung has the other side stop answering: all is answered in bounded time, and a new Adopt takes the member back.
 func TestHung(t *testing.T) {
+	suite.Slow(t)
 	f := newFar(t, testSize, nil)
 	p := newProxy(t, f.at)
 	d := newDialer(t, at(p.ln.Addr().String()))

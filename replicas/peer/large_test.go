@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/stack"
 )
@@ -41,6 +42,7 @@ func newLargest(t *testing.T) *far {
 // TestCallsOfTheLargestVolume: each call that carries regions or pieces fits for 64 TiB, where all of them are in it,
 // and where every other one is. The connection stays, and the session has a clean end.
 func TestCallsOfTheLargestVolume(t *testing.T) {
+	suite.Slow(t)
 	f := newLargest(t)
 	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
 	adoptAs(t, m, 1, 1, "other")
@@ -87,6 +89,7 @@ func TestCallsOfTheLargestVolume(t *testing.T) {
 
 // TestChangedOfTheLargestVolume: an answer with every other piece of 1 MiB of 64 TiB fits into a frame, and names each.
 func TestChangedOfTheLargestVolume(t *testing.T) {
+	suite.Slow(t)
 	for _, step := range []int64{1, 2, 700} {
 		runs := runsOf(func(yield func(int64) bool) {
 			for n := int64(0); n < maxPieces && yield(n); n += step {
@@ -118,6 +121,7 @@ func TestChangedOfTheLargestVolume(t *testing.T) {
 // TestDetachOfTheLargestVolume: an engine that ends takes all intents of 64 TiB away, on all members, and leaves their
 // ends clean.
 func TestDetachOfTheLargestVolume(t *testing.T) {
+	suite.Slow(t)
 	fars := []*far{newLargest(t), newLargest(t)}
 	loop := startLoop(t)
 	cfg := engine.Config{Loop: loop, Size: api.MaxVolumeSize, Epoch: 1, Incarnation: 1, Track: true, Resync: true,

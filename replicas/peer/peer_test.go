@@ -22,6 +22,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/stack"
@@ -462,6 +463,7 @@ func compare(t *testing.T, f *far, model, digests []byte) {
 
 // TestCuts breaks the connections, and restarts the other process, while a guest works: it notices nothing.
 func TestCuts(t *testing.T) {
+	suite.Slow(t)
 	f := newFar(t, testSize, nil)
 	p := newProxy(t, f.at)
 	d := newDialer(t, at(p.ln.Addr().String()))
@@ -497,7 +499,7 @@ func TestCuts(t *testing.T) {
 			}
 		}
 	}()
-	g.run(12000, 32)
+	g.run(suite.Count(t, "DROVER_REQUESTS", 4000, 12000), 32)
 	close(stop)
 	within(t, "end of what was begun", done)
 	p.flip.Store(0)

@@ -223,6 +223,7 @@ func (c *cluster) equal(model []byte) {
 
 // TestReturn has a replica go and come back: what was written meanwhile travels, and little more.
 func TestReturn(t *testing.T) {
+	suite.Slow(t)
 	const size = int64(256) << 20
 	c := newCluster(t, size, 2, true)
 	if err := c.attach(); err != nil {
@@ -383,6 +384,7 @@ func TestFaults(t *testing.T) {
 
 // TestGone has every replica go: I/O waits, and goes on when one is back.
 func TestGone(t *testing.T) {
+	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
@@ -462,6 +464,7 @@ func TestUnclean(t *testing.T) {
 // TestGoneForLong: I/O that waits for replicas that are all gone fails after a time, where the user wants that, and so
 // does what comes, until one of them is back.
 func TestGoneForLong(t *testing.T) {
+	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
@@ -531,6 +534,7 @@ func TestGoneForLong(t *testing.T) {
 // TestBothGone: both replicas fail the same writes at once, so that nobody is left to say which of them is to be dropped.
 // That bounds how long I/O waits as well.
 func TestBothGone(t *testing.T) {
+	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
 	if err := c.attach(); err != nil {
 		t.Fatal(err)

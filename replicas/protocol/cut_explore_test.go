@@ -3,6 +3,8 @@ package protocol
 import (
 	"strings"
 	"testing"
+
+	"drover.io/drover/block/suite"
 )
 
 func exploreCut(l cutLimits, r cutRules, most int) (visited int, story []string, bad string) {
@@ -45,6 +47,7 @@ var cutWorlds = map[string]cutLimits{
 }
 
 func TestCutHolds(t *testing.T) {
+	suite.Slow(t)
 	for name, l := range cutWorlds {
 		t.Run(name, func(t *testing.T) {
 			n, story, bad := exploreCut(l, allCutRules(), 3_000_000)

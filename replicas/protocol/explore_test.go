@@ -3,6 +3,8 @@ package protocol
 import (
 	"strings"
 	"testing"
+
+	"drover.io/drover/block/suite"
 )
 
 // explore visits every reachable state, breadth first, and returns how many there are, and the shortest story that ends
@@ -51,6 +53,7 @@ var worlds = map[string]limits{
 }
 
 func TestProtocolHolds(t *testing.T) {
+	suite.Slow(t)
 	for name, l := range worlds {
 		t.Run(name, func(t *testing.T) {
 			n, story, bad := explore(l, allRules(), 3_000_000)
@@ -64,6 +67,7 @@ func TestProtocolHolds(t *testing.T) {
 
 // TestEveryRuleIsNeeded takes one rule out at a time; the explorer must find what goes wrong then.
 func TestEveryRuleIsNeeded(t *testing.T) {
+	suite.Slow(t)
 	for name, c := range map[string]struct {
 		without func(*rules)
 		world   limits

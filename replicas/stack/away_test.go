@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -161,6 +162,7 @@ func TestResumeOfMergedAway(t *testing.T) {
 
 // A layer that is being merged, or was, is not repaired in place: its files are not its own any more.
 func TestMendOfMerged(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)
 	for name, during := range map[string]func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error{

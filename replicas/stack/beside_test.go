@@ -6,6 +6,7 @@ import (
 	"slices"
 	"testing"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 
 	"drover.io/drover/api"
@@ -14,6 +15,7 @@ import (
 // The layers of snapshots beside the head, which a revert left there, are merged like those below it. Where one gets a
 // snapshot of its own, or a second branch stands on it, it stays.
 func TestMergeBesideTheHead(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)
@@ -86,6 +88,7 @@ func (u untilMerging) Err() error {
 
 // A merge beside the head that was interrupted goes on, and its layers go where their snapshot went meanwhile.
 func TestMergeBesideTheHeadIsInterrupted(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	for _, goes := range []bool{false, true} {
@@ -144,7 +147,7 @@ func TestMergeBesideTheHeadIsInterrupted(t *testing.T) {
 }
 
 // mergeBeside is a merge of layers that a revert left beside the head.
-var mergeBeside = step{name: "merge beside the head", setup: func(t *testing.T, d *Disk, i *ids) {
+var mergeBeside = step{name: "merge beside the head", third: 2, setup: func(t *testing.T, d *Disk, i *ids) {
 	i.makeImage(t, d)
 	var layers []string
 	for k, b := range [][]int64{{1, 5, 600, 601, 900}, {5, 6, 601, 700, 1500, 2047}, {2}} {

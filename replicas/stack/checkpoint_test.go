@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -45,6 +46,7 @@ func writeChunks(t *testing.T, w block.LayerWriter, all [][]byte, from, to int) 
 
 // Whenever the power goes, what was kept is there, is continued, and makes the layer that it would have been.
 func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	for seed := range uint64(5) {

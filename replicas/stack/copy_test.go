@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -23,6 +24,7 @@ func (c *chained) second() *Disk {
 // A clone on another disk reads its layers where they are, has all of them in the end, verified, and needs neither the
 // source, nor its snapshot, nor its disk from then on. Until then the source can be deleted, but not its layers.
 func TestCloneOnAnotherDisk(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	c := newChained(t)
 	ctx := context.Background()
@@ -199,6 +201,7 @@ func mustOpen(t *testing.T, d *Disk, layer string) block.Source {
 
 // While a layer is pinned it is not merged, and space says who has what.
 func TestPinAndSpace(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	c := newChained(t)
 	ctx := context.Background()

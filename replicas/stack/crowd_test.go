@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -83,6 +84,7 @@ func (f *readsFS) take() map[string]int {
 
 // Whoever looks for what is to be finished, or for what may be merged, reads no record again that is known.
 func TestNothingKnownIsReadAgain(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	d := newDisk(t)
 	counted := &readsFS{FS: d.FS, reads: map[string]int{}}

@@ -20,6 +20,7 @@ import (
 
 // TestCuts compares a replica that is cut now and then, and each of its snapshots, with arrays of bytes.
 func TestCuts(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))

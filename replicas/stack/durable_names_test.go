@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -170,6 +171,7 @@ func TestDropAfterAKill(t *testing.T) {
 
 // What did not change since it was made durable is not synced again: there may be thousands of records.
 func TestSettledOnce(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	d, f := tap(t, newDisk(t))

@@ -11,12 +11,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
 // What is removed is emptied piece by piece, but not under somebody who reads it.
 func TestRemovedFilesAreEmptied(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	d := newDisk(t)
@@ -109,6 +111,7 @@ func TestPiecesAreAsLargeAsTheDiskIsFast(t *testing.T) {
 
 // A replica that is removed in the middle of a merge leaves nothing of it.
 func TestHalfMergedReplicaIsRemoved(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx, c := context.Background(), newChained(t)
 	c.d.window = 2 << 20

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 
 	"drover.io/drover/api"
@@ -124,6 +125,7 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 
 // The record of fetched chunks names none that a loss of power can take: all that it names is read without the source.
 func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

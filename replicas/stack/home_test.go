@@ -8,12 +8,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // A layer that comes home holds no I/O up while reads wait for the lost source of another one: whole-block writes go on,
 // and the replica can be used for all else.
 func TestHomeBesideALostSource(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	const size = 8 << 20
 	ctx := context.Background()

@@ -75,6 +75,7 @@ func hydrates(r *Replica) (layers []string, why error) {
 // A replica reads a layer of another machine chunk by chunk as it needs them, waits while that machine does not answer,
 // knows after a restart what is there, and comes home to the copy.
 func TestHydrate(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	const size = pageSize + 24<<20
 	ctx := context.Background()

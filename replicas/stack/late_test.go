@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 
 	"golang.org/x/sys/unix"
@@ -108,6 +109,7 @@ func stolen(t *testing.T, pid int, name string) (files []*os.File) {
 // TestLateWriteOfADeadCutter has a process die in a cut, and one of its writes to the layer end long after it. Its disk
 // I/O under way is what this test is: it holds the dead process's open file. Nobody may count on the layer before.
 func TestLateWriteOfADeadCutter(t *testing.T) {
+	suite.Slow(t)
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
 	spec := Spec{UID: string(api.NewUID()), Volume: "cuts", VolumeUID: string(api.NewUID()), Size: 32 << 20}

@@ -48,7 +48,9 @@ func checksummed(t *testing.T, d *Disk, uid string) {
 
 // mergeStep merges layers above that of an image. Change is made to the record of the replica before.
 func mergeStep(name string, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
-	return mergeOf(name, 8<<20, change, blocks...)
+	s := mergeOf(name, 8<<20, change, blocks...)
+	s.third = 1
+	return s
 }
 
 func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
@@ -110,7 +112,7 @@ var (
 	mergePieces = func() step {
 		s := mergeOf("merge with a map in pieces", 130<<20, func(*testing.T, *Disk, *Meta) {},
 			[]int64{1, 5, 600, 33000, 33001, 33279}, []int64{5, 6, 601, 33001, 33002})
-		s.window = 128 << 20
+		s.window, s.third = 128<<20, 3
 		return s
 	}()
 	// mergeBefore was begun by a version whose merges do not carry checksums.

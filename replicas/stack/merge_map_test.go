@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -21,6 +22,7 @@ import (
 // While the map of a merge is there in part, everything is read as before: by who has the replica open, by who opens it
 // then, and as a whole; and the merge goes on from there.
 func TestMergeMapsInPieces(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
 	const size = int64(260) << 20 // five pages, the last one short

@@ -142,6 +142,7 @@ feed:
 
 // TestModelReplays runs the programs that once failed.
 func TestModelReplays(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	names, err := filepath.Glob("testdata/model/*.json")
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/stack/diskfs"
 )
@@ -71,6 +72,7 @@ func child(root, uid string) error {
 // TestDeadCutter kills a process that cuts while it writes, wherever it is. What it left under way must not come to a
 // layer after somebody has opened the replica and counts on it; TestLateWriteOfADeadCutter has a write that is late.
 func TestDeadCutter(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
@@ -138,6 +140,7 @@ func TestDeadCutter(t *testing.T) {
 // TestDeadOwner kills a process in the middle of its writes. The next opener must not be overtaken by what the dead
 // process left under way: whatever it writes then stays.
 func TestDeadOwner(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	const size = int64(32) << 20

@@ -9,6 +9,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
@@ -93,6 +94,7 @@ func TestMergeRestsWithoutIOHeld(t *testing.T) {
 
 // A merge does not have all I/O wait for some that hangs, and goes on when that is over.
 func TestMergeBesideIOThatHangs(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	disk := &slowDisk{Loop: startLoop(t)}
 	r := mergeable(t, disk, newDisk(t), 4<<20)

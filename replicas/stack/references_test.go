@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 
 	"drover.io/drover/api"
@@ -15,6 +16,7 @@ import (
 // What records name is kept only while they are the same files: a record that another process replaced, removed or
 // damaged is seen at once.
 func TestNamingsFollowTheRecords(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	d, err := Add(t.Context(), t.TempDir())
 	if err != nil {

@@ -161,6 +161,7 @@ func comeHome(t *testing.T, r *Replica) {
 // Of a layer that is read on another disk each chunk is written home by its first read: a later process reads it there,
 // also when the other disk is gone. What is not home yet waits for that disk; writes go on, and the replica is closed.
 func TestFirstReadBringsAChunkHome(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	const size = 8 << 20
 	ctx := context.Background()

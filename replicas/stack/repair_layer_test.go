@@ -10,12 +10,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
 
 // Whatever happened to the files of a layer, it is made whole from another copy, and who had it open reads on.
 func TestMend(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	const size = 70 << 20

@@ -11,12 +11,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // What is written in pieces is read as it was written, by the open replica and by the next one; the rest of the buffer
 // is not touched. A cut takes it along.
 func TestScatter(t *testing.T) {
+	suite.Slow(t)
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
 	const size = 16 << 20

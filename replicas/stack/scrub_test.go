@@ -12,12 +12,14 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
 // What a scrub finds damaged is never served again, to nobody, is not merged, and is served again once it is whole.
 func TestScrub(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx, c := context.Background(), newChained(t)
 	snaps := c.scribble(3)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
 	"drover.io/drover/replicas/stack/diskfs"
 )
@@ -22,6 +23,7 @@ func (s *slowReads) Read(op *uring.Op, fd int, buf []byte, off int64) {
 
 // A volume whose slow disk takes longer than a moment to do all that is under way grows nevertheless.
 func TestExpandBesideManyReads(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	const size, depth = 4 << 20, 128
 	slow := &slowReads{Loop: startLoop(t)}

@@ -136,6 +136,7 @@ func newChained(t *testing.T) *chained {
 
 // Reverting keeps newer snapshots beside the head; dropping them gives their layers back, and only theirs.
 func TestRevertAndDrop(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)
@@ -333,6 +334,7 @@ func (c *chained) mergeAll() {
 
 // Layers whose snapshots were dropped are merged, with I/O going on; what others name stays.
 func TestMerge(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)

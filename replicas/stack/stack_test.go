@@ -130,6 +130,7 @@ func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) 
 
 // TestModel compares a replica over 0 to 3 layers with an array of bytes, through random I/O and reopening.
 func TestModel(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	for layers := range 4 {
 		t.Run(fmt.Sprintf("layers=%d", layers), func(t *testing.T) {

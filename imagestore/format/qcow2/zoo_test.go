@@ -16,6 +16,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/format/oracle"
 )
 
@@ -130,6 +131,7 @@ func read(b []byte, lim Limits) ([]byte, error) {
 }
 
 func TestTiny(t *testing.T) {
+	suite.Slow(t)
 	for _, bits := range []int{9, 12, 14, 16} {
 		for _, z := range []bool{false, true} {
 			for _, extended := range []bool{false, true} {

@@ -6,6 +6,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/format/oracle"
 )
 
@@ -255,6 +256,7 @@ func TestMemory(t *testing.T) {
 // TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
 // else.
 func TestTruncated(t *testing.T) {
+	suite.Slow(t)
 	m := makeTiny()
 	b := m.signed()
 	for n := range len(b) {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/origin"
 )
 
@@ -294,6 +295,7 @@ func TestFirstAnswers(t *testing.T) {
 
 // A download that is left in the middle leaves no goroutine and no connection.
 func TestCloseInTheMiddle(t *testing.T) {
+	suite.Slow(t)
 	body := content(3_000_000)
 	var conns crowd
 	url, _ := serve(t, func(n int, w http.ResponseWriter, r *http.Request) {

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/origin"
 )
 
@@ -101,6 +102,7 @@ func TestCutsAreResumed(t *testing.T) {
 }
 
 func TestFaultyRegistries(t *testing.T) {
+	suite.Slow(t)
 	body := noise(1 << 20)
 	packed := pack(t, "gzip", disked(t, body))
 	flush := func(w http.ResponseWriter) { _ = http.NewResponseController(w).Flush() }

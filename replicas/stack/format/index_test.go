@@ -5,6 +5,8 @@ import (
 	"runtime"
 	"slices"
 	"testing"
+
+	"drover.io/drover/block/suite"
 )
 
 // TestIndexModel compares an index with a plain array, through changes, growth, and runs.
@@ -64,6 +66,7 @@ func simulate(x *Index, upTo float64, rng *rand.Rand) {
 
 // TestIndexMemory simulates volumes of 1 TiB. It measures the heap, and holds index.memory against it.
 func TestIndexMemory(t *testing.T) {
+	suite.Slow(t)
 	const blocks = int64(1) << 40 >> BlockBits
 	for _, c := range []struct {
 		name  string
