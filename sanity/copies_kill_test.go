@@ -50,7 +50,7 @@ func copiesKilled(t *testing.T, w *world) {
 	must(t, err)
 	own := make([]byte, mib)
 	linked := bytes.Clone(want)
-	n := kills(t, 5)
+	n := kills(t, 3)
 	for i := range n {
 		pause := time.NewTimer(time.Duration(rng.IntN(700)) * time.Millisecond)
 		<-pause.C

@@ -30,6 +30,7 @@ ControllerModifyVolumeSecret: {key: ` + canary + `}
 // TestCSISanity runs the community's tests of CSI drivers against `drover serve`, for file systems and for block
 // devices.
 func TestCSISanity(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.set("volume-attach-limit", "5") // the test of the limit attaches as many volumes
 	must(t, os.WriteFile(w.path("secrets"), []byte(secrets), 0o600))

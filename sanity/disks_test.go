@@ -274,6 +274,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 
 // TestImagesOnDisks is the life of images on three disks of one node.
 func TestImagesOnDisks(t *testing.T) {
+	t.Parallel()
 	if _, err := exec.LookPath("qemu-img"); err != nil {
 		t.Fatal("this story needs qemu-img (package qemu-utils)")
 	}
@@ -286,5 +287,6 @@ func TestImagesOnDisks(t *testing.T) {
 
 // TestDamagedImages is what becomes of images whose files change on the disk.
 func TestDamagedImages(t *testing.T) {
+	t.Parallel()
 	damagedImages(t, newWorld(t))
 }

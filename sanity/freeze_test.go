@@ -154,7 +154,7 @@ func frozenKilled(t *testing.T, w *world) {
 	must(t, err)
 	must(t, a.up())
 	var ids []string
-	for i := range kills(t, 8) {
+	for i := range kills(t, 4) {
 		a.lazily(fmt.Sprint("file-", i))
 		done := make(chan error, 1)
 		go func() {
@@ -162,7 +162,7 @@ func frozenKilled(t *testing.T, w *world) {
 			ids = append(ids, id)
 			done <- err
 		}()
-		time.Sleep(time.Duration(i*6) * time.Millisecond) // another moment each time
+		time.Sleep(time.Duration(i*12) * time.Millisecond) // another moment each time
 		if pid := w.child("data"); pid != 0 {
 			must(t, syscall.Kill(pid, syscall.SIGKILL))
 		}

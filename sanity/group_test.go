@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// order is 32 writers, each of which writes a number to its block of volume a and, when that is done, to its block of
+// order is some writers, each of which writes a number to its block of volume a and, when that is done, to its block of
 // volume b, and so on. What was ever to be seen at an instant is: b has what a has, or the number before.
 type order struct {
 	a, b string // devices
@@ -31,7 +31,7 @@ type order struct {
 	files []*os.File
 }
 
-const writers = 32
+const writers = 8
 
 func (o *order) start(t *testing.T) {
 	o.errs = make(chan error, writers)
@@ -98,7 +98,8 @@ func groupOrder(t *testing.T, w *world) {
 	o.start(t)
 	ids := []string{pods[0].id, pods[1].id, pods[2].id}
 	var last *csi.VolumeGroupSnapshot
-	for i := range suite.Count(t, "DROVER_ROUNDS", 6, 12) {
+	rounds := suite.Count(t, "DROVER_ROUNDS", 3, 12)
+	for i := range rounds {
 		name := fmt.Sprintf("order-%d", i)
 		done := make(chan error, 1)
 		go func() {
@@ -188,7 +189,7 @@ func groupOrder(t *testing.T, w *world) {
 	for _, p := range pods {
 		do(t, p.remove)
 	}
-	t.Logf("12 groups under %d pairs of writes, 6 of them with a kill", o.n.Load())
+	t.Logf("%d groups under %d pairs of writes, every second with a kill", rounds, o.n.Load())
 }
 
 func (w *world) groups() csi.GroupControllerClient { return csi.NewGroupControllerClient(w.conn) }

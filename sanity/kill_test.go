@@ -17,7 +17,7 @@ import (
 // kills is how often a test kills: a few times, or as DROVER_KILLS says.
 func kills(t *testing.T, few int) int {
 	t.Helper()
-	return suite.Count(t, "DROVER_KILLS", few, 5*few)
+	return suite.Count(t, "DROVER_KILLS", few, 10*few)
 }
 
 // completed is how many reads and writes a disk has carried.
@@ -98,7 +98,7 @@ func killUnderFio(t *testing.T, w *world) {
 	}
 	alive(50)
 	var slowest time.Duration
-	n := kills(t, 5)
+	n := kills(t, 3)
 	for range n {
 		pid := w.kill("data")
 		slowest = max(slowest, alive(2))

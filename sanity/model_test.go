@@ -74,6 +74,7 @@ func newModel(w *world, until time.Time) *model {
 // TestModelOfProgram runs one program, or programs of new seeds for as long as DROVER_MODEL says; DROVER_SEED runs one alone.
 // One that fails is made as short as it goes: DROVER_MODEL_STEPS, the seeds of its steps, runs such a program alone.
 func TestModelOfProgram(t *testing.T) {
+	t.Parallel()
 	if text := os.Getenv("DROVER_MODEL_STEPS"); text != "" {
 		var list []uint64
 		must(t, json.Unmarshal([]byte(text), &list))

@@ -98,6 +98,7 @@ func (w *world) volume(name string) *api.Volume {
 // TestRecoverLostState: the API's state is gone; images and volumes come back from the disk, a mounted one without
 // having stopped.
 func TestRecoverLostState(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	dir := t.TempDir()
 	gold := golden(t, filepath.Join(dir, "golden.qcow2"), 128*mib)
@@ -190,6 +191,7 @@ func equalJSON(t *testing.T, a, b any) bool {
 // TestRecoverOldState: the API went back in time. Nothing of what came since is destroyed, an attach refuses until the
 // epoch is raised, and what is in conflict is told and left alone.
 func TestRecoverOldState(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	early, err := w.create("early", 256*mib, mountCap("ext4"))
 	must(t, err)

@@ -66,7 +66,7 @@ func killData(t *testing.T, w *world) {
 	stop, ended := make(chan struct{}), make(chan error, 1)
 	progress := make(chan struct{}, 1)
 	go func() { ended <- load(f, 256*mib, stop, progress) }()
-	n := kills(t, 5)
+	n := kills(t, 3)
 	var slowest time.Duration
 	for range n {
 		pid, began := w.kill("data"), time.Now()

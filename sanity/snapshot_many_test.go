@@ -8,12 +8,14 @@ import (
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"drover.io/drover/block/suite"
 )
 
 // snapshotsAtOnce: snapshots of two volumes are asked for at once, then clones of all of them, then everything goes
 // at once, while the sources are written to. Each is there, none is left.
 func snapshotsAtOnce(t *testing.T, w *world) {
-	const callers = 20
+	callers := suite.Count(t, "DROVER_CALLERS", 8, 20)
 	all := func(call func(i int) error) {
 		t.Helper()
 		var wg sync.WaitGroup
@@ -33,8 +35,7 @@ func snapshotsAtOnce(t *testing.T, w *world) {
 		must(t, sources[i].up())
 		counts[i] = sources[i].count("n", loadPace())
 	}
-	var ids [callers]string
-	var clones [callers]*pod
+	ids, clones := make([]string, callers), make([]*pod, callers)
 	all(func(i int) (err error) {
 		ids[i], err = w.snap(sources[i%2].id, fmt.Sprintf("many-%d-at-%d", i%2, i))
 		return err
@@ -60,7 +61,7 @@ func snapshotsAtOnce(t *testing.T, w *world) {
 	list, err := w.controller.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
 	must(t, err)
 	for _, e := range list.Entries {
-		if slices.Contains(ids[:], e.Snapshot.SnapshotId) {
+		if slices.Contains(ids, e.Snapshot.SnapshotId) {
 			t.Errorf("%s is left", e.Snapshot.SnapshotId)
 		}
 	}

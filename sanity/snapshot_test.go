@@ -19,37 +19,37 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
-// TestSnapshotStories are what users do with snapshots and clones.
 func TestSnapshotStories(t *testing.T) {
-	w := newWorld(t)
-	run := func(name string, story func(t *testing.T, w *world)) {
-		t.Run(name, func(t *testing.T) {
-			w.t = t
-			defer func() { w.t = t }()
-			story(t, w)
-		})
-		w.t = t
-	}
-	run("a mounted volume is cloned", cloneMounted)
-	run("a snapshot is restored, larger", restoreLarger)
-	run("snapshots under load", snapshotLoad)
-	run("many snapshots and clones at once", snapshotsAtOnce)
-	run("data is killed while snapshots are taken", snapshotKilled)
-	run("a volume that was never formatted", cloneBlank)
-	run("groups are of one instant", groupOrder)
-	run("changed blocks", snapshotMetadata)
-	run("a damaged layer", damagedLayer)
-	run("trim over a snapshot", trimMounted)
-	run("a trim that removes snapshots", trimRemoves)
-	run("frozen file systems", frozenSnapshots)
-	run("data is killed while a file system is frozen", frozenKilled)
-	run("full copies", fullCopies)
-	run("data is killed while copies are made", copiesKilled)
-	run("snapshots that are images", imageSnapshots)
-	run("the words of CSI", snapshotWords)
-	run("command line", snapshotCommands)
+	tell(t,
+		story{"a mounted volume is cloned", cloneMounted},
+		story{"a snapshot is restored, larger", restoreLarger},
+		story{"snapshots under load", snapshotLoad},
+		story{"many snapshots and clones at once", snapshotsAtOnce},
+		story{"data is killed while snapshots are taken", snapshotKilled},
+		story{"a volume that was never formatted", cloneBlank},
+		story{"the words of CSI", snapshotWords},
+		story{"command line", snapshotCommands})
+}
+
+func TestGroupAndFreezeStories(t *testing.T) {
+	tell(t,
+		story{"groups are of one instant", groupOrder},
+		story{"changed blocks", snapshotMetadata},
+		story{"a damaged layer", damagedLayer},
+		story{"frozen file systems", frozenSnapshots},
+		story{"data is killed while a file system is frozen", frozenKilled})
+}
+
+func TestSpaceAndCopyStories(t *testing.T) {
+	tell(t,
+		story{"trim over a snapshot", trimMounted},
+		story{"a trim that removes snapshots", trimRemoves},
+		story{"full copies", fullCopies},
+		story{"data is killed while copies are made", copiesKilled},
+		story{"snapshots that are images", imageSnapshots})
 }
 
 func (w *world) snap(volume, name string) (string, error) {
@@ -254,7 +254,7 @@ func snapshotLoad(t *testing.T, w *world) {
 	c := a.count("n", loadPace())
 	var ids []string
 	var before, after []int64
-	for i := range 10 {
+	for i := range suite.Count(t, "DROVER_ROUNDS", 4, 10) {
 		before = append(before, c.n.Load())
 		id, err := w.snap(a.id, fmt.Sprintf("load-%d", i))
 		must(t, err)
@@ -273,7 +273,7 @@ func snapshotLoad(t *testing.T, w *world) {
 	}
 	w.unsnap(ids...)
 	do(t, a.down, a.remove)
-	t.Logf("%d synced writes, 10 snapshots", c.n.Load())
+	t.Logf("%d synced writes, %d snapshots", c.n.Load(), len(ids))
 }
 
 // snapshotKilled: whatever moment the data process dies in, a snapshot is taken once, and the load sees no error.
@@ -283,7 +283,7 @@ func snapshotKilled(t *testing.T, w *world) {
 	must(t, a.up())
 	c := a.count("n", loadPace())
 	var ids []string
-	for i := range kills(t, 6) {
+	for i := range kills(t, 3) {
 		done := make(chan error, 1)
 		before := c.n.Load()
 		go func() {
@@ -291,7 +291,7 @@ func snapshotKilled(t *testing.T, w *world) {
 			ids = append(ids, id)
 			done <- err
 		}()
-		time.Sleep(time.Duration(i*3) * time.Millisecond) // another moment each time
+		time.Sleep(time.Duration(i*6) * time.Millisecond) // another moment each time
 		if pid := w.child("data"); pid != 0 {
 			must(t, syscall.Kill(pid, syscall.SIGKILL))
 		}
@@ -392,6 +392,7 @@ func snapshotCommands(t *testing.T, w *world) {
 // TestRecoverSnapshots: the API's state is gone; snapshots come back with their volumes, as old as they were, and a revert
 // of the past is not done again.
 func TestRecoverSnapshots(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	a, err := w.create("a", 256*mib, mountCap("ext4"))
 	must(t, err)

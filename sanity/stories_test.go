@@ -19,33 +19,44 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// TestStories are what users do, in one world after another state of it.
-func TestStories(t *testing.T) {
+// A story is something that users do. A story finds a world as new, and leaves it so.
+type story struct {
+	name string
+	tell func(t *testing.T, w *world)
+}
+
+// tell tells stories one after another in one world, beside the stories of other tests.
+func tell(t *testing.T, stories ...story) {
+	t.Helper()
+	t.Parallel()
 	w := newWorld(t)
-	run := func(name string, story func(t *testing.T, w *world)) {
-		t.Run(name, func(t *testing.T) {
+	for _, s := range stories {
+		t.Run(s.name, func(t *testing.T) {
 			w.t = t
-			defer func() { w.t = t }()
-			story(t, w)
+			s.tell(t, w)
 		})
 		w.t = t
 	}
-	run("data stays", dataStays)
-	run("two volumes of one image", twoOfOneImage)
-	run("grow", grow)
-	run("never over data", neverOverData)
-	run("the same call many times at once", manyAtOnce)
-	run("names", names)
-	run("what differs is another volume", differs)
-	run("pages", pages)
-	run("serve is stopped and started", restarts)
-	run("serve is killed", killServe)
-	run("all of the node dies", nodeDies)
-	run("data is killed under load", killData)
-	run("data is killed under fio", killUnderFio)
-	run("not on a volume of its own", notOnItself)
-	run("memory is its own", ownMemory)
-	run("memory is scarce", scarceMemory)
+}
+
+func TestStories(t *testing.T) {
+	tell(t,
+		story{"data stays", dataStays},
+		story{"two volumes of one image", twoOfOneImage},
+		story{"grow", grow},
+		story{"never over data", neverOverData},
+		story{"the same call many times at once", manyAtOnce},
+		story{"names", names},
+		story{"what differs is another volume", differs},
+		story{"pages", pages},
+		story{"serve is stopped and started", restarts},
+		story{"serve is killed", killServe},
+		story{"all of the node dies", nodeDies},
+		story{"data is killed under load", killData},
+		story{"data is killed under fio", killUnderFio},
+		story{"not on a volume of its own", notOnItself},
+		story{"memory is its own", ownMemory},
+		story{"memory is scarce", scarceMemory})
 }
 
 func dataStays(t *testing.T, w *world) {

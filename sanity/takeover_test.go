@@ -24,6 +24,7 @@ import (
 // holder stays, and the new binary takes the devices up from what the old one left there and on the disk. Both speak
 // for themselves through their own commands and CSI: the test knows no path of the API.
 func TestNewBinaryTakesOverDevicesOfReleasedBinary(t *testing.T) {
+	t.Parallel()
 	now := drover(t)
 	old := released.Binary(t)
 	for name, stop := range map[string]func(w *world){

@@ -139,7 +139,7 @@ func (w *world) layersTake(most int64, do func()) {
 	dir := w.path("disk", "layers")
 	ctx, cancel := timeout(w.t)
 	defer cancel()
-	tick := time.NewTicker(100 * time.Millisecond)
+	tick := time.NewTicker(500 * time.Millisecond)
 	defer tick.Stop()
 	for {
 		do()
