@@ -3,13 +3,19 @@ package stack
 import (
 	"context"
 	"encoding/binary"
+	"errors"
+	"os"
 	"slices"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/format"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // What is said to be nowhere is read as zeros; what is in the head or in a layer is never said to be nowhere.
@@ -178,4 +184,62 @@ func built(t *testing.T, r *Replica) (all []bool) {
 		t.Fatal(err)
 	}
 	return all
+}
+
+// TestUnreadableMapFailsItsPageAlone: while a page of a layer's map cannot be read, reads and writes there fail like
+// those of a failing disk, for which an engine drops a member, and not as damage, for which it does not. Other pages and
+// flushes continue, and so does the page once the map can be read.
+func TestUnreadableMapFailsItsPageAlone(t *testing.T) {
+	ctx, loop, d := context.Background(), startLoop(t), newDisk(t)
+	const size = 128 << 20
+	layers := []string{filledLayer(t, d, size, []int64{2, 4, 20000, 20002}, 1<<32, make(expect))}
+	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: layers}
+	if err := d.CreateReplica(ctx, spec); err != nil {
+		t.Fatal(err)
+	}
+	r, err := d.OpenReplica(ctx, spec.UID, loop)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
+		t.Fatal(err)
+	}
+	buf := diskfs.AlignedBuffer(int(blockSize))
+	for _, b := range []int64{2, 20000} {
+		mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
+	}
+	for range 2 {
+		if _, err := r.DropPages(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	name := d.Join(layer.Dir, layers[0], layer.MapFile)
+	whole, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page := int64(binary.LittleEndian.Uint64(whole[format.MapHeader+8:])) // the first one
+	flipBit(t, name, page)
+	for _, op := range []block.Op{block.OpRead, block.OpWrite, block.OpDiscard} {
+		b := buf
+		if op == block.OpDiscard {
+			b = nil
+		}
+		err := issue(loop, r, op, 3<<blockBits, blockSize, b, false)
+		if !errors.Is(err, unix.EIO) || api.Is(err, api.Corrupt) {
+			t.Errorf("op %d: %v", op, err)
+		}
+		if op != block.OpDiscard {
+			mustIssue(t, loop, r, op, 20001<<blockBits, blockSize, b)
+		}
+	}
+	mustIssue(t, loop, r, block.OpFlush, 0, 0, nil)
+	flipBit(t, name, page)
+	mustIssue(t, loop, r, block.OpRead, 2<<blockBits, blockSize, buf)
+	if got := binary.LittleEndian.Uint64(buf); got == 0 {
+		t.Error("the layer's block is not read")
+	}
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
 }
