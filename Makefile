@@ -8,6 +8,8 @@ LDFLAGS     := -s -w -X drover.io/drover/driver/cli.Version=$(VERSION)
 CONTROLLER_GEN := $(GO) run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0
 GOLANGCI       := nice $(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOTESTSUM      := $(GO) run gotest.tools/gotestsum@v1.13.0
+# The tests run this program; without the variable each package builds its own.
+test test-all sanity: export DROVER_BINARY ?= $(abspath $(BIN))
 # Of one package: one that hangs must say where before whoever runs all of them loses patience.
 TESTFLAGS   ?= -timeout 45m
 # `make check` vets; debug information would take a third of the time to link.
@@ -47,7 +49,7 @@ setup: ## install what is missing of the tools below (Debian)
 quick: ## the pure tests, in less than a minute (no root)
 	$(GO) test -short -p $(PACKAGES) $(TESTBUILD) -timeout 5m ./...
 
-test: need-root setup ## run every deterministic test (root; real devices, mounts and processes; installs what is missing)
+test: need-root setup build ## run every deterministic test (root; real devices, mounts and processes; installs what is missing)
 ifdef RERUNS
 	@# RERUNS=FILE runs each failed test once more and lists those tests in FILE. A package that does not build, panics or
 	@# exceeds its time fails at once; more than ten failed tests are no matter of luck.
@@ -57,14 +59,14 @@ else
 	$(GO) test -p $(PACKAGES) $(TESTBUILD) $(TESTFLAGS) $(TESTS)
 endif
 
-test-all: need-root setup ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
+test-all: need-root setup build ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
 	DROVER_TEST=all $(GO) test -p $(PACKAGES) -timeout 4h -count=1 $(TESTS)
 	$(MAKE) test-crash test-model test-faults test-many fuzz
 
 race: need-root setup ## the same under the race detector (slow; needs a C compiler)
 	CGO_ENABLED=1 $(GO) test -race -timeout 60m ./...
 
-sanity: need-root setup ## csi-sanity and the stories of users, verbosely
+sanity: need-root setup build ## csi-sanity and the stories of users, verbosely
 	$(GO) test $(TESTFLAGS) -count=1 -v ./sanity/...
 
 test-crash: need-root setup ## kill -9 of the data process under verified load, KILLS=200 times; scarce memory

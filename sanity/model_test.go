@@ -23,7 +23,7 @@ import (
 // the middle of them, against models that know every byte of every volume and snapshot.
 
 const (
-	modelSteps   = 80 // of a program
+	modelSteps   = 80 // of a program, and half of that in a short run
 	modelVolumes = 4  // at most, of which one is left for looking into snapshots
 	modelSnaps   = 5
 	modelSmall   = 16 * mib
@@ -110,7 +110,11 @@ func TestModelOfProgram(t *testing.T) {
 // modelProgram makes the program of a seed: the seeds of its steps.
 func modelProgram(seed uint64) []uint64 {
 	rng := rand.New(rand.NewPCG(seed, 0))
-	list := make([]uint64, modelSteps)
+	n := modelSteps
+	if !suite.All() {
+		n /= 2
+	}
+	list := make([]uint64, n)
 	for i := range list {
 		list[i] = rng.Uint64()
 	}

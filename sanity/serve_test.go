@@ -54,11 +54,14 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// drover builds the program, once.
+// drover is the program of DROVER_BINARY, or one that drover builds, once.
 func drover(t *testing.T) string {
 	t.Helper()
 	suite.System(t)
 	binary.once.Do(func() {
+		if binary.path = os.Getenv("DROVER_BINARY"); binary.path != "" {
+			return
+		}
 		if binary.dir, binary.err = os.MkdirTemp("", "drover-binary-"); binary.err != nil {
 			return
 		}

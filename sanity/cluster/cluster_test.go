@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	flag.Parse()
 	if !suite.All() { // several clusters run at a time and share the processors
-		pace = 10 * time.Millisecond
+		pace = 20 * time.Millisecond
 	}
 	set := false
 	flag.Visit(func(f *flag.Flag) { set = set || f.Name == "test.parallel" })
