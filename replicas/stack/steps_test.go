@@ -27,8 +27,8 @@ type step struct {
 	// third is 0 where the power is cut after every change. A merge makes hundreds of changes, and three steps merge:
 	// unless the run wants all, each cuts the power after every third change, beginning with another one of 1, 2 and 3.
 	third int
-	setup  func(t *testing.T, d *Disk, ids *ids)
-	do     func(d *Disk, p *power, ids *ids) error
+	setup func(t *testing.T, d *Disk, ids *ids)
+	do    func(d *Disk, p *power, ids *ids) error
 	// check is called after the power came back; done says that do had succeeded.
 	check func(t *testing.T, d *Disk, p *power, ids *ids, done bool)
 }
