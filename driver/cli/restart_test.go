@@ -2,6 +2,7 @@ package cli_test
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -102,7 +103,7 @@ func (h heard) await(t *testing.T, ctx context.Context, words string) {
 				return
 			}
 		case <-ctx.Done():
-			t.Fatalf("nothing is said of %q", words)
+			t.Fatalf("nothing is said of %q: %v", words, context.Cause(ctx))
 		}
 	}
 }
@@ -125,15 +126,22 @@ func TestImportIsFollowedThroughARestart(t *testing.T) {
 	go func() {
 		done <- droverTo(ctx, remarks, "image", "import", "http://h.example/x.img", "--name", "followed", "--kubeconfig", path)
 	}()
-	remarks.await(t, ctx, "image followed: pending")
+	running, over := context.WithCancelCause(ctx)
+	ended := make(chan result, 1)
+	go func() {
+		r := <-done
+		ended <- r
+		over(fmt.Errorf("the command ended: %+v", r))
+	}()
+	remarks.await(t, running, "image followed: pending")
 	f.is(true)
-	remarks.await(t, ctx, "waiting for the API server")
+	remarks.await(t, running, "waiting for the API server")
 	f.is(false)
 	if err := status(ctx, "followed", func(i *api.BackingImage) {
 		i.Status.State, i.Status.Format, i.Status.VirtualSize, i.Status.Size = api.ImageReady, "raw", 3<<20, 3<<20
 	}); err != nil {
 		t.Fatal(err)
 	}
-	r := <-done
+	r := <-ended
 	r.mustSay(t, 0, `image "followed" ready: raw, 3 MiB virtual`)
 }
