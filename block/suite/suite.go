@@ -33,11 +33,12 @@ func Slow(t testing.TB) {
 	}
 }
 
-// SystemMain ends the test process of a package whose tests share a server, where the run is quick.
+// SystemMain ends the test process of a package whose tests need a server, where the run is quick. `make quick` does not
+// even build such a package: to link an API server takes ten seconds.
 func SystemMain() {
 	flag.Parse()
 	if testing.Short() {
-		_, _ = os.Stdout.WriteString("not among the quick tests: they share a server\n")
+		_, _ = os.Stdout.WriteString("not among the quick tests: they need a server\n")
 		os.Exit(0)
 	}
 }

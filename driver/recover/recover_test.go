@@ -28,6 +28,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	suite.SystemMain()
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())

@@ -167,6 +167,7 @@ func TestDetachOfTheLargestVolume(t *testing.T) {
 // TestFrameThatIsTooLarge: a call that does not fit, as the other side's version knows no sets, is refused with an
 // error that says so. The connection stays, with the sessions that share it.
 func TestFrameThatIsTooLarge(t *testing.T) {
+	suite.Slow(t)
 	f, o := newLargest(t), newScripted(t, 2, nil)
 	d := &Dialer{Node: "near", Address: func(_ context.Context, node string) (string, error) {
 		if node == "old" {

@@ -4,10 +4,13 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"drover.io/drover/block/suite"
 )
 
 // TestRelease has the other node take its replica back while an engine uses it: the engine gets it again later.
 func TestRelease(t *testing.T) {
+	suite.Slow(t)
 	f := newFar(t, testSize, nil)
 	d := newDialer(t, f.at)
 	loop := startLoop(t)

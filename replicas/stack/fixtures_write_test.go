@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
@@ -45,6 +46,7 @@ var filesSince = map[string]bool{"hydrating/" + fixFar + "/crcs.hex": true, disk
 // TestDiskIsWrittenAsBefore does again what a fixture was made by, and compares what is on the disk byte for byte, but
 // for random names, times, and what the file system takes.
 func TestDiskIsWrittenAsBefore(t *testing.T) {
+	suite.Slow(t)
 	dir := t.TempDir()
 	got := writeFixture(t, dir)
 	if version := os.Getenv("DROVER_WRITE_FIXTURES"); version != "" {

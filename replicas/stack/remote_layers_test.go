@@ -86,6 +86,7 @@ func bring(t *testing.T, from, to *Disk, layer string) {
 
 // A replica reads a layer of another disk until its own is finished, and then needs the other disk no more.
 func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	const size = pageSize + 24<<20
 	a, b, layerUID, uid, r, loop, model := onTwoDisks(t, size)

@@ -208,6 +208,7 @@ func TestRevertFences(t *testing.T) {
 
 // A clone is a new head on layers of the source, frozen or finished; either outlives the other.
 func TestClone(t *testing.T) {
+	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
 	c := newChained(t)

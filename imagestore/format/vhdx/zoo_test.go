@@ -6,6 +6,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 	"drover.io/drover/imagestore/format/oracle"
 )
 
@@ -160,6 +161,7 @@ func TestRatio(t *testing.T) {
 }
 
 func TestZoo(t *testing.T) {
+	suite.Slow(t)
 	headers := func(edit func(h []byte)) func(m *tiny) {
 		return func(m *tiny) {
 			edit(m.header(0))
