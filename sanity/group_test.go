@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// order is some writers, each of which writes a number to its block of volume a and, when that is done, to its block of
+// order is 32 writers, in a short run 8, each of which writes a number to its block of volume a and, when that is done, to its block of
 // volume b, and so on. What was ever to be seen at an instant is: b has what a has, or the number before.
 type order struct {
 	a, b string // devices
@@ -31,7 +31,7 @@ type order struct {
 	files []*os.File
 }
 
-const writers = 8
+const writers = 32
 
 func (o *order) start(t *testing.T) {
 	o.errs = make(chan error, writers)
@@ -40,7 +40,11 @@ func (o *order) start(t *testing.T) {
 		must(t, err)
 		o.files = append(o.files, f)
 	}
-	for w := range int64(writers) {
+	n := int64(writers)
+	if !suite.All() {
+		n /= 4
+	}
+	for w := range n {
 		o.wg.Go(func() {
 			buf := aligned(4096)
 			pace := time.NewTicker(5 * loadPace())

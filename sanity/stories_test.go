@@ -25,7 +25,7 @@ type story struct {
 	tell func(t *testing.T, w *world)
 }
 
-// tell tells stories one after another in one world, beside the stories of other tests.
+// tell runs stories one after another in one world. Tests of stories run in parallel.
 func tell(t *testing.T, stories ...story) {
 	t.Helper()
 	t.Parallel()

@@ -28,7 +28,7 @@ func TestReturn(t *testing.T) {
 		{"cut off", 2 * time.Second,
 			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
 			func() error { c.Net.Heal(); return nil }},
-		{"cut off for longer", 15 * time.Second,
+		{"cut off for longer", 25 * time.Second,
 			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
 			func() error { c.Net.Heal(); return nil }},
 		{"frozen", 5 * time.Second,
