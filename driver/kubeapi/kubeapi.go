@@ -4,8 +4,9 @@
 //
 // Invariants: by default the server listens on loopback alone. Every request carries the token of <dir>/pki/token.
 // Port, token and authority survive restarts, so that kubeconfigs and clients stay valid. A flock keeps other processes
-// out of the folder. Every answered write is on disk (etcd syncs every commit). The server has no watch cache: with few
-// clients a cache costs more memory than the cache saves.
+// out of the folder. Every answered write is on disk (etcd syncs every commit). A server for several machines has a
+// watch cache, which decodes a change once instead of once for each watch; for one machine the cache would cost more
+// memory than the cache saves work.
 //
 // Goroutines: Start's context owns all goroutines; Server.Wait returns after the last.
 package kubeapi
@@ -170,7 +171,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	// Nothing reads the metric of object counts, and its polling is idle load.
 	storage.StorageConfig.CountMetricPollPeriod = 0
 	storage.StorageConfig.CompactionInterval = o.Compact
-	storage.EnableWatchCache = false
+	storage.EnableWatchCache = o.Listen != ""
 	if err := storage.ApplyTo(&rc.Config); err != nil {
 		return nil, fmt.Errorf("storage: %w", err)
 	}

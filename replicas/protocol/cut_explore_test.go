@@ -1,40 +1,16 @@
 package protocol
 
 import (
+	"iter"
 	"strings"
 	"testing"
 
 	"drover.io/drover/block/suite"
 )
 
-func exploreCut(l cutLimits, r cutRules, most int) (visited int, story []string, bad string) {
-	type from struct {
-		parent int32
-		name   string
-	}
-	first := startCut(l)
-	seen := map[cutState]struct{}{first: {}}
-	queue, trail := []cutState{first}, []from{{-1, ""}}
-	for i := 0; i < len(queue); i++ {
-		for _, n := range cutSuccessors(queue[i], l, r) {
-			if n.bad != "" {
-				story = []string{n.name}
-				for k := int32(i); trail[k].parent >= 0; k = trail[k].parent {
-					story = append([]string{trail[k].name}, story...)
-				}
-				return len(queue), story, n.bad
-			}
-			if _, ok := seen[n.to]; ok {
-				continue
-			}
-			if len(queue) >= most {
-				return len(queue), nil, "too many states"
-			}
-			seen[n.to] = struct{}{}
-			queue, trail = append(queue, n.to), append(trail, from{int32(i), n.name})
-		}
-	}
-	return len(queue), nil, ""
+// searchCut explores one of the worlds of the cut.
+func searchCut(l cutLimits, r cutRules) (visited int, story []string, bad string) {
+	return explore(startCut(l), func(s cutState) iter.Seq[step[cutState]] { return cutSuccessors(s, l, r) }, 3_000_000)
 }
 
 var cutWorlds = map[string]cutLimits{
@@ -50,7 +26,7 @@ func TestCutHolds(t *testing.T) {
 	suite.Slow(t)
 	for name, l := range cutWorlds {
 		t.Run(name, func(t *testing.T) {
-			n, story, bad := exploreCut(l, allCutRules(), 3_000_000)
+			n, story, bad := searchCut(l, allCutRules())
 			if bad != "" {
 				t.Fatalf("%s after %d states:\n  %s", bad, n, strings.Join(story, "\n  "))
 			}
@@ -78,7 +54,7 @@ func TestEveryRuleOfTheCutIsNeeded(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := allCutRules()
 			c.without(&r)
-			n, story, bad := exploreCut(cutWorlds[c.world], r, 3_000_000)
+			n, story, bad := searchCut(cutWorlds[c.world], r)
 			if len(story) == 0 {
 				t.Fatalf("%d states and nothing found (%s): the rule is not needed, or the model does not see why", n, bad)
 			}

@@ -1,6 +1,9 @@
 package protocol
 
-import "math/bits"
+import (
+	"iter"
+	"math/bits"
+)
 
 // The model of a cut over several members: a snapshot of one region. The write path itself is the other model's; here a
 // write reaches its members one by one, and a new engine makes them equal before it serves. What is looked for: a
@@ -90,30 +93,25 @@ func startCut(l cutLimits) cutState {
 	return s
 }
 
-type cutStep struct {
-	name string
-	to   cutState
-	bad  string
-}
-
-func cutSuccessors(s cutState, l cutLimits, r cutRules) []cutStep {
-	var out []cutStep
-	add := func(name string, n cutState) { out = append(out, cutStep{name, n, broken(&n)}) }
-	if s.asked == 0 {
-		n := s
-		n.asked = s.acked + 1
-		add("a snapshot is asked for", n)
+func cutSuccessors(s cutState, l cutLimits, r cutRules) iter.Seq[step[cutState]] {
+	return func(yield func(step[cutState]) bool) {
+		more := true
+		add := func(name string, n cutState) { more = more && yield(step[cutState]{name, n, broken(&n)}) }
+		if s.asked == 0 {
+			n := s
+			n.asked = s.acked + 1
+			add("a snapshot is asked for", n)
+		}
+		if l.deletes && s.api.reported.try != 0 && !s.api.deleting {
+			n := s
+			n.api.deleting = true
+			add("its deletion is asked for", n)
+		}
+		cutEngineSteps(s, l, r, add)
+		for m := range l.replicas {
+			cutReplicaSteps(s, m, l, r, add)
+		}
 	}
-	if l.deletes && s.api.reported.try != 0 && !s.api.deleting {
-		n := s
-		n.api.deleting = true
-		add("its deletion is asked for", n)
-	}
-	cutEngineSteps(s, l, r, add)
-	for m := range l.replicas {
-		cutReplicaSteps(s, m, l, r, add)
-	}
-	return out
 }
 
 // broken is the invariant: only members that are recorded count, whether they are up or not.

@@ -1,6 +1,9 @@
 package protocol
 
-import "math/bits"
+import (
+	"iter"
+	"math/bits"
+)
 
 // The model. One region of one volume; a value is the number of the write that made it, 0 the initial content.
 // Every rule that the protocol rests on can be switched off in `rules`.
@@ -99,23 +102,18 @@ func start(l limits) state {
 	return s
 }
 
-type step struct {
-	name string
-	to   state
-	bad  string // an invariant that this very step breaks
-}
-
-// successors lists everything that can happen next.
-func successors(s state, l limits, r rules) []step {
-	var out []step
-	add := func(name string, to state, bad string) { out = append(out, step{name, to, bad}) }
-	for e := range engines {
-		engineSteps(s, e, l, r, add)
+// successors are all things that can happen next.
+func successors(s state, l limits, r rules) iter.Seq[step[state]] {
+	return func(yield func(step[state]) bool) {
+		more := true
+		add := func(name string, to state, bad string) { more = more && yield(step[state]{name, to, bad}) }
+		for e := range engines {
+			engineSteps(s, e, l, r, add)
+		}
+		for m := range l.replicas {
+			replicaSteps(s, m, l, r, add)
+		}
 	}
-	for m := range l.replicas {
-		replicaSteps(s, m, l, r, add)
-	}
-	return out
 }
 
 type adder func(name string, to state, bad string)

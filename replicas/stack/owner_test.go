@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -80,6 +81,8 @@ func TestDeadCutter(t *testing.T) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
+	look := time.NewTicker(time.Millisecond)
+	defer look.Stop()
 	for range 8 {
 		cmd := exec.Command("/proc/self/exe")
 		cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)
@@ -97,7 +100,7 @@ func TestDeadCutter(t *testing.T) {
 			select {
 			case err := <-ended:
 				t.Fatalf("the child ended: %v", err)
-			default:
+			case <-look.C:
 			}
 			m, err := d.Stack(spec.UID)
 			if err != nil {

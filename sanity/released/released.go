@@ -53,7 +53,7 @@ func Binary(t *testing.T) string {
 	if err = errors.Join(err, archive.Wait()); err != nil {
 		t.Fatalf("source of commit %s: %v\n%s", commit, err, out)
 	}
-	build := exec.Command("go", "build", "-buildvcs=false", "-o", bin, ".")
+	build := exec.Command("go", "build", "-buildvcs=false", "-ldflags=-s -w", "-o", bin, ".")
 	build.Dir, build.Env = source, append(os.Environ(), "GOWORK=off")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("build commit %s: %v\n%s", commit, err, out)

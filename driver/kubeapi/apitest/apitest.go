@@ -50,7 +50,7 @@ func Start(t *testing.T, dir string) *Server {
 	fewerCollections.Do(func() { debug.SetGCPercent(400) })
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	t.Cleanup(cancel)
-	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, "api"), Volatile: true,
+	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, "api"), Listen: "127.0.0.1", Volatile: true,
 		Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
