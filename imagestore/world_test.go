@@ -15,12 +15,8 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -31,41 +27,17 @@ import (
 	"drover.io/drover/api/await"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/driver/kubeapi"
+	"drover.io/drover/driver/kubeapi/apitest"
 	"drover.io/drover/imagestore"
 	"drover.io/drover/imagestore/host"
 	originhttp "drover.io/drover/imagestore/origin/http"
 	"drover.io/drover/replicas/stack"
 )
 
-// servers are the API servers that no world uses now. Worlds mostly wait, so that there are two at a time.
-var servers = make(chan *rest.Config, 2)
-
 func TestMain(m *testing.M) {
 	suite.SystemMain()
-	os.Exit(func() int {
-		dir, err := os.MkdirTemp("", "imagestore-api-")
-		if err != nil {
-			panic(err)
-		}
-		defer os.RemoveAll(dir)
-		ctx, cancel := context.WithCancel(context.Background())
-		defer cancel()
-		quiet := slog.New(slog.NewTextHandler(io.Discard, nil))
-		ctrl.SetLogger(logr.FromSlogHandler(quiet.Handler()))
-		for i := range cap(servers) {
-			s, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, fmt.Sprint(i)), Volatile: true, Log: quiet})
-			if err != nil {
-				panic(err)
-			}
-			defer func() {
-				cancel()
-				_ = s.Wait()
-			}()
-			servers <- s.Config
-		}
-		return m.Run()
-	}())
+	ctrl.SetLogger(logr.Discard())
+	os.Exit(apitest.Main(m))
 }
 
 // world is a cluster of one node with disks, which can be restarted.
@@ -86,17 +58,9 @@ type world struct {
 
 func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	t.Helper()
-	scheme := runtime.NewScheme()
-	if err := errors.Join(api.AddToScheme(scheme), corev1.AddToScheme(scheme)); err != nil {
-		t.Fatal(err)
-	}
-	own := <-servers
-	t.Cleanup(func() { servers <- own })
-	c, err := client.NewWithWatch(own, client.Options{Scheme: scheme})
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := &world{t: t, api: own, client: c, node: "node-1", stop: func() {}, opts: host.Options{
+	server := apitest.Start(t)
+	c := server.Client
+	w := &world{t: t, api: server.Config, client: c, node: "node-1", stop: func() {}, opts: host.Options{
 		RetryMin: time.Second, RetryMax: 2 * time.Second, ProgressEvery: 50 * time.Millisecond,
 		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
 		Download: originhttp.Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
@@ -127,7 +91,6 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	w.private(true) // servers of tests are on loopback
 	w.start()
 	t.Cleanup(func() {
-		defer w.wipe()
 		defer func() { w.stop() }()
 		w.cleanUp()
 	})
@@ -195,33 +158,6 @@ func (w *world) cleanUp() {
 	}
 	for i := range w.disks {
 		w.clean(i)
-	}
-}
-
-// wipe removes what a failed test left on the API server, so that the next one finds it empty.
-func (w *world) wipe() {
-	if !w.t.Failed() {
-		return
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	for _, list := range []client.ObjectList{&api.ReplicaList{}, &api.VolumeList{}, &api.BackingImageList{},
-		&api.ImageCopyList{}, &api.NodeList{}} {
-		if err := w.client.List(ctx, list); err != nil {
-			w.t.Errorf("what is left: %v", err)
-			continue
-		}
-		_ = meta.EachListItem(list, func(o runtime.Object) error {
-			c := o.(client.Object)
-			err := w.client.Patch(ctx, c, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))
-			if err == nil {
-				err = w.client.Delete(ctx, c)
-			}
-			if client.IgnoreNotFound(err) != nil {
-				w.t.Errorf("%s is left: %v", c.GetName(), err)
-			}
-			return nil
-		})
 	}
 }
 

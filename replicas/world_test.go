@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())
 	_ = flag.Set("test.parallel", "4") // most of the time they wait; whoever asks for another number gets it
-	os.Exit(m.Run())
+	os.Exit(apitest.Main(m))
 }
 
 const testNode = "n1"
@@ -62,7 +62,7 @@ func newWorld(t *testing.T, paths ...string) *world {
 	t.Helper()
 	suite.System(t)
 	w := &world{t: t, dir: t.TempDir()}
-	w.api = apitest.Start(t, w.dir)
+	w.api = apitest.Start(t)
 	w.ctx, w.c, w.log = w.api.Ctx, w.api.Client, w.api.Log
 	w.holder()
 	if len(paths) == 0 {

@@ -20,7 +20,7 @@ import (
 // Replica and goes on; the reconciler creates no Replica of a volume that is being deleted.
 func TestUnknownReplicaHoldsUpNothing(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	createVolume(s, "old") // and a node with a disk
 	creations := 0
 	failing := interceptor.NewClient(s.Client, interceptor.Funcs{
@@ -57,7 +57,7 @@ func TestUnknownReplicaHoldsUpNothing(t *testing.T) {
 // refuses the Replica, none is assumed.
 func TestLostAnswerPlacesNoSecondReplica(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	createVolume(s, "old") // and a node with a disk
 	for _, c := range []struct {
 		name    string

@@ -16,7 +16,7 @@ import (
 // still to be made from one on another disk of the former node is not given to the new one.
 func TestReplicaInTheMakingStaysWithItsSource(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	moved := api.NewUID()
 	for name, d := range map[string]api.DiskStatus{"former": {Path: "/d", UID: moved, Gone: true},
 		"new": {Path: "/d", UID: moved, Ready: true}} {

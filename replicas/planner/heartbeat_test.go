@@ -16,7 +16,7 @@ import (
 // TestSilence: what is known of a node without heartbeats is old, until it beats again.
 func TestSilence(t *testing.T) {
 	t.Parallel()
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	createVolume(server, "v1")
 	mgr := server.Manager(nil)
 	if err := watch.AddIndexes(mgr); err != nil {

@@ -15,7 +15,7 @@ import (
 // name is there again, it is made. One that was made before may still be placed: the deletion waits for it.
 func TestVolumeOfAnImageThatGoes(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	mgr := s.Manager(nil)
 	if err := errors.Join(watch.AddIndexes(mgr), Setup(mgr, s.Log)); err != nil {
 		t.Fatal(err)

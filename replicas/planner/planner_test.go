@@ -22,7 +22,7 @@ func TestMain(m *testing.M) {
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())
-	os.Exit(m.Run())
+	os.Exit(apitest.Main(m))
 }
 
 // createVolume creates a detached volume of 16 MiB with one current replica, on a ready disk of node n1.

@@ -18,7 +18,7 @@ import (
 // TestCloneOfWhatTheCacheLacks: a cache that is behind does not make a clone fail, and what is not there does.
 func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	stale := createVolume(s, "stale")
 	createVolume(s, "other")
 	snap := &api.Snapshot{ObjectMeta: apitest.Named("s1"), Spec: api.SnapshotSpec{Volume: "stale", CreateSnapshot: true}}
@@ -62,7 +62,7 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 // one that is attached is.
 func TestDetachThatTheCacheLacks(t *testing.T) {
 	t.Parallel()
-	s := apitest.Start(t, t.TempDir())
+	s := apitest.Start(t)
 	at := &api.Attachment{ObjectMeta: apitest.Named("stale"), Spec: api.AttachmentSpec{Volume: "stale", Node: "n1"}}
 	seen := func(c client.WithWatch) client.WithWatch {
 		return interceptor.NewClient(c, interceptor.Funcs{Get: func(ctx context.Context,

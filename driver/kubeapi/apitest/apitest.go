@@ -1,21 +1,30 @@
-// Package apitest runs an embedded API server for the tests of the rooms, and waits there for objects. A Server ends
-// with the test that started it, after the managers that Run started.
+// Package apitest gives the tests of the rooms embedded API servers, and waits there for objects. A test has a server for
+// itself; when the test ends, after the managers that Run started, the package deletes all objects, and the server serves
+// the next test. Main ends the servers.
 package apitest
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"runtime/debug"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/go-logr/logr"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
@@ -40,32 +49,119 @@ type Server struct {
 	Log    *slog.Logger
 }
 
-// fewerCollections gives the many servers of a test binary more heap, for less processor time.
-var fewerCollections sync.Once
+// servers are the API servers of this process.
+var servers struct {
+	sync.Mutex
+	ctx  context.Context // of all; nil outside of Main
+	dir  string
+	all  []*kubeapi.Server
+	idle []*kubeapi.Server // no test uses them now
+}
 
-// Start starts a server that keeps its data below dir.
-func Start(t *testing.T, dir string) *Server {
+// Main runs the tests of a package and returns the exit code of the process.
+func Main(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "drover-apitest-")
+	if err != nil {
+		panic(err)
+	}
+	defer os.RemoveAll(dir)
+	// More heap for less processor time.
+	debug.SetGCPercent(400)
+	debug.SetMemoryLimit(2 << 30)
+	ctx, cancel := context.WithCancel(context.Background())
+	servers.ctx, servers.dir = ctx, dir
+	defer func() {
+		cancel()
+		for _, s := range servers.all {
+			_ = s.Wait()
+		}
+	}()
+	return m.Run()
+}
+
+// take returns a server without objects that no other test uses.
+func take() (*kubeapi.Server, error) {
+	servers.Lock()
+	defer servers.Unlock()
+	if servers.ctx == nil {
+		return nil, errors.New("TestMain of the package has to call apitest.Main")
+	}
+	if last := len(servers.idle) - 1; last >= 0 {
+		s := servers.idle[last]
+		servers.idle = servers.idle[:last]
+		return s, nil
+	}
+	s, err := kubeapi.Start(servers.ctx, kubeapi.Options{Dir: filepath.Join(servers.dir, strconv.Itoa(len(servers.all))),
+		Listen: "127.0.0.1", Volatile: true, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		return nil, err
+	}
+	servers.all = append(servers.all, s)
+	return s, nil
+}
+
+// Start returns an API server without objects.
+func Start(t *testing.T) *Server {
 	t.Helper()
 	suite.Slow(t)
-	fewerCollections.Do(func() { debug.SetGCPercent(400) })
-	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
-	t.Cleanup(cancel)
-	server, err := kubeapi.Start(ctx, kubeapi.Options{Dir: filepath.Join(dir, "api"), Listen: "127.0.0.1", Volatile: true,
-		Log: slog.New(slog.DiscardHandler)})
+	server, err := take()
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		cancel()
-		if err := server.Wait(); err != nil {
-			t.Error(err)
-		}
-	})
+	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
+	t.Cleanup(cancel)
 	s := &Server{T: t, Ctx: ctx, Config: server.Config, Log: slog.New(slog.NewTextHandler(testLog{t}, nil))}
 	if s.Client, err = client.NewWithWatch(server.Config, client.Options{Scheme: scheme(t)}); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() {
+		if err := s.deleteAll(); err != nil {
+			t.Errorf("delete the objects of the test: %v", err) // no other test gets the server
+			return
+		}
+		servers.Lock()
+		defer servers.Unlock()
+		servers.idle = append(servers.idle, server)
+	})
 	return s
+}
+
+// deleteAll deletes the objects of all kinds, whatever their finalizers wait for.
+func (s *Server) deleteAll() error {
+	kinds := []schema.GroupVersionKind{corev1.SchemeGroupVersion.WithKind("Secret"),
+		coordinationv1.SchemeGroupVersion.WithKind("Lease"), eventsv1.SchemeGroupVersion.WithKind("Event")}
+	known := s.Client.Scheme().KnownTypes(api.GroupVersion)
+	for kind := range known {
+		if _, ok := known[kind+"List"]; ok {
+			kinds = append(kinds, api.GroupVersion.WithKind(kind))
+		}
+	}
+	noFinalizers := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
+	for _, kind := range kinds {
+		for {
+			list := &metav1.PartialObjectMetadataList{}
+			list.SetGroupVersionKind(kind.GroupVersion().WithKind(kind.Kind + "List"))
+			if err := s.Client.List(s.Ctx, list); err != nil {
+				return fmt.Errorf("list %s: %w", kind.Kind, err)
+			}
+			if len(list.Items) == 0 {
+				break
+			}
+			for i := range list.Items {
+				o := &list.Items[i]
+				o.SetGroupVersionKind(kind)
+				if len(o.Finalizers) > 0 {
+					if err := s.Client.Patch(s.Ctx, o, noFinalizers); client.IgnoreNotFound(err) != nil {
+						return fmt.Errorf("%s %s: %w", kind.Kind, o.Name, err)
+					}
+				}
+				if err := s.Client.Delete(s.Ctx, o); client.IgnoreNotFound(err) != nil {
+					return fmt.Errorf("%s %s: %w", kind.Kind, o.Name, err)
+				}
+			}
+		}
+	}
+	return nil
 }
 
 // testLog writes a log to the log of a test.

@@ -12,7 +12,7 @@ import (
 // TestStaleAttachment: a node whose cache still has an attachment that another node has by now does not claim the volume
 // again. The node was cut off, for example, and the members told first that the engine here has ended.
 func TestStaleAttachment(t *testing.T) {
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
 	as.reach(server)
 	v := volumeOf(server, "v")
@@ -40,7 +40,7 @@ func TestStaleAttachment(t *testing.T) {
 
 // TestReplicaWakesAttachment: a change of a replica requeues the Attachment of a volume that is not attached here yet.
 func TestReplicaWakesAttachment(t *testing.T) {
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
 	as.reach(server)
 	server.Create(&api.Attachment{ObjectMeta: apitest.Named("v"), Spec: api.AttachmentSpec{Volume: "v", Node: as.Name}})

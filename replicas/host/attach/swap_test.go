@@ -18,7 +18,7 @@ import (
 // TestSwapOfADeadProcess: a swap that a dead process had asked for is either found, or can never be made any more, once
 // the successor has asked the API.
 func TestSwapOfADeadProcess(t *testing.T) {
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
 	as.reach(server)
 	v := volumeOf(server, "v")
@@ -58,7 +58,7 @@ func TestSwapOfADeadProcess(t *testing.T) {
 
 // TestTheAPISaysWhoseTheVolumeIs: the engine's question is answered by the volume as the API has the volume now.
 func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
 	as.Client, as.Reader = server.Client, server.Client
 	v := volumeOf(server, "v")

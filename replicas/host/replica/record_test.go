@@ -19,7 +19,7 @@ import (
 func TestRecordThatTheCacheLacks(t *testing.T) {
 	t.Parallel()
 	suite.System(t)
-	server := apitest.Start(t, t.TempDir())
+	server := apitest.Start(t)
 	v := apitest.Volume("stale", 16<<20)
 	v.Spec.FSType = "xfs"
 	server.Create(v)
