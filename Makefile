@@ -14,8 +14,8 @@ test test-all sanity: export DROVER_BINARY ?= $(abspath $(BIN))
 TESTFLAGS   ?= -timeout 45m
 # `make check` vets; debug information would take a third of the time to link.
 TESTBUILD   := -vet=off -ldflags='-s -w'
-# Most tests wait for disks, processes and times: four packages go on at once on two cores, too.
-PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 4 ? n : 4)))
+# Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
+PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 # Those that take longest begin first.
 LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack ./replicas/peer
 TESTS       ?= $(LONGEST) ./...

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -475,8 +474,6 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 
 // silent reports that the API server did not answer, or is still starting.
 func silent(err error) bool {
-	var op *net.OpError
-	return api.Is(err, api.Unavailable) && (errors.As(err, &op) || errors.Is(err, io.EOF) ||
-		errors.Is(err, io.ErrUnexpectedEOF)) || unserved(err) || apierrors.IsServiceUnavailable(err) ||
-		apierrors.IsTooManyRequests(err)
+	var none noAnswer
+	return errors.As(err, &none) || unserved(err) || apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }

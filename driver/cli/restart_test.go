@@ -96,14 +96,15 @@ func (h heard) Write(p []byte) (int, error) {
 
 func (h heard) await(t *testing.T, ctx context.Context, words string) {
 	t.Helper()
+	last := ""
 	for {
 		select {
 		case s := <-h:
-			if strings.Contains(s, words) {
+			if last = s; strings.Contains(s, words) {
 				return
 			}
 		case <-ctx.Done():
-			t.Fatalf("nothing is said of %q: %v", words, context.Cause(ctx))
+			t.Fatalf("nothing is said of %q: %v; the last words were %q", words, context.Cause(ctx), last)
 		}
 	}
 }

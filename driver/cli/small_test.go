@@ -1,9 +1,16 @@
 package cli
 
 import (
+	"errors"
+	"io"
+	"net"
+	"net/url"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
 func TestNameFrom(t *testing.T) {
@@ -122,5 +129,23 @@ func TestPreflightTellsOfThisMachine(t *testing.T) {
 	}
 	if f := checkTool("nosuch-tool", "nosuch", failed); f.Result != failed || !strings.Contains(f.Advice, "package nosuch") {
 		t.Errorf("%+v", f)
+	}
+}
+
+// TestErrorsOfAConnectionAreRetried: HTTP/2 has errors without a type, as when the server closes the connection.
+func TestErrorsOfAConnectionAreRetried(t *testing.T) {
+	of := func(err error) error { return &url.Error{Op: "Get", URL: "https://localhost:1/apis", Err: err} }
+	for what, err := range map[string]error{
+		"closed":  of(errors.New("http2: client connection force closed via ClientConn.Close")),
+		"end":     of(io.ErrUnexpectedEOF),
+		"refused": of(&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}),
+		"starts":  apierrors.NewServiceUnavailable("not yet"),
+	} {
+		if got := explain(t.Context(), err); !silent(got) {
+			t.Errorf("%s: %v ends the command", what, got)
+		}
+	}
+	if err := explain(t.Context(), apierrors.NewUnauthorized("no")); silent(err) {
+		t.Errorf("the command waits after %v", err)
 	}
 }

@@ -141,6 +141,12 @@ func colon(s string) string {
 	return ": " + s
 }
 
+// noAnswer is the cause why a request got no answer. The connection's errors have no common type: HTTP/2 has some that
+// are only words.
+type noAnswer struct{ error }
+
+func (n noAnswer) Unwrap() error { return n.error }
+
 // explain turns an error of the client library into a sentence with advice, and adds a kind.
 func explain(ctx context.Context, err error) error {
 	if err == nil {
@@ -163,7 +169,7 @@ func explain(ctx context.Context, err error) error {
 			}
 			err = u.Err
 		}
-		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, err)
+		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, noAnswer{err})
 	}
 	switch {
 	case apierrors.IsUnauthorized(err), apierrors.IsForbidden(err):
