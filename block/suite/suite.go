@@ -33,8 +33,8 @@ func Slow(t testing.TB) {
 	}
 }
 
-// SystemMain ends the test process of a package whose tests need a server, where the run is quick. `make quick` does not
-// even build such a package: to link an API server takes ten seconds.
+// SystemMain ends the test process of a package whose tests need a server, where the run is quick. `make quick` does
+// not even build such a package: to link an API server takes ten seconds.
 func SystemMain() {
 	flag.Parse()
 	if testing.Short() {

@@ -475,5 +475,6 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 // silent reports that the API server did not answer, or is still starting.
 func silent(err error) bool {
 	var none noAnswer
-	return errors.As(err, &none) || unserved(err) || apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
+	return errors.As(err, &none) || unserved(err) || apierrors.IsServiceUnavailable(err) ||
+		apierrors.IsTooManyRequests(err)
 }

@@ -39,8 +39,9 @@ type FS struct {
 	mu      sync.Mutex
 	top     *inode
 	pending []*change // of names, not durable yet, in order
-	open    map[int]*inode
-	left    int // changes until the kill; negative: no kill
+	open    map[int]*handle
+	files   []*os.File // of all inodes
+	left    int        // changes until the kill; negative: no kill
 	dead    bool
 	steps   int
 }
@@ -76,9 +77,13 @@ type place struct {
 
 // New stands on the folder root, whose content counts as durable.
 func New(root string) (*FS, error) {
-	f := &FS{root: filepath.Clean(root), open: make(map[int]*inode), left: -1}
-	top, err := load(f.root, make(map[uint64]*inode))
+	f := &FS{root: filepath.Clean(root), open: make(map[int]*handle), left: -1}
+	seen := make(map[uint64]*inode)
+	top, err := load(f.root, seen)
 	f.top = top
+	for _, n := range seen {
+		f.files = append(f.files, n.f)
+	}
 	return f, err
 }
 
@@ -139,30 +144,18 @@ func look(f *os.File) (content, error) {
 	}
 }
 
-// Close forgets the files; the folder stays.
+// Close closes what the program has left open and forgets all files; the folder stays. No call may follow but Close, of
+// the FS and of handles.
 func (f *FS) Close() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	seen := make(map[*inode]bool)
-	var walk func(*inode)
-	walk = func(n *inode) {
-		if n == nil || seen[n] {
-			return
-		}
-		seen[n] = true
-		if n.f != nil {
-			n.f.Close()
-		}
-		for _, m := range []map[string]*inode{n.live, n.durable} {
-			for _, c := range m {
-				walk(c)
-			}
-		}
+	for _, h := range f.open {
+		_ = h.Handle.Close()
 	}
-	walk(f.top)
-	for _, c := range f.pending {
-		walk(c.node)
+	for _, r := range f.files {
+		_ = r.Close()
 	}
+	f.files, f.top, f.pending, f.open = nil, nil, nil, nil
 	return nil
 }
 
@@ -274,10 +267,12 @@ func (f *FS) Open(name string, flag int, perm fs.FileMode) (file.Handle, error) 
 			return nil, errors.Join(err, h.Close())
 		}
 		n = &inode{f: r, content: content{blocks: make(map[int64][]byte)}}
+		f.files = append(f.files, r)
 		f.change(place{}, at, n)
 	}
-	f.open[int(h.Fd())] = n
-	return &handle{h, f, n}, nil
+	opened := &handle{h, f, n}
+	f.open[int(h.Fd())] = opened
+	return opened, nil
 }
 
 // Mkdir implements file.FS.
@@ -421,11 +416,11 @@ func (f *FS) settle(chosen func(*change) bool) {
 func (f *FS) Synced(fd int) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	n := f.open[fd]
-	if n == nil {
+	h := f.open[fd]
+	if h == nil {
 		return fmt.Errorf("lossy: fd %d is not open", fd)
 	}
-	return f.sync(n)
+	return f.sync(h.n)
 }
 
 func (f *FS) sync(n *inode) error {

@@ -143,3 +143,24 @@ func TestLink(t *testing.T) {
 		t.Fatal(seen)
 	}
 }
+
+// TestCloseClosesWhatTheProgramLeftOpen: a program that lost power closes nothing, and tests cut the power a thousand times.
+func TestCloseClosesWhatTheProgramLeftOpen(t *testing.T) {
+	count := func() int {
+		entries, err := os.ReadDir("/proc/self/fd")
+		must(t, err)
+		return len(entries)
+	}
+	before := count()
+	dir := t.TempDir()
+	f, err := New(dir)
+	must(t, err)
+	for _, name := range []string{"kept", "removed"} {
+		_, err := f.Open(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE, 0o600)
+		must(t, err)
+	}
+	must(t, f.Remove(filepath.Join(dir, "removed")), f.Close(), f.Close())
+	if after := count(); after != before {
+		t.Errorf("%d files are open, %d before", after, before)
+	}
+}

@@ -1,6 +1,6 @@
-// Package apitest gives the tests of the rooms embedded API servers, and waits there for objects. A test has a server for
-// itself; when the test ends, after the managers that Run started, the package deletes all objects, and the server serves
-// the next test. Main ends the servers.
+// Package apitest gives the tests of the rooms embedded API servers, and waits there for objects. A test has a server
+// for itself; when the test ends, after the managers that Run started, the package deletes all objects, and the
+// server serves the next test. Main ends the servers.
 package apitest
 
 import (
@@ -64,7 +64,7 @@ func Main(m *testing.M) int {
 	if err != nil {
 		panic(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	// More heap for less processor time.
 	debug.SetGCPercent(400)
 	debug.SetMemoryLimit(2 << 30)

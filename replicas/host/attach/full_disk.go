@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// fullDisks names the full disks of a volume whose writes wait: the disks of all members, since the engine drops a member
-// with a full disk while another member has room.
+// fullDisks names the full disks of a volume whose writes wait: the disks of all members, since the engine drops a
+// member with a full disk while another member has room.
 func (as *Attachments) fullDisks(ctx context.Context, s *Session) string {
 	s.membership.mu.Lock()
 	on := slices.Clone(s.Members)

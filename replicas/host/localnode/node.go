@@ -109,8 +109,8 @@ func (n *Node) SilentAfter(ctx context.Context) time.Duration {
 	return o.SilentAfter()
 }
 
-// ResponsibleNode is the node that cuts and removes the snapshots of a volume: the node of the attachment, else the node
-// of the first member whose node is not silent.
+// ResponsibleNode is the node that cuts and removes the snapshots of a volume: the node of the attachment, else the
+// node of the first member whose node is not silent.
 func (n *Node) ResponsibleNode(ctx context.Context, v *api.Volume) (node string, attached bool, err error) {
 	var a api.Attachment
 	err = n.Client.Get(ctx, client.ObjectKey{Name: v.Name}, &a)

@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// deleteLost deletes the object of a lost snapshot: a readable stack of a current replica lacks the snapshot. An unreadable
-// stack, and a stale or missing replica, prove no loss. The next reconcile removes the finalizer.
+// deleteLost deletes the object of a lost snapshot: a readable stack of a current replica lacks the snapshot. An
+// unreadable stack, and a stale or missing replica, prove no loss. The next reconcile removes the finalizer.
 func (ss *Snapshots) deleteLost(ctx context.Context, s *api.Snapshot, v *api.Volume) error {
 	is := "its object is deleted"
 	if s.Status.CreationTime != "" {
@@ -77,8 +77,8 @@ func (ss *Snapshots) CreateObjects(ctx context.Context, r *api.Replica, disk *st
 	return nil
 }
 
-// Reported reports whether users know a snapshot of a volume: the object, or the object of the group, has the instant of
-// the cut, and no user has deleted the snapshot. No member may lack a reported snapshot.
+// Reported reports whether users know a snapshot of a volume: the object, or the object of the group, has the instant
+// of the cut, and no user has deleted the snapshot. No member may lack a reported snapshot.
 func (ss *Snapshots) Reported(ctx context.Context, volume string, k stack.Snapshot) (bool, error) {
 	var snap api.Snapshot
 	if err := ss.Reader.Get(ctx, client.ObjectKey{Name: k.Name}, &snap); err != nil {
