@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -472,9 +473,10 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 	}
 }
 
-// silent reports that the API server did not answer, or is still starting.
+// silent reports that the API server did not answer, or is still starting. A server with a wrong certificate answered.
 func silent(err error) bool {
 	var none noAnswer
-	return errors.As(err, &none) || unserved(err) || apierrors.IsServiceUnavailable(err) ||
-		apierrors.IsTooManyRequests(err)
+	var certificate *tls.CertificateVerificationError
+	return errors.As(err, &none) && !errors.As(err, &certificate) || unserved(err) ||
+		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"crypto/tls"
 	"errors"
 	"io"
 	"net"
@@ -145,7 +146,12 @@ func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 			t.Errorf("%s: %v ends the command", what, got)
 		}
 	}
-	if err := explain(t.Context(), apierrors.NewUnauthorized("no")); silent(err) {
-		t.Errorf("the command waits after %v", err)
+	for what, err := range map[string]error{
+		"refused":     apierrors.NewUnauthorized("no"),
+		"certificate": of(&tls.CertificateVerificationError{Err: errors.New("unknown authority")}),
+	} {
+		if got := explain(t.Context(), err); silent(got) {
+			t.Errorf("%s: the command waits after %v", what, got)
+		}
 	}
 }
