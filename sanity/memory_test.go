@@ -113,7 +113,7 @@ func scarceMemory(t *testing.T, w *world) {
 	if err != nil {
 		t.Skip("no fio here")
 	}
-	seconds := suite.Count(t, "DROVER_SECONDS", 10, 60)
+	seconds := suite.Count(t, "DROVER_SECONDS", 4, 60)
 	start := memoryGroup(t, 24*mib)
 	p, err := w.create("scarce", 1024*mib, mountCap("ext4"))
 	must(t, err)

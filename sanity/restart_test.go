@@ -101,7 +101,7 @@ func loadPace() time.Duration {
 	if suite.All() {
 		return 20 * time.Microsecond
 	}
-	return 5 * time.Millisecond
+	return 10 * time.Millisecond
 }
 
 // load writes random blocks, reads some back at once and all at the end. Any error or difference ends it.

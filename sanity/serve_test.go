@@ -129,6 +129,7 @@ func (w *world) start(bin string) {
 func (w *world) serve(bin string) {
 	w.t.Helper()
 	w.cmd = exec.Command(bin, "serve", "--state-dir", w.path("state"), "--disk", w.path("disk"), "--node-name", w.name)
+	w.cmd.Env = append(os.Environ(), "GOGC=300") // memory for processor time: several worlds share the machine
 	w.cmd.Stderr = w.log
 	out, err := w.cmd.StdoutPipe()
 	must(w.t, err)

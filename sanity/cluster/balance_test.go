@@ -32,7 +32,7 @@ func TestBalance(t *testing.T) {
 		l.attach(n[0])
 		l.works(100)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 	busy.attach(n[0])
 	busy.works(100)
@@ -92,12 +92,12 @@ func TestBalance(t *testing.T) {
 		}
 	}
 	busy.halt()
-	c.command(t, "volume", "detach", "busy")
+	c.detach(t, "busy")
 	for _, l := range []*loaded{busy, idle, still} {
 		l.attach(n[3])
 		l.works(50)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 }
 

@@ -37,7 +37,7 @@ func TestClonesElsewhere(t *testing.T) {
 	device := func(name string, m *Machine) string {
 		t.Helper()
 		began := time.Now()
-		c.command(t, "volume", "attach", name, "--node", m.Name)
+		c.attach(t, name, m.Name)
 		t.Logf("%s: attached on %s after %v", name, m.Name, time.Since(began))
 		var a api.Attachment
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: name}, &a))
@@ -50,14 +50,14 @@ func TestClonesElsewhere(t *testing.T) {
 	must(t, moment.Verify(device("far", n2)))
 	settled(t, c, "far", n2.Name)
 	must(t, moment.Verify(deviceOf(t, c, "far")))
-	c.command(t, "volume", "detach", "far")
+	c.detach(t, "far")
 
 	// Used on the node of the source meanwhile.
 	clone("here", "snap://src/then", topology)
 	must(t, moment.Verify(device("here", n1)))
 	settled(t, c, "here", n2.Name)
 	must(t, moment.Verify(deviceOf(t, c, "here")))
-	c.command(t, "volume", "detach", "here")
+	c.detach(t, "here")
 
 	// Nothing may be shared in the end.
 	clone("copy", "snap://src/then", func(s *api.VolumeSpec) { topology(s); s.CloneMode = api.CloneFull })
@@ -74,7 +74,7 @@ func TestClonesElsewhere(t *testing.T) {
 
 	// The volume as it is now, which is deleted at once.
 	src.halt()
-	c.command(t, "volume", "detach", "src")
+	c.detach(t, "src")
 	clone("last", "vol://src", topology)
 	c.command(t, "snapshot", "delete", "then")
 	c.command(t, "volume", "delete", "src")
@@ -86,7 +86,7 @@ func TestClonesElsewhere(t *testing.T) {
 		if err := moment.Verify(device(name, n2)); err != nil {
 			t.Errorf("volume %s: %v", name, err)
 		}
-		c.command(t, "volume", "detach", name)
+		c.detach(t, name)
 	}
 	c.command(t, "volume", "create", "of-own", "--from", "snap://room/own")
 	must(t, moment.Verify(device("of-own", n3)))

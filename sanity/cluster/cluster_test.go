@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
@@ -41,7 +42,7 @@ func TestMain(m *testing.M) {
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	flag.Parse()
 	if !suite.All() { // several clusters run at a time and share the processors
-		pace = 20 * time.Millisecond
+		pace = 100 * time.Millisecond
 	}
 	set := false
 	flag.Visit(func(f *flag.Flag) { set = set || f.Name == "test.parallel" })
@@ -119,6 +120,61 @@ func (c *Cluster) command(t *testing.T, args ...string) string {
 		t.Fatalf("drover %s: %v: %s", strings.Join(args, " "), err, out)
 	}
 	return out
+}
+
+// attach attaches a volume to a node and waits for the device, like the command of that name, whose process would take
+// longer than all else here.
+func (c *Cluster) attach(t *testing.T, volume, node string) {
+	t.Helper()
+	c.patiently(t, "attach volume "+volume+" to "+node, func(ctx context.Context) error {
+		a := &api.Attachment{Spec: api.AttachmentSpec{Volume: volume, Node: node, Purpose: "workload"}}
+		a.Name = volume
+		a.Labels = map[string]string{api.LabelVolume: api.LabelValue(volume), api.LabelNode: api.LabelValue(node)}
+		if err := c.Objects.Create(ctx, a); err != nil && !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+		a, err := await.Until(ctx, c.Objects, volume, func(a *api.Attachment) (bool, error) {
+			return a.DeletionTimestamp == nil && a.Status.Ready && a.Status.Device != "", nil
+		})
+		if err == nil && a.Spec.Node != node {
+			t.Fatalf("volume %s is attached to %s, not to %s", volume, a.Spec.Node, node)
+		}
+		return err
+	})
+}
+
+// detach detaches a volume and waits until the device is gone.
+func (c *Cluster) detach(t *testing.T, volume string) {
+	t.Helper()
+	c.patiently(t, "detach volume "+volume, func(ctx context.Context) error {
+		var a api.Attachment
+		err := c.Objects.Get(ctx, client.ObjectKey{Name: volume}, &a)
+		if err == nil {
+			err = c.Objects.Delete(ctx, &a, client.Preconditions{UID: &a.UID})
+		}
+		if err == nil {
+			err = await.Gone(ctx, c.Objects, &a, nil)
+		}
+		return client.IgnoreNotFound(err)
+	})
+}
+
+// patiently repeats what an API server had no time for.
+func (c *Cluster) patiently(t *testing.T, what string, do func(context.Context) error) {
+	t.Helper()
+	ctx := soon(t)
+	for tick := time.NewTicker(100 * time.Millisecond); ; {
+		err := do(ctx)
+		if err == nil {
+			tick.Stop()
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("%s: %v", what, err)
+		}
+	}
 }
 
 // try is command where an error is an answer, too. Like a patient client it asks again where an API server has no time;
@@ -219,7 +275,7 @@ func TestMachines(t *testing.T) {
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &v))
 	var r api.Replica
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: v.Status.Members[0]}, &r))
-	c.command(t, "volume", "attach", "v", "--node", r.Spec.Node)
+	c.attach(t, "v", r.Spec.Node)
 	at, other := one, two
 	if r.Spec.Node == two.Name {
 		at, other = two, one
@@ -253,7 +309,7 @@ func TestMachines(t *testing.T) {
 	must(t, c.Control.Serve(t.Context()))
 	must(t, c.connect())
 	c.command(t, "volume", "create", "w", "--size", "64Mi")
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 
 	small := c.Nodes[0].Disks[1]
 	must(t, small.Fill())
@@ -326,7 +382,7 @@ func TestImagesTravel(t *testing.T) {
 	})
 	must(t, err)
 	ready(t, c, "golden", 3)
-	c.command(t, "volume", "attach", "there", "--node", bare)
+	c.attach(t, "there", bare)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "there"}, &a))
 	got := make([]byte, len(content))
@@ -337,7 +393,7 @@ func TestImagesTravel(t *testing.T) {
 	if !bytes.Equal(got, content) {
 		t.Error("the volume does not read what the image holds")
 	}
-	c.command(t, "volume", "detach", "there")
+	c.detach(t, "there")
 	if n := asked.Load(); n != first {
 		t.Errorf("the source was asked %d times more", n-first)
 	}

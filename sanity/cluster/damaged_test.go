@@ -27,7 +27,7 @@ func TestDamagedFiles(t *testing.T) {
 	l.works(1000)
 	awaitVolume(t, c, "v", "healthy", whole)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	heads := func(dir string) []string {
 		files, err := filepath.Glob(filepath.Join(dir, "*.data"))
 		must(t, err)
@@ -83,11 +83,11 @@ func TestDamagedFiles(t *testing.T) {
 			awaitVolume(t, c, "v", "healthy again", whole)
 			l.works(100)
 			l.halt()
-			c.command(t, "volume", "detach", "v")
+			c.detach(t, "v")
 			l.attach(x.on) // what is read is its own
 			l.works(100)
 			l.halt()
-			c.command(t, "volume", "detach", "v")
+			c.detach(t, "v")
 			if now := replicasOf(t, c, "v")[x.on.Name]; now.Name != r.Name {
 				t.Logf("%s took the place of %s", now.Name, r.Name)
 			}
@@ -97,7 +97,7 @@ func TestDamagedFiles(t *testing.T) {
 	for _, m := range c.Nodes {
 		l.attach(m)
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }
 
@@ -124,11 +124,11 @@ func TestDamagedWhileUsed(t *testing.T) {
 	}
 	l.works(100)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range c.Nodes {
 		l.attach(m)
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }
 
@@ -175,7 +175,7 @@ func TestDamagedData(t *testing.T) {
 		}
 	}
 	// By a scrub while nobody uses it.
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range []*Machine{n2, n1} {
 		dir = layers(m)[1]
 		right = spoil(dir, true)
@@ -202,11 +202,11 @@ func TestDamagedData(t *testing.T) {
 	})
 	l.works(100)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range c.Nodes {
 		l.attach(m)
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }
 
@@ -255,7 +255,7 @@ func TestDamagedSurvivor(t *testing.T) {
 		t.Errorf("others took the place of the replicas: %v, then %v", was, now)
 	}
 	must(t, l.load.Verify(l.device, false))
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	l.attach(n2)
 	l.halt()
 }

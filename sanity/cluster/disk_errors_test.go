@@ -40,7 +40,7 @@ func TestDiskErrors(t *testing.T) {
 			l.works(100)
 		}
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 		for _, m := range []*Machine{n2, n1} {
 			must(t, m.PowerOff())
 			must(t, m.PowerOn())
@@ -51,7 +51,7 @@ func TestDiskErrors(t *testing.T) {
 			l.attach(m)
 			l.works(20)
 			l.halt()
-			c.command(t, "volume", "detach", "v")
+			c.detach(t, "v")
 		}
 	}
 }

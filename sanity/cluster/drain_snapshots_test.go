@@ -36,7 +36,7 @@ func TestDrainOfSnapshots(t *testing.T) {
 		}
 		l.works(200)
 		l.halt()
-		c.command(t, "volume", "detach", name)
+		c.detach(t, name)
 	}
 	idle, busy := all[0], all[1]
 	busy.attach(other)
@@ -54,7 +54,7 @@ func TestDrainOfSnapshots(t *testing.T) {
 	}
 	busy.works(50)
 	busy.halt()
-	c.command(t, "volume", "detach", "busy")
+	c.detach(t, "busy")
 	must(t, leaving.PowerOff())
 
 	for _, l := range []*loaded{idle, busy} {
@@ -65,28 +65,28 @@ func TestDrainOfSnapshots(t *testing.T) {
 				return s.Status.ReadyToUse && s.Status.Error == ""
 			})
 			c.command(t, "volume", "create", "of-"+snap, "--from", "snap://"+l.name+"/"+snap)
-			c.command(t, "volume", "attach", "of-"+snap, "--node", other.Name)
+			c.attach(t, "of-"+snap, other.Name)
 			var a api.Attachment
 			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "of-" + snap}, &a))
 			if err := at.Verify(a.Status.Device); err != nil {
 				t.Errorf("snapshot %s: %v", snap, err)
 			}
-			c.command(t, "volume", "detach", "of-"+snap)
+			c.detach(t, "of-"+snap)
 		}
 		l.attach(other)
 		l.works(20)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 
 		// Back to the middle one, and the oldest goes.
 		c.command(t, "snapshot", "revert", l.name+"-1")
-		c.command(t, "volume", "attach", l.name, "--node", other.Name)
+		c.attach(t, l.name, other.Name)
 		var a api.Attachment
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: l.name}, &a))
 		if err := moments[l.name][l.name+"-1"].Verify(a.Status.Device); err != nil {
 			t.Errorf("volume %s after its revert: %v", l.name, err)
 		}
 		c.command(t, "snapshot", "delete", l.name+"-0")
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 }

@@ -24,7 +24,7 @@ func TestDrain(t *testing.T) {
 		l.attach(leaving)
 		l.works(200)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 	used := on(t, c, "used", nil, leaving, other) // where its engine is
 	used.attach(leaving)
@@ -62,10 +62,10 @@ func TestDrain(t *testing.T) {
 	far.halt()
 	used.halt()
 	here.halt()
-	c.command(t, "volume", "detach", "here")
-	c.command(t, "volume", "detach", "used")
-	c.command(t, "volume", "detach", "several")
-	c.command(t, "volume", "detach", "far")
+	c.detach(t, "here")
+	c.detach(t, "used")
+	c.detach(t, "several")
+	c.detach(t, "far")
 
 	// Without the node all is there.
 	must(t, leaving.PowerOff())
@@ -73,6 +73,6 @@ func TestDrain(t *testing.T) {
 		l.attach(c.Nodes[3])
 		l.works(20)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 }

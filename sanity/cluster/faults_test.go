@@ -33,7 +33,7 @@ func TestFaults(t *testing.T) {
 		v := &api.Volume{Spec: api.VolumeSpec{Size: size, Nodes: []string{m.Name}}}
 		v.Name = l.name
 		must(t, c.Objects.Create(t.Context(), v))
-		c.command(t, "volume", "attach", l.name, "--node", m.Name)
+		c.attach(t, l.name, m.Name)
 		var a api.Attachment
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: l.name}, &a))
 		l.device = a.Status.Device
@@ -45,7 +45,7 @@ func TestFaults(t *testing.T) {
 	v.Name = three.name
 	must(t, c.Objects.Create(t.Context(), v))
 	awaitVolume(t, c, three.name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
-	c.command(t, "volume", "attach", three.name, "--node", c.Nodes[0].Name)
+	c.attach(t, three.name, c.Nodes[0].Name)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: three.name}, &a))
 	three.device = a.Status.Device
@@ -85,15 +85,15 @@ func TestFaults(t *testing.T) {
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: three.name}, &now))
 	t.Logf("volume three: members %v, %s", now.Status.Members, now.Status.Message)
 	for i, l := range all {
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 		for k, m := range c.Nodes { // reads are the local replica's, if it is a member: all members hold the same
 			if l != three && k != i {
 				continue
 			}
-			c.command(t, "volume", "attach", l.name, "--node", m.Name)
+			c.attach(t, l.name, m.Name)
 			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: l.name}, &a))
 			must(t, l.load.Verify(a.Status.Device, false))
-			c.command(t, "volume", "detach", l.name)
+			c.detach(t, l.name)
 		}
 	}
 }

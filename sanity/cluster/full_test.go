@@ -16,7 +16,7 @@ import (
 func TestFullDisks(t *testing.T) {
 	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 256 << 20}}})
 	on(t, c, "v", nil, c.Nodes[0], c.Nodes[1])
-	c.command(t, "volume", "attach", "v", "--node", c.Nodes[2].Name)
+	c.attach(t, "v", c.Nodes[2].Name)
 	device := deviceOf(t, c, "v")
 	for _, m := range c.Nodes[:2] {
 		must(t, m.Disks[0].Fill())
@@ -52,7 +52,7 @@ func TestFullDisks(t *testing.T) {
 	awaitVolume(t, c, "v", "with room", func(v *api.Volume) bool {
 		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionSpace) && v.Status.Message == ""
 	})
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 }
 
 // someData is 8 MiB of something.

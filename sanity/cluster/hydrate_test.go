@@ -106,7 +106,7 @@ func TestImageAtOnce(t *testing.T) {
 	must(t, c.Objects.Create(t.Context(), v))
 	awaitVolume(t, c, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
 	made := time.Since(began)
-	c.command(t, "volume", "attach", "v", "--node", bare.Name)
+	c.attach(t, "v", bare.Name)
 	attached := time.Since(began)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
@@ -152,5 +152,5 @@ func TestImageAtOnce(t *testing.T) {
 	for off := int64(0); off < size; off += 16 << 20 {
 		checkPattern(t, a.Status.Device, off, min(16<<20, size-off))
 	}
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 }

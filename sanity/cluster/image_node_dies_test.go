@@ -48,7 +48,7 @@ func onImageOf(t *testing.T, size int64, volumes ...string) (c *Cluster, device 
 			return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustDegraded &&
 				strings.Contains(v.Status.Message, "still fetches")
 		})
-		c.command(t, "volume", "attach", name, "--node", n[2].Name)
+		c.attach(t, name, n[2].Name)
 		device[name] = deviceOf(t, c, name)
 		must(t, <-blockIO(device[name], 0, false))
 	}

@@ -24,7 +24,7 @@ func TestImageOfVolume(t *testing.T) {
 	v.Name = "of-golden"
 	must(t, c.Objects.Create(t.Context(), v))
 	awaitVolume(t, c, v.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
-	c.command(t, "volume", "attach", v.Name, "--node", n3.Name)
+	c.attach(t, v.Name, n3.Name)
 	must(t, moment.Verify(deviceOf(t, c, v.Name)))
 
 	// The node that holds its first copy is lost: the volume has one of its own by now.
@@ -36,8 +36,8 @@ func TestImageOfVolume(t *testing.T) {
 		lost = n2
 	}
 	src.halt()
-	c.command(t, "volume", "detach", "src")
+	c.detach(t, "src")
 	must(t, lost.PowerOff())
 	must(t, moment.Verify(deviceOf(t, c, "of-golden")))
-	c.command(t, "volume", "detach", "of-golden")
+	c.detach(t, "of-golden")
 }

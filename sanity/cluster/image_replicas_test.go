@@ -89,7 +89,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	l.works(50)
 	l.halt()
 	holds()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	img := ready(t, c, "golden", 2)
 	if img.Status.Checksum != sum || sum == "" {
 		t.Errorf("the checksum was %q and is %q", sum, img.Status.Checksum)
@@ -100,7 +100,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	holds()
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	must(t, n[1].PowerOn())
 	must(t, n[1].Serve(t.Context()))
 	settled(t, c, "v", n[0].Name, n[2].Name)
@@ -135,7 +135,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 		return strings.Contains(c.command(t, "volume", "salvage", "v"), "--replica "+old+" --yes")
 	})
 	c.command(t, "volume", "salvage", "v", "--replica", old, "--yes")
-	c.command(t, "volume", "attach", "v", "--node", n[1].Name)
+	c.attach(t, "v", n[1].Name)
 	l.device = deviceOf(t, c, "v")
 	l.load.Rewind(mark)
 	must(t, l.load.Verify(l.device, true))
@@ -143,5 +143,5 @@ func TestReplicasOfAnImage(t *testing.T) {
 	l.begin()
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 }

@@ -26,7 +26,7 @@ func TestAttachedBeforeItMoved(t *testing.T) {
 	l.load.After(then)
 	l.works(100)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	was := replicasOf(t, c, "v")[n.Name]
 
 	must(t, n.Freeze("data")) // the move cannot begin
@@ -55,16 +55,16 @@ func TestAttachedBeforeItMoved(t *testing.T) {
 	})
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	must(t, n.Disks[0].Remove()) // nothing of it is needed
 	l.attach(n)
 	l.works(20)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	c.command(t, "volume", "create", "of-then", "--from", "snap://v/then")
-	c.command(t, "volume", "attach", "of-then", "--node", n.Name)
+	c.attach(t, "of-then", n.Name)
 	must(t, then.Verify(deviceOf(t, c, "of-then")))
-	c.command(t, "volume", "detach", "of-then")
+	c.detach(t, "of-then")
 }
 
 // TestStrictLocalStays: a strict-local volume that is used on a node which is drained stays, the user is told why, and
@@ -90,7 +90,7 @@ func TestStrictLocalStays(t *testing.T) {
 	})
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	settled(t, c, "v", c.Nodes[1].Name)
 	eventually(t, "nothing is there any more", func() bool {
 		return !strings.Contains(c.command(t, "node", "show", n.Name), "Still there")
@@ -98,7 +98,7 @@ func TestStrictLocalStays(t *testing.T) {
 	l.attach(c.Nodes[1])
 	l.works(20)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 }
 
 // TestDeadDisk: a disk that is gone for good can be taken away once its replicas have been made anew elsewhere, and not
@@ -129,5 +129,5 @@ func TestDeadDisk(t *testing.T) {
 	})
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 }

@@ -83,24 +83,24 @@ func TestLocality(t *testing.T) {
 	one.works(200)
 	one.halt()
 	isLocal("one", n1.Name)
-	c.command(t, "volume", "detach", "one")
+	c.detach(t, "one")
 	one.attach(n2)
 	one.works(100)
 	isLocal("one", n2.Name)
 	one.works(100)
 	one.halt()
-	c.command(t, "volume", "detach", "one")
+	c.detach(t, "one")
 	eventually(t, "the snapshot is ready", func() bool {
 		var s api.Snapshot
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "then"}, &s))
 		return s.Status.ReadyToUse
 	})
 	c.command(t, "volume", "create", "of-then", "--from", "snap://one/then")
-	c.command(t, "volume", "attach", "of-then", "--node", n2.Name)
+	c.attach(t, "of-then", n2.Name)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "of-then"}, &a))
 	must(t, moment.Verify(a.Status.Device))
-	c.command(t, "volume", "detach", "of-then")
+	c.detach(t, "of-then")
 
 	// Where the node takes none, it is told and nothing else is tried.
 	var n api.Node
@@ -151,5 +151,5 @@ func TestLocality(t *testing.T) {
 	strict.attach(n2)
 	strict.works(100)
 	strict.halt()
-	c.command(t, "volume", "detach", "strict")
+	c.detach(t, "strict")
 }

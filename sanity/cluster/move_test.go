@@ -86,11 +86,11 @@ func TestRollingRestart(t *testing.T) {
 	l.works(100)
 	l.halt()
 	t.Logf("%d writes, longest request %v", l.load.Writes(), l.load.Worst())
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range c.Nodes { // all hold the same
 		l.attach(m)
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }
 
@@ -110,7 +110,7 @@ func TestTakenOver(t *testing.T) {
 	began := time.Now()
 	c.command(t, "volume", "detach", "v", "--force")
 	t.Logf("detached after %v", time.Since(began))
-	c.command(t, "volume", "attach", "v", "--node", c.Nodes[1].Name)
+	c.attach(t, "v", c.Nodes[1].Name)
 	t.Logf("attached elsewhere after %v", time.Since(began))
 	l.load.After(i)
 	second := &loaded{t: t, c: c, name: "v", load: NewLoad(64<<20, 16<<20)}
@@ -145,11 +145,11 @@ func TestTakenOver(t *testing.T) {
 	awaitVolume(t, c, "v", "healthy", whole)
 	second.works(100)
 	second.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range c.Nodes {
 		second.attach(m)
 		second.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }
 

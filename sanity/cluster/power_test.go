@@ -39,7 +39,7 @@ func TestPowerLoss(t *testing.T) {
 	for _, l := range all {
 		l.halt()
 		t.Logf("volume %s: %d writes", l.name, l.load.Writes())
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 	t.Logf("%d schedules in %v", n, time.Since(began))
 }
@@ -130,7 +130,7 @@ func (c *Cluster) afterPower(t *testing.T, l *loaded, lost bool) error {
 	}
 	// It moves on: the next node's engine reads what that node's replica holds.
 	l.halt()
-	c.command(t, "volume", "detach", l.name)
+	c.detach(t, l.name)
 	for k, m := range c.Nodes {
 		if m == l.node {
 			l.attach(c.Nodes[(k+1)%len(c.Nodes)])

@@ -70,7 +70,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	l.works(50)
 	l.halt()
 	checkPattern(t, l.device, rest, size-rest)
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 
 	// Nobody uses it, and the third replica is gone.
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "8"))
@@ -91,7 +91,7 @@ func TestRebuildInterrupted(t *testing.T) {
 		l.halt()
 		checkPattern(t, l.device, rest, size-rest)
 		must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0")) // for those that begin from now on
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 		began = time.Now()
 	}
 	awaitVolume(t, c, "v", "whole again", grown)
@@ -99,6 +99,6 @@ func TestRebuildInterrupted(t *testing.T) {
 		l.attach(m)
 		l.halt()
 		checkPattern(t, l.device, rest, size-rest)
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }

@@ -36,7 +36,7 @@ func newLoaded(t *testing.T, c *Cluster, name string, size int64, replicas int32
 // attach has the volume on a node, checks what it holds, and begins the load.
 func (l *loaded) attach(m *Machine) {
 	l.t.Helper()
-	l.c.command(l.t, "volume", "attach", l.name, "--node", m.Name)
+	l.c.attach(l.t, l.name, m.Name)
 	var a api.Attachment
 	must(l.t, l.c.Objects.Get(l.t.Context(), client.ObjectKey{Name: l.name}, &a))
 	l.node, l.device, l.epoch = m, a.Status.Device, a.Status.Epoch
@@ -62,12 +62,21 @@ func (l *loaded) halt() {
 // manyWrites is how many writes the load makes without a pace.
 const manyWrites = 500
 
+// hurry shortens the pace of the load while the test waits for n writes, until the returned function is called.
+func (l *loaded) hurry(n int64) func() {
+	was := l.load.Pace.Load()
+	if n >= manyWrites {
+		l.load.Pace.Store(0)
+	} else {
+		l.load.Pace.Store(was / 10)
+	}
+	return func() { l.load.Pace.Store(was) }
+}
+
 // works waits for some more writes.
 func (l *loaded) works(n int64) {
 	l.t.Helper()
-	if n >= manyWrites {
-		defer l.load.Pace.Store(l.load.Pace.Swap(0))
-	}
+	defer l.hurry(n)()
 	was := l.load.Writes()
 	eventually(l.t, "I/O of volume "+l.name+" goes on", func() bool {
 		select {
@@ -82,6 +91,7 @@ func (l *loaded) works(n int64) {
 // worksWithin reports whether there are some more writes soon.
 func (l *loaded) worksWithin(limit time.Duration, n int64) bool {
 	l.t.Helper()
+	defer l.hurry(n)()
 	was, tick := l.load.Writes(), time.NewTicker(20*time.Millisecond)
 	defer tick.Stop()
 	for late := time.After(limit); l.load.Writes() < was+n; {

@@ -45,14 +45,14 @@ func TestRoles(t *testing.T) {
 		v.Name = "on-" + on.Name
 		must(t, c.Objects.Create(t.Context(), v))
 		awaitVolume(t, c, v.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
-		c.command(t, "volume", "attach", v.Name, "--node", on.Name)
+		c.attach(t, v.Name, on.Name)
 		var a api.Attachment
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: v.Name}, &a))
 		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|os.O_SYNC, 0)
 		must(t, err)
 		_, err = f.WriteAt([]byte(on.Name), 4096)
 		must(t, errors.Join(err, f.Close()))
-		c.command(t, "volume", "detach", v.Name)
+		c.detach(t, v.Name)
 	}
 
 	// All have a certificate of the one authority, those of a machine in two processes two.

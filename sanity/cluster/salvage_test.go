@@ -75,7 +75,7 @@ func TestSalvage(t *testing.T) {
 	}
 	t.Logf("\n%s", list)
 	t.Log(c.command(t, "volume", "salvage", "v", "--replica", stale, "--yes"))
-	c.command(t, "volume", "attach", "v", "--node", user.Name)
+	c.attach(t, "v", user.Name)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
 	l.device = a.Status.Device
@@ -89,12 +89,12 @@ func TestSalvage(t *testing.T) {
 	must(t, last.Serve(t.Context()))
 	awaitVolume(t, c, "v", "whole", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustHealthy })
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	must(t, old.PowerOff())
 	l.attach(last)
 	l.works(20)
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	var again strings.Builder
 	cmd := exec.CommandContext(t.Context(), program, "volume", "salvage", "v", "--yes", "--kubeconfig", c.Kubeconfig)
 	cmd.Stderr = &again

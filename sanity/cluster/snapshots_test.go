@@ -31,7 +31,7 @@ func TestSnapshotsOfThree(t *testing.T) {
 	v.Name = "v"
 	must(t, c.Objects.Create(t.Context(), v))
 	awaitVolume(t, c, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
-	c.command(t, "volume", "attach", "v", "--node", c.Nodes[0].Name)
+	c.attach(t, "v", c.Nodes[0].Name)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
 	awaitVolume(t, c, "v", "healthy", whole)
@@ -81,7 +81,7 @@ func TestSnapshotsOfThree(t *testing.T) {
 	stop()
 	must(t, errors.Join(<-ended, load.Verify(a.Status.Device, false)))
 	t.Logf("%d writes, longest request %v", load.Writes(), load.Worst())
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	must(t, c.connect())
 	for name, i := range list {
 		clone := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 3, DataSource: "snap://v/" + name}}
@@ -89,12 +89,12 @@ func TestSnapshotsOfThree(t *testing.T) {
 		must(t, c.Objects.Create(t.Context(), clone))
 		awaitVolume(t, c, clone.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
 		for _, m := range c.Nodes { // reads are those of the node's own replica
-			c.command(t, "volume", "attach", clone.Name, "--node", m.Name)
+			c.attach(t, clone.Name, m.Name)
 			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: clone.Name}, &a))
 			if err := i.Verify(a.Status.Device); err != nil {
 				t.Errorf("snapshot %s on %s: %v", name, m.Name, err)
 			}
-			c.command(t, "volume", "detach", clone.Name)
+			c.detach(t, clone.Name)
 		}
 	}
 }
@@ -109,7 +109,7 @@ func TestSnapshotOfALostEngine(t *testing.T) {
 	v.Name = "v"
 	must(t, c.Objects.Create(t.Context(), v))
 	awaitVolume(t, c, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
-	c.command(t, "volume", "attach", "v", "--node", c.Nodes[0].Name)
+	c.attach(t, "v", c.Nodes[0].Name)
 	var a api.Attachment
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
 	awaitVolume(t, c, "v", "healthy", whole)
@@ -127,22 +127,22 @@ func TestSnapshotOfALostEngine(t *testing.T) {
 	load.After(i)
 	must(t, c.Objects.Delete(t.Context(), &a))
 	awaitVolume(t, c, "v", "detached", func(v *api.Volume) bool { return v.Status.State == api.VolumeDetached })
-	c.command(t, "volume", "attach", "v", "--node", c.Nodes[1].Name)
+	c.attach(t, "v", c.Nodes[1].Name)
 	_, err := await.Until(soon(t), c.Objects, "cut", func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
 	must(t, err)
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for name, i := range map[string]*Instant{"first": first, "cut": i} {
 		clone := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: 2, DataSource: "snap://v/" + name}}
 		clone.Name = "of-" + name
 		must(t, c.Objects.Create(t.Context(), clone))
 		awaitVolume(t, c, clone.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
 		for _, m := range c.Nodes[1:] {
-			c.command(t, "volume", "attach", clone.Name, "--node", m.Name)
+			c.attach(t, clone.Name, m.Name)
 			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: clone.Name}, &a))
 			if err := i.Verify(a.Status.Device); err != nil {
 				t.Errorf("snapshot %s on %s: %v", name, m.Name, err)
 			}
-			c.command(t, "volume", "detach", clone.Name)
+			c.detach(t, clone.Name)
 		}
 	}
 }

@@ -57,10 +57,10 @@ func TestKillsInTurn(t *testing.T) {
 			l.load.Worst().Round(time.Millisecond))
 	}
 	l.halt()
-	c.command(t, "volume", "detach", "v")
+	c.detach(t, "v")
 	for _, m := range c.Nodes { // all hold the same
 		l.attach(m)
 		l.halt()
-		c.command(t, "volume", "detach", "v")
+		c.detach(t, "v")
 	}
 }

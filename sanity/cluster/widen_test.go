@@ -48,7 +48,7 @@ func TestMoreReplicas(t *testing.T) {
 	whole(3)
 	l.works(50)
 	l.halt()
-	c.command(t, "volume", "detach", "grows")
+	c.detach(t, "grows")
 	must(t, c.Nodes[0].PowerOff())
 	instants := map[string]*Instant{"before": before, "between": between}
 	for name := range instants { // nobody knows yet that the node is lost: it may be chosen for them
@@ -58,16 +58,16 @@ func TestMoreReplicas(t *testing.T) {
 	}
 	for name, at := range instants {
 		awaitVolume(t, c, "of-"+name, "made elsewhere", func(v *api.Volume) bool { return len(v.Status.Members) > 0 })
-		c.command(t, "volume", "attach", "of-"+name, "--node", c.Nodes[1].Name)
+		c.attach(t, "of-"+name, c.Nodes[1].Name)
 		if err := at.Verify(deviceOf(t, c, "of-"+name)); err != nil {
 			t.Errorf("snapshot %s: %v", name, err)
 		}
-		c.command(t, "volume", "detach", "of-"+name)
+		c.detach(t, "of-"+name)
 	}
 	l.attach(c.Nodes[2])
 	l.works(20)
 	l.halt()
-	c.command(t, "volume", "detach", "grows")
+	c.detach(t, "grows")
 }
 
 // TestReplicaDeletedByHand: the object of a replica that holds what a volume is made of can be deleted, and nothing is
@@ -78,7 +78,7 @@ func TestReplicaDeletedByHand(t *testing.T) {
 	idle.attach(c.Nodes[0])
 	idle.works(100)
 	idle.halt()
-	c.command(t, "volume", "detach", "idle")
+	c.detach(t, "idle")
 	alone := on(t, c, "alone", nil, c.Nodes[0])
 	both := on(t, c, "both", nil, c.Nodes...)
 	alone.attach(c.Nodes[0])
@@ -110,12 +110,12 @@ func TestReplicaDeletedByHand(t *testing.T) {
 	both.works(50)
 	for _, l := range []*loaded{alone, both} {
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 	for _, l := range []*loaded{idle, alone, both} {
 		l.attach(c.Nodes[1])
 		l.works(20)
 		l.halt()
-		c.command(t, "volume", "detach", l.name)
+		c.detach(t, l.name)
 	}
 }
