@@ -17,7 +17,8 @@ TESTBUILD   := -vet=off -ldflags='-s -w'
 # Most tests wait for disks, processes and times: three packages go on at once on two cores, too.
 PACKAGES    ?= $(shell n=$$(nproc); echo $$((n > 3 ? n : 3)))
 # Those that take longest begin first.
-LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack ./replicas/peer
+LONGEST     := ./sanity/cluster ./sanity ./replicas ./imagestore ./replicas/stack ./replicas/peer \
+  ./imagestore/importer ./imagestore/archive ./driver/kubeapi ./replicas/protocol
 TESTS       ?= $(LONGEST) ./...
 KILLS       ?= 200
 MODEL       ?= 3h

@@ -15,7 +15,7 @@ import (
 // TestManyVolumes attaches a hundred volumes at a time: more loop devices than a kernel begins with.
 func TestManyVolumes(t *testing.T) {
 	w := newWorld(t)
-	n := suite.Count(t, "DROVER_MANY", 40, 100)
+	n := suite.Count(t, "DROVER_MANY", 20, 100)
 	name := func(i int) string { return fmt.Sprintf("m%d", i) }
 	began := time.Now()
 	for i := range n {

@@ -96,7 +96,7 @@ func TestModelOfProgram(t *testing.T) {
 		}
 		list, m := modelProgram(seed), newModel(w, until)
 		if !suite.All() {
-			list = list[:modelSteps/2]
+			list = list[:modelSteps/4]
 		}
 		well := t.Run(fmt.Sprint(seed), func(t *testing.T) { m.run(t, list) })
 		w.t = t

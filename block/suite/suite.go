@@ -33,6 +33,14 @@ func Slow(t testing.TB) {
 	}
 }
 
+// Long skips a test that is a matter of luck, or takes the processors for long, unless the run wants all.
+func Long(t testing.TB) {
+	t.Helper()
+	if !All() {
+		t.Skip("only where DROVER_TEST=all: it is a matter of luck, or takes the processors for long")
+	}
+}
+
 // SystemMain ends the test process of a package whose tests need a server, where the run is quick. `make quick` does
 // not even build such a package: to link an API server takes ten seconds.
 func SystemMain() {

@@ -323,7 +323,7 @@ func guarded(blocks int, dict byte) error {
 
 // TestMemory: the memory of a process that unpacks follows from the window, and not from the size.
 func TestMemory(t *testing.T) {
-	suite.Slow(t)
+	suite.Long(t)
 	dir := t.TempDir()
 	packed := filepath.Join(dir, "packed")
 	try := func(in []byte, args ...string) int {

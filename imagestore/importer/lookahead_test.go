@@ -164,6 +164,7 @@ func TestTablesAreReadEarly(t *testing.T) {
 			}
 		})
 		t.Run(c.name+" without ranges", func(t *testing.T) {
+			suite.Long(t)
 			var p importer.Progress
 			want := newWant()
 			if _, err := importer.Import(t.Context(), d, want, &p, stream(c.image, true)); err != nil {

@@ -20,7 +20,7 @@ import (
 // of the image, where tools made that. The status tells.
 func TestScratchStaysSmall(t *testing.T) {
 	suite.Slow(t)
-	content := make([]byte, 128<<20)
+	content := make([]byte, 96<<20)
 	r := rand.NewChaCha8([32]byte{9})
 	for i := 0; i < len(content); i += 4096 {
 		_, _ = r.Read(content[i : i+3072]) // a quarter is zeros

@@ -365,7 +365,7 @@ func TestBombs(t *testing.T) {
 		return read(t, out)
 	}
 	for _, tool := range []string{"gzip -1", "xz -0 -T2", "zstd -q -T2"} {
-		for fill, mib := range map[byte]int{0: 256, 'a': 128} {
+		for fill, mib := range map[byte]int{0: 256, 'a': 80} {
 			b := made(tool, fill, mib)
 			over := watchMemory(t)
 			_, err := importer.Import(t.Context(), d, newWant(), new(importer.Progress), stream(b, true))
@@ -384,7 +384,7 @@ func TestBombs(t *testing.T) {
 // Archives that make use of the largest windows there are. What does not fit into memory goes to the image's disk: the
 // folder for temporary files may be memory itself.
 func TestLargeWindows(t *testing.T) {
-	suite.Slow(t)
+	suite.Long(t)
 	d := newDisk(t, t.TempDir())
 	half := sample(80 << 20)
 	for tool, content := range map[string][]byte{

@@ -22,7 +22,7 @@ import (
 // lost. Whatever is acknowledged is on every member that the API records, at that moment; no I/O fails or hangs; in the
 // end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
 func TestFaults(t *testing.T) {
-	n := suite.Count(t, "DROVER_FAULTS", 60, 500)
+	n := suite.Count(t, "DROVER_FAULTS", 30, 500)
 	stalls, taken, absent, grown := 0, 0, 0, int64(0)
 	defer func() {
 		t.Logf("%d schedules: %d replicas were abandoned, %d were absent when the engine opened, %d snapshots, %d expansions",

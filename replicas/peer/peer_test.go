@@ -499,7 +499,7 @@ func TestCuts(t *testing.T) {
 			}
 		}
 	}()
-	g.run(suite.Count(t, "DROVER_REQUESTS", 4000, 12000), 32)
+	g.run(suite.Count(t, "DROVER_REQUESTS", 2000, 12000), 32)
 	close(stop)
 	within(t, "end of what was begun", done)
 	p.flip.Store(0)

@@ -373,7 +373,7 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 
 // TestFaults runs a few random schedules; DROVER_FAULTS says how many, DROVER_SEED which one alone.
 func TestFaults(t *testing.T) {
-	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 3, 50)) {
+	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 2, 50)) {
 		shape := []struct {
 			others int
 			local  bool

@@ -46,21 +46,10 @@ func TestDamagedFiles(t *testing.T) {
 		spoil func(dir string)
 	}
 	damages := []damage{
-		{"record-gone", n2, remove("stack.json")},
 		{"record-empty-here", n1, empty},
-		{"head-gone", n2, func(dir string) {
-			for _, f := range heads(dir) {
-				must(t, os.Remove(f))
-			}
-		}},
 		{"head-short-here", n1, func(dir string) {
 			for _, f := range heads(dir) {
 				must(t, os.Truncate(f, 4096))
-			}
-		}},
-		{"zeros-gone", n2, func(dir string) {
-			for _, f := range heads(dir) {
-				must(t, os.Remove(strings.TrimSuffix(f, ".data")+".zero"))
 			}
 		}},
 		{"intents-damaged", n2, func(dir string) {
@@ -69,8 +58,19 @@ func TestDamagedFiles(t *testing.T) {
 		{"all-gone", n2, func(dir string) { must(t, os.RemoveAll(dir)) }},
 	}
 	if suite.All() {
-		damages = append(damages, damage{"record-gone-here", n1, remove("stack.json")}, damage{"record-empty", n2, empty},
-			damage{"intents-gone", n2, remove("intents")})
+		damages = append(damages, damage{"record-gone", n2, remove("stack.json")},
+			damage{"record-gone-here", n1, remove("stack.json")}, damage{"record-empty", n2, empty},
+			damage{"intents-gone", n2, remove("intents")},
+			damage{"head-gone", n2, func(dir string) {
+				for _, f := range heads(dir) {
+					must(t, os.Remove(f))
+				}
+			}},
+			damage{"zeros-gone", n2, func(dir string) {
+				for _, f := range heads(dir) {
+					must(t, os.Remove(strings.TrimSuffix(f, ".data")+".zero"))
+				}
+			}})
 	}
 	for _, x := range damages {
 		t.Run(x.name, func(t *testing.T) {

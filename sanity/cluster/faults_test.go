@@ -17,6 +17,7 @@ import (
 // TestFaults runs random schedules of faults under verified load on attached volumes, one per node: no I/O may fail,
 // nothing that was acknowledged may be lost. DROVER_SCHEDULES is how many, DROVER_SEED repeats a run.
 func TestFaults(t *testing.T) {
+	suite.Long(t)
 	c := start(t, Options{Nodes: 3})
 	seed := suite.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))

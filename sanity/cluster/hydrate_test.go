@@ -81,7 +81,7 @@ func checkPattern(t *testing.T, device string, off, n int64) {
 // the node that has it, through kills, until its own copy is there. DROVER_IMAGE says how many MiB the image has, and
 // that the times count.
 func TestImageAtOnce(t *testing.T) {
-	size := int64(512) << 20
+	size := int64(256) << 20
 	text := os.Getenv("DROVER_IMAGE")
 	measured := text != ""
 	if measured {
@@ -96,8 +96,8 @@ func TestImageAtOnce(t *testing.T) {
 	if img.Status.Copies[0].Node == bare.Name {
 		has, bare = bare, has
 	}
-	if size <= 512<<20 { // the way between the two is long: a copy of the whole takes its time
-		c.Net.Between(has, bare, Link{Delay: 20 * time.Millisecond})
+	if size <= 256<<20 { // the way between the two is long: a copy of the whole takes its time
+		c.Net.Between(has, bare, Link{Delay: 40 * time.Millisecond})
 	}
 
 	began := time.Now()

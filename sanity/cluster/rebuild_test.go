@@ -16,7 +16,7 @@ import (
 // deletes its object. A detached volume that is being made whole is attached at once.
 func TestRebuildInterrupted(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
-	const size, rest = 256 << 20, 16 << 20 // the load has what is before the rest
+	const size, rest = 96 << 20, 16 << 20 // the load has what is before the rest
 	l := on(t, c, "v", func(s *api.VolumeSpec) { s.Size = size }, c.Nodes[0], c.Nodes[1])
 	l.load = NewLoad(size, rest)
 	l.attach(c.Nodes[0])
@@ -28,7 +28,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, err)
 	must(t, f.Close())
 
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4")) // it takes a minute
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "2")) // it takes 40 s
 	n3 := c.Nodes[2]
 	third := func() api.Replica { return replicasOf(t, c, "v")[n3.Name] }
 	underWay := func(what string) {
@@ -57,7 +57,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, n3.PowerOn())
 	must(t, n3.Serve(t.Context()))
 	underWay("after its machine was off")
-	c.command(t, "volume", "expand", "v", "320Mi")
+	c.command(t, "volume", "expand", "v", "128Mi")
 	l.works(50)
 	r := third()
 	must(t, c.Objects.Delete(t.Context(), &r))
@@ -65,7 +65,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	underWay("of another replica")
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0"))
 	kill(t, n3, "data") // it begins again, without a limit
-	grown := func(v *api.Volume) bool { return whole(v) && v.Status.Size == 320<<20 }
+	grown := func(v *api.Volume) bool { return whole(v) && v.Status.Size == 128<<20 }
 	awaitVolume(t, c, "v", "whole", grown)
 	l.works(50)
 	l.halt()
@@ -73,7 +73,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	c.detach(t, "v")
 
 	// Nobody uses it, and the third replica is gone.
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "8"))
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4"))
 	r = third()
 	edit(t, c, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}, func(v *api.Volume) { v.Spec.NumberOfReplicas = 2 })
 	awaitVolume(t, c, "v", "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })

@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/block/suite"
 )
 
 // TestReturn tells how long a volume takes to be whole again, from the moment that its node can be reached again: after
@@ -20,20 +21,15 @@ func TestReturn(t *testing.T) {
 	idle.attach(c.Nodes[0])
 	idle.halt()
 	lost := c.Nodes[2]
-	for _, x := range []struct {
+	type absence struct {
 		name        string
 		away        time.Duration // after the replica was dropped
 		lose, mends func() error
-	}{
-		{"cut off", 2 * time.Second,
-			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
-			func() error { c.Net.Heal(); return nil }},
-		{"cut off for longer", 25 * time.Second,
-			func() error { c.Net.Isolate(lost, c.Machines()...); return nil },
-			func() error { c.Net.Heal(); return nil }},
-		{"frozen", 5 * time.Second,
-			func() error { return lost.Freeze("data") },
-			func() error { return lost.Thaw("data") }},
+	}
+	isolate := func() error { c.Net.Isolate(lost, c.Machines()...); return nil }
+	heal := func() error { c.Net.Heal(); return nil }
+	absences := []absence{
+		{"cut off", 2 * time.Second, isolate, heal},
 		{"serve and data killed", 5 * time.Second,
 			func() error { return lost.Kill("serve", "data") },
 			func() error { lost.Gone(); return lost.Serve(t.Context()) }},
@@ -43,7 +39,13 @@ func TestReturn(t *testing.T) {
 			}
 			return lost.Serve(t.Context())
 		}},
-	} {
+	}
+	if suite.All() {
+		absences = append(absences, absence{"cut off for longer", 25 * time.Second, isolate, heal},
+			absence{"frozen", 5 * time.Second, func() error { return lost.Freeze("data") },
+				func() error { return lost.Thaw("data") }})
+	}
+	for _, x := range absences {
 		must(t, x.lose())
 		for _, name := range []string{"busy", "idle"} {
 			awaitVolume(t, c, name, "smaller", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
