@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/coreos/go-systemd/v22/daemon"
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -37,6 +38,9 @@ import (
 	"drover.io/drover/replicas/disks"
 )
 
+// notifySocket is the environment variable in which systemd names the socket for sd_notify(3).
+const notifySocket = "NOTIFY_SOCKET"
+
 // server is a run of serve.
 type server struct {
 	*serveOptions
@@ -52,6 +56,8 @@ type server struct {
 	disks   *disks.Registry // nil without the node role
 	// identity authenticates this node to other nodes; nil without the node role.
 	identity *wire.Identity
+	// notifySocket is the socket on which systemd hears the state; empty elsewhere.
+	notifySocket string
 
 	apis, work, children *group // end in the order work, children, apis
 	stop                 context.CancelCauseFunc
@@ -75,6 +81,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	collectAt(400) // until ready: collections take a fifth of the start
 	s := &server{serveOptions: o, log: log, began: time.Now(),
 		out: func(format string, args ...any) { fmt.Fprintf(c.OutOrStdout(), format+"\n", args...) }}
+	s.takeNotifySocket()
 	lock, err := openState(o.stateDir)
 	if err != nil {
 		return err
@@ -99,6 +106,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 		}
 		s.log.Info("stopping")
 		stopping.Store(true)
+		s.notify(daemon.SdNotifyStopping)
 	}
 	return errors.Join(err, s.end(gs))
 }
@@ -449,6 +457,28 @@ func (s *server) announce(kubeconfig, metrics string) {
 		s.out("metrics     http://%s/metrics", metrics)
 	}
 	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
+	s.notify(daemon.SdNotifyReady)
+}
+
+// takeNotifySocket keeps the socket of systemd from the API server, which would report itself as ready, and from the
+// children, which outlive serve.
+func (s *server) takeNotifySocket() {
+	s.notifySocket = os.Getenv(notifySocket)
+	_ = os.Unsetenv(notifySocket)
+}
+
+// notify tells systemd the state of a service with Type=notify. Elsewhere notify does nothing.
+func (s *server) notify(state string) {
+	if s.notifySocket == "" {
+		return
+	}
+	err := os.Setenv(notifySocket, s.notifySocket)
+	if err == nil {
+		_, err = daemon.SdNotify(true, state)
+	}
+	if err != nil {
+		s.log.Warn("systemd was not notified", "state", state, "error", err)
+	}
 }
 
 // end stops the parts in order: new requests, the reconcilers, the data path, and the API last.

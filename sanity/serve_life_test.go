@@ -7,6 +7,7 @@ import (
 	"crypto/sha512"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -220,6 +221,29 @@ func TestKillEverything(t *testing.T) {
 	}
 	w.must("volume", "umount", "mounted")
 	w.must("volume", "detach", "raw")
+}
+
+// TestServeNotifiesSystemd: serve says when it is ready and when it begins to stop, as a service of Type=notify does.
+func TestServeNotifiesSystemd(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "notify")
+	socket, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: name, Net: "unixgram"})
+	must(t, err)
+	defer func() { _ = socket.Close() }()
+	t.Setenv("NOTIFY_SOCKET", name)
+	w := newWorld(t)
+	says := func(want string) {
+		t.Helper()
+		must(t, socket.SetReadDeadline(time.Now().Add(settle)))
+		got := make([]byte, 100)
+		n, err := socket.Read(got)
+		must(t, err)
+		if string(got[:n]) != want {
+			t.Errorf("systemd reads %q, want %q", got[:n], want)
+		}
+	}
+	says("READY=1")
+	w.signal(syscall.SIGTERM)
+	says("STOPPING=1")
 }
 
 // TestOneServe: a state folder and a disk are one instance's.

@@ -26,6 +26,9 @@ func TestCutHolds(t *testing.T) {
 	suite.Slow(t)
 	for name, l := range cutWorlds {
 		t.Run(name, func(t *testing.T) {
+			if name == "again" { // 1.5 million states
+				suite.Long(t)
+			}
 			n, story, bad := searchCut(l, allCutRules())
 			if bad != "" {
 				t.Fatalf("%s after %d states:\n  %s", bad, n, strings.Join(story, "\n  "))

@@ -130,6 +130,7 @@ func (e expect) holds(t testing.TB, off int64, buf []byte) {
 
 // However large the layers are, the map and the digests of what comes of them take no more than 64 MiB beside theirs.
 func TestMergeMapNeedsLittleRoom(t *testing.T) {
+	suite.Long(t)
 	t.Parallel()
 	const mib, size, room = int64(1) << 20, int64(9) << 37, int64(64) << 20 // the map alone is 72 MiB
 	dir, _ := mounted(t, 400*mib, "", "mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", "-N", "1024")
