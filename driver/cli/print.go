@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
+	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/yaml"
@@ -158,19 +160,26 @@ func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
 	"snapshot group": "SnapshotGroup", "node": "Node"}
 
-// table writes aligned columns. An empty cell shows as "-", so that scripts can count columns.
+// table writes aligned columns as kubectl does, without control characters. An empty cell shows as "-", so that scripts
+// can count columns.
 func table(w io.Writer, header string, rows [][]string) error {
-	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
-	fmt.Fprintln(tw, strings.ReplaceAll(header, " ", "\t"))
-	for _, r := range rows {
-		for i := range r {
-			if r[i] == "" {
-				r[i] = "-"
-			}
-		}
-		fmt.Fprintln(tw, strings.Join(r, "\t"))
+	names := strings.Fields(header)
+	if len(rows) == 0 { // the printer would omit the header
+		_, err := fmt.Fprintln(w, strings.Join(names, "   "))
+		return err
 	}
-	return tw.Flush()
+	t := &metav1.Table{}
+	for _, name := range names {
+		t.ColumnDefinitions = append(t.ColumnDefinitions, metav1.TableColumnDefinition{Name: name, Type: "string"})
+	}
+	for _, r := range rows {
+		cells := make([]any, len(r))
+		for i, text := range r {
+			cells[i] = cmp.Or(text, "-")
+		}
+		t.Rows = append(t.Rows, metav1.TableRow{Cells: cells})
+	}
+	return printers.NewTablePrinter(printers.PrintOptions{}).PrintObj(t, w)
 }
 
 // fields writes "Name:  value" lines, except empty values.
