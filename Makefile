@@ -24,6 +24,7 @@ KILLS       ?= 200
 MODEL       ?= 3h
 FUZZTIME    ?= 60s
 SCHEDULES   ?= 500
+LOSSES      ?= 250
 VOLUMES     ?= 250
 
 # Debian's Go does not fetch the version that go.mod names unless told so.
@@ -79,10 +80,10 @@ test-crash: need-root setup ## kill -9 of the data process under verified load, 
 test-model: need-root setup ## random programs against byte-exact models, with kills and losses of power, for MODEL=3h
 	DROVER_TEST=all DROVER_MODEL=$(MODEL) $(GO) test -timeout 0 -count=1 -v -run Model ./replicas/stack ./sanity
 
-test-faults: need-root setup build ## random faults on a cluster and of replicas under verified load, SCHEDULES=500 times
+test-faults: need-root setup build ## random faults of a cluster and of replicas under verified load, SCHEDULES=500 times; LOSSES=250 losses of power
 	DROVER_TEST=all DROVER_FAULTS=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -run Faults ./replicas/peer ./replicas/engine
 	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_SCHEDULES=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestFaults ./sanity/cluster
-	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(SCHEDULES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
+	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_POWER=$(LOSSES) $(GO) test -timeout 12h -count=1 -v -run TestPowerLoss ./sanity/cluster
 
 test-many: need-root setup build ## VOLUMES=250 with three replicas over ten images, a node that dies and comes back
 	DROVER_TEST=all DROVER_BINARY=$(abspath $(BIN)) DROVER_MANY=$(VOLUMES) $(GO) test -timeout 3h -count=1 -v -run TestManyVolumes ./sanity/cluster
