@@ -14,8 +14,8 @@ import (
 )
 
 // Probe checks that the file system at path keeps a map for the recovery of heads: the file system must report 4 KiB of
-// zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with large blocks or clusters,
-// and compressing file systems, fail the probe; a head on such a file system would lose or invent blocks.
+// zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with other blocks, and those that
+// store no zeros, fail the probe; a head on such a file system would lose or invent blocks.
 //
 // The probe does not mount the file system again, because programs may use it: see HolesFile.
 func Probe(ctx context.Context, path string) (err error) {
@@ -43,7 +43,7 @@ func Probe(ctx context.Context, path string) (err error) {
 		return api.Errorf(api.Unsupported, "the file system does not report holes: %w", err)
 	} else if from != at || to != at+blockSize {
 		return api.Errorf(api.Unsupported, "the file system's blocks are not of 4 KiB: 512 bytes at %d are reported as "+
-			"[%d, %d); make it with 4 KiB blocks", at, from, to)
+			"[%d, %d); make the file system with 4 KiB blocks", at, from, to)
 	}
 	if err := unix.Fallocate(fd, PunchMode, at, blockSize); err != nil {
 		return api.Errorf(api.Unsupported, "the file system cannot punch holes: %w", err)
@@ -69,7 +69,7 @@ func Probe(ctx context.Context, path string) (err error) {
 		}
 		if from != at || to != at+blockSize {
 			return api.Errorf(api.Unsupported, "the file system does not keep a map of 4 KiB blocks: 4 KiB of zeros at %d "+
-				"are reported as [%d, %d); use ext4 without bigalloc, xfs or btrfs, with 4 KiB blocks and no compression",
+				"are reported as [%d, %d); use ext4, xfs or btrfs with 4 KiB blocks",
 				at, from, to)
 		}
 		if err := unix.Fallocate(fd, PunchMode, at, blockSize); err != nil {
