@@ -15,7 +15,7 @@ const (
 	Invalid          // the request can never succeed unchanged
 	NotFound         // the named object does not exist
 	Exists           // a different object has the name
-	Busy             // the same or a conflicting operation is under way: try again
+	Busy             // the same or a conflicting operation is in progress: try again
 	InUse            // the object's state forbids it: attached, referenced, dependent
 	Full             // no room: disk, quota, attach limit, topology
 	OutOfRange       // a size or an offset outside what is possible

@@ -22,13 +22,13 @@ func Explain(err error, format string, args ...any) error {
 	case errors.As(err, &known):
 		return Errorf(known.Kind, "%s: %w", what, err)
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		return Errorf(Busy, "%s: still under way when the time for this call was over; a repeated call joins it", what)
+		return Errorf(Busy, "%s: in progress when the time of this call ended; a repeated call joins it", what)
 	case apierrors.IsNotFound(err):
 		return Errorf(NotFound, "%s: %w", what, err)
 	case apierrors.IsAlreadyExists(err):
 		return Errorf(Exists, "%s: %w", what, err)
 	case apierrors.IsConflict(err):
-		return Errorf(Busy, "%s: changed by somebody else at the same time, try again: %w", what, err)
+		return Errorf(Busy, "%s: changed by another client at the same time; try again: %w", what, err)
 	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
 		return Errorf(Invalid, "%s: %w", what, err)
 	case apierrors.IsForbidden(err), apierrors.IsUnauthorized(err):

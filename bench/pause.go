@@ -75,7 +75,7 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 		b.add(figure, "added by a cut", percentile(gap, p)-percentile(usualGap, p), "ms", "fsync", percentile(syncs, p),
 			"the first less the second: the pause itself")
 		b.add(figure, "longest write", percentile(longest, p), "ms", "no cut", percentile(usual, p),
-			"of those under way from the request to the snapshot")
+			"of those in progress from the request to the snapshot")
 	}
 	for i := range cuts {
 		if err := b.uncut(ctx, fmt.Sprintf("pause-%d", i)); err != nil {

@@ -151,7 +151,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 			last = time.Now()
 		}
 	}
-	b.add(many, "delete", time.Since(began).Seconds(), "s", "", 0, "one after the other; merges go on behind")
+	b.add(many, "delete", time.Since(began).Seconds(), "s", "", 0, "one after the other; merges continue behind")
 	if err := b.uncut(ctx, "only"); err != nil {
 		return err
 	}

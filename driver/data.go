@@ -76,10 +76,10 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 
 	mgr, err := ctrl.NewManager(withEvents(cfg), managerOptions())
 	if err != nil {
-		return fmt.Errorf("data loops: %w", err)
+		return fmt.Errorf("data reconcilers: %w", err)
 	}
 	if err := replicas.SetupData(mgr, data); err != nil {
-		return fmt.Errorf("data loops: %w", err)
+		return fmt.Errorf("data reconcilers: %w", err)
 	}
 	ln, err := listenUnix(dataSocket(o.stateDir))
 	if err != nil {
@@ -119,7 +119,7 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 		return nil, errors.Join(fmt.Errorf("data role: %w", err), host.Close())
 	}
 	if err := data.Resume(ctx); err != nil {
-		log.Error("not every device goes on yet", "err", err)
+		log.Error("not every device was resumed yet", "err", err)
 	}
 	return data, nil
 }

@@ -5,7 +5,7 @@
 // and hold processes.
 //
 //	serve ──┬── embedded API server (kubeapi)      <state>/kubeconfig
-//	        ├── controller and node loops, CSI doors <state>/csi.sock
+//	        ├── reconcilers, CSI doors        <state>/csi.sock
 //	        ├── starts, adopts, restarts ── data     replicas, engines, devices; own session
 //	        └── starts, adopts, restarts ── hold     descriptors of the devices, nothing else; own session
 //

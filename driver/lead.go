@@ -57,7 +57,7 @@ func (s *server) lead(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
-		s.log.Warn("the controller's loops ended and stand for election again", "err", err)
+		s.log.Warn("the controller's reconcilers ended and stand for election again", "err", err)
 		select {
 		case <-time.After(time.Second):
 		case <-ctx.Done():
@@ -90,7 +90,7 @@ func (s *server) leader() (ctrl.Manager, error) {
 	o.LeaderElectionID, o.LeaderElectionResourceLockInterface = leaseName, lock
 	mgr, err := ctrl.NewManager(withEvents(s.cfg), o)
 	if err != nil {
-		return nil, fmt.Errorf("controller loops: %w", err)
+		return nil, fmt.Errorf("controller reconcilers: %w", err)
 	}
 	return mgr, s.setupController(mgr)
 }
@@ -114,7 +114,7 @@ func (s *server) candidate() (string, error) {
 func (s *server) setupController(mgr ctrl.Manager) error {
 	if err := errors.Join(imagestore.SetupController(mgr, s.log), replicas.SetupController(mgr, s.log),
 		setupIssuer(mgr, ourNamespace(s.leaseNamespace), s.log)); err != nil {
-		return fmt.Errorf("controller loops: %w", err)
+		return fmt.Errorf("controller reconcilers: %w", err)
 	}
 	return nil
 }

@@ -57,7 +57,7 @@ func serveCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve",
 		Short: "Run Drover on this machine",
-		Long: "Runs Drover on this machine: the CSI driver, the loops behind it and, unless " +
+		Long: "Runs Drover on this machine: the CSI driver, the reconcilers and, unless " +
 			"--kubeconfig names another, an\n" +
 			"API server of its own. The data path runs in processes beside it and outlives it while volumes are attached.",
 		Args: cobra.NoArgs,
@@ -86,7 +86,7 @@ func serveCommand() *cobra.Command {
 		"this machine, where other nodes can be)")
 	f.StringVar(&o.node, "node-name", "", "name of this node (default: the host's name)")
 	f.StringVar(&o.metrics, "metrics-listen", "127.0.0.1:0", "address of /metrics, /healthz and /readyz, or off")
-	f.DurationVar(&o.heartbeat, "heartbeat", api.DefaultHeartbeat, "how often the node says that it is there; after\n"+
+	f.DurationVar(&o.heartbeat, "heartbeat", api.DefaultHeartbeat, "how often the node renews its heartbeat; after\n"+
 		"four times that it counts as lost")
 	f.StringVar(&o.upload, "upload-listen", "127.0.0.1:0", "address that image uploads are sent to")
 	f.StringVar(&o.leaseNamespace, "leader-election-namespace", "", "namespace of the controller's lease in a cluster\n"+

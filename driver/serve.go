@@ -220,7 +220,7 @@ func (s *server) apiServerNames() []string {
 func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) {
 	mgr, err := ctrl.NewManager(withEvents(s.cfg), managerOptions())
 	if err != nil {
-		return nil, fmt.Errorf("loops: %w", err)
+		return nil, fmt.Errorf("reconcilers: %w", err)
 	}
 	if alone {
 		if err := s.setupController(mgr); err != nil {
@@ -234,12 +234,12 @@ func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) 
 		}
 		s.identity = id
 		if err := setupApplicant(mgr, id); err != nil {
-			return nil, fmt.Errorf("node loops: %w", err)
+			return nil, fmt.Errorf("node reconcilers: %w", err)
 		}
 	}
 	if s.onNode {
 		if err := s.setupNode(ctx, mgr); err != nil {
-			return nil, fmt.Errorf("node loops: %w", err)
+			return nil, fmt.Errorf("node reconcilers: %w", err)
 		}
 	}
 	return mgr, nil

@@ -234,7 +234,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	w.state("golden", api.ImageUnknown)
 	w.delete(&api.BackingImage{}, "golden")
 	w.delete(&api.BackingImage{}, "other")
-	w.condition("golden", planner.ConditionInUse, "CopyStays", "it goes when the disk is back")
+	w.condition("golden", planner.ConditionInUse, "CopyStays", "it is deleted when the disk is back")
 	w.mounted(0, true)
 	w.gone("golden")
 	w.gone("other")

@@ -142,8 +142,8 @@ func (w *world) startData() {
 func (w *world) resumes(d *Data) {
 	w.t.Helper()
 	err := d.Resume(w.ctx)
-	later := err != nil && (strings.Contains(err.Error(), "it goes on when the disk does") ||
-		strings.Contains(err.Error(), "a change of the members was under way: the API has to be asked"))
+	later := err != nil && (strings.Contains(err.Error(), "I/O continues when the disk answers") ||
+		strings.Contains(err.Error(), "a swap of the members was in progress: the API server must be reached"))
 	if later && !w.lost {
 		w.t.Logf("resume: %v", err)
 	} else if (err != nil) != w.lost {

@@ -233,7 +233,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 	back := []func(){hide(t, two, w.path("empty")), hide(t, three, w.path("other"))}
 	w.awaitDiskAt(two, "is away", func(d api.DiskStatus) bool { return !d.Ready && d.Message != "" })
 	w.awaitDiskAt(three, "is another one", func(d api.DiskStatus) bool {
-		return !d.Ready && strings.Contains(d.Message, "another disk is there")
+		return !d.Ready && strings.Contains(d.Message, "the folder holds another disk")
 	})
 	w.stateOn("third", uids[1], api.ImageUnknown)
 	if left := files(t, w.path("empty")); len(left) > 0 {

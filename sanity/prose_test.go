@@ -45,7 +45,10 @@ func (p prose) figures() proseFigures {
 var (
 	proseWord    = regexp.MustCompile(`[A-Za-z']+`)
 	proseOpening = regexp.MustCompile(`(?:^|[.!?:]\s+|\n\s*[-|]?\s*)(?:What|Who|Where|Whoever|Of)\s`)
-	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|(?:is|are|was|were) told of|made (?:equal|whole|true|alike)|on its way|on their way)\b`)
+	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|told of|made (?:equal|whole|true|alike)|on (?:its|their) way|under way|` +
+		`go(?:es)? on|at last|of no use)\b`)
+	// proseMessage has phrases that messages avoid, and that documents may use with another meaning.
+	proseMessage = regexp.MustCompile(`(?i)\b(?:it goes|goes (?:when|with)|(?:is|are) there)\b`)
 	proseError   = regexp.MustCompile(`^(?:it|its|what|who|whoever|nobody|nothing|somebody|they|that|those|there)\b`)
 	prosePronoun = map[string]bool{}
 )
@@ -68,13 +71,15 @@ func (p *prose) add(text string) {
 	p.banned += len(proseBanned.FindAllString(text, -1))
 }
 
-// addFile measures the comments of a Go file, and the messages of its errors.
-func (p *prose) addFile(t *testing.T, path string) {
-	f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ParseComments|parser.SkipObjectResolution)
+// addFile measures the comments of a Go file, its messages and the openings of its errors. The text of the file is src,
+// or with nil what path holds.
+func (p *prose) addFile(t *testing.T, path string, src any) {
+	f, err := parser.ParseFile(token.NewFileSet(), path, src, parser.ParseComments|parser.SkipObjectResolution)
 	must(t, err)
 	for _, group := range f.Comments {
 		p.add(group.Text())
 	}
+	p.addMessages(f)
 	ast.Inspect(f, func(n ast.Node) bool {
 		call, ok := n.(*ast.CallExpr)
 		if !ok {
@@ -92,6 +97,44 @@ func (p *prose) addFile(t *testing.T, path string) {
 		}
 		return true
 	})
+}
+
+// addMessages counts the banned phrases in the string literals of a file that have several words. Literals that + joins
+// are one text. Tags of fields are no messages.
+func (p *prose) addMessages(f *ast.File) {
+	joined := map[ast.Expr]bool{}
+	ast.Inspect(f, func(n ast.Node) bool {
+		switch n := n.(type) {
+		case *ast.Field:
+			joined[n.Tag] = n.Tag != nil
+		case ast.Expr:
+			if text := messageText(n, joined); strings.Contains(text, " ") {
+				p.banned += len(proseBanned.FindAllString(text, -1)) + len(proseMessage.FindAllString(text, -1))
+			}
+		}
+		return true
+	})
+}
+
+// messageText is the text of a literal, or of a sum of literals with a mark for each other operand. The text of an
+// operand in joined is empty: a sum has it already.
+func messageText(e ast.Expr, joined map[ast.Expr]bool) string {
+	if joined[e] {
+		return ""
+	}
+	switch e := e.(type) {
+	case *ast.BasicLit:
+		joined[e] = true
+		if s, err := strconv.Unquote(e.Value); err == nil && e.Kind == token.STRING {
+			return s
+		}
+	case *ast.BinaryExpr:
+		joined[e] = true
+		if e.Op == token.ADD {
+			return messageText(e.X, joined) + messageText(e.Y, joined)
+		}
+	}
+	return "\x00"
 }
 
 // calledName is the name of a called function or method, without package or receiver.
@@ -123,7 +166,7 @@ func measureProse(t *testing.T) map[string]*prose {
 		if all[dir] == nil {
 			all[dir] = &prose{}
 		}
-		all[dir].addFile(t, path)
+		all[dir].addFile(t, path, nil)
 		return nil
 	}))
 	for path, text := range markdown(t) {
@@ -203,5 +246,28 @@ func TestProseIsMeasured(t *testing.T) {
 	p.add("The importer restarts unfinished transfers. Of those it tells nobody.\nWhat is made anew was told of.")
 	if want := (prose{words: 17, pronouns: 4, openings: 2, banned: 2}); p != want {
 		t.Errorf("measured %+v, want %+v", p, want)
+	}
+}
+
+func TestProseOfMessagesIsMeasured(t *testing.T) {
+	for name, c := range map[string]struct {
+		code   string
+		banned int
+	}{
+		"plain":         {`var _ = errors.New("volume data: the copy failed: the disk is full")`, 0},
+		"error":         {`var _ = errors.New("the volume goes on, its copy is made anew")`, 2},
+		"help":          {`var _ = command{Long: "Removes the disk.\nIt goes when its data is there."}`, 2},
+		"joined":        {`var _ = fmt.Errorf("a merge is under "+"way: %w", err)`, 1},
+		"not joined":    {`var _ = "a merge is under " + name + " way"`, 0},
+		"operand":       {`var _ = name("it is on its way") + "x"`, 1},
+		"field":         {"type _ struct { A int `json:\"anew\" yaml:\"at last\"` }", 0},
+		"name and path": {`var _ = []string{"anew", "/dev/anew"}`, 0},
+		"comment":       {"// A copy is told of, and made whole, at last.\nvar _ int", 3},
+	} {
+		var p prose
+		p.addFile(t, name+".go", "package p\n"+c.code)
+		if p.banned != c.banned {
+			t.Errorf("%s: %d banned phrases, want %d", name, p.banned, c.banned)
+		}
 	}
 }

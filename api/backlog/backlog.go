@@ -63,7 +63,7 @@ var open = struct {
 	queues map[*queue]bool
 }{queues: map[*queue]bool{}}
 
-var length = prometheus.NewDesc("drover_loop_backlog", "Objects that wait until a loop looks at them.",
+var length = prometheus.NewDesc("drover_loop_backlog", "Objects that wait for a reconciler.",
 	[]string{"loop"}, nil)
 
 // lengths is the metric.

@@ -167,7 +167,7 @@ func (l *Loop) Run() error {
 		}
 		if err := l.be.wait(!l.pending(), l.complete); err != nil {
 			l.end()
-			return fmt.Errorf("uring: the loop cannot go on: %w", err)
+			return fmt.Errorf("uring: the loop cannot continue: %w", err)
 		}
 	}
 }
@@ -260,7 +260,7 @@ func (l *Loop) Close() {
 
 func (l *Loop) start(op *Op) {
 	if op.busy {
-		panic("uring: op started while it is under way")
+		panic("uring: op started while it is in progress")
 	}
 	op.busy = true
 	l.inflight++

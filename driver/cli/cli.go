@@ -77,7 +77,7 @@ func (a *app) addFlags(fs *pflag.FlagSet) {
 		"file that says where the API server is\n(default: $"+envKubeconfig+", then "+DefaultStateDir+
 			"/kubeconfig, then $KUBECONFIG)")
 	fs.StringVarP(&a.output, "output", "o", "table", "what to print: table, json, yaml or name")
-	fs.DurationVar(&a.timeout, "timeout", 0, "give up waiting after this long; the work goes on (0: wait)")
+	fs.DurationVar(&a.timeout, "timeout", 0, "give up waiting after this long; the work continues (0: wait)")
 }
 
 // Exit codes, beside 0 and 130 (interrupted).

@@ -31,7 +31,7 @@ type Exporter func(ctx context.Context, c client.Client, o ExportOptions) error
 func exportFlags(c *cobra.Command, o *ExportOptions) {
 	c.Flags().StringVar(&o.Format, "format", "raw", "raw (sparse) or qcow2")
 	c.Flags().BoolVar(&o.Compress, "compress", false, "with qcow2: compress with zstd (QEMU 5.1 or later reads it)")
-	c.Flags().BoolVar(&o.Force, "force", false, "replace a file that is there")
+	c.Flags().BoolVar(&o.Force, "force", false, "replace an existing file")
 }
 
 // exported is the result of an export as json and yaml.

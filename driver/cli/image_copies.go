@@ -77,7 +77,7 @@ func (w *where) rows(img *api.BackingImage) [][]string {
 		verified := ""
 		switch {
 		case s.State == api.ImageReady && f.Spec.Verify != "" && f.Spec.Verify != f.Status.Verified:
-			verified = "under way"
+			verified = "in progress"
 		case !f.Status.LastVerified.IsZero():
 			verified = age(f.Status.LastVerified) + " ago"
 		}
@@ -153,7 +153,7 @@ func (a *app) imageCleanup() *cobra.Command {
 				return !slices.ContainsFunc(want, func(d api.UID) bool { return slices.Contains(i.Spec.CleanupDisks, d) }), nil
 			})
 			if err != nil {
-				return late(err, "the clean-up of image %q goes on", img.Name)
+				return late(err, "the clean-up of image %q continues", img.Name)
 			}
 			w, err := whereabouts(ctx, c, now) // the image's own list of copies follows later
 			if err != nil {
@@ -305,7 +305,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	}
 	p.clear()
 	if err != nil {
-		return late(err, "the verification of image %q goes on, see `drover image show %s`", img.Name, img.Name)
+		return late(err, "the verification of image %q continues, see `drover image show %s`", img.Name, img.Name)
 	}
 	var bad []string
 	for disk, why := range verdicts {

@@ -84,8 +84,8 @@ func (a *app) imageImport() *cobra.Command {
 		Short: "Make a backing image of an http(s) URL, of a containerDisk in a registry (docker://...), or of a file",
 		Long: "Makes a backing image and waits until it is ready. A URL is fetched by a node of Drover. A file is read in\n" +
 			"place where this machine is the only node, and uploaded otherwise. The same import again joins the first;\n" +
-			"an image that failed is made anew. Addresses that are loopback, link-local or private are refused unless\n" +
-			"the setting allow-private-image-sources is true.",
+			"a failed image is imported again. Loopback, link-local and private addresses are refused unless the\n" +
+			"setting allow-private-image-sources is true.",
 		Example: "  drover image import https://example.org/debian-12.qcow2 --name debian\n" +
 			"  drover image import docker://registry.example.com/disks/fedora:42\n" +
 			"  drover image import https://images.example/golden.img --secret logins/images\n" +
@@ -159,8 +159,8 @@ func (a *app) imageClone() *cobra.Command {
 		Use:   "clone IMAGE NAME",
 		Short: "Make a backing image that is the same as another one, under a name of its own",
 		Long: "Makes a backing image of another one, which must be ready. On disks that have the other's content it takes\n" +
-			"no room and is there at once. Its number of copies and its selectors are its own; the other image can be\n" +
-			"deleted afterwards.",
+			"no room and is ready at once. Its number of copies and its selectors are its own; the other image can\n" +
+			"be deleted afterwards.",
 		Example: "  drover image clone debian-12 golden --min-copies 2",
 		Args:    args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -277,7 +277,7 @@ func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch
 		return err
 	}
 	if f.background {
-		return usagef("an upload cannot go on in the background: this command is what sends the bytes")
+		return usagef("an upload cannot run in the background: this command sends the bytes")
 	}
 	server, err := a.config()
 	if err != nil {
@@ -440,8 +440,8 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	if ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
-	return last, late(err, "image %q is %s%s; it goes on, see `drover image show %s`", name, last.Status.State,
-		colon(last.Status.Message), name)
+	return last, late(err, "image %q is %s%s; the import continues, see `drover image show %s`", name,
+		last.Status.State, colon(last.Status.Message), name)
 }
 
 // restartTime bounds the silence of an API server that answered before.

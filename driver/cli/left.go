@@ -96,5 +96,5 @@ func waitsFor(conds []metav1.Condition) string {
 			return c.Message
 		}
 	}
-	return "it goes when it is whole elsewhere"
+	return "it is deleted here when another disk has all of its data"
 }

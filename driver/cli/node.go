@@ -350,9 +350,9 @@ func (a *app) diskEvict() *cobra.Command {
 	var undo bool
 	c := &cobra.Command{
 		Use: "evict PATH|UID", Short: "Take nothing new on a disk, and move away what can be moved",
-		Long: "Marks a disk for eviction: nothing new is placed on it, and what is there moves to other disks, the only\n" +
-			"replica of a volume once the volume is detached. Prints what is still on it. `drover disk remove` takes\n" +
-			"the disk away when nothing is.",
+		Long: "Marks a disk for eviction: nothing new is placed on it, and its contents move to other disks, the\n" +
+			"only replica of a volume once the volume is detached. Prints what is still on it. `drover disk remove`\n" +
+			"takes the disk away when nothing is.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -400,7 +400,7 @@ func whatMoves(vols, imgs []string) string {
 		text += ". Images move to other disks by themselves, where there is room and no volume here needs them"
 	}
 	if len(vols) > 0 {
-		text += ". Replicas move where there is room; the only one of a volume goes when the volume is detached"
+		text += ". Replicas move where there is room; the only one of a volume moves when the volume is detached"
 	}
 	return text
 }

@@ -38,7 +38,7 @@ func (a *app) preflightCommand() *cobra.Command {
 		Short: "Tell whether this machine can run Drover, and what to do where it cannot",
 		Long: "Looks at the kernel, FUSE, loop devices, io_uring, tools, limits and disks " +
 			"of this machine; changes nothing.\n" +
-			"Exit code 0: everything that is needed is there; 1: something is missing. Warnings do not count.",
+			"Exit code 0: nothing is missing; 1: something is missing. Warnings do not count.",
 		Args: args(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := a.checkOutput(); err != nil {
@@ -224,7 +224,7 @@ func checkResource() finding {
 			"keep memory free for it, and set no memory limit that it shares with writers to its volumes; a mounted ext4 " +
 				"does not grow: both take CAP_SYS_RESOURCE, which a VM or container may withhold from root"}
 	}
-	return finding{"io-flusher", fine, "CAP_SYS_RESOURCE is there", ""}
+	return finding{"io-flusher", fine, "the process has CAP_SYS_RESOURCE", ""}
 }
 
 func checkFiles() finding {

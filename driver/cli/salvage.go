@@ -17,10 +17,10 @@ func (a *app) volumeSalvage() *cobra.Command {
 	var replica string
 	var yes bool
 	c := &cobra.Command{
-		Use: "salvage NAME", Short: "Go on with what one replica has, where all that were current are lost",
-		Long: "A volume whose members are all lost is never taken up by itself: a replica that was away lacks what was\n" +
-			"written meanwhile. This shows what each replica has. With --yes the volume goes on with one of them, and\n" +
-			"what only others had is given up: should they come back, they are made like this one.",
+		Use: "salvage NAME", Short: "Continue with the data of one replica, where all current ones are lost",
+		Long: "Drover never attaches a volume by itself whose members are all lost: a replica that was away lacks\n" +
+			"the writes of that time. Shows the data of each replica. With --yes the volume continues with one\n" +
+			"replica, and data that only others had is given up: a replica that returns is rebuilt from the chosen one.",
 		Example: "  drover volume salvage db                          # what there is\n" +
 			"  drover volume salvage db --replica db.1f2e3d4c --yes",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
@@ -90,7 +90,7 @@ func (a *app) salvage(
 			case v.Status.Robustness == api.RobustHealthy || v.Status.Robustness == api.RobustDegraded:
 				fmt.Fprintln(w, "The volume can be used as it is: there is nothing to salvage.")
 			default:
-				fmt.Fprintf(w, "To go on with what one of them has, and give up what only others had:\n"+
+				fmt.Fprintf(w, "To continue with the data of one replica, and give up data that only others had:\n"+
 					"  drover volume salvage %s --replica %s --yes\n", name, best.Name)
 			}
 		})

@@ -335,7 +335,7 @@ func (a *app) volumeRetry() *cobra.Command {
 	return &cobra.Command{
 		Use: "retry NAME", Short: "Try again to begin a volume whose source could not be copied",
 		Long: "A clone that failed (its source was damaged, or its copy made no progress) stays as it is until it is " +
-			"deleted or\ntried again. The copy begins anew.",
+			"deleted or\ntried again. The copy begins again from the start.",
 		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)
@@ -477,7 +477,7 @@ func (a *app) volumeDelete() *cobra.Command {
 					return explain(ctx, err)
 				}
 				if len(left) > 0 {
-					a.said(cmd, "volume", name, "deleted; its data goes with the last of its snapshots")
+					a.said(cmd, "volume", name, "deleted; its data is deleted with the last of its snapshots")
 					continue
 				}
 				if err = untilGone(ctx, c, "volume", &v, hindrance); err != nil {
@@ -489,7 +489,7 @@ func (a *app) volumeDelete() *cobra.Command {
 		},
 	}
 	c.Flags().BoolVar(&keep, "keep-snapshots", false,
-		"leave the snapshots of the volume; its data goes with the last of them")
+		"leave the snapshots of the volume; its data is deleted with the last of them")
 	return c
 }
 

@@ -123,7 +123,7 @@ func unserved(err error) bool {
 func untilGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
 	held := ""
 	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) { held = why(now) }))
-	return late(err, "the deletion of %s %q goes on%s", noun, obj.GetName(), colon(held))
+	return late(err, "the deletion of %s %q continues%s", noun, obj.GetName(), colon(held))
 }
 
 // late adds the awaited event to a timeout error.

@@ -60,7 +60,7 @@ func TestEpochIsRaisedBesideOtherWriters(t *testing.T) {
 		t.Errorf("beside another writer: epoch %d, %v", epoch, err)
 	}
 	epoch, err := raise(func(v *api.VolumeStatus) { v.Epoch = 4 })
-	if !api.Is(err, api.Exists) || !strings.Contains(err.Error(), "look again") || epoch != 4 {
+	if !api.Is(err, api.Exists) || !strings.Contains(err.Error(), "again") || epoch != 4 {
 		t.Errorf("beside an engine: epoch %d, %v", epoch, err)
 	}
 }

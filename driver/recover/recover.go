@@ -172,7 +172,7 @@ func (j *job) create(obj client.Object) func(context.Context) error {
 	return func(ctx context.Context) error {
 		err := j.client.Create(ctx, obj)
 		if apierrors.IsAlreadyExists(err) {
-			return api.Errorf(api.Exists, "the object was created by another client meanwhile: look again")
+			return api.Errorf(api.Exists, "the object was created by another client meanwhile; run the command again")
 		}
 		return err
 	}

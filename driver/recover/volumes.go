@@ -174,7 +174,8 @@ func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := await.EditStatus(ctx, j.client, v.name, func(now *api.Volume) (bool, error) {
 			if now.UID != have.UID || now.Status.UID != v.uid || now.Status.Epoch != have.Status.Epoch {
-				return false, api.Errorf(api.Exists, "the object is volume %s in epoch %d now, and was %s in epoch %d: look again",
+				return false, api.Errorf(api.Exists, "the object is volume %s in epoch %d now, and was %s in epoch "+
+					"%d; run the command again",
 					now.Status.UID, now.Status.Epoch, v.uid, have.Status.Epoch)
 			}
 			now.Status.Epoch, now.Status.Members = v.epoch(), v.memberNames()

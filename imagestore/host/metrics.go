@@ -12,7 +12,7 @@ var (
 		Name: "drover_backing_image_transfer_duration_seconds", Help: "Time from the start of a transfer to its end.",
 		Buckets: prometheus.ExponentialBuckets(0.1, 4, 9)}, []string{"source", "result"})
 	transfersRunning = prometheus.NewGauge(prometheus.GaugeOpts{Name: "drover_backing_image_transfers",
-		Help: "Transfers under way on this node."})
+		Help: "Transfers in progress on this node."})
 )
 
 func init() {

@@ -150,14 +150,15 @@ func explainStuckCopy(v *clusterView) string {
 		switch {
 		case c.DeletionTimestamp.IsZero():
 		case !v.nodes[c.Spec.Node]:
-			return fmt.Sprintf("a copy is on node %s, which does not answer: it goes when the node is back, or was deleted",
+			return fmt.Sprintf("a copy is on node %s, which does not answer: it is deleted when the node is back, or "+
+				"was deleted",
 				c.Spec.Node)
 		case d == nil:
-			return fmt.Sprintf("a copy is on disk %s, which is not there: it goes when the disk is back, or was removed with "+
-				"`drover disk remove`", c.Spec.Disk)
+			return fmt.Sprintf("a copy is on disk %s, which is missing: it is deleted when the disk is back, or was "+
+				"removed with `drover disk remove`", c.Spec.Disk)
 		case !d.alive:
-			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it goes when the disk is back, or was "+
-				"removed with `drover disk remove`", d.path, d.node)
+			return fmt.Sprintf("a copy is on disk %s of node %s, which is not ready: it is deleted when the disk is "+
+				"back, or was removed with `drover disk remove`", d.path, d.node)
 		case strings.HasPrefix(c.Status.Message, api.CopyNotRemoved): // other messages concern the use of the copy
 			return fmt.Sprintf("a copy is on disk %s of node %s: %s", d.path, d.node, c.Status.Message)
 		}

@@ -150,7 +150,7 @@ func (c *conn) read() bool {
 		case unix.EAGAIN:
 			return false
 		case unix.EIO, unix.EFAULT, unix.ENOMEM, unix.E2BIG: // the copy failed: the kernel has failed the request
-			s.log.Error("a request was lost on its way from the kernel", "device", c.name, "err", e)
+			s.log.Error("a request of the kernel was lost", "device", c.name, "err", e)
 			return true
 		case unix.ENODEV: // unmounted or aborted
 		default:

@@ -375,7 +375,7 @@ func (d *Device) await(ctx context.Context) error {
 	case <-d.conn.idle:
 		return nil
 	case <-ctx.Done():
-		return api.Errorf(api.Busy, "requests are still under way: %w", ctx.Err())
+		return api.Errorf(api.Busy, "requests are still in progress: %w", ctx.Err())
 	}
 }
 

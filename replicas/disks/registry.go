@@ -44,7 +44,7 @@ type Registry struct {
 	probed chan struct{} // closed after the first probe of all disks
 }
 
-var errOtherDisk = errors.New("another disk is there")
+var errOtherDisk = errors.New("the folder holds another disk")
 
 // firstProbe bounds how long Layers waits for the first probe. Before that probe a disk may exist and not be open yet.
 const firstProbe = 10 * time.Second

@@ -199,7 +199,7 @@ func (c *copier) level(ctx context.Context, p span, at int64, buf *[]byte) (err 
 
 // delay measures the reads from a member.
 type delay struct {
-	pieces int     // under way
+	pieces int     // in progress
 	perKiB float64 // nanoseconds, lately
 }
 

@@ -44,7 +44,7 @@ type Cutter interface {
 
 const (
 	prepareTime = 10 * time.Second // for the whole preparation
-	drainTime   = 10 * time.Second // for writes under way to be over
+	drainTime   = 10 * time.Second // for writes in progress to end
 	sealTime    = 6 * time.Second  // for a member to seal: its process may restart meanwhile
 	suspectTime = 4 * time.Second  // after a longer wait for a member the cut suspects the member
 	// aloneTime is for each step of a single member, which is cut beside its writes: a slow disk delays no write, and

@@ -123,7 +123,7 @@ type Engine struct {
 	joins     map[int]*join
 	wishes    []*join // joins that wait for their swap
 	dropping  bool
-	vouched   bool // a member has answered since the drop under way began
+	vouched   bool // a member has answered since the drop in progress began
 	fenced    error
 	hurry     bool
 	bare      time.Time // since when all replicas are gone while I/O waits; zero: not

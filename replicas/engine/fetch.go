@@ -175,7 +175,7 @@ func (a *fetches) end() {
 	}
 }
 
-// enter makes an operation I/O under way.
+// enter counts an operation as I/O in progress.
 func (o *op) enter() {
 	e := o.e
 	e.inflight++

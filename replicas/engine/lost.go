@@ -86,7 +86,7 @@ func (e *Engine) vouch(d *drop) error {
 		}
 		if restarted == d.able.len() {
 			return api.Errorf(api.Denied, "the machines of all replicas restarted: writes that were not flushed may be gone, "+
-				"the volume has to be attached anew: %w", stack.ErrRestarted)
+				"detach the volume and attach it again: %w", stack.ErrRestarted)
 		}
 		t := time.NewTimer(wait)
 		select {

@@ -24,12 +24,12 @@ type op struct {
 	lo, hi int64 // the range in whole blocks
 
 	slow    bool // overlapping operations wait for each other, in order
-	reading bool // the step under way is a read
+	reading bool // the step in progress is a read
 	waiting bool // for a drop
 	again   bool // a second try after a hold
 	probe   bool // the outcome decides about the other held operations
 
-	// The step under way.
+	// The step in progress.
 	out     block.Request // the request to members
 	pending int
 	tried   set // members that failed this read
@@ -48,7 +48,7 @@ type op struct {
 	end    int64
 	stage  stage
 	bounce []byte
-	pa, pb int64 // the piece under way, in whole blocks
+	pa, pb int64 // the part in progress, in whole blocks
 
 	leases []*block.BufferLease // memory that hanging disks may use
 	renew  bool                 // the next read needs other memory
@@ -59,7 +59,7 @@ type op struct {
 	stall   []byte
 	stallAt int64
 
-	from       int // the member of the read under way
+	from       int // the member of the read in progress
 	subs       []block.Request
 	next, prev *op
 }

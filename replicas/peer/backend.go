@@ -193,7 +193,7 @@ func (b *Backend) Hold(ctx context.Context) error {
 	return err
 }
 
-// Release lets I/O go on.
+// Release lets I/O continue.
 func (b *Backend) Release() {
 	b.mu.Lock()
 	defer b.mu.Unlock()

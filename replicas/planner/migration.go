@@ -61,8 +61,8 @@ func (p *volumeReconciler) balanceReplicas(ctx context.Context, v *api.Volume, s
 	att *api.Attachment) error {
 	if from, to := s.migrating(); to != nil {
 		p.startMigration(v.Name, migration{from.Spec.Disk, to.Spec.Disk, to.Spec.Node, from.Status.Used}, 0)
-		setCondition(v, api.ConditionBalanced, false, "Moving", fmt.Sprintf("replica %s on node %s goes when replica %s on "+
-			"node %s is whole", from.Name, from.Spec.Node, to.Name, to.Spec.Node))
+		setCondition(v, api.ConditionBalanced, false, "Moving", fmt.Sprintf("replica %s on node %s is deleted when "+
+			"replica %s on node %s has all data", from.Name, from.Spec.Node, to.Name, to.Spec.Node))
 		return nil
 	}
 	p.endMigration(v.Name)

@@ -24,7 +24,7 @@ func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine
 	p.endMigration(v.Name)
 	v.Status.State = api.VolumeDeleting
 	if attached {
-		v.Status.Message = "the volume is attached: it goes when it is detached"
+		v.Status.Message = "the volume is attached: it is deleted when it is detached"
 		return nil
 	}
 	if err := p.deleteCloneSnapshot(ctx, v); err != nil {
@@ -35,8 +35,8 @@ func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine
 		return err
 	}
 	if len(mine) > 0 && len(snaps) > 0 {
-		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), and goes with "+
-			"the last of them", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
+		v.Status.Message = fmt.Sprintf("the volume is deleted; its data stays for %d snapshots of it (%s), until the "+
+			"last of them is deleted", len(snaps), strings.Join(snaps[:min(len(snaps), 5)], ", "))
 		setCondition(v, api.ConditionKept, true, "Snapshots", v.Status.Message)
 		return nil
 	}

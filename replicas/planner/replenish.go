@@ -181,8 +181,8 @@ func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine
 		if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("replica %s: %w", name, err)
 		}
-		p.events.Eventf(v, r, "Normal", "ReplicaDropped", "Replenish", "replica %s on node %s goes: it is not needed now",
-			name, r.Spec.Node)
+		p.events.Eventf(v, r, "Normal", "ReplicaDropped", "Replenish", "replica %s on node %s is deleted: it is "+
+			"not needed now", name, r.Spec.Node)
 	}
 	return p.forgetLost(ctx, v, mine)
 }

@@ -50,8 +50,8 @@ func (p *volumeReconciler) salvageReplica(ctx context.Context, v *api.Volume, mi
 	if r.Status.LastWrite != nil {
 		last = r.Status.LastWrite.UTC().Format("2006-01-02 15:04:05 UTC")
 	}
-	fact.Message = "the volume goes on with what replica " + r.Name + " on node " + r.Spec.Node + " holds, written last " +
-		"at " + last
+	fact.Message = "the volume continues with the data of replica " + r.Name + " on node " + r.Spec.Node + ", " +
+		"written last at " + last
 	p.events.Eventf(v, r, "Warning", "Salvaged", "Salvage", "%s; the members before, %v, are given up with what they "+
 		"alone had", fact.Message, was)
 	p.log.Warn("volume salvaged", "volume", v.Name, "replica", r.Name, "members before", was)

@@ -53,7 +53,7 @@ type opening struct {
 	err  error
 }
 
-// disk finds a disk of this node. The open of a disk that hangs goes on without the caller, and serves later callers.
+// disk finds a disk of this node. The open of a disk that hangs continues without the caller, and serves later ones.
 func (s *Sources) disk(ctx context.Context, of Source) (*stack.Disk, error) {
 	s.mu.Lock()
 	o := s.opens[of]

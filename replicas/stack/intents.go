@@ -70,7 +70,7 @@ func (i *intentTracker) grow(size int64) (err error) {
 		if err := onLoop(i.ring, func() { free, i.noting = !i.noting, true }); err != nil {
 			return err
 		}
-		i.work.do(func() {}) // what is under way is over then
+		i.work.do(func() {}) // all work in progress has ended then
 	}
 	defer func() {
 		err = errors.Join(err, onLoop(i.ring, func() { i.noting = false; i.note() }))

@@ -42,7 +42,7 @@ type MergeOptions struct {
 // lower one: cut first.
 func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 	if !r.merging.TryLock() {
-		return false, r.name(api.Errorf(api.Busy, "a merge is under way"))
+		return false, r.name(api.Errorf(api.Busy, "a merge is in progress"))
 	}
 	defer r.merging.Unlock()
 	if err := r.mergePicker().check(ctx, o); err != nil {

@@ -328,7 +328,7 @@ func (r *Replica) rest() {
 }
 
 // ErrUnderWay marks the errors of operations that need a moment without I/O. The caller tries again later.
-var ErrUnderWay = errors.New("I/O is still under way")
+var ErrUnderWay = errors.New("I/O is still in progress")
 
 var errLoopEnded = api.Errorf(api.Unavailable, "the loop of the replica has ended")
 

@@ -136,7 +136,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 		return nil, err
 	}
 	if err := diskfs.TryLock(v.Head, unix.LOCK_SH); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, api.Errorf(api.Busy, "disk I/O of its former owner is still under way")
+		return nil, api.Errorf(api.Busy, "disk I/O of its former owner is still in progress")
 	} else if err != nil {
 		return nil, err
 	}

@@ -203,7 +203,7 @@ func (im *Image) regions(h *header) (table, metadata span, err error) {
 			continue
 		}
 		if to.to != 0 {
-			return table, metadata, corrupt("region %s is there twice", id)
+			return table, metadata, corrupt("region %s exists twice", id)
 		}
 		*to = s
 	}
@@ -244,7 +244,7 @@ func (im *Image) metadata(region span) error {
 		case !known:
 			continue
 		case items[id] != nil:
-			return corrupt("item %s is there twice", id)
+			return corrupt("item %s exists twice", id)
 		case length < size || off < tableSize || off+length > region.to-region.from:
 			return corrupt("item %s (%d bytes at %#x) is not within the region of %d bytes", id, length, off,
 				region.to-region.from)

@@ -142,7 +142,7 @@ func (r *ring) active() ([]logEntry, error) {
 	follows := func(a, b logEntry) bool {
 		return (a.at+a.length)%int64(len(r.b)) == b.at && b.sequence == a.sequence+1
 	}
-	// Start behind a break, so that a run that goes on at the ring's start is in one piece. Numbers that grow all around
+	// Start behind a break, so that a run that continues at the ring's start is in one piece. Numbers that grow all around
 	// a ring do not exist.
 	for i := range all {
 		if prev := all[(i+len(all)-1)%len(all)]; !follows(prev, all[i]) {

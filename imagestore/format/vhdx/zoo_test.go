@@ -203,7 +203,7 @@ func TestZoo(t *testing.T) {
 		{"region twice", regions(func(r []byte) {
 			le.PutUint32(r[8:], 3)
 			entry(r[80:], regionBAT, 7*mib, mib, 1)
-		}), api.Corrupt, "is there twice"},
+		}), api.Corrupt, "exists twice"},
 		{"regions overlap", regions(func(r []byte) { le.PutUint64(r[16+16:], tinyMeta) }), api.Corrupt, "overlaps"},
 		{"region in the log", regions(func(r []byte) { le.PutUint64(r[16+16:], tinyLog) }), api.Corrupt, "overlaps"},
 		{"region in the headers", regions(func(r []byte) { le.PutUint64(r[16+16:], 0) }), api.Corrupt, "overlaps"},

@@ -105,7 +105,7 @@ func TestUploadIsContinued(t *testing.T) {
 				if code == 409 && strings.Contains(said, "curl: -C 700000") {
 					break
 				}
-				if code != 409 || !strings.Contains(said, "under way") {
+				if code != 409 || !strings.Contains(said, "another request continues") {
 					t.Fatalf("all of it again: %d %s", code, said)
 				}
 			}

@@ -218,7 +218,8 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	<-up.closed
 	if errors.Is(up.outcome, context.Canceled) {
-		refuse(http.StatusServiceUnavailable, "the node stops: what came is kept, and the upload goes on when it is back")
+		refuse(http.StatusServiceUnavailable, "the node stops: it keeps the received bytes, and the upload can "+
+			"continue when it is back")
 		return
 	}
 	if up.outcome != nil {

@@ -82,7 +82,7 @@ func (as *Attachments) noteIntents(ctx context.Context, s *Session) error {
 	s.membership.mu.Lock()
 	s.Alone, s.Members[0].Name = false, r.Name
 	s.membership.mu.Unlock()
-	if err := as.writeBlob(s); err != nil { // before another replica joins: a successor must go on noting
+	if err := as.writeBlob(s); err != nil { // before another replica joins: a successor must continue to note
 		s.membership.mu.Lock()
 		s.Alone = true
 		s.membership.mu.Unlock()

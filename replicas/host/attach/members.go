@@ -310,7 +310,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		}
 		m, r, err := as.openMember(ctx, s, spec)
 		if !fresh && spec.Node == as.Name && len(s.Members) > 1 && isMissing(err) {
-			s.log.Error("the volume goes on without a replica of this node", "replica", spec.Name, "err", err)
+			s.log.Error("the volume continues without a replica of this node", "replica", spec.Name, "err", err)
 			m, err = engine.Named{Name: string(spec.UID), Member: &missingMember{err}}, nil
 		}
 		if err != nil && (fresh || spec.Node != as.Name) {

@@ -106,7 +106,7 @@ func (as *Attachments) boundWait(ctx context.Context, s *Session) {
 	if err != nil || s.membership.fails.Swap(fails) == fails {
 		return
 	}
-	n := event{"Normal", "ReplicasBack", "a replica is reached again: I/O goes on"}
+	n := event{"Normal", "ReplicasBack", "a replica is reached again: I/O continues"}
 	if fails {
 		n = event{"Warning", "IOFails", fmt.Sprintf("no replica was reached for %d s (%s): I/O fails until one is back",
 			s.membership.most.Load(), settingLost)}

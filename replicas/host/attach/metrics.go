@@ -33,8 +33,8 @@ var (
 		"Replicas that became current again since the attach: by what was written meanwhile, or compared as a whole.",
 		[]string{"volume", "kind"}, nil)
 	descRebuilt = prometheus.NewDesc("drover_volume_rebuild_bytes_total",
-		"Bytes of replicas on their way that were compared, and that were sent because they differed; bytes of members that "+
-			"were damaged on their disks and were put right.",
+		"Bytes of replicas during rebuilds that were compared, and that were sent because they differed; bytes of "+
+			"members that were damaged on their disks and were repaired.",
 		[]string{"volume", "what"}, nil)
 )
 

@@ -200,8 +200,8 @@ func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Ses
 	if !s.full.Load() {
 		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
-			as.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume %s go on",
-				s.Volume)
+			as.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume "+
+				"%s continue", s.Volume)
 		}
 		s.wasFull = false
 		return
@@ -224,13 +224,13 @@ func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
 	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
 	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
-			as.Events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads go on")
+			as.Events.Eventf(a, nil, "Normal", "SourceBack", "Read", "all layers can be read, reads continue")
 		}
 		return
 	}
 	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", as.Name, layers[lost].Why)
 	if path := layers[lost].From.Path; path != "" {
-		msg = fmt.Sprintf("disk %s of node %s fails: reads of layers that are there wait until they are copied to disk %s",
+		msg = fmt.Sprintf("disk %s of node %s fails: reads of its layers wait until they are copied to disk %s",
 			path, as.Name, s.Path)
 	}
 	a.Status.Message = msg

@@ -74,7 +74,7 @@ func (as *Attachments) repairFrom(ctx context.Context, s *Session, n engine.Name
 	}
 	s.membership.repairs.End(from, again)
 	s.membership.repaired.Add(did.Bytes)
-	s.log.Info("members were to be repaired from a replica on its way", "replica", n.Name, "chunks", did.Chunks,
+	s.log.Info("members were repaired from a replica that is being rebuilt", "replica", n.Name, "chunks", did.Chunks,
 		"bytes", did.Bytes, "beyond repair", did.Lost, "err", errors.Join(err, did.Why))
 	if did.Chunks > 0 {
 		s.membership.mu.Lock()

@@ -68,8 +68,8 @@ func (as *Attachments) Resume(ctx context.Context) error {
 		}
 	}
 	for volume := range slow {
-		errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; it goes on when the disk does",
-			volume))
+		errs = append(errs, api.Errorf(api.Unavailable, "volume %s: its disk does not answer; I/O continues when the "+
+			"disk answers", volume))
 	}
 	as.host.ThawLeft()
 	return errors.Join(errs...)
@@ -162,11 +162,12 @@ func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Ses
 // settleBlob asks the API for the outcome of a swap that a dead process had begun.
 func (as *Attachments) settleBlob(ctx context.Context, b *blob) error {
 	if !as.APIReached() {
-		return api.Errorf(api.Unavailable, "a change of the members was under way: the API has to be asked what came of it")
+		return api.Errorf(api.Unavailable, "a swap of the members was in progress: the API server must be reached "+
+			"to learn its outcome")
 	}
 	var v api.Volume
 	if err := as.Reader.Get(ctx, client.ObjectKey{Name: b.Volume}, &v); err != nil {
-		return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
+		return api.Errorf(api.Unavailable, "a swap of the members was in progress: %w", err)
 	}
 	switch {
 	case v.Status.UID != b.VolumeUID || v.Status.EngineNode != as.Name:
@@ -177,7 +178,7 @@ func (as *Attachments) settleBlob(ctx context.Context, b *blob) error {
 		// request comes too late.
 		v.Status.Epoch = b.Next
 		if err := as.Client.Status().Update(ctx, &v); err != nil {
-			return api.Errorf(api.Unavailable, "a change of the members was under way: %w", err)
+			return api.Errorf(api.Unavailable, "a swap of the members was in progress: %w", err)
 		}
 		b.Now = b.Next
 	case v.Status.Epoch == b.Next:

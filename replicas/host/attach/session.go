@@ -95,7 +95,7 @@ func (as *Attachments) config(s *Session, size, epoch int64) engine.Config {
 			s.membership.dropped.Add(1)
 			s.membership.mu.Lock()
 			s.membership.events = append(s.membership.events, event{"Warning", "ReplicaDropped",
-				fmt.Sprintf("the volume is degraded, it goes on without a replica: %v", why)})
+				fmt.Sprintf("the volume is degraded, it continues without a replica: %v", why)})
 			s.membership.mu.Unlock()
 			s.wake()
 			s.membership.wakeRebuilds()
@@ -207,7 +207,7 @@ func (s *Session) run(ctx context.Context, changed func()) {
 				s.log.Warn("no replica has room, writes wait")
 				tick.Reset(probeEvery)
 			} else {
-				s.log.Info("there is room again, writes go on")
+				s.log.Info("there is room again, writes continue")
 				tick.Stop()
 			}
 		}

@@ -358,7 +358,7 @@ func (s *Scrubber) scrub(ctx context.Context, disk *stack.Disk, task scrubTask) 
 			s.mu.Unlock()
 			for _, open := range s.node.Opened(disk) {
 				if err := open.Knows(uid, list); err != nil {
-					s.log.Warn("an attached volume cannot be told of damage", "replica", open.Meta().UID, "err", err)
+					s.log.Warn("an attached volume cannot be notified of damage", "replica", open.Meta().UID, "err", err)
 				}
 			}
 		}

@@ -86,7 +86,7 @@ func awaitLock(ctx context.Context, h file.Handle, how int) error {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return api.Errorf(api.Busy, "disk I/O of its former owner is still under way: %w", ctx.Err())
+			return api.Errorf(api.Busy, "disk I/O of its former owner is still in progress: %w", ctx.Err())
 		}
 	}
 }
@@ -97,7 +97,7 @@ func awaitIO(h file.Handle, size int64) error {
 		return unix.Fallocate(int(h.Fd()), unix.FALLOC_FL_KEEP_SIZE, size, blockSize)
 	})
 	if err != nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) && !errors.Is(err, unix.EFBIG) {
-		return fmt.Errorf("wait for disk I/O under way: %w", err)
+		return fmt.Errorf("wait for disk I/O in progress: %w", err)
 	}
 	return h.Punch(size, blockSize)
 }

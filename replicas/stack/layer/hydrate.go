@@ -168,7 +168,7 @@ func (d *Store) beginHydration(rec hydratingRecord) (_ *Hydration, err error) {
 	}
 	var have haveRecord
 	if err := format.ReadMeta(d.FS, h.dir+"/"+haveFile, formatHave, &have); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		slog.Warn("what is there of a layer is fetched again", "layer", rec.UID, "error", err)
+		slog.Warn("the record of fetched chunks cannot be read: they are fetched again", "layer", rec.UID, "error", err)
 		have.Chunks = nil
 	}
 	for c := range min(chunks, int64(len(have.Chunks))*8) {
@@ -410,7 +410,7 @@ func (h *Hydration) SaveState() {
 		err = format.WriteMeta(h.d.FS, h.dir+"/"+haveFile, formatHave, rec)
 	}
 	if err != nil && !errors.Is(err, unix.ENOSPC) {
-		slog.Warn("what is there of a layer is not kept in mind", "layer", h.Rec.UID, "error", err)
+		slog.Warn("the record of fetched chunks cannot be written", "layer", h.Rec.UID, "error", err)
 	}
 }
 

@@ -98,7 +98,7 @@ func (t *tour) story(ctx context.Context) error {
 	if err := t.progress(ctx, 500); err != nil {
 		return err
 	}
-	t.say("its replica was dropped from the members, writes go on; longest request so far %v", t.load.Worst().Round(
+	t.say("its replica was dropped from the members, writes continue; longest request so far %v", t.load.Worst().Round(
 		time.Millisecond))
 	if err := errors.Join(three.PowerOn(), three.Serve(ctx)); err != nil {
 		return err
@@ -115,7 +115,7 @@ func (t *tour) story(ctx context.Context) error {
 	if err := t.progress(ctx, 500); err != nil {
 		return err
 	}
-	t.say("kill -9 of the data process on %s: I/O goes on; longest request so far %v", one.Name,
+	t.say("kill -9 of the data process on %s: I/O continues; longest request so far %v", one.Name,
 		t.load.Worst().Round(time.Millisecond))
 	if err := t.halt(); err != nil {
 		return err
@@ -139,7 +139,7 @@ func (t *tour) story(ctx context.Context) error {
 	if err := t.halt(); err != nil {
 		return err
 	}
-	t.say("every write that was acknowledged is there")
+	t.say("every acknowledged write exists")
 	return nil
 }
 
