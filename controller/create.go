@@ -84,7 +84,7 @@ func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
 	required, limit = r.GetRequiredBytes(), r.GetLimitBytes()
 	switch {
 	case required < 0 || limit < 0:
-		return 0, 0, api.Errorf(api.Invalid, "a size is negative")
+		return 0, 0, api.Errorf(api.Invalid, "the capacity range has a negative size")
 	case limit > 0 && required > limit:
 		return 0, 0, api.Errorf(api.Invalid, "the required size, %d bytes, is over the limit, %d bytes", required,
 			limit)
@@ -301,7 +301,7 @@ func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, erro
 			return false, api.Errorf(api.Unavailable, "faulted: %s", v.Status.Message)
 		}
 		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionScheduled); unschedulable(v, c) {
-			return false, api.Errorf(api.Full, "no disk can take it: %s", c.Message)
+			return false, api.Errorf(api.Full, "no disk can take the volume: %s", c.Message)
 		}
 		return usable(v), nil
 	})

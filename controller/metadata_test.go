@@ -142,7 +142,7 @@ func TestMetadataOfSeveralReplicas(t *testing.T) {
 		}
 	}
 	lost := api.Errorf(api.Unavailable, "disk is not there")
-	lacks := api.Errorf(api.NotFound, "no finished layer of that uid")
+	lacks := api.Errorf(api.NotFound, "the finished layer does not exist")
 	for _, away = range []map[string]error{nil, {"meta-three.1": lost}, {"meta-three.1": lacks},
 		{"meta-three.1": lost, "meta-three.2": lacks}, {"meta-three.1": lacks, "meta-three.3": lost}} {
 		for _, most := range []int32{1, 7, 1000} {
@@ -153,7 +153,7 @@ func TestMetadataOfSeveralReplicas(t *testing.T) {
 	for _, why := range []error{lost, lacks} {
 		away = map[string]error{"meta-three.1": why, "meta-three.2": lacks, "meta-three.3": lost}
 		l := &listener{}
-		wantKind(t, ask(l, 0, 7), api.Unavailable, ids[1], "meta-three.2", "no finished layer", "try again")
+		wantKind(t, ask(l, 0, 7), api.Unavailable, ids[1], "meta-three.2", "finished layer does not exist", "try again")
 		if len(l.got) > 0 {
 			t.Error("a stream without a replica has messages")
 		}

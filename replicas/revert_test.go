@@ -274,7 +274,7 @@ func TestRevertFailsOnOneOfTwo(t *testing.T) {
 		is := v.Status.Reverted
 		return is != nil && is.State != api.CloneInitiated
 	})
-	if is.Status.Reverted.State != api.CloneFailed || !strings.Contains(is.Status.Reverted.Message, "no snapshot") ||
+	if is.Status.Reverted.State != api.CloneFailed || !strings.Contains(is.Status.Reverted.Message, "does not exist") ||
 		len(is.Status.Members) != 1 || is.Status.Members[0] == other.Name {
 		t.Fatalf("%+v, members %v", is.Status.Reverted, is.Status.Members)
 	}

@@ -64,7 +64,7 @@ func Load(both []byte) (*Authority, error) {
 	}
 	switch {
 	case a.cert == nil || a.key == nil:
-		return nil, errors.New("no certificate, or no key")
+		return nil, errors.New("the PEM has no certificate, or no key")
 	case !a.key.PublicKey.Equal(a.cert.PublicKey):
 		return nil, errors.New("the key is not that of the certificate")
 	}

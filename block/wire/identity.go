@@ -62,7 +62,7 @@ func OpenIdentity(dir, node string) (*Identity, error) {
 	}
 	if err == nil {
 		if block, _ := pem.Decode(b); block == nil {
-			err = errors.New("no PEM")
+			err = errors.New("the file holds no PEM")
 		} else {
 			id.key, err = x509.ParseECPrivateKey(block.Bytes)
 		}
@@ -167,7 +167,7 @@ func (id *Identity) parse(b []byte) (*credentials, error) {
 	}
 	switch {
 	case c.leaf == nil || roots == 0:
-		return nil, errors.New("no certificate, or no authority")
+		return nil, errors.New("the PEM has no certificate of the node, or no authority")
 	case !id.key.PublicKey.Equal(c.leaf.PublicKey):
 		return nil, errors.New("the certificate is for another key")
 	}

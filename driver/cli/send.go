@@ -140,7 +140,7 @@ func (s *sender) send(ctx context.Context) error {
 }
 
 // errGone means that an address expects no upload.
-var errGone = errors.New("no upload is expected there")
+var errGone = errors.New("the address expects no upload")
 
 // wait pauses, and asks the node where to continue. gone: the node expects no upload any more. A node that has just
 // started does not expect the upload yet.

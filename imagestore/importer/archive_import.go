@@ -50,8 +50,8 @@ func (im *importRun) importUnpacked(b imageStream, packing archive.Format) error
 		return err
 	}
 	if inner := archive.Detect(b.head); inner != archive.None {
-		return api.Errorf(api.Unsupported, "an archive (%s) in an archive (%s): unpack the outer one first", inner,
-			packing)
+		return api.Errorf(api.Unsupported, "the source is an archive (%s) in an archive (%s): unpack the outer one "+
+			"first", inner, packing)
 	}
 	_, err := im.importImage(b)
 	return err

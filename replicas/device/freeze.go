@@ -125,7 +125,7 @@ func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.Fil
 		}
 		select {
 		case <-ctx.Done():
-			return nil, "", api.Errorf(api.Busy, "an earlier freeze has not ended: %w", ctx.Err())
+			return nil, "", api.Errorf(api.Busy, "an earlier freeze of the file system has not ended: %w", ctx.Err())
 		case <-tick.C:
 		}
 	}
@@ -282,7 +282,7 @@ func (h *Host) thawRecorded(path string) error {
 	}
 	defer func() { _ = lock.Close() }()
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("a process is still at it: %w", err)
+		return fmt.Errorf("another process works on the freeze: %w", err)
 	}
 	b, err := io.ReadAll(lock)
 	if err != nil {

@@ -262,7 +262,7 @@ func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
 	c.local = near
 	c.mu.Unlock()
 	if err == nil && len(list) == 0 {
-		err = api.Errorf(api.Unavailable, "no member can be copied from now")
+		err = api.Errorf(api.Unavailable, "the engine has no member to copy from now")
 	}
 	if c.snap != "" {
 		c.mu.Lock()

@@ -67,7 +67,7 @@ type Cut struct {
 }
 
 // errCutting ends a rebuild for the moment.
-var errCutting = api.Errorf(api.Busy, "a snapshot was taken meanwhile: the rebuild starts again and keeps copied data")
+var errCutting = api.Errorf(api.Busy, "the engine took a snapshot: the rebuild starts again and keeps copied data")
 
 var errNoRoom = api.Errorf(api.Full, "writes wait for room on the disks: make room, the snapshot follows")
 
@@ -86,7 +86,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 			case e.closing || e.fenced != nil:
 				refused = api.Errorf(api.Unavailable, "the engine is ending")
 			case e.cutting:
-				refused = api.Errorf(api.Busy, "another snapshot is being taken")
+				refused = api.Errorf(api.Busy, "the engine is taking another snapshot; try again")
 			case e.joining != 0:
 				wait = true
 			default:
@@ -104,7 +104,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 			break
 		}
 		if err := pause(ctx, 10*time.Millisecond); err != nil {
-			return nil, api.Errorf(api.Busy, "a replica is being made a member: %w", err)
+			return nil, api.Errorf(api.Busy, "the join of a replica has not ended: %w", err)
 		}
 	}
 	c.layers = make([]string, len(c.list))
@@ -251,7 +251,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 		case <-settled:
 			if refused == nil && steady {
 				if now&^c.who != 0 {
-					return api.Errorf(api.Busy, "another replica became a member meanwhile")
+					return api.Errorf(api.Busy, "another replica joined during the cut; try again")
 				}
 				c.who = now
 				return nil

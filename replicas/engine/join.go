@@ -257,7 +257,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 			src, _ = e.cfg.Members[m].Member.(Mirror)
 		}
 		if src == nil {
-			refused = api.Errorf(api.Unavailable, "no member can be copied from now")
+			refused = api.Errorf(api.Unavailable, "the engine has no member to copy from now")
 			return
 		}
 		e.cfg.Members = slices.Clone(e.cfg.Members) // readers iterate over the old slice
@@ -330,7 +330,7 @@ func (e *Engine) unjoin(who set, why error) {
 			j.err = why
 		}
 		if j.err == nil {
-			j.err = api.Errorf(api.Unavailable, "a write to the replica failed")
+			j.err = api.Errorf(api.Unavailable, "a write to the joining replica failed")
 		}
 		e.wishes = slices.DeleteFunc(e.wishes, func(w *join) bool { return w == j })
 		delete(e.joins, m)

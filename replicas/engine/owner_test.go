@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/block"
 )
 
-var errOther = api.Errorf(api.Denied, "another session was adopted")
+var errOther = api.Errorf(api.Denied, "the replica adopted another session")
 
 // owned is a rig whose API answers as the test says.
 func owned(t *testing.T, n int) (r *rig, asked chan int64, says chan error) {

@@ -184,7 +184,7 @@ func (r *repairRun) one(ctx context.Context, hurt Repairer, others []Named, b st
 	case away != nil: // the unreachable member may have the content
 		return nil, away
 	case why == nil:
-		return nil, api.Errorf(api.Unsupported, "no other member can be asked")
+		return nil, api.Errorf(api.Unsupported, "the volume has no other member to ask")
 	}
 	return why, nil
 }

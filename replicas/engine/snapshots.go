@@ -19,7 +19,7 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 		return stack.Meta{}, err
 	}
 	if cutting {
-		return stack.Meta{}, api.Errorf(api.Busy, "a snapshot is being taken")
+		return stack.Meta{}, api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 	}
 	var absent []string
 	if err := e.on(ctx, func() { absent = e.names(e.absent) }); err != nil {
@@ -34,7 +34,7 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 		return st, err
 	}
 	if _, cutting, err = e.source(ctx); err == nil && cutting {
-		err = api.Errorf(api.Busy, "a snapshot is being taken")
+		err = api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 	}
 	return st, err
 }
@@ -52,7 +52,7 @@ func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error)
 		}
 	})
 	if err == nil && x == nil {
-		err = api.Errorf(api.Unavailable, "no member can be asked now")
+		err = api.Errorf(api.Unavailable, "the engine has no member to ask now")
 	}
 	return x, cutting, err
 }
@@ -89,7 +89,7 @@ func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context,
 		case e.closing || e.fenced != nil:
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 		case e.cutting:
-			refused = api.Errorf(api.Busy, "a snapshot is being taken")
+			refused = api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 		default:
 			e.cutting = true
 			c.list, c.who = e.cfg.Members, (e.members|e.joining)&^e.suspect

@@ -162,7 +162,7 @@ func (b *Backend) limits() limits { return limits{size: b.Meta().Size, region: b
 func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, error) {
 	m := methods[name]
 	if m == nil {
-		return nil, api.Errorf(api.Unsupported, "a replica knows no call %.40q", name)
+		return nil, api.Errorf(api.Unsupported, "the replica knows no call %.40q", name)
 	}
 	return m.serve(ctx, b, args)
 }

@@ -206,7 +206,7 @@ func (t *target) take() {
 				in.err = errSession
 			}
 		default:
-			in.err = api.Errorf(api.Denied, "another session was adopted")
+			in.err = api.Errorf(api.Denied, "the replica adopted another session")
 		}
 		in.sess.c.done(in)
 	}

@@ -214,11 +214,12 @@ func (s *Sources) first(ctx context.Context, n int, silent time.Duration, read f
 		case <-late.C:
 			ask()
 		case <-ctx.Done():
-			return nil, errors.Join(append(errs, api.Errorf(api.Unavailable, "a source does not answer: %w", ctx.Err()))...)
+			return nil, errors.Join(append(errs, api.Errorf(api.Unavailable,
+				"a source of the layer does not answer: %w", ctx.Err()))...)
 		}
 	}
 	if len(errs) == 0 {
-		return nil, api.Errorf(api.NotFound, "no disk of this node and no other node has it")
+		return nil, api.Errorf(api.NotFound, "no disk of this node and no other node has the layer")
 	}
 	return nil, errors.Join(errs...)
 }

@@ -28,7 +28,7 @@ func (r *Replica) SnapshotLayers(uid string) ([]string, int64, error) {
 func (m Meta) chainOf(uid string) ([]string, error) {
 	i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == uid })
 	if i < 0 {
-		return nil, api.Errorf(api.NotFound, "no snapshot %s", uid)
+		return nil, api.Errorf(api.NotFound, "snapshot %s does not exist", uid)
 	}
 	return m.Chain(m.Snapshots[i].Layer)
 }

@@ -120,7 +120,7 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.written),
 		d.collectHalfMade(imagesDir, imageFile, "", nil))
 	if unsettled != nil {
-		err = errors.Join(err, fmt.Errorf("no layer is collected: %w", unsettled))
+		err = errors.Join(err, fmt.Errorf("garbage collection deletes no layer: %w", unsettled))
 	} else {
 		err = errors.Join(err, d.collectLayers(ctx, now, grace, before))
 	}
@@ -161,7 +161,7 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Duration, before map[string]bool) error {
 	names, err := d.named()
 	if err != nil {
-		return fmt.Errorf("no layer is collected: %w", err)
+		return fmt.Errorf("garbage collection deletes no layer: %w", err)
 	}
 	// The maker of a layer, or a cut, holds the lock of the data file until the record exists or a stack names the layer,
 	// and needs no disk lock for either: so the record and the stacks are read after the lock.
@@ -183,7 +183,7 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 	}
 	failed := d.collectHalfMade(layer.Dir, layer.LayerFile, "", wanted)
 	if names, err = d.named(); err != nil {
-		return errors.Join(failed, fmt.Errorf("no other layer is collected: %w", err))
+		return errors.Join(failed, fmt.Errorf("garbage collection deletes no other layer: %w", err))
 	}
 	entries, err := d.FS.ReadDir(d.Join(layer.Dir))
 	if err != nil {

@@ -56,7 +56,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	}
 	m, err := d.readStack(replica)
 	if errors.Is(err, fs.ErrNotExist) {
-		return p, api.Errorf(api.NotFound, "no such replica: %w", err)
+		return p, api.Errorf(api.NotFound, "the replica does not exist: %w", err)
 	}
 	if err != nil {
 		return p, err
@@ -64,7 +64,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	if p.Layers = m.all(); snapshot != "" {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
-			return p, api.Errorf(api.NotFound, "no snapshot %s", snapshot)
+			return p, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
 		}
 		if p.Layers, err = m.Chain(m.Snapshots[i].Layer); err != nil {
 			return p, err

@@ -79,7 +79,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	}()
 	if _, err = d.readStack(uid); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, api.Errorf(api.NotFound, "no such replica: %w", err)
+			return nil, api.Errorf(api.NotFound, "the replica does not exist: %w", err)
 		}
 		return nil, err
 	}
@@ -87,7 +87,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, err
 	}
 	if err := diskfs.TryLock(r.owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, api.Errorf(api.Busy, "another process or session has it open")
+		return nil, api.Errorf(api.Busy, "another process or session has the replica open")
 	} else if err != nil {
 		return nil, err
 	}
@@ -113,7 +113,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	for _, l := range r.meta.Layers {
 		lay, err := d.Find(l, d.Direct, true)
 		if api.Is(err, api.NotFound) {
-			return nil, api.Errorf(api.Corrupt, "a layer that it names is missing: %w", err)
+			return nil, api.Errorf(api.Corrupt, "a layer of the replica's stack is missing: %w", err)
 		}
 		if err != nil {
 			return nil, err

@@ -115,7 +115,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 		}
 	}()
 	if _, err := d.readStack(uid); errors.Is(err, fs.ErrNotExist) {
-		return api.Errorf(api.NotFound, "no such replica: %w", err)
+		return api.Errorf(api.NotFound, "the replica does not exist: %w", err)
 	} else if err != nil {
 		return err
 	}
@@ -127,7 +127,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	}
 	defer owner.Close()
 	if err := diskfs.TryLock(owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
-		return api.Errorf(api.Busy, "another process or session has it open")
+		return api.Errorf(api.Busy, "another process or session has the replica open")
 	} else if err != nil {
 		return err
 	}
@@ -169,7 +169,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 	return d.alone(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
-			return nil, api.Errorf(api.NotFound, "no snapshot %s", snapshot)
+			return nil, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
 		}
 		if m.Merge != nil {
 			return nil, api.Errorf(api.Busy, "two of its layers are being merged; try again when that is done")

@@ -14,7 +14,7 @@ import (
 func (d *Disk) Stack(replica string) (Meta, error) {
 	m, err := d.readStack(replica)
 	if errors.Is(err, fs.ErrNotExist) {
-		err = api.Errorf(api.NotFound, "no such replica: %w", err)
+		err = api.Errorf(api.NotFound, "the replica does not exist: %w", err)
 	}
 	if err != nil {
 		return Meta{}, fmt.Errorf("replica %s on disk %s: %w", replica, d.Root, diskfs.Classify(err))

@@ -115,7 +115,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 	var m Meta
 	_, err = d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, api.Errorf(api.NotFound, "no such replica: %w", err)
+		return nil, api.Errorf(api.NotFound, "the replica does not exist: %w", err)
 	}
 	if err != nil {
 		return nil, err
@@ -125,7 +125,7 @@ func (d *Disk) OpenView(uid string) (_ block.Source, err error) {
 		return nil, err
 	}
 	if err := diskfs.TryLock(v.Owner, unix.LOCK_EX); errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, api.Errorf(api.Busy, "another process or session has it open")
+		return nil, api.Errorf(api.Busy, "another process or session has the replica open")
 	} else if err != nil {
 		return nil, err
 	}

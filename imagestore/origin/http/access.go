@@ -38,9 +38,9 @@ func (a *Access) Check() error {
 	case a.Token != "" && (a.Username != "" || a.Password != ""):
 		return api.Errorf(api.Invalid, "both a token and a password are given: the server takes one of them")
 	case a.Username == "" && a.Password != "":
-		return api.Errorf(api.Invalid, "a password without a username")
+		return api.Errorf(api.Invalid, "the credentials have a password and no username")
 	case strings.Contains(a.Username, ":"):
-		return api.Errorf(api.Invalid, "a username with a colon in it cannot be sent")
+		return api.Errorf(api.Invalid, "the username of the credentials has a colon, and cannot be sent")
 	case !httpguts.ValidHeaderFieldValue(a.Token):
 		return api.Errorf(api.Invalid, "the token holds characters that a header cannot hold")
 	}
@@ -154,7 +154,7 @@ func checkScheme(u *url.URL) error {
 		return api.Errorf(api.Invalid, "scheme %q is not supported: use http or https", u.Scheme)
 	}
 	if u.Host == "" {
-		return api.Errorf(api.Invalid, "no host in the address")
+		return api.Errorf(api.Invalid, "the address names no host")
 	}
 	return nil
 }

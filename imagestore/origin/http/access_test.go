@@ -72,7 +72,7 @@ func TestAccessThatCannotBeSent(t *testing.T) {
 		text   string
 	}{
 		{Access{Token: "secret", Username: "me"}, "both a token and a password"},
-		{Access{Password: "secret"}, "without a username"},
+		{Access{Password: "secret"}, "no username"},
 		{Access{Username: "a:b", Password: "secret"}, "colon"},
 		{Access{Token: "secret\r\nX: y"}, "token holds characters"},
 		{Access{Header: http.Header{"Range": {"secret"}}}, `"Range" is no header`},

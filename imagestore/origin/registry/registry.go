@@ -78,12 +78,12 @@ func parse(ref string, plain bool) (name.Reference, error) {
 	const form = Scheme + "HOST[:PORT]/REPOSITORY[:TAG or @DIGEST]"
 	rest, ok := strings.CutPrefix(ref, Scheme)
 	if !ok {
-		return nil, api.Errorf(api.Invalid, "a registry's image is written %s", form)
+		return nil, api.Errorf(api.Invalid, "the address of a registry's image has the form %s", form)
 	}
 	host, _, slash := strings.Cut(rest, "/")
 	if strings.Contains(host, "@") {
 		// The message does not repeat the host: the part before the @ may be a password.
-		return nil, api.Errorf(api.Invalid, "no credentials in the reference: they belong in a Secret")
+		return nil, api.Errorf(api.Invalid, "the address has credentials; put them into a Secret")
 	}
 	if !slash || host != "localhost" && !strings.ContainsAny(host, ".:") {
 		return nil, api.Errorf(api.Invalid, "%q names no registry: write %s", clip(ref), form)

@@ -148,7 +148,7 @@ func (up *Upload) parseRequest(r *http.Request) (*request, error) {
 	for {
 		f, err := mr.NextPart()
 		if err != nil {
-			return nil, api.Errorf(api.Invalid, "no file in the form: %.200s", err) // the error may repeat a header
+			return nil, api.Errorf(api.Invalid, "the form has no file: %.200s", err) // the error may repeat a header
 		}
 		if isFile(f) {
 			p.body = f

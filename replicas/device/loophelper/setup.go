@@ -130,7 +130,7 @@ func Configure(file int, name string, readOnly bool) (int, error) {
 		}
 		return -1, fmt.Errorf("set up /dev/loop%d: %w", n, err)
 	}
-	return -1, api.Errorf(api.Busy, "every free loop device was taken by somebody else; try again")
+	return -1, api.Errorf(api.Busy, "other programs took every free loop device; try again")
 }
 
 // tune removes the I/O scheduler, which only costs time above a file with its own queue. tune does not write where no

@@ -327,7 +327,7 @@ func cutTogether(ctx context.Context, parts []*groupPart, cuts []cutting, ready 
 	}
 	wg.Wait()
 	if err := errors.Join(errs...); err != nil {
-		return errors.Join(api.Errorf(api.Busy, "not all volumes were cut, it is tried again"), err)
+		return errors.Join(api.Errorf(api.Busy, "not all volumes of the group were cut; the node tries again"), err)
 	}
 	return nil
 }

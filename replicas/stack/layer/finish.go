@@ -70,7 +70,7 @@ func (d *Store) finishBy(ctx context.Context, uid string, each Walk) (err error)
 		return err
 	}
 	if !named {
-		return api.Errorf(api.Invalid, "no stack names it: its data may still be a head")
+		return api.Errorf(api.Invalid, "no stack names the layer: its data may still be a head")
 	}
 	l, err := d.OpenLayerAs(uid, d.Direct, true)
 	if err != nil {

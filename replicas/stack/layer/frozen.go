@@ -79,7 +79,7 @@ func (d *Store) Frozen(uid string) (FrozenRecord, error) {
 	err := format.ReadMeta(d.FS, d.Join(Dir, uid, FrozenFile), FormatFrozen, &rec)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return rec, api.Errorf(api.NotFound, "no layer of that uid")
+		return rec, api.Errorf(api.NotFound, "the layer does not exist")
 	case err != nil:
 		return rec, err
 	case rec.UID != uid || rec.Size <= 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize:

@@ -164,7 +164,7 @@ func (d *Store) Record(uid string) (Record, error) {
 	}
 	switch {
 	case away || errors.Is(err, fs.ErrNotExist):
-		return Record{}, api.Errorf(api.NotFound, "no finished layer of that uid")
+		return Record{}, api.Errorf(api.NotFound, "the finished layer does not exist")
 	case err != nil:
 		return rec, err
 	case rec.UID != uid || rec.Size < 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize:

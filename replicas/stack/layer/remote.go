@@ -90,12 +90,12 @@ func (d *Store) Hydrating(uid string) bool {
 func (d *Store) hydratingRecord(uid string) (hydratingRecord, error) {
 	var rec hydratingRecord
 	if d.fetch == nil {
-		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+		return rec, api.Errorf(api.NotFound, "the finished layer does not exist")
 	}
 	err := format.ReadMeta(d.FS, d.Join(HydratingDir, uid, hydratingFile), formatHydrating, &rec)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return rec, api.Errorf(api.NotFound, "no finished layer of that uid")
+		return rec, api.Errorf(api.NotFound, "the finished layer does not exist")
 	case err == nil && (rec.UID != uid || rec.Size <= 0 || rec.Size%blockSize != 0 || rec.Size > api.MaxVolumeSize):
 		return rec, api.Errorf(api.Corrupt, "%s does not describe this layer", hydratingFile)
 	}

@@ -204,7 +204,7 @@ func (w *Writer) wrote(n int64) {
 // lose records a failed sync for good, because the kernel reports lost data only once. The caller has mu.
 func (w *Writer) lose(err error) {
 	if err != nil && w.lost == nil {
-		w.lost = fmt.Errorf("not all that was written is on the disk: %w", err)
+		w.lost = fmt.Errorf("a sync failed, written data may be missing on the disk: %w", err)
 	}
 }
 
