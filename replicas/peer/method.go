@@ -40,6 +40,7 @@ type method[A arguments, R any] struct {
 	name    string
 	repeat  bool // the call may run twice: sent again after a broken connection
 	changes bool // the call changes layers: never carried out for a former session after the answer to ADOPT
+	commits bool // the replica has other layers or snapshots after the call: a merge and reports may follow
 	atOnce  int  // calls at once in a session, for reads of content and long lists; 0: any number
 	run     func(ctx context.Context, b *Backend, args A) (R, error)
 	encode  func(out R, args A) ([]byte, error)
@@ -50,12 +51,14 @@ type method[A arguments, R any] struct {
 type servedMethod interface {
 	called() string
 	changesLayers() bool
+	commitsLayers() bool
 	mostAtOnce() int
 	serve(ctx context.Context, b *Backend, args []byte) ([]byte, error)
 }
 
 func (m *method[A, R]) called() string      { return m.name }
 func (m *method[A, R]) changesLayers() bool { return m.changes }
+func (m *method[A, R]) commitsLayers() bool { return m.commits }
 func (m *method[A, R]) mostAtOnce() int     { return m.atOnce }
 
 // serve carries out a peer's call.

@@ -42,21 +42,22 @@ var (
 	metaCall = &method[none, stack.Meta]{name: "meta", repeat: true, atOnce: sessionCalls,
 		run:    func(ctx context.Context, b *Backend, _ none) (stack.Meta, error) { return b.State(ctx) },
 		encode: asJSON[none, stack.Meta], decode: decodeMeta}
-	dropSnapshotCall = &method[uidArgs, none]{name: "drop-snapshot", repeat: true, changes: true,
+	dropSnapshotCall = &method[uidArgs, none]{name: "drop-snapshot", repeat: true, changes: true, commits: true,
 		run: func(ctx context.Context, b *Backend, a uidArgs) (none, error) { return none{}, b.Forget(ctx, a.UID) }}
+	// prepareCutCall commits nothing: the stack keeps its layers until do-cut.
 	prepareCutCall = &method[cutArgs, none]{name: "prepare-cut", changes: true,
 		run: func(ctx context.Context, b *Backend, a cutArgs) (none, error) {
 			return none{}, b.PrepareCut(ctx, stack.Snapshot(a))
 		}}
 	holdCall = &method[none, none]{name: "hold",
 		run: func(ctx context.Context, b *Backend, _ none) (none, error) { return none{}, b.Hold(ctx) }}
-	doCutCall = &method[uidArgs, none]{name: "do-cut", repeat: true, changes: true,
+	doCutCall = &method[uidArgs, none]{name: "do-cut", repeat: true, changes: true, commits: true,
 		run: func(ctx context.Context, b *Backend, a uidArgs) (none, error) { return none{}, b.DoCut(ctx, a.UID) }}
 	abortCutCall = &method[none, none]{name: "abort-cut",
 		run: func(ctx context.Context, b *Backend, _ none) (none, error) { return none{}, b.AbortCut(ctx) }}
 	releaseCall = &method[none, none]{name: "release",
 		run: func(_ context.Context, b *Backend, _ none) (none, error) { b.Release(); return none{}, nil }}
-	sealCall = &method[sealArgs, none]{name: "seal", changes: true,
+	sealCall = &method[sealArgs, none]{name: "seal", changes: true, commits: true,
 		run: func(ctx context.Context, b *Backend, a sealArgs) (none, error) { return none{}, b.Seal(ctx, a...) }}
 	sizesCall = &method[none, map[string]stack.LayerSize]{name: "sizes", repeat: true, atOnce: sessionCalls,
 		run:    func(ctx context.Context, b *Backend, _ none) (map[string]stack.LayerSize, error) { return b.Sizes(ctx) },
@@ -103,6 +104,12 @@ var (
 var methods = tableOf(expandCall, trackCall, intendCall, markCall, cleanCall, intentsCall, digestsCall, noteCall,
 	metaCall, dropSnapshotCall, prepareCutCall, holdCall, doCutCall, abortCutCall, releaseCall, sealCall, sizesCall,
 	changedCall, snapDigestsCall, snapReadCall, snapEndCall, brokenCall, repairCall)
+
+// CommitsLayers reports whether a replica has other layers or snapshots after the call of a name.
+func CommitsLayers(name string) bool {
+	m := methods[name]
+	return m != nil && m.commitsLayers()
+}
 
 func tableOf(list ...servedMethod) map[string]servedMethod {
 	table := map[string]servedMethod{}

@@ -134,11 +134,10 @@ func (s *Server) Opened(uid string) *Served {
 	return s.open[api.UID(uid)]
 }
 
-// Call implements peer.Replica. This node looks after layers that a call changes.
+// Call implements peer.Replica. This node notes the layers that a call commits or deletes.
 func (l *Served) Call(ctx context.Context, name string, args []byte) ([]byte, error) {
 	b, err := l.Backend.Call(ctx, name, args)
-	switch name {
-	case "do-cut", "seal", "drop-snapshot":
+	if peer.CommitsLayers(name) {
 		l.server.o.Host.LayersChanged(l.disk, l.Meta().UID, l.volume)
 	}
 	return b, err
