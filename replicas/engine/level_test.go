@@ -96,9 +96,9 @@ func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 	}
 }
 
-// TestSnapshotsWaitForTheDropOfAnAbsentMember: nobody has compared the snapshots of the members with those of one that the
-// engine did not reach, so they are not told as those of all.
-func TestSnapshotsWaitForTheDropOfAnAbsentMember(t *testing.T) {
+// TestSnapshotsWaitForTheDropOfAMissingMember: nobody has compared the snapshots of the members with those of one that
+// the engine did not reach, so they are not told as those of all.
+func TestSnapshotsWaitForTheDropOfAMissingMember(t *testing.T) {
 	s := stack.Snapshot{UID: "s", Name: "s", Created: time.Unix(1, 0)}
 	here, away := newKeeper(s), newKeeper()
 	away.adopt = func(int) error { return errAway }

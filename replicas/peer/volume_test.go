@@ -382,8 +382,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestGone has every replica go: I/O waits, and goes on when one is back.
-func TestGone(t *testing.T) {
+// TestIOWaitsUntilAReplicaIsBack stops every replica: I/O waits, and continues when one replica is back.
+func TestIOWaitsUntilAReplicaIsBack(t *testing.T) {
 	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
 	if err := c.attach(); err != nil {

@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestSilence: what is known of a node without heartbeats is old, until it beats again.
-func TestSilence(t *testing.T) {
+// TestVolumeOfASilentNodeIsUnknown: the robustness of a volume is unknown while its node sends no heartbeats.
+func TestVolumeOfASilentNodeIsUnknown(t *testing.T) {
 	t.Parallel()
 	server := apitest.Start(t)
 	createVolume(server, "v1")

@@ -101,8 +101,9 @@ func TestCloneOnAnotherDisk(t *testing.T) {
 	compareAll(t, c.loop, r, model)
 }
 
-// What was copied before an end of the process counts; a source that is damaged is found out, and nothing comes of it.
-func TestBringGoesOn(t *testing.T) {
+// TestFlattenContinuesAndDetectsDamage: a flatten continues with the chunks that an ended process copied. A flatten of
+// a damaged source fails and leaves no layer.
+func TestFlattenContinuesAndDetectsDamage(t *testing.T) {
 	t.Parallel()
 	c := newChained(t)
 	snaps := c.scribble(3)

@@ -169,8 +169,9 @@ func TestDropAfterAKill(t *testing.T) {
 	}
 }
 
-// What did not change since it was made durable is not synced again: there may be thousands of records.
-func TestSettledOnce(t *testing.T) {
+// TestDurableRecordsAreNotSyncedAgain: recovery syncs only records that changed since they became durable, because a
+// disk may have thousands of records.
+func TestDurableRecordsAreNotSyncedAgain(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()

@@ -15,8 +15,9 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// Whatever happened to the files of a layer, it is made whole from another copy, and who had it open reads on.
-func TestMend(t *testing.T) {
+// TestRepairRestoresEveryFileOfALayer: whatever happened to the files of a layer, a repair restores the layer from
+// another copy, and open readers of the layer continue.
+func TestRepairRestoresEveryFileOfALayer(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()

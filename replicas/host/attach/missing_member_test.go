@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestResumeLeavesOutAbsentMembers: a process that takes a device up does not adopt a member that an earlier one began
+// TestResumeLeavesOutMissingMembers: a process that takes a device up does not adopt a member that an earlier one began
 // without, however well it can be opened by now, and notes the members that it begins without itself.
-func TestResumeLeavesOutAbsentMembers(t *testing.T) {
+func TestResumeLeavesOutMissingMembers(t *testing.T) {
 	as := attachmentsWithoutAPI(t)
 	ctx := context.Background()
 	disk, err := stack.Add(ctx, filepath.Join(t.TempDir(), "disk"))

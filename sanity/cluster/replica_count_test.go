@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestMoreReplicas: a volume that is used where its only replica is gets more of them while it works, also over kills of
-// its data process; and fewer.
-func TestMoreReplicas(t *testing.T) {
+// TestReplicasAreAddedUnderLoad: a volume that is used where its only replica is gets more of them while it works, also
+// over kills of its data process; and fewer.
+func TestReplicasAreAddedUnderLoad(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	l := on(t, c, "grows", nil, c.Nodes[0])
 	l.attach(c.Nodes[0])

@@ -12,9 +12,9 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// A layer that comes home holds no I/O up while reads wait for the lost source of another one: whole-block writes go on,
-// and the replica can be used for all else.
-func TestHomeBesideALostSource(t *testing.T) {
+// TestLocalizeWhileReadsWaitForALostSource: the switch to a finished copy delays no I/O while reads wait for the lost
+// source of another layer: whole-block writes continue, and the replica can be used for everything else.
+func TestLocalizeWhileReadsWaitForALostSource(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	const size = 8 << 20

@@ -86,11 +86,11 @@ func (m *scripted) Digests(_ context.Context, off, n int64) (sums []byte, err er
 	return sums, nil
 }
 
-// TestAbsentMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when
+// TestMissingMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when
 // it opens, so it cannot resync it. The other member, which has to vouch for the drop, is then not reached for a
 // moment. The absent member must not serve in its place, and no intent is cleared: the intents alone say that the two
 // differ.
-func TestAbsentMemberNeverServes(t *testing.T) {
+func TestMissingMemberNeverServes(t *testing.T) {
 	l := newLoop(t)
 	vouched := make(chan struct{})
 	kept := &scripted{data: bytes.Repeat([]byte{'A'}, 1<<20), dirty: []int64{0}, adopt: func(n int) error {
@@ -153,9 +153,9 @@ func TestAbsentMemberNeverServes(t *testing.T) {
 	}
 }
 
-// TestAbsentMembersWaitForOneThatWasReached: where the only member that the engine reached is away, I/O waits for it,
+// TestIOWaitsForTheMemberThatWasReached: where the only member that the engine reached is away, I/O waits for it,
 // however well the absent one answers by now.
-func TestAbsentMembersWaitForOneThatWasReached(t *testing.T) {
+func TestIOWaitsForTheMemberThatWasReached(t *testing.T) {
 	l := newLoop(t)
 	looks := make(chan struct{}, 64)
 	kept := &scripted{data: make([]byte, 1<<20), adopt: func(n int) error {

@@ -8,9 +8,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestReplicaOnDeadDisk: a member on a disk that its node, which lives, cannot use is not current. The volume says so, and
-// another replica can be salvaged.
-func TestReplicaOnDeadDisk(t *testing.T) {
+// TestReplicaOnDeadDiskIsNotCurrent: a member on a disk that its node, which lives, cannot use is not current. The
+// volume says so, and another replica can be salvaged.
+func TestReplicaOnDeadDiskIsNotCurrent(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	v := volume("v", 16*mib)

@@ -41,18 +41,18 @@ func (w *world) conditionIs(volume, kind, status string) string {
 	return meta.FindStatusCondition(v.Status.Conditions, kind).Message
 }
 
-// TestTooManySnapshots: more than 100 snapshots are told and more can be taken; with fewer it is over. The number is a
-// setting.
-func TestTooManySnapshots(t *testing.T) {
+// TestVolumeReportsTooManySnapshots: a volume with more than 100 snapshots has a condition and takes more; with fewer
+// snapshots the condition ends. The number is a setting.
+func TestVolumeReportsTooManySnapshots(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.make("census", 16<<20)
-	w.create(attachment("census"))
-	w.attached("census")
+	w.make("counted", 16<<20)
+	w.create(attachment("counted"))
+	w.attached("counted")
 	take := func(from, to int) {
 		t.Helper()
 		for i := from; i < to; i++ {
-			w.create(&api.Snapshot{ObjectMeta: named(fmt.Sprintf("s%d", i)), Spec: api.SnapshotSpec{Volume: "census",
+			w.create(&api.Snapshot{ObjectMeta: named(fmt.Sprintf("s%d", i)), Spec: api.SnapshotSpec{Volume: "counted",
 				CreateSnapshot: true}})
 		}
 		for i := from; i < to; i++ {
@@ -60,15 +60,15 @@ func TestTooManySnapshots(t *testing.T) {
 		}
 	}
 	take(0, 100)
-	if v := w.volumeState("census", api.VolumeAttached); meta.FindStatusCondition(v.Status.Conditions,
+	if v := w.volumeState("counted", api.VolumeAttached); meta.FindStatusCondition(v.Status.Conditions,
 		api.ConditionTooMany) != nil {
 		t.Errorf("100 are too many: %+v", v.Status.Conditions)
 	}
 	take(100, 101)
-	if text := w.conditionIs("census", api.ConditionTooMany, "True"); !strings.Contains(text, "101 snapshots") {
+	if text := w.conditionIs("counted", api.ConditionTooMany, "True"); !strings.Contains(text, "101 snapshots") {
 		t.Error(text)
 	}
-	w.tells("census", "TooManySnapshots", "101 snapshots")
+	w.tells("counted", "TooManySnapshots", "101 snapshots")
 	take(101, 102)
 	drop := func(i int) {
 		s := &api.Snapshot{ObjectMeta: named(fmt.Sprintf("s%d", i))}
@@ -76,18 +76,18 @@ func TestTooManySnapshots(t *testing.T) {
 		gone(w, s, &api.SnapshotList{})
 	}
 	drop(7)
-	w.volumeIs("census", "with one less", func(v *api.Volume) bool {
+	w.volumeIs("counted", "with one less", func(v *api.Volume) bool {
 		c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionTooMany)
 		return c != nil && c.Status == "True" && strings.Contains(c.Message, "101 snapshots")
 	})
 	drop(50)
-	w.conditionIs("census", api.ConditionTooMany, "False")
-	w.tells("census", "FewerSnapshots", "")
+	w.conditionIs("counted", api.ConditionTooMany, "False")
+	w.tells("counted", "FewerSnapshots", "")
 
 	set := &api.Setting{ObjectMeta: named("snapshot-count-warning-threshold"), Value: "99"}
 	w.create(set)
-	w.conditionIs("census", api.ConditionTooMany, "True")
+	w.conditionIs("counted", api.ConditionTooMany, "True")
 	edit(w, set, func(s *api.Setting) { s.Value = "0" })
-	w.conditionIs("census", api.ConditionTooMany, "False")
-	w.detach("census")
+	w.conditionIs("counted", api.ConditionTooMany, "False")
+	w.detach("counted")
 }

@@ -7,10 +7,10 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestKillsInTurn kills every kind of process after another under verified load on a volume with three replicas: data of
-// the engine's node and of the others, the node roles, a controller, the API server, all of a node. No I/O fails, and
-// all replicas are members again after each. DROVER_ROUNDS is how many rounds.
-func TestKillsInTurn(t *testing.T) {
+// TestNoIOFailsWhileEachProcessIsKilled kills every kind of process after another under verified load on a volume with
+// three replicas: data of the engine's node and of the others, the node roles, a controller, the API server, all of a
+// node. No I/O fails, and all replicas are members again after each. DROVER_ROUNDS is how many rounds.
+func TestNoIOFailsWhileEachProcessIsKilled(t *testing.T) {
 	rounds := suite.Count(t, "DROVER_ROUNDS", 1, 10)
 	c := startAlone(t, Options{Nodes: 3, Controllers: 1})
 	l := newLoaded(t, c, "v", 64<<20, 3)
@@ -39,7 +39,8 @@ func TestKillsInTurn(t *testing.T) {
 			must(t, k.m.Kill(k.roles...))
 			switch {
 			case k.m == c.Control:
-				// Without the API server no member can be dropped: I/O that meets one which is slow to answer waits for it.
+				// Without the API server no member can be dropped: I/O that meets one which is slow to answer waits for
+				// it.
 				if !l.worksWithin(20*time.Second, 5) {
 					t.Logf("round %d: I/O waits for the API server", round+1)
 				}

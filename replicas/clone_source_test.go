@@ -78,9 +78,10 @@ func pattern(n int) []byte {
 	return b
 }
 
-// A clone on another disk than its source can be used at once, follows it home while it is used, outlives the source,
-// and needs its disk no more in the end. A clone of it, made before that, does so too.
-func TestCloneFollows(t *testing.T) {
+// TestCloneOutlivesItsSource: a clone on another disk than its source can be used at once, hydrates while the clone is
+// used, outlives the source, and needs the source's disk no more in the end. So does a clone of this clone, created
+// before.
+func TestCloneOutlivesItsSource(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "1")
@@ -149,9 +150,9 @@ func TestCloneFollows(t *testing.T) {
 	checkDevice(t, dev, 134*mib, own)
 }
 
-// A full copy shares nothing, can be used when it is whole, goes on after its process ended, and its source can go as
-// soon as the copy is begun.
-func TestFullCopy(t *testing.T) {
+// TestFullCopySharesNothing: a full copy shares no layer with its source, can be used when the copy is complete, and
+// continues after the end of its process. The source can be deleted as soon as the copy has begun.
+func TestFullCopySharesNothing(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "2") // its beginning is to be seen by a busy machine, too
@@ -202,8 +203,8 @@ func TestFullCopy(t *testing.T) {
 	}
 }
 
-// A full copy of what is damaged fails, says so, and can be tried again.
-func TestFullCopyFails(t *testing.T) {
+// TestFullCopyOfADamagedSourceFails: the full copy of a damaged layer fails with a message, and can be tried again.
+func TestFullCopyOfADamagedSourceFails(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.on("a", "near", 64*mib)
@@ -270,9 +271,9 @@ func TestFullCopyFails(t *testing.T) {
 	checkDevice(t, w.attached("b").Status.Device, 8*mib, data)
 }
 
-// TestPinOfADiskThatIsAway: what a disk keeps for a clone elsewhere that goes while the disk is not there is let go when
-// it is back.
-func TestPinOfADiskThatIsAway(t *testing.T) {
+// TestReturnedDiskDropsPinsOfDeletedClones: a clone elsewhere is deleted while the source's disk is away; the disk
+// drops the clone's pin when the disk is back.
+func TestReturnedDiskDropsPinsOfDeletedClones(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "1")

@@ -39,9 +39,9 @@ func written(t *testing.T, dir string) int64 {
 	return sectors * 512
 }
 
-// A merge of layers that are larger than what is free needs no more than 64 MiB beside them, and where the file system
-// can share blocks nothing is copied at all.
-func TestMergeNeedsLittleRoom(t *testing.T) {
+// TestMergeNeedsLittleFreeSpace: a merge of layers that are larger than the free space needs no more than 64 MiB beside
+// the layers, and copies nothing where the file system can share blocks.
+func TestMergeNeedsLittleFreeSpace(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		name   string
