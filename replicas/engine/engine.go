@@ -69,7 +69,8 @@ type Config struct {
 	// Track makes a single member note intents, as several members always do: the volume has other replicas. An engine
 	// without Track begins with NoteIntents.
 	Track bool
-	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see Absent.
+	// Lenient opens the engine if one member adopts the epoch. The engine drops the others, which never serve: see
+	// Missing.
 	Lenient bool
 	// Resync makes Open resync the members before the first read: the last engine had no clean end.
 	Resync bool
@@ -95,19 +96,19 @@ func (s set) len() int       { return bits.OnesCount64(uint64(s)) }
 
 // Engine is one attached volume.
 type Engine struct {
-	cfg     Config
-	base    time.Time
-	stats   counters
-	ctx     context.Context // ends with Close
-	cancel  context.CancelFunc
-	drops   sync.WaitGroup
-	dropped []error                  // why, by member
-	missed  []string                 // names of the members without which the engine began
-	gone    set                      // members that the engine has closed
-	spare   set                      // closed members without an operation in progress: free places. Loop thread
-	leaving map[string]chan struct{} // dropped members, by name: closed when the engine has closed the member. Loop thread
-	cleaner cleaner
-	unequal unequal
+	cfg       Config
+	base      time.Time
+	stats     counters
+	ctx       context.Context // ends with Close
+	cancel    context.CancelFunc
+	drops     sync.WaitGroup
+	dropped   []error                  // why, by member
+	unreached []string                 // names of the members without which the engine began
+	gone      set                      // members that the engine has closed
+	spare     set                      // closed members without an operation in progress: free places. Loop thread
+	leaving   map[string]chan struct{} // dropped members, by name: closed at the end of its close. Loop thread
+	cleaner   cleaner
+	unequal   unequal
 
 	// Loop thread only from here on.
 	size      int64
@@ -117,7 +118,7 @@ type Engine struct {
 	weak      set  // members without the epoch's adoption
 	doubted   bool // a member names another engine: reads wait until the API has answered
 	lost      set  // the last serving member, if its session is gone: all I/O waits for a member
-	absent    set  // suspects that Open did not reach: never resynced, never revived
+	missing   set  // suspects that Open did not reach: never resynced, never revived
 	joiners   set  // replicas that get all writes and are no members yet
 	joining   set  // the joiner in the swap: no acknowledgement without it
 	joins     map[int]*join
@@ -162,7 +163,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	for i, m := range cfg.Members {
 		names[i] = m.Name
 	}
-	var absent set
+	var missing set
 	why := make([]error, n)
 	for i, m := range cfg.Members {
 		err := m.Member.Adopt(ctx, cfg.Epoch, cfg.Incarnation, names)
@@ -176,9 +177,9 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		if !cfg.Lenient || err != nil && api.Is(why[i], api.Denied) {
 			return nil, fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
 		}
-		absent |= bit(i)
+		missing |= bit(i)
 	}
-	if absent.len() == n {
+	if missing.len() == n {
 		if n == 1 {
 			return nil, why[0]
 		}
@@ -189,7 +190,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
-		members: set(1)<<n - 1, dropped: why, suspect: absent, absent: absent,
+		members: set(1)<<n - 1, dropped: why, suspect: missing, missing: missing,
 		joins: map[int]*join{}, gens: generations{{}}, leaving: map[string]chan struct{}{},
 	}
 	e.ranges.e, e.room.e, e.gate.e, e.stalled.e, e.fetches.e = e, e, e, e, e
@@ -216,7 +217,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		return nil, err
 	}
-	e.missed = e.names(e.absent)
+	e.unreached = e.names(e.missing)
 	if err := e.pool.join(cfg.Loop); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
@@ -227,7 +228,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	for _, m := range cfg.Members {
 		e.fetches.follow(m.Member)
 	}
-	if e.absent != 0 && !cfg.Loop.Post(e.nextDrop) {
+	if e.missing != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	if n > 1 || e.cfg.Track {
@@ -371,9 +372,9 @@ func (e *Engine) on(ctx context.Context, fn func()) error {
 	}
 }
 
-// Absent names the members that Open did not reach, or that went back in time. The engine did not resync these members
+// Missing names the members that Open did not reach, or that went back in time. The engine did not resync these members
 // and drops them; until then a later process of the same epoch must not adopt them either.
-func (e *Engine) Absent() []string { return slices.Clone(e.missed) }
+func (e *Engine) Missing() []string { return slices.Clone(e.unreached) }
 
 // Epoch returns the present epoch and the names of its members.
 func (e *Engine) Epoch(ctx context.Context) (epoch int64, members []string, err error) {

@@ -193,13 +193,13 @@ func (w *faulty) open(cfg Config) {
 	}
 }
 
-// opened takes what the adopted members hold for what the guest finds. Those that were absent come back, some of them as
-// all others go: nobody resynced them, so they must not serve.
+// opened takes what the adopted members hold for what the guest finds. Those that were missing come back, some of them
+// as all others go: nobody resynced them, so they must not serve.
 func (w *faulty) opened() {
-	absent, others := w.e.Absent(), w.chance(2)
+	missing, others := w.e.Missing(), w.chance(2)
 	for _, r := range w.recorded() {
-		late := slices.Contains(absent, r.name)
-		r.goAway(func(bool) bool { return len(absent) > 0 && !late && others })
+		late := slices.Contains(missing, r.name)
+		r.goAway(func(bool) bool { return len(missing) > 0 && !late && others })
 		r.mu.Lock()
 		if !late {
 			w.model = bytes.Clone(r.data)

@@ -23,16 +23,16 @@ import (
 // end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
 func TestFaults(t *testing.T) {
 	n := suite.Count(t, "DROVER_FAULTS", 30, 500)
-	stalls, taken, absent, grown := 0, 0, 0, int64(0)
+	stalls, taken, missing, grown := 0, 0, 0, int64(0)
 	defer func() {
-		t.Logf("%d schedules: %d replicas were abandoned, %d were absent when the engine opened, %d snapshots, %d expansions",
-			n, stalls, absent, taken, grown)
+		t.Logf("%d schedules: %d replicas were abandoned, %d were missing at the open, %d snapshots, %d expansions",
+			n, stalls, missing, taken, grown)
 	}()
 	for seed := range suite.Seeds(t, n) {
 		synctest.Test(t, func(t *testing.T) {
 			w := newFaulty(t, seed)
 			w.play()
-			stalls, taken, absent = stalls+w.stalls, taken+len(w.taken), absent+len(w.e.Absent())
+			stalls, taken, missing = stalls+w.stalls, taken+len(w.taken), missing+len(w.e.Missing())
 			grown += (w.size - faultySize) / (64 << 10)
 		})
 		if t.Failed() {

@@ -85,7 +85,7 @@ func (p *opening) leaveOut() bool {
 		return false
 	}
 	e.suspect |= stalled
-	e.absent |= stalled
+	e.missing |= stalled
 	return true
 }
 
@@ -123,7 +123,7 @@ func (p *opening) leaveBehind(ctx context.Context) error {
 			continue
 		}
 		e.suspect |= bit(k)
-		e.absent |= bit(k)
+		e.missing |= bit(k)
 		e.dropped[k] = api.Errorf(api.Corrupt, "replica %s: it lacks snapshot %s, which was reported: its disk went back in "+
 			"time", e.cfg.Members[k].Name, lacks[i])
 	}

@@ -50,14 +50,14 @@ func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 	for name, c := range map[string]struct {
 		a, b     *keeper
 		reported func(context.Context, stack.Snapshot) (bool, error)
-		absent   []string
+		missing  []string
 		forgets  bool
 		kind     api.Kind
 	}{
 		"nobody is asked": {a: newKeeper(s), b: newKeeper(), forgets: true},
 		"it was not": {a: newKeeper(s), b: newKeeper(), forgets: true,
 			reported: func(context.Context, stack.Snapshot) (bool, error) { return false, nil }},
-		"it was": {a: newKeeper(s), b: newKeeper(), reported: yes, absent: []string{"b"}},
+		"it was": {a: newKeeper(s), b: newKeeper(), reported: yes, missing: []string{"b"}},
 		"no answer": {a: newKeeper(s), b: newKeeper(), kind: api.Unavailable,
 			reported: func(context.Context, stack.Snapshot) (bool, error) { return false, errAway }},
 		"both lack one": {a: newKeeper(s), b: newKeeper(other), reported: yes, kind: api.Corrupt},
@@ -81,13 +81,13 @@ func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, name := range c.absent {
+			for _, name := range c.missing {
 				if got := within(t, "drop", dropped); got != name {
 					t.Errorf("dropped %s", got)
 				}
 			}
-			if got := e.Absent(); len(got) != len(c.absent) {
-				t.Errorf("absent: %v", got)
+			if got := e.Missing(); len(got) != len(c.missing) {
+				t.Errorf("missing: %v", got)
 			}
 			if err := e.Close(); err != nil {
 				t.Error(err)

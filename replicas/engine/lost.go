@@ -38,8 +38,8 @@ func (e *Engine) Hurry() {
 }
 
 // vouch finds a member whose session is unbroken. If no serving member answers, vouch also asks failed members, as long
-// as necessary. vouch never asks a member that was absent when the engine opened: the others were resynced without that
-// member.
+// as necessary. vouch never asks a member that was missing when the engine opened: the others were resynced without
+// that member.
 func (e *Engine) vouch(d *drop) error {
 	wait := 50 * time.Millisecond
 	for {
@@ -225,8 +225,8 @@ func (e *Engine) serving() set {
 	return live
 }
 
-// Absentee is a Member with a connection: AbsentFor is the time without a connection; 0: connected.
-type Absentee interface{ AbsentFor() time.Duration }
+// Disconnectable is a Member with a connection: DisconnectedFor is the time without a connection; 0: connected.
+type Disconnectable interface{ DisconnectedFor() time.Duration }
 
 // abandonLast abandons the last member once the member was unreachable for long enough.
 func (e *Engine) abandonLast(most time.Duration) {
@@ -234,8 +234,8 @@ func (e *Engine) abandonLast(most time.Duration) {
 	if e.lost != 0 || live.len() != 1 {
 		return
 	}
-	a, ok := e.cfg.Members[live.first()].Member.(Absentee)
-	if is := ok && most > 0 && a.AbsentFor() > most; is != e.impatient {
+	a, ok := e.cfg.Members[live.first()].Member.(Disconnectable)
+	if is := ok && most > 0 && a.DisconnectedFor() > most; is != e.impatient {
 		e.impatient = is
 		e.updateLast()
 	}

@@ -88,7 +88,7 @@ func (m *scripted) Digests(_ context.Context, off, n int64) (sums []byte, err er
 
 // TestMissingMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when
 // it opens, so it cannot resync it. The other member, which has to vouch for the drop, is then not reached for a
-// moment. The absent member must not serve in its place, and no intent is cleared: the intents alone say that the two
+// moment. The missing member must not serve in its place, and no intent is cleared: the intents alone say that the two
 // differ.
 func TestMissingMemberNeverServes(t *testing.T) {
 	l := newLoop(t)
@@ -119,8 +119,8 @@ func TestMissingMemberNeverServes(t *testing.T) {
 		t.Fatal(err)
 	}
 	e.SetWhole(5, true) // as the API says: both are members
-	if got := e.Absent(); len(got) != 1 || got[0] != "late" {
-		t.Errorf("absent: %v", got)
+	if got := e.Missing(); len(got) != 1 || got[0] != "late" {
+		t.Errorf("missing: %v", got)
 	}
 	select {
 	case <-asked:
@@ -154,7 +154,7 @@ func TestMissingMemberNeverServes(t *testing.T) {
 }
 
 // TestIOWaitsForTheMemberThatWasReached: where the only member that the engine reached is away, I/O waits for it,
-// however well the absent one answers by now.
+// however well the missing one answers by now.
 func TestIOWaitsForTheMemberThatWasReached(t *testing.T) {
 	l := newLoop(t)
 	looks := make(chan struct{}, 64)

@@ -125,7 +125,7 @@ func (e *Engine) nextDrop() {
 	}
 	e.dropping, e.vouched = true, false
 	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, before: e.names(e.members),
-		serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.absent}
+		serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.missing}
 	if e.suspect != 0 {
 		d.m = e.suspect.first()
 		d.names, d.survivors = e.names(e.members&^bit(d.m)), e.members&^e.suspect
@@ -242,7 +242,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.suspect &^= bit(d.m)
 	// At the swap the API named this engine. Another member may have raised the doubt since.
 	e.doubted = e.doubted && e.members&(e.suspect|e.lost) != 0
-	e.absent &^= bit(d.m)
+	e.missing &^= bit(d.m)
 	e.weak = (e.weak&^d.survivors | d.weak) & e.members
 	e.epoch = d.epoch + 1
 	e.updateLast()

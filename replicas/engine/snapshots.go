@@ -11,8 +11,8 @@ import (
 )
 
 // Snapshots returns the snapshots that every member has, as one member tells them. The error is of kind busy during a
-// cut, and while the engine has not dropped a member that was absent when the engine opened: the engine did not compare
-// the absent member's snapshots with the others'.
+// cut, and while the engine has not dropped a member that was missing when the engine opened: the engine did not
+// compare the missing member's snapshots with the others'.
 func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	m, cutting, err := e.source(ctx)
 	if err != nil {
@@ -21,13 +21,13 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	if cutting {
 		return stack.Meta{}, api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 	}
-	var absent []string
-	if err := e.on(ctx, func() { absent = e.names(e.absent) }); err != nil {
+	var missing []string
+	if err := e.on(ctx, func() { missing = e.names(e.missing) }); err != nil {
 		return stack.Meta{}, err
 	}
-	if len(absent) > 0 {
+	if len(missing) > 0 {
 		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach",
-			absent[0])
+			missing[0])
 	}
 	st, err := m.State(ctx)
 	if err != nil {

@@ -186,8 +186,8 @@ func (m *WatchedMember) link(down error) {
 	m.down = down
 }
 
-// AbsentFor is how long a remote member has been without a connection.
-func (m *WatchedMember) AbsentFor() time.Duration {
+// DisconnectedFor is how long a remote member has been without a connection.
+func (m *WatchedMember) DisconnectedFor() time.Duration {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.down == nil {

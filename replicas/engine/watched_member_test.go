@@ -171,13 +171,13 @@ func TestNoConnectionIsAStall(t *testing.T) {
 		m.Last(true)
 		on.link(errAway)
 		time.Sleep(time.Minute)
-		if n := m.AbsentFor(); n < 59*time.Second || n > time.Minute || len(stalls) > 0 {
+		if n := m.DisconnectedFor(); n < 59*time.Second || n > time.Minute || len(stalls) > 0 {
 			t.Errorf("not reached for a minute: %v, %d stalls", n, len(stalls))
 		}
 		on.link(nil)
 		m.Last(false)
 		time.Sleep(time.Minute)
-		if n := m.AbsentFor(); n != 0 || len(stalls) > 0 {
+		if n := m.DisconnectedFor(); n != 0 || len(stalls) > 0 {
 			t.Errorf("reached again: %v, %d stalls", n, len(stalls))
 		}
 		on.link(errAway)
@@ -290,8 +290,8 @@ func TestOpenLeavesOutAMemberThatStalls(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if got := e.Absent(); !slices.Equal(got, []string{"a"}) {
-					t.Fatalf("absent: %v", got) // no drop follows
+				if got := e.Missing(); !slices.Equal(got, []string{"a"}) {
+					t.Fatalf("missing: %v", got) // no drop follows
 				}
 				if got := <-dropped; got != "a" {
 					t.Errorf("%s was dropped", got)

@@ -405,8 +405,8 @@ func TestAttachBesideADiskThatHangs(t *testing.T) {
 	if err := within(t, "end of the attach", first); err != nil {
 		t.Fatalf("the attach: %v", err)
 	}
-	if absent := c.e.Absent(); len(absent) != 1 || absent[0] != f.uid {
-		t.Errorf("absent: %v", absent)
+	if missing := c.e.Missing(); len(missing) != 1 || missing[0] != f.uid {
+		t.Errorf("missing: %v", missing)
 	}
 	c.await(func() bool { _, members := c.rec.state(); return len(members) == 2 })
 	_ = c.e.Close() // the missing member has no clean end

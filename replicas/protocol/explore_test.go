@@ -109,8 +109,8 @@ func TestEveryRuleIsNeeded(t *testing.T) {
 		"boot record":     {func(r *rules) { r.bootRecord = false }, worlds["power"]},
 		"session answers": {func(r *rules) { r.sessionAnswers = false }, worlds["power"]},
 		"intact survivor": {func(r *rules) { r.intactSurvivor = false }, worlds["restarts"]},
-		"absent stays":    {func(r *rules) { r.absentStays = false }, worlds["hosts"]},
-		"absent kept":     {func(r *rules) { r.absentKept = false }, worlds["winners"]},
+		"missing stays":   {func(r *rules) { r.missingStays = false }, worlds["hosts"]},
+		"missing kept":    {func(r *rules) { r.missingKept = false }, worlds["winners"]},
 		"synced join":     {func(r *rules) { r.syncedJoin = false }, limits{replicas: 2, writes: 1, epochs: 4, stops: 1, powers: 2}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -27,8 +27,8 @@ type rules struct {
 	intactSurvivor bool // nobody is dropped unless a member with an unbroken session stays
 	syncedJoin     bool // a newcomer's copy is durable before the swap that makes it a member
 	// An engine may begin without members that it does not reach. Nobody copied the winner to them:
-	absentStays bool // they never serve, until the engine has dropped them
-	absentKept  bool // and the device remembers them for the next process
+	missingStays bool // they never serve, until the engine has dropped them
+	missingKept  bool // and the device remembers them for the next process
 }
 
 func allRules() rules {
@@ -61,7 +61,7 @@ type engine struct {
 	adopted uint8
 	copied  uint8 // members that hold the winner's content
 	winner  int8  // that this process copies from: replica + 1, 0: none needed. No disk and no server knows it
-	absent  uint8 // members that this engine began without
+	missing uint8 // members that this engine began without
 	pending int8  // guest's write, 0: none
 	got     uint8
 }
@@ -131,7 +131,7 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 			adopt(s, e, m, r, add)
 			drop(s, e, m, l, r, add)
 			w := max(g.winner-1, 0)
-			if g.winner != 0 && g.adopted == g.members&^g.absent && g.copied&b == 0 && s.rep[m].up &&
+			if g.winner != 0 && g.adopted == g.members&^g.missing && g.copied&b == 0 && s.rep[m].up &&
 				(!r.fence || s.rep[m].epoch == g.epoch && s.rep[m].inc == g.inc && s.rep[w].epoch == g.epoch) {
 				n := s
 				copyRegion(&n, int(g.winner-1), m, r)
@@ -158,8 +158,8 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 		}
 		k.inc++
 		k.adopted, k.got, k.copied, k.phase = 0, 0, 0, claimed
-		if !r.absentKept {
-			k.absent = 0
+		if !r.missingKept {
+			k.missing = 0
 		}
 		winners := []int8{0}
 		if k.winner != 0 { // nobody knows what the dead process copied from, and nothing was read
@@ -237,20 +237,21 @@ func claim(s state, e int, l limits, r rules, add adder) {
 func begin(s state, e int, add adder) {
 	g := &s.eng[e]
 	left := g.members &^ g.adopted
-	if g.phase != claimed || g.adopted == 0 || left&^g.absent == 0 || g.winner != 0 && g.adopted&bit(int(g.winner-1)) == 0 {
+	if g.phase != claimed || g.adopted == 0 || left&^g.missing == 0 ||
+		g.winner != 0 && g.adopted&bit(int(g.winner-1)) == 0 {
 		return
 	}
 	n := s
-	n.eng[e].absent |= left
+	n.eng[e].missing |= left
 	settle(&n, e)
-	add(string(rune('A'+e))+" begins without those that are absent", n, "")
+	add(string(rune('A'+e))+" begins without those that are missing", n, "")
 }
 
 func older(ae, ai, be, bi int8) bool { return ae < be || ae == be && ai < bi }
 
 func adopt(s state, e, m int, r rules, add adder) {
 	g, p := &s.eng[e], &s.rep[m]
-	if g.adopted&bit(m) != 0 || !p.up || r.absentStays && g.absent&bit(m) != 0 {
+	if g.adopted&bit(m) != 0 || !p.up || r.missingStays && g.missing&bit(m) != 0 {
 		return
 	}
 	n := s
@@ -262,7 +263,8 @@ func adopt(s state, e, m int, r rules, add adder) {
 	}
 	// Its unflushed writes may be gone. Only the last member is taken as it is.
 	if r.bootRecord && p.lost && g.members != bit(m) && g.winner == 0 {
-		if !anyIntact(s, g.members&^g.absent) { // nobody knows the newest content any more: the device fails, a new attach decides
+		// No replica has the newest content any more: the device fails, and a new attach decides.
+		if !anyIntact(s, g.members&^g.missing) {
 			n.eng[e] = engine{}
 			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
 			add(id+" finds every member restarted and stops", n, "")
@@ -272,16 +274,16 @@ func adopt(s state, e, m int, r rules, add adder) {
 	q := &n.rep[m]
 	q.epoch, q.inc, q.lost = g.epoch, g.inc, false
 	n.eng[e].adopted |= bit(m)
-	n.eng[e].absent &^= bit(m)
+	n.eng[e].missing &^= bit(m)
 	settle(&n, e)
 	add(id+" is adopted", n, "")
 }
 
-// settle makes an engine ready once all members that are not absent adopted it and the winner is copied out to them; what
-// the guest waits for is then sent again to those who did not answer.
+// settle makes an engine ready once all members that are not missing adopted it and the winner is copied out to them;
+// what the guest waits for is then sent again to those who did not answer.
 func settle(s *state, e int) {
 	g := &s.eng[e]
-	here := g.members &^ g.absent
+	here := g.members &^ g.missing
 	if g.adopted&here != here || g.winner != 0 && g.copied&here != here {
 		return
 	}
@@ -302,7 +304,8 @@ func drop(s state, e, m int, l limits, r rules, add adder) {
 	if g.members == b || s.api.epoch >= l.epochs {
 		return
 	}
-	if s.rep[m].up && !s.rep[m].lost && g.pending == 0 && g.absent&b == 0 { // suspicion may be false, but needs an occasion
+	// A suspicion may be false, but needs an occasion.
+	if s.rep[m].up && !s.rep[m].lost && g.pending == 0 && g.missing&b == 0 {
 		return
 	}
 	if r.intactSurvivor && g.adopted&^b == 0 {
@@ -317,14 +320,14 @@ func drop(s state, e, m int, l limits, r rules, add adder) {
 		return
 	}
 	if h.winner == int8(m+1) { // nothing was read yet: another may win
-		w := int8(bits.TrailingZeros8(g.members&^b&^g.absent)) + 1
+		w := int8(bits.TrailingZeros8(g.members&^b&^g.missing)) + 1
 		if h.copied&^b != 0 && h.copied != b {
 			w = int8(bits.TrailingZeros8(h.copied&^b)) + 1
 		}
 		h.winner, h.copied = w, bit(int(w-1))
 	}
 	h.members &^= b
-	h.absent &^= b
+	h.missing &^= b
 	h.got &^= b
 	n.msg[e][m], n.late[e][m] = message{}, firstOn(s.msg[e][m], s.late[e][m])
 	if !r.dropBeforeAck { // acknowledges without telling anyone
@@ -360,7 +363,7 @@ func copyRegion(s *state, from, to int, r rules) {
 // join brings a replica back: under the region's lock, so no write is under way.
 func join(s state, e, m int, l limits, r rules, add adder) {
 	g, p := &s.eng[e], &s.rep[m]
-	if g.phase != ready || g.absent != 0 || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
+	if g.phase != ready || g.missing != 0 || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
 		return
 	}
 	if s.api.epoch != g.epoch || s.api.engine != int8(e+1) {
@@ -398,7 +401,7 @@ func serve(s state, e int, l limits, r rules, add adder) {
 		n.eng[e].pending, n.eng[e].got = n.next, 0
 		n.next++
 		for m := range l.replicas {
-			if (g.members&^g.absent)&bit(m) != 0 {
+			if (g.members&^g.missing)&bit(m) != 0 {
 				n.msg[e][m] = message{true, g.epoch, g.inc, n.eng[e].pending}
 			}
 		}
@@ -424,10 +427,10 @@ func serve(s state, e int, l limits, r rules, add adder) {
 	}
 	up := true
 	for m := range l.replicas {
-		up = up && (g.members&bit(m) == 0 || s.rep[m].up && !s.rep[m].lost && g.absent&bit(m) == 0)
+		up = up && (g.members&bit(m) == 0 || s.rep[m].up && !s.rep[m].lost && g.missing&bit(m) == 0)
 	}
 	for m := range l.replicas { // a read, from whichever member
-		if (g.members&^g.absent)&bit(m) == 0 || !s.rep[m].up || s.rep[m].lost {
+		if (g.members&^g.missing)&bit(m) == 0 || !s.rep[m].up || s.rep[m].lost {
 			continue
 		}
 		n := s

@@ -303,7 +303,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 	}()
 	for i := range s.Members {
 		spec := &s.Members[i]
-		if spec.Absent && !fresh {
+		if spec.Missing && !fresh {
 			why := api.Errorf(api.Unavailable, "the volume's engine began without the replica")
 			members = append(members, engine.Named{Name: string(spec.UID), Member: &missingMember{why}})
 			continue
@@ -341,7 +341,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		return nil, err
 	}
 	s.serving.Store(s.engine)
-	s.noteAbsent(s.engine.Absent())
+	s.noteMissing(s.engine.Missing())
 	for _, m := range members {
 		if p, ok := engine.Unwrap(m.Member).(*peer.Member); ok {
 			s.membership.mu.Lock()
@@ -356,11 +356,11 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 	return s, nil
 }
 
-// noteAbsent notes the members that the engine did not reach at its start, for the device record.
-func (s *Session) noteAbsent(names []string) {
+// noteMissing notes the members that the engine did not reach at its start, for the device record.
+func (s *Session) noteMissing(names []string) {
 	s.membership.mu.Lock()
 	defer s.membership.mu.Unlock()
 	for i := range s.Members {
-		s.Members[i].Absent = slices.Contains(names, string(s.Members[i].UID))
+		s.Members[i].Missing = slices.Contains(names, string(s.Members[i].UID))
 	}
 }

@@ -23,9 +23,9 @@ type memberSpec struct {
 	Disk api.UID `json:"disk"`
 	Path string  `json:"path,omitempty"` // of the disk, if this node has the disk
 	Boot string  `json:"boot,omitempty"` // the boot of the other machine in the session
-	// Absent: an engine of this device began without the member and has not dropped the member yet. No later process
+	// Missing: an engine of this device began without the member and has not dropped the member yet. No later process
 	// adopts the member.
-	Absent bool `json:"absent,omitempty"`
+	Missing bool `json:"absent,omitempty"`
 }
 
 // membership is the state of a session's members, which the device record repeats, and of the goroutines that rebuild

@@ -31,7 +31,7 @@ func TestResumeLeavesOutMissingMembers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	b.Members[1].Absent = true
+	b.Members[1].Missing = true
 	if err := disk.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -40,12 +40,12 @@ func TestResumeLeavesOutMissingMembers(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{string(b.Members[1].UID), string(b.Members[2].UID)}
-	if got := s.engine.Absent(); !slices.Equal(got, want) {
-		t.Errorf("absent: %v, want %v", got, want)
+	if got := s.engine.Missing(); !slices.Equal(got, want) {
+		t.Errorf("missing: %v, want %v", got, want)
 	}
 	for i, m := range s.snapshotBlob().Members {
-		if m.Absent != (i > 0) {
-			t.Errorf("what is kept with the device about %s: absent %v", m.Name, m.Absent)
+		if m.Missing != (i > 0) {
+			t.Errorf("what is kept with the device about %s: missing %v", m.Name, m.Missing)
 		}
 	}
 	opened, err := as.Disks.Open(ctx, b.Members[0].Path, b.Members[0].Disk, false)
