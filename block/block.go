@@ -180,12 +180,12 @@ type LayerWriter interface {
 	Abort() error
 }
 
-// Keeper is a LayerWriter whose half-made layer another process can continue (see Resumer).
-type Keeper interface {
+// CheckpointWriter is a LayerWriter whose half-made layer another process can continue (see Resumer).
+type CheckpointWriter interface {
 	LayerWriter
-	// Keep records durably that all bytes before upTo, a multiple of ChunkSize, are written, and a note (JSON) of
+	// Checkpoint records durably that all bytes before upTo, a multiple of ChunkSize, are written, and a note (JSON) of
 	// the caller. No other call may be in progress for bytes before upTo.
-	Keep(upTo int64, note []byte) error
+	Checkpoint(upTo int64, note []byte) error
 	// Leave ends the work without removing the checkpoint. After Seal and Abort, Leave does nothing.
 	Leave() error
 	// Beside opens a file that lies beside the half-made layer and is removed with the layer; name is a word.
@@ -209,7 +209,7 @@ type Scratch interface {
 
 // Resumer is a Layers that keeps half-made layers over a restart.
 type Resumer interface {
-	// Resume continues a layer from the record of the last Keep; later writes are lost. No record: an error of
+	// Resume continues a layer from the last checkpoint; later writes are lost. No record: an error of
 	// kind not found.
-	Resume(ctx context.Context, uid string) (w Keeper, upTo int64, note []byte, err error)
+	Resume(ctx context.Context, uid string) (w CheckpointWriter, upTo int64, note []byte, err error)
 }

@@ -38,8 +38,8 @@ func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	total := src.Size()
-	p := &progress{total: total, tell: o.Progress}
-	pace := &pacer{rate: o.Limit, start: time.Now()}
+	p := &progress{total: total, report: o.Progress}
+	limit := &throttle{rate: o.Limit, start: time.Now()}
 	work := make(chan piece)
 	var wg sync.WaitGroup
 	for range o.Workers {
@@ -52,7 +52,7 @@ func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
 				if w.Kind == Data && buf == nil {
 					buf = make([]byte, ChunkSize)
 				}
-				if err := copyPiece(ctx, dst, src, w.Extent, buf, pace); err != nil {
+				if err := copyPiece(ctx, dst, src, w.Extent, buf, limit); err != nil {
 					cancel(err)
 					continue
 				}
@@ -103,14 +103,14 @@ func plan(ctx context.Context, src Source, total int64, work chan<- piece) (hole
 	return holes, nil
 }
 
-func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, pace *pacer) error {
+func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, limit *throttle) error {
 	if e.Kind == Zero {
 		if err := dst.ZeroAt(e.Off, e.Len); err != nil {
 			return fmt.Errorf("write zeros at %d: %w", e.Off, err)
 		}
 		return nil
 	}
-	if err := pace.wait(ctx, e.Len); err != nil {
+	if err := limit.wait(ctx, e.Len); err != nil {
 		return err
 	}
 	b := buf[:e.Len]
@@ -133,28 +133,28 @@ func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, 
 type progress struct {
 	mu          sync.Mutex
 	done, total int64
-	tell        func(done, total int64)
+	report      func(done, total int64)
 }
 
 func (p *progress) add(n int64) {
-	if p.tell == nil {
+	if p.report == nil {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.done += n
-	p.tell(p.done, p.total)
+	p.report(p.done, p.total)
 }
 
-// pacer spaces data so that the mean rate stays below rate.
-type pacer struct {
+// throttle spaces data so that the mean rate stays below rate.
+type throttle struct {
 	rate  int64
 	mu    sync.Mutex
 	start time.Time
 	sent  int64
 }
 
-func (p *pacer) wait(ctx context.Context, n int64) error {
+func (p *throttle) wait(ctx context.Context, n int64) error {
 	if p.rate <= 0 {
 		return nil
 	}

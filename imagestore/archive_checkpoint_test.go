@@ -47,7 +47,7 @@ func (w *world) editKept(edit func(note map[string]any)) {
 	}
 	edit(note)
 	if b, err = json.Marshal(note); err == nil {
-		err = k.Keep(upTo, b)
+		err = k.Checkpoint(upTo, b)
 	}
 	if err = errors.Join(err, k.Leave()); err != nil {
 		w.t.Fatal(err)

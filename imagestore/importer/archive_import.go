@@ -15,24 +15,24 @@ import (
 
 // hashingReader hashes and counts the bytes of an archive.
 type hashingReader struct {
-	r    io.Reader
-	sum  hash.Hash
-	tell func(int64)
-	n    int64
+	r      io.Reader
+	sum    hash.Hash
+	report func(int64)
+	n      int64
 }
 
 func (t *hashingReader) Read(p []byte) (int, error) {
 	n, err := t.r.Read(p)
 	_, _ = t.sum.Write(p[:n])
 	t.n += int64(n)
-	t.tell(int64(n))
+	t.report(int64(n))
 	return n, err
 }
 
 // importArchive makes the layer from an image in an archive with the first bytes head, and returns the size of the
 // archive.
 func (im *importRun) importArchive(head []byte, packing archive.Format) (int64, error) {
-	all := &hashingReader{r: io.MultiReader(bytes.NewReader(head), im.s), sum: im.originHash(), tell: im.readSome}
+	all := &hashingReader{r: io.MultiReader(bytes.NewReader(head), im.s), sum: im.originHash(), report: im.readSome}
 	plain, err := archive.NewReader(all, packing, archive.Limits{})
 	if err != nil {
 		return 0, err

@@ -34,7 +34,7 @@ type Checkpoint struct {
 	Mark  origin.Mark
 	State json.RawMessage
 
-	w      block.Keeper
+	w      block.CheckpointWriter
 	at     int64 // end of the data in the layer
 	record checkpointRecord
 }
@@ -115,8 +115,8 @@ func (im *importRun) adoptCheckpoint(k *Checkpoint) (bool, error) {
 }
 
 // checkpointWriter returns the writer of a layer with checkpoints, if the origin can continue.
-func (im *importRun) checkpointWriter() (block.Keeper, bool) {
-	w, ok := im.w.(block.Keeper)
+func (im *importRun) checkpointWriter() (block.CheckpointWriter, bool) {
+	w, ok := im.w.(block.CheckpointWriter)
 	return w, ok && im.resumable()
 }
 
@@ -125,7 +125,7 @@ var errRestart = errors.New("the import starts again")
 
 // continueImport completes an import from its checkpoint and returns the number of bytes of the whole origin.
 func (im *importRun) continueImport(k *Checkpoint) (n int64, err error) {
-	rest := imageStream{r: im.s, size: im.s.Size, sum: im.originHash(), tell: im.readSome}
+	rest := imageStream{r: im.s, size: im.s.Size, sum: im.originHash(), report: im.readSome}
 	if k.record.Spool != nil {
 		n, err = im.convertStream(rest, k.record.Spool)
 	} else {
@@ -163,13 +163,13 @@ func (im *importRun) recordAt(off int64) (note checkpointRecord, ok bool) {
 }
 
 // writeCheckpoint writes a checkpoint: the record, and the data of the layer before at.
-func (im *importRun) writeCheckpoint(w block.Keeper, at int64, note checkpointRecord) error {
+func (im *importRun) writeCheckpoint(w block.CheckpointWriter, at int64, note checkpointRecord) error {
 	if note.Spool != nil {
 		note.Format = im.format
 	}
 	b, err := json.Marshal(note)
 	if err == nil {
-		err = w.Keep(at, b)
+		err = w.Checkpoint(at, b)
 	}
 	im.checkpointed = im.checkpointed || err == nil
 	return err
@@ -179,7 +179,7 @@ func (im *importRun) writeCheckpoint(w block.Keeper, at int64, note checkpointRe
 func (im *importRun) endFailed(err error) error {
 	passes := errors.Is(err, context.Canceled) || api.Is(err, api.Unavailable) && !origin.Changed(err) &&
 		!errors.Is(err, errRestart)
-	if k, ok := im.w.(block.Keeper); ok && im.checkpointed && passes {
+	if k, ok := im.w.(block.CheckpointWriter); ok && im.checkpointed && passes {
 		return k.Leave()
 	}
 	return im.w.Abort()
@@ -189,7 +189,7 @@ func (im *importRun) endFailed(err error) error {
 type checkpointFeed struct {
 	feed
 	im   *importRun
-	w    block.Keeper
+	w    block.CheckpointWriter
 	next time.Time
 	last int64 // bytes at the last checkpoint
 

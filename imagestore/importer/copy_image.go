@@ -40,7 +40,7 @@ func (w Spec) record() block.Image {
 		VirtualSize: w.VirtualSize, Checksum: w.Checksum, Digest: w.Digest, Object: w.Object}
 }
 
-func copyLayers(ctx context.Context, from, on block.Layers, img block.Image, keepEvery time.Duration,
+func copyLayers(ctx context.Context, from, on block.Layers, img block.Image, checkpointEvery time.Duration,
 	p *Progress) (Result, error) {
 	got := Result{Image: img}
 	var total int64
@@ -60,7 +60,7 @@ func copyLayers(ctx context.Context, from, on block.Layers, img block.Image, kee
 	p.readTotal.Store(total)
 	var before int64
 	for _, l := range img.Layers {
-		n, size, err := copyLayer(ctx, from, on, l, keepEvery, func(done int64) { p.read.Store(before + done) })
+		n, size, err := copyLayer(ctx, from, on, l, checkpointEvery, func(done int64) { p.read.Store(before + done) })
 		if err != nil {
 			return Result{}, explainDiskError(on, err)
 		}

@@ -23,8 +23,8 @@ type copyNote struct {
 }
 
 // copyLayer makes one layer. An existing layer with the same UID has the same content (I6).
-func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery time.Duration,
-	tell func(int64)) (allocated, size int64, err error) {
+func copyLayer(ctx context.Context, from, on block.Layers, uid string, checkpointEvery time.Duration,
+	report func(int64)) (allocated, size int64, err error) {
 	root, _, err := from.Digest(uid)
 	if err != nil {
 		return 0, 0, err
@@ -46,13 +46,13 @@ func copyLayer(ctx context.Context, from, on block.Layers, uid string, keepEvery
 	if x, ok := w.(block.Exact); ok {
 		x.Exact(root)
 	}
-	kept, err := copyData(ctx, on, w, src, at, note, keepEvery, tell)
+	kept, err := copyData(ctx, on, w, src, at, note, checkpointEvery, report)
 	var made string
 	if err == nil {
 		made, allocated, err = w.Seal(ctx)
 	}
 	if err != nil {
-		if k, ok := w.(block.Keeper); ok && kept && !api.Is(err, api.Corrupt) {
+		if k, ok := w.(block.CheckpointWriter); ok && kept && !api.Is(err, api.Corrupt) {
 			return 0, 0, errors.Join(err, k.Leave())
 		}
 		return 0, 0, errors.Join(err, w.Abort())
@@ -84,27 +84,27 @@ func resumeCopy(ctx context.Context, on block.Layers, uid string, note copyNote)
 
 // copyData copies the data of src from at on. kept: a checkpoint exists.
 func copyData(ctx context.Context, on block.Layers, w block.LayerWriter, src block.Source, at int64, note copyNote,
-	keepEvery time.Duration, tell func(int64)) (kept bool, err error) {
+	checkpointEvery time.Duration, report func(int64)) (kept bool, err error) {
 	raw, err := json.Marshal(note)
 	if err != nil {
 		return false, err
 	}
 	kept = at > 0
-	keeper, can := w.(block.Keeper)
-	if keepEvery <= 0 {
-		keepEvery = defaultKeepEvery
+	writer, can := w.(block.CheckpointWriter)
+	if checkpointEvery <= 0 {
+		checkpointEvery = defaultCopyCheckpointEvery
 	}
 	sink := guardedSink{w, newSpaceGuard(on)}
 	for last := time.Now(); at < note.Size; {
 		end := min(at+copyStep, note.Size)
 		begin := at
 		err := block.Copy(ctx, sink, &sourceRange{src, begin, end},
-			block.CopyOptions{Progress: func(done, _ int64) { tell(max(done, begin)) }})
+			block.CopyOptions{Progress: func(done, _ int64) { report(max(done, begin)) }})
 		if err != nil {
 			return kept, err
 		}
-		if at = end; can && at < note.Size && time.Since(last) >= keepEvery {
-			if err := keeper.Keep(at, raw); err != nil {
+		if at = end; can && at < note.Size && time.Since(last) >= checkpointEvery {
+			if err := writer.Checkpoint(at, raw); err != nil {
 				return kept, err
 			}
 			kept, last = true, time.Now()
@@ -113,7 +113,7 @@ func copyData(ctx context.Context, on block.Layers, w block.LayerWriter, src blo
 	return kept, nil
 }
 
-const defaultKeepEvery = 10 * time.Second
+const defaultCopyCheckpointEvery = 10 * time.Second
 
 // sourceRange is a range of a source, at the same offsets.
 type sourceRange struct {

@@ -154,12 +154,12 @@ type importRun struct {
 
 // imageStream is an image in transfer: head, then the bytes of r.
 type imageStream struct {
-	head []byte
-	r    io.Reader
-	size int64     // -1: only the end shows the size
-	file *os.File  // of a file of this node
-	sum  hash.Hash // of the bytes, unless an archive is around them
-	tell func(int64)
+	head   []byte
+	r      io.Reader
+	size   int64     // -1: only the end shows the size
+	file   *os.File  // of a file of this node
+	sum    hash.Hash // of the bytes, unless an archive is around them
+	report func(int64)
 }
 
 func (im *importRun) run() (Result, error) {
@@ -174,7 +174,7 @@ func (im *importRun) run() (Result, error) {
 		}
 		return im.commit(n)
 	}
-	b := imageStream{r: im.s, size: im.s.Size, file: im.s.File, sum: im.originHash(), tell: im.readSome}
+	b := imageStream{r: im.s, size: im.s.Size, file: im.s.File, sum: im.originHash(), report: im.readSome}
 	if err := b.readHead(); err != nil {
 		return Result{}, err
 	}
@@ -278,7 +278,7 @@ func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 		f = &checkpointFeed{feed: f, im: im, w: w, next: time.Now().Add(im.checkpointEvery()), last: im.from}
 	}
 	put := im.clipWrites(im.growWrites(im.space.guard(chunkWriter(im.w))))
-	n, err := runPipeline(im.ctx, pipelineStages{feed: f, hash: b.sum, writers: writers, progress: b.tell,
+	n, err := runPipeline(im.ctx, pipelineStages{feed: f, hash: b.sum, writers: writers, progress: b.report,
 		put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 	if n += im.from; err != nil {
 		return n, err
@@ -309,7 +309,7 @@ func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 		n, hashed = runPipeline(im.ctx, pipelineStages{feed: &fileFeed{f: b.file, size: b.size}, hash: b.sum,
 			progress: func(n int64) {
 				sum.advance(n)
-				b.tell(n)
+				b.report(n)
 			}, cancel: im.cancel})
 		sum.end()
 	})
@@ -337,7 +337,7 @@ func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, 
 	var arrived error
 	put := im.space.guard(sp.put)
 	wg.Go(func() {
-		n, arrived = runPipeline(im.ctx, pipelineStages{feed: feed, hash: b.sum, writers: 1, progress: b.tell,
+		n, arrived = runPipeline(im.ctx, pipelineStages{feed: feed, hash: b.sum, writers: 1, progress: b.report,
 			put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 		n += im.from
 		g.release() // the feed that opens the gate has ended

@@ -95,7 +95,7 @@ type scratchFeed struct {
 	im   *importRun
 	sp   *scratchFile
 	gate *checkpointGate
-	w    block.Keeper
+	w    block.CheckpointWriter
 
 	next time.Time // of the next checkpoint
 	shut int64     // place in the stream where the conversion was halted; -1: not halted

@@ -117,7 +117,8 @@ func TestResumeOfMergedAway(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(w.(block.Keeper).Keep(2<<20, []byte(`{}`)), w.(block.Keeper).Leave()); err != nil {
+	writer := w.(block.CheckpointWriter)
+	if err := errors.Join(writer.Checkpoint(2<<20, []byte(`{}`)), writer.Leave()); err != nil {
 		t.Fatal(err)
 	}
 	keep := func() { // as a crash leaves it that comes right after the seal

@@ -80,12 +80,12 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 			if at = next; at == len(all) || rng.IntN(4) == 0 {
 				break
 			}
-			if err := w.(block.Keeper).Keep(int64(at)*chunkSize, fmt.Appendf(nil, `"note %d"`, at)); err != nil {
+			if err := w.(block.CheckpointWriter).Checkpoint(int64(at)*chunkSize, fmt.Appendf(nil, `"note %d"`, at)); err != nil {
 				t.Fatal(err)
 			}
 			kept = at
 		}
-		_ = w.(block.Keeper).Leave() // its lock goes with the process
+		_ = w.(block.CheckpointWriter).Leave() // its lock goes with the process
 		d = p.crash(t, rng).disk(t)
 		if err := d.Collect(ctx, 0); err != nil {
 			t.Fatal(err)
@@ -145,11 +145,11 @@ func TestKeptLayerOfNoUse(t *testing.T) {
 			t.Fatal(err)
 		}
 		writeChunks(t, w, all, 0, 3)
-		k := w.(block.Keeper)
-		if err := k.Keep(chunkSize+blockSize, nil); !api.Is(err, api.OutOfRange) {
+		k := w.(block.CheckpointWriter)
+		if err := k.Checkpoint(chunkSize+blockSize, nil); !api.Is(err, api.OutOfRange) {
 			t.Errorf("half a chunk was kept: %v", err)
 		}
-		if err := k.Keep(2*chunkSize, []byte("{}")); err != nil {
+		if err := k.Checkpoint(2*chunkSize, []byte("{}")); err != nil {
 			t.Fatal(err)
 		}
 		if err := k.Leave(); err != nil {

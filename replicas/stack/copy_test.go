@@ -84,7 +84,7 @@ func TestCloneOnAnotherDisk(t *testing.T) {
 		if err := b.Verify(ctx, l); err != nil {
 			t.Fatal(err)
 		}
-		if err := r.Home(ctx); err != nil {
+		if err := r.Localize(ctx); err != nil {
 			t.Fatal(err)
 		}
 		compareAll(t, c.loop, r, model)

@@ -90,7 +90,7 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 	counted := &readsFS{FS: d.FS, reads: map[string]int{}}
 	d.FS = counted
 	_, replicas := crowd(t, d, 5)
-	<-time.After(layer.SettledAge + 100*time.Millisecond) // the records are old enough to be kept
+	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the records are old enough to be kept
 	look := func() {
 		t.Helper()
 		if list, err := d.ToFinish(); err != nil || len(list) > 0 {
@@ -206,13 +206,13 @@ func TestSpaceIsToldByOneRecord(t *testing.T) {
 func BenchmarkCrowd(b *testing.B) {
 	d := newDisk(b)
 	_, replicas := crowd(b, d, 1000)
-	<-time.After(layer.SettledAge + 100*time.Millisecond) // until then records are read each time
+	<-time.After(layer.SteadyAge + 100*time.Millisecond) // until then records are read each time
 	for _, of := range []struct {
 		name string
 		do   func() error
 	}{
 		{"named", func() error { _, err := d.named(); return err }},
-		{"settle", func() error { return d.settleReferences(b.Context()) }},
+		{"settle", func() error { return d.syncReferences(b.Context()) }},
 		{"unfinished", func() error { _, err := d.Unfinished(); return err }},
 		{"mergeable", func() error { _, err := d.Mergeable(); return err }},
 		{"space", func() error { _, _, err := d.Space(replicas[0]); return err }},

@@ -25,49 +25,49 @@ type path struct {
 	fresh    bool // the head was empty at the open: an unbuilt page has no block of the head
 	noZeros  bool // the zero log was empty at the open
 	inflight int
-	idle     []func() // to call when nothing is in flight
+	idle     []func() // to call when nothing is in progress
 	holding  int
 	held     []*block.Request
 	failed   error // a sync failed, or the replica is closed: no more writes
 
 	merge *Merge // in progress: blocks below Done have moved
 
-	now      *writes   // to the head
-	slow     int       // discards and zeros in progress
-	cutting  int       // former heads that are not durable yet
-	afterCut []*flight // flushes that wait for former heads
+	now      *writes    // to the head
+	slow     int        // discards and zeros in progress
+	cutting  int        // former heads that are not durable yet
+	afterCut []*request // flushes that wait for former heads
 
-	zeros    []block.Span // all-zero writes over lower data, not in the log yet
-	syncing  int          // syncs of the log in progress
-	freeIO   *flight
-	freePart *part
+	zeros       []block.Span // all-zero writes over lower data, not in the log yet
+	syncing     int          // syncs of the log in progress
+	freeRequest *request
+	freePart    *part
 
 	crcs crcCache // checksums that reads are compared with
 
 	scattering scatterer
 
 	hydrates bool     // some layer is hydrated: a read may need a fetch
-	writing  int      // requests in flight other than reads
-	drained  []func() // to call when no write is in flight
+	writing  int      // requests in progress other than reads
+	drained  []func() // to call when no write is in progress
 }
 
-// ahead is how many flights and parts exist from the start: the data path allocates no memory during I/O, because the
+// ahead is how many requests and parts exist from the start: the data path allocates no memory during I/O, because the
 // kernel may need that very I/O to free memory.
 const ahead = 128
 
-// flight is a request in progress.
-type flight struct {
+// request is a block request in progress.
+type request struct {
 	r    *Replica
 	q    *block.Request
 	left int
 	err  error
-	next *flight
+	next *request
 }
 
-// part is one operation of a flight on one file.
+// part is one operation of a request on one file.
 type part struct {
 	op   uring.Op
-	f    *flight
+	f    *request
 	w    *writes // the writes to the same head
 	fd   int
 	src  int    // index of the file: 0 the head, then layers
@@ -87,10 +87,10 @@ func (p *path) init(r *Replica, fresh bool) {
 	p.fresh = fresh
 	p.noZeros = r.log.Records == 0
 	p.now = &writes{value: fromHead}
-	flights, parts := make([]flight, ahead), make([]part, ahead)
+	requests, parts := make([]request, ahead), make([]part, ahead)
 	for i := range ahead {
-		f, q := &flights[i], &parts[i]
-		f.r, f.next, p.freeIO = r, p.freeIO, f
+		f, q := &requests[i], &parts[i]
+		f.r, f.next, p.freeRequest = r, p.freeRequest, f
 		q.op.Ctx, q.next, p.freePart = q, p.freePart, q
 	}
 	p.fds = append(p.fds, int(r.head.Fd()))
@@ -160,7 +160,7 @@ func (r *Replica) begin(q *block.Request) {
 	case block.OpWrite:
 		r.write(q)
 	case block.OpFlush:
-		r.flush(r.flight(q))
+		r.flush(r.newRequest(q))
 	case block.OpDiscard, block.OpZero:
 		r.zero(q)
 	default:
@@ -190,26 +190,26 @@ func (r *Replica) resume(q *block.Request, err error) {
 	r.begin(q)
 }
 
-func (r *Replica) flight(q *block.Request) *flight {
-	f := r.freeIO
+func (r *Replica) newRequest(q *block.Request) *request {
+	f := r.freeRequest
 	if f == nil {
-		f = &flight{r: r}
+		f = &request{r: r}
 	} else {
-		r.freeIO = f.next
+		r.freeRequest = f.next
 	}
 	f.q, f.left, f.err, f.next = q, 0, nil, nil
 	return f
 }
 
-// end finishes the request of a flight and recycles the flight.
-func (f *flight) end(err error) {
+// end finishes the block request and recycles f.
+func (f *request) end(err error) {
 	r, q := f.r, f.q
-	f.q, f.next = nil, r.freeIO
-	r.freeIO = f
+	f.q, f.next = nil, r.freeRequest
+	r.freeRequest = f
 	r.finish(q, err)
 }
 
-func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)) *part {
+func (f *request) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)) *part {
 	r := f.r
 	p := r.freePart
 	if p == nil {
@@ -225,7 +225,7 @@ func (f *flight) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)
 	return p
 }
 
-// free recycles the part, and reports whether the flight has no other parts.
+// free recycles the part, and reports whether the request has no other parts.
 func (p *part) free() bool {
 	f := p.f
 	p.f, p.buf, p.all, p.next = nil, nil, nil, f.r.freePart
@@ -244,7 +244,7 @@ func (r *Replica) read(q *block.Request) {
 		return
 	}
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
-	var f *flight
+	var f *request
 	for b < end {
 		v, n := r.idx.Run(b, end)
 		whole := n
@@ -256,7 +256,7 @@ func (r *Replica) read(q *block.Request) {
 			clear(buf)
 		} else {
 			if f == nil {
-				f = r.flight(q)
+				f = r.newRequest(q)
 			}
 			first := f.left == 0
 			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
@@ -265,7 +265,7 @@ func (r *Replica) read(q *block.Request) {
 				r.gapsOf(p)
 			}
 			if first {
-				f.left++ // the flight stays until all parts are started
+				f.left++ // the request stays until all parts are started
 			}
 			r.start(p)
 		}
@@ -364,7 +364,7 @@ func (r *Replica) write(q *block.Request) {
 		r.scatter(q)
 		return
 	}
-	f := r.flight(q)
+	f := r.newRequest(q)
 	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
 	p.w = r.now
 	p.w.left++
@@ -413,7 +413,7 @@ func writeDone(op *uring.Op, res int32) {
 
 // torn ends a failed write. The kernel does not report how much reached the file: torn asks the file system for the
 // data of the range, so that reads return the same content now and after the next recovery.
-func (r *Replica) torn(f *flight, p *part, err error) {
+func (r *Replica) torn(f *request, p *part, err error) {
 	off, end, fd, w := p.off, p.off+int64(len(p.buf)), p.fd, p.w
 	p.free()
 	r.work.put(func() {

@@ -19,7 +19,7 @@ func (r *Replica) zero(q *block.Request) {
 		below = below || v >= fromHead
 		i += n
 	}
-	f := r.flight(q)
+	f := r.newRequest(q)
 	switch {
 	case !below:
 		f.acknowledge()
@@ -43,11 +43,11 @@ func (r *Replica) zero(q *block.Request) {
 // punchPiece is how much of the head one call frees: see diskfs.Emptier.
 const punchPiece = int64(1) << 20
 
-func (r *Replica) punch(f *flight) {
+func (r *Replica) punch(f *request) {
 	r.punchNext(f.part(r.fds[0], nil, f.q.Off, punchDone))
 }
 
-// punchNext punches the next piece in which the head may hold data, or ends the flight. The piece ends at p.at.
+// punchNext punches the next piece in which the head may hold data, or ends the request. The piece ends at p.at.
 func (r *Replica) punchNext(p *part) {
 	f := p.f
 	b, end := p.off>>blockBits, (f.q.Off+f.q.Len)>>blockBits

@@ -20,7 +20,7 @@
 // goroutine, and scattered writes in two more; Close ends and awaits all of them. Disk.Close awaits removals in the
 // background.
 //
-// Lock order: Replica.merging, Replica.mu, the disk's lock, the mutexes of the references (mu, settledMu, wholeMu) and
+// Lock order: Replica.merging, Replica.mu, the disk's lock, the mutexes of the references (mu, syncedMu, wholeMu) and
 // of the reserve, Replica.metaMu. The loop's thread and the worker take only metaMu and the mutex of a hydration;
 // whoever waits for both takes the worker first.
 package stack

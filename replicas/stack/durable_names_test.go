@@ -191,18 +191,18 @@ func TestDurableRecordsAreNotSyncedAgain(t *testing.T) {
 		}
 		return nil, nil
 	})
-	settle := func() []string {
+	sync := func() []string {
 		synced = nil
-		if err := d.settleReferences(ctx); err != nil {
+		if err := d.syncReferences(ctx); err != nil {
 			t.Fatal(err)
 		}
 		return synced
 	}
-	if len(settle()) < len(uids) {
+	if len(sync()) < len(uids) {
 		t.Fatal("not all was synced", synced)
 	}
-	for len(settle()) > 0 { // as long as times cannot tell a change
-		time.Sleep(layer.SettledAge / 10)
+	for len(sync()) > 0 { // as long as times cannot tell a change
+		time.Sleep(layer.SteadyAge / 10)
 	}
 	m, err := d.readStack(uids[1])
 	if err == nil {
@@ -211,7 +211,7 @@ func TestDurableRecordsAreNotSyncedAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s := settle(); !slices.Equal(s, []string{d.Join(replicaDir, m.UID)}) {
+	if s := sync(); !slices.Equal(s, []string{d.Join(replicaDir, m.UID)}) {
 		t.Fatal("one record was written, synced was", s)
 	}
 }

@@ -58,19 +58,19 @@ func (r *Replica) follow(l *layer.Layer) {
 			if c >= 0 {
 				r.crcs.forget(l, c*chunkSize, (c+1)*chunkSize) // the page may be older than the chunk
 			}
-			r.tellSource()
+			r.reportSource()
 		})
 		r.fetchEnded()
 	})
 }
 
-// tellSource reports whether a source of a layer fails. Loop thread.
-func (r *Replica) tellSource() {
+// reportSource reports whether a source of a layer fails. Loop thread.
+func (r *Replica) reportSource() {
 	fails := slices.ContainsFunc(r.layers, func(l *layer.Layer) bool {
 		return l.Hydration != nil && l.Hydration.Failed.Load() != nil
 	})
-	if was := r.parched; fails != was {
-		r.parched = fails
+	if was := r.sourceFails; fails != was {
+		r.sourceFails = fails
 		if r.onLost != nil {
 			r.onLost(fails)
 		}

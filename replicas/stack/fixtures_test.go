@@ -428,7 +428,7 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	if root := d.LayerRoot(fixFrozen); root != fixFrozenRoot {
 		t.Errorf("the frozen layer has the digest %s", root)
 	}
-	comeHome(t, r)
+	localizeAll(t, r)
 	if lacks, err := d.Lacking(fixMember); r.Hydrates() || err != nil || len(lacks) > 0 {
 		t.Errorf("it still reads %v elsewhere and lacks %v, %v", r.Remote(), lacks, err)
 	}

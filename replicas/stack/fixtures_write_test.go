@@ -286,13 +286,13 @@ func writeKept(t *testing.T, w block.LayerWriter, from int64) {
 func (w *fixtureWriter) kept() {
 	to, err := w.d.Create(context.Background(), fixKept, 4*chunkSize)
 	w.must(err)
-	k := to.(block.Keeper)
+	k := to.(block.CheckpointWriter)
 	writeKept(w.t, to, 0)
 	scratch, err := k.Beside("spool")
 	w.must(err)
 	_, err = scratch.WriteAt([]byte("scratch"), 0)
 	w.must(errors.Join(err, scratch.Close()))
-	w.must(k.Keep(2*chunkSize, []byte(`{"root":"abc"}`)))
+	w.must(k.Checkpoint(2*chunkSize, []byte(`{"root":"abc"}`)))
 	w.must(k.Leave())
 }
 

@@ -13,7 +13,7 @@ import (
 )
 
 // acknowledge ends a write, a zero or a discard; with FUA a flush comes first.
-func (f *flight) acknowledge() {
+func (f *request) acknowledge() {
 	if f.q.FUA {
 		f.r.flush(f)
 		return
@@ -22,7 +22,7 @@ func (f *flight) acknowledge() {
 }
 
 // flush makes all acknowledged writes durable: first the zero log, then the head.
-func (r *Replica) flush(f *flight) {
+func (r *Replica) flush(f *request) {
 	if r.cutting > 0 {
 		r.afterCut = append(r.afterCut, f)
 		return
@@ -48,7 +48,7 @@ func (r *Replica) flush(f *flight) {
 
 // unrecorded continues a flush without room for the records of all-zero writes, if the head keeps the zeros as data and
 // so needs no record. The next flush tries to write the records again.
-func (r *Replica) unrecorded(f *flight, spans []block.Span) {
+func (r *Replica) unrecorded(f *request, spans []block.Span) {
 	fd := r.fds[0]
 	r.work.put(func() {
 		there := kept(fd, spans)
@@ -113,7 +113,7 @@ func (r *Replica) syncNow() error {
 	return fmt.Errorf("%w: %w", ErrFailed, errors.Join(err, r.onLoop(func() { r.fail(err) })))
 }
 
-func (r *Replica) syncHead(f *flight) {
+func (r *Replica) syncHead(f *request) {
 	p := f.part(r.fds[0], nil, 0, syncDone)
 	r.ring.Fdatasync(&p.op, p.fd)
 }

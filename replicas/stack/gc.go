@@ -87,7 +87,7 @@ func (d *Disk) dropLayers(layers []string, named map[string]bool, seen *referenc
 	if len(layers) == 0 {
 		return nil
 	}
-	if err := d.settleScan(context.Background(), seen); err != nil {
+	if err := d.syncScan(context.Background(), seen); err != nil {
 		return err
 	}
 	for _, uid := range layers {
@@ -108,9 +108,9 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 		}
 	}()
 	seen := d.scanReferences()
-	before, unsettled := namedBy(seen.all), seen.unread()
-	if unsettled == nil {
-		unsettled = d.settleScan(ctx, seen)
+	before, unsynced := namedBy(seen.all), seen.unread()
+	if unsynced == nil {
+		unsynced = d.syncScan(ctx, seen)
 	}
 	unlock, err := d.Lock()
 	if err != nil {
@@ -119,8 +119,8 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	now := time.Now()
 	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.written),
 		d.collectHalfMade(imagesDir, imageFile, "", nil))
-	if unsettled != nil {
-		err = errors.Join(err, fmt.Errorf("garbage collection deletes no layer: %w", unsettled))
+	if unsynced != nil {
+		err = errors.Join(err, fmt.Errorf("garbage collection deletes no layer: %w", unsynced))
 	} else {
 		err = errors.Join(err, d.collectLayers(ctx, now, grace, before))
 	}

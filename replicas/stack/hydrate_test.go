@@ -208,7 +208,7 @@ func TestHydrate(t *testing.T) {
 	defer func() { _ = r.Close() }()
 
 	bring(t, far.disk, d, layerUID)
-	if err := r.Home(ctx); err != nil {
+	if err := r.Localize(ctx); err != nil {
 		t.Fatal(err)
 	}
 	if layers, _ := hydrates(r); len(layers) != 0 {

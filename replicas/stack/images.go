@@ -123,7 +123,7 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	d.settleEarly()
+	d.syncReferencesEarly()
 	unlock, err := d.Lock()
 	if err != nil {
 		return err

@@ -47,7 +47,7 @@ func TestLocalizeWhileReadsWaitForALostSource(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	bring(t, far.disk, d, spec.Layers[0])
-	if err := r.Home(ctx); err != nil {
+	if err := r.Localize(ctx); err != nil {
 		t.Errorf("a layer is not given back while reads of another one wait: %v", err)
 	}
 	if len(r.replaced) > 0 {
@@ -55,7 +55,7 @@ func TestLocalizeWhileReadsWaitForALostSource(t *testing.T) {
 	}
 	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
 	bring(t, far.disk, d, spec.Layers[1])
-	if err := r.Home(ctx); err != nil {
+	if err := r.Localize(ctx); err != nil {
 		t.Error(err)
 	}
 	if err := <-read; err != nil {

@@ -110,11 +110,11 @@ func TestCollectLeavesWhatItCannotRead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	keeper := w.(block.Keeper)
-	if err := keeper.Keep(2<<20, []byte(`{}`)); err != nil {
+	writer := w.(block.CheckpointWriter)
+	if err := writer.Checkpoint(2<<20, []byte(`{}`)); err != nil {
 		t.Fatal(err)
 	}
-	if err := keeper.Leave(); err != nil {
+	if err := writer.Leave(); err != nil {
 		t.Fatal(err)
 	}
 	collector, f := tap(t, d)
@@ -218,7 +218,7 @@ func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again
 // A layer is finished once, whoever else was about to when it was.
 func TestFinishedByAnother(t *testing.T) {
 	ctx := context.Background()
-	made := func(t *testing.T, d *Disk) (string, block.Keeper) {
+	made := func(t *testing.T, d *Disk) (string, block.CheckpointWriter) {
 		t.Helper()
 		uid := string(api.NewUID())
 		w, err := d.Create(ctx, uid, 8<<20)
@@ -230,8 +230,8 @@ func TestFinishedByAnother(t *testing.T) {
 		if _, err := w.WriteAt(buf, 0); err != nil {
 			t.Fatal(err)
 		}
-		k := w.(block.Keeper)
-		if err := k.Keep(4<<20, []byte(`{}`)); err != nil {
+		k := w.(block.CheckpointWriter)
+		if err := k.Checkpoint(4<<20, []byte(`{}`)); err != nil {
 			t.Fatal(err)
 		}
 		return uid, k

@@ -77,7 +77,7 @@ func (w *merger) run(ctx context.Context, o MergeOptions) error {
 		if err := w.whenQuiet(ctx, w.follow); err != nil {
 			return err
 		}
-		if err := layer.Pace(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // while no I/O is held
+		if err := layer.Throttle(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // while no I/O is held
 			return err
 		}
 		if w.seen.Done >= w.size {
@@ -136,7 +136,7 @@ var errRead = errors.New("a reader has the layers open")
 // beginMerge picks two layers, or the recorded merge, and makes sure that no other process has the layers.
 func (r *Replica) beginMerge() (_ *merger, err error) {
 	if m := r.Meta(); m.Merge == nil && len(m.Layers) > 1 {
-		r.disk.settleEarly()
+		r.disk.syncReferencesEarly()
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -156,7 +156,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 			return nil, err
 		}
 		err := errors.Join(r.adoptFinished(g.Lower), r.adoptFinished(g.Upper),
-			d.settleReferences(context.Background()))
+			d.syncReferences(context.Background()))
 		if err != nil {
 			return nil, err
 		}

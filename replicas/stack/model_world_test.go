@@ -380,7 +380,7 @@ func (w *model) recount() error {
 			return fmt.Errorf("volume %s is gone", v.uid)
 		}
 		if v.target != nil {
-			if err := w.d.Settle(v.uid); err != nil {
+			if err := w.d.SyncRecord(v.uid); err != nil {
 				return err
 			}
 		}
@@ -430,7 +430,7 @@ func (w *model) recountSnapshots(v *mvol, m Meta) error {
 	there := func(s *msnap) bool {
 		return slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return o.UID == s.uid })
 	}
-	if err := w.d.Settle(v.uid); err != nil { // for what was being dropped
+	if err := w.d.SyncRecord(v.uid); err != nil { // for what was being dropped
 		return err
 	}
 	v.snaps = slices.DeleteFunc(v.snaps, func(s *msnap) bool { return !there(s) && (s.pending || s.dropping) })
@@ -444,7 +444,7 @@ func (w *model) recountSnapshots(v *mvol, m Meta) error {
 		s.dropping = false
 		// Nobody is told that it is there before this.
 		k := slices.IndexFunc(m.Snapshots, func(o Snapshot) bool { return o.UID == s.uid })
-		if err := w.d.Settle(v.uid, m.Snapshots[k].Layer); err != nil {
+		if err := w.d.SyncRecord(v.uid, m.Snapshots[k].Layer); err != nil {
 			return err
 		}
 	}

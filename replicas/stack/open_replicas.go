@@ -73,9 +73,9 @@ func (d *Disk) OnDamage(fn func(layer string)) { d.open.onDamage.Store(&fn) }
 // records answers the questions of the layer store about the records of a disk.
 type records struct{ d *Disk }
 
-func (r records) Named() (map[string]bool, error)  { return r.d.named() }
-func (r records) IsNamed(uid string) (bool, error) { return r.d.isNamed(uid) }
-func (r records) Settle(ctx context.Context) error { return r.d.settleReferences(ctx) }
+func (r records) Named() (map[string]bool, error)       { return r.d.named() }
+func (r records) IsNamed(uid string) (bool, error)      { return r.d.isNamed(uid) }
+func (r records) SyncRecords(ctx context.Context) error { return r.d.syncReferences(ctx) }
 
 func (r records) MergeIn(replica string) (*Merge, error) {
 	m, err := r.d.readStack(replica)

@@ -209,7 +209,7 @@ func (d *Disk) Unpin(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	d.settleEarly()
+	d.syncReferencesEarly()
 	unlock, err := d.Lock()
 	if err != nil {
 		return err
@@ -251,7 +251,7 @@ func (d *Disk) Drop(uid string) (err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	d.settleEarly()
+	d.syncReferencesEarly()
 	unlock, err := d.Lock()
 	if err != nil {
 		return err

@@ -77,7 +77,7 @@ func TestNoMergeOfWhatIsReadAway(t *testing.T) {
 				t.Error("layers are merged that are read elsewhere")
 			}
 			compareAll(t, loop, r, model)
-			if err := r.Home(ctx); err != nil {
+			if err := r.Localize(ctx); err != nil {
 				t.Fatal(err)
 			}
 			if !aWindow() {

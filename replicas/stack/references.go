@@ -81,8 +81,8 @@ type references struct {
 	known map[string]*knownReference // by path of the record
 	seen  []*knownReference          // all references of the last scan
 
-	settledMu sync.Mutex
-	settled   map[string]layer.FileID // identities of the record folders before their last sync
+	syncedMu sync.Mutex
+	synced   map[string]layer.FileID // identities of the record folders before their last sync
 
 	wholeMu sync.Mutex
 	whole   map[string]int64 // finished layers with checksums, and the length of the checksum file
@@ -94,7 +94,7 @@ type knownReference struct {
 	path   string
 	file   layer.FileID
 	steady bool // an unchanged identity proves an unchanged record
-	lasts  bool // the record, or a later one, is durable; guarded by settledMu
+	lasts  bool // the record, or a later one, is durable; guarded by syncedMu
 }
 
 // referenceScan is the result of a scan of all records.

@@ -59,7 +59,7 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 		return layers
 	}
 	put(a)
-	<-time.After(layer.SettledAge + 100*time.Millisecond) // the record is old enough to be kept
+	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the record is old enough to be kept
 	for range 2 {
 		if got := named(); !slices.Equal(got, []string{a}) {
 			t.Fatalf("%v", got)

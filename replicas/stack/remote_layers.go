@@ -12,7 +12,7 @@ import (
 )
 
 // A replica may name layers that its disk does not have yet. Sources supply such a layer chunk by chunk
-// (layer.Hydration), until a copy is finished on the disk and Replica.Home changes to the copy. A source is another
+// (layer.Hydration), until a copy is finished on the disk and Replica.Localize changes to the copy. A source is another
 // disk of the machine or another machine. A layer of another disk needs no preparation: the first open begins the
 // hydration.
 
@@ -56,9 +56,9 @@ func (r *Replica) hydrating() (map[string]bool, error) {
 	return layers, err
 }
 
-// Home switches the replica to the finished copies of hydrated layers. I/O continues; in the end Home waits for I/O on
-// the replaced layers.
-func (r *Replica) Home(ctx context.Context) error {
+// Localize switches the replica to the finished copies of hydrated layers. I/O continues; in the end Localize waits for
+// I/O on the replaced layers.
+func (r *Replica) Localize(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.metaMu.Lock()
@@ -89,7 +89,7 @@ func (r *Replica) Home(ctx context.Context) error {
 			err = r.onLoop(func() {
 				r.layers[i], r.fds[i+1] = own, int(own.Data.Fd())
 				r.hydrates = slices.ContainsFunc(r.layers, func(l *layer.Layer) bool { return l.Hydration != nil })
-				r.tellSource()
+				r.reportSource()
 				r.fetchEnded() // reads that were set aside need no fetch any more
 			})
 		})

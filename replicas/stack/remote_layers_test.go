@@ -95,7 +95,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 		t.Fatalf("it reads %v from elsewhere", got)
 	}
 	compareAll(t, loop, r, model)
-	if err := r.Home(ctx); err != nil { // nothing is here yet
+	if err := r.Localize(ctx); err != nil { // nothing is here yet
 		t.Fatal(err)
 	}
 	stop, ended := make(chan struct{}), make(chan error, 1)
@@ -124,7 +124,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 		}
 	}()
 	bring(t, a, b, layerUID)
-	comeHome(t, r)
+	localizeAll(t, r)
 	if r.Hydrates() {
 		t.Fatalf("it still reads %v from elsewhere", r.Remote())
 	}
@@ -146,13 +146,13 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	}
 }
 
-// comeHome repeats Home, which leaves layers open that I/O on a busy machine has not left in time.
-func comeHome(t *testing.T, r *Replica) {
+// localizeAll repeats Localize, which leaves layers open that I/O on a busy machine has not left in time.
+func localizeAll(t *testing.T, r *Replica) {
 	t.Helper()
 	end := time.Now().Add(time.Minute)
-	err := r.Home(context.Background())
+	err := r.Localize(context.Background())
 	for api.Is(err, api.Busy) && time.Now().Before(end) {
-		err = r.Home(context.Background())
+		err = r.Localize(context.Background())
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -258,7 +258,7 @@ func TestReadsGoOnWhenTheOtherDiskIsBack(t *testing.T) {
 		t.Error("OnLost did not tell of the end")
 	}
 	bring(t, a, b, layerUID)
-	comeHome(t, r)
+	localizeAll(t, r)
 	compareAll(t, loop, r, model)
 }
 
@@ -307,7 +307,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	comeHome(t, r)
+	localizeAll(t, r)
 	if err := os.RemoveAll(c.d.Join(layer.Dir)); err != nil {
 		t.Fatal(err)
 	}

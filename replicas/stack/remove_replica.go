@@ -27,7 +27,7 @@ func (d *Disk) TakeReplica(uid string) (mergeable bool, err error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return true, err
 	}
-	d.settleEarly()
+	d.syncReferencesEarly()
 	unlock, err := d.Lock()
 	if err != nil {
 		return true, err

@@ -48,11 +48,11 @@ type Replica struct {
 	over    bool  // Close is done: no record is written any more
 	unsure  error // set: the content of stack.json on the disk is unknown
 
-	merging  sync.Mutex     // one merge at a time
-	replaced []*layer.Layer // hydrated layers that copies replaced, until they can be closed; under mu
-	strays   []file.Handle  // files of a cut with an unknown outcome; under mu
-	onLost   func(lost bool)
-	parched  bool // onLost was told that a source fails; the loop's
+	merging     sync.Mutex     // one merge at a time
+	replaced    []*layer.Layer // hydrated layers that copies replaced, until they can be closed; under mu
+	strays      []file.Handle  // files of a cut with an unknown outcome; under mu
+	onLost      func(lost bool)
+	sourceFails bool // onLost was told that a source fails; the loop's
 
 	fetchNotifier
 
@@ -136,7 +136,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
 		return nil, err
 	}
-	if err := r.settleFormerWrites(ctx); err != nil {
+	if err := r.syncFormerWrites(ctx); err != nil {
 		return nil, err
 	}
 	first, _, err := file.NextData(int(r.head.Fd()), 0, r.meta.Size)

@@ -30,7 +30,7 @@ func (r *Replica) scatter(q *block.Request) {
 		r.scattering = scatterer{newWorker(), newWorker()}
 	}
 	out := r.scattering.out
-	f, w := r.flight(q), r.now
+	f, w := r.newRequest(q), r.now
 	r.metaMu.Lock()
 	name := r.dir + "/" + r.meta.Head + dataSuffix
 	r.metaMu.Unlock()

@@ -303,13 +303,13 @@ func (r *Replica) holdUntil(ctx context.Context, look <-chan time.Time, what int
 	}
 }
 
-// leave ends an operation that counts as in flight and is no request.
+// leave ends an operation that counts as in progress and is no request.
 func (r *Replica) leave() {
 	r.inflight--
 	r.rest()
 }
 
-// rest calls the functions that wait until no request, or no write, is in flight.
+// rest calls the functions that wait until no request, or no write, is in progress.
 func (r *Replica) rest() {
 	if r.writing == 0 && len(r.drained) > 0 {
 		drained := r.drained

@@ -90,7 +90,7 @@ func (m *Meta) drop(uid string) (gone []string) {
 // DropSnapshot removes a snapshot; a missing snapshot is no error. A layer below the head stays until a merge; unneeded
 // layers beside the head are removed.
 func (r *Replica) DropSnapshot(uid string) error {
-	r.disk.settleEarly()
+	r.disk.syncReferencesEarly()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	unlock, err := r.disk.Lock()
@@ -119,7 +119,7 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 	} else if err != nil {
 		return err
 	}
-	d.settleEarly()
+	d.syncReferencesEarly()
 	dir := d.Join(replicaDir, uid)
 	owner, err := d.FS.Open(dir+"/"+ownerFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {

@@ -576,7 +576,7 @@ func TestRevertOfUnknownOutcome(t *testing.T) {
 	if m, err := c.d.readStack(c.uid); err != nil || m.Reverted != c.epoch+1 {
 		t.Errorf("after that: %+v, %v", m, err)
 	}
-	if err := d.Settle(c.uid); err != nil {
+	if err := d.SyncRecord(c.uid); err != nil {
 		t.Error(err)
 	}
 	c.model = c.snaps[first]

@@ -161,14 +161,14 @@ func TestFailedSyncCountsForGood(t *testing.T) {
 		t.Parallel()
 		syncs, _, w := earlyWriter(t)
 		writeMiB(t, w, 0, 4)
-		keeper, kept := w.(block.Keeper), make(chan error, 1)
-		go func() { kept <- keeper.Keep(4<<20, []byte(`{}`)) }()
+		writer, kept := w.(block.CheckpointWriter), make(chan error, 1)
+		go func() { kept <- writer.Checkpoint(4<<20, []byte(`{}`)) }()
 		syncs.begun(t) <- unix.EIO
 		if err := <-kept; !api.Is(err, api.Unavailable) {
 			t.Fatalf("keep: %v", err)
 		}
 		syncs.goes(t)
-		if err := keeper.Keep(4<<20, []byte(`{}`)); !api.Is(err, api.Unavailable) {
+		if err := writer.Checkpoint(4<<20, []byte(`{}`)); !api.Is(err, api.Unavailable) {
 			t.Fatalf("kept all the same: %v", err)
 		}
 		if _, _, err := w.Seal(t.Context()); !api.Is(err, api.Unavailable) {

@@ -130,7 +130,7 @@ func (rs *Replicas) localize(ctx context.Context, r *api.Replica, disk *stack.Di
 	if open == nil || recording || !open.Hydrates() {
 		return nil
 	}
-	err := open.Home(ctx)
+	err := open.Localize(ctx)
 	rs.merges.Merge(disk, string(r.Spec.UID), r.Spec.Volume)
 	if api.Is(err, api.Busy) { // the next reconciliation tries again
 		return api.Errorf(api.InUse, "%v", err)

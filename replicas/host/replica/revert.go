@@ -42,7 +42,7 @@ func (rs *Replicas) revert(ctx context.Context, r *api.Replica, disk *stack.Disk
 	if begun := wish.ID + "/"; len(r.Status.Reverting) > len(begun) && r.Status.Reverting[:len(begun)] == begun {
 		// A cut in progress in an earlier session may have changed the head since: a new head alone proves no revert.
 		if r.Status.Reverting != begun+m.Head && m.Reverted >= wish.Epoch {
-			if err := disk.Settle(uid); err != nil {
+			if err := disk.SyncRecord(uid); err != nil {
 				return err
 			}
 			rs.wakeSnapshots(ctx, r)

@@ -19,8 +19,8 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// A checkpoint lets another process continue a half-made layer: the record names the complete part. Keep replaces the
-// record atomically, after the complete part is durable; later writes do not count.
+// A checkpoint lets another process continue a half-made layer: the record names the complete part. Checkpoint replaces
+// the record atomically, after the complete part is durable; later writes do not count.
 
 // Names and age of the checkpoint of an import.
 const (
@@ -42,8 +42,8 @@ type CheckpointRecord struct {
 	Note json.RawMessage `json:"note"`
 }
 
-// Keep implements block.Keeper.
-func (w *Writer) Keep(upTo int64, note []byte) error {
+// Checkpoint implements block.CheckpointWriter.
+func (w *Writer) Checkpoint(upTo int64, note []byte) error {
 	size, err := w.check(0, upTo)
 	if err != nil {
 		return w.name(err)
@@ -72,7 +72,7 @@ func (w *Writer) Keep(upTo int64, note []byte) error {
 	return w.name(w.d.FS.SyncDir(w.d.Join(Dir)))
 }
 
-// Leave implements block.Keeper.
+// Leave implements block.CheckpointWriter.
 func (w *Writer) Leave() error {
 	w.Mu.Lock()
 	was := w.State
@@ -86,7 +86,7 @@ func (w *Writer) Leave() error {
 	return w.name(w.closeFiles())
 }
 
-// Beside implements block.Keeper.
+// Beside implements block.CheckpointWriter.
 func (w *Writer) Beside(name string) (block.Scratch, error) {
 	if _, err := w.check(0, 0); err != nil {
 		return nil, w.name(err)
@@ -107,7 +107,7 @@ func (w *Writer) Beside(name string) (block.Scratch, error) {
 	return h, nil
 }
 
-// ReadAt implements block.Keeper.
+// ReadAt implements block.CheckpointWriter.
 func (w *Writer) ReadAt(p []byte, off int64) (int, error) {
 	if _, err := w.check(off, int64(len(p))); err != nil {
 		return 0, w.name(err)
@@ -140,7 +140,7 @@ func (d *Store) Resumable(uid string, now time.Time) (bool, error) {
 }
 
 // Resume continues a layer from its checkpoint.
-func (d *Store) Resume(ctx context.Context, uid string) (_ block.Keeper, upTo int64, note []byte, err error) {
+func (d *Store) Resume(ctx context.Context, uid string) (_ block.CheckpointWriter, upTo int64, note []byte, err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("continue layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
@@ -281,4 +281,4 @@ func (w *Writer) readKinds(rec *CheckpointRecord) error {
 	return nil
 }
 
-var _ block.Keeper = (*Writer)(nil)
+var _ block.CheckpointWriter = (*Writer)(nil)

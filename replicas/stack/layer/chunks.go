@@ -125,8 +125,8 @@ func eachChunkGently(ctx context.Context, kinds *format.Index, hurry func() bool
 	return nil
 }
 
-// Pace waits until rate, in bytes per second, allows done bytes since began, or until ctx ends. Zero is no bound.
-func Pace(ctx context.Context, began time.Time, done, rate int64) error {
+// Throttle waits until rate, in bytes per second, allows done bytes since began, or until ctx ends. Zero is no bound.
+func Throttle(ctx context.Context, began time.Time, done, rate int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}

@@ -189,9 +189,9 @@ func (d *Store) thaw(uid string) error {
 	return errors.Join(errs...)
 }
 
-// SettleFrozen makes the content of a frozen layer durable; a finished layer is durable. SettleFrozen waits for writes
+// SyncFrozen makes the content of a frozen layer durable; a finished layer is durable. SyncFrozen waits for writes
 // of a process that died between the commit of a cut and the end of the writes.
-func (d *Store) SettleFrozen(ctx context.Context, uid string) error {
+func (d *Store) SyncFrozen(ctx context.Context, uid string) error {
 	for _, name := range []string{DataFile, ZeroFile} {
 		h, err := d.FS.Open(d.Join(Dir, uid, name), os.O_RDWR, 0)
 		if errors.Is(err, os.ErrNotExist) {

@@ -23,7 +23,7 @@ import (
 // chunks that readers needed so far. Hydration fetches the whole chunk of a missing block, and compares the chunk with
 // its digest before a reader gets the block. A frozen layer of a source has no digests yet: hydration trusts the source
 // like a reader on the source's disk does. The folder is no copy of the layer: a copy is made in layers/, and when the
-// copy is finished, readers change to the copy (Replica.Home) and the folder is deleted.
+// copy is finished, readers change to the copy (Replica.Localize) and the folder is deleted.
 
 // Names and formats of a hydration's files.
 const (
@@ -177,7 +177,7 @@ func (d *Store) beginHydration(rec hydratingRecord) (_ *Hydration, err error) {
 		}
 	}
 	h.ctx, h.cancel = context.WithCancel(context.Background())
-	h.wg.Go(h.keep)
+	h.wg.Go(h.saveAtIntervals)
 	return h, nil
 }
 
@@ -374,8 +374,8 @@ func (h *Hydration) lacks(off, n int64) error {
 	return nil
 }
 
-// keep saves the state at intervals.
-func (h *Hydration) keep() {
+// saveAtIntervals saves the state at intervals.
+func (h *Hydration) saveAtIntervals() {
 	tick := time.NewTicker(haveEvery)
 	defer tick.Stop()
 	for {

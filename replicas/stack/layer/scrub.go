@@ -80,20 +80,20 @@ func (d *Store) CompareDigests(ctx context.Context, l *Layer, rate int64, only f
 				list = append(list, g)
 			}
 		} else if k.Data {
-			d.mendCRCs(l, c, buf[:min(chunkSize, l.Rec.Size-c*chunkSize)])
+			d.repairCRCs(l, c, buf[:min(chunkSize, l.Rec.Size-c*chunkSize)])
 		}
 		if k.Data {
 			done += chunkSize
 		}
-		if err := Pace(ctx, began, done, rate); err != nil {
+		if err := Throttle(ctx, began, done, rate); err != nil {
 			return nil, err
 		}
 	}
 	return list, nil
 }
 
-// mendCRCs is rightCRCs with a warning in place of an error.
-func (d *Store) mendCRCs(l *Layer, c int64, buf []byte) {
+// repairCRCs is rightCRCs with a warning in place of an error.
+func (d *Store) repairCRCs(l *Layer, c int64, buf []byte) {
 	if err := d.rightCRCs(l, c, buf); err != nil {
 		slog.Warn("checksums of a layer cannot be compared", "disk", d.Root, "layer", l.Rec.UID, "error", err)
 	}

@@ -50,8 +50,8 @@ type Records interface {
 	Named() (map[string]bool, error)
 	// IsNamed reports whether any record names the layer, and fails if only an unreadable record may.
 	IsNamed(uid string) (bool, error)
-	// Settle makes the present records durable.
-	Settle(ctx context.Context) error
+	// SyncRecords makes the present records durable.
+	SyncRecords(ctx context.Context) error
 	// MergeIn returns the merge in progress in a replica; nil: no merge. The error for a missing replica wraps
 	// fs.ErrNotExist.
 	MergeIn(replica string) (*Merge, error)
@@ -171,8 +171,8 @@ type FileID struct {
 	mtime, ctime int64
 }
 
-// SettledAge is the age from which the times of a file tell the file from its successor.
-const SettledAge = 2 * time.Second
+// SteadyAge is the age from which the times of a file tell the file from its successor.
+const SteadyAge = 2 * time.Second
 
 // FileID returns the identity of a file; steady reports whether the identity tells the file from its successor.
 func (d *Store) FileID(name string) (id FileID, steady bool, err error) {
@@ -203,7 +203,7 @@ func (d *Store) FileIDAt(at int, name string) (id FileID, steady bool, err error
 		}
 		id = FileID{st.Dev, st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano()}
 	}
-	return id, time.Since(time.Unix(0, id.ctime)) > SettledAge, nil
+	return id, time.Since(time.Unix(0, id.ctime)) > SteadyAge, nil
 }
 
 // OpenFolder opens a folder for FileIDAt of many names, which then resolves the path of the folder only once. If the

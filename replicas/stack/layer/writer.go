@@ -121,7 +121,7 @@ func (d *Store) unowned(uid string) error {
 	if names, err := d.records.Named(); frozen && (err != nil || names[uid]) {
 		return errors.Join(api.Errorf(api.Busy, "a snapshot here has it, and makes its digests"), err)
 	}
-	return d.records.Settle(context.Background())
+	return d.records.SyncRecords(context.Background())
 }
 
 func (w *Writer) open() (err error) {

@@ -26,8 +26,8 @@ type Options struct {
 	// BytesPerSecond, if set, bounds the bytes of data that are read; the copy calls the function often. 0: no bound.
 	BytesPerSecond func() int64
 	// Progress, if set, is called with the bytes of data that are copied. Calls do not overlap, and done never falls.
-	Progress  func(done, total int64)
-	KeepEvery time.Duration // interval of checkpoints; 0: 5 s
+	Progress        func(done, total int64)
+	CheckpointEvery time.Duration // interval of checkpoints; 0: 5 s
 }
 
 // origin is the content of a new layer.
@@ -105,8 +105,8 @@ func makeLayer(ctx context.Context, d *layer.Store, uid string, from origin, o O
 	if o.Workers <= 0 {
 		t.o.Workers = 2 * runtime.GOMAXPROCS(0)
 	}
-	if o.KeepEvery <= 0 {
-		t.o.KeepEvery = 5 * time.Second
+	if o.CheckpointEvery <= 0 {
+		t.o.CheckpointEvery = 5 * time.Second
 	}
 	for b := int64(0); b < from.kinds.Blocks; {
 		v, n := from.kinds.Run(b, from.kinds.Blocks)
@@ -116,7 +116,7 @@ func makeLayer(ctx context.Context, d *layer.Store, uid string, from origin, o O
 		}
 		b += n
 	}
-	err = t.room(t.total - t.bytes)
+	err = t.checkSpace(t.total - t.bytes)
 	if err == nil {
 		err = t.run(ctx)
 	}
@@ -129,7 +129,7 @@ func makeLayer(ctx context.Context, d *layer.Store, uid string, from origin, o O
 	if api.Is(err, api.Corrupt) {
 		return errors.Join(err, w.Abort())
 	}
-	_ = t.keep() // after an error the next copy only copies a little more
+	_ = t.writeCheckpoint() // after an error the next copy only copies a little more
 	return errors.Join(err, w.Leave())
 }
 
@@ -161,13 +161,13 @@ type copyJob struct {
 	o     Options
 	total int64
 
-	mu    sync.Mutex
-	bytes int64          // copied bytes of data
-	done  map[int64]bool // copied chunks behind mark
-	queue []int64        // chunks given to workers, in order, from mark on
-	mark  int64          // all chunks before mark are copied
-	kept  int64
-	due   time.Time // start of the next chunk under a bound
+	mu           sync.Mutex
+	bytes        int64          // copied bytes of data
+	done         map[int64]bool // copied chunks behind mark
+	queue        []int64        // chunks given to workers, in order, from mark on
+	mark         int64          // all chunks before mark are copied
+	checkpointed int64
+	due          time.Time // start of the next chunk under a bound
 }
 
 func (t *copyJob) run(ctx context.Context) error {
@@ -209,14 +209,14 @@ func (t *copyJob) run(ctx context.Context) error {
 		close(work)
 		wg.Wait()
 	}()
-	tick := time.NewTicker(t.o.KeepEvery)
+	tick := time.NewTicker(t.o.CheckpointEvery)
 	defer tick.Stop()
 	for {
 		select {
 		case <-ended:
 			return context.Cause(ctx)
 		case <-tick.C:
-			if err := errors.Join(t.keep(), t.room(0)); err != nil {
+			if err := errors.Join(t.writeCheckpoint(), t.checkSpace(0)); err != nil {
 				cancel(err)
 				<-ended
 				return err
@@ -244,7 +244,7 @@ func (t *copyJob) chunk(ctx context.Context, c int64, buf, scratch []byte) error
 		}
 		b += m
 	}
-	if err := t.pace(ctx, data); err != nil {
+	if err := t.throttle(ctx, data); err != nil {
 		return err
 	}
 	buf, scratch = buf[:n<<blockBits], scratch[:n<<blockBits]
@@ -270,8 +270,8 @@ func (t *copyJob) chunk(ctx context.Context, c int64, buf, scratch []byte) error
 	return nil
 }
 
-// pace waits until n more bytes may be read.
-func (t *copyJob) pace(ctx context.Context, n int64) error {
+// throttle waits until n more bytes may be read.
+func (t *copyJob) throttle(ctx context.Context, n int64) error {
 	if t.o.BytesPerSecond == nil {
 		return nil
 	}
@@ -297,26 +297,26 @@ func (t *copyJob) pace(ctx context.Context, n int64) error {
 	}
 }
 
-// keep writes a checkpoint.
-func (t *copyJob) keep() error {
+// writeCheckpoint writes a checkpoint.
+func (t *copyJob) writeCheckpoint() error {
 	t.mu.Lock()
 	upTo := min(t.mark*chunkSize, t.from.size/chunkSize*chunkSize)
-	was := t.kept
+	was := t.checkpointed
 	t.mu.Unlock()
 	if upTo <= was {
 		return nil
 	}
-	if err := t.w.Keep(upTo, t.from.note); err != nil {
+	if err := t.w.Checkpoint(upTo, t.from.note); err != nil {
 		return err
 	}
 	t.mu.Lock()
-	t.kept = upTo
+	t.checkpointed = upTo
 	t.mu.Unlock()
 	return nil
 }
 
-// room keeps free space for the volumes of the disk, because a full disk harms a volume more than a copy.
-func (t *copyJob) room(need int64) error {
+// checkSpace keeps free space for the volumes of the disk, because a full disk harms a volume more than a copy.
+func (t *copyJob) checkSpace(need int64) error {
 	capacity, available, _, err := t.disk.Statfs()
 	if err != nil {
 		return err
