@@ -119,7 +119,7 @@ func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerIn
 	error) {
 	method, began := path.Base(info.FullMethod), time.Now()
 	resp, err := g.call(ctx, method, req, next)
-	if err = g.tell(method, req, began, err); err != nil {
+	if err = g.reportCall(method, req, began, err); err != nil {
 		return nil, err
 	}
 	return resp, nil
@@ -129,11 +129,11 @@ func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerIn
 func (g *guard) stream(srv any, s grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	method, began := path.Base(info.FullMethod), time.Now()
 	_, err := g.call(s.Context(), method, nil, func(context.Context, any) (any, error) { return nil, next(srv, s) })
-	return g.tell(method, nil, began, err)
+	return g.reportCall(method, nil, began, err)
 }
 
-// tell logs the end of a call, and gives the error a code.
-func (g *guard) tell(method string, req any, began time.Time, err error) error {
+// reportCall logs the end of a call, and gives the error a code.
+func (g *guard) reportCall(method string, req any, began time.Time, err error) error {
 	err = toStatus(err)
 	took, code := time.Since(began), status.Code(err)
 	csiSeconds.WithLabelValues(method, code.String()).Observe(took.Seconds())

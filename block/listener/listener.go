@@ -180,7 +180,7 @@ func sourceOf(a net.Addr) netip.Prefix {
 func (l *Listener) admit(nc net.Conn) *Conn {
 	if l.scarce(nc) {
 		_ = nc.Close()
-		l.tell("descriptors are scarce", nc)
+		l.reportRefused("descriptors are scarce", nc)
 		return nil
 	}
 	c := &Conn{Conn: nc, l: l, source: sourceOf(nc.RemoteAddr())}
@@ -199,7 +199,7 @@ func (l *Listener) admit(nc net.Conn) *Conn {
 	l.mu.Unlock()
 	if victim != nil {
 		_ = victim.Close()
-		l.tell(why, victim)
+		l.reportRefused(why, victim)
 	}
 	return c
 }
@@ -246,7 +246,7 @@ func (l *Listener) scarce(nc net.Conn) bool {
 	return err == nil && few
 }
 
-func (l *Listener) tell(why string, nc net.Conn) {
+func (l *Listener) reportRefused(why string, nc net.Conn) {
 	if n, report := l.refused.Count(); report {
 		l.o.Log.Warn("connections are refused", "server", l.o.Name, "why", why, "from", nc.RemoteAddr().String(), "times", n)
 	}
@@ -259,7 +259,7 @@ func (c *Conn) expire() {
 	c.l.mu.Unlock()
 	if still {
 		_ = c.Close()
-		c.l.tell("the client did not authenticate in time", c)
+		c.l.reportRefused("the client did not authenticate in time", c)
 	}
 }
 

@@ -109,7 +109,7 @@ func TestBesideADiskThatHangs(t *testing.T) {
 				t.Errorf("an op of the disk that hung: %d", res)
 			}
 		}
-		for until := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) { // between looks
+		for until := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) { // between checks
 			var extra int
 			var awake bool
 			if err := l.Do(func() { extra, awake = l.extra, l.awake }); err != nil {
@@ -134,8 +134,8 @@ type told struct {
 func (b *told) start(*Op)       {}
 func (b *told) widen(extra int) { b.extra = extra }
 
-// TestLook: what takes longer than from a look to the one after the next counts, and no poll does.
-func TestLook(t *testing.T) {
+// TestLongOpsGetMoreThreads: an op counts as long from the second check after its start, and a poll never counts.
+func TestLongOpsGetMoreThreads(t *testing.T) {
 	b := &told{}
 	l := newLoop(b)
 	begin := func(n int) (list []*Op) {
@@ -154,7 +154,7 @@ func TestLook(t *testing.T) {
 	look := func(want int) {
 		t.Helper()
 		l.timer.Stop()
-		if l.look(); b.extra != want {
+		if l.checkLongOps(); b.extra != want {
 			t.Errorf("%d ops more may block, not %d", b.extra, want)
 		}
 	}

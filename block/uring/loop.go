@@ -36,18 +36,18 @@ type Op struct {
 	// without blocking. Blocks holds for one start.
 	Blocks bool
 
-	code uint8
-	busy bool
-	slot uint32
-	id   uint64
-	fd   int32
-	mode uint32
-	off  int64
-	n    int64
-	look uint32 // number of looks at the start of the op
-	buf  []byte // keeps the memory reachable while the kernel uses it
-	prev *Op    // list of polls in progress, for Close to cancel
-	next *Op
+	code  uint8
+	busy  bool
+	slot  uint32
+	id    uint64
+	fd    int32
+	mode  uint32
+	off   int64
+	n     int64
+	check uint32 // number of checks at the start of the op
+	buf   []byte // keeps the memory reachable while the kernel uses it
+	prev  *Op    // list of polls in progress, for Close to cancel
+	next  *Op
 }
 
 // Codes of ops, as io_uring numbers them.
@@ -92,18 +92,18 @@ type Loop struct {
 	inflight int
 	complete func(op *Op, res int32)
 	// Ops on a hanging disk keep the threads that they block in, and ops on other disks would wait for these threads.
-	// So while ops are in progress the loop looks now and then for long ones: the kernel may use one more thread for
+	// So while ops are in progress the loop checks now and then for long ones: the kernel may use one more thread for
 	// each.
-	looks uint32
-	ages  [3]int // ops in progress, polls excepted: since the last look, since the look before, and longer
-	extra int
-	timer *time.Timer // of the next look
-	awake bool        // there is a next look
+	checks uint32
+	ages   [3]int // ops in progress, polls excepted: since the last check, since the check before, and longer
+	extra  int
+	timer  *time.Timer // of the next check
+	awake  bool        // a next check is scheduled
 }
 
 const (
-	lookEvery = time.Second
-	extraMost = 256
+	checkEvery = time.Second
+	extraMost  = 256
 )
 
 // New makes a loop whose ring has room for entries submissions at a time; more may be in progress.
@@ -265,35 +265,35 @@ func (l *Loop) start(op *Op) {
 	op.busy = true
 	l.inflight++
 	if op.code != opPollAdd {
-		op.look = l.looks
+		op.check = l.checks
 		l.ages[0]++
-		l.lookSoon()
+		l.scheduleCheck()
 	}
 	l.be.start(op)
 }
 
-func (l *Loop) lookSoon() {
+func (l *Loop) scheduleCheck() {
 	switch {
 	case l.awake:
 		return
 	case l.timer == nil:
-		l.timer = time.AfterFunc(lookEvery, func() { l.Post(l.look) })
+		l.timer = time.AfterFunc(checkEvery, func() { l.Post(l.checkLongOps) })
 	default:
-		l.timer.Reset(lookEvery)
+		l.timer.Reset(checkEvery)
 	}
 	l.awake = true
 }
 
-// look lets so many more ops block in the kernel as take long. An idle loop does not look.
-func (l *Loop) look() {
-	l.looks++
+// checkLongOps lets so many more ops block in the kernel as take long. An idle loop does not check.
+func (l *Loop) checkLongOps() {
+	l.checks++
 	l.ages = [3]int{0, l.ages[0], l.ages[1] + l.ages[2]}
 	if extra := min(l.ages[2], extraMost); extra+l.extra > 0 {
 		l.extra = extra
 		l.be.widen(extra)
 	}
 	if l.awake = false; l.ages[1]+l.ages[2]+l.extra > 0 {
-		l.lookSoon()
+		l.scheduleCheck()
 	}
 }
 
@@ -304,7 +304,7 @@ func (l *Loop) finish(op *Op, res int32) {
 	if op.code == opPollAdd {
 		l.unlink(op)
 	} else {
-		l.ages[min(l.looks-op.look, 2)]--
+		l.ages[min(l.checks-op.check, 2)]--
 	}
 	op.Done(op, res)
 }

@@ -52,7 +52,7 @@ func (c *client) ask(a ask, send []int) (answer, []int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	out, fds, err := exchange(c.c, &c.buf, a, send)
-	if err != nil && !c.closed && c.mend() == nil { // every ask can be repeated
+	if err != nil && !c.closed && c.reconnect() == nil { // every ask can be repeated
 		out, fds, err = exchange(c.c, &c.buf, a, send)
 	}
 	if err != nil {
@@ -76,8 +76,8 @@ func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, f
 	return out, fds, nil
 }
 
-// mend connects to the next holder and hands over the data of this process. The caller has mu.
-func (c *client) mend() error {
+// reconnect connects to the next holder and hands over the data of this process. The caller has mu.
+func (c *client) reconnect() error {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
 	conn, err := reach(ctx, c.socket)
@@ -138,7 +138,7 @@ func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
 	if c.closed {
 		stop = true
 	} else if err == nil {
-		err = c.mend()
+		err = c.reconnect()
 	}
 	if stop || err != nil {
 		c.mu.Unlock()

@@ -75,7 +75,7 @@ func (d *Device) present(ctx context.Context, hint int) error {
 		}
 	}
 	if size, err := loopSize(d.dev); err == nil && size < d.spec.Size {
-		if err := d.tellSize(); err != nil {
+		if err := d.setKernelSize(); err != nil {
 			return err
 		}
 		if err := loophelper.Grow(ctx, d.dev, d.file); err != nil {
@@ -110,7 +110,7 @@ func lockFile(ctx context.Context, path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	tick := time.NewTicker(lookStep)
+	tick := time.NewTicker(pollStep)
 	defer tick.Stop()
 	for {
 		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
@@ -258,7 +258,7 @@ func (d *Device) Resize(ctx context.Context, size int64) error {
 		d.mu.Unlock()
 		return api.Errorf(api.NotFound, "device %s is detached", d.spec.Name)
 	}
-	err = d.tellSize()
+	err = d.setKernelSize()
 	d.mu.Unlock()
 	if err == nil { // without the lock: Grow may wait for I/O, and Abort must not
 		err = loophelper.Grow(ctx, d.dev, d.file)
@@ -269,8 +269,8 @@ func (d *Device) Resize(ctx context.Context, size int64) error {
 	return nil
 }
 
-// tellSize tells the kernel's file system the size; the loop device looks there.
-func (d *Device) tellSize() error {
+// setKernelSize tells the kernel's file system the size; the loop device looks there.
+func (d *Device) setKernelSize() error {
 	size := d.spec.Size
 	if err := d.loop.Do(func() { d.conn.size = size }); err != nil {
 		return err

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/replicas/device/loophelper"
 )
 
-const lookStep = 20 * time.Millisecond
+const pollStep = 20 * time.Millisecond
 
 func loopPath(n int) string { return "/dev/loop" + strconv.Itoa(n) }
 
@@ -103,7 +103,7 @@ func dropLoop(n int, file string) {
 
 // awaitGone returns when loop device n no longer stands on file.
 func awaitGone(ctx context.Context, n int, file string) error {
-	tick := time.NewTicker(lookStep)
+	tick := time.NewTicker(pollStep)
 	defer tick.Stop()
 	for loopFile(n) == file {
 		select {

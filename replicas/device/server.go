@@ -133,7 +133,7 @@ func (s *server) kept() int {
 // left is called when a connection has ended.
 func (s *server) left() {
 	s.conns--
-	s.settle()
+	s.trimSoon()
 }
 
 // make makes requests. Any goroutine.
@@ -200,7 +200,7 @@ func (s *server) came(slabs [][]byte, made []*request) {
 	s.restage()
 	s.freed = true
 	s.feed()
-	s.settle()
+	s.trimSoon()
 	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // no memory, and maybe no later call of want
 		s.wantSoon()
 	}
@@ -273,7 +273,7 @@ func (s *server) lend(m slot, l *block.BufferLease) {
 		s.pool.lent -= n
 		s.give(m)
 		s.feed()
-		s.settle()
+		s.trimSoon()
 	})
 	s.want()
 }
@@ -296,8 +296,8 @@ func (s *server) feed() {
 	s.serving = false
 }
 
-// settle looks, after a request is done, whether the pool can be given back soon.
-func (s *server) settle() {
+// trimSoon checks, after a request is done, whether the pool can be given back soon.
+func (s *server) trimSoon() {
 	if s.trimming || len(s.pool.slabs) <= s.kept() {
 		return
 	}
@@ -308,7 +308,7 @@ func (s *server) settle() {
 func (s *server) trim() {
 	s.trimming = false
 	if s.stage.mem == nil || s.pool.used != int64(classSize[bigClass]) {
-		s.settle()
+		s.trimSoon()
 		return
 	}
 	s.pool.put(s.stage)
@@ -375,7 +375,7 @@ func (r *request) finish(*block.Request) {
 	c.inflight--
 	c.ended()
 	s.feed()
-	s.settle()
+	s.trimSoon()
 }
 
 // errno is the kernel's code for err.

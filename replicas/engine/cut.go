@@ -181,9 +181,10 @@ func underWay(ctx context.Context, err error) error {
 	return api.Errorf(api.Busy, "%w: %w", stack.ErrUnderWay, err)
 }
 
-// Settled returns when all operations now in progress have ended. A cut calls Settled first, so that a slow disk ends
-// its I/O before the cut holds writes. Cut holds no writes of a single member, so Settled returns at once.
-func (e *Engine) Settled(ctx context.Context) error {
+// AwaitOperations returns when all operations now in progress have ended. A cut calls AwaitOperations first, so that a
+// slow disk ends its I/O before the cut holds writes. Cut holds no writes of a single member, so AwaitOperations
+// returns at once.
+func (e *Engine) AwaitOperations(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
 	defer cancel()
 	settled, alone := make(chan struct{}), false
@@ -450,7 +451,7 @@ func (c *Cut) Release() {
 
 // Cut takes a snapshot of all members. A single member is cut beside its writes: no other member has to hold the same.
 func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
-	if err := e.Settled(ctx); err != nil {
+	if err := e.AwaitOperations(ctx); err != nil {
 		return err
 	}
 	within := prepareTime

@@ -1,7 +1,7 @@
 // Package engine is one attached volume. The engine takes block requests of any multiple of 512 bytes, gives them to
 // the members as requests of whole 4 KiB blocks, and decides when the guest hears "done".
 //
-//	guest -> device -> Submit -> admit (ranges) -> steps (merge partial blocks) -> members -> settle -> Done
+//	guest -> device -> Submit -> admit (ranges) -> steps (merge partial blocks) -> members -> decideStep -> Done
 //
 // Invariants:
 //

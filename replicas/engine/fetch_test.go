@@ -224,7 +224,7 @@ func TestCutBesideAFetch(t *testing.T) {
 	r.asideIn(1)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	if err := r.e.Settled(ctx); err != nil {
+	if err := r.e.AwaitOperations(ctx); err != nil {
 		t.Fatal(err)
 	}
 	c := &Cut{e: r.e, who: bit(0)}

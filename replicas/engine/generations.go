@@ -25,7 +25,7 @@ func (g *generations) end(gen int64) {
 			break
 		}
 	}
-	g.settle()
+	g.removeEmpty()
 }
 
 // after begins a generation, and calls fn once the operations of all former generations have ended.
@@ -34,12 +34,12 @@ func (g *generations) after(fn func()) int64 {
 	last.then = append(last.then, fn)
 	gen := last.gen + 1
 	*g = append(*g, generation{gen: gen})
-	g.settle()
+	g.removeEmpty()
 	return gen
 }
 
-// settle removes the oldest generations without operations.
-func (g *generations) settle() {
+// removeEmpty removes the oldest generations without operations.
+func (g *generations) removeEmpty() {
 	for (*g)[0].n == 0 && len(*g) > 1 {
 		then := (*g)[0].then
 		*g = (*g)[1:]

@@ -393,7 +393,7 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 		e.joining, e.joiners = 0, e.joiners|bit(j.m)
 		e.unjoin(bit(j.m), called)
 		e.nextDrop()
-		e.settleWaiting()
+		e.decideWaiting()
 		return
 	}
 	e.joining = 0
@@ -410,7 +410,7 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 		}
 	}
 	e.nextDrop()
-	e.settleWaiting()
+	e.decideWaiting()
 	e.unequal.soon()
 }
 

@@ -121,7 +121,7 @@ func (e *Engine) revive(who set) {
 	}
 	e.stalled.retry()
 	e.nextDrop()
-	e.settleWaiting()
+	e.decideWaiting()
 	e.unequal.soon()
 }
 

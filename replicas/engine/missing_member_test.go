@@ -95,7 +95,7 @@ func TestMissingMemberNeverServes(t *testing.T) {
 	vouched := make(chan struct{})
 	kept := &scripted{data: bytes.Repeat([]byte{'A'}, 1<<20), dirty: []int64{0}, adopt: func(n int) error {
 		switch n {
-		case 2: // the first look of the drop
+		case 2: // the first probe of the drop
 			return errAway
 		case 3:
 			close(vouched)

@@ -13,10 +13,10 @@ import (
 // op is one request of the guest in progress. Operations come from a free list, and so do their requests to members:
 // the engine allocates nothing for an I/O once as many were in progress at a time.
 //
-//	begin -> step -> send / read -> answers -> settle -+-> step again (partial blocks, long ranges)
-//	                                                   +-> held (no room) -> step again
-//	                                                   +-> waiting (a member is being dropped) -> settle
-//	                                                   +-> finish
+//	begin -> step -> send / read -> answers -> decideStep -+-> step again (partial blocks, long ranges)
+//	                                                       +-> held (no room) -> step again
+//	                                                       +-> waiting (a member is being dropped) -> decideStep
+//	                                                       +-> finish
 type op struct {
 	e      *Engine
 	parent *block.Request
@@ -346,6 +346,6 @@ func (o *op) answer(m int, err error) {
 // arrived counts an answer; the last answer settles the step.
 func (o *op) arrived() {
 	if o.pending--; o.pending == 0 {
-		o.e.settle(o)
+		o.e.decideStep(o)
 	}
 }

@@ -35,7 +35,7 @@ func NewWatch() *Watch {
 			select {
 			case <-tick.C:
 				w.ticks.Add(1)
-				if w.look() == 0 {
+				if w.checkMembers() == 0 {
 					tick.Stop() // an idle process is not woken for nothing
 				}
 			case <-w.some:
@@ -50,7 +50,7 @@ func NewWatch() *Watch {
 
 func (w *Watch) now() time.Duration { return time.Duration(w.ticks.Load()) * watchTick }
 
-// add includes a member in the looks.
+// add includes a member in the checks.
 func (w *Watch) add(m *WatchedMember) {
 	w.mu.Lock()
 	w.members[m] = true
@@ -71,8 +71,8 @@ func (w *Watch) remove(m *WatchedMember) {
 	delete(w.members, m)
 }
 
-// look looks at all members, and returns their number.
-func (w *Watch) look() int {
+// checkMembers checks the stall timeouts of all members, and returns the number of members.
+func (w *Watch) checkMembers() int {
 	w.mu.Lock()
 	list := make([]*WatchedMember, 0, len(w.members))
 	for m := range w.members {
@@ -80,7 +80,7 @@ func (w *Watch) look() int {
 	}
 	w.mu.Unlock()
 	for _, m := range list {
-		m.look(w.now())
+		m.checkStall(w.now())
 	}
 	return len(list)
 }

@@ -32,12 +32,12 @@ func bound[T any](ctx context.Context, m *WatchedMember, anyway bool, fn func(co
 	m.calls[c] = true
 	m.mu.Unlock()
 	done := make(chan answer[T], 1)
-	go func() { // settle waits for the goroutine
+	go func() { // closeIfIdle waits for the goroutine
 		v, err := fn(ctx)
 		done <- answer[T]{v, err}
 		m.mu.Lock()
 		delete(m.calls, c)
-		m.settle()
+		m.closeIfIdle()
 		m.mu.Unlock()
 	}()
 	if err != nil {

@@ -40,7 +40,7 @@ type WatchOptions struct {
 	Replica string
 	// OnStall is called from the Watch's goroutine when the member was abandoned for a stall; may be nil.
 	OnStall func(why error)
-	// Timeout is called at each look, for tests; nil: the default.
+	// Timeout is called at each check, for tests; nil: the default.
 	Timeout func() StallTimeout
 }
 
@@ -165,7 +165,7 @@ func (m *WatchedMember) answered(s *watchedSlot) {
 	}
 	s.out, s.lent, s.in.Buf, s.in.Spans = nil, nil, nil, nil
 	s.next, m.free = m.free, s
-	m.settle()
+	m.closeIfIdle()
 	m.mu.Unlock()
 	if out != nil {
 		out.Err = err
@@ -222,8 +222,8 @@ func (m *WatchedMember) stalled(now time.Duration) error {
 	return nil
 }
 
-// look abandons the member if the replica exceeds the stall timeout.
-func (m *WatchedMember) look(now time.Duration) {
+// checkStall abandons the member if the replica exceeds the stall timeout.
+func (m *WatchedMember) checkStall(now time.Duration) {
 	m.mu.Lock()
 	if now-m.faded > time.Second {
 		m.peak -= m.peak / 64
@@ -281,8 +281,8 @@ func (m *WatchedMember) answerAll(why error) {
 // idle reports whether the replica has no request and no call. The caller has the lock.
 func (m *WatchedMember) idle() bool { return m.left == 0 && m.head == nil && len(m.calls) == 0 }
 
-// settle closes an abandoned replica that is idle, or lets Close do so. The caller has the lock.
-func (m *WatchedMember) settle() {
+// closeIfIdle closes an abandoned replica that is idle, or lets Close do so. The caller has the lock.
+func (m *WatchedMember) closeIfIdle() {
 	if m.quiet != nil && m.idle() {
 		close(m.quiet)
 		m.quiet = nil
@@ -327,7 +327,7 @@ func (m *WatchedMember) Close() error {
 	if m.dead == nil {
 		quiet := make(chan struct{})
 		m.quiet = quiet
-		m.settle()
+		m.closeIfIdle()
 		m.mu.Unlock()
 		return m.shut(quiet)
 	}
@@ -335,7 +335,7 @@ func (m *WatchedMember) Close() error {
 	w.mu.Lock()
 	w.abandoned[m.o.Replica] = true
 	w.mu.Unlock()
-	m.settle()
+	m.closeIfIdle()
 	m.mu.Unlock()
 	return api.Errorf(api.Unavailable, "replica %s was abandoned: its end is not marked clean", m.o.Replica)
 }

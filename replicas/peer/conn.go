@@ -456,8 +456,8 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 	return broken
 }
 
-// look pings an idle connection, and breaks a silent one. The Dialer's clock calls look.
-func (c *conn) look(now time.Duration) {
+// checkSilence pings an idle connection, and breaks a silent one. The Dialer's clock calls checkSilence.
+func (c *conn) checkSilence(now time.Duration) {
 	c.mu.Lock()
 	silent := now - c.heard
 	if silent >= pingEvery && !c.ping && c.err == nil {

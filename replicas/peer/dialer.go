@@ -116,7 +116,7 @@ func (d *Dialer) clock() {
 		}
 		d.mu.Unlock()
 		for _, c := range conns {
-			c.look(now)
+			c.checkSilence(now)
 		}
 	}
 }

@@ -28,8 +28,8 @@ const (
 	unsureTime = 10 * time.Minute
 )
 
-// settleAgain is the pause between two requests that settle whether a Replica exists.
-const settleAgain = 2 * time.Second
+// resolveAgain is the pause between two requests that settle whether a Replica exists.
+const resolveAgain = 2 * time.Second
 
 // createReplica creates a Replica, and assumes it from now on, unless the API refuses it.
 func (p *volumeReconciler) createReplica(ctx context.Context, r *api.Replica) error {
@@ -72,13 +72,13 @@ func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, s
 	for _, a := range p.assumedOf(v, seen) {
 		r := &a.replica
 		if a.unsure {
-			missing, err := p.settle(ctx, v, r)
+			missing, err := p.resolveCreation(ctx, v, r)
 			if missing {
 				continue
 			}
 			if err != nil {
 				p.log.Warn("whether a replica exists is not known yet", "volume", v.Name, "replica", r.Name, "err", err)
-				p.requeueAfter(v.Name, settleAgain)
+				p.requeueAfter(v.Name, resolveAgain)
 			}
 		}
 		mine = append(mine, *r)
@@ -86,9 +86,10 @@ func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, s
 	return mine
 }
 
-// settle finds out whether a Replica is missing whose creation got no answer: the reconciler creates the Replica again,
-// or deletes it where the volume is being deleted.
-func (p *volumeReconciler) settle(ctx context.Context, v *api.Volume, r *api.Replica) (missing bool, err error) {
+// resolveCreation finds out whether a Replica is missing whose creation got no answer: the reconciler creates the
+// Replica again, or deletes it where the volume is being deleted.
+func (p *volumeReconciler) resolveCreation(ctx context.Context, v *api.Volume,
+	r *api.Replica) (missing bool, err error) {
 	if v.DeletionTimestamp == nil {
 		err := p.create(ctx, r.DeepCopy())
 		return refused(err), err

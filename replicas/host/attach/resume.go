@@ -126,7 +126,7 @@ func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Ses
 		}
 	}
 	if b.Next != 0 {
-		if err := as.settleBlob(ctx, &b); err != nil {
+		if err := as.resolveSwap(ctx, &b); err != nil {
 			return nil, err
 		}
 	}
@@ -159,8 +159,8 @@ func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Ses
 	return s, nil
 }
 
-// settleBlob asks the API for the outcome of a swap that a dead process had begun.
-func (as *Attachments) settleBlob(ctx context.Context, b *blob) error {
+// resolveSwap asks the API for the outcome of a swap that a dead process had begun.
+func (as *Attachments) resolveSwap(ctx context.Context, b *blob) error {
 	if !as.APIReached() {
 		return api.Errorf(api.Unavailable, "a swap of the members was in progress: the API server must be reached "+
 			"to learn its outcome")

@@ -76,7 +76,7 @@ type Session struct {
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]
-	stir   chan struct{} // a field above changed
+	wakeUp chan struct{} // a field above changed
 	cancel context.CancelFunc
 	ended  chan struct{} // run has returned
 }
@@ -118,7 +118,7 @@ func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid strin
 func (as *Attachments) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *Session {
 	b.Lenders = nil
 	s := &Session{log: as.Log.With("volume", b.Volume), loop: loop,
-		stir: make(chan struct{}, 1), ended: make(chan struct{})}
+		wakeUp: make(chan struct{}, 1), ended: make(chan struct{})}
 	s.membership.look, s.membership.turn = make(chan struct{}, 1), make(chan struct{}, 1)
 	s.membership.joiners, s.membership.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
 	s.blob = b
@@ -172,7 +172,7 @@ func (s *Session) member() *stack.Replica { return s.here.Load() }
 
 func (s *Session) wake() {
 	select {
-	case s.stir <- struct{}{}:
+	case s.wakeUp <- struct{}{}:
 	default: // a wake-up is pending
 	}
 }
@@ -200,7 +200,7 @@ func (s *Session) run(ctx context.Context, changed func()) {
 		case <-tick.C:
 			s.engine.Retry()
 			continue
-		case <-s.stir:
+		case <-s.wakeUp:
 		}
 		if now := s.full.Load(); now != full {
 			if full = now; full {

@@ -32,8 +32,8 @@ func (m *membership) leave() {
 	m.leaving = true
 }
 
-// settled records the outcome of a swap.
-func (as *Attachments) settled(s *Session, epoch int64, change func(*blob)) {
+// recordSwap records the outcome of a swap.
+func (as *Attachments) recordSwap(s *Session, epoch int64, change func(*blob)) {
 	s.membership.mu.Lock()
 	change(&s.blob)
 	s.Now, s.Next, s.Joining = epoch, 0, nil
@@ -64,7 +64,7 @@ func (as *Attachments) dropper(s *Session) func(ctx context.Context, epoch int64
 		if err := drop(ctx, epoch, name); err != nil {
 			return err
 		}
-		as.settled(s, epoch+1, func(b *blob) {
+		as.recordSwap(s, epoch+1, func(b *blob) {
 			b.Members = slices.DeleteFunc(slices.Clone(b.Members), func(m memberSpec) bool { return string(m.UID) == member })
 		})
 		return nil
@@ -137,11 +137,11 @@ func (as *Attachments) adder(s *Session) func(ctx context.Context, epoch int64, 
 		}
 		if err := as.addMember(ctx, s, epoch, spec, &asked); err != nil {
 			if api.Is(err, api.NotFound) {
-				as.settled(s, epoch, func(*blob) {})
+				as.recordSwap(s, epoch, func(*blob) {})
 			}
 			return err
 		}
-		as.settled(s, epoch+1, func(b *blob) { b.Members = append(slices.Clone(b.Members), spec) })
+		as.recordSwap(s, epoch+1, func(b *blob) { b.Members = append(slices.Clone(b.Members), spec) })
 		return nil
 	}
 }

@@ -31,7 +31,7 @@ func TestSwapOfADeadProcess(t *testing.T) {
 			Members: []memberSpec{{Name: v.Status.Members[0]}}, Joining: &memberSpec{Name: "joining"}}, late
 	}
 	b, late := ask()
-	if err := as.settleBlob(server.Ctx, &b); err != nil {
+	if err := as.resolveSwap(server.Ctx, &b); err != nil {
 		t.Fatal(err)
 	}
 	if len(b.Members) != 1 || b.Next != 0 || b.Joining != nil {
@@ -48,7 +48,7 @@ func TestSwapOfADeadProcess(t *testing.T) {
 	if err := server.Client.Status().Update(server.Ctx, late); err != nil {
 		t.Fatal(err)
 	}
-	if err := as.settleBlob(server.Ctx, &b); err != nil {
+	if err := as.resolveSwap(server.Ctx, &b); err != nil {
 		t.Fatal(err)
 	}
 	if len(b.Members) != 2 || b.Members[1].Name != "joining" || b.Now != late.Status.Epoch {
@@ -171,7 +171,7 @@ func TestNoSwapBeginsWithoutARecord(t *testing.T) {
 	if err := as.propose(s, 6, nil); err != nil {
 		t.Fatal(err)
 	}
-	as.settled(s, 6, func(*blob) {})
+	as.recordSwap(s, 6, func(*blob) {})
 	s.membership.leave()
 	if err := as.propose(s, 7, nil); !api.Is(err, api.Unavailable) {
 		t.Errorf("a swap of a process that ends: %v", err)

@@ -39,7 +39,7 @@ func (w *MergeWorker) finishAll(ctx context.Context, disk *stack.Disk) (left boo
 	}
 	failed = map[string]error{}
 	done, told := map[string]bool{}, time.Now()
-	defer func() { w.tellDigests(disk, done) }()
+	defer func() { w.reportDigests(disk, done) }()
 	for _, uid := range layers {
 		began, did := time.Now(), w.node.GuestRequests()
 		err := disk.Finish(ctx, uid)
@@ -60,7 +60,7 @@ func (w *MergeWorker) finishAll(ctx context.Context, disk *stack.Disk) (left boo
 		}
 		w.rest(ctx, time.Since(began), did)
 		if time.Since(told) > digestsSoFar {
-			w.tellDigests(disk, done)
+			w.reportDigests(disk, done)
 			done, told = map[string]bool{}, time.Now()
 		}
 	}
@@ -71,8 +71,8 @@ func (w *MergeWorker) finishAll(ctx context.Context, disk *stack.Disk) (left boo
 // snapshots are not reported at once.
 const digestsSoFar = 10 * time.Second
 
-// tellDigests has the snapshots reported whose layers have their digests now.
-func (w *MergeWorker) tellDigests(disk *stack.Disk, layers map[string]bool) {
+// reportDigests has the snapshots reported whose layers have their digests now.
+func (w *MergeWorker) reportDigests(disk *stack.Disk, layers map[string]bool) {
 	if len(layers) == 0 {
 		return
 	}

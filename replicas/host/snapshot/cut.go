@@ -21,7 +21,7 @@ func (ss *Snapshots) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h 
 	case v.DeletionTimestamp != nil:
 		return nil, api.Errorf(api.InUse, "volume %s is being deleted", v.Name)
 	}
-	if err := h.Settled(ctx); err != nil { // and before the freeze
+	if err := h.AwaitOperations(ctx); err != nil { // and before the freeze
 		return nil, err
 	}
 	_, thaw := ss.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})

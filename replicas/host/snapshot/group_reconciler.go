@@ -273,7 +273,7 @@ func (ss *Snapshots) cutParts(ctx context.Context, parts []*groupPart, at time.T
 		volumes, snaps = append(volumes, p.vol), append(snaps, p.snap)
 	}
 	for _, p := range parts {
-		if err := p.engine.Settled(ctx); err != nil {
+		if err := p.engine.AwaitOperations(ctx); err != nil {
 			return fmt.Errorf("volume %s: %w", p.vol.Name, err)
 		}
 	}

@@ -32,8 +32,8 @@ const (
 	// Again is when a caller of LockSoon that got no lock tries again.
 	Again = time.Second
 
-	patience      = 2 * time.Second
-	yieldPatience = 30 * time.Second // with an owner that was asked to give way
+	stallTimeout = 2 * time.Second
+	yieldTimeout = 30 * time.Second // with an owner that was asked to give way
 )
 
 // New has no lock yet.
@@ -118,7 +118,7 @@ func (l *Locks) want(volume string) (*lock, time.Time) {
 	defer l.mu.Unlock()
 	v := l.all[volume]
 	if v == nil {
-		v = &lock{turn: make(chan struct{}, 1), late: time.Now().Add(patience)}
+		v = &lock{turn: make(chan struct{}, 1), late: time.Now().Add(stallTimeout)}
 		l.all[volume] = v
 	}
 	v.users++
@@ -130,7 +130,7 @@ func (l *Locks) want(volume string) (*lock, time.Time) {
 func (v *lock) giveWay() {
 	if v.yield != nil {
 		v.yield()
-		v.yield, v.late = nil, time.Now().Add(yieldPatience)
+		v.yield, v.late = nil, time.Now().Add(yieldTimeout)
 	}
 }
 
@@ -146,7 +146,7 @@ func (l *Locks) unwant(volume string, v *lock) {
 func (l *Locks) locked(volume string, v *lock) (unlock func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	v.late = time.Now().Add(patience)
+	v.late = time.Now().Add(stallTimeout)
 	return func() {
 		<-v.turn
 		l.unwant(volume, v)

@@ -25,7 +25,7 @@ func TestLockSoon(t *testing.T) {
 			t.Errorf("one that has it for a moment: %v after %v", ok, took)
 		}
 		unlock = d.Lock("v")
-		for _, want := range []time.Duration{patience, 0, 0} { // not once for each
+		for _, want := range []time.Duration{stallTimeout, 0, 0} { // not once for each
 			if ok, took := soon(); ok || took != want {
 				t.Errorf("one that has it for long: %v after %v, want %v", ok, took, want)
 			}
@@ -39,12 +39,12 @@ func TestLockSoon(t *testing.T) {
 			t.Fatal("it is free")
 		}
 		time.Sleep(time.Hour) // while nobody wants it
-		context.AfterFunc(ctx, func() { time.AfterFunc(yieldPatience/2, unlock) })
-		if ok, took := soon(); !ok || took != yieldPatience/2 {
+		context.AfterFunc(ctx, func() { time.AfterFunc(yieldTimeout/2, unlock) })
+		if ok, took := soon(); !ok || took != yieldTimeout/2 {
 			t.Errorf("one that gives way: %v after %v", ok, took)
 		}
 		_, unlock, _ = d.LockYielding(context.Background(), "v")
-		if ok, took := soon(); ok || took != yieldPatience {
+		if ok, took := soon(); ok || took != yieldTimeout {
 			t.Errorf("one that does not come to give way: %v after %v", ok, took)
 		}
 		unlock()

@@ -4,93 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"syscall"
 	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/stack"
 )
-
-// settle decides about a step after the answers of all asked members, or after a drop.
-func (e *Engine) settle(o *op) {
-	o.waiting = false
-	if e.fenced != nil {
-		e.finish(o, syscall.EIO)
-		return
-	}
-	if o.reading {
-		e.settleRead(o)
-		return
-	}
-	if j := o.failed & e.joiners; j != 0 { // the joiner lacks this write, and no swap has begun
-		e.unjoin(j, nil)
-	}
-	if e.acked(o) {
-		if o.probe {
-			o.probe = false
-			e.room.retryAll()
-		}
-		o.stepped()
-		return
-	}
-	if late := (e.members | e.joining) &^ e.suspect &^ o.ok &^ o.failed; late != 0 && !e.closing {
-		o.ask(late) // members that serve since the begin
-		return
-	}
-	live := e.members &^ e.suspect
-	bad := e.members &^ o.ok & o.failed
-	switch {
-	case live != 0 && o.full&live == live:
-		bad &^= live // all members are full: the write waits for room
-	case o.ok&live == 0 && o.full != 0:
-		bad &^= o.full // no member has the write and some are full: these stay
-	}
-	for m := range e.cfg.Members {
-		if bad.has(m) {
-			e.propose(m, o.err)
-		}
-	}
-	switch live = e.members &^ e.suspect; {
-	case e.closing:
-		e.finish(o, o.failure())
-	case e.suspect != 0 || e.joining&^o.ok != 0 || e.weak != 0 && e.dropping:
-		o.waiting = true
-	case o.full&live == live:
-		e.room.hold(o)
-	case o.away&live != 0:
-		e.lost |= o.away & live
-		o.waiting = true
-		e.nextDrop()
-	default:
-		e.finish(o, o.failure()) // the last member failed: the guest's to know
-	}
-}
-
-func (o *op) failure() error {
-	if o.err != nil {
-		return o.err
-	}
-	return syscall.EIO
-}
-
-// settleRead continues after a read, or asks the next member.
-func (e *Engine) settleRead(o *op) {
-	if !e.acked(o) && o.failed|o.unfetched != 0 {
-		o.tried |= o.failed
-		o.read(o.out.Buf, o.out.Off)
-		return
-	}
-	if o.tried != 0 {
-		for m := range e.cfg.Members {
-			if (o.tried &^ o.sore).has(m) && e.members.has(m) { // a member with damage there is repaired
-				e.propose(m, o.err)
-			}
-		}
-		o.tried, o.sore, o.err = 0, 0, nil
-	}
-	o.unfetched, o.pause, o.due = 0, 0, 0
-	o.stepped()
-}
 
 // propose begins to drop member m, unless m is the last serving one.
 func (e *Engine) propose(m int, why error) {
@@ -134,7 +52,7 @@ func (e *Engine) nextDrop() {
 	go func() {
 		defer e.drops.Done()
 		err := e.drop(&d)
-		e.cfg.Loop.Post(func() { e.settled(&d, err) })
+		e.cfg.Loop.Post(func() { e.dropEnded(&d, err) })
 	}()
 }
 
@@ -221,8 +139,8 @@ func (e *Engine) insist(fn func(context.Context) error) error {
 	}
 }
 
-// settled takes the outcome of a drop. Loop thread.
-func (e *Engine) settled(d *drop, err error) {
+// dropEnded takes the outcome of a drop. Loop thread.
+func (e *Engine) dropEnded(d *drop, err error) {
 	e.dropping = false
 	if err != nil {
 		if api.Is(err, api.Denied) {
@@ -257,7 +175,7 @@ func (e *Engine) settled(d *drop, err error) {
 	e.leave(d.m)
 	e.stalled.retry()
 	e.nextDrop()
-	e.settleWaiting()
+	e.decideWaiting()
 	e.unequal.soon()
 }
 
@@ -278,15 +196,6 @@ func (e *Engine) leave(m int) {
 			}
 		})
 	}()
-}
-
-// settleWaiting settles the waiting operations after a change of the members.
-func (e *Engine) settleWaiting() {
-	for _, o := range e.ranges.waiting() {
-		if o.waiting { // the operation before may have ended this one, too
-			e.settle(o)
-		}
-	}
 }
 
 // fence stops the engine for good. Operations at members end with the answers.
