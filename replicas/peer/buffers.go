@@ -49,8 +49,8 @@ func class(n int) int {
 	return -1
 }
 
-// get returns a buffer of n bytes for a session; false once its connection or the buffers are closed.
-func (b *buffers) get(n int, a *account) ([]byte, bool) {
+// getBuffer returns a buffer of n bytes for a session; false once its connection or the buffers are closed.
+func (b *buffers) getBuffer(n int, a *account) ([]byte, bool) {
 	c := class(n)
 	if c < 0 {
 		return nil, false
@@ -67,7 +67,7 @@ func (b *buffers) get(n int, a *account) ([]byte, bool) {
 		if l := len(b.free[c]); l > 0 {
 			buf = b.free[c][l-1]
 			b.free[c] = b.free[c][:l-1]
-		} else if b.left >= size || b.trim(c, size) || a.held == 0 || a.held+size <= sessionShare {
+		} else if b.left >= size || b.freeOtherSizes(c, size) || a.held == 0 || a.held+size <= sessionShare {
 			var err error
 			if buf, err = unix.Mmap(-1, 0, int(size), unix.PROT_READ|unix.PROT_WRITE,
 				unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE); err == nil {
@@ -84,34 +84,34 @@ func (b *buffers) get(n int, a *account) ([]byte, bool) {
 	return nil, false
 }
 
-// leave ends all waits for a connection's buffers.
-func (b *buffers) leave(conn *account) {
+// endWaits ends all waits for a connection's buffers.
+func (b *buffers) endWaits(conn *account) {
 	b.mu.Lock()
 	conn.closed = true
 	b.room.Broadcast()
 	b.mu.Unlock()
 }
 
-// trim frees unused buffers of other sizes until one of size fits. The caller has the lock.
-func (b *buffers) trim(not int, size int64) bool {
+// freeOtherSizes frees unused buffers of other sizes until one of size fits. The caller has the lock.
+func (b *buffers) freeOtherSizes(not int, size int64) bool {
 	for c := range b.free {
 		for c != not && len(b.free[c]) > 0 && b.left < size {
 			l := len(b.free[c]) - 1
-			b.drop(b.free[c][l])
+			b.freeBuffer(b.free[c][l])
 			b.free[c] = b.free[c][:l]
 		}
 	}
 	return b.left >= size
 }
 
-func (b *buffers) drop(buf []byte) {
+func (b *buffers) freeBuffer(buf []byte) {
 	buf = buf[:cap(buf)]
 	b.left += int64(len(buf))
 	_ = unix.Munmap(buf) // fails only for an unmapped address
 }
 
-// put takes a buffer back, with its length as of get.
-func (b *buffers) put(buf []byte, a *account) {
+// putBuffer takes a buffer back, with its length as of get.
+func (b *buffers) putBuffer(buf []byte, a *account) {
 	if buf == nil {
 		return
 	}
@@ -120,7 +120,7 @@ func (b *buffers) put(buf []byte, a *account) {
 	a.held -= int64(len(buf))
 	a.of.held -= int64(len(buf))
 	if b.ended || b.left < 0 {
-		b.drop(buf)
+		b.freeBuffer(buf)
 	} else {
 		c := class(cap(buf))
 		b.free[c] = append(b.free[c], buf[:0])
@@ -128,14 +128,14 @@ func (b *buffers) put(buf []byte, a *account) {
 	b.room.Broadcast()
 }
 
-// close frees the unused buffers; put frees the others.
+// close frees the unused buffers; putBuffer frees the others.
 func (b *buffers) close() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.ended = true
 	for c := range b.free {
 		for _, buf := range b.free[c] {
-			b.drop(buf)
+			b.freeBuffer(buf)
 		}
 		b.free[c] = nil
 	}

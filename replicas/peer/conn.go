@@ -124,8 +124,8 @@ func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 	_ = nc.SetDeadline(time.Time{})
 	c.boot, c.credit, c.heard = answer.Boot, max(answer.Credit, maxPayload), set.d.now()
 	c.finished.Add(2)
-	go c.write()
-	go c.read(r)
+	go c.writeQueue()
+	go c.readAnswers(r)
 	go func() { // ends with the two, which Close of the Dialer waits for
 		c.finished.Wait()
 		close(c.ended)
@@ -158,8 +158,8 @@ func (c *conn) enqueue(s *slot) bool {
 	return true
 }
 
-// cancel takes a slot back; false: the connection uses its buffer, and completes the slot afterwards.
-func (c *conn) cancel(s *slot) bool {
+// cancelSlot takes a slot back; false: the connection uses its buffer, and completes the slot afterwards.
+func (c *conn) cancelSlot(s *slot) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch s.state {
@@ -167,14 +167,14 @@ func (c *conn) cancel(s *slot) bool {
 		s.given = true
 		return false
 	case slotSent:
-		c.forget(s)
+		c.forgetSlot(s)
 	}
 	s.state = slotOver
 	return true
 }
 
-// forget takes a sent slot out of the table. The caller has the lock.
-func (c *conn) forget(s *slot) {
+// forgetSlot takes a sent slot out of the table. The caller has the lock.
+func (c *conn) forgetSlot(s *slot) {
 	delete(c.table, s.id)
 	c.use(s.h.session, -s.weight)
 	c.work.Signal()
@@ -188,22 +188,22 @@ func (c *conn) use(session uint32, n int64) {
 	}
 }
 
-// add subscribes a member to the end of the connection.
-func (c *conn) add(session uint32, m *Member) {
+// subscribe subscribes a member to the end of the connection.
+func (c *conn) subscribe(session uint32, m *Member) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.members[session] = m
 }
 
-// remove unsubscribes a session.
-func (c *conn) remove(session uint32) {
+// unsubscribe unsubscribes a session.
+func (c *conn) unsubscribe(session uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.members, session)
 }
 
-// fail breaks the connection.
-func (c *conn) fail(err error) {
+// breakConnection breaks the connection.
+func (c *conn) breakConnection(err error) {
 	c.mu.Lock()
 	if c.err == nil {
 		c.err = err
@@ -219,15 +219,15 @@ func (c *conn) cause() error {
 	return c.err
 }
 
-// write sends the queue. Several frames travel together; write flushes the buffer when the queue is empty.
-func (c *conn) write() {
+// writeQueue sends the queue. Several frames travel together; writeQueue flushes the buffer when the queue is empty.
+func (c *conn) writeQueue() {
 	defer c.finished.Done()
 	w := newFrames(c.nc, c.below)
 	var hb [headerSize]byte
 	for {
-		s, ping, err := c.take(w)
+		s, ping, err := c.awaitWork(w)
 		if err != nil {
-			c.fail(err)
+			c.breakConnection(err)
 			return
 		}
 		if ping {
@@ -236,11 +236,11 @@ func (c *conn) write() {
 			_, err = w.Write(hb[:])
 		} else {
 			id := s.id
-			err = c.send(w, s, &hb)
+			err = c.sendFrame(w, s, &hb)
 			c.sent(id, s)
 		}
 		if err != nil {
-			c.fail(err)
+			c.breakConnection(err)
 			return
 		}
 	}
@@ -255,19 +255,19 @@ func (c *conn) sent(id uint64, s *slot) {
 	}
 	over := s.given
 	if s.state = slotSent; over {
-		c.forget(s)
+		c.forgetSlot(s)
 		s.state = slotOver
 	}
 	c.mu.Unlock()
 	if over {
-		s.m.complete(s, errGiven)
+		s.m.completeSlot(s, errGiven)
 	}
 }
 
 var errGiven = api.Errorf(api.Unavailable, "the request was abandoned")
 
-// take waits for something to write.
-func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
+// awaitWork waits for something to write.
+func (c *conn) awaitWork(w *frames) (s *slot, ping bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for {
@@ -278,7 +278,7 @@ func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
 			c.ping = false
 			return nil, true, nil
 		}
-		if s := c.next(); s != nil {
+		if s := c.nextSlot(); s != nil {
 			return s, false, nil
 		}
 		if w.waiting() {
@@ -294,9 +294,10 @@ func (c *conn) take(w *frames) (s *slot, ping bool, err error) {
 	}
 }
 
-// next takes the first slot from the queue that has credit; nil: no slot has. next passes over all slots of a session
-// without credit, so that their order stays: other sessions do not wait for a hanging disk. The caller has the lock.
-func (c *conn) next() *slot {
+// nextSlot takes the first slot from the queue that has credit; nil: no slot has. nextSlot passes over all slots of a
+// session without credit, so that their order stays: other sessions do not wait for a hanging disk. The caller has the
+// lock.
+func (c *conn) nextSlot() *slot {
 	var few [8]uint32
 	short := few[:0] // sessions without credit
 	for i := 0; i < len(c.queue); {
@@ -306,7 +307,7 @@ func (c *conn) next() *slot {
 			c.queue = slices.Delete(c.queue, i, i+1)
 		case slices.Contains(short, s.h.session):
 			i++
-		case !c.may(s):
+		case !c.hasCredit(s):
 			short = append(short, s.h.session)
 			i++
 		default:
@@ -321,15 +322,15 @@ func (c *conn) next() *slot {
 	return nil
 }
 
-// may reports whether a slot has credit. A session with little in progress gets its share beyond the credit, as of the
-// server's buffers. The caller has the lock.
-func (c *conn) may(s *slot) bool {
+// hasCredit reports whether a slot has credit. A session with little in progress gets its share beyond the credit, as
+// of the server's buffers. The caller has the lock.
+func (c *conn) hasCredit(s *slot) bool {
 	has := c.shares[s.h.session]
 	return s.weight == 0 || c.flying+s.weight <= c.credit || has == 0 || has+s.weight <= sessionShare
 }
 
-// send writes one frame. The payload of a write is the guest's buffer, which does not change before the answer.
-func (c *conn) send(w *frames, s *slot, hb *[headerSize]byte) error {
+// sendFrame writes one frame. The payload of a write is the guest's buffer, which does not change before the answer.
+func (c *conn) sendFrame(w *frames, s *slot, hb *[headerSize]byte) error {
 	h := s.h
 	h.id = s.id
 	var payload []byte
@@ -377,26 +378,26 @@ func sendSpans(w *frames, h header, q *block.Request, hb *[headerSize]byte) erro
 	return nil
 }
 
-// read takes answers.
-func (c *conn) read(r *bufio.Reader) {
+// readAnswers takes answers.
+func (c *conn) readAnswers(r *bufio.Reader) {
 	defer c.finished.Done()
 	var hb [headerSize]byte
 	for {
 		h, err := readHeader(r, &hb)
 		if err == nil {
-			err = c.answer(r, &h)
+			err = c.readAnswer(r, &h)
 		}
 		if err != nil {
 			if errors.Is(err, io.EOF) {
 				err = api.Errorf(api.Unavailable, "node %s closed the connection", c.set.node)
 			}
-			c.fail(err)
+			c.breakConnection(err)
 			return
 		}
 	}
 }
 
-func (c *conn) answer(r *bufio.Reader, h *header) error {
+func (c *conn) readAnswer(r *bufio.Reader, h *header) error {
 	c.mu.Lock()
 	c.heard = c.set.d.now()
 	s := c.table[h.id]
@@ -409,7 +410,7 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 		return api.Errorf(api.Corrupt, "node %s sends a frame of kind %d", c.set.node, h.kind)
 	}
 	if s != nil {
-		c.forget(s)
+		c.forgetSlot(s)
 		s.state = slotReading
 	}
 	c.mu.Unlock()
@@ -451,7 +452,7 @@ func (c *conn) answer(r *bufio.Reader, h *header) error {
 	}
 	c.mu.Unlock()
 	if over {
-		s.m.complete(s, err)
+		s.m.completeSlot(s, err)
 	}
 	return broken
 }
@@ -466,6 +467,6 @@ func (c *conn) checkSilence(now time.Duration) {
 	}
 	c.mu.Unlock()
 	if silent >= silentAfter {
-		c.fail(api.Errorf(api.Unavailable, "node %s says nothing", c.set.node))
+		c.breakConnection(api.Errorf(api.Unavailable, "node %s says nothing", c.set.node))
 	}
 }

@@ -132,8 +132,8 @@ func (d *Dialer) lanesTo(node string) *lanes {
 	return l
 }
 
-// get returns a connection of the set, and connects if necessary.
-func (l *lanes) get(ctx context.Context, lane int) (*conn, error) {
+// connectLane returns a connection of the set, and connects if necessary.
+func (l *lanes) connectLane(ctx context.Context, lane int) (*conn, error) {
 	l.mu.Lock()
 	if c := l.conns[lane]; c != nil && c.cause() == nil {
 		l.mu.Unlock()
@@ -236,7 +236,7 @@ func (l *lanes) lost(c *conn) {
 	c.mu.Unlock()
 	for _, s := range left {
 		if s != nil && s.call != nil {
-			s.call.end(nil, api.Errorf(api.Unavailable, "the connection to node %s broke: %w", l.node,
+			s.call.answerCall(nil, api.Errorf(api.Unavailable, "the connection to node %s broke: %w", l.node,
 				errors.Join(errBroken, err)))
 		}
 	}
@@ -264,7 +264,7 @@ func (d *Dialer) Close() {
 		l.mu.Unlock()
 		for _, c := range conns {
 			if c != nil {
-				c.fail(api.Errorf(api.Unavailable, "this process is stopping"))
+				c.breakConnection(api.Errorf(api.Unavailable, "this process is stopping"))
 				<-c.closed
 			}
 		}

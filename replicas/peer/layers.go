@@ -23,11 +23,11 @@ type seen struct {
 func (s *seen) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.shut()
+	return s.closeSnapshot()
 }
 
-// shut closes the snapshot. The caller has the lock.
-func (s *seen) shut() error {
+// closeSnapshot closes the snapshot. The caller has the lock.
+func (s *seen) closeSnapshot() error {
 	src := s.src
 	s.src, s.uid = nil, ""
 	if src == nil {
@@ -66,7 +66,7 @@ func (b *Backend) show(uid string) error {
 	if v.src != nil && v.uid == uid {
 		return nil
 	}
-	if err := v.shut(); err != nil {
+	if err := v.closeSnapshot(); err != nil {
 		return err
 	}
 	layers, size, err := b.SnapshotLayers(uid)

@@ -81,7 +81,7 @@ type Info struct {
 // Member makes a member, which connects at the first call.
 func (d *Dialer) Member(o Options) *Member {
 	m := &Member{d: d, o: o, turn: make(chan struct{}, 1), changed: make(chan struct{}), boot: o.Boot}
-	m.answers = m.answer
+	m.answers = m.answerFinished
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.start()
@@ -90,8 +90,8 @@ func (d *Dialer) Member(o Options) *Member {
 	return m
 }
 
-// wake wakes the goroutines that wait for a change. The caller has the lock.
-func (m *Member) wake() {
+// wakeWaiters wakes the goroutines that wait for a change. The caller has the lock.
+func (m *Member) wakeWaiters() {
 	close(m.changed)
 	m.changed = make(chan struct{})
 }
@@ -146,21 +146,21 @@ func (m *Member) Submit(r *block.Request) {
 
 var errClosed = api.Errorf(api.Unavailable, "the session is closed")
 
-// complete takes the answer to a slot.
-func (m *Member) complete(s *slot, err error) {
+// completeSlot takes the answer to a slot.
+func (m *Member) completeSlot(s *slot, err error) {
 	if s.call != nil {
-		s.call.end(s.call.answer, err)
+		s.call.answerCall(s.call.answer, err)
 		return
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if !s.ended {
-		m.finish(s, err)
+		m.finishSlot(s, err)
 	}
 }
 
-// finish takes a slot out and posts the answer to the loop. The caller has the lock.
-func (m *Member) finish(s *slot, err error) {
+// finishSlot takes a slot out and posts the answer to the loop. The caller has the lock.
+func (m *Member) finishSlot(s *slot, err error) {
 	if s.prev == nil {
 		m.head = s.next
 	} else {
@@ -180,8 +180,8 @@ func (m *Member) finish(s *slot, err error) {
 	}
 }
 
-// answer answers the finished requests. Loop thread.
-func (m *Member) answer() {
+// answerFinished answers the finished requests. Loop thread.
+func (m *Member) answerFinished() {
 	m.mu.Lock()
 	list := m.done
 	m.done, m.posted = m.spare[:0], false
@@ -224,8 +224,8 @@ func (m *Member) OnLink(fn func(down error)) {
 	m.onLink = fn
 }
 
-// link reports the state of the connection. The caller has the lock.
-func (m *Member) link(down error) {
+// reportLink reports the state of the connection. The caller has the lock.
+func (m *Member) reportLink(down error) {
 	if m.onLink != nil {
 		m.onLink(down)
 	}
@@ -244,7 +244,7 @@ func (m *Member) die(why error, forGood bool) {
 	}
 	m.dead, m.forGood = why, forGood
 	m.takeBack(why)
-	m.wake()
+	m.wakeWaiters()
 }
 
 // takeBack answers all pending requests, except requests whose buffers the connection uses: the connection completes
@@ -253,8 +253,8 @@ func (m *Member) takeBack(why error) {
 	for s := m.head; s != nil; {
 		next := s.next
 		s.kept = true
-		if m.c == nil || m.c.cancel(s) {
-			m.finish(s, why)
+		if m.c == nil || m.c.cancelSlot(s) {
+			m.finishSlot(s, why)
 		}
 		s = next
 	}
@@ -278,7 +278,7 @@ func (m *Member) Close() error {
 	var err error
 	switch {
 	case dead != nil && c != nil:
-		m.leave(c, session)
+		m.endSession(c, session)
 	case dead != nil:
 	case c != nil:
 		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
@@ -291,13 +291,13 @@ func (m *Member) Close() error {
 	m.closed = true
 	m.takeBack(errClosed)
 	c, session = m.c, m.session
-	m.wake()
+	m.wakeWaiters()
 	m.mu.Unlock()
 	if c != nil {
-		c.remove(session)
+		c.unsubscribe(session)
 	}
 	if err != nil {
-		return m.name(err)
+		return m.nameError(err)
 	}
 	return nil
 }

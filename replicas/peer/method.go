@@ -80,15 +80,15 @@ func (m *method[A, R]) serve(ctx context.Context, b *Backend, args []byte) ([]by
 // call makes the call of a replica on another node.
 func (m *method[A, R]) call(ctx context.Context, on *Member, args A) (out R, err error) {
 	if err := args.Validate(on.limits()); err != nil {
-		return out, on.name(fmt.Errorf("call %q: %w", m.name, err))
+		return out, on.nameError(fmt.Errorf("call %q: %w", m.name, err))
 	}
-	b, err := on.call(ctx, m.name, args, m.repeat)
+	b, err := on.callByName(ctx, m.name, args, m.repeat)
 	if err != nil || m.decode == nil {
 		return out, err
 	}
 	checked, err := m.decode(b, args, on.limits())
 	if err != nil {
-		return out, on.name(api.Errorf(api.Corrupt, "answer to call %q: %w", m.name, err))
+		return out, on.nameError(api.Errorf(api.Corrupt, "answer to call %q: %w", m.name, err))
 	}
 	return checked, nil
 }

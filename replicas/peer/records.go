@@ -41,14 +41,14 @@ func (c *records) Write(p []byte) (int, error) {
 	if len(p) >= fullRecord && len(c.out)+len(p) <= recordBuffer {
 		return len(p), nil
 	}
-	if err := c.send(); err != nil {
+	if err := c.sendRecords(); err != nil {
 		return 0, err
 	}
 	return len(p), nil
 }
 
-// send writes the gathered records. The caller has the lock.
-func (c *records) send() error {
+// sendRecords writes the gathered records. The caller has the lock.
+func (c *records) sendRecords() error {
 	if len(c.out) == 0 {
 		return nil
 	}
@@ -61,7 +61,7 @@ func (c *records) send() error {
 func (c *records) flush() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.send()
+	return c.sendRecords()
 }
 
 // frames gathers frames for a connection.

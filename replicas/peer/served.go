@@ -67,7 +67,7 @@ func (c *hasty) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-func (c *served) fail(err error) {
+func (c *served) breakConnection(err error) {
 	c.mu.Lock()
 	if c.err == nil {
 		c.err = err
@@ -75,11 +75,11 @@ func (c *served) fail(err error) {
 	}
 	c.work.Broadcast()
 	c.mu.Unlock()
-	c.s.bufs.leave(&c.account)
+	c.s.bufs.endWaits(&c.account)
 }
 
-// drop forgets a session: its frames are answered with an error.
-func (c *served) drop(x *session) {
+// dropSession forgets a session: its frames are answered with an error.
+func (c *served) dropSession(x *session) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.dropLocked(x)
@@ -92,8 +92,8 @@ func (c *served) dropLocked(x *session) {
 	}
 }
 
-// run serves the connection until it breaks.
-func (c *served) run() {
+// serveConnection serves the connection until it breaks.
+func (c *served) serveConnection() {
 	defer c.cancel()
 	defer func() { _ = c.nc.Close() }()
 	r, err := c.greet()
@@ -106,15 +106,15 @@ func (c *served) run() {
 	wrote := make(chan struct{})
 	go func() {
 		defer close(wrote)
-		c.write()
+		c.writeAnswers()
 	}()
-	err = c.read(r)
+	err = c.readFrames(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
 		err = api.Errorf(api.Unavailable, "the connection was closed")
 	} else if !errors.Is(err, errIdle) {
 		c.s.o.Log.Info("the connection of another node broke", "node", c.node, "err", err)
 	}
-	c.fail(err)
+	c.breakConnection(err)
 	c.cancel()
 	<-wrote
 	c.calls.Wait()
@@ -124,7 +124,7 @@ func (c *served) run() {
 	c.s.sessions.Add(-int64(len(sessions)))
 	c.mu.Unlock()
 	for _, x := range sessions {
-		x.t.leave(x)
+		x.t.removeSession(x)
 	}
 	c.mu.Lock() // requests at replicas still return their buffers
 	for c.flying > 0 {
@@ -197,15 +197,15 @@ func (c *served) greet() (*bufio.Reader, error) {
 	return r, err
 }
 
-// read takes frames until the connection breaks.
-func (c *served) read(r *bufio.Reader) error {
+// readFrames takes frames until the connection breaks.
+func (c *served) readFrames(r *bufio.Reader) error {
 	var hb [headerSize]byte
 	used := time.Now()
 	for {
 		_ = c.nc.SetReadDeadline(time.Now().Add(3 * silentAfter))
 		h, err := readHeader(r, &hb)
 		if err == nil {
-			err = c.room(&h)
+			err = c.awaitRoom(&h)
 		}
 		if err != nil {
 			return err
@@ -218,9 +218,9 @@ func (c *served) read(r *bufio.Reader) error {
 			if c.isIdle(used) {
 				return errIdle
 			}
-			c.push(outgoing{h: header{kind: kindPing}})
+			c.queueAnswer(outgoing{h: header{kind: kindPing}})
 		case kindRead, kindWrite, kindFlush, kindDiscard, kindZero:
-			err = c.request(r, &h)
+			err = c.takeRequest(r, &h)
 		case kindOpen, kindAdopt, kindClose, kindCall:
 			var b []byte
 			if b, err = readPayload(r, &h); err == nil {
@@ -256,8 +256,8 @@ func (c *served) isIdle(used time.Time) bool {
 	return time.Since(used) > c.s.o.Idle
 }
 
-// room waits until the connection may have one more frame.
-func (c *served) room(h *header) error {
+// awaitRoom waits until the connection may have one more frame.
+func (c *served) awaitRoom(h *header) error {
 	size := int64(0)
 	if h.kind >= kindClose || h.kind < kindRead {
 		size = int64(h.size)
@@ -274,15 +274,15 @@ func (c *served) room(h *header) error {
 // giveBack frees the memory of an answer after the write, or without one.
 func (c *served) giveBack(o outgoing) {
 	if o.of != nil {
-		c.s.bufs.put(o.payload, o.of)
+		c.s.bufs.putBuffer(o.payload, o.of)
 	}
 }
 
 var ops = map[kind]block.Op{kindRead: block.OpRead, kindWrite: block.OpWrite, kindFlush: block.OpFlush,
 	kindDiscard: block.OpDiscard, kindZero: block.OpZero}
 
-// request hands a request to its replica.
-func (c *served) request(r *bufio.Reader, h *header) error {
+// takeRequest hands a request to its replica.
+func (c *served) takeRequest(r *bufio.Reader, h *header) error {
 	moves := h.kind == kindRead || h.kind == kindWrite
 	if moves && h.n == 0 {
 		return api.Errorf(api.Corrupt, "an empty request")
@@ -297,13 +297,13 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 		if _, err := io.CopyN(io.Discard, r, int64(h.size)); err != nil {
 			return err
 		}
-		c.push(failure(h.id, gone))
+		c.queueAnswer(errorAnswer(h.id, gone))
 		return nil
 	}
 	var buf []byte
 	if moves {
 		var ok bool
-		if buf, ok = c.s.bufs.get(int(h.n), &x.account); !ok {
+		if buf, ok = c.s.bufs.getBuffer(int(h.n), &x.account); !ok {
 			return errClosed
 		}
 	}
@@ -316,7 +316,7 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 			err = h.readInto(r, buf)
 		}
 		if err != nil {
-			c.s.bufs.put(buf, &x.account)
+			c.s.bufs.putBuffer(buf, &x.account)
 			return err
 		}
 	}
@@ -335,16 +335,16 @@ func (c *served) request(r *bufio.Reader, h *header) error {
 	*in = incoming{sess: x, id: h.id, buf: buf}
 	in.req = block.Request{Op: ops[h.kind], FUA: h.flags&flagFUA != 0, Off: h.off, Len: h.n, Buf: buf,
 		Spans: spans, Done: done}
-	x.t.put(in)
+	x.t.postRequest(in)
 	return nil
 }
 
 // notFetchedPause is the pause between two reads of a block that the replica fetches.
 const notFetchedPause = 100 * time.Millisecond
 
-// keep submits a read again after a pause if the replica fetches its blocks and the client is too old for that answer.
-// keep reports whether it did.
-func (c *served) keep(in *incoming) bool {
+// resubmitLater submits a read again after a pause if the replica fetches its blocks and the client is too old for that
+// answer. resubmitLater reports whether it did.
+func (c *served) resubmitLater(in *incoming) bool {
 	c.mu.Lock()
 	broken := c.err != nil
 	c.mu.Unlock()
@@ -352,13 +352,13 @@ func (c *served) keep(in *incoming) bool {
 		return false
 	}
 	in.err = nil
-	time.AfterFunc(notFetchedPause, func() { in.sess.t.put(in) }) // run waits for the request
+	time.AfterFunc(notFetchedPause, func() { in.sess.t.postRequest(in) }) // run waits for the request
 	return true
 }
 
 // done takes a replica's answer.
 func (c *served) done(in *incoming) {
-	if in.err != nil && c.keep(in) {
+	if in.err != nil && c.resubmitLater(in) {
 		return
 	}
 	o := outgoing{h: header{kind: kindAnswer, id: in.id}}
@@ -366,10 +366,10 @@ func (c *served) done(in *incoming) {
 	case in.err == nil && in.req.Op == block.OpRead:
 		o.payload, o.of = in.buf, &in.sess.account
 	case in.err != nil:
-		o = failure(in.id, in.err)
+		o = errorAnswer(in.id, in.err)
 		fallthrough
 	default:
-		c.s.bufs.put(in.buf, &in.sess.account)
+		c.s.bufs.putBuffer(in.buf, &in.sess.account)
 	}
 	c.mu.Lock()
 	c.flying--
@@ -380,7 +380,7 @@ func (c *served) done(in *incoming) {
 	c.mu.Unlock()
 }
 
-func failure(id uint64, err error) outgoing {
+func errorAnswer(id uint64, err error) outgoing {
 	b, jerr := json.Marshal(faultOf(err))
 	if jerr != nil {
 		b = []byte(`{"message":"unknown"}`)
@@ -388,15 +388,15 @@ func failure(id uint64, err error) outgoing {
 	return outgoing{h: header{kind: kindAnswer, id: id, status: 1}, payload: b}
 }
 
-func (c *served) push(o outgoing) {
+func (c *served) queueAnswer(o outgoing) {
 	c.mu.Lock()
 	c.out = append(c.out, o)
 	c.work.Broadcast()
 	c.mu.Unlock()
 }
 
-// write sends answers.
-func (c *served) write() {
+// writeAnswers sends answers.
+func (c *served) writeAnswers() {
 	w := newFrames(c.nc, c.below)
 	var hb [headerSize]byte
 	var list []outgoing
@@ -411,7 +411,7 @@ func (c *served) write() {
 			if w.waiting() {
 				c.mu.Unlock()
 				if err := w.Flush(); err != nil {
-					c.fail(err)
+					c.breakConnection(err)
 				}
 				c.mu.Lock()
 				continue
@@ -445,7 +445,7 @@ func (c *served) write() {
 			*o = outgoing{}
 		}
 		if err != nil {
-			c.fail(err)
+			c.breakConnection(err)
 			return
 		}
 	}
@@ -459,7 +459,7 @@ func (c *served) control(h header, b []byte) {
 	}
 	o := outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer}
 	if err != nil {
-		o = failure(h.id, err)
+		o = errorAnswer(h.id, err)
 	}
 	o.call = true
 	c.mu.Lock()
@@ -482,9 +482,9 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	if failed != nil {
 		switch h.kind {
 		case kindClose:
-			c.drop(x)
+			c.dropSession(x)
 		case kindAdopt: // the engine wants the replica again, in a new session
-			c.drop(x)
+			c.dropSession(x)
 			failed = errSession
 		}
 		return nil, failed
@@ -515,10 +515,10 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 				x.reading[name] = make(chan struct{}, n)
 			}
 		}
-		if err := t.join(x); err != nil {
+		if err := t.addSession(x); err != nil {
 			return nil, err
 		}
-		if err := c.add(x); err != nil {
+		if err := c.addSession(x); err != nil {
 			return nil, err
 		}
 		return json.Marshal(t.rep.Info())
@@ -546,18 +546,18 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		return nil, x.t.adopt(c.ctx, x, a)
 	case kindClose:
 		if is, err := x.isCurrent(); !is {
-			c.drop(x)
-			x.t.leave(x)
+			c.dropSession(x)
+			x.t.removeSession(x)
 			if errors.Is(err, errSession) {
 				err = nil // no session was adopted; errSession would break the connection, and all other sessions with it
 			}
 			return nil, err
 		}
-		return nil, x.t.shut()
+		return nil, x.t.closeReplica()
 	}
 	name, args, _ := bytes.Cut(b, []byte("\n"))
 	if places := x.reading[string(name)]; places != nil {
-		if err := x.begin(places); err != nil {
+		if err := x.beginRead(places); err != nil {
 			return nil, err
 		}
 		defer func() { <-places }()
@@ -575,9 +575,9 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	return x.t.rep.Call(c.ctx, string(name), args)
 }
 
-// begin waits until a call may read content: few calls of a kind do at once in a session, and none while answers wait
-// for the client.
-func (x *session) begin(places chan struct{}) error {
+// beginRead waits until a call may read content: few calls of a kind do at once in a session, and none while answers
+// wait for the client.
+func (x *session) beginRead(places chan struct{}) error {
 	c := x.c
 	select {
 	case places <- struct{}{}:

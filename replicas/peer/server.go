@@ -147,7 +147,7 @@ func (s *Server) Serve(on net.Listener) error {
 		s.mu.Unlock()
 		go func() {
 			defer s.wg.Done()
-			c.run()
+			c.serveConnection()
 			s.mu.Lock()
 			delete(s.conns, c)
 			s.mu.Unlock()
@@ -163,7 +163,7 @@ func (s *Server) Close() {
 		_ = s.ln.Close() // may be closed already
 	}
 	for c := range s.conns {
-		c.fail(errClosed)
+		c.breakConnection(errClosed)
 	}
 	s.mu.Unlock()
 	s.wg.Wait()
@@ -175,7 +175,7 @@ func (s *Server) Close() {
 		t.mu.Lock()
 		t.stopTimer()
 		t.mu.Unlock()
-		if err := t.shut(); err != nil {
+		if err := t.closeReplica(); err != nil {
 			s.o.Log.Warn("the end of a replica that was served", "replica", t.uid, "err", err)
 		}
 	}
@@ -198,7 +198,7 @@ func (s *Server) Release(replica string) error {
 	if t == nil {
 		return nil
 	}
-	return t.shut()
+	return t.closeReplica()
 }
 
 // Serves reports whether a replica is open for an engine on another node.

@@ -22,8 +22,8 @@ func (m *Member) lost(c *conn) {
 	for s := m.head; s != nil; s = s.next {
 		s.state = slotIdle
 	}
-	m.wake()
-	m.link(c.cause())
+	m.wakeWaiters()
+	m.reportLink(c.cause())
 	m.startRevival()
 }
 
@@ -68,13 +68,13 @@ func (m *Member) revived() (over bool) {
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
 	defer cancel()
-	err := m.connect(ctx, nil)
+	err := m.openSession(ctx, nil)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	over = err == nil && m.c != nil
 	m.reviving = !over
 	if err != nil {
-		m.link(err)
+		m.reportLink(err)
 	}
 	return over
 }
@@ -88,25 +88,25 @@ func (d *Dialer) stopped() bool {
 	}
 }
 
-// connect opens a session, adopts, and sends the pending requests. Was is the reason for which the engine abandoned the
-// member before: connect revokes the reason, unless a new one came meanwhile. The caller has the turn.
-func (m *Member) connect(ctx context.Context, was error) error {
-	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
+// openSession opens a session, adopts, and sends the pending requests. Was is the reason for which the engine abandoned
+// the member before: openSession revokes the reason, unless a new one came meanwhile. The caller has the turn.
+func (m *Member) openSession(ctx context.Context, was error) error {
+	c, err := m.d.lanesTo(m.o.Node).connectLane(ctx, m.lane)
 	if err != nil {
-		return m.name(err)
+		return m.nameError(err)
 	}
 	m.mu.Lock()
 	boot, want, track := m.boot, *m.want, m.track
 	m.mu.Unlock()
 	if boot != "" && boot != c.boot {
-		m.die(m.name(ErrRestarted), true)
-		return m.name(ErrRestarted)
+		m.die(m.nameError(ErrRestarted), true)
+		return m.nameError(ErrRestarted)
 	}
 	m.d.mu.Lock()
 	m.d.session++
 	session := m.d.session
 	m.d.mu.Unlock()
-	c.add(session, m)
+	c.subscribe(session, m)
 	var info Info
 	err = m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
 	if err == nil {
@@ -116,57 +116,57 @@ func (m *Member) connect(ctx context.Context, was error) error {
 		err = m.say(ctx, c, session, trackCall.name, onArgs{true})
 	}
 	if err != nil {
-		c.remove(session)
+		c.unsubscribe(session)
 		return m.refused(err)
 	}
 	m.mu.Lock()
 	if m.closed || m.forGood {
 		m.mu.Unlock()
-		c.remove(session)
-		return m.name(errClosed)
+		c.unsubscribe(session)
+		return m.nameError(errClosed)
 	}
 	old, ended := m.c, m.session
 	m.boot, m.info = c.boot, info
 	m.c, m.session = c, session
 	if m.dead == was { //nolint:errorlint // the very same reason
 		m.dead = nil
-		m.link(nil)
+		m.reportLink(nil)
 	}
 	alive := true
 	for s := m.head; s != nil && alive; s = s.next {
 		s.h.session = session
 		alive = c.enqueue(s)
 	}
-	m.wake()
+	m.wakeWaiters()
 	m.mu.Unlock()
 	if old != nil {
-		m.leave(old, ended)
+		m.endSession(old, ended)
 	}
 	if c.cause() != nil {
 		<-c.ended
 		m.lost(c) // the connection may have notified its members before this one was added
-		return m.name(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
+		return m.nameError(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
 	}
 	return nil
 }
 
-// leave ends a session at the server, if the connection lives, and does not wait for the answer.
-func (m *Member) leave(c *conn, session uint32) {
-	c.remove(session)
+// endSession ends a session at the server, if the connection lives, and does not wait for the answer.
+func (m *Member) endSession(c *conn, session uint32) {
+	c.unsubscribe(session)
 	c.enqueue(&slot{m: m, call: &call{payload: []byte("{}"), done: make(chan struct{})}, kept: true,
 		h: header{kind: kindClose, session: session}})
 }
 
 // refused looks at why a session does not begin: some reasons are for good.
 func (m *Member) refused(err error) error {
-	err = m.name(err)
+	err = m.nameError(err)
 	if api.Is(err, api.Denied) || errors.Is(err, ErrRestarted) {
 		m.die(err, true)
 	}
 	return err
 }
 
-func (m *Member) name(err error) error {
+func (m *Member) nameError(err error) error {
 	return fmt.Errorf("replica %s on node %s: %w", m.o.Replica, m.o.Node, err)
 }
 
@@ -176,7 +176,7 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 	select {
 	case m.turn <- struct{}{}:
 	case <-ctx.Done():
-		return m.name(api.Errorf(api.Unavailable, "%w", ctx.Err()))
+		return m.nameError(api.Errorf(api.Unavailable, "%w", ctx.Err()))
 	}
 	defer func() { <-m.turn }()
 	m.mu.Lock()
@@ -202,32 +202,32 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 		select {
 		case <-c.closed: // the connection uses no buffer any more
 		case <-ctx.Done():
-			return m.name(api.Errorf(api.Unavailable, "%w", ctx.Err()))
+			return m.nameError(api.Errorf(api.Unavailable, "%w", ctx.Err()))
 		}
 	}
-	return m.connect(ctx, was)
+	return m.openSession(ctx, was)
 }
 
 // Probe asks the replica for its description, without a session, and names the run of the replica's machine.
 func (m *Member) Probe(ctx context.Context) (Info, string, error) {
 	var info Info
-	c, err := m.d.lanesTo(m.o.Node).get(ctx, m.lane)
+	c, err := m.d.lanesTo(m.o.Node).connectLane(ctx, m.lane)
 	if err != nil {
-		return info, "", m.name(err)
+		return info, "", m.nameError(err)
 	}
 	m.d.mu.Lock()
 	m.d.session++
 	session := m.d.session
 	m.d.mu.Unlock()
 	if err := m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
-		return info, "", m.name(err)
+		return info, "", m.nameError(err)
 	}
-	m.leave(c, session)
+	m.endSession(c, session)
 	return info, c.boot, nil
 }
 
-// end answers a call.
-func (k *call) end(answer []byte, err error) {
+// answerCall answers a call.
+func (k *call) answerCall(answer []byte, err error) {
 	k.answer, k.err = answer, err
 	close(k.done)
 }
@@ -263,7 +263,7 @@ func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, paylo
 	case <-s.call.done:
 		return s.call.answer, s.call.err
 	case <-ctx.Done():
-		c.cancel(s)
+		c.cancelSlot(s)
 		return nil, api.Errorf(api.Unavailable, "no answer: %w", ctx.Err())
 	}
 }
@@ -277,8 +277,8 @@ func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, 
 	return err
 }
 
-// call makes a call of the replica by name, and repeats a repeatable call if the connection breaks.
-func (m *Member) call(ctx context.Context, name string, args any, repeat bool) ([]byte, error) {
+// callByName makes a call of the replica by name, and repeats a repeatable call if the connection breaks.
+func (m *Member) callByName(ctx context.Context, name string, args any, repeat bool) ([]byte, error) {
 	for {
 		m.mu.Lock()
 		c, session, changed := m.c, m.session, m.changed
@@ -295,7 +295,7 @@ func (m *Member) call(ctx context.Context, name string, args any, repeat bool) (
 			case <-changed:
 				continue
 			case <-ctx.Done():
-				return nil, m.name(api.Errorf(api.Unavailable, "no connection: %w", ctx.Err()))
+				return nil, m.nameError(api.Errorf(api.Unavailable, "no connection: %w", ctx.Err()))
 			}
 		}
 		payload, err := callOf(name, args, c.version) // the next connection may be to a newer process
@@ -303,19 +303,19 @@ func (m *Member) call(ctx context.Context, name string, args any, repeat bool) (
 			err = c.fits(name, payload)
 		}
 		if err != nil {
-			return nil, m.name(err)
+			return nil, m.nameError(err)
 		}
 		answer, err := m.raw(ctx, c, session, kindCall, payload)
 		if err == nil {
 			return answer, nil
 		}
 		if !repeat || !errors.Is(err, errBroken) {
-			return nil, m.name(err)
+			return nil, m.nameError(err)
 		}
 		select {
 		case <-c.closed: // the same connection is not asked again
 		case <-ctx.Done():
-			return nil, m.name(err)
+			return nil, m.nameError(err)
 		}
 	}
 }

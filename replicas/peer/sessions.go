@@ -32,7 +32,7 @@ func (c *served) endSession(h *header, panicked any) error {
 	c.mu.Unlock()
 	if x != nil {
 		c.s.wg.Go(func() { // Close waits for the call's connection
-			if err := x.t.shut(); err != nil {
+			if err := x.t.closeReplica(); err != nil {
 				c.s.o.Log.Warn("a replica whose session ended is closed", "replica", x.t.uid, "err", err)
 			}
 		})
@@ -51,16 +51,16 @@ func (c *served) roomForSession() error {
 	return nil
 }
 
-// add adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine sends
-// no notice of abandoned sessions.
-func (c *served) add(x *session) error {
+// addSession adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine
+// sends no notice of abandoned sessions.
+func (c *served) addSession(x *session) error {
 	serving := x.t.servingNow()
 	c.mu.Lock()
 	var extra []*session
 	defer func() {
 		c.mu.Unlock()
 		for _, o := range extra {
-			o.t.leave(o)
+			o.t.removeSession(o)
 		}
 	}()
 	switch {

@@ -269,7 +269,7 @@ func TestCloseOfAnEndedSessionKeepsTheConnection(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	d, loop := newDialer(t, f.at), startLoop(t)
 	m := member(t, d, f, loop, nil)
-	c, err := d.lanesTo("far").get(t.Context(), m.lane)
+	c, err := d.lanesTo("far").connectLane(t.Context(), m.lane)
 	if err != nil {
 		t.Fatal(err)
 	}

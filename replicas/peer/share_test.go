@@ -112,14 +112,14 @@ func TestPassedOver(t *testing.T) {
 	answered := func(session, off int64) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		c.forget(slots[[2]int64{session, off}])
+		c.forgetSlot(slots[[2]int64{session, off}])
 	}
 	sends := func(want ...[2]int64) {
 		t.Helper()
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		var list [][2]int64
-		for s := c.next(); s != nil; s = c.next() {
+		for s := c.nextSlot(); s != nil; s = c.nextSlot() {
 			list = append(list, [2]int64{int64(s.h.session), s.h.off})
 		}
 		if !slices.Equal(list, want) {
@@ -136,7 +136,7 @@ func TestPassedOver(t *testing.T) {
 	queue(2, 3, 0)
 	queue(3, 0, 2*mib)
 	queue(3, 1, 4096)
-	if !c.cancel(slots[[2]int64{1, 2}]) {
+	if !c.cancelSlot(slots[[2]int64{1, 2}]) {
 		t.Fatal("what was not sent is not given back")
 	}
 	sends([2]int64{1, 0}, [2]int64{2, 0}, [2]int64{2, 1}, [2]int64{3, 0})

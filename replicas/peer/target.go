@@ -88,7 +88,7 @@ func (s *Server) target(ctx context.Context, replica, volume string) (*target, e
 	}
 	t := &target{s: s, uid: replica, volume: volume, rep: rep, loop: loop, sessions: map[*session]bool{},
 		gone: make(chan struct{})}
-	t.takes = t.take
+	t.takes = t.submitInbox
 	s.mu.Lock()
 	if s.targets[replica] != nil || s.closed { // a replica has one opener: unreachable
 		s.mu.Unlock()
@@ -99,8 +99,8 @@ func (s *Server) target(ctx context.Context, replica, volume string) (*target, e
 	return t, nil
 }
 
-// join adds a session.
-func (t *target) join(x *session) error {
+// addSession adds a session.
+func (t *target) addSession(x *session) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.shutting {
@@ -118,8 +118,8 @@ func (t *target) stopTimer() {
 	t.linger = nil
 }
 
-// leave takes a session out. The replica stays open for a while: its engine may come again.
-func (t *target) leave(x *session) {
+// removeSession takes a session out. The replica stays open for a while: its engine may come again.
+func (t *target) removeSession(x *session) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.sessions, x)
@@ -134,15 +134,15 @@ func (t *target) leave(x *session) {
 		t.linger = nil
 		t.mu.Unlock()
 		if idle {
-			if err := t.shut(); err != nil {
+			if err := t.closeReplica(); err != nil {
 				t.s.o.Log.Warn("a replica that no engine came back for", "replica", t.uid, "err", err)
 			}
 		}
 	})
 }
 
-// shut closes the replica, without sessions.
-func (t *target) shut() error {
+// closeReplica closes the replica, without sessions.
+func (t *target) closeReplica() error {
 	t.mu.Lock()
 	if t.shutting {
 		t.mu.Unlock()
@@ -151,8 +151,8 @@ func (t *target) shut() error {
 	}
 	t.shutting = true
 	for x := range t.sessions {
-		if x.failure() == nil {
-			x.c.drop(x)
+		if x.refusal() == nil {
+			x.c.dropSession(x)
 		}
 	}
 	clear(t.sessions)
@@ -171,8 +171,8 @@ func (t *target) shut() error {
 	return t.err
 }
 
-// put hands a request to the replica's loop.
-func (t *target) put(in *incoming) {
+// postRequest hands a request to the replica's loop.
+func (t *target) postRequest(in *incoming) {
 	t.inMu.Lock()
 	t.inbox = append(t.inbox, in)
 	first := len(t.inbox) == 1
@@ -189,8 +189,8 @@ func (t *target) put(in *incoming) {
 	}
 }
 
-// take submits the requests of the inbox. Loop thread.
-func (t *target) take() {
+// submitInbox submits the requests of the inbox. Loop thread.
+func (t *target) submitInbox() {
 	t.inMu.Lock()
 	list := t.inbox
 	t.inbox, t.spare = t.spare[:0], nil
@@ -202,7 +202,7 @@ func (t *target) take() {
 			t.rep.Submit(&in.req)
 			continue
 		case t.current == nil || !in.sess.adopted:
-			if in.err = in.sess.failure(); in.err == nil {
+			if in.err = in.sess.refusal(); in.err == nil {
 				in.err = errSession
 			}
 		default:
@@ -253,8 +253,8 @@ func (t *target) servingNow() *session {
 	return t.serving
 }
 
-// failure is the reason to refuse the session's frames; nil: served.
-func (x *session) failure() error {
+// refusal is the reason to refuse the session's frames; nil: served.
+func (x *session) refusal() error {
 	x.c.mu.Lock()
 	defer x.c.mu.Unlock()
 	return x.failed
