@@ -48,7 +48,7 @@ func reach(ctx context.Context, socket string) (*net.UnixConn, error) {
 	return c.(*net.UnixConn), nil
 }
 
-func (c *client) ask(a ask, send []int) (answer, []int, error) {
+func (c *client) askHolder(a ask, send []int) (answer, []int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	out, fds, err := exchange(c.c, &c.buf, a, send)
@@ -179,8 +179,8 @@ func (c *client) remember(key string, blob []byte, fds ...int) error {
 	return nil
 }
 
-// forget closes this process's copies; the holder keeps its own.
-func (c *client) forget(key string) {
+// closeCopies closes this process's copies; the holder keeps its own.
+func (c *client) closeCopies(key string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	closeFds(c.mine[key].fds)
@@ -188,7 +188,7 @@ func (c *client) forget(key string) {
 }
 
 func (c *client) hello() (int64, error) {
-	out, _, err := c.ask(ask{Op: askHello}, nil)
+	out, _, err := c.askHolder(ask{Op: askHello}, nil)
 	if err == nil {
 		c.mu.Lock()
 		c.number = out.Incarnation
@@ -197,30 +197,30 @@ func (c *client) hello() (int64, error) {
 	return out.Incarnation, err
 }
 
-func (c *client) put(key string, blob []byte, fds ...int) error {
+func (c *client) putRecord(key string, blob []byte, fds ...int) error {
 	if len(blob) > maxBlob {
 		return api.Errorf(api.OutOfRange, "%d bytes to keep for %s; at most %d", len(blob), key, maxBlob)
 	}
-	if _, _, err := c.ask(ask{Op: askPut, Key: key, Blob: blob}, fds); err != nil {
+	if _, _, err := c.askHolder(ask{Op: askPut, Key: key, Blob: blob}, fds); err != nil {
 		return err
 	}
 	return c.remember(key, blob, fds...)
 }
 
-func (c *client) get(key string) (blob []byte, fds []int, err error) {
-	out, fds, err := c.ask(ask{Op: askGet, Key: key}, nil)
+func (c *client) getRecord(key string) (blob []byte, fds []int, err error) {
+	out, fds, err := c.askHolder(ask{Op: askGet, Key: key}, nil)
 	return out.Blob, fds, err
 }
 
 func (c *client) delete(key string) error {
-	c.forget(key)
-	_, _, err := c.ask(ask{Op: askDelete, Key: key}, nil)
+	c.closeCopies(key)
+	_, _, err := c.askHolder(ask{Op: askDelete, Key: key}, nil)
 	return err
 }
 
 func (c *client) keys() (keys []string, err error) {
 	for more, after := true, ""; more; {
-		out, _, err := c.ask(ask{Op: askList, After: after}, nil)
+		out, _, err := c.askHolder(ask{Op: askList, After: after}, nil)
 		if err != nil {
 			return nil, err
 		}

@@ -41,7 +41,7 @@ const forever = 1 << 25 // seconds an answer about names and attributes holds
 
 // start begins to serve; resume first asks for a predecessor's unanswered requests.
 func (c *conn) start(resume bool) error {
-	if err := c.srv.prepare(); err != nil {
+	if err := c.srv.prepareMemory(); err != nil {
 		return err
 	}
 	c.prepared = true
@@ -67,7 +67,7 @@ func (c *conn) polled(_ *uring.Op, res int32) {
 		c.stopping = true
 	}
 	if !c.stopping {
-		c.serve()
+		c.serveRequests()
 	}
 	c.ended()
 }
@@ -79,8 +79,8 @@ func (c *conn) stop() {
 	c.ended()
 }
 
-// cut closes the descriptor without waiting for the backend, and then done.
-func (c *conn) cut(done chan struct{}) {
+// closeNow closes the descriptor without waiting for the backend, and then done.
+func (c *conn) closeNow(done chan struct{}) {
 	c.aborted = done
 	c.stop()
 }
@@ -101,13 +101,13 @@ func (c *conn) ended() {
 		c.idleDone = true
 		close(c.idle)
 		if c.prepared {
-			c.srv.left()
+			c.srv.connectionEnded()
 		}
 	}
 }
 
-// serve takes the waiting requests and listens for more.
-func (c *conn) serve() {
+// serveRequests takes the waiting requests and listens for more.
+func (c *conn) serveRequests() {
 	s := c.srv
 	s.serving = true
 	c.drain()
@@ -118,14 +118,14 @@ func (c *conn) serve() {
 func (c *conn) drain() {
 	s := c.srv
 	for n := 0; !c.stopping; n++ {
-		if !s.may(c) {
+		if !s.mayRead(c) {
 			if !c.hungry {
 				c.hungry = true
 				s.hungry = append(s.hungry, c)
 			}
 			break
 		}
-		if n == batch || !c.read() {
+		if n == batch || !c.readRequest() {
 			if !c.stopping {
 				c.arm()
 			}
@@ -135,8 +135,8 @@ func (c *conn) drain() {
 	c.ended()
 }
 
-// read takes one request; false: there is none.
-func (c *conn) read() bool {
+// readRequest takes one request; false: there is none.
+func (c *conn) readRequest() bool {
 	s := c.srv
 	s.vec[1] = iovec{uintptr(unsafe.Pointer(&s.stage.mem[0])), maxIO}
 	for {
@@ -186,11 +186,11 @@ func (c *conn) dispatch(n int) {
 		case unix.FALLOC_FL_ZERO_RANGE:
 			c.submit(h.unique, block.OpZero, in.offset, in.length)
 		default:
-			c.refuse(h.unique, unix.EOPNOTSUPP)
+			c.refuseRequest(h.unique, unix.EOPNOTSUPP)
 		}
 	case opForget, opBatchForget, opInterrupt: // want no answer
 	default:
-		c.answer(h, n)
+		c.answerRare(h, n)
 	}
 }
 
@@ -199,22 +199,22 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	s := c.srv
 	size := uint64(c.size)
 	if off%512 != 0 || n%512 != 0 || off > size || n > size-off {
-		c.refuse(unique, unix.EINVAL)
+		c.refuseRequest(unique, unix.EINVAL)
 		return
 	}
 	if c.readOnly && op != block.OpRead && op != block.OpFlush {
-		c.refuse(unique, unix.EROFS)
+		c.refuseRequest(unique, unix.EROFS)
 		return
 	}
-	r := s.request()
+	r := s.newRequest()
 	r.conn, r.unique, r.Op, r.Off, r.Len = c, unique, op, int64(off), int64(n)
 	if op == block.OpRead || op == block.OpWrite {
 		if n == 0 || n > maxIO {
 			s.free = append(s.free, r)
-			c.refuse(unique, unix.EINVAL)
+			c.refuseRequest(unique, unix.EINVAL)
 			return
 		}
-		r.slot = s.take(int(n), op == block.OpWrite)
+		r.slot = s.takeMemory(int(n), op == block.OpWrite)
 		r.Buf = r.slot.mem[:n]
 		c.used += int64(classSize[r.slot.class])
 	}
@@ -222,8 +222,8 @@ func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
 	c.be.Submit(&r.Request)
 }
 
-// answer is for rare requests: answer joins the request's parts and builds the reply behind them.
-func (c *conn) answer(h inHeader, n int) {
+// answerRare is for rare requests: answerRare joins the request's parts and builds the reply behind them.
+func (c *conn) answerRare(h inHeader, n int) {
 	stage := c.srv.stage.mem
 	const out = 2 * page // behind the longest name
 	n = min(n, page)
@@ -234,7 +234,7 @@ func (c *conn) answer(h inHeader, n int) {
 		k = 0
 	}
 	*view[outHeader](stage[out:]) = outHeader{uint32(outSize + k), e, h.unique}
-	c.write(uintptr(unsafe.Pointer(&stage[out])), uintptr(outSize+k))
+	c.writeReply(uintptr(unsafe.Pointer(&stage[out])), uintptr(outSize+k))
 }
 
 // meta answers requests about the file, not its data.

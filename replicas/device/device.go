@@ -70,7 +70,7 @@ func (d *Device) present(ctx context.Context, hint int) error {
 		}
 	}
 	if d.dev != hint {
-		if err := d.host.keep(record{d.spec, d.dev, d.file}); err != nil {
+		if err := d.host.keepRecord(record{d.spec, d.dev, d.file}); err != nil {
 			return err
 		}
 	}
@@ -233,7 +233,7 @@ func (d *Device) update(change func(*Spec)) error {
 	if err := spec.validate(); err != nil {
 		return err
 	}
-	if err := d.host.keep(record{spec, d.dev, d.file}); err != nil {
+	if err := d.host.keepRecord(record{spec, d.dev, d.file}); err != nil {
 		return fmt.Errorf("device %s: %w", spec.Name, err)
 	}
 	d.spec = spec
@@ -318,7 +318,7 @@ func (d *Device) detach(ctx context.Context) error {
 		return err
 	}
 	d.down = true
-	d.host.forget(d)
+	d.host.forgetDevice(d)
 	return nil
 }
 
@@ -414,14 +414,14 @@ func (d *Device) abandon() error {
 
 func (d *Device) abandonLocked() error {
 	closed := make(chan struct{})
-	err := d.loop.Do(func() { d.conn.cut(closed) })
+	err := d.loop.Do(func() { d.conn.closeNow(closed) })
 	if err == nil {
 		<-closed
 	}
 	err = d.takeDown(d.dev)
 	d.closeTree()
 	d.down = true
-	d.host.forget(d)
+	d.host.forgetDevice(d)
 	return err
 }
 

@@ -336,7 +336,7 @@ func sizeTrimmed(l *uring.Loop, srv *server, right func(int64) bool) (size int64
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for range 500 {
-		_ = l.Do(func() { srv.trim(); size = srv.pool.size() })
+		_ = l.Do(func() { srv.trimPool(); size = srv.pool.size() })
 		if right(size) {
 			break
 		}
@@ -449,7 +449,7 @@ func TestHandOver(t *testing.T) {
 	if err := h2.SetBlob(testKey("over"), []byte("newer")); err != nil {
 		t.Error(err)
 	}
-	if rec, fds, err := h2.fetch(testKey("over")); err != nil || string(rec.Blob) != "newer" || len(fds) != 2 {
+	if rec, fds, err := h2.fetchRecord(testKey("over")); err != nil || string(rec.Blob) != "newer" || len(fds) != 2 {
 		t.Errorf("the holder has %q and %d descriptors, %v", rec.Blob, len(fds), err)
 	} else {
 		closeFds(fds)

@@ -72,7 +72,7 @@ func TestHolderSendsTheRightDescriptors(t *testing.T) {
 		c := dial(t, runDir)
 		wg.Go(func() {
 			for range 3000 {
-				if err := c.put(key, nil, fd); err != nil {
+				if err := c.putRecord(key, nil, fd); err != nil {
 					t.Error(err)
 					return
 				}
@@ -88,7 +88,7 @@ func TestHolderSendsTheRightDescriptors(t *testing.T) {
 		c := dial(t, runDir)
 		wg.Go(func() {
 			for range 6000 {
-				_, fds, err := c.get("a")
+				_, fds, err := c.getRecord("a")
 				if api.Is(err, api.NotFound) {
 					continue // at the moment
 				}

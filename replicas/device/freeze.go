@@ -79,14 +79,14 @@ func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 	defer func() { _ = lock.Close() }()
 	for _, m := range mounts { // all of one file system
 		f := &Frozen{d: d, path: path, done: make(chan struct{})}
-		if err = f.start(lock, "freeze", m); err != nil {
+		if err = f.startFreeze(lock, "freeze", m); err != nil {
 			break
 		}
 		if err = f.advance(ctx); err == nil {
 			return f, nil
 		}
 		if c := code(err); c != exitNotMount && c != exitNoFolder {
-			f.end()
+			f.thaw()
 			return nil, fmt.Errorf("freeze %s at %s: %w", d.Path(), m.Mountpoint, err)
 		}
 		_ = f.tell.Close()
@@ -131,8 +131,8 @@ func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.Fil
 	}
 }
 
-// start runs freeze.sh with the lock.
-func (f *Frozen) start(lock *os.File, deed string, m *mountinfo.Info) error {
+// startFreeze runs freeze.sh with the lock.
+func (f *Frozen) startFreeze(lock *os.File, deed string, m *mountinfo.Info) error {
 	in, tell, err := os.Pipe()
 	if err != nil {
 		return err
@@ -195,8 +195,8 @@ func (f *Frozen) advance(ctx context.Context) error {
 	}
 }
 
-// end has the file system thawed and the record removed, however long the thaw takes.
-func (f *Frozen) end() {
+// thaw has the file system thawed and the record removed, however long the thaw takes.
+func (f *Frozen) thaw() {
 	_ = f.tell.Close()
 	h := f.d.host
 	h.thaws.Go(func() {
@@ -221,7 +221,7 @@ func (f *Frozen) end() {
 
 // Thaw lets writers continue. An error says that the thaw takes long; the thaw is done nevertheless.
 func (f *Frozen) Thaw() error {
-	f.end()
+	f.thaw()
 	late := time.NewTimer(thawWait)
 	defer late.Stop()
 	select {
@@ -310,7 +310,7 @@ func (h *Host) thawRecorded(path string) error {
 	}
 	for _, m := range mounts {
 		f := &Frozen{}
-		if err = f.start(lock, "thaw", m); err != nil {
+		if err = f.startFreeze(lock, "thaw", m); err != nil {
 			return err
 		}
 		select {

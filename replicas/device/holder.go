@@ -111,7 +111,7 @@ func RunHolder(ctx context.Context, socket string) error {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			h.serve(c)
+			h.serveClient(c)
 		}()
 	}
 }
@@ -145,7 +145,7 @@ func onlyRoot(c *net.UnixConn) error {
 	return nil
 }
 
-func (h *holder) serve(c *net.UnixConn) {
+func (h *holder) serveClient(c *net.UnixConn) {
 	defer func() {
 		h.mu.Lock()
 		delete(h.conns, c)
@@ -204,7 +204,7 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 		}
 		return answer{Blob: k.blob}, fds
 	case askList:
-		return h.list(a.After), nil
+		return h.listKeys(a.After), nil
 	case askDelete:
 		closeFds(h.kept[a.Key].fds)
 		delete(h.kept, a.Key)
@@ -213,8 +213,8 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	return refuse(api.Invalid, "the holder does not know %q", a.Op), nil
 }
 
-// list is a page of keys.
-func (h *holder) list(after string) answer {
+// listKeys is a page of keys.
+func (h *holder) listKeys(after string) answer {
 	var out answer
 	for k := range h.kept {
 		if k > after {

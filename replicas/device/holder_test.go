@@ -36,16 +36,16 @@ func TestHolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = r.Close() }()
-	if err := a.put("k", []byte("one"), int(w.Fd())); err != nil {
+	if err := a.putRecord("k", []byte("one"), int(w.Fd())); err != nil {
 		t.Fatal(err)
 	}
 	_ = w.Close()
 	_ = a.close() // as a death would
 	b := dial(t, runDir)
-	if err := b.put("k", []byte("two")); err != nil {
+	if err := b.putRecord("k", []byte("two")); err != nil {
 		t.Fatal(err)
 	}
-	blob, fds, err := b.get("k")
+	blob, fds, err := b.getRecord("k")
 	if err != nil || string(blob) != "two" || len(fds) != 1 {
 		t.Fatalf("%q, %v, %v", blob, fds, err)
 	}
@@ -53,16 +53,16 @@ func TestHolder(t *testing.T) {
 		t.Fatalf("the kept descriptor does not work: %d, %v", n, err)
 	}
 	closeFds(fds)
-	if err := b.put("unknown", []byte("x")); !api.Is(err, api.NotFound) {
+	if err := b.putRecord("unknown", []byte("x")); !api.Is(err, api.NotFound) {
 		t.Errorf("a blob without descriptors: %v, want kind not found", err)
 	}
-	if err := b.put("k", make([]byte, maxBlob+1), fds...); !api.Is(err, api.OutOfRange) {
+	if err := b.putRecord("k", make([]byte, maxBlob+1), fds...); !api.Is(err, api.OutOfRange) {
 		t.Errorf("too large a blob: %v, want kind out of range", err)
 	}
-	if err := b.put("large", bytes.Repeat([]byte("x"), maxBlob), int(r.Fd())); err != nil {
+	if err := b.putRecord("large", bytes.Repeat([]byte("x"), maxBlob), int(r.Fd())); err != nil {
 		t.Error(err)
 	}
-	if blob, fds, err := b.get("large"); err != nil || len(blob) != maxBlob {
+	if blob, fds, err := b.getRecord("large"); err != nil || len(blob) != maxBlob {
 		t.Errorf("a large blob: %d bytes, %v", len(blob), err)
 	} else {
 		closeFds(fds)
@@ -94,7 +94,7 @@ func TestHolderList(t *testing.T) {
 	runDir := runHolder(t)
 	c := dial(t, runDir)
 	for i := range 1000 {
-		if err := c.put(fmt.Sprintf("k%04d", i), nil, 0); err != nil {
+		if err := c.putRecord(fmt.Sprintf("k%04d", i), nil, 0); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -119,7 +119,7 @@ func TestHolderHostile(t *testing.T) {
 		t.Error("rubbish was answered")
 	}
 	_ = c.Close()
-	if _, _, err := dial(t, runDir).ask(ask{Op: "nonsense"}, nil); !api.Is(err, api.Invalid) {
+	if _, _, err := dial(t, runDir).askHolder(ask{Op: "nonsense"}, nil); !api.Is(err, api.Invalid) {
 		t.Errorf("an unknown ask: %v, want kind invalid", err)
 	}
 

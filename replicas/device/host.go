@@ -103,7 +103,7 @@ func Open(ctx context.Context, runDir string) (*Host, error) {
 		_ = lock.Close()
 		return nil, err
 	}
-	if err := h.connect(ctx, filepath.Join(runDir, "hold.sock")); err != nil {
+	if err := h.connectHolder(ctx, filepath.Join(runDir, "hold.sock")); err != nil {
 		if h.hold != nil {
 			_ = h.hold.close()
 		}
@@ -137,7 +137,7 @@ func openMark(path string) (string, error) {
 	return mark, nil
 }
 
-func (h *Host) connect(ctx context.Context, socket string) (err error) {
+func (h *Host) connectHolder(ctx context.Context, socket string) (err error) {
 	if h.hold, err = dialHolder(ctx, socket); err != nil {
 		return err
 	}
@@ -149,7 +149,7 @@ func (h *Host) connect(ctx context.Context, socket string) (err error) {
 		return err
 	}
 	for _, k := range keys {
-		rec, fds, err := h.fetch(k)
+		rec, fds, err := h.fetchRecord(k)
 		closeFds(fds)
 		if err != nil {
 			return err
@@ -159,8 +159,8 @@ func (h *Host) connect(ctx context.Context, socket string) (err error) {
 	return h.hold.watch(h.log)
 }
 
-func (h *Host) fetch(key string) (rec record, fds []int, err error) {
-	blob, fds, err := h.hold.get(key)
+func (h *Host) fetchRecord(key string) (rec record, fds []int, err error) {
+	blob, fds, err := h.hold.getRecord(key)
 	if err != nil {
 		return record{}, nil, err
 	}
@@ -283,8 +283,8 @@ func (h *Host) Devices() []*Device {
 	return out
 }
 
-// reserve keeps other calls from working on key.
-func (h *Host) reserve(key string, resume bool) error {
+// reserveKey keeps other calls from working on key.
+func (h *Host) reserveKey(key string, resume bool) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	_, waits := h.waiting[key]
@@ -302,9 +302,9 @@ func (h *Host) reserve(key string, resume bool) error {
 	return nil
 }
 
-// release ends a reservation; d is the device now served, if any, and gone says that the holder no longer has the
+// releaseKey ends a reservation; d is the device now served, if any, and gone says that the holder no longer has the
 // device.
-func (h *Host) release(key string, d *Device, gone bool) {
+func (h *Host) releaseKey(key string, d *Device, gone bool) {
 	h.keeping.Lock()
 	defer h.keeping.Unlock()
 	h.mu.Lock()
@@ -347,18 +347,18 @@ func (h *Host) Attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	if err := spec.validate(); err != nil {
 		return nil, err
 	}
-	if err := h.reserve(spec.Key, false); err != nil {
+	if err := h.reserveKey(spec.Key, false); err != nil {
 		return nil, err
 	}
-	d, err := h.attach(ctx, spec, loop, be)
-	h.release(spec.Key, d, false)
+	d, err := h.attachDevice(ctx, spec, loop, be)
+	h.releaseKey(spec.Key, d, false)
 	if err != nil {
 		return nil, fmt.Errorf("attach device %s: %w", spec.Name, err)
 	}
 	return d, nil
 }
 
-func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
+func (h *Host) attachDevice(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (*Device, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -368,7 +368,7 @@ func (h *Host) attach(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	}
 	rec := record{spec, loopUnknown, h.fileName(spec.Key)}
 	d := newDevice(h, rec, loop, be, fuse, tree)
-	if err := h.keep(rec, fuse, tree); err != nil {
+	if err := h.keepRecord(rec, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
 		return nil, errors.Join(err, h.hold.delete(spec.Key)) // the holder may have the descriptors
 	}
@@ -389,23 +389,23 @@ func (h *Host) Resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 	if err := spec.validate(); err != nil {
 		return nil, err
 	}
-	if err := h.reserve(spec.Key, true); err != nil {
+	if err := h.reserveKey(spec.Key, true); err != nil {
 		return nil, err
 	}
-	d, gone, err := h.resume(ctx, spec, loop, be)
-	h.release(spec.Key, d, gone)
+	d, gone, err := h.resumeDevice(ctx, spec, loop, be)
+	h.releaseKey(spec.Key, d, gone)
 	if err != nil {
 		return nil, fmt.Errorf("resume device %s: %w", spec.Name, err)
 	}
 	return d, nil
 }
 
-func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (
+func (h *Host) resumeDevice(ctx context.Context, spec Spec, loop *uring.Loop, be block.Submitter) (
 	_ *Device, gone bool, _ error) {
 	if err := ctx.Err(); err != nil {
 		return nil, false, err
 	}
-	rec, fds, err := h.fetch(spec.Key)
+	rec, fds, err := h.fetchRecord(spec.Key)
 	if err != nil {
 		return nil, false, err
 	}
@@ -430,18 +430,18 @@ func (h *Host) resume(ctx context.Context, spec Spec, loop *uring.Loop, be block
 		err = d.start(true)
 	}
 	if err != nil {
-		h.hold.forget(spec.Key)
+		h.hold.closeCopies(spec.Key)
 		closeFds(fds)
 		return nil, false, err
 	}
 	if err := d.present(ctx, rec.Loop); err != nil {
-		h.hold.forget(spec.Key)
+		h.hold.closeCopies(spec.Key)
 		return nil, false, errors.Join(err, d.quiesce(ctx)) // stays held: the next Resume tries again
 	}
 	return d, false, nil
 }
 
-func (h *Host) keep(rec record, fds ...int) error {
+func (h *Host) keepRecord(rec record, fds ...int) error {
 	h.keeping.Lock()
 	defer h.keeping.Unlock()
 	if said, is := h.said[rec.Key]; is {
@@ -451,7 +451,7 @@ func (h *Host) keep(rec record, fds ...int) error {
 	if err != nil {
 		return err
 	}
-	return h.hold.put(rec.Key, blob, fds...)
+	return h.hold.putRecord(rec.Key, blob, fds...)
 }
 
 // SetBlob replaces the blob for a later process, also of a device that is held and not resumed yet.
@@ -482,7 +482,7 @@ func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
 	if err := spec.validate(); err != nil {
 		return true, err
 	}
-	rec, fds, err := h.fetch(key)
+	rec, fds, err := h.fetchRecord(key)
 	closeFds(fds)
 	if err != nil {
 		return true, err
@@ -490,7 +490,7 @@ func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
 	rec.Blob = blob
 	raw, err := json.Marshal(rec)
 	if err == nil {
-		err = h.hold.put(key, raw)
+		err = h.hold.putRecord(key, raw)
 	}
 	if err != nil {
 		return true, fmt.Errorf("device %s: %w", spec.Name, err)
@@ -505,16 +505,16 @@ func (h *Host) setHeld(key string, blob []byte) (is bool, err error) {
 // Discard takes down a held device without serving the device, and fails all I/O. For devices that no process can
 // serve any more.
 func (h *Host) Discard(key string) error {
-	if err := h.reserve(key, true); err != nil {
+	if err := h.reserveKey(key, true); err != nil {
 		return err
 	}
-	rec, fds, err := h.fetch(key)
+	rec, fds, err := h.fetchRecord(key)
 	closeFds(fds)
 	if err == nil {
 		d := &Device{host: h, spec: rec.Spec, file: rec.fileName()}
 		err = d.takeDown(rec.Loop)
 	}
-	h.release(key, nil, err == nil)
+	h.releaseKey(key, nil, err == nil)
 	return err
 }
 
@@ -531,7 +531,7 @@ func (h *Host) Close() error {
 		if err := d.quiesce(ctx); err != nil {
 			errs = append(errs, fmt.Errorf("device %s: %w", d.spec.Name, err))
 		}
-		h.forget(d)
+		h.forgetDevice(d)
 	}
 	h.mu.Lock()
 	for _, s := range h.servers {
@@ -545,7 +545,7 @@ func (h *Host) Close() error {
 	return errors.Join(errs...)
 }
 
-func (h *Host) forget(d *Device) {
+func (h *Host) forgetDevice(d *Device) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.devices, d.spec.Key)

@@ -13,40 +13,40 @@ import (
 // Every request can need the memory of the staging buffer when there is no other: it still goes on.
 func TestNoMemory(t *testing.T) {
 	s := newServer(nil, slog.Default())
-	if err := s.prepare(); err != nil {
+	if err := s.prepareMemory(); err != nil {
 		t.Fatal(err)
 	}
 	s.stage.mem[0] = 7
-	m := s.take(maxIO, true)
+	m := s.takeMemory(maxIO, true)
 	if m.mem[0] != 7 || s.stage.mem == nil {
 		t.Fatal("a large request must keep its buffer, and there be another")
 	}
-	n := s.take(page, true)
+	n := s.takeMemory(page, true)
 	if n.class != 0 {
 		t.Fatalf("class %d for a page", n.class)
 	}
-	s.give(n)
-	s.give(m)
+	s.giveBack(n)
+	s.giveBack(m)
 	if s.pool.used != maxIO {
 		t.Errorf("%d bytes in use; only the staging buffer should be", s.pool.used)
 	}
 	s.growing = true // it asks for more, which must not come here
 	s.stage, m = slot{}, s.stage
-	if s.may(&conn{}) {
+	if s.mayRead(&conn{}) {
 		t.Error("nothing may be read without a staging buffer")
 	}
-	s.give(m)
+	s.giveBack(m)
 	if s.stage.mem == nil {
 		t.Error("a buffer that comes back must become the staging buffer")
 	}
 	for len(s.free) > 0 {
-		s.request()
+		s.newRequest()
 	}
-	if s.may(&conn{}) {
+	if s.mayRead(&conn{}) {
 		t.Error("nothing may be read without a request to keep it in")
 	}
-	s.pool.put(s.stage)
-	s.pool.trim(reserved)
+	s.pool.putSlot(s.stage)
+	s.pool.trimSlabs(reserved)
 }
 
 // Memory that was asked for comes when it can: after the last device went and all was given back, or when the only
@@ -63,33 +63,33 @@ func TestMemoryComesLate(t *testing.T) {
 	s := newServer(l, slog.Default())
 	err := l.Do(func() {
 		s.growing = true // as after want, which adds no more of its own here
-		if err := s.prepare(); err != nil {
+		if err := s.prepareMemory(); err != nil {
 			t.Error(err)
 			return
 		}
-		s.left()
-		s.trim()
+		s.connectionEnded()
+		s.trimPool()
 		if n := s.pool.size(); n != 0 || s.stage.mem != nil {
 			t.Errorf("%d bytes without a device", n)
 		}
 		s.came(slab(), nil)
 		s.growing = true
-		if err := s.prepare(); err != nil {
+		if err := s.prepareMemory(); err != nil {
 			t.Error(err)
 		}
-		if !s.may(&conn{}) {
+		if !s.mayRead(&conn{}) {
 			t.Error("the next device is not served")
 		}
 
 		for s.stage.mem != nil { // all is with a disk that hangs
-			s.pool.lent += int64(classSize[s.take(maxIO, false).class])
+			s.pool.lent += int64(classSize[s.takeMemory(maxIO, false).class])
 		}
 		s.growing = true
-		if s.may(&conn{}) {
+		if s.mayRead(&conn{}) {
 			t.Error("there is a staging buffer yet")
 		}
 		s.came(slab(), nil)
-		if !s.may(&conn{}) {
+		if !s.mayRead(&conn{}) {
 			t.Error("the memory that came in the place of what is lent is of no use")
 		}
 	})
@@ -110,7 +110,7 @@ func TestMemoryForEach(t *testing.T) {
 			var small []slot
 			err := l.Do(func() {
 				for range devices {
-					if err := s.prepare(); err != nil {
+					if err := s.prepareMemory(); err != nil {
 						t.Error(err)
 					}
 				}
@@ -118,15 +118,15 @@ func TestMemoryForEach(t *testing.T) {
 			for cut != maxIO && err == nil && s.pool.size() < poolCap { // all of it, and back again
 				err = l.Do(func() {
 					for s.stage.mem != nil && len(s.pool.free[bigClass]) > 0 {
-						small = append(small, s.take(cut, false))
+						small = append(small, s.takeMemory(cut, false))
 					}
-					s.want()
+					s.wantMemory()
 				})
 			}
 			if err == nil {
 				err = l.Do(func() {
 					for _, m := range small {
-						s.give(m)
+						s.giveBack(m)
 					}
 				})
 			}
@@ -137,8 +137,8 @@ func TestMemoryForEach(t *testing.T) {
 				await(t, func() (got bool) {
 					_ = l.Do(func() {
 						c := &conn{srv: s}
-						if got = s.may(c); got {
-							s.take(maxIO, false)
+						if got = s.mayRead(c); got {
+							s.takeMemory(maxIO, false)
 						}
 					})
 					return got

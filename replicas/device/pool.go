@@ -68,8 +68,8 @@ func locked(n int, warn func(error)) ([]byte, error) {
 
 func unlock(mem []byte) { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(len(mem))) }
 
-// add takes a slab in.
-func (p *pool) add(m []byte) {
+// addSlab takes a slab in.
+func (p *pool) addSlab(m []byte) {
 	p.slabs = append(p.slabs, m)
 	p.split(m, bigClass)
 }
@@ -91,8 +91,8 @@ func (p *pool) split(m []byte, class int) {
 	}
 }
 
-// get is a slot of at least n bytes; false: none is free.
-func (p *pool) get(n int) (slot, bool) {
+// getSlot is a slot of at least n bytes; false: none is free.
+func (p *pool) getSlot(n int) (slot, bool) {
 	class := 0
 	for classSize[class] < n {
 		class++
@@ -107,13 +107,13 @@ func (p *pool) get(n int) (slot, bool) {
 	return s, true
 }
 
-func (p *pool) put(s slot) {
+func (p *pool) putSlot(s slot) {
 	p.used -= int64(classSize[s.class])
 	p.free[s.class] = append(p.free[s.class], s)
 }
 
-// trim takes out, for the caller to give back, all slabs but some. Nothing may be handed out.
-func (p *pool) trim(keep int) (spare [][]byte) {
+// trimSlabs takes out, for the caller to give back, all slabs but some. Nothing may be handed out.
+func (p *pool) trimSlabs(keep int) (spare [][]byte) {
 	for c := range p.free {
 		p.free[c] = p.free[c][:0]
 	}

@@ -73,21 +73,21 @@ func newServer(loop *uring.Loop, log *slog.Logger) *server {
 	return s
 }
 
-// prepare takes the memory for serving: to read the first request, and to continue without more.
-func (s *server) prepare() error {
+// prepareMemory takes the memory for serving: to read the first request, and to continue without more.
+func (s *server) prepareMemory() error {
 	s.conns++
 	if s.conns > 1 || s.stage.mem != nil && s.pool.size()-s.pool.lent >= reserved*slabSize {
 		return nil
 	}
-	err := s.reserve()
+	err := s.reserveMemory()
 	if err != nil {
 		s.conns--
 	}
 	return err
 }
 
-// reserve takes the memory that exists as long as connections do.
-func (s *server) reserve() error {
+// reserveMemory takes the memory that exists as long as connections do.
+func (s *server) reserveMemory() error {
 	var slabs [reserved][]byte
 	for i := range slabs {
 		var err error
@@ -109,7 +109,7 @@ func (s *server) reserve() error {
 		s.vec[0] = iovec{uintptr(unsafe.Pointer(&s.head[0])), uintptr(headSize)}
 	}
 	for _, slab := range slabs {
-		s.pool.add(slab)
+		s.pool.addSlab(slab)
 	}
 	s.restage()
 	return nil
@@ -118,20 +118,20 @@ func (s *server) reserve() error {
 // restage finds a missing staging buffer: without a buffer the server reads nothing.
 func (s *server) restage() {
 	if s.stage.mem == nil {
-		s.stage, _ = s.pool.get(maxIO)
+		s.stage, _ = s.pool.getSlot(maxIO)
 	}
 }
 
-// kept is how many slabs stay when nothing is in progress.
-func (s *server) kept() int {
+// keptSlabs is how many slabs stay when nothing is in progress.
+func (s *server) keptSlabs() int {
 	if s.conns == 0 {
 		return 0
 	}
 	return reserved
 }
 
-// left is called when a connection has ended.
-func (s *server) left() {
+// connectionEnded is called when a connection has ended.
+func (s *server) connectionEnded() {
 	s.conns--
 	s.trimSoon()
 }
@@ -153,8 +153,8 @@ func (s *server) make() ([]*request, error) {
 	return made, nil
 }
 
-// want asks for more memory, without waiting: the system may have to write through this very thread to find some.
-func (s *server) want() {
+// wantMemory asks for more memory, without waiting: the system may have to write through this very thread to find some.
+func (s *server) wantMemory() {
 	size := s.pool.size()
 	slabs := (poolCap + s.pool.lent - size + slabSize - 1) / slabSize
 	if slabs <= 0 && s.stage.mem == nil && size < poolCap+s.pool.lent+int64(s.conns)*slabSize {
@@ -194,7 +194,7 @@ func (s *server) want() {
 func (s *server) came(slabs [][]byte, made []*request) {
 	s.growing = false
 	for _, m := range slabs {
-		s.pool.add(m)
+		s.pool.addSlab(m)
 	}
 	s.free = append(s.free, made...)
 	s.restage()
@@ -211,39 +211,39 @@ func (s *server) wantSoon() {
 		return
 	}
 	s.asking = true
-	time.AfterFunc(wantAgain, func() { s.loop.Post(func() { s.asking = false; s.want() }) })
+	time.AfterFunc(wantAgain, func() { s.loop.Post(func() { s.asking = false; s.wantMemory() }) })
 }
 
-// may reports whether c may read a request of unknown size. A device alone gets a third of the memory; the more is in
-// use, the less each gets, and a device with nothing in progress is refused only when nothing is left at all: no
+// mayRead reports whether c may read a request of unknown size. A device alone gets a third of the memory; the more is
+// in use, the less each gets, and a device with nothing in progress is refused only when nothing is left at all: no
 // device can starve the others.
-func (s *server) may(c *conn) bool {
+func (s *server) mayRead(c *conn) bool {
 	if len(s.free) < fewLeft {
-		s.want()
+		s.wantMemory()
 	}
 	if len(s.free) == 0 || s.stage.mem == nil {
-		s.want()
+		s.wantMemory()
 		return false
 	}
 	if c.used == 0 || c.used+maxIO <= (s.pool.size()-s.pool.used)/2 {
 		return true
 	}
-	s.want()
+	s.wantMemory()
 	return false
 }
 
-// request is a free request. may has checked that one exists.
-func (s *server) request() *request {
+// newRequest is a free request. mayRead has checked that one exists.
+func (s *server) newRequest() *request {
 	n := len(s.free)
 	r := s.free[n-1]
 	s.free = s.free[:n-1]
 	return r
 }
 
-// take finds memory for a request of n bytes in the staging buffer; keep says that the payload matters.
-func (s *server) take(n int, keep bool) slot {
+// takeMemory finds memory for a request of n bytes in the staging buffer; keep says that the payload matters.
+func (s *server) takeMemory(n int, keep bool) slot {
 	if n <= copyMax {
-		if m, ok := s.pool.get(n); ok {
+		if m, ok := s.pool.getSlot(n); ok {
 			if keep {
 				copy(m.mem, s.stage.mem[:n])
 			}
@@ -251,18 +251,18 @@ func (s *server) take(n int, keep bool) slot {
 		}
 	}
 	m := s.stage
-	s.stage, _ = s.pool.get(maxIO) // none: the server reads nothing until a request is done
+	s.stage, _ = s.pool.getSlot(maxIO) // none: the server reads nothing until a request is done
 	return m
 }
 
-// give takes a request's memory back.
-func (s *server) give(m slot) {
+// giveBack takes a request's memory back.
+func (s *server) giveBack(m slot) {
 	s.freed = true
 	if m.class == bigClass && s.stage.mem == nil {
 		s.stage = m
 		return
 	}
-	s.pool.put(m)
+	s.pool.putSlot(m)
 }
 
 // lend leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
@@ -271,11 +271,11 @@ func (s *server) lend(m slot, l *block.BufferLease) {
 	s.pool.lent += n
 	l.OnRelease(func() {
 		s.pool.lent -= n
-		s.give(m)
+		s.giveBack(m)
 		s.feed()
 		s.trimSoon()
 	})
-	s.want()
+	s.wantMemory()
 }
 
 // feed lets connections continue that waited for memory.
@@ -298,22 +298,22 @@ func (s *server) feed() {
 
 // trimSoon checks, after a request is done, whether the pool can be given back soon.
 func (s *server) trimSoon() {
-	if s.trimming || len(s.pool.slabs) <= s.kept() {
+	if s.trimming || len(s.pool.slabs) <= s.keptSlabs() {
 		return
 	}
 	s.trimming = true
-	time.AfterFunc(trimWait, func() { s.loop.Post(s.trim) })
+	time.AfterFunc(trimWait, func() { s.loop.Post(s.trimPool) })
 }
 
-func (s *server) trim() {
+func (s *server) trimPool() {
 	s.trimming = false
 	if s.stage.mem == nil || s.pool.used != int64(classSize[bigClass]) {
 		s.trimSoon()
 		return
 	}
-	s.pool.put(s.stage)
+	s.pool.putSlot(s.stage)
 	s.stage = slot{}
-	spare := s.pool.trim(s.kept())
+	spare := s.pool.trimSlabs(s.keptSlabs())
 	s.restage() // no buffer where no slab is kept
 	s.aside.Go(func() {
 		for _, m := range spare {
@@ -322,19 +322,19 @@ func (s *server) trim() {
 	})
 }
 
-// refuse answers with an errno.
-func (c *conn) refuse(unique uint64, e unix.Errno) {
+// refuseRequest answers with an errno.
+func (c *conn) refuseRequest(unique uint64, e unix.Errno) {
 	w := view[outHeader](c.srv.head)
 	*w = outHeader{uint32(outSize), -int32(e), unique}
-	c.write(uintptr(unsafe.Pointer(w)), uintptr(outSize))
+	c.writeReply(uintptr(unsafe.Pointer(w)), uintptr(outSize))
 }
 
-func (c *conn) write(base, n uintptr) {
+func (c *conn) writeReply(base, n uintptr) {
 	_, _, e := unix.RawSyscall(unix.SYS_WRITE, uintptr(c.fd), base, n)
-	c.written(e)
+	c.replyWritten(e)
 }
 
-func (c *conn) written(e syscall.Errno) {
+func (c *conn) replyWritten(e syscall.Errno) {
 	// ENOENT: the kernel no longer wants the answer. ENODEV, EBADF: the connection was ended.
 	if e != 0 && e != unix.ENOENT && e != unix.ENODEV && e != unix.EBADF {
 		c.srv.log.Error("a reply to the kernel failed", "device", c.name, "err", e)
@@ -348,22 +348,22 @@ func (r *request) finish(*block.Request) {
 	base := uintptr(unsafe.Pointer(w))
 	switch {
 	case r.Err != nil || r.Op > block.OpWrite:
-		c.write(base, uintptr(outSize))
+		c.writeReply(base, uintptr(outSize))
 	case r.Op == block.OpWrite:
 		w.head.length = uint32(outSize + writeSize)
 		w.write = writeOut{size: uint32(r.Len)}
-		c.write(base, uintptr(outSize+writeSize))
+		c.writeReply(base, uintptr(outSize+writeSize))
 	default:
 		w.head.length += uint32(r.Len)
 		w.vec[0] = iovec{base, uintptr(outSize)}
 		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // the slot's, unless lent
 		_, _, e := unix.RawSyscall(unix.SYS_WRITEV, uintptr(c.fd), uintptr(unsafe.Pointer(&w.vec[0])), 2)
-		c.written(e)
+		c.replyWritten(e)
 	}
 	if r.slot.mem != nil {
 		c.used -= int64(classSize[r.slot.class])
 		if r.Lease.Released() {
-			c.srv.give(r.slot)
+			c.srv.giveBack(r.slot)
 		} else {
 			c.srv.lend(r.slot, r.Lease)
 		}
