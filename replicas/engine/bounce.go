@@ -30,27 +30,27 @@ func NewPool() (*Pool, error) {
 			p.Close()
 			return nil, err
 		}
-		p.reads.add(r)
-		p.writes.add(w)
+		p.reads.addBuffer(r)
+		p.writes.addBuffer(w)
 	}
 	return p, nil
 }
 
-// join adds the buffers for one more engine.
-func (p *Pool) join(loop Loop) error {
+// addEngine adds the buffers for one more engine.
+func (p *Pool) addEngine(loop Loop) error {
 	r, w, err := newBounces()
 	if err != nil {
 		return err
 	}
-	if !loop.Post(func() { p.reads.add(r); p.writes.add(w) }) {
+	if !loop.Post(func() { p.reads.addBuffer(r); p.writes.addBuffer(w) }) {
 		_, _ = unix.Munmap(r), unix.Munmap(w)
 		return api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	return nil
 }
 
-// leave frees the buffers of an engine that has ended. Loop thread.
-func (p *Pool) leave() {
+// removeEngine frees the buffers of an engine that has ended. Loop thread.
+func (p *Pool) removeEngine() {
 	for _, b := range []*bounces{&p.reads, &p.writes} {
 		if n := len(b.free) - 1; n >= 0 {
 			b.unmap(b.free[n])
@@ -62,8 +62,8 @@ func (p *Pool) leave() {
 // Close frees the memory; memory in use by a hanging disk is freed after its lease. Called when no engine uses the pool
 // any more, on the loop's thread or after its end.
 func (p *Pool) Close() {
-	p.reads.release()
-	p.writes.release()
+	p.reads.freeBuffers()
+	p.writes.freeBuffers()
 }
 
 type bounces struct {
@@ -72,7 +72,7 @@ type bounces struct {
 	held  map[*Engine]int // buffers of each engine with buffers
 	more  int             // buffers in use beyond the first of each engine
 	queue []*op           // operations that wait for a buffer
-	over  bool            // released: put unmaps buffers
+	over  bool            // freed: putBuffer unmaps buffers
 }
 
 // newBounces maps a buffer for reads and a buffer for writes.
@@ -90,12 +90,12 @@ func newBounces() (r, w []byte, err error) {
 	return r, w, nil
 }
 
-func (b *bounces) add(buf []byte) {
+func (b *bounces) addBuffer(buf []byte) {
 	b.all = append(b.all, buf)
-	b.put(buf)
+	b.putBuffer(buf)
 }
 
-func (b *bounces) release() {
+func (b *bounces) freeBuffers() {
 	free := b.free
 	b.free, b.queue, b.over = nil, nil, true
 	for _, buf := range free {
@@ -111,7 +111,7 @@ func (b *bounces) unmap(buf []byte) {
 	}
 }
 
-func (b *bounces) forget(o *op) {
+func (b *bounces) unqueue(o *op) {
 	if i := slices.Index(b.queue, o); i >= 0 {
 		b.queue = slices.Delete(b.queue, i, i+1)
 	}
@@ -127,21 +127,21 @@ func (o *op) bounces() *bounces {
 // takeBounce takes a buffer, or queues the operation for a buffer.
 func (o *op) takeBounce() bool {
 	b := o.bounces()
-	if !b.may(o.e) {
+	if !b.hasBuffer(o.e) {
 		b.queue = append(b.queue, o)
 		return false
 	}
-	b.give(o)
+	b.giveBuffer(o)
 	return true
 }
 
-// may reports whether an engine can have a buffer: the engine's own, or a shared buffer.
-func (b *bounces) may(e *Engine) bool {
+// hasBuffer reports whether an engine can have a buffer: the engine's own, or a shared buffer.
+func (b *bounces) hasBuffer(e *Engine) bool {
 	return len(b.free) > 0 && (b.held[e] == 0 || b.more < bounceMax)
 }
 
-// give lets an operation have a buffer.
-func (b *bounces) give(o *op) {
+// giveBuffer lets an operation have a buffer.
+func (b *bounces) giveBuffer(o *op) {
 	n := len(b.free) - 1
 	o.bounce, b.free = b.free[n], b.free[:n]
 	if b.held == nil {
@@ -164,23 +164,23 @@ func (o *op) giveBounce() {
 	}
 	if l := block.JoinLeases(o.leases...); !l.Released() {
 		lent := buf
-		l.OnRelease(func() { b.put(lent) })
+		l.OnRelease(func() { b.putBuffer(lent) })
 		buf = aligned(bounceSize) // other operations need a buffer
 	}
-	b.put(buf)
+	b.putBuffer(buf)
 }
 
-func (b *bounces) put(buf []byte) {
+func (b *bounces) putBuffer(buf []byte) {
 	if b.over {
 		b.unmap(buf)
 		return
 	}
 	b.free = append(b.free, buf)
-	if i := slices.IndexFunc(b.queue, func(o *op) bool { return b.may(o.e) }); i >= 0 {
+	if i := slices.IndexFunc(b.queue, func(o *op) bool { return b.hasBuffer(o.e) }); i >= 0 {
 		next := b.queue[i]
-		b.forget(next)
-		b.give(next)
-		next.e.cfg.Loop.Post(next.begin)
+		b.unqueue(next)
+		b.giveBuffer(next)
+		next.e.cfg.Loop.Post(next.firstStep)
 	}
 }
 
@@ -203,6 +203,6 @@ func (o *op) otherMemory(buf []byte) []byte {
 	at, b, old := cap(o.bounce)-cap(buf), o.bounces(), o.bounce
 	o.bounce = aligned(bounceSize)
 	copy(o.bounce, old)
-	block.JoinLeases(o.leases...).OnRelease(func() { b.put(old) })
+	block.JoinLeases(o.leases...).OnRelease(func() { b.putBuffer(old) })
 	return o.bounce[at : at+len(buf)]
 }

@@ -23,7 +23,7 @@ func TestPoolOutlived(t *testing.T) {
 	if len(b.all) != 1 || len(p.writes.all) != 0 {
 		t.Errorf("%d and %d buffers are mapped", len(b.all), len(p.writes.all))
 	}
-	b.put(lent)
+	b.putBuffer(lent)
 	if len(b.all) != 0 {
 		t.Error("it stays mapped")
 	}

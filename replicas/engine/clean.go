@@ -167,7 +167,7 @@ func (c *cleaner) last() {
 		}
 	}
 	for _, m := range all {
-		if do(ctx, e.cfg.Loop, m, &block.Request{Op: block.OpFlush}) != nil {
+		if submitAndWait(ctx, e.cfg.Loop, m, &block.Request{Op: block.OpFlush}) != nil {
 			return
 		}
 	}

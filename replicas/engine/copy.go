@@ -48,8 +48,8 @@ const (
 // span of bytes.
 type span struct{ off, n int64 }
 
-// regions makes some regions equal.
-func (c *copier) regions(ctx context.Context, regions []int64, region, size int64) (Progress, error) {
+// copyRegions makes some regions equal.
+func (c *copier) copyRegions(ctx context.Context, regions []int64, region, size int64) (Progress, error) {
 	c.began, c.alone, c.read, c.delay = time.Now(), make(chan struct{}, 1), map[Mirror]bool{}, map[Mirror]*delay{}
 	for _, g := range regions {
 		c.p.Total += max(0, min(size, (g+1)*region)-g*region)
@@ -62,7 +62,7 @@ func (c *copier) regions(ctx context.Context, regions []int64, region, size int6
 		all.Go(func() {
 			buf := aligned(comparePiece)
 			for p := range pieces {
-				if err := c.turn(work, p, &buf); err != nil {
+				if err := c.copyInTurn(work, p, &buf); err != nil {
 					fail(err)
 					return
 				}
@@ -89,8 +89,8 @@ feed:
 	return c.p, context.Cause(work)
 }
 
-// turn copies one piece in its turn.
-func (c *copier) turn(ctx context.Context, p span, buf *[]byte) error {
+// copyInTurn copies one piece in its turn.
+func (c *copier) copyInTurn(ctx context.Context, p span, buf *[]byte) error {
 	at := int64(comparePiece)
 	if c.join != nil || c.polite {
 		guest, err := c.guest(ctx)
@@ -115,7 +115,7 @@ func (c *copier) turn(ctx context.Context, p span, buf *[]byte) error {
 	c.p.Done += p.n
 	c.did += p.n
 	c.mu.Unlock()
-	return c.rest(ctx, time.Since(began))
+	return c.yieldToGuest(ctx, time.Since(began))
 }
 
 func (c *copier) guest(ctx context.Context) (is bool, err error) {
@@ -123,8 +123,8 @@ func (c *copier) guest(ctx context.Context) (is bool, err error) {
 	return is, err
 }
 
-// rest lets the guest go first, keeps to the rate, and reports the progress.
-func (c *copier) rest(ctx context.Context, took time.Duration) error {
+// yieldToGuest lets the guest go first, keeps to the rate, and reports the progress.
+func (c *copier) yieldToGuest(ctx context.Context, took time.Duration) error {
 	c.mu.Lock()
 	if c.o.OnProgress != nil && time.Since(c.told) > time.Second {
 		c.told = time.Now()
@@ -279,8 +279,8 @@ type digests struct {
 	err  error
 }
 
-// ask has a member digest a range. The member answers in bounded time, also if the caller has left.
-func ask(ctx context.Context, m Mirror, snap string, p span) chan digests {
+// askDigests has a member digest a range. The member answers in bounded time, also if the caller has left.
+func askDigests(ctx context.Context, m Mirror, snap string, p span) chan digests {
 	ch := make(chan digests, 1)
 	go func() {
 		var a digests
@@ -298,12 +298,12 @@ func ask(ctx context.Context, m Mirror, snap string, p span) chan digests {
 func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at int64, buf []byte) error {
 	have := make([]chan digests, len(to))
 	for i, m := range to {
-		have[i] = ask(ctx, m, "", p)
+		have[i] = askDigests(ctx, m, "", p)
 	}
 	var want chan digests
 	guess := len(to) == 1 && c.bare.Load()
 	if !guess {
-		want = ask(ctx, src, c.snap, p)
+		want = askDigests(ctx, src, c.snap, p)
 	}
 	var a digests
 	if want != nil {
@@ -322,7 +322,7 @@ func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at 
 		if blank := isBlank(b.sums); guess && blank {
 			return c.copy(ctx, src, m, p, at, buf, nil)
 		} else if c.bare.Store(blank); guess {
-			if a = <-ask(ctx, src, c.snap, p); a.err != nil {
+			if a = <-askDigests(ctx, src, c.snap, p); a.err != nil {
 				return fmt.Errorf("%w: %w", errSource, a.err)
 			}
 		}
@@ -363,15 +363,15 @@ func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, b
 		if differs == nil {
 			which = nil
 		}
-		if err := c.move(ctx, src, to, span{p.off + a*block.Size, (b - a) * block.Size}, buf, which); err != nil {
+		if err := c.copyRange(ctx, src, to, span{p.off + a*block.Size, (b - a) * block.Size}, buf, which); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// move reads a range at once and writes the blocks to copy.
-func (c *copier) move(ctx context.Context, src, to Mirror, p span, buf []byte, which func(int64) bool) error {
+// copyRange reads a range at once and writes the blocks to copy.
+func (c *copier) copyRange(ctx context.Context, src, to Mirror, p span, buf []byte, which func(int64) bool) error {
 	if c.join != nil {
 		release, err := c.e.lock(ctx, p.off, p.n)
 		if err != nil {
@@ -453,7 +453,8 @@ func (c *copier) readFrom(ctx context.Context, src Mirror, buf []byte, off int64
 	if c.snap != "" {
 		return src.(Cutter).SnapRead(ctx, c.snap, off, buf)
 	}
-	return do(ctx, c.e.cfg.Loop, src, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
+	return submitAndWait(ctx, c.e.cfg.Loop, src,
+		&block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
 }
 
 func isZero(b []byte) bool { return b[0] == 0 && bytes.Equal(b[:len(b)-1], b[1:]) }
@@ -468,8 +469,9 @@ func isBlank(sums []byte) bool {
 	return len(sums) > 0
 }
 
-// do submits a request on the loop's thread and waits for the answer, also after the end of ctx: the buffer is in use.
-func do(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) error {
+// submitAndWait submits a request on the loop's thread and waits for the answer, also after the end of ctx: the buffer
+// is in use.
+func submitAndWait(ctx context.Context, loop Loop, to block.Submitter, r *block.Request) error {
 	return doAll(ctx, loop, to, []*block.Request{r})
 }
 

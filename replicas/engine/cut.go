@@ -111,7 +111,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 	began := time.Now()
 	pctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	errs := c.each(c.who, func(m int, x Cutter) error { return c.prepare(pctx, m, x) })
+	errs := c.each(c.who, func(m int, x Cutter) error { return c.prepareMember(pctx, m, x) })
 	var all []error
 	for m, err := range errs {
 		if err == nil {
@@ -129,7 +129,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 	return c, nil
 }
 
-func (c *Cut) prepare(ctx context.Context, m int, x Cutter) error {
+func (c *Cut) prepareMember(ctx context.Context, m int, x Cutter) error {
 	s := c.s
 	s.Layer = string(api.NewUID()) // each replica has a layer of its own: a uid names the same content for ever
 	c.layers[m] = s.Layer
@@ -284,7 +284,7 @@ func (c *Cut) Commit(ctx context.Context) error {
 	if c.single {
 		within = aloneTime
 	}
-	errs := c.each(c.who, func(m int, x Cutter) error { return c.seal(ctx, m, x, began, within) })
+	errs := c.each(c.who, func(m int, x Cutter) error { return c.sealMember(ctx, m, x, began, within) })
 	var done set
 	var all []error
 	for m := range c.list {
@@ -333,9 +333,9 @@ func (c *Cut) Commit(ctx context.Context) error {
 	return nil
 }
 
-// seal has one member commit. If the member's session broke, the prepared cut is gone: the engine wrote nothing since,
-// so seal prepares again, until sealTime has passed.
-func (c *Cut) seal(ctx context.Context, m int, x Cutter, began time.Time, within time.Duration) error {
+// sealMember has one member commit. If the member's session broke, the prepared cut is gone: the engine wrote nothing
+// since, so sealMember prepares again, until sealTime has passed.
+func (c *Cut) sealMember(ctx context.Context, m int, x Cutter, began time.Time, within time.Duration) error {
 	ctx, cancel := context.WithDeadline(ctx, began.Add(within))
 	defer cancel()
 	for {
@@ -343,20 +343,20 @@ func (c *Cut) seal(ctx context.Context, m int, x Cutter, began time.Time, within
 		if err == nil || api.Is(err, api.Denied) || errors.Is(err, stack.ErrRestarted) || errors.Is(err, stack.ErrFailed) {
 			return err
 		}
-		if has, serr := c.has(ctx, x); serr == nil && has {
+		if has, serr := c.hasCut(ctx, x); serr == nil && has {
 			return nil // and the answer was lost
 		}
 		if time.Since(began) > sealTime || pause(ctx, 20*time.Millisecond) != nil {
 			return err
 		}
-		if perr := c.prepare(ctx, m, x); perr != nil && ctx.Err() != nil {
+		if perr := c.prepareMember(ctx, m, x); perr != nil && ctx.Err() != nil {
 			return err
 		}
 	}
 }
 
-// has reports whether a member has exactly this cut.
-func (c *Cut) has(ctx context.Context, x Cutter) (bool, error) {
+// hasCut reports whether a member has exactly this cut.
+func (c *Cut) hasCut(ctx context.Context, x Cutter) (bool, error) {
 	m, err := x.State(ctx)
 	return slices.ContainsFunc(m.Snapshots, c.s.Same), err
 }
@@ -400,7 +400,7 @@ func (c *Cut) undo() {
 			if err := x.AbortCut(ctx); err != nil {
 				return err
 			}
-			has, err := c.has(ctx, x)
+			has, err := c.hasCut(ctx, x)
 			if err == nil && has {
 				err = x.Forget(ctx, c.s.UID)
 			}
@@ -431,7 +431,7 @@ func (c *Cut) LetGo() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
 		if !c.out {
-			e.gate.open(nil)
+			e.gate.openGate(nil)
 		}
 	})
 }
@@ -445,7 +445,7 @@ func (c *Cut) Release() {
 		}
 		c.out = true
 		e.cutting = false
-		e.gate.open(nil)
+		e.gate.openGate(nil)
 	})
 }
 

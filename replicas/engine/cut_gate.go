@@ -18,8 +18,8 @@ func (g *cutGate) park(r *block.Request) bool {
 	return true
 }
 
-// open starts the held writes, or fails them for a reason.
-func (g *cutGate) open(why error) {
+// openGate starts the held writes, or fails them for a reason.
+func (g *cutGate) openGate(why error) {
 	g.closed = false
 	list := g.parked
 	g.parked = nil

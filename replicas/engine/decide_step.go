@@ -6,7 +6,7 @@ import "syscall"
 func (e *Engine) decideStep(o *op) {
 	o.waiting = false
 	if e.fenced != nil {
-		e.finish(o, syscall.EIO)
+		e.finishOp(o, syscall.EIO)
 		return
 	}
 	if o.reading {
@@ -21,11 +21,11 @@ func (e *Engine) decideStep(o *op) {
 			o.probe = false
 			e.room.retryAll()
 		}
-		o.stepped()
+		o.stepDone()
 		return
 	}
 	if late := (e.members | e.joining) &^ e.suspect &^ o.ok &^ o.failed; late != 0 && !e.closing {
-		o.ask(late) // members that serve since the begin
+		o.askMembers(late) // members that serve since the begin
 		return
 	}
 	live := e.members &^ e.suspect
@@ -43,7 +43,7 @@ func (e *Engine) decideStep(o *op) {
 	}
 	switch live = e.members &^ e.suspect; {
 	case e.closing:
-		e.finish(o, o.failure())
+		e.finishOp(o, o.failure())
 	case e.suspect != 0 || e.joining&^o.ok != 0 || e.weak != 0 && e.dropping:
 		o.waiting = true
 	case o.full&live == live:
@@ -53,7 +53,7 @@ func (e *Engine) decideStep(o *op) {
 		o.waiting = true
 		e.nextDrop()
 	default:
-		e.finish(o, o.failure()) // the last member failed: the guest's to know
+		e.finishOp(o, o.failure()) // the last member failed: the guest's to know
 	}
 }
 
@@ -68,7 +68,7 @@ func (o *op) failure() error {
 func (e *Engine) decideRead(o *op) {
 	if !e.acked(o) && o.failed|o.unfetched != 0 {
 		o.tried |= o.failed
-		o.read(o.out.Buf, o.out.Off)
+		o.readFromMember(o.out.Buf, o.out.Off)
 		return
 	}
 	if o.tried != 0 {
@@ -80,7 +80,7 @@ func (e *Engine) decideRead(o *op) {
 		o.tried, o.sore, o.err = 0, 0, nil
 	}
 	o.unfetched, o.pause, o.due = 0, 0, 0
-	o.stepped()
+	o.stepDone()
 }
 
 // decideWaiting settles the waiting operations after a change of the members.

@@ -51,7 +51,7 @@ func (e *Engine) nextDrop() {
 	e.drops.Add(1)
 	go func() {
 		defer e.drops.Done()
-		err := e.drop(&d)
+		err := e.dropMember(&d)
 		e.cfg.Loop.Post(func() { e.dropEnded(&d, err) })
 	}()
 }
@@ -73,12 +73,13 @@ type drop struct {
 	why       error
 }
 
-// drop records the drop in the API and has the survivors adopt the new epoch. drop runs in a goroutine of its own.
+// dropMember records the drop in the API and has the survivors adopt the new epoch. dropMember runs in a goroutine of
+// its own.
 //
 // First some member must vouch: a member with an unbroken session, which has every acknowledged write. Two members
 // whose sessions broke at once cannot tell which of the two lost writes; the engine waits for a member with an unbroken
 // session.
-func (e *Engine) drop(d *drop) error {
+func (e *Engine) dropMember(d *drop) error {
 	if err := e.vouch(d); err != nil || d.revived != 0 {
 		return err
 	}
@@ -172,15 +173,15 @@ func (e *Engine) dropEnded(d *drop, err error) {
 	if e.cfg.OnDrop != nil {
 		e.cfg.OnDrop(e.cfg.Members[d.m].Name, e.dropped[d.m])
 	}
-	e.leave(d.m)
-	e.stalled.retry()
+	e.closeDropped(d.m)
+	e.stalled.retryAll()
 	e.nextDrop()
 	e.decideWaiting()
 	e.unequal.soon()
 }
 
-// leave closes a dropped member, which waits for its requests. A Join of the same replica waits for the end.
-func (e *Engine) leave(m int) {
+// closeDropped closes a dropped member, which waits for its requests. A Join of the same replica waits for the end.
+func (e *Engine) closeDropped(m int) {
 	gone, ended := e.cfg.Members[m], make(chan struct{})
 	e.gone |= bit(m)
 	e.leaving[gone.Name] = ended

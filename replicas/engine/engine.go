@@ -206,7 +206,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	for range ahead {
 		o := e.newOp()
 		for range n {
-			e.more(o)
+			e.addRequest(o)
 		}
 		o.next, e.free = e.free, o
 	}
@@ -218,7 +218,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		return nil, err
 	}
 	e.unreached = e.names(e.missing)
-	if err := e.pool.join(cfg.Loop); err != nil {
+	if err := e.pool.addEngine(cfg.Loop); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
 			e.pool.Close()
@@ -226,7 +226,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		return nil, err
 	}
 	for _, m := range cfg.Members {
-		e.fetches.follow(m.Member)
+		e.fetches.subscribe(m.Member)
 	}
 	if e.missing != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
@@ -248,7 +248,7 @@ func (e *Engine) acked(o *op) bool {
 
 // Submit starts a request. Loop thread.
 func (e *Engine) Submit(r *block.Request) {
-	if err := e.refuse(r); err != nil {
+	if err := e.validateRequest(r); err != nil {
 		r.Err = err
 		r.Done(r)
 		return
@@ -256,19 +256,19 @@ func (e *Engine) Submit(r *block.Request) {
 	if e.gate.park(r) {
 		return
 	}
-	o := e.take(r)
+	o := e.startOp(r)
 	switch r.Op {
 	case block.OpRead:
 		if o.aligned() {
-			o.read(r.Buf, r.Off)
+			o.readFromMember(r.Buf, r.Off)
 			return
 		}
 		o.slow = true // for a buffer, not for a range
-		o.begin()
+		o.firstStep()
 	case block.OpFlush:
 		o.lo, o.hi = 0, 0
 		e.ranges.busy.push(o)
-		o.send(block.OpFlush, nil, 0, 0, false)
+		o.sendToMembers(block.OpFlush, nil, 0, 0, false)
 	case block.OpWrite:
 		o.slow = !o.aligned()
 		e.ranges.admit(o)
@@ -278,7 +278,7 @@ func (e *Engine) Submit(r *block.Request) {
 	}
 }
 
-func (e *Engine) refuse(r *block.Request) error {
+func (e *Engine) validateRequest(r *block.Request) error {
 	switch {
 	case e.fenced != nil || e.closing || e.refusing:
 		return syscall.EIO
@@ -296,8 +296,8 @@ func (e *Engine) refuse(r *block.Request) error {
 	return nil
 }
 
-// finish ends an operation, and answers the guest.
-func (e *Engine) finish(o *op, err error) {
+// finishOp ends an operation, and answers the guest.
+func (e *Engine) finishOp(o *op, err error) {
 	r := o.parent
 	r.Err = nil
 	if err != nil {
@@ -311,10 +311,10 @@ func (e *Engine) finish(o *op, err error) {
 	}
 	locked := !o.isRead()
 	if err != nil && locked && o.lock == nil {
-		e.unequal.note(o)
+		e.unequal.noteFailed(o)
 	}
 	if locked {
-		e.ranges.leave(o)
+		e.ranges.removeBusy(o)
 	}
 	e.room.tried(o)
 	if o.bounce != nil {
@@ -324,13 +324,13 @@ func (e *Engine) finish(o *op, err error) {
 		r.Lease = block.JoinLeases(o.leases...)
 		o.leases = nil
 	}
-	e.give(o)
+	e.freeOp(o)
 	r.Done(r)
 	if locked {
 		if e.ranges.queue.head != nil {
 			e.ranges.requeue()
 		}
-		e.room.report()
+		e.room.reportRoom()
 	}
 	if e.inflight == 0 && e.drained != nil {
 		close(e.drained)
@@ -434,7 +434,7 @@ func (e *Engine) Close() error {
 		}
 	}
 	if e.cfg.Pool != nil {
-		_ = e.on(context.Background(), e.pool.leave) // where the loop has ended, the pool ends, too
+		_ = e.on(context.Background(), e.pool.removeEngine) // where the loop has ended, the pool ends, too
 	} else if e.on(context.Background(), e.pool.Close) != nil {
 		e.pool.Close() // the loop has ended
 	}
@@ -443,25 +443,25 @@ func (e *Engine) Close() error {
 
 // failWaiting ends every operation that waits for anything but a member's answer.
 func (e *Engine) failWaiting() {
-	e.gate.open(syscall.EIO)
+	e.gate.openGate(syscall.EIO)
 	held := e.room.held
 	e.room.held = nil
 	for _, o := range held {
-		e.finish(o, syscall.ENOSPC)
+		e.finishOp(o, syscall.ENOSPC)
 	}
 	for _, o := range e.ranges.waiting() {
 		if o.waiting { // the operation before may have ended this one, too
-			e.finish(o, syscall.EIO)
+			e.finishOp(o, syscall.EIO)
 		}
 	}
-	e.stalled.end()
-	e.fetches.end()
+	e.stalled.failAll()
+	e.fetches.failAll()
 	e.ranges.requeue() // begin fails the operations
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {
 			if o.e == e {
-				b.forget(o)
-				e.finish(o, syscall.EIO)
+				b.unqueue(o)
+				e.finishOp(o, syscall.EIO)
 			}
 		}
 	}

@@ -37,8 +37,8 @@ type fetches struct {
 	timer *time.Timer
 }
 
-// follow subscribes to the fetches of a member.
-func (a *fetches) follow(m Member) {
+// subscribe subscribes to the fetches of a member.
+func (a *fetches) subscribe(m Member) {
 	f, ok := m.(Fetcher)
 	if !ok {
 		return
@@ -54,9 +54,9 @@ func (a *fetches) follow(m Member) {
 	})
 }
 
-// add sets an operation aside. The engine drops the members that failed the read, as after any other read: a member
-// that fetches serves.
-func (a *fetches) add(o *op) {
+// setAside sets an operation aside. The engine drops the members that failed the read, as after any other read: a
+// member that fetches serves.
+func (a *fetches) setAside(o *op) {
 	e := a.e
 	for m := range e.cfg.Members {
 		if (o.tried &^ o.sore).has(m) && e.members.has(m) {
@@ -65,7 +65,7 @@ func (a *fetches) add(o *op) {
 	}
 	o.tried, o.sore, o.err = 0, 0, nil
 	if e.closing || e.fenced != nil {
-		e.finish(o, syscall.EIO)
+		e.finishOp(o, syscall.EIO)
 		return
 	}
 	if now := time.Since(e.base); now >= o.due {
@@ -77,17 +77,17 @@ func (a *fetches) add(o *op) {
 	}
 	e.room.tried(o)
 	e.inflight--
-	e.gens.end(o.gen)
+	e.gens.endOperation(o.gen)
 	a.list = append(a.list, o)
 	a.arm()
 	if o.isRead() {
 		return
 	}
-	e.ranges.leave(o)
+	e.ranges.removeBusy(o)
 	if e.ranges.queue.head != nil {
 		e.ranges.requeue()
 	}
-	e.room.report()
+	e.room.reportRoom()
 }
 
 // reported asks a member again that reported a fetch.
@@ -132,9 +132,9 @@ func (a *fetches) askAgain(which func(o *op) bool) {
 			o.stage = stageHead // another write may have changed the block
 			a.e.ranges.admit(o)
 		case o.aligned():
-			o.read(o.parent.Buf, o.parent.Off)
+			o.readFromMember(o.parent.Buf, o.parent.Off)
 		default:
-			o.begin()
+			o.firstStep()
 		}
 	}
 	a.arm()
@@ -154,8 +154,8 @@ func (a *fetches) arm() {
 	a.timer.Reset(wait)
 }
 
-// end fails the operations: the engine ends.
-func (a *fetches) end() {
+// failAll fails the operations: the engine ends.
+func (a *fetches) failAll() {
 	if a.timer != nil {
 		a.timer.Stop()
 	}
@@ -171,7 +171,7 @@ func (a *fetches) end() {
 		}
 	}
 	for _, o := range list {
-		a.e.finish(o, syscall.EIO)
+		a.e.finishOp(o, syscall.EIO)
 	}
 }
 
@@ -179,7 +179,7 @@ func (a *fetches) end() {
 func (o *op) enter() {
 	e := o.e
 	e.inflight++
-	o.gen = e.gens.begin()
+	o.gen = e.gens.beginOperation()
 }
 
 // untilFetched repeats a read outside of the loop's thread until a member has fetched its blocks, no longer than most;

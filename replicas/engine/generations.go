@@ -10,15 +10,15 @@ type generation struct {
 	then []func() // to call at the end of all operations of this and older generations
 }
 
-// begin counts an operation in the newest generation.
-func (g generations) begin() int64 {
+// beginOperation counts an operation in the newest generation.
+func (g generations) beginOperation() int64 {
 	last := &g[len(g)-1]
 	last.n++
 	return last.gen
 }
 
-// end removes an operation from its generation.
-func (g *generations) end(gen int64) {
+// endOperation removes an operation from its generation.
+func (g *generations) endOperation(gen int64) {
 	for i := range *g {
 		if (*g)[i].gen == gen {
 			(*g)[i].n--

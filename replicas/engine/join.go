@@ -63,8 +63,8 @@ type joinRun struct {
 	at    layered  // how far the snapshots are
 }
 
-// turn waits for a turn, which end gives back.
-func (r *joinRun) turn(ctx context.Context, take func(context.Context) (func(), error)) error {
+// awaitTurn waits for a turn, which releaseTurns gives back.
+func (r *joinRun) awaitTurn(ctx context.Context, take func(context.Context) (func(), error)) error {
 	if take == nil {
 		return nil
 	}
@@ -81,10 +81,10 @@ func (r *joinRun) wholeTurn(ctx context.Context) error {
 		return nil
 	}
 	r.whole = true
-	return r.turn(ctx, r.o.WholeTurn)
+	return r.awaitTurn(ctx, r.o.WholeTurn)
 }
 
-func (r *joinRun) end() {
+func (r *joinRun) releaseTurns() {
 	for _, release := range r.turns {
 		release()
 	}
@@ -125,8 +125,8 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		return p, api.Errorf(api.Unsupported, "replica %s cannot join", n.Name)
 	}
 	r := &joinRun{e: e, n: n, dst: dst, o: o}
-	defer r.end()
-	if err := r.prepare(ctx); err != nil {
+	defer r.releaseTurns()
+	if err := r.prepareReplica(ctx); err != nil {
 		return r.at.p, err
 	}
 	j, src, err := r.enlist(ctx)
@@ -155,7 +155,7 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 		}
 	}()
 	if p, err = r.catchUp(work, j, src); err == nil {
-		err = do(work, e.cfg.Loop, dst, &block.Request{Op: block.OpFlush})
+		err = submitAndWait(work, e.cfg.Loop, dst, &block.Request{Op: block.OpFlush})
 	}
 	if err != nil {
 		return p, errJoin(n.Name, j, err)
@@ -181,8 +181,9 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	}
 }
 
-// prepare makes the replica adopt the present epoch, and gives the replica the size and the snapshots of the members.
-func (r *joinRun) prepare(ctx context.Context) error {
+// prepareReplica makes the replica adopt the present epoch, and gives the replica the size and the snapshots of the
+// members.
+func (r *joinRun) prepareReplica(ctx context.Context) error {
 	e := r.e
 	if err := e.NoteIntents(ctx); err != nil {
 		return err
@@ -198,7 +199,7 @@ func (r *joinRun) prepare(ctx context.Context) error {
 	if err := r.dst.Adopt(ctx, epoch, e.cfg.Incarnation, names); err != nil {
 		return err
 	}
-	if err := r.turn(ctx, r.o.Turn); err != nil {
+	if err := r.awaitTurn(ctx, r.o.Turn); err != nil {
 		return err
 	}
 	if err := r.lengthen(ctx); err != nil {
@@ -249,9 +250,9 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 			refused = api.Errorf(api.Exists, "replica %s is a member already", n.Name)
 			return
 		}
-		m := e.reader(e.hurt)
+		m := e.selectReader(e.hurt)
 		if m < 0 {
-			m = e.reader(0)
+			m = e.selectReader(0)
 		}
 		if m >= 0 {
 			src, _ = e.cfg.Members[m].Member.(Mirror)
@@ -273,7 +274,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 		e.gone |= bit(j.m) // until the membership the caller of Join closes it
 		e.joiners |= bit(j.m)
 		e.joins[j.m] = j
-		e.fetches.follow(n.Member)
+		e.fetches.subscribe(n.Member)
 		e.gens.after(func() { close(settled) })
 	})
 	if err == nil {
@@ -435,7 +436,7 @@ func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress,
 	}
 	c := copier{e: r.e, to: []Mirror{r.dst}, join: j, o: r.o, p: p}
 	c.bare.Store(p.Full)
-	return c.regions(ctx, regions, region, size)
+	return c.copyRegions(ctx, regions, region, size)
 }
 
 // inherit makes the replica note the intents of the member that the copy came from. In such a region both may hold the
@@ -470,7 +471,7 @@ func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err er
 				got <- r.Err
 			}
 		}
-		o = e.take(r)
+		o = e.startOp(r)
 		o.slow = true
 		o.lock = func() { ended = true; got <- nil }
 		e.ranges.locks++
@@ -483,7 +484,7 @@ func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err er
 	}
 	return func() {
 		done := make(chan struct{})
-		if e.cfg.Loop.Post(func() { e.finish(o, nil); close(done) }) {
+		if e.cfg.Loop.Post(func() { e.finishOp(o, nil); close(done) }) {
 			<-done
 		}
 	}, nil

@@ -82,7 +82,7 @@ func (r *joinRun) cutSnapshots(ctx context.Context, src, to Cutter, missing []st
 			}
 			c := copier{e: r.e, to: []Mirror{r.dst}, snap: s.UID, polite: true, o: r.o, p: at.p}
 			c.bare.Store(full)
-			at.p, err = c.regions(ctx, regions, region, size)
+			at.p, err = c.copyRegions(ctx, regions, region, size)
 			if err != nil {
 				return err
 			}
@@ -271,7 +271,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 			}
 		}
 		c.did += n
-		if err := c.rest(ctx, time.Since(began)); err != nil {
+		if err := c.yieldToGuest(ctx, time.Since(began)); err != nil {
 			return err
 		}
 	}

@@ -31,14 +31,14 @@ func (p *opening) mirrors(ctx context.Context) error {
 		e.cfg.Track = true // a full disk has no room for the record, and room for intents: the file of intents exists
 	}
 	for {
-		err := p.prepare(ctx)
+		err := p.prepareMembers(ctx)
 		if err == nil || !p.leaveOut() {
 			return err
 		}
 	}
 }
 
-func (p *opening) prepare(ctx context.Context) error {
+func (p *opening) prepareMembers(ctx context.Context) error {
 	e := p.e
 	p.all, p.who = nil, nil
 	for i, m := range e.cfg.Members {
@@ -211,11 +211,11 @@ func (p *opening) resync(ctx context.Context) error {
 		region, regions = t.Region, union(regions, t.Regions)
 	}
 	c := copier{e: p.e, equal: p.all}
-	if _, err := c.regions(ctx, regions, region, p.e.cfg.Size); err != nil {
+	if _, err := c.copyRegions(ctx, regions, region, p.e.cfg.Size); err != nil {
 		return fmt.Errorf("members are resynced: %w", err)
 	}
 	for _, m := range p.all {
-		if err := do(ctx, p.e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
+		if err := submitAndWait(ctx, p.e.cfg.Loop, m, &block.Request{Op: block.OpFlush}); err != nil {
 			return fmt.Errorf("members are resynced: %w", err)
 		}
 	}

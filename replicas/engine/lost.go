@@ -119,7 +119,7 @@ func (e *Engine) revive(who set) {
 			o.away &^= who
 		}
 	}
-	e.stalled.retry()
+	e.stalled.retryAll()
 	e.nextDrop()
 	e.decideWaiting()
 	e.unequal.soon()
@@ -131,18 +131,18 @@ type stalledReads struct {
 	list []*op
 }
 
-// retry asks again for the reads: the members have changed.
-func (s *stalledReads) retry() {
+// retryAll asks again for the reads: the members have changed.
+func (s *stalledReads) retryAll() {
 	list := s.list
 	s.list = nil
 	for _, o := range list {
 		o.waiting, o.tried, o.sore, o.err = false, 0, 0, nil
-		o.read(o.stall, o.stallAt)
+		o.readFromMember(o.stall, o.stallAt)
 	}
 }
 
-// add sets a read aside if a member may answer later, and reports whether add did.
-func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
+// setAside sets a read aside if a member may answer later, and reports whether it did.
+func (s *stalledReads) setAside(o *op, buf []byte, off int64) bool {
 	e := s.e
 	if e.doubted && !e.closing && e.fenced == nil {
 		o.stall, o.stallAt = buf, off
@@ -168,12 +168,12 @@ func (s *stalledReads) add(o *op, buf []byte, off int64) bool {
 	return true
 }
 
-// end fails the reads: the engine ends.
-func (s *stalledReads) end() {
+// failAll fails the reads: the engine ends.
+func (s *stalledReads) failAll() {
 	list := s.list
 	s.list = nil
 	for _, o := range list {
-		s.e.finish(o, syscall.EIO)
+		s.e.finishOp(o, syscall.EIO)
 	}
 }
 
@@ -245,8 +245,8 @@ func (e *Engine) abandonLast(most time.Duration) {
 func (e *Engine) failLost() {
 	for _, o := range e.ranges.waiting() {
 		if o.waiting { // the operation before may have ended this one, too
-			e.finish(o, syscall.EIO)
+			e.finishOp(o, syscall.EIO)
 		}
 	}
-	e.stalled.end()
+	e.stalled.failAll()
 }

@@ -13,10 +13,11 @@ import (
 // op is one request of the guest in progress. Operations come from a free list, and so do their requests to members:
 // the engine allocates nothing for an I/O once as many were in progress at a time.
 //
-//	begin -> step -> send / read -> answers -> decideStep -+-> step again (partial blocks, long ranges)
-//	                                                       +-> held (no room) -> step again
-//	                                                       +-> waiting (a member is being dropped) -> decideStep
-//	                                                       +-> finish
+//	firstStep -> step -> sendToMembers / readFromMember -> countAnswer -> decideStep, and then one of
+//	    step again (partial blocks, long ranges)
+//	    held (no room) -> step again
+//	    waiting (a member is being dropped) -> decideStep
+//	    finishOp
 type op struct {
 	e      *Engine
 	parent *block.Request
@@ -78,8 +79,8 @@ func (o *op) aligned() bool { return (o.parent.Off|o.parent.Len)&(block.Size-1) 
 func down(n int64) int64 { return n &^ (block.Size - 1) }
 func up(n int64) int64   { return (n + block.Size - 1) &^ (block.Size - 1) }
 
-// take starts an operation for r.
-func (e *Engine) take(r *block.Request) *op {
+// startOp starts an operation for r.
+func (e *Engine) startOp(r *block.Request) *op {
 	o := e.free
 	if o == nil {
 		o = e.newOp()
@@ -96,7 +97,7 @@ func (e *Engine) take(r *block.Request) *op {
 	o.unfetched, o.pause, o.due = 0, 0, 0
 	o.leases, o.renew = nil, false
 	for len(o.subs) < len(e.cfg.Members) { // replicas have joined since the operation was made
-		e.more(o)
+		e.addRequest(o)
 	}
 	o.enter()
 	return o
@@ -109,17 +110,17 @@ func (e *Engine) newOp() *op {
 	return &op{e: e, subs: make([]block.Request, 0, len(e.cfg.Members))}
 }
 
-// more makes a request for one more member. The operation is not in progress.
-func (e *Engine) more(o *op) {
+// addRequest makes a request for one more member. The operation is not in progress.
+func (e *Engine) addRequest(o *op) {
 	o.subs = append(o.subs, block.Request{})
 	for k := range o.subs { // the slice may have moved
-		o.subs[k].Done = func(r *block.Request) { o.noteLease(r); o.answer(k, r.Err) }
+		o.subs[k].Done = func(r *block.Request) { o.noteLease(r); o.takeAnswer(k, r.Err) }
 	}
 }
 
-func (e *Engine) give(o *op) {
+func (e *Engine) freeOp(o *op) {
 	e.inflight--
-	e.gens.end(o.gen)
+	e.gens.endOperation(o.gen)
 	o.parent = nil
 	for i := range o.subs {
 		o.subs[i].Buf = nil
@@ -128,11 +129,11 @@ func (e *Engine) give(o *op) {
 	e.free = o
 }
 
-// begin takes the first step of an operation with its range held.
-func (o *op) begin() {
+// firstStep takes the first step of an operation with its range held.
+func (o *op) firstStep() {
 	e := o.e
 	if e.fenced != nil || e.closing || e.refusing {
-		e.finish(o, syscall.EIO)
+		e.finishOp(o, syscall.EIO)
 		return
 	}
 	r := o.parent
@@ -141,11 +142,11 @@ func (o *op) begin() {
 		return
 	}
 	if o.aligned() {
-		o.send(r.Op, r.Buf, r.Off, r.Len, r.FUA)
+		o.sendToMembers(r.Op, r.Buf, r.Off, r.Len, r.FUA)
 		return
 	}
 	if o.bounce == nil && !o.takeBounce() {
-		return // begin is called again when there is a buffer
+		return // firstStep is called again when there is a buffer
 	}
 	o.step()
 }
@@ -156,37 +157,38 @@ func (o *op) step() {
 	switch r.Op {
 	case block.OpRead:
 		o.pa, o.pb = down(o.cur), min(up(o.end), down(o.cur)+bounceSize)
-		o.read(o.bounce[:o.pb-o.pa], o.pa)
+		o.readFromMember(o.bounce[:o.pb-o.pa], o.pa)
 	case block.OpWrite:
 		o.pa, o.pb = down(o.cur), min(up(o.end), down(o.cur)+bounceSize)
-		o.merge()
+		o.mergeBlocks()
 	default:
 		if o.cur&(block.Size-1) == 0 && o.end-o.cur >= block.Size {
 			o.pa, o.pb = o.cur, down(o.end)
 			o.stage = stageWrite
-			o.send(r.Op, nil, o.pa, o.pb-o.pa, false)
+			o.sendToMembers(r.Op, nil, o.pa, o.pb-o.pa, false)
 			return
 		}
 		o.pa = down(o.cur)
 		o.pb = o.pa + block.Size
-		o.merge()
+		o.mergeBlocks()
 	}
 }
 
-// merge reads the partial blocks at the ends of the piece, lays the new bytes over the blocks, and writes the piece.
-func (o *op) merge() {
+// mergeBlocks reads the partial blocks at the ends of the piece, lays the new bytes over the blocks, and writes the
+// piece.
+func (o *op) mergeBlocks() {
 	buf, last := o.bounce[:o.pb-o.pa], o.pb-block.Size
 	stop := min(o.pb, o.end)
 	if o.stage == stageHead {
 		if o.cur > o.pa {
-			o.read(buf[:block.Size], o.pa)
+			o.readFromMember(buf[:block.Size], o.pa)
 			return
 		}
 		o.stage = stageTail
 	}
 	if o.stage == stageTail {
 		if stop < o.pb && !(o.cur > o.pa && last == o.pa) { // not the first block again
-			o.read(buf[last-o.pa:], last)
+			o.readFromMember(buf[last-o.pa:], last)
 			return
 		}
 		o.stage = stageWrite
@@ -197,16 +199,16 @@ func (o *op) merge() {
 	} else {
 		clear(into)
 	}
-	o.send(block.OpWrite, buf, o.pa, o.pb-o.pa, o.parent.FUA)
+	o.sendToMembers(block.OpWrite, buf, o.pa, o.pb-o.pa, o.parent.FUA)
 }
 
-// stepped continues after a successful step.
-func (o *op) stepped() {
+// stepDone continues after a successful step.
+func (o *op) stepDone() {
 	e := o.e
 	switch {
 	case o.slow && o.reading && !o.isRead():
 		o.stage++
-		o.merge()
+		o.mergeBlocks()
 		return
 	case o.bounce != nil:
 		stop := min(o.pb, o.end)
@@ -216,31 +218,31 @@ func (o *op) stepped() {
 		o.cur, o.stage = stop, stageHead
 		if o.cur < o.end {
 			if e.fenced != nil || e.closing {
-				e.finish(o, syscall.EIO)
+				e.finishOp(o, syscall.EIO)
 				return
 			}
 			o.step()
 			return
 		}
 	}
-	e.finish(o, nil)
+	e.finishOp(o, nil)
 }
 
-// send gives one request to every member, except suspects.
-func (o *op) send(kind block.Op, buf []byte, off, n int64, fua bool) {
+// sendToMembers gives one request to every member, except suspects.
+func (o *op) sendToMembers(kind block.Op, buf []byte, off, n int64, fua bool) {
 	o.reading = false
 	o.ok, o.failed, o.full, o.away, o.err = 0, 0, 0, 0, nil
 	if kind != block.OpFlush && o.e.cleaner.notes() {
 		o.e.cleaner.touch(off, n, o.gen)
 	}
 	o.out = block.Request{Op: kind, FUA: fua, Off: off, Len: n, Buf: buf}
-	o.ask((o.e.members | o.e.joiners | o.e.joining) &^ o.e.suspect)
+	o.askMembers((o.e.members | o.e.joiners | o.e.joining) &^ o.e.suspect)
 }
 
-// ask gives the step's request to some.
-func (o *op) ask(who set) {
+// askMembers gives the step's request to some.
+func (o *op) askMembers(who set) {
 	for len(o.subs) < len(o.e.cfg.Members) { // replicas have joined since the begin
-		o.e.more(o)
+		o.e.addRequest(o)
 	}
 	o.pending = who.len() + 1 // one more keeps the step open: a member may answer at once
 	for i := range o.subs {
@@ -251,31 +253,31 @@ func (o *op) ask(who set) {
 			o.e.cfg.Members[i].Member.Submit(s)
 		}
 	}
-	o.arrived()
+	o.countAnswer()
 }
 
-// read asks one member: the local one, else the least busy one, except members that failed this read or fetch its
-// blocks.
-func (o *op) read(buf []byte, off int64) {
+// readFromMember asks one member: the local one, else the least busy one, except members that failed this read or fetch
+// its blocks.
+func (o *op) readFromMember(buf []byte, off int64) {
 	e := o.e
 	o.reading = true
 	o.ok, o.failed, o.full, o.away = 0, 0, 0, 0
-	m := e.reader(o.tried | o.unfetched)
+	m := e.selectReader(o.tried | o.unfetched)
 	if e.doubted {
 		m = -1
 	} else if m < 0 && o.unfetched != 0 {
-		e.fetches.add(o)
+		e.fetches.setAside(o)
 		return
 	}
 	if m < 0 {
-		if e.stalled.add(o, buf, off) {
+		if e.stalled.setAside(o, buf, off) {
 			return
 		}
 		err := o.err
 		if err == nil {
 			err = syscall.EIO
 		}
-		e.finish(o, err)
+		e.finishOp(o, err)
 		return
 	}
 	if o.renew {
@@ -284,10 +286,10 @@ func (o *op) read(buf []byte, off int64) {
 	o.from = m
 	e.reads[m]++
 	o.out = block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf}
-	o.ask(bit(m))
+	o.askMembers(bit(m))
 }
 
-func (e *Engine) reader(not set) int {
+func (e *Engine) selectReader(not set) int {
 	best := -1
 	live := e.members &^ e.suspect &^ not
 	for i := range e.cfg.Members {
@@ -302,19 +304,19 @@ func (e *Engine) reader(not set) int {
 	return best
 }
 
-// answer takes the answer of member m.
-func (o *op) answer(m int, err error) {
+// takeAnswer takes the answer of member m.
+func (o *op) takeAnswer(m int, err error) {
 	if o.reading {
 		o.e.reads[m]--
 	}
 	if err == nil {
 		o.ok |= bit(m)
-		o.arrived()
+		o.countAnswer()
 		return
 	}
 	if o.reading && errors.Is(err, stack.ErrNotFetched) {
 		o.unfetched |= bit(m)
-		o.arrived()
+		o.countAnswer()
 		return
 	}
 	o.failed |= bit(m)
@@ -340,11 +342,11 @@ func (o *op) answer(m int, err error) {
 	default:
 		o.err = err
 	}
-	o.arrived()
+	o.countAnswer()
 }
 
-// arrived counts an answer; the last answer settles the step.
-func (o *op) arrived() {
+// countAnswer counts an answer; the last answer settles the step.
+func (o *op) countAnswer() {
 	if o.pending--; o.pending == 0 {
 		o.e.decideStep(o)
 	}

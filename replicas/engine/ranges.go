@@ -19,7 +19,7 @@ func (r *ranges) admit(o *op) {
 		return
 	}
 	r.busy.push(o)
-	o.begin()
+	o.firstStep()
 }
 
 // conflicts reports whether o must wait for an operation in busy, or in queue before upTo.
@@ -51,16 +51,16 @@ func (r *ranges) requeue() {
 		if !r.conflicts(o, o) {
 			r.queue.remove(o)
 			r.busy.push(o)
-			o.begin()
-			// begin may have finished operations at once and so changed the queue: start from its head again.
+			o.firstStep()
+			// firstStep may have finished operations at once and so changed the queue: start from its head again.
 			next = r.queue.head
 		}
 		o = next
 	}
 }
 
-// leave removes an operation from busy.
-func (r *ranges) leave(o *op) {
+// removeBusy removes an operation from busy.
+func (r *ranges) removeBusy(o *op) {
 	r.busy.remove(o)
 	if o.slow {
 		r.slow--

@@ -35,7 +35,7 @@ type Repaired struct {
 
 // Repair repairs a member from the others. After an error the caller may repeat Repair, which keeps repaired chunks.
 func (e *Engine) Repair(ctx context.Context, member string, bytesPerSecond int64) (did Repaired, err error) {
-	return (&repairRun{e: e, member: member}).run(ctx, bytesPerSecond)
+	return (&repairRun{e: e, member: member}).repairMember(ctx, bytesPerSecond)
 }
 
 // RepairFrom repairs the members from a replica that cannot join because the members are damaged, and has a session of
@@ -47,7 +47,7 @@ func (e *Engine) RepairFrom(ctx context.Context, n Named, bytesPerSecond int64) 
 			continue
 		}
 		var one Repaired
-		one, err = (&repairRun{e: e, member: name, beside: &n}).run(ctx, bytesPerSecond)
+		one, err = (&repairRun{e: e, member: name, beside: &n}).repairMember(ctx, bytesPerSecond)
 		did = Repaired{did.Chunks + one.Chunks, did.Bytes + one.Bytes, did.Lost + one.Lost, cmp.Or(one.Why, did.Why)}
 	}
 	return did, err
@@ -61,8 +61,9 @@ type repairRun struct {
 	used   map[Cutter]bool
 }
 
-// run repairs the member. With a replica beside the members run gives no chunk up: other replicas may return later.
-func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired, err error) {
+// repairMember repairs the member. With a replica beside the members repairMember gives no chunk up: other replicas may
+// return later.
+func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did Repaired, err error) {
 	e, beside := r.e, r.beside
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -109,7 +110,7 @@ func (r *repairRun) run(ctx context.Context, bytesPerSecond int64) (did Repaired
 				did.Chunks, did.Bytes = did.Chunks+1, did.Bytes+b.Len
 			}
 			c.did += b.Len
-			if err := c.rest(ctx, time.Since(began)); err != nil {
+			if err := c.yieldToGuest(ctx, time.Since(began)); err != nil {
 				return did, err
 			}
 		}
@@ -197,7 +198,8 @@ func showing(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte
 		if b.Snap != "" {
 			err = x.SnapRead(ctx, b.Snap, b.Off+at, part)
 		} else {
-			err = do(ctx, loop, x, &block.Request{Op: block.OpRead, Off: b.Off + at, Len: int64(len(part)), Buf: part})
+			err = submitAndWait(ctx, loop, x,
+				&block.Request{Op: block.OpRead, Off: b.Off + at, Len: int64(len(part)), Buf: part})
 		}
 		if err != nil {
 			return err

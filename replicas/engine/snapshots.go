@@ -43,9 +43,9 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error) {
 	err = e.on(ctx, func() {
 		cutting = e.cutting
-		m := e.reader(e.hurt)
+		m := e.selectReader(e.hurt)
 		if m < 0 {
-			m = e.reader(0)
+			m = e.selectReader(0)
 		}
 		if m >= 0 {
 			x, _ = e.cfg.Members[m].Member.(Cutter)
@@ -69,18 +69,18 @@ func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) 
 // DropSnapshot removes a snapshot from every member. After an error some members may have the snapshot; the next engine
 // removes it, or a repeated call.
 func (e *Engine) DropSnapshot(ctx context.Context, uid string) error {
-	return e.all(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
+	return e.onEachMember(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
 }
 
 // SealAll cuts the heads of the members, each at its own time: for layers without a name.
 func (e *Engine) SealAll(ctx context.Context) error {
-	return e.all(ctx, false, func(ctx context.Context, x Cutter) error {
+	return e.onEachMember(ctx, false, func(ctx context.Context, x Cutter) error {
 		return x.Seal(ctx, stack.Snapshot{Layer: string(api.NewUID()), Created: time.Now().UTC()})
 	})
 }
 
-// all calls fn for all members, and for joiners, too. No cut begins meanwhile.
-func (e *Engine) all(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
+// onEachMember calls fn for all members, and for joiners, too. No cut begins meanwhile.
+func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
 	var refused error
 	c := &Cut{e: e}
 	var coming set

@@ -50,7 +50,7 @@ func (e *Engine) Retry() {
 		o := q.held[0]
 		q.held = q.held[1:]
 		o.probe = true
-		q.retry(o)
+		q.retryWrite(o)
 	})
 }
 
@@ -58,23 +58,23 @@ func (q *roomQueue) retryAll() {
 	held := q.held
 	q.held = nil
 	for _, o := range held {
-		q.retry(o)
+		q.retryWrite(o)
 	}
 }
 
-func (q *roomQueue) retry(o *op) {
+func (q *roomQueue) retryWrite(o *op) {
 	e := q.e
 	o.again = true
 	q.retrying++
 	if e.fenced != nil || e.closing {
-		e.finish(o, syscall.EIO)
+		e.finishOp(o, syscall.EIO)
 		return
 	}
-	o.begin()
+	o.firstStep()
 }
 
-// report tells when no write waits for room any more.
-func (q *roomQueue) report() {
+// reportRoom tells when no write waits for room any more.
+func (q *roomQueue) reportRoom() {
 	if q.full && len(q.held) == 0 && q.retrying == 0 {
 		q.full = false
 		if q.e.cfg.OnSpace != nil {

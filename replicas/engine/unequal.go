@@ -30,8 +30,8 @@ type unequal struct {
 	unknown bool
 }
 
-// note notes an operation that failed. Loop thread.
-func (u *unequal) note(o *op) {
+// noteFailed notes an operation that failed. Loop thread.
+func (u *unequal) noteFailed(o *op) {
 	if o.parent.Op == block.OpFlush || len(u.pieces) >= mostUnequal {
 		u.unknown = true
 		return
@@ -110,7 +110,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 		epoch, who, list, ok = e.epoch, e.members|e.joiners, e.cfg.Members, calm()
 		asked := set(0)
 		for _, not := range []set{e.hurt, 0} { // damaged members last
-			for m := e.reader(not | asked); m >= 0; m = e.reader(not | asked) {
+			for m := e.selectReader(not | asked); m >= 0; m = e.selectReader(not | asked) {
 				sources, asked = append(sources, m), asked|bit(m)
 			}
 		}
@@ -121,7 +121,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 	var from int
 	for _, from = range sources {
 		r := &block.Request{Op: block.OpRead, Off: p.off, Len: p.n, Buf: buf}
-		if err = do(ctx, e.cfg.Loop, list[from].Member, r); !errors.Is(err, stack.ErrNotFetched) {
+		if err = submitAndWait(ctx, e.cfg.Loop, list[from].Member, r); !errors.Is(err, stack.ErrNotFetched) {
 			break
 		}
 	}
@@ -136,7 +136,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 		if isZero(buf) {
 			w = &block.Request{Op: block.OpZero, Off: p.off, Len: p.n}
 		}
-		if err := do(ctx, e.cfg.Loop, m.Member, w); err != nil {
+		if err := submitAndWait(ctx, e.cfg.Loop, m.Member, w); err != nil {
 			e.Suspect(m.Name, err)
 			_ = e.on(ctx, func() {
 				if e.joiners.has(i) && e.cfg.Members[i].Member == m.Member {

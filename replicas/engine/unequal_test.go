@@ -25,9 +25,9 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 		copy(r.m[1].data[8192:], fill(4096, 7))
 		q := &block.Request{Op: block.OpWrite, Off: 8192, Len: 4096, Buf: fill(4096, 7)}
 		q.Done = func(q *block.Request) { failed <- q.Err }
-		o := r.e.take(q)
+		o := r.e.startOp(q)
 		r.e.ranges.busy.push(o)
-		r.e.finish(o, syscall.EIO)
+		r.e.finishOp(o, syscall.EIO)
 		if r.e.steady() {
 			t.Error("a write failed, and the members are said to be equal")
 		}

@@ -50,8 +50,8 @@ func NewWatch() *Watch {
 
 func (w *Watch) now() time.Duration { return time.Duration(w.ticks.Load()) * watchTick }
 
-// add includes a member in the checks.
-func (w *Watch) add(m *WatchedMember) {
+// addMember includes a member in the checks.
+func (w *Watch) addMember(m *WatchedMember) {
 	w.mu.Lock()
 	w.members[m] = true
 	first := len(w.members) == 1
@@ -64,8 +64,8 @@ func (w *Watch) add(m *WatchedMember) {
 	}
 }
 
-// remove excludes a member.
-func (w *Watch) remove(m *WatchedMember) {
+// removeMember excludes a member.
+func (w *Watch) removeMember(m *WatchedMember) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.members, m)

@@ -25,7 +25,7 @@ func bound[T any](ctx context.Context, m *WatchedMember, anyway bool, fn func(co
 	if err = m.dead; m.closed {
 		err = errEnded
 	}
-	if err != nil && !(anyway && !m.closed && m.idle()) {
+	if err != nil && !(anyway && !m.closed && m.isIdle()) {
 		m.mu.Unlock()
 		return none, err
 	}

@@ -89,9 +89,9 @@ func (w *Watch) Member(on Cutter, o WatchOptions) *WatchedMember {
 	m := &WatchedMember{on: on, watch: w, o: o, calls: map[*watchedCall]bool{}, faded: w.now(), linked: -1}
 	m.alive, m.end = context.WithCancelCause(context.Background())
 	if r, ok := on.(Remote); ok {
-		r.OnLink(m.link)
+		r.OnLink(m.recordLink)
 	}
-	w.add(m)
+	w.addMember(m)
 	return m
 }
 
@@ -136,8 +136,8 @@ func (m *WatchedMember) Submit(q *block.Request) {
 
 var errEnded = api.Errorf(api.Unavailable, "the session has ended")
 
-// unlink takes a slot out of those in progress. The caller has the lock.
-func (m *WatchedMember) unlink(s *watchedSlot) {
+// removeSlot takes a slot out of those in progress. The caller has the lock.
+func (m *WatchedMember) removeSlot(s *watchedSlot) {
 	if s.prev == nil {
 		m.head = s.next
 	} else {
@@ -156,7 +156,7 @@ func (m *WatchedMember) answered(s *watchedSlot) {
 	m.mu.Lock()
 	out, lent, err := s.out, s.lent, s.in.Err
 	if out != nil {
-		m.unlink(s)
+		m.removeSlot(s)
 		if s.since > m.linked {
 			m.peak = max(m.peak, m.watch.now()-s.since)
 		}
@@ -175,8 +175,8 @@ func (m *WatchedMember) answered(s *watchedSlot) {
 	lent.Release()
 }
 
-// link records the state of the connection.
-func (m *WatchedMember) link(down error) {
+// recordLink records the state of the connection.
+func (m *WatchedMember) recordLink(down error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.linked = m.watch.now()
@@ -265,7 +265,7 @@ func (m *WatchedMember) answerAll(why error) {
 		return
 	}
 	for s := m.head; s != nil; s = m.head {
-		m.unlink(s)
+		m.removeSlot(s)
 		m.left++
 		s.lent = &block.BufferLease{}
 		s.out.Err, s.out.Lease = why, s.lent
@@ -278,16 +278,16 @@ func (m *WatchedMember) answerAll(why error) {
 	}
 }
 
-// idle reports whether the replica has no request and no call. The caller has the lock.
-func (m *WatchedMember) idle() bool { return m.left == 0 && m.head == nil && len(m.calls) == 0 }
+// isIdle reports whether the replica has no request and no call. The caller has the lock.
+func (m *WatchedMember) isIdle() bool { return m.left == 0 && m.head == nil && len(m.calls) == 0 }
 
 // closeIfIdle closes an abandoned replica that is idle, or lets Close do so. The caller has the lock.
 func (m *WatchedMember) closeIfIdle() {
-	if m.quiet != nil && m.idle() {
+	if m.quiet != nil && m.isIdle() {
 		close(m.quiet)
 		m.quiet = nil
 	}
-	if !m.gone || !m.idle() {
+	if !m.gone || !m.isIdle() {
 		return
 	}
 	m.gone = false
@@ -311,7 +311,7 @@ func (m *WatchedMember) Last(is bool) {
 // progress only if the engine dropped the member: a remote member is abandoned then.
 func (m *WatchedMember) Close() error {
 	w := m.watch
-	defer w.remove(m)
+	defer w.removeMember(m)
 	m.mu.Lock()
 	if m.closed {
 		m.mu.Unlock()
@@ -329,7 +329,7 @@ func (m *WatchedMember) Close() error {
 		m.quiet = quiet
 		m.closeIfIdle()
 		m.mu.Unlock()
-		return m.shut(quiet)
+		return m.closeWhenIdle(quiet)
 	}
 	m.gone = true
 	w.mu.Lock()
@@ -340,8 +340,8 @@ func (m *WatchedMember) Close() error {
 	return api.Errorf(api.Unavailable, "replica %s was abandoned: its end is not marked clean", m.o.Replica)
 }
 
-// shut closes the replica as soon as it is idle, and waits for the end no longer than for a call.
-func (m *WatchedMember) shut(quiet <-chan struct{}) error {
+// closeWhenIdle closes the replica as soon as it is idle, and waits for the end no longer than for a call.
+func (m *WatchedMember) closeWhenIdle(quiet <-chan struct{}) error {
 	w, replica := m.watch, m.o.Replica
 	shut := make(chan error, 1)
 	w.wg.Go(func() {
