@@ -32,7 +32,7 @@ func ConfirmDead(ctx context.Context, c client.WithWatch, name string) error {
 	switch {
 	case err == nil:
 		return api.Errorf(api.InUse,
-			"node %q is alive: it has just given a sign of life, and what is said to be dead must not", name)
+			"node %q is alive: it has just renewed its heartbeat; leave --dead-node out", name)
 	case errors.Is(due.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
 		return nil
 	}

@@ -35,7 +35,7 @@ func (a *app) volumeSalvage() *cobra.Command {
 		},
 	}
 	c.Flags().StringVar(&replica, "replica", "", "the replica; default: the one that was current last")
-	c.Flags().BoolVar(&yes, "yes", false, "do it: what only other replicas had is given up")
+	c.Flags().BoolVar(&yes, "yes", false, "do it: data that only other replicas had is given up")
 	return c
 }
 

@@ -13,11 +13,12 @@ import (
 
 func (a *app) volumeScrub() *cobra.Command {
 	return &cobra.Command{
-		Use: "scrub NAME...", Short: "Compare the layers of volumes with their digests, and tell what is damaged",
-		Long: "Reads every sealed layer of the volume and of its snapshots, on the disks that have it, at the pace of the\n" +
-			"setting volume-scrub-rate-limit, and compares it with the digests of its pieces of 2 MiB. What is damaged is\n" +
-			"told by layer, offset and length; reads of it fail from then on, or are answered by another replica, from\n" +
-			"which it is repaired. What was written since the last snapshot is in no sealed layer, and has no digests.",
+		Use: "scrub NAME...", Short: "Compare the layers of volumes with their digests, and report damage",
+		Long: "Reads every sealed layer of the volume and of its snapshots, on the disks that have it, at most at the\n" +
+			"rate of the setting volume-scrub-rate-limit, and compares it with the digests of its chunks of 2 MiB.\n" +
+			"Damage is reported by layer, offset and length; reads of damaged chunks fail from then on, or another\n" +
+			"replica answers them and repairs the chunk. Data written since the last snapshot is in no sealed layer,\n" +
+			"and has no digests.",
 		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.bounded(cmd)

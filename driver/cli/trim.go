@@ -14,10 +14,11 @@ import (
 
 func (a *app) volumeTrim() *cobra.Command {
 	return &cobra.Command{
-		Use: "trim NAME...", Short: "Have the file systems of mounted volumes give back what they do not use",
-		Long: "Runs fstrim on the node where the volume is mounted. What was freed in the volume's newest part comes back\n" +
-			"at once; what snapshots hold stays theirs, unless the volume's unmapMarkSnapChainRemoved is enabled (or the\n" +
-			"setting remove-snapshots-during-filesystem-trim is true): then the newest snapshot and those below it are\n" +
+		Use: "trim NAME...", Short: "Free the blocks of volumes that their mounted file systems do not use",
+		Long: "Runs fstrim on the node where the volume is mounted. The space of blocks that are\n" +
+			"freed above the newest snapshot comes back at once; snapshots keep their blocks, unless the volume's\n" +
+			"unmapMarkSnapChainRemoved is enabled (or the setting\n" +
+			"remove-snapshots-during-filesystem-trim is true): then the newest snapshot and those below it are\n" +
 			"deleted, down to the first that something else stands on.",
 		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
