@@ -38,8 +38,8 @@ import (
 	"drover.io/drover/replicas/disks"
 )
 
-// notifySocket is the environment variable in which systemd names the socket for sd_notify(3).
-const notifySocket = "NOTIFY_SOCKET"
+// notifyVariable is the environment variable in which systemd names the socket for sd_notify(3).
+const notifyVariable = "NOTIFY_SOCKET"
 
 // server is a run of serve.
 type server struct {
@@ -463,8 +463,8 @@ func (s *server) announce(kubeconfig, metrics string) {
 // takeNotifySocket keeps the socket of systemd from the API server, which would report itself as ready, and from the
 // children, which outlive serve.
 func (s *server) takeNotifySocket() {
-	s.notifySocket = os.Getenv(notifySocket)
-	_ = os.Unsetenv(notifySocket)
+	s.notifySocket = os.Getenv(notifyVariable)
+	_ = os.Unsetenv(notifyVariable)
 }
 
 // notify tells systemd the state of a service with Type=notify. Elsewhere notify does nothing.
@@ -472,7 +472,7 @@ func (s *server) notify(state string) {
 	if s.notifySocket == "" {
 		return
 	}
-	err := os.Setenv(notifySocket, s.notifySocket)
+	err := os.Setenv(notifyVariable, s.notifySocket)
 	if err == nil {
 		_, err = daemon.SdNotify(true, state)
 	}

@@ -19,8 +19,9 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// order is 32 writers, in a short run 8, each of which writes a number to its block of volume a and, when that is done, to its block of
-// volume b, and so on. What was ever to be seen at an instant is: b has what a has, or the number before.
+// order is 32 writers, in a short run 8. Each writes a number to its block of volume a, then the same number to its
+// block of volume b, and continues with the next number. So at any instant b has the number that a has, or the one
+// before.
 type order struct {
 	a, b string // devices
 	stop atomic.Bool

@@ -122,8 +122,8 @@ func (c *Cluster) command(t *testing.T, args ...string) string {
 	return out
 }
 
-// attach attaches a volume to a node and waits for the device, like the command of that name, whose process would take
-// longer than all else here.
+// attach attaches a volume to a node and waits for the device. The command of that name does the same in a process of
+// the program, whose start takes 80 ms of processor time.
 func (c *Cluster) attach(t *testing.T, volume, node string) {
 	t.Helper()
 	c.patiently(t, "attach volume "+volume+" to "+node, func(ctx context.Context) error {
