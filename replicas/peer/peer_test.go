@@ -543,6 +543,9 @@ func FuzzFrames(f *testing.F) {
 }
 
 func TestMain(m *testing.M) {
+	if os.Getenv(floodVariable) != "" {
+		os.Exit(floodMain())
+	}
 	slog.SetDefault(slog.New(slog.DiscardHandler))
 	os.Exit(m.Run())
 }
