@@ -171,18 +171,18 @@ func TestMendOfMerged(t *testing.T) {
 			w := begun(t, r)
 			defer w.close()
 			for range 4 {
-				if err := errors.Join(w.window(ctx), w.whenQuiet(ctx, w.follow)); err != nil {
+				if err := errors.Join(w.copyNextWindow(ctx), w.whenQuiet(ctx, w.switchReads)); err != nil {
 					t.Fatal(err)
 				}
 			}
 			err := mend()
-			patient(t, func() error { return w.run(ctx, MergeOptions{}) })
+			patient(t, func() error { return w.mergeRest(ctx, MergeOptions{}) })
 			return err
 		},
 		"at the end of a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error {
 			w := begun(t, r)
 			end := func() {
-				patient(t, func() error { return w.run(ctx, MergeOptions{}) })
+				patient(t, func() error { return w.mergeRest(ctx, MergeOptions{}) })
 				w.close()
 			}
 			ended := false

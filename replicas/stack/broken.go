@@ -25,7 +25,7 @@ const mostBroken = 256
 func (r *Replica) Broken() []Broken {
 	m, d := r.Meta(), r.disk
 	var all []Broken
-	for _, uid := range m.all() {
+	for _, uid := range m.allLayers() {
 		rec, err := d.Record(uid)
 		if err != nil {
 			continue // it is not finished, or on another disk
@@ -34,7 +34,7 @@ func (r *Replica) Broken() []Broken {
 		if len(list) == 0 {
 			continue
 		}
-		snap := m.shows(uid)
+		snap := m.nearestSnapshot(uid)
 		for _, g := range list {
 			for off := g.Off &^ (chunkSize - 1); off < g.Off+g.Len && len(all) < mostBroken; off += chunkSize {
 				if !d.IsHopeless(m.UID, uid, off) {
@@ -46,8 +46,8 @@ func (r *Replica) Broken() []Broken {
 	return all
 }
 
-// shows returns the snapshot with a layer and the fewest layers above; empty: no snapshot has the layer.
-func (m Meta) shows(layer string) string {
+// nearestSnapshot returns the snapshot with a layer and the fewest layers above; empty: no snapshot has the layer.
+func (m Meta) nearestSnapshot(layer string) string {
 	best, snap := len(m.Layers)+len(m.Branches)+1, ""
 	for _, s := range m.Snapshots {
 		chain, err := m.Chain(s.Layer)

@@ -21,7 +21,7 @@ func (r *Replica) Disk() *Disk { return r.disk }
 func (r *Replica) SnapshotLayers(uid string) ([]string, int64, error) {
 	m := r.Meta()
 	chain, err := m.chainOf(uid)
-	return chain, m.Size, r.name(err)
+	return chain, m.Size, r.nameError(err)
 }
 
 // chainOf returns the layers of a snapshot, bottom first.
@@ -57,24 +57,24 @@ func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []str
 	}
 	m := r.Meta()
 	if piece <= 0 || piece%blockSize != 0 || (m.Size-1)/piece >= maxPieces {
-		return nil, r.name(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
+		return nil, r.nameError(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
 	}
-	own := m.all()
+	own := m.allLayers()
 	for _, uid := range base {
 		if !slices.Contains(own, uid) {
-			return nil, r.name(api.Errorf(api.NotFound, "layer %q is none of its layers", uid))
+			return nil, r.nameError(api.Errorf(api.NotFound, "layer %q is none of its layers", uid))
 		}
 	}
 	a, b := base, m.Layers
 	var err error
 	if from != "" {
 		if a, err = m.chainOf(from); err != nil {
-			return nil, r.name(err)
+			return nil, r.nameError(err)
 		}
 	}
 	if to != "" {
 		if b, err = m.chainOf(to); err != nil {
-			return nil, r.name(err)
+			return nil, r.nameError(err)
 		}
 	}
 	common := 0
@@ -87,12 +87,12 @@ func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []str
 			return nil, context.Cause(ctx)
 		}
 		if err := r.markLayer(uid, found); err != nil {
-			return nil, r.name(diskfs.Classify(err))
+			return nil, r.nameError(diskfs.Classify(err))
 		}
 	}
 	if to == "" {
 		if err := r.markHead(found); err != nil {
-			return nil, r.name(diskfs.Classify(err))
+			return nil, r.nameError(diskfs.Classify(err))
 		}
 	}
 	return found.all(), nil

@@ -121,7 +121,7 @@ func TestWholeIsLookedAtAgain(t *testing.T) {
 	if list, err := d.ToFinish(); err != nil || len(list) > 0 {
 		t.Fatal(list, err)
 	}
-	img, err := d.image(images[1])
+	img, err := d.readImage(images[1])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -175,11 +175,11 @@ func TestSpaceIsToldByOneRecord(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img, err := d.image(images[1])
+	img, err := d.readImage(images[1])
 	if err != nil {
 		t.Fatal(err)
 	}
-	other, err := d.image(images[0])
+	other, err := d.readImage(images[0])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,7 +211,7 @@ func BenchmarkCrowd(b *testing.B) {
 		name string
 		do   func() error
 	}{
-		{"named", func() error { _, err := d.named(); return err }},
+		{"named", func() error { _, err := d.referencedLayers(); return err }},
 		{"settle", func() error { return d.syncReferences(b.Context()) }},
 		{"unfinished", func() error { _, err := d.Unfinished(); return err }},
 		{"mergeable", func() error { _, err := d.Mergeable(); return err }},

@@ -36,7 +36,7 @@ type Cut struct {
 	was, now Meta // now is written as the file beside stack.json
 	head     file.Handle
 	log      *format.ZeroLog
-	making   bool // files that clean removes may exist, and belong to this cut
+	making   bool // files that removePrepared removes may exist, and belong to this cut
 	ended    bool
 
 	// Set at the instant of the cut:
@@ -53,7 +53,7 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 	defer func() {
 		if err != nil {
 			r.mu.Unlock()
-			err = r.name(fmt.Errorf("cut: %w", diskfs.Classify(err)))
+			err = r.nameError(fmt.Errorf("cut: %w", diskfs.Classify(err)))
 		}
 	}()
 	if err := r.isOpen(); err != nil {
@@ -89,11 +89,11 @@ func (r *Replica) PrepareCut(ctx context.Context, s Snapshot, also ...Snapshot) 
 	if err := errors.Join(r.recordZeros(), r.syncNow()); err != nil {
 		return nil, err
 	}
-	if err := c.prepare(); err != nil {
-		return nil, errors.Join(err, c.clean())
+	if err := c.prepareFiles(); err != nil {
+		return nil, errors.Join(err, c.removePrepared())
 	}
 	if err := ctx.Err(); err != nil {
-		return nil, errors.Join(err, c.clean())
+		return nil, errors.Join(err, c.removePrepared())
 	}
 	return c, nil
 }
@@ -104,9 +104,9 @@ func nextHead(head string) string {
 	return firstHead + "-" + strconv.FormatUint(n+1, 10)
 }
 
-func (c *Cut) dir() string { return c.r.disk.Join(layer.Dir, c.snapshot.Layer) }
+func (c *Cut) layerDir() string { return c.r.disk.Join(layer.Dir, c.snapshot.Layer) }
 
-func (c *Cut) prepare() (err error) {
+func (c *Cut) prepareFiles() (err error) {
 	r, d := c.r, c.r.disk
 	unlock, err := d.Lock()
 	if err != nil {
@@ -117,28 +117,28 @@ func (c *Cut) prepare() (err error) {
 	if named {
 		return api.Errorf(api.Exists, "layer %s exists already", c.snapshot.Layer)
 	}
-	if _, err := d.FS.ReadDir(c.dir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
+	if _, err := d.FS.ReadDir(c.layerDir()); unread != nil && !errors.Is(err, fs.ErrNotExist) {
 		return errors.Join(unread, err) // an unreadable record may name the layer
 	}
 	c.making = true
 	r.work.do(func() { r.log.Linked = true })
 	old, next := r.dir+"/"+c.was.Head, r.dir+"/"+c.now.Head
-	for _, name := range []string{c.dir(), next + dataSuffix, next + zeroSuffix} { // left by a crash during a cut
+	for _, name := range []string{c.layerDir(), next + dataSuffix, next + zeroSuffix} { // left by a crash during a cut
 		if err := file.RemoveAll(d.FS, name); err != nil {
 			return err
 		}
 	}
-	if err := d.FS.Mkdir(c.dir(), 0o700); err != nil {
+	if err := d.FS.Mkdir(c.layerDir(), 0o700); err != nil {
 		return err
 	}
-	if err := d.FS.Link(old+dataSuffix, c.dir()+"/"+layer.DataFile); err != nil {
+	if err := d.FS.Link(old+dataSuffix, c.layerDir()+"/"+layer.DataFile); err != nil {
 		return err
 	}
-	if err := d.FS.Link(old+zeroSuffix, c.dir()+"/"+layer.ZeroFile); err != nil {
+	if err := d.FS.Link(old+zeroSuffix, c.layerDir()+"/"+layer.ZeroFile); err != nil {
 		return err
 	}
 	rec := layer.FrozenRecord{UID: c.snapshot.Layer, Size: c.was.Size, Created: time.Now().UTC().Truncate(time.Second)}
-	if err := format.WriteMeta(d.FS, c.dir()+"/"+layer.FrozenFile, layer.FormatFrozen, rec); err != nil {
+	if err := format.WriteMeta(d.FS, c.layerDir()+"/"+layer.FrozenFile, layer.FormatFrozen, rec); err != nil {
 		return err
 	}
 	if c.head, err = d.FS.Open(next+dataSuffix, os.O_RDWR|os.O_CREATE|os.O_EXCL|d.Direct, 0o600); err != nil {
@@ -157,18 +157,19 @@ func (c *Cut) prepare() (err error) {
 		return err
 	}
 	c.log.Reserve()
-	data, err := format.EncodeMeta(formatStack, c.now.record())
+	data, err := format.EncodeMeta(formatStack, c.now.toRecord())
 	if err != nil {
 		return err
 	}
 	// All names but the one that commits are durable.
-	return errors.Join(format.WriteFile(d.FS, c.beside(), data), d.FS.SyncDir(d.Join(layer.Dir)), d.FS.SyncDir(r.dir))
+	return errors.Join(format.WriteFile(d.FS, c.preparedPath(), data), d.FS.SyncDir(d.Join(layer.Dir)),
+		d.FS.SyncDir(r.dir))
 }
 
-func (c *Cut) beside() string { return c.r.dir + "/" + stackFile + ".cut" }
+func (c *Cut) preparedPath() string { return c.r.dir + "/" + stackFile + ".cut" }
 
-// clean removes the prepared files.
-func (c *Cut) clean() error {
+// removePrepared removes the prepared files.
+func (c *Cut) removePrepared() error {
 	if !c.making {
 		return nil
 	}
@@ -181,7 +182,7 @@ func (c *Cut) clean() error {
 		errs = append(errs, c.head.Close())
 	}
 	next := c.r.dir + "/" + c.now.Head
-	for _, name := range []string{c.beside(), next + dataSuffix, next + zeroSuffix, c.dir()} {
+	for _, name := range []string{c.preparedPath(), next + dataSuffix, next + zeroSuffix, c.layerDir()} {
 		errs = append(errs, file.RemoveAll(c.r.disk.FS, name))
 	}
 	return errors.Join(errs...)
@@ -194,7 +195,7 @@ func (c *Cut) Abort() error {
 	}
 	c.ended = true
 	defer c.r.mu.Unlock()
-	return c.r.name(c.clean())
+	return c.r.nameError(c.removePrepared())
 }
 
 // Hold holds new I/O until release, and returns when no I/O is in progress. Holds of several replicas make one instant.
@@ -226,7 +227,8 @@ func Together(ctx context.Context, cuts ...*Cut) (err error) {
 		var wg sync.WaitGroup
 		do := func(i int) {
 			if err := fn(cuts[i]); err != nil {
-				errs[i] = errors.Join(errs[i], cuts[i].r.name(fmt.Errorf("cut: %w", diskfs.Classify(err))), cuts[i].r.Failed())
+				r := cuts[i].r
+				errs[i] = errors.Join(errs[i], r.nameError(fmt.Errorf("cut: %w", diskfs.Classify(err))), r.Failed())
 			}
 		}
 		for i := range cuts[1:] {
@@ -235,54 +237,54 @@ func Together(ctx context.Context, cuts ...*Cut) (err error) {
 		do(0)
 		wg.Wait()
 	}
-	each((*Cut).commit)
+	each((*Cut).commitRecord)
 	var there []*Cut
 	for i, c := range cuts {
 		if c.ended = true; errs[i] == nil {
 			there = append(there, c)
 		}
 	}
-	err = turn(ctx, there)
+	err = switchHeads(ctx, there)
 	each(func(c *Cut) error {
 		defer c.r.mu.Unlock()
 		switch {
 		case !slices.Contains(there, c):
 			return nil
 		case c.old == nil:
-			return c.undo()
+			return c.undoCommit()
 		}
-		return c.complete()
+		return c.completeLayer()
 	})
 	return errors.Join(append(errs, err)...)
 }
 
-// commit puts the new stack.json in the place of the old one.
-func (c *Cut) commit() error {
+// commitRecord puts the new stack.json in the place of the old one.
+func (c *Cut) commitRecord() error {
 	r, d := c.r, c.r.disk
 	var failed error
 	if err := r.onLoop(func() { failed = r.failed }); err != nil || failed != nil {
-		return errors.Join(err, failed, c.clean())
+		return errors.Join(err, failed, c.removePrepared())
 	}
-	if err := d.FS.Rename(c.beside(), r.dir+"/"+stackFile); err != nil {
-		return errors.Join(err, c.clean())
+	if err := d.FS.Rename(c.preparedPath(), r.dir+"/"+stackFile); err != nil {
+		return errors.Join(err, c.removePrepared())
 	}
 	if err := d.FS.SyncDir(r.dir); err != nil {
-		c.unknown(err)
+		c.markUnsure(err)
 		return fmt.Errorf("%w: %w", format.ErrUnsure, err)
 	}
 	return nil
 }
 
-// unknown ends a cut that may or may not be committed on the disk.
-func (c *Cut) unknown(err error) {
+// markUnsure ends a cut that may or may not be committed on the disk.
+func (c *Cut) markUnsure(err error) {
 	r := c.r
-	r.unknown(err)
+	r.markUnsure(err)
 	r.strays = append(r.strays, c.head, c.log.File) // whoever opens the replica next finds nobody in them
 }
 
-// undo rolls back a committed cut before its instant. If another record references the layer already, the replica must
-// not write to the layer any more: the next opener of the replica finds the cut.
-func (c *Cut) undo() error {
+// undoCommit rolls back a committed cut before its instant. If another record references the layer already, the replica
+// must not write to the layer any more: the next opener of the replica finds the cut.
+func (c *Cut) undoCommit() error {
 	d := c.r.disk
 	unlock, err := d.Lock()
 	if err == nil {
@@ -298,41 +300,41 @@ func (c *Cut) undo() error {
 		err = d.writeStack(c.r.dir, c.was)
 	}
 	if err != nil {
-		c.unknown(err)
+		c.markUnsure(err)
 		return fmt.Errorf("%w: %w", format.ErrUnsure, err)
 	}
-	return c.clean()
+	return c.removePrepared()
 }
 
-// turn switches the data paths of all cuts to the new heads, at one instant. A single cut holds no I/O unless discards
-// are in progress.
-func turn(ctx context.Context, cuts []*Cut) error {
+// switchHeads switches the data paths of all cuts to the new heads, at one instant. A single cut holds no I/O unless
+// discards are in progress.
+func switchHeads(ctx context.Context, cuts []*Cut) error {
 	if len(cuts) == 1 {
-		if err := cuts[0].turn(false); err != nil || cuts[0].old != nil {
+		if err := cuts[0].switchHead(false); err != nil || cuts[0].old != nil {
 			return err
 		}
 	}
 	for _, c := range cuts {
 		release, err := c.r.holdWhile(ctx)
 		if err != nil {
-			return c.r.name(fmt.Errorf("cut: %w", err))
+			return c.r.nameError(fmt.Errorf("cut: %w", err))
 		}
 		defer release()
 	}
 	var errs []error
 	for _, c := range cuts {
-		errs = append(errs, c.turn(true))
+		errs = append(errs, c.switchHead(true))
 	}
 	return errors.Join(errs...)
 }
 
-// turn switches to the new head, unless I/O is not held and a request in progress depends on the old head.
-func (c *Cut) turn(held bool) (err error) {
+// switchHead switches to the new head, unless I/O is not held and a request in progress depends on the old head.
+func (c *Cut) switchHead(held bool) (err error) {
 	r := c.r
 	// The worker reads none of the fields meanwhile.
 	r.work.do(func() {
 		err = r.onLoop(func() {
-			if !held && !r.calm() {
+			if !held && !r.maySwitchHead() {
 				return
 			}
 			value := fromLayer + uint16(len(r.layers))
@@ -354,14 +356,16 @@ func (c *Cut) turn(held bool) (err error) {
 	return err
 }
 
-// complete makes the layer durable, starts the flushes that wait for the layer, and removes the old names of the head.
-func (c *Cut) complete() error {
+// completeLayer makes the layer durable, starts the flushes that wait for the layer, and removes the old names of the
+// head.
+func (c *Cut) completeLayer() error {
 	r, old, log := c.r, c.old, c.oldLog
 	<-c.writing.over
-	_ = c.writing.forget() // the sync below covers the file
+	_ = c.writing.closeCached() // the sync below covers the file
 	var err error
 	r.work.do(func() {
-		if err = log.Add(c.writing.zeros); errors.Is(err, unix.ENOSPC) && kept(int(old.Data.Fd()), c.writing.zeros) {
+		err = log.Add(c.writing.zeros)
+		if errors.Is(err, unix.ENOSPC) && holdsAsData(int(old.Data.Fd()), c.writing.zeros) {
 			err = nil
 		}
 		err = errors.Join(err, log.Sync(), log.Close())
@@ -370,7 +374,7 @@ func (c *Cut) complete() error {
 	err = errors.Join(err, old.Data.Datasync(), diskfs.Flock(old.Data, unix.LOCK_UN))
 	lerr := r.onLoop(func() {
 		if r.cutting--; err != nil {
-			r.fail(err)
+			r.failWrites(err)
 		}
 		if r.cutting > 0 {
 			return
@@ -379,9 +383,9 @@ func (c *Cut) complete() error {
 		r.afterCut = nil
 		for _, f := range waiting {
 			if err != nil {
-				f.end(unix.EIO)
+				f.endRequest(unix.EIO)
 			} else {
-				r.flush(f)
+				r.flushWrites(f)
 			}
 		}
 	})

@@ -117,14 +117,14 @@ func (r *Replica) Submit(q *block.Request) {
 		r.slow++
 	}
 	q.Err = nil
-	if err := r.check(q); err != nil {
-		r.finish(q, err)
+	if err := r.validateRequest(q); err != nil {
+		r.finishRequest(q, err)
 		return
 	}
-	r.begin(q)
+	r.beginRequest(q)
 }
 
-func (r *Replica) check(q *block.Request) error {
+func (r *Replica) validateRequest(q *block.Request) error {
 	if r.failed != nil && (q.Op != block.OpRead || errors.Is(r.failed, errClosed)) {
 		return unix.EIO
 	}
@@ -146,29 +146,29 @@ func (r *Replica) check(q *block.Request) error {
 	return nil
 }
 
-// begin starts a request, or parks it until the index knows its blocks, when begin is called again.
-func (r *Replica) begin(q *block.Request) {
-	if q.Op != block.OpFlush && !r.ready(q) {
+// beginRequest starts a request, or parks it until the index knows its blocks and beginRequest is called again.
+func (r *Replica) beginRequest(q *block.Request) {
+	if q.Op != block.OpFlush && !r.hasPages(q) {
 		return
 	}
-	if r.tracking && q.Op != block.OpFlush && q.Op != block.OpRead && !r.intended(q) {
+	if r.tracking && q.Op != block.OpFlush && q.Op != block.OpRead && !r.hasIntents(q) {
 		return
 	}
 	switch q.Op {
 	case block.OpRead:
-		r.read(q)
+		r.startRead(q)
 	case block.OpWrite:
-		r.write(q)
+		r.startWrite(q)
 	case block.OpFlush:
-		r.flush(r.newRequest(q))
+		r.flushWrites(r.newRequest(q))
 	case block.OpDiscard, block.OpZero:
-		r.zero(q)
+		r.zeroRange(q)
 	default:
-		r.finish(q, unix.EOPNOTSUPP)
+		r.finishRequest(q, unix.EOPNOTSUPP)
 	}
 }
 
-func (r *Replica) finish(q *block.Request, err error) {
+func (r *Replica) finishRequest(q *block.Request, err error) {
 	q.Err = err
 	r.inflight--
 	if q.Op != block.OpRead {
@@ -178,16 +178,16 @@ func (r *Replica) finish(q *block.Request, err error) {
 		r.slow--
 	}
 	q.Done(q)
-	r.rest()
+	r.notifyIdle()
 }
 
-// resume begins a request that waited for the intents, or ends the request with their error.
-func (r *Replica) resume(q *block.Request, err error) {
+// resumeRequest begins a request that waited for the intents, or ends the request with their error.
+func (r *Replica) resumeRequest(q *block.Request, err error) {
 	if err != nil {
-		r.finish(q, errnoOf(err))
+		r.finishRequest(q, errnoOf(err))
 		return
 	}
-	r.begin(q)
+	r.beginRequest(q)
 }
 
 func (r *Replica) newRequest(q *block.Request) *request {
@@ -201,15 +201,15 @@ func (r *Replica) newRequest(q *block.Request) *request {
 	return f
 }
 
-// end finishes the block request and recycles f.
-func (f *request) end(err error) {
+// endRequest finishes the block request and recycles f.
+func (f *request) endRequest(err error) {
 	r, q := f.r, f.q
 	f.q, f.next = nil, r.freeRequest
 	r.freeRequest = f
-	r.finish(q, err)
+	r.finishRequest(q, err)
 }
 
-func (f *request) part(fd int, buf []byte, off int64, done func(*uring.Op, int32)) *part {
+func (f *request) newPart(fd int, buf []byte, off int64, done func(*uring.Op, int32)) *part {
 	r := f.r
 	p := r.freePart
 	if p == nil {
@@ -234,13 +234,13 @@ func (p *part) free() bool {
 	return f.left == 0
 }
 
-func again(res int32) bool {
+func mustRetry(res int32) bool {
 	return res == -int32(unix.EINTR) || res == -int32(unix.EAGAIN)
 }
 
-func (r *Replica) read(q *block.Request) {
-	if r.hydrates && !r.fetched(q) {
-		r.finish(q, ErrNotFetched)
+func (r *Replica) startRead(q *block.Request) {
+	if r.hydrates && !r.hasFetched(q) {
+		r.finishRequest(q, ErrNotFetched)
 		return
 	}
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
@@ -249,7 +249,7 @@ func (r *Replica) read(q *block.Request) {
 		v, n := r.idx.Run(b, end)
 		whole := n
 		if v == fromHead {
-			whole = r.stretch(b, n, end)
+			whole = r.blocksInRead(b, n, end)
 		}
 		buf := q.Buf[b<<blockBits-q.Off:][:whole<<blockBits]
 		if v < fromHead {
@@ -259,7 +259,7 @@ func (r *Replica) read(q *block.Request) {
 				f = r.newRequest(q)
 			}
 			first := f.left == 0
-			p := f.part(r.fds[v-fromHead], buf, b<<blockBits, readDone)
+			p := f.newPart(r.fds[v-fromHead], buf, b<<blockBits, readDone)
 			p.src = int(v - fromHead)
 			if whole > n {
 				r.gapsOf(p)
@@ -267,23 +267,23 @@ func (r *Replica) read(q *block.Request) {
 			if first {
 				f.left++ // the request stays until all parts are started
 			}
-			r.start(p)
+			r.readPart(p)
 		}
 		b += whole
 	}
 	if f == nil {
-		r.finish(q, nil)
+		r.finishRequest(q, nil)
 	} else if f.left--; f.left == 0 {
-		f.end(f.err)
+		f.endRequest(f.err)
 	}
 }
 
 // mostGap is how many blocks between two extents of the head a read may include, to read both at once.
 const mostGap = 16
 
-// stretch returns how many blocks from b on one read of the head covers, where the first n blocks belong to the head: a
-// read covers fragments together with the holes between them.
-func (r *Replica) stretch(b, n, end int64) int64 {
+// blocksInRead returns how many blocks from b on one read of the head covers, where the first n blocks belong to the
+// head: a read covers fragments together with the holes between them.
+func (r *Replica) blocksInRead(b, n, end int64) int64 {
 	for at := b + n; at < end; {
 		v, k := r.idx.Run(at, end)
 		if v == fromHead {
@@ -310,16 +310,16 @@ func (r *Replica) gapsOf(p *part) {
 	}
 }
 
-// start starts a read of a file.
-func (r *Replica) start(p *part) {
+// readPart starts a read of a file.
+func (r *Replica) readPart(p *part) {
 	if p.src > 0 {
 		l := r.layers[p.src-1]
 		switch whole, hit := l.Refuses(p.off, int64(len(p.buf))); {
 		case whole:
-			r.ended(p, ErrDamaged)
+			r.endReadPart(p, ErrDamaged)
 			return
 		case hit: // perhaps repaired meanwhile
-			r.doubt(p)
+			r.judgeRead(p)
 			return
 		case l.CRCs != nil:
 			r.crcsOfBlock(l, p.off>>blockBits) // while the data is read
@@ -337,17 +337,17 @@ func readDone(op *uring.Op, res int32) {
 			clear(p.all[g.Off:][:g.Len])
 		}
 		if p.src > 0 && f.r.layers[p.src-1].CRCs != nil {
-			f.r.compare(p)
+			f.r.compareChecksums(p)
 			return
 		}
 	case res > 0:
 		p.buf, p.off = p.buf[res:], p.off+int64(res)
 		fallthrough
-	case again(res):
+	case mustRetry(res):
 		f.r.ring.Read(op, p.fd, p.buf, p.off)
 		return
 	case p.src > 0 && f.r.layers[p.src-1].CRCs != nil: // what cannot be read is damaged as well
-		f.r.doubt(p)
+		f.r.judgeRead(p)
 		return
 	case res == 0:
 		f.err = unix.EIO // the file is shorter than its map says
@@ -355,17 +355,17 @@ func readDone(op *uring.Op, res int32) {
 		f.err = unix.Errno(-res)
 	}
 	if p.free() {
-		f.end(f.err)
+		f.endRequest(f.err)
 	}
 }
 
-func (r *Replica) write(q *block.Request) {
+func (r *Replica) startWrite(q *block.Request) {
 	if len(q.Spans) > 0 {
-		r.scatter(q)
+		r.scatterWrite(q)
 		return
 	}
 	f := r.newRequest(q)
-	p := f.part(r.fds[0], q.Buf, q.Off, writeDone)
+	p := f.newPart(r.fds[0], q.Buf, q.Off, writeDone)
 	p.w = r.now
 	p.w.left++
 	b := p.off >> blockBits
@@ -394,36 +394,36 @@ func writeDone(op *uring.Op, res int32) {
 	r := f.r
 	whole := int64(max(res, 0)) &^ (blockSize - 1)
 	if whole > 0 {
-		r.written(p.w, p.buf[:whole], p.off)
+		r.indexWrite(p.w, p.buf[:whole], p.off)
 		p.buf, p.off = p.buf[whole:], p.off+whole
 	}
 	switch {
 	case len(p.buf) == 0:
-		p.w.ended()
+		p.w.writeEnded()
 		p.free()
 		f.acknowledge()
-	case whole > 0 || again(res):
+	case whole > 0 || mustRetry(res):
 		r.ring.Write(op, p.fd, p.buf, p.off)
 	case res >= 0:
-		r.torn(f, p, unix.EIO)
+		r.endTornWrite(f, p, unix.EIO)
 	default:
-		r.torn(f, p, unix.Errno(-res))
+		r.endTornWrite(f, p, unix.Errno(-res))
 	}
 }
 
-// torn ends a failed write. The kernel does not report how much reached the file: torn asks the file system for the
-// data of the range, so that reads return the same content now and after the next recovery.
-func (r *Replica) torn(f *request, p *part, err error) {
+// endTornWrite ends a failed write. The kernel does not report how much reached the file: endTornWrite asks the file
+// system for the data of the range, so that reads return the same content now and after the next recovery.
+func (r *Replica) endTornWrite(f *request, p *part, err error) {
 	off, end, fd, w := p.off, p.off+int64(len(p.buf)), p.fd, p.w
 	p.free()
 	r.work.put(func() {
-		there := found(fd, off, end)
+		there := findData(fd, off, end)
 		r.ring.Post(func() {
 			for _, s := range there {
-				r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
+				r.indexBlocks(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
 			}
-			w.ended()
-			f.end(errnoOf(err))
+			w.writeEnded()
+			f.endRequest(errnoOf(err))
 		})
 	})
 }
@@ -451,19 +451,19 @@ var ErrFailed = api.Errorf(api.Unavailable, "the replica takes no more writes, s
 func (r *Replica) Failed() error {
 	var failed error
 	if err := r.onLoop(func() { failed = r.failed }); err != nil || failed == nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	if errors.Is(failed, errClosed) {
-		return r.name(failed)
+		return r.nameError(failed)
 	}
-	return r.name(fmt.Errorf("%w: %w", ErrFailed, failed))
+	return r.nameError(fmt.Errorf("%w: %w", ErrFailed, failed))
 }
 
-// failure is why the replica takes no more writes. Loop thread.
-func (r *Replica) failure() error { return r.failed }
+// writeFailure is why the replica takes no more writes. Loop thread.
+func (r *Replica) writeFailure() error { return r.failed }
 
-// fail stops all writes: after a failed sync the content of the disk is unknown.
-func (r *Replica) fail(err error) {
+// failWrites stops all writes: after a failed sync the content of the disk is unknown.
+func (r *Replica) failWrites(err error) {
 	if r.failed == nil {
 		r.failed = err
 		slog.Error("replica takes no more writes: a sync failed", "replica", r.dir, "error", err)

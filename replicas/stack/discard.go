@@ -8,9 +8,9 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// zero makes a range read as zeros and frees its space. Over lower layers the zero record is durable before the punch,
-// which otherwise would expose lower data.
-func (r *Replica) zero(q *block.Request) {
+// zeroRange makes a range read as zeros and frees its space. Over lower layers the zero record is durable before the
+// punch, which otherwise would expose lower data.
+func (r *Replica) zeroRange(q *block.Request) {
 	b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits
 	inHead, below := false, false
 	for i := b; i < end; {
@@ -24,14 +24,14 @@ func (r *Replica) zero(q *block.Request) {
 	case !below:
 		f.acknowledge()
 	case len(r.layers) == 0:
-		r.punch(f)
+		r.punchHead(f)
 	default:
-		r.record([]block.Span{{Off: q.Off, Len: q.Len}}, func(err error) {
+		r.appendZeros([]block.Span{{Off: q.Off, Len: q.Len}}, func(err error) {
 			switch {
 			case err != nil:
-				f.end(err)
+				f.endRequest(err)
 			case inHead:
-				r.punch(f)
+				r.punchHead(f)
 			default:
 				r.idx.Set(b, end, fromZero)
 				f.acknowledge()
@@ -43,8 +43,8 @@ func (r *Replica) zero(q *block.Request) {
 // punchPiece is how much of the head one call frees: see diskfs.Emptier.
 const punchPiece = int64(1) << 20
 
-func (r *Replica) punch(f *request) {
-	r.punchNext(f.part(r.fds[0], nil, f.q.Off, punchDone))
+func (r *Replica) punchHead(f *request) {
+	r.punchNext(f.newPart(r.fds[0], nil, f.q.Off, punchDone))
 }
 
 // punchNext punches the next piece in which the head may hold data, or ends the request. The piece ends at p.at.
@@ -73,13 +73,13 @@ func punchDone(op *uring.Op, res int32) {
 	p := op.Ctx.(*part)
 	f := p.f
 	r := f.r
-	if again(res) {
+	if mustRetry(res) {
 		r.ring.Fallocate(op, p.fd, diskfs.PunchMode, p.off, p.at-p.off)
 		return
 	}
 	if res < 0 {
 		p.free()
-		f.end(errnoOf(unix.Errno(-res)))
+		f.endRequest(errnoOf(unix.Errno(-res)))
 		return
 	}
 	p.off = p.at

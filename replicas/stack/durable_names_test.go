@@ -157,7 +157,7 @@ func TestDropAfterAKill(t *testing.T) {
 					t.Fatal(err)
 				}
 				d = p.crash(t, rand.New(rand.NewPCG(seed, 3))).disk(t)
-				names, err := d.named()
+				names, err := d.referencedLayers()
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -10,8 +10,8 @@ import (
 
 // A replica refuses reads of blocks that its disk fetches first, and reports the end of fetches.
 
-// fetched reports whether the disk has all blocks of a read, and begins to fetch the others. Loop thread.
-func (r *Replica) fetched(q *block.Request) bool {
+// hasFetched reports whether the disk has all blocks of a read, and begins to fetch the others. Loop thread.
+func (r *Replica) hasFetched(q *block.Request) bool {
 	all := true
 	for b, end := q.Off>>blockBits, (q.Off+q.Len)>>blockBits; b < end; {
 		v, n := r.idx.Run(b, end)
@@ -47,8 +47,8 @@ func (n *fetchNotifier) fetchEnded() {
 	}
 }
 
-// follow subscribes the replica to the fetches of a hydrated layer.
-func (r *Replica) follow(l *layer.Layer) {
+// subscribeFetches subscribes the replica to the fetches of a hydrated layer.
+func (r *Replica) subscribeFetches(l *layer.Layer) {
 	if l.Hydration == nil {
 		return
 	}
@@ -56,7 +56,7 @@ func (r *Replica) follow(l *layer.Layer) {
 	l.Hydration.Listen(l, func(c int64) {
 		r.ring.Post(func() {
 			if c >= 0 {
-				r.crcs.forget(l, c*chunkSize, (c+1)*chunkSize) // the page may be older than the chunk
+				r.crcs.forgetRange(l, c*chunkSize, (c+1)*chunkSize) // the page may be older than the chunk
 			}
 			r.reportSource()
 		})

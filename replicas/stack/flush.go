@@ -15,14 +15,14 @@ import (
 // acknowledge ends a write, a zero or a discard; with FUA a flush comes first.
 func (f *request) acknowledge() {
 	if f.q.FUA {
-		f.r.flush(f)
+		f.r.flushWrites(f)
 		return
 	}
-	f.end(nil)
+	f.endRequest(nil)
 }
 
-// flush makes all acknowledged writes durable: first the zero log, then the head.
-func (r *Replica) flush(f *request) {
+// flushWrites makes all acknowledged writes durable: first the zero log, then the head.
+func (r *Replica) flushWrites(f *request) {
 	if r.cutting > 0 {
 		r.afterCut = append(r.afterCut, f)
 		return
@@ -32,32 +32,32 @@ func (r *Replica) flush(f *request) {
 		return
 	}
 	spans := r.takeZeros()
-	r.record(spans, func(err error) {
+	r.appendZeros(spans, func(err error) {
 		if err != nil {
 			r.zeros = append(spans, r.zeros...)
 			if !errors.Is(err, unix.ENOSPC) {
-				f.end(err)
+				f.endRequest(err)
 				return
 			}
-			r.unrecorded(f, slices.Clone(r.zeros))
+			r.flushUnrecorded(f, slices.Clone(r.zeros))
 			return
 		}
 		r.syncHead(f)
 	})
 }
 
-// unrecorded continues a flush without room for the records of all-zero writes, if the head keeps the zeros as data and
-// so needs no record. The next flush tries to write the records again.
-func (r *Replica) unrecorded(f *request, spans []block.Span) {
+// flushUnrecorded continues a flush without room for the records of all-zero writes, if the head keeps the zeros as
+// data and so needs no record. The next flush tries to write the records again.
+func (r *Replica) flushUnrecorded(f *request, spans []block.Span) {
 	fd := r.fds[0]
 	r.work.put(func() {
-		there := kept(fd, spans)
+		there := holdsAsData(fd, spans)
 		r.ring.Post(func() {
 			switch {
 			case r.cutting > 0: // the zeros belong to a layer now
-				r.flush(f)
+				r.flushWrites(f)
 			case !there:
-				f.end(unix.ENOSPC)
+				f.endRequest(unix.ENOSPC)
 			default:
 				r.syncHead(f)
 			}
@@ -65,8 +65,8 @@ func (r *Replica) unrecorded(f *request, spans []block.Span) {
 	})
 }
 
-// kept reports whether a file holds all of the ranges as data.
-func kept(fd int, spans []block.Span) bool {
+// holdsAsData reports whether a file holds all of the ranges as data.
+func holdsAsData(fd int, spans []block.Span) bool {
 	for _, s := range spans {
 		if from, to, err := file.NextData(fd, s.Off, s.Off+s.Len); err != nil || from != s.Off || to != s.Off+s.Len {
 			return false
@@ -81,8 +81,8 @@ func (r *Replica) takeZeros() []block.Span {
 	return spans
 }
 
-// record appends to the log and syncs the log, in the worker, and calls then on the loop's thread.
-func (r *Replica) record(spans []block.Span, then func(error)) {
+// appendZeros appends to the log and syncs the log, in the worker, and calls then on the loop's thread.
+func (r *Replica) appendZeros(spans []block.Span, then func(error)) {
 	r.syncing++
 	r.work.put(func() {
 		err := r.log.Add(spans)
@@ -96,7 +96,7 @@ func (r *Replica) record(spans []block.Span, then func(error)) {
 		r.ring.Post(func() {
 			r.syncing--
 			if lost {
-				r.fail(err)
+				r.failWrites(err)
 			}
 			then(errnoOf(err))
 		})
@@ -110,26 +110,26 @@ func (r *Replica) syncNow() error {
 	if err == nil {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", ErrFailed, errors.Join(err, r.onLoop(func() { r.fail(err) })))
+	return fmt.Errorf("%w: %w", ErrFailed, errors.Join(err, r.onLoop(func() { r.failWrites(err) })))
 }
 
 func (r *Replica) syncHead(f *request) {
-	p := f.part(r.fds[0], nil, 0, syncDone)
+	p := f.newPart(r.fds[0], nil, 0, syncDone)
 	r.ring.Fdatasync(&p.op, p.fd)
 }
 
 func syncDone(op *uring.Op, res int32) {
 	p := op.Ctx.(*part)
 	f := p.f
-	if again(res) {
+	if mustRetry(res) {
 		f.r.ring.Fdatasync(op, p.fd)
 		return
 	}
 	p.free()
 	if res < 0 {
-		f.r.fail(unix.Errno(-res))
-		f.end(unix.EIO)
+		f.r.failWrites(unix.Errno(-res))
+		f.endRequest(unix.EIO)
 		return
 	}
-	f.end(nil)
+	f.endRequest(nil)
 }

@@ -20,8 +20,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// discard deletes folders of the trash in the background. After a crash Collect deletes the folders.
-func (d *Disk) discard(names []string) {
+// deleteTrash deletes folders of the trash in the background. After a crash Collect deletes the folders.
+func (d *Disk) deleteTrash(names []string) {
 	if len(names) == 0 {
 		return
 	}
@@ -66,7 +66,7 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 		return err
 	}
 	if prefix == gonePrefix {
-		d.discard([]string{name})
+		d.deleteTrash([]string{name})
 	}
 	return nil
 }
@@ -74,7 +74,7 @@ func (d *Disk) toTrash(dir, prefix, uid string) error {
 // dropUnnamed removes the layers without a reference. While a record is unreadable, Collect removes the layers later.
 func (d *Disk) dropUnnamed(layers []string) error {
 	seen := d.scanReferences()
-	if seen.unread() != nil {
+	if seen.unreadableError() != nil {
 		return nil
 	}
 	return d.dropLayers(layers, namedBy(seen.all), seen)
@@ -108,7 +108,7 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 		}
 	}()
 	seen := d.scanReferences()
-	before, unsynced := namedBy(seen.all), seen.unread()
+	before, unsynced := namedBy(seen.all), seen.unreadableError()
 	if unsynced == nil {
 		unsynced = d.syncScan(ctx, seen)
 	}
@@ -117,7 +117,7 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 		return err
 	}
 	now := time.Now()
-	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.written),
+	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.headHoldsData),
 		d.collectHalfMade(imagesDir, imageFile, "", nil))
 	if unsynced != nil {
 		err = errors.Join(err, fmt.Errorf("garbage collection deletes no layer: %w", unsynced))
@@ -159,7 +159,7 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 
 // collectLayers collects the layers that have no reference now, and had none before the records became durable.
 func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Duration, before map[string]bool) error {
-	names, err := d.named()
+	names, err := d.referencedLayers()
 	if err != nil {
 		return fmt.Errorf("garbage collection deletes no layer: %w", err)
 	}
@@ -178,11 +178,11 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 		if is, err = d.Resumable(uid, now); err != nil || is {
 			return is, err
 		}
-		newer, err := d.named()
+		newer, err := d.referencedLayers()
 		return newer[uid], err
 	}
 	failed := d.collectHalfMade(layer.Dir, layer.LayerFile, "", wanted)
-	if names, err = d.named(); err != nil {
+	if names, err = d.referencedLayers(); err != nil {
 		return errors.Join(failed, fmt.Errorf("garbage collection deletes no other layer: %w", err))
 	}
 	entries, err := d.FS.ReadDir(d.Join(layer.Dir))

@@ -26,21 +26,21 @@ func (w *writes) seal(value uint16, zeros []block.Span) {
 	}
 }
 
-// ended counts the end of a write.
-func (w *writes) ended() {
+// writeEnded counts the end of a write.
+func (w *writes) writeEnded() {
 	if w.left--; w.left == 0 && w.over != nil {
 		close(w.over)
 	}
 }
 
-// calm reports whether a new head may come during the requests in progress: reads and writes keep their files, but zero
-// records and pages of the index that are being built belong to the present head.
-func (r *Replica) calm() bool { return r.slow == 0 && r.syncing == 0 && len(r.waiting) == 0 }
+// maySwitchHead reports whether a new head may come during the requests in progress: reads and writes keep their files,
+// but zero records and pages of the index that are being built belong to the present head.
+func (r *Replica) maySwitchHead() bool { return r.slow == 0 && r.syncing == 0 && len(r.waiting) == 0 }
 
-// written puts written blocks of the head, or of the layer that the head became, into the index; before, readers see
+// indexWrite puts written blocks of the head, or of the layer that the head became, into the index; before, readers see
 // the old content. All-zero blocks over lower data also get a zero record, which the next flush makes durable, in case
 // the file system does not keep zeros as data.
-func (r *Replica) written(w *writes, buf []byte, off int64) {
+func (r *Replica) indexWrite(w *writes, buf []byte, off int64) {
 	b, end := off>>blockBits, (off+int64(len(buf)))>>blockBits
 	zero := func(i int64) bool { return format.IsZero(buf[(i-b)<<blockBits:][:blockSize]) }
 	switch {
@@ -61,11 +61,12 @@ func (r *Replica) written(w *writes, buf []byte, off int64) {
 			i += n
 		}
 	}
-	r.place(w, b, end)
+	r.indexBlocks(w, b, end)
 }
 
-// place puts the written blocks [b, end) into the index. Blocks of the head are newer than a late write to a layer.
-func (r *Replica) place(w *writes, b, end int64) {
+// indexBlocks puts the written blocks [b, end) into the index. Blocks of the head are newer than a late write to a
+// layer.
+func (r *Replica) indexBlocks(w *writes, b, end int64) {
 	if w.value == fromHead {
 		r.idx.Set(b, end, fromHead)
 		return
@@ -88,7 +89,7 @@ func (r *Replica) recordZeros() error {
 			done <- nil
 			return
 		}
-		r.record(spans, func(err error) {
+		r.appendZeros(spans, func(err error) {
 			if err != nil {
 				r.zeros = append(spans, r.zeros...)
 			}

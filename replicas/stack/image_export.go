@@ -122,7 +122,7 @@ func (d *Disk) Forget(image string) (err error) {
 		return err
 	}
 	defer unlock()
-	img, err := d.image(image)
+	img, err := d.readImage(image)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return d.removeHalfMade(imagesDir, image)

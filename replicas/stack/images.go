@@ -17,7 +17,7 @@ func (d *Disk) Image(uid string) (block.Image, error) {
 	if err := api.UID(uid).Validate(); err != nil {
 		return block.Image{}, err
 	}
-	img, err := d.image(uid)
+	img, err := d.readImage(uid)
 	if errors.Is(err, fs.ErrNotExist) {
 		return img, api.Errorf(api.NotFound, "image %s is not on disk %s", uid, d.Root)
 	}
@@ -77,7 +77,7 @@ func (d *Disk) PutImage(img block.Image) (err error) {
 	return format.WriteMeta(d.FS, dir+"/"+imageFile, formatImage, img)
 }
 
-func (d *Disk) image(uid string) (block.Image, error) {
+func (d *Disk) readImage(uid string) (block.Image, error) {
 	var img block.Image
 	if err := format.ReadMeta(d.FS, d.Join(imagesDir, uid, imageFile), formatImage, &img); err != nil {
 		return img, err
@@ -100,7 +100,7 @@ func (d *Disk) Images() ([]block.Image, error) {
 		if api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		img, err := d.image(e.Name())
+		img, err := d.readImage(e.Name())
 		if errors.Is(err, fs.ErrNotExist) {
 			continue // half-made
 		}
@@ -129,7 +129,7 @@ func (d *Disk) RemoveImage(uid string) (err error) {
 		return err
 	}
 	defer unlock()
-	img, err := d.image(uid)
+	img, err := d.readImage(uid)
 	if errors.Is(err, fs.ErrNotExist) {
 		return d.removeHalfMade(imagesDir, uid)
 	}

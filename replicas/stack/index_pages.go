@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// ready reports whether the index knows all blocks of q. If not, q waits for the first page that is missing.
-func (r *Replica) ready(q *block.Request) bool {
+// hasPages reports whether the index knows all blocks of q. If not, q waits for the first page that is missing.
+func (r *Replica) hasPages(q *block.Request) bool {
 	for p := int(q.Off >> (blockBits + pageBits)); p <= int((q.Off+q.Len-1)>>(blockBits+pageBits)); p++ {
 		r.idx.Used[p] = true
 		if r.idx.Built(p) || r.buildNow(p) {
@@ -22,7 +22,7 @@ func (r *Replica) ready(q *block.Request) bool {
 		list, building := r.waiting[p]
 		r.waiting[p] = append(list, q)
 		if !building {
-			r.build(p)
+			r.buildPage(p)
 		}
 		return false
 	}
@@ -32,7 +32,7 @@ func (r *Replica) ready(q *block.Request) bool {
 // Nothing reports whether a read of whole blocks would surely return only zeros and read no file. On the loop's thread.
 func (r *Replica) Nothing(off, n int64) bool {
 	q := block.Request{Op: block.OpDiscard, Off: off, Len: n}
-	if r.holding > 0 || r.check(&q) != nil {
+	if r.holding > 0 || r.validateRequest(&q) != nil {
 		return false
 	}
 	for p := int(off >> (blockBits + pageBits)); p <= int((off+n-1)>>(blockBits+pageBits)); p++ {
@@ -73,8 +73,8 @@ func (r *Replica) buildNow(p int) bool {
 	return true
 }
 
-// build builds a page in the worker and then begins the requests that wait for the page.
-func (r *Replica) build(p int) {
+// buildPage builds a page in the worker and then begins the requests that wait for the page.
+func (r *Replica) buildPage(p int) {
 	n := r.idx.PageLen(p)
 	r.work.put(func() {
 		vals := make([]uint16, n)
@@ -91,9 +91,9 @@ func (r *Replica) build(p int) {
 			}
 			for _, q := range list {
 				if err != nil {
-					r.finish(q, unix.EIO)
+					r.finishRequest(q, unix.EIO)
 				} else {
-					r.begin(q)
+					r.beginRequest(q)
 				}
 			}
 		})

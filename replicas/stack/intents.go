@@ -36,18 +36,18 @@ type intentTracker struct {
 	since    []uint64 // regions touched since Mark
 }
 
-// intentHost is the part of a replica that the tracker of its intents needs. failure, fail and resume run on the loop's
-// thread.
+// intentHost is the part of a replica that the tracker of its intents needs. writeFailure, failWrites and resumeRequest
+// run on the loop's thread.
 type intentHost interface {
-	failure() error
-	fail(err error)
-	resume(q *block.Request, err error)
-	name(err error) error
+	writeFailure() error
+	failWrites(err error)
+	resumeRequest(q *block.Request, err error)
+	nameError(err error) error
 	Meta() Meta
 }
 
-// open reads the intents and keeps the file open.
-func (i *intentTracker) open() (err error) {
+// openFile reads the intents and keeps the file open.
+func (i *intentTracker) openFile() (err error) {
 	if i.file, err = i.fs.Open(i.path, os.O_RDWR, 0); err != nil {
 		return err
 	}
@@ -73,7 +73,7 @@ func (i *intentTracker) grow(size int64) (err error) {
 		i.work.do(func() {}) // all work in progress has ended then
 	}
 	defer func() {
-		err = errors.Join(err, onLoop(i.ring, func() { i.noting = false; i.note() }))
+		err = errors.Join(err, onLoop(i.ring, func() { i.noting = false; i.noteWanted() }))
 	}()
 	i.work.do(func() {
 		t := &format.Intents{}
@@ -83,7 +83,7 @@ func (i *intentTracker) grow(size int64) (err error) {
 		t.Size = size
 		n := (t.Regions() + 63) / 64
 		t.Bits = append(t.Bits, make([]uint64, n-int64(len(t.Bits)))...)
-		if err = i.rewrite(t); err != nil {
+		if err = i.replaceFile(t); err != nil {
 			return
 		}
 		err = onLoop(i.ring, func() {
@@ -95,9 +95,9 @@ func (i *intentTracker) grow(size int64) (err error) {
 	return err
 }
 
-// rewrite replaces the file, in the worker. If the disk may have the old or the new file, the replica fails, because
-// later intents could be lost with the file.
-func (i *intentTracker) rewrite(t *format.Intents) error {
+// replaceFile replaces the file, in the worker. If the disk may have the old or the new file, the replica fails,
+// because later intents could be lost with the file.
+func (i *intentTracker) replaceFile(t *format.Intents) error {
 	err := format.ReplaceFile(i.fs, i.path, format.EncodeIntents(t))
 	if err != nil && !errors.Is(err, format.ErrUnsure) {
 		return err
@@ -107,7 +107,7 @@ func (i *intentTracker) rewrite(t *format.Intents) error {
 		h, err = i.fs.Open(i.path, os.O_RDWR, 0)
 	}
 	if err != nil {
-		i.ring.Post(func() { i.host.fail(err) })
+		i.ring.Post(func() { i.host.failWrites(err) })
 		return err
 	}
 	old := i.file
@@ -115,8 +115,8 @@ func (i *intentTracker) rewrite(t *format.Intents) error {
 	return old.Close()
 }
 
-// intended reports whether all regions of a request are noted; otherwise the request resumes once they are.
-func (i *intentTracker) intended(q *block.Request) bool {
+// hasIntents reports whether all regions of a request are noted; otherwise the request resumes once they are.
+func (i *intentTracker) hasIntents(q *block.Request) bool {
 	t, all := i.noted, true
 	for g := q.Off / t.Region; g <= (q.Off+q.Len-1)/t.Region; g++ {
 		i.since[g/64] |= 1 << (g % 64)
@@ -128,8 +128,8 @@ func (i *intentTracker) intended(q *block.Request) bool {
 	if all {
 		return true
 	}
-	i.toNote = append(i.toNote, func(err error) { i.host.resume(q, err) })
-	i.note()
+	i.toNote = append(i.toNote, func(err error) { i.host.resumeRequest(q, err) })
+	i.noteWanted()
 	return false
 }
 
@@ -156,7 +156,7 @@ func (i *intentTracker) Intend(ctx context.Context, regions []int64) error {
 			return
 		}
 		i.toNote = append(i.toNote, func(err error) { done <- err })
-		i.note()
+		i.noteWanted()
 	})
 	if err == nil {
 		select {
@@ -165,11 +165,11 @@ func (i *intentTracker) Intend(ctx context.Context, regions []int64) error {
 			err = ctx.Err()
 		}
 	}
-	return i.host.name(err)
+	return i.host.nameError(err)
 }
 
-// note writes the wanted intents, once for all waiting requests.
-func (i *intentTracker) note() {
+// noteWanted writes the wanted intents, once for all waiting requests.
+func (i *intentTracker) noteWanted() {
 	if i.noting || len(i.toNote) == 0 {
 		return
 	}
@@ -193,9 +193,9 @@ func (i *intentTracker) note() {
 			i.noting = false
 			switch {
 			case err == nil:
-				err = i.host.failure() // also of what the worker did before
+				err = i.host.writeFailure() // also of what the worker did before
 			case !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT):
-				i.host.fail(err)
+				i.host.failWrites(err)
 			}
 			if err == nil {
 				for k := range changed {
@@ -205,7 +205,7 @@ func (i *intentTracker) note() {
 			for _, answer := range list {
 				answer(err)
 			}
-			i.note()
+			i.noteWanted()
 		})
 	})
 }
@@ -258,12 +258,12 @@ func (i *intentTracker) Intents(context.Context) (Intents, error) {
 		}
 	})
 	out.Joined = i.host.Meta().Joined
-	return out, i.host.name(err)
+	return out, i.host.nameError(err)
 }
 
 // Track turns write intents on or off. Adopt turns write intents on for several members, and in a resumed session.
 func (i *intentTracker) Track(_ context.Context, on bool) error {
-	return i.host.name(onLoop(i.ring, func() { i.tracking = on }))
+	return i.host.nameError(onLoop(i.ring, func() { i.tracking = on }))
 }
 
 // Unnoted records durably that no intents cover the writes before epoch, and in epoch until now: a former member is
@@ -280,16 +280,17 @@ func (i *intentTracker) Unnoted(_ context.Context, epoch int64) (err error) {
 		}); err != nil {
 			return
 		}
-		if err = diskfs.Classify(i.rewrite(now)); err != nil { // a later removal of intents is relative to the epoch in the file
+		// A later removal of intents is relative to the epoch in the file.
+		if err = diskfs.Classify(i.replaceFile(now)); err != nil {
 			err = errors.Join(err, onLoop(i.ring, func() { i.noted.Epoch = before }))
 		}
 	})
-	return i.host.name(err)
+	return i.host.nameError(err)
 }
 
 // Mark begins to record touched regions, for a Clean with the same token.
 func (i *intentTracker) Mark(_ context.Context, token int64) error {
-	return i.host.name(onLoop(i.ring, func() {
+	return i.host.nameError(onLoop(i.ring, func() {
 		i.token = token
 		clear(i.since)
 	}))
@@ -301,7 +302,7 @@ func (i *intentTracker) Clean(_ context.Context, token, epoch int64, regions []i
 	if i.host.Meta().Epoch != epoch { // of an engine that was replaced in the meantime
 		return nil
 	}
-	return i.host.name(onLoop(i.ring, func() {
+	return i.host.nameError(onLoop(i.ring, func() {
 		t := i.noted
 		if token != i.token || t.Epoch > epoch || i.noting {
 			return
@@ -334,7 +335,7 @@ func (i *intentTracker) Clean(_ context.Context, token, epoch int64, regions []i
 		i.work.put(func() {
 			var err error
 			if fresh {
-				err = i.rewrite(was)
+				err = i.replaceFile(was)
 			}
 			kept := err != nil
 			if err == nil {
@@ -351,7 +352,7 @@ func (i *intentTracker) Clean(_ context.Context, token, epoch int64, regions []i
 						i.noted.Bits[k] |= gone[k]
 					}
 				}
-				i.note()
+				i.noteWanted()
 			})
 		})
 	}))

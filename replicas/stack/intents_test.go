@@ -66,7 +66,7 @@ func TestReopenedNotes(t *testing.T) {
 					adopt(t, r, 2, 7, uid)
 				}
 				if !clean { // its end is not marked
-					if err := r.onLoop(func() { r.fail(errors.New("the test says so")) }); err != nil {
+					if err := r.onLoop(func() { r.failWrites(errors.New("the test says so")) }); err != nil {
 						t.Fatal(err)
 					}
 				}

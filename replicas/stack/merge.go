@@ -42,11 +42,11 @@ type MergeOptions struct {
 // lower one: cut first.
 func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 	if !r.merging.TryLock() {
-		return false, r.name(api.Errorf(api.Busy, "a merge is in progress"))
+		return false, r.nameError(api.Errorf(api.Busy, "a merge is in progress"))
 	}
 	defer r.merging.Unlock()
-	if err := r.mergePicker().check(ctx, o); err != nil {
-		return false, r.name(diskfs.Classify(err))
+	if err := r.mergePicker().checkPairs(ctx, o); err != nil {
+		return false, r.nameError(diskfs.Classify(err))
 	}
 	w, err := r.beginMerge()
 	if errors.Is(err, errRead) {
@@ -65,25 +65,25 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, nil
 	}
 	if w == nil || err != nil {
-		return false, r.name(diskfs.Classify(err))
+		return false, r.nameError(diskfs.Classify(err))
 	}
 	defer w.close()
-	return true, r.name(diskfs.Classify(w.run(ctx, o)))
+	return true, r.nameError(diskfs.Classify(w.mergeRest(ctx, o)))
 }
 
-// run does the rest of the merge.
-func (w *merger) run(ctx context.Context, o MergeOptions) error {
+// mergeRest does the rest of the merge.
+func (w *merger) mergeRest(ctx context.Context, o MergeOptions) error {
 	for {
-		if err := w.whenQuiet(ctx, w.follow); err != nil {
+		if err := w.whenQuiet(ctx, w.switchReads); err != nil {
 			return err
 		}
 		if err := layer.Throttle(ctx, w.began, w.copied, o.BytesPerSecond); err != nil { // while no I/O is held
 			return err
 		}
 		if w.seen.Done >= w.size {
-			return w.complete(ctx)
+			return w.completeMerge(ctx)
 		}
-		if err := w.window(ctx); err != nil {
+		if err := w.copyNextWindow(ctx); err != nil {
 			return err
 		}
 	}
@@ -152,7 +152,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	m := r.Meta()
 	g := m.Merge
 	if g == nil {
-		if g, err = r.mergePicker().choose(m); g == nil || err != nil {
+		if g, err = r.mergePicker().choosePair(m); g == nil || err != nil {
 			return nil, err
 		}
 		err := errors.Join(r.adoptFinished(g.Lower), r.adoptFinished(g.Upper),
@@ -180,7 +180,7 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 			}
 			return nil, err
 		}
-		if err := r.commit(func(m *Meta) { m.Merge = g }); err != nil {
+		if err := r.commitChange(func(m *Meta) { m.Merge = g }); err != nil {
 			return nil, err
 		}
 		if err := r.setMerge(g); err != nil {
@@ -252,9 +252,9 @@ func (w *merger) emptyLast() error {
 	return w.emptyCopied(max(done-r.disk.window, 0), done)
 }
 
-// neighbours returns the pairs of layers, lower and upper, below the head and beside the head, where only the upper
+// mergeablePairs returns the pairs of layers, lower and upper, below the head and beside the head, where only the upper
 // layer needs the lower one.
-func (m Meta) neighbours(needed map[string]bool) (list [][2]string) {
+func (m Meta) mergeablePairs(needed map[string]bool) (list [][2]string) {
 	above := map[string]int{}
 	for _, b := range m.Branches {
 		above[b.Below]++
@@ -280,8 +280,8 @@ func (r *Replica) setMerge(g *Merge) (err error) {
 	return err
 }
 
-// window copies the next window and records the copy.
-func (w *merger) window(ctx context.Context) error {
+// copyNextWindow copies the next window and records the copy.
+func (w *merger) copyNextWindow(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
@@ -290,7 +290,7 @@ func (w *merger) window(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := w.sync(); err != nil {
+	if err := w.syncTarget(); err != nil {
 		return err
 	}
 	w.r.mu.Lock()
@@ -300,7 +300,7 @@ func (w *merger) window(ctx context.Context) error {
 	}
 	next := w.seen
 	next.Done = end
-	if err := w.r.commit(func(m *Meta) { m.Merge = &next }); err != nil {
+	if err := w.r.commitChange(func(m *Meta) { m.Merge = &next }); err != nil {
 		return err
 	}
 	w.seen = next
@@ -308,8 +308,8 @@ func (w *merger) window(ctx context.Context) error {
 	return nil
 }
 
-// follow switches reads of the copied part to the target, and then frees the part in the other layer.
-func (w *merger) follow(ctx context.Context) error {
+// switchReads switches reads of the copied part to the target, and then frees the part in the other layer.
+func (w *merger) switchReads(ctx context.Context) error {
 	r, g := w.r, w.seen
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -343,7 +343,7 @@ func (r *Replica) turnTo(ctx context.Context, g Merge, off int64) error {
 	return r.onLoop(func() {
 		k := slices.IndexFunc(r.layers, func(l *layer.Layer) bool { return l.Rec.UID == g.Lower })
 		from, to := g.Values(k)
-		r.crcs.forget(r.layers[to-fromLayer], off, g.Done)
+		r.crcs.forgetRange(r.layers[to-fromLayer], off, g.Done)
 		r.idx.ChangeIn(off>>blockBits, min(g.Done>>blockBits, r.idx.Blocks), from, to)
 	})
 }

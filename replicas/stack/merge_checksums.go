@@ -36,7 +36,7 @@ func (d *Disk) bothHaveCRCs(g *Merge) (bool, error) {
 
 // openCRCs opens the moving checksums. Without checksums in the target none move.
 func (w *merger) openCRCs() (err error) {
-	from, to := w.ends()
+	from, to := w.emptiedAndTarget()
 	if !w.seen.Crcs || to.CRCs == nil {
 		return nil
 	}
@@ -54,7 +54,7 @@ func (w *merger) giveCRCs(off, n int64) error {
 	if w.crcs == nil {
 		return nil
 	}
-	from, _ := w.ends()
+	from, _ := w.emptiedAndTarget()
 	crcs, err := from.CRCsAt(off, n)
 	if err == nil && crcs == nil { // the layer has lost its checksums
 		buf := diskfs.AlignedBuffer(int(n))
@@ -106,7 +106,7 @@ var noSum = [sumSize]byte(bytes.Repeat([]byte{0xff}, sumSize))
 // chunkSound reports whether every block of a chunk of the target matches the checksum from its former layer.
 func (w *merger) chunkSound(c int64, chunk []byte) (bool, error) {
 	first := c * chunkBlks
-	lower, upper, err := w.kinds(int(first >> pageBits))
+	lower, upper, err := w.loadKinds(int(first >> pageBits))
 	if err != nil {
 		return false, err
 	}
@@ -114,7 +114,7 @@ func (w *merger) chunkSound(c int64, chunk []byte) (bool, error) {
 	below, lerr := w.lower.CRCsAt(first<<blockBits, n)
 	above, uerr := w.upper.CRCsAt(first<<blockBits, n)
 	if w.seen.Crcs { // they have moved with the data
-		_, to := w.ends()
+		_, to := w.emptiedAndTarget()
 		below, lerr = to.CRCsAt(first<<blockBits, n)
 		above, uerr = below, nil
 	}
@@ -137,8 +137,8 @@ func (w *merger) chunkSound(c int64, chunk []byte) (bool, error) {
 	return true, nil
 }
 
-// damaged records a damaged chunk of the result.
-func (w *merger) damaged(c, n int64) {
+// recordDamage records a damaged chunk of the result.
+func (w *merger) recordDamage(c, n int64) {
 	slog.Error("what two layers were merged to is damaged", "disk", w.r.disk.Root, "layer", w.seen.Result,
 		"offset", c*chunkSize, "length", n)
 	w.mu.Lock()

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// complete makes the new layer of the target's file, and replaces the two layers: commit 2.
-func (w *merger) complete(ctx context.Context) error {
+// completeMerge makes the new layer of the target's file, and replaces the two layers: commit 2.
+func (w *merger) completeMerge(ctx context.Context) error {
 	d, g := w.r.disk, w.seen
 	dir := d.Join(layer.Dir, g.Result)
 	if err := diskfs.TryLock(w.to, unix.LOCK_EX); err != nil { // marks the new layer as in the making
@@ -38,15 +38,15 @@ func (w *merger) complete(ctx context.Context) error {
 	if err := d.FS.Link(d.Join(layer.Dir, g.Target(), layer.DataFile), dir+"/"+layer.DataFile); err != nil {
 		return err
 	}
-	rec, err := w.describe(ctx, dir)
+	rec, err := w.describeResult(ctx, dir)
 	if err != nil {
 		return err
 	}
-	return w.whenQuiet(ctx, func(ctx context.Context) error { return w.publish(ctx, dir, rec) })
+	return w.whenQuiet(ctx, func(ctx context.Context) error { return w.publishResult(ctx, dir, rec) })
 }
 
-// publish writes the record of the result and replaces the two layers.
-func (w *merger) publish(ctx context.Context, dir string, rec layer.Record) error {
+// publishResult writes the record of the result and replaces the two layers.
+func (w *merger) publishResult(ctx context.Context, dir string, rec layer.Record) error {
 	r, d, g := w.r, w.r.disk, w.seen
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -81,9 +81,9 @@ func (w *merger) publish(ctx context.Context, dir string, rec layer.Record) erro
 		}
 	}
 	var gone []string
-	err = r.commit(func(m *Meta) {
+	err = r.commitChange(func(m *Meta) {
 		m.replaceMerged()
-		gone = m.prune() // the snapshot may have been deleted meanwhile
+		gone = m.pruneBranches() // the snapshot may have been deleted meanwhile
 	})
 	var old []*layer.Layer
 	switch {
@@ -92,7 +92,7 @@ func (w *merger) publish(ctx context.Context, dir string, rec layer.Record) erro
 	case w.beside:
 		err = errors.Join(own.Close(), r.setMerge(nil), d.dropUnnamed(gone))
 	default:
-		old, err = r.replace(g, own)
+		old, err = r.replaceLayers(g, own)
 	}
 	release()
 	if err != nil {
@@ -141,8 +141,8 @@ func (m *Meta) replaceMerged() {
 	m.Merge = nil
 }
 
-// replace gives the data path one layer for two, while I/O is held, and returns the two.
-func (r *Replica) replace(g Merge, by *layer.Layer) (old []*layer.Layer, err error) {
+// replaceLayers gives the data path one layer for two, while I/O is held, and returns the two.
+func (r *Replica) replaceLayers(g Merge, by *layer.Layer) (old []*layer.Layer, err error) {
 	r.work.do(func() {
 		err = r.onLoop(func() {
 			k := slices.IndexFunc(r.layers, func(l *layer.Layer) bool { return l.Rec.UID == g.Lower })
@@ -161,15 +161,15 @@ func (r *Replica) replace(g Merge, by *layer.Layer) (old []*layer.Layer, err err
 	return old, err
 }
 
-// describe makes the digests and the map of the result. Unchanged chunks keep their digests.
-func (w *merger) describe(ctx context.Context, dir string) (layer.Record, error) {
+// describeResult makes the digests and the map of the result. Unchanged chunks keep their digests.
+func (w *merger) describeResult(ctx context.Context, dir string) (layer.Record, error) {
 	rec := layer.Record{UID: w.seen.Result, Size: w.size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
 	m, err := w.newMapper(dir)
 	if err != nil {
 		return rec, err
 	}
 	defer m.close()
-	if err := m.run(ctx); err != nil {
+	if err := m.makeMap(ctx); err != nil {
 		return rec, err
 	}
 	rec.Data, rec.Zero = m.kinds.Held()
@@ -181,7 +181,7 @@ func (w *merger) describe(ctx context.Context, dir string) (layer.Record, error)
 	}
 	rec.Root, err = format.RootDigest(m.sums, w.size, &m.kinds, func(c int64, sum [sumSize]byte) {
 		if sum == noSum {
-			w.damaged(c, min(chunkSize, w.size-c*chunkSize))
+			w.recordDamage(c, min(chunkSize, w.size-c*chunkSize))
 		}
 	})
 	if err != nil {

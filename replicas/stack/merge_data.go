@@ -13,16 +13,16 @@ import (
 // before the record of the window, and freed in the other layer's file afterwards. So at most a window of checksums
 // exists twice, and below Done only the target's checksums count.
 
-// ends returns the emptied layer and the target.
-func (w *merger) ends() (from, to *layer.Layer) {
+// emptiedAndTarget returns the emptied layer and the target.
+func (w *merger) emptiedAndTarget() (from, to *layer.Layer) {
 	if w.seen.Up {
 		return w.lower, w.upper
 	}
 	return w.upper, w.lower
 }
 
-// sync makes copied blocks and checksums durable.
-func (w *merger) sync() error {
+// syncTarget makes copied blocks and checksums durable.
+func (w *merger) syncTarget() error {
 	if w.crcs == nil {
 		return w.to.Datasync()
 	}
@@ -45,8 +45,8 @@ func (w *merger) emptyCopied(off, done int64) error {
 	return w.freed.Punch(w.from, off, done-off)
 }
 
-// kinds returns the kinds of a page in both layers.
-func (w *merger) kinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
+// loadKinds returns the kinds of a page in both layers.
+func (w *merger) loadKinds(p int) (lower, upper *[pageBlocks]block.Kind, err error) {
 	lower, upper = new([pageBlocks]block.Kind), new([pageBlocks]block.Kind)
 	return lower, upper, errors.Join(w.lower.Map.Load(p, lower), w.upper.Map.Load(p, upper))
 }
@@ -59,7 +59,7 @@ func (w *merger) copyWindow(off, most int64) (end, copied int64, err error) {
 	for b < last && copied < mergeTwice {
 		p := int(b >> pageBits)
 		base := int64(p) << pageBits
-		lower, upper, err := w.kinds(p)
+		lower, upper, err := w.loadKinds(p)
 		if err != nil {
 			return off, copied, err
 		}
@@ -114,8 +114,8 @@ func (w *merger) actionFor(lower, upper block.Kind) action {
 	return leaveBlock
 }
 
-// union returns the kind of a block in the result.
-func union(lower, upper block.Kind) block.Kind {
+// kindInResult returns the kind of a block in the result.
+func kindInResult(lower, upper block.Kind) block.Kind {
 	if upper != block.Hole {
 		return upper
 	}

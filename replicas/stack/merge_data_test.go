@@ -69,7 +69,7 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 			t.Fatal(err)
 		}
 		change(t, d, &m)
-		if err := format.WriteMeta(d.FS, d.Join(replicaDir, i.replica, stackFile), formatStack, m.record()); err != nil {
+		if err := format.WriteMeta(d.FS, d.Join(replicaDir, i.replica, stackFile), formatStack, m.toRecord()); err != nil {
 			t.Fatal(err)
 		}
 	},
@@ -237,7 +237,7 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 	buf := diskfs.AlignedBuffer(awaySize)
 	for w.seen.Done < w.size {
 		mustIssue(t, l, r, block.OpRead, 0, awaySize, buf)
-		if err := errors.Join(w.window(ctx), w.whenQuiet(ctx, w.follow)); err != nil {
+		if err := errors.Join(w.copyNextWindow(ctx), w.whenQuiet(ctx, w.switchReads)); err != nil {
 			t.Fatal(err)
 		}
 		var off int64
@@ -282,7 +282,7 @@ func TestMergeLosesChecksums(t *testing.T) {
 		r, lower, upper := ofTwo(t, d, l, e)
 		w := begun(t, r)
 		for range 3 {
-			if err := errors.Join(w.window(ctx), w.whenQuiet(ctx, w.follow)); err != nil {
+			if err := errors.Join(w.copyNextWindow(ctx), w.whenQuiet(ctx, w.switchReads)); err != nil {
 				t.Fatal(err)
 			}
 		}

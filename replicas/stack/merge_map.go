@@ -40,7 +40,7 @@ type mapper struct {
 // there.
 func (w *merger) newMapper(dir string) (_ *mapper, err error) {
 	d, g := w.r.disk, &w.seen
-	_, target := w.ends()
+	_, target := w.emptiedAndTarget()
 	m := &mapper{w: w, kinds: format.NewIndex(w.size>>blockBits, uint16(block.Hole)), touched: map[int64]bool{},
 		whole: target.Rec.Size == w.size}
 	defer func() {
@@ -103,13 +103,13 @@ func (m *mapper) close() {
 func (m *mapper) readKinds() error {
 	w := m.w
 	for p := range m.kinds.Uniform {
-		lower, upper, err := w.kinds(p)
+		lower, upper, err := w.loadKinds(p)
 		if err != nil {
 			return err
 		}
 		vals := make([]uint16, m.kinds.PageLen(p))
 		for i := range vals {
-			k := union(lower[i], upper[i])
+			k := kindInResult(lower[i], upper[i])
 			vals[i] = uint16(k)
 			if was := lower[i]; p >= w.seen.Mapped && (w.actionFor(lower[i], upper[i]) != leaveBlock ||
 				!w.seen.Up && k != was || w.seen.Up && k != upper[i]) {
@@ -121,22 +121,22 @@ func (m *mapper) readKinds() error {
 	return nil
 }
 
-// run makes the rest of the map, and records all pieces but the last.
-func (m *mapper) run(ctx context.Context) error {
+// makeMap makes the rest of the map, and records all pieces but the last.
+func (m *mapper) makeMap(ctx context.Context) error {
 	pages := len(m.kinds.Uniform)
 	for from := m.w.seen.Mapped; from < pages; {
 		end := min(from+m.piece, pages)
 		some := format.NewIndex(m.kinds.Blocks, uint16(block.Hole))
 		copy(some.Uniform[from:end], m.kinds.Uniform[from:end])
 		copy(some.Packed[from:end], m.kinds.Packed[from:end])
-		if err := layer.EachChunk(ctx, &some, m.chunk); err != nil {
+		if err := layer.EachChunk(ctx, &some, m.digestChunk); err != nil {
 			return err
 		}
 		if err := m.pages.Put(&m.kinds, from, end); err != nil {
 			return err
 		}
 		if end < pages {
-			if err := m.record(from, end); err != nil {
+			if err := m.recordPiece(from, end); err != nil {
 				return err
 			}
 		}
@@ -145,11 +145,11 @@ func (m *mapper) run(ctx context.Context) error {
 	return m.pages.Finish(m.kinds.Blocks)
 }
 
-// chunk gives a chunk its digest, and its blocks their checksums.
-func (m *mapper) chunk(c int64, buf []byte) error {
+// digestChunk gives a chunk its digest, and its blocks their checksums.
+func (m *mapper) digestChunk(c int64, buf []byte) error {
 	w := m.w
 	if !m.touched[c] && m.whole {
-		if _, target := w.ends(); !m.own {
+		if _, target := w.emptiedAndTarget(); !m.own {
 			return format.CopyCRCs(m.crcs, target.CRCs, c)
 		}
 		return nil
@@ -171,8 +171,8 @@ func (m *mapper) chunk(c int64, buf []byte) error {
 	return err
 }
 
-// record records a piece of the map in stack.json.
-func (m *mapper) record(from, end int) error {
+// recordPiece records a piece of the map in stack.json.
+func (m *mapper) recordPiece(from, end int) error {
 	w, r, d := m.w, m.w.r, m.w.r.disk
 	if err := m.pages.SaveTable(from, end); err != nil {
 		return err
@@ -188,7 +188,7 @@ func (m *mapper) record(from, end int) error {
 	}
 	next := w.seen
 	next.Mapped, next.MapSum = end, m.pages.TableSum(end)
-	if err := r.commit(func(meta *Meta) { meta.Merge = &next }); err != nil {
+	if err := r.commitChange(func(meta *Meta) { meta.Merge = &next }); err != nil {
 		return err
 	}
 	w.seen = next

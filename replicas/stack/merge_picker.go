@@ -19,19 +19,19 @@ type mergePicker struct {
 type mergedReplica interface {
 	Meta() Meta
 	Knows(uid string, list []Damage) error
-	hydrating() (map[string]bool, error)
+	hydratingLayers() (map[string]bool, error)
 }
 
 func (r *Replica) mergePicker() mergePicker { return mergePicker{r.disk, r} }
 
-// choose picks two layers that may be merged. The caller has the disk's lock.
-func (p mergePicker) choose(m Meta) (*Merge, error) {
+// choosePair chooses two layers that may be merged. The caller has the disk's lock.
+func (p mergePicker) choosePair(m Meta) (*Merge, error) {
 	d := p.disk
 	others, err := d.namedByOthers(m.UID)
 	if err != nil {
 		return nil, err
 	}
-	remote, err := p.replica.hydrating()
+	remote, err := p.replica.hydratingLayers()
 	if err != nil {
 		return nil, err
 	}
@@ -39,7 +39,7 @@ func (p mergePicker) choose(m Meta) (*Merge, error) {
 	for _, s := range m.Snapshots {
 		needed[s.Layer] = true
 	}
-	for _, two := range m.neighbours(needed) {
+	for _, two := range m.mergeablePairs(needed) {
 		lower, upper := two[0], two[1]
 		if others[lower] || others[upper] || remote[lower] || remote[upper] {
 			continue
@@ -62,9 +62,9 @@ func (p mergePicker) choose(m Meta) (*Merge, error) {
 	return nil, nil
 }
 
-// check compares the chunks that get new digests in the next merge with their old digests, and records damage, which
-// excludes a layer from merges. An interrupted merge was checked before its begin.
-func (p mergePicker) check(ctx context.Context, o MergeOptions) error {
+// checkPairs compares the chunks that get new digests in the next merge with their old digests, and records damage,
+// which excludes a layer from merges. An interrupted merge was checked before its begin.
+func (p mergePicker) checkPairs(ctx context.Context, o MergeOptions) error {
 	for {
 		again, err := p.checkPair(ctx, o)
 		if err != nil || !again {
@@ -82,7 +82,7 @@ func (p mergePicker) checkPair(ctx context.Context, o MergeOptions) (again bool,
 	if err != nil {
 		return false, err
 	}
-	g, err := p.choose(m)
+	g, err := p.choosePair(m)
 	unlock()
 	if g == nil || err != nil {
 		return false, err

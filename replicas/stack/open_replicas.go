@@ -45,7 +45,7 @@ func (o *openReplicas) list() []*Replica {
 func (o *openReplicas) Finished(uid string) error {
 	var errs []error
 	for _, r := range o.list() {
-		errs = append(errs, r.name(r.finished(uid)))
+		errs = append(errs, r.nameError(r.layerFinished(uid)))
 	}
 	return errors.Join(errs...)
 }
@@ -73,7 +73,7 @@ func (d *Disk) OnDamage(fn func(layer string)) { d.open.onDamage.Store(&fn) }
 // records answers the questions of the layer store about the records of a disk.
 type records struct{ d *Disk }
 
-func (r records) Named() (map[string]bool, error)       { return r.d.named() }
+func (r records) Named() (map[string]bool, error)       { return r.d.referencedLayers() }
 func (r records) IsNamed(uid string) (bool, error)      { return r.d.isNamed(uid) }
 func (r records) SyncRecords(ctx context.Context) error { return r.d.syncReferences(ctx) }
 

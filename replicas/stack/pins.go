@@ -51,7 +51,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 		return p, err
 	}
 	defer unlock()
-	if have, err := d.pin(p.UID); !errors.Is(err, fs.ErrNotExist) {
+	if have, err := d.readPin(p.UID); !errors.Is(err, fs.ErrNotExist) {
 		return have, err
 	}
 	m, err := d.readStack(replica)
@@ -61,7 +61,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	if err != nil {
 		return p, err
 	}
-	if p.Layers = m.all(); snapshot != "" {
+	if p.Layers = m.allLayers(); snapshot != "" {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
 			return p, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
@@ -98,7 +98,7 @@ func (d *Disk) PinLayers(ctx context.Context, p Pin) (err error) {
 		return err
 	}
 	defer unlock()
-	if have, err := d.pin(p.UID); err == nil && !slices.ContainsFunc(p.Layers, func(l string) bool {
+	if have, err := d.readPin(p.UID); err == nil && !slices.ContainsFunc(p.Layers, func(l string) bool {
 		return !slices.Contains(have.Layers, l)
 	}) {
 		return nil
@@ -107,7 +107,7 @@ func (d *Disk) PinLayers(ctx context.Context, p Pin) (err error) {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	names, err := d.named()
+	names, err := d.referencedLayers()
 	if err != nil {
 		return err
 	}
@@ -140,7 +140,7 @@ func (d *Disk) writePin(p Pin) error {
 	return format.WriteMeta(d.FS, d.Join(pinsDir, p.UID, pinFile), formatPin, p)
 }
 
-func (d *Disk) pin(uid string) (Pin, error) {
+func (d *Disk) readPin(uid string) (Pin, error) {
 	var p Pin
 	if err := format.ReadMeta(d.FS, d.Join(pinsDir, uid, pinFile), formatPin, &p); err != nil {
 		return p, err
@@ -171,7 +171,7 @@ func (d *Disk) Pins() ([]Pin, error) {
 		if api.UID(e.Name()).Validate() != nil {
 			continue
 		}
-		p, err := d.pin(e.Name())
+		p, err := d.readPin(e.Name())
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -215,7 +215,7 @@ func (d *Disk) Unpin(uid string) (err error) {
 		return err
 	}
 	defer unlock()
-	p, err := d.pin(uid)
+	p, err := d.readPin(uid)
 	if errors.Is(err, fs.ErrNotExist) {
 		return file.RemoveAll(d.FS, d.Join(pinsDir, uid))
 	}
@@ -237,7 +237,7 @@ func (d *Disk) Lacking(replica string) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	return d.LackingOf(m.all())
+	return d.LackingOf(m.allLayers())
 }
 
 // Drop removes a layer without a reference, finished or half made, after the end of its copy. No such layer is no
@@ -263,7 +263,7 @@ func (d *Disk) Drop(uid string) (err error) {
 		return api.Errorf(api.Busy, "another process works on the layer")
 	}
 	seen := d.scanReferences() // after the lock, as in collectLayers
-	if err := seen.unread(); err != nil {
+	if err := seen.unreadableError(); err != nil {
 		return err
 	}
 	return d.dropLayers([]string{uid}, namedBy(seen.all), seen)
@@ -281,7 +281,7 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	others, err := d.referencedByOthers(m.all(), replica)
+	others, err := d.referencedByOthers(m.allLayers(), replica)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -295,7 +295,7 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	if used, err = size(d.Join(replicaDir, replica, m.Head+dataSuffix)); err != nil {
 		return 0, 0, err
 	}
-	for _, uid := range m.all() {
+	for _, uid := range m.allLayers() {
 		n, err := size(d.Join(layer.Dir, uid, layer.DataFile))
 		if err != nil {
 			return 0, 0, err

@@ -74,7 +74,7 @@ func TestMergeRestsWithoutIOHeld(t *testing.T) {
 	var w *merger
 	patient(t, func() (err error) { w, err = r.beginMerge(); return err })
 	merged := make(chan error, 1)
-	go func() { merged <- w.run(ctx, MergeOptions{BytesPerSecond: 1}) }() // more than an hour per block
+	go func() { merged <- w.mergeRest(ctx, MergeOptions{BytesPerSecond: 1}) }() // more than an hour per block
 	for g := r.Meta().Merge; g == nil || g.Done == 0; g = r.Meta().Merge {
 		select {
 		case err := <-merged:
@@ -147,7 +147,7 @@ func TestInterruptedMergeLeavesNothingTwice(t *testing.T) {
 	first := mergeable(t, loop, d, 4<<20)
 	var w *merger
 	patient(t, func() (err error) { w, err = first.beginMerge(); return err })
-	err := w.window(ctx)
+	err := w.copyNextWindow(ctx)
 	w.close()
 	if err := errors.Join(err, first.Close()); err != nil {
 		t.Fatal(err)

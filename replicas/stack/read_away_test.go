@@ -68,7 +68,7 @@ func TestNoMergeOfWhatIsReadAway(t *testing.T) {
 					return false
 				}
 				defer w.close()
-				if err := errors.Join(w.window(ctx), w.follow(ctx)); err != nil {
+				if err := errors.Join(w.copyNextWindow(ctx), w.switchReads(ctx)); err != nil {
 					t.Fatal(err)
 				}
 				return true

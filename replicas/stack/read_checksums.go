@@ -50,9 +50,9 @@ type crcPageKey struct {
 	n int64
 }
 
-// forget drops the pages with checksums of a range of a layer, so that the next read reads them again. Pages that are
-// being read stay.
-func (c *crcCache) forget(l *layer.Layer, off, end int64) {
+// forgetRange drops the pages with checksums of a range of a layer, so that the next read reads them again. Pages that
+// are being read stay.
+func (c *crcCache) forgetRange(l *layer.Layer, off, end int64) {
 	for n := off >> blockBits >> format.CRCPageBits; n<<format.CRCPageBits<<blockBits < end; n++ {
 		if page := c.at[crcPageKey{l, n}]; page != nil && page.ready {
 			page.forget()
@@ -74,7 +74,7 @@ func (r *Replica) crcsOfBlock(l *layer.Layer, b int64) *crcPage {
 	if page := r.crcs.at[crcPageKey{l, n}]; page != nil {
 		return page
 	}
-	page := r.crcs.take(r)
+	page := r.crcs.takePage(r)
 	page.l, page.n, page.ready, page.used = l, n, false, true
 	if r.crcs.at == nil {
 		r.crcs.at = map[crcPageKey]*crcPage{}
@@ -85,8 +85,8 @@ func (r *Replica) crcsOfBlock(l *layer.Layer, b int64) *crcPage {
 	return page
 }
 
-// take returns a page that no read waits for.
-func (c *crcCache) take(r *Replica) *crcPage {
+// takePage returns a page that no read waits for.
+func (c *crcCache) takePage(r *Replica) *crcPage {
 	if len(c.pages) >= crcPagesOwn && crcPagesUsed.Load() >= crcPagesAll {
 		for range 2 * len(c.pages) {
 			c.hand = (c.hand + 1) % len(c.pages)
@@ -118,8 +118,8 @@ func (p *crcPage) forget() {
 	p.l = nil
 }
 
-// drop gives back the memory of the cache. The replica is closed.
-func (c *crcCache) drop() {
+// freePages gives back the memory of the cache. The replica is closed.
+func (c *crcCache) freePages() {
 	if n := len(c.pages) - crcPagesOwn; n > 0 {
 		crcPagesUsed.Add(int64(-n))
 	}
@@ -129,7 +129,7 @@ func (c *crcCache) drop() {
 func crcsRead(op *uring.Op, res int32) {
 	page := op.Ctx.(*crcPage)
 	r := page.r
-	if again(res) {
+	if mustRetry(res) {
 		r.ring.Read(op, int(page.l.CRCs.Fd()), page.crc, page.n*format.CRCPageSize)
 		return
 	}
@@ -145,16 +145,16 @@ func crcsRead(op *uring.Op, res int32) {
 		list = p.next
 		p.next = nil
 		if ok {
-			r.compare(p)
+			r.compareChecksums(p)
 		} else {
-			r.doubt(p)
+			r.judgeRead(p)
 		}
 	}
-	r.leave()
+	r.endOperation()
 }
 
-// compare compares the bytes of a read of a layer, and then ends the read.
-func (r *Replica) compare(p *part) {
+// compareChecksums compares the bytes of a read of a layer, and then ends the read.
+func (r *Replica) compareChecksums(p *part) {
 	l := r.layers[p.src-1]
 	moved, gave := r.merge.Moved(r.layers, p.src-1)
 	for p.good < len(p.all) {
@@ -169,36 +169,36 @@ func (r *Replica) compare(p *part) {
 		for ; len(crcs) > 0 && p.good < len(p.all); crcs = crcs[crcSize:] {
 			if blk := p.all[p.good:][:blockSize]; format.BlockCRC(blk) != binary.LittleEndian.Uint32(crcs) {
 				if p.at+int64(p.good) >= moved {
-					r.doubt(p)
+					r.judgeRead(p)
 					return
 				}
 				switch known, whole := r.matchesGiver(p, gave, blk); {
 				case !known:
 					return // p waits for the checksums
 				case !whole:
-					r.doubt(p)
+					r.judgeRead(p)
 					return
 				}
 			}
 			p.good += int(blockSize)
 		}
 	}
-	r.ended(p, nil)
+	r.endReadPart(p, nil)
 }
 
-// ended ends a part of a read.
-func (r *Replica) ended(p *part, err error) {
+// endReadPart ends a part of a read.
+func (r *Replica) endReadPart(p *part, err error) {
 	f := p.f
 	if err != nil {
 		f.err = err
 	}
 	if p.free() {
-		f.end(f.err)
+		f.endRequest(f.err)
 	}
 }
 
-// doubt compares the digests of a read in the worker, and then ends the read.
-func (r *Replica) doubt(p *part) {
+// judgeRead compares the digests of a read in the worker, and then ends the read.
+func (r *Replica) judgeRead(p *part) {
 	l := r.layers[p.src-1]
 	moved, gave := r.merge.Moved(r.layers, p.src-1)
 	moved = min(max((moved+chunkSize-1)&^(chunkSize-1)-p.at, 0), int64(len(p.all)))
@@ -218,7 +218,7 @@ func (r *Replica) doubt(p *part) {
 			off, n := at, int64(len(rest))
 			if len(bad) > 0 && l.Hydration != nil {
 				l.Hydration.Lose(bad)
-				r.ended(p, ErrNotFetched)
+				r.endReadPart(p, ErrNotFetched)
 				return
 			}
 			if err == nil && n > 0 && l.Hydration == nil {
@@ -226,21 +226,21 @@ func (r *Replica) doubt(p *part) {
 				l.Damage = layer.ReplaceDamage(l.Damage, off, n, bad)
 			}
 			if n > 0 {
-				r.crcs.forget(l, off, off+n) // a repair may correct the checksums
+				r.crcs.forgetRange(l, off, off+n) // a repair may correct the checksums
 			}
 			switch {
 			case lost || len(bad) > 0:
-				r.ended(p, ErrDamaged)
+				r.endReadPart(p, ErrDamaged)
 			case err != nil:
-				r.ended(p, unix.EIO)
+				r.endReadPart(p, unix.EIO)
 			default:
-				r.ended(p, nil)
+				r.endReadPart(p, nil)
 			}
 		})
 	})
 }
 
-func (r *Replica) finished(uid string) error {
+func (r *Replica) layerFinished(uid string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.isOpen() != nil || !slices.Contains(r.Meta().Layers, uid) {

@@ -31,9 +31,9 @@ func (r *Replica) eachZero(each func(off, n int64)) error {
 // Reclaimable returns how many bytes a cut and a merge of the head with the layers below would free through zero
 // records, and as cost how many bytes the merge would copy at most.
 func (r *Replica) Reclaimable() (gain, cost int64, err error) {
-	defer func() { err = r.name(diskfs.Classify(err)) }()
+	defer func() { err = r.nameError(diskfs.Classify(err)) }()
 	m := r.Meta()
-	own, err := r.disk.unneeded(m)
+	own, err := r.disk.reclaimableLayers(m)
 	if err != nil || len(own) == 0 {
 		return 0, 0, err
 	}
@@ -57,8 +57,8 @@ func (r *Replica) Reclaimable() (gain, cost int64, err error) {
 	return gain, min(head, below), err
 }
 
-// unneeded returns the layers right below a head that only the head needs, the newest first.
-func (d *Disk) unneeded(m Meta) ([]string, error) {
+// reclaimableLayers returns the layers right below a head that only the head needs, the newest first.
+func (d *Disk) reclaimableLayers(m Meta) ([]string, error) {
 	if m.Merge != nil {
 		return nil, nil
 	}

@@ -98,7 +98,7 @@ type memberRecord struct {
 	ID string `json:"id"`
 }
 
-func (m Meta) record() stackRecord {
+func (m Meta) toRecord() stackRecord {
 	members := make([]memberRecord, len(m.Members))
 	for i, id := range m.Members {
 		members[i].ID = id
@@ -108,7 +108,7 @@ func (m Meta) record() stackRecord {
 		m.Created, m.BootID, m.MountID, m.Joined, m.Reverted, m.EngineNode, m.Object}
 }
 
-func (s stackRecord) meta() Meta {
+func (s stackRecord) toMeta() Meta {
 	members := make([]string, len(s.Members))
 	for i, m := range s.Members {
 		members[i] = m.ID
@@ -211,7 +211,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	remote, err := d.RemoteSizes(m.all()) // without the lock: other disks may hang
+	remote, err := d.RemoteSizes(m.allLayers()) // without the lock: other disks may hang
 	if err != nil {
 		return err
 	}
@@ -230,7 +230,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	for _, uid := range m.all() {
+	for _, uid := range m.allLayers() {
 		size, err := d.SizeOf(uid)
 		if n, is := remote[uid]; is && api.Is(err, api.NotFound) {
 			size, err = n, nil
@@ -242,7 +242,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 			return api.Errorf(api.Invalid, "layer %s has %d bytes, which is more than the volume's %d", uid, size, s.Size)
 		}
 	}
-	if was, err := d.written(s.UID); err != nil {
+	if was, err := d.headHoldsData(s.UID); err != nil {
 		return err
 	} else if was {
 		return api.Errorf(api.Corrupt, "the folder holds data, but %s is missing", stackFile)
@@ -280,7 +280,7 @@ func (d *Disk) makeReplica(m Meta) error {
 		return err
 	}
 	// Without the reserve: a full disk gets no new replica.
-	return format.WriteMeta(d.FS, dir+"/"+stackFile, formatStack, m.record())
+	return format.WriteMeta(d.FS, dir+"/"+stackFile, formatStack, m.toRecord())
 }
 
 func (d *Disk) readStack(uid string) (Meta, error) {
@@ -291,7 +291,7 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 	if err := format.ReadMeta(d.FS, d.Join(replicaDir, uid, stackFile), formatStack, &rec); err != nil {
 		return Meta{}, err
 	}
-	m := rec.meta()
+	m := rec.toMeta()
 	if err := m.validate(); err != nil {
 		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s: %w", stackFile, uid, err)
 	}
@@ -329,7 +329,7 @@ func (d *Disk) Replicas() ([]Meta, error) {
 		m, err := d.readStack(e.Name())
 		if errors.Is(err, fs.ErrNotExist) {
 			var was bool
-			if was, err = d.written(e.Name()); !was && err == nil {
+			if was, err = d.headHoldsData(e.Name()); !was && err == nil {
 				continue // half-made
 			}
 			if was {
@@ -345,9 +345,9 @@ func (d *Disk) Replicas() ([]Meta, error) {
 	return list, errors.Join(errs...)
 }
 
-// written reports whether a head of the replica holds data: then stack.json existed once, because no write comes
+// headHoldsData reports whether a head of the replica holds data: then stack.json existed once, because no write comes
 // before.
-func (d *Disk) written(uid string) (bool, error) {
+func (d *Disk) headHoldsData(uid string) (bool, error) {
 	dir := d.Join(replicaDir, uid)
 	entries, err := d.FS.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -14,7 +14,7 @@ func FuzzStack(f *testing.F) {
 	m := Meta{UID: uid, Volume: "v", VolumeUID: uid, Size: 1 << 30, Epoch: 3, Incarnation: 9, Members: []string{uid},
 		Dirty: true, Layers: []string{uid}, Head: "head", Created: time.Unix(1, 0).UTC(),
 		Snapshots: []Snapshot{{UID: uid, Name: "s", Layer: uid}}}
-	good, err := format.EncodeMeta(formatStack, m.record())
+	good, err := format.EncodeMeta(formatStack, m.toRecord())
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -30,7 +30,7 @@ func FuzzStack(f *testing.F) {
 			}
 			return
 		}
-		if err := rec.meta().validate(); err != nil {
+		if err := rec.toMeta().validate(); err != nil {
 			return
 		}
 		again, err := format.EncodeMeta(formatStack, rec)

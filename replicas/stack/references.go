@@ -32,8 +32,8 @@ func (d *Disk) namedByOthers(replica string) (map[string]bool, error) {
 	return names, nil
 }
 
-// named returns the layers with a reference, and fails while a record is unreadable.
-func (d *Disk) named() (map[string]bool, error) {
+// referencedLayers returns the layers with a reference, and fails while a record is unreadable.
+func (d *Disk) referencedLayers() (map[string]bool, error) {
 	names, unread := d.namedReadable()
 	if unread != nil {
 		return nil, unread
@@ -44,7 +44,7 @@ func (d *Disk) named() (map[string]bool, error) {
 // namedReadable returns the layers with a reference in a readable record; unread is the error of unreadable records.
 func (d *Disk) namedReadable() (names map[string]bool, unread error) {
 	seen := d.scanReferences()
-	return namedBy(seen.all), seen.unread()
+	return namedBy(seen.all), seen.unreadableError()
 }
 
 func namedBy(all []*reference) map[string]bool {
@@ -106,8 +106,8 @@ type referenceScan struct {
 	unlisted             error             // a folder of records that could not be listed
 }
 
-// unread returns the error of unreadable records, which may name more layers.
-func (s *referenceScan) unread() error { return errors.Join(s.ofReplicas, s.ofImages) }
+// unreadableError returns the error of unreadable records, which may name more layers.
+func (s *referenceScan) unreadableError() error { return errors.Join(s.ofReplicas, s.ofImages) }
 
 // readReferences returns all references of the disk and the errors of unreadable records. The caller has the disk's
 // lock.
@@ -251,14 +251,14 @@ func (d *Disk) referencedNow(k *knownReference) []string {
 }
 
 func (d *Disk) imageReference(uid string) (reference, error) {
-	img, err := d.image(uid)
+	img, err := d.readImage(uid)
 	return reference{image: uid, layers: img.Layers}, err
 }
 
 func (d *Disk) replicaReference(uid string) (reference, error) {
 	m, err := d.readStack(uid)
 	if errors.Is(err, fs.ErrNotExist) {
-		was, werr := d.written(uid)
+		was, werr := d.headHoldsData(uid)
 		switch {
 		case werr != nil:
 			err = werr
@@ -266,10 +266,10 @@ func (d *Disk) replicaReference(uid string) (reference, error) {
 			err = api.Errorf(api.Corrupt, "replica %s holds data, but its %s is missing", uid, stackFile)
 		}
 	}
-	return reference{replica: uid, volume: m.Volume, layers: m.all()}, err
+	return reference{replica: uid, volume: m.Volume, layers: m.allLayers()}, err
 }
 
 func (d *Disk) pinReference(uid string) (reference, error) {
-	p, err := d.pin(uid)
+	p, err := d.readPin(uid)
 	return reference{pin: uid, volume: p.For, layers: p.Layers}, err
 }

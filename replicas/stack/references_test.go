@@ -96,7 +96,7 @@ func TestTakenReplicaTellsWhatItHeld(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
 	images, replicas := crowd(t, d, 2)
-	golden, err := d.image(images[0])
+	golden, err := d.readImage(images[0])
 	if err != nil {
 		t.Fatal(err)
 	}

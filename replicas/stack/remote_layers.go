@@ -43,8 +43,8 @@ func (r *Replica) Hydrates() bool {
 // OnLost calls fn, on the loop's thread, when reads begin or cease to wait for a source. OnLost comes before any I/O.
 func (r *Replica) OnLost(fn func(lost bool)) { r.onLost = fn }
 
-// hydrating returns the layers that the replica reads from sources. The disk may have a copy by now.
-func (r *Replica) hydrating() (map[string]bool, error) {
+// hydratingLayers returns the layers that the replica reads from sources. The disk may have a copy by now.
+func (r *Replica) hydratingLayers() (map[string]bool, error) {
 	layers := map[string]bool{}
 	err := r.onLoop(func() {
 		for _, l := range r.layers {
@@ -65,7 +65,7 @@ func (r *Replica) Localize(ctx context.Context) error {
 	closed := r.closed
 	r.metaMu.Unlock()
 	if closed {
-		return r.name(errClosed)
+		return r.nameError(errClosed)
 	}
 	old := r.replaced // layers that an earlier call could not close
 	r.replaced = nil
@@ -82,7 +82,7 @@ func (r *Replica) Localize(ctx context.Context) error {
 			err = errors.Join(api.Errorf(api.Corrupt, "layer %s differs from the one of its source", l.Rec.UID), own.Close())
 		}
 		if err != nil {
-			return r.name(errors.Join(err, r.closeReplaced(ctx, old)))
+			return r.nameError(errors.Join(err, r.closeReplaced(ctx, old)))
 		}
 		// Neither the worker nor the loop uses the list meanwhile.
 		r.work.do(func() {
@@ -94,13 +94,13 @@ func (r *Replica) Localize(ctx context.Context) error {
 			})
 		})
 		if err != nil {
-			return r.name(errors.Join(err, own.Close(), r.closeReplaced(ctx, old)))
+			return r.nameError(errors.Join(err, own.Close(), r.closeReplaced(ctx, old)))
 		}
 		old = append(old, l)
 		slog.Info("layer is on the replica's own disk now", "replica", r.meta.UID, "volume", r.meta.Volume, "layer",
 			l.Rec.UID)
 	}
-	return r.name(r.closeReplaced(ctx, old))
+	return r.nameError(r.closeReplaced(ctx, old))
 }
 
 // closeReplaced closes replaced layers without I/O in progress.

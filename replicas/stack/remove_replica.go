@@ -50,12 +50,12 @@ func (d *Disk) TakeReplica(uid string) (mergeable bool, err error) {
 	if err := d.toTrash(replicaDir, gonePrefix, uid); err != nil {
 		return true, err
 	}
-	layers := m.all()
+	layers := m.allLayers()
 	if m.Merge != nil { // its result may be half made
 		layers = append(layers, m.Merge.Result)
 	}
 	seen := d.scanReferences()
-	if seen.unread() != nil {
+	if seen.unreadableError() != nil {
 		return true, nil // as in dropUnnamed
 	}
 	return freesFor(seen.all, uid, layers), d.dropLayers(layers, namedBy(seen.all), seen)

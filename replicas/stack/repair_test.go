@@ -171,7 +171,7 @@ func TestShows(t *testing.T) {
 	m := Meta{Layers: []string{"a", "b", "c"}, Branches: []Branch{{"d", "a"}},
 		Snapshots: []Snapshot{{UID: "on-d", Layer: "d"}, {UID: "on-c", Layer: "c"}}}
 	for layer, want := range map[string]string{"a": "on-d", "b": "on-c", "c": "on-c", "d": "on-d", "x": ""} {
-		if got := m.shows(layer); got != want {
+		if got := m.nearestSnapshot(layer); got != want {
 			t.Errorf("layer %s: %q, not %q", layer, got, want)
 		}
 	}

@@ -130,7 +130,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 		return nil, err
 	}
 	r.intentTracker = &intentTracker{host: r, ring: on, fs: d.FS, path: r.dir + "/" + intentsFile}
-	if err := r.intentTracker.open(); err != nil {
+	if err := r.intentTracker.openFile(); err != nil {
 		return nil, err
 	}
 	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
@@ -148,7 +148,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	r.work = newWorker()
 	r.intentTracker.work = r.work
 	for _, l := range r.layers {
-		r.follow(l)
+		r.subscribeFetches(l)
 	}
 	d.open.add(r)
 	return r, nil
@@ -166,7 +166,7 @@ func (r *Replica) closeFiles() error {
 		errs = append(errs, h.Close())
 	}
 	if r.head != nil {
-		errs = append(errs, r.now.forget(), r.head.Close())
+		errs = append(errs, r.now.closeCached(), r.head.Close())
 	}
 	if r.intentTracker != nil && r.intentTracker.file != nil {
 		errs = append(errs, r.intentTracker.file.Close())

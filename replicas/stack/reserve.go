@@ -29,7 +29,7 @@ type reserve struct {
 // writeStack replaces a replica's stack.json.
 func (d *Disk) writeStack(dir string, m Meta) error {
 	name := dir + "/" + stackFile
-	err := format.WriteMeta(d.FS, name, formatStack, m.record())
+	err := format.WriteMeta(d.FS, name, formatStack, m.toRecord())
 	if err == nil {
 		d.fillReserve()
 	}
@@ -39,27 +39,27 @@ func (d *Disk) writeStack(dir string, m Meta) error {
 	d.reserve.mu.Lock()
 	defer d.reserve.mu.Unlock()
 	for diskfs.NoRoom(err) {
-		left, spent := d.spend()
+		left, spent := d.spendReserve()
 		if spent != nil {
 			return errors.Join(err, spent)
 		}
 		if !left {
 			return err
 		}
-		again := format.WriteMeta(d.FS, name, formatStack, m.record())
+		again := format.WriteMeta(d.FS, name, formatStack, m.toRecord())
 		if again != nil && errors.Is(err, format.ErrUnsure) {
 			again = fmt.Errorf("%w: %w", format.ErrUnsure, again) // the first record may be on the disk
 		}
 		err = again
 	}
 	if err == nil {
-		d.fill()
+		d.fillReserveLocked()
 	}
 	return err
 }
 
-// spend frees a step of the reserve, and reports whether the reserve had one. The caller has the lock.
-func (d *Disk) spend() (bool, error) {
+// spendReserve frees a step of the reserve, and reports whether the reserve had one. The caller has the lock.
+func (d *Disk) spendReserve() (bool, error) {
 	d.reserve.whole = false
 	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -84,12 +84,12 @@ func (d *Disk) fillReserve() {
 	d.reserve.mu.Lock()
 	defer d.reserve.mu.Unlock()
 	if !d.reserve.whole {
-		d.fill()
+		d.fillReserveLocked()
 	}
 }
 
-// fill is fillReserve with the lock held. A partial reserve is useful, too.
-func (d *Disk) fill() {
+// fillReserveLocked is fillReserve with the lock held. A partial reserve is useful, too.
+func (d *Disk) fillReserveLocked() {
 	h, err := d.FS.Open(d.Join(reserveFile), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return

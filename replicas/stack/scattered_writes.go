@@ -24,8 +24,8 @@ func (s *scatterer) close() {
 	}
 }
 
-// scatter writes the spans of a request. Loop thread.
-func (r *Replica) scatter(q *block.Request) {
+// scatterWrite writes the spans of a request. Loop thread.
+func (r *Replica) scatterWrite(q *block.Request) {
 	if r.scattering.put == nil {
 		r.scattering = scatterer{newWorker(), newWorker()}
 	}
@@ -36,7 +36,7 @@ func (r *Replica) scatter(q *block.Request) {
 	r.metaMu.Unlock()
 	w.left++
 	r.scattering.put.put(func() {
-		done, torn, err := w.spread(r.disk.FS, name, q)
+		done, torn, err := w.writeSpans(r.disk.FS, name, q)
 		out.put(func() {
 			var lost error
 			if err == nil {
@@ -44,18 +44,18 @@ func (r *Replica) scatter(q *block.Request) {
 			}
 			r.ring.Post(func() {
 				for _, s := range q.Spans[:done] {
-					r.written(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
+					r.indexWrite(w, q.Buf[s.Off:][:s.Len], q.Off+s.Off)
 				}
 				for _, s := range torn {
-					r.place(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
+					r.indexBlocks(w, s.Off>>blockBits, (s.Off+s.Len)>>blockBits)
 				}
-				w.ended()
+				w.writeEnded()
 				switch {
 				case err != nil:
-					f.end(errnoOf(err))
+					f.endRequest(errnoOf(err))
 				case lost != nil:
-					r.fail(lost)
-					f.end(unix.EIO)
+					r.failWrites(lost)
+					f.endRequest(unix.EIO)
 				default:
 					f.acknowledge()
 				}
@@ -64,9 +64,9 @@ func (r *Replica) scatter(q *block.Request) {
 	})
 }
 
-// spread writes the spans, and returns how many are written, and after an error the written ranges of the next span. In
-// the scatterer.
-func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, torn []block.Span, err error) {
+// writeSpans writes the spans, and returns how many are written, and after an error the written ranges of the next
+// span. In the scatterer.
+func (w *writes) writeSpans(fsys file.FS, name string, q *block.Request) (done int, torn []block.Span, err error) {
 	if w.cached == nil {
 		if w.cached, err = fsys.Open(name, os.O_RDWR, 0); err != nil {
 			return 0, nil, err
@@ -74,7 +74,7 @@ func (w *writes) spread(fsys file.FS, name string, q *block.Request) (done int, 
 	}
 	for _, s := range q.Spans {
 		if _, err = w.cached.WriteAt(q.Buf[s.Off:][:s.Len], q.Off+s.Off); err != nil {
-			return done, found(int(w.cached.Fd()), q.Off+s.Off, q.Off+s.Off+s.Len), err
+			return done, findData(int(w.cached.Fd()), q.Off+s.Off, q.Off+s.Off+s.Len), err
 		}
 		done++
 	}
@@ -104,8 +104,8 @@ func (w *writes) writeOut(s block.Span) error {
 	return err
 }
 
-// found returns the parts of a range that a file holds as data.
-func found(fd int, off, end int64) (list []block.Span) {
+// findData returns the parts of a range that a file holds as data.
+func findData(fd int, off, end int64) (list []block.Span) {
 	for off < end {
 		from, to, err := file.NextData(fd, off, end)
 		if err != nil || from >= end {
@@ -117,8 +117,8 @@ func found(fd int, off, end int64) (list []block.Span) {
 	return list
 }
 
-// forget closes the buffered file. No write is in progress.
-func (w *writes) forget() error {
+// closeCached closes the buffered file. No write is in progress.
+func (w *writes) closeCached() error {
 	if w == nil || w.cached == nil {
 		return nil
 	}

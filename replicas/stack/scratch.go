@@ -37,17 +37,17 @@ func (r *Replica) Scratch() (buf []byte, back func()) {
 	}
 	s.has[r]++
 	if s.used >= scratchCount {
-		return diskfs.AlignedBuffer(scratchLittle), func() { s.back(r, 0) }
+		return diskfs.AlignedBuffer(scratchLittle), func() { s.giveBack(r, 0) }
 	}
 	s.used++
 	b := scratches.Get().(*[]byte)
 	return *b, func() {
 		scratches.Put(b)
-		s.back(r, 1)
+		s.giveBack(r, 1)
 	}
 }
 
-func (s *scratch) back(r *Replica, large int) {
+func (s *scratch) giveBack(r *Replica, large int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.has[r]--; s.has[r] == 0 {

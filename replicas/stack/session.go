@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// commit applies change to the record and writes stack.json.
-func (r *Replica) commit(change func(*Meta)) error {
+// commitChange applies change to the record and writes stack.json.
+func (r *Replica) commitChange(change func(*Meta)) error {
 	r.metaMu.Lock()
 	ended, unsure := r.over, r.unsure
 	r.metaMu.Unlock()
@@ -30,7 +30,7 @@ func (r *Replica) commit(change func(*Meta)) error {
 	change(&m)
 	if err := r.disk.writeStack(r.dir, m); err != nil {
 		if errors.Is(err, format.ErrUnsure) {
-			r.unknown(err)
+			r.markUnsure(err)
 		}
 		return diskfs.Classify(err)
 	}
@@ -40,17 +40,18 @@ func (r *Replica) commit(change func(*Meta)) error {
 	return nil
 }
 
-// unknown ends all recording and all writes: stack.json on the disk may differ from the record in memory, and garbage
-// collection may remove layers that the file does not name. Only a new opener, who reads the file, can continue.
-func (r *Replica) unknown(err error) {
+// markUnsure ends all recording and all writes: stack.json on the disk may differ from the record in memory, and
+// garbage collection may remove layers that the file does not name. Only a new opener, who reads the file, can
+// continue.
+func (r *Replica) markUnsure(err error) {
 	r.metaMu.Lock()
 	r.unsure = api.Errorf(api.Unavailable, "stack.json on the disk is unknown since a sync failed; nothing is done with "+
 		"the replica until it is opened again: %w: %w", ErrFailed, err)
 	r.metaMu.Unlock()
-	_ = r.onLoop(func() { r.fail(err) })
+	_ = r.onLoop(func() { r.failWrites(err) })
 }
 
-func (r *Replica) name(err error) error {
+func (r *Replica) nameError(err error) error {
 	if err == nil {
 		return nil
 	}
@@ -83,23 +84,23 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	defer r.mu.Unlock()
 	m := r.Meta()
 	if epoch < m.Epoch || epoch == m.Epoch && incarnation < m.Incarnation {
-		return r.name(api.Errorf(api.Denied, "session %d.%d is older than %d.%d, which was adopted before", epoch,
+		return r.nameError(api.Errorf(api.Denied, "session %d.%d is older than %d.%d, which was adopted before", epoch,
 			incarnation, m.Epoch, m.Incarnation))
 	}
 	if epoch == m.Epoch && node != "" && m.EngineNode != "" && node != m.EngineNode {
-		return r.name(api.Errorf(api.Denied, "epoch %d is that of the engine on node %s, not on node %s", epoch,
+		return r.nameError(api.Errorf(api.Denied, "epoch %d is that of the engine on node %s, not on node %s", epoch,
 			m.EngineNode, node))
 	}
 	if epoch == m.Epoch && incarnation == m.Incarnation && !slices.Equal(members, m.Members) {
-		return r.name(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
+		return r.nameError(api.Errorf(api.Denied, "session %d.%d was adopted with other members", epoch, incarnation))
 	}
 	now, err := r.disk.lifetime()
 	if err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	restarted := m.Dirty && m.lifetime().Ended(now)
 	if restarted && len(members) > 1 && slices.Contains(members, m.UID) {
-		return r.name(ErrRestarted)
+		return r.nameError(ErrRestarted)
 	}
 	if node == "" && epoch == m.Epoch {
 		node = m.EngineNode
@@ -110,7 +111,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	}
 	release, err := r.holdUntil(ctx, nil, writesEnded)
 	if err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	defer release()
 	// An engine that continues, and has or had several members, may not know that the replica was opened again meanwhile.
@@ -120,7 +121,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 			r.tracking = true
 		}
 	}); err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	if same {
 		r.adopted = true
@@ -131,7 +132,7 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 			"not flushed may be lost",
 			"volume", m.Volume, "replica", m.UID)
 	}
-	err = r.commit(func(m *Meta) {
+	err = r.commitChange(func(m *Meta) {
 		m.Epoch, m.Incarnation, m.Members, m.Dirty = epoch, incarnation, slices.Clone(members), true
 		m.BootID, m.MountID, m.EngineNode = now.Boot, now.Mount, node
 		if slices.Contains(members, m.UID) {
@@ -139,14 +140,14 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 		}
 	})
 	r.adopted = r.adopted || err == nil
-	return r.name(err)
+	return r.nameError(err)
 }
 
 // Drain returns when the writes in progress have ended. A server calls Drain after a change of the session.
 func (r *Replica) Drain(ctx context.Context) error {
 	release, err := r.holdUntil(ctx, nil, writesEnded)
 	if err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	release()
 	return nil
@@ -156,14 +157,14 @@ func (r *Replica) Drain(ctx context.Context) error {
 func (r *Replica) Note(object json.RawMessage) error {
 	var compact bytes.Buffer
 	if err := json.Compact(&compact, object); err != nil {
-		return r.name(api.Errorf(api.Invalid, "object of the volume: %w", err))
+		return r.nameError(api.Errorf(api.Invalid, "object of the volume: %w", err))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if bytes.Equal(r.Meta().Object, compact.Bytes()) {
 		return nil
 	}
-	return r.name(r.commit(func(m *Meta) { m.Object = compact.Bytes() }))
+	return r.nameError(r.commitChange(func(m *Meta) { m.Object = compact.Bytes() }))
 }
 
 // Expand makes the volume larger. The same size again is no error; Expand refuses a smaller size. If I/O in progress
@@ -173,28 +174,28 @@ func (r *Replica) Expand(ctx context.Context, size int64) error {
 	defer r.mu.Unlock()
 	m := r.Meta()
 	if size < m.Size {
-		return r.name(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
+		return r.nameError(api.Errorf(api.OutOfRange, "cannot shrink from %d to %d bytes", m.Size, size))
 	}
 	if size%blockSize != 0 || size > api.MaxVolumeSize {
-		return r.name(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
+		return r.nameError(api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", size))
 	}
 	if size == m.Size {
 		return nil
 	}
 	release, err := r.holdWhile(ctx)
 	if err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	defer release()
 	err = errors.Join(r.head.Truncate(size), r.syncNow(), r.intentTracker.grow(size))
 	if err != nil {
-		return r.name(diskfs.Classify(err))
+		return r.nameError(diskfs.Classify(err))
 	}
-	if err := r.commit(func(m *Meta) { m.Size = size }); err != nil {
-		return r.name(err)
+	if err := r.commitChange(func(m *Meta) { m.Size = size }); err != nil {
+		return r.nameError(err)
 	}
 	r.work.do(func() { r.log.Zeros.Grow(size>>blockBits, 0) })
-	return r.name(r.onLoop(func() { r.idx.Grow(size>>blockBits, fromNowhere) }))
+	return r.nameError(r.onLoop(func() { r.idx.Grow(size>>blockBits, fromNowhere) }))
 }
 
 // Close ends the session: Close waits for I/O in progress, makes acknowledged writes durable, and records a clean end
@@ -213,7 +214,7 @@ func (r *Replica) Close() error {
 	release, err := r.quiesce(context.Background())
 	failed := err
 	if err == nil {
-		failed = r.shut()
+		failed = r.refuseIO()
 		release()
 	}
 	var errs []error
@@ -224,7 +225,7 @@ func (r *Replica) Close() error {
 		err := errors.Join(append(errs, r.head.Datasync())...)
 		errs = []error{err}
 		if err == nil && r.adopted && r.Meta().Dirty {
-			errs = append(errs, r.commit(func(m *Meta) { m.Dirty = false }))
+			errs = append(errs, r.commitChange(func(m *Meta) { m.Dirty = false }))
 		}
 	} else {
 		slog.Warn("replica is closed after an error; its end is not marked clean", "replica", r.meta.UID, "error", failed)
@@ -233,8 +234,8 @@ func (r *Replica) Close() error {
 	r.over = true
 	r.metaMu.Unlock()
 	errs = append(errs, r.closeFiles())
-	r.crcs.drop()
-	return r.name(errors.Join(errs...))
+	r.crcs.freePages()
+	return r.nameError(errors.Join(errs...))
 }
 
 var errClosed = api.Errorf(api.Unavailable, "the replica is closed")
@@ -303,14 +304,14 @@ func (r *Replica) holdUntil(ctx context.Context, look <-chan time.Time, what int
 	}
 }
 
-// leave ends an operation that counts as in progress and is no request.
-func (r *Replica) leave() {
+// endOperation ends an operation that counts as in progress and is no request.
+func (r *Replica) endOperation() {
 	r.inflight--
-	r.rest()
+	r.notifyIdle()
 }
 
-// rest calls the functions that wait until no request, or no write, is in progress.
-func (r *Replica) rest() {
+// notifyIdle calls the functions that wait until no request, or no write, is in progress.
+func (r *Replica) notifyIdle() {
 	if r.writing == 0 && len(r.drained) > 0 {
 		drained := r.drained
 		r.drained = nil
@@ -345,8 +346,8 @@ func onLoop(on ring, fn func()) error {
 	return nil
 }
 
-// shut makes later I/O fail, and returns an earlier error.
-func (r *Replica) shut() error {
+// refuseIO makes later I/O fail, and returns an earlier error.
+func (r *Replica) refuseIO() error {
 	var failed error
 	err := r.onLoop(func() {
 		failed = r.failed
@@ -366,5 +367,5 @@ func (m Meta) lifetime() diskfs.Lifetime { return diskfs.Lifetime{Boot: m.BootID
 func (r *Replica) Restarted() (bool, error) {
 	now, err := r.disk.lifetime()
 	m := r.Meta()
-	return m.Dirty && m.lifetime().Ended(now), r.name(err)
+	return m.Dirty && m.lifetime().Ended(now), r.nameError(err)
 }

@@ -40,8 +40,8 @@ func (m Meta) Chain(layer string) ([]string, error) {
 	}
 }
 
-// all returns the layers of the stack and of its branches.
-func (m Meta) all() []string {
+// allLayers returns the layers of the stack and of its branches.
+func (m Meta) allLayers() []string {
 	list := slices.Clone(m.Layers)
 	for _, b := range m.Branches {
 		list = append(list, b.Layer)
@@ -50,10 +50,10 @@ func (m Meta) all() []string {
 }
 
 // All returns the layers of the stack and of its branches.
-func (m Meta) All() []string { return m.all() }
+func (m Meta) All() []string { return m.allLayers() }
 
-// prune removes branches that no snapshot and no merge in progress needs, and returns their layers.
-func (m *Meta) prune() (gone []string) {
+// pruneBranches removes branches that no snapshot and no merge in progress needs, and returns their layers.
+func (m *Meta) pruneBranches() (gone []string) {
 	need := map[string]bool{}
 	var tops []string
 	for _, s := range m.Snapshots {
@@ -81,10 +81,10 @@ func (m *Meta) prune() (gone []string) {
 	return gone
 }
 
-// drop removes a snapshot, and returns the layers that the stack does not need any more.
-func (m *Meta) drop(uid string) (gone []string) {
+// dropSnapshot removes a snapshot, and returns the layers that the stack does not need any more.
+func (m *Meta) dropSnapshot(uid string) (gone []string) {
 	m.Snapshots = slices.DeleteFunc(slices.Clone(m.Snapshots), func(s Snapshot) bool { return s.UID == uid })
-	return m.prune()
+	return m.pruneBranches()
 }
 
 // DropSnapshot removes a snapshot; a missing snapshot is no error. A layer below the head stays until a merge; unneeded
@@ -95,20 +95,20 @@ func (r *Replica) DropSnapshot(uid string) error {
 	defer r.mu.Unlock()
 	unlock, err := r.disk.Lock()
 	if err != nil {
-		return r.name(err)
+		return r.nameError(err)
 	}
 	defer unlock()
 	var gone []string
-	if err := r.commit(func(m *Meta) { gone = m.drop(uid) }); err != nil {
-		return r.name(err)
+	if err := r.commitChange(func(m *Meta) { gone = m.dropSnapshot(uid) }); err != nil {
+		return r.nameError(err)
 	}
-	return r.name(r.disk.dropUnnamed(gone))
+	return r.nameError(r.disk.dropUnnamed(gone))
 }
 
-// alone applies change to the record of a closed replica and commits the record, and then removes the layers that
-// change returns and no other record names. After the commit, durable or not, errors are of kind busy: the change did
-// not fail.
-func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
+// changeClosed applies change to the record of a closed replica and commits the record, and then removes the layers
+// that change returns and no other record names. After the commit, durable or not, errors are of kind busy: the change
+// did not fail.
+func (d *Disk) changeClosed(uid string, change func(m *Meta) (gone []string, err error)) (err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("replica %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
@@ -159,14 +159,14 @@ func (d *Disk) alone(uid string, change func(m *Meta) (gone []string, err error)
 
 // DropSnapshot removes a snapshot of a closed replica.
 func (d *Disk) DropSnapshot(replica, uid string) error {
-	return d.alone(replica, func(m *Meta) ([]string, error) { return m.drop(uid), nil })
+	return d.changeClosed(replica, func(m *Meta) ([]string, error) { return m.dropSnapshot(uid), nil })
 }
 
 // Revert gives a closed replica the content of a snapshot. Writes since the newest snapshot are lost; newer snapshots
 // stay. The size stays, too, with zeros beyond the size of the snapshot. epoch is the epoch of the volume: the replica
 // refuses sessions of earlier epochs from then on, and its intents do not cover replicas that were not reverted.
 func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64) error {
-	return d.alone(replica, func(m *Meta) ([]string, error) {
+	return d.changeClosed(replica, func(m *Meta) ([]string, error) {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
 			return nil, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
@@ -214,7 +214,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 		}
 		m.Branches = slices.DeleteFunc(m.Branches, func(b Branch) bool { return slices.Contains(chain, b.Layer) })
 		m.Layers = chain
-		return m.prune(), ctx.Err()
+		return m.pruneBranches(), ctx.Err()
 	})
 }
 

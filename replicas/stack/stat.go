@@ -74,7 +74,7 @@ func (d *Disk) Mergeable() (volumes map[string]string, err error) {
 		for _, s := range m.Snapshots {
 			needed[s.Layer] = true
 		}
-		for _, two := range m.neighbours(needed) {
+		for _, two := range m.mergeablePairs(needed) {
 			if names[two[0]] == 1 && names[two[1]] == 1 {
 				volumes[n.replica] = n.volume
 			}

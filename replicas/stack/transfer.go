@@ -18,8 +18,8 @@ import (
 	"drover.io/drover/replicas/stack/transfer"
 )
 
-// stores are the layer stores of disks.
-func stores(disks []*Disk) []*layer.Store {
+// storesOf returns the layer stores of disks.
+func storesOf(disks []*Disk) []*layer.Store {
 	list := make([]*layer.Store, len(disks))
 	for i, d := range disks {
 		list[i] = d.Store
@@ -34,7 +34,7 @@ func (d *Disk) Sources(others func() []*Disk, fetch FetchFunc) {
 		d.SetSources(nil, fetch)
 		return
 	}
-	d.SetSources(func() []*layer.Store { return stores(others()) }, fetch)
+	d.SetSources(func() []*layer.Store { return storesOf(others()) }, fetch)
 }
 
 // CopyLayer copies a layer of another disk to this disk. A layer that the disk has already is no error.
@@ -45,7 +45,7 @@ func (d *Disk) CopyLayer(ctx context.Context, from *Disk, uid string, o CopyOpti
 // Flatten makes one layer of this disk that holds the content of several layers, bottom first, together. Flatten reads
 // each layer on the first of the disks that has the layer.
 func (d *Disk) Flatten(ctx context.Context, from []*Disk, layers []string, uid string, o CopyOptions) error {
-	return transfer.Flatten(ctx, d.Store, stores(from), layers, uid, o)
+	return transfer.Flatten(ctx, d.Store, storesOf(from), layers, uid, o)
 }
 
 // Delta compares two stacks of finished or frozen layers, bottom first. Size is the size of the target.
@@ -60,7 +60,7 @@ func (d *Disk) OpenStack(layers []string, size int64) (block.Source, error) {
 
 // OpenLayers is OpenStack with each layer on the first of the disks that has the layer. OpenLayers writes to no disk.
 func OpenLayers(disks []*Disk, layers []string, size int64) (block.Source, error) {
-	return transfer.OpenLayers(stores(disks), layers, size)
+	return transfer.OpenLayers(storesOf(disks), layers, size)
 }
 
 // Changes lists the blocks that differ between two snapshots of a replica; without a base, the blocks of the target.

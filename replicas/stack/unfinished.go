@@ -11,17 +11,17 @@ import (
 
 // Unfinished lists the frozen layers with a reference.
 func (d *Disk) Unfinished() ([]string, error) {
-	frozen, _, err := d.unfinished()
+	frozen, _, err := d.unfinishedLayers()
 	return frozen, err
 }
 
 // ToFinish lists the layers for Finish: frozen layers with a reference, and finished ones without checksums.
 func (d *Disk) ToFinish() ([]string, error) {
-	frozen, lacking, err := d.unfinished()
+	frozen, lacking, err := d.unfinishedLayers()
 	return append(frozen, lacking...), err
 }
 
-func (d *Disk) unfinished() (frozen, lacking []string, err error) {
+func (d *Disk) unfinishedLayers() (frozen, lacking []string, err error) {
 	names, unread := d.namedReadable()
 	if len(names) == 0 && unread != nil { // otherwise other callers report unreadable records
 		return nil, nil, fmt.Errorf("disk %s: %w", d.Root, diskfs.Classify(unread))
