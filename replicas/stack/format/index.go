@@ -94,7 +94,7 @@ func (x *Index) RunInPage(p, lo, hi int) (uint16, int) {
 	if q == nil {
 		return x.Uniform[p], hi - lo
 	}
-	return q.run(lo, hi)
+	return q.runAt(lo, hi)
 }
 
 // Set gives the blocks [b, end) the value v. All pages of the range must be built.
@@ -122,7 +122,7 @@ func (x *Index) setInPage(p, lo, hi int, v uint16) {
 		q = newPacked(n, x.Uniform[p])
 		x.Packed[p] = q
 	}
-	if q.set(lo, hi, v) {
+	if q.setRange(lo, hi, v) {
 		x.Uniform[p], x.Packed[p] = v, nil
 	}
 }
@@ -238,13 +238,13 @@ func newPacked(blocks int, v uint16) *packed {
 		words: make([]uint64, PageBlocks/64)}
 }
 
-func (q *packed) code(i int) uint64 {
+func (q *packed) codeAt(i int) uint64 {
 	bit := uint(i) * q.width
 	return q.words[bit>>6] >> (bit & 63) & (1<<q.width - 1)
 }
 
-func (q *packed) run(lo, hi int) (uint16, int) {
-	c := q.code(lo)
+func (q *packed) runAt(lo, hi int) (uint16, int) {
+	c := q.codeAt(lo)
 	per := 64 / int(q.width)
 	pattern := c * (^uint64(0) / (1<<q.width - 1))
 	i := lo + 1
@@ -253,7 +253,7 @@ func (q *packed) run(lo, hi int) (uint16, int) {
 			i += per
 			continue
 		}
-		if q.code(i) != c {
+		if q.codeAt(i) != c {
 			break
 		}
 		i++
@@ -261,8 +261,8 @@ func (q *packed) run(lo, hi int) (uint16, int) {
 	return q.pal[c], i - lo
 }
 
-// set reports whether the whole page has the value v now.
-func (q *packed) set(lo, hi int, v uint16) bool {
+// setRange gives the blocks [lo, hi) the value v, and reports whether the whole page has it now.
+func (q *packed) setRange(lo, hi int, v uint16) bool {
 	c := q.codeFor(v)
 	for i := lo; i < hi; i++ {
 		bit := uint(i) * q.width
@@ -293,18 +293,18 @@ func (q *packed) codeFor(v uint16) uint64 {
 		return uint64(free)
 	}
 	if len(q.pal) == 1<<q.width {
-		q.widen()
+		q.doubleWidth()
 	}
 	q.pal = append(q.pal, v)
 	q.cnt = append(q.cnt, 0)
 	return uint64(len(q.pal) - 1)
 }
 
-func (q *packed) widen() {
+func (q *packed) doubleWidth() {
 	r := packed{width: q.width * 2, words: make([]uint64, len(q.words)*2)}
 	for i := range q.blocks {
 		bit := uint(i) * r.width
-		r.words[bit>>6] |= q.code(i) << (bit & 63)
+		r.words[bit>>6] |= q.codeAt(i) << (bit & 63)
 	}
 	q.width, q.words = r.width, r.words
 }

@@ -63,7 +63,7 @@ func OpenMap(h io.ReaderAt, length, size int64) (*Map, error) {
 		return nil, api.Errorf(api.Corrupt, "table of the map is damaged")
 	}
 	for p := range m.pages {
-		t, k, off := m.entry(p)
+		t, k, off := m.entryAt(p)
 		if t > entryPacked || k > byte(block.Data) ||
 			t == entryPacked && (off < MapHeader+pages*MapEntry || off > length-mapPage) {
 			return nil, api.Errorf(api.Corrupt, "table of the map: entry %d makes no sense", p)
@@ -75,7 +75,7 @@ func OpenMap(h io.ReaderAt, length, size int64) (*Map, error) {
 // Length is the size of the layer in bytes.
 func (m *Map) Length() int64 { return m.size }
 
-func (m *Map) entry(p int) (typ, kind byte, off int64) {
+func (m *Map) entryAt(p int) (typ, kind byte, off int64) {
 	e := m.table[p*MapEntry:]
 	return e[0], e[1], int64(binary.LittleEndian.Uint64(e[8:]))
 }
@@ -85,7 +85,7 @@ func (m *Map) Uniform(p int) (block.Kind, bool) {
 	if p >= m.pages {
 		return block.Hole, true
 	}
-	t, k, _ := m.entry(p)
+	t, k, _ := m.entryAt(p)
 	return block.Kind(k), t == entryUniform
 }
 
@@ -102,7 +102,7 @@ func (m *Map) Load(p int, kinds *[PageBlocks]block.Kind) error {
 		}
 		return nil
 	}
-	_, _, off := m.entry(p)
+	_, _, off := m.entryAt(p)
 	var b [mapPage]byte
 	if _, err := m.h.ReadAt(b[:], off); err != nil {
 		return fmt.Errorf("page %d of the map: %w", p, err)
@@ -134,8 +134,8 @@ func NewMapWriter(w io.WriterAt, pages int) *MapWriter {
 	return m
 }
 
-// table returns the table entries of the pages [from, end).
-func (m *MapWriter) table(from, end int) []byte {
+// tableEntries returns the table entries of the pages [from, end).
+func (m *MapWriter) tableEntries(from, end int) []byte {
 	return m.head[MapHeader+from*MapEntry : MapHeader+end*MapEntry]
 }
 
@@ -149,7 +149,7 @@ func (m *MapWriter) Put(x *Index, from, end int) error {
 		return err
 	}
 	for p := from; p < end; p++ {
-		e := m.table(p, p+1)
+		e := m.tableEntries(p, p+1)
 		q := x.Packed[p]
 		if q == nil {
 			e[0], e[1] = entryUniform, byte(x.Uniform[p])
@@ -160,7 +160,7 @@ func (m *MapWriter) Put(x *Index, from, end int) error {
 		b := some[n:]
 		clear(b)
 		for i := range q.blocks {
-			b[i>>2] |= byte(q.pal[q.code(i)]) << (i & 3 * 2)
+			b[i>>2] |= byte(q.pal[q.codeAt(i)]) << (i & 3 * 2)
 		}
 		e[0] = entryPacked
 		binary.LittleEndian.PutUint32(e[4:], crc32.Checksum(b, castagnoli))
@@ -184,7 +184,7 @@ func (m *MapWriter) Finish(blocks int64) error {
 	binary.LittleEndian.PutUint32(m.head[8:], version)
 	binary.LittleEndian.PutUint64(m.head[16:], uint64(blocks)<<BlockBits)
 	binary.LittleEndian.PutUint64(m.head[24:], uint64(pages))
-	binary.LittleEndian.PutUint32(m.head[32:], crc32.Checksum(m.table(0, pages), castagnoli))
+	binary.LittleEndian.PutUint32(m.head[32:], crc32.Checksum(m.tableEntries(0, pages), castagnoli))
 	binary.LittleEndian.PutUint32(m.head[60:], crc32.Checksum(m.head[:60], castagnoli))
 	_, err := m.w.WriteAt(m.head, 0)
 	return err
@@ -266,7 +266,7 @@ func ResumeMap(h file.Handle, size int64, done int, sum uint32) (*MapWriter, err
 	if done > pages {
 		return nil, api.Errorf(api.Corrupt, "%d pages of a map that has %d", done, pages)
 	}
-	table := w.table(0, done)
+	table := w.tableEntries(0, done)
 	if n, err := h.ReadAt(table, MapHeader); n < len(table) {
 		return nil, fmt.Errorf("table of the merge's map: %w", err)
 	}
@@ -275,7 +275,7 @@ func ResumeMap(h file.Handle, size int64, done int, sum uint32) (*MapWriter, err
 	}
 	m := Map{pages: done, table: table}
 	for p := range done {
-		if t, _, off := m.entry(p); t == entryPacked {
+		if t, _, off := m.entryAt(p); t == entryPacked {
 			w.at = max(w.at, off+mapPage)
 		}
 	}
@@ -283,23 +283,25 @@ func ResumeMap(h file.Handle, size int64, done int, sum uint32) (*MapWriter, err
 }
 
 // TableSum is the checksum of the table entries of the first pages.
-func (m *MapWriter) TableSum(pages int) uint32 { return crc32.Checksum(m.table(0, pages), castagnoli) }
+func (m *MapWriter) TableSum(pages int) uint32 {
+	return crc32.Checksum(m.tableEntries(0, pages), castagnoli)
+}
 
 // SaveTable writes the table entries of the pages [from, end) before the map is finished.
 func (m *MapWriter) SaveTable(from, end int) error {
-	_, err := m.w.WriteAt(m.table(from, end), MapHeader+int64(from)*MapEntry)
+	_, err := m.w.WriteAt(m.tableEntries(from, end), MapHeader+int64(from)*MapEntry)
 	return err
 }
 
 // Written returns the map of the first pages; h holds the pages.
 func (m *MapWriter) Written(size int64, pages int, h io.ReaderAt) *Map {
-	return &Map{size: size, pages: pages, table: m.table(0, pages), h: h}
+	return &Map{size: size, pages: pages, table: m.tableEntries(0, pages), h: h}
 }
 
 // PackedRange is the part of the file that holds the packed pages among the first pages.
 func (m *Map) PackedRange(pages int) (from, end int64) {
 	for p := range min(pages, m.pages) {
-		if t, _, off := m.entry(p); t == entryPacked {
+		if t, _, off := m.entryAt(p); t == entryPacked {
 			if end == 0 {
 				from = off
 			}

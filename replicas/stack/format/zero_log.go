@@ -101,14 +101,14 @@ func OpenZeroLog(fsys file.FS, name string, blocks int64) (*ZeroLog, error) {
 		return nil, err
 	}
 	l := &ZeroLog{fs: fsys, name: name, File: h, Zeros: NewIndex(blocks, 0)}
-	if err := l.load(); err != nil {
+	if err := l.loadRecords(); err != nil {
 		h.Close()
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
 	return l, nil
 }
 
-func (l *ZeroLog) load() error {
+func (l *ZeroLog) loadRecords() error {
 	st, err := l.File.Stat()
 	if err != nil {
 		return err

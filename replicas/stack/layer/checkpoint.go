@@ -44,32 +44,32 @@ type CheckpointRecord struct {
 
 // Checkpoint implements block.CheckpointWriter.
 func (w *Writer) Checkpoint(upTo int64, note []byte) error {
-	size, err := w.check(0, upTo)
+	size, err := w.checkAccess(0, upTo)
 	if err != nil {
-		return w.name(err)
+		return w.nameError(err)
 	}
 	if upTo%chunkSize != 0 {
-		return w.name(api.Errorf(api.OutOfRange, "%d bytes are no whole chunks", upTo))
+		return w.nameError(api.Errorf(api.OutOfRange, "%d bytes are no whole chunks", upTo))
 	}
-	if err := w.sync(w.sums.Datasync, w.crcs.Datasync); err != nil {
-		return w.name(err)
+	if err := w.syncData(w.sums.Datasync, w.crcs.Datasync); err != nil {
+		return w.nameError(err)
 	}
 	rec := CheckpointRecord{UID: w.UID, Size: size, UpTo: upTo, At: time.Now().UTC().Truncate(time.Second), Note: note}
 	w.Mu.Lock()
 	m := format.EncodeMap(&w.kinds)
 	for c := range upTo / chunkSize {
-		if !w.known[c] && !w.blank(c) {
+		if !w.known[c] && !w.isAllHoles(c) {
 			rec.Open = append(rec.Open, c)
 		}
 	}
 	w.Mu.Unlock()
 	if err := format.ReplaceFile(w.d.FS, w.dir+"/"+CheckpointMapFile, m); err != nil {
-		return w.name(err)
+		return w.nameError(err)
 	}
 	if err := format.WriteMeta(w.d.FS, w.dir+"/"+CheckpointFile, FormatCheckpoint, rec); err != nil {
-		return w.name(err)
+		return w.nameError(err)
 	}
-	return w.name(w.d.FS.SyncDir(w.d.Join(Dir)))
+	return w.nameError(w.d.FS.SyncDir(w.d.Join(Dir)))
 }
 
 // Leave implements block.CheckpointWriter.
@@ -83,16 +83,16 @@ func (w *Writer) Leave() error {
 	if was != writing {
 		return nil
 	}
-	return w.name(w.closeFiles())
+	return w.nameError(w.closeFiles())
 }
 
 // Beside implements block.CheckpointWriter.
 func (w *Writer) Beside(name string) (block.Scratch, error) {
-	if _, err := w.check(0, 0); err != nil {
-		return nil, w.name(err)
+	if _, err := w.checkAccess(0, 0); err != nil {
+		return nil, w.nameError(err)
 	}
 	if name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz") != "" {
-		return nil, w.name(api.Errorf(api.Invalid, "%q is no name for a file beside it", name))
+		return nil, w.nameError(api.Errorf(api.Invalid, "%q is no name for a file beside it", name))
 	}
 	h, err := w.d.FS.Open(w.dir+"/"+besidePrefix+name, os.O_RDWR|os.O_CREATE, 0o600)
 	if err == nil {
@@ -102,22 +102,22 @@ func (w *Writer) Beside(name string) (block.Scratch, error) {
 		}
 	}
 	if err != nil {
-		return nil, w.name(err)
+		return nil, w.nameError(err)
 	}
 	return h, nil
 }
 
 // ReadAt implements block.CheckpointWriter.
 func (w *Writer) ReadAt(p []byte, off int64) (int, error) {
-	if _, err := w.check(off, int64(len(p))); err != nil {
-		return 0, w.name(err)
+	if _, err := w.checkAccess(off, int64(len(p))); err != nil {
+		return 0, w.nameError(err)
 	}
 	n, err := w.data.ReadAt(p, off)
-	return n, w.name(err)
+	return n, w.nameError(err)
 }
 
-// unkeep removes the files of checkpoints. A leftover does no harm.
-func (w *Writer) unkeep() {
+// removeCheckpoint removes the files of checkpoints. A leftover does no harm.
+func (w *Writer) removeCheckpoint() {
 	all, err := w.d.FS.ReadDir(w.dir)
 	if err != nil {
 		return
@@ -167,7 +167,7 @@ func (d *Store) Resume(ctx context.Context, uid string) (_ block.CheckpointWrite
 	if err != nil {
 		return nil, 0, nil, err
 	}
-	if err := d.unmade(uid); err != nil {
+	if err := d.refuseFinished(uid); err != nil {
 		return nil, 0, nil, err
 	}
 	if rec.UID != uid || rec.UpTo%chunkSize != 0 || rec.UpTo < 0 || rec.UpTo > rec.Size || rec.Size <= 0 ||
@@ -177,14 +177,14 @@ func (d *Store) Resume(ctx context.Context, uid string) (_ block.CheckpointWrite
 	w := &Writer{d: d, UID: uid, dir: d.Join(Dir, uid), Size: rec.Size,
 		kinds: format.NewIndex(rec.Size>>blockBits, uint16(block.Hole)), known: make(map[int64]bool),
 		dirty: make(map[int64]int)}
-	if err := w.reopen(&rec); err != nil {
+	if err := w.reopenFiles(&rec); err != nil {
 		return nil, 0, nil, errors.Join(err, w.closeFiles())
 	}
 	return w, rec.UpTo, rec.Note, nil
 }
 
-// reopen opens the files and drops everything behind the complete part.
-func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
+// reopenFiles opens the files and drops everything behind the complete part.
+func (w *Writer) reopenFiles(rec *CheckpointRecord) (err error) {
 	name := w.dir + "/" + DataFile
 	if w.data, err = w.d.FS.Open(name, os.O_RDWR, 0); err != nil {
 		return err
@@ -196,7 +196,7 @@ func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := w.d.unmade(w.UID); err != nil { // finished by the former holder of the lock
+	if err := w.d.refuseFinished(w.UID); err != nil { // finished by the former holder of the lock
 		return err
 	}
 	if err := errors.Join(w.data.Truncate(rec.UpTo), w.data.Truncate(rec.Size)); err != nil {
@@ -227,7 +227,7 @@ func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
 		return nil // Seal reads all chunks again
 	}
 	for c := range rec.UpTo / chunkSize {
-		if !w.blank(c) {
+		if !w.isAllHoles(c) {
 			w.known[c] = true
 		}
 	}
@@ -237,8 +237,8 @@ func (w *Writer) reopen(rec *CheckpointRecord) (err error) {
 	return nil
 }
 
-// blank reports whether a chunk is all holes, so that its digest is known.
-func (w *Writer) blank(c int64) bool {
+// isAllHoles reports whether a chunk is all holes, so that its digest is known.
+func (w *Writer) isAllHoles(c int64) bool {
 	b := c * (chunkSize >> blockBits)
 	end := min(b+chunkSize>>blockBits, w.kinds.Blocks)
 	v, n := w.kinds.Run(b, end)

@@ -121,7 +121,7 @@ func (l *Layer) compareChecksums(p []byte, off int64) error {
 	from := first >> format.CRCPageBits
 	crcs := diskfs.AlignedBuffer(int(((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize))
 	if n, err := l.CRCs.ReadAt(crcs, from*format.CRCPageSize); n < len(crcs) {
-		return l.judged(p, off, fmt.Errorf("checksums: %w", err))
+		return l.judgeRead(p, off, fmt.Errorf("checksums: %w", err))
 	}
 	var part []byte
 	for b := first; b < end; b++ {
@@ -135,20 +135,20 @@ func (l *Layer) compareChecksums(p []byte, off int64) error {
 			}
 			whole = part
 			if n, err := l.Data.ReadAt(whole, b<<blockBits); n < len(whole) {
-				return l.judged(p, off, err)
+				return l.judgeRead(p, off, err)
 			}
 			copy(p[max(at, 0):min(at+blockSize, int64(len(p)))], whole[max(-at, 0):])
 		}
 		want := binary.LittleEndian.Uint32(crcs[(b-from<<format.CRCPageBits)*crcSize:])
 		if format.BlockCRC(whole) != want && (want != 0 || !format.IsZero(whole)) {
-			return l.judged(p, off, api.Errorf(api.Corrupt, "block %d does not match its checksum", b))
+			return l.judgeRead(p, off, api.Errorf(api.Corrupt, "block %d does not match its checksum", b))
 		}
 	}
 	return nil
 }
 
-// judged compares the digests of a read through a Source after a mismatch; why is the mismatch.
-func (l *Layer) judged(p []byte, off int64, why error) error {
+// judgeRead compares the digests of a read through a Source after a mismatch; why is the mismatch.
+func (l *Layer) judgeRead(p []byte, off int64, why error) error {
 	bad, err := l.Judge(p, off)
 	switch {
 	case err != nil:

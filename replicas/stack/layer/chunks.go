@@ -82,8 +82,8 @@ type Walk func(ctx context.Context, kinds *format.Index, fn func(c int64, buf []
 // hurryFile, in the folder of a frozen layer, asks the process that computes the digests to skip its pauses.
 const hurryFile = "hurry"
 
-// gently is EachChunk on the caller's goroutine alone, with long pauses unless a caller waits for the layer.
-func (d *Store) gently(uid string) Walk {
+// walkGently is EachChunk on the caller's goroutine alone, with long pauses unless a caller waits for the layer.
+func (d *Store) walkGently(uid string) Walk {
 	return func(ctx context.Context, kinds *format.Index, fn func(c int64, buf []byte) error) error {
 		return eachChunkGently(ctx, kinds, func() bool {
 			there, err := d.Exists(d.Join(Dir, uid, hurryFile))

@@ -18,7 +18,7 @@ import (
 // Finish gives a frozen layer its map and digests; the rename of layer.json commits. Readers of the layer continue. A
 // finished layer is no error.
 func (d *Store) Finish(ctx context.Context, uid string) error {
-	return d.finishBy(ctx, uid, d.gently(uid))
+	return d.finishBy(ctx, uid, d.walkGently(uid))
 }
 
 // FinishNow is Finish without pauses. If another process finishes the layer already, FinishNow makes that process
@@ -40,8 +40,8 @@ func (d *Store) finishBy(ctx context.Context, uid string, each Walk) (err error)
 	if err := api.UID(uid).Validate(); err != nil {
 		return err
 	}
-	if err := d.unmade(uid); api.Is(err, api.Exists) {
-		return d.complete(ctx, uid, each)
+	if err := d.refuseFinished(uid); api.Is(err, api.Exists) {
+		return d.completeFinished(ctx, uid, each)
 	} else if err != nil {
 		return err
 	}
@@ -55,8 +55,8 @@ func (d *Store) finishBy(ctx context.Context, uid string, each Walk) (err error)
 	} else if err != nil {
 		return err
 	}
-	if err := d.unmade(uid); api.Is(err, api.Exists) { // finished by the former holder of the lock
-		return d.complete(ctx, uid, each)
+	if err := d.refuseFinished(uid); api.Is(err, api.Exists) { // finished by the former holder of the lock
+		return d.completeFinished(ctx, uid, each)
 	} else if err != nil {
 		return err
 	}
@@ -86,11 +86,12 @@ func (d *Store) finishBy(ctx context.Context, uid string, each Walk) (err error)
 	if err := diskfs.Flock(l.Data, unix.LOCK_UN); err != nil {
 		return err
 	}
-	return d.finish(ctx, uid, l, each)
+	return d.finishFrozen(ctx, uid, l, each)
 }
 
-// unmade is an error of kind exists if a layer is finished. The maker of a layer asks again with the lock of the layer.
-func (d *Store) unmade(uid string) error {
+// refuseFinished returns an error of kind exists if a layer is finished. The maker of a layer asks again with the lock
+// of the layer.
+func (d *Store) refuseFinished(uid string) error {
 	_, err := d.Record(uid)
 	if err == nil {
 		return api.Errorf(api.Exists, "the layer is finished already")
@@ -98,15 +99,15 @@ func (d *Store) unmade(uid string) error {
 	return IgnoreKind(err, api.NotFound)
 }
 
-// complete removes the files of the frozen layer and adds missing checksums.
-func (d *Store) complete(ctx context.Context, uid string, each Walk) error {
-	if err := errors.Join(d.thaw(uid), d.makeCRCs(ctx, uid, each)); err != nil {
+// completeFinished removes the files of the frozen layer and adds missing checksums.
+func (d *Store) completeFinished(ctx context.Context, uid string, each Walk) error {
+	if err := errors.Join(d.removeFrozenFiles(uid), d.makeCRCs(ctx, uid, each)); err != nil {
 		return err
 	}
 	return d.Observer.Finished(uid)
 }
 
-func (d *Store) finish(ctx context.Context, uid string, l *Layer, each Walk) error {
+func (d *Store) finishFrozen(ctx context.Context, uid string, l *Layer, each Walk) error {
 	dir := d.Join(Dir, uid)
 	rec := l.Rec
 	rec.Durable, rec.Created = true, time.Now().UTC().Truncate(time.Second)
@@ -174,14 +175,14 @@ func (d *Store) finish(ctx context.Context, uid string, l *Layer, each Walk) err
 	if err := format.WriteMeta(d.FS, dir+"/"+LayerFile, FormatLayer, rec); err != nil {
 		return err
 	}
-	if err := d.thaw(uid); err != nil {
+	if err := d.removeFrozenFiles(uid); err != nil {
 		return err
 	}
 	return d.Observer.Finished(uid)
 }
 
-// thaw removes the files that only a frozen layer needs.
-func (d *Store) thaw(uid string) error {
+// removeFrozenFiles removes the files that only a frozen layer needs.
+func (d *Store) removeFrozenFiles(uid string) error {
 	var errs []error
 	for _, name := range []string{ZeroFile, FrozenFile, hurryFile} {
 		errs = append(errs, file.RemoveAll(d.FS, d.Join(Dir, uid, name)))

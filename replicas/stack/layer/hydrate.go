@@ -118,7 +118,7 @@ func (d *Store) openHydrating(uid string, flag int) (_ *Layer, err error) {
 	}
 	if err != nil {
 		l.Hydration = nil
-		h.leave(l)
+		h.endUse(l)
 		_ = l.Close()
 		return nil, err
 	}
@@ -173,7 +173,7 @@ func (d *Store) beginHydration(rec hydratingRecord) (_ *Hydration, err error) {
 	}
 	for c := range min(chunks, int64(len(have.Chunks))*8) {
 		if have.Chunks[c/8]>>(c%8)&1 == 1 {
-			h.set(c)
+			h.setChunk(c)
 		}
 	}
 	h.ctx, h.cancel = context.WithCancel(context.Background())
@@ -191,26 +191,26 @@ func (h *Hydration) closeFiles() error {
 	return errors.Join(errs...)
 }
 
-func (h *Hydration) set(c int64)      { h.have[c/64].Or(1 << (c % 64)) }
-func (h *Hydration) has(c int64) bool { return h.have[c/64].Load()>>(c%64)&1 == 1 }
+func (h *Hydration) setChunk(c int64)      { h.have[c/64].Or(1 << (c % 64)) }
+func (h *Hydration) hasChunk(c int64) bool { return h.have[c/64].Load()>>(c%64)&1 == 1 }
 
 // Ready reports whether a range can be read, and starts the fetch of missing chunks. Ready does not block.
 func (h *Hydration) Ready(off, n int64) bool {
 	ok := true
 	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
-		if !h.has(c) {
+		if !h.hasChunk(c) {
 			ok = false
-			h.want(c)
+			h.wantChunk(c)
 		}
 	}
 	return ok
 }
 
-// want starts the fetch of a chunk.
-func (h *Hydration) want(c int64) {
+// wantChunk starts the fetch of a chunk.
+func (h *Hydration) wantChunk(c int64) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
-	if h.wanted[c] || h.has(c) || h.ctx.Err() != nil {
+	if h.wanted[c] || h.hasChunk(c) || h.ctx.Err() != nil {
 		return
 	}
 	h.wanted[c] = true
@@ -220,15 +220,15 @@ func (h *Hydration) want(c int64) {
 // fetchUntilDone fetches a chunk, and tries again after failures until the hydration ends.
 func (h *Hydration) fetchUntilDone(c int64) {
 	for pause := fetchPause; ; pause = min(2*pause, fetchPauseMax) {
-		err := h.fetch(c)
+		err := h.fetchChunk(c)
 		if err == nil {
-			h.arrived(c)
+			h.chunkArrived(c)
 			return
 		}
 		if h.ctx.Err() != nil {
 			return
 		}
-		h.fails(c, err)
+		h.chunkFailed(c, err)
 		t := time.NewTimer(pause)
 		select {
 		case <-t.C:
@@ -239,9 +239,9 @@ func (h *Hydration) fetchUntilDone(c int64) {
 	}
 }
 
-// fetch tries to fetch a chunk once. Fetch holds a slot only during the try, so that a chunk without a source does not
-// delay other chunks.
-func (h *Hydration) fetch(c int64) error {
+// fetchChunk tries to fetch a chunk once. fetchChunk holds a slot only during the try, so that a chunk without a source
+// does not delay other chunks.
+func (h *Hydration) fetchChunk(c int64) error {
 	select {
 	case h.slots <- struct{}{}:
 		defer func() { <-h.slots }()
@@ -286,15 +286,15 @@ func (h *Hydration) Lose(bad []Damage) {
 	for _, g := range bad {
 		c := g.Off / chunkSize
 		h.have[c/64].And(^(uint64(1) << (c % 64)))
-		h.want(c)
+		h.wantChunk(c)
 	}
 	h.Mu.Lock()
 	h.dirty = true
 	h.Mu.Unlock()
 }
 
-// fails records that no source supplied a chunk.
-func (h *Hydration) fails(c int64, err error) {
+// chunkFailed records that no source supplied a chunk.
+func (h *Hydration) chunkFailed(c int64, err error) {
 	h.Mu.Lock()
 	is := h.Failing[c] != nil
 	h.Failing[c] = err
@@ -305,13 +305,13 @@ func (h *Hydration) fails(c int64, err error) {
 			"offset", c*chunkSize, "error", err)
 	}
 	if !is {
-		h.news(-1)
+		h.notifyReaders(-1)
 	}
 }
 
-// arrived records that a chunk arrived.
-func (h *Hydration) arrived(c int64) {
-	h.set(c)
+// chunkArrived records that a chunk arrived.
+func (h *Hydration) chunkArrived(c int64) {
+	h.setChunk(c)
 	h.Mu.Lock()
 	delete(h.wanted, c)
 	delete(h.Failing, c)
@@ -321,11 +321,11 @@ func (h *Hydration) arrived(c int64) {
 	if ended {
 		slog.Info("sources give all chunks of a layer again", "layer", h.Rec.UID, "disk", h.d.Root)
 	}
-	h.news(c)
+	h.notifyReaders(c)
 }
 
-// news reports an arrived chunk, or another change (-1), to all readers of the layer.
-func (h *Hydration) news(c int64) {
+// notifyReaders reports an arrived chunk, or another change (-1), to all readers of the layer.
+func (h *Hydration) notifyReaders(c int64) {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
 	close(h.changed)
@@ -351,7 +351,7 @@ func (h *Hydration) Await(off, n int64) error {
 		if h.Ready(off, n) {
 			return nil
 		}
-		if err := h.lacks(off, n); err != nil {
+		if err := h.failureIn(off, n); err != nil {
 			return err
 		}
 		select {
@@ -362,8 +362,8 @@ func (h *Hydration) Await(off, n int64) error {
 	}
 }
 
-// lacks returns the error of a chunk in the range that no source supplies.
-func (h *Hydration) lacks(off, n int64) error {
+// failureIn returns the error of a chunk in the range that no source supplies.
+func (h *Hydration) failureIn(off, n int64) error {
 	h.Mu.Lock()
 	defer h.Mu.Unlock()
 	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
@@ -414,8 +414,8 @@ func (h *Hydration) SaveState() {
 	}
 }
 
-// leave ends the use by an open layer. With the last user all fetches end, and an unneeded folder is deleted.
-func (h *Hydration) leave(l *Layer) {
+// endUse ends the use by an open layer. With the last user all fetches end, and an unneeded folder is deleted.
+func (h *Hydration) endUse(l *Layer) {
 	h.Mu.Lock()
 	delete(h.tell, l)
 	h.Mu.Unlock()

@@ -177,7 +177,7 @@ func (d *Store) Record(uid string) (Record, error) {
 func (l *Layer) Close() error {
 	var errs []error
 	if l.Hydration != nil {
-		l.Hydration.leave(l)
+		l.Hydration.endUse(l)
 		l.Hydration = nil
 	}
 	for _, h := range []file.Handle{l.Data, l.MapFile, l.MergedMapFile, l.CRCs} {

@@ -105,10 +105,10 @@ func (d *Store) hydratingRecord(uid string) (hydratingRecord, error) {
 // Hydrate prepares a finished layer of another machine: afterwards Find opens the layer, and fetch reads the content.
 // src supplies the map, root is the root digest, and sums the file of digests.
 func (d *Store) Hydrate(ctx context.Context, uid, root string, src block.Source, sums []byte) error {
-	return d.hydrate(ctx, hydratingRecord{Record: Record{UID: uid, Root: root}}, src, sums)
+	return d.prepareHydration(ctx, hydratingRecord{Record: Record{UID: uid, Root: root}}, src, sums)
 }
 
-func (d *Store) hydrate(ctx context.Context, rec hydratingRecord, src block.Source, sums []byte) (err error) {
+func (d *Store) prepareHydration(ctx context.Context, rec hydratingRecord, src block.Source, sums []byte) (err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("hydrate layer %s on disk %s: %w", rec.UID, d.Root, diskfs.Classify(err))
@@ -117,7 +117,7 @@ func (d *Store) hydrate(ctx context.Context, rec hydratingRecord, src block.Sour
 	if err := api.UID(rec.UID).Validate(); err != nil {
 		return err
 	}
-	kinds, err := describe(ctx, rec.Root, src, sums)
+	kinds, err := readVerifiedMap(ctx, rec.Root, src, sums)
 	if err != nil {
 		return err
 	}
@@ -156,8 +156,8 @@ func (d *Store) hydrate(ctx context.Context, rec hydratingRecord, src block.Sour
 	return format.WriteMeta(d.FS, dir+"/"+hydratingFile, formatHydrating, rec)
 }
 
-// describe reads the map of a layer and compares map and digests with the root digest, if the layer has one.
-func describe(ctx context.Context, root string, src block.Source, sums []byte) (*format.Index, error) {
+// readVerifiedMap reads the map of a layer and compares map and digests with the root digest, if the layer has one.
+func readVerifiedMap(ctx context.Context, root string, src block.Source, sums []byte) (*format.Index, error) {
 	size := src.Size()
 	if size <= 0 || size%blockSize != 0 || size > api.MaxVolumeSize {
 		return nil, api.Errorf(api.Corrupt, "%d is not a size that a layer can have", size)
@@ -236,7 +236,7 @@ func hydrateFrom(o, d *Store, uid string) error {
 	}
 	if err == nil {
 		rec := hydratingRecord{Record: Record{UID: uid, Root: l.Rec.Root}, From: &SourceDisk{o.uid, o.Root}}
-		err = d.hydrate(context.Background(), rec, src, sums)
+		err = d.prepareHydration(context.Background(), rec, src, sums)
 	}
 	return errors.Join(err, src.Close())
 }

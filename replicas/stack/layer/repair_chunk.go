@@ -61,24 +61,24 @@ func (d *Store) Repair(uid string, off int64, right []byte) (err error) {
 		return err
 	}
 	c := chunkRepair{l: l, off: off, have: diskfs.AlignedBuffer(int(n)), bad: make([]bool, n>>blockBits)}
-	c.read()
+	c.readChunk()
 	if !slices.Contains(c.bad, true) && sha256.Sum256(c.have) == want {
-		return d.repaired(l, off, c.have) // the chunk is sound again
+		return d.chunkRepaired(l, off, c.have) // the chunk is sound again
 	}
 	k := kinds.Chunk(off / chunkSize)
 	if !k.Data {
-		return d.repaired(l, off, nil) // no reader needs the file there
+		return d.chunkRepaired(l, off, nil) // no reader needs the file there
 	}
-	now := c.compose(kinds, right, false)
+	now := c.composeContent(kinds, right, false)
 	if sha256.Sum256(now) != want {
-		if now = c.compose(kinds, right, true); sha256.Sum256(now) != want {
+		if now = c.composeContent(kinds, right, true); sha256.Sum256(now) != want {
 			return api.Errorf(api.Corrupt, "the other replica does not show what the layer held there")
 		}
 	}
-	if err := d.rewrite(&c, kinds, now); err != nil {
+	if err := d.rewriteBlocks(&c, kinds, now); err != nil {
 		return err
 	}
-	return d.repaired(l, off, now)
+	return d.chunkRepaired(l, off, now)
 }
 
 // sumOf returns the digest of a chunk after a comparison of all digests with the root digest.
@@ -103,8 +103,8 @@ type chunkRepair struct {
 	bad  []bool // by block: a read fails
 }
 
-// read reads the chunk, block by block if a read of the whole chunk fails.
-func (c *chunkRepair) read() {
+// readChunk reads the chunk, block by block if a read of the whole chunk fails.
+func (c *chunkRepair) readChunk() {
 	if n, _ := c.l.Data.ReadAt(c.have, c.off); n == len(c.have) {
 		return
 	}
@@ -117,9 +117,9 @@ func (c *chunkRepair) read() {
 	}
 }
 
-// compose returns content that the chunk may have had: blocks of data from the other replica, zeros elsewhere. With
-// keep, blocks that match their checksum stay, because later writes may hide such a block in the other replica.
-func (c *chunkRepair) compose(kinds *format.Index, right []byte, keep bool) []byte {
+// composeContent returns content that the chunk may have had: blocks of data from the other replica, zeros elsewhere.
+// With keep, blocks that match their checksum stay, because later writes may hide such a block in the other replica.
+func (c *chunkRepair) composeContent(kinds *format.Index, right []byte, keep bool) []byte {
 	now := diskfs.AlignedBuffer(len(c.have))
 	copy(now, right)
 	crcs := make([]byte, format.ChunkCRCsSize)
@@ -147,8 +147,8 @@ func (c *chunkRepair) compose(kinds *format.Index, right []byte, keep bool) []by
 	return now
 }
 
-// rewrite writes the blocks that differ.
-func (d *Store) rewrite(c *chunkRepair, kinds *format.Index, now []byte) (err error) {
+// rewriteBlocks writes the blocks that differ.
+func (d *Store) rewriteBlocks(c *chunkRepair, kinds *format.Index, now []byte) (err error) {
 	h, err := d.FS.Open(d.Join(Dir, c.l.Rec.UID, DataFile), os.O_RDWR|d.Direct, 0)
 	if err != nil {
 		return err
@@ -180,8 +180,8 @@ func (d *Store) rewrite(c *chunkRepair, kinds *format.Index, now []byte) (err er
 	return h.Datasync()
 }
 
-// repaired removes a chunk from the record of damage, and notifies the observer.
-func (d *Store) repaired(l *Layer, off int64, now []byte) error {
+// chunkRepaired removes a chunk from the record of damage, and notifies the observer.
+func (d *Store) chunkRepaired(l *Layer, off int64, now []byte) error {
 	if now != nil {
 		if err := d.rightCRCs(l, off/chunkSize, now); err != nil {
 			return err

@@ -38,13 +38,13 @@ func (d *Store) Mend(ctx context.Context, uid, root string, src block.Source) (e
 		return err
 	}
 	m := &layerRepair{d: d, dir: d.Join(Dir, uid), src: src, size: src.Size(), sums: map[int64][sumSize]byte{}}
-	if err := m.learn(ctx, root); err != nil {
+	if err := m.verifySource(ctx, root); err != nil {
 		return err
 	}
-	if err := m.open(uid); err != nil {
-		return errors.Join(err, m.close())
+	if err := m.openFiles(uid); err != nil {
+		return errors.Join(err, m.closeFiles())
 	}
-	if err := errors.Join(m.write(ctx), m.close()); err != nil {
+	if err := errors.Join(m.repairFiles(ctx), m.closeFiles()); err != nil {
 		return err
 	}
 	rec := Record{UID: uid, Size: m.size, Root: root, Allocated: m.allocated, Durable: true,
@@ -84,8 +84,8 @@ type layerRepair struct {
 	allocated          int64
 }
 
-// learn reads all of the source and compares the content with the root digest.
-func (m *layerRepair) learn(ctx context.Context, root string) error {
+// verifySource reads all of the source and compares the content with the root digest.
+func (m *layerRepair) verifySource(ctx context.Context, root string) error {
 	if m.size <= 0 || m.size%blockSize != 0 || m.size > api.MaxVolumeSize {
 		return api.Errorf(api.Corrupt, "the other copy has %d bytes", m.size)
 	}
@@ -122,8 +122,8 @@ func (m *layerRepair) learn(ctx context.Context, root string) error {
 	return nil
 }
 
-// open opens the files, and keeps merges from beginning until close.
-func (m *layerRepair) open(uid string) (err error) {
+// openFiles opens the files, and keeps merges from beginning until closeFiles.
+func (m *layerRepair) openFiles(uid string) (err error) {
 	unlock, err := m.d.Lock() // no merge begins or ends meanwhile
 	if err != nil {
 		return err
@@ -158,7 +158,7 @@ func (m *layerRepair) open(uid string) (err error) {
 	return err
 }
 
-func (m *layerRepair) close() error {
+func (m *layerRepair) closeFiles() error {
 	var errs []error
 	for _, h := range []file.Handle{m.data, m.direct, m.crcs} {
 		if h != nil {
@@ -169,8 +169,8 @@ func (m *layerRepair) close() error {
 	return errors.Join(errs...)
 }
 
-// write repairs all files.
-func (m *layerRepair) write(ctx context.Context) error {
+// repairFiles repairs all files.
+func (m *layerRepair) repairFiles(ctx context.Context) error {
 	st, err := m.data.Stat()
 	if err == nil && st.Size() != m.size {
 		err = m.data.Truncate(m.size)
@@ -178,7 +178,7 @@ func (m *layerRepair) write(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := EachChunk(ctx, &m.kinds, m.chunk); err != nil {
+	if err := EachChunk(ctx, &m.kinds, m.repairChunk); err != nil {
 		return err
 	}
 	if err := errors.Join(m.data.Datasync(), m.data.Chmod(0o444), format.SealCRCs(m.crcs, m.size)); err != nil {
@@ -188,17 +188,17 @@ func (m *layerRepair) write(ctx context.Context) error {
 		return err
 	}
 	m.allocated = diskfs.Allocated(st)
-	if err := m.side(SumsFile, m.writeSums); err != nil {
+	if err := m.repairFile(SumsFile, m.writeSums); err != nil {
 		return err
 	}
-	if err := m.side(MapFile, m.writeMap); err != nil {
+	if err := m.repairFile(MapFile, m.writeMap); err != nil {
 		return err
 	}
 	return m.d.FS.SyncDir(m.dir)
 }
 
-// chunk compares one chunk and writes its wrong blocks.
-func (m *layerRepair) chunk(c int64, buf []byte) error {
+// repairChunk compares one chunk and writes its wrong blocks.
+func (m *layerRepair) repairChunk(c int64, buf []byte) error {
 	kinds := m.kinds.Chunk(c)
 	if !kinds.Data {
 		return nil // no reader needs the file there
@@ -231,8 +231,8 @@ func (m *layerRepair) chunk(c int64, buf []byte) error {
 	return format.PutCRCs(m.crcs, c, right)
 }
 
-// side repairs one of the files beside the data, in place.
-func (m *layerRepair) side(name string, write func(h file.Handle) (size int64, err error)) error {
+// repairFile repairs one of the files beside the data, in place.
+func (m *layerRepair) repairFile(name string, write func(h file.Handle) (size int64, err error)) error {
 	h, err := m.d.FS.Open(m.dir+"/"+name, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return err

@@ -74,7 +74,7 @@ func (s *Source) Next(off int64) (block.Extent, error) {
 	defer s.mu.Unlock()
 	kind := block.Kind(0)
 	for first := true; b < end; first = false {
-		k, n, err := s.run(b, end)
+		k, n, err := s.runAt(b, end)
 		if err != nil {
 			return block.Extent{}, fmt.Errorf("layer %s: %w", s.l.Rec.UID, err)
 		}
@@ -90,8 +90,8 @@ func (s *Source) Next(off int64) (block.Extent, error) {
 	return block.Extent{Off: off, Len: min(b<<blockBits, size) - off, Kind: kind}, nil
 }
 
-// run returns the kind of block b, and how many blocks of the page, from b on, are of the same kind.
-func (s *Source) run(b, end int64) (block.Kind, int64, error) {
+// runAt returns the kind of block b, and how many blocks of the page, from b on, are of the same kind.
+func (s *Source) runAt(b, end int64) (block.Kind, int64, error) {
 	p := int(b >> pageBits)
 	lo, hi := b&(pageBlocks-1), min(end-int64(p)<<pageBits, pageBlocks)
 	if k, ok := s.l.Map.Uniform(p); ok {

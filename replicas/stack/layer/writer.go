@@ -78,7 +78,7 @@ func (d *Store) Create(ctx context.Context, uid string, size int64) (_ block.Lay
 		return nil, err
 	}
 	defer unlock()
-	if err := d.unmade(uid); err != nil {
+	if err := d.refuseFinished(uid); err != nil {
 		return nil, err
 	}
 	w := &Writer{d: d, UID: uid, dir: d.Join(Dir, uid), Size: size, kinds: format.NewIndex(size>>blockBits, 0),
@@ -88,25 +88,25 @@ func (d *Store) Create(ctx context.Context, uid string, size int64) (_ block.Lay
 	} else if busy {
 		return nil, api.Errorf(api.Busy, "another process makes the layer")
 	}
-	if err := d.unmade(uid); err != nil { // finished by the former holder of the lock
+	if err := d.refuseFinished(uid); err != nil { // finished by the former holder of the lock
 		return nil, err
 	}
-	if err := d.unowned(uid); err != nil {
+	if err := d.refuseReferenced(uid); err != nil {
 		return nil, err
 	}
 	if err := file.RemoveAll(d.FS, w.dir); err != nil {
 		return nil, err
 	}
-	if err := w.open(); err != nil {
+	if err := w.createFiles(); err != nil {
 		return nil, errors.Join(err, w.closeFiles(), file.RemoveAll(d.FS, w.dir))
 	}
 	return w, nil
 }
 
-// unowned returns nil if the folder of a layer without layer.json may be removed: no record names the layer, and no
-// loss of power can bring back such a record. A folder that looks half made may hold data of a volume: a frozen layer,
-// or the target of a merge that ended a moment ago.
-func (d *Store) unowned(uid string) error {
+// refuseReferenced returns nil if the folder of a layer without layer.json may be removed: no record names the layer,
+// and no loss of power can bring back such a record. A folder that looks half made may hold data of a volume: a frozen
+// layer, or the target of a merge that ended a moment ago.
+func (d *Store) refuseReferenced(uid string) error {
 	frozen, err := d.Exists(d.Join(Dir, uid, FrozenFile))
 	if err != nil {
 		return err
@@ -124,7 +124,7 @@ func (d *Store) unowned(uid string) error {
 	return d.records.SyncRecords(context.Background())
 }
 
-func (w *Writer) open() (err error) {
+func (w *Writer) createFiles() (err error) {
 	if err := w.d.FS.Mkdir(w.dir, 0o700); err != nil {
 		return err
 	}
@@ -149,7 +149,7 @@ func (w *Writer) open() (err error) {
 }
 
 func (w *Writer) closeFiles() error {
-	w.synced()
+	w.awaitSync()
 	var errs []error
 	for _, h := range []file.Handle{w.data, w.direct, w.sums, w.crcs} {
 		if h != nil {
@@ -159,15 +159,15 @@ func (w *Writer) closeFiles() error {
 	return errors.Join(errs...)
 }
 
-func (w *Writer) name(err error) error {
+func (w *Writer) nameError(err error) error {
 	if err == nil {
 		return nil
 	}
 	return fmt.Errorf("layer %s on disk %s: %w", w.UID, w.d.Root, diskfs.Classify(err))
 }
 
-// check allows an access, and returns the layer's size.
-func (w *Writer) check(off, n int64) (size int64, err error) {
+// checkAccess allows an access, and returns the layer's size.
+func (w *Writer) checkAccess(off, n int64) (size int64, err error) {
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
 	if off < 0 || n < 0 || off > w.Size-n {
@@ -182,8 +182,8 @@ func (w *Writer) check(off, n int64) (size int64, err error) {
 // syncEvery is the number of written bytes that start a sync, so that Seal has little to wait for.
 const syncEvery = 128 << 20
 
-// wrote counts written data, and starts a sync now and then.
-func (w *Writer) wrote(n int64) {
+// countWritten counts written data, and starts a sync now and then.
+func (w *Writer) countWritten(n int64) {
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
 	if w.unsynced += n; w.unsynced < w.d.Early || w.syncing != nil || w.State != writing {
@@ -197,19 +197,19 @@ func (w *Writer) wrote(n int64) {
 		w.Mu.Lock()
 		defer w.Mu.Unlock()
 		w.syncing = nil
-		w.lose(err)
+		w.recordFailedSync(err)
 	}()
 }
 
-// lose records a failed sync for good, because the kernel reports lost data only once. The caller has mu.
-func (w *Writer) lose(err error) {
+// recordFailedSync records a failed sync for good, because the kernel reports lost data only once. The caller has mu.
+func (w *Writer) recordFailedSync(err error) {
 	if err != nil && w.lost == nil {
 		w.lost = fmt.Errorf("a sync failed, written data may be missing on the disk: %w", err)
 	}
 }
 
-// synced waits for the sync in progress.
-func (w *Writer) synced() {
+// awaitSync waits for the sync in progress.
+func (w *Writer) awaitSync() {
 	w.Mu.Lock()
 	under := w.syncing
 	w.Mu.Unlock()
@@ -218,23 +218,23 @@ func (w *Writer) synced() {
 	}
 }
 
-// sync makes written data durable, at once with more.
-func (w *Writer) sync(more ...func() error) error {
+// syncData makes written data durable, at once with more.
+func (w *Writer) syncData(more ...func() error) error {
 	err := diskfs.AtOnce(append(more, w.data.Datasync)...)
-	w.synced()
+	w.awaitSync()
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
-	w.lose(err)
+	w.recordFailedSync(err)
 	return w.lost
 }
 
 // Resize implements block.LayerWriter.
 func (w *Writer) Resize(size int64) error {
 	if size <= 0 || size > api.MaxVolumeSize {
-		return w.name(api.Errorf(api.OutOfRange, "%d is not a size that a layer can have", size))
+		return w.nameError(api.Errorf(api.OutOfRange, "%d is not a size that a layer can have", size))
 	}
-	if _, err := w.check(0, 0); err != nil {
-		return w.name(err)
+	if _, err := w.checkAccess(0, 0); err != nil {
+		return w.nameError(err)
 	}
 	size = (size + blockSize - 1) &^ (blockSize - 1)
 	w.Mu.Lock()
@@ -247,10 +247,10 @@ func (w *Writer) Resize(size int64) error {
 		return nil // Seal gives the file its length
 	}
 	if len(w.dirty) > 0 {
-		return w.name(api.Errorf(api.Invalid, "the layer cannot shrink during a write"))
+		return w.nameError(api.Errorf(api.Invalid, "the layer cannot shrink during a write"))
 	}
 	if err := errors.Join(w.data.Truncate(size), w.crcs.Truncate(size>>blockBits*crcSize)); err != nil {
-		return w.name(err)
+		return w.nameError(err)
 	}
 	kinds := format.NewIndex(size>>blockBits, uint16(block.Hole))
 	for b := int64(0); b < kinds.Blocks; {
@@ -267,8 +267,8 @@ func (w *Writer) Resize(size int64) error {
 	return nil
 }
 
-// begin counts a writer in the chunks of a range; the digests of the chunks are unknown from now on.
-func (w *Writer) begin(off, n int64) {
+// beginWrite counts a writer in the chunks of a range; the digests of the chunks are unknown from now on.
+func (w *Writer) beginWrite(off, n int64) {
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
 	for c := off / chunkSize; c <= (off+n-1)/chunkSize; c++ {
@@ -277,9 +277,9 @@ func (w *Writer) begin(off, n int64) {
 	}
 }
 
-// end ends the count of a writer. summed lists the chunks with a new digest; a digest counts only if no other writer
-// was in the chunk, and if the end of the chunk has not moved since the layer had the given size.
-func (w *Writer) end(off, n, size int64, summed []int64) {
+// endWrite ends the count of a writer. summed lists the chunks with a new digest; a digest counts only if no other
+// writer was in the chunk, and if the end of the chunk has not moved since the layer had the given size.
+func (w *Writer) endWrite(off, n, size int64, summed []int64) {
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
 	for _, c := range summed {
@@ -297,13 +297,13 @@ func (w *Writer) end(off, n, size int64, summed []int64) {
 // WriteAt implements io.WriterAt. Whole blocks of zeros become zero blocks without data.
 func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 	n := int64(len(p))
-	size, err := w.check(off, n)
+	size, err := w.checkAccess(off, n)
 	if err != nil || n == 0 {
-		return 0, w.name(err)
+		return 0, w.nameError(err)
 	}
-	w.begin(off, n)
+	w.beginWrite(off, n)
 	var summed []int64
-	defer func() { w.end(off, n, size, summed) }()
+	defer func() { w.endWrite(off, n, size, summed) }()
 	for at := int64(0); at < n; {
 		end := at + blockSize - (off+at)%blockSize
 		zero := !w.exact && end <= n && end-at == blockSize && format.IsZero(p[at:end])
@@ -317,12 +317,12 @@ func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 		end = min(end, n)
 		var err error
 		if zero {
-			err = w.mark(off+at, end-at, block.Zero)
+			err = w.zeroBlocks(off+at, end-at, block.Zero)
 		} else {
-			err = w.put(p[at:end], off+at)
+			err = w.writeData(p[at:end], off+at)
 		}
 		if err != nil {
-			return int(at), w.name(err)
+			return int(at), w.nameError(err)
 		}
 		at = end
 	}
@@ -334,7 +334,7 @@ func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 		}
 		part := p[c*chunkSize-off : end-off]
 		if err := w.putSums(c, format.ChunkSums{Digest: sha256.Sum256(part), CRCs: format.ChunkCRCs(part)}); err != nil {
-			return int(n), w.name(err)
+			return int(n), w.nameError(err)
 		}
 		summed = append(summed, c)
 	}
@@ -350,7 +350,7 @@ func (w *Writer) putSums(c int64, sums format.ChunkSums) error {
 	return err
 }
 
-func (w *Writer) put(p []byte, off int64) error {
+func (w *Writer) writeData(p []byte, off int64) error {
 	h := w.data
 	if diskfs.Aligned(p, off) {
 		h = w.direct
@@ -362,12 +362,12 @@ func (w *Writer) put(p []byte, off int64) error {
 	w.Mu.Lock()
 	w.kinds.Set(off>>blockBits, (end+blockSize-1)>>blockBits, uint16(block.Data))
 	w.Mu.Unlock()
-	w.wrote(int64(len(p)))
+	w.countWritten(int64(len(p)))
 	return nil
 }
 
-// mark makes whole blocks zero, and frees their data.
-func (w *Writer) mark(off, n int64, k block.Kind) error {
+// zeroBlocks makes whole blocks zero, and frees their data.
+func (w *Writer) zeroBlocks(off, n int64, k block.Kind) error {
 	b, end := off>>blockBits, (off+n)>>blockBits
 	w.Mu.Lock()
 	had := false
@@ -390,57 +390,57 @@ func (w *Writer) mark(off, n int64, k block.Kind) error {
 
 // ZeroAt implements block.Sink. ZeroAt writes partial blocks at the ends as zeros.
 func (w *Writer) ZeroAt(off, n int64) error {
-	if _, err := w.check(off, n); err != nil || n == 0 {
-		return w.name(err)
+	if _, err := w.checkAccess(off, n); err != nil || n == 0 {
+		return w.nameError(err)
 	}
-	w.begin(off, n)
-	defer w.end(off, n, 0, nil)
+	w.beginWrite(off, n)
+	defer w.endWrite(off, n, 0, nil)
 	end := off + n
 	from, to := (off+blockSize-1)&^(blockSize-1), end&^(blockSize-1)
 	if from > to {
-		return w.name(w.put(make([]byte, n), off))
+		return w.nameError(w.writeData(make([]byte, n), off))
 	}
 	if off < from {
-		if err := w.put(make([]byte, from-off), off); err != nil {
-			return w.name(err)
+		if err := w.writeData(make([]byte, from-off), off); err != nil {
+			return w.nameError(err)
 		}
 	}
 	if to < end {
-		if err := w.put(make([]byte, end-to), to); err != nil {
-			return w.name(err)
+		if err := w.writeData(make([]byte, end-to), to); err != nil {
+			return w.nameError(err)
 		}
 	}
 	if from == to {
 		return nil
 	}
-	return w.name(w.mark(from, to-from, block.Zero))
+	return w.nameError(w.zeroBlocks(from, to-from, block.Zero))
 }
 
 // Sync implements block.Sink.
 func (w *Writer) Sync(context.Context) error {
-	if _, err := w.check(0, 0); err != nil {
-		return w.name(err)
+	if _, err := w.checkAccess(0, 0); err != nil {
+		return w.nameError(err)
 	}
-	return w.name(w.sync())
+	return w.nameError(w.syncData())
 }
 
 // Seal implements block.LayerWriter. The rename of layer.json commits the layer.
 func (w *Writer) Seal(ctx context.Context) (root string, allocated int64, err error) {
-	if _, err := w.check(0, 0); err != nil {
-		return "", 0, w.name(err)
+	if _, err := w.checkAccess(0, 0); err != nil {
+		return "", 0, w.nameError(err)
 	}
-	rec, err := w.seal(ctx)
+	rec, err := w.sealLayer(ctx)
 	if err != nil {
-		return "", 0, w.name(err)
+		return "", 0, w.nameError(err)
 	}
 	w.Mu.Lock()
 	w.State = sealed
 	w.Mu.Unlock()
-	w.unkeep()
-	return rec.Root, rec.Allocated, w.name(w.closeFiles())
+	w.removeCheckpoint()
+	return rec.Root, rec.Allocated, w.nameError(w.closeFiles())
 }
 
-func (w *Writer) seal(ctx context.Context) (Record, error) {
+func (w *Writer) sealLayer(ctx context.Context) (Record, error) {
 	rec := Record{UID: w.UID, Size: w.Size, Durable: true, Created: time.Now().UTC().Truncate(time.Second)}
 	if err := w.data.Truncate(w.Size); err != nil {
 		return rec, err
@@ -489,7 +489,7 @@ func (w *Writer) seal(ctx context.Context) (Record, error) {
 		b += n
 	}
 	seal := func() error { return format.SealCRCs(w.crcs, w.Size) }
-	if err := diskfs.AtOnce(func() error { return w.sync(w.sums.Datasync, seal) },
+	if err := diskfs.AtOnce(func() error { return w.syncData(w.sums.Datasync, seal) },
 		func() error { return format.WriteMap(w.d.FS, w.dir+"/"+MapFile, &w.kinds) }); err != nil {
 		return rec, err
 	}
@@ -521,18 +521,18 @@ func (w *Writer) Abort() error {
 	if was != writing {
 		return nil
 	}
-	w.synced() // before the disk's lock
+	w.awaitSync() // before the disk's lock
 	unlock, err := w.d.Lock()
 	if err != nil {
-		return w.name(errors.Join(err, w.closeFiles()))
+		return w.nameError(errors.Join(err, w.closeFiles()))
 	}
 	defer unlock()
-	return w.name(errors.Join(file.RemoveAll(w.d.FS, w.dir), w.closeFiles()))
+	return w.nameError(errors.Join(file.RemoveAll(w.d.FS, w.dir), w.closeFiles()))
 }
 
-// allocate takes room for the data of the window of chunks around c, before the first write to the window: ext4 runs
-// direct writes at once only into allocated blocks. A failure does no harm.
-func (w *Writer) allocate(c int64, kinds *format.Index) {
+// allocateWindow takes room for the data of the window of chunks around c, before the first write to the window: ext4
+// runs direct writes at once only into allocated blocks. A failure does no harm.
+func (w *Writer) allocateWindow(c int64, kinds *format.Index) {
 	const window = 32 // chunks
 	n := c / window
 	w.Mu.Lock()
@@ -558,10 +558,10 @@ func (w *Writer) allocate(c int64, kinds *format.Index) {
 func (w *Writer) PutChunk(c int64, kinds *format.Index, buf []byte, sums format.ChunkSums) error {
 	const small = 64 << 10 // smaller runs go through the page cache
 	first := c * chunkBlks
-	if _, err := w.check(c*chunkSize, int64(len(buf))); err != nil {
-		return w.name(err)
+	if _, err := w.checkAccess(c*chunkSize, int64(len(buf))); err != nil {
+		return w.nameError(err)
 	}
-	w.allocate(c, kinds)
+	w.allocateWindow(c, kinds)
 	cached := false
 	for b, end := first, first+int64(len(buf))>>blockBits; b < end; {
 		v, n := kinds.Run(b, end)
@@ -572,9 +572,9 @@ func (w *Writer) PutChunk(c int64, kinds *format.Index, buf []byte, sums format.
 				h, cached = w.data, true
 			}
 			if _, err := h.WriteAt(part, b<<blockBits); err != nil {
-				return w.name(err)
+				return w.nameError(err)
 			}
-			w.wrote(int64(len(part)))
+			w.countWritten(int64(len(part)))
 		}
 		w.Mu.Lock()
 		w.kinds.Set(b, b+n, v)
@@ -583,11 +583,11 @@ func (w *Writer) PutChunk(c int64, kinds *format.Index, buf []byte, sums format.
 	}
 	if cached { // so that no sync takes long: see diskfs.Emptier
 		if err := w.data.Writeout(c*chunkSize, int64(len(buf))); err != nil {
-			return w.name(err)
+			return w.nameError(err)
 		}
 	}
 	if err := w.putSums(c, sums); err != nil {
-		return w.name(err)
+		return w.nameError(err)
 	}
 	w.Mu.Lock()
 	w.known[c] = true

@@ -118,7 +118,7 @@ func makeLayer(ctx context.Context, d *layer.Store, uid string, from origin, o O
 	}
 	err = t.checkSpace(t.total - t.bytes)
 	if err == nil {
-		err = t.run(ctx)
+		err = t.copyChunks(ctx)
 	}
 	if err == nil {
 		_, _, err = w.Seal(ctx)
@@ -170,7 +170,7 @@ type copyJob struct {
 	due          time.Time // start of the next chunk under a bound
 }
 
-func (t *copyJob) run(ctx context.Context) error {
+func (t *copyJob) copyChunks(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	work := make(chan int64)
@@ -182,7 +182,7 @@ func (t *copyJob) run(ctx context.Context) error {
 				if ctx.Err() != nil {
 					continue
 				}
-				if err := t.chunk(ctx, c, buf, scratch); err != nil {
+				if err := t.copyChunk(ctx, c, buf, scratch); err != nil {
 					cancel(err)
 				}
 			}
@@ -231,8 +231,8 @@ func (t *copyJob) mark0() int64 {
 	return t.mark
 }
 
-// chunk copies one chunk.
-func (t *copyJob) chunk(ctx context.Context, c int64, buf, scratch []byte) error {
+// copyChunk copies one chunk.
+func (t *copyJob) copyChunk(ctx context.Context, c int64, buf, scratch []byte) error {
 	k := t.from.kinds
 	first := c * chunkBlks
 	n := min(chunkBlks, k.Blocks-first)

@@ -60,7 +60,7 @@ func (x *Delta) Next(off int64) (block.Extent, error) {
 	blocks := x.size >> blockBits
 	start, end := int64(-1), int64(-1)
 	for b := off >> blockBits; b < blocks; b++ {
-		differs, err := x.differs(b)
+		differs, err := x.blockDiffers(b)
 		if err != nil {
 			return block.Extent{}, err
 		}
@@ -81,11 +81,11 @@ func (x *Delta) Next(off int64) (block.Extent, error) {
 	return block.Extent{}, io.EOF
 }
 
-// differs compares one block; a and b are nil if a whole page is the same.
-func (x *Delta) differs(b int64) (bool, error) {
+// blockDiffers compares one block; a and b are nil if a whole page is the same.
+func (x *Delta) blockDiffers(b int64) (bool, error) {
 	if p := int(b >> pageBits); p != x.page {
 		x.a, x.b, x.page = nil, nil, p
-		if !x.untouched(p) {
+		if !x.pageUntouched(p) {
 			x.a, x.b = make([]uint16, x.none.PageLen(p)), make([]uint16, x.none.PageLen(p))
 			err := errors.Join(layer.Resolve(x.a, p, x.base, &x.none, -1), layer.Resolve(x.b, p, x.target, &x.none, -1))
 			if err != nil {
@@ -103,9 +103,9 @@ func (x *Delta) differs(b int64) (bool, error) {
 	return is != was || int(is-fromLayer) >= x.common, nil
 }
 
-// untouched reports whether the layers of only one stack surely hold nothing in a page. The answer needs no page of a
-// map.
-func (x *Delta) untouched(p int) bool {
+// pageUntouched reports whether the layers of only one stack surely hold nothing in a page. The answer needs no page of
+// a map.
+func (x *Delta) pageUntouched(p int) bool {
 	for _, l := range append(slices.Clone(x.base[x.common:]), x.target[x.common:]...) {
 		if kind, ok := l.Map.Uniform(p); !ok || kind != block.Hole {
 			return false

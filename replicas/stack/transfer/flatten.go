@@ -49,18 +49,18 @@ func Flatten(ctx context.Context, d *layer.Store, from []*layer.Store, layers []
 		if one.Rec.Root == "" {
 			continue
 		}
-		if err := f.parts[len(f.parts)-1].open(); err != nil {
+		if err := f.parts[len(f.parts)-1].openDigests(); err != nil {
 			return err
 		}
 	}
-	if err := f.resolve(ctx, size); err != nil {
+	if err := f.resolveBlocks(ctx, size); err != nil {
 		return err
 	}
 	note, err := json.Marshal(map[string]any{"layers": layers})
 	if err != nil {
 		return err
 	}
-	return makeLayer(ctx, d, uid, origin{size, &f.kinds, note, "", f.read}, o)
+	return makeLayer(ctx, d, uid, origin{size, &f.kinds, note, "", f.readChunk}, o)
 }
 
 // flat reads several layers as one.
@@ -77,8 +77,8 @@ type flatPart struct {
 	kinds *format.Index // the map that matches the digests; nil: no match
 }
 
-// open opens the digests, and compares digests and map with the root digest.
-func (p *flatPart) open() (err error) {
+// openDigests opens the digests, and compares digests and map with the root digest.
+func (p *flatPart) openDigests() (err error) {
 	on := p.Store
 	if p.sums, err = on.FS.Open(on.Join(layer.Dir, p.Rec.UID, layer.SumsFile), os.O_RDONLY, 0); err != nil {
 		return err
@@ -102,7 +102,7 @@ func (f *flat) close() {
 	}
 }
 
-func (f *flat) resolve(ctx context.Context, size int64) error {
+func (f *flat) resolveBlocks(ctx context.Context, size int64) error {
 	f.from, f.kinds = format.NewIndex(size>>blockBits, fromNowhere), format.NewIndex(size>>blockBits, uint16(block.Hole))
 	none := format.NewIndex(size>>blockBits, 0)
 	layers := make([]*layer.Layer, len(f.parts))
@@ -133,7 +133,7 @@ func (f *flat) resolve(ctx context.Context, size int64) error {
 	return nil
 }
 
-func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err error) {
+func (f *flat) readChunk(c int64, buf, scratch []byte) (sums format.ChunkSums, err error) {
 	first := c * chunkBlks
 	end := first + int64(len(buf))>>blockBits
 	var of []*flatPart // layers with blocks in the chunk
@@ -154,8 +154,8 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err er
 		b += n
 	}
 	sums.CRCs = format.ChunkCRCs(buf)
-	if len(of) == 1 && f.same(c, of[0]) && of[0].matches(c, sums.CRCs) {
-		sums.Digest, err = of[0].digest(c)
+	if len(of) == 1 && f.isUnchanged(c, of[0]) && of[0].matchesChecksums(c, sums.CRCs) {
+		sums.Digest, err = of[0].digestOf(c)
 		return sums, err
 	}
 	sums.Digest = sha256.Sum256(buf)
@@ -163,20 +163,21 @@ func (f *flat) read(c int64, buf, scratch []byte) (sums format.ChunkSums, err er
 		if p.sums == nil {
 			continue
 		}
-		if err := p.verify(c, sums.Digest, len(of) == 1, scratch); err != nil {
+		if err := p.verifyChunk(c, sums.Digest, len(of) == 1, scratch); err != nil {
 			return sums, fmt.Errorf("layer %s: %w", p.Rec.UID, err)
 		}
 	}
 	return sums, nil
 }
 
-// same reports whether chunk c, which has blocks of layer p alone, is equal to the chunk of p and has the same digest.
-func (f *flat) same(c int64, p *flatPart) bool {
+// isUnchanged reports whether chunk c, which has blocks of layer p alone, is equal to the chunk of p and has the same
+// digest.
+func (f *flat) isUnchanged(c int64, p *flatPart) bool {
 	return p.kinds != nil && p.kinds.Chunk(c) == f.kinds.Chunk(c)
 }
 
-// matches reports whether the checksums of a chunk match the layer's. Otherwise the digest decides.
-func (p *flatPart) matches(c int64, crcs []byte) bool {
+// matchesChecksums reports whether the checksums of a chunk match the layer's. Otherwise the digest decides.
+func (p *flatPart) matchesChecksums(c int64, crcs []byte) bool {
 	off, n := c*chunkSize, int64(len(crcs)/crcSize)<<blockBits
 	if layer.Hits(p.Damage, off, n) {
 		return false
@@ -196,19 +197,19 @@ func (p *flatPart) matches(c int64, crcs []byte) bool {
 	return true
 }
 
-func (p *flatPart) digest(c int64) (sum [sumSize]byte, err error) {
+func (p *flatPart) digestOf(c int64) (sum [sumSize]byte, err error) {
 	_, err = p.sums.ReadAt(sum[:], sumsHeader+c*sumSize)
 	return sum, err
 }
 
-// verify compares the layer's chunk with its digest. sum is the digest of the result's chunk; if the layer supplies the
-// whole chunk alone, sum is enough, otherwise verify reads the layer's chunk.
-func (p *flatPart) verify(c int64, sum [sumSize]byte, alone bool, scratch []byte) error {
+// verifyChunk compares the layer's chunk with its digest. sum is the digest of the result's chunk; if the layer
+// supplies the whole chunk alone, sum is enough, otherwise verifyChunk reads the layer's chunk.
+func (p *flatPart) verifyChunk(c int64, sum [sumSize]byte, alone bool, scratch []byte) error {
 	if c*chunkSize >= p.Rec.Size {
 		return nil
 	}
 	scratch = scratch[:min(int64(len(scratch)), p.Rec.Size-c*chunkSize)]
-	want, err := p.digest(c)
+	want, err := p.digestOf(c)
 	if err != nil {
 		return err
 	}

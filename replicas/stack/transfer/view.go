@@ -64,8 +64,8 @@ func (v *View) Open(size int64, layers []string, open func(uid string) (*layer.L
 // Size implements block.Source.
 func (v *View) Size() int64 { return v.size }
 
-// run returns the value of block b in the index, and how many blocks of the page, below end, have the same value.
-func (v *View) run(b, end int64) (uint16, int64, error) {
+// runAt returns the value of block b in the index, and how many blocks of the page, below end, have the same value.
+func (v *View) runAt(b, end int64) (uint16, int64, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	p := int(b >> pageBits)
@@ -94,7 +94,7 @@ func (v *View) ReadAt(p []byte, off int64) (int, error) {
 	for done := 0; done < len(want); {
 		at := off + int64(done)
 		last := off + int64(len(want))
-		from, n, err := v.run(at>>blockBits, (last+blockSize-1)>>blockBits)
+		from, n, err := v.runAt(at>>blockBits, (last+blockSize-1)>>blockBits)
 		if err != nil {
 			return done, err
 		}
@@ -130,13 +130,13 @@ func (v *View) Next(off int64) (block.Extent, error) {
 	}
 	kind := func(val uint16) block.Kind { return block.Kind(min(val, fromHead)) }
 	b, end := off>>blockBits, v.size>>blockBits
-	val, n, err := v.run(b, end)
+	val, n, err := v.runAt(b, end)
 	if err != nil {
 		return block.Extent{}, err
 	}
 	k := kind(val)
 	for b += n; b < end && b&(pageBlocks-1) != 0; b += n {
-		if val, n, err = v.run(b, end); err != nil {
+		if val, n, err = v.runAt(b, end); err != nil {
 			return block.Extent{}, err
 		}
 		if kind(val) != k {
