@@ -54,8 +54,8 @@ func mountSources(major, minor uint32) []string {
 // ourFile matches the kernel's name of the file behind a device of Drover: at the top of a mount that is in no tree.
 var ourFile = regexp.MustCompile(`^/drover-[^/]+\.[0-9a-f]{8}$`)
 
-// served reports whether a loop device belongs to Drover, whatever its name.
-func served(sys string) bool {
+// isDroverLoop reports whether a loop device belongs to Drover, whatever its name.
+func isDroverLoop(sys string) bool {
 	b, err := os.ReadFile(filepath.Join(sys, "loop", "backing_file"))
 	return err == nil && ourFile.MatchString(strings.TrimSpace(string(b)))
 }
@@ -69,12 +69,12 @@ func ownVolume(sys string, depth int) string {
 		sys = real
 	}
 	dev := "/dev/" + filepath.Base(sys)
-	for name, to := range links() {
-		if _, _, ok := backing(to); ok && to == dev { // a name may outlive its device
+	for name, to := range readLinks() {
+		if _, _, ok := loopOwner(to); ok && to == dev { // a name may outlive its device
 			return filepath.Join(linkDir, name)
 		}
 	}
-	if served(sys) { // no name, or another volume's: of an instance beside, or left behind
+	if isDroverLoop(sys) { // no name, or another volume's: of an instance beside, or left behind
 		return dev
 	}
 	if _, err := os.Stat(filepath.Join(sys, "partition")); err == nil {

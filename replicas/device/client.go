@@ -19,26 +19,26 @@ type client struct {
 	mu     sync.Mutex
 	c      *net.UnixConn
 	buf    []byte
-	number int64           // the incarnation from hello
+	number int64           // the incarnation from beginIncarnation
 	mine   map[string]held // the descriptors are copies
 	closed bool
 
-	watched *net.UnixConn // ends with the holder; nil without watch
-	ended   chan struct{} // watch has returned
+	watched *net.UnixConn // ends with the holder; nil without watchHolder
+	ended   chan struct{} // the goroutine of watchHolder has returned
 }
 
 // reachTime bounds one try to reach the holder.
 const reachTime = 2 * time.Second
 
 func dialHolder(ctx context.Context, socket string) (*client, error) {
-	conn, err := reach(ctx, socket)
+	conn, err := reachHolder(ctx, socket)
 	if err != nil {
 		return nil, err
 	}
 	return &client{socket: socket, c: conn, buf: make([]byte, 4096), mine: map[string]held{}}, nil
 }
 
-func reach(ctx context.Context, socket string) (*net.UnixConn, error) {
+func reachHolder(ctx context.Context, socket string) (*net.UnixConn, error) {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unixpacket", socket)
 	if err != nil {
@@ -51,9 +51,9 @@ func reach(ctx context.Context, socket string) (*net.UnixConn, error) {
 func (c *client) askHolder(a ask, send []int) (answer, []int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	out, fds, err := exchange(c.c, &c.buf, a, send)
+	out, fds, err := askOnce(c.c, &c.buf, a, send)
 	if err != nil && !c.closed && c.reconnect() == nil { // every ask can be repeated
-		out, fds, err = exchange(c.c, &c.buf, a, send)
+		out, fds, err = askOnce(c.c, &c.buf, a, send)
 	}
 	if err != nil {
 		return answer{}, nil, err
@@ -64,12 +64,12 @@ func (c *client) askHolder(a ask, send []int) (answer, []int, error) {
 	return out, fds, nil
 }
 
-// exchange sends one ask and receives the answer; an error is a failure of the connection.
-func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, fds []int, err error) {
-	if err := transmit(conn, a, send); err != nil {
+// askOnce sends one ask and receives the answer; an error is a failure of the connection.
+func askOnce(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, fds []int, err error) {
+	if err := sendMessage(conn, a, send); err != nil {
 		return out, nil, fmt.Errorf("ask the holder: %w", err)
 	}
-	if fds, err = receive(conn, buf, &out); err != nil {
+	if fds, err = receiveMessage(conn, buf, &out); err != nil {
 		closeFds(fds)
 		return out, nil, fmt.Errorf("the holder's answer: %w", err)
 	}
@@ -80,7 +80,7 @@ func exchange(conn *net.UnixConn, buf *[]byte, a ask, send []int) (out answer, f
 func (c *client) reconnect() error {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
-	conn, err := reach(ctx, c.socket)
+	conn, err := reachHolder(ctx, c.socket)
 	if err != nil {
 		return err
 	}
@@ -90,7 +90,7 @@ func (c *client) reconnect() error {
 		give, fds = append(give, ask{Op: askPut, Key: key, Blob: h.blob}), append(fds, h.fds)
 	}
 	for i, a := range give {
-		out, _, err := exchange(conn, &c.buf, a, fds[i])
+		out, _, err := askOnce(conn, &c.buf, a, fds[i])
 		if err == nil && out.Err != "" {
 			err = api.Errorf(out.Kind, "%s", out.Err)
 		}
@@ -104,11 +104,11 @@ func (c *client) reconnect() error {
 	return nil
 }
 
-// watch hands a dead holder's data to the next holder at once, until close. One goroutine, which close waits for.
-func (c *client) watch(log *slog.Logger) error {
+// watchHolder hands a dead holder's data to the next holder at once, until close. One goroutine, which close waits for.
+func (c *client) watchHolder(log *slog.Logger) error {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
-	conn, err := reach(ctx, c.socket)
+	conn, err := reachHolder(ctx, c.socket)
 	if err != nil {
 		return err
 	}
@@ -120,7 +120,7 @@ func (c *client) watch(log *slog.Logger) error {
 			_ = conn.Close()
 			for conn = nil; conn == nil; {
 				var stop bool
-				if conn, stop = c.succeed(log); stop {
+				if conn, stop = c.connectSuccessor(log); stop {
 					return
 				}
 			}
@@ -129,11 +129,11 @@ func (c *client) watch(log *slog.Logger) error {
 	return nil
 }
 
-// succeed tries to connect to the holder's successor; stop says that the client was closed.
-func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
+// connectSuccessor tries to connect to the holder's successor; stop says that the client was closed.
+func (c *client) connectSuccessor(log *slog.Logger) (conn *net.UnixConn, stop bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), reachTime)
 	defer cancel()
-	conn, err := reach(ctx, c.socket)
+	conn, err := reachHolder(ctx, c.socket)
 	c.mu.Lock()
 	if c.closed {
 		stop = true
@@ -160,13 +160,13 @@ func (c *client) succeed(log *slog.Logger) (conn *net.UnixConn, stop bool) {
 // mendStep is the pause between two tries to find the holder's successor.
 const mendStep = 50 * time.Millisecond
 
-// remember notes the data that the holder keeps for this process; without fds, only the blob has changed.
-func (c *client) remember(key string, blob []byte, fds ...int) error {
+// rememberRecord copies the data that the holder keeps for this process; without fds, only the blob has changed.
+func (c *client) rememberRecord(key string, blob []byte, fds ...int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	h := c.mine[key]
 	if len(fds) > 0 {
-		copies, err := duplicates(fds)
+		copies, err := duplicateFds(fds)
 		if err != nil {
 			return fmt.Errorf("descriptors of %s: %w", key, err)
 		}
@@ -187,7 +187,7 @@ func (c *client) closeCopies(key string) {
 	delete(c.mine, key)
 }
 
-func (c *client) hello() (int64, error) {
+func (c *client) beginIncarnation() (int64, error) {
 	out, _, err := c.askHolder(ask{Op: askHello}, nil)
 	if err == nil {
 		c.mu.Lock()
@@ -204,7 +204,7 @@ func (c *client) putRecord(key string, blob []byte, fds ...int) error {
 	if _, _, err := c.askHolder(ask{Op: askPut, Key: key, Blob: blob}, fds); err != nil {
 		return err
 	}
-	return c.remember(key, blob, fds...)
+	return c.rememberRecord(key, blob, fds...)
 }
 
 func (c *client) getRecord(key string) (blob []byte, fds []int, err error) {
@@ -212,13 +212,13 @@ func (c *client) getRecord(key string) (blob []byte, fds []int, err error) {
 	return out.Blob, fds, err
 }
 
-func (c *client) delete(key string) error {
+func (c *client) deleteRecord(key string) error {
 	c.closeCopies(key)
 	_, _, err := c.askHolder(ask{Op: askDelete, Key: key}, nil)
 	return err
 }
 
-func (c *client) keys() (keys []string, err error) {
+func (c *client) listKeys() (keys []string, err error) {
 	for more, after := true, ""; more; {
 		out, _, err := c.askHolder(ask{Op: askList, After: after}, nil)
 		if err != nil {
@@ -241,7 +241,7 @@ func (c *client) close() error {
 		delete(c.mine, key)
 	}
 	if c.watched != nil {
-		_ = c.watched.CloseRead() // ends the read, and leaves the closing to watch
+		_ = c.watched.CloseRead() // ends the read, and leaves the closing to watchHolder
 	}
 	c.mu.Unlock()
 	if c.ended != nil {

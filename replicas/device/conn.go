@@ -13,7 +13,7 @@ import (
 // conn is one FUSE connection: the file under one loop device. Fields that change belong to the loop's thread.
 //
 //	start ----> serving ----> stopping ----> idle (fd closed)
-//	                 (stop, or the end of the connection by the kernel)
+//	                 (stopServing, or the end of the connection by the kernel)
 type conn struct {
 	srv      *server
 	fd       int
@@ -39,8 +39,8 @@ type conn struct {
 
 const forever = 1 << 25 // seconds an answer about names and attributes holds
 
-// start begins to serve; resume first asks for a predecessor's unanswered requests.
-func (c *conn) start(resume bool) error {
+// startServing begins to serve; resume first asks for a predecessor's unanswered requests.
+func (c *conn) startServing(resume bool) error {
 	if err := c.srv.prepareMemory(); err != nil {
 		return err
 	}
@@ -51,17 +51,17 @@ func (c *conn) start(resume bool) error {
 			return err
 		}
 	}
-	c.poll.Done = c.polled
-	c.arm()
+	c.poll.Done = c.pollDone
+	c.armPoll()
 	return nil
 }
 
-func (c *conn) arm() {
+func (c *conn) armPoll() {
 	c.armed = true
 	c.srv.loop.PollIn(&c.poll, c.fd)
 }
 
-func (c *conn) polled(_ *uring.Op, res int32) {
+func (c *conn) pollDone(_ *uring.Op, res int32) {
 	c.armed = false
 	if res == -int32(unix.ECANCELED) {
 		c.stopping = true
@@ -69,23 +69,24 @@ func (c *conn) polled(_ *uring.Op, res int32) {
 	if !c.stopping {
 		c.serveRequests()
 	}
-	c.ended()
+	c.closeIfStopped()
 }
 
-// stop reads no further request, answers the requests in progress, then closes the descriptor.
-func (c *conn) stop() {
+// stopServing reads no further request, answers the requests in progress, then closes the descriptor.
+func (c *conn) stopServing() {
 	c.stopping = true
 	c.srv.loop.CancelPoll(&c.poll)
-	c.ended()
+	c.closeIfStopped()
 }
 
 // closeNow closes the descriptor without waiting for the backend, and then done.
 func (c *conn) closeNow(done chan struct{}) {
 	c.aborted = done
-	c.stop()
+	c.stopServing()
 }
 
-func (c *conn) ended() {
+// closeIfStopped closes the descriptor of a stopped connection, and reports the end of the last request.
+func (c *conn) closeIfStopped() {
 	if !c.stopping || c.armed {
 		return
 	}
@@ -110,12 +111,12 @@ func (c *conn) ended() {
 func (c *conn) serveRequests() {
 	s := c.srv
 	s.serving = true
-	c.drain()
+	c.readRequests()
 	s.serving = false
-	s.feed()
+	s.feedHungry()
 }
 
-func (c *conn) drain() {
+func (c *conn) readRequests() {
 	s := c.srv
 	for n := 0; !c.stopping; n++ {
 		if !s.mayRead(c) {
@@ -127,12 +128,12 @@ func (c *conn) drain() {
 		}
 		if n == batch || !c.readRequest() {
 			if !c.stopping {
-				c.arm()
+				c.armPoll()
 			}
 			break
 		}
 	}
-	c.ended()
+	c.closeIfStopped()
 }
 
 // readRequest takes one request; false: there is none.
@@ -143,7 +144,7 @@ func (c *conn) readRequest() bool {
 		n, _, e := unix.RawSyscall(unix.SYS_READV, uintptr(c.fd), uintptr(unsafe.Pointer(s.vec)), 2)
 		switch e {
 		case 0:
-			c.dispatch(int(n))
+			c.dispatchRequest(int(n))
 			return true
 		case unix.EINTR, unix.ENOENT: // ENOENT: the kernel gave the request up before the read
 			continue
@@ -161,7 +162,7 @@ func (c *conn) readRequest() bool {
 	}
 }
 
-func (c *conn) dispatch(n int) {
+func (c *conn) dispatchRequest(n int) {
 	mem := c.srv.head
 	h := *view[inHeader](mem)
 	if h.unique>>63 != 0 {
@@ -175,16 +176,16 @@ func (c *conn) dispatch(n int) {
 		if h.opcode == opWrite {
 			op = block.OpWrite
 		}
-		c.submit(h.unique, op, in.offset, uint64(in.size))
+		c.submitIO(h.unique, op, in.offset, uint64(in.size))
 	case opFsync:
-		c.submit(h.unique, block.OpFlush, 0, 0)
+		c.submitIO(h.unique, block.OpFlush, 0, 0)
 	case opFallocate:
 		in := *view[fallocateIn](body)
 		switch in.mode &^ unix.FALLOC_FL_KEEP_SIZE {
 		case unix.FALLOC_FL_PUNCH_HOLE:
-			c.submit(h.unique, block.OpDiscard, in.offset, in.length)
+			c.submitIO(h.unique, block.OpDiscard, in.offset, in.length)
 		case unix.FALLOC_FL_ZERO_RANGE:
-			c.submit(h.unique, block.OpZero, in.offset, in.length)
+			c.submitIO(h.unique, block.OpZero, in.offset, in.length)
 		default:
 			c.refuseRequest(h.unique, unix.EOPNOTSUPP)
 		}
@@ -194,8 +195,8 @@ func (c *conn) dispatch(n int) {
 	}
 }
 
-// submit hands an I/O to the backend.
-func (c *conn) submit(unique uint64, op block.Op, off, n uint64) {
+// submitIO hands an I/O to the backend.
+func (c *conn) submitIO(unique uint64, op block.Op, off, n uint64) {
 	s := c.srv
 	size := uint64(c.size)
 	if off%512 != 0 || n%512 != 0 || off > size || n > size-off {
@@ -229,7 +230,7 @@ func (c *conn) answerRare(h inHeader, n int) {
 	n = min(n, page)
 	copy(stage[headSize:], stage[:max(n-headSize, 0)])
 	copy(stage, c.srv.head)
-	e, k := c.meta(h, stage[inSize:n], stage[out+outSize:])
+	e, k := c.buildReply(h, stage[inSize:n], stage[out+outSize:])
 	if e != 0 {
 		k = 0
 	}
@@ -237,22 +238,22 @@ func (c *conn) answerRare(h inHeader, n int) {
 	c.writeReply(uintptr(unsafe.Pointer(&stage[out])), uintptr(outSize+k))
 }
 
-// meta answers requests about the file, not its data.
-func (c *conn) meta(h inHeader, in, out []byte) (e int32, n int) {
+// buildReply builds the reply to a request about the file, not its data.
+func (c *conn) buildReply(h inHeader, in, out []byte) (e int32, n int) {
 	switch h.opcode {
 	case opLookup:
 		if h.node != nodeRoot || len(in) == 0 || string(in[:len(in)-1]) != c.file {
 			return -int32(unix.ENOENT), 0
 		}
-		return 0, put(out, entryOut{node: nodeFile, entryValid: forever, attrValid: forever, attr: c.attr(nodeFile)})
+		return 0, put(out, entryOut{node: nodeFile, entryValid: forever, attrValid: forever, attr: c.nodeAttr(nodeFile)})
 	case opGetattr:
-		return 0, put(out, attrOut{valid: forever, attr: c.attr(h.node)})
+		return 0, put(out, attrOut{valid: forever, attr: c.nodeAttr(h.node)})
 	case opSetattr: // Resize tells the kernel in this way
 		sa := *view[setattrIn](in)
 		if sa.valid&setattrSize != 0 && (h.node != nodeFile || sa.size != uint64(c.size)) {
 			return -int32(unix.EPERM), 0
 		}
-		return 0, put(out, attrOut{valid: forever, attr: c.attr(h.node)})
+		return 0, put(out, attrOut{valid: forever, attr: c.nodeAttr(h.node)})
 	case opOpen:
 		return 0, put(out, openOut{flags: openDirectIO | openNoFlush | openParallelWrites})
 	case opOpendir:
@@ -265,7 +266,7 @@ func (c *conn) meta(h inHeader, in, out []byte) (e int32, n int) {
 	return -int32(unix.ENOSYS), 0
 }
 
-func (c *conn) attr(node uint64) attr {
+func (c *conn) nodeAttr(node uint64) attr {
 	a := attr{ino: node, mode: syscall.S_IFDIR | 0o700, nlink: 2, blockSize: block.Size}
 	if node == nodeFile {
 		a.mode, a.nlink = syscall.S_IFREG|0o600, 1

@@ -45,22 +45,22 @@ func oldFileName(key string) string { return "drover-" + key }
 func newDevice(h *Host, rec record, loop *uring.Loop, be block.Submitter, fuse, tree int) *Device {
 	spec := rec.Spec
 	d := &Device{host: h, loop: loop, spec: spec, file: rec.fileName(), dev: -1, tree: tree}
-	d.conn = &conn{srv: h.server(loop), fd: fuse, be: be, file: d.file, name: spec.Name, readOnly: spec.ReadOnly,
+	d.conn = &conn{srv: h.serverOf(loop), fd: fuse, be: be, file: d.file, name: spec.Name, readOnly: spec.ReadOnly,
 		size: spec.Size, idle: make(chan struct{})}
 	return d
 }
 
-// start begins to serve; on an error nothing was begun.
-func (d *Device) start(resume bool) error {
+// startServing begins to serve; on an error nothing was begun.
+func (d *Device) startServing(resume bool) error {
 	var err error
-	if lerr := d.loop.Do(func() { err = d.conn.start(resume) }); lerr != nil {
+	if lerr := d.loop.Do(func() { err = d.conn.startServing(resume) }); lerr != nil {
 		return lerr
 	}
 	return err
 }
 
-// present makes the loop device and the link, or finds those of an earlier process.
-func (d *Device) present(ctx context.Context, hint int) error {
+// ensureLoopDevice makes the loop device and the link, or finds those of an earlier process.
+func (d *Device) ensureLoopDevice(ctx context.Context, hint int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.dev = findLoop(d.file, hint)
@@ -82,7 +82,7 @@ func (d *Device) present(ctx context.Context, hint int) error {
 			return err
 		}
 	}
-	return d.link()
+	return d.makeLink()
 }
 
 // setUp puts a loop device on the file, unless the file has one. A dead predecessor's helper may be doing the same;
@@ -130,17 +130,17 @@ func lockFile(ctx context.Context, path string) (*os.File, error) {
 	}
 }
 
-func (d *Device) link() error {
+func (d *Device) makeLink() error {
 	if err := os.MkdirAll(linkDir, 0o755); err != nil {
 		return fmt.Errorf("link the device: %w", err)
 	}
 	path := filepath.Join(linkDir, d.spec.Name)
-	for name, to := range links() { // a loop device has one link: other links name earlier devices of the number
+	for name, to := range readLinks() { // a loop device has one link: other links name earlier devices of the number
 		if to == loopPath(d.dev) && name != d.spec.Name {
 			_ = os.Remove(filepath.Join(linkDir, name))
 		}
 	}
-	if to, err := os.Readlink(path); err == nil && (to == loopPath(d.dev) || d.strangers(to)) {
+	if to, err := os.Readlink(path); err == nil && (to == loopPath(d.dev) || d.isForeignLoop(to)) {
 		return nil
 	}
 	tmp := filepath.Join(linkDir, "."+d.spec.Key)
@@ -154,15 +154,15 @@ func (d *Device) link() error {
 	return nil
 }
 
-// strangers reports whether a loop device is another volume's on another host of this machine: the link then stays.
-func (d *Device) strangers(path string) bool {
-	key, mark, ok := backing(path)
+// isForeignLoop reports whether a loop device is another volume's on another host of this machine: the link then stays.
+func (d *Device) isForeignLoop(path string) bool {
+	key, mark, ok := loopOwner(path)
 	return ok && key != d.spec.Key && mark != d.host.mark
 }
 
-// backing names the owner of a loop device: the key of the volume and the mark of the host. Not ok: not a Drover
+// loopOwner names the owner of a loop device: the key of the volume and the mark of the host. Not ok: not a Drover
 // device.
-func backing(path string) (key, mark string, ok bool) {
+func loopOwner(path string) (key, mark string, ok bool) {
 	n, err := strconv.Atoi(strings.TrimPrefix(path, "/dev/loop"))
 	if err != nil {
 		return "", "", false
@@ -174,8 +174,8 @@ func backing(path string) (key, mark string, ok bool) {
 	return key, mark, ok
 }
 
-// links are the names in linkDir, and their targets.
-func links() map[string]string {
+// readLinks returns the names in linkDir, and their targets.
+func readLinks() map[string]string {
 	all := map[string]string{}
 	list, _ := os.ReadDir(linkDir) // linkDir appears with the first device
 	for _, e := range list {
@@ -189,14 +189,14 @@ func links() map[string]string {
 // dropStaleLinks removes links to devices that no longer belong to a volume: a write through such a link would reach
 // the present owner of the number.
 func dropStaleLinks() {
-	for name, to := range links() {
-		if _, _, ok := backing(to); !ok {
+	for name, to := range readLinks() {
+		if _, _, ok := loopOwner(to); !ok {
 			_ = os.Remove(filepath.Join(linkDir, name))
 		}
 	}
 }
 
-func (d *Device) unlink(dev int) {
+func (d *Device) removeLink(dev int) {
 	path := filepath.Join(linkDir, d.spec.Name)
 	if to, err := os.Readlink(path); err == nil && to == loopPath(dev) {
 		_ = os.Remove(path)
@@ -222,7 +222,7 @@ func (d *Device) Resent() (n int64) {
 	return n
 }
 
-func (d *Device) update(change func(*Spec)) error {
+func (d *Device) updateSpec(change func(*Spec)) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.down {
@@ -246,7 +246,7 @@ func (d *Device) Resize(ctx context.Context, size int64) error {
 		return err
 	}
 	var old int64
-	err := d.update(func(s *Spec) { old, s.Size = s.Size, max(s.Size, size) })
+	err := d.updateSpec(func(s *Spec) { old, s.Size = s.Size, max(s.Size, size) })
 	if err == nil && size < old {
 		err = api.Errorf(api.OutOfRange, "device %s has %d bytes and cannot shrink to %d", d.spec.Name, old, size)
 	}
@@ -295,13 +295,13 @@ func (d *Device) Detach(ctx context.Context) error {
 	if d.down {
 		return nil
 	}
-	if err := d.detach(ctx); err != nil {
+	if err := d.detachLocked(ctx); err != nil {
 		return fmt.Errorf("detach device %s: %w", d.spec.Name, err)
 	}
 	return nil
 }
 
-func (d *Device) detach(ctx context.Context) error {
+func (d *Device) detachLocked(ctx context.Context) error {
 	err := d.letGo(ctx)
 	if err == nil {
 		err = awaitGone(ctx, d.dev, d.file)
@@ -309,12 +309,12 @@ func (d *Device) detach(ctx context.Context) error {
 	if err != nil && !errors.Is(err, loophelper.ErrGone) { // else an earlier Detach got so far
 		return err
 	}
-	d.unlink(d.dev)
-	if err := d.host.hold.delete(d.spec.Key); err != nil {
+	d.removeLink(d.dev)
+	if err := d.host.hold.deleteRecord(d.spec.Key); err != nil {
 		return err
 	}
 	d.closeTree() // the last descriptor of the mount: the kernel ends the connection
-	if err := d.await(ctx); err != nil {
+	if err := d.awaitClosed(ctx); err != nil {
 		return err
 	}
 	d.down = true
@@ -327,7 +327,7 @@ func (d *Device) letGo(ctx context.Context) error {
 	if d.leaving != nil { // an earlier Detach was given up, and may hold the device yet
 		_ = d.leaving.Wait(ctx)
 		flush, _ := d.leaving.Flushed(ctx)
-		d.flushed(flush)
+		d.logLastFlush(flush)
 	}
 	if ctx.Err() != nil {
 		return api.Errorf(api.Busy, "the device's last flush is in progress: %w", ctx.Err())
@@ -339,7 +339,7 @@ func (d *Device) letGo(ctx context.Context) error {
 	d.leaving = h
 	defer h.GiveUp()
 	flush, err := h.Flushed(ctx)
-	d.flushed(flush)
+	d.logLastFlush(flush)
 	if err == nil {
 		err = h.Finish(ctx)
 	}
@@ -349,9 +349,9 @@ func (d *Device) letGo(ctx context.Context) error {
 	return inUse(d.dev, err)
 }
 
-// flushed logs a failed last flush. An error does not keep the device: each flush would fail again, since only a new
-// attach opens the backend again.
-func (d *Device) flushed(err error) {
+// logLastFlush logs a failed last flush. An error does not keep the device: each flush would fail again, since only a
+// new attach opens the backend again.
+func (d *Device) logLastFlush(err error) {
 	if err != nil {
 		d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
 			"device", d.spec.Name, "path", loopPath(d.dev), "err", err)
@@ -365,9 +365,9 @@ func (d *Device) closeTree() {
 	}
 }
 
-// await returns when every request is answered and the connection is closed.
-func (d *Device) await(ctx context.Context) error {
-	err := d.loop.Do(d.conn.stop)
+// awaitClosed returns when every request is answered and the connection is closed.
+func (d *Device) awaitClosed(ctx context.Context) error {
+	err := d.loop.Do(d.conn.stopServing)
 	if errors.Is(err, uring.ErrClosed) {
 		return nil // the loop ended with nothing in progress
 	}
@@ -379,8 +379,8 @@ func (d *Device) await(ctx context.Context) error {
 	}
 }
 
-// quiesce stops serving and leaves the device to the holder.
-func (d *Device) quiesce(ctx context.Context) error {
+// leaveToHolder stops serving and leaves the device to the holder.
+func (d *Device) leaveToHolder(ctx context.Context) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.down {
@@ -388,7 +388,7 @@ func (d *Device) quiesce(ctx context.Context) error {
 	}
 	d.down = true
 	d.closeTree()
-	return d.await(ctx)
+	return d.awaitClosed(ctx)
 }
 
 // Abort fails all I/O of the device, waiting and future, and lets the loop device go with the last user. Abort is for
@@ -428,9 +428,9 @@ func (d *Device) abandonLocked() error {
 // takeDown removes the holder's descriptors, so that the kernel fails all requests in progress, and then the loop
 // device. This process must have closed its own descriptors before.
 func (d *Device) takeDown(hint int) error {
-	err := d.host.hold.delete(d.spec.Key)
+	err := d.host.hold.deleteRecord(d.spec.Key)
 	if n := findLoop(d.file, hint); n >= 0 {
-		d.unlink(n)
+		d.removeLink(n)
 		dropLoop(n, d.file)
 	}
 	return err

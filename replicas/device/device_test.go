@@ -301,7 +301,7 @@ func TestStuckNeighbour(t *testing.T) {
 			done <- err
 		}()
 	}
-	srv := h.server(l)
+	srv := h.serverOf(l)
 	await(t, func() (hungry bool) {
 		_ = l.Do(func() { hungry = len(srv.hungry) > 0 })
 		return hungry

@@ -76,7 +76,7 @@ func TestHolderSendsTheRightDescriptors(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if err := c.delete(key); err != nil {
+				if err := c.deleteRecord(key); err != nil {
 					t.Error(err)
 					return
 				}
@@ -151,7 +151,7 @@ func TestHolderDies(t *testing.T) {
 	mustPwrite(t, fd, b, 4096)
 	stop = startHolder(t, runDir)
 	await(t, func() bool {
-		keys, err := dial(t, runDir).keys()
+		keys, err := dial(t, runDir).listKeys()
 		return err == nil && len(keys) == 2
 	})
 	if err := gone.Detach(t.Context()); err != nil {
@@ -192,7 +192,7 @@ func TestHolderDies(t *testing.T) {
 // A clock that went back must not make a later holder give lower numbers.
 func TestIncarnationsGrowAcrossHolders(t *testing.T) {
 	h := &holder{kept: map[string]held{}}
-	if out, _ := h.handle(ask{Op: askHello, Least: 41}, nil); out.Incarnation != 42 {
+	if out, _ := h.handleAsk(ask{Op: askHello, Least: 41}, nil); out.Incarnation != 42 {
 		t.Errorf("%d after 41", out.Incarnation)
 	}
 }
@@ -206,7 +206,7 @@ func TestOneBadRead(t *testing.T) {
 	defer func() { _ = unix.Close(fd) }()
 	protect := func(prot int) {
 		var err error
-		if lerr := l.Do(func() { err = unix.Mprotect(h.server(l).stage.mem, prot) }); lerr != nil || err != nil {
+		if lerr := l.Do(func() { err = unix.Mprotect(h.serverOf(l).stage.mem, prot) }); lerr != nil || err != nil {
 			t.Fatal(lerr, err)
 		}
 	}

@@ -37,7 +37,7 @@ var freezeScript string
 const (
 	freezePrefix = "freeze-" // of a record's name
 	thawWait     = 10 * time.Second
-	rescueEvery  = 100 * time.Millisecond
+	thawEvery    = 100 * time.Millisecond
 )
 
 // Exit codes of freeze.sh.
@@ -82,11 +82,11 @@ func (d *Device) Freeze(ctx context.Context) (*Frozen, error) {
 		if err = f.startFreeze(lock, "freeze", m); err != nil {
 			break
 		}
-		if err = f.advance(ctx); err == nil {
+		if err = f.awaitFrozen(ctx); err == nil {
 			return f, nil
 		}
-		if c := code(err); c != exitNotMount && c != exitNoFolder {
-			f.thaw()
+		if c := exitCode(err); c != exitNotMount && c != exitNoFolder {
+			f.startThaw()
 			return nil, fmt.Errorf("freeze %s at %s: %w", d.Path(), m.Mountpoint, err)
 		}
 		_ = f.tell.Close()
@@ -117,7 +117,7 @@ func (h *Host) recordFreeze(ctx context.Context, rec frozenRecord) (lock *os.Fil
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		return nil, "", err
 	}
-	tick := time.NewTicker(rescueEvery)
+	tick := time.NewTicker(thawEvery)
 	defer tick.Stop()
 	for {
 		if err := os.Link(f.Name(), path); !errors.Is(err, fs.ErrExist) {
@@ -171,9 +171,9 @@ func (f *Frozen) startFreeze(lock *os.File, deed string, m *mountinfo.Info) erro
 	return nil
 }
 
-// advance waits until the file system is frozen. The freezer first writes out dirty data, while other programs still
-// write.
-func (f *Frozen) advance(ctx context.Context) error {
+// awaitFrozen waits until the file system is frozen. The freezer first writes out dirty data, while other programs
+// still write.
+func (f *Frozen) awaitFrozen(ctx context.Context) error {
 	for {
 		select {
 		case line := <-f.lines:
@@ -184,7 +184,7 @@ func (f *Frozen) advance(ctx context.Context) error {
 				return err
 			}
 		case err := <-f.ended:
-			f.ended <- err // for end
+			f.ended <- err // for startThaw
 			if err == nil {
 				err = errors.New("the file system was thawed at once")
 			}
@@ -195,8 +195,8 @@ func (f *Frozen) advance(ctx context.Context) error {
 	}
 }
 
-// thaw has the file system thawed and the record removed, however long the thaw takes.
-func (f *Frozen) thaw() {
+// startThaw has the file system thawed and the record removed, however long the thaw takes.
+func (f *Frozen) startThaw() {
 	_ = f.tell.Close()
 	h := f.d.host
 	h.thaws.Go(func() {
@@ -215,13 +215,13 @@ func (f *Frozen) thaw() {
 			return
 		}
 		h.log.Error("a file system is not thawed yet", "device", f.d.Path(), "err", err)
-		h.rescue(f.path)
+		h.thawUntilDone(f.path)
 	})
 }
 
 // Thaw lets writers continue. An error says that the thaw takes long; the thaw is done nevertheless.
 func (f *Frozen) Thaw() error {
-	f.thaw()
+	f.startThaw()
 	late := time.NewTimer(thawWait)
 	defer late.Stop()
 	select {
@@ -237,7 +237,7 @@ func (f *Frozen) Thaw() error {
 func (h *Host) ThawLeft() {
 	left, _ := filepath.Glob(filepath.Join(h.runDir, freezePrefix+"*"))
 	for _, path := range left {
-		h.thaws.Go(func() { h.rescue(path) })
+		h.thaws.Go(func() { h.thawUntilDone(path) })
 	}
 	half, _ := filepath.Glob(filepath.Join(h.runDir, ".freeze-*"))
 	for _, path := range half { // never linked, or a second name of a record above
@@ -245,11 +245,12 @@ func (h *Host) ThawLeft() {
 	}
 }
 
-// rescue thaws the file system of a record and removes the record, with repeats until done or until the host closes.
-func (h *Host) rescue(path string) {
-	tick := time.NewTicker(rescueEvery)
+// thawUntilDone thaws the file system of a record and removes the record, with repeats until done or until the host
+// closes.
+func (h *Host) thawUntilDone(path string) {
+	tick := time.NewTicker(thawEvery)
 	defer tick.Stop()
-	told, wait := "", rescueEvery
+	told, wait := "", thawEvery
 	for {
 		err := h.thawRecorded(path)
 		if err == nil {
@@ -259,7 +260,7 @@ func (h *Host) rescue(path string) {
 			told = err.Error()
 			h.log.Warn("a file system that may be frozen is not thawed yet", "record", path, "err", err)
 		}
-		if code(err) > 0 { // fsfreeze failed: not at once again
+		if exitCode(err) > 0 { // fsfreeze failed: not at once again
 			wait = min(2*wait, 10*time.Second)
 			tick.Reset(wait)
 		}
@@ -271,7 +272,7 @@ func (h *Host) rescue(path string) {
 	}
 }
 
-// thawRecorded makes one try of rescue. Once the record's lock is free, no process freezes any more.
+// thawRecorded makes one try of thawUntilDone. Once the record's lock is free, no process freezes any more.
 func (h *Host) thawRecorded(path string) error {
 	lock, err := os.OpenFile(path, os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -329,7 +330,7 @@ func (h *Host) thawRecorded(path string) error {
 	return err
 }
 
-func code(err error) int {
+func exitCode(err error) int {
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		return exit.ExitCode()

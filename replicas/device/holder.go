@@ -152,16 +152,16 @@ func (h *holder) serveClient(c *net.UnixConn) {
 		h.mu.Unlock()
 		_ = c.Close()
 	}()
-	buf := make([]byte, 4096) // grown by receive for the rare large packet
+	buf := make([]byte, 4096) // grown by receiveMessage for the rare large packet
 	for {
 		var a ask
-		fds, err := receive(c, &buf, &a)
+		fds, err := receiveMessage(c, &buf, &a)
 		if err != nil {
 			closeFds(fds)
 			return
 		}
-		out, send := h.handle(a, fds)
-		err = transmit(c, out, send)
+		out, send := h.handleAsk(a, fds)
+		err = sendMessage(c, out, send)
 		closeFds(send)
 		if err != nil {
 			return
@@ -169,9 +169,9 @@ func (h *holder) serveClient(c *net.UnixConn) {
 	}
 }
 
-// handle carries out a. handle owns fds; the caller closes the returned descriptors: copies, because another client
-// may delete the key before the answer is sent, and the kernel may give their numbers away.
-func (h *holder) handle(a ask, fds []int) (answer, []int) {
+// handleAsk carries out a. handleAsk owns fds; the caller closes the returned descriptors: copies, because another
+// client may delete the key before the answer is sent, and the kernel may give their numbers away.
+func (h *holder) handleAsk(a ask, fds []int) (answer, []int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if a.Op != askPut {
@@ -184,7 +184,7 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	case askPut:
 		k, ok := h.kept[a.Key]
 		if len(fds) == 0 && !ok {
-			return refuse(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
+			return refuseAsk(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
 		}
 		if len(fds) > 0 {
 			closeFds(k.fds)
@@ -196,11 +196,11 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 	case askGet:
 		k, ok := h.kept[a.Key]
 		if !ok {
-			return refuse(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
+			return refuseAsk(api.NotFound, "the holder keeps nothing under %q", a.Key), nil
 		}
-		fds, err := duplicates(k.fds)
+		fds, err := duplicateFds(k.fds)
 		if err != nil {
-			return refuse(api.Unavailable, "descriptors kept under %q: %v", a.Key, err), nil
+			return refuseAsk(api.Unavailable, "descriptors kept under %q: %v", a.Key, err), nil
 		}
 		return answer{Blob: k.blob}, fds
 	case askList:
@@ -210,7 +210,7 @@ func (h *holder) handle(a ask, fds []int) (answer, []int) {
 		delete(h.kept, a.Key)
 		return answer{}, nil
 	}
-	return refuse(api.Invalid, "the holder does not know %q", a.Op), nil
+	return refuseAsk(api.Invalid, "the holder does not know %q", a.Op), nil
 }
 
 // listKeys is a page of keys.
@@ -228,7 +228,7 @@ func (h *holder) listKeys(after string) answer {
 	return out
 }
 
-func refuse(k api.Kind, format string, args ...any) answer {
+func refuseAsk(k api.Kind, format string, args ...any) answer {
 	return answer{Err: fmt.Sprintf(format, args...), Kind: k}
 }
 
@@ -238,8 +238,8 @@ func closeFds(fds []int) {
 	}
 }
 
-// duplicates are copies of descriptors, for the caller to close.
-func duplicates(fds []int) (out []int, err error) {
+// duplicateFds returns copies of descriptors, for the caller to close.
+func duplicateFds(fds []int) (out []int, err error) {
 	for _, fd := range fds {
 		d, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
@@ -251,7 +251,7 @@ func duplicates(fds []int) (out []int, err error) {
 	return out, nil
 }
 
-func transmit(c *net.UnixConn, v any, fds []int) error {
+func sendMessage(c *net.UnixConn, v any, fds []int) error {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return err
@@ -267,8 +267,8 @@ func transmit(c *net.UnixConn, v any, fds []int) error {
 	return err
 }
 
-// receive reads one packet into v; buf grows as packets need.
-func receive(c *net.UnixConn, buf *[]byte, v any) (fds []int, err error) {
+// receiveMessage reads one packet into v; buf grows as packets need.
+func receiveMessage(c *net.UnixConn, buf *[]byte, v any) (fds []int, err error) {
 	n, err := packetSize(c)
 	if err != nil {
 		return nil, err

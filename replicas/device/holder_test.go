@@ -68,7 +68,7 @@ func TestHolder(t *testing.T) {
 		closeFds(fds)
 	}
 	for range 2 {
-		if err := b.delete("k"); err != nil {
+		if err := b.deleteRecord("k"); err != nil {
 			t.Error(err)
 		}
 	}
@@ -78,11 +78,11 @@ func TestHolder(t *testing.T) {
 	if n, err := unix.Read(int(r.Fd()), make([]byte, 1)); n != 0 || err != nil {
 		t.Errorf("the pipe's other end is still open somewhere: %d, %v", n, err)
 	}
-	first, err := b.hello()
+	first, err := b.beginIncarnation()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if next, err := dial(t, runDir).hello(); err != nil || next != first+1 {
+	if next, err := dial(t, runDir).beginIncarnation(); err != nil || next != first+1 {
 		t.Errorf("incarnation %d after %d, %v", next, first, err)
 	}
 	if err := RunHolder(t.Context(), filepath.Join(runDir, "hold.sock")); !api.Is(err, api.Exists) {
@@ -98,7 +98,7 @@ func TestHolderList(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	keys, err := c.keys()
+	keys, err := c.listKeys()
 	if err != nil || len(keys) != 1000 || keys[0] != "k0000" || keys[999] != "k0999" {
 		t.Fatalf("%d keys, %v", len(keys), err)
 	}
@@ -157,7 +157,7 @@ func TestHolderHostile(t *testing.T) {
 func dialAsNobody(sock string) {
 	c, err := dialHolder(context.Background(), sock)
 	if err == nil {
-		_, err = c.hello()
+		_, err = c.beginIncarnation()
 	} else {
 		fmt.Println("not even a connection:", err)
 		return

@@ -141,10 +141,10 @@ func (h *Host) connectHolder(ctx context.Context, socket string) (err error) {
 	if h.hold, err = dialHolder(ctx, socket); err != nil {
 		return err
 	}
-	if h.incarnation, err = h.hold.hello(); err != nil {
+	if h.incarnation, err = h.hold.beginIncarnation(); err != nil {
 		return err
 	}
-	keys, err := h.hold.keys()
+	keys, err := h.hold.listKeys()
 	if err != nil {
 		return err
 	}
@@ -156,7 +156,7 @@ func (h *Host) connectHolder(ctx context.Context, socket string) (err error) {
 		}
 		h.waiting[k] = rec.Spec
 	}
-	return h.hold.watch(h.log)
+	return h.hold.watchHolder(h.log)
 }
 
 func (h *Host) fetchRecord(key string) (rec record, fds []int, err error) {
@@ -324,8 +324,8 @@ func (h *Host) releaseKey(key string, d *Device, gone bool) {
 	}
 }
 
-// server is the server of a loop.
-func (h *Host) server(loop *uring.Loop) *server {
+// serverOf returns the server of a loop, and makes a missing one.
+func (h *Host) serverOf(loop *uring.Loop) *server {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	s := h.servers[loop]
@@ -362,7 +362,7 @@ func (h *Host) attachDevice(ctx context.Context, spec Spec, loop *uring.Loop, be
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	fuse, tree, _, err := mount()
+	fuse, tree, _, err := mountFuse()
 	if err != nil {
 		return nil, err
 	}
@@ -370,13 +370,13 @@ func (h *Host) attachDevice(ctx context.Context, spec Spec, loop *uring.Loop, be
 	d := newDevice(h, rec, loop, be, fuse, tree)
 	if err := h.keepRecord(rec, fuse, tree); err != nil {
 		closeFds([]int{fuse, tree})
-		return nil, errors.Join(err, h.hold.delete(spec.Key)) // the holder may have the descriptors
+		return nil, errors.Join(err, h.hold.deleteRecord(spec.Key)) // the holder may have the descriptors
 	}
-	if err := d.start(false); err != nil {
+	if err := d.startServing(false); err != nil {
 		closeFds([]int{fuse, tree})
-		return nil, errors.Join(err, h.hold.delete(spec.Key))
+		return nil, errors.Join(err, h.hold.deleteRecord(spec.Key))
 	}
-	if err := d.present(ctx, loopFresh); err != nil {
+	if err := d.ensureLoopDevice(ctx, loopFresh); err != nil {
 		return nil, errors.Join(err, d.abandon())
 	}
 	return d, nil
@@ -424,19 +424,19 @@ func (h *Host) resumeDevice(ctx context.Context, spec Spec, loop *uring.Loop, be
 	}
 	blob, err := json.Marshal(rec)
 	if err == nil {
-		err = h.hold.remember(spec.Key, blob, fds...)
+		err = h.hold.rememberRecord(spec.Key, blob, fds...)
 	}
 	if err == nil {
-		err = d.start(true)
+		err = d.startServing(true)
 	}
 	if err != nil {
 		h.hold.closeCopies(spec.Key)
 		closeFds(fds)
 		return nil, false, err
 	}
-	if err := d.present(ctx, rec.Loop); err != nil {
+	if err := d.ensureLoopDevice(ctx, rec.Loop); err != nil {
 		h.hold.closeCopies(spec.Key)
-		return nil, false, errors.Join(err, d.quiesce(ctx)) // stays held: the next Resume tries again
+		return nil, false, errors.Join(err, d.leaveToHolder(ctx)) // stays held: the next Resume tries again
 	}
 	return d, false, nil
 }
@@ -465,7 +465,7 @@ func (h *Host) SetBlob(key string, blob []byte) error {
 	if d == nil {
 		return api.Errorf(api.NotFound, "no device %s is attached", key)
 	}
-	return d.update(func(s *Spec) { s.Blob = blob })
+	return d.updateSpec(func(s *Spec) { s.Blob = blob })
 }
 
 // setHeld is SetBlob for a device that waits to be resumed, and reports whether the device is waiting.
@@ -528,7 +528,7 @@ func (h *Host) Close() error {
 	h.thaws.Wait()
 	var errs []error
 	for _, d := range h.Devices() {
-		if err := d.quiesce(ctx); err != nil {
+		if err := d.leaveToHolder(ctx); err != nil {
 			errs = append(errs, fmt.Errorf("device %s: %w", d.spec.Name, err))
 		}
 		h.forgetDevice(d)

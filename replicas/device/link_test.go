@@ -64,7 +64,7 @@ func TestStaleLinks(t *testing.T) {
 		t.Errorf("what is on a device of somebody else is on volume %s", on)
 	}
 	at = link(testKey("stale-name"), d.Path())
-	if err := d.link(); err != nil {
+	if err := d.makeLink(); err != nil {
 		t.Fatal(err)
 	}
 	if left(at) {

@@ -75,14 +75,14 @@ func claimLoop(ctx context.Context, n int, file string) error {
 func inUse(n int, err error) error {
 	switch {
 	case errors.Is(err, loophelper.ErrClaimed):
-		return api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), holders(n))
+		return api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), loopHolder(n))
 	case errors.Is(err, loophelper.ErrOpen):
 		return api.Errorf(api.InUse, "%s is open in some process; end what uses it first", loopPath(n))
 	}
 	return err
 }
 
-func holders(n int) string {
+func loopHolder(n int) string {
 	if names, err := os.ReadDir(loopSys(n, "holders")); err == nil && len(names) > 0 {
 		return "by " + names[0].Name()
 	}

@@ -53,7 +53,7 @@ func TestNoMemory(t *testing.T) {
 // staging buffer was lent to a disk that hangs. Whoever is there then, or comes, is served.
 func TestMemoryComesLate(t *testing.T) {
 	slab := func() [][]byte {
-		m, err := locked(slabSize, func(error) {})
+		m, err := mapLocked(slabSize, func(error) {})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -72,7 +72,7 @@ func TestMemoryComesLate(t *testing.T) {
 		if n := s.pool.size(); n != 0 || s.stage.mem != nil {
 			t.Errorf("%d bytes without a device", n)
 		}
-		s.came(slab(), nil)
+		s.addMemory(slab(), nil)
 		s.growing = true
 		if err := s.prepareMemory(); err != nil {
 			t.Error(err)
@@ -88,7 +88,7 @@ func TestMemoryComesLate(t *testing.T) {
 		if s.mayRead(&conn{}) {
 			t.Error("there is a staging buffer yet")
 		}
-		s.came(slab(), nil)
+		s.addMemory(slab(), nil)
 		if !s.mayRead(&conn{}) {
 			t.Error("the memory that came in the place of what is lent is of no use")
 		}
@@ -155,7 +155,7 @@ func TestMemoryForEach(t *testing.T) {
 // TestMemoryGoesWithTheLastDevice: without a device no memory is kept for requests, and the next one has it again.
 func TestMemoryGoesWithTheLastDevice(t *testing.T) {
 	h, l := openHost(t, runHolder(t)), runLoop(t)
-	srv := h.server(l)
+	srv := h.serverOf(l)
 	becomes := func(want int64) {
 		t.Helper()
 		if size := sizeTrimmed(l, srv, func(n int64) bool { return n == want }); size != want {

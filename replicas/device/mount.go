@@ -12,16 +12,16 @@ import (
 // initWait is how long the kernel may take to greet a new connection, in milliseconds.
 const initWait = 10_000
 
-// mount makes a FUSE file system that is attached to no tree: no mount table shows the mount, and the kernel removes
-// the mount with the last descriptor. resend says whether the kernel can repeat requests that a dead server left
-// unanswered.
-func mount() (fuse, tree int, resend bool, err error) {
+// mountFuse makes a FUSE file system that is attached to no tree: no mount table shows the mount, and the kernel
+// removes the mount with the last descriptor. resend says whether the kernel can repeat requests that a dead server
+// left unanswered.
+func mountFuse() (fuse, tree int, resend bool, err error) {
 	fuse, err = unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return -1, -1, false, api.Errorf(api.Unsupported, "/dev/fuse: %w; load the kernel module fuse", err)
 	}
 	if tree, err = mountTree(fuse); err == nil {
-		if resend, err = greet(fuse); err == nil {
+		if resend, err = answerInit(fuse); err == nil {
 			return fuse, tree, resend, nil
 		}
 		_ = unix.Close(tree)
@@ -54,8 +54,8 @@ func mountTree(fuse int) (int, error) {
 	return tree, nil
 }
 
-// greet answers the kernel's INIT.
-func greet(fuse int) (resend bool, err error) {
+// answerInit answers the kernel's INIT.
+func answerInit(fuse int) (resend bool, err error) {
 	fds := []unix.PollFd{{Fd: int32(fuse), Events: unix.POLLIN}}
 	for {
 		n, err := unix.Poll(fds, initWait)
@@ -100,7 +100,7 @@ func greet(fuse int) (resend bool, err error) {
 }
 
 var resendSupported = sync.OnceValue(func() error {
-	fuse, tree, resend, err := mount()
+	fuse, tree, resend, err := mountFuse()
 	if err != nil {
 		return err
 	}

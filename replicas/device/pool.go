@@ -40,8 +40,8 @@ type pool struct {
 
 func (p *pool) size() int64 { return int64(len(p.slabs)) * slabSize }
 
-// locked maps n bytes, a multiple of the page size, that stay resident.
-func locked(n int, warn func(error)) ([]byte, error) {
+// mapLocked maps n bytes, a multiple of the page size, that stay resident.
+func mapLocked(n int, warn func(error)) ([]byte, error) {
 	const prot, flags = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_ANON | unix.MAP_PRIVATE
 	whole, err := unix.MmapPtr(-1, 0, nil, uintptr(2*n), prot, flags)
 	if err != nil {
@@ -66,26 +66,26 @@ func locked(n int, warn func(error)) ([]byte, error) {
 	return mem, nil
 }
 
-func unlock(mem []byte) { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(len(mem))) }
+func unmapLocked(mem []byte) { _ = unix.MunmapPtr(unsafe.Pointer(&mem[0]), uintptr(len(mem))) }
 
 // addSlab takes a slab in.
 func (p *pool) addSlab(m []byte) {
 	p.slabs = append(p.slabs, m)
-	p.split(m, bigClass)
+	p.addSlots(m, bigClass)
 }
 
-// refill makes slots of a small class from a big slot.
-func (p *pool) refill(class int) bool {
+// refillClass makes slots of a small class from a big slot.
+func (p *pool) refillClass(class int) bool {
 	f := p.free[bigClass]
 	if class == bigClass || len(f) == 0 {
 		return false
 	}
 	p.free[bigClass] = f[:len(f)-1]
-	p.split(f[len(f)-1].mem, class)
+	p.addSlots(f[len(f)-1].mem, class)
 	return true
 }
 
-func (p *pool) split(m []byte, class int) {
+func (p *pool) addSlots(m []byte, class int) {
 	for n := classSize[class]; len(m) > 0; m = m[n:] {
 		p.free[class] = append(p.free[class], slot{m[:n:n], class})
 	}
@@ -97,7 +97,7 @@ func (p *pool) getSlot(n int) (slot, bool) {
 	for classSize[class] < n {
 		class++
 	}
-	if len(p.free[class]) == 0 && !p.refill(class) {
+	if len(p.free[class]) == 0 && !p.refillClass(class) {
 		return slot{}, false
 	}
 	f := p.free[class]
@@ -121,7 +121,7 @@ func (p *pool) trimSlabs(keep int) (spare [][]byte) {
 	spare = append(spare, p.slabs[n:]...)
 	p.slabs = p.slabs[:n]
 	for _, m := range p.slabs {
-		p.split(m, bigClass)
+		p.addSlots(m, bigClass)
 	}
 	return spare
 }

@@ -91,16 +91,16 @@ func (s *server) reserveMemory() error {
 	var slabs [reserved][]byte
 	for i := range slabs {
 		var err error
-		if slabs[i], err = locked(slabSize, s.warn); err != nil {
+		if slabs[i], err = mapLocked(slabSize, s.warn); err != nil {
 			return err
 		}
 	}
 	if s.head == nil { // stays
-		m, err := locked(page, s.warn)
+		m, err := mapLocked(page, s.warn)
 		if err != nil {
 			return err
 		}
-		made, err := s.make()
+		made, err := s.makeRequests()
 		if err != nil {
 			return err
 		}
@@ -111,12 +111,12 @@ func (s *server) reserveMemory() error {
 	for _, slab := range slabs {
 		s.pool.addSlab(slab)
 	}
-	s.restage()
+	s.refillStage()
 	return nil
 }
 
-// restage finds a missing staging buffer: without a buffer the server reads nothing.
-func (s *server) restage() {
+// refillStage finds a missing staging buffer: without a buffer the server reads nothing.
+func (s *server) refillStage() {
 	if s.stage.mem == nil {
 		s.stage, _ = s.pool.getSlot(maxIO)
 	}
@@ -136,10 +136,10 @@ func (s *server) connectionEnded() {
 	s.trimSoon()
 }
 
-// make makes requests. Any goroutine.
-func (s *server) make() ([]*request, error) {
+// makeRequests makes requests. Any goroutine.
+func (s *server) makeRequests() ([]*request, error) {
 	const cell = int(unsafe.Sizeof(wire{}))
-	arena, err := locked(requests*cell, s.warn)
+	arena, err := mapLocked(requests*cell, s.warn)
 	if err != nil {
 		return nil, err
 	}
@@ -147,7 +147,7 @@ func (s *server) make() ([]*request, error) {
 	for i := range all {
 		r := &all[i]
 		r.wire = view[wire](arena[i*cell:])
-		r.Done = r.finish
+		r.Done = r.answerKernel
 		made[i] = r
 	}
 	return made, nil
@@ -172,36 +172,37 @@ func (s *server) wantMemory() {
 		var err error
 		for int64(len(got)) < slabs && err == nil {
 			var m []byte
-			if m, err = locked(slabSize, s.warn); err == nil {
+			if m, err = mapLocked(slabSize, s.warn); err == nil {
 				got = append(got, m)
 			}
 		}
 		if few && err == nil {
-			made, err = s.make()
+			made, err = s.makeRequests()
 		}
 		if err != nil {
 			s.warn(err)
 		}
-		if !s.loop.Post(func() { s.came(got, made) }) {
+		if !s.loop.Post(func() { s.addMemory(got, made) }) {
 			for _, m := range got {
-				unlock(m)
+				unmapLocked(m)
 			}
 		}
 	})
 }
 
-// came takes in the memory from want. Meanwhile the last buffer may have been lent, or trim may have removed all.
-func (s *server) came(slabs [][]byte, made []*request) {
+// addMemory takes in the memory from wantMemory. Meanwhile the last buffer may have been lent, or trimPool may have
+// removed all.
+func (s *server) addMemory(slabs [][]byte, made []*request) {
 	s.growing = false
 	for _, m := range slabs {
 		s.pool.addSlab(m)
 	}
 	s.free = append(s.free, made...)
-	s.restage()
+	s.refillStage()
 	s.freed = true
-	s.feed()
+	s.feedHungry()
 	s.trimSoon()
-	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // no memory, and maybe no later call of want
+	if len(s.hungry) > 0 && (s.stage.mem == nil || len(s.free) == 0) { // no memory, and maybe no later call of wantMemory
 		s.wantSoon()
 	}
 }
@@ -265,21 +266,21 @@ func (s *server) giveBack(m slot) {
 	s.pool.putSlot(m)
 }
 
-// lend leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
-func (s *server) lend(m slot, l *block.BufferLease) {
+// lendMemory leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
+func (s *server) lendMemory(m slot, l *block.BufferLease) {
 	n := int64(classSize[m.class])
 	s.pool.lent += n
 	l.OnRelease(func() {
 		s.pool.lent -= n
 		s.giveBack(m)
-		s.feed()
+		s.feedHungry()
 		s.trimSoon()
 	})
 	s.wantMemory()
 }
 
-// feed lets connections continue that waited for memory.
-func (s *server) feed() {
+// feedHungry lets connections continue that waited for memory.
+func (s *server) feedHungry() {
 	if s.serving {
 		return
 	}
@@ -290,7 +291,7 @@ func (s *server) feed() {
 			c := s.hungry[0]
 			s.hungry = append(s.hungry[:0], s.hungry[1:]...)
 			c.hungry = false
-			c.drain()
+			c.readRequests()
 		}
 	}
 	s.serving = false
@@ -314,10 +315,10 @@ func (s *server) trimPool() {
 	s.pool.putSlot(s.stage)
 	s.stage = slot{}
 	spare := s.pool.trimSlabs(s.keptSlabs())
-	s.restage() // no buffer where no slab is kept
+	s.refillStage() // no buffer where no slab is kept
 	s.aside.Go(func() {
 		for _, m := range spare {
-			unlock(m)
+			unmapLocked(m)
 		}
 	})
 }
@@ -341,10 +342,10 @@ func (c *conn) replyWritten(e syscall.Errno) {
 	}
 }
 
-// finish answers a request after the backend.
-func (r *request) finish(*block.Request) {
+// answerKernel answers a request after the backend.
+func (r *request) answerKernel(*block.Request) {
 	c, w := r.conn, r.wire
-	w.head = outHeader{uint32(outSize), errno(r.Err), r.unique}
+	w.head = outHeader{uint32(outSize), errnoOf(r.Err), r.unique}
 	base := uintptr(unsafe.Pointer(w))
 	switch {
 	case r.Err != nil || r.Op > block.OpWrite:
@@ -365,7 +366,7 @@ func (r *request) finish(*block.Request) {
 		if r.Lease.Released() {
 			c.srv.giveBack(r.slot)
 		} else {
-			c.srv.lend(r.slot, r.Lease)
+			c.srv.lendMemory(r.slot, r.Lease)
 		}
 	}
 	r.slot, r.Buf, r.Err, r.Lease, r.conn = slot{}, nil, nil, nil, nil
@@ -373,13 +374,13 @@ func (r *request) finish(*block.Request) {
 	s.free = append(s.free, r)
 	s.freed = true
 	c.inflight--
-	c.ended()
-	s.feed()
+	c.closeIfStopped()
+	s.feedHungry()
 	s.trimSoon()
 }
 
-// errno is the kernel's code for err.
-func errno(err error) int32 {
+// errnoOf returns the kernel's code for err.
+func errnoOf(err error) int32 {
 	if err == nil {
 		return 0
 	}

@@ -46,7 +46,7 @@ func (d *Device) Trim(ctx context.Context) (int64, error) {
 			}
 			return 0, fmt.Errorf("trim %s at %s: fstrim said %q", d.Path(), m.Mountpoint, said.String())
 		}
-		if c := code(err); c != exitNotMount && c != exitNoFolder {
+		if c := exitCode(err); c != exitNotMount && c != exitNoFolder {
 			return 0, fmt.Errorf("trim %s at %s: %w: %s", d.Path(), m.Mountpoint, err, strings.TrimSpace(said.String()))
 		}
 	}

@@ -18,8 +18,8 @@ const (
 	lookStep = 20 * time.Millisecond
 )
 
-// serve is the life of a helper.
-func serve(asked string) error {
+// helperMain is the life of a helper.
+func helperMain(asked string) error {
 	var deed, file string
 	var n int
 	if _, err := fmt.Sscanf(asked, "%s %d %s", &deed, &n, &file); err != nil {
@@ -90,7 +90,7 @@ func clearLoop(d, n int) error {
 	defer tick.Stop()
 	for end := time.Now().Add(lookWait); ; <-tick.C {
 		late := time.Now().After(end)
-		if busy(n) { // the device is open; removing the mark below would wait for this I/O and stop all other
+		if hasIO(n) { // the device is open; removing the mark below would wait for this I/O and stop all other
 			if late {
 				return ErrOpen
 			}
@@ -119,8 +119,8 @@ func clearLoop(d, n int) error {
 	}
 }
 
-// busy reports whether I/O of the loop device is in progress.
-func busy(n int) bool {
+// hasIO reports whether I/O of the loop device is in progress.
+func hasIO(n int) bool {
 	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/inflight", n))
 	if err != nil {
 		return false

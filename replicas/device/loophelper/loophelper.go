@@ -53,7 +53,7 @@ func init() {
 	if asked == "" {
 		return
 	}
-	work := serve
+	work := helperMain
 	if strings.HasPrefix(asked, deedSetUp+" ") {
 		work = setUp
 	}
@@ -77,13 +77,13 @@ func init() {
 }
 
 // Claim checks that the loop device still stands on file and that no program has mounted the device.
-func Claim(ctx context.Context, n int, file string) error { return do(ctx, deedClaim, n, file) }
+func Claim(ctx context.Context, n int, file string) error { return runHelper(ctx, deedClaim, n, file) }
 
 // Grow makes the loop device as large as the file.
-func Grow(ctx context.Context, n int, file string) error { return do(ctx, deedGrow, n, file) }
+func Grow(ctx context.Context, n int, file string) error { return runHelper(ctx, deedGrow, n, file) }
 
-func do(ctx context.Context, deed string, n int, file string) error {
-	h, err := start(deed, n, file)
+func runHelper(ctx context.Context, deed string, n int, file string) error {
+	h, err := startHelper(deed, n, file)
 	if err != nil {
 		return err
 	}
@@ -100,9 +100,9 @@ type Helper struct {
 
 // Clear begins to take a loop device off the file: from now on no other program can mount the device, and the helper
 // flushes the device. Finish or GiveUp must follow.
-func Clear(n int, file string) (*Helper, error) { return start(deedClear, n, file) }
+func Clear(n int, file string) (*Helper, error) { return startHelper(deedClear, n, file) }
 
-func start(deed string, n int, file string) (*Helper, error) {
+func startHelper(deed string, n int, file string) (*Helper, error) {
 	in, tell, err := os.Pipe()
 	if err != nil {
 		return nil, fmt.Errorf("helper for a loop device: %w", err)
@@ -130,12 +130,12 @@ func start(deed string, n int, file string) (*Helper, error) {
 				h.flushed <- errors.New(line)
 			}
 		}
-		h.ended <- ending(cmd.Wait(), said.String())
+		h.ended <- helperError(cmd.Wait(), said.String())
 	}()
 	return h, nil
 }
 
-func ending(err error, said string) error {
+func helperError(err error, said string) error {
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		if is := exits[exit.ExitCode()]; is != nil {

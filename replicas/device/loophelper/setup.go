@@ -51,7 +51,7 @@ func SetUp(tree, lock int, file, name string, readOnly bool) (n int, err error) 
 		if errors.As(err, &exit) {
 			said = string(exit.Stderr)
 		}
-		return -1, ending(err, said)
+		return -1, helperError(err, said)
 	}
 	if n, err = strconv.Atoi(strings.TrimSpace(string(out))); err != nil {
 		return -1, fmt.Errorf("helper for a loop device: %w", err)
@@ -77,7 +77,7 @@ func setUp(asked string) error {
 	if err != nil {
 		return err
 	}
-	tune(n)
+	removeScheduler(n)
 	_, _ = fmt.Fprintln(os.Stdout, n) // the parent may have died: the successor finds the device
 	return nil
 }
@@ -133,9 +133,9 @@ func Configure(file int, name string, readOnly bool) (int, error) {
 	return -1, api.Errorf(api.Busy, "other programs took every free loop device; try again")
 }
 
-// tune removes the I/O scheduler, which only costs time above a file with its own queue. tune does not write where no
-// scheduler is set: each write makes the kernel wait for all processors.
-func tune(n int) {
+// removeScheduler removes the I/O scheduler, which only costs time above a file with its own queue. removeScheduler
+// does not write where no scheduler is set: each write makes the kernel wait for all processors.
+func removeScheduler(n int) {
 	path := fmt.Sprintf("/sys/block/loop%d/queue/scheduler", n)
 	if b, err := os.ReadFile(path); err == nil && !strings.Contains(string(b), "[none]") {
 		_ = os.WriteFile(path, []byte("none"), 0)
