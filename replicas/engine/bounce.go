@@ -117,7 +117,7 @@ func (b *bounces) unqueue(o *op) {
 	}
 }
 
-func (o *op) bounces() *bounces {
+func (o *op) bounceBuffers() *bounces {
 	if o.isRead() {
 		return &o.e.pool.reads
 	}
@@ -126,7 +126,7 @@ func (o *op) bounces() *bounces {
 
 // takeBounce takes a buffer, or queues the operation for a buffer.
 func (o *op) takeBounce() bool {
-	b := o.bounces()
+	b := o.bounceBuffers()
 	if !b.hasBuffer(o.e) {
 		b.queue = append(b.queue, o)
 		return false
@@ -154,7 +154,7 @@ func (b *bounces) giveBuffer(o *op) {
 
 // giveBounce hands the buffer to the next waiting operation, which continues in a later turn of the loop.
 func (o *op) giveBounce() {
-	b := o.bounces()
+	b := o.bounceBuffers()
 	buf := o.bounce
 	o.bounce = nil
 	if b.held[o.e]--; b.held[o.e] > 0 {
@@ -165,7 +165,7 @@ func (o *op) giveBounce() {
 	if l := block.JoinLeases(o.leases...); !l.Released() {
 		lent := buf
 		l.OnRelease(func() { b.putBuffer(lent) })
-		buf = aligned(bounceSize) // other operations need a buffer
+		buf = newAlignedBuffer(bounceSize) // other operations need a buffer
 	}
 	b.putBuffer(buf)
 }
@@ -197,11 +197,11 @@ func (o *op) noteLease(r *block.Request) {
 func (o *op) otherMemory(buf []byte) []byte {
 	o.renew = false
 	if o.bounce == nil {
-		o.parent.Buf = aligned(len(buf))
+		o.parent.Buf = newAlignedBuffer(len(buf))
 		return o.parent.Buf
 	}
-	at, b, old := cap(o.bounce)-cap(buf), o.bounces(), o.bounce
-	o.bounce = aligned(bounceSize)
+	at, b, old := cap(o.bounce)-cap(buf), o.bounceBuffers(), o.bounce
+	o.bounce = newAlignedBuffer(bounceSize)
 	copy(o.bounce, old)
 	block.JoinLeases(o.leases...).OnRelease(func() { b.putBuffer(old) })
 	return o.bounce[at : at+len(buf)]

@@ -17,7 +17,7 @@ func TestPoolOutlived(t *testing.T) {
 	b := &p.reads
 	n := len(b.free) - 1
 	lent := b.free[n]
-	b.free = append(b.free[:n], aligned(bounceSize)) // another one in its place
+	b.free = append(b.free[:n], newAlignedBuffer(bounceSize)) // another one in its place
 	p.Close()
 	clear(lent) // a fault, if it is not there
 	if len(b.all) != 1 || len(p.writes.all) != 0 {
@@ -29,8 +29,8 @@ func TestPoolOutlived(t *testing.T) {
 	}
 }
 
-// TestPartialBlocksBesideAHungVolume: volumes whose disks hang have many partial reads and writes under way, and another
-// volume of their I/O thread is served all the same. In the end all of them are, and the pool is as it was.
+// TestPartialBlocksBesideAHungVolume: volumes whose disks hang have many partial reads and writes under way, and
+// another volume of their I/O thread is served all the same. In the end all of them are, and the pool is as it was.
 func TestPartialBlocksBesideAHungVolume(t *testing.T) {
 	p, err := NewPool()
 	if err != nil {

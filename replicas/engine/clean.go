@@ -32,23 +32,23 @@ type cleaner struct {
 	ended   chan struct{}   // closed at the goroutine's end; nil: not started
 }
 
-// start starts the goroutine, which ends with the engine.
-func (c *cleaner) start() {
+// startCleaner starts the goroutine, which ends with the engine.
+func (c *cleaner) startCleaner() {
 	c.ended = make(chan struct{})
-	go c.run()
+	go c.runCleaner()
 }
 
-// notes reports whether the members note intents. Loop thread.
-func (c *cleaner) notes() bool { return c.ended != nil }
+// notesIntents reports whether the members note intents. Loop thread.
+func (c *cleaner) notesIntents() bool { return c.ended != nil }
 
-// touch notes a write. Loop thread.
-func (c *cleaner) touch(off, n, gen int64) {
+// touchRegions notes a write in its regions. Loop thread.
+func (c *cleaner) touchRegions(off, n, gen int64) {
 	for g := off / cleanRegion; g <= (off+n-1)/cleanRegion; g++ {
 		c.touched[g] = max(c.touched[g], gen) // a write that had to wait may come after a younger write
 	}
 }
 
-func (c *cleaner) run() {
+func (c *cleaner) runCleaner() {
 	e := c.e
 	defer close(c.ended)
 	tick := time.NewTicker(cleanEvery)
@@ -56,19 +56,19 @@ func (c *cleaner) run() {
 	for {
 		select {
 		case <-tick.C:
-			e.unequal.resync(e.ctx)
-			c.once(e.ctx)
+			e.unequal.resyncPieces(e.ctx)
+			c.cleanIdleRegions(e.ctx)
 		case <-e.unequal.wake:
-			e.unequal.resync(e.ctx)
+			e.unequal.resyncPieces(e.ctx)
 		case <-e.ctx.Done():
 			return
 		}
 	}
 }
 
-// once removes the intents of regions without a write since the last run. After an error the next run tries again: a
-// remaining intent costs a comparison.
-func (c *cleaner) once(ctx context.Context) {
+// cleanIdleRegions removes the intents of regions without a write since the last run. After an error the next run tries
+// again: a remaining intent costs a comparison.
+func (c *cleaner) cleanIdleRegions(ctx context.Context) {
 	e := c.e
 	if !c.whole.Load() {
 		return
@@ -77,12 +77,12 @@ func (c *cleaner) once(ctx context.Context) {
 	var epoch, gen int64
 	settled := make(chan struct{})
 	some := false
-	if e.on(ctx, func() {
-		if some = len(c.touched) > 0 && e.steady(); !some {
+	if e.runOnLoop(ctx, func() {
+		if some = len(c.touched) > 0 && e.membersComplete(); !some {
 			return
 		}
 		members, epoch = e.members, e.epoch
-		gen = e.gens.after(func() { close(settled) })
+		gen = e.gens.callAfterOperations(func() { close(settled) })
 	}) != nil || !some {
 		return
 	}
@@ -104,8 +104,8 @@ func (c *cleaner) once(ctx context.Context) {
 		return
 	}
 	var regions []int64
-	if e.on(ctx, func() {
-		if !e.steady() || e.members != members || e.epoch != epoch || !c.whole.Load() {
+	if e.runOnLoop(ctx, func() {
+		if !e.membersComplete() || e.members != members || e.epoch != epoch || !c.whole.Load() {
 			return
 		}
 		for g, last := range c.touched {
@@ -122,14 +122,14 @@ func (c *cleaner) once(ctx context.Context) {
 	}
 }
 
-// steady reports whether every member has everything. Loop thread.
-func (e *Engine) steady() bool {
-	return e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping && e.unequal.none() &&
+// membersComplete reports whether every member has everything. Loop thread.
+func (e *Engine) membersComplete() bool {
+	return e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping && e.unequal.membersEqual() &&
 		e.fenced == nil
 }
 
 func (e *Engine) mirrorsOf(ctx context.Context, who set) (all []Mirror) {
-	_ = e.on(ctx, func() {
+	_ = e.runOnLoop(ctx, func() {
 		for i, m := range e.cfg.Members {
 			if r, ok := m.Member.(Mirror); ok && who.has(i) {
 				all = append(all, r)
@@ -142,16 +142,16 @@ func (e *Engine) mirrorsOf(ctx context.Context, who set) (all []Mirror) {
 // closeTime bounds the work at a detach for the next attach.
 const closeTime = 10 * time.Second
 
-// last takes all intents away when everything is flushed and nothing more will come.
-func (c *cleaner) last() {
+// cleanAllRegions takes all intents away when everything is flushed and nothing more will come.
+func (c *cleaner) cleanAllRegions() {
 	e := c.e
 	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
 	defer cancel()
 	var members set
 	var epoch, size int64
 	ok := false
-	if e.on(ctx, func() {
-		ok = e.steady() && c.whole.Load()
+	if e.runOnLoop(ctx, func() {
+		ok = e.membersComplete() && c.whole.Load()
 		members, epoch, size = e.members, e.epoch, e.size
 	}) != nil || !ok {
 		return
@@ -180,8 +180,8 @@ func (c *cleaner) last() {
 	}
 }
 
-// aligned is memory for direct I/O.
-func aligned(n int) []byte {
+// newAlignedBuffer returns memory for direct I/O.
+func newAlignedBuffer(n int) []byte {
 	b := make([]byte, n+block.Size)
 	skip := int(-uintptr(unsafe.Pointer(unsafe.SliceData(b))) & (block.Size - 1))
 	return b[skip : skip+n : skip+n]

@@ -60,7 +60,7 @@ func (c *copier) copyRegions(ctx context.Context, regions []int64, region, size 
 	var all sync.WaitGroup
 	for range copyWorkers {
 		all.Go(func() {
-			buf := aligned(comparePiece)
+			buf := newAlignedBuffer(comparePiece)
 			for p := range pieces {
 				if err := c.copyInTurn(work, p, &buf); err != nil {
 					fail(err)
@@ -93,7 +93,7 @@ feed:
 func (c *copier) copyInTurn(ctx context.Context, p span, buf *[]byte) error {
 	at := int64(comparePiece)
 	if c.join != nil || c.polite {
-		guest, err := c.guest(ctx)
+		guest, err := c.hasGuestIO(ctx)
 		if err != nil {
 			return err
 		}
@@ -108,7 +108,7 @@ func (c *copier) copyInTurn(ctx context.Context, p span, buf *[]byte) error {
 		}
 	}
 	began := time.Now()
-	if err := c.some(ctx, p, at, buf); err != nil {
+	if err := c.copyPiece(ctx, p, at, buf); err != nil {
 		return err
 	}
 	c.mu.Lock()
@@ -118,8 +118,8 @@ func (c *copier) copyInTurn(ctx context.Context, p span, buf *[]byte) error {
 	return c.yieldToGuest(ctx, time.Since(began))
 }
 
-func (c *copier) guest(ctx context.Context) (is bool, err error) {
-	err = c.e.on(ctx, func() { is = c.e.inflight > c.e.ranges.locks })
+func (c *copier) hasGuestIO(ctx context.Context) (is bool, err error) {
+	err = c.e.runOnLoop(ctx, func() { is = c.e.inflight > c.e.ranges.locks })
 	return is, err
 }
 
@@ -134,7 +134,7 @@ func (c *copier) yieldToGuest(ctx context.Context, took time.Duration) error {
 	c.mu.Unlock()
 	var wait time.Duration
 	if c.join != nil || c.polite {
-		guest, err := c.guest(ctx)
+		guest, err := c.hasGuestIO(ctx)
 		if err != nil {
 			return err
 		}
@@ -154,26 +154,26 @@ func (c *copier) yieldToGuest(ctx context.Context, took time.Duration) error {
 // errSource marks an error of the member that is read: another member may succeed.
 var errSource = errors.New("the replica that it is copied from")
 
-// some copies a piece, at bytes at a time, from one of the members with the piece. While members fetch the piece's
-// blocks from another source, some waits and holds no lock.
-func (c *copier) some(ctx context.Context, p span, at int64, buf *[]byte) error {
+// copyPiece copies a piece, at bytes at a time, from one of the members with the piece. While members fetch the piece's
+// blocks from another source, copyPiece waits and holds no lock.
+func (c *copier) copyPiece(ctx context.Context, p span, at int64, buf *[]byte) error {
 	if c.equal != nil {
-		return untilFetched(ctx, resyncTime, func() error { return c.level(ctx, p, at, buf) })
+		return untilFetched(ctx, resyncTime, func() error { return c.resyncPiece(ctx, p, at, buf) })
 	}
 	return untilFetched(ctx, 0, func() error { return c.fromOne(ctx, p, at, buf) })
 }
 
 func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) error {
-	src, err := c.sources(ctx)
+	src, err := c.listSources(ctx)
 	if err != nil {
 		return err
 	}
 	for i := range src {
 		if i > 0 {
-			*buf = aligned(comparePiece) // a hanging disk may still read into the other buffer
+			*buf = newAlignedBuffer(comparePiece) // a hanging disk may still read into the other buffer
 		}
-		m, done := c.soonest(src[i:])
-		err = c.piece(ctx, m, c.to, p, at, *buf)
+		m, done := c.putSoonestFirst(src[i:])
+		err = c.compareAndCopy(ctx, m, c.to, p, at, *buf)
 		done()
 		if !errors.Is(err, errSource) || ctx.Err() != nil {
 			return err
@@ -182,14 +182,14 @@ func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) err
 	return err
 }
 
-// level resyncs a piece of all members in equal.
-func (c *copier) level(ctx context.Context, p span, at int64, buf *[]byte) (err error) {
+// resyncPiece resyncs a piece of all members in equal.
+func (c *copier) resyncPiece(ctx context.Context, p span, at int64, buf *[]byte) (err error) {
 	for i, m := range c.equal {
 		if i > 0 {
-			*buf = aligned(comparePiece)
+			*buf = newAlignedBuffer(comparePiece)
 		}
 		others := slices.DeleteFunc(slices.Clone(c.equal), func(o Mirror) bool { return o == m })
-		err = c.piece(ctx, m, others, p, at, *buf)
+		err = c.compareAndCopy(ctx, m, others, p, at, *buf)
 		if !errors.Is(err, errSource) || !isDamage(err) || ctx.Err() != nil {
 			return err
 		}
@@ -203,10 +203,10 @@ type delay struct {
 	perKiB float64 // nanoseconds, lately
 }
 
-// soonest puts the member first with the shortest expected wait for a piece, and counts the piece until done. A read
-// from another machine costs the processors of both machines and the network, which guests need, so soonest prefers the
-// member on this machine while the member answers soon enough.
-func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
+// putSoonestFirst puts the member first with the shortest expected wait for a piece, and counts the piece until done. A
+// read from another machine costs the processors of both machines and the network, which guests need, so
+// putSoonestFirst prefers the member on this machine while the member answers soon enough.
+func (c *copier) putSoonestFirst(src []Mirror) (m Mirror, done func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	best, least := 0, 0.0
@@ -233,8 +233,8 @@ func (c *copier) soonest(src []Mirror) (m Mirror, done func()) {
 	}
 }
 
-// took takes note of a read from a member.
-func (c *copier) took(m Mirror, n int64, t time.Duration) {
+// noteReadTime takes note of a read from a member.
+func (c *copier) noteReadTime(m Mirror, n int64, t time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if d := c.delay[m]; d != nil {
@@ -246,10 +246,10 @@ func (c *copier) took(m Mirror, n int64, t time.Duration) {
 	}
 }
 
-// sources lists the members that may be read now.
-func (c *copier) sources(ctx context.Context) (list []Mirror, err error) {
+// listSources lists the members that may be read now.
+func (c *copier) listSources(ctx context.Context) (list []Mirror, err error) {
 	var near Mirror
-	err = c.e.on(ctx, func() {
+	err = c.e.runOnLoop(ctx, func() {
 		for i, m := range c.e.cfg.Members {
 			if r, ok := m.Member.(Mirror); ok && (c.e.members &^ c.e.suspect &^ c.e.weak &^ c.e.lost).has(i) {
 				if list = append(list, r); m.Local {
@@ -294,8 +294,8 @@ func askDigests(ctx context.Context, m Mirror, snap string, p span) chan digests
 	return ch
 }
 
-// piece compares a range and copies the blocks that differ.
-func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at int64, buf []byte) error {
+// compareAndCopy compares a range and copies the blocks that differ.
+func (c *copier) compareAndCopy(ctx context.Context, src Mirror, to []Mirror, p span, at int64, buf []byte) error {
 	have := make([]chan digests, len(to))
 	for i, m := range to {
 		have[i] = askDigests(ctx, m, "", p)
@@ -320,7 +320,7 @@ func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at 
 			return b.err
 		}
 		if blank := isBlank(b.sums); guess && blank {
-			return c.copy(ctx, src, m, p, at, buf, nil)
+			return c.copyBlocks(ctx, src, m, p, at, buf, nil)
 		} else if c.bare.Store(blank); guess {
 			if a = <-askDigests(ctx, src, c.snap, p); a.err != nil {
 				return fmt.Errorf("%w: %w", errSource, a.err)
@@ -335,16 +335,16 @@ func (c *copier) piece(ctx context.Context, src Mirror, to []Mirror, p span, at 
 		differs := func(k int64) bool {
 			return !bytes.Equal(a.sums[k*digestSize:(k+1)*digestSize], b.sums[k*digestSize:(k+1)*digestSize])
 		}
-		if err := c.copy(ctx, src, m, p, at, buf, differs); err != nil {
+		if err := c.copyBlocks(ctx, src, m, p, at, buf, differs); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// copy copies the blocks of a range that differ; nil: all blocks that are not blank. The guest does not write to the
-// range meanwhile.
-func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, buf []byte,
+// copyBlocks copies the blocks of a range that differ; nil: all blocks that are not blank. The guest does not write to
+// the range meanwhile.
+func (c *copier) copyBlocks(ctx context.Context, src, to Mirror, p span, step int64, buf []byte,
 	differs func(int64) bool) error {
 	for at := int64(0); at < p.n; at += step {
 		a, b := at/block.Size, min(at+step, p.n)/block.Size // in blocks of the piece
@@ -373,7 +373,7 @@ func (c *copier) copy(ctx context.Context, src, to Mirror, p span, step int64, b
 // copyRange reads a range at once and writes the blocks to copy.
 func (c *copier) copyRange(ctx context.Context, src, to Mirror, p span, buf []byte, which func(int64) bool) error {
 	if c.join != nil {
-		release, err := c.e.lock(ctx, p.off, p.n)
+		release, err := c.e.lockRange(ctx, p.off, p.n)
 		if err != nil {
 			return err
 		}
@@ -385,7 +385,7 @@ func (c *copier) copyRange(ctx context.Context, src, to Mirror, p span, buf []by
 	}
 	if c.join != nil { // a member dropped in the meantime may lack later writes
 		member := false
-		if err := c.e.on(ctx, func() {
+		if err := c.e.runOnLoop(ctx, func() {
 			for i, m := range c.e.cfg.Members {
 				member = member || c.e.members.has(i) && m.Member == Member(src)
 			}
@@ -447,7 +447,7 @@ func (c *copier) readFrom(ctx context.Context, src Mirror, buf []byte, off int64
 	began := time.Now()
 	defer func() {
 		if err == nil {
-			c.took(src, int64(len(buf)), time.Since(began))
+			c.noteReadTime(src, int64(len(buf)), time.Since(began))
 		}
 	}()
 	if c.snap != "" {

@@ -81,7 +81,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 	for {
 		var refused error
 		wait := false
-		if err := e.on(ctx, func() {
+		if err := e.runOnLoop(ctx, func() {
 			switch {
 			case e.closing || e.fenced != nil:
 				refused = api.Errorf(api.Unavailable, "the engine is ending")
@@ -91,7 +91,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 				wait = true
 			default:
 				e.cutting = true
-				e.unjoin(e.joiners, errCutting)
+				e.removeJoiners(e.joiners, errCutting)
 				c.list, c.who = e.cfg.Members, e.members&^e.suspect
 			}
 		}); err != nil {
@@ -111,7 +111,7 @@ func prepareCut(ctx context.Context, e *Engine, s stack.Snapshot, within time.Du
 	began := time.Now()
 	pctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	errs := c.each(c.who, func(m int, x Cutter) error { return c.prepareMember(pctx, m, x) })
+	errs := c.forEachMember(c.who, func(m int, x Cutter) error { return c.prepareMember(pctx, m, x) })
 	var all []error
 	for m, err := range errs {
 		if err == nil {
@@ -136,8 +136,8 @@ func (c *Cut) prepareMember(ctx context.Context, m int, x Cutter) error {
 	return x.PrepareCut(ctx, s)
 }
 
-// each calls fn for members, all at once.
-func (c *Cut) each(who set, fn func(m int, x Cutter) error) []error {
+// forEachMember calls fn for members, all at once.
+func (c *Cut) forEachMember(who set, fn func(m int, x Cutter) error) []error {
 	errs := make([]error, len(c.list))
 	done := make(chan struct{})
 	n := 0
@@ -188,16 +188,16 @@ func (e *Engine) AwaitOperations(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, drainTime)
 	defer cancel()
 	settled, alone := make(chan struct{}), false
-	if err := e.on(ctx, func() {
-		if alone = single(e); !alone {
-			e.gens.after(func() { close(settled) })
+	if err := e.runOnLoop(ctx, func() {
+		if alone = hasSingleMember(e); !alone {
+			e.gens.callAfterOperations(func() { close(settled) })
 		}
 	}); err != nil || alone {
 		return err
 	}
 	for {
 		full := false
-		if err := e.on(ctx, func() { full = len(e.room.held) > 0 }); err != nil {
+		if err := e.runOnLoop(ctx, func() { full = len(e.room.held) > 0 }); err != nil {
 			return underWay(ctx, err)
 		}
 		select {
@@ -214,8 +214,8 @@ func (e *Engine) AwaitOperations(ctx context.Context) error {
 	}
 }
 
-// single reports whether the volume has one member and no other replica gets writes. Loop thread.
-func single(e *Engine) bool {
+// hasSingleMember reports whether the volume has one member and no other replica gets writes. Loop thread.
+func hasSingleMember(e *Engine) bool {
 	return e.members.len() == 1 && e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
 }
 
@@ -226,13 +226,13 @@ func (c *Cut) Hold(ctx context.Context) error {
 	defer cancel()
 	settled := make(chan struct{})
 	var refused error
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		if e.closing || e.fenced != nil {
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 			return
 		}
 		e.gate.closed = true
-		e.gens.after(func() { close(settled) })
+		e.gens.callAfterOperations(func() { close(settled) })
 	}); err != nil || refused != nil {
 		return errors.Join(err, refused)
 	}
@@ -240,7 +240,7 @@ func (c *Cut) Hold(ctx context.Context) error {
 	for {
 		var full, steady bool
 		var now set
-		if err := e.on(ctx, func() {
+		if err := e.runOnLoop(ctx, func() {
 			full = len(e.room.held) > 0
 			steady = e.suspect|e.lost|e.weak|e.joiners|e.joining == 0 && !e.dropping
 			now = e.members
@@ -284,7 +284,7 @@ func (c *Cut) Commit(ctx context.Context) error {
 	if c.single {
 		within = aloneTime
 	}
-	errs := c.each(c.who, func(m int, x Cutter) error { return c.sealMember(ctx, m, x, began, within) })
+	errs := c.forEachMember(c.who, func(m int, x Cutter) error { return c.sealMember(ctx, m, x, began, within) })
 	var done set
 	var all []error
 	for m := range c.list {
@@ -303,10 +303,10 @@ func (c *Cut) Commit(ctx context.Context) error {
 	var fenced error
 	left := c.who
 	for c.who != done {
-		if err := e.on(e.ctx, func() {
+		if err := e.runOnLoop(e.ctx, func() {
 			for m := range c.list {
 				if (c.who &^ done).has(m) && e.members.has(m) {
-					e.propose(m, errs[m])
+					e.proposeDrop(m, errs[m])
 				}
 			}
 			if fenced = e.fenced; e.suspect|e.weak|e.lost == 0 && !e.dropping {
@@ -374,7 +374,7 @@ func (c *Cut) Abort() {
 	} else {
 		c.LetGo()
 		ctx, cancel := context.WithTimeout(e.ctx, prepareTime)
-		c.each(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else the next session does so
+		c.forEachMember(c.who, func(_ int, x Cutter) error { return x.AbortCut(ctx) }) // else the next session does so
 		cancel()
 	}
 	c.Release()
@@ -388,7 +388,7 @@ func (c *Cut) undo() {
 	for {
 		var now set
 		over := false
-		if e.on(e.ctx, func() {
+		if e.runOnLoop(e.ctx, func() {
 			now, over = e.members, e.fenced != nil || e.closing
 			settled := now&^clean == 0 || now&^failed == 0
 			over = over || settled && e.suspect|e.weak|e.lost == 0 && !e.dropping
@@ -396,7 +396,7 @@ func (c *Cut) undo() {
 			return
 		}
 		ctx, cancel := context.WithTimeout(e.ctx, sealTime)
-		errs := c.each(now&^clean, func(_ int, x Cutter) error {
+		errs := c.forEachMember(now&^clean, func(_ int, x Cutter) error {
 			if err := x.AbortCut(ctx); err != nil {
 				return err
 			}
@@ -455,8 +455,8 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 		return err
 	}
 	within := prepareTime
-	if err := e.on(ctx, func() {
-		if single(e) {
+	if err := e.runOnLoop(ctx, func() {
+		if hasSingleMember(e) {
 			within = aloneTime
 		}
 	}); err != nil {
@@ -467,7 +467,7 @@ func (e *Engine) Cut(ctx context.Context, s stack.Snapshot) error {
 		return err
 	}
 	// no other replica becomes a member meanwhile: PrepareCut prevents that
-	if err = e.on(ctx, func() { c.single = single(e) && c.who == e.members }); err == nil && !c.single {
+	if err = e.runOnLoop(ctx, func() { c.single = hasSingleMember(e) && c.who == e.members }); err == nil && !c.single {
 		err = c.Hold(ctx)
 	}
 	if err != nil {

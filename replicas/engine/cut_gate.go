@@ -9,8 +9,8 @@ type cutGate struct {
 	parked []*block.Request
 }
 
-// park holds a write back, and reports whether the gate did. Reads and flushes pass.
-func (g *cutGate) park(r *block.Request) bool {
+// parkWrite holds a write back, and reports whether the gate did. Reads and flushes pass.
+func (g *cutGate) parkWrite(r *block.Request) bool {
 	if !g.closed || r.Op == block.OpRead || r.Op == block.OpFlush {
 		return false
 	}

@@ -14,9 +14,9 @@ func (e *Engine) decideStep(o *op) {
 		return
 	}
 	if j := o.failed & e.joiners; j != 0 { // the joiner lacks this write, and no swap has begun
-		e.unjoin(j, nil)
+		e.removeJoiners(j, nil)
 	}
-	if e.acked(o) {
+	if e.mayAcknowledge(o) {
 		if o.probe {
 			o.probe = false
 			e.room.retryAll()
@@ -38,7 +38,7 @@ func (e *Engine) decideStep(o *op) {
 	}
 	for m := range e.cfg.Members {
 		if bad.has(m) {
-			e.propose(m, o.err)
+			e.proposeDrop(m, o.err)
 		}
 	}
 	switch live = e.members &^ e.suspect; {
@@ -47,7 +47,7 @@ func (e *Engine) decideStep(o *op) {
 	case e.suspect != 0 || e.joining&^o.ok != 0 || e.weak != 0 && e.dropping:
 		o.waiting = true
 	case o.full&live == live:
-		e.room.hold(o)
+		e.room.holdWrite(o)
 	case o.away&live != 0:
 		e.lost |= o.away & live
 		o.waiting = true
@@ -66,7 +66,7 @@ func (o *op) failure() error {
 
 // decideRead continues after a read, or asks the next member.
 func (e *Engine) decideRead(o *op) {
-	if !e.acked(o) && o.failed|o.unfetched != 0 {
+	if !e.mayAcknowledge(o) && o.failed|o.unfetched != 0 {
 		o.tried |= o.failed
 		o.readFromMember(o.out.Buf, o.out.Off)
 		return
@@ -74,7 +74,7 @@ func (e *Engine) decideRead(o *op) {
 	if o.tried != 0 {
 		for m := range e.cfg.Members {
 			if (o.tried &^ o.sore).has(m) && e.members.has(m) { // a member with damage there is repaired
-				e.propose(m, o.err)
+				e.proposeDrop(m, o.err)
 			}
 		}
 		o.tried, o.sore, o.err = 0, 0, nil
@@ -85,7 +85,7 @@ func (e *Engine) decideRead(o *op) {
 
 // decideWaiting settles the waiting operations after a change of the members.
 func (e *Engine) decideWaiting() {
-	for _, o := range e.ranges.waiting() {
+	for _, o := range e.ranges.listWaiting() {
 		if o.waiting { // the operation before may have ended this one, too
 			e.decideStep(o)
 		}

@@ -6,7 +6,7 @@
 // Invariants:
 //
 //   - Ack: a write, zero, discard or flush is done when every member of the epoch has completed the request. The
-//     function acked decides so, and nothing else does.
+//     function mayAcknowledge decides so, and nothing else does.
 //   - Drop before ack: a member that failed gets no more I/O from then on. Config.Drop, a compare-and-swap that
 //     increments the epoch, takes the member out of the volume; the survivors adopt the new epoch; only then does the
 //     engine acknowledge anything without the member. While the outcome of the swap is unknown, the engine repeats the

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// propose begins to drop member m, unless m is the last serving one.
-func (e *Engine) propose(m int, why error) {
+// proposeDrop begins to drop member m, unless m is the last serving one.
+func (e *Engine) proposeDrop(m int, why error) {
 	if e.suspect.has(m) || e.members&^e.suspect == bit(m) {
 		return
 	}
@@ -42,11 +42,11 @@ func (e *Engine) nextDrop() {
 		return
 	}
 	e.dropping, e.vouched = true, false
-	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, before: e.names(e.members),
+	d := drop{m: -1, list: e.cfg.Members, epoch: e.epoch, before: e.memberNames(e.members),
 		serving: e.members &^ e.suspect &^ e.lost, able: e.members &^ e.missing}
 	if e.suspect != 0 {
 		d.m = e.suspect.first()
-		d.names, d.survivors = e.names(e.members&^bit(d.m)), e.members&^e.suspect
+		d.names, d.survivors = e.memberNames(e.members&^bit(d.m)), e.members&^e.suspect
 	}
 	e.drops.Add(1)
 	go func() {
@@ -80,12 +80,12 @@ type drop struct {
 // whose sessions broke at once cannot tell which of the two lost writes; the engine waits for a member with an unbroken
 // session.
 func (e *Engine) dropMember(d *drop) error {
-	if err := e.vouch(d); err != nil || d.revived != 0 {
+	if err := e.findVouchingMember(d); err != nil || d.revived != 0 {
 		return err
 	}
 	e.cfg.Loop.Post(func() { e.vouched = true })
 	name := d.list[d.m].Name
-	if err := e.insist(func(ctx context.Context) error { return e.cfg.Drop(ctx, d.epoch, name) }); err != nil {
+	if err := e.repeatUntilDecided(func(ctx context.Context) error { return e.cfg.Drop(ctx, d.epoch, name) }); err != nil {
 		return err
 	}
 	return e.adoptAll(d, d.epoch+1)
@@ -102,7 +102,7 @@ func (e *Engine) adoptAll(d *drop, epoch int64) error {
 		}
 		var err error
 		if d.survivors&^d.weak == bit(i) {
-			err = e.insist(adopt) // the last member: no other is left to ask
+			err = e.repeatUntilDecided(adopt) // the last member: no other is left to ask
 		} else {
 			err = adopt(e.ctx)
 		}
@@ -118,8 +118,8 @@ func (e *Engine) adoptAll(d *drop, epoch int64) error {
 	return nil
 }
 
-// insist repeats fn until success, denial, or the engine's end.
-func (e *Engine) insist(fn func(context.Context) error) error {
+// repeatUntilDecided repeats fn until success, denial, or the engine's end.
+func (e *Engine) repeatUntilDecided(fn func(context.Context) error) error {
 	wait := 50 * time.Millisecond
 	for {
 		err := fn(e.ctx)
@@ -153,7 +153,7 @@ func (e *Engine) dropEnded(d *drop, err error) {
 		return // Close ends the waiting operations and closes the members
 	}
 	if d.revived != 0 {
-		e.revive(d.revived)
+		e.reviveMembers(d.revived)
 		return
 	}
 	e.cleaner.whole.Store(false) // until the owner says so again
@@ -167,7 +167,7 @@ func (e *Engine) dropEnded(d *drop, err error) {
 	e.updateLast()
 	for m := range e.cfg.Members {
 		if d.weak.has(m) && e.members.has(m) {
-			e.propose(m, d.why)
+			e.proposeDrop(m, d.why)
 		}
 	}
 	if e.cfg.OnDrop != nil {
@@ -177,7 +177,7 @@ func (e *Engine) dropEnded(d *drop, err error) {
 	e.stalled.retryAll()
 	e.nextDrop()
 	e.decideWaiting()
-	e.unequal.soon()
+	e.unequal.requestResync()
 }
 
 // closeDropped closes a dropped member, which waits for its requests. A Join of the same replica waits for the end.
@@ -185,7 +185,7 @@ func (e *Engine) closeDropped(m int) {
 	gone, ended := e.cfg.Members[m], make(chan struct{})
 	e.gone |= bit(m)
 	e.leaving[gone.Name] = ended
-	e.retire(m)
+	e.freePlaceLater(m)
 	e.drops.Add(1)
 	go func() {
 		defer e.drops.Done()
@@ -205,7 +205,7 @@ func (e *Engine) fence(why error) {
 		return
 	}
 	e.fenced = why
-	e.unjoin(e.joiners, why)
+	e.removeJoiners(e.joiners, why)
 	if e.cfg.OnFence != nil {
 		e.cfg.OnFence(why)
 	}

@@ -172,7 +172,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		why[i] = fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
 		if api.Is(err, api.Denied) && cfg.Lenient {
-			err = cfg.confirm(ctx, cfg.Epoch, err)
+			err = cfg.confirmDenial(ctx, cfg.Epoch, err)
 		}
 		if !cfg.Lenient || err != nil && api.Is(why[i], api.Denied) {
 			return nil, fmt.Errorf("replica %s, epoch %d: %w", m.Name, cfg.Epoch, err)
@@ -210,14 +210,14 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		}
 		o.next, e.free = e.free, o
 	}
-	if err := (&opening{e: e}).mirrors(ctx); err != nil {
+	if err := (&opening{e: e}).prepareMembers(ctx); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
 			e.pool.Close()
 		}
 		return nil, err
 	}
-	e.unreached = e.names(e.missing)
+	e.unreached = e.memberNames(e.missing)
 	if err := e.pool.addEngine(cfg.Loop); err != nil {
 		e.cancel()
 		if cfg.Pool == nil {
@@ -226,20 +226,20 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 		return nil, err
 	}
 	for _, m := range cfg.Members {
-		e.fetches.subscribe(m.Member)
+		e.fetches.subscribeToMember(m.Member)
 	}
 	if e.missing != 0 && !cfg.Loop.Post(e.nextDrop) {
 		return nil, api.Errorf(api.Unavailable, "the volume's I/O thread has ended")
 	}
 	if n > 1 || e.cfg.Track {
-		e.cleaner.start()
+		e.cleaner.startCleaner()
 	}
 	return e, nil
 }
 
-// acked reports whether the guest may hear "done" (I1): every member of the epoch has completed the operation and has
-// adopted the epoch. For reads one member is enough.
-func (e *Engine) acked(o *op) bool {
+// mayAcknowledge reports whether the guest may hear "done" (I1): every member of the epoch has completed the operation
+// and has adopted the epoch. For reads one member is enough.
+func (e *Engine) mayAcknowledge(o *op) bool {
 	if o.reading {
 		return o.ok != 0
 	}
@@ -253,13 +253,13 @@ func (e *Engine) Submit(r *block.Request) {
 		r.Done(r)
 		return
 	}
-	if e.gate.park(r) {
+	if e.gate.parkWrite(r) {
 		return
 	}
 	o := e.startOp(r)
 	switch r.Op {
 	case block.OpRead:
-		if o.aligned() {
+		if o.isAligned() {
 			o.readFromMember(r.Buf, r.Off)
 			return
 		}
@@ -270,7 +270,7 @@ func (e *Engine) Submit(r *block.Request) {
 		e.ranges.busy.push(o)
 		o.sendToMembers(block.OpFlush, nil, 0, 0, false)
 	case block.OpWrite:
-		o.slow = !o.aligned()
+		o.slow = !o.isAligned()
 		e.ranges.admit(o)
 	default:
 		o.slow = true
@@ -301,11 +301,11 @@ func (e *Engine) finishOp(o *op, err error) {
 	r := o.parent
 	r.Err = nil
 	if err != nil {
-		r.Err = errno(err)
+		r.Err = errnoOf(err)
 	}
 	o.waiting = false
 	if o.lock == nil {
-		e.stats.count(r, int64(time.Since(e.base))-o.start)
+		e.stats.countRequest(r, int64(time.Since(e.base))-o.start)
 	} else {
 		e.ranges.locks--
 	}
@@ -316,7 +316,7 @@ func (e *Engine) finishOp(o *op, err error) {
 	if locked {
 		e.ranges.removeBusy(o)
 	}
-	e.room.tried(o)
+	e.room.endRetry(o)
 	if o.bounce != nil {
 		o.giveBounce()
 	}
@@ -328,7 +328,7 @@ func (e *Engine) finishOp(o *op, err error) {
 	r.Done(r)
 	if locked {
 		if e.ranges.queue.head != nil {
-			e.ranges.requeue()
+			e.ranges.startQueued()
 		}
 		e.room.reportRoom()
 	}
@@ -338,8 +338,8 @@ func (e *Engine) finishOp(o *op, err error) {
 	}
 }
 
-// errno translates an error for the guest's kernel.
-func errno(err error) error {
+// errnoOf translates an error for the guest's kernel.
+func errnoOf(err error) error {
 	var no syscall.Errno
 	if errors.As(err, &no) {
 		return no
@@ -347,8 +347,8 @@ func errno(err error) error {
 	return syscall.EIO
 }
 
-// on runs fn on the loop's thread and waits for the end. After an error fn did not run, and will not.
-func (e *Engine) on(ctx context.Context, fn func()) error {
+// runOnLoop runs fn on the loop's thread and waits for the end. After an error fn did not run, and will not.
+func (e *Engine) runOnLoop(ctx context.Context, fn func()) error {
 	var taken atomic.Bool // by the loop, or by a caller that stopped waiting
 	done := make(chan struct{})
 	run := func() {
@@ -378,11 +378,11 @@ func (e *Engine) Missing() []string { return slices.Clone(e.unreached) }
 
 // Epoch returns the present epoch and the names of its members.
 func (e *Engine) Epoch(ctx context.Context) (epoch int64, members []string, err error) {
-	err = e.on(ctx, func() { epoch, members = e.epoch, e.names(e.members) })
+	err = e.runOnLoop(ctx, func() { epoch, members = e.epoch, e.memberNames(e.members) })
 	return epoch, members, err
 }
 
-func (e *Engine) names(s set) []string {
+func (e *Engine) memberNames(s set) []string {
 	var names []string
 	for i, m := range e.cfg.Members {
 		if s.has(i) {
@@ -394,7 +394,7 @@ func (e *Engine) names(s set) []string {
 
 // Full reports whether writes wait for room.
 func (e *Engine) Full(ctx context.Context) (full bool, err error) {
-	err = e.on(ctx, func() { full = e.room.full })
+	err = e.runOnLoop(ctx, func() { full = e.room.full })
 	return full, err
 }
 
@@ -420,11 +420,11 @@ func (e *Engine) Close() error {
 	e.drops.Wait()
 	if e.cleaner.ended != nil {
 		<-e.cleaner.ended
-		e.cleaner.last()
+		e.cleaner.cleanAllRegions()
 	}
 	var gone set
 	var list []Named
-	_ = e.on(context.Background(), func() { gone, list = e.gone, e.cfg.Members }) // after all that the drops posted
+	_ = e.runOnLoop(context.Background(), func() { gone, list = e.gone, e.cfg.Members }) // after all that the drops posted
 	var errs []error
 	for i, m := range list {
 		if !gone.has(i) {
@@ -434,8 +434,8 @@ func (e *Engine) Close() error {
 		}
 	}
 	if e.cfg.Pool != nil {
-		_ = e.on(context.Background(), e.pool.removeEngine) // where the loop has ended, the pool ends, too
-	} else if e.on(context.Background(), e.pool.Close) != nil {
+		_ = e.runOnLoop(context.Background(), e.pool.removeEngine) // where the loop has ended, the pool ends, too
+	} else if e.runOnLoop(context.Background(), e.pool.Close) != nil {
 		e.pool.Close() // the loop has ended
 	}
 	return errors.Join(errs...)
@@ -449,14 +449,14 @@ func (e *Engine) failWaiting() {
 	for _, o := range held {
 		e.finishOp(o, syscall.ENOSPC)
 	}
-	for _, o := range e.ranges.waiting() {
+	for _, o := range e.ranges.listWaiting() {
 		if o.waiting { // the operation before may have ended this one, too
 			e.finishOp(o, syscall.EIO)
 		}
 	}
 	e.stalled.failAll()
 	e.fetches.failAll()
-	e.ranges.requeue() // begin fails the operations
+	e.ranges.startQueued() // firstStep fails the operations
 	for _, b := range []*bounces{&e.pool.reads, &e.pool.writes} {
 		for _, o := range slices.Clone(b.queue) {
 			if o.e == e {

@@ -22,7 +22,7 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 		var old int64
 		var short []Named
 		unknown := "" // a member whose drop is not decided
-		err := e.on(ctx, func() {
+		err := e.runOnLoop(ctx, func() {
 			who := (e.members | e.joiners | e.joining) &^ e.suspect
 			for i, m := range e.cfg.Members {
 				if who.has(i) && !long[m.Member] {
@@ -35,7 +35,7 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 					unknown = m.Name
 				}
 			}
-			// A later joiner asks for the size after enlist.
+			// A later joiner asks for the size after enlistReplica.
 			if old = e.size; len(short) == 0 && unknown == "" {
 				e.size = max(old, size)
 			}
@@ -53,7 +53,7 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 		for _, m := range short {
 			if err := m.Member.Expand(ctx, size); err == nil {
 				long[m.Member] = true
-			} else if ctx.Err() != nil || !e.without(ctx, m.Member, err) {
+			} else if ctx.Err() != nil || !e.continuesWithout(ctx, m.Member, err) {
 				if errors.Is(err, stack.ErrFailed) {
 					e.Suspect(m.Name, err)
 				}
@@ -63,22 +63,22 @@ func (e *Engine) Expand(ctx context.Context, size int64) error {
 	}
 }
 
-// without reports whether the volume continues without a replica that failed to expand, since the replica is no member.
-// The engine gives up the join of such a replica.
-func (e *Engine) without(ctx context.Context, m Member, why error) (is bool) {
-	err := e.on(ctx, func() {
+// continuesWithout reports whether the volume continues without a replica that failed to expand, since the replica is
+// no member. The engine gives up the join of such a replica.
+func (e *Engine) continuesWithout(ctx context.Context, m Member, why error) (is bool) {
+	err := e.runOnLoop(ctx, func() {
 		i := slices.IndexFunc(e.cfg.Members, func(n Named) bool { return n.Member == m })
 		if is = i < 0 || !(e.members | e.joining).has(i); is && i >= 0 {
-			e.unjoin(bit(i), why)
+			e.removeJoiners(bit(i), why)
 		}
 	})
 	return err == nil && is
 }
 
-// lengthen expands a joining replica to the volume's size. The replica may be longer, by an expansion that others did
-// not follow: no reader sees more than the volume's size.
-func (r *joinRun) lengthen(ctx context.Context) error {
-	size, err := r.e.length(ctx)
+// expandReplica expands a joining replica to the volume's size. The replica may be longer, by an expansion that others
+// did not follow: no reader sees more than the volume's size.
+func (r *joinRun) expandReplica(ctx context.Context) error {
+	size, err := r.e.volumeSize(ctx)
 	if err != nil {
 		return err
 	}

@@ -96,7 +96,7 @@ func TestExpandWhileAMemberIsDropped(t *testing.T) {
 	if err := r.e.Expand(t.Context(), 2*testSize); !api.Is(err, api.Busy) && sizes[1] != 2*testSize {
 		t.Errorf("it grew without b: %v, %v", sizes, err)
 	}
-	if size, err := r.e.length(t.Context()); err != nil || size != testSize {
+	if size, err := r.e.volumeSize(t.Context()); err != nil || size != testSize {
 		t.Errorf("the volume has %d bytes, %v", size, err)
 	}
 	r.settle <- nil
@@ -111,7 +111,7 @@ func TestExpandWhileAMemberIsDropped(t *testing.T) {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	if size, err := r.e.length(t.Context()); err != nil || size != 2*testSize {
+	if size, err := r.e.volumeSize(t.Context()); err != nil || size != 2*testSize {
 		t.Errorf("without b the volume has %d bytes, %v", size, err)
 	}
 }

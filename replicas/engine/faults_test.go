@@ -529,7 +529,7 @@ func (w *faulty) play() {
 		}
 	}
 	w.l.do(func() {
-		names := w.e.names(w.e.members)
+		names := w.e.memberNames(w.e.members)
 		slices.Sort(names)
 		var want []string
 		for _, r := range w.recorded() {

@@ -37,8 +37,8 @@ type fetches struct {
 	timer *time.Timer
 }
 
-// subscribe subscribes to the fetches of a member.
-func (a *fetches) subscribe(m Member) {
+// subscribeToMember subscribes to the fetches of a member.
+func (a *fetches) subscribeToMember(m Member) {
 	f, ok := m.(Fetcher)
 	if !ok {
 		return
@@ -48,7 +48,7 @@ func (a *fetches) subscribe(m Member) {
 		if posted.CompareAndSwap(false, true) {
 			a.e.cfg.Loop.Post(func() {
 				posted.Store(false)
-				a.reported(m)
+				a.askMemberAgain(m)
 			})
 		}
 	})
@@ -60,7 +60,7 @@ func (a *fetches) setAside(o *op) {
 	e := a.e
 	for m := range e.cfg.Members {
 		if (o.tried &^ o.sore).has(m) && e.members.has(m) {
-			e.propose(m, o.err)
+			e.proposeDrop(m, o.err)
 		}
 	}
 	o.tried, o.sore, o.err = 0, 0, nil
@@ -75,23 +75,23 @@ func (a *fetches) setAside(o *op) {
 	if o.bounce != nil {
 		o.giveBounce() // other operations need the buffer
 	}
-	e.room.tried(o)
+	e.room.endRetry(o)
 	e.inflight--
 	e.gens.endOperation(o.gen)
 	a.list = append(a.list, o)
-	a.arm()
+	a.armTimer()
 	if o.isRead() {
 		return
 	}
 	e.ranges.removeBusy(o)
 	if e.ranges.queue.head != nil {
-		e.ranges.requeue()
+		e.ranges.startQueued()
 	}
 	e.room.reportRoom()
 }
 
-// reported asks a member again that reported a fetch.
-func (a *fetches) reported(m Member) {
+// askMemberAgain asks a member again that reported a fetch.
+func (a *fetches) askMemberAgain(m Member) {
 	i := slices.IndexFunc(a.e.cfg.Members, func(n Named) bool { return n.Member == m })
 	if len(a.list) > 0 && i >= 0 && (a.e.members &^ a.e.suspect).has(i) {
 		a.askAgain(func(o *op) bool {
@@ -101,8 +101,8 @@ func (a *fetches) reported(m Member) {
 	}
 }
 
-// due asks all members again about the operations whose pause is over.
-func (a *fetches) due() {
+// askDueAgain asks all members again about the operations whose pause is over.
+func (a *fetches) askDueAgain() {
 	now := time.Since(a.e.base)
 	a.askAgain(func(o *op) bool {
 		if o.due > now {
@@ -126,29 +126,29 @@ func (a *fetches) askAgain(which func(o *op) bool) {
 			a.list = append(a.list, o)
 			continue
 		}
-		o.enter()
+		o.countInProgress()
 		switch {
 		case !o.isRead():
 			o.stage = stageHead // another write may have changed the block
 			a.e.ranges.admit(o)
-		case o.aligned():
+		case o.isAligned():
 			o.readFromMember(o.parent.Buf, o.parent.Off)
 		default:
 			o.firstStep()
 		}
 	}
-	a.arm()
+	a.armTimer()
 }
 
-// arm sets the timer for the next question.
-func (a *fetches) arm() {
+// armTimer sets the timer for the next question.
+func (a *fetches) armTimer() {
 	if len(a.list) == 0 {
 		return
 	}
 	first := slices.MinFunc(a.list, func(x, y *op) int { return int(x.due - y.due) }).due
 	wait := max(first-time.Since(a.e.base), fetchFirst/4)
 	if a.timer == nil {
-		a.timer = time.AfterFunc(wait, func() { a.e.cfg.Loop.Post(a.due) })
+		a.timer = time.AfterFunc(wait, func() { a.e.cfg.Loop.Post(a.askDueAgain) })
 		return
 	}
 	a.timer.Reset(wait)
@@ -162,7 +162,7 @@ func (a *fetches) failAll() {
 	list := a.list
 	a.list = nil
 	for _, o := range list {
-		o.enter()
+		o.countInProgress()
 		if !o.isRead() {
 			a.e.ranges.busy.push(o)
 			if o.slow {
@@ -175,8 +175,8 @@ func (a *fetches) failAll() {
 	}
 }
 
-// enter counts an operation as I/O in progress.
-func (o *op) enter() {
+// countInProgress counts an operation as I/O in progress.
+func (o *op) countInProgress() {
 	e := o.e
 	e.inflight++
 	o.gen = e.gens.beginOperation()

@@ -232,7 +232,7 @@ func TestCutBesideAFetch(t *testing.T) {
 		t.Fatalf("a cut beside a write that waits for its block: %v", err)
 	}
 	a.came()
-	r.l.do(r.e.fetches.due)
+	r.l.do(r.e.fetches.askDueAgain)
 	waits(t, write, "writes are held for a cut")
 	c.ended = true
 	c.Release()

@@ -28,8 +28,8 @@ func (g *generations) endOperation(gen int64) {
 	g.removeEmpty()
 }
 
-// after begins a generation, and calls fn once the operations of all former generations have ended.
-func (g *generations) after(fn func()) int64 {
+// callAfterOperations begins a generation, and calls fn once the operations of all former generations have ended.
+func (g *generations) callAfterOperations(fn func()) int64 {
 	last := &(*g)[len(*g)-1]
 	last.then = append(last.then, fn)
 	gen := last.gen + 1

@@ -94,7 +94,7 @@ func (r *joinRun) releaseTurns() {
 // sessions with the replica.
 func (r *joinRun) awaitEnd(ctx context.Context) error {
 	var ended chan struct{}
-	if err := r.e.on(ctx, func() { ended = r.e.leaving[r.n.Name] }); err != nil || ended == nil {
+	if err := r.e.runOnLoop(ctx, func() { ended = r.e.leaving[r.n.Name] }); err != nil || ended == nil {
 		return err
 	}
 	select {
@@ -105,7 +105,7 @@ func (r *joinRun) awaitEnd(ctx context.Context) error {
 	}
 }
 
-// join is a replica between enlist and its membership.
+// join is a replica between enlistReplica and its membership.
 type join struct {
 	m      int
 	failed chan struct{} // closed when the join fails
@@ -129,17 +129,17 @@ func (e *Engine) Join(ctx context.Context, n Named, o JoinOptions) (p Progress, 
 	if err := r.prepareReplica(ctx); err != nil {
 		return r.at.p, err
 	}
-	j, src, err := r.enlist(ctx)
+	j, src, err := r.enlistReplica(ctx)
 	if err != nil {
 		return p, err
 	}
 	defer func() {
 		if err != nil {
-			r.expel(j, err)
+			r.expelReplica(j, err)
 		}
 	}()
 	// Again: from now on Expand includes the replica, and may have run already.
-	if err := r.lengthen(ctx); err != nil {
+	if err := r.expandReplica(ctx); err != nil {
 		return p, err
 	}
 	if err := sameSnapshots(ctx, src, dst); err != nil {
@@ -202,7 +202,7 @@ func (r *joinRun) prepareReplica(ctx context.Context) error {
 	if err := r.awaitTurn(ctx, r.o.Turn); err != nil {
 		return err
 	}
-	if err := r.lengthen(ctx); err != nil {
+	if err := r.expandReplica(ctx); err != nil {
 		return err
 	}
 	if err := r.dst.Track(ctx, true); err != nil {
@@ -211,7 +211,7 @@ func (r *joinRun) prepareReplica(ctx context.Context) error {
 	if err := r.copySnapshots(ctx); err != nil {
 		return fmt.Errorf("replica %s cannot be rebuilt: %w", r.n.Name, err)
 	}
-	return r.lengthen(ctx) // the volume may have grown meanwhile
+	return r.expandReplica(ctx) // the volume may have grown meanwhile
 }
 
 func errJoin(name string, j *join, err error) error {
@@ -223,19 +223,19 @@ func errJoin(name string, j *join, err error) error {
 	return fmt.Errorf("replica %s cannot be rebuilt: %w", name, err)
 }
 
-func (e *Engine) length(ctx context.Context) (size int64, err error) {
-	err = e.on(ctx, func() { size = e.size })
+func (e *Engine) volumeSize(ctx context.Context) (size int64, err error) {
+	err = e.runOnLoop(ctx, func() { size = e.size })
 	return size, err
 }
 
-// enlist makes the replica get all new writes, and waits for the end of the older ones.
-func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
+// enlistReplica makes the replica get all new writes, and waits for the end of the older ones.
+func (r *joinRun) enlistReplica(ctx context.Context) (*join, Mirror, error) {
 	e, n := r.e, r.n
 	j := &join{failed: make(chan struct{}), done: make(chan struct{})}
 	settled := make(chan struct{})
 	var src Mirror
 	var refused error
-	err := e.on(ctx, func() {
+	err := e.runOnLoop(ctx, func() {
 		switch {
 		case e.closing || e.fenced != nil:
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
@@ -274,8 +274,8 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 		e.gone |= bit(j.m) // until the membership the caller of Join closes it
 		e.joiners |= bit(j.m)
 		e.joins[j.m] = j
-		e.fetches.subscribe(n.Member)
-		e.gens.after(func() { close(settled) })
+		e.fetches.subscribeToMember(n.Member)
+		e.gens.callAfterOperations(func() { close(settled) })
 	})
 	if err == nil {
 		err = refused
@@ -288,7 +288,7 @@ func (r *joinRun) enlist(ctx context.Context) (*join, Mirror, error) {
 		return j, src, nil
 	case <-ctx.Done():
 		err := api.Errorf(api.Unavailable, "writes wait: %w", ctx.Err())
-		r.expel(j, err)
+		r.expelReplica(j, err)
 		return nil, nil, err
 	}
 }
@@ -302,15 +302,16 @@ func (e *Engine) isIn(name string) bool {
 	return false
 }
 
-// expel takes the replica out after a failed join, and waits for the end of all operations that may use the replica.
-func (r *joinRun) expel(j *join, why error) {
+// expelReplica takes the replica out after a failed join, and waits for the end of all operations that may use the
+// replica.
+func (r *joinRun) expelReplica(j *join, why error) {
 	e := r.e
 	idle := make(chan struct{})
 	if !e.cfg.Loop.Post(func() {
 		if e.joins[j.m] == j { // else another replica may have the place
-			e.unjoin(bit(j.m), why)
+			e.removeJoiners(bit(j.m), why)
 		}
-		e.gens.after(func() { close(idle) })
+		e.gens.callAfterOperations(func() { close(idle) })
 	}) {
 		return
 	}
@@ -320,8 +321,8 @@ func (r *joinRun) expel(j *join, why error) {
 	}
 }
 
-// unjoin forgets joiners. Loop thread.
-func (e *Engine) unjoin(who set, why error) {
+// removeJoiners forgets joiners. Loop thread.
+func (e *Engine) removeJoiners(who set, why error) {
 	for m, j := range e.joins {
 		if !who.has(m) || !e.joiners.has(m) {
 			continue
@@ -335,14 +336,15 @@ func (e *Engine) unjoin(who set, why error) {
 		}
 		e.wishes = slices.DeleteFunc(e.wishes, func(w *join) bool { return w == j })
 		delete(e.joins, m)
-		e.retire(m)
+		e.freePlaceLater(m)
 		close(j.failed)
 	}
 }
 
-// retire frees the place of a replica at the end of all operations that may have asked the replica. Loop thread.
-func (e *Engine) retire(m int) {
-	e.gens.after(func() { e.spare |= bit(m) })
+// freePlaceLater frees the place of a replica at the end of all operations that may have asked the replica. Loop
+// thread.
+func (e *Engine) freePlaceLater(m int) {
+	e.gens.callAfterOperations(func() { e.spare |= bit(m) })
 }
 
 // nextJoin starts the swap for the next join.
@@ -355,14 +357,14 @@ func (e *Engine) nextJoin() {
 	e.dropping = true
 	e.joiners &^= bit(j.m)
 	e.joining = bit(j.m) // from now on no acknowledgement without the replica
-	d := drop{m: j.m, list: e.cfg.Members, epoch: e.epoch, names: e.names(e.members | bit(j.m)),
+	d := drop{m: j.m, list: e.cfg.Members, epoch: e.epoch, names: e.memberNames(e.members | bit(j.m)),
 		survivors: e.members&^e.suspect | bit(j.m)}
 	name := e.cfg.Members[j.m].Name
 	e.drops.Add(1)
 	go func() {
 		defer e.drops.Done()
 		called := error(nil)
-		err := e.insist(func(ctx context.Context) error {
+		err := e.repeatUntilDecided(func(ctx context.Context) error {
 			err := e.cfg.Add(ctx, d.epoch, name)
 			if api.Is(err, api.NotFound) { // surely not done
 				called = err
@@ -373,12 +375,12 @@ func (e *Engine) nextJoin() {
 		if err == nil && called == nil {
 			err = e.adoptAll(&d, d.epoch+1)
 		}
-		e.cfg.Loop.Post(func() { e.joined(j, &d, called, err) })
+		e.cfg.Loop.Post(func() { e.joinEnded(j, &d, called, err) })
 	}()
 }
 
-// joined takes the outcome. Loop thread.
-func (e *Engine) joined(j *join, d *drop, called, err error) {
+// joinEnded takes the outcome. Loop thread.
+func (e *Engine) joinEnded(j *join, d *drop, called, err error) {
 	e.dropping = false
 	switch {
 	case err != nil && api.Is(err, api.Denied):
@@ -392,7 +394,7 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 		return
 	case called != nil:
 		e.joining, e.joiners = 0, e.joiners|bit(j.m)
-		e.unjoin(bit(j.m), called)
+		e.removeJoiners(bit(j.m), called)
 		e.nextDrop()
 		e.decideWaiting()
 		return
@@ -407,24 +409,24 @@ func (e *Engine) joined(j *join, d *drop, called, err error) {
 	close(j.done)
 	for m := range e.cfg.Members {
 		if d.weak.has(m) {
-			e.propose(m, d.why)
+			e.proposeDrop(m, d.why)
 		}
 	}
 	e.nextDrop()
 	e.decideWaiting()
-	e.unequal.soon()
+	e.unequal.requestResync()
 }
 
 // catchUp copies the data that the replica lacks.
 func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress, err error) {
-	regions, region, full, err := r.lacking(ctx, src)
+	regions, region, full, err := r.findLackingRegions(ctx, src)
 	if err == nil {
-		err = inherit(ctx, src, r.dst)
+		err = inheritIntents(ctx, src, r.dst)
 	}
 	if err != nil {
 		return r.at.p, err
 	}
-	size, err := r.e.length(ctx)
+	size, err := r.e.volumeSize(ctx)
 	if err != nil {
 		return r.at.p, err
 	}
@@ -439,9 +441,9 @@ func (r *joinRun) catchUp(ctx context.Context, j *join, src Mirror) (p Progress,
 	return c.copyRegions(ctx, regions, region, size)
 }
 
-// inherit makes the replica note the intents of the member that the copy came from. In such a region both may hold the
-// same, so that the engine copies nothing, but a third, missing replica may hold something else.
-func inherit(ctx context.Context, src, dst Mirror) error {
+// inheritIntents makes the replica note the intents of the member that the copy came from. In such a region both may
+// hold the same, so that the engine copies nothing, but a third, missing replica may hold something else.
+func inheritIntents(ctx context.Context, src, dst Mirror) error {
 	t, err := src.Intents(ctx)
 	if err != nil {
 		return err
@@ -455,8 +457,8 @@ func union(a, b []int64) []int64 {
 	return slices.Compact(all)
 }
 
-// lock keeps the guest from writing to a range until release.
-func (e *Engine) lock(ctx context.Context, off, n int64) (release func(), err error) {
+// lockRange keeps the guest from writing to a range until release.
+func (e *Engine) lockRange(ctx context.Context, off, n int64) (release func(), err error) {
 	got := make(chan error, 1)
 	var o *op
 	if !e.cfg.Loop.Post(func() {

@@ -29,7 +29,7 @@ func (r *joinRun) copySnapshots(ctx context.Context) error {
 		return nil
 	}
 	for {
-		src, cutting, err := r.e.source(ctx)
+		src, cutting, err := r.e.selectMember(ctx)
 		if err != nil {
 			return err
 		}
@@ -52,7 +52,7 @@ func (r *joinRun) copySnapshots(ctx context.Context) error {
 // cutSnapshots resyncs the replica's head to each missing snapshot in turn, and cuts the head.
 func (r *joinRun) cutSnapshots(ctx context.Context, src, to Cutter, missing []stack.Snapshot) error {
 	at := &r.at
-	size, err := r.e.length(ctx)
+	size, err := r.e.volumeSize(ctx)
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func (r *joinRun) cutSnapshots(ctx context.Context, src, to Cutter, missing []st
 		return err
 	}
 	for _, s := range missing {
-		regions, region, full, err := r.towards(ctx, src, s.UID)
+		regions, region, full, err := r.findSnapshotChanges(ctx, src, s.UID)
 		if err != nil {
 			return err
 		}
@@ -132,30 +132,31 @@ func sameSnapshots(ctx context.Context, src, dst Mirror) error {
 	return err
 }
 
-// towards says where the head of the replica and a snapshot may differ: the head begins with the snapshot at.top,
-// without a later write.
-func (r *joinRun) towards(ctx context.Context, src Cutter, uid string) (regions []int64, region int64, full bool,
-	err error) {
+// findSnapshotChanges says where the head of the replica and a snapshot may differ: the head begins with the snapshot
+// at.top, without a later write.
+func (r *joinRun) findSnapshotChanges(ctx context.Context, src Cutter, uid string) (regions []int64, region int64,
+	full bool, err error) {
 	if r.at.top != "" {
 		regions, err = src.Changed(ctx, r.at.top, uid, nil, comparePiece)
 		return regions, comparePiece, false, err
 	}
-	return r.differing(ctx, src, uid)
+	return r.findDifferingRegions(ctx, src, uid)
 }
 
-// lacking says where the replica may differ from the members now.
-func (r *joinRun) lacking(ctx context.Context, src Mirror) (regions []int64, region int64, full bool, err error) {
+// findLackingRegions says where the replica may differ from the members now.
+func (r *joinRun) findLackingRegions(ctx context.Context, src Mirror) (regions []int64, region int64, full bool,
+	err error) {
 	if r.at.top != "" {
 		regions, err = src.(Cutter).Changed(ctx, r.at.top, "", nil, comparePiece)
 		return regions, comparePiece, false, err
 	}
-	return r.differing(ctx, src, "")
+	return r.findDifferingRegions(ctx, src, "")
 }
 
-// differing says where a returning replica may differ: by the intents of both sides, or, if these do not name all
-// regions, wherever one of the two replicas holds data.
-func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (regions []int64, region int64, full bool,
-	err error) {
+// findDifferingRegions says where a returning replica may differ: by the intents of both sides, or, if these do not
+// name all regions, wherever one of the two replicas holds data.
+func (r *joinRun) findDifferingRegions(ctx context.Context, src Mirror, uid string) (regions []int64, region int64,
+	full bool, err error) {
 	dst := r.dst
 	ours, err := src.Intents(ctx)
 	if err != nil {
@@ -171,7 +172,7 @@ func (r *joinRun) differing(ctx context.Context, src Mirror, uid string) (region
 	from, ok := src.(Cutter)
 	to, is := dst.(Cutter)
 	if !ok || !is {
-		size, err := r.e.length(ctx)
+		size, err := r.e.volumeSize(ctx)
 		if err != nil {
 			return nil, 0, true, err
 		}
@@ -217,7 +218,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 	defer cancel()
 	defer context.AfterFunc(e.ctx, cancel)()
 	var list []Named
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		for i, m := range e.cfg.Members {
 			if (e.members &^ e.suspect).has(i) {
 				list = append(list, m)
@@ -247,7 +248,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 		}
 	}()
 	c := copier{e: e, polite: true, o: JoinOptions{BytesPerSecond: bytesPerSecond}, began: time.Now()}
-	size, err := e.length(ctx)
+	size, err := e.volumeSize(ctx)
 	if err != nil {
 		return err
 	}

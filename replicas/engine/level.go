@@ -19,26 +19,26 @@ type opening struct {
 	behind bool
 }
 
-// mirrors prepares the members of a volume with several replicas: the members note intents, the engine resyncs the
-// members after an unclean end, and removes snapshots that some member lacks.
-func (p *opening) mirrors(ctx context.Context) error {
+// prepareMembers prepares the members of a volume with several replicas: the members note intents, the engine resyncs
+// the members after an unclean end, and removes snapshots that some member lacks.
+func (p *opening) prepareMembers(ctx context.Context) error {
 	e := p.e
 	if !e.cfg.Track && len(e.cfg.Members) < 2 {
 		e.updateLast()
-		if err := e.cfg.unnoted(ctx); !api.Is(err, api.Full) {
+		if err := e.cfg.recordUnnoted(ctx); !api.Is(err, api.Full) {
 			return err
 		}
 		e.cfg.Track = true // a full disk has no room for the record, and room for intents: the file of intents exists
 	}
 	for {
-		err := p.prepareMembers(ctx)
+		err := p.prepareServing(ctx)
 		if err == nil || !p.leaveOut() {
 			return err
 		}
 	}
 }
 
-func (p *opening) prepareMembers(ctx context.Context) error {
+func (p *opening) prepareServing(ctx context.Context) error {
 	e := p.e
 	p.all, p.who = nil, nil
 	for i, m := range e.cfg.Members {
@@ -55,7 +55,7 @@ func (p *opening) prepareMembers(ctx context.Context) error {
 	}
 	e.updateLast()
 	if e.cfg.Resync && len(p.all) > 1 {
-		if err := p.resync(ctx); err != nil {
+		if err := p.resyncMembers(ctx); err != nil {
 			return err
 		}
 	}
@@ -64,7 +64,7 @@ func (p *opening) prepareMembers(ctx context.Context) error {
 			return err
 		}
 	}
-	return p.level(ctx)
+	return p.removePartialSnapshots(ctx)
 }
 
 // leaveOut takes out the members that stalled in the preparation, and reports whether the engine can begin with the
@@ -100,7 +100,7 @@ func (p *opening) leaveBehind(ctx context.Context) error {
 	lacks := make([]string, len(p.all)) // name of such a snapshot, by member
 	for _, st := range states {
 		for _, s := range st.Snapshots {
-			if everywhere(states, s) {
+			if allHaveSnapshot(states, s) {
 				continue
 			}
 			is, err := e.cfg.Reported(ctx, s)
@@ -170,20 +170,20 @@ func statesOf(ctx context.Context, all []Mirror) ([]stack.Meta, error) {
 	return states, nil
 }
 
-func everywhere(states []stack.Meta, s stack.Snapshot) bool {
+func allHaveSnapshot(states []stack.Meta, s stack.Snapshot) bool {
 	return !slices.ContainsFunc(states, func(o stack.Meta) bool { return !slices.ContainsFunc(o.Snapshots, s.Same) })
 }
 
-// level removes snapshots that some member lacks, before the engine serves: the API never reported such a snapshot, or
-// the snapshot was being deleted.
-func (p *opening) level(ctx context.Context) error {
+// removePartialSnapshots removes snapshots that some member lacks, before the engine serves: the API never reported
+// such a snapshot, or the snapshot was being deleted.
+func (p *opening) removePartialSnapshots(ctx context.Context) error {
 	states, err := statesOf(ctx, p.all)
 	if err != nil {
 		return err
 	}
 	for i, st := range states {
 		for _, s := range st.Snapshots {
-			if everywhere(states, s) {
+			if allHaveSnapshot(states, s) {
 				continue
 			}
 			if err := p.all[i].(Cutter).Forget(ctx, s.UID); err != nil {
@@ -194,10 +194,10 @@ func (p *opening) level(ctx context.Context) error {
 	return nil
 }
 
-// resync resyncs the members before the engine serves the guest. The first member wins: each member has every
+// resyncMembers resyncs the members before the engine serves the guest. The first member wins: each member has every
 // acknowledged write, and an unacknowledged write may survive or not, but on all members alike. For a piece with damage
 // on the first member, another member wins.
-func (p *opening) resync(ctx context.Context) error {
+func (p *opening) resyncMembers(ctx context.Context) error {
 	var regions []int64
 	var region int64
 	for _, m := range p.all {

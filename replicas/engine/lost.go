@@ -37,10 +37,10 @@ func (e *Engine) Hurry() {
 	})
 }
 
-// vouch finds a member whose session is unbroken. If no serving member answers, vouch also asks failed members, as long
-// as necessary. vouch never asks a member that was missing when the engine opened: the others were resynced without
-// that member.
-func (e *Engine) vouch(d *drop) error {
+// findVouchingMember finds a member whose session is unbroken. If no serving member answers, findVouchingMember also
+// asks failed members, as long as necessary. findVouchingMember never asks a member that was missing when the engine
+// opened: the others were resynced without that member.
+func (e *Engine) findVouchingMember(d *drop) error {
 	wait := 50 * time.Millisecond
 	for {
 		var good set
@@ -78,7 +78,7 @@ func (e *Engine) vouch(d *drop) error {
 			return nil
 		}
 		if denied != 0 {
-			if err := e.cfg.confirm(e.ctx, d.epoch, refusal); api.Is(err, api.Denied) {
+			if err := e.cfg.confirmDenial(e.ctx, d.epoch, refusal); api.Is(err, api.Denied) {
 				return err
 			} else if err == nil && denied == d.able {
 				return refusal // the API names this engine, and no member is left to continue with
@@ -99,8 +99,8 @@ func (e *Engine) vouch(d *drop) error {
 	}
 }
 
-// revive sends the waiting operations to members that serve again: failed operations, and operations since.
-func (e *Engine) revive(who set) {
+// reviveMembers sends the waiting operations to members that serve again: failed operations, and operations since.
+func (e *Engine) reviveMembers(who set) {
 	e.bare, e.refusing, e.impatient = time.Time{}, false, false
 	e.suspect &^= who
 	e.weak &^= who // each adopted the epoch to vouch
@@ -109,7 +109,7 @@ func (e *Engine) revive(who set) {
 	e.updateLast()
 	for m := range e.cfg.Members {
 		if e.weak.has(m) { // the last serving member, which serves no more
-			e.propose(m, errLost)
+			e.proposeDrop(m, errLost)
 		}
 	}
 	for o := e.ranges.busy.head; o != nil; o = o.next {
@@ -122,7 +122,7 @@ func (e *Engine) revive(who set) {
 	e.stalled.retryAll()
 	e.nextDrop()
 	e.decideWaiting()
-	e.unequal.soon()
+	e.unequal.requestResync()
 }
 
 // stalledReads are reads without a member that can answer now. Loop thread.
@@ -182,7 +182,7 @@ func (e *Engine) Suspect(name string, why error) {
 	e.cfg.Loop.Post(func() {
 		for i, m := range e.cfg.Members {
 			if m.Name == name && e.members.has(i) && !e.closing && e.fenced == nil {
-				e.propose(i, why)
+				e.proposeDrop(i, why)
 			}
 		}
 	})
@@ -192,13 +192,13 @@ func (e *Engine) Suspect(name string, why error) {
 // Operations that wait for longer fail, and so do new operations until a replica is back. FailAfter reports whether I/O
 // fails now.
 func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool, err error) {
-	err = e.on(ctx, func() {
+	err = e.runOnLoop(ctx, func() {
 		// A resumed engine does not know which writes failed earlier: intents stay until the next attach compares.
 		e.unequal.unknown = e.unequal.unknown || most > 0 && !e.cfg.Resync
 		e.abandonLast(most)
-		waits := len(e.stalled.list) > 0 || len(e.ranges.waiting()) > 0
+		waits := len(e.stalled.list) > 0 || len(e.ranges.listWaiting()) > 0
 		switch {
-		case most == 0 || e.serving() != 0 || !waits && !e.refusing:
+		case most == 0 || e.servingMembers() != 0 || !waits && !e.refusing:
 			e.bare, e.refusing = time.Time{}, false
 		case e.bare.IsZero() && !e.impatient:
 			e.bare = time.Now()
@@ -211,12 +211,12 @@ func (e *Engine) FailAfter(ctx context.Context, most time.Duration) (fails bool,
 	return fails, err
 }
 
-// serving returns the members that answer, as far as is known. A member that failed a write together with the others is
-// no suspect, because some member has to vouch; such a member serves again once a member vouched.
-func (e *Engine) serving() set {
+// servingMembers returns the members that answer, as far as is known. A member that failed a write together with the
+// others is no suspect, because some member has to vouch; such a member serves again once a member vouched.
+func (e *Engine) servingMembers() set {
 	live := e.members &^ e.suspect &^ e.lost
 	if e.suspect != 0 && !e.vouched {
-		for _, o := range e.ranges.waiting() {
+		for _, o := range e.ranges.listWaiting() {
 			if !o.reading {
 				live &^= o.failed & o.away
 			}
@@ -243,7 +243,7 @@ func (e *Engine) abandonLast(most time.Duration) {
 
 // failLost ends the operations that wait for a replica.
 func (e *Engine) failLost() {
-	for _, o := range e.ranges.waiting() {
+	for _, o := range e.ranges.listWaiting() {
 		if o.waiting { // the operation before may have ended this one, too
 			e.finishOp(o, syscall.EIO)
 		}

@@ -16,9 +16,9 @@ type unnoter interface {
 	Unnoted(ctx context.Context, epoch int64) error
 }
 
-// unnoted makes a single member without Track record so, in each epoch: also a member that never noted an intent, since
-// a replica that left before the first write has the same past.
-func (c *Config) unnoted(ctx context.Context) error {
+// recordUnnoted makes a single member without Track record so, in each epoch: also a member that never noted an intent,
+// since a replica that left before the first write has the same past.
+func (c *Config) recordUnnoted(ctx context.Context) error {
 	m, ok := c.Members[0].Member.(Mirror)
 	if !ok {
 		return nil
@@ -48,8 +48,8 @@ func (e *Engine) NoteIntents(ctx context.Context) error {
 	var epoch int64
 	var members []Named
 	var refused error
-	if err := e.on(ctx, func() {
-		notes, members, epoch = e.cleaner.notes(), e.cfg.Members, e.epoch
+	if err := e.runOnLoop(ctx, func() {
+		notes, members, epoch = e.cleaner.notesIntents(), e.cfg.Members, e.epoch
 		if e.closing || e.fenced != nil {
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 		}
@@ -68,12 +68,12 @@ func (e *Engine) NoteIntents(ctx context.Context) error {
 			return fmt.Errorf("replica %s cannot note intents: %w", n.Name, err)
 		}
 	}
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		switch {
 		case e.closing || e.fenced != nil:
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
-		case !e.cleaner.notes():
-			e.cleaner.start()
+		case !e.cleaner.notesIntents():
+			e.cleaner.startCleaner()
 		}
 	}); err != nil {
 		return err

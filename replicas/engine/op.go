@@ -73,11 +73,11 @@ const (
 	stageWrite              // write the piece
 )
 
-func (o *op) isRead() bool  { return o.parent.Op == block.OpRead }
-func (o *op) aligned() bool { return (o.parent.Off|o.parent.Len)&(block.Size-1) == 0 }
+func (o *op) isRead() bool    { return o.parent.Op == block.OpRead }
+func (o *op) isAligned() bool { return (o.parent.Off|o.parent.Len)&(block.Size-1) == 0 }
 
-func down(n int64) int64 { return n &^ (block.Size - 1) }
-func up(n int64) int64   { return (n + block.Size - 1) &^ (block.Size - 1) }
+func roundDown(n int64) int64 { return n &^ (block.Size - 1) }
+func roundUp(n int64) int64   { return (n + block.Size - 1) &^ (block.Size - 1) }
 
 // startOp starts an operation for r.
 func (e *Engine) startOp(r *block.Request) *op {
@@ -91,7 +91,7 @@ func (e *Engine) startOp(r *block.Request) *op {
 	o.parent = r
 	o.start = int64(time.Since(e.base))
 	o.cur, o.end = r.Off, r.Off+r.Len
-	o.lo, o.hi = down(o.cur), up(o.end)
+	o.lo, o.hi = roundDown(o.cur), roundUp(o.end)
 	o.slow, o.reading, o.waiting, o.again, o.probe = false, false, false, false, false
 	o.tried, o.sore, o.err, o.stage, o.lock = 0, 0, nil, stageHead, nil
 	o.unfetched, o.pause, o.due = 0, 0, 0
@@ -99,7 +99,7 @@ func (e *Engine) startOp(r *block.Request) *op {
 	for len(o.subs) < len(e.cfg.Members) { // replicas have joined since the operation was made
 		e.addRequest(o)
 	}
-	o.enter()
+	o.countInProgress()
 	return o
 }
 
@@ -141,34 +141,34 @@ func (o *op) firstStep() {
 		o.lock()
 		return
 	}
-	if o.aligned() {
+	if o.isAligned() {
 		o.sendToMembers(r.Op, r.Buf, r.Off, r.Len, r.FUA)
 		return
 	}
 	if o.bounce == nil && !o.takeBounce() {
 		return // firstStep is called again when there is a buffer
 	}
-	o.step()
+	o.nextStep()
 }
 
-// step sends the next request of an operation with partial blocks.
-func (o *op) step() {
+// nextStep sends the next request of an operation with partial blocks.
+func (o *op) nextStep() {
 	r := o.parent
 	switch r.Op {
 	case block.OpRead:
-		o.pa, o.pb = down(o.cur), min(up(o.end), down(o.cur)+bounceSize)
+		o.pa, o.pb = roundDown(o.cur), min(roundUp(o.end), roundDown(o.cur)+bounceSize)
 		o.readFromMember(o.bounce[:o.pb-o.pa], o.pa)
 	case block.OpWrite:
-		o.pa, o.pb = down(o.cur), min(up(o.end), down(o.cur)+bounceSize)
+		o.pa, o.pb = roundDown(o.cur), min(roundUp(o.end), roundDown(o.cur)+bounceSize)
 		o.mergeBlocks()
 	default:
 		if o.cur&(block.Size-1) == 0 && o.end-o.cur >= block.Size {
-			o.pa, o.pb = o.cur, down(o.end)
+			o.pa, o.pb = o.cur, roundDown(o.end)
 			o.stage = stageWrite
 			o.sendToMembers(r.Op, nil, o.pa, o.pb-o.pa, false)
 			return
 		}
-		o.pa = down(o.cur)
+		o.pa = roundDown(o.cur)
 		o.pb = o.pa + block.Size
 		o.mergeBlocks()
 	}
@@ -221,7 +221,7 @@ func (o *op) stepDone() {
 				e.finishOp(o, syscall.EIO)
 				return
 			}
-			o.step()
+			o.nextStep()
 			return
 		}
 	}
@@ -232,8 +232,8 @@ func (o *op) stepDone() {
 func (o *op) sendToMembers(kind block.Op, buf []byte, off, n int64, fua bool) {
 	o.reading = false
 	o.ok, o.failed, o.full, o.away, o.err = 0, 0, 0, 0, nil
-	if kind != block.OpFlush && o.e.cleaner.notes() {
-		o.e.cleaner.touch(off, n, o.gen)
+	if kind != block.OpFlush && o.e.cleaner.notesIntents() {
+		o.e.cleaner.touchRegions(off, n, o.gen)
 	}
 	o.out = block.Request{Op: kind, FUA: fua, Off: off, Len: n, Buf: buf}
 	o.askMembers((o.e.members | o.e.joiners | o.e.joining) &^ o.e.suspect)
@@ -321,7 +321,7 @@ func (o *op) takeAnswer(m int, err error) {
 	}
 	o.failed |= bit(m)
 	switch {
-	case api.Is(err, api.Denied) && !o.e.doubt(m, err):
+	case api.Is(err, api.Denied) && !o.e.doubtOwnership(m, err):
 		o.e.fence(err)
 	case api.Is(err, api.Denied):
 		err = api.Errorf(api.Unavailable, "the member serves another engine: %v", err)
@@ -331,7 +331,7 @@ func (o *op) takeAnswer(m int, err error) {
 	case o.reading && isDamage(err):
 		o.sore |= bit(m)
 		o.e.hurt |= bit(m)
-	case errors.Is(errno(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush:
+	case errors.Is(errnoOf(err), syscall.ENOSPC) && o.parent.Op != block.OpFlush:
 		// A failed flush is not tried again: the kernel reports a lost write only once.
 		o.full |= bit(m)
 	}

@@ -11,9 +11,9 @@ import (
 // unreachable one, and lets reads wait, until the swap that drops the member has shown whether the API still names this
 // engine. If all members answer so, the engine asks the API itself.
 
-// confirm asks the API about a member's word: another engine has the volume. Nil: the API names this engine. Denied:
-// the API names another engine, or cannot be asked. Any other error: the API did not answer.
-func (c *Config) confirm(ctx context.Context, epoch int64, word error) error {
+// confirmDenial asks the API about a member's word: another engine has the volume. Nil: the API names this engine.
+// Denied: the API names another engine, or cannot be asked. Any other error: the API did not answer.
+func (c *Config) confirmDenial(ctx context.Context, epoch int64, word error) error {
 	if c.Owns == nil {
 		return word
 	}
@@ -27,9 +27,9 @@ func (c *Config) confirm(ctx context.Context, epoch int64, word error) error {
 	return api.Errorf(api.Unavailable, "whether another engine has the volume is not known: %w; %v", err, word)
 }
 
-// doubt takes member m's word that another engine has the volume, and reports whether the engine asks the API first.
-// The word of the volume's only member counts at once: nothing could continue without this member. Loop thread.
-func (e *Engine) doubt(m int, why error) bool {
+// doubtOwnership takes member m's word that another engine has the volume, and reports whether the engine asks the API
+// first. The word of the volume's only member counts at once: nothing could continue without this member. Loop thread.
+func (e *Engine) doubtOwnership(m int, why error) bool {
 	if e.cfg.Owns == nil || e.members == bit(m) {
 		return false
 	}
@@ -41,7 +41,7 @@ func (e *Engine) doubt(m int, why error) bool {
 		e.lost |= bit(m)
 		e.nextDrop()
 	} else {
-		e.propose(m, why)
+		e.proposeDrop(m, why)
 	}
 	return true
 }

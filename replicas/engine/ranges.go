@@ -44,8 +44,8 @@ func (r *ranges) clash(a, b *op) bool {
 	return a != b && a.lo < b.hi && b.lo < a.hi && (a.slow || b.slow || len(r.e.cfg.Members) > 1)
 }
 
-// requeue starts the operations that need not wait any more, in order.
-func (r *ranges) requeue() {
+// startQueued starts the operations that need not wait any more, in order.
+func (r *ranges) startQueued() {
 	for o := r.queue.head; o != nil; {
 		next := o.next
 		if !r.conflicts(o, o) {
@@ -67,8 +67,8 @@ func (r *ranges) removeBusy(o *op) {
 	}
 }
 
-// waiting lists the operations that wait for a drop.
-func (r *ranges) waiting() []*op {
+// listWaiting lists the operations that wait for a drop.
+func (r *ranges) listWaiting() []*op {
 	var ops []*op
 	for o := r.busy.head; o != nil; o = o.next {
 		if o.waiting {

@@ -76,7 +76,7 @@ func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did
 		}
 	}()
 	for {
-		hurt, _, err := r.repairers(ctx)
+		hurt, _, err := r.findRepairers(ctx)
 		if err != nil {
 			return did, err
 		}
@@ -85,7 +85,7 @@ func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did
 			return did, err // the same chunks would come again
 		}
 		if err == nil && len(list) == 0 && did.Lost == 0 {
-			err = e.on(ctx, r.unhurt)
+			err = e.runOnLoop(ctx, r.noteUndamaged)
 		}
 		if err != nil || len(list) == 0 {
 			return did, err
@@ -93,11 +93,11 @@ func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did
 		for _, b := range list {
 			began := time.Now()
 			// Asked again for each chunk: other members may have been dropped, and hold old content.
-			hurt, others, err := r.repairers(ctx)
+			hurt, others, err := r.findRepairers(ctx)
 			if err != nil {
 				return did, err
 			}
-			why, err := r.one(ctx, hurt, others, b)
+			why, err := r.repairChunk(ctx, hurt, others, b)
 			if why != nil && err == nil && beside == nil {
 				err = hurt.Repair(ctx, b.Layer, b.Off, nil)
 			}
@@ -117,8 +117,8 @@ func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did
 	}
 }
 
-// unhurt notes that the member has no damage. Loop thread.
-func (r *repairRun) unhurt() {
+// noteUndamaged notes that the member has no damage. Loop thread.
+func (r *repairRun) noteUndamaged() {
 	for i, m := range r.e.cfg.Members {
 		if m.Name == r.member {
 			r.e.hurt &^= bit(i)
@@ -126,13 +126,13 @@ func (r *repairRun) unhurt() {
 	}
 }
 
-// repairers returns the member to repair, and the other serving members.
-func (r *repairRun) repairers(ctx context.Context) (hurt Repairer, others []Named, err error) {
+// findRepairers returns the member to repair, and the other serving members.
+func (r *repairRun) findRepairers(ctx context.Context) (hurt Repairer, others []Named, err error) {
 	e, member := r.e, r.member
 	if r.beside != nil {
 		others = append(others, *r.beside)
 	}
-	err = e.on(ctx, func() {
+	err = e.runOnLoop(ctx, func() {
 		for i, m := range e.cfg.Members {
 			if !(e.members &^ e.suspect &^ e.weak &^ e.lost).has(i) {
 				continue
@@ -154,8 +154,8 @@ func (r *repairRun) repairers(ctx context.Context) (hurt Repairer, others []Name
 	return hurt, others, err
 }
 
-// one asks one member after another; why: no member shows the chunk's content.
-func (r *repairRun) one(ctx context.Context, hurt Repairer, others []Named, b stack.Broken) (why, err error) {
+// repairChunk asks one member after another; why: no member shows the chunk's content.
+func (r *repairRun) repairChunk(ctx context.Context, hurt Repairer, others []Named, b stack.Broken) (why, err error) {
 	away := error(nil)
 	for _, m := range others {
 		x, ok := m.Member.(Cutter)
@@ -163,8 +163,8 @@ func (r *repairRun) one(ctx context.Context, hurt Repairer, others []Named, b st
 			continue
 		}
 		r.used[x] = true
-		right := aligned(int(b.Len)) // not shared: a hanging disk may still read into the buffer
-		if err := showing(ctx, r.e.cfg.Loop, x, b, right); err != nil {
+		right := newAlignedBuffer(int(b.Len)) // not shared: a hanging disk may still read into the buffer
+		if err := readChunk(ctx, r.e.cfg.Loop, x, b, right); err != nil {
 			if api.Is(err, api.Corrupt) || api.Is(err, api.Invalid) {
 				why = fmt.Errorf("replica %s: %w", m.Name, err)
 			} else { // unreachable, or the snapshot was deleted: the caller tries again
@@ -190,8 +190,8 @@ func (r *repairRun) one(ctx context.Context, hurt Repairer, others []Named, b st
 	return why, nil
 }
 
-// showing reads a member's content of a chunk: in a snapshot, or now.
-func showing(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte) error {
+// readChunk reads a member's content of a chunk: in a snapshot, or now.
+func readChunk(ctx context.Context, loop Loop, x Cutter, b stack.Broken, to []byte) error {
 	for at := int64(0); at < b.Len; at += comparePiece {
 		part := to[at:min(b.Len, at+comparePiece)]
 		var err error

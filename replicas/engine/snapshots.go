@@ -14,7 +14,7 @@ import (
 // cut, and while the engine has not dropped a member that was missing when the engine opened: the engine did not
 // compare the missing member's snapshots with the others'.
 func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
-	m, cutting, err := e.source(ctx)
+	m, cutting, err := e.selectMember(ctx)
 	if err != nil {
 		return stack.Meta{}, err
 	}
@@ -22,7 +22,7 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 		return stack.Meta{}, api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 	}
 	var missing []string
-	if err := e.on(ctx, func() { missing = e.names(e.missing) }); err != nil {
+	if err := e.runOnLoop(ctx, func() { missing = e.memberNames(e.missing) }); err != nil {
 		return stack.Meta{}, err
 	}
 	if len(missing) > 0 {
@@ -33,15 +33,15 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 	if err != nil {
 		return st, err
 	}
-	if _, cutting, err = e.source(ctx); err == nil && cutting {
+	if _, cutting, err = e.selectMember(ctx); err == nil && cutting {
 		err = api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
 	}
 	return st, err
 }
 
-// source returns a member that can tell for all members.
-func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error) {
-	err = e.on(ctx, func() {
+// selectMember returns a member that can tell for all members.
+func (e *Engine) selectMember(ctx context.Context) (x Cutter, cutting bool, err error) {
+	err = e.runOnLoop(ctx, func() {
 		cutting = e.cutting
 		m := e.selectReader(e.hurt)
 		if m < 0 {
@@ -59,7 +59,7 @@ func (e *Engine) source(ctx context.Context) (x Cutter, cutting bool, err error)
 
 // Sizes returns the sizes of the snapshots' layers on one of the members.
 func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) {
-	m, _, err := e.source(ctx)
+	m, _, err := e.selectMember(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +84,7 @@ func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context
 	var refused error
 	c := &Cut{e: e}
 	var coming set
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		switch {
 		case e.closing || e.fenced != nil:
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
@@ -103,14 +103,14 @@ func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context
 	defer c.Release()
 	ctx, cancel := context.WithTimeout(ctx, prepareTime)
 	defer cancel()
-	errs := c.each(c.who|coming, func(_ int, x Cutter) error { return fn(ctx, x) })
+	errs := c.forEachMember(c.who|coming, func(_ int, x Cutter) error { return fn(ctx, x) })
 	var all []error
 	for m, err := range errs {
 		if err == nil {
 			continue
 		}
 		if coming.has(m) {
-			_ = e.on(ctx, func() { e.unjoin(bit(m), err) })
+			_ = e.runOnLoop(ctx, func() { e.removeJoiners(bit(m), err) })
 			continue
 		}
 		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))

@@ -17,7 +17,7 @@ func TestSoonest(t *testing.T) {
 		var ends []func()
 		for range 9 {
 			src := append([]Mirror{}, all...)
-			m, done := c.soonest(src)
+			m, done := c.putSoonestFirst(src)
 			asked[m]++
 			ends = append(ends, done)
 			if src[0] != m {
@@ -36,8 +36,8 @@ func TestSoonest(t *testing.T) {
 	}
 	took := func(m Mirror, long time.Duration) {
 		for range 100 { // what was before is forgotten
-			c.soonest([]Mirror{m})
-			c.took(m, comparePiece, long)
+			c.putSoonestFirst([]Mirror{m})
+			c.noteReadTime(m, comparePiece, long)
 		}
 		c.delay[m].pieces = 0
 	}

@@ -10,8 +10,8 @@ type roomQueue struct {
 	full     bool
 }
 
-// hold lets a write wait for room on the disk, with its range locked.
-func (q *roomQueue) hold(o *op) {
+// holdWrite lets a write wait for room on the disk, with its range locked.
+func (q *roomQueue) holdWrite(o *op) {
 	if !o.slow {
 		o.slow = true
 		q.e.ranges.slow++
@@ -20,7 +20,7 @@ func (q *roomQueue) hold(o *op) {
 		o.giveBounce() // other operations may need the buffer; the piece is merged again
 		o.stage = stageHead
 	}
-	q.tried(o)
+	q.endRetry(o)
 	q.held = append(q.held, o)
 	if !q.full {
 		q.full = true
@@ -30,8 +30,8 @@ func (q *roomQueue) hold(o *op) {
 	}
 }
 
-// tried ends the new try of a formerly held operation.
-func (q *roomQueue) tried(o *op) {
+// endRetry ends the new try of a formerly held operation.
+func (q *roomQueue) endRetry(o *op) {
 	if o.again {
 		o.again = false
 		q.retrying--

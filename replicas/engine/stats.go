@@ -43,7 +43,7 @@ type counters [classes]struct {
 	latency                   [len(Buckets) + 1]atomic.Uint64
 }
 
-func (c *counters) count(r *block.Request, nanos int64) {
+func (c *counters) countRequest(r *block.Request, nanos int64) {
 	class := Discard
 	switch r.Op {
 	case block.OpRead:

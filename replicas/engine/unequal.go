@@ -41,11 +41,11 @@ func (u *unequal) noteFailed(o *op) {
 	}
 }
 
-// none reports whether the members are equal except for writes in progress. Loop thread.
-func (u *unequal) none() bool { return !u.unknown && len(u.pieces) == 0 }
+// membersEqual reports whether the members are equal except for writes in progress. Loop thread.
+func (u *unequal) membersEqual() bool { return !u.unknown && len(u.pieces) == 0 }
 
-// soon has the members resynced where writes failed. Loop thread.
-func (u *unequal) soon() {
+// requestResync has the members resynced where writes failed. Loop thread.
+func (u *unequal) requestResync() {
 	if len(u.pieces) == 0 {
 		return
 	}
@@ -55,16 +55,16 @@ func (u *unequal) soon() {
 	}
 }
 
-// resync resyncs the members in the pieces with failed writes. After an error the next change of the members, or the
-// clock, starts the next try. Pieces that no member has fetched wait, while the engine resyncs the others.
-func (u *unequal) resync(ctx context.Context) {
+// resyncPieces resyncs the members in the pieces with failed writes. After an error the next change of the members, or
+// the clock, starts the next try. Pieces that no member has fetched wait, while the engine resyncs the others.
+func (u *unequal) resyncPieces(ctx context.Context) {
 	e := u.e
-	buf := aligned(unequalPiece)
+	buf := newAlignedBuffer(unequalPiece)
 	unfetched := map[int64]bool{}
 	for {
 		piece := int64(-1)
 		var size int64
-		if e.on(ctx, func() {
+		if e.runOnLoop(ctx, func() {
 			size = e.size
 			if e.suspect|e.lost|e.weak|e.joining != 0 || e.dropping || e.refusing || e.closing || e.fenced != nil {
 				return
@@ -94,7 +94,7 @@ func (u *unequal) resync(ctx context.Context) {
 
 func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 	e := u.e
-	release, err := e.lock(ctx, p.off, p.n)
+	release, err := e.lockRange(ctx, p.off, p.n)
 	if err != nil {
 		return err
 	}
@@ -105,7 +105,7 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 	var list []Named
 	calm := func() bool { return e.suspect|e.lost|e.weak|e.joining == 0 && !e.dropping && !e.refusing }
 	ok := false
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		// Joiners are members soon, and may have been compared there already.
 		epoch, who, list, ok = e.epoch, e.members|e.joiners, e.cfg.Members, calm()
 		asked := set(0)
@@ -138,15 +138,15 @@ func (u *unequal) resyncPiece(ctx context.Context, p span, buf []byte) error {
 		}
 		if err := submitAndWait(ctx, e.cfg.Loop, m.Member, w); err != nil {
 			e.Suspect(m.Name, err)
-			_ = e.on(ctx, func() {
+			_ = e.runOnLoop(ctx, func() {
 				if e.joiners.has(i) && e.cfg.Members[i].Member == m.Member {
-					e.unjoin(bit(i), err)
+					e.removeJoiners(bit(i), err)
 				}
 			})
 			return err
 		}
 	}
-	if err := e.on(ctx, func() {
+	if err := e.runOnLoop(ctx, func() {
 		if ok = epoch == e.epoch && who == e.members|e.joiners && calm(); ok {
 			delete(u.pieces, p.off/unequalPiece)
 		}

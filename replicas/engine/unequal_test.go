@@ -28,15 +28,15 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 		o := r.e.startOp(q)
 		r.e.ranges.busy.push(o)
 		r.e.finishOp(o, syscall.EIO)
-		if r.e.steady() {
+		if r.e.membersComplete() {
 			t.Error("a write failed, and the members are said to be equal")
 		}
-		r.e.unequal.soon()
+		r.e.unequal.requestResync()
 	})
 	is(t, failed, syscall.EIO)
 	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
 		equal, steady := false, false
-		r.l.do(func() { equal, steady = bytes.Equal(r.m[0].data, r.m[1].data), r.e.steady() })
+		r.l.do(func() { equal, steady = bytes.Equal(r.m[0].data, r.m[1].data), r.e.membersComplete() })
 		if equal && steady {
 			break
 		}
@@ -47,8 +47,8 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 	is(t, r.start(block.OpWrite, 8192, fill(4096, 9), 0), nil)
 }
 
-// TestMembersAreMadeAlikeBesideAnUnfetchedPiece: a member that still fetches a piece in which a write failed is not asked
-// for it where another one has it, and a piece that no member has keeps no other one from being made equal.
+// TestMembersAreMadeAlikeBesideAnUnfetchedPiece: a member that still fetches a piece in which a write failed is not
+// asked for it where another one has it, and a piece that no member has keeps no other one from being made equal.
 func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 	r := newRig(t, 2, nil)
 	lacks := func(pieces ...int64) func(q *block.Request) error {
@@ -68,7 +68,7 @@ func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
 			copy(r.m[1].data[k*unequalPiece:], fill(4096, 7))
 			r.e.unequal.pieces[k] = true
 		}
-		r.e.unequal.soon()
+		r.e.unequal.requestResync()
 	})
 	for end := time.Now().Add(5 * time.Minute); ; runtime.Gosched() {
 		var left []int64

@@ -117,7 +117,7 @@ func (m *WatchedMember) Submit(q *block.Request) {
 	s := m.free
 	if s == nil {
 		s = &watchedSlot{}
-		s.in.Done = func(*block.Request) { m.answered(s) }
+		s.in.Done = func(*block.Request) { m.takeAnswer(s) }
 	} else {
 		m.free = s.next
 	}
@@ -151,8 +151,8 @@ func (m *WatchedMember) removeSlot(s *watchedSlot) {
 	s.prev, s.next = nil, nil
 }
 
-// answered takes the replica's answer. Loop thread.
-func (m *WatchedMember) answered(s *watchedSlot) {
+// takeAnswer takes the replica's answer. Loop thread.
+func (m *WatchedMember) takeAnswer(s *watchedSlot) {
 	m.mu.Lock()
 	out, lent, err := s.out, s.lent, s.in.Err
 	if out != nil {
@@ -203,8 +203,8 @@ func (m *WatchedMember) Abandoned() error {
 	return m.dead
 }
 
-// stalled returns the reason to abandon the member; nil: there is none. The caller has the lock.
-func (m *WatchedMember) stalled(now time.Duration) error {
+// stallReason returns the reason to abandon the member; nil: there is none. The caller has the lock.
+func (m *WatchedMember) stallReason(now time.Duration) error {
 	t := m.o.Timeout()
 	limit := min(max(stallFactor*m.peak, t.Min), t.Max)
 	if m.down != nil && now-m.downAt > limit {
@@ -229,7 +229,7 @@ func (m *WatchedMember) checkStall(now time.Duration) {
 		m.peak -= m.peak / 64
 		m.faded = now
 	}
-	why := m.stalled(now)
+	why := m.stallReason(now)
 	if m.last || m.dead != nil {
 		why = nil
 	}
