@@ -13,9 +13,9 @@ import (
 // op is one request of the guest in progress. Operations come from a free list, and so do their requests to members:
 // the engine allocates nothing for an I/O once as many were in progress at a time.
 //
-//	firstStep -> step -> sendToMembers / readFromMember -> countAnswer -> decideStep, and then one of
-//	    step again (partial blocks, long ranges)
-//	    held (no room) -> step again
+//	firstStep -> nextStep -> sendToMembers / readFromMember -> countAnswer -> decideStep, and then one of
+//	    nextStep again (partial blocks, long ranges)
+//	    held (no room) -> nextStep again
 //	    waiting (a member is being dropped) -> decideStep
 //	    finishOp
 type op struct {

@@ -91,10 +91,10 @@ func (a regionArgs) Validate(limits) error {
 	return nil
 }
 
-// list returns the regions within the replica.
-func (a regionArgs) list(l limits) []int64 {
+// regionsWithin returns the regions within the replica.
+func (a regionArgs) regionsWithin(l limits) []int64 {
 	if a.Set != nil {
-		return a.Set.list(l.regions())
+		return a.Set.regionsBelow(l.regions())
 	}
 	return a.Regions
 }

@@ -66,9 +66,9 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > maxDigests {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
-	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
+	return b.digestRange(off, n, func(off int64, buf []byte) (bool, error) {
 		r := reader{Replica: b.Replica}
-		err := b.fetching(ctx, func() error {
+		err := b.untilFetched(ctx, func() error {
 			return Do(ctx, b.loop, &r, &block.Request{Op: block.OpRead, Off: off, Len: int64(len(buf)), Buf: buf})
 		})
 		return r.blank, err
@@ -79,8 +79,8 @@ func (b *Backend) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 // takes no slow source for a hanging disk.
 const fetchTime = 2 * time.Second
 
-// fetching repeats a read while the replica fetches its blocks, up to fetchTime.
-func (b *Backend) fetching(ctx context.Context, read func() error) error {
+// untilFetched repeats a read while the replica fetches its blocks, up to fetchTime.
+func (b *Backend) untilFetched(ctx context.Context, read func() error) error {
 	late, tick := time.NewTimer(fetchTime), time.NewTicker(fetchTime/100)
 	defer late.Stop()
 	defer tick.Stop()
@@ -113,8 +113,8 @@ func (r *reader) Submit(q *block.Request) {
 	r.Replica.Submit(q)
 }
 
-// digests returns the digests of a range that read reads; read may report a blank range instead of reading.
-func (b *Backend) digests(off, n int64, read func(off int64, buf []byte) (blank bool, err error)) ([]byte, error) {
+// digestRange returns the digests of a range that read reads; read may report a blank range instead of reading.
+func (b *Backend) digestRange(off, n int64, read func(off int64, buf []byte) (blank bool, err error)) ([]byte, error) {
 	buf, back := b.Scratch()
 	defer back() // no read is in progress, also after an error
 	out := make([]byte, 0, n/block.Size*digestSize)
@@ -171,7 +171,7 @@ func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, e
 func (b *Backend) PrepareCut(ctx context.Context, s stack.Snapshot) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.abort(); err != nil {
+	if err := b.endCutLocked(); err != nil {
 		return err
 	}
 	c, err := b.Replica.PrepareCut(ctx, s)
@@ -226,11 +226,11 @@ func (b *Backend) AbortCut(context.Context) error { return errors.Join(b.endCut(
 func (b *Backend) endCut() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.abort()
+	return b.endCutLocked()
 }
 
-// abort is endCut for a caller with the lock.
-func (b *Backend) abort() error {
+// endCutLocked is endCut for a caller with the lock.
+func (b *Backend) endCutLocked() error {
 	c := b.cut
 	b.cut = nil
 	if c == nil {
@@ -259,5 +259,5 @@ func (b *Backend) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.end = true
-	return errors.Join(b.abort(), b.seen.close(), b.Replica.Close())
+	return errors.Join(b.endCutLocked(), b.seen.close(), b.Replica.Close())
 }

@@ -61,7 +61,7 @@ func TestArgumentsAreBounded(t *testing.T) {
 		{"repair", `{"Layer":"` + id + `","Off":-2097152}`}, {"repair", `{"Layer":"` + foreign + `","Off":0}`},
 		{"track", `{"On":7}`}, {"track", ``}, {"no such call", `{}`}, {strings.Repeat("x", 1<<20), `{}`},
 	} {
-		_, err := m.raw(t.Context(), m.c, m.session, kindCall, []byte(c.call+"\n"+c.args))
+		_, err := m.callRaw(t.Context(), m.c, m.session, kindCall, []byte(c.call+"\n"+c.args))
 		if k := api.KindOf(err); k != api.Invalid && k != api.OutOfRange && k != api.NotFound && k != api.Unsupported {
 			t.Errorf("%.20s %.80s: %v", c.call, c.args, err)
 		} else if len(err.Error()) > 2*maxMessage {
@@ -85,13 +85,13 @@ func TestSessionsAreChecked(t *testing.T) {
 	c, most := m.c, strings.Repeat(`"a",`, maxMembers)
 	for i, text := range []string{`{"replica":"../x","volume":"v"}`, `{"replica":"","volume":"v"}`,
 		`{"replica":"x","volume":"` + strings.Repeat("v", 1000) + `"}`, `{}`, `7`} {
-		if _, err := m.raw(t.Context(), c, uint32(1000+i), kindOpen, []byte(text)); !api.Is(err, api.Invalid) {
+		if _, err := m.callRaw(t.Context(), c, uint32(1000+i), kindOpen, []byte(text)); !api.Is(err, api.Invalid) {
 			t.Errorf("%.50s: %v", text, err)
 		}
 	}
 	for _, text := range []string{`{"epoch":-1,"incarnation":1}`, `{"epoch":1,"incarnation":-1}`,
 		`{"epoch":2,"incarnation":1,"members":[` + most + `"a"]}`, `{"epoch":2,"incarnation":1,"members":["../x"]}`} {
-		if _, err := m.raw(t.Context(), c, m.session, kindAdopt, []byte(text)); !api.Is(err, api.Invalid) {
+		if _, err := m.callRaw(t.Context(), c, m.session, kindAdopt, []byte(text)); !api.Is(err, api.Invalid) {
 			t.Errorf("%.50s: %v", text, err)
 		}
 	}
@@ -174,13 +174,13 @@ func TestAnswersAreBounded(t *testing.T) {
 // TestMessagesAreBounded: the message of an error that a peer sends is cut, so that no log is filled with it.
 func TestMessagesAreBounded(t *testing.T) {
 	f := fault{Message: strings.Repeat("é", 1<<20)}
-	if n := len(f.err().Error()); n > maxMessage+10 {
+	if n := len(f.toError().Error()); n > maxMessage+10 {
 		t.Errorf("%d bytes", n)
 	}
 	if n := len(faultOf(fmt.Errorf("%s", f.Message)).Message); n > maxMessage+10 {
 		t.Errorf("%d bytes are sent", n)
 	}
-	if f := faultOf(stack.ErrFailed); f.err().Error() != stack.ErrFailed.Error() {
+	if f := faultOf(stack.ErrFailed); f.toError().Error() != stack.ErrFailed.Error() {
 		t.Errorf("%q", f.Message)
 	}
 }

@@ -40,7 +40,7 @@ func newBuffers(limit int64) *buffers {
 	return b
 }
 
-func class(n int) int {
+func classOf(n int) int {
 	for c, size := range classes {
 		if n <= size {
 			return c
@@ -51,7 +51,7 @@ func class(n int) int {
 
 // getBuffer returns a buffer of n bytes for a session; false once its connection or the buffers are closed.
 func (b *buffers) getBuffer(n int, a *account) ([]byte, bool) {
-	c := class(n)
+	c := classOf(n)
 	if c < 0 {
 		return nil, false
 	}
@@ -122,7 +122,7 @@ func (b *buffers) putBuffer(buf []byte, a *account) {
 	if b.ended || b.left < 0 {
 		b.freeBuffer(buf)
 	} else {
-		c := class(cap(buf))
+		c := classOf(cap(buf))
 		b.free[c] = append(b.free[c], buf[:0])
 	}
 	b.room.Broadcast()

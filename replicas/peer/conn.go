@@ -113,10 +113,10 @@ func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 		err = json.Unmarshal(b, &answer)
 	}
 	if err == nil && answer.Error != nil {
-		err = answer.Error.err()
+		err = answer.Error.toError()
 	}
 	if err == nil {
-		c.version, err = answer.agree()
+		c.version, err = answer.agreeVersion()
 	}
 	if err != nil {
 		return nil, err
@@ -129,7 +129,7 @@ func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 	go func() { // ends with the two, which Close of the Dialer waits for
 		c.finished.Wait()
 		close(c.ended)
-		c.set.lost(c)
+		c.set.notifyMembers(c)
 		close(c.closed)
 	}()
 	return c, nil
@@ -145,8 +145,8 @@ func writeControl(w io.Writer, h header, payload []byte) error {
 	return err
 }
 
-// enqueue takes a slot of a member; false: the connection is broken.
-func (c *conn) enqueue(s *slot) bool {
+// enqueueSlot takes a slot of a member; false: the connection is broken.
+func (c *conn) enqueueSlot(s *slot) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
@@ -176,27 +176,27 @@ func (c *conn) cancelSlot(s *slot) bool {
 // forgetSlot takes a sent slot out of the table. The caller has the lock.
 func (c *conn) forgetSlot(s *slot) {
 	delete(c.table, s.id)
-	c.use(s.h.session, -s.weight)
+	c.countCredit(s.h.session, -s.weight)
 	c.work.Signal()
 }
 
-// use counts what a session has of the credit. The caller has the lock.
-func (c *conn) use(session uint32, n int64) {
+// countCredit counts what a session has of the credit. The caller has the lock.
+func (c *conn) countCredit(session uint32, n int64) {
 	c.flying += n
 	if c.shares[session] += n; c.shares[session] == 0 {
 		delete(c.shares, session)
 	}
 }
 
-// subscribe subscribes a member to the end of the connection.
-func (c *conn) subscribe(session uint32, m *Member) {
+// subscribeMember subscribes a member to the end of the connection.
+func (c *conn) subscribeMember(session uint32, m *Member) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.members[session] = m
 }
 
-// unsubscribe unsubscribes a session.
-func (c *conn) unsubscribe(session uint32) {
+// unsubscribeSession unsubscribes a session.
+func (c *conn) unsubscribeSession(session uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.members, session)
@@ -237,7 +237,7 @@ func (c *conn) writeQueue() {
 		} else {
 			id := s.id
 			err = c.sendFrame(w, s, &hb)
-			c.sent(id, s)
+			c.releaseSent(id, s)
 		}
 		if err != nil {
 			c.breakConnection(err)
@@ -246,8 +246,8 @@ func (c *conn) writeQueue() {
 	}
 }
 
-// sent lets go of a slot after the write. The answer may have arrived already: the slot may be in use again.
-func (c *conn) sent(id uint64, s *slot) {
+// releaseSent lets go of a slot after the write. The answer may have arrived already: the slot may be in use again.
+func (c *conn) releaseSent(id uint64, s *slot) {
 	c.mu.Lock()
 	if c.table[id] != s {
 		c.mu.Unlock()
@@ -281,7 +281,7 @@ func (c *conn) awaitWork(w *frames) (s *slot, ping bool, err error) {
 		if s := c.nextSlot(); s != nil {
 			return s, false, nil
 		}
-		if w.waiting() {
+		if w.hasUnflushed() {
 			c.mu.Unlock()
 			err := w.Flush()
 			c.mu.Lock()
@@ -315,7 +315,7 @@ func (c *conn) nextSlot() *slot {
 			c.nextID++
 			s.id, s.state = c.nextID, slotWriting
 			c.table[s.id] = s
-			c.use(s.h.session, s.weight)
+			c.countCredit(s.h.session, s.weight)
 			return s
 		}
 	}

@@ -58,15 +58,15 @@ type dialing struct {
 // now is a clock that stands still while this process is stopped, so that the pause does not count as another node's.
 func (d *Dialer) now() time.Duration { return time.Since(d.began) - time.Duration(d.skipped.Load()) }
 
-// start begins to look at the clock. The caller has the lock.
-func (d *Dialer) start() {
+// startClock begins to look at the clock. The caller has the lock.
+func (d *Dialer) startClock() {
 	if d.stop != nil {
 		return
 	}
 	d.stop, d.began = make(chan struct{}), time.Now()
 	d.nodes = map[string]*lanes{}
 	d.wg.Add(1)
-	go d.clock()
+	go d.runClock()
 }
 
 // tickEvery is how fine time-outs are.
@@ -75,8 +75,8 @@ const (
 	stoppedAfter = 20 * tickEvery
 )
 
-// run starts a goroutine that Close waits for; false: the Dialer is closed.
-func (d *Dialer) run(f func()) bool {
+// startGoroutine starts a goroutine that Close waits for; false: the Dialer is closed.
+func (d *Dialer) startGoroutine(f func()) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
@@ -86,7 +86,7 @@ func (d *Dialer) run(f func()) bool {
 	return true
 }
 
-func (d *Dialer) clock() {
+func (d *Dialer) runClock() {
 	defer d.wg.Done()
 	tick := time.NewTicker(tickEvery)
 	defer tick.Stop()
@@ -215,8 +215,8 @@ func (l *lanes) dial() (*conn, error) {
 	return c, nil
 }
 
-// lost notifies the members of a connection of its end. Both goroutines of the connection have ended.
-func (l *lanes) lost(c *conn) {
+// notifyMembers notifies the members of a connection of its end. Both goroutines of the connection have ended.
+func (l *lanes) notifyMembers(c *conn) {
 	l.mu.Lock()
 	for i := range l.conns {
 		if l.conns[i] == c {
@@ -241,7 +241,7 @@ func (l *lanes) lost(c *conn) {
 		}
 	}
 	for _, m := range members {
-		m.lost(c)
+		m.noteConnEnd(c)
 	}
 }
 

@@ -219,8 +219,8 @@ type hello struct {
 	Error      *fault `json:"error,omitempty"`
 }
 
-// agree returns the version that both sides speak.
-func (h *hello) agree() (int, error) {
+// agreeVersion returns the version that both sides speak.
+func (h *hello) agreeVersion() (int, error) {
 	v := min(h.Version, Version)
 	if v < minVersion || v < h.MinVersion {
 		return 0, api.Errorf(api.Unsupported, "node %s speaks versions %d to %d of the replica protocol, this one %d to %d: "+
@@ -259,8 +259,8 @@ const maxErrno = 4096
 // maxMessage bounds the message of an error, in bytes.
 const maxMessage = 4 << 10
 
-// clip cuts a message that is too long.
-func clip(message string) string {
+// clipMessage cuts a message that is too long.
+func clipMessage(message string) string {
 	if len(message) <= maxMessage {
 		return message
 	}
@@ -268,7 +268,7 @@ func clip(message string) string {
 }
 
 func faultOf(err error) *fault {
-	f := &fault{Message: clip(err.Error()), Kind: api.KindOf(err).String()}
+	f := &fault{Message: clipMessage(err.Error()), Kind: api.KindOf(err).String()}
 	var no syscall.Errno
 	if errors.As(err, &no) {
 		f.Errno = int(no)
@@ -281,7 +281,7 @@ func faultOf(err error) *fault {
 	return f
 }
 
-func (f *fault) err() error {
+func (f *fault) toError() error {
 	k := api.Other
 	for i := api.Other; i <= api.Denied; i++ {
 		if i.String() == f.Kind {
@@ -292,9 +292,9 @@ func (f *fault) err() error {
 	case e != nil:
 		return api.Errorf(k, "%w", e)
 	case f.Errno > 0 && f.Errno < maxErrno:
-		return api.Errorf(k, "%s: %w", clip(f.Message), syscall.Errno(f.Errno))
+		return api.Errorf(k, "%s: %w", clipMessage(f.Message), syscall.Errno(f.Errno))
 	}
-	return api.Errorf(k, "%s", clip(f.Message))
+	return api.Errorf(k, "%s", clipMessage(f.Message))
 }
 
 // decodeFault reads the payload of an answer that is an error.
@@ -303,5 +303,5 @@ func decodeFault(b []byte) error {
 	if err := json.Unmarshal(b, &f); err != nil {
 		return api.Errorf(api.Corrupt, "an answer that makes no sense: %w", err)
 	}
-	return f.err()
+	return f.toError()
 }

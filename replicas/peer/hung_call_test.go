@@ -202,7 +202,7 @@ func TestDiskHangsWhileItsConnectionLives(t *testing.T) {
 	if err := adopt(); !api.Is(err, api.Unavailable) {
 		t.Errorf("it is adopted: %v", err)
 	}
-	if _, err := well.raw(t.Context(), c, well.session, kindCall, []byte("meta\n{}")); err != nil {
+	if _, err := well.callRaw(t.Context(), c, well.session, kindCall, []byte("meta\n{}")); err != nil {
 		t.Error(err)
 	}
 	if well.c != c || m.c != c || c.cause() != nil {

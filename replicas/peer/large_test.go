@@ -206,7 +206,7 @@ func TestFrameThatIsTooLarge(t *testing.T) {
 		t.Fatal(err)
 	}
 	c = m.c
-	if _, err := m.raw(t.Context(), c, m.session, kindCall, []byte("intents\n{}")); !api.Is(err, api.OutOfRange) {
+	if _, err := m.callRaw(t.Context(), c, m.session, kindCall, []byte("intents\n{}")); !api.Is(err, api.OutOfRange) {
 		t.Errorf("an answer that is too large: %v", err)
 	}
 	if _, err := m.State(t.Context()); err != nil || m.c != c {

@@ -36,8 +36,8 @@ func (s *seen) closeSnapshot() error {
 	return src.Close()
 }
 
-// with calls fn with the content of a snapshot.
-func (b *Backend) with(uid string, fn func(block.Source) error) error {
+// withSnapshot calls fn with the content of a snapshot.
+func (b *Backend) withSnapshot(uid string, fn func(block.Source) error) error {
 	v := &b.seen
 	for {
 		v.mu.RLock()
@@ -46,14 +46,14 @@ func (b *Backend) with(uid string, fn func(block.Source) error) error {
 			return fn(v.src)
 		}
 		v.mu.RUnlock()
-		if err := b.show(uid); err != nil {
+		if err := b.openSnapshot(uid); err != nil {
 			return err
 		}
 	}
 }
 
-// show opens a snapshot for reads. Its layers are not merged meanwhile.
-func (b *Backend) show(uid string) error {
+// openSnapshot opens a snapshot for reads. Its layers are not merged meanwhile.
+func (b *Backend) openSnapshot(uid string) error {
 	b.mu.Lock()
 	end := b.end
 	b.mu.Unlock()
@@ -86,7 +86,7 @@ func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]
 	if off < 0 || n <= 0 || (off|n)%block.Size != 0 || n > digestPiece {
 		return nil, api.Errorf(api.Invalid, "digests of %d+%d", off, n)
 	}
-	return b.digests(off, n, func(off int64, buf []byte) (bool, error) {
+	return b.digestRange(off, n, func(off int64, buf []byte) (bool, error) {
 		return false, b.SnapRead(ctx, uid, off, buf)
 	})
 }
@@ -96,7 +96,7 @@ func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byt
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	return b.with(uid, func(src block.Source) error {
+	return b.withSnapshot(uid, func(src block.Source) error {
 		n, err := src.ReadAt(buf, off)
 		if errors.Is(err, io.EOF) && n == len(buf) {
 			err = nil

@@ -84,7 +84,7 @@ func (d *Dialer) Member(o Options) *Member {
 	m.answers = m.answerFinished
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.start()
+	d.startClock()
 	d.session++
 	m.lane = int(d.session) % laneCount
 	return m
@@ -139,7 +139,7 @@ func (m *Member) Submit(r *block.Request) {
 	m.tail = s
 	if m.c != nil {
 		s.h.session = m.session
-		m.c.enqueue(s) // else the next connection sends the slot
+		m.c.enqueueSlot(s) // else the next connection sends the slot
 	}
 	m.mu.Unlock()
 }
@@ -232,10 +232,10 @@ func (m *Member) reportLink(down error) {
 }
 
 // Abandon implements engine.Remote.
-func (m *Member) Abandon(why error) { m.die(why, false) }
+func (m *Member) Abandon(why error) { m.failRequests(why, false) }
 
-// die answers all requests with why, pending and new ones.
-func (m *Member) die(why error, forGood bool) {
+// failRequests answers all requests with why, pending and new ones.
+func (m *Member) failRequests(why error, forGood bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.dead != nil || m.closed {
@@ -282,7 +282,7 @@ func (m *Member) Close() error {
 	case dead != nil:
 	case c != nil:
 		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
-		err = m.exchange(ctx, c, session, kindClose, struct{}{}, nil)
+		err = m.callControl(ctx, c, session, kindClose, struct{}{}, nil)
 		cancel()
 	default:
 		err = api.Errorf(api.Unavailable, "no connection: the end is not marked clean")
@@ -294,7 +294,7 @@ func (m *Member) Close() error {
 	m.wakeWaiters()
 	m.mu.Unlock()
 	if c != nil {
-		c.unsubscribe(session)
+		c.unsubscribeSession(session)
 	}
 	if err != nil {
 		return m.nameError(err)

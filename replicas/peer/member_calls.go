@@ -129,7 +129,7 @@ func (m *Member) Changed(ctx context.Context, from, to string, base []string, pi
 	if err != nil {
 		return nil, err
 	}
-	return unroll(runs), nil
+	return unrollRuns(runs), nil
 }
 
 // SnapDigests implements engine.Cutter.

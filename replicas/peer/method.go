@@ -49,21 +49,21 @@ type method[A arguments, R any] struct {
 
 // servedMethod is a method at the server's end.
 type servedMethod interface {
-	called() string
+	callName() string
 	changesLayers() bool
 	commitsLayers() bool
 	mostAtOnce() int
 	serve(ctx context.Context, b *Backend, args []byte) ([]byte, error)
 }
 
-func (m *method[A, R]) called() string      { return m.name }
+func (m *method[A, R]) callName() string    { return m.name }
 func (m *method[A, R]) changesLayers() bool { return m.changes }
 func (m *method[A, R]) commitsLayers() bool { return m.commits }
 func (m *method[A, R]) mostAtOnce() int     { return m.atOnce }
 
 // serve carries out a peer's call.
 func (m *method[A, R]) serve(ctx context.Context, b *Backend, args []byte) ([]byte, error) {
-	a, err := decode[A](args)
+	a, err := decodeJSON[A](args)
 	if err == nil {
 		err = a.Validate(b.limits())
 	}
@@ -105,7 +105,7 @@ func callOf(name string, args any, version int) ([]byte, error) {
 	return append([]byte(name+"\n"), b...), err
 }
 
-func decode[T any](b []byte) (T, error) {
+func decodeJSON[T any](b []byte) (T, error) {
 	var t T
 	if err := json.Unmarshal(b, &t); err != nil {
 		return t, api.Errorf(api.Invalid, "%w", err)

@@ -18,14 +18,14 @@ var (
 		run: func(ctx context.Context, b *Backend, a onArgs) (none, error) { return none{}, b.Track(ctx, a.On) }}
 	intendCall = &method[regionArgs, none]{name: "intend", repeat: true, atOnce: listCalls,
 		run: func(ctx context.Context, b *Backend, a regionArgs) (none, error) {
-			return none{}, b.Intend(ctx, a.list(b.limits()))
+			return none{}, b.Intend(ctx, a.regionsWithin(b.limits()))
 		}}
 	markCall = &method[markArgs, none]{name: "mark",
 		run: func(ctx context.Context, b *Backend, a markArgs) (none, error) { return none{}, b.Mark(ctx, a.Token) }}
 	// cleanCall is not repeated: a late repetition could remove later intents.
 	cleanCall = &method[cleanArgs, none]{name: "clean", atOnce: listCalls,
 		run: func(ctx context.Context, b *Backend, a cleanArgs) (none, error) {
-			return none{}, b.Clean(ctx, a.Token, a.Epoch, a.list(b.limits()))
+			return none{}, b.Clean(ctx, a.Token, a.Epoch, a.regionsWithin(b.limits()))
 		}}
 	intentsCall = &method[intentsArgs, stack.Intents]{name: "intents", repeat: true, atOnce: listCalls,
 		run:    func(ctx context.Context, b *Backend, _ intentsArgs) (stack.Intents, error) { return b.Intents(ctx) },
@@ -114,7 +114,7 @@ func CommitsLayers(name string) bool {
 func tableOf(list ...servedMethod) map[string]servedMethod {
 	table := map[string]servedMethod{}
 	for _, m := range list {
-		table[m.called()] = m
+		table[m.callName()] = m
 	}
 	return table
 }
@@ -138,7 +138,7 @@ func encodeIntents(t stack.Intents, a intentsArgs) ([]byte, error) {
 }
 
 func decodeIntents(b []byte, _ intentsArgs, l limits) (stack.Intents, error) {
-	t, err := decode[intentsAnswer](b)
+	t, err := decodeJSON[intentsAnswer](b)
 	if err != nil {
 		return stack.Intents{}, err
 	}
@@ -150,13 +150,13 @@ func decodeIntents(b []byte, _ intentsArgs, l limits) (stack.Intents, error) {
 		return stack.Intents{}, err
 	}
 	if t.Set != nil {
-		t.Regions = t.Set.list(limits{l.size, t.Region}.regions())
+		t.Regions = t.Set.regionsBelow(limits{l.size, t.Region}.regions())
 	}
 	return t.Intents, nil
 }
 
 func decodeChanged(b []byte, a changedArgs, l limits) ([]run, error) {
-	runs, err := decode[[]run](b)
+	runs, err := decodeJSON[[]run](b)
 	if err == nil {
 		err = checkRuns(runs, (l.size+a.Piece-1)/a.Piece)
 	}
@@ -171,7 +171,7 @@ func checkDigests(d []byte, n int64) error {
 }
 
 func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
-	m, err := decode[stack.Meta](b)
+	m, err := decodeJSON[stack.Meta](b)
 	if err != nil {
 		return stack.Meta{}, err
 	}
@@ -193,7 +193,7 @@ func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
 }
 
 func decodeSizes(b []byte, _ none, _ limits) (map[string]stack.LayerSize, error) {
-	all, err := decode[map[string]stack.LayerSize](b)
+	all, err := decodeJSON[map[string]stack.LayerSize](b)
 	if err != nil {
 		return nil, err
 	}
@@ -209,7 +209,7 @@ func decodeSizes(b []byte, _ none, _ limits) (map[string]stack.LayerSize, error)
 }
 
 func decodeBroken(b []byte, _ none, l limits) ([]stack.Broken, error) {
-	list, err := decode[[]stack.Broken](b)
+	list, err := decodeJSON[[]stack.Broken](b)
 	if err != nil {
 		return nil, err
 	}

@@ -74,8 +74,10 @@ func newFrames(nc net.Conn, below *records) *frames {
 	return &frames{bufio.NewWriterSize(nc, 64<<10), below}
 }
 
-// waiting reports whether gathered bytes wait for Flush.
-func (f *frames) waiting() bool { return f.Buffered() > 0 || f.below != nil && f.below.holds.Load() }
+// hasUnflushed reports whether gathered bytes wait for Flush.
+func (f *frames) hasUnflushed() bool {
+	return f.Buffered() > 0 || f.below != nil && f.below.holds.Load()
+}
 
 // Flush sends all gathered bytes.
 func (f *frames) Flush() error {

@@ -59,8 +59,8 @@ func checkRuns(runs []run, count int64) error {
 	return nil
 }
 
-// unroll lists the numbers of checked runs.
-func unroll(runs []run) []int64 {
+// unrollRuns lists the numbers of checked runs.
+func unrollRuns(runs []run) []int64 {
 	n := int64(0)
 	for _, r := range runs {
 		n += r[1]
@@ -133,8 +133,8 @@ func (s *regionSet) check() error {
 	return checkRuns(s.Runs, maxRegions)
 }
 
-// list returns the regions of a checked set below count, in ascending order.
-func (s *regionSet) list(count int64) (list []int64) {
+// regionsBelow returns the regions of a checked set below count, in ascending order.
+func (s *regionSet) regionsBelow(count int64) (list []int64) {
 	for _, r := range s.Runs {
 		for g := r[0]; g < min(r.end(), count); g++ {
 			list = append(list, g)

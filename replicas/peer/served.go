@@ -96,7 +96,7 @@ func (c *served) dropLocked(x *session) {
 func (c *served) serveConnection() {
 	defer c.cancel()
 	defer func() { _ = c.nc.Close() }()
-	r, err := c.greet()
+	r, err := c.exchangeHellos()
 	if err != nil {
 		if n, report := c.s.refused.Count(); report {
 			c.s.o.Log.Info("a connection of another node is refused", "from", c.nc.RemoteAddr().String(), "times", n, "err", err)
@@ -137,7 +137,7 @@ func (c *served) serveConnection() {
 	c.mu.Unlock()
 }
 
-func (c *served) greet() (*bufio.Reader, error) {
+func (c *served) exchangeHellos() (*bufio.Reader, error) {
 	_ = c.nc.SetDeadline(time.Now().Add(helloTime))
 	if c.s.o.TLS != nil {
 		below := newRecords(c.nc)
@@ -173,7 +173,7 @@ func (c *served) greet() (*bufio.Reader, error) {
 		return nil, api.Errorf(api.Corrupt, "hello: %w", err)
 	}
 	answer := hello{Version: Version, MinVersion: minVersion, Node: c.s.o.Node, Boot: c.s.o.Boot, Credit: connCredit}
-	c.speaks, err = in.agree()
+	c.speaks, err = in.agreeVersion()
 	switch {
 	case err != nil:
 		answer.Error = faultOf(err)
@@ -231,7 +231,7 @@ func (c *served) readFrames(r *bufio.Reader) error {
 				c.calls.Add(1)
 				go func(h header) { // captured, each header would be allocated
 					defer c.calls.Done()
-					c.control(h, b)
+					c.answerControl(h, b)
 				}(h)
 			}
 		default:
@@ -327,7 +327,7 @@ func (c *served) takeRequest(r *bufio.Reader, h *header) error {
 		c.free = c.free[:l-1]
 	} else {
 		in = &incoming{}
-		in.req.Done = func(q *block.Request) { in.err = q.Err; in.sess.c.done(in) }
+		in.req.Done = func(q *block.Request) { in.err = q.Err; in.sess.c.takeAnswer(in) }
 	}
 	c.flying++
 	c.mu.Unlock()
@@ -356,8 +356,8 @@ func (c *served) resubmitLater(in *incoming) bool {
 	return true
 }
 
-// done takes a replica's answer.
-func (c *served) done(in *incoming) {
+// takeAnswer takes a replica's answer.
+func (c *served) takeAnswer(in *incoming) {
 	if in.err != nil && c.resubmitLater(in) {
 		return
 	}
@@ -408,7 +408,7 @@ func (c *served) writeAnswers() {
 			c.work.Broadcast()
 		}
 		for c.err == nil && len(c.out) == 0 {
-			if w.waiting() {
+			if w.hasUnflushed() {
 				c.mu.Unlock()
 				if err := w.Flush(); err != nil {
 					c.breakConnection(err)
@@ -451,9 +451,9 @@ func (c *served) writeAnswers() {
 	}
 }
 
-// control carries out a control frame, in a goroutine of its own.
-func (c *served) control(h header, b []byte) {
-	answer, err := c.guarded(&h, b)
+// answerControl carries out a control frame, in a goroutine of its own.
+func (c *served) answerControl(h header, b []byte) {
+	answer, err := c.carryOutGuarded(&h, b)
 	if err == nil {
 		err = checkFrame("answer", answer)
 	}
@@ -505,7 +505,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		if err := c.roomForSession(); err != nil {
 			return nil, err
 		}
-		t, err := c.s.target(c.ctx, q.Replica, q.Volume)
+		t, err := c.s.openTarget(c.ctx, q.Replica, q.Volume)
 		if err != nil {
 			return nil, err
 		}
@@ -543,7 +543,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 				return nil, err
 			}
 		}
-		return nil, x.t.adopt(c.ctx, x, a)
+		return nil, x.t.adoptSession(c.ctx, x, a)
 	case kindClose:
 		if is, err := x.isCurrent(); !is {
 			c.dropSession(x)

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// lost notes the end of a connection, which uses no buffer any more.
-func (m *Member) lost(c *conn) {
+// noteConnEnd notes the end of a connection, which uses no buffer any more.
+func (m *Member) noteConnEnd(c *conn) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.c != c {
@@ -32,7 +32,7 @@ func (m *Member) startRevival() {
 	if m.reviving || m.dead != nil || m.closed {
 		return
 	}
-	m.reviving = m.d.run(m.revive)
+	m.reviving = m.d.startGoroutine(m.runRevival)
 }
 
 const (
@@ -40,7 +40,7 @@ const (
 	reviveLast  = 500 * time.Millisecond
 )
 
-func (m *Member) revive() {
+func (m *Member) runRevival() {
 	wait := time.NewTimer(0)
 	defer wait.Stop()
 	for pause := reviveFirst; ; pause = min(2*pause, reviveLast) {
@@ -48,15 +48,15 @@ func (m *Member) revive() {
 		case <-wait.C:
 		case <-m.d.stop:
 		}
-		if m.revived() {
+		if m.tryRevival() {
 			return
 		}
 		wait.Reset(pause)
 	}
 }
 
-// revived tries once, and reports whether there is nothing more to try.
-func (m *Member) revived() (over bool) {
+// tryRevival tries once, and reports whether there is nothing more to try.
+func (m *Member) tryRevival() (over bool) {
 	m.turn <- struct{}{}
 	defer func() { <-m.turn }()
 	m.mu.Lock()
@@ -99,30 +99,30 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 	boot, want, track := m.boot, *m.want, m.track
 	m.mu.Unlock()
 	if boot != "" && boot != c.boot {
-		m.die(m.nameError(ErrRestarted), true)
+		m.failRequests(m.nameError(ErrRestarted), true)
 		return m.nameError(ErrRestarted)
 	}
 	m.d.mu.Lock()
 	m.d.session++
 	session := m.d.session
 	m.d.mu.Unlock()
-	c.subscribe(session, m)
+	c.subscribeMember(session, m)
 	var info Info
-	err = m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
+	err = m.callControl(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
 	if err == nil {
-		err = m.exchange(ctx, c, session, kindAdopt, want, nil)
+		err = m.callControl(ctx, c, session, kindAdopt, want, nil)
 	}
 	if err == nil && track { // before anything is written
-		err = m.say(ctx, c, session, trackCall.name, onArgs{true})
+		err = m.callOnce(ctx, c, session, trackCall.name, onArgs{true})
 	}
 	if err != nil {
-		c.unsubscribe(session)
-		return m.refused(err)
+		c.unsubscribeSession(session)
+		return m.handleRefusal(err)
 	}
 	m.mu.Lock()
 	if m.closed || m.forGood {
 		m.mu.Unlock()
-		c.unsubscribe(session)
+		c.unsubscribeSession(session)
 		return m.nameError(errClosed)
 	}
 	old, ended := m.c, m.session
@@ -135,7 +135,7 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 	alive := true
 	for s := m.head; s != nil && alive; s = s.next {
 		s.h.session = session
-		alive = c.enqueue(s)
+		alive = c.enqueueSlot(s)
 	}
 	m.wakeWaiters()
 	m.mu.Unlock()
@@ -144,7 +144,7 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 	}
 	if c.cause() != nil {
 		<-c.ended
-		m.lost(c) // the connection may have notified its members before this one was added
+		m.noteConnEnd(c) // the connection may have notified its members before this one was added
 		return m.nameError(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
 	}
 	return nil
@@ -152,16 +152,16 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 
 // endSession ends a session at the server, if the connection lives, and does not wait for the answer.
 func (m *Member) endSession(c *conn, session uint32) {
-	c.unsubscribe(session)
-	c.enqueue(&slot{m: m, call: &call{payload: []byte("{}"), done: make(chan struct{})}, kept: true,
+	c.unsubscribeSession(session)
+	c.enqueueSlot(&slot{m: m, call: &call{payload: []byte("{}"), done: make(chan struct{})}, kept: true,
 		h: header{kind: kindClose, session: session}})
 }
 
-// refused looks at why a session does not begin: some reasons are for good.
-func (m *Member) refused(err error) error {
+// handleRefusal looks at why a session does not begin: some reasons are for good.
+func (m *Member) handleRefusal(err error) error {
 	err = m.nameError(err)
 	if api.Is(err, api.Denied) || errors.Is(err, ErrRestarted) {
-		m.die(err, true)
+		m.failRequests(err, true)
 	}
 	return err
 }
@@ -193,11 +193,11 @@ func (m *Member) Adopt(ctx context.Context, epoch, incarnation int64, members []
 	c, session, was := m.c, m.session, m.dead
 	m.mu.Unlock()
 	if c != nil && was == nil {
-		switch err := m.exchange(ctx, c, session, kindAdopt, want, nil); {
+		switch err := m.callControl(ctx, c, session, kindAdopt, want, nil); {
 		case err == nil:
 			return nil
 		case !errors.Is(err, errBroken):
-			return m.refused(err)
+			return m.handleRefusal(err)
 		}
 		select {
 		case <-c.closed: // the connection uses no buffer any more
@@ -219,7 +219,7 @@ func (m *Member) Probe(ctx context.Context) (Info, string, error) {
 	m.d.session++
 	session := m.d.session
 	m.d.mu.Unlock()
-	if err := m.exchange(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
+	if err := m.callControl(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
 		return info, "", m.nameError(err)
 	}
 	m.endSession(c, session)
@@ -232,8 +232,8 @@ func (k *call) answerCall(answer []byte, err error) {
 	close(k.done)
 }
 
-// exchange makes a control call on a connection, once.
-func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, in, out any) error {
+// callControl makes a control call on a connection, once.
+func (m *Member) callControl(ctx context.Context, c *conn, session uint32, k kind, in, out any) error {
 	b, err := json.Marshal(in)
 	if err != nil {
 		return err
@@ -241,7 +241,7 @@ func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, 
 	if err := checkFrame("request", b); err != nil {
 		return err
 	}
-	answer, err := m.raw(ctx, c, session, k, b)
+	answer, err := m.callRaw(ctx, c, session, k, b)
 	if err == nil && out != nil {
 		if err = json.Unmarshal(answer, out); err != nil {
 			err = api.Errorf(api.Corrupt, "an answer that makes no sense: %w", err)
@@ -253,10 +253,10 @@ func (m *Member) exchange(ctx context.Context, c *conn, session uint32, k kind, 
 	return err
 }
 
-func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, payload []byte) ([]byte, error) {
+func (m *Member) callRaw(ctx context.Context, c *conn, session uint32, k kind, payload []byte) ([]byte, error) {
 	s := &slot{m: m, call: &call{payload: payload, done: make(chan struct{})}, kept: true,
 		h: header{kind: k, session: session}}
-	if !c.enqueue(s) {
+	if !c.enqueueSlot(s) {
 		return nil, api.Errorf(api.Unavailable, "the connection broke: %w", errors.Join(errBroken, c.cause()))
 	}
 	select {
@@ -268,11 +268,11 @@ func (m *Member) raw(ctx context.Context, c *conn, session uint32, k kind, paylo
 	}
 }
 
-// say makes a call of the replica on a connection, once.
-func (m *Member) say(ctx context.Context, c *conn, session uint32, name string, args any) error {
+// callOnce makes a call of the replica on a connection, once.
+func (m *Member) callOnce(ctx context.Context, c *conn, session uint32, name string, args any) error {
 	payload, err := callOf(name, args, c.version)
 	if err == nil {
-		_, err = m.raw(ctx, c, session, kindCall, payload)
+		_, err = m.callRaw(ctx, c, session, kindCall, payload)
 	}
 	return err
 }
@@ -300,12 +300,12 @@ func (m *Member) callByName(ctx context.Context, name string, args any, repeat b
 		}
 		payload, err := callOf(name, args, c.version) // the next connection may be to a newer process
 		if err == nil {
-			err = c.fits(name, payload)
+			err = c.checkCallSize(name, payload)
 		}
 		if err != nil {
 			return nil, m.nameError(err)
 		}
-		answer, err := m.raw(ctx, c, session, kindCall, payload)
+		answer, err := m.callRaw(ctx, c, session, kindCall, payload)
 		if err == nil {
 			return answer, nil
 		}
@@ -320,8 +320,8 @@ func (m *Member) callByName(ctx context.Context, name string, args any, repeat b
 	}
 }
 
-// fits refuses a call beyond the size of a frame.
-func (c *conn) fits(call string, payload []byte) error {
+// checkCallSize refuses a call beyond the size of a frame.
+func (c *conn) checkCallSize(call string, payload []byte) error {
 	err := checkFrame(fmt.Sprintf("call %q", call), payload)
 	if err != nil && c.version < Version {
 		err = fmt.Errorf("%w; node %s speaks version %d of the replica protocol: upgrade it", err, c.set.node, c.version)

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// guarded carries out a control frame. A panic ends its session alone.
-func (c *served) guarded(h *header, b []byte) (answer []byte, err error) {
+// carryOutGuarded carries out a control frame. A panic ends its session alone.
+func (c *served) carryOutGuarded(h *header, b []byte) (answer []byte, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = c.endSession(h, p)

@@ -274,13 +274,13 @@ func TestCloseOfAnEndedSessionKeepsTheConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	const session = 1 << 20
-	if err := m.exchange(t.Context(), c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &Info{}); err != nil {
+	if err := m.callControl(t.Context(), c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &Info{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := f.s.Release(f.uid); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.exchange(t.Context(), c, session, kindClose, struct{}{}, nil); !api.Is(err, api.Unavailable) {
+	if err := m.callControl(t.Context(), c, session, kindClose, struct{}{}, nil); !api.Is(err, api.Unavailable) {
 		t.Errorf("the end of a session that has ended: %v", err)
 	}
 	if err := c.cause(); err != nil {

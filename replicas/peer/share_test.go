@@ -107,7 +107,7 @@ func TestPassedOver(t *testing.T) {
 	queue := func(session uint32, off, weight int64) {
 		s := &slot{h: header{session: session, off: off}, weight: weight}
 		slots[[2]int64{int64(session), off}] = s
-		c.enqueue(s)
+		c.enqueueSlot(s)
 	}
 	answered := func(session, off int64) {
 		c.mu.Lock()

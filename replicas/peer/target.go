@@ -58,8 +58,8 @@ type incoming struct {
 	err  error
 }
 
-// target finds or opens a replica.
-func (s *Server) target(ctx context.Context, replica, volume string) (*target, error) {
+// openTarget finds or opens a replica.
+func (s *Server) openTarget(ctx context.Context, replica, volume string) (*target, error) {
 	for {
 		s.mu.Lock()
 		t := s.targets[replica]
@@ -184,7 +184,7 @@ func (t *target) postRequest(in *incoming) {
 		t.inMu.Unlock()
 		for _, in := range list {
 			in.err = errClosed
-			in.sess.c.done(in)
+			in.sess.c.takeAnswer(in)
 		}
 	}
 }
@@ -208,15 +208,16 @@ func (t *target) submitInbox() {
 		default:
 			in.err = api.Errorf(api.Denied, "the replica adopted another session")
 		}
-		in.sess.c.done(in)
+		in.sess.c.takeAnswer(in)
 	}
 	t.inMu.Lock()
 	t.spare = list
 	t.inMu.Unlock()
 }
 
-// adopt serves a session from now on. One adoption runs at a time, so that an older session cannot replace a newer one.
-func (t *target) adopt(ctx context.Context, x *session, a adoption) error {
+// adoptSession serves a session from now on. One adoption runs at a time, so that an older session cannot replace a
+// newer one.
+func (t *target) adoptSession(ctx context.Context, x *session, a adoption) error {
 	t.adopting.Lock()
 	defer t.adopting.Unlock()
 	t.changing.Lock()

@@ -133,7 +133,7 @@ func TestOldClient(t *testing.T) {
 	adoptAs(t, m, 1, 1, "other")
 	call := func(text string) []byte {
 		t.Helper()
-		b, err := m.raw(t.Context(), m.c, m.session, kindCall, []byte(text))
+		b, err := m.callRaw(t.Context(), m.c, m.session, kindCall, []byte(text))
 		if err != nil {
 			t.Fatalf("%s: %v", text, err)
 		}
@@ -179,15 +179,15 @@ func TestRegionSets(t *testing.T) {
 		if err != nil || len(b) > 800<<10 {
 			t.Fatalf("%d regions are %d bytes: %v", len(list), len(b), err)
 		}
-		got, err := decode[regionSet](b)
+		got, err := decodeJSON[regionSet](b)
 		if err == nil {
 			err = got.check()
 		}
 		want := slices.Compact(slices.Sorted(slices.Values(list)))
-		if is := got.list(maxRegions); err != nil || !slices.Equal(is, want) {
+		if is := got.regionsBelow(maxRegions); err != nil || !slices.Equal(is, want) {
 			t.Errorf("%d regions became %d: %v", len(want), len(is), err)
 		}
-		if is := got.list(4); len(is) > 4 {
+		if is := got.regionsBelow(4); len(is) > 4 {
 			t.Errorf("of a volume with 4 regions: %v", is)
 		}
 	}
