@@ -98,19 +98,19 @@ func (as *Attachments) Session(volume string) *Session {
 	return as.sessions[volume]
 }
 
-// add registers a session with a device.
-func (as *Attachments) add(s *Session) {
+// addSession registers a session with a device.
+func (as *Attachments) addSession(s *Session) {
 	as.mu.Lock()
 	as.sessions[s.Volume] = s
 	as.mu.Unlock()
 	if s.Replica != "" {
 		as.replicas.Created(s.Replica)
 	}
-	s.start(func() { as.Wake(s.Volume) })
+	s.startWatch(func() { as.Wake(s.Volume) })
 }
 
-// remove unregisters a session.
-func (as *Attachments) remove(s *Session) {
+// removeSession unregisters a session.
+func (as *Attachments) removeSession(s *Session) {
 	as.mu.Lock()
 	defer as.mu.Unlock()
 	delete(as.sessions, s.Volume)
@@ -144,7 +144,7 @@ func (as *Attachments) Stop() error {
 		return err
 	}
 	for _, s := range as.Sessions() {
-		s.membership.leave()
+		s.membership.endSwaps()
 	}
 	if err := as.host.Close(); err != nil {
 		return fmt.Errorf("devices are left as they are: %w", err)
@@ -158,7 +158,7 @@ func (as *Attachments) Close() (waiting int, err error) {
 	errs := make([]error, len(sessions))
 	var ends sync.WaitGroup
 	for i, s := range sessions {
-		as.remove(s)
+		as.removeSession(s)
 		ends.Go(func() { // a disk that hangs delays the end once, not once for each volume
 			if err := as.closeSession(s); err != nil {
 				errs[i] = fmt.Errorf("volume %s: %w", s.Volume, err)

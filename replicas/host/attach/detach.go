@@ -28,14 +28,14 @@ func (as *reconciler) detach(ctx context.Context, a *api.Attachment) error {
 			}
 			var err error
 			if s, err = as.resumeLocked(ctx, held); err != nil {
-				if err := as.discard(ctx, a, held, err); err != nil {
+				if err := as.discardDevice(ctx, a, held, err); err != nil {
 					return err
 				}
 			}
 		}
 	}
 	if s != nil && a.Annotations[api.AnnotationForce] != "" {
-		if err := as.force(a, s); err != nil {
+		if err := as.forceDetach(a, s); err != nil {
 			return err
 		}
 	}
@@ -62,8 +62,8 @@ func (as *reconciler) detach(ctx context.Context, a *api.Attachment) error {
 	return nil
 }
 
-// force fails the I/O of a session: a user detached the volume by force.
-func (as *reconciler) force(a *api.Attachment, s *Session) error {
+// forceDetach fails the I/O of a session: a user detached the volume by force.
+func (as *reconciler) forceDetach(a *api.Attachment, s *Session) error {
 	if err := s.dev.Abort(); err != nil {
 		return err
 	}
@@ -76,10 +76,10 @@ func (as *reconciler) force(a *api.Attachment, s *Session) error {
 	return nil
 }
 
-// discard removes a held device that no process will serve again: the replica is destroyed, the disk is on another node
-// now, a user has taken the missing disk out of the node, or a user detached the volume by force. The device's I/O
-// fails. In any other case discard returns why: the device stays, and I/O waits.
-func (as *reconciler) discard(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
+// discardDevice removes a held device that no process will serve again: the replica is destroyed, the disk is on
+// another node now, a user has taken the missing disk out of the node, or a user detached the volume by force. The
+// device's I/O fails. In any other case discardDevice returns why: the device stays, and I/O waits.
+func (as *reconciler) discardDevice(ctx context.Context, a *api.Attachment, held device.Spec, why error) error {
 	var b blob
 	if err := json.Unmarshal(held.Blob, &b); err == nil && a.Annotations[api.AnnotationForce] == "" {
 		if b.Disk == "" { // all members are on other nodes
@@ -138,9 +138,9 @@ func (as *Attachments) detachSession(ctx context.Context, s *Session) error {
 	if err := s.dev.Detach(dctx); err != nil {
 		return err
 	}
-	as.remove(s)
+	as.removeSession(s)
 	as.endSession(ctx, s)
-	return as.releaseClaim(ctx, s.Volume, s.at())
+	return as.releaseClaim(ctx, s.Volume, s.askedEpoch())
 }
 
 // watchForce ends a try to detach when a user detaches the volume by force.

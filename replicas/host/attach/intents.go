@@ -16,7 +16,7 @@ import (
 // awaitOthers returns when the volume of a session has, or is to have, other replicas, and the engine notes intents.
 // False: ctx ended before.
 func (as *Attachments) awaitOthers(ctx context.Context, s *Session) bool {
-	for s.alone() {
+	for s.notesNoIntents() {
 		as.emitEvents(ctx, s)
 		again := time.Duration(0)
 		if !as.APIReached() { // no event may repeat the news of a replica that exists by then
@@ -26,7 +26,7 @@ func (as *Attachments) awaitOthers(ctx context.Context, s *Session) bool {
 			s.log.Warn("the volume takes no other replicas yet", "err", err)
 			again = rebuildLast
 		}
-		if s.alone() && !awaitWake(ctx, s, again) {
+		if s.notesNoIntents() && !awaitWake(ctx, s, again) {
 			return false
 		}
 	}
@@ -50,8 +50,8 @@ func awaitWake(ctx context.Context, s *Session, longest time.Duration) bool {
 	return true
 }
 
-// alone reports whether the session's engine notes no intents.
-func (s *Session) alone() bool {
+// notesNoIntents reports whether the session's engine notes no intents.
+func (s *Session) notesNoIntents() bool {
 	s.membership.mu.Lock()
 	defer s.membership.mu.Unlock()
 	return s.Alone

@@ -204,9 +204,10 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 	return take, nil
 }
 
-// claim moves a volume to a new epoch with the engine on this node and the selected members, by compare-and-swap. Claim
-// returns the record of the session to be and the size of the smallest member.
-func (as *Attachments) claim(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64, err error) {
+// claimVolume moves a volume to a new epoch with the engine on this node and the selected members, by compare-and-swap.
+// claimVolume returns the record of the session to be and the size of the smallest member.
+func (as *Attachments) claimVolume(ctx context.Context, v *api.Volume, take []memberProbe) (b blob, size int64,
+	err error) {
 	others, err := as.hasOthers(ctx, v)
 	if err != nil {
 		return b, 0, err
@@ -320,7 +321,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		}
 		if r != nil && s.Replica == "" {
 			s.Replica, s.Disk, s.Path = spec.UID, spec.Disk, spec.Path
-			s.has(r)
+			s.setReplicaHere(r)
 			members = slices.Insert(members, 0, m) // reads prefer the local member, and a resync copies from the first
 			continue
 		}
@@ -329,7 +330,7 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		}
 		members = append(members, m)
 	}
-	c := as.config(s, size, b.Now)
+	c := as.engineConfig(s, size, b.Now)
 	c.Members, c.Track, c.Resync, c.Lenient = members, !b.Alone, fresh, true
 	if fresh || as.APIReached() { // a resume does not wait for the API
 		c.Reported = func(ctx context.Context, k stack.Snapshot) (bool, error) {

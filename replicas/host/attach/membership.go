@@ -58,7 +58,7 @@ type fresh struct{ uid, name string }
 // event is an event to emit.
 type event struct{ kind, reason, text string }
 
-func (m *membership) end() {
+func (m *membership) stopRebuilds() {
 	if m.cancel != nil {
 		m.cancel()
 		<-m.done
@@ -66,8 +66,8 @@ func (m *membership) end() {
 	}
 }
 
-// at is the highest epoch that the session has asked for.
-func (s *Session) at() int64 { return max(s.membership.tried.Load(), s.Epoch) }
+// askedEpoch is the highest epoch that the session has asked for.
+func (s *Session) askedEpoch() int64 { return max(s.membership.tried.Load(), s.Epoch) }
 
 // snapshotBlob copies the blob.
 func (s *Session) snapshotBlob() blob {
@@ -134,8 +134,8 @@ func (as *Attachments) emitEvents(ctx context.Context, s *Session) {
 	}
 }
 
-// rebuilding lists the rebuilds for the Attachment's status.
-func (s *Session) rebuilding() (list []api.RebuildStatus) {
+// listRebuilds lists the rebuilds for the Attachment's status.
+func (s *Session) listRebuilds() (list []api.RebuildStatus) {
 	s.membership.mu.Lock()
 	defer s.membership.mu.Unlock()
 	for _, r := range s.membership.rebuilds {
@@ -150,8 +150,8 @@ func (s *Session) rebuilding() (list []api.RebuildStatus) {
 	return list
 }
 
-// every calls fn at once and then every so often, until ctx ends.
-func every(ctx context.Context, pause time.Duration, fn func()) error {
+// callEvery calls fn at once and then every so often, until ctx ends.
+func callEvery(ctx context.Context, pause time.Duration, fn func()) error {
 	tick := time.NewTicker(pause)
 	defer tick.Stop()
 	for {

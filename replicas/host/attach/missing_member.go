@@ -22,19 +22,19 @@ func isMissing(err error) bool {
 
 // Submit implements engine.Member.
 func (m missingMember) Submit(q *block.Request) {
-	q.Err = m.missing()
+	q.Err = m.missingError()
 	q.Done(q)
 }
 
-func (m missingMember) missing() error {
+func (m missingMember) missingError() error {
 	return api.Errorf(api.Unavailable, "a missing replica cannot be opened: %w", m.why)
 }
 
 // Adopt implements engine.Member.
-func (m missingMember) Adopt(context.Context, int64, int64, []string) error { return m.missing() }
+func (m missingMember) Adopt(context.Context, int64, int64, []string) error { return m.missingError() }
 
 // Expand implements engine.Member.
-func (m missingMember) Expand(context.Context, int64) error { return m.missing() }
+func (m missingMember) Expand(context.Context, int64) error { return m.missingError() }
 
 // Close implements engine.Member.
 func (m missingMember) Close() error { return nil }

@@ -79,7 +79,7 @@ func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engin
 	if err != nil {
 		return nil, "", nil, err
 	}
-	b, size, err := as.claim(ctx, &now, take)
+	b, size, err := as.claimVolume(ctx, &now, take)
 	if err != nil {
 		return nil, "", nil, err
 	}
@@ -88,7 +88,7 @@ func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engin
 		return nil, "", nil, errors.Join(err, as.releaseClaim(ctx, v.Name, b.Epoch))
 	}
 	return s.engine, s.Replica, func() error {
-		return errors.Join(as.closeSession(s), as.releaseClaim(context.WithoutCancel(ctx), s.Volume, s.at()))
+		return errors.Join(as.closeSession(s), as.releaseClaim(context.WithoutCancel(ctx), s.Volume, s.askedEpoch()))
 	}, nil
 }
 

@@ -39,11 +39,11 @@ type offlineRebuilds struct {
 // Rebuilding reports whether this node rebuilds a detached volume.
 func (as *Attachments) Rebuilding(volume string) bool { return as.offline.runs.InProgress(volume) }
 
-// run rebuilds the detached volumes of this node, until ctx ends.
-func (u *offlineRebuilds) run(ctx context.Context) error {
+// runRebuilds rebuilds the detached volumes of this node, until ctx ends.
+func (u *offlineRebuilds) runRebuilds(ctx context.Context) error {
 	var all sync.WaitGroup
 	defer all.Wait()
-	return every(ctx, offlineEvery, func() {
+	return callEvery(ctx, offlineEvery, func() {
 		var list api.ReplicaList
 		if u.Client.List(ctx, &list, client.MatchingFields{watch.ByNode: u.Name}, client.UnsafeDisableDeepCopy) != nil {
 			return
@@ -171,7 +171,7 @@ func (u *offlineRebuilds) rebuildOffline(ctx context.Context, volume string) (ag
 	if err != nil || len(take) < len(list) {
 		return offlineLater, err
 	}
-	b, size, err := u.claim(ctx, &v, take)
+	b, size, err := u.claimVolume(ctx, &v, take)
 	switch {
 	case apierrors.IsConflict(err):
 		return 0, nil
@@ -186,7 +186,7 @@ func (u *offlineRebuilds) rebuildOffline(ctx context.Context, volume string) (ag
 	u.startRebuilds(s)
 	u.Log.Info("a detached volume is being rebuilt", "volume", volume, "epoch", b.Epoch)
 	again = u.awaitRebuilt(ctx, s)
-	err = errors.Join(u.closeSession(s), u.releaseClaim(end, volume, s.at()))
+	err = errors.Join(u.closeSession(s), u.releaseClaim(end, volume, s.askedEpoch()))
 	return again, err
 }
 
@@ -259,9 +259,9 @@ func (u *offlineRebuilds) awaitRebuilt(ctx context.Context, s *Session) time.Dur
 			}
 		}
 		switch {
-		case left == 0 && v.Status.Epoch >= s.at():
+		case left == 0 && v.Status.Epoch >= s.askedEpoch():
 			return 0
-		case len(s.rebuilding()) > 0:
+		case len(s.listRebuilds()) > 0:
 			idle = time.Now()
 		case time.Since(idle) > offlineIdle:
 			return offlineLater

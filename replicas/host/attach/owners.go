@@ -29,23 +29,23 @@ func (as *Attachments) Opened(volume string, replica api.UID) (*stack.Replica, b
 	if s == nil {
 		return nil, false
 	}
-	r := s.local(replica)
-	return r, r != nil && s.noting.Load() && s.member() == r
+	r := s.localReplica(replica)
+	return r, r != nil && s.noting.Load() && s.replicaHere() == r
 }
 
 // Uses is for package replica.
 func (as *Attachments) Uses(ctx context.Context, volume string, replica api.UID) (bool, error) {
 	s := as.Session(volume)
-	if s == nil || s.local(replica) == nil {
+	if s == nil || s.localReplica(replica) == nil {
 		return false, nil
 	}
-	return s.uses(ctx, replica)
+	return s.usesReplica(ctx, replica)
 }
 
 // Expand is for package replica.
 func (as *Attachments) Expand(ctx context.Context, volume string, replica api.UID, size int64) (bool, error) {
 	s := as.Session(volume)
-	if s == nil || s.local(replica) == nil {
+	if s == nil || s.localReplica(replica) == nil {
 		return false, nil
 	}
 	if err := s.expand(ctx, size); err != nil {
@@ -82,7 +82,7 @@ func (as *Attachments) OpenedMeta(volume string, replica api.UID) (stack.Meta, b
 	if s == nil || s.Replica != replica {
 		return stack.Meta{}, false
 	}
-	return s.member().Meta(), true
+	return s.replicaHere().Meta(), true
 }
 
 // Freeze is for package snapshot.
@@ -124,7 +124,7 @@ func (as *Attachments) GuestRequests() (n uint64) {
 // OpenedOn are the replicas of a disk that engines of this node have for their local member.
 func (as *Attachments) OpenedOn(disk *stack.Disk) (all []*stack.Replica) {
 	for _, s := range as.Sessions() {
-		if r := s.member(); r != nil && r.Disk() == disk {
+		if r := s.replicaHere(); r != nil && r.Disk() == disk {
 			all = append(all, r)
 		}
 	}

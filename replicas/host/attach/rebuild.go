@@ -51,8 +51,8 @@ func (c *rebuildJob) giveUp() {
 	}
 }
 
-// swaps marks the begin of the swap.
-func (c *rebuildJob) swaps() error {
+// beginSwap marks the begin of the swap.
+func (c *rebuildJob) beginSwap() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.unwanted {
@@ -62,8 +62,8 @@ func (c *rebuildJob) swaps() error {
 	return nil
 }
 
-// swapped marks the end of the swap.
-func (c *rebuildJob) swapped() {
+// endSwap marks the end of the swap.
+func (c *rebuildJob) endSwap() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.swapping = false; c.unwanted {
@@ -71,7 +71,7 @@ func (c *rebuildJob) swapped() {
 	}
 }
 
-func (c *rebuildJob) over() bool {
+func (c *rebuildJob) isDone() bool {
 	select {
 	case <-c.done:
 		return true
@@ -80,7 +80,7 @@ func (c *rebuildJob) over() bool {
 	}
 }
 
-// startRebuilds starts the goroutine that rebuilds replicas; membership.end ends it.
+// startRebuilds starts the goroutine that rebuilds replicas; membership.stopRebuilds ends it.
 func (as *Attachments) startRebuilds(s *Session) {
 	var ctx context.Context
 	ctx, s.membership.cancel = context.WithCancel(context.Background())
@@ -95,8 +95,8 @@ func (as *Attachments) rebuildLoop(ctx context.Context, s *Session, joiners *syn
 		return
 	}
 	var beside sync.WaitGroup
-	beside.Go(func() { _ = every(ctx, time.Second, func() { as.boundWait(ctx, s) }) })
-	beside.Go(func() { _ = every(ctx, compareEvery, func() { as.compareNext(ctx, s) }) })
+	beside.Go(func() { _ = callEvery(ctx, time.Second, func() { as.boundWait(ctx, s) }) })
+	beside.Go(func() { _ = callEvery(ctx, compareEvery, func() { as.compareNext(ctx, s) }) })
 	defer beside.Wait()
 	jobs := map[api.UID]*rebuildJob{}
 	tick := time.NewTicker(rebuildEvery)
@@ -146,7 +146,7 @@ func (as *Attachments) startJobs(ctx context.Context, s *Session, joiners *sync.
 			if r.Spec.Leave && len(members) > 1 {
 				s.engine.Suspect(string(r.Spec.UID), api.Errorf(api.Unavailable, "the replica is to leave the volume"))
 			} else {
-				as.repair(ctx, s, r, members, all)
+				as.startRepair(ctx, s, r, members, all)
 			}
 			continue
 		case r.DeletionTimestamp != nil || r.Spec.Leave:
@@ -158,7 +158,7 @@ func (as *Attachments) startJobs(ctx context.Context, s *Session, joiners *sync.
 		}
 		uid, name := r.Spec.UID, r.Name
 		wanted[uid] = true
-		if c := jobs[uid]; c != nil && !c.over() {
+		if c := jobs[uid]; c != nil && !c.isDone() {
 			continue
 		}
 		c := &rebuildJob{done: make(chan struct{})}
@@ -174,7 +174,7 @@ func (as *Attachments) startJobs(ctx context.Context, s *Session, joiners *sync.
 	for uid, c := range jobs {
 		if !wanted[uid] {
 			c.giveUp()
-			if c.over() {
+			if c.isDone() {
 				delete(jobs, uid)
 			}
 		}
@@ -260,7 +260,7 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 	}
 	tell(engine.Progress{}, "")
 	p, err := s.engine.Join(ctx, m, engine.JoinOptions{OnProgress: func(p engine.Progress) { tell(p, "") },
-		BytesPerSecond: as.Setting(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.swaps,
+		BytesPerSecond: as.Setting(ctx, "replica-copy-rate-limit") << 20, OnSwap: c.beginSwap,
 		Turn: func(ctx context.Context) (func(), error) {
 			select {
 			case s.membership.turn <- struct{}{}:
@@ -274,7 +274,7 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 			tell(engine.Progress{}, "waits for other replicas that are compared as a whole")
 			return as.rebuilds.Acquire(ctx, "full", func() int { return as.CopiesAtOnce(ctx) })
 		}})
-	c.swapped()
+	c.endSwap()
 	s.membership.compared.Add(p.Done)
 	s.membership.sent.Add(p.Sent)
 	if err != nil {

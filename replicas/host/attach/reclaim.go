@@ -33,7 +33,7 @@ func (as *Attachments) ReclaimAll(ctx context.Context, again bool) {
 
 // reclaimOwed reclaims for a trim, once no layers of the volume are being merged: the space below a merge is unknown.
 func (as *Attachments) reclaimOwed(ctx context.Context, s *Session) error {
-	if m := s.member(); s.merges() || m != nil && as.merges.IsDue(m.Meta().UID) {
+	if m := s.replicaHere(); s.isMerging() || m != nil && as.merges.IsDue(m.Meta().UID) {
 		return nil
 	}
 	s.owed.Store(false)
@@ -44,15 +44,15 @@ func (as *Attachments) reclaimOwed(ctx context.Context, s *Session) error {
 	return err
 }
 
-// merges reports whether layers of a replica here are being merged.
-func (s *Session) merges() bool {
-	m := s.member()
+// isMerging reports whether layers of a replica here are being merged.
+func (s *Session) isMerging() bool {
+	m := s.replicaHere()
 	return m != nil && m.Meta().Merge != nil
 }
 
 // Reclaim reclaims on an attached volume; sure: for any gain.
 func (as *Attachments) Reclaim(ctx context.Context, s *Session, sure bool) error {
-	m := s.member()
+	m := s.replicaHere()
 	if s.ReadOnly || m == nil && !sure {
 		return nil
 	}
@@ -77,7 +77,7 @@ func (as *Attachments) Reclaim(ctx context.Context, s *Session, sure bool) error
 	if err := as.Reader.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if as.Session(s.Volume) != s || s.member() != m || v.Status.UID != s.VolumeUID {
+	if as.Session(s.Volume) != s || s.replicaHere() != m || v.Status.UID != s.VolumeUID {
 		return nil
 	}
 	var uid api.UID

@@ -32,7 +32,7 @@ func (as *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (rec
 		return reconcile.Result{}, err
 	}
 	if err != nil || a.Spec.Node != as.Name {
-		return as.orphan(ctx, req.Name)
+		return as.detachOrphan(ctx, req.Name)
 	}
 	if as.Resuming(a.Spec.Volume) {
 		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
@@ -84,8 +84,8 @@ func (as *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	return reconcile.Result{}, err
 }
 
-// orphan detaches a volume whose Attachment disappeared without this node's finalizer.
-func (as *reconciler) orphan(ctx context.Context, volume string) (reconcile.Result, error) {
+// detachOrphan detaches a volume whose Attachment disappeared without this node's finalizer.
+func (as *reconciler) detachOrphan(ctx context.Context, volume string) (reconcile.Result, error) {
 	if as.Resuming(volume) {
 		return reconcile.Result{RequeueAfter: localnode.ResumePause}, nil
 	}
@@ -154,11 +154,11 @@ func (as *reconciler) attach(ctx context.Context, a *api.Attachment) error {
 	}
 	a.Status.Ready, a.Status.Device, a.Status.Size = true, s.dev.Path(), s.dev.Spec().Size
 	a.Status.Epoch, a.Status.Message = s.Epoch, as.apiBehind(ctx, s)
-	a.Status.Rebuilds = s.rebuilding()
+	a.Status.Rebuilds = s.listRebuilds()
 	api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionReady, true, "Attached", "")
 	as.reportSpace(ctx, a, s)
 	as.reportSource(a, s)
-	as.trim(ctx, a, s)
+	as.startTrim(ctx, a, s)
 	if err := as.reportUsed(ctx, s, false); err != nil && !apierrors.IsConflict(err) {
 		return err
 	}
@@ -166,7 +166,7 @@ func (as *reconciler) attach(ctx context.Context, a *api.Attachment) error {
 		s.wake()
 		return nil
 	}
-	err := as.grow(ctx, s)
+	err := as.expandVolume(ctx, s)
 	a.Status.Size = s.dev.Spec().Size
 	return err
 }
@@ -216,7 +216,7 @@ func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Ses
 
 // reportSource reports whether reads wait for the sources of layers.
 func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
-	m := s.member()
+	m := s.replicaHere()
 	if m == nil || s.noting.Load() {
 		return
 	}
@@ -246,9 +246,9 @@ func (as *reconciler) checkSuperseded(ctx context.Context, s *Session) error {
 	if err := as.Client.Get(ctx, client.ObjectKey{Name: s.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.at() {
+	if v.Status.UID == s.VolumeUID && v.Status.Epoch > s.askedEpoch() {
 		err := api.Errorf(api.Denied, "the volume is at epoch %d, this engine at %d: it was taken over from node %s",
-			v.Status.Epoch, s.at(), v.Status.EngineNode)
+			v.Status.Epoch, s.askedEpoch(), v.Status.EngineNode)
 		s.fence.CompareAndSwap(nil, &err)
 		s.wake()
 		return err
@@ -263,12 +263,12 @@ func (as *reconciler) checkSuperseded(ctx context.Context, s *Session) error {
 func (as *reconciler) apiBehind(ctx context.Context, s *Session) string {
 	var v api.Volume
 	key := client.ObjectKey{Name: s.Volume}
-	if as.Client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() ||
-		as.Reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.at() {
+	if as.Client.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.askedEpoch() ||
+		as.Reader.Get(ctx, key, &v) != nil || v.Status.Epoch >= s.askedEpoch() {
 		return ""
 	}
 	return fmt.Sprintf("the volume is served in epoch %d and the API says %d: the API went back in time. It cannot be "+
-		"attached again after a detach until a newer state of the API is restored", s.at(), v.Status.Epoch)
+		"attached again after a detach until a newer state of the API is restored", s.askedEpoch(), v.Status.Epoch)
 }
 
 // renewSession ends a session that cannot continue; the next reconciliation makes a new session.
@@ -355,7 +355,7 @@ func (as *reconciler) claimDevice(ctx context.Context, a *api.Attachment, v *api
 		return nil, err
 	}
 	was := v.Status.Members
-	b, size, err := as.claim(ctx, v, take)
+	b, size, err := as.claimVolume(ctx, v, take)
 	if err != nil {
 		return nil, err
 	}
@@ -372,18 +372,18 @@ func (as *reconciler) claimDevice(ctx context.Context, a *api.Attachment, v *api
 	}
 	as.startRebuilds(s)
 	s.blank = !slices.ContainsFunc(take, func(f memberProbe) bool { return !f.info.Empty })
-	spec, err := s.spec()
+	spec, err := s.deviceSpec()
 	if err == nil {
 		s.dev, err = as.host.Attach(ctx, spec, s.loop.Loop, s.engine)
 	}
 	if err != nil {
-		return nil, errors.Join(err, as.closeSession(s), as.releaseClaim(ctx, s.Volume, s.at()))
+		return nil, errors.Join(err, as.closeSession(s), as.releaseClaim(ctx, s.Volume, s.askedEpoch()))
 	}
 	if err := as.writeBlob(s); err != nil { // the members may have changed since the blob was read
 		as.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
 	}
 	as.writeRecord(s, v)
-	as.add(s)
+	as.addSession(s)
 	as.Log.Info("volume attached", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Epoch,
 		"members", v.Status.Members)
 	return s, nil
@@ -404,8 +404,8 @@ func (as *reconciler) stillWanted(ctx context.Context, a *api.Attachment) error 
 	return nil
 }
 
-// grow expands the members and the device once the spec of every replica allows the new size.
-func (as *reconciler) grow(ctx context.Context, s *Session) error {
+// expandVolume expands the members and the device once the spec of every replica allows the new size.
+func (as *reconciler) expandVolume(ctx context.Context, s *Session) error {
 	var list api.ReplicaList
 	if err := as.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: s.Volume}); err != nil {
 		return err

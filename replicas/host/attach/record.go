@@ -19,7 +19,7 @@ const recordTime = 5 * time.Second
 // the disk answers.
 func (as *Attachments) writeRecord(s *Session, v *api.Volume) {
 	object, err := v.Record()
-	if m := s.member(); err == nil && m != nil && s.noting.CompareAndSwap(false, true) {
+	if m := s.replicaHere(); err == nil && m != nil && s.noting.CompareAndSwap(false, true) {
 		noted := make(chan struct{})
 		var result error
 		go func() {
@@ -63,7 +63,7 @@ func (as *Attachments) reportUsed(ctx context.Context, s *Session, sure bool) er
 	}
 	for i := range list.Items {
 		r := &list.Items[i]
-		open := s.local(r.Spec.UID)
+		open := s.localReplica(r.Spec.UID)
 		if open == nil || r.Spec.VolumeUID != s.VolumeUID || r.DeletionTimestamp != nil {
 			continue
 		}

@@ -26,8 +26,9 @@ const (
 // wantsRepair reports whether a replica is damaged and may be repaired.
 func wantsRepair(r *api.Replica) bool { return len(r.Status.Damage) > 0 && !r.Status.BeyondRepair }
 
-// repair starts the repair of a damaged member, unless a repair is in progress.
-func (as *Attachments) repair(ctx context.Context, s *Session, r *api.Replica, members []string, all *sync.WaitGroup) {
+// startRepair starts the repair of a damaged member, unless a repair is in progress.
+func (as *Attachments) startRepair(ctx context.Context, s *Session, r *api.Replica, members []string,
+	all *sync.WaitGroup) {
 	uid, name := r.Spec.UID, r.Name
 	if !wantsRepair(r) || len(members) < 2 || !slices.Contains(members, string(uid)) ||
 		!s.membership.repairs.Begin(uid, math.MaxInt) {

@@ -42,7 +42,7 @@ func (as *Attachments) Resume(ctx context.Context) error {
 		wg.Go(func() {
 			defer as.Wake(spec.Name)
 			defer as.endResume(spec.Name)
-			_, err := as.resume(ctx, spec)
+			_, err := as.resumeSession(ctx, spec)
 			if err != nil {
 				err = fmt.Errorf("volume %s: %w", spec.Name, err)
 				as.Log.Error("device cannot be resumed yet, its I/O waits", "volume", spec.Name, "err", err)
@@ -89,7 +89,7 @@ func (as *Attachments) resumeAgain(ctx context.Context, spec device.Spec, err er
 			pause.Stop()
 			return
 		}
-		_, err = as.resume(ctx, spec)
+		_, err = as.resumeSession(ctx, spec)
 	}
 }
 
@@ -107,7 +107,7 @@ func (as *Attachments) Resuming(volume string) bool {
 	return as.resuming[volume]
 }
 
-func (as *Attachments) resume(ctx context.Context, spec device.Spec) (*Session, error) {
+func (as *Attachments) resumeSession(ctx context.Context, spec device.Spec) (*Session, error) {
 	defer as.Locks.Lock(spec.Name)()
 	return as.resumeLocked(ctx, spec)
 }
@@ -144,7 +144,7 @@ func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Ses
 		return nil, err
 	}
 	as.startRebuilds(s)
-	want, err := s.spec()
+	want, err := s.deviceSpec()
 	if err == nil {
 		s.dev, err = as.host.Resume(ctx, want, s.loop.Loop, s.engine)
 	}
@@ -154,7 +154,7 @@ func (as *Attachments) resumeLocked(ctx context.Context, spec device.Spec) (*Ses
 	if err := as.writeBlob(s); err != nil {
 		as.Log.Error("the device record is stale", "volume", s.Volume, "err", err)
 	}
-	as.add(s)
+	as.addSession(s)
 	as.Log.Info("device resumed", "volume", s.Volume, "device", s.dev.Path(), "epoch", s.Now)
 	return s, nil
 }

@@ -84,12 +84,12 @@ type Session struct {
 // probeEvery is how often one write probes for room while others wait: a file system does not report room.
 const probeEvery = time.Second
 
-// config has the options that the engines of all sessions share.
-func (as *Attachments) config(s *Session, size, epoch int64) engine.Config {
+// engineConfig has the options that the engines of all sessions share.
+func (as *Attachments) engineConfig(s *Session, size, epoch int64) engine.Config {
 	s.size.Store(size)
 	return engine.Config{
 		Loop: s.loop, Pool: s.loop.Pool, Size: size, Epoch: epoch, Incarnation: as.host.Incarnation(), ReadOnly: s.ReadOnly,
-		Drop: as.dropper(s), Add: as.adder(s), Owns: as.ownerOf(s.blob),
+		Drop: as.dropperOf(s), Add: as.adderOf(s), Owns: as.ownerOf(s.blob),
 		OnDrop: func(member string, why error) {
 			s.log.Warn("a replica was dropped", "replica", member, "err", why)
 			s.membership.dropped.Add(1)
@@ -123,20 +123,20 @@ func (as *Attachments) newSession(b blob, loop *iothreads.Thread, member *stack.
 	s.membership.joiners, s.membership.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
 	s.blob = b
 	if member != nil {
-		s.has(member)
+		s.setReplicaHere(member)
 		s.blank = member.Empty()
 	}
 	return s
 }
 
-// has notes the replica of a new session on this node.
-func (s *Session) has(member *stack.Replica) {
+// setReplicaHere notes the replica of a new session on this node.
+func (s *Session) setReplicaHere(member *stack.Replica) {
 	s.here.Store(member)
 	member.OnLost(func(bool) { s.wake() })
 }
 
-// uses reports whether the engine has a replica.
-func (s *Session) uses(ctx context.Context, uid api.UID) (bool, error) {
+// usesReplica reports whether the engine has a replica.
+func (s *Session) usesReplica(ctx context.Context, uid api.UID) (bool, error) {
 	if _, joins := s.membership.joiners.Load(string(uid)); joins {
 		return true, nil
 	}
@@ -144,10 +144,10 @@ func (s *Session) uses(ctx context.Context, uid api.UID) (bool, error) {
 	return slices.Contains(members, string(uid)), err
 }
 
-// local is a replica of the session on this node, now or before; nil: the replica never was.
-func (s *Session) local(uid api.UID) *stack.Replica {
+// localReplica is a replica of the session on this node, now or before; nil: the replica never was.
+func (s *Session) localReplica(uid api.UID) *stack.Replica {
 	if uid == s.Replica {
-		return s.member()
+		return s.replicaHere()
 	}
 	if x, is := s.others.Load(uid); is {
 		return x.(*stack.Replica)
@@ -167,8 +167,8 @@ func (s *Session) localMember(node string) api.UID {
 	return ""
 }
 
-// member is the session's replica on this node, or nil.
-func (s *Session) member() *stack.Replica { return s.here.Load() }
+// replicaHere is the session's replica on this node, or nil.
+func (s *Session) replicaHere() *stack.Replica { return s.here.Load() }
 
 func (s *Session) wake() {
 	select {
@@ -177,18 +177,19 @@ func (s *Session) wake() {
 	}
 }
 
-// start starts run in a goroutine, for a session with a device; changed is called after each change of state.
-func (s *Session) start(changed func()) {
+// startWatch starts watchEngine in a goroutine, for a session with a device; changed is called after each change of
+// state.
+func (s *Session) startWatch(changed func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s.cancel = cancel
 	go func() {
 		defer close(s.ended)
-		s.run(ctx, changed)
+		s.watchEngine(ctx, changed)
 	}()
 }
 
-// run tries the writes that wait for room, and takes the device down after a fence.
-func (s *Session) run(ctx context.Context, changed func()) {
+// watchEngine tries the writes that wait for room, and takes the device down after a fence.
+func (s *Session) watchEngine(ctx context.Context, changed func()) {
 	tick := time.NewTicker(probeEvery)
 	defer tick.Stop()
 	tick.Stop()
@@ -236,7 +237,7 @@ func (as *Attachments) closeSession(s *Session) error {
 		<-s.ended
 	}
 	s.engine.Hurry() // the device is gone: the engine awaits no member any more
-	s.membership.end()
+	s.membership.stopRebuilds()
 	err := s.engine.Close()
 	as.Threads.PutBack(s.loop)
 	if err != nil && s.fence.Load() != nil { // another engine has the volume, and marks the clean end
@@ -263,7 +264,7 @@ func (s *Session) expand(ctx context.Context, size int64) error {
 	return nil
 }
 
-func (s *Session) spec() (device.Spec, error) {
+func (s *Session) deviceSpec() (device.Spec, error) {
 	raw, err := json.Marshal(s.snapshotBlob())
 	if err != nil {
 		return device.Spec{}, fmt.Errorf("volume %s: %w", s.Volume, err)

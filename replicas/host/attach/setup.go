@@ -24,7 +24,7 @@ func (as *Attachments) Setup(mgr ctrl.Manager, opts controller.Options) error {
 	if err := setupMetrics(as); err != nil {
 		return err
 	}
-	if err := mgr.Add(manager.RunnableFunc(as.offline.run)); err != nil {
+	if err := mgr.Add(manager.RunnableFunc(as.offline.runRebuilds)); err != nil {
 		return err
 	}
 	mine := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
@@ -34,7 +34,7 @@ func (as *Attachments) Setup(mgr ctrl.Manager, opts controller.Options) error {
 		For(&api.Attachment{}, as.OfNode(func(o client.Object) string { return o.(*api.Attachment).Spec.Node })).
 		Watches(&api.Volume{}, mine, watch.Updates(volumeMatters)).
 		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(as.replicaChanged), watch.Updates(replicaMatters)).
-		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(as.unready),
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(as.listUnready),
 			as.OfNode(client.Object.GetName), watch.Updates(watch.DisksChanged)).
 		WatchesRawSource(source.Func(func(_ context.Context, q backlog.Queue) error {
 			as.ReachedAPI()
@@ -77,8 +77,8 @@ func replicaMatters(old, now client.Object) bool {
 		!slices.Equal(a.Status.Damage, b.Status.Damage)
 }
 
-// unready wakes the Attachments of this node that wait for a disk.
-func (as *Attachments) unready(ctx context.Context, _ client.Object) []reconcile.Request {
+// listUnready lists the Attachments of this node that wait for a disk.
+func (as *Attachments) listUnready(ctx context.Context, _ client.Object) []reconcile.Request {
 	var list api.AttachmentList
 	if err := as.Client.List(ctx, &list); err != nil {
 		as.Log.Error("attachments cannot be listed", "err", err)

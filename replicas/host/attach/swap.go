@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// propose records a swap beforehand: if this process dies, the next process asks the API for the outcome.
-func (as *Attachments) propose(s *Session, epoch int64, joining *memberSpec) error {
+// recordProposal records a swap beforehand: if this process dies, the next process asks the API for the outcome.
+func (as *Attachments) recordProposal(s *Session, epoch int64, joining *memberSpec) error {
 	s.membership.recording.Lock()
 	defer s.membership.recording.Unlock()
 	if s.membership.leaving {
@@ -24,9 +24,9 @@ func (as *Attachments) propose(s *Session, epoch int64, joining *memberSpec) err
 	return as.writeBlobLocked(s)
 }
 
-// leave ends the swaps before this process gives its devices up. The record of a later swap would be lost, and the next
-// process would take the swap for another engine's.
-func (m *membership) leave() {
+// endSwaps ends the swaps before this process gives its devices up. The record of a later swap would be lost, and the
+// next process would take the swap for another engine's.
+func (m *membership) endSwaps() {
 	m.recording.Lock()
 	defer m.recording.Unlock()
 	m.leaving = true
@@ -43,15 +43,15 @@ func (as *Attachments) recordSwap(s *Session, epoch int64, change func(*blob)) {
 	}
 }
 
-// dropper returns the engine's function to take a member out of the volume.
-func (as *Attachments) dropper(s *Session) func(ctx context.Context, epoch int64, member string) error {
+// dropperOf returns the engine's function to take a member out of the volume.
+func (as *Attachments) dropperOf(s *Session) func(ctx context.Context, epoch int64, member string) error {
 	drop := as.dropMember(s.blob)
 	return func(ctx context.Context, epoch int64, member string) error {
 		if !as.APIReached() { // before the proposal: a successor would have to ask the API for the outcome
 			return api.Errorf(api.Unavailable, "volume %s: replica %s cannot be dropped before the API is reached",
 				s.Volume, member)
 		}
-		if err := as.propose(s, epoch+1, nil); err != nil {
+		if err := as.recordProposal(s, epoch+1, nil); err != nil {
 			return err
 		}
 		s.membership.mu.Lock()
@@ -123,8 +123,8 @@ func (as *Attachments) ownerOf(b blob) func(ctx context.Context, epoch int64) er
 	}
 }
 
-// adder returns the engine's function to make a replica a member of the volume.
-func (as *Attachments) adder(s *Session) func(ctx context.Context, epoch int64, member string) error {
+// adderOf returns the engine's function to make a replica a member of the volume.
+func (as *Attachments) adderOf(s *Session) func(ctx context.Context, epoch int64, member string) error {
 	asked := int64(0) // the epoch in which the API was asked, with any outcome; one call at a time
 	return func(ctx context.Context, epoch int64, member string) error {
 		x, ok := s.membership.joiners.Load(member)
@@ -132,7 +132,7 @@ func (as *Attachments) adder(s *Session) func(ctx context.Context, epoch int64, 
 			return api.Errorf(api.NotFound, "replica %s is not about to join", member)
 		}
 		spec := x.(memberSpec)
-		if err := as.propose(s, epoch+1, &spec); err != nil {
+		if err := as.recordProposal(s, epoch+1, &spec); err != nil {
 			return err
 		}
 		if err := as.addMember(ctx, s, epoch, spec, &asked); err != nil {

@@ -105,7 +105,7 @@ func TestBlobsAreKeptInTheirOrder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	spec, err := s.spec()
+	spec, err := s.deviceSpec()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -151,7 +151,7 @@ func TestDropBeforeAPI(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := as.newSession(b, thread, nil)
-	if err := as.dropper(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
+	if err := as.dropperOf(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
 		t.Errorf("a drop without the API: %v", err)
 	}
 	if now := s.snapshotBlob(); now.Next != 0 || len(now.Members) != 2 {
@@ -168,15 +168,15 @@ func TestNoSwapBeginsWithoutARecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Now: 5}, thread, nil)
-	if err := as.propose(s, 6, nil); err != nil {
+	if err := as.recordProposal(s, 6, nil); err != nil {
 		t.Fatal(err)
 	}
 	as.recordSwap(s, 6, func(*blob) {})
-	s.membership.leave()
-	if err := as.propose(s, 7, nil); !api.Is(err, api.Unavailable) {
+	s.membership.endSwaps()
+	if err := as.recordProposal(s, 7, nil); !api.Is(err, api.Unavailable) {
 		t.Errorf("a swap of a process that ends: %v", err)
 	}
-	if s.at() != 6 || s.Next != 0 {
-		t.Errorf("the session has asked for epoch %d, and waits for the outcome of %d", s.at(), s.Next)
+	if s.askedEpoch() != 6 || s.Next != 0 {
+		t.Errorf("the session has asked for epoch %d, and waits for the outcome of %d", s.askedEpoch(), s.Next)
 	}
 }

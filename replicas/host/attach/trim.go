@@ -29,8 +29,8 @@ type trimRun struct {
 	fact api.TrimFact
 }
 
-// trim starts the trim that a user asked for, and reports the last trim. The caller has the volume's lock.
-func (as *reconciler) trim(ctx context.Context, a *api.Attachment, s *Session) {
+// startTrim starts the trim that a user asked for, and reports the last trim. The caller has the volume's lock.
+func (as *reconciler) startTrim(ctx context.Context, a *api.Attachment, s *Session) {
 	run := s.trim.Load()
 	if run != nil {
 		select {
@@ -71,7 +71,7 @@ func (as *Attachments) trimNow(ctx context.Context, s *Session, v *api.Volume) a
 	var below []stack.Snapshot
 	if as.Enabled(ctx, v.Spec.UnmapMarkSnapChainRemoved, settingTrim) {
 		var err error
-		if below, err = as.chain(ctx, s); err != nil {
+		if below, err = as.headChain(ctx, s); err != nil {
 			fact.Message = err.Error()
 			return fact
 		}
@@ -91,7 +91,7 @@ func (as *Attachments) trimNow(ctx context.Context, s *Session, v *api.Volume) a
 			"on (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
 	}
 	if len(fact.Snapshots) == 0 { // else the end of the snapshots frees the space
-		if s.merges() && fact.Message == "" {
+		if s.isMerging() && fact.Message == "" {
 			fact.Message = "layers of the volume are being merged: what was trimmed over them comes back after that"
 		}
 		s.owed.Store(true)
@@ -103,9 +103,9 @@ func (as *Attachments) trimNow(ctx context.Context, s *Session, v *api.Volume) a
 	return fact
 }
 
-// chain are the snapshots that the head alone stands on, the newest first.
-func (as *Attachments) chain(ctx context.Context, s *Session) ([]stack.Snapshot, error) {
-	if m := s.member(); m != nil {
+// headChain returns the snapshots that the head alone stands on, the newest first.
+func (as *Attachments) headChain(ctx context.Context, s *Session) ([]stack.Snapshot, error) {
+	if m := s.replicaHere(); m != nil {
 		return as.snapshots.Chain(m.Meta()), nil
 	}
 	m, err := s.engine.Snapshots(ctx)

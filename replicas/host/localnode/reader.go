@@ -16,15 +16,15 @@ type sureReader struct{ client.Reader }
 
 // Get implements client.Reader.
 func (r sureReader) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
-	return sure(r.Reader.Get(ctx, key, o, opts...))
+	return checkNotFound(r.Reader.Get(ctx, key, o, opts...))
 }
 
 // List implements client.Reader.
 func (r sureReader) List(ctx context.Context, list client.ObjectList, opts ...client.ListOption) error {
-	return sure(r.Reader.List(ctx, list, opts...))
+	return checkNotFound(r.Reader.List(ctx, list, opts...))
 }
 
-func sure(err error) error {
+func checkNotFound(err error) error {
 	if apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse) {
 		return api.Errorf(api.Unavailable, "the API server does not know its objects yet: %s", err)
 	}

@@ -18,8 +18,8 @@ const (
 	restsAtMost = 10
 )
 
-// rest lets guests go first after work that took so long; did is GuestRequests of before.
-func (w *MergeWorker) rest(ctx context.Context, took time.Duration, did uint64) {
+// yieldToGuests lets guests go first after work that took so long; did is GuestRequests of before.
+func (w *MergeWorker) yieldToGuests(ctx context.Context, took time.Duration, did uint64) {
 	for range restsAtMost {
 		w.pause(ctx, min(took, restLongest))
 		now := w.node.GuestRequests()
@@ -58,7 +58,7 @@ func (w *MergeWorker) finishAll(ctx context.Context, disk *stack.Disk) (left boo
 				failed[uid] = err
 			}
 		}
-		w.rest(ctx, time.Since(began), did)
+		w.yieldToGuests(ctx, time.Since(began), did)
 		if time.Since(told) > digestsSoFar {
 			w.reportDigests(disk, done)
 			done, told = map[string]bool{}, time.Now()

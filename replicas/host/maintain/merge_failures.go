@@ -79,8 +79,8 @@ func (w *MergeWorker) Report(r *api.Replica, disk *stack.Disk) {
 	}
 }
 
-// unfinished is the error of a merge whose layers could not be finished: a layer without digests is not merged.
-func unfinished(disk *stack.Disk, uid string, failed map[string]error) error {
+// unfinishedError is the error of a merge whose layers could not be finished: a layer without digests is not merged.
+func unfinishedError(disk *stack.Disk, uid string, failed map[string]error) error {
 	if len(failed) == 0 {
 		return nil
 	}
@@ -96,8 +96,9 @@ func unfinished(disk *stack.Disk, uid string, failed map[string]error) error {
 	return nil
 }
 
-// blame marks the replicas as due that name a layer which could not be finished: their merges report the failure.
-func (w *MergeWorker) blame(disk *stack.Disk, failed map[string]error) {
+// markFailedDue marks the replicas as due that name a layer which could not be finished: their merges report the
+// failure.
+func (w *MergeWorker) markFailedDue(disk *stack.Disk, failed map[string]error) {
 	if len(failed) == 0 {
 		return
 	}

@@ -74,17 +74,17 @@ func (w *MergeWorker) Wake(disk *stack.Disk) {
 		w.again[disk] = true
 		return
 	}
-	if w.workers.Go(func(ctx context.Context) { w.work(ctx, disk) }) {
+	if w.workers.Go(func(ctx context.Context) { w.finishAndMerge(ctx, disk) }) {
 		w.again[disk] = false
 	}
 }
 
-// work finishes and merges the layers of a disk until no work is left.
-func (w *MergeWorker) work(ctx context.Context, disk *stack.Disk) {
+// finishAndMerge finishes and merges the layers of a disk until no work is left.
+func (w *MergeWorker) finishAndMerge(ctx context.Context, disk *stack.Disk) {
 	lowestPriority()
 	for {
 		wait, failed := w.finishAll(ctx, disk)
-		w.blame(disk, failed)
+		w.markFailedDue(disk, failed)
 		w.findMergeable(disk)
 		merged := make(chan bool)
 		go func() { merged <- w.mergeAll(ctx, disk, failed) }() // at normal priority: a merge holds I/O back for moments
@@ -138,12 +138,12 @@ func (w *MergeWorker) mergeAll(ctx context.Context, disk *stack.Disk, failed map
 			return false
 		}
 		before := snapshotLayers(disk, uid)
-		did, err := w.merge(ctx, disk, uid, volume)
+		did, err := w.mergeReplica(ctx, disk, uid, volume)
 		if did {
 			w.node.SnapshotsChanged(api.UID(uid), otherLayers(before, snapshotLayers(disk, uid))...)
 		}
 		if err == nil {
-			err = unfinished(disk, uid, failed)
+			err = unfinishedError(disk, uid, failed)
 		}
 		switch {
 		case err == nil:
@@ -197,8 +197,8 @@ func otherLayers(before, now map[string]string) (names []string) {
 	return names
 }
 
-// merge merges all mergeable layers of a replica.
-func (w *MergeWorker) merge(ctx context.Context, disk *stack.Disk, uid, volume string) (did bool, err error) {
+// mergeReplica merges all mergeable layers of a replica.
+func (w *MergeWorker) mergeReplica(ctx context.Context, disk *stack.Disk, uid, volume string) (did bool, err error) {
 	err = w.node.WithReplica(ctx, disk, uid, volume, func(ctx context.Context, r *stack.Replica) error {
 		for {
 			more, err := r.Merge(ctx, stack.MergeOptions{BytesPerSecond: w.node.Setting(ctx, "merge-rate-limit") << 20})

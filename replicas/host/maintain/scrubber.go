@@ -115,20 +115,20 @@ func (s *Scrubber) Reconcile(ctx context.Context, r *api.Replica, disk *stack.Di
 			}
 		}
 	} else if !known {
-		s.recorded(r, disk)
+		s.copyDamage(r, disk)
 	}
 	r.Status.BeyondRepair = beyondRepair(r, disk)
 	asked := r.Spec.Scrub != "" && r.Spec.Scrub != r.Status.Scrubbed
-	if under || !asked && !s.due(ctx, r) {
+	if under || !asked && !s.isDue(ctx, r) {
 		return
 	}
 	task := scrubTask{name: r.Name, replica: r.Spec.UID, rate: s.node.Setting(ctx, "volume-scrub-rate-limit") << 20}
 	if asked { // a user wants to know: compare all layers
 		task.ask = r.Spec.Scrub
 	} else {
-		task.fast = s.integrity(ctx, r.Spec.Volume) == integrityFast
+		task.fast = s.integrityOf(ctx, r.Spec.Volume) == integrityFast
 	}
-	s.begin(disk, task)
+	s.queueScrub(disk, task)
 }
 
 // reportDamage emits an event about damage that is new, or repaired.
@@ -147,8 +147,8 @@ func (s *Scrubber) reportDamage(r *api.Replica, disk *stack.Disk, damage []api.L
 	}
 }
 
-// recorded copies the disk's records of damage, which reads write as well, into the status.
-func (s *Scrubber) recorded(r *api.Replica, disk *stack.Disk) {
+// copyDamage copies the disk's records of damage, which reads write as well, into the status.
+func (s *Scrubber) copyDamage(r *api.Replica, disk *stack.Disk) {
 	m, err := disk.Stack(string(r.Spec.UID))
 	if err != nil {
 		return
@@ -214,14 +214,14 @@ func (s *Scrubber) Damaged(disk *stack.Disk, layer string) {
 	}
 }
 
-// due reports whether the last scrub of a replica is long ago.
-func (s *Scrubber) due(ctx context.Context, r *api.Replica) bool {
+// isDue reports whether the last scrub of a replica is long ago.
+func (s *Scrubber) isDue(ctx context.Context, r *api.Replica) bool {
 	last := r.CreationTimestamp
 	if at := r.Status.LastScrubbed; at != nil {
 		last = *at
 	}
 	every := time.Duration(s.node.Setting(ctx, "volume-scrub-interval")) * time.Hour
-	return every > 0 && time.Since(last.Time) > every && s.integrity(ctx, r.Spec.Volume) != integrityOff
+	return every > 0 && time.Since(last.Time) > every && s.integrityOf(ctx, r.Spec.Volume) != integrityOff
 }
 
 // SettingIntegrity says which layers are compared at intervals, for volumes without a value of their own.
@@ -233,8 +233,8 @@ const (
 	integrityOff  = "disabled"
 )
 
-// integrity says which layers of a volume are compared at intervals.
-func (s *Scrubber) integrity(ctx context.Context, volume string) string {
+// integrityOf says which layers of a volume are compared at intervals.
+func (s *Scrubber) integrityOf(ctx context.Context, volume string) string {
 	var v api.Volume
 	if err := s.client.Get(ctx, client.ObjectKey{Name: volume}, &v); err == nil {
 		if at := v.Spec.SnapshotDataIntegrity; at != "" && at != "ignored" {
@@ -257,25 +257,25 @@ func (s *Scrubber) WakeDue(ctx context.Context) {
 		return
 	}
 	for i := range list.Items {
-		if r := &list.Items[i]; r.Status.Mode == api.ReplicaCurrent && s.due(ctx, r) {
+		if r := &list.Items[i]; r.Status.Mode == api.ReplicaCurrent && s.isDue(ctx, r) {
 			(*q).Add(watch.Request(r.Name))
 		}
 	}
 }
 
-// begin queues a replica for the worker of the disk.
-func (s *Scrubber) begin(disk *stack.Disk, task scrubTask) {
+// queueScrub queues a replica for the worker of the disk.
+func (s *Scrubber) queueScrub(disk *stack.Disk, task scrubTask) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, works := s.todo[disk]; !works && !s.workers.Go(func(ctx context.Context) { s.work(ctx, disk) }) {
+	if _, works := s.todo[disk]; !works && !s.workers.Go(func(ctx context.Context) { s.scrubQueued(ctx, disk) }) {
 		return
 	}
 	s.under[task.replica] = true
 	s.todo[disk] = append(s.todo[disk], task)
 }
 
-// work scrubs the queued replicas of a disk.
-func (s *Scrubber) work(ctx context.Context, disk *stack.Disk) {
+// scrubQueued scrubs the queued replicas of a disk.
+func (s *Scrubber) scrubQueued(ctx context.Context, disk *stack.Disk) {
 	lowestPriority()
 	for {
 		s.mu.Lock()
@@ -288,7 +288,7 @@ func (s *Scrubber) work(ctx context.Context, disk *stack.Disk) {
 		task := list[0]
 		s.todo[disk] = list[1:]
 		s.mu.Unlock()
-		found, err := s.scrub(ctx, disk, task)
+		found, err := s.scrubReplica(ctx, disk, task)
 		s.mu.Lock()
 		delete(s.under, task.replica)
 		if err == nil {
@@ -311,9 +311,9 @@ func retryIf(err error) time.Duration {
 	return 0
 }
 
-// untouched reports whether the files of a layer are unchanged since the seal or the last scrub without damage; mark is
-// for the next call.
-func (s *Scrubber) untouched(disk *stack.Disk, uid, key string) (is bool, mark string) {
+// isUntouched reports whether the files of a layer are unchanged since the seal or the last scrub without damage; mark
+// is for the next call.
+func (s *Scrubber) isUntouched(disk *stack.Disk, uid, key string) (is bool, mark string) {
 	mark, err := disk.Touched(uid)
 	if err != nil || len(disk.Damaged(uid)) > 0 {
 		return false, mark
@@ -323,9 +323,9 @@ func (s *Scrubber) untouched(disk *stack.Disk, uid, key string) (is bool, mark s
 	return mark == "" || mark == s.marks[key], mark
 }
 
-// scrub compares all layers of a replica that have digests. Layers without digests are new: the next scrub compares
-// them.
-func (s *Scrubber) scrub(ctx context.Context, disk *stack.Disk, task scrubTask) (scrubFound, error) {
+// scrubReplica compares all layers of a replica that have digests. Layers without digests are new: the next scrub
+// compares them.
+func (s *Scrubber) scrubReplica(ctx context.Context, disk *stack.Disk, task scrubTask) (scrubFound, error) {
 	m, err := disk.Stack(string(task.replica))
 	if err != nil {
 		return scrubFound{}, err
@@ -338,7 +338,7 @@ func (s *Scrubber) scrub(ctx context.Context, disk *stack.Disk, task scrubTask) 
 		last := s.seen[key]
 		s.mu.Unlock()
 		var list []stack.Damage
-		same, mark := s.untouched(disk, uid, key)
+		same, mark := s.isUntouched(disk, uid, key)
 		if task.ask == "" && time.Since(last) < maxLook || task.fast && same {
 			list = disk.Damaged(uid)
 		} else {

@@ -26,7 +26,7 @@ func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, erro
 		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrAbandoned)
 	}
 	s.openServedDisks(ctx)
-	disk, err := holder(s.o.Disks.Except(nil), replica)
+	disk, err := findHolder(s.o.Disks.Except(nil), replica)
 	if err != nil {
 		return stack.Meta{}, err
 	}
@@ -73,7 +73,7 @@ func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) er
 	if !is {
 		err := api.Errorf(api.Denied, "volume %s: node %s has neither its engine, nor its attachment, nor a replica of it",
 			name, node)
-		s.refused(name, replica, node, err)
+		s.reportRefused(name, replica, node, err)
 		return err
 	}
 	return nil
@@ -150,13 +150,14 @@ func (s *Server) AllowSession(ctx context.Context, node, replica, volume string,
 		return api.Errorf(api.Unavailable, "volume %s is at epoch %d, not at %d", v.Name, v.Status.Epoch, epoch)
 	}
 	if err != nil {
-		s.refused(v.Name, replica, node, err)
+		s.reportRefused(v.Name, replica, node, err)
 	}
 	return err
 }
 
-// refused reports a refused node in the log and in an event of the volume, once a minute for each node and volume.
-func (s *Server) refused(volume, replica, node string, why error) {
+// reportRefused reports a refused node in the log and in an event of the volume, once a minute for each node and
+// volume.
+func (s *Server) reportRefused(volume, replica, node string, why error) {
 	s.mu.Lock()
 	key := volume + "\n" + node
 	t := s.refusals[key]

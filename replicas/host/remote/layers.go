@@ -137,7 +137,7 @@ func (l *Layers) Describe(ctx context.Context, disk *stack.Disk, layers []api.UI
 		l.sources.Order(list)
 		done := false
 		for _, p := range list {
-			err := l.describe(ctx, disk, string(uid), p)
+			err := l.fetchDigests(ctx, disk, string(uid), p)
 			if err == nil {
 				done = true
 				break
@@ -152,8 +152,8 @@ func (l *Layers) Describe(ctx context.Context, disk *stack.Disk, layers []api.UI
 	return true, nil
 }
 
-// describe fetches the digests and the map of a layer, which a read needs.
-func (l *Layers) describe(ctx context.Context, disk *stack.Disk, uid string, p sources.Source) error {
+// fetchDigests fetches the digests and the map of a layer, which a read needs.
+func (l *Layers) fetchDigests(ctx context.Context, disk *stack.Disk, uid string, p sources.Source) error {
 	ctx, cancel := context.WithTimeout(ctx, describeTime)
 	defer cancel()
 	c := l.sources.Client(p)

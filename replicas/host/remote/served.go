@@ -44,7 +44,7 @@ func (s *Server) openServed(ctx context.Context, uid, volume string) (peer.Repli
 			}
 		}
 	}
-	disk, err := holder(s.o.Disks.Except(nil), uid)
+	disk, err := findHolder(s.o.Disks.Except(nil), uid)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -87,8 +87,9 @@ func (s *Server) openServedDisks(ctx context.Context) {
 	}
 }
 
-// holder is the disk that has a replica; nil: no disk has. A disk that fails may have the replica, unless another has.
-func holder(disks []*stack.Disk, uid string) (*stack.Disk, error) {
+// findHolder finds the disk that has a replica; nil: no disk has. A disk that fails may have the replica, unless
+// another has.
+func findHolder(disks []*stack.Disk, uid string) (*stack.Disk, error) {
 	var errs []error
 	for _, disk := range disks {
 		there, err := disk.Holds(uid)

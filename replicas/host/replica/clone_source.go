@@ -65,17 +65,17 @@ func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stac
 		s.Layers = nil
 	}
 	j := rs.jobs.get(r.Spec.UID)
-	if j == nil || !j.running() && j.err != nil {
+	if j == nil || !j.isRunning() && j.err != nil {
 		if j != nil {
 			if err := rs.retryCopy(ctx, r, j); err != nil {
 				return err
 			}
 		}
 		rate, name := rs.copyRate(rs.jobs.ctx), r.Name
-		j = rs.jobs.start(r.Spec.UID, api.UID(src.UID()), rs.CopiesAtOnce(ctx), func() { rs.Wake(name) },
+		j = rs.jobs.startJob(r.Spec.UID, api.UID(src.UID()), rs.CopiesAtOnce(ctx), func() { rs.Wake(name) },
 			func(ctx context.Context, j *copyJob) error {
 				return disk.Flatten(ctx, append([]*stack.Disk{src}, rs.layers.Beside(src)...), own, string(from.Layer),
-					stack.CopyOptions{BytesPerSecond: rate, Progress: j.at})
+					stack.CopyOptions{BytesPerSecond: rate, Progress: j.noteProgress})
 			})
 		if j == nil {
 			return api.Errorf(api.Unavailable, "the data role is stopping")
@@ -83,9 +83,9 @@ func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stac
 	}
 	st, moved := j.status()
 	r.Status.Copy = st
-	if j.running() {
-		if stall := rs.stall(ctx); stall > 0 && time.Since(moved) > stall {
-			rs.jobs.stop(r.Spec.UID)
+	if j.isRunning() {
+		if stall := rs.stallTimeout(ctx); stall > 0 && time.Since(moved) > stall {
+			rs.jobs.stopJob(r.Spec.UID)
 			return rs.failCopy(r, disk, src, api.Errorf(api.Invalid, "the copy has made no progress for %s", stall))
 		}
 		return errCopying(st)
@@ -99,15 +99,15 @@ func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stac
 	if err := disk.CreateReplica(ctx, s); err != nil {
 		return err
 	}
-	rs.jobs.forget(r.Spec.UID)
+	rs.jobs.forgetJob(r.Spec.UID)
 	r.Status.Copy = nil
 	rs.Log.Info("full copy finished", "volume", r.Spec.Volume, "source", from.Volume, "bytes", st.Total)
 	defer rs.merges.Freed(src)
 	return src.Unpin(string(r.Spec.UID))
 }
 
-// stall is how long a full copy may make no progress; 0: without end.
-func (rs *Replicas) stall(ctx context.Context) time.Duration {
+// stallTimeout is how long a full copy may make no progress; 0: without end.
+func (rs *Replicas) stallTimeout(ctx context.Context) time.Duration {
 	return time.Duration(rs.Setting(ctx, "clone-stall-timeout")) * time.Minute
 }
 
@@ -121,7 +121,7 @@ func (rs *Replicas) retryCopy(ctx context.Context, r *api.Replica, j *copyJob) e
 	if e := errors.Join(derr, serr); e != nil {
 		return api.Errorf(api.Unavailable, "the copy waits: %w", e)
 	}
-	switch stall := rs.stall(ctx); {
+	switch stall := rs.stallTimeout(ctx); {
 	case api.Is(err, api.Corrupt), api.Is(err, api.NotFound), api.Is(err, api.Invalid):
 		return rs.failCopy(r, disk, src, err)
 	case stall > 0 && time.Since(moved) > stall:
@@ -138,7 +138,7 @@ func (rs *Replicas) retryCopy(ctx context.Context, r *api.Replica, j *copyJob) e
 
 // failCopy fails a full copy for good, and removes its layer and its pin.
 func (rs *Replicas) failCopy(r *api.Replica, disk, src *stack.Disk, why error) error {
-	rs.jobs.forget(r.Spec.UID)
+	rs.jobs.forgetJob(r.Spec.UID)
 	err := errors.Join(disk.Drop(string(r.Spec.From.Layer)), src.Unpin(string(r.Spec.UID)))
 	rs.merges.Freed(src)
 	if err != nil {
@@ -150,7 +150,7 @@ func (rs *Replicas) failCopy(r *api.Replica, disk, src *stack.Disk, why error) e
 
 // releaseSource ends the copy job of a removed replica, and removes its pins.
 func (rs *Replicas) releaseSource(r *api.Replica, disk *stack.Disk) error {
-	rs.jobs.stop(r.Spec.UID)
+	rs.jobs.stopJob(r.Spec.UID)
 	var errs []error
 	if from := r.Spec.From; from != nil && from.Layer != "" {
 		errs = append(errs, disk.Drop(string(from.Layer)))

@@ -58,29 +58,29 @@ func (b *copyJobs) get(replica api.UID) *copyJob {
 	return b.jobs[replica]
 }
 
-// stop ends, awaits and forgets the job of a replica.
-func (b *copyJobs) stop(replica api.UID) {
+// stopJob ends, awaits and forgets the job of a replica.
+func (b *copyJobs) stopJob(replica api.UID) {
 	if j := b.get(replica); j != nil {
 		j.cancel()
 		<-j.ended
-		b.forget(replica)
+		b.forgetJob(replica)
 	}
 }
 
-// forget forgets an ended job.
-func (b *copyJobs) forget(replica api.UID) {
+// forgetJob forgets an ended job.
+func (b *copyJobs) forgetJob(replica api.UID) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.jobs, replica)
 }
 
-// start starts a job, unless a job of the replica runs. The job waits until fewer than limit jobs copy, and calls report
-// after progress and at its end. Nil: close was called.
-func (b *copyJobs) start(replica, from api.UID, limit int, report func(),
+// startJob starts a job, unless a job of the replica runs. The job waits until fewer than limit jobs copy, and calls
+// report after progress and at its end. Nil: close was called.
+func (b *copyJobs) startJob(replica, from api.UID, limit int, report func(),
 	run func(ctx context.Context, j *copyJob) error) *copyJob {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if j := b.jobs[replica]; j != nil && j.running() || b.ended {
+	if j := b.jobs[replica]; j != nil && j.isRunning() || b.ended {
 		return j
 	}
 	ctx, cancel := context.WithCancel(b.ctx)
@@ -94,7 +94,7 @@ func (b *copyJobs) start(replica, from api.UID, limit int, report func(),
 		reported := make(chan struct{})
 		go func() {
 			defer close(reported)
-			j.watch(report)
+			j.reportProgress(report)
 		}()
 		release, err := b.slots.Acquire(ctx, "copy", semaphore.Limit(limit))
 		if err == nil {
@@ -110,8 +110,8 @@ func (b *copyJobs) start(replica, from api.UID, limit int, report func(),
 	return j
 }
 
-// watch reports progress, at most once a second, and the end.
-func (j *copyJob) watch(report func()) {
+// reportProgress reports progress, at most once a second, and the end.
+func (j *copyJob) reportProgress(report func()) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	last := int64(-1)
@@ -132,8 +132,8 @@ func (j *copyJob) watch(report func()) {
 	}
 }
 
-// running reports whether the job has not ended.
-func (j *copyJob) running() bool {
+// isRunning reports whether the job has not ended.
+func (j *copyJob) isRunning() bool {
 	select {
 	case <-j.ended:
 		return false
@@ -142,8 +142,8 @@ func (j *copyJob) running() bool {
 	}
 }
 
-// at notes progress.
-func (j *copyJob) at(done, total int64) {
+// noteProgress notes how much of the job is done.
+func (j *copyJob) noteProgress(done, total int64) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if done > j.done {

@@ -21,7 +21,7 @@ func (rs *Replicas) create(ctx context.Context, r *api.Replica, disk *stack.Disk
 			return err
 		}
 	}
-	object, err := rs.record(ctx, r.Spec.Volume)
+	object, err := rs.volumeRecord(ctx, r.Spec.Volume)
 	if err != nil {
 		return err
 	}

@@ -32,10 +32,10 @@ func (rs *Replicas) hydrate(ctx context.Context, r *api.Replica, disk *stack.Dis
 		r.Status.Copy, _ = j.status()
 	}
 	switch {
-	case j != nil && j.running():
+	case j != nil && j.isRunning():
 		return nil
 	case len(lacks) == 0:
-		rs.jobs.forget(r.Spec.UID)
+		rs.jobs.forgetJob(r.Spec.UID)
 		if r.Status.Copy != nil || r.Status.Pinned {
 			rs.Log.Info("all layers are on the replica's own disk", "volume", r.Spec.Volume, "replica", r.Name)
 			rs.merges.Merge(disk, string(r.Spec.UID), r.Spec.Volume)
@@ -58,7 +58,7 @@ func (rs *Replicas) hydrate(ctx context.Context, r *api.Replica, disk *stack.Dis
 		from = r.Spec.From.Disk
 	}
 	rate, name := rs.copyRate(rs.jobs.ctx), r.Name
-	rs.jobs.start(r.Spec.UID, from, rs.CopiesAtOnce(ctx), func() { rs.Wake(name) },
+	rs.jobs.startJob(r.Spec.UID, from, rs.CopiesAtOnce(ctx), func() { rs.Wake(name) },
 		func(ctx context.Context, j *copyJob) error { return rs.copyLayers(ctx, disk, lacks, rate, j) })
 	return nil
 }
@@ -81,11 +81,11 @@ func (rs *Replicas) copyLayers(ctx context.Context, disk *stack.Disk, layers []s
 			return api.Errorf(api.Unavailable, "layer %s is on no disk of this node", uid)
 		}
 	}
-	j.at(0, total)
+	j.noteProgress(0, total)
 	for i, uid := range layers {
 		for {
 			err := disk.CopyLayer(ctx, sources[i], uid, stack.CopyOptions{BytesPerSecond: rate,
-				Progress: func(done, _ int64) { j.at(before+min(done, sizes[i]), total) }})
+				Progress: func(done, _ int64) { j.noteProgress(before+min(done, sizes[i]), total) }})
 			if err == nil {
 				break
 			}
@@ -101,20 +101,20 @@ func (rs *Replicas) copyLayers(ctx context.Context, disk *stack.Disk, layers []s
 			}
 		}
 		before += sizes[i]
-		j.at(before, total)
+		j.noteProgress(before, total)
 	}
 	return nil
 }
 
 // readsElsewhere reports whether the replica is open and reads layers from sources, or may.
 func (rs *Replicas) readsElsewhere(r *api.Replica) bool {
-	open, recording := rs.opened(r)
+	open, recording := rs.findOpen(r)
 	return open != nil && (recording || open.Hydrates())
 }
 
-// opened is a replica that an engine of this node or of another node has open; nil: no engine has. While recording, a
-// call of the replica would wait for the disk.
-func (rs *Replicas) opened(r *api.Replica) (open *stack.Replica, recording bool) {
+// findOpen finds a replica that an engine of this node or of another node has open; nil: no engine has. While
+// recording, a call of the replica would wait for the disk.
+func (rs *Replicas) findOpen(r *api.Replica) (open *stack.Replica, recording bool) {
 	if open, recording = rs.attachments.Opened(r.Spec.Volume, r.Spec.UID); open != nil {
 		return open, recording
 	}
@@ -126,7 +126,7 @@ func (rs *Replicas) opened(r *api.Replica) (open *stack.Replica, recording bool)
 
 // localize makes an open replica read copied layers from its own disk; the layers can be merged from then on.
 func (rs *Replicas) localize(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
-	open, recording := rs.opened(r)
+	open, recording := rs.findOpen(r)
 	if open == nil || recording || !open.Hydrates() {
 		return nil
 	}

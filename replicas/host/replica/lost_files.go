@@ -44,8 +44,8 @@ func (rs *Replicas) isDoubted(uid api.UID) bool {
 	return rs.doubts[uid]
 }
 
-// trust ends the doubt about a replica.
-func (rs *Replicas) trust(uid api.UID) {
+// endDoubt ends the doubt about a replica.
+func (rs *Replicas) endDoubt(uid api.UID) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	delete(rs.doubts, uid)
@@ -67,7 +67,7 @@ func (rs *Replicas) failUnlessMember(ctx context.Context, r *api.Replica, why er
 	r.Status.Mode = api.ReplicaFailed
 	rs.Events.Eventf(r, nil, "Warning", "ReplicaLost", "Look", "another replica takes its place: %s", why)
 	rs.Log.Error("a replica has failed", "volume", r.Spec.Volume, "replica", r.Name, "err", why)
-	rs.trust(r.Spec.UID)
+	rs.endDoubt(r.Spec.UID)
 	return why
 }
 
@@ -84,7 +84,7 @@ func (rs *Replicas) openDoubted(ctx context.Context, r *api.Replica, disk *stack
 	open, err := disk.OpenReplica(ctx, string(r.Spec.UID), loop.Loop)
 	switch {
 	case err == nil:
-		rs.trust(r.Spec.UID)
+		rs.endDoubt(r.Spec.UID)
 		return open.Close()
 	case errors.Is(err, fs.ErrNotExist) && !api.Is(err, api.Corrupt):
 		return nil // the replica was removed meanwhile

@@ -132,7 +132,7 @@ func (rs *Replicas) reconcile(ctx context.Context, r *api.Replica) error {
 	if err := rs.openDoubted(ctx, r, disk); err != nil {
 		return err
 	}
-	if open, _ := rs.opened(r); open == nil {
+	if open, _ := rs.findOpen(r); open == nil {
 		if m, err := disk.Stack(string(r.Spec.UID)); err == nil {
 			r.Status.Epoch, r.Status.Joined = m.Epoch, m.Joined
 		}

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// record is the copy of a volume's object for a disk; nil: the volume has no object.
-func (rs *Replicas) record(ctx context.Context, volume string) (json.RawMessage, error) {
+// volumeRecord is the copy of a volume's object for a disk; nil: the volume has no object.
+func (rs *Replicas) volumeRecord(ctx context.Context, volume string) (json.RawMessage, error) {
 	var v api.Volume
 	err := rs.Client.Get(ctx, client.ObjectKey{Name: volume}, &v)
 	if apierrors.IsNotFound(err) { // the cache of volumes can be behind the cache of replicas

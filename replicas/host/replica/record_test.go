@@ -28,10 +28,10 @@ func TestRecordThatTheCacheLacks(t *testing.T) {
 		return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
 	}})
 	rs := &Replicas{Node: &localnode.Node{Client: behind, Reader: server.Client}}
-	if object, err := rs.record(server.Ctx, "stale"); err != nil || !strings.Contains(string(object), `"fsType":"xfs"`) {
+	if object, err := rs.volumeRecord(server.Ctx, "stale"); err != nil || !strings.Contains(string(object), `"fsType":"xfs"`) {
 		t.Errorf("%s, %v", object, err)
 	}
-	if object, err := rs.record(server.Ctx, "none"); err != nil || object != nil {
+	if object, err := rs.volumeRecord(server.Ctx, "none"); err != nil || object != nil {
 		t.Errorf("of no volume: %s, %v", object, err)
 	}
 }

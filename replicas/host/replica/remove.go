@@ -27,7 +27,7 @@ func (rs *Replicas) remove(ctx context.Context, r *api.Replica) error {
 		if err := rs.remote.Release(string(r.Spec.UID)); err != nil {
 			rs.Log.Warn("the end of a session of another node", "replica", r.Name, "err", err)
 		}
-		rs.jobs.stop(r.Spec.UID)
+		rs.jobs.stopJob(r.Spec.UID)
 		mergeable, err := disk.TakeReplica(string(r.Spec.UID))
 		if err != nil {
 			return err
@@ -52,7 +52,7 @@ func (rs *Replicas) remove(ctx context.Context, r *api.Replica) error {
 		if !gone {
 			return err // the disk may return, with the replica
 		}
-		rs.jobs.stop(r.Spec.UID)
+		rs.jobs.stopJob(r.Spec.UID)
 		forgotten, _ := rs.Disks.Get(r.Spec.Disk)
 		for _, other := range rs.Disks.Except(forgotten) {
 			rs.unpinOrLater(r.Spec.UID, other)

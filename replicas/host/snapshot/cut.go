@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// cut cuts all members at one instant. The tree is older than the cut.
-func (ss *Snapshots) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h *engineHandle,
+// cutMembers cuts all members at one instant. The tree is older than the cut.
+func (ss *Snapshots) cutMembers(ctx context.Context, s *api.Snapshot, v *api.Volume, h *engineHandle,
 	tree *Tree) (*node, error) {
 	switch {
 	case s.Status.CreationTime != "" || !s.Spec.CreateSnapshot:
@@ -25,13 +25,13 @@ func (ss *Snapshots) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h 
 		return nil, err
 	}
 	_, thaw := ss.freeze(ctx, []*api.Volume{v}, []*api.Snapshot{s})
-	err := h.Cut(ctx, stack.Snapshot{UID: string(uidOf(s)), Name: s.Name, Created: now()})
+	err := h.Cut(ctx, stack.Snapshot{UID: string(uidOf(s)), Name: s.Name, Created: cutTime()})
 	thaw()
 	ss.afterCut(ctx, v, h.local, tree)
 	if err != nil {
 		return nil, err
 	}
-	if tree, err = h.tree(ctx); err != nil {
+	if tree, err = h.readTree(ctx); err != nil {
 		return nil, err
 	}
 	k := tree.all[string(uidOf(s))]
@@ -45,8 +45,8 @@ func (ss *Snapshots) cut(ctx context.Context, s *api.Snapshot, v *api.Volume, h 
 	return k, nil
 }
 
-// now is the instant of a cut, as exact as the clock: two tries differ in the instant.
-func now() time.Time { return time.Now().UTC() }
+// cutTime is the instant of a cut, as exact as the clock: two tries differ in the instant.
+func cutTime() time.Time { return time.Now().UTC() }
 
 // afterCut wakes the snapshots that a cut may have changed. The tree is older than the cut.
 func (ss *Snapshots) afterCut(ctx context.Context, v *api.Volume, local api.UID, tree *Tree) {

@@ -14,8 +14,8 @@ type engineHandle struct {
 	end   func() error
 }
 
-// engine gets the engine of a volume. The caller has the volume's lock, and calls end.
-func (ss *Snapshots) engine(ctx context.Context, v *api.Volume) (*engineHandle, error) {
+// openEngine gets the engine of a volume. The caller has the volume's lock, and calls end.
+func (ss *Snapshots) openEngine(ctx context.Context, v *api.Volume) (*engineHandle, error) {
 	e, local, end, err := ss.attachments.Engine(ctx, v)
 	if err != nil {
 		return nil, err
@@ -23,8 +23,8 @@ func (ss *Snapshots) engine(ctx context.Context, v *api.Volume) (*engineHandle, 
 	return &engineHandle{e, local, end}, nil
 }
 
-// tree has the snapshots of all members, with their neighbours.
-func (h *engineHandle) tree(ctx context.Context) (*Tree, error) {
+// readTree returns the snapshots of all members, with their neighbours.
+func (h *engineHandle) readTree(ctx context.Context) (*Tree, error) {
 	m, err := h.Snapshots(ctx)
 	if err != nil {
 		return nil, err

@@ -163,7 +163,7 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 		}
 	}()
 	for _, name := range g.Spec.Volumes {
-		p, err := ss.part(ctx, g, name)
+		p, err := ss.preparePart(ctx, g, name)
 		if err != nil {
 			return err
 		}
@@ -173,7 +173,7 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	for _, p := range parts {
 		whole = whole && p.is != nil && p.is.Created.Equal(parts[0].is.Created)
 	}
-	at := now()
+	at := cutTime()
 	if whole { // an earlier try cut, and its answer was lost
 		at = parts[0].is.Created
 	} else if err := ss.cutParts(ctx, parts, at); err != nil {
@@ -181,7 +181,7 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	} else {
 		ss.compareParts(ctx, parts)
 	}
-	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = instant(at), true, nil
+	g.Status.CreationTime, g.Status.ReadyToUse, g.Status.Members = formatInstant(at), true, nil
 	for _, p := range parts {
 		g.Status.Members = append(g.Status.Members, api.SnapshotGroupMember{Volume: p.vol.Name, Snapshot: p.snap.Name})
 	}
@@ -189,8 +189,8 @@ func (ss *Snapshots) cutGroup(ctx context.Context, g *api.SnapshotGroup) error {
 	return nil
 }
 
-// part finds a volume of the group, and finds or creates the Snapshot.
-func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
+// preparePart finds a volume of the group, and finds or creates the Snapshot.
+func (ss *Snapshots) preparePart(ctx context.Context, g *api.SnapshotGroup, volume string) (*groupPart, error) {
 	p := &groupPart{vol: &api.Volume{}, snap: &api.Snapshot{}}
 	if err := ss.Reader.Get(ctx, client.ObjectKey{Name: volume}, p.vol); apierrors.IsNotFound(err) {
 		return nil, api.Errorf(api.Unavailable, "volume %s does not exist", volume)
@@ -224,10 +224,10 @@ func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume stri
 		return nil, api.Errorf(api.Exists, "snapshot %s exists already: delete the snapshot, or give the group another name",
 			s.Name)
 	}
-	if p.engine, err = ss.engine(ctx, p.vol); err != nil {
+	if p.engine, err = ss.openEngine(ctx, p.vol); err != nil {
 		return nil, err
 	}
-	if p.tree, err = p.engine.tree(ctx); err != nil {
+	if p.tree, err = p.engine.readTree(ctx); err != nil {
 		return nil, errors.Join(err, p.engine.end())
 	}
 	p.is = p.tree.all[string(uidOf(p.snap))]
@@ -237,7 +237,7 @@ func (ss *Snapshots) part(ctx context.Context, g *api.SnapshotGroup, volume stri
 // compareParts has the members of the volumes compared in their new snapshots.
 func (ss *Snapshots) compareParts(ctx context.Context, parts []*groupPart) {
 	for _, p := range parts {
-		tree, err := p.engine.tree(ctx)
+		tree, err := p.engine.readTree(ctx)
 		if err != nil { // the cut counts all the same
 			ss.Log.Warn("the replicas are not compared in a snapshot", "volume", p.vol.Name, "snapshot", p.snap.Name, "err", err)
 			continue
@@ -354,7 +354,7 @@ func (ss *Snapshots) awaitsGroup(ctx context.Context, s *api.Snapshot, k *node) 
 	if !g.Status.ReadyToUse {
 		return true, nil // the group's reconciler wakes the snapshot
 	}
-	if k == nil || instant(k.Created) != g.Status.CreationTime {
+	if k == nil || formatInstant(k.Created) != g.Status.CreationTime {
 		return false, api.Errorf(api.NotFound, "lost: the snapshot is older or newer than snapshot group %s; delete "+
 			"the object",
 			s.Spec.Group)

@@ -88,13 +88,13 @@ func (ss *Snapshots) Reported(ctx context.Context, volume string, k stack.Snapsh
 	case snap.Spec.Volume != volume || string(uidOf(&snap)) != k.UID || snap.DeletionTimestamp != nil:
 		return false, nil
 	case snap.Status.CreationTime != "" || snap.Spec.Group == "":
-		return snap.Status.CreationTime == instant(k.Created), nil
+		return snap.Status.CreationTime == formatInstant(k.Created), nil
 	}
 	var g api.SnapshotGroup
 	if err := ss.Reader.Get(ctx, client.ObjectKey{Name: snap.Spec.Group}, &g); err != nil {
 		return false, unknownUnlessGone(err)
 	}
-	return g.Status.CreationTime == instant(k.Created), nil
+	return g.Status.CreationTime == formatInstant(k.Created), nil
 }
 
 // unknownUnlessGone is nil for an object that does not exist.

@@ -50,9 +50,9 @@ func (ss *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	old := s.DeepCopy()
 	ss.waiting.Set(s.Name, true) // before the reconcile, which may miss a later change
 	if s.DeletionTimestamp != nil {
-		err = ss.remove(ctx, &s, v)
+		err = ss.removeSnapshot(ctx, &s, v)
 	} else {
-		err = ss.ensure(ctx, &s, v)
+		err = ss.ensureCut(ctx, &s, v)
 	}
 	if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
 		return reconcile.Result{RequeueAfter: 20 * time.Millisecond}, nil
@@ -111,8 +111,8 @@ func (ss *Snapshots) volumeOf(ctx context.Context, s *api.Snapshot) (_ *api.Volu
 	return &v, err == nil && node == ss.Name, err
 }
 
-// ensure cuts the snapshot unless the members have the snapshot already, and reports the facts.
-func (ss *Snapshots) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
+// ensureCut cuts the snapshot unless the members have the snapshot already, and reports the facts.
+func (ss *Snapshots) ensureCut(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
 	if s.Adorn(v) { // before the snapshot exists
 		st := s.Status.DeepCopy()
 		if err := ss.Client.Update(ctx, s); err != nil {
@@ -132,16 +132,16 @@ func (ss *Snapshots) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume)
 			return err
 		}
 	}
-	h, err := ss.engine(ctx, v)
+	h, err := ss.openEngine(ctx, v)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, h.end()) }()
-	tree, err := h.tree(ctx)
+	tree, err := h.readTree(ctx)
 	if err != nil {
 		return err
 	}
-	k, err := ss.find(s, tree)
+	k, err := ss.findSnapshot(s, tree)
 	if err != nil {
 		return err
 	}
@@ -151,12 +151,12 @@ func (ss *Snapshots) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume)
 		}
 	}
 	if k == nil {
-		if k, err = ss.cut(ctx, s, v, h, tree); err != nil {
+		if k, err = ss.cutMembers(ctx, s, v, h, tree); err != nil {
 			return err
 		}
 	}
 	if local != nil && h.local == local.Spec.UID {
-		if err := ss.reportFrom(ctx, s, v, local, instant(k.Created)); !api.Is(err, api.Busy) {
+		if err := ss.reportFrom(ctx, s, v, local, formatInstant(k.Created)); !api.Is(err, api.Busy) {
 			return err
 		}
 	}
@@ -164,7 +164,7 @@ func (ss *Snapshots) ensure(ctx context.Context, s *api.Snapshot, v *api.Volume)
 	if err != nil {
 		return err
 	}
-	ss.report(s, v, k, sizes[k.UID])
+	ss.reportFacts(s, v, k, sizes[k.UID])
 	s.Status.ReadyToUse = true
 	if h.local == "" { // the owner is the node of a member
 		if r, err := ss.MemberOn(ctx, v, ""); err == nil && r != nil {
@@ -190,11 +190,11 @@ func (ss *Snapshots) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Vol
 		if err != nil {
 			return err
 		}
-		k, err := ss.find(s, tree)
+		k, err := ss.findSnapshot(s, tree)
 		if err != nil {
 			return err
 		}
-		if k == nil || instant(k.Created) != created || k.Layer == was {
+		if k == nil || formatInstant(k.Created) != created || k.Layer == was {
 			ss.forgetTree(r.Spec.UID)
 			return api.Errorf(api.Busy, "snapshot %s: the members have to be asked", s.Name)
 		}
@@ -207,7 +207,7 @@ func (ss *Snapshots) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Vol
 		if err != nil {
 			return err
 		}
-		ss.report(s, v, k, stack.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
+		ss.reportFacts(s, v, k, stack.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
 		s.Status.ReadyToUse = true
 		return nil
 	}
@@ -222,9 +222,9 @@ func uidOf(s *api.Snapshot) api.UID {
 	return api.UID(s.UID)
 }
 
-// find finds the snapshot in the tree; nil: the stack lacks the snapshot. The object of a snapshot found on a disk finds
-// the snapshot by name.
-func (ss *Snapshots) find(s *api.Snapshot, tree *Tree) (*node, error) {
+// findSnapshot finds the snapshot in the tree; nil: the stack lacks the snapshot. The object of a snapshot found on a
+// disk finds the snapshot by name.
+func (ss *Snapshots) findSnapshot(s *api.Snapshot, tree *Tree) (*node, error) {
 	if k := tree.all[string(uidOf(s))]; k != nil {
 		return k, nil
 	}
@@ -237,22 +237,22 @@ func (ss *Snapshots) find(s *api.Snapshot, tree *Tree) (*node, error) {
 		}
 		if s.Spec.CreateSnapshot {
 			return nil, api.Errorf(api.Exists, "volume %s has another snapshot %s, of %s: choose another name",
-				s.Spec.Volume, s.Name, instant(k.Created))
+				s.Spec.Volume, s.Name, formatInstant(k.Created))
 		}
 		return k, nil
 	}
 	return nil, nil
 }
 
-// report writes the facts of a snapshot into the status.
-func (ss *Snapshots) report(s *api.Snapshot, v *api.Volume, k *node, is stack.LayerSize) {
+// reportFacts writes the facts of a snapshot into the status.
+func (ss *Snapshots) reportFacts(s *api.Snapshot, v *api.Volume, k *node, is stack.LayerSize) {
 	st := &s.Status
 	if st.RestoreSize == 0 {
 		st.RestoreSize = is.Size
 	}
 	st.UID, st.Layer, st.VolumeUID = api.UID(k.UID), api.UID(k.Layer), v.Status.UID
 	st.Parent, st.Children, st.Labels = k.parent, k.children, s.Spec.Labels
-	st.CreationTime, st.Size, st.OwnerID = instant(k.Created), is.Used, ss.Name
+	st.CreationTime, st.Size, st.OwnerID = formatInstant(k.Created), is.Used, ss.Name
 	st.UserCreated = s.Spec.CreateSnapshot && s.Spec.Labels[api.LabelClone] == ""
 	st.MarkRemoved = false
 	st.SizeText, st.RestoreSizeText = api.SizeText(is.Used), api.SizeText(st.RestoreSize)

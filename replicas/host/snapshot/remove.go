@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// remove removes the snapshot from all members, then the finalizer from the object.
-func (ss *Snapshots) remove(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
+// removeSnapshot removes the snapshot from all members, then the finalizer from the object.
+func (ss *Snapshots) removeSnapshot(ctx context.Context, s *api.Snapshot, v *api.Volume) (err error) {
 	if len(s.Finalizers) == 0 {
 		return nil
 	}
@@ -19,7 +19,7 @@ func (ss *Snapshots) remove(ctx context.Context, s *api.Snapshot, v *api.Volume)
 	if err := ss.beingCloned(ctx, s); err != nil {
 		return err
 	}
-	h, err := ss.engine(ctx, v)
+	h, err := ss.openEngine(ctx, v)
 	if err != nil {
 		if gone, gerr := ss.diskOfLastMemberForgotten(ctx, v); gerr != nil || !gone {
 			return err // the disk may return with the snapshot
@@ -31,7 +31,7 @@ func (ss *Snapshots) remove(ctx context.Context, s *api.Snapshot, v *api.Volume)
 			ss.Log.Warn("the end of an offline engine", "volume", v.Name, "err", herr)
 		}
 	}()
-	tree, err := h.tree(ctx)
+	tree, err := h.readTree(ctx)
 	if err != nil {
 		return err
 	}

@@ -83,7 +83,7 @@ func (ss *Snapshots) Setup(mgr ctrl.Manager, opts controller.Options) error {
 	}
 	unfinished := func(volumeOf func(client.Object) string) handler.EventHandler {
 		return handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return ss.unfinished(ctx, volumeOf(o))
+			return ss.listUnfinished(ctx, volumeOf(o))
 		})
 	}
 	waiting := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
@@ -106,8 +106,8 @@ func (ss *Snapshots) Setup(mgr ctrl.Manager, opts controller.Options) error {
 		WithOptions(opts).Complete(&reconciler{ss})
 }
 
-// unfinished are the snapshots of a volume that differ from the wish of their object, or lack a digest.
-func (ss *Snapshots) unfinished(ctx context.Context, volume string) []reconcile.Request {
+// listUnfinished lists the snapshots of a volume that differ from the wish of their object, or lack a digest.
+func (ss *Snapshots) listUnfinished(ctx context.Context, volume string) []reconcile.Request {
 	var list api.SnapshotList
 	err := ss.Client.List(ctx, &list, client.MatchingFields{watch.ByVolume: volume}, client.UnsafeDisableDeepCopy)
 	if err != nil {

@@ -133,5 +133,5 @@ func (k *node) neighbours() []string {
 	return names
 }
 
-// instant is the time of a cut, as in the status of an object.
-func instant(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
+// formatInstant is the time of a cut, as in the status of an object.
+func formatInstant(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }

@@ -41,26 +41,26 @@ func New() *Locks { return &Locks{all: map[string]*lock{}} }
 
 // Lock takes the lock of a volume, and waits for its owner as long as it takes.
 func (l *Locks) Lock(volume string) (unlock func()) {
-	v, _ := l.want(volume)
+	v, _ := l.registerCaller(volume)
 	v.turn <- struct{}{}
-	return l.locked(volume, v)
+	return l.noteOwner(volume, v)
 }
 
 // LockSoon takes the lock of a volume. False: the owner has the lock for long, and may wait for a disk that hangs.
 func (l *Locks) LockSoon(volume string) (unlock func(), ok bool) {
-	v, late := l.want(volume)
+	v, late := l.registerCaller(volume)
 	select {
 	case v.turn <- struct{}{}:
-		return l.locked(volume, v), true
+		return l.noteOwner(volume, v), true
 	default:
 	}
 	enough := time.NewTimer(time.Until(late))
 	defer enough.Stop()
 	select {
 	case v.turn <- struct{}{}:
-		return l.locked(volume, v), true
+		return l.noteOwner(volume, v), true
 	case <-enough.C:
-		l.unwant(volume, v)
+		l.unregisterCaller(volume, v)
 		return nil, false
 	}
 }
@@ -112,8 +112,8 @@ func (l *Locks) Taken(volume string) bool {
 	return v != nil && len(v.turn) > 0
 }
 
-// want registers a caller, asks the owner to give way, and returns until when the caller waits for the owner.
-func (l *Locks) want(volume string) (*lock, time.Time) {
+// registerCaller registers a caller, asks the owner to give way, and returns until when the caller waits for the owner.
+func (l *Locks) registerCaller(volume string) (*lock, time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	v := l.all[volume]
@@ -134,7 +134,7 @@ func (v *lock) giveWay() {
 	}
 }
 
-func (l *Locks) unwant(volume string, v *lock) {
+func (l *Locks) unregisterCaller(volume string, v *lock) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if v.users--; v.users == 0 {
@@ -142,13 +142,13 @@ func (l *Locks) unwant(volume string, v *lock) {
 	}
 }
 
-// locked notes that the caller is the owner now.
-func (l *Locks) locked(volume string, v *lock) (unlock func()) {
+// noteOwner notes that the caller is the owner now.
+func (l *Locks) noteOwner(volume string, v *lock) (unlock func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	v.late = time.Now().Add(stallTimeout)
 	return func() {
 		<-v.turn
-		l.unwant(volume, v)
+		l.unregisterCaller(volume, v)
 	}
 }
