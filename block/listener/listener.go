@@ -91,13 +91,13 @@ func (l *Listener) Accept() (net.Conn, error) {
 		nc, err := l.Listener.Accept()
 		switch {
 		case err == nil:
-			l.recovered()
+			l.reportRecovered()
 			pause = firstPause
-			if c := l.admit(nc); c != nil {
+			if c := l.admitConn(nc); c != nil {
 				return c, nil
 			}
 			continue
-		case !passes(err):
+		case !isTemporary(err):
 			return nil, err
 		}
 		if l.failing.IsZero() {
@@ -117,7 +117,7 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-func (l *Listener) recovered() {
+func (l *Listener) reportRecovered() {
 	if l.failing.IsZero() {
 		return
 	}
@@ -126,9 +126,9 @@ func (l *Listener) recovered() {
 	l.failing = time.Time{}
 }
 
-// passes reports whether an error of accept(2) is temporary: descriptors or memory ran out, or the client of the
+// isTemporary reports whether an error of accept(2) is temporary: descriptors or memory ran out, or the client of the
 // connection closed it early.
-func passes(err error) bool {
+func isTemporary(err error) bool {
 	var no syscall.Errno
 	if !errors.As(err, &no) {
 		return false
@@ -176,9 +176,9 @@ func sourceOf(a net.Addr) netip.Prefix {
 	return p
 }
 
-// admit takes a connection, or refuses it.
-func (l *Listener) admit(nc net.Conn) *Conn {
-	if l.scarce(nc) {
+// admitConn takes a connection, or refuses it.
+func (l *Listener) admitConn(nc net.Conn) *Conn {
+	if l.descriptorsScarce(nc) {
 		_ = nc.Close()
 		l.reportRefused("descriptors are scarce", nc)
 		return nil
@@ -191,9 +191,9 @@ func (l *Listener) admit(nc net.Conn) *Conn {
 	why := ""
 	switch {
 	case l.sources[c.source] > l.o.PerSource:
-		victim, why = l.oldest(c.source), "its address has too many that have not said who they are"
+		victim, why = l.oldestUnknown(c.source), "its address has too many that have not said who they are"
 	case l.unknown.Len() > l.o.Unknown:
-		victim, why = l.oldest(l.busiest()), "too many have not said who they are"
+		victim, why = l.oldestUnknown(l.busiestSource()), "too many have not said who they are"
 	}
 	c.late = time.AfterFunc(l.o.Deadline, func() { c.expire() })
 	l.mu.Unlock()
@@ -204,8 +204,8 @@ func (l *Listener) admit(nc net.Conn) *Conn {
 	return c
 }
 
-// oldest is the oldest unknown connection of a source. The caller has the lock.
-func (l *Listener) oldest(source netip.Prefix) *Conn {
+// oldestUnknown is the oldest unknown connection of a source. The caller has the lock.
+func (l *Listener) oldestUnknown(source netip.Prefix) *Conn {
 	for e := l.unknown.Front(); e != nil; e = e.Next() {
 		if c := e.Value.(*Conn); c.source == source {
 			return c
@@ -214,9 +214,9 @@ func (l *Listener) oldest(source netip.Prefix) *Conn {
 	return nil
 }
 
-// busiest is the source with the most unknown connections; among equals, the source of the oldest connection. The
+// busiestSource is the source with the most unknown connections; among equals, the source of the oldest connection. The
 // caller has the lock.
-func (l *Listener) busiest() (source netip.Prefix) {
+func (l *Listener) busiestSource() (source netip.Prefix) {
 	most := 0
 	for e := l.unknown.Front(); e != nil; e = e.Next() {
 		if s := e.Value.(*Conn).source; l.sources[s] > most {
@@ -226,8 +226,9 @@ func (l *Listener) busiest() (source netip.Prefix) {
 	return source
 }
 
-// scarce reports whether a connection has one of the last descriptors: the kernel gives the lowest free number.
-func (l *Listener) scarce(nc net.Conn) bool {
+// descriptorsScarce reports whether a connection has one of the last descriptors: the kernel gives the lowest free
+// number.
+func (l *Listener) descriptorsScarce(nc net.Conn) bool {
 	sc, ok := nc.(syscall.Conn)
 	if !ok {
 		return false
@@ -263,8 +264,8 @@ func (c *Conn) expire() {
 	}
 }
 
-// forget removes a connection from the unknown connections. The caller has the lock.
-func (c *Conn) forget() {
+// removeUnknown removes a connection from the unknown connections. The caller has the lock.
+func (c *Conn) removeUnknown() {
 	if c.place == nil {
 		return
 	}
@@ -281,7 +282,7 @@ func (c *Conn) Close() error {
 	c.l.mu.Lock()
 	if !c.over {
 		c.over = true
-		c.forget()
+		c.removeUnknown()
 		if c.peer != "" {
 			if c.l.peers[c.peer]--; c.l.peers[c.peer] == 0 {
 				delete(c.l.peers, c.peer)
@@ -319,7 +320,7 @@ func (c *Conn) identify(peer string) error {
 	case c.l.peers[peer] >= c.l.o.PerPeer:
 		return fmt.Errorf("connections of %s: it has %d already", peer, c.l.peers[peer])
 	}
-	c.forget()
+	c.removeUnknown()
 	c.peer = peer
 	c.l.peers[peer]++
 	return nil

@@ -131,8 +131,8 @@ type told struct {
 	extra int
 }
 
-func (b *told) start(*Op)       {}
-func (b *told) widen(extra int) { b.extra = extra }
+func (b *told) startOp(*Op)             {}
+func (b *told) allowBlocking(extra int) { b.extra = extra }
 
 // TestLongOpsGetMoreThreads: an op counts as long from the second check after its start, and a poll never counts.
 func TestLongOpsGetMoreThreads(t *testing.T) {
@@ -148,7 +148,7 @@ func TestLongOpsGetMoreThreads(t *testing.T) {
 	}
 	end := func(list []*Op) {
 		for _, op := range list {
-			l.finish(op, 0)
+			l.finishOp(op, 0)
 		}
 	}
 	look := func(want int) {

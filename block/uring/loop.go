@@ -61,17 +61,17 @@ const (
 	opWrite     = 23
 )
 
-// backend is the io_uring or the worker goroutines. All but wake is called on the loop's thread only.
+// backend is the io_uring or the worker goroutines. All but wakeLoop is called on the loop's thread only.
 type backend interface {
 	open() error
-	start(op *Op)
-	cancel(op *Op)
-	// wait hands the queue to the kernel, waits for a completion or a wake unless told not to, and calls done for
-	// each completion.
-	wait(block bool, done func(op *Op, res int32)) error
-	wake()
-	// widen lets extra more ops block in the kernel at a time than at the start, waiting ops included.
-	widen(extra int)
+	startOp(op *Op)
+	cancelPoll(op *Op)
+	// awaitCompletions hands the queue to the kernel, waits for a completion or a wake unless told not to, and calls done
+	// for each completion.
+	awaitCompletions(block bool, done func(op *Op, res int32)) error
+	wakeLoop()
+	// allowBlocking lets extra more ops block in the kernel at a time than at the start, waiting ops included.
+	allowBlocking(extra int)
 	close()
 }
 
@@ -124,7 +124,7 @@ func New(entries int) (*Loop, error) {
 
 func newLoop(be backend) *Loop {
 	l := &Loop{be: be, done: make(chan struct{})}
-	l.complete = l.finish
+	l.complete = l.finishOp
 	return l
 }
 
@@ -153,20 +153,20 @@ func (l *Loop) Run() error {
 		}
 	}()
 	if err := l.be.open(); err != nil {
-		l.end()
+		l.endPosting()
 		return err
 	}
 	for {
 		if l.runPosted() {
 			for op := l.polls; op != nil; op = op.next {
-				l.be.cancel(op)
+				l.be.cancelPoll(op)
 			}
-			if l.inflight == 0 && l.end() {
+			if l.inflight == 0 && l.endPosting() {
 				return nil
 			}
 		}
-		if err := l.be.wait(!l.pending(), l.complete); err != nil {
-			l.end()
+		if err := l.be.awaitCompletions(!l.hasPosted(), l.complete); err != nil {
+			l.endPosting()
 			return fmt.Errorf("uring: the loop cannot continue: %w", err)
 		}
 	}
@@ -187,14 +187,14 @@ func (l *Loop) runPosted() bool {
 	return closed
 }
 
-func (l *Loop) pending() bool {
+func (l *Loop) hasPosted() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.posted) > 0
 }
 
-// end closes the door for Post, unless something came in.
-func (l *Loop) end() bool {
+// endPosting closes the door for Post, unless something came in.
+func (l *Loop) endPosting() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.posted) > 0 && l.inflight == 0 {
@@ -215,7 +215,7 @@ func (l *Loop) Post(fn func()) bool {
 	l.posted = append(l.posted, fn)
 	first := len(l.posted) == 1
 	if first {
-		l.be.wake() // under the lock, so that the loop cannot end and close the backend in between
+		l.be.wakeLoop() // under the lock, so that the loop cannot end and close the backend in between
 	}
 	l.mu.Unlock()
 	return true
@@ -254,11 +254,11 @@ func (l *Loop) Close() {
 		return
 	}
 	if !l.ended {
-		l.be.wake()
+		l.be.wakeLoop()
 	}
 }
 
-func (l *Loop) start(op *Op) {
+func (l *Loop) startOp(op *Op) {
 	if op.busy {
 		panic("uring: op started while it is in progress")
 	}
@@ -269,7 +269,7 @@ func (l *Loop) start(op *Op) {
 		l.ages[0]++
 		l.scheduleCheck()
 	}
-	l.be.start(op)
+	l.be.startOp(op)
 }
 
 func (l *Loop) scheduleCheck() {
@@ -290,26 +290,26 @@ func (l *Loop) checkLongOps() {
 	l.ages = [3]int{0, l.ages[0], l.ages[1] + l.ages[2]}
 	if extra := min(l.ages[2], extraMost); extra+l.extra > 0 {
 		l.extra = extra
-		l.be.widen(extra)
+		l.be.allowBlocking(extra)
 	}
 	if l.awake = false; l.ages[1]+l.ages[2]+l.extra > 0 {
 		l.scheduleCheck()
 	}
 }
 
-func (l *Loop) finish(op *Op, res int32) {
+func (l *Loop) finishOp(op *Op, res int32) {
 	l.inflight--
 	op.busy, op.Blocks = false, false
 	op.buf = nil
 	if op.code == opPollAdd {
-		l.unlink(op)
+		l.unlinkPoll(op)
 	} else {
 		l.ages[min(l.checks-op.check, 2)]--
 	}
 	op.Done(op, res)
 }
 
-func (l *Loop) unlink(op *Op) {
+func (l *Loop) unlinkPoll(op *Op) {
 	if op.prev != nil {
 		op.prev.next = op.next
 	} else {
@@ -324,25 +324,25 @@ func (l *Loop) unlink(op *Op) {
 // Read reads into buf from off. Fewer bytes than asked for is not an error.
 func (l *Loop) Read(op *Op, fd int, buf []byte, off int64) {
 	op.code, op.fd, op.buf, op.off, op.n = opRead, int32(fd), buf, off, int64(len(buf))
-	l.start(op)
+	l.startOp(op)
 }
 
 // Write writes buf at off. Fewer bytes than asked for is not an error.
 func (l *Loop) Write(op *Op, fd int, buf []byte, off int64) {
 	op.code, op.fd, op.buf, op.off, op.n = opWrite, int32(fd), buf, off, int64(len(buf))
-	l.start(op)
+	l.startOp(op)
 }
 
 // Fdatasync makes all writes durable that completed before this call.
 func (l *Loop) Fdatasync(op *Op, fd int) {
 	op.code, op.fd, op.off, op.n = opFsync, int32(fd), 0, 0
-	l.start(op)
+	l.startOp(op)
 }
 
 // Fallocate is fallocate(2).
 func (l *Loop) Fallocate(op *Op, fd int, mode uint32, off, n int64) {
 	op.code, op.fd, op.mode, op.off, op.n = opFallocate, int32(fd), mode, off, n
-	l.start(op)
+	l.startOp(op)
 }
 
 // PollIn waits once until fd is readable or broken; res is the poll events, or -ECANCELED.
@@ -352,13 +352,13 @@ func (l *Loop) PollIn(op *Op, fd int) {
 		l.polls.prev = op
 	}
 	op.prev, op.next, l.polls = nil, l.polls, op
-	l.start(op)
+	l.startOp(op)
 }
 
 // CancelPoll ends a poll in progress with -ECANCELED, unless the poll completes at the same moment. Done still runs,
 // later. CancelPoll ignores an idle poll.
 func (l *Loop) CancelPoll(op *Op) {
 	if op.busy && op.code == opPollAdd {
-		l.be.cancel(op)
+		l.be.cancelPoll(op)
 	}
 }

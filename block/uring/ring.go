@@ -103,7 +103,7 @@ type ring struct {
 	nudged   bool
 }
 
-func setup(entries, flags uint32) (int, *params, error) {
+func setupRing(entries, flags uint32) (int, *params, error) {
 	p := &params{flags: flags, cqEntries: max(entries*4, 1024)}
 	fd, _, e := unix.Syscall(unix.SYS_IO_URING_SETUP, uintptr(entries), uintptr(unsafe.Pointer(p)), 0)
 	if e != 0 {
@@ -116,10 +116,10 @@ func newRing(entries uint32) (*ring, error) {
 	r := &ring{event: -1, single: true, eventBuf: make([]byte, 8)}
 	var p *params
 	var err error
-	r.fd, p, err = setup(entries, setupCQSize|setupRDisabled|setupSingleIssuer|setupDeferTaskrun)
+	r.fd, p, err = setupRing(entries, setupCQSize|setupRDisabled|setupSingleIssuer|setupDeferTaskrun)
 	if errors.Is(err, unix.EINVAL) { // before 6.1
 		r.single = false
-		r.fd, p, err = setup(entries, setupCQSize)
+		r.fd, p, err = setupRing(entries, setupCQSize)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("uring: io_uring_setup of %d entries: %w", entries, err)
@@ -162,29 +162,29 @@ func (r *ring) open() error {
 			return fmt.Errorf("uring: enable the ring: %w", e)
 		}
 	}
-	r.widen(0)
-	r.listen()
+	r.allowBlocking(0)
+	r.listenForWakes()
 	return nil
 }
 
-func (r *ring) widen(extra int) {
+func (r *ring) allowBlocking(extra int) {
 	limit := [2]uint32{uint32(kernelWorkers + extra), 0} // 0: as it is
 	_, _, _ = unix.Syscall6(unix.SYS_IO_URING_REGISTER, uintptr(r.fd), registerIOWQWorkers,
 		uintptr(unsafe.Pointer(&limit)), 2, 0, 0) // an older kernel does without
 	if extra > 0 && !r.nudged { // only when a thread is given something the kernel looks whether there may be one more
-		s := r.next()
+		s := r.nextSubmission()
 		s.opcode, s.flags, s.fd, s.userData = opNop, sqeAsync, -1, tagNudge
 		r.nudged = true
 	}
 }
 
-func (r *ring) listen() {
-	s := r.next()
+func (r *ring) listenForWakes() {
+	s := r.nextSubmission()
 	s.opcode, s.fd, s.userData = opRead, int32(r.event), tagWake
 	s.addr, s.len = uint64(uintptr(unsafe.Pointer(&r.eventBuf[0]))), 8
 }
 
-func (r *ring) wake() {
+func (r *ring) wakeLoop() {
 	_, _ = unix.Write(r.event, one) // EAGAIN: the counter is full, so a wake is in progress anyhow
 }
 
@@ -201,16 +201,16 @@ func (r *ring) close() {
 	r.mem, r.sqeMem = nil, nil
 }
 
-// next is a cleared submission, queued for the next enter.
-func (r *ring) next() *sqe {
+// nextSubmission returns a cleared submission, queued for the next enter.
+func (r *ring) nextSubmission() *sqe {
 	t := *r.sqTail
 	for t-atomic.LoadUint32(r.sqHead) > r.sqMask {
-		// Full. wait meets a failure here again, and reports the error; only no room at all cannot be survived. Busy
-		// says, before Linux 5.19, that completions do not fit: the kernel takes nothing until there is room.
+		// Full. awaitCompletions meets a failure here again, and reports the error; only no room at all cannot be survived.
+		// Busy says, before Linux 5.19, that completions do not fit: the kernel takes nothing until there is room.
 		switch err := r.enter(false); {
 		case err == nil, errors.Is(err, unix.EAGAIN):
 		case errors.Is(err, unix.EBUSY):
-			r.stow()
+			r.stowCompletions()
 		default:
 			panic("uring: submission queue is full and stays so: " + err.Error())
 		}
@@ -236,7 +236,7 @@ func (r *ring) enter(block bool) error {
 	return nil
 }
 
-func (r *ring) start(op *Op) {
+func (r *ring) startOp(op *Op) {
 	if len(r.free) == 0 {
 		r.ops = append(r.ops, nil)
 		r.free = append(r.free, uint32(len(r.ops)-1))
@@ -246,7 +246,7 @@ func (r *ring) start(op *Op) {
 	r.ops[op.slot] = op
 	r.turn++
 	op.id = uint64(op.slot) | r.turn<<25>>1 // never one of the tags: the top bit is clear
-	s := r.next()
+	s := r.nextSubmission()
 	s.opcode, s.fd, s.userData = op.code, op.fd, op.id
 	if op.Blocks {
 		s.flags = sqeAsync
@@ -265,25 +265,25 @@ func (r *ring) start(op *Op) {
 		s.opFlags = unix.POLLIN
 	}
 	if op.code == opRead || op.code == opWrite {
-		r.push()
+		r.submitQueued()
 	}
 }
 
-// push starts the disk on what is queued, before more is gathered. A disk with little to do gets each at once.
-func (r *ring) push() {
+// submitQueued starts the disk on what is queued, before more is gathered. A disk with little to do gets each at once.
+func (r *ring) submitQueued() {
 	queued := int(*r.sqTail - atomic.LoadUint32(r.sqHead))
 	under := len(r.ops) - len(r.free) - queued
 	if queued >= max(1, min(together, under/2)) {
-		_ = r.enter(false) // the rest stays queued; wait meets the error again
+		_ = r.enter(false) // the rest stays queued; awaitCompletions meets the error again
 	}
 }
 
-func (r *ring) cancel(op *Op) {
-	s := r.next()
+func (r *ring) cancelPoll(op *Op) {
+	s := r.nextSubmission()
 	s.opcode, s.fd, s.userData, s.addr = opCancel, -1, tagCancel, op.id
 }
 
-func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
+func (r *ring) awaitCompletions(block bool, done func(op *Op, res int32)) error {
 	if block && (len(r.stowed) > 0 || *r.cqHead != atomic.LoadUint32(r.cqTail)) {
 		block = false
 	}
@@ -291,13 +291,13 @@ func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
 		return fmt.Errorf("io_uring_enter: %w", err)
 	}
 	for {
-		c, ok := r.take()
+		c, ok := r.takeCompletion()
 		if !ok {
 			return nil
 		}
 		switch c.userData {
 		case tagWake:
-			r.listen()
+			r.listenForWakes()
 		case tagCancel: // the poll's own completion tells
 		case tagNudge:
 			r.nudged = false
@@ -311,16 +311,16 @@ func (r *ring) wait(block bool, done func(op *Op, res int32)) error {
 	}
 }
 
-// take is the next completion.
-func (r *ring) take() (c cqe, ok bool) {
+// takeCompletion returns the next completion.
+func (r *ring) takeCompletion() (c cqe, ok bool) {
 	if len(r.stowed) > 0 {
 		c, r.stowed = r.stowed[0], r.stowed[1:]
 		return c, true
 	}
-	return r.pop()
+	return r.popCompletion()
 }
 
-func (r *ring) pop() (c cqe, ok bool) {
+func (r *ring) popCompletion() (c cqe, ok bool) {
 	h := *r.cqHead
 	if h == atomic.LoadUint32(r.cqTail) {
 		return c, false
@@ -330,9 +330,9 @@ func (r *ring) pop() (c cqe, ok bool) {
 	return c, true
 }
 
-// stow makes room in the completion queue.
-func (r *ring) stow() {
-	for c, ok := r.pop(); ok; c, ok = r.pop() {
+// stowCompletions makes room in the completion queue.
+func (r *ring) stowCompletions() {
+	for c, ok := r.popCompletion(); ok; c, ok = r.popCompletion() {
 		r.stowed = append(r.stowed, c)
 	}
 }

@@ -51,17 +51,17 @@ func newWorkers(n int) (*workers, error) {
 
 func (w *workers) open() error {
 	w.wg.Add(1)
-	go w.poller()
-	w.widen(0)
+	go w.runPoller()
+	w.allowBlocking(0)
 	return nil
 }
 
-// widen never makes them fewer.
-func (w *workers) widen(extra int) {
+// allowBlocking never makes the workers fewer.
+func (w *workers) allowBlocking(extra int) {
 	for ; w.begun < w.count+extra; w.begun++ {
 		w.wg.Go(func() {
 			for op := range w.ops {
-				w.finish(op, op.run())
+				w.reportResult(op, op.runBlocking())
 			}
 		})
 	}
@@ -75,7 +75,7 @@ func (w *workers) close() {
 	_ = unix.Close(w.epoll)
 }
 
-func (w *workers) poller() {
+func (w *workers) runPoller() {
 	defer w.wg.Done()
 	var evs [64]unix.EpollEvent
 	for {
@@ -99,25 +99,25 @@ func (w *workers) endPoll(fd, res int32) {
 	w.mu.Unlock()
 	if op != nil {
 		_ = unix.EpollCtl(w.epoll, unix.EPOLL_CTL_DEL, int(fd), nil)
-		w.finish(op, res)
+		w.reportResult(op, res)
 	}
 }
 
-func (w *workers) finish(op *Op, res int32) {
+func (w *workers) reportResult(op *Op, res int32) {
 	w.mu.Lock()
 	w.ready = append(w.ready, result{op, res})
 	w.mu.Unlock()
-	w.wake()
+	w.wakeLoop()
 }
 
-func (w *workers) wake() {
+func (w *workers) wakeLoop() {
 	select {
 	case w.woken <- struct{}{}:
 	default:
 	}
 }
 
-func (w *workers) start(op *Op) {
+func (w *workers) startOp(op *Op) {
 	if op.code != opPollAdd {
 		w.backlog = append(w.backlog, op)
 		return
@@ -127,13 +127,13 @@ func (w *workers) start(op *Op) {
 	w.mu.Unlock()
 	ev := unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLONESHOT, Fd: op.fd}
 	if err := unix.EpollCtl(w.epoll, unix.EPOLL_CTL_ADD, int(op.fd), &ev); err != nil {
-		w.endPoll(op.fd, -errno(err))
+		w.endPoll(op.fd, -errnoOf(err))
 	}
 }
 
-func (w *workers) cancel(op *Op) { w.endPoll(op.fd, -int32(unix.ECANCELED)) }
+func (w *workers) cancelPoll(op *Op) { w.endPoll(op.fd, -int32(unix.ECANCELED)) }
 
-func (w *workers) wait(block bool, done func(op *Op, res int32)) error {
+func (w *workers) awaitCompletions(block bool, done func(op *Op, res int32)) error {
 	for len(w.backlog) > 0 {
 		select {
 		case w.ops <- w.backlog[0]:
@@ -158,8 +158,8 @@ func (w *workers) wait(block bool, done func(op *Op, res int32)) error {
 	return nil
 }
 
-// run does the op by blocking.
-func (op *Op) run() int32 {
+// runBlocking does the op by blocking.
+func (op *Op) runBlocking() int32 {
 	for {
 		var n int
 		var err error
@@ -177,14 +177,14 @@ func (op *Op) run() int32 {
 			continue
 		}
 		if err != nil {
-			return -errno(err)
+			return -errnoOf(err)
 		}
 		return int32(n)
 	}
 }
 
-// errno is the number of an error of a system call.
-func errno(err error) int32 {
+// errnoOf is the number of an error of a system call.
+func errnoOf(err error) int32 {
 	e := unix.EIO
 	errors.As(err, &e)
 	return int32(e)

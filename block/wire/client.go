@@ -79,10 +79,10 @@ func (c *Client) get(ctx context.Context, what string, v url.Values) (*http.Resp
 		maxMessage)], "")}
 }
 
-// call asks until an answer comes, passes the answer to take, and tells whether take accepted the answer.
-func (c *Client) call(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
+// callUntilAnswered asks until an answer comes, passes the answer to take, and tells whether take accepted the answer.
+func (c *Client) callUntilAnswered(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
 	for try := 1; ; try++ {
-		err := c.once(ctx, what, v, take)
+		err := c.callOnce(ctx, what, v, take)
 		var said *Error
 		if err == nil || errors.As(err, &said) || errors.Is(err, errNonsense) || errors.Is(err, ErrNoCertificate) ||
 			try == tries || ctx.Err() != nil {
@@ -96,7 +96,7 @@ func (c *Client) call(ctx context.Context, what string, v url.Values, take func(
 	}
 }
 
-func (c *Client) once(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
+func (c *Client) callOnce(ctx context.Context, what string, v url.Values, take func(io.Reader) error) error {
 	ctx, cancel := context.WithTimeout(ctx, callTime)
 	defer cancel()
 	resp, err := c.get(ctx, what, v)
@@ -110,11 +110,11 @@ func (c *Client) once(ctx context.Context, what string, v url.Values, take func(
 	return nil
 }
 
-func of(disk, uid string) url.Values { return url.Values{"disk": {disk}, "uid": {uid}} }
+func layerQuery(disk, uid string) url.Values { return url.Values{"disk": {disk}, "uid": {uid}} }
 
 // Image is the record of an image on a disk of the node.
 func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, err error) {
-	err = c.call(ctx, "image", of(disk, uid), func(r io.Reader) error {
+	err = c.callUntilAnswered(ctx, "image", layerQuery(disk, uid), func(r io.Reader) error {
 		img = block.Image{}
 		if err := takeJSON(r, maxImage, &img); err != nil {
 			return err
@@ -126,17 +126,17 @@ func (c *Client) Image(ctx context.Context, disk, uid string) (img block.Image, 
 
 // Digest is the root digest of a finished layer and the layer's bytes on the disk.
 func (c *Client) Digest(ctx context.Context, disk, uid string) (root string, allocated int64, err error) {
-	f, err := c.layer(ctx, disk, uid)
+	f, err := c.fetchFacts(ctx, disk, uid)
 	return f.Root, f.Allocated, err
 }
 
 // Sums is the file of digests of a finished layer.
 func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err error) {
-	f, err := c.layer(ctx, disk, uid)
+	f, err := c.fetchFacts(ctx, disk, uid)
 	if err != nil {
 		return nil, err
 	}
-	err = c.call(ctx, "sums", of(disk, uid), func(r io.Reader) error {
+	err = c.callUntilAnswered(ctx, "sums", layerQuery(disk, uid), func(r io.Reader) error {
 		most := maxFacts + (f.Size+block.ChunkSize-1)/block.ChunkSize*sumSize
 		b, err = readAtMost(r, most)
 		return err
@@ -146,17 +146,17 @@ func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err erro
 
 // Read reads a part of a finished layer, of 4 MiB at most. Read asks once.
 func (c *Client) Read(ctx context.Context, disk, uid string, p []byte, off int64) error {
-	v := of(disk, uid)
+	v := layerQuery(disk, uid)
 	v.Set("off", strconv.FormatInt(off, 10))
 	v.Set("len", strconv.Itoa(len(p)))
-	return c.once(ctx, "data", v, func(body io.Reader) error {
+	return c.callOnce(ctx, "data", v, func(body io.Reader) error {
 		_, err := io.ReadFull(body, p)
 		return err
 	})
 }
 
-func (c *Client) layer(ctx context.Context, disk, uid string) (f layerFacts, err error) {
-	err = c.call(ctx, "layer", of(disk, uid), func(r io.Reader) error {
+func (c *Client) fetchFacts(ctx context.Context, disk, uid string) (f layerFacts, err error) {
+	err = c.callUntilAnswered(ctx, "layer", layerQuery(disk, uid), func(r io.Reader) error {
 		f = layerFacts{}
 		if err := takeJSON(r, maxFacts, &f); err != nil {
 			return err
@@ -185,7 +185,7 @@ func (c *Client) Send(ctx context.Context, disk string) (end func(), err error) 
 
 // Open opens a finished layer of the node for reading until ctx ends.
 func (c *Client) Open(ctx context.Context, disk, uid string) (block.Source, error) {
-	f, err := c.layer(ctx, disk, uid)
+	f, err := c.fetchFacts(ctx, disk, uid)
 	if err != nil {
 		return nil, err
 	}
@@ -212,10 +212,10 @@ func (r *remote) ReadAt(p []byte, off int64) (n int, err error) {
 		part := p[n:min(len(p), n+maxRead)]
 		at := off + int64(n)
 		part = part[:min(int64(len(part)), r.size-at)]
-		v := of(r.disk, r.uid)
+		v := layerQuery(r.disk, r.uid)
 		v.Set("off", strconv.FormatInt(at, 10))
 		v.Set("len", strconv.Itoa(len(part)))
-		if err := r.c.call(r.ctx, "data", v, func(body io.Reader) error {
+		if err := r.c.callUntilAnswered(r.ctx, "data", v, func(body io.Reader) error {
 			_, err := io.ReadFull(body, part)
 			return err
 		}); err != nil {
@@ -233,13 +233,13 @@ func (r *remote) ReadAt(p []byte, off int64) (n int, err error) {
 func (r *remote) Next(off int64) (block.Extent, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if e, ok := r.find(off); ok {
+	if e, ok := r.findExtent(off); ok {
 		return e, nil
 	}
-	v := of(r.disk, r.uid)
+	v := layerQuery(r.disk, r.uid)
 	v.Set("off", strconv.FormatInt(off, 10))
 	var list [][3]int64
-	if err := r.c.call(r.ctx, "extents", v, func(body io.Reader) error {
+	if err := r.c.callUntilAnswered(r.ctx, "extents", v, func(body io.Reader) error {
 		list = nil
 		if err := takeJSON(body, maxList, &list); err != nil {
 			return err
@@ -261,15 +261,15 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 		r.known = append(r.known, block.Extent{Off: x[0], Len: x[1], Kind: block.Kind(x[2])})
 		end += x[1]
 	}
-	if e, ok := r.find(off); ok {
+	if e, ok := r.findExtent(off); ok {
 		return e, nil
 	}
 	return block.Extent{}, fmt.Errorf("node %s: %w: it does not say what layer %s holds at %d", r.c.node, errNonsense,
 		r.uid, off)
 }
 
-// find is the rest of the known extent that holds off.
-func (r *remote) find(off int64) (block.Extent, bool) {
+// findExtent finds the rest of the known extent that holds off.
+func (r *remote) findExtent(off int64) (block.Extent, bool) {
 	i := sort.Search(len(r.known), func(i int) bool { return r.known[i].End() > off })
 	if i == len(r.known) || r.known[i].Off > off {
 		return block.Extent{}, false

@@ -124,7 +124,7 @@ func (id *Identity) Request() ([]byte, error) {
 // Put takes a certificate for this identity's key, and the authorities (PEM).
 func (id *Identity) Put(cert, authorities []byte) error {
 	both := append(append([]byte{}, cert...), authorities...)
-	if _, err := id.parse(both); err != nil {
+	if _, err := id.parsePEM(both); err != nil {
 		return fmt.Errorf("certificate of node %s: %w", id.node, err)
 	}
 	path := filepath.Join(id.dir, certFile)
@@ -142,15 +142,15 @@ func (id *Identity) Put(cert, authorities []byte) error {
 
 // Until is how long the certificate is valid; ErrNoCertificate while there is none.
 func (id *Identity) Until() (time.Time, error) {
-	c, err := id.current()
+	c, err := id.currentCredentials()
 	if err != nil {
 		return time.Time{}, err
 	}
 	return c.leaf.NotAfter, nil
 }
 
-// parse reads node.pem: the first certificate is the node's, the others are authorities.
-func (id *Identity) parse(b []byte) (*credentials, error) {
+// parsePEM reads node.pem: the first certificate is the node's, the others are authorities.
+func (id *Identity) parsePEM(b []byte) (*credentials, error) {
 	c := &credentials{roots: x509.NewCertPool()}
 	roots := 0
 	for block, rest := pem.Decode(b); block != nil; block, rest = pem.Decode(rest) {
@@ -181,8 +181,8 @@ func (id *Identity) parse(b []byte) (*credentials, error) {
 	return c, nil
 }
 
-// current is the content of node.pem now.
-func (id *Identity) current() (*credentials, error) {
+// currentCredentials returns the content of node.pem now.
+func (id *Identity) currentCredentials() (*credentials, error) {
 	path := filepath.Join(id.dir, certFile)
 	st, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -199,7 +199,7 @@ func (id *Identity) current() (*credentials, error) {
 	}
 	var c *credentials
 	if err == nil {
-		c, err = id.parse(b)
+		c, err = id.parsePEM(b)
 	}
 	if err != nil {
 		if id.now != nil {
@@ -216,7 +216,7 @@ func (id *Identity) current() (*credentials, error) {
 func (id *Identity) Server(protocols ...string) *tls.Config {
 	return &tls.Config{MinVersion: tls.VersionTLS13, GetConfigForClient: func(hello *tls.ClientHelloInfo) (
 		*tls.Config, error) {
-		c, err := id.current()
+		c, err := id.currentCredentials()
 		if err != nil {
 			return nil, err
 		}
@@ -237,7 +237,7 @@ func (id *Identity) Server(protocols ...string) *tls.Config {
 // Client is the configuration of a connection to a node: only that node may answer. Callers call Client for every
 // connection, since certificates change.
 func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error) {
-	c, err := id.current()
+	c, err := id.currentCredentials()
 	if err != nil {
 		return nil, err
 	}

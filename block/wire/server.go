@@ -81,13 +81,13 @@ func NewServer(o ServerOptions) *Server {
 // Serve answers on ln until ctx ends.
 func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /v1/image", s.checked(s.image, "disk", "uid"))
-	mux.HandleFunc("GET /v1/layer", s.checked(s.layer, "disk", "uid"))
-	mux.HandleFunc("GET /v1/extents", s.checked(s.extents, "disk", "uid"))
-	mux.HandleFunc("GET /v1/data", s.checked(s.data, "disk", "uid"))
-	mux.HandleFunc("GET /v1/sums", s.checked(s.sums, "disk", "uid"))
-	mux.HandleFunc("GET /v1/send", s.checked(s.send, "disk"))
-	h := &http.Server{Handler: s.allowed(mux), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
+	mux.HandleFunc("GET /v1/image", s.requireUIDs(s.serveImage, "disk", "uid"))
+	mux.HandleFunc("GET /v1/layer", s.requireUIDs(s.serveLayer, "disk", "uid"))
+	mux.HandleFunc("GET /v1/extents", s.requireUIDs(s.serveExtents, "disk", "uid"))
+	mux.HandleFunc("GET /v1/data", s.requireUIDs(s.serveData, "disk", "uid"))
+	mux.HandleFunc("GET /v1/sums", s.requireUIDs(s.serveSums, "disk", "uid"))
+	mux.HandleFunc("GET /v1/send", s.requireUIDs(s.serveSend, "disk"))
+	h := &http.Server{Handler: s.requireAllowed(mux), ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute,
 		BaseContext: func(net.Listener) context.Context { return ctx },
 		ErrorLog:    slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug)}
 	stopped := make(chan struct{})
@@ -114,8 +114,8 @@ func (s *Server) Serve(ctx context.Context, ln net.Listener) error {
 	return fmt.Errorf("serve layers: %w", err)
 }
 
-// allowed lets requests through that the asking node may make.
-func (s *Server) allowed(to http.Handler) http.Handler {
+// requireAllowed lets requests through that the asking node may make.
+func (s *Server) requireAllowed(to http.Handler) http.Handler {
 	if s.Allow == nil {
 		return to
 	}
@@ -125,7 +125,7 @@ func (s *Server) allowed(to http.Handler) http.Handler {
 			err = s.Allow(r.Context(), node, r.FormValue("disk"), r.FormValue("uid"))
 		}
 		if err != nil {
-			s.fail(w, err)
+			s.answerError(w, err)
 			return
 		}
 		to.ServeHTTP(w, r)
@@ -138,13 +138,13 @@ func (s *Server) close() {
 	s.closed = true
 	for key, o := range s.sources {
 		if o.users == 0 {
-			s.drop(key, o)
+			s.closeSource(key, o)
 		}
 	}
 }
 
-// drop closes an unused source. The caller has the lock.
-func (s *Server) drop(key [2]string, o *openSource) {
+// closeSource closes an unused source. The caller has the lock.
+func (s *Server) closeSource(key [2]string, o *openSource) {
 	if o.idle != nil {
 		o.idle.Stop()
 	}
@@ -154,8 +154,8 @@ func (s *Server) drop(key [2]string, o *openSource) {
 	}
 }
 
-// checked answers a request only if the uids in the request are well-formed.
-func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerFunc {
+// requireUIDs answers a request only if the uids in the request are well-formed.
+func (s *Server) requireUIDs(answer http.HandlerFunc, names ...string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		for _, name := range names {
 			what := name
@@ -163,7 +163,7 @@ func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerF
 				what = "layer or image"
 			}
 			if err := checkID(what, r.FormValue(name)); err != nil {
-				s.fail(w, err)
+				s.answerError(w, err)
 				return
 			}
 		}
@@ -171,8 +171,8 @@ func (s *Server) checked(answer http.HandlerFunc, names ...string) http.HandlerF
 	}
 }
 
-// open opens a layer, or returns the already open one; the caller gives the layer back with done.
-func (s *Server) open(disk, uid string) (src block.Source, done func(), err error) {
+// openLayer opens a layer, or returns the already open one; the caller gives the layer back with done.
+func (s *Server) openLayer(disk, uid string) (src block.Source, done func(), err error) {
 	key := [2]string{disk, uid}
 	s.mu.Lock()
 	o := s.sources[key]
@@ -202,7 +202,7 @@ func (s *Server) open(disk, uid string) (src block.Source, done func(), err erro
 		}
 		if o.err != nil || s.closed {
 			if s.sources[key] == o {
-				s.drop(key, o)
+				s.closeSource(key, o)
 			}
 			return
 		}
@@ -210,7 +210,7 @@ func (s *Server) open(disk, uid string) (src block.Source, done func(), err erro
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			if o.users == 0 && s.sources[key] == o {
-				s.drop(key, o)
+				s.closeSource(key, o)
 			}
 		})
 	}
@@ -226,7 +226,7 @@ type failure struct {
 	Message string `json:"message"`
 }
 
-func (s *Server) fail(w http.ResponseWriter, err error) {
+func (s *Server) answerError(w http.ResponseWriter, err error) {
 	f := failure{Message: err.Error()}
 	if s.Kind != nil {
 		f.Kind = s.Kind(err)
@@ -236,16 +236,16 @@ func (s *Server) fail(w http.ResponseWriter, err error) {
 	_ = json.NewEncoder(w).Encode(f)
 }
 
-func answer(w http.ResponseWriter, v any) {
+func answerJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// image answers with a disk's record of an image.
-func (s *Server) image(w http.ResponseWriter, r *http.Request) {
+// serveImage answers with a disk's record of an image.
+func (s *Server) serveImage(w http.ResponseWriter, r *http.Request) {
 	on, err := s.Disk(r.FormValue("disk"))
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	uid := r.FormValue("uid")
@@ -254,23 +254,23 @@ func (s *Server) image(w http.ResponseWriter, r *http.Request) {
 	}); ok {
 		img, err := d.Image(uid)
 		if err != nil {
-			s.fail(w, err)
+			s.answerError(w, err)
 			return
 		}
-		answer(w, img)
+		answerJSON(w, img)
 		return
 	}
 	imgs, err := on.Images()
 	for _, img := range imgs {
 		if img.UID == uid {
-			answer(w, img)
+			answerJSON(w, img)
 			return
 		}
 	}
 	if err == nil {
 		err = fmt.Errorf("image %s is not on disk %s", uid, on.UID())
 	}
-	s.fail(w, err)
+	s.answerError(w, err)
 }
 
 type layerFacts struct {
@@ -279,7 +279,7 @@ type layerFacts struct {
 	Allocated int64  `json:"allocated"`
 }
 
-func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
+func (s *Server) serveLayer(w http.ResponseWriter, r *http.Request) {
 	disk, uid := r.FormValue("disk"), r.FormValue("uid")
 	on, err := s.Disk(disk)
 	var f layerFacts
@@ -289,26 +289,26 @@ func (s *Server) layer(w http.ResponseWriter, r *http.Request) {
 	if err == nil {
 		var src block.Source
 		var done func()
-		if src, done, err = s.open(disk, uid); err == nil {
+		if src, done, err = s.openLayer(disk, uid); err == nil {
 			f.Size = src.Size()
 			done()
 		}
 	}
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
-	answer(w, f)
+	answerJSON(w, f)
 }
 
-func (s *Server) extents(w http.ResponseWriter, r *http.Request) {
-	src, done, err := s.open(r.FormValue("disk"), r.FormValue("uid"))
+func (s *Server) serveExtents(w http.ResponseWriter, r *http.Request) {
+	src, done, err := s.openLayer(r.FormValue("disk"), r.FormValue("uid"))
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	defer done()
-	off, err := number(r, "off", src.Size())
+	off, err := parseNumber(r, "off", src.Size())
 	var list [][3]int64
 	for err == nil && off < src.Size() && len(list) < maxExtents && r.Context().Err() == nil {
 		var e block.Extent
@@ -324,14 +324,14 @@ func (s *Server) extents(w http.ResponseWriter, r *http.Request) {
 		off = e.End()
 	}
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
-	answer(w, list)
+	answerJSON(w, list)
 }
 
-// number is a form value from 0 to most.
-func number(r *http.Request, name string, most int64) (int64, error) {
+// parseNumber reads a form value from 0 to most.
+func parseNumber(r *http.Request, name string, most int64) (int64, error) {
 	n, err := strconv.ParseInt(r.FormValue(name), 10, 64)
 	if err != nil || n < 0 || n > most {
 		return 0, fmt.Errorf("%s=%.40q is not from 0 to %d", name, r.FormValue(name), most)
@@ -339,37 +339,37 @@ func number(r *http.Request, name string, most int64) (int64, error) {
 	return n, nil
 }
 
-func (s *Server) data(w http.ResponseWriter, r *http.Request) {
-	src, done, err := s.open(r.FormValue("disk"), r.FormValue("uid"))
+func (s *Server) serveData(w http.ResponseWriter, r *http.Request) {
+	src, done, err := s.openLayer(r.FormValue("disk"), r.FormValue("uid"))
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	defer done()
-	off, err := number(r, "off", src.Size())
+	off, err := parseNumber(r, "off", src.Size())
 	var n int64
 	if err == nil {
-		n, err = number(r, "len", min(maxRead, src.Size()-off))
+		n, err = parseNumber(r, "len", min(maxRead, src.Size()-off))
 	}
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	b := s.buffers.Get().(*[]byte)
 	defer s.buffers.Put(b)
 	buf := (*b)[:n]
 	if k, err := src.ReadAt(buf, off); k < len(buf) {
-		s.fail(w, fmt.Errorf("read: %w", err))
+		s.answerError(w, fmt.Errorf("read: %w", err))
 		return
 	}
-	s.reads(r)
+	s.noteRead(r)
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Content-Length", strconv.FormatInt(n, 10))
 	_, _ = w.Write(buf)
 }
 
-// sums tells the digests of a layer.
-func (s *Server) sums(w http.ResponseWriter, r *http.Request) {
+// serveSums answers with the digests of a layer.
+func (s *Server) serveSums(w http.ResponseWriter, r *http.Request) {
 	on, err := s.Disk(r.FormValue("disk"))
 	var b []byte
 	if err == nil {
@@ -383,7 +383,7 @@ func (s *Server) sums(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	if err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	w.Header().Set("Content-Type", "application/octet-stream")
@@ -391,16 +391,16 @@ func (s *Server) sums(w http.ResponseWriter, r *http.Request) {
 	_, _ = w.Write(b)
 }
 
-// reads notes that a node has read.
-func (s *Server) reads(r *http.Request) {
+// noteRead notes that a node has read.
+func (s *Server) noteRead(r *http.Request) {
 	node := askerOf(r)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.lastRead[node] = time.Now()
 }
 
-// idle is for how long a node has read nothing, from some moment on.
-func (s *Server) idle(r *http.Request, since time.Time) time.Duration {
+// idleTime is for how long a node has read nothing, from some moment on.
+func (s *Server) idleTime(r *http.Request, since time.Time) time.Duration {
 	node := askerOf(r)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -422,17 +422,17 @@ func askerOf(r *http.Request) string {
 	return node
 }
 
-// send is a place among the transfers that a disk serves.
-func (s *Server) send(w http.ResponseWriter, r *http.Request) {
+// serveSend gives the node a place among the transfers that a disk serves.
+func (s *Server) serveSend(w http.ResponseWriter, r *http.Request) {
 	disk := r.FormValue("disk")
 	if _, err := s.Disk(disk); err != nil {
-		s.fail(w, err)
+		s.answerError(w, err)
 		return
 	}
 	if s.Send != nil {
 		end, err := s.Send(r.Context(), disk)
 		if err != nil {
-			s.fail(w, err)
+			s.answerError(w, err)
 			return
 		}
 		defer end()
@@ -450,7 +450,7 @@ func (s *Server) send(w http.ResponseWriter, r *http.Request) {
 		case <-r.Context().Done():
 			return
 		case <-alive.C:
-			if s.idle(r, began) > s.idleSend {
+			if s.idleTime(r, began) > s.idleSend {
 				return // others wait for the place
 			}
 			rc := http.NewResponseController(w)

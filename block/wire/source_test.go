@@ -181,7 +181,7 @@ func TestLayerOfAnotherNode(t *testing.T) {
 
 // refused asks for a layer without trying again.
 func (c *Client) refused(ctx context.Context) error {
-	return c.once(ctx, "layer", of("disk", "layer"), func(io.Reader) error { return nil })
+	return c.callOnce(ctx, "layer", layerQuery("disk", "layer"), func(io.Reader) error { return nil })
 }
 
 func TestSendsAreBounded(t *testing.T) {
@@ -251,7 +251,7 @@ func TestLayersOfOthersAreRefused(t *testing.T) {
 		client := NewClient(c.id, "one", addr)
 		defer client.Close()
 		for _, what := range []string{"image", "layer", "extents", "data", "send"} {
-			v := of("disk", "layer")
+			v := layerQuery("disk", "layer")
 			if what == "image" {
 				v.Set("uid", "image")
 			}

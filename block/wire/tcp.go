@@ -18,7 +18,7 @@ const (
 	giveUpAfter = time.Minute
 )
 
-func quick(_, _ string, c syscall.RawConn) error {
+func setTimeouts(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) {
 		if syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpRTOMax, int(resendAfter.Milliseconds())) == nil {
 			_ = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_TCP, tcpUserTimeout, int(giveUpAfter.Milliseconds()))
@@ -28,14 +28,14 @@ func quick(_, _ string, c syscall.RawConn) error {
 
 // NewDialer makes connections to other machines, each try of which takes 5 s at most.
 func NewDialer() *net.Dialer {
-	d := &net.Dialer{KeepAlive: 10 * time.Second, Timeout: dialTime, Control: quick}
+	d := &net.Dialer{KeepAlive: 10 * time.Second, Timeout: dialTime, Control: setTimeouts}
 	d.SetMultipathTCP(false) // MPTCP does not know the options
 	return d
 }
 
 // Listen takes connections of other machines.
 func Listen(address string) (net.Listener, error) {
-	l := net.ListenConfig{Control: quick}
+	l := net.ListenConfig{Control: setTimeouts}
 	l.SetMultipathTCP(false)
 	return l.Listen(context.Background(), "tcp", address)
 }
