@@ -147,13 +147,13 @@ func (l *Loop) Run() error {
 	l.mu.Unlock()
 	defer close(l.done)
 	defer l.be.close()
+	defer l.refusePosts() // before the backend closes: a Post after it would wake what is closed
 	defer func() {
 		if l.timer != nil {
 			l.timer.Stop()
 		}
 	}()
 	if err := l.be.open(); err != nil {
-		l.endPosting()
 		return err
 	}
 	for {
@@ -166,7 +166,6 @@ func (l *Loop) Run() error {
 			}
 		}
 		if err := l.be.awaitCompletions(!l.hasPosted(), l.complete); err != nil {
-			l.endPosting()
 			return fmt.Errorf("uring: the loop cannot continue: %w", err)
 		}
 	}
@@ -193,7 +192,14 @@ func (l *Loop) hasPosted() bool {
 	return len(l.posted) > 0
 }
 
-// endPosting closes the door for Post, unless something came in.
+// refusePosts has Post report false from now on. A loop that failed never runs the functions it has left.
+func (l *Loop) refusePosts() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ended = true
+}
+
+// endPosting has Post report false from now on, unless something came in.
 func (l *Loop) endPosting() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -298,6 +298,41 @@ func TestCloseBeforeRun(t *testing.T) {
 	})
 }
 
+// brokenBackend fails when the loop waits, and knows whether it is woken after its end.
+type brokenBackend struct {
+	backend
+	l          *Loop
+	over, late bool
+}
+
+var errBroken = errors.New("broken")
+
+func (b *brokenBackend) open() error { return nil }
+func (b *brokenBackend) close()      { b.over = true }
+func (b *brokenBackend) wakeLoop()   { b.late = b.late || b.over }
+
+func (b *brokenBackend) awaitCompletions(bool, func(*Op, int32)) error {
+	b.l.Post(func() {}) // by another goroutine, just now
+	return errBroken
+}
+
+// TestFailedLoopRefusesPosts: a loop whose backend fails takes no function that it would never run, and leaves the closed
+// backend alone.
+func TestFailedLoopRefusesPosts(t *testing.T) {
+	b := &brokenBackend{}
+	b.l = newLoop(b)
+	if err := b.l.Run(); !errors.Is(err, errBroken) {
+		t.Fatal(err)
+	}
+	if b.l.Post(func() {}) {
+		t.Error("the loop has ended and took a function")
+	}
+	b.l.Close()
+	if b.late {
+		t.Error("the loop woke its backend after the backend's end")
+	}
+}
+
 func TestNoAllocation(t *testing.T) {
 	l, err := New(64)
 	if err != nil {

@@ -44,13 +44,14 @@ func (c *conn) startServing(resume bool) error {
 	if err := c.srv.prepareMemory(); err != nil {
 		return err
 	}
-	c.prepared = true
 	if resume {
 		note := outHeader{length: uint32(outSize), err: notifyResend}
 		if _, err := unix.Write(c.fd, unsafe.Slice((*byte)(unsafe.Pointer(&note)), outSize)); err != nil {
+			c.srv.connectionEnded()
 			return err
 		}
 	}
+	c.prepared = true
 	c.poll.Done = c.pollDone
 	c.armPoll()
 	return nil

@@ -86,20 +86,29 @@ func (s *server) prepareMemory() error {
 	return err
 }
 
-// reserveMemory takes the memory that exists as long as connections do.
-func (s *server) reserveMemory() error {
-	var slabs [reserved][]byte
-	for i := range slabs {
-		var err error
-		if slabs[i], err = mapLocked(slabSize, s.warn); err != nil {
+// reserveMemory takes the memory that exists as long as connections do; on an error, none of it.
+func (s *server) reserveMemory() (err error) {
+	var mapped [][]byte
+	defer func() {
+		for _, m := range mapped {
+			if err != nil {
+				unmapLocked(m)
+			}
+		}
+	}()
+	for range reserved {
+		slab, err := mapLocked(slabSize, s.warn)
+		if err != nil {
 			return err
 		}
+		mapped = append(mapped, slab)
 	}
 	if s.head == nil { // stays
 		m, err := mapLocked(page, s.warn)
 		if err != nil {
 			return err
 		}
+		mapped = append(mapped, m)
 		made, err := s.makeRequests()
 		if err != nil {
 			return err
@@ -108,7 +117,7 @@ func (s *server) reserveMemory() error {
 		s.head, s.vec = m[:headSize:headSize], view[[2]iovec](m[512:])
 		s.vec[0] = iovec{uintptr(unsafe.Pointer(&s.head[0])), uintptr(headSize)}
 	}
-	for _, slab := range slabs {
+	for _, slab := range mapped[:reserved] {
 		s.pool.addSlab(slab)
 	}
 	s.refillStage()

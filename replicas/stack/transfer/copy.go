@@ -322,8 +322,11 @@ func (t *copyJob) checkSpace(need int64) error {
 		return err
 	}
 	if rest := min(capacity/100, 1<<30); available-need < rest {
+		t.mu.Lock()
+		need = max(need, t.total-t.bytes)
+		t.mu.Unlock()
 		return api.Errorf(api.Full, "%s are to be copied and %s are free, of which %s are left to others",
-			api.SizeText(max(need, t.total-t.bytes)), api.SizeText(available), api.SizeText(rest))
+			api.SizeText(need), api.SizeText(available), api.SizeText(rest))
 	}
 	return nil
 }
