@@ -522,10 +522,10 @@ func (h *Host) Discard(key string) error {
 // backend does not complete its requests, this process keeps the lock until its exit, so that no other process serves
 // the same requests at the same time.
 func (h *Host) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-	defer cancel()
 	h.closed.Do(func() { close(h.closing) })
 	h.thaws.Wait()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
 	var errs []error
 	for _, d := range h.Devices() {
 		if err := d.leaveToHolder(ctx); err != nil {
