@@ -65,7 +65,7 @@ func setupIssuer(mgr ctrl.Manager, namespace string, log *slog.Logger) error {
 // Reconcile issues a certificate, or renews a certificate in time. A new authority makes Reconcile issue all
 // certificates again, because nodes of two authorities refuse each other.
 func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
-	a, err := i.authority(ctx)
+	a, err := i.ensureAuthority(ctx)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -75,7 +75,7 @@ func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcil
 			return reconcile.Result{}, err
 		}
 		for k := range list.Items {
-			if _, err := i.issue(ctx, a, &list.Items[k]); err != nil {
+			if _, err := i.issueCertificate(ctx, a, &list.Items[k]); err != nil {
 				return reconcile.Result{}, err
 			}
 		}
@@ -85,10 +85,11 @@ func (i *issuer) Reconcile(ctx context.Context, req reconcile.Request) (reconcil
 	if err := i.client.Get(ctx, req.NamespacedName, &c); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	return i.issue(ctx, a, &c)
+	return i.issueCertificate(ctx, a, &c)
 }
 
-func (i *issuer) issue(ctx context.Context, a *wire.Authority, c *api.NodeCertificate) (reconcile.Result, error) {
+func (i *issuer) issueCertificate(ctx context.Context, a *wire.Authority, c *api.NodeCertificate) (reconcile.Result,
+	error) {
 	if until, ok := a.Signed([]byte(c.Status.Certificate)); ok {
 		if left := time.Until(until) - wire.CertificateLife/3; left > 0 {
 			return reconcile.Result{RequeueAfter: left}, nil
@@ -113,8 +114,8 @@ func (i *issuer) issue(ctx context.Context, a *wire.Authority, c *api.NodeCertif
 	return reconcile.Result{RequeueAfter: wire.CertificateLife / 2}, nil
 }
 
-// authority returns the authority of all nodes. The first call creates the authority.
-func (i *issuer) authority(ctx context.Context) (*wire.Authority, error) {
+// ensureAuthority returns the authority of all nodes. The first call creates the authority.
+func (i *issuer) ensureAuthority(ctx context.Context) (*wire.Authority, error) {
 	key := client.ObjectKey{Namespace: i.namespace, Name: api.AuthoritySecret}
 	var s corev1.Secret
 	err := i.reader.Get(ctx, key, &s)

@@ -29,8 +29,8 @@ type pidFile struct {
 	API   string `json:"api,omitempty"` // address of the API server
 }
 
-// build identifies this binary; a rebuilt binary of the same version differs.
-func build() string {
+// buildID identifies this binary; a rebuilt binary of the same version differs.
+func buildID() string {
 	var st unix.Stat_t
 	if err := unix.Stat("/proc/self/exe", &st); err != nil {
 		return cli.Version
@@ -40,14 +40,14 @@ func build() string {
 
 func pidPath(stateDir, role string) string { return filepath.Join(stateDir, "run", role+".pid") }
 
-// claim makes this process the only process of the role in the state folder. The lock lasts until the process ends. The
-// caller keeps the file, because a garbage collection would close the file.
-func claim(stateDir, role, apiServer string) (*os.File, error) {
+// claimRole makes this process the only process of the role in the state folder. The lock lasts until the process ends.
+// The caller keeps the file, because a garbage collection would close the file.
+func claimRole(stateDir, role, apiServer string) (*os.File, error) {
 	f, err := lockFile(pidPath(stateDir, role))
 	if err != nil {
 		return nil, api.Errorf(api.InUse, "a %s process already serves %s: %w", role, stateDir, err)
 	}
-	b, err := json.Marshal(pidFile{Pid: os.Getpid(), Build: build(), API: apiServer})
+	b, err := json.Marshal(pidFile{Pid: os.Getpid(), Build: buildID(), API: apiServer})
 	if err == nil {
 		err = f.Truncate(0)
 	}
@@ -86,8 +86,8 @@ const ( // together longer than a process needs from the lock to the content of 
 	findPause = 10 * time.Millisecond
 )
 
-// find returns the living process of a role, or nil.
-func find(stateDir, role string) (*process, error) {
+// findProcess returns the living process of a role, or nil.
+func findProcess(stateDir, role string) (*process, error) {
 	path := pidPath(stateDir, role)
 	for try := range findTries {
 		if try > 0 { // the process has just locked the file, or has just ended
@@ -197,7 +197,7 @@ func (p *process) stop(grace time.Duration) error {
 	return p.wait(context.Background())
 }
 
-// child keeps a role running in a separate process. The owner of child calls run.
+// child keeps a role running in a separate process. The owner of child calls superviseProcess.
 type child struct {
 	role      string
 	output    string // file in the log folder for standard output and error
@@ -214,12 +214,12 @@ type child struct {
 	inPath bool
 	// keep runs at the end: true leaves the process alive for the next serve.
 	keep func() bool
-	// run sets adopted when run adopts a process of an earlier serve.
+	// superviseProcess sets adopted when superviseProcess adopts a process of an earlier serve.
 	adopted *atomic.Bool
 }
 
-// run restarts a process that dies within young of the start: a few times at once, then with growing pauses. The pause
-// after a kill stays short, because the process did not fail and I/O waits for the successor.
+// superviseProcess restarts a process that dies within young of the start: a few times at once, then with growing
+// pauses. The pause after a kill stays short, because the process did not fail and I/O waits for the successor.
 const (
 	young     = time.Second
 	atOnce    = 5
@@ -228,14 +228,14 @@ const (
 	stopGrace = 20 * time.Second
 )
 
-func (c *child) run(ctx context.Context) error {
+func (c *child) superviseProcess(ctx context.Context) error {
 	early := 0
 	for {
-		p, err := find(c.stateDir, c.role)
+		p, err := findProcess(c.stateDir, c.role)
 		if err != nil {
 			return fmt.Errorf("%s process: %w", c.role, err)
 		}
-		if p != nil && c.renew && (c.anew || p.Build != build() || c.apiServer != "" && p.API != c.apiServer) {
+		if p != nil && c.renew && (c.anew || p.Build != buildID() || c.apiServer != "" && p.API != c.apiServer) {
 			c.log.Info("replacing the process of an earlier start", "role", c.role, "pid", p.Pid)
 			if err := p.stop(stopGrace); err != nil {
 				return fmt.Errorf("%s process: %w", c.role, err)
@@ -247,7 +247,7 @@ func (c *child) run(ctx context.Context) error {
 		if p != nil {
 			c.adopted.Store(true)
 			c.log.Info("adopted", "role", c.role, "pid", p.Pid)
-		} else if p, err = c.start(); err != nil {
+		} else if p, err = c.startProcess(); err != nil {
 			return err
 		}
 		began := time.Now()
@@ -256,7 +256,7 @@ func (c *child) run(ctx context.Context) error {
 				p.release(false)
 				return err
 			}
-			return c.end(p)
+			return c.endProcess(p)
 		}
 		fate := p.release(true)
 		c.log.Warn("process died and is started again", "role", c.role, "pid", p.Pid, "fate", fate)
@@ -279,7 +279,7 @@ func (c *child) run(ctx context.Context) error {
 	}
 }
 
-func (c *child) end(p *process) error {
+func (c *child) endProcess(p *process) error {
 	if c.keep != nil && c.keep() {
 		c.log.Info("left alive: volumes are attached", "role", c.role, "pid", p.Pid)
 		p.release(false)
@@ -290,8 +290,8 @@ func (c *child) end(p *process) error {
 	return err
 }
 
-// start runs the role in a session of its own, so that the role outlives this process.
-func (c *child) start() (*process, error) {
+// startProcess runs the role in a session of its own, so that the role outlives this process.
+func (c *child) startProcess() (*process, error) {
 	out, err := openLog(filepath.Join(c.stateDir, "log", c.output))
 	if err != nil {
 		return nil, err

@@ -32,7 +32,7 @@ func dataCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "data", Hidden: true, Args: cobra.NoArgs,
 		Short: "Serve replicas, engines and devices of this machine (started by serve)",
-		RunE:  func(c *cobra.Command, _ []string) error { return o.run(c.Context()) },
+		RunE:  func(c *cobra.Command, _ []string) error { return o.runData(c.Context()) },
 	}
 	f := c.Flags()
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder that serve keeps its state in")
@@ -43,8 +43,8 @@ func dataCommand() *cobra.Command {
 	return c
 }
 
-// run is the data process. First run resumes the devices of the predecessor; the API comes after.
-func (o dataOptions) run(ctx context.Context) (err error) {
+// runData is the data process. First runData resumes the devices of the predecessor; the API comes after.
+func (o dataOptions) runData(ctx context.Context) (err error) {
 	file := openLogFile(filepath.Join(o.stateDir, "log", "data.log"))
 	defer file.Close()
 	log, err := newLogger(file, o.logLevel, o.logFormat)
@@ -62,12 +62,12 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	lock, err := claim(o.stateDir, "data", cfg.Host)
+	lock, err := claimRole(o.stateDir, "data", cfg.Host)
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
-	data, err := o.resume(ctx, log, instance(o.node, cfg))
+	data, err := o.resumeDevices(ctx, log, instanceName(o.node, cfg))
 	if err != nil {
 		return err
 	}
@@ -94,13 +94,13 @@ func (o dataOptions) run(ctx context.Context) (err error) {
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
 			return nil
 		}
-		return settle(ctx)
+		return releaseMemory(ctx)
 	})
 	return g.wait()
 }
 
-// resume takes over the devices of the predecessor.
-func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance string) (*replicas.Data, error) {
+// resumeDevices takes over the devices of the predecessor.
+func (o dataOptions) resumeDevices(ctx context.Context, log *slog.Logger, instance string) (*replicas.Data, error) {
 	runDir := filepath.Join(o.stateDir, "run")
 	if err := awaitSocket(ctx, "unixpacket", holdSocket(o.stateDir)); err != nil {
 		return nil, fmt.Errorf("the hold process: %w", err)
@@ -109,7 +109,7 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 	if err != nil {
 		return nil, fmt.Errorf("devices: %w", err)
 	}
-	peers, err := o.peers()
+	peers, err := o.peerOptions()
 	if err != nil {
 		return nil, errors.Join(err, host.Close())
 	}
@@ -124,8 +124,8 @@ func (o dataOptions) resume(ctx context.Context, log *slog.Logger, instance stri
 	return data, nil
 }
 
-// peers returns the address and identity for connections between data processes of nodes.
-func (o dataOptions) peers() (p replicas.PeerOptions, err error) {
+// peerOptions returns the address and identity for connections between data processes of nodes.
+func (o dataOptions) peerOptions() (p replicas.PeerOptions, err error) {
 	if p.Identity, err = openNodeIdentity(o.stateDir, o.node); err != nil {
 		return p, err
 	}

@@ -37,11 +37,11 @@ import (
 func Main(args []string) int {
 	// hold comes first, because hold must touch as little memory as possible.
 	if len(args) > 0 && args[0] == "hold" {
-		return exit(runHold(args[1:]))
+		return reportError(runHold(args[1:]))
 	}
 	root := Command()
 	root.SetArgs(args)
-	return exit(root.ExecuteContext(signals()))
+	return reportError(root.ExecuteContext(signalContext()))
 }
 
 // Command returns the root command with all commands.
@@ -68,13 +68,14 @@ func Command() *cobra.Command {
 	return root
 }
 
-func exit(err error) int { return cli.Report(os.Stderr, err) }
+func reportError(err error) int { return cli.Report(os.Stderr, err) }
 
 var signalOnce sync.Once
 
-// signals returns a context that ends with the first SIGTERM or SIGINT. A later signal ends the process in any state. A
-// signal right after the first counts as the same signal, because timeout and terminals signal a process and its group.
-func signals() context.Context {
+// signalContext returns a context that ends with the first SIGTERM or SIGINT. A later signal ends the process in any
+// state. A signal right after the first counts as the same signal, because timeout and terminals signal a process and
+// its group.
+func signalContext() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	signalOnce.Do(func() {
 		c := make(chan os.Signal, 2)

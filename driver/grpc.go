@@ -44,7 +44,7 @@ type doors struct {
 // newServer creates the gRPC server of all doors.
 func newServer(d doors, log *slog.Logger) *grpc.Server {
 	g := &guard{log: log}
-	s := grpc.NewServer(grpc.UnaryInterceptor(g.intercept), grpc.StreamInterceptor(g.stream))
+	s := grpc.NewServer(grpc.UnaryInterceptor(g.interceptUnary), grpc.StreamInterceptor(g.interceptStream))
 	csi.RegisterIdentityServer(s, d.identity)
 	if d.controller != nil {
 		csi.RegisterControllerServer(s, d.controller)
@@ -115,20 +115,21 @@ var changes = map[string]string{
 	"NodeExpandVolume": "n",
 }
 
-func (g *guard) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any,
+func (g *guard) interceptUnary(ctx context.Context, req any, info *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any,
 	error) {
 	method, began := path.Base(info.FullMethod), time.Now()
-	resp, err := g.call(ctx, method, req, next)
+	resp, err := g.callHandler(ctx, method, req, next)
 	if err = g.reportCall(method, req, began, err); err != nil {
 		return nil, err
 	}
 	return resp, nil
 }
 
-// stream wraps the calls that answer with a stream.
-func (g *guard) stream(srv any, s grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+// interceptStream wraps the calls that answer with a stream.
+func (g *guard) interceptStream(srv any, s grpc.ServerStream, info *grpc.StreamServerInfo,
+	next grpc.StreamHandler) error {
 	method, began := path.Base(info.FullMethod), time.Now()
-	_, err := g.call(s.Context(), method, nil, func(context.Context, any) (any, error) { return nil, next(srv, s) })
+	_, err := g.callHandler(s.Context(), method, nil, func(context.Context, any) (any, error) { return nil, next(srv, s) })
 	return g.reportCall(method, nil, began, err)
 }
 
@@ -152,7 +153,7 @@ func (g *guard) reportCall(method string, req any, began time.Time, err error) e
 	return err
 }
 
-func (g *guard) call(ctx context.Context, method string, req any, next grpc.UnaryHandler) (resp any, err error) {
+func (g *guard) callHandler(ctx context.Context, method string, req any, next grpc.UnaryHandler) (resp any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			g.log.Error("CSI call panicked", "method", method, "panic", p, "stack", string(debug.Stack()))

@@ -32,16 +32,16 @@ func runHold(args []string) error {
 	// would touch much of the program.
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(24 << 20)
-	ctx := signals()
+	ctx := signalContext()
 	socket := args[1]
-	lock, err := claim(filepath.Dir(filepath.Dir(socket)), "hold", "")
+	lock, err := claimRole(filepath.Dir(filepath.Dir(socket)), "hold", "")
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
 	ctx, stop := context.WithCancel(ctx)
 	g := newGroup(ctx)
-	g.run(settle)
+	g.run(releaseMemory)
 	err = device.RunHolder(ctx, socket)
 	stop()
 	return errors.Join(err, g.wait())

@@ -25,10 +25,10 @@ import (
 
 const leaseName = "drover-controller"
 
-// elected reports whether this process must win an election before the process may run the controller's reconcilers,
-// because other processes may have the role too. An embedded server that only this machine can reach has no second
-// controller.
-func (s *server) elected(ctx context.Context) (bool, error) {
+// needsElection reports whether this process must win an election before the process may run the controller's
+// reconcilers, because other processes may have the role too. An embedded server that only this machine can reach has
+// no second controller.
+func (s *server) needsElection(ctx context.Context) (bool, error) {
 	if !s.controller || s.kube != nil && s.apiListen == "" {
 		return false, nil
 	}
@@ -45,11 +45,11 @@ func (s *server) elected(ctx context.Context) (bool, error) {
 	return true, nil
 }
 
-// lead runs the controller's reconcilers while this process is elected. A lost lease, because the server was
+// leadController runs the controller's reconcilers while this process is elected. A lost lease, because the server was
 // unreachable or another process took the lease, ends the reconcilers; the rest of the process continues.
-func (s *server) lead(ctx context.Context) error {
+func (s *server) leadController(ctx context.Context) error {
 	for {
-		mgr, err := s.leader()
+		mgr, err := s.newElectedManager()
 		if err != nil {
 			return err
 		}
@@ -66,8 +66,8 @@ func (s *server) lead(ctx context.Context) error {
 	}
 }
 
-// leader returns the manager of the controller's reconcilers, which start with the lease.
-func (s *server) leader() (ctrl.Manager, error) {
+// newElectedManager returns the manager of the controller's reconcilers, which start with the lease.
+func (s *server) newElectedManager() (ctrl.Manager, error) {
 	o := managerOptions()
 	cfg := rest.CopyConfig(s.cfg)
 	cfg.Timeout = 5 * time.Second // one stalled request must not lose the lease
@@ -77,7 +77,7 @@ func (s *server) leader() (ctrl.Manager, error) {
 	if err != nil {
 		return nil, fmt.Errorf("lease: %w", err)
 	}
-	who, err := s.candidate()
+	who, err := s.candidateName()
 	if err != nil {
 		return nil, err
 	}
@@ -95,9 +95,9 @@ func (s *server) leader() (ctrl.Manager, error) {
 	return mgr, s.setupController(mgr)
 }
 
-// candidate returns the name of this process in the election, from the state folder: after a restart the process still
-// holds the lease, and need not wait for the expiry.
-func (s *server) candidate() (string, error) {
+// candidateName returns the name of this process in the election, from the state folder: after a restart the process
+// still holds the lease, and need not wait for the expiry.
+func (s *server) candidateName() (string, error) {
 	path := filepath.Join(s.stateDir, "run", "candidate")
 	if b, err := os.ReadFile(path); err == nil && len(strings.TrimSpace(string(b))) > 0 {
 		return strings.TrimSpace(string(b)), nil

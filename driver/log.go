@@ -44,7 +44,7 @@ var stopping atomic.Bool
 // handles its errors.
 type demoted struct{ slog.Handler }
 
-func demote(l slog.Level) slog.Level {
+func demoteLevel(l slog.Level) slog.Level {
 	if stopping.Load() {
 		return l - 12
 	}
@@ -52,13 +52,13 @@ func demote(l slog.Level) slog.Level {
 }
 
 func (d demoted) Enabled(ctx context.Context, l slog.Level) bool {
-	return d.Handler.Enabled(ctx, demote(l))
+	return d.Handler.Enabled(ctx, demoteLevel(l))
 }
 func (d demoted) Handle(ctx context.Context, r slog.Record) error {
 	if !d.Enabled(ctx, r.Level) {
 		return nil // libraries report errors without asking Enabled
 	}
-	r.Level = demote(r.Level)
+	r.Level = demoteLevel(r.Level)
 	return d.Handler.Handle(ctx, r)
 }
 func (d demoted) WithAttrs(a []slog.Attr) slog.Handler { return demoted{d.Handler.WithAttrs(a)} }

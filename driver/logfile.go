@@ -37,7 +37,7 @@ func openLogFile(path string) *logFile {
 
 func newLogFile(w io.WriteCloser) *logFile {
 	f := &logFile{lines: make(chan []byte, logLines), quit: make(chan struct{}), done: make(chan struct{})}
-	go f.run(w)
+	go f.writeLines(w)
 	return f
 }
 
@@ -51,27 +51,27 @@ func (f *logFile) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (f *logFile) run(w io.WriteCloser) {
+func (f *logFile) writeLines(w io.WriteCloser) {
 	defer close(f.done)
 	defer func() { _ = w.Close() }()
 	for {
 		select {
 		case b := <-f.lines:
-			f.write(w, b)
+			f.writeLine(w, b)
 			continue
 		default:
 		}
 		select {
 		case b := <-f.lines:
-			f.write(w, b)
+			f.writeLine(w, b)
 		case <-f.quit:
 			return
 		}
 	}
 }
 
-// write ignores errors, because no other place can report an error of the log.
-func (f *logFile) write(w io.Writer, b []byte) {
+// writeLine ignores errors, because no other place can report an error of the log.
+func (f *logFile) writeLine(w io.Writer, b []byte) {
 	_, _ = w.Write(b)
 	if n := f.dropped.Swap(0); n > 0 {
 		_, _ = fmt.Fprintf(w, "log: %d lines were dropped: the disk did not keep up\n", n)

@@ -44,8 +44,8 @@ func loadConfig(path string) (*rest.Config, error) {
 	return cfg, nil
 }
 
-// instance identifies a Drover on the machine. All processes of a node have the same instance.
-func instance(node string, cfg *rest.Config) string { return "node " + node + " of " + cfg.Host }
+// instanceName identifies a Drover on the machine. All processes of a node have the same instance.
+func instanceName(node string, cfg *rest.Config) string { return "node " + node + " of " + cfg.Host }
 
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
@@ -56,8 +56,9 @@ var scheme = func() *runtime.Scheme {
 	return s
 }()
 
-// mapper knows Drover's kinds and the kinds of their references. So no start needs a discovery, or a reachable server.
-func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
+// newRESTMapper knows Drover's kinds and the kinds of their references. So no start needs a discovery, or a reachable
+// server.
+func newRESTMapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
@@ -68,7 +69,7 @@ func mapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 
 // newClient creates a client without a cache.
 func newClient(cfg *rest.Config) (client.WithWatch, error) {
-	m, err := mapper(nil, nil)
+	m, err := newRESTMapper(nil, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -104,7 +105,7 @@ func managerOptions() ctrl.Options {
 	yes, grace := true, 15*time.Second
 	return ctrl.Options{
 		Scheme:                  scheme,
-		MapperProvider:          mapper,
+		MapperProvider:          newRESTMapper,
 		Metrics:                 metricsserver.Options{BindAddress: "0"},
 		GracefulShutdownTimeout: &grace,
 		// Managed fields are half the size of an object, and no reconciler reads managed fields.

@@ -12,18 +12,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// settle checks every settleEvery. A process with less CPU time than settleIdle in between is idle. After settleHeap
-// checks settle collects an idle heap: a little before the runtime would, because the runtime keeps the freed memory.
+// releaseMemory checks every settleEvery. A process with less CPU time than settleIdle in between is idle. After
+// settleHeap checks releaseMemory collects an idle heap: a little before the runtime would, because the runtime keeps
+// the freed memory.
 const (
 	settleEvery = 10 * time.Second
 	settleIdle  = settleEvery / 40
 	settleHeap  = 10
 )
 
-// settle returns memory that an idle process does not need, until ctx ends. settle frees heap after the start, after
-// each burst of work and from time to time. At each check of an idle process settle also drops the pages of the
-// program, at nearly no cost.
-func settle(ctx context.Context) error {
+// releaseMemory returns memory that an idle process does not need, until ctx ends. releaseMemory frees heap after the
+// start, after each burst of work and from time to time. At each check of an idle process releaseMemory also drops the
+// pages of the program, at nearly no cost.
+func releaseMemory(ctx context.Context) error {
 	debug.FreeOSMemory()
 	dropProgram()
 	tick := time.NewTicker(settleEvery)

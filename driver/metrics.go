@@ -68,8 +68,8 @@ func serveHTTP(ctx context.Context, ln net.Listener, h http.Handler) error {
 	return nil
 }
 
-// probe answers a health check: 200, or 503 with the cause.
-func probe(ask func() error) http.HandlerFunc {
+// healthHandler answers a health check: 200, or 503 with the cause.
+func healthHandler(ask func() error) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		if err := ask(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)

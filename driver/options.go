@@ -62,10 +62,10 @@ func serveCommand() *cobra.Command {
 			"API server of its own. The data path runs in processes beside it and outlives it while volumes are attached.",
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			if err := o.check(); err != nil {
+			if err := o.checkOptions(); err != nil {
 				return err
 			}
-			return o.run(c.Context(), c)
+			return o.runServe(c.Context(), c)
 		},
 	}
 	f := c.Flags()
@@ -103,8 +103,8 @@ func serveCommand() *cobra.Command {
 	return c
 }
 
-// check completes the options and refuses invalid options, before serve changes anything.
-func (o *serveOptions) check() error {
+// checkOptions completes the options and refuses invalid options, before serve changes anything.
+func (o *serveOptions) checkOptions() error {
 	for _, r := range o.roles {
 		switch r {
 		case roleController:

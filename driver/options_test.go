@@ -32,13 +32,13 @@ func TestServeOptionsRefused(t *testing.T) {
 			o.metrics = "off"
 		}
 		o.stateDir, o.upload, o.heartbeat = t.TempDir(), "127.0.0.1:0", cmp.Or(o.heartbeat, api.DefaultHeartbeat)
-		if err := o.check(); err == nil || !strings.Contains(err.Error(), c.says) {
+		if err := o.checkOptions(); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%+v: %v, want words of %s", c.o, err, c.says)
 		}
 	}
 	fine := serveOptions{roles: []string{roleController}, node: "vm-1.example", stateDir: t.TempDir(), metrics: "off",
 		upload: "127.0.0.1:0", heartbeat: api.DefaultHeartbeat}
-	if err := fine.check(); err != nil {
+	if err := fine.checkOptions(); err != nil {
 		t.Error(err)
 	}
 }
@@ -54,7 +54,7 @@ func TestServeEndpoint(t *testing.T) {
 		t.Setenv("CSI_ENDPOINT", c.env)
 		o := serveOptions{roles: []string{roleController}, csi: c.flag, node: "vm", stateDir: state, metrics: "off",
 			upload: "127.0.0.1:0", heartbeat: api.DefaultHeartbeat}
-		if err := o.check(); err != nil || o.csi != c.want {
+		if err := o.checkOptions(); err != nil || o.csi != c.want {
 			t.Errorf("--csi-endpoint %q, CSI_ENDPOINT %q: %q, %v", c.flag, c.env, o.csi, err)
 		}
 	}

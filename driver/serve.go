@@ -70,7 +70,7 @@ func collectAt(percent int) {
 	}
 }
 
-func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
+func (o *serveOptions) runServe(ctx context.Context, c *cobra.Command) (err error) {
 	if os.Geteuid() != 0 && (o.onNode || o.data) {
 		return api.Errorf(api.Denied, "devices and mounts need root: run this as root")
 	}
@@ -98,7 +98,7 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 	// The end has an order, so no group follows ctx by itself.
 	s.apis, s.work = newGroup(context.Background()), newGroup(context.Background())
 	s.children = newGroup(context.Background())
-	gs, err := s.start(ctx, socket)
+	gs, err := s.startParts(ctx, socket)
 	if err == nil {
 		<-ctx.Done()
 		if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
@@ -106,17 +106,17 @@ func (o *serveOptions) run(ctx context.Context, c *cobra.Command) (err error) {
 		}
 		s.log.Info("stopping")
 		stopping.Store(true)
-		s.notify(daemon.SdNotifyStopping)
+		s.notifySystemd(daemon.SdNotifyStopping)
 	}
-	return errors.Join(err, s.end(gs))
+	return errors.Join(err, s.stopParts(gs))
 }
 
-// start starts all parts in the order of their dependencies.
-func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
+// startParts starts all parts in the order of their dependencies.
+func (s *server) startParts(ctx context.Context, socket net.Listener) (gs *grpc.Server, err error) {
 	if s.data {
-		s.supervise(&child{role: "hold", output: "hold.log", args: []string{"--socket", holdSocket(s.stateDir)}})
+		s.startChild(&child{role: "hold", output: "hold.log", args: []string{"--socket", holdSocket(s.stateDir)}})
 	}
-	kubeconfig, err := s.connect(ctx)
+	kubeconfig, err := s.connectAPI(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -124,22 +124,22 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		return nil, err
 	}
 	if s.data {
-		s.supervise(&child{role: "data", output: "data.err", apiServer: s.cfg.Host, renew: true, inPath: true,
+		s.startChild(&child{role: "data", output: "data.err", apiServer: s.cfg.Host, renew: true, inPath: true,
 			anew: s.kube != nil && s.kube.WentBack,
 			args: []string{"--state-dir", s.stateDir, "--kubeconfig", kubeconfig, "--node", s.node,
 				"--listen", s.nodeAddress(), "--log-level", s.logLevel, "--log-format", s.logFormat}})
 	}
-	elected, err := s.elected(ctx)
+	elected, err := s.needsElection(ctx)
 	if err != nil {
 		return nil, err
 	}
-	mgr, err := s.manager(ctx, s.controller && !elected)
+	mgr, err := s.newManager(ctx, s.controller && !elected)
 	if err != nil {
 		return nil, err
 	}
-	s.background(s.work, mgr.Start)
+	s.runBackground(s.work, mgr.Start)
 	if elected {
-		s.background(s.work, s.lead)
+		s.runBackground(s.work, s.leadController)
 	}
 
 	d := doors{identity: identity.New(cli.BuildVersion(), s.ready.Load)}
@@ -151,7 +151,7 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		d.node = node.New(s.client, s.node)
 	}
 	gs = newServer(d, s.log)
-	s.background(s.work, func(context.Context) error { return serveDoors(gs, socket) })
+	s.runBackground(s.work, func(context.Context) error { return serveDoors(gs, socket) })
 	address, err := s.listenMetrics()
 	if err != nil {
 		return gs, err
@@ -160,9 +160,9 @@ func (s *server) start(ctx context.Context, socket net.Listener) (gs *grpc.Serve
 		return gs, err
 	}
 	s.ready.Store(true)
-	s.announce(kubeconfig, address)
+	s.announceReady(kubeconfig, address)
 	collectAt(50) // an idle process allocates little
-	s.background(s.work, settle)
+	s.runBackground(s.work, releaseMemory)
 	return gs, nil
 }
 
@@ -174,8 +174,8 @@ func serveDoors(gs *grpc.Server, on net.Listener) error {
 	return nil
 }
 
-// connect uses the given API server or starts the embedded server, and returns the path of the kubeconfig.
-func (s *server) connect(ctx context.Context) (kubeconfig string, err error) {
+// connectAPI uses the given API server or starts the embedded server, and returns the path of the kubeconfig.
+func (s *server) connectAPI(ctx context.Context) (kubeconfig string, err error) {
 	if s.kubeconfig == "" {
 		s.kube, err = kubeapi.Start(s.apis.ctx, kubeapi.Options{Dir: s.stateDir, Log: s.log, Listen: s.apiListen,
 			Names: s.apiServerNames()})
@@ -211,13 +211,13 @@ func (s *server) apiServerNames() []string {
 		host = s.apiListen
 	}
 	if ip := net.ParseIP(host); ip == nil || ip.IsUnspecified() {
-		return addresses()
+		return reachableAddresses()
 	}
 	return []string{host}
 }
 
-// manager runs the reconcilers of this process's roles; the controller's only if no other process may be controller.
-func (s *server) manager(ctx context.Context, alone bool) (ctrl.Manager, error) {
+// newManager runs the reconcilers of this process's roles; the controller's only if no other process may be controller.
+func (s *server) newManager(ctx context.Context, alone bool) (ctrl.Manager, error) {
 	mgr, err := ctrl.NewManager(withEvents(s.cfg), managerOptions())
 	if err != nil {
 		return nil, fmt.Errorf("reconcilers: %w", err)
@@ -261,10 +261,10 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 	if err != nil {
 		return err
 	}
-	s.disks, err = replicas.SetupNode(mgr, disks.Options{Name: s.node, Disks: list, Addresses: addresses(),
+	s.disks, err = replicas.SetupNode(mgr, disks.Options{Name: s.node, Disks: list, Addresses: reachableAddresses(),
 		LayerAddress: addressOf(layers),
 		Version:      cli.BuildVersion(), Heartbeat: s.heartbeat, Log: s.log,
-		Registry: disks.RegistryOptions{Instance: instance(s.node, s.cfg)}})
+		Registry: disks.RegistryOptions{Instance: instanceName(s.node, s.cfg)}})
 	if err != nil {
 		return err
 	}
@@ -277,7 +277,7 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 
 // nodeAddress returns the address for other nodes, or "" without other nodes.
 func (s *server) nodeAddress() string {
-	switch all := addresses(); {
+	switch all := reachableAddresses(); {
 	case s.address != "":
 		return s.address
 	case s.kube != nil && s.apiListen == "" || len(all) == 0:
@@ -310,7 +310,7 @@ func addressOf(ln net.Listener) string {
 // uploadServer returns the name and the certificate for uploads to this node. With an embedded API server, the
 // authority of the kubeconfig signs the certificate.
 func (s *server) uploadServer() (host string, cert *tls.Certificate, ca []byte, err error) {
-	all := addresses()
+	all := reachableAddresses()
 	if h, _, err := net.SplitHostPort(s.upload); err == nil {
 		if host = h; host == "" || net.ParseIP(host).IsUnspecified() {
 			if host = "127.0.0.1"; len(all) > 0 {
@@ -326,8 +326,8 @@ func (s *server) uploadServer() (host string, cert *tls.Certificate, ca []byte, 
 	return host, &c, ca, err
 }
 
-// addresses returns the addresses of this machine that other machines may reach.
-func addresses() []string {
+// reachableAddresses returns the addresses of this machine that other machines may reach.
+func reachableAddresses() []string {
 	var out []string
 	all, _ := net.InterfaceAddrs() // serve also works without known addresses
 	for _, a := range all {
@@ -338,8 +338,8 @@ func addresses() []string {
 	return out
 }
 
-// background runs f in g. A failure of f stops serve.
-func (s *server) background(g *group, f func(context.Context) error) {
+// runBackground runs f in g. A failure of f stops serve.
+func (s *server) runBackground(g *group, f func(context.Context) error) {
 	g.run(func(ctx context.Context) error {
 		err := f(ctx)
 		if err != nil && ctx.Err() == nil {
@@ -349,13 +349,13 @@ func (s *server) background(g *group, f func(context.Context) error) {
 	})
 }
 
-func (s *server) supervise(c *child) {
-	c.stateDir, c.log, c.keep, c.adopted = s.stateDir, s.log, s.attached, &s.adopted
-	s.background(s.children, c.run)
+func (s *server) startChild(c *child) {
+	c.stateDir, c.log, c.keep, c.adopted = s.stateDir, s.log, s.hasAttachments, &s.adopted
+	s.runBackground(s.children, c.superviseProcess)
 }
 
-// attached reports whether a volume is attached here or may be. Then serve leaves the data path running.
-func (s *server) attached() bool {
+// hasAttachments reports whether a volume is attached here or may be. Then serve leaves the data path running.
+func (s *server) hasAttachments() bool {
 	if s.client == nil {
 		return s.adopted.Load() // serve stops before the API was reachable
 	}
@@ -381,13 +381,13 @@ func (s *server) listenMetrics() (address string, err error) {
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metricsHandler(s.log, gatherData(dataSocket(s.stateDir))))
-	mux.Handle("GET /healthz", probe(func() error { return nil }))
-	mux.Handle("GET /readyz", probe(s.healthy))
-	s.background(s.work, func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
+	mux.Handle("GET /healthz", healthHandler(func() error { return nil }))
+	mux.Handle("GET /readyz", healthHandler(s.checkHealth))
+	s.runBackground(s.work, func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
 	return ln.Addr().String(), nil
 }
 
-func (s *server) healthy() error {
+func (s *server) checkHealth() error {
 	switch {
 	case !s.ready.Load():
 		return errors.New("starting or stopping")
@@ -447,7 +447,7 @@ func (s *server) awaitNode(ctx context.Context) error {
 	}
 }
 
-func (s *server) announce(kubeconfig, metrics string) {
+func (s *server) announceReady(kubeconfig, metrics string) {
 	s.out("kubeconfig  %s", kubeconfig)
 	if s.kube != nil && s.kube.JoinKubeconfig != "" {
 		s.out("to join     %s", s.kube.JoinKubeconfig)
@@ -457,7 +457,7 @@ func (s *server) announce(kubeconfig, metrics string) {
 		s.out("metrics     http://%s/metrics", metrics)
 	}
 	s.out("ready in %.1f s: node %s, roles %s", time.Since(s.began).Seconds(), s.node, strings.Join(s.roles, ","))
-	s.notify(daemon.SdNotifyReady)
+	s.notifySystemd(daemon.SdNotifyReady)
 }
 
 // takeNotifySocket keeps the socket of systemd from the API server, which would report itself as ready, and from the
@@ -467,8 +467,8 @@ func (s *server) takeNotifySocket() {
 	_ = os.Unsetenv(notifyVariable)
 }
 
-// notify tells systemd the state of a service with Type=notify. Elsewhere notify does nothing.
-func (s *server) notify(state string) {
+// notifySystemd tells systemd the state of a service with Type=notify. Elsewhere notifySystemd does nothing.
+func (s *server) notifySystemd(state string) {
 	if s.notifySocket == "" {
 		return
 	}
@@ -481,8 +481,8 @@ func (s *server) notify(state string) {
 	}
 }
 
-// end stops the parts in order: new requests, the reconcilers, the data path, and the API last.
-func (s *server) end(gs *grpc.Server) error {
+// stopParts stops the parts in order: new requests, the reconcilers, the data path, and the API last.
+func (s *server) stopParts(gs *grpc.Server) error {
 	s.ready.Store(false)
 	if gs != nil {
 		force := time.AfterFunc(5*time.Second, gs.Stop)

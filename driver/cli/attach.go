@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// attachment returns the workload's attachment of a volume, or nil.
-func attachment(ctx context.Context, c client.Client, volume string) (*api.Attachment, error) {
+// getAttachment returns the workload's attachment of a volume, or nil.
+func getAttachment(ctx context.Context, c client.Client, volume string) (*api.Attachment, error) {
 	var att api.Attachment
 	err := c.Get(ctx, client.ObjectKey{Name: volume}, &att)
 	if apierrors.IsNotFound(err) {
@@ -31,11 +31,11 @@ func (a *app) volumeAttach() *cobra.Command {
 	var readOnly bool
 	c := &cobra.Command{
 		Use: "attach NAME", Short: "Make a volume's block device appear on a node",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -45,11 +45,11 @@ func (a *app) volumeAttach() *cobra.Command {
 					return err
 				}
 			}
-			att, err := attach(ctx, c, left[0], node, readOnly, cmd.ErrOrStderr())
+			att, err := attachVolume(ctx, c, left[0], node, readOnly, cmd.ErrOrStderr())
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), att, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), att, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q attached to node %q: %s, in %s\n", left[0], att.Spec.Node, att.Status.Device,
 					seconds(time.Since(began)))
 			})
@@ -60,18 +60,18 @@ func (a *app) volumeAttach() *cobra.Command {
 	return c
 }
 
-// attach creates the attachment or joins an equal attachment, and waits for the device.
-func attach(ctx context.Context, c client.WithWatch, volume, node string, readOnly bool, remarks io.Writer) (
+// attachVolume creates the attachment or joins an equal attachment, and waits for the device.
+func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, readOnly bool, remarks io.Writer) (
 	*api.Attachment, error) {
 	var v api.Volume
-	if err := get(ctx, c, "volume", volume, &v); err != nil {
+	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return nil, err
 	}
-	if err := strictly(ctx, c, &v, node); err != nil {
+	if err := checkStrictLocal(ctx, c, &v, node); err != nil {
 		return nil, err
 	}
-	if err := leaves(&v); err != nil { // a new attachment would also block the deletion
-		have, herr := attachment(ctx, c, volume)
+	if err := refuseDeleted(&v); err != nil { // a new attachment would also block the deletion
+		have, herr := getAttachment(ctx, c, volume)
 		if herr != nil {
 			return nil, herr
 		}
@@ -86,7 +86,7 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 		if !apierrors.IsAlreadyExists(err) {
 			return nil, explain(ctx, err)
 		}
-		have, err := attachment(ctx, c, volume)
+		have, err := getAttachment(ctx, c, volume)
 		switch {
 		case err != nil:
 			return nil, err
@@ -106,7 +106,7 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 	var att *api.Attachment
 	told := ""
 	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", volume)
-	_, err := until(ctx, c, volume, gone, func(t *api.Attachment) (bool, error) {
+	_, err := awaitObject(ctx, c, volume, gone, func(t *api.Attachment) (bool, error) {
 		att = t
 		if !t.Status.Ready && t.Status.Message != "" && t.Status.Message != told {
 			told = t.Status.Message
@@ -114,12 +114,12 @@ func attach(ctx context.Context, c client.WithWatch, volume, node string, readOn
 		}
 		return t.Status.Ready && t.Status.Device != "", nil
 	})
-	return att, late(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume, node,
-		colon(told), volume)
+	return att, explainTimeout(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume,
+		node, colon(told), volume)
 }
 
-// strictly refuses to attach a strict-local volume on a node without its data.
-func strictly(ctx context.Context, c client.Client, v *api.Volume, node string) error {
+// checkStrictLocal refuses to attach a strict-local volume on a node without its data.
+func checkStrictLocal(ctx context.Context, c client.Client, v *api.Volume, node string) error {
 	if v.Spec.DataLocality != "strict-local" || len(v.Status.Members) == 0 {
 		return nil
 	}
@@ -139,23 +139,23 @@ func (a *app) volumeDetach() *cobra.Command {
 			"is mounted or open, and\n" +
 			"waits while writes wait for room.\n\nWith --force nothing is waited for: I/O that was not answered fails, " +
 			"whoever has the device open or\nmounted gets errors, and what was written since the last sync may be lost.",
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			for _, name := range left {
-				was, err := detach(ctx, c, name, force)
+				was, err := detachVolume(ctx, c, name, force)
 				if err != nil {
 					return err
 				}
 				if was {
-					a.said(cmd, "volume", name, "detached")
+					a.printOutcome(cmd, "volume", name, "detached")
 				} else {
-					a.said(cmd, "volume", name, "was not attached")
+					a.printOutcome(cmd, "volume", name, "was not attached")
 				}
 			}
 			return nil
@@ -165,13 +165,14 @@ func (a *app) volumeDetach() *cobra.Command {
 	return c
 }
 
-// detach deletes the attachment and waits until the device is gone. detach reports whether an attachment existed.
-func detach(ctx context.Context, c client.WithWatch, volume string, force bool) (bool, error) {
+// detachVolume deletes the attachment and waits until the device is gone. detachVolume reports whether an attachment
+// existed.
+func detachVolume(ctx context.Context, c client.WithWatch, volume string, force bool) (bool, error) {
 	var v api.Volume
-	if err := get(ctx, c, "volume", volume, &v); err != nil {
+	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return false, err
 	}
-	att, err := attachment(ctx, c, volume)
+	att, err := getAttachment(ctx, c, volume)
 	if att == nil || err != nil {
 		return false, err
 	}
@@ -196,7 +197,7 @@ func detach(ctx context.Context, c client.WithWatch, volume string, force bool) 
 	if err != nil && !apierrors.IsNotFound(err) {
 		return true, explain(ctx, err)
 	}
-	return true, untilGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
+	return true, awaitGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
 }
 
 // isHere reports whether a node is this machine, so that the mount table of this machine counts.

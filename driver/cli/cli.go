@@ -58,17 +58,17 @@ func Commands(export Exporter) []*cobra.Command {
 		c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 			return usagef("%w; see `%s --help`", err, c.CommandPath())
 		})
-		quiet(c)
+		silenceErrors(c)
 		a.completeFlags(c)
 	}
 	return cmds
 }
 
-// quiet leaves the printing of errors to ExitCode's caller: one line without the usage text.
-func quiet(c *cobra.Command) {
+// silenceErrors leaves the printing of errors to ExitCode's caller: one line without the usage text.
+func silenceErrors(c *cobra.Command) {
 	c.SilenceUsage, c.SilenceErrors = true, true
 	for _, sub := range c.Commands() {
-		quiet(sub)
+		silenceErrors(sub)
 	}
 }
 
@@ -133,8 +133,8 @@ func Report(w io.Writer, err error) int {
 	return code
 }
 
-// args wraps cobra's argument checks so that a violation counts as wrong usage and names the command.
-func args(check cobra.PositionalArgs) cobra.PositionalArgs {
+// checkArgs wraps cobra's argument checks so that a violation counts as wrong usage and names the command.
+func checkArgs(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(c *cobra.Command, a []string) error {
 		if err := check(c, a); err != nil {
 			return usagef("%w; usage: %s", err, c.UseLine())
@@ -174,8 +174,8 @@ var scheme = func() *runtime.Scheme {
 	return s
 }()
 
-// mapper knows Drover's kinds, so that no command starts with a discovery.
-func mapper() meta.RESTMapper {
+// newRESTMapper knows Drover's kinds, so that no command starts with a discovery.
+func newRESTMapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
@@ -184,20 +184,20 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// connect creates a client without a request to the server.
-func (a *app) connect() (client.WithWatch, error) {
+// newClient creates a client without a request to the server.
+func (a *app) newClient() (client.WithWatch, error) {
 	if err := a.checkOutput(); err != nil {
 		return nil, err
 	}
-	cfg, err := a.config()
+	cfg, err := a.loadConfig()
 	if err != nil {
 		return nil, err
 	}
 	return newClient(cfg)
 }
 
-// config returns the configuration for the API server.
-func (a *app) config() (*rest.Config, error) {
+// loadConfig returns the configuration for the API server.
+func (a *app) loadConfig() (*rest.Config, error) {
 	path, err := a.kubeconfigPath()
 	if err != nil {
 		return nil, err
@@ -213,15 +213,15 @@ func newClient(cfg *rest.Config) (client.WithWatch, error) {
 	ctrllog.SetLogger(logr.Discard()) // a command prints its own errors
 	cfg = rest.CopyConfig(cfg)
 	cfg.QPS = -1 // a person's command never waits for a client-side rate limit
-	c, err := client.NewWithWatch(cfg, client.Options{Scheme: scheme, Mapper: mapper()})
+	c, err := client.NewWithWatch(cfg, client.Options{Scheme: scheme, Mapper: newRESTMapper()})
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "client for %s: %w", cfg.Host, err)
 	}
 	return c, nil
 }
 
-// bounded limits the command's context by --timeout.
-func (a *app) bounded(c *cobra.Command) (context.Context, context.CancelFunc) {
+// withTimeout limits the command's context by --timeout.
+func (a *app) withTimeout(c *cobra.Command) (context.Context, context.CancelFunc) {
 	ctx := c.Context()
 	if ctx == nil {
 		ctx = context.Background()
@@ -232,8 +232,8 @@ func (a *app) bounded(c *cobra.Command) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(ctx, a.timeout, fmt.Errorf("%w after %s", errTimeout, a.timeout))
 }
 
-// group is a command with subcommands only.
-func group(use, short string, aliases ...string) *cobra.Command {
+// groupCommand is a command with subcommands only.
+func groupCommand(use, short string, aliases ...string) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Aliases: aliases,
 		RunE: func(c *cobra.Command, left []string) error {

@@ -11,14 +11,14 @@ import (
 	"drover.io/drover/api"
 )
 
-// complete offers the names of objects on <Tab>, or nothing if the server does not answer.
-func (a *app) complete(list func() client.ObjectList, once bool) cobra.CompletionFunc {
+// completeNames offers the names of objects on <Tab>, or nothing if the server does not answer.
+func (a *app) completeNames(list func() client.ObjectList, once bool) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
 		if once && len(got) > 0 {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
 		var found []string
-		for _, o := range a.objects(cmd, list()) {
+		for _, o := range a.listObjects(cmd, list()) {
 			if strings.HasPrefix(o.GetName(), prefix) {
 				found = append(found, o.GetName())
 			}
@@ -27,10 +27,10 @@ func (a *app) complete(list func() client.ObjectList, once bool) cobra.Completio
 	}
 }
 
-// objects lists the objects of a kind, or nothing if the server does not answer.
-func (a *app) objects(cmd *cobra.Command, list client.ObjectList) []client.Object {
+// listObjects lists the objects of a kind, or nothing if the server does not answer.
+func (a *app) listObjects(cmd *cobra.Command, list client.ObjectList) []client.Object {
 	a.output = "table"
-	c, err := a.connect()
+	c, err := a.newClient()
 	if err != nil {
 		return nil
 	}
@@ -56,7 +56,7 @@ func (a *app) completeDisks(cmd *cobra.Command, got []string, prefix string) ([]
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
 	var found []string
-	for _, o := range a.objects(cmd, nodes()) {
+	for _, o := range a.listObjects(cmd, nodes()) {
 		for _, d := range o.(*api.Node).Spec.Disks {
 			if strings.HasPrefix(d.Path, prefix) {
 				found = append(found, d.Path)
@@ -68,8 +68,8 @@ func (a *app) completeDisks(cmd *cobra.Command, got []string, prefix string) ([]
 
 // completeSources offers sources of a new volume or image: volumes and snapshots.
 func (a *app) completeSources(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
-	vols, _ := a.complete(volumes, false)(cmd, nil, prefix)
-	snaps, d := a.complete(snapshots, false)(cmd, nil, prefix)
+	vols, _ := a.completeNames(volumes, false)(cmd, nil, prefix)
+	snaps, d := a.completeNames(snapshots, false)(cmd, nil, prefix)
 	return append(vols, snaps...), d
 }
 
@@ -77,14 +77,14 @@ func (a *app) completeSources(cmd *cobra.Command, _ []string, prefix string) ([]
 // means the same everywhere. Other flags take files or free text.
 func (a *app) completeFlags(c *cobra.Command) {
 	values := map[string]cobra.CompletionFunc{
-		"output":        words("table", "json", "yaml", "name"),
-		"fs":            words("ext4", "xfs", "btrfs"),
-		"clone-mode":    words(api.CloneLinked, api.CloneFull),
-		"data-locality": words("disabled", "best-effort", "strict-local"),
-		"auto-balance":  words("ignored", "disabled", "least-effort", "best-effort"),
-		"format":        words("raw", "qcow2"),
-		"image":         a.complete(images, false),
-		"node":          a.complete(nodes, false),
+		"output":        completeWords("table", "json", "yaml", "name"),
+		"fs":            completeWords("ext4", "xfs", "btrfs"),
+		"clone-mode":    completeWords(api.CloneLinked, api.CloneFull),
+		"data-locality": completeWords("disabled", "best-effort", "strict-local"),
+		"auto-balance":  completeWords("ignored", "disabled", "least-effort", "best-effort"),
+		"format":        completeWords("raw", "qcow2"),
+		"image":         a.completeNames(images, false),
+		"node":          a.completeNames(nodes, false),
 		"from":          a.completeSources,
 	}
 	if c.Name() == "cleanup" {
@@ -104,7 +104,7 @@ func (a *app) completeFlags(c *cobra.Command) {
 	}
 }
 
-// words completes to fixed values.
-func words(all ...string) cobra.CompletionFunc {
+// completeWords completes to fixed values.
+func completeWords(all ...string) cobra.CompletionFunc {
 	return cobra.FixedCompletions(all, cobra.ShellCompDirectiveNoFileComp)
 }

@@ -22,7 +22,7 @@ func isSilent(n *api.Node) bool { return time.Since(n.Status.Heartbeat.Time) >= 
 // a heartbeat is due. A node with a heartbeat is alive, whatever the user says.
 func ConfirmDead(ctx context.Context, c client.WithWatch, name string) error {
 	var n api.Node
-	if err := get(ctx, c, "node", name, &n); err != nil || isSilent(&n) {
+	if err := getObject(ctx, c, "node", name, &n); err != nil || isSilent(&n) {
 		return err
 	}
 	was := n.Status.Heartbeat
@@ -51,8 +51,8 @@ func isDead(ctx context.Context, c client.WithWatch, name string, surely bool) (
 	return isSilent(n), nil
 }
 
-// forget deletes the objects of a disk whose node is dead and cannot remove the finalizers. The files stay.
-func forget(ctx context.Context, c client.Client, d disk) error {
+// forgetDisk deletes the objects of a disk whose node is dead and cannot remove the finalizers. The files stay.
+func forgetDisk(ctx context.Context, c client.Client, d disk) error {
 	reps, copies, err := objectsOn(ctx, c, d)
 	if err != nil {
 		return err
@@ -65,15 +65,15 @@ func forget(ctx context.Context, c client.Client, d disk) error {
 		all = append(all, &copies[i])
 	}
 	for _, obj := range all {
-		if err := abandon(ctx, c, obj); err != nil {
+		if err := forceDelete(ctx, c, obj); err != nil {
 			return explain(ctx, fmt.Errorf("%s, which was on disk %s: %w", obj.GetName(), d.spec.Path, err))
 		}
 	}
 	return nil
 }
 
-// abandon deletes an object and its finalizers, if the object is unchanged since the read.
-func abandon(ctx context.Context, c client.Client, obj client.Object) error {
+// forceDelete deletes an object and its finalizers, if the object is unchanged since the read.
+func forceDelete(ctx context.Context, c client.Client, obj client.Object) error {
 	if obj.GetDeletionTimestamp() == nil {
 		uid, seen := obj.GetUID(), obj.GetResourceVersion()
 		err := c.Delete(ctx, obj, client.Preconditions{UID: &uid, ResourceVersion: &seen})

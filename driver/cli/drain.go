@@ -21,11 +21,11 @@ func (a *app) nodeDrain() *cobra.Command {
 		Use: "drain NAME", Short: "Take nothing new on a node, and move away what can be moved",
 		Long: "Marks a node for eviction: nothing new is placed on it, replicas are made elsewhere before they go from\n" +
 			"it, and images move to other nodes. What is attached there stays attached. Prints what is still on it.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(nodes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(nodes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -40,14 +40,14 @@ func (a *app) nodeDrain() *cobra.Command {
 				return err
 			}
 			if undo {
-				a.said(cmd, "node", n.Name, "is in use again")
+				a.printOutcome(cmd, "node", n.Name, "is in use again")
 				return nil
 			}
 			vols, imgs, err := onNode(ctx, c, n)
 			if err != nil {
 				return err
 			}
-			a.said(cmd, "node", n.Name, "takes nothing new"+stillHolds(vols, imgs))
+			a.printOutcome(cmd, "node", n.Name, "takes nothing new"+stillHolds(vols, imgs))
 			return nil
 		},
 	}
@@ -61,7 +61,7 @@ func onNode(ctx context.Context, c client.Client, n *api.Node) (vols, imgs []str
 		if d.UID == "" {
 			continue
 		}
-		v, i, err := holdings(ctx, c, d.UID)
+		v, i, err := namesOnDisk(ctx, c, d.UID)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -77,15 +77,15 @@ func (a *app) nodeSet() *cobra.Command {
 	var zone, tags string
 	c := &cobra.Command{
 		Use: "set NAME", Short: "Say which zone a node is in, and which tags it has",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(nodes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(nodes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			flags := cmd.Flags()
 			if !flags.Changed("zone") && !flags.Changed("tags") {
 				return api.Errorf(api.Invalid, "the command changes nothing: give --zone or --tags")
 			}
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -114,7 +114,7 @@ func (a *app) nodeSet() *cobra.Command {
 			}); err != nil {
 				return err
 			}
-			a.said(cmd, "node", n.Name, "set")
+			a.printOutcome(cmd, "node", n.Name, "set")
 			return nil
 		},
 	}

@@ -30,11 +30,11 @@ func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string
 		}
 		return !slices.Contains(others, e.Regarding.Kind) || lastSeen(&e).Before(o.GetCreationTimestamp().Time)
 	})
-	return latest(all)
+	return latestEvents(all)
 }
 
-// latest returns the latest events, oldest first.
-func latest(all []eventsv1.Event) []eventsv1.Event {
+// latestEvents returns the latest events, oldest first.
+func latestEvents(all []eventsv1.Event) []eventsv1.Event {
 	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
 	return all[max(0, len(all)-showEvents):]
 }
@@ -63,5 +63,5 @@ func describeEvents(w io.Writer, all []eventsv1.Event) {
 		}
 		rows = append(rows, []string{duration.HumanDuration(time.Since(lastSeen(e))), e.Type, e.Reason, times, e.Note})
 	}
-	_ = table(w, "AGE TYPE REASON TIMES NOTE", rows)
+	_ = printTable(w, "AGE TYPE REASON TIMES NOTE", rows)
 }

@@ -42,8 +42,8 @@ type exported struct {
 	Size   int64  `json:"size"` // of the disk image inside, bytes
 }
 
-// export exports an object with a progress bar. The kind is a key of kinds.
-func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string,
+// exportObject exports an object with a progress bar. The kind is a key of kinds.
+func (a *app) exportObject(ctx context.Context, cmd *cobra.Command, c client.Client, kind, name string,
 	o ExportOptions) error {
 	if o.Format != "raw" && o.Format != "qcow2" {
 		return usagef("--format %q: want raw or qcow2", o.Format)
@@ -54,22 +54,22 @@ func (a *app) export(ctx context.Context, cmd *cobra.Command, c client.Client, k
 	began := time.Now()
 	what := fmt.Sprintf("%s %q", strings.TrimPrefix(kind, "backing"), name)
 	bar := newProgress(cmd.ErrOrStderr(), what)
-	defer bar.clear()
+	defer bar.clearLine()
 	var size int64
 	o.Progress = func(done, total int64) {
 		size = total
-		bar.at("writing", done, total)
+		bar.showProgress("writing", done, total)
 	}
 	if err := a.exporter(ctx, c, o); err != nil {
 		return explain(ctx, err)
 	}
-	bar.clear()
+	bar.clearLine()
 	switch a.output {
 	case "json", "yaml":
-		return a.encode(cmd.OutOrStdout(), exported{outcome{Kind: kinds[kind], Name: name, Result: "exported"}, o.File,
+		return a.encodeValue(cmd.OutOrStdout(), exported{outcome{Kind: kinds[kind], Name: name, Result: "exported"}, o.File,
 			o.Format, size})
 	case "name":
-		a.said(cmd, kind, name, "")
+		a.printOutcome(cmd, kind, name, "")
 		return nil
 	}
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s written to %s: %s, %s, in %s\n", what, o.File, api.SizeText(size),
@@ -85,20 +85,20 @@ func (a *app) imageExport() *cobra.Command {
 			"that has a copy.",
 		Example: "  drover image export debian debian.raw\n" +
 			"  drover image export debian debian.qcow2 --format qcow2 --compress",
-		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(images, true),
+		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var img api.BackingImage
-			if err := get(ctx, c, "image", left[0], &img); err != nil {
+			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
 			o.Image, o.File = left[0], left[1]
-			return a.export(ctx, cmd, c, "backingimage", left[0], o)
+			return a.exportObject(ctx, cmd, c, "backingimage", left[0], o)
 		},
 	}
 	exportFlags(c, &o)
@@ -109,20 +109,20 @@ func (a *app) snapshotExport() *cobra.Command {
 	var o ExportOptions
 	c := &cobra.Command{
 		Use: "export NAME FILE", Short: "Write what a snapshot holds into a file, raw or qcow2",
-		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(snapshots, true),
+		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(snapshots, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var s api.Snapshot
-			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+			if err := getObject(ctx, c, "snapshot", left[0], &s); err != nil {
 				return err
 			}
 			o.Snapshot, o.File = left[0], left[1]
-			return a.export(ctx, cmd, c, "snapshot", left[0], o)
+			return a.exportObject(ctx, cmd, c, "snapshot", left[0], o)
 		},
 	}
 	exportFlags(c, &o)
@@ -134,19 +134,19 @@ func (a *app) volumeExport() *cobra.Command {
 	c := &cobra.Command{
 		Use: "export NAME FILE", Short: "Write what a volume holds now into a file, raw or qcow2",
 		Long: "Takes a snapshot of the volume, attached or not, writes what it holds into a file, and lets go of it.",
-		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) (err error) {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var v api.Volume
-			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
-			if err := leaves(&v); err != nil {
+			if err := refuseDeleted(&v); err != nil {
 				return err
 			}
 			s := api.NewSnapshot(&v, "export-"+string(api.NewUID()))
@@ -158,13 +158,13 @@ func (a *app) volumeExport() *cobra.Command {
 				err = errors.Join(err, explain(ctx, client.IgnoreNotFound(c.Delete(context.WithoutCancel(ctx), s))))
 			}()
 			gone := api.Errorf(api.NotFound, "the snapshot was deleted meanwhile")
-			if _, err := until(ctx, c, s.Name, gone, func(s *api.Snapshot) (bool, error) {
+			if _, err := awaitObject(ctx, c, s.Name, gone, func(s *api.Snapshot) (bool, error) {
 				return s.Status.ReadyToUse, nil
 			}); err != nil {
-				return late(err, "the snapshot of volume %q is not there yet", v.Name)
+				return explainTimeout(err, "the snapshot of volume %q is not there yet", v.Name)
 			}
 			o.Snapshot, o.File = s.Name, left[1]
-			return a.export(ctx, cmd, c, "volume", v.Name, o)
+			return a.exportObject(ctx, cmd, c, "volume", v.Name, o)
 		},
 	}
 	exportFlags(c, &o)
@@ -178,11 +178,11 @@ func (a *app) imageCreate() *cobra.Command {
 		Long: "The image names the layers that the snapshot has: nothing is copied. Of a volume as it is now, attached or " +
 			"not, a\nsnapshot is taken for it. Volume and snapshot can be deleted as soon as the image is ready.",
 		Example: "  drover image create golden --from vm-1\n  drover image create golden --from snap://vm-1/installed",
-		Args:    args(cobra.ExactArgs(1)),
+		Args:    checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -203,7 +203,7 @@ func (a *app) imageCreate() *cobra.Command {
 			began := time.Now()
 			img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport,
 				SourceParameters: map[string]string{api.ExportVolume: of.Volume},
-				NodeSelector:     tags(nodeTags), DiskSelector: tags(diskTags)}}
+				NodeSelector:     parseTags(nodeTags), DiskSelector: parseTags(diskTags)}}
 			if img.Name = left[0]; of.Snapshot != "" {
 				img.Spec.SourceParameters[api.ExportSnapshot] = of.Snapshot
 			}
@@ -211,16 +211,16 @@ func (a *app) imageCreate() *cobra.Command {
 				return explain(ctx, err)
 			}
 			gone := api.Errorf(api.NotFound, "image %q was deleted meanwhile", img.Name)
-			img, err = until(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
+			img, err = awaitObject(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
 				if i.Status.State == api.ImageFailed {
 					return true, api.Errorf(api.Other, "image %q cannot be made: %s", i.Name, i.Status.Message)
 				}
 				return i.Status.State == api.ImageReady, nil
 			})
 			if err != nil {
-				return late(err, "image %q is not ready yet", left[0])
+				return explainTimeout(err, "image %q is not ready yet", left[0])
 			}
-			return a.print(cmd.OutOrStdout(), img, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), img, func(w io.Writer) {
 				fmt.Fprintf(w, "image %q of %s created: %s, in %s\n", img.Name, source, api.SizeText(img.Status.VirtualSize),
 					seconds(time.Since(began)))
 			})

@@ -16,7 +16,7 @@ import (
 )
 
 func (a *app) imageCommand() *cobra.Command {
-	c := group("image", "Golden images that volumes start from", "images", "bi")
+	c := groupCommand("image", "Golden images that volumes start from", "images", "bi")
 	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageClone(), a.imageCreate(), a.imageExport(), a.imageList(),
 		a.imageShow(), a.imageDelete(),
 		a.imageCleanup(), a.imageVerify())
@@ -25,11 +25,11 @@ func (a *app) imageCommand() *cobra.Command {
 
 func (a *app) imageList() *cobra.Command {
 	return &cobra.Command{
-		Use: "list", Short: "List the backing images", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		Use: "list", Short: "List the backing images", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -51,23 +51,23 @@ func (a *app) imageList() *cobra.Command {
 func (a *app) imageShow() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Show a backing image and where its copies are",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var img api.BackingImage
-			if err := get(ctx, c, "image", left[0], &img); err != nil {
+			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
-			where, err := whereabouts(ctx, c, &img)
+			where, err := findCopies(ctx, c, &img)
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &img, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), &img, func(w io.Writer) {
 				describeImage(w, &img, where)
 				describeEvents(w, eventsOf(ctx, c, &img, "BackingImage"))
 			})
@@ -83,17 +83,17 @@ func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 			from += " " + v
 		}
 	}
-	fields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
+	printFields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
 		s.Progress),
 		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
 		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, max(img.Spec.MinNumberOfCopies, 1)),
 		"Used by", strings.Join(where.users, ", "))
-	if rows := where.rows(img); len(rows) > 0 {
+	if rows := where.copyRows(img); len(rows) > 0 {
 		fmt.Fprintln(w, "\nCopies:")
-		_ = table(w, copyHeader, rows)
+		_ = printTable(w, copyHeader, rows)
 	}
-	conditions(w, s.Conditions)
+	printConditions(w, s.Conditions)
 }
 
 // imageUsers returns the names of the volumes that stand on the image.
@@ -123,11 +123,11 @@ func imageUsers(ctx context.Context, c client.Client, image string) ([]string, e
 func (a *app) imageDelete() *cobra.Command {
 	return &cobra.Command{
 		Use: "delete NAME...", Short: "Delete backing images that no volume uses", Aliases: []string{"rm"},
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(images, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(images, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -135,7 +135,7 @@ func (a *app) imageDelete() *cobra.Command {
 				if err := deleteImage(ctx, c, name, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
-				a.said(cmd, "backingimage", name, "deleted")
+				a.printOutcome(cmd, "backingimage", name, "deleted")
 			}
 			return nil
 		},
@@ -145,7 +145,7 @@ func (a *app) imageDelete() *cobra.Command {
 // deleteImage waits until the image is deleted. A remark says why the deletion waits.
 func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) error {
 	var img api.BackingImage
-	if err := get(ctx, c, "image", name, &img); err != nil {
+	if err := getObject(ctx, c, "image", name, &img); err != nil {
 		return err
 	}
 	users, err := imageUsers(ctx, c, name)
@@ -161,7 +161,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 		return explain(ctx, err)
 	}
 	told := ""
-	return untilGone(ctx, c, "image", &img, func(i *api.BackingImage) string {
+	return awaitGone(ctx, c, "image", &img, func(i *api.BackingImage) string {
 		for _, cond := range i.Status.Conditions {
 			if cond.Type == "InUse" && cond.Reason != "NoVolume" && cond.Message != told {
 				told = cond.Message

@@ -21,7 +21,7 @@ type where struct {
 	using  map[api.UID]int    // replicas per disk that stand on the image
 }
 
-func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*where, error) {
+func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*where, error) {
 	w := &where{copies: map[api.UID]api.ImageCopy{}, paths: map[api.UID]string{}, using: map[api.UID]int{}}
 	var err error
 	if w.users, err = imageUsers(ctx, c, img.Name); err != nil {
@@ -60,8 +60,8 @@ func whereabouts(ctx context.Context, c client.Client, img *api.BackingImage) (*
 
 const copyHeader = "NODE DISK STATE PROGRESS SIZE USED VERIFIED FROM MESSAGE"
 
-// rows returns the image's copies, one per disk.
-func (w *where) rows(img *api.BackingImage) [][]string {
+// copyRows returns the image's copies, one per disk.
+func (w *where) copyRows(img *api.BackingImage) [][]string {
 	var rows [][]string
 	for _, s := range img.Status.Copies {
 		f := w.copies[s.Disk]
@@ -83,13 +83,13 @@ func (w *where) rows(img *api.BackingImage) [][]string {
 		}
 		from := "source"
 		if f.Spec.From != "" {
-			from = w.disk(f.Spec.From)
+			from = w.diskName(f.Spec.From)
 		}
 		message := s.Message
 		if message == "" {
 			message = f.Status.Notice
 		}
-		rows = append(rows, []string{s.Node, w.disk(s.Disk), string(s.State), progressOf(s, f.Status),
+		rows = append(rows, []string{s.Node, w.diskName(s.Disk), string(s.State), progressOf(s, f.Status),
 			someBytes(f.Status.Size), used, verified, from, message})
 	}
 	return rows
@@ -108,8 +108,8 @@ func progressOf(s api.ImageCopySummary, st api.ImageCopyStatus) string {
 	return text
 }
 
-// disk names a disk for people: by path, or by UID if no node lists the disk.
-func (w *where) disk(uid api.UID) string {
+// diskName names a disk for people: by path, or by UID if no node lists the disk.
+func (w *where) diskName(uid api.UID) string {
 	if p := w.paths[uid]; p != "" {
 		return p
 	}
@@ -123,16 +123,16 @@ func (a *app) imageCleanup() *cobra.Command {
 		Short: "Remove copies of a backing image that no volume needs, without waiting for the clean-up interval",
 		Long: "Removes unused copies, on the disks given with --disk or on all of them. Copies that a volume needs stay,\n" +
 			"and so do as many as the image wants at least (minNumberOfCopies).",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var img api.BackingImage
-			if err := get(ctx, c, "image", left[0], &img); err != nil {
+			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
 			want, err := cleanupDisks(ctx, c, &img, disks)
@@ -149,13 +149,13 @@ func (a *app) imageCleanup() *cobra.Command {
 				return explain(ctx, err)
 			}
 			gone := api.Errorf(api.NotFound, "image %q was deleted meanwhile", img.Name)
-			now, err := until(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
+			now, err := awaitObject(ctx, c, img.Name, gone, func(i *api.BackingImage) (bool, error) {
 				return !slices.ContainsFunc(want, func(d api.UID) bool { return slices.Contains(i.Spec.CleanupDisks, d) }), nil
 			})
 			if err != nil {
-				return late(err, "the clean-up of image %q continues", img.Name)
+				return explainTimeout(err, "the clean-up of image %q continues", img.Name)
 			}
-			w, err := whereabouts(ctx, c, now) // the image's own list of copies follows later
+			w, err := findCopies(ctx, c, now) // the image's own list of copies follows later
 			if err != nil {
 				return err
 			}
@@ -165,8 +165,8 @@ func (a *app) imageCleanup() *cobra.Command {
 					kept++
 				}
 			}
-			a.said(cmd, "backingimage", img.Name, fmt.Sprintf("cleaned: %d of %d copies stay, which are needed or the last",
-				kept, len(want)))
+			a.printOutcome(cmd, "backingimage", img.Name, fmt.Sprintf("cleaned: %d of %d copies stay, which are needed "+
+				"or the last", kept, len(want)))
 			return nil
 		},
 	}
@@ -200,16 +200,16 @@ func (a *app) imageVerify() *cobra.Command {
 		Long: "Reads every copy of a backing image and compares it with its digests. A damaged copy is made again by\n" +
 			"itself, from another one or from the source; one that volumes stand on is repaired in place. Exit status 1:\n" +
 			"a copy was damaged or gone, or is away.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(images, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var img api.BackingImage
-			if err := get(ctx, c, "image", left[0], &img); err != nil {
+			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
 			if img.Status.ReadyCopies == 0 && !slices.ContainsFunc(img.Status.Copies, notWell) {
@@ -226,7 +226,7 @@ func (a *app) imageVerify() *cobra.Command {
 				return explain(ctx, err)
 			}
 			if background {
-				a.said(cmd, "backingimage", img.Name, "is being verified: see `drover image show "+img.Name+"`")
+				a.printOutcome(cmd, "backingimage", img.Name, "is being verified: see `drover image show "+img.Name+"`")
 				return nil
 			}
 			return a.awaitVerified(ctx, cmd, c, &img, token)
@@ -251,7 +251,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	removed := map[api.UID]bool{}    // before the verification
 	ready := map[api.UID]bool{}      // at the start
 	again := false                   // Drover repairs a damaged copy
-	w, err := whereabouts(ctx, c, img)
+	w, err := findCopies(ctx, c, img)
 	if err != nil {
 		return err
 	}
@@ -292,7 +292,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + colon(st.Message)
 			}
 		}
-		p.at(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
+		p.showProgress(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
 		return !pending(), nil
 	}
 	if !pending() { // report earlier verdicts
@@ -303,14 +303,14 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 		err = followAll(ctx, c, &api.ImageCopyList{}, known, look,
 			client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)})
 	}
-	p.clear()
+	p.clearLine()
 	if err != nil {
-		return late(err, "the verification of image %q continues, see `drover image show %s`", img.Name, img.Name)
+		return explainTimeout(err, "the verification of image %q continues, see `drover image show %s`", img.Name, img.Name)
 	}
 	var bad []string
 	for disk, why := range verdicts {
 		if why != "" {
-			bad = append(bad, fmt.Sprintf("disk %s of node %s: %s", w.disk(disk), w.copies[disk].Spec.Node, why))
+			bad = append(bad, fmt.Sprintf("disk %s of node %s: %s", w.diskName(disk), w.copies[disk].Spec.Node, why))
 		}
 	}
 	if len(bad) > 0 {
@@ -329,6 +329,6 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	case 1:
 		well = "verified: 1 copy is what it was"
 	}
-	a.said(cmd, "backingimage", img.Name, well)
+	a.printOutcome(cmd, "backingimage", img.Name, well)
 	return nil
 }

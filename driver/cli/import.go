@@ -32,9 +32,9 @@ type imageFlags struct {
 	background                   bool
 }
 
-func (f *imageFlags) add(c *cobra.Command, canWait bool) {
+func (f *imageFlags) addFlags(c *cobra.Command, canWait bool) {
 	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: from the file's name)")
-	f.copy(c)
+	f.addCopyFlags(c)
 	if canWait {
 		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 		c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
@@ -42,15 +42,15 @@ func (f *imageFlags) add(c *cobra.Command, canWait bool) {
 	}
 }
 
-// copy adds the flags that also apply to a clone.
-func (f *imageFlags) copy(c *cobra.Command) {
+// addCopyFlags adds the flags that also apply to a clone.
+func (f *imageFlags) addCopyFlags(c *cobra.Command) {
 	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
 	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
 	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
 }
 
-func (f *imageFlags) wish(source string, st api.SourceType, params map[string]string) (*api.BackingImage, error) {
+func (f *imageFlags) newImage(source string, st api.SourceType, params map[string]string) (*api.BackingImage, error) {
 	name := f.name
 	if name == "" {
 		name = nameFrom(source)
@@ -60,7 +60,7 @@ func (f *imageFlags) wish(source string, st api.SourceType, params map[string]st
 	}
 	img := &api.BackingImage{Spec: api.BackingImageSpec{
 		SourceType: st, SourceParameters: params, Checksum: f.checksum, MinNumberOfCopies: f.copies,
-		NodeSelector: tags(f.nodes), DiskSelector: tags(f.disks),
+		NodeSelector: parseTags(f.nodes), DiskSelector: parseTags(f.disks),
 	}}
 	img.Name = name
 	if f.secret != "" {
@@ -90,11 +90,11 @@ func (a *app) imageImport() *cobra.Command {
 			"  drover image import docker://registry.example.com/disks/fedora:42\n" +
 			"  drover image import https://images.example/golden.img --secret logins/images\n" +
 			"  drover image import ./golden.img --checksum $(sha512sum golden.img | cut -d' ' -f1)",
-		Args: args(cobra.ExactArgs(1)),
+		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -104,7 +104,7 @@ func (a *app) imageImport() *cobra.Command {
 				if f.plainHTTP {
 					params["plainHTTP"] = "true"
 				}
-				img, err := f.wish(repository(rest), api.SourceRegistry, params)
+				img, err := f.newImage(repositoryName(rest), api.SourceRegistry, params)
 				if err != nil {
 					return err
 				}
@@ -117,7 +117,7 @@ func (a *app) imageImport() *cobra.Command {
 				if u.Scheme != "http" && u.Scheme != "https" {
 					return usagef("%s: images are fetched by http, https or docker, not %q", source, u.Scheme)
 				}
-				img, err := f.wish(u.Path, api.SourceDownload, map[string]string{"url": source})
+				img, err := f.newImage(u.Path, api.SourceDownload, map[string]string{"url": source})
 				if err != nil {
 					return err
 				}
@@ -140,16 +140,16 @@ func (a *app) imageImport() *cobra.Command {
 				return err
 			}
 			if !local {
-				return a.upload(ctx, cmd, c, &f, file)
+				return a.uploadImage(ctx, cmd, c, &f, file)
 			}
-			img, err := f.wish(source, api.SourceFile, map[string]string{"path": file.Name()})
+			img, err := f.newImage(source, api.SourceFile, map[string]string{"path": file.Name()})
 			if err != nil {
 				return err
 			}
 			return a.makeImage(ctx, cmd, c, img, nil, f.background)
 		},
 	}
-	f.add(c, true)
+	f.addFlags(c, true)
 	return c
 }
 
@@ -162,33 +162,33 @@ func (a *app) imageClone() *cobra.Command {
 			"no room and is ready at once. Its number of copies and its selectors are its own; the other image can\n" +
 			"be deleted afterwards.",
 		Example: "  drover image clone debian-12 golden --min-copies 2",
-		Args:    args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(images, true),
+		Args:    checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var origin api.BackingImage
-			if err := get(ctx, c, "image", left[0], &origin); err != nil {
+			if err := getObject(ctx, c, "image", left[0], &origin); err != nil {
 				return err
 			}
 			f.name = left[1]
-			img, err := f.wish(left[1], api.SourceClone, map[string]string{"backingImage": left[0]})
+			img, err := f.newImage(left[1], api.SourceClone, map[string]string{"backingImage": left[0]})
 			if err != nil {
 				return err
 			}
 			return a.makeImage(ctx, cmd, c, img, nil, f.background)
 		},
 	}
-	f.copy(c)
+	f.addCopyFlags(c)
 	c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 	return c
 }
 
-// repository returns the name of an image in a registry, without host, tag and digest.
-func repository(ref string) string {
+// repositoryName returns the name of an image in a registry, without host, tag and digest.
+func repositoryName(ref string) string {
 	ref, _, _ = strings.Cut(ref, "@")
 	ref = ref[strings.LastIndex(ref, "/")+1:]
 	ref, _, _ = strings.Cut(ref, ":")
@@ -199,11 +199,11 @@ func (a *app) imageUpload() *cobra.Command {
 	var f imageFlags
 	c := &cobra.Command{
 		Use: "upload FILE", Short: "Make a backing image of a file, sent over HTTP to the node that will hold it",
-		Args: args(cobra.ExactArgs(1)),
+		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -212,10 +212,10 @@ func (a *app) imageUpload() *cobra.Command {
 				return err
 			}
 			defer file.Close()
-			return a.upload(ctx, cmd, c, &f, file)
+			return a.uploadImage(ctx, cmd, c, &f, file)
 		},
 	}
-	f.add(c, false)
+	f.addFlags(c, false)
 	return c
 }
 
@@ -267,19 +267,20 @@ func onlyNode(ctx context.Context, c client.Client) (bool, error) {
 	return err == nil && len(list.Items) == 1 && strings.EqualFold(list.Items[0].Name, host), err
 }
 
-func (a *app) upload(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags, file *os.File) error {
+func (a *app) uploadImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags,
+	file *os.File) error {
 	st, err := file.Stat()
 	if err != nil {
 		return err
 	}
-	img, err := f.wish(file.Name(), api.SourceUpload, map[string]string{"size": strconv.FormatInt(st.Size(), 10)})
+	img, err := f.newImage(file.Name(), api.SourceUpload, map[string]string{"size": strconv.FormatInt(st.Size(), 10)})
 	if err != nil {
 		return err
 	}
 	if f.background {
 		return usagef("an upload cannot run in the background: this command sends the bytes")
 	}
-	server, err := a.config()
+	server, err := a.loadConfig()
 	if err != nil {
 		return err
 	}
@@ -293,33 +294,33 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 	wish := img
 	img, err := ensureImage(ctx, c, wish)
 	if errors.Is(err, context.Canceled) && isThere(ctx, c, wish) {
-		return interrupted(err, wish.Name, body) // the API created the image; ctx ended before the answer
+		return explainInterrupt(err, wish.Name, body) // the API created the image; ctx ended before the answer
 	}
 	if err != nil {
 		return err
 	}
 	if background {
-		a.said(cmd, "backingimage", img.Name, "is being made: follow it with `drover image show "+img.Name+"`")
+		a.printOutcome(cmd, "backingimage", img.Name, "is being made: follow it with `drover image show "+img.Name+"`")
 		return nil
 	}
 	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
 	img, err = awaitImage(ctx, c, img, p, body)
-	p.clear()
+	p.clearLine()
 	switch {
 	case err == nil:
 	case !errors.Is(err, context.Canceled):
 		return err
 	default:
-		return interrupted(err, img.Name, body)
+		return explainInterrupt(err, img.Name, body)
 	}
-	return a.print(cmd.OutOrStdout(), img, func(w io.Writer) {
+	return a.printObject(cmd.OutOrStdout(), img, func(w io.Writer) {
 		fmt.Fprintf(w, "image %q ready: %s, %s virtual, %s on disk, in %s\n", img.Name, img.Status.Format,
 			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), seconds(time.Since(began)))
 	})
 }
 
-// interrupted tells the user of an interrupted command whether the image continues.
-func interrupted(err error, image string, body *outgoing) error {
+// explainInterrupt tells the user of an interrupted command whether the image continues.
+func explainInterrupt(err error, image string, body *outgoing) error {
 	if body != nil {
 		return fmt.Errorf("%w: what was sent of image %[2]q is kept for 5 minutes: the same command sends the rest, "+
 			"`drover image delete %[2]s` gives it up", err, image)
@@ -355,7 +356,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 		return nil, explain(ctx, err)
 	}
 	var have api.BackingImage
-	if err := get(ctx, c, "image", want.Name, &have); err != nil {
+	if err := getObject(ctx, c, "image", want.Name, &have); err != nil {
 		return nil, err
 	}
 	if have.Status.State == api.ImageFailed && have.Status.ReadyCopies == 0 {
@@ -384,7 +385,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	g.Go(func() error {
 		gone := api.Errorf(api.NotFound, "image %q was deleted while it was being made", name)
 		return throughRestarts(gctx, p, func() error {
-			_, err := until(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
+			_, err := awaitObject(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
 				mu.Lock()
 				last = i
 				mu.Unlock()
@@ -395,7 +396,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 					return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
 				}
 				if len(i.Status.Copies) == 0 { // otherwise the copies report below
-					p.at("pending", 0, 0)
+					p.showProgress("pending", 0, 0)
 				}
 				return false, nil
 			})
@@ -408,7 +409,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		see := func(o client.Object) (bool, error) {
 			switch st := o.(*api.ImageCopy).Status; {
 			case body == nil && st.State != "":
-				p.at(string(st.State), st.BytesDone, st.BytesTotal)
+				p.showProgress(string(st.State), st.BytesDone, st.BytesTotal)
 			case body != nil && st.UploadURL != "" && st.UploadURL != to:
 				stop()
 				sctx, cancel := context.WithCancel(gctx)
@@ -419,7 +420,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				}
 				g.Go(func() error {
 					defer s.close()
-					if err := s.send(sctx); sctx.Err() == nil {
+					if err := s.sendFile(sctx); sctx.Err() == nil {
 						return err
 					}
 					return gctx.Err() // the upload continues at another address
@@ -428,7 +429,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 			return false, nil
 		}
 		return throughRestarts(gctx, p, func() error {
-			return follow(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: api.LabelValue(name)})
+			return followObjects(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: api.LabelValue(name)})
 		})
 	})
 	err := g.Wait()
@@ -440,7 +441,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	if ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
-	return last, late(err, "image %q is %s%s; the import continues, see `drover image show %s`", name,
+	return last, explainTimeout(err, "image %q is %s%s; the import continues, see `drover image show %s`", name,
 		last.Status.State, colon(last.Status.Message), name)
 }
 
@@ -453,7 +454,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 	for since := time.Now(); ; {
 		began := time.Now()
 		err := do()
-		if !silent(err) {
+		if !isUnanswered(err) {
 			return err
 		}
 		if time.Since(began) > 5*time.Second {
@@ -462,7 +463,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 		if time.Since(since) > restartTime {
 			return err
 		}
-		p.at("waiting for the API server", 0, 0)
+		p.showProgress("waiting for the API server", 0, 0)
 		t := time.NewTimer(sendPause)
 		select {
 		case <-t.C:
@@ -473,10 +474,11 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 	}
 }
 
-// silent reports that the API server did not answer, or is still starting. A server with a wrong certificate answered.
-func silent(err error) bool {
+// isUnanswered reports that the API server did not answer, or is still starting. A server with a wrong certificate
+// answered.
+func isUnanswered(err error) bool {
 	var none noAnswer
 	var certificate *tls.CertificateVerificationError
-	return errors.As(err, &none) && !errors.As(err, &certificate) || unserved(err) ||
+	return errors.As(err, &none) && !errors.As(err, &certificate) || isUnserved(err) ||
 		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }

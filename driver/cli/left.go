@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// leaving returns the volumes and images on the evicted disks of a node, each with the reason of its wait.
-func leaving(ctx context.Context, c client.Client, n *api.Node) (rows [][]string, err error) {
+// evictionRows returns the volumes and images on the evicted disks of a node, each with the reason of its wait.
+func evictionRows(ctx context.Context, c client.Client, n *api.Node) (rows [][]string, err error) {
 	disks := map[api.UID]string{}
 	for _, d := range disksOf(n) {
 		if d.status.UID != "" && (n.Spec.EvictionRequested || d.spec.EvictionRequested) {
@@ -22,7 +22,7 @@ func leaving(ctx context.Context, c client.Client, n *api.Node) (rows [][]string
 		}
 	}
 	for uid, path := range disks {
-		vols, imgs, err := holdings(ctx, c, uid)
+		vols, imgs, err := namesOnDisk(ctx, c, uid)
 		if err != nil {
 			return nil, err
 		}

@@ -28,20 +28,20 @@ func (a *app) volumeMount() *cobra.Command {
 		Short: "Attach a volume to this machine and mount its filesystem, making one first where it is blank",
 		Long: "Attaches the volume to this machine and mounts it. A filesystem is made only where the volume's own map\n" +
 			"proves that nothing was ever written to it; a volume that holds data which is no filesystem is refused.",
-		Args: args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			began := time.Now()
 			m := &mounting{c: c, volume: left[0], dir: left[1], options: options, remarks: cmd.ErrOrStderr()}
-			if err := m.run(ctx); err != nil {
+			if err := m.mountVolume(ctx); err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), m.att, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), m.att, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q mounted at %s: %s on %s, in %s\n", m.volume, m.dir, m.fs, m.att.Status.Device,
 					seconds(time.Since(began)))
 			})
@@ -62,7 +62,7 @@ type mounting struct {
 	fs   string
 }
 
-func (m *mounting) run(ctx context.Context) (err error) {
+func (m *mounting) mountVolume(ctx context.Context) (err error) {
 	if m.dir, err = filepath.Abs(m.dir); err != nil {
 		return err
 	}
@@ -75,21 +75,21 @@ func (m *mounting) run(ctx context.Context) (err error) {
 	if m.node, err = thisNode(ctx, m.c); err != nil {
 		return err
 	}
-	before, err := attachment(ctx, m.c, m.volume)
+	before, err := getAttachment(ctx, m.c, m.volume)
 	if err != nil {
 		return err
 	}
 	ro := slices.Contains(strings.Split(m.options, ","), "ro")
-	if m.att, err = attach(ctx, m.c, m.volume, m.node, ro, m.remarks); err != nil {
+	if m.att, err = attachVolume(ctx, m.c, m.volume, m.node, ro, m.remarks); err != nil {
 		return err
 	}
 	defer func() {
 		if err != nil && before == nil { // restore the former state
-			_, derr := detach(context.WithoutCancel(ctx), m.c, m.volume, false)
+			_, derr := detachVolume(context.WithoutCancel(ctx), m.c, m.volume, false)
 			err = errors.Join(err, derr)
 		}
 	}()
-	if err := m.filesystem(ctx, before != nil); err != nil {
+	if err := m.ensureFilesystem(ctx, before != nil); err != nil {
 		return err
 	}
 	if err := os.MkdirAll(m.dir, 0o755); err != nil {
@@ -100,7 +100,7 @@ func (m *mounting) run(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if err := m.mount(ctx); err != nil {
+	if err := m.mountDevice(ctx); err != nil {
 		return err
 	}
 	if !ro {
@@ -131,16 +131,16 @@ func checkTarget(dir string) error {
 	return nil
 }
 
-// filesystem detects the content of the device, and makes a filesystem only on a volume that is proven blank. The proof
-// dates from the attach. A device that stood before this command may have been written since, so filesystem detaches
-// and attaches the volume for a new proof.
-func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
+// ensureFilesystem detects the content of the device, and makes a filesystem only on a volume that is proven blank. The
+// proof dates from the attach. A device that stood before this command may have been written since, so ensureFilesystem
+// detaches and attaches the volume for a new proof.
+func (m *mounting) ensureFilesystem(ctx context.Context, stood bool) (err error) {
 	var v api.Volume
-	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
+	if err := getObject(ctx, m.c, "volume", m.volume, &v); err != nil {
 		return err
 	}
 	begun, had := v.Annotations[api.AnnotationMkfs], v.Annotations[api.AnnotationFS]
-	if m.fs, err = probe(ctx, m.att.Status.Device); err != nil {
+	if m.fs, err = detectFilesystem(ctx, m.att.Status.Device); err != nil {
 		return err
 	}
 	switch {
@@ -156,10 +156,10 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem that is not recognised any more: it is not formatted "+
 			"again; repair it on %s, or restore it", m.volume, had, m.att.Status.Device)
 	case stood && m.att.Status.Blank:
-		if _, err := detach(ctx, m.c, m.volume, false); err != nil {
+		if _, err := detachVolume(ctx, m.c, m.volume, false); err != nil {
 			return err
 		}
-		if m.att, err = attach(ctx, m.c, m.volume, m.node, false, m.remarks); err != nil {
+		if m.att, err = attachVolume(ctx, m.c, m.volume, m.node, false, m.remarks); err != nil {
 			return err
 		}
 	}
@@ -171,20 +171,20 @@ func (m *mounting) filesystem(ctx context.Context, stood bool) (err error) {
 	if m.fs = v.Spec.FSType; m.fs == "" {
 		m.fs = "ext4"
 	}
-	if err := m.mark(ctx, m.fs, ""); err != nil {
+	if err := m.recordFilesystem(ctx, m.fs, ""); err != nil {
 		return err
 	}
-	if err := mkfs(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
+	if err := makeFilesystem(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
 		return err
 	}
-	return m.mark(ctx, "", m.fs)
+	return m.recordFilesystem(ctx, "", m.fs)
 }
 
-// mark records on the volume the filesystem that mkfs begins, so that a killed mkfs can run again, and the finished
-// filesystem, so that mkfs never runs again.
-func (m *mounting) mark(ctx context.Context, making, made string) error {
+// recordFilesystem records on the volume the filesystem that mkfs begins, so that a killed mkfs can run again, and the
+// finished filesystem, so that mkfs never runs again.
+func (m *mounting) recordFilesystem(ctx context.Context, making, made string) error {
 	var v api.Volume
-	if err := get(ctx, m.c, "volume", m.volume, &v); err != nil {
+	if err := getObject(ctx, m.c, "volume", m.volume, &v); err != nil {
 		return err
 	}
 	base := v.DeepCopy()
@@ -199,7 +199,7 @@ func (m *mounting) mark(ctx context.Context, making, made string) error {
 	return explain(ctx, m.c.Patch(context.WithoutCancel(ctx), &v, client.MergeFrom(base)))
 }
 
-func (m *mounting) mount(ctx context.Context) error {
+func (m *mounting) mountDevice(ctx context.Context) error {
 	opts := m.options
 	if m.fs == "xfs" { // volumes from the same image carry the same filesystem UUID
 		opts = strings.Trim(opts+",nouuid", ",")
@@ -208,22 +208,22 @@ func (m *mounting) mount(ctx context.Context) error {
 	if opts != "" {
 		argv = append(argv, "-o", opts)
 	}
-	_, err := run(ctx, "mount", append(argv, m.att.Status.Device, m.dir)...)
+	_, err := runTool(ctx, "mount", append(argv, m.att.Status.Device, m.dir)...)
 	return err
 }
 
-// mkfs makes a filesystem like the CSI node service.
-func mkfs(ctx context.Context, fs, params, device string) error {
+// makeFilesystem makes a filesystem like the CSI node service.
+func makeFilesystem(ctx context.Context, fs, params, device string) error {
 	argv := api.MkfsCommand(fs)
 	if argv == nil {
 		return api.Errorf(api.Unsupported, "no filesystem %q: a volume can have ext4, xfs or btrfs", fs)
 	}
-	_, err := run(ctx, argv[0], append(append(argv[1:], strings.Fields(params)...), device)...)
+	_, err := runTool(ctx, argv[0], append(append(argv[1:], strings.Fields(params)...), device)...)
 	return err
 }
 
-// probe names the filesystem on a device, or returns "" for unknown content.
-func probe(ctx context.Context, device string) (string, error) {
+// detectFilesystem names the filesystem on a device, or returns "" for unknown content.
+func detectFilesystem(ctx context.Context, device string) (string, error) {
 	out, err := exec.CommandContext(ctx, "blkid", "-p", "-u", "filesystem", "-s", "TYPE", "-o", "value", device).Output()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() == 2 {
@@ -235,8 +235,8 @@ func probe(ctx context.Context, device string) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
-// run runs a tool. The error carries the tool's last words.
-func run(ctx context.Context, name string, argv ...string) (string, error) {
+// runTool runs a tool. The error carries the tool's last words.
+func runTool(ctx context.Context, name string, argv ...string) (string, error) {
 	out, err := exec.CommandContext(ctx, name, argv...).CombinedOutput()
 	if err == nil {
 		return string(out), nil
@@ -253,7 +253,7 @@ func run(ctx context.Context, name string, argv ...string) (string, error) {
 
 // growMounted grows the filesystem of a volume that is mounted here, and describes the growth for the report.
 func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string, error) {
-	att, err := attachment(ctx, c, v.Name)
+	att, err := getAttachment(ctx, c, v.Name)
 	if att == nil || err != nil {
 		return "", err
 	}
@@ -262,12 +262,12 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 		return "", err
 	}
 	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", v.Name)
-	_, err = until(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) {
+	_, err = awaitObject(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) {
 		return t.Status.Size >= v.Spec.Size,
 			nil
 	})
 	if err != nil {
-		return "", late(err, "the device of volume %q has not grown yet", v.Name)
+		return "", explainTimeout(err, "the device of volume %q has not grown yet", v.Name)
 	}
 	on, err := mountsWhere(onDevice(att.Status.Device))
 	if len(on) == 0 || err != nil {
@@ -286,13 +286,13 @@ func growFS(ctx context.Context, fs, device, dir string) error {
 	var err error
 	switch fs {
 	case "xfs":
-		_, err = run(ctx, "xfs_growfs", "-d", dir)
+		_, err = runTool(ctx, "xfs_growfs", "-d", dir)
 	case "btrfs":
-		_, err = run(ctx, "btrfs", "filesystem", "resize", "max", dir)
+		_, err = runTool(ctx, "btrfs", "filesystem", "resize", "max", dir)
 	case "ext4", "ext3", "ext2":
 		var smaller bool
 		if smaller, err = extSmaller(ctx, device); smaller {
-			_, err = run(ctx, "resize2fs", device)
+			_, err = runTool(ctx, "resize2fs", device)
 		}
 	}
 	return err
@@ -308,19 +308,19 @@ func growUnmounted(ctx context.Context, fs, device string) error {
 		return err
 	}
 	// resize2fs requires a check first. Exit code 1 means a successful repair.
-	if _, err := run(ctx, "e2fsck", "-f", "-p", device); err != nil {
+	if _, err := runTool(ctx, "e2fsck", "-f", "-p", device); err != nil {
 		var exit *exec.ExitError
 		if !errors.As(err, &exit) || exit.ExitCode() > 1 {
 			return err
 		}
 	}
-	_, err = run(ctx, "resize2fs", device)
+	_, err = runTool(ctx, "resize2fs", device)
 	return err
 }
 
 // extSmaller reports whether an ext filesystem is smaller than its device.
 func extSmaller(ctx context.Context, device string) (bool, error) {
-	out, err := run(ctx, "dumpe2fs", "-h", device)
+	out, err := runTool(ctx, "dumpe2fs", "-h", device)
 	if err != nil {
 		return false, err
 	}
@@ -348,19 +348,19 @@ func (a *app) volumeUmount() *cobra.Command {
 	var keep bool
 	c := &cobra.Command{
 		Use: "umount NAME...", Short: "Unmount a volume on this machine and detach it", Aliases: []string{"unmount"},
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			for _, name := range left {
-				if err := umount(ctx, c, name, keep); err != nil {
+				if err := unmountVolume(ctx, c, name, keep); err != nil {
 					return err
 				}
-				a.said(cmd, "volume", name, map[bool]string{true: "unmounted", false: "unmounted and detached"}[keep])
+				a.printOutcome(cmd, "volume", name, map[bool]string{true: "unmounted", false: "unmounted and detached"}[keep])
 			}
 			return nil
 		},
@@ -369,12 +369,12 @@ func (a *app) volumeUmount() *cobra.Command {
 	return c
 }
 
-func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) error {
+func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep bool) error {
 	var v api.Volume
-	if err := get(ctx, c, "volume", volume, &v); err != nil {
+	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return err
 	}
-	att, err := attachment(ctx, c, volume)
+	att, err := getAttachment(ctx, c, volume)
 	if err != nil {
 		return err
 	}
@@ -408,7 +408,7 @@ func umount(ctx context.Context, c client.WithWatch, volume string, keep bool) e
 	if keep || att == nil {
 		return nil
 	}
-	_, err = detach(ctx, c, volume, false)
+	_, err = detachVolume(ctx, c, volume, false)
 	return err
 }
 

@@ -20,14 +20,14 @@ import (
 )
 
 func (a *app) nodeCommand() *cobra.Command {
-	c := group("node", "Machines that hold replicas and images", "nodes")
+	c := groupCommand("node", "Machines that hold replicas and images", "nodes")
 	c.AddCommand(
 		&cobra.Command{
-			Use: "list", Short: "List the nodes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+			Use: "list", Short: "List the nodes", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
 			RunE: func(cmd *cobra.Command, _ []string) error {
-				ctx, done := a.bounded(cmd)
+				ctx, done := a.withTimeout(cmd)
 				defer done()
-				c, err := a.connect()
+				c, err := a.newClient()
 				if err != nil {
 					return err
 				}
@@ -44,12 +44,12 @@ func (a *app) nodeCommand() *cobra.Command {
 			},
 		},
 		&cobra.Command{
-			Use: "show [NAME]", Short: "Show a node and its disks (default: this one)", Args: args(cobra.MaximumNArgs(1)),
-			ValidArgsFunction: a.complete(nodes, true),
+			Use: "show [NAME]", Short: "Show a node and its disks (default: this one)", Args: checkArgs(cobra.MaximumNArgs(1)),
+			ValidArgsFunction: a.completeNames(nodes, true),
 			RunE: func(cmd *cobra.Command, left []string) error {
-				ctx, done := a.bounded(cmd)
+				ctx, done := a.withTimeout(cmd)
 				defer done()
-				c, err := a.connect()
+				c, err := a.newClient()
 				if err != nil {
 					return err
 				}
@@ -57,15 +57,15 @@ func (a *app) nodeCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				rest, err := leaving(ctx, c, n)
+				rest, err := evictionRows(ctx, c, n)
 				if err != nil {
 					return err
 				}
-				return a.print(cmd.OutOrStdout(), n, func(w io.Writer) {
+				return a.printObject(cmd.OutOrStdout(), n, func(w io.Writer) {
 					describeNode(w, n)
 					if len(rest) > 0 {
 						fmt.Fprintln(w, "\nStill there:")
-						_ = table(w, "KIND NAME DISK MESSAGE", rest)
+						_ = printTable(w, "KIND NAME DISK MESSAGE", rest)
 					}
 				})
 			},
@@ -83,7 +83,7 @@ func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error
 		}
 	}
 	var n api.Node
-	return &n, get(ctx, c, "node", name, &n)
+	return &n, getObject(ctx, c, "node", name, &n)
 }
 
 func nodeReady(n *api.Node) string {
@@ -100,7 +100,7 @@ func nodeReady(n *api.Node) string {
 
 func describeNode(w io.Writer, n *api.Node) {
 	s := n.Status
-	fields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
+	printFields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
 		fmt.Sprint((n.Spec.Schedulable == nil || *n.Spec.Schedulable) && !n.Spec.EvictionRequested),
 		"Zone", n.Labels[api.LabelZone], "Tags", strings.Join(n.Spec.Tags, ", "),
 		"Addresses", strings.Join(s.Addresses, ", "), "Kernel", s.Kernel, "Version", s.Version,
@@ -108,10 +108,10 @@ func describeNode(w io.Writer, n *api.Node) {
 	fmt.Fprintln(w, "\nDisks:")
 	var rows [][]string
 	for _, d := range disksOf(n) {
-		rows = append(rows, d.row()[1:])
+		rows = append(rows, d.tableRow()[1:])
 	}
-	_ = table(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
-	conditions(w, s.Conditions)
+	_ = printTable(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
+	printConditions(w, s.Conditions)
 }
 
 // disk joins the spec and the status of a disk.
@@ -124,7 +124,7 @@ type disk struct {
 
 const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
 
-func (d disk) row() []string {
+func (d disk) tableRow() []string {
 	msg := d.status.Message
 	switch {
 	case d.spec.EvictionRequested:
@@ -177,18 +177,18 @@ func findDisk(ctx context.Context, c client.Client, node, which string) (disk, e
 }
 
 func (a *app) diskCommand() *cobra.Command {
-	c := group("disk", "Folders, usually file systems of their own, that hold the data", "disks")
+	c := groupCommand("disk", "Folders, usually file systems of their own, that hold the data", "disks")
 	c.AddCommand(a.diskList(), a.diskAdd(), a.diskEvict(), a.diskRemove())
 	return c
 }
 
 func (a *app) diskList() *cobra.Command {
 	return &cobra.Command{
-		Use: "list", Short: "List the disks of all nodes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		Use: "list", Short: "List the disks of all nodes", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -205,15 +205,15 @@ func (a *app) diskList() *cobra.Command {
 				var rows [][]string
 				for _, d := range disks {
 					if d.spec.EvictionRequested && d.status.UID != "" {
-						vols, imgs, err := holdings(ctx, c, d.status.UID)
+						vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
 						if err != nil {
 							return err
 						}
 						d.left = stillHolds(vols, imgs)
 					}
-					rows = append(rows, d.row())
+					rows = append(rows, d.tableRow())
 				}
-				return table(cmd.OutOrStdout(), diskHeader, rows)
+				return printTable(cmd.OutOrStdout(), diskHeader, rows)
 			case "name":
 				for _, d := range disks {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.node, d.spec.Path)
@@ -224,7 +224,7 @@ func (a *app) diskList() *cobra.Command {
 			for _, d := range disks {
 				out = append(out, map[string]any{"node": d.node, "spec": d.spec, "status": d.status})
 			}
-			return a.encode(cmd.OutOrStdout(), out)
+			return a.encodeValue(cmd.OutOrStdout(), out)
 		},
 	}
 }
@@ -233,11 +233,11 @@ func (a *app) diskAdd() *cobra.Command {
 	var node, diskTags, reserved string
 	c := &cobra.Command{
 		Use: "add PATH", Short: "Give a node a folder to keep data in, after a check of its file system",
-		Args: args(cobra.ExactArgs(1)),
+		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -245,7 +245,7 @@ func (a *app) diskAdd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			spec := api.DiskSpec{Path: path, Tags: tags(diskTags)}
+			spec := api.DiskSpec{Path: path, Tags: parseTags(diskTags)}
 			if reserved != "" {
 				if spec.ReservedBytes, err = parseSize(reserved); err != nil {
 					return err
@@ -269,7 +269,7 @@ func (a *app) diskAdd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.saidDisk(cmd, n.Name, path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType,
+			a.printDiskOutcome(cmd, n.Name, path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType,
 				api.SizeText(d.Available)))
 			if d.FSType == "tmpfs" {
 				fmt.Fprintf(cmd.ErrOrStderr(), "disk %q is memory: what is on it is lost when the machine stops\n", path)
@@ -299,7 +299,7 @@ func editNode(ctx context.Context, c client.Client, name string, change func(*ap
 func awaitDisk(ctx context.Context, c client.WithWatch, node, path string) (api.DiskStatus, error) {
 	var verdict api.DiskStatus
 	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
-	_, err := until(ctx, c, node, gone, func(n *api.Node) (bool, error) {
+	_, err := awaitObject(ctx, c, node, gone, func(n *api.Node) (bool, error) {
 		for _, d := range n.Status.Disks {
 			if d.Path == path && (d.Ready || d.Message != "") {
 				verdict = d
@@ -309,7 +309,7 @@ func awaitDisk(ctx context.Context, c client.WithWatch, node, path string) (api.
 		return false, nil
 	})
 	if err != nil {
-		return verdict, late(err, "node %q has not looked at %s yet", node, path)
+		return verdict, explainTimeout(err, "node %q has not looked at %s yet", node, path)
 	}
 	if !verdict.Ready {
 		refused := api.Errorf(api.Invalid, "node %q refuses %s as a disk: %s", node, path, verdict.Message)
@@ -326,8 +326,8 @@ func dropDisk(ctx context.Context, c client.Client, node, path string) error {
 	return err
 }
 
-// holdings returns the names of the volumes and images on a disk.
-func holdings(ctx context.Context, c client.Client, uid api.UID) (vols, imgs []string, err error) {
+// namesOnDisk returns the names of the volumes and images on a disk.
+func namesOnDisk(ctx context.Context, c client.Client, uid api.UID) (vols, imgs []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
 		return nil, nil, explain(ctx, err)
@@ -353,11 +353,11 @@ func (a *app) diskEvict() *cobra.Command {
 		Long: "Marks a disk for eviction: nothing new is placed on it, and its contents move to other disks, the\n" +
 			"only replica of a volume once the volume is detached. Prints what is still on it. `drover disk remove`\n" +
 			"takes the disk away when nothing is.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -377,14 +377,14 @@ func (a *app) diskEvict() *cobra.Command {
 				return err
 			}
 			if undo {
-				a.saidDisk(cmd, d.node, d.spec.Path, "is in use again")
+				a.printDiskOutcome(cmd, d.node, d.spec.Path, "is in use again")
 				return nil
 			}
-			vols, imgs, err := holdings(ctx, c, d.status.UID)
+			vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
 			if err != nil {
 				return err
 			}
-			a.saidDisk(cmd, d.node, d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
+			a.printDiskOutcome(cmd, d.node, d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
 			return nil
 		},
 	}
@@ -419,18 +419,18 @@ func stillHolds(vols, imgs []string) string {
 	return "; on it: " + strings.Join(what, "; ")
 }
 
-// forgotten names the images that the API forgets with a dead disk.
-func forgotten(imgs []string) string {
+// forgottenImages names the images that the API forgets with a dead disk.
+func forgottenImages(imgs []string) string {
 	if len(imgs) == 0 {
 		return ""
 	}
 	return fmt.Sprintf("; what was on it is forgotten: %s", someOf("image", imgs))
 }
 
-// dependants returns the volumes that need a disk: undeleted volumes with a member on the disk, or with a replica there
-// that may become the first member. No volume needs a replaced replica while a ready member exists; without ready
+// dependentVolumes returns the volumes that need a disk: undeleted volumes with a member on the disk, or with a replica
+// there that may become the first member. No volume needs a replaced replica while a ready member exists; without ready
 // members, salvage may need the replica. For dead see readyDisks.
-func dependants(ctx context.Context, c client.Client, uid api.UID, dead string) (names []string, err error) {
+func dependentVolumes(ctx context.Context, c client.Client, uid api.UID, dead string) (names []string, err error) {
 	var reps api.ReplicaList
 	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
 		return nil, explain(ctx, err)
@@ -473,10 +473,10 @@ func replicasThere(ctx context.Context, c client.Client, dead string) (func(name
 // awaitForgotten waits until a node no longer lists a disk.
 func awaitForgotten(ctx context.Context, c client.WithWatch, node string, uid api.UID) error {
 	gone := api.Errorf(api.NotFound, "node %q was deleted meanwhile", node)
-	_, err := until(ctx, c, node, gone, func(n *api.Node) (bool, error) {
+	_, err := awaitObject(ctx, c, node, gone, func(n *api.Node) (bool, error) {
 		return !slices.ContainsFunc(n.Status.Disks, func(d api.DiskStatus) bool { return d.UID == uid }), nil
 	})
-	return late(err, "node %q has not forgotten disk %s yet", node, uid)
+	return explainTimeout(err, "node %q has not forgotten disk %s yet", node, uid)
 }
 
 func (a *app) diskRemove() *cobra.Command {
@@ -488,11 +488,11 @@ func (a *app) diskRemove() *cobra.Command {
 			"on it is forgotten. A node that gave no sign of life for 40 s is taken for dead; --dead-node says so before,\n" +
 			"and is refused where a sign of life comes. The last copy of an image that comes from nowhere else is forgotten\n" +
 			"with --force only.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -513,7 +513,7 @@ func (a *app) diskRemove() *cobra.Command {
 				return err
 			}
 			if d.status.UID != "" && !elsewhere {
-				vols, imgs, err := holdings(ctx, c, d.status.UID)
+				vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
 				if err != nil {
 					return err
 				}
@@ -522,7 +522,7 @@ func (a *app) diskRemove() *cobra.Command {
 						"other disks; --dead-node, if node %q is no more", d.spec.Path, stillHolds(vols, imgs), d.node)
 				}
 				waits = !dead && len(vols)+len(imgs) > 0
-				if vols, err = dependants(ctx, c, d.status.UID, deadName); err != nil {
+				if vols, err = dependentVolumes(ctx, c, d.status.UID, deadName); err != nil {
 					return err
 				}
 				if len(vols) > 0 {
@@ -537,13 +537,13 @@ func (a *app) diskRemove() *cobra.Command {
 				if err := lastCopies(ctx, c, d, deadName); err != nil && !force {
 					return err
 				}
-				what = forgotten(imgs)
+				what = forgottenImages(imgs)
 			}
 			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {
 				return err
 			}
 			if dead && d.status.UID != "" && !elsewhere {
-				if err := forget(ctx, c, d); err != nil {
+				if err := forgetDisk(ctx, c, d); err != nil {
 					return err
 				}
 			}
@@ -552,7 +552,7 @@ func (a *app) diskRemove() *cobra.Command {
 					return err
 				}
 			}
-			a.saidDisk(cmd, d.node, d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
+			a.printDiskOutcome(cmd, d.node, d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
 			return nil
 		},
 	}

@@ -68,7 +68,7 @@ func nameFrom(source string) string {
 	return api.LabelValue(strings.Trim(base, "-."))
 }
 
-func tags(s string) []string {
+func parseTags(s string) []string {
 	var out []string
 	for _, t := range strings.Split(s, ",") {
 		if t = strings.TrimSpace(t); t != "" {

@@ -39,12 +39,12 @@ func (a *app) preflightCommand() *cobra.Command {
 		Long: "Looks at the kernel, FUSE, loop devices, io_uring, tools, limits and disks " +
 			"of this machine; changes nothing.\n" +
 			"Exit code 0: nothing is missing; 1: something is missing. Warnings do not count.",
-		Args: args(cobra.NoArgs),
+		Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := a.checkOutput(); err != nil {
 				return err
 			}
-			all := preflight(disks)
+			all := runChecks(disks)
 			bad := 0
 			for _, f := range all {
 				if f.Result == failed {
@@ -68,7 +68,7 @@ func (a *app) printFindings(cmd *cobra.Command, all []finding) error {
 	w := cmd.OutOrStdout()
 	switch a.output {
 	case "json", "yaml":
-		return a.encode(w, all)
+		return a.encodeValue(w, all)
 	case "name":
 		for _, f := range all {
 			if f.Result == failed {
@@ -81,7 +81,7 @@ func (a *app) printFindings(cmd *cobra.Command, all []finding) error {
 	for _, f := range all {
 		rows = append(rows, []string{f.Check, f.Result, f.Detail})
 	}
-	if err := table(w, "CHECK RESULT DETAIL", rows); err != nil {
+	if err := printTable(w, "CHECK RESULT DETAIL", rows); err != nil {
 		return err
 	}
 	for _, f := range all {
@@ -92,8 +92,8 @@ func (a *app) printFindings(cmd *cobra.Command, all []finding) error {
 	return nil
 }
 
-// preflight asks all questions. The questions are independent.
-func preflight(disks []string) []finding {
+// runChecks asks all questions. The questions are independent.
+func runChecks(disks []string) []finding {
 	all := []finding{checkRoot(), checkKernel(), checkFUSE(), checkFUSETimeout(), checkLoop(), checkIOURing(),
 		checkHungTask(), checkResource(), checkFiles()}
 	for _, t := range []struct{ tool, pkg, need string }{
@@ -118,8 +118,8 @@ func checkRoot() finding {
 		"devices and mounts need root: run this, and `drover serve`, with sudo"}
 }
 
-// kernel returns the running kernel's release and its first two numbers.
-func kernel() (release string, major, minor int) {
+// kernelRelease returns the running kernel's release and its first two numbers.
+func kernelRelease() (release string, major, minor int) {
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
 		return "unknown", 0, 0
@@ -133,7 +133,7 @@ func kernel() (release string, major, minor int) {
 }
 
 func checkKernel() finding {
-	release, major, minor := kernel()
+	release, major, minor := kernelRelease()
 	at := func(a, b int) bool { return major > a || major == a && minor >= b }
 	switch {
 	case !at(5, 8):

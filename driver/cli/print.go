@@ -30,8 +30,8 @@ func (a *app) checkOutput() error {
 	return usagef("-o %s is not known: use table, json, yaml or name", a.output)
 }
 
-// print writes an object: as json, yaml or name if -o asks for these forms, else by human.
-func (a *app) print(w io.Writer, obj client.Object, human func(io.Writer)) error {
+// printObject writes an object: as json, yaml or name if -o asks for these forms, else by human.
+func (a *app) printObject(w io.Writer, obj client.Object, human func(io.Writer)) error {
 	switch a.output {
 	case "table":
 		human(w)
@@ -40,13 +40,13 @@ func (a *app) print(w io.Writer, obj client.Object, human func(io.Writer)) error
 		_, err := fmt.Fprintln(w, typedName(obj))
 		return err
 	}
-	if err := dress(obj); err != nil {
+	if err := completeKind(obj); err != nil {
 		return err
 	}
-	return a.encode(w, obj)
+	return a.encodeValue(w, obj)
 }
 
-// printList is print for a list. printList calls row for each object in order.
+// printList is printObject for a list. printList calls row for each object in order.
 func (a *app) printList(w io.Writer, list client.ObjectList, header string, row func(runtime.Object) []string) error {
 	items, err := meta.ExtractList(list)
 	if err != nil {
@@ -65,10 +65,10 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 		for _, o := range items {
 			rows = append(rows, row(o))
 		}
-		return table(w, header, rows)
+		return printTable(w, header, rows)
 	}
 	for _, o := range items {
-		if err := dress(o.(client.Object)); err != nil {
+		if err := completeKind(o.(client.Object)); err != nil {
 			return err
 		}
 	}
@@ -80,11 +80,11 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 		return err
 	}
 	list.GetObjectKind().SetGroupVersionKind(gvk)
-	return a.encode(w, list)
+	return a.encodeValue(w, list)
 }
 
-// encode writes v as json or yaml. For several names a command calls encode once per document.
-func (a *app) encode(w io.Writer, v any) error {
+// encodeValue writes v as json or yaml. For several names a command calls encodeValue once per document.
+func (a *app) encodeValue(w io.Writer, v any) error {
 	if a.output == "yaml" {
 		out, err := yaml.Marshal(v)
 		if err != nil {
@@ -103,8 +103,8 @@ func (a *app) encode(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// dress sets an object's kind, which typed clients omit, and removes the managed fields.
-func dress(obj client.Object) error {
+// completeKind sets an object's kind, which typed clients omit, and removes the managed fields.
+func completeKind(obj client.Object) error {
 	gvk, err := apiutil.GVKForObject(obj, scheme)
 	if err != nil {
 		return err
@@ -130,8 +130,8 @@ type outcome struct {
 	Result string `json:"result"`
 }
 
-// said reports a finished command in the form of -o; the kind is a key of kinds.
-func (a *app) said(cmd *cobra.Command, kind, name, what string) {
+// printOutcome reports a finished command in the form of -o; the kind is a key of kinds.
+func (a *app) printOutcome(cmd *cobra.Command, kind, name, what string) {
 	w := cmd.OutOrStdout()
 	switch a.output {
 	case "name":
@@ -139,12 +139,12 @@ func (a *app) said(cmd *cobra.Command, kind, name, what string) {
 	case "table":
 		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
 	default:
-		_ = a.encode(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // a struct of strings always encodes
+		_ = a.encodeValue(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // a struct of strings always encodes
 	}
 }
 
-// saidDisk reports a finished command on a disk, named as other commands accept the name.
-func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
+// printDiskOutcome reports a finished command on a disk, named as other commands accept the name.
+func (a *app) printDiskOutcome(cmd *cobra.Command, node, path, what string) {
 	w := cmd.OutOrStdout()
 	switch a.output {
 	case "name":
@@ -152,7 +152,7 @@ func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
 	case "table":
 		fmt.Fprintf(w, "disk %q %s\n", path, what)
 	default:
-		_ = a.encode(w, outcome{Kind: "Disk", Name: path, Node: node, Result: what})
+		_ = a.encodeValue(w, outcome{Kind: "Disk", Name: path, Node: node, Result: what})
 	}
 }
 
@@ -160,9 +160,9 @@ func (a *app) saidDisk(cmd *cobra.Command, node, path, what string) {
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
 	"snapshot group": "SnapshotGroup", "node": "Node"}
 
-// table writes aligned columns as kubectl does, without control characters. An empty cell shows as "-", so that scripts
-// can count columns.
-func table(w io.Writer, header string, rows [][]string) error {
+// printTable writes aligned columns as kubectl does, without control characters. An empty cell shows as "-", so that
+// scripts can count columns.
+func printTable(w io.Writer, header string, rows [][]string) error {
 	names := strings.Fields(header)
 	if len(rows) == 0 { // the printer would omit the header
 		_, err := fmt.Fprintln(w, strings.Join(names, "   "))
@@ -182,8 +182,8 @@ func table(w io.Writer, header string, rows [][]string) error {
 	return printers.NewTablePrinter(printers.PrintOptions{}).PrintObj(t, w)
 }
 
-// fields writes "Name:  value" lines, except empty values.
-func fields(w io.Writer, pairs ...string) {
+// printFields writes "Name:  value" lines, except empty values.
+func printFields(w io.Writer, pairs ...string) {
 	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	for i := 0; i+1 < len(pairs); i += 2 {
 		if pairs[i+1] != "" {
@@ -193,7 +193,7 @@ func fields(w io.Writer, pairs ...string) {
 	_ = tw.Flush()
 }
 
-func conditions(w io.Writer, conds []metav1.Condition) {
+func printConditions(w io.Writer, conds []metav1.Condition) {
 	if len(conds) == 0 {
 		return
 	}
@@ -202,7 +202,7 @@ func conditions(w io.Writer, conds []metav1.Condition) {
 	for _, c := range conds {
 		rows = append(rows, []string{c.Type, string(c.Status), c.Reason, age(c.LastTransitionTime), c.Message})
 	}
-	_ = table(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
+	_ = printTable(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
 }
 
 func age(t metav1.Time) string {

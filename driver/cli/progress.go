@@ -47,8 +47,8 @@ func newProgress(w io.Writer, label string) *progress {
 	return p
 }
 
-// at reports done of total bytes (total 0: unknown).
-func (p *progress) at(state string, done, total int64) {
+// showProgress reports done of total bytes (total 0: unknown).
+func (p *progress) showProgress(state string, done, total int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
@@ -66,7 +66,7 @@ func (p *progress) at(state string, done, total int64) {
 	if p.width > 0 {
 		if changed || now.Sub(p.drawn) > 80*time.Millisecond || (total > 0 && done >= total) {
 			p.drawn = now
-			p.draw(done, total)
+			p.drawLine(done, total)
 		}
 		return
 	}
@@ -76,11 +76,11 @@ func (p *progress) at(state string, done, total int64) {
 	}
 	if changed || tenth > p.tenth {
 		p.tenth = tenth
-		fmt.Fprintln(p.w, p.line(done, total))
+		fmt.Fprintln(p.w, p.plainLine(done, total))
 	}
 }
 
-func (p *progress) line(done, total int64) string {
+func (p *progress) plainLine(done, total int64) string {
 	s := p.label + ": " + p.state
 	if total > 0 && done > 0 {
 		s += fmt.Sprintf(", %d %%, %s of %s", done*100/total, api.SizeText(done), api.SizeText(total))
@@ -88,7 +88,7 @@ func (p *progress) line(done, total int64) string {
 	return s
 }
 
-func (p *progress) draw(done, total int64) {
+func (p *progress) drawLine(done, total int64) {
 	p.open = true
 	count, rate, rest := "", "", ""
 	if total > 0 {
@@ -119,8 +119,8 @@ func (p *progress) draw(done, total int64) {
 	fmt.Fprintf(p.w, "\r%s\x1b[K", text)
 }
 
-// clear erases the line, so that a result or an error stands alone.
-func (p *progress) clear() {
+// clearLine erases the line, so that a result or an error stands alone.
+func (p *progress) clearLine() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.open {
@@ -141,6 +141,6 @@ type counter struct {
 func (c *counter) Read(b []byte) (int, error) {
 	n, err := c.r.Read(b)
 	c.done += int64(n)
-	c.p.at(c.state, c.done, c.total)
+	c.p.showProgress(c.state, c.done, c.total)
 	return n, err
 }

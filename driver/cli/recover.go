@@ -61,14 +61,14 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 			"state was lost or restored from an old copy, or when a disk came from another machine. It tells what it would\n" +
 			"do; with --yes it creates the missing objects with their old UIDs. It deletes nothing, and touches no data.",
 		Example: "  drover recover\n  drover recover --yes\n  drover recover --disk /mnt/a --yes --raise-epochs",
-		Args:    args(cobra.NoArgs),
+		Args:    checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if snapshot != "" {
 				return a.restoreState(cmd, restore, stateDir, snapshot, o)
 			}
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -79,7 +79,7 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 			if err != nil {
 				return explain(ctx, err)
 			}
-			return verdict(cmd, all, o)
+			return reportRemaining(cmd, all, o)
 		},
 	}
 	f := c.Flags()
@@ -98,7 +98,7 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error {
 		return usagef("%w; see `%s --help`", err, c.CommandPath())
 	})
-	quiet(c)
+	silenceErrors(c)
 	return c
 }
 
@@ -121,7 +121,7 @@ func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot s
 	}
 	switch w := cmd.OutOrStdout(); {
 	case a.output == "json" || a.output == "yaml":
-		if err := a.encode(w, map[string]string{"restored": dir, "from": snapshot, "former": aside}); err != nil {
+		if err := a.encodeValue(w, map[string]string{"restored": dir, "from": snapshot, "former": aside}); err != nil {
 			return err
 		}
 	case aside != "" && a.output == "name":
@@ -141,18 +141,18 @@ func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
 		for _, f := range all {
 			rows = append(rows, []string{f.Kind, f.Name, string(f.UID), f.Disk, f.State, f.Action, f.Note})
 		}
-		return table(w, "KIND NAME UID DISK STATE ACTION NOTE", rows)
+		return printTable(w, "KIND NAME UID DISK STATE ACTION NOTE", rows)
 	case "name":
 		for _, f := range all {
 			fmt.Fprintf(w, "%s.%s/%s\n", strings.ToLower(f.Kind), api.GroupVersion.Group, f.Name)
 		}
 		return nil
 	}
-	return a.encode(w, all)
+	return a.encodeValue(w, all)
 }
 
-// verdict says which work remains, as an error if recovery skipped a finding.
-func verdict(cmd *cobra.Command, all []Finding, o RecoverOptions) error {
+// reportRemaining says which work remains, as an error if recovery skipped a finding.
+func reportRemaining(cmd *cobra.Command, all []Finding, o RecoverOptions) error {
 	todo, behind := 0, 0
 	var skipped []string
 	for _, f := range all {
@@ -171,26 +171,26 @@ func verdict(cmd *cobra.Command, all []Finding, o RecoverOptions) error {
 	say := func(format string, args ...any) { fmt.Fprintf(cmd.ErrOrStderr(), format+"\n", args...) }
 	switch {
 	case todo > 0 && !o.Apply:
-		say("Nothing was changed. With --yes this makes %s.", count(todo, "change"))
+		say("Nothing was changed. With --yes this makes %s.", countText(todo, "change"))
 	case todo > 0:
-		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", count(todo, "change"))
+		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", countText(todo, "change"))
 	case len(skipped) == 0 && behind == 0:
 		say("Disks and API agree: nothing to do.")
 	}
 	if behind > 0 {
-		say("The API went back in time: %s cannot be attached before --raise-epochs.", count(behind, "volume"))
+		say("The API went back in time: %s cannot be attached before --raise-epochs.", countText(behind, "volume"))
 	}
 	switch {
 	case len(skipped) > 0:
-		return api.Errorf(api.Exists, "%s skipped, a person must decide: %s", count(len(skipped), "thing"),
+		return api.Errorf(api.Exists, "%s skipped, a person must decide: %s", countText(len(skipped), "thing"),
 			strings.Join(skipped, ", "))
 	case behind > 0 && o.Apply:
-		return api.Errorf(api.Exists, "%s behind: repeat with --raise-epochs", count(behind, "volume"))
+		return api.Errorf(api.Exists, "%s behind: repeat with --raise-epochs", countText(behind, "volume"))
 	}
 	return nil
 }
 
-func count(n int, what string) string {
+func countText(n int, what string) string {
 	if n == 1 {
 		return "1 " + what
 	}

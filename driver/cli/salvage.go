@@ -23,15 +23,15 @@ func (a *app) volumeSalvage() *cobra.Command {
 			"replica, and data that only others had is given up: a replica that returns is rebuilt from the chosen one.",
 		Example: "  drover volume salvage db                          # what there is\n" +
 			"  drover volume salvage db --replica db.1f2e3d4c --yes",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
-			return a.salvage(ctx, cmd, c, left[0], replica, yes)
+			return a.salvageVolume(ctx, cmd, c, left[0], replica, yes)
 		},
 	}
 	c.Flags().StringVar(&replica, "replica", "", "the replica; default: the one that was current last")
@@ -39,11 +39,11 @@ func (a *app) volumeSalvage() *cobra.Command {
 	return c
 }
 
-func (a *app) salvage(
+func (a *app) salvageVolume(
 	ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, replica string, yes bool,
 ) error {
 	var v api.Volume
-	if err := get(ctx, c, "volume", name, &v); err != nil {
+	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return err
 	}
 	var list api.ReplicaList
@@ -75,13 +75,13 @@ func (a *app) salvage(
 		}
 		rows = append(rows, []string{r.Name, r.Spec.Node, mode, member, fmt.Sprint(r.Status.Epoch),
 			fmt.Sprint(r.Status.Joined), last, api.SizeText(r.Status.Used)})
-		if usable && (best == nil || later(r, best)) {
+		if usable && (best == nil || hasLaterData(r, best)) {
 			best = r
 		}
 	}
 	if !yes {
-		return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
-			_ = table(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
+		return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
+			_ = printTable(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
 			fmt.Fprintf(w, "\nMEMBER has every write that was acknowledged. JOINED is the epoch (now %d) in which a replica "+
 				"was one last.\n", v.Status.Epoch)
 			switch {
@@ -108,22 +108,22 @@ func (a *app) salvage(
 		return explain(ctx, err)
 	}
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
-	vol, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+	vol, err := awaitObject(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		return v.Status.Salvaged != nil && v.Status.Salvaged.ID == id, nil
 	})
 	if err != nil {
-		return late(err, "volume %q is not salvaged yet: does the controller run?", name)
+		return explainTimeout(err, "volume %q is not salvaged yet: does the controller run?", name)
 	}
 	if f := vol.Status.Salvaged; !f.Done {
 		return api.Errorf(api.InUse, "volume %q is not salvaged: %s", name, f.Message)
 	}
-	return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 		fmt.Fprintf(w, "volume %q salvaged: %s\n", name, vol.Status.Salvaged.Message)
 	})
 }
 
-// later reports whether a has more data than b, as far as the API knows.
-func later(a, b *api.Replica) bool {
+// hasLaterData reports whether a has more data than b, as far as the API knows.
+func hasLaterData(a, b *api.Replica) bool {
 	if a.Status.Joined != b.Status.Joined {
 		return a.Status.Joined > b.Status.Joined
 	}

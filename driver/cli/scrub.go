@@ -19,11 +19,11 @@ func (a *app) volumeScrub() *cobra.Command {
 			"Damage is reported by layer, offset and length; reads of damaged chunks fail from then on, or another\n" +
 			"replica answers them and repairs the chunk. Data written since the last snapshot is in no sealed layer,\n" +
 			"and has no digests.",
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -48,7 +48,7 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 	damaged int, err error,
 ) {
 	var v api.Volume
-	if err := get(ctx, c, "volume", name, &v); err != nil {
+	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return 0, err
 	}
 	var reps api.ReplicaList
@@ -68,28 +68,29 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 	var rows [][]string
 	for i := range reps.Items {
 		gone := api.Errorf(api.NotFound, "replica %q was deleted meanwhile", reps.Items[i].Name)
-		r, err := until(ctx, c, reps.Items[i].Name, gone, func(r *api.Replica) (bool, error) {
+		r, err := awaitObject(ctx, c, reps.Items[i].Name, gone, func(r *api.Replica) (bool, error) {
 			if r.Spec.Scrub != id {
 				return true, api.Errorf(api.Busy, "volume %q is scrubbed by another command at the same time", name)
 			}
 			return r.Status.Scrubbed == id, nil
 		})
 		if err != nil {
-			return 0, late(err, "volume %q is still being scrubbed: `drover volume show %s` tells the outcome", name, name)
+			return 0, explainTimeout(err, "volume %q is still being scrubbed: `drover volume show %s` tells the outcome", name,
+				name)
 		}
 		for _, g := range r.Status.Damage {
 			rows = append(rows, []string{r.Spec.Node, r.Name, string(g.Layer), fmt.Sprint(g.Offset), fmt.Sprint(g.Length)})
 		}
 	}
-	if err := get(ctx, c, "volume", name, &v); err != nil {
+	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return 0, err
 	}
-	return len(rows), a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
+	return len(rows), a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
 		if len(rows) == 0 {
 			fmt.Fprintf(w, "volume %q: all sealed layers are what their digests say\n", name)
 			return
 		}
 		fmt.Fprintf(w, "volume %q is damaged:\n", name)
-		_ = table(w, "NODE REPLICA LAYER OFFSET LENGTH", rows)
+		_ = printTable(w, "NODE REPLICA LAYER OFFSET LENGTH", rows)
 	})
 }

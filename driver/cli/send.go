@@ -73,7 +73,7 @@ func newSender(image, to, authority string, body *outgoing, p *progress) (*sende
 			return nil, api.Errorf(api.Corrupt, "the authority of the upload's address holds no certificate")
 		}
 	}
-	s := &sender{ways: []way{{to, &http.Client{Transport: sending(trust)}}}, body: body.File, size: st.Size(), p: p}
+	s := &sender{ways: []way{{to, &http.Client{Transport: newTransport(trust)}}}, body: body.File, size: st.Size(), p: p}
 	if body.server != nil {
 		w, err := throughAPI(body.server, image)
 		if err != nil {
@@ -84,7 +84,7 @@ func newSender(image, to, authority string, body *outgoing, p *progress) (*sende
 	return s, nil
 }
 
-func sending(trust *tls.Config) *http.Transport {
+func newTransport(trust *tls.Config) *http.Transport {
 	return &http.Transport{Proxy: http.ProxyFromEnvironment, ExpectContinueTimeout: time.Second,
 		TLSHandshakeTimeout: 10 * time.Second,
 		WriteBufferSize:     256 << 10, TLSClientConfig: trust,
@@ -101,7 +101,7 @@ func throughAPI(cfg *rest.Config, image string) (way, error) {
 	if err != nil {
 		return way{}, api.Errorf(api.Invalid, "the authority of the API server: %w", err)
 	}
-	tr := sending(trust)
+	tr := newTransport(trust)
 	if cfg.Proxy != nil {
 		tr.Proxy = cfg.Proxy
 	}
@@ -115,15 +115,15 @@ func (s *sender) close() {
 	}
 }
 
-// send sends the file, and returns when the node has the file, or when the address expects no upload any more.
-func (s *sender) send(ctx context.Context) error {
+// sendFile sends the file, and returns when the node has the file, or when the address expects no upload any more.
+func (s *sender) sendFile(ctx context.Context) error {
 	for first := true; ; first = false {
-		answer, code, err := s.put(ctx, first)
+		answer, code, err := s.putRest(ctx, first)
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case err == nil && code/100 == 2:
-			s.p.at("verifying", 0, 0)
+			s.p.showProgress("verifying", 0, 0)
 			return nil
 		case err == nil && code == http.StatusNotFound:
 			err = errGone
@@ -133,7 +133,7 @@ func (s *sender) send(ctx context.Context) error {
 			err = errors.New(answer.Message)
 		}
 		s.mine = code != http.StatusConflict
-		if gone, err := s.wait(ctx, err); err != nil || gone {
+		if gone, err := s.awaitOffset(ctx, err); err != nil || gone {
 			return err
 		}
 	}
@@ -142,9 +142,9 @@ func (s *sender) send(ctx context.Context) error {
 // errGone means that an address expects no upload.
 var errGone = errors.New("the address expects no upload")
 
-// wait pauses, and asks the node where to continue. gone: the node expects no upload any more. A node that has just
-// started does not expect the upload yet.
-func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
+// awaitOffset pauses, and asks the node where to continue. gone: the node expects no upload any more. A node that has
+// just started does not expect the upload yet.
+func (s *sender) awaitOffset(ctx context.Context, cause error) (gone bool, err error) {
 	for ; ; s.tries++ {
 		if s.tries >= sendTries && errors.Is(cause, errGone) {
 			return true, nil // the upload ended or continues at another address: the image's status decides
@@ -160,7 +160,7 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 			t.Stop()
 			return false, ctx.Err()
 		}
-		now, code, err := s.ask(ctx)
+		now, code, err := s.askProgress(ctx)
 		switch {
 		case ctx.Err() != nil:
 			return false, ctx.Err()
@@ -178,23 +178,24 @@ func (s *sender) wait(ctx context.Context, cause error) (gone bool, err error) {
 			s.tries = 0
 		}
 		s.off = now.Offset
-		s.p.at("sending", s.off, s.size)
+		s.p.showProgress("sending", s.off, s.size)
 		if now.Sending && !s.mine {
 			continue // another sender is active; the node ends a silent sender
 		}
 		s.tries++
-		return now.Offset == s.size, s.compare(now)
+		return now.Offset == s.size, s.compareContent(now)
 	}
 }
 
-// ask asks for the progress of the upload: through the current way, else through the other way, which becomes current.
-func (s *sender) ask(ctx context.Context) (first said, code int, err error) {
+// askProgress asks for the progress of the upload: through the current way, else through the other way, which becomes
+// current.
+func (s *sender) askProgress(ctx context.Context) (first said, code int, err error) {
 	for i := range s.ways {
 		req, rerr := http.NewRequestWithContext(ctx, http.MethodGet, s.ways[i].to, nil)
 		if rerr != nil {
 			return said{}, 0, rerr
 		}
-		now, c, aerr := s.ways[i].do(req)
+		now, c, aerr := s.ways[i].doRequest(req)
 		if aerr == nil && c == http.StatusOK {
 			s.ways[0], s.ways[i] = s.ways[i], s.ways[0]
 			return now, c, nil
@@ -208,8 +209,8 @@ func (s *sender) ask(ctx context.Context) (first said, code int, err error) {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// compare refuses to continue an upload of another file.
-func (s *sender) compare(now said) error {
+// compareContent refuses to continue an upload of another file.
+func (s *sender) compareContent(now said) error {
 	sum := crc32.New(castagnoli)
 	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
 		return fileError(s.body.Name(), err)
@@ -220,8 +221,8 @@ func (s *sender) compare(now said) error {
 	return nil
 }
 
-// put sends the rest of the file. The first call gives way to an active sender.
-func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
+// putRest sends the rest of the file. The first call gives way to an active sender.
+func (s *sender) putRest(ctx context.Context, first bool) (said, int, error) {
 	n := s.size - s.off
 	r := &counter{r: io.NewSectionReader(s.body, s.off, n), p: s.p, state: "sending", done: s.off, total: s.size}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPut, s.ways[0].to, io.NopCloser(r))
@@ -233,11 +234,11 @@ func (s *sender) put(ctx context.Context, first bool) (said, int, error) {
 	if !first && n > 0 {
 		req.Header.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", s.off, s.size-1, s.size))
 	}
-	return s.ways[0].do(req)
+	return s.ways[0].doRequest(req)
 }
 
-// do sends a request and reads the node's answer.
-func (w way) do(req *http.Request) (said, int, error) {
+// doRequest sends a request and reads the node's answer.
+func (w way) doRequest(req *http.Request) (said, int, error) {
 	resp, err := w.http.Do(req)
 	if err != nil {
 		return said{}, 0, err

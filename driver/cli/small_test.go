@@ -46,11 +46,11 @@ func TestParseSize(t *testing.T) {
 func TestProgressInPlainLines(t *testing.T) {
 	var b strings.Builder
 	p := newProgress(&b, "image x")
-	p.at("starting", 0, 0)
+	p.showProgress("starting", 0, 0)
 	for i := int64(0); i <= 1000; i++ {
-		p.at("in-progress", i<<20, 1000<<20)
+		p.showProgress("in-progress", i<<20, 1000<<20)
 	}
-	p.clear()
+	p.clearLine()
 	lines := strings.Split(strings.TrimSpace(b.String()), "\n")
 	if len(lines) != 12 || strings.ContainsAny(b.String(), "\r\x1b") || lines[11] != "image x: in-progress, 100 %, 1000 MiB of 1000 MiB" {
 		t.Errorf("%d lines:\n%s", len(lines), b.String())
@@ -62,7 +62,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	var b strings.Builder
 	p := newProgress(&b, "image x")
 	p.width = 60
-	p.at("in-progress", 5<<20, 10<<20)
+	p.showProgress("in-progress", 5<<20, 10<<20)
 	for _, frame := range strings.Split(b.String(), "\r")[1:] {
 		if n := len(strings.TrimSuffix(frame, "\x1b[K")); n >= 60 {
 			t.Errorf("%d columns: %q", n, frame)
@@ -82,40 +82,40 @@ func TestProgressKeepsItsBar(t *testing.T) {
 	ago := func(d time.Duration) { p.baseAt = time.Now().Add(-d) }
 	frames := func() []string { return strings.Split(b.String(), "\r") }
 	last := func() string { return strings.TrimSuffix(frames()[len(frames())-1], "\x1b[K") }
-	p.at("in-progress", 1<<20, 1000<<20)
+	p.showProgress("in-progress", 1<<20, 1000<<20)
 	ago(10 * time.Second)
 	p.drawn = time.Time{}
-	p.at("in-progress", 501<<20, 1000<<20)
+	p.showProgress("in-progress", 501<<20, 1000<<20)
 	if line := last(); !strings.Contains(line, "[=") || !strings.Contains(line, " 50 %") || !strings.Contains(line, "10s left") {
 		t.Errorf("%q", line)
 	}
 	ago(100 * time.Millisecond) // no figure but the count
 	p.drawn = time.Time{}
-	p.at("in-progress", 502<<20, 1000<<20)
+	p.showProgress("in-progress", 502<<20, 1000<<20)
 	if width := func(s string) int { return strings.Index(s, "]") - strings.Index(s, "[") }; len(frames()) < 2 ||
 		width(last()) != width(frames()[len(frames())-2]) {
 		t.Errorf("the bar flickers: %q", frames())
 	}
-	p.at("waiting for the API server", 0, 0)
-	p.at("in-progress", 400<<20, 1000<<20)
+	p.showProgress("waiting for the API server", 0, 0)
+	p.showProgress("in-progress", 400<<20, 1000<<20)
 	ago(10 * time.Second)
 	p.drawn = time.Time{}
-	p.at("in-progress", 500<<20, 1000<<20)
+	p.showProgress("in-progress", 500<<20, 1000<<20)
 	if line := last(); !strings.Contains(line, "50s left") {
 		t.Errorf("%q: 100 MiB came in 10 s, 500 MiB are left", line)
 	}
 	p.width = 200
-	p.at("sending", 400<<20, 1000<<20)
+	p.showProgress("sending", 400<<20, 1000<<20)
 	ago(10 * time.Second)
 	p.drawn = time.Time{}
-	p.at("sending", 500<<20, 1000<<20)
+	p.showProgress("sending", 500<<20, 1000<<20)
 	if line := last(); !strings.Contains(line, "10 MiB/s") && !strings.Contains(line, "9.9 MiB/s") {
 		t.Errorf("%q", line)
 	}
 }
 
 func TestPreflightTellsOfThisMachine(t *testing.T) {
-	all := preflight([]string{t.TempDir(), "/nosuch/below"})
+	all := runChecks([]string{t.TempDir(), "/nosuch/below"})
 	seen := map[string]string{}
 	for _, f := range all {
 		seen[f.Check] = f.Result
@@ -142,7 +142,7 @@ func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 		"refused": of(&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}),
 		"starts":  apierrors.NewServiceUnavailable("not yet"),
 	} {
-		if got := explain(t.Context(), err); !silent(got) {
+		if got := explain(t.Context(), err); !isUnanswered(got) {
 			t.Errorf("%s: %v ends the command", what, got)
 		}
 	}
@@ -150,7 +150,7 @@ func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 		"refused":     apierrors.NewUnauthorized("no"),
 		"certificate": of(&tls.CertificateVerificationError{Err: errors.New("unknown authority")}),
 	} {
-		if got := explain(t.Context(), err); silent(got) {
+		if got := explain(t.Context(), err); isUnanswered(got) {
 			t.Errorf("%s: the command waits after %v", what, got)
 		}
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
-	c := group("snapshot", "What volumes held at an instant", "snapshots", "snap")
+	c := groupCommand("snapshot", "What volumes held at an instant", "snapshots", "snap")
 	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotExport(), a.snapshotDelete(),
 		a.snapshotRevert())
 	return c
@@ -36,11 +36,11 @@ func (a *app) snapshotCreate() *cobra.Command {
 			"one was done is in them without that other one, on whatever volumes the two were.",
 		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade\n" +
 			"  drover snapshot create --group nightly db-data db-log",
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -59,10 +59,10 @@ func (a *app) snapshotCreate() *cobra.Command {
 				return err
 			}
 			var v api.Volume
-			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
-			if err := leaves(&v); err != nil {
+			if err := refuseDeleted(&v); err != nil {
 				return err
 			}
 			s := api.NewSnapshot(&v, name)
@@ -81,7 +81,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 			}
 			gone := api.Errorf(api.NotFound, "snapshot %q was deleted meanwhile", name)
 			why := ""
-			s, err = until(ctx, c, name, gone, func(s *api.Snapshot) (bool, error) {
+			s, err = awaitObject(ctx, c, name, gone, func(s *api.Snapshot) (bool, error) {
 				if why != s.Status.Error {
 					if why = s.Status.Error; why != "" {
 						fmt.Fprintf(cmd.ErrOrStderr(), "snapshot %q waits: %s\n", name, why)
@@ -90,9 +90,9 @@ func (a *app) snapshotCreate() *cobra.Command {
 				return s.Status.ReadyToUse, nil
 			})
 			if err != nil {
-				return late(err, "snapshot %q does not exist yet%s", name, colon(why))
+				return explainTimeout(err, "snapshot %q does not exist yet%s", name, colon(why))
 			}
-			return a.print(cmd.OutOrStdout(), s, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), s, func(w io.Writer) {
 				fmt.Fprintf(w, "snapshot %q of volume %q created, in %s\n", name, v.Name, seconds(time.Since(began)))
 			})
 		},
@@ -105,11 +105,11 @@ func (a *app) snapshotCreate() *cobra.Command {
 func (a *app) snapshotList() *cobra.Command {
 	return &cobra.Command{
 		Use: "list [VOLUME]", Short: "List the snapshots, of all volumes or of one", Aliases: []string{"ls"},
-		Args: args(cobra.MaximumNArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -154,25 +154,25 @@ func snapshotsOf(ctx context.Context, c client.Client, volume string) (*api.Snap
 func (a *app) snapshotShow() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Show a snapshot",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(snapshots, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(snapshots, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var s api.Snapshot
-			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+			if err := getObject(ctx, c, "snapshot", left[0], &s); err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &s, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), &s, func(w io.Writer) {
 				st := s.Status
 				var labels []string
 				for _, k := range slices.Sorted(maps.Keys(st.Labels)) {
 					labels = append(labels, k+"="+st.Labels[k])
 				}
-				fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
+				printFields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
 					"Error", st.Error,
 					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
 					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),
@@ -189,14 +189,14 @@ func (a *app) snapshotDelete() *cobra.Command {
 		Use: "delete NAME...", Short: "Delete snapshots; volumes that were made from them stay", Aliases: []string{"rm"},
 		Args: func(c *cobra.Command, left []string) error {
 			if group != "" {
-				return args(cobra.NoArgs)(c, left)
+				return checkArgs(cobra.NoArgs)(c, left)
 			}
-			return args(cobra.MinimumNArgs(1))(c, left)
-		}, ValidArgsFunction: a.complete(snapshots, false),
+			return checkArgs(cobra.MinimumNArgs(1))(c, left)
+		}, ValidArgsFunction: a.completeNames(snapshots, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -205,7 +205,7 @@ func (a *app) snapshotDelete() *cobra.Command {
 			}
 			for _, name := range left {
 				var s api.Snapshot
-				if err := get(ctx, c, "snapshot", name, &s); err != nil {
+				if err := getObject(ctx, c, "snapshot", name, &s); err != nil {
 					return err
 				}
 				if s.Spec.Group != "" && client.IgnoreNotFound(c.Get(ctx, client.ObjectKey{Name: s.Spec.Group},
@@ -218,10 +218,10 @@ func (a *app) snapshotDelete() *cobra.Command {
 					return explain(ctx, err)
 				}
 				why := func(s *api.Snapshot) string { return s.Status.Error }
-				if err = untilGone(ctx, c, "snapshot", &s, why); err != nil {
+				if err = awaitGone(ctx, c, "snapshot", &s, why); err != nil {
 					return err
 				}
-				a.said(cmd, "snapshot", name, "deleted")
+				a.printOutcome(cmd, "snapshot", name, "deleted")
 			}
 			return nil
 		},
@@ -235,24 +235,24 @@ func (a *app) snapshotRevert() *cobra.Command {
 		Use: "revert NAME", Short: "Make a detached volume hold what a snapshot of it holds",
 		Long: "What was written to the volume since its newest snapshot is gone: take one more before, to be able to come\n" +
 			"back. Other snapshots, newer ones too, stay. The size stays; beyond that of the snapshot there are zeros.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(snapshots, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(snapshots, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			began := time.Now()
 			var s api.Snapshot
-			if err := get(ctx, c, "snapshot", left[0], &s); err != nil {
+			if err := getObject(ctx, c, "snapshot", left[0], &s); err != nil {
 				return err
 			}
 			var v api.Volume
-			if err := get(ctx, c, "volume", s.Spec.Volume, &v); err != nil {
+			if err := getObject(ctx, c, "volume", s.Spec.Volume, &v); err != nil {
 				return err
 			}
-			att, err := attachment(ctx, c, v.Name)
+			att, err := getAttachment(ctx, c, v.Name)
 			if err != nil {
 				return err
 			}
@@ -268,7 +268,7 @@ func (a *app) snapshotRevert() *cobra.Command {
 				return explain(ctx, err)
 			}
 			gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", v.Name)
-			vol, err := until(ctx, c, v.Name, gone, func(v *api.Volume) (bool, error) {
+			vol, err := awaitObject(ctx, c, v.Name, gone, func(v *api.Volume) (bool, error) {
 				is := v.Status.Reverted
 				switch {
 				case v.Spec.RevertTo == nil || v.Spec.RevertTo.ID != id:
@@ -281,9 +281,9 @@ func (a *app) snapshotRevert() *cobra.Command {
 				return true, nil
 			})
 			if err != nil {
-				return late(err, "volume %q is still being reverted", v.Name)
+				return explainTimeout(err, "volume %q is still being reverted", v.Name)
 			}
-			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q holds what snapshot %q holds, in %s\n", vol.Name, s.Name, seconds(time.Since(began)))
 			})
 		},
@@ -316,17 +316,17 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 		}
 	}
 	var v api.Volume
-	if err := get(ctx, c, "volume", ds.Volume, &v); err != nil {
+	if err := getObject(ctx, c, "volume", ds.Volume, &v); err != nil {
 		return "", 0, "", err
 	}
 	size = v.Spec.Size
 	if ds.Snapshot == "" {
-		if err := leaves(&v); err != nil {
+		if err := refuseDeleted(&v); err != nil {
 			return "", 0, "", err
 		}
 	} else {
 		var s api.Snapshot
-		if err := get(ctx, c, "snapshot", ds.Snapshot, &s); err != nil {
+		if err := getObject(ctx, c, "snapshot", ds.Snapshot, &s); err != nil {
 			return "", 0, "", err
 		}
 		if s.Spec.Volume != ds.Volume {
@@ -339,8 +339,8 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 	return ds.String(), size, v.Spec.BackingImage, nil
 }
 
-// leaves refuses work on a deleted volume that needs the current volume, because the work would wait for ever.
-func leaves(v *api.Volume) error {
+// refuseDeleted refuses work on a deleted volume that needs the current volume, because the work would wait for ever.
+func refuseDeleted(v *api.Volume) error {
 	if v.DeletionTimestamp == nil {
 		return nil
 	}

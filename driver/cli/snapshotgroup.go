@@ -22,7 +22,7 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 		return err
 	}
 	for _, v := range volumes {
-		if err := get(ctx, c, "volume", v, &api.Volume{}); err != nil {
+		if err := getObject(ctx, c, "volume", v, &api.Volume{}); err != nil {
 			return err
 		}
 	}
@@ -36,7 +36,7 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 	}
 	gone := api.Errorf(api.NotFound, "snapshot group %q was deleted meanwhile", name)
 	why := ""
-	g, err := until(ctx, c, name, gone, func(g *api.SnapshotGroup) (bool, error) {
+	g, err := awaitObject(ctx, c, name, gone, func(g *api.SnapshotGroup) (bool, error) {
 		if why != g.Status.Error {
 			if why = g.Status.Error; why != "" {
 				fmt.Fprintf(cmd.ErrOrStderr(), "snapshot group %q waits: %s\n", name, why)
@@ -47,14 +47,14 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 	var names []string
 	for i := 0; err == nil && i < len(g.Status.Members); i++ {
 		names = append(names, g.Status.Members[i].Snapshot)
-		_, err = until(ctx, c, g.Status.Members[i].Snapshot, gone, func(s *api.Snapshot) (bool, error) {
+		_, err = awaitObject(ctx, c, g.Status.Members[i].Snapshot, gone, func(s *api.Snapshot) (bool, error) {
 			return s.Status.ReadyToUse, nil
 		})
 	}
 	if err != nil {
-		return late(err, "snapshot group %q is not there yet%s", name, colon(why))
+		return explainTimeout(err, "snapshot group %q is not there yet%s", name, colon(why))
 	}
-	return a.print(cmd.OutOrStdout(), g, func(w io.Writer) {
+	return a.printObject(cmd.OutOrStdout(), g, func(w io.Writer) {
 		fmt.Fprintf(w, "%d volumes cut at one instant, in %s: snapshots %s\n", len(names), seconds(time.Since(began)),
 			strings.Join(names, ", "))
 	})
@@ -63,16 +63,16 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 // deleteGroup deletes a group with its snapshots.
 func (a *app) deleteGroup(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name string) error {
 	var g api.SnapshotGroup
-	if err := get(ctx, c, "snapshot group", name, &g); err != nil {
+	if err := getObject(ctx, c, "snapshot group", name, &g); err != nil {
 		return err
 	}
 	if err := c.Delete(ctx, &g, client.Preconditions{UID: &g.UID}); client.IgnoreNotFound(err) != nil {
 		return explain(ctx, err)
 	}
 	why := func(g *api.SnapshotGroup) string { return g.Status.Error }
-	if err := untilGone(ctx, c, "snapshot group", &g, why); err != nil {
+	if err := awaitGone(ctx, c, "snapshot group", &g, why); err != nil {
 		return err
 	}
-	a.said(cmd, "snapshot group", name, "deleted")
+	a.printOutcome(cmd, "snapshot group", name, "deleted")
 	return nil
 }

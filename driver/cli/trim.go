@@ -20,11 +20,11 @@ func (a *app) volumeTrim() *cobra.Command {
 			"unmapMarkSnapChainRemoved is enabled (or the setting\n" +
 			"remove-snapshots-during-filesystem-trim is true): then the newest snapshot and those below it are\n" +
 			"deleted, down to the first that something else stands on.",
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -40,7 +40,7 @@ func (a *app) volumeTrim() *cobra.Command {
 
 func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name string) error {
 	var v api.Volume
-	if err := get(ctx, c, "volume", name, &v); err != nil {
+	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return err
 	}
 	id := string(api.NewUID())
@@ -50,7 +50,7 @@ func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatc
 		return explain(ctx, err)
 	}
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
-	now, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+	now, err := awaitObject(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		if v.Spec.Trim != id {
 			return true, api.Errorf(api.Busy, "volume %q is trimmed by another command at the same time", name)
 		}
@@ -58,13 +58,14 @@ func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatc
 		return is != nil && is.ID == id && is.State != api.CloneInitiated, nil
 	})
 	if err != nil {
-		return late(err, "volume %q is still being trimmed: `drover volume show %s -o yaml` tells the outcome", name, name)
+		return explainTimeout(err, "volume %q is still being trimmed: `drover volume show %s -o yaml` tells the outcome", name,
+			name)
 	}
 	is := now.Status.Trimmed
 	if is.State == api.CloneFailed {
 		return api.Errorf(api.InUse, "volume %q: %s", name, is.Message)
 	}
-	return a.print(cmd.OutOrStdout(), now, func(w io.Writer) {
+	return a.printObject(cmd.OutOrStdout(), now, func(w io.Writer) {
 		fmt.Fprintf(w, "volume %q: %s trimmed\n", name, api.SizeText(is.Bytes))
 		if len(is.Snapshots) > 0 {
 			fmt.Fprintf(w, "removed: %s\n", strings.Join(is.Snapshots, ", "))

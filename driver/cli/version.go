@@ -28,7 +28,7 @@ func BuildVersion() string {
 
 func (a *app) versionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "version", Short: "Print the version of this binary", Args: args(cobra.NoArgs),
+		Use: "version", Short: "Print the version of this binary", Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := a.checkOutput(); err != nil {
 				return err
@@ -37,7 +37,7 @@ func (a *app) versionCommand() *cobra.Command {
 				"platform": runtime.GOOS + "/" + runtime.GOARCH}
 			switch a.output {
 			case "json", "yaml":
-				return a.encode(cmd.OutOrStdout(), v)
+				return a.encodeValue(cmd.OutOrStdout(), v)
 			case "name":
 				fmt.Fprintln(cmd.OutOrStdout(), v["version"])
 			default:

@@ -16,7 +16,7 @@ import (
 )
 
 func (a *app) volumeCommand() *cobra.Command {
-	c := group("volume", "Replicated block devices", "volumes", "vol")
+	c := groupCommand("volume", "Replicated block devices", "volumes", "vol")
 	c.AddCommand(a.volumeCreate(), a.volumeList(), a.volumeShow(), a.volumeAttach(), a.volumeDetach(), a.volumeMount(),
 		a.volumeUmount(), a.volumeExpand(), a.volumeScrub(), a.volumeTrim(), a.volumeSalvage(), a.volumeRetry(),
 		a.volumeExport(), a.volumeDelete())
@@ -34,11 +34,11 @@ func (a *app) volumeCreate() *cobra.Command {
 			"  drover volume create copy --from db                 # a volume as it is now, or a snapshot\n" +
 			"  drover volume create copy --from db --clone-mode full-copy\n" +
 			"  drover volume create db --size 100Gi --fs xfs",
-		Args: args(cobra.ExactArgs(1)),
+		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -47,7 +47,7 @@ func (a *app) volumeCreate() *cobra.Command {
 				return err
 			}
 			v.Name = left[0]
-			v.Spec.NodeSelector, v.Spec.DiskSelector = tags(nodeTags), tags(diskTags)
+			v.Spec.NodeSelector, v.Spec.DiskSelector = parseTags(nodeTags), parseTags(diskTags)
 			if v.Spec.CloneMode == "linked-clone" { // as in a StorageClass
 				v.Spec.CloneMode = api.CloneLinked
 			}
@@ -58,7 +58,7 @@ func (a *app) volumeCreate() *cobra.Command {
 				return usagef("--clone-mode %q: want %s or %s", v.Spec.CloneMode, api.CloneLinked, api.CloneFull)
 			}
 			if from != "" {
-				err = begin(ctx, c, &v.Spec, from, size)
+				err = setSource(ctx, c, &v.Spec, from, size)
 			} else {
 				v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage)
 			}
@@ -77,7 +77,7 @@ func (a *app) volumeCreate() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				from := ""
 				if vol.Spec.DataSource != "" {
 					from = " from " + vol.Spec.DataSource
@@ -107,8 +107,8 @@ func (a *app) volumeCreate() *cobra.Command {
 	return c
 }
 
-// begin makes the content of a volume or a snapshot the source of a new volume.
-func begin(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, size string) error {
+// setSource makes the content of a volume or a snapshot the source of a new volume.
+func setSource(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, size string) error {
 	if spec.BackingImage != "" {
 		return usagef("--image and --from: a volume begins with one of them; the source's image comes along")
 	}
@@ -134,7 +134,7 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 	var virtual int64
 	if image != "" {
 		none := api.Errorf(api.NotFound, "image %q does not exist: `drover image list` shows all", image)
-		_, err := until(ctx, c, image, none, func(i *api.BackingImage) (bool, error) {
+		_, err := awaitObject(ctx, c, image, none, func(i *api.BackingImage) (bool, error) {
 			if i.DeletionTimestamp != nil {
 				return true, api.Errorf(api.InUse, "image %q is being deleted: no volume can begin with it any more", image)
 			}
@@ -145,7 +145,7 @@ func wantedSize(ctx context.Context, c client.WithWatch, size, image string) (in
 			return virtual > 0, nil
 		})
 		if err != nil {
-			return 0, late(err, "image %q does not know its size yet", image)
+			return 0, explainTimeout(err, "image %q does not know its size yet", image)
 		}
 	}
 	if size == "" {
@@ -172,7 +172,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 	var vol *api.Volume
 	told := ""
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
-	_, err := until(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
+	_, err := awaitObject(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		vol = v
 		for _, is := range counts {
 			if !is(v) {
@@ -185,7 +185,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		if ready(v) {
 			return true, nil
 		}
-		why := hindrance(v)
+		why := unreadyReason(v)
 		if c := v.Status.CloneStatus; c != nil && c.State == api.CloneInitiated && c.Progress > 0 {
 			why = fmt.Sprintf("%d %% are copied", c.Progress/10*10)
 		}
@@ -196,14 +196,14 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		return false, nil
 	})
 	if vol == nil {
-		return nil, late(err, "volume %q", name)
+		return nil, explainTimeout(err, "volume %q", name)
 	}
-	return vol, late(err, "volume %q is %s%s; see `drover volume show %s`", name, vol.Status.State,
-		colon(hindrance(vol)), name)
+	return vol, explainTimeout(err, "volume %q is %s%s; see `drover volume show %s`", name, vol.Status.State,
+		colon(unreadyReason(vol)), name)
 }
 
-// hindrance returns the volume's own reason for not being ready.
-func hindrance(v *api.Volume) string {
+// unreadyReason returns the volume's own reason for not being ready.
+func unreadyReason(v *api.Volume) string {
 	for _, c := range v.Status.Conditions {
 		if c.Status == "False" && c.Message != "" && c.Type != api.ConditionExpanded { // an expansion's is progress
 			return c.Message
@@ -214,11 +214,11 @@ func hindrance(v *api.Volume) string {
 
 func (a *app) volumeList() *cobra.Command {
 	return &cobra.Command{
-		Use: "list", Short: "List the volumes", Aliases: []string{"ls"}, Args: args(cobra.NoArgs),
+		Use: "list", Short: "List the volumes", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
@@ -248,33 +248,33 @@ func (a *app) volumeList() *cobra.Command {
 func (a *app) volumeShow() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Show a volume, its replicas, and where it is attached",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var v api.Volume
-			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
 			var reps api.ReplicaList
 			if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(v.Name)}); err != nil {
 				return explain(ctx, err)
 			}
-			att, err := attachment(ctx, c, v.Name)
+			att, err := getAttachment(ctx, c, v.Name)
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
 				mine, all := reps.OfVolume(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
 				describeVolume(w, &v, mine, att)
 				for i := range mine { // the damage belongs to the replica that reports damage
 					all = append(all, eventsOf(ctx, c, &mine[i], "Replica")...)
 				}
-				describeEvents(w, latest(all))
+				describeEvents(w, latestEvents(all))
 			})
 		},
 	}
@@ -306,8 +306,8 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 	if s.Shared > 0 {
 		used += fmt.Sprintf(", of which %s in layers that others have too", api.SizeText(s.Shared))
 	}
-	fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
-		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", origin(v),
+	printFields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
+		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", sourceText(v),
 		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
 		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
 		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
@@ -316,15 +316,15 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		var rows [][]string
 		for _, r := range reps {
 			rows = append(rows, []string{r.Name, r.Spec.Node, string(r.Spec.Disk), string(r.Status.Mode),
-				api.SizeText(r.Status.Used), copied(&r), r.Status.Message})
+				api.SizeText(r.Status.Used), copyProgress(&r), r.Status.Message})
 		}
-		_ = table(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
+		_ = printTable(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
 	}
-	conditions(w, s.Conditions)
+	printConditions(w, s.Conditions)
 }
 
-// copied returns the progress of the copy to the replica's disk, or nothing without a copy.
-func copied(r *api.Replica) string {
+// copyProgress returns the progress of the copy to the replica's disk, or nothing without a copy.
+func copyProgress(r *api.Replica) string {
 	if r.Status.Copy == nil {
 		return ""
 	}
@@ -336,16 +336,16 @@ func (a *app) volumeRetry() *cobra.Command {
 		Use: "retry NAME", Short: "Try again to begin a volume whose source could not be copied",
 		Long: "A clone that failed (its source was damaged, or its copy made no progress) stays as it is until it is " +
 			"deleted or\ntried again. The copy begins again from the start.",
-		Args: args(cobra.ExactArgs(1)), ValidArgsFunction: a.complete(volumes, true),
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			var v api.Volume
-			if err := get(ctx, c, "volume", left[0], &v); err != nil {
+			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
 			if s := v.Status.CloneStatus; s == nil || s.State != api.CloneFailed {
@@ -366,13 +366,13 @@ func (a *app) volumeRetry() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), &v, func(w io.Writer) { fmt.Fprintf(w, "volume %q created\n", v.Name) })
+			return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) { fmt.Fprintf(w, "volume %q created\n", v.Name) })
 		},
 	}
 }
 
-// origin describes a volume's source and the progress of its copy.
-func origin(v *api.Volume) string {
+// sourceText describes a volume's source and the progress of its copy.
+func sourceText(v *api.Volume) string {
 	if c := v.Status.CloneStatus; c != nil {
 		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
 	}
@@ -383,16 +383,16 @@ func (a *app) volumeExpand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "expand NAME SIZE", Short: "Make a volume larger, attached or not, and the filesystem that is mounted from it",
 		Example: "  drover volume expand db 200Gi\n  drover volume expand db +10Gi",
-		Args:    args(cobra.ExactArgs(2)), ValidArgsFunction: a.complete(volumes, true),
+		Args:    checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			began := time.Now()
-			vol, err := expand(ctx, cmd, c, left[0], left[1])
+			vol, err := expandVolume(ctx, cmd, c, left[0], left[1])
 			if err != nil {
 				return err
 			}
@@ -400,7 +400,7 @@ func (a *app) volumeExpand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cmd.OutOrStdout(), vol, func(w io.Writer) {
+			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q is %s%s, in %s\n", vol.Name, api.SizeText(vol.Status.Size), grown,
 					seconds(time.Since(began)))
 			})
@@ -409,9 +409,9 @@ func (a *app) volumeExpand() *cobra.Command {
 	return c
 }
 
-func expand(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, size string) (*api.Volume, error) {
+func expandVolume(ctx context.Context, cmd *cobra.Command, c client.WithWatch, name, size string) (*api.Volume, error) {
 	var v api.Volume
-	if err := get(ctx, c, "volume", name, &v); err != nil {
+	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return nil, err
 	}
 	more, plus := strings.CutPrefix(size, "+")
@@ -443,20 +443,20 @@ func (a *app) volumeDelete() *cobra.Command {
 	keep := false
 	c := &cobra.Command{
 		Use: "delete NAME...", Short: "Delete detached volumes and their data", Aliases: []string{"rm"},
-		Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(volumes, false),
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.bounded(cmd)
+			ctx, done := a.withTimeout(cmd)
 			defer done()
-			c, err := a.connect()
+			c, err := a.newClient()
 			if err != nil {
 				return err
 			}
 			for _, name := range left {
 				var v api.Volume
-				if err := get(ctx, c, "volume", name, &v); err != nil {
+				if err := getObject(ctx, c, "volume", name, &v); err != nil {
 					return err
 				}
-				att, err := attachment(ctx, c, name)
+				att, err := getAttachment(ctx, c, name)
 				if err != nil {
 					return err
 				}
@@ -477,13 +477,13 @@ func (a *app) volumeDelete() *cobra.Command {
 					return explain(ctx, err)
 				}
 				if len(left) > 0 {
-					a.said(cmd, "volume", name, "deleted; its data is deleted with the last of its snapshots")
+					a.printOutcome(cmd, "volume", name, "deleted; its data is deleted with the last of its snapshots")
 					continue
 				}
-				if err = untilGone(ctx, c, "volume", &v, hindrance); err != nil {
+				if err = awaitGone(ctx, c, "volume", &v, unreadyReason); err != nil {
 					return err
 				}
-				a.said(cmd, "volume", name, "deleted")
+				a.printOutcome(cmd, "volume", name, "deleted")
 			}
 			return nil
 		},

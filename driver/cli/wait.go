@@ -20,10 +20,10 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// follow lists, then watches, and calls see for every object and every change, in the caller's goroutine, until see
-// returns true. After the end of a watch (server restart, expired version) follow lists again.
-func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see func(client.Object) (bool, error),
-	opts ...client.ListOption) error {
+// followObjects lists, then watches, and calls see for every object and every change, in the caller's goroutine, until
+// see returns true. After the end of a watch (server restart, expired version) followObjects lists again.
+func followObjects(ctx context.Context, c client.WithWatch, list client.ObjectList,
+	see func(client.Object) (bool, error), opts ...client.ListOption) error {
 	return followAll(ctx, c, list, map[string]client.Object{}, func(o client.Object, gone bool) (bool, error) {
 		if gone {
 			return false, nil
@@ -32,7 +32,7 @@ func follow(ctx context.Context, c client.WithWatch, list client.ObjectList, see
 	}, opts...)
 }
 
-// followAll is follow, and also reports deleted objects: seen objects, and known objects, by name.
+// followAll is followObjects, and also reports deleted objects: seen objects, and known objects, by name.
 func followAll(ctx context.Context, c client.WithWatch, list client.ObjectList, known map[string]client.Object,
 	see func(o client.Object, gone bool) (bool, error), opts ...client.ListOption) error {
 	saw := func(o client.Object, gone bool) (bool, error) {
@@ -98,18 +98,18 @@ func followWatch(ctx context.Context, c client.WithWatch, list client.ObjectList
 	}
 }
 
-// until watches the named object until done accepts the object. gone is the error for a deleted object.
-func until[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
+// awaitObject watches the named object until done accepts the object. gone is the error for a deleted object.
+func awaitObject[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
 	done func(T) (bool, error)) (T, error) {
 	obj, err := await.Until(ctx, c, name, done)
-	if apierrors.IsNotFound(err) && !unserved(err) {
+	if apierrors.IsNotFound(err) && !isUnserved(err) {
 		return obj, gone
 	}
 	return obj, explain(ctx, err)
 }
 
-// unserved reports that the server does not know the kind, as right after the server's start.
-func unserved(err error) bool {
+// isUnserved reports that the server does not know the kind, as right after the server's start.
+func isUnserved(err error) bool {
 	var s *apierrors.StatusError
 	return apierrors.IsNotFound(err) && errors.As(err, &s) && (s.ErrStatus.Details == nil ||
 		s.ErrStatus.Details.Name == "" ||
@@ -119,15 +119,15 @@ func unserved(err error) bool {
 		}))
 }
 
-// untilGone waits until an object is deleted. why explains the wait, for the message of a timeout.
-func untilGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
+// awaitGone waits until an object is deleted. why explains the wait, for the message of a timeout.
+func awaitGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
 	held := ""
 	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) { held = why(now) }))
-	return late(err, "the deletion of %s %q continues%s", noun, obj.GetName(), colon(held))
+	return explainTimeout(err, "the deletion of %s %q continues%s", noun, obj.GetName(), colon(held))
 }
 
-// late adds the awaited event to a timeout error.
-func late(err error, format string, args ...any) error {
+// explainTimeout adds the awaited event to a timeout error.
+func explainTimeout(err error, format string, args ...any) error {
 	if errors.Is(err, errTimeout) {
 		return fmt.Errorf("%w: %s", err, fmt.Sprintf(format, args...))
 	}
@@ -175,7 +175,7 @@ func explain(ctx context.Context, err error) error {
 	case apierrors.IsUnauthorized(err), apierrors.IsForbidden(err):
 		return api.Errorf(api.Denied, "the API server refuses this kubeconfig: %w", err)
 	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
-		return api.Errorf(api.Invalid, "the API server refuses this: %s", causes(err))
+		return api.Errorf(api.Invalid, "the API server refuses this: %s", validationCauses(err))
 	case apierrors.IsConflict(err):
 		return api.Errorf(api.Busy, "the object was changed at the same time: try again (%w)", err)
 	case meta.IsNoMatchError(err):
@@ -184,8 +184,8 @@ func explain(ctx context.Context, err error) error {
 	return err
 }
 
-// causes returns a person's part of a validation error: the field and its fault.
-func causes(err error) string {
+// validationCauses returns a person's part of a validation error: the field and its fault.
+func validationCauses(err error) string {
 	var s *apierrors.StatusError
 	if !errors.As(err, &s) || s.ErrStatus.Details == nil || len(s.ErrStatus.Details.Causes) == 0 {
 		return err.Error()
@@ -203,8 +203,8 @@ func causes(err error) string {
 	return strings.Join(out, "; ")
 }
 
-// get reads an object; a missing object is an error of kind not found that says how to list the existing objects.
-func get(ctx context.Context, c client.Client, noun, name string, obj client.Object) error {
+// getObject reads an object; a missing object is an error of kind not found that says how to list the existing objects.
+func getObject(ctx context.Context, c client.Client, noun, name string, obj client.Object) error {
 	err := c.Get(ctx, client.ObjectKey{Name: name}, obj)
 	if apierrors.IsNotFound(err) {
 		return api.Errorf(api.NotFound, "%s %q does not exist: `drover %s list` shows all", noun, name, noun)
