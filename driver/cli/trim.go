@@ -58,8 +58,8 @@ func (a *app) trimOne(ctx context.Context, cmd *cobra.Command, c client.WithWatc
 		return is != nil && is.ID == id && is.State != api.CloneInitiated, nil
 	})
 	if err != nil {
-		return explainTimeout(err, "volume %q is still being trimmed: `drover volume show %s -o yaml` tells the outcome", name,
-			name)
+		return explainTimeout(err, "volume %q is still being trimmed: `drover volume show %s -o yaml` tells the outcome",
+			name, name)
 	}
 	is := now.Status.Trimmed
 	if is.State == api.CloneFailed {

@@ -25,16 +25,16 @@ import (
 // Run carries out `drover image export` and `drover snapshot export`; `drover volume export` exports a new snapshot.
 // Run implements cli.Exporter.
 func Run(ctx context.Context, c client.Client, o cli.ExportOptions) (err error) {
-	src, err := open(ctx, c, o)
+	src, err := openSource(ctx, c, o)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
-	return save(ctx, src, o)
+	return saveFile(ctx, src, o)
 }
 
-// save writes the content of src into a temporary file and renames the file when complete.
-func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
+// saveFile writes the content of src into a temporary file and renames the file when complete.
+func saveFile(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if _, err := os.Lstat(o.File); err == nil && !o.Force {
 		return api.Errorf(api.Exists, "file %s exists already: choose another name, or --force", o.File)
 	}
@@ -42,7 +42,7 @@ func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	if err := os.Remove(part); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	if err := write(ctx, part, src, o); err != nil {
+	if err := writeFile(ctx, part, src, o); err != nil {
 		if rerr := os.Remove(part); !errors.Is(rerr, os.ErrNotExist) {
 			err = errors.Join(err, rerr)
 		}
@@ -57,8 +57,8 @@ func save(ctx context.Context, src block.Source, o cli.ExportOptions) error {
 	return file.OS.SyncDir(filepath.Dir(o.File))
 }
 
-// write writes the whole file and syncs the data.
-func write(ctx context.Context, name string, src block.Source, o cli.ExportOptions) (err error) {
+// writeFile writes the whole file and syncs the data.
+func writeFile(ctx context.Context, name string, src block.Source, o cli.ExportOptions) (err error) {
 	if o.Format == "qcow2" {
 		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 		if err != nil {
@@ -78,9 +78,9 @@ func write(ctx context.Context, name string, src block.Source, o cli.ExportOptio
 	return errors.Join(err, sink.Close())
 }
 
-// open opens the image or snapshot of the options on a disk of this machine.
-func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Source, error) {
-	disks, err := local(ctx, c)
+// openSource opens the image or snapshot of the options on a disk of this machine.
+func openSource(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Source, error) {
+	disks, err := localDisks(ctx, c)
 	if err != nil {
 		return nil, err
 	}
@@ -114,17 +114,17 @@ func open(ctx context.Context, c client.Client, o cli.ExportOptions) (block.Sour
 		why = append(why, err)
 	}
 	if len(why) == 0 {
-		return nil, elsewhere("snapshot", s.Name)
+		return nil, errElsewhere("snapshot", s.Name)
 	}
 	return nil, errors.Join(why...)
 }
 
-func elsewhere(what, name string) error {
+func errElsewhere(what, name string) error {
 	return api.Errorf(api.NotFound, "%s %s is on no disk of this machine: run this on a node that has it", what, name)
 }
 
-// local returns the disks of all nodes that this machine can open.
-func local(ctx context.Context, c client.Client) (map[api.UID]*stack.Disk, error) {
+// localDisks returns the disks of all nodes that this machine can open.
+func localDisks(ctx context.Context, c client.Client) (map[api.UID]*stack.Disk, error) {
 	var nodes api.NodeList
 	if err := c.List(ctx, &nodes); err != nil {
 		return nil, api.Explain(err, "list nodes")
@@ -148,7 +148,7 @@ func openImage(ctx context.Context, c client.Client, disks map[api.UID]*stack.Di
 	if img.Status.ReadyCopies == 0 {
 		return nil, api.Errorf(api.Unavailable, "image %s is not ready: it is %s", name, img.Status.State)
 	}
-	err := elsewhere("image", name)
+	err := errElsewhere("image", name)
 	for _, copied := range img.Status.Copies {
 		on := disks[copied.Disk]
 		if on == nil || copied.State != api.ImageReady {
@@ -156,14 +156,14 @@ func openImage(ctx context.Context, c client.Client, disks map[api.UID]*stack.Di
 		}
 		var rec block.Image
 		if rec, err = on.Image(string(img.Status.UUID)); err == nil {
-			return on.OpenStack(rec.Layers, sectors(rec.VirtualSize))
+			return on.OpenStack(rec.Layers, roundToBlocks(rec.VirtualSize))
 		}
 	}
 	return nil, err
 }
 
-// sectors rounds a size up to whole blocks, because layers are padded.
-func sectors(n int64) int64 { return (n + block.Size - 1) / block.Size * block.Size }
+// roundToBlocks rounds a size up to whole blocks, because layers are padded.
+func roundToBlocks(n int64) int64 { return (n + block.Size - 1) / block.Size * block.Size }
 
 // openSnapshot opens the layers of a snapshot. Other disks of the machine supply the layers that the replica's disk
 // lacks. A merge may replace layers meanwhile: then openSnapshot reads the stack again.

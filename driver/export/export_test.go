@@ -22,7 +22,7 @@ func TestSaveWhereNoFolderIs(t *testing.T) {
 	}
 	defer src.Close()
 	for _, format := range []string{"raw", "qcow2"} {
-		err = save(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "none", "x"), Format: format})
+		err = saveFile(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "none", "x"), Format: format})
 		if err == nil || !strings.Contains(err.Error(), "x is not written: open ") || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: %v", format, err)
 		}
@@ -45,7 +45,7 @@ func TestSaveTellsTheSize(t *testing.T) {
 	defer src.Close()
 	for _, format := range []string{"raw", "qcow2"} {
 		var size int64
-		err := save(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "x"), Format: format,
+		err := saveFile(t.Context(), src, cli.ExportOptions{File: filepath.Join(t.TempDir(), "x"), Format: format,
 			Progress: func(_, total int64) { size = total }})
 		if err != nil || size != 1<<20 {
 			t.Errorf("%s: %d bytes, %v", format, size, err)

@@ -43,7 +43,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	if err != nil {
 		return fmt.Errorf("definitions: %w", err)
 	}
-	wanted, err := definitions()
+	wanted, err := readDefinitions()
 	if err != nil {
 		return err
 	}
@@ -62,7 +62,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	crds := cs.ApiextensionsV1().CustomResourceDefinitions()
 	names := map[string]bool{}
 	for i := range wanted {
-		if err := apply(ctx, crds, &wanted[i]); err != nil {
+		if err := applyDefinition(ctx, crds, &wanted[i]); err != nil {
 			return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
 		}
 		names[wanted[i].Name] = true
@@ -76,7 +76,7 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 	}
 	if embedded {
 		for i := range wanted {
-			if err := backdate(ctx, crds, wanted[i].Name); err != nil {
+			if err := backdateDefinition(ctx, crds, wanted[i].Name); err != nil {
 				return fmt.Errorf("definition %s: %w", wanted[i].Name, err)
 			}
 		}
@@ -93,9 +93,9 @@ func InstallCRDs(ctx context.Context, cfg *rest.Config) error {
 // because other servers may not know the definition yet: crdHandler of k8s.io/apiextensions-apiserver.
 const youngest = 2 * time.Second
 
-// backdate makes a definition look older, so that the server does not delay creations: an embedded server is the only
-// one.
-func backdate(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface, name string) error {
+// backdateDefinition makes a definition look older, so that the server does not delay creations: an embedded server is
+// the only one.
+func backdateDefinition(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface, name string) error {
 	for {
 		crd, err := crds.Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
@@ -146,8 +146,8 @@ func awaitDiscovery(ctx context.Context, d discovery.DiscoveryInterface, crd *ap
 // builtIn is the number of definitions that replace built-in kinds of a Kubernetes cluster.
 const builtIn = 2
 
-// definitions returns the definitions of this binary, first the replacements of built-in kinds.
-func definitions() ([]apixv1.CustomResourceDefinition, error) {
+// readDefinitions returns the definitions of this binary, first the replacements of built-in kinds.
+func readDefinitions() ([]apixv1.CustomResourceDefinition, error) {
 	files := [][]byte{eventCRD, leaseCRD}
 	err := fs.WalkDir(api.CRDs, ".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
@@ -171,7 +171,7 @@ func definitions() ([]apixv1.CustomResourceDefinition, error) {
 	return out, nil
 }
 
-func apply(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface,
+func applyDefinition(ctx context.Context, crds apixclient.CustomResourceDefinitionInterface,
 	want *apixv1.CustomResourceDefinition) error {
 	for {
 		_, err := crds.Create(ctx, want, metav1.CreateOptions{})
@@ -205,7 +205,7 @@ func awaitEstablished(ctx context.Context, crds apixclient.CustomResourceDefinit
 		return err
 	}
 	for i := range list.Items {
-		if established(&list.Items[i]) {
+		if isEstablished(&list.Items[i]) {
 			delete(names, list.Items[i].Name)
 		}
 	}
@@ -227,7 +227,7 @@ func awaitEstablished(ctx context.Context, crds apixclient.CustomResourceDefinit
 			if !names[crd.Name] {
 				continue
 			}
-			if established(crd) {
+			if isEstablished(crd) {
 				delete(names, crd.Name)
 			}
 			for _, c := range crd.Status.Conditions {
@@ -242,7 +242,7 @@ func awaitEstablished(ctx context.Context, crds apixclient.CustomResourceDefinit
 	return nil
 }
 
-func established(crd *apixv1.CustomResourceDefinition) bool {
+func isEstablished(crd *apixv1.CustomResourceDefinition) bool {
 	for _, c := range crd.Status.Conditions {
 		if c.Type == apixv1.Established {
 			return c.Status == apixv1.ConditionTrue

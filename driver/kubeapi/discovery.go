@@ -34,7 +34,7 @@ func (d *finder) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	if image := uploadTo(r.URL.Path); image != "" {
-		d.uploads.serve(w, r, image)
+		d.uploads.serveUpload(w, r, image)
 		return
 	}
 	if path != "/apis" || r.Method != http.MethodGet {

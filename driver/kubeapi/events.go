@@ -51,7 +51,7 @@ func (v eventView) Get(ctx context.Context, name string, o *metav1.GetOptions) (
 }
 
 func (v eventView) List(ctx context.Context, o *internalversion.ListOptions) (runtime.Object, error) {
-	opts, match, err := underneath(o)
+	opts, match, err := storedEventOptions(o)
 	if err != nil {
 		return nil, err
 	}
@@ -69,7 +69,7 @@ func (v eventView) List(ctx context.Context, o *internalversion.ListOptions) (ru
 }
 
 func (v eventView) Watch(ctx context.Context, o *internalversion.ListOptions) (watch.Interface, error) {
-	opts, match, err := underneath(o)
+	opts, match, err := storedEventOptions(o)
 	if err != nil {
 		return nil, err
 	}
@@ -88,9 +88,9 @@ func (v eventView) Watch(ctx context.Context, o *internalversion.ListOptions) (w
 	}), nil
 }
 
-// underneath returns the options for the stored events, and a filter: stored events have other field names, so the
-// filter matches the field selector.
-func underneath(o *internalversion.ListOptions) (metav1.ListOptions, func(*corev1.Event) bool, error) {
+// storedEventOptions returns the options for the stored events, and a filter: stored events have other field names, so
+// the filter matches the field selector.
+func storedEventOptions(o *internalversion.ListOptions) (metav1.ListOptions, func(*corev1.Event) bool, error) {
 	var opts metav1.ListOptions
 	if o == nil {
 		return opts, func(*corev1.Event) bool { return true }, nil

@@ -45,7 +45,7 @@ func (s *store) moveGroup(ctx context.Context) (err error) {
 			err = fmt.Errorf("move objects from group %s to %s: %w", formerGroup, api.GroupVersion.Group, err)
 		}
 	}()
-	some, err := s.page(ctx, formerObjects, "", 1)
+	some, err := s.listPage(ctx, formerObjects, "", 1)
 	if err != nil {
 		return err
 	}
@@ -78,8 +78,8 @@ func (s *store) moveGroup(ctx context.Context) (err error) {
 	return s.deleteFormerDefinitions(ctx)
 }
 
-// page returns up to limit entries whose keys have a prefix and come after another key.
-func (s *store) page(ctx context.Context, prefix, after string, limit int64) ([]*mvccpb.KeyValue, error) {
+// listPage returns up to limit entries whose keys have a prefix and come after another key.
+func (s *store) listPage(ctx context.Context, prefix, after string, limit int64) ([]*mvccpb.KeyValue, error) {
 	from := prefix
 	if after != "" {
 		from = after + "\x00"
@@ -96,7 +96,7 @@ func (s *store) page(ctx context.Context, prefix, after string, limit int64) ([]
 // moveNext moves the first object after a key and returns the object's former key, or "" after the last object. If
 // the new key exists already, both keys stay and moveNext reports false.
 func (s *store) moveNext(ctx context.Context, after string) (key string, moved bool, err error) {
-	list, err := s.page(ctx, formerObjects, after, 1)
+	list, err := s.listPage(ctx, formerObjects, after, 1)
 	if err != nil || len(list) == 0 {
 		return "", false, err
 	}
@@ -157,7 +157,7 @@ func (s *store) copyBeforeMove() error {
 	path := filepath.Join(s.snaps, formerCopy)
 	_, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		err = s.save(path)
+		err = s.saveCopy(path)
 	}
 	if err != nil {
 		return api.Errorf(api.Unavailable, "copy of the state in %s: %w", path, err)
@@ -167,7 +167,7 @@ func (s *store) copyBeforeMove() error {
 
 func (s *store) deleteFormerDefinitions(ctx context.Context) error {
 	for after := ""; ; {
-		list, err := s.page(ctx, definitionObjects, after, 100)
+		list, err := s.listPage(ctx, definitionObjects, after, 100)
 		if err != nil || len(list) == 0 {
 			return err
 		}

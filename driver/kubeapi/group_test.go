@@ -67,7 +67,7 @@ func putAll(t *testing.T, s *store, state map[string]json.RawMessage) {
 // dump is all that the database has for the API server.
 func dump(t *testing.T, s *store) map[string]string {
 	t.Helper()
-	list, err := s.page(t.Context(), "/registry/", "", 0)
+	list, err := s.listPage(t.Context(), "/registry/", "", 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -251,7 +251,7 @@ func TestFirstStartMovesTheGroup(t *testing.T) {
 // In a cluster whose database belongs to others, the controller does not start beside objects of the former group.
 func TestFormerObjectsAreRefused(t *testing.T) {
 	s := serve(t, Options{Dir: t.TempDir()})
-	today, err := definitions()
+	today, err := readDefinitions()
 	s.must(err)
 	today = today[builtIn:]
 	s.must(refuseFormerObjects(t.Context(), s.Config, today))
@@ -262,7 +262,7 @@ func TestFormerObjectsAreRefused(t *testing.T) {
 	s.must(json.Unmarshal(formerState(t)[definitionObjects+"settings.drover.io"], &former))
 	former.ObjectMeta = metav1.ObjectMeta{Name: former.Name}
 	crds := cs.ApiextensionsV1().CustomResourceDefinitions()
-	s.must(apply(t.Context(), crds, &former))
+	s.must(applyDefinition(t.Context(), crds, &former))
 	s.must(awaitEstablished(t.Context(), crds, map[string]bool{former.Name: true}))
 	s.must(awaitDiscovery(t.Context(), cs.Discovery(), &former))
 	s.must(refuseFormerObjects(t.Context(), s.Config, today)) // the definition alone is no harm

@@ -62,7 +62,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 	if err := os.MkdirAll(id.dir, 0o700); err != nil {
 		return nil, api.Errorf(api.Unavailable, "pki folder: %w", err)
 	}
-	token, err := id.load("token", func() ([]byte, error) { return []byte(randomToken()), nil })
+	token, err := id.loadOrCreate("token", func() ([]byte, error) { return []byte(randomToken()), nil })
 	if err != nil {
 		return nil, err
 	}
@@ -71,7 +71,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 		return nil, api.Errorf(api.Corrupt, "%s/token is too short: delete it to get a new one", id.dir)
 	}
 	// Certificate and key share a file, so that both always match.
-	both, err := id.load("ca.pem", func() ([]byte, error) { return authority.New(authorityName()) })
+	both, err := id.loadOrCreate("ca.pem", func() ([]byte, error) { return authority.New(authorityName()) })
 	if err != nil {
 		return nil, err
 	}
@@ -79,7 +79,7 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 		return nil, api.Errorf(api.Corrupt, "%s/ca.pem is damaged (%w): delete it to get a new authority", id.dir, err)
 	}
 	// The serving certificate stays in memory and is new at every start, so that no certificate in use expires.
-	cert, key, err := id.issue(append([]string{"localhost", loopback, id.host}, names...)...)
+	cert, key, err := id.signCertificate(append([]string{"localhost", loopback, id.host}, names...)...)
 	if err != nil {
 		return nil, fmt.Errorf("serving certificate: %w", err)
 	}
@@ -87,8 +87,8 @@ func openIdentity(dir, listen string, names []string) (*identity, error) {
 	return id, err
 }
 
-// load reads a file of the pki folder, or creates the file, readable by its owner alone.
-func (id *identity) load(name string, make func() ([]byte, error)) ([]byte, error) {
+// loadOrCreate reads a file of the pki folder, or creates the file, readable by its owner alone.
+func (id *identity) loadOrCreate(name string, make func() ([]byte, error)) ([]byte, error) {
 	path := filepath.Join(id.dir, name)
 	b, err := os.ReadFile(path)
 	if !errors.Is(err, fs.ErrNotExist) {
@@ -106,7 +106,7 @@ func authorityName() string { return "drover " + randomToken()[:8] }
 // Certificate returns a certificate for a server beside this server, with these names and addresses. ca is the
 // authority in the kubeconfig, so that clients of the API trust the certificate.
 func (s *Server) Certificate(hosts ...string) (cert tls.Certificate, ca []byte, err error) {
-	return s.id.certificate(hosts)
+	return s.id.serverCertificate(hosts)
 }
 
 // NewCertificate returns a certificate of a new authority without a stored key.
@@ -119,19 +119,19 @@ func NewCertificate(hosts ...string) (cert tls.Certificate, ca []byte, err error
 	if err != nil {
 		return cert, nil, err
 	}
-	return (&identity{ca: a}).certificate(hosts)
+	return (&identity{ca: a}).serverCertificate(hosts)
 }
 
-func (id *identity) certificate(hosts []string) (cert tls.Certificate, ca []byte, err error) {
-	certPEM, key, err := id.issue(hosts...)
+func (id *identity) serverCertificate(hosts []string) (cert tls.Certificate, ca []byte, err error) {
+	certPEM, key, err := id.signCertificate(hosts...)
 	if err == nil {
 		cert, err = tls.X509KeyPair(certPEM, key)
 	}
 	return cert, id.ca.PEM(), err
 }
 
-// issue signs a server certificate for names and addresses.
-func (id *identity) issue(hosts ...string) (cert, key []byte, err error) {
+// signCertificate signs a server certificate for names and addresses.
+func (id *identity) signCertificate(hosts ...string) (cert, key []byte, err error) {
 	k, err := authority.NewKey()
 	if err != nil {
 		return nil, nil, err
@@ -152,8 +152,8 @@ func (id *identity) issue(hosts ...string) (cert, key []byte, err error) {
 	return cert, key, err
 }
 
-// listen opens the port of the last start, or a free port below the kernel's range for outgoing connections.
-func (id *identity) listen() (net.Listener, error) {
+// listenPort opens the port of the last start, or a free port below the kernel's range for outgoing connections.
+func (id *identity) listenPort() (net.Listener, error) {
 	path := filepath.Join(id.dir, "port")
 	if id.wish != "" && id.wish != "0" {
 		ln, err := wire.Listen(net.JoinHostPort(id.host, id.wish))
@@ -197,8 +197,8 @@ func (id *identity) AuthenticateToken(_ context.Context, token string) (*authent
 		Groups: []string{user.SystemPrivilegedGroup}}}, true, nil
 }
 
-// url returns the URL for clients on this machine.
-func (id *identity) url() string {
+// localURL returns the URL for clients on this machine.
+func (id *identity) localURL() string {
 	host := id.host
 	if net.ParseIP(host).IsUnspecified() {
 		host = loopback
@@ -215,11 +215,11 @@ func (id *identity) joinURL() string {
 	case len(id.names) > 0:
 		return "https://" + net.JoinHostPort(id.names[0], strconv.Itoa(id.port))
 	}
-	return id.url()
+	return id.localURL()
 }
 
 func (id *identity) clientConfig() *rest.Config {
-	return &rest.Config{Host: id.url(), BearerToken: id.token, QPS: -1,
+	return &rest.Config{Host: id.localURL(), BearerToken: id.token, QPS: -1,
 		TLSClientConfig: rest.TLSClientConfig{CAData: id.ca.PEM()}}
 }
 

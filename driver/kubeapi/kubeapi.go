@@ -127,7 +127,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		return nil, err
 	}
 	s.id = id
-	ln, err := id.listen()
+	ln, err := id.listenPort()
 	if err != nil {
 		return nil, err
 	}
@@ -136,7 +136,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		_ = ln.Close()
 		return nil, err
 	}
-	if s.WentBack, err = s.store.follow(ctx, o.Dir); err != nil {
+	if s.WentBack, err = s.store.checkLineage(ctx, o.Dir); err != nil {
 		_ = ln.Close()
 		return nil, err
 	}
@@ -213,14 +213,14 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	prepared := srv.GenericAPIServer.PrepareRun()
 	s.wg.Go(func() {
 		if err := prepared.RunWithContext(run); err != nil {
-			s.fail(fmt.Errorf("API server: %w", err))
+			s.recordFailure(fmt.Errorf("API server: %w", err))
 		}
 		stop()
 	})
 	if err := InstallCRDs(run, s.Config); err != nil {
 		return nil, err
 	}
-	if err := id.writeKubeconfig(s.Kubeconfig, id.url()); err != nil {
+	if err := id.writeKubeconfig(s.Kubeconfig, id.localURL()); err != nil {
 		return nil, err
 	}
 	if url := id.joinURL(); url != "" {
@@ -229,7 +229,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 			return nil, err
 		}
 	}
-	s.wg.Go(func() { s.tidy(run, o) })
+	s.wg.Go(func() { s.maintainState(run, o) })
 	return s, nil
 }
 
@@ -246,8 +246,8 @@ func (s *Server) Wait() error {
 	return s.err
 }
 
-// fail records the first error. Only the server's goroutine calls fail, before Wait can return.
-func (s *Server) fail(err error) {
+// recordFailure records the first error. Only the server's goroutine calls recordFailure, before Wait can return.
+func (s *Server) recordFailure(err error) {
 	s.err = err
 	s.log.Error("embedded API server failed", "err", err)
 }

@@ -30,9 +30,9 @@ type lineage struct {
 // startKey holds the mark, outside of the API server's prefix.
 var startKey = []byte("/drover/start")
 
-// follow compares the database with the last server's lineage, and writes a new mark. follow reports true for another
-// database and for an older state.
-func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
+// checkLineage compares the database with the last server's lineage, and writes a new mark. checkLineage reports true
+// for another database and for an older state.
+func (s *store) checkLineage(ctx context.Context, dir string) (back bool, err error) {
 	defer func() {
 		if err != nil {
 			err = api.Errorf(api.Unavailable, "history of the state database: %w", err)
@@ -64,11 +64,11 @@ func (s *store) follow(ctx context.Context, dir string) (back bool, err error) {
 	if _, err := s.etcd.Server.Put(ctx, &etcdserverpb.PutRequest{Key: startKey, Value: []byte(s.start)}); err != nil {
 		return false, err
 	}
-	return back, s.note(false)
+	return back, s.recordRevision(false)
 }
 
-// note records the revision of the database.
-func (s *store) note(clean bool) error {
+// recordRevision records the revision of the database.
+func (s *store) recordRevision(clean bool) error {
 	b, err := json.Marshal(lineage{s.start, s.etcd.Server.KV().Rev(), clean})
 	if err != nil {
 		return fmt.Errorf("history of the state database: %w", err)

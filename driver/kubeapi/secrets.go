@@ -90,8 +90,8 @@ var (
 
 func (secretStrategy) NamespaceScoped() bool { return true }
 
-// settle moves the write-only stringData to data.
-func settle(obj runtime.Object) {
+// mergeStringData moves the write-only stringData to data.
+func mergeStringData(obj runtime.Object) {
 	s := obj.(*corev1.Secret)
 	if s.Type == "" {
 		s.Type = corev1.SecretTypeOpaque
@@ -109,8 +109,10 @@ func settle(obj runtime.Object) {
 	s.StringData = nil
 }
 
-func (secretStrategy) PrepareForCreate(_ context.Context, obj runtime.Object)    { settle(obj) }
-func (secretStrategy) PrepareForUpdate(_ context.Context, obj, _ runtime.Object) { settle(obj) }
+func (secretStrategy) PrepareForCreate(_ context.Context, obj runtime.Object) { mergeStringData(obj) }
+func (secretStrategy) PrepareForUpdate(_ context.Context, obj, _ runtime.Object) {
+	mergeStringData(obj)
+}
 
 func (secretStrategy) Validate(_ context.Context, obj runtime.Object) field.ErrorList {
 	size := 0

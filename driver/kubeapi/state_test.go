@@ -117,7 +117,7 @@ func TestRestore(t *testing.T) {
 	}
 	s.firstSnapshot(dir)
 	s.must(s.put("a", "old"))
-	s.must(s.store.snapshot(time.Now().Add(2 * time.Hour)))
+	s.must(s.store.takeSnapshot(time.Now().Add(2 * time.Hour)))
 	s.must(s.put("a", "new"))
 	var list api.NodeList
 	s.must(s.client.List(t.Context(), &list))
@@ -249,8 +249,8 @@ func TestSnapshotsRotate(t *testing.T) {
 	for i := range keepSnapshots + 3 {
 		at = at.Add(2 * snapshotInterval)
 		s.must(s.put("a", fmt.Sprint(i)))
-		s.must(s.store.snapshot(at))
-		s.must(s.store.snapshot(at.Add(time.Minute))) // too soon
+		s.must(s.store.takeSnapshot(at))
+		s.must(s.store.takeSnapshot(at.Add(time.Minute))) // too soon
 	}
 	snaps, err := Snapshots(dir)
 	if err != nil || len(snaps) != keepSnapshots ||
@@ -271,7 +271,7 @@ func TestSnapshotsAtOnce(t *testing.T) {
 		for range 4 {
 			at = at.Add(2 * snapshotInterval)
 			at := at
-			g.Go(func() error { return s.store.snapshot(at) })
+			g.Go(func() error { return s.store.takeSnapshot(at) })
 		}
 		s.must(g.Wait())
 	}

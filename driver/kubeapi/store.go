@@ -110,7 +110,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 
 func (s *store) close() {
 	if s.start != "" {
-		if err := s.note(true); err != nil {
+		if err := s.recordRevision(true); err != nil {
 			s.log.Warn("how far the state is was not noted", "err", err)
 		}
 	}
@@ -156,8 +156,8 @@ func (s *store) checkQuota(ctx context.Context) {
 	}
 }
 
-// healthy returns the reason why the database refuses writes now or soon.
-func (s *store) healthy() error {
+// checkWritable returns the reason why the database refuses writes now or soon.
+func (s *store) checkWritable() error {
 	if s.full.Load() || len(s.etcd.Server.Alarms()) > 0 {
 		return api.Errorf(api.Full, "the state database has reached its quota of %d bytes: delete objects", s.quota)
 	}
@@ -170,12 +170,12 @@ const (
 	snapshotPrefix   = "state-"
 )
 
-// snapshot copies the database if the database changed and the newest copy is an hour old. A copy has the format of
+// takeSnapshot copies the database if the database changed and the newest copy is an hour old. A copy has the format of
 // `etcdctl snapshot save`: the database and its SHA-256 at the end.
-func (s *store) snapshot(now time.Time) error {
+func (s *store) takeSnapshot(now time.Time) error {
 	s.taking.Lock()
 	defer s.taking.Unlock()
-	names, err := s.snapshots()
+	names, err := s.listSnapshots()
 	if err != nil {
 		return fmt.Errorf("snapshots of the state database: %w", err)
 	}
@@ -190,11 +190,11 @@ func (s *store) snapshot(now time.Time) error {
 		}
 	}
 	path := filepath.Join(s.snaps, snapshotPrefix+now.UTC().Format(time.RFC3339)+".db")
-	if err := s.save(path); err != nil {
+	if err := s.saveCopy(path); err != nil {
 		return fmt.Errorf("snapshot %s: %w", path, err)
 	}
 	s.saved = rev
-	if names, err = s.snapshots(); err != nil {
+	if names, err = s.listSnapshots(); err != nil {
 		return fmt.Errorf("snapshots of the state database: %w", err)
 	}
 	for len(names) > keepSnapshots {
@@ -206,7 +206,7 @@ func (s *store) snapshot(now time.Time) error {
 	return nil
 }
 
-func (s *store) save(path string) (err error) {
+func (s *store) saveCopy(path string) (err error) {
 	tmp := path + ".tmp"
 	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
@@ -236,8 +236,8 @@ func (s *store) save(path string) (err error) {
 	return syncDir(filepath.Dir(path))
 }
 
-// snapshots returns the names of the copies, oldest first, and removes unfinished copies.
-func (s *store) snapshots() ([]string, error) {
+// listSnapshots returns the names of the copies, oldest first, and removes unfinished copies.
+func (s *store) listSnapshots() ([]string, error) {
 	dir, err := os.ReadDir(s.snaps)
 	if err != nil {
 		return nil, err
@@ -267,7 +267,7 @@ type zapTo struct {
 func (z zapTo) Enabled(l zapcore.Level) bool { return l >= zapcore.WarnLevel }
 func (z zapTo) Sync() error                  { return nil }
 func (z zapTo) With(f []zapcore.Field) zapcore.Core {
-	return zapTo{z.log.With(attrs(f)...), z.quiet}
+	return zapTo{z.log.With(logAttributes(f)...), z.quiet}
 }
 func (z zapTo) Check(e zapcore.Entry, c *zapcore.CheckedEntry) *zapcore.CheckedEntry {
 	if z.Enabled(e.Level) {
@@ -283,11 +283,11 @@ func (z zapTo) Write(e zapcore.Entry, f []zapcore.Field) error {
 	case e.Level > zapcore.WarnLevel:
 		level = slog.LevelError
 	}
-	z.log.Log(context.Background(), level, e.Message, attrs(f)...)
+	z.log.Log(context.Background(), level, e.Message, logAttributes(f)...)
 	return nil
 }
 
-func attrs(fields []zapcore.Field) []any {
+func logAttributes(fields []zapcore.Field) []any {
 	enc := zapcore.NewMapObjectEncoder()
 	for _, f := range fields {
 		f.AddTo(enc)

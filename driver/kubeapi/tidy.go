@@ -10,8 +10,9 @@ import (
 	eventsclient "k8s.io/client-go/kubernetes/typed/events/v1"
 )
 
-// tidy keeps the state small and safe: only tidy removes events, checks the quota and takes snapshots.
-func (s *Server) tidy(ctx context.Context, o Options) {
+// maintainState keeps the state small and safe: only maintainState removes events, checks the quota and takes
+// snapshots.
+func (s *Server) maintainState(ctx context.Context, o Options) {
 	tick := time.NewTicker(o.Tidy)
 	defer tick.Stop()
 	for {
@@ -19,10 +20,10 @@ func (s *Server) tidy(ctx context.Context, o Options) {
 			s.log.Warn("old events stay for now", "err", err)
 		}
 		s.store.checkQuota(ctx)
-		if err := s.store.snapshot(time.Now()); err != nil {
+		if err := s.store.takeSnapshot(time.Now()); err != nil {
 			s.log.Error("no snapshot of the state database", "err", err)
 		}
-		if err := s.store.note(false); err != nil {
+		if err := s.store.recordRevision(false); err != nil {
 			s.log.Warn("how far the state is was not noted", "err", err)
 		}
 		select {
@@ -34,7 +35,7 @@ func (s *Server) tidy(ctx context.Context, o Options) {
 }
 
 // Healthy returns nil if the server can take writes now, and otherwise the cause.
-func (s *Server) Healthy() error { return s.store.healthy() }
+func (s *Server) Healthy() error { return s.store.checkWritable() }
 
 // pruneEvents removes events that are older than o.KeepEvents, and the oldest beyond o.MaxEvents.
 func (s *Server) pruneEvents(ctx context.Context, o Options) error {

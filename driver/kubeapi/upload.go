@@ -56,7 +56,7 @@ func longRunning(is apirequest.LongRunningRequestCheck) apirequest.LongRunningRe
 	}
 }
 
-func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
+func (u *uploads) serveUpload(w http.ResponseWriter, r *http.Request, image string) {
 	refuse := func(code int, err error) {
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(code)
@@ -73,7 +73,7 @@ func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
 		if c.Spec.Image != image || c.Status.UploadURL == "" || c.DeletionTimestamp != nil {
 			continue
 		}
-		if err := forward(w, r, c, refuse); err != nil {
+		if err := forwardUpload(w, r, c, refuse); err != nil {
 			refuse(http.StatusBadGateway, err)
 		}
 		return
@@ -81,8 +81,9 @@ func (u *uploads) serve(w http.ResponseWriter, r *http.Request, image string) {
 	refuse(http.StatusNotFound, api.Errorf(api.NotFound, "no upload of an image %q is expected", image))
 }
 
-// forward sends the request to the upload address of the copy. The copy's status has the authority of the address.
-func forward(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse func(int, error)) error {
+// forwardUpload sends the request to the upload address of the copy. The copy's status has the authority of the
+// address.
+func forwardUpload(w http.ResponseWriter, r *http.Request, c *api.ImageCopy, refuse func(int, error)) error {
 	to, err := url.Parse(c.Status.UploadURL)
 	if err != nil {
 		return fmt.Errorf("the address of the upload: %w", err)

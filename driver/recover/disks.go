@@ -49,7 +49,8 @@ func (j *job) readDisks() error {
 			continue // the disk of another machine or an unmounted disk: its node reports the state
 		}
 		if err != nil {
-			j.add(step{Finding: cli.Finding{Kind: "Disk", Name: path, Disk: path, State: cli.FoundDamaged, Note: err.Error()}})
+			j.addStep(step{Finding: cli.Finding{Kind: "Disk", Name: path, Disk: path, State: cli.FoundDamaged,
+				Note: err.Error()}})
 			continue
 		}
 		d := &disk{Disk: on}
@@ -66,11 +67,11 @@ func (j *job) readDisks() error {
 		seen[d.uid()] = d
 		if why != "" {
 			f.State, f.Note = cli.FoundConflict, why
-			j.add(step{Finding: f})
+			j.addStep(step{Finding: f})
 			continue
 		}
 		f.State, f.Note = cli.FoundThere, "on node "+d.node
-		j.add(step{Finding: f})
+		j.addStep(step{Finding: f})
 		j.readRecords(d)
 		j.disks = append(j.disks, d)
 	}
@@ -119,7 +120,7 @@ func (j *job) nodeOf(d *disk) (node, why string) {
 // readRecords reads the images and stacks of the disk. Unreadable records become findings; the others count.
 func (j *job) readRecords(d *disk) {
 	damaged := func(kind, name string, uid api.UID, err error) {
-		j.add(step{Finding: cli.Finding{Kind: kind, Name: name, UID: uid, Disk: d.Path(), State: cli.FoundDamaged,
+		j.addStep(step{Finding: cli.Finding{Kind: kind, Name: name, UID: uid, Disk: d.Path(), State: cli.FoundDamaged,
 			Note: err.Error()}})
 	}
 	images, err := d.Images()
@@ -127,7 +128,7 @@ func (j *job) readRecords(d *disk) {
 		damaged("BackingImage", "(unreadable)", "", err)
 	}
 	for _, img := range images {
-		err := d.whole(img)
+		err := d.checkComplete(img)
 		if err == nil {
 			err = api.ValidateImageName(img.Name)
 		}
@@ -142,7 +143,7 @@ func (j *job) readRecords(d *disk) {
 		damaged("Replica", "(unreadable)", "", err)
 	}
 	for _, m := range reps {
-		if err := j.there(d, m.Layers); err != nil {
+		if err := j.checkLayersExist(d, m.Layers); err != nil {
 			damaged("Replica", replicaName(m.Volume, m.UID), api.UID(m.UID), err)
 			continue
 		}
@@ -150,8 +151,9 @@ func (j *job) readRecords(d *disk) {
 	}
 }
 
-// there checks that each layer exists on the disk, or on another disk that serves reads until the copy is complete.
-func (j *job) there(d *disk, layers []string) error {
+// checkLayersExist checks that each layer exists on the disk, or on another disk that serves reads until the copy is
+// complete.
+func (j *job) checkLayersExist(d *disk, layers []string) error {
 	lacks, err := d.LackingOf(layers)
 	for _, l := range layers {
 		if !slices.Contains(lacks, l) {
@@ -174,8 +176,9 @@ func (j *job) there(d *disk, layers []string) error {
 	return err
 }
 
-// whole checks that the layers of an image are complete on the disk. A layer of a snapshot may get digests later.
-func (d *disk) whole(img block.Image) error {
+// checkComplete checks that the layers of an image are complete on the disk. A layer of a snapshot may get digests
+// later.
+func (d *disk) checkComplete(img block.Image) error {
 	if img.Digest == "" {
 		_, err := d.Taken(img)
 		return err

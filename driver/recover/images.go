@@ -18,7 +18,7 @@ type image struct {
 	on []*disk
 }
 
-func (i *image) finding(state, note string) cli.Finding {
+func (i *image) newFinding(state, note string) cli.Finding {
 	return cli.Finding{Kind: "BackingImage", Name: i.Name, UID: api.UID(i.UID), Disk: i.on[0].Path(), State: state,
 		Note: note}
 }
@@ -48,26 +48,26 @@ func (j *job) planImage(img *image, ambiguous bool) {
 	have := j.images[img.Name]
 	switch {
 	case have == nil && ambiguous:
-		j.add(step{Finding: img.finding(cli.FoundConflict, "the disks hold several images of this name: recover with "+
+		j.addStep(step{Finding: img.newFinding(cli.FoundConflict, "the disks hold several images of this name: recover with "+
 			"--disk from the one that counts")})
 	case have == nil:
-		obj, note, err := img.object()
+		obj, note, err := img.recordedObject()
 		if err != nil {
-			j.add(step{Finding: img.finding(cli.FoundDamaged, err.Error())})
+			j.addStep(step{Finding: img.newFinding(cli.FoundDamaged, err.Error())})
 			return
 		}
-		s := j.add(step{Finding: img.finding(cli.FoundMissing, note), do: j.create(obj), done: "created",
+		s := j.addStep(step{Finding: img.newFinding(cli.FoundMissing, note), do: j.createObject(obj), done: "created",
 			wait: j.awaitImage(img.Name)})
 		s.Action = "create"
 	case have.Status.UUID != api.UID(img.UID):
 		if r, err := have.Recovered(); err == nil && r != nil && r.UUID == api.UID(img.UID) {
-			j.add(step{Finding: img.finding(cli.FoundThere, "waits for the controller")})
+			j.addStep(step{Finding: img.newFinding(cli.FoundThere, "waits for the controller")})
 			return
 		}
-		j.add(step{Finding: img.finding(cli.FoundConflict, fmt.Sprintf("the API has another image of this name, %s",
+		j.addStep(step{Finding: img.newFinding(cli.FoundConflict, fmt.Sprintf("the API has another image of this name, %s",
 			orNone(have.Status.UUID)))})
 	default:
-		j.add(step{Finding: img.finding(cli.FoundThere, "")})
+		j.addStep(step{Finding: img.newFinding(cli.FoundThere, "")})
 		for _, d := range img.on {
 			j.planCopy(have, img, d)
 		}
@@ -93,29 +93,29 @@ func (j *job) planCopy(have *api.BackingImage, img *image, d *disk) {
 	switch {
 	case c == nil && have.DeletionTimestamp == nil:
 		f.State, f.Action = cli.FoundMissing, "create"
-		j.add(step{Finding: f, done: "created", do: j.create(&api.ImageCopy{
+		j.addStep(step{Finding: f, done: "created", do: j.createObject(&api.ImageCopy{
 			ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
 				api.LabelImage: api.LabelValue(img.Name), api.LabelDisk: d.UID(), api.LabelNode: api.LabelValue(d.node)}},
 			Spec: api.ImageCopySpec{Image: img.Name, UUID: have.Status.UUID, Layers: have.Status.Layers, Node: d.node,
 				Disk: d.uid(), Export: export}})})
 	case c == nil:
 		f.Note = "the image is being deleted"
-		j.add(step{Finding: f})
+		j.addStep(step{Finding: f})
 	case c.Spec.UUID != api.UID(img.UID) || c.Spec.Disk != d.uid():
 		f.State, f.Note = cli.FoundConflict, "the API has another copy of this name, on disk "+string(c.Spec.Disk)
-		j.add(step{Finding: f})
+		j.addStep(step{Finding: f})
 	case c.Spec.Node != d.node:
 		f.State, f.Action, f.Note = cli.FoundMoved, "move", fmt.Sprintf("from node %s to %s", c.Spec.Node, d.node)
-		j.add(step{Finding: f, done: "moved", do: j.move(c, func() {
+		j.addStep(step{Finding: f, done: "moved", do: j.recordNode(c, func() {
 			c.Spec.Node = d.node
-			relabel(c, d.node)
+			setNodeLabel(c, d.node)
 		})})
 	default:
-		j.add(step{Finding: f})
+		j.addStep(step{Finding: f})
 	}
 }
 
-func relabel(obj metav1.Object, node string) {
+func setNodeLabel(obj metav1.Object, node string) {
 	labels := maps.Clone(obj.GetLabels())
 	if labels == nil {
 		labels = map[string]string{}
@@ -124,8 +124,8 @@ func relabel(obj metav1.Object, node string) {
 	obj.SetLabels(labels)
 }
 
-// object returns the BackingImage from the record on the disk.
-func (i *image) object() (obj *api.BackingImage, note string, err error) {
+// recordedObject returns the BackingImage from the record on the disk.
+func (i *image) recordedObject() (obj *api.BackingImage, note string, err error) {
 	rec := api.ImageRecord{Spec: api.BackingImageSpec{SourceType: api.SourceUpload, SourceParameters: map[string]string{},
 		Checksum: i.Checksum, MinNumberOfCopies: 1}}
 	note = "its source is not recorded: it becomes an upload"

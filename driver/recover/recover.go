@@ -70,7 +70,7 @@ func Run(ctx context.Context, c client.WithWatch, o cli.RecoverOptions) ([]cli.F
 		j.planVolumes()
 		j.planLost()
 		if o.Apply {
-			err = j.apply(ctx)
+			err = j.applyPlan(ctx)
 		}
 	}
 	out := make([]cli.Finding, len(j.steps))
@@ -80,13 +80,13 @@ func Run(ctx context.Context, c client.WithWatch, o cli.RecoverOptions) ([]cli.F
 	return out, err
 }
 
-func (j *job) add(s step) *step {
+func (j *job) addStep(s step) *step {
 	j.steps = append(j.steps, &s)
 	return &s
 }
 
-// apply carries out the plan in order: images, then replicas before their volumes.
-func (j *job) apply(ctx context.Context) error {
+// applyPlan carries out the plan in order: images, then replicas before their volumes.
+func (j *job) applyPlan(ctx context.Context) error {
 	var errs []error
 	for _, s := range j.steps {
 		if s.do == nil {
@@ -167,8 +167,8 @@ func byName[T any, P interface {
 	return out
 }
 
-// create creates an object. An object of the same name, created since the comparison, is an error.
-func (j *job) create(obj client.Object) func(context.Context) error {
+// createObject creates an object. An object of the same name, created since the comparison, is an error.
+func (j *job) createObject(obj client.Object) func(context.Context) error {
 	return func(ctx context.Context) error {
 		err := j.client.Create(ctx, obj)
 		if apierrors.IsAlreadyExists(err) {
@@ -178,8 +178,8 @@ func (j *job) create(obj client.Object) func(context.Context) error {
 	}
 }
 
-// move records the node that has the object's disk now.
-func (j *job) move(obj client.Object, set func()) func(context.Context) error {
+// recordNode records the node that has the object's disk now.
+func (j *job) recordNode(obj client.Object, set func()) func(context.Context) error {
 	return func(ctx context.Context) error {
 		base := obj.DeepCopyObject().(client.Object)
 		set()

@@ -30,17 +30,17 @@ type volume struct {
 	reps []*replica
 }
 
-func (v *volume) finding(state, note string) cli.Finding {
+func (v *volume) newFinding(state, note string) cli.Finding {
 	return cli.Finding{Kind: "Volume", Name: v.name, UID: v.uid, Disk: v.reps[0].on.Path(), State: state, Note: note}
 }
 
-func (r *replica) finding(state, note string) cli.Finding {
+func (r *replica) newFinding(state, note string) cli.Finding {
 	return cli.Finding{Kind: "Replica", Name: replicaName(r.Volume, r.UID), UID: api.UID(r.UID), Disk: r.on.Path(),
 		State: state, Note: note}
 }
 
-// members returns the UIDs of the members of the latest session.
-func (v *volume) members() []string {
+// memberUIDs returns the UIDs of the members of the latest session.
+func (v *volume) memberUIDs() []string {
 	if m := v.reps[0].Members; len(m) > 0 {
 		return m
 	}
@@ -49,7 +49,7 @@ func (v *volume) members() []string {
 
 func (v *volume) memberNames() []string {
 	var names []string
-	for _, uid := range v.members() {
+	for _, uid := range v.memberUIDs() {
 		names = append(names, replicaName(v.name, uid))
 	}
 	return names
@@ -72,7 +72,7 @@ func (j *job) planVolumes() {
 		for _, r := range reps {
 			if len(reps) > 1 {
 				torn[r.VolumeUID] = true
-				j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("%d disks claim this replica: one is a copy, "+
+				j.addStep(step{Finding: r.newFinding(cli.FoundConflict, fmt.Sprintf("%d disks claim this replica: one is a copy, "+
 					"take it away", len(reps)))})
 				continue
 			}
@@ -102,7 +102,7 @@ func (j *job) planVolumes() {
 		slices.SortFunc(vols, func(a, b *volume) int { return strings.Compare(string(a.uid), string(b.uid)) })
 		for _, v := range vols {
 			if torn[string(v.uid)] {
-				j.add(step{Finding: v.finding(cli.FoundConflict, "one of its replicas is claimed by several disks")})
+				j.addStep(step{Finding: v.newFinding(cli.FoundConflict, "one of its replicas is claimed by several disks")})
 				continue
 			}
 			j.planVolume(v, len(vols) > 1)
@@ -114,25 +114,25 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 	have := j.volumes[v.name]
 	lead := v.reps[0]
 	if len(v.reps) > 1 && lead.Epoch == v.reps[1].Epoch && !slices.Equal(lead.Members, v.reps[1].Members) {
-		j.add(step{Finding: v.finding(cli.FoundConflict, fmt.Sprintf("the replicas name different members in epoch %d",
+		j.addStep(step{Finding: v.newFinding(cli.FoundConflict, fmt.Sprintf("the replicas name different members in epoch %d",
 			lead.Epoch))})
 		return
 	}
 	if have == nil && ambiguous {
-		j.add(step{Finding: v.finding(cli.FoundConflict, "the disks hold several volumes of this name: recover with --disk "+
-			"from the one that counts")})
+		j.addStep(step{Finding: v.newFinding(cli.FoundConflict, "the disks hold several volumes of this name: recover with "+
+			"--disk from the one that counts")})
 		return
 	}
 	if have != nil && have.Status.UID != v.uid {
 		if r, err := have.Recovered(); err != nil || r == nil || r.UID != v.uid {
-			j.add(step{Finding: v.finding(cli.FoundConflict, fmt.Sprintf("the API has another volume of this name, %s",
+			j.addStep(step{Finding: v.newFinding(cli.FoundConflict, fmt.Sprintf("the API has another volume of this name, %s",
 				orNone(have.Status.UID)))})
 			return
 		}
 	}
 	obj, err := j.volumeObject(v)
 	if err != nil {
-		j.add(step{Finding: v.finding(cli.FoundDamaged, err.Error())})
+		j.addStep(step{Finding: v.newFinding(cli.FoundDamaged, err.Error())})
 		return
 	}
 	before := len(j.steps)
@@ -143,34 +143,34 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 		for _, s := range j.steps[before:] { // all steps of a volume, or none
 			s.do, s.Action = nil, ""
 		}
-		j.add(step{Finding: v.finding(cli.FoundConflict, "the replica is in conflict")})
+		j.addStep(step{Finding: v.newFinding(cli.FoundConflict, "the replica is in conflict")})
 		return
 	}
 	switch {
 	case have == nil:
-		s := j.add(step{Finding: v.finding(cli.FoundMissing, fmt.Sprintf("%s, epoch %d, members %s",
+		s := j.addStep(step{Finding: v.newFinding(cli.FoundMissing, fmt.Sprintf("%s, epoch %d, members %s",
 			api.SizeText(obj.Spec.Size), v.epoch(), strings.Join(v.memberNames(), " "))),
-			do: j.create(obj), done: "created"})
+			do: j.createObject(obj), done: "created"})
 		s.Action = "create"
-		if slices.Contains(v.members(), lead.UID) {
+		if slices.Contains(v.memberUIDs(), lead.UID) {
 			s.wait = j.awaitVolume(v.name)
 		}
 	case have.DeletionTimestamp != nil:
-		j.add(step{Finding: v.finding(cli.FoundThere, "being deleted")})
+		j.addStep(step{Finding: v.newFinding(cli.FoundThere, "being deleted")})
 	case have.Status.UID == v.uid && have.Status.Epoch < lead.Epoch:
-		s := j.add(step{Finding: v.finding(cli.FoundBehind, fmt.Sprintf("the API says epoch %d, the disk %d",
+		s := j.addStep(step{Finding: v.newFinding(cli.FoundBehind, fmt.Sprintf("the API says epoch %d, the disk %d",
 			have.Status.Epoch, lead.Epoch))})
 		if j.options.RaiseEpochs {
-			s.Action, s.done, s.do = "raise epoch", "raised", j.raise(have, v)
+			s.Action, s.done, s.do = "raise epoch", "raised", j.raiseEpoch(have, v)
 		}
 	default:
-		j.add(step{Finding: v.finding(cli.FoundThere, "")})
+		j.addStep(step{Finding: v.newFinding(cli.FoundThere, "")})
 	}
 }
 
-// raise sets the volume's epoch to the disk's epoch, by compare-and-swap on the epoch: other fields of the status may
-// have changed since the read.
-func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
+// raiseEpoch sets the volume's epoch to the disk's epoch, by compare-and-swap on the epoch: other fields of the status
+// may have changed since the read.
+func (j *job) raiseEpoch(have *api.Volume, v *volume) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := await.EditStatus(ctx, j.client, v.name, func(now *api.Volume) (bool, error) {
 			if now.UID != have.UID || now.Status.UID != v.uid || now.Status.Epoch != have.Status.Epoch {
@@ -189,35 +189,36 @@ func (j *job) raise(have *api.Volume, v *volume) func(context.Context) error {
 func (j *job) planReplica(v *volume, r *replica, have *api.Volume) bool {
 	name := replicaName(v.name, r.UID)
 	obj := j.reps[name]
-	current := slices.Contains(v.members(), r.UID)
+	current := slices.Contains(v.memberUIDs(), r.UID)
 	if obj != nil && (obj.Spec.UID != api.UID(r.UID) || obj.Spec.VolumeUID != v.uid || obj.Spec.Disk != r.on.uid()) {
-		j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("the API has another replica of this name, "+
+		j.addStep(step{Finding: r.newFinding(cli.FoundConflict, fmt.Sprintf("the API has another replica of this name, "+
 			"%s on disk %s", obj.Spec.UID, obj.Spec.Disk))})
 		return false
 	}
 	switch {
 	case obj == nil && !current:
-		j.add(step{Finding: r.finding(cli.FoundStale, fmt.Sprintf("last current in epoch %d, the volume is in %d: it stays "+
-			"on its disk", r.Epoch, v.epoch()))})
+		j.addStep(step{Finding: r.newFinding(cli.FoundStale, fmt.Sprintf("last current in epoch %d, the volume is in %d: it "+
+			"stays on its disk", r.Epoch, v.epoch()))})
 	case obj == nil && have != nil && have.DeletionTimestamp != nil:
-		j.add(step{Finding: r.finding(cli.FoundStale, "the volume is being deleted: it stays on its disk")})
+		j.addStep(step{Finding: r.newFinding(cli.FoundStale, "the volume is being deleted: it stays on its disk")})
 	case obj == nil:
-		s := j.add(step{Finding: r.finding(cli.FoundMissing, ""), do: j.create(j.replicaObject(v, r)), done: "created"})
+		s := j.addStep(step{Finding: r.newFinding(cli.FoundMissing, ""), do: j.createObject(j.replicaObject(v, r)),
+			done: "created"})
 		s.Action = "create"
 	case obj.Spec.Node != r.on.node:
 		if a := j.atts[v.name]; a != nil && a.Spec.Node != r.on.node {
-			j.add(step{Finding: r.finding(cli.FoundConflict, fmt.Sprintf("the disk is on node %s now, and the volume is "+
+			j.addStep(step{Finding: r.newFinding(cli.FoundConflict, fmt.Sprintf("the disk is on node %s now, and the volume is "+
 				"attached to node %s: detach it", r.on.node, a.Spec.Node))})
 			return false
 		}
-		s := j.add(step{Finding: r.finding(cli.FoundMoved, fmt.Sprintf("from node %s to %s", obj.Spec.Node, r.on.node)),
-			done: "moved", do: j.move(obj, func() {
-				obj.Spec.Node = r.on.node
-				relabel(obj, r.on.node)
-			})})
+		s := j.addStep(step{Finding: r.newFinding(cli.FoundMoved, fmt.Sprintf("from node %s to %s", obj.Spec.Node,
+			r.on.node)), done: "moved", do: j.recordNode(obj, func() {
+			obj.Spec.Node = r.on.node
+			setNodeLabel(obj, r.on.node)
+		})})
 		s.Action = "move"
 	default:
-		j.add(step{Finding: r.finding(cli.FoundThere, "")})
+		j.addStep(step{Finding: r.newFinding(cli.FoundThere, "")})
 	}
 	return true
 }
@@ -230,7 +231,7 @@ func (j *job) replicaObject(v *volume, r *replica) *api.Replica {
 		Spec: api.ReplicaSpec{UID: api.UID(r.UID), Volume: v.name, VolumeUID: v.uid, Node: r.on.node, Disk: r.on.uid(),
 			Size: r.Size},
 	}
-	if img := r.image(); img != nil {
+	if img := r.imageBelow(); img != nil {
 		obj.Labels[api.LabelImage] = api.LabelValue(img.name)
 		for _, l := range img.layers {
 			obj.Spec.Layers = append(obj.Spec.Layers, api.UID(l))
@@ -248,8 +249,8 @@ type below struct {
 	layers []string
 }
 
-// image returns the backing image on the replica's disk under the replica's layers, or nil.
-func (r *replica) image() *below {
+// imageBelow returns the backing image on the replica's disk under the replica's layers, or nil.
+func (r *replica) imageBelow() *below {
 	for _, i := range r.on.images {
 		if n := len(i.Layers); n > 0 && len(r.Layers) >= n && slices.Equal(r.Layers[:n], i.Layers) {
 			return &below{i.Name, i.Layers}
@@ -267,8 +268,8 @@ func (j *job) volumeObject(v *volume) (*api.Volume, error) {
 			return nil, api.Errorf(api.Corrupt, "the volume's record: %w", err)
 		}
 	} else {
-		rec.Spec.NumberOfReplicas = int32(len(v.members()))
-		if img := lead.image(); img != nil {
+		rec.Spec.NumberOfReplicas = int32(len(v.memberUIDs()))
+		if img := lead.imageBelow(); img != nil {
 			rec.Spec.BackingImage = img.name
 		}
 	}
@@ -291,8 +292,8 @@ func (j *job) planLost() {
 			slices.ContainsFunc(d.reps, func(m stack.Meta) bool { return m.UID == string(r.Spec.UID) }) {
 			continue
 		}
-		j.add(step{Finding: cli.Finding{Kind: "Replica", Name: name, UID: r.Spec.UID, Disk: d.Path(), State: cli.FoundLost,
-			Note: "the API has it, its disk does not"}})
+		j.addStep(step{Finding: cli.Finding{Kind: "Replica", Name: name, UID: r.Spec.UID, Disk: d.Path(),
+			State: cli.FoundLost, Note: "the API has it, its disk does not"}})
 	}
 	for _, name := range slices.Sorted(maps.Keys(j.copies)) {
 		c := j.copies[name]
@@ -301,7 +302,7 @@ func (j *job) planLost() {
 			continue
 		}
 		if !slices.ContainsFunc(d.images, func(i block.Image) bool { return i.UID == string(c.Spec.UUID) }) {
-			j.add(step{Finding: cli.Finding{Kind: "ImageCopy", Name: name, UID: c.Spec.UUID, Disk: d.Path(),
+			j.addStep(step{Finding: cli.Finding{Kind: "ImageCopy", Name: name, UID: c.Spec.UUID, Disk: d.Path(),
 				State: cli.FoundLost, Note: "the API has it, its disk does not"}})
 		}
 	}

@@ -79,8 +79,8 @@ func Main(m *testing.M) int {
 	return m.Run()
 }
 
-// take returns a server without objects that no other test uses.
-func take() (*kubeapi.Server, error) {
+// takeServer returns a server without objects that no other test uses.
+func takeServer() (*kubeapi.Server, error) {
 	servers.Lock()
 	defer servers.Unlock()
 	if servers.ctx == nil {
@@ -104,14 +104,14 @@ func take() (*kubeapi.Server, error) {
 func Start(t *testing.T) *Server {
 	t.Helper()
 	suite.Slow(t)
-	server, err := take()
+	server, err := takeServer()
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	t.Cleanup(cancel)
 	s := &Server{T: t, Ctx: ctx, Config: server.Config, Log: slog.New(slog.NewTextHandler(testLog{t}, nil))}
-	if s.Client, err = client.NewWithWatch(server.Config, client.Options{Scheme: scheme(t)}); err != nil {
+	if s.Client, err = client.NewWithWatch(server.Config, client.Options{Scheme: newScheme(t)}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -173,7 +173,7 @@ func (l testLog) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-func scheme(t *testing.T) *runtime.Scheme {
+func newScheme(t *testing.T) *runtime.Scheme {
 	s := runtime.NewScheme()
 	if err := errors.Join(api.AddToScheme(s), clientscheme.AddToScheme(s)); err != nil {
 		t.Fatal(err)
@@ -186,7 +186,7 @@ func scheme(t *testing.T) *runtime.Scheme {
 func (s *Server) Manager(refuse func(client.Object) error) ctrl.Manager {
 	s.T.Helper()
 	skip, grace := true, 2*time.Minute
-	mgr, err := ctrl.NewManager(s.Config, ctrl.Options{Scheme: scheme(s.T),
+	mgr, err := ctrl.NewManager(s.Config, ctrl.Options{Scheme: newScheme(s.T),
 		Metrics: metricsserver.Options{BindAddress: "0"}, Controller: config.Controller{SkipNameValidation: &skip},
 		GracefulShutdownTimeout: &grace, Logger: logr.Discard(),
 		NewClient: func(config *rest.Config, o client.Options) (client.Client, error) {
