@@ -6,8 +6,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// supported says why a volume cannot be used as a capability asks, or nil.
-func supported(c *csi.VolumeCapability) error {
+// checkCapability says why a volume cannot be used as a capability asks, or nil.
+func checkCapability(c *csi.VolumeCapability) error {
 	switch c.GetAccessMode().GetMode() {
 	case csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
 		csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
@@ -33,13 +33,13 @@ func supported(c *csi.VolumeCapability) error {
 	return nil
 }
 
-// allSupported requires at least one capability, and all supported.
-func allSupported(caps []*csi.VolumeCapability) error {
+// checkCapabilities requires at least one capability, and all supported.
+func checkCapabilities(caps []*csi.VolumeCapability) error {
 	if len(caps) == 0 {
 		return api.Errorf(api.Invalid, "the request has no volume capability")
 	}
 	for _, c := range caps {
-		if err := supported(c); err != nil {
+		if err := checkCapability(c); err != nil {
 			return err
 		}
 	}

@@ -11,9 +11,9 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// change edits a volume's spec; edit returns false where nothing is to be done.
-func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (bool, error)) (*api.Volume, error) {
-	if _, err := s.volume(ctx, id); err != nil {
+// editVolume edits a volume's spec; edit returns false where nothing is to be done.
+func (s *Server) editVolume(ctx context.Context, id string, edit func(*api.Volume) (bool, error)) (*api.Volume, error) {
+	if _, err := s.readVolume(ctx, id); err != nil {
 		return nil, err
 	}
 	vol, err := await.Edit(ctx, s.client, id, func(v *api.Volume) (bool, error) {
@@ -32,21 +32,21 @@ func (s *Server) change(ctx context.Context, id string, edit func(*api.Volume) (
 // the size.
 func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (
 	*csi.ControllerExpandVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetCapacityRange() == nil {
 		return nil, api.Errorf(api.Invalid, "expanding needs a volume and a capacity range")
 	}
-	required, limit, err := sizes(req.GetCapacityRange())
+	required, limit, err := checkCapacityRange(req.GetCapacityRange())
 	if err != nil {
 		return nil, err
 	}
 	if c := req.GetVolumeCapability(); c != nil {
-		if err := supported(c); err != nil {
+		if err := checkCapability(c); err != nil {
 			return nil, err
 		}
 	}
-	vol, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
+	vol, err := s.editVolume(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
 		if limit > 0 && v.Spec.Size > limit {
 			return false, api.Errorf(api.OutOfRange, "the volume has %d bytes, over the limit of %d, and cannot shrink",
 				v.Spec.Size, limit)
@@ -97,7 +97,7 @@ func (s *Server) mayGrow(ctx context.Context, volume string, size int64) error {
 	if err := s.client.List(ctx, nodes); err != nil {
 		return api.Explain(err, "list nodes")
 	}
-	over, err := s.number(ctx, "storage-over-provisioning-percentage")
+	over, err := s.readNumber(ctx, "storage-over-provisioning-percentage")
 	if err != nil {
 		return err
 	}
@@ -134,15 +134,15 @@ func (s *Server) mayGrow(ctx context.Context, volume string, size int64) error {
 // ControllerModifyVolume changes the given keys, all or none, and touches no other.
 func (s *Server) ControllerModifyVolume(ctx context.Context, req *csi.ControllerModifyVolumeRequest) (
 	*csi.ControllerModifyVolumeResponse, error) {
-	if _, err := s.volume(ctx, req.GetVolumeId()); err != nil {
+	if _, err := s.readVolume(ctx, req.GetVolumeId()); err != nil {
 		return nil, err
 	}
-	if err := new(wish).modify(req.GetMutableParameters()); err != nil {
+	if err := new(wish).parseMutable(req.GetMutableParameters()); err != nil {
 		return nil, api.Explain(err, "modify volume %s", req.GetVolumeId())
 	}
-	_, err := s.change(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
+	_, err := s.editVolume(ctx, req.GetVolumeId(), func(v *api.Volume) (bool, error) {
 		w := &wish{spec: *v.Spec.DeepCopy()}
-		if err := w.modify(req.GetMutableParameters()); err != nil {
+		if err := w.parseMutable(req.GetMutableParameters()); err != nil {
 			return false, err
 		}
 		if err := strictLocal(&w.spec); err != nil {

@@ -74,8 +74,8 @@ func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCa
 	return res, nil
 }
 
-// bound ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
-func bound(ctx context.Context) (context.Context, context.CancelFunc) {
+// boundWait ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
+func boundWait(ctx context.Context) (context.Context, context.CancelFunc) {
 	if d, ok := ctx.Deadline(); ok {
 		if time.Until(d) > 2*waitMargin {
 			d = d.Add(-waitMargin)
@@ -115,8 +115,8 @@ func checkName(name string) error {
 	return nil
 }
 
-// volume reads a volume by CSI id, which is the object's name. An id that no object can have names no volume.
-func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
+// readVolume reads a volume by CSI id, which is the object's name. An id that no object can have names no volume.
+func (s *Server) readVolume(ctx context.Context, id string) (*api.Volume, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
 	}
@@ -130,7 +130,7 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 		}
 		return nil, api.Explain(err, "read volume %s", id)
 	}
-	if kept(vol) {
+	if isKept(vol) {
 		return nil, api.Errorf(api.NotFound, "volume %s is deleted; it is kept until its last snapshot is deleted", id)
 	}
 	return vol, nil
@@ -138,8 +138,8 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 
 func validID(id string) bool { return len(validation.IsDNS1123Subdomain(id)) == 0 }
 
-// setting is the value of a cluster-wide setting, or the setting's default.
-func (s *Server) setting(ctx context.Context, name string) (string, error) {
+// readSetting returns the value of a cluster-wide setting, or the setting's default.
+func (s *Server) readSetting(ctx context.Context, name string) (string, error) {
 	set := &api.Setting{}
 	if err := s.client.Get(ctx, client.ObjectKey{Name: name}, set); err != nil {
 		if apierrors.IsNotFound(err) {
@@ -150,9 +150,9 @@ func (s *Server) setting(ctx context.Context, name string) (string, error) {
 	return set.Value, nil
 }
 
-// number is a setting as a number; a setting that is no number counts as its default.
-func (s *Server) number(ctx context.Context, name string) (int64, error) {
-	v, err := s.setting(ctx, name)
+// readNumber returns a setting as a number; a setting that is no number counts as its default.
+func (s *Server) readNumber(ctx context.Context, name string) (int64, error) {
+	v, err := s.readSetting(ctx, name)
 	if err != nil {
 		return 0, err
 	}

@@ -190,15 +190,16 @@ func TestSizes(t *testing.T) {
 		w := &wish{spec: api.VolumeSpec{FSType: c.fs}}
 		var n int64
 		var err error
-		if w.required, w.limit, err = sizes(&csi.CapacityRange{RequiredBytes: c.required, LimitBytes: c.limit}); err == nil {
-			n, err = w.size(c.virtual)
+		w.required, w.limit, err = checkCapacityRange(&csi.CapacityRange{RequiredBytes: c.required, LimitBytes: c.limit})
+		if err == nil {
+			n, err = w.volumeSize(c.virtual)
 		}
 		if n != c.want || (c.want == 0 && !api.Is(err, api.OutOfRange)) {
 			t.Errorf("%+v: %d bytes, %v", c, n, err)
 		}
 	}
 	for _, r := range []*csi.CapacityRange{{RequiredBytes: -1}, {LimitBytes: -1}, {RequiredBytes: 2, LimitBytes: 1}} {
-		if _, _, err := sizes(r); !api.Is(err, api.Invalid) {
+		if _, _, err := checkCapacityRange(r); !api.Is(err, api.Invalid) {
 			t.Errorf("%v: %v", r, err)
 		}
 	}
@@ -206,12 +207,12 @@ func TestSizes(t *testing.T) {
 
 func TestParameters(t *testing.T) {
 	w := &wish{}
-	must(t, w.parse(map[string]string{"csi.storage.k8s.io/pvc/name": "x", "numberOfReplicas": "1", "diskSelector": "ssd, fast",
+	must(t, w.parseParameters(map[string]string{"csi.storage.k8s.io/pvc/name": "x", "numberOfReplicas": "1", "diskSelector": "ssd, fast",
 		"staleReplicaTimeout": "20", "mkfsParams": "-i 8192", "dataLocality": "strict-local", "fsType": "xfs",
 		"freezeFilesystemForSnapshot": "true", "snapshotDataIntegrity": "fast-check", "migratable": "false", "frontend": "blockdev", "encrypted": "", "backingImageName": "golden",
 		"backingImageDataSourceType": "download", "backingImageDataSourceParameters": `{"url":"https://x/y","n":3}`,
 		"backingImageChecksum": strings.Repeat("AB", 64), "backingImageMinNumberOfCopies": "2"}))
-	must(t, w.image.settle())
+	must(t, w.image.completeSource())
 	if s := w.spec; s.NumberOfReplicas != 1 || !slices.Equal(s.DiskSelector, []string{"ssd", "fast"}) ||
 		s.StaleReplicaTimeout != 20 || s.MkfsParams != "-i 8192" || s.DataLocality != "strict-local" || s.FSType != "xfs" ||
 		s.BackingImage != "golden" || s.FreezeFilesystemForSnapshot != "enabled" ||
@@ -224,7 +225,7 @@ func TestParameters(t *testing.T) {
 	}
 	// Every key is either taken over or refused by name, and the refusal says what is possible.
 	for key, p := range parameters {
-		err := new(wish).parse(map[string]string{key: "\x01 no value of any key"})
+		err := new(wish).parseParameters(map[string]string{key: "\x01 no value of any key"})
 		switch {
 		case err == nil && p.set == nil:
 			t.Errorf("%s is not supported yet, but not refused", key)
@@ -232,7 +233,7 @@ func TestParameters(t *testing.T) {
 			t.Errorf("%s: %v", key, err)
 		}
 		for _, v := range p.neutral {
-			must(t, new(wish).parse(map[string]string{key: v}))
+			must(t, new(wish).parseParameters(map[string]string{key: v}))
 		}
 	}
 	for _, given := range []map[string]string{
@@ -244,9 +245,9 @@ func TestParameters(t *testing.T) {
 		{"backingImage": "a", "backingImageChecksum": "12"}, {"nodeSelector": "a,,b"}, {"numberOfReplicas": "0"},
 	} {
 		w := &wish{}
-		err := w.parse(given)
+		err := w.parseParameters(given)
 		if err == nil {
-			err = w.image.settle()
+			err = w.image.completeSource()
 		}
 		if !api.Is(err, api.Invalid) {
 			t.Errorf("%v: %v", given, err)
@@ -261,7 +262,7 @@ func TestTopology(t *testing.T) {
 	r.AccessibilityRequirements = &csi.TopologyRequirement{Requisite: []*csi.Topology{term("zone", "z"),
 		term(api.TopologyNode, "a"), term(api.TopologyNode, "b")}, Preferred: []*csi.Topology{term(api.TopologyNode, "b")}}
 	id := create(t, r).VolumeId
-	v, err := door.volume(t.Context(), id)
+	v, err := door.readVolume(t.Context(), id)
 	must(t, err)
 	if !slices.Equal(v.Spec.Nodes, []string{"b", "a"}) {
 		t.Errorf("nodes %v", v.Spec.Nodes)
@@ -289,7 +290,7 @@ func TestNoRoom(t *testing.T) {
 	}, nil)
 	_, err := door.CreateVolume(t.Context(), request("no-room"))
 	wantKind(t, err, api.Full, "every disk is full", "no-room")
-	_, err = door.volume(t.Context(), "no-room")
+	_, err = door.readVolume(t.Context(), "no-room")
 	wantKind(t, err, api.NotFound)
 }
 
@@ -341,7 +342,7 @@ func TestImage(t *testing.T) {
 	must(t, store.Status().Update(t.Context(), img))
 	_, err := door.CreateVolume(t.Context(), request("imaged", url...))
 	wantKind(t, err, api.Unavailable, "img", "no such host")
-	_, err = door.volume(t.Context(), "imaged")
+	_, err = door.readVolume(t.Context(), "imaged")
 	wantKind(t, err, api.NotFound) // no volume before its image
 	img.Status.State, img.Status.VirtualSize, img.Status.Checksum = api.ImageReady, 48<<20, strings.Repeat("0", 128)
 	must(t, store.Status().Update(t.Context(), img))
@@ -460,7 +461,7 @@ func TestExpandAndModify(t *testing.T) {
 		{"snapshotDataIntegrity", "true"}} {
 		wantKind(t, modify(bad...), api.Invalid, bad[len(bad)-2])
 	}
-	v, err := door.volume(t.Context(), id)
+	v, err := door.readVolume(t.Context(), id)
 	must(t, err)
 	if v.Spec.StaleReplicaTimeout != 7 || v.Spec.DataLocality != "best-effort" || v.Spec.NumberOfReplicas != 1 ||
 		v.Spec.FreezeFilesystemForSnapshot != "ignored" || v.Spec.SnapshotDataIntegrity != "disabled" {
@@ -521,7 +522,7 @@ func TestCapacityAndHealth(t *testing.T) {
 		if name == "well" {
 			continue
 		}
-		v, err := door.volume(t.Context(), id)
+		v, err := door.readVolume(t.Context(), id)
 		must(t, err)
 		v.Status.Robustness, v.Status.Message = api.RobustDegraded, "a disk is gone"
 		must(t, store.Status().Update(t.Context(), v))
@@ -539,13 +540,13 @@ func TestCapacityAndHealth(t *testing.T) {
 	if len(h.VolumeHealth.HealthStatuses) > 0 {
 		t.Errorf("a well volume: %v", h)
 	}
-	v, err := door.volume(t.Context(), "well")
+	v, err := door.readVolume(t.Context(), "well")
 	must(t, err)
 	for replicas, want := range map[int32]csi.VolumeHealthErrorType{
 		1: csi.VolumeHealthErrorType_DATA_LOSS, 3: csi.VolumeHealthErrorType_DEGRADED} {
 		v.Spec.NumberOfReplicas = replicas
 		v.Status.Conditions = []metav1.Condition{{Type: api.ConditionIntact, Status: "False", Message: "2 MiB at 7"}}
-		got := health(v).HealthStatuses
+		got := volumeHealth(v).HealthStatuses
 		if len(got) != 1 || got[0].Status != want || got[0].Reason != "DataDamaged" || got[0].Message != "2 MiB at 7" {
 			t.Errorf("%d replicas, damage: %v", replicas, got)
 		}

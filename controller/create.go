@@ -20,42 +20,42 @@ import (
 // CreateVolume creates the Volume, or verifies that an existing Volume of the name is the same wish, and waits until
 // the bytes have a place. CreateVolume first creates a missing backing image, from the parameters.
 func (s *Server) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
-	w, err := understand(req)
+	w, err := parseRequest(req)
 	if err != nil {
 		return nil, err
 	}
-	vol, err := s.ensure(ctx, req, w)
+	vol, err := s.ensureVolume(ctx, req, w)
 	if err != nil {
 		return nil, err
 	}
-	if vol, err = s.placed(ctx, vol); err != nil {
+	if vol, err = s.awaitPlacement(ctx, vol); err != nil {
 		return nil, err
 	}
-	out, err := s.describe(ctx, vol)
+	out, err := s.describeVolume(ctx, vol)
 	if err != nil {
 		return nil, err
 	}
 	return &csi.CreateVolumeResponse{Volume: out}, nil
 }
 
-// understand makes all checks of a request that read no object.
-func understand(req *csi.CreateVolumeRequest) (*wish, error) {
+// parseRequest makes all checks of a request that read no object.
+func parseRequest(req *csi.CreateVolumeRequest) (*wish, error) {
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
 	}
-	if err := allSupported(req.GetVolumeCapabilities()); err != nil {
+	if err := checkCapabilities(req.GetVolumeCapabilities()); err != nil {
 		return nil, err
 	}
-	w := &wish{spec: api.VolumeSpec{Parameters: given(req.GetParameters())}}
-	if err := w.parse(req.GetParameters()); err != nil {
+	w := &wish{spec: api.VolumeSpec{Parameters: withoutSidecarKeys(req.GetParameters())}}
+	if err := w.parseParameters(req.GetParameters()); err != nil {
 		return nil, err
 	}
-	if err := w.modify(req.GetMutableParameters()); err != nil {
+	if err := w.parseMutable(req.GetMutableParameters()); err != nil {
 		return nil, err
 	}
-	if err := w.image.settle(); err != nil {
+	if err := w.image.completeSource(); err != nil {
 		return nil, err
 	}
 	if w.source = req.GetVolumeContentSource(); w.source != nil {
@@ -67,7 +67,7 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	if w.spec.FSType, err = fsType(w.spec.FSType, req.GetVolumeCapabilities()); err != nil {
 		return nil, err
 	}
-	if w.required, w.limit, err = sizes(req.GetCapacityRange()); err != nil {
+	if w.required, w.limit, err = checkCapacityRange(req.GetCapacityRange()); err != nil {
 		return nil, err
 	}
 	if w.spec.Nodes, err = topologyNodes(req.GetAccessibilityRequirements()); err != nil {
@@ -79,8 +79,8 @@ func understand(req *csi.CreateVolumeRequest) (*wish, error) {
 	return w, strictLocal(&w.spec)
 }
 
-// sizes checks a capacity range alone.
-func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
+// checkCapacityRange checks a capacity range alone.
+func checkCapacityRange(r *csi.CapacityRange) (required, limit int64, err error) {
 	required, limit = r.GetRequiredBytes(), r.GetLimitBytes()
 	switch {
 	case required < 0 || limit < 0:
@@ -101,8 +101,8 @@ func sizes(r *csi.CapacityRange) (required, limit int64, err error) {
 // defaultSize is the size of a blank volume without a requested size, as in other drivers.
 const defaultSize = 1 << 30
 
-// size is the size of a new volume: the required bytes, rounded up, never less than the initial content.
-func (w *wish) size(virtual int64) (int64, error) {
+// volumeSize returns the size of a new volume: the required bytes, rounded up, never less than the initial content.
+func (w *wish) volumeSize(virtual int64) (int64, error) {
 	n := w.required
 	switch {
 	case n == 0 && virtual > 0:
@@ -115,7 +115,7 @@ func (w *wish) size(virtual int64) (int64, error) {
 	case n < virtual && w.source != nil:
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the source, %s: ask for more", n,
 			virtual,
-			asked(w.source))
+			requestedSource(w.source))
 	case n < virtual:
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: "+
 			"ask for more", n, virtual, w.image.name)
@@ -148,13 +148,13 @@ func topologyNodes(r *csi.TopologyRequirement) ([]string, error) {
 	return nodes, nil
 }
 
-// ensure creates the object, or verifies that an existing object says the same.
-func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wish) (*api.Volume, error) {
+// ensureVolume creates the object, or verifies that an existing object says the same.
+func (s *Server) ensureVolume(ctx context.Context, req *csi.CreateVolumeRequest, w *wish) (*api.Volume, error) {
 	name := objectName(req.GetName())
 	vol := &api.Volume{}
 	err := s.client.Get(ctx, client.ObjectKey{Name: name}, vol)
 	if err == nil {
-		return vol, verify(vol, req.GetName(), w)
+		return vol, verifyExisting(vol, req.GetName(), w)
 	}
 	if !apierrors.IsNotFound(err) {
 		return nil, api.Explain(err, "read volume %s", name)
@@ -170,11 +170,11 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 	if w.content != "" {
 		metav1.SetMetaDataAnnotation(&vol.ObjectMeta, annotationContent, w.content)
 	}
-	if vol.Spec.Size, err = w.size(virtual); err != nil {
+	if vol.Spec.Size, err = w.volumeSize(virtual); err != nil {
 		return nil, api.Explain(err, "volume %s", name)
 	}
 	if vol.Spec.DataLocality == "" {
-		if vol.Spec.DataLocality, err = s.setting(ctx, "default-data-locality"); err != nil {
+		if vol.Spec.DataLocality, err = s.readSetting(ctx, "default-data-locality"); err != nil {
 			return nil, err
 		}
 	}
@@ -186,14 +186,14 @@ func (s *Server) ensure(ctx context.Context, req *csi.CreateVolumeRequest, w *wi
 			return nil, err
 		}
 	}
-	if err := s.anywhere(ctx, vol, w.prefer); err != nil {
+	if err := s.clearFullNodeList(ctx, vol, w.prefer); err != nil {
 		return nil, err
 	}
 	if err = s.client.Create(ctx, vol); apierrors.IsAlreadyExists(err) {
-		if vol, err = s.volume(ctx, name); err != nil {
+		if vol, err = s.readVolume(ctx, name); err != nil {
 			return nil, err
 		}
-		return vol, verify(vol, req.GetName(), w)
+		return vol, verifyExisting(vol, req.GetName(), w)
 	}
 	return vol, api.Explain(err, "create volume %s", name)
 }
@@ -203,12 +203,12 @@ func (s *Server) defaultReplicas(ctx context.Context, spec *api.VolumeSpec) (int
 	if spec.DataLocality == localStrict {
 		return 1, nil
 	}
-	n, err := s.number(ctx, "default-replica-count")
+	n, err := s.readNumber(ctx, "default-replica-count")
 	return int32(min(max(n, 1), maxReplicas)), err
 }
 
-// anywhere turns a list of all existing nodes into no list: replicas of the volume may go to later nodes too.
-func (s *Server) anywhere(ctx context.Context, vol *api.Volume, prefer string) error {
+// clearFullNodeList turns a list of all existing nodes into no list: replicas of the volume may go to later nodes too.
+func (s *Server) clearFullNodeList(ctx context.Context, vol *api.Volume, prefer string) error {
 	if len(vol.Spec.Nodes) == 0 {
 		return nil
 	}
@@ -239,7 +239,7 @@ func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 	if id := w.source.GetSnapshot().GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
 		return s.fromImage(ctx, w, id)
 	}
-	from, size, image, err := s.beginning(ctx, w.source)
+	from, size, image, err := s.initialContent(ctx, w.source)
 	if err != nil {
 		return 0, err
 	}
@@ -252,8 +252,9 @@ func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
 	return size, nil
 }
 
-// verify names the difference between an existing volume and the request. verify ignores modifiable fields.
-func verify(vol *api.Volume, name string, w *wish) error {
+// verifyExisting names the difference between an existing volume and the request. verifyExisting ignores modifiable
+// fields.
+func verifyExisting(vol *api.Volume, name string, w *wish) error {
 	is := vol.Annotations[annotationName]
 	if is == "" {
 		is = vol.Name
@@ -270,7 +271,7 @@ func verify(vol *api.Volume, name string, w *wish) error {
 		differs = fmt.Sprintf("it has %d bytes, over the limit of %d", vol.Spec.Size, w.limit)
 	case !maps.Equal(vol.Spec.Parameters, w.spec.Parameters):
 		differs = "its parameters differ"
-	case vol.Spec.DataSource+vol.Annotations[annotationContent] != asked(w.source):
+	case vol.Spec.DataSource+vol.Annotations[annotationContent] != requestedSource(w.source):
 		differs = fmt.Sprintf("its source is %q", vol.Spec.DataSource+vol.Annotations[annotationContent])
 	case w.source == nil && vol.Spec.BackingImage != w.image.name:
 		differs = fmt.Sprintf("its backing image is %q", vol.Spec.BackingImage)
@@ -286,9 +287,9 @@ func verify(vol *api.Volume, name string, w *wish) error {
 	return nil
 }
 
-// placed waits until the volume has its size on every replica. placed removes a volume for which no disk has room, so
-// that the caller may choose another topology.
-func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, error) {
+// awaitPlacement waits until the volume has its size on every replica. awaitPlacement removes a volume for which no
+// disk has room, so that the caller may choose another topology.
+func (s *Server) awaitPlacement(ctx context.Context, vol *api.Volume) (*api.Volume, error) {
 	var last *api.Volume
 	out, err := await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
 		last = v
@@ -300,10 +301,10 @@ func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, erro
 		case v.Status.State == api.VolumeFaulted:
 			return false, api.Errorf(api.Unavailable, "faulted: %s", v.Status.Message)
 		}
-		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionScheduled); unschedulable(v, c) {
+		if c := meta.FindStatusCondition(v.Status.Conditions, api.ConditionScheduled); isUnschedulable(v, c) {
 			return false, api.Errorf(api.Full, "no disk can take the volume: %s", c.Message)
 		}
-		return usable(v), nil
+		return isUsable(v), nil
 	})
 	if err == nil {
 		return out, nil
@@ -321,8 +322,8 @@ func (s *Server) placed(ctx context.Context, vol *api.Volume) (*api.Volume, erro
 	return nil, api.Explain(err, "create volume %s%s", vol.Name, msg)
 }
 
-// usable reports whether a volume exists with all its bytes, attached or not.
-func usable(v *api.Volume) bool {
+// isUsable reports whether a volume exists with all its bytes, attached or not.
+func isUsable(v *api.Volume) bool {
 	switch v.Status.State {
 	case api.VolumeDetached, api.VolumeAttaching, api.VolumeAttached, api.VolumeDetaching:
 		return v.Status.Size > 0
@@ -330,14 +331,14 @@ func usable(v *api.Volume) bool {
 	return false
 }
 
-// unschedulable reports whether the planner has said, of the present wish, that no disk has room.
-func unschedulable(v *api.Volume, c *metav1.Condition) bool {
+// isUnschedulable reports whether the planner has said, of the present wish, that no disk has room.
+func isUnschedulable(v *api.Volume, c *metav1.Condition) bool {
 	return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "NoDisk" &&
 		c.ObservedGeneration >= v.Generation && len(v.Status.Members) == 0
 }
 
-// describe is a volume in the words of CSI.
-func (s *Server) describe(ctx context.Context, vol *api.Volume) (*csi.Volume, error) {
+// describeVolume returns a volume in the words of CSI.
+func (s *Server) describeVolume(ctx context.Context, vol *api.Volume) (*csi.Volume, error) {
 	reps := &api.ReplicaList{}
 	if err := s.client.List(ctx, reps, client.MatchingLabels{api.LabelVolume: api.LabelValue(vol.Name)}); err != nil {
 		return nil, api.Explain(err, "list the replicas of volume %s", vol.Name)
@@ -371,16 +372,16 @@ func strictNodes(vol *api.Volume, reps []api.Replica) (nodes []string) {
 
 // DeleteVolume removes a volume without attachments, and waits until the volume is gone.
 func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if api.Is(err, api.NotFound) {
 		return &csi.DeleteVolumeResponse{}, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	att, err := s.attachment(ctx, vol.Name)
+	att, err := s.readAttachment(ctx, vol.Name)
 	if err != nil {
 		return nil, err
 	}
@@ -395,7 +396,7 @@ func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest)
 	msg := ""
 	_, err = await.Until(ctx, s.client, vol.Name, func(v *api.Volume) (bool, error) {
 		msg = v.Status.Message
-		return v.UID != vol.UID || kept(v), nil
+		return v.UID != vol.UID || isKept(v), nil
 	})
 	if err != nil && !apierrors.IsNotFound(err) {
 		return nil, api.Explain(err, "delete volume %s (%s)", vol.Name, msg)

@@ -30,7 +30,7 @@ func (s *Server) GroupControllerGetCapabilities(context.Context, *csi.GroupContr
 // volumes, and waits until all snapshots of the group can be used.
 func (s *Server) CreateVolumeGroupSnapshot(ctx context.Context, req *csi.CreateVolumeGroupSnapshotRequest) (
 	*csi.CreateVolumeGroupSnapshotResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
@@ -104,7 +104,7 @@ func (s *Server) ensureGroup(ctx context.Context, req *csi.CreateVolumeGroupSnap
 			return nil, api.Explain(err, "read snapshot group %s", name)
 		}
 		for _, id := range wish.Spec.Volumes {
-			vol, err := s.volume(ctx, id)
+			vol, err := s.readVolume(ctx, id)
 			if err != nil {
 				return nil, err
 			}
@@ -118,8 +118,8 @@ func (s *Server) ensureGroup(ctx context.Context, req *csi.CreateVolumeGroupSnap
 	}
 }
 
-// group reads a group by CSI id.
-func (s *Server) group(ctx context.Context, id string) (*api.SnapshotGroup, error) {
+// readGroup reads a group by CSI id.
+func (s *Server) readGroup(ctx context.Context, id string) (*api.SnapshotGroup, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot group")
 	}
@@ -175,7 +175,7 @@ func (s *Server) groupInCSI(ctx context.Context, g *api.SnapshotGroup) (*csi.Vol
 // GetVolumeGroupSnapshot is the present state of a group.
 func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, req *csi.GetVolumeGroupSnapshotRequest) (
 	*csi.GetVolumeGroupSnapshotResponse, error) {
-	g, err := s.group(ctx, req.GetGroupSnapshotId())
+	g, err := s.readGroup(ctx, req.GetGroupSnapshotId())
 	if err != nil {
 		return nil, err
 	}
@@ -193,9 +193,9 @@ func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, req *csi.GetVolumeG
 // nothing is no error.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, req *csi.DeleteVolumeGroupSnapshotRequest) (
 	*csi.DeleteVolumeGroupSnapshotResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
-	g, err := s.group(ctx, req.GetGroupSnapshotId())
+	g, err := s.readGroup(ctx, req.GetGroupSnapshotId())
 	if api.Is(err, api.NotFound) {
 		return &csi.DeleteVolumeGroupSnapshotResponse{}, nil
 	}

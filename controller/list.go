@@ -18,8 +18,8 @@ import (
 // token.
 const tokenPrefix = "after:"
 
-// page cuts a list sorted by name.
-func page[T any](all []T, name func(T) string, token string, most int32) (out []T, next string, err error) {
+// cutPage cuts a list sorted by name.
+func cutPage[T any](all []T, name func(T) string, token string, most int32) (out []T, next string, err error) {
 	if most < 0 {
 		return nil, "", api.Errorf(api.Invalid, "max_entries is negative")
 	}
@@ -51,14 +51,14 @@ func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (
 		return nil, api.Explain(err, "list volumes")
 	}
 	all := slices.DeleteFunc(vols.Items, func(v api.Volume) bool {
-		return !usable(&v) && !(v.Status.State == api.VolumeFaulted && v.Status.Size > 0)
+		return !isUsable(&v) && !(v.Status.State == api.VolumeFaulted && v.Status.Size > 0)
 	})
 	name := func(v api.Volume) string { return v.Name }
-	shown, next, err := page(all, name, req.GetStartingToken(), req.GetMaxEntries())
+	shown, next, err := cutPage(all, name, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}
-	on, err := s.published(ctx)
+	on, err := s.publishedNodes(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -84,15 +84,15 @@ func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (
 // ControllerGetVolume is one entry of ListVolumes.
 func (s *Server) ControllerGetVolume(ctx context.Context, req *csi.ControllerGetVolumeRequest) (
 	*csi.ControllerGetVolumeResponse, error) {
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
-	out, err := s.describe(ctx, vol)
+	out, err := s.describeVolume(ctx, vol)
 	if err != nil {
 		return nil, err
 	}
-	att, err := s.attachment(ctx, vol.Name)
+	att, err := s.readAttachment(ctx, vol.Name)
 	if err != nil {
 		return nil, err
 	}
@@ -103,8 +103,8 @@ func (s *Server) ControllerGetVolume(ctx context.Context, req *csi.ControllerGet
 	return &csi.ControllerGetVolumeResponse{Volume: out, Status: status}, nil
 }
 
-// health lists a volume's problems, as the controller sees the volume. Empty: the volume is well.
-func health(vol *api.Volume) *csi.VolumeHealth {
+// volumeHealth lists a volume's problems, as the controller sees the volume. Empty: the volume is well.
+func volumeHealth(vol *api.Volume) *csi.VolumeHealth {
 	h := &csi.VolumeHealth{VolumeId: vol.Name}
 	add := func(t csi.VolumeHealthErrorType, reason, msg string) {
 		h.HealthStatuses = append(h.HealthStatuses, &csi.VolumeHealth_VolumeHealthEntry{
@@ -136,11 +136,11 @@ func damageIs(vol *api.Volume) csi.VolumeHealthErrorType {
 // ControllerGetVolumeHealth reports the problems of one volume.
 func (s *Server) ControllerGetVolumeHealth(ctx context.Context, req *csi.ControllerGetVolumeHealthRequest) (
 	*csi.ControllerGetVolumeHealthResponse, error) {
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
-	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: health(vol)}, nil
+	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: volumeHealth(vol)}, nil
 }
 
 // ControllerListVolumeHealth lists the volumes with problems.
@@ -152,11 +152,11 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, req *csi.Contro
 	}
 	var ill []*csi.VolumeHealth
 	for i := range vols.Items {
-		if h := health(&vols.Items[i]); len(h.HealthStatuses) > 0 {
+		if h := volumeHealth(&vols.Items[i]); len(h.HealthStatuses) > 0 {
 			ill = append(ill, h)
 		}
 	}
-	shown, next, err := page(ill, (*csi.VolumeHealth).GetVolumeId, req.GetStartingToken(), req.GetMaxEntries())
+	shown, next, err := cutPage(ill, (*csi.VolumeHealth).GetVolumeId, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}
@@ -167,7 +167,7 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, req *csi.Contro
 // disk takes volumes up to its over-provisioned capacity, and none while too little of the disk is really free.
 func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
 	w := &wish{}
-	if err := w.parse(req.GetParameters()); err != nil {
+	if err := w.parseParameters(req.GetParameters()); err != nil {
 		return nil, err
 	}
 	if err := s.imageBinds(ctx, w); err != nil {
@@ -177,7 +177,7 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 		MinimumVolumeSize: wrapperspb.Int64(max(api.MinVolumeSize, minFSSize[w.spec.FSType])),
 		MaximumVolumeSize: wrapperspb.Int64(0),
 	}
-	if len(req.GetVolumeCapabilities()) > 0 && allSupported(req.GetVolumeCapabilities()) != nil {
+	if len(req.GetVolumeCapabilities()) > 0 && checkCapabilities(req.GetVolumeCapabilities()) != nil {
 		return res, nil
 	}
 	var only string
@@ -188,11 +188,11 @@ func (s *Server) GetCapacity(ctx context.Context, req *csi.GetCapacityRequest) (
 		}
 		only = n
 	}
-	over, err := s.number(ctx, "storage-over-provisioning-percentage")
+	over, err := s.readNumber(ctx, "storage-over-provisioning-percentage")
 	if err != nil {
 		return nil, err
 	}
-	least, err := s.number(ctx, "storage-minimal-available-percentage")
+	least, err := s.readNumber(ctx, "storage-minimal-available-percentage")
 	if err != nil {
 		return nil, err
 	}

@@ -77,7 +77,7 @@ func TestStrictLocal(t *testing.T) {
 	if at := v.Volume.AccessibleTopology; len(at) != 0 {
 		t.Errorf("a volume that can be used anywhere is accessible from %v", at)
 	}
-	vol, err := door.volume(t.Context(), v.Volume.VolumeId)
+	vol, err := door.readVolume(t.Context(), v.Volume.VolumeId)
 	must(t, err)
 	if vol.Spec.Nodes != nil && slices.Contains(nodeNames(t), "strict-a") && len(nodeNames(t)) == 2 {
 		t.Errorf("all nodes that there are keep it from those to come: %v", vol.Spec.Nodes)
@@ -89,7 +89,7 @@ func TestStrictLocal(t *testing.T) {
 	wantKind(t, modify(vol.Name, "dataLocality", "strict-local"), api.InUse, "strict-b")
 	must(t, modify(vol.Name, "replicaAutoBalance", "best-effort"))
 	wantKind(t, modify(vol.Name, "replicaAutoBalance", "always"), api.Invalid, "least-effort")
-	if vol, err = door.volume(t.Context(), vol.Name); err != nil || vol.Spec.ReplicaAutoBalance != "best-effort" {
+	if vol, err = door.readVolume(t.Context(), vol.Name); err != nil || vol.Spec.ReplicaAutoBalance != "best-effort" {
 		t.Errorf("modified: %+v, %v", vol, err)
 	}
 }

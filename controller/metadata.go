@@ -43,7 +43,7 @@ const (
 // GetMetadataAllocated streams the ranges of a snapshot that hold data.
 func (m *Metadata) GetMetadataAllocated(req *csi.GetMetadataAllocatedRequest,
 	out csi.SnapshotMetadata_GetMetadataAllocatedServer) error {
-	return m.stream(out.Context(), "", req.GetSnapshotId(), req.GetStartingOffset(), req.GetMaxResults(),
+	return m.streamChanges(out.Context(), "", req.GetSnapshotId(), req.GetStartingOffset(), req.GetMaxResults(),
 		func(size int64, list []*csi.BlockMetadata) error {
 			return out.Send(&csi.GetMetadataAllocatedResponse{BlockMetadataType: csi.BlockMetadataType_VARIABLE_LENGTH,
 				VolumeCapacityBytes: size, BlockMetadata: list})
@@ -56,14 +56,14 @@ func (m *Metadata) GetMetadataDelta(req *csi.GetMetadataDeltaRequest,
 	if req.GetBaseSnapshotId() == "" {
 		return api.Errorf(api.Invalid, "the request names no base snapshot")
 	}
-	return m.stream(out.Context(), req.GetBaseSnapshotId(), req.GetTargetSnapshotId(), req.GetStartingOffset(),
+	return m.streamChanges(out.Context(), req.GetBaseSnapshotId(), req.GetTargetSnapshotId(), req.GetStartingOffset(),
 		req.GetMaxResults(), func(size int64, list []*csi.BlockMetadata) error {
 			return out.Send(&csi.GetMetadataDeltaResponse{BlockMetadataType: csi.BlockMetadataType_VARIABLE_LENGTH,
 				VolumeCapacityBytes: size, BlockMetadata: list})
 		})
 }
 
-func (m *Metadata) stream(ctx context.Context, base, target string, from int64, results int32,
+func (m *Metadata) streamChanges(ctx context.Context, base, target string, from int64, results int32,
 	send func(size int64, list []*csi.BlockMetadata) error) error {
 	switch {
 	case target == "":
@@ -77,7 +77,7 @@ func (m *Metadata) stream(ctx context.Context, base, target string, from int64, 
 	if results > 0 {
 		most = min(int(results), metadataMost)
 	}
-	changes, err := m.find(ctx, base, target)
+	changes, err := m.openChanges(ctx, base, target)
 	if err != nil {
 		return err
 	}
@@ -112,13 +112,13 @@ func (m *Metadata) stream(ctx context.Context, base, target string, from int64, 
 	return nil
 }
 
-// find opens the maps on a disk that has the snapshots.
-func (m *Metadata) find(ctx context.Context, base, target string) (Changes, error) {
+// openChanges opens the maps on a disk that has the snapshots.
+func (m *Metadata) openChanges(ctx context.Context, base, target string) (Changes, error) {
 	get := func(id string) (*api.Snapshot, error) {
 		if id == "" {
 			return &api.Snapshot{}, nil
 		}
-		snap, err := m.server.snapshot(ctx, id)
+		snap, err := m.server.readSnapshot(ctx, id)
 		if err == nil && !snap.Status.ReadyToUse {
 			err = api.Errorf(api.Unavailable, "snapshot %s is not ready: %s", id, snap.Status.Error)
 		}
@@ -135,7 +135,7 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 	if base != "" && was.Spec.Volume != is.Spec.Volume {
 		return nil, api.Errorf(api.Invalid, "snapshots %s and %s are of two volumes", base, target)
 	}
-	members, err := m.members(ctx, is)
+	members, err := m.findHolders(ctx, is)
 	if err != nil {
 		return nil, err
 	}
@@ -157,8 +157,8 @@ func (m *Metadata) find(ctx context.Context, base, target string) (Changes, erro
 		"try again: %w", target, errors.Join(why...))
 }
 
-// members are the replicas that hold the content of a snapshot's volume.
-func (m *Metadata) members(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
+// findHolders returns the replicas that hold the content of a snapshot's volume.
+func (m *Metadata) findHolders(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
 	var vol api.Volume
 	if err := m.server.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &vol); err != nil {
 		return nil, api.Explain(err, "read volume %s", s.Spec.Volume)

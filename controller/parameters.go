@@ -119,40 +119,40 @@ var parameters = map[string]parameter{
 // sidecarPrefix marks keys of the CSI sidecars (names of claims, secrets): not Drover's, and not kept.
 const sidecarPrefix = "csi.storage.k8s.io/"
 
-// parse takes the parameters over into w, in the order of their names, so that the same mistake gives the same
-// answer.
-func (w *wish) parse(given map[string]string) error {
+// parseParameters takes the parameters over into w, in the order of their names, so that the same mistake gives the
+// same answer.
+func (w *wish) parseParameters(given map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(given)) {
 		if strings.HasPrefix(key, sidecarPrefix) {
 			continue
 		}
-		if err := w.set(key, given[key]); err != nil {
+		if err := w.setParameter(key, given[key]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// modify takes over parameters that may change on an existing volume, and refuses all others.
-func (w *wish) modify(given map[string]string) error {
+// parseMutable takes over parameters that may change on an existing volume, and refuses all others.
+func (w *wish) parseMutable(given map[string]string) error {
 	for _, key := range slices.Sorted(maps.Keys(given)) {
 		if p, ok := parameters[key]; ok && !p.mutable {
 			return api.Errorf(api.Invalid, "parameter %s cannot change on an existing volume; these can: %s", key,
-				known(func(p parameter) bool { return p.mutable }))
+				parameterNames(func(p parameter) bool { return p.mutable }))
 		}
-		if err := w.set(key, given[key]); err != nil {
+		if err := w.setParameter(key, given[key]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (w *wish) set(key, value string) error {
+func (w *wish) setParameter(key, value string) error {
 	p, ok := parameters[key]
 	switch {
 	case !ok:
-		return api.Errorf(api.Invalid, "parameter %.80q is unknown%s; known are: %s", key, meant(key),
-			known(func(p parameter) bool { return p.set != nil }))
+		return api.Errorf(api.Invalid, "parameter %.80q is unknown%s; known are: %s", key, suggestKey(key),
+			parameterNames(func(p parameter) bool { return p.set != nil }))
 	case p.set == nil && (value == "" || slices.Contains(p.neutral, value)):
 		return nil
 	case p.set == nil:
@@ -171,7 +171,7 @@ func (w *wish) set(key, value string) error {
 	return nil
 }
 
-func known(want func(parameter) bool) string {
+func parameterNames(want func(parameter) bool) string {
 	var names []string
 	for name, p := range parameters {
 		if want(p) {
@@ -182,8 +182,8 @@ func known(want func(parameter) bool) string {
 	return strings.Join(names, ", ")
 }
 
-// meant suggests the key that differs in case alone.
-func meant(key string) string {
+// suggestKey suggests the key that differs in case alone.
+func suggestKey(key string) string {
 	for name := range parameters {
 		if strings.EqualFold(name, key) {
 			return " (did you mean " + name + "?)"
@@ -192,8 +192,8 @@ func meant(key string) string {
 	return ""
 }
 
-// given are the parameters that a repeated call must give again.
-func given(all map[string]string) map[string]string {
+// withoutSidecarKeys returns the parameters that a repeated call must give again.
+func withoutSidecarKeys(all map[string]string) map[string]string {
 	out := map[string]string{}
 	for k, v := range all {
 		if !strings.HasPrefix(k, sidecarPrefix) {
@@ -400,8 +400,8 @@ func setImageCopies(w *wish, v string) error {
 	return nil
 }
 
-// settle joins the two ways to name a source's url, and refuses image parameters without an image.
-func (i *imageWish) settle() error {
+// completeSource joins the two ways to name a source's url, and refuses image parameters without an image.
+func (i *imageWish) completeSource() error {
 	if i.name == "" {
 		if i.source != "" || i.url != "" || i.parameters != nil || i.checksum != "" || i.copies != 0 ||
 			i.nodeSelector != nil || i.diskSelector != nil || i.secret != (api.SecretRef{}) {

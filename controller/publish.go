@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// attachment is the workload's attachment of a volume, or nil.
-func (s *Server) attachment(ctx context.Context, volume string) (*api.Attachment, error) {
+// readAttachment returns the workload's attachment of a volume, or nil.
+func (s *Server) readAttachment(ctx context.Context, volume string) (*api.Attachment, error) {
 	att := &api.Attachment{}
 	if err := s.client.Get(ctx, client.ObjectKey{Name: volume}, att); err != nil {
 		if apierrors.IsNotFound(err) {
@@ -29,15 +29,15 @@ func (s *Server) attachment(ctx context.Context, volume string) (*api.Attachment
 // ControllerPublishVolume asks for the volume's device on a node and waits until the device exists.
 func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.ControllerPublishVolumeRequest) (
 	*csi.ControllerPublishVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetNodeId() == "" || req.GetVolumeCapability() == nil {
 		return nil, api.Errorf(api.Invalid, "publishing needs a volume, a node and a volume capability")
 	}
-	if err := supported(req.GetVolumeCapability()); err != nil {
+	if err := checkCapability(req.GetVolumeCapability()); err != nil {
 		return nil, err
 	}
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
@@ -103,7 +103,7 @@ func (s *Server) strictlyElsewhere(ctx context.Context, vol *api.Volume, node st
 
 // mayBeStrict refuses strict-local for a volume that is attached on a node without the volume's data.
 func (s *Server) mayBeStrict(ctx context.Context, vol *api.Volume, spec *api.VolumeSpec) error {
-	att, err := s.attachment(ctx, vol.Name)
+	att, err := s.readAttachment(ctx, vol.Name)
 	if err != nil || att == nil {
 		return err
 	}
@@ -117,12 +117,12 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 	*api.Attachment, error) {
 	s.attach.Lock()
 	defer s.attach.Unlock()
-	att, err := s.attachment(ctx, vol.Name)
+	att, err := s.readAttachment(ctx, vol.Name)
 	if err != nil {
 		return nil, err
 	}
 	if att == nil {
-		if err := s.room(ctx, node); err != nil {
+		if err := s.checkAttachLimit(ctx, node); err != nil {
 			return nil, api.Explain(err, "attach volume %s", vol.Name)
 		}
 		att = &api.Attachment{
@@ -138,7 +138,7 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 		if !apierrors.IsAlreadyExists(err) {
 			return nil, api.Explain(err, "attach volume %s to node %s", vol.Name, node)
 		}
-		if att, err = s.attachment(ctx, vol.Name); err != nil {
+		if att, err = s.readAttachment(ctx, vol.Name); err != nil {
 			return nil, err
 		}
 	}
@@ -155,9 +155,9 @@ func (s *Server) ensureAttachment(ctx context.Context, vol *api.Volume, node str
 	return att, nil
 }
 
-// room refuses an attachment beyond the node's limit.
-func (s *Server) room(ctx context.Context, node string) error {
-	limit, err := s.number(ctx, "volume-attach-limit")
+// checkAttachLimit refuses an attachment beyond the node's limit.
+func (s *Server) checkAttachLimit(ctx context.Context, node string) error {
+	limit, err := s.readNumber(ctx, "volume-attach-limit")
 	if err != nil {
 		return err
 	}
@@ -180,7 +180,7 @@ func (s *Server) room(ctx context.Context, node string) error {
 // ControllerUnpublishVolume gives the device up and waits until the device is gone.
 func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.ControllerUnpublishVolumeRequest) (
 	*csi.ControllerUnpublishVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -189,7 +189,7 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.Control
 	if !validID(req.GetVolumeId()) {
 		return done, nil
 	}
-	att, err := s.attachment(ctx, req.GetVolumeId())
+	att, err := s.readAttachment(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
@@ -219,29 +219,29 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.Valida
 	if req.GetVolumeId() == "" || len(req.GetVolumeCapabilities()) == 0 {
 		return nil, api.Errorf(api.Invalid, "validating needs a volume and at least one volume capability")
 	}
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	no := func(msg string) (*csi.ValidateVolumeCapabilitiesResponse, error) {
 		return &csi.ValidateVolumeCapabilitiesResponse{Message: msg}, nil
 	}
-	if err := allSupported(req.GetVolumeCapabilities()); err != nil {
+	if err := checkCapabilities(req.GetVolumeCapabilities()); err != nil {
 		return no(err.Error())
 	}
 	if _, err := fsType(vol.Spec.FSType, req.GetVolumeCapabilities()); err != nil {
 		return no(err.Error())
 	}
 	w := &wish{}
-	if err := w.parse(req.GetParameters()); err != nil {
+	if err := w.parseParameters(req.GetParameters()); err != nil {
 		return no(err.Error())
 	}
-	for k, v := range given(req.GetParameters()) {
+	for k, v := range withoutSidecarKeys(req.GetParameters()) {
 		if vol.Spec.Parameters[k] != v {
 			return no("parameter " + k + " is not what the volume was created with")
 		}
 	}
-	if err := w.modify(req.GetMutableParameters()); err != nil {
+	if err := w.parseMutable(req.GetMutableParameters()); err != nil {
 		return no(err.Error())
 	}
 	return &csi.ValidateVolumeCapabilitiesResponse{Confirmed: &csi.ValidateVolumeCapabilitiesResponse_Confirmed{
@@ -249,8 +249,8 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.Valida
 		Parameters: req.GetParameters(), MutableParameters: req.GetMutableParameters()}}, nil
 }
 
-// published are the nodes that each volume is attached to, or still leaving.
-func (s *Server) published(ctx context.Context) (map[string][]string, error) {
+// publishedNodes returns the nodes that each volume is attached to, or still leaving.
+func (s *Server) publishedNodes(ctx context.Context) (map[string][]string, error) {
 	all := &api.AttachmentList{}
 	if err := s.client.List(ctx, all); err != nil {
 		return nil, api.Explain(err, "list attachments")

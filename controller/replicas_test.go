@@ -26,7 +26,7 @@ func TestDefaultReplicas(t *testing.T) {
 		req.Parameters = x.parameters
 		res, err := door.CreateVolume(t.Context(), req)
 		must(t, err)
-		vol, err := door.volume(t.Context(), res.Volume.VolumeId)
+		vol, err := door.readVolume(t.Context(), res.Volume.VolumeId)
 		must(t, err)
 		if vol.Spec.NumberOfReplicas != x.want {
 			t.Errorf("%s has %d replicas, wants %d", x.name, vol.Spec.NumberOfReplicas, x.want)

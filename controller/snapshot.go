@@ -30,7 +30,7 @@ func snapshotClass(given map[string]string) (*imageClass, error) {
 			continue
 		}
 		if key != "type" {
-			if err := c.set(key, value); err != nil {
+			if err := c.setParameter(key, value); err != nil {
 				return nil, err
 			}
 			continue
@@ -62,13 +62,13 @@ func snapshotName(name string) string {
 	return "snap-" + strings.TrimPrefix(objectName(name), "vol-")
 }
 
-// handle is the CSI id of a snapshot.
-func handle(s *api.Snapshot) string {
+// snapshotID returns the CSI id of a snapshot.
+func snapshotID(s *api.Snapshot) string {
 	return api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String()
 }
 
-// snapshot reads a snapshot by CSI id; an unknown id is an error of kind not found.
-func (s *Server) snapshot(ctx context.Context, id string) (*api.Snapshot, error) {
+// readSnapshot reads a snapshot by CSI id; an unknown id is an error of kind not found.
+func (s *Server) readSnapshot(ctx context.Context, id string) (*api.Snapshot, error) {
 	none := api.Errorf(api.NotFound, "snapshot %.200q does not exist", id)
 	from, err := api.ParseDataSource(id)
 	if err != nil || from.Snapshot == "" || !validID(from.Volume) || !validID(from.Snapshot) {
@@ -86,7 +86,7 @@ func (s *Server) snapshot(ctx context.Context, id string) (*api.Snapshot, error)
 // waits until the snapshot can be used.
 func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest) (
 	*csi.CreateSnapshotResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
@@ -155,14 +155,14 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	if !apierrors.IsNotFound(err) {
 		return nil, api.Explain(err, "read snapshot %s", name)
 	}
-	vol, err := s.volume(ctx, req.GetSourceVolumeId())
+	vol, err := s.readVolume(ctx, req.GetSourceVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	if vol.DeletionTimestamp != nil {
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
 	}
-	if err := s.within(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
+	if err := s.checkTopology(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}
 	snap = api.NewSnapshot(vol, name)
@@ -178,8 +178,8 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	return snap, api.Explain(err, "create snapshot %s", name)
 }
 
-// within refuses a topology without any of the volume's replicas: the snapshots lie with the replicas.
-func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyRequirement) error {
+// checkTopology refuses a topology without any of the volume's replicas: the snapshots lie with the replicas.
+func (s *Server) checkTopology(ctx context.Context, vol *api.Volume, r *csi.TopologyRequirement) error {
 	if len(r.GetRequisite()) == 0 {
 		return nil
 	}
@@ -202,8 +202,8 @@ func (s *Server) within(ctx context.Context, vol *api.Volume, r *csi.TopologyReq
 
 // snapshotInCSI is a snapshot in the words of CSI.
 func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
-	out := &csi.Snapshot{SnapshotId: handle(snap), SourceVolumeId: snap.Spec.Volume, SizeBytes: snap.Status.RestoreSize,
-		ReadyToUse: snap.Status.ReadyToUse}
+	out := &csi.Snapshot{SnapshotId: snapshotID(snap), SourceVolumeId: snap.Spec.Volume,
+		SizeBytes: snap.Status.RestoreSize, ReadyToUse: snap.Status.ReadyToUse}
 	if snap.Spec.Group != "" {
 		out.GroupSnapshotId = groupScheme + snap.Spec.Group
 	}
@@ -219,7 +219,7 @@ func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
 // DeleteSnapshot removes a snapshot and waits until the snapshot is gone. An id of nothing is no error.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequest) (
 	*csi.DeleteSnapshotResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetSnapshotId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot")
@@ -227,7 +227,7 @@ func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequ
 	if strings.HasPrefix(req.GetSnapshotId(), imageScheme) {
 		return &csi.DeleteSnapshotResponse{}, s.deleteImageSnapshot(ctx, req.GetSnapshotId())
 	}
-	snap, err := s.snapshot(ctx, req.GetSnapshotId())
+	snap, err := s.readSnapshot(ctx, req.GetSnapshotId())
 	if api.Is(err, api.NotFound) {
 		return &csi.DeleteSnapshotResponse{}, nil
 	}
@@ -263,7 +263,7 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 	}
 	if id := req.GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
 		img, err := s.snapshotImage(ctx, id)
-		if err == nil && !cut(img) {
+		if err == nil && !isCut(img) {
 			err = api.Errorf(api.NotFound, "snapshot %.200q does not exist yet", id)
 		}
 		if err != nil {
@@ -271,8 +271,8 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 		}
 		return &csi.GetSnapshotResponse{Snapshot: imageInCSI(img, id)}, nil
 	}
-	snap, err := s.snapshot(ctx, req.GetSnapshotId())
-	if err == nil && !shown(snap) {
+	snap, err := s.readSnapshot(ctx, req.GetSnapshotId())
+	if err == nil && !isVisible(snap) {
 		err = api.Errorf(api.NotFound, "snapshot %.200q does not exist yet", req.GetSnapshotId())
 	}
 	if err != nil {
@@ -281,15 +281,15 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 	return &csi.GetSnapshotResponse{Snapshot: snapshotInCSI(snap)}, nil
 }
 
-// shown reports whether a snapshot was made, and not for Drover's own purposes.
-func shown(s *api.Snapshot) bool {
+// isVisible reports whether a snapshot was made, and not for Drover's own purposes.
+func isVisible(s *api.Snapshot) bool {
 	return s.Status.CreationTime != "" && s.Spec.Labels[api.LabelClone] == ""
 }
 
 // ListSnapshots lists the finished snapshots: all, a volume's, or the snapshot of an id.
 func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsRequest) (
 	*csi.ListSnapshotsResponse, error) {
-	all, err := s.listed(ctx, req.GetSnapshotId())
+	all, err := s.findSnapshots(ctx, req.GetSnapshotId())
 	if err != nil {
 		return nil, err
 	}
@@ -297,7 +297,7 @@ func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsReques
 		of := req.GetSourceVolumeId()
 		return of != "" && snap.SourceVolumeId != of
 	})
-	some, next, err := page(all, snapshotKey, req.GetStartingToken(), req.GetMaxEntries())
+	some, next, err := cutPage(all, snapshotKey, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}
@@ -316,12 +316,12 @@ func snapshotKey(s *csi.Snapshot) string {
 	return "snap." + s.SnapshotId[strings.LastIndexByte(s.SnapshotId, '/')+1:]
 }
 
-// listed are all finished snapshots, or the snapshot of an id, if any.
-func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, err error) {
+// findSnapshots returns all finished snapshots, or the snapshot of an id, if any.
+func (s *Server) findSnapshots(ctx context.Context, id string) (all []*csi.Snapshot, err error) {
 	switch {
 	case strings.HasPrefix(id, imageScheme):
 		img, err := s.snapshotImage(ctx, id)
-		if err == nil && cut(img) {
+		if err == nil && isCut(img) {
 			all = append(all, imageInCSI(img, id))
 		}
 		if api.Is(err, api.NotFound) {
@@ -329,8 +329,8 @@ func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, er
 		}
 		return all, err
 	case id != "":
-		snap, err := s.snapshot(ctx, id)
-		if err == nil && shown(snap) {
+		snap, err := s.readSnapshot(ctx, id)
+		if err == nil && isVisible(snap) {
 			all = append(all, snapshotInCSI(snap))
 		}
 		if api.Is(err, api.NotFound) {
@@ -346,22 +346,22 @@ func (s *Server) listed(ctx context.Context, id string) (all []*csi.Snapshot, er
 		return nil, api.Explain(err, "list backing images")
 	}
 	for i := range snaps.Items {
-		if shown(&snaps.Items[i]) {
+		if isVisible(&snaps.Items[i]) {
 			all = append(all, snapshotInCSI(&snaps.Items[i]))
 		}
 	}
 	for i := range imgs.Items {
 		img := &imgs.Items[i]
-		if img.Annotations[annotationSnapshot] != "" && cut(img) {
+		if img.Annotations[annotationSnapshot] != "" && isCut(img) {
 			all = append(all, imageInCSI(img, imageHandle(img)))
 		}
 	}
 	return all, nil
 }
 
-// beginning is the initial content of a new volume: the form in the spec, the number of bytes, and the backing image
-// under the content.
-func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_ string, size int64, image string,
+// initialContent returns the initial content of a new volume: the form in the spec, the number of bytes, and the
+// backing image under the content.
+func (s *Server) initialContent(ctx context.Context, req *csi.VolumeContentSource) (_ string, size int64, image string,
 	err error) {
 	var from api.DataSource
 	var vol *api.Volume
@@ -369,20 +369,20 @@ func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_
 	case req == nil:
 		return "", 0, "", nil
 	case req.GetSnapshot() != nil:
-		snap, err := s.snapshot(ctx, req.GetSnapshot().GetSnapshotId())
+		snap, err := s.readSnapshot(ctx, req.GetSnapshot().GetSnapshotId())
 		if err != nil {
 			return "", 0, "", err
 		}
 		from, size = api.DataSource{Volume: snap.Spec.Volume, Snapshot: snap.Name}, snap.Status.RestoreSize
 		if !snap.Status.ReadyToUse {
-			return "", 0, "", api.Errorf(api.Unavailable, "snapshot %s is not ready: %s", handle(snap), snap.Status.Error)
+			return "", 0, "", api.Errorf(api.Unavailable, "snapshot %s is not ready: %s", snapshotID(snap), snap.Status.Error)
 		}
 		vol = &api.Volume{} // a deleted volume still has its snapshots
 		if err := s.client.Get(ctx, client.ObjectKey{Name: from.Volume}, vol); err != nil {
 			return "", 0, "", api.Explain(err, "read volume %s", from.Volume)
 		}
 	case req.GetVolume() != nil:
-		if vol, err = s.volume(ctx, req.GetVolume().GetVolumeId()); err != nil {
+		if vol, err = s.readVolume(ctx, req.GetVolume().GetVolumeId()); err != nil {
 			return "", 0, "", err
 		}
 		if vol.DeletionTimestamp != nil {
@@ -395,13 +395,14 @@ func (s *Server) beginning(ctx context.Context, req *csi.VolumeContentSource) (_
 	return from.String(), size, vol.Spec.BackingImage, nil
 }
 
-// kept reports whether a volume is deleted and kept for its snapshots alone: for CSI the volume is gone.
-func kept(v *api.Volume) bool {
+// isKept reports whether a volume is deleted and kept for its snapshots alone: for CSI the volume is gone.
+func isKept(v *api.Volume) bool {
 	return v.DeletionTimestamp != nil && meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionKept)
 }
 
-// asked is the data source of a request by the request's words alone, for comparison with an existing volume.
-func asked(req *csi.VolumeContentSource) string {
+// requestedSource returns the data source of a request by the request's words alone, for comparison with an existing
+// volume.
+func requestedSource(req *csi.VolumeContentSource) string {
 	if v := req.GetVolume(); v != nil {
 		return api.DataSource{Volume: v.GetVolumeId()}.String()
 	}

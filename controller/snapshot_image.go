@@ -35,7 +35,7 @@ type imageClass struct {
 	parameters bool // any of these keys is set
 }
 
-func (c *imageClass) set(key, value string) (err error) {
+func (c *imageClass) setParameter(key, value string) (err error) {
 	switch key {
 	case "exportType", api.ExportFormat:
 		if c.format = value; value != "" && value != "raw" && value != "qcow2" {
@@ -95,13 +95,13 @@ func (s *Server) createImageSnapshot(ctx context.Context, req *csi.CreateSnapsho
 	err := s.client.Get(ctx, client.ObjectKey{Name: name}, img)
 	if apierrors.IsNotFound(err) {
 		var vol *api.Volume
-		if vol, err = s.volume(ctx, of); err != nil {
+		if vol, err = s.readVolume(ctx, of); err != nil {
 			return nil, err
 		}
 		if vol.DeletionTimestamp != nil {
 			return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
 		}
-		if err := s.within(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
+		if err := s.checkTopology(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
 			return nil, err
 		}
 		img = &api.BackingImage{
@@ -161,9 +161,9 @@ func imageInCSI(img *api.BackingImage, id string) *csi.Snapshot {
 	return out
 }
 
-// cut reports whether the instant of an image's content is past. An image that was rebuilt from a disk has no Export
+// isCut reports whether the instant of an image's content is past. An image that was rebuilt from a disk has no Export
 // any more.
-func cut(img *api.BackingImage) bool {
+func isCut(img *api.BackingImage) bool {
 	return img.Spec.SourceType != api.SourceExport || img.Status.Export != nil || img.Status.State == api.ImageReady ||
 		img.Annotations[api.AnnotationCut] != ""
 }

@@ -57,9 +57,9 @@ func TestImagesThatCannotBe(t *testing.T) {
 // What a class says of the Secret and of a registry is what the image gets.
 func TestImageWishes(t *testing.T) {
 	w := &wish{}
-	must(t, w.parse(map[string]string{"backingImage": "i", "backingImageURL": "docker://h.example/a:b",
+	must(t, w.parseParameters(map[string]string{"backingImage": "i", "backingImageURL": "docker://h.example/a:b",
 		"backingImageSecretName": "s"}))
-	must(t, w.image.settle())
+	must(t, w.image.completeSource())
 	if i := w.image; i.source != api.SourceRegistry || i.parameters["url"] != "docker://h.example/a:b" ||
 		i.secret != (api.SecretRef{Name: "s", Namespace: "default"}) {
 		t.Errorf("%+v", i)
@@ -98,7 +98,7 @@ func TestChecksumOfAnImageThatWasNotReady(t *testing.T) {
 // Numbers in a JSON object stay what they were.
 func TestNumbersInImageParameters(t *testing.T) {
 	w := &wish{}
-	must(t, w.parse(map[string]string{"backingImage": "i", "backingImageDataSourceType": "download",
+	must(t, w.parseParameters(map[string]string{"backingImage": "i", "backingImageDataSourceType": "download",
 		"backingImageDataSourceParameters": `{"url":"http://x/y","n":10737418240}`}))
 	if n := w.image.parameters["n"]; n != "10737418240" {
 		t.Errorf("n is %s", n)
@@ -144,7 +144,7 @@ func TestExpansionWithoutRoomIsNotWished(t *testing.T) {
 		return err
 	}
 	wantKind(t, expand(1<<30), api.Full, "tight", "storage-over-provisioning-percentage")
-	v, err := door.volume(t.Context(), id)
+	v, err := door.readVolume(t.Context(), id)
 	must(t, err)
 	if v.Spec.Size != 64<<20 {
 		t.Errorf("the wish is %d bytes now", v.Spec.Size)
