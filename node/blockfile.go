@@ -19,16 +19,16 @@ import (
 // its number may belong to another volume while old mounts of the file still exist.
 const shownDir = "/dev/drover-published"
 
-// shown is the file that is bound to the workloads of a volume.
-func (d device) shown() string { return filepath.Join(shownDir, d.volume) }
+// deviceFile returns the file that is bound to the workloads of a volume.
+func (d device) deviceFile() string { return filepath.Join(shownDir, d.volume) }
 
-// show makes the file, again if an earlier life of the volume left a file of another device.
-func (d device) show() error {
+// makeDeviceFile makes the file, again if an earlier life of the volume left a file of another device.
+func (d device) makeDeviceFile() error {
 	dev := unix.Mkdev(uint32(d.major), uint32(d.minor))
 	fail := func(err error) error {
 		return api.Errorf(api.Other, "make a device file of volume %s in %s: %w", d.volume, shownDir, err)
 	}
-	if d.isAt(d.shown()) {
+	if d.isAt(d.deviceFile()) {
 		return nil
 	}
 	var err error
@@ -41,7 +41,7 @@ func (d device) show() error {
 			return fail(err)
 		}
 		if err = unix.Mknod(next, unix.S_IFBLK|0o660, int(dev)); err == nil {
-			err = os.Rename(next, d.shown())
+			err = os.Rename(next, d.deviceFile())
 		}
 		if !errors.Is(err, fs.ErrNotExist) {
 			break
@@ -60,20 +60,22 @@ func (d device) isAt(path string) bool {
 		st.Rdev == unix.Mkdev(uint32(d.major), uint32(d.minor))
 }
 
-// shows reports whether a mount is of such a file, of any volume.
-func shows(m *mountinfo.Info) bool { return strings.Contains(m.Root, "/"+filepath.Base(shownDir)+"/") }
+// showsAny reports whether a mount is of such a file, of any volume.
+func showsAny(m *mountinfo.Info) bool {
+	return strings.Contains(m.Root, "/"+filepath.Base(shownDir)+"/")
+}
 
 func (d device) showsMine(m *mountinfo.Info) bool {
 	return strings.HasSuffix(m.Root, "/"+filepath.Base(shownDir)+"/"+d.volume)
 }
 
-// hide removes the file of a volume that is no longer published.
-func hide(volume string) error {
+// removeDeviceFile removes the file of a volume that is no longer published.
+func removeDeviceFile(volume string) error {
 	if len(validation.IsDNS1123Subdomain(volume)) > 0 {
 		return nil // no volume has such a name
 	}
 	d := device{volume: volume}
-	if _, err := os.Lstat(d.shown()); errors.Is(err, fs.ErrNotExist) {
+	if _, err := os.Lstat(d.deviceFile()); errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
 	left, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) { return !d.showsMine(m), false })
@@ -83,7 +85,7 @@ func hide(volume string) error {
 	if len(left) > 0 {
 		return nil
 	}
-	if err := os.Remove(d.shown()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.Remove(d.deviceFile()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return api.Errorf(api.Other, "remove the device file of volume %s: %w", volume, err)
 	}
 	_ = os.Remove(shownDir) // only an empty folder

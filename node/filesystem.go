@@ -39,8 +39,8 @@ var filesystems = map[string]filesystem{
 
 const defaultFS = "ext4"
 
-// probe names the content of a device: a file system's type, "" for nothing that blkid knows.
-func probe(d device) (string, error) {
+// detectContent names the content of a device: a file system's type, "" for nothing that blkid knows.
+func detectContent(d device) (string, error) {
 	fs, err := mount.NewSafeFormatAndMount(mount.NewWithoutSystemd(""), utilexec.New()).GetDiskFormat(d.path)
 	if err != nil {
 		return "", api.Errorf(api.Unavailable, "look what is on %s (blkid): %w", d.path, err)
@@ -48,9 +48,9 @@ func probe(d device) (string, error) {
 	return fs, nil
 }
 
-// run runs a program to its end, even after the caller's deadline: a half-made or half-grown file system helps no
-// caller.
-func run(ctx context.Context, args ...string) error {
+// runProgram runs a program to its end, even after the caller's deadline: a half-made or half-grown file system helps
+// no caller.
+func runProgram(ctx context.Context, args ...string) error {
 	out, err := exec.CommandContext(context.WithoutCancel(ctx), args[0], args[1:]...).CombinedOutput()
 	if errors.Is(err, exec.ErrNotFound) {
 		return api.Errorf(api.Unavailable, "%s is not installed on this node", args[0])
@@ -78,8 +78,8 @@ func (f *failure) Error() string {
 
 func (f *failure) Unwrap() error { return f.err }
 
-// said reports whether a program failed with the given words.
-func said(err error, words string) bool {
+// failedWith reports whether a program failed with the given words.
+func failedWith(err error, words string) bool {
 	var f *failure
 	return errors.As(err, &f) && strings.Contains(strings.ToLower(f.out), strings.ToLower(words))
 }
@@ -89,12 +89,12 @@ func said(err error, words string) bool {
 func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api.Attachment, d device, wanted string,
 	readOnly bool) (string, error) {
 	begun, had := vol.Annotations[api.AnnotationMkfs], vol.Annotations[api.AnnotationFS]
-	found, err := probe(d)
+	found, err := detectContent(d)
 	if err != nil {
 		return "", err
 	}
 	if found != "" && begun == "" {
-		return found, usable(vol.Name, found, wanted)
+		return found, checkMountable(vol.Name, found, wanted)
 	}
 	made := wanted
 	if made == "" {
@@ -107,22 +107,22 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 	case begun != "" && found != "" && found != begun:
 		return "", api.Errorf(api.InUse, "volume %s: a %s was being made on it, but it holds %s: it is not formatted",
 			vol.Name, begun, found)
-	case begun != "" && found == made && run(ctx, append(slices.Clone(filesystems[made].whole), d.path)...) == nil:
-		return made, s.mark(ctx, vol, "", made) // the file system was finished, only the mark was missing
+	case begun != "" && found == made && runProgram(ctx, append(slices.Clone(filesystems[made].whole), d.path)...) == nil:
+		return made, s.recordFilesystem(ctx, vol, "", made) // the file system was finished, only the mark was missing
 	case begun != "":
 	case had != "":
 		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system that is not recognised any more: it is not "+
 			"formatted again; repair it, or restore it", vol.Name, had)
 	default:
-		if err := blank(vol, att, d); err != nil {
+		if err := proveBlank(vol, att, d); err != nil {
 			return "", err
 		}
 	}
-	return made, s.mkfs(ctx, vol, d, made)
+	return made, s.makeFilesystem(ctx, vol, d, made)
 }
 
-// usable refuses a file system that cannot be mounted, or that is not the requested type.
-func usable(name, found, wanted string) error {
+// checkMountable refuses a file system that cannot be mounted, or that is not the requested type.
+func checkMountable(name, found, wanted string) error {
 	_, known := filesystems[found]
 	switch {
 	case wanted != "" && wanted != found:
@@ -135,9 +135,9 @@ func usable(name, found, wanted string) error {
 	return nil
 }
 
-// blank proves that the device was never written. The map proved so when the device was made; since then only this
+// proveBlank proves that the device was never written. The map proved so when the device was made; since then only this
 // door's mounts, which need a file system, may have used the device. The samples catch writes past all doors.
-func blank(vol *api.Volume, att *api.Attachment, d device) error {
+func proveBlank(vol *api.Volume, att *api.Attachment, d device) error {
 	if att.Status.Blank && att.Annotations[api.AnnotationDoor] != "csi" {
 		return api.Errorf(api.InUse, "volume %s was attached by hand, so that it may have been written to since: detach "+
 			"it and publish it again, then a file system can be made", vol.Name)
@@ -156,12 +156,12 @@ func blank(vol *api.Volume, att *api.Attachment, d device) error {
 	return nil
 }
 
-func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string) error {
-	if err := s.mark(ctx, vol, fs, ""); err != nil {
+func (s *Server) makeFilesystem(ctx context.Context, vol *api.Volume, d device, fs string) error {
+	if err := s.recordFilesystem(ctx, vol, fs, ""); err != nil {
 		return err
 	}
 	args := slices.Concat(api.MkfsCommand(fs), strings.Fields(vol.Spec.MkfsParams))
-	if err := run(ctx, append(args, d.path)...); err != nil {
+	if err := runProgram(ctx, append(args, d.path)...); err != nil {
 		kind := api.KindOf(err)
 		if kind == api.Other {
 			kind = api.Invalid // of the options or the size: the same call will fail again
@@ -169,12 +169,12 @@ func (s *Server) mkfs(ctx context.Context, vol *api.Volume, d device, fs string)
 		return api.Errorf(kind, "make a %s file system on volume %s: %w", fs, vol.Name, err)
 	}
 	slog.InfoContext(ctx, "file system made", "volume", vol.Name, "type", fs, "device", d.path)
-	return s.mark(ctx, vol, "", fs)
+	return s.recordFilesystem(ctx, vol, "", fs)
 }
 
-// mark records on the Volume, durably, which file system is being made, and which was made. mark continues after the
-// caller's deadline, since the recorded step has happened.
-func (s *Server) mark(ctx context.Context, vol *api.Volume, making, made string) error {
+// recordFilesystem records on the Volume, durably, which file system is being made, and which was made.
+// recordFilesystem continues after the caller's deadline, since the recorded step has happened.
+func (s *Server) recordFilesystem(ctx context.Context, vol *api.Volume, making, made string) error {
 	or := func(v string) any {
 		if v == "" {
 			return nil // a null removes the annotation
@@ -230,8 +230,8 @@ func sizeOf(d device, fs string) (int64, error) {
 	return n, nil
 }
 
-// small reports whether a file system leaves a part of the device unused.
-func small(d device, fs string) (bool, error) {
+// needsGrowth reports whether a file system leaves a part of the device unused.
+func needsGrowth(d device, fs string) (bool, error) {
 	have, err := d.size()
 	if err != nil {
 		return false, err
@@ -240,16 +240,16 @@ func small(d device, fs string) (bool, error) {
 	return err == nil && is > 0 && have-is > filesystems[fs].slack, err
 }
 
-// grow makes a mounted file system as large as the device.
-func grow(ctx context.Context, d device, fs, path string) error {
+// growFilesystem makes a mounted file system as large as the device.
+func growFilesystem(ctx context.Context, d device, fs, path string) error {
 	var err error
 	switch fs {
 	case "xfs":
-		err = run(ctx, "xfs_growfs", "-d", path)
+		err = runProgram(ctx, "xfs_growfs", "-d", path)
 	case "btrfs":
-		err = run(ctx, "btrfs", "filesystem", "resize", "max", path)
+		err = runProgram(ctx, "btrfs", "filesystem", "resize", "max", path)
 	default:
-		err = run(ctx, "resize2fs", d.path)
+		err = runProgram(ctx, "resize2fs", d.path)
 	}
 	if err == nil {
 		slog.InfoContext(ctx, "file system grown", "type", fs, "device", d.path)
@@ -259,19 +259,19 @@ func grow(ctx context.Context, d device, fs, path string) error {
 
 // growOffline makes an unmounted ext file system as large as the device.
 func growOffline(ctx context.Context, d device) error {
-	if err := check(ctx, d, "-f"); err != nil {
+	if err := checkFilesystem(ctx, d, "-f"); err != nil {
 		return err
 	}
-	if err := run(ctx, "resize2fs", d.path); err != nil {
+	if err := runProgram(ctx, "resize2fs", d.path); err != nil {
 		return api.Errorf(api.Other, "grow the file system on %s: %w", d.path, err)
 	}
 	slog.InfoContext(ctx, "file system grown while not mounted", "device", d.path)
 	return nil
 }
 
-// check makes the safe repairs of an unmounted ext file system.
-func check(ctx context.Context, d device, flags ...string) error {
-	err := run(ctx, append(append([]string{"e2fsck", "-p"}, flags...), d.path)...)
+// checkFilesystem makes the safe repairs of an unmounted ext file system.
+func checkFilesystem(ctx context.Context, d device, flags ...string) error {
+	err := runProgram(ctx, append(append([]string{"e2fsck", "-p"}, flags...), d.path)...)
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() < 4 { // 1 and 2: repaired
 		return nil

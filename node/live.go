@@ -11,9 +11,9 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// answers reports whether a process still serves a device. The device node of a dead server stays, with its size, and
-// reads of the kernel's cache succeed: only a read past the cache tells.
-func answers(path string) bool {
+// deviceAnswers reports whether a process still serves a device. The device node of a dead server stays, with its size,
+// and reads of the kernel's cache succeed: only a read past the cache tells.
+func deviceAnswers(path string) bool {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err == nil {
 		defer f.Close()
@@ -32,12 +32,12 @@ func answers(path string) bool {
 	return true
 }
 
-// live returns the volume's attachment to this node and the device, once the device answers: after a crash the
+// awaitDevice returns the volume's attachment to this node and the device, once the device answers: after a crash the
 // attachment names the old device until the new device exists, and another volume may have the old device's number by
 // then.
-func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, device, error) {
+func (s *Server) awaitDevice(ctx context.Context, vol *api.Volume) (*api.Attachment, device, error) {
 	for {
-		att, err := s.attached(ctx, vol.Name)
+		att, err := s.awaitAttachment(ctx, vol.Name)
 		if err != nil {
 			return nil, device{}, err
 		}
@@ -47,7 +47,7 @@ func (s *Server) live(ctx context.Context, vol *api.Volume) (*api.Attachment, de
 		case !s.isOf(d, vol.Status.UID):
 			err = api.Errorf(api.Unavailable, "device %s is not one of volume %s any more: the volume's new one is awaited",
 				d.path, vol.Name)
-		case answers(d.path):
+		case deviceAnswers(d.path):
 			return att, d, nil
 		default:
 			err = api.Errorf(api.Unavailable, "device %s of volume %s does not answer", d.path, vol.Name)

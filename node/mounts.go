@@ -39,11 +39,11 @@ func openDevice(volume, path string) (device, error) {
 	return device{volume: volume, path: real, major: int(unix.Major(st.Rdev)), minor: int(unix.Minor(st.Rdev))}, nil
 }
 
-func (d device) sysfs() string { return fmt.Sprintf("/sys/dev/block/%d:%d", d.major, d.minor) }
+func (d device) sysfsPath() string { return fmt.Sprintf("/sys/dev/block/%d:%d", d.major, d.minor) }
 
 // size is the device's size in bytes.
 func (d device) size() (int64, error) {
-	n, err := sysNumbers(filepath.Join(d.sysfs(), "size"))
+	n, err := sysNumbers(filepath.Join(d.sysfsPath(), "size"))
 	if err != nil || len(n) == 0 {
 		return 0, api.Errorf(api.Unavailable, "size of %s: %w", d.path, err)
 	}
@@ -100,15 +100,15 @@ func sysNumbers(path string) ([]int64, error) {
 	return out, nil
 }
 
-// holds reports whether a line of the mount table is a mount of the device's file system, or of the file that shows
+// ownsMount reports whether a line of the mount table is a mount of the device's file system, or of the file that shows
 // the volume's device to workloads.
-func (d device) holds(m *mountinfo.Info) (filesystem, block bool) {
+func (d device) ownsMount(m *mountinfo.Info) (filesystem, block bool) {
 	filesystem = (m.Major == d.major && m.Minor == d.minor) || (m.FSType == "btrfs" && m.Source == d.path)
 	return filesystem, d.showsMine(m)
 }
 
-// resolve follows links in the folder of a path, but not the path itself, which may be a dead mount.
-func resolve(path string) (string, error) {
+// resolveFolder follows links in the folder of a path, but not the path itself, which may be a dead mount.
+func resolveFolder(path string) (string, error) {
 	path = filepath.Clean(path)
 	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
 	if err != nil {
@@ -120,7 +120,7 @@ func resolve(path string) (string, error) {
 // mountAt is the top mount at exactly this path, or nil. mountAt reads the mount table alone, so that a dead device
 // cannot block the caller.
 func mountAt(path string) (*mountinfo.Info, error) {
-	real, err := resolve(path)
+	real, err := resolveFolder(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
@@ -143,7 +143,7 @@ func mountAt(path string) (*mountinfo.Info, error) {
 // mountsOf are all mounts of the device's file system or of the device's file, oldest first.
 func mountsOf(d device) ([]*mountinfo.Info, error) {
 	all, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
-		a, b := d.holds(m)
+		a, b := d.ownsMount(m)
 		return !a && !b, false
 	})
 	if err != nil {
@@ -152,8 +152,8 @@ func mountsOf(d device) ([]*mountinfo.Info, error) {
 	return all, nil
 }
 
-// dead reports whether the mount at a path has become unusable: the device or the server is gone.
-func dead(path string) bool {
+// isDeadMount reports whether the mount at a path has become unusable: the device or the server is gone.
+func isDeadMount(path string) bool {
 	var st unix.Stat_t
 	err := unix.Lstat(path, &st)
 	for _, e := range []unix.Errno{unix.ENOTCONN, unix.ESTALE, unix.EIO, unix.ENODEV, unix.ENXIO, unix.EHOSTDOWN} {
@@ -164,8 +164,8 @@ func dead(path string) bool {
 	return false
 }
 
-// gone reports whether the device of a mount's file system no longer exists, or no process serves the device.
-func gone(m *mountinfo.Info) bool {
+// isDeviceGone reports whether the device of a mount's file system no longer exists, or no process serves the device.
+func isDeviceGone(m *mountinfo.Info) bool {
 	if !strings.HasPrefix(m.Source, "/dev/") || m.Major == 0 {
 		return false
 	}
@@ -174,11 +174,11 @@ func gone(m *mountinfo.Info) bool {
 		return true
 	}
 	d := device{major: m.Major, minor: m.Minor}
-	return d.isAt(m.Source) && !answers(m.Source)
+	return d.isAt(m.Source) && !deviceAnswers(m.Source)
 }
 
-// backing is the name of the file under a loop device in sysfs; empty: not a loop device, or no file.
-func backing(sysfs string) string {
+// backingFile returns the name of the file under a loop device in sysfs; empty: not a loop device, or no file.
+func backingFile(sysfs string) string {
 	b, err := os.ReadFile(filepath.Join(sysfs, "loop", "backing_file"))
 	if err != nil {
 		return ""
@@ -189,7 +189,7 @@ func backing(sysfs string) string {
 // isOf reports whether a device stands on the file that carries the volume's uid: the number of a removed device may
 // belong to any other device now.
 func (d device) isOf(volume api.UID) bool {
-	key, ours := strings.CutPrefix(backing(d.sysfs()), "drover-")
+	key, ours := strings.CutPrefix(backingFile(d.sysfsPath()), "drover-")
 	key, _, _ = strings.Cut(key, ".") // the rest is the host's mark
 	return ours && key != "" && key == string(volume)
 }
@@ -197,19 +197,19 @@ func (d device) isOf(volume api.UID) bool {
 // replaces reports whether a mount is of an earlier device of the same volume: both stand on the file that carries
 // the volume's name. The earlier device was lost with the processes that served the device.
 func (d device) replaces(m *mountinfo.Info) bool {
-	mine := backing(d.sysfs())
-	return strings.HasPrefix(mine, "drover-") && mine == backing(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
+	mine := backingFile(d.sysfsPath())
+	return strings.HasPrefix(mine, "drover-") && mine == backingFile(fmt.Sprintf("/sys/dev/block/%d:%d", m.Major, m.Minor))
 }
 
-// unmount takes everything off a path, a dead mount even while a program still uses the mount.
-func unmount(path string) error {
+// unmountPath takes everything off a path, a dead mount even while a program still uses the mount.
+func unmountPath(path string) error {
 	for range 100 { // more than are ever stacked: a mount under another mount cannot be reached, and stays
 		m, err := mountAt(path)
 		if m == nil || err != nil {
 			return err
 		}
 		flags := unix.UMOUNT_NOFOLLOW
-		if dead(path) || gone(m) {
+		if isDeadMount(path) || isDeviceGone(m) {
 			flags |= unix.MNT_DETACH
 		}
 		switch err := unix.Unmount(m.Mountpoint, flags); {
@@ -222,8 +222,8 @@ func unmount(path string) error {
 	return api.Errorf(api.Other, "unmount %s: it stays mounted; is another mount over a folder above it?", path)
 }
 
-// bind mounts the path from at the path at, read-only on demand.
-func bind(from, at string, readOnly bool) error {
+// bindMount mounts the path from at the path at, read-only on demand.
+func bindMount(from, at string, readOnly bool) error {
 	if err := unix.Mount(from, at, "", unix.MS_BIND, ""); err != nil {
 		return api.Errorf(api.Other, "bind %s to %s: %w", from, at, err)
 	}
@@ -244,7 +244,7 @@ func bind(from, at string, readOnly bool) error {
 	}
 	if err != nil {
 		err = api.Errorf(api.Other, "make %s read-only: %w", at, err)
-		return errors.Join(err, unmount(at))
+		return errors.Join(err, unmountPath(at))
 	}
 	return nil
 }

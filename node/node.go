@@ -88,8 +88,8 @@ func (s *Server) NodeGetInfo(ctx context.Context, _ *csi.NodeGetInfoRequest) (*c
 	}, nil
 }
 
-// bound ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
-func bound(ctx context.Context) (context.Context, context.CancelFunc) {
+// boundWait ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
+func boundWait(ctx context.Context) (context.Context, context.CancelFunc) {
 	if d, ok := ctx.Deadline(); ok {
 		if time.Until(d) > 2*waitMargin {
 			d = d.Add(-waitMargin)
@@ -99,8 +99,8 @@ func bound(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(ctx, waitDefault)
 }
 
-// lock waits until no other call works on the volume. Two at once could make two file systems.
-func (s *Server) lock(ctx context.Context, id string) (unlock func(), err error) {
+// lockVolume waits until no other call works on the volume. Two at once could make two file systems.
+func (s *Server) lockVolume(ctx context.Context, id string) (unlock func(), err error) {
 	unlock, err = s.volumes.Acquire(ctx, id, semaphore.Limit(1))
 	if err != nil {
 		return nil, api.Errorf(api.Busy, "volume %s: another call is working on it", id)
@@ -108,8 +108,8 @@ func (s *Server) lock(ctx context.Context, id string) (unlock func(), err error)
 	return unlock, nil
 }
 
-// volume reads a volume by CSI id, which is the object's name.
-func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
+// readVolume reads a volume by CSI id, which is the object's name.
+func (s *Server) readVolume(ctx context.Context, id string) (*api.Volume, error) {
 	if id == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
 	}
@@ -123,8 +123,8 @@ func (s *Server) volume(ctx context.Context, id string) (*api.Volume, error) {
 	return nil, api.Errorf(api.NotFound, "volume %.80q does not exist: %w", id, err)
 }
 
-// attached returns the volume's attachment to this node once the attachment's device exists.
-func (s *Server) attached(ctx context.Context, id string) (*api.Attachment, error) {
+// awaitAttachment returns the volume's attachment to this node once the attachment's device exists.
+func (s *Server) awaitAttachment(ctx context.Context, id string) (*api.Attachment, error) {
 	msg := ""
 	att, err := await.Until(ctx, s.client, id, func(a *api.Attachment) (bool, error) {
 		if a.Spec.Node != s.name || a.DeletionTimestamp != nil {

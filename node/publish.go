@@ -17,7 +17,7 @@ import (
 // NodePublishVolume shows a staged volume at a workload's path, by a bind mount of the file system or of the device.
 func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolumeRequest) (
 	*csi.NodePublishVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -34,16 +34,16 @@ func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolu
 	if err := checkPath("staging", req.GetStagingTargetPath()); err != nil {
 		return nil, err
 	}
-	unlock, err := s.lock(ctx, req.GetVolumeId())
+	unlock, err := s.lockVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
-	att, d, err := s.live(ctx, vol)
+	att, d, err := s.awaitDevice(ctx, vol)
 	if err != nil {
 		return nil, err
 	}
@@ -70,11 +70,11 @@ func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error
 	if err != nil {
 		return err
 	}
-	target, err := resolve(req.GetTargetPath())
+	target, err := resolveFolder(req.GetTargetPath())
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return api.Errorf(api.Other, "path %s: %w", req.GetTargetPath(), err)
 	}
-	staging, err := resolve(req.GetStagingTargetPath())
+	staging, err := resolveFolder(req.GetStagingTargetPath())
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return api.Errorf(api.Other, "path %s: %w", req.GetStagingTargetPath(), err)
 	}
@@ -92,7 +92,7 @@ func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error
 }
 
 func publishMount(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error {
-	staged, err := settled(req.GetStagingTargetPath(), d, true)
+	staged, err := existingMount(req.GetStagingTargetPath(), d, true)
 	if err != nil {
 		return err
 	}
@@ -101,7 +101,7 @@ func publishMount(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) 
 	}
 	readOnly := req.GetReadonly() || readerOnly(req.GetVolumeCapability()) || isReadOnly(staged)
 	at := req.GetTargetPath()
-	m, err := settled(at, d, true)
+	m, err := existingMount(at, d, true)
 	if err != nil {
 		return err
 	}
@@ -111,7 +111,7 @@ func publishMount(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) 
 	if err := os.MkdirAll(at, 0o750); err != nil {
 		return api.Errorf(api.Exists, "make the target path of volume %s: %w", vol.Name, err)
 	}
-	return bind(req.GetStagingTargetPath(), at, readOnly)
+	return bindMount(req.GetStagingTargetPath(), at, readOnly)
 }
 
 func sameAccess(vol *api.Volume, m *mountinfo.Info, readOnly bool) error {
@@ -130,7 +130,7 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 			"read-only: attach it read-only", vol.Name)
 	}
 	at := req.GetTargetPath()
-	m, err := settled(at, d, false)
+	m, err := existingMount(at, d, false)
 	if err != nil || m != nil {
 		return err
 	}
@@ -142,16 +142,16 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 		return api.Errorf(api.Exists, "make the target path of volume %s: %w", vol.Name, err)
 	}
 	f.Close()
-	if err := d.show(); err != nil {
+	if err := d.makeDeviceFile(); err != nil {
 		return err
 	}
-	return bind(d.shown(), at, false)
+	return bindMount(d.deviceFile(), at, false)
 }
 
 // NodeUnpublishVolume unmounts the target path and removes the path. A missing path is no error.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, req *csi.NodeUnpublishVolumeRequest) (
 	*csi.NodeUnpublishVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -159,18 +159,18 @@ func (s *Server) NodeUnpublishVolume(ctx context.Context, req *csi.NodeUnpublish
 	if err := checkPath("target", req.GetTargetPath()); err != nil {
 		return nil, err
 	}
-	unlock, err := s.lock(ctx, req.GetVolumeId())
+	unlock, err := s.lockVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	if err := unmount(req.GetTargetPath()); err != nil {
+	if err := unmountPath(req.GetTargetPath()); err != nil {
 		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
 	}
 	if err := removeEmpty(req.GetTargetPath()); err != nil {
 		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
 	}
-	if err := hide(req.GetVolumeId()); err != nil {
+	if err := removeDeviceFile(req.GetVolumeId()); err != nil {
 		return nil, api.Explain(err, "unpublish volume %.80s", req.GetVolumeId())
 	}
 	return &csi.NodeUnpublishVolumeResponse{}, nil

@@ -19,7 +19,7 @@ import (
 // and growing the file system of a grown volume. A block volume needs no staging but its device.
 func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRequest) (
 	*csi.NodeStageVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -30,16 +30,16 @@ func (s *Server) NodeStageVolume(ctx context.Context, req *csi.NodeStageVolumeRe
 	if err := checkCapability(req.GetVolumeCapability()); err != nil {
 		return nil, err
 	}
-	unlock, err := s.lock(ctx, req.GetVolumeId())
+	unlock, err := s.lockVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
-	att, d, err := s.live(ctx, vol)
+	att, d, err := s.awaitDevice(ctx, vol)
 	if err != nil {
 		return nil, err
 	}
@@ -60,7 +60,7 @@ func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attac
 	if m, err := mountAt(path); err != nil {
 		return err
 	} else if m != nil {
-		if fs, _ := d.holds(m); fs {
+		if fs, _ := d.ownsMount(m); fs {
 			return api.Errorf(api.Exists, "volume %s is staged at %s with its file system mounted: unstage it before it is "+
 				"used as a block device", vol.Name, path)
 		}
@@ -69,7 +69,7 @@ func (s *Server) stageBlock(ctx context.Context, vol *api.Volume, att *api.Attac
 		return nil
 	}
 	if vol.Annotations[api.AnnotationMkfs] != "" || vol.Annotations[api.AnnotationFS] != "" {
-		if err := s.mark(ctx, vol, "", ""); err != nil {
+		if err := s.recordFilesystem(ctx, vol, "", ""); err != nil {
 			return err
 		}
 	}
@@ -92,7 +92,7 @@ func (s *Server) stageMount(ctx context.Context, vol *api.Volume, att *api.Attac
 	if _, known := filesystems[wanted]; wanted != "" && !known {
 		return api.Errorf(api.Invalid, "file system %.40q is not supported: ext4, xfs and btrfs are", wanted)
 	}
-	m, err := settled(path, d, true)
+	m, err := existingMount(path, d, true)
 	if err != nil {
 		return err
 	}
@@ -124,7 +124,7 @@ func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string,
 	readOnly := slices.Contains(options, "ro")
 	isExt := fs == "ext2" || fs == "ext3" || fs == "ext4"
 	if isExt && !readOnly {
-		if err := check(ctx, d); err != nil {
+		if err := checkFilesystem(ctx, d); err != nil {
 			return api.Explain(err, "volume %s", vol.Name)
 		}
 	}
@@ -138,11 +138,11 @@ func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string,
 	if err := do(); err != nil || readOnly {
 		return err
 	}
-	more, err := small(d, fs)
+	more, err := needsGrowth(d, fs)
 	if err == nil && more {
-		err = grow(ctx, d, fs, path)
+		err = growFilesystem(ctx, d, fs, path)
 		if err != nil && isExt { // without CAP_SYS_RESOURCE the kernel grows no mounted ext4: take it down for a moment
-			if err = unmount(path); err == nil {
+			if err = unmountPath(path); err == nil {
 				if err = growOffline(ctx, d); err == nil {
 					return do()
 				}
@@ -150,7 +150,7 @@ func mountGrown(ctx context.Context, vol *api.Volume, d device, fs, path string,
 		}
 	}
 	if err != nil {
-		return errors.Join(api.Explain(err, "grow the file system of volume %s", vol.Name), unmount(path))
+		return errors.Join(api.Explain(err, "grow the file system of volume %s", vol.Name), unmountPath(path))
 	}
 	return nil
 }
@@ -161,43 +161,43 @@ func growIfSmall(ctx context.Context, vol *api.Volume, d device, m *mountinfo.In
 	if isReadOnly(m) {
 		return nil
 	}
-	more, err := small(d, m.FSType)
+	more, err := needsGrowth(d, m.FSType)
 	if err != nil || !more {
 		return err
 	}
-	err = grow(ctx, d, m.FSType, m.Mountpoint)
-	if refused(err) {
+	err = growFilesystem(ctx, d, m.FSType, m.Mountpoint)
+	if growthRefused(err) {
 		return nil
 	}
 	return api.Explain(err, "grow the file system of volume %s", vol.Name)
 }
 
-// refused reports whether the kernel would not let a mounted file system grow.
-func refused(err error) bool {
-	return said(err, "permission denied") || said(err, "operation not permitted")
+// growthRefused reports whether the kernel would not let a mounted file system grow.
+func growthRefused(err error) bool {
+	return failedWith(err, "permission denied") || failedWith(err, "operation not permitted")
 }
 
-// settled is the existing mount of the device at path, or nil where the path is free. settled takes off a dead mount
-// of an earlier life of the volume; any other mount is an error.
-func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
+// existingMount returns the existing mount of the device at path, or nil where the path is free. existingMount takes
+// off a dead mount of an earlier life of the volume; any other mount is an error.
+func existingMount(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 	for {
 		m, err := mountAt(path)
 		if m == nil || err != nil {
 			return nil, err
 		}
-		isFS, isBlock := d.holds(m)
+		isFS, isBlock := d.ownsMount(m)
 		switch {
 		case isFS && filesystem:
-			if !dead(path) {
+			if !isDeadMount(path) {
 				return m, nil
 			}
 		case isBlock && !filesystem && d.isAt(path):
 			return m, nil
-		case !filesystem && shows(m): // the device of an earlier life
-		case !dead(path) && !gone(m) && !d.replaces(m):
+		case !filesystem && showsAny(m): // the device of an earlier life
+		case !isDeadMount(path) && !isDeviceGone(m) && !d.replaces(m):
 			return nil, api.Errorf(api.Exists, "%s is taken by another mount, of %s", path, m.Source)
 		}
-		if err := unmount(path); err != nil {
+		if err := unmountPath(path); err != nil {
 			return nil, err
 		}
 	}
@@ -207,7 +207,7 @@ func settled(path string, d device, filesystem bool) (*mountinfo.Info, error) {
 // exists.
 func (s *Server) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolumeRequest) (
 	*csi.NodeUnstageVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -215,15 +215,15 @@ func (s *Server) NodeUnstageVolume(ctx context.Context, req *csi.NodeUnstageVolu
 	if err := checkPath("staging", req.GetStagingTargetPath()); err != nil {
 		return nil, err
 	}
-	unlock, err := s.lock(ctx, req.GetVolumeId())
+	unlock, err := s.lockVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	if err := unmount(req.GetStagingTargetPath()); err != nil {
+	if err := unmountPath(req.GetStagingTargetPath()); err != nil {
 		return nil, api.Explain(err, "unstage volume %.80s", req.GetVolumeId())
 	}
-	if err := hide(req.GetVolumeId()); err != nil {
+	if err := removeDeviceFile(req.GetVolumeId()); err != nil {
 		return nil, api.Explain(err, "unstage volume %.80s", req.GetVolumeId())
 	}
 	return &csi.NodeUnstageVolumeResponse{}, nil

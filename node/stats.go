@@ -27,9 +27,9 @@ type place struct {
 	block bool
 }
 
-// find finds a volume and its mount at one of the paths, which need not exist.
-func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
-	vol, err := s.volume(ctx, id)
+// findMount finds a volume and its mount at one of the paths, which need not exist.
+func (s *Server) findMount(ctx context.Context, id, path string) (*place, error) {
+	vol, err := s.readVolume(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -37,7 +37,7 @@ func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 	if checkPath("volume", path) != nil {
 		return nil, nowhere
 	}
-	att, err := s.attached(ctx, vol.Name)
+	att, err := s.awaitAttachment(ctx, vol.Name)
 	if api.Is(err, api.InUse) {
 		return nil, nowhere
 	}
@@ -55,7 +55,7 @@ func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 	if m == nil {
 		return nil, nowhere
 	}
-	isFS, isBlock := d.holds(m)
+	isFS, isBlock := d.ownsMount(m)
 	if !isFS && (!isBlock || !d.isAt(path)) {
 		return nil, nowhere
 	}
@@ -65,12 +65,12 @@ func (s *Server) find(ctx context.Context, id, path string) (*place, error) {
 // NodeGetVolumeStats tells the bytes and inodes of a file system, or the bytes of a block volume.
 func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeStatsRequest) (
 	*csi.NodeGetVolumeStatsResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetVolumePath() == "" {
 		return nil, api.Errorf(api.Invalid, "statistics need a volume and its path")
 	}
-	p, err := s.find(ctx, req.GetVolumeId(), req.GetVolumePath())
+	p, err := s.findMount(ctx, req.GetVolumeId(), req.GetVolumePath())
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +99,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 // NodeExpandVolume grows the file system to the device, once the device has the size.
 func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolumeRequest) (
 	*csi.NodeExpandVolumeResponse, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := boundWait(ctx)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetVolumePath() == "" {
 		return nil, api.Errorf(api.Invalid, "expanding needs a volume and its path")
@@ -109,12 +109,12 @@ func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 			return nil, err
 		}
 	}
-	unlock, err := s.lock(ctx, req.GetVolumeId())
+	unlock, err := s.lockVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	p, err := s.find(ctx, req.GetVolumeId(), req.GetVolumePath())
+	p, err := s.findMount(ctx, req.GetVolumeId(), req.GetVolumePath())
 	if err != nil {
 		return nil, err
 	}
@@ -133,15 +133,15 @@ func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 	if p.block {
 		return res, nil
 	}
-	more, err := small(p.d, p.m.FSType)
+	more, err := needsGrowth(p.d, p.m.FSType)
 	if err != nil || !more {
 		return res, err
 	}
 	if slices.Contains(strings.Split(p.m.VFSOptions, ","), "ro") {
 		return nil, api.Errorf(api.InUse, "volume %s is mounted read-only: its file system cannot grow", p.vol.Name)
 	}
-	switch err := grow(ctx, p.d, p.m.FSType, p.m.Mountpoint); {
-	case refused(err):
+	switch err := growFilesystem(ctx, p.d, p.m.FSType, p.m.Mountpoint); {
+	case growthRefused(err):
 		return nil, api.Errorf(api.InUse, "the kernel of node %s does not let a mounted %s grow (this needs "+
 			"CAP_SYS_RESOURCE): it grows when volume %s is staged the next time: %w", s.name, p.m.FSType, p.vol.Name,
 			err)
@@ -154,7 +154,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolume
 // NodeGetVolumeHealth reports the problems of one volume that this node sees.
 func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolumeHealthRequest) (
 	*csi.NodeGetVolumeHealthResponse, error) {
-	vol, err := s.volume(ctx, req.GetVolumeId())
+	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if err != nil {
 		return nil, err
 	}
@@ -206,7 +206,7 @@ func (s *Server) NodeGetVolumeHealth(ctx context.Context, req *csi.NodeGetVolume
 		}
 		switch {
 		case m == nil:
-		case dead(path) || gone(m):
+		case isDeadMount(path) || isDeviceGone(m):
 			add(csi.VolumeHealthErrorType_INACCESSIBLE, "MountDead", path+" can no longer be read")
 		case !isReadOnly(m) && !att.Spec.ReadOnly && slices.Contains(strings.Split(m.VFSOptions, ","), "ro"):
 			add(csi.VolumeHealthErrorType_DEGRADED, "FilesystemReadOnly", "the file system at "+path+
