@@ -25,11 +25,11 @@ type gunzip struct {
 
 func newGunzip(r io.Reader) (decoder, error) {
 	g := &gunzip{in: bufio.NewReaderSize(r, chunkSize), z: new(gzip.Reader)}
-	return g, g.open()
+	return g, g.openMember()
 }
 
-// open begins a member.
-func (g *gunzip) open() error {
+// openMember begins a member.
+func (g *gunzip) openMember() error {
 	if head, err := g.in.Peek(4); err == nil && (head[2] != 8 || head[3]&gzipUnknown != 0) {
 		return api.Errorf(api.Unsupported, "gzip: method %d with flags %#x is not supported", head[2], head[3])
 	}
@@ -48,7 +48,7 @@ func (g *gunzip) open() error {
 func (g *gunzip) Read(p []byte) (int, error) {
 	for {
 		if !g.member {
-			if err := g.next(); err != nil {
+			if err := g.nextMember(); err != nil {
 				return 0, err
 			}
 		}
@@ -62,8 +62,8 @@ func (g *gunzip) Read(p []byte) (int, error) {
 	}
 }
 
-// next begins the next member; io.EOF after the last member.
-func (g *gunzip) next() error {
+// nextMember begins the next member; io.EOF after the last member.
+func (g *gunzip) nextMember() error {
 	padded := false
 	for {
 		b, err := g.in.Peek(1)
@@ -81,9 +81,9 @@ func (g *gunzip) next() error {
 		return err
 	}
 	if padded || string(head) != gzipMagic {
-		return trailing(Gzip)
+		return trailingError(Gzip)
 	}
-	return g.open()
+	return g.openMember()
 }
 
 func (g *gunzip) Close() {}

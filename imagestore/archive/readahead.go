@@ -41,12 +41,12 @@ func newReadahead(r io.Reader) *readahead {
 	for range chunksAhead {
 		a.empty <- make([]byte, chunkSize)
 	}
-	a.wg.Go(func() { a.fill(r) })
+	a.wg.Go(func() { a.readSource(r) })
 	return a
 }
 
-// fill is the goroutine that reads the source.
-func (a *readahead) fill(r io.Reader) {
+// readSource is the goroutine that reads the source.
+func (a *readahead) readSource(r io.Reader) {
 	for {
 		select {
 		case b := <-a.empty:
@@ -101,8 +101,8 @@ func (a *readahead) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// state returns how many bytes the decoder took, and the error that it got.
-func (a *readahead) state() (int64, error) {
+// decoderState returns how many bytes the decoder took, and the error that it got.
+func (a *readahead) decoderState() (int64, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.read, a.err

@@ -52,7 +52,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 // explain returns the error of a decoder with a kind and a place. An error of the source comes first, and unchanged:
 // the decoder's error follows from it.
 func (r *Reader) explain(err error) error {
-	read, failed := r.ahead.state()
+	read, failed := r.ahead.decoderState()
 	var known *api.Error
 	switch {
 	case failed != nil && !errors.Is(failed, io.EOF):
@@ -80,7 +80,7 @@ func (r *Reader) Close() error {
 	return nil
 }
 
-// trailing is the error for data behind the end of the archive.
-func trailing(f Format) error {
+// trailingError is the error for data behind the end of the archive.
+func trailingError(f Format) error {
 	return api.Errorf(api.Corrupt, "%v: the archive is complete, but %w", f, ErrTrailing)
 }

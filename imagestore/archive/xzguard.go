@@ -55,41 +55,41 @@ type xzGuard struct {
 
 func newXzGuard(r io.Reader) *xzGuard {
 	g := &xzGuard{r: r}
-	g.expect(xzHeadSize, g.streamHead)
+	g.expectPart(xzHeadSize, g.streamHead)
 	return g
 }
 
-// expect names the next part.
-func (g *xzGuard) expect(n int, take func([]byte) error) { g.want, g.take = n, take }
+// expectPart names the next part.
+func (g *xzGuard) expectPart(n int, take func([]byte) error) { g.want, g.take = n, take }
 
 func (g *xzGuard) Read(p []byte) (int, error) {
 	if g.err != nil {
 		return 0, g.err
 	}
 	n, err := g.r.Read(p)
-	if g.err = g.follow(p[:n]); g.err != nil {
+	if g.err = g.checkBytes(p[:n]); g.err != nil {
 		return 0, g.err
 	}
 	if err == io.EOF {
-		g.err = g.end()
+		g.err = g.endError()
 		return n, g.err
 	}
 	return n, err
 }
 
-// end returns the error for the end of the file here; io.EOF: a valid end.
-func (g *xzGuard) end() error {
+// endError returns the error for the end of the file here; io.EOF: a valid end.
+func (g *xzGuard) endError() error {
 	switch {
 	case g.blocks >= 0 || g.skip > 0 || g.want != 4:
 		return io.ErrUnexpectedEOF
 	case len(g.part) > 0:
-		return trailing(Xz)
+		return trailingError(Xz)
 	}
 	return io.EOF
 }
 
-// follow handles the next bytes.
-func (g *xzGuard) follow(b []byte) error {
+// checkBytes handles the next bytes.
+func (g *xzGuard) checkBytes(b []byte) error {
 	for len(b) > 0 {
 		if g.skip > 0 {
 			n := min(g.skip, int64(len(b)))
@@ -111,25 +111,25 @@ func (g *xzGuard) follow(b []byte) error {
 	return nil
 }
 
-func (g *xzGuard) damaged(what string) error {
+func (g *xzGuard) damagedError(what string) error {
 	return api.Errorf(api.Corrupt, "xz: the archive is damaged before byte %d: %s", g.seen, what)
 }
 
-func sealed(b []byte) bool {
+func hasValidCRC(b []byte) bool {
 	n := len(b) - 4
 	return crc32.ChecksumIEEE(b[:n]) == binary.LittleEndian.Uint32(b[n:])
 }
 
 func (g *xzGuard) streamHead(b []byte) error {
-	if string(b[:6]) != xzMagic || !sealed(b[6:]) {
-		return g.damaged("the header of the stream is wrong")
+	if string(b[:6]) != xzMagic || !hasValidCRC(b[6:]) {
+		return g.damagedError("the header of the stream is wrong")
 	}
 	var known bool
 	if g.check, known = xzChecks[b[7]]; !known || b[6] != 0 {
 		return api.Errorf(api.Unsupported, "xz: the file has checksums of an unknown kind (%#x)", b[6:8])
 	}
 	g.blocks = 0
-	g.expect(1, g.blockSize)
+	g.expectPart(1, g.blockSize)
 	return nil
 }
 
@@ -137,20 +137,20 @@ func (g *xzGuard) streamHead(b []byte) error {
 func (g *xzGuard) blockSize(b []byte) error {
 	if b[0] == 0 {
 		g.index, g.fields = 1, -1
-		g.expect(1, g.indexField)
+		g.expectPart(1, g.indexField)
 		return nil
 	}
 	if g.blocks++; g.blocks > maxBlocks {
 		return api.Errorf(api.OutOfRange, "xz: the file has more than %d blocks", maxBlocks)
 	}
 	g.part = append(g.part, b[0]) // the checksum covers the size as well
-	g.expect((int(b[0])+1)*4, g.blockHead)
+	g.expectPart((int(b[0])+1)*4, g.blockHead)
 	return nil
 }
 
 func (g *xzGuard) blockHead(b []byte) error {
-	if !sealed(b) {
-		return g.damaged("the header of a block is wrong")
+	if !hasValidCRC(b) {
+		return g.damagedError("the header of a block is wrong")
 	}
 	h := bytes.NewReader(b[2 : len(b)-4])
 	flags := b[1]
@@ -162,7 +162,7 @@ func (g *xzGuard) blockHead(b []byte) error {
 			continue
 		}
 		if _, err := binary.ReadUvarint(h); err != nil {
-			return g.damaged("the sizes of a block cannot be")
+			return g.damagedError("the sizes of a block cannot be")
 		}
 	}
 	id, err := binary.ReadUvarint(h)
@@ -174,7 +174,7 @@ func (g *xzGuard) blockHead(b []byte) error {
 	case err == nil && id != 0x21:
 		return api.Errorf(api.Unsupported, "xz: the filter %#x is not supported", id)
 	case err != nil || err2 != nil || err3 != nil || flags&3 != 0 || size != 1 || props > 40:
-		return g.damaged("the filters of a block cannot be")
+		return g.damagedError("the filters of a block cannot be")
 	}
 	dict := uint64(1<<32 - 1)
 	if props < 40 {
@@ -189,25 +189,25 @@ func (g *xzGuard) blockHead(b []byte) error {
 			"with larger blocks", dict>>20)
 	}
 	g.packed = 0
-	g.expect(1, g.chunk)
+	g.expectPart(1, g.chunkStart)
 	return nil
 }
 
-// chunk is the first byte of a chunk of LZMA2.
-func (g *xzGuard) chunk(b []byte) error {
+// chunkStart is the first byte of a chunk of LZMA2.
+func (g *xzGuard) chunkStart(b []byte) error {
 	g.packed++
 	switch control := b[0]; {
 	case control == 0: // the end of the block
 		g.skip = -g.packed&3 + g.check
-		g.expect(1, g.blockSize)
+		g.expectPart(1, g.blockSize)
 	case control >= 0xc0:
-		g.expect(5, g.chunkSizes)
+		g.expectPart(5, g.chunkSizes)
 	case control >= 0x80:
-		g.expect(4, g.chunkSizes)
+		g.expectPart(4, g.chunkSizes)
 	case control <= 2:
-		g.expect(2, g.chunkSizes)
+		g.expectPart(2, g.chunkSizes)
 	default:
-		return g.damaged("a chunk has an unknown kind")
+		return g.damagedError("a chunk has an unknown kind")
 	}
 	return nil
 }
@@ -218,7 +218,7 @@ func (g *xzGuard) chunkSizes(b []byte) error {
 		g.skip = int64(binary.BigEndian.Uint16(b[2:])) + 1
 	}
 	g.packed += int64(len(b)) + g.skip
-	g.expect(1, g.chunk)
+	g.expectPart(1, g.chunkStart)
 	return nil
 }
 
@@ -233,20 +233,20 @@ func (g *xzGuard) indexField(b []byte) error {
 	if g.fields--; g.fields == 0 {
 		g.skip = -g.index&3 + 4 + xzHeadSize // padding, the index's checksum, the stream's footer
 		g.blocks = -1
-		g.expect(4, g.between)
+		g.expectPart(4, g.betweenStreams)
 	}
 	return nil
 }
 
-// between is behind a stream: four zeros, or the start of another stream.
-func (g *xzGuard) between(b []byte) error {
+// betweenStreams is behind a stream: four zeros, or the start of another stream.
+func (g *xzGuard) betweenStreams(b []byte) error {
 	switch string(b) {
 	case "\x00\x00\x00\x00":
 		return nil
 	case xzMagic[:4]:
 		g.part = append(g.part, b...)
-		g.expect(xzHeadSize, g.streamHead)
+		g.expectPart(xzHeadSize, g.streamHead)
 		return nil
 	}
-	return trailing(Xz)
+	return trailingError(Xz)
 }

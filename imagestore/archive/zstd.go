@@ -36,7 +36,7 @@ func (u *unzstd) Read(p []byte) (int, error) {
 	switch {
 	case err == nil:
 	case errors.Is(err, zstd.ErrMagicMismatch):
-		err = trailing(Zstd)
+		err = trailingError(Zstd)
 	case errors.Is(err, zstd.ErrWindowSizeExceeded), errors.Is(err, zstd.ErrDecoderSizeExceeded):
 		err = api.Errorf(api.Unsupported, "zstd: a frame needs a window of more than %d MiB, or a block exceeds the "+
 			"window of its frame: pack it with a smaller window (zstd --long=27 is fine)", maxWindow>>20)

@@ -11,8 +11,8 @@ type bitReader struct {
 	n   uint
 }
 
-// fill loads at least 56 bits, or all remaining bits.
-func (b *bitReader) fill() {
+// fillBits loads at least 56 bits, or all remaining bits.
+func (b *bitReader) fillBits() {
 	if b.pos+8 <= len(b.src) {
 		b.buf |= binary.LittleEndian.Uint64(b.src[b.pos:]) << (b.n & 63)
 		b.pos += int((63 - b.n) >> 3)
@@ -32,10 +32,10 @@ func (b *bitReader) align() {
 	b.buf, b.n = 0, 0
 }
 
-// take consumes n bits, at most 32.
-func (b *bitReader) take(n uint) (uint32, bool) {
+// takeBits consumes n bits, at most 32.
+func (b *bitReader) takeBits(n uint) (uint32, bool) {
 	if b.n < n {
-		if b.fill(); b.n < n {
+		if b.fillBits(); b.n < n {
 			return 0, false
 		}
 	}

@@ -9,7 +9,7 @@ import (
 // not end with dst.
 func (d *Decoder) Fill(dst, src []byte) (used int, err error) {
 	b := bitReader{src: src}
-	n, ended, err := d.run(&b, dst)
+	n, ended, err := d.decodeBlocks(&b, dst)
 	switch {
 	case err != nil:
 		return 0, err
@@ -29,7 +29,7 @@ func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
 		return 0, 0, errZlib
 	}
 	b := bitReader{src: src[2:]}
-	n, ended, err := d.run(&b, dst)
+	n, ended, err := d.decodeBlocks(&b, dst)
 	if err != nil {
 		return n, 0, err
 	}
@@ -46,11 +46,11 @@ func (d *Decoder) Zlib(dst, src []byte) (n, used int, err error) {
 	return n, used + 4, nil
 }
 
-// run decodes blocks to the end of the data, or until dst is full before the end of the data.
-func (d *Decoder) run(b *bitReader, dst []byte) (out int, ended bool, err error) {
+// decodeBlocks decodes blocks to the end of the data, or until dst is full before the end of the data.
+func (d *Decoder) decodeBlocks(b *bitReader, dst []byte) (out int, ended bool, err error) {
 	w := output{buf: dst}
 	for {
-		r, err := d.block(b, &w)
+		r, err := d.decodeBlock(b, &w)
 		switch {
 		case err != nil && w.pos == len(dst), err == nil && r == full:
 			return w.pos, false, nil

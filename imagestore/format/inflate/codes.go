@@ -87,8 +87,8 @@ type codes struct {
 	isFix bool // the tables hold the fixed codes
 }
 
-// fixed loads the codes of a block without codes of its own.
-func (c *codes) fixed() {
+// loadFixed loads the codes of a block without codes of its own.
+func (c *codes) loadFixed() {
 	if c.isFix {
 		return
 	}
@@ -105,18 +105,18 @@ func (c *codes) fixed() {
 			l[i] = 8
 		}
 	}
-	build(c.lit[:], l[:288], litEntries[:], litBits)
+	buildTable(c.lit[:], l[:288], litEntries[:], litBits)
 	for i := range 32 {
 		l[i] = 5
 	}
-	build(c.dist[:], l[:32], distEntries[:], distBits)
+	buildTable(c.dist[:], l[:32], distEntries[:], distBits)
 	c.isFix = true
 }
 
-// read reads the head of a dynamic block and builds its tables.
-func (c *codes) read(b *bitReader) error {
+// readDynamic reads the head of a dynamic block and builds its tables.
+func (c *codes) readDynamic(b *bitReader) error {
 	c.isFix = false
-	head, ok := b.take(14)
+	head, ok := b.takeBits(14)
 	if !ok {
 		return ErrShort
 	}
@@ -126,18 +126,18 @@ func (c *codes) read(b *bitReader) error {
 	}
 	var pre [19]uint8
 	for i := range npre {
-		v, ok := b.take(3)
+		v, ok := b.takeBits(3)
 		if !ok {
 			return ErrShort
 		}
 		pre[preOrder[i]] = uint8(v)
 	}
-	if !build(c.pre[:], pre[:], preEntries[:], preBits) {
+	if !buildTable(c.pre[:], pre[:], preEntries[:], preBits) {
 		return errData
 	}
 	lens := c.lens[:nlit+ndist]
 	for i := 0; i < len(lens); {
-		b.fill()
+		b.fillBits()
 		e := c.pre[b.buf&(1<<preBits-1)]
 		n := uint(e & 0xff)
 		if e&flagSpecial != 0 {
@@ -164,7 +164,7 @@ func (c *codes) read(b *bitReader) error {
 		case 17:
 			extra, repeat = 3, 3
 		}
-		v, ok := b.take(extra)
+		v, ok := b.takeBits(extra)
 		if !ok {
 			return ErrShort
 		}
@@ -180,16 +180,16 @@ func (c *codes) read(b *bitReader) error {
 	if lens[256] == 0 {
 		return errEndless
 	}
-	if !build(c.lit[:], lens[:nlit], litEntries[:], litBits) ||
-		!build(c.dist[:], lens[nlit:], distEntries[:], distBits) {
+	if !buildTable(c.lit[:], lens[:nlit], litEntries[:], litBits) ||
+		!buildTable(c.dist[:], lens[nlit:], distEntries[:], distBits) {
 		return errData
 	}
 	return nil
 }
 
-// build makes the decoding table of the canonical code with these lengths. build reports whether the code is valid: not
-// over-subscribed, and complete unless it has at most one code, of one bit.
-func build(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool {
+// buildTable makes the decoding table of the canonical code with these lengths. buildTable reports whether the code is
+// valid: not over-subscribed, and complete unless it has at most one code, of one bit.
+func buildTable(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool {
 	var count, next [16]int
 	for _, l := range lens {
 		count[l]++
@@ -232,7 +232,7 @@ func build(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool 
 	for l := uint(1); l <= min(most, tableBits); l++ {
 		for range count[l] {
 			e := entries[sorted[i]] + uint32(l) + uint32(l)<<8
-			for j := reverse(next[l], l); j < 1<<tableBits; j += 1 << l {
+			for j := reverseBits(next[l], l); j < 1<<tableBits; j += 1 << l {
 				table[j] = e
 			}
 			next[l]++
@@ -243,7 +243,7 @@ func build(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool 
 	end, prefix, start, subBits := 1<<tableBits, -1, 0, uint(0)
 	for l := tableBits + 1; l <= most; l++ {
 		for k := count[l]; k > 0; k-- {
-			rev := reverse(next[l], l)
+			rev := reverseBits(next[l], l)
 			if p := rev & (1<<tableBits - 1); p != prefix {
 				prefix, start = p, end
 				// The subtable is as large as it must be to use up the code space of its prefix.
@@ -270,7 +270,7 @@ func build(table []uint32, lens []uint8, entries []uint32, tableBits uint) bool 
 	return true
 }
 
-func reverse(code int, n uint) int {
+func reverseBits(code int, n uint) int {
 	r := 0
 	for range n {
 		r = r<<1 | code&1

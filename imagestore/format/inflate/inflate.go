@@ -38,30 +38,30 @@ const (
 	blockEnd               // the block ended
 )
 
-// block decodes one block, or until the output is full.
-func (d *Decoder) block(b *bitReader, w *output) (result, error) {
-	head, ok := b.take(3)
+// decodeBlock decodes one block, or until the output is full.
+func (d *Decoder) decodeBlock(b *bitReader, w *output) (result, error) {
+	head, ok := b.takeBits(3)
 	if !ok {
 		return more, ErrShort
 	}
 	d.last = head&1 != 0
 	switch head >> 1 {
 	case 0:
-		return d.stored(b, w)
+		return d.copyStored(b, w)
 	case 1:
-		d.fixed()
+		d.loadFixed()
 	case 2:
-		if err := d.read(b); err != nil {
+		if err := d.readDynamic(b); err != nil {
 			return more, err
 		}
 	default:
 		return more, errData
 	}
-	return d.compressed(b, w)
+	return d.decodeCompressed(b, w)
 }
 
-// stored copies a block without compression.
-func (d *Decoder) stored(b *bitReader, w *output) (result, error) {
+// copyStored copies a block without compression.
+func (d *Decoder) copyStored(b *bitReader, w *output) (result, error) {
 	b.align()
 	if len(b.src)-b.pos < 4 {
 		return more, ErrShort
@@ -83,9 +83,9 @@ func (d *Decoder) stored(b *bitReader, w *output) (result, error) {
 	return more, ErrShort
 }
 
-// compressed decodes a compressed block: fast far from the ends of input and output, else symbol by symbol.
-func (d *Decoder) compressed(b *bitReader, w *output) (result, error) {
-	done, err := d.fast(b, w)
+// decodeCompressed decodes a compressed block: fast far from the ends of input and output, else symbol by symbol.
+func (d *Decoder) decodeCompressed(b *bitReader, w *output) (result, error) {
+	done, err := d.decodeFast(b, w)
 	if err != nil {
 		return more, err
 	}
@@ -93,15 +93,15 @@ func (d *Decoder) compressed(b *bitReader, w *output) (result, error) {
 		return blockEnd, nil
 	}
 	for {
-		if r, err := d.symbol(b, w); err != nil || r != more {
+		if r, err := d.decodeSymbol(b, w); err != nil || r != more {
 			return r, err
 		}
 	}
 }
 
-// symbol decodes one symbol.
-func (d *Decoder) symbol(b *bitReader, w *output) (result, error) {
-	b.fill()
+// decodeSymbol decodes one symbol.
+func (d *Decoder) decodeSymbol(b *bitReader, w *output) (result, error) {
+	b.fillBits()
 	e := d.lit[b.buf&(1<<litBits-1)]
 	if e&flagLink != 0 {
 		if b.n < litBits {
@@ -133,7 +133,7 @@ func (d *Decoder) symbol(b *bitReader, w *output) (result, error) {
 		return more, errData
 	}
 	length := int(e>>16) + int(saved&(1<<(n&63)-1)>>(e>>8&15))
-	b.fill()
+	b.fillBits()
 	e = d.dist[b.buf&(1<<distBits-1)]
 	if e&flagLink != 0 {
 		if b.n < distBits {
@@ -163,8 +163,8 @@ func (d *Decoder) symbol(b *bitReader, w *output) (result, error) {
 	return more, nil
 }
 
-// fast decodes symbols far from the ends of input and output. fast reports whether the block ended.
-func (d *Decoder) fast(b *bitReader, w *output) (done bool, err error) {
+// decodeFast decodes symbols far from the ends of input and output. decodeFast reports whether the block ended.
+func (d *Decoder) decodeFast(b *bitReader, w *output) (done bool, err error) {
 	src, pos, buf, n := b.src, b.pos, b.buf, b.n
 	dst, out := w.buf, w.pos
 	inEnd, outEnd := len(src)-inMargin, len(dst)-outMargin

@@ -55,8 +55,8 @@ func Disk(b *testing.B, dir string) string {
 	return raw
 }
 
-// cpu returns the processor time of this process, or of its ended children.
-func cpu(b *testing.B, who int) float64 {
+// cpuTime returns the processor time of this process, or of its ended children.
+func cpuTime(b *testing.B, who int) float64 {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(who, &u); err != nil {
 		b.Fatal(err)
@@ -73,10 +73,10 @@ func Convert(b *testing.B, open Opener, raw, format string, options ...string) {
 	timed := func(who int, wall, used *[]float64, convert func()) {
 		_ = os.Remove(out)
 		syscall.Sync()
-		start, before := time.Now(), cpu(b, who)
+		start, before := time.Now(), cpuTime(b, who)
 		convert()
 		*wall = append(*wall, time.Since(start).Seconds())
-		*used = append(*used, cpu(b, who)-before)
+		*used = append(*used, cpuTime(b, who)-before)
 	}
 	var own, other, ownCPU, otherCPU []float64
 	for b.Loop() {

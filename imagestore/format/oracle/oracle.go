@@ -122,7 +122,7 @@ type Memory struct {
 	Kind []block.Kind // per sector
 }
 
-func (m *Memory) put(off, n int64, k block.Kind) error {
+func (m *Memory) setKind(off, n int64, k block.Kind) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if off%sector != 0 || n%sector != 0 && off+n != int64(len(m.B)) {
@@ -139,13 +139,13 @@ func (m *Memory) put(off, n int64, k block.Kind) error {
 
 // WriteAt takes data.
 func (m *Memory) WriteAt(p []byte, off int64) (int, error) {
-	return copy(m.B[off:], p), m.put(off, int64(len(p)), block.Data)
+	return copy(m.B[off:], p), m.setKind(off, int64(len(p)), block.Data)
 }
 
 // ZeroAt takes zeros.
 func (m *Memory) ZeroAt(off, n int64) error {
 	clear(m.B[off : off+n])
-	return m.put(off, n, block.Zero)
+	return m.setKind(off, n, block.Zero)
 }
 
 // Sync does nothing.
@@ -210,9 +210,9 @@ func Compare(t testing.TB, open Opener, format, path string, extents Extents) bl
 	}
 	src := OpenFile(t, open, path)
 	got := Same(t, src, want)
-	reaches(t, open, path, want)
+	compareReach(t, open, path, want)
 	if extents != NoExtents {
-		kinds(t, got, Qemu(t, "qemu-img", "map", "--output=json", "-f", format, path), extents)
+		compareKinds(t, got, Qemu(t, "qemu-img", "map", "--output=json", "-f", format, path), extents)
 	}
 	return src
 }
@@ -230,12 +230,12 @@ func Same(t testing.TB, src block.Source, want []byte) *Memory {
 	if i := Differs(got.B, want); i >= 0 {
 		t.Fatalf("byte %d is %#x, want %#x", i, got.B[i], want[i])
 	}
-	pieces(t, src, want)
+	readRandomly(t, src, want)
 	return got
 }
 
-// reaches compares Reach of an image with its reads.
-func reaches(t testing.TB, open Opener, path string, want []byte) {
+// compareReach compares Reach of an image with its reads.
+func compareReach(t testing.TB, open Opener, path string, want []byte) {
 	t.Helper()
 	f, err := os.Open(path)
 	if err != nil {
@@ -287,7 +287,7 @@ func (b *bounded) ReadAt(p []byte, off int64) (int, error) {
 	return b.r.ReadAt(p, off)
 }
 
-func kinds(t testing.TB, got *Memory, raw []byte, extents Extents) {
+func compareKinds(t testing.TB, got *Memory, raw []byte, extents Extents) {
 	t.Helper()
 	var runs []struct {
 		Start, Length       int64
@@ -312,8 +312,8 @@ func kinds(t testing.TB, got *Memory, raw []byte, extents Extents) {
 	}
 }
 
-// pieces reads at odd places, from several goroutines.
-func pieces(t testing.TB, src block.Source, want []byte) {
+// readRandomly reads at odd places, from several goroutines.
+func readRandomly(t testing.TB, src block.Source, want []byte) {
 	t.Helper()
 	var wg sync.WaitGroup
 	for seed := range uint64(3) {

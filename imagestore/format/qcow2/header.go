@@ -66,7 +66,7 @@ type Limits struct {
 	Lazy bool
 }
 
-func (l Limits) filled() Limits {
+func (l Limits) withDefaults() Limits {
 	if l.VirtualSize <= 0 {
 		l.VirtualSize = 64 << 40
 	}
@@ -98,7 +98,7 @@ func Detect(head []byte) bool {
 // ReadHeader describes the image in a file with the first bytes head, or returns why Open will refuse it, before the
 // rest of the file exists. HeadSize bytes are always enough; a shorter file is passed whole.
 func ReadHeader(head []byte, lim Limits) (Info, error) {
-	h, err := parseHeader(head, lim.filled())
+	h, err := parseHeader(head, lim.withDefaults())
 	if err != nil {
 		return Info{}, fmt.Errorf("qcow2: %w", err)
 	}
@@ -160,7 +160,7 @@ func parseHeader(head []byte, lim Limits) (*header, error) {
 		return nil, unsupported("the image needs %s; convert it with: qemu-img convert -O qcow2",
 			featureNames(first, length, unknown))
 	}
-	if err := refuse(head, incompat); err != nil {
+	if err := refuseFeatures(head, incompat); err != nil {
 		return nil, err
 	}
 	switch typed := incompat&incompatCompressed != 0; {
@@ -188,8 +188,8 @@ func parseHeader(head []byte, lim Limits) (*header, error) {
 	return h, nil
 }
 
-// refuse refuses features that the format allows but a self-contained image may not have.
-func refuse(head []byte, incompat uint64) error {
+// refuseFeatures refuses features that the format allows but a self-contained image may not have.
+func refuseFeatures(head []byte, incompat uint64) error {
 	be := binary.BigEndian
 	switch m := be.Uint32(head[32:]); m {
 	case 0:

@@ -54,14 +54,14 @@ const unknownSize = 1 << 60
 // block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not qcow2), Unsupported,
 // OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
-	im, err := open(r, size, lim.filled())
+	im, err := openImage(r, size, lim.withDefaults())
 	if err != nil {
 		return nil, fmt.Errorf("qcow2: %w", err)
 	}
 	return im, nil
 }
 
-func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
+func openImage(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	im := &Image{r: r, fileSize: size, limits: lim}
 	if d, ok := r.(block.Dropper); ok {
 		im.drop = d.Drop
@@ -90,7 +90,7 @@ func open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	if err := im.readL1(); err != nil {
 		return nil, err
 	}
-	if err := im.check(); err != nil {
+	if err := im.checkTables(); err != nil {
 		return nil, err
 	}
 	return im, nil
@@ -120,7 +120,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	}
 	e := block.Extent{Off: off}
 	for visits := 0; e.End() < im.h.size && visits < maxSpanVisits; {
-		m, n, err := im.span(e.End(), im.h.size)
+		m, n, err := im.findMapping(e.End(), im.h.size)
 		if err != nil {
 			return block.Extent{}, fmt.Errorf("qcow2: %w", err)
 		}
@@ -152,14 +152,14 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	defer unpackers.Put(u)
 	u.reset()
 	for n < len(p) {
-		m, _, err := im.span(off+int64(n), int64(len(p)-n))
+		m, _, err := im.findMapping(off+int64(n), int64(len(p)-n))
 		if err != nil {
 			return n, fmt.Errorf("qcow2: %w", err)
 		}
 		to := p[n : n+int(m.n) : n+int(m.n)]
 		switch {
 		case m.packed:
-			err = im.unpack(u, m, to, off+int64(n), int64(len(p)-n))
+			err = im.unpackCluster(u, m, to, off+int64(n), int64(len(p)-n))
 		case m.kind == block.Data:
 			if err = im.readFull(to, m.host, "a data cluster"); err == nil && im.drop != nil {
 				im.drop(m.host, int64(len(to)))

@@ -6,7 +6,7 @@ import "drover.io/drover/block"
 // waits for tables only.
 func (im *Image) Reach(off, n int64) (end int64, err error) {
 	for to := min(off+n, im.h.size); off < to; {
-		m, _, err := im.span(off, to-off)
+		m, _, err := im.findMapping(off, to-off)
 		if err != nil {
 			return end, err
 		}

@@ -53,8 +53,8 @@ func (e entry) kind(sub uint) block.Kind {
 	return block.Hole
 }
 
-// decode reads entry i of a slice of an L2 table. Its errors do not name the place of the entry.
-func (im *Image) decode(slice []byte, i int64) (e entry, err error) {
+// decodeEntry reads entry i of a slice of an L2 table. Its errors do not name the place of the entry.
+func (im *Image) decodeEntry(slice []byte, i int64) (e entry, err error) {
 	raw := binary.BigEndian.Uint64(slice[i<<im.h.entryBits():])
 	if raw&flagPacked != 0 {
 		x := 62 - (im.h.clusterBits - 8)
@@ -98,8 +98,8 @@ func (im *Image) decode(slice []byte, i int64) (e entry, err error) {
 	return e, nil
 }
 
-// need returns how many bytes of a cluster belong to the disk and must be in the file.
-func (im *Image) need(e entry, number int64) int64 {
+// neededBytes returns how many bytes of a cluster belong to the disk and must be in the file.
+func (im *Image) neededBytes(e entry, number int64) int64 {
 	n := min(im.cluster, im.h.size-number<<im.h.clusterBits)
 	if im.h.extended {
 		n = min(n, im.cluster/subclusters*int64(bits.Len32(e.alloc)))
@@ -140,10 +140,10 @@ func (o *overlay) hits(from, n int64) bool {
 	return i < len(o.l2) && o.l2[i] < from+n
 }
 
-// check walks all tables once, in the order of the file. Afterwards every offset is known to be inside the file and
-// outside of all metadata. A map with the same cluster twice makes loops and bombs: tables must be unique, data is
-// bounded by its sum. In lazy mode, check reads the L1 table alone.
-func (im *Image) check() error {
+// checkTables walks all tables once, in the order of the file. Afterwards every offset is known to be inside the file
+// and outside of all metadata. A map with the same cluster twice makes loops and bombs: tables must be unique, data is
+// bounded by its sum. In lazy mode, checkTables reads the L1 table alone.
+func (im *Image) checkTables() error {
 	h := im.h
 	type table struct {
 		off   int64
@@ -211,14 +211,14 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 	h, first := im.h, index<<im.perTableBits
 	last := min(first+1<<im.perTableBits, (h.size+im.cluster-1)>>h.clusterBits)
 	for number := first; number < last; {
-		slice, err := im.load(number)
+		slice, err := im.loadSlice(number)
 		if err != nil {
 			return 0, err
 		}
 		for end := min(last, (number|(im.perSlice-1))+1); number < end; number++ {
-			e, err := im.decode(slice, number&(im.perSlice-1))
+			e, err := im.decodeEntry(slice, number&(im.perSlice-1))
 			if err != nil {
-				return 0, im.at(number, err)
+				return 0, im.nameCluster(number, err)
 			}
 			if !e.packed && e.alloc == 0 {
 				continue
@@ -227,9 +227,9 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 			if e.packed {
 				h.info.Compressed += n
 			} else {
-				e.bytes = im.need(e, number)
+				e.bytes = im.neededBytes(e, number)
 				if e.host+e.bytes > im.fileSize {
-					return 0, im.at(number, corrupt("the data at %#x is not within the file of %d bytes: it was cut off",
+					return 0, im.nameCluster(number, corrupt("the data at %#x is not within the file of %d bytes: it was cut off",
 						e.host, im.fileSize))
 				}
 				if h.extended {
@@ -240,26 +240,26 @@ func (im *Image) checkTable(index int64, o *overlay) (plain int64, err error) {
 			h.info.Data += n
 			// Compressed data is counted in whole sectors, and the last one may belong to something else.
 			if o.hits(e.host, min(e.bytes, max(1, e.bytes-sector))) {
-				return 0, im.at(number, corrupt("the data at %#x lies in the image's tables", e.host))
+				return 0, im.nameCluster(number, corrupt("the data at %#x lies in the image's tables", e.host))
 			}
 		}
 	}
 	return plain, nil
 }
 
-// at names the cluster in an error.
-func (im *Image) at(number int64, err error) error {
+// nameCluster names the cluster in an error.
+func (im *Image) nameCluster(number int64, err error) error {
 	return fmt.Errorf("cluster %d (at %d): %w", number, number<<im.h.clusterBits, err)
 }
 
-// slice returns the part of an existing L2 table with the cluster, after the check of the table.
-func (im *Image) slice(number int64) ([]byte, error) {
+// checkedSlice returns the part of an existing L2 table with the cluster, after the check of the table.
+func (im *Image) checkedSlice(number int64) ([]byte, error) {
 	if index := number >> im.perTableBits; im.checked != nil && !im.checked[index].Load() {
 		if err := im.checkFirst(index); err != nil {
 			return nil, err
 		}
 	}
-	return im.load(number)
+	return im.loadSlice(number)
 }
 
 // checkFirst checks the L2 table of an L1 entry, unless another goroutine did.
@@ -276,8 +276,8 @@ func (im *Image) checkFirst(index int64) error {
 	return nil
 }
 
-// load is slice without the check.
-func (im *Image) load(number int64) ([]byte, error) {
+// loadSlice is checkedSlice without the check.
+func (im *Image) loadSlice(number int64) ([]byte, error) {
 	key := number >> im.sliceBits
 	if b, ok := im.tables.get(key); ok {
 		return b, nil
@@ -306,9 +306,9 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 	return fmt.Errorf("read %s at %#x: %w", what, off, err)
 }
 
-// span finds the run of one mapping at off, of at most limit bytes, within one slice of the tables. visits is the
-// number of entries read.
-func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
+// findMapping finds the run of one mapping at off, of at most limit bytes, within one slice of the tables. visits is
+// the number of entries read.
+func (im *Image) findMapping(off, limit int64) (m mapping, visits int, err error) {
 	h := im.h
 	limit = min(limit, h.size-off)
 	number := off >> h.clusterBits
@@ -319,15 +319,15 @@ func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
 		}
 		return mapping{kind: block.Hole, n: min(limit, i<<h.tableBits()-off)}, visits, nil
 	}
-	slice, err := im.slice(number)
+	slice, err := im.checkedSlice(number)
 	if err != nil {
 		return m, 0, err
 	}
 	for end := (number | (im.perSlice - 1)) + 1; number < end && m.n < limit; number++ {
 		visits++
-		e, err := im.decode(slice, number&(im.perSlice-1))
+		e, err := im.decodeEntry(slice, number&(im.perSlice-1))
 		if err != nil {
-			return m, visits, im.at(number, err)
+			return m, visits, im.nameCluster(number, err)
 		}
 		in := (off + m.n) & (im.cluster - 1)
 		if e.packed {
@@ -336,7 +336,7 @@ func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
 			}
 			break
 		}
-		if ok := im.extend(&m, e, in); !ok {
+		if ok := im.extendMapping(&m, e, in); !ok {
 			break
 		}
 	}
@@ -344,8 +344,9 @@ func (im *Image) span(off, limit int64) (m mapping, visits int, err error) {
 	return m, visits, nil
 }
 
-// extend adds the mapping of e from byte in of its cluster, and reports whether the run reaches the end of the cluster.
-func (im *Image) extend(m *mapping, e entry, in int64) bool {
+// extendMapping adds the mapping of e from byte in of its cluster, and reports whether the run reaches the end of the
+// cluster.
+func (im *Image) extendMapping(m *mapping, e entry, in int64) bool {
 	step := im.cluster
 	if im.h.extended {
 		step = im.cluster / subclusters

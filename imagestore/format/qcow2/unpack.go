@@ -29,9 +29,9 @@ type unpacker struct {
 
 func (u *unpacker) reset() { u.buf = u.buf[:0] }
 
-// unpack fills to, which starts at off, from the compressed cluster of m. The caller reads rest bytes from off, so that
-// unpack can fetch the data of the next clusters as well.
-func (im *Image) unpack(u *unpacker, m mapping, to []byte, off, rest int64) error {
+// unpackCluster fills to, which starts at off, from the compressed cluster of m. The caller reads rest bytes from off,
+// so that unpackCluster can fetch the data of the next clusters as well.
+func (im *Image) unpackCluster(u *unpacker, m mapping, to []byte, off, rest int64) error {
 	number, in := off>>im.h.clusterBits, off&(im.cluster-1)
 	if int64(len(to)) == im.cluster {
 		return im.unpackTo(u, m, to, off, rest)
@@ -49,13 +49,13 @@ func (im *Image) unpack(u *unpacker, m mapping, to []byte, off, rest int64) erro
 }
 
 func (im *Image) unpackTo(u *unpacker, m mapping, to []byte, off, rest int64) error {
-	src, err := im.packed(u, m, off, rest)
+	src, err := im.readPacked(u, m, off, rest)
 	if err != nil {
 		return err
 	}
 	var used int
 	if im.h.compression == compressZstd {
-		used, err = u.unzstd(to, src)
+		used, err = u.decodeZstd(to, src)
 	} else {
 		used, err = u.inflate.Fill(to, src)
 	}
@@ -68,15 +68,15 @@ func (im *Image) unpackTo(u *unpacker, m mapping, to []byte, off, rest int64) er
 	return nil
 }
 
-// packed returns the compressed data of m, read together with the data of the clusters behind.
-func (im *Image) packed(u *unpacker, m mapping, off, rest int64) ([]byte, error) {
+// readPacked returns the compressed data of m, read together with the data of the clusters behind.
+func (im *Image) readPacked(u *unpacker, m mapping, off, rest int64) ([]byte, error) {
 	if at := m.host - u.off; at >= 0 && at+m.bytes <= int64(len(u.buf)) {
 		return u.buf[at : at+m.bytes], nil
 	}
 	end := m.host + m.bytes
 	for m.n < rest {
 		off, rest = off+m.n, rest-m.n
-		next, _, err := im.span(off, rest)
+		next, _, err := im.findMapping(off, rest)
 		// Writers put clusters one behind the other; a cluster often begins in the last sector of the cluster before.
 		if err != nil || !next.packed || next.host > end || next.host < m.host || next.host+next.bytes-m.host > window {
 			break
@@ -114,9 +114,9 @@ var (
 	errZstdData  = errors.New("bad zstd data")
 )
 
-// unzstd fills dst from the zstd frames at the start of src, and returns the length of the frames. Bytes behind the
+// decodeZstd fills dst from the zstd frames at the start of src, and returns the length of the frames. Bytes behind the
 // frames are ignored: the last sector of a compressed cluster may hold the next cluster.
-func (u *unpacker) unzstd(dst, src []byte) (used int, err error) {
+func (u *unpacker) decodeZstd(dst, src []byte) (used int, err error) {
 	if u.zstd == nil {
 		d, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
 			zstd.WithDecoderMaxWindow(1<<27))

@@ -42,7 +42,7 @@ const (
 // Write writes src as a qcow2 image of version 3; holes and zeros take no room. out must be empty. The header is
 // written last, so that an incomplete file is no image.
 func Write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOptions) error {
-	if err := write(ctx, out, src, o); err != nil {
+	if err := writeImage(ctx, out, src, o); err != nil {
 		return fmt.Errorf("write qcow2: %w", err)
 	}
 	return nil
@@ -60,7 +60,7 @@ type qwriter struct {
 	l2     []uint64 // of the current table
 }
 
-func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOptions) error {
+func writeImage(ctx context.Context, out io.WriterAt, src block.Source, o WriteOptions) error {
 	w := &qwriter{out: out, src: src, o: o, size: src.Size()}
 	if w.size > maxWrite {
 		return api.Errorf(api.OutOfRange, "%d bytes are more than %d", w.size, maxWrite)
@@ -71,8 +71,8 @@ func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOption
 	w.l1 = make([]uint64, (w.size+tableSpan-1)/tableSpan)
 	l1Bytes := max((int64(len(w.l1))*8+writeCluster-1)/writeCluster, 1) * writeCluster
 	l1At := int64(writeCluster)
-	w.take(l1At + l1Bytes)
-	if err := w.content(ctx); err != nil {
+	w.allocateClusters(l1At + l1Bytes)
+	if err := w.writeContent(ctx); err != nil {
 		return err
 	}
 	l1 := make([]byte, l1Bytes)
@@ -82,7 +82,7 @@ func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOption
 	if _, err := out.WriteAt(l1, l1At); err != nil {
 		return err
 	}
-	tableAt, clusters, err := w.refcounts()
+	tableAt, clusters, err := w.writeRefcounts()
 	if err != nil {
 		return err
 	}
@@ -106,8 +106,8 @@ func write(ctx context.Context, out io.WriterAt, src block.Source, o WriteOption
 	return err
 }
 
-// take extends the file by whole clusters with one reference each, and returns their place.
-func (w *qwriter) take(n int64) int64 {
+// allocateClusters extends the file by whole clusters with one reference each, and returns their place.
+func (w *qwriter) allocateClusters(n int64) int64 {
 	at := w.end
 	w.end += (n + writeCluster - 1) / writeCluster * writeCluster
 	for int64(len(w.refs)) < w.end/writeCluster {
@@ -125,7 +125,7 @@ type batch struct {
 	ready chan struct{}
 }
 
-func (w *qwriter) content(ctx context.Context) error {
+func (w *qwriter) writeContent(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	queue := make(chan *batch, 2*runtime.GOMAXPROCS(0))
@@ -142,7 +142,7 @@ func (w *qwriter) content(ctx context.Context) error {
 				defer func() { _ = enc.Close() }() // no output is buffered
 			}
 			for b := range work {
-				b.err = w.fill(b, enc)
+				b.err = w.fillBatch(b, enc)
 				close(b.ready)
 			}
 		})
@@ -152,7 +152,7 @@ func (w *qwriter) content(ctx context.Context) error {
 		defer close(queue)
 		defer close(work)
 		for off := int64(0); off < w.size; {
-			next, err := w.data(off)
+			next, err := w.nextData(off)
 			if err != nil || next >= w.size {
 				planned <- err
 				return
@@ -193,7 +193,7 @@ func (w *qwriter) content(ctx context.Context) error {
 				}
 				table, w.l2 = t, make([]uint64, perTable)
 			}
-			entry, err := w.put(part)
+			entry, err := w.putCluster(part)
 			if err != nil {
 				return err
 			}
@@ -208,8 +208,8 @@ func (w *qwriter) content(ctx context.Context) error {
 	return errors.Join(<-planned, w.endTable(table))
 }
 
-// data returns the first byte of data at or behind off.
-func (w *qwriter) data(off int64) (int64, error) {
+// nextData returns the first byte of data at or behind off.
+func (w *qwriter) nextData(off int64) (int64, error) {
 	for off < w.size {
 		e, err := w.src.Next(off)
 		if err != nil {
@@ -223,8 +223,8 @@ func (w *qwriter) data(off int64) (int64, error) {
 	return off, nil
 }
 
-// fill reads a chunk and makes its clusters.
-func (w *qwriter) fill(b *batch, enc *zstd.Encoder) error {
+// fillBatch reads a chunk and makes its clusters.
+func (w *qwriter) fillBatch(b *batch, enc *zstd.Encoder) error {
 	if n, err := w.src.ReadAt(b.data, b.off); n < len(b.data) {
 		return fmt.Errorf("read at %d: %w", b.off, err)
 	}
@@ -248,10 +248,10 @@ func (w *qwriter) fill(b *batch, enc *zstd.Encoder) error {
 	return nil
 }
 
-// put writes a cluster and returns its entry.
-func (w *qwriter) put(part []byte) (uint64, error) {
+// putCluster writes a cluster and returns its entry.
+func (w *qwriter) putCluster(part []byte) (uint64, error) {
 	if len(part) == writeCluster {
-		at := w.take(writeCluster)
+		at := w.allocateClusters(writeCluster)
 		_, err := w.out.WriteAt(part, at)
 		return uint64(at) | copiedFlag, err
 	}
@@ -261,13 +261,13 @@ func (w *qwriter) put(part []byte) (uint64, error) {
 	at := w.packed
 	switch {
 	case room == 0:
-		at = w.take(writeCluster)
+		at = w.allocateClusters(writeCluster)
 		w.refs[at/writeCluster] = 0
 	case n > room && w.packed+room == w.end: // the data continues in the next cluster
-		next := w.take(writeCluster)
+		next := w.allocateClusters(writeCluster)
 		w.refs[next/writeCluster] = 0
 	case n > room:
-		at = w.take(writeCluster)
+		at = w.allocateClusters(writeCluster)
 		w.refs[at/writeCluster] = 0
 	}
 	w.packed = at + n
@@ -287,14 +287,14 @@ func (w *qwriter) endTable(table int64) error {
 	for i, e := range w.l2 {
 		binary.BigEndian.PutUint64(b[i*8:], e)
 	}
-	at := w.take(writeCluster)
+	at := w.allocateClusters(writeCluster)
 	w.l1[table] = uint64(at) | copiedFlag
 	_, err := w.out.WriteAt(b, at)
 	return err
 }
 
-// refcounts writes the reference counts of all clusters, including the counts themselves.
-func (w *qwriter) refcounts() (tableAt, tableClusters int64, err error) {
+// writeRefcounts writes the reference counts of all clusters, including the counts themselves.
+func (w *qwriter) writeRefcounts() (tableAt, tableClusters int64, err error) {
 	used := w.end / writeCluster
 	blocks, tables := int64(0), int64(0)
 	for { // more counts need more room, which needs counts
@@ -305,8 +305,8 @@ func (w *qwriter) refcounts() (tableAt, tableClusters int64, err error) {
 		}
 		blocks, tables = b, t
 	}
-	tableAt = w.take(tables * writeCluster)
-	blocksAt := w.take(blocks * writeCluster)
+	tableAt = w.allocateClusters(tables * writeCluster)
+	blocksAt := w.allocateClusters(blocks * writeCluster)
 	table := make([]byte, tables*writeCluster)
 	buf := make([]byte, writeCluster)
 	for i := range blocks {

@@ -70,8 +70,8 @@ type footer struct {
 	byGeometry bool
 }
 
-// footer returns the valid footer: at the end, or the copy at the start.
-func (im *Image) footer() (*footer, error) {
+// readFooter returns the valid footer: at the end, or the copy at the start.
+func (im *Image) readFooter() (*footer, error) {
 	if im.fileSize < footerSize {
 		return nil, api.Errorf(api.Invalid, "not a VHD image: it has %d bytes", im.fileSize)
 	}
@@ -80,7 +80,7 @@ func (im *Image) footer() (*footer, error) {
 		if err := im.readFull(front, 0, "the header"); err != nil {
 			return nil, err
 		}
-		if good(front) {
+		if isValidFooter(front) {
 			if f, err := parseFooter(front); err == nil && f.kind != kindFixed {
 				im.front = f
 				return f, nil
@@ -90,7 +90,7 @@ func (im *Image) footer() (*footer, error) {
 	if err := im.readFull(end, im.fileSize-footerSize, "the footer"); err != nil {
 		return nil, err
 	}
-	if good(end) {
+	if isValidFooter(end) {
 		return parseFooter(end)
 	}
 	if err := im.readFull(front, 0, "the header"); err != nil {
@@ -112,7 +112,7 @@ func (im *Image) footer() (*footer, error) {
 	return f, err
 }
 
-func good(b []byte) bool {
+func isValidFooter(b []byte) bool {
 	return Detect(b) && checksum(b, checksumFooter) == be.Uint32(b[checksumFooter:])
 }
 
@@ -125,13 +125,13 @@ func (im *Image) Settled() error {
 	if err := im.readFull(b, im.fileSize-footerSize, "the footer"); err != nil {
 		return fmt.Errorf("vhd: %w", err)
 	}
-	if !good(b) {
+	if !isValidFooter(b) {
 		im.info.FrontCopy = true
 		return nil
 	}
 	f, err := parseFooter(b)
 	if err == nil {
-		err = f.check(im.limits)
+		err = f.setSize(im.limits)
 	}
 	if err != nil {
 		return fmt.Errorf("vhd: %w", err)
@@ -158,8 +158,8 @@ func parseFooter(b []byte) (*footer, error) {
 	return nil, api.Errorf(api.Unsupported, "disk type %d cannot be read, only fixed (2) and dynamic (3)", f.kind)
 }
 
-// check determines the size of the disk.
-func (f *footer) check(lim Limits) error {
+// setSize determines the size of the disk.
+func (f *footer) setSize(lim Limits) error {
 	if f.current > uint64(lim.VirtualSize) {
 		return api.Errorf(api.OutOfRange, "the virtual size of %d bytes is above the limit of %d bytes", f.current,
 			lim.VirtualSize)
@@ -186,7 +186,7 @@ type header struct {
 	own     span
 }
 
-func (im *Image) dynamic(f *footer) (*header, error) {
+func (im *Image) readDynamicHeader(f *footer) (*header, error) {
 	if f.dynamic > maxOffset {
 		return nil, corrupt("the dynamic header's offset %#x is outside of the file", f.dynamic)
 	}

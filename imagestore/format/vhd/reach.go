@@ -12,7 +12,7 @@ func (im *Image) Reach(off, n int64) (end int64, err error) {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for off < to {
-		part, err := im.lookup(s, off, to-off)
+		part, err := im.lookupBlock(s, off, to-off)
 		if err != nil {
 			return end, err
 		}

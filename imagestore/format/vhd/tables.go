@@ -33,9 +33,9 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 	return fmt.Errorf("read %s at %#x: %w", what, off, err)
 }
 
-// load reads the allocation table and checks that its blocks are inside the file, apart from each other and from
+// loadTable reads the allocation table and checks that its blocks are inside the file, apart from each other and from
 // metadata.
-func (im *Image) load(h *header) error {
+func (im *Image) loadTable(h *header) error {
 	im.blockBits = uint(bits.TrailingZeros64(uint64(h.block)))
 	im.info.BlockSize = h.block
 	im.bitmapSize = (h.block/sector/8 + sector - 1) / sector * sector
@@ -93,7 +93,7 @@ type part struct {
 	host     int64  // offset of the first sector in the file
 }
 
-func (im *Image) lookup(s *scratch, off, limit int64) (part, error) {
+func (im *Image) lookupBlock(s *scratch, off, limit int64) (part, error) {
 	number := off >> im.blockBits
 	p := part{off: off, end: min((number+1)<<im.blockBits, off+limit)}
 	entry := im.bat[number]

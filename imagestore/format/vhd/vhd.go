@@ -74,18 +74,18 @@ func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
 	if d, ok := r.(block.Dropper); ok {
 		im.drop = d.Drop
 	}
-	if err := im.open(lim); err != nil {
+	if err := im.openImage(lim); err != nil {
 		return nil, fmt.Errorf("vhd: %w", err)
 	}
 	return im, nil
 }
 
-func (im *Image) open(lim Limits) error {
-	f, err := im.footer()
+func (im *Image) openImage(lim Limits) error {
+	f, err := im.readFooter()
 	if err != nil {
 		return err
 	}
-	if err := f.check(lim); err != nil {
+	if err := f.setSize(lim); err != nil {
 		return err
 	}
 	im.info.VirtualSize, im.info.Creator, im.info.ByGeometry = f.size, f.creator, f.byGeometry
@@ -97,11 +97,11 @@ func (im *Image) open(lim Limits) error {
 		}
 		return nil
 	}
-	h, err := im.dynamic(f)
+	h, err := im.readDynamicHeader(f)
 	if err != nil {
 		return err
 	}
-	return im.load(h)
+	return im.loadTable(h)
 }
 
 // Info describes the image.
@@ -127,7 +127,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for looked := 0; e.End() < size && looked < maxBitmaps; {
-		part, err := im.lookup(s, e.End(), size-e.End())
+		part, err := im.lookupBlock(s, e.End(), size-e.End())
 		if err != nil {
 			return block.Extent{}, fmt.Errorf("vhd: %w", err)
 		}
@@ -169,7 +169,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for n < len(p) {
-		part, err := im.lookup(s, off+int64(n), int64(len(p)-n))
+		part, err := im.lookupBlock(s, off+int64(n), int64(len(p)-n))
 		if err != nil {
 			return n, fmt.Errorf("vhd: %w", err)
 		}

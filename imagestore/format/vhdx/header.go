@@ -76,11 +76,11 @@ func checksum(b []byte) uint32 {
 	return crc32.Update(sum, castagnoli, b[8:])
 }
 
-func checked(b []byte, signature string) bool {
+func hasValidChecksum(b []byte, signature string) bool {
 	return bytes.HasPrefix(b, []byte(signature)) && le.Uint32(b[4:]) == checksum(b)
 }
 
-func (im *Image) identify() error {
+func (im *Image) readIdentifier() error {
 	head := make([]byte, min(im.fileSize, 520))
 	if err := im.readFull(head, 0, "the file identifier"); err != nil {
 		return err
@@ -105,8 +105,8 @@ type header struct {
 	log      span
 }
 
-// header returns the current header of the two headers.
-func (im *Image) header() (*header, error) {
+// readHeader returns the current header of the two headers.
+func (im *Image) readHeader() (*header, error) {
 	both := make([]byte, 2*headerSize)
 	var current []byte
 	for i, off := range []int64{64 * kib, 128 * kib} {
@@ -114,7 +114,7 @@ func (im *Image) header() (*header, error) {
 		if err := im.readFull(b, off, "a header"); err != nil {
 			return nil, err
 		}
-		if !checked(b, "head") {
+		if !hasValidChecksum(b, "head") {
 			continue
 		}
 		switch first := current; {
@@ -156,15 +156,15 @@ type span struct{ from, to int64 }
 
 func (s span) hits(o span) bool { return s.from < o.to && s.to > o.from }
 
-// regions reads the region table, or the copy of a damaged region table.
-func (im *Image) regions(h *header) (table, metadata span, err error) {
+// readRegions reads the region table, or the copy of a damaged region table.
+func (im *Image) readRegions(h *header) (table, metadata span, err error) {
 	b := make([]byte, tableSize)
 	good := false
 	for _, off := range []int64{192 * kib, 256 * kib} {
 		if err := im.readFull(b, off, "a region table"); err != nil {
 			return table, metadata, err
 		}
-		if good = checked(b, "regi"); good {
+		if good = hasValidChecksum(b, "regi"); good {
 			break
 		}
 	}
@@ -213,8 +213,8 @@ func (im *Image) regions(h *header) (table, metadata span, err error) {
 	return table, metadata, nil
 }
 
-// metadata reads the description of the image.
-func (im *Image) metadata(region span) error {
+// readMetadata reads the description of the image.
+func (im *Image) readMetadata(region span) error {
 	b := make([]byte, tableSize)
 	if err := im.readFull(b, region.from, "the metadata table"); err != nil {
 		return err
@@ -259,11 +259,11 @@ func (im *Image) metadata(region span) error {
 			return corrupt("item %s is missing", id)
 		}
 	}
-	return im.describe(le.Uint32(items[itemFile]), le.Uint32(items[itemFile][4:]), le.Uint64(items[itemSize]),
+	return im.applyMetadata(le.Uint32(items[itemFile]), le.Uint32(items[itemFile][4:]), le.Uint64(items[itemSize]),
 		le.Uint32(items[itemLogical]))
 }
 
-func (im *Image) describe(blockSize, flags uint32, size uint64, logical uint32) error {
+func (im *Image) applyMetadata(blockSize, flags uint32, size uint64, logical uint32) error {
 	if flags&flagHasParent != 0 {
 		return api.Errorf(api.Unsupported, "a differencing disk, whose parent is another file: "+
 			"merge it in Hyper-V first")

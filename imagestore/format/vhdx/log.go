@@ -30,8 +30,8 @@ type change struct {
 
 func (c change) end() int64 { return c.off + c.n }
 
-// patch applies the changes to the bytes read at off.
-func (im *Image) patch(p []byte, off int64) {
+// patchBytes applies the changes to the bytes read at off.
+func (im *Image) patchBytes(p []byte, off int64) {
 	end := off + int64(len(p))
 	i, _ := slices.BinarySearchFunc(im.changes, off, func(c change, off int64) int { return cmp.Compare(c.end(), off+1) })
 	for ; i < len(im.changes) && im.changes[i].off < end; i++ {
@@ -45,21 +45,21 @@ func (im *Image) patch(p []byte, off int64) {
 	}
 }
 
-// change adds a change over all earlier changes.
-func (im *Image) change(c change) {
+// addChange adds a change over all earlier changes.
+func (im *Image) addChange(c change) {
 	overlaps := func(o change, off int64) int { return cmp.Compare(o.end(), off+1) }
 	i, _ := slices.BinarySearchFunc(im.changes, c.off, overlaps)
 	j := i
 	var keep []change
 	for ; j < len(im.changes) && im.changes[j].off < c.end(); j++ {
 		if o := im.changes[j]; o.off < c.off {
-			keep = append(keep, o.cut(o.off, c.off))
+			keep = append(keep, o.clipTo(o.off, c.off))
 		}
 		if j == i {
 			keep = append(keep, c)
 		}
 		if o := im.changes[j]; o.end() > c.end() {
-			keep = append(keep, o.cut(c.end(), o.end()))
+			keep = append(keep, o.clipTo(c.end(), o.end()))
 		}
 	}
 	if j == i {
@@ -68,7 +68,7 @@ func (im *Image) change(c change) {
 	im.changes = slices.Replace(im.changes, i, j, keep...)
 }
 
-func (c change) cut(from, to int64) change {
+func (c change) clipTo(from, to int64) change {
 	if c.data != nil {
 		c.data = c.data[from-c.off : to-c.off]
 	}
@@ -93,16 +93,16 @@ type ring struct {
 	made int   // changes
 }
 
-// bytes returns a part of the ring, which may wrap around.
-func (r *ring) bytes(at, n int64) []byte {
+// bytesAt returns a part of the ring, which may wrap around.
+func (r *ring) bytesAt(at, n int64) []byte {
 	if at+n <= int64(len(r.b)) {
 		return r.b[at : at+n]
 	}
 	return append(slices.Clone(r.b[at:]), r.b[:at+n-int64(len(r.b))]...)
 }
 
-// entry returns the entry at a place in the ring, if a complete entry starts there.
-func (r *ring) entry(at int64) (e logEntry, ok bool, err error) {
+// parseEntry returns the entry at a place in the ring, if a complete entry starts there.
+func (r *ring) parseEntry(at int64) (e logEntry, ok bool, err error) {
 	b := r.b[at : at+entryHead]
 	e = logEntry{at: at, length: int64(le.Uint32(b[8:])), tail: int64(le.Uint32(b[12:])), sequence: le.Uint64(b[16:]),
 		flushed: int64(le.Uint64(b[48:])), last: int64(le.Uint64(b[56:])), descriptors: int64(le.Uint32(b[24:]))}
@@ -124,11 +124,11 @@ func headLen(descriptors int64) int64 {
 	return (entryHead + descriptors*descSize + logSector - 1) / logSector * logSector
 }
 
-// active finds the newest complete sequence of entries, the oldest entry first.
-func (r *ring) active() ([]logEntry, error) {
+// activeSequence finds the newest complete sequence of entries, the oldest entry first.
+func (r *ring) activeSequence() ([]logEntry, error) {
 	var all []logEntry
 	for at := int64(0); at < int64(len(r.b)); {
-		e, ok, err := r.entry(at)
+		e, ok, err := r.parseEntry(at)
 		if err != nil {
 			return nil, err
 		}
@@ -166,8 +166,8 @@ func (r *ring) active() ([]logEntry, error) {
 	return best, nil
 }
 
-// replay reads the log and makes its changes in memory.
-func (im *Image) replay(h *header) error {
+// replayLog reads the log and makes its changes in memory.
+func (im *Image) replayLog(h *header) error {
 	length := h.log.to - h.log.from
 	if length > im.limits.Log {
 		return api.Errorf(api.OutOfRange, "the image was not closed, and its log of %d bytes is above the limit of %d; "+
@@ -177,7 +177,7 @@ func (im *Image) replay(h *header) error {
 	if err := im.readFull(r.b, h.log.from, "the log's entries"); err != nil {
 		return err
 	}
-	entries, err := r.active()
+	entries, err := r.activeSequence()
 	if err != nil || len(entries) == 0 {
 		return err // the writer had written nothing yet
 	}
@@ -191,7 +191,7 @@ func (im *Image) replay(h *header) error {
 	im.info.Replayed = len(entries)
 	protected := []span{{0, 192 * kib}, h.log}
 	for _, e := range entries {
-		if err := r.apply(e, protected); err != nil {
+		if err := r.applyEntry(e, protected); err != nil {
 			return fmt.Errorf("entry %d: %w", e.sequence, err)
 		}
 	}
@@ -200,9 +200,9 @@ func (im *Image) replay(h *header) error {
 	return nil
 }
 
-// apply makes the changes of one entry.
-func (r *ring) apply(e logEntry, protected []span) error {
-	b := r.bytes(e.at, e.length)
+// applyEntry makes the changes of one entry.
+func (r *ring) applyEntry(e logEntry, protected []span) error {
+	b := r.bytesAt(e.at, e.length)
 	sectors := b[headLen(e.descriptors):]
 	for i := range e.descriptors {
 		d := b[entryHead+i*descSize:][:descSize]
@@ -241,7 +241,7 @@ func (r *ring) apply(e logEntry, protected []span) error {
 		if r.made++; r.made > maxChanges {
 			return api.Errorf(api.OutOfRange, "the log makes more than %d changes", maxChanges)
 		}
-		r.im.change(c)
+		r.im.addChange(c)
 	}
 	return nil
 }

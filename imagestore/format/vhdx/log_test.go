@@ -286,11 +286,11 @@ func TestChanges(t *testing.T) {
 			} else {
 				clear(want[c.off:c.end()])
 			}
-			im.change(c)
+			im.addChange(c)
 			for range 5 {
 				off := rng.IntN(400)
 				p := bytes.Clone(plain[off : off+rng.IntN(400-off)])
-				if im.patch(p, int64(off)); !bytes.Equal(p, want[off:off+len(p)]) {
+				if im.patchBytes(p, int64(off)); !bytes.Equal(p, want[off:off+len(p)]) {
 					t.Fatalf("%d bytes at %d differ after %d changes", len(p), off, i+1)
 				}
 			}

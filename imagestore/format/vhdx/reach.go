@@ -8,7 +8,7 @@ func (im *Image) Reach(off, n int64) (end int64, err error) {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for to := min(off+n, im.Size()); off < to; {
-		entries, err := im.entries(s, off, to)
+		entries, err := im.readEntries(s, off, to)
 		if err != nil {
 			return end, err
 		}

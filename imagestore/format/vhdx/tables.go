@@ -37,17 +37,17 @@ func hostOf(entry uint64) int64 { return int64(entry & offsetMask) }
 // bitmap, which only disks with a parent use.
 func (im *Image) entryAt(number int64) int64 { return im.table + (number+number>>im.ratioBits)*8 }
 
-// entries reads the entries of the blocks from off to end, as many as fit and are adjacent.
-func (im *Image) entries(s *scratch, off, end int64) ([]byte, error) {
+// readEntries reads the entries of the blocks from off to end, as many as fit and are adjacent.
+func (im *Image) readEntries(s *scratch, off, end int64) ([]byte, error) {
 	first, last := off>>im.blockBits, (end-1)>>im.blockBits
 	last = min(last, first|(1<<im.ratioBits-1), first+int64(len(s.entries))/8-1)
 	b := s.entries[:(last-first+1)*8]
 	return b, im.readFull(b, im.entryAt(first), "the block allocation table")
 }
 
-// check walks the block allocation table. Afterwards every block is known to be inside the file, to exist once, and to
-// be outside of metadata.
-func (im *Image) check(table span, own []span) error {
+// checkBlocks walks the block allocation table. Afterwards every block is known to be inside the file, to exist once,
+// and to be outside of metadata.
+func (im *Image) checkBlocks(table span, own []span) error {
 	size, length := im.info.VirtualSize, int64(1)<<im.blockBits
 	im.table = table.from
 	blocks := (size + length - 1) >> im.blockBits
@@ -61,7 +61,7 @@ func (im *Image) check(table span, own []span) error {
 	used := make([]uint64, im.fileSize/mib/64+1) // a bit per MiB of the file
 	var s scratch
 	for off := int64(0); off < size; {
-		entries, err := im.entries(&s, off, size)
+		entries, err := im.readEntries(&s, off, size)
 		if err != nil {
 			return err
 		}
@@ -88,7 +88,7 @@ func (im *Image) check(table span, own []span) error {
 					return corrupt("block %d at %#x lies in the image's headers, log or tables", number, host.from)
 				}
 			}
-			if !mark(used, host.from/mib, (host.to-1)/mib) {
+			if !markBits(used, host.from/mib, (host.to-1)/mib) {
 				return corrupt("block %d at %#x overlaps another block", number, host.from)
 			}
 			im.info.Data += n
@@ -97,8 +97,8 @@ func (im *Image) check(table span, own []span) error {
 	return nil
 }
 
-// mark sets the bits from first to last, and reports whether all were clear.
-func mark(used []uint64, first, last int64) bool {
+// markBits sets the bits from first to last, and reports whether all were clear.
+func markBits(used []uint64, first, last int64) bool {
 	for first <= last {
 		word, bit := first/64, uint(first%64)
 		n := min(last-first+1, int64(64-bit))

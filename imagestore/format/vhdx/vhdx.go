@@ -40,7 +40,7 @@ type Limits struct {
 	Log         int64 // bytes of a log to replay; default 32 MiB
 }
 
-func (l Limits) filled() Limits {
+func (l Limits) withDefaults() Limits {
 	if l.VirtualSize <= 0 {
 		l.VirtualSize = 64 << 40
 	}
@@ -75,37 +75,37 @@ func corrupt(format string, args ...any) error { return api.Errorf(api.Corrupt, 
 // block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not VHDX), Unsupported,
 // OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
-	im := &Image{r: r, fileSize: size, realSize: size, limits: lim.filled()}
+	im := &Image{r: r, fileSize: size, realSize: size, limits: lim.withDefaults()}
 	if d, ok := r.(block.Dropper); ok {
 		im.drop = d.Drop
 	}
-	if err := im.open(); err != nil {
+	if err := im.openImage(); err != nil {
 		return nil, fmt.Errorf("vhdx: %w", err)
 	}
 	return im, nil
 }
 
-func (im *Image) open() error {
-	if err := im.identify(); err != nil {
+func (im *Image) openImage() error {
+	if err := im.readIdentifier(); err != nil {
 		return err
 	}
-	h, err := im.header()
+	h, err := im.readHeader()
 	if err != nil {
 		return err
 	}
 	if h.logID != (guid{}) {
-		if err := im.replay(h); err != nil {
+		if err := im.replayLog(h); err != nil {
 			return fmt.Errorf("the log: %w", err)
 		}
 	}
-	table, metadata, err := im.regions(h)
+	table, metadata, err := im.readRegions(h)
 	if err != nil {
 		return err
 	}
-	if err := im.metadata(metadata); err != nil {
+	if err := im.readMetadata(metadata); err != nil {
 		return fmt.Errorf("the metadata: %w", err)
 	}
-	return im.check(table, []span{{0, headersSize}, h.log, table, metadata})
+	return im.checkBlocks(table, []span{{0, headersSize}, h.log, table, metadata})
 }
 
 // readFull reads the named structure through the changes of the log; a file that ends earlier is corrupt.
@@ -127,7 +127,7 @@ func (im *Image) readFull(p []byte, off int64, what string) error {
 		}
 		return fmt.Errorf("read %s at %#x: %w", what, off, err)
 	}
-	im.patch(p, off)
+	im.patchBytes(p, off)
 	return nil
 }
 
@@ -150,7 +150,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	defer scratches.Put(s)
 	e := block.Extent{Off: off}
 	for visits := 0; e.End() < size && visits < maxVisits; visits++ {
-		entries, err := im.entries(s, e.End(), size)
+		entries, err := im.readEntries(s, e.End(), size)
 		if err != nil {
 			return block.Extent{}, fmt.Errorf("vhdx: %w", err)
 		}
@@ -182,7 +182,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	for n < len(p) {
-		entries, err := im.entries(s, off+int64(n), off+int64(len(p)))
+		entries, err := im.readEntries(s, off+int64(n), off+int64(len(p)))
 		if err != nil {
 			return n, fmt.Errorf("vhdx: %w", err)
 		}

@@ -70,10 +70,10 @@ func FuzzDescriptor(f *testing.F) {
 				t.Fatalf("not a message: %q (kind %v)", err, api.KindOf(err))
 			}
 		}
-		if alone := append([]byte(magicText+"\n"), text...); refuse(alone) == nil {
+		if alone := append([]byte(magicText+"\n"), text...); refuseOtherFiles(alone) == nil {
 			t.Fatal("a lone descriptor is taken for a disk")
 		} else {
-			told(refuse(alone))
+			told(refuseOtherFiles(alone))
 		}
 		m := makeTiny(false)
 		n := (len(text) + sector - 1) / sector

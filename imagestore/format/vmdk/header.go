@@ -68,13 +68,13 @@ func isText(head []byte) bool {
 
 const oneFile = "make one file of the disk with: qemu-img convert -O vmdk"
 
-// refuse refuses VMDK files other than a sparse disk in one file.
-func refuse(head []byte) error {
+// refuseOtherFiles refuses VMDK files other than a sparse disk in one file.
+func refuseOtherFiles(head []byte) error {
 	switch {
 	case isText(head):
 		d := parseText(head)
-		return unsupported("the file is only the descriptor (%s) of a disk that is in other files%s: %s", d.kind(), d.named(),
-			oneFile)
+		return unsupported("the file is only the descriptor (%s) of a disk that is in other files%s: %s", d.quotedType(),
+			d.listFiles(), oneFile)
 	case hasMagic(head, magicESX), hasMagic(head, magicSESparse):
 		return unsupported("the file is an extent of an ESX server's sparse disk, not a disk by itself: %s", oneFile)
 	case !hasMagic(head, magicSparse):
@@ -159,8 +159,8 @@ func (h *header) checkSizes(lim Limits) error {
 	return nil
 }
 
-// footer reads the header at the end of a stream: a marker, the footer, and the end marker.
-func (im *Image) footer() (*header, error) {
+// readFooter reads the header at the end of a stream: a marker, the footer, and the end marker.
+func (im *Image) readFooter() (*header, error) {
 	b := make([]byte, 3*sector)
 	if err := im.readFull(b, im.fileSize-int64(len(b)), "the footer"); err != nil {
 		return nil, err
@@ -222,20 +222,20 @@ func parseText(b []byte) text {
 	return d
 }
 
-// kind returns the create type for a message, quoted.
-func (d text) kind() string {
+// quotedType returns the create type for a message, quoted.
+func (d text) quotedType() string {
 	if d.createType == "" {
 		return "no createType"
 	}
-	return "createType " + shorten(d.createType)
+	return "createType " + quoteShort(d.createType)
 }
 
-// named lists the files in the descriptor.
-func (d text) named() string {
+// listFiles lists the files in the descriptor.
+func (d text) listFiles() string {
 	var s []string
 	for _, e := range d.extents {
 		if e.file != "" {
-			s = append(s, shorten(e.file))
+			s = append(s, quoteShort(e.file))
 		}
 	}
 	switch {
@@ -247,15 +247,15 @@ func (d text) named() string {
 	return " (" + strings.Join(s, ", ") + ")"
 }
 
-func shorten(s string) string {
+func quoteShort(s string) string {
 	if len(s) > 80 {
 		s = s[:80] + "..."
 	}
 	return strconv.Quote(s)
 }
 
-// descriptor reads the descriptor inside the file, and refuses a disk with data outside of the file.
-func (im *Image) descriptor(h *header) (createType string, err error) {
+// readDescriptor reads the descriptor inside the file, and refuses a disk with data outside of the file.
+func (im *Image) readDescriptor(h *header) (createType string, err error) {
 	alone := unsupported("the image has no descriptor, so the file is an extent of a disk in several files: %s", oneFile)
 	if h.text == 0 || h.textLen == 0 {
 		return "", alone
@@ -274,25 +274,27 @@ func (im *Image) descriptor(h *header) (createType string, err error) {
 	none := d.parentCID == "" || strings.EqualFold(d.parentCID, "ffffffff")
 	switch {
 	case d.parent != "":
-		return "", unsupported("the image is a delta of the parent %s: %s", shorten(d.parent), oneFile)
+		return "", unsupported("the image is a delta of the parent %s: %s", quoteShort(d.parent), oneFile)
 	case !none:
-		return "", unsupported("the image is a delta of the parent with the content id %s: %s", shorten(d.parentCID), oneFile)
+		return "", unsupported("the image is a delta of the parent with the content id %s: %s", quoteShort(d.parentCID),
+			oneFile)
 	case d.createType == "":
 		return "", corrupt("the descriptor has no createType")
 	case !strings.EqualFold(d.createType, "monolithicSparse") && !strings.EqualFold(d.createType, "streamOptimized"):
-		return "", unsupported("the file is part of a disk (%s) that is in other files%s: %s", d.kind(), d.named(), oneFile)
+		return "", unsupported("the file is part of a disk (%s) that is in other files%s: %s", d.quotedType(), d.listFiles(),
+			oneFile)
 	case len(d.extents) == 0:
 		return "", corrupt("the descriptor names no extent")
 	case len(d.extents) > 1:
-		return "", unsupported("the descriptor names %d files%s: %s", len(d.extents), d.named(), oneFile)
+		return "", unsupported("the descriptor names %d files%s: %s", len(d.extents), d.listFiles(), oneFile)
 	}
 	// The name of a lone sparse extent is that of this file when it was made, in the same folder.
 	switch e := d.extents[0]; {
 	case e.kind != "SPARSE" || strings.ContainsAny(e.file, `/\`):
-		return "", unsupported("the descriptor names another file, a %s extent %s: %s", shorten(e.kind), shorten(e.file),
-			oneFile)
+		return "", unsupported("the descriptor names another file, a %s extent %s: %s", quoteShort(e.kind),
+			quoteShort(e.file), oneFile)
 	case e.access == "NOACCESS":
-		return "", unsupported("the descriptor allows no access to the extent %s", shorten(e.file))
+		return "", unsupported("the descriptor allows no access to the extent %s", quoteShort(e.file))
 	}
 	return d.createType, nil
 }

@@ -8,7 +8,7 @@ func (im *Image) Reach(off, n int64) (end int64, err error) {
 	u := unpackers.Get().(*unpacker)
 	defer unpackers.Put(u)
 	for to := min(off+n, im.h.size); off < to; {
-		part, err := im.lookup(u, off, to-off)
+		part, err := im.lookupEntries(u, off, to-off)
 		if err != nil {
 			return end, err
 		}

@@ -55,10 +55,10 @@ func (m *metadata) hits(from, n int64) bool {
 	return i < len(m.tables) && int64(m.tables[i]>>32)*sector < from+n
 }
 
-// load reads the grain directory at off and walks all tables once, in the order of the file. Afterwards every offset is
-// known to be inside the file and outside of metadata. A map with the same grain twice makes bombs: tables must be
-// unique, plain grains are bounded by their sum, compressed grains by the marker in front of each.
-func (im *Image) load(off int64) error {
+// loadTables reads the grain directory at off and walks all tables once, in the order of the file. Afterwards every
+// offset is known to be inside the file and outside of metadata. A map with the same grain twice makes bombs: tables
+// must be unique, plain grains are bounded by their sum, compressed grains by the marker in front of each.
+func (im *Image) loadTables(off int64) error {
 	h := im.h
 	raw := make([]byte, h.numTables*4)
 	if off < sector {
@@ -159,7 +159,7 @@ func (im *Image) checkTable(b []byte, index int64, m *metadata) (stored int64, e
 	}
 	for i := int64(0); i < int64(len(b))/4; i++ {
 		entry := le.Uint32(b[i*4:])
-		if im.kind(entry) != block.Data {
+		if im.entryKind(entry) != block.Data {
 			continue
 		}
 		number, host := index*perTable+i, int64(entry)*sector
@@ -186,7 +186,7 @@ func (im *Image) checkTable(b []byte, index int64, m *metadata) (stored int64, e
 	return stored, nil
 }
 
-func (im *Image) kind(entry uint32) block.Kind {
+func (im *Image) entryKind(entry uint32) block.Kind {
 	switch {
 	case entry == 0:
 		return block.Hole
@@ -212,8 +212,8 @@ type part struct {
 	first    int64  // grain of the first entry
 }
 
-// lookup finds the entries from off on, of at most limit bytes and within one grain table.
-func (im *Image) lookup(u *unpacker, off, limit int64) (part, error) {
+// lookupEntries finds the entries from off on, of at most limit bytes and within one grain table.
+func (im *Image) lookupEntries(u *unpacker, off, limit int64) (part, error) {
 	h := im.h
 	number := off >> h.grainBits
 	index := number / perTable
@@ -244,7 +244,7 @@ func (p *part) next(host bool) run {
 		number := off >> bits
 		entry := le.Uint32(p.entries[(number-p.first)*4:])
 		in := off - number<<bits
-		r := run{kind: p.im.kind(entry), n: min((number+1)<<bits, p.end) - off}
+		r := run{kind: p.im.entryKind(entry), n: min((number+1)<<bits, p.end) - off}
 		if r.host = int64(entry) * sector; !p.im.h.compressed {
 			r.host += in
 		}

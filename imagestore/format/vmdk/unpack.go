@@ -23,8 +23,8 @@ var (
 	errLong  = errors.New("the data unpacks to more than a grain")
 )
 
-// unpack fills to, which starts at off and lies in one grain, from the compressed grain with its marker at host.
-func (im *Image) unpack(u *unpacker, host int64, to []byte, off int64) error {
+// unpackGrain fills to, which starts at off and lies in one grain, from the compressed grain with its marker at host.
+func (im *Image) unpackGrain(u *unpacker, host int64, to []byte, off int64) error {
 	h := im.h
 	number := off >> h.grainBits
 	start := number << h.grainBits

@@ -46,7 +46,7 @@ type Limits struct {
 	Stream bool
 }
 
-func (l Limits) filled() Limits {
+func (l Limits) withDefaults() Limits {
 	if l.VirtualSize <= 0 {
 		l.VirtualSize = 64 << 40
 	}
@@ -78,22 +78,22 @@ var _ block.Source = (*Image)(nil)
 // block.Dropper behind r learns which bytes were read for good. Errors are of kind Invalid (not VMDK), Unsupported,
 // OutOfRange (above a limit), Corrupt (damaged or cut off), or come from r.
 func Open(r io.ReaderAt, size int64, lim Limits) (*Image, error) {
-	im := &Image{r: r, fileSize: size, limits: lim.filled()}
+	im := &Image{r: r, fileSize: size, limits: lim.withDefaults()}
 	if d, ok := r.(block.Dropper); ok {
 		im.drop = d.Drop
 	}
-	if err := im.open(); err != nil {
+	if err := im.openImage(); err != nil {
 		return nil, fmt.Errorf("vmdk: %w", err)
 	}
 	return im, nil
 }
 
-func (im *Image) open() error {
+func (im *Image) openImage() error {
 	head := make([]byte, min(im.fileSize, textSize))
 	if err := im.readFull(head, 0, "the header"); err != nil {
 		return err
 	}
-	if err := refuse(head); err != nil {
+	if err := refuseOtherFiles(head); err != nil {
 		return err
 	}
 	front, err := parseHeader(head)
@@ -102,22 +102,22 @@ func (im *Image) open() error {
 	}
 	im.h = front
 	if front.directory == atEnd {
-		if im.h, err = im.footer(); err != nil {
+		if im.h, err = im.readFooter(); err != nil {
 			return fmt.Errorf("the footer: %w", err)
 		}
 	}
 	if err := im.h.checkSizes(im.limits); err != nil {
 		return err
 	}
-	createType, err := im.descriptor(front)
+	createType, err := im.readDescriptor(front)
 	if err != nil {
 		return err
 	}
 	im.h.text, im.h.textLen = front.text, front.textLen
 	im.info = Info{CreateType: createType, Version: int(im.h.version), VirtualSize: im.h.size, GrainSize: im.h.grain,
 		Compressed: im.h.compressed, Unclean: im.h.unclean}
-	err = im.load(im.h.directory)
-	if api.Is(err, api.Corrupt) && im.h.redundant != 0 && im.load(im.h.redundant) == nil {
+	err = im.loadTables(im.h.directory)
+	if api.Is(err, api.Corrupt) && im.h.redundant != 0 && im.loadTables(im.h.redundant) == nil {
 		im.info.Redundant, err = true, nil
 	}
 	return err
@@ -145,7 +145,7 @@ func (im *Image) Next(off int64) (block.Extent, error) {
 	defer unpackers.Put(u)
 	e := block.Extent{Off: off}
 	for visits := 0; e.End() < im.h.size && visits < maxVisits; visits++ {
-		part, err := im.lookup(u, e.End(), im.h.size-e.End())
+		part, err := im.lookupEntries(u, e.End(), im.h.size-e.End())
 		if err != nil {
 			return block.Extent{}, fmt.Errorf("vmdk: %w", err)
 		}
@@ -178,7 +178,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 	u := unpackers.Get().(*unpacker)
 	defer unpackers.Put(u)
 	for n < len(p) {
-		part, err := im.lookup(u, off+int64(n), int64(len(p)-n))
+		part, err := im.lookupEntries(u, off+int64(n), int64(len(p)-n))
 		if err != nil {
 			return n, fmt.Errorf("vmdk: %w", err)
 		}
@@ -190,7 +190,7 @@ func (im *Image) ReadAt(p []byte, off int64) (n int, err error) {
 			case run.kind != block.Data:
 				clear(to)
 			case im.h.compressed:
-				err = im.unpack(u, run.host, to, at)
+				err = im.unpackGrain(u, run.host, to, at)
 			default:
 				if err = im.readFull(to, run.host, "a grain"); err == nil && im.drop != nil {
 					im.drop(run.host, run.n)
