@@ -62,10 +62,10 @@ func (n *copyReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 	record := n.recordOf(c)
 	t := n.transfers.get(c.Name)
 	if t != nil && (t.object != c.UID || !c.DeletionTimestamp.IsZero()) {
-		if t.cancel(); t.running() {
+		if t.cancel(); t.isRunning() {
 			return ctrl.Result{}, nil // the end of the transfer wakes the reconciler
 		}
-		n.transfers.forget(c.Name)
+		n.transfers.dropEnded(c.Name)
 		t = nil
 	}
 	st := record.status
@@ -101,7 +101,7 @@ func (n *copyReconciler) recordOf(c *api.ImageCopy) *statusRecord {
 func (n *copyReconciler) forgetCopy(name string) {
 	if t := n.transfers.get(name); t != nil {
 		t.cancel()
-		n.transfers.forget(name)
+		n.transfers.dropEnded(name)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -168,13 +168,13 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 	delete(n.suspects, c.Name)
 	n.mu.Unlock()
 	if c.Spec.From != "" {
-		return n.transfers.start(ctx, c, "disk",
+		return n.transfers.startTransfer(ctx, c, "disk",
 			func(ctx context.Context, t *transfer, _ slotFunc) (importer.Result, error) {
 				return n.copyFromDisk(ctx, t, c.DeepCopy(), on, spec, repair)
 			})
 	}
 	image, size := img.Spec.DeepCopy(), img.Status.VirtualSize
-	return n.transfers.start(ctx, c, string(image.SourceType),
+	return n.transfers.startTransfer(ctx, c, string(image.SourceType),
 		func(ctx context.Context, t *transfer, slot slotFunc) (importer.Result, error) {
 			switch image.SourceType {
 			case api.SourceExport:
@@ -184,9 +184,9 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 			}
 			job := &imageImport{copyReconciler: n, t: t, slot: slot, image: image, on: on, spec: spec, address: address}
 			if repair {
-				return job.repair(ctx)
+				return job.repairCopy(ctx)
 			}
-			return job.run(ctx)
+			return job.importImage(ctx)
 		})
 }
 

@@ -20,7 +20,7 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 	if t.source == verificationKind || t.source == digestKind {
 		return
 	}
-	now := t.snapshot()
+	now := t.currentState()
 	st.State, st.Progress, st.UploadURL = now.state, now.percent, now.url
 	st.BytesDone, st.BytesTotal = now.done, now.total
 	st.Message, st.Notice = "", t.progress.Notice()
@@ -78,9 +78,9 @@ func mayRetry(c *api.ImageCopy, st *api.ImageCopyStatus) bool {
 // untilRetry is the time until the next try; 0 after a failure for good.
 func untilRetry(st *api.ImageCopyStatus) time.Duration { return max(time.Until(st.NextTry.Time), 0) }
 
-// retryable reports whether a new try can succeed. An upload cannot be requested again, and a wrong image stays wrong
+// isRetryable reports whether a new try can succeed. An upload cannot be requested again, and a wrong image stays wrong
 // until its user changes the image.
-func retryable(t api.SourceType, err error) bool {
+func isRetryable(t api.SourceType, err error) bool {
 	if t == api.SourceUpload {
 		return false
 	}

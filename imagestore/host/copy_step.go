@@ -19,7 +19,7 @@ import (
 func (n *copyReconciler) nextStatus(ctx context.Context, c *api.ImageCopy, t *transfer, st *api.ImageCopyStatus) (
 	time.Duration, error,
 ) {
-	if t != nil && t.running() {
+	if t != nil && t.isRunning() {
 		showProgress(t, st)
 		return 0, nil
 	}
@@ -28,7 +28,7 @@ func (n *copyReconciler) nextStatus(ctx context.Context, c *api.ImageCopy, t *tr
 		return 0, err
 	}
 	if t != nil {
-		defer n.transfers.forget(c.Name)
+		defer n.transfers.dropEnded(c.Name)
 		return n.endTransfer(c, img, t, st), nil
 	}
 	on, err := n.disks(c.Spec.Disk)
@@ -46,7 +46,7 @@ func (n *copyReconciler) nextStatus(ctx context.Context, c *api.ImageCopy, t *tr
 		return n.holdLayers(ctx, c, on, st), nil
 	}
 	s := &copyStep{copyReconciler: n, c: c, img: img, on: on, spec: n.specOf(c, img), st: st}
-	return s.compare(ctx)
+	return s.compareCopy(ctx)
 }
 
 // endTransfer decides the status after the end of a transfer.
@@ -62,7 +62,7 @@ func (n *copyReconciler) endTransfer(c *api.ImageCopy, img *api.BackingImage, t 
 	case t.err != nil && t.source == verificationKind:
 		return n.setDamaged(c, img.Spec.SourceType, st, t.err)
 	case t.err != nil:
-		return n.setFailed(c, st, t.err, retryable(img.Spec.SourceType, t.err))
+		return n.setFailed(c, st, t.err, isRetryable(img.Spec.SourceType, t.err))
 	}
 	if _, _, done, total := t.progress.Snapshot(); done > 0 && t.source != verificationKind && t.source != digestKind {
 		st.BytesDone, st.BytesTotal = done, max(total, done) // the last bytes came after the last report
@@ -87,8 +87,8 @@ type copyStep struct {
 	st   *api.ImageCopyStatus
 }
 
-// compare compares the copy with the disk and starts the transfer that the copy lacks.
-func (s *copyStep) compare(ctx context.Context) (time.Duration, error) {
+// compareCopy compares the copy with the disk and starts the transfer that the copy lacks.
+func (s *copyStep) compareCopy(ctx context.Context) (time.Duration, error) {
 	got, err := importer.Find(s.on, s.spec)
 	if err == nil && lacksDigest(s.c, got) {
 		return s.startDigests(ctx, got)

@@ -111,7 +111,7 @@ func (n *copyReconciler) makeDigests(ctx context.Context, c *api.ImageCopy, on b
 	if !ok {
 		return api.Errorf(api.Unsupported, "disk %s has no snapshots", on.UID())
 	}
-	return n.transfers.start(ctx, c, digestKind,
+	return n.transfers.startTransfer(ctx, c, digestKind,
 		func(ctx context.Context, _ *transfer, slot slotFunc) (importer.Result, error) {
 			if err := slot(ctx); err != nil {
 				return importer.Result{}, err

@@ -36,10 +36,10 @@ type imageImport struct {
 	upload *upload.Upload // set once the import expects an upload
 }
 
-// run imports the image.
-func (m *imageImport) run(ctx context.Context) (importer.Result, error) {
+// importImage imports the image.
+func (m *imageImport) importImage(ctx context.Context) (importer.Result, error) {
 	m.findCheckpoint(ctx)
-	got, err := importer.Import(ctx, m.on, m.spec, &m.t.progress, m.open)
+	got, err := importer.Import(ctx, m.on, m.spec, &m.t.progress, m.openInTurn)
 	if m.image.SourceType == api.SourceUpload && err != nil && !errors.Is(err, context.Canceled) {
 		err = errors.Join(err, importer.Remove(ctx, m.on, m.spec)) // the rest of an upload cannot be requested
 	}
@@ -49,13 +49,13 @@ func (m *imageImport) run(ctx context.Context) (importer.Result, error) {
 	return got, err
 }
 
-// repair imports the image a second time and repairs the damaged copy from the new data, below the replicas that use
-// the copy.
-func (m *imageImport) repair(ctx context.Context) (importer.Result, error) {
+// repairCopy imports the image a second time and repairs the damaged copy from the new data, below the replicas that
+// use the copy.
+func (m *imageImport) repairCopy(ctx context.Context) (importer.Result, error) {
 	damaged := m.spec
 	m.spec = importer.RepairSpec(damaged)
 	m.findCheckpoint(ctx)
-	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress, m.open)
+	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress, m.openInTurn)
 }
 
 // findCheckpoint finds the checkpoint of an origin that can continue.
@@ -67,8 +67,8 @@ func (m *imageImport) findCheckpoint(ctx context.Context) {
 	}
 }
 
-// open opens the origin and waits for a slot of the node. An upload that no sender has started takes no slot.
-func (m *imageImport) open(ctx context.Context) (*origin.Stream, error) {
+// openInTurn opens the origin and waits for a slot of the node. An upload that no sender has started takes no slot.
+func (m *imageImport) openInTurn(ctx context.Context) (*origin.Stream, error) {
 	if m.image.SourceType == api.SourceUpload {
 		return m.openUpload(ctx)
 	}

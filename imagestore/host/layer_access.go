@@ -43,7 +43,7 @@ type nodeNeeds struct {
 	replicas []api.Replica
 }
 
-func (n *nodeNeeds) load(ctx context.Context, r client.Reader) error {
+func (n *nodeNeeds) listObjects(ctx context.Context, r client.Reader) error {
 	var copies api.ImageCopyList
 	if err := r.List(ctx, &copies, client.UnsafeDisableDeepCopy); err != nil {
 		return err
@@ -56,9 +56,9 @@ func (n *nodeNeeds) load(ctx context.Context, r client.Reader) error {
 	return nil
 }
 
-// include reports whether a node needs a layer or the record of an image; without a uid, whether the node needs any
+// needsLayer reports whether a node needs a layer or the record of an image; without a uid, whether the node needs any
 // data of the disk.
-func (n *nodeNeeds) include(node, disk, uid string) bool {
+func (n *nodeNeeds) needsLayer(node, disk, uid string) bool {
 	for i := range n.replicas {
 		r := &n.replicas[i]
 		if r.Spec.Node != node {
@@ -90,24 +90,24 @@ func (n *nodeNeeds) include(node, disk, uid string) bool {
 	return false
 }
 
-// allow returns nil if a node may read a layer or the record of an image from a disk of this node, or acquire a slot of
-// the disk.
-func (l *layerAccess) allow(ctx context.Context, node, disk, uid string) error {
+// checkAccess returns nil if a node may read a layer or the record of an image from a disk of this node, or acquire a
+// slot of the disk.
+func (l *layerAccess) checkAccess(ctx context.Context, node, disk, uid string) error {
 	key := [3]string{node, disk, uid}
-	if l.trusts(key) {
+	if l.isTrusted(key) {
 		return nil
 	}
 	var n nodeNeeds
-	err := n.load(ctx, l.cached)
-	if err == nil && n.include(node, disk, uid) {
-		l.trust(key)
+	err := n.listObjects(ctx, l.cached)
+	if err == nil && n.needsLayer(node, disk, uid) {
+		l.addTrust(key)
 		return nil
 	}
 	if n, err = l.queryAPI(ctx, node); err != nil {
 		return api.Errorf(api.Unavailable, "whether node %s may read layer %s: %w", node, uid, err)
 	}
-	if n.include(node, disk, uid) {
-		l.trust(key)
+	if n.needsLayer(node, disk, uid) {
+		l.addTrust(key)
 		return nil
 	}
 	if n, report := l.refused.Count(); report {
@@ -117,13 +117,13 @@ func (l *layerAccess) allow(ctx context.Context, node, disk, uid string) error {
 		node, uid, disk)
 }
 
-func (l *layerAccess) trusts(key [3]string) bool {
+func (l *layerAccess) isTrusted(key [3]string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return time.Now().Before(l.trusted[key])
 }
 
-func (l *layerAccess) trust(key [3]string) {
+func (l *layerAccess) addTrust(key [3]string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.trusted) >= accessMost {
@@ -147,7 +147,7 @@ func (l *layerAccess) queryAPI(ctx context.Context, node string) (nodeNeeds, err
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	n := nodeNeeds{}
-	if err := n.load(ctx, l.live); err != nil {
+	if err := n.listObjects(ctx, l.live); err != nil {
 		return n, err
 	}
 	n.at = time.Now()

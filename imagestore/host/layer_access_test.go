@@ -55,23 +55,23 @@ func TestLayersForThoseWhoNeedThem(t *testing.T) {
 		{"d", "base", false}, {"d", "secret", false}, {"d", "debian", false}, {"d", "", false},
 		{"e", "base", true}, {"e", "top", false}, {"e", "debian", false}, {"", "base", false},
 	} {
-		if n.include(c.node, "disk-a", c.uid) != c.may {
+		if n.needsLayer(c.node, "disk-a", c.uid) != c.may {
 			t.Errorf("node %q, %q: %v", c.node, c.uid, !c.may)
 		}
 	}
 }
 
-// TestLayerAccessAsksTheAPI: what the cache does not know yet is looked up in the API, at a bounded rate; while that is away
-// what the cache knows is served.
+// TestLayerAccessAsksTheAPI: what the cache does not know yet is looked up in the API, at a bounded rate; while that is
+// away what the cache knows is served.
 func TestLayerAccessAsksTheAPI(t *testing.T) {
 	cached, live := &objects{}, &objects{}
 	live.copies = []api.ImageCopy{lent("b", "disk-b", "debian", "base")}
 	l := newLayerAccess(cached, live, slog.New(slog.DiscardHandler))
 	for range 3 {
-		if err := l.allow(t.Context(), "b", "disk-a", "base"); err != nil {
+		if err := l.checkAccess(t.Context(), "b", "disk-a", "base"); err != nil {
 			t.Errorf("what the API knows: %v", err)
 		}
-		if err := l.allow(t.Context(), "c", "disk-a", "base"); !api.Is(err, api.Denied) {
+		if err := l.checkAccess(t.Context(), "c", "disk-a", "base"); !api.Is(err, api.Denied) {
 			t.Errorf("a third node: %v", err)
 		}
 	}
@@ -80,10 +80,10 @@ func TestLayerAccessAsksTheAPI(t *testing.T) {
 	}
 	live.err = api.Errorf(api.Unavailable, "away")
 	cached.copies = []api.ImageCopy{lent("d", "disk-d", "debian", "base")}
-	if err := l.allow(t.Context(), "d", "disk-a", "base"); err != nil {
+	if err := l.checkAccess(t.Context(), "d", "disk-a", "base"); err != nil {
 		t.Errorf("what the cache knows: %v", err)
 	}
-	if err := l.allow(t.Context(), "e", "disk-a", "base"); !api.Is(err, api.Unavailable) {
+	if err := l.checkAccess(t.Context(), "e", "disk-a", "base"); !api.Is(err, api.Unavailable) {
 		t.Errorf("what nobody knows: %v", err)
 	}
 }
@@ -107,10 +107,10 @@ func TestLayerAccessWaitsForNoOtherNode(t *testing.T) {
 	live := &waiting{asked: make(chan struct{}, 2), release: make(chan struct{})}
 	l := newLayerAccess(cached, live, slog.New(slog.DiscardHandler))
 	third := make(chan error, 1)
-	go func() { third <- l.allow(t.Context(), "c", "disk-a", "base") }()
+	go func() { third <- l.checkAccess(t.Context(), "c", "disk-a", "base") }()
 	<-live.asked
 	known := make(chan error, 1)
-	go func() { known <- l.allow(t.Context(), "d", "disk-a", "base") }()
+	go func() { known <- l.checkAccess(t.Context(), "d", "disk-a", "base") }()
 	select {
 	case err := <-known:
 		if err != nil {

@@ -31,7 +31,7 @@ func (n *copyReconciler) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire
 		return err
 	}
 	access := newLayerAccess(n.Client, n.live, n.log)
-	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log, Allow: access.allow,
+	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log, Allow: access.checkAccess,
 		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
 		Send: func(ctx context.Context, uid string) (func(), error) { return n.acquireSend(ctx, api.UID(uid)) },
 		Kind: func(err error) string { return api.KindOf(err).String() },

@@ -76,7 +76,7 @@ type transfer struct {
 	url      string         // for the sender of an upload
 }
 
-func (t *transfer) running() bool {
+func (t *transfer) isRunning() bool {
 	select {
 	case <-t.ended:
 		return false
@@ -100,7 +100,7 @@ type transferState struct {
 	url         string
 }
 
-func (t *transfer) snapshot() transferState {
+func (t *transfer) currentState() transferState {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := transferState{state: t.state, url: t.url}
@@ -117,17 +117,17 @@ func (m *transferSet) get(name string) *transfer {
 	return m.byCopy[name]
 }
 
-// forget drops an ended transfer.
-func (m *transferSet) forget(name string) {
+// dropEnded drops an ended transfer.
+func (m *transferSet) dropEnded(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if t := m.byCopy[name]; t != nil && !t.running() {
+	if t := m.byCopy[name]; t != nil && !t.isRunning() {
 		delete(m.byCopy, name)
 	}
 }
 
-// start starts a transfer for an ImageCopy.
-func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source string, work transferFunc) error {
+// startTransfer starts a transfer for an ImageCopy.
+func (m *transferSet) startTransfer(ctx context.Context, copy *api.ImageCopy, source string, work transferFunc) error {
 	select {
 	case <-m.started:
 	case <-ctx.Done():
@@ -138,7 +138,7 @@ func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source str
 	if m.done {
 		return context.Canceled
 	}
-	if t := m.byCopy[copy.Name]; t != nil && t.running() {
+	if t := m.byCopy[copy.Name]; t != nil && t.isRunning() {
 		return api.Errorf(api.Busy, "a transfer for %s is in progress", copy.Name)
 	}
 	ctx, cancel := context.WithCancel(m.ctx)
@@ -146,12 +146,12 @@ func (m *transferSet) start(ctx context.Context, copy *api.ImageCopy, source str
 		ended: make(chan struct{}), begun: time.Now(), state: api.ImagePending}
 	m.byCopy[copy.Name] = t
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}
-	m.wg.Go(func() { m.run(ctx, t, ev, work) })
+	m.wg.Go(func() { m.runTransfer(ctx, t, ev, work) })
 	return nil
 }
 
-// run owns one transfer: it wakes the reconciler after progress, at most once per tick, and after the end.
-func (m *transferSet) run(ctx context.Context, t *transfer, ev event.GenericEvent, work transferFunc) {
+// runTransfer owns one transfer: it wakes the reconciler after progress, at most once per tick, and after the end.
+func (m *transferSet) runTransfer(ctx context.Context, t *transfer, ev event.GenericEvent, work transferFunc) {
 	defer t.cancel()
 	transfersRunning.Inc()
 	defer transfersRunning.Dec()
@@ -181,7 +181,7 @@ func (m *transferSet) run(ctx context.Context, t *transfer, ev event.GenericEven
 		case <-ended:
 			running = false
 		case <-ticker.C:
-			if now := t.snapshot(); now != last {
+			if now := t.currentState(); now != last {
 				last = now
 				m.wakeReconciler(ctx, ev)
 			}

@@ -56,7 +56,7 @@ func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on 
 	default:
 		return true, nil
 	}
-	err = n.transfers.start(ctx, c, verificationKind,
+	err = n.transfers.startTransfer(ctx, c, verificationKind,
 		func(ctx context.Context, _ *transfer, _ slotFunc) (importer.Result, error) {
 			if release == nil {
 				var err error

@@ -58,7 +58,7 @@ type copyPlanner struct {
 // copy always stays.
 func planCopies(img *api.BackingImage, v *clusterView, r planRules) copyPlan {
 	p := &copyPlanner{img: img, v: v, rules: r, least: int(max(img.Spec.MinNumberOfCopies, 1))}
-	p.classify()
+	p.classifyCopies()
 	if len(p.ready) == 0 {
 		p.planFirst()
 	} else {
@@ -77,17 +77,17 @@ func planCopies(img *api.BackingImage, v *clusterView, r planRules) copyPlan {
 	return p.copyPlan
 }
 
-// classify separates copies that count from copies to remove.
-func (p *copyPlanner) classify() {
+// classifyCopies separates copies that count from copies to remove.
+func (p *copyPlanner) classifyCopies() {
 	for i := range p.v.copies {
 		c := &p.v.copies[i]
-		if c.Spec.UUID != p.img.Status.UUID || p.v.gone(c.Spec.Node, c.Spec.Disk) || !c.DeletionTimestamp.IsZero() {
+		if c.Spec.UUID != p.img.Status.UUID || p.v.isGone(c.Spec.Node, c.Spec.Disk) || !c.DeletionTimestamp.IsZero() {
 			p.remove = append(p.remove, c)
 			continue
 		}
 		p.have = append(p.have, c)
 		// Volumes use the copy of an export before its digests exist; other copies wait for the digests.
-		if c.Status.State == api.ImageReady && p.v.alive(c.Spec.Disk) && (c.Spec.Export == nil || c.Status.Digest != "") {
+		if c.Status.State == api.ImageReady && p.v.isAlive(c.Spec.Disk) && (c.Spec.Export == nil || c.Status.Digest != "") {
 			p.ready = append(p.ready, c)
 		}
 	}
@@ -110,7 +110,7 @@ func (p *copyPlanner) planFirst() {
 		return
 	}
 	for _, n := range p.v.needed {
-		if p.v.alive(n.disk) && !p.hasCopy(n.disk) {
+		if p.v.isAlive(n.disk) && !p.hasCopy(n.disk) {
 			p.addCopy(n.node, n.disk)
 			return
 		}
@@ -129,7 +129,7 @@ func (p *copyPlanner) planFirst() {
 func (p *copyPlanner) placeClone() *diskState {
 	without := func(same func(location, *diskState) bool) func(api.UID) bool {
 		return func(u api.UID) bool {
-			d := p.v.disk(u)
+			d := p.v.findDisk(u)
 			return p.hasCopy(u) || !slices.ContainsFunc(p.v.sources, func(o location) bool { return same(o, d) })
 		}
 	}
@@ -149,7 +149,7 @@ func (p *copyPlanner) placeClone() *diskState {
 // planNeeded adds copies on disks with replicas.
 func (p *copyPlanner) planNeeded() {
 	for _, n := range p.v.needed {
-		if p.v.alive(n.disk) && !p.hasCopy(n.disk) {
+		if p.v.isAlive(n.disk) && !p.hasCopy(n.disk) {
 			p.addCopy(n.node, n.disk)
 		}
 	}
@@ -161,7 +161,7 @@ func (p *copyPlanner) planMinimum() {
 	coming := 0
 	for _, w := range p.create {
 		onNode[w.node]++
-		if d := p.v.disk(w.disk); d == nil || !d.leaving {
+		if d := p.v.findDisk(w.disk); d == nil || !d.leaving {
 			coming++
 		}
 	}
@@ -205,7 +205,7 @@ func (p *copyPlanner) planRemovals() {
 		idle := p.idleTime(c)
 		why := ""
 		switch {
-		case p.v.used(c.Spec.Disk):
+		case p.v.isUsed(c.Spec.Disk):
 			why = "a volume on it needs it"
 		case p.isSource(c):
 			why = "another copy is being made from it"
@@ -321,7 +321,7 @@ func (p *copyPlanner) hasCopy(uid api.UID) bool {
 
 // mustLeave reports whether the copy has to leave its disk.
 func (p *copyPlanner) mustLeave(c *api.ImageCopy) bool {
-	d := p.v.disk(c.Spec.Disk)
+	d := p.v.findDisk(c.Spec.Disk)
 	if x := p.img.Status.Export; d != nil && x != nil && x.Disk == d.uid && !p.matchesTags(d) {
 		return true // an export starts on the disk of its snapshot
 	}
@@ -338,7 +338,7 @@ func (p *copyPlanner) isLost(c *api.ImageCopy) bool {
 	if !p.v.nodes[c.Spec.Node] {
 		return true
 	}
-	if p.v.alive(c.Spec.Disk) || c.Status.State != api.ImageUnknown {
+	if p.v.isAlive(c.Spec.Disk) || c.Status.State != api.ImageUnknown {
 		return false
 	}
 	rest := silentAfter - p.rules.now.Sub(c.Status.LastTransition.Time)
@@ -355,19 +355,19 @@ func (p *copyPlanner) isSource(c *api.ImageCopy) bool {
 	}
 	for _, r := range p.have {
 		if r.Spec.From == c.Spec.Disk && r.Status.State != api.ImageReady && r.Status.State != api.ImageFailed &&
-			p.v.alive(r.Spec.Disk) {
+			p.v.isAlive(r.Spec.Disk) {
 			return true
 		}
 	}
 	return slices.ContainsFunc(p.v.needed, func(n location) bool {
-		return n.node == c.Spec.Node && p.v.alive(n.disk) &&
+		return n.node == c.Spec.Node && p.v.isAlive(n.disk) &&
 			!slices.ContainsFunc(p.ready, func(r *api.ImageCopy) bool { return r.Spec.Disk == n.disk })
 	})
 }
 
 // diskFit orders copies by the fitness of their disks.
 func (p *copyPlanner) diskFit(c *api.ImageCopy) int {
-	d := p.v.disk(c.Spec.Disk)
+	d := p.v.findDisk(c.Spec.Disk)
 	switch {
 	case d == nil || d.leaving:
 		return 0
@@ -392,7 +392,7 @@ func (p *copyPlanner) lastNeeded(c *api.ImageCopy) time.Time {
 // idleTime returns the time until the copy has been without a use for too long: 0 now, -1 never.
 func (p *copyPlanner) idleTime(c *api.ImageCopy) time.Duration {
 	since := p.lastNeeded(c)
-	if p.rules.unused <= 0 || since.IsZero() || !p.v.alive(c.Spec.Disk) {
+	if p.rules.unused <= 0 || since.IsZero() || !p.v.isAlive(c.Spec.Disk) {
 		return -1
 	}
 	return max(p.rules.unused-p.rules.now.Sub(since), 0)
@@ -407,7 +407,7 @@ func (p *copyPlanner) wakeAfter(d time.Duration) {
 
 // diskName names a disk in messages.
 func (p *copyPlanner) diskName(uid api.UID) string {
-	if d := p.v.disk(uid); d != nil && d.path != "" {
+	if d := p.v.findDisk(uid); d != nil && d.path != "" {
 		return d.path + " of node " + d.node
 	}
 	return string(uid)
@@ -457,11 +457,11 @@ func explainNoDisk(img *api.BackingImage, v *clusterView) string {
 		why = append(why, "room for "+api.SizeText(n))
 	}
 	why = append(why, "ready and schedulable")
-	return fmt.Sprintf("none of the %s left suits: it must have: %s", plural(len(v.disks), "disk"),
+	return fmt.Sprintf("none of the %s left suits: it must have: %s", countText(len(v.disks), "disk"),
 		strings.Join(why, "; "))
 }
 
-func plural(n int, what string) string {
+func countText(n int, what string) string {
 	if n == 1 {
 		return "1 " + what
 	}

@@ -55,7 +55,7 @@ func disksOfNodes(nodes []api.Node, now time.Time) (disks []diskState, alive map
 	return disks, alive
 }
 
-func (v *clusterView) disk(uid api.UID) *diskState {
+func (v *clusterView) findDisk(uid api.UID) *diskState {
 	// A disk that moved is in the status of both nodes.
 	i := slices.IndexFunc(v.disks, func(d diskState) bool { return d.uid == uid && d.alive })
 	if i < 0 {
@@ -67,15 +67,15 @@ func (v *clusterView) disk(uid api.UID) *diskState {
 	return &v.disks[i]
 }
 
-// alive reports whether the disk answers.
-func (v *clusterView) alive(uid api.UID) bool {
-	d := v.disk(uid)
+// isAlive reports whether the disk answers.
+func (v *clusterView) isAlive(uid api.UID) bool {
+	d := v.findDisk(uid)
 	return d != nil && d.alive
 }
 
-// gone reports that no node will ever answer for the disk: the Node object was deleted, or a user removed the disk, or
-// the node is alive with all its disks except this disk.
-func (v *clusterView) gone(node string, uid api.UID) bool {
+// isGone reports that no node will ever answer for the disk: the Node object was deleted, or a user removed the disk,
+// or the node is alive with all its disks except this disk.
+func (v *clusterView) isGone(node string, uid api.UID) bool {
 	live, known := v.nodes[node]
 	if !known {
 		return true
@@ -96,7 +96,7 @@ func (v *clusterView) gone(node string, uid api.UID) bool {
 	return live && mine > 0
 }
 
-// used reports whether a replica on the disk has the image below.
-func (v *clusterView) used(uid api.UID) bool {
+// isUsed reports whether a replica on the disk has the image below.
+func (v *clusterView) isUsed(uid api.UID) bool {
 	return slices.ContainsFunc(v.needed, func(n location) bool { return n.disk == uid })
 }

@@ -151,7 +151,7 @@ func selectReplica(v *api.Volume, reps []api.Replica, look *clusterView) *api.Re
 			!slices.Contains(v.Status.Members, rep.Name) {
 			continue
 		}
-		if best == nil || look.alive(rep.Spec.Disk) && !look.alive(best.Spec.Disk) {
+		if best == nil || look.isAlive(rep.Spec.Disk) && !look.isAlive(best.Spec.Disk) {
 			best = rep
 		}
 	}

@@ -83,11 +83,11 @@ func TestHolder(t *testing.T) {
 // An image of a volume has no SHA-512, and none is told of it.
 func TestInShort(t *testing.T) {
 	s := &api.BackingImageStatus{Format: "raw", VirtualSizeText: "1 GiB"}
-	if got := summarize(s); got != "raw image, 1 GiB" {
+	if got := summarizeImage(s); got != "raw image, 1 GiB" {
 		t.Errorf("%q", got)
 	}
 	s.Checksum = strings.Repeat("0123456789abcdef", 8)
-	if got := summarize(s); got != "raw image, 1 GiB, SHA-512 0123456789abcdef..." {
+	if got := summarizeImage(s); got != "raw image, 1 GiB, SHA-512 0123456789abcdef..." {
 		t.Errorf("%q", got)
 	}
 }

@@ -385,7 +385,7 @@ func (r *imageReconciler) deleteCopy(ctx context.Context, v *clusterView, c *api
 		}
 		r.log.Info("copy not wanted", "image", c.Spec.Image, "node", c.Spec.Node, "disk", c.Spec.Disk)
 	}
-	if v.gone(c.Spec.Node, c.Spec.Disk) {
+	if v.isGone(c.Spec.Node, c.Spec.Disk) {
 		c = c.DeepCopy()
 		if controllerutil.RemoveFinalizer(c, api.Finalizer) {
 			r.log.Warn("disk is gone: its copy is forgotten", "image", c.Spec.Image, "node", c.Spec.Node, "disk", c.Spec.Disk)
@@ -479,7 +479,7 @@ func (r *imageReconciler) writeStatus(ctx context.Context, img *api.BackingImage
 	if before.State != s.State {
 		switch s.State {
 		case api.ImageReady:
-			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", summarize(s))
+			r.events.Eventf(img, nil, corev1.EventTypeNormal, "Ready", "Import", "%s", summarizeImage(s))
 		case api.ImageFailed:
 			r.events.Eventf(img, nil, corev1.EventTypeWarning, "Failed", "Import", "%s", api.ClipMessage(s.Message))
 		}

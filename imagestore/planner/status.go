@@ -31,7 +31,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 			st = api.ImagePending
 		}
 		message := explainCopy(c)
-		switch d := v.disk(c.Spec.Disk); {
+		switch d := v.findDisk(c.Spec.Disk); {
 		case !v.nodes[c.Spec.Node]:
 			st, message = api.ImageUnknown, fmt.Sprintf("node %s does not answer", c.Spec.Node)
 		case d != nil && !d.alive:
@@ -44,7 +44,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 				sum.LastUsed = old.LastUsed
 			}
 		}
-		if v.used(c.Spec.Disk) {
+		if v.isUsed(c.Spec.Disk) {
 			sum.LastUsed = metav1.Time{} // in use
 		} else if sum.LastUsed.IsZero() {
 			sum.LastUsed = metav1.NewTime(time.Now().Truncate(time.Second))
@@ -83,8 +83,8 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 	return s
 }
 
-// summarize describes a ready image.
-func summarize(s *api.BackingImageStatus) string {
+// summarizeImage describes a ready image.
+func summarizeImage(s *api.BackingImageStatus) string {
 	text := fmt.Sprintf("%s image, %s", s.Format, s.VirtualSizeText)
 	if s.Checksum != "" { // an export has no checksum
 		text += fmt.Sprintf(", SHA-512 %.16s...", s.Checksum)
@@ -146,7 +146,7 @@ func setConditions(img *api.BackingImage, v *clusterView, p copyPlan, s *api.Bac
 func explainStuckCopy(v *clusterView) string {
 	for i := range v.copies {
 		c := &v.copies[i]
-		d := v.disk(c.Spec.Disk)
+		d := v.findDisk(c.Spec.Disk)
 		switch {
 		case c.DeletionTimestamp.IsZero():
 		case !v.nodes[c.Spec.Node]:
@@ -170,7 +170,7 @@ func explainStuckCopy(v *clusterView) string {
 func setEvictionCondition(v *clusterView, p copyPlan, s *api.BackingImageStatus, generation int64) {
 	on := 0
 	for i := range v.copies {
-		if d := v.disk(v.copies[i].Spec.Disk); d != nil && d.leaving {
+		if d := v.findDisk(v.copies[i].Spec.Disk); d != nil && d.leaving {
 			on++
 		}
 	}
@@ -190,7 +190,7 @@ func usersText(users []string) string {
 	if len(users) == 1 {
 		return "a volume uses"
 	}
-	return plural(len(users), "volume") + " use"
+	return countText(len(users), "volume") + " use"
 }
 
 // listSome lists a few names, so that a message stays short.
