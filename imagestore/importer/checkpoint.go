@@ -117,7 +117,7 @@ func (im *importRun) adoptCheckpoint(k *Checkpoint) (bool, error) {
 // checkpointWriter returns the writer of a layer with checkpoints, if the origin can continue.
 func (im *importRun) checkpointWriter() (block.CheckpointWriter, bool) {
 	w, ok := im.w.(block.CheckpointWriter)
-	return w, ok && im.resumable()
+	return w, ok && im.isResumable()
 }
 
 // errRestart is in the errors of an import that cannot continue but can start again.
@@ -138,8 +138,8 @@ func (im *importRun) continueImport(k *Checkpoint) (n int64, err error) {
 	return n, err
 }
 
-// resumable reports whether another process can continue the import.
-func (im *importRun) resumable() bool {
+// isResumable reports whether another process can continue the import.
+func (im *importRun) isResumable() bool {
 	_, sums := im.sum.(encoding.BinaryMarshaler)
 	return sums && im.s.Mark != nil && im.packed == ""
 }
@@ -196,8 +196,8 @@ type checkpointFeed struct {
 	given, inside atomic.Int64 // bytes, and bytes before the chunks that can be the end
 }
 
-func (f *checkpointFeed) fill(buf []byte) ([]byte, int64, error) {
-	b, hole, err := f.feed.fill(buf)
+func (f *checkpointFeed) fillChunk(buf []byte) ([]byte, int64, error) {
+	b, hole, err := f.feed.fillChunk(buf)
 	f.given.Add(int64(len(b)) + hole)
 	if t, ok := f.feed.(*holdbackFeed); ok && !t.done {
 		f.inside.Store(f.given.Load())
@@ -205,11 +205,11 @@ func (f *checkpointFeed) fill(buf []byte) ([]byte, int64, error) {
 	return b, hole, err
 }
 
-func (f *checkpointFeed) wake() <-chan struct{} { return nil }
-func (f *checkpointFeed) nextPause() time.Time  { return f.next }
-func (f *checkpointFeed) pauseDue(int64) bool   { return !time.Now().Before(f.next) }
+func (f *checkpointFeed) pauseSignal() <-chan struct{} { return nil }
+func (f *checkpointFeed) nextPause() time.Time         { return f.next }
+func (f *checkpointFeed) pauseDue(int64) bool          { return !time.Now().Before(f.next) }
 
-func (f *checkpointFeed) pause(off int64) error {
+func (f *checkpointFeed) pauseAt(off int64) error {
 	im := f.im
 	f.next = time.Now().Add(im.checkpointEvery())
 	// The next process must read the end again, because the end shows a VHD footer.

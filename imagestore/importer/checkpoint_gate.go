@@ -41,38 +41,38 @@ func (g *checkpointGate) setImage(img block.Source) {
 	}
 }
 
-// close lets no further chunk pass.
-func (g *checkpointGate) close() {
+// shutGate lets no further chunk pass.
+func (g *checkpointGate) shutGate() {
 	g.mu.Lock()
 	g.shut = true
 	g.mu.Unlock()
 }
 
-// open lets chunks pass again.
-func (g *checkpointGate) open() {
+// openGate lets chunks pass again.
+func (g *checkpointGate) openGate() {
 	g.mu.Lock()
 	g.shut = false
 	g.mu.Unlock()
 	g.change.Broadcast()
 }
 
-// release opens the gate for good: an error, or the end, must not wait here.
-func (g *checkpointGate) release() {
+// disableGate opens the gate for good: an error, or the end, must not wait here.
+func (g *checkpointGate) disableGate() {
 	g.mu.Lock()
 	g.broken = true
 	g.mu.Unlock()
 	g.change.Broadcast()
 }
 
-// halted returns the position of a halted conversion.
-func (g *checkpointGate) halted() (at int64, ok bool) {
+// haltedAt returns the position of a halted conversion.
+func (g *checkpointGate) haltedAt() (at int64, ok bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.position, g.shut && g.busy == 0 && !g.broken
 }
 
-// pass waits at an open gate and lets the extent pass.
-func (g *checkpointGate) pass(e block.Extent) {
+// passExtent waits at an open gate and lets the extent pass.
+func (g *checkpointGate) passExtent(e block.Extent) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for g.shut && !g.broken {
@@ -118,7 +118,7 @@ func (g *checkpointGate) Next(off int64) (block.Extent, error) {
 			_, _ = g.wait(end)
 		}
 	}
-	g.pass(e)
+	g.passExtent(e)
 	return e, nil
 }
 
@@ -126,13 +126,13 @@ func (g *checkpointGate) Next(off int64) (block.Extent, error) {
 func (g *checkpointGate) ReadAt(p []byte, off int64) (int, error) {
 	n, err := g.src.ReadAt(p, off)
 	if n < len(p) {
-		g.release()
+		g.disableGate()
 	}
 	return n, err
 }
 
-// sink returns a sink whose writes end chunks of the gate.
-func (g *checkpointGate) sink(to block.Sink) block.Sink { return gatedSink{to, g} }
+// gateSink returns a sink whose writes end chunks of the gate.
+func (g *checkpointGate) gateSink(to block.Sink) block.Sink { return gatedSink{to, g} }
 
 type gatedSink struct {
 	block.Sink
@@ -142,7 +142,7 @@ type gatedSink struct {
 func (s gatedSink) WriteAt(p []byte, off int64) (int, error) {
 	n, err := s.Sink.WriteAt(p, off)
 	if err != nil {
-		s.g.release()
+		s.g.disableGate()
 	}
 	s.g.finishChunk()
 	return n, err

@@ -31,11 +31,11 @@ func Share(ctx context.Context, from, on block.Layers, want Spec, p *Progress) (
 		return Result{}, errors.Join(api.Errorf(api.NotFound, "disk %s does not have the layers of image %s", from.UID(),
 			want.Name), err)
 	}
-	return copyLayers(ctx, from, on, want.record(), want.CheckpointEvery, p)
+	return copyLayers(ctx, from, on, want.imageRecord(), want.CheckpointEvery, p)
 }
 
-// record is the record of a complete Spec.
-func (w Spec) record() block.Image {
+// imageRecord returns the record of a complete Spec.
+func (w Spec) imageRecord() block.Image {
 	return block.Image{UID: string(w.UID), Name: w.Name, Layers: layerNames(w.Layers), Format: w.Format,
 		VirtualSize: w.VirtualSize, Checksum: w.Checksum, Digest: w.Digest, Object: w.Object}
 }

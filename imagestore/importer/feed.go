@@ -12,7 +12,7 @@ import (
 // bytes and the length of a hole, which reads as zeros. io.EOF comes alone, at the end. Only the last chunk is shorter
 // than buf.
 type feed interface {
-	fill(buf []byte) (b []byte, hole int64, err error)
+	fillChunk(buf []byte) (b []byte, hole int64, err error)
 }
 
 // streamFeed reads a stream after its first bytes, the head, were read.
@@ -21,7 +21,7 @@ type streamFeed struct {
 	r    io.Reader
 }
 
-func (s *streamFeed) fill(buf []byte) ([]byte, int64, error) {
+func (s *streamFeed) fillChunk(buf []byte) ([]byte, int64, error) {
 	n := copy(buf, s.head)
 	s.head = s.head[n:]
 	m, err := io.ReadFull(s.r, buf[n:])
@@ -42,12 +42,12 @@ type fileFeed struct {
 	blind     bool  // the file system reports no holes
 }
 
-func (s *fileFeed) fill(buf []byte) ([]byte, int64, error) {
+func (s *fileFeed) fillChunk(buf []byte) ([]byte, int64, error) {
 	if s.off >= s.size {
 		return nil, 0, io.EOF
 	}
 	if !s.blind && s.off >= s.gap {
-		s.seek()
+		s.seekData()
 	}
 	if !s.blind && s.off < s.data {
 		// The hole ends at a chunk before the data: chunks stay aligned.
@@ -72,8 +72,8 @@ func (s *fileFeed) fill(buf []byte) ([]byte, int64, error) {
 	return buf[:n], 0, err
 }
 
-// seek finds the next data at or after off.
-func (s *fileFeed) seek() {
+// seekData finds the next data at or after off.
+func (s *fileFeed) seekData() {
 	fd := int(s.f.Fd())
 	data, err := unix.Seek(fd, s.off, unix.SEEK_DATA)
 	switch {

@@ -26,7 +26,7 @@ const (
 	formatVHDX  format = "vhdx"
 )
 
-// headSize is the number of first bytes that detect uses.
+// headSize is the number of first bytes that detectFormat uses.
 const headSize = 4096
 
 // packedNames are the endings of archives.
@@ -50,8 +50,8 @@ var unsupportedFormats = []struct {
 	{0, "LUKS\xba\xbe", "LUKS", "decrypt the encrypted image first"},
 }
 
-// detect finds the format by the first bytes: headSize bytes, or all bytes of a shorter image.
-func detect(head []byte) (format, error) {
+// detectFormat finds the format by the first bytes: headSize bytes, or all bytes of a shorter image.
+func detectFormat(head []byte) (format, error) {
 	if len(head) == 0 {
 		return "", api.Errorf(api.Invalid, "the image is empty: not a disk image")
 	}
@@ -97,9 +97,9 @@ func isMarkup(head []byte) bool {
 	return false
 }
 
-// open opens an image that is not raw, in the first size bytes of r. stream: the image is still in transfer, and size
-// is -1 if only the end shows the size.
-func (f format) open(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
+// openImage opens an image that is not raw, in the first size bytes of r. stream: the image is still in transfer, and
+// size is -1 if only the end shows the size.
+func (f format) openImage(r io.ReaderAt, size int64, stream bool) (block.Source, error) {
 	switch f {
 	case formatQCOW2:
 		return qcow2.Open(r, size, qcow2.Limits{Lazy: stream})

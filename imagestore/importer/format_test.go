@@ -30,7 +30,7 @@ func TestDetect(t *testing.T) {
 		"vdi":        {"<<< Oracle VM VirtualBox Disk Image >>>", "", "VDI"},
 		"luks":       {"LUKS\xba\xbe\x00\x02", "", "encrypted"},
 	} {
-		got, err := detect([]byte(c.head))
+		got, err := detectFormat([]byte(c.head))
 		if got != c.want || (err == nil) != (c.text == "") || err != nil && !strings.Contains(err.Error(), c.text) {
 			t.Errorf("%s: %q, %v", name, got, err)
 		}

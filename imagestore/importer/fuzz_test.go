@@ -35,7 +35,7 @@ func FuzzDetect(f *testing.F) {
 				t.Fatalf("not a message: %v (kind %v)", err, api.KindOf(err))
 			}
 		}
-		is, err := detect(head)
+		is, err := detectFormat(head)
 		sound(err)
 		if (err == nil) == (is == "") {
 			t.Fatalf("%q, %v", is, err)
@@ -67,7 +67,7 @@ func FuzzDetect(f *testing.F) {
 			t.Fatalf("it is both %s and %s", is, archive.Detect(head))
 		}
 		for _, stream := range []bool{false, true} {
-			src, err := is.open(bytes.NewReader(file), int64(len(file)), stream)
+			src, err := is.openImage(bytes.NewReader(file), int64(len(file)), stream)
 			if sound(err); err != nil {
 				continue
 			}

@@ -22,7 +22,7 @@ type holdbackFeed struct {
 // heldChunks is the number of chunks to read ahead: the last full chunk and the rest behind.
 const heldChunks = 2
 
-func (t *holdbackFeed) fill(buf []byte) ([]byte, int64, error) {
+func (t *holdbackFeed) fillChunk(buf []byte) ([]byte, int64, error) {
 	t.spare = append(t.spare, buf)
 	for !t.done && len(t.ahead) <= heldChunks {
 		var next []byte
@@ -31,10 +31,10 @@ func (t *holdbackFeed) fill(buf []byte) ([]byte, int64, error) {
 		} else {
 			next = make([]byte, chunkSize)
 		}
-		b, _, err := t.feed.fill(next)
+		b, _, err := t.feed.fillChunk(next)
 		if errors.Is(err, io.EOF) {
 			t.done = true
-			if err := t.end(t.tail(), t.off); err != nil {
+			if err := t.end(t.lastBytes(), t.off); err != nil {
 				return nil, 0, err
 			}
 			break
@@ -53,8 +53,8 @@ func (t *holdbackFeed) fill(buf []byte) ([]byte, int64, error) {
 	return b, 0, nil
 }
 
-// tail returns the last bytes, from at most two chunks.
-func (t *holdbackFeed) tail() []byte {
+// lastBytes returns the last bytes, from at most two chunks.
+func (t *holdbackFeed) lastBytes() []byte {
 	var b []byte
 	for _, a := range t.ahead[max(len(t.ahead)-2, 0):] {
 		b = append(b, a[max(len(a)-tailSize, 0):]...)

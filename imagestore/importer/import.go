@@ -101,7 +101,7 @@ func Import(ctx context.Context, on block.Layers, want Spec, p *Progress,
 	defer s.Close()
 	im := &importRun{ctx: ctx, cancel: cancel, on: on, want: want, p: p, s: s, sum: sha512.New(), space: newSpaceGuard(on)}
 	p.readTotal.Store(s.Size)
-	got, err := im.run()
+	got, err := im.runImport()
 	if err != nil {
 		if im.w != nil {
 			if aerr := im.endFailed(err); aerr != nil {
@@ -162,7 +162,7 @@ type imageStream struct {
 	report func(int64)
 }
 
-func (im *importRun) run() (Result, error) {
+func (im *importRun) runImport() (Result, error) {
 	adopted, err := im.adoptCheckpoint(im.want.Checkpoint)
 	if err != nil {
 		return Result{}, im.nameError(err)
@@ -172,7 +172,7 @@ func (im *importRun) run() (Result, error) {
 		if err != nil {
 			return Result{}, im.nameError(err)
 		}
-		return im.commit(n)
+		return im.commitImage(n)
 	}
 	b := imageStream{r: im.s, size: im.s.Size, file: im.s.File, sum: im.originHash(), report: im.readSome}
 	if err := b.readHead(); err != nil {
@@ -184,13 +184,13 @@ func (im *importRun) run() (Result, error) {
 		if err != nil {
 			return Result{}, im.nameError(err)
 		}
-		return im.commit(n)
+		return im.commitImage(n)
 	}
 	n, err := im.importArchive(b.head, packing)
 	if err != nil {
 		return Result{}, im.nameError(err)
 	}
-	return im.commit(n)
+	return im.commitImage(n)
 }
 
 // readHead reads the first bytes.
@@ -214,7 +214,7 @@ func (im *importRun) nameError(err error) error {
 
 // importImage makes the layer from an image and returns the number of bytes of the image.
 func (im *importRun) importImage(b imageStream) (n int64, err error) {
-	if im.format, err = detect(b.head); err != nil {
+	if im.format, err = detectFormat(b.head); err != nil {
 		return 0, err
 	}
 	switch {
@@ -277,7 +277,7 @@ func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 	if w, ok := im.checkpointWriter(); ok {
 		f = &checkpointFeed{feed: f, im: im, w: w, next: time.Now().Add(im.checkpointEvery()), last: im.from}
 	}
-	put := im.clipWrites(im.growWrites(im.space.guard(chunkWriter(im.w))))
+	put := im.clipWrites(im.growWrites(im.space.guardPut(chunkWriter(im.w))))
 	n, err := runPipeline(im.ctx, pipelineStages{feed: f, hash: b.sum, writers: writers, progress: b.report,
 		put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 	if n += im.from; err != nil {
@@ -292,8 +292,8 @@ func (im *importRun) writeRaw(b *imageStream) (int64, error) {
 
 func (im *importRun) readSome(n int64) { im.p.read.Add(n) }
 
-// complete compares the received with the announced number of bytes.
-func (im *importRun) complete(n int64) error {
+// checkLength compares the received with the announced number of bytes.
+func (im *importRun) checkLength(n int64) error {
 	if im.s.Size >= 0 && n != im.s.Size {
 		return api.Errorf(api.Corrupt, "%d bytes came instead of %d", n, im.s.Size)
 	}
@@ -308,14 +308,14 @@ func (im *importRun) convertFile(b imageStream) (n int64, err error) {
 	wg.Go(func() {
 		n, hashed = runPipeline(im.ctx, pipelineStages{feed: &fileFeed{f: b.file, size: b.size}, hash: b.sum,
 			progress: func(n int64) {
-				sum.advance(n)
+				sum.addHashed(n)
 				b.report(n)
 			}, cancel: im.cancel})
-		sum.end()
+		sum.endWaits()
 	})
 	g := newCheckpointGate(0)
-	g.wait = sum.wait
-	if err = im.convert(b.file, b.size, false, g); err != nil {
+	g.wait = sum.awaitHash
+	if err = im.convertImage(b.file, b.size, false, g); err != nil {
 		im.cancel(err)
 	}
 	wg.Wait()
@@ -335,32 +335,32 @@ func (im *importRun) convertStream(b imageStream, kept *scratchState) (n int64, 
 	defer func() { _ = sp.Close() }()
 	var wg sync.WaitGroup
 	var arrived error
-	put := im.space.guard(sp.put)
+	put := im.space.guardPut(sp.storeBytes)
 	wg.Go(func() {
 		n, arrived = runPipeline(im.ctx, pipelineStages{feed: feed, hash: b.sum, writers: 1, progress: b.report,
 			put: func(p []byte, off int64) error { return put(p, im.from+off) }, cancel: im.cancel})
 		n += im.from
-		g.release() // the feed that opens the gate has ended
-		sp.finish(arrived)
+		g.disableGate() // the feed that opens the gate has ended
+		sp.finishStream(arrived)
 	})
 	end := context.AfterFunc(im.ctx, func() {
-		g.release()
-		sp.finish(context.Cause(im.ctx))
+		g.disableGate()
+		sp.finishStream(context.Cause(im.ctx))
 	})
 	defer end()
 	size := b.size
 	if size < 0 && im.format.needsEnd() {
-		size, err = sp.whole()
+		size, err = sp.awaitAll()
 	}
 	if err == nil {
-		g.wait = sp.wait
-		err = im.convert(sp, size, true, g)
+		g.wait = sp.awaitBytes
+		err = im.convertImage(sp, size, true, g)
 	}
 	// Damage in the lookahead may be a fault of the server: the stream decides.
-	if err != nil && !(api.Is(err, api.Corrupt) && sp.lookahead.pending()) {
+	if err != nil && !(api.Is(err, api.Corrupt) && sp.lookahead.hasPending()) {
 		im.cancel(err)
 	}
-	sp.discard()
+	sp.discardRest()
 	wg.Wait()
 	if arrived != nil && !errors.Is(arrived, context.Canceled) {
 		return n, arrived // the cause of the failed conversion
@@ -376,7 +376,7 @@ func (im *importRun) openScratch(b imageStream, kept *scratchState) (
 	g = newCheckpointGate(im.at)
 	f = &streamFeed{head: b.head, r: b.r}
 	_, resumes := im.on.(block.Resumer)
-	if resumes && im.w == nil && im.resumable() {
+	if resumes && im.w == nil && im.isResumable() {
 		if err := im.createLayer(chunkSize); err != nil {
 			return nil, nil, nil, err
 		}
@@ -395,7 +395,7 @@ func (im *importRun) openScratch(b imageStream, kept *scratchState) (
 	sp = newScratchFile(file, &im.p.scratch)
 	sp.lookahead = im.newLookahead()
 	if kept != nil {
-		if err := sp.resume(kept); err != nil {
+		if err := sp.restoreState(kept); err != nil {
 			return nil, nil, nil, errors.Join(err, sp.Close())
 		}
 	}
@@ -403,9 +403,9 @@ func (im *importRun) openScratch(b imageStream, kept *scratchState) (
 		off: im.from, at: im.at}, g, nil
 }
 
-// convert makes the layer from an image that is not raw. stream: the image is still in transfer.
-func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpointGate) error {
-	img, err := im.format.open(r, size, stream)
+// convertImage makes the layer from an image that is not raw. stream: the image is still in transfer.
+func (im *importRun) convertImage(r io.ReaderAt, size int64, stream bool, g *checkpointGate) error {
+	img, err := im.format.openImage(r, size, stream)
 	if err != nil {
 		return err
 	}
@@ -415,7 +415,7 @@ func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpoi
 	}
 	im.p.makeTotal.Store(img.Size())
 	g.setImage(img)
-	err = block.Copy(im.ctx, g.sink(chunkSink{im.w, im.space.guard(chunkWriter(im.w))}), g, block.CopyOptions{
+	err = block.Copy(im.ctx, g.gateSink(chunkSink{im.w, im.space.guardPut(chunkWriter(im.w))}), g, block.CopyOptions{
 		Progress: func(done, _ int64) { im.p.made.Store(done) }})
 	if s, ok := img.(interface{ Settled() error }); ok && err == nil {
 		err = s.Settled()
@@ -423,10 +423,10 @@ func (im *importRun) convert(r io.ReaderAt, size int64, stream bool, g *checkpoi
 	return err
 }
 
-// commit compares sizes and checksums, makes the layer durable and records the image. n is the number of received
+// commitImage compares sizes and checksums, makes the layer durable and records the image. n is the number of received
 // bytes.
-func (im *importRun) commit(n int64) (Result, error) {
-	if err := im.complete(n); err != nil {
+func (im *importRun) commitImage(n int64) (Result, error) {
+	if err := im.checkLength(n); err != nil {
 		return Result{}, im.nameError(err)
 	}
 	if im.s.Size < 0 {

@@ -52,7 +52,7 @@ func (im *importRun) newLookahead() *lookahead {
 		arrived: im.from}
 }
 
-func (e *lookahead) end(unit int64) int64 { return min((unit+1)*lookaheadUnit, e.size) }
+func (e *lookahead) unitEnd(unit int64) int64 { return min((unit+1)*lookaheadUnit, e.size) }
 
 // readAt fills p with bytes far behind have. false means that the read has to wait for the stream.
 func (e *lookahead) readAt(p []byte, off, have int64) bool {
@@ -70,7 +70,7 @@ func (e *lookahead) readAt(p []byte, off, have int64) bool {
 		for next*lookaheadUnit < end && e.bytes[next] == nil {
 			next++
 		}
-		if !e.fetch(unit, next) {
+		if !e.fetchUnits(unit, next) {
 			return false
 		}
 	}
@@ -85,9 +85,9 @@ func (e *lookahead) readAt(p []byte, off, have int64) bool {
 	return true
 }
 
-// fetch reads units ahead. A failure of fetch only means waiting for the stream.
-func (e *lookahead) fetch(from, to int64) bool {
-	n := e.end(to-1) - from*lookaheadUnit
+// fetchUnits reads units ahead. A failure of fetchUnits only means waiting for the stream.
+func (e *lookahead) fetchUnits(from, to int64) bool {
+	n := e.unitEnd(to-1) - from*lookaheadUnit
 	if e.read == nil || e.total.Load()+n > maxLookahead {
 		return false
 	}
@@ -107,7 +107,7 @@ func (e *lookahead) fetch(from, to int64) bool {
 		if e.bytes[unit] != nil {
 			continue // another read was faster
 		}
-		part := b[(unit-from)*lookaheadUnit : e.end(unit)-from*lookaheadUnit]
+		part := b[(unit-from)*lookaheadUnit : e.unitEnd(unit)-from*lookaheadUnit]
 		sum := sha256.Sum256(part)
 		e.bytes[unit] = part
 		at, _ := slices.BinarySearchFunc(e.records, unit, func(n lookaheadRecord, u int64) int { return int(n.Unit - u) })
@@ -116,8 +116,8 @@ func (e *lookahead) fetch(from, to int64) bool {
 	return true
 }
 
-// compare compares the next bytes of the stream with the lookahead.
-func (e *lookahead) compare(p []byte, off int64) error {
+// compareStream compares the next bytes of the stream with the lookahead.
+func (e *lookahead) compareStream(p []byte, off int64) error {
 	if e == nil {
 		return nil
 	}
@@ -130,9 +130,9 @@ func (e *lookahead) compare(p []byte, off int64) error {
 		if e.sum == nil {
 			e.sum = sha256.New()
 		}
-		to := min(e.end(note.Unit), end)
+		to := min(e.unitEnd(note.Unit), end)
 		_, _ = e.sum.Write(p[max(note.Unit*lookaheadUnit-off, 0) : to-off])
-		if to < e.end(note.Unit) {
+		if to < e.unitEnd(note.Unit) {
 			break // the rest follows
 		}
 		if !bytes.Equal(e.sum.Sum(nil), note.Sum) {
@@ -145,8 +145,8 @@ func (e *lookahead) compare(p []byte, off int64) error {
 	return nil
 }
 
-// pending reports whether a part of the lookahead is not compared yet.
-func (e *lookahead) pending() bool {
+// hasPending reports whether a part of the lookahead is not compared yet.
+func (e *lookahead) hasPending() bool {
 	if e == nil {
 		return false
 	}
@@ -155,8 +155,8 @@ func (e *lookahead) pending() bool {
 	return len(e.records) > 0
 }
 
-// state returns the units to compare. ok is false in the middle of a comparison.
-func (e *lookahead) state() (notes []lookaheadRecord, ok bool) {
+// pendingRecords returns the units to compare. ok is false in the middle of a comparison.
+func (e *lookahead) pendingRecords() (notes []lookaheadRecord, ok bool) {
 	if e == nil {
 		return nil, true
 	}
@@ -165,8 +165,8 @@ func (e *lookahead) state() (notes []lookaheadRecord, ok bool) {
 	return slices.Clone(e.records), e.sum == nil
 }
 
-// resume adds the lookahead of an earlier process to the comparison.
-func (e *lookahead) resume(notes []lookaheadRecord, have int64) error {
+// restoreRecords adds the lookahead of an earlier process to the comparison.
+func (e *lookahead) restoreRecords(notes []lookaheadRecord, have int64) error {
 	if len(notes) == 0 {
 		return nil
 	}

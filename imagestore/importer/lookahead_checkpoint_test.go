@@ -34,10 +34,10 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 		t.Errorf("%d bytes were read", n)
 	}
 	const here = waitDistance - lookaheadUnit
-	if err := first.compare(file[:here], 0); err != nil {
+	if err := first.compareStream(file[:here], 0); err != nil {
 		t.Fatal(err)
 	}
-	notes, ok := first.state()
+	notes, ok := first.pendingRecords()
 	if !ok || len(notes) != 4 {
 		t.Fatalf("%d notes, %v", len(notes), ok)
 	}
@@ -48,35 +48,35 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 			then[wrong]++
 		}
 		next := made(here)
-		if err := next.resume(notes, here); err != nil {
+		if err := next.restoreRecords(notes, here); err != nil {
 			t.Fatal(err)
 		}
 		var err error
 		for off := int64(here); off < size && err == nil; off += 100_000 {
-			err = next.compare(then[off:min(off+100_000, size)], off)
+			err = next.compareStream(then[off:min(off+100_000, size)], off)
 		}
 		if (wrong >= 0 && !unread) != (origin.Changed(err) && api.Is(err, api.Unavailable)) {
 			t.Errorf("with another byte at %d: %v", wrong, err)
 		}
-		if err == nil && next.pending() {
+		if err == nil && next.hasPending() {
 			t.Error("not all was compared")
 		}
 	}
-	if err := made(size).resume(notes, waitDistance+1); !api.Is(err, api.Corrupt) {
+	if err := made(size).restoreRecords(notes, waitDistance+1); !api.Is(err, api.Corrupt) {
 		t.Errorf("a record of what has come: %v", err)
 	}
-	if err := (*lookahead)(nil).resume(notes, here); !errors.Is(err, errRestart) {
+	if err := (*lookahead)(nil).restoreRecords(notes, here); !errors.Is(err, errRestart) {
 		t.Errorf("a source that cannot be compared: %v", err)
 	}
 	// In the middle of a unit nothing can be recorded.
-	if err := first.compare(file[here:waitDistance+1], here); err != nil {
+	if err := first.compareStream(file[here:waitDistance+1], here); err != nil {
 		t.Fatal(err)
 	}
-	if _, ok := first.state(); ok {
+	if _, ok := first.pendingRecords(); ok {
 		t.Error("half a comparison was recorded")
 	}
 	// What the stream has passed is not taken early, whatever the reader thought.
-	if err := first.compare(file[waitDistance+1:waitDistance+lookaheadUnit+10], waitDistance+1); err != nil {
+	if err := first.compareStream(file[waitDistance+1:waitDistance+lookaheadUnit+10], waitDistance+1); err != nil {
 		t.Fatal(err)
 	}
 	if first.readAt(make([]byte, 10), waitDistance+lookaheadUnit+20, 0) {

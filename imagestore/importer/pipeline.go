@@ -106,8 +106,8 @@ func (p *pipeline) hashChunks() {
 	for c := range p.toHash {
 		p.hashHole(c.hole)
 		p.hash.Write(c.buf)
-		p.report(c)
-		p.finish(c)
+		p.reportProgress(c)
+		p.finishStage(c)
 	}
 }
 
@@ -129,20 +129,20 @@ func (p *pipeline) putChunks() {
 			}
 		}
 		if p.hash == nil {
-			p.report(c)
+			p.reportProgress(c)
 		}
-		p.finish(c)
+		p.finishStage(c)
 	}
 }
 
-func (p *pipeline) report(c *chunk) {
+func (p *pipeline) reportProgress(c *chunk) {
 	if p.progress != nil {
 		p.progress(c.size())
 	}
 }
 
-// finish ends the use of a chunk by one stage.
-func (p *pipeline) finish(c *chunk) {
+// finishStage ends the use of a chunk by one stage.
+func (p *pipeline) finishStage(c *chunk) {
 	if c.uses.Add(-1) == 0 {
 		p.free <- c.buf[:chunkSize]
 		p.inFlight.Done()
@@ -164,7 +164,7 @@ func (p *pipeline) readChunks() {
 		if next.buf == nil {
 			next.buf = make([]byte, chunkSize)
 		}
-		next.buf, next.hole, next.err = p.feed.fill(next.buf)
+		next.buf, next.hole, next.err = p.feed.fillChunk(next.buf)
 		select {
 		case p.filled <- next:
 		case <-p.failed:
@@ -202,7 +202,7 @@ func (p *pipeline) dispatchAll() (off int64) {
 		}
 		c := &chunk{off: off, hole: next.hole, buf: next.buf}
 		off += c.size()
-		p.dispatch(c)
+		p.dispatchChunk(c)
 	}
 	return off
 }
@@ -222,8 +222,8 @@ func (p *pipeline) awaitChunk(pauses pauseClock) (next filledChunk, ok bool) {
 	return next, true
 }
 
-// dispatch gives a chunk to every stage. The channels have room for all chunks of the pipeline.
-func (p *pipeline) dispatch(c *chunk) {
+// dispatchChunk gives a chunk to every stage. The channels have room for all chunks of the pipeline.
+func (p *pipeline) dispatchChunk(c *chunk) {
 	if p.hash != nil {
 		c.uses.Add(1)
 	}
@@ -250,7 +250,7 @@ func (p *pipeline) pauseIfDue(pauses pauseClock, off int64) bool {
 		if isClosed(p.failed) || p.ctx.Err() != nil {
 			return false
 		}
-		if err := pauses.feed.pause(off); err != nil {
+		if err := pauses.feed.pauseAt(off); err != nil {
 			p.fail(err)
 			return false
 		}
@@ -260,13 +260,13 @@ func (p *pipeline) pauseIfDue(pauses pauseClock, off int64) bool {
 }
 
 // pausingFeed is a feed that pauses the pipeline now and then. The pipeline asks pauseDue after each chunk, at
-// nextPause, and on a wake-up; pause runs with every byte before off hashed and put. The goroutine that dispatches
-// calls all methods but fill, so that a silent origin does not delay a pause.
+// nextPause, and on a wake-up; pauseAt runs with every byte before off hashed and put. The goroutine that dispatches
+// calls all methods but fillChunk, so that a silent origin does not delay a pause.
 type pausingFeed interface {
-	wake() <-chan struct{}
+	pauseSignal() <-chan struct{}
 	nextPause() time.Time
 	pauseDue(off int64) bool
-	pause(off int64) error
+	pauseAt(off int64) error
 }
 
 // pauseClock tells when a pausingFeed may pause. For any other feed its channels are nil.
@@ -283,7 +283,7 @@ func newPauseClock(f feed) pauseClock {
 		return pauseClock{}
 	}
 	t := time.NewTimer(time.Until(pausing.nextPause()))
-	return pauseClock{feed: pausing, wake: pausing.wake(), timer: t, clock: t.C}
+	return pauseClock{feed: pausing, wake: pausing.pauseSignal(), timer: t, clock: t.C}
 }
 
 func (c pauseClock) stop() {

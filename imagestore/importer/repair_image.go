@@ -44,7 +44,7 @@ func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []
 			return Result{}, explainDiskError(on, err)
 		}
 	}
-	got := Result{Image: want.record()}
+	got := Result{Image: want.imageRecord()}
 	err := on.PutImage(got.Image)
 	if err == nil {
 		got.Allocated, err = allocatedBytes(on, got.Layers)

@@ -24,16 +24,16 @@ type scratchState struct {
 // maxParts bounds the record of a scratch file: an image in great disorder has no checkpoint.
 const maxParts = 100_000
 
-// state makes the bytes durable while the conversion is halted and no byte arrives, and returns the rest of the state.
-// ok is false if the state is too large.
-func (s *scratchFile) state() (st scratchState, ok bool, err error) {
+// durableState makes the bytes durable while the conversion is halted and no byte arrives, and returns the rest of the
+// state. ok is false if the state is too large.
+func (s *scratchFile) durableState() (st scratchState, ok bool, err error) {
 	s.mu.Lock()
 	st = scratchState{Have: s.have, Part: maps.Clone(s.part)}
 	for _, w := range s.gone {
 		st.Gone = binary.LittleEndian.AppendUint64(st.Gone, w)
 	}
 	s.mu.Unlock()
-	if st.Early, ok = s.lookahead.state(); !ok {
+	if st.Early, ok = s.lookahead.pendingRecords(); !ok {
 		return st, false, nil
 	}
 	if len(st.Part) > maxParts || len(st.Gone) > 4<<20 {
@@ -42,24 +42,24 @@ func (s *scratchFile) state() (st scratchState, ok bool, err error) {
 	return st, true, s.f.Datasync()
 }
 
-// checkpointed reports that the checkpoint with the bytes before upTo is durable: no process needs bytes dropped
+// punchCheckpointed reports that the checkpoint with the bytes before upTo is durable: no process needs bytes dropped
 // before.
-func (s *scratchFile) checkpointed(upTo int64) {
+func (s *scratchFile) punchCheckpointed(upTo int64) {
 	s.mu.Lock()
 	done := s.punchLater
 	s.punchLater, s.punchLaterBytes, s.durable = nil, 0, upTo
 	s.mu.Unlock()
 	for _, u := range done {
-		s.punch(u)
+		s.punchUnits(u)
 	}
 }
 
-// resume restores the state of a checkpoint.
-func (s *scratchFile) resume(st *scratchState) error {
+// restoreState restores the state of a checkpoint.
+func (s *scratchFile) restoreState(st *scratchState) error {
 	if st.Have <= 0 || len(st.Gone)%8 != 0 || int64(len(st.Gone)/8*64-64)*scratchUnit > st.Have {
 		return api.Errorf(api.Corrupt, "the record of the scratch file makes no sense")
 	}
-	if err := s.lookahead.resume(st.Early, st.Have); err != nil {
+	if err := s.lookahead.restoreRecords(st.Early, st.Have); err != nil {
 		return err
 	}
 	if err := s.f.Truncate(st.Have); err != nil { // later bytes arrive again
@@ -81,7 +81,7 @@ func (s *scratchFile) resume(st *scratchState) error {
 			}
 			u := int64(w)*64 + i
 			s.held -= scratchUnit
-			s.punch(units{u, u + 1}) // the earlier process may not have punched the last units
+			s.punchUnits(units{u, u + 1}) // the earlier process may not have punched the last units
 		}
 	}
 	s.peak.Store(max(s.peak.Load(), s.held))
@@ -103,7 +103,7 @@ type scratchFeed struct {
 	at   int64     // in the layer, at the last checkpoint
 }
 
-func (f *scratchFeed) wake() <-chan struct{} { return f.gate.news }
+func (f *scratchFeed) pauseSignal() <-chan struct{} { return f.gate.news }
 
 // nextPause is far away while the conversion is halted: a wake-up follows.
 func (f *scratchFeed) nextPause() time.Time {
@@ -119,29 +119,29 @@ func (f *scratchFeed) pauseDue(off int64) bool {
 	case f.shut < 0 && time.Now().Before(f.next):
 		return false
 	case f.shut < 0:
-		f.gate.close()
-		f.sp.halt(true)
+		f.gate.shutGate()
+		f.sp.setHalted(true)
 		f.shut = off
 	}
-	if _, ok := f.gate.halted(); ok {
+	if _, ok := f.gate.haltedAt(); ok {
 		return true
 	}
 	if off-f.shut > 2*scratchTarget {
-		f.resume() // the conversion takes too long to halt: try again later
+		f.resumeConversion() // the conversion takes too long to halt: try again later
 	}
 	return false
 }
 
-func (f *scratchFeed) resume() {
+func (f *scratchFeed) resumeConversion() {
 	f.shut, f.next = -1, time.Now().Add(f.im.checkpointEvery())
-	f.sp.halt(false)
-	f.gate.open()
+	f.sp.setHalted(false)
+	f.gate.openGate()
 }
 
-func (f *scratchFeed) pause(off int64) error {
-	defer f.resume()
+func (f *scratchFeed) pauseAt(off int64) error {
+	defer f.resumeConversion()
 	off += f.im.from
-	at, ok := f.gate.halted()
+	at, ok := f.gate.haltedAt()
 	if !ok || at%chunkSize != 0 || off == f.off && at == f.at {
 		return nil
 	}
@@ -149,7 +149,7 @@ func (f *scratchFeed) pause(off int64) error {
 	if !ok {
 		return nil
 	}
-	st, ok, err := f.sp.state()
+	st, ok, err := f.sp.durableState()
 	if err != nil || !ok {
 		return err
 	}
@@ -158,6 +158,6 @@ func (f *scratchFeed) pause(off int64) error {
 		return err
 	}
 	f.off, f.at = off, at
-	f.sp.checkpointed(off)
+	f.sp.punchCheckpointed(off)
 	return nil
 }

@@ -61,8 +61,9 @@ const (
 // stream waits for a slow conversion; so the file stays small for an image in the order of its disk, as tools write
 // images.
 //
-// A checkpoint (state, checkpointed) lets another process continue (resume). Bytes from before the checkpoint that are
-// dropped later stay in the file until the next checkpoint, because the other process would need them.
+// A checkpoint (durableState, punchCheckpointed) lets another process continue (restoreState). Bytes from before the
+// checkpoint that are dropped later stay in the file until the next checkpoint, because the other process would need
+// them.
 type scratchFile struct {
 	f         block.Scratch
 	peak      *atomic.Int64 // peak of the bytes in f
@@ -95,19 +96,20 @@ func newScratchFile(f block.Scratch, peak *atomic.Int64) *scratchFile {
 	return s
 }
 
-// put stores the next bytes. One goroutine calls put, in order. put waits while scratchTarget bytes are in the file.
-func (s *scratchFile) put(p []byte, off int64) error {
+// storeBytes stores the next bytes. One goroutine calls storeBytes, in order. storeBytes waits while scratchTarget
+// bytes are in the file.
+func (s *scratchFile) storeBytes(p []byte, off int64) error {
 	s.mu.Lock()
 	for s.held >= scratchTarget && s.waiting == 0 && !s.unbounded && !s.discarding && !s.done {
 		s.change.Wait()
 	}
 	sated, done, err := s.discarding, s.done, s.err
 	s.mu.Unlock()
-	if err := s.lookahead.compare(p, off); err != nil {
+	if err := s.lookahead.compareStream(p, off); err != nil {
 		return err
 	}
 	if sated || done {
-		return err // finish received the cause
+		return err // finishStream received the cause
 	}
 	if !isZero(p) {
 		if _, err := s.f.WriteAt(p, off); err != nil {
@@ -123,16 +125,16 @@ func (s *scratchFile) put(p []byte, off int64) error {
 	return nil
 }
 
-// halt reports whether the conversion is halted.
-func (s *scratchFile) halt(yes bool) {
+// setHalted reports whether the conversion is halted.
+func (s *scratchFile) setHalted(yes bool) {
 	s.mu.Lock()
 	s.unbounded = yes
 	s.mu.Unlock()
 	s.change.Broadcast()
 }
 
-// finish reports that no further bytes arrive, with the cause; nil after the last byte.
-func (s *scratchFile) finish(err error) {
+// finishStream reports that no further bytes arrive, with the cause; nil after the last byte.
+func (s *scratchFile) finishStream(err error) {
 	s.mu.Lock()
 	if !s.done {
 		s.done, s.err = true, err
@@ -141,16 +143,16 @@ func (s *scratchFile) finish(err error) {
 	s.change.Broadcast()
 }
 
-// discard reports that no further read follows: later bytes are not stored.
-func (s *scratchFile) discard() {
+// discardRest reports that no further read follows: later bytes are not stored.
+func (s *scratchFile) discardRest() {
 	s.mu.Lock()
 	s.discarding = true
 	s.mu.Unlock()
 	s.change.Broadcast()
 }
 
-// wait returns the number of received bytes once the bytes up to end arrived, or no further bytes arrive.
-func (s *scratchFile) wait(end int64) (int64, error) {
+// awaitBytes returns the number of received bytes once the bytes up to end arrived, or no further bytes arrive.
+func (s *scratchFile) awaitBytes(end int64) (int64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.waiting++
@@ -165,8 +167,8 @@ func (s *scratchFile) wait(end int64) (int64, error) {
 	return s.have, s.err
 }
 
-// whole waits for all bytes and returns their number.
-func (s *scratchFile) whole() (int64, error) { return s.wait(1 << 62) }
+// awaitAll waits for all bytes and returns their number.
+func (s *scratchFile) awaitAll() (int64, error) { return s.awaitBytes(1 << 62) }
 
 // Have returns the number of received bytes.
 func (s *scratchFile) Have() int64 {
@@ -180,14 +182,14 @@ func (s *scratchFile) ReadAt(p []byte, off int64) (int, error) {
 	if s.lookahead.readAt(p, off, s.Have()) {
 		return len(p), nil
 	}
-	have, err := s.wait(end)
+	have, err := s.awaitBytes(end)
 	if err != nil {
 		return 0, err
 	}
 	if have < end {
 		p, err = p[:max(have-off, 0)], io.EOF
 	}
-	if at := s.dropped(off, end); at >= 0 {
+	if at := s.firstDropped(off, end); at >= 0 {
 		return 0, api.Errorf(api.Corrupt, "the bytes at %#x are used more than once: the image is damaged, or it is one "+
 			"that can be read from a file only", at)
 	}
@@ -202,9 +204,9 @@ func (s *scratchFile) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// dropped returns the first dropped byte of a range, or -1. The last sector of a range may be dropped: compressed data
-// is read in whole sectors, also if the last sector belongs to other data too.
-func (s *scratchFile) dropped(off, end int64) int64 {
+// firstDropped returns the first dropped byte of a range, or -1. The last sector of a range may be dropped: compressed
+// data is read in whole sectors, also if the last sector belongs to other data too.
+func (s *scratchFile) firstDropped(off, end int64) int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for u := off / scratchUnit; u*scratchUnit < max(end-512, off+1); u++ {
@@ -247,13 +249,13 @@ func (s *scratchFile) Drop(off, n int64) {
 	}
 	s.mu.Unlock()
 	if from >= 0 {
-		s.punch(now)
+		s.punchUnits(now)
 		s.change.Broadcast()
 	}
 }
 
-// punch returns units to the disk.
-func (s *scratchFile) punch(u units) {
+// punchUnits returns units to the disk.
+func (s *scratchFile) punchUnits(u units) {
 	if u.to > u.from {
 		// After a failure, Close of the file returns the room.
 		_ = s.f.Punch(u.from*scratchUnit, (u.to-u.from)*scratchUnit)

@@ -20,25 +20,25 @@ func newThrottle() *throttle {
 	return p
 }
 
-// advance reports n more hashed bytes.
-func (p *throttle) advance(n int64) {
+// addHashed reports n more hashed bytes.
+func (p *throttle) addHashed(n int64) {
 	p.mu.Lock()
 	p.at += n
 	p.mu.Unlock()
 	p.change.Broadcast()
 }
 
-// end releases every wait.
-func (p *throttle) end() {
+// endWaits releases every wait.
+func (p *throttle) endWaits() {
 	p.mu.Lock()
 	p.ended = true
 	p.mu.Unlock()
 	p.change.Broadcast()
 }
 
-// wait returns once the hash is within maxLead of end, with the number of hashed bytes. wait does not wait for a place
-// far ahead: the image is not in the order of its file.
-func (p *throttle) wait(end int64) (int64, error) {
+// awaitHash returns once the hash is within maxLead of end, with the number of hashed bytes. awaitHash does not wait
+// for a place far ahead: the image is not in the order of its file.
+func (p *throttle) awaitHash(end int64) (int64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if end-p.at > 2*scratchTarget {
