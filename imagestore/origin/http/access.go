@@ -73,8 +73,8 @@ func (a *Access) caPool() (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// apply puts the credentials on a request to the named server.
-func (a *Access) apply(req *http.Request) {
+// addCredentials puts the credentials on a request to the named server.
+func (a *Access) addCredentials(req *http.Request) {
 	for name, values := range a.Header {
 		req.Header[http.CanonicalHeaderKey(name)] = values
 	}
@@ -87,16 +87,16 @@ func (a *Access) apply(req *http.Request) {
 	}
 }
 
-// strip removes everything that apply set.
-func (a *Access) strip(h http.Header) {
+// removeCredentials removes everything that addCredentials set.
+func (a *Access) removeCredentials(h http.Header) {
 	for name := range a.Header {
 		h.Del(name)
 	}
 	h.Del("Authorization")
 }
 
-// transport makes the connections of one download, guarded by Allow, through the proxy of the environment.
-func (a *Access) transport() (*http.Transport, error) {
+// newTransport makes the connections of one download, guarded by Allow, through the proxy of the environment.
+func (a *Access) newTransport() (*http.Transport, error) {
 	tr := &http.Transport{
 		Proxy: http.ProxyFromEnvironment,
 		// The checksum and all lengths count the bytes of the content.
@@ -118,9 +118,9 @@ func (a *Access) transport() (*http.Transport, error) {
 	return tr, nil
 }
 
-// client follows redirects. Credentials go to the named server alone, and so does the requested address, which may hold
-// credentials.
-func (a *Access) client(tr *http.Transport) *http.Client {
+// newClient follows redirects. Credentials go to the named server alone, and so does the requested address, which may
+// hold credentials.
+func (a *Access) newClient(tr *http.Transport) *http.Client {
 	return &http.Client{Transport: tr, CheckRedirect: func(req *http.Request, via []*http.Request) error {
 		if len(via) >= 10 {
 			return api.Errorf(api.Invalid, "the server redirects more than 10 times")
@@ -131,7 +131,7 @@ func (a *Access) client(tr *http.Transport) *http.Client {
 		req.Header.Del("Referer")
 		for _, v := range append(via[1:len(via):len(via)], req) {
 			if !sameServer(v.URL, via[0].URL) {
-				a.strip(req.Header)
+				a.removeCredentials(req.Header)
 			}
 		}
 		return nil
@@ -159,8 +159,8 @@ func checkScheme(u *url.URL) error {
 	return nil
 }
 
-// redact returns the address without password and query.
-func redact(u *url.URL) string {
+// redactURL returns the address without password and query.
+func redactURL(u *url.URL) string {
 	c := *u
 	c.User = nil
 	if c.RawQuery != "" {

@@ -65,18 +65,19 @@ func Open(ctx context.Context, address string, opts Options) (*origin.Stream, er
 		// The error of Parse repeats the address, and so a password.
 		return nil, api.Errorf(api.Invalid, "the url cannot be read: is it complete, and are special characters escaped?")
 	}
-	name := redact(u)
+	name := redactURL(u)
 	if err := errors.Join(checkScheme(u), opts.Check()); err != nil {
 		return nil, api.Errorf(api.Invalid, "%s: %w", name, err)
 	}
-	tr, err := opts.transport()
+	tr, err := opts.newTransport()
 	if err != nil {
 		return nil, api.Errorf(api.KindOf(err), "%s: %w", name, err)
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	d := &download{server: server{ctx: ctx, url: u, at: u, name: name, opts: opts.withDefaults(), http: opts.client(tr)},
+	d := &download{server: server{ctx: ctx, url: u, at: u, name: name, opts: opts.withDefaults(),
+		http: opts.newClient(tr)},
 		cancel: cancel, idle: tr.CloseIdleConnections}
-	if err := d.start(); err != nil {
+	if err := d.startDownload(); err != nil {
 		_ = d.Close()
 		return nil, err
 	}
@@ -100,11 +101,11 @@ type download struct {
 	err    error        // final
 }
 
-// start requests the first bytes and chooses how to request the rest.
-func (d *download) start() error {
+// startDownload requests the first bytes and chooses how to request the rest.
+func (d *download) startDownload() error {
 	if d.opts.From.Off > 0 {
 		d.size, d.validator = d.opts.From.Size, d.opts.From.Validator
-		return d.divide(nil, d.opts.From.Off)
+		return d.divideRanges(nil, d.opts.From.Off)
 	}
 	a, err := d.firstAnswer()
 	if err != nil {
@@ -116,24 +117,24 @@ func (d *download) start() error {
 			noRanges: !a.ranges || a.validator == "" || a.total < 0}
 		return nil
 	}
-	return d.divide(a, 0)
+	return d.divideRanges(a, 0)
 }
 
 // firstAnswer returns the answer to the first request: a range with the facts for requests of other ranges, or the
 // whole content.
 func (d *download) firstAnswer() (*answer, error) {
-	a, err := d.get(0, d.opts.RangeSize, d.opts.Resumes)
+	a, err := d.getRange(0, d.opts.RangeSize, d.opts.Resumes)
 	if err == nil && a.partial && (a.validator == "" || a.total < 0) {
 		a.body.Close() // other ranges could belong to other content
-		a, err = d.get(0, -1, d.opts.Resumes)
+		a, err = d.getRange(0, -1, d.opts.Resumes)
 	} else if errors.Is(err, origin.ErrRange) {
-		a, err = d.get(0, -1, d.opts.Resumes) // empty, or without ranges
+		a, err = d.getRange(0, -1, d.opts.Resumes) // empty, or without ranges
 	}
 	return a, err
 }
 
-// divide requests the bytes from off on, in ranges if useful; a is the answer with the first range, or nil.
-func (d *download) divide(a *answer, off int64) error {
+// divideRanges requests the bytes from off on, in ranges if useful; a is the answer with the first range, or nil.
+func (d *download) divideRanges(a *answer, off int64) error {
 	if d.size-off <= d.opts.RangeSize || d.opts.Connections < 2 {
 		d.single = &rangeReader{s: &d.server, off: off, end: d.size}
 		if off == d.size && a == nil {
@@ -145,12 +146,12 @@ func (d *download) divide(a *answer, off int64) error {
 		} else if a != nil {
 			a.body.Close()
 		}
-		return d.single.open(d.opts.Resumes)
+		return d.single.openRange(d.opts.Resumes)
 	}
 	w, err := newRangeWindow(&d.server, a, off)
 	if errors.Is(err, origin.ErrChanged) && off == 0 {
 		// The ranges have different validators, as with several servers behind one name: one connection for all bytes.
-		if a, err = d.get(0, -1, d.opts.Resumes); err != nil {
+		if a, err = d.getRange(0, -1, d.opts.Resumes); err != nil {
 			return err
 		}
 		d.size, d.validator = a.total, ""
@@ -177,13 +178,13 @@ func (d *download) Read(p []byte) (int, error) {
 
 // readAhead reads all of p by a request of its own.
 func (d *download) readAhead(p []byte, off int64) error {
-	a, err := d.get(off, int64(len(p)), 0)
+	a, err := d.getRange(off, int64(len(p)), 0)
 	if err != nil {
 		return err
 	}
 	defer a.body.Close()
 	if !a.partial {
-		return d.changed(off)
+		return d.errChanged(off)
 	}
 	_, err = io.ReadFull(a.body, p)
 	return err
@@ -196,7 +197,7 @@ func (d *download) Close() error {
 		d.window.close()
 	}
 	if d.single != nil {
-		d.single.drop()
+		d.single.endRequest()
 	}
 	d.idle()
 	if d.err == nil {
@@ -216,15 +217,15 @@ type rangeReader struct {
 	cuts int // in a row
 }
 
-// open requests the rest of the range; busy is how often a busy server is asked again.
-func (x *rangeReader) open(busy int) error {
-	a, err := x.s.get(x.off, x.end-x.off, busy)
+// openRange requests the rest of the range; busy is how often a busy server is asked again.
+func (x *rangeReader) openRange(busy int) error {
+	a, err := x.s.getRange(x.off, x.end-x.off, busy)
 	if err != nil {
 		return err
 	}
 	if !a.partial && (x.off > 0 || a.total != x.s.size || a.validator != x.s.validator) {
 		a.body.Close()
-		return x.s.changed(x.off)
+		return x.s.errChanged(x.off)
 	}
 	x.body = a.body
 	return nil
@@ -235,7 +236,7 @@ func (x *rangeReader) Read(p []byte) (int, error) {
 	for {
 		if x.end >= 0 {
 			if x.off == x.end {
-				x.drop()
+				x.endRequest()
 				return 0, io.EOF
 			}
 			p = p[:min(int64(len(p)), x.end-x.off)]
@@ -248,25 +249,25 @@ func (x *rangeReader) Read(p []byte) (int, error) {
 		}
 		switch {
 		case errors.Is(err, io.EOF) && x.end < 0:
-			x.drop()
+			x.endRequest()
 			x.end = x.off
 		case err != nil:
-			if err := x.resume(err); err != nil {
+			if err := x.resumeRange(err); err != nil {
 				return 0, err
 			}
 		}
 	}
 }
 
-// resume requests the rest after a cut, or returns why the rest cannot be had.
-func (x *rangeReader) resume(err error) error {
-	x.drop()
+// resumeRange requests the rest after a cut, or returns why the rest cannot be had.
+func (x *rangeReader) resumeRange(err error) error {
+	x.endRequest()
 	s := x.s
 	if s.ctx.Err() != nil {
 		return s.ctx.Err()
 	}
 	if errors.Is(err, errStart) {
-		return s.unreachable(err, errStart)
+		return s.explainFailure(err, errStart)
 	}
 	what := "the connection was cut"
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
@@ -292,7 +293,7 @@ func (x *rangeReader) resume(err error) error {
 		if err := origin.Pause(s.ctx, s.opts.Pause<<x.cuts); err != nil {
 			return err
 		}
-		oerr := x.open(s.opts.Resumes)
+		oerr := x.openRange(s.opts.Resumes)
 		if oerr == nil {
 			x.cuts++
 			return nil
@@ -308,8 +309,8 @@ func (x *rangeReader) resume(err error) error {
 	return broken(fmt.Sprintf("; %d tries to get the rest failed, the last: %v", s.opts.Resumes, err))
 }
 
-// drop ends the current request.
-func (x *rangeReader) drop() {
+// endRequest ends the current request.
+func (x *rangeReader) endRequest() {
 	if x.body != nil {
 		x.body.Close()
 		x.body = nil

@@ -36,7 +36,7 @@ func FuzzAccess(f *testing.F) {
 		}
 		req := httptest.NewRequest(http.MethodGet, "http://images.example.com/x", nil)
 		req.Header = http.Header{"Range": {"bytes=0-1"}}
-		a.apply(req)
+		a.addCredentials(req)
 		var wire bytes.Buffer
 		if err := req.Write(&wire); err != nil {
 			t.Fatal(err)
@@ -67,7 +67,7 @@ func FuzzAccess(f *testing.F) {
 		if u, p, ok := got.BasicAuth(); token == "" && username != "" && (!ok || u != username || p != password) {
 			t.Fatalf("%q and %q arrive", u, p)
 		}
-		if a.strip(got.Header); len(got.Header) > 2 {
+		if a.removeCredentials(got.Header); len(got.Header) > 2 {
 			t.Fatalf("left for another server: %v", got.Header)
 		}
 	})
@@ -96,13 +96,13 @@ func FuzzAddress(f *testing.F) {
 		if err != nil || checkScheme(u) != nil {
 			return
 		}
-		again, err := url.Parse(redact(u))
+		again, err := url.Parse(redactURL(u))
 		if err != nil {
 			return // a port that is none is shown as it can be
 		}
 		if again.User != nil || again.Fragment != "" || again.RawQuery != "" && again.RawQuery != "..." ||
 			again.Host != u.Host || again.Path != u.Path {
-			t.Fatalf("%q is shown as %q, %v", s, redact(u), err)
+			t.Fatalf("%q is shown as %q, %v", s, redactURL(u), err)
 		}
 	})
 }

@@ -52,12 +52,12 @@ func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 	if a == nil {
 		n := min(s.opts.RangeSize, s.size-off)
 		var err error
-		if a, err = s.get(off, n, s.opts.Resumes); err != nil {
+		if a, err = s.getRange(off, n, s.opts.Resumes); err != nil {
 			return w, err
 		}
 		if !a.partial {
 			a.body.Close()
-			return w, s.changed(off)
+			return w, s.errChanged(off)
 		}
 	}
 	w.startWorker(w.addRange(), a)
@@ -74,10 +74,10 @@ func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 			break
 		}
 		w.wg.Go(func() {
-			a, err := s.request(p.off, int64(len(p.buf)))
+			a, err := s.requestRange(p.off, int64(len(p.buf)))
 			if err == nil && !a.partial {
 				a.body.Close()
-				err = s.changed(p.off)
+				err = s.errChanged(p.off)
 			}
 			helpers <- opened{p, a, err}
 		})
@@ -94,7 +94,7 @@ func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 				w.close()
 				return nil, h.err
 			default:
-				w.requeue(h.p)
+				w.requeueRange(h.p)
 			}
 		case <-late.C:
 			// A later answer still gets a worker.
@@ -104,7 +104,7 @@ func newRangeWindow(of *server, a *answer, off int64) (*rangeWindow, error) {
 					if h.err == nil {
 						w.startWorker(h.p, h.a)
 					} else {
-						w.requeue(h.p)
+						w.requeueRange(h.p)
 					}
 				}
 			})
@@ -138,8 +138,8 @@ func (w *rangeWindow) addRangeLocked() *rangeBuffer {
 	return p
 }
 
-// requeue leaves a range to another worker.
-func (w *rangeWindow) requeue(p *rangeBuffer) {
+// requeueRange leaves a range to another worker.
+func (w *rangeWindow) requeueRange(p *rangeBuffer) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.requeueLocked(p)
@@ -187,8 +187,8 @@ func (w *rangeWindow) startWorker(p *rangeBuffer, a *answer) {
 		for p != nil {
 			// Only the last worker waits and asks again, to spare the server.
 			patient := w.isLast()
-			err := w.fetch(x, p, patient)
-			x.drop()
+			err := w.fetchRange(x, p, patient)
+			x.endRequest()
 			if err != nil && w.endWorker(p, err, patient) {
 				return
 			}
@@ -205,16 +205,16 @@ func (w *rangeWindow) startWorker(p *rangeBuffer, a *answer) {
 	})
 }
 
-// fetch fetches the missing bytes of a range.
-func (w *rangeWindow) fetch(x *rangeReader, p *rangeBuffer, patient bool) error {
+// fetchRange fetches the missing bytes of a range.
+func (w *rangeWindow) fetchRange(x *rangeReader, p *rangeBuffer, patient bool) error {
 	if x.body == nil {
 		busy := 0
 		if patient {
 			busy = w.s.opts.Resumes
 		}
-		err := x.open(busy)
+		err := x.openRange(busy)
 		if err != nil && patient && isTemporary(err) && origin.Wait(err) == 0 {
-			err = x.resume(err)
+			err = x.resumeRange(err)
 		}
 		if err != nil {
 			return err

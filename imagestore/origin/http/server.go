@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// server is the other side of a download. Several goroutines may send requests once start has returned.
+// server is the other side of a download. Several goroutines may send requests once startDownload has returned.
 type server struct {
 	ctx  context.Context
 	url  *url.URL
@@ -55,11 +55,11 @@ func (s *server) withContext(ctx context.Context) *server {
 		at: s.at, foreign: s.foreign}
 }
 
-// get requests n bytes from off on (n < 0: all). A busy server is asked up to again times more, at the time that the
-// server wants.
-func (s *server) get(off, n int64, again int) (*answer, error) {
+// getRange requests n bytes from off on (n < 0: all). A busy server is asked up to again times more, at the time that
+// the server wants.
+func (s *server) getRange(off, n int64, again int) (*answer, error) {
 	for try := 0; ; try++ {
-		a, err := s.request(off, n)
+		a, err := s.requestRange(off, n)
 		var busy *origin.BusyError
 		if !errors.As(err, &busy) || try >= again {
 			return a, err
@@ -74,20 +74,20 @@ func (s *server) get(off, n int64, again int) (*answer, error) {
 	}
 }
 
-// request sends a request to the last known target. The target of a redirect may expire before the address, as signed
-// addresses do; then request asks the address again.
-func (s *server) request(off, n int64) (*answer, error) {
+// requestRange sends a request to the last known target. The target of a redirect may expire before the address, as
+// signed addresses do; then requestRange asks the address again.
+func (s *server) requestRange(off, n int64) (*answer, error) {
 	s.mu.Lock()
 	at, alien := s.at, s.foreign
 	s.mu.Unlock()
-	a, err := s.send(at, alien, off, n)
+	a, err := s.sendRequest(at, alien, off, n)
 	if at != s.url && (api.Is(err, api.Denied) || api.Is(err, api.NotFound)) {
-		a, err = s.send(s.url, false, off, n)
+		a, err = s.sendRequest(s.url, false, off, n)
 	}
 	return a, err
 }
 
-func (s *server) send(at *url.URL, alien bool, off, n int64) (*answer, error) {
+func (s *server) sendRequest(at *url.URL, alien bool, off, n int64) (*answer, error) {
 	ctx, cancel := context.WithCancelCause(s.ctx)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, at.String(), nil)
 	if err != nil {
@@ -97,7 +97,7 @@ func (s *server) send(at *url.URL, alien bool, off, n int64) (*answer, error) {
 	req.Header.Set("User-Agent", "drover")
 	req.Header.Set("Accept-Encoding", "identity")
 	if !alien {
-		s.opts.apply(req)
+		s.opts.addCredentials(req)
 	}
 	if n >= 0 {
 		req.Header.Set("Range", fmt.Sprintf("bytes=%d-%d", off, off+n-1))
@@ -111,9 +111,9 @@ func (s *server) send(at *url.URL, alien bool, off, n int64) (*answer, error) {
 	if err != nil {
 		cause := context.Cause(ctx)
 		cancel(nil)
-		return nil, s.unreachable(err, cause)
+		return nil, s.explainFailure(err, cause)
 	}
-	a, err := s.accept(resp, off, n)
+	a, err := s.checkAnswer(resp, off, n)
 	if err != nil {
 		cancel(nil)
 		_ = resp.Body.Close()
@@ -133,12 +133,12 @@ func (s *server) send(at *url.URL, alien bool, off, n int64) (*answer, error) {
 	return a, nil
 }
 
-// accept checks the head of an answer.
-func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
+// checkAnswer checks the head of an answer.
+func (s *server) checkAnswer(resp *http.Response, off, n int64) (*answer, error) {
 	if busy := origin.Busy(resp); busy != nil {
 		return nil, api.Errorf(api.Unavailable, "%s: the server is %w", s.name, busy)
 	}
-	a := &answer{total: resp.ContentLength, validator: validator(resp.Header),
+	a := &answer{total: resp.ContentLength, validator: validatorOf(resp.Header),
 		ranges: strings.EqualFold(resp.Header.Get("Accept-Ranges"), "bytes")}
 	switch code := resp.StatusCode; {
 	case code == http.StatusPartialContent && n >= 0:
@@ -154,7 +154,7 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 			return nil, err
 		}
 		if s.validator != "" && a.validator != "" && a.validator != s.validator {
-			return nil, s.changed(off)
+			return nil, s.errChanged(off)
 		}
 		a.partial, a.total = true, total
 	case code == http.StatusOK:
@@ -176,14 +176,14 @@ func (s *server) accept(resp *http.Response, off, n int64) (*answer, error) {
 	return a, nil
 }
 
-// changed is the error for other content on the server.
-func (s *server) changed(off int64) error {
+// errChanged is the error for other content on the server.
+func (s *server) errChanged(off int64) error {
 	return api.Errorf(api.Unavailable, "%s %w on the server after %d bytes, or it cannot send the rest alone", s.name,
 		origin.ErrChanged, off)
 }
 
-// unreachable turns a failed request into a message for the user.
-func (s *server) unreachable(err, cause error) error {
+// explainFailure turns a failed request into a message for the user.
+func (s *server) explainFailure(err, cause error) error {
 	if s.ctx.Err() != nil {
 		return s.ctx.Err()
 	}
@@ -210,8 +210,8 @@ func (s *server) unreachable(err, cause error) error {
 	return api.Errorf(api.Unavailable, "%s cannot be reached: %w", s.name, err)
 }
 
-// validator returns a strong ETag, or else a date, or "".
-func validator(h http.Header) string {
+// validatorOf returns a strong ETag, or else a date, or "".
+func validatorOf(h http.Header) string {
 	if tag := h.Get("ETag"); tag != "" && !strings.HasPrefix(tag, "W/") {
 		return tag
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 // blob is the bytes of one layer in the registry, over any number of connections. After the last byte, Read compares
-// the digest: io.EOF means a match. The goroutine that reads owns the blob; any goroutine may call failure.
+// the digest: io.EOF means a match. The goroutine that reads owns the blob; any goroutine may call finalError.
 type blob struct {
 	ctx  context.Context
 	c    *client
@@ -37,14 +37,14 @@ type blob struct {
 	err error // final
 }
 
-// failure returns the final error.
-func (b *blob) failure() error {
+// finalError returns the final error.
+func (b *blob) finalError() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.err
 }
 
-func (b *blob) fail(err error) {
+func (b *blob) setFailure(err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.err = err
@@ -58,7 +58,7 @@ func (c *client) openBlob(ctx context.Context, want v1.Descriptor, off int64, st
 	}
 	b := &blob{ctx: ctx, c: c, want: want, sum: sum}
 	if state != nil {
-		if err := b.restore(off, state); err != nil {
+		if err := b.restoreAt(off, state); err != nil {
 			return nil, err
 		}
 	}
@@ -66,11 +66,11 @@ func (c *client) openBlob(ctx context.Context, want v1.Descriptor, off int64, st
 	if b.off == want.Size && b.off > 0 {
 		return b, nil // complete already
 	}
-	return b, b.open()
+	return b, b.requestRest()
 }
 
-// open requests the bytes from off on.
-func (b *blob) open() error {
+// requestRest requests the bytes from off on.
+func (b *blob) requestRest() error {
 	header := http.Header{}
 	part := b.off > 0 && !b.noRanges
 	if part {
@@ -80,7 +80,7 @@ func (b *blob) open() error {
 	if err != nil {
 		return err
 	}
-	if err := b.accept(resp, part); err != nil {
+	if err := b.checkAnswer(resp, part); err != nil {
 		_ = resp.Body.Close()
 		return err
 	}
@@ -88,9 +88,9 @@ func (b *blob) open() error {
 	return nil
 }
 
-// accept checks the head of an answer. The digest identifies the bytes, so an answer with all bytes serves as well as
-// an answer with the rest.
-func (b *blob) accept(resp *http.Response, part bool) error {
+// checkAnswer checks the head of an answer. The digest identifies the bytes, so an answer with all bytes serves as well
+// as an answer with the rest.
+func (b *blob) checkAnswer(resp *http.Response, part bool) error {
 	from := int64(0)
 	switch {
 	case resp.StatusCode == http.StatusOK:
@@ -99,13 +99,13 @@ func (b *blob) accept(resp *http.Response, part bool) error {
 		if got := resp.Header.Get("Content-Range"); !strings.HasPrefix(got, "bytes "+strconv.FormatInt(from, 10)+"-") {
 			b.noRanges = true
 			return api.Errorf(api.Unavailable, "%s: the registry answered a request for the rest with another range (%q)",
-				b.c.name, clip(got))
+				b.c.name, clipText(got))
 		}
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable:
 		b.noRanges = true
-		return b.c.refused(resp.StatusCode, "")
+		return b.c.statusError(resp.StatusCode, "")
 	default:
-		return b.c.refused(resp.StatusCode, "layer "+b.want.Digest.String())
+		return b.c.statusError(resp.StatusCode, "layer "+b.want.Digest.String())
 	}
 	if n := resp.ContentLength; n >= 0 && n != b.want.Size-from {
 		return api.Errorf(api.Corrupt, "%s: layer %s has %d bytes on the registry, and %d in the manifest", b.c.name,
@@ -117,10 +117,10 @@ func (b *blob) accept(resp *http.Response, part bool) error {
 
 // Read returns the next bytes, over a new connection after a cut.
 func (b *blob) Read(p []byte) (int, error) {
-	for b.failure() == nil && len(p) > 0 {
+	for b.finalError() == nil && len(p) > 0 {
 		if b.off == b.want.Size {
-			b.fail(b.verify())
-			b.drop()
+			b.setFailure(b.verifyDigest())
+			b.endRequest()
 			break
 		}
 		n, err := b.body.Read(p[:min(int64(len(p)), b.skip+b.want.Size-b.off)])
@@ -135,14 +135,14 @@ func (b *blob) Read(p []byte) (int, error) {
 			return n, nil // the next Read returns the error again
 		}
 		if err != nil {
-			b.fail(b.resume(err))
+			b.setFailure(b.resumeTransfer(err))
 		}
 	}
-	return 0, b.failure()
+	return 0, b.finalError()
 }
 
-// verify compares the digest; io.EOF is a match.
-func (b *blob) verify() error {
+// verifyDigest compares the digest; io.EOF is a match.
+func (b *blob) verifyDigest() error {
 	if got := fmt.Sprintf("%x", b.sum.Sum(nil)); got != b.want.Digest.Hex {
 		return api.Errorf(api.Corrupt, "%s: the registry sent other bytes than those of layer %s: their digest is %s:%s",
 			b.c.name, b.want.Digest, b.want.Digest.Algorithm, got)
@@ -150,9 +150,9 @@ func (b *blob) verify() error {
 	return io.EOF
 }
 
-// resume requests the rest after a cut, or returns why the rest cannot be had.
-func (b *blob) resume(err error) error {
-	b.drop()
+// resumeTransfer requests the rest after a cut, or returns why the rest cannot be had.
+func (b *blob) resumeTransfer(err error) error {
+	b.endRequest()
 	for ; b.cuts < b.c.opts.Resumes; b.cuts++ {
 		if b.ctx.Err() != nil {
 			return b.ctx.Err()
@@ -163,7 +163,7 @@ func (b *blob) resume(err error) error {
 		if err := origin.Pause(b.ctx, b.c.opts.Pause<<b.cuts); err != nil {
 			return err
 		}
-		oerr := b.open()
+		oerr := b.requestRest()
 		if oerr == nil {
 			b.cuts++
 			return nil
@@ -176,7 +176,7 @@ func (b *blob) resume(err error) error {
 	if b.ctx.Err() != nil {
 		return b.ctx.Err()
 	}
-	what := "the connection was cut (" + clip(strings.TrimPrefix(err.Error(), b.c.name+": ")) + ")"
+	what := "the connection was cut (" + clipText(strings.TrimPrefix(err.Error(), b.c.name+": ")) + ")"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		what = "the registry ended the transfer early"
 	}
@@ -184,8 +184,8 @@ func (b *blob) resume(err error) error {
 		b.c.name, b.want.Digest, b.off, b.want.Size, b.c.opts.Resumes, what)
 }
 
-// drop ends the current request.
-func (b *blob) drop() {
+// endRequest ends the current request.
+func (b *blob) endRequest() {
 	if b.body != nil {
 		_ = b.body.Close()
 		b.body = nil
@@ -194,8 +194,8 @@ func (b *blob) drop() {
 
 // Close ends the transfer.
 func (b *blob) Close() {
-	b.drop()
-	if b.failure() == nil {
-		b.fail(api.Errorf(api.Unavailable, "%s: closed", b.c.name))
+	b.endRequest()
+	if b.finalError() == nil {
+		b.setFailure(api.Errorf(api.Unavailable, "%s: closed", b.c.name))
 	}
 }

@@ -28,8 +28,8 @@ type client struct {
 	base *http.Transport // the connections
 }
 
-// connect asks the registry for its kind of authentication, and for a token if the registry wants a token.
-func connect(ctx context.Context, ref string, parsed name.Reference, opts Options) (*client, error) {
+// connectRegistry asks the registry for its kind of authentication, and for a token if the registry wants a token.
+func connectRegistry(ctx context.Context, ref string, parsed name.Reference, opts Options) (*client, error) {
 	c := &client{name: ref, repo: parsed.Context(), opts: opts}
 	auth := authn.Anonymous
 	if opts.Username != "" || opts.Password != "" {
@@ -57,7 +57,7 @@ func connect(ctx context.Context, ref string, parsed name.Reference, opts Option
 		[]string{c.repo.Scope(transport.PullScope)})
 	if err != nil {
 		c.close()
-		return nil, c.failed(ctx, err)
+		return nil, c.explainFailure(ctx, err)
 	}
 	// retryTransport bounds redirects, for the library's client as well, which follows them without end.
 	c.http = &http.Client{Transport: rt, CheckRedirect: func(*http.Request, []*http.Request) error { return nil }}
@@ -72,13 +72,13 @@ func (c *client) getBlob(ctx context.Context, digest string, header http.Header)
 		Path: "/v2/" + c.repo.RepositoryStr() + "/blobs/" + digest}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
 	if err != nil {
-		return nil, api.Errorf(api.Invalid, "%s: no address of layer %s", c.name, clip(digest))
+		return nil, api.Errorf(api.Invalid, "%s: no address of layer %s", c.name, clipText(digest))
 	}
 	req.Header = header
 	req.Header.Set("Accept-Encoding", "identity")
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return nil, c.failed(ctx, err)
+		return nil, c.explainFailure(ctx, err)
 	}
 	if err := checkEncoding(resp); err != nil {
 		_ = resp.Body.Close()
@@ -87,8 +87,8 @@ func (c *client) getBlob(ctx context.Context, digest string, header http.Header)
 	return resp, nil
 }
 
-// failed turns an error of a request into a message for the user, without addresses that may hold a signature.
-func (c *client) failed(ctx context.Context, err error) error {
+// explainFailure turns an error of a request into a message for the user, without addresses that may hold a signature.
+func (c *client) explainFailure(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
@@ -102,16 +102,16 @@ func (c *client) failed(ctx context.Context, err error) error {
 	switch {
 	case errors.As(err, &cert):
 		return api.Errorf(api.Unavailable, "%s: the registry's certificate is not trusted (%s): give its authority in the "+
-			"image's Secret (%s)", c.name, clip(cert.Err.Error()), api.SecretCA)
+			"image's Secret (%s)", c.name, clipText(cert.Err.Error()), api.SecretCA)
 	case errors.As(err, &te):
-		return c.refused(te.StatusCode, "")
+		return c.statusError(te.StatusCode, "")
 	case errors.As(err, &ae):
 		return api.Errorf(ae.Kind, "%s: %w", c.name, ae)
 	case errors.As(err, &dns) && dns.IsNotFound:
-		return api.Errorf(api.Unavailable, "%s: host %q has no address", c.name, clip(dns.Name))
+		return api.Errorf(api.Unavailable, "%s: host %q has no address", c.name, clipText(dns.Name))
 	case errors.As(err, &op):
 		// The library asks some hosts over both https and http: a refused connection counts more than refused http.
-		return api.Errorf(api.Unavailable, "%s cannot be reached: %s", c.name, clip(op.Error()))
+		return api.Errorf(api.Unavailable, "%s cannot be reached: %s", c.name, clipText(op.Error()))
 	case errors.As(err, &plain):
 		return api.Errorf(api.Denied, "%s: %w", c.name, plain)
 	case errors.Is(err, http.ErrSchemeMismatch), errors.As(err, &record):
@@ -122,11 +122,11 @@ func (c *client) failed(ctx context.Context, err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	return api.Errorf(api.Unavailable, "%s cannot be reached: %s", c.name, clip(err.Error()))
+	return api.Errorf(api.Unavailable, "%s cannot be reached: %s", c.name, clipText(err.Error()))
 }
 
-// refused is the error for the status of an answer; what names the missing object.
-func (c *client) refused(status int, what string) error {
+// statusError is the error for the status of an answer; what names the missing object.
+func (c *client) statusError(status int, what string) error {
 	how := "HTTP " + strconv.Itoa(status) + " " + http.StatusText(status)
 	switch status {
 	case http.StatusNotFound, http.StatusGone:

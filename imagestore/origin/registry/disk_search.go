@@ -62,7 +62,7 @@ func (w *diskSearch) nextDisk(tr *tar.Reader) (*tar.Header, error) {
 		if w.headers++; w.headers > maxHeaders {
 			return nil, api.Errorf(api.OutOfRange, "%s: the image holds more than %d files", w.image, maxHeaders)
 		}
-		name, err := w.classify(h)
+		name, err := w.classifyEntry(h)
 		if err != nil {
 			return nil, err
 		}
@@ -73,14 +73,14 @@ func (w *diskSearch) nextDisk(tr *tar.Reader) (*tar.Header, error) {
 		}
 		if h.Size > maxBeside-w.beside {
 			return nil, api.Errorf(api.OutOfRange, "%s: the image holds more than %d GiB beside the disk (%q)", w.image,
-				maxBeside>>30, clip(h.Name))
+				maxBeside>>30, clipText(h.Name))
 		}
 		w.beside += h.Size
 	}
 }
 
-// classify returns the name of the disk if an entry is the disk, and notes whiteouts.
-func (w *diskSearch) classify(h *tar.Header) (string, error) {
+// classifyEntry returns the name of the disk if an entry is the disk, and notes whiteouts.
+func (w *diskSearch) classifyEntry(h *tar.Header) (string, error) {
 	at, ok := splitName(h.Name)
 	if !ok || len(at) == 0 || h.Typeflag == tar.TypeXGlobalHeader {
 		return "", nil
@@ -102,11 +102,11 @@ func (w *diskSearch) classify(h *tar.Header) (string, error) {
 		w.closes = true
 		return "", nil
 	case strings.HasPrefix(at[1], whiteout):
-		return "", w.hide(strings.TrimPrefix(at[1], whiteout))
+		return "", w.hideFile(strings.TrimPrefix(at[1], whiteout))
 	case w.hidden[at[1]]:
 		return "", nil
 	case dir: // a disk further down does not count
-		return "", w.hide(at[1])
+		return "", w.hideFile(at[1])
 	case w.found == at[1]:
 		return "", api.Errorf(api.Corrupt, "%s: the image holds %s twice in one layer", w.image, quoteDisk(at[1]))
 	case w.found != "":
@@ -118,7 +118,7 @@ func (w *diskSearch) classify(h *tar.Header) (string, error) {
 
 // noteTop notes the first names at the top, for the message about an image without a disk.
 func (w *diskSearch) noteTop(top string) {
-	top = "/" + strings.Clone(clip(top))
+	top = "/" + strings.Clone(clipText(top))
 	if !strings.HasPrefix(top, "/"+whiteout) && len(w.seen) < 8 && !slices.Contains(w.seen, top) {
 		w.seen = append(w.seen, top)
 	}
@@ -137,18 +137,18 @@ func (w *diskSearch) checkOrdinary(h *tar.Header) error {
 	case tar.TypeGNUSparse:
 		what = "a sparse entry of the archive"
 	case tar.TypeLink, tar.TypeSymlink:
-		what = fmt.Sprintf("a link to %q", clip(h.Linkname))
+		what = fmt.Sprintf("a link to %q", clipText(h.Linkname))
 	default:
 		what = "no file"
 	}
 	if what != "" {
 		return api.Errorf(api.Unsupported, "%s: %q is %s: the disk must be an ordinary file in /disk/", w.image,
-			clip(h.Name), what)
+			clipText(h.Name), what)
 	}
 	return nil
 }
 
-func (w *diskSearch) hide(name string) error {
+func (w *diskSearch) hideFile(name string) error {
 	if len(w.hides)+len(w.hidden) >= maxHidden {
 		return api.Errorf(api.OutOfRange, "%s: the image removes more than %d files", w.image, maxHidden)
 	}
@@ -192,7 +192,7 @@ func (w *diskSearch) checkSize(h *tar.Header, layer int64, packed bool) error {
 	return nil
 }
 
-func quoteDisk(name string) string { return fmt.Sprintf("%q", "/disk/"+clip(name)) }
+func quoteDisk(name string) string { return fmt.Sprintf("%q", "/disk/"+clipText(name)) }
 
 // splitName splits a name of an archive into its elements. A name with .. matches no file.
 func splitName(name string) (at []string, ok bool) {

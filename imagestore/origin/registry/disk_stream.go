@@ -139,7 +139,7 @@ func (d *diskStream) finishLayer() error {
 
 // explainDamage prefers the failure of the blob, because a cut damages the archive as well.
 func (d *diskStream) explainDamage(err error) error {
-	if failed := d.at.blob.failure(); failed != nil && !errors.Is(failed, io.EOF) {
+	if failed := d.at.blob.finalError(); failed != nil && !errors.Is(failed, io.EOF) {
 		return failed
 	}
 	kind := api.KindOf(err)
@@ -148,7 +148,7 @@ func (d *diskStream) explainDamage(err error) error {
 		return err
 	}
 	return api.Errorf(api.Corrupt, "%s: layer %s is damaged, or no archive that can be read: %s", d.c.name,
-		d.at.blob.want.Digest, clip(err.Error()))
+		d.at.blob.want.Digest, clipText(err.Error()))
 }
 
 // closeLayer closes the open layer.
@@ -168,7 +168,7 @@ func (d *diskStream) Read(p []byte) (int, error) {
 	if d.err != nil || len(p) == 0 {
 		return 0, d.err
 	}
-	n, err := d.at.read(p)
+	n, err := d.at.readDisk(p)
 	switch {
 	case n > 0 || err == nil:
 		return n, nil // the next Read returns the error again
@@ -183,8 +183,8 @@ func (d *diskStream) Read(p []byte) (int, error) {
 	return 0, d.err
 }
 
-// read returns the next bytes of the disk file in the layer.
-func (l *layer) read(p []byte) (int, error) {
+// readDisk returns the next bytes of the disk file in the layer.
+func (l *layer) readDisk(p []byte) (int, error) {
 	if l.left == 0 && l.fill == 0 {
 		return l.tar.Read(p) // also after the file, until the next header
 	}
@@ -208,8 +208,8 @@ func (l *layer) read(p []byte) (int, error) {
 	return n, err
 }
 
-// settled reports, after the last byte, whether all bytes are the image's.
-func (d *diskStream) settled() error {
+// checkEnd reports, after the last byte, whether all bytes are the image's.
+func (d *diskStream) checkEnd() error {
 	var one [1]byte
 	for d.err == nil {
 		if n, _ := d.Read(one[:]); n > 0 {

@@ -119,7 +119,7 @@ func FuzzReference(f *testing.F) {
 		f.Add(Scheme + s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {
-		ref, err := parse(s, false)
+		ref, err := parseReference(s, false)
 		if err != nil {
 			return
 		}
@@ -142,7 +142,7 @@ func FuzzLogin(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, config []byte, ref string) {
 		ref = Scheme + ref
-		parsed, bad := parse(ref, false)
+		parsed, bad := parseReference(ref, false)
 		user, pass, err := Login(config, ref)
 		if err != nil {
 			_, _, none := Login([]byte(`{}`), ref)

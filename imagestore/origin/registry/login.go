@@ -13,7 +13,7 @@ import (
 // kubernetes.io/dockerconfigjson): the entry with the longest match of registry and folders. Messages repeat nothing of
 // the configuration.
 func Login(config []byte, ref string) (username, password string, err error) {
-	parsed, err := parse(ref, false)
+	parsed, err := parseReference(ref, false)
 	if err != nil {
 		return "", "", err
 	}

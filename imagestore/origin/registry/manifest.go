@@ -34,9 +34,10 @@ type manifest struct {
 	FSLayers      []struct{}      `json:"fsLayers"` // schema 1
 }
 
-// layers returns the layers of the image that a tag or a digest names, for one architecture, the lowest layer first.
-func (c *client) layers(ctx context.Context, ref name.Reference) ([]v1.Descriptor, error) {
-	m, digest, err := c.manifest(ctx, ref)
+// imageLayers returns the layers of the image that a tag or a digest names, for one architecture, the lowest layer
+// first.
+func (c *client) imageLayers(ctx context.Context, ref name.Reference) ([]v1.Descriptor, error) {
+	m, digest, err := c.fetchManifest(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
@@ -45,7 +46,7 @@ func (c *client) layers(ctx context.Context, ref name.Reference) ([]v1.Descripto
 		if err != nil {
 			return nil, err
 		}
-		if m, digest, err = c.manifest(ctx, c.repo.Digest(image.Digest.String())); err != nil {
+		if m, digest, err = c.fetchManifest(ctx, c.repo.Digest(image.Digest.String())); err != nil {
 			return nil, err
 		}
 		if len(m.Manifests) > 0 {
@@ -60,7 +61,7 @@ func (c *client) layers(ctx context.Context, ref name.Reference) ([]v1.Descripto
 	}
 	for _, l := range m.Layers {
 		if !slices.Contains(layerTypes, l.MediaType) {
-			return nil, c.notContainerDisk(fmt.Sprintf("the image holds a layer of type %q", clip(string(l.MediaType))))
+			return nil, c.notContainerDisk(fmt.Sprintf("the image holds a layer of type %q", clipText(string(l.MediaType))))
 		}
 		if l.Size < 0 || l.Size > api.MaxVolumeSize || l.Digest.Hex == "" {
 			return nil, api.Errorf(api.Corrupt, "%s: the manifest names a layer of %d bytes with digest %q", c.name, l.Size,
@@ -98,7 +99,7 @@ func (c *client) selectImage(all []v1.Descriptor) (v1.Descriptor, error) {
 		found = 0
 	case found < 0:
 		return v1.Descriptor{}, api.Errorf(api.NotFound, "%s: there is no image for linux/%s, only for: %s", c.name,
-			c.opts.Arch, clip(strings.Join(platforms, ", ")))
+			c.opts.Arch, clipText(strings.Join(platforms, ", ")))
 	}
 	if all[found].Digest.Hex == "" {
 		return v1.Descriptor{}, api.Errorf(api.Corrupt, "%s: its index names an image without a digest", c.name)
@@ -113,20 +114,20 @@ func platformOf(d v1.Descriptor) v1.Platform {
 	return *d.Platform
 }
 
-// manifest fetches a manifest. The library compares the digest of a reference by digest; manifestGuard bounds the size
-// before the library reads the manifest.
-func (c *client) manifest(ctx context.Context, ref name.Reference) (m manifest, digest v1.Hash, err error) {
+// fetchManifest fetches a manifest. The library compares the digest of a reference by digest; manifestGuard bounds the
+// size before the library reads the manifest.
+func (c *client) fetchManifest(ctx context.Context, ref name.Reference) (m manifest, digest v1.Hash, err error) {
 	got, err := remote.Get(ref, remote.WithContext(guardManifests(ctx)), remote.WithTransport(c.http.Transport))
 	var answer *transport.Error
 	var request *url.Error
 	switch {
 	case err == nil:
 	case errors.As(err, &answer):
-		return m, digest, c.refused(answer.StatusCode, clip(ref.Identifier()))
+		return m, digest, c.statusError(answer.StatusCode, clipText(ref.Identifier()))
 	case errors.As(err, &request) || ctx.Err() != nil:
-		return m, digest, c.failed(ctx, err)
+		return m, digest, c.explainFailure(ctx, err)
 	default: // the content is not the content of the digest
-		return m, digest, api.Errorf(api.Corrupt, "%s: %s", c.name, clip(err.Error()))
+		return m, digest, api.Errorf(api.Corrupt, "%s: %s", c.name, clipText(err.Error()))
 	}
 	m, err = c.parseManifest(got.Manifest, string(got.MediaType))
 	return m, got.Digest, err
@@ -138,7 +139,7 @@ func (c *client) parseManifest(body []byte, contentType string) (m manifest, err
 		return m, api.Errorf(api.OutOfRange, "%s: its manifest %w", c.name, err)
 	}
 	if err := json.Unmarshal(body, &m); err != nil {
-		return m, api.Errorf(api.Corrupt, "%s: its manifest cannot be read: %s", c.name, clip(err.Error()))
+		return m, api.Errorf(api.Corrupt, "%s: its manifest cannot be read: %s", c.name, clipText(err.Error()))
 	}
 	if m.MediaType == "" {
 		kind, _, _ := strings.Cut(contentType, ";")
@@ -149,7 +150,7 @@ func (c *client) parseManifest(body []byte, contentType string) (m manifest, err
 		return m, api.Errorf(api.Unsupported, "%s: its manifest has schema 1, long out of use: push the image again",
 			c.name)
 	case !m.MediaType.IsIndex() && !m.MediaType.IsImage():
-		return m, c.notContainerDisk(fmt.Sprintf("the manifest is of type %q", clip(string(m.MediaType))))
+		return m, c.notContainerDisk(fmt.Sprintf("the manifest is of type %q", clipText(string(m.MediaType))))
 	case m.MediaType.IsIndex() && len(m.Layers) > 0, m.MediaType.IsImage() && len(m.Manifests) > 0:
 		// Readers of different halves of the manifest would see different images.
 		return m, api.Errorf(api.Corrupt, "%s: its manifest is both an image and an index", c.name)

@@ -61,7 +61,7 @@ func (g *manifestGuard) RoundTrip(req *http.Request) (*http.Response, error) {
 // checkEncoding refuses an answer that the registry packed: digests and lengths count the bytes of the content.
 func checkEncoding(resp *http.Response) error {
 	if e := resp.Header.Get("Content-Encoding"); e != "" && e != "identity" {
-		return api.Errorf(api.Unsupported, "the registry packed the answer (%s) though it was asked not to", clip(e))
+		return api.Errorf(api.Unsupported, "the registry packed the answer (%s) though it was asked not to", clipText(e))
 	}
 	return nil
 }

@@ -72,9 +72,9 @@ func (o Options) withDefaults() Options {
 // Scheme begins a reference.
 const Scheme = "docker://"
 
-// parse reads docker://host[:port]/repo[:tag|@digest]. The host is mandatory: a name with a different meaning on each
-// node is no address of an image.
-func parse(ref string, plain bool) (name.Reference, error) {
+// parseReference reads docker://host[:port]/repo[:tag|@digest]. The host is mandatory: a name with a different meaning
+// on each node is no address of an image.
+func parseReference(ref string, plain bool) (name.Reference, error) {
 	const form = Scheme + "HOST[:PORT]/REPOSITORY[:TAG or @DIGEST]"
 	rest, ok := strings.CutPrefix(ref, Scheme)
 	if !ok {
@@ -86,21 +86,21 @@ func parse(ref string, plain bool) (name.Reference, error) {
 		return nil, api.Errorf(api.Invalid, "the address has credentials; put them into a Secret")
 	}
 	if !slash || host != "localhost" && !strings.ContainsAny(host, ".:") {
-		return nil, api.Errorf(api.Invalid, "%q names no registry: write %s", clip(ref), form)
+		return nil, api.Errorf(api.Invalid, "%q names no registry: write %s", clipText(ref), form)
 	}
 	var opts []name.Option
-	if plain || loopback(host) {
+	if plain || isLoopback(host) {
 		opts = append(opts, name.Insecure)
 	}
 	parsed, err := name.ParseReference(rest, opts...)
 	if err != nil {
-		return nil, api.Errorf(api.Invalid, "%q is no reference of an image: write %s", clip(ref), form)
+		return nil, api.Errorf(api.Invalid, "%q is no reference of an image: write %s", clipText(ref), form)
 	}
 	return parsed, nil
 }
 
-// loopback reports whether a host, with or without a port, is this machine.
-func loopback(host string) bool {
+// isLoopback reports whether a host, with or without a port, is this machine.
+func isLoopback(host string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h
 	}
@@ -110,7 +110,7 @@ func loopback(host string) bool {
 
 // Check reports whether a reference is valid; Check opens no connection.
 func Check(ref string) error {
-	_, err := parse(ref, false)
+	_, err := parseReference(ref, false)
 	return err
 }
 
@@ -118,15 +118,15 @@ func Check(ref string) error {
 // file. A cut connection is continued where it stopped. ctx covers reading as well.
 func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error) {
 	opts = opts.withDefaults()
-	parsed, err := parse(ref, opts.PlainHTTP)
+	parsed, err := parseReference(ref, opts.PlainHTTP)
 	if err != nil {
 		return nil, err
 	}
-	c, err := connect(ctx, ref, parsed, opts)
+	c, err := connectRegistry(ctx, ref, parsed, opts)
 	if err != nil {
 		return nil, err
 	}
-	layers, err := c.layers(ctx, parsed)
+	layers, err := c.imageLayers(ctx, parsed)
 	if err != nil {
 		c.close()
 		return nil, err
@@ -134,7 +134,7 @@ func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error)
 	d := &diskStream{ctx: ctx, c: c, all: layers, layers: layers}
 	var size int64
 	if opts.From.State != nil {
-		size, err = d.resume()
+		size, err = d.resumeDisk()
 	} else {
 		size, err = d.findDisk()
 	}
@@ -142,7 +142,7 @@ func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error)
 		_ = d.Close()
 		return nil, err
 	}
-	s := &origin.Stream{ReadCloser: d, Size: size, Name: c.name, Settled: d.settled}
+	s := &origin.Stream{ReadCloser: d, Size: size, Name: c.name, Settled: d.checkEnd}
 	if d.resumable != nil {
 		st := &d.resumable.state
 		s.Mark = &origin.Mark{Off: opts.From.Mark.Off, Size: size, Validator: st.Layers[st.Open]}
@@ -151,8 +151,8 @@ func Open(ctx context.Context, ref string, opts Options) (*origin.Stream, error)
 	return s, nil
 }
 
-// clip prepares text of the other side for a message.
-func clip(s string) string {
+// clipText prepares text of the other side for a message.
+func clipText(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f {
 			return ' '

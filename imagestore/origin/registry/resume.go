@@ -71,14 +71,14 @@ func (d *diskStream) setResumePoint(size int64) {
 		return
 	}
 	w := &d.search
-	st := resumeState{Layers: digests(d.all), Open: len(d.layers), Size: size, Start: d.at.files.n}
+	st := resumeState{Layers: digestsOf(d.all), Open: len(d.layers), Size: size, Start: d.at.files.n}
 	st.Walk = searchState{Found: w.found,
 		Hidden: slices.Sorted(maps.Keys(w.hidden)), Closed: w.closed, Seen: slices.Clone(w.seen), Headers: w.headers,
 		Beside: w.beside, Hides: slices.Clone(w.hides), Closes: w.closes}
 	d.resumable = &resumePoint{state: st, states: &d.at.blob.states}
 }
 
-func digests(layers []v1.Descriptor) []string {
+func digestsOf(layers []v1.Descriptor) []string {
 	var out []string
 	for _, l := range layers {
 		out = append(out, l.Digest.String())
@@ -98,13 +98,13 @@ func (o *resumePoint) stateAt(off int64) (state json.RawMessage, ok bool) {
 	return state, err == nil
 }
 
-// resume advances to the place of an earlier transfer, if the registry has the same image.
-func (d *diskStream) resume() (size int64, err error) {
+// resumeDisk advances to the place of an earlier transfer, if the registry has the same image.
+func (d *diskStream) resumeDisk() (size int64, err error) {
 	from := d.c.opts.From
 	var st resumeState
 	if err := json.Unmarshal(from.State, &st); err != nil || st.Point != nil || st.Size != from.Mark.Size ||
 		from.Mark.Off > st.Size ||
-		st.Start < 0 || st.Off < 0 || st.Open < 0 || st.Open >= len(d.all) || !slices.Equal(digests(d.all), st.Layers) {
+		st.Start < 0 || st.Off < 0 || st.Open < 0 || st.Open >= len(d.all) || !slices.Equal(digestsOf(d.all), st.Layers) {
 		return 0, d.errChanged()
 	}
 	w := st.Walk
@@ -146,8 +146,8 @@ func (d *diskStream) errChanged() error {
 		origin.ErrChanged)
 }
 
-// restore starts a blob at a place, with the state of the digest there.
-func (b *blob) restore(off int64, sum []byte) error {
+// restoreAt starts a blob at a place, with the state of the digest there.
+func (b *blob) restoreAt(off int64, sum []byte) error {
 	u, ok := b.sum.(encoding.BinaryUnmarshaler)
 	if !ok || off > b.want.Size || u.UnmarshalBinary(sum) != nil {
 		return api.Errorf(api.Unavailable, "%s: layer %s %w, or what was kept of it cannot be used", b.c.name, b.want.Digest,

@@ -25,11 +25,11 @@ type retryTransport struct {
 // RoundTrip implements http.RoundTripper. It repeats requests without a body only. A server that stays busy is an
 // error, which carries the pause that the server asked for to the importer.
 func (p *retryTransport) RoundTrip(req *http.Request) (*http.Response, error) {
-	if err := p.check(req); err != nil {
+	if err := p.checkRequest(req); err != nil {
 		return nil, err
 	}
 	for try := 0; ; try++ {
-		resp, err := p.send(req)
+		resp, err := p.sendTimed(req)
 		if err != nil {
 			return nil, err
 		}
@@ -40,7 +40,7 @@ func (p *retryTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 		_ = resp.Body.Close()
 		wait, short := busy.Pause(p.opts.Pause << try)
 		if !short || try >= p.opts.Resumes || req.Body != nil {
-			return nil, api.Errorf(api.Unavailable, "%s is %w", clip(req.URL.Host), busy)
+			return nil, api.Errorf(api.Unavailable, "%s is %w", clipText(req.URL.Host), busy)
 		}
 		if err := origin.Pause(req.Context(), wait); err != nil {
 			return nil, err
@@ -48,8 +48,8 @@ func (p *retryTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 }
 
-// check refuses forbidden addresses and endless redirects.
-func (p *retryTransport) check(req *http.Request) error {
+// checkRequest refuses forbidden addresses and endless redirects.
+func (p *retryTransport) checkRequest(req *http.Request) error {
 	hops := 0
 	for via := req.Response; via != nil && via.Request != nil; via = via.Request.Response {
 		if hops++; hops >= maxRedirects {
@@ -63,9 +63,10 @@ func (p *retryTransport) checkURL(u *url.URL) error {
 	switch {
 	case u.Scheme == "https":
 	case u.Scheme != "http":
-		return api.Errorf(api.Invalid, "the registry leads to a %q address: only https and http are spoken", clip(u.Scheme))
-	case !p.opts.PlainHTTP && !loopback(u.Host):
-		return &plainError{host: clip(u.Host)}
+		return api.Errorf(api.Invalid, "the registry leads to a %q address: only https and http are spoken",
+			clipText(u.Scheme))
+	case !p.opts.PlainHTTP && !isLoopback(u.Host):
+		return &plainError{host: clipText(u.Host)}
 	}
 	return nil
 }
@@ -78,10 +79,10 @@ func (e *plainError) Error() string {
 		"plainHTTP allows it"
 }
 
-// send sends a request; the other side has Start until its first byte.
-func (p *retryTransport) send(req *http.Request) (*http.Response, error) {
+// sendTimed sends a request; the other side has Start until its first byte.
+func (p *retryTransport) sendTimed(req *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(req.Context())
-	late := api.Errorf(api.Unavailable, "%s sent nothing within %s", clip(req.URL.Host), p.opts.Start)
+	late := api.Errorf(api.Unavailable, "%s sent nothing within %s", clipText(req.URL.Host), p.opts.Start)
 	timer := time.AfterFunc(p.opts.Start, func() { cancel(late) })
 	defer timer.Stop()
 	resp, err := p.base.RoundTrip(req.WithContext(ctx))
@@ -93,7 +94,7 @@ func (p *retryTransport) send(req *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	resp.Body = &timedBody{ReadCloser: resp.Body, ctx: ctx, cancel: cancel, limit: p.opts.Start, late: late,
-		next: p.opts.Stall, silent: api.Errorf(api.Unavailable, "%s was silent for %s", clip(req.URL.Host), p.opts.Stall)}
+		next: p.opts.Stall, silent: api.Errorf(api.Unavailable, "%s was silent for %s", clipText(req.URL.Host), p.opts.Stall)}
 	return resp, nil
 }
 

@@ -75,7 +75,7 @@ func (u *Server) Start(ctx context.Context) error {
 	u.mu.Lock()
 	u.ending = true
 	for _, up := range u.expected {
-		up.cut(context.Canceled)
+		up.failReads(context.Canceled)
 	}
 	u.mu.Unlock()
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
@@ -98,32 +98,32 @@ func (u *Server) Expect(size int64, last string) *Upload {
 	if _, t, ok := strings.Cut(last, Path); ok && len(t) == len(token) {
 		token = t
 	}
-	return u.expect(token, size)
+	return u.expectUpload(token, size)
 }
 
 // Continue expects the rest of an upload from its Mark on, under the same address if the address of the node is
 // unchanged. Continue fails without a sender after ResumeTimeout.
 func (u *Server) Continue(from origin.Mark) *Upload {
-	up := u.expect(from.Validator, from.Size)
+	up := u.expectUpload(from.Validator, from.Size)
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	up.off, up.crc, up.continued = from.Off, from.CRC, true
 	return up
 }
 
-func (u *Server) expect(token string, size int64) *Upload {
+func (u *Server) expectUpload(token string, size int64) *Upload {
 	up := &Upload{URL: u.base + token, srv: u, token: token, size: size, requests: make(chan *request),
 		closed: make(chan struct{})}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.expected[token] = up
 	if u.ending {
-		up.cut(context.Canceled)
+		up.failReads(context.Canceled)
 	}
 	return up
 }
 
-func (u *Server) stall() time.Duration {
+func (u *Server) stallTimeout() time.Duration {
 	if u.Stall == 0 {
 		return 60 * time.Second
 	}
@@ -157,22 +157,22 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	up := u.expected[token]
 	u.mu.Unlock()
 	if !ok || up == nil {
-		reply(w, http.StatusNotFound, State{State: api.ImageFailed, Message: "no upload is expected here"})
+		writeReply(w, http.StatusNotFound, State{State: api.ImageFailed, Message: "no upload is expected here"})
 		return
 	}
 	if r.Method == http.MethodGet || r.Method == http.MethodHead {
-		reply(w, http.StatusOK, up.state())
+		writeReply(w, http.StatusOK, up.currentState())
 		return
 	}
 	refuse := func(code int, message string) {
-		s := up.state()
+		s := up.currentState()
 		s.Message = message
 		select {
 		case <-up.closed:
 			s.State = api.ImageFailed
 		default: // the upload waits for another request
 		}
-		reply(w, code, s)
+		writeReply(w, code, s)
 	}
 	p, err := up.parseRequest(r)
 	if err != nil {
@@ -213,7 +213,7 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		refuse(http.StatusConflict, p.err.Error())
 		return
 	case up.expectsMore():
-		reply(w, http.StatusAccepted, up.state())
+		writeReply(w, http.StatusAccepted, up.currentState())
 		return
 	}
 	<-up.closed
@@ -226,12 +226,12 @@ func (u *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		refuse(http.StatusUnprocessableEntity, up.outcomeText())
 		return
 	}
-	s := up.state()
+	s := up.currentState()
 	s.State = api.ImageReady
-	reply(w, http.StatusOK, s)
+	writeReply(w, http.StatusOK, s)
 }
 
-func reply(w http.ResponseWriter, code int, s State) {
+func writeReply(w http.ResponseWriter, code int, s State) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
 	e := json.NewEncoder(w)

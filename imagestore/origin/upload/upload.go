@@ -62,8 +62,8 @@ func (up *Upload) expectsMore() bool {
 	return !up.ended && up.off < up.size
 }
 
-// state returns the state of the upload.
-func (up *Upload) state() State {
+// currentState returns the state of the upload.
+func (up *Upload) currentState() State {
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	s := State{State: api.ImageStarting, Offset: up.off, CRC32C: up.crc, Size: up.size, Sending: up.sending != nil}
@@ -222,7 +222,7 @@ func (up *Upload) Accept(ctx context.Context) (*origin.Stream, error) {
 		defer t.Stop()
 		late = t.C
 	}
-	from := up.state()
+	from := up.currentState()
 	if !up.continued || from.Offset < from.Size {
 		select {
 		case up.reading = <-up.requests:
@@ -232,15 +232,15 @@ func (up *Upload) Accept(ctx context.Context) (*origin.Stream, error) {
 			return nil, up.errUnattended()
 		}
 	}
-	up.stop = context.AfterFunc(ctx, func() { up.cut(ctx.Err()) })
-	size := up.state().Size
+	up.stop = context.AfterFunc(ctx, func() { up.failReads(ctx.Err()) })
+	size := up.currentState().Size
 	return &origin.Stream{ReadCloser: up, Size: size, Name: "upload", CRC: true,
 		Mark: &origin.Mark{Off: from.Offset, Size: size, Validator: up.token, CRC: from.CRC32C}}, nil
 }
 
 // errUnattended is the error of an upload that no sender continues.
 func (up *Upload) errUnattended() error {
-	s := up.state()
+	s := up.currentState()
 	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and nobody continued it within %s",
 		s.Offset, s.Size, up.srv.resumeTimeout())
 }
@@ -252,11 +252,11 @@ func (up *Upload) Finish(outcome error) {
 	up.srv.mu.Unlock()
 	up.outcome = outcome
 	close(up.closed)
-	up.cut(nil)
+	up.failReads(nil)
 }
 
-// cut makes reads of the transfer fail, now and later.
-func (up *Upload) cut(why error) {
+// failReads makes reads of the transfer fail, now and later.
+func (up *Upload) failReads(why error) {
 	up.mu.Lock()
 	defer up.mu.Unlock()
 	if !up.ended {
@@ -275,7 +275,7 @@ func (up *Upload) extendDeadline(p *request) {
 	case <-p.replaced:
 	default:
 		if !up.ended {
-			_ = p.rc.SetReadDeadline(time.Now().Add(up.srv.stall()))
+			_ = p.rc.SetReadDeadline(time.Now().Add(up.srv.stallTimeout()))
 		}
 	}
 }
@@ -302,7 +302,7 @@ func (up *Upload) Read(b []byte) (int, error) {
 			return 0, up.ctx.Err()
 		}
 		if up.reading == nil {
-			if s := up.state(); s.Size > 0 && s.Offset == s.Size {
+			if s := up.currentState(); s.Size > 0 && s.Offset == s.Size {
 				return 0, io.EOF
 			}
 			if err := up.awaitRequest(); err != nil {
@@ -340,7 +340,8 @@ func (up *Upload) Read(b []byte) (int, error) {
 		case errors.Is(err, io.EOF):
 			return n, errEndedEarly(off, size)
 		case errors.As(err, &ne) && ne.Timeout():
-			up.endRequest(api.Errorf(api.Unavailable, "the sender was silent for %s, or another one continues", up.srv.stall()))
+			up.endRequest(api.Errorf(api.Unavailable, "the sender was silent for %s, or another one continues",
+				up.srv.stallTimeout()))
 		default:
 			up.endRequest(api.Errorf(api.Unavailable, "the connection was cut after %d of %d bytes", off, size))
 		}
