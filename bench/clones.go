@@ -41,7 +41,7 @@ func (b *bench) clone(ctx context.Context, name, source, mode string, size int64
 func (b *bench) linked(ctx context.Context) error {
 	for _, gib := range []int64{1, 100} {
 		name := fmt.Sprintf("whole-%dg", gib)
-		dev, err := b.in.volume(ctx, name, "", gib<<30)
+		dev, err := b.in.attachNew(ctx, name, "", gib<<30)
 		if err != nil {
 			return err
 		}
@@ -60,7 +60,7 @@ func (b *bench) linked(ctx context.Context) error {
 				return err
 			}
 		}
-		b.add("clone", fmt.Sprintf("of-%d-GiB", gib), median(took), "s", "", 0, "attached source; request to volume")
+		b.addFigure("clone", fmt.Sprintf("of-%d-GiB", gib), median(took), "s", "", 0, "attached source; request to volume")
 		if err := b.in.deleteVolume(ctx, name); err != nil {
 			return err
 		}
@@ -94,8 +94,8 @@ func fillDevice(dev string, n, span int64) error {
 	return f.Sync()
 }
 
-// cold drops the page cache of a file.
-func cold(path string) error {
+// dropPageCache drops the page cache of a file.
+func dropPageCache(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
 		return err
@@ -108,7 +108,7 @@ func cold(path string) error {
 // the data on the disk.
 func (b *bench) fullCopy(ctx context.Context) error {
 	size := 2 * b.sizeMiB << 20 / (32 << 20) * (32 << 20) // a small share for requests and answers
-	dev, err := b.in.volume(ctx, "copied", "", 2*size)
+	dev, err := b.in.attachNew(ctx, "copied", "", 2*size)
 	if err != nil {
 		return err
 	}
@@ -116,7 +116,7 @@ func (b *bench) fullCopy(ctx context.Context) error {
 		return err
 	}
 	file, out := filepath.Join(b.dir, "copied.raw"), filepath.Join(b.dir, "copied.out")
-	if _, err := tool(ctx, "cp", "--sparse=always", dev, file); err != nil {
+	if _, err := runTool(ctx, "cp", "--sparse=always", dev, file); err != nil {
 		return err
 	}
 	if err := b.in.detach(ctx, "copied"); err != nil {
@@ -153,11 +153,11 @@ func (b *bench) fullCopy(ctx context.Context) error {
 			"cp":       "cp --sparse=always " + file + " " + out + " && sync " + out,
 			"qemu-img": "qemu-img convert -f raw -O raw -t none -T none " + file + " " + out + " && sync " + out,
 		} {
-			if err := cold(file); err != nil {
+			if err := dropPageCache(file); err != nil {
 				return err
 			}
 			began := time.Now()
-			if _, err := tool(ctx, "sh", "-c", command); err != nil {
+			if _, err := runTool(ctx, "sh", "-c", command); err != nil {
 				return err
 			}
 			took[subject] = append(took[subject], time.Since(began).Seconds())
@@ -177,9 +177,9 @@ func (b *bench) fullCopy(ctx context.Context) error {
 	}
 	mb := float64(size) / 1e6
 	best := max(mb/median(took["cp"]), mb/median(took["qemu-img"]))
-	b.add("full-copy", "cp", mb/median(took["cp"]), "MB/s", "", 0, "with --sparse=always, to the disk")
-	b.add("full-copy", "qemu-img", mb/median(took["qemu-img"]), "MB/s", "", 0, "convert, direct, to the disk")
-	b.add("full-copy", "drover", mb/median(took["drover"]), "MB/s", "the better", best, "verified, with digests")
+	b.addFigure("full-copy", "cp", mb/median(took["cp"]), "MB/s", "", 0, "with --sparse=always, to the disk")
+	b.addFigure("full-copy", "qemu-img", mb/median(took["qemu-img"]), "MB/s", "", 0, "convert, direct, to the disk")
+	b.addFigure("full-copy", "drover", mb/median(took["drover"]), "MB/s", "the better", best, "verified, with digests")
 	if err := b.in.client.Delete(ctx, snap); err != nil {
 		return err
 	}
@@ -267,7 +267,7 @@ func (b *bench) mergeOf(ctx context.Context, disk *stack.Disk, loop *uring.Loop,
 	if err != nil {
 		return errors.Join(err, r.Close())
 	}
-	b.add("index", what, float64(memory)/(float64(size)/(1<<30)), "bytes/GiB", "", 0,
+	b.addFigure("index", what, float64(memory)/(float64(size)/(1<<30)), "bytes/GiB", "", 0,
 		"two layers, alternating; worst case")
 	unix.Sync()
 	began := time.Now()
@@ -275,7 +275,7 @@ func (b *bench) mergeOf(ctx context.Context, disk *stack.Disk, loop *uring.Loop,
 	if err != nil || !did {
 		return errors.Join(err, r.Close(), fmt.Errorf("merged: %v", did))
 	}
-	b.add("merge", what, float64(size/2)/1e6/time.Since(began).Seconds(), "MB/s", "", 0,
+	b.addFigure("merge", what, float64(size/2)/1e6/time.Since(began).Seconds(), "MB/s", "", 0,
 		"of what is copied, digests included")
 	return errors.Join(r.Close(), disk.RemoveReplica(spec.UID))
 }

@@ -38,7 +38,7 @@ const ramp = 300 * time.Millisecond
 
 // fio runs a round of a job and returns IOPS, or MB/s for large blocks.
 func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
-	out, err := tool(ctx, "fio", "--name="+j.name, "--filename="+path, "--rw="+j.rw, "--bs="+j.bs,
+	out, err := runTool(ctx, "fio", "--name="+j.name, "--filename="+path, "--rw="+j.rw, "--bs="+j.bs,
 		"--iodepth="+strconv.Itoa(j.depth), "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--direct=1",
 		"--ioengine=libaio", "--time_based", "--runtime="+strconv.Itoa(b.seconds),
 		"--ramp_time="+strconv.FormatInt(ramp.Milliseconds(), 10)+"ms",
@@ -73,22 +73,22 @@ func (b *bench) fio(ctx context.Context, j job, path string) (float64, error) {
 	return s.Bytes / 1e6, nil
 }
 
-// fill writes all of a subject, because reads of holes are too fast.
-func (b *bench) fill(ctx context.Context, path string) error {
-	_, err := tool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write", "--bs=1m", "--iodepth=8", "--direct=1",
+// fillSubject writes all of a subject, because reads of holes are too fast.
+func (b *bench) fillSubject(ctx context.Context, path string) error {
+	_, err := runTool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write", "--bs=1m", "--iodepth=8", "--direct=1",
 		"--ioengine=libaio", "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m", "--end_fsync=1")
 	return err
 }
 
 // loopOn attaches a loop device with direct I/O to a file; the returned function detaches the device.
 func loopOn(ctx context.Context, path string) (string, func() error, error) {
-	out, err := tool(ctx, "losetup", "--find", "--show", "--direct-io=on", path)
+	out, err := runTool(ctx, "losetup", "--find", "--show", "--direct-io=on", path)
 	if err != nil {
 		return "", nil, err
 	}
 	dev := strings.TrimSpace(out)
 	return dev, func() error {
-		_, err := tool(context.Background(), "losetup", "-d", dev)
+		_, err := runTool(context.Background(), "losetup", "-d", dev)
 		return err
 	}, nil
 }
@@ -101,7 +101,7 @@ func (b *bench) devices(ctx context.Context) (err error) {
 	thin := filepath.Join(b.dir, "sparse")
 	fmt.Fprintln(os.Stderr, "preparing plain file, loop devices, a blank volume and one over an image ...")
 	for _, p := range []string{plain, looped} {
-		if err := b.fill(ctx, p); err != nil {
+		if err := b.fillSubject(ctx, p); err != nil {
 			return err
 		}
 	}
@@ -130,14 +130,14 @@ func (b *bench) devices(ctx context.Context) (err error) {
 	if err := os.Remove(raw); err != nil {
 		return err
 	}
-	blank, err := b.in.volume(ctx, "blank", "", size)
+	blank, err := b.in.attachNew(ctx, "blank", "", size)
 	if err != nil {
 		return err
 	}
-	if err := b.fill(ctx, blank); err != nil {
+	if err := b.fillSubject(ctx, blank); err != nil {
 		return err
 	}
-	image, err := b.in.volume(ctx, "over-image", "base", size)
+	image, err := b.in.attachNew(ctx, "over-image", "base", size)
 	if err != nil {
 		return err
 	}
@@ -160,9 +160,9 @@ func (b *bench) devices(ctx context.Context) (err error) {
 		}
 		against := func(subject, baseline string) {
 			v, base := median(got[subject]), median(got[baseline])
-			b.add(j.name, subject, v, j.unit, baseline, base, "")
+			b.addFigure(j.name, subject, v, j.unit, baseline, base, "")
 			if j.depth == 1 && strings.HasPrefix(subject, "drover") {
-				b.add(j.name+"-added", subject, 1e6/v-1e6/base, "us", baseline, 0, "per I/O")
+				b.addFigure(j.name+"-added", subject, 1e6/v-1e6/base, "us", baseline, 0, "per I/O")
 			}
 		}
 		for _, s := range subjects {

@@ -43,11 +43,11 @@ func (b *bench) downloads(ctx context.Context) error {
 		if err := readAll(file); err != nil {
 			return err
 		}
-		if _, err := tool(ctx, "sync"); err != nil {
+		if _, err := runTool(ctx, "sync"); err != nil {
 			return err
 		}
 		began := time.Now()
-		if _, err := tool(ctx, "sh", "-c", "curl -sSf "+url+" | sha512sum"); err != nil {
+		if _, err := runTool(ctx, "sh", "-c", "curl -sSf "+url+" | sha512sum"); err != nil {
 			return err
 		}
 		curl = append(curl, float64(size)/1e6/time.Since(began).Seconds())
@@ -69,11 +69,13 @@ func (b *bench) downloads(ctx context.Context) error {
 			return err
 		}
 	}
-	b.add("image-download", "curl|sha512sum", median(curl), "MB/s", "curl|sha512sum", median(curl), "nothing is written")
-	b.add("image-download", "drover", median(ours), "MB/s", "curl|sha512sum", median(curl),
+	b.addFigure("image-download", "curl|sha512sum", median(curl), "MB/s", "curl|sha512sum", median(curl),
+		"nothing is written")
+	b.addFigure("image-download", "drover", median(ours), "MB/s", "curl|sha512sum", median(curl),
 		"durable, with SHA-512 and digests")
-	b.add("image-download", "drover-cpu", median(cpu), "s", "", 0, fmt.Sprintf("of serve, for %s", api.SizeText(size)))
-	b.add("image-download", "drover-memory", median(rss), "MiB", "", 0, "peak of serve above what it had before")
+	b.addFigure("image-download", "drover-cpu", median(cpu), "s", "", 0,
+		fmt.Sprintf("of serve, for %s", api.SizeText(size)))
+	b.addFigure("image-download", "drover-memory", median(rss), "MiB", "", 0, "peak of serve above what it had before")
 	return os.Remove(file)
 }
 

@@ -45,7 +45,7 @@ func (b *bench) formats(ctx context.Context, size int64) error {
 	made := false
 	var errs []error
 	for _, f := range samples {
-		if !b.wanted("images", "formats", f.name) {
+		if !b.isWanted("images", "formats", f.name) {
 			continue
 		}
 		if !made {
@@ -55,17 +55,17 @@ func (b *bench) formats(ctx context.Context, size int64) error {
 			}
 			made = true
 		}
-		if err := b.format(ctx, f.name, f.make, f.tool, raw, size); err != nil {
+		if err := b.measureFormat(ctx, f.name, f.make, f.tool, raw, size); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", f.name, err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func (b *bench) format(ctx context.Context, name, with, convert, raw string, size int64) error {
+func (b *bench) measureFormat(ctx context.Context, name, with, convert, raw string, size int64) error {
 	image, copied := filepath.Join(b.dir, "image."+name), filepath.Join(b.dir, "copied")
 	defer func() { _, _ = os.Remove(image), os.Remove(copied) }()
-	if _, err := shell(ctx, with, raw, image); err != nil {
+	if _, err := runShell(ctx, with, raw, image); err != nil {
 		return err
 	}
 	rounds := min(b.rounds, 3)
@@ -75,18 +75,18 @@ func (b *bench) format(ctx context.Context, name, with, convert, raw string, siz
 	var own, other []spent
 	for range rounds {
 		for _, step := range []func() error{func() error {
-			s, err := b.imported(ctx, name, image)
+			s, err := b.importAndDelete(ctx, name, image)
 			own = append(own, s)
 			return err
 		}, func() error {
-			s, err := shell(ctx, convert, image, copied)
+			s, err := runShell(ctx, convert, image, copied)
 			other = append(other, s)
 			return err
 		}} {
 			if err := readAll(image); err != nil { // page cache for all subjects
 				return err
 			}
-			if _, err := tool(ctx, "sync"); err != nil {
+			if _, err := runTool(ctx, "sync"); err != nil {
 				return err
 			}
 			if err := step(); err != nil {
@@ -99,18 +99,18 @@ func (b *bench) format(ctx context.Context, name, with, convert, raw string, siz
 	}
 	var hash []float64
 	for range rounds {
-		s, err := shell(ctx, "sha512sum $in > $out", image, copied)
+		s, err := runShell(ctx, "sha512sum $in > $out", image, copied)
 		if err != nil {
 			return err
 		}
 		hash = append(hash, s.seconds)
 	}
-	b.told(name, strings.Fields(convert)[0], own, other, median(hash), float64(size)/1e6)
+	b.addFormat(name, strings.Fields(convert)[0], own, other, median(hash), float64(size)/1e6)
 	return nil
 }
 
-// told records the figures of a format.
-func (b *bench) told(format, toolName string, own, other []spent, hash, mb float64) {
+// addFormat records the figures of a format.
+func (b *bench) addFormat(format, toolName string, own, other []spent, hash, mb float64) {
 	of := func(all []spent, what func(spent) float64) float64 {
 		var v []float64
 		for _, s := range all {
@@ -124,23 +124,23 @@ func (b *bench) told(format, toolName string, own, other []spent, hash, mb float
 	if limit := mb / hash; limit < t {
 		note += fmt.Sprintf("; sha512sum of the file alone: %.0f MB/s, ratio to that %.2f", limit, o/limit)
 	}
-	b.add(name, toolName, t, "MB/s", "", 0, "not durable when it ends")
+	b.addFigure(name, toolName, t, "MB/s", "", 0, "not durable when it ends")
 	if limit := mb / hash; strings.HasPrefix(format, "raw") && limit < t { // hashing bounds every import
-		b.add(name, "drover", o, "MB/s", "sha512sum", limit, "durable, with SHA-512 and digests; SHA-512 is the limit")
+		b.addFigure(name, "drover", o, "MB/s", "sha512sum", limit, "durable, with SHA-512 and digests; SHA-512 is the limit")
 	} else {
-		b.add(name, "drover", o, "MB/s", toolName, t, note)
+		b.addFigure(name, "drover", o, "MB/s", toolName, t, note)
 	}
 	cpu := func(s spent) float64 { return s.cpu }
 	rss := func(s spent) float64 { return float64(s.rss) / (1 << 20) }
 	du := func(s spent) float64 { return float64(s.disk) / (1 << 20) }
-	b.add(name+"-cpu", "drover", of(own, cpu), "s", toolName, of(other, cpu), "processor time")
-	b.add(name+"-memory", "drover", of(own, rss), "MiB", "", 0,
+	b.addFigure(name+"-cpu", "drover", of(own, cpu), "s", toolName, of(other, cpu), "processor time")
+	b.addFigure(name+"-memory", "drover", of(own, rss), "MiB", "", 0,
 		fmt.Sprintf("peak above idle; %s: %.0f MiB in all", toolName, of(other, rss)))
-	b.add(name+"-du", "drover", of(own, du), "MiB", toolName, of(other, du), "on the disk")
+	b.addFigure(name+"-du", "drover", of(own, du), "MiB", toolName, of(other, du), "on the disk")
 }
 
-// shell runs a shell command with $in and $out set.
-func shell(ctx context.Context, command, in, out string) (spent, error) {
+// runShell runs a shell command with $in and $out set.
+func runShell(ctx context.Context, command, in, out string) (spent, error) {
 	var said strings.Builder
 	cmd := exec.CommandContext(ctx, "sh", "-c", command)
 	cmd.Env = append(os.Environ(), "in="+in, "out="+out)
@@ -162,11 +162,11 @@ func shell(ctx context.Context, command, in, out string) (spent, error) {
 	return s, nil
 }
 
-// imported imports a file and deletes the image again.
-func (b *bench) imported(ctx context.Context, name, file string) (s spent, err error) {
+// importAndDelete imports a file and deletes the image again.
+func (b *bench) importAndDelete(ctx context.Context, name, file string) (s spent, err error) {
 	name = strings.ToLower("fmt-" + name)
 	pid := b.in.cmd.Process.Pid
-	before, cpu, err := status(pid, true)
+	before, cpu, err := processStatus(pid, true)
 	if err != nil {
 		return s, err
 	}
@@ -175,19 +175,19 @@ func (b *bench) imported(ctx context.Context, name, file string) (s spent, err e
 		return s, err
 	}
 	s.seconds = time.Since(began).Seconds()
-	peak, after, err := status(pid, false)
+	peak, after, err := processStatus(pid, false)
 	if err != nil {
 		return s, err
 	}
 	s.cpu, s.rss = after-cpu, peak-before
-	if s.disk, err = allocated(b.in.disk); err != nil {
+	if s.disk, err = allocatedBytes(b.in.disk); err != nil {
 		return s, err
 	}
 	return s, b.in.deleteImage(ctx, name)
 }
 
-// status returns the peak of a process's memory in bytes since the last reset, and the CPU time in seconds.
-func status(pid int, reset bool) (peak int64, cpu float64, err error) {
+// processStatus returns the peak of a process's memory in bytes since the last reset, and the CPU time in seconds.
+func processStatus(pid int, reset bool) (peak int64, cpu float64, err error) {
 	proc := fmt.Sprintf("/proc/%d/", pid)
 	if reset { // resets the peak to the current memory
 		if err := os.WriteFile(proc+"clear_refs", []byte("5"), 0); err != nil {
@@ -220,8 +220,8 @@ func status(pid int, reset bool) (peak int64, cpu float64, err error) {
 	return peak << 10, cpu, nil
 }
 
-// allocated returns the allocated size of a disk's layers.
-func allocated(disk string) (n int64, err error) {
+// allocatedBytes returns the allocated size of a disk's layers.
+func allocatedBytes(disk string) (n int64, err error) {
 	names, err := filepath.Glob(filepath.Join(disk, "layers", "*", "data"))
 	for _, name := range names {
 		var st syscall.Stat_t

@@ -80,8 +80,8 @@ func hasGoal(name string) bool {
 	return slices.ContainsFunc(goals, func(g goal) bool { return g.name == name })
 }
 
-// judge records the goal of a figure, and a miss.
-func (r *result) judge() {
+// judgeGoal records the goal of a figure, and a miss.
+func (r *result) judgeGoal() {
 	for _, g := range goals {
 		name, err := path.Match(g.name, r.Name)
 		subject, serr := path.Match(g.subject, r.Subject)

@@ -25,7 +25,7 @@ func TestGoals(t *testing.T) {
 		{result{Name: "image-import-gz", Subject: "drover", Baseline: "gzip", Ratio: 0.9}, true, true},
 		{result{Name: "image-import-gz-du", Subject: "drover", Baseline: "gzip", Ratio: 1.06}, true, true},
 	} {
-		if c.r.judge(); (c.r.Goal != "") != c.has || c.r.Missed != c.missed {
+		if c.r.judgeGoal(); (c.r.Goal != "") != c.has || c.r.Missed != c.missed {
 			t.Errorf("%s of %s: goal %q, missed %v", c.r.Name, c.r.Subject, c.r.Goal, c.r.Missed)
 		}
 	}

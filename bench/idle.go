@@ -30,12 +30,12 @@ func (b *bench) idle(ctx context.Context) (err error) {
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	began := time.Now()
-	in, err := start(ctx, b.drover, dir)
+	in, err := startInstance(ctx, b.drover, dir)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, in.stop()) }()
-	b.add("serve", "start", time.Since(began).Seconds(), "s", "", 0, "empty folder; until its disk is ready")
+	b.addFigure("serve", "start", time.Since(began).Seconds(), "s", "", 0, "empty folder; until its disk is ready")
 	if err := b.atRest(ctx, in, "fresh"); err != nil {
 		return err
 	}
@@ -60,7 +60,7 @@ func (b *bench) idle(ctx context.Context) (err error) {
 	g.SetLimit(8)
 	for i := range attached {
 		g.Go(func() error {
-			_, err := in.volume(all, fmt.Sprintf("attached-%d", i), "", 1<<30)
+			_, err := in.attachNew(all, fmt.Sprintf("attached-%d", i), "", 1<<30)
 			return err
 		})
 	}
@@ -72,7 +72,7 @@ func (b *bench) idle(ctx context.Context) (err error) {
 
 // comeAndGo creates a volume, attaches the volume, writes, and deletes the volume.
 func (in *instance) comeAndGo(ctx context.Context, name string) error {
-	dev, err := in.volume(ctx, name, "", 1<<30)
+	dev, err := in.attachNew(ctx, name, "", 1<<30)
 	if err != nil {
 		return err
 	}
@@ -106,15 +106,15 @@ func (b *bench) atRest(ctx context.Context, in *instance, subject string) error 
 	if err != nil {
 		return err
 	}
-	b.add("serve-idle-rss", subject, float64(rss)/1024, "MiB", "", 0, "sum of its three processes")
-	b.add("serve-idle-pss", subject, float64(pss)/1024, "MiB", "", 0, "what they share counted once")
+	b.addFigure("serve-idle-rss", subject, float64(rss)/1024, "MiB", "", 0, "sum of its three processes")
+	b.addFigure("serve-idle-pss", subject, float64(pss)/1024, "MiB", "", 0, "what they share counted once")
 	const hz = 100 // USER_HZ, the same on every architecture of Go
-	b.add("serve-idle-cpu", subject, 100*float64(after-before)/hz/idleFor.Seconds(), "% of a core", "", 0, "")
+	b.addFigure("serve-idle-cpu", subject, 100*float64(after-before)/hz/idleFor.Seconds(), "% of a core", "", 0, "")
 	return nil
 }
 
-// settled waits until the data process has no background work: less than a tenth of a core for two seconds.
-func (in *instance) settled(ctx context.Context) error {
+// awaitIdle waits until the data process has no background work: less than a tenth of a core for two seconds.
+func (in *instance) awaitIdle(ctx context.Context) error {
 	pid, err := in.pid("data")
 	if err != nil {
 		return err

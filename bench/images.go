@@ -27,7 +27,7 @@ func (b *bench) fromImage(ctx context.Context) error {
 		for i := range max(b.rounds, 3) {
 			v := fmt.Sprintf("from-%s-%d", name, i)
 			began := time.Now()
-			if _, err := b.in.volume(ctx, v, name, gib<<30); err != nil {
+			if _, err := b.in.attachNew(ctx, v, name, gib<<30); err != nil {
 				return err
 			}
 			took = append(took, time.Since(began).Seconds())
@@ -35,7 +35,7 @@ func (b *bench) fromImage(ctx context.Context) error {
 				return err
 			}
 		}
-		b.add("volume-from-image", fmt.Sprintf("image-of-%d-GiB", gib), median(took), "s", "", 0, "request to device")
+		b.addFigure("volume-from-image", fmt.Sprintf("image-of-%d-GiB", gib), median(took), "s", "", 0, "request to device")
 		if err := b.in.deleteImage(ctx, name); err != nil {
 			return err
 		}

@@ -15,7 +15,7 @@ var ofHeap = regexp.MustCompile(`([0-9.]+) MiB of heap`)
 // index measures the index of a volume of 1 TiB by the test that simulates such volumes, without a disk of such a size.
 func (b *bench) index(ctx context.Context) error {
 	const test = "TestIndexMemory"
-	out, err := tool(ctx, "go", "test", "-json", "-count=1", "-run", "^"+test+"$", "./replicas/stack")
+	out, err := runTool(ctx, "go", "test", "-json", "-count=1", "-run", "^"+test+"$", "./replicas/stack")
 	if err != nil {
 		return err
 	}
@@ -35,7 +35,7 @@ func (b *bench) index(ctx context.Context) error {
 		}
 		found = true
 		subject := strings.ReplaceAll(strings.TrimPrefix(line.Test, test+"/"), "_", " ")
-		b.add("index-of-1-TiB", subject, v, "MiB", "", 0, "simulated")
+		b.addFigure("index-of-1-TiB", subject, v, "MiB", "", 0, "simulated")
 	}
 	if !found {
 		return fmt.Errorf("%s says nothing of memory", test)

@@ -40,8 +40,8 @@ type instance struct {
 	node                     string
 }
 
-// start runs serve and returns when the node has a ready disk. more are further disks.
-func start(ctx context.Context, drover, dir string, more ...string) (in *instance, err error) {
+// startInstance runs serve and returns when the node has a ready disk. more are further disks.
+func startInstance(ctx context.Context, drover, dir string, more ...string) (in *instance, err error) {
 	state := filepath.Join(dir, "state")
 	in = &instance{drover: drover, state: state, disk: filepath.Join(dir, "disk"),
 		kubeconfig: filepath.Join(state, "kubeconfig"), log: filepath.Join(dir, "serve.log"), ended: make(chan error, 1)}
@@ -85,7 +85,7 @@ func start(ctx context.Context, drover, dir string, more ...string) (in *instanc
 	}()
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, in.stop(), in.tail())
+			err = errors.Join(err, in.stop(), in.logTail())
 		}
 	}()
 	select {
@@ -101,7 +101,7 @@ func start(ctx context.Context, drover, dir string, more ...string) (in *instanc
 	return in, in.connect(ctx)
 }
 
-func (in *instance) tail() error {
+func (in *instance) logTail() error {
 	raw, err := os.ReadFile(in.log)
 	if err != nil {
 		return err
@@ -138,8 +138,8 @@ func (in *instance) connect(ctx context.Context) error {
 
 func (in *instance) pid(role string) (int, error) { return pidIn(in.state, role) }
 
-// told returns the last lines of a process's log.
-func (in *instance) told(role string) string {
+// roleLog returns the last lines of a process's log.
+func (in *instance) roleLog(role string) string {
 	raw, err := os.ReadFile(filepath.Join(in.state, "log", role+".log"))
 	if err != nil {
 		return err.Error()
@@ -185,7 +185,7 @@ func (in *instance) stop() error {
 	errs = append(errs, in.cmd.Process.Signal(syscall.SIGTERM))
 	select {
 	case err := <-in.ended:
-		if err != nil && in.late() {
+		if err != nil && in.gracePeriodEnded() {
 			err = nil // parts of serve exceed the grace period on a busy computer
 		}
 		errs = append(errs, err)
@@ -205,8 +205,8 @@ func (in *instance) stop() error {
 	return errors.Join(errs...)
 }
 
-// late reports whether serve logged the end of the grace period.
-func (in *instance) late() bool {
+// gracePeriodEnded reports whether serve logged the end of the grace period.
+func (in *instance) gracePeriodEnded() bool {
 	raw, err := os.ReadFile(in.log)
 	return err == nil && bytes.Contains(raw[max(0, len(raw)-4000):], []byte("grace period"))
 }
@@ -258,7 +258,7 @@ func (in *instance) metric(ctx context.Context, name, volume, label string) (flo
 	return 0, fmt.Errorf("%s of volume %s is not among the metrics", name, volume)
 }
 
-func (in *instance) volume(ctx context.Context, name, image string, size int64) (string, error) {
+func (in *instance) attachNew(ctx context.Context, name, image string, size int64) (string, error) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, BackingImage: image}}
 	v.Name = name
 	if err := in.client.Create(ctx, v); err != nil {
@@ -338,8 +338,8 @@ func (in *instance) deleteImage(ctx context.Context, name string) error {
 	return await.Gone(ctx, in.client, &i, nil)
 }
 
-// tool runs a program. The error carries the program's output.
-func tool(ctx context.Context, name string, args ...string) (string, error) {
+// runTool runs a program. The error carries the program's output.
+func runTool(ctx context.Context, name string, args ...string) (string, error) {
 	var said strings.Builder
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Stderr = &said

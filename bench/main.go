@@ -48,15 +48,15 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, o); err != nil {
+	if err := runBench(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, o options) (err error) {
+func runBench(ctx context.Context, o options) (err error) {
 	b := &bench{options: o}
-	if err := b.known(); err != nil {
+	if err := b.checkOnly(); err != nil {
 		return err
 	}
 	if os.Geteuid() != 0 {
@@ -70,27 +70,28 @@ func run(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	in, err := start(ctx, o.drover, dir)
+	in, err := startInstance(ctx, o.drover, dir)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, in.stop()) }()
-	b = &bench{options: o, dir: dir, in: in, loadBefore: load()}
-	err = b.all(ctx)
+	b = &bench{options: o, dir: dir, in: in, loadBefore: loadAverage()}
+	err = b.measureAll(ctx)
 	if len(b.results) > 0 { // figures from before an error count too
-		b.print(os.Stdout)
+		b.printReport(os.Stdout)
 	}
-	return errors.Join(err, b.write(o.out))
+	return errors.Join(err, b.writeReport(o.out))
 }
 
 // sectionTime bounds a section: a stalled section fails.
 const sectionTime = 15 * time.Minute
 
-// all measures the sections in order. all reports failures at the end, and continues after a failed section.
-func (b *bench) all(ctx context.Context) error {
+// measureAll measures the sections in order. measureAll reports failures at the end, and continues after a failed
+// section.
+func (b *bench) measureAll(ctx context.Context) error {
 	var errs []error
 	for _, s := range b.sections() {
-		if !b.wanted(append(s.parts, s.name)...) {
+		if !b.isWanted(append(s.parts, s.name)...) {
 			continue
 		}
 		b.section = s.name

@@ -22,8 +22,8 @@ type other struct {
 	cmd       *exec.Cmd
 }
 
-// begin starts the node and returns when the disk is ready.
-func (o *other) begin(ctx context.Context, in *instance) error {
+// startNode starts the node and returns when the disk is ready.
+func (o *other) startNode(ctx context.Context, in *instance) error {
 	log, err := os.OpenFile(filepath.Join(o.dir, "serve.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
 		return err
@@ -76,8 +76,8 @@ func pidIn(state, role string) (int, error) {
 	return of.Pid, nil
 }
 
-// end stops the node and all its processes.
-func (o *other) end() error {
+// stopNode stops the node and all its processes.
+func (o *other) stopNode() error {
 	if o.cmd == nil {
 		return nil
 	}

@@ -24,7 +24,7 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 	}{{"1-local", []string{here}, false}, {"3-replicas", []string{here, "far-1", "far-2"}, false},
 		{"1-local-beside-merges", []string{here}, true}} {
 		name := "r-killed-" + s.name
-		dev, err := b.replicated(ctx, name, s.nodes, b.sizeMiB<<20)
+		dev, err := b.attachReplicated(ctx, name, s.nodes, b.sizeMiB<<20)
 		if err != nil {
 			return err
 		}
@@ -32,7 +32,7 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 		for range max(b.rounds, 5) {
 			merges := s.beside && len(waits)%2 == 0 // otherwise Drover removes merged layers
 			if s.beside {
-				if err := b.leftovers(ctx, !merges); err != nil {
+				if err := b.makeLeftovers(ctx, !merges); err != nil {
 					return err
 				}
 			}
@@ -40,7 +40,7 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 			if err != nil {
 				return err
 			}
-			worst, err := b.under(ctx, dev, func() error {
+			worst, err := b.longestWrite(ctx, dev, func() error {
 				if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
 					return err
 				}
@@ -50,7 +50,8 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 				return err
 			}
 			if waits = append(waits, worst); worst > 2 {
-				fmt.Fprintf(os.Stderr, "a write took %.1f s after a kill; the data process told:\n%s\n", worst, b.in.told("data"))
+				fmt.Fprintf(os.Stderr, "a write took %.1f s after a kill; the data process told:\n%s\n", worst,
+					b.in.roleLog("data"))
 			}
 			if merges {
 				if err := b.in.deleteVolume(ctx, "r-fragments"); err != nil {
@@ -58,7 +59,7 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 				}
 			}
 		}
-		b.add("killed-to-next-io", s.name, median(waits), "s", "", 0,
+		b.addFigure("killed-to-next-io", s.name, median(waits), "s", "", 0,
 			fmt.Sprintf("kill -9 of the data process; longest of %d: %.2f s", len(waits), percentile(waits, 100)))
 		if err := b.in.deleteVolume(ctx, name); err != nil {
 			return err
@@ -67,27 +68,27 @@ func (b *bench) kills(ctx context.Context, _ []*other) error {
 	return nil
 }
 
-// leftovers creates a volume with several snapshots of scattered single blocks, and deletes the snapshots, so that
-// Drover merges the layers. With all, leftovers also deletes the volume.
-func (b *bench) leftovers(ctx context.Context, all bool) error {
+// makeLeftovers creates a volume with several snapshots of scattered single blocks, and deletes the snapshots, so that
+// Drover merges the layers. With all, makeLeftovers also deletes the volume.
+func (b *bench) makeLeftovers(ctx context.Context, all bool) error {
 	const name, cuts = "r-fragments", 6
-	dev, err := b.replicated(ctx, name, []string{b.in.node}, b.sizeMiB<<20)
+	dev, err := b.attachReplicated(ctx, name, []string{b.in.node}, b.sizeMiB<<20)
 	if err != nil {
 		return err
 	}
-	if err := b.fill(ctx, dev); err != nil {
+	if err := b.fillSubject(ctx, dev); err != nil {
 		return err
 	}
 	for i := range cuts {
 		if _, err := b.fio(ctx, job{"fragments", "randwrite", "4k", "iops", 32}, dev); err != nil {
 			return err
 		}
-		if err := b.cut(ctx, name, fmt.Sprintf("fragments-%d", i)); err != nil {
+		if err := b.createSnapshot(ctx, name, fmt.Sprintf("fragments-%d", i)); err != nil {
 			return err
 		}
 	}
 	for i := range cuts {
-		if err := b.uncut(ctx, fmt.Sprintf("fragments-%d", i)); err != nil {
+		if err := b.deleteSnapshot(ctx, fmt.Sprintf("fragments-%d", i)); err != nil {
 			return err
 		}
 	}
@@ -100,10 +101,10 @@ func (b *bench) leftovers(ctx context.Context, all bool) error {
 	return nil
 }
 
-// under runs do while pulse writes block after block, and returns the duration of the longest write in seconds.
-func (b *bench) under(ctx context.Context, dev string, do func() error) (float64, error) {
+// longestWrite runs do while pulse writes block after block, and returns the duration of the longest write in seconds.
+func (b *bench) longestWrite(ctx context.Context, dev string, do func() error) (float64, error) {
 	p := &pulse{}
-	stop, err := p.start(dev)
+	stop, err := p.startWrites(dev)
 	if err != nil {
 		return 0, err
 	}
@@ -119,18 +120,18 @@ func (b *bench) under(ctx context.Context, dev string, do func() error) (float64
 func (b *bench) outage(ctx context.Context, others []*other) error {
 	const volume = "r-outage"
 	o := others[0]
-	dev, err := b.replicated(ctx, volume, []string{b.in.node, others[0].name, others[1].name}, b.sizeMiB<<20)
+	dev, err := b.attachReplicated(ctx, volume, []string{b.in.node, others[0].name, others[1].name}, b.sizeMiB<<20)
 	if err != nil {
 		return err
 	}
-	if err := b.fill(ctx, dev); err != nil {
+	if err := b.fillSubject(ctx, dev); err != nil {
 		return err
 	}
 	pid, err := o.pid("data")
 	if err != nil {
 		return err
 	}
-	worst, err := b.under(ctx, dev, func() error {
+	worst, err := b.longestWrite(ctx, dev, func() error {
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
 			return err
 		}
@@ -139,13 +140,13 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	if err != nil {
 		return err
 	}
-	b.add("replica-killed-longest-write", "3-replicas", worst, "s", "", 0,
+	b.addFigure("replica-killed-longest-write", "3-replicas", worst, "s", "", 0,
 		"kill -9 of its process, which is started again")
-	worst, err = b.under(ctx, dev, func() error {
-		if err := o.end(); err != nil {
+	worst, err = b.longestWrite(ctx, dev, func() error {
+		if err := o.stopNode(); err != nil {
 			return err
 		}
-		if err := b.whole(ctx, volume, 2); err != nil {
+		if err := b.awaitMembers(ctx, volume, 2); err != nil {
 			return err
 		}
 		return sleep(ctx, time.Second)
@@ -153,11 +154,11 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	if err != nil {
 		return err
 	}
-	b.add("replica-lost-longest-write", "3-replicas", worst, "s", "", 0,
+	b.addFigure("replica-lost-longest-write", "3-replicas", worst, "s", "", 0,
 		"its node is stopped for good: until it is dropped")
 	// Meanwhile writes change a hundredth of the blocks.
 	changed := b.sizeMiB << 20 / 100 / 4096 * 4096
-	if _, err := tool(ctx, "fio", "--name=delta", "--filename="+dev, "--rw=randwrite", "--bs=4k", "--iodepth=16",
+	if _, err := runTool(ctx, "fio", "--name=delta", "--filename="+dev, "--rw=randwrite", "--bs=4k", "--iodepth=16",
 		"--direct=1", "--ioengine=libaio", "--size="+strconv.FormatInt(b.sizeMiB, 10)+"m",
 		"--io_size="+strconv.FormatInt(changed, 10), "--end_fsync=1"); err != nil {
 		return err
@@ -168,12 +169,12 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	}
 	w := b.watchRebuild(ctx, volume)
 	began := time.Now()
-	if err := o.begin(ctx, b.in); err != nil {
-		return errors.Join(err, w.end())
+	if err := o.startNode(ctx, b.in); err != nil {
+		return errors.Join(err, w.stopWatching())
 	}
-	err = b.whole(ctx, volume, 3)
+	err = b.awaitMembers(ctx, volume, 3)
 	took := time.Since(began)
-	if err := errors.Join(err, w.end()); err != nil {
+	if err := errors.Join(err, w.stopWatching()); err != nil {
 		return err
 	}
 	sent := before
@@ -185,11 +186,11 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 			return err
 		}
 	}
-	b.add("rebuild-delta", "3-replicas", took.Seconds(), "s", "", 0, fmt.Sprintf("from the start of "+
+	b.addFigure("rebuild-delta", "3-replicas", took.Seconds(), "s", "", 0, fmt.Sprintf("from the start of "+
 		"the node's processes; %.1f s from the first contact; 1 %% of %d MiB was written at random",
-		w.took(began.Add(took)), b.sizeMiB))
-	b.add("rebuild-delta-bytes", "3-replicas", (sent-before)/(1<<20), "MiB", "what was written", float64(changed)/(1<<20),
-		"that travelled")
+		w.secondsUntil(began.Add(took)), b.sizeMiB))
+	b.addFigure("rebuild-delta-bytes", "3-replicas", (sent-before)/(1<<20), "MiB", "what was written",
+		float64(changed)/(1<<20), "that travelled")
 	return nil
 }
 
@@ -199,8 +200,8 @@ type pulse struct{ longest atomic.Int64 }
 func (p *pulse) reset()               { p.longest.Store(0) }
 func (p *pulse) worst() time.Duration { return time.Duration(p.longest.Load()) }
 
-// start starts the writes; the returned function ends the writes.
-func (p *pulse) start(dev string) (func() error, error) {
+// startWrites starts the writes; the returned function ends the writes.
+func (p *pulse) startWrites(dev string) (func() error, error) {
 	fd, err := unix.Open(dev, unix.O_RDWR|unix.O_DIRECT|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, err

@@ -49,7 +49,7 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 	var cuts, without []window
 	for i := range pauseCuts {
 		from := time.Now()
-		if err = b.cut(ctx, name, fmt.Sprintf("pause-%d", i)); err != nil {
+		if err = b.createSnapshot(ctx, name, fmt.Sprintf("pause-%d", i)); err != nil {
 			break
 		}
 		cut := window{from, time.Now()}
@@ -69,16 +69,17 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 	usual, usualGap := inWindows(all, without)
 	for _, p := range []float64{50, 99} {
 		figure := fmt.Sprintf("%s-p%.0f", figures, p)
-		b.add(figure, "no write ends", percentile(gap, p), "ms", "fsync", percentile(syncs, p),
+		b.addFigure(figure, "no write ends", percentile(gap, p), "ms", "fsync", percentile(syncs, p),
 			fmt.Sprintf("32 writers, %d cuts; beside it syncs of a file on the disk meanwhile", pauseCuts))
-		b.add(figure, "the same, no cut", percentile(usualGap, p), "ms", "", 0, "in windows of the same length, in turn")
-		b.add(figure, "added by a cut", percentile(gap, p)-percentile(usualGap, p), "ms", "fsync", percentile(syncs, p),
+		b.addFigure(figure, "the same, no cut", percentile(usualGap, p), "ms", "", 0,
+			"in windows of the same length, in turn")
+		b.addFigure(figure, "added by a cut", percentile(gap, p)-percentile(usualGap, p), "ms", "fsync", percentile(syncs, p),
 			"the first less the second: the pause itself")
-		b.add(figure, "longest write", percentile(longest, p), "ms", "no cut", percentile(usual, p),
+		b.addFigure(figure, "longest write", percentile(longest, p), "ms", "no cut", percentile(usual, p),
 			"of those in progress from the request to the snapshot")
 	}
 	for i := range cuts {
-		if err := b.uncut(ctx, fmt.Sprintf("pause-%d", i)); err != nil {
+		if err := b.deleteSnapshot(ctx, fmt.Sprintf("pause-%d", i)); err != nil {
 			return err
 		}
 	}
@@ -89,11 +90,11 @@ func (b *bench) pause(ctx context.Context, figures, name, dev string, size int64
 func (b *bench) cuts(ctx context.Context, _ []*other) error {
 	const name = "r-cuts"
 	size := b.sizeMiB << 20
-	dev, err := b.replicated(ctx, name, []string{b.in.node, "far-1"}, size)
+	dev, err := b.attachReplicated(ctx, name, []string{b.in.node, "far-1"}, size)
 	if err != nil {
 		return err
 	}
-	if err := b.fill(ctx, dev); err != nil {
+	if err := b.fillSubject(ctx, dev); err != nil {
 		return err
 	}
 	return b.pause(ctx, "snapshot-pause-2-replicas", name, dev, size)

@@ -32,7 +32,7 @@ func (b *bench) rebuilds(ctx context.Context, others []*other) error {
 func (b *bench) copies(ctx context.Context) error {
 	from, to := filepath.Join(b.dir, "copy-from"), filepath.Join(b.dir, "copy-to")
 	defer func() { _ = os.Remove(from) }()
-	if err := b.fill(ctx, from); err != nil {
+	if err := b.fillSubject(ctx, from); err != nil {
 		return err
 	}
 	commands := map[string]string{"cp": "cp --sparse=never --reflink=never " + from + " " + to + " && sync " + to}
@@ -45,11 +45,11 @@ func (b *bench) copies(ctx context.Context) error {
 			if commands[name] == "" {
 				break
 			}
-			if err := cold(from); err != nil {
+			if err := dropPageCache(from); err != nil {
 				return err
 			}
 			began := time.Now()
-			if _, err := tool(ctx, "sh", "-c", commands[name]); err != nil {
+			if _, err := runTool(ctx, "sh", "-c", commands[name]); err != nil {
 				return err
 			}
 			took = append(took, float64(b.sizeMiB<<20)/1e6/time.Since(began).Seconds())
@@ -60,7 +60,7 @@ func (b *bench) copies(ctx context.Context) error {
 		if len(took) == 0 {
 			continue
 		}
-		b.add("rebuild-full-dense", name, median(took), "MB/s", "", 0,
+		b.addFigure("rebuild-full-dense", name, median(took), "MB/s", "", 0,
 			"a file of that size, read from the disk and written to it")
 		if name == "cp" {
 			b.copied = median(took)
@@ -73,13 +73,13 @@ func (b *bench) copies(ctx context.Context) error {
 func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) error {
 	name := "r-full-" + kind
 	two, three := []string{b.in.node, others[0].name}, []string{b.in.node, others[0].name, others[1].name}
-	dev, err := b.replicated(ctx, name, two, b.sizeMiB<<20)
+	dev, err := b.attachReplicated(ctx, name, two, b.sizeMiB<<20)
 	if err != nil {
 		return err
 	}
 	bytes := b.sizeMiB << 20
 	if kind == "dense" {
-		err = b.fill(ctx, dev)
+		err = b.fillSubject(ctx, dev)
 	} else {
 		bytes /= 2
 		err = b.fragment(ctx, dev)
@@ -89,7 +89,7 @@ func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) e
 	}
 	var rates, all []float64
 	for range b.rounds {
-		copying, took, err := b.third(ctx, name, two, three)
+		copying, took, err := b.measureThird(ctx, name, two, three)
 		if err != nil {
 			return err
 		}
@@ -102,7 +102,7 @@ func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) e
 		if b.loopback > 0 && b.loopback < limit {
 			limit, what = b.loopback, "loopback"
 		}
-		b.add("rebuild-full-"+kind, "drover", median(rates), "MB/s", what, limit, note)
+		b.addFigure("rebuild-full-"+kind, "drover", median(rates), "MB/s", what, limit, note)
 	} else {
 		limit, err := b.fragments(ctx)
 		if err != nil {
@@ -112,7 +112,7 @@ func (b *bench) fullRebuild(ctx context.Context, others []*other, kind string) e
 		if limit > 200 {
 			limit, what = 200, "200 MB/s"
 		}
-		b.add("rebuild-full-"+kind, "drover", median(rates), "MB/s", what, limit, note)
+		b.addFigure("rebuild-full-"+kind, "drover", median(rates), "MB/s", what, limit, note)
 	}
 	return b.in.deleteVolume(ctx, name)
 }
@@ -134,12 +134,12 @@ func (b *bench) fragments(ctx context.Context) (float64, error) {
 			return 0, err
 		}
 		rates = append(rates, float64(b.sizeMiB<<20/2)/1e6/time.Since(began).Seconds())
-		if err := cold(file); err != nil {
+		if err := dropPageCache(file); err != nil {
 			return 0, err
 		}
 		to := file + "-copy"
 		began = time.Now()
-		if _, err := tool(ctx, "sh", "-c", "cp --sparse=auto --reflink=never "+file+" "+to+" && sync "+to); err != nil {
+		if _, err := runTool(ctx, "sh", "-c", "cp --sparse=auto --reflink=never "+file+" "+to+" && sync "+to); err != nil {
 			return 0, err
 		}
 		copies = append(copies, float64(b.sizeMiB<<20/2)/1e6/time.Since(began).Seconds())
@@ -147,9 +147,9 @@ func (b *bench) fragments(ctx context.Context) (float64, error) {
 			return 0, err
 		}
 	}
-	b.add("rebuild-full-fragmented", "cp", median(copies), "MB/s", "", 0,
+	b.addFigure("rebuild-full-fragmented", "cp", median(copies), "MB/s", "", 0,
 		"such a file, read from the disk and written to it")
-	b.add("rebuild-full-fragmented", "plain-file", median(rates), "MB/s", "", 0,
+	b.addFigure("rebuild-full-fragmented", "plain-file", median(rates), "MB/s", "", 0,
 		"a new file on the disk, written so by fio")
 	return median(rates), nil
 }
@@ -157,34 +157,35 @@ func (b *bench) fragments(ctx context.Context) (float64, error) {
 // fragment writes every second block of 4 KiB.
 func (b *bench) fragment(ctx context.Context, path string) error {
 	size := strconv.FormatInt(b.sizeMiB, 10) + "m"
-	_, err := tool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write:4k", "--bs=4k", "--iodepth=32", "--direct=1",
-		"--ioengine=libaio", "--size="+size, "--io_size="+strconv.FormatInt(b.sizeMiB<<20/2, 10), "--end_fsync=1")
+	_, err := runTool(ctx, "fio", "--name=fill", "--filename="+path, "--rw=write:4k", "--bs=4k", "--iodepth=32",
+		"--direct=1", "--ioengine=libaio", "--size="+size, "--io_size="+strconv.FormatInt(b.sizeMiB<<20/2, 10),
+		"--end_fsync=1")
 	return err
 }
 
-// third adds a third replica to a volume and removes the replica again. third returns the seconds since the engine
-// reported the rebuild, and since the change of the spec.
-func (b *bench) third(ctx context.Context, name string, two, three []string) (copying, took float64, err error) {
+// measureThird adds a third replica to a volume and removes the replica again. measureThird returns the seconds since
+// the engine reported the rebuild, and since the change of the spec.
+func (b *bench) measureThird(ctx context.Context, name string, two, three []string) (copying, took float64, err error) {
 	w := b.watchRebuild(ctx, name)
 	began := time.Now()
-	err = b.spread(ctx, name, three...)
+	err = b.setNodes(ctx, name, three...)
 	if err == nil {
-		err = b.whole(ctx, name, 3)
+		err = b.awaitMembers(ctx, name, 3)
 	}
 	done := time.Now()
-	if err := errors.Join(err, w.end()); err != nil {
+	if err := errors.Join(err, w.stopWatching()); err != nil {
 		return 0, 0, err
 	}
-	if err := b.spread(ctx, name, two...); err != nil {
+	if err := b.setNodes(ctx, name, two...); err != nil {
 		return 0, 0, err
 	}
-	if err := b.whole(ctx, name, 2); err != nil {
+	if err := b.awaitMembers(ctx, name, 2); err != nil {
 		return 0, 0, err
 	}
 	if err := b.replicasLeft(ctx, name, 2); err != nil {
 		return 0, 0, err
 	}
-	return w.took(done), done.Sub(began).Seconds(), nil
+	return w.secondsUntil(done), done.Sub(began).Seconds(), nil
 }
 
 // replicasLeft waits until a volume has at most n replicas, so that the replica of a former round is deleted.
@@ -213,7 +214,7 @@ func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 	two, three := []string{b.in.node, others[0].name}, []string{b.in.node, others[0].name, others[1].name}
 	names := []string{"r-none", "r-hundred"}
 	for _, name := range names {
-		dev, err := b.replicated(ctx, name, two, 64<<20)
+		dev, err := b.attachReplicated(ctx, name, two, 64<<20)
 		if err != nil {
 			return err
 		}
@@ -222,14 +223,14 @@ func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 		}
 	}
 	for i := range emptySnapshots {
-		if err := b.cut(ctx, names[1], fmt.Sprintf("empty-%d", i)); err != nil {
+		if err := b.createSnapshot(ctx, names[1], fmt.Sprintf("empty-%d", i)); err != nil {
 			return err
 		}
 	}
 	took := map[string][]float64{}
 	for range b.rounds {
 		for _, name := range names {
-			_, t, err := b.third(ctx, name, two, three)
+			_, t, err := b.measureThird(ctx, name, two, three)
 			if err != nil {
 				return err
 			}
@@ -237,7 +238,7 @@ func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 		}
 	}
 	with, without := median(took[names[1]]), median(took[names[0]])
-	b.add("rebuild-100-empty-snapshots", "added", with-without, "s", "", 0,
+	b.addFigure("rebuild-100-empty-snapshots", "added", with-without, "s", "", 0,
 		fmt.Sprintf("%.2f s from the wish with them, %.2f s without, 16 MiB of data", with, without))
 	var list api.SnapshotList
 	if err := b.in.client.List(ctx, &list); err != nil {
@@ -247,7 +248,7 @@ func (b *bench) manySnapshots(ctx context.Context, others []*other) error {
 		if s.Spec.Volume != names[1] || !strings.HasPrefix(s.Name, "empty-") {
 			continue
 		}
-		if err := b.uncut(ctx, s.Name); err != nil {
+		if err := b.deleteSnapshot(ctx, s.Name); err != nil {
 			return err
 		}
 	}
@@ -277,15 +278,15 @@ func (b *bench) watchRebuild(ctx context.Context, volume string) *watch {
 	return w
 }
 
-// end stops watching.
-func (w *watch) end() error {
+// stopWatching stops watching.
+func (w *watch) stopWatching() error {
 	w.cancel()
 	<-w.done
 	w.first.CompareAndSwap(0, w.began.UnixNano()) // the rebuild ended before the Attachment reported it
 	return nil
 }
 
-// took returns the seconds since the first report.
-func (w *watch) took(until time.Time) float64 {
+// secondsUntil returns the seconds since the first report.
+func (w *watch) secondsUntil(until time.Time) float64 {
 	return until.Sub(time.Unix(0, w.first.Load())).Seconds()
 }

@@ -36,39 +36,39 @@ func (b *bench) replication(ctx context.Context) (err error) {
 		if err := os.MkdirAll(o.dir, 0o700); err != nil {
 			return err
 		}
-		defer func() { err = errors.Join(err, o.end()) }()
-		if err := o.begin(ctx, b.in); err != nil {
+		defer func() { err = errors.Join(err, o.stopNode()) }()
+		if err := o.startNode(ctx, b.in); err != nil {
 			return err
 		}
 		others = append(others, o)
 	}
-	defer func() { err = errors.Join(err, b.clear(others)) }() // before the nodes end: a detach needs the members
+	defer func() { err = errors.Join(err, b.deleteVolumes(others)) }() // before the nodes end: a detach needs the members
 	var errs []error
 	for _, part := range []struct {
 		name string
 		do   func(context.Context, []*other) error
 	}{{"members", b.members}, {"cuts", b.cuts}, {"kill", b.kills}, {"outage", b.outage}, {"rebuild", b.rebuilds}} {
-		if !b.wanted("replication", part.name) {
+		if !b.isWanted("replication", part.name) {
 			continue
 		}
 		fmt.Fprintf(os.Stderr, "replication: %s ...\n", part.name)
 		if err := part.do(ctx, others); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", part.name, err))
 		}
-		if err := b.clear(others); err != nil {
+		if err := b.deleteVolumes(others); err != nil {
 			return errors.Join(append(errs, err)...)
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// clear deletes the volumes of a part, also after a failure.
-func (b *bench) clear(others []*other) error {
+// deleteVolumes deletes the volumes of a part, also after a failure.
+func (b *bench) deleteVolumes(others []*other) error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	for _, o := range others {
 		if o.cmd == nil {
-			if err := o.begin(ctx, b.in); err != nil {
+			if err := o.startNode(ctx, b.in); err != nil {
 				return err
 			}
 		}
@@ -89,7 +89,7 @@ func (b *bench) clear(others []*other) error {
 // members measures I/O of volumes with one to three replicas, and of a plain file.
 func (b *bench) members(ctx context.Context, _ []*other) error {
 	plain := filepath.Join(b.dir, "plain-beside")
-	if err := b.fill(ctx, plain); err != nil {
+	if err := b.fillSubject(ctx, plain); err != nil {
 		return err
 	}
 	defer func() { _ = os.Remove(plain) }()
@@ -99,11 +99,11 @@ func (b *bench) members(ctx context.Context, _ []*other) error {
 		nodes []string
 	}{{"1-local", []string{b.in.node}}, {"1-remote", []string{"far-1"}}, {"2-replicas", []string{b.in.node, "far-1"}},
 		{"3-replicas", []string{b.in.node, "far-1", "far-2"}}} {
-		dev, err := b.replicated(ctx, "r-"+s.name, s.nodes, b.sizeMiB<<20)
+		dev, err := b.attachReplicated(ctx, "r-"+s.name, s.nodes, b.sizeMiB<<20)
 		if err != nil {
 			return err
 		}
-		if err := b.fill(ctx, dev); err != nil {
+		if err := b.fillSubject(ctx, dev); err != nil {
 			return err
 		}
 		subjects = append(subjects, subject{s.name, dev})
@@ -130,35 +130,35 @@ func (b *bench) members(ctx context.Context, _ []*other) error {
 			if j.depth == 1 {
 				note = fmt.Sprintf("%.0f us per I/O", 1e6/v)
 			}
-			b.add("replication-"+j.name, s.name, v, j.unit, "1-local", median(got["1-local"]), note)
+			b.addFigure("replication-"+j.name, s.name, v, j.unit, "1-local", median(got["1-local"]), note)
 		}
 		for _, s := range subjects {
-			b.add("replication-"+j.name+"-cpu", s.name, median(spent[s.name]), "us", "1-local", median(spent["1-local"]),
+			b.addFigure("replication-"+j.name+"-cpu", s.name, median(spent[s.name]), "us", "1-local", median(spent["1-local"]),
 				"processor time of the whole machine per I/O, fio's among it")
 		}
 	}
 	return nil
 }
 
-// replicated creates a volume with a replica on each of the nodes and attaches the volume here.
-func (b *bench) replicated(ctx context.Context, name string, nodes []string, size int64) (string, error) {
+// attachReplicated creates a volume with a replica on each of the nodes and attaches the volume here.
+func (b *bench) attachReplicated(ctx context.Context, name string, nodes []string, size int64) (string, error) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: size, NumberOfReplicas: int32(len(nodes)), Nodes: nodes}}
 	v.Name = name
 	if err := b.in.client.Create(ctx, v); err != nil {
 		return "", err
 	}
-	if err := b.whole(ctx, name, len(nodes)); err != nil {
+	if err := b.awaitMembers(ctx, name, len(nodes)); err != nil {
 		return "", err
 	}
 	dev, err := b.in.attach(ctx, name)
 	if err != nil {
 		return "", err
 	}
-	return dev, b.whole(ctx, name, len(nodes))
+	return dev, b.awaitMembers(ctx, name, len(nodes))
 }
 
-// spread sets the nodes of a volume's replicas.
-func (b *bench) spread(ctx context.Context, name string, nodes ...string) error {
+// setNodes sets the nodes of a volume's replicas.
+func (b *bench) setNodes(ctx context.Context, name string, nodes ...string) error {
 	var v api.Volume
 	if err := b.in.client.Get(ctx, client.ObjectKey{Name: name}, &v); err != nil {
 		return err
@@ -171,7 +171,7 @@ func (b *bench) spread(ctx context.Context, name string, nodes ...string) error 
 // wholeTime bounds the wait for replicas.
 const wholeTime = 3 * time.Minute
 
-func (b *bench) whole(ctx context.Context, name string, n int) error {
+func (b *bench) awaitMembers(ctx context.Context, name string, n int) error {
 	ctx, cancel := context.WithTimeout(ctx, wholeTime)
 	defer cancel()
 	_, err := await.Until(ctx, b.in.client, name, func(v *api.Volume) (bool, error) {

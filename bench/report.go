@@ -28,14 +28,14 @@ type result struct {
 	note     string
 }
 
-// add records a figure relative to a baseline's value (0: none).
-func (b *bench) add(name, subject string, value float64, unit, baseline string, of float64, note string) {
+// addFigure records a figure relative to a baseline's value (0: none).
+func (b *bench) addFigure(name, subject string, value float64, unit, baseline string, of float64, note string) {
 	r := result{Name: name, Subject: subject, Value: round(value), Unit: unit, Baseline: baseline, base: of, note: note,
 		section: b.section}
 	if of > 0 {
 		r.Ratio = round(value / of)
 	}
-	r.judge()
+	r.judgeGoal()
 	b.results = append(b.results, r)
 }
 
@@ -70,8 +70,8 @@ func machine() string {
 	return fmt.Sprintf("%d cores, kernel %s", runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]))
 }
 
-// load returns the load average of the last minute.
-func load() float64 {
+// loadAverage returns the load average of the last minute.
+func loadAverage() float64 {
 	var i unix.Sysinfo_t
 	if unix.Sysinfo(&i) != nil {
 		return 0
@@ -79,9 +79,10 @@ func load() float64 {
 	return round(float64(i.Loads[0]) / (1 << 16))
 }
 
-// print writes a table for each section, and in the end the missed goals.
-func (b *bench) print(w io.Writer) {
-	fmt.Fprintf(w, "\n%s; medians of %d rounds; load %.1f before, %.1f now\n", machine(), b.rounds, b.loadBefore, load())
+// printReport writes a table for each section, and in the end the missed goals.
+func (b *bench) printReport(w io.Writer) {
+	fmt.Fprintf(w, "\n%s; medians of %d rounds; load %.1f before, %.1f now\n", machine(), b.rounds, b.loadBefore,
+		loadAverage())
 	tw := tabwriter.NewWriter(w, 0, 4, 3, ' ', 0)
 	section, with, missed := "", 0, []result{}
 	for _, r := range b.results {
@@ -101,13 +102,13 @@ func (b *bench) print(w io.Writer) {
 			goal += " MISSED"
 			missed = append(missed, r)
 		}
-		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", r.Name, r.Subject, short(r.Value), r.Unit, ratio, r.Baseline,
+		fmt.Fprintf(tw, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", r.Name, r.Subject, shortText(r.Value), r.Unit, ratio, r.Baseline,
 			goal, r.note)
 	}
 	_ = tw.Flush()
 	fmt.Fprintf(w, "\n%d of %d goals are reached.\n", with-len(missed), with)
 	for _, r := range missed {
-		said := short(r.Value) + " " + r.Unit
+		said := shortText(r.Value) + " " + r.Unit
 		if r.Ratio > 0 {
 			said += fmt.Sprintf(", ratio %.2f to %s", r.Ratio, r.Baseline)
 		}
@@ -115,16 +116,16 @@ func (b *bench) print(w io.Writer) {
 	}
 }
 
-// short formats a figure without insignificant digits.
-func short(v float64) string {
+// shortText formats a figure without insignificant digits.
+func shortText(v float64) string {
 	if v >= 1000 || v <= -1000 {
 		return fmt.Sprintf("%.0f", v)
 	}
 	return fmt.Sprintf("%.3g", v)
 }
 
-func (b *bench) write(path string) error {
-	report := map[string]any{"machine": machine(), "rounds": b.rounds, "load": []float64{b.loadBefore, load()},
+func (b *bench) writeReport(path string) error {
+	report := map[string]any{"machine": machine(), "rounds": b.rounds, "load": []float64{b.loadBefore, loadAverage()},
 		"results": b.results}
 	out, err := json.MarshalIndent(report, "", "  ")
 	if err != nil {

@@ -32,7 +32,7 @@ func (b *bench) scale(ctx context.Context, n int) (err error) {
 		if s.dir, err = os.MkdirTemp(b.options.dir, "drover-scale."); err != nil {
 			return err
 		}
-		if s.in, err = start(ctx, b.drover, s.dir, filepath.Join(s.dir, "disk2")); err != nil {
+		if s.in, err = startInstance(ctx, b.drover, s.dir, filepath.Join(s.dir, "disk2")); err != nil {
 			return errors.Join(err, os.RemoveAll(s.dir))
 		}
 		subjects = append(subjects, s)
@@ -41,11 +41,11 @@ func (b *bench) scale(ctx context.Context, n int) (err error) {
 			return err
 		}
 		began := time.Now()
-		if err := s.fill(ctx, count); err != nil {
+		if err := s.createObjects(ctx, count); err != nil {
 			return err
 		}
 		if count == n {
-			b.add("images-many", "fill", float64(n)/time.Since(began).Seconds(), "pairs/s", "", 0,
+			b.addFigure("images-many", "fill", float64(n)/time.Since(began).Seconds(), "pairs/s", "", 0,
 				fmt.Sprintf("until there are %d images and %d volumes", n, n))
 		}
 	}
@@ -58,7 +58,7 @@ func (b *bench) scale(ctx context.Context, n int) (err error) {
 	}
 	before, after := subjects[0], subjects[1]
 	for _, op := range after.order {
-		b.add("images-many", fmt.Sprintf("%s beside %d", op, n), median(after.took[op])*1e3, "ms",
+		b.addFigure("images-many", fmt.Sprintf("%s beside %d", op, n), median(after.took[op])*1e3, "ms",
 			fmt.Sprintf("beside %d", few), median(before.took[op])*1e3, "")
 	}
 	return nil
@@ -72,8 +72,8 @@ type crowd struct {
 	took      map[string][]float64
 }
 
-// fill creates n images and volumes.
-func (s *crowd) fill(ctx context.Context, n int) error {
+// createObjects creates n images and volumes.
+func (s *crowd) createObjects(ctx context.Context, n int) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(8)
 	for i := range n {
@@ -82,13 +82,13 @@ func (s *crowd) fill(ctx context.Context, n int) error {
 			if err := s.in.importFile(ctx, name, s.file); err != nil {
 				return fmt.Errorf("image %s: %w", name, err)
 			}
-			return s.volume(ctx, name, name)
+			return s.createVolume(ctx, name, name)
 		})
 	}
 	return g.Wait()
 }
 
-func (s *crowd) volume(ctx context.Context, name, image string) error {
+func (s *crowd) createVolume(ctx context.Context, name, image string) error {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 16 << 20, BackingImage: image}}
 	v.Name = name
 	if err := s.in.client.Create(ctx, v); err != nil {
@@ -108,7 +108,7 @@ func (s *crowd) measure(ctx context.Context, round int) error {
 		do func() error
 	}{
 		{"image-create", func() error { return s.in.importFile(ctx, name, s.file) }},
-		{"volume-create", func() error { return s.volume(ctx, name, name) }},
+		{"volume-create", func() error { return s.createVolume(ctx, name, name) }},
 		{"volume-attach", func() error { return s.attach(ctx, name) }},
 		{"volume-detach", func() error { return s.in.detach(ctx, name) }},
 		{"volume-get", func() error { return s.in.client.Get(ctx, client.ObjectKey{Name: name}, &api.Volume{}) }},

@@ -37,15 +37,15 @@ func (b *bench) sections() []section {
 	}
 }
 
-// wanted reports whether -only selects a name.
-func (b *bench) wanted(names ...string) bool {
+// isWanted reports whether -only selects a name.
+func (b *bench) isWanted(names ...string) bool {
 	return b.only == "" || slices.ContainsFunc(strings.Split(b.only, ","), func(n string) bool {
 		return slices.Contains(names, n)
 	})
 }
 
-// known refuses an unknown name in -only.
-func (b *bench) known() error {
+// checkOnly refuses an unknown name in -only.
+func (b *bench) checkOnly() error {
 	if b.only == "" {
 		return nil
 	}

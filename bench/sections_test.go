@@ -11,7 +11,7 @@ func TestOnly(t *testing.T) {
 		"": "", "idle": "", "qcow2-zlib,merge,pause": "", "images,rebuild": "",
 		"indx": "indx", "idle,quow2": "quow2", "idle, index": " index", "idle,": "",
 	} {
-		err := (&bench{options: options{only: only}}).known()
+		err := (&bench{options: options{only: only}}).checkOnly()
 		switch wrong := unknown != "" || strings.HasSuffix(only, ","); {
 		case !wrong && err != nil:
 			t.Errorf("%q: %v", only, err)

@@ -21,25 +21,25 @@ import (
 func (b *bench) snapshots(ctx context.Context) error {
 	const name = "snap-bench"
 	size := b.sizeMiB << 20
-	dev, err := b.in.volume(ctx, name, "", size)
+	dev, err := b.in.attachNew(ctx, name, "", size)
 	if err != nil {
 		return err
 	}
-	if err := b.fill(ctx, dev); err != nil {
+	if err := b.fillSubject(ctx, dev); err != nil {
 		return err
 	}
 	var errs []error
-	if b.wanted("snapshots", "pause") {
+	if b.isWanted("snapshots", "pause") {
 		errs = append(errs, b.pause(ctx, "snapshot-pause", name, dev, size))
 	}
-	if b.wanted("snapshots", "chains") {
+	if b.isWanted("snapshots", "chains") {
 		errs = append(errs, b.chains(ctx, name, dev, size))
 	}
 	return errors.Join(append(errs, b.in.deleteVolume(ctx, name))...)
 }
 
-// cut creates a snapshot and waits until the snapshot is ready.
-func (b *bench) cut(ctx context.Context, volume, name string) error {
+// createSnapshot creates a snapshot and waits until the snapshot is ready.
+func (b *bench) createSnapshot(ctx context.Context, volume, name string) error {
 	var v api.Volume
 	if err := b.in.client.Get(ctx, client.ObjectKey{Name: volume}, &v); err != nil {
 		return err
@@ -51,7 +51,7 @@ func (b *bench) cut(ctx context.Context, volume, name string) error {
 	return err
 }
 
-func (b *bench) uncut(ctx context.Context, name string) error {
+func (b *bench) deleteSnapshot(ctx context.Context, name string) error {
 	s := &api.Snapshot{}
 	if err := b.in.client.Get(ctx, client.ObjectKey{Name: name}, s); err != nil {
 		return err
@@ -74,11 +74,11 @@ func percentile(v []float64, p float64) float64 {
 // deletes the snapshots.
 func (b *bench) chains(ctx context.Context, name, dev string, size int64) error {
 	const other = "one-layer"
-	short, err := b.in.volume(ctx, other, "", size)
+	short, err := b.in.attachNew(ctx, other, "", size)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(b.fill(ctx, short), b.cut(ctx, other, "only")); err != nil {
+	if err := errors.Join(b.fillSubject(ctx, short), b.createSnapshot(ctx, other, "only")); err != nil {
 		return err
 	}
 	f, err := os.OpenFile(dev, os.O_RDWR|syscall.O_DIRECT, 0)
@@ -101,7 +101,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 			}
 		}
 		began := time.Now()
-		if err := b.cut(ctx, name, fmt.Sprintf("chain-%d", i)); err != nil {
+		if err := b.createSnapshot(ctx, name, fmt.Sprintf("chain-%d", i)); err != nil {
 			return err
 		}
 		made += time.Since(began)
@@ -112,7 +112,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 		if i != 1 && i != 100 && i != b.snaps {
 			continue
 		}
-		if err := b.in.settled(ctx); err != nil { // the digests of the layers follow in the background
+		if err := b.in.awaitIdle(ctx); err != nil { // the digests of the layers follow in the background
 			return err
 		}
 		took := map[string][]float64{}
@@ -125,7 +125,7 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 				took[d] = append(took[d], v)
 			}
 		}
-		b.add("read-over-chain", fmt.Sprintf("%d layers", i), median(took[dev]), "IOPS", "1 layer", median(took[short]),
+		b.addFigure("read-over-chain", fmt.Sprintf("%d layers", i), median(took[dev]), "IOPS", "1 layer", median(took[short]),
 			"4 KiB random, queue depth 32, in turn")
 	}
 	if err := f.Close(); err != nil { // an open device is in use
@@ -138,12 +138,12 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 	if _, err := b.in.attach(ctx, name); err != nil {
 		return err
 	}
-	b.add(many, "detach and attach", time.Since(began).Seconds(), "s", "", 0, "")
-	b.add(many, "create", made.Seconds(), "s", "", 0, "one after the other, each until it is ready")
+	b.addFigure(many, "detach and attach", time.Since(began).Seconds(), "s", "", 0, "")
+	b.addFigure(many, "create", made.Seconds(), "s", "", 0, "one after the other, each until it is ready")
 	began = time.Now()
 	last := began
 	for i := 1; i <= b.snaps; i++ {
-		if err := b.uncut(ctx, fmt.Sprintf("chain-%d", i)); err != nil {
+		if err := b.deleteSnapshot(ctx, fmt.Sprintf("chain-%d", i)); err != nil {
 			return err
 		}
 		if i%100 == 0 {
@@ -151,11 +151,11 @@ func (b *bench) chains(ctx context.Context, name, dev string, size int64) error 
 			last = time.Now()
 		}
 	}
-	b.add(many, "delete", time.Since(began).Seconds(), "s", "", 0, "one after the other; merges continue behind")
-	if err := b.uncut(ctx, "only"); err != nil {
+	b.addFigure(many, "delete", time.Since(began).Seconds(), "s", "", 0, "one after the other; merges continue behind")
+	if err := b.deleteSnapshot(ctx, "only"); err != nil {
 		return err
 	}
-	if err := b.in.settled(ctx); err != nil { // keeps the merges out of the next figures
+	if err := b.in.awaitIdle(ctx); err != nil { // keeps the merges out of the next figures
 		return err
 	}
 	return errors.Join(b.in.detach(ctx, other), b.in.deleteVolume(ctx, other))

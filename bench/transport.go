@@ -61,10 +61,10 @@ func (b *bench) transport(ctx context.Context) (err error) {
 		if name == "plain" {
 			with = nil
 		}
-		if err := w.open(ctx, filepath.Join(dir, name), with); err != nil {
+		if err := w.openReplica(ctx, filepath.Join(dir, name), with); err != nil {
 			return err
 		}
-		if _, _, err := w.pump(block.OpWrite, 1<<20, 8, 0); err != nil { // reads of holes are too fast
+		if _, _, err := w.sendRequests(block.OpWrite, 1<<20, 8, 0); err != nil { // reads of holes are too fast
 			return err
 		}
 	}
@@ -73,7 +73,7 @@ func (b *bench) transport(ctx context.Context) (err error) {
 		for range b.rounds {
 			for _, w := range ends {
 				before := ownCPU()
-				n, took, err := w.pump(j.op, j.piece, j.depth, time.Duration(b.seconds)*time.Second)
+				n, took, err := w.sendRequests(j.op, j.piece, j.depth, time.Duration(b.seconds)*time.Second)
 				if err != nil {
 					return fmt.Errorf("%s, %s: %w", j.name, w.name, err)
 				}
@@ -86,8 +86,8 @@ func (b *bench) transport(ctx context.Context) (err error) {
 			if j.piece > 4<<10 {
 				v, plain, unit = v*float64(j.piece)/1e6, plain*float64(j.piece)/1e6, "MB/s"
 			}
-			b.add("transport-"+j.name, w.name, v, unit, "plain", plain, "")
-			b.add("transport-"+j.name+"-cpu", w.name, median(cpu[w.name]), "us", "plain", median(cpu["plain"]),
+			b.addFigure("transport-"+j.name, w.name, v, unit, "plain", plain, "")
+			b.addFigure("transport-"+j.name+"-cpu", w.name, median(cpu[w.name]), "us", "plain", median(cpu["plain"]),
 				"processor time per I/O, both ends")
 			if j.name == "write-1m" && w.name == "tls" {
 				b.loopback = v
@@ -163,8 +163,8 @@ func (w *wired) close() (err error) {
 	return err
 }
 
-// open creates the replica and connects to the replica, without identities by plain TCP.
-func (w *wired) open(ctx context.Context, dir string, ids map[string]*wire.Identity) error {
+// openReplica creates the replica and connects to the replica, without identities by plain TCP.
+func (w *wired) openReplica(ctx context.Context, dir string, ids map[string]*wire.Identity) error {
 	disk, err := stack.Add(ctx, dir)
 	if err != nil {
 		return err
@@ -220,9 +220,10 @@ func (w *wired) open(ctx context.Context, dir string, ids map[string]*wire.Ident
 	return w.member.Adopt(ctx, 1, 1, []string{spec.UID})
 }
 
-// pump keeps requests in progress for a time, and returns their count; without a time pump sends a request for each
-// piece of the volume. Large pieces are sequential, small pieces random.
-func (w *wired) pump(op block.Op, piece int64, depth int, d time.Duration) (n int64, took time.Duration, err error) {
+// sendRequests keeps requests in progress for a time, and returns their count; without a time sendRequests sends a
+// request for each piece of the volume. Large pieces are sequential, small pieces random.
+func (w *wired) sendRequests(op block.Op, piece int64, depth int, d time.Duration) (n int64, took time.Duration,
+	err error) {
 	mem, err := unix.Mmap(-1, 0, depth*int(piece), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
 		return 0, 0, err
