@@ -186,7 +186,7 @@ func (s *Server) ensureVolume(ctx context.Context, req *csi.CreateVolumeRequest,
 			return nil, err
 		}
 	}
-	if err := s.clearFullNodeList(ctx, vol, w.prefer); err != nil {
+	if err := s.clearNodeList(ctx, vol, w.prefer); err != nil {
 		return nil, err
 	}
 	if err = s.client.Create(ctx, vol); apierrors.IsAlreadyExists(err) {
@@ -207,8 +207,8 @@ func (s *Server) defaultReplicas(ctx context.Context, spec *api.VolumeSpec) (int
 	return int32(min(max(n, 1), maxReplicas)), err
 }
 
-// clearFullNodeList turns a list of all existing nodes into no list: replicas of the volume may go to later nodes too.
-func (s *Server) clearFullNodeList(ctx context.Context, vol *api.Volume, prefer string) error {
+// clearNodeList turns a list of all existing nodes into no list: replicas of the volume may go to later nodes too.
+func (s *Server) clearNodeList(ctx context.Context, vol *api.Volume, prefer string) error {
 	if len(vol.Spec.Nodes) == 0 {
 		return nil
 	}

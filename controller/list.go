@@ -18,8 +18,8 @@ import (
 // token.
 const tokenPrefix = "after:"
 
-// cutPage cuts a list sorted by name.
-func cutPage[T any](all []T, name func(T) string, token string, most int32) (out []T, next string, err error) {
+// selectPage cuts a list sorted by name.
+func selectPage[T any](all []T, name func(T) string, token string, most int32) (out []T, next string, err error) {
 	if most < 0 {
 		return nil, "", api.Errorf(api.Invalid, "max_entries is negative")
 	}
@@ -54,7 +54,7 @@ func (s *Server) ListVolumes(ctx context.Context, req *csi.ListVolumesRequest) (
 		return !isUsable(&v) && !(v.Status.State == api.VolumeFaulted && v.Status.Size > 0)
 	})
 	name := func(v api.Volume) string { return v.Name }
-	shown, next, err := cutPage(all, name, req.GetStartingToken(), req.GetMaxEntries())
+	shown, next, err := selectPage(all, name, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}
@@ -156,7 +156,7 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, req *csi.Contro
 			ill = append(ill, h)
 		}
 	}
-	shown, next, err := cutPage(ill, (*csi.VolumeHealth).GetVolumeId, req.GetStartingToken(), req.GetMaxEntries())
+	shown, next, err := selectPage(ill, (*csi.VolumeHealth).GetVolumeId, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}

@@ -297,7 +297,7 @@ func (s *Server) ListSnapshots(ctx context.Context, req *csi.ListSnapshotsReques
 		of := req.GetSourceVolumeId()
 		return of != "" && snap.SourceVolumeId != of
 	})
-	some, next, err := cutPage(all, snapshotKey, req.GetStartingToken(), req.GetMaxEntries())
+	some, next, err := selectPage(all, snapshotKey, req.GetStartingToken(), req.GetMaxEntries())
 	if err != nil {
 		return nil, err
 	}

@@ -34,7 +34,7 @@ type imageFlags struct {
 
 func (f *imageFlags) addFlags(c *cobra.Command, canWait bool) {
 	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: from the file's name)")
-	f.addCopyFlags(c)
+	f.addSharedFlags(c)
 	if canWait {
 		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 		c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
@@ -42,8 +42,8 @@ func (f *imageFlags) addFlags(c *cobra.Command, canWait bool) {
 	}
 }
 
-// addCopyFlags adds the flags that also apply to a clone.
-func (f *imageFlags) addCopyFlags(c *cobra.Command) {
+// addSharedFlags adds the flags that also apply to a clone.
+func (f *imageFlags) addSharedFlags(c *cobra.Command) {
 	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
 	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
 	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
@@ -182,7 +182,7 @@ func (a *app) imageClone() *cobra.Command {
 			return a.makeImage(ctx, cmd, c, img, nil, f.background)
 		},
 	}
-	f.addCopyFlags(c)
+	f.addSharedFlags(c)
 	c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 	return c
 }

@@ -40,7 +40,7 @@ func (a *app) printObject(w io.Writer, obj client.Object, human func(io.Writer))
 		_, err := fmt.Fprintln(w, typedName(obj))
 		return err
 	}
-	if err := completeKind(obj); err != nil {
+	if err := prepareObject(obj); err != nil {
 		return err
 	}
 	return a.encodeValue(w, obj)
@@ -68,7 +68,7 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 		return printTable(w, header, rows)
 	}
 	for _, o := range items {
-		if err := completeKind(o.(client.Object)); err != nil {
+		if err := prepareObject(o.(client.Object)); err != nil {
 			return err
 		}
 	}
@@ -103,8 +103,8 @@ func (a *app) encodeValue(w io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// completeKind sets an object's kind, which typed clients omit, and removes the managed fields.
-func completeKind(obj client.Object) error {
+// prepareObject sets an object's kind, which typed clients omit, and removes the managed fields.
+func prepareObject(obj client.Object) error {
 	gvk, err := apiutil.GVKForObject(obj, scheme)
 	if err != nil {
 		return err

@@ -39,7 +39,7 @@ type imageImport struct {
 // importImage imports the image.
 func (m *imageImport) importImage(ctx context.Context) (importer.Result, error) {
 	m.findCheckpoint(ctx)
-	got, err := importer.Import(ctx, m.on, m.spec, &m.t.progress, m.openInTurn)
+	got, err := importer.Import(ctx, m.on, m.spec, &m.t.progress, m.openWithSlot)
 	if m.image.SourceType == api.SourceUpload && err != nil && !errors.Is(err, context.Canceled) {
 		err = errors.Join(err, importer.Remove(ctx, m.on, m.spec)) // the rest of an upload cannot be requested
 	}
@@ -55,7 +55,7 @@ func (m *imageImport) repairCopy(ctx context.Context) (importer.Result, error) {
 	damaged := m.spec
 	m.spec = importer.RepairSpec(damaged)
 	m.findCheckpoint(ctx)
-	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress, m.openInTurn)
+	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress, m.openWithSlot)
 }
 
 // findCheckpoint finds the checkpoint of an origin that can continue.
@@ -67,8 +67,8 @@ func (m *imageImport) findCheckpoint(ctx context.Context) {
 	}
 }
 
-// openInTurn opens the origin and waits for a slot of the node. An upload that no sender has started takes no slot.
-func (m *imageImport) openInTurn(ctx context.Context) (*origin.Stream, error) {
+// openWithSlot opens the origin and waits for a slot of the node. An upload that no sender has started takes no slot.
+func (m *imageImport) openWithSlot(ctx context.Context) (*origin.Stream, error) {
 	if m.image.SourceType == api.SourceUpload {
 		return m.openUpload(ctx)
 	}

@@ -205,9 +205,9 @@ func (f *checkpointFeed) fillChunk(buf []byte) ([]byte, int64, error) {
 	return b, hole, err
 }
 
-func (f *checkpointFeed) pauseSignal() <-chan struct{} { return nil }
-func (f *checkpointFeed) nextPause() time.Time         { return f.next }
-func (f *checkpointFeed) pauseDue(int64) bool          { return !time.Now().Before(f.next) }
+func (f *checkpointFeed) wakeUps() <-chan struct{} { return nil }
+func (f *checkpointFeed) nextPause() time.Time     { return f.next }
+func (f *checkpointFeed) pauseDue(int64) bool      { return !time.Now().Before(f.next) }
 
 func (f *checkpointFeed) pauseAt(off int64) error {
 	im := f.im

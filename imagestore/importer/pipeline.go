@@ -263,7 +263,7 @@ func (p *pipeline) pauseIfDue(pauses pauseClock, off int64) bool {
 // nextPause, and on a wake-up; pauseAt runs with every byte before off hashed and put. The goroutine that dispatches
 // calls all methods but fillChunk, so that a silent origin does not delay a pause.
 type pausingFeed interface {
-	pauseSignal() <-chan struct{}
+	wakeUps() <-chan struct{}
 	nextPause() time.Time
 	pauseDue(off int64) bool
 	pauseAt(off int64) error
@@ -283,7 +283,7 @@ func newPauseClock(f feed) pauseClock {
 		return pauseClock{}
 	}
 	t := time.NewTimer(time.Until(pausing.nextPause()))
-	return pauseClock{feed: pausing, wake: pausing.pauseSignal(), timer: t, clock: t.C}
+	return pauseClock{feed: pausing, wake: pausing.wakeUps(), timer: t, clock: t.C}
 }
 
 func (c pauseClock) stop() {

@@ -103,7 +103,7 @@ type scratchFeed struct {
 	at   int64     // in the layer, at the last checkpoint
 }
 
-func (f *scratchFeed) pauseSignal() <-chan struct{} { return f.gate.news }
+func (f *scratchFeed) wakeUps() <-chan struct{} { return f.gate.news }
 
 // nextPause is far away while the conversion is halted: a wake-up follows.
 func (f *scratchFeed) nextPause() time.Time {

@@ -34,8 +34,8 @@ func newSpaceGuard(on block.Layers) *spaceGuard {
 	return r
 }
 
-// checkRoom asks for room for n bytes.
-func (r *spaceGuard) checkRoom(n int64) error {
+// checkSpace asks for room for n bytes.
+func (r *spaceGuard) checkSpace(n int64) error {
 	if r.path == "" || r.untilCheck.Add(-n) >= 0 {
 		return nil
 	}
@@ -58,7 +58,7 @@ func (r *spaceGuard) guardPut(put func([]byte, int64) error) func([]byte, int64)
 		if !isZero(p) {
 			r.inFlight.Add(int64(len(p)))
 			defer r.inFlight.Add(-int64(len(p)))
-			if err := r.checkRoom(int64(len(p))); err != nil {
+			if err := r.checkSpace(int64(len(p))); err != nil {
 				return err
 			}
 		}
@@ -75,7 +75,7 @@ type guardedSink struct {
 func (s guardedSink) WriteAt(p []byte, off int64) (int, error) {
 	s.room.inFlight.Add(int64(len(p)))
 	defer s.room.inFlight.Add(-int64(len(p)))
-	if err := s.room.checkRoom(int64(len(p))); err != nil {
+	if err := s.room.checkSpace(int64(len(p))); err != nil {
 		return 0, err
 	}
 	return s.Sink.WriteAt(p, off)
