@@ -5,6 +5,8 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"maps"
 	"os"
 	"reflect"
 	"slices"
@@ -21,13 +23,29 @@ import (
 
 // The folders testdata/v1, v2, ... hold one disk each, as a released version left it: every kind of file, and every
 // state that a killed process can leave. A version of the program reads the disks of all versions before it, so a
-// folder stays for ever. A change of a format adds a folder, written by
+// folder stays for ever. A change of a format adds a folder, here v3, written by
 //
-//	DROVER_WRITE_FIXTURES=v2 go test -run TestDiskIsWrittenAsBefore ./replicas/stack
+//	DROVER_WRITE_FIXTURES=v3 go test -run TestDiskIsWrittenAsBefore ./replicas/stack
 //
-// and raises fixtureNow; the older folders and their tests stay as they are. See fixtures_pack_test.go for how files
-// are kept, fixtures_write_test.go for who writes them.
-const fixtureNow = "v1"
+// then fixtureNow becomes v3, and fixtureTimes gets the time. The older folders and their tests stay as they are.
+// fixtures_pack_test.go has the form of files in a folder, fixtures_write_test.go the writer.
+//
+// Beside v1, v2 has the file holes, the mount and the engine's node of an adoption, the checksums of a hydration, and
+// layers that a replica reads on another disk of the machine, one of them frozen.
+const fixtureNow = "v2"
+
+// fixtureTimes are the times at which the folders were written.
+var fixtureTimes = map[string]time.Time{
+	"v1": time.Date(2026, 11, 25, 16, 26, 0, 0, time.UTC),
+	"v2": time.Date(2026, 11, 26, 16, 0, 0, 0, time.UTC),
+}
+
+// eachRelease runs a test with the disk of each version.
+func eachRelease(t *testing.T, test func(t *testing.T, version string, d *Disk)) {
+	for _, version := range slices.Sorted(maps.Keys(fixtureTimes)) {
+		t.Run(version, func(t *testing.T) { test(t, version, released(t, version)) })
+	}
+}
 
 // The names in the fixtures: all begin alike, so that random ones are told from them.
 const (
@@ -35,6 +53,7 @@ const (
 
 	fixDisk = fixedUID + "01"
 	fixBoot = fixedUID + "02" // of the machine that wrote them
+	fixNear = fixedUID + "03" // another disk of that machine
 
 	fixBase     = fixedUID + "10" // layers: of an image, two
 	fixTop      = fixedUID + "11"
@@ -46,6 +65,8 @@ const (
 	fixMapHigh  = fixedUID + "17"
 	fixMoveLow  = fixedUID + "18" // a merge that moves data
 	fixMoveHigh = fixedUID + "19"
+	fixNearLow  = fixedUID + "1a" // on the other disk of the machine
+	fixNearHigh = fixedUID + "1b" // there, and frozen
 
 	fixImage    = fixedUID + "20"
 	fixSnapshot = fixedUID + "21"
@@ -56,6 +77,7 @@ const (
 	fixMapping  = fixedUID + "32"
 	fixMoving   = fixedUID + "33"
 	fixReader   = fixedUID + "34" // of a layer of another machine
+	fixBorrower = fixedUID + "35" // of layers of the other disk
 	fixOther    = fixedUID + "3f" // on another node
 
 	fixPin      = fixedUID + "40"
@@ -67,6 +89,9 @@ const (
 	fixMapSize = int64(260) << 20 // five pages of the map, the last one short
 	fixFarSize = int64(6) << 20
 	fixObject  = `{"spec":{"size":"48Mi"}}`
+	fixMount   = "ext4/sda1/4711"
+	fixEngine  = "one" // the node of an engine
+	fixPath    = "/var/lib/drover/near"
 )
 
 var fixTime = time.Date(2026, 11, 25, 12, 30, 15, 0, time.UTC)
@@ -101,6 +126,16 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	return base, member, mapping, moving, far
 }
 
+// nearContent is what the replica of the other disk's layers reads.
+func nearContent() expect {
+	e := expect{}
+	for _, b := range fixNearLowBlocks {
+		e.put(b, 7<<32+uint64(b))
+	}
+	e.put(fixNearHighBlock, 8<<32+uint64(fixNearHighBlock))
+	return e
+}
+
 // released unpacks the fixture of a version.
 func released(t *testing.T, version string) *Disk {
 	t.Helper()
@@ -115,21 +150,18 @@ func released(t *testing.T, version string) *Disk {
 }
 
 // writtenThen checks a time that the writer took from the clock.
-func writtenThen(t *testing.T, at *time.Time) {
+func writtenThen(t *testing.T, version string, at *time.Time) {
 	t.Helper()
-	if age := at.Sub(fixTime); age < -24*time.Hour || age > 24*time.Hour || at.Location() != time.UTC {
-		t.Errorf("written at %v, not at %v or so", at, fixTime)
+	then := fixtureTimes[version]
+	if age := at.Sub(then); age < -6*time.Hour || age > 6*time.Hour || at.Location() != time.UTC {
+		t.Errorf("written at %v, not at %v or so", at, then)
 	}
 	*at = time.Time{}
 }
 
-// TestReleasedDiskSaysWhatItSaid reads every record of a disk that version v1 of the formats is on.
-func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
-	d := released(t, "v1")
-	if d.UID() != fixDisk {
-		t.Errorf("the disk is %s", d.UID())
-	}
-	want := []Meta{
+// releasedReplicas are the records of the replicas on the disk of a version.
+func releasedReplicas(version string) []Meta {
+	list := []Meta{
 		{UID: fixMember, Volume: "member", VolumeUID: volumeOf(fixMember), Size: fixSize, Epoch: 3, Incarnation: 2,
 			Members: []string{fixMember, fixOther}, Dirty: true, Layers: []string{fixBase, fixTop, fixFrozen},
 			Head: "head-1", Joined: 3, BootID: fixBoot, Object: json.RawMessage(fixObject),
@@ -151,6 +183,32 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 		{UID: fixReader, Volume: "reader", VolumeUID: volumeOf(fixReader), Size: fixFarSize, Layers: []string{fixFar},
 			Head: "head"},
 	}
+	if version == "v1" {
+		return list
+	}
+	for i := range list {
+		if list[i].BootID != "" {
+			list[i].MountID = fixMount
+		}
+	}
+	list[0].EngineNode = fixEngine
+	return append(list, Meta{UID: fixBorrower, Volume: "borrower", VolumeUID: volumeOf(fixBorrower), Size: fixFarSize,
+		Layers: []string{fixNearLow, fixNearHigh}, Head: "head"})
+}
+
+// TestReleasedDiskSaysWhatItSaid reads every record of the disk of each version.
+func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
+	eachRelease(t, func(t *testing.T, version string, d *Disk) {
+		if d.UID() != fixDisk {
+			t.Errorf("the disk is %s", d.UID())
+		}
+		replicasSayWhatTheySaid(t, version, d)
+		layersSayWhatTheySaid(t, version, d)
+	})
+}
+
+func replicasSayWhatTheySaid(t *testing.T, version string, d *Disk) {
+	want := releasedReplicas(version)
 	got, err := d.Replicas()
 	if err != nil || len(got) != len(want) {
 		t.Fatalf("%d replicas, %v", len(got), err)
@@ -158,7 +216,7 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 	slices.SortFunc(got, func(a, b Meta) int { return strings.Compare(a.UID, b.UID) })
 	for i := range want {
 		m := &got[i]
-		writtenThen(t, &m.Created)
+		writtenThen(t, version, &m.Created)
 		if m.Merge != nil {
 			if err := api.UID(m.Merge.Result).Validate(); err != nil {
 				t.Errorf("result of the merge of %s: %v", m.UID, err)
@@ -174,6 +232,9 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 			t.Errorf("replica %s:\n%s, it said\n%s", m.UID, a, b)
 		}
 	}
+}
+
+func layersSayWhatTheySaid(t *testing.T, version string, d *Disk) {
 	img, err := d.Image(fixImage)
 	wantImage := block.Image{UID: fixImage, Name: "debian", Layers: []string{fixBase, fixTop}, Format: "qcow2.xz",
 		VirtualSize: 8<<20 - 512, Checksum: strings.Repeat("5e", 64), Digest: fixTopRoot, Object: json.RawMessage(fixObject)}
@@ -184,16 +245,18 @@ func TestReleasedDiskSaysWhatItSaid(t *testing.T) {
 	wantPins := []Pin{{UID: fixPin, For: "borrower", Disk: fixDisk, Layers: []string{fixBase, fixTop, fixFrozen}},
 		{UID: fixPinImage, For: "golden", Disk: fixDisk, Layers: []string{fixBase}, Image: true}}
 	for i := range pins {
-		writtenThen(t, &pins[i].Created)
+		writtenThen(t, version, &pins[i].Created)
 	}
 	if err != nil || !reflect.DeepEqual(pins, wantPins) {
 		t.Errorf("pins: %s, %v", jsonOf(t, pins), err)
 	}
-	if got := d.Damaged(fixDamaged); !slices.Equal(got, []Damage{{Off: 0, Len: chunkSize}, {Off: 3 * chunkSize, Len: 4096}}) {
+	damage := []Damage{{Off: 0, Len: chunkSize}, {Off: 3 * chunkSize, Len: 4096}}
+	if got := d.Damaged(fixDamaged); !slices.Equal(got, damage) {
 		t.Errorf("damage of a layer: %v", got)
 	}
 	frozen, err := d.Frozen(fixFrozen)
-	if writtenThen(t, &frozen.Created); err != nil || frozen != (layer.FrozenRecord{UID: fixFrozen, Size: fixSize}) {
+	if writtenThen(t, version, &frozen.Created); err != nil ||
+		frozen != (layer.FrozenRecord{UID: fixFrozen, Size: fixSize}) {
 		t.Errorf("the frozen layer: %+v, %v", frozen, err)
 	}
 	if lacks, err := d.LackingOf([]string{fixBase, fixFrozen, fixKept, fixFar}); err != nil ||
@@ -216,170 +279,200 @@ func jsonOf(t *testing.T, v any) string {
 
 // TestReleasedLayersAreWhole compares the finished layers with their digests: map, sums, checksums and root.
 func TestReleasedLayersAreWhole(t *testing.T) {
-	ctx := context.Background()
-	d := released(t, "v1")
-	for uid, want := range map[string]layer.Record{
-		fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * blockSize, Zero: blockSize, Durable: true},
-		fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * blockSize, Durable: true},
-	} {
-		rec, err := d.Record(uid)
-		if err != nil {
-			t.Fatal(err)
+	eachRelease(t, func(t *testing.T, version string, d *Disk) {
+		ctx := context.Background()
+		for uid, want := range map[string]layer.Record{
+			fixBase: {Size: 8 << 20, Root: fixBaseRoot, Data: 5 * blockSize, Zero: blockSize, Durable: true},
+			fixTop:  {Size: 8 << 20, Root: fixTopRoot, Data: 2 * blockSize, Durable: true},
+		} {
+			rec, err := d.Record(uid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if rec.Allocated <= 0 {
+				t.Errorf("layer %s takes %d bytes on the disk", uid, rec.Allocated)
+			}
+			writtenThen(t, version, &rec.Created)
+			rec.Allocated, want.UID = 0, uid
+			if rec != want {
+				t.Errorf("%+v, it said\n%+v", rec, want)
+			}
+			if err := d.Verify(ctx, uid); err != nil {
+				t.Error(err)
+			}
+			checksummed(t, d, uid)
 		}
-		if rec.Allocated <= 0 {
-			t.Errorf("layer %s takes %d bytes on the disk", uid, rec.Allocated)
-		}
-		writtenThen(t, &rec.Created)
-		rec.Allocated, want.UID = 0, uid
-		if rec != want {
-			t.Errorf("%+v, it said\n%+v", rec, want)
-		}
-		if err := d.Verify(ctx, uid); err != nil {
-			t.Error(err)
-		}
-		checksummed(t, d, uid)
-	}
-	base, _, _, _, _ := fixtureContent()
-	base.checkLayers(t, d, []string{fixBase, fixTop}, 8<<20)
+		base, _, _, _, _ := fixtureContent()
+		base.checkLayers(t, d, []string{fixBase, fixTop}, 8<<20)
+	})
 }
 
 // TestReleasedReplicaGoesOn reads the replica of a killed process, whose head was cut off, and its intents.
 func TestReleasedReplicaGoesOn(t *testing.T) {
-	ctx, loop := context.Background(), startLoop(t)
-	d := released(t, "v1")
-	_, member, _, _, _ := fixtureContent()
-	member.check(t, d, loop, fixMember)
-	r, err := d.OpenReplica(ctx, fixMember, loop)
-	if err != nil {
-		t.Fatal(err)
+	eachRelease(t, func(t *testing.T, version string, d *Disk) {
+		ctx, loop := context.Background(), startLoop(t)
+		_, member, _, _, _ := fixtureContent()
+		member.check(t, d, loop, fixMember)
+		r, err := d.OpenReplica(ctx, fixMember, loop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = r.Close() }()
+		got, err := r.Intents(ctx)
+		if err != nil || !slices.Equal(got.Regions, []int64{0, 2}) || got.Base != 2 {
+			t.Errorf("intents %+v, %v", got, err)
+		}
+		other, err := d.OpenReplica(ctx, fixReverted, loop)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = other.Close() }()
+		if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
+			t.Errorf("intents of the other one %+v, %v", got, err)
+		}
+		buf := diskfs.AlignedBuffer(int(blockSize))
+		mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
+		expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
+		if restarted, err := r.Restarted(); err != nil || !restarted {
+			t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
+		}
+		if version != "v1" {
+			knowsItsSession(t, d, r)
+		}
+		if err := d.Finish(ctx, fixFrozen); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Verify(ctx, fixFrozen); err != nil {
+			t.Error(err)
+		}
+		if root := d.LayerRoot(fixFrozen); root != fixFrozenRoot {
+			t.Errorf("the frozen layer has the digest %s", root)
+		}
+	})
+}
+
+// knowsItsSession checks the mount and the engine's node that a replica recorded at its adoption.
+func knowsItsSession(t *testing.T, d *Disk, r *Replica) {
+	t.Helper()
+	for _, c := range []struct {
+		now   diskfs.Lifetime
+		ended bool
+	}{
+		{diskfs.Lifetime{Boot: fixBoot, Mount: fixMount}, false},
+		{diskfs.Lifetime{Boot: fixBoot, Mount: "ext4/sda1/4712"}, true},
+	} {
+		d.lifetime = func() (diskfs.Lifetime, error) { return c.now, nil }
+		if ended, err := r.Restarted(); err != nil || ended != c.ended {
+			t.Errorf("in boot and mount %v the session ended: %v, %v", c.now, ended, err)
+		}
 	}
-	defer func() { _ = r.Close() }()
-	got, err := r.Intents(ctx)
-	if err != nil || !slices.Equal(got.Regions, []int64{0, 2}) || got.Base != 2 {
-		t.Errorf("intents %+v, %v", got, err)
-	}
-	other, err := d.OpenReplica(ctx, fixReverted, loop)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = other.Close() }()
-	if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
-		t.Errorf("intents of the other one %+v, %v", got, err)
-	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
-	mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
-	expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
-	if restarted, err := r.Restarted(); err != nil || !restarted {
-		t.Errorf("that the machine restarted since then is %v, %v", restarted, err)
-	}
-	if err := d.Finish(ctx, fixFrozen); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.Verify(ctx, fixFrozen); err != nil {
-		t.Error(err)
-	}
-	if root := d.LayerRoot(fixFrozen); root != fixFrozenRoot {
-		t.Errorf("the frozen layer has the digest %s", root)
+	err := r.AdoptFor(context.Background(), "two", 3, 3, []string{fixMember, fixOther})
+	if !api.Is(err, api.Denied) {
+		t.Errorf("the engine of another node in the same epoch: %v", err)
 	}
 }
 
 // TestReleasedMergesGoOn reads replicas whose layers were being merged, and ends the merges.
 func TestReleasedMergesGoOn(t *testing.T) {
-	ctx, loop := context.Background(), startLoop(t)
-	d := released(t, "v1")
-	_, _, mapping, moving, _ := fixtureContent()
-	for uid, e := range map[string]expect{fixMapping: mapping, fixMoving: moving} {
-		e.check(t, d, loop, uid)
-		r, err := d.OpenReplica(ctx, uid, loop)
-		if err != nil {
-			t.Fatal(err)
+	eachRelease(t, func(t *testing.T, _ string, d *Disk) {
+		ctx, loop := context.Background(), startLoop(t)
+		_, _, mapping, moving, _ := fixtureContent()
+		for uid, e := range map[string]expect{fixMapping: mapping, fixMoving: moving} {
+			e.check(t, d, loop, uid)
+			r, err := d.OpenReplica(ctx, uid, loop)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := mergeAll(r); err != nil {
+				t.Fatal(err)
+			}
+			layers := r.Meta().Layers
+			if err := r.Close(); err != nil || len(layers) != 1 {
+				t.Fatal(layers, err)
+			}
+			if err := d.Verify(ctx, layers[0]); err != nil {
+				t.Error(err)
+			}
+			checksummed(t, d, layers[0])
+			e.check(t, d, loop, uid)
 		}
-		if err := mergeAll(r); err != nil {
-			t.Fatal(err)
-		}
-		layers := r.Meta().Layers
-		if err := r.Close(); err != nil || len(layers) != 1 {
-			t.Fatal(layers, err)
-		}
-		if err := d.Verify(ctx, layers[0]); err != nil {
-			t.Error(err)
-		}
-		checksummed(t, d, layers[0])
-		e.check(t, d, loop, uid)
-	}
+	})
 }
 
 // TestReleasedHydrationGoesOn reads a layer of another machine of which one chunk of three had come.
 func TestReleasedHydrationGoesOn(t *testing.T) {
-	loop := startLoop(t)
-	d := released(t, "v1")
-	_, _, _, _, far := fixtureContent()
-	var fetched []int64
-	d.Sources(nil, func(_ context.Context, l RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
-		if l != (RemoteLayer{UID: fixFar}) {
-			return errors.New("no such layer")
-		}
-		fetched = append(fetched, off/chunkSize)
-		for i := int64(0); i < int64(len(buf)); i += blockSize {
-			if v := far[(off+i)/512]; len(v) > 0 {
-				fill(buf[i:i+blockSize], v[0])
-			} else {
-				clear(buf[i : i+blockSize])
+	eachRelease(t, func(t *testing.T, _ string, d *Disk) {
+		loop := startLoop(t)
+		_, _, _, _, far := fixtureContent()
+		var fetched []int64
+		d.Sources(nil, func(_ context.Context, l RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
+			if l != (RemoteLayer{UID: fixFar}) {
+				return errors.New("no such layer")
 			}
+			fetched = append(fetched, off/chunkSize)
+			for i := int64(0); i < int64(len(buf)); i += blockSize {
+				if v := far[(off+i)/512]; len(v) > 0 {
+					fill(buf[i:i+blockSize], v[0])
+				} else {
+					clear(buf[i : i+blockSize])
+				}
+			}
+			return nil
+		})
+		if !d.Hydrating(fixFar) {
+			t.Fatal("the layer is not known")
 		}
-		return nil
+		far.check(t, d, loop, fixReader)
+		d.Close()
+		if !slices.Equal(fetched, []int64{2}) { // the disk has the first, the second holds nothing
+			t.Errorf("chunks %v were fetched", fetched)
+		}
 	})
-	if !d.Hydrating(fixFar) {
-		t.Fatal("the layer is not known")
-	}
-	far.check(t, d, loop, fixReader)
-	d.Close()
-	if !slices.Equal(fetched, []int64{2}) { // the disk has the first, the second holds nothing
-		t.Errorf("chunks %v were fetched", fetched)
-	}
 }
 
 // TestReleasedHalfMadeLayerIsContinued ends a layer that a process had begun and kept.
 func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
-	ctx := context.Background()
-	d := released(t, "v1")
-	var rec layer.CheckpointRecord
-	if err := format.ReadMeta(d.FS, d.Join(layer.Dir, fixKept, layer.CheckpointFile), layer.FormatCheckpoint, &rec); err != nil {
-		t.Fatal(err)
-	}
-	if writtenThen(t, &rec.At); !slices.Equal(rec.Open, []int64{1}) {
-		t.Errorf("open are %v", rec.Open)
-	}
-	w, upTo, note, err := d.Resume(ctx, fixKept)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var compact bytes.Buffer
-	if err := json.Compact(&compact, note); err != nil || upTo != 2*chunkSize || compact.String() != `{"root":"abc"}` {
-		t.Errorf("kept up to %d with %s, %v", upTo, note, err)
-	}
-	scratch, err := w.Beside("spool")
-	if err != nil {
-		t.Fatal(err)
-	}
-	buf := make([]byte, len("scratch"))
-	if _, err := scratch.ReadAt(buf, 0); err != nil || string(buf) != "scratch" {
-		t.Errorf("beside it is %q, %v", buf, err)
-	}
-	if err := scratch.Close(); err != nil {
-		t.Fatal(err)
-	}
-	writeKept(t, w, 2)
-	root, _, err := w.Seal(ctx)
-	if err != nil || root != fixKeptRoot {
-		t.Errorf("the layer has the digest %s, %v", root, err)
-	}
-	if err := d.Verify(ctx, fixKept); err != nil {
-		t.Error(err)
-	}
-	if _, err := os.Stat(d.Join(layer.Dir, fixKept, layer.CheckpointFile)); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the record of the half-made layer stays: %v", err)
-	}
+	eachRelease(t, func(t *testing.T, version string, d *Disk) {
+		ctx := context.Background()
+		var rec layer.CheckpointRecord
+		name := d.Join(layer.Dir, fixKept, layer.CheckpointFile)
+		if err := format.ReadMeta(d.FS, name, layer.FormatCheckpoint, &rec); err != nil {
+			t.Fatal(err)
+		}
+		if writtenThen(t, version, &rec.At); !slices.Equal(rec.Open, []int64{1}) {
+			t.Errorf("open are %v", rec.Open)
+		}
+		w, upTo, note, err := d.Resume(ctx, fixKept)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var compact bytes.Buffer
+		if err := json.Compact(&compact, note); err != nil || upTo != 2*chunkSize || compact.String() != `{"root":"abc"}` {
+			t.Errorf("kept up to %d with %s, %v", upTo, note, err)
+		}
+		scratch, err := w.Beside("spool")
+		if err != nil {
+			t.Fatal(err)
+		}
+		buf := make([]byte, len("scratch"))
+		if _, err := scratch.ReadAt(buf, 0); err != nil || string(buf) != "scratch" {
+			t.Errorf("beside it is %q, %v", buf, err)
+		}
+		if err := scratch.Close(); err != nil {
+			t.Fatal(err)
+		}
+		writeKept(t, w, 2)
+		root, _, err := w.Seal(ctx)
+		if err != nil || root != fixKeptRoot {
+			t.Errorf("the layer has the digest %s, %v", root, err)
+		}
+		if err := d.Verify(ctx, fixKept); err != nil {
+			t.Error(err)
+		}
+		if _, err := os.Stat(d.Join(layer.Dir, fixKept, layer.CheckpointFile)); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the record of the half-made layer stays: %v", err)
+		}
+	})
 }
 
 // TestReleasedBorrowerGoesOn opens a replica whose layers, one of them frozen, are on another disk of the machine: an
@@ -439,5 +532,35 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	member.check(t, d, loop, fixMember)
 	if _, err := os.Stat(d.Join(layer.HydratingDir, fixBase)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("what was read on the way stays: %v", err)
+	}
+}
+
+// TestReleasedBorrowerFindsItsSource opens a replica whose layers, one of them frozen, are on another disk of the
+// machine, and whose disk had fetched a chunk of each. The record of each layer names the other disk.
+func TestReleasedBorrowerFindsItsSource(t *testing.T) {
+	loop := startLoop(t)
+	d := released(t, "v2")
+	near := nearContent()
+	var fetched []string
+	d.Sources(nil, func(_ context.Context, l RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
+		fetched = append(fetched, fmt.Sprint(l.UID, " ", off/chunkSize, " ", l.From))
+		for i := int64(0); i < int64(len(buf)); i += blockSize {
+			if v := near[(off+i)/512]; len(v) > 0 {
+				fill(buf[i:i+blockSize], v[0])
+			} else {
+				clear(buf[i : i+blockSize])
+			}
+		}
+		return nil
+	})
+	near.check(t, d, loop, fixBorrower)
+	// The disk has the first chunk of each layer, and no other chunk but one holds data.
+	want := []string{fmt.Sprint(fixNearLow, " 1 ", SourceDisk{UID: fixNear, Path: fixPath})}
+	if !slices.Equal(fetched, want) {
+		t.Errorf("%q were fetched, want %q", fetched, want)
+	}
+	root, _, err := d.Digest(fixNearLow)
+	if root != "" || !api.Is(err, api.NotFound) {
+		t.Errorf("the disk has layer %s with digest %s, %v", fixNearLow, root, err)
 	}
 }
