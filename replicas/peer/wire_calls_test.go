@@ -40,8 +40,38 @@ func done(call func(ctx context.Context, m *Member) error) func(context.Context,
 	return func(ctx context.Context, m *Member) (any, error) { return nil, call(ctx, m) }
 }
 
-// calls are all that a member can ask for.
-func calls() []callFixture {
+// calls are all that a member of a version of the protocol can ask for.
+func calls(version int) []callFixture {
+	list := firstCalls()
+	if version < setsSince {
+		return list
+	}
+	// Regions of these calls are runs; in firstCalls a bitmap is shorter. The record of a replica has fields that programs
+	// of version 2 did not have.
+	runs := fixIntents
+	runs.Regions = []int64{1, 2, 3}
+	meta := fixMeta
+	meta.MountID, meta.EngineNode = "ext4/sda1/4711", "one"
+	return append(list,
+		callFixture{"intend", nil,
+			done(func(ctx context.Context, m *Member) error { return m.Intend(ctx, runs.Regions) }), nil},
+		callFixture{"clean", nil,
+			done(func(ctx context.Context, m *Member) error { return m.Clean(ctx, 12, 7, runs.Regions) }), nil},
+		intentsFixture(runs), intentsFixture(fixIntents),
+		callFixture{"meta", meta, func(ctx context.Context, m *Member) (any, error) { return m.State(ctx) }, meta})
+}
+
+// intentsFixture is a call of intents with a set as answer.
+func intentsFixture(t stack.Intents) callFixture {
+	answer, err := encodeIntents(t, intentsArgs{Set: true})
+	if err != nil {
+		panic(err)
+	}
+	return callFixture{"intents", answer, func(ctx context.Context, m *Member) (any, error) { return m.Intents(ctx) }, t}
+}
+
+// firstCalls are the calls that every version has.
+func firstCalls() []callFixture {
 	sizes := map[string]stack.LayerSize{"snapshot": {Size: 64 << 20, Used: 4096, Root: "c0ffee"}, "younger": {Size: 64 << 20}}
 	broken := []stack.Broken{{Layer: "layer-1", Off: 2 << 20, Len: 2 << 20, Snap: "snapshot"},
 		{Layer: "layer-2", Len: 4096}}

@@ -28,7 +28,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// testdata/protocol-1 and -2 hold all that a member and a server of that version of the protocol say to each other, one
+// testdata/protocol-1, -2, ... hold all that a member and a server of that version of the protocol say to each other, one
 // frame a line. Nodes of different versions speak with each other during an upgrade, so the file of a version never
 // changes: the next version of the protocol gets a file of its own, written by
 //
@@ -39,7 +39,7 @@ import (
 // TestPeersSpeakAsBefore has a member and a server talk through somebody who writes down every frame. Both sides check
 // the values that they get, so that a transcript which is the old one says that they read old frames too.
 func TestPeersSpeakAsBefore(t *testing.T) {
-	for _, version := range []int{1, 2} {
+	for version := minVersion; version <= Version; version++ {
 		t.Run(fmt.Sprintf("protocol %d", version), func(t *testing.T) {
 			got := converse(t, version)
 			name := filepath.Join("testdata", fmt.Sprintf("protocol-%d", version))
@@ -174,6 +174,7 @@ type told struct {
 	mu    sync.Mutex
 	reqs  []block.Request
 	fails error
+	later bool // the next read fails with stack.ErrNotFetched
 	adopt []string
 }
 
@@ -185,6 +186,9 @@ func (r *told) Submit(q *block.Request) {
 	seen.Buf, seen.Spans, seen.Done = slices.Clone(q.Buf), slices.Clone(q.Spans), nil
 	r.reqs = append(r.reqs, seen)
 	q.Err = r.fails
+	if r.later && q.Op == block.OpRead {
+		q.Err, r.later = stack.ErrNotFetched, false
+	}
 	r.mu.Unlock()
 	if q.Op == block.OpRead {
 		copy(q.Buf, pattern(len(q.Buf), 7))
@@ -192,10 +196,10 @@ func (r *told) Submit(q *block.Request) {
 	q.Done(q)
 }
 
-func (r *told) AdoptFor(_ context.Context, _ string, epoch, incarnation int64, members []string) error {
+func (r *told) AdoptFor(_ context.Context, node string, epoch, incarnation int64, members []string) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.adopt = append(r.adopt, fmt.Sprint(epoch, incarnation, members))
+	r.adopt = append(r.adopt, fmt.Sprintln(node, epoch, incarnation, members))
 	return nil
 }
 
@@ -264,15 +268,21 @@ func converse(t *testing.T, version int) string {
 func talk(t *testing.T, m *Member, rep *told, version int) {
 	ctx := context.Background()
 	must(t, m.Adopt(ctx, 7, 3, []string{"replica-a", "replica-b"}))
-	adopted := []string{"7 3 [replica-a replica-b]"}
+	adopted := []string{"one 7 3 [replica-a replica-b]\n"}
 	if m.Info() != fixInfo || m.Boot() != "boot of two" || !slices.Equal(rep.adopt, adopted) {
 		t.Errorf("info %+v, boot %q, adopted %v", m.Info(), m.Boot(), rep.adopt)
 	}
 	requests(t, m, rep, version)
-	for _, c := range calls() {
-		rep.want = func(name string, _ []byte) ([]byte, error) {
+	var regions [][]int64
+	for _, c := range calls(version) {
+		rep.want = func(name string, args []byte) ([]byte, error) {
 			if name != c.name {
 				t.Errorf("call %q, not %q", name, c.name)
+			}
+			if name == "intend" || name == "clean" {
+				a, err := decode[regionArgs](args)
+				must(t, err)
+				regions = append(regions, a.list(limits{fixInfo.Size, fixIntents.Region}))
 			}
 			if raw, is := c.answer.([]byte); is || c.answer == nil {
 				return raw, nil
@@ -284,7 +294,33 @@ func talk(t *testing.T, m *Member, rep *told, version int) {
 			t.Errorf("%s answers %+v, %v; it was %+v", c.name, got, err, c.result)
 		}
 	}
-	talkOfFaults(t, m, rep)
+	named := [][]int64{{1, 3}, {1, 3}}
+	if version >= setsSince {
+		named = append(named, []int64{1, 2, 3}, []int64{1, 2, 3})
+	}
+	if !reflect.DeepEqual(regions, named) {
+		t.Errorf("calls name the regions %v, not %v", regions, named)
+	}
+	talkOfFaults(t, m, rep, version)
+	if version >= setsSince {
+		readLater(t, m, rep, version)
+	}
+}
+
+// readLater reads a block that the replica does not have yet: a server tells a member of version 4, and asks the replica
+// again for an older member.
+func readLater(t *testing.T, m *Member, rep *told, version int) {
+	rep.mu.Lock()
+	rep.fails, rep.later = nil, true
+	rep.mu.Unlock()
+	q := &block.Request{Op: block.OpRead, Off: 8192, Len: 4096, Buf: aligned(4096)}
+	err := Do(context.Background(), rep, m, q)
+	if told := errors.Is(err, stack.ErrNotFetched); told != (version >= notFetchedSince) || !told && err != nil {
+		t.Errorf("a read that waits for its blocks: %v", err)
+	}
+	if err == nil && !bytes.Equal(q.Buf, pattern(4096, 7)) {
+		t.Error("a read that waited brings something else")
+	}
 }
 
 func requests(t *testing.T, m *Member, rep *told, version int) {
@@ -335,7 +371,7 @@ func requests(t *testing.T, m *Member, rep *told, version int) {
 }
 
 // talkOfFaults has requests and calls fail in every way that the other side tells apart.
-func talkOfFaults(t *testing.T, m *Member, rep *told) {
+func talkOfFaults(t *testing.T, m *Member, rep *told, version int) {
 	ctx := context.Background()
 	for k := api.Other; k <= api.Denied; k++ {
 		rep.want = func(string, []byte) ([]byte, error) { return nil, api.Errorf(k, "kind %d", k) }
@@ -343,7 +379,11 @@ func talkOfFaults(t *testing.T, m *Member, rep *told) {
 			t.Errorf("%v arrives for kind %v", err, k)
 		}
 	}
-	for _, want := range []error{ErrRestarted, stack.ErrFailed, ErrAbandoned, unix.ENOSPC} {
+	faults := []error{ErrRestarted, stack.ErrFailed, ErrAbandoned, unix.ENOSPC}
+	if version >= notFetchedSince {
+		faults = append(faults, stack.ErrNotFetched)
+	}
+	for _, want := range faults {
 		rep.want = func(string, []byte) ([]byte, error) { return nil, fmt.Errorf("it fails: %w", want) }
 		if err := m.Expand(ctx, 128<<20); !errors.Is(err, want) {
 			t.Errorf("%v arrives for %v", err, want)
