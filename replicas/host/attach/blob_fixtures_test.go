@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"strings"
 	"testing"
 
 	"drover.io/drover/api"
@@ -12,25 +13,23 @@ import (
 	"drover.io/drover/replicas/sources"
 )
 
-// testdata/v1 has what a released version leaves with the holder for each kind of session, and the file of a node's
-// places, both byte for byte. A process of a later version takes devices up by them, and an older one may follow it,
-// so they are never changed; a version that writes something else adds a folder, with
+// testdata/v1, v2, ... have what a released version leaves with the holder for each kind of session, and the file of a
+// node's places, both byte for byte. A process of a later version takes devices up by them, and an older one may follow
+// it, so they are never changed. A version that writes another blob adds a folder with that blob alone, here v3, with
 //
-//	DROVER_WRITE_FIXTURES=v2 go test -run 'TestBlobs|TestPlaces' ./replicas/host/attach
+//	DROVER_WRITE_FIXTURES=v3 go test -run 'TestBlobs|TestPlaces' ./replicas/host/attach
 //
-// and goes on to read the older ones.
-const fixtureNow = "v1"
+// and a row of the test; blobs of the older rows are still read, and written the same.
 
-// likeFixture compares what is written now with a fixture, and returns the fixture.
-func likeFixture(t *testing.T, name string, value any) []byte {
+// likeFixture compares the present encoding of a value with a fixture of a version, and returns the fixture.
+func likeFixture(t *testing.T, version, name string, value any) []byte {
 	t.Helper()
 	now, err := json.Marshal(value)
 	if err != nil {
 		t.Fatal(err)
 	}
-	version := os.Getenv("DROVER_WRITE_FIXTURES")
-	if version != "" {
-		path := filepath.Join("testdata", version, name)
+	path := filepath.Join("testdata", version, name)
+	if os.Getenv("DROVER_WRITE_FIXTURES") == version {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -46,12 +45,12 @@ func likeFixture(t *testing.T, name string, value any) []byte {
 		}
 		return now
 	}
-	was, err := os.ReadFile(filepath.Join("testdata", fixtureNow, name))
+	was, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if string(now) != string(was) {
-		t.Errorf("%s is written as\n%s\nand was\n%s", name, now, was)
+		t.Errorf("%s is written as\n%s\nand was\n%s", path, now, was)
 	}
 	return was
 }
@@ -78,22 +77,34 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 		return b
 	}
 	several := with(single, func(b *blob) { b.Now, b.Members = 9, []memberSpec{here, there} })
+	missing := there
+	missing.Missing = true
+	// A volume with one replica has a member since v2, and notes no intents.
+	alone := with(single, func(b *blob) { b.Now, b.Members, b.Alone = 7, []memberSpec{here}, true })
 	for name, want := range map[string]blob{
-		"single":          single,
-		"single-readonly": with(single, func(b *blob) { b.ReadOnly = true }),
-		"single-borrows": with(single, func(b *blob) {
+		"v1/blob/single":          single,
+		"v1/blob/single-readonly": with(single, func(b *blob) { b.ReadOnly = true }),
+		"v1/blob/single-borrows": with(single, func(b *blob) {
 			b.Lenders = []lender{{fixDiskB, "/var/lib/drover/b"}}
 		}),
-		"several":          several,
-		"several-readonly": with(several, func(b *blob) { b.ReadOnly = true }),
-		"several-drop":     with(several, func(b *blob) { b.Next = 10 }),
-		"several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &rebuildJob }),
-		"several-borrows": with(several, func(b *blob) {
+		"v1/blob/several":          several,
+		"v1/blob/several-readonly": with(several, func(b *blob) { b.ReadOnly = true }),
+		"v1/blob/several-drop":     with(several, func(b *blob) { b.Next = 10 }),
+		"v1/blob/several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &rebuildJob }),
+		"v1/blob/several-borrows": with(several, func(b *blob) {
 			b.Lenders = []lender{{fixDiskB, "/var/lib/drover/b"}, {fixDiskA, "/var/lib/drover/c"}}
 		}),
-		"elsewhere": {Volume: "data", VolumeUID: fixVolume, Epoch: 7, Now: 7, Members: []memberSpec{there}},
+		"v1/blob/elsewhere": {Volume: "data", VolumeUID: fixVolume, Epoch: 7, Now: 7, Members: []memberSpec{there}},
+
+		"v2/blob/single":          alone,
+		"v2/blob/single-readonly": with(alone, func(b *blob) { b.ReadOnly = true }),
+		"v2/blob/single-join":     with(alone, func(b *blob) { b.Alone, b.Next, b.Joining = false, 10, &rebuildJob }),
+		"v2/blob/elsewhere": {Volume: "data", VolumeUID: fixVolume, Epoch: 7, Now: 7, Alone: true,
+			Members: []memberSpec{there}},
+		"v2/blob/several-missing": with(several, func(b *blob) { b.Members = []memberSpec{here, missing} }),
 	} {
-		raw := likeFixture(t, filepath.Join("blob", name+".json"), want)
+		version, file, _ := strings.Cut(name, "/")
+		raw := likeFixture(t, version, file+".json", want)
 		var got blob
 		if err := json.Unmarshal(raw, &got); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%s says %+v, %v; it said %+v", name, got, err, want)
@@ -104,6 +115,11 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 			t.Errorf("a session keeps %s as %+v", name, again)
 		}
 	}
+	// A blob of v1 names no member of a volume with one replica: it says the same as one of v2 but for the object's name.
+	single.upgrade("one")
+	if alone.Members[0].Name = ""; !reflect.DeepEqual(single, alone) {
+		t.Errorf("the blob of v1 becomes\n%+v, not\n%+v", single, alone)
+	}
 }
 
 // TestPlacesAreReadAndWrittenAsBefore is about the file that a node's process knows others by before it has the API.
@@ -112,7 +128,7 @@ func TestPlacesAreReadAndWrittenAsBefore(t *testing.T) {
 		Nodes: map[string]string{"two": "192.0.2.2:7000", "three": "[2001:db8::3]:7000"},
 		Far:   map[string][]sources.Source{string(fixComer): {{Node: "two", Address: "192.0.2.2:7001", Disk: fixDiskB}}}}
 	var got remote.Known
-	raw := likeFixture(t, "peers.json", want)
+	raw := likeFixture(t, "v1", "peers.json", want)
 	if err := json.Unmarshal(raw, &got); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("it says %+v, %v; it said %+v", got, err, want)
 	}
