@@ -142,7 +142,7 @@ func topologyNodes(r *csi.TopologyRequirement) ([]string, error) {
 		}
 	}
 	if len(nodes) == 0 && len(r.GetRequisite()) > 0 {
-		return nil, api.Errorf(api.Full, "no node has the topology that is required; this driver's only key is %s",
+		return nil, api.Errorf(api.Full, "no node has the required topology; the driver's only key is %s",
 			api.TopologyNode)
 	}
 	return nodes, nil
@@ -312,7 +312,7 @@ func (s *Server) awaitPlacement(ctx context.Context, vol *api.Volume) (*api.Volu
 	if api.Is(err, api.Full) {
 		uid := vol.UID
 		if e := s.client.Delete(ctx, vol, client.Preconditions{UID: &uid}); client.IgnoreNotFound(e) != nil {
-			return nil, api.Explain(e, "take volume %s away, for which there is no room", vol.Name)
+			return nil, api.Explain(e, "delete volume %s, for which no disk has room", vol.Name)
 		}
 	}
 	msg := ""

@@ -52,8 +52,8 @@ func (s *Server) ensureImage(ctx context.Context, want *imageWish) (*api.Backing
 		return nil, api.Explain(err, "read backing image %s", want.name)
 	}
 	if want.source == "" {
-		return nil, api.Errorf(api.NotFound, "backing image %s does not exist: create it, or say where to download it "+
-			"from with backingImageURL", want.name)
+		return nil, api.Errorf(api.NotFound, "backing image %s does not exist: create the image, or give the address of "+
+			"a download in backingImageURL", want.name)
 	}
 	if err := api.ValidateImageName(want.name); err != nil {
 		return nil, err

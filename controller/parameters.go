@@ -363,7 +363,7 @@ func setImageParameters(w *wish, v string) error {
 	d.UseNumber() // as they were written
 	err := d.Decode(&raw)
 	if err == nil && d.Decode(new(any)) != io.EOF {
-		err = errors.New("something follows the object")
+		err = errors.New("more data follows the object")
 	}
 	if err != nil {
 		return fmt.Errorf(`want a JSON object such as {"url":"https://..."}: %w`, err)
@@ -426,7 +426,7 @@ func (i *imageWish) completeSource() error {
 	}
 	if i.parameters != nil && i.source == "" {
 		return api.Errorf(api.Invalid,
-			"backingImageDataSourceParameters needs backingImageDataSourceType to say what they are for")
+			"backingImageDataSourceParameters needs backingImageDataSourceType, which names the kind of source")
 	}
 	if (i.source == api.SourceDownload || i.source == api.SourceRegistry) && i.parameters["url"] == "" {
 		return api.Errorf(api.Invalid, "a backing image of source %s needs a url: give backingImageURL", i.source)

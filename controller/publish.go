@@ -238,7 +238,7 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, req *csi.Valida
 	}
 	for k, v := range withoutSidecarKeys(req.GetParameters()) {
 		if vol.Spec.Parameters[k] != v {
-			return no("parameter " + k + " is not what the volume was created with")
+			return no("parameter " + k + " differs from the parameter at the volume's creation")
 		}
 	}
 	if err := w.parseMutable(req.GetMutableParameters()); err != nil {

@@ -196,7 +196,8 @@ func (s *Server) checkTopology(ctx context.Context, vol *api.Volume, r *csi.Topo
 			return nil
 		}
 	}
-	return api.Errorf(api.Full, "volume %s has no replica on %s, and its snapshots are where its replicas are", vol.Name,
+	return api.Errorf(api.Full, "volume %s has no replica on %s, and a snapshot is on the nodes of the volume's "+
+		"replicas", vol.Name,
 		strings.Join(nodes, ", "))
 }
 

@@ -36,9 +36,10 @@ func dataCommand() *cobra.Command {
 	}
 	f := c.Flags()
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder that serve keeps its state in")
-	f.StringVar(&o.kubeconfig, "kubeconfig", "", "where the API server is")
+	f.StringVar(&o.kubeconfig, "kubeconfig", "", "kubeconfig of the API server")
 	f.StringVar(&o.node, "node", "", "name of this node")
-	f.StringVar(&o.listen, "listen", "", "address where engines of other nodes reach this node's replicas (default: none)")
+	f.StringVar(&o.listen, "listen", "", "address for engines of other nodes that reach this node's replicas "+
+		"(default: none)")
 	addLogFlags(f, &o.logLevel, &o.logFormat)
 	return c
 }

@@ -69,7 +69,7 @@ func serveCommand() *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "what this process does")
+	f.StringSliceVar(&o.roles, "roles", []string{roleController, roleNode, roleData}, "roles of this process")
 	f.StringVar(&o.stateDir, "state-dir", cliDefaultState, "folder for certificates, objects, sockets and logs")
 	f.StringArrayVar(&o.diskFlags, "disk", nil,
 		"folder to keep data in, as path[,tag...]; several times for several disks\n"+
@@ -80,10 +80,10 @@ func serveCommand() *cobra.Command {
 		") and run none")
 	f.StringVar(&o.apiListen, "api-listen", "", "address[:port] of this machine at which the API server answers other\n"+
 		"machines too (default: this machine alone)")
-	f.StringSliceVar(&o.apiNames, "api-name", nil, "name or address by which other machines reach the API server, first\n"+
-		"the one that they shall use (default: the address in --api-listen, or all of this machine)")
-	f.StringVar(&o.address, "node-address", "", "address at which other nodes reach this one (default: the first one of\n"+
-		"this machine, where other nodes can be)")
+	f.StringSliceVar(&o.apiNames, "api-name", nil, "name or address by which other machines reach the API server, "+
+		"the\npreferred one first (default: the address in --api-listen, or all of this machine)")
+	f.StringVar(&o.address, "node-address", "", "address at which other nodes reach this node (default: the first "+
+		"address of\nthis machine; none if the API server answers this machine alone)")
 	f.StringVar(&o.node, "node-name", "", "name of this node (default: the host's name)")
 	f.StringVar(&o.metrics, "metrics-listen", "127.0.0.1:0", "address of /metrics, /healthz and /readyz, or off")
 	f.DurationVar(&o.heartbeat, "heartbeat", api.DefaultHeartbeat, "how often the node renews its heartbeat; after\n"+
@@ -125,7 +125,7 @@ func (o *serveOptions) checkOptions() error {
 			strings.Join(o.roles, ","))
 	}
 	if o.kubeconfig != "" && o.apiListen != "" {
-		return api.Errorf(api.Invalid, "--api-listen is for the embedded API server, and with --kubeconfig there is none")
+		return api.Errorf(api.Invalid, "--api-listen is for the embedded API server, which does not run with --kubeconfig")
 	}
 	for _, p := range []*string{&o.stateDir, &o.kubeconfig} {
 		if *p == "" || p == &o.kubeconfig && *p == inCluster {

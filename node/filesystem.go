@@ -43,7 +43,7 @@ const defaultFS = "ext4"
 func detectContent(d device) (string, error) {
 	fs, err := mount.NewSafeFormatAndMount(mount.NewWithoutSystemd(""), utilexec.New()).GetDiskFormat(d.path)
 	if err != nil {
-		return "", api.Errorf(api.Unavailable, "look what is on %s (blkid): %w", d.path, err)
+		return "", api.Errorf(api.Unavailable, "content of %s is unknown (blkid): %w", d.path, err)
 	}
 	return fs, nil
 }
@@ -111,8 +111,8 @@ func (s *Server) ensureFilesystem(ctx context.Context, vol *api.Volume, att *api
 		return made, s.recordFilesystem(ctx, vol, "", made) // the file system was finished, only the mark was missing
 	case begun != "":
 	case had != "":
-		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system that is not recognised any more: it is not "+
-			"formatted again; repair it, or restore it", vol.Name, had)
+		return "", api.Errorf(api.Corrupt, "volume %s had a %s file system, which blkid does not recognise any more: "+
+			"Drover does not format the volume again; repair the file system, or restore the volume", vol.Name, had)
 	default:
 		if err := proveBlank(vol, att, d); err != nil {
 			return "", err
@@ -150,8 +150,8 @@ func proveBlank(vol *api.Volume, att *api.Attachment, d device) error {
 		}
 	}
 	if !clean {
-		return api.Errorf(api.InUse, "volume %s holds data but no file system that is known: it is not formatted; "+
-			"use it as a block device", vol.Name)
+		return api.Errorf(api.InUse, "volume %s holds data without a known file system: Drover does not format it; use "+
+			"the volume as a block device", vol.Name)
 	}
 	return nil
 }

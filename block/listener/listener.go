@@ -191,9 +191,9 @@ func (l *Listener) admitConn(nc net.Conn) *Conn {
 	why := ""
 	switch {
 	case l.sources[c.source] > l.o.PerSource:
-		victim, why = l.oldestUnknown(c.source), "its address has too many that have not said who they are"
+		victim, why = l.oldestUnknown(c.source), "the address has too many connections without a hello"
 	case l.unknown.Len() > l.o.Unknown:
-		victim, why = l.oldestUnknown(l.busiestSource()), "too many have not said who they are"
+		victim, why = l.oldestUnknown(l.busiestSource()), "the listener has too many connections without a hello"
 	}
 	c.late = time.AfterFunc(l.o.Deadline, func() { c.expire() })
 	l.mu.Unlock()

@@ -264,7 +264,7 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 	if e, ok := r.findExtent(off); ok {
 		return e, nil
 	}
-	return block.Extent{}, fmt.Errorf("node %s: %w: it does not say what layer %s holds at %d", r.c.node, errNonsense,
+	return block.Extent{}, fmt.Errorf("node %s: %w: the map of layer %s has no extent at %d", r.c.node, errNonsense,
 		r.uid, off)
 }
 

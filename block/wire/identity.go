@@ -258,7 +258,7 @@ func (id *Identity) Client(node string, protocols ...string) (*tls.Config, error
 			case err != nil:
 				return err
 			case is != node:
-				return fmt.Errorf("node %s answers where node %s should be", is, node)
+				return fmt.Errorf("node %s answers at the address of node %s", is, node)
 			}
 			return nil
 		}}, nil

@@ -93,7 +93,7 @@ func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, 
 		case have == nil:
 			return nil, api.Errorf(api.Busy, "volume %q was being detached: try again", volume)
 		case have.DeletionTimestamp != nil:
-			return nil, api.Errorf(api.Busy, "volume %q is being detached from node %q: try again when that is done",
+			return nil, api.Errorf(api.Busy, "node %[2]q detaches volume %[1]q now: try again after the detach",
 				volume, have.Spec.Node)
 		case have.Spec.Node != node:
 			return nil, api.Errorf(api.InUse, "volume %q is attached to node %q: `drover volume detach %s` first", volume,
@@ -137,8 +137,8 @@ func (a *app) volumeDetach() *cobra.Command {
 		Use: "detach NAME...", Short: "Take a volume's device away; refused while it is mounted",
 		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it " +
 			"is mounted or open, and\n" +
-			"waits while writes wait for room.\n\nWith --force nothing is waited for: I/O that was not answered fails, " +
-			"whoever has the device open or\nmounted gets errors, and what was written since the last sync may be lost.",
+			"waits while writes wait for room.\n\nWith --force the command waits for no I/O: unanswered I/O fails, " +
+			"programs that have the device open or mounted get\nerrors, and writes since the last sync may be lost.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)

@@ -74,9 +74,9 @@ func silenceErrors(c *cobra.Command) {
 
 func (a *app) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&a.kubeconfig, "kubeconfig", "",
-		"file that says where the API server is\n(default: $"+envKubeconfig+", then "+DefaultStateDir+
+		"file with the address of the API server\n(default: $"+envKubeconfig+", then "+DefaultStateDir+
 			"/kubeconfig, then $KUBECONFIG)")
-	fs.StringVarP(&a.output, "output", "o", "table", "what to print: table, json, yaml or name")
+	fs.StringVarP(&a.output, "output", "o", "table", "form of the output: table, json, yaml or name")
 	fs.DurationVar(&a.timeout, "timeout", 0, "give up waiting after this long; the work continues (0: wait)")
 }
 
@@ -162,8 +162,8 @@ func (a *app) kubeconfigPath() (string, error) {
 	if errors.Is(err, os.ErrPermission) {
 		return "", api.Errorf(api.Denied, "cannot read %s: run this as root, or name a kubeconfig with --kubeconfig", def)
 	}
-	return "", api.Errorf(api.Unavailable, "no API server known: start `drover serve` on this machine, or say where it "+
-		"is with --kubeconfig or $%s (looked for %s)", envKubeconfig, def)
+	return "", api.Errorf(api.Unavailable, "no API server is known: start `drover serve` on this machine, or name a "+
+		"kubeconfig with --kubeconfig or $%s (looked for %s)", envKubeconfig, def)
 }
 
 var scheme = func() *runtime.Scheme {

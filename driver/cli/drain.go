@@ -18,9 +18,10 @@ const nodeSilent = 40 * time.Second
 func (a *app) nodeDrain() *cobra.Command {
 	var undo bool
 	c := &cobra.Command{
-		Use: "drain NAME", Short: "Take nothing new on a node, and move away what can be moved",
-		Long: "Marks a node for eviction: nothing new is placed on it, replicas are made elsewhere before they go from\n" +
-			"it, and images move to other nodes. What is attached there stays attached. Prints what is still on it.",
+		Use: "drain NAME", Short: "Place no new replicas and images on a node, and move its data away",
+		Long: "Marks a node for eviction: Drover places no new replicas and images on the node, makes its replicas on " +
+			"other\nnodes before it deletes them, and moves its images. Attached volumes stay attached. Prints the " +
+			"volumes and\nimages that the node still has.",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(nodes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -47,7 +48,7 @@ func (a *app) nodeDrain() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.printOutcome(cmd, "node", n.Name, "takes nothing new"+stillHolds(vols, imgs))
+			a.printOutcome(cmd, "node", n.Name, "takes no new replicas and images"+stillHolds(vols, imgs))
 			return nil
 		},
 	}

@@ -81,8 +81,8 @@ func (a *app) imageExport() *cobra.Command {
 	var o ExportOptions
 	c := &cobra.Command{
 		Use: "export NAME FILE", Short: "Write a backing image into a file, raw or qcow2",
-		Long: "Writes what the image holds into a file. It reads the image on a disk of this machine: run it on a node " +
-			"that has a copy.",
+		Long: "Writes the content of the image into a file. The command reads the image on a disk of this machine: run " +
+			"the command on a node with a copy.",
 		Example: "  drover image export debian debian.raw\n" +
 			"  drover image export debian debian.qcow2 --format qcow2 --compress",
 		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(images, true),
@@ -108,7 +108,7 @@ func (a *app) imageExport() *cobra.Command {
 func (a *app) snapshotExport() *cobra.Command {
 	var o ExportOptions
 	c := &cobra.Command{
-		Use: "export NAME FILE", Short: "Write what a snapshot holds into a file, raw or qcow2",
+		Use: "export NAME FILE", Short: "Write the content of a snapshot into a file, raw or qcow2",
 		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(snapshots, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -132,8 +132,9 @@ func (a *app) snapshotExport() *cobra.Command {
 func (a *app) volumeExport() *cobra.Command {
 	var o ExportOptions
 	c := &cobra.Command{
-		Use: "export NAME FILE", Short: "Write what a volume holds now into a file, raw or qcow2",
-		Long: "Takes a snapshot of the volume, attached or not, writes what it holds into a file, and lets go of it.",
+		Use: "export NAME FILE", Short: "Write the present content of a volume into a file, raw or qcow2",
+		Long: "Takes a snapshot of the volume, attached or not, writes the snapshot's content into a file, and deletes " +
+			"the snapshot.",
 		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) (err error) {
 			ctx, done := a.withTimeout(cmd)
@@ -175,8 +176,9 @@ func (a *app) imageCreate() *cobra.Command {
 	var from, nodeTags, diskTags string
 	c := &cobra.Command{
 		Use: "create NAME --from VOLUME", Short: "Make a backing image of a volume or a snapshot",
-		Long: "The image names the layers that the snapshot has: nothing is copied. Of a volume as it is now, attached or " +
-			"not, a\nsnapshot is taken for it. Volume and snapshot can be deleted as soon as the image is ready.",
+		Long: "The image refers to the layers of the snapshot: Drover copies no data. For an image of a volume, " +
+			"attached or not,\nDrover takes a snapshot first. You can delete volume and snapshot as soon as the image is " +
+			"ready.",
 		Example: "  drover image create golden --from vm-1\n  drover image create golden --from snap://vm-1/installed",
 		Args:    checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -187,7 +189,7 @@ func (a *app) imageCreate() *cobra.Command {
 				return err
 			}
 			if from == "" {
-				return usagef("of what? say --from VOLUME or --from SNAPSHOT")
+				return usagef("the command needs a source: add --from VOLUME or --from SNAPSHOT")
 			}
 			if err := api.ValidateImageName(left[0]); err != nil {
 				return usagef("%w", err)

@@ -50,7 +50,7 @@ func (a *app) imageList() *cobra.Command {
 
 func (a *app) imageShow() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show a backing image and where its copies are",
+		Use: "show NAME", Short: "Show a backing image and the disks of its copies",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -153,7 +153,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 		return err
 	}
 	if len(users) > 0 {
-		return api.Errorf(api.InUse, "image %q is in use by %s: delete what uses it first", name, someOf("volume", users))
+		return api.Errorf(api.InUse, "image %q is in use by %s: delete the users first", name, someOf("volume", users))
 	}
 	// The precondition protects a new image of the same name.
 	err = c.Delete(ctx, &img, client.Preconditions{UID: &img.UID})

@@ -213,7 +213,8 @@ func (a *app) imageVerify() *cobra.Command {
 				return err
 			}
 			if img.Status.ReadyCopies == 0 && !slices.ContainsFunc(img.Status.Copies, notWell) {
-				return api.Errorf(api.Unavailable, "image %q has no copy that is ready: see `drover image show %s`", img.Name,
+				return api.Errorf(api.Unavailable, "image %q has no ready copy: `drover image show %s` has the "+
+					"reason", img.Name,
 					img.Name)
 			}
 			base := img.DeepCopy()
@@ -283,7 +284,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 			switch {
 			case removed[f.Spec.Disk]:
 			case lost: // the import verifies a new copy, which proves nothing about the lost copy
-				verdicts[f.Spec.Disk] = "it was gone"
+				verdicts[f.Spec.Disk] = "the copy was lost"
 			case st.Verified == token && st.State == api.ImageFailed:
 				verdicts[f.Spec.Disk] = st.Message
 			case st.Verified == token && verdicts[f.Spec.Disk] == "":
@@ -322,12 +323,12 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 		return api.Errorf(api.Corrupt, "image %q: %d of %d copies are not well: %s%s", img.Name, len(bad), len(verdicts),
 			strings.Join(bad, "; "), then)
 	}
-	well := fmt.Sprintf("verified: %d copies are what they were", len(verdicts))
+	well := fmt.Sprintf("verified: %d copies match their digests", len(verdicts))
 	switch len(verdicts) {
 	case 0:
 		return api.Errorf(api.NotFound, "image %q: its copies were removed before they were verified", img.Name)
 	case 1:
-		well = "verified: 1 copy is what it was"
+		well = "verified: 1 copy matches its digests"
 	}
 	a.printOutcome(cmd, "backingimage", img.Name, well)
 	return nil

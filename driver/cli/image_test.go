@@ -312,7 +312,7 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 	if err := store.Get(t.Context(), client.ObjectKey{Name: "disks"}, &got); err != nil || len(got.Spec.Disks) != 1 {
 		t.Errorf("%v, disks: %+v", err, got.Spec.Disks)
 	}
-	drover(t, kubeconfig("disk", "evict", "/good")...).mustSay(t, 0, "takes nothing new; it is empty")
+	drover(t, kubeconfig("disk", "evict", "/good")...).mustSay(t, 0, "takes no new replicas and images; it is empty")
 	drover(t, kubeconfig("disk", "evict", "disks:/good", "-o", "name")...).mustSay(t, 0, "disks:/good\n")
 	rep := &api.Replica{Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "holder", Node: "disks", Disk: n.Status.Disks[1].UID}}
 	rep.Name, rep.Labels = "holder.1", map[string]string{api.LabelDisk: string(n.Status.Disks[1].UID)}

@@ -157,7 +157,7 @@ func (a *app) imageClone() *cobra.Command {
 	var f imageFlags
 	c := &cobra.Command{
 		Use:   "clone IMAGE NAME",
-		Short: "Make a backing image that is the same as another one, under a name of its own",
+		Short: "Make a backing image with the content of another image",
 		Long: "Makes a backing image of another one, which must be ready. On disks that have the other's content it takes\n" +
 			"no room and is ready at once. Its number of copies and its selectors are its own; the other image can\n" +
 			"be deleted afterwards.",
@@ -322,8 +322,8 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 // explainInterrupt tells the user of an interrupted command whether the image continues.
 func explainInterrupt(err error, image string, body *outgoing) error {
 	if body != nil {
-		return fmt.Errorf("%w: what was sent of image %[2]q is kept for 5 minutes: the same command sends the rest, "+
-			"`drover image delete %[2]s` gives it up", err, image)
+		return fmt.Errorf("%w: the node keeps the received bytes of image %[2]q for 5 minutes: the same command sends "+
+			"the rest, `drover image delete %[2]s` gives the image up", err, image)
 	}
 	return fmt.Errorf("%w: image %[2]q is made nevertheless: follow it with `drover image show %[2]s`, end it with "+
 		"`drover image delete %[2]s`", err, image)

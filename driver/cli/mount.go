@@ -25,9 +25,9 @@ func (a *app) volumeMount() *cobra.Command {
 	var options string
 	c := &cobra.Command{
 		Use:   "mount NAME DIR",
-		Short: "Attach a volume to this machine and mount its filesystem, making one first where it is blank",
-		Long: "Attaches the volume to this machine and mounts it. A filesystem is made only where the volume's own map\n" +
-			"proves that nothing was ever written to it; a volume that holds data which is no filesystem is refused.",
+		Short: "Attach a volume to this machine and mount its filesystem; make one first on a blank volume",
+		Long: "Attaches the volume to this machine and mounts it. The command makes a filesystem only if the volume's " +
+			"map proves\nthat the volume is blank, and refuses a volume that holds data without a filesystem.",
 		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -123,7 +123,7 @@ func checkTarget(dir string) error {
 		return err
 	}
 	if len(on) > 0 {
-		return api.Errorf(api.InUse, "something is mounted at %s already", dir)
+		return api.Errorf(api.InUse, "a file system is mounted at %s already", dir)
 	}
 	if len(entries) > 0 {
 		return api.Errorf(api.InUse, "%s is not empty: choose an empty or a new folder", dir)
@@ -147,14 +147,15 @@ func (m *mounting) ensureFilesystem(ctx context.Context, stood bool) (err error)
 	case m.fs != "" && begun == "":
 		return nil
 	case m.att.Spec.ReadOnly:
-		return api.Errorf(api.InUse, "volume %q has no filesystem yet: there is nothing to mount read-only", m.volume)
+		return api.Errorf(api.InUse, "volume %q has no filesystem yet: mount the volume writable first", m.volume)
 	case begun != "" && m.fs != "" && m.fs != begun:
 		return api.Errorf(api.InUse, "volume %q: a %s filesystem was being made on it, but it holds %s: it is not formatted",
 			m.volume, begun, m.fs)
 	case begun != "": // an unfinished mkfs wrote the only data, so mkfs may run again
 	case had != "":
-		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem that is not recognised any more: it is not formatted "+
-			"again; repair it on %s, or restore it", m.volume, had, m.att.Status.Device)
+		return api.Errorf(api.Corrupt, "volume %q had a %s filesystem, which blkid does not recognise any more: Drover "+
+			"does not format the volume again; repair the filesystem on %s, or restore the "+
+			"volume", m.volume, had, m.att.Status.Device)
 	case stood && m.att.Status.Blank:
 		if _, err := detachVolume(ctx, m.c, m.volume, false); err != nil {
 			return err
@@ -230,7 +231,7 @@ func detectFilesystem(ctx context.Context, device string) (string, error) {
 		return "", nil
 	}
 	if err != nil {
-		return "", api.Errorf(api.Other, "cannot tell what is on %s: blkid: %w", device, err)
+		return "", api.Errorf(api.Other, "content of %s is unknown: blkid: %w", device, err)
 	}
 	return strings.TrimSpace(string(out)), nil
 }
@@ -400,7 +401,8 @@ func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep 
 	for _, dir := range slices.Backward(dirs) { // later mounts may lie below earlier mounts
 		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
 			if errors.Is(err, unix.EBUSY) {
-				return api.Errorf(api.InUse, "%s is in use: end what uses it (`fuser -vm %s` lists it) and try again", dir, dir)
+				return api.Errorf(api.InUse, "%s is in use: end the programs that use it (`fuser -vm %s` lists them) and "+
+					"try again", dir, dir)
 			}
 			return api.Errorf(api.Other, "umount %s: %w", dir, err)
 		}

@@ -130,7 +130,7 @@ func (d disk) tableRow() []string {
 	case d.spec.EvictionRequested:
 		msg = strings.TrimPrefix(msg+"; being evicted"+d.left, "; ")
 	case d.spec.Schedulable != nil && !*d.spec.Schedulable:
-		msg = strings.TrimPrefix(msg+"; takes nothing new", "; ")
+		msg = strings.TrimPrefix(msg+"; takes no new replicas and images", "; ")
 	}
 	return []string{d.node, d.spec.Path, string(d.status.UID), fmt.Sprint(d.status.Ready), d.status.FSType,
 		someBytes(d.status.Capacity), someBytes(d.status.Available), strings.Join(d.spec.Tags, ","), msg}
@@ -272,7 +272,7 @@ func (a *app) diskAdd() *cobra.Command {
 			a.printDiskOutcome(cmd, n.Name, path, fmt.Sprintf("added to node %q: %s, %s free", n.Name, d.FSType,
 				api.SizeText(d.Available)))
 			if d.FSType == "tmpfs" {
-				fmt.Fprintf(cmd.ErrOrStderr(), "disk %q is memory: what is on it is lost when the machine stops\n", path)
+				fmt.Fprintf(cmd.ErrOrStderr(), "disk %q is memory: its data is lost when the machine stops\n", path)
 			}
 			return nil
 		},
@@ -349,10 +349,10 @@ func (a *app) diskEvict() *cobra.Command {
 	var node string
 	var undo bool
 	c := &cobra.Command{
-		Use: "evict PATH|UID", Short: "Take nothing new on a disk, and move away what can be moved",
-		Long: "Marks a disk for eviction: nothing new is placed on it, and its contents move to other disks, the\n" +
-			"only replica of a volume once the volume is detached. Prints what is still on it. `drover disk remove`\n" +
-			"takes the disk away when nothing is.",
+		Use: "evict PATH|UID", Short: "Place no new replicas and images on a disk, and move its data away",
+		Long: "Marks a disk for eviction: Drover places no new replicas and images on the disk and moves its contents " +
+			"to other\ndisks, the only replica of a volume once the volume is detached. Prints the volumes and images " +
+			"that the disk still\nhas. `drover disk remove` takes the empty disk away.",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -384,7 +384,8 @@ func (a *app) diskEvict() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			a.printDiskOutcome(cmd, d.node, d.spec.Path, "takes nothing new"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
+			a.printDiskOutcome(cmd, d.node, d.spec.Path, "takes no new replicas and "+
+				"images"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
 			return nil
 		},
 	}
@@ -397,10 +398,10 @@ func (a *app) diskEvict() *cobra.Command {
 func whatMoves(vols, imgs []string) string {
 	text := ""
 	if len(imgs) > 0 {
-		text += ". Images move to other disks by themselves, where there is room and no volume here needs them"
+		text += ". Images that no volume here needs move to other disks with room by themselves"
 	}
 	if len(vols) > 0 {
-		text += ". Replicas move where there is room; the only one of a volume moves when the volume is detached"
+		text += ". Replicas move to disks with room; the only replica of a volume moves when the volume is detached"
 	}
 	return text
 }
@@ -424,7 +425,7 @@ func forgottenImages(imgs []string) string {
 	if len(imgs) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("; what was on it is forgotten: %s", someOf("image", imgs))
+	return fmt.Sprintf("; the API forgets its content: %s", someOf("image", imgs))
 }
 
 // dependentVolumes returns the volumes that need a disk: undeleted volumes with a member on the disk, or with a replica
@@ -484,10 +485,10 @@ func (a *app) diskRemove() *cobra.Command {
 	var deadNode, force bool
 	c := &cobra.Command{
 		Use: "remove PATH|UID", Short: "Take an empty disk away from its node; its files stay", Aliases: []string{"rm"},
-		Long: "Takes a disk away from its node. It must be empty, or not answer and be needed by no volume: then what was\n" +
-			"on it is forgotten. A node that gave no sign of life for 40 s is taken for dead; --dead-node says so before,\n" +
-			"and is refused where a sign of life comes. The last copy of an image that comes from nowhere else is forgotten\n" +
-			"with --force only.",
+		Long: "Takes a disk away from its node. The disk must be empty, or must not answer while no volume needs it: " +
+			"then the API\nforgets its content. A node without a sign of life for 40 s counts as dead; --dead-node " +
+			"declares a node dead before,\nand fails at a sign of life. The API forgets the last copy of an image without " +
+			"another origin with --force only.",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeDisks,
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -530,9 +531,9 @@ func (a *app) diskRemove() *cobra.Command {
 					if dead {
 						why = fmt.Sprintf("does not answer, as node %q is dead", d.node)
 					}
-					return api.Errorf(api.InUse, "disk %s %s, and would be forgotten with what is on it%s: bring it back, "+
-						"let `drover disk evict` replace what other disks have too, or give the volumes up with `drover volume "+
-						"delete`", d.spec.Path, why, stillHolds(vols, nil))
+					return api.Errorf(api.InUse, "disk %s %s, and volumes need its replicas%s: bring the disk back, let "+
+						"`drover disk evict` replace replicas that other disks have too, or give the volumes up with `drover "+
+						"volume delete`", d.spec.Path, why, stillHolds(vols, nil))
 				}
 				if err := lastCopies(ctx, c, d, deadName); err != nil && !force {
 					return err

@@ -35,7 +35,7 @@ func (a *app) preflightCommand() *cobra.Command {
 	var disks []string
 	c := &cobra.Command{
 		Use:   "preflight",
-		Short: "Tell whether this machine can run Drover, and what to do where it cannot",
+		Short: "Check whether this machine can run Drover, and name the remedies",
 		Long: "Looks at the kernel, FUSE, loop devices, io_uring, tools, limits and disks " +
 			"of this machine; changes nothing.\n" +
 			"Exit code 0: nothing is missing; 1: something is missing. Warnings do not count.",
@@ -139,7 +139,7 @@ func checkKernel() finding {
 	case !at(5, 8):
 		return finding{"kernel", failed, release, "Drover needs 5.8 or later (LOOP_CONFIGURE): upgrade the kernel"}
 	case !at(6, 9):
-		return finding{"kernel", warning, release, "before 6.9 FUSE cannot send requests again: where the data process is " +
+		return finding{"kernel", warning, release, "before 6.9 FUSE cannot send requests again: if the data process is " +
 			"killed, attached volumes fail and have to be attached again; from 6.9 on, I/O only pauses"}
 	}
 	return finding{"kernel", fine, release + ": volumes survive a kill -9 of the data process (FUSE RESEND)", ""}
@@ -281,7 +281,8 @@ func checkDisk(path string) finding {
 		name = fmt.Sprintf("file system type %#x", st.Type)
 	}
 	return finding{check, warning, name + ", " + free + " free",
-		"ext4 and xfs are tested; `drover disk add` tries this one out and refuses it where it cannot keep its promises"}
+		"ext4 and xfs are tested; `drover disk add` probes this file system, and refuses a file system that cannot keep " +
+			"the promises of a disk"}
 }
 
 func errText(err error) string {

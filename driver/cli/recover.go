@@ -56,10 +56,11 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	var o RecoverOptions
 	var snapshot, stateDir string
 	c := &cobra.Command{
-		Use: "recover", Short: "Rebuild images and volumes in the API from what the disks of this machine say",
-		Long: "Reads the disks of this machine and compares what they hold with the objects of the API server: after the\n" +
-			"state was lost or restored from an old copy, or when a disk came from another machine. It tells what it would\n" +
-			"do; with --yes it creates the missing objects with their old UIDs. It deletes nothing, and touches no data.",
+		Use: "recover", Short: "Rebuild images and volumes in the API from the records on the disks of this machine",
+		Long: "Reads the disks of this machine and compares their records with the objects of the API server: after the " +
+			"state was\nlost or restored from an old copy, or when a disk came from another machine. The command prints a " +
+			"plan; with --yes it\ncreates the missing objects with their old UIDs. The command deletes no object, and " +
+			"touches no data.",
 		Example: "  drover recover\n  drover recover --yes\n  drover recover --disk /mnt/a --yes --raise-epochs",
 		Args:    checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -84,14 +85,14 @@ func RecoverCommand(run Recoverer, restore Restorer) *cobra.Command {
 	}
 	f := c.Flags()
 	f.StringArrayVar(&o.Disks, "disk", nil, "folder of a disk to read; several times for several\n"+
-		"(default: all disks of nodes that are on this machine)")
+		"(default: all disks of this machine's nodes)")
 	f.BoolVar(&o.Apply, "yes", false, "do it")
-	f.BoolVar(&o.RaiseEpochs, "raise-epochs", false, "where the API knows an older epoch than the disk, take the disk's")
+	f.BoolVar(&o.RaiseEpochs, "raise-epochs", false, "take the disk's epoch if the API has an older epoch")
 	f.StringArrayVar(&o.DeadNodes, "dead-node", nil,
-		"node that is no more: a disk that it called its own is another's now;\n"+
-			"refused where it gives a sign of life (one that gave none for 40 s need not be named)")
-	f.StringVar(&snapshot, "restore-state", "", "with drover serve stopped: make the API's state what this snapshot\n"+
-		"holds (<state-dir>/etcd-snapshots/state-*.db); then start it, and recover")
+		"node that exists no more: the disks of that node belong to other nodes now;\nrefused if the node gives a sign "+
+			"of life (a node without one for 40 s need not be named)")
+	f.StringVar(&snapshot, "restore-state", "", "with drover serve stopped: replace the API's state by this snapshot\n"+
+		"(<state-dir>/etcd-snapshots/state-*.db); then start drover serve, and recover")
 	f.StringVar(&stateDir, "state-dir", DefaultStateDir, "folder of the state to restore")
 	a.addFlags(c.PersistentFlags())
 	a.completeFlags(c)
@@ -111,7 +112,7 @@ func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot s
 	case len(o.Disks) > 0 || o.RaiseEpochs || len(o.DeadNodes) > 0:
 		return usagef("--restore-state is a step of its own: start `drover serve` after it, then recover from disks")
 	case !o.Apply:
-		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes the state in %s becomes what %s holds.\n",
+		fmt.Fprintf(cmd.ErrOrStderr(), "Nothing was changed. With --yes snapshot %[2]s replaces the state in %[1]s.\n",
 			dir, snapshot)
 		return nil
 	}
@@ -171,7 +172,7 @@ func reportRemaining(cmd *cobra.Command, all []Finding, o RecoverOptions) error 
 	say := func(format string, args ...any) { fmt.Fprintf(cmd.ErrOrStderr(), format+"\n", args...) }
 	switch {
 	case todo > 0 && !o.Apply:
-		say("Nothing was changed. With --yes this makes %s.", countText(todo, "change"))
+		say("Nothing was changed. With --yes the command makes %s.", countText(todo, "change"))
 	case todo > 0:
 		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", countText(todo, "change"))
 	case len(skipped) == 0 && behind == 0:

@@ -17,11 +17,12 @@ func (a *app) volumeSalvage() *cobra.Command {
 	var replica string
 	var yes bool
 	c := &cobra.Command{
-		Use: "salvage NAME", Short: "Continue with the data of one replica, where all current ones are lost",
-		Long: "Drover never attaches a volume by itself whose members are all lost: a replica that was away lacks\n" +
-			"the writes of that time. Shows the data of each replica. With --yes the volume continues with one\n" +
-			"replica, and data that only others had is given up: a replica that returns is rebuilt from the chosen one.",
-		Example: "  drover volume salvage db                          # what there is\n" +
+		Use: "salvage NAME", Short: "Continue with the data of one replica, if all current replicas are lost",
+		Long: "Drover never attaches a volume by itself if all members are lost: the other replicas lack the writes of " +
+			"the\ntime in which they were no members. Shows the data of each replica. With --yes the volume continues " +
+			"with one replica, and\nDrover gives up data that only other replicas had: it rebuilds a returning replica " +
+			"from the chosen replica.",
+		Example: "  drover volume salvage db                          # list the replicas\n" +
 			"  drover volume salvage db --replica db.1f2e3d4c --yes",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -34,8 +35,8 @@ func (a *app) volumeSalvage() *cobra.Command {
 			return a.salvageVolume(ctx, cmd, c, left[0], replica, yes)
 		},
 	}
-	c.Flags().StringVar(&replica, "replica", "", "the replica; default: the one that was current last")
-	c.Flags().BoolVar(&yes, "yes", false, "do it: data that only other replicas had is given up")
+	c.Flags().StringVar(&replica, "replica", "", "the replica; default: the last current replica")
+	c.Flags().BoolVar(&yes, "yes", false, "continue with the replica, and give up data that only other replicas had")
 	return c
 }
 
@@ -82,13 +83,13 @@ func (a *app) salvageVolume(
 	if !yes {
 		return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
 			_ = printTable(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
-			fmt.Fprintf(w, "\nMEMBER has every write that was acknowledged. JOINED is the epoch (now %d) in which a replica "+
-				"was one last.\n", v.Status.Epoch)
+			fmt.Fprintf(w, "\nA MEMBER has every acknowledged write. JOINED is the last epoch (now %d) in which the "+
+				"replica was a member.\n", v.Status.Epoch)
 			switch {
 			case best == nil:
-				fmt.Fprintln(w, "None of them can be used: bring a node or a disk back.")
+				fmt.Fprintln(w, "No replica can be used: bring a node or a disk back.")
 			case v.Status.Robustness == api.RobustHealthy || v.Status.Robustness == api.RobustDegraded:
-				fmt.Fprintln(w, "The volume can be used as it is: there is nothing to salvage.")
+				fmt.Fprintln(w, "The volume has its members and needs no salvage.")
 			default:
 				fmt.Fprintf(w, "To continue with the data of one replica, and give up data that only others had:\n"+
 					"  drover volume salvage %s --replica %s --yes\n", name, best.Name)

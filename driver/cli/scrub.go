@@ -87,7 +87,7 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 	}
 	return len(rows), a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
 		if len(rows) == 0 {
-			fmt.Fprintf(w, "volume %q: all sealed layers are what their digests say\n", name)
+			fmt.Fprintf(w, "volume %q: all sealed layers match their digests\n", name)
 			return
 		}
 		fmt.Fprintf(w, "volume %q is damaged:\n", name)

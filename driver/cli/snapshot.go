@@ -18,7 +18,7 @@ import (
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
-	c := groupCommand("snapshot", "What volumes held at an instant", "snapshots", "snap")
+	c := groupCommand("snapshot", "The content of volumes at an instant", "snapshots", "snap")
 	c.AddCommand(a.snapshotCreate(), a.snapshotList(), a.snapshotShow(), a.snapshotExport(), a.snapshotDelete(),
 		a.snapshotRevert())
 	return c
@@ -30,10 +30,10 @@ func (a *app) snapshotCreate() *cobra.Command {
 	c := &cobra.Command{
 		Use: "create VOLUME [NAME]", Short: "Take a snapshot of a volume, or of several at one instant",
 		Long: "Takes a snapshot of a volume as it is now. A mounted file system is as after a power " +
-			"cut, and recovers by its\n" +
-			"journal: `sync` first what shall be in it for sure.\n\n" +
-			"With --group, a snapshot of each of the volumes, all of one instant: no write that was issued after another\n" +
-			"one was done is in them without that other one, on whatever volumes the two were.",
+			"cut, and recovers by its\njournal: `sync` the file system first, so that the snapshot has its last writes.\n" +
+			"\n" +
+			"With --group, a snapshot of each of the volumes, all of one instant: if the snapshots have a write, they " +
+			"have\nevery write that was acknowledged before it was issued, on all of the volumes.",
 		Example: "  drover snapshot create db\n  drover snapshot create db before-upgrade --label why=upgrade\n" +
 			"  drover snapshot create --group nightly db-data db-log",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
@@ -186,7 +186,7 @@ func (a *app) snapshotShow() *cobra.Command {
 func (a *app) snapshotDelete() *cobra.Command {
 	var group string
 	c := &cobra.Command{
-		Use: "delete NAME...", Short: "Delete snapshots; volumes that were made from them stay", Aliases: []string{"rm"},
+		Use: "delete NAME...", Short: "Delete snapshots; volumes with their content stay", Aliases: []string{"rm"},
 		Args: func(c *cobra.Command, left []string) error {
 			if group != "" {
 				return checkArgs(cobra.NoArgs)(c, left)
@@ -232,9 +232,10 @@ func (a *app) snapshotDelete() *cobra.Command {
 
 func (a *app) snapshotRevert() *cobra.Command {
 	return &cobra.Command{
-		Use: "revert NAME", Short: "Make a detached volume hold what a snapshot of it holds",
-		Long: "What was written to the volume since its newest snapshot is gone: take one more before, to be able to come\n" +
-			"back. Other snapshots, newer ones too, stay. The size stays; beyond that of the snapshot there are zeros.",
+		Use: "revert NAME", Short: "Replace the content of a detached volume by that of a snapshot",
+		Long: "The volume loses all writes since its newest snapshot: take one more snapshot before, to be able to come " +
+			"back.\nOther snapshots, newer ones too, stay. The size stays; the volume reads zeros beyond the snapshot's " +
+			"size.",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(snapshots, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -284,7 +285,8 @@ func (a *app) snapshotRevert() *cobra.Command {
 				return explainTimeout(err, "volume %q is still being reverted", v.Name)
 			}
 			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
-				fmt.Fprintf(w, "volume %q holds what snapshot %q holds, in %s\n", vol.Name, s.Name, seconds(time.Since(began)))
+				fmt.Fprintf(w, "volume %q has the content of snapshot %q, in "+
+					"%s\n", vol.Name, s.Name, seconds(time.Since(began)))
 			})
 		},
 	}
@@ -307,7 +309,7 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 		}
 		switch {
 		case serr == nil && verr == nil:
-			return "", 0, "", usagef("there is a snapshot %q and a volume %q: say snap://%s/%s or vol://%s", from, from,
+			return "", 0, "", usagef("the name fits snapshot %q and volume %q: say snap://%s/%s or vol://%s", from, from,
 				s.Spec.Volume, from, from)
 		case serr == nil:
 			ds = api.DataSource{Volume: s.Spec.Volume, Snapshot: from}

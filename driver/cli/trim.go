@@ -15,11 +15,10 @@ import (
 func (a *app) volumeTrim() *cobra.Command {
 	return &cobra.Command{
 		Use: "trim NAME...", Short: "Free the blocks of volumes that their mounted file systems do not use",
-		Long: "Runs fstrim on the node where the volume is mounted. The space of blocks that are\n" +
-			"freed above the newest snapshot comes back at once; snapshots keep their blocks, unless the volume's\n" +
-			"unmapMarkSnapChainRemoved is enabled (or the setting\n" +
-			"remove-snapshots-during-filesystem-trim is true): then the newest snapshot and those below it are\n" +
-			"deleted, down to the first that something else stands on.",
+		Long: "Runs fstrim on the node where the volume is mounted. The space of freed blocks above\nthe newest " +
+			"snapshot comes back at once; snapshots keep their blocks, unless the volume's\nunmapMarkSnapChainRemoved is " +
+			"enabled (or the setting\nremove-snapshots-during-filesystem-trim is true): then Drover deletes the newest " +
+			"snapshot and the snapshots below\nit, down to the first snapshot that a volume or an image needs.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)

@@ -93,13 +93,14 @@ func (a *app) volumeCreate() *cobra.Command {
 		"size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
 	c.Flags().StringVar(&from, "from", "", "volume or snapshot whose content the volume begins with, by name or handle")
 	c.Flags().StringVar(&v.Spec.CloneMode, "clone-mode", "",
-		"with --from: linked (default: at once, layers are shared) or full-copy (all is copied, nothing is shared)")
+		"with --from: linked (default: at once, the volumes share layers) or full-copy (Drover copies all layers)")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
 	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
 	c.Flags().StringVar(&v.Spec.DataLocality, "data-locality", "",
-		"disabled, best-effort (a replica follows to the node that uses it) or strict-local (it is used where its data is)")
+		"disabled, best-effort (a replica moves to the node of the attached volume) or strict-local (only the node of "+
+			"the replica attaches the volume)")
 	c.Flags().StringVar(&v.Spec.ReplicaAutoBalance, "auto-balance", "",
 		"whether replicas move to better places: ignored (as the setting says), disabled, least-effort or best-effort")
 	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
@@ -247,7 +248,7 @@ func (a *app) volumeList() *cobra.Command {
 
 func (a *app) volumeShow() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show a volume, its replicas, and where it is attached",
+		Use: "show NAME", Short: "Show a volume, its replicas and its node",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -333,7 +334,7 @@ func copyProgress(r *api.Replica) string {
 
 func (a *app) volumeRetry() *cobra.Command {
 	return &cobra.Command{
-		Use: "retry NAME", Short: "Try again to begin a volume whose source could not be copied",
+		Use: "retry NAME", Short: "Copy the source of a volume again after a failure",
 		Long: "A clone that failed (its source was damaged, or its copy made no progress) stays as it is until it is " +
 			"deleted or\ntried again. The copy begins again from the start.",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
@@ -381,7 +382,7 @@ func sourceText(v *api.Volume) string {
 
 func (a *app) volumeExpand() *cobra.Command {
 	c := &cobra.Command{
-		Use: "expand NAME SIZE", Short: "Make a volume larger, attached or not, and the filesystem that is mounted from it",
+		Use: "expand NAME SIZE", Short: "Make a volume larger, attached or not, and its mounted filesystem",
 		Example: "  drover volume expand db 200Gi\n  drover volume expand db +10Gi",
 		Args:    checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(volumes, true),
 		RunE: func(cmd *cobra.Command, left []string) error {

@@ -245,7 +245,7 @@ func TestMountNeverMakesAFilesystemTwice(t *testing.T) {
 	if err := store.Update(t.Context(), &v); err != nil {
 		t.Fatal(err)
 	}
-	drover(t, kubeconfig("volume", "mount", "was", dir)...).mustSay(t, 1, "not recognised any more", "not formatted again")
+	drover(t, kubeconfig("volume", "mount", "was", dir)...).mustSay(t, 1, "does not recognise any more", "does not format the volume again")
 }
 
 // happened records an event of an object.

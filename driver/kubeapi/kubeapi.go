@@ -141,8 +141,8 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 		return nil, err
 	}
 	if s.WentBack {
-		o.Log.Warn("the state of the API is older than what was served from this folder before, or empty: " +
-			"`drover recover` compares it with the disks")
+		o.Log.Warn("the state of the API is empty, or older than the last state that was served from this folder: " +
+			"`drover recover` compares the state with the disks")
 	}
 	if err := s.store.moveGroup(ctx); err != nil {
 		_ = ln.Close()

@@ -29,7 +29,7 @@ func withCore(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefinitio
 		defs := generated(ref)
 		defs[one] = object(map[string]spec.Schema{
 			"metadata":   to(meta),
-			"type":       text("", "What the secret is for; Opaque unless set. It cannot change."),
+			"type":       text("", "The purpose of the secret; Opaque unless set. The type cannot change."),
 			"data":       anyKey(text("byte", ""), "The content, in base64."),
 			"stringData": anyKey(text("", ""), "Content as plain text: for writing alone, it becomes data."),
 			"immutable": {SchemaProps: spec.SchemaProps{Type: []string{"boolean"},
@@ -40,17 +40,18 @@ func withCore(generated common.GetOpenAPIDefinitions) common.GetOpenAPIDefinitio
 			"items":    {SchemaProps: spec.SchemaProps{Type: []string{"array"}, Items: &spec.SchemaOrArray{Schema: &item}}},
 		}, listMeta, one)
 		one, many = corev1.Event{}.OpenAPIModelName(), corev1.EventList{}.OpenAPIModelName()
-		about := spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"object"}, Description: "What it is about."}}
+		about := spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"object"}, Description: "The object of the " +
+			"event."}}
 		whole := spec.Schema{SchemaProps: spec.SchemaProps{Type: []string{"integer"}, Format: "int32",
-			Description: "How often it happened."}}
+			Description: "The number of occurrences."}}
 		occurred := to(one)
 		defs[one] = object(map[string]spec.Schema{
 			"metadata": to(meta), "involvedObject": about, "count": whole,
 			"type":           text("", "Normal or Warning."),
-			"reason":         text("", "What happened, in one word."),
-			"message":        text("", "What happened."),
-			"firstTimestamp": text("date-time", "When it happened first."),
-			"lastTimestamp":  text("date-time", "When it happened last."),
+			"reason":         text("", "The reason, in one word."),
+			"message":        text("", "The event, for people."),
+			"firstTimestamp": text("date-time", "The time of the first occurrence."),
+			"lastTimestamp":  text("date-time", "The time of the last occurrence."),
 		}, meta)
 		defs[many] = object(map[string]spec.Schema{
 			"metadata": to(listMeta),

@@ -151,7 +151,7 @@ func (s *store) checkQuota(ctx context.Context) {
 		s.log.Error("the state database is full and refuses writes: delete objects",
 			"bytes", be.Size(), "quota", s.quota)
 	case full:
-		s.log.Warn("the state database is nearly full: delete objects that are not needed",
+		s.log.Warn("the state database is nearly full: delete unneeded objects",
 			"bytes", be.Size(), "quota", s.quota)
 	}
 }
