@@ -367,7 +367,7 @@ func TestUploadGoesOnAfterARestart(t *testing.T) {
 			w.start()
 			if name == "left" {
 				w.await("golden", "fails", func(i *api.BackingImage) bool {
-					return i.Status.State == api.ImageFailed && strings.Contains(i.Status.Message, "nobody continued it")
+					return i.Status.State == api.ImageFailed && strings.Contains(i.Status.Message, "no sender continued it")
 				})
 				w.clean(0)
 				return

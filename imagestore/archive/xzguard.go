@@ -181,8 +181,8 @@ func (g *xzGuard) blockHead(b []byte) error {
 		dict = uint64(2|props&1) << (props/2 + 11)
 	}
 	if dict > maxDict {
-		return api.Errorf(api.Unsupported, "xz: the archive needs a dictionary of %d MiB, more than the %d MiB that are "+
-			"allowed: pack it with a smaller one (xz -9 is fine)", (dict+1<<20-1)>>20, maxDict>>20)
+		return api.Errorf(api.Unsupported, "xz: the archive needs a dictionary of %d MiB, more than the allowed %d MiB: "+
+			"pack the image with a smaller dictionary (xz -9 is fine)", (dict+1<<20-1)>>20, maxDict>>20)
 	}
 	if g.dicts += int64(dict); g.dicts > dictAllowance+g.seen*dictPerByte {
 		return api.Errorf(api.OutOfRange, "xz: the file has many small blocks with a dictionary of %d MiB: pack it again "+

@@ -447,7 +447,7 @@ func (im *importRun) commitImage(n int64) (Result, error) {
 		return Result{}, err
 	}
 	if im.want.Digest != "" && im.want.Digest != root {
-		err := api.Errorf(api.Corrupt, "%s holds something else than the image's other copies: its content changed",
+		err := api.Errorf(api.Corrupt, "the content of %s differs from the image's other copies: the origin changed",
 			im.s.Name)
 		return Result{}, errors.Join(err, Remove(im.ctx, im.on, im.want))
 	}

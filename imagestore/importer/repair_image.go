@@ -31,7 +31,7 @@ func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []
 	for i, l := range good {
 		root, _, err := from.Digest(string(l))
 		if err == nil && i == len(good)-1 && root != want.Digest {
-			err = api.Errorf(api.Corrupt, "disk %s holds something else than image %s", from.UID(), want.Name)
+			err = api.Errorf(api.Corrupt, "disk %s holds other data than image %s", from.UID(), want.Name)
 		}
 		if err != nil {
 			return Result{}, err

@@ -50,7 +50,8 @@ func OpenFile(path string) (*Stream, error) {
 			return api.Errorf(api.Unavailable, "file %s: %w", path, err)
 		}
 		if mode.IsRegular() && (after.Size() != before.Size() || !after.ModTime().Equal(before.ModTime())) {
-			return api.Errorf(api.Unavailable, "file %s changed while it was read (%s): import it when nobody writes to it",
+			return api.Errorf(api.Unavailable, "file %s changed while it was read (%s): import the file after the last "+
+				"write",
 				path, after.ModTime().Format(time.RFC3339))
 		}
 		return nil

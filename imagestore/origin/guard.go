@@ -78,7 +78,7 @@ func checkAddress(addr netip.Addr, allow func(netip.Addr) bool) error {
 	if what == "" || allow != nil && allow(addr.WithZone("").Unmap()) {
 		return nil
 	}
-	return api.Errorf(api.Denied, "%s is %s: images are fetched from there only where the setting "+
+	return api.Errorf(api.Denied, "%s is %s: Drover fetches images from such an address only if the setting "+
 		"allow-private-image-sources is true", addr, what)
 }
 

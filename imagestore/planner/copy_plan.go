@@ -206,9 +206,9 @@ func (p *copyPlanner) planRemovals() {
 		why := ""
 		switch {
 		case p.v.isUsed(c.Spec.Disk):
-			why = "a volume on it needs it"
+			why = "a volume on the disk needs the copy"
 		case p.isSource(c):
-			why = "another copy is being made from it"
+			why = "the copy is the source of another copy"
 		default:
 			after := left
 			if slices.Contains(p.ready, c) && !leaving {
@@ -221,7 +221,7 @@ func (p *copyPlanner) planRemovals() {
 				why = "the others are not ready yet"
 			}
 			if len(p.ready) == 1 && p.ready[0] == c {
-				why = "it is the only one that is ready; " + why
+				why = "the image has no other ready copy; " + why
 			}
 		}
 		switch {
@@ -307,7 +307,7 @@ func canImport(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 func (p *copyPlanner) addCopy(node string, uid api.UID) {
 	f, ok := p.selectSource(node, "")
 	if !ok {
-		p.problem = fmt.Sprintf("a copy is needed on node %s, and there is none that is ready to take it from", node)
+		p.problem = fmt.Sprintf("node %s needs a copy, and the image has no ready copy as a source", node)
 		return
 	}
 	p.create = append(p.create, placement{node, uid, f})

@@ -312,7 +312,7 @@ func (r *imageReconciler) moveCopiesWithDisks(ctx context.Context, v *clusterVie
 		base := c.DeepCopy()
 		api.MoveTo(c, &c.Spec.Node, to)
 		if err := r.Patch(ctx, c, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{})); err != nil {
-			return fmt.Errorf("copy %s, whose disk is on node %s now: %w", c.Name, to, err)
+			return fmt.Errorf("copy %s moves to node %s with its disk: %w", c.Name, to, err)
 		}
 		r.events.Eventf(c, nil, "Normal", "DiskMoved", "Adopt",
 			"disk %s has moved from node %s to node %s: the copy is used there",

@@ -419,7 +419,7 @@ func Sound(t *testing.T, open Opener, r io.ReaderAt, size int64) {
 			}
 			from, to := max(e.Off-at, 0), min(e.End()-at, int64(n))
 			if e.Kind != block.Data && len(bytes.Trim(p[from:to], "\x00")) > 0 {
-				t.Fatalf("the extent %+v holds something", e)
+				t.Fatalf("the extent %+v holds data", e)
 			}
 		}
 	}

@@ -102,7 +102,7 @@ func (im *Image) readFooter() (*footer, error) {
 	case !Detect(front):
 		return nil, corrupt("the footer's checksum is wrong")
 	case checksum(front, checksumFooter) != be.Uint32(front[checksumFooter:]):
-		return nil, corrupt("the checksum of the header is wrong, and there is no good footer at the end")
+		return nil, corrupt("the checksum of the header is wrong, and the image has no good footer at the end")
 	}
 	im.info.FrontCopy = true
 	f, err := parseFooter(front)
@@ -137,8 +137,8 @@ func (im *Image) Settled() error {
 		return fmt.Errorf("vhd: %w", err)
 	}
 	if was := im.front; f.kind != was.kind || f.dynamic != was.dynamic || f.size != was.size {
-		return fmt.Errorf("vhd: %w", corrupt("the footer at the end says something else than its copy at the start: "+
-			"the image was changed and not closed; import it from a file of a node, where the footer counts"))
+		return fmt.Errorf("vhd: %w", corrupt("the footer at the end differs from its copy at the start: a program "+
+			"changed the image and did not close it; import the image from a file of a node, which reads the footer"))
 	}
 	im.info.Creator, im.info.ByGeometry = f.creator, f.byGeometry
 	return nil

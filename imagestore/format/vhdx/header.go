@@ -135,7 +135,7 @@ func (im *Image) readHeader() (*header, error) {
 	switch {
 	case length == 0:
 		if h.logID != (guid{}) {
-			return nil, corrupt("the header says that there is a log, of no length")
+			return nil, corrupt("the header has a log with length 0")
 		}
 		return h, nil
 	case length%mib != 0 || off%mib != 0 || off < headersSize || off > uint64(im.fileSize):
@@ -146,7 +146,7 @@ func (im *Image) readHeader() (*header, error) {
 	}
 	if v := le.Uint16(current[64:]); h.logID != (guid{}) && v != 0 {
 		return nil, api.Errorf(api.Unsupported, "the log has version %d and must be replayed, which needs version 0; "+
-			"attach the image once where it was made", v)
+			"attach the image once in Hyper-V", v)
 	}
 	h.log = span{int64(off), int64(off) + length}
 	return h, nil

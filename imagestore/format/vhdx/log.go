@@ -112,7 +112,7 @@ func (r *ring) parseEntry(at int64) (e logEntry, ok bool, err error) {
 		return e, false, nil
 	}
 	if r.left -= e.length; r.left < 0 {
-		return e, false, corrupt("the log is full of entries that are not whole")
+		return e, false, corrupt("the log is full of incomplete entries")
 	}
 	over := max(at+e.length-ring, 0)
 	sum := crc32.Update(checksum(r.b[at:at+e.length-over]), castagnoli, r.b[:over])
@@ -170,8 +170,8 @@ func (r *ring) activeSequence() ([]logEntry, error) {
 func (im *Image) replayLog(h *header) error {
 	length := h.log.to - h.log.from
 	if length > im.limits.Log {
-		return api.Errorf(api.OutOfRange, "the image was not closed, and its log of %d bytes is above the limit of %d; "+
-			"attach the image once where it was made", length, im.limits.Log)
+		return api.Errorf(api.OutOfRange, "the image was not closed, and its log of %d bytes exceeds the limit of %d; "+
+			"attach the image once in Hyper-V", length, im.limits.Log)
 	}
 	r := &ring{im: im, b: make([]byte, length), id: h.logID, left: maxChecked * length}
 	if err := im.readFull(r.b, h.log.from, "the log's entries"); err != nil {
@@ -218,7 +218,7 @@ func (r *ring) applyEntry(e logEntry, protected []span) error {
 			s := sectors[:logSector]
 			sectors = sectors[logSector:]
 			if string(s[:4]) != "data" || uint64(le.Uint32(s[4:]))<<32|uint64(le.Uint32(s[4092:])) != e.sequence {
-				return corrupt("data of a descriptor is that of something else")
+				return corrupt("data of a descriptor belongs to another entry")
 			}
 			// The sector's own head and tail are in the way of what belongs there.
 			copy(s, d[8:16])

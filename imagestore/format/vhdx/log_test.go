@@ -193,7 +193,7 @@ func TestLogZoo(t *testing.T) {
 		}, api.Corrupt, "entry 7: a descriptor is that of entry 8"},
 		{"data of another entry", func(m *tiny) {
 			resign(m, func(e []byte) { e[logSector+4092]++ })
-		}, api.Corrupt, "that of something else"},
+		}, api.Corrupt, "belongs to another entry"},
 		{"no data", func(m *tiny) {
 			resign(m, func(e []byte) {
 				e[24] = 2
@@ -229,7 +229,7 @@ func TestLogZoo(t *testing.T) {
 		m.log(at, at, 7)
 		le.PutUint32(m.b[tinyLog+at+8:], mib)
 	}
-	oracle.Refused(t, opener, m.signed(), api.Corrupt, "full of entries that are not whole")
+	oracle.Refused(t, opener, m.signed(), api.Corrupt, "full of incomplete entries")
 }
 
 // TestMemory: the largest log that is allowed, in one entry that goes on at the start of the ring, and a file that is

@@ -192,7 +192,7 @@ func TestZoo(t *testing.T) {
 		{"log of no length", headers(func(h []byte) {
 			h[50] = 1
 			le.PutUint32(h[68:], 0)
-		}), api.Corrupt, "of no length"},
+		}), api.Corrupt, "length 0"},
 		{"log version 1", headers(func(h []byte) { h[50], h[64] = 1, 1 }), api.Unsupported, "the log has version 1"},
 		{"no region table", regions(func(r []byte) { r[0] = 'R' }), api.Corrupt, "neither of the two region tables"},
 		{"endless regions", regions(func(r []byte) { le.PutUint32(r[8:], 1<<31) }), api.Corrupt, "2147483648 entries"},

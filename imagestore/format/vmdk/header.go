@@ -73,7 +73,7 @@ func refuseOtherFiles(head []byte) error {
 	switch {
 	case isText(head):
 		d := parseText(head)
-		return unsupported("the file is only the descriptor (%s) of a disk that is in other files%s: %s", d.quotedType(),
+		return unsupported("the file is only the descriptor (%s) of a disk in other files%s: %s", d.quotedType(),
 			d.listFiles(), oneFile)
 	case hasMagic(head, magicESX), hasMagic(head, magicSESparse):
 		return unsupported("the file is an extent of an ESX server's sparse disk, not a disk by itself: %s", oneFile)
@@ -143,7 +143,7 @@ func parseHeader(b []byte) (*header, error) {
 
 func (h *header) checkSizes(lim Limits) error {
 	if h.size == 0 {
-		return corrupt("the capacity is 0: there is no disk in it")
+		return corrupt("the capacity is 0: the file holds no disk")
 	}
 	if h.size > lim.VirtualSize {
 		return api.Errorf(api.OutOfRange, "the virtual size of %d bytes is above the limit of %d bytes", h.size,
@@ -172,7 +172,7 @@ func (im *Image) readFooter() (*header, error) {
 	}
 	h, err := parseHeader(foot)
 	if err == nil && h.directory == atEnd {
-		err = corrupt("the footer does not say where the grain directory is")
+		err = corrupt("the footer has no place of the grain directory")
 	}
 	return h, err
 }
@@ -281,7 +281,7 @@ func (im *Image) readDescriptor(h *header) (createType string, err error) {
 	case d.createType == "":
 		return "", corrupt("the descriptor has no createType")
 	case !strings.EqualFold(d.createType, "monolithicSparse") && !strings.EqualFold(d.createType, "streamOptimized"):
-		return "", unsupported("the file is part of a disk (%s) that is in other files%s: %s", d.quotedType(), d.listFiles(),
+		return "", unsupported("the file is part of a disk (%s) in several files%s: %s", d.quotedType(), d.listFiles(),
 			oneFile)
 	case len(d.extents) == 0:
 		return "", corrupt("the descriptor names no extent")

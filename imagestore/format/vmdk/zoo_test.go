@@ -271,7 +271,7 @@ func TestZoo(t *testing.T) {
 		{"footer without directory", true, func(m *tiny) {
 			m.b = withFooter(m.b)
 			le.PutUint64(m.b[len(m.b)-1024+56:], 1<<64-1)
-		}, api.Corrupt, "does not say where"},
+		}, api.Corrupt, "has no place of the grain directory"},
 		{"footer of version 9", true, func(m *tiny) {
 			m.b = withFooter(m.b)
 			m.b[len(m.b)-1024+4] = 9

@@ -115,8 +115,8 @@ func (c *client) explainFailure(ctx context.Context, err error) error {
 	case errors.As(err, &plain):
 		return api.Errorf(api.Denied, "%s: %w", c.name, plain)
 	case errors.Is(err, http.ErrSchemeMismatch), errors.As(err, &record):
-		return api.Errorf(api.Denied, "%s: the registry does not speak TLS, and plain http is refused: everybody on the "+
-			"way could change the image; the parameter plainHTTP allows it", c.name)
+		return api.Errorf(api.Denied, "%s: the registry does not speak TLS, and Drover refuses plain http, which lets "+
+			"other machines change the image; the parameter plainHTTP allows it", c.name)
 	}
 	var ue *url.Error
 	if errors.As(err, &ue) {
@@ -136,7 +136,7 @@ func (c *client) statusError(status int, what string) error {
 		return api.Errorf(api.NotFound, "%s: the registry does not have %s (%s)", c.name, what, how)
 	case http.StatusUnauthorized, http.StatusForbidden:
 		if c.opts.Username == "" {
-			return api.Errorf(api.Denied, "%s: the registry wants credentials, or there is no such repository (%s)", c.name,
+			return api.Errorf(api.Denied, "%s: the registry wants credentials, or has no such repository (%s)", c.name,
 				how)
 		}
 		return api.Errorf(api.Denied, "%s: the registry refuses these credentials (%s)", c.name, how)

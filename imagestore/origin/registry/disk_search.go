@@ -174,7 +174,7 @@ func (w *diskSearch) errNoDisk() error {
 	if len(w.seen) > 0 {
 		has = "it has " + strings.Join(w.seen, " ")
 	}
-	return api.Errorf(api.Invalid, "%s is not a containerDisk: there is no file in /disk/ (%s)", w.image, has)
+	return api.Errorf(api.Invalid, "%s is not a containerDisk: the image has no file in /disk/ (%s)", w.image, has)
 }
 
 // checkSize refuses a file with an impossible size.

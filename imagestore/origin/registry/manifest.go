@@ -98,7 +98,7 @@ func (c *client) selectImage(all []v1.Descriptor) (v1.Descriptor, error) {
 	case found < 0 && len(all) == 1:
 		found = 0
 	case found < 0:
-		return v1.Descriptor{}, api.Errorf(api.NotFound, "%s: there is no image for linux/%s, only for: %s", c.name,
+		return v1.Descriptor{}, api.Errorf(api.NotFound, "%s: the index has no image for linux/%s, only for: %s", c.name,
 			c.opts.Arch, clipText(strings.Join(platforms, ", ")))
 	}
 	if all[found].Digest.Hex == "" {

@@ -425,7 +425,7 @@ func TestNoTLSThere(t *testing.T) {
 	o := quick
 	o.Allow = func(netip.Addr) bool { return true }
 	_, _, err = fetch(t, "docker://"+ln.Addr().String()+"/a:1", o)
-	fails(t, err, api.Denied, "does not speak TLS, and plain http is refused")
+	fails(t, err, api.Denied, "does not speak TLS, and Drover refuses plain http")
 }
 
 func TestTLS(t *testing.T) {

@@ -142,7 +142,8 @@ func (d *diskStream) enterLayer(st *resumeState, off int64) error {
 
 // errChanged is the error for a changed image or an unusable record.
 func (d *diskStream) errChanged() error {
-	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or what was kept of it cannot be used", d.c.name,
+	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or the checkpoint of the import is "+
+		"damaged", d.c.name,
 		origin.ErrChanged)
 }
 
@@ -150,7 +151,8 @@ func (d *diskStream) errChanged() error {
 func (b *blob) restoreAt(off int64, sum []byte) error {
 	u, ok := b.sum.(encoding.BinaryUnmarshaler)
 	if !ok || off > b.want.Size || u.UnmarshalBinary(sum) != nil {
-		return api.Errorf(api.Unavailable, "%s: layer %s %w, or what was kept of it cannot be used", b.c.name, b.want.Digest,
+		return api.Errorf(api.Unavailable, "%s: layer %s %w, or the checkpoint of the import is "+
+			"damaged", b.c.name, b.want.Digest,
 			origin.ErrChanged)
 	}
 	b.off = off

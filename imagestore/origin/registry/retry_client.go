@@ -75,8 +75,8 @@ func (p *retryTransport) checkURL(u *url.URL) error {
 type plainError struct{ host string }
 
 func (e *plainError) Error() string {
-	return "plain http to " + e.host + " is refused: everybody on the way could change the image; the parameter " +
-		"plainHTTP allows it"
+	return "plain http to " + e.host + " is refused: other machines could change the image; the parameter plainHTTP " +
+		"allows it"
 }
 
 // sendTimed sends a request; the other side has Start until its first byte.

@@ -241,7 +241,8 @@ func (up *Upload) Accept(ctx context.Context) (*origin.Stream, error) {
 // errUnattended is the error of an upload that no sender continues.
 func (up *Upload) errUnattended() error {
 	s := up.currentState()
-	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and nobody continued it within %s",
+	return api.Errorf(api.Unavailable, "the upload ended early, after %d of %d bytes, and no sender continued it "+
+		"within %s",
 		s.Offset, s.Size, up.srv.resumeTimeout())
 }
 
