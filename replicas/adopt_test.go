@@ -73,7 +73,7 @@ func TestDiskMovesToAnotherNode(t *testing.T) {
 	edit(w, &api.Node{ObjectMeta: named("b")}, func(n *api.Node) { n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: is}) })
 	now := node("b", "in doubt", func(n *api.Node) bool {
 		d := at(n, is)
-		return d.Ready && d.UID == uid && strings.Contains(d.Message, "one of the two is a copy")
+		return d.Ready && d.UID == uid && strings.Contains(d.Message, "one of the two disks is a copy")
 	})
 	i := slices.IndexFunc(now.Spec.Disks, func(d api.DiskSpec) bool { return d.Path == is })
 	if d := now.Spec.Disks[i]; !slices.Equal(d.Tags, []string{"fast"}) || d.ReservedBytes != mib || d.Schedulable == nil || *d.Schedulable {

@@ -66,7 +66,7 @@ func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volu
 	}
 	ctx, unlock, ok := d.Locks.LockYielding(ctx, volume)
 	if !ok {
-		return api.Errorf(api.Busy, "volume %s: something takes long with it", volume)
+		return api.Errorf(api.Busy, "volume %s: another operation takes long", volume)
 	}
 	defer unlock()
 	if d.attachments.HasDevice(volume) {

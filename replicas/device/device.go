@@ -353,7 +353,7 @@ func (d *Device) letGo(ctx context.Context) error {
 // new attach opens the backend again.
 func (d *Device) logLastFlush(err error) {
 	if err != nil {
-		d.host.log.Error("the last flush of a device failed: what was written since the flush before it may be lost",
+		d.host.log.Error("the last flush of a device failed: writes since the flush before may be lost",
 			"device", d.spec.Name, "path", loopPath(d.dev), "err", err)
 	}
 }

@@ -77,7 +77,7 @@ func inUse(n int, err error) error {
 	case errors.Is(err, loophelper.ErrClaimed):
 		return api.Errorf(api.InUse, "%s is mounted or held (%s); unmount it first", loopPath(n), loopHolder(n))
 	case errors.Is(err, loophelper.ErrOpen):
-		return api.Errorf(api.InUse, "%s is open in some process; end what uses it first", loopPath(n))
+		return api.Errorf(api.InUse, "%s is open in some process; end that process first", loopPath(n))
 	}
 	return err
 }

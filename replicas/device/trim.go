@@ -50,5 +50,6 @@ func (d *Device) Trim(ctx context.Context) (int64, error) {
 			return 0, fmt.Errorf("trim %s at %s: %w: %s", d.Path(), m.Mountpoint, err, strings.TrimSpace(said.String()))
 		}
 	}
-	return 0, api.Errorf(api.Unsupported, "%s is not mounted on this node: who uses a raw block volume trims it", d.Path())
+	return 0, api.Errorf(api.Unsupported, "%s is not mounted on this node: the user of a raw block volume trims the "+
+		"volume", d.Path())
 }

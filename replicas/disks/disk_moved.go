@@ -79,17 +79,18 @@ func (n *nodeReconciler) reportMoved(ctx context.Context, disks []api.DiskStatus
 			}
 			switch d := &disks[k]; {
 			case d.Gone && there.Ready && alive:
-				d.Message = fmt.Sprintf("the disk is on node %s now, at %s, and used from there; volumes that are attached follow "+
-					"when they are detached. To forget it here: `drover disk remove %s --node %s`", o.Name, there.Path, d.Path, n.Name)
+				d.Message = fmt.Sprintf("node %s has the disk now, at %s, and uses it; attached volumes follow after their "+
+					"detach. To remove the disk from this node: `drover disk remove %s --node "+
+					"%s`", o.Name, there.Path, d.Path, n.Name)
 			case d.Ready && there.Gone && alive:
-				d.Message = fmt.Sprintf("it came from node %s, with what is on it; `drover disk remove %s --node %s` ends "+
-					"that it is listed there", o.Name, there.Path, o.Name)
+				d.Message = fmt.Sprintf("the disk came from node %s with its data; `drover disk remove %s --node %s` "+
+					"removes it from the list of that node", o.Name, there.Path, o.Name)
 			case d.Ready && there.Ready && alive:
-				d.Message = fmt.Sprintf("node %s says that it has this disk, too, at %s: if it does not notice within a minute "+
-					"that the disk is gone, one of the two is a copy, take that away", o.Name, there.Path)
+				d.Message = fmt.Sprintf("node %s has this disk, too, at %s: if that node does not miss the disk within a "+
+					"minute, one of the two disks is a copy; take the copy away", o.Name, there.Path)
 			case d.Ready && !alive:
-				d.Message = fmt.Sprintf("node %s, which gives no sign of life, had it: if that machine is dead, `drover recover "+
-					"--yes` on this one takes over what is on it", o.Name)
+				d.Message = fmt.Sprintf("silent node %s had the disk: if that machine is dead, `drover recover --yes` on "+
+					"this machine takes over the disk's data", o.Name)
 			}
 		}
 	}

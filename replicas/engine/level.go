@@ -105,7 +105,7 @@ func (p *opening) leaveBehind(ctx context.Context) error {
 			}
 			is, err := e.cfg.Reported(ctx, s)
 			if err != nil {
-				return fmt.Errorf("snapshot %s: not known whether it was reported: %w", s.Name, err)
+				return fmt.Errorf("snapshot %s: the API does not answer whether the snapshot was reported: %w", s.Name, err)
 			}
 			for i, o := range states {
 				if is && !slices.ContainsFunc(o.Snapshots, s.Same) {
@@ -124,12 +124,12 @@ func (p *opening) leaveBehind(ctx context.Context) error {
 		}
 		e.suspect |= bit(k)
 		e.missing |= bit(k)
-		e.dropped[k] = api.Errorf(api.Corrupt, "replica %s: it lacks snapshot %s, which was reported: its disk went back in "+
-			"time", e.cfg.Members[k].Name, lacks[i])
+		e.dropped[k] = api.Errorf(api.Corrupt, "replica %s: the replica lacks reported snapshot %s: its disk went back "+
+			"in time", e.cfg.Members[k].Name, lacks[i])
 	}
 	if len(left) == 0 {
-		return api.Errorf(api.Corrupt, "each replica lacks a snapshot that another one has: their disks "+
-			"went back in time; salvage the one that is to count")
+		return api.Errorf(api.Corrupt, "each replica lacks a snapshot of another replica: the disks went back in time; "+
+			"salvage the volume with the right replica")
 	}
 	p.behind = p.behind || len(left) < len(p.all)
 	p.all, p.who = left, who

@@ -85,8 +85,8 @@ func (e *Engine) findVouchingMember(d *drop) error {
 			}
 		}
 		if restarted == d.able.len() {
-			return api.Errorf(api.Denied, "the machines of all replicas restarted: writes that were not flushed may be gone, "+
-				"detach the volume and attach it again: %w", stack.ErrRestarted)
+			return api.Errorf(api.Denied, "the machines of all replicas restarted: unflushed writes may be lost; detach "+
+				"the volume and attach it again: %w", stack.ErrRestarted)
 		}
 		t := time.NewTimer(wait)
 		select {

@@ -24,7 +24,8 @@ func (c *Config) confirmDenial(ctx context.Context, epoch int64, word error) err
 	case api.Is(err, api.Denied):
 		return api.Errorf(api.Denied, "%w; %v", err, word)
 	}
-	return api.Errorf(api.Unavailable, "whether another engine has the volume is not known: %w; %v", err, word)
+	return api.Errorf(api.Unavailable, "the API does not answer whether another engine has the volume: %w; "+
+		"%v", err, word)
 }
 
 // doubtOwnership takes member m's word that another engine has the volume, and reports whether the engine asks the API

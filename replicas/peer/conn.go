@@ -434,7 +434,7 @@ func (c *conn) readAnswer(r *bufio.Reader, h *header) error {
 			broken = h.readInto(r, s.req.Buf)
 		}
 	case h.size != 0:
-		broken = api.Errorf(api.Corrupt, "node %s sends bytes that nobody asked for", c.set.node)
+		broken = api.Errorf(api.Corrupt, "node %s sends bytes without a request", c.set.node)
 	}
 	if s == nil {
 		return broken
@@ -467,6 +467,6 @@ func (c *conn) checkSilence(now time.Duration) {
 	}
 	c.mu.Unlock()
 	if silent >= silentAfter {
-		c.breakConnection(api.Errorf(api.Unavailable, "node %s says nothing", c.set.node))
+		c.breakConnection(api.Errorf(api.Unavailable, "node %s is silent", c.set.node))
 	}
 }

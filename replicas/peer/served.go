@@ -570,7 +570,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 	case err != nil:
 		return nil, err
 	case !is:
-		return nil, api.Errorf(api.Denied, "the session is not the one that was adopted")
+		return nil, api.Errorf(api.Denied, "the replica adopted another session")
 	}
 	return x.t.rep.Call(c.ctx, string(name), args)
 }

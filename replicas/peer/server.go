@@ -176,7 +176,7 @@ func (s *Server) Close() {
 		t.stopTimer()
 		t.mu.Unlock()
 		if err := t.closeReplica(); err != nil {
-			s.o.Log.Warn("the end of a replica that was served", "replica", t.uid, "err", err)
+			s.o.Log.Warn("a served replica cannot be closed", "replica", t.uid, "err", err)
 		}
 	}
 	s.wg.Wait()

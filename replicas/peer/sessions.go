@@ -33,7 +33,7 @@ func (c *served) endSession(h *header, panicked any) error {
 	if x != nil {
 		c.s.wg.Go(func() { // Close waits for the call's connection
 			if err := x.t.closeReplica(); err != nil {
-				c.s.o.Log.Warn("a replica whose session ended is closed", "replica", x.t.uid, "err", err)
+				c.s.o.Log.Warn("the replica of an ended session cannot be closed", "replica", x.t.uid, "err", err)
 			}
 		})
 	}

@@ -77,7 +77,7 @@ func (p *volumeReconciler) assumedReplicas(ctx context.Context, v *api.Volume, s
 				continue
 			}
 			if err != nil {
-				p.log.Warn("whether a replica exists is not known yet", "volume", v.Name, "replica", r.Name, "err", err)
+				p.log.Warn("the API does not answer whether a replica exists", "volume", v.Name, "replica", r.Name, "err", err)
 				p.requeueAfter(v.Name, resolveAgain)
 			}
 		}

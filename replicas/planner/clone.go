@@ -239,8 +239,8 @@ func (p *volumeReconciler) placeAway(ctx context.Context, v *api.Volume, from *c
 		o.replica = &all[i]
 		r, err := p.placeOne(ctx, v, nil, &o, nil, func(t *clusterView) { t.transient, t.strict = true, true })
 		if err == nil {
-			p.events.Eventf(v, r, "Normal", "CloneGoesFar", "Clone", "the clone cannot stay on node %s, where its source is: "+
-				"it is used from there until its replicas are made elsewhere", r.Spec.Node)
+			p.events.Eventf(v, r, "Normal", "CloneGoesFar", "Clone", "the clone cannot stay on node %s of its source: the "+
+				"node serves the clone until other nodes have its replicas", r.Spec.Node)
 		}
 		if !api.Is(err, api.Full) {
 			return r, err

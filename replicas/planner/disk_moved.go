@@ -35,7 +35,7 @@ func (p *volumeReconciler) adoptMovedReplicas(ctx context.Context, v *api.Volume
 		old := r.DeepCopy()
 		api.MoveTo(r, &r.Spec.Node, to)
 		if err := p.client.Patch(ctx, r, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{})); err != nil {
-			return fmt.Errorf("replica %s, whose disk is on node %s now: %w", r.Name, to, err)
+			return fmt.Errorf("replica %s moves to node %s with its disk: %w", r.Name, to, err)
 		}
 		p.events.Eventf(v, r, "Normal", "DiskMoved", "Adopt",
 			"disk %s has moved from node %s to node %s: replica %s is used there",

@@ -49,7 +49,7 @@ func choosePlacement(v *api.Volume, t clusterView) (candidate, error) {
 	spots, why := t.candidates(v)
 	if len(spots) == 0 {
 		if len(t.nodes) == 0 {
-			why = []string{"there are no nodes"}
+			why = []string{"the cluster has no nodes"}
 		}
 		if more := len(why) - 6; more > 0 {
 			why = append(why[:6], fmt.Sprintf("and %d more", more))

@@ -171,7 +171,7 @@ func TestPlace(t *testing.T) {
 			}
 		}, "", []string{"the limit is 8 GiB"}},
 		"nearly full": {func(_ *api.Volume, f *clusterView) { f.nodes[0].Status.Disks[0].Available = 9 * gib }, "a1", nil},
-		"no nodes":    {func(_ *api.Volume, f *clusterView) { f.nodes = nil }, "", []string{"there are no nodes"}},
+		"no nodes":    {func(_ *api.Volume, f *clusterView) { f.nodes = nil }, "", []string{"the cluster has no nodes"}},
 		"no disks": {func(_ *api.Volume, f *clusterView) {
 			f.nodes = f.nodes[:1]
 			f.nodes[0].Spec.Disks = nil

@@ -34,8 +34,9 @@ func (p *volumeReconciler) releaseAttachment(ctx context.Context, v *api.Volume,
 	if err := p.client.Update(ctx, a); err != nil && !apierrors.IsNotFound(err) {
 		return false, 0, err
 	}
-	p.events.Eventf(v, nil, "Warning", "NodeLost", "Detach", "node %s gives no sign of life: the volume is detached from "+
-		"it without its say, and can be attached elsewhere; what still runs there is shut out", a.Spec.Node)
+	p.events.Eventf(v, nil, "Warning", "NodeLost", "Detach", "node %s gives no sign of life: the volume is detached "+
+		"without the node's answer, and other nodes can attach it; replicas refuse an engine that still runs on the "+
+		"node", a.Spec.Node)
 	p.log.Warn("volume detached from a lost node", "volume", v.Name, "node", a.Spec.Node)
 	return true, 0, nil
 }

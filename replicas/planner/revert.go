@@ -103,7 +103,7 @@ func (r *revertProgress) end(state api.CloneState, message string) {
 	r.v.Status.Reverted = &api.RevertFact{Snapshot: r.wish.Snapshot, ID: r.wish.ID, State: state, Message: message}
 	switch state {
 	case api.CloneCompleted:
-		r.p.events.Eventf(r.v, nil, "Normal", "Reverted", "Revert", "the volume holds what snapshot %s holds",
+		r.p.events.Eventf(r.v, nil, "Normal", "Reverted", "Revert", "the volume has the content of snapshot %s",
 			r.wish.Snapshot)
 	case api.CloneFailed:
 		r.p.events.Eventf(r.v, nil, "Warning", "RevertFailed", "Revert", "snapshot %s: %s", r.wish.Snapshot, message)

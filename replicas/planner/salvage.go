@@ -32,10 +32,10 @@ func (p *volumeReconciler) salvageReplica(ctx context.Context, v *api.Volume, mi
 		fact.Message = "the volume is attached: detach it first, by force if its I/O waits"
 	case member >= 0:
 		fact.Message = "member " + mine[member].Name + " on node " + mine[member].Spec.Node +
-			" can be used, and has everything: there is nothing to salvage"
+			" can be used, and has every write: the volume needs no salvage"
 	case !usable(&mine[i]):
-		fact.Message = "replica " + wish.Replica + " cannot be used: its node is silent, its disk is not ready, or it is " +
-			"not there"
+		fact.Message = "replica " + wish.Replica + " cannot be used: its node is silent, its disk is not ready, or the " +
+			"disk lacks it"
 	}
 	if fact.Message != "" {
 		return true
@@ -46,14 +46,14 @@ func (p *volumeReconciler) salvageReplica(ctx context.Context, v *api.Volume, mi
 	v.Status.Epoch = max(v.Status.Epoch, r.Status.Epoch) + 1
 	v.Status.EngineNode = ""
 	fact.Done = true
-	last := "a time that is not known"
+	last := "an unknown time"
 	if r.Status.LastWrite != nil {
 		last = r.Status.LastWrite.UTC().Format("2006-01-02 15:04:05 UTC")
 	}
 	fact.Message = "the volume continues with the data of replica " + r.Name + " on node " + r.Spec.Node + ", " +
 		"written last at " + last
-	p.events.Eventf(v, r, "Warning", "Salvaged", "Salvage", "%s; the members before, %v, are given up with what they "+
-		"alone had", fact.Message, was)
+	p.events.Eventf(v, r, "Warning", "Salvaged", "Salvage", "%s; the volume gives up the former members %v, and "+
+		"writes that only they have", fact.Message, was)
 	p.log.Warn("volume salvaged", "volume", v.Name, "replica", r.Name, "members before", was)
 	return true
 }

@@ -71,7 +71,8 @@ func (p *volumeReconciler) describeSnapshotCount(ctx context.Context, v *api.Vol
 	switch {
 	case most > 0 && n > most:
 		setCondition(v, api.ConditionTooMany, true, api.ConditionTooMany, fmt.Sprintf("the volume has %d snapshots, "+
-			"more than the %d of the setting %s: delete those that are not needed; others can be taken all the same", n, most,
+			"more than the %d of the setting %s: delete unneeded snapshots; new snapshots are possible all the "+
+			"same", n, most,
 			settingSnapshotWarning))
 	case meta.FindStatusCondition(v.Status.Conditions, api.ConditionTooMany) != nil:
 		setCondition(v, api.ConditionTooMany, false, "Few", "")

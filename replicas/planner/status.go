@@ -129,9 +129,9 @@ func describeDamage(v *api.Volume, mine []api.Replica) {
 			switch {
 			case len(v.Status.Members) < 2 || !slices.Contains(v.Status.Members, mine[i].Name):
 			case st.BeyondRepair:
-				then = "no other replica shows what they held: another one is made in its place"
+				then = "no other replica has their content: a new replica replaces the damaged one"
 			default:
-				then = "reads of them go to another replica, from which they are repaired"
+				then = "another replica answers reads of them, and supplies the repair"
 			}
 			text = fmt.Sprintf("replica %s on node %s: %d ranges are damaged, the first %d bytes at %d in layer %s; %s",
 				mine[i].Name, mine[i].Spec.Node, n, g.Length, g.Offset, g.Layer, then)
@@ -172,7 +172,7 @@ func describeTrim(v *api.Volume, att *api.Attachment) {
 	case wish == "" || over:
 	case att == nil:
 		st.Trimmed = &api.TrimFact{ID: wish, State: api.CloneFailed,
-			Message: "the volume is not attached: what a file system does not use can be told only while it is mounted"}
+			Message: "the volume is not attached: only a mounted file system can be trimmed"}
 	case att.Status.Trimmed != nil && att.Status.Trimmed.ID == wish:
 		st.Trimmed = att.Status.Trimmed.DeepCopy()
 		slices.Sort(st.Trimmed.Snapshots)

@@ -83,7 +83,7 @@ func (d *Disk) readImage(uid string) (block.Image, error) {
 		return img, err
 	}
 	if img.UID != uid {
-		return img, api.Errorf(api.Corrupt, "%s of image %s is the one of %s", imageFile, uid, img.UID)
+		return img, api.Errorf(api.Corrupt, "%s of image %s is the record of %s", imageFile, uid, img.UID)
 	}
 	return img, nil
 }

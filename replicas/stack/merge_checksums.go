@@ -139,7 +139,7 @@ func (w *merger) chunkSound(c int64, chunk []byte) (bool, error) {
 
 // recordDamage records a damaged chunk of the result.
 func (w *merger) recordDamage(c, n int64) {
-	slog.Error("what two layers were merged to is damaged", "disk", w.r.disk.Root, "layer", w.seen.Result,
+	slog.Error("the result of a merge is damaged", "disk", w.r.disk.Root, "layer", w.seen.Result,
 		"offset", c*chunkSize, "length", n)
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -146,7 +146,7 @@ func (d *Disk) readPin(uid string) (Pin, error) {
 		return p, err
 	}
 	if p.UID != uid {
-		return p, api.Errorf(api.Corrupt, "%s of pin %s is the one of %s", pinFile, uid, p.UID)
+		return p, api.Errorf(api.Corrupt, "%s of pin %s is the record of %s", pinFile, uid, p.UID)
 	}
 	for _, l := range p.Layers {
 		if err := api.UID(l).Validate(); err != nil {

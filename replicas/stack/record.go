@@ -149,7 +149,7 @@ func (m Meta) validate() error {
 		beside := k < 0 && slices.Contains(m.Branches, Branch{g.Upper, g.Lower}) &&
 			slices.ContainsFunc(m.Branches, func(b Branch) bool { return b.Layer == g.Lower })
 		if !below && !beside || g.Done < 0 || g.Mapped < 0 {
-			return api.Errorf(api.Corrupt, "a merge of layers that are not neighbours")
+			return api.Errorf(api.Corrupt, "the layers of the merge are no neighbours")
 		}
 	}
 	for _, b := range m.Branches {
@@ -296,7 +296,7 @@ func (d *Disk) readStack(uid string) (Meta, error) {
 		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s: %w", stackFile, uid, err)
 	}
 	if m.UID != uid {
-		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s is the one of %s", stackFile, uid, m.UID)
+		return Meta{}, api.Errorf(api.Corrupt, "%s of replica %s is the record of %s", stackFile, uid, m.UID)
 	}
 	return m, nil
 }

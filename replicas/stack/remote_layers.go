@@ -79,7 +79,8 @@ func (r *Replica) Localize(ctx context.Context) error {
 		}
 		// A layer that was frozen when hydration began has no digest; the copy was compared with the later digest.
 		if err == nil && (l.Rec.Root != "" && own.Rec.Root != l.Rec.Root || own.Rec.Size != l.Rec.Size) {
-			err = errors.Join(api.Errorf(api.Corrupt, "layer %s differs from the one of its source", l.Rec.UID), own.Close())
+			err = errors.Join(api.Errorf(api.Corrupt, "layer %s differs from the layer of its "+
+				"source", l.Rec.UID), own.Close())
 		}
 		if err != nil {
 			return r.nameError(errors.Join(err, r.closeReplaced(ctx, old)))

@@ -45,8 +45,8 @@ func (r *Replica) commitChange(change func(*Meta)) error {
 // continue.
 func (r *Replica) markUnsure(err error) {
 	r.metaMu.Lock()
-	r.unsure = api.Errorf(api.Unavailable, "stack.json on the disk is unknown since a sync failed; nothing is done with "+
-		"the replica until it is opened again: %w: %w", ErrFailed, err)
+	r.unsure = api.Errorf(api.Unavailable, "stack.json on the disk is unknown since a sync failed; the replica "+
+		"refuses all work until it is opened again: %w: %w", ErrFailed, err)
 	r.metaMu.Unlock()
 	_ = r.onLoop(func() { r.failWrites(err) })
 }
@@ -61,8 +61,7 @@ func (r *Replica) nameError(err error) error {
 // ErrRestarted is the answer of Adopt if the machine restarted, or the disk's file system was mounted again, during the
 // replica's last session: acknowledged writes that were not flushed may be lost.
 var ErrRestarted = api.Errorf(api.Unavailable, "the machine restarted or the file system of the disk was mounted "+
-	"again during the last session: writes that were not flushed may be lost; the replica must be resynced from the "+
-	"other members")
+	"again during the last session: unflushed writes may be lost; the replica must be resynced from the other members")
 
 // Adopt begins the session (epoch, incarnation): when Adopt returns, all writes of earlier sessions have ended and the
 // session is durable. Adopt refuses an older session with kind denied. The same session again is no error, and waits
@@ -128,8 +127,8 @@ func (r *Replica) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 		return nil
 	}
 	if restarted {
-		slog.Warn("the machine restarted, or the disk was mounted again, while the volume was attached: writes that were "+
-			"not flushed may be lost",
+		slog.Warn("the machine restarted, or the disk was mounted again, while the volume was attached: unflushed "+
+			"writes may be lost",
 			"volume", m.Volume, "replica", m.UID)
 	}
 	err = r.commitChange(func(m *Meta) {

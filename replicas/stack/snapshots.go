@@ -172,7 +172,7 @@ func (d *Disk) Revert(ctx context.Context, replica, snapshot string, epoch int64
 			return nil, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
 		}
 		if m.Merge != nil {
-			return nil, api.Errorf(api.Busy, "two of its layers are being merged; try again when that is done")
+			return nil, api.Errorf(api.Busy, "two layers of the replica are being merged; try again after the merge")
 		}
 		chain, err := m.Chain(m.Snapshots[i].Layer)
 		if err != nil {

@@ -23,7 +23,7 @@ func helperMain(asked string) error {
 	var deed, file string
 	var n int
 	if _, err := fmt.Sscanf(asked, "%s %d %s", &deed, &n, &file); err != nil {
-		return fmt.Errorf("%q is nothing that can be done to a loop device: %w", asked, err)
+		return fmt.Errorf("%q is no operation of a loop device: %w", asked, err)
 	}
 	flags := unix.O_RDONLY
 	if deed != deedGrow {
@@ -62,7 +62,7 @@ func helperMain(asked string) error {
 		}
 		return clearLoop(d, n)
 	}
-	return fmt.Errorf("%q is nothing that can be done to a loop device", deed)
+	return fmt.Errorf("%q is no operation of a loop device", deed)
 }
 
 // Major is the device number of all loop devices.

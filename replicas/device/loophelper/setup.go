@@ -64,7 +64,7 @@ func setUp(asked string) error {
 	var deed, file, name string
 	var flag int
 	if _, err := fmt.Sscanf(asked, "%s %d %s %s", &deed, &flag, &file, &name); err != nil {
-		return fmt.Errorf("%q is nothing that can be done to a loop device: %w", asked, err)
+		return fmt.Errorf("%q is no operation of a loop device: %w", asked, err)
 	}
 	unix.CloseOnExec(treeFd)
 	unix.CloseOnExec(lockFd)

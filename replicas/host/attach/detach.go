@@ -68,8 +68,8 @@ func (as *reconciler) forceDetach(a *api.Attachment, s *Session) error {
 		return err
 	}
 	if !s.forced {
-		as.Events.Eventf(a, nil, "Warning", "Forced", "Detach", "the device of volume %s was taken away by force: I/O that "+
-			"was not answered failed", s.Volume)
+		as.Events.Eventf(a, nil, "Warning", "Forced", "Detach", "a detach by force took the device of volume %s away: "+
+			"unanswered I/O failed", s.Volume)
 		as.Log.Warn("a device was taken away by force", "volume", s.Volume)
 	}
 	s.forced = true
@@ -196,8 +196,8 @@ func (as *Attachments) endSession(ctx context.Context, s *Session) {
 		if ctx.Err() != nil {
 			return // this process ends, and awaits all sessions
 		}
-		as.Log.Warn("the disk of a volume that was detached by force does not answer: "+
-			"its replica cannot be opened until it does", "volume", s.Volume)
+		as.Log.Warn("the disk of a volume does not answer after a detach by force: no process can open the replica "+
+			"until the disk answers", "volume", s.Volume)
 	}
 }
 

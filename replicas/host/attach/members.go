@@ -190,7 +190,7 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 	}
 	if len(take) == 0 && len(restarted) > 0 {
 		if held != nil {
-			return nil, api.Errorf(api.Busy, "replica %s may lack what another one has, which cannot be had now: %w",
+			return nil, api.Errorf(api.Busy, "replica %s may lack writes of another replica, which does not answer now: %w",
 				restarted[0].spec.Name, held)
 		}
 		take = restarted[:1]

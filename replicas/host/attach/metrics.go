@@ -30,11 +30,10 @@ var (
 	descDropped = prometheus.NewDesc("drover_volume_replicas_dropped_total",
 		"Replicas that the volume went on without, since the attach.", []string{"volume"}, nil)
 	descRebuilds = prometheus.NewDesc("drover_volume_rebuilds_total",
-		"Replicas that became current again since the attach: by what was written meanwhile, or compared as a whole.",
+		"Replicas that became current again since the attach: by the writes in the meantime, or compared as a whole.",
 		[]string{"volume", "kind"}, nil)
 	descRebuilt = prometheus.NewDesc("drover_volume_rebuild_bytes_total",
-		"Bytes of replicas during rebuilds that were compared, and that were sent because they differed; bytes of "+
-			"members that were damaged on their disks and were repaired.",
+		"Bytes of replicas that rebuilds compared, and sent because they differed; repaired bytes of damaged members.",
 		[]string{"volume", "what"}, nil)
 )
 

@@ -271,7 +271,7 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 			}
 		},
 		WholeTurn: func(ctx context.Context) (func(), error) {
-			tell(engine.Progress{}, "waits for other replicas that are compared as a whole")
+			tell(engine.Progress{}, "waits for whole comparisons of other replicas")
 			return as.rebuilds.Acquire(ctx, "full", func() int { return as.CopiesAtOnce(ctx) })
 		}})
 	c.endSwap()
@@ -302,7 +302,7 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 	delete(s.membership.rebuilds, r.Name)
 	s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRebuilt",
 		"replica " + r.Name + " is current again: " +
-			api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " that were looked at had changed"})
+			api.SizeText(p.Sent) + " of " + api.SizeText(p.Total) + " compared had changed"})
 	s.membership.mu.Unlock()
 	s.wake()
 	as.emitEvents(ctx, s)

@@ -200,8 +200,8 @@ func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Ses
 	if !s.full.Load() {
 		if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSpace, true, "Room", "") &&
 			s.wasFull {
-			as.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "there is room again, writes to volume "+
-				"%s continue", s.Volume)
+			as.Events.Eventf(a, nil, "Normal", "SpaceAvailable", "Write", "a disk of volume %s has room again, writes "+
+				"continue", s.Volume)
 		}
 		s.wasFull = false
 		return

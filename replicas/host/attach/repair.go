@@ -40,13 +40,13 @@ func (as *Attachments) startRepair(ctx context.Context, s *Session, r *api.Repli
 		s.membership.repaired.Add(did.Bytes)
 		var list []event
 		if did.Chunks > 0 {
-			list = append(list, event{"Normal", "ReplicaRepaired", fmt.Sprintf("replica %s: %s that were damaged on its disk "+
-				"were put right from the other replicas", name, api.SizeText(did.Bytes))})
+			list = append(list, event{"Normal", "ReplicaRepaired", fmt.Sprintf("replica %s: the engine repaired %s of "+
+				"damaged data from the other replicas", name, api.SizeText(did.Bytes))})
 			s.log.Info("a damaged replica was repaired", "replica", name, "chunks", did.Chunks, "bytes", did.Bytes)
 		}
 		if did.Lost > 0 {
-			list = append(list, event{"Warning", "RepairFailed", fmt.Sprintf("replica %s: no other replica shows what %d "+
-				"damaged chunks on its disk held (%v): another replica takes its place", name, did.Lost, did.Why)})
+			list = append(list, event{"Warning", "RepairFailed", fmt.Sprintf("replica %s: no other replica has the "+
+				"content of %d damaged chunks (%v): another replica replaces it", name, did.Lost, did.Why)})
 			s.log.Warn("a damaged replica cannot be repaired", "replica", name, "chunks", did.Lost, "err", did.Why)
 		}
 		if err != nil && ctx.Err() == nil {
@@ -75,13 +75,12 @@ func (as *Attachments) repairFrom(ctx context.Context, s *Session, n engine.Name
 	}
 	s.membership.repairs.End(from, again)
 	s.membership.repaired.Add(did.Bytes)
-	s.log.Info("members were repaired from a replica that is being rebuilt", "replica", n.Name, "chunks", did.Chunks,
+	s.log.Info("members were repaired from a replica during its rebuild", "replica", n.Name, "chunks", did.Chunks,
 		"bytes", did.Bytes, "beyond repair", did.Lost, "err", errors.Join(err, did.Why))
 	if did.Chunks > 0 {
 		s.membership.mu.Lock()
 		s.membership.events = append(s.membership.events, event{"Normal", "ReplicaRepaired",
-			fmt.Sprintf("%s that were damaged were put "+
-				"right from replica %s", api.SizeText(did.Bytes), n.Name)})
+			fmt.Sprintf("the engine repaired %s of damaged data from replica %s", api.SizeText(did.Bytes), n.Name)})
 		s.membership.mu.Unlock()
 	}
 	return did.Chunks > 0

@@ -208,7 +208,7 @@ func (s *Session) watchEngine(ctx context.Context, changed func()) {
 				s.log.Warn("no replica has room, writes wait")
 				tick.Reset(probeEvery)
 			} else {
-				s.log.Info("there is room again, writes continue")
+				s.log.Info("a disk has room again, writes continue")
 				tick.Stop()
 			}
 		}
@@ -241,7 +241,7 @@ func (as *Attachments) closeSession(s *Session) error {
 	err := s.engine.Close()
 	as.Threads.PutBack(s.loop)
 	if err != nil && s.fence.Load() != nil { // another engine has the volume, and marks the clean end
-		s.log.Info("a session that was fenced has no clean end", "err", err)
+		s.log.Info("a fenced session has no clean end", "err", err)
 		return nil
 	}
 	return err

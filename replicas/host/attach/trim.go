@@ -86,17 +86,17 @@ func (as *Attachments) trimNow(ctx context.Context, s *Session, v *api.Volume) a
 		fact.State, fact.Message = api.CloneFailed, err.Error()
 	}
 	if len(fact.Snapshots) > 0 {
-		as.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots that "+
-			"it stood "+
-			"on (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
+		as.Events.Eventf(v, nil, "Normal", "SnapshotsRemoved", "Trim", "a trim of the volume removed snapshots below "+
+			"the head (unmapMarkSnapChainRemoved): %s", strings.Join(fact.Snapshots, ", "))
 	}
 	if len(fact.Snapshots) == 0 { // else the end of the snapshots frees the space
 		if s.isMerging() && fact.Message == "" {
-			fact.Message = "layers of the volume are being merged: what was trimmed over them comes back after that"
+			fact.Message = "a merge of the volume's layers is in progress: the space of trimmed blocks comes back after " +
+				"the merge"
 		}
 		s.owed.Store(true)
 		if err := as.reclaimOwed(ctx, s); err != nil {
-			as.Log.Info("the space of what was trimmed over layers comes back later", "volume", v.Name, "why", err)
+			as.Log.Info("the space of trimmed blocks above layers comes back later", "volume", v.Name, "why", err)
 		}
 	}
 	as.Log.Info("file system trimmed", "volume", v.Name, "bytes", n, "snapshots", fact.Snapshots)

@@ -114,7 +114,7 @@ func (w *MergeWorker) findMergeable(disk *stack.Disk) {
 	}
 	found, err := disk.Mergeable()
 	if err != nil {
-		w.log.Warn("what can be merged is not known", "disk", disk.Path(), "err", err)
+		w.log.Warn("the merge worker cannot list the disk's mergeable replicas", "disk", disk.Path(), "err", err)
 	}
 	for uid, volume := range found {
 		w.Due(disk, uid, volume)

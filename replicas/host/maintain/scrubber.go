@@ -143,7 +143,8 @@ func (s *Scrubber) reportDamage(r *api.Replica, disk *stack.Disk, damage []api.L
 		s.log.Error("data is damaged", "volume", r.Spec.Volume, "disk", disk.Path(), "layer", g.Layer, "offset", g.Offset,
 			"length", g.Length, "ranges", len(damage))
 	default:
-		s.events.Eventf(r, nil, "Normal", "DataIntact", "Scrub", "volume %s: what was damaged is whole again", r.Spec.Volume)
+		s.events.Eventf(r, nil, "Normal", "DataIntact", "Scrub", "volume %s: the damaged data is whole "+
+			"again", r.Spec.Volume)
 	}
 }
 

@@ -162,7 +162,7 @@ func (l *Layers) fetchDigests(ctx context.Context, disk *stack.Disk, uid string,
 		return err
 	}
 	if want := l.digestOf(ctx, uid); want != "" && want != root {
-		return api.Errorf(api.Corrupt, "the digest of layer %s there is %s, and should be %s", uid, root, want)
+		return api.Errorf(api.Corrupt, "the root digest of layer %s is %s on the node, and should be %s", uid, root, want)
 	}
 	sums, err := c.Sums(ctx, string(p.Disk), uid)
 	if err != nil {

@@ -63,10 +63,10 @@ func (rs *Replicas) sourceText(ctx context.Context, layers []stack.RemoteLayer) 
 	}
 	text := "reads its image from node " + strings.Join(nodes, ", ") + " until the copy is here"
 	if len(nodes) == 0 {
-		text = "its image is on no node"
+		text = "no node has the replica's image"
 	}
 	if why != nil {
-		return fmt.Sprintf("%s; reads of what is not here wait: %v", text, why)
+		return fmt.Sprintf("%s; reads of missing blocks wait: %v", text, why)
 	}
 	return text
 }

@@ -92,8 +92,8 @@ func (rs *Replicas) replacedMember(ctx context.Context, r *api.Replica, v *api.V
 	}
 	i := slices.IndexFunc(list.Items, func(o api.Replica) bool { return o.Spec.UID == r.Spec.From.Replica })
 	if i < 0 || v.Status.UID != r.Spec.VolumeUID || !slices.Equal(v.Status.Members, []string{list.Items[i].Name}) {
-		return nil, api.Errorf(api.Invalid, "replica %s was to replace a replica that is not the only member of "+
-			"volume %s any more",
+		return nil, api.Errorf(api.Invalid, "replica %s cannot replace a replica that is no longer the only member of "+
+			"volume %s",
 			r.Name, v.Name)
 	}
 	waits := api.Errorf(api.Unavailable, "replaces replica %s when the volume is detached", list.Items[i].Name)

@@ -83,8 +83,8 @@ func (rs *Replicas) checkRemovable(ctx context.Context, r *api.Replica) error {
 			r.Name,
 			v.Name)
 	case meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionKept):
-		return api.Errorf(api.InUse, "replica %s holds the snapshots that are left of volume %s: the removal waits "+
-			"for their end",
+		return api.Errorf(api.InUse, "replica %s holds the last snapshots of volume %s: the removal waits for their "+
+			"deletion",
 			r.Name, v.Name)
 	}
 	return nil

@@ -68,7 +68,7 @@ func (ss *Snapshots) CreateObjects(ctx context.Context, r *api.Replica, disk *st
 		if err := ss.Client.Create(ctx, s); err != nil && !apierrors.IsAlreadyExists(err) {
 			return fmt.Errorf("snapshot %s: %w", k.Name, err)
 		}
-		ss.Log.Info("a snapshot that was found on the disk has an object again", "volume", v.Name, "snapshot", k.Name)
+		ss.Log.Info("a snapshot on the disk has an object again", "volume", v.Name, "snapshot", k.Name)
 	}
 	ss.Changed(r.Spec.UID)
 	ss.mu.Lock()

@@ -54,7 +54,8 @@ func DecodeMeta(data []byte, format string, body any) error {
 		return api.Errorf(api.Corrupt, "format is %q, not %q", e.Format, format)
 	}
 	if e.Version != version {
-		return api.Errorf(api.Unsupported, "format %s version %d: this program reads version %d; use the one that wrote it",
+		return api.Errorf(api.Unsupported, "format %s version %d: this program reads version %d; use the program that "+
+			"wrote the file",
 			format, e.Version, version)
 	}
 	var raw bytes.Buffer
@@ -103,7 +104,7 @@ func WriteMeta(fsys file.FS, name, format string, body any) error {
 }
 
 // ErrUnsure marks the error of a replaced file where the disk may have the old or the new content.
-var ErrUnsure = errors.New("whether it is on the disk is not known")
+var ErrUnsure = errors.New("the disk may have the old or the new content of the file")
 
 // ReplaceFile replaces a file atomically. An error that wraps ErrUnsure leaves open which content the disk has.
 func ReplaceFile(fsys file.FS, name string, data []byte) error {

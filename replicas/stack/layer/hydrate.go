@@ -465,7 +465,7 @@ func (d *Store) dropHydrating() {
 			continue
 		}
 		if err := file.RemoveAll(d.FS, d.Join(HydratingDir, uid)); err != nil {
-			slog.Warn("what was read of a layer stays for now", "layer", uid, "disk", d.Root, "error", err)
+			slog.Warn("the folder of a hydration stays for now", "layer", uid, "disk", d.Root, "error", err)
 		}
 	}
 }

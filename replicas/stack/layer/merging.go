@@ -224,7 +224,7 @@ func (l *Layer) JudgeMoved(buf []byte, at int64, gave *Layer) bool {
 		}
 		at = max(bad, at)
 	}
-	slog.Error("a layer that is being merged is damaged", "layer", l.Rec.UID, "disk", l.Store.Root, "offset", at,
+	slog.Error("a layer is damaged during its merge", "layer", l.Rec.UID, "disk", l.Store.Root, "offset", at,
 		"length", blockSize, "error", err)
 	return false
 }
@@ -234,7 +234,7 @@ func (l *Layer) ReadMoved(p []byte, off int64, gave *Layer) error {
 	from := off &^ (blockSize - 1)
 	buf := diskfs.AlignedBuffer(int((off+int64(len(p))+blockSize-1)&^(blockSize-1) - from))
 	if !l.JudgeMoved(buf, from, gave) {
-		return api.Errorf(api.Corrupt, "layer %s: of the %d bytes at %d some are damaged", l.Rec.UID, len(p), off)
+		return api.Errorf(api.Corrupt, "layer %s: some of the %d bytes at %d are damaged", l.Rec.UID, len(p), off)
 	}
 	copy(p, buf[off-from:])
 	return nil

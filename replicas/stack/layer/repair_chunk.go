@@ -72,7 +72,7 @@ func (d *Store) Repair(uid string, off int64, right []byte) (err error) {
 	now := c.composeContent(kinds, right, false)
 	if sha256.Sum256(now) != want {
 		if now = c.composeContent(kinds, right, true); sha256.Sum256(now) != want {
-			return api.Errorf(api.Corrupt, "the other replica does not show what the layer held there")
+			return api.Errorf(api.Corrupt, "the other replica does not have the chunk's content")
 		}
 	}
 	if err := d.rewriteBlocks(&c, kinds, now); err != nil {
