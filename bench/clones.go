@@ -276,6 +276,6 @@ func (b *bench) mergeOf(ctx context.Context, disk *stack.Disk, loop *uring.Loop,
 		return errors.Join(err, r.Close(), fmt.Errorf("merged: %v", did))
 	}
 	b.addFigure("merge", what, float64(size/2)/1e6/time.Since(began).Seconds(), "MB/s", "", 0,
-		"of what is copied, digests included")
+		"rate of the copied data, digests included")
 	return errors.Join(r.Close(), disk.RemoveReplica(spec.UID))
 }

@@ -70,12 +70,14 @@ func (b *bench) downloads(ctx context.Context) error {
 		}
 	}
 	b.addFigure("image-download", "curl|sha512sum", median(curl), "MB/s", "curl|sha512sum", median(curl),
-		"nothing is written")
+		"curl writes no "+
+		"file")
 	b.addFigure("image-download", "drover", median(ours), "MB/s", "curl|sha512sum", median(curl),
 		"durable, with SHA-512 and digests")
 	b.addFigure("image-download", "drover-cpu", median(cpu), "s", "", 0,
 		fmt.Sprintf("of serve, for %s", api.SizeText(size)))
-	b.addFigure("image-download", "drover-memory", median(rss), "MiB", "", 0, "peak of serve above what it had before")
+	b.addFigure("image-download", "drover-memory", median(rss), "MiB", "", 0, "peak of serve, less its memory before the "+
+		"download")
 	return os.Remove(file)
 }
 

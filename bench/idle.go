@@ -107,7 +107,7 @@ func (b *bench) atRest(ctx context.Context, in *instance, subject string) error 
 		return err
 	}
 	b.addFigure("serve-idle-rss", subject, float64(rss)/1024, "MiB", "", 0, "sum of its three processes")
-	b.addFigure("serve-idle-pss", subject, float64(pss)/1024, "MiB", "", 0, "what they share counted once")
+	b.addFigure("serve-idle-pss", subject, float64(pss)/1024, "MiB", "", 0, "shared pages counted once")
 	const hz = 100 // USER_HZ, the same on every architecture of Go
 	b.addFigure("serve-idle-cpu", subject, 100*float64(after-before)/hz/idleFor.Seconds(), "% of a core", "", 0, "")
 	return nil

@@ -38,7 +38,7 @@ func (b *bench) index(ctx context.Context) error {
 		b.addFigure("index-of-1-TiB", subject, v, "MiB", "", 0, "simulated")
 	}
 	if !found {
-		return fmt.Errorf("%s says nothing of memory", test)
+		return fmt.Errorf("%s prints no figure of memory", test)
 	}
 	return nil
 }

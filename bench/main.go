@@ -29,7 +29,7 @@ type options struct {
 func main() {
 	var o options
 	flag.StringVar(&o.drover, "drover", "bin/drover", "the binary to measure")
-	flag.StringVar(&o.out, "out", "bench/out.json", "where to write the figures")
+	flag.StringVar(&o.out, "out", "bench/out.json", "file for the figures")
 	flag.StringVar(&o.dir, "dir", "/var/tmp", "folder on the disk to measure on")
 	flag.Int64Var(&o.sizeMiB, "size", 512, "MiB per subject")
 	flag.IntVar(&o.rounds, "rounds", 3, "rounds of each figure; the median counts")

@@ -189,7 +189,7 @@ func (b *bench) outage(ctx context.Context, others []*other) error {
 	b.addFigure("rebuild-delta", "3-replicas", took.Seconds(), "s", "", 0, fmt.Sprintf("from the start of "+
 		"the node's processes; %.1f s from the first contact; 1 %% of %d MiB was written at random",
 		w.secondsUntil(began.Add(took)), b.sizeMiB))
-	b.addFigure("rebuild-delta-bytes", "3-replicas", (sent-before)/(1<<20), "MiB", "what was written",
+	b.addFigure("rebuild-delta-bytes", "3-replicas", (sent-before)/(1<<20), "MiB", "written data",
 		float64(changed)/(1<<20), "that travelled")
 	return nil
 }

@@ -46,7 +46,7 @@ func (b *bench) scale(ctx context.Context, n int) (err error) {
 		}
 		if count == n {
 			b.addFigure("images-many", "fill", float64(n)/time.Since(began).Seconds(), "pairs/s", "", 0,
-				fmt.Sprintf("until there are %d images and %d volumes", n, n))
+				fmt.Sprintf("until %d images and %d volumes exist", n, n))
 		}
 	}
 	for i := range max(b.rounds, 9) {

@@ -57,7 +57,7 @@ func (b *bench) checkOnly() error {
 	names = slices.Compact(names)
 	for _, n := range strings.Split(b.only, ",") {
 		if !slices.Contains(names, n) {
-			return fmt.Errorf("-only: nothing is called %q; there are: %s", n, strings.Join(names, ", "))
+			return fmt.Errorf("-only: no measurement is named %q; the measurements are: %s", n, strings.Join(names, ", "))
 		}
 	}
 	return nil

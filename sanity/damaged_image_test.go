@@ -84,7 +84,7 @@ func damagedImages(t *testing.T, w *world) {
 	said := w.finds("fetched", at[1], 1100, byItself("fetched", 1))
 	says(said, `image "fetched": 1 of 1 copies`, "disk "+at[1]+" of node "+w.name, "do not match their digest",
 		"lost copies")
-	whole("fetched", "verified: 1 copy is what it was")
+	whole("fetched", "verified: 1 copy matches its digests")
 
 	w.must("image", "import", url, "--name", "twin", "--min-copies", "2")
 	w.readyOn("twin", at...)

@@ -210,7 +210,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 	w.must("disk", "evict", three)
 	w.image("single", "says that it stays", func(i *api.BackingImage) bool {
 		c := meta.FindStatusCondition(i.Status.Conditions, "Evicted")
-		return c != nil && c.Status == metav1.ConditionFalse && strings.Contains(c.Message, "a volume on it needs it")
+		return c != nil && c.Status == metav1.ConditionFalse && strings.Contains(c.Message, "a volume on the disk needs the copy")
 	})
 	must(t, p.up())
 	p.check("golden", sum)

@@ -47,10 +47,15 @@ var (
 	proseOpening = regexp.MustCompile(`(?:^|[.!?:]\s+|\n\s*[-|]?\s*)(?:What|Who|Where|Whoever|Of)\s`)
 	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|told of|made (?:equal|whole|true|alike)|on (?:its|their) way|under way|` +
 		`go(?:es)? on|at last|of no use)\b`)
-	// proseMessage has phrases that messages avoid, and that documents may use with another meaning.
-	proseMessage = regexp.MustCompile(`(?i)\b(?:it goes|goes (?:when|with)|(?:is|are) there)\b`)
-	proseError   = regexp.MustCompile(`^(?:it|its|what|who|whoever|nobody|nothing|somebody|they|that|those|there)\b`)
-	prosePronoun = map[string]bool{}
+	// proseMessage has phrases that messages avoid, and that documents may use with another meaning: a message names its
+	// actor and its object.
+	proseMessage = regexp.MustCompile(`(?i)\b(?:it goes|goes (?:when|with)|(?:is|are) there|there (?:is|are) (?:no|nothing)|` +
+		`what (?:was|were|is|are|it|they|can|has|had)|whoever|nobody|somebody|the ones? (?:that|who))\b`)
+	// proseMessageOpening has the openings of proseOpening. A message often begins with a small letter, and a line break
+	// in a help text begins no sentence.
+	proseMessageOpening = regexp.MustCompile(`(?:^|[.!?:;]\s+)(?:[Ww]hat|[Ww]ho|[Ww]here|[Ww]hoever|Of)\s`)
+	proseError          = regexp.MustCompile(`^(?:it|its|what|who|whoever|nobody|nothing|somebody|they|that|those|there)\b`)
+	prosePronoun        = map[string]bool{}
 )
 
 func init() {
@@ -99,8 +104,8 @@ func (p *prose) addFile(t *testing.T, path string, src any) {
 	})
 }
 
-// addMessages counts the banned phrases in the string literals of a file that have several words. Literals that + joins
-// are one text. Tags of fields are no messages.
+// addMessages counts the banned phrases and openings in the string literals of a file that have several words. Literals
+// that + joins are one text. Tags of fields are no messages.
 func (p *prose) addMessages(f *ast.File) {
 	joined := map[ast.Expr]bool{}
 	ast.Inspect(f, func(n ast.Node) bool {
@@ -110,6 +115,7 @@ func (p *prose) addMessages(f *ast.File) {
 		case ast.Expr:
 			if text := messageText(n, joined); strings.Contains(text, " ") {
 				p.banned += len(proseBanned.FindAllString(text, -1)) + len(proseMessage.FindAllString(text, -1))
+				p.openings += len(proseMessageOpening.FindAllString(text, -1))
 			}
 		}
 		return true
@@ -251,23 +257,29 @@ func TestProseIsMeasured(t *testing.T) {
 
 func TestProseOfMessagesIsMeasured(t *testing.T) {
 	for name, c := range map[string]struct {
-		code   string
-		banned int
+		code             string
+		banned, openings int
 	}{
-		"plain":         {`var _ = errors.New("volume data: the copy failed: the disk is full")`, 0},
-		"error":         {`var _ = errors.New("the volume goes on, its copy is made anew")`, 2},
-		"help":          {`var _ = command{Long: "Removes the disk.\nIt goes when its data is there."}`, 2},
-		"joined":        {`var _ = fmt.Errorf("a merge is under "+"way: %w", err)`, 1},
-		"not joined":    {`var _ = "a merge is under " + name + " way"`, 0},
-		"operand":       {`var _ = name("it is on its way") + "x"`, 1},
-		"field":         {"type _ struct { A int `json:\"anew\" yaml:\"at last\"` }", 0},
-		"name and path": {`var _ = []string{"anew", "/dev/anew"}`, 0},
-		"comment":       {"// A copy is told of, and made whole, at last.\nvar _ int", 3},
+		"plain":         {`var _ = errors.New("volume data: the copy failed: the disk is full")`, 0, 0},
+		"error":         {`var _ = errors.New("the volume goes on, its copy is made anew")`, 2, 0},
+		"help":          {`var _ = command{Long: "Removes the disk.\nIt goes when its data is there."}`, 2, 0},
+		"joined":        {`var _ = fmt.Errorf("a merge is under "+"way: %w", err)`, 1, 0},
+		"not joined":    {`var _ = "a merge is under " + name + " way"`, 0, 0},
+		"operand":       {`var _ = name("it is on its way") + "x"`, 1, 0},
+		"field":         {"type _ struct { A int `json:\"anew\" yaml:\"at last\"` }", 0, 0},
+		"name and path": {`var _ = []string{"anew", "/dev/anew", "what"}`, 0, 0},
+		"comment":       {"// A copy is told of, and made whole, at last.\nvar _ int", 3, 0},
+		"no object":     {`var _ = errors.New("the volume loses what was written, and keeps what the disk says")`, 1, 0},
+		"no actor":      {`var _ = "nobody has the copy; whoever reads the one that counts waits"`, 3, 1},
+		"there":         {`var _ = "volume data: there is no room"`, 1, 0},
+		"opening":       {`var _ = "volume data: what the disk holds stays; where none is, who knows. Of two one wins"`, 0, 3},
+		"first word":    {`var _ = flag("where the server answers")`, 0, 1},
+		"middle":        {`var _ = "the node of the volume, where the disk is, and those of\nwhat sources exist"`, 0, 0},
 	} {
 		var p prose
 		p.addFile(t, name+".go", "package p\n"+c.code)
-		if p.banned != c.banned {
-			t.Errorf("%s: %d banned phrases, want %d", name, p.banned, c.banned)
+		if p.banned != c.banned || p.openings != c.openings {
+			t.Errorf("%s: %d banned phrases and %d openings, want %d and %d", name, p.banned, p.openings, c.banned, c.openings)
 		}
 	}
 }

@@ -38,7 +38,7 @@ func damagedLayer(t *testing.T, w *world) {
 	if !comes(func() bool { _, err := os.Stat(filepath.Join(dir, "layer.json")); return err == nil }) {
 		w.fatal("the layer is not finished") // it has no digests
 	}
-	if out := w.must("volume", "scrub", "damaged"); !strings.Contains(out, "are what their digests say") {
+	if out := w.must("volume", "scrub", "damaged"); !strings.Contains(out, "match their digests") {
 		t.Errorf("scrub: %s", out)
 	}
 	const at = 5*mib + 12345

@@ -52,7 +52,7 @@ func NewLoad(size, most int64) *Load {
 var pace time.Duration
 
 // ErrLost means that a volume broke its promise.
-var ErrLost = errors.New("the volume does not hold what it should")
+var ErrLost = errors.New("the volume does not hold the written data")
 
 // Run writes and reads until ctx ends, and returns the first error of the device or of its content.
 func (l *Load) Run(ctx context.Context, device string) error {

@@ -24,7 +24,7 @@ func Sweep(log io.Writer) {
 		if err != nil {
 			continue // the cluster is alive
 		}
-		fmt.Fprintf(log, "removing what is left of an earlier cluster: %s\n", dir)
+		fmt.Fprintf(log, "removing the rest of an earlier cluster: %s\n", dir)
 		if err := remove(dir); err != nil {
 			fmt.Fprintf(log, "%s: %v\n", dir, err)
 		}

@@ -47,7 +47,7 @@ func readGuards(name string) (all []*guard, err error) {
 		switch {
 		case g.name == "" && g.old == "": // a comment
 		case g.name == "" || g.file == "" || g.run == "" || g.old == "" || g.new == "":
-			return nil, fmt.Errorf("%s: guard %q lacks something", name, g.name)
+			return nil, fmt.Errorf("%s: guard %q lacks a field", name, g.name)
 		default:
 			all = append(all, g)
 		}

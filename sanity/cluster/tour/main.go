@@ -120,12 +120,12 @@ func (t *tour) story(ctx context.Context) error {
 	if err := t.halt(); err != nil {
 		return err
 	}
-	t.say("%d writes, no I/O error, nothing read that was not written", t.load.Writes())
+	t.say("%d writes, no I/O error, every read returned written data", t.load.Writes())
 
 	if err := one.PowerOff(); err != nil {
 		return err
 	}
-	t.say("power of %s, where the volume is attached, is cut", one.Name)
+	t.say("power of %s, the node of the attached volume, is cut", one.Name)
 	if err := t.command(ctx, "volume", "detach", volume, "--force", "--timeout", "2m"); err != nil {
 		return err
 	}
