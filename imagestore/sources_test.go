@@ -96,8 +96,8 @@ func TestPrivateSourcesAreRefused(t *testing.T) {
 	t.Cleanup(s.Close)
 	w.image("inside", api.SourceDownload, map[string]string{"url": s.URL})
 	w.image("registry", api.SourceRegistry, map[string]string{"url": strings.Replace(s.URL, "http", "docker", 1) + "/a/b:c"})
-	w.failing("inside", "127.0.0.1 is a loopback address: images are fetched from there only where the setting "+
-		"allow-private-image-sources is true")
+	w.failing("inside", "127.0.0.1 is a loopback address: Drover fetches images from such an address only if the "+
+		"setting allow-private-image-sources is true")
 	w.failing("registry", "allow-private-image-sources")
 	if hits.Load() != 0 {
 		t.Errorf("the server was asked %d times", hits.Load())

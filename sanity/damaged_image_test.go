@@ -103,7 +103,7 @@ func damagedImages(t *testing.T, w *world) {
 	said = w.finds("twin", below, 1100, byItself("twin", 2))
 	says(said, `image "twin": 1 of 2 copies`, "disk "+below+" of node "+w.name, "do not match their digest",
 		"lost copies")
-	whole("twin", "verified: 2 copies are what they were")
+	whole("twin", "verified: 2 copies match their digests")
 	must(t, p.up())
 	p.check("golden", sum)
 	do(t, p.down, p.remove)

@@ -97,7 +97,7 @@ func TestNodesKnowEachOther(t *testing.T) {
 		t.Errorf("the server sees %q: %v, %v", seen, err1, err2)
 	}
 	if _, _, err := meet(t, one.Server(), client(t, two, "three")); err == nil ||
-		!strings.Contains(err.Error(), "node one answers where node three should be") {
+		!strings.Contains(err.Error(), "node one answers at the address of node three") {
 		t.Errorf("a client that wants another node: %v", err)
 	}
 	stranger := issued(t, testAuthority(t), "two")

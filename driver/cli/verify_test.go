@@ -57,7 +57,7 @@ func TestImageVerifyOfRemovedCopies(t *testing.T) {
 		code  int
 		words string
 	}{
-		"one-goes":  {1, 0, `image "one-goes" verified: 1 copy is what it was`},
+		"one-goes":  {1, 0, `image "one-goes" verified: 1 copy matches its digests`},
 		"both-gone": {2, 3, `image "both-gone": its copies were removed before they were verified`},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -99,7 +99,7 @@ func TestImageVerifyWaits(t *testing.T) {
 		code   int
 		words  []string
 	}{
-		"verified": {func(*api.ImageCopyStatus) {}, 0, []string{`image "verified" verified: 2 copies are what they were`}},
+		"verified": {func(*api.ImageCopyStatus) {}, 0, []string{`image "verified" verified: 2 copies match their digests`}},
 		"repaired": {func(st *api.ImageCopyStatus) {
 			st.State, st.Message, st.NextTry = api.ImageFailed, found, metav1.NewTime(time.Now().Add(5*time.Second))
 		}, 1, []string{`image "repaired": 1 of 2 copies`, "disk /srv/two of node node-of-repaired: " + found, "lost copies",
@@ -174,7 +174,7 @@ func TestImageVerifyOfALostCopy(t *testing.T) {
 	for len(remarks) > 0 {
 		r.err += <-remarks
 	}
-	r.mustSay(t, 1, `image "one-lost": 1 of 2 copies`, "disk /srv/two of node node-of-one-lost: it was gone",
+	r.mustSay(t, 1, `image "one-lost": 1 of 2 copies`, "disk /srv/two of node node-of-one-lost: the copy was lost",
 		"lost copies")
 }
 

@@ -222,7 +222,7 @@ func TestLogZoo(t *testing.T) {
 	}
 	m := makeTiny(512)
 	m.log(0, 0, 7, table(m))
-	oracle.Refused(t, limited(Limits{Log: mib / 2}), m.signed(), api.OutOfRange, "above the limit of 524288")
+	oracle.Refused(t, limited(Limits{Log: mib / 2}), m.signed(), api.OutOfRange, "exceeds the limit of 524288")
 	// A log of entries that claim to be as long as the log, and are not whole.
 	m = makeTiny(512)
 	for at := int64(0); at < mib; at += logSector {

@@ -111,7 +111,7 @@ func TestRefusedQemu(t *testing.T) {
 		file, options, says string
 	}{
 		{"flat.vmdk", "subformat=monolithicFlat",
-			`createType "monolithicFlat") of a disk that is in other files ("flat-flat.vmdk")`},
+			`createType "monolithicFlat") of a disk in other files ("flat-flat.vmdk")`},
 		{"two.vmdk", "subformat=twoGbMaxExtentSparse", `createType "twoGbMaxExtentSparse"`},
 		{"two-s001.vmdk", "", "no descriptor"},
 		{"twoflat.vmdk", "subformat=twoGbMaxExtentFlat", `"twoflat-f001.vmdk"`},

@@ -202,7 +202,7 @@ func TestZoo(t *testing.T) {
 		{"no extent", false, func(m *tiny) { m.text(`createType="monolithicSparse"`) }, api.Corrupt, "no extent"},
 		{"split disk", false, func(m *tiny) {
 			m.text(fmt.Sprintf(tinyText, "twoGbMaxExtentSparse"))
-		}, api.Unsupported, `createType "twoGbMaxExtentSparse") that is in other files`},
+		}, api.Unsupported, `createType "twoGbMaxExtentSparse") in several files`},
 		{"two extents", false, func(m *tiny) {
 			m.text(fmt.Sprintf(tinyText, "monolithicSparse") + "RW 1 SPARSE \"other.vmdk\"\n")
 		}, api.Unsupported, `names 2 files ("tiny.vmdk", "other.vmdk")`},

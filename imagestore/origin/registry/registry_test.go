@@ -128,7 +128,7 @@ func TestNoSingleDisk(t *testing.T) {
 		text   string
 	}{
 		"no file": {[][]byte{tarOf(t, file{name: "etc/passwd", body: x}, file{name: "bin/sh", body: x})}, api.Invalid,
-			"not a containerDisk: there is no file in /disk/ (it has /etc /bin)"},
+			"not a containerDisk: the image has no file in /disk/ (it has /etc /bin)"},
 		"nothing at all":  {[][]byte{tarOf(t)}, api.Invalid, "it is empty"},
 		"only a folder":   {[][]byte{tarOf(t, file{name: "disk/", kind: tar.TypeDir})}, api.Invalid, "no file in /disk/"},
 		"disk is a file":  {[][]byte{tarOf(t, file{name: "disk", body: x})}, api.Invalid, "(it has /disk)"},

@@ -151,7 +151,7 @@ func TestUploadThatIsLeft(t *testing.T) {
 	c := partly(t, up, "Content-Length: 1000", make([]byte, 10))
 	state(t, up, 10)
 	_ = c.Close()
-	if err := <-got; !api.Is(err, api.Unavailable) || !strings.Contains(err.Error(), "after 10 of 1000 bytes, and nobody") {
+	if err := <-got; !api.Is(err, api.Unavailable) || !strings.Contains(err.Error(), "after 10 of 1000 bytes, and no sender") {
 		t.Errorf("got %v", err)
 	}
 	if code, _ := put(t, up.URL, 1000, io.LimitReader(strings.NewReader(strings.Repeat("x", 1000)), 1000)); code != 404 {

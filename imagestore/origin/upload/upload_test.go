@@ -178,9 +178,9 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 		return c
 	}
 	for name, end := range map[string]func(c net.Conn, cancel func()){
-		"ended early, after 10 of 1000":    func(c net.Conn, _ func()) { _ = c.Close() },
-		"nobody continued it within 200ms": func(net.Conn, func()) {},
-		"ended early":                      func(_ net.Conn, cancel func()) { cancel() },
+		"ended early, after 10 of 1000":       func(c net.Conn, _ func()) { _ = c.Close() },
+		"no sender continued it within 200ms": func(net.Conn, func()) {},
+		"ended early":                         func(_ net.Conn, cancel func()) { cancel() },
 	} {
 		up := u.Expect(0, "")
 		ctx, cancel := context.WithCancel(t.Context())
