@@ -70,8 +70,7 @@ func (b *bench) downloads(ctx context.Context) error {
 		}
 	}
 	b.addFigure("image-download", "curl|sha512sum", median(curl), "MB/s", "curl|sha512sum", median(curl),
-		"curl writes no "+
-		"file")
+		"curl writes no file")
 	b.addFigure("image-download", "drover", median(ours), "MB/s", "curl|sha512sum", median(curl),
 		"durable, with SHA-512 and digests")
 	b.addFigure("image-download", "drover-cpu", median(cpu), "s", "", 0,

@@ -280,9 +280,9 @@ func talk(t *testing.T, m *Member, rep *told, version int) {
 				t.Errorf("call %q, not %q", name, c.name)
 			}
 			if name == "intend" || name == "clean" {
-				a, err := decode[regionArgs](args)
+				a, err := decodeJSON[regionArgs](args)
 				must(t, err)
-				regions = append(regions, a.list(limits{fixInfo.Size, fixIntents.Region}))
+				regions = append(regions, a.regionsWithin(limits{fixInfo.Size, fixIntents.Region}))
 			}
 			if raw, is := c.answer.([]byte); is || c.answer == nil {
 				return raw, nil
