@@ -89,11 +89,11 @@ func TestDiskMovesToAnotherNode(t *testing.T) {
 		return r.Spec.Node == "b" && r.Labels[api.LabelNode] == "b"
 	})
 	node("a", "told", func(n *api.Node) bool {
-		return at(n, was).Gone && strings.Contains(at(n, was).Message, "is on node b now, at "+is) &&
+		return at(n, was).Gone && strings.Contains(at(n, was).Message, "node b has the disk now, at "+is) &&
 			strings.Contains(at(n, was).Message, "drover disk remove "+was+" --node a")
 	})
 	node("b", "told", func(n *api.Node) bool {
-		return strings.Contains(at(n, is).Message, "came from node a") && strings.Contains(at(n, is).Message, "--node a")
+		return strings.Contains(at(n, is).Message, "the disk came from node a") && strings.Contains(at(n, is).Message, "--node a")
 	})
 	att = attachment("v")
 	att.Spec.Node = "b"

@@ -3,6 +3,7 @@ package replicas
 import (
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -98,4 +99,48 @@ func TestEvict(t *testing.T) {
 		}
 		return true
 	})
+}
+
+// TestEvictAttached: an attached volume moves to another disk of its node through its engine. From then on its node
+// treats the new replica as the local one: the space of trimmed blocks comes back.
+func TestEvictAttached(t *testing.T) {
+	t.Parallel()
+	w, disk := twoDisks(t)
+	v := w.on("a", "near", 64*mib)
+	old := v.DeepCopy()
+	v.Spec.DiskSelector = nil
+	if err := w.c.Patch(w.ctx, v, client.MergeFrom(old)); err != nil {
+		t.Fatal(err)
+	}
+	w.create(attachment("a"))
+	dev := w.attached("a").Status.Device
+	data := pattern(16 * mib)
+	writeDevice(t, dev, 8*mib, data)
+	w.snapshot("a", "s1")
+	was := w.memberOf("a").Name
+	edit(w, &api.Node{ObjectMeta: named(testNode)}, func(n *api.Node) {
+		for i := range n.Spec.Disks {
+			n.Spec.Disks[i].EvictionRequested = filepath.Base(n.Spec.Disks[i].Path) == "near"
+		}
+	})
+	gone(w, &api.Replica{ObjectMeta: named(was)}, &api.ReplicaList{})
+	r := w.memberOf("a")
+	if r.Spec.Disk != disk["far"] {
+		t.Fatalf("%+v", r.Spec)
+	}
+	if _, open := w.data.attachments.OpenedMeta("a", r.Spec.UID); !open {
+		t.Error("the session has another local member than the new one")
+	}
+	checkDevice(t, dev, 8*mib, data)
+	w.sh("blkdiscard -o " + strconv.Itoa(8*mib) + " -l " + strconv.Itoa(16*mib) + " " + dev)
+	s := &api.Snapshot{ObjectMeta: named("s1")}
+	w.remove(s)
+	gone(w, s, &api.SnapshotList{})
+	if err := w.data.attachments.Reclaim(w.ctx, w.data.attachments.Session("a"), true); err != nil && !api.Is(err, api.Busy) {
+		t.Error(err)
+	}
+	w.stopData()
+	w.startData()
+	checkDevice(t, dev, 8*mib, make([]byte, 16*mib))
+	w.detach("a")
 }

@@ -103,8 +103,8 @@ func (as *Attachments) addSession(s *Session) {
 	as.mu.Lock()
 	as.sessions[s.Volume] = s
 	as.mu.Unlock()
-	if s.Replica != "" {
-		as.replicas.Created(s.Replica)
+	if m, r := s.memberHere(); r != nil {
+		as.replicas.Created(m.UID)
 	}
 	s.startWatch(func() { as.Wake(s.Volume) })
 }

@@ -73,7 +73,7 @@ func (as *Attachments) noteIntents(ctx context.Context, s *Session) error {
 		return err
 	}
 	r, err := as.MemberOn(ctx, &v, as.Name)
-	if err != nil || r == nil || r.Spec.UID != s.Replica {
+	if err != nil || r == nil || s.localReplica(r.Spec.UID) == nil {
 		return err
 	}
 	if err := s.engine.NoteIntents(ctx); err != nil {

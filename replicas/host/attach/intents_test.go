@@ -35,7 +35,7 @@ func TestOthersBeforeTheAPI(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		there := asked{ch: make(chan struct{}, 1)}
 		as := &Attachments{Node: &localnode.Node{Name: "a", Log: slog.New(slog.DiscardHandler), Client: there}}
-		s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil, nil)
+		s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Alone: true}, nil)
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan bool)
 		go func() { ended <- as.awaitOthers(ctx, s) }()

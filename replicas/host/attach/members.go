@@ -273,6 +273,7 @@ func (as *Attachments) openMember(ctx context.Context, s *Session, spec *memberS
 		as.replicas.Damaged(ctx, spec.UID, err)
 		return n, nil, err
 	}
+	r.OnLost(func(bool) { s.wake() })
 	n.Member = as.watch.Member(as.backendOf(r, s.loop), watched)
 	return n, r, nil
 }
@@ -290,8 +291,8 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 	if err != nil {
 		return nil, err
 	}
-	b.Replica, b.Disk, b.Path = "", "", "" // as found below
-	s := as.newSession(b, loop, nil)
+	b.Replica, b.Disk, b.Path = "", "", "" // those of the member here, when the blob is written
+	s := as.newSession(b, loop)
 	s.membership.tried.Store(b.Now)
 	var members []engine.Named
 	defer func() {
@@ -319,16 +320,14 @@ func (as *Attachments) openSession(ctx context.Context, b blob, size int64, fres
 		} else if err != nil {
 			return nil, err // the disk of this node returns, or a user detaches the volume by force
 		}
-		if r != nil && s.Replica == "" {
-			s.Replica, s.Disk, s.Path = spec.UID, spec.Disk, spec.Path
-			s.setReplicaHere(r)
+		if r != nil && s.replicaHere() == nil {
 			members = slices.Insert(members, 0, m) // reads prefer the local member, and a resync copies from the first
-			continue
+		} else {
+			members = append(members, m)
 		}
 		if r != nil {
-			s.others.Store(spec.UID, r)
+			s.local.Store(spec.UID, r)
 		}
-		members = append(members, m)
 	}
 	c := as.engineConfig(s, size, b.Now)
 	c.Members, c.Track, c.Resync, c.Lenient = members, !b.Alone, fresh, true

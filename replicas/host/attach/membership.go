@@ -75,6 +75,9 @@ func (s *Session) snapshotBlob() blob {
 	defer s.membership.mu.Unlock()
 	b := s.blob
 	b.Members = slices.Clone(b.Members)
+	if m, r := s.memberHereLocked(); r != nil {
+		b.Replica, b.Disk, b.Path = m.UID, m.Disk, m.Path
+	}
 	return b
 }
 

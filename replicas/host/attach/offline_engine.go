@@ -87,7 +87,8 @@ func (as *Attachments) openOffline(ctx context.Context, v *api.Volume) (e *engin
 	if err != nil {
 		return nil, "", nil, errors.Join(err, as.releaseClaim(ctx, v.Name, b.Epoch))
 	}
-	return s.engine, s.Replica, func() error {
+	here, _ := s.memberHere()
+	return s.engine, here.UID, func() error {
 		return errors.Join(as.closeSession(s), as.releaseClaim(context.WithoutCancel(ctx), s.Volume, s.askedEpoch()))
 	}, nil
 }

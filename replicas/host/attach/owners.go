@@ -58,7 +58,7 @@ func (as *Attachments) Expand(ctx context.Context, volume string, replica api.UI
 // RoomOn is for package replica.
 func (as *Attachments) RoomOn(disk api.UID) {
 	for _, s := range as.Sessions() {
-		if s.Disk == disk {
+		if m, r := s.memberHere(); r != nil && m.Disk == disk {
 			s.retryFull()
 		}
 	}
@@ -79,10 +79,14 @@ func (as *Attachments) HasSession(volume string) bool { return as.Session(volume
 // OpenedMeta is for package snapshot.
 func (as *Attachments) OpenedMeta(volume string, replica api.UID) (stack.Meta, bool) {
 	s := as.Session(volume)
-	if s == nil || s.Replica != replica {
+	if s == nil {
 		return stack.Meta{}, false
 	}
-	return s.replicaHere().Meta(), true
+	m, r := s.memberHere()
+	if r == nil || m.UID != replica {
+		return stack.Meta{}, false
+	}
+	return r.Meta(), true
 }
 
 // Freeze is for package snapshot.

@@ -247,6 +247,10 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 	}
 	joiners.Store(string(spec.UID), spec)
 	defer joiners.Delete(string(spec.UID))
+	before, known := s.local.Load(spec.UID)
+	if here != nil { // before the swap, after which the join still compares
+		s.local.Store(spec.UID, here)
+	}
 	tell := func(p engine.Progress, message string) {
 		s.membership.mu.Lock()
 		kind := "delta"
@@ -282,6 +286,11 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 			err = fmt.Errorf("%w; the rebuilt replica repaired the damage", err)
 		}
 		_ = m.Member.Close()
+		if known {
+			s.local.Store(spec.UID, before)
+		} else {
+			s.local.Delete(spec.UID)
+		}
 		tell(p, err.Error())
 		s.log.Warn("a replica is not rebuilt yet", "replica", r.Name, "err", err)
 		return err
@@ -290,13 +299,6 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 		s.membership.fulls.Add(1)
 	} else {
 		s.membership.deltas.Add(1)
-	}
-	switch {
-	case here != nil && spec.UID == s.Replica:
-		here.OnLost(func(bool) { s.wake() })
-		s.here.Store(here)
-	case here != nil:
-		s.others.Store(spec.UID, here)
 	}
 	s.membership.mu.Lock()
 	delete(s.membership.rebuilds, r.Name)

@@ -216,11 +216,11 @@ func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Ses
 
 // reportSource reports whether reads wait for the sources of layers.
 func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
-	m := s.replicaHere()
-	if m == nil || s.noting.Load() {
+	m, r := s.memberHere()
+	if r == nil || s.noting.Load() {
 		return
 	}
-	layers := m.Remote()
+	layers := r.Remote()
 	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
 	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {
@@ -231,7 +231,7 @@ func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
 	msg := fmt.Sprintf("reads of the image wait, which is not on node %s yet: %v", as.Name, layers[lost].Why)
 	if path := layers[lost].From.Path; path != "" {
 		msg = fmt.Sprintf("disk %s of node %s fails: reads of its layers wait until they are copied to disk %s",
-			path, as.Name, s.Path)
+			path, as.Name, m.Path)
 	}
 	a.Status.Message = msg
 	if api.SetCondition(&a.Status.Conditions, a.Generation, api.ConditionSourceLost, true, "DiskFailed", msg) {

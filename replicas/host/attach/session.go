@@ -57,8 +57,7 @@ type Session struct {
 	blob
 	log        *slog.Logger
 	loop       *iothreads.Thread
-	here       atomic.Pointer[stack.Replica] // nil: no replica is here. A rebuild after a drop replaces the replica
-	others     sync.Map                      // api.UID to *stack.Replica: further replicas here, now or before
+	local      sync.Map // api.UID to *stack.Replica: the replicas here that are or were members; a rebuild replaces one
 	engine     *engine.Engine
 	size       atomic.Int64
 	serving    atomic.Pointer[engine.Engine] // the engine, once it is open
@@ -115,24 +114,14 @@ func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid strin
 }
 
 // newSession has no engine yet; member may be nil.
-func (as *Attachments) newSession(b blob, loop *iothreads.Thread, member *stack.Replica) *Session {
+func (as *Attachments) newSession(b blob, loop *iothreads.Thread) *Session {
 	b.Lenders = nil
 	s := &Session{log: as.Log.With("volume", b.Volume), loop: loop,
 		wakeUp: make(chan struct{}, 1), ended: make(chan struct{})}
 	s.membership.look, s.membership.turn = make(chan struct{}, 1), make(chan struct{}, 1)
 	s.membership.joiners, s.membership.rebuilds = &sync.Map{}, map[string]api.RebuildStatus{}
 	s.blob = b
-	if member != nil {
-		s.setReplicaHere(member)
-		s.blank = member.Empty()
-	}
 	return s
-}
-
-// setReplicaHere notes the replica of a new session on this node.
-func (s *Session) setReplicaHere(member *stack.Replica) {
-	s.here.Store(member)
-	member.OnLost(func(bool) { s.wake() })
 }
 
 // usesReplica reports whether the engine has a replica.
@@ -146,10 +135,7 @@ func (s *Session) usesReplica(ctx context.Context, uid api.UID) (bool, error) {
 
 // localReplica is a replica of the session on this node, now or before; nil: the replica never was.
 func (s *Session) localReplica(uid api.UID) *stack.Replica {
-	if uid == s.Replica {
-		return s.replicaHere()
-	}
-	if x, is := s.others.Load(uid); is {
+	if x, is := s.local.Load(uid); is {
 		return x.(*stack.Replica)
 	}
 	return nil
@@ -167,8 +153,29 @@ func (s *Session) localMember(node string) api.UID {
 	return ""
 }
 
-// replicaHere is the session's replica on this node, or nil.
-func (s *Session) replicaHere() *stack.Replica { return s.here.Load() }
+// replicaHere is the replica of the session's first member on this node, or nil.
+func (s *Session) replicaHere() *stack.Replica {
+	_, r := s.memberHere()
+	return r
+}
+
+// memberHere is the session's first member on this node with its replica; without one the replica is nil. A replica that
+// replaces the member on another disk of the node becomes the member here with its swap.
+func (s *Session) memberHere() (memberSpec, *stack.Replica) {
+	s.membership.mu.Lock()
+	defer s.membership.mu.Unlock()
+	return s.memberHereLocked()
+}
+
+// memberHereLocked is memberHere for a caller with the mutex of the membership.
+func (s *Session) memberHereLocked() (memberSpec, *stack.Replica) {
+	for _, m := range s.Members {
+		if r := s.localReplica(m.UID); r != nil {
+			return m, r
+		}
+	}
+	return memberSpec{}, nil
+}
 
 func (s *Session) wake() {
 	select {

@@ -150,7 +150,7 @@ func TestDropBeforeAPI(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := as.newSession(b, thread, nil)
+	s := as.newSession(b, thread)
 	if err := as.dropperOf(s)(context.Background(), 3, string(b.Members[1].UID)); !api.Is(err, api.Unavailable) {
 		t.Errorf("a drop without the API: %v", err)
 	}
@@ -167,7 +167,7 @@ func TestNoSwapBeginsWithoutARecord(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Now: 5}, thread, nil)
+	s := as.newSession(blob{Volume: "v", VolumeUID: api.NewUID(), Now: 5}, thread)
 	if err := as.recordProposal(s, 6, nil); err != nil {
 		t.Fatal(err)
 	}
