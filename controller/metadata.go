@@ -135,7 +135,7 @@ func (m *Metadata) openChanges(ctx context.Context, base, target string) (Change
 	if base != "" && was.Spec.Volume != is.Spec.Volume {
 		return nil, api.Errorf(api.Invalid, "snapshots %s and %s are of two volumes", base, target)
 	}
-	members, err := m.findHolders(ctx, is)
+	members, err := m.findReplicasWith(ctx, is)
 	if err != nil {
 		return nil, err
 	}
@@ -157,8 +157,8 @@ func (m *Metadata) openChanges(ctx context.Context, base, target string) (Change
 		"try again: %w", target, errors.Join(why...))
 }
 
-// findHolders returns the replicas that hold the content of a snapshot's volume.
-func (m *Metadata) findHolders(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
+// findReplicasWith returns the replicas that hold the content of a snapshot's volume.
+func (m *Metadata) findReplicasWith(ctx context.Context, s *api.Snapshot) ([]api.Replica, error) {
 	var vol api.Volume
 	if err := m.server.client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &vol); err != nil {
 		return nil, api.Explain(err, "read volume %s", s.Spec.Volume)

@@ -101,8 +101,8 @@ func TestEvict(t *testing.T) {
 	})
 }
 
-// TestEvictAttached: an attached volume moves to another disk of its node through its engine. From then on its node
-// treats the new replica as the local one: the space of trimmed blocks comes back.
+// TestEvictAttached: an attached volume moves to another disk of its node through its engine. From then on the new replica
+// is the local one, which a reclaim of trimmed space and the next data process ask.
 func TestEvictAttached(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)

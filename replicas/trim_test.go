@@ -286,7 +286,7 @@ func TestTrimBesideAMerge(t *testing.T) {
 	}
 	w.conditionIs("trims", api.ConditionMerged, "False")
 	w.sh("rm " + dir + "/s1 " + dir + "/s2 && sync -f " + dir)
-	if is := w.trims("trims", "beside"); is.State != api.CloneCompleted || !strings.Contains(is.Message, "being merged") {
+	if is := w.trims("trims", "beside"); is.State != api.CloneCompleted || !strings.Contains(is.Message, "a merge") {
 		t.Errorf("%+v", is)
 	}
 	free()

@@ -198,7 +198,7 @@ func neverOverData(t *testing.T, w *world) {
 		}
 		_, err = w.node.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: p.id,
 			StagingTargetPath: p.staging, VolumeCapability: mountCap("ext4")})
-		wantCode(t, err, codes.FailedPrecondition, "not formatted")
+		wantCode(t, err, codes.FailedPrecondition, "does not format")
 		do(t, p.down, p.up)
 	}
 	b := make([]byte, len(data))

@@ -149,7 +149,7 @@ func TestDisksOfADeadNode(t *testing.T) {
 	drover(t, append(remove, "--dead-node", "--force")...).mustSay(t, 0, "removed from node \"dying\"", "golden", "unique")
 	// Its silence is proof enough.
 	tell("dying", 1, time.Now().Add(-time.Hour))
-	drover(t, kubeconfig("disk", "remove", "/late")...).mustSay(t, 0, "removed", "forgotten: image golden")
+	drover(t, kubeconfig("disk", "remove", "/late")...).mustSay(t, 0, "removed", "forgets its content: image golden")
 	for _, o := range was {
 		if err := store.Get(t.Context(), client.ObjectKeyFromObject(o), o); !apierrors.IsNotFound(err) {
 			t.Errorf("%s is still there: %v", o.GetName(), err)

@@ -153,7 +153,7 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 		return err
 	}
 	if len(users) > 0 {
-		return api.Errorf(api.InUse, "image %q is in use by %s: delete the users first", name, someOf("volume", users))
+		return api.Errorf(api.InUse, "image %q is in use by %s: delete these volumes first", name, someOf("volume", users))
 	}
 	// The precondition protects a new image of the same name.
 	err = c.Delete(ctx, &img, client.Preconditions{UID: &img.UID})

@@ -18,7 +18,8 @@ func (a *app) volumeTrim() *cobra.Command {
 		Long: "Runs fstrim on the node where the volume is mounted. The space of freed blocks above\nthe newest " +
 			"snapshot comes back at once; snapshots keep their blocks, unless the volume's\nunmapMarkSnapChainRemoved is " +
 			"enabled (or the setting\nremove-snapshots-during-filesystem-trim is true): then Drover deletes the newest " +
-			"snapshot and the snapshots below\nit, down to the first snapshot that a volume or an image needs.",
+			"snapshot and the snapshots below\nit, down to the first snapshot that carries something else (a snapshot " +
+			"beside the head), is part\nof a group, or is being cloned.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)

@@ -43,7 +43,7 @@ func (n *copyReconciler) copyClone(ctx context.Context, t *transfer, slot slotFu
 		return cmp.Compare(near(a), near(b))
 	})
 	spec.CheckpointEvery = n.opts.CheckpointEvery
-	err = api.Errorf(api.NotFound, "image %s, the origin of the clone, has no ready copy",
+	err = api.Errorf(api.NotFound, "image %s, the source of the clone, has no ready copy",
 		image.SourceParameters["backingImage"])
 	for i := range copies {
 		if repair && string(copies[i].Spec.Disk) == on.UID() {

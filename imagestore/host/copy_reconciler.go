@@ -65,7 +65,7 @@ func (n *copyReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 		if t.cancel(); t.isRunning() {
 			return ctrl.Result{}, nil // the end of the transfer wakes the reconciler
 		}
-		n.transfers.dropEnded(c.Name)
+		n.transfers.forgetEnded(c.Name)
 		t = nil
 	}
 	st := record.status
@@ -101,7 +101,7 @@ func (n *copyReconciler) recordOf(c *api.ImageCopy) *statusRecord {
 func (n *copyReconciler) forgetCopy(name string) {
 	if t := n.transfers.get(name); t != nil {
 		t.cancel()
-		n.transfers.dropEnded(name)
+		n.transfers.forgetEnded(name)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()

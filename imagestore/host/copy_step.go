@@ -28,7 +28,7 @@ func (n *copyReconciler) nextStatus(ctx context.Context, c *api.ImageCopy, t *tr
 		return 0, err
 	}
 	if t != nil {
-		defer n.transfers.dropEnded(c.Name)
+		defer n.transfers.forgetEnded(c.Name)
 		return n.endTransfer(c, img, t, st), nil
 	}
 	on, err := n.disks(c.Spec.Disk)

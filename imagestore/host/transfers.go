@@ -117,8 +117,8 @@ func (m *transferSet) get(name string) *transfer {
 	return m.byCopy[name]
 }
 
-// dropEnded drops an ended transfer.
-func (m *transferSet) dropEnded(name string) {
+// forgetEnded forgets an ended transfer.
+func (m *transferSet) forgetEnded(name string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if t := m.byCopy[name]; t != nil && !t.isRunning() {

@@ -51,8 +51,7 @@ func OpenFile(path string) (*Stream, error) {
 		}
 		if mode.IsRegular() && (after.Size() != before.Size() || !after.ModTime().Equal(before.ModTime())) {
 			return api.Errorf(api.Unavailable, "file %s changed while it was read (%s): import the file after the last "+
-				"write",
-				path, after.ModTime().Format(time.RFC3339))
+				"write", path, after.ModTime().Format(time.RFC3339))
 		}
 		return nil
 	}

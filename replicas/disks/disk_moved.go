@@ -86,7 +86,7 @@ func (n *nodeReconciler) reportMoved(ctx context.Context, disks []api.DiskStatus
 				d.Message = fmt.Sprintf("the disk came from node %s with its data; `drover disk remove %s --node %s` "+
 					"removes it from the list of that node", o.Name, there.Path, o.Name)
 			case d.Ready && there.Ready && alive:
-				d.Message = fmt.Sprintf("node %s has this disk, too, at %s: if that node does not miss the disk within a "+
+				d.Message = fmt.Sprintf("node %s has this disk, too, at %s: if that node still has the disk after a "+
 					"minute, one of the two disks is a copy; take the copy away", o.Name, there.Path)
 			case d.Ready && !alive:
 				d.Message = fmt.Sprintf("silent node %s had the disk: if that machine is dead, `drover recover --yes` on "+

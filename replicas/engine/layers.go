@@ -236,7 +236,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 		all = append(all, x)
 	}
 	if len(all) < 2 {
-		return api.Errorf(api.Unavailable, "snapshot %s: the volume has no second replica to compare", uid)
+		return api.Errorf(api.Unavailable, "snapshot %s: the volume has no second member to compare", uid)
 	}
 	pieces, err := newPieces(ctx, all, uid)
 	if err != nil {

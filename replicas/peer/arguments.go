@@ -59,7 +59,7 @@ type (
 	}
 )
 
-// validate implements arguments. A replica refuses a size smaller than its own.
+// Validate implements arguments. A replica refuses a size smaller than its own.
 func (a sizeArgs) Validate(limits) error {
 	if a.Size <= 0 || a.Size%block.Size != 0 || a.Size > api.MaxVolumeSize {
 		return api.Errorf(api.OutOfRange, "%d is not a size that a volume can have", a.Size)

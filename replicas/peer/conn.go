@@ -467,6 +467,6 @@ func (c *conn) checkSilence(now time.Duration) {
 	}
 	c.mu.Unlock()
 	if silent >= silentAfter {
-		c.breakConnection(api.Errorf(api.Unavailable, "node %s is silent", c.set.node))
+		c.breakConnection(api.Errorf(api.Unavailable, "the connection to node %s does not answer", c.set.node))
 	}
 }

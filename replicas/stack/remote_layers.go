@@ -40,8 +40,16 @@ func (r *Replica) Hydrates() bool {
 	return len(r.replaced) > 0 || slices.ContainsFunc(r.layers, func(l *layer.Layer) bool { return l.Hydration != nil })
 }
 
-// OnLost calls fn, on the loop's thread, when reads begin or cease to wait for a source. OnLost comes before any I/O.
-func (r *Replica) OnLost(fn func(lost bool)) { r.onLost = fn }
+// OnLost calls fn, on the loop's thread, when reads begin or cease to wait for a source, and at once if they wait.
+// The caller is not the loop's thread.
+func (r *Replica) OnLost(fn func(lost bool)) {
+	_ = r.onLoop(func() { // else the loop has ended, and nothing reads
+		r.onLost = fn
+		if r.sourceFails {
+			fn(true)
+		}
+	})
+}
 
 // hydratingLayers returns the layers that the replica reads from sources. The disk may have a copy by now.
 func (r *Replica) hydratingLayers() (map[string]bool, error) {

@@ -146,7 +146,7 @@ func (im *Image) readHeader() (*header, error) {
 	}
 	if v := le.Uint16(current[64:]); h.logID != (guid{}) && v != 0 {
 		return nil, api.Errorf(api.Unsupported, "the log has version %d and must be replayed, which needs version 0; "+
-			"attach the image once in Hyper-V", v)
+			"attach the image once in the program that made it", v)
 	}
 	h.log = span{int64(off), int64(off) + length}
 	return h, nil

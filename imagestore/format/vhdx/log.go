@@ -171,7 +171,7 @@ func (im *Image) replayLog(h *header) error {
 	length := h.log.to - h.log.from
 	if length > im.limits.Log {
 		return api.Errorf(api.OutOfRange, "the image was not closed, and its log of %d bytes exceeds the limit of %d; "+
-			"attach the image once in Hyper-V", length, im.limits.Log)
+			"attach the image once in the program that made it", length, im.limits.Log)
 	}
 	r := &ring{im: im, b: make([]byte, length), id: h.logID, left: maxChecked * length}
 	if err := im.readFull(r.b, h.log.from, "the log's entries"); err != nil {

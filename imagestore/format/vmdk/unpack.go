@@ -40,8 +40,7 @@ func (im *Image) unpackGrain(u *unpacker, host int64, to []byte, off int64) erro
 	size := int64(le.Uint32(mark[8:]))
 	if size == 0 || size > h.grain+h.grain/16+1024 {
 		return corrupt("the grain at %#x has %d compressed bytes: a grain has more than 0, and not more than its "+
-			"content", host,
-			size)
+			"content", host, size)
 	}
 	if int64(cap(u.packed)) < size {
 		u.packed = make([]byte, h.grain+h.grain/16+1024)

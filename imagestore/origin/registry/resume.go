@@ -142,18 +142,16 @@ func (d *diskStream) enterLayer(st *resumeState, off int64) error {
 
 // errChanged is the error for a changed image or an unusable record.
 func (d *diskStream) errChanged() error {
-	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or the checkpoint of the import is "+
-		"damaged", d.c.name,
-		origin.ErrChanged)
+	return api.Errorf(api.Unavailable, "%s: the image %w in the registry, or the checkpoint of the import cannot be "+
+		"used", d.c.name, origin.ErrChanged)
 }
 
 // restoreAt starts a blob at a place, with the state of the digest there.
 func (b *blob) restoreAt(off int64, sum []byte) error {
 	u, ok := b.sum.(encoding.BinaryUnmarshaler)
 	if !ok || off > b.want.Size || u.UnmarshalBinary(sum) != nil {
-		return api.Errorf(api.Unavailable, "%s: layer %s %w, or the checkpoint of the import is "+
-			"damaged", b.c.name, b.want.Digest,
-			origin.ErrChanged)
+		return api.Errorf(api.Unavailable, "%s: layer %s %w, or the checkpoint of the import cannot "+
+			"be used", b.c.name, b.want.Digest, origin.ErrChanged)
 	}
 	b.off = off
 	return nil

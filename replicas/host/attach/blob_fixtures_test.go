@@ -69,7 +69,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 	here := memberSpec{Name: "data-a", UID: fixHere, Node: "one", Disk: fixDiskA, Path: "/var/lib/drover/a"}
 	there := memberSpec{Name: "data-b", UID: fixThere, Node: "two", Disk: fixDiskB,
 		Boot: "5f3c8e0a-4b53-4a57-9d3e-2f0c6a1b7d11/1795"}
-	rebuildJob := memberSpec{Name: "data-c", UID: fixComer, Node: "three", Disk: fixDiskB}
+	joining := memberSpec{Name: "data-c", UID: fixComer, Node: "three", Disk: fixDiskB}
 	single := blob{Volume: "data", VolumeUID: fixVolume, Replica: fixHere, Disk: fixDiskA, Path: "/var/lib/drover/a",
 		Epoch: 7}
 	with := func(b blob, change func(b *blob)) blob {
@@ -90,7 +90,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 		"v1/blob/several":          several,
 		"v1/blob/several-readonly": with(several, func(b *blob) { b.ReadOnly = true }),
 		"v1/blob/several-drop":     with(several, func(b *blob) { b.Next = 10 }),
-		"v1/blob/several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &rebuildJob }),
+		"v1/blob/several-join":     with(several, func(b *blob) { b.Next, b.Joining = 10, &joining }),
 		"v1/blob/several-borrows": with(several, func(b *blob) {
 			b.Lenders = []lender{{fixDiskB, "/var/lib/drover/b"}, {fixDiskA, "/var/lib/drover/c"}}
 		}),
@@ -98,7 +98,7 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 
 		"v2/blob/single":          alone,
 		"v2/blob/single-readonly": with(alone, func(b *blob) { b.ReadOnly = true }),
-		"v2/blob/single-join":     with(alone, func(b *blob) { b.Alone, b.Next, b.Joining = false, 10, &rebuildJob }),
+		"v2/blob/single-join":     with(alone, func(b *blob) { b.Alone, b.Next, b.Joining = false, 10, &joining }),
 		"v2/blob/elsewhere": {Volume: "data", VolumeUID: fixVolume, Epoch: 7, Now: 7, Alone: true,
 			Members: []memberSpec{there}},
 		"v2/blob/several-missing": with(several, func(b *blob) { b.Members = []memberSpec{here, missing} }),

@@ -27,8 +27,7 @@ func (as *reconciler) reportLostDevices(ctx context.Context, a *api.Attachment, 
 			where = "is mounted at " + strings.Join(d.Mounts, ", ")
 		}
 		as.Events.Eventf(a, nil, "Warning", "DeviceLost", "Attach", "%s of volume %s was lost with the processes that "+
-			"served "+
-			"it, and %s: its I/O fails; %s", d.Path, v.Name, where, next)
+			"served it, and %s: its I/O fails; %s", d.Path, v.Name, where, next)
 		as.Log.Warn("a device was lost with the processes that served it, and is still in use", "volume", v.Name,
 			"device", d.Path, "mounts", d.Mounts)
 	}

@@ -30,7 +30,7 @@ func (as *Attachments) Opened(volume string, replica api.UID) (*stack.Replica, b
 		return nil, false
 	}
 	r := s.localReplica(replica)
-	return r, r != nil && s.noting.Load() && s.replicaHere() == r
+	return r, r != nil && s.noting.Load() == r
 }
 
 // Uses is for package replica.

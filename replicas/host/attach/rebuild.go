@@ -285,12 +285,12 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 		if api.Is(err, api.Corrupt) && as.repairFrom(ctx, s, m) {
 			err = fmt.Errorf("%w; the rebuilt replica repaired the damage", err)
 		}
-		_ = m.Member.Close()
 		if known {
 			s.local.Store(spec.UID, before)
 		} else {
 			s.local.Delete(spec.UID)
 		}
+		_ = m.Member.Close()
 		tell(p, err.Error())
 		s.log.Warn("a replica is not rebuilt yet", "replica", r.Name, "err", err)
 		return err

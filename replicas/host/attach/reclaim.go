@@ -39,7 +39,7 @@ func (as *Attachments) reclaimOwed(ctx context.Context, s *Session) error {
 	s.owed.Store(false)
 	err := as.Reclaim(ctx, s, true)
 	if err != nil {
-		s.owed.Store(true) // reclaimAll tries again
+		s.owed.Store(true) // ReclaimAll tries again
 	}
 	return err
 }

@@ -217,10 +217,13 @@ func (as *reconciler) reportSpace(ctx context.Context, a *api.Attachment, s *Ses
 // reportSource reports whether reads wait for the sources of layers.
 func (as *reconciler) reportSource(a *api.Attachment, s *Session) {
 	m, r := s.memberHere()
-	if r == nil || s.noting.Load() {
-		return
+	var layers []stack.RemoteLayer
+	if r != nil {
+		if s.noting.Load() == r {
+			return
+		}
+		layers = r.Remote()
 	}
-	layers := r.Remote()
 	lost := slices.IndexFunc(layers, func(l stack.RemoteLayer) bool { return l.Why != nil })
 	if lost < 0 {
 		if meta.RemoveStatusCondition(&a.Status.Conditions, api.ConditionSourceLost) {

@@ -19,12 +19,12 @@ const recordTime = 5 * time.Second
 // the disk answers.
 func (as *Attachments) writeRecord(s *Session, v *api.Volume) {
 	object, err := v.Record()
-	if m := s.replicaHere(); err == nil && m != nil && s.noting.CompareAndSwap(false, true) {
+	if m := s.replicaHere(); err == nil && m != nil && s.noting.CompareAndSwap(nil, m) {
 		noted := make(chan struct{})
 		var result error
 		go func() {
 			result = m.Note(object)
-			s.noting.Store(false)
+			s.noting.Store(nil)
 			close(noted)
 		}()
 		late := time.NewTimer(recordTime)

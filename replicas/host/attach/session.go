@@ -71,13 +71,14 @@ type Session struct {
 	trim   atomic.Pointer[trimRun] // the last one
 	owed   atomic.Bool             // a trim asked for space that is not freed yet
 	zeroed atomic.Int64            // zeroed bytes of the head at the last look for a reclaim
-	noting atomic.Bool             // the replica's record is being written: the lock's owner does not call the replica
+	// noting is the replica whose record is being written, or nil: the owner of the volume's lock does not call it.
+	noting atomic.Pointer[stack.Replica]
 
 	full   atomic.Bool // writes wait for room
 	fence  atomic.Pointer[error]
 	wakeUp chan struct{} // a field above changed
 	cancel context.CancelFunc
-	ended  chan struct{} // run has returned
+	ended  chan struct{} // watchEngine has returned
 }
 
 // probeEvery is how often one write probes for room while others wait: a file system does not report room.
@@ -113,7 +114,7 @@ func (as *Attachments) openHere(ctx context.Context, disk *stack.Disk, uid strin
 	return disk.OpenReplica(ctx, uid, loop.Loop)
 }
 
-// newSession has no engine yet; member may be nil.
+// newSession has no engine yet.
 func (as *Attachments) newSession(b blob, loop *iothreads.Thread) *Session {
 	b.Lenders = nil
 	s := &Session{log: as.Log.With("volume", b.Volume), loop: loop,
@@ -159,8 +160,8 @@ func (s *Session) replicaHere() *stack.Replica {
 	return r
 }
 
-// memberHere is the session's first member on this node with its replica; without one the replica is nil. A replica that
-// replaces the member on another disk of the node becomes the member here with its swap.
+// memberHere is the session's first member on this node with its replica; without one the replica is nil. A replica
+// that replaces the member on another disk of the node becomes the member here with its swap.
 func (s *Session) memberHere() (memberSpec, *stack.Replica) {
 	s.membership.mu.Lock()
 	defer s.membership.mu.Unlock()

@@ -26,7 +26,7 @@ func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, erro
 		return stack.Meta{}, fmt.Errorf("replica %s: %w", replica, peer.ErrAbandoned)
 	}
 	s.openServedDisks(ctx)
-	disk, err := findHolder(s.o.Disks.Except(nil), replica)
+	disk, err := findDiskOf(s.o.Disks.Except(nil), replica)
 	if err != nil {
 		return stack.Meta{}, err
 	}

@@ -44,7 +44,7 @@ func (s *Server) openServed(ctx context.Context, uid, volume string) (peer.Repli
 			}
 		}
 	}
-	disk, err := findHolder(s.o.Disks.Except(nil), uid)
+	disk, err := findDiskOf(s.o.Disks.Except(nil), uid)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -87,9 +87,9 @@ func (s *Server) openServedDisks(ctx context.Context) {
 	}
 }
 
-// findHolder finds the disk that has a replica; nil: no disk has. A disk that fails may have the replica, unless
+// findDiskOf finds the disk that has a replica; nil: no disk has. A disk that fails may have the replica, unless
 // another has.
-func findHolder(disks []*stack.Disk, uid string) (*stack.Disk, error) {
+func findDiskOf(disks []*stack.Disk, uid string) (*stack.Disk, error) {
 	var errs []error
 	for _, disk := range disks {
 		there, err := disk.Holds(uid)

@@ -33,13 +33,13 @@ func TestHolderBesideAFailingDisk(t *testing.T) {
 	if err := os.WriteFile(folder, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := findHolder([]*stack.Disk{failing, good}, uid); got != good || err != nil {
+	if got, err := findDiskOf([]*stack.Disk{failing, good}, uid); got != good || err != nil {
 		t.Errorf("it is on %v, %v", got, err)
 	}
-	if got, err := findHolder([]*stack.Disk{failing}, uid); got != nil || err == nil {
+	if got, err := findDiskOf([]*stack.Disk{failing}, uid); got != nil || err == nil {
 		t.Errorf("found on %v, %v beside a disk that fails only", got, err)
 	}
-	if got, err := findHolder([]*stack.Disk{good}, string(api.NewUID())); got != nil || err != nil {
+	if got, err := findDiskOf([]*stack.Disk{good}, string(api.NewUID())); got != nil || err != nil {
 		t.Errorf("another one is on %v, %v", got, err)
 	}
 }
