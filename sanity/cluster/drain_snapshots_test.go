@@ -7,11 +7,13 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/suite"
 )
 
 // TestDrainOfSnapshots: the only replica of a volume leaves its node with its snapshots, of a detached volume and of one
 // that works elsewhere; what they hold can be had from the new place when the old one is gone.
 func TestDrainOfSnapshots(t *testing.T) {
+	suite.Long(t) // TestDrain moves replicas, replicas.TestEvict moves snapshots
 	c := start(t, Options{Nodes: 3})
 	leaving, other := c.Nodes[0], c.Nodes[1]
 	moments := map[string]map[string]*Instant{}

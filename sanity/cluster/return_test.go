@@ -14,6 +14,7 @@ import (
 // a cut of the network, a process that stood still, and a machine that was off. How long that is may not depend on how
 // long the node was away.
 func TestReturn(t *testing.T) {
+	suite.Long(t)
 	c := start(t, Options{Nodes: 3})
 	busy := newLoaded(t, c, "busy", 64<<20, 3)
 	idle := newLoaded(t, c, "idle", 64<<20, 3)

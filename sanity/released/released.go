@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -17,8 +18,8 @@ import (
 // Commit is the commit whose devices every later binary takes over.
 const Commit = "116c2029b65b8591f11af0b77419f10cfc1c402c"
 
-// Binary builds the program of Commit, outside of the module, and returns the path of the binary. A clone without the
-// commit skips the test, but in CI.
+// Binary returns the path of the program of Commit, which Binary builds outside of the module and keeps in the user's
+// cache. A clone without the commit skips the test, but in CI.
 func Binary(t *testing.T) string {
 	t.Helper()
 	const commit = Commit
@@ -34,12 +35,16 @@ func Binary(t *testing.T) string {
 	// The source is that of the history, in one place, so that Go's own cache, which goes by content, has its packages.
 	cache, err := os.UserCacheDir()
 	must(t, err)
-	source, bin := filepath.Join(cache, "drover-tests", commit), filepath.Join(t.TempDir(), "drover")
+	source := filepath.Join(cache, "drover-tests", commit)
+	bin := source + "-" + runtime.Version() + "-" + runtime.GOARCH
 	must(t, os.MkdirAll(filepath.Dir(source), 0o700))
 	lock, err := os.Create(source + ".lock") // another test may build the commit now
 	must(t, err)
 	defer lock.Close()
 	must(t, syscall.Flock(int(lock.Fd()), syscall.LOCK_EX))
+	if _, err := os.Stat(bin); err == nil {
+		return bin
+	}
 	must(t, os.RemoveAll(source))
 	must(t, os.Mkdir(source, 0o700))
 	tree, err := exec.Command("git", "rev-parse", "--show-toplevel").Output()
@@ -53,12 +58,13 @@ func Binary(t *testing.T) string {
 	if err = errors.Join(err, archive.Wait()); err != nil {
 		t.Fatalf("source of commit %s: %v\n%s", commit, err, out)
 	}
-	build := exec.Command("go", "build", "-buildvcs=false", "-ldflags=-s -w", "-o", bin, ".")
+	build := exec.Command("go", "build", "-buildvcs=false", "-ldflags=-s -w", "-o", bin+".part", ".")
 	build.Dir, build.Env = source, append(os.Environ(), "GOWORK=off")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("build commit %s: %v\n%s", commit, err, out)
 	}
 	must(t, os.RemoveAll(source))
+	must(t, os.Rename(bin+".part", bin))
 	return bin
 }
 
