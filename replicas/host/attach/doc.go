@@ -5,8 +5,9 @@
 // this node, the resumes and ends in progress, the runs of offline rebuilds, and the device records.
 //
 // Invariants: an engine starts only after a swap that took an epoch, or in the epoch of its device record; a swap is in
-// the device record before the API is asked; Volume.status.epoch, engineNode and members are changed here alone, by
-// compare-and-swap. A resume needs no API, unless a swap was in progress.
+// the device record before the API is asked. Volume.status.epoch, engineNode and members change by compare-and-swap
+// only: here; in package replica, for a move to another disk; in the planner, for a new volume, a revert, a salvage and
+// the removal of a member; in driver/recover. A resume needs no API, unless a swap was in progress.
 //
 // Replicas and snapshots are met through the interfaces Replicas and Snapshots.
 //
