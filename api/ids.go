@@ -42,7 +42,7 @@ func RoundSize(n int64) int64 {
 }
 
 // LabelValue is a name as the value of a label, which has at most 63 characters and ends in a letter or a digit.
-// Several long names may share a value: whoever lists objects by label also compares the specs.
+// Several long names may share a value: a caller that lists objects by label also compares the specs.
 func LabelValue(name string) string { return strings.TrimRight(name[:min(len(name), 63)], "-._") }
 
 // Labels and finalizers.

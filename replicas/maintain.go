@@ -53,8 +53,8 @@ func (m maintained) MergeReported(ctx context.Context, replica, volume string) {
 	}
 }
 
-// WithReplica implements maintain.Node. A replica that no engine has is opened with the volume's lock, and given up as
-// soon as somebody wants that.
+// WithReplica implements maintain.Node. It opens a replica that no engine has open, with the volume's lock, and closes
+// the replica as soon as an owner waits for the lock.
 func (m maintained) WithReplica(ctx context.Context, disk *stack.Disk, uid, volume string,
 	work func(ctx context.Context, r *stack.Replica) error) error {
 	d := m.d

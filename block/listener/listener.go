@@ -253,7 +253,7 @@ func (l *Listener) reportRefused(why string, nc net.Conn) {
 	}
 }
 
-// expire ends a connection that nobody identified in time.
+// expire ends a connection that the server did not identify in time.
 func (c *Conn) expire() {
 	c.l.mu.Lock()
 	still := c.place != nil

@@ -169,7 +169,7 @@ func (r *revertProgress) giveUp(ctx context.Context) error {
 
 // awaitAnswers asks the members that a crash of the controller left out, and drops the members that cannot answer once
 // the content of the volume is decided. A reverted member decides it: the volume is the snapshot. A failed member holds
-// the old content; if all others are gone, nobody knows whether they reverted, and the volume is the old content.
+// the old content; if all other replicas are lost, their content is unknown, and the volume is the old content.
 func (r *revertProgress) awaitAnswers(ctx context.Context) error {
 	unknown := len(r.asked) == len(r.members) && len(r.failed) > 0 && !slices.ContainsFunc(r.left, r.isHere)
 	for _, m := range r.members {

@@ -279,7 +279,7 @@ func (c *Cut) commitRecord() error {
 func (c *Cut) markUnsure(err error) {
 	r := c.r
 	r.markUnsure(err)
-	r.strays = append(r.strays, c.head, c.log.File) // whoever opens the replica next finds nobody in them
+	r.strays = append(r.strays, c.head, c.log.File) // closed with the replica
 }
 
 // undoCommit rolls back a committed cut before its instant. If another record references the layer already, the replica

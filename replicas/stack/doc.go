@@ -22,5 +22,5 @@
 //
 // Lock order: Replica.merging, Replica.mu, the disk's lock, the mutexes of the references (mu, syncedMu, wholeMu) and
 // of the reserve, Replica.metaMu. The loop's thread and the worker take only metaMu and the mutex of a hydration;
-// whoever waits for both takes the worker first.
+// a caller that waits for both takes the worker first.
 package stack

@@ -158,7 +158,7 @@ func (w *MergeWorker) mergeAll(ctx context.Context, disk *stack.Disk, failed map
 		case api.Is(err, api.NotFound) && replicaGone(disk, uid):
 			w.Forget(uid)
 			continue
-		case errors.Is(err, context.Canceled): // somebody wanted the volume
+		case errors.Is(err, context.Canceled): // an owner waited for the lock of the volume
 			w.Merge(disk, uid, volume)
 			continue
 		case !api.Is(err, api.Busy) && !api.Is(err, api.Unavailable): // else the replica was closed in between
